@@ -1,0 +1,7 @@
+"""Recurrent networks at hardware speed for PyTorch."""
+
+from ostinato.minimal import MinGRU, MinGRUCell, MinLSTM, MinLSTMCell
+from ostinato.scan import linear_scan, log_linear_scan
+
+__all__ = ["MinGRU", "MinGRUCell", "MinLSTM", "MinLSTMCell", "linear_scan", "log_linear_scan"]
+__version__ = "0.1.0"

@@ -1,0 +1,307 @@
+"""The scans as differentiable operators: eager calls go straight to a backend, traced ones through ``torch.library``.
+
+A registered operator lets ``torch.compile``, ``torch.export`` and ``opcheck`` see one opaque node, at some
+tens of microseconds a call.  Eager mode needs none of that and takes an ``autograd.Function`` over the same
+implementation, context and gradient.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ostinato.kernels import choose_backend
+
+_checked_cu_seqlens: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def _operator(name: str, forward: Callable, fake: Callable, setup_context: Callable, backward: Callable) -> Callable:
+    """Register ``ostinato::name`` and return the function that calls it, or goes round it where it can."""
+    registered = torch.library.custom_op(f"ostinato::{name}", forward, mutates_args=())
+    registered.register_fake(fake)
+    registered.register_autograd(backward, setup_context=setup_context)
+    members = {"forward": forward, "setup_context": setup_context, "backward": once_differentiable(backward)}
+    function: Any = type(name, (torch.autograd.Function,), {k: staticmethod(v) for k, v in members.items()})
+
+    def call(*args: Any) -> Any:
+        tensors = [x for x in args if isinstance(x, Tensor)]
+        if not _is_eager(tensors):
+            return registered(*args)
+        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+            return function.apply(*args)
+        return forward(*args)
+
+    return call
+
+
+def _gradient(name: str, implementation: Callable, fake: Callable) -> Callable:
+    """Register ``ostinato::name``, a gradient that has none of its own, and return the function that calls it."""
+    registered = torch.library.custom_op(f"ostinato::{name}", implementation, mutates_args=())
+    registered.register_fake(fake)
+
+    def call(*args: Any) -> Any:
+        return (implementation if _is_eager([x for x in args if isinstance(x, Tensor)]) else registered)(*args)
+
+    return call
+
+
+def _is_eager(tensors: list[Tensor]) -> bool:
+    """Whether nobody is watching: no compiler, no dispatch mode, no function transform, no tensor subclass."""
+    return (
+        not torch.compiler.is_compiling()
+        and not is_in_torch_dispatch_mode()
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and all(type(x) in (Tensor, torch.nn.Parameter) for x in tensors)
+    )
+
+
+def _check_cu_seqlens(cu_seqlens: Tensor | None, length: int) -> None:
+    """Raise ValueError unless the boundaries rise from 0 to `length`.
+
+    Reading them waits for the GPU, so a tensor is read once for each version of its contents, and not at
+    all while a CUDA graph is being captured.
+    """
+    if cu_seqlens is None or (cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return
+    seen = (cu_seqlens._version, length)
+    if _checked_cu_seqlens.get(cu_seqlens) == seen:
+        return
+    bounds = cu_seqlens.tolist()
+    if not bounds or bounds[0] != 0 or bounds[-1] != length or bounds != sorted(bounds):
+        shown = str(bounds if len(bounds) <= 8 else [*bounds[:4], "...", *bounds[-3:]])
+        raise ValueError(f"cu_seqlens must rise from 0 to the number of time steps, {length}; got {shown}")
+    _checked_cu_seqlens[cu_seqlens] = seen
+
+
+def _or_empty(grad: Tensor | None, like: Tensor) -> Tensor:
+    """Operators return tensors: an empty one stands for the gradient of an absent input."""
+    return like.new_empty(0) if grad is None else grad
+
+
+def _sequences(b: Tensor, cu_seqlens: Tensor | None) -> int:
+    return b.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+
+
+def _initial(b: Tensor, h0: Tensor | None, cu_seqlens: Tensor | None, zero: float) -> Tensor:
+    return b.new_full((_sequences(b, cu_seqlens), b.shape[2]), zero) if h0 is None else h0.clone()
+
+
+# linear_scan(a, b, h0, cu_seqlens, reverse, backend) -> h, h_last
+
+
+def _linear_scan(
+    a: Tensor, b: Tensor, h0: Tensor | None, cu_seqlens: Tensor | None, reverse: bool, backend: str
+) -> tuple[Tensor, Tensor]:
+    _check_cu_seqlens(cu_seqlens, b.shape[1])
+    kernels = choose_backend(backend, b.device)
+    if b.numel() == 0:
+        return b.new_empty(b.shape), _initial(b, h0, cu_seqlens, 0.0)
+    return kernels.linear_scan(a, b, h0, reverse, cu_seqlens)
+
+
+def _linear_scan_fake(a: Tensor, b: Tensor, h0: Any, cu_seqlens: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
+    return b.new_empty(b.shape), b.new_empty(_sequences(b, cu_seqlens), b.shape[2])
+
+
+def _linear_scan_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    a, _, h0, cu_seqlens, ctx.reverse, ctx.backend = inputs
+    ctx.save_for_backward(a, output[0], h0, cu_seqlens)
+    ctx.set_materialize_grads(False)
+
+
+def _linear_scan_grad(ctx: Any, grad_h: Tensor | None, grad_h_last: Tensor | None) -> tuple:
+    if grad_h is None and grad_h_last is None:
+        return (None,) * 6
+    a, h, h0, cu_seqlens = ctx.saved_tensors
+    grads = _linear_scan_backward(a, h, h0, grad_h, grad_h_last, cu_seqlens, ctx.reverse, ctx.backend)
+    return grads[0], grads[1], None if h0 is None else grads[2], None, None, None
+
+
+def _linear_scan_backward_impl(
+    a: Tensor,
+    h: Tensor,
+    h0: Tensor | None,
+    grad_h: Tensor | None,
+    grad_h_last: Tensor | None,
+    cu_seqlens: Tensor | None,
+    reverse: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if h.numel() == 0:
+        return h.new_empty(h.shape), h.new_empty(h.shape), _initial(h, grad_h_last, cu_seqlens, 0.0)
+    grads = choose_backend(backend, h.device).linear_scan_backward(a, h, h0, grad_h, grad_h_last, reverse, cu_seqlens)
+    return grads[0], grads[1], _or_empty(grads[2], h)
+
+
+def _linear_scan_backward_fake(a: Tensor, h: Tensor, h0: Tensor | None, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return h.new_empty(h.shape), h.new_empty(h.shape), h.new_empty(0 if h0 is None else h0.shape)
+
+
+_linear_scan_backward = _gradient("linear_scan_backward", _linear_scan_backward_impl, _linear_scan_backward_fake)
+linear_scan = _operator("linear_scan", _linear_scan, _linear_scan_fake, _linear_scan_context, _linear_scan_grad)
+
+
+# log_linear_scan(log_a, log_b, log_h0, cu_seqlens, reverse, backend) -> log_h, log_h_last
+
+
+def _log_linear_scan(
+    log_a: Tensor, log_b: Tensor, log_h0: Tensor | None, cu_seqlens: Tensor | None, reverse: bool, backend: str
+) -> tuple[Tensor, Tensor]:
+    _check_cu_seqlens(cu_seqlens, log_b.shape[1])
+    kernels = choose_backend(backend, log_b.device)
+    if log_b.numel() == 0:
+        return log_b.new_empty(log_b.shape), _initial(log_b, log_h0, cu_seqlens, float("-inf"))
+    return kernels.log_linear_scan(log_a, log_b, log_h0, reverse, cu_seqlens)
+
+
+def _log_linear_scan_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    log_a, log_b, log_h0, cu_seqlens, ctx.reverse, ctx.backend = inputs
+    ctx.save_for_backward(log_a, log_b, output[0], log_h0, cu_seqlens)
+    ctx.set_materialize_grads(False)
+
+
+def _log_linear_scan_grad(ctx: Any, grad_h: Tensor | None, grad_h_last: Tensor | None) -> tuple:
+    if grad_h is None and grad_h_last is None:
+        return (None,) * 6
+    log_a, log_b, log_h, log_h0, cu_seqlens = ctx.saved_tensors
+    args = (log_a, log_b, log_h, log_h0, grad_h, grad_h_last, cu_seqlens, ctx.reverse, ctx.backend)
+    grads = _log_linear_scan_backward(*args)
+    return grads[0], grads[1], None if log_h0 is None else grads[2], None, None, None
+
+
+def _log_linear_scan_backward_impl(
+    log_a: Tensor,
+    log_b: Tensor,
+    log_h: Tensor,
+    log_h0: Tensor | None,
+    grad_h: Tensor | None,
+    grad_h_last: Tensor | None,
+    cu_seqlens: Tensor | None,
+    reverse: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if log_h.numel() == 0:
+        return log_h.new_empty(log_h.shape), log_h.new_empty(log_h.shape), _initial(log_h, grad_h_last, cu_seqlens, 0.0)
+    kernels = choose_backend(backend, log_h.device)
+    grads = kernels.log_linear_scan_backward(log_a, log_b, log_h, log_h0, grad_h, grad_h_last, reverse, cu_seqlens)
+    return grads[0], grads[1], _or_empty(grads[2], log_h)
+
+
+def _log_linear_scan_backward_fake(
+    log_a: Tensor, log_b: Tensor, log_h: Tensor, log_h0: Tensor | None, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _linear_scan_backward_fake(log_a, log_h, log_h0)
+
+
+_log_linear_scan_backward = _gradient(
+    "log_linear_scan_backward", _log_linear_scan_backward_impl, _log_linear_scan_backward_fake
+)
+log_linear_scan = _operator(
+    "log_linear_scan", _log_linear_scan, _linear_scan_fake, _log_linear_scan_context, _log_linear_scan_grad
+)
+
+
+# minimal_scan(pre, bias, h0, offsets, cell, candidate, batch_first, directions, backend) -> h, h_last
+
+GATES_OF = {"mingru": 2, "minlstm": 3}
+
+
+def _minimal_shapes(
+    pre: Tensor, offsets: Tensor | None, h0: Tensor | None, cell: str, batch_first: bool, directions: int
+) -> tuple[tuple, tuple]:
+    """Shapes of h and h_last."""
+    channels = pre.shape[-1] // GATES_OF[cell]
+    if offsets is None:
+        batch = pre.shape[0 if batch_first else 1]
+    else:
+        assert h0 is not None, "packed sequences come with an initial state, which says how many there are"
+        batch = h0.shape[1]
+    return (*pre.shape[:-1], channels), (directions, batch, channels // directions)
+
+
+def _minimal_scan(
+    pre: Tensor,
+    bias: Tensor | None,
+    h0: Tensor | None,
+    offsets: Tensor | None,
+    cell: str,
+    candidate: str,
+    batch_first: bool,
+    directions: int,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    kernels = choose_backend(backend, pre.device)
+    if pre.numel() == 0:
+        h_shape, last_shape = _minimal_shapes(pre, offsets, h0, cell, batch_first, directions)
+        return pre.new_empty(h_shape), pre.new_zeros(last_shape) if h0 is None else h0.clone()
+    return kernels.minimal(pre.contiguous(), bias, h0, offsets, cell, candidate, batch_first, directions)
+
+
+def _minimal_scan_fake(
+    pre: Tensor,
+    bias: Tensor | None,
+    h0: Tensor | None,
+    offsets: Tensor | None,
+    cell: str,
+    _candidate: str,
+    batch_first: bool,
+    directions: int,
+    _backend: str,
+) -> tuple[Tensor, Tensor]:
+    h_shape, last_shape = _minimal_shapes(pre, offsets, h0, cell, batch_first, directions)
+    return pre.new_empty(h_shape), pre.new_empty(last_shape)
+
+
+def _minimal_scan_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    pre, bias, h0, offsets, *ctx.settings = inputs
+    ctx.save_for_backward(pre, bias, h0, output[0], offsets)
+    ctx.set_materialize_grads(False)
+
+
+def _minimal_scan_grad(ctx: Any, grad_h: Tensor | None, grad_h_last: Tensor | None) -> tuple:
+    if grad_h is None and grad_h_last is None:
+        return (None,) * 9
+    pre, bias, h0, h, offsets = ctx.saved_tensors
+    grads = _minimal_scan_backward(pre, bias, h0, h, grad_h, grad_h_last, offsets, *ctx.settings)
+    return (grads[0], None if bias is None else grads[1], None if h0 is None else grads[2]) + (None,) * 6
+
+
+def _minimal_scan_backward_impl(
+    pre: Tensor,
+    bias: Tensor | None,
+    h0: Tensor | None,
+    h: Tensor,
+    grad_h: Tensor | None,
+    grad_h_last: Tensor | None,
+    offsets: Tensor | None,
+    cell: str,
+    candidate: str,
+    batch_first: bool,
+    directions: int,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if pre.numel() == 0:
+        grad_bias = None if bias is None else torch.zeros_like(bias)
+        grad_h0 = None if h0 is None else torch.zeros_like(h0) if grad_h_last is None else grad_h_last.clone()
+        return torch.zeros_like(pre), _or_empty(grad_bias, pre), _or_empty(grad_h0, pre)
+    kernels = choose_backend(backend, pre.device)
+    grad_pre, grad_bias, grad_h0 = kernels.minimal_backward(
+        pre.contiguous(), bias, h0, h, grad_h, grad_h_last, offsets, cell, candidate, batch_first, directions
+    )
+    return grad_pre, _or_empty(grad_bias, pre), _or_empty(grad_h0, pre)
+
+
+def _minimal_scan_backward_fake(
+    pre: Tensor, bias: Tensor | None, h0: Tensor | None, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad_bias = None if bias is None else bias.new_empty(bias.shape)
+    grad_h0 = None if h0 is None else h0.new_empty(h0.shape)
+    return pre.new_empty(pre.shape), _or_empty(grad_bias, pre), _or_empty(grad_h0, pre)
+
+
+_minimal_scan_backward = _gradient("minimal_scan_backward", _minimal_scan_backward_impl, _minimal_scan_backward_fake)
+minimal_scan = _operator("minimal_scan", _minimal_scan, _minimal_scan_fake, _minimal_scan_context, _minimal_scan_grad)

@@ -1,0 +1,255 @@
+"""Scans in plain PyTorch operations, for every device that has no kernel of its own.
+
+The sequence is cut into chunks of 16 steps.  All chunks advance together, one
+step at a time, as if each began in the neutral state; the chunks' totals are
+scanned by the same function, a sixteenth as long; each chunk is then corrected
+for the state it really began in.  That is 16 * log16(T) short launches and
+2T compositions.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ostinato.kernels import reference
+
+CHUNK = 16
+
+
+class Semiring(NamedTuple):
+    """The two operations a scan is made of, and their neutral elements."""
+
+    times: Callable[[Tensor, Tensor], Tensor]
+    times_plus: Callable[[Tensor, Tensor, Tensor], Tensor]  # a*h + b
+    one: float
+    zero: float
+    sequential: Callable[..., tuple[Tensor, Tensor]]
+
+
+LINEAR = Semiring(torch.mul, lambda a, h, b: torch.addcmul(b, a, h), 1.0, 0.0, reference.linear_scan)
+LOG = Semiring(torch.add, lambda a, h, b: torch.logaddexp(a + h, b), 0.0, float("-inf"), reference.log_linear_scan)
+
+
+def chunked_scan(ring: Semiring, a: Tensor, b: Tensor, h0: Tensor, reverse: bool = False) -> tuple[Tensor, Tensor]:
+    """The scan of (B, T, D) over the semiring, from h0: (B, D); returns h and the last state."""
+    if reverse:
+        h, h_last = chunked_scan(ring, a.flip(1), b.flip(1), h0)
+        return h.flip(1), h_last
+    batch, length, width = a.shape
+    if length <= CHUNK:
+        return ring.sequential(a, b, h0)
+    chunks = -(-length // CHUNK)
+    pad = (0, 0, 0, chunks * CHUNK - length)
+    A = F.pad(a, pad, value=ring.one).view(batch, chunks, CHUNK, width)
+    B = F.pad(b, pad, value=ring.zero).view(batch, chunks, CHUNK, width)
+    products, states = [A[:, :, 0]], [B[:, :, 0]]
+    for t in range(1, CHUNK):
+        products.append(ring.times(A[:, :, t], products[-1]))
+        states.append(ring.times_plus(A[:, :, t], states[-1], B[:, :, t]))
+    after, h_last = chunked_scan(ring, products[-1], states[-1], h0)
+    before = torch.cat((h0[:, None], after[:, :-1]), 1)
+    h = ring.times_plus(torch.stack(products, 2), before[:, :, None], torch.stack(states, 2))
+    return h.view(batch, chunks * CHUNK, width)[:, :length], h_last
+
+
+class TorchBackend:
+    """The :class:`~ostinato.kernels.Backend` made of PyTorch operations around one scan function."""
+
+    def __init__(self, scan: Callable[..., tuple[Tensor, Tensor]], dtype: torch.dtype | None = None) -> None:
+        self._scan = scan
+        self._dtype = dtype
+
+    def _compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return self._dtype or torch.promote_types(dtype, torch.float32)
+
+    def _run(
+        self, ring: Semiring, a: Tensor, b: Tensor, h0: Tensor | None, reverse: bool, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        dtype = self._compute_dtype(b.dtype)
+        a, b = a.to(dtype), b.to(dtype)
+        packing = None if cu_seqlens is None else Packing.from_cu_seqlens(cu_seqlens)
+        if packing is not None:
+            a, b = packing.unpack(a[0], ring.one), packing.unpack(b[0], ring.zero)
+        h0 = b.new_full((b.shape[0], b.shape[2]), ring.zero) if h0 is None else h0.to(dtype)
+        h, h_last = self._scan(ring, a, b, h0, reverse)
+        return (h if packing is None else packing.pack(h)[None]), h_last
+
+    def linear_scan(
+        self, a: Tensor, b: Tensor, h0: Tensor | None, reverse: bool, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        h, h_last = self._run(LINEAR, a, b, h0, reverse, cu_seqlens)
+        return owned(h, b.dtype), owned(h_last, b.dtype)
+
+    def linear_scan_backward(
+        self,
+        a: Tensor,
+        h: Tensor,
+        h0: Tensor | None,
+        grad_h: Tensor | None,
+        grad_h_last: Tensor | None,
+        reverse: bool,
+        cu_seqlens: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        dtype = self._compute_dtype(a.dtype)
+        wide_a = a.to(dtype)
+        grad = torch.zeros_like(wide_a) if grad_h is None else grad_h.to(dtype)
+        # s[t] = a[t] * (grad[t] + s[t+1]) carries the gradient back over step t; s[T] is the last state's.
+        s, grad_h0 = self._run(LINEAR, wide_a, wide_a * grad, grad_h_last, not reverse, cu_seqlens)
+        grad_b = grad + shift(s, grad_h_last, not reverse, cu_seqlens)
+        grad_a = grad_b * shift(h.to(dtype), h0, reverse, cu_seqlens)
+        return owned(grad_a, a.dtype), owned(grad_b, a.dtype), None if h0 is None else owned(grad_h0, h0.dtype)
+
+    def log_linear_scan(
+        self, log_a: Tensor, log_b: Tensor, log_h0: Tensor | None, reverse: bool, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        log_h, log_h_last = self._run(LOG, log_a, log_b, log_h0, reverse, cu_seqlens)
+        return owned(log_h, log_b.dtype), owned(log_h_last, log_b.dtype)
+
+    def log_linear_scan_backward(
+        self,
+        log_a: Tensor,
+        log_b: Tensor,
+        log_h: Tensor,
+        log_h0: Tensor | None,
+        grad_h: Tensor | None,
+        grad_h_last: Tensor | None,
+        reverse: bool,
+        cu_seqlens: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        dtype = self._compute_dtype(log_a.dtype)
+        wide_h = log_h.to(dtype)
+        before = shift(wide_h, log_h0, reverse, cu_seqlens, LOG.zero)
+        nothing = wide_h == LOG.zero  # a state of exactly zero passes no gradient back: 0/0 is taken as 0
+        carried = torch.where(nothing, 0.0, (log_a.to(dtype) + before - wide_h).exp())
+        added = torch.where(nothing, 0.0, (log_b.to(dtype) - wide_h).exp())
+        grad = torch.zeros_like(wide_h) if grad_h is None else grad_h.to(dtype)
+        s, grad_h0 = self._run(LINEAR, carried, carried * grad, grad_h_last, not reverse, cu_seqlens)
+        total = grad + shift(s, grad_h_last, not reverse, cu_seqlens)
+        grad_a, grad_b = owned(total * carried, log_a.dtype), owned(total * added, log_b.dtype)
+        return grad_a, grad_b, None if log_h0 is None else owned(grad_h0, log_h0.dtype)
+
+    def minimal(
+        self,
+        pre: Tensor,
+        bias: Tensor | None,
+        h0: Tensor | None,
+        offsets: Tensor | None,
+        cell: str,
+        candidate: str,
+        batch_first: bool,
+        directions: int,
+    ) -> tuple[Tensor, Tensor]:
+        dtype = self._compute_dtype(pre.dtype)
+        packing = None if offsets is None else Packing.from_offsets(offsets)
+        total = pre.to(dtype) if bias is None else pre.to(dtype) + bias.to(dtype)
+        if packing is not None:
+            total = packing.unpack(total, 0.0)
+        elif not batch_first:
+            total = total.transpose(0, 1)
+        outputs, last = [], []
+        for direction, part in enumerate(total.chunk(directions, -1)):
+            a, b = reference.GATES[cell](part, candidate)
+            if packing is not None:
+                a, b = packing.masked(a, LINEAR.one), packing.masked(b, LINEAR.zero)
+            start = b.new_zeros(b.shape[0], b.shape[2]) if h0 is None else h0[direction].to(dtype)
+            h, h_last = self._scan(LINEAR, a, b, start, direction == 1)
+            outputs.append(h)
+            last.append(h_last)
+        out = torch.cat(outputs, -1)
+        if packing is not None:
+            out = packing.pack(out)
+        elif not batch_first:
+            out = out.transpose(0, 1)
+        return owned(out, pre.dtype), owned(torch.stack(last), pre.dtype)
+
+    def minimal_backward(
+        self,
+        pre: Tensor,
+        bias: Tensor | None,
+        h0: Tensor | None,
+        h: Tensor,
+        grad_h: Tensor | None,
+        grad_h_last: Tensor | None,
+        offsets: Tensor | None,
+        cell: str,
+        candidate: str,
+        batch_first: bool,
+        directions: int,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        with torch.enable_grad():
+            inputs = [None if x is None else x.detach().requires_grad_() for x in (pre, bias, h0)]
+            outputs = self.minimal(*inputs, offsets, cell, candidate, batch_first, directions)
+            chosen = [(y, g) for y, g in zip(outputs, (grad_h, grad_h_last), strict=True) if g is not None]
+            wanted = [x for x in inputs if x is not None]
+            grads = iter(
+                torch.autograd.grad([y for y, _ in chosen], wanted, [g for _, g in chosen], materialize_grads=True)
+            )
+        grad_pre, grad_bias, grad_h0 = (None if x is None else next(grads) for x in inputs)
+        assert grad_pre is not None
+        return grad_pre, grad_bias, grad_h0
+
+
+class Packing(NamedTuple):
+    """Where the steps of packed sequences lie: rows (N, L) of the packed tensor, and which are real."""
+
+    rows: Tensor
+    valid: Tensor
+
+    @classmethod
+    def from_cu_seqlens(cls, cu_seqlens: Tensor) -> "Packing":
+        """One sequence after the other; sequence n is rows cu_seqlens[n] to cu_seqlens[n+1]."""
+        lengths = cu_seqlens.diff()
+        steps = torch.arange(int(lengths.max()) if len(lengths) else 0, device=cu_seqlens.device)
+        return cls(cu_seqlens[:-1, None] + steps, steps < lengths[:, None])
+
+    @classmethod
+    def from_offsets(cls, offsets: Tensor) -> "Packing":
+        """Time-major, as in ``PackedSequence``: step t is rows offsets[t] to offsets[t+1], longest sequence first."""
+        batch = int(offsets[1] - offsets[0])
+        rows = offsets[:-1] + torch.arange(batch, device=offsets.device)[:, None]
+        return cls(rows, rows < offsets[1:])
+
+    def unpack(self, packed: Tensor, fill: float) -> Tensor:
+        """(rows, D) to (N, L, D), with `fill` where a sequence is shorter."""
+        return self.masked(packed[self.rows.clamp(max=packed.shape[0] - 1)], fill)
+
+    def masked(self, padded: Tensor, fill: float) -> Tensor:
+        return torch.where(self.valid[..., None], padded, fill)
+
+    def pack(self, padded: Tensor) -> Tensor:
+        """(N, L, D) back to (rows, D)."""
+        order = self.rows[self.valid].argsort()
+        return padded[self.valid][order]
+
+
+def shift(h: Tensor, h0: Tensor | None, reverse: bool, cu_seqlens: Tensor | None, zero: float = 0.0) -> Tensor:
+    """The state before each step: h delayed by one step (advanced if reverse), h0 where a sequence begins."""
+    before = torch.full_like(h, zero)
+    if reverse:
+        before[:, :-1] = h[:, 1:]
+    else:
+        before[:, 1:] = h[:, :-1]
+    start = zero if h0 is None else h0.to(h.dtype)
+    if cu_seqlens is None:
+        before[:, -1 if reverse else 0] = start
+    else:
+        filled = cu_seqlens.diff() > 0
+        first = (cu_seqlens[1:] - 1 if reverse else cu_seqlens[:-1])[filled].long()
+        before[0, first] = start if isinstance(start, float) else start[filled]
+    return before
+
+
+def owned(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """A contiguous tensor of `dtype` that shares no memory with the inputs or another output."""
+    return x.to(dtype, copy=True, memory_format=torch.contiguous_format)
+
+
+def _sequential(ring: Semiring, a: Tensor, b: Tensor, h0: Tensor, reverse: bool) -> tuple[Tensor, Tensor]:
+    return ring.sequential(a, b, h0, reverse)
+
+
+CHUNKED = TorchBackend(chunked_scan)
+REFERENCE = TorchBackend(_sequential, torch.float64)

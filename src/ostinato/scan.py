@@ -1,0 +1,147 @@
+"""The linear scan, in real and in log space: the primitive every minimal layer is made of."""
+
+import torch
+from torch import Tensor
+
+from ostinato.kernels import BACKENDS, operators
+
+FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def linear_scan(
+    a: Tensor,
+    b: Tensor,
+    h0: Tensor | None = None,
+    *,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    r"""First-order linear recurrence along time, differentiable in ``a``, ``b`` and ``h0``.
+
+    .. math:: h_t = a_t \, h_{t-1} + b_t
+
+    It is computed as an associative scan: two steps compose into one,
+    ``(A2, B2) o (A1, B1) = (A2*A1, A2*B1 + B2)``, so T steps take O(log T) depth (Blelloch 1990; section 3
+    of Feng et al. 2024, arXiv 2410.01201).  float16, bfloat16 and float32 accumulate in float32, float64 in
+    float64; the same call on the same device gives the same bits.
+
+    Args:
+        a: coefficients, (B, T, D), any strides, float16, bfloat16, float32 or float64.
+        b: offsets, of the same shape; where dtypes differ, both are promoted.
+        h0: initial state, (B, D), or (N, D) with ``cu_seqlens``; zero if absent.
+        reverse: run from the last step to the first, ``h[t] = a[t] * h[t+1] + b[t]``.
+        cu_seqlens: int32, (N+1,): N sequences laid end to end in a batch of one, sequence n being the steps
+            ``cu_seqlens[n]`` to ``cu_seqlens[n+1]``; each starts from its own ``h0[n]``.  On a GPU its values
+            are read back once, to check them.
+        backend: "auto", "cpu" (Numba), "cuda", "torch" (PyTorch operations) or "reference" (float64 loop).
+
+    Returns:
+        h, (B, T, D), and h_last, (B, D) or (N, D), the state after the last step taken.
+
+    Raises:
+        TypeError: an argument that is no tensor, or of an integer or complex dtype.
+        ValueError: ranks, shapes, devices or boundaries that do not fit, or an unknown backend.
+        RuntimeError: a backend asked for by name that cannot run here.
+
+    Example:
+        >>> import torch, ostinato
+        >>> a, b = torch.full((1, 4, 1), 0.5), torch.ones(1, 4, 1)
+        >>> h, h_last = ostinato.linear_scan(a, b)
+        >>> h.flatten().tolist()
+        [1.0, 1.5, 1.75, 1.875]
+    """
+    a, b, h0 = _checked(a, b, h0, ("a", "b", "h0"), cu_seqlens, backend)
+    return operators.linear_scan(a, b, h0, cu_seqlens, reverse, backend)
+
+
+def log_linear_scan(
+    log_a: Tensor,
+    log_b: Tensor,
+    log_h0: Tensor | None = None,
+    *,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    r"""The linear recurrence over positive numbers given by their logarithms.
+
+    .. math:: \log h_t = \operatorname{logaddexp}(\log a_t + \log h_{t-1}, \; \log b_t)
+
+    For states that leave the range of their dtype; :func:`linear_scan` is faster and at least as accurate
+    where they do not.  Unlike the ``cumsum`` and ``logcumsumexp`` form of Feng et al. 2024 (appendix B), whose
+    float32 error grows with T, it combines neighbouring steps and stays accurate at any length.
+
+    Args:
+        log_a: logarithms of the coefficients, (B, T, D).
+        log_b: logarithms of the offsets, (B, T, D); ``-inf`` adds nothing.
+        log_h0: logarithm of the initial state, (B, D), or (N, D) with ``cu_seqlens``; ``-inf`` (a state of
+            zero) if absent.  A state of zero passes no gradient back.
+        reverse, cu_seqlens, backend: as in :func:`linear_scan`.
+
+    Returns:
+        log_h, (B, T, D), and log_h_last, (B, D) or (N, D).
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as :func:`linear_scan`.
+
+    Example:
+        >>> import torch, ostinato
+        >>> log_a, log_b = torch.full((1, 3, 1), 100.0), torch.zeros(1, 3, 1)
+        >>> ostinato.log_linear_scan(log_a, log_b)[1].item()  # e^200 + e^100 + 1
+        200.0
+    """
+    log_a, log_b, log_h0 = _checked(log_a, log_b, log_h0, ("log_a", "log_b", "log_h0"), cu_seqlens, backend)
+    return operators.log_linear_scan(log_a, log_b, log_h0, cu_seqlens, reverse, backend)
+
+
+def _checked(
+    a: Tensor,
+    b: Tensor,
+    h0: Tensor | None,
+    names: tuple[str, str, str],
+    cu_seqlens: Tensor | None,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The inputs in one dtype, or the error that says which of them does not fit."""
+    for name, x in zip(names, (a, b, h0), strict=True):
+        if x is not None or name != names[2]:
+            check_floating(name, x)
+    if a.dim() != 3:
+        raise ValueError(f"{names[0]} must have shape (B, T, D); got {tuple(a.shape)}")
+    if b.shape != a.shape:
+        raise ValueError(f"{names[1]} must have the shape of {names[0]}, {tuple(a.shape)}; got {tuple(b.shape)}")
+    sequences = a.shape[0]
+    if cu_seqlens is not None:
+        if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype != torch.int32:
+            raise TypeError(f"cu_seqlens must be an int32 tensor; got {describe(cu_seqlens)}")
+        if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
+            raise ValueError(f"cu_seqlens must have shape (N + 1,); got {tuple(cu_seqlens.shape)}")
+        if a.shape[0] != 1:
+            raise ValueError(f"{names[0]} must have a batch of 1 with cu_seqlens; got shape {tuple(a.shape)}")
+        sequences = cu_seqlens.shape[0] - 1
+    if h0 is not None and h0.shape != (sequences, a.shape[2]):
+        raise ValueError(f"{names[2]} must have shape {(sequences, a.shape[2])}; got {tuple(h0.shape)}")
+    for name, x in zip((*names[1:], "cu_seqlens"), (b, h0, cu_seqlens), strict=True):
+        if x is not None and x.device != a.device:
+            raise ValueError(f"{name} must be on the device of {names[0]}, {a.device}; got {x.device}")
+    check_choice("backend", backend, BACKENDS)
+    dtype = torch.promote_types(a.dtype, b.dtype)
+    return a.to(dtype), b.to(dtype), None if h0 is None else h0.to(dtype)
+
+
+def check_floating(name: str, x: object) -> None:
+    """Raise TypeError unless `x` is a real floating-point tensor."""
+    if not isinstance(x, Tensor) or x.dtype not in FLOAT_DTYPES:
+        raise TypeError(f"{name} must be a tensor of a real floating dtype; got {describe(x)}")
+
+
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    """Raise ValueError unless `value` is one of `choices`."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}; got {value!r}")
+
+
+def describe(x: object) -> str:
+    """What came, for an error message."""
+    return f"a tensor of {x.dtype}" if isinstance(x, Tensor) else f"{type(x).__name__}"
