@@ -1,0 +1,282 @@
+"""Minimal cells for NumPy: arrays in, arrays out, no PyTorch in sight.
+
+=================  =============================================
+MinGRUCell         on the CPU
+MinLSTMCell        on the CPU
+MinGRUCellCUDA     on an NVIDIA GPU; the same model and interface
+MinLSTMCellCUDA    on an NVIDIA GPU; the same model and interface
+CUDA_AVAILABLE     whether the last two can be made here
+=================  =============================================
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, DTypeLike, NDArray
+from torch import Tensor
+
+from ostinato.minimal import MinGRU, MinLSTM
+
+__all__ = ["CUDA_AVAILABLE", "MinGRUCell", "MinGRUCellCUDA", "MinLSTMCell", "MinLSTMCellCUDA"]
+
+CUDA_AVAILABLE: bool
+
+Array = NDArray[Any]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "CUDA_AVAILABLE":  # looked up when asked for: the answer takes the CUDA driver
+        return torch.cuda.is_available()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+class _Cell:
+    """One minimal layer, its weights and the three ways to run it."""
+
+    _layer_type: type[MinGRU] | type[MinLSTM]
+    _device = torch.device("cpu")
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        *,
+        candidate: str = "linear",
+        dtype: DTypeLike = np.float64,
+        seed: int | np.random.Generator | None = None,
+    ) -> None:
+        self.dtype = np.dtype(dtype)
+        if self.dtype not in (np.float32, np.float64):
+            raise TypeError(f"dtype must be float32 or float64; got {self.dtype}")
+        self._layer = self._layer_type(
+            input_size,
+            hidden_size,
+            batch_first=True,
+            candidate=candidate,
+            device=self._device,
+            dtype=torch.float32 if self.dtype == np.float32 else torch.float64,
+        ).requires_grad_(False)
+        self.input_size, self.hidden_size, self.candidate = input_size, hidden_size, candidate
+        rng, bound = np.random.default_rng(seed), hidden_size**-0.5
+        self.weight = rng.uniform(-bound, bound, self.weight.shape)
+        self.bias = rng.uniform(-bound, bound, self.bias.shape)
+
+    @property
+    def weight(self) -> Array:
+        """All gates' input weights, (gates * hidden_size, input_size); read-only, replaced by assignment."""
+        return _read_only(self._layer.get_parameter("weight_ih_l0"))
+
+    @weight.setter
+    def weight(self, value: ArrayLike) -> None:
+        self._assign("weight", self._layer.get_parameter("weight_ih_l0"), value)
+
+    @property
+    def bias(self) -> Array:
+        """All gates' biases, (gates * hidden_size,); read-only, replaced by assignment."""
+        return _read_only(self._layer.get_parameter("bias_ih_l0"))
+
+    @bias.setter
+    def bias(self, value: ArrayLike) -> None:
+        self._assign("bias", self._layer.get_parameter("bias_ih_l0"), value)
+
+    def forward(self, x_t: ArrayLike, h_prev: ArrayLike | None = None) -> Array:
+        """The next state from one time step's input.
+
+        Args:
+            x_t: (input_size,) or (B, input_size).
+            h_prev: the state before, (hidden_size,) or (B, hidden_size); zero if absent.
+
+        Returns:
+            h_t, shaped as ``h_prev``.
+
+        Raises:
+            TypeError: an array that is not of a floating dtype.
+            ValueError: shapes that do not fit.
+        """
+        x, h = self._checked("x_t", x_t, "h_prev", h_prev, time_axes=0)
+        return self._run(lambda x, h: self._layer.step(x, h)[0], x, h)
+
+    def process_sequence(self, x_seq: ArrayLike, h0: ArrayLike | None = None) -> Array:
+        """All states of a sequence, one time step after the other.
+
+        Args:
+            x_seq: (T, input_size) or (B, T, input_size).
+            h0: the state before the first step, (hidden_size,) or (B, hidden_size); zero if absent.
+
+        Returns:
+            (T, hidden_size) or (B, T, hidden_size).
+
+        Raises:
+            TypeError: an array that is not of a floating dtype.
+            ValueError: shapes that do not fit.
+        """
+        x, h = self._checked("x_seq", x_seq, "h0", h0, time_axes=1)
+        return self._run(self._steps, x, h)
+
+    def process_sequence_parallel(self, x_seq: ArrayLike, h0: ArrayLike | None = None) -> Array:
+        """The same states as :meth:`process_sequence`, by one matrix product and one scan over all time steps."""
+        x, h = self._checked("x_seq", x_seq, "h0", h0, time_axes=1)
+        return self._run(lambda x, h: self._layer(x, h)[0], x, h)
+
+    def _steps(self, x: Tensor, h: Tensor | None) -> Tensor:
+        states = x.new_empty(*x.shape[:-1], self.hidden_size)
+        for t in range(x.shape[-2]):
+            y, h = self._layer.step(x.select(-2, t), h)
+            states.select(-2, t).copy_(y)
+        return states
+
+    def _run(self, function: Callable[[Tensor, Tensor | None], Tensor], x: Array, h: Array | None) -> Array:
+        """Apply a function of tensors on the cell's device to arrays."""
+        return function(torch.from_numpy(x), None if h is None else torch.from_numpy(h)).numpy()
+
+    def _checked(
+        self, x_name: str, x: ArrayLike, h_name: str, h: ArrayLike | None, time_axes: int
+    ) -> tuple[Array, Array | None]:
+        """The arrays in the cell's dtype, the state with the layer axis that PyTorch's layers want."""
+        x = self._floating(x_name, x)
+        if x.ndim - time_axes not in (1, 2) or x.shape[-1] != self.input_size:
+            time = "T, " * time_axes
+            expected = f"({time}{self.input_size}{'' if time else ','}) or (B, {time}{self.input_size})"
+            raise ValueError(f"{x_name} must have shape {expected}; got {x.shape}")
+        if h is None:
+            return x, None
+        h = self._floating(h_name, h)
+        if h.shape != (expected_h := (*x.shape[: -1 - time_axes], self.hidden_size)):
+            raise ValueError(f"{h_name} must have shape {expected_h}; got {h.shape}")
+        return x, h[None]
+
+    def _floating(self, name: str, value: ArrayLike) -> Array:
+        array = np.asarray(value)
+        if array.dtype.kind != "f":
+            raise TypeError(f"{name} must be of a floating dtype; got {array.dtype}")
+        # Writable, because PyTorch warns of arrays that are not, though nothing writes to them here.
+        return np.require(array, self.dtype, ["C", "W"])
+
+    def _assign(self, name: str, parameter: Tensor, value: ArrayLike) -> None:
+        array = self._floating(name, value)
+        if array.shape != tuple(parameter.shape):
+            raise ValueError(f"{name} must have shape {tuple(parameter.shape)}; got {array.shape}")
+        parameter.copy_(torch.from_numpy(array))
+
+
+class _CellCUDA(_Cell):
+    """A cell on the current GPU.  Data goes there and back through pinned memory on a stream of the cell's own."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if not torch.cuda.is_available():
+            raise RuntimeError(
+                f"{type(self).__name__} needs a CUDA device and PyTorch finds none; "
+                f"{type(self).__name__.removesuffix('CUDA')} computes the same on the CPU"
+            )
+        self._device = torch.device("cuda", torch.cuda.current_device())
+        self._stream = torch.cuda.Stream(self._device)
+        super().__init__(*args, **kwargs)
+
+    def _run(self, function: Callable[[Tensor, Tensor | None], Tensor], x: Array, h: Array | None) -> Array:
+        with torch.cuda.stream(self._stream):
+            states = function(self._to_device(x), None if h is None else self._to_device(h))
+            pinned = torch.empty(states.shape, dtype=states.dtype, pin_memory=True).copy_(states, non_blocking=True)
+        self._stream.synchronize()
+        return pinned.numpy().copy()  # pinned memory is scarce: the caller gets ordinary memory
+
+    def _to_device(self, array: Array) -> Tensor:
+        return torch.from_numpy(array).pin_memory().to(self._device, non_blocking=True)
+
+
+def _read_only(parameter: Tensor) -> Array:
+    """The values as an array; writing to it would not reach a GPU, so it raises."""
+    array = parameter.numpy(force=True)
+    array.flags.writeable = False
+    return array
+
+
+class MinGRUCell(_Cell):
+    r"""Minimal GRU on the CPU (section 3.1 of Feng et al. 2024, arXiv 2410.01201).
+
+    .. math::
+        z_t = \sigma(W_z x_t + b_z), \quad c_t = \phi(W_h x_t + b_h), \quad
+        h_t = (1 - z_t) \odot h_{t-1} + z_t \odot c_t
+
+    The sequential and the parallel form give the same states, those of :class:`ostinato.MinGRU`.
+
+    Args:
+        input_size: features of the input.
+        hidden_size: features of the state.
+        candidate: :math:`\phi`.  "linear", the identity, is the model of section 3.1; "positive" and "tanh" are as
+            in :class:`ostinato.MinGRU`, whose default is "positive".
+        dtype: float64 or float32; inputs are converted to it, weights and results have it.
+        seed: for the initial weights, an integer or a ``numpy.random.Generator``.
+
+    Attributes:
+        weight: (2 * hidden_size, input_size), rows z then h, from U(-1/sqrt(hidden_size), 1/sqrt(hidden_size)).
+        bias: (2 * hidden_size,), likewise.  Both are replaced by assignment: ``cell.bias = np.zeros(40)``.
+
+    Raises:
+        TypeError: a dtype that is neither float64 nor float32, sizes that are no integers.
+        ValueError: sizes that are not positive, an unknown candidate.
+
+    Example:
+        >>> import numpy as np
+        >>> from ostinato.numpy import MinGRUCell
+        >>> cell, x_seq = MinGRUCell(input_size=10, hidden_size=20), np.random.random((5, 10))
+        >>> h = cell.process_sequence(x_seq, np.zeros(20))
+        >>> np.allclose(h, cell.process_sequence_parallel(x_seq, np.zeros(20)), rtol=0, atol=1e-12)
+        True
+        >>> np.allclose(h[0], cell.forward(x_seq[0]), rtol=0, atol=1e-12)
+        True
+    """
+
+    _layer_type = MinGRU
+
+
+class MinLSTMCell(_Cell):
+    r"""Minimal LSTM on the CPU (section 3.2 of Feng et al. 2024, arXiv 2410.01201).
+
+    .. math::
+        f_t = \sigma(W_f x_t + b_f), \quad i_t = \sigma(W_i x_t + b_i), \quad c_t = \phi(W_h x_t + b_h), \quad
+        h_t = \frac{f_t}{f_t + i_t} \odot h_{t-1} + \frac{i_t}{f_t + i_t} \odot c_t
+
+    Arguments and errors are :class:`MinGRUCell`'s; ``weight`` is (3 * hidden_size, input_size), rows f, i, h.
+
+    Example:
+        >>> import numpy as np
+        >>> from ostinato.numpy import MinLSTMCell
+        >>> MinLSTMCell(10, 20).process_sequence_parallel(np.random.random((5, 10))).shape
+        (5, 20)
+    """
+
+    _layer_type = MinLSTM
+
+
+class MinGRUCellCUDA(_CellCUDA):
+    """:class:`MinGRUCell` on an NVIDIA GPU: the same model, arguments and results.
+
+    The constructor raises RuntimeError where there is no CUDA device; ``CUDA_AVAILABLE`` tells beforehand.
+
+    Example:
+        >>> import numpy as np
+        >>> from ostinato.numpy import CUDA_AVAILABLE, MinGRUCell, MinGRUCellCUDA
+        >>> cell = (MinGRUCellCUDA if CUDA_AVAILABLE else MinGRUCell)(input_size=10, hidden_size=20)
+        >>> cell.process_sequence_parallel(np.random.random((5, 10)), np.zeros(20)).shape
+        (5, 20)
+    """
+
+    _layer_type = MinGRU
+
+
+class MinLSTMCellCUDA(_CellCUDA):
+    """:class:`MinLSTMCell` on an NVIDIA GPU: the same model, arguments and results.
+
+    The constructor raises RuntimeError where there is no CUDA device; ``CUDA_AVAILABLE`` tells beforehand.
+
+    Example:
+        >>> import numpy as np
+        >>> from ostinato.numpy import CUDA_AVAILABLE, MinLSTMCell, MinLSTMCellCUDA
+        >>> cell = (MinLSTMCellCUDA if CUDA_AVAILABLE else MinLSTMCell)(input_size=10, hidden_size=20)
+        >>> cell.process_sequence_parallel(np.random.random((5, 10)), np.zeros(20)).shape
+        (5, 20)
+    """
+
+    _layer_type = MinLSTM

@@ -1,0 +1,152 @@
+"""The NumPy cells against an independent float64 loop, and their two forms against each other."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+import ostinato.numpy
+from ostinato.numpy import MinGRUCell, MinGRUCellCUDA, MinLSTMCell, MinLSTMCellCUDA
+
+CPU_CELLS = [MinGRUCell, MinLSTMCell]
+CUDA_CELLS = [MinGRUCellCUDA, MinLSTMCellCUDA]
+CELLS = CPU_CELLS + [pytest.param(cell, marks=pytest.mark.gpu) for cell in CUDA_CELLS]
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def expected_states(cell, x_seq, h):
+    """The paper's equations with linear candidates, in NumPy alone."""
+    states = []
+    for x in x_seq:
+        gates = np.split(cell.weight @ x + cell.bias, cell.weight.shape[0] // cell.hidden_size)
+        if len(gates) == 2:
+            z = sigmoid(gates[0])
+            h = (1 - z) * h + z * gates[1]
+        else:
+            f, i = sigmoid(gates[0]), sigmoid(gates[1])
+            h = f / (f + i) * h + i / (f + i) * gates[2]
+        states.append(h)
+    return np.array(states)
+
+
+@pytest.mark.parametrize("cell_type", CELLS)
+def test_every_form_equals_the_equations(cell_type):
+    rng = np.random.default_rng(0)
+    cell = cell_type(input_size=10, hidden_size=20, seed=1)
+    x_seq, h0 = rng.normal(size=(300, 10)), rng.normal(size=20)
+    expected = expected_states(cell, x_seq, h0)
+    sequential, parallel = cell.process_sequence(x_seq, h0), cell.process_sequence_parallel(x_seq, h0)
+    assert sequential.dtype == parallel.dtype == np.float64
+    np.testing.assert_allclose(sequential, expected, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(parallel, expected, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(cell.forward(x_seq[0], h0), expected[0], rtol=0, atol=1e-12)
+    np.testing.assert_allclose(cell.forward(x_seq[0]), expected_states(cell, x_seq[:1], np.zeros(20))[0], atol=1e-12)
+
+
+@pytest.mark.parametrize("cell_type", CELLS)
+@pytest.mark.parametrize("candidate", ["linear", "positive", "tanh"])
+def test_parallel_equals_sequential_in_a_batch(cell_type, candidate):
+    rng = np.random.default_rng(2)
+    cell = cell_type(4, 6, candidate=candidate, seed=3)
+    x_seq, h0 = rng.normal(size=(3, 50, 4)), rng.uniform(size=(3, 6))
+    sequential = cell.process_sequence(x_seq, h0)
+    np.testing.assert_allclose(cell.process_sequence_parallel(x_seq, h0), sequential, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(cell.process_sequence_parallel(x_seq[1], h0[1]), sequential[1], rtol=0, atol=1e-12)
+    np.testing.assert_allclose(cell.forward(x_seq[:, 0], h0), sequential[:, 0], rtol=0, atol=1e-12)
+    split = cell.process_sequence_parallel(x_seq[:, 20:], sequential[:, 19])
+    np.testing.assert_allclose(split, sequential[:, 20:], rtol=0, atol=1e-12)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("on_cpu", "on_cuda"), list(zip(CPU_CELLS, CUDA_CELLS, strict=True)))
+def test_cuda_computes_the_same_model(on_cpu, on_cuda):
+    cpu, cuda = on_cpu(64, 128, seed=4), on_cuda(64, 128, seed=4)
+    np.testing.assert_array_equal(cpu.weight, cuda.weight)
+    x_seq = np.random.default_rng(5).normal(size=(1000, 64))
+    expected = cpu.process_sequence_parallel(x_seq)
+    np.testing.assert_allclose(cuda.process_sequence_parallel(x_seq), expected, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(cuda.process_sequence(x_seq[:50]), expected[:50], rtol=0, atol=1e-12)
+
+
+def test_the_documents_example_runs():
+    """The usage example this interface is made for, with only its import lines changed."""
+    gru_cell = MinGRUCell(input_size=10, hidden_size=20)
+    x_t = np.random.random(10)
+    h_prev = np.zeros(20)
+    h_t = gru_cell.forward(x_t, h_prev)
+    x_seq = np.random.random((5, 10))
+    h0 = np.zeros(20)
+    h_out = gru_cell.process_sequence(x_seq, h0)
+    h_out_parallel = gru_cell.process_sequence_parallel(x_seq, h0)
+    np.testing.assert_allclose(h_t, expected_states(gru_cell, x_t[None], h_prev)[0], rtol=0, atol=1e-12)
+    np.testing.assert_allclose(h_out, expected_states(gru_cell, x_seq, h0), rtol=0, atol=1e-12)
+    np.testing.assert_allclose(h_out_parallel, h_out, rtol=0, atol=1e-12)
+
+
+def test_float32_is_float32_and_float64_is_not_rounded():
+    x_seq = np.random.default_rng(6).normal(size=(40, 4))
+    exact, single = MinGRUCell(4, 6, seed=7), MinGRUCell(4, 6, seed=7, dtype=np.float32)
+    expected = exact.process_sequence_parallel(x_seq)
+    states = single.process_sequence_parallel(x_seq.astype(np.float32))
+    assert states.dtype == np.float32
+    assert 0 < np.abs(states - expected).max() < 1e-6
+
+
+def test_any_memory_layout_and_no_input_is_written_to():
+    cell = MinGRUCell(4, 6, seed=8)
+    x_seq, h0 = np.random.default_rng(9).normal(size=(30, 4)), np.ones(6)
+    expected = cell.process_sequence(x_seq, h0)
+    awkward = np.asfortranarray(x_seq[::-1])[::-1]
+    awkward.flags.writeable = h0.flags.writeable = False
+    np.testing.assert_array_equal(cell.process_sequence(awkward, h0), expected)
+    np.testing.assert_array_equal(cell.process_sequence(x_seq.astype(">f8"), h0), expected)
+    assert cell.process_sequence_parallel(x_seq[:0], h0).shape == (0, 6)
+
+
+def test_weights_are_seen_and_replaced():
+    cell = MinLSTMCell(2, 3, seed=10)
+    assert cell.weight.shape == (9, 2)
+    assert cell.bias.shape == (9,)
+    assert np.abs(cell.weight).max() <= 3**-0.5
+    np.testing.assert_array_equal(cell.weight, MinLSTMCell(2, 3, seed=10).weight)
+    cell.weight, cell.bias = np.zeros((9, 2)), np.repeat([0.0, 0.0, 2.0], 3)
+    np.testing.assert_allclose(cell.forward(np.ones(2), np.full(3, 4.0)), 3.0)  # half the state, half the candidate
+    with pytest.raises(ValueError, match="read-only"):
+        cell.weight[0] = 1
+    with pytest.raises(ValueError, match=r"weight must have shape \(9, 2\); got \(2, 9\)"):
+        cell.weight = np.zeros((2, 9))
+
+
+def test_bad_input_is_named():
+    cell = MinGRUCell(4, 6)
+    cases = [
+        (lambda: cell.forward(np.zeros(5)), ValueError, r"x_t must have shape \(4,\) or \(B, 4\); got \(5,\)"),
+        (lambda: cell.forward(np.zeros((2, 4)), np.zeros(6)), ValueError, r"h_prev must have shape \(2, 6\); got"),
+        (lambda: cell.process_sequence(np.zeros(4)), ValueError, r"x_seq must have shape \(T, 4\) or \(B, T, 4\)"),
+        (lambda: cell.process_sequence_parallel(np.zeros((5, 4)), np.zeros(4)), ValueError, r"h0 must have shape"),
+        (lambda: cell.process_sequence(np.zeros((5, 4), int)), TypeError, "x_seq must be of a floating dtype; got int"),
+        (lambda: MinGRUCell(0, 6), ValueError, "input_size must be positive; got 0"),
+        (lambda: MinGRUCell(4, 6, candidate="relu"), ValueError, "candidate must be one of"),
+        (lambda: MinGRUCell(4, 6, dtype=np.int32), TypeError, "dtype must be float32 or float64; got int32"),
+    ]
+    for call, error, message in cases:
+        with pytest.raises(error, match=message):
+            call()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_cuda_the_cuda_cells_say_so():
+    assert ostinato.numpy.CUDA_AVAILABLE is False
+    for cell in CUDA_CELLS:
+        with pytest.raises(RuntimeError, match=f"{cell.__name__} needs a CUDA device"):
+            cell(10, 20)
+
+
+def test_importing_asks_nothing_of_cuda():
+    check = "import torch; torch.cuda.is_available = lambda: 1 / 0; import ostinato.numpy"
+    subprocess.run([sys.executable, "-c", check], check=True)
