@@ -25,8 +25,9 @@ lint: $(READY)
 	$(PYTHON) -m mypy
 
 bench: $(READY)
-	$(PYTHON) -m ostinato bench scan --json benchmarks/results/scan.json
-	$(PYTHON) -m ostinato bench layer --json benchmarks/results/layer.json
+	mkdir -p benchmarks/results
+	$(PYTHON) -m ostinato bench scan --json benchmarks/results
+	$(PYTHON) -m ostinato bench layer --json benchmarks/results
 
 .venv/.ready: pyproject.toml constraints.txt
 	python3 -m venv .venv

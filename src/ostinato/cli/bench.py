@@ -1,0 +1,57 @@
+"""``ostinato bench``: speeds beside the limit and the peers, on this machine."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer import Option
+
+Device = Annotated[str, Option(help="auto, cpu or cuda.")]
+Quick = Annotated[bool, Option("--quick", help="Small shapes and few repetitions: ends within a minute.")]
+Json = Annotated[
+    Path | None, Option(help="Write all figures to this file; in a folder, to one named after the device.")
+]
+
+app = typer.Typer(help="Measure speed against the machine's limit and other implementations.", no_args_is_help=True)
+
+
+@app.command()
+def scan(device: Device = "auto", quick: Quick = False, json: Json = None) -> None:
+    """linear_scan against torch.add, accelerated-scan and PyTorch's own scan and loop."""
+    _measure("scan", device, quick, json)
+
+
+@app.command()
+def layer(device: Device = "auto", quick: Quick = False, json: Json = None) -> None:
+    """MinGRU and MinLSTM against their own matrix product, minGRU-pytorch, nn.GRU and nn.LSTM."""
+    _measure("layer", device, quick, json)
+
+
+def _measure(kind: str, device_name: str, quick: bool, path: Path | None) -> None:
+    import re
+
+    from rich.console import Console
+
+    from ostinato.bench import measure, report
+    from ostinato.bench.workloads import workloads
+    from ostinato.cli.devices import choose_device
+
+    device = choose_device(device_name)
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device must be cpu or cuda for a benchmark; got {device}")
+    console = Console()
+    machine = report.environment(device)
+    seconds = 1.0 if quick else 10.0
+    content = {"benchmark": kind, **machine, "settings": {"quick": quick, "cpu_seconds_a_pass": seconds}, "results": []}
+    console.print(f"{machine['device']}, {machine['threads']} threads, PyTorch {machine['versions']['torch']}")
+    if path is not None and path.is_dir():
+        path /= f"{kind}-{re.sub('[^a-z0-9]+', '-', machine['device'].lower()).strip('-')}.json"
+    for work in workloads(kind, device, quick):
+        with console.status(str(work)):
+            records = measure.measure(work, device, seconds)
+        console.print(report.table(records))
+        content["results"] += records
+        if path is not None:  # after every workload, so that what is measured outlives an interruption
+            report.write_json(path, content)
+    if path is not None:
+        console.print(f"wrote {path}")
