@@ -9,10 +9,10 @@
 =============  =============================================================
 """
 
+import functools
 import importlib
 from typing import Protocol, cast
 
-import torch
 from torch import Tensor
 
 BACKENDS = ("auto", "reference", "torch", "cpu", "cuda")
@@ -105,27 +105,25 @@ class Backend(Protocol):
         ...
 
 
-def choose_backend(name: str, device: torch.device) -> Backend:
-    """The backend called `name` for tensors on `device`.
+@functools.cache
+def choose_backend(name: str, device_type: str) -> Backend:
+    """The backend called `name` for tensors on a device such as "cpu" or "cuda".
 
-    Raises ValueError if there is none of that name, RuntimeError if it cannot run on the device.
+    Raises ValueError if there is none of that name, RuntimeError if it cannot run there.
     """
+    from ostinato.kernels import nvrtc
+
     if name == "auto":
-        name = _best_backend(device)
+        can_launch = device_type == "cuda" and nvrtc.why_no_cuda() is None
+        name = device_type if device_type == "cpu" or can_launch else "torch"
     if name in ("torch", "reference"):
         from ostinato.kernels import torch_ops
 
         return torch_ops.REFERENCE if name == "reference" else torch_ops.CHUNKED
     if name not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}; got {name!r}")
-    if name != device.type:
-        raise RuntimeError(f"backend {name!r} runs on {name} tensors; got tensors on {device}")
-    if name == "cuda" and (reason := why_no_cuda()):
+    if name != device_type:
+        raise RuntimeError(f"backend {name!r} runs on {name} tensors; got tensors on {device_type}")
+    if name == "cuda" and (reason := nvrtc.why_no_cuda()):
         raise RuntimeError(f"backend 'cuda' cannot run: {reason}")
     return cast(Backend, importlib.import_module(f"ostinato.kernels.{name}"))
-
-
-def _best_backend(device: torch.device) -> str:
-    if device.type == "cpu" or (device.type == "cuda" and why_no_cuda() is None):
-        return device.type
-    return "torch"

@@ -71,7 +71,7 @@ def _check_cu_seqlens(cu_seqlens: Tensor | None, length: int) -> None:
     if _checked_cu_seqlens.get(cu_seqlens) == seen:
         return
     bounds = cu_seqlens.tolist()
-    if not bounds or bounds[0] != 0 or bounds[-1] != length or bounds != sorted(bounds):
+    if bounds[0] != 0 or bounds[-1] != length or bounds != sorted(bounds):
         shown = str(bounds if len(bounds) <= 8 else [*bounds[:4], "...", *bounds[-3:]])
         raise ValueError(f"cu_seqlens must rise from 0 to the number of time steps, {length}; got {shown}")
     _checked_cu_seqlens[cu_seqlens] = seen
@@ -97,7 +97,7 @@ def _linear_scan(
     a: Tensor, b: Tensor, h0: Tensor | None, cu_seqlens: Tensor | None, reverse: bool, backend: str
 ) -> tuple[Tensor, Tensor]:
     _check_cu_seqlens(cu_seqlens, b.shape[1])
-    kernels = choose_backend(backend, b.device)
+    kernels = choose_backend(backend, b.device.type)
     if b.numel() == 0:
         return b.new_empty(b.shape), _initial(b, h0, cu_seqlens, 0.0)
     return kernels.linear_scan(a, b, h0, reverse, cu_seqlens)
@@ -133,7 +133,9 @@ def _linear_scan_backward_impl(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if h.numel() == 0:
         return h.new_empty(h.shape), h.new_empty(h.shape), _initial(h, grad_h_last, cu_seqlens, 0.0)
-    grads = choose_backend(backend, h.device).linear_scan_backward(a, h, h0, grad_h, grad_h_last, reverse, cu_seqlens)
+    grads = choose_backend(backend, h.device.type).linear_scan_backward(
+        a, h, h0, grad_h, grad_h_last, reverse, cu_seqlens
+    )
     return grads[0], grads[1], _or_empty(grads[2], h)
 
 
@@ -152,7 +154,7 @@ def _log_linear_scan(
     log_a: Tensor, log_b: Tensor, log_h0: Tensor | None, cu_seqlens: Tensor | None, reverse: bool, backend: str
 ) -> tuple[Tensor, Tensor]:
     _check_cu_seqlens(cu_seqlens, log_b.shape[1])
-    kernels = choose_backend(backend, log_b.device)
+    kernels = choose_backend(backend, log_b.device.type)
     if log_b.numel() == 0:
         return log_b.new_empty(log_b.shape), _initial(log_b, log_h0, cu_seqlens, float("-inf"))
     return kernels.log_linear_scan(log_a, log_b, log_h0, reverse, cu_seqlens)
@@ -186,7 +188,7 @@ def _log_linear_scan_backward_impl(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if log_h.numel() == 0:
         return log_h.new_empty(log_h.shape), log_h.new_empty(log_h.shape), _initial(log_h, grad_h_last, cu_seqlens, 0.0)
-    kernels = choose_backend(backend, log_h.device)
+    kernels = choose_backend(backend, log_h.device.type)
     grads = kernels.log_linear_scan_backward(log_a, log_b, log_h, log_h0, grad_h, grad_h_last, reverse, cu_seqlens)
     return grads[0], grads[1], _or_empty(grads[2], log_h)
 
@@ -234,7 +236,7 @@ def _minimal_scan(
     directions: int,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    kernels = choose_backend(backend, pre.device)
+    kernels = choose_backend(backend, pre.device.type)
     if pre.numel() == 0:
         h_shape, last_shape = _minimal_shapes(pre, offsets, h0, cell, batch_first, directions)
         return pre.new_empty(h_shape), pre.new_zeros(last_shape) if h0 is None else h0.clone()
@@ -288,7 +290,7 @@ def _minimal_scan_backward_impl(
         grad_bias = None if bias is None else torch.zeros_like(bias)
         grad_h0 = None if h0 is None else torch.zeros_like(h0) if grad_h_last is None else grad_h_last.clone()
         return torch.zeros_like(pre), _or_empty(grad_bias, pre), _or_empty(grad_h0, pre)
-    kernels = choose_backend(backend, pre.device)
+    kernels = choose_backend(backend, pre.device.type)
     grad_pre, grad_bias, grad_h0 = kernels.minimal_backward(
         pre.contiguous(), bias, h0, h, grad_h, grad_h_last, offsets, cell, candidate, batch_first, directions
     )

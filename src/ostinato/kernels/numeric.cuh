@@ -1,0 +1,92 @@
+// Storage and arithmetic types, and the functions of them that the scans need.
+//
+// Scalar is what lies in memory, Compute what is computed with: float for everything up to 32 bits, double for
+// double.  A lane moves VEC neighbouring channels as one Pack of raw bits, so that 16-bit channels go two at a time.
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+using Scalar = SCALAR;
+
+template <typename T> struct ComputeType { using type = float; };
+template <> struct ComputeType<double> { using type = double; };
+using Compute = ComputeType<Scalar>::type;
+
+constexpr bool NARROW_SCALAR = sizeof(Scalar) == 2;
+template <typename T> constexpr bool is_bfloat16 = false;
+template <> constexpr bool is_bfloat16<__nv_bfloat16> = true;
+constexpr bool BFLOAT16 = is_bfloat16<Scalar>;
+
+template <int BYTES> struct PackType;
+template <> struct PackType<2> { using type = unsigned short; };
+template <> struct PackType<4> { using type = unsigned int; };
+template <> struct PackType<8> { using type = unsigned long long; };
+using Pack = PackType<sizeof(Scalar) * VEC>::type;
+
+__device__ inline double widen(double x) { return x; }
+__device__ inline float widen(float x) { return x; }
+__device__ inline float widen(__half x) { return __half2float(x); }
+__device__ inline float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
+
+__device__ inline void unpack(Pack bits, double (&x)[1]) { x[0] = __longlong_as_double(bits); }
+__device__ inline Pack pack(const double (&x)[1]) { return __double_as_longlong(x[0]); }
+
+template <int N> __device__ inline void unpack(Pack bits, float (&x)[N]) {
+    if constexpr (sizeof(Scalar) == 4) {
+        x[0] = __uint_as_float(bits);
+    } else {
+#pragma unroll
+        for (int v = 0; v < N; ++v) {
+            const unsigned short half = bits >> (16 * v);
+            if constexpr (BFLOAT16) x[v] = __uint_as_float(v == 1 ? bits & 0xffff0000u : unsigned(half) << 16);
+            else x[v] = __half2float(__ushort_as_half(half));
+        }
+    }
+}
+
+template <int N> __device__ inline Pack pack(const float (&x)[N]) {
+    if constexpr (sizeof(Scalar) == 4) {
+        return __float_as_uint(x[0]);
+    } else if constexpr (N == 2) {  // one instruction for both
+        if constexpr (BFLOAT16) {
+            const __nv_bfloat162 both = __floats2bfloat162_rn(x[0], x[1]);
+            return reinterpret_cast<const unsigned&>(both);
+        } else {
+            const __half2 both = __floats2half2_rn(x[0], x[1]);
+            return reinterpret_cast<const unsigned&>(both);
+        }
+    } else if constexpr (BFLOAT16) {
+        return __bfloat16_as_ushort(__float2bfloat16_rn(x[0]));
+    } else {
+        return __half_as_ushort(__float2half_rn(x[0]));
+    }
+}
+
+__device__ inline Compute infinity() { return Compute(__longlong_as_double(0x7ff0000000000000)); }
+
+// 16-bit results cannot show the last bits of a float, so they take the hardware's approximations.
+__device__ inline float exponential(float x) { return NARROW_SCALAR ? __expf(x) : expf(x); }
+__device__ inline double exponential(double x) { return exp(x); }
+__device__ inline float reciprocal(float x) { return NARROW_SCALAR ? __fdividef(1.0f, x) : __frcp_rn(x); }
+__device__ inline double reciprocal(double x) { return 1.0 / x; }
+__device__ inline Compute sigmoid(Compute x) { return reciprocal(Compute(1) + exponential(-x)); }
+
+__device__ inline float hyperbolic_tangent(float x) {
+    return NARROW_SCALAR ? 1.0f - 2.0f * reciprocal(1.0f + exponential(2.0f * x)) : tanhf(x);
+}
+__device__ inline double hyperbolic_tangent(double x) { return tanh(x); }
+
+__device__ inline float log_one_plus(float x) { return log1pf(x); }
+__device__ inline double log_one_plus(double x) { return log1p(x); }
+
+__device__ inline Compute log_add_exp(Compute x, Compute y) {
+    if (x == y) return x + Compute(0.69314718055994530942);  // two equal infinities too
+    const Compute low = x < y ? x : y, high = x < y ? y : x;
+    return high + log_one_plus(exponential(low - high));
+}
+
+// Between -1e30 and 1e30, NaN kept, so that differences of infinite pre-activations have a value.
+__device__ inline Compute finite(Compute x) {
+    const Compute bound = Compute(1e30);
+    return x > bound ? bound : x < -bound ? -bound : x;
+}

@@ -1,0 +1,139 @@
+"""CUDA C++ to running kernels: compiled by NVRTC at first use, kept on disk, launched through the driver.
+
+Compiling needs ``cuda-core`` but no GPU; launching needs only ``cuda-bindings``, which PyTorch's CUDA builds bring.
+"""
+
+import ctypes
+import functools
+import hashlib
+import os
+import tempfile
+import threading
+from collections.abc import Mapping
+from importlib import metadata, resources
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_DIGEST_SIZE = 32  # bytes of SHA-256 before every kernel in the cache
+_compiling = threading.Lock()
+_thread = threading.local()
+
+
+def why_no_cuda() -> str | None:
+    """Why kernels cannot be compiled and launched here, or None if they can."""
+    if not torch.cuda.is_available():
+        return "PyTorch sees no CUDA device"
+    if torch.version.hip:
+        return "this PyTorch is built for ROCm"
+    for package, install in (("cuda-bindings", "ostinato[cuda]"), ("cuda-core", "ostinato[cuda]")):
+        try:
+            metadata.version(package)
+        except metadata.PackageNotFoundError:
+            return f"the package {package} is missing; pip install '{install}'"
+    return None
+
+
+def source(*names: str) -> str:
+    """The text of the CUDA files of this folder, one after the other."""
+    folder = resources.files(__package__)
+    return "".join(folder.joinpath(name).read_text(encoding="utf-8") for name in names)
+
+
+def compile_cubin(code: str, arch: str, macros: Mapping[str, object]) -> bytes:
+    """Machine code of CUDA C++ for an architecture such as ``"sm_90"``; needs no GPU.
+
+    Raises RuntimeError with the compiler's log if the code does not compile.
+    """
+    from cuda.core import Program, ProgramOptions
+    from cuda.pathfinder import find_nvidia_header_directory
+
+    options = ProgramOptions(
+        arch=arch,
+        std="c++17",
+        include_path=[find_nvidia_header_directory("cudart")],
+        define_macro=[(name, str(value)) for name, value in macros.items()],
+    )
+    return bytes(Program(code, "c++", options).compile("cubin").code)
+
+
+def cached_cubin(code: str, arch: str, macros: Mapping[str, object]) -> bytes:
+    """As :func:`compile_cubin`, from the folder of compiled kernels where it is there and whole."""
+    path = _cache_folder() / f"{_cache_key(code, arch, macros)}.cubin"
+    try:
+        stored = path.read_bytes()
+    except OSError:
+        stored = b""
+    digest, cubin = stored[:_DIGEST_SIZE], stored[_DIGEST_SIZE:]
+    if cubin and hashlib.sha256(cubin).digest() == digest:
+        return cubin
+    cubin = compile_cubin(code, arch, macros)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(hashlib.sha256(cubin).digest() + cubin)
+        os.replace(file.name, path)
+    except OSError:
+        pass  # a cache that cannot be written costs a compilation in the next process, no more
+    return cubin
+
+
+def _cache_folder() -> Path:
+    root = os.environ.get("OSTINATO_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "ostinato"
+
+
+@functools.cache
+def _compiler_version() -> str:
+    return f"{metadata.version('cuda-bindings')} {torch.version.cuda}"
+
+
+def _cache_key(code: str, arch: str, macros: Mapping[str, object]) -> str:
+    parts = (code, arch, repr(sorted(macros.items())), _compiler_version())
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+class Kernel:
+    """A kernel of one compiled module, whose parameters are one struct passed by value."""
+
+    def __init__(self, cubin: bytes, name: str) -> None:
+        from cuda.bindings import driver
+
+        self._driver = driver
+        self._module = _succeeded(driver.cuLibraryLoadData(cubin, [], [], 0, [], [], 0))
+        self._function = driver.CUfunction(int(_succeeded(driver.cuLibraryGetKernel(self._module, name.encode()))))
+
+    def launch(self, device: int, grid: int, block: int, parameters: bytes) -> None:
+        """Start `grid` blocks of `block` threads on the current stream of `device`."""
+        if getattr(_thread, "device", None) != device:
+            self._enter(device)
+        buffer = ctypes.create_string_buffer(8 + len(parameters))
+        address = ctypes.addressof(buffer)
+        buffer.raw = (address + 8).to_bytes(8, "little") + parameters
+        stream = torch._C._cuda_getCurrentRawStream(device)  # current_stream() builds an object at every call
+        (error,) = self._driver.cuLaunchKernel(self._function, grid, 1, 1, block, 1, 1, 0, stream, address, 0)
+        if error:
+            raise RuntimeError(f"launching a CUDA kernel failed: {error.name}")
+
+    def _enter(self, device: int) -> None:
+        """Make the device's context this thread's: a thread that only reuses memory may not have one yet."""
+        context = _succeeded(self._driver.cuDevicePrimaryCtxRetain(device))
+        _succeeded(self._driver.cuCtxSetCurrent(context))
+        _thread.device = device
+
+
+@functools.lru_cache(maxsize=1024)
+def load_kernel(name: str, files: tuple[str, ...], macros: tuple[tuple[str, object], ...], device: int) -> Kernel:
+    """The kernel `name` of the given CUDA files, compiled for `device` with the given macros."""
+    with _compiling:
+        major, minor = torch.cuda.get_device_capability(device)
+        torch.cuda.current_stream(device)  # the driver must be up before code is loaded
+        return Kernel(cached_cubin(source(*files), f"sm_{major}{minor}", dict(macros)), name)
+
+
+def _succeeded(result: Any) -> Any:
+    error, *values = result
+    if error:
+        raise RuntimeError(f"the CUDA driver reported {error.name}")
+    return values[0] if values else None

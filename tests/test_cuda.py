@@ -1,0 +1,363 @@
+"""The CUDA kernels against the float64 reference, over every operation, dtype, packing and shape of block."""
+
+import itertools
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+import ostinato
+from ostinato.kernels import choose_backend, cuda, nvrtc, operators, torch_ops
+
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+ELEMENTS = (
+    "LinearScan",
+    "LinearScanBackward",
+    "LogLinearScan",
+    "LogLinearScanBackward",
+    "MinGRU",
+    "MinGRUBackward",
+    "MinLSTM",
+    "MinLSTMBackward",
+)
+
+
+def variants():
+    """Every kernel that the choice of geometry can ask for, by what makes its code differ."""
+    for element, dtype in itertools.product(ELEMENTS, cuda.SCALARS):
+        minimal = element.startswith("Min")
+        for packing in ("DENSE", "OFFSETS" if minimal else "CU_SEQLENS"):
+            for sequences, steps, channels in ((4096, 512, 64), (1, 65536, 64), (1, 65536, 3), (64, 1, 64)):
+                geometry = cuda.choose_geometry(
+                    element, dtype.itemsize, True, not minimal, sequences, steps, channels, 132
+                )
+                scalar = cuda.SCALARS[dtype]
+                for candidate in range(3 if minimal and packing == "DENSE" and sequences == 4096 else 1):
+                    yield cuda.macros(element, scalar, scalar, candidate, packing, geometry)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("element", ELEMENTS)
+def test_kernels_compile_without_a_gpu(element, architecture):
+    pytest.importorskip("cuda.core")
+    code = nvrtc.source(*cuda.FILES)
+    chosen = sorted({v for v in variants() if dict(v)["ELEMENT"] == element}, key=str)
+    for definitions in chosen[ARCHITECTURES.index(architecture) :: 8]:
+        assert nvrtc.compile_cubin(code, architecture, dict(definitions))[:4] == b"\x7fELF"
+
+
+def test_compiler_errors_are_reported():
+    pytest.importorskip("cuda.core")
+    with pytest.raises(Exception, match="undefined"):
+        nvrtc.compile_cubin('extern "C" __global__ void f() { undefined_name(); }', "sm_90", {})
+
+
+@pytest.fixture
+def poisoned():
+    """Fill every torch.empty with NaN, so that an element nobody wrote is seen."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+GEOMETRIES = {
+    "chosen": None,
+    "streaming": dict(look_back=False),
+    "look-back": dict(look_back=True, warps=2, rows=2),
+    "lanes 4": dict(lanes=4, vec=1, warps=2, rows=3, staged=False),
+    "lanes 8 look-back": dict(lanes=8, vec=1, warps=4, rows=2, look_back=True, staged=False),
+    "one warp": dict(warps=1, rows=1),
+}
+SHAPES = [(2, 1, 5), (1, 777, 1), (2, 300, 8), (3, 130, 33), (1, 1000, 64), (2, 257, 6)]
+
+
+def force(monkeypatch, name):
+    changes = GEOMETRIES[name]
+    if changes is None:
+        return
+    choose = cuda.choose_geometry
+
+    def forced(*args):
+        return choose(*args)._replace(**changes)
+
+    monkeypatch.setattr(cuda, "choose_geometry", forced)
+
+
+def relative_error(got, want):
+    want = want.double()
+    scale = want.abs().max().clamp(min=1e-30)
+    return ((got.double().cpu() - want).abs().max() / scale).item()
+
+
+def gpu(*tensors):
+    return [None if x is None else x.cuda() for x in tensors]
+
+
+def boundaries(steps, sequences=5):
+    inner = torch.randint(0, steps + 1, (sequences - 1,)).sort().values
+    return torch.cat((torch.tensor([0]), inner, torch.tensor([steps]))).int()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_scans_match_the_reference(dtype, reverse, packed, geometry, poisoned, monkeypatch):
+    force(monkeypatch, geometry)
+    torch.manual_seed(0)
+    for batch, steps, channels in SHAPES:
+        batch = 1 if packed else batch
+        cu_seqlens = boundaries(steps) if packed else None
+        sequences = 5 if packed else batch
+        a = torch.rand(batch, steps, channels).to(dtype)
+        b, grad = (torch.randn(batch, steps, channels).to(dtype) for _ in range(2))
+        h0, grad_last = (torch.randn(sequences, channels).to(dtype) for _ in range(2))
+        kernels, reference = choose_backend("cuda", "cuda"), torch_ops.REFERENCE
+        for initial, dh, dlast in ((h0, grad, grad_last), (None, grad, None), (h0, None, grad_last)):
+            for scan, backward, x, y in (
+                ("linear_scan", "linear_scan_backward", a, b),
+                ("log_linear_scan", "log_linear_scan_backward", a.log(), b),
+            ):
+                want = getattr(reference, scan)(
+                    *(z if z is None else z.double() for z in (x, y, initial)), reverse, cu_seqlens
+                )
+                bounds = None if cu_seqlens is None else cu_seqlens.cuda()
+                got = getattr(kernels, scan)(*gpu(x, y, initial), reverse, bounds)
+                for g, w in zip(got, want, strict=True):
+                    assert not g.isnan().any()
+                    finite = w.isfinite()
+                    assert torch.equal(g.isfinite().cpu(), finite)
+                    assert relative_error(g[finite.cuda()], w[finite]) < TOLERANCE[dtype]
+                h = want[0].to(dtype)
+                inputs = (x, h) if scan == "linear_scan" else (x, y, h)
+                arguments = (*inputs, initial, dh, dlast)
+                wide = [z if z is None else z.double() for z in arguments]
+                want = getattr(reference, backward)(*wide, reverse, cu_seqlens)
+                got = getattr(kernels, backward)(*gpu(*arguments), reverse, bounds)
+                for g, w in zip(got, want, strict=True):
+                    assert (g is None) == (w is None)
+                    assert g is None or relative_error(g, w) < TOLERANCE[dtype]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("geometry", ["chosen", "streaming", "look-back", "one warp"])
+@pytest.mark.parametrize("candidate", ["positive", "linear", "tanh"])
+@pytest.mark.parametrize("cell", ["mingru", "minlstm"])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_layers_match_the_reference(dtype, cell, candidate, geometry, poisoned, monkeypatch):
+    force(monkeypatch, geometry)
+    torch.manual_seed(0)
+    gates = cuda.GATES[cell]
+    kernels, reference = choose_backend("cuda", "cuda"), torch_ops.REFERENCE
+    lengths = torch.tensor([4, 4, 3, 2, 2, 1])
+    offsets = torch.cat((torch.tensor([0]), lengths.cumsum(0))).int()
+    for batch, steps, channels in ((1, 1, 4), (4, 6, 33), (2, 300, 64), (3, 70, 5)):
+        for layout, directions, with_bias in (("batch", 1, True), ("time", 2, True), ("offsets", 2, False)):
+            batch = 4 if layout == "offsets" else batch
+            rows = {"batch": (batch, steps), "time": (steps, batch), "offsets": (int(offsets[-1]),)}[layout]
+            pre = (2 * torch.randn(*rows, directions * gates * channels)).to(dtype)
+            bias = torch.randn(directions * gates * channels) if with_bias else None
+            h0, grad_last = (torch.randn(directions, batch, channels).to(dtype) for _ in range(2))
+            grad = torch.randn(*rows, directions * channels).to(dtype)
+            bounds = offsets if layout == "offsets" else None
+            settings = (cell, candidate, layout == "batch", directions)
+            wide = [z if z is None else z.double() for z in (pre, bias, h0)]
+            want = reference.minimal(*wide, bounds, *settings)
+            on_gpu = None if bounds is None else bounds.cuda()
+            got = kernels.minimal(*gpu(pre, bias, h0), on_gpu, *settings)
+            for g, w in zip(got, want, strict=True):
+                assert relative_error(g, w) < TOLERANCE[dtype]
+            arguments = (pre, bias, h0, want[0].to(dtype), grad, grad_last)
+            want = reference.minimal_backward(*(z if z is None else z.double() for z in arguments), bounds, *settings)
+            got = kernels.minimal_backward(*gpu(*arguments), on_gpu, *settings)
+            for g, w in zip(got, want, strict=True):
+                assert (g is None) == (w is None)
+                assert g is None or relative_error(g, w) < TOLERANCE[dtype]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["near one", "signed", "unit"])
+def test_float32_error_stays_small_over_long_sequences(kind):
+    torch.manual_seed(0)
+    uniform = torch.rand(1, 65536, 16, dtype=torch.float64)
+    a = {"near one": 1 - 1e-4 * uniform, "signed": 2 * uniform - 1, "unit": uniform}[kind].float()
+    b = torch.randn(1, 65536, 16)
+    want, _ = ostinato.linear_scan(a.double(), b.double(), backend="cpu")
+    got, _ = ostinato.linear_scan(a.cuda(), b.cuda())
+    assert relative_error(got, want) < 2e-6
+
+
+@pytest.mark.gpu
+def test_same_bits_every_time():
+    torch.manual_seed(0)
+    for shape in ((1, 20000, 40), (1, 300000, 1), (64, 300, 256)):
+        a, b = torch.rand(shape, device="cuda"), torch.randn(shape, device="cuda")
+        first = operators.linear_scan(a, b, None, None, False, "cuda")
+        for _ in range(20):
+            again = operators.linear_scan(a, b, None, None, False, "cuda")
+            assert torch.equal(first[0], again[0])
+            assert torch.equal(first[1], again[1])
+    module = ostinato.MinLSTM(32, 48, bidirectional=True).cuda()
+    x = torch.randn(5000, 2, 32, device="cuda")
+    grads = []
+    for _ in range(20):
+        module.zero_grad()
+        module(x)[0].square().sum().backward()
+        grads.append([p.grad.clone() for p in module.parameters()])
+    assert all(torch.equal(p, q) for other in grads[1:] for p, q in zip(grads[0], other, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cu_seqlens", [None, torch.tensor([0, 3, 3, 19, 40], dtype=torch.int32)])
+def test_gradients_in_float64(cu_seqlens):
+    torch.manual_seed(0)
+    a, b = (torch.rand(1, 40, 3, dtype=torch.float64, device="cuda").requires_grad_() for _ in range(2))
+    h0 = torch.randn(1 if cu_seqlens is None else 4, 3, dtype=torch.float64, device="cuda").requires_grad_()
+    bounds = None if cu_seqlens is None else cu_seqlens.cuda()
+    for reverse in (False, True):
+        for scan in (ostinato.linear_scan, ostinato.log_linear_scan):
+            torch.autograd.gradcheck(lambda *x: scan(*x, reverse=reverse, cu_seqlens=bounds), (a, b, h0))
+
+
+@pytest.mark.gpu
+def test_operators_are_well_formed():
+    a, b = (torch.rand(1, 40, 3, device="cuda").requires_grad_() for _ in range(2))
+    torch.library.opcheck(torch.ops.ostinato.linear_scan.default, (a, b, None, None, False, "cuda"))
+    pre, bias = torch.randn(2, 9, 12, device="cuda").requires_grad_(), torch.randn(12, device="cuda").requires_grad_()
+    arguments = (pre, bias, None, None, "minlstm", "positive", True, 1, "cuda")
+    torch.library.opcheck(torch.ops.ostinato.minimal_scan.default, arguments)
+
+
+@pytest.mark.gpu
+def test_nan_stays_in_its_channel_and_future():
+    a, b = torch.rand(2, 500, 40, device="cuda"), torch.randn(2, 500, 40, device="cuda")
+    b[0, 200, 7] = float("nan")
+    h, _ = ostinato.linear_scan(a, b)
+    expected = torch.zeros(2, 500, 40, dtype=torch.bool)
+    expected[0, 200:, 7] = True
+    assert torch.equal(h.isnan().cpu(), expected)
+    bounds = torch.tensor([0, 300, 500], dtype=torch.int32, device="cuda")
+    h, _ = ostinato.linear_scan(a[:1], b[:1], cu_seqlens=bounds)
+    assert not h[:, 300:].isnan().any()
+
+
+@pytest.mark.gpu
+def test_more_elements_than_an_int_can_count():
+    steps, channels = 1 << 20, 2100
+    a = torch.rand(1, steps, channels, device="cuda", dtype=torch.bfloat16)
+    b = torch.rand(1, steps, channels, device="cuda", dtype=torch.bfloat16)
+    h, h_last = ostinato.linear_scan(a, b)
+    tail = slice(steps - 400, None)  # gates of 1/2 forget everything older
+    want, _ = ostinato.linear_scan(a[:, tail].double().cpu(), b[:, tail].double().cpu())
+    assert relative_error(h[:, -100:], want[:, -100:]) < TOLERANCE[torch.bfloat16]
+    assert torch.equal(h[:, -1], h_last)
+
+
+@pytest.mark.gpu
+def test_many_short_sequences():
+    a, b = torch.rand(70000, 3, 2, device="cuda"), torch.rand(70000, 3, 2, device="cuda")
+    want, _ = ostinato.linear_scan(a.double().cpu(), b.double().cpu())
+    assert relative_error(ostinato.linear_scan(a, b)[0], want) < 1e-6
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cell", [ostinato.MinGRU, ostinato.MinLSTM])
+def test_compiled_captured_exported_and_autocast_agree(cell):
+    torch.manual_seed(0)
+    module = cell(16, 24, num_layers=2, batch_first=True).cuda()
+    x = torch.randn(3, 50, 16, device="cuda")
+    want, last = module(x)
+    compiled = torch.compile(module, fullgraph=True)
+    assert relative_error(compiled(x)[0], want.cpu()) < 1e-5
+    gradients = []
+    for run in (module, compiled):
+        module.zero_grad()
+        run(x)[0].square().sum().backward()
+        gradients.append([p.grad.clone() for p in module.parameters()])
+    for p, q in zip(*gradients, strict=True):
+        assert relative_error(q, p.cpu()) < 1e-4
+    exported = torch.export.export(module, (x,)).module()
+    assert relative_error(exported(x)[0], want.cpu()) < 1e-5
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        half, _ = module(x)
+    assert half.dtype == torch.bfloat16
+    assert relative_error(half, want.cpu()) < 2e-2
+    with torch.no_grad():
+        graph, h = torch.cuda.CUDAGraph(), last.clone()
+        step_input = x[:, 0].clone()
+        for _ in range(3):
+            module.step(step_input, h)
+        with torch.cuda.graph(graph):
+            _, after = module.step(step_input, h)
+            whole, _ = module(x)
+        h.zero_()
+        for t in range(50):
+            step_input.copy_(x[:, t])
+            graph.replay()
+            h.copy_(after)
+    assert relative_error(h, last.cpu()) < 1e-5
+    assert torch.equal(whole, want)
+
+
+@pytest.mark.gpu
+def test_streams_and_threads():
+    torch.manual_seed(0)
+    inputs = [(torch.rand(1, 30000, 40, device="cuda"), torch.randn(1, 30000, 40, device="cuda")) for _ in range(8)]
+    want = [ostinato.linear_scan(a, b)[0] for a, b in inputs]
+    torch.cuda.synchronize()
+    got = [None] * len(inputs)
+
+    def work(i):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(10):
+                got[i] = ostinato.linear_scan(*inputs[i])[0]
+            torch.cuda.current_stream().synchronize()
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(inputs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
+
+
+FIRST_CALL = """
+import time, torch, ostinato
+a = torch.rand(2, 100, 64, device="cuda")
+torch.cuda.synchronize()
+start = time.perf_counter()
+h, _ = ostinato.linear_scan(a, a)
+torch.cuda.synchronize()
+print(time.perf_counter() - start, h.double().sum().item())
+"""
+
+
+@pytest.mark.gpu
+def test_compiled_kernels_are_kept_and_mended(tmp_path, monkeypatch):
+    monkeypatch.setenv("OSTINATO_CACHE_DIR", str(tmp_path))
+
+    def first_call():
+        output = subprocess.run(
+            [sys.executable, "-c", "import torch; torch.manual_seed(0)\n" + FIRST_CALL],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return [float(word) for word in output.stdout.split()]
+
+    cold, result = first_call()
+    (cubin,) = (tmp_path / "ostinato").iterdir()
+    whole = cubin.read_bytes()
+    warm, again = first_call()
+    assert again == result
+    print(f"first call: {cold:.2f} s cold, {warm:.2f} s warm")
+    for damaged in (b"", whole[: len(whole) // 2], whole[:-1] + b"\0"):
+        cubin.write_bytes(damaged)
+        assert first_call()[1] == result
+        assert cubin.read_bytes() == whole
+    monkeypatch.setenv("OSTINATO_CACHE_DIR", "/dev/null/nowhere")
+    assert first_call()[1] == result
