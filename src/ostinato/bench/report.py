@@ -16,7 +16,6 @@ from rich.table import Table
 
 import ostinato
 from ostinato.bench.measure import Record
-from ostinato.bench.peers import OURS
 from ostinato.files import replacing
 
 PACKAGES = ("numpy", "numba", "triton", "cuda-core", "accelerated-scan", "minGRU-pytorch")
@@ -86,9 +85,9 @@ def table(records: list[Record]) -> Table:
     with_memory = any("extra_memory_bytes" in row for record in records for row in record["contestants"].values())
     result = Table(title=records[0]["workload"]["name"], title_justify="left", caption_justify="left", box=SIMPLE_HEAD)
     result.padding, result.pad_edge = (0, 1, 0, 0), False
-    result.add_column("")
+    result.add_column("", no_wrap=True)
     of_limit = "of limit" if unit == "bytes" else "x limit"
-    for heading in ("time", "rate", of_limit, f"x {OURS}", *["memory"] * with_memory, "error"):
+    for heading in ("time", "rate", of_limit, "x ours", *["memory"] * with_memory, "error"):
         result.add_column(heading, justify="right", no_wrap=True)
     notes: dict[str, str] = {}
     for record in records:

@@ -29,6 +29,7 @@ def layer(device: Device = "auto", quick: Quick = False, json: Json = None) -> N
 
 def _measure(kind: str, device_name: str, quick: bool, path: Path | None) -> None:
     import re
+    import sys
 
     from rich.console import Console
 
@@ -39,9 +40,9 @@ def _measure(kind: str, device_name: str, quick: bool, path: Path | None) -> Non
     device = choose_device(device_name)
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device must be cpu or cuda for a benchmark; got {device}")
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 100)
     machine = report.environment(device)
-    seconds = 1.0 if quick else 10.0
+    seconds = 1.0 if quick else 5.0
     content = {"benchmark": kind, **machine, "settings": {"quick": quick, "cpu_seconds_a_pass": seconds}, "results": []}
     console.print(f"{machine['device']}, {machine['threads']} threads, PyTorch {machine['versions']['torch']}")
     if path is not None and path.is_dir():
