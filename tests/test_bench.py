@@ -76,6 +76,12 @@ def test_a_folder_gets_a_file_named_after_the_device(tmp_path):
     assert path.suffix == ".json"
 
 
+def test_one_workload_is_chosen_by_part_of_its_name():
+    assert workloads.workloads("layer", CPU, quick=True, only="minlstm") == [MINLSTM]
+    with pytest.raises(ValueError, match=r"only must be part of one of mingru .*; got 'gru2'"):
+        workloads.workloads("layer", CPU, quick=True, only="gru2")
+
+
 def test_missing_and_failing_peers_are_named_and_the_rest_runs(monkeypatch):
     monkeypatch.setitem(sys.modules, "minGRU_pytorch.minGRU", None)
     monkeypatch.setitem(

@@ -80,6 +80,7 @@ def compiled_associative_scan(_work: Scan, data: tuple[Tensor, ...]) -> Run:
         return first[0] * second[0], second[0] * first[1] + second[1]
 
     torch._dynamo.reset()
+    torch._functorch.config.donated_buffer = False  # the backward pass is timed many times over one graph
     scan = torch.compile(lambda a, b: associative_scan(compose, (a, b), dim=2, combine_mode="pointwise")[1])
     a, b = _leaves(*(_time_last(x).contiguous() for x in data))
     return Run(lambda: scan(a, b), (a, b), _time_last)

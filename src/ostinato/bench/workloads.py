@@ -139,11 +139,16 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def workloads(kind: str, device: torch.device, quick: bool = False) -> list[Workload]:
-    """The shapes measured on a kind of device; `quick` is the part that ends within a minute."""
-    if quick:
-        return QUICK[kind]
-    return (ON_CUDA if device.type == "cuda" else ON_CPU)[kind]
+def workloads(kind: str, device: torch.device, quick: bool = False, only: str = "") -> list[Workload]:
+    """The shapes measured on a kind of device; `quick` is the part that ends within a minute.
+
+    Raises ValueError if no name contains `only`.
+    """
+    everything = (QUICK if quick else ON_CUDA if device.type == "cuda" else ON_CPU)[kind]
+    chosen = [work for work in everything if only in str(work)]
+    if not chosen:
+        raise ValueError(f"only must be part of one of {'; '.join(map(str, everything))}; got {only!r}")
+    return chosen
 
 
 bf16 = torch.bfloat16

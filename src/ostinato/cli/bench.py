@@ -8,6 +8,7 @@ from typer import Option
 
 Device = Annotated[str, Option(help="auto, cpu or cuda.")]
 Quick = Annotated[bool, Option("--quick", help="Small shapes and few repetitions: ends within a minute.")]
+Only = Annotated[str, Option(help="Only workloads whose name contains this, such as bfloat16.")]
 Json = Annotated[
     Path | None, Option(help="Write all figures to this file; in a folder, to one named after the device.")
 ]
@@ -16,18 +17,18 @@ app = typer.Typer(help="Measure speed against the machine's limit and other impl
 
 
 @app.command()
-def scan(device: Device = "auto", quick: Quick = False, json: Json = None) -> None:
+def scan(device: Device = "auto", quick: Quick = False, only: Only = "", json: Json = None) -> None:
     """linear_scan against torch.add, accelerated-scan and PyTorch's own scan and loop."""
-    _measure("scan", device, quick, json)
+    _measure("scan", device, quick, only, json)
 
 
 @app.command()
-def layer(device: Device = "auto", quick: Quick = False, json: Json = None) -> None:
+def layer(device: Device = "auto", quick: Quick = False, only: Only = "", json: Json = None) -> None:
     """MinGRU and MinLSTM against their own matrix product, minGRU-pytorch, nn.GRU and nn.LSTM."""
-    _measure("layer", device, quick, json)
+    _measure("layer", device, quick, only, json)
 
 
-def _measure(kind: str, device_name: str, quick: bool, path: Path | None) -> None:
+def _measure(kind: str, device_name: str, quick: bool, only: str, path: Path | None) -> None:
     import re
     import sys
 
@@ -40,14 +41,20 @@ def _measure(kind: str, device_name: str, quick: bool, path: Path | None) -> Non
     device = choose_device(device_name)
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device must be cpu or cuda for a benchmark; got {device}")
+    works = workloads(kind, device, quick, only)
     console = Console(width=None if sys.stdout.isatty() else 100)
     machine = report.environment(device)
     seconds = 1.0 if quick else 5.0
-    content = {"benchmark": kind, **machine, "settings": {"quick": quick, "cpu_seconds_a_pass": seconds}, "results": []}
+    content = {
+        "benchmark": kind,
+        **machine,
+        "settings": {"quick": quick, "only": only, "cpu_seconds_a_pass": seconds},
+        "results": [],
+    }
     console.print(f"{machine['device']}, {machine['threads']} threads, PyTorch {machine['versions']['torch']}")
     if path is not None and path.is_dir():
         path /= f"{kind}-{re.sub('[^a-z0-9]+', '-', machine['device'].lower()).strip('-')}.json"
-    for work in workloads(kind, device, quick):
+    for work in works:
         with console.status(str(work)):
             records = measure.measure(work, device, seconds)
         console.print(report.table(records))
