@@ -1,6 +1,5 @@
-"""``python -m ostinato``, the command line where its script is not installed."""
+"""``python -m ostinato``: the command line."""
 
 from ostinato.cli import main
 
-if __name__ == "__main__":
-    main()
+main()

@@ -1,0 +1,87 @@
+"""Checkpoints: one safetensors file of a model's weights, settings and vocabulary, and of its training's state."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from ostinato.files import replacing
+from ostinato.models import LanguageModel
+from ostinato.text import Vocabulary
+
+FORMAT = "ostinato language model 1"
+
+
+@dataclass
+class Checkpoint:
+    """A model and what it takes to use it; with ``training_tensors``, also to go on training it.
+
+    ``training`` is a JSON object, free to whoever trains.
+    """
+
+    model: LanguageModel
+    vocabulary: Vocabulary
+    training: dict[str, Any] = field(default_factory=dict)
+    training_tensors: dict[str, Tensor] = field(default_factory=dict)
+
+
+def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
+    """Write ``checkpoint`` to ``path``, whole or not at all."""
+    tensors = {f"model.{name}": tensor for name, tensor in checkpoint.model.state_dict().items()}
+    tensors |= {f"training.{name}": tensor for name, tensor in checkpoint.training_tensors.items()}
+    metadata = {
+        "format": FORMAT,
+        "model": json.dumps(checkpoint.model.settings),
+        "vocabulary": json.dumps(checkpoint.vocabulary.characters),
+        "training": json.dumps(checkpoint.training),
+    }
+    content = save({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, metadata)
+    with replacing(path) as temporary:
+        temporary.write_bytes(content)
+
+
+def load_checkpoint(path: Path) -> Checkpoint:
+    """Read a checkpoint onto the CPU.
+
+    Raises OSError if there is no readable file at ``path``, and ValueError if it is truncated, is not a
+    checkpoint of this project, or its weights are those of another model than its settings say.
+    """
+    metadata, tensors = _read(path)
+    if metadata.get("format") != FORMAT:
+        raise ValueError(f"{path}: expected a checkpoint of format {FORMAT!r}; got {metadata.get('format', 'none')!r}")
+    try:
+        settings, training = json.loads(metadata["model"]), json.loads(metadata["training"])
+        vocabulary = Vocabulary(json.loads(metadata["vocabulary"]))
+        model = LanguageModel(**settings)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}: expected a checkpoint's settings and vocabulary; {error}") from None
+    weights, training_tensors = _with_prefix(tensors, "model."), _with_prefix(tensors, "training.")
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    for name in sorted(expected.keys() | weights.keys()):
+        found = tuple(weights[name].shape) if name in weights else None
+        if found != expected.get(name):
+            raise ValueError(
+                f"{path}: expected the weights of a model with {settings}; "
+                f"{name} should be {expected.get(name, 'absent')} and is {found or 'absent'}"
+            )
+    if len(vocabulary) != settings["vocab_size"]:
+        raise ValueError(f"{path}: expected a vocabulary of {settings['vocab_size']} characters; got {len(vocabulary)}")
+    model.load_state_dict(weights)
+    return Checkpoint(model, vocabulary, training, training_tensors)
+
+
+def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    path.open("rb").close()  # for an OSError that names the file, where safetensors' own does not
+    try:
+        with safe_open(path, "pt") as file:
+            return file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(f"{path}: expected a whole safetensors file; {error}") from None
+
+
+def _with_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}

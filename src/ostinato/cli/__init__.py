@@ -1,0 +1,55 @@
+"""The command line.  Commands import what they need when they run, so that help is there at once."""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from ostinato.cli.bench import app as bench
+from ostinato.cli.demo import demo
+from ostinato.cli.generate import generate
+from ostinato.cli.train import train
+
+app = typer.Typer(
+    name="ostinato",
+    help="Recurrent networks at hardware speed for PyTorch.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+for command in (demo, train, generate):
+    app.command()(command)
+app.add_typer(bench, name="bench")
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        from ostinato import __version__
+
+        typer.echo(f"ostinato {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Recurrent networks at hardware speed for PyTorch."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line; what a user can mend ends as one line on stderr and exit code 1, usage errors as 2."""
+    try:
+        app(arguments)
+    except OSError as error:
+        _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+    except (ValueError, ArithmeticError, RuntimeError) as error:
+        _fail(str(error))
+
+
+def _fail(message: str) -> None:
+    first_line = message.strip().partition("\n")[0]
+    print(f"ostinato: error: {first_line}", file=sys.stderr)
+    raise SystemExit(1)

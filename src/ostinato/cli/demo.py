@@ -1,0 +1,105 @@
+"""``ostinato demo``: what the library does, in about two minutes."""
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from typer import Option
+
+if TYPE_CHECKING:
+    import torch
+    from rich.console import Console
+
+
+def demo(
+    output: Annotated[Path, Option(help="Folder for the model, the table and the plot.")] = Path("demo"),
+    seconds: Annotated[float, Option(help="Seconds to train for.")] = 75,
+    device: Annotated[str, Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
+) -> None:
+    """Train a small minGRU on real text, let it write, and time a layer at growing lengths: two minutes on two cores.
+
+    The text is this Python's own standard library, so nothing is downloaded.
+    """
+    from rich.console import Console
+
+    from ostinato.cli.devices import choose_device
+    from ostinato.files import check_folder
+
+    if find_spec("matplotlib") is None:
+        raise RuntimeError("the demo draws with matplotlib, which is not installed: pip install 'ostinato[plots]'")
+    where = choose_device(device)
+    check_folder(output)
+    console = Console(highlight=False)
+    _train_and_write(console, where, seconds, output / "model.safetensors")
+    _compare_times(console, where, output)
+
+
+def _train_and_write(console: "Console", device: "torch.device", seconds: float, path: Path) -> None:
+    import torch
+
+    from ostinato.cli.train import Run, show_progress
+    from ostinato.models import LanguageModel
+    from ostinato.text import Vocabulary, standard_library
+    from ostinato.training import Trainer, TrainingSettings
+
+    console.rule("Training a small minGRU on real text")
+    corpus = standard_library()
+    vocabulary = Vocabulary.of(corpus.text)
+    settings = TrainingSettings(
+        steps=1_000_000,  # the time ends it
+        seconds=seconds,
+        batch_size=16,
+        chunk_length=128,
+        learning_rate=1e-2,
+        warmup_steps=50,
+        weight_decay=0.01,
+        evaluate_every=1_000_000,
+        held_out_limit=1 << 16,
+    )
+    torch.manual_seed(settings.seed)
+    model = LanguageModel(len(vocabulary), width=192, num_layers=2, dropout=0.0)
+    run = Run(Trainer(model, vocabulary.encode(corpus.text), settings, device=device), vocabulary, corpus, None)
+    console.print(run.summary(), soft_wrap=True)
+    show_progress(run.trainer, console, lambda point: run.save(path, weights_only=True))
+
+    console.rule("What it writes")
+    prompt = "\ndef read_"
+    generator = torch.Generator(device).manual_seed(settings.seed)
+    tokens = model.generate(vocabulary.encode(prompt).to(device)[None], 500, temperature=0.5, generator=generator)
+    console.out(prompt, end="", style="bold", highlight=False)
+    for token in tokens:
+        console.out(vocabulary.decode(token.tolist()), end="", highlight=False)
+    console.print(f"\n\nMore of it:  ostinato generate {path} --prompt 'class '", soft_wrap=True)
+
+
+def _compare_times(console: "Console", device: "torch.device", output: Path) -> None:
+    from rich.table import Table
+
+    from ostinato.bench import lengths
+    from ostinato.bench.report import device_name, environment, write_json
+    from ostinato.files import replacing
+
+    console.rule("One layer at growing lengths")
+    with console.status("measuring"):
+        times = lengths.measure_lengths(device)
+    title = f"One layer forward, batch 1, {lengths.CHANNELS} channels, float32, {device_name(device)}"
+    header = ["T", *(f"{way} (ms)" for way in lengths.WAYS), "nn.GRU / scan"]
+    rows = []
+    for length, scan in times[lengths.SCAN].items():
+        milliseconds = [1e3 * times[way][length] if length in times[way] else None for way in lengths.WAYS]
+        gru = times[lengths.GRU].get(length)
+        cells = [f"{time:,.2f}" if time else "too slow" for time in milliseconds]
+        rows.append([f"{length:,}", *cells, f"{gru / scan:.1f}" if gru else ""])
+
+    table = Table(title=title)
+    for name in header:
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+    lines = [title, "", *("| " + " | ".join(cells) + " |" for cells in (header, ["---:"] * len(header), *rows))]
+    with replacing(output / "times.md") as temporary:
+        temporary.write_text("\n".join(lines) + "\n")
+    write_json(output / "times.json", {"environment": environment(device), "title": title, "seconds": times})
+    lengths.plot_lengths(times, title, output / "times.png")
+    console.print(f"Written to {output}: model.safetensors, times.md, times.json, times.png", soft_wrap=True)

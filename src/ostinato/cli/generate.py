@@ -1,0 +1,42 @@
+"""``ostinato generate``: text from a trained model."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer import Option
+
+
+def generate(
+    checkpoint: Annotated[Path, typer.Argument(help="best.safetensors or last.safetensors of a training.")],
+    prompt: Annotated[str | None, Option(help="The text to continue.", show_default="a new line")] = None,
+    length: Annotated[int, Option(help="Characters to write.")] = 500,
+    temperature: Annotated[
+        float, Option(help="Below 1 more predictable, above 1 more surprising; 0 is always the likeliest character.")
+    ] = 0.8,
+    top_k: Annotated[int | None, Option(help="Draw among the k likeliest characters only.", show_default="all")] = None,
+    seed: Annotated[int | None, Option(help="The same seed gives the same text.", show_default="random")] = None,
+    device: Annotated[str, Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
+) -> None:
+    """Continue a prompt with a trained model, character by character."""
+    import torch
+
+    from ostinato.checkpoint import load_checkpoint
+    from ostinato.cli.devices import choose_device
+
+    where = choose_device(device)
+    loaded = load_checkpoint(checkpoint)
+    if prompt is None:
+        prompt = "\n" if "\n" in loaded.vocabulary.characters else loaded.vocabulary.characters[0]
+    tokens = loaded.vocabulary.encode(prompt).to(where)
+    generator = torch.Generator(where)
+    generator.seed() if seed is None else generator.manual_seed(seed)
+    written = loaded.model.to(where).generate(
+        tokens[None], length, temperature=temperature, top_k=top_k, generator=generator
+    )
+    sys.stdout.write(prompt)
+    for token in written:
+        sys.stdout.write(loaded.vocabulary.decode(token.tolist()))
+        sys.stdout.flush()
+    sys.stdout.write("\n")

@@ -1,0 +1,321 @@
+"""``ostinato train``: a character language model, from any text."""
+
+import hashlib
+import math
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer import Option
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ostinato.text import Corpus, Vocabulary
+    from ostinato.training import Point, Trainer
+
+MODEL_OPTIONS = ("cell", "width", "num_layers", "expansion", "conv_kernel", "mlp_ratio", "dropout")
+TRAINING_OPTIONS = (
+    "steps",
+    "batch_size",
+    "chunk_length",
+    "learning_rate",
+    "final_rate",
+    "warmup_steps",
+    "weight_decay",
+    "beta2",
+    "clip_norm",
+    "held_out",
+    "held_out_limit",
+    "evaluate_every",
+    "seed",
+)
+
+
+def train(
+    context: typer.Context,
+    text: Annotated[
+        Path | None,
+        Option(
+            help="A UTF-8 file, or a folder of them.",
+            show_default="the Python standard library's own source",
+            rich_help_panel="Files",
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        Option(
+            help="Folder for last.safetensors and best.safetensors.",
+            show_default="runs/CELL-TEXT",
+            rich_help_panel="Files",
+        ),
+    ] = None,
+    resume: Annotated[
+        Path | None,
+        Option(help="Go on from this last.safetensors, with its text and settings.", rich_help_panel="Files"),
+    ] = None,
+    overwrite: Annotated[
+        bool, Option("--overwrite", help="Replace the checkpoints of another run.", rich_help_panel="Files")
+    ] = False,
+    curve: Annotated[
+        Path | None, Option(help="Write the loss curve to this JSON file.", rich_help_panel="Files")
+    ] = None,
+    cell: Annotated[str, Option(help="mingru, minlstm, gru or lstm.", rich_help_panel="Model")] = "mingru",
+    width: Annotated[int, Option(help="Channels between the blocks.", rich_help_panel="Model")] = 384,
+    num_layers: Annotated[int, Option(help="Blocks.", rich_help_panel="Model")] = 3,
+    expansion: Annotated[float, Option(help="Hidden size over width.", rich_help_panel="Model")] = 1.5,
+    conv_kernel: Annotated[
+        int, Option(help="Steps the causal convolution sees; 0 for none.", rich_help_panel="Model")
+    ] = 4,
+    mlp_ratio: Annotated[float, Option(help="Inner size of the MLP over width.", rich_help_panel="Model")] = 4.0,
+    dropout: Annotated[float, Option(help="Share of each block's output dropped.", rich_help_panel="Model")] = 0.2,
+    steps: Annotated[int, Option(help="Steps to train.", rich_help_panel="Training")] = 3000,
+    batch_size: Annotated[int, Option(help="Chunks a step.", rich_help_panel="Training")] = 64,
+    chunk_length: Annotated[int, Option(help="Characters a chunk.", rich_help_panel="Training")] = 256,
+    learning_rate: Annotated[float, Option(help="AdamW's, at its highest.", rich_help_panel="Training")] = 2e-3,
+    final_rate: Annotated[
+        float, Option(help="Share of it left at the end of the cosine.", rich_help_panel="Training")
+    ] = 0.05,
+    warmup_steps: Annotated[int, Option(help="Steps of linear warm-up.", rich_help_panel="Training")] = 100,
+    weight_decay: Annotated[float, Option(help="AdamW's, for matrices.", rich_help_panel="Training")] = 0.1,
+    beta2: Annotated[float, Option(help="AdamW's second momentum.", rich_help_panel="Training")] = 0.98,
+    clip_norm: Annotated[float, Option(help="Largest norm of the gradient.", rich_help_panel="Training")] = 1.0,
+    held_out: Annotated[
+        float, Option(help="Share of the text, at its end, never trained on.", rich_help_panel="Training")
+    ] = 0.1,
+    held_out_limit: Annotated[
+        int, Option(help="Most characters of it to take the held-out loss over.", rich_help_panel="Training")
+    ] = 1 << 17,
+    evaluate_every: Annotated[
+        int, Option(help="Steps between held-out losses and checkpoints.", rich_help_panel="Training")
+    ] = 250,
+    seed: Annotated[int, Option(help="Seed of all that is random.", rich_help_panel="Training")] = 0,
+    device: Annotated[str, Option(help="auto, cpu, cuda, cuda:1, ...", rich_help_panel="Machine")] = "auto",
+    precision: Annotated[
+        str,
+        Option(help="float32, bfloat16 (autocast), or auto: bfloat16 on a GPU that has it.", rich_help_panel="Machine"),
+    ] = "auto",
+    compile: Annotated[
+        bool, Option("--compile", help="Compile the model with torch.compile.", rich_help_panel="Machine")
+    ] = False,
+) -> None:
+    """Train a character language model on any text.
+
+    Ctrl-C saves the run; --resume goes on from there as if nothing had happened.
+    """
+    from rich.console import Console
+
+    from ostinato.cli.devices import choose_device
+    from ostinato.files import check_folder
+
+    console = Console(highlight=False)
+    machine = {"device": choose_device(device), "precision": precision, "compile": compile}
+    run = _start(context, text, machine) if resume is None else _resume(context, resume, text, machine)
+    trainer = run.trainer
+    if output is None:
+        output = resume.parent if resume else Path("runs") / f"{cell}-{text.stem if text else 'standard-library'}"
+    last, best = output / "last.safetensors", output / "best.safetensors"
+    if resume is None and last.exists() and not overwrite:
+        raise ValueError(f"{last} is there already: expected --resume {last}, another --output, or --overwrite")
+    for folder in {output, curve.parent if curve else output}:
+        check_folder(folder)
+
+    def keep(point: "Point | None") -> None:
+        run.save(last)
+        if point and point.held_out_loss <= min(other.held_out_loss for other in trainer.curve):
+            run.save(best, weights_only=True)
+        if curve:
+            run.write_curve(curve)
+
+    console.print(run.summary(), soft_wrap=True)
+    with stop_on_interrupt() as interrupted:
+        show_progress(trainer, console, keep, interrupted)
+        if trainer.progress < 1:
+            keep(None)
+            console.print(
+                f"Interrupted at step {trainer.step}. To go on:  ostinato train --resume {last}", soft_wrap=True
+            )
+            raise typer.Exit(130)
+    lowest = min(trainer.curve, key=lambda point: point.held_out_loss)
+    console.print(
+        f"Lowest held-out loss: {lowest.held_out_loss:.4f} nats, {bits(lowest.held_out_loss):.4f} bits per character, "
+        f"at step {lowest.step}.\nTo see what it writes:  ostinato generate {best}",
+        soft_wrap=True,
+    )
+
+
+@dataclass
+class Run:
+    """A training and its text."""
+
+    trainer: "Trainer"
+    vocabulary: "Vocabulary"
+    corpus: "Corpus"
+    text: Path | None
+
+    def summary(self) -> str:
+        """Text, model and training, each in a line."""
+        from ostinato.bench.report import device_name
+
+        trainer, corpus = self.trainer, self.corpus
+        model, settings = trainer.model.settings, trainer.settings
+        parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
+        skipped = f" ({corpus.skipped} files that are not UTF-8 left out)" if corpus.skipped else ""
+        limit = f"{settings.seconds:g} seconds" if settings.seconds else f"{settings.steps:,} steps"
+        return (
+            f"Text:      {corpus.source}{skipped}, {len(corpus.text):,} characters, {len(self.vocabulary)} different\n"
+            f"Model:     {model['num_layers']} {model['cell']} layers, width {model['width']}, "
+            f"{parameters:,} parameters\n"
+            f"Training:  {limit}, {settings.batch_size} x {settings.chunk_length} characters a step, in "
+            f"{trainer.precision} on {device_name(trainer.device)}"
+        )
+
+    def save(self, path: Path, weights_only: bool = False) -> None:
+        from ostinato.checkpoint import Checkpoint, save_checkpoint
+
+        state, tensors = self.trainer.state()
+        training = {"text": self.text and str(self.text), "digest": _digest(self.corpus), "trainer": state}
+        save_checkpoint(
+            path, Checkpoint(self.trainer.model, self.vocabulary, training, {} if weights_only else tensors)
+        )
+
+    def write_curve(self, path: Path) -> None:
+        """The loss curve and what it is the curve of, as JSON."""
+        from ostinato.bench.report import environment, write_json
+
+        trainer = self.trainer
+        write_json(
+            path,
+            {
+                "environment": environment(trainer.device),
+                "text": self.text.name if self.text else self.corpus.source,
+                "precision": trainer.precision,
+                "model": trainer.model.settings,
+                "training": asdict(trainer.settings),
+                "unit": "nats per character",
+                "curve": [asdict(point) for point in trainer.curve],
+            },
+        )
+
+
+def _start(context: typer.Context, text: Path | None, machine: dict[str, Any]) -> Run:
+    import torch
+
+    from ostinato.models import LanguageModel
+    from ostinato.text import Vocabulary
+    from ostinato.training import Trainer, TrainingSettings
+
+    settings = TrainingSettings(**{name: context.params[name] for name in TRAINING_OPTIONS})
+    corpus = _read(text)
+    vocabulary = Vocabulary.of(corpus.text)
+    torch.manual_seed(settings.seed)
+    model = LanguageModel(len(vocabulary), **{name: context.params[name] for name in MODEL_OPTIONS})
+    return Run(Trainer(model, vocabulary.encode(corpus.text), settings, **machine), vocabulary, corpus, text)
+
+
+def _resume(context: typer.Context, path: Path, text: Path | None, machine: dict[str, Any]) -> Run:
+    from ostinato.checkpoint import load_checkpoint
+    from ostinato.training import Trainer, TrainingSettings
+
+    checkpoint = load_checkpoint(path)
+    saved = checkpoint.training
+    if not checkpoint.training_tensors:
+        raise ValueError(f"{path}: expected a checkpoint to go on from, as last.safetensors is; it holds weights only")
+    settings = saved["trainer"]["settings"]
+    given = {name for name in context.params if _is_given(context, name)}
+    for name, value in {**checkpoint.model.settings, **settings}.items():
+        if name in given - {"steps"} and context.params[name] != value:
+            raise ValueError(f"{name} of {path} is {value}; got {context.params[name]}, and only steps can change")
+    if "steps" in given:
+        settings["steps"] = context.params["steps"]
+    if saved["trainer"]["step"] >= settings["steps"]:
+        raise ValueError(f"{path}: all its {settings['steps']} steps are done; expected a larger --steps to go on")
+    if text is None and saved["text"]:
+        text = Path(saved["text"])
+    corpus = _read(text)
+    if _digest(corpus) != saved["digest"]:
+        raise ValueError(f"{corpus.source}: expected the text that {path} was trained on; it differs")
+    tokens = checkpoint.vocabulary.encode(corpus.text)
+    trainer = Trainer(checkpoint.model, tokens, TrainingSettings(**settings), **machine)
+    trainer.restore(saved["trainer"], checkpoint.training_tensors)
+    return Run(trainer, checkpoint.vocabulary, corpus, text)
+
+
+def _is_given(context: typer.Context, option: str) -> bool:
+    source = context.get_parameter_source(option)
+    return source is not None and source.name != "DEFAULT"
+
+
+def _read(text: Path | None) -> "Corpus":
+    from ostinato.text import read_corpus, standard_library
+
+    return read_corpus(text) if text else standard_library()
+
+
+def _digest(corpus: "Corpus") -> str:
+    return hashlib.sha256(corpus.text.encode()).hexdigest()
+
+
+def bits(nats: float) -> float:
+    return nats / math.log(2)
+
+
+def show_progress(
+    trainer: "Trainer",
+    console: "Console",
+    on_point: Callable[["Point"], None],
+    interrupted: Callable[[], bool] = lambda: False,
+) -> None:
+    """Train to the end, or until ``interrupted``, under a progress bar; ``on_point`` gets each point of the curve."""
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    columns = (
+        BarColumn(),
+        TaskProgressColumn(),
+        TextColumn("{task.description}"),
+        TimeRemainingColumn(),
+        TextColumn("left"),
+    )
+    every, steps = trainer.settings.evaluate_every, 1
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("first step", total=1.0)
+        progress.update(task, completed=trainer.progress)
+        while trainer.progress < 1 and not interrupted():
+            before = trainer.seconds
+            steps = min(steps, every - trainer.step % every, trainer.settings.steps - trainer.step)
+            loss = trainer.advance(steps)
+            seconds = trainer.seconds - before
+            speed = f"{steps * trainer.tokens_per_step / seconds:,.0f} tokens/s"
+            description = f"step {trainer.step:,}  loss {loss:.3f}  {speed}"
+            progress.update(task, completed=trainer.progress, description=description)
+            # The loss is read four times a second: often enough to watch, too rarely to slow a GPU down.
+            steps = max(round(steps * 0.25 / seconds), 1)
+            if trainer.step % every == 0 or trainer.progress == 1:
+                point = trainer.evaluate()
+                progress.console.print(
+                    f"step {point.step:6,}  train {point.train_loss:.4f} nats  held out {point.held_out_loss:.4f} "
+                    f"nats, {bits(point.held_out_loss):.4f} bits per character  {point.seconds:,.0f} s",
+                    soft_wrap=True,
+                )
+                on_point(point)
+
+
+@contextmanager
+def stop_on_interrupt() -> Iterator[Callable[[], bool]]:
+    """Turns the first Ctrl-C (or SIGTERM) into a flag that is read between steps; a second one stops at once."""
+    received = []
+
+    def note(number: int, frame: object) -> None:
+        received.append(number)
+        signal.signal(number, previous[number])
+
+    previous: dict[int, Any] = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: bool(received)
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

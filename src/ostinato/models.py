@@ -1,0 +1,224 @@
+"""A language model of recurrent layers: every cell behind one interface, so that they can be compared."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ostinato.minimal import MinGRU, MinLSTM
+
+CELLS = {"mingru": MinGRU, "minlstm": MinLSTM, "gru": nn.GRU, "lstm": nn.LSTM}
+
+# What a block remembers: the last inputs of its convolution (B, K-1, W) and its hidden state, laid out as
+# the cell's module returns it: (1, B, H), or a pair of them for the LSTM.
+BlockState = tuple[Tensor, Any]
+State = list[BlockState]
+
+
+class CausalConv(nn.Module):
+    """Depthwise convolution over the present and the ``kernel_size - 1`` steps before it.
+
+    ``y[t] = bias + sum_k weight[k] * x[t - (kernel_size - 1) + k]``, each channel by itself.  With a kernel
+    size of 0 it passes its input on.
+    """
+
+    def __init__(self, channels: int, kernel_size: int) -> None:
+        super().__init__()
+        self.kernel_size = kernel_size
+        if kernel_size:
+            bound = kernel_size**-0.5
+            self.weight = nn.Parameter(torch.empty(kernel_size, channels).uniform_(-bound, bound))
+            self.bias = nn.Parameter(torch.zeros(channels))
+
+    def forward(self, x: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+        """From x (B, T, W) and the inputs before it (B, K-1, W): y (B, T, W), and the inputs to pass on."""
+        if not self.kernel_size:
+            return x, last
+        # Sums of shifted inputs, because the convolutions of PyTorch want time last and would transpose twice.
+        steps = x.size(1)
+        x = torch.cat([last, x], dim=1)
+        y: Tensor = self.bias
+        for k in range(self.kernel_size):
+            y = torch.addcmul(y, x[:, k : k + steps], self.weight[k])
+        return y, x[:, steps:]
+
+
+class Block(nn.Module):
+    """``x + recurrence(norm(x))``, then ``x + mlp(norm(x))``.
+
+    The recurrence is a short causal convolution, the recurrent layer, and a projection back to the width.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        hidden_size: int,
+        cell: str,
+        conv_kernel: int,
+        mlp_ratio: float,
+        dropout: float,
+    ) -> None:
+        super().__init__()
+        self.recurrent_norm = nn.LayerNorm(width, bias=False)
+        self.conv = CausalConv(width, conv_kernel)
+        self.recurrent = CELLS[cell](width, hidden_size, batch_first=True)
+        self.projection = nn.Linear(hidden_size, width, bias=False)
+        self.mlp_norm = nn.LayerNorm(width, bias=False)
+        inner = round(mlp_ratio * width)
+        self.mlp = nn.Sequential(nn.Linear(width, inner), nn.GELU(), nn.Linear(inner, width, bias=False))
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, state: BlockState) -> tuple[Tensor, BlockState]:
+        last, hidden = state
+        y, last = self.conv(self.recurrent_norm(x), last)
+        if x.size(1) == 1 and isinstance(self.recurrent, MinGRU | MinLSTM):
+            y, hidden = self.recurrent.step(y[:, 0], hidden)
+            y = y[:, None]
+        else:
+            y, hidden = self.recurrent(y, hidden)
+        x = x + self.dropout(self.projection(y))
+        x = x + self.dropout(self.mlp(self.mlp_norm(x)))
+        return x, (last, hidden)
+
+
+class LanguageModel(nn.Module):
+    """Predicts the next token: embedding, blocks, norm, and a linear head.
+
+    ``cell`` names the recurrent layer of every block: ``"mingru"``, ``"minlstm"``, ``"gru"`` or ``"lstm"``.
+    ``expansion`` is its hidden size, and ``mlp_ratio`` the MLP's inner size, over ``width``; a
+    ``conv_kernel`` of 0 leaves the convolution out.  ``settings`` holds all arguments, to build the model again.
+
+    Raises ValueError if a size is below 1, ``cell`` is unknown, or ``dropout`` is outside [0, 1).
+
+    >>> model = LanguageModel(vocab_size=65, width=32, num_layers=2)
+    >>> tokens = torch.randint(65, (8, 100))
+    >>> logits, state = model(tokens)  # (8, 100, 65)
+    >>> logits, state = model.step(tokens[:, -1], state)  # (8, 65): time step 101
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        *,
+        width: int = 384,
+        num_layers: int = 3,
+        cell: str = "mingru",
+        expansion: float = 1.5,
+        conv_kernel: int = 4,
+        mlp_ratio: float = 4.0,
+        dropout: float = 0.2,
+    ) -> None:
+        super().__init__()
+        hidden_size = round(expansion * width)
+        sizes = {"vocab_size": vocab_size, "width": width, "num_layers": num_layers}
+        sizes |= {"hidden_size, expansion * width,": hidden_size, "mlp_ratio * width": round(mlp_ratio * width)}
+        for name, size in sizes.items():
+            if size < 1:
+                raise ValueError(f"{name} must be at least 1; got {size}")
+        if conv_kernel < 0:
+            raise ValueError(f"conv_kernel must be at least 0; got {conv_kernel}")
+        if cell not in CELLS:
+            raise ValueError(f"cell must be one of {', '.join(CELLS)}; got {cell!r}")
+        if not 0 <= dropout < 1:
+            raise ValueError(f"dropout must be at least 0 and below 1; got {dropout}")
+        self.settings: dict[str, Any] = {
+            "vocab_size": vocab_size,
+            "width": width,
+            "num_layers": num_layers,
+            "cell": cell,
+            "expansion": expansion,
+            "conv_kernel": conv_kernel,
+            "mlp_ratio": mlp_ratio,
+            "dropout": dropout,
+        }
+        self.hidden_size = hidden_size
+        self.embedding = nn.Embedding(vocab_size, width)
+        self.dropout = nn.Dropout(dropout)
+        self.blocks = nn.ModuleList(
+            Block(width, hidden_size, cell, conv_kernel, mlp_ratio, dropout) for _ in range(num_layers)
+        )
+        self.norm = nn.LayerNorm(width, bias=False)
+        self.head = nn.Linear(width, vocab_size, bias=False)
+
+    def initial_state(self, batch_size: int) -> State:
+        """The state before the first token: all zeros."""
+        settings, weight = self.settings, self.embedding.weight
+        last = weight.new_zeros(batch_size, max(settings["conv_kernel"] - 1, 0), settings["width"])
+        hidden = weight.new_zeros(1, batch_size, self.hidden_size)
+        return [(last, (hidden, hidden) if settings["cell"] == "lstm" else hidden) for _ in self.blocks]
+
+    def forward(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+        """Logits (B, T, V) of the token after each of ``tokens`` (B, T), and the state after the last.
+
+        Giving that state to the next call continues the text: two halves equal the whole.
+        """
+        if state is None:
+            state = self.initial_state(tokens.size(0))
+        x = self.dropout(self.embedding(tokens))
+        after = []
+        for block, before in zip(self.blocks, state, strict=True):
+            x, new = block(x, before)
+            after.append(new)
+        return self.head(self.norm(x)), after
+
+    def step(self, token: Tensor, state: State) -> tuple[Tensor, State]:
+        """One time step: logits (B, V) of the token after ``token`` (B,), and the new state.
+
+        Its time and memory are the same at every position.  Shapes are static and nothing waits for the
+        device, so that a CUDA graph can capture it.
+        """
+        logits, state = self(token[:, None], state)
+        return logits[:, 0], state
+
+    def generate(
+        self,
+        prompt: Tensor,
+        length: int,
+        *,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Iterator[Tensor]:
+        """Continues ``prompt`` (B, T), T >= 1, by ``length`` tokens, yielding each (B,) as it is drawn.
+
+        Tokens are drawn from softmax(logits / temperature), at temperature 0 the likeliest, with ``top_k``
+        among the k likeliest.  Dropout is off for the duration.
+        """
+        if prompt.ndim != 2 or prompt.size(1) == 0:
+            raise ValueError(f"prompt must be (batch, time) with at least one token; got shape {tuple(prompt.shape)}")
+        if length < 0:
+            raise ValueError(f"length must be at least 0; got {length}")
+        if not 0 <= temperature < float("inf"):
+            raise ValueError(f"temperature must be finite and at least 0; got {temperature}")
+        if top_k is not None and top_k < 1:
+            raise ValueError(f"top_k must be at least 1; got {top_k}")
+        return self._continue(prompt, length, lambda logits: draw(logits, temperature, top_k, generator))
+
+    @torch.no_grad()
+    def _continue(self, prompt: Tensor, length: int, choose: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
+        training = self.training
+        self.eval()
+        try:
+            all_logits, state = self(prompt)
+            logits = all_logits[:, -1]
+            for remaining in reversed(range(length)):
+                token = choose(logits)
+                yield token
+                if remaining:
+                    logits, state = self.step(token, state)
+        finally:
+            self.train(training)
+
+
+def draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
+    """A token (B,) for each row of logits (B, V), from softmax(logits / temperature) over the ``top_k`` likeliest."""
+    if temperature == 0:
+        return logits.argmax(dim=-1)
+    logits = logits.float()
+    if top_k is not None and top_k < logits.size(-1):
+        least = logits.topk(top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < least, float("-inf"))
+    # The largest logit is taken off first: a small temperature would overflow the quotient otherwise.
+    logits = (logits - logits.amax(dim=-1, keepdim=True)) / temperature
+    return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator)[:, 0]

@@ -1,0 +1,128 @@
+"""Text as a language model sees it: files, the vocabulary of their characters, and windows of tokens."""
+
+import platform
+import sysconfig
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A text, where it came from, and how many files were read or left out because they are not UTF-8."""
+
+    text: str
+    source: str
+    files: int
+    skipped: int = 0
+
+
+def read_corpus(path: Path) -> Corpus:
+    """The text of a UTF-8 file, or of all the UTF-8 files in a folder that are not hidden, in the order of their paths.
+
+    Raises OSError if nothing can be read there, and ValueError if the file is not UTF-8 or there is no text.
+    """
+    if path.is_dir():
+        files = (file for file in sorted(path.rglob("*")) if file.is_file())
+        return _join((file for file in files if not _is_hidden(file.relative_to(path))), str(path))
+    text = _read(path)
+    if not text:
+        raise ValueError(f"{path}: expected text; the file is empty")
+    return Corpus(text, str(path), files=1)
+
+
+def standard_library(max_bytes: int = 4_000_000) -> Corpus:
+    """The top modules of this Python's own standard library, up to ``max_bytes``: real text that is always there."""
+    folder, files, total = Path(sysconfig.get_path("stdlib")), [], 0
+    for file in sorted(folder.glob("[!_]*.py")):
+        total += file.stat().st_size
+        if total > max_bytes:
+            break
+        files.append(file)
+    return _join(files, f"the standard library of Python {platform.python_version()}")
+
+
+def _join(files: Iterable[Path], source: str) -> Corpus:
+    texts, skipped = [], 0
+    for file in files:
+        try:
+            texts.append(_read(file))
+        except ValueError:
+            skipped += 1
+    text = "\n".join(texts)
+    if not text.strip():
+        raise ValueError(f"{source}: expected UTF-8 text files; found none with text, {skipped} of another kind")
+    return Corpus(text, source, len(texts), skipped)
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
+def _read(path: Path) -> str:
+    data = path.read_bytes()
+    try:
+        return data.decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        byte = data[error.start]
+        raise ValueError(f"{path}: expected UTF-8 text; byte {error.start} is 0x{byte:02x} ({error.reason})") from None
+
+
+class Vocabulary:
+    """The characters of a text, in the order of their code points; a character's token is its place there.
+
+    >>> vocabulary = Vocabulary.of("banana")
+    >>> vocabulary.encode("ban").tolist(), vocabulary.decode([1, 0, 2])
+    ([1, 0, 2], 'ban')
+    """
+
+    def __init__(self, characters: str) -> None:
+        self.characters = characters
+        self._codes = _code_points(characters)
+
+    @classmethod
+    def of(cls, text: str) -> "Vocabulary":
+        return cls("".join(sorted(set(text))))
+
+    def __len__(self) -> int:
+        return len(self.characters)
+
+    def encode(self, text: str) -> Tensor:
+        """Tokens, (len(text),) int32.  Raises ValueError naming the first character that is not in the vocabulary."""
+        codes = _code_points(text)
+        tokens = np.searchsorted(self._codes, codes).clip(max=len(self) - 1)
+        unknown = np.flatnonzero(self._codes[tokens] != codes)
+        if unknown.size:
+            place = int(unknown[0])
+            raise ValueError(
+                f"character {text[place]!r} at position {place} is not one of the {len(self)} the model knows"
+            )
+        return torch.from_numpy(tokens.astype(np.int32))
+
+    def decode(self, tokens: list[int]) -> str:
+        return "".join(self.characters[token] for token in tokens)
+
+
+def _code_points(text: str) -> np.ndarray:
+    # A prompt from a terminal may hold lone surrogates, which UTF-32 proper does not.
+    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
+
+
+def random_windows(tokens: Tensor, batch_size: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Inputs and the targets one step after them, both (batch_size, length) int64, from random places of ``tokens``.
+
+    All on the tokens' device, where ``generator`` must be too, so that nothing waits for the host.
+    """
+    starts = torch.randint(len(tokens) - length, (batch_size, 1), generator=generator, device=tokens.device)
+    windows = tokens[starts + torch.arange(length + 1, device=tokens.device)].long()
+    return windows[:, :-1], windows[:, 1:]
+
+
+def streams(tokens: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Inputs and targets, both (rows, steps): ``tokens`` cut into equal rows, a rest shorter than one step left out."""
+    steps = (len(tokens) - 1) // rows
+    return tokens[: rows * steps].view(rows, steps), tokens[1 : rows * steps + 1].view(rows, steps).long()

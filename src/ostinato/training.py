@@ -1,0 +1,258 @@
+"""Training a language model: the loop, its state, and the held-out loss."""
+
+import math
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ostinato.models import LanguageModel
+from ostinato.text import random_windows, streams
+
+PRECISIONS = ("auto", "float32", "bfloat16")
+
+
+@dataclass(frozen=True)
+class TrainingSettings:
+    """How to train: AdamW, a linear warm-up, then a cosine down to ``final_rate`` of the learning rate.
+
+    ``seconds`` limits the time in place of ``steps``, and the cosine follows the time.  ``held_out`` is the
+    share of the text, at its end, that is never trained on; the held-out loss is taken over its first
+    ``held_out_limit`` tokens.  Raises ValueError for a value outside its range.
+    """
+
+    steps: int = 3000
+    seconds: float | None = None
+    batch_size: int = 64
+    chunk_length: int = 256
+    learning_rate: float = 2e-3
+    final_rate: float = 0.05
+    warmup_steps: int = 100
+    weight_decay: float = 0.1
+    beta2: float = 0.98
+    clip_norm: float = 1.0
+    held_out: float = 0.1
+    held_out_limit: int = 1 << 17
+    evaluate_every: int = 250
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "chunk_length", "held_out_limit", "evaluate_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}")
+        for name in ("learning_rate", "clip_norm"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be above 0 and finite; got {getattr(self, name)}")
+        for name in ("warmup_steps", "weight_decay", "final_rate"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be at least 0 and finite; got {getattr(self, name)}")
+        for name in ("held_out", "beta2"):
+            if not 0 < getattr(self, name) < 1:
+                raise ValueError(f"{name} must be between 0 and 1; got {getattr(self, name)}")
+        if self.seconds is not None and not 0 < self.seconds < math.inf:
+            raise ValueError(f"seconds must be above 0 and finite; got {self.seconds}")
+
+
+@dataclass(frozen=True)
+class Point:
+    """One point of the loss curve, in nats per token; ``train_loss`` is the mean since the point before."""
+
+    step: int
+    tokens: int
+    seconds: float
+    train_loss: float
+    held_out_loss: float
+
+
+class Trainer:
+    """Trains ``model`` on ``tokens``, a 1-D tensor of a whole text, on ``device``.
+
+    Every chunk begins with a zero state at a random place of the text.  The tokens live on the device and the
+    loss is read only at the end of :meth:`advance`, so that the device is never waited for in between.
+    ``precision`` "auto" is bfloat16 autocast on a GPU that has it, float32 elsewhere.  Dropout draws from
+    PyTorch's own generator, whose seed is the caller's to set.
+
+    Raises ValueError if the text is too short for its held-out part to hold one chunk, or for an unknown precision.
+
+    >>> model = LanguageModel(vocab_size=2, width=8, num_layers=1)
+    >>> trainer = Trainer(model, torch.arange(4000) % 2, TrainingSettings(steps=10, batch_size=4, chunk_length=16))
+    >>> loss = trainer.advance(10)
+    >>> point = trainer.evaluate()
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        tokens: Tensor,
+        settings: TrainingSettings,
+        *,
+        device: torch.device | str = "cpu",
+        precision: str = "auto",
+        compile: bool = False,
+    ) -> None:
+        if precision not in PRECISIONS:
+            raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}; got {precision!r}")
+        train_size = len(tokens) - int(len(tokens) * settings.held_out)
+        if min(train_size, len(tokens) - train_size) <= settings.chunk_length:
+            least = math.ceil((settings.chunk_length + 1) / min(settings.held_out, 1 - settings.held_out))
+            raise ValueError(
+                f"the text is too short: a chunk of {settings.chunk_length} tokens, and a share of "
+                f"{settings.held_out} held out, need about {least} tokens; got {len(tokens)}"
+            )
+        self.settings = settings
+        self.device = torch.device(device)
+        if precision == "auto":
+            has_bfloat16 = self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) >= (8, 0)
+            precision = "bfloat16" if has_bfloat16 else "float32"
+        self.precision = precision
+        self.model = model.to(self.device)
+        self.train_tokens = tokens[:train_size].to(self.device)
+        self.held_out_tokens = tokens[train_size:][: settings.held_out_limit].to(self.device)
+        # Only matrices decay: norms and biases set scales that have no reason to be small.
+        parameters = list(model.parameters())
+        groups = [
+            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": settings.weight_decay},
+            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        self.optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=(0.9, settings.beta2), fused=True)
+        self.generator = torch.Generator(self.device).manual_seed(settings.seed)
+        self.step = 0
+        self.seconds = 0.0
+        self.curve: list[Point] = []
+        self._loss_sum = torch.zeros((), device=self.device)
+        self._loss = torch.compile(self._chunk_loss) if compile else self._chunk_loss
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.settings.batch_size * self.settings.chunk_length
+
+    @property
+    def progress(self) -> float:
+        """The part of the training that is done, 0 to 1."""
+        if self.settings.seconds is not None:
+            return min(self.seconds / self.settings.seconds, 1.0)
+        return min(self.step / self.settings.steps, 1.0)
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate of the next step."""
+        settings = self.settings
+        warm_up = min((self.step + 1) / max(settings.warmup_steps, 1), 1.0)
+        cosine = 0.5 * (1 + math.cos(math.pi * self.progress))
+        return settings.learning_rate * warm_up * (settings.final_rate + (1 - settings.final_rate) * cosine)
+
+    def advance(self, steps: int) -> float:
+        """Take ``steps`` steps; returns the mean training loss since the last evaluation, in nats.
+
+        Raises FloatingPointError if it is not finite.
+        """
+        settings, before, start = self.settings, self.seconds, time.perf_counter()
+        self.model.train()
+        for _ in range(steps):
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.learning_rate
+            inputs, targets = random_windows(
+                self.train_tokens, settings.batch_size, settings.chunk_length, self.generator
+            )
+            self.optimizer.zero_grad()
+            loss = self._loss(inputs, targets)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), settings.clip_norm)
+            self.optimizer.step()
+            self._loss_sum += loss.detach()
+            self.step += 1
+            self.seconds = before + time.perf_counter() - start
+        mean = self._mean_loss()  # waits for the device, which the time must include
+        self.seconds = before + time.perf_counter() - start
+        if not math.isfinite(mean):
+            raise FloatingPointError(
+                f"the training loss is {mean} at step {self.step}; a lower learning rate than "
+                f"{settings.learning_rate} may help"
+            )
+        return mean
+
+    def evaluate(self) -> Point:
+        """Take the held-out loss and add a point to the curve."""
+        with self._autocast():
+            held_out_loss = held_out(self.model, self.held_out_tokens, self.tokens_per_step)
+        point = Point(self.step, self.step * self.tokens_per_step, self.seconds, self._mean_loss(), held_out_loss)
+        self.curve.append(point)
+        self._loss_sum.zero_()
+        return point
+
+    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """All that a new trainer of the same model and text needs to continue: a part for JSON, and tensors."""
+        tensors = {"loss_sum": self._loss_sum, "windows": self.generator.get_state(), "dropout": self._dropout_state()}
+        for number, state in self.optimizer.state_dict()["state"].items():
+            tensors |= {f"optimizer.{number}.{name}": value for name, value in state.items()}
+        return {
+            "settings": asdict(self.settings),
+            "step": self.step,
+            "seconds": self.seconds,
+            "curve": [asdict(point) for point in self.curve],
+            "device": self.device.type,
+        }, tensors
+
+    def restore(self, state: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        """Continue from what :meth:`state` gave: on the same kind of device, as if never interrupted."""
+        self.step, self.seconds = state["step"], state["seconds"]
+        self.curve = [Point(**point) for point in state["curve"]]
+        self._loss_sum = tensors["loss_sum"].to(self.device)
+        optimizer = self.optimizer.state_dict()
+        for name, tensor in tensors.items():
+            if name.startswith("optimizer."):
+                _, number, key = name.split(".")
+                optimizer["state"].setdefault(int(number), {})[key] = tensor
+        self.optimizer.load_state_dict(optimizer)
+        if state["device"] == self.device.type:
+            self.generator.set_state(tensors["windows"])
+            self._set_dropout_state(tensors["dropout"])
+        else:
+            self.generator.manual_seed(self.settings.seed + self.step)
+
+    def _chunk_loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        with self._autocast():
+            logits, _ = self.model(inputs)
+            return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bfloat16")
+
+    def _mean_loss(self) -> float:
+        return self._loss_sum.item() / max(self.step - (self.curve[-1].step if self.curve else 0), 1)
+
+    def _dropout_state(self) -> Tensor:
+        if self.device.type == "cpu":
+            return torch.get_rng_state()
+        return torch.get_device_module(self.device).get_rng_state(self.device)
+
+    def _set_dropout_state(self, state: Tensor) -> None:
+        if self.device.type == "cpu":
+            torch.set_rng_state(state)
+        else:
+            torch.get_device_module(self.device).set_rng_state(state, self.device)
+
+
+@torch.no_grad()
+def held_out(model: LanguageModel, tokens: Tensor, tokens_at_once: int = 1 << 14) -> float:
+    """Mean loss of ``model`` over a text, ``tokens`` (N,), in nats per token, dropout off.
+
+    The text is read as 16 streams from end to end, the state carried, as it would be in use.
+    """
+    rows = min(16, max(len(tokens) // 256, 1))
+    inputs, targets = streams(tokens, rows)
+    steps = max(tokens_at_once // rows, 1)
+    total, state = torch.zeros((), dtype=torch.float64, device="cpu"), None
+    training = model.training
+    model.eval()
+    for begin in range(0, inputs.size(1), steps):
+        logits, state = model(inputs[:, begin : begin + steps], state)
+        loss = F.cross_entropy(
+            logits.flatten(0, 1).float(), targets[:, begin : begin + steps].flatten(), reduction="sum"
+        )
+        total += loss.cpu()
+    model.train(training)
+    return total.item() / targets.numel()

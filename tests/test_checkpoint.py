@@ -1,0 +1,103 @@
+"""Checkpoints come back whole, or are refused with a reason."""
+
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from ostinato.checkpoint import FORMAT, Checkpoint, load_checkpoint, save_checkpoint
+from ostinato.files import replacing
+from ostinato.models import LanguageModel
+from ostinato.text import Vocabulary
+
+
+@pytest.fixture
+def path(tmp_path):
+    torch.manual_seed(0)
+    model = LanguageModel(4, width=8, num_layers=2, cell="minlstm", conv_kernel=2)
+    tensors = {"windows": torch.arange(5, dtype=torch.uint8)}
+    save_checkpoint(tmp_path / "a.safetensors", Checkpoint(model, Vocabulary("\nabü"), {"step": 3}, tensors))
+    return tmp_path / "a.safetensors"
+
+
+def rewrite(path, metadata=None, tensors=None):
+    """The checkpoint with some of its metadata and tensors replaced."""
+    with safe_open(path, "pt") as file:
+        old_metadata, old_tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    save_file({**old_tensors, **(tensors or {})}, path, {**old_metadata, **(metadata or {})})
+
+
+def test_round_trip(path):
+    loaded = load_checkpoint(path)
+    torch.manual_seed(0)
+    model = LanguageModel(4, width=8, num_layers=2, cell="minlstm", conv_kernel=2)
+    assert loaded.model.settings == model.settings
+    assert all(torch.equal(a, b) for a, b in zip(loaded.model.parameters(), model.parameters(), strict=True))
+    assert loaded.vocabulary.characters == "\nabü"
+    assert loaded.training == {"step": 3}
+    assert torch.equal(loaded.training_tensors["windows"], torch.arange(5, dtype=torch.uint8))
+
+
+def test_truncated_anywhere(path):
+    content = path.read_bytes()
+    for size in (0, 4, 100, len(content) // 2, len(content) - 1):
+        path.write_bytes(content[:size])
+        with pytest.raises(ValueError, match=r"a\.safetensors: expected a whole safetensors file"):
+            load_checkpoint(path)
+
+
+def test_not_there(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        load_checkpoint(tmp_path / "absent.safetensors")
+    with pytest.raises(IsADirectoryError):
+        load_checkpoint(tmp_path)
+
+
+def test_not_ours(tmp_path):
+    save_file({"x": torch.zeros(2)}, tmp_path / "other.safetensors")
+    with pytest.raises(ValueError, match=f"expected a checkpoint of format '{FORMAT}'; got 'none'"):
+        load_checkpoint(tmp_path / "other.safetensors")
+
+
+def test_weights_of_another_model(path):
+    settings = json.dumps({**load_checkpoint(path).model.settings, "width": 16})
+    rewrite(path, {"model": settings})
+    with pytest.raises(ValueError, match=r"conv.bias should be \(16,\) and is \(8,\)"):
+        load_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"model": "{}"}, "settings and vocabulary; .*vocab_size"),
+        ({"model": json.dumps({"vocab_size": 4, "cell": "transformer"})}, "got 'transformer'"),
+        ({"model": "not JSON"}, "settings and vocabulary"),
+        ({"vocabulary": json.dumps("ab")}, "a vocabulary of 4 characters; got 2"),
+    ],
+)
+def test_settings_that_do_not_fit(path, metadata, message):
+    rewrite(path, metadata)
+    with pytest.raises(ValueError, match=message):
+        load_checkpoint(path)
+
+
+def test_missing_and_surplus_weights(path):
+    rewrite(path, tensors={"model.other": torch.zeros(3)})
+    with pytest.raises(ValueError, match=r"other should be absent and is \(3,\)"):
+        load_checkpoint(path)
+
+
+def test_a_failed_write_leaves_the_old_file(path):
+    content = path.read_bytes()
+
+    def fail():
+        with replacing(path) as temporary:
+            temporary.write_text("half")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fail()
+    assert path.read_bytes() == content
+    assert [file.name for file in path.parent.iterdir()] == [path.name]

@@ -1,0 +1,138 @@
+"""Training: what it learns, what it reports, and that an interrupted run goes on as if it were not."""
+
+import math
+
+import pytest
+import torch
+
+from ostinato.models import LanguageModel
+from ostinato.training import Trainer, TrainingSettings, held_out
+
+SMALL = {"batch_size": 4, "chunk_length": 16, "warmup_steps": 3, "learning_rate": 1e-2, "held_out": 0.2}
+
+
+def make(tokens, vocab_size, cell="mingru", dropout=0.0, **settings):
+    torch.manual_seed(0)
+    model = LanguageModel(vocab_size, width=16, num_layers=1, cell=cell, dropout=dropout)
+    return Trainer(model, tokens, TrainingSettings(**{**SMALL, **settings}))
+
+
+def entropy(p):
+    return -p * math.log(p) - (1 - p) * math.log(1 - p)
+
+
+@pytest.mark.parametrize("cell", ["mingru", "minlstm"])
+def test_learns_a_period_that_needs_memory(cell):
+    # Runs of 8 equal tokens.  Who sees the last 4 alone, as the convolution does, knows that a run that began
+    # among them goes on, and is left with a chance of 1 in 5 at the other 5 places in 8.
+    tokens = (torch.arange(2000) // 8) % 2
+    trainer = make(tokens, 2, cell, steps=150, batch_size=8, chunk_length=64)
+    trainer.advance(150)
+    assert trainer.evaluate().held_out_loss < 5 / 8 * entropy(1 / 5) / 2
+
+
+def test_held_out_loss_is_the_mean_over_the_streams():
+    torch.manual_seed(0)
+    model = LanguageModel(5, width=8, num_layers=1, dropout=0.5).double()
+    tokens = torch.randint(5, (1 + 3 * 300,))
+    logits, _ = model.eval()(tokens[:-1].view(3, 300))
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[1:])
+    model.train()
+    assert held_out(model, tokens, tokens_at_once=3 * 70) == pytest.approx(expected.item(), rel=1e-6)
+    assert model.training
+
+
+def test_the_held_out_part_is_not_trained_on():
+    tokens = torch.cat([torch.zeros(800), torch.ones(200)]).long()
+    trainer = make(tokens, 2, steps=40)
+    trainer.advance(40)
+    point = trainer.evaluate()
+    assert trainer.train_tokens.sum() == 0
+    assert point.held_out_loss > 1 > point.train_loss
+
+
+def test_train_loss_is_the_mean_since_the_point_before():
+    tokens = torch.randint(5, (500,), generator=torch.Generator().manual_seed(1))
+    single, double = make(tokens, 5), make(tokens, 5)
+    losses = []
+    for _ in range(4):
+        single.advance(1)
+        losses.append(single.evaluate().train_loss)
+    assert len(set(losses)) == 4
+    for first in (0, 2):
+        mean = double.advance(2)
+        point = double.evaluate()
+        assert point.train_loss == mean == pytest.approx(sum(losses[first : first + 2]) / 2, rel=1e-6)
+    assert [point.step for point in double.curve] == [2, 4]
+    assert [point.tokens for point in double.curve] == [2 * 4 * 16, 4 * 4 * 16]
+
+
+def test_divergence_is_an_error():
+    trainer = make(torch.zeros(500).long(), 1)
+    torch.nn.init.constant_(trainer.model.head.weight, math.nan)
+    with pytest.raises(
+        FloatingPointError, match=r"the training loss is nan at step 2; a lower learning rate than 0\.01"
+    ):
+        trainer.advance(2)
+
+
+def test_learning_rate_warms_up_and_falls():
+    trainer = make(torch.zeros(500).long(), 1, steps=20, warmup_steps=4, final_rate=0.1)
+    rates = []
+    for step in range(21):
+        trainer.step = step
+        rates.append(trainer.learning_rate)
+    assert rates[0] == pytest.approx(1e-2 / 4)
+    assert max(rates) == rates[3] <= 1e-2
+    assert rates[3:] == sorted(rates[3:], reverse=True)
+    assert rates[-1] == pytest.approx(1e-3)
+
+
+@pytest.mark.parametrize("cell", ["mingru", "gru"])
+@pytest.mark.parametrize("evaluated", [True, False])
+def test_resumed_equals_uninterrupted(cell, evaluated):
+    tokens = torch.randint(7, (900,), generator=torch.Generator().manual_seed(0))
+    settings = {"cell": cell, "dropout": 0.3, "steps": 12}
+    whole = make(tokens, 7, **settings)
+    whole.advance(5)
+    if evaluated:
+        whole.evaluate()
+    state, tensors = whole.state()
+    tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+    weights = {name: tensor.clone() for name, tensor in whole.model.state_dict().items()}
+    whole.advance(7)
+
+    torch.manual_seed(99)
+    resumed = make(tokens, 7, **settings)
+    resumed.model.load_state_dict(weights)
+    resumed.restore(state, tensors)
+    resumed.advance(7)
+    for a, b in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    a, b = whole.evaluate(), resumed.evaluate()
+    assert (a.step, a.train_loss, a.held_out_loss) == (b.step, b.train_loss, b.held_out_loss)
+    assert len(whole.curve) == len(resumed.curve)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"steps": 0}, "steps must be at least 1; got 0"),
+        ({"batch_size": -2}, "batch_size must be at least 1; got -2"),
+        ({"learning_rate": 0.0}, "learning_rate must be above 0 and finite; got 0.0"),
+        ({"weight_decay": math.inf}, "weight_decay must be at least 0 and finite; got inf"),
+        ({"held_out": 1.0}, "held_out must be between 0 and 1; got 1.0"),
+        ({"seconds": 0.0}, "seconds must be above 0 and finite; got 0.0"),
+    ],
+)
+def test_bad_settings(settings, message):
+    with pytest.raises(ValueError, match=message):
+        TrainingSettings(**settings)
+
+
+def test_text_too_short():
+    with pytest.raises(
+        ValueError, match=r"chunk of 16 tokens, and a share of 0\.2 held out, need about 85 tokens; got 84"
+    ):
+        make(torch.zeros(84).long(), 1)
+    make(torch.zeros(85).long(), 1)
