@@ -1,5 +1,6 @@
-"""``python -m ostinato``: the command line."""
+"""``python -m ostinato``, the command line where its script is not installed."""
 
 from ostinato.cli import main
 
-main()
+if __name__ == "__main__":
+    main()

@@ -12,7 +12,7 @@ import ostinato
 
 CHANNELS = 256
 LENGTHS = tuple(4**power for power in range(4, 10))  # 256 to 262,144
-LOOP, SCAN, GRU = "MinGRU, loop over time", "MinGRU, parallel scan", "torch.nn.GRU"
+LOOP, SCAN, GRU = "MinGRU, time loop", "MinGRU, scan", "torch.nn.GRU"
 WAYS = (LOOP, SCAN, GRU)
 
 Times = dict[str, dict[int, float]]
