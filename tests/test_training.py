@@ -136,3 +136,14 @@ def test_text_too_short():
     ):
         make(torch.zeros(84).long(), 1)
     make(torch.zeros(85).long(), 1)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_compiles_as_one_graph(precision):
+    torch.manual_seed(0)
+    model = LanguageModel(5, width=8, num_layers=1)
+    trainer = Trainer(model, torch.zeros(500).long(), TrainingSettings(**SMALL), precision=precision)
+    inputs, targets = torch.randint(5, (2, 4, 16))
+    model.eval()
+    compiled = torch.compile(trainer._chunk_loss, backend="aot_eager", fullgraph=True)(inputs, targets)
+    torch.testing.assert_close(compiled, trainer._chunk_loss(inputs, targets))

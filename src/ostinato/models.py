@@ -107,7 +107,7 @@ class LanguageModel(nn.Module):
         expansion: float = 1.5,
         conv_kernel: int = 4,
         mlp_ratio: float = 4.0,
-        dropout: float = 0.2,
+        dropout: float = 0.3,
     ) -> None:
         super().__init__()
         hidden_size = round(expansion * width)

@@ -28,7 +28,7 @@ class TrainingSettings:
     seconds: float | None = None
     batch_size: int = 64
     chunk_length: int = 256
-    learning_rate: float = 2e-3
+    learning_rate: float = 4e-3
     final_rate: float = 0.05
     warmup_steps: int = 100
     weight_decay: float = 0.1

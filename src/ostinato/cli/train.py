@@ -72,11 +72,11 @@ def train(
         int, Option(help="Steps the causal convolution sees; 0 for none.", rich_help_panel="Model")
     ] = 4,
     mlp_ratio: Annotated[float, Option(help="Inner size of the MLP over width.", rich_help_panel="Model")] = 4.0,
-    dropout: Annotated[float, Option(help="Share of each block's output dropped.", rich_help_panel="Model")] = 0.2,
+    dropout: Annotated[float, Option(help="Share of each block's output dropped.", rich_help_panel="Model")] = 0.3,
     steps: Annotated[int, Option(help="Steps to train.", rich_help_panel="Training")] = 3000,
     batch_size: Annotated[int, Option(help="Chunks a step.", rich_help_panel="Training")] = 64,
     chunk_length: Annotated[int, Option(help="Characters a chunk.", rich_help_panel="Training")] = 256,
-    learning_rate: Annotated[float, Option(help="AdamW's, at its highest.", rich_help_panel="Training")] = 2e-3,
+    learning_rate: Annotated[float, Option(help="AdamW's, at its highest.", rich_help_panel="Training")] = 4e-3,
     final_rate: Annotated[
         float, Option(help="Share of it left at the end of the cosine.", rich_help_panel="Training")
     ] = 0.05,
