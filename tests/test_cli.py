@@ -190,11 +190,30 @@ def test_bad_generation(run):
 
 
 def test_diverged_training_keeps_the_checkpoint_before(run):
-    code, _, err = train(run, "--learning-rate", 1e30, "--warmup-steps", 0, "--clip-norm", 1e30)
-    assert code == 1
-    assert re.search(r"the training loss is (nan|inf) at step \d; a lower learning rate", err)
-    for path in Path("out").glob("*.safetensors"):
+    from ostinato.training import Trainer
+
+    evaluate = Trainer.evaluate
+
+    def poisoned(self):
+        if self.step == 4:
+            torch.nn.init.constant_(self.model.head.weight, torch.nan)
+        return evaluate(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "evaluate", poisoned)
+        message = error(train(run))
+    assert message == "the held-out loss is nan at step 4; a lower learning rate than 0.004 may help"
+    for path in ("out/last.safetensors", "out/best.safetensors"):
+        assert load_checkpoint(Path(path)).training["trainer"]["step"] == 2
         assert all(tensor.isfinite().all() for tensor in weights(path).values())
+
+
+def test_best_is_the_lowest_held_out_loss(run, monkeypatch):
+    losses = iter([3.0, 1.0, 2.0])
+    monkeypatch.setattr("ostinato.training.held_out", lambda *_: next(losses))
+    assert "Lowest held-out loss: 1.0000 nats" in train(run)[1]
+    assert load_checkpoint(Path("out/best.safetensors")).training["trainer"]["step"] == 4
+    assert load_checkpoint(Path("out/last.safetensors")).training["trainer"]["step"] == 6
 
 
 def test_demo(run, monkeypatch):

@@ -67,6 +67,17 @@ def test_train_loss_is_the_mean_since_the_point_before():
     assert [point.tokens for point in double.curve] == [2 * 4 * 16, 4 * 4 * 16]
 
 
+def test_matrices_decay_and_nothing_else_does():
+    trainer = make(torch.zeros(500).long(), 1, learning_rate=1e-3, weight_decay=0.5)
+    for parameter in trainer.model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    before = {name: parameter.clone() for name, parameter in trainer.model.named_parameters()}
+    trainer.optimizer.step()
+    for name, parameter in trainer.model.named_parameters():
+        factor = 1 - 1e-3 * 0.5 if parameter.ndim >= 2 else 1
+        torch.testing.assert_close(parameter.detach(), before[name].detach() * factor)
+
+
 def test_divergence_is_an_error():
     trainer = make(torch.zeros(500).long(), 1)
     torch.nn.init.constant_(trainer.model.head.weight, math.nan)

@@ -91,10 +91,15 @@ class LanguageModel(nn.Module):
 
     Raises ValueError if a size is below 1, ``cell`` is unknown, or ``dropout`` is outside [0, 1).
 
+    >>> import torch
+    >>> from ostinato.models import LanguageModel
     >>> model = LanguageModel(vocab_size=65, width=32, num_layers=2)
-    >>> tokens = torch.randint(65, (8, 100))
-    >>> logits, state = model(tokens)  # (8, 100, 65)
-    >>> logits, state = model.step(tokens[:, -1], state)  # (8, 65): time step 101
+    >>> logits, state = model(torch.randint(65, (8, 100)))
+    >>> logits.shape
+    torch.Size([8, 100, 65])
+    >>> logits, state = model.step(logits[:, -1].argmax(-1), state)  # time step 101
+    >>> logits.shape
+    torch.Size([8, 65])
     """
 
     def __init__(

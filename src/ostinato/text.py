@@ -75,6 +75,7 @@ def _read(path: Path) -> str:
 class Vocabulary:
     """The characters of a text, in the order of their code points; a character's token is its place there.
 
+    >>> from ostinato.text import Vocabulary
     >>> vocabulary = Vocabulary.of("banana")
     >>> vocabulary.encode("ban").tolist(), vocabulary.decode([1, 0, 2])
     ([1, 0, 2], 'ban')

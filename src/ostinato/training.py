@@ -77,10 +77,15 @@ class Trainer:
 
     Raises ValueError if the text is too short for its held-out part to hold one chunk, or for an unknown precision.
 
+    >>> import torch
+    >>> from ostinato.models import LanguageModel
+    >>> from ostinato.training import Trainer, TrainingSettings
     >>> model = LanguageModel(vocab_size=2, width=8, num_layers=1)
-    >>> trainer = Trainer(model, torch.arange(4000) % 2, TrainingSettings(steps=10, batch_size=4, chunk_length=16))
-    >>> loss = trainer.advance(10)
-    >>> point = trainer.evaluate()
+    >>> settings = TrainingSettings(steps=50, batch_size=4, chunk_length=16, warmup_steps=5)
+    >>> trainer = Trainer(model, torch.arange(4000) % 2, settings)
+    >>> loss = trainer.advance(50)
+    >>> trainer.evaluate().held_out_loss < 0.6931  # log(2), what a guess costs
+    True
     """
 
     def __init__(
@@ -167,17 +172,14 @@ class Trainer:
             self.seconds = before + time.perf_counter() - start
         mean = self._mean_loss()  # waits for the device, which the time must include
         self.seconds = before + time.perf_counter() - start
-        if not math.isfinite(mean):
-            raise FloatingPointError(
-                f"the training loss is {mean} at step {self.step}; a lower learning rate than "
-                f"{settings.learning_rate} may help"
-            )
+        self._check("training", mean)
         return mean
 
     def evaluate(self) -> Point:
-        """Take the held-out loss and add a point to the curve."""
+        """Take the held-out loss and add a point to the curve.  Raises FloatingPointError if it is not finite."""
         with self._autocast():
             held_out_loss = held_out(self.model, self.held_out_tokens, self.tokens_per_step)
+        self._check("held-out", held_out_loss)
         point = Point(self.step, self.step * self.tokens_per_step, self.seconds, self._mean_loss(), held_out_loss)
         self.curve.append(point)
         self._loss_sum.zero_()
@@ -223,6 +225,13 @@ class Trainer:
 
     def _mean_loss(self) -> float:
         return self._loss_sum.item() / max(self.step - (self.curve[-1].step if self.curve else 0), 1)
+
+    def _check(self, kind: str, loss: float) -> None:
+        if not math.isfinite(loss):
+            raise FloatingPointError(
+                f"the {kind} loss is {loss} at step {self.step}; a lower learning rate than "
+                f"{self.settings.learning_rate} may help"
+            )
 
     def _dropout_state(self) -> Tensor:
         if self.device.type == "cpu":
