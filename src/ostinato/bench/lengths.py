@@ -87,7 +87,7 @@ def plot_lengths(times: Times, title: str, path: Path) -> None:
     axes.set_xticks(LENGTHS, [f"{length:,}" for length in LENGTHS])
     axes.set_xlabel("sequence length T (time steps)")
     axes.set_ylabel("time of one forward pass (ms)")
-    axes.set_title(title)
+    axes.set_title(title, fontsize="medium", wrap=True)
     axes.grid(True, which="major", alpha=0.3)
     axes.legend()
     with replacing(path) as temporary:
