@@ -1,0 +1,592 @@
+# mypy: disable-error-code="no-untyped-def"
+"""The CPU loops, compiled by Numba: scans, and minGRU and minLSTM layers from their pre-activations.
+
+A loop is a C function of one address, that of a structure of addresses, sizes and strides, so that any thread
+can run it without the GIL at the cost of a function call.  The work is cut into independent pieces, sequences
+by channels; every thread that enters takes pieces from a shared counter until none is left.  How the work is
+cut never changes a result: each channel of each sequence sees the same operations in the same order.
+
+Time is the middle loop.  Channels are the inner one, contiguous, vectorised by LLVM.  Between two steps the
+state lives in ``state``: the initial state on entry, the last one on return; in a backward loop the gradient
+that goes back through time.
+"""
+
+import ctypes
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import carray, cfunc, types
+from numba.extending import intrinsic, overload, register_jitable
+
+GATES = {"mingru": 2, "minlstm": 3}
+
+FLUSH = 64  # steps whose bias gradients are summed in the loop's dtype before they join the float64 total
+
+
+def _integers(*names: str) -> list[tuple[str, type]]:
+    return [(name, ctypes.c_int64) for name in names]
+
+
+class ScanWork(ctypes.Structure):
+    """What a scan's loop is called with: of each array the address, and the strides between sequences and in time."""
+
+    _fields_ = [
+        *_integers("next_piece", "pieces", "parts", "width", "sequences", "length", "channels"),
+        *_integers("reverse", "bounds", "state"),
+        *_integers("a", "a_n", "a_t", "b", "b_n", "b_t", "out", "out_n", "out_t"),
+        *_integers("h", "h_n", "h_t", "h0", "h0_n", "grad_h", "grad_h_n", "grad_h_t"),
+        *_integers("grad_a", "grad_a_n", "grad_a_t", "grad_b", "grad_b_n", "grad_b_t"),
+    ]
+
+
+class LayerWork(ctypes.Structure):
+    """What a layer's loop is called with; step t of sequence b is row ``t*row_t + b*row_b``, or as `offsets` say."""
+
+    _fields_ = [
+        *_integers("next_piece", "pieces", "groups", "together", "width", "directions", "batch", "length", "hidden"),
+        *_integers("offsets", "row_t", "row_b", "pre", "bias", "state", "out"),
+        *_integers("h", "h0", "h0_b", "grad_h", "grad_row", "grad_pre", "sums", "totals"),
+    ]
+
+
+_SCAN_WORK, _LAYER_WORK = np.dtype(ScanWork), np.dtype(LayerWork)
+
+
+def _loop(function: Callable) -> Any:
+    """Compile a loop; its ``ctypes`` attribute is the C function."""
+    try:
+        return cfunc("void(voidptr)", cache=True, error_model="numpy")(function)
+    except RuntimeError:  # no folder to cache in can be written
+        return cfunc("void(voidptr)", error_model="numpy")(function)
+
+
+# Either would keep LLVM from vectorising a loop: a call left in it, a check for division by zero.
+_inline_options = {"forceinline": True, "error_model": "numpy"}
+_inline = register_jitable(**_inline_options)
+
+
+# Memory.  Each array of a loop is a stream; none that is written overlaps with another.  Saying so, as metadata of
+# every access, lets LLVM vectorise loops over more arrays than it is willing to compare with each other at run time.
+
+_STREAMS = (
+    *("a", "b", "h", "before", "grad_h", "state", "grad_a", "grad_b", "out"),
+    *("pre0", "pre1", "pre2", "bias0", "bias1", "bias2", "grad0", "grad1", "grad2", "sum0", "sum1", "sum2"),
+)
+
+
+def _mark_stream(builder: Any, instruction: Any, stream: str) -> None:
+    metadata = builder.module.add_metadata
+    domain = metadata(["ostinato"])
+    scopes = {name: metadata([name, domain]) for name in _STREAMS}
+    instruction.set_metadata("alias.scope", metadata([scopes[stream]]))
+    instruction.set_metadata("noalias", metadata([scope for name, scope in scopes.items() if name != stream]))
+
+
+@intrinsic
+def _pointer(typing_context, address, dtype):
+    """The address as a pointer to elements of a dtype."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+    return types.CPointer(dtype.dtype)(types.int64, dtype), generate
+
+
+@intrinsic(prefer_literal=True)
+def _load(typing_context, pointer, index, stream):
+    def generate(context, builder, signature, arguments):
+        value = builder.load(builder.gep(arguments[0], [arguments[1]], inbounds=True))
+        _mark_stream(builder, value, stream.literal_value)
+        return value
+
+    return pointer.dtype(pointer, types.int64, stream), generate
+
+
+@intrinsic(prefer_literal=True)
+def _store(typing_context, pointer, index, value, stream):
+    def generate(context, builder, signature, arguments):
+        target = builder.gep(arguments[0], [arguments[1]], inbounds=True)
+        _mark_stream(builder, builder.store(arguments[2], target), stream.literal_value)
+        return context.get_dummy_value()
+
+    return types.void(pointer, types.int64, pointer.dtype, stream), generate
+
+
+@intrinsic
+def _prefetch_line(typing_context, pointer, index):
+    """Ask for the cache line of an element, which need not exist."""
+
+    def generate(context, builder, signature, arguments):
+        int32, byte = ir.IntType(32), ir.IntType(8).as_pointer()
+        function = ir.FunctionType(ir.VoidType(), [byte, int32, int32, int32])
+        prefetch = builder.module.declare_intrinsic("llvm.prefetch", [byte], function)
+        target = builder.bitcast(builder.gep(arguments[0], [arguments[1]]), byte)
+        builder.call(prefetch, [target, int32(0), int32(3), int32(1)])  # to read, to keep, data
+        return context.get_dummy_value()
+
+    return types.void(pointer, types.int64), generate
+
+
+@_inline
+def _prefetch(pointer, at, begin, end):
+    for j in range(begin, end, 16):
+        _prefetch_line(pointer, at + j)
+
+
+@intrinsic
+def _take_piece(typing_context, work):
+    """Count up the structure's first field and return what it was, atomically."""
+
+    def generate(context, builder, signature, arguments):
+        int64 = ir.IntType(64)
+        counter = builder.bitcast(arguments[0], int64.as_pointer())
+        return builder.atomic_rmw("add", counter, int64(1), "monotonic")
+
+    return types.int64(types.voidptr), generate
+
+
+# Arithmetic, in float32 for float32.
+
+
+@intrinsic
+def _as(typing_context, value, like):
+    """A number in the type of another: a bare 1.0 would make float64 of a float32 expression."""
+
+    def generate(context, builder, signature, arguments):
+        return context.cast(builder, arguments[0], signature.args[0], signature.return_type)
+
+    return like(value, like), generate
+
+
+@intrinsic
+def _multiply_add(typing_context, x, y, z):
+    """``x*y + z``, rounded once where the processor can."""
+
+    def generate(context, builder, signature, arguments):
+        kind = arguments[0].type
+        function = ir.FunctionType(kind, [kind] * 3)
+        return builder.call(builder.module.declare_intrinsic("llvm.fmuladd", [kind], function), arguments)
+
+    return x(x, x, x), generate
+
+
+# exp of a float32 is 2**n * exp(r), |r| <= log(2)/2.  Adding _SHIFT rounds x/log(2) to the integer n and leaves it
+# in the low bits of the sum.  log(2) is split so that n*_LOG2_HIGH is exact.  The polynomials are minimax fits,
+# (exp(r)-1-r)/r**2 to 0.05 ulp of exp, (log1p(e)-2s)/s**3 in s**2, s = e/(2+e), to 0.08 ulp of log1p.
+
+_SHIFT = np.float32(1.5 * 2**23)
+_LOG2_INVERSE = np.float32(1 / math.log(2))
+_LOG2_HIGH = np.float32(355 / 512)
+_LOG2_LOW = np.float32(math.log(2) - 355 / 512)
+_LOWEST, _HIGHEST = np.float32(-104), np.float32(89)  # where exp has become 0 and inf
+_ONE, _TWO = np.float32(1), np.float32(2)
+_E2, _E3, _E4 = np.float32(0.5000000095), np.float32(0.166665186), np.float32(0.04166620508)
+_E5, _E6 = np.float32(0.00836891795), np.float32(0.001395053969)
+_L3, _L5 = np.float32(0.6666641204), np.float32(0.4002176993)
+_L7, _L9 = np.float32(0.2799786346), np.float32(0.280312745)
+
+
+@intrinsic
+def _times_power_of_two(typing_context, x, shifted):
+    """``x * 2**n`` where shifted is n + _SHIFT, by two factors so that neither overflows its exponent."""
+
+    def generate(context, builder, signature, arguments):
+        x, shifted = arguments
+        int32 = ir.IntType(32)
+        n = builder.sub(builder.bitcast(shifted, int32), int32(int(_SHIFT.view(np.int32))))
+        half = builder.ashr(n, int32(1))
+        for exponent in (half, builder.sub(n, half)):
+            bits = builder.shl(builder.add(exponent, int32(127)), int32(23))
+            x = builder.fmul(x, builder.bitcast(bits, x.type))
+        return x
+
+    return types.float32(types.float32, types.float32), generate
+
+
+@_inline
+def _reduce(x):
+    """n + _SHIFT and exp(r) - 1 for the float32 x = n*log(2) + r; NaN passes through both comparisons."""
+    x = _LOWEST if x < _LOWEST else x
+    x = _HIGHEST if x > _HIGHEST else x
+    shifted = _multiply_add(x, _LOG2_INVERSE, _SHIFT)
+    n = shifted - _SHIFT
+    r = _multiply_add(n, -_LOG2_LOW, _multiply_add(n, -_LOG2_HIGH, x))
+    p = _multiply_add(_multiply_add(_multiply_add(_multiply_add(_E6, r, _E5), r, _E4), r, _E3), r, _E2)
+    return shifted, _multiply_add(r * r, p, r)
+
+
+def _exp(x: Any) -> Any:
+    """exp(x)."""
+
+
+def _exp_expm1(x: Any) -> Any:
+    """exp(x) and exp(x) - 1, for x <= 0."""
+
+
+def _log1p(x: Any) -> Any:
+    """log(1 + x), for 0 <= x <= 1."""
+
+
+@overload(_exp, jit_options=_inline_options)
+def _exp_of(x):
+    def single(x):
+        shifted, excess = _reduce(x)
+        return _times_power_of_two(_ONE + excess, shifted)
+
+    return single if x == types.float32 else lambda x: math.exp(x)
+
+
+@overload(_exp_expm1, jit_options=_inline_options)
+def _exp_expm1_of(x):
+    def single(x):
+        shifted, excess = _reduce(x)
+        scale = _times_power_of_two(_ONE, shifted)
+        return _multiply_add(scale, excess, scale), _multiply_add(scale, excess, scale - _ONE)
+
+    return single if x == types.float32 else lambda x: (math.exp(x), math.expm1(x))
+
+
+@overload(_log1p, jit_options=_inline_options)
+def _log1p_of(x):
+    def single(x):
+        s = x / (x + _TWO)
+        u = s * s
+        p = _multiply_add(_multiply_add(_multiply_add(_L9, u, _L7), u, _L5), u, _L3)
+        return _multiply_add(s * u, p, s + s)
+
+    return single if x == types.float32 else lambda x: math.log1p(x)
+
+
+@_inline
+def _logaddexp(x, y):
+    high = x if x > y else y
+    gap = _as(0.0, x) if x == y else -abs(x - y)  # two equal infinities have no difference
+    return high + _log1p(_exp(gap))
+
+
+@_inline
+def _sigmoids(x):
+    """sigmoid(x) and sigmoid(-x), the small one as precise as the large one."""
+    one = _as(1.0, x)
+    e = _exp(-abs(x))
+    large = one / (one + e)
+    small = e * large
+    return large if x >= 0 else small, small if x >= 0 else large
+
+
+_POSITIVE, _LINEAR, _TANH = range(3)
+_CANDIDATES = {"positive": _POSITIVE, "linear": _LINEAR, "tanh": _TANH}
+
+
+@_inline
+def _candidate(x, kind):
+    """The candidate state and its slope."""
+    one = _as(1.0, x)
+    if kind == _POSITIVE:
+        above, below = _sigmoids(x)
+        return x + _as(0.5, x) if x >= 0 else above, one if x >= 0 else above * below
+    if kind == _TANH:
+        e, less = _exp_expm1(-abs(x + x))
+        scale = one / (one + e)
+        size = -less * scale
+        return size if x >= 0 else -size, _as(4.0, x) * e * scale * scale
+    return x, one
+
+
+@_inline
+def _min_lstm_gates(f, i):
+    """f' = P_i/(P_f+P_i), i' = P_f/(P_f+P_i) with P = 1 + exp(-pre), and f'i'sigmoid(-f), f'i'sigmoid(-i).
+
+    P_f and P_i are divided by the largest of the three terms 1, exp(-f), exp(-i), so that none overflows and
+    one is exactly 1; the slopes of f' are made without ever dividing by P_f or P_i, which may both be tiny.
+    """
+    one = _as(1.0, f)
+    low, high = (f if f < i else i), (i if f < i else f)
+    e_low = _exp(-abs(low))
+    unit, from_low = (one if low >= 0 else e_low), (e_low if low >= 0 else one)
+    from_high = _exp((-high) if low >= 0 else low - high)
+    p_low, p_high = one + e_low, unit + from_high
+    r = one / (p_low + p_high)
+    gate_high, gate_low = p_low * r, p_high * r
+    slope_high, slope_low = gate_high * (from_high * r), gate_low * (from_low * r)
+    return (
+        gate_low if f < i else gate_high,
+        gate_high if f < i else gate_low,
+        slope_low if f < i else slope_high,
+        slope_high if f < i else slope_low,
+    )
+
+
+# The loops.  dtype, log, cell and candidate are constants to the compiler: there is a loop for each combination
+# in use, compiled when first asked for.  Where time runs backwards so do the channels, because memory is fast
+# only where addresses keep going one way (measured: a third faster).
+
+
+@_inline
+def _scan_step(log, j, arrays):
+    a, at_a, b, at_b, state, at, out, at_out = arrays
+    a_j, b_j, h_j = _load(a, at_a + j, "a"), _load(b, at_b + j, "b"), _load(state, at + j, "state")
+    h_j = _logaddexp(a_j + h_j, b_j) if log else _multiply_add(_as(a_j, h_j), h_j, _as(b_j, h_j))
+    _store(state, at + j, h_j, "state")
+    _store(out, at_out + j, _as(h_j, a_j), "out")
+
+
+@functools.cache
+def scan(dtype: type, log: bool) -> Any:
+    """``state = a[t]*state + b[t]``, or ``logaddexp(a[t] + state, b[t])``; out[t] is the state after step t."""
+
+    @_loop
+    def run(address):
+        work = carray(address, 1, _SCAN_WORK)[0]
+        bounds, reverse = _pointer(work.bounds, np.int64), work.reverse
+        a, a_n, a_t = _pointer(work.a, dtype), work.a_n, work.a_t
+        b, b_n, b_t = _pointer(work.b, dtype), work.b_n, work.b_t
+        out, out_n, out_t = _pointer(work.out, dtype), work.out_n, work.out_t
+        state = _pointer(work.state, dtype if log else np.float64)
+        parts, sequences, channels = work.parts, work.sequences, work.channels
+        piece = _take_piece(address)
+        while piece < work.pieces:
+            block, part = divmod(piece, parts)
+            begin, end = block * work.width, min((block + 1) * work.width, channels)
+            for n in range(part * sequences // parts, (part + 1) * sequences // parts):
+                first, last = (bounds[n], bounds[n + 1]) if work.bounds else (0, work.length)
+                at = n * channels
+                for i in range(last - first):
+                    t = last - 1 - i if reverse else first + i
+                    at_a, at_b, at_out = n * a_n + t * a_t, n * b_n + t * b_t, n * out_n + t * out_t
+                    arrays = a, at_a, b, at_b, state, at, out, at_out
+                    if reverse:
+                        for j in range(end - begin):
+                            _scan_step(log, end - 1 - j, arrays)
+                    else:
+                        for j in range(begin, end):
+                            _scan_step(log, j, arrays)
+            piece = _take_piece(address)
+
+    return run
+
+
+@_inline
+def _scan_backward_step(log, j, inputs, outputs):
+    a, at_a, b, at_b, h, at_h, before, at_before, grad_h, at_grad = inputs
+    state, at, grad_a, grad_b, at_out = outputs
+    a_j, before_j = _load(a, at_a + j, "a"), _load(before, at_before + j, "before")
+    carried = _load(state, at + j, "state")
+    total = _as(_load(grad_h, at_grad + j, "grad_h"), carried) + carried
+    if log:
+        b_j, h_j, zero = _load(b, at_b + j, "b"), _load(h, at_h + j, "h"), _as(0.0, total)
+        nothing = h_j == -math.inf  # a state of exactly zero passes no gradient back: 0/0 is taken as 0
+        carried = total * (zero if nothing else _exp(a_j + before_j - h_j))
+        added = total * (zero if nothing else _exp(b_j - h_j))
+        _store(grad_a, at_out + j, carried, "grad_a")
+        _store(grad_b, at_out + j, added, "grad_b")
+        _store(state, at + j, carried, "state")
+    else:
+        _store(grad_a, at_out + j, _as(total, a_j) * before_j, "grad_a")
+        _store(grad_b, at_out + j, _as(total, a_j), "grad_b")
+        _store(state, at + j, total * _as(a_j, total), "state")
+
+
+@functools.cache
+def scan_backward(dtype: type, log: bool) -> Any:
+    """The gradients of a scan; state brings the last state's and returns the initial state's."""
+
+    @_loop
+    def run(address):
+        work = carray(address, 1, _SCAN_WORK)[0]
+        bounds, reverse = _pointer(work.bounds, np.int64), work.reverse
+        a, a_n, a_t = _pointer(work.a, dtype), work.a_n, work.a_t
+        b, b_n, b_t = _pointer(work.b, dtype), work.b_n, work.b_t
+        h, h_n, h_t = _pointer(work.h, dtype), work.h_n, work.h_t
+        h0, h0_n = _pointer(work.h0, dtype), work.h0_n
+        state = _pointer(work.state, dtype if log else np.float64)
+        grad_h, grad_n, grad_t = _pointer(work.grad_h, dtype), work.grad_h_n, work.grad_h_t
+        grad_a, grad_b = _pointer(work.grad_a, dtype), _pointer(work.grad_b, dtype)
+        out_n, out_t = work.grad_a_n, work.grad_a_t  # grad_b's too
+        parts, sequences, channels = work.parts, work.sequences, work.channels
+        piece = _take_piece(address)
+        while piece < work.pieces:
+            block, part = divmod(piece, parts)
+            begin, end = block * work.width, min((block + 1) * work.width, channels)
+            for n in range(part * sequences // parts, (part + 1) * sequences // parts):
+                first, last = (bounds[n], bounds[n + 1]) if work.bounds else (0, work.length)
+                at = n * channels
+                for i in range(last - first):
+                    t = first + i if reverse else last - 1 - i
+                    before, at_before = h, n * h_n + (t + 1 if reverse else t - 1) * h_t
+                    if i == last - first - 1:
+                        before, at_before = h0, n * h0_n
+                    at_a, at_b, at_h = n * a_n + t * a_t, n * b_n + t * b_t, n * h_n + t * h_t
+                    at_grad, at_out = n * grad_n + t * grad_t, n * out_n + t * out_t
+                    inputs = a, at_a, b, at_b, h, at_h, before, at_before, grad_h, at_grad
+                    outputs = state, at, grad_a, grad_b, at_out
+                    if reverse:
+                        for j in range(begin, end):
+                            _scan_backward_step(log, j, inputs, outputs)
+                    else:
+                        for j in range(end - begin):
+                            _scan_backward_step(log, end - 1 - j, inputs, outputs)
+            piece = _take_piece(address)
+
+    return run
+
+
+@_inline
+def _layer_step(lstm, kind, j, hidden, arrays):
+    pre, at_pre, bias, at_bias, state, at, out, at_out = arrays
+    p0 = _load(pre, at_pre + j, "pre0") + _load(bias, at_bias + j, "bias0")
+    p1 = _load(pre, at_pre + hidden + j, "pre1") + _load(bias, at_bias + hidden + j, "bias1")
+    if lstm:
+        keep, mix, _, _ = _min_lstm_gates(p0, p1)
+        x = _load(pre, at_pre + 2 * hidden + j, "pre2") + _load(bias, at_bias + 2 * hidden + j, "bias2")
+    else:
+        mix, keep = _sigmoids(p0)
+        x = p1
+    h_j = _multiply_add(keep, _load(state, at + j, "state"), mix * _candidate(x, kind)[0])
+    _store(state, at + j, h_j, "state")
+    _store(out, at_out + j, h_j, "out")
+
+
+@functools.cache
+def layer(dtype: type, cell: str, candidate: str) -> Any:
+    """``state = keep*state + mix*c`` with the gates made from pre + bias; out[t] is the state after step t."""
+    lstm, gates, kind = cell == "minlstm", GATES[cell], _CANDIDATES[candidate]
+
+    @_loop
+    def run(address):
+        work = carray(address, 1, _LAYER_WORK)[0]
+        offsets = _pointer(work.offsets, np.int64)
+        pre, bias = _pointer(work.pre, dtype), _pointer(work.bias, dtype)
+        out, state = _pointer(work.out, dtype), _pointer(work.state, dtype)
+        groups, batch, length, hidden, together = work.groups, work.batch, work.length, work.hidden, work.together
+        directions, row_t, row_b = work.directions, work.row_t, work.row_b
+        piece = _take_piece(address)
+        while piece < work.pieces:
+            block, group, direction = piece // (groups * directions), piece % groups, piece // groups % directions
+            begin, end = block * work.width, min((block + 1) * work.width, hidden)
+            group_end = (group + 1) * batch // groups
+            at_bias = direction * gates * hidden
+            for b_begin in range(group * batch // groups, group_end, together):
+                for i in range(length):
+                    t, t_next = (length - 1 - i, length - 2 - i) if direction else (i, i + 1)
+                    row, row_next, b_end = t * row_t, t_next * row_t, min(b_begin + together, group_end)
+                    if work.offsets:
+                        row, b_end = offsets[t], min(b_end, offsets[t + 1] - offsets[t])
+                        row_next = offsets[max(t_next, 0)]
+                    for k in range(b_end - b_begin):
+                        b = b_end - 1 - k if direction else b_begin + k
+                        at_out = ((row + b * row_b) * directions + direction) * hidden
+                        if together > 1:
+                            at_next = ((row_next + b * row_b) * directions + direction) * hidden
+                            _prefetch(out, at_next, begin, end)
+                            for gate in range(gates):
+                                _prefetch(pre, at_next * gates + gate * hidden, begin, end)
+                        at_pre, at = at_out * gates, (direction * batch + b) * hidden
+                        arrays = pre, at_pre, bias, at_bias, state, at, out, at_out
+                        if direction:
+                            for j in range(end - begin):
+                                _layer_step(lstm, kind, end - 1 - j, hidden, arrays)
+                        else:
+                            for j in range(begin, end):
+                                _layer_step(lstm, kind, j, hidden, arrays)
+            piece = _take_piece(address)
+
+    return run
+
+
+@_inline
+def _layer_backward_step(lstm, kind, j, hidden, inputs, outputs):
+    pre, at_pre, bias, at_bias, before, at_before, grad_h, at_grad = inputs
+    state, at, grad_pre, sums, at_sum = outputs
+    p0 = _load(pre, at_pre + j, "pre0") + _load(bias, at_bias + j, "bias0")
+    p1 = _load(pre, at_pre + hidden + j, "pre1") + _load(bias, at_bias + hidden + j, "bias1")
+    total = _load(grad_h, at_grad + j, "grad_h") + _load(state, at + j, "state")
+    before_j = _load(before, at_before + j, "before")
+    if lstm:
+        keep, mix, slope0, slope1 = _min_lstm_gates(p0, p1)
+        x = _load(pre, at_pre + 2 * hidden + j, "pre2") + _load(bias, at_bias + 2 * hidden + j, "bias2")
+        c, slope = _candidate(x, kind)
+        change = total * (c - before_j)
+        grad0, grad1, grad2 = -change * slope0, change * slope1, total * mix * slope
+        _store(grad_pre, at_pre + 2 * hidden + j, grad2, "grad2")
+        _store(sums, at_sum + 2 * hidden + j, _load(sums, at_sum + 2 * hidden + j, "sum2") + grad2, "sum2")
+    else:
+        mix, keep = _sigmoids(p0)
+        c, slope = _candidate(p1, kind)
+        grad0, grad1 = total * (c - before_j) * (keep * mix), total * mix * slope
+    _store(grad_pre, at_pre + j, grad0, "grad0")
+    _store(grad_pre, at_pre + hidden + j, grad1, "grad1")
+    _store(sums, at_sum + j, _load(sums, at_sum + j, "sum0") + grad0, "sum0")
+    _store(sums, at_sum + hidden + j, _load(sums, at_sum + hidden + j, "sum1") + grad1, "sum1")
+    _store(state, at + j, total * keep, "state")
+
+
+@functools.cache
+def layer_backward(dtype: type, cell: str, candidate: str) -> Any:
+    """The gradients of a layer, its gates made again from pre + bias; state brings h_last's and returns h0's.
+
+    Each group of sequences adds up its own gradient of the bias, in ``totals``.
+    """
+    lstm, gates, kind = cell == "minlstm", GATES[cell], _CANDIDATES[candidate]
+
+    @_loop
+    def run(address):
+        work = carray(address, 1, _LAYER_WORK)[0]
+        offsets, totals = _pointer(work.offsets, np.int64), _pointer(work.totals, np.float64)
+        pre, bias, sums = _pointer(work.pre, dtype), _pointer(work.bias, dtype), _pointer(work.sums, dtype)
+        h, h0, grad_h = _pointer(work.h, dtype), _pointer(work.h0, dtype), _pointer(work.grad_h, dtype)
+        state, grad_pre = _pointer(work.state, dtype), _pointer(work.grad_pre, dtype)
+        groups, batch, length, hidden, together = work.groups, work.batch, work.length, work.hidden, work.together
+        directions, row_t, row_b, grad_row, h0_b = work.directions, work.row_t, work.row_b, work.grad_row, work.h0_b
+        piece = _take_piece(address)
+        while piece < work.pieces:
+            block, group, direction = piece // (groups * directions), piece % groups, piece // groups % directions
+            begin, end = block * work.width, min((block + 1) * work.width, hidden)
+            group_end = (group + 1) * batch // groups
+            at_bias = direction * gates * hidden
+            at_sum = (group * directions + direction) * gates * hidden
+            for b_begin in range(group * batch // groups, group_end, together):
+                for i in range(length):
+                    t, t_before = (i, i + 1) if direction else (length - 1 - i, length - 2 - i)
+                    row, row_before, b_end = t * row_t, t_before * row_t, min(b_begin + together, group_end)
+                    b_start = b_end if i < length - 1 else 0  # sequences from here on have no earlier step
+                    if work.offsets:
+                        row, b_end = offsets[t], min(b_end, offsets[t + 1] - offsets[t])
+                        if i < length - 1:
+                            row_before = offsets[t_before]
+                            b_start = offsets[t_before + 1] - row_before
+                    for k in range(b_end - b_begin):
+                        b = b_begin + k if direction else b_end - 1 - k
+                        if together > 1:
+                            at_next = (row_before + b * row_b) * directions + direction
+                            _prefetch(grad_h, (row_before + b * row_b) * grad_row + direction * hidden, begin, end)
+                            _prefetch(h, (at_next + (row_before - row) * directions) * hidden, begin, end)
+                            for gate in range(gates):
+                                _prefetch(pre, (at_next * gates + gate) * hidden, begin, end)
+                        at_row, at_state = row + b * row_b, direction * batch + b
+                        at_pre = (at_row * directions + direction) * gates * hidden
+                        before, at_before = h, ((row_before + b * row_b) * directions + direction) * hidden
+                        if b >= b_start:
+                            before, at_before = h0, at_state * h0_b
+                        at_grad = at_row * grad_row + direction * hidden
+                        inputs = pre, at_pre, bias, at_bias, before, at_before, grad_h, at_grad
+                        outputs = state, at_state * hidden, grad_pre, sums, at_sum
+                        if direction:
+                            for j in range(begin, end):
+                                _layer_backward_step(lstm, kind, j, hidden, inputs, outputs)
+                        else:
+                            for j in range(end - begin):
+                                _layer_backward_step(lstm, kind, end - 1 - j, hidden, inputs, outputs)
+                    if i % FLUSH == FLUSH - 1 or i == length - 1:
+                        for gate in range(gates):
+                            at = at_sum + gate * hidden
+                            for j in range(begin, end):
+                                totals[at + j] += sums[at + j]
+                                sums[at + j] = 0
+            piece = _take_piece(address)
+
+    return run

@@ -1,0 +1,448 @@
+"""The Numba loops against the float64 reference and its autograd gradients."""
+
+import math
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ostinato.kernels import cpu, cpu_loops, reference
+from ostinato.kernels.torch_ops import REFERENCE
+
+INF = math.inf
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+CELLS = {"mingru": 2, "minlstm": 3}
+CANDIDATES = ("positive", "linear", "tanh")
+
+few = settings(max_examples=40, deadline=None)
+dtypes = st.sampled_from([torch.float64, torch.float32, torch.float16, torch.bfloat16])
+seeds = st.integers(0, 2**31)
+
+
+def assert_close(got, expected, tolerance=None):
+    """Equal shapes, dtypes and, relative to the largest element, values."""
+    if expected is None:
+        assert got is None
+        return
+    assert got.shape == expected.shape
+    assert got.dtype == expected.dtype
+    scale = expected.double().abs().clamp(min=1e-30).amax() if expected.numel() else 1.0
+    error = (got.double() - expected.double()).abs() / scale
+    assert error.numel() == 0 or error.max() <= (tolerance or TOLERANCE[got.dtype])
+
+
+def assert_same(got, expected):
+    """Equal bits, but for the sign of zero and of NaN."""
+    for x, y in zip(got, expected, strict=True):
+        assert (x is None) == (y is None)
+        assert x is None or torch.equal(torch.nan_to_num(x, nan=7e7), torch.nan_to_num(y, nan=7e7))
+
+
+@pytest.fixture
+def always_parallel(monkeypatch):
+    monkeypatch.setattr(cpu, "PARALLEL", 0)
+
+
+def strided(x, layout):
+    """The same (B, T, D) values, otherwise in memory."""
+    if layout == "time-major":
+        return x.transpose(0, 1).contiguous().transpose(0, 1)
+    if layout == "channels apart":
+        return x.repeat_interleave(2, 2)[..., ::2]
+    if layout == "part of a row":
+        return torch.cat((x, x), 2)[..., x.shape[2] :]
+    return x
+
+
+layouts = st.sampled_from(["contiguous", "time-major", "channels apart", "part of a row"])
+
+
+def scan_inputs(log, shape, states, dtype):
+    a = torch.rand(shape, dtype=torch.float64) * 1.5 - 0.3
+    b, h0 = torch.randn(shape, dtype=torch.float64), torch.randn(states, dtype=torch.float64)
+    if log:
+        a, b, h0 = a.abs().log(), b * 3, h0 * 3
+    return a.to(dtype), b.to(dtype), h0.to(dtype)
+
+
+def scan_functions(log):
+    if log:
+        return cpu.log_linear_scan, cpu.log_linear_scan_backward, reference.log_linear_scan
+    return cpu.linear_scan, cpu.linear_scan_backward, reference.linear_scan
+
+
+def backward_inputs(log, a, b, h):
+    return (a, b, h) if log else (a, h)
+
+
+@few
+@given(
+    st.booleans(),
+    st.tuples(st.integers(1, 3), st.sampled_from([1, 2, 7, 40]), st.sampled_from([1, 3, 16, 37])),
+    dtypes,
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from(["both", "h", "h_last"]),
+    layouts,
+    seeds,
+)
+def test_scan_and_gradients_equal_the_reference(log, shape, dtype, reverse, with_h0, through, layout, seed):
+    torch.manual_seed(seed)
+    forward, backward, definition = scan_functions(log)
+    a, b, h0 = scan_inputs(log, shape, (shape[0], shape[2]), dtype)
+    grad_h = torch.randn(shape).to(dtype) if through != "h_last" else None
+    grad_last = torch.randn(shape[0], shape[2]).to(dtype) if through != "h" else None
+
+    zero = torch.full_like(h0, -INF if log else 0.0)
+    wide = [x.double().requires_grad_() for x in (a, b, h0 if with_h0 else zero)]
+    expected, expected_last = definition(*wide, reverse)
+    h, h_last = forward(strided(a, layout), strided(b, layout), h0 if with_h0 else None, reverse, None)
+    assert h.is_contiguous()
+    assert_close(h, expected.to(dtype))
+    assert_close(h_last, expected_last.to(dtype))
+
+    pairs = [(y, g.double()) for y, g in ((expected, grad_h), (expected_last, grad_last)) if g is not None]
+    expected_grads = torch.autograd.grad([y for y, _ in pairs], wide, [g for _, g in pairs])
+    if not with_h0:
+        expected_grads = (*expected_grads[:2], None)
+    inputs = [strided(x, layout) for x in backward_inputs(log, a, b, expected.detach().to(dtype))]
+    grad_h = None if grad_h is None else strided(grad_h, layout)
+    grads = backward(*inputs, h0 if with_h0 else None, grad_h, grad_last, reverse, None)
+    narrow = dtype in (torch.float16, torch.bfloat16)  # the state handed to the gradient is itself rounded
+    for got, want in zip(grads, expected_grads, strict=True):
+        assert_close(got, None if want is None else want.to(dtype), 10 * TOLERANCE[dtype] if narrow else None)
+
+
+@few
+@given(
+    st.booleans(),
+    st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(any),
+    st.booleans(),
+    st.booleans(),
+    seeds,
+)
+def test_packed_scan_equals_separate_scans(log, lengths, reverse, with_h0, seed):
+    torch.manual_seed(seed)
+    forward, backward, _ = scan_functions(log)
+    bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    shape = (1, sum(lengths), 19)
+    a, b, h0 = scan_inputs(log, shape, (len(lengths), 19), torch.float32)
+    grad_h, grad_last = torch.randn(shape), torch.randn(len(lengths), 19)
+    start = h0 if with_h0 else None
+    h, h_last = forward(a, b, start, reverse, bounds)
+    grads = backward(*backward_inputs(log, a, b, h), start, grad_h, grad_last, reverse, bounds)
+    for n, (first, last) in enumerate(zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)):
+        part = (slice(None), slice(first, last))
+        start = h0[n : n + 1] if with_h0 else None
+        if first == last:
+            assert torch.equal(h_last[n], h0[n] if with_h0 else torch.full_like(h0[n], -INF if log else 0.0))
+            assert not with_h0 or torch.equal(grads[2][n], grad_last[n])
+            continue
+        want = forward(a[part], b[part], start, reverse, None)
+        assert_same((h[part], h_last[n : n + 1]), want)
+        inputs = backward_inputs(log, a[part], b[part], h[part])
+        want_grads = backward(*inputs, start, grad_h[part], grad_last[n : n + 1], reverse, None)
+        assert_same((grads[0][part], grads[1][part]), want_grads[:2])
+        assert not with_h0 or torch.equal(grads[2][n : n + 1], want_grads[2])
+
+
+@pytest.mark.parametrize("log", [False, True])
+@pytest.mark.parametrize("bad", [math.nan, INF])
+def test_nan_and_inf_stay_in_their_channel_and_future(always_parallel, log, bad):
+    torch.manual_seed(0)
+    forward, backward, _ = scan_functions(log)
+    a, b, h0 = scan_inputs(log, (3, 20, 40), (3, 40), torch.float32)
+    grad_h = torch.randn(3, 20, 40)
+    clean = forward(a, b, h0, False, None)
+    clean_grads = backward(*backward_inputs(log, a, b, clean[0]), h0, grad_h, None, False, None)
+    b_bad, grad_bad = b.clone(), grad_h.clone()
+    b_bad[1, 8, 5] = grad_bad[1, 8, 5] = bad
+    h, h_last = forward(a, b_bad, h0, False, None)
+    assert not h[1, 8:, 5].isfinite().any()
+    grads = backward(*backward_inputs(log, a, b, clean[0]), h0, grad_bad, None, False, None)
+    h[1, 8:, 5], h_last[1, 5] = clean[0][1, 8:, 5], clean[1][1, 5]
+    assert_same((h, h_last), clean)
+    assert not grads[1][1, 8, 5].isfinite()
+    for got, want in zip(grads[:2], clean_grads[:2], strict=True):
+        got[1, :9, 5] = want[1, :9, 5]
+    grads[2][1, 5] = clean_grads[2][1, 5]
+    assert_same(grads, clean_grads)
+
+
+def test_float32_error_does_not_grow_with_time():
+    torch.manual_seed(0)
+    gates = [torch.rand(1, 65536, 4), 1 - 1e-4 * torch.rand(1, 65536, 4), 2 * torch.rand(1, 65536, 4) - 1]
+    a, b = torch.cat(gates, 2), torch.randn(1, 65536, 12)
+    h, _ = cpu.linear_scan(a, b, None, False, None)
+    expected, _ = reference.linear_scan(a.double(), b.double(), torch.zeros(1, 12, dtype=torch.float64))
+    error = (h - expected).abs().amax((0, 1)) / expected.abs().amax((0, 1))
+    assert error.max() < 1e-6
+
+
+def packed_layout(lengths):
+    sizes = (torch.tensor(lengths)[None] > torch.arange(max(lengths))[:, None]).sum(1)
+    return torch.tensor([0, *sizes.cumsum(0).tolist()], dtype=torch.int32)
+
+
+def layer_inputs(layout, batch, length, width, dtype):
+    """Pre-activations and the offsets that pack them."""
+    if layout == "packed":
+        lengths = sorted((1 + (7 * n + length) % length for n in range(batch)), reverse=True)
+        offsets = packed_layout(lengths)
+        return 3 * torch.randn(int(offsets[-1]), width).to(dtype), offsets
+    shape = (batch, length) if layout == "batch-major" else (length, batch)
+    return 3 * torch.randn(*shape, width).to(dtype), None
+
+
+@pytest.mark.parametrize("candidate", CANDIDATES)
+@pytest.mark.parametrize("cell", CELLS)
+@settings(max_examples=25, deadline=None)
+@given(
+    st.sampled_from(["batch-major", "time-major", "packed"]),
+    st.integers(1, 2),
+    st.tuples(st.integers(1, 5), st.sampled_from([1, 2, 9, 70]), st.sampled_from([1, 5, 16, 35])),
+    dtypes,
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from(["both", "h", "h_last"]),
+    seeds,
+)
+def test_layer_and_gradients_equal_the_reference(
+    cell, candidate, layout, directions, sizes, dtype, with_bias, with_h0, through, seed
+):
+    torch.manual_seed(seed)
+    batch, length, hidden = sizes
+    pre, offsets = layer_inputs(layout, batch, length, directions * CELLS[cell] * hidden, dtype)
+    bias = torch.randn(pre.shape[-1]) if with_bias else None  # of a dtype of its own
+    h0 = torch.randn(directions, batch, hidden).to(dtype) if with_h0 else None
+    settings_ = offsets, cell, candidate, layout == "batch-major", directions
+    expected = REFERENCE.minimal(pre, bias, h0, *settings_)
+    got = cpu.minimal(pre, bias, h0, *settings_)
+    for x, y in zip(got, expected, strict=True):
+        assert_close(x, y)
+
+    grad_h = torch.randn_like(expected[0]) if through != "h_last" else None
+    grad_last = torch.randn_like(expected[1]) if through != "h" else None
+    grads = cpu.minimal_backward(pre, bias, h0, expected[0], grad_h, grad_last, *settings_)
+    expected_grads = REFERENCE.minimal_backward(pre, bias, h0, expected[0], grad_h, grad_last, *settings_)
+    for x, y in zip(grads, expected_grads, strict=True):
+        assert_close(x, y, 10 * TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_packed_layer_equals_separate_layers(always_parallel, cell):
+    torch.manual_seed(0)
+    lengths, hidden = [31, 30, 12, 12, 1], 33
+    offsets = packed_layout(lengths)
+    pre = torch.randn(sum(lengths), 2 * CELLS[cell] * hidden)
+    bias, h0 = torch.randn(pre.shape[-1]), torch.randn(2, 5, hidden)
+    grad_h, grad_last = torch.randn(sum(lengths), 2 * hidden), torch.randn(2, 5, hidden)
+    h, h_last = cpu.minimal(pre, bias, h0, offsets, cell, "tanh", False, 2)
+    grads = cpu.minimal_backward(pre, bias, h0, h, grad_h, grad_last, offsets, cell, "tanh", False, 2)
+    grad_bias = torch.zeros_like(bias, dtype=torch.float64)
+    for n, length in enumerate(lengths):
+        rows, one = offsets[:length].long() + n, slice(n, n + 1)
+        want = cpu.minimal(pre[rows][None], bias, h0[:, one], None, cell, "tanh", True, 2)
+        assert_same((h[rows][None], h_last[:, one]), want)
+        args = pre[rows][None], bias, h0[:, one], want[0], grad_h[rows][None], grad_last[:, one]
+        want = cpu.minimal_backward(*args, None, cell, "tanh", True, 2)
+        assert_same((grads[0][rows][None], grads[2][:, one]), (want[0], want[2]))
+        grad_bias += want[1]
+    assert_close(grads[1], grad_bias.float(), 1e-6)
+
+
+def gates_of(cell, *pre):
+    """The layer's two gates as one step shows them: of a state of 1, and of a candidate of 1."""
+    n = len(pre[0])
+    zeros, ones = torch.zeros(n, dtype=pre[0].dtype), torch.ones(n, dtype=pre[0].dtype)
+    keep = cpu.minimal(torch.cat((*pre, zeros))[None, None], None, ones.view(1, 1, n), None, cell, "linear", True, 1)
+    mix = cpu.minimal(torch.cat((*pre, ones))[None, None], None, None, None, cell, "linear", True, 1)
+    return keep[1].view(n), mix[1].view(n)
+
+
+def relative(got, expected):
+    return ((got.double() - expected) / expected).abs().max()
+
+
+def test_float32_gates_are_precise_near_zero_and_near_one():
+    x = torch.linspace(-87, 87, 300_001)
+    keep, mix = gates_of("mingru", x)
+    assert relative(mix, torch.sigmoid(x.double())) < 4e-7
+    assert relative(keep, torch.sigmoid(-x.double())) < 4e-7
+
+    f, i = torch.linspace(-20, 20, 1001).repeat(1001), torch.linspace(-20, 20, 1001).repeat_interleave(1001)
+    keep, mix = gates_of("minlstm", f, i)
+    p, q = 1 + (-i.double()).exp(), 1 + (-f.double()).exp()
+    assert relative(keep, p / (p + q)) < 3e-6  # exp(f - i) is as precise as float32 holds f - i
+    assert relative(mix, q / (p + q)) < 3e-6
+
+
+def test_float32_functions_are_precise_where_results_are_small():
+    n = 200_001
+    x = torch.cat((torch.logspace(-30, 2, n), -torch.logspace(-30, 2, n)))
+    pre = torch.cat((torch.full_like(x, INF), x))[None, None]
+    h, _ = cpu.minimal(pre, None, None, None, "mingru", "tanh", True, 1)
+    assert relative(h[0, 0], torch.tanh(x.double())) < 4e-7
+
+    b = torch.linspace(-80, 80, n).view(1, 1, n)
+    log_h, _ = cpu.log_linear_scan(torch.zeros_like(b), b, torch.zeros(1, n), False, None)
+    assert relative(log_h, torch.logaddexp(torch.zeros_like(b).double(), b.double())) < 4e-7
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gates_have_their_limits_at_extreme_pre_activations(dtype):
+    z = torch.tensor([-INF, -1e4, -120.0, 120.0, 1e4, INF], dtype=dtype)
+    keep, mix = gates_of("mingru", z)
+    assert keep.tolist() == [1, 1, 1, pytest.approx(0, abs=1e-40), 0, 0]
+    assert mix.tolist() == [0, 0, pytest.approx(0, abs=1e-40), 1, 1, 1]
+
+    cases = {  # (f, i): f'
+        (INF, INF): 1 / 2,
+        (INF, -INF): 1,
+        (-INF, INF): 0,
+        (-INF, 0.0): 0,
+        (0.0, -INF): 1,
+        (INF, 0.0): 2 / 3,
+        (0.0, 1e4): 1 / 3,
+        (1e4, -1e4): 1,
+        (-1e4, -1e4): 1 / 2,
+        (-1e4, 1.0 - 1e4): 1 / (1 + math.e),
+        (-1e4, INF): 0,
+        (-1e4, -INF): 1,
+    }
+    f, i = (torch.tensor(x, dtype=dtype) for x in zip(*cases, strict=True))
+    keep, mix = gates_of("minlstm", f, i)
+    assert keep.tolist() == pytest.approx(list(cases.values()), rel=1e-6, abs=1e-40)
+    assert mix.tolist() == pytest.approx([1 - x for x in cases.values()], rel=1e-6, abs=1e-40)
+    for cell, pre in (("mingru", (z, z)), ("minlstm", (f, i, torch.ones_like(f)))):
+        for candidate in ("positive", "tanh") if cell == "minlstm" else ("tanh",):
+            args = torch.cat(pre)[None, None], None, None, torch.ones(1, 1, len(pre[0]), dtype=dtype)
+            grad_pre, _, _ = cpu.minimal_backward(*args, args[3], None, None, cell, candidate, True, 1)
+            assert grad_pre.isfinite().all()
+
+
+def test_extreme_candidates():
+    x = torch.tensor([-INF, -1e4, -0.0, 1e4, INF])
+    pre = torch.cat((torch.full_like(x, INF), x))[None, None]
+    limits = {"positive": [0, 0, 0.5, 10000.5, INF], "linear": x.tolist(), "tanh": [-1, -1, 0, 1, 1]}
+    for candidate, limit in limits.items():
+        h, _ = cpu.minimal(pre, None, None, None, "mingru", candidate, True, 1)
+        assert h[0, 0].tolist() == limit
+
+
+def test_log_scan_of_zeros_and_infinities():
+    nothing = torch.full((1, 3, 2), -INF)
+    h, h_last = cpu.log_linear_scan(nothing, nothing, None, False, None)
+    assert torch.equal(h, nothing)
+    grads = cpu.log_linear_scan_backward(nothing, nothing, h, h_last, torch.ones(1, 3, 2), None, False, None)
+    assert all(torch.equal(g, torch.zeros_like(g)) for g in grads)
+    h, _ = cpu.log_linear_scan(torch.zeros(1, 2, 1), torch.full((1, 2, 1), INF), None, False, None)
+    assert torch.equal(h, torch.full((1, 2, 1), INF))
+    tall = torch.full((1, 50, 1), 1000.0)  # the state passes exp(50000)
+    h, _ = cpu.log_linear_scan(tall, tall, None, False, None)
+    expected, _ = reference.log_linear_scan(tall.double(), tall.double(), torch.full((1, 1), -INF).double())
+    assert relative(h, expected) < 1e-6
+
+
+def everything(seed):
+    """A call of every entry point, large enough for several pieces."""
+    generator = torch.Generator().manual_seed(seed)
+    a, b, grad_h = (torch.rand(3, 50, 70, generator=generator) for _ in range(3))
+    wide = torch.rand(1, 9, 2100, generator=generator)
+    pre = torch.randn(20, 30, 2 * 3 * 40, generator=generator)
+    bias, grad = torch.randn(240, generator=generator), torch.randn(20, 30, 80, generator=generator)
+    h, h_last = cpu.linear_scan(a, b, None, False, None)
+    log_h, log_last = cpu.log_linear_scan(a.log(), b.log(), None, True, None)
+    y, y_last = cpu.minimal(pre, bias, None, None, "minlstm", "positive", False, 2)
+    return (
+        *(h, h_last, log_h, log_last, y, y_last),
+        *cpu.linear_scan(wide, wide, None, True, None),
+        *cpu.linear_scan_backward(a, h, None, grad_h, h_last, False, None),
+        *cpu.log_linear_scan_backward(a.log(), b.log(), log_h, None, grad_h, log_last, True, None),
+        *cpu.minimal_backward(pre, bias, None, y, grad, y_last, None, "minlstm", "positive", False, 2),
+    )
+
+
+@pytest.fixture(params=["OpenMP's threads", "our own threads"])
+def threads(request, always_parallel, monkeypatch):
+    if request.param == "our own threads":
+        monkeypatch.setattr(cpu, "_openmp_parallel", lambda: None)
+    elif cpu._openmp_parallel() is None:
+        pytest.skip("no OpenMP of GCC's kind")
+
+
+def test_results_do_not_depend_on_the_number_of_threads(threads):
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        expected = everything(0)
+        for count in (2, 3, 7):
+            torch.set_num_threads(count)
+            assert_same(everything(0), expected)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_many_threads_at_once(threads):
+    expected = [everything(seed) for seed in range(4)]
+    with ThreadPoolExecutor(8) as pool:
+        for seed, got in enumerate(pool.map(everything, [0, 1, 2, 3] * 8)):
+            assert_same(got, expected[seed % 4])
+
+
+def test_large_results_reuse_memory_only_when_it_is_free(monkeypatch):
+    monkeypatch.setattr(cpu, "LARGE", 1 << 12)
+    expected = everything(0)
+    kept = [everything(seed) for seed in (0, 1, 0)]
+    addresses = {x.data_ptr() for x in kept[2] if x is not None}
+    assert_same(kept[0], expected)
+    assert_same(kept[2], expected)
+    del kept[2]
+    last = everything(0)
+    if sys.platform == "linux":
+        assert addresses & {x.data_ptr() for x in last if x is not None}
+    assert_same(last, expected)
+    assert_same(kept[0], expected)
+
+
+FORK = """
+import os, signal, torch
+from ostinato.kernels import cpu
+a, b = torch.rand(2, 500, 300), torch.rand(2, 500, 300)
+def scan():
+    return cpu.linear_scan(a, b, None, False, None)[0].numpy().tobytes()
+expected = scan()
+for openmp in (True, False):
+    if not openmp:
+        cpu._openmp_parallel = lambda: None
+        scan()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)
+        os._exit(0 if scan() == expected else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert scan() == expected
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system cannot fork")
+def test_forked_worker_after_first_use():
+    subprocess.run([sys.executable, "-c", FORK], check=True, timeout=60)
+
+
+def test_import_leaves_numba_alone():
+    code = "import sys, ostinato; assert 'numba' not in sys.modules, 'numba was imported'"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_loops_compile_where_nothing_can_be_cached(monkeypatch):
+    monkeypatch.setattr("numba.core.caching.CacheImpl._locator_classes", [])
+    loop = cpu_loops.scan.__wrapped__(cpu.NUMPY_DTYPES[torch.float32], False)
+    monkeypatch.setattr(cpu_loops, "scan", lambda dtype, log: loop)
+    h, _ = cpu.linear_scan(torch.full((1, 3, 1), 0.5), torch.ones(1, 3, 1), None, False, None)
+    assert h.flatten().tolist() == [1, 1.5, 1.75]
