@@ -66,9 +66,7 @@ class _MinimalLayers(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draw every weight and bias from U(-1/sqrt(hidden_size), 1/sqrt(hidden_size)), as ``torch.nn.GRU`` does."""
-        bound = 1 / math.sqrt(self.hidden_size)
-        for parameter in self.parameters():
-            nn.init.uniform_(parameter, -bound, bound)
+        _draw_parameters(self, self.hidden_size)
 
     def extra_repr(self) -> str:
         shown = [f"{self.input_size}, {self.hidden_size}"]
@@ -284,7 +282,9 @@ class _MinimalCell(nn.Module):
         self.bias_ih = nn.Parameter(torch.empty(rows, device=device, dtype=dtype)) if bias else None
         self.reset_parameters()
 
-    reset_parameters = _MinimalLayers.reset_parameters
+    def reset_parameters(self) -> None:
+        """Draw the weight and bias from U(-1/sqrt(hidden_size), 1/sqrt(hidden_size)), as ``torch.nn.GRUCell`` does."""
+        _draw_parameters(self, self.hidden_size)
 
     def extra_repr(self) -> str:
         return f"{self.input_size}, {self.hidden_size}, bias={self.bias}, candidate={self.candidate!r}"
@@ -344,6 +344,12 @@ class MinLSTMCell(_MinimalCell):
     """
 
     cell = "minlstm"
+
+
+def _draw_parameters(module: nn.Module, hidden_size: int) -> None:
+    bound = 1 / math.sqrt(hidden_size)
+    for parameter in module.parameters():
+        nn.init.uniform_(parameter, -bound, bound)
 
 
 def _check_sizes(**sizes: int) -> None:

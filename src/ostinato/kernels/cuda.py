@@ -6,6 +6,7 @@ compiled on first use (:mod:`ostinato.kernels.nvrtc`).
 
 import functools
 import struct
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,10 +24,12 @@ SCALARS = {
 CANDIDATES = {"positive": 0, "linear": 1, "tanh": 2}
 FORWARD = {"mingru": "MinGRU", "minlstm": "MinLSTM"}
 GATES = {"mingru": 2, "minlstm": 3}
-_PARAMETERS = struct.Struct("32q9Q6i")
-_ABSENT = (0, 0, 0, 0)
 
-Strided = tuple[int, int, int, int]  # address, then the strides of batch, time and direction
+Strides = tuple[int, int, int]  # of batch, time and direction
+_NO_STRIDES = (0, 0, 0)
+# ``Parameters`` in scan.cu, in two halves.
+_ADDRESSES = struct.Struct("15Q")
+_REST = struct.Struct("24q6i")
 
 
 class Geometry(NamedTuple):
@@ -39,6 +42,7 @@ class Geometry(NamedTuple):
     look_back: bool
     resident: int  # blocks a multiprocessor should hold at once, which bounds a thread's registers
     staged: bool  # a warp's steps are one piece of memory, turned in shared memory
+    stages: int  # tiles copied ahead
 
     @property
     def group(self) -> int:
@@ -48,12 +52,46 @@ class Geometry(NamedTuple):
     def tile(self) -> int:
         return self.warps * (32 // self.lanes) * self.rows
 
+    def shared_bytes(self, inputs: int, outputs: int, itemsize: int, backward: bool) -> int:
+        """Enough for ``Shared`` in ``scan.cu``, which checks it."""
+        pack, state = self.vec * itemsize, self.group * max(4, itemsize)
+        strip = (32 + self.staged) * self.rows * pack
+        strips = self.stages * self.warps * inputs + (self.warps if self.staged else 1)
+        between_warps = 2 * self.warps * (2 * state + 4)
+        tiles = min(256, self.warps * 32 // self.lanes)
+        window = tiles * 4 + 2 * (tiles if self.look_back else 1) * state
+        bias = (self.warps if backward else 1) * outputs * state
+        return strips * strip + between_warps + window + bias + 64
+
+
+class Tuning(NamedTuple):
+    """Measured on an H100; a lane moves up to eight bytes, so that a warp's row is two full lines."""
+
+    warps: int
+    rows: int
+    resident: int
+    stages: int
+    fill: float  # blocks a multiprocessor needs before they are made wide; light steps need fewer
+
+
+STREAMING = {
+    ("LinearScan", 4): Tuning(4, 4, 2, 3, 0.7),
+    ("LinearScanBackward", 4): Tuning(4, 8, 2, 1, 0.7),
+    ("LinearScan", 2): Tuning(8, 8, 2, 2, 0.7),
+    ("LinearScanBackward", 2): Tuning(8, 4, 1, 2, 0.7),
+    ("MinGRU", 2): Tuning(8, 8, 2, 1, 1.5),
+    ("MinGRUBackward", 2): Tuning(8, 4, 1, 2, 0.7),
+    ("MinLSTM", 2): Tuning(8, 8, 2, 1, 1.5),
+    ("MinLSTMBackward", 2): Tuning(8, 4, 1, 1, 1.5),
+}
+STREAMING_OTHERWISE = Tuning(4, 4, 2, 1, 1.0)
+
 
 @functools.lru_cache(maxsize=4096)
 def choose_geometry(
     element: str,
     itemsize: int,
-    pairs: bool,
+    aligned: int,
     gapless: bool,
     sequences: int,
     steps: int,
@@ -65,34 +103,46 @@ def choose_geometry(
     Args:
         element: the operation, a struct of ``elements.cuh``.
         itemsize: bytes of a channel in memory.
-        pairs: whether two neighbouring 16-bit channels are aligned to be moved together.
+        aligned: how many neighbouring channels may be moved together, a power of two.
         gapless: whether each sequence is one piece of memory, step after step.
         sequences: independent sequences, times directions.
         steps, channels: the length of each and its width.
         processors: the GPU's multiprocessors.
     """
-    vec = 2 if itemsize == 2 and pairs else 1
-    # A warp reads 32 lanes of one step: a full 128-byte line.  Narrower layers put time in the rest of the warp.
-    lanes = min(32, 1 << (-(-channels // vec) - 1).bit_length())
-    # The state of a thread's steps lives in registers: backward holds up to five numbers a step, forward two.
-    rows = 4 if element.endswith("Backward") or itemsize == 8 else 8
-    segments = 32 // lanes
-    warps = 8
-    while warps > 1 and (warps // 2) * segments * rows >= steps:
+
+    def blocks(lanes: int, vec: int) -> int:
+        return sequences * -(-channels // (lanes * vec))
+
+    def lanes_across(vec: int) -> int:
+        return min(32, 1 << (-(-channels // vec) - 1).bit_length())
+
+    tuning = STREAMING.get((element, itemsize), STREAMING_OTHERWISE)
+    vec = min(aligned, 8 // itemsize)
+    lanes = lanes_across(vec)
+    while lanes > 8 and blocks(lanes, vec) < tuning.fill * processors:
+        lanes //= 2  # narrower blocks, as long as a row of one fills whole sectors
+    warps = tuning.warps
+    while warps > 1 and (warps // 2) * (32 // lanes) * tuning.rows >= steps:
         warps //= 2  # short sequences: no warps without a step
-    blocks = sequences * -(-channels // (lanes * vec))
-    tiles = -(-steps // (warps * segments * rows))
-    look_back = tiles > 1 and blocks < processors
-    return Geometry(vec, lanes, warps, rows, look_back, 2, gapless and vec == 1 and lanes < 32)
+    streaming = Geometry(vec, lanes, warps, tuning.rows, False, tuning.resident, False, tuning.stages)
+    # A block that streams takes about a microsecond a tile, however idle the rest of the chip; looking back takes ten,
+    # but every block at once.
+    if blocks(lanes, vec) >= processors / 2 or steps <= 8 * streaming.tile:
+        return streaming
 
-
-@functools.cache
-def _processors(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    backward = element.endswith("Backward")
+    staged = gapless and lanes_across(1) < 8
+    vec = min(aligned, 2) if itemsize == 2 and not staged else 1
+    lanes = lanes_across(vec)
+    while lanes > (16 if itemsize == 4 else 8) and channels < 16 * lanes * vec:
+        lanes //= 2  # about 16 groups: the fewer tiles in a chain, the shorter the way back
+    rows = 8 if backward or itemsize != 4 else 16
+    warps = 8 if itemsize == 8 else 16
+    return Geometry(vec, lanes, warps, rows, True, 1 if backward or itemsize == 8 or staged else 2, staged, 1)
 
 
 def macros(
-    element: str, scalar: str, bias: str, candidate: int, packing: str, geometry: Geometry
+    element: str, scalar: str, bias: str, candidate: int, packing: str, geometry: Geometry, shared: int, far: bool
 ) -> tuple[tuple[str, object], ...]:
     """The definitions that make ``scan.cu`` one kernel."""
     return (
@@ -108,75 +158,145 @@ def macros(
         ("LOOK_BACK", int(geometry.look_back)),
         ("RESIDENT", geometry.resident),
         ("STAGED", int(geometry.staged)),
+        ("STAGES", geometry.stages),
+        ("SHARED_BYTES", shared),
+        ("FAR", int(far)),
+    )
+
+
+class _Problem(NamedTuple):
+    """All that a launch depends on but the addresses."""
+
+    element: str
+    dtype: torch.dtype
+    device: int
+    batch: int
+    steps: int
+    channels: int
+    inputs: tuple[Strides, ...]
+    outputs: tuple[Strides, ...]
+    directions: int = 1
+    reverse: bool = False
+    candidate: str = "positive"
+    packing: str = "DENSE"
+    sequences: int = 0  # packed in one by cu_seqlens
+
+    @property
+    def backward(self) -> bool:
+        return self.element.endswith("Backward")
+
+    @property
+    def compute(self) -> torch.dtype:
+        return torch.promote_types(self.dtype, torch.float32)
+
+
+class _Launch(NamedTuple):
+    """How a problem is launched."""
+
+    kernel: nvrtc.Kernel
+    blocks: int
+    threads: int
+    shared: int
+    words: int  # that blocks tell each other; 0 where none look back
+    bias_rows: int  # of partial sums in the gradient of the bias
+    parameters: bytes  # those after the addresses
+
+
+@functools.lru_cache(maxsize=4096)
+def _prepare(problem: _Problem, bias_dtype: torch.dtype, alignment: int) -> _Launch:
+    """Choose and compile the kernel; `alignment` has the low bits of every address."""
+    strides = [*problem.inputs, *problem.outputs]
+    itemsize = problem.dtype.itemsize
+    units = problem.channels | alignment // itemsize  # the lowest set bit of all that wide accesses must respect
+    for stride in (number for tensor in strides for number in tensor):
+        units |= stride
+    aligned = min(units & -units, 8 // itemsize)
+    gapless = problem.packing != "OFFSETS" and all(time == problem.channels for _, time, _ in strides)
+    sequences = problem.batch * problem.directions
+    properties = torch.cuda.get_device_properties(problem.device)
+    processors = properties.multi_processor_count
+    geometry = choose_geometry(
+        problem.element, itemsize, aligned, gapless, sequences, problem.steps, problem.channels, processors
+    )
+    tensors = (len(problem.inputs), len(problem.outputs), itemsize, problem.backward)
+    limit = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]  # the stubs lack it
+    while (shared := geometry.shared_bytes(*tensors)) > limit:
+        geometry = geometry._replace(rows=geometry.rows // 2)
+    far = geometry.tile * itemsize * max(time for _, time, _ in strides) >= 1 << 31
+    definitions = macros(
+        problem.element,
+        SCALARS[problem.dtype],
+        SCALARS[bias_dtype],
+        CANDIDATES[problem.candidate],
+        problem.packing,
+        geometry,
+        shared,
+        far,
+    )
+    chunks = -(-problem.steps // geometry.tile)
+    blocks = tiles = sequences * -(-problem.channels // geometry.group)
+    words = 0
+    if geometry.look_back:
+        tiles *= chunks
+        words = 1 + tiles * 3 * geometry.group * problem.compute.itemsize // 4
+        blocks = min(tiles, geometry.resident * processors)
+    padded = [*problem.inputs, *[_NO_STRIDES] * (5 - len(problem.inputs)), *problem.outputs]
+    padded += [_NO_STRIDES] * (8 - len(padded))
+    return _Launch(
+        nvrtc.load_kernel("scan", FILES, definitions, problem.device),
+        blocks,
+        32 * geometry.warps,
+        shared,
+        words,
+        problem.batch * (chunks if geometry.look_back else 1),
+        _REST.pack(
+            *(number for tensor in padded for number in tensor),
+            *(problem.batch, problem.steps, problem.channels, problem.sequences, problem.directions),
+            int(problem.reverse),
+        ),
     )
 
 
 def _scan(
-    element: str,
+    problem: _Problem,
     like: Tensor,
-    inputs: list[Strided],
-    outputs: list[Strided],
+    inputs: Sequence[int],
+    outputs: Sequence[int],
     *,
-    batch: int,
-    steps: int,
-    channels: int,
-    directions: int = 1,
-    reverse: bool = False,
     initial: Tensor | None = None,
     final: Tensor | None = None,
     h0: Tensor | None = None,
     bias: Tensor | None = None,
-    candidate: str = "positive",
-    packing: str = "DENSE",
     bounds: Tensor | None = None,
 ) -> Tensor | None:
-    """Launch the kernel for `element` on the device and in the dtype of `like`.
+    """Launch the kernel on tensors at these addresses, 0 for one that is absent and counts as zero.
 
     Backward with a `bias`, returns its gradient, (directions * gates * channels,), in the dtype of computation.
     """
-    device = like.device.index
-    itemsize = like.element_size()
-    pairs = itemsize == 2 and channels % 2 == 0
-    pairs = pairs and all(x[0] % 4 == 0 and (x[1] | x[2] | x[3]) % 2 == 0 for x in (*inputs, *outputs))
-    gapless = packing != "OFFSETS" and all(x[2] == channels for x in (*inputs, *outputs) if x[0])
-    backward = element.endswith("Backward")
-    geometry = choose_geometry(
-        element, itemsize, pairs, gapless, batch * directions, steps, channels, _processors(device)
-    )
-    compute = torch.float64 if itemsize == 8 else torch.float32
-    scalar = SCALARS[like.dtype]
-    bias_scalar = scalar if bias is None else SCALARS[bias.dtype]
-    definitions = macros(element, scalar, bias_scalar, CANDIDATES[candidate], packing, geometry)
-    kernel = nvrtc.load_kernel("scan", FILES, definitions, device)
-
-    chunks = -(-steps // geometry.tile)
-    blocks = batch * directions * -(-channels // geometry.group)
-    status = aggregate = inclusive = None
-    if geometry.look_back:
-        blocks *= chunks
-        status = torch.zeros(1 + blocks, dtype=torch.int32, device=like.device)
-        aggregate = torch.empty(blocks * 2 * geometry.group, dtype=compute, device=like.device)
-        inclusive = torch.empty(blocks * geometry.group, dtype=compute, device=like.device)
+    states = [0 if x is None else x.data_ptr() for x in (initial, final, h0)]
+    alignment = 0
+    for address in (*inputs, *outputs, *states):
+        alignment |= address & 15
+    launch = _prepare(problem, problem.dtype if bias is None else bias.dtype, alignment)
+    published = like.new_zeros(launch.words, dtype=torch.int64) if launch.words else None
     grad_bias = None
-    if backward and bias is not None:
-        rows = batch * chunks if geometry.look_back else batch
-        grad_bias = torch.empty(rows, directions * len(outputs) * channels, dtype=compute, device=like.device)
-
-    numbers = [n for x in inputs for n in x] + [0] * (4 * (5 - len(inputs)))
-    numbers += [n for x in outputs for n in x] + [0] * (4 * (3 - len(outputs)))
-    pointers = (initial, final, h0, bias, grad_bias, bounds, status, aggregate, inclusive)
-    parameters = _PARAMETERS.pack(
-        *numbers,
-        *(0 if x is None else x.data_ptr() for x in pointers),
-        *(batch, steps, channels, 0 if bounds is None else bounds.shape[0] - 1, directions, int(reverse)),
+    if bias is not None and problem.backward:
+        columns = problem.directions * len(outputs) * problem.channels
+        grad_bias = like.new_empty(launch.bias_rows, columns, dtype=problem.compute)
+    addresses = _ADDRESSES.pack(
+        *inputs,
+        *(0,) * (5 - len(inputs)),
+        *outputs,
+        *(0,) * (3 - len(outputs)),
+        *states,
+        *(0 if x is None else x.data_ptr() for x in (bias, grad_bias, bounds, published)),
     )
-    kernel.launch(device, blocks, 32 * geometry.warps, parameters)
+    launch.kernel.launch(problem.device, launch.blocks, launch.threads, addresses + launch.parameters, launch.shared)
     return None if grad_bias is None else grad_bias.sum(0)
 
 
-def _strided(x: Tensor | None) -> Strided:
-    """A (B, T, D) tensor as the kernel takes it."""
-    return _ABSENT if x is None else (x.data_ptr(), x.stride(0), x.stride(1), 0)
+def _address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
 
 
 def _along_channels(x: Tensor) -> Tensor:
@@ -190,34 +310,41 @@ def _last_state(b: Tensor, h0: Tensor | None, cu_seqlens: Tensor | None, zero: f
     return b.new_full((cu_seqlens.shape[0] - 1, b.shape[2]), zero) if h0 is None else h0.clone()
 
 
+def _scan_problem(
+    element: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], reverse: bool, cu_seqlens: Tensor | None
+) -> _Problem:
+    like = outputs[0]
+    batch, steps, channels = like.shape
+    return _Problem(
+        element,
+        like.dtype,
+        like.device.index,
+        batch,
+        steps,
+        channels,
+        tuple((x.stride(0), x.stride(1), 0) for x in inputs),
+        tuple((x.stride(0), x.stride(1), 0) for x in outputs),
+        reverse=reverse,
+        packing="DENSE" if cu_seqlens is None else "CU_SEQLENS",
+        sequences=0 if cu_seqlens is None else cu_seqlens.shape[0] - 1,
+    )
+
+
 def _forward_scan(
     element: str, a: Tensor, b: Tensor, h0: Tensor | None, reverse: bool, cu_seqlens: Tensor | None, zero: float
 ) -> tuple[Tensor, Tensor]:
-    a, b = _along_channels(a), _along_channels(b)
+    inputs = _along_channels(a), _along_channels(b)
     h0 = None if h0 is None else h0.contiguous()
     h = b.new_empty(b.shape)
     h_last = _last_state(b, h0, cu_seqlens, zero)
-    batch, steps, channels = b.shape
-    _scan(
-        element,
-        b,
-        [_strided(a), _strided(b)],
-        [_strided(h)],
-        batch=batch,
-        steps=steps,
-        channels=channels,
-        reverse=reverse,
-        initial=h0,
-        final=h_last,
-        packing="DENSE" if cu_seqlens is None else "CU_SEQLENS",
-        bounds=cu_seqlens,
-    )
+    problem = _scan_problem(element, inputs, (h,), reverse, cu_seqlens)
+    _scan(problem, h, [x.data_ptr() for x in inputs], (h.data_ptr(),), initial=h0, final=h_last, bounds=cu_seqlens)
     return h, h_last
 
 
 def _backward_scan(
     element: str,
-    plain: list[Tensor],
+    plain: Sequence[Tensor],
     h: Tensor,
     h0: Tensor | None,
     grad_h: Tensor | None,
@@ -227,27 +354,24 @@ def _backward_scan(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     h0 = None if h0 is None else h0.contiguous()
     grad_h_last = None if grad_h_last is None else grad_h_last.contiguous()
-    tensors = [_along_channels(x) for x in (*plain, h)]
-    grad = None if grad_h is None else _along_channels(grad_h)
-    first, second = h.new_empty(h.shape), h.new_empty(h.shape)
+    inputs = [_along_channels(x) for x in (*plain, h, h if grad_h is None else grad_h)]
+    outputs = h.new_empty(h.shape), h.new_empty(h.shape)
     grad_h0 = None if h0 is None else _last_state(h, grad_h_last, cu_seqlens, 0.0)
-    batch, steps, channels = h.shape
+    problem = _scan_problem(element, inputs, outputs, reverse, cu_seqlens)
+    addresses = [x.data_ptr() for x in inputs]
+    if grad_h is None:
+        addresses[-1] = 0
     _scan(
-        element,
+        problem,
         h,
-        [*(_strided(x) for x in tensors), _strided(grad)],
-        [_strided(first), _strided(second)],
-        batch=batch,
-        steps=steps,
-        channels=channels,
-        reverse=reverse,
+        addresses,
+        [x.data_ptr() for x in outputs],
         initial=grad_h_last,
         final=grad_h0,
         h0=h0,
-        packing="DENSE" if cu_seqlens is None else "CU_SEQLENS",
         bounds=cu_seqlens,
     )
-    return first, second, grad_h0
+    return *outputs, grad_h0
 
 
 def linear_scan(
@@ -288,30 +412,46 @@ def log_linear_scan_backward(
     return _backward_scan("LogLinearScanBackward", plain, log_h, log_h0, grad_h, grad_h_last, reverse, cu_seqlens)
 
 
-class _Layout(NamedTuple):
-    """Where the steps of a layer's tensors lie, whatever their number of channels."""
+@functools.lru_cache(maxsize=4096)
+def _layer_problem(
+    element: str,
+    cell: str,
+    dtype: torch.dtype,
+    device: int,
+    shape: tuple[int, ...],
+    packed: tuple[int, int],
+    batch_first: bool,
+    directions: int,
+    candidate: str,
+) -> _Problem:
+    """The problem of a layer whose pre-activations have this shape; `packed` is (sequences, steps), or zeros."""
+    gates = GATES[cell]
+    channels = shape[-1] // (gates * directions)
+    if packed[0]:
+        (batch, steps), batch_rows, time_rows = packed, 1, 1
+    elif batch_first:
+        batch, steps, batch_rows, time_rows = shape[0], shape[1], shape[1], 1
+    else:
+        batch, steps, batch_rows, time_rows = shape[1], shape[0], 1, shape[1]
 
-    batch: int
-    steps: int
-    batch_rows: int  # rows from one sequence to the next
-    time_rows: int  # rows from one step to the next; with offsets, of one row
-    packing: str
+    def strides(gates: int) -> tuple[Strides, ...]:
+        """Of the gates of a contiguous tensor whose channels are (direction, gate, channel)."""
+        width = directions * gates * channels
+        return ((batch_rows * width, time_rows * width, gates * channels),) * gates
 
-    @classmethod
-    def of(cls, pre: Tensor, h0: Tensor | None, offsets: Tensor | None, batch_first: bool) -> "_Layout":
-        if offsets is not None:
-            assert h0 is not None
-            return cls(h0.shape[1], offsets.shape[0] - 1, 1, 1, "OFFSETS")
-        if batch_first:
-            return cls(pre.shape[0], pre.shape[1], pre.shape[1], 1, "DENSE")
-        return cls(pre.shape[1], pre.shape[0], 1, pre.shape[1], "DENSE")
+    backward = element.endswith("Backward")
+    inputs = strides(gates) + (strides(1) * 2 if backward else ())
+    outputs = strides(gates if backward else 1)
+    packing = "OFFSETS" if packed[0] else "DENSE"
+    return _Problem(
+        element, dtype, device, batch, steps, channels, inputs, outputs, directions, False, candidate, packing
+    )
 
-    def gates(self, x: Tensor, gates: int, directions: int) -> list[Strided]:
-        """The gates of a contiguous tensor whose channels are (direction, gate, channel)."""
-        width = x.shape[-1]
-        channels = width // (gates * directions)
-        strides = (self.batch_rows * width, self.time_rows * width, gates * channels)
-        return [(x.data_ptr() + k * channels * x.element_size(), *strides) for k in range(gates)]
+
+def _gates(x: Tensor, gates: int, channels: int) -> list[int]:
+    """The addresses of each gate's first channel."""
+    first = x.data_ptr()
+    return [first + k * channels * x.element_size() for k in range(gates)]
 
 
 def minimal(
@@ -324,24 +464,19 @@ def minimal(
     batch_first: bool,
     directions: int,
 ) -> tuple[Tensor, Tensor]:
-    layout = _Layout.of(pre, h0, offsets, batch_first)
-    channels = pre.shape[-1] // (GATES[cell] * directions)
-    h = pre.new_empty(*pre.shape[:-1], directions * channels)
-    h_last = pre.new_empty(directions, layout.batch, channels)
+    packed = (0, 0) if offsets is None or h0 is None else (h0.shape[1], offsets.shape[0] - 1)
+    settings = (cell, pre.dtype, pre.device.index, tuple(pre.shape), packed, batch_first, directions, candidate)
+    problem = _layer_problem(FORWARD[cell], *settings)
+    h = pre.new_empty(*pre.shape[:-1], directions * problem.channels)
+    h_last = pre.new_empty(directions, problem.batch, problem.channels)
     _scan(
-        FORWARD[cell],
+        problem,
         pre,
-        layout.gates(pre, GATES[cell], directions),
-        layout.gates(h, 1, directions),
-        batch=layout.batch,
-        steps=layout.steps,
-        channels=channels,
-        directions=directions,
+        _gates(pre, GATES[cell], problem.channels),
+        (h.data_ptr(),),
         initial=None if h0 is None else h0.contiguous(),
         final=h_last,
         bias=None if bias is None else bias.contiguous(),
-        candidate=candidate,
-        packing=layout.packing,
         bounds=offsets,
     )
     return h, h_last
@@ -360,33 +495,24 @@ def minimal_backward(
     batch_first: bool,
     directions: int,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    layout = _Layout.of(pre, h0, offsets, batch_first)
-    gates = GATES[cell]
-    channels = pre.shape[-1] // (gates * directions)
+    packed = (0, 0) if offsets is None or h0 is None else (h0.shape[1], offsets.shape[0] - 1)
+    settings = (cell, pre.dtype, pre.device.index, tuple(pre.shape), packed, batch_first, directions, candidate)
+    problem = _layer_problem(FORWARD[cell] + "Backward", *settings)
     h0 = None if h0 is None else h0.contiguous()
     bias = None if bias is None else bias.contiguous()
     grad_h = None if grad_h is None else grad_h.contiguous()
     grad_pre = torch.empty_like(pre)
     grad_h0 = None if h0 is None else torch.empty_like(h0)
+    gates, channels = GATES[cell], problem.channels
     grad_bias = _scan(
-        FORWARD[cell] + "Backward",
+        problem,
         pre,
-        [
-            *layout.gates(pre, gates, directions),
-            *layout.gates(h, 1, directions),
-            _ABSENT if grad_h is None else layout.gates(grad_h, 1, directions)[0],
-        ],
-        layout.gates(grad_pre, gates, directions),
-        batch=layout.batch,
-        steps=layout.steps,
-        channels=channels,
-        directions=directions,
+        [*_gates(pre, gates, channels), h.data_ptr(), _address(grad_h)],
+        _gates(grad_pre, gates, channels),
         initial=None if grad_h_last is None else grad_h_last.contiguous(),
         final=grad_h0,
         h0=h0,
         bias=bias,
-        candidate=candidate,
-        packing=layout.packing,
         bounds=offsets,
     )
     return grad_pre, None if bias is None or grad_bias is None else grad_bias.to(bias.dtype), grad_h0

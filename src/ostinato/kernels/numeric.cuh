@@ -32,42 +32,57 @@ __device__ inline void unpack(Pack bits, double (&x)[1]) { x[0] = __longlong_as_
 __device__ inline Pack pack(const double (&x)[1]) { return __double_as_longlong(x[0]); }
 
 template <int N> __device__ inline void unpack(Pack bits, float (&x)[N]) {
-    if constexpr (sizeof(Scalar) == 4) {
-        x[0] = __uint_as_float(bits);
-    } else {
 #pragma unroll
-        for (int v = 0; v < N; ++v) {
-            const unsigned short half = bits >> (16 * v);
-            if constexpr (BFLOAT16) x[v] = __uint_as_float(v == 1 ? bits & 0xffff0000u : unsigned(half) << 16);
-            else x[v] = __half2float(__ushort_as_half(half));
+    for (int v = 0; v < N; ++v) {
+        if constexpr (sizeof(Scalar) == 4) {
+            x[v] = __uint_as_float(unsigned(bits >> 16 * v >> 16 * v));
+        } else {
+            const unsigned pair = unsigned(bits >> 16 * (v & ~1));
+            if constexpr (BFLOAT16) x[v] = __uint_as_float(v % 2 ? pair & 0xffff0000u : pair << 16);
+            else x[v] = __half2float(__ushort_as_half(v % 2 ? pair >> 16 : pair & 0xffffu));
         }
     }
 }
 
-template <int N> __device__ inline Pack pack(const float (&x)[N]) {
-    if constexpr (sizeof(Scalar) == 4) {
-        return __float_as_uint(x[0]);
-    } else if constexpr (N == 2) {  // one instruction for both
-        if constexpr (BFLOAT16) {
-            const __nv_bfloat162 both = __floats2bfloat162_rn(x[0], x[1]);
-            return reinterpret_cast<const unsigned&>(both);
-        } else {
-            const __half2 both = __floats2half2_rn(x[0], x[1]);
-            return reinterpret_cast<const unsigned&>(both);
-        }
-    } else if constexpr (BFLOAT16) {
-        return __bfloat16_as_ushort(__float2bfloat16_rn(x[0]));
+// Two neighbouring 16-bit numbers take one instruction.
+__device__ inline unsigned pack_pair(float low, float high) {
+    if constexpr (BFLOAT16) {
+        const __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
+        return reinterpret_cast<const unsigned&>(both);
     } else {
-        return __half_as_ushort(__float2half_rn(x[0]));
+        const __half2 both = __floats2half2_rn(low, high);
+        return reinterpret_cast<const unsigned&>(both);
     }
+}
+
+template <int N> __device__ inline Pack pack(const float (&x)[N]) {
+    Pack bits = 0;
+    if constexpr (sizeof(Scalar) == 4) {
+#pragma unroll
+        for (int v = 0; v < N; ++v) bits |= Pack(__float_as_uint(x[v])) << 16 * v << 16 * v;
+    } else {
+#pragma unroll
+        for (int v = 0; v < N; v += 2) bits |= Pack(pack_pair(x[v], v + 1 < N ? x[v + 1] : 0)) << 16 * v;
+    }
+    return bits;
 }
 
 __device__ inline Compute infinity() { return Compute(__longlong_as_double(0x7ff0000000000000)); }
 
 // 16-bit results cannot show the last bits of a float, so they take the hardware's approximations.
-__device__ inline float exponential(float x) { return NARROW_SCALAR ? __expf(x) : expf(x); }
+__device__ inline float fast_exponential(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.4426950408889634f));
+    return y;
+}
+__device__ inline float fast_reciprocal(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ inline float exponential(float x) { return NARROW_SCALAR ? fast_exponential(x) : expf(x); }
 __device__ inline double exponential(double x) { return exp(x); }
-__device__ inline float reciprocal(float x) { return NARROW_SCALAR ? __fdividef(1.0f, x) : __frcp_rn(x); }
+__device__ inline float reciprocal(float x) { return NARROW_SCALAR ? fast_reciprocal(x) : __frcp_rn(x); }
 __device__ inline double reciprocal(double x) { return 1.0 / x; }
 __device__ inline Compute sigmoid(Compute x) { return reciprocal(Compute(1) + exponential(-x)); }
 
@@ -86,7 +101,8 @@ __device__ inline Compute log_add_exp(Compute x, Compute y) {
 }
 
 // Between -1e30 and 1e30, NaN kept, so that differences of infinite pre-activations have a value.
-__device__ inline Compute finite(Compute x) {
-    const Compute bound = Compute(1e30);
-    return x > bound ? bound : x < -bound ? -bound : x;
+__device__ inline float finite(float x) {
+    asm("min.NaN.f32 %0, %0, 0f7149F2CA;\n\tmax.NaN.f32 %0, %0, 0fF149F2CA;" : "+f"(x));
+    return x;
 }
+__device__ inline double finite(double x) { return x > 1e30 ? 1e30 : x < -1e30 ? -1e30 : x; }

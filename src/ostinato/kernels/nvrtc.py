@@ -102,19 +102,49 @@ class Kernel:
 
         self._driver = driver
         self._module = _succeeded(driver.cuLibraryLoadData(cubin, [], [], 0, [], [], 0))
-        self._function = driver.CUfunction(int(_succeeded(driver.cuLibraryGetKernel(self._module, name.encode()))))
+        self._kernel = _succeeded(driver.cuLibraryGetKernel(self._module, name.encode()))
+        self._function = driver.CUfunction(int(self._kernel))
+        self._shared_limit = 48 * 1024  # what a kernel may take without asking
 
-    def launch(self, device: int, grid: int, block: int, parameters: bytes) -> None:
-        """Start `grid` blocks of `block` threads on the current stream of `device`."""
+    def launch(
+        self, device: int, grid: int, block: int, parameters: bytes, shared: int = 0, cooperative: bool = False
+    ) -> None:
+        """Start `grid` blocks of `block` threads, `shared` bytes each, on the current stream of `device`.
+
+        A cooperative launch has all its blocks on the chip at once, or fails.
+        """
+        if torch.cuda.current_device() != device:
+            with torch.cuda.device(device):
+                return self.launch(device, grid, block, parameters, shared, cooperative)
         if getattr(_thread, "device", None) != device:
             self._enter(device)
+        if shared > self._shared_limit:
+            self._raise_shared_limit(device, shared)
         buffer = ctypes.create_string_buffer(8 + len(parameters))
         address = ctypes.addressof(buffer)
         buffer.raw = (address + 8).to_bytes(8, "little") + parameters
         stream = torch._C._cuda_getCurrentRawStream(device)  # current_stream() builds an object at every call
-        (error,) = self._driver.cuLaunchKernel(self._function, grid, 1, 1, block, 1, 1, 0, stream, address, 0)
+        arguments = (self._function, grid, 1, 1, block, 1, 1, shared, stream, address)
+        if cooperative:
+            (error,) = self._driver.cuLaunchCooperativeKernel(*arguments)
+        else:
+            (error,) = self._driver.cuLaunchKernel(*arguments, 0)
         if error:
             raise RuntimeError(f"launching a CUDA kernel failed: {error.name}")
+
+    def resident_blocks(self, device: int, block: int, shared: int) -> int:
+        """How many blocks of `block` threads and `shared` bytes a multiprocessor of `device` holds at once."""
+        with torch.cuda.device(device):
+            self._enter(device)
+            if shared > self._shared_limit:
+                self._raise_shared_limit(device, shared)
+            occupancy = self._driver.cuOccupancyMaxActiveBlocksPerMultiprocessor
+            return int(_succeeded(occupancy(self._function, block, shared)))
+
+    def _raise_shared_limit(self, device: int, shared: int) -> None:
+        attribute = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        _succeeded(self._driver.cuKernelSetAttribute(attribute, shared, self._kernel, device))
+        self._shared_limit = shared
 
     def _enter(self, device: int) -> None:
         """Make the device's context this thread's: a thread that only reuses memory may not have one yet."""

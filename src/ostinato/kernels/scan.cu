@@ -12,13 +12,15 @@
 //
 //   streaming (LOOK_BACK 0)  the block takes the tiles of its channels in order and keeps the state.  Best when there
 //                            are channels enough to fill the chip: nothing is exchanged between blocks.
-//   look-back (LOOK_BACK 1)  each block takes one tile and finds the state from what the blocks before it have
-//                            published (single-pass scan with decoupled look-back, Merrill & Garland 2016).
+//   look-back (LOOK_BACK 1)  each block draws one tile after another and finds its state from what has been published
+//                            of the tiles before (single-pass scan, decoupled look-back; Merrill & Garland 2016).
 //
-// Look-back cannot deadlock, in whatever order blocks are scheduled: a block draws its tile from a counter, so when
-// it holds tile k, every tile below k is held by a block that already runs; tile k waits only on tiles below k of
-// the same channels; and the lowest tile not yet finished waits on none.  It gives the same bits every time: however
+// Look-back cannot deadlock, in whatever order blocks are scheduled: blocks draw tiles from a counter and finish them
+// in the order drawn, so every tile below a drawn one has been drawn, by a block that runs; a tile waits only on lower
+// tiles; and the lowest unfinished tile is the one its block is working on and waits on none.  It gives the same bits every time: however
 // far back it has to look, the state goes forward through the same chain of multiply-adds.
+//
+// Tiles are copied to shared memory while those before them are worked on, so that memory is never idle.
 //
 // Steps are numbered in the order they are scanned.  Those outside the sequence (ragged ends, shorter packed
 // sequences) read as inputs that leave the state alone.
@@ -30,7 +32,8 @@ constexpr int THREADS = 32 * WARPS;
 constexpr int GROUP = LANES * VEC;
 constexpr int STRIP = SEGMENTS * ROWS;  // steps of a warp in a tile
 constexpr int TILE = WARPS * STRIP;
-constexpr int WINDOW = 64;  // tiles a look-back can cover at once
+constexpr int WINDOW = WARPS * SEGMENTS < 256 ? WARPS * SEGMENTS : 256;  // tiles a look-back covers at once
+static_assert(!LOOK_BACK || STAGES == 1, "a block draws one tile ahead");
 
 using Element = ELEMENT;
 using Ring = Element::Ring;
@@ -40,25 +43,39 @@ constexpr int PLAIN = Element::PLAIN, PREVIOUS = PLAIN, GRAD = PLAIN + 1;
 constexpr int INPUTS = PLAIN + (BACKWARD ? 2 : 0), OUTPUTS = Element::OUTPUTS;
 
 using Index = long long;
+#if FAR
+using Offset = Index;  // within a tile, in bytes
+#else
+using Offset = unsigned;
+#endif
 
-struct Tensor {
+// What blocks tell each other carries its own readiness: 32 bits of a number in one word with a mark that they have
+// been written.  A word arrives whole, so nothing need be ordered and no fence waited for.
+using Word = unsigned long long;
+constexpr int PIECES = sizeof(Compute) / 4;
+
+struct Strides { Index batch, time, direction; };  // channels are neighbours
+
+struct Tensor : Strides {
     Scalar* data;  // null: all zero
-    Index batch, time, direction;  // strides; channels are neighbours
+    __device__ Tensor(Scalar* data, Strides strides) : Strides(strides), data(data) {}
 };
 
 struct Parameters {
-    Tensor input[5];   // the element's plain inputs, then h, read one step earlier in time, and grad
-    Tensor output[3];
+    // Addresses first: the rest is the same at every call with the same shapes.
+    Scalar* data[8];        // the element's plain inputs, then h, read one step earlier in time, and grad; from 5, outputs
     const Scalar* initial;  // the state before the first step scanned, (directions * batch, channels), or null
     Scalar* final;          // the state after the last one, or null
     const Scalar* h0;       // backward: the state before the first step in time, or null
     const BIAS* bias;       // (directions * PLAIN * channels), or null
     Compute* grad_bias;     // one row for each block of a channel group, or null
     const int* bounds;      // cu_seqlens or offsets
-    int* status;            // look-back: a counter, then what is known of each tile
-    Compute* aggregate;     // look-back: a, then b, of each tile, GROUP channels each
-    Compute* inclusive;     // look-back: the state after each tile
+    Word* published;        // look-back: a counter, then what is known of each tile; zero at first
+    Strides strides[8];
     int batch, steps, channels, sequences, directions, reverse;
+
+    __device__ Tensor input(int k) const { return {data[k], strides[k]}; }
+    __device__ Tensor output(int k) const { return {data[5 + k], strides[5 + k]}; }
 };
 
 struct alignas(sizeof(Compute) * VEC) Channels { Compute value[VEC]; };
@@ -128,75 +145,119 @@ struct Place {
         const int t = time(i);
         return p.bounds[t] + batch < p.bounds[t + 1];
     }
+    // Whether all of a tile exists, so that nothing in it need be checked.
+    __device__ bool whole(int chunk) const {
+        return PACKING != OFFSETS && (group + 1) * GROUP <= p.channels && (chunk + 1) * TILE + BACKWARD <= p.steps;
+    }
+    __device__ int first(int chunk) const { return chunk * TILE + warp * STRIP + segment * ROWS; }
     __device__ Scalar* sequence(const Tensor& x) const { return x.data + batch * x.batch + direction * x.direction; }
     __device__ Index state(int n) const {
         return Index(PACKING == CU_SEQLENS ? n : direction * p.batch + batch) * p.channels + channel;
     }
 };
 
-// This thread's rows of a tensor, from its first step in a tile on.
+// This thread's rows of a tensor in a tile, `ahead` steps further: a base that the whole block shares and offsets
+// that are the same in every tile, which the hardware adds.
 struct Rows {
-    Scalar* first;
-    Index stride;
+    char* base;
+    Offset origin, stride;
+    const Place& at;
+    int i;
 
-    __device__ Rows(const Place& at, const Tensor& x, int i) {
-        first = at.sequence(x) + at.channel;
-        stride = x.time;
-        if (PACKING == OFFSETS) return;
-        first += at.time(i) * x.time;
-        if (at.descending) stride = -stride;
+    __device__ Rows(const Place& at, const Tensor& x, int chunk, int ahead) : at(at), i(at.first(chunk) + ahead) {
+        const int local = at.first(0);
+        Index low = 0;
+        origin = 0;
+        if (PACKING != OFFSETS) {
+            low = at.descending ? at.p.steps - Index(chunk + 1) * TILE - ahead : Index(chunk) * TILE + ahead;
+            origin = Offset(at.descending ? TILE - 1 - local : local) * Offset(x.time);
+        }
+        base = reinterpret_cast<char*>(at.sequence(x) + low * x.time);
+        origin = (origin + at.channel) * sizeof(Scalar);
+        stride = Offset(at.descending ? -x.time : x.time) * sizeof(Scalar);
     }
-    __device__ Pack* operator()(const Place& at, int i, int u) const {
-        return reinterpret_cast<Pack*>(first + (PACKING == OFFSETS ? at.p.bounds[at.time(i + u)] : u) * stride);
+    __device__ Pack* operator()(int u, Index packed_time) const {
+        if (PACKING == OFFSETS)
+            return reinterpret_cast<Pack*>(base + origin + at.p.bounds[at.time(i + u)] * packed_time * sizeof(Scalar));
+        return reinterpret_cast<Pack*>(base + Offset(origin + u * stride));
     }
 };
 
-// Narrow sequences lie in memory step after step without a gap.  A warp then moves its strip as one piece, whole
-// lines at a time, and turns it in shared memory, where a skewed index keeps the lanes in different banks.
+// Copies memory to shared memory in the background; where `exists` is false it reads nothing and leaves zeros.
+__device__ inline void copy_async(Pack* to, const Pack* from, bool exists) {
+    if constexpr (sizeof(Pack) >= 4) {
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(unsigned(__cvta_generic_to_shared(to))),
+                     "l"(from), "n"(sizeof(Pack)), "r"(exists ? int(sizeof(Pack)) : 0) : "memory");
+    } else {
+        *to = exists ? *from : 0;  // too small for the copy engine
+    }
+}
+__device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ inline void wait_for_oldest_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 1) : "memory"); }
+
+// A warp's part of one tensor in a tile, in shared memory.
+//
+// Mostly every thread keeps its own steps.  Narrow sequences lie in memory step after step without a gap (STAGED): a
+// warp moves its steps as one piece, whole lines at a time, and they change hands here, where a skewed index keeps
+// the lanes in different banks.
 struct Strip {
     static constexpr int SIZE = 32 * ROWS;
-    Scalar element[SIZE + SIZE / 32];
+    Pack element[STAGED ? SIZE + SIZE / 32 : SIZE];
 
     static __device__ int skewed(int i) { return i + i / 32; }
-    // Element `index + j` of the sequence is element j of the strip that begins at scanned step `i`.
+    // Element `start + j` of the sequence is element j of the strip that begins at scanned step `i`.
     static __device__ Index start(const Place& at, int i) {
         return Index(at.descending ? at.p.steps - i - STRIP : i) * at.p.channels;
     }
     static __device__ int place(const Place& at, int u) {
+        if (!STAGED) return 32 * u + at.lane;
         const int row = at.segment * ROWS + u;
         return skewed((at.descending ? STRIP - 1 - row : row) * at.p.channels + at.channel);
     }
-    __device__ void load(const Place& at, const Tensor& x, int i) {
-        const Scalar* const from = at.sequence(x);
+    template <typename Move> static __device__ void whole_lines(const Place& at, const Tensor& x, int i, Move move) {
         const Index index = start(at, i), end = Index(at.p.steps) * at.p.channels;
-        __syncwarp();
+        Pack* const memory = reinterpret_cast<Pack*>(at.sequence(x)) + index;
 #pragma unroll
         for (int k = 0; k < ROWS; ++k) {
             const int j = at.lane + 32 * k;
-            if (j < STRIP * at.p.channels && index + j >= 0 && index + j < end) element[skewed(j)] = from[index + j];
+            if (j < STRIP * at.p.channels) move(skewed(j), memory + j, index + j >= 0 && index + j < end);
         }
-        __syncwarp();
     }
-    __device__ void store(const Place& at, const Tensor& x, int i) const {
-        Scalar* const to = at.sequence(x);
-        const Index index = start(at, i), end = Index(at.p.steps) * at.p.channels;
-        __syncwarp();
+    template <bool CHECKED> __device__ void fetch(const Place& at, const Tensor& x, int chunk, int ahead) {
+        const int i = at.first(chunk) + ahead;
+        if (STAGED) {
+            whole_lines(at, x, i - at.segment * ROWS, [&](int j, Pack* from, bool exists) {
+                copy_async(&element[j], from, exists);
+            });
+        } else {
+            const Rows rows(at, x, chunk, ahead);
 #pragma unroll
-        for (int k = 0; k < ROWS; ++k) {
-            const int j = at.lane + 32 * k;
-            if (j < STRIP * at.p.channels && index + j >= 0 && index + j < end) to[index + j] = element[skewed(j)];
+            for (int u = 0; u < ROWS; ++u) {
+                const bool exists = !CHECKED || (at.inside && at.exists(i + u));
+                copy_async(&element[place(at, u)], exists ? rows(u, x.time) : nullptr, exists);
+            }
         }
+    }
+    __device__ void store(const Place& at, const Tensor& x, int chunk) {
+        __syncwarp();
+        whole_lines(at, x, at.first(chunk) - at.segment * ROWS, [&](int j, Pack* to, bool exists) {
+            if (exists) *to = element[j];
+        });
         __syncwarp();
     }
 };
 
 struct Shared {
-    static constexpr int BUFFERS = LOOK_BACK ? 1 : 2;  // streaming, one tile's may still be read when the next begins
-    Channels a[BUFFERS][WARPS][LANES], b[BUFFERS][WARPS][LANES];
-    int reset[BUFFERS][WARPS];
-    int ticket, depth;
-    Strip strip[STAGED ? WARPS : 1];
+    Strip input[STAGES][WARPS][INPUTS];
+    Strip output[STAGED ? WARPS : 1];
+    Channels a[2][WARPS][LANES], b[2][WARPS][LANES];  // two, as one tile's may still be read when the next begins
+    int reset[2][WARPS];
+    Channels window_a[LOOK_BACK ? WINDOW : 1][LANES], window_b[LOOK_BACK ? WINDOW : 1][LANES];
+    int seen[WINDOW];
+    Compute bias[BACKWARD ? WARPS : 1][OUTPUTS][GROUP];
+    int drawn;
 };
+static_assert(sizeof(Shared) <= SHARED_BYTES);
 
 // The packed sequence that a step belongs to, followed from step to step.
 struct Sequence {
@@ -243,50 +304,39 @@ __device__ inline void store_state(const Place& at, Scalar* to, int n, const Cha
     if (to && at.inside) *reinterpret_cast<Pack*>(to + at.state(n)) = pack(state.value);
 }
 
-// What a thread reads of a tile, still as it lies in memory.
-struct Loaded {
-    Pack x[ROWS][INPUTS];
-
-    __device__ void fetch(const Place& at, Shared& shared, int i) {
-        const Parameters& p = at.p;
-#pragma unroll
-        for (int k = 0; k < INPUTS; ++k) {
-            const Pack neutral = filled(k < PLAIN ? Element::neutral(k) : 0);
-            const int ahead = BACKWARD && k == PREVIOUS;  // backward, the step before in time is scanned after
-            const bool present = at.inside && p.input[k].data;
-            Strip& strip = shared.strip[STAGED ? at.warp : 0];
-            if (STAGED && p.input[k].data) strip.load(at, p.input[k], i - at.segment * ROWS + ahead);
-            const Rows rows(at, p.input[k], i + ahead);
-#pragma unroll
-            for (int u = 0; u < ROWS; ++u) {
-                x[u][k] = neutral;
-                if (present && at.exists(i + u + ahead))
-                    x[u][k] = STAGED ? load_pack(&strip.element[Strip::place(at, u)]) : *rows(at, i + ahead, u);
-            }
-        }
-        if constexpr (BACKWARD) {
-            Sequence sequence(at, i);
-#pragma unroll
-            for (int u = 0; u < ROWS; ++u) {
-                if (!at.inside || !at.exists(i + u)) continue;
-                sequence.follow(at, i + u);
-                if (at.exists(i + u + 1) && !sequence.ends(at, i + u)) continue;
-                x[u][PREVIOUS] = p.h0 ? load_pack(p.h0 + at.state(sequence.n)) : filled(Element::absent_state());
-            }
-        }
-    }
-};
-
 // The steps of one thread in a tile.
 struct Steps {
     Step step[ROWS][VEC];
 
-    __device__ void read(const Loaded& loaded, const Compute (&bias)[PLAIN][VEC]) {
+    template <bool CHECKED> static __device__ void fetch(const Place& at, Strip (&strips)[INPUTS], int chunk) {
+#pragma unroll
+        for (int k = 0; k < INPUTS; ++k)  // backward, the step before in time is the one scanned after
+            if (at.p.input(k).data)
+                strips[k].fetch<CHECKED>(at, at.p.input(k), chunk, BACKWARD && k == PREVIOUS);
+    }
+
+    template <bool CHECKED>
+    __device__ void read(const Place& at, const Strip (&strips)[INPUTS], int chunk, const Compute (&bias)[PLAIN][VEC]) {
+        const Parameters& p = at.p;
+        const int i = at.first(chunk);
+        Sequence sequence(at, i);
 #pragma unroll
         for (int u = 0; u < ROWS; ++u) {
+            Pack bits[INPUTS];
+#pragma unroll
+            for (int k = 0; k < INPUTS; ++k)
+                bits[k] = p.input(k).data ? strips[k].element[Strip::place(at, u)] : filled(0);
+            if (CHECKED && !(at.inside && at.exists(i + u))) {
+#pragma unroll
+                for (int k = 0; k < INPUTS; ++k) bits[k] = filled(k < PLAIN ? Element::neutral(k) : 0);
+            } else if (BACKWARD && (CHECKED || PACKING == CU_SEQLENS)) {
+                sequence.follow(at, i + u);
+                if ((CHECKED && !at.exists(i + u + 1)) || sequence.ends(at, i + u))
+                    bits[INPUTS - 2] = p.h0 ? load_pack(p.h0 + at.state(sequence.n)) : filled(Element::absent_state());
+            }
             Compute x[INPUTS][VEC];
 #pragma unroll
-            for (int k = 0; k < INPUTS; ++k) unpack(loaded.x[u][k], x[k]);
+            for (int k = 0; k < INPUTS; ++k) unpack(bits[k], x[k]);
 #pragma unroll
             for (int v = 0; v < VEC; ++v) {
                 Compute plain[PLAIN];
@@ -297,7 +347,8 @@ struct Steps {
         }
     }
 
-    __device__ Composition compose(const Place& at, int i) const {
+    __device__ Composition compose(const Place& at, int chunk) const {
+        const int i = at.first(chunk);
         Composition whole = Composition::none();
         Sequence sequence(at, i);
 #pragma unroll
@@ -321,8 +372,12 @@ struct Steps {
     }
 
     // Take the steps from `state`, writing the results; `sums` gathers the bias gradient.
-    __device__ void apply(const Place& at, Shared& shared, int i, Channels& state, Compute (&sums)[OUTPUTS][VEC]) const {
+    template <bool CHECKED>
+    __device__ void apply(
+        const Place& at, Shared& shared, int chunk, Channels& state, Compute (&sums)[OUTPUTS][VEC]
+    ) const {
         const Parameters& p = at.p;
+        const int i = at.first(chunk);
         Sequence sequence(at, i);
         Pack results[ROWS][OUTPUTS];
 #pragma unroll
@@ -349,104 +404,126 @@ struct Steps {
         }
 #pragma unroll
         for (int k = 0; k < OUTPUTS; ++k) {
-            Strip& strip = shared.strip[STAGED ? at.warp : 0];
-            const Rows rows(at, p.output[k], i);
+            Strip& strip = shared.output[STAGED ? at.warp : 0];
+            const Rows rows(at, p.output(k), chunk, 0);
 #pragma unroll
             for (int u = 0; u < ROWS; ++u)
-                if (at.inside && at.exists(i + u))
-                    *(STAGED ? reinterpret_cast<Pack*>(&strip.element[Strip::place(at, u)]) : rows(at, i, u)) = results[u][k];
-            if (STAGED) strip.store(at, p.output[k], i - at.segment * ROWS);
+                if (!CHECKED || (at.inside && at.exists(i + u)))
+                    *(STAGED ? &strip.element[Strip::place(at, u)] : rows(u, p.output(k).time)) = results[u][k];
+            if (STAGED) strip.store(at, p.output(k), chunk);
         }
     }
 };
 
-// What blocks tell each other of a tile.
-enum { NOTHING, AGGREGATE, INCLUSIVE };
+// What is published of a tile: the composition of its steps, and the state after it.
+enum Part { A, B, AFTER, PARTS };
 
-// Publish this tile and turn `state` into the state it begins in.  All threads of the block take part.
+struct Published {
+    Word* words;  // of one chain
+
+    __device__ Word* at(int chunk, Part part) const {
+        return words + (Index(chunk) * PARTS + part) * PIECES * GROUP + threadIdx.x % LANES * VEC;
+    }
+    __device__ void write(int chunk, Part part, const Channels& number) const {
+#pragma unroll
+        for (int v = 0; v < VEC; ++v)
+#pragma unroll
+            for (int piece = 0; piece < PIECES; ++piece) {
+                const Word bits = reinterpret_cast<const unsigned*>(&number.value[v])[piece];
+                asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(at(chunk, part) + piece * GROUP + v),
+                             "l"(bits | Word(1) << 32) : "memory");
+            }
+    }
+    // Whether all of `number` had been written.
+    __device__ bool read(int chunk, Part part, Channels& number) const {
+        bool ready = true;
+#pragma unroll
+        for (int v = 0; v < VEC; ++v)
+#pragma unroll
+            for (int piece = 0; piece < PIECES; ++piece) {
+                Word word;
+                asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(word)
+                             : "l"(at(chunk, part) + piece * GROUP + v) : "memory");
+                reinterpret_cast<unsigned*>(&number.value[v])[piece] = unsigned(word);
+                ready &= word >> 32 != 0;
+            }
+        return ready;
+    }
+};
+
+// Publish this tile and turn `state` into the state it begins in.  All threads of the block take part: each segment
+// of each warp watches one of the tiles before.
 __device__ inline void look_back(
     const Place& at, Shared& shared, const Composition& tile, int chain, int chunk, int chunks, Channels& state
 ) {
-    __shared__ Channels window_a[WINDOW][LANES], window_b[WINDOW][LANES];
-    const int slot = at.lane % LANES;
-    const Index first = Index(chain) * chunks;
-    volatile int* const status = at.p.status + 1 + first;
-    Channels* const aggregates = reinterpret_cast<Channels*>(at.p.aggregate) + first * 2 * LANES;
-    Channels* const inclusives = reinterpret_cast<Channels*>(at.p.inclusive) + first * LANES;
-
-    const auto publish = [&](int what) {  // after this warp has written it
-        __threadfence();
-        __syncwarp();
-        if (at.lane == 0) status[chunk] = what;
-    };
-    const auto publish_inclusive = [&](Channels after) {
+    const Published published = {at.p.published + 1 + Index(chain) * chunks * PARTS * PIECES * GROUP};
+    const bool publishes = threadIdx.x < LANES;
+    const int slot = at.lane % LANES, watched = at.warp * SEGMENTS + at.segment;
+    const auto publish_after = [&](Channels after) {
         tile.carry(after);
-        if (at.lane < LANES) inclusives[chunk * LANES + slot] = after;
-        publish(INCLUSIVE);
+        if (publishes) published.write(chunk, AFTER, after);
     };
-    if (chunk == 0) {  // `state` is the initial one
-        if (at.warp == 0) publish_inclusive(state);
-        return;
+    if (chunk == 0 || tile.reset) publish_after(state);  // if reset, whatever came before
+    if (chunk == 0) return;                              // `state` is the initial one
+    if (publishes && !tile.reset) {
+        published.write(chunk, A, tile.a);
+        published.write(chunk, B, tile.b);
     }
-    if (at.warp == 0) {
-        if (tile.reset) {
-            publish_inclusive(state);  // whatever came before
-        } else {
-            if (at.lane < LANES) {
-                aggregates[2 * chunk * LANES + slot] = tile.a;
-                aggregates[(2 * chunk + 1) * LANES + slot] = tile.b;
+    enum { NOTHING, AGGREGATED, KNOWN };
+    int seen = NOTHING, depth = -1;
+    while (true) {
+        if (watched < WINDOW && seen != KNOWN) {
+            const int other = chunk - 1 - watched;
+            bool after_ready = false, both_ready = false;
+            Channels a, b, after;
+            if (other >= 0) {
+                after_ready = published.read(other, AFTER, after);
+                both_ready = published.read(other, A, a) & published.read(other, B, b);
             }
-            publish(AGGREGATE);
+            const unsigned lanes = (LANES == 32 ? ~0u : (1u << LANES) - 1) << (at.segment * LANES);
+            const bool known = (__ballot_sync(__activemask(), after_ready) & lanes) == lanes;
+            const bool aggregated = (__ballot_sync(__activemask(), both_ready) & lanes) == lanes;
+            seen = known ? KNOWN : aggregated ? AGGREGATED : NOTHING;
+            shared.window_a[watched][slot] = a;
+            shared.window_b[watched][slot] = known ? after : b;
+            shared.seen[watched] = seen;
         }
-        // The nearest tile whose state is known, with every tile between it and this one at least aggregated.
-        int depth = 0;
-        while (true) {
-            const int other = chunk - 1 - depth - at.lane;
-            const int seen = other >= 0 ? status[other] : NOTHING;
-            const unsigned known = __ballot_sync(~0u, seen == INCLUSIVE);
-            const unsigned missing = __ballot_sync(~0u, seen == NOTHING);
+        __syncthreads();
+        // The nearest tile whose state is known, if every tile between it and this one is at least aggregated.
+#pragma unroll
+        for (int nearest = 0; nearest < WINDOW; nearest += 32) {
+            const int other = nearest + at.lane < WINDOW ? shared.seen[nearest + at.lane] : NOTHING;
+            const unsigned known = __ballot_sync(~0u, other == KNOWN);
+            const unsigned missing = __ballot_sync(~0u, other == NOTHING);
             if (known && !(missing & ((known & -known) - 1))) {
-                depth += __ffs(known) - 1;
+                depth = nearest + __ffs(known) - 1;
                 break;
             }
-            // What is aggregated stays so: look further back, or again from the start for something nearer.
-            depth = !known && !missing && depth + 64 <= WINDOW ? depth + 32 : 0;
+            if (known || missing) break;
         }
-        __threadfence();
-        if (at.lane == 0) shared.depth = depth;
+        if (depth >= 0) break;
+        __syncthreads();
     }
-    __syncthreads();
-    const int depth = shared.depth;
-    for (int i = threadIdx.x; i < depth * LANES; i += THREADS) {
-        const Channels* const aggregate = aggregates + 2 * (chunk - 1 - i / LANES) * LANES + i % LANES;
-#pragma unroll
-        for (int v = 0; v < VEC; ++v) {
-            window_a[i / LANES][i % LANES].value[v] = __ldcg(&aggregate->value[v]);
-            window_b[i / LANES][i % LANES].value[v] = __ldcg(&aggregate[LANES].value[v]);
-        }
-    }
-#pragma unroll
-    for (int v = 0; v < VEC; ++v)
-        state.value[v] = __ldcg(&inclusives[(chunk - 1 - depth) * LANES + slot].value[v]);
-    __syncthreads();
+    state = shared.window_b[depth][slot];
     for (int back = depth - 1; back >= 0; --back)
 #pragma unroll
         for (int v = 0; v < VEC; ++v)
-            state.value[v] =
-                Ring::times_plus(window_a[back][slot].value[v], state.value[v], window_b[back][slot].value[v]);
-    if (at.warp == 0 && !tile.reset) publish_inclusive(state);
+            state.value[v] = Ring::times_plus(
+                shared.window_a[back][slot].value[v], state.value[v], shared.window_b[back][slot].value[v]
+            );
+    if (!tile.reset) publish_after(state);
 }
 
 // Add up the bias gradient over the block's segments, then warps, in order, into a row of its own.
-__device__ inline void store_bias_gradient(const Place& at, int chunk, Compute (&sums)[OUTPUTS][VEC]) {
-    __shared__ Compute partial[WARPS][OUTPUTS][GROUP];
+__device__ inline void store_bias_gradient(const Place& at, Shared& shared, int chunk, Compute (&sums)[OUTPUTS][VEC]) {
 #pragma unroll
     for (int k = 0; k < OUTPUTS; ++k)
 #pragma unroll
         for (int v = 0; v < VEC; ++v) {
 #pragma unroll
             for (int lanes = LANES; lanes < 32; lanes *= 2) sums[k][v] += __shfl_down_sync(~0u, sums[k][v], lanes);
-            if (at.segment == 0) partial[at.warp][k][at.lane * VEC + v] = sums[k][v];
+            if (at.segment == 0) shared.bias[at.warp][k][at.lane * VEC + v] = sums[k][v];
+            sums[k][v] = 0;
         }
     __syncthreads();
     const Parameters& p = at.p;
@@ -455,46 +532,67 @@ __device__ inline void store_bias_gradient(const Place& at, int chunk, Compute (
         const int k = i / GROUP, channel = at.group * GROUP + i % GROUP;
         if (channel >= p.channels) continue;
         Compute sum = 0;
-        for (int warp = 0; warp < WARPS; ++warp) sum += partial[warp][k][i % GROUP];
+        for (int warp = 0; warp < WARPS; ++warp) sum += shared.bias[warp][k][i % GROUP];
         p.grad_bias[((row * p.directions + at.direction) * OUTPUTS + k) * p.channels + channel] = sum;
     }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) scan(const __grid_constant__ Parameters p) {
-    __shared__ Shared shared;
+    extern __shared__ __align__(16) unsigned char memory[];
+    Shared& shared = *reinterpret_cast<Shared*>(memory);
     const int chunks = (p.steps + TILE - 1) / TILE;
-    int chain = blockIdx.x, chunk = 0, last = chunks - 1;
+    const int chains = (p.channels + GROUP - 1) / GROUP * p.batch * p.directions;
+
+    // A block's tiles: streaming, those of one chain; with look-back, whichever are drawn, in order of time.
+    struct Tile { int chain, chunk; };
+    const auto drawn = [&]() -> Tile { return {shared.drawn % chains, shared.drawn / chains}; };
+    const auto fetch = [&](Tile tile, int stage) {
+        if (tile.chunk < chunks) {
+            const Place at(p, tile.chain);
+            if (at.whole(tile.chunk)) Steps::fetch<false>(at, shared.input[stage][at.warp], tile.chunk);
+            else Steps::fetch<true>(at, shared.input[stage][at.warp], tile.chunk);
+        }
+        commit_copies();
+    };
+    Tile tile = {int(blockIdx.x), 0};
     if constexpr (LOOK_BACK) {
-        const int chains = (p.channels + GROUP - 1) / GROUP * p.batch * p.directions;
-        if (threadIdx.x == 0) shared.ticket = atomicAdd(p.status, 1);
+        if (threadIdx.x == 0) shared.drawn = int(atomicAdd(p.published, Word(1)));
         __syncthreads();
-        chain = shared.ticket % chains, chunk = last = shared.ticket / chains;
+        tile = drawn();
+        __syncthreads();
     }
-    const Place at(p, chain);
-    const int slot = at.lane % LANES;
-
-    Compute bias[PLAIN][VEC] = {}, sums[OUTPUTS][VEC] = {};
-    if (Element::BIASED && p.bias && at.inside)
 #pragma unroll
-        for (int k = 0; k < PLAIN; ++k)
-#pragma unroll
-            for (int v = 0; v < VEC; ++v)
-                bias[k][v] = widen(p.bias[(at.direction * PLAIN + k) * p.channels + at.channel + v]);
+    for (int stage = 0; stage < STAGES; ++stage) fetch({tile.chain, tile.chunk + stage}, stage);
 
+    Compute bias[PLAIN][VEC], sums[OUTPUTS][VEC] = {};
     Channels state;
-    load_state(at, PACKING == CU_SEQLENS ? nullptr : p.initial, 0, state);
-
-    int i = chunk * TILE + at.warp * STRIP + at.segment * ROWS;
-    Loaded loaded;
-    loaded.fetch(at, shared, i);
-    for (int buffer = 0;; i += TILE, buffer ^= 1) {
+    for (int stage = 0, buffer = 0; tile.chunk < chunks; buffer ^= 1) {
+        const Place at(p, tile.chain);
+        const int chunk = tile.chunk, slot = at.lane % LANES;
+        if (LOOK_BACK || chunk == 0) {
+            load_state(at, PACKING == CU_SEQLENS ? nullptr : p.initial, 0, state);
+#pragma unroll
+            for (int k = 0; k < PLAIN; ++k)
+#pragma unroll
+                for (int v = 0; v < VEC; ++v)
+                    bias[k][v] = Element::BIASED && p.bias && at.inside
+                        ? widen(p.bias[(at.direction * PLAIN + k) * p.channels + at.channel + v]) : Compute(0);
+        }
+        if (LOOK_BACK && threadIdx.x == 0) shared.drawn = int(atomicAdd(p.published, Word(1)));
+        wait_for_oldest_copies();
+        if (STAGED) __syncwarp();
         Steps steps;
-        steps.read(loaded, bias);
-        const bool more = !LOOK_BACK && chunk < last;
-        if (more) loaded.fetch(at, shared, i + TILE);
+        if (at.whole(chunk)) steps.read<false>(at, shared.input[stage][at.warp], chunk, bias);
+        else steps.read<true>(at, shared.input[stage][at.warp], chunk, bias);
+        if (STAGED) __syncwarp();
+        Tile next = {tile.chain, chunk + 1};
+        if constexpr (!LOOK_BACK) {
+            fetch({tile.chain, chunk + STAGES}, stage);
+            stage = stage + 1 == STAGES ? 0 : stage + 1;
+        }
 
         // `whole`: this warp's steps up to and with this segment; `before`: those of its earlier segments.
-        Composition whole = steps.compose(at, i), before = Composition::none();
+        Composition whole = steps.compose(at, chunk), before = Composition::none();
         if constexpr (SEGMENTS > 1) {
 #pragma unroll
             for (int lanes = LANES; lanes < 32; lanes *= 2) {
@@ -515,10 +613,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) scan(const __gri
                     PACKING == CU_SEQLENS && shared.reset[buffer][warp]};
         };
         if constexpr (LOOK_BACK) {
-            Composition tile = of_warp(0);
+            next = drawn();
+            fetch(next, 0);
+            Composition all = of_warp(0);
 #pragma unroll
-            for (int warp = 1; warp < WARPS; ++warp) tile = of_warp(warp).after(tile);
-            look_back(at, shared, tile, chain, chunk, chunks, state);
+            for (int warp = 1; warp < WARPS; ++warp) all = of_warp(warp).after(all);
+            look_back(at, shared, all, tile.chain, chunk, chunks, state);
         }
         Channels mine;  // the state that this thread's steps begin in; `state` goes on to the tile's end
 #pragma unroll
@@ -527,12 +627,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) scan(const __gri
             of_warp(warp).carry(state);
         }
         if (SEGMENTS > 1) before.carry(mine);
-        steps.apply(at, shared, i, mine, sums);
-        if (!more) break;
-        ++chunk;
+        if (at.whole(chunk)) steps.apply<false>(at, shared, chunk, mine, sums);
+        else steps.apply<true>(at, shared, chunk, mine, sums);
+
+        if (PACKING != CU_SEQLENS && chunk == chunks - 1 && at.warp == 0 && at.segment == 0)
+            store_state(at, p.final, 0, state);
+        if constexpr (BACKWARD && Element::BIASED)
+            if (p.grad_bias && (LOOK_BACK || chunk == chunks - 1)) store_bias_gradient(at, shared, chunk, sums);
+        tile = next;
     }
-    if (PACKING != CU_SEQLENS && chunk == chunks - 1 && at.warp == 0 && at.segment == 0)
-        store_state(at, p.final, 0, state);
-    if constexpr (BACKWARD && Element::BIASED)
-        if (p.grad_bias) store_bias_gradient(at, chunk, sums);
 }

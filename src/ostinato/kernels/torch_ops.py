@@ -180,16 +180,16 @@ class TorchBackend:
         directions: int,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         with torch.enable_grad():
-            inputs = [None if x is None else x.detach().requires_grad_() for x in (pre, bias, h0)]
-            outputs = self.minimal(*inputs, offsets, cell, candidate, batch_first, directions)
+            pre = pre.detach().requires_grad_()
+            bias = None if bias is None else bias.detach().requires_grad_()
+            h0 = None if h0 is None else h0.detach().requires_grad_()
+            outputs = self.minimal(pre, bias, h0, offsets, cell, candidate, batch_first, directions)
             chosen = [(y, g) for y, g in zip(outputs, (grad_h, grad_h_last), strict=True) if g is not None]
-            wanted = [x for x in inputs if x is not None]
-            grads = iter(
-                torch.autograd.grad([y for y, _ in chosen], wanted, [g for _, g in chosen], materialize_grads=True)
-            )
-        grad_pre, grad_bias, grad_h0 = (None if x is None else next(grads) for x in inputs)
-        assert grad_pre is not None
-        return grad_pre, grad_bias, grad_h0
+            wanted = [x for x in (pre, bias, h0) if x is not None]
+            grads = torch.autograd.grad([y for y, _ in chosen], wanted, [g for _, g in chosen], materialize_grads=True)
+        rest = iter(grads[1:])
+        grad_bias = None if bias is None else next(rest)
+        return grads[0], grad_bias, None if h0 is None else next(rest)
 
 
 class Packing(NamedTuple):
