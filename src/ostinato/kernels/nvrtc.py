@@ -53,7 +53,7 @@ def compile_cubin(code: str, arch: str, macros: Mapping[str, object]) -> bytes:
         arch=arch,
         std="c++17",
         include_path=[find_nvidia_header_directory("cudart")],
-        define_macro=[(name, str(value)) for name, value in macros.items()],
+        define_macro=[(name, str(value)) for name, value in macros.items()] or None,
     )
     return bytes(Program(code, "c++", options).compile("cubin").code)
 
@@ -115,7 +115,8 @@ class Kernel:
         """
         if torch.cuda.current_device() != device:
             with torch.cuda.device(device):
-                return self.launch(device, grid, block, parameters, shared, cooperative)
+                self.launch(device, grid, block, parameters, shared, cooperative)
+            return
         if getattr(_thread, "device", None) != device:
             self._enter(device)
         if shared > self._shared_limit:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -30,7 +29,12 @@ def _operator(name: str, forward: Callable, fake: Callable, setup_context: Calla
         setup_context(ctx, args, output)
         return output
 
-    members = {"forward": run_and_keep, "backward": once_differentiable(backward)}
+    def first_only(ctx: Any, *grads: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise NotImplementedError(f"{name} has no second derivative: take gradients without create_graph=True")
+        return backward(ctx, *grads)
+
+    members = {"forward": run_and_keep, "backward": first_only}
     function: Any = type(name, (torch.autograd.Function,), {k: staticmethod(v) for k, v in members.items()})
 
     def call(*args: Any) -> Any:

@@ -1,0 +1,275 @@
+"""MinGRU and MinLSTM against equations written out here, their own step, torch.nn's contract, and a peer."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence
+
+import ostinato
+
+LAYERS = {"mingru": ostinato.MinGRU, "minlstm": ostinato.MinLSTM}
+CELLS = {"mingru": ostinato.MinGRUCell, "minlstm": ostinato.MinLSTMCell}
+CANDIDATES = ["positive", "linear", "tanh"]
+BACKENDS = ["reference", "torch", "cpu"]
+
+
+def by_hand(cell, candidate, weight, bias, x, h):
+    """One layer over x, (T, in), from the state h, by the paper's equations in float64."""
+    c = {
+        "linear": lambda v: v,
+        "tanh": torch.tanh,
+        "positive": lambda v: torch.where(v >= 0, v + 0.5, torch.sigmoid(v)),
+    }[candidate]
+    states = []
+    for pre in x @ weight.T + bias:
+        if cell == "mingru":
+            z, candidate_pre = pre.chunk(2)
+            h = (1 - z.sigmoid()) * h + z.sigmoid() * c(candidate_pre)
+        else:
+            f, i, candidate_pre = pre.chunk(3)
+            f, i = f.sigmoid(), i.sigmoid()
+            h = f / (f + i) * h + i / (f + i) * c(candidate_pre)
+        states.append(h)
+    return torch.stack(states)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("candidate", CANDIDATES)
+@pytest.mark.parametrize("cell", LAYERS)
+def test_layers_compute_the_papers_equations(cell, candidate, backend):
+    torch.manual_seed(0)
+    module = LAYERS[cell](3, 5, 2, candidate=candidate, backend=backend, dtype=torch.float64)
+    x, hx = torch.randn(20, 3, dtype=torch.float64), torch.randn(2, 5, dtype=torch.float64)
+    output, h_n = module(x, hx)
+    first = by_hand(cell, candidate, module.weight_ih_l0, module.bias_ih_l0, x, hx[0])
+    second = by_hand(cell, candidate, module.weight_ih_l1, module.bias_ih_l1, first, hx[1])
+    assert torch.allclose(output, second, rtol=1e-12, atol=1e-12)
+    assert torch.allclose(h_n, torch.stack((first[-1], second[-1])), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+@pytest.mark.parametrize("candidate", CANDIDATES)
+@pytest.mark.parametrize("cell", LAYERS)
+def test_gradients(cell, candidate, backend):
+    torch.manual_seed(0)
+    module = LAYERS[cell](2, 3, bidirectional=True, candidate=candidate, backend=backend, dtype=torch.float64)
+    x = torch.randn(7, 2, 2, dtype=torch.float64, requires_grad=True)
+    hx = torch.randn(2, 2, 3, dtype=torch.float64, requires_grad=True)
+    names = [name for name, _ in module.named_parameters()]
+
+    def call(x, hx, *parameters):
+        return torch.func.functional_call(module, dict(zip(names, parameters, strict=True)), (x, hx))
+
+    assert torch.autograd.gradcheck(call, (x, hx, *module.parameters()), atol=1e-8)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    cell=st.sampled_from(list(LAYERS)),
+    candidate=st.sampled_from(CANDIDATES),
+    layers=st.integers(1, 3),
+    batch=st.integers(1, 3),
+    length=st.integers(1, 40),
+    cut=st.integers(0, 40),
+    bias=st.booleans(),
+    backend=st.sampled_from(BACKENDS),
+)
+def test_parallel_step_and_split_compute_the_same(cell, candidate, layers, batch, length, cut, bias, backend):
+    torch.manual_seed(0)
+    module = LAYERS[cell](
+        4, 6, layers, bias, batch_first=True, candidate=candidate, backend=backend, dtype=torch.float64
+    )
+    x, hx = torch.randn(batch, length, 4, dtype=torch.float64), torch.rand(layers, batch, 6, dtype=torch.float64)
+    output, h_n = module(x, hx)
+    h, steps = hx, []
+    for t in range(length):
+        y, h = module.step(x[:, t], h)
+        steps.append(y)
+    cut = min(cut, length)
+    first, state = module(x[:, :cut], hx)
+    second, state = module(x[:, cut:], state)
+    for other, last in ((torch.stack(steps, 1), h), (torch.cat((first, second), 1), state)):
+        assert torch.allclose(other, output, rtol=1e-12, atol=1e-12)
+        assert torch.allclose(last, h_n, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("cell", LAYERS)
+def test_cells_are_steps(cell):
+    torch.manual_seed(0)
+    module, single = LAYERS[cell](4, 6, dtype=torch.float64), CELLS[cell](4, 6, dtype=torch.float64)
+    single.load_state_dict({name.removesuffix("_l0"): value for name, value in module.state_dict().items()})
+    x, h = torch.randn(3, 4, dtype=torch.float64), torch.randn(3, 6, dtype=torch.float64)
+    assert torch.equal(single(x, h), module.step(x, h[None])[0])
+    assert torch.allclose(single(x[0], h[0]), single(x, h)[0], rtol=1e-14, atol=0)
+    assert torch.equal(single(x), single(x, torch.zeros_like(h)))
+
+
+@pytest.mark.parametrize("cell", LAYERS)
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_shapes_and_names_are_those_of_nn_gru(cell, bidirectional, batch_first, num_layers):
+    arguments = (3, 5, num_layers, True, batch_first, 0.0, bidirectional)
+    module, peer = LAYERS[cell](*arguments), torch.nn.GRU(*arguments)
+    for x in (torch.randn(4, 2, 3), torch.randn(7, 3)):
+        for got, want in zip(module(x), peer(x), strict=True):
+            assert got.shape == want.shape
+    names = {name for name, _ in peer.named_parameters() if "_ih_" in name}
+    assert {name for name, _ in module.named_parameters()} == names
+    clone = copy.deepcopy(module)
+    assert torch.equal(clone(x)[0], module(x)[0])
+
+
+@pytest.mark.parametrize("cell", LAYERS)
+def test_bidirectional_is_two_layers_one_of_them_backwards(cell):
+    torch.manual_seed(0)
+    both = LAYERS[cell](3, 5, bidirectional=True, dtype=torch.float64)
+    ahead, back = (LAYERS[cell](3, 5, dtype=torch.float64) for _ in range(2))
+    state = both.state_dict()
+    ahead.load_state_dict({name: state[name] for name in ahead.state_dict()})
+    back.load_state_dict({name: state[f"{name}_reverse"] for name in back.state_dict()})
+    x = torch.randn(9, 2, 3, dtype=torch.float64)
+    output, h_n = both(x)
+    forwards, backwards = ahead(x), back(x.flip(0))
+    assert torch.allclose(output, torch.cat((forwards[0], backwards[0].flip(0)), -1), rtol=1e-13, atol=1e-14)
+    assert torch.allclose(h_n, torch.cat((forwards[1], backwards[1])), rtol=1e-13, atol=1e-14)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("lengths", [(4, 9, 1, 9), (9, 7, 2, 1)], ids=["unsorted", "sorted"])
+@pytest.mark.parametrize("cell", LAYERS)
+def test_packed_sequences_equal_separate_ones(cell, lengths, bidirectional, backend):
+    torch.manual_seed(0)
+    module = LAYERS[cell](3, 5, 2, bidirectional=bidirectional, backend=backend, dtype=torch.float64)
+    sequences = [torch.randn(n, 3, dtype=torch.float64) for n in lengths]
+    hx = torch.randn(2 * module.num_directions, 4, 5, dtype=torch.float64)
+    output, h_n = module(pack_sequence(sequences, enforce_sorted=False), hx)
+    assert isinstance(output, PackedSequence)
+    padded, got_lengths = pad_packed_sequence(output)
+    assert got_lengths.tolist() == list(lengths)
+    for n, sequence in enumerate(sequences):
+        want, want_last = module(sequence, hx[:, n])
+        assert torch.allclose(padded[: lengths[n], n], want, rtol=1e-12, atol=1e-13)
+        assert torch.allclose(h_n[:, n], want_last, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "length", "limit"), [(torch.float32, 64, 1e-5), (torch.float64, 300, 1e-10)], ids=str
+)
+def test_equals_mingru_pytorch(dtype, length, limit):
+    peer_package = pytest.importorskip("minGRU_pytorch")
+    torch.manual_seed(0)
+    peer = peer_package.minGRU(32).to(dtype)
+    module = ostinato.MinGRU(32, 32, bias=False, batch_first=True, dtype=dtype)
+    hidden, gate = peer.to_hidden_and_gate.weight.detach().chunk(2)
+    module.load_state_dict({"weight_ih_l0": torch.cat((gate, hidden))})
+    x = torch.randn(2, length, 32, dtype=dtype, requires_grad=True)
+    got, want = module(x)[0], peer(x)
+    assert (got - want).abs().max() < limit
+    direction = torch.randn_like(got)
+    got_x, got_w = torch.autograd.grad(got, (x, module.weight_ih_l0), direction)
+    want_x, want_w = torch.autograd.grad(want, (x, peer.to_hidden_and_gate.weight), direction)
+    want_w = torch.cat(want_w.chunk(2)[::-1])
+    assert (got_x - want_x).abs().max() / want_x.abs().max() < 10 * limit
+    assert (got_w - want_w).abs().max() / want_w.abs().max() < 10 * limit
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("cell", LAYERS)
+def test_closed_and_open_gates_stay_finite(cell, backend):
+    module = LAYERS[cell](1, 4, backend=backend)
+    for scale in (1e4, -1e4):
+        with torch.no_grad():
+            module.weight_ih_l0.fill_(scale)
+        x = torch.tensor([[1.0], [-1.0], [1.0]], requires_grad=True)
+        output, _ = module(x, torch.ones(1, 4))
+        output.sum().backward()
+        assert output.isfinite().all()
+        assert x.grad.isfinite().all()
+        assert module.weight_ih_l0.grad.isfinite().all()
+
+
+def test_dropout_acts_between_layers_and_only_in_training():
+    torch.manual_seed(0)
+    module = ostinato.MinGRU(3, 64, 2, dropout=0.5)
+    x = torch.randn(5, 3)
+    assert not torch.equal(module(x)[0], module(x)[0])
+    module.eval()
+    assert torch.equal(module(x)[0], module(x)[0])
+    with pytest.warns(UserWarning, match="num_layers is 1"):
+        ostinato.MinGRU(3, 4, dropout=0.5)
+
+
+@pytest.mark.parametrize("cell", LAYERS)
+def test_autocast_and_compile(cell):
+    torch.manual_seed(0)
+    module = LAYERS[cell](8, 16, 2)
+    x = torch.randn(30, 2, 8)
+    want, _ = module(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        half, h_n = module(x)
+    assert half.dtype == h_n.dtype == torch.bfloat16
+    assert (half.float() - want).abs().max() / want.abs().max() < 2e-2
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x)[0], want)
+    assert torch.equal(torch.export.export(module, (x,)).module()(x)[0], want)
+
+
+def test_minimal_operator_is_well_formed():
+    torch.manual_seed(0)
+    pre, bias = torch.randn(3, 4, 12, requires_grad=True), torch.randn(12, requires_grad=True)
+    h0 = torch.randn(2, 4, 3, requires_grad=True)
+    torch.library.opcheck(
+        torch.ops.ostinato.minimal_scan.default, (pre, bias, h0, None, "mingru", "tanh", False, 2, "cpu")
+    )
+
+
+def test_no_steps_and_no_sequences():
+    module = ostinato.MinLSTM(3, 5, batch_first=True)
+    hx = torch.randn(1, 2, 5)
+    output, h_n = module(torch.randn(2, 0, 3), hx)
+    assert output.shape == (2, 0, 5)
+    assert torch.equal(h_n, hx)
+    assert module(torch.randn(0, 4, 3))[1].shape == (1, 0, 5)
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "message"),
+    [
+        (lambda: ostinato.MinGRU(0, 4), ValueError, "input_size must be positive; got 0"),
+        (lambda: ostinato.MinGRU(4, -1), ValueError, "hidden_size must be positive; got -1"),
+        (lambda: ostinato.MinGRU(4, 2.5), TypeError, "hidden_size must be an integer; got float"),
+        (lambda: ostinato.MinLSTM(4, 4, 0), ValueError, "num_layers must be positive; got 0"),
+        (lambda: ostinato.MinGRU(4, 4, 2, dropout=1.5), ValueError, "dropout must be a probability.* got 1.5"),
+        (lambda: ostinato.MinGRU(4, 4, candidate="relu"), ValueError, "candidate must be one of .* got 'relu'"),
+        (lambda: ostinato.MinGRUCell(4, 4, backend="tpu"), ValueError, "backend must be one of .* got 'tpu'"),
+        (lambda: ostinato.MinGRU(4, 4)(torch.randn(4)), ValueError, r"input must have shape .* got \(4,\)"),
+        (lambda: ostinato.MinGRU(4, 4)(torch.randn(5, 3)), ValueError, r"input_size = 4 .* got shape \(5, 3\)"),
+        (lambda: ostinato.MinGRU(4, 4)(torch.ones(5, 4).int()), TypeError, "input must be .* torch.int32"),
+        (lambda: ostinato.MinGRU(4, 4)(torch.ones(5, 4).double()), TypeError, "parameters' dtype.* torch.float64"),
+        (lambda: ostinato.MinGRU(4, 4)(torch.ones(5, 4, device="meta")), ValueError, "module's device, cpu; got meta"),
+        (
+            lambda: ostinato.MinGRU(4, 6)(torch.randn(5, 2, 4), torch.randn(2, 2, 6)),
+            ValueError,
+            r"hx must have shape \(1, 2, 6\); got \(2, 2, 6\)",
+        ),
+        (
+            lambda: ostinato.MinGRU(4, 6).step(torch.randn(2, 4), torch.randn(2, 6)),
+            ValueError,
+            r"h must have shape \(1, 2, 6\); got \(2, 6\)",
+        ),
+        (lambda: ostinato.MinGRU(4, 4, bidirectional=True).step(torch.randn(4)), ValueError, "bidirectional"),
+        (
+            lambda: ostinato.MinGRUCell(4, 6)(torch.randn(4), torch.randn(2, 6)),
+            ValueError,
+            r"hx must have shape \(6,\); got \(2, 6\)",
+        ),
+    ],
+)
+def test_bad_input_is_named(make, kind, message):
+    with pytest.raises(kind, match=message):
+        make()

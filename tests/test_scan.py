@@ -1,0 +1,291 @@
+"""linear_scan and log_linear_scan: every backend against the float64 loop, and the properties a scan must have."""
+
+import functools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ostinato
+from ostinato.kernels import reference
+
+BACKENDS = ["reference", "torch", "cpu"]
+SCANS = [ostinato.linear_scan, ostinato.log_linear_scan]
+
+
+def loop(a, b, h0=None, reverse=False):
+    """The recurrence in float64, written out once more, independently of the library."""
+    a, b = a.double(), b.double()
+    h = torch.zeros(a.shape[0], a.shape[2], dtype=torch.float64) if h0 is None else h0.double()
+    out = torch.empty_like(b)
+    for t in reversed(range(a.shape[1])) if reverse else range(a.shape[1]):
+        h = a[:, t] * h + b[:, t]
+        out[:, t] = h
+    return out, h
+
+
+def inputs(batch, length, width, sequences=None, dtype=torch.float64):
+    a = torch.rand(batch, length, width, dtype=dtype)
+    b = torch.randn(batch, length, width, dtype=dtype)
+    return a, b, torch.randn(sequences or batch, width, dtype=dtype)
+
+
+def error(got, want):
+    return ((got.double() - want).abs().max() / want.abs().max().clamp(min=1e-30)).item() if want.numel() else 0.0
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    batch=st.integers(1, 3),
+    length=st.integers(0, 70),
+    width=st.integers(1, 20),
+    reverse=st.booleans(),
+    with_state=st.booleans(),
+    backend=st.sampled_from(BACKENDS),
+    seed=st.integers(0, 99),
+)
+def test_matches_the_loop(batch, length, width, reverse, with_state, backend, seed):
+    torch.manual_seed(seed)
+    a, b, h0 = inputs(batch, length, width)
+    h0 = h0 if with_state else None
+    want, want_last = loop(a, b, h0, reverse)
+    h, h_last = ostinato.linear_scan(a, b, h0, reverse=reverse, backend=backend)
+    assert h.shape == want.shape
+    assert error(h, want) < 1e-12
+    assert error(h_last, want_last) < 1e-12
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_narrow_dtypes_accumulate_in_float32(dtype, backend):
+    torch.manual_seed(0)
+    a, b, h0 = (x.to(dtype) for x in inputs(2, 300, 5))
+    h, h_last = ostinato.linear_scan(a, b, h0, backend=backend)
+    assert h.dtype == h_last.dtype == dtype
+    want, _ = loop(a, b, h0)
+    rounded_once = (want.to(dtype).double() - want).abs()
+    assert ((h.double() - want).abs() <= 1.001 * rounded_once + 1e-5).all()
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+@pytest.mark.parametrize("gates", ["unit", "near one", "signed"])
+def test_float32_error_does_not_grow_with_length(gates, backend):
+    torch.manual_seed(0)
+    uniform = torch.rand(1, 65536, 8, dtype=torch.float64)
+    a = {"unit": uniform, "near one": 1 - 1e-4 * uniform, "signed": 2 * uniform - 1}[gates].float()
+    b = torch.randn(1, 65536, 8)
+    limit = 1e-4 if (gates, backend) == ("near one", "torch") else 2e-6  # addcmul rounds twice
+    assert error(ostinato.linear_scan(a, b, backend=backend)[0], loop(a, b)[0]) < limit
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_log_space_reaches_beyond_the_range_of_float32(backend):
+    torch.manual_seed(0)
+    log_a, log_b = 3 * torch.rand(1, 400, 4), torch.randn(1, 400, 4)
+    want = reference.log_linear_scan(log_a.double(), log_b.double(), torch.full((1, 4), -torch.inf).double())[0]
+    log_h, _ = ostinato.log_linear_scan(log_a, log_b, backend=backend)
+    assert want.max() > 500  # e^500 is no float32
+    assert log_h.isfinite().all()
+    assert error(log_h, want) < 1e-5
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("reverse", [False, True])
+def test_log_space_is_the_linear_scan_of_the_exponentials(backend, reverse):
+    torch.manual_seed(0)
+    a, b, h0 = (x.abs() for x in inputs(2, 60, 3))
+    want, want_last = ostinato.linear_scan(a, b, h0, reverse=reverse, backend="reference")
+    log_h, log_last = ostinato.log_linear_scan(a.log(), b.log(), h0.log(), reverse=reverse, backend=backend)
+    assert error(log_h.exp(), want) < 1e-12
+    assert error(log_last.exp(), want_last) < 1e-12
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("scan", SCANS)
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("cu_seqlens", [None, [0, 4, 4, 5, 19]])
+def test_gradients(scan, backend, reverse, cu_seqlens):
+    torch.manual_seed(0)
+    bounds = None if cu_seqlens is None else torch.tensor(cu_seqlens, dtype=torch.int32)
+    tensors = inputs(2 if bounds is None else 1, 19, 2, None if bounds is None else 4)
+    call = functools.partial(scan, reverse=reverse, cu_seqlens=bounds, backend=backend)
+    assert torch.autograd.gradcheck(call, [x.requires_grad_() for x in tensors], eps=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_gradients_equal_autograd_through_the_loop(backend, reverse):
+    torch.manual_seed(0)
+    tensors = [x.requires_grad_() for x in inputs(2, 200, 4)]
+    weights = torch.randn(2, 200, 4, dtype=torch.float64), torch.randn(2, 4, dtype=torch.float64)
+
+    def gradients(outputs):
+        return torch.autograd.grad(sum((y * w).sum() for y, w in zip(outputs, weights, strict=True)), tensors)
+
+    start = (tensors[0].transpose(0, 1).unbind(), tensors[1].transpose(0, 1).unbind())
+    h, steps = tensors[2], [None] * 200
+    for t in reversed(range(200)) if reverse else range(200):
+        h = start[0][t] * h + start[1][t]
+        steps[t] = h
+    want = gradients((torch.stack(steps, 1), h))
+    got = gradients(ostinato.linear_scan(*tensors, reverse=reverse, backend=backend))
+    for g, w in zip(got, want, strict=True):
+        assert error(g, w) < 1e-10
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("scan", SCANS)
+@pytest.mark.parametrize("reverse", [False, True])
+def test_packed_equals_separate(scan, backend, reverse):
+    torch.manual_seed(0)
+    bounds = torch.tensor([0, 0, 7, 8, 8, 40], dtype=torch.int32)
+    a, b, h0 = inputs(1, 40, 3, 5)
+    h, h_last = scan(a, b, h0, reverse=reverse, cu_seqlens=bounds, backend=backend)
+    for n in range(5):
+        piece = slice(bounds[n], bounds[n + 1])
+        want, want_last = scan(a[:, piece], b[:, piece], h0[n : n + 1], reverse=reverse, backend=backend)
+        assert torch.allclose(h[:, piece], want, rtol=1e-12, atol=0)
+        assert torch.allclose(h_last[n], want_last[0], rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_two_halves_with_the_state_carried_over_are_the_whole(backend):
+    torch.manual_seed(0)
+    a, b, h0 = inputs(2, 101, 3)
+    whole, last = ostinato.linear_scan(a, b, h0, backend=backend)
+    first, state = ostinato.linear_scan(a[:, :40], b[:, :40], h0, backend=backend)
+    second, state = ostinato.linear_scan(a[:, 40:], b[:, 40:], state, backend=backend)
+    assert error(torch.cat((first, second), 1), whole) < 1e-12
+    assert error(state, last) < 1e-12
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_reverse_is_the_scan_of_the_flipped_sequence(backend):
+    torch.manual_seed(0)
+    a, b, h0 = inputs(2, 33, 3)
+    want, want_last = ostinato.linear_scan(a.flip(1), b.flip(1), h0, backend=backend)
+    h, h_last = ostinato.linear_scan(a, b, h0, reverse=True, backend=backend)
+    assert error(h, want.flip(1)) < 1e-12
+    assert error(h_last, want_last) < 1e-12
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_any_strides(backend):
+    torch.manual_seed(0)
+    a, b, h0 = inputs(2, 30, 4)
+    want, _ = loop(a, b, h0)
+    channels_before_time = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (a, b)]
+    every_other = [torch.stack((x, torch.full_like(x, torch.nan)), -1)[..., 0] for x in (a, b)]
+    time_first = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (a, b)]
+    for strided in (channels_before_time, every_other, time_first):
+        assert error(ostinato.linear_scan(*strided, h0, backend=backend)[0], want) < 1e-12
+    expanded = a[:, :1, :1].expand(2, 30, 4)
+    assert error(ostinato.linear_scan(expanded, b, h0, backend=backend)[0], loop(expanded, b, h0)[0]) < 1e-12
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_steps_leave_the_state_as_it_was(backend):
+    a, b, h0 = inputs(2, 0, 3)
+    h0.requires_grad_()
+    h, h_last = ostinato.linear_scan(a, b, h0, backend=backend)
+    assert h.shape == (2, 0, 3)
+    assert torch.equal(h_last, h0)
+    h_last.sum().backward()
+    assert torch.equal(h0.grad, torch.ones(2, 3, dtype=torch.float64))
+    assert torch.equal(ostinato.linear_scan(a, b, backend=backend)[1], torch.zeros(2, 3, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_nan_and_inf_stay_in_their_channel_and_their_future(backend, bad):
+    torch.manual_seed(0)
+    a, b, _ = inputs(1, 90, 3)
+    b[0, 50, 1] = bad
+    h, _ = ostinato.linear_scan(a, b, backend=backend)
+    touched = torch.zeros(1, 90, 3, dtype=torch.bool)
+    touched[0, 50:, 1] = True
+    assert torch.equal(~h.isfinite(), touched)
+    bounds = torch.tensor([0, 60, 90], dtype=torch.int32)
+    h, _ = ostinato.linear_scan(a, b, cu_seqlens=bounds, backend=backend)
+    touched[0, 60:] = False
+    assert torch.equal(~h.isfinite(), touched)
+
+
+@pytest.mark.parametrize("length", [0, 1, 2, 3, 64, 77])
+def test_blelloch_and_log_space_references(length):
+    torch.manual_seed(0)
+    a, b, h0 = (x.abs() for x in inputs(2, length, 3))
+    want, _ = loop(a, b, h0)
+    assert error(reference.blelloch_scan(a, b, h0), want) < 1e-12
+    if length:
+        assert error(reference.log_space_scan(a.log(), b.log(), h0.log()).exp(), want) < 1e-10
+
+
+@pytest.mark.parametrize("name", ["linear_scan", "log_linear_scan"])
+def test_operators_are_well_formed(name):
+    torch.manual_seed(0)
+    a, b, h0 = inputs(1, 9, 3, 2)
+    bounds = torch.tensor([0, 4, 9], dtype=torch.int32)
+    operator = getattr(torch.ops.ostinato, name).default
+    for arguments in ((a, b, None, None), (a, b, h0, bounds)):
+        arguments = [x.clone().requires_grad_() if x is not None and x.is_floating_point() else x for x in arguments]
+        torch.library.opcheck(operator, (*arguments, True, "cpu"))
+
+
+def test_compiled_equals_eager():
+    torch.manual_seed(0)
+    a, b, h0 = (x.requires_grad_() for x in inputs(2, 30, 3))
+
+    def loss(a, b, h0):
+        h, h_last = ostinato.linear_scan(a, b, h0)
+        return h.square().sum() + h_last.sum()
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(a, b, h0), loss(a, b, h0))
+    want = torch.autograd.grad(loss(a, b, h0), (a, b, h0))
+    for g, w in zip(torch.autograd.grad(compiled(a, b, h0), (a, b, h0)), want, strict=True):
+        assert torch.equal(g, w)
+
+
+def test_second_derivatives_are_refused():
+    a, b, _ = (x.requires_grad_() for x in inputs(1, 5, 2))
+    with pytest.raises(NotImplementedError, match="linear_scan has no second derivative"):
+        torch.autograd.grad(ostinato.linear_scan(a, b)[0].sum(), a, create_graph=True)
+
+
+FINE = torch.rand(1, 6, 3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "keywords", "kind", "message"),
+    [
+        ((FINE[0], FINE[0]), {}, ValueError, r"a must have shape \(B, T, D\); got \(6, 3\)"),
+        ((FINE, FINE[:, :5]), {}, ValueError, r"b must have the shape of a, \(1, 6, 3\); got \(1, 5, 3\)"),
+        ((FINE.int(), FINE), {}, TypeError, "a must be a tensor of a real floating dtype; got a tensor of torch.int32"),
+        ((FINE, FINE.cfloat()), {}, TypeError, "b must be .* got a tensor of torch.complex64"),
+        ((FINE, [1.0]), {}, TypeError, "b must be a tensor .* got list"),
+        ((FINE, FINE.to("meta")), {}, ValueError, "b must be on the device of a, cpu; got meta"),
+        ((FINE, FINE, FINE[0]), {}, ValueError, r"h0 must have shape \(1, 3\); got \(6, 3\)"),
+        ((FINE, FINE), {"backend": "gpu"}, ValueError, "backend must be one of .*'auto'.* got 'gpu'"),
+        ((FINE, FINE), {"backend": "cuda"}, RuntimeError, "backend 'cuda' runs on cuda tensors; got tensors on cpu"),
+        ((FINE, FINE), {"cu_seqlens": [0, 6]}, TypeError, "cu_seqlens must be an int32 tensor; got list"),
+        ((FINE, FINE), {"cu_seqlens": torch.tensor([0, 6])}, TypeError, "cu_seqlens must be .* torch.int64"),
+        ((FINE, FINE), {"cu_seqlens": torch.tensor([[0, 6]]).int()}, ValueError, r"cu_seqlens must have shape \(N"),
+        ((FINE, FINE), {"cu_seqlens": torch.tensor([0, 5]).int()}, ValueError, r"rise from 0 to .* 6; got \[0, 5\]"),
+        ((FINE, FINE), {"cu_seqlens": torch.tensor([0, 4, 3, 6]).int()}, ValueError, "cu_seqlens must rise"),
+        ((FINE, FINE), {"cu_seqlens": torch.tensor([1, 6]).int()}, ValueError, "cu_seqlens must rise"),
+        ((torch.cat((FINE, FINE)),) * 2, {"cu_seqlens": torch.tensor([0, 6]).int()}, ValueError, "a must have a batch"),
+    ],
+)
+def test_bad_input_is_named(arguments, keywords, kind, message):
+    with pytest.raises(kind, match=message):
+        ostinato.linear_scan(*arguments, **keywords)
+
+
+def test_boundaries_changed_in_place_are_checked_again():
+    bounds = torch.tensor([0, 2, 6], dtype=torch.int32)
+    ostinato.linear_scan(FINE, FINE, cu_seqlens=bounds)
+    bounds[1] = 7
+    with pytest.raises(ValueError, match="cu_seqlens must rise"):
+        ostinato.linear_scan(FINE, FINE, cu_seqlens=bounds)
