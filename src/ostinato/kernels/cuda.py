@@ -57,9 +57,9 @@ class Geometry(NamedTuple):
         pack, state = self.vec * itemsize, self.group * max(4, itemsize)
         strip = (32 + self.staged) * self.rows * pack
         strips = self.stages * self.warps * inputs + (self.warps if self.staged else 1)
-        between_warps = 2 * self.warps * (2 * state + 4)
+        between_warps = 2 * self.warps * (3 * state + 4)
         tiles = min(256, self.warps * 32 // self.lanes)
-        window = tiles * 4 + 2 * (tiles if self.look_back else 1) * state
+        window = tiles * 4 + (tiles if self.look_back else 1) * (3 * state + max(4, itemsize) * self.vec * self.lanes)
         bias = (self.warps if backward else 1) * outputs * state
         return strips * strip + between_warps + window + bias + 64
 
@@ -84,6 +84,7 @@ STREAMING = {
     ("MinLSTM", 2): Tuning(8, 8, 2, 1, 1.5),
     ("MinLSTMBackward", 2): Tuning(8, 4, 1, 1, 1.5),
 }
+STREAMING |= {(name, 4): Tuning(8, 4, 2, 1, 1.0) for name in ("MinGRU", "MinGRUBackward", "MinLSTM", "MinLSTMBackward")}
 STREAMING_OTHERWISE = Tuning(4, 4, 2, 1, 1.0)
 
 
@@ -238,7 +239,7 @@ def _prepare(problem: _Problem, bias_dtype: torch.dtype, alignment: int) -> _Lau
     words = 0
     if geometry.look_back:
         tiles *= chunks
-        words = 1 + tiles * 3 * geometry.group * problem.compute.itemsize // 4
+        words = 1 + tiles * 4 * geometry.group * problem.compute.itemsize // 4
         blocks = min(tiles, geometry.resident * processors)
     padded = [*problem.inputs, *[_NO_STRIDES] * (5 - len(problem.inputs)), *problem.outputs]
     padded += [_NO_STRIDES] * (8 - len(padded))

@@ -8,6 +8,7 @@
 // take a bias, and `read` turns their values at one channel, bias added, into a step.  `neutral` are inputs whose step changes nothing.
 
 struct Linear {
+    static constexpr bool LINEAR = true;
     static __device__ Compute times(Compute a, Compute b) { return a * b; }
     static __device__ Compute times_plus(Compute a, Compute h, Compute b) { return fma(a, h, b); }
     static __device__ Compute one() { return 1; }
@@ -15,6 +16,7 @@ struct Linear {
 };
 
 struct Logarithmic {
+    static constexpr bool LINEAR = false;
     static __device__ Compute times(Compute a, Compute b) { return a + b; }
     static __device__ Compute times_plus(Compute a, Compute h, Compute b) { return log_add_exp(a + h, b); }
     static __device__ Compute one() { return 0; }

@@ -80,22 +80,42 @@ struct Parameters {
 
 struct alignas(sizeof(Compute) * VEC) Channels { Compute value[VEC]; };
 
+// Gates near 1 lie so close to each other in float that a product of a few is rounded the same way every time, which
+// a long memory adds up (4e-5 at T = 65,536 for gates within 1e-4 of 1).  So a product of floats keeps what rounding
+// took from it, as the sum a + low.
+constexpr bool EXTENDED = sizeof(Scalar) == 4 && Ring::LINEAR;
+
 // The composition of consecutive steps.
 struct Composition {
-    Channels a, b;
+    Channels a, low, b;
     bool reset;  // a packed sequence begins within: the state before does not matter
 
     __device__ static Composition none() {
         Composition c;
         c.reset = false;
 #pragma unroll
-        for (int v = 0; v < VEC; ++v) c.a.value[v] = Ring::one(), c.b.value[v] = Ring::zero();
+        for (int v = 0; v < VEC; ++v) c.a.value[v] = Ring::one(), c.low.value[v] = 0, c.b.value[v] = Ring::zero();
         return c;
+    }
+    // a * h + b for one channel.
+    __device__ Compute apply(int v, Compute h) const {
+        return Ring::times_plus(a.value[v], h, EXTENDED ? fma(low.value[v], h, b.value[v]) : b.value[v]);
+    }
+    // Append a step, or a composition of steps with its own low part.
+    __device__ void append(int v, Compute next_a, Compute next_low, Compute next_b) {
+        const Compute product = Ring::times(next_a, a.value[v]);
+        if (EXTENDED) {
+            const Compute rest = fma(next_low, a.value[v], fma(next_a, low.value[v], fma(next_a, a.value[v], -product)));
+            low.value[v] = rest - rest == 0 ? rest : 0;  // an infinite product has none
+            next_b = fma(next_low, b.value[v], next_b);
+        }
+        a.value[v] = product;
+        b.value[v] = Ring::times_plus(next_a, b.value[v], next_b);
     }
     __device__ void carry(Channels& state) const {
 #pragma unroll
         for (int v = 0; v < VEC; ++v) {
-            const Compute carried = Ring::times_plus(a.value[v], state.value[v], b.value[v]);
+            const Compute carried = apply(v, state.value[v]);
             state.value[v] = PACKING == CU_SEQLENS && reset ? b.value[v] : carried;
         }
     }
@@ -103,10 +123,7 @@ struct Composition {
         if (PACKING == CU_SEQLENS && reset) return *this;
         Composition both = first;
 #pragma unroll
-        for (int v = 0; v < VEC; ++v) {
-            both.a.value[v] = Ring::times(a.value[v], first.a.value[v]);
-            both.b.value[v] = Ring::times_plus(a.value[v], first.b.value[v], b.value[v]);
-        }
+        for (int v = 0; v < VEC; ++v) both.append(v, a.value[v], low.value[v], b.value[v]);
         return both;
     }
     __device__ Composition from_lane_below(int lanes) const {
@@ -115,6 +132,7 @@ struct Composition {
 #pragma unroll
         for (int v = 0; v < VEC; ++v) {
             other.a.value[v] = __shfl_up_sync(~0u, a.value[v], lanes);
+            other.low.value[v] = EXTENDED ? __shfl_up_sync(~0u, low.value[v], lanes) : 0;
             other.b.value[v] = __shfl_up_sync(~0u, b.value[v], lanes);
         }
         return other;
@@ -250,9 +268,9 @@ struct Strip {
 struct Shared {
     Strip input[STAGES][WARPS][INPUTS];
     Strip output[STAGED ? WARPS : 1];
-    Channels a[2][WARPS][LANES], b[2][WARPS][LANES];  // two, as one tile's may still be read when the next begins
+    Channels a[2][WARPS][LANES], low[2][EXTENDED ? WARPS : 1][LANES], b[2][WARPS][LANES];  // two, as one tile's may still be read when the next begins
     int reset[2][WARPS];
-    Channels window_a[LOOK_BACK ? WINDOW : 1][LANES], window_b[LOOK_BACK ? WINDOW : 1][LANES];
+    Composition window[LOOK_BACK ? WINDOW : 1][LANES];
     int seen[WINDOW];
     Compute bias[BACKWARD ? WARPS : 1][OUTPUTS][GROUP];
     int drawn;
@@ -361,12 +379,7 @@ struct Steps {
                 }
             }
 #pragma unroll
-            for (int v = 0; v < VEC; ++v) {
-                Compute &a = whole.a.value[v], &b = whole.b.value[v];
-                const Step& next = step[u][v];
-                a = u == 0 ? next.a : Ring::times(next.a, a);
-                b = u == 0 && PACKING != CU_SEQLENS ? next.offset() : Ring::times_plus(next.a, b, next.offset());
-            }
+            for (int v = 0; v < VEC; ++v) whole.append(v, step[u][v].a, 0, step[u][v].offset());
         }
         return whole;
     }
@@ -416,7 +429,7 @@ struct Steps {
 };
 
 // What is published of a tile: the composition of its steps, and the state after it.
-enum Part { A, B, AFTER, PARTS };
+enum Part { A, B, AFTER, LOW, PARTS = EXTENDED ? 4 : 3 };
 
 struct Published {
     Word* words;  // of one chain
@@ -467,6 +480,7 @@ __device__ inline void look_back(
     if (chunk == 0) return;                              // `state` is the initial one
     if (publishes && !tile.reset) {
         published.write(chunk, A, tile.a);
+        if (EXTENDED) published.write(chunk, LOW, tile.low);
         published.write(chunk, B, tile.b);
     }
     enum { NOTHING, AGGREGATED, KNOWN };
@@ -475,17 +489,19 @@ __device__ inline void look_back(
         if (watched < WINDOW && seen != KNOWN) {
             const int other = chunk - 1 - watched;
             bool after_ready = false, both_ready = false;
-            Channels a, b, after;
+            Composition there = Composition::none();
+            Channels after;
             if (other >= 0) {
                 after_ready = published.read(other, AFTER, after);
-                both_ready = published.read(other, A, a) & published.read(other, B, b);
+                both_ready = published.read(other, A, there.a) & published.read(other, B, there.b);
+                if (EXTENDED) both_ready &= published.read(other, LOW, there.low);
             }
             const unsigned lanes = (LANES == 32 ? ~0u : (1u << LANES) - 1) << (at.segment * LANES);
             const bool known = (__ballot_sync(__activemask(), after_ready) & lanes) == lanes;
             const bool aggregated = (__ballot_sync(__activemask(), both_ready) & lanes) == lanes;
             seen = known ? KNOWN : aggregated ? AGGREGATED : NOTHING;
-            shared.window_a[watched][slot] = a;
-            shared.window_b[watched][slot] = known ? after : b;
+            if (known) there.b = after;
+            shared.window[watched][slot] = there;
             shared.seen[watched] = seen;
         }
         __syncthreads();
@@ -504,13 +520,8 @@ __device__ inline void look_back(
         if (depth >= 0) break;
         __syncthreads();
     }
-    state = shared.window_b[depth][slot];
-    for (int back = depth - 1; back >= 0; --back)
-#pragma unroll
-        for (int v = 0; v < VEC; ++v)
-            state.value[v] = Ring::times_plus(
-                shared.window_a[back][slot].value[v], state.value[v], shared.window_b[back][slot].value[v]
-            );
+    state = shared.window[depth][slot].b;
+    for (int back = depth - 1; back >= 0; --back) shared.window[back][slot].carry(state);
     if (!tile.reset) publish_after(state);
 }
 
@@ -604,13 +615,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) scan(const __gri
         }
         if (at.segment == SEGMENTS - 1) {
             shared.a[buffer][at.warp][slot] = whole.a;
+            if (EXTENDED) shared.low[buffer][at.warp][slot] = whole.low;
             shared.b[buffer][at.warp][slot] = whole.b;
             if (PACKING == CU_SEQLENS) shared.reset[buffer][at.warp] = whole.reset;
         }
         __syncthreads();
         const auto of_warp = [&](int warp) -> Composition {
-            return {shared.a[buffer][warp][slot], shared.b[buffer][warp][slot],
-                    PACKING == CU_SEQLENS && shared.reset[buffer][warp]};
+            return {shared.a[buffer][warp][slot], shared.low[buffer][EXTENDED ? warp : 0][slot],
+                    shared.b[buffer][warp][slot], PACKING == CU_SEQLENS && shared.reset[buffer][warp]};
         };
         if constexpr (LOOK_BACK) {
             next = drawn();
