@@ -171,7 +171,7 @@ class Check:
         return self._expected[bias]
 
     def errors(self, run: Run) -> dict[str, float]:
-        """The largest error of each pass, relative to the largest value there is."""
+        """The error of each pass, relative in the Euclidean norm."""
         output = run.layout(run.call())
         begin = self.start + self.skip
         grad = torch.zeros_like(output)
@@ -180,7 +180,7 @@ class Check:
         found = [output[-1:, begin:][..., self.channels]]
         found += [self.work.window(run.layout(x), begin, self.channels) for x in grads]
         errors = [
-            float((x.detach().cpu().double() - y).abs().max() / y.abs().max())
+            float((x.detach().cpu().double() - y).norm() / y.norm())
             for x, y in zip(found, self.expected(run.has_bias), strict=True)
         ]
         # torch's maximum, unlike Python's, is NaN where any of them is

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -128,7 +129,10 @@ class Layer:
     def reference(self, inputs: list[Tensor], data: tuple[Tensor, ...], channels: list[int], bias: bool) -> Tensor:
         gates, x = GATES_OF[self.cell], inputs[0]
         weight, offset = (part.unflatten(0, (gates, -1))[:, channels].flatten(0, 1).to(x) for part in data[1:])
-        a, b = reference.GATES[self.cell](F.linear(x, weight, offset if bias else None), "positive")
+        pre = F.linear(x, weight)
+        # Pre-activations are stored in the layer's dtype; g's derivative jumps at 0, which they must not cross here.
+        pre = pre + (pre.to(self.dtype).to(pre) - pre).detach()
+        a, b = reference.GATES[self.cell](pre + offset if bias else pre, "positive")
         return reference.linear_scan(a, b, torch.zeros_like(a[:, 0]))[0]
 
 
@@ -144,10 +148,14 @@ def workloads(kind: str, device: torch.device, quick: bool = False, only: str = 
 
     Raises ValueError if no name contains `only`.
     """
-    everything = (QUICK if quick else ON_CUDA if device.type == "cuda" else ON_CPU)[kind]
-    chosen = [work for work in everything if only in str(work)]
+    return named((QUICK if quick else ON_CUDA if device.type == "cuda" else ON_CPU)[kind], only)
+
+
+def named(works: list[Any], part: str) -> list[Any]:
+    """Those whose name contains `part`.  Raises ValueError if none does."""
+    chosen = [work for work in works if part in str(work)]
     if not chosen:
-        raise ValueError(f"only must be part of one of {'; '.join(map(str, everything))}; got {only!r}")
+        raise ValueError(f"only must be part of one of {'; '.join(map(str, works))}; got {part!r}")
     return chosen
 
 
