@@ -1,7 +1,21 @@
 """Recurrent networks at hardware speed for PyTorch."""
 
 from ostinato.minimal import MinGRU, MinGRUCell, MinLSTM, MinLSTMCell
+from ostinato.pruning import cubic_density, prune
+from ostinato.recurrent import GRU, LSTM, RNN
 from ostinato.scan import linear_scan, log_linear_scan
 
-__all__ = ["MinGRU", "MinGRUCell", "MinLSTM", "MinLSTMCell", "linear_scan", "log_linear_scan"]
+__all__ = [
+    "MinGRU",
+    "MinGRUCell",
+    "MinLSTM",
+    "MinLSTMCell",
+    "RNN",
+    "GRU",
+    "LSTM",
+    "prune",
+    "cubic_density",
+    "linear_scan",
+    "log_linear_scan",
+]
 __version__ = "0.1.0"

@@ -61,6 +61,8 @@ def load_checkpoint(path: Path) -> Checkpoint:
         raise ValueError(f"{path}: expected a checkpoint's settings and vocabulary; {error}") from None
     weights, training_tensors = _with_prefix(tensors, "model."), _with_prefix(tensors, "training.")
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    masks = {name: name.replace(".mask_", ".weight_") for name in weights if ".mask_" in name}
+    expected |= {name: expected[weight] for name, weight in masks.items() if weight in expected}
     for name in sorted(expected.keys() | weights.keys()):
         found = tuple(weights[name].shape) if name in weights else None
         if found != expected.get(name):

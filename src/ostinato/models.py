@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from ostinato.minimal import MinGRU, MinLSTM
+from ostinato.recurrent import GRU, LSTM
 
-CELLS = {"mingru": MinGRU, "minlstm": MinLSTM, "gru": nn.GRU, "lstm": nn.LSTM}
+CELLS = {"mingru": MinGRU, "minlstm": MinLSTM, "gru": GRU, "lstm": LSTM}
 
 # What a block remembers: the last inputs of its convolution (B, K-1, W) and its hidden state, laid out as
 # the cell's module returns it: (1, B, H), or a pair of them for the LSTM.

@@ -8,6 +8,7 @@ import typer
 from ostinato.cli.bench import app as bench
 from ostinato.cli.demo import demo
 from ostinato.cli.generate import generate
+from ostinato.cli.prune import prune
 from ostinato.cli.train import train
 
 app = typer.Typer(
@@ -17,7 +18,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-for command in (demo, train, generate):
+for command in (demo, train, generate, prune):
     app.command()(command)
 app.add_typer(bench, name="bench")
 

@@ -1,0 +1,130 @@
+"""``ostinato prune``: a trained GRU or LSTM with fewer recurrent weights, and what that costs."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer import Option
+
+from ostinato.cli.train import _digest, _read, bits, show_progress, stop_on_interrupt
+
+if TYPE_CHECKING:
+    from ostinato.checkpoint import Checkpoint
+    from ostinato.training import TrainingSettings
+
+
+def prune(
+    checkpoint: Annotated[Path, typer.Argument(help="best.safetensors or last.safetensors of a training.")],
+    density: Annotated[str, Option(help="Part of the recurrent weights to keep; or one for each gate: 0.05,0.05,0.2.")],
+    block: Annotated[str, Option(help="What is pruned as one: 1x1, 16x1 or 8x4 weights.")] = "1x1",
+    keep_diagonal: Annotated[
+        bool, Option("--keep-diagonal", help="Keep every unit's weight to itself beyond the density.")
+    ] = False,
+    input_weights: Annotated[bool, Option("--input-weights", help="Prune the input weights too.")] = False,
+    finetune: Annotated[int, Option(help="Steps to train what is left.")] = 0,
+    learning_rate: Annotated[float, Option(help="AdamW's for that, at its highest.")] = 1e-3,
+    text: Annotated[
+        Path | None,
+        Option(help="A UTF-8 file, or a folder of them.", show_default="what the model was trained on"),
+    ] = None,
+    output: Annotated[
+        Path | None, Option(help="The pruned model's file.", show_default="CHECKPOINT-pruned.safetensors")
+    ] = None,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace the file if it is there.")] = False,
+    device: Annotated[str, Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
+    precision: Annotated[str, Option(help="float32, bfloat16 (autocast), or auto.")] = "auto",
+) -> None:
+    """Prune a trained GRU or LSTM by magnitude, train what is left, and show the held-out loss before and after."""
+    from rich.console import Console
+
+    import ostinato
+    from ostinato.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+    from ostinato.cli.devices import choose_device
+    from ostinato.files import check_folder
+    from ostinato.training import Trainer
+
+    console = Console(highlight=False, soft_wrap=True)
+    options: dict[str, Any] = {
+        "density": _densities(density),
+        "block": _block(block),
+        "keep_diagonal": keep_diagonal,
+        "input_weights": input_weights,
+    }
+    if finetune < 0:
+        raise ValueError(f"finetune must be at least 0; got {finetune}")
+    if output is None:
+        output = checkpoint.with_stem(f"{checkpoint.stem}-pruned")
+    if output.exists() and not overwrite:
+        raise ValueError(f"{output} is there already: expected another --output, or --overwrite")
+    check_folder(output.parent)
+    loaded = load_checkpoint(checkpoint)
+    if loaded.model.settings["cell"] not in ("gru", "lstm"):
+        raise ValueError(f"{checkpoint}: expected a gru or lstm to prune; got a {loaded.model.settings['cell']}")
+    settings = replace(
+        _settings(loaded),
+        seconds=None,
+        steps=max(finetune, 1),
+        learning_rate=learning_rate,
+        warmup_steps=min(100, finetune // 10),
+        evaluate_every=max(finetune // 4, 1),
+    )
+    tokens = loaded.vocabulary.encode(_text_of(checkpoint, loaded, text))
+    trainer = Trainer(loaded.model, tokens, settings, device=choose_device(device), precision=precision)
+
+    def show(what: str) -> None:
+        loss = trainer.evaluate().held_out_loss
+        console.print(f"{what:<24} held out {loss:.4f} nats, {bits(loss):.4f} bits per character")
+
+    def save() -> None:
+        training = {**loaded.training, "pruning": {**options, "finetuned": trainer.step}}
+        save_checkpoint(output, Checkpoint(loaded.model, loaded.vocabulary, training))
+
+    show("before")
+    ostinato.prune(loaded.model, **options)
+    kept = sum(int(mask.sum()) for name, mask in loaded.model.named_buffers() if ".mask_" in name)
+    of = sum(mask.numel() for name, mask in loaded.model.named_buffers() if ".mask_" in name)
+    show(f"{kept / of:.1%} of {of:,} weights")
+    save()
+    if finetune:
+        with stop_on_interrupt() as interrupted:
+            show_progress(trainer, console, lambda point: save(), interrupted)
+        if trainer.progress < 1:
+            save()
+            console.print(f"Interrupted at step {trainer.step}; {output} has what there was.")
+            raise typer.Exit(130)
+        show("fine-tuned")
+    console.print(f"To see what it writes:  ostinato generate {output}")
+
+
+def _densities(text: str) -> float | list[float]:
+    try:
+        values = [float(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"density must be a number, or one for each gate with commas between; got {text!r}") from None
+    return values[0] if len(values) == 1 else values
+
+
+def _block(text: str) -> tuple[int, ...]:
+    from ostinato.masks import BLOCKS
+
+    blocks = {f"{rows}x{columns}": (rows, columns) for rows, columns in BLOCKS}
+    if text not in blocks:
+        raise ValueError(f"block must be one of {', '.join(blocks)}; got {text!r}")
+    return blocks[text]
+
+
+def _settings(loaded: "Checkpoint") -> "TrainingSettings":
+    """Those of the training, without which held-out parts would differ."""
+    from ostinato.training import TrainingSettings
+
+    return TrainingSettings(**loaded.training.get("trainer", {}).get("settings", {}))
+
+
+def _text_of(path: Path, loaded: "Checkpoint", text: Path | None) -> str:
+    """The text to take the held-out loss of: by default the very one of the training."""
+    saved = loaded.training.get("text")
+    corpus = _read(text or (Path(saved) if saved else None))
+    if text is None and "digest" in loaded.training and _digest(corpus) != loaded.training["digest"]:
+        raise ValueError(f"{corpus.source}: expected the text that {path} was trained on; it differs")
+    return corpus.text

@@ -1,0 +1,173 @@
+"""Magnitude pruning of recurrent layers: which weights to keep, and how few at each step of a training."""
+
+from collections.abc import Mapping, Sequence
+from numbers import Real
+
+import torch
+from torch import Tensor, nn
+
+from ostinato.masks import BLOCKS, cut, keep_pruned, mask_name, masked
+from ostinato.recurrent import GRU, LSTM, RNN
+
+GATES = {"RNN_TANH": ("h",), "RNN_RELU": ("h",), "GRU": ("r", "z", "n"), "LSTM": ("i", "f", "g", "o")}
+COUNTERPARTS: dict[type, type] = {nn.RNN: RNN, nn.GRU: GRU, nn.LSTM: LSTM}
+
+Density = float | Sequence[float] | Mapping[str, float]
+
+
+def prune(
+    module: nn.Module,
+    density: Density,
+    *,
+    block: tuple[int, int] = (1, 1),
+    keep_diagonal: bool = False,
+    input_weights: bool = False,
+) -> nn.Module:
+    r"""Keep the largest recurrent weights of every RNN, GRU and LSTM in ``module``, and set the others to zero.
+
+    Each gate's matrix is cut into blocks from its first row and column; those at its edges may be smaller.  The
+    round(density * blocks) blocks of largest mean magnitude are kept, but at least one (for single weights, Han et
+    al. 2015, arXiv 1506.02626; for blocks, Narang et al. 2017, arXiv 1711.02782).  A mask for each weight becomes a
+    buffer of the layer.  From then on pruned weights count as zero and get no gradient, and every optimiser's step
+    leaves them at zero.  Pruning again chooses anew among the weights as they are; what was pruned is zero by then.
+
+    Layers of ``torch.nn`` become this library's: their class is changed, and they stay the same objects with the
+    same parameters.  To bring one back, load its weights into a new ``torch.nn`` layer with ``strict=False``.
+
+    Args:
+        module: a layer, or a model that contains some.
+        density: the part of the blocks to keep, above 0 and at most 1: for all gates, or for each, in the order of
+            ``torch.nn`` or by name: r, z, n of a GRU, i, f, g, o of an LSTM, h of an RNN.
+        block: rows by columns of what is kept or pruned as one: (1, 1), (16, 1) or (8, 4).
+        keep_diagonal: keep every unit's weight to itself as well, beyond the density.
+        input_weights: prune the input weights too, to the same density, in the same blocks.
+
+    Returns:
+        ``module``, changed in place.
+
+    Raises:
+        TypeError: no module, or a layer of a class derived from ``torch.nn``'s own, which cannot become ours.
+        ValueError: no recurrent layer in it, a density, gate or block that does not fit, or an LSTM with
+            ``proj_size``.
+
+    Example:
+        >>> import torch, ostinato
+        >>> gru = ostinato.prune(torch.nn.GRU(64, 128), density=0.1, block=(16, 1))
+        >>> gru.mask_hh_l0.float().mean(), (gru.weight_hh_l0 == 0).float().mean()
+        (tensor(0.0996), tensor(0.9004))
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module must be a torch.nn.Module; got {type(module).__name__}")
+    if block not in BLOCKS:
+        raise ValueError(f"block must be one of {', '.join(map(str, BLOCKS))}; got {block!r}")
+    layers = [layer for layer in module.modules() if isinstance(layer, nn.RNNBase)]
+    if not layers:
+        raise ValueError(f"module must be or contain an RNN, GRU or LSTM; got {type(module).__name__} without one")
+    densities = [_densities(layer, density) for layer in layers]
+    for layer in layers:
+        _check_layer(layer)
+    for layer, per_gate in zip(layers, densities, strict=True):
+        layer.__class__ = COUNTERPARTS.get(type(layer), type(layer))
+        for name in layer._flat_weights_names:
+            if name.startswith("weight_hh") or (input_weights and name.startswith("weight_ih")):
+                _prune_weight(layer, name, per_gate, block, keep_diagonal and name.startswith("weight_hh"))
+    return module
+
+
+def cubic_density(step: int, final: float, *, begin: int = 0, end: int, initial: float = 1.0) -> float:
+    r"""The density at a step of a gradual pruning (Zhu and Gupta 2017, arXiv 1710.01878, equation 1).
+
+    .. math:: d_t = d_{final} + (d_{initial} - d_{final}) \left(1 - \frac{t - begin}{end - begin}\right)^3
+
+    It falls fast while many weights are redundant and slowly at the end; it is ``initial`` up to ``begin`` and
+    ``final`` from ``end`` on.
+
+    Args:
+        step: of the training.
+        final, initial: densities, above 0 and at most 1.
+        begin, end: the steps between which it falls.
+
+    Raises:
+        ValueError: ``end`` not after ``begin``, or a density out of range.
+
+    Example:
+        >>> import ostinato
+        >>> [round(cubic_density(step, 0.1, end=100), 4) for step in (0, 50, 100)]
+        [1.0, 0.2125, 0.1]
+
+        In a training, after the optimiser's step, every hundred steps::
+
+            if step % 100 == 0:
+                ostinato.prune(model, cubic_density(step, final=0.1, begin=1000, end=8000), block=(16, 1))
+    """
+    _check_density("final", final)
+    _check_density("initial", initial)
+    if end <= begin:
+        raise ValueError(f"end must come after begin, {begin}; got {end}")
+    left = (1 - min(max((step - begin) / (end - begin), 0.0), 1.0)) ** 3
+    return left * initial + (1 - left) * final
+
+
+def _densities(layer: nn.RNNBase, density: Density) -> list[float]:
+    """One for each gate."""
+    gates = GATES[layer.mode]
+    if isinstance(density, Mapping):
+        if set(density) != set(gates):
+            raise ValueError(f"density must name the gates {', '.join(gates)}; got {', '.join(map(str, density))}")
+        values = [density[gate] for gate in gates]
+    elif isinstance(density, Sequence) and not isinstance(density, str):
+        if len(density) != len(gates):
+            raise ValueError(f"density must be one number, or {len(gates)} for {', '.join(gates)}; got {len(density)}")
+        values = list(density)
+    else:
+        values = [density] * len(gates)
+    for value in values:
+        _check_density("density", value)
+    return values
+
+
+def _check_density(name: str, value: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 < value <= 1:
+        raise ValueError(f"{name} must be above 0 and at most 1; got {value!r}")
+
+
+def _check_layer(layer: nn.RNNBase) -> None:
+    if layer.proj_size:
+        raise ValueError(
+            f"proj_size must be 0, projections of the hidden state cannot be pruned; got {layer.proj_size}"
+        )
+    if type(layer) not in COUNTERPARTS and not isinstance(layer, RNN | GRU | LSTM):
+        raise TypeError(
+            "module must consist of torch.nn's or ostinato's RNN, GRU and LSTM, or of classes derived from ostinato's; "
+            f"got {type(layer).__name__}, whose forward would not know of pruned weights"
+        )
+
+
+@torch.inference_mode(False)  # masks made in inference mode could not be trained with
+@torch.no_grad()
+def _prune_weight(
+    layer: nn.RNNBase, name: str, densities: list[float], block: tuple[int, int], keep_diagonal: bool
+) -> None:
+    weight = masked(layer, name)
+    mask = _largest(weight.unflatten(0, (len(densities), -1)), densities, block)
+    if keep_diagonal:
+        mask |= torch.eye(weight.shape[1], dtype=torch.bool, device=weight.device)
+    mask = mask.flatten(0, 1)
+    layer.register_buffer(mask_name(name), mask)
+    parameter = getattr(layer, name)
+    with torch.inference_mode(parameter.is_inference()), torch.no_grad():
+        parameter.masked_fill_(~mask, 0.0)
+    keep_pruned(layer, name)
+
+
+def _largest(weight: Tensor, densities: list[float], block: tuple[int, int]) -> Tensor:
+    """The mask of the blocks to keep, like ``weight``, (gates, R, C); ties go to the earlier block."""
+    sizes = cut(torch.ones_like(weight), block).sum(3)
+    scores = cut(weight.abs().to(torch.promote_types(weight.dtype, torch.float32)), block).sum(3) / sizes
+    gates, down, across = scores.shape
+    kept = torch.zeros(gates, down * across, dtype=torch.bool, device=weight.device)
+    for gate, density in enumerate(densities):
+        order = scores[gate].flatten().sort(descending=True, stable=True).indices
+        kept[gate, order[: max(1, round(density * len(order)))]] = True
+    whole = kept.view(gates, down, across).repeat_interleave(block[0], 1).repeat_interleave(block[1], 2)
+    return whole[:, : weight.shape[1], : weight.shape[2]]

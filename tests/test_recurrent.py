@@ -1,0 +1,492 @@
+"""RNN, GRU and LSTM are torch.nn's, whoever computes the forward.
+
+Pruned layers are compared with torch.nn's holding the same weights, zeros included: ``twin``.
+"""
+
+import copy
+import io
+import itertools
+import multiprocessing
+import threading
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence
+
+import ostinato
+from ostinato import recurrent
+from ostinato.kernels.plan import Plan
+
+CELLS = {"RNN": {}, "relu": {"nonlinearity": "relu"}, "GRU": {}, "LSTM": {}}
+BLOCKS = [(1, 1), (16, 1), (8, 4)]
+
+
+def make(cell, *args, where=ostinato, **options):
+    return getattr(where, "RNN" if cell == "relu" else cell)(*args, **CELLS[cell], **options)
+
+
+def pruned(cell, *args, density=0.06, block=(16, 1), keep_diagonal=False, **options):
+    layer = make(cell, *args, **options)
+    return ostinato.prune(layer, density, block=block, keep_diagonal=keep_diagonal)
+
+
+def twin(layer):
+    """The layer of torch.nn with the same weights."""
+    base = next(base for base in type(layer).__mro__ if base in (nn.RNN, nn.GRU, nn.LSTM))
+    options = {"nonlinearity": layer.nonlinearity} if base is nn.RNN else {}
+    other = base(
+        layer.input_size,
+        layer.hidden_size,
+        layer.num_layers,
+        bias=layer.bias,
+        batch_first=layer.batch_first,
+        dropout=layer.dropout,
+        bidirectional=layer.bidirectional,
+        device=layer.weight_hh_l0.device,
+        dtype=layer.weight_hh_l0.dtype,
+        **options,
+    )
+    other.load_state_dict(layer.state_dict(), strict=False)
+    return other.train(layer.training)
+
+
+def flat(result):
+    """All tensors of ``output, hidden``."""
+    output, hidden = result
+    output = output.data if isinstance(output, torch.nn.utils.rnn.PackedSequence) else output
+    return [output, *([hidden] if isinstance(hidden, torch.Tensor) else hidden)]
+
+
+def assert_same(result, expected, tolerance):
+    for ours, theirs in zip(flat(result), flat(expected), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance, equal_nan=True)
+
+
+def assert_uses_kernel(layer, batch=1, dtype=None):
+    assert layer.plan(batch, dtype).path in ("sparse", "block", "dense")
+
+
+def inputs(layer, batch, length=12, packed=False, device="cpu"):
+    """An input and initial state; batch None is unbatched."""
+    generator = torch.Generator().manual_seed(1)
+    dtype = layer.weight_hh_l0.dtype
+    steps = (length,) if batch is None else (batch, length) if layer.batch_first else (length, batch)
+    x = torch.randn(*steps, layer.input_size, generator=generator, dtype=torch.float64).to(device, dtype)
+    count = layer.num_layers * (2 if layer.bidirectional else 1)
+    shape = (count, *(() if batch is None else (batch,)), layer.hidden_size)
+    states = torch.rand(2, *shape, generator=generator, dtype=torch.float64).to(device, dtype) * 2 - 1
+    if packed:
+        lengths = torch.arange(batch) * 7 % length + 1
+        x = pack_padded_sequence(x, lengths, batch_first=layer.batch_first, enforce_sorted=False)
+    return x, tuple(states) if isinstance(layer, nn.LSTM) else states[0]
+
+
+OPTIONS = [
+    {},
+    {"num_layers": 2, "bidirectional": True},
+    {"num_layers": 2, "bias": False, "batch_first": True},
+    {"bidirectional": True, "batch_first": True},
+]
+SHAPES = [(1, False), (3, False), (9, False), (None, False), (4, True), (10, True)]
+
+
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize(("block", "keep_diagonal"), [*((b, False) for b in BLOCKS), ((16, 1), True), ((1, 1), True)])
+def test_pruned_is_torch_with_zeros(cell, block, keep_diagonal):
+    torch.manual_seed(0)
+    for options in OPTIONS:
+        layer = pruned(cell, 5, 37, block=block, keep_diagonal=keep_diagonal, dtype=torch.float64, **options)
+        if cell == "LSTM" and block == (1, 1):
+            ostinato.prune(layer, 0.03, keep_diagonal=keep_diagonal)
+        assert_uses_kernel(layer)
+        other = twin(layer)
+        for (batch, packed), with_state in itertools.product(SHAPES, (False, True)):
+            x, hx = inputs(layer, batch, packed=packed)
+            with torch.no_grad():
+                ours, theirs = [module(x, hx) if with_state else module(x) for module in (layer, other)]
+            assert_same(ours, theirs, 1e-13)
+            assert all(a.shape == b.shape and a.dtype == b.dtype for a, b in zip(flat(ours), flat(theirs), strict=True))
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_dense_is_torch(cell):
+    torch.manual_seed(0)
+    for options in OPTIONS:
+        other = make(cell, 5, 11, where=nn, **options)
+        layer = make(cell, 5, 11, **options)
+        assert layer.load_state_dict(other.state_dict()) == other.load_state_dict(layer.state_dict())
+        for (batch, packed), grad in itertools.product(SHAPES, (False, True)):
+            x, hx = inputs(layer, batch, packed=packed)
+            with torch.set_grad_enabled(grad):
+                assert_same(layer(x, hx), other(x, hx), 0)
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_error_against_float64_is_no_larger_than_torchs(cell):
+    torch.manual_seed(0)
+    layer = pruned(cell, 16, 96, density=0.07)
+    other, exact = twin(layer), twin(layer.double())
+    layer.float()
+    assert_uses_kernel(layer)
+    x = torch.randn(2000, 2, 16)
+    with torch.no_grad():
+        error, torchs = [(module(x)[0] - exact(x.double())[0]).abs().max() for module in (layer, other)]
+    assert error <= 1.5 * torchs
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_dropout_between_layers(cell):
+    layer = pruned(cell, 5, 24, num_layers=3, dropout=0.4, bidirectional=True)
+    other, (x, _) = twin(layer), inputs(layer, 3)
+    for training in (True, False):
+        results = []
+        for module in (layer, other):
+            torch.manual_seed(3)
+            with torch.no_grad():
+                results.append(module.train(training)(x))
+        assert_same(*results, 1e-6)
+    assert layer.dropout == 0.4
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_gradients_are_those_of_torch_where_weights_are_left(cell):
+    torch.manual_seed(0)
+    layer = pruned(cell, 5, 20, block=(8, 4), num_layers=2, bidirectional=True, dtype=torch.float64)
+    other = twin(layer)
+    x, hx = inputs(layer, 3)
+    for module in (layer, other):
+        sum(y.square().sum() for y in flat(module(x, hx))).backward()
+    for name, parameter in other.named_parameters():
+        mask = layer._buffers.get(name.replace("weight", "mask"), torch.ones_like(parameter).bool())
+        gradient = getattr(layer, name).grad
+        torch.testing.assert_close(gradient, parameter.grad * mask, rtol=1e-12, atol=1e-13)
+        assert mask.all() or (parameter.grad[~mask].abs().max() > 1e-3 and gradient[~mask].abs().max() == 0)
+
+
+def test_gradient_of_input_and_state_when_weights_have_none():
+    layer = pruned("GRU", 5, 20).requires_grad_(False)
+    x, hx = inputs(layer, 3)
+    for tensor in (x, hx):
+        tensor.requires_grad_()
+        layer(x, hx)[0].sum().backward()
+        assert tensor.grad.abs().sum() > 0
+        tensor.requires_grad_(False)
+    assert not layer(x, hx)[0].requires_grad
+
+
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_spreads_as_in_torch(cell, value):
+    torch.manual_seed(0)
+    layer = pruned(cell, 5, 32, density=0.05, keep_diagonal=True)
+    assert_uses_kernel(layer)
+    x, hx = inputs(layer, 3)
+
+    def poison(place, layer, x, hx):
+        if place == "x":
+            x[4, 1, 2] = value
+        elif place == "weight":
+            layer.weight_hh_l0[layer.mask_hh_l0.nonzero()[7].unbind()] = value
+        elif place == "bias":
+            layer.bias_ih_l0[3] = value
+        elif place == "c":
+            hx[1][0, 1, 5] = value
+        else:
+            (hx[0] if cell == "LSTM" else hx)[0, 1, 5] = value
+
+    for place in ["x", "weight", "bias", "h", *["c"] * (cell == "LSTM")]:
+        with torch.no_grad():
+            bad, bad_x, bad_hx = copy.deepcopy((layer, x, hx))
+            poison(place, bad, bad_x, bad_hx)
+            expected = twin(bad)(bad_x, bad_hx)
+            assert_same(bad(bad_x, bad_hx), expected, 1e-6)
+
+
+def test_a_pruned_weight_does_not_count_whatever_it_holds():
+    torch.manual_seed(0)
+    layer = pruned("GRU", 5, 32)
+    x, hx = inputs(layer, 3)
+    expected = flat(twin(layer)(x, hx))
+    with torch.no_grad():
+        layer.weight_hh_l0[~layer.mask_hh_l0] = float("nan")
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            for ours, theirs in zip(flat(layer(x, hx)), expected, strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+
+
+def step_of_optimiser(layer, x):
+    layer(x)[0].sum().backward()
+    torch.optim.SGD(layer.parameters(), 0.1).step()
+
+
+def assign_data(layer, x):
+    layer.weight_hh_l0.data = layer.weight_hh_l0.data * 1.5
+
+
+def edit_data(layer, x):
+    layer.weight_hh_l0.data *= 1.5
+    layer.flatten_parameters()
+
+
+CHANGES = {
+    "optimiser": step_of_optimiser,
+    "load_state_dict": lambda layer, x: layer.load_state_dict({k: v / 2 for k, v in layer.state_dict().items()}),
+    "in place": torch.no_grad()(lambda layer, x: layer.weight_hh_l0.mul_(1.5)),
+    "bias in place": torch.no_grad()(lambda layer, x: layer.bias_hh_l0.add_(0.5)),
+    "input weight in place": torch.no_grad()(lambda layer, x: layer.weight_ih_l0.mul_(1.5)),
+    "other parameter": lambda layer, x: setattr(layer, "weight_hh_l0", nn.Parameter(layer.weight_hh_l0 * 1.5)),
+    "data assigned": assign_data,
+    "data edited, then flatten_parameters": edit_data,
+    "rounded": lambda layer, x: layer.to(torch.bfloat16).to(torch.float32),
+    "mask in place": lambda layer, x: layer.mask_hh_l0.logical_and_(layer.mask_hh_l0.roll(16, 1)),
+    "pruned again": lambda layer, x: ostinato.prune(layer, 0.02),
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "inference"),
+    [(change, mode) for change in CHANGES for mode in (False, True) if change != "optimiser" or not mode],
+)
+def test_changed_weights_are_noticed(change, inference):
+    torch.manual_seed(0)
+    with torch.inference_mode(inference):
+        layer = pruned("GRU", 5, 32)
+        x, hx = inputs(layer, 2)
+    with torch.inference_mode():
+        before = layer(x, hx)[0]
+    with torch.inference_mode(inference):
+        CHANGES[change](layer, x)
+        layer_zeros = copy.deepcopy(layer)
+        with torch.no_grad():
+            layer_zeros.weight_hh_l0.masked_fill_(~layer_zeros.mask_hh_l0, 0)
+        expected = twin(layer_zeros)(x, hx)
+    with torch.inference_mode():
+        after = layer(x, hx)
+    assert_same(after, expected, 1e-6)
+    assert (after[0] - before).abs().max() > 1e-4
+
+
+def test_memory_of_an_old_weight_is_not_mistaken_for_it():
+    layer = pruned("RNN", 5, 32)
+    x, hx = inputs(layer, 1)
+    with torch.no_grad():
+        for factor in range(1, 20):  # the allocator would give back an address it has given before
+            layer.weight_hh_l0.data = torch.full_like(layer.weight_hh_l0, factor / 100) * layer.mask_hh_l0
+            assert_same(layer(x, hx), twin(layer)(x, hx), 1e-6)
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_steps_one_at_a_time_equal_the_whole(cell):
+    torch.manual_seed(0)
+    layer = pruned(cell, 5, 40, num_layers=2)
+    x, hx = inputs(layer, 2)
+    with torch.no_grad():
+        output, last = layer(x, hx)
+        outputs = []
+        for x_t in x:
+            y, hx = layer(x_t[None], hx)
+            outputs.append(y)
+    assert_same((torch.cat(outputs), hx), (output, last), 1e-6)
+
+
+def test_copies_and_pickles_after_use():
+    layer = pruned("LSTM", 5, 32)
+    x, hx = inputs(layer, 2)
+    with torch.no_grad():
+        expected = layer(x, hx)
+        file = io.BytesIO()
+        torch.save(layer, file)
+        file.seek(0)
+        for other in (copy.deepcopy(layer), copy.copy(layer), torch.load(file, weights_only=False)):
+            assert_same(other(x, hx), expected, 0)
+            assert_uses_kernel(other)
+
+
+def test_the_same_call_gives_the_same_bits_in_many_threads_and_after_a_fork():
+    torch.manual_seed(0)
+    layer = pruned("GRU", 64, 256, density=0.1)
+    x, hx = inputs(layer, 16, length=50)
+    with torch.no_grad():
+        expected = layer(x, hx)[0]
+    wrong = []
+
+    def call():
+        with torch.no_grad():
+            for _ in range(10):
+                if not torch.equal(layer(x, hx)[0], expected):
+                    wrong.append(1)
+
+    threads = [threading.Thread(target=call) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # forking with threads about: that is the test
+        child = multiprocessing.get_context("fork").Process(target=call_in_child, args=(layer, x, hx, expected))
+        child.start()
+    child.join(60)
+    assert child.exitcode == 0
+
+
+def call_in_child(layer, x, hx, expected):
+    torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
+    with torch.no_grad():
+        assert torch.allclose(layer(x, hx)[0], expected, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore")  # tracing is deprecated, and warns of every branch
+def test_autocast_compile_and_trace():
+    layer = pruned("GRU", 5, 32)
+    other, (x, _) = twin(layer), inputs(layer, 2)
+    with torch.no_grad():
+        expected = other(x)
+        assert_same(torch.compile(layer, backend="eager")(x), expected, 1e-6)
+        assert_same(torch.jit.trace(layer, (x,))(x), expected, 1e-6)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert_same(layer(x), other(x), 0)
+
+
+def test_narrow_dtypes_are_torchs():
+    for dtype in (torch.bfloat16, torch.float16):
+        layer = pruned("GRU", 5, 32).to(dtype)
+        x, hx = inputs(layer, 2)
+        with torch.no_grad():
+            assert layer.plan(2).path == "steps"
+            assert_same(layer(x, hx), twin(layer)(x, hx), 0)
+
+
+def test_plan():
+    layer = ostinato.GRU(5, 32)
+    assert layer.plan(1) == Plan("steps", 0, 0, 0, "dense layers run in torch's own kernels")
+    for block, path in (((16, 1), "block"), ((8, 4), "block"), ((1, 1), "sparse")):
+        assert ostinato.prune(layer, 0.1, block=block).plan(1).path == path
+    assert layer.plan(1, torch.bfloat16).path == "steps"
+    plan = ostinato.prune(layer, 0.9).plan(1)
+    assert plan.path == "steps"
+    with torch.device("meta"), torch.no_grad():  # a default device is for the user's tensors
+        ostinato.prune(layer, 0.1)(torch.zeros(3, 1, 5, device="cpu"))
+    assert "90% of the weights are left" in plan.reason
+    with pytest.raises(ValueError, match="batch must be at least 1; got 0"):
+        layer.plan(0)
+
+
+BAD = {
+    "rank": lambda: (torch.randn(2, 3, 4, 5),),
+    "width": lambda: (torch.randn(3, 2, 6),),
+    "dtype": lambda: (torch.randn(3, 2, 5).double(),),
+    "integers": lambda: (torch.ones(3, 2, 5).long(),),
+    "no steps": lambda: (torch.randn(0, 2, 5),),
+    "state of another batch": lambda: (torch.randn(3, 2, 5), torch.zeros(1, 3, 32)),
+    "state without a batch": lambda: (torch.randn(3, 2, 5), torch.zeros(1, 32)),
+    "state of another dtype": lambda: (torch.randn(3, 2, 5), torch.zeros(1, 2, 32).double()),
+    "state on another device": lambda: (torch.randn(3, 2, 5), torch.zeros(1, 2, 32, device="meta")),
+    "two states": lambda: (torch.randn(3, 2, 5), (torch.zeros(1, 2, 32),) * 2),
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_bad_input_is_refused_as_by_torch(bad):
+    layer = pruned("GRU", 5, 32)
+    arguments = BAD[bad]()
+    with torch.no_grad():
+        with pytest.raises(Exception) as theirs:  # noqa: PT011
+            twin(layer)(*arguments)
+        with pytest.raises(theirs.type) as ours:
+            layer(*arguments)
+    assert str(ours.value).replace("tuple", "") == str(theirs.value).replace("tuple", "")
+
+
+def test_projections_are_refused():
+    with pytest.raises(ValueError, match="proj_size must be 0, projections are not supported; got 8"):
+        ostinato.LSTM(5, 16, proj_size=8)
+    with pytest.raises(ValueError, match="proj_size"):
+        ostinato.GRU(5, 16, proj_size=8)
+
+
+def test_packed_weights_go_with_their_module():
+    layer = pruned("GRU", 5, 32)
+    with torch.no_grad():
+        layer(torch.randn(3, 1, 5))
+    count = len(recurrent._packed)
+    del layer
+    assert len(recurrent._packed) == count - 1
+
+
+# On an NVIDIA GPU.
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("block", [None, *BLOCKS])
+def test_gpu(cell, block, dtype):
+    torch.manual_seed(0)
+    tolerance = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}[dtype]
+    for options in OPTIONS:
+        layer = make(cell, 5, 67, device="cuda", dtype=torch.float64, **options)
+        if block:
+            ostinato.prune(layer, 0.1, block=block, keep_diagonal=True)
+        exact = twin(layer)
+        layer.to(dtype)
+        assert_uses_kernel(layer, 4)
+        for (batch, packed), with_state in itertools.product(SHAPES, (False, True)):
+            x, hx = inputs(layer, batch, packed=packed, device="cuda")
+            wide_x, wide_hx = inputs(exact, batch, packed=packed, device="cuda")
+            with torch.no_grad():
+                ours = layer(x, hx) if with_state else layer(x)
+                theirs = exact(wide_x, wide_hx) if with_state else exact(wide_x)
+            assert all(y.dtype == dtype for y in flat(ours))
+            assert_same([y.double() for y in flat(ours)][:2], [y.double() for y in flat(theirs)][:2], tolerance)
+
+
+@pytest.mark.gpu
+def test_gpu_autocast_and_training():
+    torch.manual_seed(0)
+    layer = pruned("LSTM", 5, 64, num_layers=2, device="cuda")
+    other = twin(layer)
+    x, hx = inputs(layer, 4, device="cuda")
+    with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
+        ours, theirs = layer(x, hx), other(x, hx)
+        assert_uses_kernel(layer, 4, torch.bfloat16)
+    assert [y.dtype for y in flat(ours)] == [y.dtype for y in flat(theirs)]
+    assert_same(ours, theirs, 3e-2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for module in (layer, other):
+            module(x, hx)[0].square().sum().backward()
+    gradient = layer.weight_hh_l0.grad
+    torch.testing.assert_close(gradient, other.weight_hh_l0.grad * layer.mask_hh_l0, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("change", CHANGES)
+def test_gpu_changed_weights_are_noticed(change):
+    torch.manual_seed(0)
+    layer = pruned("GRU", 5, 32, device="cuda")
+    x, hx = inputs(layer, 2, device="cuda")
+    with torch.no_grad():
+        layer(x, hx)
+    CHANGES[change](layer, x)
+    with torch.no_grad():
+        layer.weight_hh_l0.masked_fill_(~layer.mask_hh_l0, 0)
+        assert_same(layer(x, hx), twin(layer)(x, hx), 1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("error", [MemoryError, RuntimeError])
+def test_gpu_runs_torchs_kernels_when_ours_cannot_be_made(monkeypatch, error):
+    def fail(*_):
+        raise error("no room\nat all")
+
+    monkeypatch.setattr("ostinato.kernels.persistent.PersistentLayer", fail)
+    layer = pruned("GRU", 5, 64, device="cuda")
+    x, hx = inputs(layer, 4, device="cuda")
+    plan = layer.plan(4)
+    assert (plan.path, plan.reason, plan.blocks) == ("steps", "no room", 0)
+    with torch.no_grad():
+        assert_same(layer(x, hx), twin(layer)(x, hx), 1e-5)
