@@ -1,7 +1,7 @@
 """``ostinato bench``: speeds beside the limit and the peers, on this machine."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from typer import Option
@@ -28,20 +28,29 @@ def layer(device: Device = "auto", quick: Quick = False, only: Only = "", json: 
     _measure("layer", device, quick, only, json)
 
 
+@app.command()
+def persistent(device: Device = "auto", quick: Quick = False, only: Only = "", json: Json = None) -> None:
+    """RNN, GRU and LSTM without gradient, dense or pruned, against torch.nn's own."""
+    _measure("persistent", device, quick, only, json)
+
+
 def _measure(kind: str, device_name: str, quick: bool, only: str, path: Path | None) -> None:
     import re
     import sys
+    from functools import partial
 
     from rich.console import Console
 
-    from ostinato.bench import measure, report
+    from ostinato.bench import measure, persistent, report
     from ostinato.bench.workloads import workloads
     from ostinato.cli.devices import choose_device
 
     device = choose_device(device_name)
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device must be cpu or cuda for a benchmark; got {device}")
-    works = workloads(kind, device, quick, only)
+    of_kind: dict[str, Any] = {"persistent": (persistent.workloads, persistent.measure, persistent.table)}
+    choose, run, table = of_kind.get(kind, (partial(workloads, kind), measure.measure, report.table))
+    works = choose(device, quick, only)
     console = Console(width=None if sys.stdout.isatty() else 100)
     machine = report.environment(device)
     seconds = 1.0 if quick else 5.0
@@ -56,8 +65,8 @@ def _measure(kind: str, device_name: str, quick: bool, only: str, path: Path | N
         path /= f"{kind}-{re.sub('[^a-z0-9]+', '-', machine['device'].lower()).strip('-')}.json"
     for work in works:
         with console.status(str(work)):
-            records = measure.measure(work, device, seconds)
-        console.print(report.table(records))
+            records = run(work, device, seconds)
+        console.print(table(records))
         content["results"] += records
         if path is not None:  # after every workload, so that what is measured outlives an interruption
             report.write_json(path, content)

@@ -1,0 +1,137 @@
+// A dense recurrent matrix on tensor cores.
+//
+// Each warp multiplies its eighth of the columns with all rows of the block.  The order of the columns within a
+// tile is free, so it is chosen such that the other operand is what lies in memory: a lane's word of the state is
+// its part of it.  State goes from memory to the tensor cores with nothing between.
+//
+// HELD of a warp's TILES tiles stay in registers and the others in shared memory.  If the block's last rows are no
+// more than 8, one tile has them for two column tiles, in its upper and its lower half: it is multiplied with the
+// state of both, and of either product only one half is used.  The pieces of state are waited for in STAGES: while
+// one is multiplied, the next are on their way.
+
+constexpr int ROW_TILES = (ROWS + 15) / 16;
+constexpr bool HALF = (ROWS - 1) % 16 < 8;
+constexpr int FULL = ROW_TILES - HALF;
+constexpr int COLUMN_TILES = (ROW_BYTES + 32 * WARPS - 1) / (32 * WARPS);  // of a warp
+constexpr int TILES = FULL * COLUMN_TILES + HALF * ((COLUMN_TILES + 1) / 2);
+constexpr int EARLY = TILES - HELD < ROW_TILES ? TILES - HELD : ROW_TILES;  // read from shared memory while waiting
+constexpr int PIECES = COLUMN_TILES / 2, ODD = COLUMN_TILES % 2;  // two tiles are read as a piece, an odd one as a word
+constexpr int SEQUENCE_TILES = (COLUMNS + 7) / 8;
+constexpr int CHAINS = ROW_TILES * SEQUENCE_TILES >= 4 ? 1 : ROW_TILES * SEQUENCE_TILES >= 2 ? MIDDLE_CHAINS : 4;  // hide latency
+constexpr int SUM_PITCH = 16 * ROW_TILES + 4;  // stores of the accumulators fall in different banks
+constexpr int SUMS = WARPS * COLUMNS * SUM_PITCH;
+
+// Tiles are in the order of their columns, those for two of them after the other tiles of the first.
+__device__ constexpr int tile_at(int column, int row) {
+    return row < FULL ? column * FULL + HALF * ((column + 1) / 2) + row : column / 2 * (2 * FULL + 1) + FULL;
+}
+
+// How many tiles before this one are in registers: those in shared memory come first and then evenly spread.
+__device__ constexpr int held_before(int tile) { return tile <= EARLY ? 0 : (tile - EARLY) * HELD / (TILES - EARLY); }
+__device__ constexpr bool is_held(int tile) { return held_before(tile + 1) > held_before(tile); }
+__device__ constexpr int stage_of(int piece) { return piece * STAGES / (PIECES + ODD); }
+
+struct Span {};
+
+struct Product {
+    uint4 held[HELD + 1];  // no array is empty
+    uint4 *kept;           // this lane's part of the tiles in shared memory
+    unsigned offset;       // in bytes, of this lane's first word in a sequence's state
+
+    // weights: (BLOCKS, WARPS, TILES, 32 lanes) of 16 bytes
+    __device__ Product(const Parameters &p, int block, uint4 *shared)
+        : kept(shared + threadIdx.x), offset(warp_id() * 32 * COLUMN_TILES + lane_id() % 4 * 16) {
+        const uint4 *weights = reinterpret_cast<const uint4 *>(p.weights) + lane_id();
+        weights += (block * WARPS + warp_id()) * TILES * 32;
+#pragma unroll
+        for (int tile = 0; tile < TILES; ++tile) {
+            const uint4 a = load_weights(weights + tile * 32);
+            if (is_held(tile)) held[held_before(tile)] = a;
+            else kept[(tile - held_before(tile)) * THREADS] = a;
+        }
+    }
+
+    // sums[warp][sequence][row] = this warp's share of the recurrent matrix times the `state`.
+    __device__ void operator()(const char *state, int columns, float *sums, Patience &patience) {
+        uint4 early[EARLY + 1];
+#pragma unroll
+        for (int tile = 0; tile < EARLY; ++tile) early[tile] = kept[tile * THREADS];
+
+        const unsigned sequence = lane_id() / 4;
+        const unsigned odd_offset = warp_id() * 32 * COLUMN_TILES + PIECES * 64 + lane_id() % 4 * 8;
+        const char *mine = state + place_of(offset, sequence), *mine_odd = state + place_of(odd_offset, sequence);
+        Piece piece[SEQUENCE_TILES][PIECES + 1];
+        Word odd[SEQUENCE_TILES];
+#pragma unroll
+        for (int s = 0; s < SEQUENCE_TILES; ++s) {
+            const bool live = s * 8 + sequence < columns;
+#pragma unroll
+            for (int i = 0; i < PIECES; ++i)
+                piece[s][i].word[0] = piece[s][i].word[1] = live && offset + i * 64 < ROW_BYTES ? ABSENT : 0;
+            odd[s] = live && odd_offset < ROW_BYTES ? ABSENT : 0;
+        }
+        const auto look_at = [&](int first, int last) {
+            bool waiting = false;
+#pragma unroll
+            for (int s = 0; s < SEQUENCE_TILES; ++s) {
+#pragma unroll
+                for (int i = 0; i < PIECES; ++i)
+                    if (stage_of(i) >= first && stage_of(i) <= last) waiting |= look(piece[s][i], mine + (i * COLUMNS + s * 8) * CHUNK);
+                if (ODD && stage_of(PIECES) >= first && stage_of(PIECES) <= last)
+                    waiting |= look(odd[s], mine_odd + s * 8 * CHUNK);
+            }
+            return waiting;
+        };
+
+        float d[CHAINS][FULL + 1][SEQUENCE_TILES][4] = {}, halves[2][SEQUENCE_TILES][4] = {};
+        patience.renew();
+#pragma unroll
+        for (int stage = 0; stage < STAGES; ++stage) {
+            while (look_at(stage, stage) && patience.lasts()) {}
+            __syncwarp();
+            if (stage == 0) look_at(1, STAGES - 1);
+#pragma unroll
+            for (int c = 0; c < COLUMN_TILES; ++c) {
+                if (stage_of(c / 2) != stage) continue;
+#pragma unroll
+                for (int r = 0; r < ROW_TILES; ++r) {
+                    const int tile = tile_at(c, r), before = held_before(tile);
+                    const uint4 a = tile < EARLY  ? early[tile]
+                                    : is_held(tile) ? held[before]
+                                                    : kept[(tile - before) * THREADS];
+#pragma unroll
+                    for (int s = 0; s < SEQUENCE_TILES; ++s) {
+                        const Word b = c / 2 < PIECES ? piece[s][c / 2].word[c % 2] : odd[s];
+                        mma(r < FULL ? d[c % CHAINS][r][s] : halves[c % 2][s], a, low(b), high(b), Scalar());
+                    }
+                }
+            }
+        }
+#pragma unroll
+        for (int s = 0; s < SEQUENCE_TILES; ++s) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int column = s * 8 + lane_id() % 4 * 2 + i % 2;
+                if (COLUMNS % 8 && column >= COLUMNS) continue;
+                float *mine = sums + (warp_id() * COLUMNS + column) * SUM_PITCH + lane_id() / 4 + i / 2 * 8;
+#pragma unroll
+                for (int r = 0; r < FULL; ++r) {
+                    float sum = d[0][r][s][i];
+#pragma unroll
+                    for (int chain = 1; chain < CHAINS; ++chain) sum += d[chain][r][s][i];
+                    mine[r * 16] = sum;
+                }
+                if (HALF && i < 2) mine[FULL * 16] = halves[0][s][i] + halves[1][s][i + 2];
+            }
+        }
+    }
+
+    __device__ Span span(const Parameters &, int, int) const { return {}; }
+
+    __device__ static float sum(const float *sums, Span, int row, int sequence) {
+        float total = 0;
+#pragma unroll
+        for (int warp = 0; warp < WARPS; ++warp) total += sums[(warp * COLUMNS + sequence) * SUM_PITCH + row];
+        return total;
+    }
+};

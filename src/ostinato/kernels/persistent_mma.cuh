@@ -1,0 +1,53 @@
+// Products of a 16-row tile of weights with the state of 8 sequences, accumulated in float32 on tensor cores.
+//
+// The tile has 32 bytes of columns: 16, or 8 of float32.
+
+__device__ inline void mma(float (&d)[4], const uint4 &a, unsigned b0, unsigned b1, __half) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+}
+
+__device__ inline void mma(float (&d)[4], const uint4 &a, unsigned b0, unsigned b1, __nv_bfloat16) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+}
+
+__device__ inline void mma_tf32(float (&d)[4], const uint4 &a, unsigned b0, unsigned b1) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+}
+
+// float32: either rounded to tf32, or, if EXACT, split into two tf32 numbers that hold all its bits but the last.
+__device__ inline unsigned round_to_tf32(unsigned x) {
+    unsigned rounded;
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(rounded) : "f"(__uint_as_float(x)));
+    return rounded;
+}
+
+__device__ inline void split(unsigned x, unsigned &head, unsigned &tail) {
+    asm volatile("" : "+r"(x));  // at every step anew: kept, the parts of the weights would take three times the registers
+    head = (x + 0x1000u) & 0xffffe000u;
+    tail = __float_as_uint(__uint_as_float(x) - __uint_as_float(head));  // NaN if x is not finite
+}
+
+__device__ inline void mma(float (&d)[4], const uint4 &a, unsigned b0, unsigned b1, float) {
+    if (!EXACT) return mma_tf32(d, a, round_to_tf32(b0), round_to_tf32(b1));
+    uint4 a_head, a_tail;
+    unsigned b0_head, b0_tail, b1_head, b1_tail;
+    split(a.x, a_head.x, a_tail.x);
+    split(a.y, a_head.y, a_tail.y);
+    split(a.z, a_head.z, a_tail.z);
+    split(a.w, a_head.w, a_tail.w);
+    split(b0, b0_head, b0_tail);
+    split(b1, b1_head, b1_tail);
+    mma_tf32(d, a_tail, b0_head, b1_head);
+    mma_tf32(d, a_head, b0_tail, b1_tail);
+    mma_tf32(d, a_head, b0_head, b1_head);
+}
+
+// This lane's part of a tile of weights, ready for mma.
+__device__ inline uint4 load_weights(const uint4 *address) {
+    const uint4 a = __ldcs(address);
+    if (sizeof(Scalar) == 2 || EXACT) return a;
+    return {round_to_tf32(a.x), round_to_tf32(a.y), round_to_tf32(a.z), round_to_tf32(a.w)};
+}

@@ -1,0 +1,110 @@
+// A recurrent matrix pruned anywhere: pairs of a place and a weight, multiplied by ordinary instructions.
+//
+// A thread works for one row of the block and a row has as many neighbouring threads as its weights need, so that
+// all threads have about equally many.  For each weight a thread gathers the batch of one unit from shared memory,
+// in one load; its weights are ordered such that the gathers of a warp meet all banks.  A thread's weights go in
+// ENTRIES entries of two, of which HELD stay in registers, spread evenly, the others in shared memory.
+
+constexpr int SUMS = COLUMNS * THREADS;
+constexpr int PARTS = sizeof(Scalar) == 2 ? 2 : 3;  // of an entry, 4 bytes each
+
+__device__ constexpr int held_before(int entry) { return entry * HELD / ENTRIES; }
+__device__ constexpr bool is_held(int entry) { return held_before(entry + 1) > held_before(entry); }
+
+// Two weights and their places: of 16 bits each a pair in one part, weights of 32 bits after both places.
+struct Entry {
+    unsigned part[PARTS];
+
+    __device__ unsigned place(int i) const {
+        if (sizeof(Scalar) == 2) return part[i] & 0xffffu;
+        return i ? part[0] >> 16 : part[0] & 0xffffu;
+    }
+    __device__ float weight(int i) const {
+        if (sizeof(Scalar) == 4) return __uint_as_float(part[PARTS - 2 + i]);
+        return upper(part[i]);
+    }
+    __device__ static float upper(unsigned both) {
+        if (BFLOAT16) return __uint_as_float(both & 0xffff0000u);
+        return __half2float(__ushort_as_half(both >> 16));
+    }
+    __device__ static float lower(unsigned both) {
+        if (BFLOAT16) return __uint_as_float(both << 16);
+        return __half2float(__ushort_as_half(both & 0xffffu));
+    }
+};
+
+struct Product {
+    Entry held[HELD + 1];  // no array is empty
+    unsigned *kept;        // this thread's parts of the entries in shared memory
+    SharedState state;
+
+    // weights: (BLOCKS, ENTRIES, PARTS, THREADS)
+    __device__ Product(const Parameters &p, int block, uint4 *shared)
+        : kept(reinterpret_cast<unsigned *>(shared + STATE_PIECES) + threadIdx.x), state(shared) {
+        const unsigned *weights = p.weights + block * ENTRIES * PARTS * THREADS + threadIdx.x;
+#pragma unroll
+        for (int entry = 0; entry < ENTRIES; ++entry) {
+#pragma unroll
+            for (int i = 0; i < PARTS; ++i) {
+                const unsigned part = __ldcs(weights + (entry * PARTS + i) * THREADS);
+                if (is_held(entry)) held[held_before(entry)].part[i] = part;
+                else kept[((entry - held_before(entry)) * PARTS + i) * THREADS] = part;
+            }
+        }
+    }
+
+    __device__ void add(float (&d)[STATE_COLUMNS], unsigned place, float weight) const {
+        constexpr int LOADED = STATE_BYTES / 4;
+        unsigned h[LOADED];
+        const char *address = state.places + place * STATE_BYTES;
+        if constexpr (STATE_BYTES == 8) {
+            const uint2 both = *reinterpret_cast<const uint2 *>(address);
+            h[0] = both.x, h[1] = both.y;
+        } else {
+#pragma unroll
+            for (int i = 0; i < LOADED; i += 4) {
+                const uint4 four = *reinterpret_cast<const uint4 *>(address + i * 4);
+                h[i] = four.x, h[i + 1] = four.y, h[i + 2] = four.z, h[i + 3] = four.w;
+            }
+        }
+#pragma unroll
+        for (int c = 0; c < COLUMNS; ++c) {
+            const float x = sizeof(Scalar) == 4 ? __uint_as_float(h[c])
+                            : c % 2             ? Entry::upper(h[c / 2])
+                                                : Entry::lower(h[c / 2]);
+            d[c] += weight * x;
+        }
+    }
+
+    // sums[sequence][thread] = this thread's share of its row of the matrix times the state `from`.
+    __device__ void operator()(const char *from, int columns, float *sums, Patience &patience) {
+        state.bring(from, columns, patience);
+        __syncthreads();
+        float d[STATE_COLUMNS] = {};
+#pragma unroll
+        for (int i = 0; i < ENTRIES; ++i) {
+            Entry entry;
+            if (is_held(i)) {
+                entry = held[held_before(i)];
+#pragma unroll
+                for (int j = 0; j < PARTS; ++j)
+                    asm volatile("" : "+r"(entry.part[j]));  // taken apart at every step anew, not kept in parts
+            } else {
+#pragma unroll
+                for (int j = 0; j < PARTS; ++j) entry.part[j] = kept[((i - held_before(i)) * PARTS + j) * THREADS];
+            }
+            add(d, entry.place(0), entry.weight(0));
+            add(d, entry.place(1), entry.weight(1));
+        }
+#pragma unroll
+        for (int c = 0; c < COLUMNS; ++c) sums[c * THREADS + threadIdx.x] = d[c];
+    }
+
+    __device__ Span span(const Parameters &p, int block, int row) const { return load_span(p, block, row); }
+
+    __device__ static float sum(const float *sums, Span span, int, int sequence) {
+        float total = 0;
+        for (int thread = span.first; thread <= span.last; ++thread) total += sums[sequence * THREADS + thread];
+        return total;
+    }
+};

@@ -1,0 +1,87 @@
+// The previous state in shared memory, for products that pick columns by their index.
+//
+// The batch of one unit lies together, STATE_COLUMNS numbers.  Unit u of a word is at place u * WORDS + word, so
+// that neighbouring threads, which bring neighbouring words, store to neighbouring places.  After the state come
+// places that are always zero, one for each bank a gather may want.
+
+constexpr int WORDS = PITCH / WORD;  // of a sequence's state
+constexpr int ZERO_PLACES = 16;
+constexpr int STATE_BYTES = STATE_COLUMNS * int(sizeof(Scalar));  // of a place
+constexpr int STATE_PIECES = (PITCH + ZERO_PLACES) * STATE_BYTES / 16;
+constexpr int ROUNDS = (WORDS + THREADS - 1) / THREADS;           // in which all words are brought
+constexpr int AT_ONCE = ROUNDS * COLUMNS <= 32 ? ROUNDS : 32 / COLUMNS;  // rounds whose words are in flight together
+
+struct SharedState {
+    char *places;
+
+    __device__ explicit SharedState(void *shared) : places(static_cast<char *>(shared)) {
+        for (int i = threadIdx.x; i < ZERO_PLACES * STATE_BYTES / 8; i += THREADS)
+            reinterpret_cast<Word *>(places + PITCH * STATE_BYTES)[i] = 0;
+    }
+
+    // Number j of each of two words, side by side.
+    __device__ static unsigned pair(Word a, Word b, int j) {
+        return __byte_perm(j < 2 ? low(a) : high(a), j < 2 ? low(b) : high(b), j % 2 ? 0x7632 : 0x5410);
+    }
+
+    __device__ void store(int index, const Word (&words)[COLUMNS]) {
+#pragma unroll
+        for (int j = 0; j < WORD; ++j) {
+            unsigned values[STATE_BYTES / 4];
+#pragma unroll
+            for (int i = 0; i < STATE_BYTES / 4; ++i) {
+                if (sizeof(Scalar) == 4) {
+                    values[i] = i >= COLUMNS ? 0 : j ? high(words[i]) : low(words[i]);
+                } else {
+                    const Word a = 2 * i < COLUMNS ? words[2 * i] : 0, b = 2 * i + 1 < COLUMNS ? words[2 * i + 1] : 0;
+                    values[i] = pair(a, b, j);
+                }
+            }
+            char *place = places + (j * WORDS + index) * STATE_BYTES;
+            if (STATE_BYTES == 8) {
+                *reinterpret_cast<uint2 *>(place) = {values[0], values[1]};
+            } else {
+#pragma unroll
+                for (int i = 0; i < STATE_BYTES / 16; ++i)
+                    reinterpret_cast<uint4 *>(place)[i] = {values[4 * i], values[4 * i + 1], values[4 * i + 2],
+                                                           values[4 * i + 3]};
+            }
+        }
+    }
+
+    // Brings the whole state; the block's threads must meet before they use it.
+    __device__ void bring(const char *state, int columns, Patience &patience) {
+        patience.renew();
+#pragma unroll
+        for (int from = 0; from < ROUNDS; from += AT_ONCE) {
+            Word words[AT_ONCE][COLUMNS];
+            const char *mine = state + (from * THREADS + threadIdx.x) * 8;
+            const auto exists = [&](int i) { return (from + i) * THREADS + threadIdx.x < WORDS; };
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i) {
+#pragma unroll
+                for (int c = 0; c < COLUMNS; ++c) words[i][c] = c < columns && exists(i) ? ABSENT : 0;
+            }
+            bool waiting;
+            do {
+                waiting = false;
+#pragma unroll
+                for (int i = 0; i < AT_ONCE; ++i) {
+#pragma unroll
+                    for (int c = 0; c < COLUMNS; ++c) waiting |= look(words[i][c], mine + c * ROW_BYTES + i * THREADS * 8);
+                }
+            } while (waiting && patience.lasts());
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i)
+                if (exists(i)) store((from + i) * THREADS + threadIdx.x, words[i]);
+        }
+    }
+};
+
+// Where the partial sums of a row are: first and last.
+struct Span { unsigned char first, last; };
+
+__device__ inline Span load_span(const Parameters &p, int block, int row) {
+    const unsigned short both = p.spans[block * ROWS + row];
+    return {static_cast<unsigned char>(both), static_cast<unsigned char>(both >> 8)};
+}
