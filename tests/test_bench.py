@@ -7,11 +7,12 @@ import pytest
 import torch
 from rich.console import Console
 
-from ostinato.bench import measure, peers, report, workloads
-from ostinato.bench.workloads import Layer, Run, Scan
+from ostinato.bench import capacity, check, measure, peers, report, workloads
+from ostinato.bench.workloads import OURS, Layer, Recurrence, Run, Scan
 from ostinato.cli.bench import app as bench_app
 
 CPU = torch.device("cpu")
+GRU = Recurrence("GRU", 32, 2, 20, density=0.2, block=(16, 1), dtype=torch.float32)
 SCAN, MINGRU, MINLSTM = Scan(2, 64, 8), Layer("mingru", 2, 48, 4, 8), Layer("minlstm", 2, 48, 4, 8)
 
 
@@ -20,10 +21,10 @@ def small(monkeypatch):
     """Tiny workloads, and no compiled peers: the compiler takes longer than everything else together."""
     monkeypatch.setattr(measure, "MIN_ROUNDS", 2)
     monkeypatch.setattr(measure, "MAX_ROUNDS", 2)
-    monkeypatch.setattr(workloads, "QUICK", {"scan": [SCAN], "layer": [MINGRU, MINLSTM]})
-    for cell, everyone in peers.LAYERS.items():
+    monkeypatch.setattr(workloads, "QUICK", {"scan": [SCAN], "layer": [MINGRU, MINLSTM], "persistent": [GRU]})
+    for cell, everyone in peers.CONTESTANTS.items():
         kept = {name: build for name, build in everyone.items() if "compiled" not in name}
-        monkeypatch.setitem(peers.LAYERS, cell, kept)
+        monkeypatch.setitem(peers.CONTESTANTS, cell, kept)
 
 
 def run(command, path):
@@ -50,7 +51,7 @@ def test_a_run_writes_figures_that_agree(command, unit, tmp_path):
     assert [r["workload"]["name"] for r in content["results"]] == [str(w) for w in works for _ in w.passes]
     for record, work in zip(content["results"], [w for w in works for _ in w.passes], strict=True):
         assert record[unit] == work.work(record["pass"])
-        ours = record["contestants"][peers.OURS]
+        ours = record["contestants"][OURS]
         assert 0 < ours["max_error"] < 1e-5
         timed = [row for row in record["contestants"].values() if "unavailable" not in row]
         assert len(timed) == (2 if command == "scan" else 3)
@@ -85,7 +86,7 @@ def test_one_workload_is_chosen_by_part_of_its_name():
 def test_missing_and_failing_peers_are_named_and_the_rest_runs(monkeypatch):
     monkeypatch.setitem(sys.modules, "minGRU_pytorch.minGRU", None)
     monkeypatch.setitem(
-        peers.LAYERS["mingru"], "breaks when timed", lambda _work, _data: Run(_fail, same_function=False)
+        peers.CONTESTANTS["mingru"], "breaks when timed", lambda _work, _data: Run(_fail, same_function=False)
     )
     records = measure.measure(MINGRU, CPU, 0.01)
     rows = records[0]["contestants"]
@@ -120,23 +121,116 @@ def test_a_wrong_result_of_ours_is_not_timed(monkeypatch, flaw):
         error[-1, -1, -1] = value
         return error
 
-    monkeypatch.setitem(peers.SCANS, peers.OURS, wrong)
+    monkeypatch.setitem(peers.CONTESTANTS["scan"], OURS, wrong)
     with pytest.raises(measure.WrongResult, match="against the float64 reference"):
         measure.measure(SCAN, CPU, 0.01)
 
 
 @pytest.mark.parametrize("work", [Scan(1, 700, 3), Layer("mingru", 2, 700, 4, 8), Layer("minlstm", 1, 700, 4, 8)])
 def test_the_end_of_a_long_sequence_is_checked_without_its_beginning(monkeypatch, work):
-    monkeypatch.setattr(measure, "CHECKED_STEPS", 400)
+    monkeypatch.setattr(check, "CHECKED_STEPS", 400)
     data = work.data(CPU)
-    errors = measure.Check(work, data).errors(peers.contestants(work)[peers.OURS](work, data))
+    errors = check.check_of(work, data).errors(peers.contestants(work)[OURS](work, data))
     assert errors["forward+backward"] < 1e-5
+
+
+def test_recurrences_state_steps_plan_and_error(tmp_path):
+    content = run("persistent", tmp_path / "persistent.json")
+    (record,) = content["results"]
+    rows = record["contestants"]
+    assert record["steps"] == 20
+    assert rows[OURS]["plan"]["path"] == "block"
+    for name in (OURS, "torch.nn"):
+        assert rows[name]["microseconds_a_step"] == pytest.approx(1e6 * rows[name]["seconds"] / 20)
+        assert 0 < rows[name]["max_error"] < 1e-5
+    assert rows["GEMMs in a CUDA graph"]["unavailable"] == "needs a CUDA device"
+    assert content["capacity"] == json.loads(json.dumps(capacity.capacity(CPU)))
+
+
+def test_a_wrong_recurrence_is_not_timed(monkeypatch):
+    def wrong(work, data):
+        right = peers.ostinato_recurrence(None, work, data)
+        return Run(lambda: right.call() * 1.001, plan=right.plan)
+
+    monkeypatch.setitem(peers.CONTESTANTS["GRU"], OURS, wrong)
+    with pytest.raises(measure.WrongResult, match=r"GRU 32 B2 T20 20% 16x1 float32: relative error 1\.0e-03"):
+        measure.measure(GRU, CPU, 0.01)
+
+
+def test_float32_is_rounded_to_tf32_only_where_the_workload_says_so(monkeypatch):
+    libraries = torch.backends.cuda.matmul, torch.backends.cudnn
+    seen = []
+
+    def note(_work, data):
+        seen.append([library.allow_tf32 for library in libraries])
+        return Run(lambda: data[0], same_function=False)
+
+    monkeypatch.setitem(peers.CONTESTANTS, "GRU", {"any": note})
+    before = [library.allow_tf32 for library in libraries]
+    for tf32 in (True, False):
+        measure.measure(Recurrence("GRU", 4, tf32=tf32, dtype=torch.float32), CPU, 0.01)
+    assert seen == [[True, True], [False, False]]
+    assert [library.allow_tf32 for library in libraries] == before
+
+
+def test_the_largest_layer_fits_and_the_next_does_not():
+    from ostinato.kernels.persistent import make_plan
+
+    rows = capacity.capacity(CPU)
+    sizes = {(row["cell"], capacity.shape_name(row)): row["hidden_size"] for row in rows}
+    assert sizes["RNN", "dense"] > sizes["GRU", "dense"] > sizes["LSTM", "dense"] > 2000
+    for row in rows:
+        arguments = {"cell": capacity.CELLS[row["cell"]], "batch": 4, "dtype": torch.float16, "block": row["block"]}
+        gates, hidden = {"RNN": 1, "GRU": 3, "LSTM": 4}[row["cell"]], row["hidden_size"]
+        assert 2 * gates * row["density"] * hidden**2 < row["bytes_on_chip"] <= row["bytes_available"]
+        for size, fits in ((hidden, True), (hidden + capacity.STEP, False)):
+            kept = None if row["block"] is None else int(row["density"] * gates * size**2)
+            plan = make_plan(hidden_size=size, mask_nnz=kept, properties=capacity.H100, **arguments)
+            assert (plan.path != "steps") == fits
+
+
+def test_a_kernel_can_be_asked_for():
+    from ostinato.kernels.persistent import make_plan
+
+    layer = ("lstm", 2304, 4, torch.float16, int(0.1 * 4 * 2304**2), (16, 1), capacity.H100)
+    assert [make_plan(*layer, path).path for path in ("dense", "sparse", "block")] == ["dense", "sparse", "block"]
+    assert make_plan(*layer).path == "block"
+    assert make_plan(*layer[:4], None, None, capacity.H100, "sparse").path == "steps"
+
+
+def test_a_contestant_left_out_is_named_with_the_reason():
+    (record, _) = measure.measure(MINGRU, CPU, 0.01, {"torch.nn.GRU": "too slow"})
+    assert record["contestants"]["torch.nn.GRU"] == {"unavailable": "too slow"}
+    assert record["contestants"][OURS]["seconds"] > 0
+
+
+def test_a_slow_call_is_timed_once(monkeypatch):
+    monkeypatch.setattr(measure, "SLOW", 0)
+    calls = []
+    timings = measure._timings({"slow": Run(lambda: calls.append(1))}, "forward", CPU, 1.0)
+    assert len(calls) == 2
+    assert timings["slow"]["seconds"] > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cell", workloads.CELLS)
+def test_recurrences_on_a_gpu(cell):
+    who = (*workloads.SPARSE, *workloads.KERNELS)
+    work = Recurrence(cell, 256, 3, 40, density=0.2, block=(16, 1), who=who)
+    (record,) = measure.measure(work, torch.device("cuda"), 0.01)
+    chosen = record["contestants"][OURS]["plan"]["path"]
+    for name, row in record["contestants"].items():
+        if chosen in name:
+            assert row["unavailable"] == "is what the plan chooses"
+        else:
+            assert row["max_error"] < 2e-3, name
+            assert row["microseconds_a_step"] > 0, name
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("work", [Scan(2, 64, 8), Scan(2, 64, 8, torch.bfloat16), MINGRU, MINLSTM])
 def test_on_a_gpu(work):
     for record in measure.measure(work, torch.device("cuda"), 0.01):
-        ours = record["contestants"][peers.OURS]
+        ours = record["contestants"][OURS]
         assert ours["seconds"] > 0
         assert ours["extra_memory_bytes"] > 0

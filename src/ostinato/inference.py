@@ -33,6 +33,7 @@ class Packed:
         self._masks = masks if len(masks) == len(self._names) else []  # one dense layer: all run as such
         blocks = {block_of(mask, GATES[self.cell]) for mask in self._masks}
         self._block = None if not blocks else blocks.pop() if len(blocks) == 1 else (1, 1)
+        self.path: str | None = None  # the only kernel to consider, on a GPU; set before the first plan
         self._plans: dict[tuple[int, torch.dtype], Plan] = {}
         self._inputs: dict[tuple[str, torch.dtype], tuple[Tensor, Tensor | None, Tensor | None]] = {}
         self._kernels: dict[tuple, Any] = {}
@@ -85,7 +86,7 @@ class Packed:
                 return no_kernel(reason)
             properties = torch.cuda.get_device_properties(device)
             layer = self.cell, self.hidden_size, batch, dtype, kept, self._block
-            plan = _kernels_on(device).make_plan(*layer, properties)
+            plan = _kernels_on(device).make_plan(*layer, properties, self.path)
             return plan if plan.path == "steps" else self._check_kernels(dtype, plan)
         if device.type == "cpu" and kept is not None and self._block is not None:
             return _kernels_on(device).make_plan(self.cell, self.hidden_size, dtype, kept, self._block)

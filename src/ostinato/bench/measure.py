@@ -3,21 +3,23 @@
 import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ostinato.bench.peers import OURS, Build, Unavailable, contestants
-from ostinato.bench.workloads import Run, Workload, name_of
+from ostinato.bench.check import TOLERANCE, MinimalCheck, RecurrenceCheck, check_of
+from ostinato.bench.peers import Build, Unavailable, contestants
+from ostinato.bench.workloads import OURS, Recurrence, Run, Workload, name_of
 
-CHECKED_STEPS = 8192
-CHECKED_CHANNELS = 8
-FORGOTTEN_AFTER = 256  # steps: random gates leave nothing of a state older than this, to float64's last bit
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
-MIN_ROUNDS, MAX_ROUNDS = 5, 100
+MIN_ROUNDS, MAX_ROUNDS = 3, 100
+SLOW = 0.5  # seconds: a call of which is made once more, and no more often
+GPU_SECONDS = 0.05  # of calls whose median is taken
+FLUSH_BYTES = 512 << 20  # several times any cache
+COLLECT_ABOVE = 1 << 30  # bytes in use at which cycles of dead objects are worth looking for
 
 Record = dict[str, Any]
 
@@ -26,29 +28,65 @@ class WrongResult(RuntimeError):
     """Ostinato failed, or its result is not the reference's: its time would mean nothing."""
 
 
-def measure(work: Workload, device: torch.device, seconds: float) -> list[Record]:
+def measure(
+    work: Workload, device: torch.device, seconds: float, left_out: Mapping[str, str] | None = None
+) -> list[Record]:
     """One record a pass, of the limit and every contestant; `seconds` is what the CPU spends on a pass.
 
+    Contestants in `left_out` are not run, for the reason it gives.  The same random numbers at every call.
     Raises WrongResult if Ostinato's own result is wrong.
     """
-    data = work.data(device)
-    check = Check(work, data)
-    builds: dict[str, Build] = {work.limit_name: lambda work, data: work.limit(data), **contestants(work)}
-    if device.type == "cpu":
-        outcomes = _measure_together(work, data, check, builds, device, seconds)
-    else:  # one at a time, so that each has the memory to itself
-        outcomes = {}
-        for name, build in builds.items():
-            outcomes |= _measure_together(work, data, check, {name: build}, device, seconds)
-            gc.collect()
-            torch.cuda.empty_cache()
+    torch.manual_seed(0)
+    with _precision(work):
+        data = work.data(device)
+        check = check_of(work, data)
+        builds = contestants(work)
+        if limited(work):
+            builds[work.limit_name] = lambda work, data: work.limit(data)
+        skipped = {name: (left_out or {}).get(name) for name in builds}
+        outcomes = {
+            name: {pass_name: {"unavailable": reason} for pass_name in work.passes}
+            for name, reason in skipped.items()
+            if reason
+        }
+        running = {name: build for name, build in builds.items() if not skipped[name]}
+        if device.type == "cpu":
+            outcomes |= _measure_together(work, data, check, running, device, seconds)
+        else:  # one at a time, so that each has the memory to itself
+            for name, build in running.items():
+                outcomes |= _measure_together(work, data, check, {name: build}, device, seconds)
+                if torch.cuda.memory_allocated(device) > COLLECT_ABOVE:
+                    gc.collect()
+                torch.cuda.empty_cache()
     return [_record(work, pass_name, {name: outcomes[name][pass_name] for name in builds}) for pass_name in work.passes]
+
+
+def limited(work: Workload) -> bool:
+    """Whether the limit is measured too: for recurrences, whose limit is a kernel of its own, only if it is named."""
+    return not isinstance(work, Recurrence) or work.limit_name in work.who
+
+
+@contextmanager
+def _precision(work: Workload) -> Iterator[None]:
+    """Let float32 products of recurrences be rounded to tf32, in all libraries, or in none."""
+    if not isinstance(work, Recurrence):
+        yield
+        return
+    libraries: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
+    before = [library.allow_tf32 for library in libraries]
+    try:
+        for library in libraries:
+            library.allow_tf32 = work.tf32
+        yield
+    finally:
+        for library, allowed in zip(libraries, before, strict=True):
+            library.allow_tf32 = allowed
 
 
 def _measure_together(
     work: Workload,
     data: tuple[Tensor, ...],
-    check: "Check",
+    check: MinimalCheck | RecurrenceCheck,
     builds: dict[str, Build],
     device: torch.device,
     seconds: float,
@@ -57,6 +95,7 @@ def _measure_together(
     outcomes: dict[str, dict[str, Record]] = {name: {} for name in builds}
     runs: dict[str, Run] = {}
     for name, build in builds.items():
+        start = time.perf_counter()
         try:
             runs[name] = build(work, data)
             errors = check.errors(runs[name]) if name != work.limit_name and runs[name].same_function else {}
@@ -66,34 +105,47 @@ def _measure_together(
             runs.pop(name, None)
             outcomes[name] = {pass_name: {"unavailable": _reason(error)} for pass_name in work.passes}
             continue
-        if name == OURS and not errors["forward+backward"] <= TOLERANCE[work.dtype]:
-            raise WrongResult(f"{work}: relative error {errors['forward+backward']:.1e} against the float64 reference")
-        outcomes[name] = {pass_name: {"max_error": errors.get(pass_name)} for pass_name in work.passes}
+        if name == OURS:
+            _require_right(work, errors)
+        details: Record = {"ready_after_seconds": time.perf_counter() - start}
+        if runs[name].plan:
+            details["plan"] = runs[name].plan
+        outcomes[name] = {pass_name: details | {"max_error": errors.get(pass_name)} for pass_name in work.passes}
     for pass_name in work.passes:
         for name, timing in _timings(runs, pass_name, device, seconds).items():
             outcomes[name][pass_name] |= timing
     return outcomes
 
 
+def _require_right(work: Workload, errors: dict[str, float]) -> None:
+    tolerance = TOLERANCE[torch.float16 if isinstance(work, Recurrence) and work.tf32 else work.dtype]
+    for error in errors.values():
+        if not error <= tolerance:
+            raise WrongResult(f"{work}: relative error {error:.1e} against the float64 reference")
+
+
 def _timings(runs: dict[str, Run], pass_name: str, device: torch.device, seconds: float) -> dict[str, Record]:
     functions: dict[str, Callable[[], object]] = {}
     timings: dict[str, Record] = {}
-    estimates = []
+    estimates: dict[str, float] = {}
     for name, run in runs.items():
         try:
             function = run.prepare(pass_name)
             function()
-            estimates.append(_elapsed(function))
+            if device.type == "cuda":
+                timings[name] = _gpu_timing(function)
+                continue
+            estimates[name] = _elapsed(function)
             functions[name] = function
         except Exception as error:
             timings[name] = {"unavailable": _reason(error)}
-    if device.type == "cuda":
-        return timings | {name: _gpu_timing(function) for name, function in functions.items()}
-    rounds = max(MIN_ROUNDS, min(MAX_ROUNDS, int(seconds / sum(estimates)))) if estimates else 0
-    samples: dict[str, list[float]] = {name: [] for name in functions}
+    samples = {name: [estimate] for name, estimate in estimates.items() if estimate > SLOW}
+    quick = [name for name in functions if name not in samples]
+    rounds = max(MIN_ROUNDS, min(MAX_ROUNDS, int(seconds / sum(estimates[name] for name in quick)))) if quick else 0
+    samples |= {name: [] for name in quick}
     for _ in range(rounds):  # in turn, so that whatever else the machine does meets all of them alike
-        for name, function in functions.items():
-            samples[name].append(_elapsed(function))
+        for name in quick:
+            samples[name].append(_elapsed(functions[name]))
     return timings | {name: {"seconds": statistics.median(times)} for name, times in samples.items()}
 
 
@@ -104,37 +156,55 @@ def _elapsed(function: Callable[[], object]) -> float:
 
 
 def _gpu_timing(function: Callable[[], object]) -> Record:
-    """The median time and the most memory taken beside what there was before the call."""
-    from triton.testing import do_bench
-
-    milliseconds = do_bench(function, return_mode="median")
+    """The median time with cold caches, and the most memory taken beside what there was before the call."""
+    torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
+    samples = [_gpu_elapsed(function)]
+    memory = torch.cuda.max_memory_allocated() - before
+    if samples[0] <= SLOW:
+        rounds = max(MIN_ROUNDS, min(MAX_ROUNDS, int(GPU_SECONDS / samples[0])))
+        flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
+        samples = [_gpu_elapsed(function, flush) for _ in range(rounds)]
+    return {"seconds": statistics.median(samples), "extra_memory_bytes": memory}
+
+
+def _gpu_elapsed(function: Callable[[], object], flush: Tensor | None = None) -> float:
+    """Seconds of one call, with nothing of its data in the caches if they are flushed."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    if flush is not None:
+        flush.zero_()
+    start.record()
     function()
+    end.record()
     torch.cuda.synchronize()
-    return {"seconds": milliseconds / 1e3, "extra_memory_bytes": torch.cuda.max_memory_allocated() - before}
+    return start.elapsed_time(end) / 1e3
 
 
 def _record(work: Workload, pass_name: str, outcomes: dict[str, Record]) -> Record:
     """The figures of one pass, and the ratios that follow from them."""
-    limit = outcomes.pop(work.limit_name)["seconds"] * work.limit_share(pass_name)
-    ours = outcomes[OURS].get("seconds")
+    limit = outcomes.pop(work.limit_name, {}).get("seconds")
+    limit = limit and limit * work.limit_share(pass_name)
+    ours = outcomes.get(OURS, {}).get("seconds")
     for outcome in outcomes.values():
         if seconds := outcome.get("seconds"):
             outcome[f"{work.unit}_per_second"] = work.work(pass_name) / seconds
-            outcome["fraction_of_limit"] = limit / seconds
+            if isinstance(work, Recurrence):
+                outcome["microseconds_a_step"] = 1e6 * seconds / work.length
+            if limit:
+                outcome["fraction_of_limit"] = limit / seconds
             outcome["times_ostinato"] = seconds / ours if ours else None
-    return {
-        "workload": {"kind": work.kind, "name": str(work), **asdict(work), "dtype": name_of(work.dtype)},
+    shown = {name: value for name, value in asdict(work).items() if name not in ("who", "passes")}
+    record: Record = {
+        "workload": {"kind": work.kind, "name": str(work), **shown, "dtype": name_of(work.dtype)},
         "pass": pass_name,
         work.unit: work.work(pass_name),
-        "limit": {
-            "name": work.limit_name,
-            "seconds": limit,
-            f"{work.unit}_per_second": work.work(pass_name) / limit,
-        },
         "contestants": outcomes,
     }
+    if limit:
+        rate = work.work(pass_name) / limit
+        record["limit"] = {"name": work.limit_name, "seconds": limit, f"{work.unit}_per_second": rate}
+    return record
 
 
 def _reason(error: Exception) -> str:
@@ -142,51 +212,3 @@ def _reason(error: Exception) -> str:
         return str(error)
     first_line = next(iter(str(error).splitlines()), "")
     return f"failed: {type(error).__name__}: {first_line}"
-
-
-class Check:
-    """Some channels of the last sequence, in float64 on the CPU, over the end of the time axis.
-
-    Gradients are taken of the same window: the gradient that comes in is zero outside it.
-    """
-
-    def __init__(self, work: Workload, data: tuple[Tensor, ...]) -> None:
-        self.work, self.data = work, data
-        self.start = max(0, work.length - CHECKED_STEPS)
-        self.skip = FORGOTTEN_AFTER if self.start else 0
-        count = min(work.channels, CHECKED_CHANNELS)
-        self.channels = torch.linspace(0, work.channels - 1, count).long().tolist()
-        steps = work.length - self.start - self.skip
-        self.grad = torch.randn(1, steps, count, dtype=work.dtype)
-        self._expected: dict[bool, list[Tensor]] = {}
-
-    def expected(self, bias: bool) -> list[Tensor]:
-        """The output and the gradient of each input."""
-        if bias not in self._expected:
-            windows = [self.work.window(x, self.start, self.channels) for x in self._inputs(self.data)]
-            inputs = [x.detach().cpu().double().requires_grad_() for x in windows]
-            output = self.work.reference(inputs, self.data, self.channels, bias)[:, self.skip :]
-            grads = torch.autograd.grad(output, inputs, self.grad.double())
-            self._expected[bias] = [output.detach(), *(x[:, self.skip :] for x in grads)]
-        return self._expected[bias]
-
-    def errors(self, run: Run) -> dict[str, float]:
-        """The error of each pass, relative in the Euclidean norm."""
-        output = run.layout(run.call())
-        begin = self.start + self.skip
-        grad = torch.zeros_like(output)
-        grad[-1:, begin:][..., self.channels] = self.grad.to(grad)
-        grads = torch.autograd.grad(output, self._inputs(run.inputs), grad)
-        found = [output[-1:, begin:][..., self.channels]]
-        found += [self.work.window(run.layout(x), begin, self.channels) for x in grads]
-        errors = [
-            float((x.detach().cpu().double() - y).norm() / y.norm())
-            for x, y in zip(found, self.expected(run.has_bias), strict=True)
-        ]
-        # torch's maximum, unlike Python's, is NaN where any of them is
-        backward, both = float(torch.tensor(errors[1:]).max()), float(torch.tensor(errors).max())
-        return {"forward": errors[0], "backward": backward, "forward+backward": both}
-
-    def _inputs(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The inputs with a time axis: a and b of a scan, x of a layer."""
-        return tuple(x for x in tensors if x.dim() == 3)

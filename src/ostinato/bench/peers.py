@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import ostinato
-from ostinato.bench.workloads import Layer, Run, Scan, Workload
+from ostinato.bench.workloads import OURS, RECURRENT, Layer, Recurrence, Run, Scan, Workload, name_of
+from ostinato.inference import tensors_of
 
 
 class Unavailable(Exception):
@@ -22,14 +23,12 @@ class Unavailable(Exception):
 
 Build = Callable[[Any, tuple[Tensor, ...]], Run]
 
-OURS = "Ostinato"
-
 
 def contestants(work: Workload) -> dict[str, Build]:
-    """Ostinato first, then its peers for this kind of workload."""
-    if isinstance(work, Scan):
-        return SCANS
-    return LAYERS[work.cell] if work.against_peers else {OURS: ostinato_layer}
+    """Those that the workload names, or all usual ones: Ostinato first, then its peers."""
+    everyone = CONTESTANTS[work.cell]
+    names = work.who or [name for name in everyone if name not in ON_REQUEST]
+    return {name: everyone[name] for name in names if name in everyone}
 
 
 def _import(module: str, package: str) -> Any:
@@ -61,8 +60,7 @@ def ostinato_scan(_work: Scan, data: tuple[Tensor, ...]) -> Run:
 
 def accelerated_scan(variant: str, work: Scan, data: tuple[Tensor, ...]) -> Run:
     """accelerated-scan: (B, C, T), contiguous."""
-    if data[0].device.type != "cuda":
-        raise Unavailable("needs a CUDA device")
+    _need_cuda(data[0])
     if variant == "warp" and (work.length & (work.length - 1) or not 32 <= work.length <= 65536):
         raise Unavailable("T must be a power of two from 32 to 65,536")
     if work.dtype is torch.bfloat16:  # it would take the run down with it: a CUDA context does not survive that
@@ -104,16 +102,7 @@ def time_loop(work: Scan, data: tuple[Tensor, ...]) -> Run:
     return Run(loop, (a, b), _time_first)
 
 
-SCANS: dict[str, Build] = {
-    OURS: ostinato_scan,
-    "accelerated-scan warp": partial(accelerated_scan, "warp"),
-    "accelerated-scan Triton": partial(accelerated_scan, "scalar"),
-    "torch associative_scan": compiled_associative_scan,
-    "PyTorch time loop": time_loop,
-}
-
-
-# Layers
+# Layers without a loop
 
 
 def ostinato_layer(work: Layer, data: tuple[Tensor, ...]) -> Run:
@@ -150,7 +139,138 @@ def torch_recurrent(layer_type: type[nn.GRU] | type[nn.LSTM], work: Layer, data:
     return Run(lambda: module(x)[0], (x, *module.parameters()), _time_first, same_function=False)
 
 
-LAYERS: dict[str, dict[str, Build]] = {
+# RNN, GRU and LSTM
+
+
+def ostinato_recurrence(path: str | None, work: Recurrence, data: tuple[Tensor, ...]) -> Run:
+    """Our own layer, by the kernel its plan chooses or by another one."""
+    x, layer = data[0], work.layer(data)
+    if path is not None:
+        _need_cuda(x)
+        if layer.plan(work.batch).path == path:
+            raise Unavailable("is what the plan chooses")
+        layer.flatten_parameters()
+        layer._pack(tensors_of(layer)).path = path
+    plan = layer.plan(work.batch)
+    if path not in (None, plan.path):
+        raise Unavailable(plan.reason)
+    shown = {name: getattr(plan, name) for name in ("path", "bytes_on_chip", "bytes_available", "blocks", "reason")}
+    return Run(lambda: layer(x)[0], plan=shown)
+
+
+def torch_recurrence(work: Recurrence, data: tuple[Tensor, ...]) -> Run:
+    """``torch.nn``'s layer; on an NVIDIA GPU that is cuDNN's."""
+    x, layer = data[0], work.torch_layer(data, work.dtype)
+    return Run(lambda: layer(x)[0])
+
+
+def graph_of_steps(sparse: bool, work: Recurrence, data: tuple[Tensor, ...]) -> Run:
+    """A loop over time of a product and PyTorch's fused gates, captured once: what is left without launches."""
+    x, weight_ih, weight, bias_ih, bias_hh = data[:5]
+    _need_cuda(x)
+    if sparse and work.density == 1:
+        raise Unavailable("the layer is dense")
+    transposed = weight.t()
+    if sparse:
+        csr = weight.to_sparse_csr()  # with 4-byte indices, the faster ones
+        weight = torch.sparse_csr_tensor(csr.crow_indices().int(), csr.col_indices().int(), csr.values(), csr.shape)
+
+    def multiply(h: Tensor) -> Tensor:
+        return (weight @ h.t()).t().contiguous() if sparse else h @ transposed
+
+    def rnn() -> Tensor:
+        steps, h = torch.nn.functional.linear(x, weight_ih, bias_ih + bias_hh), torch.zeros_like(x[0])
+        for step in steps:
+            h = torch.tanh_(step.add_(multiply(h)) if sparse else step.addmm_(h, transposed))
+        return steps
+
+    def gru() -> Tensor:
+        h, states = torch.zeros_like(x[0]), []
+        for step in torch.nn.functional.linear(x, weight_ih):
+            h, _ = torch.ops.aten._thnn_fused_gru_cell(step, multiply(h), h, bias_ih, bias_hh)
+            states.append(h)
+        return torch.stack(states)
+
+    def lstm() -> Tensor:
+        h, c, states = torch.zeros_like(x[0]), torch.zeros_like(x[0]), []
+        for step in torch.nn.functional.linear(x, weight_ih):
+            h, c, _ = torch.ops.aten._thnn_fused_lstm_cell(step, multiply(h), c, bias_ih, bias_hh)
+            states.append(h)
+        return torch.stack(states)
+
+    return Run(_captured({"RNN": rnn, "GRU": gru, "LSTM": lstm}[work.cell]))
+
+
+@torch.no_grad()
+def _captured(function: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """The function as a CUDA graph."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        function()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = function()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return output
+
+    return replay
+
+
+def flashrnn(work: Recurrence, data: tuple[Tensor, ...]) -> Run:
+    """flashrnn, by the kernel that keeps weights on the chip where it has one: for RNN and LSTM."""
+    x, weight_ih, weight, bias_ih, bias_hh = data[:5]
+    _need_cuda(x)
+    function = _import("flashrnn", "flashrnn").flashrnn
+    name, backend = {"RNN": ("elman", "cuda_fused"), "GRU": ("gru", "cuda"), "LSTM": ("lstm", "cuda_fused")}[work.cell]
+    recurrent = weight.unflatten(0, (-1, 1, work.hidden))  # gates, heads, H, H
+    if work.cell == "GRU":  # its gates: the recurrent part of the candidate, r, z, the input's part of the candidate
+        recurrent = recurrent[[2, 0, 1]]
+        of_input, of_state = bias_ih.view(3, -1), bias_hh.view(3, -1)
+        both = of_input[:2] + of_state[:2]
+        bias = torch.cat((of_state[2:], both, of_input[2:])).unsqueeze(1)
+    else:
+        bias = (bias_ih + bias_hh).view(-1, 1, work.hidden)
+    recurrent = recurrent.contiguous()
+
+    def call() -> Tensor:
+        gates = torch.nn.functional.linear(x, weight_ih).unflatten(2, (-1, 1, work.hidden))
+        states, _ = function(
+            gates.transpose(0, 1), recurrent, bias, function=name, backend=backend, dtype=name_of(work.dtype)
+        )
+        return states[0, :, :, 0].transpose(0, 1)
+
+    return Run(call)
+
+
+def _need_cuda(x: Tensor) -> None:
+    if x.device.type != "cuda":
+        raise Unavailable("needs a CUDA device")
+
+
+ON_REQUEST: frozenset[str] = frozenset()
+
+RECURRENCES: dict[str, Build] = {
+    OURS: partial(ostinato_recurrence, None),
+    "torch.nn": torch_recurrence,
+    "GEMMs in a CUDA graph": partial(graph_of_steps, False),
+    "cuSPARSE in a CUDA graph": partial(graph_of_steps, True),
+    "flashrnn": flashrnn,
+    "Ostinato, dense kernel": partial(ostinato_recurrence, "dense"),
+    "Ostinato, sparse kernel": partial(ostinato_recurrence, "sparse"),
+    "Ostinato, block kernel": partial(ostinato_recurrence, "block"),
+}
+CONTESTANTS: dict[str, dict[str, Build]] = {
+    "scan": {
+        OURS: ostinato_scan,
+        "accelerated-scan warp": partial(accelerated_scan, "warp"),
+        "accelerated-scan Triton": partial(accelerated_scan, "scalar"),
+        "torch associative_scan": compiled_associative_scan,
+        "PyTorch time loop": time_loop,
+    },
     "mingru": {
         OURS: ostinato_layer,
         "minGRU-pytorch": partial(min_rnn_pytorch, False),
@@ -163,4 +283,5 @@ LAYERS: dict[str, dict[str, Build]] = {
         "minLSTM-pytorch, compiled": partial(min_rnn_pytorch, True),
         "torch.nn.LSTM": partial(torch_recurrent, nn.LSTM),
     },
+    **dict.fromkeys(RECURRENT, RECURRENCES),
 }

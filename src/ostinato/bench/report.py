@@ -16,10 +16,23 @@ from rich.table import Table
 
 import ostinato
 from ostinato.bench.measure import Record
+from ostinato.bench.workloads import OURS
 from ostinato.files import replacing
 
 PACKAGES = ("numpy", "numba", "triton", "cuda-core", "accelerated-scan", "minGRU-pytorch")
 UNITS = {"bytes": "B", "flops": "FLOP"}
+PEERS_OF_RECURRENCES = {
+    "cuda": {
+        "cuDNN": "torch.nn",
+        "GEMMs": "GEMMs in a CUDA graph",
+        "cuSPARSE": "cuSPARSE in a CUDA graph",
+        "flashrnn": "flashrnn",
+        "dense": "Ostinato, dense kernel",
+        "sparse": "Ostinato, sparse kernel",
+        "block": "Ostinato, block kernel",
+    },
+    "cpu": {"torch.nn": "torch.nn"},
+}
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -71,6 +84,13 @@ def _commit() -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return head.stdout.strip() + "-dirty" * (changed.returncode != 0)
+
+
+def path_for(path: Path | None, name: str, device: torch.device, suffix: str = "json") -> Path | None:
+    """Where a run's file goes: `path` itself, or in that folder a file named after the run and the device."""
+    if path is None or not path.is_dir():
+        return path
+    return path / f"{name}-{re.sub('[^a-z0-9]+', '-', device_name(device).lower()).strip('-')}.{suffix}"
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -125,3 +145,46 @@ def _scaled(value: float, unit: str) -> str:
 
 def _three_figures(value: float) -> str:
     return f"{value:.{max(0, 2 - math.floor(math.log10(value)))}f}"
+
+
+def recurrence_table(records: list[Record], device_type: str, first: bool) -> Table:
+    """One row a workload: microseconds a step, and how many times ours, so that tables can follow each other."""
+    peers = PEERS_OF_RECURRENCES[device_type]
+    result = Table(box=None, show_header=first, padding=(0, 1, 0, 0), pad_edge=False)
+    result.add_column("microseconds a step", width=36, no_wrap=True)
+    for heading, width in (("plan", 6), ("Ostinato", 8), ("error", 7)):
+        result.add_column(heading, width=width, justify="right", no_wrap=True)
+    for heading in peers:
+        result.add_column(heading, width=13, justify="right", no_wrap=True)
+        if heading in ("cuDNN", "torch.nn"):
+            result.add_column("error", width=7, justify="right", no_wrap=True)
+    for record in records:
+        rows = record["contestants"]
+        ours = rows[OURS]
+        cells = [record["workload"]["name"], ours["plan"]["path"], _microseconds(ours), f"{ours['max_error']:.1e}"]
+        for name in peers.values():
+            row = rows.get(name, {})
+            timed = "seconds" in row
+            cells.append(f"{_microseconds(row)} {_times(row['times_ostinato'])}" if timed else "-")
+            if name == "torch.nn":
+                cells.append(f"{row['max_error']:.1e}" if timed else "-")
+        result.add_row(*cells)
+    return result
+
+
+def _microseconds(row: Record) -> str:
+    return _three_figures(row["microseconds_a_step"])
+
+
+def _times(ratio: float) -> str:
+    return f"({_three_figures(ratio)}x)"
+
+
+def why_missing(records: list[Record]) -> list[str]:
+    """Each peer that could not run, and the first reason given for each."""
+    reasons: dict[str, str] = {}
+    for record in records:
+        for name, row in record["contestants"].items():
+            if "unavailable" in row and row["unavailable"] != "is what the plan chooses":
+                reasons.setdefault(name, f"{row['unavailable']} ({record['workload']['name']})")
+    return [f"{name}: {reason}" for name, reason in reasons.items()]

@@ -1,15 +1,18 @@
 """What is computed: shapes, random inputs, the least work it takes, and its float64 reference."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
+import ostinato
 from ostinato.kernels import reference
 from ostinato.kernels.operators import GATES_OF
+
+OURS = "Ostinato"
 
 
 @dataclass(frozen=True)
@@ -21,12 +24,11 @@ class Run:
     layout: Callable[[Tensor], Tensor] = lambda x: x  # from its own layout to (B, T, channels) and back
     has_bias: bool = False
     same_function: bool = True  # False for a layer that computes something else, such as nn.GRU
+    plan: dict[str, Any] = field(default_factory=dict)  # how our own layer runs
 
     def prepare(self, pass_name: str) -> Callable[[], object]:
         """The function to time; without inputs to differentiate, every pass is the call itself."""
-        if not self.inputs:
-            return self.call
-        if pass_name == "forward":
+        if pass_name == "forward" or not self.inputs:
             return torch.no_grad()(self.call)
         grad = torch.randn_like(self.call())
         if pass_name == "forward+backward":
@@ -43,8 +45,9 @@ class Scan:
     length: int
     channels: int
     dtype: torch.dtype = torch.float32
+    who: tuple[str, ...] = ()  # the contestants' names; all usual ones if empty
 
-    kind = "scan"
+    kind = cell = "scan"
     passes = ("forward", "backward")
     unit = "bytes"
     limit_name = "torch.add(out=)"
@@ -91,10 +94,10 @@ class Layer:
     input_size: int
     channels: int
     dtype: torch.dtype = torch.float32
-    against_peers: bool = True
+    passes: tuple[str, ...] = ("forward", "forward+backward")
+    who: tuple[str, ...] = ()
 
     kind = "layer"
-    passes = ("forward", "forward+backward")
     unit = "flops"
     limit_name = "its GEMM alone"
 
@@ -136,7 +139,76 @@ class Layer:
         return reference.linear_scan(a, b, torch.zeros_like(a[:, 0]))[0]
 
 
-Workload = Scan | Layer
+RECURRENT = {"RNN": (ostinato.RNN, nn.RNN), "GRU": (ostinato.GRU, nn.GRU), "LSTM": (ostinato.LSTM, nn.LSTM)}
+
+
+@dataclass(frozen=True)
+class Recurrence:
+    """One RNN, GRU or LSTM without gradient over (T, B, H), its input as wide as its state."""
+
+    cell: str
+    hidden: int
+    batch: int = 1
+    length: int = 256
+    density: float = 1.0
+    block: tuple[int, int] = (1, 1)
+    dtype: torch.dtype = torch.float16
+    tf32: bool = False  # whether float32 may be rounded to it, by us and by the peers
+    who: tuple[str, ...] = ()
+
+    kind = "persistent"
+    passes = ("forward",)
+    unit = "steps"
+    limit_name = "hardly any recurrent weights"
+
+    def __str__(self) -> str:
+        rows, columns = self.block
+        pruned = "dense" if self.density == 1 else f"{self.density:.0%} {rows}x{columns}"
+        dtype = "tf32" if self.tf32 else name_of(self.dtype)
+        return f"{self.cell} {self.hidden} B{self.batch} T{self.length} {pruned} {dtype}"
+
+    def data(self, device: torch.device) -> tuple[Tensor, ...]:
+        """x and the weights, biases and, if pruned, mask of :meth:`state_dict`, all random."""
+        layer = RECURRENT[self.cell][0](self.hidden, self.hidden, device=device)
+        if self.density < 1:
+            ostinato.prune(layer, self.density, block=self.block)
+        x = torch.randn(self.length, self.batch, self.hidden, device=device, dtype=self.dtype)
+        parts = layer.state_dict().values()
+        return x, *(part if part.dtype == torch.bool else part.to(self.dtype) for part in parts)
+
+    def state_dict(self, data: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        """Of the layer of :meth:`data`."""
+        names = ("weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0", "mask_hh_l0")
+        return dict(zip(names, data[1:], strict=False))
+
+    def layer(self, data: tuple[Tensor, ...]) -> Any:
+        """Ours."""
+        layer = RECURRENT[self.cell][0](self.hidden, self.hidden, device=data[0].device, dtype=self.dtype)
+        layer.load_state_dict(self.state_dict(data))
+        return layer
+
+    def torch_layer(self, data: tuple[Tensor, ...], dtype: torch.dtype) -> Any:
+        """``torch.nn``'s, with the same weights, zeros included; on the GPU side by side in memory, as cuDNN wants."""
+        layer = RECURRENT[self.cell][1](self.hidden, self.hidden, device=data[0].device, dtype=dtype)
+        layer.load_state_dict(self.state_dict(data), strict=False)
+        return layer
+
+    def work(self, _pass_name: str) -> int:
+        """Time steps."""
+        return self.length
+
+    def limit(self, data: tuple[Tensor, ...]) -> Run:
+        """Our own layer with one block of weights a gate: the input's product, the exchange of states, the gates."""
+        layer = self.layer(data[:5])
+        ostinato.prune(layer, 1e-9, block=self.block)
+        x = data[0]
+        return Run(lambda: layer(x)[0])
+
+    def limit_share(self, _pass_name: str) -> float:
+        return 1.0
+
+
+Workload = Scan | Layer | Recurrence
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -148,22 +220,27 @@ def workloads(kind: str, device: torch.device, quick: bool = False, only: str = 
 
     Raises ValueError if no name contains `only`.
     """
-    return named((QUICK if quick else ON_CUDA if device.type == "cuda" else ON_CPU)[kind], only)
-
-
-def named(works: list[Any], part: str) -> list[Any]:
-    """Those whose name contains `part`.  Raises ValueError if none does."""
-    chosen = [work for work in works if part in str(work)]
+    works = (QUICK if quick else ON_CUDA if device.type == "cuda" else ON_CPU)[kind]
+    chosen = [work for work in works if only in str(work)]
     if not chosen:
-        raise ValueError(f"only must be part of one of {'; '.join(map(str, works))}; got {part!r}")
+        raise ValueError(f"only must be part of one of {'; '.join(map(str, works))}; got {only!r}")
     return chosen
 
 
-bf16 = torch.bfloat16
+f32, f16, bf16 = torch.float32, torch.float16, torch.bfloat16
+CELLS = tuple(RECURRENT)
+PLAIN = (OURS, "torch.nn")
+GRAPHS = (*PLAIN, "GEMMs in a CUDA graph")
+KERNELS = ("Ostinato, dense kernel", "Ostinato, sparse kernel", "Ostinato, block kernel")
+SPARSE = (*GRAPHS, "cuSPARSE in a CUDA graph")
 
 QUICK: dict[str, list[Workload]] = {
     "scan": [Scan(1, 4096, 256)],
     "layer": [Layer("mingru", 1, 1024, 256, 256), Layer("minlstm", 1, 1024, 256, 256)],
+    "persistent": [
+        Recurrence("GRU", 384, length=1000, density=0.1, block=(16, 1), dtype=f32, who=PLAIN),
+        Recurrence("LSTM", 384, length=1000, density=0.1, block=(16, 1), dtype=f32, who=PLAIN),
+    ],
 }
 ON_CPU: dict[str, list[Workload]] = {
     "scan": [Scan(16, 4096, 256), Scan(1, 65536, 256)],
@@ -173,6 +250,19 @@ ON_CPU: dict[str, list[Workload]] = {
         Layer("mingru", 1, 16384, 256, 256),
         Layer("mingru", 16, 512, 256, 256),
         Layer("minlstm", 1, 4096, 256, 256),
+    ],
+    "persistent": [
+        *(
+            Recurrence(cell, hidden, length=1000, density=0.1, block=(16, 1), dtype=f32, who=PLAIN)
+            for cell in CELLS
+            for hidden in (384, 1024)
+        ),
+        Recurrence("GRU", 384, length=1000, density=0.3, block=(16, 1), dtype=f32, who=PLAIN),
+        Recurrence("GRU", 384, length=1000, density=0.1, block=(8, 4), dtype=f32, who=PLAIN),
+        Recurrence("GRU", 384, length=1000, density=0.1, dtype=f32, who=PLAIN),
+        Recurrence("GRU", 384, batch=16, length=200, density=0.1, block=(16, 1), dtype=f32, who=PLAIN),
+        Recurrence("LSTM", 384, batch=16, length=200, density=0.1, block=(16, 1), dtype=f32, who=PLAIN),
+        Recurrence("GRU", 384, length=1, density=0.1, block=(16, 1), dtype=f32, who=PLAIN),
     ],
 }
 ON_CUDA: dict[str, list[Workload]] = {
@@ -200,6 +290,42 @@ ON_CUDA: dict[str, list[Workload]] = {
         Layer("minlstm", 64, 4096, 256, 256),
         Layer("mingru", 1, 4096, 256, 256),
         # The same work at every length: the time should not depend on how it is split into sequences.
-        *(Layer("mingru", 65536 // t, t, 1024, 1024, bf16, against_peers=False) for t in (256, 1024, 16384, 65536)),
+        *(Layer("mingru", 65536 // t, t, 1024, 1024, bf16, who=(OURS,)) for t in (256, 1024, 16384, 65536)),
+    ],
+    "persistent": [
+        *(Recurrence(cell, 2304, 4, density=0.3, who=SPARSE + KERNELS) for cell in CELLS),
+        *(Recurrence(cell, 2304, 4, density=0.1, who=SPARSE + KERNELS) for cell in CELLS),
+        *(Recurrence(cell, 2304, 4, density=0.1, block=(16, 1), who=SPARSE + KERNELS) for cell in CELLS),
+        *(Recurrence(cell, 2304, 4, density=0.1, block=(8, 4), who=SPARSE + KERNELS) for cell in CELLS),
+        *(Recurrence(cell, 1024, 16, dtype=bf16, who=(*GRAPHS, "flashrnn")) for cell in CELLS),
+        Recurrence("LSTM", 768, 16, who=(*GRAPHS, "flashrnn")),
+        *(Recurrence("RNN", 8192, 4, density=0.1, block=block, who=SPARSE + KERNELS) for block in ((1, 1), (16, 1))),
+        *(Recurrence("LSTM", 4608, 4, density=0.1, block=block, who=SPARSE + KERNELS) for block in ((1, 1), (16, 1))),
+        # Over hidden size and batch: dense where it can fit, pruned beyond.
+        *(
+            Recurrence(cell, hidden, batch, who=GRAPHS)
+            for cell in CELLS
+            for hidden in (256, 768, 1024, 2304)
+            for batch in (1, 4, 16)
+            if (cell, hidden, batch) != ("LSTM", 768, 16)
+        ),
+        *(
+            Recurrence(cell, hidden, batch, density=0.1, block=(16, 1), who=PLAIN)
+            for cell in CELLS
+            for hidden in (4608, 8192)
+            for batch in (1, 4, 16)
+            if (cell, hidden, batch) not in (("RNN", 8192, 4), ("LSTM", 4608, 4))
+        ),
+        # float32 exact and rounded to tf32; then errors over more steps.
+        *(
+            Recurrence(cell, hidden, batch, dtype=f32, tf32=tf32, who=GRAPHS)
+            for cell in CELLS
+            for hidden, batch in ((256, 1), (1024, 16), (2304, 4))
+            for tf32 in (False, True)
+        ),
+        *(Recurrence(cell, 1024, 16, 2000, dtype=dtype, who=PLAIN) for cell in CELLS for dtype in (f32, f16, bf16)),
+        *(Recurrence(cell, 1024, 16, 2000, dtype=f32, tf32=True, who=PLAIN) for cell in CELLS),
+        *(Recurrence(cell, 2304, 4, 2000, density=0.3, who=PLAIN) for cell in CELLS),
+        *(Recurrence(cell, 2304, 4, 2000, density=0.1, block=(16, 1), who=PLAIN) for cell in CELLS),
     ],
 }

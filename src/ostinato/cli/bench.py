@@ -1,10 +1,14 @@
 """``ostinato bench``: speeds beside the limit and the peers, on this machine."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer import Option
+
+if TYPE_CHECKING:
+    import torch
+    from rich.console import Console
 
 Device = Annotated[str, Option(help="auto, cpu or cuda.")]
 Quick = Annotated[bool, Option("--quick", help="Small shapes and few repetitions: ends within a minute.")]
@@ -30,45 +34,60 @@ def layer(device: Device = "auto", quick: Quick = False, only: Only = "", json: 
 
 @app.command()
 def persistent(device: Device = "auto", quick: Quick = False, only: Only = "", json: Json = None) -> None:
-    """RNN, GRU and LSTM without gradient, dense or pruned, against torch.nn's own."""
+    """RNN, GRU and LSTM without gradient, dense or pruned, against cuDNN, GEMMs, cuSPARSE and flashrnn; capacity."""
     _measure("persistent", device, quick, only, json)
 
 
 def _measure(kind: str, device_name: str, quick: bool, only: str, path: Path | None) -> None:
-    import re
-    import sys
-    from functools import partial
-
-    from rich.console import Console
-
-    from ostinato.bench import measure, persistent, report
+    from ostinato.bench import capacity, measure, report
     from ostinato.bench.workloads import workloads
-    from ostinato.cli.devices import choose_device
 
-    device = choose_device(device_name)
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"device must be cpu or cuda for a benchmark; got {device}")
-    of_kind: dict[str, Any] = {"persistent": (persistent.workloads, persistent.measure, persistent.table)}
-    choose, run, table = of_kind.get(kind, (partial(workloads, kind), measure.measure, report.table))
-    works = choose(device, quick, only)
-    console = Console(width=None if sys.stdout.isatty() else 100)
-    machine = report.environment(device)
-    seconds = 1.0 if quick else 5.0
-    content = {
-        "benchmark": kind,
-        **machine,
-        "settings": {"quick": quick, "only": only, "cpu_seconds_a_pass": seconds},
-        "results": [],
-    }
-    console.print(f"{machine['device']}, {machine['threads']} threads, PyTorch {machine['versions']['torch']}")
-    if path is not None and path.is_dir():
-        path /= f"{kind}-{re.sub('[^a-z0-9]+', '-', machine['device'].lower()).strip('-')}.json"
-    for work in works:
+    device, console = _device(device_name), _console()
+    works = workloads(kind, device, quick, only)
+    content = _content(console, kind, device, quick) | {"only": only, "results": []}
+    path = report.path_for(path, kind, device)
+    for number, work in enumerate(works):
         with console.status(str(work)):
-            records = run(work, device, seconds)
-        console.print(table(records))
+            records = measure.measure(work, device, 1.0 if quick else 5.0)
+        row_of = kind == "persistent"
+        console.print(report.recurrence_table(records, device.type, number == 0) if row_of else report.table(records))
         content["results"] += records
         if path is not None:  # after every workload, so that what is measured outlives an interruption
             report.write_json(path, content)
+    if kind == "persistent":
+        for line in report.why_missing(content["results"]):
+            console.print(line, style="dim", soft_wrap=True)
+        if device.type == "cpu":
+            console.print("Persistent kernels, cuDNN and cuSPARSE need an NVIDIA GPU.")
+        content["capacity"] = capacity.capacity(device)
+        console.print(capacity.table(content["capacity"]))
+        if path is not None:
+            report.write_json(path, content)
     if path is not None:
         console.print(f"wrote {path}")
+
+
+def _device(name: str) -> "torch.device":
+    from ostinato.cli.devices import choose_device
+
+    device = choose_device(name)
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device must be cpu or cuda for a benchmark; got {device}")
+    return device
+
+
+def _console() -> "Console":
+    import sys
+
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else 180, highlight=False)
+
+
+def _content(console: "Console", name: str, device: "torch.device", quick: bool) -> dict[str, Any]:
+    """The head of a JSON file, shown too."""
+    from ostinato.bench import report
+
+    machine = report.environment(device)
+    console.print(f"{machine['device']}, {machine['threads']} threads, PyTorch {machine['versions']['torch']}")
+    return {"benchmark": name, **machine, "quick": quick}

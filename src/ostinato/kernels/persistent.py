@@ -256,6 +256,7 @@ def make_plan(
     mask_nnz: int | None,
     block: tuple[int, int] | None,
     properties: Any,
+    path: str | None = None,
 ) -> Plan:
     """How to run a layer of `cell` ("rnn_tanh", "rnn_relu", "gru", "lstm") on a device; needs no GPU.
 
@@ -264,6 +265,7 @@ def make_plan(
         mask_nnz: recurrent weights left by pruning; None if the layer is dense.
         block: the shape of pruned blocks.
         properties: what ``torch.cuda.get_device_properties`` returns.
+        path: the only kernel to consider, "dense", "block" or "sparse"; None for the fastest.
     """
     processors, shared = properties.multi_processor_count, properties.shared_memory_per_block_optin
     available = processors * (properties.regs_per_multiprocessor * 4 + shared)
@@ -280,6 +282,7 @@ def make_plan(
     paths = ["dense"]
     if mask_nnz is not None and hidden_size < 2**16 - ZERO_PLACES:
         paths += ["sparse"] if block in (None, (1, 1)) else ["block", "sparse"]
+    paths = [name for name in paths if path in (None, name)]
     rows = block[0] if block else 1
     geometry = min(
         (g for path in paths for g in _candidates(path, cell, hidden_size, dtype, batch, density, rows, properties)),

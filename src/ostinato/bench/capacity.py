@@ -1,0 +1,89 @@
+"""The largest recurrent layers whose weights fit on a chip, by the kernels' own plans: arithmetic, no run."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from ostinato.bench.workloads import name_of
+from ostinato.kernels import persistent
+from ostinato.kernels.plan import GATES
+
+H100 = SimpleNamespace(  # what CUDA reports of the SXM module; for machines without a GPU
+    name="NVIDIA H100 80GB HBM3",
+    multi_processor_count=132,
+    shared_memory_per_block_optin=232_448,
+    regs_per_multiprocessor=65_536,
+    major=9,
+)
+CELLS = {"RNN": "rnn_tanh", "GRU": "gru", "LSTM": "lstm"}
+DENSITIES = (1.0, 0.3, 0.1, 0.05)
+BLOCKS = ((1, 1), (8, 4), (16, 1))
+STEP = 16  # sizes tried are its multiples
+
+Row = dict[str, Any]
+
+
+def capacity(device: torch.device, batch: int = 4, dtype: torch.dtype = torch.float16) -> list[Row]:
+    """For each cell, density and block the largest hidden size that runs from the chip; on the CPU, an H100's."""
+    properties: Any = torch.cuda.get_device_properties(device) if device.type == "cuda" else H100
+    shapes: list[tuple[float, tuple[int, int] | None]] = [(1.0, None)]
+    shapes += [(density, block) for density in DENSITIES[1:] for block in BLOCKS]
+    rows = []
+    for cell in CELLS:
+        for density, block in shapes:
+            plan, hidden = _largest(CELLS[cell], batch, dtype, density, block, properties)
+            rows.append(
+                {
+                    "device": properties.name,
+                    "cell": cell,
+                    "density": density,
+                    "block": block,
+                    "batch": batch,
+                    "dtype": name_of(dtype),
+                    "hidden_size": hidden,
+                    "path": plan.path,
+                    "bytes_on_chip": plan.bytes_on_chip,
+                    "bytes_available": plan.bytes_available,
+                }
+            )
+    return rows
+
+
+def _largest(
+    cell: str, batch: int, dtype: torch.dtype, density: float, block: tuple[int, int] | None, properties: Any
+) -> tuple[persistent.Plan, int]:
+    """Downwards from what the chip could hold of the weights alone."""
+
+    def plan(hidden: int) -> persistent.Plan:
+        weights = None if block is None else int(density * GATES[cell] * hidden**2)
+        return persistent.make_plan(cell, hidden, batch, dtype, weights, block, properties)
+
+    available = plan(STEP).bytes_available
+    hidden = int((available / (GATES[cell] * density * dtype.itemsize)) ** 0.5) // STEP * STEP
+    while hidden > 0 and plan(hidden).path == "steps":
+        hidden -= STEP
+    return plan(hidden), hidden
+
+
+def table(rows: list[Row]) -> Table:
+    """One row a density and block, one column a cell."""
+    first = rows[0]
+    title = f"largest hidden size on the chip of an {first['device']}, {first['dtype']}, batch {first['batch']}"
+    result = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    result.add_column("recurrent weights", no_wrap=True)
+    for cell in CELLS:
+        result.add_column(cell, justify="right", no_wrap=True)
+    by_shape: dict[str, list[str]] = {}
+    for row in rows:
+        by_shape.setdefault(shape_name(row), []).append(f"{row['hidden_size']:,} ({row['path']})")
+    for name, cells in by_shape.items():
+        result.add_row(name, *cells)
+    return result
+
+
+def shape_name(row: Row) -> str:
+    """Such as "10 % in 16x1"."""
+    return "dense" if row["block"] is None else f"{row['density']:.0%} in {row['block'][0]}x{row['block'][1]}"

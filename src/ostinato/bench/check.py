@@ -1,0 +1,82 @@
+"""What each contestant's result is held against: the recurrence in float64."""
+
+import torch
+from torch import Tensor
+
+from ostinato.bench.workloads import Layer, Recurrence, Run, Scan
+
+CHECKED_STEPS = 8192
+CHECKED_CHANNELS = 8
+FORGOTTEN_AFTER = 256  # steps: random gates leave nothing of a state older than this, to float64's last bit
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """In the Euclidean norm."""
+    return float((found.detach().to(expected) - expected).norm() / expected.norm())
+
+
+def check_of(work: Scan | Layer | Recurrence, data: tuple[Tensor, ...]) -> "MinimalCheck | RecurrenceCheck":
+    return RecurrenceCheck(work, data) if isinstance(work, Recurrence) else MinimalCheck(work, data)
+
+
+class RecurrenceCheck:
+    """The whole output of ``torch.nn``'s layer in float64, on the workload's device."""
+
+    def __init__(self, work: Recurrence, data: tuple[Tensor, ...]) -> None:
+        with torch.no_grad():
+            self.expected = work.torch_layer(data, torch.float64)(data[0].double())[0]
+
+    def errors(self, run: Run) -> dict[str, float]:
+        """The error over all steps, relative in the Euclidean norm."""
+        with torch.no_grad():
+            return {"forward": relative_error(run.layout(run.call()), self.expected)}
+
+
+class MinimalCheck:
+    """Some channels of the last sequence, in float64 on the CPU, over the end of the time axis.
+
+    Gradients are taken of the same window: the gradient that comes in is zero outside it.
+    """
+
+    def __init__(self, work: Scan | Layer, data: tuple[Tensor, ...]) -> None:
+        self.work, self.data = work, data
+        self.start = max(0, work.length - CHECKED_STEPS)
+        self.skip = FORGOTTEN_AFTER if self.start else 0
+        count = min(work.channels, CHECKED_CHANNELS)
+        self.channels = torch.linspace(0, work.channels - 1, count).long().tolist()
+        steps = work.length - self.start - self.skip
+        self.grad = torch.randn(1, steps, count, dtype=work.dtype)
+        self._expected: dict[bool, list[Tensor]] = {}
+
+    def expected(self, bias: bool) -> list[Tensor]:
+        """The output and the gradient of each input."""
+        if bias not in self._expected:
+            windows = [self.work.window(x, self.start, self.channels) for x in self._inputs(self.data)]
+            inputs = [x.detach().cpu().double().requires_grad_() for x in windows]
+            output = self.work.reference(inputs, self.data, self.channels, bias)[:, self.skip :]
+            grads = torch.autograd.grad(output, inputs, self.grad.double())
+            self._expected[bias] = [output.detach(), *(x[:, self.skip :] for x in grads)]
+        return self._expected[bias]
+
+    def errors(self, run: Run) -> dict[str, float]:
+        """The error of each pass, relative in the Euclidean norm; of the forward alone without a graph."""
+        begin = self.start + self.skip
+        if self.work.passes == ("forward",):
+            with torch.no_grad():
+                output = run.layout(run.call())
+            return {"forward": relative_error(output[-1:, begin:][..., self.channels], self.expected(run.has_bias)[0])}
+        output = run.layout(run.call())
+        grad = torch.zeros_like(output)
+        grad[-1:, begin:][..., self.channels] = self.grad.to(grad)
+        grads = torch.autograd.grad(output, self._inputs(run.inputs), grad)
+        found = [output[-1:, begin:][..., self.channels]]
+        found += [self.work.window(run.layout(x), begin, self.channels) for x in grads]
+        errors = [relative_error(x, y) for x, y in zip(found, self.expected(run.has_bias), strict=True)]
+        # torch's maximum, unlike Python's, is NaN where any of them is
+        backward, both = float(torch.tensor(errors[1:]).max()), float(torch.tensor(errors).max())
+        return {"forward": errors[0], "backward": backward, "forward+backward": both}
+
+    def _inputs(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The inputs with a time axis: a and b of a scan, x of a layer."""
+        return tuple(x for x in tensors if x.dim() == 3)
