@@ -1,0 +1,60 @@
+"""The examples run to their end, and what they print is right."""
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+@pytest.fixture
+def example(monkeypatch, capsys):
+    """Runs an example's ``main`` and returns what it printed."""
+
+    def run(name, *args):
+        path = EXAMPLES / f"{name}.py"
+        monkeypatch.setattr("sys.argv", [str(path)])
+        with torch.random.fork_rng():
+            runpy.run_path(str(path))["main"](*args)
+        return capsys.readouterr().out
+
+    return run
+
+
+def numbers(text, row):
+    """The numbers in the line that begins with ``row``."""
+    line = re.search(rf"^{re.escape(row)}(.*)", text, re.MULTILINE)
+    return [float(number) for number in re.findall(r"\d+\.?\d*(?:e-?\d+)?", line[1])]
+
+
+def test_every_example_is_tested():
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {"forecast", "characters", "serve"}
+
+
+def test_forecast_beats_the_linear_one_and_steps_agree(example):
+    pytest.importorskip("matplotlib")
+    output = example("forecast")
+    errors = {row: numbers(output, row)[-1] for row in ("minGRU", "linear", "last value")}
+    assert errors["minGRU"] < 0.95 * errors["linear"] < errors["last value"]
+    assert numbers(output, "step by step, the forecast differs from the parallel one by ")[0] < 1e-5
+
+
+def test_characters_learn_and_are_written(example):
+    output = example("characters", 3.0)
+    losses = re.findall(r"held-out loss (\d\.\d+)", output)
+    assert float(losses[-1]) < 2.8  # a guess by how often each character occurs costs 3.1
+    assert len(output.partition("def ")[2]) == 301
+
+
+def test_serve_forecasts_with_a_tenth_of_the_weights(example):
+    pytest.importorskip("matplotlib")
+    output = example("serve")
+    assert "10% of the weights are left, packed" in output
+    (last_value,) = numbers(output, "last value         error")
+    for row in ("dense, torch.nn", "10% of its weights"):
+        error, *_, difference = numbers(output, row)
+        assert error < 0.9 * last_value
+        assert difference < 1e-4
