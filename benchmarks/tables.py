@@ -1,0 +1,251 @@
+"""Writes what was measured into README.md and docs/: tables between markers, and plots, all from benchmarks/results/.
+
+    python benchmarks/tables.py            writes what is out of date
+    python benchmarks/tables.py --check    names it, and exits with 1 if there is any
+
+A table stands between ``<!-- figures: NAME -->`` and ``<!-- /figures -->``, NAME one of TABLES.  No other measured
+figure belongs in those files; tests/test_docs.py holds them to that.
+"""
+
+import functools
+import io
+import json
+import math
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+BLOCK = re.compile(r"(?s)(<!-- figures: ([a-z0-9-]+) -->\n)(.*?)(<!-- /figures -->)")
+WRONG = 0.1  # an error, relative to the reference, from which on a result is no result
+
+# The LSTM's peers share the columns of the GRU's.
+COLUMNS = {"minLSTM-pytorch": "minGRU-pytorch", "torch.nn.GRU": "torch.nn", "torch.nn.LSTM": "torch.nn"}
+COLUMNS["minLSTM-pytorch, compiled"] = "minGRU-pytorch, compiled"
+
+Record = dict[str, Any]
+
+
+@functools.cache
+def load(name: str) -> Record:
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+
+
+def source(name: str) -> str:
+    """Where the figures come from."""
+    run = load(name)
+    run = run.get("environment", run)
+    threads = f", {run['threads']} threads" if run["device_type"] == "cpu" else ""
+    return (
+        f"{run['device']}{threads}, PyTorch {run['versions']['torch']}, {run['date'][:10]}, commit "
+        f"`{run['commit'][:7]}`: `benchmarks/results/{name}.json`."
+    )
+
+
+def three_figures(value: float) -> str:
+    if value >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.{max(0, 2 - math.floor(math.log10(value)))}f}"
+
+
+def markdown(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+# What a cell says of a contestant.
+
+
+def milliseconds(row: Record) -> str:
+    return three_figures(1e3 * row["seconds"])
+
+
+def share(row: Record) -> str:
+    return f"{row['fraction_of_limit']:.2f}" if row["fraction_of_limit"] >= 0.005 else "< 0.01"
+
+
+def error(row: Record) -> str:
+    return "another function" if row["max_error"] is None else f"{row['max_error']:.0e}"
+
+
+def comparison(
+    name: str,
+    cell: Callable[[Record], str],
+    *,
+    only: tuple[str, ...] | None = None,
+    leave_out: tuple[str, ...] = (),
+    limit: bool = False,
+) -> str:
+    """One row a workload and pass, one column a contestant: of all workloads, or those called as in ``only``."""
+    records = [record for record in load(name)["results"] if only is None or record["workload"]["name"] in only]
+    if only is not None and {record["workload"]["name"] for record in records} != set(only):
+        raise ValueError(f"{name}.json has no {set(only) - {record['workload']['name'] for record in records}}")
+    names = dict.fromkeys(COLUMNS.get(who, who) for record in records for who in record["contestants"])
+    names = [who for who in names if who not in leave_out]
+    head = ["", "pass", *([records[0]["limit"]["name"]] if limit else []), *names]
+    rows, wrong = [], False
+    for record in records:
+        work = record["workload"]["name"] if not rows or record["pass"] == "forward" else ""
+        row = [work, record["pass"], *([milliseconds(record["limit"])] if limit else [])]
+        contestants = {COLUMNS.get(who, who): outcome for who, outcome in record["contestants"].items()}
+        for who in names:
+            outcome = contestants.get(who, {})
+            text = cell(outcome) if "seconds" in outcome else "–"
+            if (outcome.get("max_error") or 0) > WRONG:
+                text, wrong = f"{text} †", True
+            row.append(f"**{text}**" if who == "Ostinato" else text)
+        rows.append(row)
+    note = f"\n† its error against float64 is more than {WRONG:g} of the result.\n" if wrong else ""
+    return f"{markdown(head, rows)}{note}\n{source(name)}\n"
+
+
+def learning(name: str) -> str:
+    run, rows = load(name), []
+    for point in run["curve"]:
+        held_out = f"{point['held_out_loss']:.3f}"
+        if point == lowest(run):
+            held_out = f"**{held_out}**"
+        rows.append([f"{point['step']:,}", f"{point['tokens']:,}", f"{point['seconds']:.1f}"])
+        rows[-1] += [f"{point['train_loss']:.3f}", held_out]
+    head = ["step", "characters", "seconds", "training loss", "held-out loss"]
+    return f"{markdown(head, rows)}\nLosses in {run['unit']}. {source(name)}\n"
+
+
+def lowest(run: Record) -> Record:
+    return min(run["curve"], key=lambda point: point["held_out_loss"])
+
+
+def learning_summary(*names: str) -> str:
+    rows = []
+    for name in names:
+        model, best, text = load(name)["model"], lowest(load(name)), load(name)["text"].removesuffix(".txt")
+        size = f"{model['num_layers']} × {model['cell']}, width {model['width']}"
+        rows.append([text, size, f"**{best['held_out_loss']:.3f}**", f"{best['tokens']:,}", f"{best['seconds']:.0f} s"])
+    head = ["text", "model", "held-out loss, nats per character", "characters seen", "after"]
+    return f"{markdown(head, rows)}\n" + "\n".join(source(name) for name in names) + "\n"
+
+
+README_CPU = ("mingru (1, 4096, 256) to 256 float32", "mingru (16, 512, 256) to 256 float32")
+README_GPU = (
+    "mingru (16, 4096, 1024) to 1024 bfloat16",
+    "minlstm (16, 4096, 1024) to 1024 bfloat16",
+    "mingru (16, 4096, 1024) to 1024 float32",
+)
+SHAKESPEARE = "tinyshakespeare-mingru-nvidia-h100"
+
+TABLES: dict[str, Callable[[], str]] = {
+    "readme-layer-nvidia-h100": lambda: comparison("layer-nvidia-h100", milliseconds, only=README_GPU, limit=True),
+    "readme-layer-amd-epyc": lambda: comparison("layer-amd-epyc", milliseconds, only=README_CPU, limit=True),
+    "learning": lambda: learning_summary(SHAKESPEARE),
+    SHAKESPEARE: lambda: learning(SHAKESPEARE),
+}
+for device in ("nvidia-h100", "amd-epyc"):
+    TABLES |= {
+        f"scan-{device}": functools.partial(comparison, f"scan-{device}", share),
+        f"scan-{device}-errors": functools.partial(comparison, f"scan-{device}", error),
+        f"layer-{device}": functools.partial(comparison, f"layer-{device}", milliseconds, limit=True),
+        f"layer-{device}-errors": functools.partial(comparison, f"layer-{device}", error, leave_out=("torch.nn",)),
+    }
+
+
+def plot_comparison(name: str) -> Any:
+    """The time of every contestant as a multiple of the limit, which is drawn."""
+    from matplotlib.figure import Figure
+
+    run = load(name)
+    records = run["results"]
+    figure = Figure(figsize=(8, 1.6 + 0.3 * len(records)), layout="constrained")
+    axes = figure.subplots()
+    axes.axvline(1, color="black", linewidth=1, label=f"the limit: {records[0]['limit']['name']}")
+    points: dict[str, list[tuple[float, int]]] = {}
+    for y, record in enumerate(records):
+        for who, row in record["contestants"].items():
+            if "seconds" in row and (row["max_error"] or 0) <= WRONG:
+                points.setdefault(COLUMNS.get(who, who), []).append((1 / row["fraction_of_limit"], y))
+    for (who, places), marker in zip(points.items(), "osD^v", strict=False):
+        axes.scatter(*zip(*places, strict=True), marker=marker, s=42 if who == "Ostinato" else 26, label=who, zorder=3)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set_yticks(
+        range(len(records)), [f"{record['workload']['name']}, {record['pass']}" for record in records], fontsize="small"
+    )
+    axes.invert_yaxis()
+    axes.set_xlabel("time, as a multiple of the limit (less is better)")
+    axes.set_title(run["device"], fontsize="medium")
+    axes.grid(True, axis="x", alpha=0.25)
+    figure.legend(loc="outside lower center", ncols=3, fontsize="small", frameon=False)
+    return figure
+
+
+def plot_learning(name: str) -> Any:
+    from matplotlib.figure import Figure
+
+    run = load(name)
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    axes = figure.subplots()
+    tokens = [point["tokens"] / 1e6 for point in run["curve"]]
+    for key, label in (("train_loss", "training"), ("held_out_loss", "held out")):
+        axes.plot(tokens, [point[key] for point in run["curve"]], "o-", label=label)
+    best = lowest(run)
+    axes.annotate(
+        f"{best['held_out_loss']:.3f}",
+        (best["tokens"] / 1e6, best["held_out_loss"]),
+        xytext=(0, 8),
+        textcoords="offset points",
+        ha="center",
+    )
+    axes.set_xlabel("characters seen (millions)")
+    axes.set_ylabel(f"loss ({run['unit']})")
+    model = run["model"]
+    axes.set_title(f"{run['text']}: {model['num_layers']} × {model['cell']}, width {model['width']}", fontsize="medium")
+    axes.grid(True, alpha=0.25)
+    axes.legend(frameon=False)
+    return figure
+
+
+PLOTS: dict[str, Callable[[str], Any]] = {
+    **{f"{kind}-{device}": plot_comparison for kind in ("scan", "layer") for device in ("nvidia-h100", "amd-epyc")},
+    SHAKESPEARE: plot_learning,
+}
+
+
+def svg(figure: Any) -> str:
+    """Text that is the same at every run of one Matplotlib."""
+    import matplotlib
+
+    buffer = io.StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": "ostinato"}):
+        figure.savefig(buffer, format="svg", metadata={"Date": None})
+    return buffer.getvalue()
+
+
+def with_tables(text: str) -> str:
+    """A page with its tables as they should be."""
+    return BLOCK.sub(lambda match: f"{match[1]}\n{TABLES[match[2]]()}\n{match[4]}", text)
+
+
+def pages() -> Iterator[tuple[Path, str]]:
+    """README.md and the pages of docs/, and what they should be."""
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        yield path, with_tables(path.read_text())
+
+
+def plots() -> Iterator[tuple[Path, str]]:
+    for name, draw in PLOTS.items():
+        yield ROOT / "docs" / "plots" / f"{name}.svg", svg(draw(name))
+
+
+def main() -> int:
+    stale = [(path, text) for path, text in [*pages(), *plots()] if not path.exists() or path.read_text() != text]
+    check = "--check" in sys.argv
+    for path, text in stale:
+        print(f"{'out of date' if check else 'wrote'}: {path.relative_to(ROOT)}")
+        if not check:
+            path.write_text(text)
+    return int(check and bool(stale))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

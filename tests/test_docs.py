@@ -1,0 +1,83 @@
+"""The documentation says what is so: its code runs, its figures are those of the committed runs."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+MEASURED = re.compile(
+    r"\d\s?(ms|µs|us|ns|seconds?|minutes?|[KMGT]B/s|[GT]FLOP|nats|bits per)\b|\d\s?×(?!\s?\d)|\btimes (as fast|faster)"
+)
+
+
+def load_tables():
+    spec = importlib.util.spec_from_file_location("tables", ROOT / "benchmarks" / "tables.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+tables = load_tables()
+
+
+def name_of(path):
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
+def test_tables_are_those_of_the_runs(path):
+    text = path.read_text()
+    assert tables.with_tables(text) == text, "run: python benchmarks/tables.py"
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
+def test_no_measured_figure_stands_outside_the_tables(path):
+    prose = tables.BLOCK.sub("", path.read_text())
+    assert not [line for line in prose.splitlines() if MEASURED.search(line)]
+
+
+def test_every_table_and_plot_is_shown():
+    text = "".join(path.read_text() for path in PAGES)
+    assert set(tables.TABLES) == {match[2] for match in tables.BLOCK.finditer(text)}
+    assert set(tables.PLOTS) == set(re.findall(r"plots/([a-z0-9-]+)\.svg", text))
+
+
+def test_a_changed_figure_is_noticed():
+    text = (ROOT / "README.md").read_text()
+    changed = re.sub(r"\*\*(\d+\.\d+)\*\*", "**0.001**", text, count=1)
+    assert changed != text
+    assert tables.with_tables(changed) == text
+
+
+@pytest.mark.parametrize("name", tables.PLOTS)
+def test_plots_are_those_of_the_runs(name):
+    matplotlib = pytest.importorskip("matplotlib")
+    committed = (ROOT / "docs" / "plots" / f"{name}.svg").read_text()
+    if f"Matplotlib v{matplotlib.__version__}" not in committed:
+        pytest.skip("another Matplotlib draws the same figures by other strokes")
+    assert tables.svg(tables.PLOTS[name](name)) == committed, "run: python benchmarks/tables.py"
+
+
+def python_of(path):
+    """The Python blocks of a page as one program, each line where it is on the page."""
+    lines, keep = [], False
+    for line in path.read_text().splitlines():
+        fence = line.startswith("```")
+        keep = line == "```python" if fence else keep
+        lines.append("" if fence or not keep else line)
+    return "\n".join(lines)
+
+
+WITH_CODE = [path for path in PAGES if python_of(path).strip()]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("path", WITH_CODE, ids=name_of)
+def test_code_of_a_page_runs(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with torch.random.fork_rng():
+        exec(compile(python_of(path), str(path), "exec"), {"__name__": "__main__"})
