@@ -8,6 +8,7 @@ import typer
 from ostinato.cli.bench import app as bench
 from ostinato.cli.demo import demo
 from ostinato.cli.generate import generate
+from ostinato.cli.learning import app as learning
 from ostinato.cli.prune import prune
 from ostinato.cli.train import train
 
@@ -20,6 +21,7 @@ app = typer.Typer(
 )
 for command in (demo, train, generate, prune):
     app.command()(command)
+bench.add_typer(learning, name="learning")
 app.add_typer(bench, name="bench")
 
 

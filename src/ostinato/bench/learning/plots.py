@@ -1,0 +1,91 @@
+"""Draws a run from the content of its JSON file, so that figure and file cannot differ."""
+
+from pathlib import Path
+from typing import Any
+
+from ostinato.files import replacing
+
+# As published for these tasks, to be drawn beside what is measured: arXiv 2410.01201, tables 1 and 4.
+PUBLISHED_LOSS = {"mingru": 1.548, "minlstm": 1.555}
+PUBLISHED_COPYING = {"mingru": 0.995, "minlstm": 0.960}
+NAMES = {"mingru": "minGRU", "minlstm": "minLSTM", "gru": "GRU", "lstm": "LSTM"}
+COLORS = {"mingru": "C0", "minlstm": "C1", "gru": "C2", "lstm": "C3"}
+
+
+def draw(content: dict[str, Any], path: Path) -> None:
+    """Draw the run ``content`` to an image file.
+
+    Raises ImportError without matplotlib, and ValueError if it is no run of a learning benchmark.
+    """
+    from matplotlib.figure import Figure
+
+    drawings = {"characters": _characters, "pruning": _pruning}
+    kind = str(content.get("benchmark", "")).removeprefix("learning-")
+    if kind not in drawings:
+        raise ValueError(f"benchmark must be one of {', '.join(drawings)}; got {kind!r}")
+    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    drawings[kind](figure, content)
+    with replacing(path) as temporary:
+        figure.savefig(temporary, dpi=120)
+
+
+def _characters(figure: Any, content: dict[str, Any]) -> None:
+    settings = content["runs"][0]["model"]
+    figure.suptitle(
+        f"Characters of {content['text']}: {settings['num_layers']} layers, width {settings['width']}, "
+        f"on {content['device']}"
+    )
+    for axes, (key, label) in zip(
+        figure.subplots(1, 2, sharey=True),
+        [("tokens", "characters trained on"), ("seconds", "seconds of training")],
+        strict=True,
+    ):
+        for run in content["runs"]:
+            points = run["curve"]
+            axes.plot(
+                [point[key] for point in points],
+                [point["held_out_loss"] for point in points],
+                "o-",
+                markersize=3,
+                color=COLORS[run["cell"]],
+                label=f"{NAMES[run['cell']]}: {run['lowest_held_out_loss']:.3f} at its lowest",
+            )
+        for cell, loss in PUBLISHED_LOSS.items():
+            axes.axhline(loss, color=COLORS[cell], linestyle=":", linewidth=1, label=f"{NAMES[cell]} as published")
+        axes.set(xlabel=label)
+        axes.grid(alpha=0.3, which="both")
+    figure.axes[0].set_ylabel("held-out loss, nats per character")
+    figure.axes[1].legend()
+
+
+def _pruning(figure: Any, content: dict[str, Any]) -> None:
+    axes = figure.subplots()
+    figure.suptitle(f"LSTM pruned and fine-tuned on {content['text']}, on {content['device']}")
+    for color, block in enumerate(sorted({run["block"] for run in content["runs"]}, key=len)):
+        runs = [run for run in content["runs"] if run["block"] == block]
+        for key, line, label in (
+            ("fine_tuned_loss", "o-", "pruned while fine-tuned"),
+            ("pruned_loss", "o:", "pruned at once, not trained"),
+        ):
+            axes.plot(
+                [run["density"] for run in runs],
+                [run[key] for run in runs],
+                line,
+                markersize=4,
+                color=f"C{color}",
+                label=f"{block.replace('x', '×')} {label}",
+            )
+    axes.axhline(content["dense"]["held_out_loss"], color="black", linewidth=1, label="dense")
+    axes.axhline(
+        content["dense"]["fine_tuned_loss"], color="black", linestyle="--", linewidth=1, label="dense, fine-tuned alike"
+    )
+    axes.set(xlabel="recurrent weights kept", ylabel="held-out loss, nats per character", xscale="log")
+    densities = sorted({run["density"] for run in content["runs"]})
+    axes.set_xticks(densities, [f"{density:.0%}" for density in densities])
+    axes.minorticks_off()
+    # Without training the sparsest lose all they knew, at losses that would flatten what matters here.
+    lowest = min(content["dense"]["held_out_loss"], *(run["fine_tuned_loss"] for run in content["runs"]))
+    highest = max(content["dense"]["held_out_loss"], *(run["fine_tuned_loss"] for run in content["runs"]))
+    axes.set_ylim(lowest - 0.05, highest + max(0.25, highest - lowest))
+    axes.grid(alpha=0.3)
+    axes.legend()

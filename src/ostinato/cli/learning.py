@@ -1,0 +1,279 @@
+"""``ostinato bench learning``: what the layers learn, each result one command with a fixed seed."""
+
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer import Option
+
+if TYPE_CHECKING:
+    import torch
+    from rich.progress import Progress
+
+    from ostinato.training import Trainer
+
+BLOCKS = {"1x1": (1, 1), "16x1": (16, 1)}
+
+Text = Annotated[Path, Option(help="A UTF-8 file, or a folder of them: tinyshakespeare.txt for the published task.")]
+Cells = Annotated[str, Option(help="Which layers to train, with commas between.")]
+Json = Annotated[
+    Path | None,
+    Option(help="The run's file; its plot is put beside it.", show_default="runs/learning-COMMAND.json"),
+]
+Seed = Annotated[int, Option(help="Seed of all that is random.")]
+Device = Annotated[str, Option(help="auto, cpu, cuda, cuda:1, ...")]
+Precision = Annotated[str, Option(help="float32, bfloat16 (autocast), or auto: bfloat16 on a GPU that has it.")]
+Quick = Annotated[bool, Option("--quick", help="A tiny model for a few steps: shows in seconds that all parts run.")]
+
+# For `--quick`.
+TINY_MODEL: dict[str, Any] = {"width": 32, "num_layers": 2}
+TINY_TRAINING: dict[str, Any] = {"batch_size": 4, "chunk_length": 32, "warmup_steps": 5, "held_out_limit": 4096}
+
+app = typer.Typer(help="Train on tasks and texts, and draw what is learned.", no_args_is_help=True)
+
+
+@app.command()
+def characters(
+    text: Text,
+    cells: Cells = "mingru,minlstm,gru,lstm",
+    steps: Annotated[int, Option(help="Steps to train each.")] = 1000,
+    seed: Seed = 0,
+    quick: Quick = False,
+    device: Device = "auto",
+    precision: Precision = "auto",
+    json: Json = None,
+) -> None:
+    """Character language models of each layer: held-out loss over characters and over seconds."""
+    with _Benchmark("characters", json, device) as run:
+        run.content |= {"text": text.name, "seed": seed, "runs": []}
+        for cell in _cells(cells):
+            trainer = _language_trainer(text, cell, steps, seed, quick, run.device, precision)
+            row: dict[str, Any] = {"cell": cell, **_describe(trainer)}
+            run.content["runs"].append(row)
+            run.console.print(f"{cell}, {row['parameters']:,} parameters")
+
+            def keep(_point: object, row: dict[str, Any] = row, trainer: "Trainer" = trainer) -> None:
+                row["curve"] = [asdict(point) for point in trainer.curve]
+                row["lowest_held_out_loss"] = min(point.held_out_loss for point in trainer.curve)
+                run.save()
+
+            run.train(trainer, keep)
+
+
+@app.command()
+def pruning(
+    text: Text,
+    densities: Annotated[str, Option(help="Parts of the recurrent weights to keep.")] = "0.5,0.3,0.2,0.1,0.05",
+    steps: Annotated[int, Option(help="Steps to train the dense model.")] = 1000,
+    finetune: Annotated[int, Option(help="Steps to train each pruned one; the first half prunes.")] = 300,
+    learning_rate: Annotated[float, Option(help="AdamW's for those, at its highest.")] = 1e-3,
+    seed: Seed = 0,
+    quick: Quick = False,
+    device: Device = "auto",
+    precision: Precision = "auto",
+    json: Json = None,
+) -> None:
+    """A trained character LSTM, pruned to several densities: held-out loss beside the dense one's."""
+    from copy import deepcopy
+    from dataclasses import replace
+
+    import ostinato
+    from ostinato.bench.learning.pruning import fine_tune_pruning
+
+    kept = [float(part) for part in densities.split(",")]
+    with _Benchmark("pruning", json, device) as run:
+        trainer = _language_trainer(text, "lstm", steps, seed, quick, run.device, precision)
+        run.console.print("dense")
+        run.train(trainer, lambda point: None)
+        dense, tokens = trainer.model, _tokens(text)[0]
+        settings = replace(
+            trainer.settings,
+            steps=20 if quick else finetune,
+            learning_rate=learning_rate,
+            warmup_steps=min(100, finetune // 10),
+        )
+
+        def fine_tuned(density: float, block: tuple[int, int], what: str) -> "tuple[float, Trainer]":
+            from ostinato.training import Trainer
+
+            new = Trainer(deepcopy(dense), tokens, settings, device=run.device, precision=precision)
+            with run.progress() as progress:
+                task = progress.add_task(what, total=1.0)
+                for done in fine_tune_pruning(new, density, block):
+                    progress.update(task, completed=done)
+                    run.stop_if_interrupted()
+            return new.evaluate().held_out_loss, new
+
+        def pruned_at_once(density: float, block: tuple[int, int]) -> float:
+            from ostinato.training import Trainer
+
+            model = deepcopy(dense)
+            ostinato.prune(model, density, block=block)
+            return Trainer(model, tokens, settings, device=run.device, precision=precision).evaluate().held_out_loss
+
+        run.content |= {
+            "text": text.name,
+            "seed": seed,
+            "fine_tuning": asdict(settings),
+            "dense": {
+                **_describe(trainer),
+                "curve": [asdict(point) for point in trainer.curve],
+                "held_out_loss": trainer.curve[-1].held_out_loss,
+                "fine_tuned_loss": fine_tuned(1.0, (1, 1), "dense, fine-tuned alike")[0],
+            },
+            "runs": [],
+        }
+        run.console.print("held-out loss, nats    pruned    fine-tuned")
+        shown = run.content["dense"]
+        run.console.print(f"dense              {shown['held_out_loss']:10.4f}{shown['fine_tuned_loss']:14.4f}")
+        for name, block in BLOCKS.items():
+            for density in kept:
+                what = f"{density:.0%} in {name}"
+                loss, new = fine_tuned(density, block, what)
+                masks = [mask for name, mask in new.model.named_buffers() if ".mask_" in name]
+                row = {
+                    "block": name,
+                    "density": density,
+                    "kept_weights": sum(int(mask.sum()) for mask in masks),
+                    "of_weights": sum(mask.numel() for mask in masks),
+                    "pruned_loss": pruned_at_once(density, block),
+                    "fine_tuned_loss": loss,
+                    "seconds": new.seconds,
+                }
+                run.content["runs"].append(row)
+                run.save()
+                run.console.print(f"{what:<19}{row['pruned_loss']:10.4f}{loss:14.4f}")
+
+
+@app.command()
+def plot(
+    json: Annotated[Path, typer.Argument(help="The JSON file of a run.")],
+    output: Annotated[Path | None, Option(help="The image.", show_default="beside it")] = None,
+) -> None:
+    """Draw a run again from its file."""
+    from json import loads
+
+    from ostinato.bench.learning.plots import draw
+
+    try:
+        content = loads(json.read_text())
+    except ValueError as error:
+        raise ValueError(f"{json}: expected the JSON file of a run; {error}") from None
+    output = output or json.with_suffix(".png")
+    draw(content, output)
+    typer.echo(f"wrote {output}")
+
+
+class _Benchmark:
+    """One command's run: its file, which is written again as the run grows, its plot, and Ctrl-C."""
+
+    def __init__(self, name: str, path: Path | None, device: str) -> None:
+        from rich.console import Console
+
+        from ostinato.bench.report import environment
+        from ostinato.cli.devices import choose_device
+        from ostinato.cli.train import stop_on_interrupt
+        from ostinato.files import check_folder
+
+        self.console = Console(highlight=False, soft_wrap=True)
+        self.path = path or Path("runs") / f"learning-{name}.json"
+        check_folder(self.path.parent)
+        self.device: torch.device = choose_device(device)
+        self.content: dict[str, Any] = {"benchmark": f"learning-{name}", **environment(self.device)}
+        self._interruptible = stop_on_interrupt()
+        self._interrupted: Callable[[], bool]
+
+    def __enter__(self) -> "_Benchmark":
+        self._interrupted = self._interruptible.__enter__()
+        return self
+
+    def __exit__(self, kind: type | None, *rest: Any) -> None:
+        self._interruptible.__exit__(kind, *rest)
+        if kind is None:
+            self._draw()
+
+    def save(self) -> None:
+        from ostinato.bench.report import write_json
+
+        write_json(self.path, self.content)
+
+    def stop_if_interrupted(self) -> None:
+        if self._interrupted():
+            self.console.print(
+                f"Interrupted; {self.path} has what was finished." if self.path.exists() else "Interrupted."
+            )
+            raise typer.Exit(130)
+
+    def train(self, trainer: "Trainer", on_point: Callable[[Any], None]) -> None:
+        from ostinato.cli.train import show_progress
+
+        show_progress(trainer, self.console, on_point, self._interrupted)
+        self.stop_if_interrupted()
+
+    def progress(self) -> "Progress":
+        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+        columns = BarColumn(), TaskProgressColumn(), TextColumn("{task.description}"), TimeRemainingColumn()
+        return Progress(*columns, console=self.console, transient=True)
+
+    def _draw(self) -> None:
+        from ostinato.bench.learning.plots import draw
+
+        self.console.print(f"wrote {self.path}")
+        try:
+            draw(self.content, self.path.with_suffix(".png"))
+        except ImportError:
+            self.console.print(
+                f"No matplotlib here; to draw it where there is:  ostinato bench learning plot {self.path}"
+            )
+        else:
+            self.console.print(f"wrote {self.path.with_suffix('.png')}")
+
+
+def _cells(names: str) -> list[str]:
+    from ostinato.models import CELLS
+
+    cells = names.split(",")
+    for cell in cells:
+        if cell not in CELLS:
+            raise ValueError(f"cells must be some of {', '.join(CELLS)}; got {cell!r}")
+    return cells
+
+
+def _tokens(text: Path) -> "tuple[torch.Tensor, int]":
+    """The text's characters as tokens, and how many there are to tell apart."""
+    from ostinato.text import Vocabulary, read_corpus
+
+    corpus = read_corpus(text)
+    vocabulary = Vocabulary.of(corpus.text)
+    return vocabulary.encode(corpus.text), len(vocabulary)
+
+
+def _language_trainer(
+    text: Path, cell: str, steps: int, seed: int, quick: bool, device: "torch.device", precision: str
+) -> "Trainer":
+    import torch
+
+    from ostinato.models import LanguageModel
+    from ostinato.training import Trainer, TrainingSettings
+
+    tokens, vocab_size = _tokens(text)
+    settings = (
+        TrainingSettings(steps=30, evaluate_every=10, seed=seed, **TINY_TRAINING)
+        if quick
+        else TrainingSettings(steps=steps, evaluate_every=max(steps // 10, 1), seed=seed)
+    )
+    torch.manual_seed(seed)
+    model = LanguageModel(vocab_size, cell=cell, **(TINY_MODEL if quick else {}))
+    return Trainer(model, tokens, settings, device=device, precision=precision)
+
+
+def _describe(trainer: "Trainer") -> dict[str, Any]:
+    return {
+        "model": trainer.model.settings,
+        "parameters": sum(parameter.numel() for parameter in trainer.model.parameters()),
+        "precision": trainer.precision,
+        "training": asdict(trainer.settings),
+    }
