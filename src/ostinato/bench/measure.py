@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ostinato.bench.check import TOLERANCE, MinimalCheck, RecurrenceCheck, check_of
-from ostinato.bench.peers import Build, Unavailable, contestants
-from ostinato.bench.workloads import OURS, Recurrence, Run, Workload, name_of
+from ostinato.bench.peers import Build, contestants
+from ostinato.bench.workloads import OURS, Recurrence, Run, Unavailable, Workload, name_of
 
 MIN_ROUNDS, MAX_ROUNDS = 3, 100
 SLOW = 0.5  # seconds: a call of which is made once more, and no more often
@@ -149,24 +149,33 @@ def _timings(runs: dict[str, Run], pass_name: str, device: torch.device, seconds
     return timings | {name: {"seconds": statistics.median(times)} for name, times in samples.items()}
 
 
-def _elapsed(function: Callable[[], object]) -> float:
+def _elapsed(function: Callable[[], object], wait: Callable[[], object] = lambda: None) -> float:
     start = time.perf_counter()
     function()
+    wait()
     return time.perf_counter() - start
 
 
 def _gpu_timing(function: Callable[[], object]) -> Record:
-    """The median time with cold caches, and the most memory taken beside what there was before the call."""
+    """Medians of the GPU's time with cold caches and of the time until a call's result is there, launches included.
+
+    And the most memory taken beside what there was before the call.
+    """
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    samples = [_gpu_elapsed(function)]
+    samples = latencies = [_gpu_elapsed(function)]
     memory = torch.cuda.max_memory_allocated() - before
     if samples[0] <= SLOW:
         rounds = max(MIN_ROUNDS, min(MAX_ROUNDS, int(GPU_SECONDS / samples[0])))
         flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
         samples = [_gpu_elapsed(function, flush) for _ in range(rounds)]
-    return {"seconds": statistics.median(samples), "extra_memory_bytes": memory}
+        latencies = [_elapsed(function, torch.cuda.synchronize) for _ in range(rounds)]
+    return {
+        "seconds": statistics.median(samples),
+        "latency_seconds": statistics.median(latencies),
+        "extra_memory_bytes": memory,
+    }
 
 
 def _gpu_elapsed(function: Callable[[], object], flush: Tensor | None = None) -> float:

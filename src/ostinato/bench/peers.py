@@ -13,12 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import ostinato
-from ostinato.bench.workloads import OURS, RECURRENT, Layer, Recurrence, Run, Scan, Workload, name_of
+from ostinato.bench.workloads import OURS, RECURRENT, Layer, Recurrence, Run, Scan, Unavailable, Workload, name_of
 from ostinato.inference import tensors_of
-
-
-class Unavailable(Exception):
-    """Why a peer cannot run on this machine, or not this workload."""
 
 
 Build = Callable[[Any, tuple[Tensor, ...]], Run]
@@ -70,7 +66,7 @@ def accelerated_scan(variant: str, work: Scan, data: tuple[Tensor, ...]) -> Run:
     return Run(lambda: scan(a, b), (a, b), _time_last)
 
 
-def compiled_associative_scan(_work: Scan, data: tuple[Tensor, ...]) -> Run:
+def compiled_associative_scan(work: Scan, data: tuple[Tensor, ...]) -> Run:
     """PyTorch's own ``associative_scan``, compiled, along the last dimension."""
     if data[0].device.type != "cuda":
         raise Unavailable("compiles for CUDA only")
@@ -83,7 +79,8 @@ def compiled_associative_scan(_work: Scan, data: tuple[Tensor, ...]) -> Run:
     torch._functorch.config.donated_buffer = False  # the backward pass is timed many times over one graph
     scan = torch.compile(lambda a, b: associative_scan(compose, (a, b), dim=2, combine_mode="pointwise")[1])
     a, b = _leaves(*(_time_last(x).contiguous() for x in data))
-    return Run(lambda: scan(a, b), (a, b), _time_last)
+    slow = "its backward pass is left out above T = 4,096, where one call takes minutes" if work.length > 4096 else ""
+    return Run(lambda: scan(a, b), (a, b), _time_last, forward_only=slow)
 
 
 def time_loop(work: Scan, data: tuple[Tensor, ...]) -> Run:
@@ -106,13 +103,39 @@ def time_loop(work: Scan, data: tuple[Tensor, ...]) -> Run:
 
 
 def ostinato_layer(work: Layer, data: tuple[Tensor, ...]) -> Run:
+    (x,), module = _leaves(data[0]), _minimal_layer(work, data)
+    return Run(lambda: module(x)[0], (x, *module.parameters()), has_bias=True)
+
+
+def ostinato_steps(work: Layer, data: tuple[Tensor, ...]) -> Run:
+    """The same layer one time step at a time, as for decoding."""
+    (x,), module = _leaves(data[0]), _minimal_layer(work, data)
+
+    def loop() -> Tensor:
+        h, outputs = None, []
+        for x_t in x.unbind(1):
+            y, h = module.step(x_t, h)
+            outputs.append(y)
+        return torch.stack(outputs, 1)
+
+    return Run(loop, (x, *module.parameters()), has_bias=True)
+
+
+def ostinato_from_host(work: Layer, data: tuple[Tensor, ...]) -> Run:
+    """The same layer, its input and output in the host's memory."""
+    _need_cuda(data[0])
+    x, module = data[0].cpu(), _minimal_layer(work, data)
+    return Run(lambda: module(x.to(data[0].device))[0].cpu(), has_bias=True)
+
+
+def _minimal_layer(work: Layer, data: tuple[Tensor, ...]) -> Any:
     layer_type = {"mingru": ostinato.MinGRU, "minlstm": ostinato.MinLSTM}[work.cell]
-    x, weight, bias = _leaves(*data)
+    x, weight, bias = data
     module = layer_type(work.input_size, work.channels, batch_first=True, device=x.device, dtype=work.dtype)
     with torch.no_grad():
         module.get_parameter("weight_ih_l0").copy_(weight)
         module.get_parameter("bias_ih_l0").copy_(bias)
-    return Run(lambda: module(x)[0], (x, *module.parameters()), has_bias=True)
+    return module
 
 
 def min_rnn_pytorch(compiled: bool, work: Layer, data: tuple[Tensor, ...]) -> Run:
@@ -137,6 +160,21 @@ def torch_recurrent(layer_type: type[nn.GRU] | type[nn.LSTM], work: Layer, data:
     (x,) = _leaves(_time_first(data[0]).contiguous())
     module = layer_type(work.input_size, work.channels, device=x.device, dtype=work.dtype)
     return Run(lambda: module(x)[0], (x, *module.parameters()), _time_first, same_function=False)
+
+
+def torch_cell_loop(cell_type: type[nn.GRUCell] | type[nn.LSTMCell], work: Layer, data: tuple[Tensor, ...]) -> Run:
+    """PyTorch's cell in a loop over time: what is left to write where the layer's kernels do not fit."""
+    (x,) = _leaves(_time_first(data[0]).contiguous())
+    cell: Any = cell_type(work.input_size, work.channels, device=x.device, dtype=work.dtype)
+
+    def loop() -> Tensor:
+        state, outputs = None, []
+        for x_t in x.unbind(0):
+            state = cell(x_t, state)
+            outputs.append(state[0] if isinstance(state, tuple) else state)
+        return torch.stack(outputs)
+
+    return Run(loop, (x, *cell.parameters()), _time_first, same_function=False)
 
 
 # RNN, GRU and LSTM
@@ -251,7 +289,9 @@ def _need_cuda(x: Tensor) -> None:
         raise Unavailable("needs a CUDA device")
 
 
-ON_REQUEST: frozenset[str] = frozenset()
+TIME_LOOP, FROM_HOST = "Ostinato, time loop", "Ostinato, with the transfer"
+CELL_LOOPS = {"mingru": "torch.nn.GRUCell, time loop", "minlstm": "torch.nn.LSTMCell, time loop"}
+ON_REQUEST = {TIME_LOOP, FROM_HOST, *CELL_LOOPS.values()}
 
 RECURRENCES: dict[str, Build] = {
     OURS: partial(ostinato_recurrence, None),
@@ -276,12 +316,18 @@ CONTESTANTS: dict[str, dict[str, Build]] = {
         "minGRU-pytorch": partial(min_rnn_pytorch, False),
         "minGRU-pytorch, compiled": partial(min_rnn_pytorch, True),
         "torch.nn.GRU": partial(torch_recurrent, nn.GRU),
+        TIME_LOOP: ostinato_steps,
+        FROM_HOST: ostinato_from_host,
+        CELL_LOOPS["mingru"]: partial(torch_cell_loop, nn.GRUCell),
     },
     "minlstm": {
         OURS: ostinato_layer,
         "minLSTM-pytorch": partial(min_rnn_pytorch, False),
         "minLSTM-pytorch, compiled": partial(min_rnn_pytorch, True),
         "torch.nn.LSTM": partial(torch_recurrent, nn.LSTM),
+        TIME_LOOP: ostinato_steps,
+        FROM_HOST: ostinato_from_host,
+        CELL_LOOPS["minlstm"]: partial(torch_cell_loop, nn.LSTMCell),
     },
     **dict.fromkeys(RECURRENT, RECURRENCES),
 }

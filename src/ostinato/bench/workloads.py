@@ -15,6 +15,10 @@ from ostinato.kernels.operators import GATES_OF
 OURS = "Ostinato"
 
 
+class Unavailable(Exception):
+    """Why a contestant cannot run on this machine, or not this workload."""
+
+
 @dataclass(frozen=True)
 class Run:
     """A computation made ready: what is timed, and how its tensors map to (B, T, channels)."""
@@ -25,11 +29,14 @@ class Run:
     has_bias: bool = False
     same_function: bool = True  # False for a layer that computes something else, such as nn.GRU
     plan: dict[str, Any] = field(default_factory=dict)  # how our own layer runs
+    forward_only: str = ""  # why no other pass is measured
 
     def prepare(self, pass_name: str) -> Callable[[], object]:
         """The function to time; without inputs to differentiate, every pass is the call itself."""
         if pass_name == "forward" or not self.inputs:
             return torch.no_grad()(self.call)
+        if self.forward_only:
+            raise Unavailable(self.forward_only)
         grad = torch.randn_like(self.call())
         if pass_name == "forward+backward":
             return lambda: torch.autograd.grad(self.call(), self.inputs, grad)
@@ -229,6 +236,7 @@ def workloads(kind: str, device: torch.device, quick: bool = False, only: str = 
 
 f32, f16, bf16 = torch.float32, torch.float16, torch.bfloat16
 CELLS = tuple(RECURRENT)
+EAGER = (OURS, "minGRU-pytorch", "torch.nn.GRU")
 PLAIN = (OURS, "torch.nn")
 GRAPHS = (*PLAIN, "GEMMs in a CUDA graph")
 KERNELS = ("Ostinato, dense kernel", "Ostinato, sparse kernel", "Ostinato, block kernel")
@@ -285,10 +293,10 @@ ON_CUDA: dict[str, list[Workload]] = {
         Layer("mingru", 64, 512, 512, 512, bf16),
         Layer("mingru", 1, 65536, 256, 256, bf16),
         Layer("mingru", 64, 1000, 10, 100),
-        Layer("mingru", 64, 512, 256, 256),
+        Layer("mingru", 64, 512, 256, 256, who=EAGER),
         Layer("mingru", 64, 4096, 256, 256),
         Layer("minlstm", 64, 4096, 256, 256),
-        Layer("mingru", 1, 4096, 256, 256),
+        Layer("mingru", 1, 4096, 256, 256, who=EAGER),
         # The same work at every length: the time should not depend on how it is split into sequences.
         *(Layer("mingru", 65536 // t, t, 1024, 1024, bf16, who=(OURS,)) for t in (256, 1024, 16384, 65536)),
     ],
