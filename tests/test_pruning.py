@@ -2,7 +2,6 @@
 
 import copy
 import io
-import json
 
 import numpy as np
 import pytest
@@ -13,10 +12,8 @@ from safetensors.torch import load, save
 from torch import nn
 
 import ostinato
-from ostinato.bench import measure, persistent
 from ostinato.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from ostinato.cli import main
-from ostinato.cli.bench import app as bench_app
 from ostinato.masks import BLOCKS, block_of
 from ostinato.models import LanguageModel
 from ostinato.text import Vocabulary
@@ -353,23 +350,3 @@ def test_command_complains(checkpoint, capsys, tmp_path):
         assert code == 1
         assert message in err
     assert sorted(file.name for file in tmp_path.iterdir()) == ["model.safetensors", "text.txt"]
-
-
-def test_benchmark(monkeypatch, tmp_path):
-    monkeypatch.setattr(measure, "MAX_ROUNDS", 5)
-    monkeypatch.setattr(persistent, "QUICK", [persistent.Recurrence(cell, 32, length=20) for cell in persistent.LAYERS])
-    bench_app(["persistent", "--quick", "--device", "cpu", "--json", str(tmp_path)], standalone_mode=False)
-    (path,) = tmp_path.iterdir()
-    for record in json.loads(path.read_text())["results"]:
-        assert record["plan"]["path"] == "block"
-        ours, theirs = record["contestants"].values()
-        for row in (ours, theirs):
-            assert 0 < row["max_error"] < 1e-5
-            assert row["microseconds_a_step"] == pytest.approx(row["seconds"] / 20 * 1e6)
-            assert row["times_ostinato"] == pytest.approx(row["seconds"] / ours["seconds"])
-
-
-def test_benchmark_refuses_a_wrong_result(monkeypatch):
-    monkeypatch.setattr(persistent.ostinato.GRU, "forward", lambda layer, x: (nn.GRU.forward(layer, x)[0] + 1e-3, None))
-    with pytest.raises(measure.WrongResult, match=r"GRU 32.*error 1\.0e-03"):
-        persistent.measure(persistent.Recurrence("GRU", 32, length=20), torch.device("cpu"), 0.1)

@@ -3,6 +3,11 @@
 // Product multiplies the recurrent matrix with the previous state and leaves partial sums in shared memory; Units
 // adds them up, updates the block's own hidden units and publishes them.
 
+constexpr int PREFETCH = 4;  // steps
+// Cycles from when a block has its sums to when its warps look for the next state: those without units would only
+// keep memory busy while the others compute.
+constexpr unsigned HEAD_START = 500;
+
 // The hidden units of this block: a thread owns up to ITEMS pairs of a unit and a sequence.
 struct Units {
     static constexpr int ITEMS = (UNITS * COLUMNS + THREADS - 1) / THREADS;
@@ -104,39 +109,38 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) persistent(const Parame
     const int block = blockIdx.x % BLOCKS, group = p.first / COLUMNS + blockIdx.x / BLOCKS;
     const int columns = min(COLUMNS, p.batch - group * COLUMNS);
 
-    float *sums = reinterpret_cast<float *>(shared);  // two, by the step's parity: one is read, the other written
+    float *all_sums = reinterpret_cast<float *>(shared);  // two, by the step's parity: one is read, the other written
     Product product(p, block, shared + SUMS / 2);
     Units units(p, product, block, group * COLUMNS, columns);
     Patience patience(p.failure);
-    const size_t stride = size_t(p.groups) * COPIES * GROUP_BYTES;
-    char *state = p.states + size_t(group) * COPIES * GROUP_BYTES;
-    const int copy = block % COPIES * GROUP_BYTES;  // that this block reads
+    const size_t stride = size_t(p.groups) * GROUP_BYTES;
+    char *state = p.states + size_t(group) * GROUP_BYTES;
 
     units.fetch(p.reverse ? p.steps - 1 : 0);
     for (int taken = 0; taken < p.steps; ++taken, state += stride) {
         const int step = p.reverse ? p.steps - 1 - taken : taken;
-        product(state + copy, columns, sums, patience);
+        float *sums = all_sums + taken % 2 * SUMS;
+        product(state, columns, sums, patience);
         __syncthreads();
         const unsigned met = clock();
         units.update(product, sums, state + stride, step);
         if (taken + 1 < p.steps) units.fetch(p.reverse ? step - 1 : step + 1);
         if (taken + PREFETCH < p.steps) units.prefetch(state + PREFETCH * stride);
-        sums = reinterpret_cast<float *>(shared) + (taken % 2 ? 0 : SUMS);
-        while (DELAY && clock() - met < DELAY) {}
+        while (clock() - met < HEAD_START) {}
     }
     units.finish();
 }
 
 // Fills the states: the first with h0, the others with what no block writes.
 extern "C" __global__ void __launch_bounds__(THREADS) prepare(const Parameters p) {
-    const size_t row = size_t(p.groups) * COPIES * GROUP_BYTES / 8, words = (p.steps + size_t(1)) * row;
+    const size_t row = size_t(p.groups) * GROUP_BYTES / 8, words = (p.steps + size_t(1)) * row;
     const size_t stride = size_t(gridDim.x) * THREADS;
     for (size_t i = size_t(blockIdx.x) * THREADS + threadIdx.x; i < words; i += stride) {
         Word word = ABSENT;
         if (i < row) {
             word = 0;
             const int place = i * 8 % GROUP_BYTES, line = place / CHUNK;
-            const int sequence = i * 8 / GROUP_BYTES / COPIES * COLUMNS + line % COLUMNS;
+            const int sequence = i * 8 / GROUP_BYTES * COLUMNS + line % COLUMNS;
             const int unit = (line / COLUMNS * CHUNK + place % CHUNK) / sizeof(Scalar);
             for (int j = 0; p.h0 && sequence < p.batch && j < WORD && unit + j < HIDDEN; ++j)
                 word |= Word(bits(widen(p.h0[size_t(sequence) * HIDDEN + unit + j]))) << (j * 8 * sizeof(Scalar));

@@ -14,19 +14,18 @@ constexpr int WORD = 8 / sizeof(Scalar);         // units in 8 bytes
 constexpr bool HALF_WORDS = UNITS % WORD != 0;   // blocks meet in the middle of 8 bytes: a word is 4
 constexpr int PITCH = (HIDDEN + 2 * WORD - 1) / (2 * WORD) * (2 * WORD);  // units of a sequence's state: whole pieces
 constexpr int ROW_BYTES = PITCH * int(sizeof(Scalar));
-constexpr int CHUNK = CHUNK_BYTES ? CHUNK_BYTES : ROW_BYTES;  // of a sequence's state, beside that of the next sequence
+constexpr int CHUNK = CHUNK_BYTES;  // of a sequence's state, beside that of the next sequence
 constexpr int CHUNKS = (ROW_BYTES + CHUNK - 1) / CHUNK;
-constexpr int GROUP_BYTES = CHUNKS * COLUMNS * CHUNK;         // the state of a group; there are COPIES of it
+constexpr int GROUP_BYTES = CHUNKS * COLUMNS * CHUNK;  // the state of a group
 constexpr int ROWS = GATES * UNITS;  // of the recurrent matrix in a block: row g * UNITS + u is gate g of unit u
 
 struct Parameters {
     const Scalar *projected;      // (steps, batch, GATES * HIDDEN)
     const Scalar *h0, *c0;        // (batch, HIDDEN), or null for zeros
     const Scalar *bias;           // (HIDDEN) of a GRU's candidate, or null
-    const unsigned *weights;      // packed for the blocks, as are the next three; see Product
+    const unsigned *weights;      // packed for the blocks, as are the next two; see Product
     const unsigned short *places, *spans;
-    const unsigned *ends;
-    char *states;                 // (steps + 1, groups, COPIES, CHUNKS, COLUMNS, CHUNK bytes), from h0 on
+    char *states;                 // (steps + 1, groups, CHUNKS, COLUMNS, CHUNK bytes), from h0 on
     Pack *output;                 // (steps, batch, HIDDEN)
     Pack *h_n, *c_n;              // (batch, HIDDEN)
     int *failure;                 // set to 1 if a wait was given up
@@ -96,9 +95,6 @@ __device__ inline void publish(float x, bool first, char *address) {
     if (sizeof(Scalar) == 2) mine |= __shfl_down_sync(~0u, mine, 1) << 16;
     const Word word = HALF_WORDS ? mine : mine | Word(__shfl_down_sync(~0u, mine, WORD / 2)) << 32;
     if (!first) return;
-#pragma unroll
-    for (int copy = 0; copy < COPIES; ++copy, address += GROUP_BYTES) {
-        if (HALF_WORDS) asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" :: "l"(address), "r"(mine) : "memory");
-        else asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" :: "l"(address), "l"(word) : "memory");
-    }
+    if (HALF_WORDS) asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" :: "l"(address), "r"(mine) : "memory");
+    else asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" :: "l"(address), "l"(word) : "memory");
 }

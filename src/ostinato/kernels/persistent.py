@@ -12,8 +12,10 @@ weights packed for it here:
 ==========  ==================================================================
 """
 
+import itertools
+import math
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,10 +31,7 @@ THREADS = 32 * WARPS
 TILE_BYTES = 512  # of weights: 16 rows by 32 bytes of columns
 ZERO_PLACES = 16
 REGISTERS = 255  # that a thread can have
-_PARAMETERS = struct.Struct("13Q5i")
-_PREFETCH = 4  # steps
-_COPIES = 1  # of the state
-_DELAY = 0  # cycles
+_PARAMETERS = struct.Struct("12Q5i")
 
 
 class Geometry(NamedTuple):
@@ -47,7 +46,7 @@ class Geometry(NamedTuple):
     groups: int  # that run at once, each with its own sequences and its own copy of the weights
     tiles: int = 0  # of a warp; of the sparse kernel: entries, two weights of a thread
     held: int = 0  # of them in registers, the others are in shared memory
-    stages: int = 1  # in which the dense kernel waits for the state
+    strip_tiles: tuple[int, ...] = ()  # of a warp of the block kernel, for each strip of rows
 
     @property
     def rows(self) -> int:
@@ -112,19 +111,30 @@ class Geometry(NamedTuple):
         pitch = {"dense": 16 * self.row_tiles + 4, "block": self.rows + 4, "sparse": 32}[self.path]
         sums = 2 * WARPS * self.columns * pitch * 4
         state = 0 if self.path == "dense" else (self.pitch + ZERO_PLACES) * self.state_bytes
-        unit = self.parts * 4 * THREADS if self.path == "sparse" else WARPS * TILE_BYTES
-        return sums + state + (self.tiles - self.held) * unit
+        return sums + state + (self.tiles - self.held) * self.tile_bytes
+
+    @property
+    def tile_bytes(self) -> int:
+        """Of all warps' tiles, or of all threads' entries."""
+        return self.parts * 4 * THREADS if self.path == "sparse" else WARPS * TILE_BYTES
 
     @property
     def bytes_on_chip(self) -> int:
         """Of weights, and of their places."""
-        if self.path == "sparse":
-            block = self.tiles * self.parts * 4 * THREADS
-        else:
-            block = self.tiles * WARPS * TILE_BYTES
-            if self.path == "block":
-                block += self.tiles * WARPS * self.tile_columns * 2
+        block = self.tiles * self.tile_bytes
+        if self.path == "block":
+            block += self.tiles * WARPS * self.tile_columns * 2
         return self.groups * self.blocks * block
+
+    def with_strips(self, tiles: Sequence[int]) -> "Geometry":
+        """The block kernel's, with so many tiles of a warp in each strip."""
+        return self._replace(tiles=sum(tiles), strip_tiles=tuple(tiles))
+
+    @property
+    def last_tiles(self) -> str:
+        """A bit for each of the block kernel's tiles, set if it is the last of its strip, as 64-bit numbers."""
+        bits = sum(1 << end - 1 for end in itertools.accumulate(self.strip_tiles))
+        return ",".join(f"{bits >> first & 2**64 - 1}ull" for first in range(0, self.tiles, 64))
 
     def hold(self, shared_limit: int) -> "Geometry | None":
         """As many tiles in registers as they can hold, if the others fit into shared memory."""
@@ -134,12 +144,12 @@ class Geometry(NamedTuple):
             states = 2 * self.column_tiles * sequence_tiles
             products = self.row_tiles * sequence_tiles
             sums = 4 * products * (1 if products >= 4 else 2 if products >= 2 else 4)
-            rest = 8 + 3 * self.row_tiles + 4 * sequence_tiles + 24 * wide
+            rest = 20 + 4 * sequence_tiles + 24 * wide
             if states > 128:
                 return None
             free = (REGISTERS - states - sums - rest) // 4
         elif self.path == "block":
-            free = (REGISTERS - self.tiles * self.tile_columns // 64 - 94) // 4
+            free = (REGISTERS - self.tiles * self.tile_columns // 64 - 106) // 4
         else:
             free = (REGISTERS - 92) // self.parts
         geometry = self._replace(held=max(0, min(self.tiles, free)))
@@ -157,14 +167,14 @@ class Geometry(NamedTuple):
             ("BLOCKS", self.blocks),
             ("HELD", self.held),
             ("EXACT", int(exact)),
-            ("PREFETCH", _PREFETCH),
             ("CHUNK_BYTES", self.chunk_bytes),
-            ("COPIES", _COPIES),
-            ("DELAY", _DELAY),
-            ("MIDDLE_CHAINS", 2),
             *{
-                "dense": (("STAGES", self.stages),),
-                "block": (("TILES", self.tiles), ("STATE_COLUMNS", self.state_bytes // self.dtype.itemsize)),
+                "dense": (),
+                "block": (
+                    ("TILES", self.tiles),
+                    ("LAST_TILES", self.last_tiles),
+                    ("STATE_COLUMNS", self.state_bytes // self.dtype.itemsize),
+                ),
                 "sparse": (("ENTRIES", self.tiles), ("STATE_COLUMNS", self.state_bytes // self.dtype.itemsize)),
             }[self.path],
         )
@@ -188,20 +198,28 @@ def _round_up(a: int, b: int) -> int:
     return _ceil(a, b) * b
 
 
+# Microseconds of a step on an H100, fitted to some eighty layers, within 20 %: a step with nothing to do; a hundred
+# blocks that read the state; 100 kB of it; 100 kB of weights read from shared memory; a hundred tiles of a warp or
+# entries of a thread; ten gates that a thread computes.
+_COSTS = {
+    "dense": (0.60, 0.35, 2.5, 0.28, 0.62, 0.40),
+    "block": (1.14, 0.09, 1.5, 0.14, 2.35, 0.26),
+    "sparse": (0.65, 0.92, 0.0, 0.73, 2.80, 2.70),
+}
+_HALF_WORDS = 0.15  # microseconds, if blocks publish their state in words of 4 bytes
+
+
 def _microseconds(geometry: Geometry, batch: int) -> float:
-    """A step of all sequences, estimated: what an exchange, the tensor cores and shared memory take on an H100."""
-    blocks = geometry.blocks * geometry.groups
-    exchange = 0.7 + blocks * geometry.columns * geometry.hidden_size * geometry.dtype.itemsize / 5e6
-    if geometry.path == "sparse":
-        multiply = geometry.tiles * 2 * 2 * 12 / 1750
-        shared = geometry.tiles * 2 * WARPS * 3 / 1750
-    else:
-        multiply = geometry.tiles * _ceil(geometry.columns, 8) * 2 * 4 / 1750
-        shared = (geometry.tiles - geometry.held) * WARPS * TILE_BYTES / 128 / 1750
-    stage = 0 if geometry.path == "dense" else 0.2 + 2 * geometry.pitch * geometry.state_bytes / 128 / 1750
-    update = 0.4 + 0.1 * geometry.units * geometry.columns / THREADS
-    launches = _ceil(batch, geometry.columns * geometry.groups)
-    return launches * (exchange + max(multiply, shared) + stage + update)
+    """A step of all sequences, estimated."""
+    step, readers, read, kept, multiplied, updated = _COSTS[geometry.path]
+    state = geometry.columns * geometry.pitch * geometry.dtype.itemsize
+    passes = _ceil(geometry.columns, 8) * (3 if geometry.dtype == torch.float32 and geometry.path != "sparse" else 1)
+    step += readers * geometry.blocks * geometry.groups / 1e2 + read * state / 1e5
+    step += kept * (geometry.tiles - geometry.held) * geometry.tile_bytes / 1e5
+    step += multiplied * geometry.tiles * passes / 1e2
+    step += updated * _ceil(geometry.units * geometry.columns, THREADS) * GATES[geometry.cell] / 10
+    step += _HALF_WORDS if geometry.units * geometry.dtype.itemsize % 8 else 0
+    return step * _ceil(batch, geometry.columns * geometry.groups)
 
 
 def _coverings(
@@ -234,12 +252,12 @@ def _candidates(
         if path == "dense":
             half = geometry.has_half_tiles
             tiles = (geometry.row_tiles - half) * geometry.column_tiles + half * _ceil(geometry.column_tiles, 2)
-            stages = 3 if geometry.row_tiles >= 3 and geometry.column_tiles >= 6 else 1
-            geometry = geometry._replace(tiles=tiles, stages=stages)
+            geometry = geometry._replace(tiles=tiles)
         elif path == "block":
             some = 1 - (1 - density) ** _ceil(16, rows)  # of a strip's columns
-            strip = _ceil(int(1.1 * some * hidden_size) + 1, geometry.tile_columns)
-            geometry = geometry._replace(tiles=_ceil(geometry.rows // 16 * strip, WARPS))
+            most = hidden_size * some + 2.5 * math.sqrt(hidden_size * some * (1 - some))
+            strip = _ceil(math.ceil(most), WARPS * geometry.tile_columns)
+            geometry = geometry.with_strips([strip] * (geometry.rows // 16))
         else:
             weights = 1.15 * density * geometry.rows * hidden_size
             geometry = geometry._replace(tiles=int(weights / THREADS / 2) + 1)
@@ -308,7 +326,6 @@ class Packed(NamedTuple):
     weights: Tensor
     places: Tensor | None = None
     spans: Tensor | None = None
-    ends: Tensor | None = None
 
 
 def pack(weight: Tensor, mask: Tensor | None, geometry: Geometry, shared_limit: int) -> Packed:
@@ -364,59 +381,38 @@ def _pack_dense(rows: Tensor, geometry: Geometry) -> Tensor:
 
 
 def _pack_block(rows: Tensor, kept: Tensor, geometry: Geometry) -> Packed:
-    """Strips of 16 rows, each with the columns it needs; their tiles dealt to the warps in equal numbers."""
-    blocks, width, banks, device = rows.shape[0], geometry.tile_columns, geometry.banks, rows.device
-    column = _column_of_place(geometry).to(device)
-    strips = rows.view(blocks, -1, 16, geometry.pitch)[..., column]
-    needed = kept.view(blocks, -1, 16, geometry.pitch).any(2)[..., column]
-    tiles = ((needed.sum(2) + width - 1) // width).clamp(min=1)  # of each strip
+    """Strips of 16 rows, each with the columns it needs, dealt to the warps in equal numbers of tiles."""
+    blocks, width, banks, pitch = rows.shape[0], geometry.tile_columns, geometry.banks, geometry.pitch
+    column = _column_of_place(geometry).to(rows.device)
+    strips = rows.view(blocks, -1, 16, pitch)[..., column]
+    needed = kept.view(blocks, -1, 16, pitch).any(2)[..., column]
+    counts = needed.sum(2)
+    geometry = geometry.with_strips([max(1, _ceil(n, WARPS * width)) for n in counts.amax(0).tolist()])
 
     # Places in the order in which their rank among those of the same bank rises: runs of different banks.
-    ranks = F.pad(needed, (0, -geometry.pitch % banks)).unflatten(2, (-1, banks)).cumsum(2).flatten(2)
-    bank = torch.arange(ranks.shape[2], device=device) % banks
-    keys = (ranks * banks + bank)[..., : geometry.pitch].masked_fill(~needed, geometry.pitch * banks * 2)
-    order = F.pad(keys.argsort(2), (0, width))[..., : int(tiles.max()) * width]
-    real = torch.arange(order.shape[2], device=device) < needed.sum(2, keepdim=True)
-    weights = strips.gather(3, order.unsqueeze(2).expand(-1, -1, 16, -1)) * real.unsqueeze(2)
-    weights = torch.where(real.unsqueeze(2), weights, 0)  # of NaN too
-    zero = geometry.pitch + torch.arange(order.shape[2], device=device) % ZERO_PLACES
-    places = torch.where(real, order, zero)
+    ranks = F.pad(needed, (0, -pitch % banks)).unflatten(2, (-1, banks)).cumsum(2).flatten(2)[..., :pitch]
+    bank = torch.arange(pitch, device=rows.device) % banks
+    order = (ranks * banks + bank).masked_fill(~needed, pitch * banks * 2).argsort(2)
+    size = WARPS * width * max(geometry.strip_tiles)
+    order = F.pad(order, (0, max(0, size - pitch)))[..., :size]
+    real = torch.arange(size, device=rows.device) < counts.unsqueeze(2)
+    weights = strips.gather(3, order.unsqueeze(2).expand(-1, -1, 16, -1))
+    weights = torch.where(real.unsqueeze(2), weights, 0)
+    places = torch.where(real, order, pitch + torch.arange(size, device=rows.device) % ZERO_PLACES)
 
-    # The block's tiles in one line, strip after strip.
-    count = _ceil(int(tiles.sum(1).max()), WARPS)  # of a warp
-    there = torch.arange(int(tiles.max()), device=device) < tiles.unsqueeze(2)
-    starts = tiles.cumsum(1) - tiles
-    line = torch.arange(blocks, device=device)[:, None, None] * count * WARPS + starts.unsqueeze(2)
-    line = (line + torch.arange(int(tiles.max()), device=device))[there]
-    by_tile = weights.unflatten(3, (-1, width)).permute(0, 1, 3, 2, 4)[there]
-    weights = rows.new_zeros(blocks * WARPS * count, 16, width)
-    weights[line] = by_tile
-    gathers = _round_up(_ceil(count * width, 32), 2) * 32
-    all_places = zero[:width].repeat(blocks * WARPS * count, 1)
-    all_places[line] = places.unflatten(2, (-1, width))[there]
-    all_places = F.pad(all_places.view(blocks, WARPS, -1), (0, gathers - count * width), value=geometry.pitch)
+    def deal(strip: int, tiles: int) -> tuple[Tensor, Tensor]:
+        """The warps' tiles of a strip: (blocks, WARPS, tiles, 16, width), and their places."""
+        mine = slice(0, WARPS * tiles * width)
+        dealt = weights[:, strip, :, mine].reshape(blocks, 16, WARPS, tiles, width).permute(0, 2, 3, 1, 4)
+        return dealt, places[:, strip, mine].view(blocks, WARPS, tiles * width)
 
-    # Where sums are stored: after a strip's last tile and after a warp's last.
-    position = line % (count * WARPS)
-    strip = torch.arange(tiles.shape[1], device=device)[None, :, None].expand(there.shape)[there]
-    last = (starts + tiles - 1).unsqueeze(2).expand(there.shape)[there]
-    ends = torch.zeros(blocks * WARPS, 32 * _ceil(count, 32), dtype=torch.int64, device=device)
-    ends[line // count, line % count] = ((position == last) | (position % count == count - 1)).long()
-    ends = (ends.unflatten(1, (-1, 32)) << torch.arange(32, device=device)).sum(2)
-    strip_of = torch.zeros(blocks * WARPS * count, dtype=torch.int64, device=device)
-    strip_of[line] = strip
-    ends = torch.cat((strip_of.view(-1, count)[:, :1], ends), 1)
-    spans = starts // count + ((starts + tiles - 1) // count << 8)
-
+    dealt = [deal(strip, tiles) for strip, tiles in enumerate(geometry.strip_tiles)]
+    packed, all_places = torch.cat([w for w, _ in dealt], 2), torch.cat([p for _, p in dealt], 2)
+    all_places = F.pad(all_places, (0, -all_places.shape[2] % 64), value=pitch)  # an even number for each lane
     number = 4 // rows.itemsize
-    packed = weights.view(blocks, WARPS, count, 2, 8, 2, 4, number)  # row half, row, column half, lane, number
-    return Packed(
-        geometry._replace(tiles=count),
-        packed.permute(0, 1, 2, 4, 6, 5, 3, 7).contiguous(),
-        _narrow(all_places, 16),
-        _narrow(spans.repeat_interleave(16, 1), 16),
-        _narrow(ends, 32),
-    )
+    packed = packed.reshape(blocks, WARPS, geometry.tiles, 2, 8, 2, 4, number)  # row half, row, column half, lane
+    packed = packed.permute(0, 1, 2, 4, 6, 5, 3, 7).contiguous()
+    return Packed(geometry, packed, _narrow(all_places, 16))
 
 
 def _pack_sparse(rows: Tensor, kept: Tensor, geometry: Geometry) -> Packed:
@@ -574,7 +570,7 @@ class PersistentLayer:
         output = projected.new_empty(steps, batch, hidden)
         h_n = projected.new_empty(batch, hidden)
         c_n = projected.new_empty(batch, hidden) if geometry.cell == "lstm" else None
-        states = projected.new_empty((steps + 1) * groups * _COPIES * geometry.group_bytes, dtype=torch.uint8)
+        states = projected.new_empty((steps + 1) * groups * geometry.group_bytes, dtype=torch.uint8)
         tensors = (projected, h0, c0, self._bias, *self._packed[1:], states, output, h_n, c_n, self._failure)
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
         fill = min(_ceil(states.numel(), 32 * THREADS), self._fill)

@@ -6,18 +6,18 @@
 //
 // HELD of a warp's TILES tiles stay in registers and the others in shared memory.  If the block's last rows are no
 // more than 8, one tile has them for two column tiles, in its upper and its lower half: it is multiplied with the
-// state of both, and of either product only one half is used.  The pieces of state are waited for in STAGES: while
-// one is multiplied, the next are on their way.
+// state of both, and of either product only one half is used.
 
 constexpr int ROW_TILES = (ROWS + 15) / 16;
 constexpr bool HALF = (ROWS - 1) % 16 < 8;
 constexpr int FULL = ROW_TILES - HALF;
 constexpr int COLUMN_TILES = (ROW_BYTES + 32 * WARPS - 1) / (32 * WARPS);  // of a warp
 constexpr int TILES = FULL * COLUMN_TILES + HALF * ((COLUMN_TILES + 1) / 2);
-constexpr int EARLY = TILES - HELD < ROW_TILES ? TILES - HELD : ROW_TILES;  // read from shared memory while waiting
+constexpr int EARLY = TILES - HELD < 4 ? TILES - HELD : 4;  // read from shared memory while waiting
 constexpr int PIECES = COLUMN_TILES / 2, ODD = COLUMN_TILES % 2;  // two tiles are read as a piece, an odd one as a word
 constexpr int SEQUENCE_TILES = (COLUMNS + 7) / 8;
-constexpr int CHAINS = ROW_TILES * SEQUENCE_TILES >= 4 ? 1 : ROW_TILES * SEQUENCE_TILES >= 2 ? MIDDLE_CHAINS : 4;  // hide latency
+constexpr int PRODUCTS = ROW_TILES * SEQUENCE_TILES;
+constexpr int CHAINS = PRODUCTS >= 4 ? 1 : PRODUCTS >= 2 ? 2 : 4;  // hide latency
 constexpr int SUM_PITCH = 16 * ROW_TILES + 4;  // stores of the accumulators fall in different banks
 constexpr int SUMS = WARPS * COLUMNS * SUM_PITCH;
 
@@ -29,9 +29,6 @@ __device__ constexpr int tile_at(int column, int row) {
 // How many tiles before this one are in registers: those in shared memory come first and then evenly spread.
 __device__ constexpr int held_before(int tile) { return tile <= EARLY ? 0 : (tile - EARLY) * HELD / (TILES - EARLY); }
 __device__ constexpr bool is_held(int tile) { return held_before(tile + 1) > held_before(tile); }
-__device__ constexpr int stage_of(int piece) { return piece * STAGES / (PIECES + ODD); }
-
-struct Span {};
 
 struct Product {
     uint4 held[HELD + 1];  // no array is empty
@@ -70,40 +67,30 @@ struct Product {
                 piece[s][i].word[0] = piece[s][i].word[1] = live && offset + i * 64 < ROW_BYTES ? ABSENT : 0;
             odd[s] = live && odd_offset < ROW_BYTES ? ABSENT : 0;
         }
-        const auto look_at = [&](int first, int last) {
-            bool waiting = false;
+        patience.renew();
+        bool waiting;
+        do {
+            waiting = false;
 #pragma unroll
             for (int s = 0; s < SEQUENCE_TILES; ++s) {
 #pragma unroll
-                for (int i = 0; i < PIECES; ++i)
-                    if (stage_of(i) >= first && stage_of(i) <= last) waiting |= look(piece[s][i], mine + (i * COLUMNS + s * 8) * CHUNK);
-                if (ODD && stage_of(PIECES) >= first && stage_of(PIECES) <= last)
-                    waiting |= look(odd[s], mine_odd + s * 8 * CHUNK);
+                for (int i = 0; i < PIECES; ++i) waiting |= look(piece[s][i], mine + (i * COLUMNS + s * 8) * CHUNK);
+                if (ODD) waiting |= look(odd[s], mine_odd + s * 8 * CHUNK);
             }
-            return waiting;
-        };
+        } while (waiting && patience.lasts());
+        __syncwarp();
 
         float d[CHAINS][FULL + 1][SEQUENCE_TILES][4] = {}, halves[2][SEQUENCE_TILES][4] = {};
-        patience.renew();
 #pragma unroll
-        for (int stage = 0; stage < STAGES; ++stage) {
-            while (look_at(stage, stage) && patience.lasts()) {}
-            __syncwarp();
-            if (stage == 0) look_at(1, STAGES - 1);
+        for (int c = 0; c < COLUMN_TILES; ++c) {
 #pragma unroll
-            for (int c = 0; c < COLUMN_TILES; ++c) {
-                if (stage_of(c / 2) != stage) continue;
+            for (int r = 0; r < ROW_TILES; ++r) {
+                const int tile = tile_at(c, r), before = held_before(tile);
+                const uint4 a = tile < EARLY ? early[tile] : is_held(tile) ? held[before] : kept[(tile - before) * THREADS];
 #pragma unroll
-                for (int r = 0; r < ROW_TILES; ++r) {
-                    const int tile = tile_at(c, r), before = held_before(tile);
-                    const uint4 a = tile < EARLY  ? early[tile]
-                                    : is_held(tile) ? held[before]
-                                                    : kept[(tile - before) * THREADS];
-#pragma unroll
-                    for (int s = 0; s < SEQUENCE_TILES; ++s) {
-                        const Word b = c / 2 < PIECES ? piece[s][c / 2].word[c % 2] : odd[s];
-                        mma(r < FULL ? d[c % CHAINS][r][s] : halves[c % 2][s], a, low(b), high(b), Scalar());
-                    }
+                for (int s = 0; s < SEQUENCE_TILES; ++s) {
+                    const Word b = c / 2 < PIECES ? piece[s][c / 2].word[c % 2] : odd[s];
+                    mma(r < FULL ? d[c % CHAINS][r][s] : halves[c % 2][s], a, low(b), high(b), Scalar());
                 }
             }
         }
@@ -129,9 +116,6 @@ struct Product {
     __device__ Span span(const Parameters &, int, int) const { return {}; }
 
     __device__ static float sum(const float *sums, Span, int row, int sequence) {
-        float total = 0;
-#pragma unroll
-        for (int warp = 0; warp < WARPS; ++warp) total += sums[(warp * COLUMNS + sequence) * SUM_PITCH + row];
-        return total;
+        return sum_of_warps(sums + sequence * SUM_PITCH + row, COLUMNS * SUM_PITCH);
     }
 };

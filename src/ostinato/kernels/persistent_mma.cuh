@@ -51,3 +51,12 @@ __device__ inline uint4 load_weights(const uint4 *address) {
     if (sizeof(Scalar) == 2 || EXACT) return a;
     return {round_to_tf32(a.x), round_to_tf32(a.y), round_to_tf32(a.z), round_to_tf32(a.w)};
 }
+
+struct Span {};  // every warp has a share of every row
+
+__device__ inline float sum_of_warps(const float *sums, int pitch) {
+    float total = 0;
+#pragma unroll
+    for (int warp = 0; warp < WARPS; ++warp) total += sums[warp * pitch];
+    return total;
+}

@@ -33,6 +33,14 @@ struct Entry {
     }
 };
 
+// Where the partial sums of a row are: first and last.
+struct Span { unsigned char first, last; };
+
+__device__ inline Span load_span(const Parameters &p, int block, int row) {
+    const unsigned short both = p.spans[block * ROWS + row];
+    return {static_cast<unsigned char>(both), static_cast<unsigned char>(both >> 8)};
+}
+
 struct Product {
     Entry held[HELD + 1];  // no array is empty
     unsigned *kept;        // this thread's parts of the entries in shared memory

@@ -77,11 +77,3 @@ struct SharedState {
         }
     }
 };
-
-// Where the partial sums of a row are: first and last.
-struct Span { unsigned char first, last; };
-
-__device__ inline Span load_span(const Parameters &p, int block, int row) {
-    const unsigned short both = p.spans[block * ROWS + row];
-    return {static_cast<unsigned char>(both), static_cast<unsigned char>(both >> 8)};
-}
