@@ -248,11 +248,9 @@ def test_what_is_not_finite_hangs_nothing(bad):
         case.layer.check()
         others = [0, 1, 3]  # sequences
         expected = case.expected(projected, h, c, False)[0]
-        assert (output[:, others].double() - expected[:, others]).norm() < TOLERANCE[case.dtype] * expected[
-            :, others
-        ].norm()
+        assert max(case.errors([output[:, others]], [expected[:, others]])) < TOLERANCE[case.dtype]
         if bad != bad:
-            assert output[8:, 2].isnan().all()
+            assert output[12:, 2].isnan().all()  # a pruned weight times NaN is nothing, so it takes some steps
 
 
 @pytest.mark.gpu

@@ -453,8 +453,9 @@ def test_gpu_autocast_and_training():
     with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
         ours, theirs = layer(x, hx), other(x, hx)
         assert_uses_kernel(layer, 4, torch.bfloat16)
-    assert [y.dtype for y in flat(ours)] == [y.dtype for y in flat(theirs)]
-    assert_same(ours, theirs, 3e-2)
+    assert {y.dtype for y in flat(ours)} == {torch.bfloat16}  # where torch's layers take float16, whatever is asked for
+    for y, expected in zip(flat(ours), flat(theirs), strict=True):
+        torch.testing.assert_close(y.float(), expected.float(), rtol=0, atol=3e-2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for module in (layer, other):
