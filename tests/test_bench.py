@@ -1,13 +1,15 @@
 """The benchmark tool: what it counts, what it finds wrong, and whom it names."""
 
+import dataclasses
 import json
+import re
 import sys
 
 import pytest
 import torch
 from rich.console import Console
 
-from ostinato.bench import capacity, check, measure, peers, report, workloads
+from ostinato.bench import capacity, check, measure, peers, report, sweeps, workloads
 from ostinato.bench.workloads import OURS, Layer, Recurrence, Run, Scan
 from ostinato.cli.bench import app as bench_app
 
@@ -210,6 +212,131 @@ def test_a_slow_call_is_timed_once(monkeypatch):
     timings = measure._timings({"slow": Run(lambda: calls.append(1))}, "forward", CPU, 1.0)
     assert len(calls) == 2
     assert timings["slow"]["seconds"] > 0
+
+
+def everything():
+    yield from (work for works in (workloads.ON_CPU, workloads.ON_CUDA) for kind in works.values() for work in kind)
+    for quick in (False, True):
+        yield from (work for sweep in sweeps.sweeps(quick) for works in sweep.on.values() for work in works)
+
+
+def test_all_contestants_named_exist_and_ours_is_measured_first():
+    for work in everything():
+        known = {*peers.CONTESTANTS[work.cell], work.limit_name}
+        assert {name for name in work.who if "compiled" not in name} <= known, work
+        assert next(iter(peers.contestants(work))) in (OURS, peers.TIME_LOOP), work
+
+
+def small_lengths():
+    return sweeps.lengths_sweep("mingru", 16, (8, 32))
+
+
+def test_a_sweep_becomes_lines_and_ratios():
+    content = sweeps.measure_sweep(small_lengths(), [CPU], 0.01, 10)
+    loop, scan = (content["lines"][f"MinGRU, {way}, CPU"]["points"] for way in ("time loop", "scan"))
+    assert [point["x"] for point in scan] == [8, 32]
+    for record, point in zip(content["results"], scan, strict=True):
+        row = record["contestants"][OURS]
+        assert point == {
+            "x": record["workload"]["length"],
+            "value": 1e3 * row["seconds"],
+            "max_error": row["max_error"],
+        }
+        assert 0 < row["max_error"] < 1e-5
+    assert content["lines"]["MinGRU's GEMM alone, CPU"]["limit"]
+    ratio = content["ratios"][0]
+    assert ratio["name"] == "CPU: time loop / scan"
+    assert [p["value"] for p in ratio["points"]] == [a["value"] / b["value"] for a, b in zip(loop, scan, strict=True)]
+    assert content["missing"] == ["GPU: this part of the table needs a CUDA device"]
+    console = Console(record=True, width=150)
+    console.print(report.sweep_table(content))
+    content["device"] = "somewhere"
+    text = console.export_text()
+    for line in report.sweep_markdown(content).splitlines()[4:]:
+        assert re.search(" +".join(map(re.escape, re.split(r"[ |]+", line.strip("| ")))), text), line
+
+
+def test_published_figures_stand_beside_and_are_compared():
+    sweep = dataclasses.replace(
+        small_lengths(),
+        published={"published: CPU scan": {8: 100.0, 64: 300.0}},
+    )
+    content = sweeps.measure_sweep(sweep, [CPU], 0.01, 10)
+    scan = content["lines"]["MinGRU, scan, CPU"]["points"]
+    (ratio,) = (ratio for ratio in content["ratios"] if ratio["name"] == "published CPU scan / CPU scan")
+    assert ratio["points"] == [{"x": 8, "value": 100 / scan[0]["value"]}]
+    assert report.sizes(content) == report.sizes(json.loads(json.dumps(content))) == [8, 32, 64]
+
+
+def test_what_would_take_too_long_is_left_out_from_there_on():
+    content = sweeps.measure_sweep(sweeps.lengths_sweep("mingru", 16, (8, 32, 128)), [CPU], 0.01, 0)
+    for label, line in content["lines"].items():
+        assert [point["x"] for point in line["points"]] == ([8, 32, 128] if line["limit"] else [8]), label
+    assert "left out from length 32 on" in content["results"][1]["contestants"]["torch.nn.GRU"]["unavailable"]
+
+
+def test_a_kernel_that_the_plan_chooses_has_the_plans_time():
+    record = {
+        "device_type": "cuda",
+        "workload": {"kind": "persistent", "cell": "RNN", "density": 0.1, "block": (1, 1)},
+        "steps": 10,
+        "contestants": {
+            OURS: {"seconds": 1e-5},
+            "Ostinato, sparse kernel": {"unavailable": "is what the plan chooses"},
+        },
+    }
+    (sweep,) = (sweep for sweep in sweeps.sweeps(True) if sweep.name == "density-rnn")
+    lines = sweeps._lines(sweep, [record])
+    assert [line["points"] for line in lines.values()] == [[{"x": 0.1, "value": pytest.approx(1.0)}]] * 2
+    assert sweeps._missing(sweep, [CPU, torch.device("cuda")], [record]) == []
+
+
+def test_seeds_write_a_file_and_a_plot_a_table(tmp_path, monkeypatch, capsys):
+    tables = [
+        small_lengths(),
+        sweeps.Sweep(
+            "steps",
+            "GRU",
+            "length",
+            "steps",
+            {"cpu": [dataclasses.replace(GRU, length=n, who=(*workloads.PLAIN, GRU.limit_name)) for n in (5, 20)]},
+            unit="us a step",
+        ),
+        sweeps.Sweep("batch", "on a GPU", "batch", "B", {"cuda": [GRU]}, unit="us a step"),
+    ]
+    monkeypatch.setattr(sweeps, "sweeps", lambda quick: tables)
+    bench_app(["seeds", "--device", "cpu", "--output", str(tmp_path)], standalone_mode=False)
+    written = {path.name.removeprefix("seeds-").split("-")[0]: path for path in tmp_path.glob("*.json")}
+    assert set(written) == {"lengths", "steps", "batch", "capacity"}
+    for name, path in written.items():
+        content = json.loads(path.read_text())
+        assert content["device_type"] == "cpu"
+        assert bool(content["lines"]) == (name != "batch")
+        if content["lines"]:
+            assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    steps = json.loads(written["steps"].read_text())
+    for record, ours, limit in zip(
+        steps["results"],
+        steps["lines"]["Ostinato in 16x1 blocks"]["points"],
+        steps["lines"]["the limit: hardly any recurrent weights"]["points"],
+        strict=True,
+    ):
+        length = record["workload"]["length"]
+        assert ours["value"] == pytest.approx(1e6 * record["contestants"][OURS]["seconds"] / length)
+        assert limit["value"] == pytest.approx(1e6 * record["limit"]["seconds"] / length)
+    assert "needs a CUDA device" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="only must be part of one of lengths-mingru, steps, batch, capacity; got 'x'"):
+        bench_app(["seeds", "--only", "x", "--output", str(tmp_path)], standalone_mode=False)
+
+
+@pytest.mark.gpu
+def test_transfer_and_time_loop_on_a_gpu():
+    who = (OURS, peers.TIME_LOOP, peers.FROM_HOST, "torch.nn.GRU", peers.CELL_LOOPS["mingru"])
+    work = Layer("mingru", 1, 32, 8, 16, passes=("forward",), who=who)
+    (record,) = measure.measure(work, torch.device("cuda"), 0.01)
+    for name, row in record["contestants"].items():
+        assert row["latency_seconds"] > 0, name
+        assert row["max_error"] is None or row["max_error"] < 1e-5, name
 
 
 @pytest.mark.gpu

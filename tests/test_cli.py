@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ostinato.bench import report
 from ostinato.checkpoint import load_checkpoint
 from ostinato.cli import app, main
 from ostinato.cli.train import MODEL_OPTIONS, TRAINING_OPTIONS
@@ -217,15 +218,21 @@ def test_best_is_the_lowest_held_out_loss(run, monkeypatch):
 
 
 def test_demo(run, monkeypatch):
-    from ostinato.bench import lengths
+    from ostinato.bench import sweeps
 
-    monkeypatch.setattr(lengths, "LENGTHS", (16, 64))
+    monkeypatch.setattr(sweeps, "DEMO_LENGTHS", (16, 64))
     code, out, _ = run("demo", "--seconds", 0.5, "--output", "shown", "--device", "cpu")
     assert code == 0
     assert sorted(os.listdir("shown")) == ["model.safetensors", "times.json", "times.md", "times.png"]
-    seconds = json.loads(Path("shown/times.json").read_text())["seconds"]
-    assert {way: list(times) for way, times in seconds.items()} == {way: ["16", "64"] for way in lengths.WAYS}
-    assert f"{1e3 * seconds[lengths.SCAN]['64']:.2f}" in out
+    lines = json.loads(Path("shown/times.json").read_text())["lines"]
+    ways = ["MinGRU, time loop, CPU", "MinGRU, scan, CPU", "torch.nn.GRU, CPU", "MinGRU's GEMM alone, CPU"]
+    assert list(lines) == ways
+    assert all([point["x"] for point in line["points"]] == [16, 64] for line in lines.values())
+    table = Path("shown/times.md").read_text()
+    for way in ways:
+        shown = " | ".join(report.figures(point["value"]) for point in lines[way]["points"])
+        assert f"| {way} | {shown} |" in table
+        assert re.search(rf"{re.escape(way)} +{shown.replace(' | ', ' +')}", out)
     assert Path("shown/times.png").read_bytes().startswith(b"\x89PNG")
     assert run("generate", "shown/model.safetensors", "--length", 5, "--device", "cpu")[0] == 0
 

@@ -87,3 +87,28 @@ def table(rows: list[Row]) -> Table:
 def shape_name(row: Row) -> str:
     """Such as "10 % in 16x1"."""
     return "dense" if row["block"] is None else f"{row['density']:.0%} in {row['block'][0]}x{row['block'][1]}"
+
+
+def as_sweep(rows: list[Row]) -> dict[str, Any]:
+    """What a JSON file holds, as of the other tables: the largest size over density, one line a cell and block."""
+    lines: dict[str, Any] = {}
+    for row in rows:
+        for block in BLOCKS if row["block"] is None else (row["block"],):
+            line = lines.setdefault(f"{row['cell']}, {block[0]}x{block[1]}", {"limit": False, "points": []})
+            line["points"].append({"x": row["density"], "value": row["hidden_size"]})
+    first = rows[0]
+    return {
+        "table": "capacity",
+        "title": f"the largest recurrent layers on the chip of an {first['device']}",
+        "subtitle": f"{first['dtype']}, batch {first['batch']}; by the kernels' plans, not by a run",
+        "axis": "density",
+        "axis_label": "density of the recurrent weights, pruned singly or in blocks",
+        "value_label": "largest hidden size",
+        "unit": "hidden units",
+        "lines": lines,
+        "published": {},
+        "ratios": [],
+        "note": "By the kernels' plans; no run. Published: more than 5 times larger models than dense ones.",
+        "missing": [],
+        "results": rows,
+    }

@@ -16,7 +16,6 @@ import ostinato
 from ostinato.bench.workloads import OURS, RECURRENT, Layer, Recurrence, Run, Scan, Unavailable, Workload, name_of
 from ostinato.inference import tensors_of
 
-
 Build = Callable[[Any, tuple[Tensor, ...]], Run]
 
 
@@ -202,8 +201,8 @@ def torch_recurrence(work: Recurrence, data: tuple[Tensor, ...]) -> Run:
     return Run(lambda: layer(x)[0])
 
 
-def graph_of_steps(sparse: bool, work: Recurrence, data: tuple[Tensor, ...]) -> Run:
-    """A loop over time of a product and PyTorch's fused gates, captured once: what is left without launches."""
+def loop_of_steps(sparse: bool, work: Recurrence, data: tuple[Tensor, ...]) -> Run:
+    """A loop over time of a product and PyTorch's fused gates; captured once, it has no launches."""
     x, weight_ih, weight, bias_ih, bias_hh = data[:5]
     _need_cuda(x)
     if sparse and work.density == 1:
@@ -236,7 +235,10 @@ def graph_of_steps(sparse: bool, work: Recurrence, data: tuple[Tensor, ...]) -> 
             states.append(h)
         return torch.stack(states)
 
-    return Run(_captured({"RNN": rnn, "GRU": gru, "LSTM": lstm}[work.cell]))
+    steps = {"RNN": rnn, "GRU": gru, "LSTM": lstm}[work.cell]
+    if sparse:  # captured a second time in a process, cuSPARSE reads memory that is gone
+        return Run(torch.no_grad()(steps))
+    return Run(_captured(steps))
 
 
 @torch.no_grad()
@@ -296,8 +298,8 @@ ON_REQUEST = {TIME_LOOP, FROM_HOST, *CELL_LOOPS.values()}
 RECURRENCES: dict[str, Build] = {
     OURS: partial(ostinato_recurrence, None),
     "torch.nn": torch_recurrence,
-    "GEMMs in a CUDA graph": partial(graph_of_steps, False),
-    "cuSPARSE in a CUDA graph": partial(graph_of_steps, True),
+    "GEMMs in a CUDA graph": partial(loop_of_steps, False),
+    "cuSPARSE": partial(loop_of_steps, True),
     "flashrnn": flashrnn,
     "Ostinato, dense kernel": partial(ostinato_recurrence, "dense"),
     "Ostinato, sparse kernel": partial(ostinato_recurrence, "sparse"),

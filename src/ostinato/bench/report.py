@@ -5,8 +5,10 @@ import math
 import platform
 import re
 import subprocess
+from collections.abc import Callable
 from datetime import UTC, datetime
 from importlib import metadata
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ PEERS_OF_RECURRENCES = {
     "cuda": {
         "cuDNN": "torch.nn",
         "GEMMs": "GEMMs in a CUDA graph",
-        "cuSPARSE": "cuSPARSE in a CUDA graph",
+        "cuSPARSE": "cuSPARSE",
         "flashrnn": "flashrnn",
         "dense": "Ostinato, dense kernel",
         "sparse": "Ostinato, sparse kernel",
@@ -188,3 +190,61 @@ def why_missing(records: list[Record]) -> list[str]:
             if "unavailable" in row and row["unavailable"] != "is what the plan chooses":
                 reasons.setdefault(name, f"{row['unavailable']} ({record['workload']['name']})")
     return [f"{name}: {reason}" for name, reason in reasons.items()]
+
+
+def sizes(content: Record) -> list[float]:
+    """What the columns of a sweep's table stand for, its published values included."""
+    measured = {point["x"] for line in content["lines"].values() for point in line["points"]}
+    return sorted(measured | {float(x) if "." in str(x) else int(x) for x in chain(*content["published"].values())})
+
+
+def size_name(content: Record, x: float) -> str:
+    return f"{x:.0%}" if content["axis"] == "density" else f"{x:,}"
+
+
+def sweep_rows(content: Record) -> list[tuple[str, str, list[str]]]:
+    """A sweep as rows of name, style and cells: each contestant, its errors and memory, then published values and
+    ratios."""
+    rows = []
+
+    def add(name: str, points: list[Record], key: str, shown: Callable[[float], str], style: str) -> None:
+        by_x = {point["x"]: shown(point[key]) for point in points if key in point}
+        if by_x:
+            rows.append((name, style, [by_x.get(x, "") for x in sizes(content)]))
+
+    for label, line in content["lines"].items():
+        add(label, line["points"], "value", figures, "dim" if line["limit"] else "")
+        add("  relative error", line["points"], "max_error", "{:.0e}".format, "dim")
+        if content["axis"] == "channels":
+            add("  memory", line["points"], "extra_memory_bytes", lambda size: _scaled(size, "B"), "dim")
+    for label, values in content["published"].items():
+        add(label, [{"x": x, "value": value} for x, value in values.items()], "value", figures, "italic")
+    for ratio in content["ratios"]:
+        add(ratio["name"], ratio["points"], "value", lambda value: f"{figures(value)}x", "bold")
+        add("  published", ratio["published"], "value", lambda value: f"{figures(value)}x", "italic")
+    return rows
+
+
+def sweep_table(content: Record) -> Table:
+    """One column a size."""
+    result = Table(title=content["title"], title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    result.add_column(content.get("value_label") or content["unit"], no_wrap=True)
+    for x in sizes(content):
+        result.add_column(size_name(content, x), justify="right", no_wrap=True)
+    for name, style, cells in sweep_rows(content):
+        result.add_row(name, *cells, style=style)
+    return result
+
+
+def sweep_markdown(content: Record) -> str:
+    """The same as text."""
+    header = [content.get("value_label") or content["unit"], *(size_name(content, x) for x in sizes(content))]
+    lines = [header, ["---", *["---:"] * (len(header) - 1)]]
+    lines += [[name.strip(), *cells] for name, _, cells in sweep_rows(content)]
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return f"{content['title']}, {content['device']}\n\n{table}\n"
+
+
+def figures(value: float) -> str:
+    """Three of them, or all before the point."""
+    return f"{value:,.0f}" if value >= 1000 else _three_figures(value)

@@ -38,6 +38,69 @@ def persistent(device: Device = "auto", quick: Quick = False, only: Only = "", j
     _measure("persistent", device, quick, only, json)
 
 
+@app.command()
+def seeds(
+    quick: Annotated[bool, Option("--quick", help="Fewer and smaller sizes: ends within two minutes.")] = False,
+    only: Annotated[str, Option(help="Only tables whose name contains this, such as lengths or density.")] = "",
+    device: Annotated[str, Option(help="auto for the CPU and the GPU if there is one, or cpu.")] = "auto",
+    output: Annotated[Path, Option(help="Folder for a JSON file and a plot of each table.")] = Path("bench"),
+) -> None:
+    """The tables of the documents this project comes from, on this machine, with their published figures beside.
+
+    minGRU and minLSTM over length and against transfers; training against GRU and LSTM; pruned persistent layers
+    over density, hidden size, batch and time steps; and the largest layers that fit on the chip.
+    """
+    import torch
+
+    from ostinato.bench import capacity, report, sweeps
+    from ostinato.files import check_folder
+
+    best, console = _device(device), _console()
+    devices = [torch.device("cpu"), *([best] if best.type == "cuda" else [])]
+    tables = {sweep.name: sweep for sweep in sweeps.sweeps(quick)}
+    names = [name for name in (*tables, "capacity") if only in name]
+    if not names:
+        raise ValueError(f"only must be part of one of {', '.join((*tables, 'capacity'))}; got {only!r}")
+    check_folder(output)
+    head = _content(console, "seeds", best, quick)
+    for name in names:
+        with console.status(name) as status:
+            if name == "capacity":
+                content = head | capacity.as_sweep(capacity.capacity(best))
+            else:
+                seconds, longest = (0.2, 1.0) if quick else (1.0, 4.0)
+                content = head | sweeps.measure_sweep(tables[name], devices, seconds, longest, status.update)
+        _show_sweep(console, content)
+        _write_sweep(console, content, report.path_for(output, f"seeds-{name}", best) or output)
+
+
+def _show_sweep(console: "Console", content: dict[str, Any]) -> None:
+    from ostinato.bench import report
+
+    if content["lines"]:
+        console.print(report.sweep_table(content))
+    else:
+        console.print(content["title"])
+    for line in (*content["missing"], *([content["note"]] if content["note"] else [])):
+        console.print(line, style="dim", soft_wrap=True)
+
+
+def _write_sweep(console: "Console", content: dict[str, Any], path: Path) -> None:
+    """The JSON file, and beside it the plot if it can be drawn."""
+    from importlib.util import find_spec
+
+    from ostinato.bench import plots, report
+
+    report.write_json(path, content)
+    written = [path]
+    if content["lines"] and find_spec("matplotlib") is not None:
+        written.append(path.with_suffix(".png"))
+        plots.save(content, written[-1])
+    elif content["lines"]:
+        console.print("No plot: matplotlib is not installed; pip install 'ostinato[plots]'")
+    console.print(f"wrote {', '.join(map(str, written))}\n", soft_wrap=True)
+
+
 def _measure(kind: str, device_name: str, quick: bool, only: str, path: Path | None) -> None:
     from ostinato.bench import capacity, measure, report
     from ostinato.bench.workloads import workloads

@@ -79,33 +79,20 @@ def _train_and_write(console: "Console", device: "torch.device", seconds: float,
 
 
 def _compare_times(console: "Console", device: "torch.device", output: Path) -> None:
-    from rich.table import Table
+    import torch
 
-    from ostinato.bench import lengths
-    from ostinato.bench.report import device_name, environment, write_json
+    from ostinato.bench import plots, report, sweeps
     from ostinato.files import replacing
 
     console.rule("One layer at growing lengths")
-    with console.status("measuring"):
-        times = lengths.measure_lengths(device)
-    title = f"One layer forward, milliseconds (batch 1, {lengths.CHANNELS} channels, float32, {device_name(device)})"
-    header = ["T", *lengths.WAYS, "GRU / scan"]
-    rows = []
-    for length, scan in times[lengths.SCAN].items():
-        milliseconds = [1e3 * times[way][length] if length in times[way] else None for way in lengths.WAYS]
-        gru = times[lengths.GRU].get(length)
-        cells = [f"{time:,.2f}" if time else "too slow" for time in milliseconds]
-        rows.append([f"{length:,}", *cells, f"{gru / scan:.1f}" if gru else ""])
-
-    table = Table(title=title)
-    for name in header:
-        table.add_column(name, justify="right")
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
-    lines = [title, "", *("| " + " | ".join(cells) + " |" for cells in (header, ["---:"] * len(header), *rows))]
+    if device.type not in ("cpu", "cuda"):
+        device = torch.device("cpu")
+    sweep = sweeps.lengths_sweep("mingru", 256, sweeps.DEMO_LENGTHS)
+    with console.status("measuring") as status:
+        content = report.environment(device) | sweeps.measure_sweep(sweep, [device], 0.5, 2.0, status.update)
+    console.print(report.sweep_table(content))
     with replacing(output / "times.md") as temporary:
-        temporary.write_text("\n".join(lines) + "\n")
-    write_json(output / "times.json", {"environment": environment(device), "title": title, "seconds": times})
-    lengths.plot_lengths(times, title, output / "times.png")
+        temporary.write_text(report.sweep_markdown(content))
+    report.write_json(output / "times.json", content)
+    plots.save(content, output / "times.png")
     console.print(f"Written to {output}: model.safetensors, times.md, times.json, times.png", soft_wrap=True)
