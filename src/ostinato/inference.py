@@ -55,7 +55,7 @@ class Packed:
 
         Args:
             x: (rows, input_size), the inputs of all sequences at the first step, then at the second, and so on.
-            states: h, and c of an LSTM, (layers * directions, B, H).
+            states: h, and c of an LSTM, (layers * directions, B, H); empty for zeros.
             segments: how the rows are cut into steps; the number of sequences never rises.
             dropout: between layers.
 
@@ -65,6 +65,9 @@ class Packed:
         weights, and zero times infinity is NaN.
         """
         last = []
+        if not states and len(segments) > 1:  # some sequences join later
+            zeros = x.new_zeros(len(self._names), segments[0][2], self.hidden_size)
+            states = [zeros] * (2 if self.cell == "lstm" else 1)
         for first in range(0, len(self._names), self.directions):
             if first and dropout:
                 x = F.dropout(x, dropout)
@@ -76,7 +79,8 @@ class Packed:
                 outputs.append(output)
                 last.append(state)
             x = outputs[0] if self.directions == 1 else torch.cat(outputs, 1)
-        return x, [torch.stack(state) for state in zip(*last, strict=True)]
+        alone = len(last) == 1  # with nothing to copy
+        return x, [s[0].unsqueeze(0) if alone else torch.stack(s) for s in zip(*last, strict=True)]
 
     def _make_plan(self, batch: int, dtype: torch.dtype) -> Plan:
         device = self.weights["weight_hh_l0"].device
@@ -172,8 +176,13 @@ def _recur(
     kernel: Any, projected: Tensor, states: list[Tensor], segments: list[Segment], reverse: bool
 ) -> tuple[Tensor, list[Tensor]]:
     """One layer and direction; a sequence joins with its first step and keeps the state after its last."""
-    states = [state.to(projected.dtype, copy=True) for state in states]
-    outputs = []
+    states = [state.to(projected.dtype) for state in states]
+    if len(segments) == 1:
+        ((_, steps, batch),) = segments
+        output, *last = kernel(projected.view(steps, batch, -1), *[*states, None, None][:2], reverse)
+        return output.flatten(0, 1), [state for state in last if state is not None]
+
+    states, outputs = [state.clone() for state in states], []
     for first, steps, batch in segments[::-1] if reverse else segments:
         rows = projected[first : first + steps * batch].view(steps, batch, -1)
         h, c = [*(state[:batch] for state in states), None][:2]
@@ -181,4 +190,4 @@ def _recur(
         for state, new in zip(states, last, strict=False):
             state[:batch] = new
         outputs.append(output.flatten(0, 1))
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs[::-1] if reverse else outputs), states
+    return torch.cat(outputs[::-1] if reverse else outputs), states

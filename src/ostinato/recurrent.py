@@ -131,13 +131,13 @@ class _Recurrent(nn.RNNBase):
             unbatched, batch_sizes, order, places = input.dim() == 2, None, None, None
             x = input.unsqueeze(batch_dim) if unbatched else input
             segments = [(0, x.shape[1 - batch_dim], x.shape[batch_dim])]
-        if not states:
-            count, batch = self.num_layers * (2 if self.bidirectional else 1), segments[0][2]
-            states = [x.new_zeros(count, batch, self.hidden_size)] * (2 if lstm else 1)
-        elif unbatched:
+        if unbatched:
             states = [state.unsqueeze(1) for state in states]
-        hidden: Any = tuple(states) if lstm else states[0]
-        self.check_forward_args(x, hidden, batch_sizes)
+        if states:
+            hidden: Any = tuple(states) if lstm else states[0]
+            self.check_forward_args(x, hidden, batch_sizes)
+        else:
+            self.check_input(x, batch_sizes)
         if order is not None:
             states = [state.index_select(1, order) for state in states]
         if batch_sizes is None and self.batch_first:

@@ -144,7 +144,7 @@ class Geometry(NamedTuple):
             states = 2 * self.column_tiles * sequence_tiles
             products = self.row_tiles * sequence_tiles
             sums = 4 * products * (1 if products >= 4 else 2 if products >= 2 else 4)
-            rest = 20 + 4 * sequence_tiles + 24 * wide
+            rest = 20 + 4 * sequence_tiles + 32 * wide
             if states > 128:
                 return None
             free = (REGISTERS - states - sums - rest) // 4

@@ -40,9 +40,12 @@ __device__ inline void mma(float (&d)[4], const uint4 &a, unsigned b0, unsigned 
     split(a.w, a_head.w, a_tail.w);
     split(b0, b0_head, b0_tail);
     split(b1, b1_head, b1_tail);
-    mma_tf32(d, a_tail, b0_head, b1_head);
-    mma_tf32(d, a_head, b0_tail, b1_tail);
-    mma_tf32(d, a_head, b0_head, b1_head);
+    float sum[4] = {};  // tensor cores cut sums off, so the long one is made by ordinary additions, which round
+    mma_tf32(sum, a_tail, b0_head, b1_head);
+    mma_tf32(sum, a_head, b0_tail, b1_tail);
+    mma_tf32(sum, a_head, b0_head, b1_head);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) d[i] += sum[i];
 }
 
 // This lane's part of a tile of weights, ready for mma.

@@ -122,13 +122,13 @@ class SparseLayer:
         return values, columns, starts, torch.cat([rows[order], spare])
 
     def __call__(
-        self, projected: Tensor, h0: Tensor, c0: Tensor | None, reverse: bool
+        self, projected: Tensor, h0: Tensor | None, c0: Tensor | None, reverse: bool
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Run a sequence.
 
         Args:
             projected: (T, B, gates * H), ``x W_ih^T + b_ih + b_hh``, for a GRU without the candidate's ``b_hh``.
-            h0, c0: (B, H), the initial state; c0 for an LSTM.
+            h0, c0: (B, H), the initial state, None for zeros; c0 for an LSTM.
             reverse: from the last step to the first.
 
         Returns output (T, B, H), h_n (B, H) and c_n (B, H), None but for an LSTM.
@@ -140,8 +140,11 @@ class SparseLayer:
         tile = TILE if batch >= 2 * TILE else 1
         pieces = -(-batch // tile)
         h = projected.new_zeros(pieces * tile, self.hidden)
-        h[:batch] = h0
-        c = h.new_empty(0) if c0 is None else c0.clone(memory_format=torch.contiguous_format)
+        if h0 is not None:
+            h[:batch] = h0
+        c = h.new_zeros(batch if self.cell == "lstm" else 0, self.hidden)
+        if c0 is not None:
+            c.copy_(c0)
         sums = h.new_empty(pieces * tile, GATES[self.cell] * self.padded + SLICE)
         output = h.new_empty(length, batch, self.hidden)
         projected = projected.contiguous()
@@ -161,7 +164,7 @@ class SparseLayer:
         _run(loop, work, _threads(len(self.values) * length * batch))
         if work.not_finite:
             raise FloatingPointError("a hidden state is not finite")
-        return output, h[:batch], None if c0 is None else c
+        return output, h[:batch], c if self.cell == "lstm" else None
 
 
 class Work(ctypes.Structure):
