@@ -8,7 +8,7 @@ PYTHON := .venv/bin/python
 READY := .venv/.ready
 endif
 
-.PHONY: demo test lint bench gpu-test
+.PHONY: demo test lint bench docs gpu-test
 
 demo: $(READY)
 	$(PYTHON) -m ostinato demo
@@ -31,6 +31,9 @@ bench: $(READY)
 	quick=$$($(PYTHON) -c 'import torch; print("" if torch.cuda.is_available() else "--quick")') && \
 	$(PYTHON) -m ostinato bench seeds $$quick --output $(RESULTS) && \
 	for kind in persistent scan layer; do $(PYTHON) -m ostinato bench $$kind $$quick --json $(RESULTS) || exit 1; done
+
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict
 
 .venv/.ready: pyproject.toml constraints.txt
 	python3 -m venv .venv

@@ -82,10 +82,11 @@ def comparison(
     records = [record for record in load(name)["results"] if only is None or record["workload"]["name"] in only]
     if only is not None and {record["workload"]["name"] for record in records} != set(only):
         raise ValueError(f"{name}.json has no {set(only) - {record['workload']['name'] for record in records}}")
-    names = dict.fromkeys(COLUMNS.get(who, who) for record in records for who in record["contestants"])
-    names = [who for who in names if who not in leave_out]
+    everyone = dict.fromkeys(COLUMNS.get(who, who) for record in records for who in record["contestants"])
+    names = [who for who in everyone if who not in leave_out]
     head = ["", "pass", *([records[0]["limit"]["name"]] if limit else []), *names]
-    rows, wrong = [], False
+    rows: list[list[str]] = []
+    wrong = False
     for record in records:
         work = record["workload"]["name"] if not rows or record["pass"] == "forward" else ""
         row = [work, record["pass"], *([milliseconds(record["limit"])] if limit else [])]
@@ -160,12 +161,13 @@ def plot_comparison(name: str) -> Any:
     axes = figure.subplots()
     axes.axvline(1, color="black", linewidth=1, label=f"the limit: {records[0]['limit']['name']}")
     points: dict[str, list[tuple[float, int]]] = {}
-    for y, record in enumerate(records):
+    for place, record in enumerate(records):
         for who, row in record["contestants"].items():
             if "seconds" in row and (row["max_error"] or 0) <= WRONG:
-                points.setdefault(COLUMNS.get(who, who), []).append((1 / row["fraction_of_limit"], y))
+                points.setdefault(COLUMNS.get(who, who), []).append((1 / row["fraction_of_limit"], place))
     for (who, places), marker in zip(points.items(), "osD^v", strict=False):
-        axes.scatter(*zip(*places, strict=True), marker=marker, s=42 if who == "Ostinato" else 26, label=who, zorder=3)
+        x, y = zip(*places, strict=True)
+        axes.scatter(x, y, marker=marker, s=42 if who == "Ostinato" else 26, label=who, zorder=3)
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.set_yticks(
@@ -228,7 +230,7 @@ def with_tables(text: str) -> str:
 
 def pages() -> Iterator[tuple[Path, str]]:
     """README.md and the pages of docs/, and what they should be."""
-    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
         yield path, with_tables(path.read_text())
 
 

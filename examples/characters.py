@@ -1,4 +1,4 @@
-"""A character model of your own: trains a small minGRU on Python source for a few seconds, then writes some.
+"""A character model of your own: trains a small minGRU on Python source in 500 steps, then writes some.
 
 The text is the standard library of the Python that runs this; give a UTF-8 file as the argument to take another.
 ``ostinato train`` and ``ostinato generate`` do the same at full size, with checkpoints.
@@ -14,14 +14,12 @@ from ostinato.text import Vocabulary, read_corpus, standard_library
 from ostinato.training import Trainer, TrainingSettings
 
 
-def main(seconds: float = 10.0) -> None:
+def main(steps: int = 500) -> None:
     torch.manual_seed(0)
     corpus = read_corpus(Path(sys.argv[1])) if len(sys.argv) > 1 else standard_library()
     vocabulary = Vocabulary.of(corpus.text)
     model = LanguageModel(len(vocabulary), width=96, num_layers=2, dropout=0.0)
-    settings = TrainingSettings(
-        seconds=seconds, batch_size=8, chunk_length=128, warmup_steps=20, held_out_limit=1 << 13
-    )
+    settings = TrainingSettings(steps=steps, batch_size=8, chunk_length=128, warmup_steps=20, held_out_limit=1 << 13)
     trainer = Trainer(model, vocabulary.encode(corpus.text), settings)
     print(f"{corpus.source}, {len(corpus.text):,} characters, {len(vocabulary)} different")
 

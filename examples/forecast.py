@@ -17,9 +17,8 @@ TRAINED = 3600  # steps; the rest is held out
 
 def recording() -> Tensor:
     """(T,), shifted and scaled such that its training part has mean 0 and variance 1."""
-    with matplotlib.cbook.get_sample_data("membrane.dat") as file:
-        potential = np.frombuffer(file.read(), np.float32).reshape(-1, 2)[:, 0].copy()
-    potential = torch.from_numpy(potential)
+    path = matplotlib.cbook.get_sample_data("membrane.dat", asfileobj=False)
+    potential = torch.from_numpy(np.fromfile(path, np.float32).reshape(-1, 2)[:, 0].copy())
     return (potential - potential[:TRAINED].mean()) / potential[:TRAINED].std()
 
 

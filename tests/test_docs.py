@@ -2,10 +2,14 @@
 
 import importlib.util
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 import torch
+import typer
+
+from ostinato.cli import app
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -70,6 +74,22 @@ def python_of(path):
         keep = line == "```python" if fence else keep
         lines.append("" if fence or not keep else line)
     return "\n".join(lines)
+
+
+def commands(path):
+    """The lines of the shell blocks that call the command line."""
+    blocks = re.findall(r"```sh\n(.*?)```", path.read_text(), re.DOTALL)
+    return [line for block in blocks for line in block.splitlines() if line.startswith("ostinato ")]
+
+
+@pytest.mark.parametrize("line", [line for path in PAGES for line in commands(path)])
+def test_commands_are_understood(line):
+    """Their arguments are parsed, and nothing is run."""
+    command, (name, *arguments) = typer.main.get_command(app), shlex.split(line, comments=True)
+    while hasattr(command, "commands"):
+        name, *arguments = arguments
+        command = command.commands[name]
+    command.make_context(name, arguments)
 
 
 WITH_CODE = [path for path in PAGES if python_of(path).strip()]
