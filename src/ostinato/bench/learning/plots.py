@@ -5,9 +5,8 @@ from typing import Any
 
 from ostinato.files import replacing
 
-# As published for these tasks, to be drawn beside what is measured: arXiv 2410.01201, tables 1 and 4.
+# As published for these tasks, to be drawn beside what is measured: arXiv 2410.01201, table 4.
 PUBLISHED_LOSS = {"mingru": 1.548, "minlstm": 1.555}
-PUBLISHED_COPYING = {"mingru": 0.995, "minlstm": 0.960}
 NAMES = {"mingru": "minGRU", "minlstm": "minLSTM", "gru": "GRU", "lstm": "LSTM"}
 COLORS = {"mingru": "C0", "minlstm": "C1", "gru": "C2", "lstm": "C3"}
 
@@ -19,7 +18,7 @@ def draw(content: dict[str, Any], path: Path) -> None:
     """
     from matplotlib.figure import Figure
 
-    drawings = {"characters": _characters, "pruning": _pruning}
+    drawings = {"characters": _characters, "pruning": _pruning, "copying": _copying, "bits": _bits}
     kind = str(content.get("benchmark", "")).removeprefix("learning-")
     if kind not in drawings:
         raise ValueError(f"benchmark must be one of {', '.join(drawings)}; got {kind!r}")
@@ -89,3 +88,61 @@ def _pruning(figure: Any, content: dict[str, Any]) -> None:
     axes.set_ylim(lowest - 0.05, highest + max(0.25, highest - lowest))
     axes.grid(alpha=0.3)
     axes.legend()
+
+
+def _copying(figure: Any, content: dict[str, Any]) -> None:
+    layers = content["runs"][0]["model"]["num_layers"]
+    figure.suptitle(
+        f"Selective copying: {content['items']} tokens out of {content['length']:,}, {layers} layers, "
+        f"on {content['device']}"
+    )
+    for axes, (key, label) in zip(
+        figure.subplots(1, 2, sharey=True),
+        [("tokens", "tokens trained on"), ("seconds", "seconds of training")],
+        strict=True,
+    ):
+        for run in content["runs"]:
+            name, color, points = NAMES[run["cell"]], COLORS[run["cell"]], run["curve"]
+            x = [point[key] for point in points]
+            label_of_run = f"{name}: {run['accuracy']:.1%} at last" if "accuracy" in run else name
+            axes.plot(x, [point["accuracy"] for point in points], "o-", markersize=3, color=color, label=label_of_run)
+            axes.plot(
+                x,
+                [point["train_accuracy"] for point in points],
+                ":",
+                color=color,
+                label=f"{name} at the length of its stage",
+            )
+        axes.set(xlabel=label, ylim=(0, 1.02))
+        axes.grid(alpha=0.3)
+    figure.axes[0].set_ylabel(f"right tokens at length {content['length']:,}")
+    figure.axes[1].legend(loc="lower right")
+
+
+def _bits(figure: Any, content: dict[str, Any]) -> None:
+    first, last = content["test_lengths"]
+    figure.suptitle(
+        f"Trained on {content['trained_length']} bits, asked about {first} to {last}, on {content['device']}"
+    )
+    titles = {"first": "equal to the first bit?", "majority": "more ones than zeros?", "parity": "ones odd?"}
+    questions = list(dict.fromkeys(run["question"] for run in content["runs"]))
+    for axes, question in zip(
+        figure.subplots(1, len(questions), sharey=True, squeeze=False)[0], questions, strict=True
+    ):
+        runs = [run for run in content["runs"] if run["question"] == question]
+        for number, cell in enumerate(dict.fromkeys(run["cell"] for run in runs)):
+            own = [run for run in runs if run["cell"] == cell]
+            axes.plot(
+                # Side by side, because several are right always.
+                [run["num_layers"] + (number - 1.5) * 0.04 for run in own],
+                [run["accuracy_beyond"] for run in own],
+                "o-",
+                color=COLORS[cell],
+                label=NAMES[cell],
+            )
+        axes.axhline(0.5, color="black", linestyle=":", linewidth=1, label="guessing")
+        axes.set(title=titles[question], xlabel="layers", ylim=(0.35, 1.03))
+        axes.set_xticks(sorted({run["num_layers"] for run in runs}))
+        axes.grid(alpha=0.3)
+    figure.axes[0].set_ylabel("right answers")
+    figure.axes[-1].legend()
