@@ -464,25 +464,32 @@ struct Published {
     }
 };
 
-// Publish this tile and turn `state` into the state it begins in.  All threads of the block take part: each segment
-// of each warp watches one of the tiles before.
+__device__ inline Published published_of(const Parameters& p, int chain, int chunks) {
+    return {p.published + 1 + Index(chain) * chunks * PARTS * PIECES * GROUP};
+}
+
+// Publish the state after this tile, given the one it begins in.
+__device__ inline void publish_after(const Published& published, const Composition& tile, int chunk, Channels state) {
+    tile.carry(state);
+    if (threadIdx.x < LANES) published.write(chunk, AFTER, state);
+}
+
+// Publish what is known of this tile without those before it.
+__device__ inline void publish(const Published& published, const Composition& tile, int chunk, const Channels& initial) {
+    if (chunk == 0 || tile.reset) return publish_after(published, tile, chunk, initial);  // if reset, whatever came before
+    if (threadIdx.x >= LANES) return;
+    published.write(chunk, A, tile.a);
+    if (EXTENDED) published.write(chunk, LOW, tile.low);
+    published.write(chunk, B, tile.b);
+}
+
+// Turn `state`, the initial one, into the state this tile begins in, and publish the one after it.  All threads of
+// the block take part: each segment of each warp watches one of the tiles before.
 __device__ inline void look_back(
-    const Place& at, Shared& shared, const Composition& tile, int chain, int chunk, int chunks, Channels& state
+    const Place& at, Shared& shared, const Published& published, const Composition& tile, int chunk, Channels& state
 ) {
-    const Published published = {at.p.published + 1 + Index(chain) * chunks * PARTS * PIECES * GROUP};
-    const bool publishes = threadIdx.x < LANES;
+    if (chunk == 0) return;
     const int slot = at.lane % LANES, watched = at.warp * SEGMENTS + at.segment;
-    const auto publish_after = [&](Channels after) {
-        tile.carry(after);
-        if (publishes) published.write(chunk, AFTER, after);
-    };
-    if (chunk == 0 || tile.reset) publish_after(state);  // if reset, whatever came before
-    if (chunk == 0) return;                              // `state` is the initial one
-    if (publishes && !tile.reset) {
-        published.write(chunk, A, tile.a);
-        if (EXTENDED) published.write(chunk, LOW, tile.low);
-        published.write(chunk, B, tile.b);
-    }
     enum { NOTHING, AGGREGATED, KNOWN };
     int seen = NOTHING, depth = -1;
     while (true) {
@@ -522,7 +529,7 @@ __device__ inline void look_back(
     }
     state = shared.window[depth][slot].b;
     for (int back = depth - 1; back >= 0; --back) shared.window[back][slot].carry(state);
-    if (!tile.reset) publish_after(state);
+    if (!tile.reset) publish_after(published, tile, chunk, state);
 }
 
 // Add up the bias gradient over the block's segments, then warps, in order, into a row of its own.
@@ -625,12 +632,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) scan(const __gri
                     shared.b[buffer][warp][slot], PACKING == CU_SEQLENS && shared.reset[buffer][warp]};
         };
         if constexpr (LOOK_BACK) {
-            next = drawn();
-            fetch(next, 0);
             Composition all = of_warp(0);
 #pragma unroll
             for (int warp = 1; warp < WARPS; ++warp) all = of_warp(warp).after(all);
-            look_back(at, shared, all, tile.chain, chunk, chunks, state);
+            const Published published = published_of(p, tile.chain, chunks);
+            publish(published, all, chunk, state);  // before copies keep the thread: others wait for it
+            next = drawn();
+            fetch(next, 0);
+            look_back(at, shared, published, all, chunk, state);
         }
         Channels mine;  // the state that this thread's steps begin in; `state` goes on to the tile's end
 #pragma unroll
