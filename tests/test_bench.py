@@ -9,7 +9,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from ostinato.bench import capacity, check, measure, peers, report, sweeps, workloads
+from ostinato.bench import capacity, check, measure, peers, profile, report, sweeps, workloads
 from ostinato.bench.workloads import OURS, Layer, Recurrence, Run, Scan
 from ostinato.cli.bench import app as bench_app
 
@@ -327,6 +327,71 @@ def test_seeds_write_a_file_and_a_plot_a_table(tmp_path, monkeypatch, capsys):
     assert "needs a CUDA device" in capsys.readouterr().out
     with pytest.raises(ValueError, match="only must be part of one of lengths-mingru, steps, batch, capacity; got 'x'"):
         bench_app(["seeds", "--only", "x", "--output", str(tmp_path)], standalone_mode=False)
+
+
+def test_a_profile_accounts_for_the_time(tmp_path, capsys):
+    sizes = ["--batch", "2", "--length", "300", "--hidden-size", "64", "--device", "cpu"]
+    trace, path = tmp_path / "trace.json", tmp_path / "profile.json"
+    for arguments, own, moved in (
+        (["mingru"], "ostinato::minimal", 3 * 600 * 64 * 4),
+        (["minlstm", "--backward"], "ostinato::minimal_backward", 8 * 600 * 64 * 4),
+        (["gru", "--density", "0.1", "--block", "16x1"], "ostinato::recurrence", 4 * 600 * 64 * 4),
+    ):
+        files = ["--trace", str(trace), "--json", str(path)]
+        bench_app(["profile", *arguments, *sizes, *files], standalone_mode=False)
+        content = json.loads(path.read_text())
+        rows = {row["kernel"]: row for row in content["kernels"]}
+        assert rows[own]["bytes"] == moved
+        assert rows[own]["launches_a_call"] == 1
+        assert rows[own]["fraction_of_limit"] == pytest.approx(
+            moved / rows[own]["seconds_a_call"] / content["limits"]["bytes_per_second"]
+        )
+        names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
+        assert own in names
+        assert own in capsys.readouterr().out
+
+
+def test_the_products_of_a_training_step_are_three():
+    work = Layer("mingru", 2, 48, 4, 8, passes=("forward", "forward+backward"))
+    for kernels in (["nvjet_hsh_64x32", "nvjet_hsh_128x8", "cutlass_80"], ["aten::mm", "aten::mm", "aten::addmm"]):
+        flops = sum(profile.least_work(work, kernel, 1)["flops"] for kernel in kernels)
+        assert flops == work.work("forward+backward")
+    assert profile.least_work(work, "aten::mm", 3)["flops"] == work.work("forward+backward")
+    assert profile.least_work(work, "aten::add", 1) == {}
+    assert profile.least_work(work, "scan", 2) == {"bytes": (3 + 6) * 96 * 8 * 4}
+    lstm = Recurrence("LSTM", 32, 2, 20)
+    assert profile.least_work(lstm, "persistent", 1) == {"bytes": 5 * 40 * 32 * 2}
+    assert profile.least_work(lstm, "prepare", 1) == {"bytes": 40 * 32 * 2}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["rwkv"], "cell must be one of mingru, minlstm, rnn, gru, lstm; got 'rwkv'"),
+        (["gru", "--backward"], "backward is profiled of mingru and minlstm only"),
+        (["gru", "--block", "2x2"], "block must be one of 1x1, 8x4, 16x1; got '2x2'"),
+        (["mingru", "--hidden-size", "0"], "input_size must be at least 1; got 0"),
+        (["mingru", "--dtype", "int8"], "dtype must be one of float32, float16, bfloat16; got 'int8'"),
+        (["mingru", "--contestant", "x"], "contestant must be one of Ostinato, minGRU-pytorch, torch.nn.GRU"),
+        (["gru", "--contestant", "flashrnn"], "flashrnn: needs a CUDA device"),
+    ],
+)
+def test_a_profile_of_what_there_is_not(arguments, message, tmp_path):
+    trace = tmp_path / "trace.json"
+    with pytest.raises(ValueError, match=message):
+        bench_app(["profile", *arguments, "--device", "cpu", "--trace", str(trace)], standalone_mode=False)
+    assert not trace.exists()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cell", ["mingru", "lstm"])
+def test_a_profile_on_a_gpu(cell, tmp_path):
+    work = profile.workload(cell, batch=2, length=300, input_size=64, hidden_size=64, dtype="float16")
+    content = profile.profile(work, torch.device("cuda"), trace=tmp_path / "trace.json")
+    rows = {row["kernel"]: row for row in content["kernels"]}
+    assert rows["scan" if cell == "mingru" else "persistent"]["launches_a_call"] == 1
+    assert any("flops" in row for row in content["kernels"])
+    assert sum(row["share"] for row in content["kernels"]) < 1.5
 
 
 @pytest.mark.gpu

@@ -113,7 +113,7 @@ def table(records: list[Record]) -> Table:
         result.add_column(heading, justify="right", no_wrap=True)
     notes: dict[str, str] = {}
     for record in records:
-        result.add_row(f"{record['pass']}: {_scaled(record[unit], UNITS[unit])}", style="bold")
+        result.add_row(f"{record['pass']}: {scaled(record[unit], UNITS[unit])}", style="bold")
         result.add_row(f"  {record['limit']['name']}, the limit", *_speed(record["limit"], unit), style="dim")
         for name, row in record["contestants"].items():
             if "unavailable" in row:
@@ -124,7 +124,7 @@ def table(records: list[Record]) -> Table:
             cells.append(f"{fraction:.2f}" if unit == "bytes" else f"{1 / fraction:.2f}")
             cells.append(f"{times:.2f}")
             if with_memory:
-                cells.append(_scaled(row["extra_memory_bytes"], "B"))
+                cells.append(scaled(row["extra_memory_bytes"], "B"))
             if error is None:
                 notes[name] = "another function, so no error is stated"
             cells.append("" if error is None else f"{error:.0e}")
@@ -134,10 +134,10 @@ def table(records: list[Record]) -> Table:
 
 
 def _speed(row: Record, unit: str) -> list[str]:
-    return [f"{_three_figures(row['seconds'] * 1e3)} ms", _scaled(row[f"{unit}_per_second"], f"{UNITS[unit]}/s")]
+    return [f"{_three_figures(row['seconds'] * 1e3)} ms", scaled(row[f"{unit}_per_second"], f"{UNITS[unit]}/s")]
 
 
-def _scaled(value: float, unit: str) -> str:
+def scaled(value: float, unit: str) -> str:
     """With a prefix: 3.04 TB/s, 512 MB."""
     for size, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= size:
@@ -216,7 +216,7 @@ def sweep_rows(content: Record) -> list[tuple[str, str, list[str]]]:
         add(label, line["points"], "value", figures, "dim" if line["limit"] else "")
         add("  relative error", line["points"], "max_error", "{:.0e}".format, "dim")
         if content["axis"] == "channels":
-            add("  memory", line["points"], "extra_memory_bytes", lambda size: _scaled(size, "B"), "dim")
+            add("  memory", line["points"], "extra_memory_bytes", lambda size: scaled(size, "B"), "dim")
     for label, values in content["published"].items():
         add(label, [{"x": x, "value": value} for x, value in values.items()], "value", figures, "italic")
     for ratio in content["ratios"]:

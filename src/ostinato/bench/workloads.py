@@ -174,10 +174,14 @@ class Recurrence:
         dtype = "tf32" if self.tf32 else name_of(self.dtype)
         return f"{self.cell} {self.hidden} B{self.batch} T{self.length} {pruned} {dtype}"
 
+    @property
+    def gates(self) -> int:
+        return {"RNN": 1, "GRU": 3, "LSTM": 4}[self.cell]
+
     def data(self, device: torch.device) -> tuple[Tensor, ...]:
         """x and the weights, biases and, if pruned, mask of :meth:`state_dict`, all random."""
         layer = RECURRENT[self.cell][0](self.hidden, self.hidden, device=device)
-        if self.density < 1:
+        if self.density != 1:
             ostinato.prune(layer, self.density, block=self.block)
         x = torch.randn(self.length, self.batch, self.hidden, device=device, dtype=self.dtype)
         parts = layer.state_dict().values()

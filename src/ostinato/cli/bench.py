@@ -74,6 +74,53 @@ def seeds(
         _write_sweep(console, content, report.path_for(output, f"seeds-{name}", best) or output)
 
 
+@app.command()
+def profile(
+    cell: Annotated[str, typer.Argument(help="mingru, minlstm, rnn, gru or lstm.")] = "mingru",
+    batch: Annotated[int, Option(help="Sequences.")] = 16,
+    length: Annotated[int, Option(help="Time steps.")] = 1024,
+    input_size: Annotated[int | None, Option(help="Of mingru and minlstm; the hidden size if absent.")] = None,
+    hidden_size: Annotated[int, Option(help="Hidden units.")] = 256,
+    dtype: Annotated[str, Option(help="float32, float16 or bfloat16.")] = "float32",
+    backward: Annotated[bool, Option("--backward", help="With the backward pass, of mingru and minlstm.")] = False,
+    density: Annotated[float, Option(help="Of the recurrent weights of rnn, gru and lstm.")] = 1.0,
+    block: Annotated[str, Option(help="Pruned blocks, rows x columns: 1x1, 8x4 or 16x1.")] = "1x1",
+    contestant: Annotated[str, Option(help="Whom to profile, by the name in the other benchmarks.")] = "Ostinato",
+    device: Device = "auto",
+    trace: Annotated[Path, Option(help="Trace file, for chrome://tracing or Perfetto.")] = Path("bench/trace.json"),
+    json: Json = None,
+) -> None:
+    """Where one layer's time goes: each kernel's time, launches, share, bytes or operations, and part of the limit."""
+    from ostinato.bench import profile, report
+    from ostinato.bench.workloads import Unavailable
+
+    blocks = {"1x1": (1, 1), "8x4": (8, 4), "16x1": (16, 1)}
+    if block not in blocks:
+        raise ValueError(f"block must be one of {', '.join(blocks)}; got {block!r}")
+    where, console = _device(device), _console()
+    work = profile.workload(
+        cell,
+        batch=batch,
+        length=length,
+        input_size=hidden_size if input_size is None else input_size,
+        hidden_size=hidden_size,
+        dtype=dtype,
+        backward=backward,
+        density=density,
+        block=blocks[block],
+    )
+    content = _content(console, "profile", where, False)
+    try:
+        with console.status(str(work)):
+            content |= profile.profile(work, where, contestant, trace)
+    except Unavailable as error:
+        raise ValueError(f"{contestant}: {error}") from None
+    console.print(profile.table(content))
+    if (path := report.path_for(json, f"profile-{cell}", where)) is not None:
+        report.write_json(path, content)
+    console.print(f"wrote {', '.join(map(str, filter(None, (trace, path))))}", soft_wrap=True)
+
+
 def _show_sweep(console: "Console", content: dict[str, Any]) -> None:
     from ostinato.bench import report
 

@@ -1,0 +1,236 @@
+"""Where a layer's time goes: its kernels, what each must move or multiply at least, and how near it comes."""
+
+import re
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from ostinato.bench.measure import Record
+from ostinato.bench.peers import contestants
+from ostinato.bench.report import figures, scaled
+from ostinato.bench.workloads import OURS, Layer, Recurrence, name_of
+from ostinato.files import replacing
+from ostinato.kernels.operators import GATES_OF
+
+PRODUCT = re.compile(r"gemm|cutlass|nvjet|xmma|::mm$|addmm$|_linear_pointwise|mkldnn_convolution|convolution_backward$")
+PREPARE = "prepare"  # fills the buffer in which persistent kernels exchange states
+OWN = re.compile(rf"^(scan|persistent|{PREPARE}|ostinato::.*)$")
+
+
+def profile(work: Layer | Recurrence, device: torch.device, name: str = OURS, trace: Path | None = None) -> Record:
+    """The kernels of one call of a contestant, which is its pass with the most work.
+
+    Args:
+        work: a layer and its shape; the last of its passes is profiled.
+        name: the contestant.
+        trace: where to write a trace for chrome://tracing or Perfetto.
+
+    Raises:
+        ValueError: no contestant of that name for this layer.
+        Unavailable: it cannot run here.
+    """
+    torch.manual_seed(0)
+    data = work.data(device)
+    found = contestants(work)
+    if name not in found:
+        raise ValueError(f"contestant must be one of {', '.join(found)}; got {name!r}")
+    run = found[name](work, data)
+    call = run.prepare(work.passes[-1])
+    wait: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    for _ in range(3):
+        call()
+    wait()
+    wall = _wall(call, wait)
+    calls = max(1, min(20, int(1.0 / wall)))
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with _own_kernels_named(), torch.profiler.profile(activities=activities) as profiler:
+        for _ in range(calls):
+            call()
+        wait()
+    if trace is not None:
+        with replacing(trace) as temporary:
+            profiler.export_chrome_trace(str(temporary))
+    limits = measure_limits(device, work.dtype)
+    own = name == OURS and run.plan.get("path") != "steps"
+    kernels = [_row(work, own, *times, calls, wall, limits) for times in _times(profiler, device.type)]
+    kernels.sort(key=lambda row: -row["seconds_a_call"])
+    return {
+        "workload": {"kind": work.kind, "name": str(work)},
+        "pass": work.passes[-1],
+        "contestant": name,
+        "plan": run.plan,
+        "seconds": wall,
+        "limits": limits,
+        "kernels": kernels,
+        "seconds_in_none": max(0.0, wall - sum(row["seconds_a_call"] for row in kernels)),
+    }
+
+
+def measure_limits(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+    """Bytes a second of ``torch.add(out=)`` on tensors beyond the caches, operations a second of a square product."""
+    power, size = (28, 8192) if device.type == "cuda" else (26, 1024)
+    numbers = (1 << power) // dtype.itemsize
+    a, b, out = (torch.ones(numbers, device=device, dtype=dtype) for _ in range(3))
+    m = torch.randn(size, size, device=device, dtype=dtype)
+    wait: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    add, product = _wall(lambda: torch.add(a, b, out=out), wait), _wall(lambda: m @ m, wait)
+    return {"bytes_per_second": 3 * numbers * dtype.itemsize / add, "flops_per_second": 2 * size**3 / product}
+
+
+def _wall(call: Callable[[], object], wait: Callable[[], None]) -> float:
+    """The median time until the result is there, of as many calls as take half a second, one at least."""
+    samples: list[float] = []
+    call()
+    wait()
+    while not samples or (sum(samples) < 0.5 and len(samples) < 50):
+        start = time.perf_counter()
+        call()
+        wait()
+        samples.append(time.perf_counter() - start)
+    return statistics.median(samples)
+
+
+@contextmanager
+def _own_kernels_named() -> Iterator[None]:
+    """Let the profiler see the CPU's kernels of our own, which are no operators of PyTorch."""
+    from ostinato.kernels import cpu, sparse_cpu
+
+    def named(function: Any, name: str) -> Any:
+        def call(*args: Any) -> Any:
+            with torch.profiler.record_function(f"ostinato::{name}"):
+                return function(*args)
+
+        return call
+
+    with ExitStack() as stack:
+        for name in ("linear_scan", "linear_scan_backward", "minimal", "minimal_backward"):
+            stack.enter_context(mock.patch.object(cpu, name, named(getattr(cpu, name), name)))
+        layer = sparse_cpu.SparseLayer
+        stack.enter_context(mock.patch.object(layer, "__call__", named(layer.__call__, "recurrence")))
+        yield
+
+
+def _times(profiler: Any, device_type: str) -> Iterator[tuple[str, int, float]]:
+    """The name of each kernel, or operator on the CPU, its launches and all their seconds."""
+    if device_type == "cpu":
+        for row in profiler.key_averages():
+            if row.self_cpu_time_total > 0:
+                yield row.key, row.count, row.self_cpu_time_total / 1e6
+        return
+    found: dict[str, list[float]] = {}
+    for event in profiler.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            found.setdefault(event.name, []).append(event.time_range.elapsed_us() / 1e6)
+    for name, seconds in found.items():
+        yield name, len(seconds), sum(seconds)
+
+
+def _row(
+    work: Layer | Recurrence,
+    own: bool,
+    name: str,
+    launches: int,
+    seconds: float,
+    calls: int,
+    wall: float,
+    limits: dict[str, float],
+) -> Record:
+    row: Record = {
+        "kernel": name,
+        "launches_a_call": launches / calls,
+        "seconds_a_launch": seconds / launches,
+        "seconds_a_call": seconds / calls,
+        "share": seconds / calls / wall,
+    }
+    row |= least_work(work, name, launches // calls) if own else {}
+    for unit in ("bytes", "flops"):
+        if unit in row:
+            rate = row[unit] / row["seconds_a_call"]
+            row |= {f"{unit}_per_second": rate, "fraction_of_limit": rate / limits[f"{unit}_per_second"]}
+    return row
+
+
+def least_work(work: Layer | Recurrence, kernel: str, launches: int) -> dict[str, int]:
+    """Bytes that a kernel of ours must move in a call, or operations of the products beside it; {} of others."""
+    if isinstance(work, Layer):
+        gates, states = GATES_OF[work.cell], work.batch * work.length * work.channels
+        if PRODUCT.search(kernel):  # for the gates; and in the backward pass one for the input, one for the weight
+            return {"flops": launches * work.work("forward") * (2 if kernel.endswith("convolution_backward") else 1)}
+        # Pre-activations in, states out; and backwards pre-activations, states and gradient in, gradients out.
+        tensors = {"forward": gates + 1, "forward+backward": gates + 1 + 2 * gates + 2}[work.passes[-1]]
+        tensors = {"ostinato::minimal": gates + 1, "ostinato::minimal_backward": 2 * gates + 2}.get(kernel, tensors)
+    else:
+        gates, states = work.gates, work.batch * work.length * work.hidden
+        if PRODUCT.search(kernel):
+            return {"flops": launches * 2 * states * gates * work.hidden}
+        tensors = 1 if kernel == PREPARE else gates + 1
+    return {"bytes": tensors * states * work.dtype.itemsize} if OWN.match(kernel) else {}
+
+
+def table(content: Record, rows: int = 12) -> Table:
+    """The kernels that take longest, and what is left."""
+    title = f"{content['contestant']}: {content['workload']['name']}, {content['pass']}"
+    result = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    result.add_column("kernel", no_wrap=True, max_width=60)
+    for heading in ("us a launch", "launches", "share", "work", "rate", "of limit"):
+        result.add_column(heading, justify="right", no_wrap=True)
+    for row in content["kernels"][:rows]:
+        cells = [figures(1e6 * row["seconds_a_launch"]), f"{row['launches_a_call']:g}", f"{row['share']:.1%}"]
+        for unit, shown in (("bytes", "B"), ("flops", "FLOP")):
+            if unit in row:
+                cells += [scaled(row[unit], shown), scaled(row[f"{unit}_per_second"], f"{shown}/s")]
+                cells.append(f"{row['fraction_of_limit']:.2f}")
+        result.add_row(row["kernel"].removeprefix("void "), *cells)
+    others = content["kernels"][rows:]
+    if others:
+        share = sum(row["share"] for row in others)
+        result.add_row(f"{len(others)} others", "", f"{sum(r['launches_a_call'] for r in others):g}", f"{share:.1%}")
+    result.add_row("no kernel: launches, Python", "", "", f"{content['seconds_in_none'] / content['seconds']:.1%}")
+    limits = content["limits"]
+    result.caption = (
+        f"{figures(1e3 * content['seconds'])} ms a call; limits measured here: torch.add(out=) "
+        f"{scaled(limits['bytes_per_second'], 'B/s')}, a square product in this dtype "
+        f"{scaled(limits['flops_per_second'], 'FLOP/s')}"
+    )
+    result.caption_justify = "left"
+    return result
+
+
+def workload(
+    cell: str,
+    *,
+    batch: int,
+    length: int,
+    input_size: int,
+    hidden_size: int,
+    dtype: str,
+    backward: bool = False,
+    density: float = 1.0,
+    block: tuple[int, int] = (1, 1),
+) -> Layer | Recurrence:
+    """The workload of these sizes.  Raises ValueError for a cell, dtype or size that there is none of."""
+    dtypes = {name_of(kind): kind for kind in (torch.float32, torch.float16, torch.bfloat16)}
+    cells = ("mingru", "minlstm", "rnn", "gru", "lstm")
+    if cell not in cells:
+        raise ValueError(f"cell must be one of {', '.join(cells)}; got {cell!r}")
+    if dtype not in dtypes:
+        raise ValueError(f"dtype must be one of {', '.join(dtypes)}; got {dtype!r}")
+    for name, value in (("batch", batch), ("length", length), ("input_size", input_size), ("hidden_size", hidden_size)):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1; got {value}")
+    if cell in ("mingru", "minlstm"):
+        passes = ("forward", "forward+backward") if backward else ("forward",)
+        return Layer(cell, batch, length, input_size, hidden_size, dtypes[dtype], passes=passes)
+    if backward:
+        raise ValueError(f"backward is profiled of mingru and minlstm only, {cell} trains in torch's own kernels")
+    return Recurrence(cell.upper(), hidden_size, batch, length, density, block, dtypes[dtype])
