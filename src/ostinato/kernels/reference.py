@@ -44,7 +44,7 @@ def min_gru_gates(pre: Tensor, candidate: str) -> tuple[Tensor, Tensor]:
 def min_lstm_gates(pre: Tensor, candidate: str) -> tuple[Tensor, Tensor]:
     """Pre-activations (..., 3H), rows f, i, h, to ``a = f/(f+i)`` and ``b = i/(f+i) * c``."""
     f, i, x = pre.chunk(3, -1)
-    ratio = F.softplus(-i) - F.softplus(-f)  # log(sigmoid(f) / sigmoid(i)): f + i is never divided by
+    ratio = F.logsigmoid(f) - F.logsigmoid(i)  # f/(f+i) is its sigmoid, and nothing divides 0 by 0
     return torch.sigmoid(ratio), torch.sigmoid(-ratio) * candidate_state(x, candidate)
 
 
