@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn import functional as F
 
 from ostinato.kernels import cpu, cpu_loops, reference
 from ostinato.kernels.torch_ops import REFERENCE
@@ -150,6 +151,33 @@ def test_packed_scan_equals_separate_scans(log, lengths, reverse, with_h0, seed)
         want_grads = backward(*inputs, start, grad_h[part], grad_last[n : n + 1], reverse, None)
         assert_same((grads[0][part], grads[1][part]), want_grads[:2])
         assert not with_h0 or torch.equal(grads[2][n : n + 1], want_grads[2])
+
+
+@pytest.mark.parametrize("channels", [16, 24, 1040])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("log", [False, True])
+def test_streamed_results_are_the_same(always_parallel, monkeypatch, log, reverse, dtype, channels):
+    torch.manual_seed(0)
+    forward, backward, _ = scan_functions(log)
+    bounds = torch.tensor([0, 7, 7, 31, 40], dtype=torch.int32)
+    structures, structure = [], cpu_loops.ScanWork
+    monkeypatch.setattr(cpu_loops, "ScanWork", lambda **fields: structures.append(fields) or structure(**fields))
+
+    def results(streamed, cu_seqlens):
+        monkeypatch.setattr(cpu, "STREAMED", streamed)
+        h, h_last = forward(a, b, h0, reverse, cu_seqlens)
+        inputs = backward_inputs(log, a, b, h)
+        return h, h_last, *backward(*inputs, h0, grad_h, h_last, reverse, cu_seqlens)
+
+    for shape, states, cu_seqlens in (((3, 40, channels), 3, None), ((1, 40, channels), 4, bounds)):
+        a, b, h0 = scan_inputs(log, shape, (states, channels), dtype)
+        grad_h = torch.randn(shape).to(dtype)
+        structures.clear()
+        assert_same(results(0, cu_seqlens), results(INF, cu_seqlens))
+        line = channels % (8 if dtype == torch.float64 else 16) == 0
+        assert ["out_row" in fields for fields in structures] == [line, False, False, False]
+        assert [{"grad_a_row", "grad_b_row"} <= fields.keys() for fields in structures] == [False, line, False, False]
 
 
 @pytest.mark.parametrize("log", [False, True])
@@ -387,6 +415,81 @@ def test_results_do_not_depend_on_the_number_of_threads(threads):
             assert_same(everything(0), expected)
     finally:
         torch.set_num_threads(before)
+
+
+def test_the_reference_gates_of_min_lstm_are_exact():
+    steps = torch.linspace(-30, 30, 61, dtype=torch.float64)
+    f, i = torch.meshgrid(steps, steps, indexing="ij")
+    keep, mix = reference.min_lstm_gates(torch.stack((f, i, torch.ones_like(f)), -1), "linear")
+    p_f, p_i = 1 + (-f).exp(), 1 + (-i).exp()
+    assert (keep[..., 0] * (p_f + p_i) / p_i - 1).abs().max() < 1e-14
+    assert (mix[..., 0] * (p_f + p_i) / p_f - 1).abs().max() < 1e-14
+
+
+@pytest.fixture
+def by_convolution(monkeypatch):
+    """Whatever the processor and the size; the list grows with each product that was a convolution."""
+    calls, conv2d = [], F.conv2d
+    monkeypatch.setattr(cpu, "_is_amd", lambda: True)
+    monkeypatch.setattr(cpu, "GEMM_ROWS", 1)
+    monkeypatch.setattr(F, "conv2d", lambda *args: calls.append(args) or conv2d(*args))
+    return calls
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "time-major", "channels apart", "part of a row", "packed"])
+@pytest.mark.parametrize(
+    ("batch", "length", "channels", "width"),
+    [(1, 1, 1, 1), (1, 7, 3, 5), (2, 150, 1, 2), (1, 5, 300, 1), (2, 129, 33, 17), (21, 5, 16, 48), (1, 1031, 65, 130)],
+)
+def test_a_product_by_convolution(by_convolution, batch, length, channels, width, layout):
+    torch.manual_seed(0)
+    x = strided(torch.randn(batch, length, channels), layout)
+    x = (x.flatten(0, 1) if layout == "packed" else x).requires_grad_()
+    weight = torch.randn(channels, width).t().requires_grad_()
+    got = cpu.linear(x, weight)
+    assert len(by_convolution) == 1
+    assert got.is_contiguous()
+    exact = [y.detach().double().requires_grad_() for y in (x, weight)]
+    expected = F.linear(*exact)
+    grad = torch.randn_like(got)
+    found = got, *torch.autograd.grad(got, (x, weight), grad)
+    for y, z in zip(found, (expected, *torch.autograd.grad(expected, exact, grad.double())), strict=True):
+        assert_close(y, z.float(), 1e-6)
+    with torch.no_grad():
+        assert torch.equal(cpu.linear(x, weight), got)
+
+
+def test_a_product_by_convolution_keeps_what_is_not_finite_or_tiny_in_its_row(by_convolution):
+    torch.manual_seed(0)
+    x, weight = torch.rand(200, 37), torch.rand(19, 37) + 2
+    expected = F.linear(x, weight)
+    special = {3: math.nan, 5: INF, 190: -INF, 199: 3.4e38}
+    for row, value in special.items():
+        x[row, row % 37] = value
+    x[100] = 1e-40
+    got = cpu.linear(x, weight)
+    assert len(by_convolution) == 1
+    others = [row for row in range(200) if row not in special and row != 100]
+    assert_close(got[others], expected[others], 1e-6)
+    exact = x.double() @ weight.double().t()
+    assert_same(got[list(special)], exact[list(special)].float())
+    assert_close(got[100] * 1e38, exact[100].float() * 1e38, 1e-4)
+
+
+@pytest.mark.parametrize("why", ["float64", "few rows", "no rows", "autocast", "oneDNN is off", "another processor"])
+def test_other_products_are_torchs(by_convolution, monkeypatch, why):
+    torch.manual_seed(0)
+    x, weight = torch.randn(0 if why == "no rows" else 200, 16), torch.randn(24, 16)
+    if why == "float64":
+        x, weight = x.double(), weight.double()
+    monkeypatch.setattr(cpu, "GEMM_ROWS", 201 if why == "few rows" else 1)
+    monkeypatch.setattr(cpu, "_is_amd", lambda: why != "another processor")
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", why != "oneDNN is off")
+    with torch.autocast("cpu", torch.bfloat16, enabled=why == "autocast"):
+        got, expected = cpu.linear(x, weight), F.linear(x, weight)
+    assert not by_convolution
+    assert got.dtype == expected.dtype
+    assert torch.equal(got, expected)
 
 
 def test_many_threads_at_once(threads):

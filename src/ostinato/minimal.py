@@ -123,7 +123,7 @@ class _MinimalLayers(nn.Module):
         """One GEMM for all gates and directions, then one fused pass; the bias is added in the latter."""
         weights = [getattr(self, f"weight_ih_{suffix}") for suffix in self._suffixes(layer)]
         biases = [getattr(self, f"bias_ih_{suffix}") for suffix in self._suffixes(layer)] if self.bias else []
-        pre = F.linear(x, weights[0] if len(weights) == 1 else torch.cat(weights))
+        pre = operators.linear(x, weights[0] if len(weights) == 1 else torch.cat(weights))
         bias = None if not biases else biases[0] if len(biases) == 1 else torch.cat(biases)
         return operators.minimal_scan(
             pre,
@@ -298,7 +298,7 @@ class _MinimalCell(nn.Module):
                 raise ValueError(f"hx must have shape {(*input.shape[:-1], self.hidden_size)}; got {tuple(hx.shape)}")
             if hx.device != input.device:
                 raise ValueError(f"hx must be on the input's device, {input.device}; got {hx.device}")
-        pre = F.linear(input.view(-1, 1, self.input_size), self.weight_ih)
+        pre = operators.linear(input.view(-1, 1, self.input_size), self.weight_ih)
         h0 = None if hx is None else hx.to(pre.dtype).view(1, -1, self.hidden_size)
         _, h = operators.minimal_scan(pre, self.bias_ih, h0, None, self.cell, self.candidate, True, 1, self.backend)
         return h.view(*input.shape[:-1], self.hidden_size)

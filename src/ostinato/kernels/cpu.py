@@ -9,16 +9,19 @@ import functools
 import math
 import mmap
 import os
+import platform
 import sys
 import weakref
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ostinato.kernels import cpu_loops
 
@@ -27,6 +30,8 @@ SCAN_WIDTH = 512  # channels a piece has at least: a scan moves memory, fastest 
 LAYER_WIDTH = 32
 LAYER_GROUPS = 16  # groups of sequences, each of which sums its bias gradient alone, whatever the threads
 LARGE = 4 << 20  # bytes from which on memory is kept for reuse
+STREAMED = 32 << 20  # bytes from which on a scan's result does not stay in the caches until it is read
+GEMM_ROWS = 128  # rows from which on a convolution's overhead is made up for
 
 NUMPY_DTYPES = {torch.float32: np.float32, torch.float64: np.float64}
 
@@ -124,6 +129,36 @@ def minimal_backward(
     )
     grad_bias = None if bias is None else totals.sum(0).to(bias.dtype)
     return grad_pre.to(pre.dtype), grad_bias, None if h0 is None else state.to(h0.dtype)
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """``F.linear(x, weight)`` and its gradients, on AMD's processors as a convolution.
+
+    PyTorch multiplies matrices by MKL, which leaves half of an AMD processor idle, and convolves by oneDNN, which
+    does not (with one thread it takes MKL there too).  A 1x1 convolution along one line of pixels, channels last,
+    is the same product of the same memory.
+    """
+    rows, width = x.shape[:-1].numel(), weight.shape[0]
+    if (
+        not x.dtype == weight.dtype == torch.float32
+        or not GEMM_ROWS <= rows <= 2**31 // max(width, x.shape[-1])  # oneDNN counts some elements in 32 bits
+        or torch.is_autocast_enabled("cpu")
+        or not torch.backends.mkldnn.enabled
+        or not _is_amd()
+    ):
+        return F.linear(x, weight)
+    pixels = x.reshape(1, 1, rows, x.shape[-1]).permute(0, 3, 1, 2)
+    product = F.conv2d(pixels, weight[:, :, None, None])
+    return product.permute(0, 2, 3, 1).reshape(*x.shape[:-1], width).contiguous()
+
+
+@functools.cache
+def _is_amd() -> bool:
+    try:
+        name = Path("/proc/cpuinfo").read_text()
+    except OSError:  # not Linux
+        name = platform.processor()
+    return "AuthenticAMD" in name
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:
@@ -251,6 +286,10 @@ def _run_scan(loop: Any, reverse: bool, cu_seqlens: Tensor | None, state: Tensor
         fields[f"{name}_n"] = x.stride(0) if x.dim() == 2 or not packed else 0
         if x.dim() == 3:
             fields[f"{name}_t"] = x.stride(1)
+    results = {name: x for name, x in arrays.items() if name in ("out", "grad_a", "grad_b")}
+    rows = {}
+    if all(_worth_streaming(x) for x in results.values()):
+        rows = {f"{name}_row": x.new_empty(state.shape) for name, x in results.items()}
     work = cpu_loops.ScanWork(
         pieces=parts * blocks,
         parts=parts,
@@ -262,8 +301,15 @@ def _run_scan(loop: Any, reverse: bool, cu_seqlens: Tensor | None, state: Tensor
         reverse=reverse,
         state=state.data_ptr(),
         **fields,
+        **{name: row.data_ptr() for name, row in rows.items()},
     )
     _run(loop, work, threads)
+
+
+def _worth_streaming(result: Tensor) -> bool:
+    """Whether it is large and its rows consist of whole cache lines."""
+    aligned = result.data_ptr() % cpu_loops.LINE == result.shape[-1] * result.itemsize % cpu_loops.LINE == 0
+    return aligned and result.nbytes >= STREAMED
 
 
 def _layer_sizes(pre: Tensor, offsets: Tensor | None, cell: str, batch_first: bool, directions: int) -> tuple[int, int]:

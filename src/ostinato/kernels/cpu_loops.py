@@ -24,6 +24,7 @@ from numba.extending import intrinsic, overload, register_jitable
 
 GATES = {"mingru": 2, "minlstm": 3}
 
+LINE = 64  # bytes of a cache line
 FLUSH = 64  # steps whose bias gradients are summed in the loop's dtype before they join the float64 total
 
 
@@ -32,7 +33,10 @@ def _integers(*names: str) -> list[tuple[str, type]]:
 
 
 class ScanWork(ctypes.Structure):
-    """What a scan's loop is called with: of each array the address, and the strides between sequences and in time."""
+    """What a scan's loop is called with: of each array the address, and the strides between sequences and in time.
+
+    If a result is to be streamed, its ``_row`` is the address of a row for each sequence, shaped as the state.
+    """
 
     _fields_ = [
         *_integers("next_piece", "pieces", "parts", "width", "sequences", "length", "channels"),
@@ -40,6 +44,7 @@ class ScanWork(ctypes.Structure):
         *_integers("a", "a_n", "a_t", "b", "b_n", "b_t", "out", "out_n", "out_t"),
         *_integers("h", "h_n", "h_t", "h0", "h0_n", "grad_h", "grad_h_n", "grad_h_t"),
         *_integers("grad_a", "grad_a_n", "grad_a_t", "grad_b", "grad_b_n", "grad_b_t"),
+        *_integers("out_row", "grad_a_row", "grad_b_row"),
     ]
 
 
@@ -135,6 +140,30 @@ def _prefetch_line(typing_context, pointer, index):
 def _prefetch(pointer, at, begin, end):
     for j in range(begin, end, 16):
         _prefetch_line(pointer, at + j)
+
+
+@intrinsic
+def _stream_line(typing_context, target, to, source, at):
+    """Copy a cache line to an aligned one past the caches, which then need not first read what it replaces.
+
+    Such a store waits in a buffer, which the next atomic operation empties.
+    """
+
+    def generate(context, builder, signature, arguments):
+        target, to, source, at = arguments
+        line = ir.VectorType(ir.IntType(32), 16).as_pointer()
+        value = builder.load(builder.bitcast(builder.gep(source, [at]), line), align=4)
+        store = builder.store(value, builder.bitcast(builder.gep(target, [to]), line), align=64)
+        store.set_metadata("nontemporal", builder.module.add_metadata([ir.IntType(32)(1)]))
+        return context.get_dummy_value()
+
+    return types.void(target, types.int64, source, types.int64), generate
+
+
+@_inline
+def _stream(target, to, source, at, count, line):
+    for j in range(0, count, line):
+        _stream_line(target, to + j, source, at + j)
 
 
 @intrinsic
@@ -338,6 +367,7 @@ def _scan_step(log, j, arrays):
 @functools.cache
 def scan(dtype: type, log: bool) -> Any:
     """``state = a[t]*state + b[t]``, or ``logaddexp(a[t] + state, b[t])``; out[t] is the state after step t."""
+    line = LINE // np.dtype(dtype).itemsize
 
     @_loop
     def run(address):
@@ -346,6 +376,7 @@ def scan(dtype: type, log: bool) -> Any:
         a, a_n, a_t = _pointer(work.a, dtype), work.a_n, work.a_t
         b, b_n, b_t = _pointer(work.b, dtype), work.b_n, work.b_t
         out, out_n, out_t = _pointer(work.out, dtype), work.out_n, work.out_t
+        row = _pointer(work.out_row, dtype)
         state = _pointer(work.state, dtype if log else np.float64)
         parts, sequences, channels = work.parts, work.sequences, work.channels
         piece = _take_piece(address)
@@ -358,13 +389,16 @@ def scan(dtype: type, log: bool) -> Any:
                 for i in range(last - first):
                     t = last - 1 - i if reverse else first + i
                     at_a, at_b, at_out = n * a_n + t * a_t, n * b_n + t * b_t, n * out_n + t * out_t
-                    arrays = a, at_a, b, at_b, state, at, out, at_out
+                    target, at_target = (row, at) if work.out_row else (out, at_out)
+                    arrays = a, at_a, b, at_b, state, at, target, at_target
                     if reverse:
                         for j in range(end - begin):
                             _scan_step(log, end - 1 - j, arrays)
                     else:
                         for j in range(begin, end):
                             _scan_step(log, j, arrays)
+                    if work.out_row:
+                        _stream(out, at_out + begin, row, at + begin, end - begin, line)
             piece = _take_piece(address)
 
     return run
@@ -394,6 +428,7 @@ def _scan_backward_step(log, j, inputs, outputs):
 @functools.cache
 def scan_backward(dtype: type, log: bool) -> Any:
     """The gradients of a scan; state brings the last state's and returns the initial state's."""
+    line = LINE // np.dtype(dtype).itemsize
 
     @_loop
     def run(address):
@@ -407,6 +442,7 @@ def scan_backward(dtype: type, log: bool) -> Any:
         grad_h, grad_n, grad_t = _pointer(work.grad_h, dtype), work.grad_h_n, work.grad_h_t
         grad_a, grad_b = _pointer(work.grad_a, dtype), _pointer(work.grad_b, dtype)
         out_n, out_t = work.grad_a_n, work.grad_a_t  # grad_b's too
+        row_a, row_b = _pointer(work.grad_a_row, dtype), _pointer(work.grad_b_row, dtype)
         parts, sequences, channels = work.parts, work.sequences, work.channels
         piece = _take_piece(address)
         while piece < work.pieces:
@@ -423,13 +459,17 @@ def scan_backward(dtype: type, log: bool) -> Any:
                     at_a, at_b, at_h = n * a_n + t * a_t, n * b_n + t * b_t, n * h_n + t * h_t
                     at_grad, at_out = n * grad_n + t * grad_t, n * out_n + t * out_t
                     inputs = a, at_a, b, at_b, h, at_h, before, at_before, grad_h, at_grad
-                    outputs = state, at, grad_a, grad_b, at_out
+                    targets = (row_a, row_b, at) if work.grad_a_row else (grad_a, grad_b, at_out)
+                    outputs = state, at, *targets
                     if reverse:
                         for j in range(begin, end):
                             _scan_backward_step(log, j, inputs, outputs)
                     else:
                         for j in range(end - begin):
                             _scan_backward_step(log, end - 1 - j, inputs, outputs)
+                    if work.grad_a_row:
+                        _stream(grad_a, at_out + begin, row_a, at + begin, end - begin, line)
+                        _stream(grad_b, at_out + begin, row_b, at + begin, end - begin, line)
             piece = _take_piece(address)
 
     return run

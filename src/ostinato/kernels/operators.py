@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -67,6 +68,15 @@ def _is_eager(tensors: list[Tensor]) -> bool:
         and torch._C._functorch.peek_interpreter_stack() is None
         and all(type(x) in (Tensor, torch.nn.Parameter) for x in tensors)
     )
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """``F.linear(x, weight)``, eager on the CPU by the kernels' own choice of how."""
+    if x.device.type == "cpu" and _is_eager([x, weight]):
+        from ostinato.kernels import cpu
+
+        return cpu.linear(x, weight)
+    return F.linear(x, weight)
 
 
 def _check_cu_seqlens(cu_seqlens: Tensor | None, length: int) -> None:
