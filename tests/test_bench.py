@@ -159,6 +159,24 @@ def test_a_wrong_recurrence_is_not_timed(monkeypatch):
         measure.measure(GRU, CPU, 0.01)
 
 
+def test_the_rest_is_measured_where_a_result_is_wrong(monkeypatch, tmp_path):
+    right = peers.CONTESTANTS["mingru"][OURS]
+    monkeypatch.setitem(peers.CONTESTANTS["mingru"], OURS, lambda *_: Run(_fail))
+    with pytest.raises(RuntimeError, match=r"1 results are wrong: mingru .*: failed: RuntimeError: no such luck"):
+        run("layer", tmp_path / "layer.json")
+    results = json.loads((tmp_path / "layer.json").read_text())["results"]
+    assert {record["workload"]["cell"] for record in results} == {"minlstm"}
+
+    def late(work, data):  # right once, when it is checked
+        calls, good = [], right(work, data)
+        return dataclasses.replace(good, call=lambda: calls.append(1) or (good.call() if len(calls) < 2 else _fail()))
+
+    monkeypatch.setitem(peers.CONTESTANTS["mingru"], OURS, late)
+    content = sweeps.measure_sweep(small_lengths(), [CPU], 0.01, 10)
+    assert [message.split(": ", 1)[1] for message in content["wrong"]] == ["failed: RuntimeError: no such luck"] * 2
+    assert content["lines"] == {}
+
+
 def test_float32_is_rounded_to_tf32_only_where_the_workload_says_so(monkeypatch):
     libraries = torch.backends.cuda.matmul, torch.backends.cudnn
     seen = []

@@ -1,10 +1,15 @@
 """Benchmarks that anyone can repeat: every speed a ratio taken in one run, its correctness beside it.
 
-==============  ================================================================
-``workloads``   what is computed: shapes, inputs, bytes or FLOPs, reference
-``peers``       who computes it: Ostinato and every other implementation
-``measure``     checks each contestant against the reference, then times it
-``persistent``  the same for RNN, GRU and LSTM without gradient
-``report``      the machine, tables and JSON files
-==============  ================================================================
+=============  ================================================================
+``workloads``  what is computed: shapes, inputs, least work, limit
+``peers``      who computes it: Ostinato and every other implementation
+``check``      what each result is held against: float64
+``measure``    checks each contestant, then times it
+``sweeps``     workloads that differ in one size: the source documents' tables
+``capacity``   the largest recurrent layers that fit on a chip
+``profile``    the kernels of one layer, and how near their limits they come
+``report``     the machine, tables and JSON files
+``plots``      a sweep's plot
+``learning``   what the layers learn
+=============  ================================================================
 """

@@ -110,5 +110,6 @@ def as_sweep(rows: list[Row]) -> dict[str, Any]:
         "ratios": [],
         "note": "By the kernels' plans; no run. Published: more than 5 times larger models than dense ones.",
         "missing": [],
+        "wrong": [],
         "results": rows,
     }

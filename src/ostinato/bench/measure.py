@@ -113,6 +113,8 @@ def _measure_together(
         outcomes[name] = {pass_name: details | {"max_error": errors.get(pass_name)} for pass_name in work.passes}
     for pass_name in work.passes:
         for name, timing in _timings(runs, pass_name, device, seconds).items():
+            if name == OURS and "unavailable" in timing:
+                raise WrongResult(f"{work}: {timing['unavailable']}")
             outcomes[name][pass_name] |= timing
     return outcomes
 

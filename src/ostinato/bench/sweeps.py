@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ostinato.bench.measure import Record, measure
+from ostinato.bench.measure import Record, WrongResult, measure
 from ostinato.bench.peers import CELL_LOOPS, FROM_HOST, TIME_LOOP
 from ostinato.bench.workloads import GRAPHS, OURS, PLAIN, Layer, Recurrence, Workload, f32
 
@@ -66,13 +66,18 @@ def measure_sweep(
         progress: told what is being measured.
     """
     results: list[Record] = []
+    wrong: list[str] = []
     chosen = [device for device in devices if device.type in sweep.on]
     running = chosen if sweep.together else chosen[-1:]
     for device in running:
         last: dict[tuple[str, str], tuple[float, Workload]] = {}
         for work in sweep.on[device.type]:
             progress(f"{sweep.name}: {work} on {device.type}")
-            records = measure(work, device, seconds, _left_out(work, sweep.axis, last, longest))
+            try:
+                records = measure(work, device, seconds, _left_out(work, sweep.axis, last, longest))
+            except WrongResult as error:
+                wrong.append(str(error))
+                continue
             for record in records:
                 for name, row in record["contestants"].items():
                     if "seconds" in row:
@@ -89,6 +94,7 @@ def measure_sweep(
         "ratios": _ratios(sweep, results),
         "note": sweep.note,
         "missing": _missing(sweep, devices, results),
+        "wrong": wrong,
         "results": results,
     }
 

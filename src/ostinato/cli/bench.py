@@ -63,6 +63,7 @@ def seeds(
         raise ValueError(f"only must be part of one of {', '.join((*tables, 'capacity'))}; got {only!r}")
     check_folder(output)
     head = _content(console, "seeds", best, quick)
+    wrong: list[str] = []
     for name in names:
         with console.status(name) as status:
             if name == "capacity":
@@ -70,8 +71,10 @@ def seeds(
             else:
                 seconds, longest = (0.2, 1.0) if quick else (1.0, 4.0)
                 content = head | sweeps.measure_sweep(tables[name], devices, seconds, longest, status.update)
+        wrong += content["wrong"]
         _show_sweep(console, content)
         _write_sweep(console, content, report.path_for(output, f"seeds-{name}", best) or output)
+    _fail_if(wrong)
 
 
 @app.command()
@@ -156,9 +159,14 @@ def _measure(kind: str, device_name: str, quick: bool, only: str, path: Path | N
     works = workloads(kind, device, quick, only)
     content = _content(console, kind, device, quick) | {"only": only, "results": []}
     path = report.path_for(path, kind, device)
+    wrong: list[str] = []
     for number, work in enumerate(works):
-        with console.status(str(work)):
-            records = measure.measure(work, device, 1.0 if quick else 5.0)
+        try:
+            with console.status(str(work)):
+                records = measure.measure(work, device, 1.0 if quick else 5.0)
+        except measure.WrongResult as error:
+            wrong.append(str(error))
+            continue
         row_of = kind == "persistent"
         console.print(report.recurrence_table(records, device.type, number == 0) if row_of else report.table(records))
         content["results"] += records
@@ -175,6 +183,13 @@ def _measure(kind: str, device_name: str, quick: bool, only: str, path: Path | N
             report.write_json(path, content)
     if path is not None:
         console.print(f"wrote {path}")
+    _fail_if(wrong)
+
+
+def _fail_if(wrong: list[str]) -> None:
+    """Say at the end what was not measured because our own result was wrong: the rest is there by then."""
+    if wrong:
+        raise RuntimeError(f"{len(wrong)} results are wrong: {'; '.join(wrong)}")
 
 
 def _device(name: str) -> "torch.device":
