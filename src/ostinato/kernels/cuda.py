@@ -87,6 +87,22 @@ STREAMING = {
 STREAMING |= {(name, 4): Tuning(8, 4, 2, 1, 1.0) for name in ("MinGRU", "MinGRUBackward", "MinLSTM", "MinLSTMBackward")}
 STREAMING_OTHERWISE = Tuning(4, 4, 2, 1, 1.0)
 
+# Rows of a look-back by eight warps, two blocks a multiprocessor: as many as registers and shared memory hold.
+LOOK_BACK_ROWS = {
+    ("LinearScan", 4): 40,
+    ("LinearScanBackward", 4): 24,
+    ("LinearScan", 2): 40,
+    ("LinearScanBackward", 2): 24,
+    ("MinGRU", 4): 32,
+    ("MinGRUBackward", 4): 16,
+    ("MinLSTM", 4): 16,
+    ("MinLSTMBackward", 4): 12,
+    ("MinGRU", 2): 24,
+    ("MinGRUBackward", 2): 12,
+    ("MinLSTM", 2): 24,
+    ("MinLSTMBackward", 2): 8,
+}
+
 
 @functools.lru_cache(maxsize=4096)
 def choose_geometry(
@@ -127,19 +143,19 @@ def choose_geometry(
         warps //= 2  # short sequences: no warps without a step
     streaming = Geometry(vec, lanes, warps, tuning.rows, False, tuning.resident, False, tuning.stages)
     # A block that streams takes about a microsecond a tile, however idle the rest of the chip; looking back takes ten,
-    # but every block at once.
-    if blocks(lanes, vec) >= processors / 2 or steps <= 8 * streaming.tile:
+    # but every block at once, and 64 bytes of channels a block no longer fill the chip.
+    if sequences * channels >= 32 * processors or steps <= 8 * streaming.tile:
         return streaming
 
-    backward = element.endswith("Backward")
-    staged = gapless and lanes_across(1) < 8
-    vec = min(aligned, 2) if itemsize == 2 and not staged else 1
+    if gapless and lanes_across(1) < 8:
+        rows, warps = (16, 16) if itemsize == 4 else (8, 16 if itemsize == 2 else 8)
+        return Geometry(1, lanes_across(1), warps, rows, True, 1, True, 1)
+    vec = min(aligned, 2) if itemsize == 2 else 1
     lanes = lanes_across(vec)
-    while lanes > (16 if itemsize == 4 else 8) and channels < 16 * lanes * vec:
-        lanes //= 2  # about 16 groups: the fewer tiles in a chain, the shorter the way back
-    rows = 8 if backward or itemsize != 4 else 16
-    warps = 8 if itemsize == 8 else 16
-    return Geometry(vec, lanes, warps, rows, True, 1 if backward or itemsize == 8 or staged else 2, staged, 1)
+    while lanes > (16 if itemsize == 4 else 8) and blocks(lanes, vec) < 8:
+        lanes //= 2  # some groups: the fewer tiles in a chain, the shorter the way back
+    found = LOOK_BACK_ROWS.get((element, itemsize))
+    return Geometry(vec, lanes, 8, found or 8, True, 2 if found else 1, False, 1)
 
 
 def macros(
