@@ -151,3 +151,20 @@ def test_bad_generation(arguments, message):
     model, tokens = make()
     with pytest.raises(ValueError, match=message):
         model.generate(**{"prompt": tokens, "length": 5, **arguments})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cell", CELLS)
+@torch.no_grad()
+def test_gpu_generates_by_a_graph_what_steps_give(cell):
+    model, tokens = make(cell, torch.float32)
+    model, tokens = model.cuda(), tokens.cuda()
+    for temperature in (0, 1):
+        found = list(
+            model.generate(tokens, 20, temperature=temperature, generator=torch.Generator("cuda").manual_seed(1))
+        )
+        generator, (logits, state) = torch.Generator("cuda").manual_seed(1), model(tokens)
+        logits = logits[:, -1]
+        for token in found:
+            assert torch.equal(token, draw(logits, temperature, None, generator))
+            logits, state = model.step(token, state)
