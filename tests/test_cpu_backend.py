@@ -153,7 +153,7 @@ def test_packed_scan_equals_separate_scans(log, lengths, reverse, with_h0, seed)
         assert not with_h0 or torch.equal(grads[2][n : n + 1], want_grads[2])
 
 
-@pytest.mark.parametrize("channels", [16, 24, 1040])
+@pytest.mark.parametrize("channels", [16, 24, 2064])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("log", [False, True])

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from ostinato.kernels import cpu_loops
 
 PARALLEL = 1 << 15  # loop iterations that are worth waking threads for
-SCAN_WIDTH = 512  # channels a piece has at least: a scan moves memory, fastest in long rows
+SCAN_WIDTH = 1024  # channels a piece has at least: a scan moves memory, fastest in long rows
 LAYER_WIDTH = 32
 LAYER_GROUPS = 16  # groups of sequences, each of which sums its bias gradient alone, whatever the threads
 LARGE = 4 << 20  # bytes from which on memory is kept for reuse
