@@ -13,7 +13,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +128,102 @@ def learning_summary(*names: str) -> str:
     return f"{markdown(head, rows)}\n" + "\n".join(source(name) for name in names) + "\n"
 
 
+def recurrences(name: str, only: Callable[[Record], bool], peers: Mapping[str, str]) -> str:
+    """Microseconds a step, and each peer's as a multiple of ours; one row a layer."""
+    head = ["layer", "plan", "Ostinato", "error", *peers]
+    head.insert(5, "its error")
+    rows = []
+    for record in load(name)["results"]:
+        if not only(record["workload"]):
+            continue
+        outcomes = record["contestants"]
+        ours, cudnn = outcomes["Ostinato"], outcomes["torch.nn"]
+        row = [
+            record["workload"]["name"],
+            ours["plan"]["path"],
+            f"**{microseconds(ours)}**",
+            f"{ours['max_error']:.1e}",
+        ]
+        for peer in peers.values():
+            found = outcomes.get(peer, {})
+            row.append(f"{microseconds(found)} ({found['times_ostinato']:.1f} ×)" if "seconds" in found else "–")
+        row.insert(5, f"{cudnn['max_error']:.1e}")
+        rows.append(row)
+    return f"{markdown(head, rows)}\n{source(name)}\n"
+
+
+def microseconds(row: Record) -> str:
+    return three_figures(row["microseconds_a_step"])
+
+
+def capacities(name: str) -> str:
+    """The largest hidden size on the chip, by the kernels' plans."""
+    sizes: dict[str, dict[str, str]] = {}
+    for row in load(name)["capacity"]:
+        block = "" if row["block"] is None else f" in {row['block'][0]}×{row['block'][1]}"
+        kept = "dense" if row["density"] == 1 else f"{row['density']:.0%}{block}"
+        sizes.setdefault(kept, {})[row["cell"]] = f"{row['hidden_size']:,}"
+    cells = list(next(iter(sizes.values())))
+    rows = [[kept, *row.values()] for kept, row in sizes.items()]
+    return f"{markdown(['weights kept', *cells], rows)}\n{source(name)}\n"
+
+
+def bounds(*names: str) -> str:
+    """What each shape of BOUND_BY should take by its limit, what it takes, and what the difference is."""
+    rows = []
+    for name in names:
+        for record in load(name)["results"]:
+            work = record["workload"]["name"]
+            if (work, record["pass"]) in BOUND_BY:
+                ours, least = record["contestants"]["Ostinato"], record["limit"]
+                row = [work, record["pass"], f"{milliseconds(least)} ({least['name']})", f"**{milliseconds(ours)}**"]
+                rows.append([*row, share(ours), BOUND_BY[work, record["pass"]]])
+    head = ["", "pass", "at least, ms", "measured, ms", "share", "bound by"]
+    return f"{markdown(head, rows)}\n" + "\n".join(source(name) for name in names) + "\n"
+
+
+def sweep(name: str) -> str:
+    from ostinato.bench.report import sweep_markdown
+
+    content = load(name)
+    _, _, table = sweep_markdown(content).partition("\n\n")
+    note = f"{content['note']} " if content["note"] else ""
+    return f"{table}\n{note}{source(name)}\n"
+
+
+def copied(name: str) -> str:
+    rows = []
+    for run in load(name)["runs"]:
+        last = run["curve"][-1]
+        rows.append([NAMES[run["cell"]], f"**{run['accuracy']:.2%}**", f"{run['parameters']:,}"])
+        rows[-1] += [f"{last['tokens']:,}", f"{last['seconds']:.0f} s"]
+    head = ["layer", "right tokens", "parameters", "tokens trained on", "after"]
+    return f"{markdown(head, rows)}\n{source(name)}\n"
+
+
+def characters(name: str) -> str:
+    rows = []
+    for run in load(name)["runs"]:
+        best, last = lowest(run), run["curve"][-1]
+        rows.append(
+            [NAMES[run["cell"]], f"**{best['held_out_loss']:.3f}**", f"{best['tokens']:,}", f"{best['seconds']:.0f} s"]
+        )
+        rows[-1] += [f"{last['held_out_loss']:.3f}", f"{last['seconds']:.0f} s"]
+    head = ["layer", "lowest held-out loss", "after characters", "and time", "at the end", "after"]
+    return f"{markdown(head, rows)}\nLosses in nats per character. {source(name)}\n"
+
+
+def pruned(name: str) -> str:
+    content = load(name)
+    dense = content["dense"]
+    rows = [["dense", f"{dense['held_out_loss']:.3f}", f"**{dense['fine_tuned_loss']:.3f}**"]]
+    for run in content["runs"]:
+        kept = f"{run['density']:.0%} in {run['block'].replace('x', '×')}"
+        rows.append([kept, f"{run['pruned_loss']:.3f}", f"**{run['fine_tuned_loss']:.3f}**"])
+    head = ["recurrent weights kept", "pruned at once", "pruned while fine-tuned"]
+    return f"{markdown(head, rows)}\nHeld-out loss in nats per character. {source(name)}\n"
+
+
 README_CPU = ("mingru (1, 4096, 256) to 256 float32", "mingru (16, 512, 256) to 256 float32")
 README_GPU = (
     "mingru (16, 4096, 1024) to 1024 bfloat16",
@@ -135,12 +231,67 @@ README_GPU = (
     "mingru (16, 4096, 1024) to 1024 float32",
 )
 SHAKESPEARE = "tinyshakespeare-mingru-nvidia-h100"
+NAMES = {"mingru": "minGRU", "minlstm": "minLSTM", "gru": "nn.GRU", "lstm": "nn.LSTM"}
+PEERS = {"cuDNN": "torch.nn", "GEMMs in a CUDA graph": "GEMMs in a CUDA graph", "cuSPARSE": "cuSPARSE"}
+KERNELS = {f"our {path} kernel": f"Ostinato, {path} kernel" for path in ("dense", "sparse", "block")}
+README_LAYERS = (
+    "GRU 1024 B16 T256 dense bfloat16",
+    "LSTM 768 B16 T256 dense float16",
+    "RNN 2304 B4 T256 30% 1x1 float16",
+    "GRU 2304 B4 T256 10% 16x1 float16",
+    "LSTM 2304 B4 T256 10% 16x1 float16",
+    "LSTM 4608 B4 T256 10% 16x1 float16",
+    "RNN 8192 B4 T256 10% 16x1 float16",
+)
+MEMORY = "memory: nothing else to gain"
+BOUND_BY = {
+    ("linear_scan (8, 4096, 1536) float32", "forward"): MEMORY,
+    ("linear_scan (8, 4096, 1536) float32", "backward"): MEMORY,
+    ("linear_scan (8, 65536, 1536) float32", "forward"): MEMORY,
+    ("linear_scan (8, 65536, 1536) float32", "backward"): MEMORY,
+    ("linear_scan (8, 4096, 1536) bfloat16", "forward"): "memory, and instructions: two channels a lane",
+    ("linear_scan (8, 4096, 1536) bfloat16", "backward"): "memory, and instructions: two channels a lane",
+    ("linear_scan (8, 65536, 1536) bfloat16", "forward"): "memory",
+    ("linear_scan (8, 65536, 1536) bfloat16", "backward"): "memory, and instructions: two channels a lane",
+    ("linear_scan (1, 65536, 256) float32", "forward"): "filling and emptying the chip",
+    ("linear_scan (1, 1048576, 64) float32", "forward"): "the way back: a tile waits for those before it",
+    ("linear_scan (1, 16777216, 1) float32", "forward"): "the way back, and turning steps in shared memory",
+    ("mingru (16, 4096, 1024) to 1024 bfloat16", "forward"): "the GEMM, then memory",
+    ("mingru (16, 4096, 1024) to 1024 bfloat16", "forward+backward"): "the GEMMs, then memory",
+    ("minlstm (16, 4096, 1024) to 1024 bfloat16", "forward"): "the GEMM, then memory",
+    ("minlstm (16, 4096, 1024) to 1024 bfloat16", "forward+backward"): "the GEMMs, then memory",
+    ("mingru (1, 65536, 256) to 256 bfloat16", "forward"): "the way back",
+    ("mingru (64, 1000, 10) to 100 float32", "forward+backward"): "Python: launches",
+    ("mingru (256, 256, 1024) to 1024 bfloat16", "forward"): "the GEMM, then memory",
+    ("mingru (1, 65536, 1024) to 1024 bfloat16", "forward"): "the GEMM, then the way back",
+}
+SWEEPS = (
+    *("lengths-mingru", "lengths-minlstm", "transfer-mingru", "transfer-minlstm", "training-512", "training-4096"),
+    *("density-rnn", "density-lstm", "hidden", "batch", "steps"),
+)
 
 TABLES: dict[str, Callable[[], str]] = {
     "readme-layer-nvidia-h100": lambda: comparison("layer-nvidia-h100", milliseconds, only=README_GPU, limit=True),
     "readme-layer-amd-epyc": lambda: comparison("layer-amd-epyc", milliseconds, only=README_CPU, limit=True),
     "learning": lambda: learning_summary(SHAKESPEARE),
     SHAKESPEARE: lambda: learning(SHAKESPEARE),
+}
+PERSISTENT = "persistent-nvidia-h100"
+TABLES |= {
+    "readme-persistent": lambda: recurrences(PERSISTENT, lambda work: work["name"] in README_LAYERS, PEERS),
+    "persistent-pruned": lambda: recurrences(
+        PERSISTENT, lambda work: work["density"] < 1 and work["length"] == 256, PEERS | KERNELS
+    ),
+    "persistent-dense": lambda: recurrences(
+        PERSISTENT, lambda work: work["density"] == 1 and work["length"] == 256, dict(list(PEERS.items())[:2])
+    ),
+    "persistent-errors": lambda: recurrences(PERSISTENT, lambda work: work["length"] > 256, {"cuDNN": "torch.nn"}),
+    "capacity": lambda: capacities(PERSISTENT),
+    "bounds": lambda: bounds("scan-nvidia-h100", "layer-nvidia-h100"),
+    "learning-copying": lambda: copied("learning-copying-nvidia-h100"),
+    "learning-characters": lambda: characters("learning-characters-nvidia-h100"),
+    "learning-pruning": lambda: pruned("learning-pruning-nvidia-h100"),
+    **{f"seeds-{name}": functools.partial(sweep, f"seeds-{name}-nvidia-h100") for name in SWEEPS},
 }
 for device in ("nvidia-h100", "amd-epyc"):
     TABLES |= {
@@ -207,7 +358,21 @@ def plot_learning(name: str) -> Any:
     return figure
 
 
+def plot_sweep(name: str) -> Any:
+    from ostinato.bench.plots import figure_of
+
+    return figure_of(load(name))
+
+
+def plot_task(name: str) -> Any:
+    from ostinato.bench.learning.plots import figure_of
+
+    return figure_of(load(name))
+
+
 PLOTS: dict[str, Callable[[str], Any]] = {
+    **{f"seeds-{name}-nvidia-h100": plot_sweep for name in SWEEPS},
+    **{f"learning-{name}-nvidia-h100": plot_task for name in ("copying", "characters", "pruning")},
     **{f"{kind}-{device}": plot_comparison for kind in ("scan", "layer") for device in ("nvidia-h100", "amd-epyc")},
     SHAKESPEARE: plot_learning,
 }

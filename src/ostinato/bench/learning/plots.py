@@ -12,7 +12,14 @@ COLORS = {"mingru": "C0", "minlstm": "C1", "gru": "C2", "lstm": "C3"}
 
 
 def draw(content: dict[str, Any], path: Path) -> None:
-    """Draw the run ``content`` to an image file.
+    """Draw the run ``content`` to an image file; errors as :func:`figure_of`'s."""
+    figure = figure_of(content)
+    with replacing(path) as temporary:
+        figure.savefig(temporary, dpi=120)
+
+
+def figure_of(content: dict[str, Any]) -> Any:
+    """The drawing of a run.
 
     Raises ImportError without matplotlib, and ValueError if it is no run of a learning benchmark.
     """
@@ -24,8 +31,7 @@ def draw(content: dict[str, Any], path: Path) -> None:
         raise ValueError(f"benchmark must be one of {', '.join(drawings)}; got {kind!r}")
     figure = Figure(figsize=(10, 4.2), layout="constrained")
     drawings[kind](figure, content)
-    with replacing(path) as temporary:
-        figure.savefig(temporary, dpi=120)
+    return figure
 
 
 def _characters(figure: Any, content: dict[str, Any]) -> None:
