@@ -75,8 +75,7 @@ def test_float32_error_does_not_grow_with_length(gates, backend):
     uniform = torch.rand(1, 65536, 8, dtype=torch.float64)
     a = {"unit": uniform, "near one": 1 - 1e-4 * uniform, "signed": 2 * uniform - 1}[gates].float()
     b = torch.randn(1, 65536, 8)
-    limit = 1e-4 if (gates, backend) == ("near one", "torch") else 2e-6  # addcmul rounds twice
-    assert error(ostinato.linear_scan(a, b, backend=backend)[0], loop(a, b)[0]) < limit
+    assert error(ostinato.linear_scan(a, b, backend=backend)[0], loop(a, b)[0]) < 2e-6
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -62,13 +62,19 @@ class TorchBackend:
         self._scan = scan
         self._dtype = dtype
 
-    def _compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return self._dtype or torch.promote_types(dtype, torch.float32)
+    def _compute_dtype(self, x: Tensor) -> torch.dtype:
+        if self._dtype:
+            return self._dtype
+        # Products of float32 gates near 1 are rounded alike, which a long memory adds up.  Not every other device
+        # has float64.
+        if x.dtype == torch.float32 and x.device.type in ("cpu", "cuda"):
+            return torch.float64
+        return torch.promote_types(x.dtype, torch.float32)
 
     def _run(
         self, ring: Semiring, a: Tensor, b: Tensor, h0: Tensor | None, reverse: bool, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        dtype = self._compute_dtype(b.dtype)
+        dtype = self._compute_dtype(b)
         a, b = a.to(dtype), b.to(dtype)
         packing = None if cu_seqlens is None else Packing.from_cu_seqlens(cu_seqlens)
         if packing is not None:
@@ -93,7 +99,7 @@ class TorchBackend:
         reverse: bool,
         cu_seqlens: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        dtype = self._compute_dtype(a.dtype)
+        dtype = self._compute_dtype(a)
         wide_a = a.to(dtype)
         grad = torch.zeros_like(wide_a) if grad_h is None else grad_h.to(dtype)
         # s[t] = a[t] * (grad[t] + s[t+1]) carries the gradient back over step t; s[T] is the last state's.
@@ -119,7 +125,7 @@ class TorchBackend:
         reverse: bool,
         cu_seqlens: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        dtype = self._compute_dtype(log_a.dtype)
+        dtype = self._compute_dtype(log_a)
         wide_h = log_h.to(dtype)
         before = shift(wide_h, log_h0, reverse, cu_seqlens, LOG.zero)
         nothing = wide_h == LOG.zero  # a state of exactly zero passes no gradient back: 0/0 is taken as 0
@@ -142,7 +148,7 @@ class TorchBackend:
         batch_first: bool,
         directions: int,
     ) -> tuple[Tensor, Tensor]:
-        dtype = self._compute_dtype(pre.dtype)
+        dtype = self._compute_dtype(pre)
         packing = None if offsets is None else Packing.from_offsets(offsets)
         total = pre.to(dtype) if bias is None else pre.to(dtype) + bias.to(dtype)
         if packing is not None:
