@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ostinato.inference import Packed, Segment, tensors_of
 from ostinato.kernels import operators
@@ -29,6 +30,8 @@ class _Recurrent(nn.RNNBase):
         """Run the whole sequence; see the class."""
         packed = self._pack_for(input, hx)
         if packed is None:
+            if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+                _packed.pop(self, None)  # whatever comes of the gradients may change the weights
             names = self._flat_weights_names
             is_pruned = any(mask_of(self, name) is not None for name in names)
             return self._forward_torch(input, hx, [masked(self, name) for name in names] if is_pruned else None)
@@ -78,6 +81,7 @@ class _Recurrent(nn.RNNBase):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _pack(self, tensors: dict[str, Tensor]) -> Packed:
+        _watch_optimisers()
         packed = _packed.get(self)
         if packed is None or not packed.is_current(tensors):
             packed = _packed[self] = Packed(self, tensors)
@@ -167,6 +171,19 @@ class _Recurrent(nn.RNNBase):
             module = object.__new__(type(self))
             module.__dict__.update(self.__dict__, _flat_weights=weights, _flat_weight_refs=[None] * len(weights))
         return super(_Recurrent, module).forward(input, hx)
+
+
+@functools.cache
+def _watch_optimisers() -> None:
+    """Forget what is packed of parameters that an optimiser steps: fused ones count no change of a tensor."""
+
+    def forget(optimiser: torch.optim.Optimizer, *_: Any) -> None:
+        stepped = {id(parameter) for group in optimiser.param_groups for parameter in group["params"]}
+        for module in list(_packed):
+            if any(id(parameter) in stepped for parameter in module.parameters(recurse=False)):
+                _packed.pop(module, None)
+
+    register_optimizer_step_post_hook(forget)
 
 
 @functools.cache
