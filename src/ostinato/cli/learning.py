@@ -69,6 +69,10 @@ def pruning(
     steps: Annotated[int, Option(help="Steps to train the dense model.")] = 1000,
     finetune: Annotated[int, Option(help="Steps to train each pruned one; the first half prunes.")] = 300,
     learning_rate: Annotated[float, Option(help="AdamW's for those, at its highest.")] = 1e-3,
+    width: Annotated[int, Option(help="Channels between the blocks.")] = 384,
+    num_layers: Annotated[int, Option(help="Blocks.")] = 3,
+    batch_size: Annotated[int, Option(help="Chunks a step.")] = 64,
+    chunk_length: Annotated[int, Option(help="Characters a chunk.")] = 256,
     seed: Seed = 0,
     quick: Quick = False,
     device: Device = "auto",
@@ -84,7 +88,9 @@ def pruning(
 
     kept = [float(part) for part in densities.split(",")]
     with _Benchmark("pruning", json, device) as run:
-        trainer = _language_trainer(text, "lstm", steps, seed, quick, run.device, precision)
+        sizes = {"width": width, "num_layers": num_layers}
+        chunks = {"batch_size": batch_size, "chunk_length": chunk_length}
+        trainer = _language_trainer(text, "lstm", steps, seed, quick, run.device, precision, sizes, chunks)
         run.console.print("dense")
         run.train(trainer, lambda point: None)
         dense, tokens = trainer.model, _tokens(text)[0]
@@ -405,8 +411,17 @@ def _tokens(text: Path) -> "tuple[torch.Tensor, int]":
 
 
 def _language_trainer(
-    text: Path, cell: str, steps: int, seed: int, quick: bool, device: "torch.device", precision: str
+    text: Path,
+    cell: str,
+    steps: int,
+    seed: int,
+    quick: bool,
+    device: "torch.device",
+    precision: str,
+    sizes: dict[str, int] | None = None,
+    chunks: dict[str, int] | None = None,
 ) -> "Trainer":
+    """For a model of these sizes, the model's own if absent, on chunks of these; tiny if `quick`."""
     import torch
 
     from ostinato.models import LanguageModel
@@ -416,10 +431,10 @@ def _language_trainer(
     settings = (
         TrainingSettings(steps=30, evaluate_every=10, seed=seed, **TINY_TRAINING)
         if quick
-        else TrainingSettings(steps=steps, evaluate_every=max(steps // 10, 1), seed=seed)
+        else TrainingSettings(steps=steps, evaluate_every=max(steps // 10, 1), seed=seed, **(chunks or {}))
     )
     torch.manual_seed(seed)
-    model = LanguageModel(vocab_size, cell=cell, **(TINY_MODEL if quick else {}))
+    model = LanguageModel(vocab_size, cell=cell, **(TINY_MODEL if quick else sizes or {}))
     return Trainer(model, tokens, settings, device=device, precision=precision)
 
 
