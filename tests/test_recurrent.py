@@ -13,6 +13,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn.utils.rnn import pack_padded_sequence
 
 import ostinato
@@ -164,6 +165,17 @@ def test_gradients_are_those_of_torch_where_weights_are_left(cell):
         gradient = getattr(layer, name).grad
         torch.testing.assert_close(gradient, parameter.grad * mask, rtol=1e-12, atol=1e-13)
         assert mask.all() or (parameter.grad[~mask].abs().max() > 1e-3 and gradient[~mask].abs().max() == 0)
+
+
+def test_forward_mode_derivative_of_a_pruned_layer_is_torchs():
+    layer = ostinato.GRU(8, 16).double().requires_grad_(False)
+    ostinato.prune(layer, 0.25, block=(16, 1))
+    x, v = torch.randn(2, 7, 3, 8, dtype=torch.float64)
+    with forward_ad.dual_level():
+        tangent = forward_ad.unpack_dual(layer(forward_ad.make_dual(x, v))[0]).tangent
+    step = 1e-6
+    difference = (layer(x + step * v)[0] - layer(x - step * v)[0]) / (2 * step)
+    assert (tangent - difference).abs().max() < 1e-8
 
 
 def test_gradient_of_input_and_state_when_weights_have_none():

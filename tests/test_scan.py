@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.autograd import forward_ad
 
 import ostinato
 from ostinato.kernels import reference
@@ -251,6 +252,47 @@ def test_second_derivatives_are_refused():
     a, b, _ = (x.requires_grad_() for x in inputs(1, 5, 2))
     with pytest.raises(NotImplementedError, match="linear_scan has no second derivative"):
         torch.autograd.grad(ostinato.linear_scan(a, b)[0].sum(), a, create_graph=True)
+
+
+@pytest.mark.parametrize("name", ["linear_scan", "log_linear_scan", "minimal_scan"])
+@pytest.mark.parametrize("mode", ["dual", "jvp", "jacfwd", "jvp of vmap", "vmap of jvp", "compiled jvp"])
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_forward_mode_derivatives_are_refused(name, mode):
+    layer = ostinato.MinGRU(3, 4).double()
+
+    def function(x):
+        return layer(x)[0] if name == "minimal_scan" else getattr(ostinato, name)(x, x)[0]
+
+    def jvp(x):
+        return torch.func.jvp(function, (x,), (x,))
+
+    def dual(x):
+        with forward_ad.dual_level():
+            return function(forward_ad.make_dual(x, x))
+
+    x = torch.rand(2, 5, 3, dtype=torch.float64)
+    calls = {
+        "dual": lambda: dual(x),
+        "jvp": lambda: jvp(x),
+        "jacfwd": lambda: torch.func.jacfwd(function)(x),
+        "jvp of vmap": lambda: torch.func.jvp(torch.vmap(function), (x[None],), (x[None],)),
+        "vmap of jvp": lambda: torch.vmap(jvp)(x[None]),
+        "compiled jvp": lambda: torch.compile(jvp, backend="eager")(x),
+    }
+    for grad in (False, True):
+        message = f"{name} has no forward-mode derivative"
+        with torch.set_grad_enabled(grad), pytest.raises(NotImplementedError, match=message):
+            calls[mode]()
+
+
+def test_a_scan_of_constants_beside_a_forward_mode_derivative():
+    x = torch.rand(2, 5, 3)
+    h = ostinato.linear_scan(x, x)[0]
+    got, tangent = torch.func.jvp(lambda y: y * ostinato.linear_scan(x, x)[0], (x,), (x,))
+    assert torch.equal(got, x * h)
+    assert torch.equal(tangent, x * h)
+    scan = torch.vmap(lambda row: ostinato.linear_scan(row[None], row[None])[0])
+    assert torch.equal(torch.func.jvp(lambda y: y * scan(x).squeeze(1), (x,), (x,))[1], x * h)
 
 
 FINE = torch.rand(1, 6, 3)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.weak import WeakIdKeyDictionary
@@ -40,6 +41,8 @@ def _operator(name: str, forward: Callable, fake: Callable, setup_context: Calla
 
     def call(*args: Any) -> Any:
         tensors = [x for x in args if isinstance(x, Tensor)]
+        if forward_ad._current_level >= 0 and any(_has_tangent(x) for x in tensors):
+            raise NotImplementedError(f"{name} has no forward-mode derivative: take gradients by backward()")
         if not _is_eager(tensors):
             return registered(*args)
         if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
@@ -61,22 +64,34 @@ def _gradient(name: str, implementation: Callable, fake: Callable) -> Callable:
 
 
 def _is_eager(tensors: list[Tensor]) -> bool:
-    """Whether nobody is watching: no compiler, no dispatch mode, no function transform, no tensor subclass."""
+    """Whether nobody is watching: no compiler, no dispatch mode, no function transform, no tangent, no subclass."""
     return (
         not torch.compiler.is_compiling()
         and not is_in_torch_dispatch_mode()
         and torch._C._functorch.peek_interpreter_stack() is None
+        and forward_ad._current_level < 0
         and all(type(x) in (Tensor, torch.nn.Parameter) for x in tensors)
     )
 
 
-def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """``F.linear(x, weight)``, eager on the CPU by the kernels' own choice of how."""
+def _has_tangent(x: Tensor) -> bool:
+    """Whether a forward-mode derivative is being taken with respect to x, under whatever function transforms."""
+    wrappers = torch._C._functorch
+    while True:
+        if not wrappers.is_batchedtensor(x) and forward_ad.unpack_dual(x).tangent is not None:
+            return True
+        if not wrappers.is_functorch_wrapped_tensor(x):
+            return False
+        x = wrappers.get_unwrapped(x)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``F.linear(x, weight, bias)``, eager on the CPU by the kernels' own choice of how."""
     if x.device.type == "cpu" and _is_eager([x, weight]):
         from ostinato.kernels import cpu
 
-        return cpu.linear(x, weight)
-    return F.linear(x, weight)
+        return cpu.linear(x, weight, bias)
+    return F.linear(x, weight, bias)
 
 
 def _check_cu_seqlens(cu_seqlens: Tensor | None, length: int) -> None:
