@@ -446,17 +446,19 @@ def test_a_product_by_convolution(by_convolution, batch, length, channels, width
     x = strided(torch.randn(batch, length, channels), layout)
     x = (x.flatten(0, 1) if layout == "packed" else x).requires_grad_()
     weight = torch.randn(channels, width).t().requires_grad_()
-    got = cpu.linear(x, weight)
+    bias = torch.randn(width).requires_grad_() if layout != "packed" else None
+    inputs = [y for y in (x, weight, bias) if y is not None]
+    got = cpu.linear(*inputs)
     assert len(by_convolution) == 1
     assert got.is_contiguous()
-    exact = [y.detach().double().requires_grad_() for y in (x, weight)]
+    exact = [y.detach().double().requires_grad_() for y in inputs]
     expected = F.linear(*exact)
     grad = torch.randn_like(got)
-    found = got, *torch.autograd.grad(got, (x, weight), grad)
+    found = got, *torch.autograd.grad(got, inputs, grad)
     for y, z in zip(found, (expected, *torch.autograd.grad(expected, exact, grad.double())), strict=True):
         assert_close(y, z.float(), 1e-6)
     with torch.no_grad():
-        assert torch.equal(cpu.linear(x, weight), got)
+        assert torch.equal(cpu.linear(*inputs), got)
 
 
 def test_a_product_by_convolution_keeps_what_is_not_finite_or_tiny_in_its_row(by_convolution):
@@ -479,14 +481,14 @@ def test_a_product_by_convolution_keeps_what_is_not_finite_or_tiny_in_its_row(by
 @pytest.mark.parametrize("why", ["float64", "few rows", "no rows", "autocast", "oneDNN is off", "another processor"])
 def test_other_products_are_torchs(by_convolution, monkeypatch, why):
     torch.manual_seed(0)
-    x, weight = torch.randn(0 if why == "no rows" else 200, 16), torch.randn(24, 16)
+    inputs = torch.randn(0 if why == "no rows" else 200, 16), torch.randn(24, 16), torch.randn(24)
     if why == "float64":
-        x, weight = x.double(), weight.double()
+        inputs = tuple(y.double() for y in inputs)
     monkeypatch.setattr(cpu, "GEMM_ROWS", 201 if why == "few rows" else 1)
     monkeypatch.setattr(cpu, "_is_amd", lambda: why != "another processor")
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", why != "oneDNN is off")
     with torch.autocast("cpu", torch.bfloat16, enabled=why == "autocast"):
-        got, expected = cpu.linear(x, weight), F.linear(x, weight)
+        got, expected = cpu.linear(*inputs), F.linear(*inputs)
     assert not by_convolution
     assert got.dtype == expected.dtype
     assert torch.equal(got, expected)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ostinato.kernels import nvrtc
+from ostinato.kernels import nvrtc, operators
 from ostinato.kernels.plan import GATES, Plan, no_kernel
 from ostinato.masks import block_of, mask_of, masked
 
@@ -125,9 +125,7 @@ class Packed:
 
     def _project(self, x: Tensor, index: int) -> Tensor:
         weight, bias, _ = self._input(index, x.dtype)
-        if x.device.type == "cpu":
-            return _kernels_on(x.device).linear(x, weight, bias)
-        return F.linear(x, weight, bias)
+        return operators.linear(x, weight, bias)
 
     def _kernel(self, index: int, dtype: torch.dtype, plan: Plan) -> Any:
         key = (index, dtype, plan, torch.backends.cuda.matmul.allow_tf32)

@@ -131,8 +131,8 @@ def minimal_backward(
     return grad_pre.to(pre.dtype), grad_bias, None if h0 is None else state.to(h0.dtype)
 
 
-def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """``F.linear(x, weight)`` and its gradients, on AMD's processors as a convolution.
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``F.linear(x, weight, bias)`` and its gradients, on AMD's processors as a convolution.
 
     PyTorch multiplies matrices by MKL, which leaves half of an AMD processor idle, and convolves by oneDNN, which
     does not (with one thread it takes MKL there too).  A 1x1 convolution along one line of pixels, channels last,
@@ -146,9 +146,9 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
         or not torch.backends.mkldnn.enabled
         or not _is_amd()
     ):
-        return F.linear(x, weight)
+        return F.linear(x, weight, bias)
     pixels = x.reshape(1, 1, rows, x.shape[-1]).permute(0, 3, 1, 2)
-    product = F.conv2d(pixels, weight[:, :, None, None])
+    product = F.conv2d(pixels, weight[:, :, None, None], bias)
     return product.permute(0, 2, 3, 1).reshape(*x.shape[:-1], width).contiguous()
 
 

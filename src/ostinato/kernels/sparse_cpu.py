@@ -39,7 +39,7 @@ TILE = 4  # sequences that share a weight while it is in a register
 CHAINS = 4  # sums kept at once, so that none waits for its own last addition
 
 # The densities up to which these loops were faster than torch's own, of one sequence and of many, on a Zen 5.
-DENSEST_BLOCKS = {"rnn_tanh": 0.8, "rnn_relu": 0.8, "gru": 0.8, "lstm": 0.3}
+DENSEST_BLOCKS = {"rnn_tanh": 0.8, "rnn_relu": 0.8, "gru": 0.8, "lstm": 0.4}
 DENSEST_ROWS = {"rnn_tanh": 0.2, "rnn_relu": 0.2, "gru": 0.2, "lstm": 0.075}
 
 
@@ -53,13 +53,6 @@ def make_plan(cell: str, hidden_size: int, dtype: torch.dtype, mask_nnz: int, bl
         what = "single weights" if block == (1, 1) else "blocks"
         return no_kernel(f"{density:.0%} of the weights are left; up to {densest[cell]:.0%} in {what} pay")
     return Plan(path, 0, 0, 0, f"{density:.0%} of the weights are left, packed for the CPU's caches")
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``x W^T + b``, x (rows, columns), by oneDNN: torch's own choice, MKL, takes twice as long on AMD's processors."""
-    if x.dtype == torch.float32 and torch.backends.mkldnn.enabled and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    return F.linear(x, weight, bias)
 
 
 class SparseLayer:
