@@ -286,6 +286,7 @@ TABLES |= {
         PERSISTENT, lambda work: work["density"] == 1 and work["length"] == 256, dict(list(PEERS.items())[:2])
     ),
     "persistent-errors": lambda: recurrences(PERSISTENT, lambda work: work["length"] > 256, {"cuDNN": "torch.nn"}),
+    "persistent-cpu": lambda: recurrences("persistent-amd-epyc", lambda work: True, {"torch.nn": "torch.nn"}),
     "capacity": lambda: capacities(PERSISTENT),
     "bounds": lambda: bounds("scan-nvidia-h100", "layer-nvidia-h100"),
     "learning-copying": lambda: copied("learning-copying-nvidia-h100"),
