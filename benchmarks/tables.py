@@ -291,6 +291,7 @@ TABLES |= {
     "bounds": lambda: bounds("scan-nvidia-h100", "layer-nvidia-h100"),
     "learning-copying": lambda: copied("learning-copying-nvidia-h100"),
     "learning-characters": lambda: characters("learning-characters-nvidia-h100"),
+    "learning-pruning": lambda: pruned("learning-pruning-amd-epyc"),
     **{f"seeds-{name}": functools.partial(sweep, f"seeds-{name}-nvidia-h100") for name in SWEEPS},
 }
 for device in ("nvidia-h100", "amd-epyc"):
@@ -373,6 +374,7 @@ def plot_task(name: str) -> Any:
 PLOTS: dict[str, Callable[[str], Any]] = {
     **{f"seeds-{name}-nvidia-h100": plot_sweep for name in SWEEPS},
     **{f"learning-{name}-nvidia-h100": plot_task for name in ("copying", "characters")},
+    "learning-pruning-amd-epyc": plot_task,
     **{f"{kind}-{device}": plot_comparison for kind in ("scan", "layer") for device in ("nvidia-h100", "amd-epyc")},
     SHAKESPEARE: plot_learning,
 }

@@ -140,11 +140,11 @@ class TaskTrainer:
 
 
 def remember(model: LanguageModel, length: int) -> None:
-    r"""Draw the gates' biases so that the units of minGRU and minLSTM forget over 1 to ``length`` steps at first.
+    r"""Draw the gates' biases so that the units of minGRU and minLSTM forget over many different times at first.
 
-    The update gate of a minGRU starts at 1/u, and that of a minLSTM's new candidate near it, log u uniform from 0 to
-    log(length): the initialisation of Tallec and Ollivier 2018 (arXiv 1804.11188), spread over the logarithm.  Other
-    cells keep theirs.
+    The share of the state that a step replaces starts at 1/(1 + u) in a minGRU and 1/(1 + sqrt(u)) in a minLSTM, log u
+    uniform from 0 to log(length): the initialisation of Tallec and Ollivier 2018 (arXiv 1804.11188), spread over the
+    logarithm.  Other cells keep theirs.
     """
     for module in model.modules():
         if isinstance(module, MinGRU | MinLSTM):

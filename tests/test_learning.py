@@ -1,0 +1,206 @@
+"""The learning benchmarks: that the tasks ask what they say, stages follow, and runs are written and drawn."""
+
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from ostinato.bench.learning.fit import Stage, TaskTrainer, remember
+from ostinato.bench.learning.plots import draw
+from ostinato.bench.learning.pruning import fine_tune_pruning
+from ostinato.bench.learning.tasks import IGNORED, Bits, SelectiveCopying
+from ostinato.cli import main
+from ostinato.models import LanguageModel
+from ostinato.training import Trainer, TrainingSettings
+
+
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def test_selective_copying_asks_for_the_data_in_order():
+    batch, length, items, vocab_size = 200, 30, 5, 16
+    inputs, targets = SelectiveCopying(items, vocab_size).draw(batch, length, seeded())
+    assert inputs.shape == targets.shape == (batch, length + items)
+    assert (inputs[:, length:] == vocab_size - 1).all()
+    assert (targets[:, :length] == IGNORED).all()
+    for row, answers in zip(inputs[:, :length].tolist(), targets[:, length:].tolist(), strict=True):
+        assert [token for token in row if token != 0] == answers
+    assert set(targets[:, length:].flatten().tolist()) == set(range(1, vocab_size - 1))
+    # Every place is as likely: 200 * 5 / 30 = 33 of each, and 5.3 is the binomial's deviation.
+    assert ((inputs[:, :length] != 0).sum(0) - 33.3).abs().max() < 4 * 5.3
+
+
+@pytest.mark.parametrize(
+    ("question", "answer"),
+    [
+        ("first", lambda bits: bits[-1] == bits[0]),
+        ("majority", lambda bits: sum(bits) > len(bits) / 2),
+        ("parity", lambda bits: sum(bits) % 2 == 1),
+    ],
+)
+def test_bits_are_answered_after_each(question, answer):
+    inputs, targets = Bits(question).draw(20, 12, seeded())
+    for bits, answers in zip(inputs.tolist(), targets.tolist(), strict=True):
+        assert answers == [answer(bits[: t + 1]) for t in range(12)]
+    assert 0.3 < targets.float().mean() < 0.7
+
+
+def trainer(stages, learning_rate=1e-2):
+    torch.manual_seed(0)
+    model = LanguageModel(3, width=16, num_layers=1, cell="minlstm", conv_kernel=0, dropout=0.0)
+    return TaskTrainer(model, Bits("majority"), stages, learning_rate=learning_rate, warmup_steps=4)
+
+
+def test_stages_follow_when_they_are_learned_or_over():
+    training = trainer([Stage(1, 8, 400, accuracy=0.999), Stage(5, 4, 10)])
+    while training.stage == 0:
+        easy = training.advance(20)
+    assert easy.train_accuracy >= 0.999
+    assert training.step < 400
+    assert training.learning_rate == 1e-2  # full, until the last stage
+    tokens = training.tokens
+    assert tokens == 8 * training.step
+    rates = []
+    while not training.finished:
+        rates.append(training.learning_rate)
+        hard = training.advance(4)  # the last time 2, which is what is left
+    assert hard.tokens == training.tokens == tokens + 10 * 4 * 5
+    assert rates == pytest.approx([1e-2 * 0.5 * (1 + math.cos(math.pi * done)) for done in (0, 0.4, 0.8)])
+    assert training.progress == 1
+
+
+def test_evaluation_counts_right_answers_at_each_step():
+    training = trainer([Stage(4, 4, 1)])
+    training.model.head = AlwaysOne()
+    _inputs, targets = Bits("majority").draw(50, 7, seeded(3))
+    assert torch.equal(training.evaluate(7, 50, seed=3, at_once=50), targets.float().mean(0))
+    assert training.evaluate(7, 50, seed=3, at_once=20).shape == (7,)
+    training.task = SelectiveCopying(2, vocab_size=3)  # the one data token is 1
+    share = training.evaluate(3, 10, seed=3)
+    assert share[:3].isnan().all()
+    assert (share[3:] == 1).all()
+
+
+class AlwaysOne(nn.Module):
+    def forward(self, x):
+        return torch.tensor([0.0, 1.0, 0.0]).expand(*x.shape[:2], 3)
+
+
+@pytest.mark.parametrize("cell", ["mingru", "minlstm"])
+def test_remembering_gates_forget_over_a_spread_of_steps(cell):
+    torch.manual_seed(0)
+    model = LanguageModel(3, width=400, num_layers=1, cell=cell, expansion=1)
+    remember(model, 1000)
+    layer = model.blocks[0].recurrent
+    bias = layer.bias_ih_l0.detach()
+    if cell == "mingru":
+        opening = bias[:400].sigmoid()
+    else:
+        forget, new = bias[:800].sigmoid().view(2, 400)
+        opening = new / (forget + new)
+    steps = opening.reciprocal().log10() * (1 if cell == "mingru" else 2)
+    assert 0 <= steps.min() < 0.7
+    assert 2.8 < steps.max() < 3.1
+    assert abs(steps.median() - 1.5) < 0.2
+
+
+@pytest.mark.parametrize("block", [(1, 1), (16, 1)])
+def test_fine_tuning_ends_at_the_density(block):
+    torch.manual_seed(0)
+    model = LanguageModel(4, width=32, num_layers=1, cell="lstm", expansion=1, dropout=0.0)
+    settings = TrainingSettings(steps=25, batch_size=2, chunk_length=8, warmup_steps=2, held_out=0.2)
+    progress = list(
+        fine_tune_pruning(trained := Trainer(model, torch.arange(500) % 4, settings), density=0.25, block=block)
+    )
+    layer = model.blocks[0].recurrent
+    assert progress == [0.4, 0.8, 1]
+    assert trained.step == 25
+    assert layer.mask_hh_l0.float().mean() == 0.25
+    assert (layer.weight_hh_l0[~layer.mask_hh_l0] == 0).all()
+
+
+def test_nothing_is_pruned_at_density_1():
+    model = LanguageModel(4, width=8, num_layers=1, cell="lstm")
+    settings = TrainingSettings(steps=3, batch_size=2, chunk_length=8, held_out=0.2)
+    list(fine_tune_pruning(Trainer(model, torch.arange(500) % 4, settings), density=1.0, block=(1, 1)))
+    assert not list(model.buffers())
+
+
+@pytest.mark.parametrize(
+    ("command", "rows"),
+    [
+        (["characters", "--cells", "mingru,lstm"], 2),
+        (["pruning", "--densities", "0.5,0.1"], 4),
+        (["copying", "--cells", "minlstm"], 1),
+        (["bits", "--cells", "mingru", "--questions", "parity,first", "--depths", "2"], 2),
+    ],
+)
+def test_a_run_is_written_and_drawn(command, rows, tmp_path):
+    text, path = tmp_path / "text.txt", tmp_path / "run.json"
+    text.write_text("to be or not to be, that is the question\n" * 100)
+    options = ["--text", str(text)] if command[0] in ("characters", "pruning") else []
+    with pytest.raises(SystemExit) as end:
+        main(["bench", "learning", *command, *options, "--quick", "--device", "cpu", "--json", str(path)])
+    assert end.value.code == 0
+    content = json.loads(path.read_text())
+    assert content["benchmark"] == f"learning-{command[0]}"
+    assert content["versions"]["torch"] == torch.__version__
+    assert content["seed"] == 0
+    assert len(content["runs"]) == rows
+    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_pruned_losses_are_those_of_the_densities(tmp_path):
+    """At density 1 nothing is pruned, so that loss is the dense model's."""
+    text, path = tmp_path / "text.txt", tmp_path / "run.json"
+    text.write_text("to be or not to be, that is the question\n" * 100)
+    with pytest.raises(SystemExit):
+        main(
+            [
+                "bench",
+                "learning",
+                "pruning",
+                "--text",
+                str(text),
+                "--densities",
+                "1,0.05",
+                "--quick",
+                "--device",
+                "cpu",
+                "--json",
+                str(path),
+            ]
+        )
+    content = json.loads(path.read_text())
+    full, sparse = content["runs"][:2]
+    assert full["pruned_loss"] == pytest.approx(content["dense"]["held_out_loss"], abs=1e-5)
+    assert sparse["pruned_loss"] != pytest.approx(content["dense"]["held_out_loss"], abs=1e-5)
+    assert sparse["kept_weights"] / sparse["of_weights"] == pytest.approx(0.05, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["characters", "--text", "absent.txt"], "absent.txt: No such file"),
+        (["copying", "--cells", "gruu"], "cells must be some of mingru, minlstm, gru, lstm; got 'gruu'"),
+        (["copying", "--items", "9", "--length", "8"], "items must be at least 1 and at most length, 8; got 9"),
+        (["bits", "--questions", "parity,odd"], "questions must be some of first, majority, parity; got 'odd'"),
+        (["plot", "other.json"], "benchmark must be one of characters, pruning, copying, bits; got 'scan'"),
+    ],
+)
+def test_mistakes_are_one_line(arguments, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other.json").write_text('{"benchmark": "scan"}')
+    with pytest.raises(SystemExit) as end:
+        main(["bench", "learning", *arguments])
+    assert end.value.code == 1
+    assert message in capsys.readouterr().err
+
+
+def test_drawing_says_what_it_can(tmp_path):
+    with pytest.raises(ValueError, match="benchmark must be one of"):
+        draw({}, tmp_path / "plot.png")
+    assert not list(tmp_path.iterdir())
