@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 
-from ostinato.kernels import BACKENDS, operators
+from ostinato.kernels import BACKENDS, GATES, operators
 from ostinato.scan import check_choice, check_floating
 
 CANDIDATES = ("positive", "linear", "tanh")
@@ -45,7 +45,7 @@ class _MinimalLayers(nn.Module):
         self.input_size, self.hidden_size, self.num_layers = input_size, hidden_size, num_layers
         self.bias, self.batch_first, self.dropout, self.bidirectional = bias, batch_first, float(dropout), bidirectional
         self.candidate, self.backend = candidate, backend
-        rows = operators.GATES_OF[self.cell] * hidden_size
+        rows = GATES[self.cell] * hidden_size
         for layer in range(num_layers):
             width = input_size if layer == 0 else hidden_size * self.num_directions
             for suffix in self._suffixes(layer):
@@ -277,7 +277,7 @@ class _MinimalCell(nn.Module):
         check_choice("backend", backend, BACKENDS)
         self.input_size, self.hidden_size, self.bias = input_size, hidden_size, bias
         self.candidate, self.backend = candidate, backend
-        rows = operators.GATES_OF[self.cell] * hidden_size
+        rows = GATES[self.cell] * hidden_size
         self.weight_ih = nn.Parameter(torch.empty(rows, input_size, device=device, dtype=dtype))
         self.bias_ih = nn.Parameter(torch.empty(rows, device=device, dtype=dtype)) if bias else None
         self.reset_parameters()

@@ -18,7 +18,7 @@ from ostinato.bench.peers import contestants
 from ostinato.bench.report import figures, scaled
 from ostinato.bench.workloads import OURS, Layer, Recurrence, name_of
 from ostinato.files import replacing
-from ostinato.kernels.operators import GATES_OF
+from ostinato.kernels import GATES
 
 PRODUCT = re.compile(r"gemm|cutlass|nvjet|xmma|::mm$|addmm$|_linear_pointwise|mkldnn_convolution|convolution_backward$")
 PREPARE = "prepare"  # fills the buffer in which persistent kernels exchange states
@@ -163,7 +163,7 @@ def _row(
 def least_work(work: Layer | Recurrence, kernel: str, launches: int) -> dict[str, int]:
     """Bytes that a kernel of ours must move in a call, or operations of the products beside it; {} of others."""
     if isinstance(work, Layer):
-        gates, states = GATES_OF[work.cell], work.batch * work.length * work.channels
+        gates, states = GATES[work.cell], work.batch * work.length * work.channels
         if PRODUCT.search(kernel):  # for the gates; and in the backward pass one for the input, one for the weight
             return {"flops": launches * work.work("forward") * (2 if kernel.endswith("convolution_backward") else 1)}
         # Pre-activations in, states out; and backwards pre-activations, states and gradient in, gradients out.

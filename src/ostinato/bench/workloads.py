@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ostinato
-from ostinato.kernels import operators, reference
-from ostinato.kernels.operators import GATES_OF
+from ostinato.kernels import GATES, operators, reference
 
 OURS = "Ostinato"
 
@@ -114,7 +113,7 @@ class Layer:
 
     def data(self, device: torch.device) -> tuple[Tensor, ...]:
         """x, the weight (gates * H, input_size) and the bias, all random."""
-        rows = GATES_OF[self.cell] * self.channels
+        rows = GATES[self.cell] * self.channels
         x = torch.randn(self.batch, self.length, self.input_size, device=device, dtype=self.dtype)
         weight = torch.randn(rows, self.input_size, device=device, dtype=self.dtype) * self.input_size**-0.5
         return x, weight, torch.randn(rows, device=device, dtype=self.dtype)
@@ -122,7 +121,7 @@ class Layer:
     def work(self, pass_name: str) -> int:
         """Floating-point operations of the matrix products: one forward, two more backward."""
         products = 1 if pass_name == "forward" else 3
-        rows = GATES_OF[self.cell] * self.channels
+        rows = GATES[self.cell] * self.channels
         return products * 2 * self.batch * self.length * self.input_size * rows
 
     def limit(self, data: tuple[Tensor, ...]) -> Run:
@@ -137,7 +136,7 @@ class Layer:
         return x[-1:, start:]
 
     def reference(self, inputs: list[Tensor], data: tuple[Tensor, ...], channels: list[int], bias: bool) -> Tensor:
-        gates, x = GATES_OF[self.cell], inputs[0]
+        gates, x = GATES[self.cell], inputs[0]
         weight, offset = (part.unflatten(0, (gates, -1))[:, channels].flatten(0, 1).to(x) for part in data[1:])
         pre = F.linear(x, weight)
         # Pre-activations are stored in the layer's dtype; g's derivative jumps at 0, which they must not cross here.

@@ -16,6 +16,7 @@ from typing import Protocol, cast
 from torch import Tensor
 
 BACKENDS = ("auto", "reference", "torch", "cpu", "cuda")
+GATES = {"mingru": 2, "minlstm": 3}  # pre-activations of a channel
 
 
 class Backend(Protocol):

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ostinato.kernels import cpu_loops
+from ostinato.kernels import GATES, cpu_loops
 
 PARALLEL = 1 << 15  # loop iterations that are worth waking threads for
 SCAN_WIDTH = 1024  # channels a piece has at least: a scan moves memory, fastest in long rows
@@ -315,7 +315,7 @@ def _worth_streaming(result: Tensor) -> bool:
 def _layer_sizes(pre: Tensor, offsets: Tensor | None, cell: str, batch_first: bool, directions: int) -> tuple[int, int]:
     """Sequences and hidden units."""
     batch = pre.shape[0 if batch_first else 1] if offsets is None else int(offsets[1] - offsets[0])
-    return batch, pre.shape[-1] // (directions * cpu_loops.GATES[cell])
+    return batch, pre.shape[-1] // (directions * GATES[cell])
 
 
 def _layer_groups(batch: int) -> int:

@@ -22,7 +22,7 @@ from llvmlite import ir
 from numba import carray, cfunc, types
 from numba.extending import intrinsic, overload, register_jitable
 
-GATES = {"mingru": 2, "minlstm": 3}
+from ostinato.kernels import GATES
 
 LINE = 64  # bytes of a cache line
 FLUSH = 64  # steps whose bias gradients are summed in the loop's dtype before they join the float64 total

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ostinato.kernels import nvrtc
+from ostinato.kernels import GATES, nvrtc
 
 FILES = ("numeric.cuh", "elements.cuh", "scan.cu")
 SCALARS = {
@@ -23,7 +23,6 @@ SCALARS = {
 }
 CANDIDATES = {"positive": 0, "linear": 1, "tanh": 2}
 FORWARD = {"mingru": "MinGRU", "minlstm": "MinLSTM"}
-GATES = {"mingru": 2, "minlstm": 3}
 
 Strides = tuple[int, int, int]  # of batch, time and direction
 _NO_STRIDES = (0, 0, 0)

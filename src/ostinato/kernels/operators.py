@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ostinato.kernels import choose_backend
+from ostinato.kernels import GATES, choose_backend
 
 _checked_cu_seqlens: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
@@ -244,14 +244,12 @@ log_linear_scan = _operator(
 
 # minimal_scan(pre, bias, h0, offsets, cell, candidate, batch_first, directions, backend) -> h, h_last
 
-GATES_OF = {"mingru": 2, "minlstm": 3}
-
 
 def _minimal_shapes(
     pre: Tensor, offsets: Tensor | None, h0: Tensor | None, cell: str, batch_first: bool, directions: int
 ) -> tuple[tuple, tuple]:
     """Shapes of h and h_last."""
-    channels = pre.shape[-1] // GATES_OF[cell]
+    channels = pre.shape[-1] // GATES[cell]
     if offsets is None:
         batch = pre.shape[0 if batch_first else 1]
     else:
