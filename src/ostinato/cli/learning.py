@@ -233,7 +233,7 @@ def bits(
     cells: Cells = "mingru,minlstm,gru,lstm",
     questions: Annotated[str, Option(help="Which, with commas between.")] = "first,majority,parity",
     depths: Annotated[str, Option(help="Numbers of layers.")] = "1,2,3",
-    steps: Annotated[int, Option(help="Steps to train each.")] = 800,
+    steps: Annotated[int, Option(help="Steps to train each.")] = 500,
     learning_rate: Annotated[float, Option(help="AdamW's, at its highest.")] = 5e-3,
     seed: Seed = 0,
     quick: Quick = False,
@@ -250,8 +250,8 @@ def bits(
     from ostinato.bench.learning.tasks import QUESTIONS, Bits
     from ostinato.models import LanguageModel
 
-    trained, longest, width = 40, 256, 16 if quick else 64
-    stage = Stage(trained, batch_size=8 if quick else 256, steps=10 if quick else steps)
+    trained, longest, width = 40, 256, 16 if quick else 32
+    stage = Stage(trained, batch_size=8 if quick else 64, steps=10 if quick else steps)
     sequences = 16 if quick else 1024
     chosen = questions.split(",")
     for question in chosen:
