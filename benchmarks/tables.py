@@ -37,7 +37,7 @@ def source(name: str) -> str:
     """Where the figures come from."""
     run = load(name)
     run = run.get("environment", run)
-    threads = f", {run['threads']} threads" if run["device_type"] == "cpu" else ""
+    threads = f", {run['threads']} thread{'s' * (run['threads'] > 1)}" if run["device_type"] == "cpu" else ""
     return (
         f"{run['device']}{threads}, PyTorch {run['versions']['torch']}, {run['date'][:10]}, commit "
         f"`{run['commit'][:7]}`: `benchmarks/results/{name}.json`."
@@ -224,6 +224,18 @@ def pruned(name: str) -> str:
     return f"{markdown(head, rows)}\nHeld-out loss in nats per character. {source(name)}\n"
 
 
+def bits(name: str) -> str:
+    """Right answers beyond the trained lengths; one row a question and depth, one column a cell."""
+    runs = load(name)["runs"]
+    cells = list(dict.fromkeys(run["cell"] for run in runs))
+    rows: dict[tuple[str, int], list[str]] = {}
+    for run in runs:
+        rows.setdefault((run["question"], run["num_layers"]), []).append(f"{run['accuracy_beyond']:.1%}")
+    head = ["question", "layers", *(NAMES[cell] for cell in cells)]
+    body = [[question, str(depth), *shares] for (question, depth), shares in rows.items()]
+    return f"{markdown(head, body)}\n{source(name)}\n"
+
+
 README_CPU = ("mingru (1, 4096, 256) to 256 float32", "mingru (16, 512, 256) to 256 float32")
 README_GPU = (
     "mingru (16, 4096, 1024) to 1024 bfloat16",
@@ -292,6 +304,7 @@ TABLES |= {
     "learning-copying": lambda: copied("learning-copying-nvidia-h100"),
     "learning-characters": lambda: characters("learning-characters-nvidia-h100"),
     "learning-pruning": lambda: pruned("learning-pruning-amd-epyc"),
+    "learning-bits": lambda: bits("learning-bits-amd-epyc"),
     **{f"seeds-{name}": functools.partial(sweep, f"seeds-{name}-nvidia-h100") for name in SWEEPS},
 }
 for device in ("nvidia-h100", "amd-epyc"):
@@ -374,7 +387,7 @@ def plot_task(name: str) -> Any:
 PLOTS: dict[str, Callable[[str], Any]] = {
     **{f"seeds-{name}-nvidia-h100": plot_sweep for name in SWEEPS},
     **{f"learning-{name}-nvidia-h100": plot_task for name in ("copying", "characters")},
-    "learning-pruning-amd-epyc": plot_task,
+    **{f"learning-{name}-amd-epyc": plot_task for name in ("pruning", "bits")},
     **{f"{kind}-{device}": plot_comparison for kind in ("scan", "layer") for device in ("nvidia-h100", "amd-epyc")},
     SHAKESPEARE: plot_learning,
 }

@@ -146,7 +146,7 @@ def _bits(figure: Any, content: dict[str, Any]) -> None:
                 color=COLORS[cell],
                 label=NAMES[cell],
             )
-        axes.axhline(0.5, color="black", linestyle=":", linewidth=1, label="guessing")
+        axes.axhline(0.5, color="black", linestyle=":", linewidth=1, label="a coin")
         axes.set(title=titles[question], xlabel="layers", ylim=(0.35, 1.03))
         axes.set_xticks(sorted({run["num_layers"] for run in runs}))
         axes.grid(alpha=0.3)
