@@ -130,24 +130,26 @@ def learning_summary(*names: str) -> str:
 
 def recurrences(name: str, only: Callable[[Record], bool], peers: Mapping[str, str]) -> str:
     """Microseconds a step, and each peer's as a multiple of ours; one row a layer."""
-    head = ["layer", "plan", "Ostinato", "error", *peers]
-    head.insert(5, "its error")
+    head = ["layer", "plan", "Ostinato", "error"]
+    for peer, who in peers.items():
+        head += [peer, "its error"] if who == "torch.nn" else [peer]
     rows = []
     for record in load(name)["results"]:
         if not only(record["workload"]):
             continue
         outcomes = record["contestants"]
-        ours, cudnn = outcomes["Ostinato"], outcomes["torch.nn"]
+        ours = outcomes["Ostinato"]
         row = [
             record["workload"]["name"],
             ours["plan"]["path"],
             f"**{microseconds(ours)}**",
             f"{ours['max_error']:.1e}",
         ]
-        for peer in peers.values():
-            found = outcomes.get(peer, {})
+        for who in peers.values():
+            found = outcomes.get(who, {})
             row.append(f"{microseconds(found)} ({found['times_ostinato']:.1f} ×)" if "seconds" in found else "–")
-        row.insert(5, f"{cudnn['max_error']:.1e}")
+            if who == "torch.nn":
+                row.append(f"{found['max_error']:.1e}")
         rows.append(row)
     return f"{markdown(head, rows)}\n{source(name)}\n"
 

@@ -11,7 +11,7 @@
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -198,6 +198,12 @@ PUBLISHED_LENGTHS: dict[str, dict[str, Values]] = {
 PUBLISHED_TRANSFER: dict[str, Values] = {"mingru": {1024: 6.31}, "minlstm": {1024: 9.44}}
 
 
+# On the CPU, where persistent layers are pruned ones.
+ON_CPU: dict[str, Any] = {"block": (16, 1), "dtype": f32, "who": (*PLAIN, Recurrence.limit_name)}
+OVER_TORCH = Ratio("torch.nn / Ostinato", "torch.nn", OURS)
+BLOCKS_OVER_TORCH = Ratio("torch.nn / Ostinato in 16x1 blocks", "torch.nn", f"{OURS} in 16x1 blocks")
+
+
 def sweeps(quick: bool) -> list[Sweep]:
     """All tables; `quick` ends within two minutes on two cores."""
     tables = [lengths_sweep(cell, 512, [n for n in LENGTHS if n <= 16384] if quick else LENGTHS) for cell in NAMES]
@@ -267,8 +273,8 @@ def _density(cell: str, quick: bool) -> Sweep:
         Recurrence(cell, 2304, 4, density=density, block=(16, 1), who=(OURS, "Ostinato, block kernel"))
         for density in DENSITIES[:-1]
     ]
-    on_cpu, size = (*PLAIN, Recurrence.limit_name), 384 if quick else 1024
-    cpu = [Recurrence(cell, size, density=d, block=(16, 1), dtype=f32, who=on_cpu) for d in DENSITIES]
+    size = 384 if quick else 1024
+    cpu = [Recurrence(cell, size, density=density, **ON_CPU) for density in DENSITIES]
     return _recurrence(
         f"density-{cell.lower()}",
         f"{cell} forward over density",
@@ -276,8 +282,8 @@ def _density(cell: str, quick: bool) -> Sweep:
         "density of the recurrent weights",
         {"cpu": cpu, "cuda": gpu},
         {"cpu": f"{size} hidden, batch 1, float32", "cuda": "2304 hidden, batch 4, float16"},
-        Ratio("torch.nn / Ostinato", "torch.nn", OURS, {0.3: 6.0}),
-        Ratio("torch.nn / Ostinato in 16x1 blocks", "torch.nn", f"{OURS} in 16x1 blocks"),
+        replace(OVER_TORCH, published={0.3: 6.0}),
+        BLOCKS_OVER_TORCH,
         Ratio("cuSPARSE / Ostinato", "cuSPARSE", OURS),
         note="Published: 6 times the next best algorithm at 30 %, on the authors' GPU.",
     )
@@ -289,10 +295,8 @@ def _hidden(quick: bool) -> Sweep:
         Recurrence("RNN", hidden, 4, density=0.1, block=(16, 1), who=who)
         for hidden in (256, 768, 1024, 2304, 4608, 8192)
     ]
-    cpu = [
-        Recurrence("RNN", hidden, density=0.1, block=(16, 1), dtype=f32, who=(*PLAIN, Recurrence.limit_name))
-        for hidden in ((256, 512) if quick else (256, 512, 1024, 2304))
-    ]
+    sizes = (256, 512) if quick else (256, 512, 1024, 2304)
+    cpu = [Recurrence("RNN", hidden, density=0.1, **ON_CPU) for hidden in sizes]
     return _recurrence(
         "hidden",
         "RNN forward over hidden size, 10 % in 16x1 blocks",
@@ -307,10 +311,8 @@ def _hidden(quick: bool) -> Sweep:
 def _batch(quick: bool) -> Sweep:
     who = (*GRAPHS, "cuSPARSE", "Ostinato, sparse kernel", Recurrence.limit_name)
     gpu = [Recurrence("LSTM", 2304, batch, density=0.3, who=who) for batch in (1, 2, 4, 8, 16, 32, 64)]
-    cpu = [
-        Recurrence("LSTM", 384, batch, 100, density=0.1, block=(16, 1), dtype=f32, who=(*PLAIN, Recurrence.limit_name))
-        for batch in ((1, 4) if quick else (1, 4, 16, 64))
-    ]
+    sizes = (1, 4) if quick else (1, 4, 16, 64)
+    cpu = [Recurrence("LSTM", 384, batch, 100, density=0.1, **ON_CPU) for batch in sizes]
     return _recurrence(
         "batch",
         "LSTM forward over batch",
@@ -318,18 +320,16 @@ def _batch(quick: bool) -> Sweep:
         "batch size B",
         {"cpu": cpu, "cuda": gpu},
         {"cpu": "384 hidden, 10 % in 16x1 blocks, float32", "cuda": "2304 hidden, 30 %, float16"},
-        Ratio("torch.nn / Ostinato", "torch.nn", OURS),
-        Ratio("torch.nn / Ostinato in 16x1 blocks", "torch.nn", f"{OURS} in 16x1 blocks"),
+        OVER_TORCH,
+        BLOCKS_OVER_TORCH,
     )
 
 
 def _steps(quick: bool) -> Sweep:
     who = (*GRAPHS, "cuSPARSE", Recurrence.limit_name)
     gpu = [Recurrence("LSTM", 2304, 4, length, density=0.3, who=who) for length in (16, 64, 256, 1024, 4096)]
-    cpu = [
-        Recurrence("LSTM", 384, 1, length, density=0.1, block=(16, 1), dtype=f32, who=(*PLAIN, Recurrence.limit_name))
-        for length in ((1, 16, 256) if quick else (1, 16, 256, 4096))
-    ]
+    lengths = (1, 16, 256) if quick else (1, 16, 256, 4096)
+    cpu = [Recurrence("LSTM", 384, 1, length, density=0.1, **ON_CPU) for length in lengths]
     return _recurrence(
         "steps",
         "LSTM forward over time steps",
@@ -337,8 +337,8 @@ def _steps(quick: bool) -> Sweep:
         "time steps T",
         {"cpu": cpu, "cuda": gpu},
         {"cpu": "384 hidden, batch 1, 10 % in 16x1 blocks, float32", "cuda": "2304 hidden, batch 4, 30 %, float16"},
-        Ratio("torch.nn / Ostinato", "torch.nn", OURS),
-        Ratio("torch.nn / Ostinato in 16x1 blocks", "torch.nn", f"{OURS} in 16x1 blocks"),
+        OVER_TORCH,
+        BLOCKS_OVER_TORCH,
     )
 
 

@@ -1,5 +1,6 @@
 """Draws a run from the content of its JSON file, so that figure and file cannot differ."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,17 +35,20 @@ def figure_of(content: dict[str, Any]) -> Any:
     return figure
 
 
+def _over_training(figure: Any, tokens: str) -> Iterator[tuple[Any, str, str]]:
+    """Two panels side by side: axes, the field of a curve's points along them, and their label."""
+    labels = {"tokens": f"{tokens} trained on", "seconds": "seconds of training"}
+    for axes, (key, label) in zip(figure.subplots(1, 2, sharey=True), labels.items(), strict=True):
+        yield axes, key, label
+
+
 def _characters(figure: Any, content: dict[str, Any]) -> None:
     settings = content["runs"][0]["model"]
     figure.suptitle(
         f"Characters of {content['text']}: {settings['num_layers']} layers, width {settings['width']}, "
         f"on {content['device']}"
     )
-    for axes, (key, label) in zip(
-        figure.subplots(1, 2, sharey=True),
-        [("tokens", "characters trained on"), ("seconds", "seconds of training")],
-        strict=True,
-    ):
+    for axes, key, label in _over_training(figure, "characters"):
         for run in content["runs"]:
             points = run["curve"]
             axes.plot(
@@ -102,11 +106,7 @@ def _copying(figure: Any, content: dict[str, Any]) -> None:
         f"Selective copying: {content['items']} tokens out of {content['length']:,}, {layers} layers, "
         f"on {content['device']}"
     )
-    for axes, (key, label) in zip(
-        figure.subplots(1, 2, sharey=True),
-        [("tokens", "tokens trained on"), ("seconds", "seconds of training")],
-        strict=True,
-    ):
+    for axes, key, label in _over_training(figure, "tokens"):
         for run in content["runs"]:
             name, color, points = NAMES[run["cell"]], COLORS[run["cell"]], run["curve"]
             x = [point[key] for point in points]
