@@ -163,6 +163,7 @@ def _gpu_timing(function: Callable[[], object]) -> Record:
 
     And the most memory taken beside what there was before the call.
     """
+    gc.collect()  # or what earlier calls have left may be freed during this one
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
