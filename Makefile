@@ -8,7 +8,7 @@ PYTHON := .venv/bin/python
 READY := .venv/.ready
 endif
 
-.PHONY: demo test lint bench docs gpu-test
+.PHONY: demo test lint bench docs gpu-test sanitize
 
 demo: $(READY)
 	$(PYTHON) -m ostinato demo
@@ -18,6 +18,13 @@ test: $(READY)
 
 gpu-test: $(READY)
 	$(PYTHON) -m pytest -m gpu
+
+# Without torch's memory pool, so that every tensor has bounds of its own.
+sanitize: $(READY)
+	for tool in memcheck racecheck initcheck; do \
+		PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --target-processes all --report-api-errors no \
+			--error-exitcode 1 $(PYTHON) -m pytest -m gpu -k "match_the_reference or not_finite" tests || exit 1; \
+	done
 
 lint: $(READY)
 	$(PYTHON) -m ruff check .

@@ -5,7 +5,8 @@
 // s = a*g.  That is again a scan, with b = a*grad, in the other direction.
 //
 // An Element says how many tensors it reads (PLAIN, and backward also h[t-1] and grad) and writes and whether they
-// take a bias, and `read` turns their values at one channel, bias added, into a step.  `neutral` are inputs whose step changes nothing.
+// take a bias, and `read` turns their values at one channel, bias added, into a step.  `neutral` are inputs whose step
+// changes nothing.
 
 struct Linear {
     static constexpr bool LINEAR = true;

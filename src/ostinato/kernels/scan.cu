@@ -17,8 +17,8 @@
 //
 // Look-back cannot deadlock, in whatever order blocks are scheduled: blocks draw tiles from a counter and finish them
 // in the order drawn, so every tile below a drawn one has been drawn, by a block that runs; a tile waits only on lower
-// tiles; and the lowest unfinished tile is the one its block is working on and waits on none.  It gives the same bits every time: however
-// far back it has to look, the state goes forward through the same chain of multiply-adds.
+// tiles; and the lowest unfinished tile is the one its block is working on and waits on none.  It gives the same bits
+// every time: however far back it has to look, the state goes forward through the same chain of multiply-adds.
 //
 // Tiles are copied to shared memory while those before them are worked on, so that memory is never idle.
 //
@@ -63,7 +63,7 @@ struct Tensor : Strides {
 
 struct Parameters {
     // Addresses first: the rest is the same at every call with the same shapes.
-    Scalar* data[8];        // the element's plain inputs, then h, read one step earlier in time, and grad; from 5, outputs
+    Scalar* data[8];        // the element's plain inputs, then h, read a step earlier in time, and grad; from 5, outputs
     const Scalar* initial;  // the state before the first step scanned, (directions * batch, channels), or null
     Scalar* final;          // the state after the last one, or null
     const Scalar* h0;       // backward: the state before the first step in time, or null
@@ -268,7 +268,8 @@ struct Strip {
 struct Shared {
     Strip input[STAGES][WARPS][INPUTS];
     Strip output[STAGED ? WARPS : 1];
-    Channels a[2][WARPS][LANES], low[2][EXTENDED ? WARPS : 1][LANES], b[2][WARPS][LANES];  // two, as one tile's may still be read when the next begins
+    // Two of each, as one tile's may still be read when the next begins.
+    Channels a[2][WARPS][LANES], low[2][EXTENDED ? WARPS : 1][LANES], b[2][WARPS][LANES];
     int reset[2][WARPS];
     Composition window[LOOK_BACK ? WINDOW : 1][LANES];
     int seen[WINDOW];
@@ -474,9 +475,9 @@ __device__ inline void publish_after(const Published& published, const Compositi
     if (threadIdx.x < LANES) published.write(chunk, AFTER, state);
 }
 
-// Publish what is known of this tile without those before it.
+// Publish what is known of this tile without those before it; if it resets the state, that is all there is to know.
 __device__ inline void publish(const Published& published, const Composition& tile, int chunk, const Channels& initial) {
-    if (chunk == 0 || tile.reset) return publish_after(published, tile, chunk, initial);  // if reset, whatever came before
+    if (chunk == 0 || tile.reset) return publish_after(published, tile, chunk, initial);
     if (threadIdx.x >= LANES) return;
     published.write(chunk, A, tile.a);
     if (EXTENDED) published.write(chunk, LOW, tile.low);
