@@ -4,9 +4,6 @@
 // adds them up, updates the block's own hidden units and publishes them.
 
 constexpr int PREFETCH = 4;  // steps
-// Cycles from when a block has its sums to when its warps look for the next state: those without units would only
-// keep memory busy while the others compute.
-constexpr unsigned HEAD_START = 500;
 
 // The hidden units of this block: a thread owns up to ITEMS pairs of a unit and a sequence.
 struct Units {
@@ -26,8 +23,8 @@ struct Units {
             if (!owned(i)) continue;
 #pragma unroll
             for (int g = 0; g < GATES; ++g) spans[i][g] = product.span(p, block, g * UNITS + unit(i));
-            if (p.h0) h[i] = widen(p.h0[place(i)]);
-            if (p.c0) c[i] = widen(p.c0[place(i)]);
+            if (p.h0) h[i] = widen(p.h0[size_t(column) * HIDDEN + place(i)]);
+            if (p.c0) c[i] = widen(p.c0[size_t(column) * HIDDEN + place(i)]);
             if (p.bias) bias[i] = widen(p.bias[first + unit(i)]);
         }
     }
@@ -36,16 +33,19 @@ struct Units {
     __device__ static int unit(int i) { return item(i) % UNITS; }
     __device__ static int sequence(int i) { return item(i) / UNITS; }
     __device__ bool owned(int i) const { return sequence(i) < columns && first + unit(i) < HIDDEN; }
-    __device__ size_t place(int i) const { return size_t(column + sequence(i)) * HIDDEN + first + unit(i); }
+    __device__ int place(int i, int gates = 1) const { return sequence(i) * gates * HIDDEN + first + unit(i); }
+
+    // What this thread reads of a step, but for the gate.
+    __device__ const Scalar *projected_of(int step, int i) const {
+        return p.projected + (size_t(step) * p.batch + column) * GATES * HIDDEN + place(i, GATES);
+    }
 
     __device__ void fetch(int step) {
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
             if (!owned(i)) continue;
-            const size_t row = size_t(step) * p.batch + column + sequence(i);
 #pragma unroll
-            for (int g = 0; g < GATES; ++g)
-                projected[i][g] = __ldcs(p.projected + (row * GATES + g) * HIDDEN + first + unit(i));
+            for (int g = 0; g < GATES; ++g) projected[i][g] = __ldcs(projected_of(step, i) + g * HIDDEN);
         }
     }
 
@@ -82,23 +82,29 @@ struct Units {
             if (i * THREADS + warp_id() * 32 >= UNITS * COLUMNS) continue;
             h[i] = owned(i) ? next(i, product, sums) : 0;
             publish(h[i], begins_word(i), state + state_place(i));
-            if (owned(i)) p.output[size_t(step) * p.batch * HIDDEN + place(i)] = bits(h[i]);
+            if (owned(i)) p.output[(size_t(step) * p.batch + column) * HIDDEN + place(i)] = bits(h[i]);
         }
     }
 
-    // The words that this block will write some steps later come into the cache before anybody looks for them.
-    __device__ void prefetch(const char *state) const {
+    // What this block will read and write at a later step comes into the cache.  Loads return in order: one that had
+    // to wait for memory would keep those waiting that look for the state.
+    __device__ void prefetch(int step, const char *state) const {
 #pragma unroll
-        for (int i = 0; i < ITEMS; ++i)
+        for (int i = 0; i < ITEMS; ++i) {
             if (begins_word(i)) asm volatile("prefetch.global.L2 [%0];" :: "l"(state + state_place(i)));
+            if (!owned(i)) continue;
+#pragma unroll
+            for (int g = 0; g < GATES; ++g)
+                asm volatile("prefetch.global.L2 [%0];" :: "l"(projected_of(step, i) + g * HIDDEN));
+        }
     }
 
     __device__ void finish() const {
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
             if (!owned(i)) continue;
-            p.h_n[place(i)] = bits(h[i]);
-            if (CELL == LSTM) p.c_n[place(i)] = bits(c[i]);
+            p.h_n[size_t(column) * HIDDEN + place(i)] = bits(h[i]);
+            if (CELL == LSTM) p.c_n[size_t(column) * HIDDEN + place(i)] = bits(c[i]);
         }
     }
 };
@@ -125,8 +131,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) persistent(const Parame
         const unsigned met = clock();
         units.update(product, sums, state + stride, step);
         if (taken + 1 < p.steps) units.fetch(p.reverse ? step - 1 : step + 1);
-        if (taken + PREFETCH < p.steps) units.prefetch(state + PREFETCH * stride);
-        while (clock() - met < HEAD_START) {}
+        if (taken + PREFETCH < p.steps)
+            units.prefetch(p.reverse ? step - PREFETCH : step + PREFETCH, state + PREFETCH * stride);
+        while (unsigned(clock()) - met < HEAD_START) {}
     }
     units.finish();
 }

@@ -1,8 +1,8 @@
 """Persistent RNN, GRU and LSTM kernels: a layer's recurrent weights stay on the chip for all its steps.
 
 One cooperative launch runs all steps of one layer and direction.  Every block keeps the rows of its own hidden
-units in registers and shared memory; the hidden state goes from block to block through the output, see
-``persistent.cuh``.  There are three ways to multiply, each with its Product in ``persistent_<path>.cuh`` and the
+units in registers and shared memory; the hidden state goes from block to block through memory that is its own flag,
+see ``persistent.cuh``.  There are three ways to multiply, each with its Product in ``persistent_<path>.cuh`` and the
 weights packed for it here:
 
 ==========  ==================================================================
@@ -46,7 +46,8 @@ class Geometry(NamedTuple):
     groups: int  # that run at once, each with its own sequences and its own copy of the weights
     tiles: int = 0  # of a warp; of the sparse kernel: entries, two weights of a thread
     held: int = 0  # of them in registers, the others are in shared memory
-    strip_tiles: tuple[int, ...] = ()  # of a warp of the block kernel, for each strip of rows
+    shares: int = 1  # of each strip of 16 rows of the block kernel; warps take one share after another
+    share_tiles: tuple[int, ...] = ()  # of a warp's first share, of its second, ...
 
     @property
     def rows(self) -> int:
@@ -93,9 +94,24 @@ class Geometry(NamedTuple):
         return (8 if wide else 4) * self.dtype.itemsize
 
     @property
+    def parts_of_sums(self) -> int:
+        """In which the block kernel leaves a row's sum: for each share one, or one for each half of the places."""
+        return self.shares * (2 if self.columns <= 4 and self.dtype.itemsize == 2 else 1)
+
+    @property
     def banks(self) -> int:
         """Units whose batches a warp can gather from shared memory at once."""
         return 128 // self.state_bytes
+
+    @property
+    def words(self) -> int:
+        """Of 8 bytes, that a thread brings to shared memory of each sequence's state."""
+        return _ceil(self.pitch * self.dtype.itemsize, 8 * THREADS)
+
+    @property
+    def words_in_flight(self) -> int:
+        """Of each sequence: no more than registers can hold."""
+        return min(self.words, 32 // self.columns)
 
     @property
     def tile_columns(self) -> int:
@@ -108,8 +124,13 @@ class Geometry(NamedTuple):
 
     @property
     def shared_bytes(self) -> int:
-        pitch = {"dense": 16 * self.row_tiles + 4, "block": self.rows + 4, "sparse": 32}[self.path]
-        sums = 2 * WARPS * self.columns * pitch * 4
+        if self.path == "sparse":
+            rows = WARPS * 32
+        elif self.path == "dense":
+            rows = WARPS * (16 * self.row_tiles + 4)
+        else:
+            rows = self.parts_of_sums * (16 * len(self.share_tiles) * WARPS // self.shares + 4)
+        sums = 2 * rows * self.columns * 4
         state = 0 if self.path == "dense" else (self.pitch + ZERO_PLACES) * self.state_bytes
         return sums + state + (self.tiles - self.held) * self.tile_bytes
 
@@ -126,34 +147,50 @@ class Geometry(NamedTuple):
             block += self.tiles * WARPS * self.tile_columns * 2
         return self.groups * self.blocks * block
 
-    def with_strips(self, tiles: Sequence[int]) -> "Geometry":
-        """The block kernel's, with so many tiles of a warp in each strip."""
-        return self._replace(tiles=sum(tiles), strip_tiles=tuple(tiles))
+    def deal(self, strip_columns: Sequence[int]) -> "Geometry":
+        """The block kernel's, with so many columns in each strip, with as few accesses to shared memory as can be."""
+        strip_tiles = [max(1, _ceil(n, self.tile_columns)) for n in strip_columns]
+
+        def dealt(shares: int) -> Geometry:
+            at_once = WARPS // shares  # strips
+            first = range(0, len(strip_tiles), at_once)
+            tiles = tuple(_ceil(max(strip_tiles[i : i + at_once]), shares) for i in first)
+            return self._replace(tiles=sum(tiles), shares=shares, share_tiles=tiles)
+
+        def accesses(geometry: Geometry) -> float:
+            """A warp's: two to gather a tile, four if it is not in registers, four for a sum; and reads of sums."""
+            kept = geometry.tiles - geometry._room
+            of_warps = WARPS * (2 * geometry.tiles + 4 * max(0, kept) + 4 * len(geometry.share_tiles))
+            return of_warps + geometry.parts_of_sums * geometry.rows * geometry.columns / 32
+
+        return min((dealt(shares) for shares in (1, 2, 4, 8)), key=accesses)
 
     @property
     def last_tiles(self) -> str:
-        """A bit for each of the block kernel's tiles, set if it is the last of its strip, as 64-bit numbers."""
-        bits = sum(1 << end - 1 for end in itertools.accumulate(self.strip_tiles))
+        """A bit for each of a warp's tiles in the block kernel, set if it ends a share, as 64-bit numbers."""
+        bits = sum(1 << end - 1 for end in itertools.accumulate(self.share_tiles))
         return ",".join(f"{bits >> first & 2**64 - 1}ull" for first in range(0, self.tiles, 64))
+
+    @property
+    def _room(self) -> int:
+        """Tiles that a warp's registers can hold beside all else; -1 if they cannot hold the state."""
+        wide = self.dtype == torch.float32
+        if self.path == "sparse":
+            return (REGISTERS - 92) // self.parts
+        if self.path == "block":
+            words, places = 2 * self.columns * self.words_in_flight, self.tiles * self.tile_columns // 64
+            return max(0, (REGISTERS - places - words - 68 - 16 * wide) // 4)
+        sequence_tiles = _ceil(self.columns, 8)
+        states = 2 * self.column_tiles * sequence_tiles
+        products = self.row_tiles * sequence_tiles
+        sums = 4 * products * (1 if products >= 4 else 2 if products >= 2 else 4)
+        rest = 20 + 4 * sequence_tiles + 32 * wide
+        return max(0, (REGISTERS - states - sums - rest) // 4) if states <= 128 else -1
 
     def hold(self, shared_limit: int) -> "Geometry | None":
         """As many tiles in registers as they can hold, if the others fit into shared memory."""
-        wide = self.dtype == torch.float32
-        if self.path == "dense":
-            sequence_tiles = _ceil(self.columns, 8)
-            states = 2 * self.column_tiles * sequence_tiles
-            products = self.row_tiles * sequence_tiles
-            sums = 4 * products * (1 if products >= 4 else 2 if products >= 2 else 4)
-            rest = 20 + 4 * sequence_tiles + 32 * wide
-            if states > 128:
-                return None
-            free = (REGISTERS - states - sums - rest) // 4
-        elif self.path == "block":
-            free = (REGISTERS - self.tiles * self.tile_columns // 64 - 106) // 4
-        else:
-            free = (REGISTERS - 92) // self.parts
-        geometry = self._replace(held=max(0, min(self.tiles, free)))
-        return geometry if geometry.shared_bytes <= shared_limit else None
+        geometry = self._replace(held=min(self.tiles, self._room))
+        return geometry if geometry.held >= 0 and geometry.shared_bytes <= shared_limit else None
 
     def macros(self, exact: bool) -> tuple[tuple[str, object], ...]:
         """The definitions that make the CUDA files one kernel; `exact` if float32 is not rounded to tf32."""
@@ -172,6 +209,7 @@ class Geometry(NamedTuple):
                 "dense": (),
                 "block": (
                     ("TILES", self.tiles),
+                    ("SHARES", self.shares),
                     ("LAST_TILES", self.last_tiles),
                     ("STATE_COLUMNS", self.state_bytes // self.dtype.itemsize),
                 ),
@@ -198,27 +236,31 @@ def _round_up(a: int, b: int) -> int:
     return _ceil(a, b) * b
 
 
-# Microseconds of a step on an H100, fitted to some eighty layers, within 20 %: a step with nothing to do; a hundred
-# blocks that read the state; 100 kB of it; 100 kB of weights read from shared memory; a hundred tiles of a warp or
-# entries of a thread; ten gates that a thread computes.
+# Microseconds of a step on an H100, fitted to some four hundred layers, nearly all within 20 %: a step with nothing to
+# do; a hundred blocks that read the state; 100 kB of it; 100 kB of weights read from shared memory; a hundred tiles of
+# a warp or entries of a thread; ten gates that a thread computes.
 _COSTS = {
-    "dense": (0.60, 0.35, 2.5, 0.28, 0.62, 0.40),
-    "block": (1.14, 0.09, 1.5, 0.14, 2.35, 0.26),
-    "sparse": (0.65, 0.92, 0.0, 0.73, 2.80, 2.70),
+    "dense": (0.81, 0.00, 1.7, 0.17, 0.83, 0.33),
+    "block": (0.84, 0.00, 2.0, 0.29, 2.0, 0.22),
+    "sparse": (0.05, 0.56, 3.5, 0.85, 2.2, 2.6),
 }
-_HALF_WORDS = 0.15  # microseconds, if blocks publish their state in words of 4 bytes
+_HALF_WORDS = 0.2  # microseconds, if blocks publish their state in words of 4 bytes
+_ROUND_TRIP = 1.4  # microseconds, for each further time that a block has to wait for a part of the state
 
 
 def _microseconds(geometry: Geometry, batch: int) -> float:
     """A step of all sequences, estimated."""
-    step, readers, read, kept, multiplied, updated = _COSTS[geometry.path]
+    path = geometry.path
+    step, readers, read, kept, multiplied, updated = _COSTS[path]
     state = geometry.columns * geometry.pitch * geometry.dtype.itemsize
-    passes = _ceil(geometry.columns, 8) * (3 if geometry.dtype == torch.float32 and geometry.path != "sparse" else 1)
+    passes = _ceil(geometry.columns, 8) * (3 if geometry.dtype == torch.float32 and path != "sparse" else 1)
     step += readers * geometry.blocks * geometry.groups / 1e2 + read * state / 1e5
     step += kept * (geometry.tiles - geometry.held) * geometry.tile_bytes / 1e5
     step += multiplied * geometry.tiles * passes / 1e2
     step += updated * _ceil(geometry.units * geometry.columns, THREADS) * GATES[geometry.cell] / 10
     step += _HALF_WORDS if geometry.units * geometry.dtype.itemsize % 8 else 0
+    if path == "block":
+        step += _ROUND_TRIP * (_ceil(geometry.words, geometry.words_in_flight) - 1)
     return step * _ceil(batch, geometry.columns * geometry.groups)
 
 
@@ -256,8 +298,7 @@ def _candidates(
         elif path == "block":
             some = 1 - (1 - density) ** _ceil(16, rows)  # of a strip's columns
             most = hidden_size * some + 2.5 * math.sqrt(hidden_size * some * (1 - some))
-            strip = _ceil(math.ceil(most), WARPS * geometry.tile_columns)
-            geometry = geometry.with_strips([strip] * (geometry.rows // 16))
+            geometry = geometry.deal([math.ceil(most)] * (geometry.rows // 16))
         else:
             weights = 1.15 * density * geometry.rows * hidden_size
             geometry = geometry._replace(tiles=int(weights / THREADS / 2) + 1)
@@ -381,32 +422,36 @@ def _pack_dense(rows: Tensor, geometry: Geometry) -> Tensor:
 
 
 def _pack_block(rows: Tensor, kept: Tensor, geometry: Geometry) -> Packed:
-    """Strips of 16 rows, each with the columns it needs, dealt to the warps in equal numbers of tiles."""
+    """Strips of 16 rows, each with the columns it needs, in shares of equal numbers of tiles, dealt to the warps."""
     blocks, width, banks, pitch = rows.shape[0], geometry.tile_columns, geometry.banks, geometry.pitch
     column = _column_of_place(geometry).to(rows.device)
     strips = rows.view(blocks, -1, 16, pitch)[..., column]
     needed = kept.view(blocks, -1, 16, pitch).any(2)[..., column]
     counts = needed.sum(2)
-    geometry = geometry.with_strips([max(1, _ceil(n, WARPS * width)) for n in counts.amax(0).tolist()])
+    geometry = geometry.deal(counts.amax(0).tolist())
 
     # Places in the order in which their rank among those of the same bank rises: runs of different banks.
     ranks = F.pad(needed, (0, -pitch % banks)).unflatten(2, (-1, banks)).cumsum(2).flatten(2)[..., :pitch]
     bank = torch.arange(pitch, device=rows.device) % banks
     order = (ranks * banks + bank).masked_fill(~needed, pitch * banks * 2).argsort(2)
-    size = WARPS * width * max(geometry.strip_tiles)
+    size = geometry.shares * width * max(geometry.share_tiles)
     order = F.pad(order, (0, max(0, size - pitch)))[..., :size]
     real = torch.arange(size, device=rows.device) < counts.unsqueeze(2)
     weights = strips.gather(3, order.unsqueeze(2).expand(-1, -1, 16, -1))
     weights = torch.where(real.unsqueeze(2), weights, 0)
     places = torch.where(real, order, pitch + torch.arange(size, device=rows.device) % ZERO_PLACES)
 
-    def deal(strip: int, tiles: int) -> tuple[Tensor, Tensor]:
-        """The warps' tiles of a strip: (blocks, WARPS, tiles, 16, width), and their places."""
-        mine = slice(0, WARPS * tiles * width)
-        dealt = weights[:, strip, :, mine].reshape(blocks, 16, WARPS, tiles, width).permute(0, 2, 3, 1, 4)
-        return dealt, places[:, strip, mine].view(blocks, WARPS, tiles * width)
+    at_once = WARPS // geometry.shares
+    missing = -strips.shape[1] % at_once
+    weights, places = F.pad(weights, (0, 0) * 2 + (0, missing)), F.pad(places, (0, 0, 0, missing), value=pitch)
 
-    dealt = [deal(strip, tiles) for strip, tiles in enumerate(geometry.strip_tiles)]
+    def deal(turn: int, tiles: int) -> tuple[Tensor, Tensor]:
+        """The warps' shares of the strips that are their turn: (blocks, WARPS, tiles, 16, width), and their places."""
+        mine, columns = slice(turn * at_once, (turn + 1) * at_once), slice(0, geometry.shares * tiles * width)
+        dealt = weights[:, mine, :, columns].unflatten(3, (geometry.shares, tiles, width)).permute(0, 1, 3, 4, 2, 5)
+        return dealt.flatten(1, 2), places[:, mine, columns].reshape(blocks, WARPS, tiles * width)
+
+    dealt = [deal(turn, tiles) for turn, tiles in enumerate(geometry.share_tiles)]
     packed, all_places = torch.cat([w for w, _ in dealt], 2), torch.cat([p for _, p in dealt], 2)
     all_places = F.pad(all_places, (0, -all_places.shape[2] % 64), value=pitch)  # an even number for each lane
     number = 4 // rows.itemsize

@@ -1,23 +1,30 @@
 // A recurrent matrix pruned in blocks, on tensor cores: of each strip of 16 rows only the columns that are not zero.
 //
 // A tile is 16 rows by 32 bytes of such columns, wherever they are; their state is gathered from shared memory, one
-// address for each column.  All warps have the same number of tiles of a strip, and LAST_TILES tells
-// which are the last.  HELD of a warp's TILES tiles stay in registers, spread evenly, the others in shared memory.
+// address for each column.  The tiles of each strip are dealt in SHARES, and the shares of all strips to the warps in
+// turn.  All warps have the same number of tiles in a turn, and LAST_TILES tells which are the last.  HELD of a warp's
+// TILES tiles stay in registers, spread evenly, the others in shared memory.
 // The columns of a strip are ordered such that a gather meets all banks.
 
-__device__ constexpr bool ends_strip(int tile) {
+__device__ constexpr bool ends_share(int tile) {
     constexpr unsigned long long last[] = {LAST_TILES};  // a bit for each tile
     return last[tile / 64] >> tile % 64 & 1;
 }
 
-constexpr int SUM_PITCH = ROWS + 4;  // stores of the accumulators fall in different banks
-constexpr int SUMS = WARPS * COLUMNS * SUM_PITCH;
+constexpr int AT_ONCE_SHARED = WARPS / SHARES;  // strips
+constexpr int SUM_ROWS = (ROWS / 16 + AT_ONCE_SHARED - 1) / AT_ONCE_SHARED * AT_ONCE_SHARED * 16;
+constexpr int SUM_PITCH = SUM_ROWS + 4;  // stores of the accumulators fall in different banks
+constexpr int PARTS = SHARES * (HALVES ? 2 : 1);  // of a sum
+constexpr int SUMS = PARTS * COLUMNS * SUM_PITCH;
+constexpr int CHAINS = 4;            // of sums, whose latency they hide
 constexpr int AT_ONCE_GATHERED = 8;  // tiles: one wait does for all
 constexpr int TILE_COLUMNS = 32 / sizeof(Scalar);
 constexpr int GATHERS = (TILES * TILE_COLUMNS + 31) / 32;  // places that a lane holds, two in a register
 
 __device__ constexpr int held_before(int tile) { return tile * HELD / TILES; }
 __device__ constexpr bool is_held(int tile) { return held_before(tile + 1) > held_before(tile); }
+
+constexpr unsigned HEAD_START = 450;
 
 struct Product {
     uint4 held[HELD + 1];  // no array is empty
@@ -73,34 +80,40 @@ struct Product {
         }
     }
 
-    // sums[warp][sequence][row] = this warp's share of the matrix times the state `from`.
+    // sums[part][sequence][row] = a share of the row's strip times the state `from`, or times the places of it that
+    // have the batch in their lower or upper half: there it is in the product's columns, too.
     __device__ void operator()(const char *from, int columns, float *sums, Patience &patience) {
         state.bring(from, columns, patience);
         __syncthreads();
         unsigned b[2][AT_ONCE_GATHERED][2];  // the next are gathered while these are multiplied
         gather(0, b[0]);
-        float d[2][4] = {};  // two sums in turn hide the latency
-        const int column = lane_id() % 4 * 2;
-        float *mine = sums + (warp_id() * COLUMNS + column) * SUM_PITCH + lane_id() / 4;
+        float d[CHAINS][4] = {};
+        const int column = lane_id() % 4 * 2, sequence = HALVES ? column % 4 : column;
+        const int part = warp_id() % SHARES + (HALVES ? column / 4 * SHARES : 0);
+        float *mine = sums + (part * COLUMNS + sequence) * SUM_PITCH + warp_id() / SHARES * 16 + lane_id() / 4;
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile) {
             const int turn = tile / AT_ONCE_GATHERED % 2, at = tile % AT_ONCE_GATHERED;
             if (at == 0) gather(tile + AT_ONCE_GATHERED, b[1 - turn]);
             const uint4 a = is_held(tile) ? held[held_before(tile)] : kept[(tile - held_before(tile)) * THREADS];
-            mma(d[tile % 2], a, b[turn][at][0], b[turn][at][1], Scalar());
-            if (!ends_strip(tile)) continue;
-            const float4 sum = {d[0][0] + d[1][0], d[0][1] + d[1][1], d[0][2] + d[1][2], d[0][3] + d[1][3]};
-            if (column < COLUMNS) mine[0] = sum.x, mine[8] = sum.z;
-            if (column + 1 < COLUMNS) mine[SUM_PITCH] = sum.y, mine[SUM_PITCH + 8] = sum.w;
-            mine += 16;
+            mma(d[tile % CHAINS], a, b[turn][at][0], b[turn][at][1], Scalar());
+            if (!ends_share(tile)) continue;
 #pragma unroll
-            for (int i = 0; i < 4; ++i) d[0][i] = d[1][i] = 0;
+            for (int i = 0; i < 4; ++i) {
+                float sum = d[0][i];
+#pragma unroll
+                for (int chain = 1; chain < CHAINS; ++chain) sum += d[chain][i];
+                store_if(sequence + i % 2 < COLUMNS, mine + i % 2 * SUM_PITCH + i / 2 * 8, sum);
+#pragma unroll
+                for (int chain = 0; chain < CHAINS; ++chain) d[chain][i] = 0;
+            }
+            mine += AT_ONCE_SHARED * 16;
         }
     }
 
     __device__ Span span(const Parameters &, int, int) const { return {}; }
 
     __device__ static float sum(const float *sums, Span, int row, int sequence) {
-        return sum_of_warps(sums + sequence * SUM_PITCH + row, COLUMNS * SUM_PITCH);
+        return add<PARTS>(sums + sequence * SUM_PITCH + row, COLUMNS * SUM_PITCH);
     }
 };

@@ -30,6 +30,8 @@ __device__ constexpr int tile_at(int column, int row) {
 __device__ constexpr int held_before(int tile) { return tile <= EARLY ? 0 : (tile - EARLY) * HELD / (TILES - EARLY); }
 __device__ constexpr bool is_held(int tile) { return held_before(tile + 1) > held_before(tile); }
 
+constexpr unsigned HEAD_START = 450;
+
 struct Product {
     uint4 held[HELD + 1];  // no array is empty
     uint4 *kept;           // this lane's part of the tiles in shared memory
@@ -99,16 +101,16 @@ struct Product {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const int column = s * 8 + lane_id() % 4 * 2 + i % 2;
-                if (COLUMNS % 8 && column >= COLUMNS) continue;
+                const bool wanted = COLUMNS % 8 == 0 || column < COLUMNS;
                 float *mine = sums + (warp_id() * COLUMNS + column) * SUM_PITCH + lane_id() / 4 + i / 2 * 8;
 #pragma unroll
                 for (int r = 0; r < FULL; ++r) {
                     float sum = d[0][r][s][i];
 #pragma unroll
                     for (int chain = 1; chain < CHAINS; ++chain) sum += d[chain][r][s][i];
-                    mine[r * 16] = sum;
+                    store_if(wanted, mine + r * 16, sum);
                 }
-                if (HALF && i < 2) mine[FULL * 16] = halves[0][s][i] + halves[1][s][i + 2];
+                if (HALF && i < 2) store_if(wanted, mine + FULL * 16, halves[0][s][i] + halves[1][s][i + 2]);
             }
         }
     }
@@ -116,6 +118,6 @@ struct Product {
     __device__ Span span(const Parameters &, int, int) const { return {}; }
 
     __device__ static float sum(const float *sums, Span, int row, int sequence) {
-        return sum_of_warps(sums + sequence * SUM_PITCH + row, COLUMNS * SUM_PITCH);
+        return add<WARPS>(sums + sequence * SUM_PITCH + row, COLUMNS * SUM_PITCH);
     }
 };

@@ -55,11 +55,17 @@ __device__ inline uint4 load_weights(const uint4 *address) {
     return {round_to_tf32(a.x), round_to_tf32(a.y), round_to_tf32(a.z), round_to_tf32(a.w)};
 }
 
-struct Span {};  // every warp has a share of every row
+// Stores to shared memory without a branch.
+__device__ inline void store_if(bool wanted, float *address, float x) {
+    asm volatile("{ .reg .pred p; setp.ne.u32 p, %0, 0; @p st.shared.f32 [%1], %2; }"
+                 :: "r"(unsigned(wanted)), "r"(unsigned(__cvta_generic_to_shared(address))), "f"(x) : "memory");
+}
 
-__device__ inline float sum_of_warps(const float *sums, int pitch) {
+struct Span {};  // every row's sum is in as many parts
+
+template <int PARTS> __device__ inline float add(const float *sums, int pitch) {
     float total = 0;
 #pragma unroll
-    for (int warp = 0; warp < WARPS; ++warp) total += sums[warp * pitch];
+    for (int part = 0; part < PARTS; ++part) total += sums[part * pitch];
     return total;
 }

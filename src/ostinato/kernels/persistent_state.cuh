@@ -3,10 +3,14 @@
 // The batch of one unit lies together, STATE_COLUMNS numbers.  Unit u of a word is at place u * WORDS + word, so
 // that neighbouring threads, which bring neighbouring words, store to neighbouring places.  After the state come
 // places that are always zero, one for each bank a gather may want.
+//
+// If half a place is enough for the batch, eight places have it in their lower half, the next eight in their upper
+// half, and so on, so that stores meet all banks; the other halves are always zero.
 
 constexpr int WORDS = PITCH / WORD;  // of a sequence's state
 constexpr int ZERO_PLACES = 16;
 constexpr int STATE_BYTES = STATE_COLUMNS * int(sizeof(Scalar));  // of a place
+constexpr bool HALVES = STATE_BYTES == 16 && sizeof(Scalar) == 2 && COLUMNS <= 4;
 constexpr int STATE_PIECES = (PITCH + ZERO_PLACES) * STATE_BYTES / 16;
 constexpr int ROUNDS = (WORDS + THREADS - 1) / THREADS;           // in which all words are brought
 constexpr int AT_ONCE = ROUNDS * COLUMNS <= 32 ? ROUNDS : 32 / COLUMNS;  // rounds whose words are in flight together
@@ -14,7 +18,11 @@ constexpr int AT_ONCE = ROUNDS * COLUMNS <= 32 ? ROUNDS : 32 / COLUMNS;  // roun
 struct SharedState {
     char *places;
 
+    __device__ static int half(int place) { return HALVES ? place & 8 : 0; }  // in bytes
+
     __device__ explicit SharedState(void *shared) : places(static_cast<char *>(shared)) {
+        for (int place = threadIdx.x; HALVES && place < PITCH; place += THREADS)
+            *reinterpret_cast<Word *>(places + place * STATE_BYTES + 8 - half(place)) = 0;
         for (int i = threadIdx.x; i < ZERO_PLACES * STATE_BYTES / 8; i += THREADS)
             reinterpret_cast<Word *>(places + PITCH * STATE_BYTES)[i] = 0;
     }
@@ -25,11 +33,12 @@ struct SharedState {
     }
 
     __device__ void store(int index, const Word (&words)[COLUMNS]) {
+        constexpr int BYTES = HALVES ? 8 : STATE_BYTES;
 #pragma unroll
         for (int j = 0; j < WORD; ++j) {
-            unsigned values[STATE_BYTES / 4];
+            unsigned values[BYTES / 4];
 #pragma unroll
-            for (int i = 0; i < STATE_BYTES / 4; ++i) {
+            for (int i = 0; i < BYTES / 4; ++i) {
                 if (sizeof(Scalar) == 4) {
                     values[i] = i >= COLUMNS ? 0 : j ? high(words[i]) : low(words[i]);
                 } else {
@@ -37,14 +46,15 @@ struct SharedState {
                     values[i] = pair(a, b, j);
                 }
             }
-            char *place = places + (j * WORDS + index) * STATE_BYTES;
-            if (STATE_BYTES == 8) {
-                *reinterpret_cast<uint2 *>(place) = {values[0], values[1]};
+            const int place = j * WORDS + index;
+            char *address = places + place * STATE_BYTES + half(place);
+            if (BYTES == 8) {
+                *reinterpret_cast<uint2 *>(address) = {values[0], values[1]};
             } else {
 #pragma unroll
-                for (int i = 0; i < STATE_BYTES / 16; ++i)
-                    reinterpret_cast<uint4 *>(place)[i] = {values[4 * i], values[4 * i + 1], values[4 * i + 2],
-                                                           values[4 * i + 3]};
+                for (int i = 0; i < BYTES / 16; ++i)
+                    reinterpret_cast<uint4 *>(address)[i] = {values[4 * i], values[4 * i + 1], values[4 * i + 2],
+                                                             values[4 * i + 3]};
             }
         }
     }
