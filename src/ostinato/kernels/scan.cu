@@ -270,11 +270,10 @@ struct Shared {
     Strip output[STAGED ? WARPS : 1];
     // Two of each, as one tile's may still be read when the next begins.
     Channels a[2][WARPS][LANES], low[2][EXTENDED ? WARPS : 1][LANES], b[2][WARPS][LANES];
-    int reset[2][WARPS];
+    int reset[2][WARPS], drawn[2];
     Composition window[LOOK_BACK ? WINDOW : 1][LANES];
     int seen[WINDOW];
     Compute bias[BACKWARD ? WARPS : 1][OUTPUTS][GROUP];
-    int drawn;
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES);
 
@@ -564,7 +563,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) scan(const __gri
 
     // A block's tiles: streaming, those of one chain; with look-back, whichever are drawn, in order of time.
     struct Tile { int chain, chunk; };
-    const auto drawn = [&]() -> Tile { return {shared.drawn % chains, shared.drawn / chains}; };
+    const auto draw = [&](int buffer) {
+        if (threadIdx.x == 0) shared.drawn[buffer] = int(atomicAdd(p.published, Word(1)));
+    };
+    const auto drawn = [&](int buffer) -> Tile {
+        return {shared.drawn[buffer] % chains, shared.drawn[buffer] / chains};
+    };
     const auto fetch = [&](Tile tile, int stage) {
         if (tile.chunk < chunks) {
             const Place at(p, tile.chain);
@@ -575,10 +579,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) scan(const __gri
     };
     Tile tile = {int(blockIdx.x), 0};
     if constexpr (LOOK_BACK) {
-        if (threadIdx.x == 0) shared.drawn = int(atomicAdd(p.published, Word(1)));
+        draw(1);
         __syncthreads();
-        tile = drawn();
-        __syncthreads();
+        tile = drawn(1);
     }
 #pragma unroll
     for (int stage = 0; stage < STAGES; ++stage) fetch({tile.chain, tile.chunk + stage}, stage);
@@ -597,7 +600,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) scan(const __gri
                     bias[k][v] = Element::BIASED && p.bias && at.inside
                         ? widen(p.bias[(at.direction * PLAIN + k) * p.channels + at.channel + v]) : Compute(0);
         }
-        if (LOOK_BACK && threadIdx.x == 0) shared.drawn = int(atomicAdd(p.published, Word(1)));
+        if (LOOK_BACK) draw(buffer);
         wait_for_oldest_copies();
         if (STAGED) __syncwarp();
         Steps steps;
@@ -638,7 +641,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) scan(const __gri
             for (int warp = 1; warp < WARPS; ++warp) all = of_warp(warp).after(all);
             const Published published = published_of(p, tile.chain, chunks);
             publish(published, all, chunk, state);  // before copies keep the thread: others wait for it
-            next = drawn();
+            next = drawn(buffer);
             fetch(next, 0);
             look_back(at, shared, published, all, chunk, state);
         }

@@ -1,0 +1,86 @@
+"""Launches every kind of kernel on small inputs, for compute-sanitizer; ``make sanitize`` runs it.
+
+Results are compared by the tests.  What does not belong to a kernel is computed on the CPU and copied, since other
+kernels would be checked, too.
+"""
+
+import itertools
+import sys
+
+import pytest
+import torch
+
+import test_cuda
+import test_persistent
+from ostinato.kernels import choose_backend, cuda, persistent
+
+FLAGS = (False, True)
+
+
+def scans(dtype, kernels):
+    shapes = ((2, 300, 8), (1, 777, 1), (3, 130, 33))
+    for reverse, packed, (batch, steps, channels) in itertools.product(FLAGS, FLAGS, shapes):
+        batch, sequences = (1, 5) if packed else (batch, batch)
+        cu_seqlens = test_cuda.boundaries(steps).cuda() if packed else None
+        tensors = torch.rand(3, batch, steps, channels).to(dtype), torch.rand(2, sequences, channels).to(dtype)
+        (a, b, grad), (h0, grad_last) = (x.cuda() for x in tensors)
+        for initial in (h0, None):
+            kernels.linear_scan(a, b, initial, reverse, cu_seqlens)
+            kernels.linear_scan_backward(a, b, initial, grad, grad_last, reverse, cu_seqlens)
+            kernels.log_linear_scan(a, b, initial, reverse, cu_seqlens)
+            kernels.log_linear_scan_backward(a, b, b, initial, grad, None, reverse, cu_seqlens)
+
+
+def layers(dtype, kernels):
+    bounds = torch.tensor([0, 4, 8, 11, 13, 15, 16], dtype=torch.int32).cuda()
+    rows = {"batch": (4, 70), "time": (70, 4), "offsets": (16,)}
+    for cell, layout, candidate in itertools.product(cuda.GATES, rows, ("positive", "linear", "tanh")):
+        directions = 1 if layout == "batch" else 2
+        for channels in (33, 64):
+            pre = torch.randn(*rows[layout], directions * cuda.GATES[cell] * channels).to(dtype).cuda()
+            bias = torch.randn(pre.shape[-1], dtype=torch.promote_types(dtype, torch.float32)).cuda()
+            h0, h = torch.rand(directions, 4, channels), torch.rand(*rows[layout], directions * channels)
+            h0, h = h0.to(dtype).cuda(), h.to(dtype).cuda()
+            offsets = bounds if layout == "offsets" else None
+            settings = (offsets, cell, candidate, layout == "batch", directions)
+            kernels.minimal(pre, bias, h0, *settings)
+            kernels.minimal_backward(pre, bias, h0, h, h, h0, *settings)
+
+
+def minimal_and_scans():
+    kernels = choose_backend("cuda", "cuda")
+    for geometry, dtype in itertools.product(test_cuda.GEOMETRIES, test_cuda.TOLERANCE):
+        print("scans and minimal layers:", geometry, dtype, flush=True)
+        with pytest.MonkeyPatch.context() as patch:
+            test_cuda.force(patch, geometry)
+            scans(dtype, kernels)
+            if "lanes" not in geometry:
+                layers(dtype, kernels)
+
+
+def recurrent():
+    pack = persistent.pack
+
+    def pack_on_cpu(weight, mask, *rest):
+        packed = pack(weight.cpu(), None if mask is None else mask.cpu(), *rest)
+        return packed._replace(**{k: x.cuda() for k, x in packed._asdict().items() if isinstance(x, torch.Tensor)})
+
+    persistent.pack = pack_on_cpu
+    pruned = [
+        (path, x) for path in ("block", "sparse") for x in test_persistent.PRUNED if path == "sparse" or x[5] != (1, 1)
+    ]
+    for path, layer in [("dense", x) for x in test_persistent.DENSE] + pruned:
+        print("persistent layers:", path, *layer, flush=True)
+        case = test_persistent.Case(path, *layer)
+        for steps, reverse, with_state in ((6, False, True), (2, True, False)):
+            case.layer(*case.inputs(steps, layer[2], with_state), reverse)
+        torch.cuda.synchronize()
+        case.layer.check()
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    parts = {"scan": minimal_and_scans, "persistent": recurrent}
+    for part in sys.argv[1:] or parts:
+        parts[part]()
+    torch.cuda.synchronize()
