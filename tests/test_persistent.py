@@ -149,6 +149,18 @@ def test_tiles_of_the_block_kernel_are_the_matrix(cell, hidden, density, dtype):
     assert not matrix[..., geometry.pitch].any()
 
 
+@pytest.mark.parametrize(("path", "block"), [("sparse", (1, 1)), ("block", (16, 1)), ("block", (8, 4))])
+@pytest.mark.parametrize("cell", CELLS)
+def test_whatever_a_plan_may_choose_can_be_packed(cell, path, block):
+    small = SimpleNamespace(**{**vars(H100), "multi_processor_count": 6})
+    weight, mask = torch.ones(GATES[cell] * 200, 200), random_mask(cell, 200, 0.1, block)
+    found = list(persistent._candidates(path, cell, 200, f32, 12, 0.1, block[0], small))
+    assert found
+    for geometry in found:
+        packed = persistent.pack(weight, mask, geometry, small.shared_memory_per_block_optin)
+        assert packed.geometry.blocks * geometry.groups <= 6
+
+
 def test_plan_says_what_fits():
     def plan(cell, hidden, batch=4, dtype=f16, density=None, block=None):
         nnz = None if density is None else int(density * GATES[cell] * hidden**2)

@@ -76,14 +76,28 @@ struct Units {
         return exists && unit(i) % (HALF_WORDS ? WORD / 2 : WORD) == 0;
     }
 
-    __device__ void update(const Product &product, const float *sums, char *state, int step) {
+    __device__ void update(const Product &product, const float *sums, char *state) {
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
             if (i * THREADS + warp_id() * 32 >= UNITS * COLUMNS) continue;
             h[i] = owned(i) ? next(i, product, sums) : 0;
             publish(h[i], begins_word(i), state + state_place(i));
-            if (owned(i)) p.output[(size_t(step) * p.batch + column) * HIDDEN + place(i)] = bits(h[i]);
         }
+    }
+
+    // Warps without units wait until the others have published theirs, which takes as long in other blocks.  Who looks
+    // for the state too early has to look again, and that takes as long once more.
+    __device__ static void wait_for_update() {
+        constexpr int WORKING = (UNITS * COLUMNS + 31) / 32;
+        if (WORKING >= WARPS) return;
+        if (warp_id() < WORKING) asm volatile("barrier.cta.arrive 1, %0;" :: "n"(THREADS) : "memory");
+        else asm volatile("barrier.cta.sync 1, %0;" :: "n"(THREADS) : "memory");
+    }
+
+    __device__ void write(int step) const {
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i)
+            if (owned(i)) p.output[(size_t(step) * p.batch + column) * HIDDEN + place(i)] = bits(h[i]);
     }
 
     // What this block will read and write at a later step comes into the cache.  Loads return in order: one that had
@@ -128,12 +142,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) persistent(const Parame
         float *sums = all_sums + taken % 2 * SUMS;
         product(state, columns, sums, patience);
         __syncthreads();
-        const unsigned met = clock();
-        units.update(product, sums, state + stride, step);
+        units.update(product, sums, state + stride);
+        units.wait_for_update();
+        units.write(step);
         if (taken + 1 < p.steps) units.fetch(p.reverse ? step - 1 : step + 1);
         if (taken + PREFETCH < p.steps)
             units.prefetch(p.reverse ? step - PREFETCH : step + PREFETCH, state + PREFETCH * stride);
-        while (unsigned(clock()) - met < HEAD_START) {}
     }
     units.finish();
 }

@@ -38,9 +38,6 @@ __device__ inline unsigned warp_id() { return threadIdx.x / 32; }
 // Where byte `k` of a sequence's state is in its group's.
 __device__ inline int place_of(int k, int sequence) { return (k / CHUNK * COLUMNS + sequence) * CHUNK + k % CHUNK; }
 
-// HEAD_START, of each kind of Product: cycles from when a block has its sums to when its warps look for the next state.
-// Who looks too early has to look again, which takes as long once more, and keeps memory busy while others publish.
-
 using Word = unsigned long long;
 struct Piece { Word word[2]; };
 

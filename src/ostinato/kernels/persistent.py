@@ -16,6 +16,7 @@ import itertools
 import math
 import struct
 from collections.abc import Iterator, Sequence
+from statistics import NormalDist
 from typing import Any, NamedTuple
 
 import torch
@@ -147,23 +148,27 @@ class Geometry(NamedTuple):
             block += self.tiles * WARPS * self.tile_columns * 2
         return self.groups * self.blocks * block
 
-    def deal(self, strip_columns: Sequence[int]) -> "Geometry":
-        """The block kernel's, with so many columns in each strip, with as few accesses to shared memory as can be."""
+    def deal(self, strip_columns: Sequence[int], shared_limit: int) -> "Geometry | None":
+        """The block kernel's, with so many columns in each strip, with as few accesses to shared memory as can be.
+
+        Or None if the weights do not fit on the chip.
+        """
         strip_tiles = [max(1, _ceil(n, self.tile_columns)) for n in strip_columns]
 
-        def dealt(shares: int) -> Geometry:
+        def dealt(shares: int) -> Geometry | None:
             at_once = WARPS // shares  # strips
             first = range(0, len(strip_tiles), at_once)
             tiles = tuple(_ceil(max(strip_tiles[i : i + at_once]), shares) for i in first)
-            return self._replace(tiles=sum(tiles), shares=shares, share_tiles=tiles)
+            return self._replace(tiles=sum(tiles), shares=shares, share_tiles=tiles).hold(shared_limit)
 
         def accesses(geometry: Geometry) -> float:
             """A warp's: two to gather a tile, four if it is not in registers, four for a sum; and reads of sums."""
-            kept = geometry.tiles - geometry._room
-            of_warps = WARPS * (2 * geometry.tiles + 4 * max(0, kept) + 4 * len(geometry.share_tiles))
+            kept = geometry.tiles - geometry.held
+            of_warps = WARPS * (2 * geometry.tiles + 4 * kept + 4 * len(geometry.share_tiles))
             return of_warps + geometry.parts_of_sums * geometry.rows * geometry.columns / 32
 
-        return min((dealt(shares) for shares in (1, 2, 4, 8)), key=accesses)
+        ways = (dealt(shares) for shares in (1, 2, 4, 8))
+        return min((way for way in ways if way), key=accesses, default=None)
 
     @property
     def last_tiles(self) -> str:
@@ -171,26 +176,25 @@ class Geometry(NamedTuple):
         bits = sum(1 << end - 1 for end in itertools.accumulate(self.share_tiles))
         return ",".join(f"{bits >> first & 2**64 - 1}ull" for first in range(0, self.tiles, 64))
 
-    @property
-    def _room(self) -> int:
-        """Tiles that a warp's registers can hold beside all else; -1 if they cannot hold the state."""
-        wide = self.dtype == torch.float32
-        if self.path == "sparse":
-            return (REGISTERS - 92) // self.parts
-        if self.path == "block":
-            words, places = 2 * self.columns * self.words_in_flight, self.tiles * self.tile_columns // 64
-            return max(0, (REGISTERS - places - words - 68 - 16 * wide) // 4)
-        sequence_tiles = _ceil(self.columns, 8)
-        states = 2 * self.column_tiles * sequence_tiles
-        products = self.row_tiles * sequence_tiles
-        sums = 4 * products * (1 if products >= 4 else 2 if products >= 2 else 4)
-        rest = 20 + 4 * sequence_tiles + 32 * wide
-        return max(0, (REGISTERS - states - sums - rest) // 4) if states <= 128 else -1
-
     def hold(self, shared_limit: int) -> "Geometry | None":
-        """As many tiles in registers as they can hold, if the others fit into shared memory."""
-        geometry = self._replace(held=min(self.tiles, self._room))
-        return geometry if geometry.held >= 0 and geometry.shared_bytes <= shared_limit else None
+        """As many tiles in registers as they can hold beside all else, if the others fit into shared memory."""
+        wide = self.dtype == torch.float32
+        if self.path == "dense":
+            sequence_tiles = _ceil(self.columns, 8)
+            states = 2 * self.column_tiles * sequence_tiles
+            products = self.row_tiles * sequence_tiles
+            sums = 4 * products * (1 if products >= 4 else 2 if products >= 2 else 4)
+            rest = 20 + 4 * sequence_tiles + 32 * wide
+            if states > 128:
+                return None
+            free = (REGISTERS - states - sums - rest) // 4
+        elif self.path == "block":
+            words, places = 2 * self.columns * self.words_in_flight, self.tiles * self.tile_columns // 64
+            free = (REGISTERS - places - words - 68 - 16 * wide) // 4
+        else:
+            free = (REGISTERS - 92) // self.parts
+        geometry = self._replace(held=max(0, min(self.tiles, free)))
+        return geometry if geometry.shared_bytes <= shared_limit else None
 
     def macros(self, exact: bool) -> tuple[tuple[str, object], ...]:
         """The definitions that make the CUDA files one kernel; `exact` if float32 is not rounded to tf32."""
@@ -236,30 +240,32 @@ def _round_up(a: int, b: int) -> int:
     return _ceil(a, b) * b
 
 
-# Microseconds of a step on an H100, fitted to some four hundred layers, nearly all within 20 %: a step with nothing to
-# do; a hundred blocks that read the state; 100 kB of it; 100 kB of weights read from shared memory; a hundred tiles of
-# a warp or entries of a thread; ten gates that a thread computes.
+# Microseconds of a step on an H100, fitted to five hundred layers, nearly all within 20 %: a step with nothing to do;
+# 100 kB of state; 100 kB of weights read from shared memory; a hundred tiles of a warp or entries of a thread; ten
+# gates that a thread computes.
 _COSTS = {
-    "dense": (0.81, 0.00, 1.7, 0.17, 0.83, 0.33),
-    "block": (0.84, 0.00, 2.0, 0.29, 2.0, 0.22),
-    "sparse": (0.05, 0.56, 3.5, 0.85, 2.2, 2.6),
+    "dense": (0.79, 1.1, 0.11, 1.33, 0.30),
+    "block": (0.85, 1.9, 0.37, 1.45, 0.26),
+    "sparse": (0.80, 4.1, 0.80, 2.10, 2.00),
 }
-_HALF_WORDS = 0.2  # microseconds, if blocks publish their state in words of 4 bytes
-_ROUND_TRIP = 1.4  # microseconds, for each further time that a block has to wait for a part of the state
+_HALF_WORDS = 0.2  # microseconds, if blocks of the dense kernel publish their state in words of 4 bytes
+_SHARE = 0.054  # microseconds, for each share of a strip that a warp of the block kernel takes
+_ROUND_TRIP = 1.3  # microseconds, for each further time that the block kernel has to wait for a part of the state
 
 
 def _microseconds(geometry: Geometry, batch: int) -> float:
     """A step of all sequences, estimated."""
-    path = geometry.path
-    step, readers, read, kept, multiplied, updated = _COSTS[path]
+    step, read, kept, multiplied, updated = _COSTS[geometry.path]
     state = geometry.columns * geometry.pitch * geometry.dtype.itemsize
-    passes = _ceil(geometry.columns, 8) * (3 if geometry.dtype == torch.float32 and path != "sparse" else 1)
-    step += readers * geometry.blocks * geometry.groups / 1e2 + read * state / 1e5
+    passes = _ceil(geometry.columns, 8) * (3 if geometry.dtype == torch.float32 and geometry.path != "sparse" else 1)
+    step += read * state / 1e5
     step += kept * (geometry.tiles - geometry.held) * geometry.tile_bytes / 1e5
     step += multiplied * geometry.tiles * passes / 1e2
     step += updated * _ceil(geometry.units * geometry.columns, THREADS) * GATES[geometry.cell] / 10
-    step += _HALF_WORDS if geometry.units * geometry.dtype.itemsize % 8 else 0
-    if path == "block":
+    if geometry.path == "dense":
+        step += _HALF_WORDS if geometry.units * geometry.dtype.itemsize % 8 else 0
+    if geometry.path == "block":
+        step += _SHARE * len(geometry.share_tiles)
         step += _ROUND_TRIP * (_ceil(geometry.words, geometry.words_in_flight) - 1)
     return step * _ceil(batch, geometry.columns * geometry.groups)
 
@@ -276,8 +282,8 @@ def _coverings(
             least = _ceil(_round_up(hidden_size, 16 // dtype.itemsize), processors // groups)
             if path == "block":
                 choices = {_round_up(least, 16)}
-            elif path == "sparse":
-                choices = {_round_up(least, word)}
+            elif path == "sparse":  # every row has threads of its own
+                choices = {units for units in (_round_up(least, word),) if gates * units <= THREADS}
             else:  # as many units as fill half a tile, in both sizes of a word: fewer blocks
                 rows = range(_round_up(gates * least, 8), _round_up(gates * least, 8) + 24, 8)
                 choices = {n // gates // w * w for n in rows for w in (word, 2 * word)}
@@ -290,19 +296,20 @@ def _candidates(
     path: str, cell: str, hidden_size: int, dtype: torch.dtype, batch: int, density: float, rows: int, properties: Any
 ) -> Iterator[Geometry]:
     """The geometries that fit, estimated for a matrix pruned evenly, in blocks of so many rows."""
+    shared = properties.shared_memory_per_block_optin
     for geometry in _coverings(path, cell, hidden_size, dtype, batch, properties.multi_processor_count):
         if path == "dense":
             half = geometry.has_half_tiles
             tiles = (geometry.row_tiles - half) * geometry.column_tiles + half * _ceil(geometry.column_tiles, 2)
-            geometry = geometry._replace(tiles=tiles)
+            held = geometry._replace(tiles=tiles).hold(shared)
         elif path == "block":
-            some = 1 - (1 - density) ** _ceil(16, rows)  # of a strip's columns
-            most = hidden_size * some + 2.5 * math.sqrt(hidden_size * some * (1 - some))
-            geometry = geometry.deal([math.ceil(most)] * (geometry.rows // 16))
+            some, strips = 1 - (1 - density) ** _ceil(16, rows), geometry.rows // 16  # some of a strip's columns
+            deviations = NormalDist().inv_cdf(1 - 0.5 / (strips * geometry.blocks))  # of the strip that has most
+            most = hidden_size * some + deviations * math.sqrt(hidden_size * some * (1 - some))
+            held = geometry.deal([math.ceil(most)] * strips, shared)
         else:
             weights = 1.15 * density * geometry.rows * hidden_size
-            geometry = geometry._replace(tiles=int(weights / THREADS / 2) + 1)
-        held = geometry.hold(properties.shared_memory_per_block_optin)
+            held = geometry._replace(tiles=int(weights / THREADS / 2) + 1).hold(shared)
         if held:
             yield held
 
@@ -379,12 +386,13 @@ def pack(weight: Tensor, mask: Tensor | None, geometry: Geometry, shared_limit: 
     if geometry.path == "dense":
         return Packed(geometry, _pack_dense(rows, geometry))
     kept = _rows_of_blocks(matrix != 0 if mask is None else mask.bool(), geometry)
-    packed = (_pack_block if geometry.path == "block" else _pack_sparse)(rows, kept, geometry)
-    held = packed.geometry.hold(shared_limit)
-    if held is None:
-        size = packed.geometry.bytes_on_chip / 1e6
-        raise MemoryError(f"the recurrent weights take {size:.1f} MB in the {geometry.path} kernel, which do not fit")
-    return packed._replace(geometry=held)
+    return (_pack_block if geometry.path == "block" else _pack_sparse)(rows, kept, geometry, shared_limit)
+
+
+def _fitting(geometry: Geometry | None, path: str) -> Geometry:
+    if geometry is None:
+        raise MemoryError(f"the recurrent weights that this mask leaves do not fit on the chip in the {path} kernel")
+    return geometry
 
 
 def _rows_of_blocks(matrix: Tensor, geometry: Geometry) -> Tensor:
@@ -421,14 +429,14 @@ def _pack_dense(rows: Tensor, geometry: Geometry) -> Tensor:
     return packed.flatten(2, 3)[:, :, : geometry.tiles].contiguous()
 
 
-def _pack_block(rows: Tensor, kept: Tensor, geometry: Geometry) -> Packed:
+def _pack_block(rows: Tensor, kept: Tensor, geometry: Geometry, shared_limit: int) -> Packed:
     """Strips of 16 rows, each with the columns it needs, in shares of equal numbers of tiles, dealt to the warps."""
     blocks, width, banks, pitch = rows.shape[0], geometry.tile_columns, geometry.banks, geometry.pitch
     column = _column_of_place(geometry).to(rows.device)
     strips = rows.view(blocks, -1, 16, pitch)[..., column]
     needed = kept.view(blocks, -1, 16, pitch).any(2)[..., column]
     counts = needed.sum(2)
-    geometry = geometry.deal(counts.amax(0).tolist())
+    geometry = _fitting(geometry.deal(counts.amax(0).tolist(), shared_limit), "block")
 
     # Places in the order in which their rank among those of the same bank rises: runs of different banks.
     ranks = F.pad(needed, (0, -pitch % banks)).unflatten(2, (-1, banks)).cumsum(2).flatten(2)[..., :pitch]
@@ -460,13 +468,14 @@ def _pack_block(rows: Tensor, kept: Tensor, geometry: Geometry) -> Packed:
     return Packed(geometry, packed, _narrow(all_places, 16))
 
 
-def _pack_sparse(rows: Tensor, kept: Tensor, geometry: Geometry) -> Packed:
+def _pack_sparse(rows: Tensor, kept: Tensor, geometry: Geometry, shared_limit: int) -> Packed:
     """Each row's weights dealt to as many neighbouring threads as it needs."""
     blocks, banks, pitch, device = rows.shape[0], geometry.banks, geometry.pitch, rows.device
     column = _column_of_place(geometry).to(device)
     rows, kept = rows[..., column], kept[..., column]
     counts = kept.sum(2)
     size = _weights_of_a_thread(counts)
+    geometry = _fitting(geometry._replace(tiles=size // 2).hold(shared_limit), "sparse")
     threads = (counts + size - 1) // size
     starts = threads.cumsum(1) - threads
 
@@ -492,9 +501,7 @@ def _pack_sparse(rows: Tensor, kept: Tensor, geometry: Geometry) -> Packed:
         both = all_weights.view(torch.int32).view(-1, 2)
         entries = torch.cat(((two[:, :1] | two[:, 1:] << 16), both), 1).view(blocks, THREADS, -1, 3)
     spans = torch.where(threads > 0, starts + (starts + threads - 1 << 8), 1)  # of no threads: from 1 to 0
-    return Packed(
-        geometry._replace(tiles=size // 2), entries.permute(0, 2, 3, 1).contiguous(), spans=_narrow(spans, 16)
-    )
+    return Packed(geometry, entries.permute(0, 2, 3, 1).contiguous(), spans=_narrow(spans, 16))
 
 
 def _column_of_place(geometry: Geometry) -> Tensor:

@@ -24,8 +24,6 @@ constexpr int GATHERS = (TILES * TILE_COLUMNS + 31) / 32;  // places that a lane
 __device__ constexpr int held_before(int tile) { return tile * HELD / TILES; }
 __device__ constexpr bool is_held(int tile) { return held_before(tile + 1) > held_before(tile); }
 
-constexpr unsigned HEAD_START = 450;
-
 struct Product {
     uint4 held[HELD + 1];  // no array is empty
     unsigned places[(GATHERS + 1) / 2];

@@ -30,8 +30,6 @@ __device__ constexpr int tile_at(int column, int row) {
 __device__ constexpr int held_before(int tile) { return tile <= EARLY ? 0 : (tile - EARLY) * HELD / (TILES - EARLY); }
 __device__ constexpr bool is_held(int tile) { return held_before(tile + 1) > held_before(tile); }
 
-constexpr unsigned HEAD_START = 450;
-
 struct Product {
     uint4 held[HELD + 1];  // no array is empty
     uint4 *kept;           // this lane's part of the tiles in shared memory

@@ -41,8 +41,6 @@ __device__ inline Span load_span(const Parameters &p, int block, int row) {
     return {static_cast<unsigned char>(both), static_cast<unsigned char>(both >> 8)};
 }
 
-constexpr unsigned HEAD_START = 1000;
-
 struct Product {
     Entry held[HELD + 1];  // no array is empty
     unsigned *kept;        // this thread's parts of the entries in shared memory
