@@ -88,10 +88,7 @@ struct Units {
     // Warps without units wait until the others have published theirs, which takes as long in other blocks.  Who looks
     // for the state too early has to look again, and that takes as long once more.
     __device__ static void wait_for_update() {
-        constexpr int WORKING = (UNITS * COLUMNS + 31) / 32;
-        if (WORKING >= WARPS) return;
-        if (warp_id() < WORKING) asm volatile("barrier.cta.arrive 1, %0;" :: "n"(THREADS) : "memory");
-        else asm volatile("barrier.cta.sync 1, %0;" :: "n"(THREADS) : "memory");
+        if (UNITS * COLUMNS <= THREADS - 32) __syncthreads();
     }
 
     __device__ void write(int step) const {
