@@ -304,7 +304,7 @@ def _candidates(
             held = geometry._replace(tiles=tiles).hold(shared)
         elif path == "block":
             some, strips = 1 - (1 - density) ** _ceil(16, rows), geometry.rows // 16  # some of a strip's columns
-            deviations = NormalDist().inv_cdf(1 - 0.5 / (strips * geometry.blocks))  # of the strip that has most
+            deviations = NormalDist().inv_cdf(1 - 0.05 / (strips * geometry.blocks))  # no strip has more, likely
             most = hidden_size * some + deviations * math.sqrt(hidden_size * some * (1 - some))
             held = geometry.deal([math.ceil(most)] * strips, shared)
         else:
