@@ -305,7 +305,8 @@ TABLES |= {
     "bounds": lambda: bounds("scan-nvidia-h100", "layer-nvidia-h100"),
     "learning-copying": lambda: copied("learning-copying-nvidia-h100"),
     "learning-characters": lambda: characters("learning-characters-nvidia-h100"),
-    "learning-pruning": lambda: pruned("learning-pruning-amd-epyc"),
+    "learning-pruning": lambda: pruned("learning-pruning-nvidia-h100"),
+    "learning-pruning-cpu": lambda: pruned("learning-pruning-amd-epyc"),
     "learning-bits": lambda: bits("learning-bits-amd-epyc"),
     **{f"seeds-{name}": functools.partial(sweep, f"seeds-{name}-nvidia-h100") for name in SWEEPS},
 }
@@ -388,7 +389,7 @@ def plot_task(name: str) -> Any:
 
 PLOTS: dict[str, Callable[[str], Any]] = {
     **{f"seeds-{name}-nvidia-h100": plot_sweep for name in SWEEPS},
-    **{f"learning-{name}-nvidia-h100": plot_task for name in ("copying", "characters")},
+    **{f"learning-{name}-nvidia-h100": plot_task for name in ("copying", "characters", "pruning")},
     **{f"learning-{name}-amd-epyc": plot_task for name in ("pruning", "bits")},
     **{f"{kind}-{device}": plot_comparison for kind in ("scan", "layer") for device in ("nvidia-h100", "amd-epyc")},
     SHAKESPEARE: plot_learning,
