@@ -162,6 +162,7 @@ def error(result):
         (["--device", "tpu9"], "device must be auto, or one that PyTorch can use here; got 'tpu9'"),
         (["--output", "text.txt/out"], "text.txt/out: expected a folder to write in; Not a directory"),
         (["--curve", "text.txt/curve.json"], "text.txt: expected a folder to write in; File exists"),
+        (["--curve", "folder"], "folder: expected a file to write; it is a folder"),
         (["--resume", "text.txt"], "text.txt: expected a whole safetensors file"),
     ],
 )
@@ -169,6 +170,7 @@ def test_bad_training(run, arguments, message):
     Path("binary").write_bytes(b"\xff\xfe\x00")
     Path("empty").touch()
     Path("short").write_text("short")
+    Path("folder").mkdir()
     before = sorted(os.listdir())
     assert re.match(message, error(train(run, *arguments)))
     assert not [path for path in Path("out").rglob("*") if path.is_file()]

@@ -139,12 +139,14 @@ def test_nothing_is_pruned_at_density_1():
     ],
 )
 def test_a_run_is_written_and_drawn(command, rows, tmp_path):
-    text, path = tmp_path / "text.txt", tmp_path / "run.json"
+    text, folder = tmp_path / "text.txt", tmp_path / "runs"
+    folder.mkdir()
     text.write_text("to be or not to be, that is the question\n" * 100)
     options = ["--text", str(text)] if command[0] in ("characters", "pruning") else []
     with pytest.raises(SystemExit) as end:
-        main(["bench", "learning", *command, *options, "--quick", "--device", "cpu", "--json", str(path)])
+        main(["bench", "learning", *command, *options, "--quick", "--device", "cpu", "--json", str(folder)])
     assert end.value.code == 0
+    (path,) = folder.glob(f"learning-{command[0]}-*.json")
     content = json.loads(path.read_text())
     assert content["benchmark"] == f"learning-{command[0]}"
     assert content["versions"]["torch"] == torch.__version__

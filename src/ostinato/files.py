@@ -34,3 +34,10 @@ def check_folder(path: Path) -> None:
             pass
     except OSError as error:
         raise OSError(f"{path}: expected a folder to write in; {error.strerror}") from error
+
+
+def check_file(path: Path) -> None:
+    """Make the folder of ``path`` if there is none; raises OSError if the file cannot be written."""
+    if path.is_dir():
+        raise OSError(f"{path}: expected a file to write; it is a folder")
+    check_folder(path.parent)

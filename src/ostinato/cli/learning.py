@@ -20,7 +20,10 @@ Text = Annotated[Path, Option(help="A UTF-8 file, or a folder of them: tinyshake
 Cells = Annotated[str, Option(help="Which layers to train, with commas between.")]
 Json = Annotated[
     Path | None,
-    Option(help="The run's file; its plot is put beside it.", show_default="runs/learning-COMMAND.json"),
+    Option(
+        help="The run's file, or a folder for one named after the device; its plot is put beside it.",
+        show_default="runs/learning-COMMAND.json",
+    ),
 ]
 Seed = Annotated[int, Option(help="Seed of all that is random.")]
 Device = Annotated[str, Option(help="auto, cpu, cuda, cuda:1, ...")]
@@ -331,15 +334,15 @@ class _Benchmark:
     def __init__(self, name: str, path: Path | None, device: str) -> None:
         from rich.console import Console
 
-        from ostinato.bench.report import environment
+        from ostinato.bench.report import environment, path_for
         from ostinato.cli.devices import choose_device
         from ostinato.cli.train import stop_on_interrupt
         from ostinato.files import check_folder
 
         self.console = Console(highlight=False, soft_wrap=True)
-        self.path = path or Path("runs") / f"learning-{name}.json"
-        check_folder(self.path.parent)
         self.device: torch.device = choose_device(device)
+        self.path = path_for(path, f"learning-{name}", self.device) or Path("runs") / f"learning-{name}.json"
+        check_folder(self.path.parent)
         self.content: dict[str, Any] = {"benchmark": f"learning-{name}", **environment(self.device)}
         self._interruptible = stop_on_interrupt()
         self._interrupted: Callable[[], bool]

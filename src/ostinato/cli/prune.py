@@ -41,7 +41,7 @@ def prune(
     import ostinato
     from ostinato.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
     from ostinato.cli.devices import choose_device
-    from ostinato.files import check_folder
+    from ostinato.files import check_file
     from ostinato.training import Trainer
 
     console = Console(highlight=False, soft_wrap=True)
@@ -57,7 +57,7 @@ def prune(
         output = checkpoint.with_stem(f"{checkpoint.stem}-pruned")
     if output.exists() and not overwrite:
         raise ValueError(f"{output} is there already: expected another --output, or --overwrite")
-    check_folder(output.parent)
+    check_file(output)
     loaded = load_checkpoint(checkpoint)
     if loaded.model.settings["cell"] not in ("gru", "lstm"):
         raise ValueError(f"{checkpoint}: expected a gru or lstm to prune; got a {loaded.model.settings['cell']}")

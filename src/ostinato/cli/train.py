@@ -110,7 +110,7 @@ def train(
     from rich.console import Console
 
     from ostinato.cli.devices import choose_device
-    from ostinato.files import check_folder
+    from ostinato.files import check_file, check_folder
 
     console = Console(highlight=False)
     machine = {"device": choose_device(device), "precision": precision, "compile": compile}
@@ -121,8 +121,9 @@ def train(
     last, best = output / "last.safetensors", output / "best.safetensors"
     if resume is None and last.exists() and not overwrite:
         raise ValueError(f"{last} is there already: expected --resume {last}, another --output, or --overwrite")
-    for folder in {output, curve.parent if curve else output}:
-        check_folder(folder)
+    check_folder(output)
+    if curve:
+        check_file(curve)
 
     def keep(point: "Point | None") -> None:
         run.save(last)
