@@ -444,3 +444,14 @@ def test_on_a_gpu(work):
         ours = record["contestants"][OURS]
         assert ours["seconds"] > 0
         assert ours["extra_memory_bytes"] > 0
+
+
+def test_files_are_json_even_of_numbers_that_are_not_finite(tmp_path):
+    path = tmp_path / "run.json"
+    report.write_json(path, {"losses": (1.5, float("nan")), "limit": {"accuracy": float("inf")}})
+
+    def refuse(constant):
+        raise AssertionError(constant)
+
+    content = json.loads(path.read_text(), parse_constant=refuse)
+    assert content == {"losses": [1.5, None], "limit": {"accuracy": None}}

@@ -58,3 +58,9 @@ def test_serve_forecasts_with_a_tenth_of_the_weights(example):
         error, *_, difference = numbers(output, row)
         assert error < 0.9 * last_value
         assert difference < 1e-4
+
+
+def test_the_documentation_shows_every_example():
+    page = (EXAMPLES.parent / "docs" / "examples.md").read_text()
+    for path in EXAMPLES.glob("*.py"):
+        assert f'\n--8<-- "examples/{path.name}"\n' in page  # as pymdownx.snippets wants it

@@ -337,11 +337,12 @@ def test_command_complains(checkpoint, capsys, tmp_path):
         (["--density", "0.1", "--block", "2x2"], "block must be one of 16x1, 8x4, 1x1; got '2x2'"),
         (["--density", "0.1", "--finetune", "-1"], "finetune must be at least 0; got -1"),
         (["--density", "0.1", "--output", path], f"{path} is there already"),
-        (["--density", "0.1", "--output", tmp_path, "--overwrite"], f"{tmp_path}: expected a file to write"),
+        (["--density", "1.5"], "density must be above 0 and at most 1; got 1.5"),
+        (["--density", "0.1", "--output", tmp_path], f"{tmp_path}: expected a file to write"),
     ]
     for options, message in cases:
-        code, _, err = run(capsys, "prune", path, "--device", "cpu", *options)
-        assert (code, err.count("\n")) == (1, 1)
+        code, out, err = run(capsys, "prune", path, "--device", "cpu", *options)
+        assert (code, out, err.count("\n")) == (1, "", 1)
         assert message in err
     for cell, training, message in (
         ("mingru", {}, "expected a gru or lstm to prune; got a mingru"),

@@ -33,7 +33,8 @@ def check_folder(path: Path) -> None:
         with tempfile.TemporaryFile(dir=path):
             pass
     except OSError as error:
-        raise OSError(f"{path}: expected a folder to write in; {error.strerror}") from error
+        reason = "it is a file" if path.is_file() else error.strerror
+        raise OSError(f"{path}: expected a folder to write in; {reason}") from error
 
 
 def check_file(path: Path) -> None:

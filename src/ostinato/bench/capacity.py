@@ -71,7 +71,10 @@ def _largest(
 def table(rows: list[Row]) -> Table:
     """One row a density and block, one column a cell."""
     first = rows[0]
-    title = f"largest hidden size on the chip of an {first['device']}, {first['dtype']}, batch {first['batch']}"
+    title = (
+        f"largest hidden size on the chip of an {first['device']}, {first['dtype']}, batch {first['batch']}: "
+        "what the layer's plan says, without a GPU; in brackets the kernel"
+    )
     result = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     result.add_column("recurrent weights", no_wrap=True)
     for cell in CELLS:

@@ -96,9 +96,17 @@ def path_for(path: Path | None, name: str, device: torch.device, suffix: str = "
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write the file whole or not at all."""
+    """Write the file whole or not at all; a number that is not finite, which JSON lacks, as null."""
     with replacing(path) as temporary:
-        temporary.write_text(json.dumps(content, indent=1) + "\n")
+        temporary.write_text(json.dumps(_finite(content), indent=1, allow_nan=False) + "\n")
+
+
+def _finite(content: Any) -> Any:
+    if isinstance(content, dict):
+        return {key: _finite(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [_finite(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
 def table(records: list[Record]) -> Table:

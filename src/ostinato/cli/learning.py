@@ -260,6 +260,8 @@ def bits(
     for question in chosen:
         if question not in QUESTIONS:
             raise ValueError(f"questions must be some of {', '.join(QUESTIONS)}; got {question!r}")
+    if not all(depth.isdecimal() and int(depth) > 0 for depth in depths.split(",")):
+        raise ValueError(f"depths must be numbers from 1 on, with commas between; got {depths!r}")
     works = [(q, cell, int(depth)) for q in chosen for cell in _cells(cells) for depth in depths.split(",")]
     with _Benchmark("bits", json, device) as run:
         run.content |= {

@@ -1,5 +1,6 @@
 """``ostinato prune``: a trained GRU or LSTM with fewer recurrent weights, and what that costs."""
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -55,9 +56,9 @@ def prune(
         raise ValueError(f"finetune must be at least 0; got {finetune}")
     if output is None:
         output = checkpoint.with_stem(f"{checkpoint.stem}-pruned")
+    check_file(output)
     if output.exists() and not overwrite:
         raise ValueError(f"{output} is there already: expected another --output, or --overwrite")
-    check_file(output)
     loaded = load_checkpoint(checkpoint)
     if loaded.model.settings["cell"] not in ("gru", "lstm"):
         raise ValueError(f"{checkpoint}: expected a gru or lstm to prune; got a {loaded.model.settings['cell']}")
@@ -69,6 +70,7 @@ def prune(
         warmup_steps=min(100, finetune // 10),
         evaluate_every=max(finetune // 4, 1),
     )
+    ostinato.prune(copy.deepcopy(loaded.model), **options)  # complains before the work begins
     tokens = loaded.vocabulary.encode(_text_of(checkpoint, loaded, text))
     trainer = Trainer(loaded.model, tokens, settings, device=choose_device(device), precision=precision)
 

@@ -20,7 +20,7 @@ class Stage:
     length: int
     batch_size: int
     steps: int
-    accuracy: float = math.inf
+    accuracy: float | None = None
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,8 @@ class TaskTrainer:
         self.seconds += time.perf_counter() - start
         if not math.isfinite(loss):
             raise FloatingPointError(f"the training loss is {loss} at step {self.step}")
-        if accuracy >= stage.accuracy or self.stage_step == stage.steps:
+        learned = stage.accuracy is not None and accuracy >= stage.accuracy
+        if learned or self.stage_step == stage.steps:
             self.stage, self.stage_step = self.stage + 1, 0
         return Progress(self.step, self.tokens, self.seconds, stage.length, loss, accuracy)
 
