@@ -66,10 +66,7 @@ def recurrent():
         return packed._replace(**{k: x.cuda() for k, x in packed._asdict().items() if isinstance(x, torch.Tensor)})
 
     persistent.pack = pack_on_cpu
-    pruned = [
-        (path, x) for path in ("block", "sparse") for x in test_persistent.PRUNED if path == "sparse" or x[5] != (1, 1)
-    ]
-    for path, layer in [("dense", x) for x in test_persistent.DENSE] + pruned:
+    for path, layer in test_persistent.LAYERS:
         print("persistent layers:", path, *layer, flush=True)
         case = test_persistent.Case(path, *layer)
         for steps, reverse, with_state in ((6, False, True), (2, True, False)):

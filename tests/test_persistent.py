@@ -210,12 +210,14 @@ PRUNED = [
     ("lstm", 2304, 4, bf16, 0.1, (1, 1)),
     ("gru", 515, 7, f16, 0.3, (1, 1)),
 ]
+LAYERS = [("dense", x) for x in DENSE]
+LAYERS += [("block", x) for x in PRUNED if x[5] != (1, 1)] + [("sparse", x) for x in PRUNED]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("path", "layer"),
-    [("dense", x) for x in DENSE] + [("block", x) for x in PRUNED if x[5] != (1, 1)] + [("sparse", x) for x in PRUNED],
+    LAYERS,
     ids=lambda x: x if isinstance(x, str) else "-".join(map(str, x)),
 )
 def test_match_the_reference(path, layer, nan_memory):

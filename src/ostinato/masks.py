@@ -4,15 +4,14 @@ The mask of a parameter such as ``weight_hh_l0`` is a buffer of its module, ``ma
 is kept, so that it is saved, moved and copied with the module.  Layers read their weights through :func:`masked`.
 """
 
-import functools
 import weakref
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
+
+from ostinato.optimizers import after_every_step
 
 BLOCKS = ((16, 1), (8, 4), (1, 1))  # rows by columns of what is pruned as one
 
@@ -41,24 +40,18 @@ def masked(module: nn.Module, name: str) -> Tensor:
 def keep_pruned(module: nn.Module, name: str) -> None:
     """Set the pruned weights to zero after each step of any optimiser, whose momentum may be older than the mask."""
     _owners[getattr(module, name)] = weakref.ref(module), name
-    _watch_optimisers()
-
-
-@functools.cache
-def _watch_optimisers() -> None:
-    register_optimizer_step_post_hook(_after_step)
+    after_every_step(_zero_pruned)
 
 
 @torch.no_grad()
-def _after_step(optimizer: Optimizer, *_: Any) -> None:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter in _owners:
-                owner, name = _owners[parameter]
-                module = owner()
-                mask = None if module is None else mask_of(module, name)
-                if mask is not None:
-                    parameter.masked_fill_(~mask, 0.0)
+def _zero_pruned(parameters: list[Tensor]) -> None:
+    for parameter in parameters:
+        if parameter in _owners:
+            owner, name = _owners[parameter]
+            module = owner()
+            mask = None if module is None else mask_of(module, name)
+            if mask is not None:
+                parameter.masked_fill_(~mask, 0.0)
 
 
 def cut(matrix: Tensor, block: tuple[int, int], fill: float = 0.0) -> Tensor:

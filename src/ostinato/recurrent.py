@@ -8,12 +8,12 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ostinato.inference import Packed, Segment, tensors_of
 from ostinato.kernels import operators
 from ostinato.kernels.plan import Plan
 from ostinato.masks import mask_name, mask_of, masked
+from ostinato.optimizers import after_every_step
 
 Hidden = Tensor | tuple[Tensor, Tensor]
 
@@ -81,7 +81,7 @@ class _Recurrent(nn.RNNBase):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _pack(self, tensors: dict[str, Tensor]) -> Packed:
-        _watch_optimisers()
+        after_every_step(_forget)
         packed = _packed.get(self)
         if packed is None or not packed.is_current(tensors):
             packed = _packed[self] = Packed(self, tensors)
@@ -173,17 +173,12 @@ class _Recurrent(nn.RNNBase):
         return super(_Recurrent, module).forward(input, hx)
 
 
-@functools.cache
-def _watch_optimisers() -> None:
-    """Forget what is packed of parameters that an optimiser steps: fused ones count no change of a tensor."""
-
-    def forget(optimiser: torch.optim.Optimizer, *_: Any) -> None:
-        stepped = {id(parameter) for group in optimiser.param_groups for parameter in group["params"]}
-        for module in list(_packed):
-            if any(id(parameter) in stepped for parameter in module.parameters(recurse=False)):
-                _packed.pop(module, None)
-
-    register_optimizer_step_post_hook(forget)
+def _forget(parameters: list[Tensor]) -> None:
+    """What is packed of parameters that an optimiser has stepped: fused ones count no change of a tensor."""
+    stepped = {id(parameter) for parameter in parameters}
+    for module in list(_packed):
+        if any(id(parameter) in stepped for parameter in module.parameters(recurse=False)):
+            _packed.pop(module, None)
 
 
 @functools.cache
