@@ -161,7 +161,7 @@ def microseconds(row: Record) -> str:
 def capacities(name: str) -> str:
     """The largest hidden size on the chip, by the kernels' plans."""
     sizes: dict[str, dict[str, str]] = {}
-    for row in load(name)["capacity"]:
+    for row in load(name)["results"]:
         block = "" if row["block"] is None else f" in {row['block'][0]}×{row['block'][1]}"
         kept = "dense" if row["density"] == 1 else f"{row['density']:.0%}{block}"
         sizes.setdefault(kept, {})[row["cell"]] = f"{row['hidden_size']:,}"
@@ -245,6 +245,7 @@ README_GPU = (
     "mingru (16, 4096, 1024) to 1024 float32",
 )
 SHAKESPEARE = "tinyshakespeare-mingru-nvidia-h100"
+PERSISTENT = "persistent-nvidia-h100"
 NAMES = {"mingru": "minGRU", "minlstm": "minLSTM", "gru": "nn.GRU", "lstm": "nn.LSTM"}
 PEERS = {"cuDNN": "torch.nn", "GEMMs in a CUDA graph": "GEMMs in a CUDA graph", "cuSPARSE": "cuSPARSE"}
 KERNELS = {f"our {path} kernel": f"Ostinato, {path} kernel" for path in ("dense", "sparse", "block")}
@@ -289,9 +290,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "readme-layer-amd-epyc": lambda: comparison("layer-amd-epyc", milliseconds, only=README_CPU, limit=True),
     "learning": lambda: learning_summary(SHAKESPEARE),
     SHAKESPEARE: lambda: learning(SHAKESPEARE),
-}
-PERSISTENT = "persistent-nvidia-h100"
-TABLES |= {
     "readme-persistent": lambda: recurrences(PERSISTENT, lambda work: work["name"] in README_LAYERS, PEERS),
     "persistent-pruned": lambda: recurrences(
         PERSISTENT, lambda work: work["density"] < 1 and work["length"] == 256, PEERS | KERNELS
@@ -301,7 +299,7 @@ TABLES |= {
     ),
     "persistent-errors": lambda: recurrences(PERSISTENT, lambda work: work["length"] > 256, {"cuDNN": "torch.nn"}),
     "persistent-cpu": lambda: recurrences("persistent-amd-epyc", lambda work: True, {"torch.nn": "torch.nn"}),
-    "capacity": lambda: capacities(PERSISTENT),
+    "capacity": lambda: capacities("seeds-capacity-nvidia-h100"),
     "bounds": lambda: bounds("scan-nvidia-h100", "layer-nvidia-h100"),
     "learning-copying": lambda: copied("learning-copying-nvidia-h100"),
     "learning-characters": lambda: characters("learning-characters-nvidia-h100"),
