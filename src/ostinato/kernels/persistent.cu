@@ -23,8 +23,8 @@ struct Units {
             if (!owned(i)) continue;
 #pragma unroll
             for (int g = 0; g < GATES; ++g) spans[i][g] = product.span(p, block, g * UNITS + unit(i));
-            if (p.h0) h[i] = widen(p.h0[size_t(column) * HIDDEN + place(i)]);
-            if (p.c0) c[i] = widen(p.c0[size_t(column) * HIDDEN + place(i)]);
+            if (p.h0) h[i] = widen(p.h0[place(0, i)]);
+            if (p.c0) c[i] = widen(p.c0[place(0, i)]);
             if (p.bias) bias[i] = widen(p.bias[first + unit(i)]);
         }
     }
@@ -33,11 +33,13 @@ struct Units {
     __device__ static int unit(int i) { return item(i) % UNITS; }
     __device__ static int sequence(int i) { return item(i) / UNITS; }
     __device__ bool owned(int i) const { return sequence(i) < columns && first + unit(i) < HIDDEN; }
-    __device__ int place(int i, int gates = 1) const { return sequence(i) * gates * HIDDEN + first + unit(i); }
 
-    // What this thread reads of a step, but for the gate.
+    // Where this thread's unit is in (rows, gates * HIDDEN), from the `row` of the batch's first sequence on.
+    __device__ size_t place(size_t row, int i, int gates = 1) const {
+        return (row + column) * gates * HIDDEN + (sequence(i) * gates * HIDDEN + first + unit(i));
+    }
     __device__ const Scalar *projected_of(int step, int i) const {
-        return p.projected + (size_t(step) * p.batch + column) * GATES * HIDDEN + place(i, GATES);
+        return p.projected + place(size_t(step) * p.batch, i, GATES);
     }
 
     __device__ void fetch(int step) {
@@ -94,7 +96,7 @@ struct Units {
     __device__ void write(int step) const {
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i)
-            if (owned(i)) p.output[(size_t(step) * p.batch + column) * HIDDEN + place(i)] = bits(h[i]);
+            if (owned(i)) p.output[place(size_t(step) * p.batch, i)] = bits(h[i]);
     }
 
     // What this block will read and write at a later step comes into the cache.  Loads return in order: one that had
@@ -114,8 +116,8 @@ struct Units {
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
             if (!owned(i)) continue;
-            p.h_n[size_t(column) * HIDDEN + place(i)] = bits(h[i]);
-            if (CELL == LSTM) p.c_n[size_t(column) * HIDDEN + place(i)] = bits(c[i]);
+            p.h_n[place(0, i)] = bits(h[i]);
+            if (CELL == LSTM) p.c_n[place(0, i)] = bits(c[i]);
         }
     }
 };
