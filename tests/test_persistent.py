@@ -127,13 +127,18 @@ def test_packing_keeps_every_weight_once(cell, path, density, block):
     assert torch.equal(words[words != 0].sort().values, weight[mask].sort().values)
 
 
-@pytest.mark.parametrize(("cell", "hidden", "density"), [("rnn_tanh", 100, 0.2), ("gru", 400, 0.1), ("lstm", 400, 0.3)])
+@pytest.mark.parametrize(
+    ("cell", "hidden", "density", "processors", "turns"),
+    [("rnn_tanh", 100, 0.2, 132, 1), ("gru", 400, 0.1, 132, 1), ("lstm", 400, 0.3, 132, 1), ("lstm", 400, 0.1, 8, 2)],
+)
 @pytest.mark.parametrize("dtype", [f16, f32])
-def test_tiles_of_the_block_kernel_are_the_matrix(cell, hidden, density, dtype):
+def test_tiles_of_the_block_kernel_are_the_matrix(cell, hidden, density, processors, turns, dtype):
+    device = SimpleNamespace(**{**vars(H100), "multi_processor_count": processors})
     weight = torch.randn(GATES[cell] * hidden, hidden).to(dtype)
     mask = random_mask(cell, hidden, density, (16, 1))
-    geometry = candidate("block", cell, hidden, 3, dtype, density, 16, H100)
+    geometry = candidate("block", cell, hidden, 3, dtype, density, 16, device)
     geometry, weights, places, _ = persistent.pack(weight, mask, geometry, H100.shared_memory_per_block_optin)
+    assert len(geometry.share_tiles) >= turns
     tiles = weights.permute(0, 1, 2, 6, 3, 5, 4, 7).flatten(5).flatten(3, 4)  # (blocks, warps, tiles, 16, columns)
     order = torch.cat((persistent._column_of_place(geometry), torch.full((persistent.ZERO_PLACES,), geometry.pitch)))
     columns = order[places.flatten(2)[..., : geometry.tiles * geometry.tile_columns].long()].view(*tiles.shape[:3], -1)
