@@ -38,7 +38,8 @@ def variants():
                 scalar, backward = cuda.SCALARS[dtype], element.endswith("Backward")
                 shared = geometry.shared_bytes(5 if backward else 3, 3, dtype.itemsize, backward)
                 for candidate in range(3 if minimal and packing == "DENSE" and sequences == 4096 else 1):
-                    yield cuda.macros(element, scalar, scalar, candidate, packing, geometry, shared, steps == 1)
+                    far, wide = steps == 1, geometry.copies_wide(dtype.itemsize, 16 // dtype.itemsize)
+                    yield cuda.macros(element, scalar, scalar, candidate, packing, geometry, shared, far, wide)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -71,9 +72,10 @@ GEOMETRIES = {
     "look-back": {"look_back": True, "warps": 2, "rows": 2, "stages": 1},
     "lanes 4": {"lanes": 4, "vec": 1, "warps": 2, "rows": 3, "staged": False},
     "lanes 8 look-back": {"lanes": 8, "vec": 1, "warps": 4, "rows": 2, "look_back": True, "staged": False, "stages": 1},
+    "wide copies": {"lanes": 8, "vec": 1, "warps": 2, "rows": 8, "look_back": True, "staged": False, "stages": 1},
     "one warp": {"warps": 1, "rows": 1},
 }
-SHAPES = [(2, 1, 5), (1, 777, 1), (2, 300, 8), (3, 130, 33), (1, 1000, 64), (2, 257, 6)]
+SHAPES = [(2, 1, 5), (1, 777, 1), (2, 300, 8), (3, 130, 33), (1, 1000, 64), (2, 257, 6), (2, 190, 12)]
 
 
 def force(monkeypatch, name):

@@ -51,14 +51,22 @@ class Geometry(NamedTuple):
     def tile(self) -> int:
         return self.warps * (32 // self.lanes) * self.rows
 
+    def copies_wide(self, itemsize: int, aligned: int) -> bool:
+        """Whether lanes copy 16 bytes each: rows consist of such pieces and lie so `aligned`, in channels.
+
+        Streaming blocks have fewer copies on their way and lose nothing without.
+        """
+        pieces = self.lanes * self.vec * itemsize % 16 == 0 and self.rows * self.vec * itemsize % 16 == 0
+        return self.look_back and not self.staged and pieces and aligned * itemsize >= 16
+
     def shared_bytes(self, inputs: int, outputs: int, itemsize: int, backward: bool) -> int:
         """Enough for ``Shared`` in ``scan.cu``, which checks it."""
         pack, state = self.vec * itemsize, self.group * max(4, itemsize)
         strip = (32 + self.staged) * self.rows * pack
         strips = self.stages * self.warps * inputs + (self.warps if self.staged else 1)
         between_warps = 2 * self.warps * (3 * state + 4)
-        tiles = min(256, self.warps * 32 // self.lanes)
-        window = tiles * 4 + (tiles if self.look_back else 1) * (3 * state + max(4, itemsize) * self.vec * self.lanes)
+        watchers = min(256, self.warps * 32 // self.lanes)
+        window = 4 * watchers + (max(32, watchers) if self.look_back else 1) * 4 * state
         bias = (self.warps if backward else 1) * outputs * state
         return strips * strip + between_warps + window + bias + 64
 
@@ -119,7 +127,7 @@ def choose_geometry(
     Args:
         element: the operation, a struct of ``elements.cuh``.
         itemsize: bytes of a channel in memory.
-        aligned: how many neighbouring channels may be moved together, a power of two.
+        aligned: how many neighbouring channels lie so aligned that they may be moved together, a power of two.
         gapless: whether each sequence is one piece of memory, step after step.
         sequences: independent sequences, times directions.
         steps, channels: the length of each and its width.
@@ -147,8 +155,9 @@ def choose_geometry(
         return streaming
 
     if gapless and lanes_across(1) < 8:
-        rows, warps = (16, 16) if itemsize == 4 else (8, 16 if itemsize == 2 else 8)
-        return Geometry(1, lanes_across(1), warps, rows, True, 1, True, 1)
+        if itemsize == 4:
+            return Geometry(1, lanes_across(1), 8, 16 if element.endswith("Backward") else 24, True, 2, True, 1)
+        return Geometry(1, lanes_across(1), 16 if itemsize == 2 else 8, 8, True, 1, True, 1)
     vec = min(aligned, 2) if itemsize == 2 else 1
     lanes = lanes_across(vec)
     while lanes > (16 if itemsize == 4 else 8) and blocks(lanes, vec) < 8:
@@ -158,7 +167,15 @@ def choose_geometry(
 
 
 def macros(
-    element: str, scalar: str, bias: str, candidate: int, packing: str, geometry: Geometry, shared: int, far: bool
+    element: str,
+    scalar: str,
+    bias: str,
+    candidate: int,
+    packing: str,
+    geometry: Geometry,
+    shared: int,
+    far: bool,
+    wide: bool,
 ) -> tuple[tuple[str, object], ...]:
     """The definitions that make ``scan.cu`` one kernel."""
     return (
@@ -177,6 +194,7 @@ def macros(
         ("STAGES", geometry.stages),
         ("SHARED_BYTES", shared),
         ("FAR", int(far)),
+        ("WIDE", int(wide)),
     )
 
 
@@ -213,7 +231,7 @@ class _Launch(NamedTuple):
     blocks: int
     threads: int
     shared: int
-    words: int  # that blocks tell each other; 0 where none look back
+    words: int  # of 8 bytes, that blocks tell each other; 0 where none look back
     bias_rows: int  # of partial sums in the gradient of the bias
     parameters: bytes  # those after the addresses
 
@@ -226,7 +244,7 @@ def _prepare(problem: _Problem, bias_dtype: torch.dtype, alignment: int) -> _Lau
     units = problem.channels | alignment // itemsize  # the lowest set bit of all that wide accesses must respect
     for stride in (number for tensor in strides for number in tensor):
         units |= stride
-    aligned = min(units & -units, 8 // itemsize)
+    aligned = min(units & -units, 16 // itemsize)
     gapless = problem.packing != "OFFSETS" and all(time == problem.channels for _, time, _ in strides)
     sequences = problem.batch * problem.directions
     properties = torch.cuda.get_device_properties(problem.device)
@@ -248,13 +266,14 @@ def _prepare(problem: _Problem, bias_dtype: torch.dtype, alignment: int) -> _Lau
         geometry,
         shared,
         far,
+        geometry.copies_wide(itemsize, aligned),
     )
     chunks = -(-problem.steps // geometry.tile)
     blocks = tiles = sequences * -(-problem.channels // geometry.group)
     words = 0
     if geometry.look_back:
         tiles *= chunks
-        words = 1 + tiles * 4 * geometry.group * problem.compute.itemsize // 4
+        words = 2 * (1 + tiles * geometry.group * problem.compute.itemsize // 4)
         blocks = min(tiles, geometry.resident * processors)
     padded = [*problem.inputs, *[_NO_STRIDES] * (5 - len(problem.inputs)), *problem.outputs]
     padded += [_NO_STRIDES] * (8 - len(padded))

@@ -32,7 +32,9 @@ constexpr int THREADS = 32 * WARPS;
 constexpr int GROUP = LANES * VEC;
 constexpr int STRIP = SEGMENTS * ROWS;  // steps of a warp in a tile
 constexpr int TILE = WARPS * STRIP;
-constexpr int WINDOW = WARPS * SEGMENTS < 256 ? WARPS * SEGMENTS : 256;  // tiles a look-back covers at once
+// Each segment of a warp watches one of the tiles before; where they are few, they go on to those farther back.
+constexpr int WATCHERS = WARPS * SEGMENTS < 256 ? WARPS * SEGMENTS : 256;
+constexpr int WINDOW = WATCHERS < 32 ? 32 : WATCHERS;
 static_assert(!LOOK_BACK || STAGES == 1, "a block draws one tile ahead");
 
 using Element = ELEMENT;
@@ -49,10 +51,17 @@ using Offset = Index;  // within a tile, in bytes
 using Offset = unsigned;
 #endif
 
-// What blocks tell each other carries its own readiness: 32 bits of a number in one word with a mark that they have
-// been written.  A word arrives whole, so nothing need be ordered and no fence waited for.
-using Word = unsigned long long;
-constexpr int PIECES = sizeof(Compute) / 4;
+// What blocks tell each other carries its own readiness: a mark in the same 16 bytes, which arrive whole, so nothing
+// need be ordered and no fence waited for.  Of floats one message holds the composition of a tile, (b, a, low), of
+// doubles the first holds b and the second a.  When the state after the tile is known, it takes the place of b.
+enum Mark : unsigned { ABSENT, COMPOSED, KNOWN };
+struct alignas(16) Message {
+    union {
+        struct { unsigned parts[3], mark; };
+        unsigned long long halves[2];
+    };
+};
+constexpr int MESSAGES = sizeof(Compute) / 4;
 
 struct Strides { Index batch, time, direction; };  // channels are neighbours
 
@@ -70,7 +79,7 @@ struct Parameters {
     const BIAS* bias;       // (directions * PLAIN * channels), or null
     Compute* grad_bias;     // one row for each block of a channel group, or null
     const int* bounds;      // cu_seqlens or offsets
-    Word* published;        // look-back: a counter, then what is known of each tile; zero at first
+    Message* published;     // look-back: a counter of the tiles drawn, then what is known of each; zero at first
     Strides strides[8];
     int batch, steps, channels, sequences, directions, reverse;
 
@@ -182,7 +191,8 @@ struct Rows {
     const Place& at;
     int i;
 
-    __device__ Rows(const Place& at, const Tensor& x, int chunk, int ahead) : at(at), i(at.first(chunk) + ahead) {
+    __device__ Rows(const Place& at, const Tensor& x, int chunk, int ahead, int row = 0)
+        : at(at), i(at.first(chunk) + ahead + row) {
         const int local = at.first(0);
         Index low = 0;
         origin = 0;
@@ -193,6 +203,7 @@ struct Rows {
         base = reinterpret_cast<char*>(at.sequence(x) + low * x.time);
         origin = (origin + at.channel) * sizeof(Scalar);
         stride = Offset(at.descending ? -x.time : x.time) * sizeof(Scalar);
+        if (PACKING != OFFSETS) origin += row * stride;
     }
     __device__ Pack* operator()(int u, Index packed_time) const {
         if (PACKING == OFFSETS)
@@ -209,6 +220,11 @@ __device__ inline void copy_async(Pack* to, const Pack* from, bool exists) {
     } else {
         *to = exists ? *from : 0;  // too small for the copy engine
     }
+}
+// The same for 16 bytes, past the first-level cache: each copy through it keeps a line, of which there are too few.
+__device__ inline void copy_wide(void* to, const Pack* from, bool exists) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(unsigned(__cvta_generic_to_shared(to))),
+                 "l"(from), "r"(exists ? 16 : 0) : "memory");
 }
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 __device__ inline void wait_for_oldest_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 1) : "memory"); }
@@ -243,10 +259,24 @@ struct Strip {
     }
     template <bool CHECKED> __device__ void fetch(const Place& at, const Tensor& x, int chunk, int ahead) {
         const int i = at.first(chunk) + ahead;
-        if (STAGED) {
+        if constexpr (STAGED) {
             whole_lines(at, x, i - at.segment * ROWS, [&](int j, Pack* from, bool exists) {
                 copy_async(&element[j], from, exists);
             });
+        } else if constexpr (WIDE) {
+            // Here a lane copies not its own steps, but 16 bytes of a row; a warp takes as many rows as that makes.
+            constexpr int TOGETHER = 16 / sizeof(Pack), PER_ROW = WIDE ? LANES / TOGETHER : 1;
+            static_assert(!WIDE || (LANES % TOGETHER == 0 && ROWS % TOGETHER == 0));
+            Place piece = at;
+            piece.segment = at.lane / PER_ROW % SEGMENTS;
+            piece.channel = at.group * GROUP + at.lane % PER_ROW * int(16 / sizeof(Scalar));
+            piece.inside = piece.channel < at.p.channels;
+            const Rows rows(piece, x, chunk, ahead, at.lane / (PER_ROW * SEGMENTS));
+#pragma unroll
+            for (int u = 0; u < ROWS; u += TOGETHER) {
+                const bool exists = !CHECKED || (piece.inside && piece.exists(rows.i + u));
+                copy_wide(&element[32 * u + at.lane * TOGETHER], exists ? rows(u, x.time) : nullptr, exists);
+            }
         } else {
             const Rows rows(at, x, chunk, ahead);
 #pragma unroll
@@ -272,7 +302,7 @@ struct Shared {
     Channels a[2][WARPS][LANES], low[2][EXTENDED ? WARPS : 1][LANES], b[2][WARPS][LANES];
     int reset[2][WARPS], drawn[2];
     Composition window[LOOK_BACK ? WINDOW : 1][LANES];
-    int seen[WINDOW];
+    unsigned seen[WATCHERS];
     Compute bias[BACKWARD ? WARPS : 1][OUTPUTS][GROUP];
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES);
@@ -428,107 +458,118 @@ struct Steps {
     }
 };
 
-// What is published of a tile: the composition of its steps, and the state after it.
-enum Part { A, B, AFTER, LOW, PARTS = EXTENDED ? 4 : 3 };
-
+// What is published of the tiles of one chain.
 struct Published {
-    Word* words;  // of one chain
+    Message* messages;
 
-    __device__ Word* at(int chunk, Part part) const {
-        return words + (Index(chunk) * PARTS + part) * PIECES * GROUP + threadIdx.x % LANES * VEC;
+    __device__ Published(const Parameters& p, int chain, int chunks)
+        : messages(p.published + 1 + Index(chain) * chunks * MESSAGES * GROUP) {}
+
+    __device__ Message* at(int chunk, int k, int v) const {
+        return messages + ((Index(chunk) * MESSAGES + k) * VEC + v) * LANES + threadIdx.x % LANES;
     }
-    __device__ void write(int chunk, Part part, const Channels& number) const {
-#pragma unroll
-        for (int v = 0; v < VEC; ++v)
-#pragma unroll
-            for (int piece = 0; piece < PIECES; ++piece) {
-                const Word bits = reinterpret_cast<const unsigned*>(&number.value[v])[piece];
-                asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(at(chunk, part) + piece * GROUP + v),
-                             "l"(bits | Word(1) << 32) : "memory");
-            }
+    __device__ void write(Message* to, Message message, Mark mark) const {
+        message.mark = mark;
+        asm volatile("{ .reg .b128 m; mov.b128 m, {%1, %2}; st.relaxed.gpu.global.b128 [%0], m; }" ::"l"(to),
+                     "l"(message.halves[0]), "l"(message.halves[1]) : "memory");
     }
-    // Whether all of `number` had been written.
-    __device__ bool read(int chunk, Part part, Channels& number) const {
-        bool ready = true;
+    __device__ Message read(const Message* from) const {
+        Message message;
+        asm volatile("{ .reg .b128 m; ld.relaxed.gpu.global.b128 m, [%2]; mov.b128 {%0, %1}, m; }"
+                     : "=l"(message.halves[0]), "=l"(message.halves[1]) : "l"(from) : "memory");
+        return message;
+    }
+
+    __device__ void write(int chunk, const Composition& tile) const {
 #pragma unroll
-        for (int v = 0; v < VEC; ++v)
+        for (int v = 0; v < VEC; ++v) {
+            const Compute numbers[] = {tile.b.value[v], tile.a.value[v], EXTENDED ? tile.low.value[v] : 0};
+            const unsigned* const parts = reinterpret_cast<const unsigned*>(numbers);
+            if (MESSAGES == 1) write(at(chunk, 0, v), {parts[0], parts[1], parts[2]}, COMPOSED);
+            else for (int k = 0; k < MESSAGES; ++k) write(at(chunk, k, v), {parts[2 * k], parts[2 * k + 1]}, COMPOSED);
+        }
+    }
+    __device__ void write(int chunk, const Channels& after) const {
 #pragma unroll
-            for (int piece = 0; piece < PIECES; ++piece) {
-                Word word;
-                asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(word)
-                             : "l"(at(chunk, part) + piece * GROUP + v) : "memory");
-                reinterpret_cast<unsigned*>(&number.value[v])[piece] = unsigned(word);
-                ready &= word >> 32 != 0;
+        for (int v = 0; v < VEC; ++v) {
+            const unsigned* const parts = reinterpret_cast<const unsigned*>(&after.value[v]);
+            write(at(chunk, 0, v), {parts[0], MESSAGES == 1 ? 0 : parts[1]}, KNOWN);
+        }
+    }
+    // What is there of the tile: ABSENT as long as not all of it is marked alike; if it is KNOWN, b is the state.
+    __device__ unsigned read(int chunk, Composition& tile) const {
+        unsigned every = COMPOSED | KNOWN, any = 0;
+#pragma unroll
+        for (int v = 0; v < VEC; ++v) {
+            Compute numbers[3];
+            unsigned* const parts = reinterpret_cast<unsigned*>(numbers);
+#pragma unroll
+            for (int k = 0; k < MESSAGES; ++k) {
+                const Message message = read(at(chunk, k, v));
+#pragma unroll
+                for (int i = 0; i < 4 - MESSAGES; ++i) parts[2 * k + i] = message.parts[i];
+                if (k > 0 && every == KNOWN) continue;
+                every &= message.mark, any |= message.mark;
             }
-        return ready;
+            tile.b.value[v] = numbers[0], tile.a.value[v] = numbers[1], tile.low.value[v] = numbers[2];
+        }
+        return every == any ? every : ABSENT;
     }
 };
-
-__device__ inline Published published_of(const Parameters& p, int chain, int chunks) {
-    return {p.published + 1 + Index(chain) * chunks * PARTS * PIECES * GROUP};
-}
 
 // Publish the state after this tile, given the one it begins in.
 __device__ inline void publish_after(const Published& published, const Composition& tile, int chunk, Channels state) {
     tile.carry(state);
-    if (threadIdx.x < LANES) published.write(chunk, AFTER, state);
+    if (threadIdx.x < LANES) published.write(chunk, state);
 }
 
 // Publish what is known of this tile without those before it; if it resets the state, that is all there is to know.
 __device__ inline void publish(const Published& published, const Composition& tile, int chunk, const Channels& initial) {
-    if (chunk == 0 || tile.reset) return publish_after(published, tile, chunk, initial);
-    if (threadIdx.x >= LANES) return;
-    published.write(chunk, A, tile.a);
-    if (EXTENDED) published.write(chunk, LOW, tile.low);
-    published.write(chunk, B, tile.b);
+    if (chunk == 0 || tile.reset) publish_after(published, tile, chunk, initial);
+    else if (threadIdx.x < LANES) published.write(chunk, tile);
 }
 
 // Turn `state`, the initial one, into the state this tile begins in, and publish the one after it.  All threads of
-// the block take part: each segment of each warp watches one of the tiles before.
+// the block take part.
 __device__ inline void look_back(
     const Place& at, Shared& shared, const Published& published, const Composition& tile, int chunk, Channels& state
 ) {
     if (chunk == 0) return;
-    const int slot = at.lane % LANES, watched = at.warp * SEGMENTS + at.segment;
-    enum { NOTHING, AGGREGATED, KNOWN };
-    int seen = NOTHING, depth = -1;
-    while (true) {
-        if (watched < WINDOW && seen != KNOWN) {
-            const int other = chunk - 1 - watched;
-            bool after_ready = false, both_ready = false;
+    const int slot = at.lane % LANES, watcher = at.warp * SEGMENTS + at.segment;
+    const unsigned segment = (LANES == 32 ? ~0u : (1u << LANES) - 1) << (at.segment * LANES);
+    const auto all = [&](bool ready) { return (__ballot_sync(~0u, ready) & segment) == segment; };
+    unsigned seen = ABSENT;
+    int nearest = -1;  // tile before this one whose state is known
+    for (int first = 0;;) {
+        if (at.warp * SEGMENTS < WATCHERS) {
+            const int other = chunk - 1 - first - watcher;
             Composition there = Composition::none();
-            Channels after;
-            if (other >= 0) {
-                after_ready = published.read(other, AFTER, after);
-                both_ready = published.read(other, A, there.a) & published.read(other, B, there.b);
-                if (EXTENDED) both_ready &= published.read(other, LOW, there.low);
+            // One read for all of a tile, and none of a known one: while memory is busy, it waits in line.
+            const unsigned mark = other >= 0 && seen != KNOWN ? published.read(other, there) : ABSENT;
+            const bool composed = all(mark == COMPOSED), known = all(mark == KNOWN);
+            if (known || (composed && seen == ABSENT)) {
+                shared.window[first + watcher][slot] = there;
+                seen = mark;
             }
-            const unsigned lanes = (LANES == 32 ? ~0u : (1u << LANES) - 1) << (at.segment * LANES);
-            const bool known = (__ballot_sync(__activemask(), after_ready) & lanes) == lanes;
-            const bool aggregated = (__ballot_sync(__activemask(), both_ready) & lanes) == lanes;
-            seen = known ? KNOWN : aggregated ? AGGREGATED : NOTHING;
-            if (known) there.b = after;
-            shared.window[watched][slot] = there;
-            shared.seen[watched] = seen;
+            shared.seen[watcher] = seen;
         }
         __syncthreads();
-        // The nearest tile whose state is known, if every tile between it and this one is at least aggregated.
+        // The nearest tile whose state is known, if of every tile between it and this one the composition is there.
+        bool gap = false;
 #pragma unroll
-        for (int nearest = 0; nearest < WINDOW; nearest += 32) {
-            const int other = nearest + at.lane < WINDOW ? shared.seen[nearest + at.lane] : NOTHING;
-            const unsigned known = __ballot_sync(~0u, other == KNOWN);
-            const unsigned missing = __ballot_sync(~0u, other == NOTHING);
-            if (known && !(missing & ((known & -known) - 1))) {
-                depth = nearest + __ffs(known) - 1;
-                break;
-            }
-            if (known || missing) break;
+        for (int i = 0; i < WATCHERS; i += 32) {
+            const unsigned other = i + at.lane < WATCHERS ? shared.seen[i + at.lane] : COMPOSED;
+            const unsigned known = __ballot_sync(~0u, other == KNOWN), missing = __ballot_sync(~0u, other == ABSENT);
+            if (known && !(missing & ((known & -known) - 1))) nearest = first + i + __ffs(known) - 1;
+            gap = known || missing;
+            if (gap) break;
         }
-        if (depth >= 0) break;
+        if (nearest >= 0) break;
+        if (!gap && first + 2 * WATCHERS <= WINDOW) first += WATCHERS, seen = ABSENT;
         __syncthreads();
     }
-    state = shared.window[depth][slot].b;
-    for (int back = depth - 1; back >= 0; --back) shared.window[back][slot].carry(state);
+    state = shared.window[nearest][slot].b;
+    for (int back = nearest - 1; back >= 0; --back) shared.window[back][slot].carry(state);
     if (!tile.reset) publish_after(published, tile, chunk, state);
 }
 
@@ -564,7 +605,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) scan(const __gri
     // A block's tiles: streaming, those of one chain; with look-back, whichever are drawn, in order of time.
     struct Tile { int chain, chunk; };
     const auto draw = [&](int buffer) {
-        if (threadIdx.x == 0) shared.drawn[buffer] = int(atomicAdd(p.published, Word(1)));
+        if (threadIdx.x == 0) shared.drawn[buffer] = int(atomicAdd(&p.published->mark, 1u));
     };
     const auto drawn = [&](int buffer) -> Tile {
         return {shared.drawn[buffer] % chains, shared.drawn[buffer] / chains};
@@ -602,11 +643,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) scan(const __gri
         }
         if (LOOK_BACK) draw(buffer);
         wait_for_oldest_copies();
-        if (STAGED) __syncwarp();
+        if (STAGED || WIDE) __syncwarp();
         Steps steps;
         if (at.whole(chunk)) steps.read<false>(at, shared.input[stage][at.warp], chunk, bias);
         else steps.read<true>(at, shared.input[stage][at.warp], chunk, bias);
-        if (STAGED) __syncwarp();
+        if (STAGED || WIDE) __syncwarp();
         Tile next = {tile.chain, chunk + 1};
         if constexpr (!LOOK_BACK) {
             fetch({tile.chain, chunk + STAGES}, stage);
@@ -639,7 +680,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) scan(const __gri
             Composition all = of_warp(0);
 #pragma unroll
             for (int warp = 1; warp < WARPS; ++warp) all = of_warp(warp).after(all);
-            const Published published = published_of(p, tile.chain, chunks);
+            const Published published(p, tile.chain, chunks);
             publish(published, all, chunk, state);  // before copies keep the thread: others wait for it
             next = drawn(buffer);
             fetch(next, 0);
