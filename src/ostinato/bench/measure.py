@@ -19,6 +19,7 @@ MIN_ROUNDS, MAX_ROUNDS = 3, 100
 SLOW = 0.5  # seconds: a call of which is made once more, and no more often
 GPU_SECONDS = 0.05  # of calls whose median is taken
 FLUSH_BYTES = 512 << 20  # several times any cache
+FLUSHES = 4  # while the GPU is busy with them, even a hindered host comes to launch what is timed
 COLLECT_ABOVE = 1 << 30  # bytes in use at which cycles of dead objects are worth looking for
 
 Record = dict[str, Any]
@@ -185,7 +186,8 @@ def _gpu_elapsed(function: Callable[[], object], flush: Tensor | None = None) ->
     """Seconds of one call, with nothing of its data in the caches if they are flushed."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     if flush is not None:
-        flush.zero_()
+        for _ in range(FLUSHES):
+            flush.zero_()
     start.record()
     function()
     end.record()
