@@ -262,11 +262,31 @@ def test_no_steps_and_no_sequences():
             ValueError,
             r"h must have shape \(1, 2, 6\); got \(2, 6\)",
         ),
+        (
+            lambda: ostinato.MinGRU(4, 6)(torch.randn(5, 2, 4), torch.zeros(1, 2, 6).double()),
+            TypeError,
+            "hx must have the parameters' dtype, torch.float32; got torch.float64",
+        ),
+        (
+            lambda: ostinato.MinLSTM(4, 6).step(torch.randn(2, 4), torch.zeros(1, 2, 6).half()),
+            TypeError,
+            "h must have the parameters' dtype, torch.float32; got torch.float16",
+        ),
         (lambda: ostinato.MinGRU(4, 4, bidirectional=True).step(torch.randn(4)), ValueError, "bidirectional"),
         (
             lambda: ostinato.MinGRUCell(4, 6)(torch.randn(4), torch.randn(2, 6)),
             ValueError,
             r"hx must have shape \(6,\); got \(2, 6\)",
+        ),
+        (
+            lambda: ostinato.MinGRUCell(4, 6)(torch.randn(4), torch.zeros(6).double()),
+            TypeError,
+            "hx must have the parameters' dtype, torch.float32; got torch.float64",
+        ),
+        (
+            lambda: ostinato.MinLSTMCell(4, 6)(torch.randn(4), torch.zeros(6, device="meta")),
+            ValueError,
+            "hx must be on the module's device, cpu; got meta",
         ),
     ],
 )

@@ -18,6 +18,7 @@ class _MinimalLayers(nn.Module):
     """Stacked layers of one minimal cell: :class:`torch.nn.GRU`'s contract around ``operators.minimal_scan``."""
 
     cell: str
+    weight_ih_l0: Tensor
 
     def __init__(
         self,
@@ -183,8 +184,7 @@ class _MinimalLayers(nn.Module):
         expected = (self.num_layers * self.num_directions, *batch, self.hidden_size)
         if hx.shape != expected:
             raise ValueError(f"{name} must have shape {expected}; got {tuple(hx.shape)}")
-        if hx.device != self.weight_ih_l0.device:
-            raise ValueError(f"{name} must be on the module's device, {self.weight_ih_l0.device}; got {hx.device}")
+        _check_like_weight(name, hx, self.weight_ih_l0)
 
 
 class MinGRU(_MinimalLayers):
@@ -296,8 +296,7 @@ class _MinimalCell(nn.Module):
             check_floating("hx", hx)
             if hx.shape != (*input.shape[:-1], self.hidden_size):
                 raise ValueError(f"hx must have shape {(*input.shape[:-1], self.hidden_size)}; got {tuple(hx.shape)}")
-            if hx.device != input.device:
-                raise ValueError(f"hx must be on the input's device, {input.device}; got {hx.device}")
+            _check_like_weight("hx", hx, self.weight_ih)
         pre = operators.linear(input.view(-1, 1, self.input_size), self.weight_ih)
         h0 = None if hx is None else hx.to(pre.dtype).view(1, -1, self.hidden_size)
         _, h = operators.minimal_scan(pre, self.bias_ih, h0, None, self.cell, self.candidate, True, 1, self.backend)
@@ -366,8 +365,11 @@ def _check_input(module: _MinimalLayers | _MinimalCell, x: Tensor, ranks: tuple[
         raise ValueError(f"input must have shape {shape}; got {tuple(x.shape)}")
     if x.shape[-1] != module.input_size:
         raise ValueError(f"input must have input_size = {module.input_size} features last; got shape {tuple(x.shape)}")
-    weight = module.weight_ih_l0 if isinstance(module, _MinimalLayers) else module.weight_ih
+    _check_like_weight("input", x, module.weight_ih_l0 if isinstance(module, _MinimalLayers) else module.weight_ih)
+
+
+def _check_like_weight(name: str, x: Tensor, weight: Tensor) -> None:
     if x.device != weight.device:
-        raise ValueError(f"input must be on the module's device, {weight.device}; got {x.device}")
+        raise ValueError(f"{name} must be on the module's device, {weight.device}; got {x.device}")
     if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
-        raise TypeError(f"input must have the parameters' dtype, {weight.dtype}; got {x.dtype}")
+        raise TypeError(f"{name} must have the parameters' dtype, {weight.dtype}; got {x.dtype}")
