@@ -32,13 +32,14 @@ def variants():
         minimal = element.startswith("Min")
         for packing in ("DENSE", "OFFSETS" if minimal else "CU_SEQLENS"):
             for sequences, steps, channels in ((4096, 512, 64), (1, 65536, 64), (1, 65536, 3), (64, 1, 64)):
+                aligned = min(16 // dtype.itemsize, channels & -channels)
                 geometry = cuda.choose_geometry(
-                    element, dtype.itemsize, 8 // dtype.itemsize, not minimal, sequences, steps, channels, 132
+                    element, dtype.itemsize, aligned, not minimal, sequences, steps, channels, 132
                 )
                 scalar, backward = cuda.SCALARS[dtype], element.endswith("Backward")
                 shared = geometry.shared_bytes(5 if backward else 3, 3, dtype.itemsize, backward)
                 for candidate in range(3 if minimal and packing == "DENSE" and sequences == 4096 else 1):
-                    far, wide = steps == 1, geometry.copies_wide(dtype.itemsize, 16 // dtype.itemsize)
+                    far, wide = steps == 1, geometry.copies_wide(dtype.itemsize, aligned)
                     yield cuda.macros(element, scalar, scalar, candidate, packing, geometry, shared, far, wide)
 
 
