@@ -213,18 +213,17 @@ struct Rows {
 };
 
 // Copies memory to shared memory in the background; where `exists` is false it reads nothing and leaves zeros.
-__device__ inline void copy_async(Pack* to, const Pack* from, bool exists) {
-    if constexpr (sizeof(Pack) >= 4) {
+// 16 bytes go past the first-level cache: each copy through it keeps a line, of which there are too few.
+template <int BYTES = sizeof(Pack)> __device__ inline void copy_async(Pack* to, const Pack* from, bool exists) {
+    if constexpr (BYTES == 16) {
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(unsigned(__cvta_generic_to_shared(to))),
+                     "l"(from), "r"(exists ? BYTES : 0) : "memory");
+    } else if constexpr (BYTES >= 4) {
         asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(unsigned(__cvta_generic_to_shared(to))),
-                     "l"(from), "n"(sizeof(Pack)), "r"(exists ? int(sizeof(Pack)) : 0) : "memory");
+                     "l"(from), "n"(BYTES), "r"(exists ? BYTES : 0) : "memory");
     } else {
         *to = exists ? *from : 0;  // too small for the copy engine
     }
-}
-// The same for 16 bytes, past the first-level cache: each copy through it keeps a line, of which there are too few.
-__device__ inline void copy_wide(void* to, const Pack* from, bool exists) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(unsigned(__cvta_generic_to_shared(to))),
-                 "l"(from), "r"(exists ? 16 : 0) : "memory");
 }
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 __device__ inline void wait_for_oldest_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 1) : "memory"); }
@@ -275,7 +274,7 @@ struct Strip {
 #pragma unroll
             for (int u = 0; u < ROWS; u += TOGETHER) {
                 const bool exists = !CHECKED || (piece.inside && piece.exists(rows.i + u));
-                copy_wide(&element[32 * u + at.lane * TOGETHER], exists ? rows(u, x.time) : nullptr, exists);
+                copy_async<16>(&element[32 * u + at.lane * TOGETHER], exists ? rows(u, x.time) : nullptr, exists);
             }
         } else {
             const Rows rows(at, x, chunk, ahead);
@@ -468,12 +467,11 @@ struct Published {
     __device__ Message* at(int chunk, int k, int v) const {
         return messages + ((Index(chunk) * MESSAGES + k) * VEC + v) * LANES + threadIdx.x % LANES;
     }
-    __device__ void write(Message* to, Message message, Mark mark) const {
-        message.mark = mark;
+    static __device__ void store(Message* to, const Message& message) {
         asm volatile("{ .reg .b128 m; mov.b128 m, {%1, %2}; st.relaxed.gpu.global.b128 [%0], m; }" ::"l"(to),
                      "l"(message.halves[0]), "l"(message.halves[1]) : "memory");
     }
-    __device__ Message read(const Message* from) const {
+    static __device__ Message load(const Message* from) {
         Message message;
         asm volatile("{ .reg .b128 m; ld.relaxed.gpu.global.b128 m, [%2]; mov.b128 {%0, %1}, m; }"
                      : "=l"(message.halves[0]), "=l"(message.halves[1]) : "l"(from) : "memory");
@@ -485,15 +483,16 @@ struct Published {
         for (int v = 0; v < VEC; ++v) {
             const Compute numbers[] = {tile.b.value[v], tile.a.value[v], EXTENDED ? tile.low.value[v] : 0};
             const unsigned* const parts = reinterpret_cast<const unsigned*>(numbers);
-            if (MESSAGES == 1) write(at(chunk, 0, v), {parts[0], parts[1], parts[2]}, COMPOSED);
-            else for (int k = 0; k < MESSAGES; ++k) write(at(chunk, k, v), {parts[2 * k], parts[2 * k + 1]}, COMPOSED);
+#pragma unroll
+            for (int k = 0; k < MESSAGES; ++k)
+                store(at(chunk, k, v), {parts[2 * k], parts[2 * k + 1], MESSAGES == 1 ? parts[2] : 0, COMPOSED});
         }
     }
     __device__ void write(int chunk, const Channels& after) const {
 #pragma unroll
         for (int v = 0; v < VEC; ++v) {
             const unsigned* const parts = reinterpret_cast<const unsigned*>(&after.value[v]);
-            write(at(chunk, 0, v), {parts[0], MESSAGES == 1 ? 0 : parts[1]}, KNOWN);
+            store(at(chunk, 0, v), {parts[0], MESSAGES == 1 ? 0 : parts[1], 0, KNOWN});
         }
     }
     // What is there of the tile: ABSENT as long as not all of it is marked alike; if it is KNOWN, b is the state.
@@ -505,10 +504,10 @@ struct Published {
             unsigned* const parts = reinterpret_cast<unsigned*>(numbers);
 #pragma unroll
             for (int k = 0; k < MESSAGES; ++k) {
-                const Message message = read(at(chunk, k, v));
+                const Message message = load(at(chunk, k, v));
 #pragma unroll
                 for (int i = 0; i < 4 - MESSAGES; ++i) parts[2 * k + i] = message.parts[i];
-                if (k > 0 && every == KNOWN) continue;
+                if (k > 0 && every == KNOWN) continue;  // nobody needs the a of a double then
                 every &= message.mark, any |= message.mark;
             }
             tile.b.value[v] = numbers[0], tile.a.value[v] = numbers[1], tile.low.value[v] = numbers[2];
@@ -536,8 +535,9 @@ __device__ inline void look_back(
 ) {
     if (chunk == 0) return;
     const int slot = at.lane % LANES, watcher = at.warp * SEGMENTS + at.segment;
-    const unsigned segment = (LANES == 32 ? ~0u : (1u << LANES) - 1) << (at.segment * LANES);
-    const auto all = [&](bool ready) { return (__ballot_sync(~0u, ready) & segment) == segment; };
+    // Whether all lanes of this segment agree; every lane of the warp must ask.
+    const unsigned lanes = (LANES == 32 ? ~0u : (1u << LANES) - 1) << (at.segment * LANES);
+    const auto all = [&](bool ready) { return (__ballot_sync(~0u, ready) & lanes) == lanes; };
     unsigned seen = ABSENT;
     int nearest = -1;  // tile before this one whose state is known
     for (int first = 0;;) {
