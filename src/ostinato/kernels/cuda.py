@@ -54,7 +54,7 @@ class Geometry(NamedTuple):
     def copies_wide(self, itemsize: int, aligned: int) -> bool:
         """Whether lanes copy 16 bytes each: rows consist of such pieces and lie so `aligned`, in channels.
 
-        Only blocks that look back: those that stream reach nearly the memory's speed without.
+        Only blocks that look back: those that stream are no faster for it, some slower.
         """
         pieces = self.lanes * self.vec * itemsize % 16 == 0 and self.rows * self.vec * itemsize % 16 == 0
         return self.look_back and not self.staged and pieces and aligned * itemsize >= 16

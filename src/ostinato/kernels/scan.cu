@@ -35,6 +35,8 @@ constexpr int TILE = WARPS * STRIP;
 // Each segment of a warp watches one of the tiles before; where they are few, they go on to those farther back.
 constexpr int WATCHERS = WARPS * SEGMENTS < 256 ? WARPS * SEGMENTS : 256;
 constexpr int WINDOW = WATCHERS < 32 ? 32 : WATCHERS;
+constexpr int TOGETHER = WIDE ? 16 / sizeof(Pack) : 1;  // neighbouring packs that a lane copies as one
+static_assert(LANES % TOGETHER == 0 && ROWS % TOGETHER == 0);
 static_assert(!LOOK_BACK || STAGES == 1, "a block draws one tile ahead");
 
 using Element = ELEMENT;
@@ -257,31 +259,25 @@ struct Strip {
         }
     }
     template <bool CHECKED> __device__ void fetch(const Place& at, const Tensor& x, int chunk, int ahead) {
-        const int i = at.first(chunk) + ahead;
         if constexpr (STAGED) {
-            whole_lines(at, x, i - at.segment * ROWS, [&](int j, Pack* from, bool exists) {
+            whole_lines(at, x, at.first(chunk) + ahead - at.segment * ROWS, [&](int j, Pack* from, bool exists) {
                 copy_async(&element[j], from, exists);
             });
-        } else if constexpr (WIDE) {
-            // Here a lane copies not its own steps, but 16 bytes of a row; a warp takes as many rows as that makes.
-            constexpr int TOGETHER = 16 / sizeof(Pack), PER_ROW = WIDE ? LANES / TOGETHER : 1;
-            static_assert(!WIDE || (LANES % TOGETHER == 0 && ROWS % TOGETHER == 0));
+        } else {
+            constexpr int PER_ROW = LANES / TOGETHER;
             Place piece = at;
-            piece.segment = at.lane / PER_ROW % SEGMENTS;
-            piece.channel = at.group * GROUP + at.lane % PER_ROW * int(16 / sizeof(Scalar));
-            piece.inside = piece.channel < at.p.channels;
+            if (TOGETHER > 1) {  // a lane copies not its own steps, but a piece of a row; a warp, TOGETHER rows at once
+                piece.segment = at.lane / PER_ROW % SEGMENTS;
+                piece.channel = at.group * GROUP + at.lane % PER_ROW * (TOGETHER * VEC);
+                piece.inside = piece.channel < at.p.channels;
+            }
             const Rows rows(piece, x, chunk, ahead, at.lane / (PER_ROW * SEGMENTS));
 #pragma unroll
             for (int u = 0; u < ROWS; u += TOGETHER) {
                 const bool exists = !CHECKED || (piece.inside && piece.exists(rows.i + u));
-                copy_async<16>(&element[32 * u + at.lane * TOGETHER], exists ? rows(u, x.time) : nullptr, exists);
-            }
-        } else {
-            const Rows rows(at, x, chunk, ahead);
-#pragma unroll
-            for (int u = 0; u < ROWS; ++u) {
-                const bool exists = !CHECKED || (at.inside && at.exists(i + u));
-                copy_async(&element[place(at, u)], exists ? rows(u, x.time) : nullptr, exists);
+                copy_async<TOGETHER * sizeof(Pack)>(
+                    &element[32 * u + at.lane * TOGETHER], exists ? rows(u, x.time) : nullptr, exists
+                );
             }
         }
     }
