@@ -72,6 +72,15 @@ def test_peers_compute_the_same_and_others_state_no_error(tmp_path):
     assert loop["max_error"] < 1e-6
 
 
+@pytest.mark.parametrize("command", ["scan", "layer", "persistent", "profile"])
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(command, tmp_path, monkeypatch):
+    for name in ("measure.measure", "profile.profile"):
+        monkeypatch.setattr(f"ostinato.bench.{name}", lambda *_: pytest.fail("measured"))
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="expected a folder to write in; it is a file"):
+        bench_app([command, "--device", "cpu", "--json", str(tmp_path / "file" / "x.json")], standalone_mode=False)
+
+
 def test_a_folder_gets_a_file_named_after_the_device(tmp_path):
     bench_app(["scan", "--quick", "--device", "cpu", "--json", str(tmp_path)], standalone_mode=False)
     (path,) = tmp_path.iterdir()

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from ostinato.bench import report
 from ostinato.checkpoint import load_checkpoint
@@ -138,6 +140,47 @@ def test_does_not_overwrite_another_run(run):
     assert "out/last.safetensors is there already" in error(train(run, "--seed", 5))
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights("out/last.safetensors").items())
     assert train(run, "--seed", 5, "--overwrite")[0] == 0
+    run("train", "--text", "text.txt", "--output", "other", *SMALL)
+    on = ("train", "--resume", "other/last.safetensors", "--device", "cpu", "--steps", 8)
+    assert "out/last.safetensors is there already" in error(run(*on, "--output", "out"))
+    Path("out/last.safetensors").unlink()
+    assert "out/best.safetensors is there already" in error(run(*on, "--output", "out"))
+    assert run(*on, "--output", "out", "--overwrite")[0] == 0
+
+
+def test_a_run_that_goes_on_elsewhere_names_the_best_checkpoint_there_is(run, monkeypatch):
+    from ostinato import training
+
+    losses = iter([1.0, 2.0, 3.0, 4.0])
+    monkeypatch.setattr(training, "held_out", lambda *_: next(losses))
+    run("train", "--text", "text.txt", "--output", "first", *SMALL)
+    on = ("train", "--resume", "first/last.safetensors", "--device", "cpu", "--steps", 8, "--output", "second")
+    code, out, _ = run(*on)
+    assert code == 0
+    assert out.splitlines()[-1] == "To see what it writes:  ostinato generate first/best.safetensors"
+    assert not Path("second/best.safetensors").exists()
+
+
+def test_damaged_training_state(run):
+    train(run)
+    path = Path("out/last.safetensors")
+    with safe_open(path, "pt") as file:
+        metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    trainer = json.loads(metadata["training"])
+
+    def resumed(training, changed=None, **settings):
+        content = {name: x for name, x in (tensors | (changed or {})).items() if x is not None}
+        save_file(content, path, metadata | {"training": json.dumps(training)} | settings)
+        return error(run("train", "--resume", path, "--device", "cpu", "--steps", 8))
+
+    assert "expected the state of a training; KeyError: 'trainer'" in resumed({})
+    assert "expected the state of a training; TypeError" in resumed(None)
+    without_curve = {name: value for name, value in trainer["trainer"].items() if name != "curve"}
+    assert "expected the state of a training; KeyError: 'curve'" in resumed(trainer | {"trainer": without_curve})
+    moment = "training.optimizer.0.exp_avg"
+    assert "optimizer.0.exp_avg should be (28, 8) and is (3,)" in resumed(trainer, {moment: torch.zeros(3)})
+    assert "windows should be" in resumed(trainer, {"training.windows": None})
+    assert "expected a checkpoint's settings and vocabulary" in resumed(trainer, vocabulary="null")
 
 
 def error(result):

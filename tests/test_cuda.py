@@ -27,7 +27,7 @@ ELEMENTS = (
 
 
 def variants():
-    """Every kernel that the choice of geometry can ask for, by what makes its code differ."""
+    """Kernels of every kind that the choice of geometry can ask for, of which the test below compiles a part."""
     for element, dtype in itertools.product(ELEMENTS, cuda.SCALARS):
         minimal = element.startswith("Min")
         for packing in ("DENSE", "OFFSETS" if minimal else "CU_SEQLENS"):

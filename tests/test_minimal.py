@@ -195,11 +195,20 @@ def test_closed_and_open_gates_stay_finite(cell, backend):
 
 def test_dropout_acts_between_layers_and_only_in_training():
     torch.manual_seed(0)
-    module = ostinato.MinGRU(3, 64, 2, dropout=0.5)
+    module = ostinato.MinGRU(3, 64, 2, dropout=0.3)
+    first, second = ostinato.MinGRU(3, 64), ostinato.MinGRU(64, 64)
+    for layer, number in ((first, 0), (second, 1)):
+        layer.load_state_dict({f"{name}_l0": getattr(module, f"{name}_l{number}") for name in ("weight_ih", "bias_ih")})
     x = torch.randn(5, 3)
-    assert not torch.equal(module(x)[0], module(x)[0])
-    module.eval()
-    assert torch.equal(module(x)[0], module(x)[0])
+    for dropout in (0.3, 0.0):
+        torch.manual_seed(1)
+        output, stepped = module(x)[0], module.step(x[0])[0]
+        torch.manual_seed(1)
+        between = torch.nn.functional.dropout(first(x)[0], dropout)
+        assert torch.equal(output, second(between)[0])
+        between = torch.nn.functional.dropout(first.step(x[:1])[0], dropout)
+        assert torch.equal(stepped, second.step(between)[0][0])
+        module.eval()
     with pytest.warns(UserWarning, match="num_layers is 1"):
         ostinato.MinGRU(3, 4, dropout=0.5)
 
@@ -230,11 +239,34 @@ def test_minimal_operator_is_well_formed():
 
 def test_no_steps_and_no_sequences():
     module = ostinato.MinLSTM(3, 5, batch_first=True)
-    hx = torch.randn(1, 2, 5)
+    hx, weights = torch.randn(1, 2, 5, requires_grad=True), torch.randn(1, 2, 5)
     output, h_n = module(torch.randn(2, 0, 3), hx)
     assert output.shape == (2, 0, 5)
     assert torch.equal(h_n, hx)
+    (h_n * weights).sum().backward()
+    assert torch.equal(hx.grad, weights)
+    assert torch.equal(module.bias_ih_l0.grad, torch.zeros(15))
     assert module(torch.randn(0, 4, 3))[1].shape == (1, 0, 5)
+
+
+@pytest.mark.parametrize("cell", LAYERS)
+def test_whatever_device_is_the_default(cell):
+    torch.manual_seed(0)
+    module, x = LAYERS[cell](3, 5), torch.randn(20, 2, 3)
+    want = module(x)[0]
+    gradients = torch.autograd.grad(want.sum(), list(module.parameters()))
+    with torch.device("meta"):
+        got = module(x)[0]
+        assert torch.equal(got, want)
+        for g, w in zip(torch.autograd.grad(got.sum(), list(module.parameters())), gradients, strict=True):
+            assert torch.equal(g, w)
+
+
+@pytest.mark.parametrize("sizes", [[3, 2, 2], [3], [2, 0, 3], [1, 4], [0], [10**6, 10**6], []])
+def test_a_packed_sequence_that_does_not_fit_its_rows(sizes):
+    packed = PackedSequence(torch.randn(5, 7), torch.tensor(sizes, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"input\.batch_sizes must be positive, never rise, and add up to its 5 rows"):
+        ostinato.MinGRU(7, 4)(packed)
 
 
 @pytest.mark.parametrize(

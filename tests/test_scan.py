@@ -90,6 +90,30 @@ def test_log_space_reaches_beyond_the_range_of_float32(backend):
     assert error(log_h, want) < 1e-5
 
 
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+def test_the_error_of_log_space_does_not_grow_with_length(backend):
+    torch.manual_seed(0)
+    uniform, log_b = torch.rand(1, 65536, 8, dtype=torch.float64), torch.randn(1, 65536, 8)
+    empty = torch.full((1, 8), -torch.inf, dtype=torch.float64)
+    for log_a in (-1e-4 * uniform.float(), torch.full((1, 65536, 8), 0.1)):
+        want = reference.log_linear_scan(log_a.double(), log_b.double(), empty)[0]
+        assert error(ostinato.log_linear_scan(log_a, log_b, backend=backend)[0], want) < 1e-6
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_narrow_log_space_has_the_gradients_of_a_wide_one(dtype, backend):
+    # States near 1,000, where bfloat16 numbers are 4 apart: the gradient is made of their differences.
+    log_a = torch.full((1, 500, 1), 2.0, dtype=dtype, requires_grad=True)
+    log_b = torch.zeros(1, 500, 1, dtype=dtype)
+    wide = log_a.detach().double().requires_grad_()
+    ostinato.log_linear_scan(wide, log_b.double())[0].mean().backward()
+    log_h, log_last = ostinato.log_linear_scan(log_a, log_b, backend=backend)
+    assert log_h.dtype == log_last.dtype == dtype
+    log_h.mean().backward()
+    assert error(log_a.grad, wide.grad) < 2 * torch.finfo(dtype).eps
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("reverse", [False, True])
 def test_log_space_is_the_linear_scan_of_the_exponentials(backend, reverse):
@@ -185,15 +209,54 @@ def test_any_strides(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_no_steps_leave_the_state_as_it_was(backend):
+@pytest.mark.parametrize(("scan", "zero"), [(SCANS[0], 0.0), (SCANS[1], -torch.inf)])
+def test_no_steps_leave_the_state_as_it_was(scan, zero, backend):
     a, b, h0 = inputs(2, 0, 3)
     h0.requires_grad_()
-    h, h_last = ostinato.linear_scan(a, b, h0, backend=backend)
+    h, h_last = scan(a, b, h0, backend=backend)
     assert h.shape == (2, 0, 3)
     assert torch.equal(h_last, h0)
-    h_last.sum().backward()
-    assert torch.equal(h0.grad, torch.ones(2, 3, dtype=torch.float64))
-    assert torch.equal(ostinato.linear_scan(a, b, backend=backend)[1], torch.zeros(2, 3, dtype=torch.float64))
+    weights = torch.randn(2, 3, dtype=torch.float64)
+    (h_last * weights).sum().backward()
+    assert torch.equal(h0.grad, weights)
+    assert torch.equal(scan(a, b, backend=backend)[1], torch.full((2, 3), zero, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("scan", SCANS)
+def test_whatever_device_is_the_default(scan):
+    torch.manual_seed(0)
+    a, b, h0 = (x.abs().requires_grad_() for x in inputs(2, 40, 3))
+    want = scan(a, b, h0)[0]
+    gradients = torch.autograd.grad(want.sum(), (a, b, h0))
+    with torch.device("meta"):
+        got = scan(a, b, h0)[0]
+        assert torch.equal(got, want)
+        for g, w in zip(torch.autograd.grad(got.sum(), (a, b, h0)), gradients, strict=True):
+            assert torch.equal(g, w)
+
+
+@pytest.mark.parametrize("scan", SCANS)
+def test_a_negation_left_to_do_is_done(scan):
+    torch.manual_seed(0)
+    a, b, h0 = inputs(2, 30, 3)
+    lazy = [torch._neg_view(-x) for x in (a.abs(), b, h0)]
+    assert lazy[0].is_neg()
+    want, got = scan(a.abs(), b, h0), scan(*lazy)
+    assert torch.equal(got[0], want[0])
+    assert torch.equal(got[1], want[1])
+    x, y = b.clone().requires_grad_(), b.clone().requires_grad_()
+    scan(a.abs(), x)[0].backward(b)
+    scan(a.abs(), y)[0].backward(lazy[1])
+    assert torch.equal(x.grad, y.grad)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit:DeprecationWarning")
+def test_traced_equals_eager():
+    torch.manual_seed(0)
+    (a, b, h0), others = inputs(2, 20, 3), inputs(2, 20, 3)
+    traced = torch.jit.trace(lambda *tensors: ostinato.linear_scan(*tensors), (a, b, h0))
+    for got, want in zip(traced(*others), ostinato.linear_scan(*others), strict=True):
+        assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -248,10 +311,21 @@ def test_compiled_equals_eager():
         assert torch.equal(g, w)
 
 
-def test_second_derivatives_are_refused():
-    a, b, _ = (x.requires_grad_() for x in inputs(1, 5, 2))
-    with pytest.raises(NotImplementedError, match="linear_scan has no second derivative"):
-        torch.autograd.grad(ostinato.linear_scan(a, b)[0].sum(), a, create_graph=True)
+@pytest.mark.parametrize("scan", SCANS)
+@pytest.mark.parametrize("mode", ["eager", "vmap", "export"])
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_second_derivatives_are_refused(scan, mode):
+    a, b, _ = (x.abs().requires_grad_() for x in inputs(1, 5, 2))
+
+    class Scan(torch.nn.Module):
+        def forward(self, a, b):
+            return scan(a, b)
+
+    x, y = (a[None], b[None]) if mode == "vmap" else (a, b)
+    run = {"eager": scan, "vmap": torch.vmap(scan), "export": torch.export.export(Scan(), (a, b)).module()}[mode]
+    (gradient,) = torch.autograd.grad(run(x, y)[0].square().sum(), a, create_graph=True)
+    with pytest.raises(NotImplementedError, match="gradients of gradients"):
+        gradient.sum().backward()
 
 
 @pytest.mark.parametrize("name", ["linear_scan", "log_linear_scan", "minimal_scan"])
@@ -306,6 +380,8 @@ FINE = torch.rand(1, 6, 3)
         ((FINE.int(), FINE), {}, TypeError, "a must be a tensor of a real floating dtype; got a tensor of torch.int32"),
         ((FINE, FINE.cfloat()), {}, TypeError, "b must be .* got a tensor of torch.complex64"),
         ((FINE, [1.0]), {}, TypeError, "b must be a tensor .* got list"),
+        ((FINE, FINE.to_sparse()), {}, TypeError, "b must be a dense tensor; got a torch.sparse_coo one"),
+        ((FINE, FINE), {"reverse": "no"}, TypeError, "reverse must be a bool; got str"),
         ((FINE, FINE.to("meta")), {}, ValueError, "b must be on the device of a, cpu; got meta"),
         ((FINE, FINE, FINE[0]), {}, ValueError, r"h0 must have shape \(1, 3\); got \(6, 3\)"),
         ((FINE, FINE), {"backend": "gpu"}, ValueError, "backend must be one of .*'auto'.* got 'gpu'"),
@@ -330,3 +406,17 @@ def test_boundaries_changed_in_place_are_checked_again():
     bounds[1] = 7
     with pytest.raises(ValueError, match="cu_seqlens must rise"):
         ostinato.linear_scan(FINE, FINE, cu_seqlens=bounds)
+    bounds[1] = 3
+    a = FINE.clone().requires_grad_()
+    h, _ = ostinato.linear_scan(a, FINE, cu_seqlens=bounds)
+    bounds.numpy()[1] = 1 << 30  # no version counts this
+    for run in (lambda: ostinato.linear_scan(FINE, FINE, cu_seqlens=bounds), h.sum().backward):
+        with pytest.raises(ValueError, match="cu_seqlens must rise"):
+            run()
+
+
+@torch.inference_mode()
+def test_boundaries_made_in_inference_mode():
+    bounds = torch.tensor([0, 2, 6], dtype=torch.int32)
+    h, _ = ostinato.linear_scan(FINE, FINE, cu_seqlens=bounds)
+    assert torch.equal(h[:, 2:], ostinato.linear_scan(FINE[:, 2:], FINE[:, 2:])[0])

@@ -44,6 +44,9 @@ def test_vocabulary_round_trip():
     tokens = vocabulary.encode(text)
     assert tokens.dtype == torch.int32
     assert vocabulary.decode(tokens.tolist()) == text
+    for token in (-1, len(vocabulary)):
+        with pytest.raises(ValueError, match=f"tokens must be from 0 to .*; got {token}"):
+            vocabulary.decode([token])
     assert len(vocabulary) == len(set(text))
     assert tokens.max() == len(vocabulary) - 1
     assert vocabulary.encode("").shape == (0,)

@@ -133,12 +133,25 @@ def test_resumed_equals_uninterrupted(cell, evaluated):
         ({"learning_rate": 0.0}, "learning_rate must be above 0 and finite; got 0.0"),
         ({"weight_decay": math.inf}, "weight_decay must be at least 0 and finite; got inf"),
         ({"held_out": 1.0}, "held_out must be between 0 and 1; got 1.0"),
+        ({"held_out_limit": 1}, "held_out_limit must be at least 2; got 1"),
+        ({"seed": 1 << 63}, r"seed must be below 2\*\*63; got 9223372036854775808"),
         ({"seconds": 0.0}, "seconds must be above 0 and finite; got 0.0"),
     ],
 )
 def test_bad_settings(settings, message):
     with pytest.raises(ValueError, match=message):
         TrainingSettings(**settings)
+
+
+@pytest.mark.parametrize("settings", [{"steps": 1.5}, {"steps": math.nan}, {"seed": "1"}, {"batch_size": True}])
+def test_settings_that_are_no_integers(settings):
+    with pytest.raises(TypeError, match=f"{next(iter(settings))} must be an integer; got"):
+        TrainingSettings(**settings)
+
+
+def test_one_token_has_no_loss():
+    with pytest.raises(ValueError, match="tokens must be at least two; got 1"):
+        held_out(LanguageModel(5, width=8, num_layers=1), torch.tensor([1]))
 
 
 def test_text_too_short():

@@ -57,7 +57,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
         settings, training = json.loads(metadata["model"]), json.loads(metadata["training"])
         vocabulary = Vocabulary(json.loads(metadata["vocabulary"]))
         model = LanguageModel(**settings)
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: expected a checkpoint's settings and vocabulary; {error}") from None
     weights, training_tensors = _with_prefix(tensors, "model."), _with_prefix(tensors, "training.")
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}

@@ -96,6 +96,8 @@ class _MinimalLayers(nn.Module):
     def _forward_packed(self, packed: PackedSequence, hx: Tensor | None) -> tuple[PackedSequence, Tensor]:
         data, batch_sizes, sorted_indices, unsorted_indices = packed
         _check_input(self, data, (2,), "(total steps, input_size) in a PackedSequence")
+        if not torch.compiler.is_compiling():
+            _check_batch_sizes(batch_sizes, data.shape[0])
         batch = int(batch_sizes[0])
         self._check_state(hx, (batch,))
         if hx is None:
@@ -366,6 +368,14 @@ def _check_input(module: _MinimalLayers | _MinimalCell, x: Tensor, ranks: tuple[
     if x.shape[-1] != module.input_size:
         raise ValueError(f"input must have input_size = {module.input_size} features last; got shape {tuple(x.shape)}")
     _check_like_weight("input", x, module.weight_ih_l0 if isinstance(module, _MinimalLayers) else module.weight_ih)
+
+
+def _check_batch_sizes(batch_sizes: Tensor, rows: int) -> None:
+    """Raise ValueError unless they are what ``PackedSequence`` promises: kernels find their rows by them."""
+    sizes = batch_sizes.tolist()
+    if not sizes or sizes[-1] < 1 or sizes != sorted(sizes, reverse=True) or sum(sizes) != rows:
+        shown = str(sizes if len(sizes) <= 8 else [*sizes[:4], "...", *sizes[-3:]])
+        raise ValueError(f"input.batch_sizes must be positive, never rise, and add up to its {rows} rows; got {shown}")
 
 
 def _check_like_weight(name: str, x: Tensor, weight: Tensor) -> None:

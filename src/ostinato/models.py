@@ -1,5 +1,6 @@
 """A language model of recurrent layers: every cell behind one interface, so that they can be compared."""
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -116,6 +117,9 @@ class LanguageModel(nn.Module):
         dropout: float = 0.3,
     ) -> None:
         super().__init__()
+        for name, ratio in (("expansion", expansion), ("mlp_ratio", mlp_ratio)):
+            if not 0 < ratio < math.inf:
+                raise ValueError(f"{name} must be above 0 and finite; got {ratio}")
         hidden_size = round(expansion * width)
         sizes = {"vocab_size": vocab_size, "width": width, "num_layers": num_layers}
         sizes |= {"hidden_size, expansion * width,": hidden_size, "mlp_ratio * width": round(mlp_ratio * width)}

@@ -29,7 +29,7 @@ def linear_scan(
     Args:
         a: coefficients, (B, T, D), any strides, float16, bfloat16, float32 or float64.
         b: offsets, of the same shape; where dtypes differ, both are promoted.
-        h0: initial state, (B, D), or (N, D) with ``cu_seqlens``; zero if absent.
+        h0: initial state, (B, D), or (N, D) with ``cu_seqlens``; zero if absent.  Taken in the dtype of a and b.
         reverse: run from the last step to the first, ``h[t] = a[t] * h[t+1] + b[t]``.
         cu_seqlens: int32, (N+1,): N sequences laid end to end in a batch of one, sequence n being the steps
             ``cu_seqlens[n]`` to ``cu_seqlens[n+1]``; each starts from its own ``h0[n]``.  On a GPU its values
@@ -51,7 +51,7 @@ def linear_scan(
         >>> h.flatten().tolist()
         [1.0, 1.5, 1.75, 1.875]
     """
-    a, b, h0 = _checked(a, b, h0, ("a", "b", "h0"), cu_seqlens, backend)
+    a, b, h0 = _checked(a, b, h0, ("a", "b", "h0"), reverse, cu_seqlens, backend)
     return operators.linear_scan(a, b, h0, cu_seqlens, reverse, backend)
 
 
@@ -70,7 +70,8 @@ def log_linear_scan(
 
     For states that leave the range of their dtype; :func:`linear_scan` is faster and at least as accurate
     where they do not.  Unlike the ``cumsum`` and ``logcumsumexp`` form of Feng et al. 2024 (appendix B), whose
-    float32 error grows with T, it combines neighbouring steps and stays accurate at any length.
+    float32 error grows with T, it combines neighbouring steps and stays accurate at any length.  float16 and bfloat16
+    are computed, and kept for the gradient, in float32.
 
     Args:
         log_a: logarithms of the coefficients, (B, T, D).
@@ -91,8 +92,12 @@ def log_linear_scan(
         >>> ostinato.log_linear_scan(log_a, log_b)[1].item()  # e^200 + e^100 + 1
         200.0
     """
-    log_a, log_b, log_h0 = _checked(log_a, log_b, log_h0, ("log_a", "log_b", "log_h0"), cu_seqlens, backend)
-    return operators.log_linear_scan(log_a, log_b, log_h0, cu_seqlens, reverse, backend)
+    log_a, log_b, log_h0 = _checked(log_a, log_b, log_h0, ("log_a", "log_b", "log_h0"), reverse, cu_seqlens, backend)
+    dtype = log_b.dtype
+    if dtype.itemsize == 2:  # the gradient is made of differences of states, which rounded to 16 bits mean nothing
+        log_a, log_b, log_h0 = log_a.float(), log_b.float(), None if log_h0 is None else log_h0.float()
+    log_h, log_h_last = operators.log_linear_scan(log_a, log_b, log_h0, cu_seqlens, reverse, backend)
+    return log_h.to(dtype), log_h_last.to(dtype)
 
 
 def _checked(
@@ -100,6 +105,7 @@ def _checked(
     b: Tensor,
     h0: Tensor | None,
     names: tuple[str, str, str],
+    reverse: bool,
     cu_seqlens: Tensor | None,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -125,15 +131,20 @@ def _checked(
     for name, x in zip((*names[1:], "cu_seqlens"), (b, h0, cu_seqlens), strict=True):
         if x is not None and x.device != a.device:
             raise ValueError(f"{name} must be on the device of {names[0]}, {a.device}; got {x.device}")
+    if not isinstance(reverse, bool):
+        raise TypeError(f"reverse must be a bool; got {describe(reverse)}")
     check_choice("backend", backend, BACKENDS)
     dtype = torch.promote_types(a.dtype, b.dtype)
     return a.to(dtype), b.to(dtype), None if h0 is None else h0.to(dtype)
 
 
 def check_floating(name: str, x: object) -> None:
-    """Raise TypeError unless `x` is a real floating-point tensor."""
+    """Raise TypeError unless `x` is a dense, real floating-point tensor."""
     if not isinstance(x, Tensor) or x.dtype not in FLOAT_DTYPES:
         raise TypeError(f"{name} must be a tensor of a real floating dtype; got {describe(x)}")
+    if x.layout != torch.strided or x.is_nested:
+        kind = "nested" if x.is_nested else str(x.layout)
+        raise TypeError(f"{name} must be a dense tensor; got a {kind} one")
 
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

@@ -105,6 +105,10 @@ class Vocabulary:
         return torch.from_numpy(tokens.astype(np.int32))
 
     def decode(self, tokens: list[int]) -> str:
+        """The characters of ``tokens``.  Raises ValueError for one outside the vocabulary."""
+        for token in tokens:
+            if not 0 <= token < len(self):
+                raise ValueError(f"tokens must be from 0 to {len(self) - 1}; got {token}")
         return "".join(self.characters[token] for token in tokens)
 
 

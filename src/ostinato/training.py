@@ -21,7 +21,8 @@ class TrainingSettings:
 
     ``seconds`` limits the time in place of ``steps``, and the cosine follows the time.  ``held_out`` is the
     share of the text, at its end, that is never trained on; the held-out loss is taken over its first
-    ``held_out_limit`` tokens.  Raises ValueError for a value outside its range.
+    ``held_out_limit`` tokens.  Raises ValueError for a value outside its range, TypeError for a count or seed that is
+    no integer.
     """
 
     steps: int = 3000
@@ -40,9 +41,15 @@ class TrainingSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "chunk_length", "held_out_limit", "evaluate_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}")
+        least = {"steps": 1, "batch_size": 1, "chunk_length": 1, "held_out_limit": 2, "evaluate_every": 1, "seed": 0}
+        for name, lowest in least.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name} must be an integer; got {value!r}")
+            if value < lowest:
+                raise ValueError(f"{name} must be at least {lowest}; got {value}")
+            if value >= 1 << 63:
+                raise ValueError(f"{name} must be below 2**63; got {value}")
         for name in ("learning_rate", "clip_norm"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be above 0 and finite; got {getattr(self, name)}")
@@ -199,17 +206,38 @@ class Trainer:
         }, tensors
 
     def restore(self, state: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        """Continue from what :meth:`state` gave: on the same kind of device, as if never interrupted."""
-        self.step, self.seconds = state["step"], state["seconds"]
-        self.curve = [Point(**point) for point in state["curve"]]
+        """Continue from what :meth:`state` gave: on the same kind of device, as if never interrupted.
+
+        Raises ValueError if something is missing or is not of this trainer's model.
+        """
+        try:
+            self.step, self.seconds = int(state["step"]), float(state["seconds"])
+            self.curve = [Point(**point) for point in state["curve"]]
+            same_device = state["device"] == self.device.type
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"expected the state of a training; {type(error).__name__}: {error}") from None
+        shapes = {"loss_sum": torch.Size()}
+        if self.step:
+            parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+            for number, parameter in enumerate(parameters):
+                names = (f"optimizer.{number}.{name}" for name in ("step", "exp_avg", "exp_avg_sq"))
+                shapes |= zip(names, (torch.Size(), parameter.shape, parameter.shape), strict=True)
+        if same_device:
+            shapes |= {"windows": self.generator.get_state().shape, "dropout": self._dropout_state().shape}
+        for name, shape in shapes.items():
+            if name not in tensors or tensors[name].shape != shape:
+                found = tuple(tensors[name].shape) if name in tensors else "absent"
+                raise ValueError(
+                    f"expected the state of a training of this model; {name} should be {tuple(shape)} and is {found}"
+                )
         self._loss_sum = tensors["loss_sum"].to(self.device)
         optimizer = self.optimizer.state_dict()
-        for name, tensor in tensors.items():
+        for name in shapes:
             if name.startswith("optimizer."):
-                _, number, key = name.split(".")
-                optimizer["state"].setdefault(int(number), {})[key] = tensor
+                _, place, key = name.split(".")
+                optimizer["state"].setdefault(int(place), {})[key] = tensors[name]
         self.optimizer.load_state_dict(optimizer)
-        if state["device"] == self.device.type:
+        if same_device:
             self.generator.set_state(tensors["windows"])
             self._set_dropout_state(tensors["dropout"])
         else:
@@ -249,8 +277,11 @@ class Trainer:
 def held_out(model: LanguageModel, tokens: Tensor, tokens_at_once: int = 1 << 14) -> float:
     """Mean loss of ``model`` over a text, ``tokens`` (N,), in nats per token, dropout off.
 
-    The text is read as 16 streams from end to end, the state carried, as it would be in use.
+    The text is read as 16 streams from end to end, the state carried, as it would be in use.  Raises ValueError if
+    there are fewer than two tokens.
     """
+    if len(tokens) < 2:
+        raise ValueError(f"tokens must be at least two; got {len(tokens)}")
     rows = min(16, max(len(tokens) // 256, 1))
     inputs, targets = streams(tokens, rows)
     steps = max(tokens_at_once // rows, 1)

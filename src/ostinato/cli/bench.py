@@ -101,6 +101,8 @@ def profile(
     if block not in blocks:
         raise ValueError(f"block must be one of {', '.join(blocks)}; got {block!r}")
     where, console = _device(device), _console()
+    path = report.path_for(json, f"profile-{cell}", where)
+    _check_files(path, trace)
     work = profile.workload(
         cell,
         batch=batch,
@@ -119,7 +121,7 @@ def profile(
     except Unavailable as error:
         raise ValueError(f"{contestant}: {error}") from None
     console.print(profile.table(content))
-    if (path := report.path_for(json, f"profile-{cell}", where)) is not None:
+    if path is not None:
         report.write_json(path, content)
     console.print(f"wrote {', '.join(map(str, filter(None, (trace, path))))}", soft_wrap=True)
 
@@ -159,6 +161,7 @@ def _measure(kind: str, device_name: str, quick: bool, only: str, path: Path | N
     works = workloads(kind, device, quick, only)
     content = _content(console, kind, device, quick) | {"only": only, "results": []}
     path = report.path_for(path, kind, device)
+    _check_files(path)
     wrong: list[str] = []
     for number, work in enumerate(works):
         try:
@@ -184,6 +187,15 @@ def _measure(kind: str, device_name: str, quick: bool, only: str, path: Path | N
     if path is not None:
         console.print(f"wrote {path}")
     _fail_if(wrong)
+
+
+def _check_files(*paths: Path | None) -> None:
+    """Before anything is measured, which may take long, that it can be written."""
+    from ostinato.files import check_file
+
+    for path in paths:
+        if path is not None:
+            check_file(path)
 
 
 def _fail_if(wrong: list[str]) -> None:

@@ -119,8 +119,10 @@ def train(
     if output is None:
         output = resume.parent if resume else Path("runs") / f"{cell}-{text.stem if text else 'standard-library'}"
     last, best = output / "last.safetensors", output / "best.safetensors"
-    if resume is None and last.exists() and not overwrite:
-        raise ValueError(f"{last} is there already: expected --resume {last}, another --output, or --overwrite")
+    goes_on = resume is not None and last.exists() and last.samefile(resume)
+    there = next((path for path in (last, best) if path.exists()), None)
+    if there and not goes_on and not overwrite:
+        raise ValueError(f"{there} is there already: expected --resume {last}, another --output, or --overwrite")
     check_folder(output)
     if curve:
         check_file(curve)
@@ -141,6 +143,8 @@ def train(
                 f"Interrupted at step {trainer.step}. To go on:  ostinato train --resume {last}", soft_wrap=True
             )
             raise typer.Exit(130)
+    if not best.exists() and resume:  # the lowest loss was that of the run it went on from
+        best = resume.with_name(best.name)
     lowest = min(trainer.curve, key=lambda point: point.held_out_loss)
     console.print(
         f"Lowest held-out loss: {lowest.held_out_loss:.4f} nats, {bits(lowest.held_out_loss):.4f} bits per character, "
@@ -226,19 +230,24 @@ def _resume(context: typer.Context, path: Path, text: Path | None, machine: dict
     saved = checkpoint.training
     if not checkpoint.training_tensors:
         raise ValueError(f"{path}: expected a checkpoint to go on from, as last.safetensors is; it holds weights only")
-    settings = saved["trainer"]["settings"]
+    try:
+        settings, steps, digest = saved["trainer"]["settings"], saved["trainer"]["step"], saved["digest"]
+        source = saved["text"]
+        TrainingSettings(**settings)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path}: expected the state of a training; {type(error).__name__}: {error}") from None
     given = {name for name in context.params if _is_given(context, name)}
     for name, value in {**checkpoint.model.settings, **settings}.items():
         if name in given - {"steps"} and context.params[name] != value:
             raise ValueError(f"{name} of {path} is {value}; got {context.params[name]}, and only steps can change")
     if "steps" in given:
         settings["steps"] = context.params["steps"]
-    if saved["trainer"]["step"] >= settings["steps"]:
+    if steps >= settings["steps"]:
         raise ValueError(f"{path}: all its {settings['steps']} steps are done; expected a larger --steps to go on")
-    if text is None and saved["text"]:
-        text = Path(saved["text"])
+    if text is None and source:
+        text = Path(source)
     corpus = _read(text)
-    if _digest(corpus) != saved["digest"]:
+    if _digest(corpus) != digest:
         raise ValueError(f"{corpus.source}: expected the text that {path} was trained on; it differs")
     tokens = checkpoint.vocabulary.encode(corpus.text)
     trainer = Trainer(checkpoint.model, tokens, TrainingSettings(**settings), **machine)

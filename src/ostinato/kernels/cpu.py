@@ -109,7 +109,7 @@ def minimal_backward(
     batch, hidden = _layer_sizes(pre, offsets, cell, batch_first, directions)
     state = _state(grad_h_last, (directions, batch, hidden), dtype)
     grad_pre = _empty(pre.shape, dtype)
-    sums = torch.zeros(_layer_groups(batch), pre.shape[-1], dtype=dtype)
+    sums = pre.new_zeros(_layer_groups(batch), pre.shape[-1], dtype=dtype)
     totals = torch.zeros_like(sums, dtype=torch.float64)
     _run_layer(
         cpu_loops.layer_backward(NUMPY_DTYPES[dtype], cell, candidate),
@@ -119,9 +119,9 @@ def minimal_backward(
         batch_first,
         state,
         h=h.to(dtype).contiguous(),
-        h0=torch.zeros(hidden, dtype=dtype) if h0 is None else h0.to(dtype).contiguous(),
+        h0=pre.new_zeros(hidden, dtype=dtype) if h0 is None else h0.to(dtype).contiguous(),
         h0_b=0 if h0 is None else hidden,
-        grad_h=torch.zeros(directions * hidden, dtype=dtype) if grad_h is None else grad_h.to(dtype).contiguous(),
+        grad_h=pre.new_zeros(directions * hidden, dtype=dtype) if grad_h is None else grad_h.to(dtype).contiguous(),
         grad_row=0 if grad_h is None else directions * hidden,
         grad_pre=grad_pre,
         sums=sums,
@@ -174,13 +174,13 @@ def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
 def _state(initial: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, absent: float = 0.0) -> Tensor:
     """What a loop's state starts from, in memory of its own."""
     if initial is None:
-        return torch.full(shape, absent, dtype=dtype)
+        return torch.full(shape, absent, dtype=dtype, device="cpu")
     return initial.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 def _constant(value: float, shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """A tensor that is the same everywhere, of which only one row exists."""
-    return torch.full(shape[-1:], value, dtype=dtype).expand(shape)
+    return torch.full(shape[-1:], value, dtype=dtype, device="cpu").expand(shape)
 
 
 def _empty(shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -193,7 +193,7 @@ def _empty(shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Tensor:
     count = math.prod(shape)
     size = count * dtype.itemsize
     if size < LARGE or sys.platform != "linux":
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     block = _take_block(size)
     if block is None:
         block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -233,7 +233,7 @@ def _scan(
     log: bool, a: Tensor, b: Tensor, h0: Tensor | None, reverse: bool, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     dtype = _compute_dtype(b)
-    state = _state(h0, _state_shape(b, cu_seqlens), dtype if log else torch.float64, -math.inf if log else 0.0)
+    state = _state(h0, _state_shape(b, cu_seqlens), torch.float64, -math.inf if log else 0.0)
     out = _empty(b.shape, dtype)
     loop = cpu_loops.scan(NUMPY_DTYPES[dtype], log)
     _run_scan(loop, reverse, cu_seqlens, state, a=_rows(a, dtype), b=_rows(b, dtype), out=out)
@@ -253,7 +253,7 @@ def _scan_backward(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     dtype = _compute_dtype(a)
     state_shape = _state_shape(a, cu_seqlens)
-    state = _state(grad_h_last, state_shape, dtype if log else torch.float64)
+    state = _state(grad_h_last, state_shape, torch.float64)
     grad_a, grad_b = _empty(a.shape, dtype), _empty(a.shape, dtype)
     _run_scan(
         cpu_loops.scan_backward(NUMPY_DTYPES[dtype], log),

@@ -291,10 +291,11 @@ def _log1p_of(x):
 
 
 @_inline
-def _logaddexp(x, y):
+def _logaddexp(x, y, like):
+    """``log(exp(x) + exp(y))``; what it adds to the larger, at most log 2, is computed in the type of `like`."""
     high = x if x > y else y
     gap = _as(0.0, x) if x == y else -abs(x - y)  # two equal infinities have no difference
-    return high + _log1p(_exp(gap))
+    return high + _as(_log1p(_exp(_as(gap, like))), x)
 
 
 @_inline
@@ -359,7 +360,8 @@ def _min_lstm_gates(f, i):
 def _scan_step(log, j, arrays):
     a, at_a, b, at_b, state, at, out, at_out = arrays
     a_j, b_j, h_j = _load(a, at_a + j, "a"), _load(b, at_b + j, "b"), _load(state, at + j, "state")
-    h_j = _logaddexp(a_j + h_j, b_j) if log else _multiply_add(_as(a_j, h_j), h_j, _as(b_j, h_j))
+    wide_a, wide_b = _as(a_j, h_j), _as(b_j, h_j)
+    h_j = _logaddexp(wide_a + h_j, wide_b, a_j) if log else _multiply_add(wide_a, h_j, wide_b)
     _store(state, at + j, h_j, "state")
     _store(out, at_out + j, _as(h_j, a_j), "out")
 
@@ -377,7 +379,7 @@ def scan(dtype: type, log: bool) -> Any:
         b, b_n, b_t = _pointer(work.b, dtype), work.b_n, work.b_t
         out, out_n, out_t = _pointer(work.out, dtype), work.out_n, work.out_t
         row = _pointer(work.out_row, dtype)
-        state = _pointer(work.state, dtype if log else np.float64)
+        state = _pointer(work.state, np.float64)
         parts, sequences, channels = work.parts, work.sequences, work.channels
         piece = _take_piece(address)
         while piece < work.pieces:
@@ -412,12 +414,12 @@ def _scan_backward_step(log, j, inputs, outputs):
     carried = _load(state, at + j, "state")
     total = _as(_load(grad_h, at_grad + j, "grad_h"), carried) + carried
     if log:
-        b_j, h_j, zero = _load(b, at_b + j, "b"), _load(h, at_h + j, "h"), _as(0.0, total)
+        b_j, h_j, zero = _load(b, at_b + j, "b"), _load(h, at_h + j, "h"), _as(0.0, a_j)
         nothing = h_j == -math.inf  # a state of exactly zero passes no gradient back: 0/0 is taken as 0
-        carried = total * (zero if nothing else _exp(a_j + before_j - h_j))
-        added = total * (zero if nothing else _exp(b_j - h_j))
-        _store(grad_a, at_out + j, carried, "grad_a")
-        _store(grad_b, at_out + j, added, "grad_b")
+        carried = total * _as(zero if nothing else _exp(a_j + before_j - h_j), total)
+        added = total * _as(zero if nothing else _exp(b_j - h_j), total)
+        _store(grad_a, at_out + j, _as(carried, a_j), "grad_a")
+        _store(grad_b, at_out + j, _as(added, a_j), "grad_b")
         _store(state, at + j, carried, "state")
     else:
         _store(grad_a, at_out + j, _as(total, a_j) * before_j, "grad_a")
@@ -438,7 +440,7 @@ def scan_backward(dtype: type, log: bool) -> Any:
         b, b_n, b_t = _pointer(work.b, dtype), work.b_n, work.b_t
         h, h_n, h_t = _pointer(work.h, dtype), work.h_n, work.h_t
         h0, h0_n = _pointer(work.h0, dtype), work.h0_n
-        state = _pointer(work.state, dtype if log else np.float64)
+        state = _pointer(work.state, np.float64)
         grad_h, grad_n, grad_t = _pointer(work.grad_h, dtype), work.grad_h_n, work.grad_h_t
         grad_a, grad_b = _pointer(work.grad_a, dtype), _pointer(work.grad_b, dtype)
         out_n, out_t = work.grad_a_n, work.grad_a_t  # grad_b's too

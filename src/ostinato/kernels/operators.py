@@ -31,12 +31,7 @@ def _operator(name: str, forward: Callable, fake: Callable, setup_context: Calla
         setup_context(ctx, args, output)
         return output
 
-    def first_only(ctx: Any, *grads: Any) -> Any:
-        if torch.is_grad_enabled():
-            raise NotImplementedError(f"{name} has no second derivative: take gradients without create_graph=True")
-        return backward(ctx, *grads)
-
-    members = {"forward": run_and_keep, "backward": first_only}
+    members = {"forward": run_and_keep, "backward": backward}
     function: Any = type(name, (torch.autograd.Function,), {k: staticmethod(v) for k, v in members.items()})
 
     def call(*args: Any) -> Any:
@@ -45,9 +40,7 @@ def _operator(name: str, forward: Callable, fake: Callable, setup_context: Calla
             raise NotImplementedError(f"{name} has no forward-mode derivative: take gradients by backward()")
         if not _is_eager(tensors):
             return registered(*args)
-        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-            return function.apply(*args)
-        return forward(*args)
+        return function.apply(*args) if _is_differentiated(tensors) else forward(*args)
 
     return call
 
@@ -57,20 +50,32 @@ def _gradient(name: str, implementation: Callable, fake: Callable) -> Callable:
     registered = torch.library.custom_op(f"ostinato::{name}", implementation, mutates_args=())
     registered.register_fake(fake)
 
+    def refuse(ctx: Any, *grads: Any) -> None:
+        raise NotImplementedError(f"{name} has no derivative: gradients of gradients through a scan cannot be taken")
+
+    registered.register_autograd(refuse)
+
     def call(*args: Any) -> Any:
-        return (implementation if _is_eager([x for x in args if isinstance(x, Tensor)]) else registered)(*args)
+        tensors = [x for x in args if isinstance(x, Tensor)]
+        return (implementation if _is_eager(tensors) and not _is_differentiated(tensors) else registered)(*args)
 
     return call
 
 
+def _is_differentiated(tensors: list[Tensor]) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+
+
 def _is_eager(tensors: list[Tensor]) -> bool:
-    """Whether nobody is watching: no compiler, no dispatch mode, no function transform, no tangent, no subclass."""
+    """Whether nobody is watching: no compiler, no tracer, no dispatch mode, no function transform, no tangent, no
+    subclass; and whether the tensors' memory holds what they stand for: no negation is left to do."""
     return (
         not torch.compiler.is_compiling()
+        and not torch._C._is_tracing()
         and not is_in_torch_dispatch_mode()
         and torch._C._functorch.peek_interpreter_stack() is None
         and forward_ad._current_level < 0
-        and all(type(x) in (Tensor, torch.nn.Parameter) for x in tensors)
+        and all(type(x) in (Tensor, torch.nn.Parameter) and not x.is_neg() for x in tensors)
     )
 
 
@@ -97,19 +102,21 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def _check_cu_seqlens(cu_seqlens: Tensor | None, length: int) -> None:
     """Raise ValueError unless the boundaries rise from 0 to `length`.
 
-    Reading them waits for the GPU, so a tensor is read once for each version of its contents, and not at
-    all while a CUDA graph is being captured.
+    Reading them waits for the GPU, so a tensor there is read once for each version of its contents, if these are
+    counted, and not at all while a CUDA graph is being captured.
     """
     if cu_seqlens is None or (cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing()):
         return
-    seen = (cu_seqlens._version, length)
-    if _checked_cu_seqlens.get(cu_seqlens) == seen:
+    counted = cu_seqlens.is_cuda and not cu_seqlens.is_inference()
+    seen = (cu_seqlens._version, length) if counted else None
+    if counted and _checked_cu_seqlens.get(cu_seqlens) == seen:
         return
     bounds = cu_seqlens.tolist()
     if bounds[0] != 0 or bounds[-1] != length or bounds != sorted(bounds):
         shown = str(bounds if len(bounds) <= 8 else [*bounds[:4], "...", *bounds[-3:]])
         raise ValueError(f"cu_seqlens must rise from 0 to the number of time steps, {length}; got {shown}")
-    _checked_cu_seqlens[cu_seqlens] = seen
+    if counted:
+        _checked_cu_seqlens[cu_seqlens] = seen
 
 
 def _or_empty(grad: Tensor | None, like: Tensor) -> Tensor:
@@ -166,6 +173,7 @@ def _linear_scan_backward_impl(
     reverse: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    _check_cu_seqlens(cu_seqlens, h.shape[1])
     if h.numel() == 0:
         return h.new_empty(h.shape), h.new_empty(h.shape), _initial(h, grad_h_last, cu_seqlens, 0.0)
     grads = choose_backend(backend, h.device.type).linear_scan_backward(
@@ -221,6 +229,7 @@ def _log_linear_scan_backward_impl(
     reverse: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    _check_cu_seqlens(cu_seqlens, log_h.shape[1])
     if log_h.numel() == 0:
         return log_h.new_empty(log_h.shape), log_h.new_empty(log_h.shape), _initial(log_h, grad_h_last, cu_seqlens, 0.0)
     kernels = choose_backend(backend, log_h.device.type)
