@@ -10,12 +10,14 @@ figure belongs in those files; tests/test_docs.py holds them to that.
 import functools
 import io
 import json
-import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from ostinato.bench.report import figures, sweep_markdown
+from ostinato.files import replacing
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"(?s)(<!-- figures: ([a-z0-9-]+) -->\n)(.*?)(<!-- /figures -->)")
@@ -44,12 +46,6 @@ def source(name: str) -> str:
     )
 
 
-def three_figures(value: float) -> str:
-    if value >= 1000:
-        return f"{value:,.0f}"
-    return f"{value:.{max(0, 2 - math.floor(math.log10(value)))}f}"
-
-
 def markdown(head: list[str], rows: list[list[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
@@ -59,7 +55,7 @@ def markdown(head: list[str], rows: list[list[str]]) -> str:
 
 
 def milliseconds(row: Record) -> str:
-    return three_figures(1e3 * row["seconds"])
+    return figures(1e3 * row["seconds"])
 
 
 def share(row: Record) -> str:
@@ -155,7 +151,7 @@ def recurrences(name: str, only: Callable[[Record], bool], peers: Mapping[str, s
 
 
 def microseconds(row: Record) -> str:
-    return three_figures(row["microseconds_a_step"])
+    return figures(row["microseconds_a_step"])
 
 
 def capacities(name: str) -> str:
@@ -185,8 +181,6 @@ def bounds(*names: str) -> str:
 
 
 def sweep(name: str) -> str:
-    from ostinato.bench.report import sweep_markdown
-
     content = load(name)
     _, _, table = sweep_markdown(content).partition("\n\n")
     note = f"{content['note']} " if content["note"] else ""
@@ -426,7 +420,8 @@ def main() -> int:
     for path, text in stale:
         print(f"{'out of date' if check else 'wrote'}: {path.relative_to(ROOT)}")
         if not check:
-            path.write_text(text)
+            with replacing(path) as temporary:
+                temporary.write_text(text)
     return int(check and bool(stale))
 
 

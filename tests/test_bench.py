@@ -396,7 +396,7 @@ def test_the_products_of_a_training_step_are_three():
     [
         (["rwkv"], "cell must be one of mingru, minlstm, rnn, gru, lstm; got 'rwkv'"),
         (["gru", "--backward"], "backward is profiled of mingru and minlstm only"),
-        (["gru", "--block", "2x2"], "block must be one of 1x1, 8x4, 16x1; got '2x2'"),
+        (["gru", "--block", "2x2"], "block must be one of 16x1, 8x4, 1x1; got '2x2'"),
         (["mingru", "--hidden-size", "0"], "input_size must be at least 1; got 0"),
         (["mingru", "--dtype", "int8"], "dtype must be one of float32, float16, bfloat16; got 'int8'"),
         (["mingru", "--contestant", "x"], "contestant must be one of Ostinato, minGRU-pytorch, torch.nn.GRU"),

@@ -1,5 +1,6 @@
 """The Numba loops against the float64 reference and its autograd gradients."""
 
+import contextlib
 import math
 import os
 import subprocess
@@ -211,6 +212,19 @@ def test_float32_error_does_not_grow_with_time():
     expected, _ = reference.linear_scan(a.double(), b.double(), torch.zeros(1, 12, dtype=torch.float64))
     error = (h - expected).abs().amax((0, 1)) / expected.abs().amax((0, 1))
     assert error.max() < 1e-6
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(300, 10), (10, 300)])
+def test_products_too_large_to_be_a_convolution_are_none(inputs, outputs, monkeypatch):
+    called = []
+    monkeypatch.setattr(cpu, "_is_amd", lambda: True)
+    monkeypatch.setattr(cpu.F, "linear", lambda *_: called.append("linear"))
+    monkeypatch.setattr(cpu.F, "conv2d", lambda *_: called.append("conv2d") or torch.zeros(0))
+    number = torch.zeros(1)
+    for rows in (2**31 // 300, 2**31 // 300 + 1):  # of one number in memory
+        with contextlib.suppress(RuntimeError):  # the stand-in's result has another shape
+            cpu.linear(number.expand(rows, inputs), number.expand(outputs, inputs))
+    assert called == ["conv2d", "linear"]
 
 
 def packed_layout(lengths):

@@ -53,9 +53,16 @@ def test_kernels_compile_without_a_gpu(element, architecture):
         assert nvrtc.compile_cubin(code, architecture, dict(definitions))[:4] == b"\x7fELF"
 
 
+def test_more_steps_than_the_kernel_counts_are_refused():
+    strides = ((1, 1, 0),) * 2
+    problem = cuda._Problem("LinearScan", torch.float32, 0, 1, 1 << 31, 1, strides, strides[:1])
+    with pytest.raises(ValueError, match="a GPU scans sequences of at most 2146435072 steps; got 2147483648"):
+        cuda._prepare(problem, torch.float32, 0)
+
+
 def test_compiler_errors_are_reported():
     pytest.importorskip("cuda.core")
-    with pytest.raises(Exception, match="undefined"):
+    with pytest.raises(RuntimeError, match="undefined"):
         nvrtc.compile_cubin('extern "C" __global__ void f() { undefined_name(); }', "sm_90", {})
 
 

@@ -193,6 +193,13 @@ def test_closed_and_open_gates_stay_finite(cell, backend):
         assert module.weight_ih_l0.grad.isfinite().all()
 
 
+def test_what_is_shown_of_a_module():
+    assert repr(ostinato.MinGRU(3, 5)) == "MinGRU(3, 5)"
+    shown = repr(ostinato.MinLSTM(3, 5, 2, bias=False, batch_first=True, candidate="tanh", backend="torch"))
+    assert shown == "MinLSTM(3, 5, num_layers=2, bias=False, batch_first=True, candidate='tanh', backend='torch')"
+    assert repr(ostinato.MinGRUCell(3, 5, candidate="tanh")) == "MinGRUCell(3, 5, bias=True, candidate='tanh')"
+
+
 def test_dropout_acts_between_layers_and_only_in_training():
     torch.manual_seed(0)
     module = ostinato.MinGRU(3, 64, 2, dropout=0.3)

@@ -7,6 +7,7 @@ import copy
 import io
 import itertools
 import multiprocessing
+import sys
 import threading
 import warnings
 
@@ -14,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd import forward_ad
-from torch.nn.utils.rnn import pack_padded_sequence
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 import ostinato
 from ostinato import recurrent
@@ -460,6 +461,41 @@ def test_projections_are_refused():
         ostinato.LSTM(5, 16, proj_size=8)
     with pytest.raises(ValueError, match="proj_size"):
         ostinato.GRU(5, 16, proj_size=8)
+
+
+def test_an_optimiser_steps_while_other_threads_pack():
+    stop, wrong = threading.Event(), []
+
+    def serve():
+        try:
+            while not stop.is_set():
+                layers = [ostinato.GRU(1, 1) for _ in range(20)]
+                for layer in layers:
+                    layer._pack(tensors_of(layer))
+        except RuntimeError as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=serve) for _ in range(2)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for _ in range(2000):
+            recurrent._forget([])
+    finally:
+        stop.set()
+        sys.setswitchinterval(interval)
+        for thread in threads:
+            thread.join()
+    assert not wrong
+
+
+@pytest.mark.parametrize("sizes", [[2, 3], [3, 1], [3, 2, 2], [2, 0, 3]])
+def test_a_packed_sequence_that_does_not_fit_its_rows(sizes):
+    packed = PackedSequence(torch.randn(5, 7), torch.tensor(sizes))
+    with torch.no_grad(), pytest.raises(ValueError, match=r"input\.batch_sizes must be positive, never rise"):
+        pruned("GRU", 7, 32)(packed)
 
 
 def test_packed_weights_go_with_their_module():

@@ -134,6 +134,8 @@ class Packed:
             mask, kernels = self._masks[index] if self._masks else None, _kernels_on(weight.device)
             if weight.is_cuda:
                 layer = kernels.PersistentLayer(self.cell, weight, inner, mask, self._block, plan)
+                if not torch.cuda.is_current_stream_capturing():  # the next to use it may do so on another stream
+                    torch.cuda.current_stream(weight.device).synchronize()
             else:
                 layer = kernels.SparseLayer(self.cell, weight, inner, mask, self._block)
             self._kernels[key] = layer

@@ -18,6 +18,14 @@ BLOCKS = ((16, 1), (8, 4), (1, 1))  # rows by columns of what is pruned as one
 _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of pruned parameters: their modules and names
 
 
+def block_named(name: str) -> tuple[int, int]:
+    """Such as (16, 1) of "16x1".  Raises ValueError for a block that is none of ``BLOCKS``."""
+    blocks = {f"{rows}x{columns}": (rows, columns) for rows, columns in BLOCKS}
+    if name not in blocks:
+        raise ValueError(f"block must be one of {', '.join(blocks)}; got {name!r}")
+    return blocks[name]
+
+
 def mask_name(name: str) -> str:
     """The buffer with the mask of the parameter called ``name``."""
     return name.replace("weight", "mask", 1)

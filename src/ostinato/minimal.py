@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 
 from ostinato.kernels import BACKENDS, GATES, operators
-from ostinato.scan import check_choice, check_floating
+from ostinato.scan import check_batch_sizes, check_choice, check_floating
 
 CANDIDATES = ("positive", "linear", "tanh")
 
@@ -97,7 +97,7 @@ class _MinimalLayers(nn.Module):
         data, batch_sizes, sorted_indices, unsorted_indices = packed
         _check_input(self, data, (2,), "(total steps, input_size) in a PackedSequence")
         if not torch.compiler.is_compiling():
-            _check_batch_sizes(batch_sizes, data.shape[0])
+            check_batch_sizes(batch_sizes, data.shape[0])
         batch = int(batch_sizes[0])
         self._check_state(hx, (batch,))
         if hx is None:
@@ -151,6 +151,7 @@ class _MinimalLayers(nn.Module):
             y, (B, hidden_size), the last layer's new state, and h, the new state of every layer.
 
         Raises:
+            TypeError: an input or state that is no tensor of the parameters' dtype.
             ValueError: shapes that do not fit, or a bidirectional module, which needs the whole sequence.
 
         Example:
@@ -368,14 +369,6 @@ def _check_input(module: _MinimalLayers | _MinimalCell, x: Tensor, ranks: tuple[
     if x.shape[-1] != module.input_size:
         raise ValueError(f"input must have input_size = {module.input_size} features last; got shape {tuple(x.shape)}")
     _check_like_weight("input", x, module.weight_ih_l0 if isinstance(module, _MinimalLayers) else module.weight_ih)
-
-
-def _check_batch_sizes(batch_sizes: Tensor, rows: int) -> None:
-    """Raise ValueError unless they are what ``PackedSequence`` promises: kernels find their rows by them."""
-    sizes = batch_sizes.tolist()
-    if not sizes or sizes[-1] < 1 or sizes != sorted(sizes, reverse=True) or sum(sizes) != rows:
-        shown = str(sizes if len(sizes) <= 8 else [*sizes[:4], "...", *sizes[-3:]])
-        raise ValueError(f"input.batch_sizes must be positive, never rise, and add up to its {rows} rows; got {shown}")
 
 
 def _check_like_weight(name: str, x: Tensor, weight: Tensor) -> None:

@@ -116,7 +116,10 @@ class _Cell:
         return self._run(self._steps, x, h)
 
     def process_sequence_parallel(self, x_seq: ArrayLike, h0: ArrayLike | None = None) -> Array:
-        """The same states as :meth:`process_sequence`, by one matrix product and one scan over all time steps."""
+        """The same states as :meth:`process_sequence`, by one matrix product and one scan over all time steps.
+
+        Arguments, result and errors are :meth:`process_sequence`'s.
+        """
         x, h = self._checked("x_seq", x_seq, "h0", h0, time_axes=1)
         return self._run(lambda x, h: self._layer(x, h)[0], x, h)
 
@@ -177,7 +180,8 @@ class _CellCUDA(_Cell):
     def _run(self, function: Callable[[Tensor, Tensor | None], Tensor], x: Array, h: Array | None) -> Array:
         with torch.cuda.stream(self._stream):
             states = function(self._to_device(x), None if h is None else self._to_device(h))
-            pinned = torch.empty(states.shape, dtype=states.dtype, pin_memory=True).copy_(states, non_blocking=True)
+            pinned = torch.empty(states.shape, dtype=states.dtype, device="cpu", pin_memory=True)
+            pinned.copy_(states, non_blocking=True)
         self._stream.synchronize()
         return pinned.numpy().copy()  # pinned memory is scarce: the caller gets ordinary memory
 

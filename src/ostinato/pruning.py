@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ostinato.masks import BLOCKS, cut, keep_pruned, mask_name, masked
 from ostinato.recurrent import GRU, LSTM, RNN
 
-GATES = {"RNN_TANH": ("h",), "RNN_RELU": ("h",), "GRU": ("r", "z", "n"), "LSTM": ("i", "f", "g", "o")}
+GATE_NAMES = {"RNN_TANH": ("h",), "RNN_RELU": ("h",), "GRU": ("r", "z", "n"), "LSTM": ("i", "f", "g", "o")}
 COUNTERPARTS: dict[type, type] = {nn.RNN: RNN, nn.GRU: GRU, nn.LSTM: LSTM}
 
 Density = float | Sequence[float] | Mapping[str, float]
@@ -110,7 +110,7 @@ def cubic_density(step: int, final: float, *, begin: int = 0, end: int, initial:
 
 def _densities(layer: nn.RNNBase, density: Density) -> list[float]:
     """One for each gate."""
-    gates = GATES[layer.mode]
+    gates = GATE_NAMES[layer.mode]
     if isinstance(density, Mapping):
         if set(density) != set(gates):
             raise ValueError(f"density must name the gates {', '.join(gates)}; got {', '.join(map(str, density))}")

@@ -1,6 +1,7 @@
 """RNN, GRU and LSTM: torch.nn's layers, dense or pruned, run by kernels of our own where no gradient is asked for."""
 
 import functools
+import threading
 import warnings
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -14,11 +15,13 @@ from ostinato.kernels import operators
 from ostinato.kernels.plan import Plan
 from ostinato.masks import mask_name, mask_of, masked
 from ostinato.optimizers import after_every_step
+from ostinato.scan import check_batch_sizes
 
 Hidden = Tensor | tuple[Tensor, Tensor]
 
 # Kernels cannot be copied or saved, so they are kept beside the modules and not in them.
 _packed: WeakKeyDictionary[nn.Module, Packed] = WeakKeyDictionary()
+_packing = threading.Lock()  # held while it changes or is gone through
 
 
 class _Recurrent(nn.RNNBase):
@@ -31,7 +34,7 @@ class _Recurrent(nn.RNNBase):
         packed = self._pack_for(input, hx)
         if packed is None:
             if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-                _packed.pop(self, None)  # whatever comes of the gradients may change the weights
+                _drop(self)  # whatever comes of the gradients may change the weights
             names = self._flat_weights_names
             is_pruned = any(mask_of(self, name) is not None for name in names)
             return self._forward_torch(input, hx, [masked(self, name) for name in names] if is_pruned else None)
@@ -55,6 +58,9 @@ class _Recurrent(nn.RNNBase):
             ``bytes_on_chip`` of recurrent weights, of ``bytes_available``; ``blocks`` of threads; and the
             ``reason``.  It holds for all layers and directions.
 
+        Raises:
+            ValueError: a batch below 1.
+
         Example:
             >>> import ostinato
             >>> ostinato.GRU(8, 16).plan(batch=1).reason  # on a CPU
@@ -70,7 +76,7 @@ class _Recurrent(nn.RNNBase):
         They notice every change that PyTorch counts: an optimiser's step, ``load_state_dict``, an edit in place.
         Call this after one that it does not: through ``.data`` or a NumPy array.
         """
-        _packed.pop(self, None)
+        _drop(self)
         super().flatten_parameters()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -84,7 +90,9 @@ class _Recurrent(nn.RNNBase):
         after_every_step(_forget)
         packed = _packed.get(self)
         if packed is None or not packed.is_current(tensors):
-            packed = _packed[self] = Packed(self, tensors)
+            packed = Packed(self, tensors)
+            with _packing:
+                _packed[self] = packed
         return packed
 
     def _pack_for(self, input: Tensor | PackedSequence, hx: Hidden | None) -> Packed | None:
@@ -92,7 +100,7 @@ class _Recurrent(nn.RNNBase):
         device = self.weight_hh_l0.device
         data = input.data if isinstance(input, PackedSequence) else input
         runs_here = device.type == "cuda" or (device.type == "cpu" and bool(self._buffers))
-        if not isinstance(data, Tensor) or not runs_here or torch.jit.is_tracing():
+        if not isinstance(data, Tensor) or not runs_here:
             return None
         states = _states(hx)
         own = tensors_of(self)
@@ -130,6 +138,7 @@ class _Recurrent(nn.RNNBase):
         states = _states(hx)
         if isinstance(input, PackedSequence):
             x, batch_sizes, order, places = input
+            check_batch_sizes(batch_sizes, len(x))
             segments, unbatched = _segments(batch_sizes), False
         else:
             unbatched, batch_sizes, order, places = input.dim() == 2, None, None, None
@@ -176,9 +185,16 @@ class _Recurrent(nn.RNNBase):
 def _forget(parameters: list[Tensor]) -> None:
     """What is packed of parameters that an optimiser has stepped: fused ones count no change of a tensor."""
     stepped = {id(parameter) for parameter in parameters}
-    for module in list(_packed):
+    with _packing:
+        modules = list(_packed)
+    for module in modules:
         if any(id(parameter) in stepped for parameter in module.parameters(recurse=False)):
-            _packed.pop(module, None)
+            _drop(module)
+
+
+def _drop(module: nn.Module) -> None:
+    with _packing:
+        _packed.pop(module, None)
 
 
 @functools.cache

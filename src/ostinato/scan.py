@@ -147,6 +147,14 @@ def check_floating(name: str, x: object) -> None:
         raise TypeError(f"{name} must be a dense tensor; got a {kind} one")
 
 
+def check_batch_sizes(batch_sizes: Tensor, rows: int) -> None:
+    """Raise ValueError unless they are what ``PackedSequence`` promises: kernels find their rows by them."""
+    sizes = batch_sizes.tolist()
+    if not sizes or sizes[-1] < 1 or sizes != sorted(sizes, reverse=True) or sum(sizes) != rows:
+        shown = str(sizes if len(sizes) <= 8 else [*sizes[:4], "...", *sizes[-3:]])
+        raise ValueError(f"input.batch_sizes must be positive, never rise, and add up to its {rows} rows; got {shown}")
+
+
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     """Raise ValueError unless `value` is one of `choices`."""
     if value not in choices:

@@ -10,6 +10,7 @@ from rich.table import Table
 from ostinato.bench.workloads import name_of
 from ostinato.kernels import persistent
 from ostinato.kernels.plan import GATES
+from ostinato.masks import BLOCKS
 
 H100 = SimpleNamespace(  # what CUDA reports of the SXM module; for machines without a GPU
     name="NVIDIA H100 80GB HBM3",
@@ -20,7 +21,6 @@ H100 = SimpleNamespace(  # what CUDA reports of the SXM module; for machines wit
 )
 CELLS = {"RNN": "rnn_tanh", "GRU": "gru", "LSTM": "lstm"}
 DENSITIES = (1.0, 0.3, 0.1, 0.05)
-BLOCKS = ((1, 1), (8, 4), (16, 1))
 STEP = 16  # sizes tried are its multiples
 
 Row = dict[str, Any]
@@ -30,7 +30,7 @@ def capacity(device: torch.device, batch: int = 4, dtype: torch.dtype = torch.fl
     """For each cell, density and block the largest hidden size that runs from the chip; on the CPU, an H100's."""
     properties: Any = torch.cuda.get_device_properties(device) if device.type == "cuda" else H100
     shapes: list[tuple[float, tuple[int, int] | None]] = [(1.0, None)]
-    shapes += [(density, block) for density in DENSITIES[1:] for block in BLOCKS]
+    shapes += [(density, block) for density in DENSITIES[1:] for block in BLOCKS[::-1]]
     rows = []
     for cell in CELLS:
         for density, block in shapes:
@@ -96,7 +96,7 @@ def as_sweep(rows: list[Row]) -> dict[str, Any]:
     """What a JSON file holds, as of the other tables: the largest size over density, one line a cell and block."""
     lines: dict[str, Any] = {}
     for row in rows:
-        for block in BLOCKS if row["block"] is None else (row["block"],):
+        for block in BLOCKS[::-1] if row["block"] is None else (row["block"],):
             line = lines.setdefault(f"{row['cell']}, {block[0]}x{block[1]}", {"limit": False, "points": []})
             line["points"].append({"x": row["density"], "value": row["hidden_size"]})
     first = rows[0]

@@ -142,7 +142,7 @@ def _label(sweep: Sweep, record: Record, name: str) -> str:
     if name == "limit":
         return f"the limit: {record['limit']['name']}"
     if work["kind"] == "persistent":
-        blocks = "" if work["block"] == (1, 1) else " in 16x1 blocks"
+        blocks = "" if work["block"] == (1, 1) else " in {}x{} blocks".format(*work["block"])
         return f"{name}{blocks}" if name.startswith(OURS) else name
     return name + where
 

@@ -141,7 +141,7 @@ class Layer:
         pre = F.linear(x, weight)
         # Pre-activations are stored in the layer's dtype; g's derivative jumps at 0, which they must not cross here.
         pre = pre + (pre.to(self.dtype).to(pre) - pre).detach()
-        a, b = reference.GATES[self.cell](pre + offset if bias else pre, "positive")
+        a, b = reference.GATE_FUNCTIONS[self.cell](pre + offset if bias else pre, "positive")
         return reference.linear_scan(a, b, torch.zeros_like(a[:, 0]))[0]
 
 

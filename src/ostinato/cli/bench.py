@@ -96,10 +96,8 @@ def profile(
     """Where one layer's time goes: each kernel's time, launches, share, bytes or operations, and part of the limit."""
     from ostinato.bench import profile, report
     from ostinato.bench.workloads import Unavailable
+    from ostinato.masks import block_named
 
-    blocks = {"1x1": (1, 1), "8x4": (8, 4), "16x1": (16, 1)}
-    if block not in blocks:
-        raise ValueError(f"block must be one of {', '.join(blocks)}; got {block!r}")
     where, console = _device(device), _console()
     path = report.path_for(json, f"profile-{cell}", where)
     _check_files(path, trace)
@@ -112,7 +110,7 @@ def profile(
         dtype=dtype,
         backward=backward,
         density=density,
-        block=blocks[block],
+        block=block_named(block),
     )
     content = _content(console, "profile", where, False)
     try:
@@ -205,11 +203,15 @@ def _fail_if(wrong: list[str]) -> None:
 
 
 def _device(name: str) -> "torch.device":
+    import torch
+
     from ostinato.cli.devices import choose_device
 
     device = choose_device(name)
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device must be cpu or cuda for a benchmark; got {device}")
+    if device.index is not None:
+        torch.cuda.set_device(device)  # events and synchronisation are the current device's
     return device
 
 

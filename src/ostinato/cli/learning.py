@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from ostinato.training import Trainer
 
-BLOCKS = {"1x1": (1, 1), "16x1": (16, 1)}
+BLOCKS = ("1x1", "16x1")
 
 Text = Annotated[Path, Option(help="A UTF-8 file, or a folder of them: tinyshakespeare.txt for the published task.")]
 Cells = Annotated[str, Option(help="Which layers to train, with commas between.")]
@@ -88,6 +88,7 @@ def pruning(
 
     import ostinato
     from ostinato.bench.learning.pruning import fine_tune_pruning
+    from ostinato.masks import block_named
 
     kept = [float(part) for part in densities.split(",")]
     with _Benchmark("pruning", json, device) as run:
@@ -137,7 +138,8 @@ def pruning(
         run.console.print("held-out loss, nats    pruned    fine-tuned")
         shown = run.content["dense"]
         run.console.print(f"dense              {shown['held_out_loss']:10.4f}{shown['fine_tuned_loss']:14.4f}")
-        for name, block in BLOCKS.items():
+        for name in BLOCKS:
+            block = block_named(name)
             for density in kept:
                 what = f"{density:.0%} in {name}"
                 loss, new = fine_tuned(density, block, what)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Option
 
-from ostinato.cli.train import _digest, _read, bits, show_progress, stop_on_interrupt
+from ostinato.cli.train import bits, digest_of, read_text, show_progress, stop_on_interrupt
 
 if TYPE_CHECKING:
     from ostinato.checkpoint import Checkpoint
@@ -43,12 +43,13 @@ def prune(
     from ostinato.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
     from ostinato.cli.devices import choose_device
     from ostinato.files import check_file
+    from ostinato.masks import block_named
     from ostinato.training import Trainer
 
     console = Console(highlight=False, soft_wrap=True)
     options: dict[str, Any] = {
         "density": _densities(density),
-        "block": _block(block),
+        "block": block_named(block),
         "keep_diagonal": keep_diagonal,
         "input_weights": input_weights,
     }
@@ -107,15 +108,6 @@ def _densities(text: str) -> float | list[float]:
     return values[0] if len(values) == 1 else values
 
 
-def _block(text: str) -> tuple[int, ...]:
-    from ostinato.masks import BLOCKS
-
-    blocks = {f"{rows}x{columns}": (rows, columns) for rows, columns in BLOCKS}
-    if text not in blocks:
-        raise ValueError(f"block must be one of {', '.join(blocks)}; got {text!r}")
-    return blocks[text]
-
-
 def _settings(loaded: "Checkpoint") -> "TrainingSettings":
     """Those of the training, without which held-out parts would differ."""
     from ostinato.training import TrainingSettings
@@ -126,7 +118,7 @@ def _settings(loaded: "Checkpoint") -> "TrainingSettings":
 def _text_of(path: Path, loaded: "Checkpoint", text: Path | None) -> str:
     """The text to take the held-out loss of: by default the very one of the training."""
     saved = loaded.training.get("text")
-    corpus = _read(text or (Path(saved) if saved else None))
-    if text is None and "digest" in loaded.training and _digest(corpus) != loaded.training["digest"]:
+    corpus = read_text(text or (Path(saved) if saved else None))
+    if text is None and "digest" in loaded.training and digest_of(corpus) != loaded.training["digest"]:
         raise ValueError(f"{corpus.source}: expected the text that {path} was trained on; it differs")
     return corpus.text

@@ -183,7 +183,7 @@ class Run:
         from ostinato.checkpoint import Checkpoint, save_checkpoint
 
         state, tensors = self.trainer.state()
-        training = {"text": self.text and str(self.text), "digest": _digest(self.corpus), "trainer": state}
+        training = {"text": self.text and str(self.text), "digest": digest_of(self.corpus), "trainer": state}
         save_checkpoint(
             path, Checkpoint(self.trainer.model, self.vocabulary, training, {} if weights_only else tensors)
         )
@@ -215,7 +215,7 @@ def _start(context: typer.Context, text: Path | None, machine: dict[str, Any]) -
     from ostinato.training import Trainer, TrainingSettings
 
     settings = TrainingSettings(**{name: context.params[name] for name in TRAINING_OPTIONS})
-    corpus = _read(text)
+    corpus = read_text(text)
     vocabulary = Vocabulary.of(corpus.text)
     torch.manual_seed(settings.seed)
     model = LanguageModel(len(vocabulary), **{name: context.params[name] for name in MODEL_OPTIONS})
@@ -246,8 +246,8 @@ def _resume(context: typer.Context, path: Path, text: Path | None, machine: dict
         raise ValueError(f"{path}: all its {settings['steps']} steps are done; expected a larger --steps to go on")
     if text is None and source:
         text = Path(source)
-    corpus = _read(text)
-    if _digest(corpus) != digest:
+    corpus = read_text(text)
+    if digest_of(corpus) != digest:
         raise ValueError(f"{corpus.source}: expected the text that {path} was trained on; it differs")
     tokens = checkpoint.vocabulary.encode(corpus.text)
     trainer = Trainer(checkpoint.model, tokens, TrainingSettings(**settings), **machine)
@@ -260,13 +260,13 @@ def _is_given(context: typer.Context, option: str) -> bool:
     return source is not None and source.name != "DEFAULT"
 
 
-def _read(text: Path | None) -> "Corpus":
+def read_text(text: Path | None) -> "Corpus":
     from ostinato.text import read_corpus, standard_library
 
     return read_corpus(text) if text else standard_library()
 
 
-def _digest(corpus: "Corpus") -> str:
+def digest_of(corpus: "Corpus") -> str:
     return hashlib.sha256(corpus.text.encode()).hexdigest()
 
 

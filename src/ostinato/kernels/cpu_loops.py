@@ -14,6 +14,8 @@ that goes back through time.
 import ctypes
 import functools
 import math
+import pkgutil
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +25,10 @@ from numba import carray, cfunc, types
 from numba.extending import intrinsic, overload, register_jitable
 
 from ostinato.kernels import GATES
+
+# Numba compiles a cached loop anew if its own file has changed, not if that of an inlined function has: a loop of
+# another file that uses functions of this one refers to this.
+REVISION = zlib.crc32(pkgutil.get_data(__package__, "cpu_loops.py") or b"")
 
 LINE = 64  # bytes of a cache line
 FLUSH = 64  # steps whose bias gradients are summed in the loop's dtype before they join the float64 total

@@ -26,6 +26,7 @@ FORWARD = {"mingru": "MinGRU", "minlstm": "MinLSTM"}
 
 Strides = tuple[int, int, int]  # of batch, time and direction
 _NO_STRIDES = (0, 0, 0)
+MAX_STEPS = (1 << 31) - (1 << 20)  # the kernel counts steps, with a tile's more, in 32 bits
 # ``Parameters`` in scan.cu, in two halves.
 _ADDRESSES = struct.Struct("15Q")
 _REST = struct.Struct("24q6i")
@@ -239,6 +240,8 @@ class _Launch(NamedTuple):
 @functools.lru_cache(maxsize=4096)
 def _prepare(problem: _Problem, bias_dtype: torch.dtype, alignment: int) -> _Launch:
     """Choose and compile the kernel; `alignment` has the low bits of every address."""
+    if problem.steps > MAX_STEPS:
+        raise ValueError(f"a GPU scans sequences of at most {MAX_STEPS} steps; got {problem.steps}")
     strides = [*problem.inputs, *problem.outputs]
     itemsize = problem.dtype.itemsize
     units = problem.channels | alignment // itemsize  # the lowest set bit of all that wide accesses must respect

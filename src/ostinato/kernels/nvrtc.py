@@ -7,7 +7,6 @@ import ctypes
 import functools
 import hashlib
 import os
-import tempfile
 import threading
 from collections.abc import Mapping
 from importlib import metadata, resources
@@ -15,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from ostinato.files import replacing
 
 _DIGEST_SIZE = 32  # bytes of SHA-256 before every kernel in the cache
 _compiling = threading.Lock()
@@ -55,7 +56,10 @@ def compile_cubin(code: str, arch: str, macros: Mapping[str, object]) -> bytes:
         include_path=[find_nvidia_header_directory("cudart")],
         define_macro=[(name, str(value)) for name, value in macros.items()] or None,
     )
-    return bytes(Program(code, "c++", options).compile("cubin").code)
+    try:
+        return bytes(Program(code, "c++", options).compile("cubin").code)
+    except Exception as error:  # the package's own class is private
+        raise RuntimeError(str(error)) from error
 
 
 def cached_cubin(code: str, arch: str, macros: Mapping[str, object]) -> bytes:
@@ -70,10 +74,8 @@ def cached_cubin(code: str, arch: str, macros: Mapping[str, object]) -> bytes:
         return cubin
     cubin = compile_cubin(code, arch, macros)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(hashlib.sha256(cubin).digest() + cubin)
-        os.replace(file.name, path)
+        with replacing(path) as temporary:
+            temporary.write_bytes(hashlib.sha256(cubin).digest() + cubin)
     except OSError:
         pass  # a cache that cannot be written costs a compilation in the next process, no more
     return cubin

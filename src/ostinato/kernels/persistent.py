@@ -410,10 +410,11 @@ def _column_order(geometry: Geometry) -> Tensor:
     """
     number = 4 // geometry.dtype.itemsize
     word, tile, tiles = 2 * number, 8 * number, geometry.column_tiles
-    t, lane, place = torch.meshgrid(torch.arange(tiles), torch.arange(4), torch.arange(word), indexing="ij")
+    t, lane, place = torch.meshgrid(*(torch.arange(n, device="cpu") for n in (tiles, 4, word)), indexing="ij")
     paired = t < tiles // 2 * 2
     column = torch.where(paired, t // 2 * 2 * tile + lane * 2 * word + t % 2 * word, t * tile + lane * word) + place
-    return (torch.arange(WARPS).view(-1, 1, 1, 1) * tiles * tile + column).view(WARPS, tiles, 4, 2, number)
+    first = torch.arange(WARPS, device="cpu").view(-1, 1, 1, 1) * tiles * tile
+    return (first + column).view(WARPS, tiles, 4, 2, number)
 
 
 def _pack_dense(rows: Tensor, geometry: Geometry) -> Tensor:
@@ -507,7 +508,7 @@ def _pack_sparse(rows: Tensor, kept: Tensor, geometry: Geometry, shared_limit: i
 def _column_of_place(geometry: Geometry) -> Tensor:
     """The unit at each place of the state in shared memory."""
     word = 8 // geometry.dtype.itemsize
-    return torch.arange(geometry.pitch).view(-1, word).t().flatten()
+    return torch.arange(geometry.pitch, device="cpu").view(-1, word).t().flatten()
 
 
 def _weights_of_a_thread(counts: Tensor) -> int:
@@ -573,7 +574,7 @@ class PersistentLayer:
         self._packed = pack(weight_hh.detach(), mask, plan.geometry, properties.shared_memory_per_block_optin)
         self.geometry = geometry = self._packed.geometry
         self._bias = None if bias_hh_n is None else bias_hh_n.detach().clone()
-        self._failure = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        self._failure = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)
         self._fill = 8 * properties.multi_processor_count  # blocks
         exact = geometry.dtype == torch.float32 and not torch.backends.cuda.matmul.allow_tf32
         kernels = (files(geometry.path), geometry.macros(exact), self.device)

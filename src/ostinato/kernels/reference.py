@@ -48,7 +48,7 @@ def min_lstm_gates(pre: Tensor, candidate: str) -> tuple[Tensor, Tensor]:
     return torch.sigmoid(ratio), torch.sigmoid(-ratio) * candidate_state(x, candidate)
 
 
-GATES = {"mingru": min_gru_gates, "minlstm": min_lstm_gates}
+GATE_FUNCTIONS = {"mingru": min_gru_gates, "minlstm": min_lstm_gates}
 
 
 def blelloch_scan(a: Tensor, b: Tensor, h0: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from ostinato.kernels.cpu import NUMPY_DTYPES, _run, _threads
 from ostinato.kernels.cpu_loops import (
+    REVISION,
     _as,
     _exp_expm1,
     _inline,
@@ -257,10 +258,11 @@ def _tanh(x):
 def layer(dtype: type, cell: str, height: int, shared: bool, tile: int) -> Any:
     """The loop over time of `tile` sequences a piece; h and c hold the initial state, then the last one."""
     gates = GATES[cell]
-    largest = dtype(np.finfo(dtype).max)
+    largest, revision = dtype(np.finfo(dtype).max), REVISION
 
     @_loop
     def run(address):
+        revision  # noqa: B018  # by what it refers to is a cached loop known
         work = carray(address, 1, _WORK)[0]
         values, columns = _pointer(work.values, dtype), _pointer(work.columns, np.int32)
         starts, rows = _pointer(work.starts, np.int64), _pointer(work.rows, np.int64)

@@ -157,7 +157,7 @@ class TorchBackend:
             total = total.transpose(0, 1)
         outputs, last = [], []
         for direction, part in enumerate(total.chunk(directions, -1)):
-            a, b = reference.GATES[cell](part, candidate)
+            a, b = reference.GATE_FUNCTIONS[cell](part, candidate)
             if packing is not None:
                 a, b = packing.masked(a, LINEAR.one), packing.masked(b, LINEAR.zero)
             start = b.new_zeros(b.shape[0], b.shape[2]) if h0 is None else h0[direction].to(dtype)
