@@ -170,6 +170,8 @@ def test_cubic_density():
         ostinato.cubic_density(0, 0.1, begin=5, end=5)
     with pytest.raises(ValueError, match="final must be above 0 and at most 1; got 0"):
         ostinato.cubic_density(0, 0, end=5)
+    with pytest.raises(ValueError, match="step must be finite; got nan"):
+        ostinato.cubic_density(float("nan"), 0.1, end=5)
 
 
 def through_safetensors(layer, fresh):

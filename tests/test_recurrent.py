@@ -428,6 +428,8 @@ def test_plan():
     assert "90% of the weights are left" in plan.reason
     with pytest.raises(ValueError, match="batch must be at least 1; got 0"):
         layer.plan(0)
+    with pytest.raises(TypeError, match=r"dtype must be a torch\.dtype; got 'float32'"):
+        layer.plan(1, "float32")
 
 
 BAD = {

@@ -154,6 +154,12 @@ def test_one_token_has_no_loss():
         held_out(LanguageModel(5, width=8, num_layers=1), torch.tensor([1]))
 
 
+@pytest.mark.parametrize("tokens", [torch.rand(500), torch.zeros(2, 500).long()])
+def test_tokens_that_are_none(tokens):
+    with pytest.raises(ValueError, match=r"tokens must be integers, \(N,\); got"):
+        make(tokens, 2)
+
+
 def test_text_too_short():
     with pytest.raises(
         ValueError, match=r"chunk of 16 tokens, and a share of 0\.2 held out, need about 85 tokens; got 84"

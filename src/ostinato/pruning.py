@@ -1,5 +1,6 @@
 """Magnitude pruning of recurrent layers: which weights to keep, and how few at each step of a training."""
 
+import math
 from collections.abc import Mapping, Sequence
 from numbers import Real
 
@@ -88,7 +89,7 @@ def cubic_density(step: int, final: float, *, begin: int = 0, end: int, initial:
         begin, end: the steps between which it falls.
 
     Raises:
-        ValueError: ``end`` not after ``begin``, or a density out of range.
+        ValueError: ``end`` not after ``begin``, a step that is not finite, or a density out of range.
 
     Example:
         >>> import ostinato
@@ -102,7 +103,9 @@ def cubic_density(step: int, final: float, *, begin: int = 0, end: int, initial:
     """
     _check_density("final", final)
     _check_density("initial", initial)
-    if end <= begin:
+    if not math.isfinite(step):
+        raise ValueError(f"step must be finite; got {step}")
+    if not begin < end:
         raise ValueError(f"end must come after begin, {begin}; got {end}")
     left = (1 - min(max((step - begin) / (end - begin), 0.0), 1.0)) ** 3
     return left * initial + (1 - left) * final

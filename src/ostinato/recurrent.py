@@ -60,6 +60,7 @@ class _Recurrent(nn.RNNBase):
 
         Raises:
             ValueError: a batch below 1.
+            TypeError: a dtype that is none.
 
         Example:
             >>> import ostinato
@@ -68,6 +69,8 @@ class _Recurrent(nn.RNNBase):
         """
         if batch < 1:
             raise ValueError(f"batch must be at least 1; got {batch}")
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise TypeError(f"dtype must be a torch.dtype; got {dtype!r}")
         return self._pack(tensors_of(self)).plan(batch, dtype or self.weight_hh_l0.dtype)
 
     def flatten_parameters(self) -> None:

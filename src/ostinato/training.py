@@ -82,7 +82,8 @@ class Trainer:
     ``precision`` "auto" is bfloat16 autocast on a GPU that has it, float32 elsewhere.  Dropout draws from
     PyTorch's own generator, whose seed is the caller's to set.
 
-    Raises ValueError if the text is too short for its held-out part to hold one chunk, or for an unknown precision.
+    Raises ValueError if the tokens are not one row of integers, if the text is too short for its held-out part to hold
+    one chunk, or for an unknown precision.
 
     >>> import torch
     >>> from ostinato.models import LanguageModel
@@ -107,6 +108,8 @@ class Trainer:
     ) -> None:
         if precision not in PRECISIONS:
             raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}; got {precision!r}")
+        if tokens.dim() != 1 or tokens.is_floating_point():
+            raise ValueError(f"tokens must be integers, (N,); got {tuple(tokens.shape)} of {tokens.dtype}")
         train_size = len(tokens) - int(len(tokens) * settings.held_out)
         if min(train_size, len(tokens) - train_size) <= settings.chunk_length:
             least = math.ceil((settings.chunk_length + 1) / min(settings.held_out, 1 - settings.held_out))

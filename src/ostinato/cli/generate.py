@@ -29,6 +29,8 @@ def generate(
     loaded = load_checkpoint(checkpoint)
     if prompt is None:
         prompt = "\n" if "\n" in loaded.vocabulary.characters else loaded.vocabulary.characters[0]
+    if not prompt:
+        raise ValueError("prompt must have at least one character; got none")
     tokens = loaded.vocabulary.encode(prompt).to(where)
     generator = torch.Generator(where)
     generator.seed() if seed is None else generator.manual_seed(seed)
