@@ -226,6 +226,7 @@ def test_bad_generation(run):
     generate = ("generate", best, "--device", "cpu")
     assert error(run(*generate, "--prompt", "fox€")).startswith("character '€' at position 3 is not one of the 28")
     assert error(run(*generate, "--prompt", "")).startswith("prompt must have at least one character")
+    assert error(run(*generate, "--seed", 1 << 63)).startswith("seed must be at least 0 and below 2**63; got 92")
     assert error(run(*generate, "--length", -1)) == "length must be at least 0; got -1"
     assert error(run(*generate, "--temperature", -1)) == "temperature must be finite and at least 0; got -1.0"
     assert error(run("generate", "absent")) == "absent: No such file or directory"

@@ -32,6 +32,8 @@ def generate(
     if not prompt:
         raise ValueError("prompt must have at least one character; got none")
     tokens = loaded.vocabulary.encode(prompt).to(where)
+    if seed is not None and not 0 <= seed < 1 << 63:
+        raise ValueError(f"seed must be at least 0 and below 2**63; got {seed}")
     generator = torch.Generator(where)
     generator.seed() if seed is None else generator.manual_seed(seed)
     written = loaded.model.to(where).generate(
