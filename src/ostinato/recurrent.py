@@ -1,7 +1,6 @@
 """RNN, GRU and LSTM: torch.nn's layers, dense or pruned, run by kernels of our own where no gradient is asked for."""
 
 import functools
-import threading
 import warnings
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,7 +20,6 @@ Hidden = Tensor | tuple[Tensor, Tensor]
 
 # Kernels cannot be copied or saved, so they are kept beside the modules and not in them.
 _packed: WeakKeyDictionary[nn.Module, Packed] = WeakKeyDictionary()
-_packing = threading.Lock()  # held while it changes or is gone through
 
 
 class _Recurrent(nn.RNNBase):
@@ -34,7 +32,7 @@ class _Recurrent(nn.RNNBase):
         packed = self._pack_for(input, hx)
         if packed is None:
             if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-                _drop(self)  # whatever comes of the gradients may change the weights
+                _packed.pop(self, None)  # whatever comes of the gradients may change the weights
             names = self._flat_weights_names
             is_pruned = any(mask_of(self, name) is not None for name in names)
             return self._forward_torch(input, hx, [masked(self, name) for name in names] if is_pruned else None)
@@ -79,7 +77,7 @@ class _Recurrent(nn.RNNBase):
         They notice every change that PyTorch counts: an optimiser's step, ``load_state_dict``, an edit in place.
         Call this after one that it does not: through ``.data`` or a NumPy array.
         """
-        _drop(self)
+        _packed.pop(self, None)
         super().flatten_parameters()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -93,9 +91,7 @@ class _Recurrent(nn.RNNBase):
         after_every_step(_forget)
         packed = _packed.get(self)
         if packed is None or not packed.is_current(tensors):
-            packed = Packed(self, tensors)
-            with _packing:
-                _packed[self] = packed
+            packed = _packed[self] = Packed(self, tensors)
         return packed
 
     def _pack_for(self, input: Tensor | PackedSequence, hx: Hidden | None) -> Packed | None:
@@ -188,16 +184,10 @@ class _Recurrent(nn.RNNBase):
 def _forget(parameters: list[Tensor]) -> None:
     """What is packed of parameters that an optimiser has stepped: fused ones count no change of a tensor."""
     stepped = {id(parameter) for parameter in parameters}
-    with _packing:
-        modules = list(_packed)
-    for module in modules:
-        if any(id(parameter) in stepped for parameter in module.parameters(recurse=False)):
-            _drop(module)
-
-
-def _drop(module: nn.Module) -> None:
-    with _packing:
-        _packed.pop(module, None)
+    for reference in _packed.keyrefs():  # a copy, as other threads may be packing
+        module = reference()
+        if module is not None and any(id(parameter) in stepped for parameter in module.parameters(recurse=False)):
+            _packed.pop(module, None)
 
 
 @functools.cache
