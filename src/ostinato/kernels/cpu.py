@@ -277,7 +277,7 @@ def _run_scan(loop: Any, reverse: bool, cu_seqlens: Tensor | None, state: Tensor
     bounds = cu_seqlens.to(torch.int64).contiguous() if cu_seqlens is not None else None
     a = arrays["a"]
     sequences, channels = state.shape
-    threads = _threads(a.numel())
+    threads = threads_for(a.numel())
     parts = min(sequences, 4 * threads)
     blocks, width = _blocks(channels, SCAN_WIDTH, threads, parts)
     fields = {}
@@ -303,7 +303,7 @@ def _run_scan(loop: Any, reverse: bool, cu_seqlens: Tensor | None, state: Tensor
         **fields,
         **{name: row.data_ptr() for name, row in rows.items()},
     )
-    _run(loop, work, threads)
+    run_loop(loop, work, threads)
 
 
 def _worth_streaming(result: Tensor) -> bool:
@@ -343,7 +343,7 @@ def _run_layer(
     fields["bias"] = (
         pre.new_zeros(pre.shape[-1], dtype=state.dtype) if bias is None else bias.to(state.dtype).contiguous()
     )
-    threads = _threads(pre.numel())
+    threads = threads_for(pre.numel())
     groups = _layer_groups(batch)
     blocks, width = _blocks(hidden, LAYER_WIDTH, threads, directions * groups)
     work = cpu_loops.LayerWork(
@@ -361,10 +361,10 @@ def _run_layer(
         state=state.data_ptr(),
         **{name: x.data_ptr() if isinstance(x, Tensor) else x for name, x in fields.items()},
     )
-    _run(loop, work, threads)
+    run_loop(loop, work, threads)
 
 
-def _threads(iterations: int) -> int:
+def threads_for(iterations: int) -> int:
     return torch.get_num_threads() if iterations >= PARALLEL else 1
 
 
@@ -376,7 +376,7 @@ def _blocks(channels: int, narrowest: int, threads: int, parts: int) -> tuple[in
     return -(-channels // width), width
 
 
-def _run(loop: Any, work: ctypes.Structure, threads: int) -> None:
+def run_loop(loop: Any, work: ctypes.Structure, threads: int) -> None:
     """Call the loop in the caller's thread, and in others that join for as long as there are pieces left."""
     address, threads = ctypes.addressof(work), min(threads, work.pieces)
     openmp = _openmp_parallel()

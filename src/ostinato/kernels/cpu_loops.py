@@ -34,7 +34,7 @@ LINE = 64  # bytes of a cache line
 FLUSH = 64  # steps whose bias gradients are summed in the loop's dtype before they join the float64 total
 
 
-def _integers(*names: str) -> list[tuple[str, type]]:
+def integers(*names: str) -> list[tuple[str, type]]:
     return [(name, ctypes.c_int64) for name in names]
 
 
@@ -45,12 +45,12 @@ class ScanWork(ctypes.Structure):
     """
 
     _fields_ = [
-        *_integers("next_piece", "pieces", "parts", "width", "sequences", "length", "channels"),
-        *_integers("reverse", "bounds", "state"),
-        *_integers("a", "a_n", "a_t", "b", "b_n", "b_t", "out", "out_n", "out_t"),
-        *_integers("h", "h_n", "h_t", "h0", "h0_n", "grad_h", "grad_h_n", "grad_h_t"),
-        *_integers("grad_a", "grad_a_n", "grad_a_t", "grad_b", "grad_b_n", "grad_b_t"),
-        *_integers("out_row", "grad_a_row", "grad_b_row"),
+        *integers("next_piece", "pieces", "parts", "width", "sequences", "length", "channels"),
+        *integers("reverse", "bounds", "state"),
+        *integers("a", "a_n", "a_t", "b", "b_n", "b_t", "out", "out_n", "out_t"),
+        *integers("h", "h_n", "h_t", "h0", "h0_n", "grad_h", "grad_h_n", "grad_h_t"),
+        *integers("grad_a", "grad_a_n", "grad_a_t", "grad_b", "grad_b_n", "grad_b_t"),
+        *integers("out_row", "grad_a_row", "grad_b_row"),
     ]
 
 
@@ -58,16 +58,16 @@ class LayerWork(ctypes.Structure):
     """What a layer's loop is called with; step t of sequence b is row ``t*row_t + b*row_b``, or as `offsets` say."""
 
     _fields_ = [
-        *_integers("next_piece", "pieces", "groups", "together", "width", "directions", "batch", "length", "hidden"),
-        *_integers("offsets", "row_t", "row_b", "pre", "bias", "state", "out"),
-        *_integers("h", "h0", "h0_b", "grad_h", "grad_row", "grad_pre", "sums", "totals"),
+        *integers("next_piece", "pieces", "groups", "together", "width", "directions", "batch", "length", "hidden"),
+        *integers("offsets", "row_t", "row_b", "pre", "bias", "state", "out"),
+        *integers("h", "h0", "h0_b", "grad_h", "grad_row", "grad_pre", "sums", "totals"),
     ]
 
 
 _SCAN_WORK, _LAYER_WORK = np.dtype(ScanWork), np.dtype(LayerWork)
 
 
-def _loop(function: Callable) -> Any:
+def compiled_loop(function: Callable) -> Any:
     """Compile a loop; its ``ctypes`` attribute is the C function."""
     try:
         return cfunc("void(voidptr)", cache=True, error_model="numpy")(function)
@@ -77,7 +77,7 @@ def _loop(function: Callable) -> Any:
 
 # Either would keep LLVM from vectorising a loop: a call left in it, a check for division by zero.
 _inline_options = {"forceinline": True, "error_model": "numpy"}
-_inline = register_jitable(**_inline_options)
+inline = register_jitable(**_inline_options)
 
 
 # Memory.  Each array of a loop is a stream; none that is written overlaps with another.  Saying so, as metadata of
@@ -98,7 +98,7 @@ def _mark_stream(builder: Any, instruction: Any, stream: str) -> None:
 
 
 @intrinsic
-def _pointer(typing_context, address, dtype):
+def pointer_to(typing_context, address, dtype):
     """The address as a pointer to elements of a dtype."""
 
     def generate(context, builder, signature, arguments):
@@ -142,7 +142,7 @@ def _prefetch_line(typing_context, pointer, index):
     return types.void(pointer, types.int64), generate
 
 
-@_inline
+@inline
 def _prefetch(pointer, at, begin, end):
     for j in range(begin, end, 16):
         _prefetch_line(pointer, at + j)
@@ -166,14 +166,14 @@ def _stream_line(typing_context, target, to, source, at):
     return types.void(target, types.int64, source, types.int64), generate
 
 
-@_inline
+@inline
 def _stream(target, to, source, at, count, line):
     for j in range(0, count, line):
         _stream_line(target, to + j, source, at + j)
 
 
 @intrinsic
-def _take_piece(typing_context, work):
+def take_piece(typing_context, work):
     """Count up the structure's first field and return what it was, atomically."""
 
     def generate(context, builder, signature, arguments):
@@ -188,7 +188,7 @@ def _take_piece(typing_context, work):
 
 
 @intrinsic
-def _as(typing_context, value, like):
+def cast(typing_context, value, like):
     """A number in the type of another: a bare 1.0 would make float64 of a float32 expression."""
 
     def generate(context, builder, signature, arguments):
@@ -198,7 +198,7 @@ def _as(typing_context, value, like):
 
 
 @intrinsic
-def _multiply_add(typing_context, x, y, z):
+def multiply_add(typing_context, x, y, z):
     """``x*y + z``, rounded once where the processor can."""
 
     def generate(context, builder, signature, arguments):
@@ -242,23 +242,23 @@ def _times_power_of_two(typing_context, x, shifted):
     return types.float32(types.float32, types.float32), generate
 
 
-@_inline
+@inline
 def _reduce(x):
     """n + _SHIFT and exp(r) - 1 for the float32 x = n*log(2) + r; NaN passes through both comparisons."""
     x = _LOWEST if x < _LOWEST else x
     x = _HIGHEST if x > _HIGHEST else x
-    shifted = _multiply_add(x, _LOG2_INVERSE, _SHIFT)
+    shifted = multiply_add(x, _LOG2_INVERSE, _SHIFT)
     n = shifted - _SHIFT
-    r = _multiply_add(n, -_LOG2_LOW, _multiply_add(n, -_LOG2_HIGH, x))
-    p = _multiply_add(_multiply_add(_multiply_add(_multiply_add(_E6, r, _E5), r, _E4), r, _E3), r, _E2)
-    return shifted, _multiply_add(r * r, p, r)
+    r = multiply_add(n, -_LOG2_LOW, multiply_add(n, -_LOG2_HIGH, x))
+    p = multiply_add(multiply_add(multiply_add(multiply_add(_E6, r, _E5), r, _E4), r, _E3), r, _E2)
+    return shifted, multiply_add(r * r, p, r)
 
 
 def _exp(x: Any) -> Any:
     """exp(x)."""
 
 
-def _exp_expm1(x: Any) -> Any:
+def exp_expm1(x: Any) -> Any:
     """exp(x) and exp(x) - 1, for x <= 0."""
 
 
@@ -275,12 +275,12 @@ def _exp_of(x):
     return single if x == types.float32 else lambda x: math.exp(x)
 
 
-@overload(_exp_expm1, jit_options=_inline_options)
+@overload(exp_expm1, jit_options=_inline_options)
 def _exp_expm1_of(x):
     def single(x):
         shifted, excess = _reduce(x)
         scale = _times_power_of_two(_ONE, shifted)
-        return _multiply_add(scale, excess, scale), _multiply_add(scale, excess, scale - _ONE)
+        return multiply_add(scale, excess, scale), multiply_add(scale, excess, scale - _ONE)
 
     return single if x == types.float32 else lambda x: (math.exp(x), math.expm1(x))
 
@@ -290,24 +290,24 @@ def _log1p_of(x):
     def single(x):
         s = x / (x + _TWO)
         u = s * s
-        p = _multiply_add(_multiply_add(_multiply_add(_L9, u, _L7), u, _L5), u, _L3)
-        return _multiply_add(s * u, p, s + s)
+        p = multiply_add(multiply_add(multiply_add(_L9, u, _L7), u, _L5), u, _L3)
+        return multiply_add(s * u, p, s + s)
 
     return single if x == types.float32 else lambda x: math.log1p(x)
 
 
-@_inline
+@inline
 def _logaddexp(x, y, like):
     """``log(exp(x) + exp(y))``; what it adds to the larger, at most log 2, is computed in the type of `like`."""
     high = x if x > y else y
-    gap = _as(0.0, x) if x == y else -abs(x - y)  # two equal infinities have no difference
-    return high + _as(_log1p(_exp(_as(gap, like))), x)
+    gap = cast(0.0, x) if x == y else -abs(x - y)  # two equal infinities have no difference
+    return high + cast(_log1p(_exp(cast(gap, like))), x)
 
 
-@_inline
-def _sigmoids(x):
+@inline
+def sigmoids(x):
     """sigmoid(x) and sigmoid(-x), the small one as precise as the large one."""
-    one = _as(1.0, x)
+    one = cast(1.0, x)
     e = _exp(-abs(x))
     large = one / (one + e)
     small = e * large
@@ -318,29 +318,29 @@ _POSITIVE, _LINEAR, _TANH = range(3)
 _CANDIDATES = {"positive": _POSITIVE, "linear": _LINEAR, "tanh": _TANH}
 
 
-@_inline
+@inline
 def _candidate(x, kind):
     """The candidate state and its slope."""
-    one = _as(1.0, x)
+    one = cast(1.0, x)
     if kind == _POSITIVE:
-        above, below = _sigmoids(x)
-        return x + _as(0.5, x) if x >= 0 else above, one if x >= 0 else above * below
+        above, below = sigmoids(x)
+        return x + cast(0.5, x) if x >= 0 else above, one if x >= 0 else above * below
     if kind == _TANH:
-        e, less = _exp_expm1(-abs(x + x))
+        e, less = exp_expm1(-abs(x + x))
         scale = one / (one + e)
         size = -less * scale
-        return size if x >= 0 else -size, _as(4.0, x) * e * scale * scale
+        return size if x >= 0 else -size, cast(4.0, x) * e * scale * scale
     return x, one
 
 
-@_inline
+@inline
 def _min_lstm_gates(f, i):
     """f' = P_i/(P_f+P_i), i' = P_f/(P_f+P_i) with P = 1 + exp(-pre), and f'i'sigmoid(-f), f'i'sigmoid(-i).
 
     P_f and P_i are divided by the largest of the three terms 1, exp(-f), exp(-i), so that none overflows and
     one is exactly 1; the slopes of f' are made without ever dividing by P_f or P_i, which may both be tiny.
     """
-    one = _as(1.0, f)
+    one = cast(1.0, f)
     low, high = (f if f < i else i), (i if f < i else f)
     e_low = _exp(-abs(low))
     unit, from_low = (one if low >= 0 else e_low), (e_low if low >= 0 else one)
@@ -362,14 +362,14 @@ def _min_lstm_gates(f, i):
 # only where addresses keep going one way (measured: a third faster).
 
 
-@_inline
+@inline
 def _scan_step(log, j, arrays):
     a, at_a, b, at_b, state, at, out, at_out = arrays
     a_j, b_j, h_j = _load(a, at_a + j, "a"), _load(b, at_b + j, "b"), _load(state, at + j, "state")
-    wide_a, wide_b = _as(a_j, h_j), _as(b_j, h_j)
-    h_j = _logaddexp(wide_a + h_j, wide_b, a_j) if log else _multiply_add(wide_a, h_j, wide_b)
+    wide_a, wide_b = cast(a_j, h_j), cast(b_j, h_j)
+    h_j = _logaddexp(wide_a + h_j, wide_b, a_j) if log else multiply_add(wide_a, h_j, wide_b)
     _store(state, at + j, h_j, "state")
-    _store(out, at_out + j, _as(h_j, a_j), "out")
+    _store(out, at_out + j, cast(h_j, a_j), "out")
 
 
 @functools.cache
@@ -377,17 +377,17 @@ def scan(dtype: type, log: bool) -> Any:
     """``state = a[t]*state + b[t]``, or ``logaddexp(a[t] + state, b[t])``; out[t] is the state after step t."""
     line = LINE // np.dtype(dtype).itemsize
 
-    @_loop
+    @compiled_loop
     def run(address):
         work = carray(address, 1, _SCAN_WORK)[0]
-        bounds, reverse = _pointer(work.bounds, np.int64), work.reverse
-        a, a_n, a_t = _pointer(work.a, dtype), work.a_n, work.a_t
-        b, b_n, b_t = _pointer(work.b, dtype), work.b_n, work.b_t
-        out, out_n, out_t = _pointer(work.out, dtype), work.out_n, work.out_t
-        row = _pointer(work.out_row, dtype)
-        state = _pointer(work.state, np.float64)
+        bounds, reverse = pointer_to(work.bounds, np.int64), work.reverse
+        a, a_n, a_t = pointer_to(work.a, dtype), work.a_n, work.a_t
+        b, b_n, b_t = pointer_to(work.b, dtype), work.b_n, work.b_t
+        out, out_n, out_t = pointer_to(work.out, dtype), work.out_n, work.out_t
+        row = pointer_to(work.out_row, dtype)
+        state = pointer_to(work.state, np.float64)
         parts, sequences, channels = work.parts, work.sequences, work.channels
-        piece = _take_piece(address)
+        piece = take_piece(address)
         while piece < work.pieces:
             block, part = divmod(piece, parts)
             begin, end = block * work.width, min((block + 1) * work.width, channels)
@@ -407,30 +407,30 @@ def scan(dtype: type, log: bool) -> Any:
                             _scan_step(log, j, arrays)
                     if work.out_row:
                         _stream(out, at_out + begin, row, at + begin, end - begin, line)
-            piece = _take_piece(address)
+            piece = take_piece(address)
 
     return run
 
 
-@_inline
+@inline
 def _scan_backward_step(log, j, inputs, outputs):
     a, at_a, b, at_b, h, at_h, before, at_before, grad_h, at_grad = inputs
     state, at, grad_a, grad_b, at_out = outputs
     a_j, before_j = _load(a, at_a + j, "a"), _load(before, at_before + j, "before")
     carried = _load(state, at + j, "state")
-    total = _as(_load(grad_h, at_grad + j, "grad_h"), carried) + carried
+    total = cast(_load(grad_h, at_grad + j, "grad_h"), carried) + carried
     if log:
-        b_j, h_j, zero = _load(b, at_b + j, "b"), _load(h, at_h + j, "h"), _as(0.0, a_j)
+        b_j, h_j, zero = _load(b, at_b + j, "b"), _load(h, at_h + j, "h"), cast(0.0, a_j)
         nothing = h_j == -math.inf  # a state of exactly zero passes no gradient back: 0/0 is taken as 0
-        carried = total * _as(zero if nothing else _exp(a_j + before_j - h_j), total)
-        added = total * _as(zero if nothing else _exp(b_j - h_j), total)
-        _store(grad_a, at_out + j, _as(carried, a_j), "grad_a")
-        _store(grad_b, at_out + j, _as(added, a_j), "grad_b")
+        carried = total * cast(zero if nothing else _exp(a_j + before_j - h_j), total)
+        added = total * cast(zero if nothing else _exp(b_j - h_j), total)
+        _store(grad_a, at_out + j, cast(carried, a_j), "grad_a")
+        _store(grad_b, at_out + j, cast(added, a_j), "grad_b")
         _store(state, at + j, carried, "state")
     else:
-        _store(grad_a, at_out + j, _as(total, a_j) * before_j, "grad_a")
-        _store(grad_b, at_out + j, _as(total, a_j), "grad_b")
-        _store(state, at + j, total * _as(a_j, total), "state")
+        _store(grad_a, at_out + j, cast(total, a_j) * before_j, "grad_a")
+        _store(grad_b, at_out + j, cast(total, a_j), "grad_b")
+        _store(state, at + j, total * cast(a_j, total), "state")
 
 
 @functools.cache
@@ -438,21 +438,21 @@ def scan_backward(dtype: type, log: bool) -> Any:
     """The gradients of a scan; state brings the last state's and returns the initial state's."""
     line = LINE // np.dtype(dtype).itemsize
 
-    @_loop
+    @compiled_loop
     def run(address):
         work = carray(address, 1, _SCAN_WORK)[0]
-        bounds, reverse = _pointer(work.bounds, np.int64), work.reverse
-        a, a_n, a_t = _pointer(work.a, dtype), work.a_n, work.a_t
-        b, b_n, b_t = _pointer(work.b, dtype), work.b_n, work.b_t
-        h, h_n, h_t = _pointer(work.h, dtype), work.h_n, work.h_t
-        h0, h0_n = _pointer(work.h0, dtype), work.h0_n
-        state = _pointer(work.state, np.float64)
-        grad_h, grad_n, grad_t = _pointer(work.grad_h, dtype), work.grad_h_n, work.grad_h_t
-        grad_a, grad_b = _pointer(work.grad_a, dtype), _pointer(work.grad_b, dtype)
+        bounds, reverse = pointer_to(work.bounds, np.int64), work.reverse
+        a, a_n, a_t = pointer_to(work.a, dtype), work.a_n, work.a_t
+        b, b_n, b_t = pointer_to(work.b, dtype), work.b_n, work.b_t
+        h, h_n, h_t = pointer_to(work.h, dtype), work.h_n, work.h_t
+        h0, h0_n = pointer_to(work.h0, dtype), work.h0_n
+        state = pointer_to(work.state, np.float64)
+        grad_h, grad_n, grad_t = pointer_to(work.grad_h, dtype), work.grad_h_n, work.grad_h_t
+        grad_a, grad_b = pointer_to(work.grad_a, dtype), pointer_to(work.grad_b, dtype)
         out_n, out_t = work.grad_a_n, work.grad_a_t  # grad_b's too
-        row_a, row_b = _pointer(work.grad_a_row, dtype), _pointer(work.grad_b_row, dtype)
+        row_a, row_b = pointer_to(work.grad_a_row, dtype), pointer_to(work.grad_b_row, dtype)
         parts, sequences, channels = work.parts, work.sequences, work.channels
-        piece = _take_piece(address)
+        piece = take_piece(address)
         while piece < work.pieces:
             block, part = divmod(piece, parts)
             begin, end = block * work.width, min((block + 1) * work.width, channels)
@@ -478,12 +478,12 @@ def scan_backward(dtype: type, log: bool) -> Any:
                     if work.grad_a_row:
                         _stream(grad_a, at_out + begin, row_a, at + begin, end - begin, line)
                         _stream(grad_b, at_out + begin, row_b, at + begin, end - begin, line)
-            piece = _take_piece(address)
+            piece = take_piece(address)
 
     return run
 
 
-@_inline
+@inline
 def _layer_step(lstm, kind, j, hidden, arrays):
     pre, at_pre, bias, at_bias, state, at, out, at_out = arrays
     p0 = _load(pre, at_pre + j, "pre0") + _load(bias, at_bias + j, "bias0")
@@ -492,9 +492,9 @@ def _layer_step(lstm, kind, j, hidden, arrays):
         keep, mix, _, _ = _min_lstm_gates(p0, p1)
         x = _load(pre, at_pre + 2 * hidden + j, "pre2") + _load(bias, at_bias + 2 * hidden + j, "bias2")
     else:
-        mix, keep = _sigmoids(p0)
+        mix, keep = sigmoids(p0)
         x = p1
-    h_j = _multiply_add(keep, _load(state, at + j, "state"), mix * _candidate(x, kind)[0])
+    h_j = multiply_add(keep, _load(state, at + j, "state"), mix * _candidate(x, kind)[0])
     _store(state, at + j, h_j, "state")
     _store(out, at_out + j, h_j, "out")
 
@@ -504,15 +504,15 @@ def layer(dtype: type, cell: str, candidate: str) -> Any:
     """``state = keep*state + mix*c`` with the gates made from pre + bias; out[t] is the state after step t."""
     lstm, gates, kind = cell == "minlstm", GATES[cell], _CANDIDATES[candidate]
 
-    @_loop
+    @compiled_loop
     def run(address):
         work = carray(address, 1, _LAYER_WORK)[0]
-        offsets = _pointer(work.offsets, np.int64)
-        pre, bias = _pointer(work.pre, dtype), _pointer(work.bias, dtype)
-        out, state = _pointer(work.out, dtype), _pointer(work.state, dtype)
+        offsets = pointer_to(work.offsets, np.int64)
+        pre, bias = pointer_to(work.pre, dtype), pointer_to(work.bias, dtype)
+        out, state = pointer_to(work.out, dtype), pointer_to(work.state, dtype)
         groups, batch, length, hidden, together = work.groups, work.batch, work.length, work.hidden, work.together
         directions, row_t, row_b = work.directions, work.row_t, work.row_b
-        piece = _take_piece(address)
+        piece = take_piece(address)
         while piece < work.pieces:
             block, group, direction = piece // (groups * directions), piece % groups, piece // groups % directions
             begin, end = block * work.width, min((block + 1) * work.width, hidden)
@@ -541,12 +541,12 @@ def layer(dtype: type, cell: str, candidate: str) -> Any:
                         else:
                             for j in range(begin, end):
                                 _layer_step(lstm, kind, j, hidden, arrays)
-            piece = _take_piece(address)
+            piece = take_piece(address)
 
     return run
 
 
-@_inline
+@inline
 def _layer_backward_step(lstm, kind, j, hidden, inputs, outputs):
     pre, at_pre, bias, at_bias, before, at_before, grad_h, at_grad = inputs
     state, at, grad_pre, sums, at_sum = outputs
@@ -563,7 +563,7 @@ def _layer_backward_step(lstm, kind, j, hidden, inputs, outputs):
         _store(grad_pre, at_pre + 2 * hidden + j, grad2, "grad2")
         _store(sums, at_sum + 2 * hidden + j, _load(sums, at_sum + 2 * hidden + j, "sum2") + grad2, "sum2")
     else:
-        mix, keep = _sigmoids(p0)
+        mix, keep = sigmoids(p0)
         c, slope = _candidate(p1, kind)
         grad0, grad1 = total * (c - before_j) * (keep * mix), total * mix * slope
     _store(grad_pre, at_pre + j, grad0, "grad0")
@@ -581,16 +581,20 @@ def layer_backward(dtype: type, cell: str, candidate: str) -> Any:
     """
     lstm, gates, kind = cell == "minlstm", GATES[cell], _CANDIDATES[candidate]
 
-    @_loop
+    @compiled_loop
     def run(address):
         work = carray(address, 1, _LAYER_WORK)[0]
-        offsets, totals = _pointer(work.offsets, np.int64), _pointer(work.totals, np.float64)
-        pre, bias, sums = _pointer(work.pre, dtype), _pointer(work.bias, dtype), _pointer(work.sums, dtype)
-        h, h0, grad_h = _pointer(work.h, dtype), _pointer(work.h0, dtype), _pointer(work.grad_h, dtype)
-        state, grad_pre = _pointer(work.state, dtype), _pointer(work.grad_pre, dtype)
+        offsets, totals = pointer_to(work.offsets, np.int64), pointer_to(work.totals, np.float64)
+        pre, bias, sums = (
+            pointer_to(work.pre, dtype),
+            pointer_to(work.bias, dtype),
+            pointer_to(work.sums, dtype),
+        )
+        h, h0, grad_h = pointer_to(work.h, dtype), pointer_to(work.h0, dtype), pointer_to(work.grad_h, dtype)
+        state, grad_pre = pointer_to(work.state, dtype), pointer_to(work.grad_pre, dtype)
         groups, batch, length, hidden, together = work.groups, work.batch, work.length, work.hidden, work.together
         directions, row_t, row_b, grad_row, h0_b = work.directions, work.row_t, work.row_b, work.grad_row, work.h0_b
-        piece = _take_piece(address)
+        piece = take_piece(address)
         while piece < work.pieces:
             block, group, direction = piece // (groups * directions), piece % groups, piece // groups % directions
             begin, end = block * work.width, min((block + 1) * work.width, hidden)
@@ -635,6 +639,6 @@ def layer_backward(dtype: type, cell: str, candidate: str) -> Any:
                             for j in range(begin, end):
                                 totals[at + j] += sums[at + j]
                                 sums[at + j] = 0
-            piece = _take_piece(address)
+            piece = take_piece(address)
 
     return run

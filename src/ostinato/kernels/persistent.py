@@ -367,7 +367,7 @@ def make_plan(
     return Plan(geometry.path, geometry.bytes_on_chip, available, geometry.blocks * geometry.groups, reason, geometry)
 
 
-class Packed(NamedTuple):
+class PackedWeights(NamedTuple):
     """Recurrent weights as a kernel reads them, see its Product."""
 
     geometry: Geometry  # how many tiles there really are
@@ -376,7 +376,7 @@ class Packed(NamedTuple):
     spans: Tensor | None = None
 
 
-def pack(weight: Tensor, mask: Tensor | None, geometry: Geometry, shared_limit: int) -> Packed:
+def pack(weight: Tensor, mask: Tensor | None, geometry: Geometry, shared_limit: int) -> PackedWeights:
     """(gates * H, H) weights for the geometry's kernel.
 
     Raises MemoryError if the mask is so uneven that the weights do not fit after all.
@@ -384,7 +384,7 @@ def pack(weight: Tensor, mask: Tensor | None, geometry: Geometry, shared_limit: 
     matrix = weight if mask is None else torch.where(mask.bool(), weight, 0)
     rows = _rows_of_blocks(matrix, geometry)
     if geometry.path == "dense":
-        return Packed(geometry, _pack_dense(rows, geometry))
+        return PackedWeights(geometry, _pack_dense(rows, geometry))
     kept = _rows_of_blocks(matrix != 0 if mask is None else mask.bool(), geometry)
     return (_pack_block if geometry.path == "block" else _pack_sparse)(rows, kept, geometry, shared_limit)
 
@@ -430,7 +430,7 @@ def _pack_dense(rows: Tensor, geometry: Geometry) -> Tensor:
     return packed.flatten(2, 3)[:, :, : geometry.tiles].contiguous()
 
 
-def _pack_block(rows: Tensor, kept: Tensor, geometry: Geometry, shared_limit: int) -> Packed:
+def _pack_block(rows: Tensor, kept: Tensor, geometry: Geometry, shared_limit: int) -> PackedWeights:
     """Strips of 16 rows, each with the columns it needs, in shares of equal numbers of tiles, dealt to the warps."""
     blocks, width, banks, pitch = rows.shape[0], geometry.tile_columns, geometry.banks, geometry.pitch
     column = _column_of_place(geometry).to(rows.device)
@@ -466,10 +466,10 @@ def _pack_block(rows: Tensor, kept: Tensor, geometry: Geometry, shared_limit: in
     number = 4 // rows.itemsize
     packed = packed.reshape(blocks, WARPS, geometry.tiles, 2, 8, 2, 4, number)  # row half, row, column half, lane
     packed = packed.permute(0, 1, 2, 4, 6, 5, 3, 7).contiguous()
-    return Packed(geometry, packed, _narrow(all_places, 16))
+    return PackedWeights(geometry, packed, _narrow(all_places, 16))
 
 
-def _pack_sparse(rows: Tensor, kept: Tensor, geometry: Geometry, shared_limit: int) -> Packed:
+def _pack_sparse(rows: Tensor, kept: Tensor, geometry: Geometry, shared_limit: int) -> PackedWeights:
     """Each row's weights dealt to as many neighbouring threads as it needs."""
     blocks, banks, pitch, device = rows.shape[0], geometry.banks, geometry.pitch, rows.device
     column = _column_of_place(geometry).to(device)
@@ -502,7 +502,7 @@ def _pack_sparse(rows: Tensor, kept: Tensor, geometry: Geometry, shared_limit: i
         both = all_weights.view(torch.int32).view(-1, 2)
         entries = torch.cat(((two[:, :1] | two[:, 1:] << 16), both), 1).view(blocks, THREADS, -1, 3)
     spans = torch.where(threads > 0, starts + (starts + threads - 1 << 8), 1)  # of no threads: from 1 to 0
-    return Packed(geometry, entries.permute(0, 2, 3, 1).contiguous(), spans=_narrow(spans, 16))
+    return PackedWeights(geometry, entries.permute(0, 2, 3, 1).contiguous(), spans=_narrow(spans, 16))
 
 
 def _column_of_place(geometry: Geometry) -> Tensor:

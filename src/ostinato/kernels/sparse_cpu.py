@@ -20,18 +20,18 @@ from numba.extending import intrinsic
 from torch import Tensor
 from torch.nn import functional as F
 
-from ostinato.kernels.cpu import NUMPY_DTYPES, _run, _threads
+from ostinato.kernels.cpu import NUMPY_DTYPES, run_loop, threads_for
 from ostinato.kernels.cpu_loops import (
     REVISION,
-    _as,
-    _exp_expm1,
-    _inline,
-    _integers,
-    _loop,
-    _multiply_add,
-    _pointer,
-    _sigmoids,
-    _take_piece,
+    cast,
+    compiled_loop,
+    exp_expm1,
+    inline,
+    integers,
+    multiply_add,
+    pointer_to,
+    sigmoids,
+    take_piece,
 )
 from ostinato.kernels.plan import GATES, Plan, no_kernel
 
@@ -155,7 +155,7 @@ class SparseLayer:
             **{name: x.data_ptr() for name, x in arrays.items()},
         )
         loop = layer(NUMPY_DTYPES[self.dtype], self.cell, self.height, self.shared, tile)
-        _run(loop, work, _threads(len(self.values) * length * batch))
+        run_loop(loop, work, threads_for(len(self.values) * length * batch))
         if work.not_finite:
             raise FloatingPointError("a hidden state is not finite")
         return output, h[:batch], c if self.cell == "lstm" else None
@@ -165,8 +165,8 @@ class Work(ctypes.Structure):
     """What the loop is called with: sizes and addresses."""
 
     _fields_ = [
-        *_integers("next_piece", "pieces", "not_finite", "reverse", "batch", "length", "hidden", "padded", "slices"),
-        *_integers("values", "columns", "starts", "rows", "diagonal", "bias", "projected", "h", "c", "sums", "output"),
+        *integers("next_piece", "pieces", "not_finite", "reverse", "batch", "length", "hidden", "padded", "slices"),
+        *integers("values", "columns", "starts", "rows", "diagonal", "bias", "projected", "h", "c", "sums", "output"),
     ]
 
 
@@ -187,7 +187,7 @@ def _multiply_slice(typing_context, values, columns, begin, end, h, h_b, out, ou
         number = context.get_value_type(signature.args[0].dtype)
         vector = ir.VectorType(number, rows)
         alignment = context.get_abi_sizeof(number)
-        multiply_add = cgutils.get_or_insert_function(
+        fused = cgutils.get_or_insert_function(
             builder.module,
             ir.FunctionType(vector, [vector] * 3),
             f"llvm.fmuladd.v{rows}{'f32' if alignment == 4 else 'f64'}",
@@ -211,7 +211,7 @@ def _multiply_slice(typing_context, values, columns, begin, end, h, h_b, out, ou
         def add(k, sums):
             entry = builder.load(vector_at(values, builder.mul(k, int64(rows))), align=alignment)
             for b, total in enumerate(sums):
-                builder.store(builder.call(multiply_add, [entry, states(k, b), builder.load(total)]), total)
+                builder.store(builder.call(fused, [entry, states(k, b), builder.load(total)]), total)
 
         zero = ir.Constant(vector, [0.0] * rows)
         chains = [
@@ -247,10 +247,10 @@ def _offset(typing_context, pointer, index):
     return pointer(pointer, types.int64), generate
 
 
-@_inline
+@inline
 def _tanh(x):
-    e, less = _exp_expm1(-abs(x + x))
-    size = -less / (_as(1.0, x) + e)
+    e, less = exp_expm1(-abs(x + x))
+    size = -less / (cast(1.0, x) + e)
     return size if x >= 0 else -size
 
 
@@ -260,25 +260,25 @@ def layer(dtype: type, cell: str, height: int, shared: bool, tile: int) -> Any:
     gates = GATES[cell]
     largest, revision = dtype(np.finfo(dtype).max), REVISION
 
-    @_loop
+    @compiled_loop
     def run(address):
         revision  # noqa: B018  # by what it refers to is a cached loop known
         work = carray(address, 1, _WORK)[0]
-        values, columns = _pointer(work.values, dtype), _pointer(work.columns, np.int32)
-        starts, rows = _pointer(work.starts, np.int64), _pointer(work.rows, np.int64)
+        values, columns = pointer_to(work.values, dtype), pointer_to(work.columns, np.int32)
+        starts, rows = pointer_to(work.starts, np.int64), pointer_to(work.rows, np.int64)
         batch, length, hidden, padded = work.batch, work.length, work.hidden, work.padded
         diagonal, bias, projected = (
-            _pointer(work.diagonal, dtype),
-            _pointer(work.bias, dtype),
-            _pointer(work.projected, dtype),
+            pointer_to(work.diagonal, dtype),
+            pointer_to(work.bias, dtype),
+            pointer_to(work.projected, dtype),
         )
-        output = _pointer(work.output, dtype)
-        h, c = _pointer(work.h, dtype), _pointer(work.c, dtype)
+        output = pointer_to(work.output, dtype)
+        h, c = pointer_to(work.h, dtype), pointer_to(work.c, dtype)
         width = gates * padded + SLICE
-        piece = _take_piece(address)
+        piece = take_piece(address)
         while piece < work.pieces:
             first = piece * tile
-            sums = _offset(_pointer(work.sums, dtype), first * width)
+            sums = _offset(pointer_to(work.sums, dtype), first * width)
             wrong = 0
             for j in range(first * hidden, (first + tile) * hidden):
                 wrong += 0 if abs(h[j]) <= largest else 1
@@ -309,30 +309,30 @@ def layer(dtype: type, cell: str, height: int, shared: bool, tile: int) -> Any:
                     at, at_x, at_s = b * hidden, (t * batch + b) * gates * hidden, (b - first) * width
                     for j in range(hidden):
                         h_j = h[at + j]
-                        p0 = projected[at_x + j] + _multiply_add(diagonal[j], h_j, sums[at_s + j])
+                        p0 = projected[at_x + j] + multiply_add(diagonal[j], h_j, sums[at_s + j])
                         if gates > 1:
                             s1, s2 = sums[at_s + padded + j], sums[at_s + 2 * padded + j]
-                            p1 = projected[at_x + hidden + j] + _multiply_add(diagonal[padded + j], h_j, s1)
-                            p2 = _multiply_add(diagonal[2 * padded + j], h_j, s2)
+                            p1 = projected[at_x + hidden + j] + multiply_add(diagonal[padded + j], h_j, s1)
+                            p2 = multiply_add(diagonal[2 * padded + j], h_j, s2)
                         if cell == "rnn_tanh":
                             h_j = _tanh(p0)
                         elif cell == "rnn_relu":
-                            h_j = _as(0.0, p0) if p0 < 0 else p0
+                            h_j = cast(0.0, p0) if p0 < 0 else p0
                         elif cell == "gru":
-                            n = _tanh(_multiply_add(_sigmoids(p0)[0], p2 + bias[j], projected[at_x + 2 * hidden + j]))
-                            h_j = _multiply_add(_sigmoids(p1)[0], h_j - n, n)
+                            n = _tanh(multiply_add(sigmoids(p0)[0], p2 + bias[j], projected[at_x + 2 * hidden + j]))
+                            h_j = multiply_add(sigmoids(p1)[0], h_j - n, n)
                         else:
                             s3 = sums[at_s + 3 * padded + j]
-                            p3 = projected[at_x + 3 * hidden + j] + _multiply_add(diagonal[3 * padded + j], h_j, s3)
-                            new = _sigmoids(p0)[0] * _tanh(projected[at_x + 2 * hidden + j] + p2)
-                            new = _multiply_add(_sigmoids(p1)[0], c[at + j], new)
+                            p3 = projected[at_x + 3 * hidden + j] + multiply_add(diagonal[3 * padded + j], h_j, s3)
+                            new = sigmoids(p0)[0] * _tanh(projected[at_x + 2 * hidden + j] + p2)
+                            new = multiply_add(sigmoids(p1)[0], c[at + j], new)
                             c[at + j] = new
-                            h_j = _sigmoids(p3)[0] * _tanh(new)
+                            h_j = sigmoids(p3)[0] * _tanh(new)
                         h[at + j] = h_j
                         output[(t * batch + b) * hidden + j] = h_j
                         wrong += 0 if abs(h_j) <= largest else 1
             if wrong:
                 work.not_finite = 1
-            piece = _take_piece(address)
+            piece = take_piece(address)
 
     return run
