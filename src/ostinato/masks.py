@@ -18,9 +18,14 @@ BLOCKS = ((16, 1), (8, 4), (1, 1))  # rows by columns of what is pruned as one
 _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of pruned parameters: their modules and names
 
 
+def block_name(block: tuple[int, int]) -> str:
+    """Such as "16x1" of (16, 1)."""
+    return f"{block[0]}x{block[1]}"
+
+
 def block_named(name: str) -> tuple[int, int]:
     """Such as (16, 1) of "16x1".  Raises ValueError for a block that is none of ``BLOCKS``."""
-    blocks = {f"{rows}x{columns}": (rows, columns) for rows, columns in BLOCKS}
+    blocks = {block_name(block): block for block in BLOCKS}
     if name not in blocks:
         raise ValueError(f"block must be one of {', '.join(blocks)}; got {name!r}")
     return blocks[name]

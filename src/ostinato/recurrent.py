@@ -126,6 +126,7 @@ class _Recurrent(nn.RNNBase):
 
     def _batch(self, input: Tensor | PackedSequence) -> int:
         if isinstance(input, PackedSequence):
+            check_batch_sizes(input.batch_sizes, len(input.data))
             return int(input.batch_sizes[0])
         return 1 if input.dim() == 2 else input.shape[0 if self.batch_first else 1]
 
@@ -137,7 +138,6 @@ class _Recurrent(nn.RNNBase):
         states = _states(hx)
         if isinstance(input, PackedSequence):
             x, batch_sizes, order, places = input
-            check_batch_sizes(batch_sizes, len(x))
             segments, unbatched = _segments(batch_sizes), False
         else:
             unbatched, batch_sizes, order, places = input.dim() == 2, None, None, None

@@ -219,14 +219,7 @@ class Trainer:
             same_device = state["device"] == self.device.type
         except (KeyError, TypeError) as error:
             raise ValueError(f"expected the state of a training; {type(error).__name__}: {error}") from None
-        shapes = {"loss_sum": torch.Size()}
-        if self.step:
-            parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-            for number, parameter in enumerate(parameters):
-                names = (f"optimizer.{number}.{name}" for name in ("step", "exp_avg", "exp_avg_sq"))
-                shapes |= zip(names, (torch.Size(), parameter.shape, parameter.shape), strict=True)
-        if same_device:
-            shapes |= {"windows": self.generator.get_state().shape, "dropout": self._dropout_state().shape}
+        shapes = self._state_shapes(same_device)
         for name, shape in shapes.items():
             if name not in tensors or tensors[name].shape != shape:
                 found = tuple(tensors[name].shape) if name in tensors else "absent"
@@ -237,14 +230,27 @@ class Trainer:
         optimizer = self.optimizer.state_dict()
         for name in shapes:
             if name.startswith("optimizer."):
-                _, place, key = name.split(".")
-                optimizer["state"].setdefault(int(place), {})[key] = tensors[name]
+                _, number, key = name.split(".")
+                optimizer["state"].setdefault(int(number), {})[key] = tensors[name]
         self.optimizer.load_state_dict(optimizer)
         if same_device:
             self.generator.set_state(tensors["windows"])
             self._set_dropout_state(tensors["dropout"])
         else:
             self.generator.manual_seed(self.settings.seed + self.step)
+
+    def _state_shapes(self, same_device: bool) -> dict[str, torch.Size]:
+        """Of the tensors that :meth:`state` gives and :meth:`restore` needs, of this model at this step."""
+        shapes = {"loss_sum": torch.Size()}
+        if self.step:
+            parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+            for number, parameter in enumerate(parameters):
+                moments = dict.fromkeys(("exp_avg", "exp_avg_sq"), parameter.shape)
+                shapes |= {f"optimizer.{number}.{key}": shape for key, shape in moments.items()}
+                shapes[f"optimizer.{number}.step"] = torch.Size()
+        if same_device:
+            shapes |= {"windows": self.generator.get_state().shape, "dropout": self._dropout_state().shape}
+        return shapes
 
     def _chunk_loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         with self._autocast():

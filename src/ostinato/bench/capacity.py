@@ -10,7 +10,7 @@ from rich.table import Table
 from ostinato.bench.workloads import name_of
 from ostinato.kernels import persistent
 from ostinato.kernels.plan import GATES
-from ostinato.masks import BLOCKS
+from ostinato.masks import BLOCKS, block_name
 
 H100 = SimpleNamespace(  # what CUDA reports of the SXM module; for machines without a GPU
     name="NVIDIA H100 80GB HBM3",
@@ -89,7 +89,7 @@ def table(rows: list[Row]) -> Table:
 
 def shape_name(row: Row) -> str:
     """Such as "10 % in 16x1"."""
-    return "dense" if row["block"] is None else f"{row['density']:.0%} in {row['block'][0]}x{row['block'][1]}"
+    return "dense" if row["block"] is None else f"{row['density']:.0%} in {block_name(row['block'])}"
 
 
 def as_sweep(rows: list[Row]) -> dict[str, Any]:
@@ -97,7 +97,7 @@ def as_sweep(rows: list[Row]) -> dict[str, Any]:
     lines: dict[str, Any] = {}
     for row in rows:
         for block in BLOCKS[::-1] if row["block"] is None else (row["block"],):
-            line = lines.setdefault(f"{row['cell']}, {block[0]}x{block[1]}", {"limit": False, "points": []})
+            line = lines.setdefault(f"{row['cell']}, {block_name(block)}", {"limit": False, "points": []})
             line["points"].append({"x": row["density"], "value": row["hidden_size"]})
     first = rows[0]
     return {

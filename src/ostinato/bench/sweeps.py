@@ -19,6 +19,7 @@ import torch
 from ostinato.bench.measure import Record, WrongResult, measure
 from ostinato.bench.peers import CELL_LOOPS, FROM_HOST, TIME_LOOP
 from ostinato.bench.workloads import GRAPHS, OURS, PLAIN, Layer, Recurrence, Workload, f32
+from ostinato.masks import block_name
 
 Values = dict[int | float, float]
 
@@ -142,7 +143,7 @@ def _label(sweep: Sweep, record: Record, name: str) -> str:
     if name == "limit":
         return f"the limit: {record['limit']['name']}"
     if work["kind"] == "persistent":
-        blocks = "" if work["block"] == (1, 1) else " in {}x{} blocks".format(*work["block"])
+        blocks = "" if work["block"] == (1, 1) else f" in {block_name(work['block'])} blocks"
         return f"{name}{blocks}" if name.startswith(OURS) else name
     return name + where
 

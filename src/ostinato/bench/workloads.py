@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 import ostinato
 from ostinato.kernels import GATES, operators, reference
+from ostinato.masks import block_name
 
 OURS = "Ostinato"
 
@@ -168,8 +169,7 @@ class Recurrence:
     limit_name = "hardly any recurrent weights"
 
     def __str__(self) -> str:
-        rows, columns = self.block
-        pruned = "dense" if self.density == 1 else f"{self.density:.0%} {rows}x{columns}"
+        pruned = "dense" if self.density == 1 else f"{self.density:.0%} {block_name(self.block)}"
         dtype = "tf32" if self.tf32 else name_of(self.dtype)
         return f"{self.cell} {self.hidden} B{self.batch} T{self.length} {pruned} {dtype}"
 

@@ -99,8 +99,6 @@ def profile(
     from ostinato.masks import block_named
 
     where, console = _device(device), _console()
-    path = report.path_for(json, f"profile-{cell}", where)
-    _check_files(path, trace)
     work = profile.workload(
         cell,
         batch=batch,
@@ -112,6 +110,8 @@ def profile(
         density=density,
         block=block_named(block),
     )
+    path = report.path_for(json, f"profile-{cell}", where)
+    _check_files(path, trace)
     content = _content(console, "profile", where, False)
     try:
         with console.status(str(work)):

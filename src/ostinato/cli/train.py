@@ -5,7 +5,7 @@ import math
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -231,26 +231,25 @@ def _resume(context: typer.Context, path: Path, text: Path | None, machine: dict
     if not checkpoint.training_tensors:
         raise ValueError(f"{path}: expected a checkpoint to go on from, as last.safetensors is; it holds weights only")
     try:
-        settings, steps, digest = saved["trainer"]["settings"], saved["trainer"]["step"], saved["digest"]
-        source = saved["text"]
-        TrainingSettings(**settings)
+        settings = TrainingSettings(**saved["trainer"]["settings"])
+        step, source, digest = saved["trainer"]["step"], saved["text"], saved["digest"]
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path}: expected the state of a training; {type(error).__name__}: {error}") from None
     given = {name for name in context.params if _is_given(context, name)}
-    for name, value in {**checkpoint.model.settings, **settings}.items():
+    for name, value in {**checkpoint.model.settings, **asdict(settings)}.items():
         if name in given - {"steps"} and context.params[name] != value:
             raise ValueError(f"{name} of {path} is {value}; got {context.params[name]}, and only steps can change")
     if "steps" in given:
-        settings["steps"] = context.params["steps"]
-    if steps >= settings["steps"]:
-        raise ValueError(f"{path}: all its {settings['steps']} steps are done; expected a larger --steps to go on")
+        settings = replace(settings, steps=context.params["steps"])
+    if step >= settings.steps:
+        raise ValueError(f"{path}: all its {settings.steps} steps are done; expected a larger --steps to go on")
     if text is None and source:
         text = Path(source)
     corpus = read_text(text)
     if digest_of(corpus) != digest:
         raise ValueError(f"{corpus.source}: expected the text that {path} was trained on; it differs")
     tokens = checkpoint.vocabulary.encode(corpus.text)
-    trainer = Trainer(checkpoint.model, tokens, TrainingSettings(**settings), **machine)
+    trainer = Trainer(checkpoint.model, tokens, settings, **machine)
     trainer.restore(saved["trainer"], checkpoint.training_tensors)
     return Run(trainer, checkpoint.vocabulary, corpus, text)
 

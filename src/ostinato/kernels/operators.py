@@ -108,15 +108,20 @@ def _check_cu_seqlens(cu_seqlens: Tensor | None, length: int) -> None:
     if cu_seqlens is None or (cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing()):
         return
     counted = cu_seqlens.is_cuda and not cu_seqlens.is_inference()
-    seen = (cu_seqlens._version, length) if counted else None
-    if counted and _checked_cu_seqlens.get(cu_seqlens) == seen:
+    if counted and _checked_cu_seqlens.get(cu_seqlens) == (cu_seqlens._version, length):
         return
     bounds = cu_seqlens.tolist()
     if bounds[0] != 0 or bounds[-1] != length or bounds != sorted(bounds):
-        shown = str(bounds if len(bounds) <= 8 else [*bounds[:4], "...", *bounds[-3:]])
-        raise ValueError(f"cu_seqlens must rise from 0 to the number of time steps, {length}; got {shown}")
+        raise ValueError(
+            f"cu_seqlens must rise from 0 to the number of time steps, {length}; got {shortened(cu_seqlens)}"
+        )
     if counted:
-        _checked_cu_seqlens[cu_seqlens] = seen
+        _checked_cu_seqlens[cu_seqlens] = cu_seqlens._version, length
+
+
+def shortened(numbers: Tensor) -> str:
+    """The numbers of a vector, or the first and last of many, for an error message."""
+    return str(numbers.tolist() if len(numbers) <= 8 else [*numbers[:4].tolist(), "...", *numbers[-3:].tolist()])
 
 
 def _or_empty(grad: Tensor | None, like: Tensor) -> Tensor:
