@@ -12,7 +12,8 @@ import torch
 
 import test_cuda
 import test_persistent
-from ostinato.kernels import choose_backend, cuda, persistent
+from ostinato.kernels.persistent import cuda as persistent
+from ostinato.kernels.scan import choose_backend, cuda
 
 FLAGS = (False, True)
 

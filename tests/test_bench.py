@@ -203,7 +203,7 @@ def test_float32_is_rounded_to_tf32_only_where_the_workload_says_so(monkeypatch)
 
 
 def test_the_largest_layer_fits_and_the_next_does_not():
-    from ostinato.kernels.persistent import make_plan
+    from ostinato.kernels.persistent.cuda import make_plan
 
     rows = capacity.capacity(CPU)
     sizes = {(row["cell"], capacity.shape_name(row)): row["hidden_size"] for row in rows}
@@ -219,7 +219,7 @@ def test_the_largest_layer_fits_and_the_next_does_not():
 
 
 def test_a_kernel_can_be_asked_for():
-    from ostinato.kernels.persistent import make_plan
+    from ostinato.kernels.persistent.cuda import make_plan
 
     layer = ("lstm", 2304, 4, torch.float16, int(0.1 * 4 * 2304**2), (16, 1), capacity.H100)
     assert [make_plan(*layer, path).path for path in ("dense", "sparse", "block")] == ["dense", "sparse", "block"]

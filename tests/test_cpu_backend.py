@@ -13,8 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from ostinato.kernels import cpu, cpu_loops, reference
-from ostinato.kernels.torch_ops import REFERENCE
+from ostinato.kernels import gemm
+from ostinato.kernels import threads as kernel_threads
+from ostinato.kernels.scan import cpu, cpu_loops, reference
+from ostinato.kernels.scan.torch_ops import REFERENCE
 
 INF = math.inf
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -48,7 +50,7 @@ def assert_same(got, expected):
 
 @pytest.fixture
 def always_parallel(monkeypatch):
-    monkeypatch.setattr(cpu, "PARALLEL", 0)
+    monkeypatch.setattr(kernel_threads, "PARALLEL", 0)
 
 
 def strided(x, layout):
@@ -217,13 +219,13 @@ def test_float32_error_does_not_grow_with_time():
 @pytest.mark.parametrize(("inputs", "outputs"), [(300, 10), (10, 300)])
 def test_products_too_large_to_be_a_convolution_are_none(inputs, outputs, monkeypatch):
     called = []
-    monkeypatch.setattr(cpu, "_is_amd", lambda: True)
-    monkeypatch.setattr(cpu.F, "linear", lambda *_: called.append("linear"))
-    monkeypatch.setattr(cpu.F, "conv2d", lambda *_: called.append("conv2d") or torch.zeros(0))
+    monkeypatch.setattr(gemm, "_is_amd", lambda: True)
+    monkeypatch.setattr(gemm.F, "linear", lambda *_: called.append("linear"))
+    monkeypatch.setattr(gemm.F, "conv2d", lambda *_: called.append("conv2d") or torch.zeros(0))
     number = torch.zeros(1)
     for rows in (2**31 // 300, 2**31 // 300 + 1):  # of one number in memory
         with contextlib.suppress(RuntimeError):  # the stand-in's result has another shape
-            cpu.linear(number.expand(rows, inputs), number.expand(outputs, inputs))
+            gemm.linear(number.expand(rows, inputs), number.expand(outputs, inputs))
     assert called == ["conv2d", "linear"]
 
 
@@ -414,8 +416,8 @@ def everything(seed):
 @pytest.fixture(params=["OpenMP's threads", "our own threads"])
 def threads(request, always_parallel, monkeypatch):
     if request.param == "our own threads":
-        monkeypatch.setattr(cpu, "_openmp_parallel", lambda: None)
-    elif cpu._openmp_parallel() is None:
+        monkeypatch.setattr(kernel_threads, "_openmp_parallel", lambda: None)
+    elif kernel_threads._openmp_parallel() is None:
         pytest.skip("no OpenMP of GCC's kind")
 
 
@@ -444,8 +446,8 @@ def test_the_reference_gates_of_min_lstm_are_exact():
 def by_convolution(monkeypatch):
     """Whatever the processor and the size; the list grows with each product that was a convolution."""
     calls, conv2d = [], F.conv2d
-    monkeypatch.setattr(cpu, "_is_amd", lambda: True)
-    monkeypatch.setattr(cpu, "GEMM_ROWS", 1)
+    monkeypatch.setattr(gemm, "_is_amd", lambda: True)
+    monkeypatch.setattr(gemm, "GEMM_ROWS", 1)
     monkeypatch.setattr(F, "conv2d", lambda *args: calls.append(args) or conv2d(*args))
     return calls
 
@@ -462,7 +464,7 @@ def test_a_product_by_convolution(by_convolution, batch, length, channels, width
     weight = torch.randn(channels, width).t().requires_grad_()
     bias = torch.randn(width).requires_grad_() if layout != "packed" else None
     inputs = [y for y in (x, weight, bias) if y is not None]
-    got = cpu.linear(*inputs)
+    got = gemm.linear(*inputs)
     assert len(by_convolution) == 1
     assert got.is_contiguous()
     exact = [y.detach().double().requires_grad_() for y in inputs]
@@ -472,7 +474,7 @@ def test_a_product_by_convolution(by_convolution, batch, length, channels, width
     for y, z in zip(found, (expected, *torch.autograd.grad(expected, exact, grad.double())), strict=True):
         assert_close(y, z.float(), 1e-6)
     with torch.no_grad():
-        assert torch.equal(cpu.linear(*inputs), got)
+        assert torch.equal(gemm.linear(*inputs), got)
 
 
 def test_a_product_by_convolution_keeps_what_is_not_finite_or_tiny_in_its_row(by_convolution):
@@ -483,7 +485,7 @@ def test_a_product_by_convolution_keeps_what_is_not_finite_or_tiny_in_its_row(by
     for row, value in special.items():
         x[row, row % 37] = value
     x[100] = 1e-40
-    got = cpu.linear(x, weight)
+    got = gemm.linear(x, weight)
     assert len(by_convolution) == 1
     others = [row for row in range(200) if row not in special and row != 100]
     assert_close(got[others], expected[others], 1e-6)
@@ -498,11 +500,11 @@ def test_other_products_are_torchs(by_convolution, monkeypatch, why):
     inputs = torch.randn(0 if why == "no rows" else 200, 16), torch.randn(24, 16), torch.randn(24)
     if why == "float64":
         inputs = tuple(y.double() for y in inputs)
-    monkeypatch.setattr(cpu, "GEMM_ROWS", 201 if why == "few rows" else 1)
-    monkeypatch.setattr(cpu, "_is_amd", lambda: why != "another processor")
+    monkeypatch.setattr(gemm, "GEMM_ROWS", 201 if why == "few rows" else 1)
+    monkeypatch.setattr(gemm, "_is_amd", lambda: why != "another processor")
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", why != "oneDNN is off")
     with torch.autocast("cpu", torch.bfloat16, enabled=why == "autocast"):
-        got, expected = cpu.linear(*inputs), F.linear(*inputs)
+        got, expected = gemm.linear(*inputs), F.linear(*inputs)
     assert not by_convolution
     assert got.dtype == expected.dtype
     assert torch.equal(got, expected)
@@ -532,14 +534,15 @@ def test_large_results_reuse_memory_only_when_it_is_free(monkeypatch):
 
 FORK = """
 import os, signal, torch
-from ostinato.kernels import cpu
+from ostinato.kernels import threads
+from ostinato.kernels.scan import cpu
 a, b = torch.rand(2, 500, 300), torch.rand(2, 500, 300)
 def scan():
     return cpu.linear_scan(a, b, None, False, None)[0].numpy().tobytes()
 expected = scan()
 for openmp in (True, False):
     if not openmp:
-        cpu._openmp_parallel = lambda: None
+        threads._openmp_parallel = lambda: None
         scan()
     child = os.fork()
     if child == 0:

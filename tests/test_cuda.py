@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import ostinato
-from ostinato.kernels import choose_backend, cuda, nvrtc, operators, torch_ops
+from ostinato.kernels import nvrtc
+from ostinato.kernels.scan import choose_backend, cuda, operators, torch_ops
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 import ostinato
-from ostinato.kernels import nvrtc, persistent
-from ostinato.kernels.plan import GATES
+from ostinato.kernels import nvrtc
+from ostinato.kernels.persistent import cuda as persistent
+from ostinato.kernels.persistent.plan import GATES
 
 f16, bf16, f32 = torch.float16, torch.bfloat16, torch.float32
 CELLS = ("rnn_tanh", "rnn_relu", "gru", "lstm")

@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 import ostinato
 from ostinato import recurrent
 from ostinato.inference import tensors_of
-from ostinato.kernels.plan import Plan
+from ostinato.kernels.persistent.plan import Plan
 
 CELLS = {"RNN": {}, "relu": {"nonlinearity": "relu"}, "GRU": {}, "LSTM": {}}
 BLOCKS = [(1, 1), (16, 1), (8, 4)]
@@ -576,7 +576,7 @@ def test_gpu_runs_torchs_kernels_when_ours_cannot_be_made(monkeypatch, error):
     def fail(*_):
         raise error("no room\nat all")
 
-    monkeypatch.setattr("ostinato.kernels.persistent.PersistentLayer", fail)
+    monkeypatch.setattr("ostinato.kernels.persistent.cuda.PersistentLayer", fail)
     layer = pruned("GRU", 5, 64, device="cuda")
     x, hx = inputs(layer, 4, device="cuda")
     plan = layer.plan(4)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.autograd import forward_ad
 
 import ostinato
-from ostinato.kernels import reference
+from ostinato.kernels.scan import reference
 
 BACKENDS = ["reference", "torch", "cpu"]
 SCANS = [ostinato.linear_scan, ostinato.log_linear_scan]

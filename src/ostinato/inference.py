@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ostinato.kernels import nvrtc, operators
-from ostinato.kernels.plan import GATES, Plan, no_kernel
+from ostinato.kernels import nvrtc
+from ostinato.kernels.gemm import linear
+from ostinato.kernels.persistent.plan import GATES, Plan, no_kernel
 from ostinato.masks import block_of, mask_of, masked
 
 Segment = tuple[int, int, int]  # steps of the same sequences: the first one's first row, how many, of how many
@@ -125,7 +126,7 @@ class Packed:
 
     def _project(self, x: Tensor, index: int) -> Tensor:
         weight, bias, _ = self._input(index, x.dtype)
-        return operators.linear(x, weight, bias)
+        return linear(x, weight, bias)
 
     def _kernel(self, index: int, dtype: torch.dtype, plan: Plan) -> Any:
         key = (index, dtype, plan, torch.backends.cuda.matmul.allow_tf32)
@@ -144,7 +145,7 @@ class Packed:
 
 def _kernels_on(device: torch.device) -> Any:
     """The module with a device's kernels, imported when there is use for them."""
-    return importlib.import_module(f"ostinato.kernels.{'persistent' if device.type == 'cuda' else 'sparse_cpu'}")
+    return importlib.import_module(f"ostinato.kernels.persistent.{device.type}")
 
 
 class _Seen:

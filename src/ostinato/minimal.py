@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 
-from ostinato.kernels import BACKENDS, GATES, operators
+from ostinato.kernels.gemm import linear
+from ostinato.kernels.scan import BACKENDS, GATES, operators
 from ostinato.scan import check_batch_sizes, check_choice, check_floating
 
 CANDIDATES = ("positive", "linear", "tanh")
@@ -126,7 +127,7 @@ class _MinimalLayers(nn.Module):
         """One GEMM for all gates and directions, then one fused pass; the bias is added in the latter."""
         weights = [getattr(self, f"weight_ih_{suffix}") for suffix in self._suffixes(layer)]
         biases = [getattr(self, f"bias_ih_{suffix}") for suffix in self._suffixes(layer)] if self.bias else []
-        pre = operators.linear(x, weights[0] if len(weights) == 1 else torch.cat(weights))
+        pre = linear(x, weights[0] if len(weights) == 1 else torch.cat(weights))
         bias = None if not biases else biases[0] if len(biases) == 1 else torch.cat(biases)
         return operators.minimal_scan(
             pre,
@@ -300,7 +301,7 @@ class _MinimalCell(nn.Module):
             if hx.shape != (*input.shape[:-1], self.hidden_size):
                 raise ValueError(f"hx must have shape {(*input.shape[:-1], self.hidden_size)}; got {tuple(hx.shape)}")
             _check_like_weight("hx", hx, self.weight_ih)
-        pre = operators.linear(input.view(-1, 1, self.input_size), self.weight_ih)
+        pre = linear(input.view(-1, 1, self.input_size), self.weight_ih)
         h0 = None if hx is None else hx.to(pre.dtype).view(1, -1, self.hidden_size)
         _, h = operators.minimal_scan(pre, self.bias_ih, h0, None, self.cell, self.candidate, True, 1, self.backend)
         return h.view(*input.shape[:-1], self.hidden_size)

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from ostinato.inference import Packed, Segment, tensors_of
-from ostinato.kernels import operators
-from ostinato.kernels.plan import Plan
+from ostinato.kernels import dispatch
+from ostinato.kernels.persistent.plan import Plan
 from ostinato.masks import mask_name, mask_of, masked
 from ostinato.optimizers import after_every_step
 from ostinato.scan import check_batch_sizes
@@ -115,7 +115,7 @@ class _Recurrent(nn.RNNBase):
             and (autocast or all(x.dtype == self.weight_hh_l0.dtype for x in (data, *states)))
             and not (autocast and (device.type == "cpu" or self.weight_hh_l0.dtype != torch.float32))
             and not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
-            and operators._is_eager(tensors)
+            and dispatch.is_eager(tensors)
         )
         return self._pack(own) if fits else None
 

@@ -8,8 +8,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from ostinato.bench.workloads import name_of
-from ostinato.kernels import persistent
-from ostinato.kernels.plan import GATES
+from ostinato.kernels.persistent import cuda as persistent
+from ostinato.kernels.persistent.plan import GATES
 from ostinato.masks import BLOCKS, block_name
 
 H100 = SimpleNamespace(  # what CUDA reports of the SXM module; for machines without a GPU

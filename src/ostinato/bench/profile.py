@@ -18,7 +18,7 @@ from ostinato.bench.peers import contestants
 from ostinato.bench.report import figures, scaled
 from ostinato.bench.workloads import OURS, Layer, Recurrence, name_of
 from ostinato.files import replacing
-from ostinato.kernels import GATES
+from ostinato.kernels.scan import GATES
 
 PRODUCT = re.compile(r"gemm|cutlass|nvjet|xmma|::mm$|addmm$|_linear_pointwise|mkldnn_convolution|convolution_backward$")
 PREPARE = "prepare"  # fills the buffer in which persistent kernels exchange states
@@ -103,7 +103,8 @@ def _wall(call: Callable[[], object], wait: Callable[[], None]) -> float:
 @contextmanager
 def _own_kernels_named() -> Iterator[None]:
     """Let the profiler see the CPU's kernels of our own, which are no operators of PyTorch."""
-    from ostinato.kernels import cpu, sparse_cpu
+    from ostinato.kernels.persistent.cpu import SparseLayer
+    from ostinato.kernels.scan import cpu
 
     def named(function: Any, name: str) -> Any:
         def call(*args: Any) -> Any:
@@ -115,8 +116,7 @@ def _own_kernels_named() -> Iterator[None]:
     with ExitStack() as stack:
         for name in ("linear_scan", "linear_scan_backward", "minimal", "minimal_backward"):
             stack.enter_context(mock.patch.object(cpu, name, named(getattr(cpu, name), name)))
-        layer = sparse_cpu.SparseLayer
-        stack.enter_context(mock.patch.object(layer, "__call__", named(layer.__call__, "recurrence")))
+        stack.enter_context(mock.patch.object(SparseLayer, "__call__", named(SparseLayer.__call__, "recurrence")))
         yield
 
 

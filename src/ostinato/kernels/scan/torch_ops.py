@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ostinato.kernels import reference
+from ostinato.kernels.scan import reference
 
 CHUNK = 16
 
@@ -56,7 +56,7 @@ def chunked_scan(ring: Semiring, a: Tensor, b: Tensor, h0: Tensor, reverse: bool
 
 
 class TorchBackend:
-    """The :class:`~ostinato.kernels.Backend` made of PyTorch operations around one scan function."""
+    """The :class:`~ostinato.kernels.scan.Backend` made of PyTorch operations around one scan function."""
 
     def __init__(self, scan: Callable[..., tuple[Tensor, Tensor]], dtype: torch.dtype | None = None) -> None:
         self._scan = scan

@@ -1,39 +1,26 @@
-"""The CPU backend: tensors in and out around the loops of :mod:`~ostinato.kernels.cpu_loops`.
+"""The CPU backend: tensors in and out around the loops of :mod:`~ostinato.kernels.scan.cpu_loops`."""
 
-The threads of a loop are PyTorch's where they can be had, else our own.  Numba's are no choice: they abort the
-process when two Python threads use them at once.
-"""
-
-import ctypes
-import functools
 import math
 import mmap
-import os
-import platform
 import sys
 import weakref
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from ostinato.kernels import GATES, cpu_loops
+from ostinato.kernels.numba_loops import LINE, NUMPY_DTYPES
+from ostinato.kernels.scan import GATES, cpu_loops
+from ostinato.kernels.threads import run_loop, threads_for
 
-PARALLEL = 1 << 15  # loop iterations that are worth waking threads for
 SCAN_WIDTH = 1024  # channels a piece has at least: a scan moves memory, fastest in long rows
 LAYER_WIDTH = 32
 LAYER_GROUPS = 16  # groups of sequences, each of which sums its bias gradient alone, whatever the threads
 LARGE = 4 << 20  # bytes from which on memory is kept for reuse
 STREAMED = 32 << 20  # bytes from which on a scan's result does not stay in the caches until it is read
-GEMM_ROWS = 128  # rows from which on a convolution's overhead is made up for
-
-NUMPY_DTYPES = {torch.float32: np.float32, torch.float64: np.float64}
 
 
 def linear_scan(
@@ -129,36 +116,6 @@ def minimal_backward(
     )
     grad_bias = None if bias is None else totals.sum(0).to(bias.dtype)
     return grad_pre.to(pre.dtype), grad_bias, None if h0 is None else state.to(h0.dtype)
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``F.linear(x, weight, bias)`` and its gradients, on AMD's processors as a convolution.
-
-    PyTorch multiplies matrices by MKL, which leaves half of an AMD processor idle, and convolves by oneDNN, which
-    does not (with one thread it takes MKL there too).  A 1x1 convolution along one line of pixels, channels last,
-    is the same product of the same memory.
-    """
-    rows, width = x.shape[:-1].numel(), weight.shape[0]
-    if (
-        not x.dtype == weight.dtype == torch.float32
-        or not GEMM_ROWS <= rows <= 2**31 // max(width, x.shape[-1])  # oneDNN counts some elements in 32 bits
-        or torch.is_autocast_enabled("cpu")
-        or not torch.backends.mkldnn.enabled
-        or not _is_amd()
-    ):
-        return F.linear(x, weight, bias)
-    pixels = x.reshape(1, 1, rows, x.shape[-1]).permute(0, 3, 1, 2)
-    product = F.conv2d(pixels, weight[:, :, None, None], bias)
-    return product.permute(0, 2, 3, 1).reshape(*x.shape[:-1], width).contiguous()
-
-
-@functools.cache
-def _is_amd() -> bool:
-    try:
-        name = Path("/proc/cpuinfo").read_text()
-    except OSError:  # not Linux
-        name = platform.processor()
-    return "AuthenticAMD" in name
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:
@@ -308,7 +265,7 @@ def _run_scan(loop: Any, reverse: bool, cu_seqlens: Tensor | None, state: Tensor
 
 def _worth_streaming(result: Tensor) -> bool:
     """Whether it is large and its rows consist of whole cache lines."""
-    aligned = result.data_ptr() % cpu_loops.LINE == result.shape[-1] * result.itemsize % cpu_loops.LINE == 0
+    aligned = result.data_ptr() % LINE == result.shape[-1] * result.itemsize % LINE == 0
     return aligned and result.nbytes >= STREAMED
 
 
@@ -364,66 +321,9 @@ def _run_layer(
     run_loop(loop, work, threads)
 
 
-def threads_for(iterations: int) -> int:
-    return torch.get_num_threads() if iterations >= PARALLEL else 1
-
-
 def _blocks(channels: int, narrowest: int, threads: int, parts: int) -> tuple[int, int]:
     """Into how many blocks of channels to cut each of `parts`, that threads be busy to the end; and their width."""
     blocks = threads // math.gcd(parts, threads) if parts < 4 * threads else 1
     blocks = max(1, min(blocks, channels // narrowest))
     width = max(16, -(-channels // (16 * blocks)) * 16)  # whole cache lines, so that no two threads write to one
     return -(-channels // width), width
-
-
-def run_loop(loop: Any, work: ctypes.Structure, threads: int) -> None:
-    """Call the loop in the caller's thread, and in others that join for as long as there are pieces left."""
-    address, threads = ctypes.addressof(work), min(threads, work.pieces)
-    openmp = _openmp_parallel()
-    if threads <= 1:
-        loop.ctypes(address)
-    elif openmp is not None:
-        openmp(loop.address, address, torch.get_num_threads(), 0)  # always the whole team: resizing it is slow
-    else:
-        helpers = [_helpers().submit(loop.ctypes, address) for _ in range(threads - 1)]
-        try:
-            loop.ctypes(address)
-        finally:  # no helper may be left writing to memory that is about to be freed
-            wait([helper for helper in helpers if not helper.cancel()])
-
-
-@functools.cache
-def _openmp_parallel() -> Any:
-    """GCC's entry to OpenMP, which calls a function in every thread of the caller's team; None where there is none.
-
-    PyTorch's threads are that team.  After one of its operations they spin for some milliseconds, so they start at
-    once, where threads of our own would wait for the processors that they occupy.
-    """
-    if _forked:
-        return None
-    try:
-        function = ctypes.CDLL(None).GOMP_parallel
-    except (AttributeError, TypeError):
-        return None
-    function.argtypes, function.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint), None
-    return function
-
-
-@functools.cache
-def _helpers() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(os.cpu_count(), "ostinato")
-
-
-_forked = False
-
-
-def _after_fork() -> None:
-    """No thread survives a fork, and OpenMP would wait for its own for ever."""
-    global _forked
-    _forked = True
-    _helpers.cache_clear()
-    _openmp_parallel.cache_clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)

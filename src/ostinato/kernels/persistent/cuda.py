@@ -2,7 +2,7 @@
 
 One cooperative launch runs all steps of one layer and direction.  Every block keeps the rows of its own hidden
 units in registers and shared memory; the hidden state goes from block to block through memory that is its own flag,
-see ``persistent.cuh``.  There are three ways to multiply, each with its Product in ``persistent_<path>.cuh`` and the
+see ``exchange.cuh``.  There are three ways to multiply, each with its Product in ``<path>.cuh`` and the
 weights packed for it here:
 
 ==========  ==================================================================
@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ostinato.kernels import nvrtc
-from ostinato.kernels.plan import GATES, Plan
+from ostinato.kernels.persistent.plan import GATES, Plan
 
 SCALARS = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
 WARPS = 8
@@ -225,11 +225,12 @@ class Geometry(NamedTuple):
 def files(path: str) -> tuple[str, ...]:
     """The CUDA files of a path's kernel, in the order in which they are compiled."""
     needs = {
-        "dense": ("persistent_mma.cuh",),
-        "block": ("persistent_mma.cuh", "persistent_state.cuh"),
-        "sparse": ("persistent_state.cuh",),
+        "dense": ("mma.cuh",),
+        "block": ("mma.cuh", "state.cuh"),
+        "sparse": ("state.cuh",),
     }
-    return ("numeric.cuh", "persistent.cuh", *needs[path], f"persistent_{path}.cuh", "persistent.cu")
+    names = ("exchange.cuh", *needs[path], f"{path}.cuh", "forward.cu")
+    return ("numeric.cuh", *(f"persistent/{name}" for name in names))
 
 
 def _ceil(a: int, b: int) -> int:

@@ -20,8 +20,8 @@ from numba.extending import intrinsic
 from torch import Tensor
 from torch.nn import functional as F
 
-from ostinato.kernels.cpu import NUMPY_DTYPES, run_loop, threads_for
-from ostinato.kernels.cpu_loops import (
+from ostinato.kernels.numba_loops import (
+    NUMPY_DTYPES,
     REVISION,
     cast,
     compiled_loop,
@@ -33,7 +33,8 @@ from ostinato.kernels.cpu_loops import (
     sigmoids,
     take_piece,
 )
-from ostinato.kernels.plan import GATES, Plan, no_kernel
+from ostinato.kernels.persistent.plan import GATES, Plan, no_kernel
+from ostinato.kernels.threads import run_loop, threads_for
 
 SLICE = 16  # rows of a slice that is not cut by blocks
 TILE = 4  # sequences that share a weight while it is in a register

@@ -12,9 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ostinato.kernels import GATES, nvrtc
+from ostinato.kernels import nvrtc
+from ostinato.kernels.scan import GATES
 
-FILES = ("numeric.cuh", "elements.cuh", "scan.cu")
+FILES = ("numeric.cuh", "scan/elements.cuh", "scan/scan.cu")
 SCALARS = {
     torch.float32: "float",
     torch.float64: "double",

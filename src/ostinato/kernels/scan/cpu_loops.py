@@ -1,10 +1,8 @@
 # mypy: disable-error-code="no-untyped-def"
 """The CPU loops, compiled by Numba: scans, and minGRU and minLSTM layers from their pre-activations.
 
-A loop is a C function of one address, that of a structure of addresses, sizes and strides, so that any thread
-can run it without the GIL at the cost of a function call.  The work is cut into independent pieces, sequences
-by channels; every thread that enters takes pieces from a shared counter until none is left.  How the work is
-cut never changes a result: each channel of each sequence sees the same operations in the same order.
+The work of a loop is cut into sequences by channels.  How it is cut never changes a result: each channel of each
+sequence sees the same operations in the same order.
 
 Time is the middle loop.  Channels are the inner one, contiguous, vectorised by LLVM.  Between two steps the
 state lives in ``state``: the initial state on entry, the last one on return; in a backward loop the gradient
@@ -14,28 +12,31 @@ that goes back through time.
 import ctypes
 import functools
 import math
-import pkgutil
-import zlib
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, cfunc, types
-from numba.extending import intrinsic, overload, register_jitable
+from numba import carray, types
+from numba.extending import intrinsic
 
-from ostinato.kernels import GATES
+from ostinato.kernels.numba_loops import (
+    LINE,
+    REVISION,
+    cast,
+    compiled_loop,
+    exp,
+    exp_expm1,
+    inline,
+    integers,
+    log1p,
+    multiply_add,
+    pointer_to,
+    sigmoids,
+    take_piece,
+)
+from ostinato.kernels.scan import GATES
 
-# Numba compiles a cached loop anew if its own file has changed, not if that of an inlined function has: a loop of
-# another file that uses functions of this one refers to this.
-REVISION = zlib.crc32(pkgutil.get_data(__package__, "cpu_loops.py") or b"")
-
-LINE = 64  # bytes of a cache line
 FLUSH = 64  # steps whose bias gradients are summed in the loop's dtype before they join the float64 total
-
-
-def integers(*names: str) -> list[tuple[str, type]]:
-    return [(name, ctypes.c_int64) for name in names]
 
 
 class ScanWork(ctypes.Structure):
@@ -67,19 +68,6 @@ class LayerWork(ctypes.Structure):
 _SCAN_WORK, _LAYER_WORK = np.dtype(ScanWork), np.dtype(LayerWork)
 
 
-def compiled_loop(function: Callable) -> Any:
-    """Compile a loop; its ``ctypes`` attribute is the C function."""
-    try:
-        return cfunc("void(voidptr)", cache=True, error_model="numpy")(function)
-    except RuntimeError:  # no folder to cache in can be written
-        return cfunc("void(voidptr)", error_model="numpy")(function)
-
-
-# Either would keep LLVM from vectorising a loop: a call left in it, a check for division by zero.
-_inline_options = {"forceinline": True, "error_model": "numpy"}
-inline = register_jitable(**_inline_options)
-
-
 # Memory.  Each array of a loop is a stream; none that is written overlaps with another.  Saying so, as metadata of
 # every access, lets LLVM vectorise loops over more arrays than it is willing to compare with each other at run time.
 
@@ -95,16 +83,6 @@ def _mark_stream(builder: Any, instruction: Any, stream: str) -> None:
     scopes = {name: metadata([name, domain]) for name in _STREAMS}
     instruction.set_metadata("alias.scope", metadata([scopes[stream]]))
     instruction.set_metadata("noalias", metadata([scope for name, scope in scopes.items() if name != stream]))
-
-
-@intrinsic
-def pointer_to(typing_context, address, dtype):
-    """The address as a pointer to elements of a dtype."""
-
-    def generate(context, builder, signature, arguments):
-        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
-
-    return types.CPointer(dtype.dtype)(types.int64, dtype), generate
 
 
 @intrinsic(prefer_literal=True)
@@ -172,146 +150,12 @@ def _stream(target, to, source, at, count, line):
         _stream_line(target, to + j, source, at + j)
 
 
-@intrinsic
-def take_piece(typing_context, work):
-    """Count up the structure's first field and return what it was, atomically."""
-
-    def generate(context, builder, signature, arguments):
-        int64 = ir.IntType(64)
-        counter = builder.bitcast(arguments[0], int64.as_pointer())
-        return builder.atomic_rmw("add", counter, int64(1), "monotonic")
-
-    return types.int64(types.voidptr), generate
-
-
-# Arithmetic, in float32 for float32.
-
-
-@intrinsic
-def cast(typing_context, value, like):
-    """A number in the type of another: a bare 1.0 would make float64 of a float32 expression."""
-
-    def generate(context, builder, signature, arguments):
-        return context.cast(builder, arguments[0], signature.args[0], signature.return_type)
-
-    return like(value, like), generate
-
-
-@intrinsic
-def multiply_add(typing_context, x, y, z):
-    """``x*y + z``, rounded once where the processor can."""
-
-    def generate(context, builder, signature, arguments):
-        kind = arguments[0].type
-        function = ir.FunctionType(kind, [kind] * 3)
-        return builder.call(builder.module.declare_intrinsic("llvm.fmuladd", [kind], function), arguments)
-
-    return x(x, x, x), generate
-
-
-# exp of a float32 is 2**n * exp(r), |r| <= log(2)/2.  Adding _SHIFT rounds x/log(2) to the integer n and leaves it
-# in the low bits of the sum.  log(2) is split so that n*_LOG2_HIGH is exact.  The polynomials are minimax fits,
-# (exp(r)-1-r)/r**2 to 0.05 ulp of exp, (log1p(e)-2s)/s**3 in s**2, s = e/(2+e), to 0.08 ulp of log1p.
-
-_SHIFT = np.float32(1.5 * 2**23)
-_LOG2_INVERSE = np.float32(1 / math.log(2))
-_LOG2_HIGH = np.float32(355 / 512)
-_LOG2_LOW = np.float32(math.log(2) - 355 / 512)
-_LOWEST, _HIGHEST = np.float32(-104), np.float32(89)  # where exp has become 0 and inf
-_ONE, _TWO = np.float32(1), np.float32(2)
-_E2, _E3, _E4 = np.float32(0.5000000095), np.float32(0.166665186), np.float32(0.04166620508)
-_E5, _E6 = np.float32(0.00836891795), np.float32(0.001395053969)
-_L3, _L5 = np.float32(0.6666641204), np.float32(0.4002176993)
-_L7, _L9 = np.float32(0.2799786346), np.float32(0.280312745)
-
-
-@intrinsic
-def _times_power_of_two(typing_context, x, shifted):
-    """``x * 2**n`` where shifted is n + _SHIFT, by two factors so that neither overflows its exponent."""
-
-    def generate(context, builder, signature, arguments):
-        x, shifted = arguments
-        int32 = ir.IntType(32)
-        n = builder.sub(builder.bitcast(shifted, int32), int32(int(_SHIFT.view(np.int32))))
-        half = builder.ashr(n, int32(1))
-        for exponent in (half, builder.sub(n, half)):
-            bits = builder.shl(builder.add(exponent, int32(127)), int32(23))
-            x = builder.fmul(x, builder.bitcast(bits, x.type))
-        return x
-
-    return types.float32(types.float32, types.float32), generate
-
-
-@inline
-def _reduce(x):
-    """n + _SHIFT and exp(r) - 1 for the float32 x = n*log(2) + r; NaN passes through both comparisons."""
-    x = _LOWEST if x < _LOWEST else x
-    x = _HIGHEST if x > _HIGHEST else x
-    shifted = multiply_add(x, _LOG2_INVERSE, _SHIFT)
-    n = shifted - _SHIFT
-    r = multiply_add(n, -_LOG2_LOW, multiply_add(n, -_LOG2_HIGH, x))
-    p = multiply_add(multiply_add(multiply_add(multiply_add(_E6, r, _E5), r, _E4), r, _E3), r, _E2)
-    return shifted, multiply_add(r * r, p, r)
-
-
-def _exp(x: Any) -> Any:
-    """exp(x)."""
-
-
-def exp_expm1(x: Any) -> Any:
-    """exp(x) and exp(x) - 1, for x <= 0."""
-
-
-def _log1p(x: Any) -> Any:
-    """log(1 + x), for 0 <= x <= 1."""
-
-
-@overload(_exp, jit_options=_inline_options)
-def _exp_of(x):
-    def single(x):
-        shifted, excess = _reduce(x)
-        return _times_power_of_two(_ONE + excess, shifted)
-
-    return single if x == types.float32 else lambda x: math.exp(x)
-
-
-@overload(exp_expm1, jit_options=_inline_options)
-def _exp_expm1_of(x):
-    def single(x):
-        shifted, excess = _reduce(x)
-        scale = _times_power_of_two(_ONE, shifted)
-        return multiply_add(scale, excess, scale), multiply_add(scale, excess, scale - _ONE)
-
-    return single if x == types.float32 else lambda x: (math.exp(x), math.expm1(x))
-
-
-@overload(_log1p, jit_options=_inline_options)
-def _log1p_of(x):
-    def single(x):
-        s = x / (x + _TWO)
-        u = s * s
-        p = multiply_add(multiply_add(multiply_add(_L9, u, _L7), u, _L5), u, _L3)
-        return multiply_add(s * u, p, s + s)
-
-    return single if x == types.float32 else lambda x: math.log1p(x)
-
-
 @inline
 def _logaddexp(x, y, like):
     """``log(exp(x) + exp(y))``; what it adds to the larger, at most log 2, is computed in the type of `like`."""
     high = x if x > y else y
     gap = cast(0.0, x) if x == y else -abs(x - y)  # two equal infinities have no difference
-    return high + cast(_log1p(_exp(cast(gap, like))), x)
-
-
-@inline
-def sigmoids(x):
-    """sigmoid(x) and sigmoid(-x), the small one as precise as the large one."""
-    one = cast(1.0, x)
-    e = _exp(-abs(x))
-    large = one / (one + e)
-    small = e * large
-    return large if x >= 0 else small, small if x >= 0 else large
+    return high + cast(log1p(exp(cast(gap, like))), x)
 
 
 _POSITIVE, _LINEAR, _TANH = range(3)
@@ -342,9 +186,9 @@ def _min_lstm_gates(f, i):
     """
     one = cast(1.0, f)
     low, high = (f if f < i else i), (i if f < i else f)
-    e_low = _exp(-abs(low))
+    e_low = exp(-abs(low))
     unit, from_low = (one if low >= 0 else e_low), (e_low if low >= 0 else one)
-    from_high = _exp((-high) if low >= 0 else low - high)
+    from_high = exp((-high) if low >= 0 else low - high)
     p_low, p_high = one + e_low, unit + from_high
     r = one / (p_low + p_high)
     gate_high, gate_low = p_low * r, p_high * r
@@ -377,8 +221,11 @@ def scan(dtype: type, log: bool) -> Any:
     """``state = a[t]*state + b[t]``, or ``logaddexp(a[t] + state, b[t])``; out[t] is the state after step t."""
     line = LINE // np.dtype(dtype).itemsize
 
+    revision = REVISION
+
     @compiled_loop
     def run(address):
+        revision  # noqa: B018  # by what it refers to is a cached loop known
         work = carray(address, 1, _SCAN_WORK)[0]
         bounds, reverse = pointer_to(work.bounds, np.int64), work.reverse
         a, a_n, a_t = pointer_to(work.a, dtype), work.a_n, work.a_t
@@ -422,8 +269,8 @@ def _scan_backward_step(log, j, inputs, outputs):
     if log:
         b_j, h_j, zero = _load(b, at_b + j, "b"), _load(h, at_h + j, "h"), cast(0.0, a_j)
         nothing = h_j == -math.inf  # a state of exactly zero passes no gradient back: 0/0 is taken as 0
-        carried = total * cast(zero if nothing else _exp(a_j + before_j - h_j), total)
-        added = total * cast(zero if nothing else _exp(b_j - h_j), total)
+        carried = total * cast(zero if nothing else exp(a_j + before_j - h_j), total)
+        added = total * cast(zero if nothing else exp(b_j - h_j), total)
         _store(grad_a, at_out + j, cast(carried, a_j), "grad_a")
         _store(grad_b, at_out + j, cast(added, a_j), "grad_b")
         _store(state, at + j, carried, "state")
@@ -438,8 +285,11 @@ def scan_backward(dtype: type, log: bool) -> Any:
     """The gradients of a scan; state brings the last state's and returns the initial state's."""
     line = LINE // np.dtype(dtype).itemsize
 
+    revision = REVISION
+
     @compiled_loop
     def run(address):
+        revision  # noqa: B018  # by what it refers to is a cached loop known
         work = carray(address, 1, _SCAN_WORK)[0]
         bounds, reverse = pointer_to(work.bounds, np.int64), work.reverse
         a, a_n, a_t = pointer_to(work.a, dtype), work.a_n, work.a_t
@@ -504,8 +354,11 @@ def layer(dtype: type, cell: str, candidate: str) -> Any:
     """``state = keep*state + mix*c`` with the gates made from pre + bias; out[t] is the state after step t."""
     lstm, gates, kind = cell == "minlstm", GATES[cell], _CANDIDATES[candidate]
 
+    revision = REVISION
+
     @compiled_loop
     def run(address):
+        revision  # noqa: B018  # by what it refers to is a cached loop known
         work = carray(address, 1, _LAYER_WORK)[0]
         offsets = pointer_to(work.offsets, np.int64)
         pre, bias = pointer_to(work.pre, dtype), pointer_to(work.bias, dtype)
@@ -581,8 +434,11 @@ def layer_backward(dtype: type, cell: str, candidate: str) -> Any:
     """
     lstm, gates, kind = cell == "minlstm", GATES[cell], _CANDIDATES[candidate]
 
+    revision = REVISION
+
     @compiled_loop
     def run(address):
+        revision  # noqa: B018  # by what it refers to is a cached loop known
         work = carray(address, 1, _LAYER_WORK)[0]
         offsets, totals = pointer_to(work.offsets, np.int64), pointer_to(work.totals, np.float64)
         pre, bias, sums = (

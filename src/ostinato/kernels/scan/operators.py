@@ -1,102 +1,15 @@
-"""The scans as differentiable operators: eager calls go straight to a backend, traced ones through ``torch.library``.
+"""The scans as differentiable operators, by whichever backend is asked for."""
 
-A registered operator lets ``torch.compile``, ``torch.export`` and ``opcheck`` see one opaque node, at some
-tens of microseconds a call.  Eager mode needs none of that and takes an ``autograd.Function`` over the same
-implementation, context and gradient.
-"""
-
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
-from torch.nn import functional as F
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ostinato.kernels import GATES, choose_backend
+from ostinato.kernels.dispatch import gradient, operator, or_empty
+from ostinato.kernels.scan import GATES, choose_backend
 
 _checked_cu_seqlens: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-
-def _operator(name: str, forward: Callable, fake: Callable, setup_context: Callable, backward: Callable) -> Callable:
-    """Register ``ostinato::name`` and return the function that calls it, or goes round it where it can."""
-    registered = torch.library.custom_op(f"ostinato::{name}", forward, mutates_args=())
-    registered.register_fake(fake)
-    registered.register_autograd(backward, setup_context=setup_context)
-
-    def run_and_keep(ctx: Any, *args: Any) -> Any:  # a setup_context of its own costs more than the call
-        output = forward(*args)
-        setup_context(ctx, args, output)
-        return output
-
-    members = {"forward": run_and_keep, "backward": backward}
-    function: Any = type(name, (torch.autograd.Function,), {k: staticmethod(v) for k, v in members.items()})
-
-    def call(*args: Any) -> Any:
-        tensors = [x for x in args if isinstance(x, Tensor)]
-        if forward_ad._current_level >= 0 and any(_has_tangent(x) for x in tensors):
-            raise NotImplementedError(f"{name} has no forward-mode derivative: take gradients by backward()")
-        if not _is_eager(tensors):
-            return registered(*args)
-        return function.apply(*args) if _is_differentiated(tensors) else forward(*args)
-
-    return call
-
-
-def _gradient(name: str, implementation: Callable, fake: Callable) -> Callable:
-    """Register ``ostinato::name``, a gradient that has none of its own, and return the function that calls it."""
-    registered = torch.library.custom_op(f"ostinato::{name}", implementation, mutates_args=())
-    registered.register_fake(fake)
-
-    def refuse(ctx: Any, *grads: Any) -> None:
-        raise NotImplementedError(f"{name} has no derivative: gradients of gradients through a scan cannot be taken")
-
-    registered.register_autograd(refuse)
-
-    def call(*args: Any) -> Any:
-        tensors = [x for x in args if isinstance(x, Tensor)]
-        return (implementation if _is_eager(tensors) and not _is_differentiated(tensors) else registered)(*args)
-
-    return call
-
-
-def _is_differentiated(tensors: list[Tensor]) -> bool:
-    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-
-
-def _is_eager(tensors: list[Tensor]) -> bool:
-    """Whether nobody is watching: no compiler, no tracer, no dispatch mode, no function transform, no tangent, no
-    subclass; and whether the tensors' memory holds what they stand for: no negation is left to do."""
-    return (
-        not torch.compiler.is_compiling()
-        and not torch._C._is_tracing()
-        and not is_in_torch_dispatch_mode()
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and forward_ad._current_level < 0
-        and all(type(x) in (Tensor, torch.nn.Parameter) and not x.is_neg() for x in tensors)
-    )
-
-
-def _has_tangent(x: Tensor) -> bool:
-    """Whether a forward-mode derivative is being taken with respect to x, under whatever function transforms."""
-    wrappers = torch._C._functorch
-    while True:
-        if not wrappers.is_batchedtensor(x) and forward_ad.unpack_dual(x).tangent is not None:
-            return True
-        if not wrappers.is_functorch_wrapped_tensor(x):
-            return False
-        x = wrappers.get_unwrapped(x)
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``F.linear(x, weight, bias)``, eager on the CPU by the kernels' own choice of how."""
-    if x.device.type == "cpu" and _is_eager([x, weight]):
-        from ostinato.kernels import cpu
-
-        return cpu.linear(x, weight, bias)
-    return F.linear(x, weight, bias)
 
 
 def _check_cu_seqlens(cu_seqlens: Tensor | None, length: int) -> None:
@@ -122,11 +35,6 @@ def _check_cu_seqlens(cu_seqlens: Tensor | None, length: int) -> None:
 def shortened(numbers: Tensor) -> str:
     """The numbers of a vector, or the first and last of many, for an error message."""
     return str(numbers.tolist() if len(numbers) <= 8 else [*numbers[:4].tolist(), "...", *numbers[-3:].tolist()])
-
-
-def _or_empty(grad: Tensor | None, like: Tensor) -> Tensor:
-    """Operators return tensors: an empty one stands for the gradient of an absent input."""
-    return like.new_empty(0) if grad is None else grad
 
 
 def _sequences(b: Tensor, cu_seqlens: Tensor | None) -> int:
@@ -184,15 +92,15 @@ def _linear_scan_backward_impl(
     grads = choose_backend(backend, h.device.type).linear_scan_backward(
         a, h, h0, grad_h, grad_h_last, reverse, cu_seqlens
     )
-    return grads[0], grads[1], _or_empty(grads[2], h)
+    return grads[0], grads[1], or_empty(grads[2], h)
 
 
 def _linear_scan_backward_fake(a: Tensor, h: Tensor, h0: Tensor | None, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return h.new_empty(h.shape), h.new_empty(h.shape), h.new_empty(0 if h0 is None else h0.shape)
 
 
-_linear_scan_backward = _gradient("linear_scan_backward", _linear_scan_backward_impl, _linear_scan_backward_fake)
-linear_scan = _operator("linear_scan", _linear_scan, _linear_scan_fake, _linear_scan_context, _linear_scan_grad)
+_linear_scan_backward = gradient("linear_scan_backward", _linear_scan_backward_impl, _linear_scan_backward_fake)
+linear_scan = operator("linear_scan", _linear_scan, _linear_scan_fake, _linear_scan_context, _linear_scan_grad)
 
 
 # log_linear_scan(log_a, log_b, log_h0, cu_seqlens, reverse, backend) -> log_h, log_h_last
@@ -239,7 +147,7 @@ def _log_linear_scan_backward_impl(
         return log_h.new_empty(log_h.shape), log_h.new_empty(log_h.shape), _initial(log_h, grad_h_last, cu_seqlens, 0.0)
     kernels = choose_backend(backend, log_h.device.type)
     grads = kernels.log_linear_scan_backward(log_a, log_b, log_h, log_h0, grad_h, grad_h_last, reverse, cu_seqlens)
-    return grads[0], grads[1], _or_empty(grads[2], log_h)
+    return grads[0], grads[1], or_empty(grads[2], log_h)
 
 
 def _log_linear_scan_backward_fake(
@@ -248,10 +156,10 @@ def _log_linear_scan_backward_fake(
     return _linear_scan_backward_fake(log_a, log_h, log_h0)
 
 
-_log_linear_scan_backward = _gradient(
+_log_linear_scan_backward = gradient(
     "log_linear_scan_backward", _log_linear_scan_backward_impl, _log_linear_scan_backward_fake
 )
-log_linear_scan = _operator(
+log_linear_scan = operator(
     "log_linear_scan", _log_linear_scan, _linear_scan_fake, _log_linear_scan_context, _log_linear_scan_grad
 )
 
@@ -336,12 +244,12 @@ def _minimal_scan_backward_impl(
     if pre.numel() == 0:
         grad_bias = None if bias is None else torch.zeros_like(bias)
         grad_h0 = None if h0 is None else torch.zeros_like(h0) if grad_h_last is None else grad_h_last.clone()
-        return torch.zeros_like(pre), _or_empty(grad_bias, pre), _or_empty(grad_h0, pre)
+        return torch.zeros_like(pre), or_empty(grad_bias, pre), or_empty(grad_h0, pre)
     kernels = choose_backend(backend, pre.device.type)
     grad_pre, grad_bias, grad_h0 = kernels.minimal_backward(
         pre.contiguous(), bias, h0, h, grad_h, grad_h_last, offsets, cell, candidate, batch_first, directions
     )
-    return grad_pre, _or_empty(grad_bias, pre), _or_empty(grad_h0, pre)
+    return grad_pre, or_empty(grad_bias, pre), or_empty(grad_h0, pre)
 
 
 def _minimal_scan_backward_fake(
@@ -349,8 +257,8 @@ def _minimal_scan_backward_fake(
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad_bias = None if bias is None else bias.new_empty(bias.shape)
     grad_h0 = None if h0 is None else h0.new_empty(h0.shape)
-    return pre.new_empty(pre.shape), _or_empty(grad_bias, pre), _or_empty(grad_h0, pre)
+    return pre.new_empty(pre.shape), or_empty(grad_bias, pre), or_empty(grad_h0, pre)
 
 
-_minimal_scan_backward = _gradient("minimal_scan_backward", _minimal_scan_backward_impl, _minimal_scan_backward_fake)
-minimal_scan = _operator("minimal_scan", _minimal_scan, _minimal_scan_fake, _minimal_scan_context, _minimal_scan_grad)
+_minimal_scan_backward = gradient("minimal_scan_backward", _minimal_scan_backward_impl, _minimal_scan_backward_fake)
+minimal_scan = operator("minimal_scan", _minimal_scan, _minimal_scan_fake, _minimal_scan_context, _minimal_scan_grad)

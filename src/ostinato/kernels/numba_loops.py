@@ -1,0 +1,188 @@
+# mypy: disable-error-code="no-untyped-def"
+"""What CPU loops are written in: how Numba compiles them, addresses as arrays, and functions that LLVM vectorises.
+
+A loop is a C function of one address, that of a structure of addresses, sizes and strides, so that any thread
+can run it without the GIL at the cost of a function call.  The work is cut into independent pieces; every thread
+that enters takes pieces from a shared counter until none is left.
+"""
+
+import ctypes
+import math
+import pkgutil
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import cfunc, types
+from numba.extending import intrinsic, overload, register_jitable
+
+# Numba compiles a cached loop anew if its own file has changed, not if that of an inlined function has: a loop of
+# another file that uses functions of this one refers to this.
+REVISION = zlib.crc32(pkgutil.get_data(__package__, "numba_loops.py") or b"")
+
+LINE = 64  # bytes of a cache line
+NUMPY_DTYPES = {torch.float32: np.float32, torch.float64: np.float64}
+
+
+def integers(*names: str) -> list[tuple[str, type]]:
+    return [(name, ctypes.c_int64) for name in names]
+
+
+def compiled_loop(function: Callable) -> Any:
+    """Compile a loop; its ``ctypes`` attribute is the C function."""
+    try:
+        return cfunc("void(voidptr)", cache=True, error_model="numpy")(function)
+    except RuntimeError:  # no folder to cache in can be written
+        return cfunc("void(voidptr)", error_model="numpy")(function)
+
+
+# Either would keep LLVM from vectorising a loop: a call left in it, a check for division by zero.
+inline_options = {"forceinline": True, "error_model": "numpy"}
+inline = register_jitable(**inline_options)
+
+
+@intrinsic
+def pointer_to(typing_context, address, dtype):
+    """The address as a pointer to elements of a dtype."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+    return types.CPointer(dtype.dtype)(types.int64, dtype), generate
+
+
+@intrinsic
+def take_piece(typing_context, work):
+    """Count up the structure's first field and return what it was, atomically."""
+
+    def generate(context, builder, signature, arguments):
+        int64 = ir.IntType(64)
+        counter = builder.bitcast(arguments[0], int64.as_pointer())
+        return builder.atomic_rmw("add", counter, int64(1), "monotonic")
+
+    return types.int64(types.voidptr), generate
+
+
+# Arithmetic, in float32 for float32.
+
+
+@intrinsic
+def cast(typing_context, value, like):
+    """A number in the type of another: a bare 1.0 would make float64 of a float32 expression."""
+
+    def generate(context, builder, signature, arguments):
+        return context.cast(builder, arguments[0], signature.args[0], signature.return_type)
+
+    return like(value, like), generate
+
+
+@intrinsic
+def multiply_add(typing_context, x, y, z):
+    """``x*y + z``, rounded once where the processor can."""
+
+    def generate(context, builder, signature, arguments):
+        kind = arguments[0].type
+        function = ir.FunctionType(kind, [kind] * 3)
+        return builder.call(builder.module.declare_intrinsic("llvm.fmuladd", [kind], function), arguments)
+
+    return x(x, x, x), generate
+
+
+# exp of a float32 is 2**n * exp(r), |r| <= log(2)/2.  Adding _SHIFT rounds x/log(2) to the integer n and leaves it
+# in the low bits of the sum.  log(2) is split so that n*_LOG2_HIGH is exact.  The polynomials are minimax fits,
+# (exp(r)-1-r)/r**2 to 0.05 ulp of exp, (log1p(e)-2s)/s**3 in s**2, s = e/(2+e), to 0.08 ulp of log1p.
+
+_SHIFT = np.float32(1.5 * 2**23)
+_LOG2_INVERSE = np.float32(1 / math.log(2))
+_LOG2_HIGH = np.float32(355 / 512)
+_LOG2_LOW = np.float32(math.log(2) - 355 / 512)
+_LOWEST, _HIGHEST = np.float32(-104), np.float32(89)  # where exp has become 0 and inf
+_ONE, _TWO = np.float32(1), np.float32(2)
+_E2, _E3, _E4 = np.float32(0.5000000095), np.float32(0.166665186), np.float32(0.04166620508)
+_E5, _E6 = np.float32(0.00836891795), np.float32(0.001395053969)
+_L3, _L5 = np.float32(0.6666641204), np.float32(0.4002176993)
+_L7, _L9 = np.float32(0.2799786346), np.float32(0.280312745)
+
+
+@intrinsic
+def _times_power_of_two(typing_context, x, shifted):
+    """``x * 2**n`` where shifted is n + _SHIFT, by two factors so that neither overflows its exponent."""
+
+    def generate(context, builder, signature, arguments):
+        x, shifted = arguments
+        int32 = ir.IntType(32)
+        n = builder.sub(builder.bitcast(shifted, int32), int32(int(_SHIFT.view(np.int32))))
+        half = builder.ashr(n, int32(1))
+        for exponent in (half, builder.sub(n, half)):
+            bits = builder.shl(builder.add(exponent, int32(127)), int32(23))
+            x = builder.fmul(x, builder.bitcast(bits, x.type))
+        return x
+
+    return types.float32(types.float32, types.float32), generate
+
+
+@inline
+def _reduce(x):
+    """n + _SHIFT and exp(r) - 1 for the float32 x = n*log(2) + r; NaN passes through both comparisons."""
+    x = _LOWEST if x < _LOWEST else x
+    x = _HIGHEST if x > _HIGHEST else x
+    shifted = multiply_add(x, _LOG2_INVERSE, _SHIFT)
+    n = shifted - _SHIFT
+    r = multiply_add(n, -_LOG2_LOW, multiply_add(n, -_LOG2_HIGH, x))
+    p = multiply_add(multiply_add(multiply_add(multiply_add(_E6, r, _E5), r, _E4), r, _E3), r, _E2)
+    return shifted, multiply_add(r * r, p, r)
+
+
+def exp(x: Any) -> Any:
+    """exp(x)."""
+
+
+def exp_expm1(x: Any) -> Any:
+    """exp(x) and exp(x) - 1, for x <= 0."""
+
+
+def log1p(x: Any) -> Any:
+    """log(1 + x), for 0 <= x <= 1."""
+
+
+@overload(exp, jit_options=inline_options)
+def _exp_of(x):
+    def single(x):
+        shifted, excess = _reduce(x)
+        return _times_power_of_two(_ONE + excess, shifted)
+
+    return single if x == types.float32 else lambda x: math.exp(x)
+
+
+@overload(exp_expm1, jit_options=inline_options)
+def _exp_expm1_of(x):
+    def single(x):
+        shifted, excess = _reduce(x)
+        scale = _times_power_of_two(_ONE, shifted)
+        return multiply_add(scale, excess, scale), multiply_add(scale, excess, scale - _ONE)
+
+    return single if x == types.float32 else lambda x: (math.exp(x), math.expm1(x))
+
+
+@overload(log1p, jit_options=inline_options)
+def _log1p_of(x):
+    def single(x):
+        s = x / (x + _TWO)
+        u = s * s
+        p = multiply_add(multiply_add(multiply_add(_L9, u, _L7), u, _L5), u, _L3)
+        return multiply_add(s * u, p, s + s)
+
+    return single if x == types.float32 else lambda x: math.log1p(x)
+
+
+@inline
+def sigmoids(x):
+    """sigmoid(x) and sigmoid(-x), the small one as precise as the large one."""
+    one = cast(1.0, x)
+    e = exp(-abs(x))
+    large = one / (one + e)
+    small = e * large
+    return large if x >= 0 else small, small if x >= 0 else large
