@@ -1,6 +1,7 @@
 """RNN, GRU and LSTM: torch.nn's layers, dense or pruned, run and trained by kernels of our own where these fit."""
 
 import functools
+import operator
 import warnings
 from typing import Any
 
@@ -30,10 +31,10 @@ class _Recurrent(nn.RNNBase):
     def forward(self, input: Tensor | PackedSequence, hx: Hidden | None = None) -> tuple[Any, Any]:
         """Run the whole sequence; see the class."""
         weights, states = self._weights(), _states(hx)
-        dtype = self._dtype_of_kernels(input, states, weights)
-        if dtype is None:
+        call = self._kernels_for(input, states, weights)
+        if call is None:
             return self._forward_torch(input, hx, weights)
-        return self._forward_kernels(input, states, weights, dtype)
+        return self._forward_kernels(input, states, weights, *call)
 
     def plan(
         self, batch: int, dtype: torch.dtype | None = None, training: bool = False, steps: int | None = None
@@ -83,61 +84,71 @@ class _Recurrent(nn.RNNBase):
         return [own[name] if name in own else getattr(self, name) for name in self._flat_weights_names]
 
     def _plan(self, device: torch.device, batch: int, dtype: torch.dtype, training: bool, steps: int | None) -> Plan:
-        cell, hidden = self.mode.lower(), self.hidden_size
-        masks = [mask_of(self, names[1]) for names in self._all_weights] if self._buffers else [None]
-        plans = [plan_layer(device, cell, hidden, batch, dtype, mask, training, steps, self._path) for mask in masks]
+        layer = device, self.mode.lower(), self.hidden_size, batch, dtype, training, steps, self._path
+        if not self._buffers:
+            return plan_layer(None, *layer)
+        plans = [plan_layer(mask_of(self, names[1]), *layer) for names in self._all_weights]
         return max(plans, key=lambda plan: (plan.path == "steps", plan.bytes_on_chip))
 
-    def _dtype_of_kernels(
-        self, input: Tensor | PackedSequence, states: list[Tensor], weights: list[Tensor]
-    ) -> torch.dtype | None:
-        """What the kernels are to compute in; None leaves a call, and complaints about it, to torch."""
-        x, batch_sizes = (input.data, input.batch_sizes) if isinstance(input, PackedSequence) else (input, None)
-        if not isinstance(x, Tensor) or not (2 <= x.dim() <= 3 if batch_sizes is None else x.dim() == 2):
-            return None
-        batch, steps = self._size(x, batch_sizes)
-        device, dtype = weights[1].device, weights[1].dtype
-        given = {dtype}
-        if torch.is_autocast_enabled(device.type):
-            if dtype != torch.float32:
-                return None
-            dtype, given = torch.get_autocast_dtype(device.type), {torch.float32, torch.float16, torch.bfloat16}
-        tensors = [x, *states, *weights]
-        compiling = torch.compiler.is_compiling()
-        if not compiling and batch * steps > 0:  # a compiled call decides when it runs
-            training = _is_training(tensors)
-            if self._plan(device, batch, dtype, training, steps).path == "steps" or not dispatch.is_eager(tensors):
-                return None
-        count = self.num_layers * (2 if self.bidirectional else 1)
-        shape = (count, self.hidden_size) if batch_sizes is None and x.dim() == 2 else (count, batch, self.hidden_size)
-        fits = (
-            x.numel() > 0
-            and x.shape[-1] == self.input_size
-            and len(states) in (0, 2 if self.mode == "LSTM" else 1)
-            and all(state.shape == shape for state in states)
-            and all(x.device == device for x in tensors)
-            and all(x.dtype in given for x in (x, *states))
-            and all(x.dtype == weights[0].dtype for x in weights)
-        )
-        return dtype if fits else None
+    def _kernels_for(
+        self, input: Any, states: list[Tensor], weights: list[Tensor]
+    ) -> tuple[int, int, torch.dtype | None, bool] | None:
+        """Sequences and steps of a call for the kernels, the dtype that autocast asks for, and whether to train.
 
-    def _size(self, x: Tensor, batch_sizes: Tensor | None) -> tuple[int, int]:
-        """Sequences, and steps of the longest."""
-        if batch_sizes is not None:
+        None leaves a call, and complaints about it, to torch.
+        """
+        packed = isinstance(input, PackedSequence)
+        x = input.data if packed else input
+        rank = x.dim() if isinstance(x, Tensor) else 0
+        if packed:
+            batch_sizes = input.batch_sizes
             if not torch.compiler.is_compiling():
                 check_batch_sizes(batch_sizes, len(x))
-            return int(batch_sizes[0]), len(batch_sizes)
-        if x.dim() == 2:
-            return 1, x.shape[0]
-        first, second = x.shape[:2]
-        return (first, second) if self.batch_first else (second, first)
+            batch, steps = int(batch_sizes[0]), len(batch_sizes)
+        elif rank == 3:
+            steps, batch, _ = x.shape
+            if self.batch_first:
+                steps, batch = batch, steps
+        elif rank == 2:
+            steps, batch = x.shape[0], 1
+        else:
+            return None
+        device, dtype = weights[0].device, weights[0].dtype
+        autocast = torch.is_autocast_enabled(device.type)
+        computed = torch.get_autocast_dtype(device.type) if autocast else dtype
+        given = (torch.float32, torch.float16, torch.bfloat16) if autocast else (dtype,)
+        tensors = [*weights, x, *states]
+        training = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+        if not torch.compiler.is_compiling() and batch * steps > 0:  # what is compiled is planned when it runs
+            plan = self._plan(device, batch, computed, training, steps)
+            if plan.path == "steps" or not dispatch.is_eager(tensors):
+                return None
+        shape = (len(self._all_weights), *(() if rank == 2 and not packed else (batch,)), self.hidden_size)
+        fits = (
+            x.numel() > 0
+            and (rank == 2 or not packed)
+            and x.shape[-1] == self.input_size
+            and len(states) in (0, 2 if self.mode == "LSTM" else 1)
+            and x.dtype in given
+            and all(state.shape == shape and state.dtype in given for state in states)
+            and all(x.dtype == dtype for x in weights)
+            and all(x.device == device for x in tensors)
+            and (dtype == torch.float32 or not autocast)
+        )
+        return (batch, steps, computed if autocast else None, training) if fits else None
 
     def _forward_kernels(
-        self, input: Tensor | PackedSequence, states: list[Tensor], weights: list[Tensor], dtype: torch.dtype
+        self,
+        input: Any,
+        states: list[Tensor],
+        weights: list[Tensor],
+        batch: int,
+        steps: int,
+        autocast: torch.dtype | None,
+        training: bool,
     ) -> tuple[Any, Any]:
         """As ``torch.nn``'s forward, one layer and direction after another."""
         x, batch_sizes, order, places = input if isinstance(input, PackedSequence) else (input, None, None, None)
-        batch, steps = self._size(x, batch_sizes)
         unbatched = batch_sizes is None and x.dim() == 2
         swapped = self.batch_first and batch_sizes is None and not unbatched
         offsets = None
@@ -147,24 +158,25 @@ class _Recurrent(nn.RNNBase):
             states = [state.unsqueeze(1) for state in states]
         if order is not None:
             states = [state.index_select(1, order) for state in states]
-        training = _is_training([x, *states, *weights])
-        rows = (x.transpose(0, 1) if swapped else x).reshape(-1, self.input_size).to(dtype)
-        states, weights = [x.to(dtype) for x in states], [x.to(dtype) for x in weights]
+        rows = (x.transpose(0, 1) if swapped else x).reshape(-1, self.input_size)
+        if autocast is not None:
+            rows, *states = (x.to(autocast) for x in (rows, *states))
+            weights = [x.to(autocast) for x in weights]
 
-        directions, count = 2 if self.bidirectional else 1, len(self._all_weights[0])
-        lstm, last = self.mode == "LSTM", []
-        for layer in range(self.num_layers):
-            if layer and self.training and self.dropout:
+        cell, lstm, directions = self.mode.lower(), self.mode == "LSTM", 2 if self.bidirectional else 1
+        size, initial, last = len(self._all_weights[0]), [state.unbind(0) for state in states], []
+        for first in range(0, len(self._all_weights), directions):
+            if first and self.training and self.dropout:
                 rows = F.dropout(rows, self.dropout)
             outputs = []
-            for index in range(layer * directions, (layer + 1) * directions):
-                h0, c0, *_ = *(state[index] for state in states), None, None
-                weight_ih, weight_hh, *biases = weights[index * count : (index + 1) * count]
+            for index in range(first, first + directions):
+                h0, c0, *_ = *(state[index] for state in initial), None, None
+                weight_ih, weight_hh, *biases = weights[index * size : (index + 1) * size]
                 bias_ih, bias_hh = biases or (None, None)
                 mask = mask_of(self, self._all_weights[index][1]) if self._buffers else None
                 output, h_n, c_n, _ = recurrent_layer(
                     *(rows, h0, c0, weight_ih, weight_hh, bias_ih, bias_hh, mask, offsets),
-                    *(batch, self.mode.lower(), index % directions == 1, training, self._path),
+                    *(batch, cell, index > first, training, self._path),
                 )
                 outputs.append(output)
                 last.append((h_n, c_n) if lstm else (h_n,))
@@ -182,25 +194,18 @@ class _Recurrent(nn.RNNBase):
         output = rows if unbatched else rows.view(steps, batch, -1)
         return output.transpose(0, 1) if swapped else output, hidden
 
-    def _forward_torch(
-        self, input: Tensor | PackedSequence, hx: Hidden | None, weights: list[Tensor]
-    ) -> tuple[Any, Any]:
-        """``torch.nn``'s own forward by a stand-in, as it reads the weights from the module."""
-        if torch.compiler.is_compiling():  # only what torch refuses, or what has no elements, comes here
-            return super().forward(input, hx)
-        if weights[0].is_cuda:
-            _silence_copy_warning()
-        module = object.__new__(type(self))
-        module.__dict__.update(self.__dict__, _flat_weights=weights, _update_flat_weights=_nothing)
+    def _forward_torch(self, input: Any, hx: Any, weights: list[Tensor]) -> tuple[Any, Any]:
+        """``torch.nn``'s own forward; it reads the weights from the module, or from a stand-in with others."""
+        module = self
+        if not torch.compiler.is_compiling() and not all(map(operator.is_, weights, self._flat_weights)):
+            if weights[0].is_cuda:
+                _silence_copy_warning()
+            module = object.__new__(type(self))
+            module.__dict__.update(self.__dict__, _flat_weights=weights)
         return super(_Recurrent, module).forward(input, hx)
 
-
-def _is_training(tensors: list[Tensor]) -> bool:
-    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-
-
-def _nothing() -> None:
-    pass
+    def _update_flat_weights(self) -> None:
+        """Nothing: :meth:`_weights` does not need it, and ``torch.nn`` would look at every parameter in each call."""
 
 
 @functools.cache

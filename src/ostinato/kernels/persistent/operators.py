@@ -5,7 +5,6 @@ the gates: the backward computes all their arguments again in two products over 
 and gets the weights' gradients from products again.  What a layer and its tensors are: see ``reference.py``.
 """
 
-import contextlib
 import functools
 import importlib
 from collections.abc import Callable, Sequence
@@ -29,40 +28,17 @@ def kernels_on(device: torch.device) -> Any:
     return kernels if hasattr(kernels, "backward") else reference  # until both have one
 
 
-def plan_layer(
-    device: torch.device,
-    cell: str,
-    hidden_size: int,
-    batch: int,
-    dtype: torch.dtype,
-    mask_hh: Tensor | None,
-    training: bool,
-    steps: int | None,
-    path: str | None,
-) -> Plan:
+def plan_layer(mask_hh: Tensor | None, *layer: Any) -> Plan:
     """How a layer and direction runs; made once for each mask, and once for all layers without one.
 
-    Args:
-        training: whether gradients will be taken.
-        steps: of the longest sequence, None if that is not known.
-        path: the only kernel to consider, None for the fastest.
+    ``layer``: device, cell, hidden_size, batch, dtype, training (whether gradients will be taken), steps (of the
+    longest sequence, None if that is not known) and path (the only kernel to consider, None for the fastest).
     """
-    layer = device, cell, hidden_size, batch, dtype, training, steps, path
-    if mask_hh is None:
-        return _plan_dense(*layer)
-    return derived_from(mask_hh, layer, lambda: _make_plan(mask_hh, *layer))
+    return _plan_dense(*layer) if mask_hh is None else derived_from(mask_hh, layer, lambda: _plan(mask_hh, *layer))
 
 
-def _make_plan(
-    mask_hh: Tensor | None,
-    device: torch.device,
-    cell: str,
-    hidden_size: int,
-    batch: int,
-    dtype: torch.dtype,
-    training: bool,
-    steps: int | None,
-    path: str | None,
+def _plan(
+    mask_hh: Tensor | None, device: torch.device, cell: str, hidden_size: int, batch: int, dtype: torch.dtype, *how: Any
 ) -> Plan:
     if device.type not in ("cpu", "cuda"):
         return no_kernel(f"layers on {device.type} run in torch's own kernels")
@@ -71,11 +47,12 @@ def _make_plan(
     block = None
     if mask_hh is not None:
         block = derived_from(mask_hh, "block", lambda: block_of(mask_hh, GATES[cell]))
+    training, steps, path = how
     make_plan = kernels_on(device).make_plan
     return make_plan(cell, hidden_size, batch, dtype, mask_hh, block, training, steps, device, path)
 
 
-_plan_dense = functools.lru_cache(4096)(functools.partial(_make_plan, None))
+_plan_dense = functools.lru_cache(4096)(functools.partial(_plan, None))
 
 
 # recurrent_layer(x, h0, c0, weight_ih, weight_hh, bias_ih, bias_hh, mask_hh, offsets, batch, cell, reverse, training,
@@ -88,7 +65,7 @@ def _choose(
     """The kernels and the plan of a layer; the loop over time where none fits."""
     training, path = how
     steps = len(x) // batch if offsets is None else len(offsets) - 1
-    plan = plan_layer(x.device, cell, hidden, batch, x.dtype, mask_hh, training, steps, path)
+    plan = plan_layer(mask_hh, x.device, cell, hidden, batch, x.dtype, training, steps, path)
     return reference if plan.path == "steps" else kernels_on(x.device), plan
 
 
@@ -105,8 +82,9 @@ def _as_given(function: Callable) -> Callable:
 
     @functools.wraps(function)
     def run(x: Tensor, *args: Any) -> Any:
-        autocast = torch.is_autocast_enabled(x.device.type)
-        with torch.autocast(x.device.type, enabled=False) if autocast else contextlib.nullcontext():
+        if not torch.is_autocast_enabled(x.device.type):
+            return function(x, *args)
+        with torch.autocast(x.device.type, enabled=False):
             return function(x, *args)
 
     return run
