@@ -192,16 +192,14 @@ def _recurrent_layer_backward(
     """Of each of the first seven tensors its gradient, empty unless its bit is set in `needed`."""
     hidden, gru = weight_hh.shape[1], cell == "gru"
     kernels, plan = _choose(x, mask_hh, offsets, batch, cell, hidden, True, path)
-    added = (2 if gru else GATES[cell]) * hidden  # gates whose argument is a sum of both products
-    bias = bias_ih
-    if bias_ih is not None and bias_hh is not None:
-        bias = bias_ih + (F.pad(bias_hh[:added], (0, hidden)) if gru else bias_hh)
     h_prev = reference.previous(h, h0, offsets, batch, reverse)
-    pre = linear(x, weight_ih, bias)
-    pre[:, :added] += linear(h_prev, weight_hh[:added])
-    candidate = None
-    if gru:
-        candidate = linear(h_prev, weight_hh[added:], None if bias_hh is None else bias_hh[added:])
+
+    def recurrent_part(rows: slice) -> Tensor:
+        return linear(h_prev, weight_hh[rows], None if bias_hh is None else bias_hh[rows])
+
+    pre = linear(x, weight_ih, bias_ih)
+    pre[:, : 2 * hidden if gru else None] += recurrent_part(slice(2 * hidden if gru else None))
+    candidate = recurrent_part(slice(2 * hidden, None)) if gru else None
     lstm = cell == "lstm"
     grads, grad_h0, grad_c0 = _run(
         kernels,
