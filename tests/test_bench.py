@@ -203,7 +203,7 @@ def test_float32_is_rounded_to_tf32_only_where_the_workload_says_so(monkeypatch)
 
 
 def test_the_largest_layer_fits_and_the_next_does_not():
-    from ostinato.kernels.persistent.cuda import make_plan
+    from ostinato.kernels.persistent.geometry import choose_geometry
 
     rows = capacity.capacity(CPU)
     sizes = {(row["cell"], capacity.shape_name(row)): row["hidden_size"] for row in rows}
@@ -214,17 +214,17 @@ def test_the_largest_layer_fits_and_the_next_does_not():
         assert 2 * gates * row["density"] * hidden**2 < row["bytes_on_chip"] <= row["bytes_available"]
         for size, fits in ((hidden, True), (hidden + capacity.STEP, False)):
             kept = None if row["block"] is None else int(row["density"] * gates * size**2)
-            plan = make_plan(hidden_size=size, mask_nnz=kept, properties=capacity.H100, **arguments)
+            plan = choose_geometry(hidden_size=size, mask_nnz=kept, properties=capacity.H100, **arguments)
             assert (plan.path != "steps") == fits
 
 
 def test_a_kernel_can_be_asked_for():
-    from ostinato.kernels.persistent.cuda import make_plan
+    from ostinato.kernels.persistent.geometry import choose_geometry
 
     layer = ("lstm", 2304, 4, torch.float16, int(0.1 * 4 * 2304**2), (16, 1), capacity.H100)
-    assert [make_plan(*layer, path).path for path in ("dense", "sparse", "block")] == ["dense", "sparse", "block"]
-    assert make_plan(*layer).path == "block"
-    assert make_plan(*layer[:4], None, None, capacity.H100, "sparse").path == "steps"
+    assert [choose_geometry(*layer, path).path for path in ("dense", "sparse", "block")] == ["dense", "sparse", "block"]
+    assert choose_geometry(*layer).path == "block"
+    assert choose_geometry(*layer[:4], None, None, capacity.H100, "sparse").path == "steps"
 
 
 def test_a_contestant_left_out_is_named_with_the_reason():

@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ostinato.kernels import nvrtc
-from ostinato.kernels.persistent.geometry import THREADS, Geometry, files
+from ostinato.kernels.persistent.geometry import THREADS, Geometry, choose_geometry, files
+from ostinato.kernels.persistent.masks import derived_from
 from ostinato.kernels.persistent.packing import Packing, pack
+from ostinato.kernels.persistent.plan import Plan, no_kernel
 
 _POINTERS = (
     *("weight", "bias", "index", "places", "spans", "packed", "states", "offsets", "failure", "pre", "h0", "c0"),
@@ -21,7 +22,70 @@ _POINTERS = (
     *("grads", "grad_h0", "grad_c0"),
 )
 _PARAMETERS = struct.Struct(f"{len(_POINTERS)}Q5i")
-_packings: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of masks: their version, and their packings so far
+LEAST_STEPS = 4  # whose launches cost the host as much as one of a kernel that takes all steps
+
+
+class Geometries(NamedTuple):
+    """What a plan of these kernels has to say to them."""
+
+    forward: Geometry
+    backward: Geometry | None  # of a layer that is trained
+
+
+def make_plan(
+    cell: str,
+    hidden_size: int,
+    batch: int,
+    dtype: torch.dtype,
+    mask_hh: Tensor | None,
+    block: tuple[int, int] | None,
+    training: bool,
+    steps: int | None,
+    device: torch.device,
+    path: str | None = None,
+    tf32: bool = False,
+) -> Plan:
+    """How to run a layer of `cell` ("rnn_tanh", "rnn_relu", "gru", "lstm").
+
+    Args:
+        hidden_size, batch, dtype: of the layer and its input.
+        mask_hh: of the recurrent weights; None if the layer is dense.
+        block: the shape of pruned blocks.
+        training: whether gradients will be taken.
+        steps: of the longest sequence; None if they are many.
+        path: the only kernel to consider forward, "dense", "block" or "sparse"; None for the fastest.
+        tf32: whether products of float32 may round to tf32.
+    """
+    if steps is not None and steps < LEAST_STEPS:
+        return no_kernel(f"{steps} steps are too few to be worth a kernel of their own")
+    index = torch.cuda.current_device() if device.index is None else device.index
+    kept = None if mask_hh is None else derived_from(mask_hh, "kept", lambda: int(mask_hh.sum()))
+    plan = _plan_sizes((cell, hidden_size, batch, dtype, kept, block), index, path, training, not tf32)
+    try:  # only the device tells what it holds, and only packing what fits
+        for geometry in plan.geometry or ():
+            if geometry is not None:
+                kernels(geometry if mask_hh is None else _packed(geometry, mask_hh), index)
+    except (MemoryError, RuntimeError) as error:
+        return no_kernel(str(error).partition("\n")[0])._replace(bytes_available=plan.bytes_available)
+    return plan
+
+
+@functools.lru_cache(4096)
+def _plan_sizes(layer: tuple, index: int, path: str | None, training: bool, exact: bool) -> Plan:
+    choose: Any = choose_geometry
+    layer = *layer, torch.cuda.get_device_properties(index)
+    forward: Plan = choose(*layer, path, exact=exact)
+    if forward.path == "steps" or not training:
+        return forward._replace(geometry=forward.geometry and Geometries(forward.geometry, None))
+    backward: Plan = choose(*layer, backward=True, exact=exact)
+    if backward.path == "steps":
+        return backward
+    return forward._replace(geometry=Geometries(forward.geometry, backward.geometry))
+
+
+def _packed(geometry: Geometry, mask: Tensor) -> Geometry:
+    """With as many tiles as the mask needs."""
+    return geometry if geometry.path == "dense" else packing_of(mask, geometry).geometry
 
 
 def forward(
@@ -33,15 +97,17 @@ def forward(
     mask_hh: Tensor | None,
     offsets: Tensor | None,
     batch: int,
+    cell: str,
     reverse: bool,
-    geometry: Geometry,
+    plan: Plan,
     keep_cell: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """All steps of a layer; see :mod:`ostinato.kernels.persistent.reference`.
 
     Raises RuntimeError if an earlier launch on the device failed.
     """
-    rows, hidden, lstm = projected.shape[0], geometry.hidden_size, geometry.cell == "lstm"
+    geometry, rows, lstm = plan.geometry.forward, projected.shape[0], cell == "lstm"
+    hidden = geometry.hidden_size
     results = {
         "output": projected.new_empty(rows, hidden),
         "h_n": projected.new_empty(batch, hidden),
@@ -66,16 +132,18 @@ def backward(
     grad_c_n: Tensor | None,
     offsets: Tensor | None,
     batch: int,
+    cell: str,
     reverse: bool,
-    geometry: Geometry,
+    plan: Plan,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The gradients of all steps; see :mod:`ostinato.kernels.persistent.reference`.
 
     Raises RuntimeError if an earlier launch on the device failed.
     """
-    rows, hidden, lstm = pre.shape[0], geometry.hidden_size, geometry.cell == "lstm"
+    geometry, rows, lstm = plan.geometry.backward, pre.shape[0], cell == "lstm"
+    hidden = geometry.hidden_size
     results = {
-        "grads": pre.new_empty(rows, (1 if geometry.cell.startswith("rnn") else 4) * hidden),
+        "grads": pre.new_empty(rows, (1 if cell.startswith("rnn") else 4) * hidden),
         "grad_h0": pre.new_empty(batch, hidden),
         "grad_c0": pre.new_empty(batch, hidden) if lstm else None,
     }
@@ -88,7 +156,6 @@ def backward(
 class _Kernels(NamedTuple):
     prepare: nvrtc.Kernel
     recur: nvrtc.Kernel
-    shared_limit: int
     processors: int
 
 
@@ -105,7 +172,7 @@ def kernels(geometry: Geometry, device: int) -> _Kernels:
     blocks = geometry.blocks * geometry.groups
     if resident < blocks:
         raise RuntimeError(f"the {_name(geometry)} needs {blocks} resident blocks; the device holds {resident}")
-    return _Kernels(prepare, recur, properties.shared_memory_per_block_optin, properties.multi_processor_count)
+    return _Kernels(prepare, recur, properties.multi_processor_count)
 
 
 def packing_of(mask: Tensor, geometry: Geometry) -> Packing:
@@ -113,16 +180,16 @@ def packing_of(mask: Tensor, geometry: Geometry) -> Packing:
 
     Raises MemoryError if the weights that it leaves do not fit on the chip, though their number would.
     """
-    version = 0 if mask.is_inference() else mask._version
-    if mask not in _packings or _packings[mask][0] != version:
-        _packings[mask] = version, {}
-    known: dict[Geometry, Packing] = _packings[mask][1]
-    if geometry not in known:
+
+    def make() -> Packing:
         properties: Any = torch.cuda.get_device_properties(mask.device)
-        known[geometry] = pack(mask, geometry, properties.shared_memory_per_block_optin)
+        packing = pack(mask, geometry, properties.shared_memory_per_block_optin)
         if not torch.cuda.is_current_stream_capturing():  # the next to use it may do so on another stream
             torch.cuda.current_stream(mask.device).synchronize()
-    return known[geometry]
+        return packing
+
+    found: Packing = derived_from(mask, geometry, make)
+    return found
 
 
 @functools.cache
@@ -157,12 +224,9 @@ def _launch(
     device = pre.device.index
     check(geometry, device)
     steps = pre.shape[0] // batch if offsets is None else len(offsets) - 1
-    packing = None
-    if geometry.path != "dense":
-        assert mask is not None
-        packing = packing_of(mask, geometry)
-        geometry = packing.geometry
-    prepare, recur, _, processors = kernels(geometry, device)
+    packing = None if mask is None or geometry.path == "dense" else packing_of(mask, geometry)
+    geometry = geometry if packing is None else packing.geometry
+    prepare, recur, processors = kernels(geometry, device)
     groups = -(-batch // geometry.columns)
     packed_bytes = geometry.tiles * geometry.tile_bytes * geometry.blocks
     states_bytes = (steps + (not geometry.backward)) * groups * geometry.group_bytes
@@ -171,7 +235,7 @@ def _launch(
     tensors["states"] = pre.new_empty(states_bytes, dtype=torch.uint8)
     tensors["failure"] = _failure(device)
     if packing is not None:
-        tensors |= {"index": packing.index, "places": packing.places, "spans": packing.spans}
+        tensors |= {"index": packing.indices, "places": packing.places, "spans": packing.spans}
     addresses = [0 if (x := tensors.get(name)) is None else x.data_ptr() for name in _POINTERS]
     fill = min(-(-max(states_bytes, packed_bytes) // (32 * THREADS)), 8 * processors)
     for first in range(0, batch, geometry.columns * geometry.groups):

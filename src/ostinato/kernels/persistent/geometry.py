@@ -345,7 +345,7 @@ def candidates(
             yield held
 
 
-def make_plan(
+def choose_geometry(
     cell: str,
     hidden_size: int,
     batch: int,
@@ -358,7 +358,7 @@ def make_plan(
     backward: bool = False,
     exact: bool = True,
 ) -> Plan:
-    """How to run a layer of `cell` ("rnn_tanh", "rnn_relu", "gru", "lstm") on a device; needs no GPU.
+    """The fastest way to run a layer of `cell` ("rnn_tanh", "rnn_relu", "gru", "lstm") in one direction of time.
 
     Args:
         hidden_size, batch, dtype: of the layer and its input.

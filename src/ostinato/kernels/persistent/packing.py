@@ -16,7 +16,7 @@ class Packing(NamedTuple):
     """How a kernel reads a pruned matrix; see its Product."""
 
     geometry: Geometry  # how many tiles there really are
-    index: Tensor  # int32: of each packed number its place in the matrix, from 1 on; 0 where there is none
+    indices: Tensor  # int32: of each packed number its place in the matrix, from 1 on; 0 where there is none
     places: Tensor  # int16, as are the spans: of each packed number or column its place in the state
     spans: Tensor | None = None
 
@@ -67,18 +67,18 @@ def _pack_block(rows: Tensor, geometry: Geometry, shared_limit: int) -> Packing:
     size = geometry.shares * width * max(geometry.share_tiles)
     order = F.pad(order, (0, max(0, size - pitch)))[..., :size]
     real = torch.arange(size, device=rows.device) < counts.unsqueeze(2)
-    weights = strips.gather(3, order.unsqueeze(2).expand(-1, -1, 16, -1))
-    weights = torch.where(real.unsqueeze(2), weights, 0)
+    numbers = strips.gather(3, order.unsqueeze(2).expand(-1, -1, 16, -1))
+    numbers = torch.where(real.unsqueeze(2), numbers, 0)
     places = torch.where(real, order, pitch + torch.arange(size, device=rows.device) % ZERO_PLACES)
 
     at_once = WARPS // geometry.shares
     missing = -strips.shape[1] % at_once
-    weights, places = F.pad(weights, (0, 0) * 2 + (0, missing)), F.pad(places, (0, 0, 0, missing), value=pitch)
+    numbers, places = F.pad(numbers, (0, 0) * 2 + (0, missing)), F.pad(places, (0, 0, 0, missing), value=pitch)
 
     def deal(turn: int, tiles: int) -> tuple[Tensor, Tensor]:
         """The warps' shares of the strips that are their turn: (blocks, WARPS, tiles, 16, width), and their places."""
         mine, columns = slice(turn * at_once, (turn + 1) * at_once), slice(0, geometry.shares * tiles * width)
-        dealt = weights[:, mine, :, columns].unflatten(3, (geometry.shares, tiles, width)).permute(0, 1, 3, 4, 2, 5)
+        dealt = numbers[:, mine, :, columns].unflatten(3, (geometry.shares, tiles, width)).permute(0, 1, 3, 4, 2, 5)
         return dealt.flatten(1, 2), places[:, mine, columns].reshape(blocks, WARPS, tiles * width)
 
     dealt = [deal(turn, tiles) for turn, tiles in enumerate(geometry.share_tiles)]
