@@ -178,7 +178,7 @@ def packed_matrix(mask, chosen):
         ("block", "rnn_tanh", 100, 0.2, 132, 1),
         ("block", "gru", 400, 0.1, 132, 1),
         ("block", "lstm", 400, 0.3, 132, 1),
-        ("block", "lstm", 300, 0.1, 8, 2),
+        ("block", "lstm", 240, 0.1, 8, 2),
         ("sparse", "gru", 133, 0.2, 132, 1),
         ("sparse", "lstm", 70, 0.1, 8, 1),
     ],
