@@ -315,7 +315,7 @@ def flashrnn(work: Recurrence, data: tuple[Tensor, ...]) -> Run:
 
 def ostinato_training(work: Training, data: tuple[Tensor, ...]) -> Run:
     layer = work.layer(data)
-    plan = layer.plan(work.batch, training="forward+backward" in work.passes)
+    plan = layer.plan(work.batch, training="forward+backward" in work.passes, steps=work.length)
     return replace(work.run(partial(work.apply, layer), data, layer.parameters()), plan=_shown(plan))
 
 

@@ -21,7 +21,7 @@ from ostinato.bench.measure import Record
 from ostinato.bench.workloads import OURS
 from ostinato.files import replacing
 
-PACKAGES = ("numpy", "numba", "triton", "cuda-core", "accelerated-scan", "minGRU-pytorch")
+PACKAGES = ("numpy", "numba", "triton", "cuda-core", "accelerated-scan", "minGRU-pytorch", "torchrl", "flashrnn")
 UNITS = {"bytes": "B", "flops": "FLOP"}
 PEERS_WITHOUT_GRADIENT = {
     "cuda": {
@@ -54,6 +54,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
         **{package: _version(package) for package in PACKAGES},
     }
     return {
