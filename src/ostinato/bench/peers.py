@@ -28,7 +28,6 @@ from ostinato.bench.workloads import (
     Workload,
     name_of,
 )
-from ostinato.inference import tensors_of
 from ostinato.kernels.persistent.plan import Plan
 
 Build = Callable[[Any, tuple[Tensor, ...]], Run]
@@ -201,8 +200,7 @@ def ostinato_recurrence(path: str | None, work: Recurrence, data: tuple[Tensor, 
         _need_cuda(x)
         if layer.plan(work.batch).path == path:
             raise Unavailable("is what the plan chooses")
-        layer.flatten_parameters()
-        layer._pack(tensors_of(layer)).path = path
+        layer._path = path
     plan = layer.plan(work.batch)
     if path not in (None, plan.path):
         raise Unavailable(plan.reason)

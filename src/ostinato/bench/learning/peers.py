@@ -28,5 +28,5 @@ def with_torch_layers(model: LanguageModel) -> LanguageModel:
         layer = TORCH_LAYERS[cell](own.input_size, own.hidden_size, batch_first=True, device="meta")
         layer.to_empty(device=own.weight_hh_l0.device)
         layer.load_state_dict(own.state_dict())
-        block.recurrent = layer  # type: ignore[assignment]
+        block.recurrent = layer
     return model
