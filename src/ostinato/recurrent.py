@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 
-from ostinato.kernels import dispatch
-from ostinato.kernels.persistent.operators import plan_layer, recurrent_layer
+from ostinato.kernels.persistent.operators import can_take, plan_layer, recurrent_layer
 from ostinato.kernels.persistent.plan import Plan
 from ostinato.masks import mask_name, mask_of, masked
 from ostinato.scan import check_batch_sizes
@@ -121,7 +120,7 @@ class _Recurrent(nn.RNNBase):
         training = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
         if not torch.compiler.is_compiling() and batch * steps > 0:  # what is compiled is planned when it runs
             plan = self._plan(device, batch, computed, training, steps)
-            if plan.path == "steps" or not dispatch.is_eager(tensors):
+            if plan.path == "steps" or not can_take(tensors):
                 return None
         shape = (len(self._all_weights), *(() if rank == 2 and not packed else (batch,)), self.hidden_size)
         fits = (

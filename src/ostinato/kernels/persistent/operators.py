@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from ostinato.kernels import nvrtc
-from ostinato.kernels.dispatch import gradient, operator, or_empty
+from ostinato.kernels.dispatch import gradient, is_eager, operator, or_empty
 from ostinato.kernels.gemm import linear
 from ostinato.kernels.persistent import reference
 from ostinato.kernels.persistent.masks import block_of, derived_from
@@ -61,6 +62,12 @@ def _plan(
 
 
 _plan_dense = functools.lru_cache(4096)(functools.partial(_plan, None))
+
+
+def can_take(tensors: list[Tensor]) -> bool:
+    """Whether the operator can be called: with plain tensors, or under a function transform that wants no tangent."""
+    transformed = torch._C._functorch.peek_interpreter_stack() is not None and forward_ad._current_level < 0
+    return transformed or is_eager(tensors)
 
 
 # recurrent_layer(x, h0, c0, weight_ih, weight_hh, bias_ih, bias_hh, mask_hh, offsets, batch, cell, reverse, training,
@@ -142,12 +149,13 @@ def _context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
 
 def _grad(ctx: Any, *grads: Tensor | None) -> tuple:
     *tensors, h, c = ctx.saved_tensors
-    needed = list(ctx.needs_input_grad[:7])
+    needed = ctx.needs_input_grad[:7]
     how = ctx.batch, ctx.cell, ctx.reverse
     if torch.is_grad_enabled():
         found = _differentiable_gradients(tensors, grads[:3], needed, *how)
     else:
-        found = recurrent_layer_backward(*tensors, h, c, *grads[:3], *how, ctx.path, needed)
+        bits = sum(1 << i for i, need in enumerate(needed) if need)
+        found = recurrent_layer_backward(*tensors, h, c, *grads[:3], *how, ctx.path, bits)
     return *(grad if need else None for grad, need in zip(found, needed, strict=True)), *[None] * 7
 
 
@@ -187,9 +195,9 @@ def _recurrent_layer_backward(
     cell: str,
     reverse: bool,
     path: str | None,
-    needed: Sequence[bool],
-) -> list[Tensor]:
-    """Of each of the first seven tensors its gradient if that is needed, else an empty tensor."""
+    needed: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Of each of the first seven tensors its gradient, empty unless its bit is set in `needed`."""
     hidden, gru = weight_hh.shape[1], cell == "gru"
     kernels, plan = _choose(x, mask_hh, offsets, batch, cell, hidden, True, path)
     h_prev = reference.previous(h, h0, offsets, batch, reverse)
@@ -214,12 +222,12 @@ def _recurrent_layer_backward(
 
     # A GRU's grads are n's share of the hidden product, r, z, n's share of the input's: three neighbours for each.
     inputs, recurrent = (grads[:, hidden:], grads[:, : 3 * hidden]) if gru else (grads, grads)
-    totals = grads.sum(0) if needed[5] or needed[6] else grads.new_zeros(grads.shape[1])
+    totals = grads.sum(0) if needed >> 5 else grads.new_zeros(grads.shape[1])
 
     def in_order(rows: Tensor) -> Tensor:
         return rows.roll(-hidden, 0) if gru else rows
 
-    compute: list[Callable[[], Tensor | None]] = [
+    compute: tuple[Callable[[], Any], ...] = (
         lambda: inputs @ weight_ih,
         lambda: grad_h0,
         lambda: grad_c0,
@@ -227,13 +235,14 @@ def _recurrent_layer_backward(
         lambda: in_order(recurrent.T @ h_prev),
         lambda: totals[hidden:].clone() if gru else totals,
         lambda: in_order(totals[: 3 * hidden]) if gru else totals.clone(),
-    ]
-    return [or_empty(one() if need else None, x) for one, need in zip(compute, needed, strict=True)]
+    )
+    found: Any = tuple(one() if needed >> i & 1 else x.new_empty(0) for i, one in enumerate(compute))
+    return found
 
 
-def _recurrent_layer_backward_fake(*args: Any) -> list[Tensor]:
+def _recurrent_layer_backward_fake(*args: Any) -> tuple[Tensor, ...]:
     tensors, needed = args[:7], args[-1]
-    return [args[0].new_empty(x.shape if need else 0) for x, need in zip(tensors, needed, strict=True)]
+    return tuple(args[0].new_empty(x.shape if needed >> i & 1 else 0) for i, x in enumerate(tensors))
 
 
 recurrent_layer_backward = gradient(
