@@ -205,9 +205,9 @@ def _recurrent_layer_backward(
         pre, candidate = h, None
     else:
         added = (2 if gru else 4) * hidden  # gates whose argument is a sum of both products
-        bias = bias_ih
-        if bias_ih is not None and bias_hh is not None:
-            bias = bias_ih + (F.pad(bias_hh[:added], (0, hidden)) if gru else bias_hh)
+        bias = bias_hh if bias_hh is None or not gru else F.pad(bias_hh[:added], (0, hidden))
+        if bias_ih is not None:
+            bias = bias_ih if bias is None else bias_ih + bias
         pre = linear(x, weight_ih, bias)
         pre[:, :added].addmm_(h_prev, weight_hh[:added].T)
         bias_n = None if bias_hh is None else bias_hh[added:]
