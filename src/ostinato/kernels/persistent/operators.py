@@ -35,11 +35,19 @@ def plan_layer(mask_hh: Tensor | None, *layer: Any) -> Plan:
     ``layer``: device, cell, hidden_size, batch, dtype, training (whether gradients will be taken), steps (of the
     longest sequence, None if that is not known) and path (the only kernel to consider, None for the fastest).
     """
-    return _plan_dense(*layer) if mask_hh is None else derived_from(mask_hh, layer, lambda: _plan(mask_hh, *layer))
+    key = torch.backends.cuda.matmul.allow_tf32, *layer
+    return _plan_dense(*key) if mask_hh is None else derived_from(mask_hh, key, lambda: _plan(mask_hh, *key))
 
 
 def _plan(
-    mask_hh: Tensor | None, device: torch.device, cell: str, hidden_size: int, batch: int, dtype: torch.dtype, *how: Any
+    mask_hh: Tensor | None,
+    tf32: bool,
+    device: torch.device,
+    cell: str,
+    hidden_size: int,
+    batch: int,
+    dtype: torch.dtype,
+    *how: Any,
 ) -> Plan:
     if device.type not in ("cpu", "cuda"):
         return no_kernel(f"layers on {device.type} run in torch's own kernels")
@@ -50,7 +58,7 @@ def _plan(
         block = derived_from(mask_hh, "block", lambda: block_of(mask_hh, GATES[cell]))
     training, steps, path = how
     make_plan = kernels_on(device).make_plan
-    return make_plan(cell, hidden_size, batch, dtype, mask_hh, block, training, steps, device, path)
+    return make_plan(cell, hidden_size, batch, dtype, mask_hh, block, training, steps, device, path, tf32)
 
 
 _plan_dense = functools.lru_cache(4096)(functools.partial(_plan, None))
@@ -193,13 +201,17 @@ def _recurrent_layer_backward(
     hidden, gru = weight_hh.shape[1], cell == "gru"
     kernels, plan = _choose(x, mask_hh, offsets, batch, cell, hidden, True, path)
     h_prev = reference.previous(h, h0, offsets, batch, reverse)
-
-    def recurrent_part(rows: slice) -> Tensor:
-        return linear(h_prev, weight_hh[rows], None if bias_hh is None else bias_hh[rows])
-
-    pre = linear(x, weight_ih, bias_ih)
-    pre[:, : 2 * hidden if gru else None] += recurrent_part(slice(2 * hidden if gru else None))
-    candidate = recurrent_part(slice(2 * hidden, None)) if gru else None
+    if cell.startswith("rnn"):
+        pre, candidate = h, None
+    else:
+        added = (2 if gru else 4) * hidden  # gates whose argument is a sum of both products
+        bias = bias_hh if bias_hh is None or not gru else F.pad(bias_hh[:added], (0, hidden))
+        if bias_ih is not None:
+            bias = bias_ih if bias is None else bias_ih + bias
+        pre = linear(x, weight_ih, bias)
+        pre[:, :added].addmm_(h_prev, weight_hh[:added].T)
+        bias_n = None if bias_hh is None else bias_hh[added:]
+        candidate = linear(h_prev, weight_hh[added:], bias_n) if gru else None
     lstm = cell == "lstm"
     grads, grad_h0, grad_c0 = _run(
         kernels,
@@ -210,6 +222,7 @@ def _recurrent_layer_backward(
 
     # A GRU's grads are n's share of the hidden product, r, z, n's share of the input's: three neighbours for each.
     inputs, recurrent = (grads[:, hidden:], grads[:, : 3 * hidden]) if gru else (grads, grads)
+    totals = grads.sum(0) if needed >> 5 else grads.new_zeros(grads.shape[1])
 
     def in_order(rows: Tensor) -> Tensor:
         return rows.roll(-hidden, 0) if gru else rows
@@ -220,8 +233,8 @@ def _recurrent_layer_backward(
         lambda: grad_c0,
         lambda: inputs.T @ x,
         lambda: in_order(recurrent.T @ h_prev),
-        lambda: inputs.sum(0),
-        lambda: in_order(recurrent.sum(0)),
+        lambda: totals[hidden:].clone() if gru else totals,
+        lambda: in_order(totals[: 3 * hidden]) if gru else totals.clone(),
     )
     found: Any = tuple(one() if needed >> i & 1 else x.new_empty(0) for i, one in enumerate(compute))
     return found
