@@ -22,7 +22,6 @@ from torch.nn import functional as F
 
 from ostinato.kernels.numba_loops import (
     NUMPY_DTYPES,
-    REVISION,
     cast,
     compiled_loop,
     exp_expm1,
@@ -259,11 +258,10 @@ def _tanh(x):
 def layer(dtype: type, cell: str, height: int, shared: bool, tile: int) -> Any:
     """The loop over time of `tile` sequences a piece; h and c hold the initial state, then the last one."""
     gates = GATES[cell]
-    largest, revision = dtype(np.finfo(dtype).max), REVISION
+    largest = dtype(np.finfo(dtype).max)
 
     @compiled_loop
     def run(address):
-        revision  # noqa: B018  # by what it refers to is a cached loop known
         work = carray(address, 1, _WORK)[0]
         values, columns = pointer_to(work.values, dtype), pointer_to(work.columns, np.int32)
         starts, rows = pointer_to(work.starts, np.int64), pointer_to(work.rows, np.int64)

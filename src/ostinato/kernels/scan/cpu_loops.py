@@ -21,7 +21,6 @@ from numba.extending import intrinsic
 
 from ostinato.kernels.numba_loops import (
     LINE,
-    REVISION,
     cast,
     compiled_loop,
     exp,
@@ -221,11 +220,8 @@ def scan(dtype: type, log: bool) -> Any:
     """``state = a[t]*state + b[t]``, or ``logaddexp(a[t] + state, b[t])``; out[t] is the state after step t."""
     line = LINE // np.dtype(dtype).itemsize
 
-    revision = REVISION
-
     @compiled_loop
     def run(address):
-        revision  # noqa: B018  # by what it refers to is a cached loop known
         work = carray(address, 1, _SCAN_WORK)[0]
         bounds, reverse = pointer_to(work.bounds, np.int64), work.reverse
         a, a_n, a_t = pointer_to(work.a, dtype), work.a_n, work.a_t
@@ -285,11 +281,8 @@ def scan_backward(dtype: type, log: bool) -> Any:
     """The gradients of a scan; state brings the last state's and returns the initial state's."""
     line = LINE // np.dtype(dtype).itemsize
 
-    revision = REVISION
-
     @compiled_loop
     def run(address):
-        revision  # noqa: B018  # by what it refers to is a cached loop known
         work = carray(address, 1, _SCAN_WORK)[0]
         bounds, reverse = pointer_to(work.bounds, np.int64), work.reverse
         a, a_n, a_t = pointer_to(work.a, dtype), work.a_n, work.a_t
@@ -354,11 +347,8 @@ def layer(dtype: type, cell: str, candidate: str) -> Any:
     """``state = keep*state + mix*c`` with the gates made from pre + bias; out[t] is the state after step t."""
     lstm, gates, kind = cell == "minlstm", GATES[cell], _CANDIDATES[candidate]
 
-    revision = REVISION
-
     @compiled_loop
     def run(address):
-        revision  # noqa: B018  # by what it refers to is a cached loop known
         work = carray(address, 1, _LAYER_WORK)[0]
         offsets = pointer_to(work.offsets, np.int64)
         pre, bias = pointer_to(work.pre, dtype), pointer_to(work.bias, dtype)
@@ -434,11 +424,8 @@ def layer_backward(dtype: type, cell: str, candidate: str) -> Any:
     """
     lstm, gates, kind = cell == "minlstm", GATES[cell], _CANDIDATES[candidate]
 
-    revision = REVISION
-
     @compiled_loop
     def run(address):
-        revision  # noqa: B018  # by what it refers to is a cached loop known
         work = carray(address, 1, _LAYER_WORK)[0]
         offsets, totals = pointer_to(work.offsets, np.int64), pointer_to(work.totals, np.float64)
         pre, bias, sums = (
