@@ -122,6 +122,51 @@ def take_piece(typing_context, work):
     return types.int64(types.voidptr), generate
 
 
+@intrinsic
+def offset(typing_context, pointer, index):
+    """The address of an element."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.gep(arguments[0], [arguments[1]])
+
+    return pointer(pointer, types.int64), generate
+
+
+def streams(*names: str) -> tuple[Any, Any]:
+    """``load(pointer, index, name)`` and ``store(pointer, index, value, name)`` of a family of loops.
+
+    Each array of a loop is a stream; none that is written overlaps with another.  Saying so, as metadata of every
+    access, lets LLVM vectorise loops over more arrays than it is willing to compare with each other at run time.
+    """
+
+    def mark(builder: Any, instruction: Any, stream: str) -> None:
+        metadata = builder.module.add_metadata
+        domain = metadata(["ostinato"])
+        scopes = {name: metadata([name, domain]) for name in names}
+        instruction.set_metadata("alias.scope", metadata([scopes[stream]]))
+        instruction.set_metadata("noalias", metadata([scope for name, scope in scopes.items() if name != stream]))
+
+    @intrinsic(prefer_literal=True)
+    def load(typing_context, pointer, index, stream):
+        def generate(context, builder, signature, arguments):
+            value = builder.load(builder.gep(arguments[0], [arguments[1]], inbounds=True))
+            mark(builder, value, stream.literal_value)
+            return value
+
+        return pointer.dtype(pointer, types.int64, stream), generate
+
+    @intrinsic(prefer_literal=True)
+    def store(typing_context, pointer, index, value, stream):
+        def generate(context, builder, signature, arguments):
+            target = builder.gep(arguments[0], [arguments[1]], inbounds=True)
+            mark(builder, builder.store(arguments[2], target), stream.literal_value)
+            return context.get_dummy_value()
+
+        return types.void(pointer, types.int64, pointer.dtype, stream), generate
+
+    return load, store
+
+
 # Arithmetic, in float32 for float32.
 
 
@@ -242,3 +287,13 @@ def sigmoids(x):
     large = one / (one + e)
     small = e * large
     return large if x >= 0 else small, small if x >= 0 else large
+
+
+@inline
+def tanh_slope(x):
+    """tanh(x) and its derivative."""
+    one = cast(1.0, x)
+    e, less = exp_expm1(-abs(x + x))
+    scale = one / (one + e)
+    size = -less * scale
+    return size if x >= 0 else -size, cast(4.0, x) * e * scale * scale
