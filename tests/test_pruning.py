@@ -14,7 +14,7 @@ from torch import nn
 import ostinato
 from ostinato.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from ostinato.cli import main
-from ostinato.masks import BLOCKS, block_of
+from ostinato.kernels.persistent.masks import BLOCKS, block_of
 from ostinato.models import LanguageModel
 from ostinato.text import Vocabulary
 

@@ -8,12 +8,10 @@ import weakref
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ostinato.kernels.persistent.masks import BLOCKS
 from ostinato.optimizers import after_every_step
-
-BLOCKS = ((16, 1), (8, 4), (1, 1))  # rows by columns of what is pruned as one
 
 _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of pruned parameters: their modules and names
 
@@ -65,27 +63,3 @@ def _zero_pruned(parameters: list[Tensor]) -> None:
             mask = None if module is None else mask_of(module, name)
             if mask is not None:
                 parameter.masked_fill_(~mask, 0.0)
-
-
-def cut(matrix: Tensor, block: tuple[int, int], fill: float = 0.0) -> Tensor:
-    """(gates, R, C) cut into blocks, (gates, blocks down, blocks across, rows * columns of a block).
-
-    The blocks of a gate begin at its first row and column; what the last ones lack is ``fill``.
-    """
-    gates, rows, columns = matrix.shape
-    height, width = block
-    padded = F.pad(matrix, (0, -columns % width, 0, -rows % height), value=fill)
-    blocks = padded.view(gates, padded.shape[1] // height, height, padded.shape[2] // width, width)
-    return blocks.transpose(2, 3).flatten(3)
-
-
-def block_of(mask: Tensor, gates: int) -> tuple[int, int]:
-    """The blocks that a (gates * H, H) mask consists of, whatever it has on the diagonal; (1, 1) if of none."""
-    mask = mask.view(gates, -1, mask.shape[1])
-    free = torch.eye(mask.shape[1], dtype=torch.bool, device=mask.device).expand(mask.shape)
-    for block in BLOCKS:
-        some = cut(mask & ~free, block, False).any(3)
-        every = cut(mask | free, block, True).all(3)
-        if torch.equal(some, every & ~cut(free, block, True).all(3)):
-            return block
-    return 1, 1

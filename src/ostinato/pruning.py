@@ -7,7 +7,8 @@ from numbers import Real
 import torch
 from torch import Tensor, nn
 
-from ostinato.masks import BLOCKS, cut, keep_pruned, mask_name, masked
+from ostinato.kernels.persistent.masks import BLOCKS, cut
+from ostinato.masks import keep_pruned, mask_name, masked
 from ostinato.recurrent import GRU, LSTM, RNN
 
 GATE_NAMES = {"RNN_TANH": ("h",), "RNN_RELU": ("h",), "GRU": ("r", "z", "n"), "LSTM": ("i", "f", "g", "o")}

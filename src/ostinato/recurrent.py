@@ -1,84 +1,73 @@
-"""RNN, GRU and LSTM: torch.nn's layers, dense or pruned, run by kernels of our own where no gradient is asked for."""
+"""RNN, GRU and LSTM: torch.nn's layers, dense or pruned, run and trained by kernels of our own where these fit."""
 
 import functools
+import operator
 import warnings
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 
-from ostinato.inference import Packed, Segment, tensors_of
 from ostinato.kernels import dispatch
+from ostinato.kernels.persistent.operators import plan_layer, recurrent_layer
 from ostinato.kernels.persistent.plan import Plan
 from ostinato.masks import mask_name, mask_of, masked
-from ostinato.optimizers import after_every_step
 from ostinato.scan import check_batch_sizes
 
 Hidden = Tensor | tuple[Tensor, Tensor]
 
-# Kernels cannot be copied or saved, so they are kept beside the modules and not in them.
-_packed: WeakKeyDictionary[nn.Module, Packed] = WeakKeyDictionary()
-
 
 class _Recurrent(nn.RNNBase):
-    """What ``torch.nn``'s layers lack: masks, and the choice of who computes the forward."""
+    """What ``torch.nn``'s layers lack: masks, and the choice of who computes.
+
+    Every call reads the parameters as they are then: ``torch.nn``'s own list of them can be behind.
+    """
 
     weight_hh_l0: Tensor
+    _path: str | None = None  # the only kernel to consider on a GPU; None for the fastest
 
     def forward(self, input: Tensor | PackedSequence, hx: Hidden | None = None) -> tuple[Any, Any]:
         """Run the whole sequence; see the class."""
-        packed = self._pack_for(input, hx)
-        if packed is None:
-            if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-                _packed.pop(self, None)  # whatever comes of the gradients may change the weights
-            names = self._flat_weights_names
-            is_pruned = any(mask_of(self, name) is not None for name in names)
-            return self._forward_torch(input, hx, [masked(self, name) for name in names] if is_pruned else None)
-        plan = packed.plan(self._batch(input), self._dtype(input))
-        if plan.path != "steps":
-            try:
-                return self._forward_kernels(input, hx, packed, plan)
-            except FloatingPointError:  # torch tells how far a state that is not finite spreads
-                pass
-        return self._forward_torch(input, hx, list(packed.weights.values()) if self._buffers else None)
+        weights, states = self._weights(), _states(hx)
+        call = self._kernels_for(input, states, weights)
+        if call is None:
+            return self._forward_torch(input, hx, weights)
+        return self._forward_kernels(input, states, weights, *call)
 
-    def plan(self, batch: int, dtype: torch.dtype | None = None) -> Plan:
-        """How a forward of ``batch`` sequences runs where no gradient is asked for.
+    def plan(
+        self, batch: int, dtype: torch.dtype | None = None, training: bool = False, steps: int | None = None
+    ) -> Plan:
+        """How a call with ``batch`` sequences runs.
 
         Args:
             batch: number of sequences.
             dtype: what is computed in; the parameters' if absent, which autocast overrides.
+            training: whether gradients are to be taken.
+            steps: of the longest sequence; many if absent.
 
         Returns:
             ``path``, "dense", "sparse" or "block" for a kernel of our own and "steps" for torch's;
             ``bytes_on_chip`` of recurrent weights, of ``bytes_available``; ``blocks`` of threads; and the
-            ``reason``.  It holds for all layers and directions.
+            ``reason``.  Torch's kernels run all layers and directions or none; this is the largest one's plan.
 
         Raises:
-            ValueError: a batch below 1.
+            ValueError: a batch below 1, or steps.
             TypeError: a dtype that is none.
 
         Example:
-            >>> import ostinato
-            >>> ostinato.GRU(8, 16).plan(batch=1).reason  # on a CPU
-            "dense layers run in torch's own kernels"
+            >>> import torch, ostinato
+            >>> ostinato.GRU(8, 16).plan(batch=1, dtype=torch.float16, training=True).path  # on a CPU
+            'steps'
         """
-        if batch < 1:
-            raise ValueError(f"batch must be at least 1; got {batch}")
+        for name, number in (("batch", batch), ("steps", 1 if steps is None else steps)):
+            if number < 1:
+                raise ValueError(f"{name} must be at least 1; got {number}")
         if dtype is not None and not isinstance(dtype, torch.dtype):
             raise TypeError(f"dtype must be a torch.dtype; got {dtype!r}")
-        return self._pack(tensors_of(self)).plan(batch, dtype or self.weight_hh_l0.dtype)
-
-    def flatten_parameters(self) -> None:
-        """As ``torch.nn``'s; also forgets what the kernels have packed.
-
-        They notice every change that PyTorch counts: an optimiser's step, ``load_state_dict``, an edit in place.
-        Call this after one that it does not: through ``.data`` or a NumPy array.
-        """
-        _packed.pop(self, None)
-        super().flatten_parameters()
+        weight = self.weight_hh_l0
+        return self._plan(weight.device, batch, dtype or weight.dtype, training, steps)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Make room for the masks of a pruned layer, which a new one lacks."""
@@ -87,107 +76,136 @@ class _Recurrent(nn.RNNBase):
                 self.register_buffer(mask_name(name), torch.ones_like(getattr(self, name), dtype=torch.bool))
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def _pack(self, tensors: dict[str, Tensor]) -> Packed:
-        after_every_step(_forget)
-        packed = _packed.get(self)
-        if packed is None or not packed.is_current(tensors):
-            packed = _packed[self] = Packed(self, tensors)
-        return packed
+    def _weights(self) -> list[Tensor]:
+        """All parameters in torch.nn's order, zero where they are pruned."""
+        if self._buffers:
+            return [masked(self, name) for name in self._flat_weights_names]
+        own: Any = self._parameters  # found faster than through the module, which knows parametrized ones too
+        return [own[name] if name in own else getattr(self, name) for name in self._flat_weights_names]
 
-    def _pack_for(self, input: Tensor | PackedSequence, hx: Hidden | None) -> Packed | None:
-        """The packed weights if a kernel may run this; None leaves it, and complaints about it, to torch."""
-        device = self.weight_hh_l0.device
-        data = input.data if isinstance(input, PackedSequence) else input
-        runs_here = device.type == "cuda" or (device.type == "cpu" and bool(self._buffers))
-        if not isinstance(data, Tensor) or not runs_here:
+    def _plan(self, device: torch.device, batch: int, dtype: torch.dtype, training: bool, steps: int | None) -> Plan:
+        layer = device, self.mode.lower(), self.hidden_size, batch, dtype, training, steps, self._path
+        if not self._buffers:
+            return plan_layer(None, *layer)
+        plans = [plan_layer(mask_of(self, names[1]), *layer) for names in self._all_weights]
+        return max(plans, key=lambda plan: (plan.path == "steps", plan.bytes_on_chip))
+
+    def _kernels_for(
+        self, input: Any, states: list[Tensor], weights: list[Tensor]
+    ) -> tuple[int, int, torch.dtype | None, bool] | None:
+        """Sequences and steps of a call for the kernels, the dtype that autocast asks for, and whether to train.
+
+        None leaves a call, and complaints about it, to torch.
+        """
+        packed = isinstance(input, PackedSequence)
+        x = input.data if packed else input
+        rank = x.dim() if isinstance(x, Tensor) else 0
+        if packed:
+            batch_sizes = input.batch_sizes
+            if not torch.compiler.is_compiling():
+                check_batch_sizes(batch_sizes, len(x))
+            batch, steps = int(batch_sizes[0]), len(batch_sizes)
+        elif rank == 3:
+            steps, batch, _ = x.shape
+            if self.batch_first:
+                steps, batch = batch, steps
+        elif rank == 2:
+            steps, batch = x.shape[0], 1
+        else:
             return None
-        states = _states(hx)
-        own = tensors_of(self)
-        tensors = [data, *states, *own.values()]
-        rank = 3 if isinstance(input, PackedSequence) else data.dim()
+        device, dtype = weights[0].device, weights[0].dtype
         autocast = torch.is_autocast_enabled(device.type)
+        computed = torch.get_autocast_dtype(device.type) if autocast else dtype
+        given = (torch.float32, torch.float16, torch.bfloat16) if autocast else (dtype,)
+        tensors = [*weights, x, *states]
+        training = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+        if not torch.compiler.is_compiling() and batch * steps > 0:  # what is compiled is planned when it runs
+            plan = self._plan(device, batch, computed, training, steps)
+            if plan.path == "steps" or not dispatch.is_eager(tensors):
+                return None
+        shape = (len(self._all_weights), *(() if rank == 2 and not packed else (batch,)), self.hidden_size)
         fits = (
-            rank in (2, 3)
-            and data.numel() > 0
+            x.numel() > 0
+            and (rank == 2 or not packed)
+            and x.shape[-1] == self.input_size
             and len(states) in (0, 2 if self.mode == "LSTM" else 1)
-            and all(state.dim() == rank for state in states)
+            and x.dtype in given
+            and all(state.shape == shape and state.dtype in given for state in states)
+            and all(x.dtype == dtype for x in weights)
             and all(x.device == device for x in tensors)
-            and (autocast or all(x.dtype == self.weight_hh_l0.dtype for x in (data, *states)))
-            and not (autocast and (device.type == "cpu" or self.weight_hh_l0.dtype != torch.float32))
-            and not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
-            and dispatch.is_eager(tensors)
+            and (dtype == torch.float32 or not autocast)
         )
-        return self._pack(own) if fits else None
-
-    def _dtype(self, input: Tensor | PackedSequence) -> torch.dtype:
-        """What a kernel computes in."""
-        device = input.data.device.type
-        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.data.dtype
-
-    def _batch(self, input: Tensor | PackedSequence) -> int:
-        if isinstance(input, PackedSequence):
-            check_batch_sizes(input.batch_sizes, len(input.data))
-            return int(input.batch_sizes[0])
-        return 1 if input.dim() == 2 else input.shape[0 if self.batch_first else 1]
+        return (batch, steps, computed if autocast else None, training) if fits else None
 
     def _forward_kernels(
-        self, input: Tensor | PackedSequence, hx: Hidden | None, packed: Packed, plan: Plan
+        self,
+        input: Any,
+        states: list[Tensor],
+        weights: list[Tensor],
+        batch: int,
+        steps: int,
+        autocast: torch.dtype | None,
+        training: bool,
     ) -> tuple[Any, Any]:
-        """As ``torch.nn``'s forward, around :meth:`ostinato.inference.Packed.run`."""
-        lstm, batch_dim = self.mode == "LSTM", 0 if self.batch_first else 1
-        states = _states(hx)
-        if isinstance(input, PackedSequence):
-            x, batch_sizes, order, places = input
-            segments, unbatched = _segments(batch_sizes), False
-        else:
-            unbatched, batch_sizes, order, places = input.dim() == 2, None, None, None
-            x = input.unsqueeze(batch_dim) if unbatched else input
-            segments = [(0, x.shape[1 - batch_dim], x.shape[batch_dim])]
+        """As ``torch.nn``'s forward, one layer and direction after another."""
+        x, batch_sizes, order, places = input if isinstance(input, PackedSequence) else (input, None, None, None)
+        unbatched = batch_sizes is None and x.dim() == 2
+        swapped = self.batch_first and batch_sizes is None and not unbatched
+        offsets = None
+        if batch_sizes is not None and batch * steps != len(x):
+            offsets = F.pad(batch_sizes.cumsum(0, dtype=torch.int32), (1, 0)).to(x.device)
         if unbatched:
             states = [state.unsqueeze(1) for state in states]
-        if states:
-            hidden: Any = tuple(states) if lstm else states[0]
-            self.check_forward_args(x, hidden, batch_sizes)
-        else:
-            self.check_input(x, batch_sizes)
         if order is not None:
             states = [state.index_select(1, order) for state in states]
-        if batch_sizes is None and self.batch_first:
-            x = x.transpose(0, 1)
+        rows = (x.transpose(0, 1) if swapped else x).reshape(-1, self.input_size)
+        if autocast is not None:
+            rows, *states = (x.to(autocast) for x in (rows, *states))
+            weights = [x.to(autocast) for x in weights]
 
-        rows = x.flatten(0, -2).to(self._dtype(input))
-        output, states = packed.run(rows, states, segments, plan, self.dropout if self.training else 0.0)
+        cell, lstm, directions = self.mode.lower(), self.mode == "LSTM", 2 if self.bidirectional else 1
+        size, initial, last = len(self._all_weights[0]), [state.unbind(0) for state in states], []
+        for first in range(0, len(self._all_weights), directions):
+            if first and self.training and self.dropout:
+                rows = F.dropout(rows, self.dropout)
+            outputs = []
+            for index in range(first, first + directions):
+                h0, c0, *_ = *(state[index] for state in initial), None, None
+                weight_ih, weight_hh, *biases = weights[index * size : (index + 1) * size]
+                bias_ih, bias_hh = biases or (None, None)
+                mask = mask_of(self, self._all_weights[index][1]) if self._buffers else None
+                output, h_n, c_n, _ = recurrent_layer(
+                    *(rows, h0, c0, weight_ih, weight_hh, bias_ih, bias_hh, mask, offsets),
+                    *(batch, cell, index > first, training, self._path),
+                )
+                outputs.append(output)
+                last.append((h_n, c_n) if lstm else (h_n,))
+            rows = outputs[0] if directions == 1 else torch.cat(outputs, 1)
 
+        alone = len(last) == 1  # with nothing to copy
+        states = [x[0].unsqueeze(0) if alone else torch.stack(x) for x in zip(*last, strict=True)]
         if places is not None:
             states = [state.index_select(1, places) for state in states]
-        if batch_sizes is None:
-            output = output.unflatten(0, segments[0][1:])
-            output = output.transpose(0, 1) if self.batch_first else output
         if unbatched:
-            output, states = output.squeeze(batch_dim), [state.squeeze(1) for state in states]
+            states = [state.squeeze(1) for state in states]
         hidden = tuple(states) if lstm else states[0]
-        return (output if batch_sizes is None else PackedSequence(output, batch_sizes, order, places)), hidden
+        if batch_sizes is not None:
+            return PackedSequence(rows, batch_sizes, order, places), hidden
+        output = rows if unbatched else rows.view(steps, batch, -1)
+        return output.transpose(0, 1) if swapped else output, hidden
 
-    def _forward_torch(
-        self, input: Tensor | PackedSequence, hx: Hidden | None, weights: list[Tensor] | None
-    ) -> tuple[Any, Any]:
-        """``torch.nn``'s own forward, with other ``weights`` by a stand-in, as it reads them from the module."""
+    def _forward_torch(self, input: Any, hx: Any, weights: list[Tensor]) -> tuple[Any, Any]:
+        """``torch.nn``'s own forward; it reads the weights from the module, or from a stand-in with others."""
         module = self
-        if weights is not None:
-            if weights[0].is_cuda and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and not all(map(operator.is_, weights, self._flat_weights)):
+            if weights[0].is_cuda:
                 _silence_copy_warning()
             module = object.__new__(type(self))
-            module.__dict__.update(self.__dict__, _flat_weights=weights, _flat_weight_refs=[None] * len(weights))
+            module.__dict__.update(self.__dict__, _flat_weights=weights)
         return super(_Recurrent, module).forward(input, hx)
 
-
-def _forget(parameters: list[Tensor]) -> None:
-    """What is packed of parameters that an optimiser has stepped: fused ones count no change of a tensor."""
-    stepped = {id(parameter) for parameter in parameters}
-    for reference in _packed.keyrefs():  # a copy, as other threads may be packing
-        module = reference()
-        if module is not None and any(id(parameter) in stepped for parameter in module.parameters(recurse=False)):
-            _packed.pop(module, None)
+    def _update_flat_weights(self) -> None:
+        """Nothing: :meth:`_weights` does not need it, and ``torch.nn`` would look at every parameter in each call."""
 
 
 @functools.cache
@@ -198,16 +216,6 @@ def _silence_copy_warning() -> None:
 
 def _states(hx: Hidden | None) -> list[Tensor]:
     return [] if hx is None else [hx] if isinstance(hx, Tensor) else list(hx)
-
-
-def _segments(batch_sizes: Tensor) -> list[Segment]:
-    """The stretches of a PackedSequence in which no sequence ends."""
-    sizes, counts = torch.unique_consecutive(batch_sizes, return_counts=True)
-    segments, first = [], 0
-    for batch, steps in zip(sizes.tolist(), counts.tolist(), strict=True):
-        segments.append((first, steps, batch))
-        first += batch * steps
-    return segments
 
 
 class RNN(_Recurrent, nn.RNN):

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 import ostinato
 from ostinato.bench.workloads import OURS, RECURRENT, Layer, Recurrence, Run, Scan, Unavailable, Workload, name_of
-from ostinato.inference import tensors_of
 
 Build = Callable[[Any, tuple[Tensor, ...]], Run]
 
@@ -186,8 +185,7 @@ def ostinato_recurrence(path: str | None, work: Recurrence, data: tuple[Tensor, 
         _need_cuda(x)
         if layer.plan(work.batch).path == path:
             raise Unavailable("is what the plan chooses")
-        layer.flatten_parameters()
-        layer._pack(tensors_of(layer)).path = path
+        layer._path = path
     plan = layer.plan(work.batch)
     if path not in (None, plan.path):
         raise Unavailable(plan.reason)

@@ -2,75 +2,169 @@
 
 A registered operator lets ``torch.compile``, ``torch.export`` and ``opcheck`` see one opaque node, at some
 tens of microseconds a call.  Eager mode needs none of that and takes an ``autograd.Function`` over the same
-implementation, context and gradient.
+implementation, context and gradient; so do the transforms of ``torch.func``, each of which sees one such function.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import DispatchKey, DispatchKeySet, Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+Groups = tuple[tuple[int | None, ...], tuple[int, ...]]
 
-def operator(name: str, forward: Callable, fake: Callable, setup_context: Callable, backward: Callable) -> Callable:
-    """Register ``ostinato::name`` and return the function that calls it, or goes round it where it can."""
+
+def operator(
+    name: str,
+    forward: Callable,
+    fake: Callable,
+    setup_context: Callable,
+    backward: Callable,
+    groups: Callable[..., Groups] | None = None,
+) -> Callable:
+    """Register ``ostinato::name`` and return the function that calls it, or goes round it where it can.
+
+    ``groups(*args)`` lets ``torch.vmap`` make one call of many: see :func:`_vmap_rule`.
+    """
     registered = torch.library.custom_op(f"ostinato::{name}", forward, mutates_args=())
     registered.register_fake(fake)
     registered.register_autograd(backward, setup_context=setup_context)
+
+    def call(*args: Any) -> Any:
+        tensors = [x for x in args if isinstance(x, Tensor)]
+        if forward_ad._current_level >= 0 and any(_has_tangent(x) for x in tensors):
+            refuse_tangent()
+        if is_eager(tensors):
+            return function.apply(*args) if _is_differentiated(tensors) else forward(*args)
+        if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
+            return transformed.apply(*args)
+        return registered(*args)
+
+    def refuse_tangent(*_: Any) -> None:
+        raise NotImplementedError(f"{name} has no forward-mode derivative: take gradients by backward()")
 
     def run_and_keep(ctx: Any, *args: Any) -> Any:  # a setup_context of its own costs more than the call
         output = forward(*args)
         setup_context(ctx, args, output)
         return output
 
-    members = {"forward": run_and_keep, "backward": backward}
-    function: Any = type(name, (torch.autograd.Function,), {k: staticmethod(v) for k, v in members.items()})
-
-    def call(*args: Any) -> Any:
-        tensors = [x for x in args if isinstance(x, Tensor)]
-        if forward_ad._current_level >= 0 and any(_has_tangent(x) for x in tensors):
-            raise NotImplementedError(f"{name} has no forward-mode derivative: take gradients by backward()")
-        if not is_eager(tensors):
-            return registered(*args)
-        return function.apply(*args) if _is_differentiated(tensors) else forward(*args)
-
+    registered.register_vmap(_vmap_rule(name, registered, groups))
+    function = _autograd_function(name, forward=run_and_keep, backward=backward)
+    transformed = _autograd_function(
+        name,
+        forward=call,
+        setup_context=setup_context,
+        backward=backward,
+        jvp=refuse_tangent,
+        vmap=_vmap_rule(name, call, groups),
+    )
     return call
 
 
-def gradient(name: str, implementation: Callable, fake: Callable) -> Callable:
-    """Register ``ostinato::name``, a gradient that has none of its own, and return the function that calls it."""
-    registered = torch.library.custom_op(f"ostinato::{name}", implementation, mutates_args=())
-    registered.register_fake(fake)
+def gradient(
+    name: str, implementation: Callable, fake: Callable, groups: Callable[..., Groups] | None = None
+) -> Callable:
+    """As :func:`operator`, for a gradient that has none of its own."""
+
+    def keep_nothing(ctx: Any, inputs: tuple, output: Any) -> None:
+        pass
 
     def refuse(ctx: Any, *grads: Any) -> None:
         raise NotImplementedError(f"{name} has no derivative: gradients of gradients through a scan cannot be taken")
 
-    registered.register_autograd(refuse)
+    return operator(name, implementation, fake, keep_nothing, refuse, groups)
 
-    def call(*args: Any) -> Any:
-        tensors = [x for x in args if isinstance(x, Tensor)]
-        return (implementation if is_eager(tensors) and not _is_differentiated(tensors) else registered)(*args)
 
-    return call
+def _autograd_function(name: str, **members: Callable) -> Any:
+    return type(name, (torch.autograd.Function,), {k: staticmethod(v) for k, v in members.items()})
+
+
+def _vmap_rule(name: str, call: Callable, groups: Callable[..., Groups] | None) -> Callable:
+    """How ``torch.vmap`` runs an operator on tensors that have one more dimension, that of the samples.
+
+    An operator that treats each channel, the last dimension of its tensors, by itself takes those of all samples side
+    by side.  ``groups(*args)`` returns of how many groups the channels of each argument consist (a layer's directions
+    and gates), and those of each result; None for what has none.  Otherwise there is a call for each sample.
+    """
+
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        size = info.batch_size
+        if size == 0:
+            raise ValueError(f"vmap over {name} needs samples; got a dimension of size 0")
+        of_args, of_results = groups(*args) if groups else ((None,) * len(args), ())
+        if any(n is None and dim is not None for n, dim in zip(of_args, in_dims, strict=True)):
+            samples = [call(*map(functools.partial(_sample, i), args, in_dims)) for i in range(size)]
+            results = tuple(map(torch.stack, zip(*samples, strict=True)))
+        else:
+            folded = call(*map(functools.partial(_folded, size), args, in_dims, of_args))
+            results = tuple(map(functools.partial(_unfolded, size), folded, of_results))
+        return results, (0,) * len(results)
+
+    return vmap
+
+
+def _sample(i: int, x: Any, dim: int | None) -> Any:
+    return x if dim is None else x.select(dim, i)
+
+
+def _folded(size: int, x: Any, dim: int | None, groups: int | None) -> Any:
+    """(..., groups * channels), its samples along `dim` or all alike, to (..., groups * size * channels)."""
+    if groups is None or x is None:
+        return x
+    x = x.unsqueeze(0).expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+    return x.unflatten(-1, (groups, x.shape[-1] // groups)).movedim(0, -2).flatten(-3)
+
+
+def _unfolded(size: int, x: Tensor, groups: int) -> Tensor:
+    """The inverse, samples first."""
+    return x.unflatten(-1, (groups, size, x.shape[-1] // (groups * size))).movedim(-2, 0).flatten(-2)
 
 
 def _is_differentiated(tensors: list[Tensor]) -> bool:
-    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    if torch.is_grad_enabled():
+        for x in tensors:  # a generator costs more than what it asks
+            if x.requires_grad:
+                return True
+    return False
+
+
+def _plain_keys() -> frozenset[int]:
+    """The dispatch keys of tensors that lie in their device's memory as they are, as bits.
+
+    Each device's with those of autograd, and without, as in inference mode.
+    """
+    keys = set()
+    for device in ("CPU", "CUDA", "MPS", "XPU"):
+        bare = DispatchKeySet(getattr(DispatchKey, device)).add(getattr(DispatchKey, f"Autocast{device}"))
+        tracked = bare.add(getattr(DispatchKey, f"Autograd{device}")).add(DispatchKey.ADInplaceOrView)
+        keys |= {bare.raw_repr(), tracked.raw_repr()}
+    return frozenset(keys)
+
+
+_PLAIN_KEYS = _plain_keys()
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+_dispatch_keys = torch._C._dispatch_keys
 
 
 def is_eager(tensors: list[Tensor]) -> bool:
-    """Whether nobody is watching: no compiler, no tracer, no dispatch mode, no function transform, no tangent, no
-    subclass; and whether the tensors' memory holds what they stand for: no negation is left to do."""
-    return (
-        not torch.compiler.is_compiling()
-        and not torch._C._is_tracing()
-        and not is_in_torch_dispatch_mode()
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and forward_ad._current_level < 0
-        and all(type(x) in (Tensor, torch.nn.Parameter) and not x.is_neg() for x in tensors)
-    )
+    """Whether nobody is watching: no compiler, no tracer, no dispatch mode, no function transform, no tangent; and
+    whether the tensors' memory holds what they stand for: no subclass, wrapper, zero without memory, or negation
+    or conjugation left to do."""
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._is_tracing()
+        or is_in_torch_dispatch_mode()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+    ):
+        return False
+    for x in tensors:  # noqa: SIM110  # all() of a generator costs as much as the test
+        if type(x) not in _PLAIN_TYPES or _dispatch_keys(x).raw_repr() not in _PLAIN_KEYS:
+            return False
+    return True
 
 
 def _has_tangent(x: Tensor) -> bool:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ostinato.kernels.dispatch import gradient, operator, or_empty
+from ostinato.kernels.dispatch import Groups, gradient, operator, or_empty
 from ostinato.kernels.scan import GATES, choose_backend
 
 _checked_cu_seqlens: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -99,8 +99,20 @@ def _linear_scan_backward_fake(a: Tensor, h: Tensor, h0: Tensor | None, *_: Any)
     return h.new_empty(h.shape), h.new_empty(h.shape), h.new_empty(0 if h0 is None else h0.shape)
 
 
-_linear_scan_backward = gradient("linear_scan_backward", _linear_scan_backward_impl, _linear_scan_backward_fake)
-linear_scan = operator("linear_scan", _linear_scan, _linear_scan_fake, _linear_scan_context, _linear_scan_grad)
+def _scan_groups(*_: Any) -> Groups:
+    return (1, 1, 1, None, None, None), (1, 1)
+
+
+def _linear_scan_backward_groups(*_: Any) -> Groups:
+    return (1, 1, 1, 1, 1, None, None, None), (1, 1, 1)
+
+
+_linear_scan_backward = gradient(
+    "linear_scan_backward", _linear_scan_backward_impl, _linear_scan_backward_fake, _linear_scan_backward_groups
+)
+linear_scan = operator(
+    "linear_scan", _linear_scan, _linear_scan_fake, _linear_scan_context, _linear_scan_grad, _scan_groups
+)
 
 
 # log_linear_scan(log_a, log_b, log_h0, cu_seqlens, reverse, backend) -> log_h, log_h_last
@@ -156,11 +168,23 @@ def _log_linear_scan_backward_fake(
     return _linear_scan_backward_fake(log_a, log_h, log_h0)
 
 
+def _log_linear_scan_backward_groups(*_: Any) -> Groups:
+    return (1, 1, 1, 1, 1, 1, None, None, None), (1, 1, 1)
+
+
 _log_linear_scan_backward = gradient(
-    "log_linear_scan_backward", _log_linear_scan_backward_impl, _log_linear_scan_backward_fake
+    "log_linear_scan_backward",
+    _log_linear_scan_backward_impl,
+    _log_linear_scan_backward_fake,
+    _log_linear_scan_backward_groups,
 )
 log_linear_scan = operator(
-    "log_linear_scan", _log_linear_scan, _linear_scan_fake, _log_linear_scan_context, _log_linear_scan_grad
+    "log_linear_scan",
+    _log_linear_scan,
+    _linear_scan_fake,
+    _log_linear_scan_context,
+    _log_linear_scan_grad,
+    _scan_groups,
 )
 
 
@@ -260,5 +284,38 @@ def _minimal_scan_backward_fake(
     return pre.new_empty(pre.shape), or_empty(grad_bias, pre), or_empty(grad_h0, pre)
 
 
-_minimal_scan_backward = gradient("minimal_scan_backward", _minimal_scan_backward_impl, _minimal_scan_backward_fake)
-minimal_scan = operator("minimal_scan", _minimal_scan, _minimal_scan_fake, _minimal_scan_context, _minimal_scan_grad)
+def _minimal_scan_groups(
+    pre: Tensor,
+    bias: Tensor | None,
+    h0: Tensor | None,
+    offsets: Tensor | None,
+    cell: str,
+    candidate: str,
+    batch_first: bool,
+    directions: int,
+    *_: Any,
+) -> Groups:
+    gates = directions * GATES[cell]
+    return (gates, gates, 1) + (None,) * 6, (directions, 1)
+
+
+def _minimal_scan_backward_groups(*args: Any) -> Groups:
+    cell, directions = args[7], args[10]
+    gates = directions * GATES[cell]
+    return (gates, gates, 1, directions, directions, 1) + (None,) * 6, (gates, gates, 1)
+
+
+_minimal_scan_backward = gradient(
+    "minimal_scan_backward",
+    _minimal_scan_backward_impl,
+    _minimal_scan_backward_fake,
+    _minimal_scan_backward_groups,
+)
+minimal_scan = operator(
+    "minimal_scan",
+    _minimal_scan,
+    _minimal_scan_fake,
+    _minimal_scan_context,
+    _minimal_scan_grad,
+    _minimal_scan_groups,
+)

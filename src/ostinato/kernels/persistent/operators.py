@@ -1,0 +1,231 @@
+"""One recurrent layer and direction as a differentiable operator, by the kernels of its device.
+
+Of the forward only its inputs, the states h and an LSTM's c are kept.  With every h known there is no chain left in
+the gates: the backward computes all their arguments again in two products over all steps, walks through time once,
+and gets the weights' gradients from products again.  What a layer and its tensors are: see ``reference.py``.
+"""
+
+import functools
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ostinato.kernels import nvrtc
+from ostinato.kernels.dispatch import gradient, operator, or_empty
+from ostinato.kernels.gemm import linear
+from ostinato.kernels.persistent import reference
+from ostinato.kernels.persistent.masks import block_of, derived_from
+from ostinato.kernels.persistent.plan import GATES, Plan, no_kernel
+
+
+def kernels_on(device: torch.device) -> Any:
+    """The module with a device's kernels, imported when there is use for them."""
+    kernels = importlib.import_module(f"ostinato.kernels.persistent.{device.type}")
+    return kernels if hasattr(kernels, "backward") else reference  # until both have one
+
+
+def plan_layer(mask_hh: Tensor | None, *layer: Any) -> Plan:
+    """How a layer and direction runs; made once for each mask, and once for all layers without one.
+
+    ``layer``: device, cell, hidden_size, batch, dtype, training (whether gradients will be taken), steps (of the
+    longest sequence, None if that is not known) and path (the only kernel to consider, None for the fastest).
+    """
+    return _plan_dense(*layer) if mask_hh is None else derived_from(mask_hh, layer, lambda: _plan(mask_hh, *layer))
+
+
+def _plan(
+    mask_hh: Tensor | None, device: torch.device, cell: str, hidden_size: int, batch: int, dtype: torch.dtype, *how: Any
+) -> Plan:
+    if device.type not in ("cpu", "cuda"):
+        return no_kernel(f"layers on {device.type} run in torch's own kernels")
+    if device.type == "cuda" and (reason := nvrtc.why_no_cuda()):
+        return no_kernel(reason)
+    block = None
+    if mask_hh is not None:
+        block = derived_from(mask_hh, "block", lambda: block_of(mask_hh, GATES[cell]))
+    training, steps, path = how
+    make_plan = kernels_on(device).make_plan
+    return make_plan(cell, hidden_size, batch, dtype, mask_hh, block, training, steps, device, path)
+
+
+_plan_dense = functools.lru_cache(4096)(functools.partial(_plan, None))
+
+
+# recurrent_layer(x, h0, c0, weight_ih, weight_hh, bias_ih, bias_hh, mask_hh, offsets, batch, cell, reverse, training,
+# path) -> output, h_n, c_n, c; empty where there is none, and c unless training
+
+
+def _choose(
+    x: Tensor, mask_hh: Tensor | None, offsets: Tensor | None, batch: int, cell: str, hidden: int, *how: Any
+) -> tuple[Any, Plan]:
+    """The kernels and the plan of a layer; the loop over time where none fits."""
+    training, path = how
+    steps = len(x) // batch if offsets is None else len(offsets) - 1
+    plan = plan_layer(mask_hh, x.device, cell, hidden, batch, x.dtype, training, steps, path)
+    return reference if plan.path == "steps" else kernels_on(x.device), plan
+
+
+def _run(kernels: Any, name: str, *args: Any) -> Any:
+    """Kernels that leave pruned weights out raise FloatingPointError where zero times infinity would be NaN."""
+    try:
+        return getattr(kernels, name)(*args)
+    except FloatingPointError:
+        return getattr(reference, name)(*args)
+
+
+def _as_given(function: Callable) -> Callable:
+    """Computing in the dtypes that are given: a layer has converted what autocast asks for."""
+
+    @functools.wraps(function)
+    def run(x: Tensor, *args: Any) -> Any:
+        if not torch.is_autocast_enabled(x.device.type):
+            return function(x, *args)
+        with torch.autocast(x.device.type, enabled=False):
+            return function(x, *args)
+
+    return run
+
+
+@_as_given
+def _recurrent_layer(
+    x: Tensor,
+    h0: Tensor | None,
+    c0: Tensor | None,
+    weight_ih: Tensor,
+    weight_hh: Tensor,
+    bias_ih: Tensor | None,
+    bias_hh: Tensor | None,
+    mask_hh: Tensor | None,
+    offsets: Tensor | None,
+    batch: int,
+    cell: str,
+    reverse: bool,
+    training: bool,
+    path: str | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    kernels, plan = _choose(x, mask_hh, offsets, batch, cell, weight_hh.shape[1], training, path)
+    projected = linear(x, weight_ih, bias_ih)
+    args = (projected, h0, c0, weight_hh, bias_hh, mask_hh, offsets, batch, cell, reverse, plan, training)
+    output, h_n, c_n, c = _run(kernels, "forward", *args)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return output, h_n, or_empty(c_n, x), x.new_empty(0, dtype=wide) if c is None else c
+
+
+def _recurrent_layer_fake(
+    x: Tensor, h0: Any, c0: Any, weight_ih: Tensor, weight_hh: Tensor, *others: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    batch, cell, _, training, _ = others[-5:]
+    hidden, lstm = weight_hh.shape[1], cell == "lstm"
+    output, h_n = x.new_empty(x.shape[0], hidden), x.new_empty(batch, hidden)
+    c = x.new_empty(output.shape if lstm and training else 0, dtype=torch.promote_types(x.dtype, torch.float32))
+    return output, h_n, torch.empty_like(h_n) if lstm else x.new_empty(0), c
+
+
+def _context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
+    *tensors, ctx.batch, ctx.cell, ctx.reverse, _, ctx.path = inputs
+    h, _, _, c = output
+    ctx.save_for_backward(*tensors, h, c)
+    ctx.set_materialize_grads(False)
+
+
+def _grad(ctx: Any, *grads: Tensor | None) -> tuple:
+    *tensors, h, c = ctx.saved_tensors
+    needed = list(ctx.needs_input_grad[:7])
+    how = ctx.batch, ctx.cell, ctx.reverse
+    if torch.is_grad_enabled():
+        found = _differentiable_gradients(tensors, grads[:3], needed, *how)
+    else:
+        found = recurrent_layer_backward(*tensors, h, c, *grads[:3], *how, ctx.path, needed)
+    return *(grad if need else None for grad, need in zip(found, needed, strict=True)), *[None] * 7
+
+
+def _differentiable_gradients(
+    tensors: Sequence[Any], grads: Sequence[Tensor | None], needed: Sequence[bool], *how: Any
+) -> list[Tensor | None]:
+    """The gradients through the loop over time, which have gradients themselves."""
+    # Views are told apart where two inputs are one tensor.
+    own = [x.view_as(x) if need else x for x, need in zip(tensors, [*needed, False, False], strict=True)]
+    x, h0, c0, weight_ih, weight_hh, bias_ih, bias_hh, mask_hh, offsets = own
+    projected = F.linear(x, weight_ih, bias_ih)
+    results: Any = reference.forward(projected, h0, c0, weight_hh, bias_hh, mask_hh, offsets, *how)[:3]
+    outputs = [y for y, grad in zip(results, grads, strict=True) if grad is not None]
+    inputs = [x for x, need in zip(own, needed, strict=False) if need]
+    given = [grad for grad in grads if grad is not None]
+    found = iter(torch.autograd.grad(outputs, inputs, given, create_graph=True, allow_unused=True))
+    return [next(found) if need else None for need in needed]
+
+
+@_as_given
+def _recurrent_layer_backward(
+    x: Tensor,
+    h0: Tensor | None,
+    c0: Tensor | None,
+    weight_ih: Tensor,
+    weight_hh: Tensor,
+    bias_ih: Tensor | None,
+    bias_hh: Tensor | None,
+    mask_hh: Tensor | None,
+    offsets: Tensor | None,
+    h: Tensor,
+    c: Tensor,
+    grad_output: Tensor | None,
+    grad_h_n: Tensor | None,
+    grad_c_n: Tensor | None,
+    batch: int,
+    cell: str,
+    reverse: bool,
+    path: str | None,
+    needed: Sequence[bool],
+) -> list[Tensor]:
+    """Of each of the first seven tensors its gradient if that is needed, else an empty tensor."""
+    hidden, gru = weight_hh.shape[1], cell == "gru"
+    kernels, plan = _choose(x, mask_hh, offsets, batch, cell, hidden, True, path)
+    added = (2 if gru else GATES[cell]) * hidden  # gates whose argument is a sum of both products
+    bias = bias_ih
+    if bias_ih is not None and bias_hh is not None:
+        bias = bias_ih + (F.pad(bias_hh[:added], (0, hidden)) if gru else bias_hh)
+    h_prev = reference.previous(h, h0, offsets, batch, reverse)
+    pre = linear(x, weight_ih, bias)
+    pre[:, :added] += linear(h_prev, weight_hh[:added])
+    candidate = None
+    if gru:
+        candidate = linear(h_prev, weight_hh[added:], None if bias_hh is None else bias_hh[added:])
+    lstm = cell == "lstm"
+    grads, grad_h0, grad_c0 = _run(
+        kernels,
+        "backward",
+        *(pre, candidate, h_prev, c if lstm else None, c0, weight_hh, mask_hh),
+        *(grad_output, grad_h_n, grad_c_n, offsets, batch, cell, reverse, plan),
+    )
+
+    # A GRU's grads are n's share of the hidden product, r, z, n's share of the input's: three neighbours for each.
+    inputs, recurrent = (grads[:, hidden:], grads[:, : 3 * hidden]) if gru else (grads, grads)
+
+    def in_order(rows: Tensor) -> Tensor:
+        return rows.roll(-hidden, 0) if gru else rows
+
+    compute: list[Callable[[], Tensor | None]] = [
+        lambda: inputs @ weight_ih,
+        lambda: grad_h0,
+        lambda: grad_c0,
+        lambda: inputs.T @ x,
+        lambda: in_order(recurrent.T @ h_prev),
+        lambda: inputs.sum(0),
+        lambda: in_order(recurrent.sum(0)),
+    ]
+    return [or_empty(one() if need else None, x) for one, need in zip(compute, needed, strict=True)]
+
+
+def _recurrent_layer_backward_fake(*args: Any) -> list[Tensor]:
+    tensors, needed = args[:7], args[-1]
+    return [args[0].new_empty(x.shape if need else 0) for x, need in zip(tensors, needed, strict=True)]
+
+
+recurrent_layer_backward = gradient(
+    "recurrent_layer_backward", _recurrent_layer_backward, _recurrent_layer_backward_fake
+)
+recurrent_layer = operator("recurrent_layer", _recurrent_layer, _recurrent_layer_fake, _context, _grad)

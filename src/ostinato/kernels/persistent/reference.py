@@ -1,0 +1,190 @@
+"""One recurrent layer and direction as a loop over time, forward and backward: what every kernel computes.
+
+The rows of a tensor are time-major: all sequences at the first step, then at the second, and so on.  Packed
+sequences end one after another: ``offsets`` (T + 1,) has the first row of each step, and sequence b at step t is
+row offsets[t] + b if that is below offsets[t + 1].  A sequence that is not live at a step keeps its state, so in
+reverse it joins at its own last step with the initial state.
+
+Everything is computed in float32, in float64 for float64; a state is rounded to its dtype after every step.
+"""
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ostinato.kernels.persistent.plan import Plan, no_kernel
+
+
+def make_plan(*_: Any, **__: Any) -> Plan:
+    """The loop defines the kernels and replaces none."""
+    return no_kernel("the reference runs where a test asks for it")
+
+
+def forward(
+    projected: Tensor,
+    h0: Tensor | None,
+    c0: Tensor | None,
+    weight_hh: Tensor,
+    bias_hh: Tensor | None,
+    mask_hh: Tensor | None,
+    offsets: Tensor | None,
+    batch: int,
+    cell: str,
+    reverse: bool,
+    plan: Plan | None = None,
+    keep_cell: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    r"""All steps of a layer; differentiable.
+
+    With :math:`p = x W_{ih}^T + b_{ih}` and :math:`q = W_{hh} h_{t-1} + b_{hh}`, by ``cell``:
+
+    - rnn_tanh, rnn_relu: :math:`h_t = \tanh(p + q)`, or :math:`\max(p + q, 0)`
+    - gru: :math:`r, z = \sigma(p + q)`, :math:`n = \tanh(p_n + r q_n)`, :math:`h_t = (1 - z) n + z h_{t-1}`
+    - lstm: :math:`i, f, o = \sigma(p + q)`, :math:`g = \tanh(p + q)`, :math:`c_t = f c_{t-1} + i g`,
+      :math:`h_t = o \tanh(c_t)`
+
+    Args:
+        projected: (rows, gates * H), p.
+        h0, c0: (B, H), the initial state, None for zeros; c0 for an LSTM.
+        weight_hh: (gates * H, H), the gates in torch.nn's order, zero where `mask_hh` (bool) is False.
+        bias_hh: (gates * H,) or None.
+        offsets, batch: of the rows; offsets None where every sequence has all steps.
+        reverse: from the last step to the first.
+        plan: for kernels.
+        keep_cell: whether to return an LSTM's c.
+
+    Returns the output (rows, H); h_n (B, H); of an LSTM c_n (B, H), else None; and if it is kept the cell state
+    after every step, (rows, H) in float32 or float64, else None.
+    """
+    dtype, hidden = projected.dtype, weight_hh.shape[1]
+    wide = torch.promote_types(dtype, torch.float32)
+    weight = weight_hh.to(wide)
+    bias = weight.new_zeros(len(weight)) if bias_hh is None else bias_hh.to(wide)
+    zeros = weight.new_zeros(batch, hidden)
+    h, c = (zeros if state is None else state.to(wide) for state in (h0, c0))
+    outputs, cells = [], []
+    for step in _steps(len(projected), offsets, batch, reverse):
+        live = step.stop - step.start
+        p, q = projected[step].to(wide), h[:live] @ weight.T + bias
+        if cell == "lstm":
+            i, f, g, o = (p + q).chunk(4, 1)
+            c_t = f.sigmoid() * c[:live] + i.sigmoid() * g.tanh()
+            h_t = o.sigmoid() * c_t.tanh()
+            c = torch.cat([c_t, c[live:]])
+            cells.append(c_t)
+        elif cell == "gru":
+            (p_r, p_z, p_n), (q_r, q_z, q_n) = p.chunk(3, 1), q.chunk(3, 1)
+            r, z = (p_r + q_r).sigmoid(), (p_z + q_z).sigmoid()
+            n = (p_n + r * q_n).tanh()
+            h_t = (1 - z) * n + z * h[:live]
+        else:
+            h_t = (p + q).relu() if cell == "rnn_relu" else (p + q).tanh()
+        outputs.append(h_t.to(dtype))
+        h = torch.cat([outputs[-1].to(wide), h[live:]])
+    c_n = c.to(dtype) if cell == "lstm" else None
+    kept = torch.cat(cells[::-1] if reverse else cells) if cells and keep_cell else None
+    return torch.cat(outputs[::-1] if reverse else outputs), h.to(dtype), c_n, kept
+
+
+def backward(
+    pre: Tensor,
+    candidate: Tensor | None,
+    h_prev: Tensor,
+    c: Tensor | None,
+    c0: Tensor | None,
+    weight_hh: Tensor,
+    mask_hh: Tensor | None,
+    grad_output: Tensor | None,
+    grad_h_n: Tensor | None,
+    grad_c_n: Tensor | None,
+    offsets: Tensor | None,
+    batch: int,
+    cell: str,
+    reverse: bool,
+    plan: Plan | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Through all steps of :func:`forward`, last one first.
+
+    Args:
+        pre: (rows, gates * H), p + q; of a GRU's n only p.
+        candidate: (rows, H), a GRU's q of n; else None.
+        h_prev: (rows, H), the state before each step, see :func:`previous`.
+        c, c0: an LSTM's cell state after each step and before the first.
+        grad_output, grad_h_n, grad_c_n: gradients of what forward returned, None for zeros.
+
+    Returns:
+        The gradient of each gate's argument, (rows, gates * H), in `pre`'s dtype, of an RNN and an LSTM in the
+        order of the gates; of a GRU (rows, 4 * H), those of q of n, of r, of z and of p of n.
+        grad_h0 (B, H) and, of an LSTM, grad_c0 (B, H).
+    """
+    dtype, hidden = pre.dtype, weight_hh.shape[1]
+    wide = torch.promote_types(dtype, torch.float32)
+    weight = weight_hh.to(wide)
+    if cell == "gru":  # in the order of its gradients
+        weight = torch.cat([weight[2 * hidden :], weight[: 2 * hidden]])
+    c_prev = None if c is None else previous(c, c0, offsets, batch, reverse)
+    dh, dc = (weight.new_zeros(batch, hidden) if x is None else x.to(wide) for x in (grad_h_n, grad_c_n))
+    grads = pre.new_empty(len(pre), hidden * (1 if cell.startswith("rnn") else 4))
+    for step in reversed(_steps(len(pre), offsets, batch, reverse)):
+        live = step.stop - step.start
+        d_t = dh[:live] if grad_output is None else dh[:live] + grad_output[step].to(wide)
+        a = pre[step].to(wide)
+        parts: tuple[Tensor, ...]
+        past: Tensor | float = 0.0  # what goes to the step before without the weights
+        if cell == "lstm":
+            assert c is not None
+            assert c_prev is not None
+            i, f, g, o = a.chunk(4, 1)
+            i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
+            tanh_c = c[step].tanh()
+            dc_t = dc[:live] + d_t * o * (1 - tanh_c**2)
+            parts = (
+                dc_t * g * i * (1 - i),
+                dc_t * c_prev[step] * f * (1 - f),
+                dc_t * i * (1 - g**2),
+                d_t * tanh_c * o * (1 - o),
+            )
+            dc = torch.cat([dc_t * f, dc[live:]])
+        elif cell == "gru":
+            assert candidate is not None
+            r, z = a[:, : 2 * hidden].sigmoid().chunk(2, 1)
+            q_n, h = candidate[step].to(wide), h_prev[step].to(wide)
+            n = (a[:, 2 * hidden :] + r * q_n).tanh()
+            d_n = d_t * (1 - z) * (1 - n**2)
+            parts = d_n * r, d_n * q_n * r * (1 - r), d_t * (h - n) * z * (1 - z), d_n
+            past = d_t * z
+        else:
+            parts = (d_t * (a > 0) if cell == "rnn_relu" else d_t * (1 - a.tanh() ** 2),)
+        grads[step] = torch.cat(parts, 1).to(dtype)
+        exchanged = grads[step, : len(weight)].to(wide)
+        dh = torch.cat([past + exchanged @ weight, dh[live:]])
+    return grads, dh.to(dtype), dc.to(dtype) if cell == "lstm" else None
+
+
+def previous(rows: Tensor, first: Tensor | None, offsets: Tensor | None, batch: int, reverse: bool) -> Tensor:
+    """The state before each step.
+
+    Args:
+        rows: (rows, H), the state after each step.
+        first: (B, H), the state before a sequence's first step in the order of the recurrence, None for zeros.
+    """
+    first = rows.new_zeros(batch, rows.shape[1]) if first is None else first.to(rows.dtype)
+    if offsets is None:
+        return torch.cat([rows[batch:], first] if reverse else [first, rows[:-batch]])
+    steps = len(offsets) - 1
+    offsets = offsets.long()
+    step = torch.arange(steps, device=rows.device).repeat_interleave(offsets.diff(), output_size=len(rows))
+    sequence = torch.arange(len(rows), device=rows.device) - offsets[step]
+    before = step + 1 if reverse else step - 1
+    begin, end = offsets[before.clamp(0, steps)], offsets[(before + 1).clamp(0, steps)]
+    index = torch.where(sequence < end - begin, batch + begin + sequence, sequence)
+    return torch.cat([first, rows]).index_select(0, index)
+
+
+def _steps(rows: int, offsets: Tensor | None, batch: int, reverse: bool) -> list[slice]:
+    """The rows of each step, in the order of the recurrence."""
+    bounds = range(0, rows + 1, batch) if offsets is None else offsets.tolist()
+    steps = [slice(begin, end) for begin, end in pairwise(bounds)]
+    return steps[::-1] if reverse else steps
