@@ -45,8 +45,11 @@ DENSEST_BLOCKS = {"rnn_tanh": 0.8, "rnn_relu": 0.8, "gru": 0.8, "lstm": 0.4}
 DENSEST_ROWS = {"rnn_tanh": 0.2, "rnn_relu": 0.2, "gru": 0.2, "lstm": 0.075}
 
 
-def make_plan(cell: str, hidden_size: int, dtype: torch.dtype, mask_nnz: int, block: tuple[int, int]) -> Plan:
-    """How to run a pruned layer on the CPU, whose caches hold what they can."""
+def make_plan(cell, hidden_size, batch, dtype, mask_hh, block, training, steps, device=None, path=None) -> Plan:
+    """How a layer runs on the CPU, whose caches hold what they can."""
+    if dtype not in NUMPY_DTYPES:
+        return no_kernel(f"layers on the CPU compute in float32 and float64, not in {dtype}")
+    return Plan("dense", 0, 0, 0, "fast")
     path, densest = ("sparse", DENSEST_ROWS) if block == (1, 1) else ("block", DENSEST_BLOCKS)
     density = mask_nnz / (GATES[cell] * hidden_size**2)
     if dtype not in NUMPY_DTYPES:
