@@ -29,9 +29,7 @@ def reference_kernels():
 def stand_in(**members):
     """A device's kernels: the reference, but for ``members``."""
     plan = Plan("dense", 1, 1, 1, "a test")
-    return SimpleNamespace(
-        **{"forward": reference.forward, "backward": reference.backward, "make_plan": lambda *_: plan} | members
-    )
+    return SimpleNamespace(**(vars(reference) | {"make_plan": lambda *_: plan} | members))
 
 
 def layer(cell, lengths=(3, 3), size=3, hidden=2, absent=(), dtype=torch.float64, seed=0):
@@ -146,9 +144,9 @@ def test_operators_are_what_pytorch_expects(cell, lengths):
         own = tensors if training else [None if x is None else x.detach() for x in tensors]
         torch.library.opcheck(torch.ops.ostinato.recurrent_layer, (*own, batch, cell, True, training, None))
     tensors = [None if x is None else x.detach() for x in tensors]
-    output, h_n, c_n, c = operators.recurrent_layer(*tensors, batch, cell, True, True, None)
+    output, h_n, c_n, *kept = operators.recurrent_layer(*tensors, batch, cell, True, True, None)
     grads = output, h_n, c_n if cell == "lstm" else None
-    arguments = (*tensors, output, c, *grads, batch, cell, True, None, 0b1011011)
+    arguments = (*tensors, output, *kept, *grads, batch, cell, True, None, 0b1011011)
     torch.library.opcheck(
         torch.ops.ostinato.recurrent_layer_backward,
         arguments,
@@ -177,27 +175,28 @@ def test_narrow_dtypes_sum_in_float32(cell, dtype):
             assert error < (10 if cell == "rnn_relu" else 6) * step  # a sum near 0 may change its sign
 
 
-def test_only_inputs_and_states_are_kept():
-    """Of rows as wide as all gates there is none."""
-    for cell, wide in (("gru", 0), ("lstm", 1)):
-        tensors, batch = layer(cell, (7, 5, 5), size=3, hidden=4)
-        kept = {}
+@pytest.mark.parametrize(("cell", "widths"), [("rnn_tanh", 1), ("gru", 1 + 3 + 1), ("lstm", 1 + 1 + 4)])
+def test_rows_kept_for_the_backward(cell, widths):
+    """h, of an LSTM c, and on a CPU the gates' arguments; all as wide as h."""
+    tensors, batch = layer(cell, (7, 5, 5), size=3, hidden=4)
+    kept = {}
 
-        def keep(x, kept=kept):
-            kept[x.data_ptr()] = x.numel()
-            return x
+    def keep(x):
+        kept[x.data_ptr()] = x.numel()
+        return x
 
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-            output = run(tensors, batch, cell, False)[0]
-        inputs = {x.data_ptr() for x in tensors if x is not None}
-        rows = sum(numbers for address, numbers in kept.items() if address not in inputs)
-        assert rows == output.numel() * (1 + wide)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        output = run(tensors, batch, cell, False)[0]
+    inputs = {x.data_ptr() for x in tensors if x is not None}
+    rows = sum(numbers for address, numbers in kept.items() if address not in inputs)
+    assert rows == output.numel() * widths
 
 
 def test_nothing_is_kept_without_training():
     tensors, batch = layer("lstm")
     with torch.no_grad():
-        assert operators.recurrent_layer(*tensors, batch, "lstm", False, False, None)[3].numel() == 0
+        *_, c, gates = operators.recurrent_layer(*tensors, batch, "lstm", False, False, None)
+    assert c.numel() == gates.numel() == 0
 
 
 def test_what_is_not_finite_goes_through_the_loop(monkeypatch):

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from ostinato.kernels import nvrtc
 from ostinato.kernels.dispatch import gradient, is_eager, operator, or_empty
-from ostinato.kernels.gemm import linear
+from ostinato.kernels.gemm import gradient_of_weight, linear
 from ostinato.kernels.persistent import reference
 from ostinato.kernels.persistent.masks import block_of, derived_from
 from ostinato.kernels.persistent.plan import GATES, Plan, no_kernel
@@ -71,7 +71,7 @@ def can_take(tensors: list[Tensor]) -> bool:
 
 
 # recurrent_layer(x, h0, c0, weight_ih, weight_hh, bias_ih, bias_hh, mask_hh, offsets, batch, cell, reverse, training,
-# path) -> output, h_n, c_n, c; empty where there is none, and c unless training
+# path) -> output, h_n, c_n, and what is kept for the backward: c and the gates' arguments; empty where there is none
 
 
 def _choose(
@@ -82,14 +82,6 @@ def _choose(
     steps = len(x) // batch if offsets is None else len(offsets) - 1
     plan = plan_layer(mask_hh, x.device, cell, hidden, batch, x.dtype, training, steps, path)
     return reference if plan.path == "steps" else kernels_on(x.device), plan
-
-
-def _run(kernels: Any, name: str, *args: Any) -> Any:
-    """Kernels that leave pruned weights out raise FloatingPointError where zero times infinity would be NaN."""
-    try:
-        return getattr(kernels, name)(*args)
-    except FloatingPointError:
-        return getattr(reference, name)(*args)
 
 
 def _as_given(function: Callable) -> Callable:
@@ -121,41 +113,69 @@ def _recurrent_layer(
     reverse: bool,
     training: bool,
     path: str | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    kernels, plan = _choose(x, mask_hh, offsets, batch, cell, weight_hh.shape[1], training, path)
-    projected = linear(x, weight_ih, bias_ih)
-    args = (projected, h0, c0, weight_hh, bias_hh, mask_hh, offsets, batch, cell, reverse, plan, training)
-    output, h_n, c_n, c = _run(kernels, "forward", *args)
-    wide = torch.promote_types(x.dtype, torch.float32)
-    return output, h_n, or_empty(c_n, x), x.new_empty(0, dtype=wide) if c is None else c
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    hidden = weight_hh.shape[1]
+    kernels, plan = _choose(x, mask_hh, offsets, batch, cell, hidden, training, path)
+    args = h0, c0, weight_hh, bias_hh, mask_hh, offsets, batch, cell, reverse, plan, training
+    gates = linear(x, weight_ih, bias_ih)
+    try:
+        output, h_n, c_n, c = kernels.forward(gates, *args)
+    except FloatingPointError:  # from kernels that leave pruned weights out: zero times infinity is NaN
+        kernels = reference
+        output, h_n, c_n, c = reference.forward(linear(x, weight_ih, bias_ih), *args)
+    c_width, gates_width = _widths_kept(x, cell, hidden, training)
+    if gates_width and not kernels.LEAVES_ARGUMENTS:
+        h_prev = reference.previous(output, h0, offsets, batch, reverse)
+        gates, candidate = _arguments(x, h_prev, weight_ih, weight_hh, bias_ih, bias_hh, cell)
+        c = c if candidate is None else candidate.to(_wide(x))
+    if c is None or not c_width:
+        c = x.new_empty(len(x), c_width, dtype=_wide(x))
+    return output, h_n, or_empty(c_n, x), c, gates if gates_width else x.new_empty(len(x), 0)
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _widths_kept(x: Tensor, cell: str, hidden: int, training: bool) -> tuple[int, int]:
+    """How wide the rows are that are kept for the backward: c's, and those of the gates' arguments.
+
+    The CPU's kernels leave the arguments behind, and in c's place the recurrent part of a GRU's n: to make them anew
+    would be two more products beside six, which are most of a CPU's time.
+    """
+    if not training or cell.startswith("rnn"):
+        return 0, 0
+    on_cpu = x.device.type == "cpu"
+    return hidden * (cell == "lstm" or on_cpu), GATES[cell] * hidden * on_cpu
 
 
 def _recurrent_layer_fake(
     x: Tensor, h0: Any, c0: Any, weight_ih: Tensor, weight_hh: Tensor, *others: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     batch, cell, _, training, _ = others[-5:]
-    hidden, lstm = weight_hh.shape[1], cell == "lstm"
-    output, h_n = x.new_empty(x.shape[0], hidden), x.new_empty(batch, hidden)
-    c = x.new_empty(output.shape if lstm and training else 0, dtype=torch.promote_types(x.dtype, torch.float32))
-    return output, h_n, torch.empty_like(h_n) if lstm else x.new_empty(0), c
+    rows, hidden = x.shape[0], weight_hh.shape[1]
+    h_n, c_n = x.new_empty(batch, hidden), x.new_empty((batch, hidden) if cell == "lstm" else 0)
+    c_width, gates_width = _widths_kept(x, cell, hidden, training)
+    c = x.new_empty(rows, c_width, dtype=_wide(x))
+    return x.new_empty(rows, hidden), h_n, c_n, c, x.new_empty(rows, gates_width)
 
 
 def _context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
     *tensors, ctx.batch, ctx.cell, ctx.reverse, _, ctx.path = inputs
-    h, _, _, c = output
-    ctx.save_for_backward(*tensors, h, c)
+    h, _, _, c, gates = output
+    ctx.save_for_backward(*tensors, h, c, gates)
     ctx.set_materialize_grads(False)
 
 
 def _grad(ctx: Any, *grads: Tensor | None) -> tuple:
-    *tensors, h, c = ctx.saved_tensors
+    *tensors, h, c, gates = ctx.saved_tensors
     needed = ctx.needs_input_grad[:7]
     how = ctx.batch, ctx.cell, ctx.reverse
     if torch.is_grad_enabled():
         found = _differentiable_gradients(tensors, grads[:3], needed, *how)
     else:
         bits = sum(1 << i for i, need in enumerate(needed) if need)
-        found = recurrent_layer_backward(*tensors, h, c, *grads[:3], *how, ctx.path, bits)
+        found = recurrent_layer_backward(*tensors, h, c, gates, *grads[:3], *how, ctx.path, bits)
     return *(grad if need else None for grad, need in zip(found, needed, strict=True)), *[None] * 7
 
 
@@ -188,6 +208,7 @@ def _recurrent_layer_backward(
     offsets: Tensor | None,
     h: Tensor,
     c: Tensor,
+    gates: Tensor,
     grad_output: Tensor | None,
     grad_h_n: Tensor | None,
     grad_c_n: Tensor | None,
@@ -203,22 +224,17 @@ def _recurrent_layer_backward(
     h_prev = reference.previous(h, h0, offsets, batch, reverse)
     if cell.startswith("rnn"):
         pre, candidate = h, None
+    elif gates.numel():
+        pre, candidate = gates, c.to(x.dtype) if gru else None
     else:
-        added = (2 if gru else 4) * hidden  # gates whose argument is a sum of both products
-        bias = bias_hh if bias_hh is None or not gru else F.pad(bias_hh[:added], (0, hidden))
-        if bias_ih is not None:
-            bias = bias_ih if bias is None else bias_ih + bias
-        pre = linear(x, weight_ih, bias)
-        pre[:, :added].addmm_(h_prev, weight_hh[:added].T)
-        bias_n = None if bias_hh is None else bias_hh[added:]
-        candidate = linear(h_prev, weight_hh[added:], bias_n) if gru else None
-    lstm = cell == "lstm"
-    grads, grad_h0, grad_c0 = _run(
-        kernels,
-        "backward",
-        *(pre, candidate, h_prev, c if lstm else None, c0, weight_hh, mask_hh),
-        *(grad_output, grad_h_n, grad_c_n, offsets, batch, cell, reverse, plan),
-    )
+        pre, candidate = _arguments(x, h_prev, weight_ih, weight_hh, bias_ih, bias_hh, cell)
+    cells = c if cell == "lstm" else None
+    args = pre, candidate, h_prev, cells, c0, weight_hh, mask_hh, grad_output, grad_h_n, grad_c_n
+    how = offsets, batch, cell, reverse, plan
+    try:
+        grads, grad_h0, grad_c0 = kernels.backward(*args, *how)
+    except FloatingPointError:
+        grads, grad_h0, grad_c0 = reference.backward(*args, *how)
 
     # A GRU's grads are n's share of the hidden product, r, z, n's share of the input's: three neighbours for each.
     inputs, recurrent = (grads[:, hidden:], grads[:, : 3 * hidden]) if gru else (grads, grads)
@@ -228,16 +244,37 @@ def _recurrent_layer_backward(
         return rows.roll(-hidden, 0) if gru else rows
 
     compute: tuple[Callable[[], Any], ...] = (
-        lambda: inputs @ weight_ih,
+        lambda: linear(inputs, weight_ih.T),
         lambda: grad_h0,
         lambda: grad_c0,
-        lambda: inputs.T @ x,
-        lambda: in_order(recurrent.T @ h_prev),
+        lambda: gradient_of_weight(inputs, x),
+        lambda: in_order(gradient_of_weight(recurrent, h_prev)),
         lambda: totals[hidden:].clone() if gru else totals,
         lambda: in_order(totals[: 3 * hidden]) if gru else totals.clone(),
     )
     found: Any = tuple(one() if needed >> i & 1 else x.new_empty(0) for i, one in enumerate(compute))
     return found
+
+
+def _arguments(
+    x: Tensor,
+    h_prev: Tensor,
+    weight_ih: Tensor,
+    weight_hh: Tensor,
+    bias_ih: Tensor | None,
+    bias_hh: Tensor | None,
+    cell: str,
+) -> tuple[Tensor, Tensor | None]:
+    """The arguments of all gates, of a GRU's n only the input's part, and the recurrent part of that, else None."""
+    hidden, gru = weight_hh.shape[1], cell == "gru"
+    added = (2 if gru else 4) * hidden  # gates whose argument is a sum of both products
+    bias = bias_hh if bias_hh is None or not gru else F.pad(bias_hh[:added], (0, hidden))
+    if bias_ih is not None:
+        bias = bias_ih if bias is None else bias_ih + bias
+    arguments = linear(x, weight_ih, bias)
+    arguments[:, :added].addmm_(h_prev, weight_hh[:added].T)
+    bias_n = None if bias_hh is None else bias_hh[added:]
+    return arguments, linear(h_prev, weight_hh[added:], bias_n) if gru else None
 
 
 def _recurrent_layer_backward_fake(*args: Any) -> tuple[Tensor, ...]:

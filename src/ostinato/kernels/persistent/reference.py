@@ -17,6 +17,9 @@ from torch import Tensor
 from ostinato.kernels.persistent.plan import Plan, no_kernel
 
 
+LEAVES_ARGUMENTS = False  # whether a forward that is to keep c leaves the gates' arguments in `projected`
+
+
 def make_plan(*_: Any, **__: Any) -> Plan:
     """The loop defines the kernels and replaces none."""
     return no_kernel("the reference runs where a test asks for it")
