@@ -29,6 +29,7 @@ BLOCKS = [(1, 1), (16, 1), (8, 4)]
 def kernels(request, monkeypatch):
     """Who computes what a kernel fits: the loop over time that defines it."""
     if request.node.get_closest_marker("gpu"):
+        yield
         return
 
     def make_plan(cell, hidden_size, batch, dtype, *_):

@@ -164,9 +164,9 @@ def test_narrow_dtypes_sum_in_float32(cell, dtype):
             x *= 0.25
     exact = [x if x is None or not x.is_floating_point() else x.detach().double().requires_grad_() for x in tensors]
     results = []
-    for given in (tensors, exact):
-        results.append(run(given, batch, cell, False))
-        torch.autograd.backward(results[-1], [grad.to(given[0].dtype) for grad in random_gradients(results[0])])
+    for inputs in (tensors, exact):
+        results.append(run(inputs, batch, cell, False))
+        torch.autograd.backward(results[-1], [grad.to(inputs[0].dtype) for grad in random_gradients(results[0])])
     assert all(y.dtype == dtype for y in results[0])
     step = torch.finfo(dtype).eps
     for ours, truth in zip(tensors[:7], exact[:7], strict=True):
