@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ostinato.kernels.persistent.operators import can_take, plan_layer, recurrent_layer
 from ostinato.kernels.persistent.plan import Plan
-from ostinato.masks import mask_name, mask_of, masked
+from ostinato.masks import keep_pruned, mask_name, mask_of, masked
 from ostinato.scan import check_batch_sizes
 
 Hidden = Tensor | tuple[Tensor, Tensor]
@@ -73,6 +73,7 @@ class _Recurrent(nn.RNNBase):
         for name in self._flat_weights_names:
             if "weight" in name and prefix + mask_name(name) in state_dict and mask_of(self, name) is None:
                 self.register_buffer(mask_name(name), torch.ones_like(getattr(self, name), dtype=torch.bool))
+                keep_pruned(self, name)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _weights(self) -> list[Tensor]:
