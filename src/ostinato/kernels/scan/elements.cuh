@@ -82,8 +82,8 @@ struct LogLinearScan : Forward<Logarithmic> {
     static __device__ Step read(const Compute* x, Compute, Compute) { return {x[0], x[1]}; }
 };
 
-// carried and added, the shares of h[t] that a[t]*h[t-1] and b[t] have, add up to 1.  They are not made from log h: of the
-// difference of large, rounded states few digits are left.
+// carried and added, the shares of h[t] that a[t]*h[t-1] and b[t] have, add up to 1.  They are not made from log h: few
+// digits are left of the difference of large, rounded states.
 struct LogLinearScanBackward : Backward<2> {
     static constexpr bool BIASED = false;
     static constexpr int PLAIN = 2;  // log a, log b
