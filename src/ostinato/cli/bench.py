@@ -154,6 +154,7 @@ def _write_sweep(console: "Console", content: dict[str, Any], path: Path) -> Non
 def _measure(kind: str, device_name: str, quick: bool, only: str, path: Path | None) -> None:
     from ostinato.bench import capacity, measure, report
     from ostinato.bench.workloads import workloads
+    from ostinato.files import is_stream
 
     device, console = _device(device_name), _console()
     works = workloads(kind, device, quick, only)
@@ -171,7 +172,8 @@ def _measure(kind: str, device_name: str, quick: bool, only: str, path: Path | N
         row_of = kind == "persistent"
         console.print(report.recurrence_table(records, device.type, number == 0) if row_of else report.table(records))
         content["results"] += records
-        if path is not None:  # after every workload, so that what is measured outlives an interruption
+        # After every workload, so that what is measured outlives an interruption; a stream takes but one content.
+        if path is not None and not is_stream(path):
             report.write_json(path, content)
     if kind == "persistent":
         for line in report.why_missing(content["results"]):
@@ -180,10 +182,9 @@ def _measure(kind: str, device_name: str, quick: bool, only: str, path: Path | N
             console.print("Persistent kernels, cuDNN and cuSPARSE need an NVIDIA GPU.")
         content["capacity"] = capacity.capacity(device)
         console.print(capacity.table(content["capacity"]))
-        if path is not None:
-            report.write_json(path, content)
     if path is not None:
-        console.print(f"wrote {path}")
+        report.write_json(path, content)
+        console.print(f"wrote {path}", soft_wrap=True)
     _fail_if(wrong)
 
 
