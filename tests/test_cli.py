@@ -358,7 +358,11 @@ def test_damaged_training_state(run):
     without_curve = {name: value for name, value in trainer["trainer"].items() if name != "curve"}
     assert "expected the state of a training; KeyError: 'curve'" in resumed(trainer | {"trainer": without_curve})
     moment = "training.optimizer.0.exp_avg"
-    assert "optimizer.0.exp_avg should be (28, 8) and is (3,)" in resumed(trainer, {moment: torch.zeros(3)})
+    expected = "optimizer.0.exp_avg should be (28, 8) of torch.float32 and is"
+    assert f"{expected} (3,) of torch.float32" in resumed(trainer, {moment: torch.zeros(3)})
+    assert f"{expected} (28, 8) of torch.int64" in resumed(trainer, {moment: tensors[moment].long()})
+    windows = tensors["training.windows"].long()
+    assert "of torch.uint8 and is (5056,) of torch.int64" in resumed(trainer, {"training.windows": windows})
     assert "windows should be" in resumed(trainer, {"training.windows": None})
     assert "expected a checkpoint's settings and vocabulary" in resumed(trainer, vocabulary="null")
 

@@ -465,6 +465,24 @@ def test_projections_are_refused():
         ostinato.GRU(5, 16, proj_size=8)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_dynamic_quantisation_says_that_it_passes_over_a_layer():
+    from torch.ao.quantization import quantize_dynamic
+
+    model = nn.Sequential(nn.Linear(8, 8), pruned("GRU", 8, 16))
+    message = r"leaves ostinato's GRU as it is; .* load them into a torch\.nn\.GRU first, with strict=False$"
+    for spec in (None, {nn.Linear, ostinato.GRU}):
+        with pytest.warns(UserWarning, match=message):
+            quantised = quantize_dynamic(model, spec)
+        assert type(quantised[0]) is torch.ao.nn.quantized.dynamic.Linear
+        assert type(quantised[1]) is ostinato.GRU
+    assert not hasattr(quantised[1], "qconfig")
+    other = nn.GRU(8, 16)
+    other.load_state_dict(model[1].state_dict(), strict=False)
+    quantised, x = quantize_dynamic(nn.Sequential(other)), torch.randn(5, 3, 8)
+    assert (quantised(x)[0] - model[1](x)[0]).abs().max() < 0.05
+
+
 def test_an_optimiser_steps_while_other_threads_pack():
     stop, wrong = threading.Event(), []
 
