@@ -483,7 +483,7 @@ def test_a_profile_of_training_recurrent_layers():
     work = profile.workload("lstm", batch=2, length=30, input_size=8, hidden_size=8, dtype="float32", backward=True)
     content = profile.profile(work, CPU)
     assert content["pass"] == "forward+backward"
-    assert sum(row["share"] for row in content["kernels"]) > 0.5
+    assert any("flops" in row for row in content["kernels"])
 
 
 def test_the_products_of_a_training_step_are_three():

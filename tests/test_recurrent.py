@@ -814,6 +814,24 @@ def test_projections_are_refused():
         ostinato.GRU(5, 16, proj_size=8)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_dynamic_quantisation_says_that_it_passes_over_a_layer():
+    from torch.ao.quantization import quantize_dynamic
+
+    model = nn.Sequential(nn.Linear(8, 8), pruned("GRU", 8, 16))
+    message = r"leaves ostinato's GRU as it is; .* load them into a torch\.nn\.GRU first, with strict=False$"
+    for spec in (None, {nn.Linear, ostinato.GRU}):
+        with pytest.warns(UserWarning, match=message):
+            quantised = quantize_dynamic(model, spec)
+        assert type(quantised[0]) is torch.ao.nn.quantized.dynamic.Linear
+        assert type(quantised[1]) is ostinato.GRU
+    assert not hasattr(quantised[1], "qconfig")
+    other = nn.GRU(8, 16)
+    other.load_state_dict(model[1].state_dict(), strict=False)
+    quantised, x = quantize_dynamic(nn.Sequential(other)), torch.randn(5, 3, 8)
+    assert (quantised(x)[0] - model[1](x)[0]).abs().max() < 0.05
+
+
 @pytest.mark.parametrize("sizes", [[2, 3], [3, 1], [3, 2, 2], [2, 0, 3]])
 def test_a_packed_sequence_that_does_not_fit_its_rows(sizes):
     packed = PackedSequence(torch.randn(5, 7), torch.tensor(sizes))

@@ -68,6 +68,17 @@ class _Recurrent(nn.RNNBase):
         weight = self.weight_hh_l0
         return self._plan(weight.device, batch, dtype or weight.dtype, training, steps)
 
+    def _warn_unquantised(self, _: object) -> None:
+        if self.mode in ("GRU", "LSTM"):  # torch.nn's RNN is left as it is too
+            warnings.warn(
+                f"torch.ao.quantization leaves ostinato's {type(self).__name__} as it is; to quantise its weights, "
+                f"load them into a torch.nn.{self.mode} first, with strict=False",
+                stacklevel=2,
+            )
+
+    # torch.ao.quantization sets one on every module, and passes over those whose very class it does not know.
+    qconfig = property(None, _warn_unquantised)
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Make room for the masks of a pruned layer, which a new one lacks."""
         for name in self._flat_weights_names:

@@ -238,7 +238,11 @@ def _backward_unit(cell, j, hidden, inputs, outputs):
     x0, zero = _load(pre, at_pre + j, "p0"), cast(0.0, _load(pre, at_pre + j, "p0"))
     d = _load(dh, at_dh + j, "dh") + _load(grad, at_grad + j, "grad")
     if cell == "rnn_tanh":
+<<<<<<< HEAD
         _store(grads, at + j, d - d * x0 * x0, "g0")  # of an RNN the states are given
+=======
+        _store(grads, at + j, multiply_add(-d * x0, x0, d), "g0")
+>>>>>>> kernels
         past = zero
     elif cell == "rnn_relu":
         _store(grads, at + j, zero if x0 <= 0 else d, "g0")
