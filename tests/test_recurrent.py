@@ -18,24 +18,29 @@ from torch.autograd import forward_ad
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 import ostinato
-from ostinato.kernels.persistent import operators, reference
+from ostinato.kernels.persistent import cpu, operators, reference
 from ostinato.kernels.persistent.plan import Plan, no_kernel
 
 CELLS = {"RNN": {}, "relu": {"nonlinearity": "relu"}, "GRU": {}, "LSTM": {}}
 BLOCKS = [(1, 1), (16, 1), (8, 4)]
 
 
-@pytest.fixture(autouse=True, params=["reference"])
+@pytest.fixture(autouse=True, params=["reference", "the CPU's"])
 def kernels(request, monkeypatch):
-    """Who computes what a kernel fits: the loop over time that defines it."""
+    """Who computes what a kernel fits: the loop over time that defines it, or the CPU's loops, whatever they plan."""
     if request.node.get_closest_marker("gpu"):
         return
 
-    def make_plan(cell, hidden_size, batch, dtype, *_):
-        fits = dtype in (torch.float32, torch.float64)
-        return Plan("dense", 1, 1, 1, "a test") if fits else no_kernel("another dtype")
+    def make_plan(cell, hidden_size, batch, dtype, mask_hh, block, *_):
+        if dtype not in (torch.float32, torch.float64):
+            return no_kernel("another dtype")
+        if block is None or mask_hh.all():
+            return Plan("dense", 1, 1, 1, "a test")
+        return Plan("sparse" if block == (1, 1) else "block", 1, 1, 1, "a test", block)
 
     stand_in = SimpleNamespace(forward=reference.forward, backward=reference.backward, make_plan=make_plan)
+    if request.param == "the CPU's":
+        stand_in = SimpleNamespace(forward=cpu.forward, backward=cpu.backward, make_plan=make_plan, KEEPS_GATES=True)
     monkeypatch.setattr(operators, "kernels_on", lambda device: stand_in)
     operators._plan_dense.cache_clear()
     yield

@@ -204,7 +204,7 @@ def _recurrent_layer_backward(
     kernels, plan = _choose(x, mask_hh, offsets, batch, cell, hidden, True, path)
     h_prev = reference.previous(h, h0, offsets, batch, reverse)
     pre, candidate = gates, c if gru else None
-    if kernels is reference or not gates.numel():
+    if not getattr(kernels, "KEEPS_GATES", False):
         pre, candidate = _arguments(x, h_prev, weight_ih, weight_hh, bias_ih, bias_hh, cell)
     lstm = cell == "lstm"
     grads, grad_h0, grad_c0 = _run(
