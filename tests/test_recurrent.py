@@ -24,30 +24,36 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
 import ostinato
-from ostinato.kernels.persistent import operators, reference
+from ostinato.kernels.persistent import cpu, operators, reference
 from ostinato.kernels.persistent.plan import Plan, no_kernel
 
 CELLS = {"RNN": {}, "relu": {"nonlinearity": "relu"}, "GRU": {}, "LSTM": {}}
 BLOCKS = [(1, 1), (16, 1), (8, 4)]
 
 
-@pytest.fixture(autouse=True, params=["reference"])
+@pytest.fixture(autouse=True, params=["reference", "the CPU's"])
 def kernels(request, monkeypatch):
-    """Who computes what a kernel fits: the loop over time that defines them all, or the device's own."""
-    if request.param == "reference" and not request.node.get_closest_marker("gpu"):
-        use_reference(monkeypatch)
+    """Who computes what a kernel fits: the loop over time that defines it, or the CPU's loops, whatever they plan."""
+    if request.param != "as planned" and not request.node.get_closest_marker("gpu"):
+        use_kernels(monkeypatch, {"reference": reference, "the CPU's": cpu}[request.param])
     yield
     operators._plan_dense.cache_clear()
 
 
-def use_reference(monkeypatch):
-    plan = Plan("dense", 1, 1, 1, "a test")
-    stand_in = SimpleNamespace(**(vars(reference) | {"make_plan": lambda *_: plan}))
+def use_kernels(monkeypatch, module):
+    def make_plan(cell, hidden_size, batch, dtype, mask_hh, block, *_):
+        if module is cpu and dtype not in (torch.float32, torch.float64):
+            return no_kernel("another dtype")
+        path = "dense" if block is None or mask_hh.all() else "sparse" if block == (1, 1) else "block"
+        return Plan(path, 1, 1, 1, "a test", block)
+
+    stand_in = SimpleNamespace(**(vars(module) | {"make_plan": make_plan}))
     monkeypatch.setattr(operators, "kernels_on", lambda device: stand_in)
     operators._plan_dense.cache_clear()
 
 
-with_own_kernels = pytest.mark.parametrize("kernels", ["own"], indirect=True)
+def by(*which):
+    return pytest.mark.parametrize("kernels", which, indirect=True)
 
 
 def make(cell, *args, where=ostinato, **options):
@@ -235,6 +241,7 @@ def test_gradients_through_one_result(which):
     assert_same_gradients(layer, twin(layer), x, hx, which=slice(which, which + 1))
 
 
+@by("the CPU's")
 @settings(deadline=None, max_examples=40)
 @given(
     cell=st.sampled_from(list(CELLS)),
@@ -256,6 +263,7 @@ def test_gradients_of_any_shape(cell, lengths, size, hidden, layers, bias, bidir
     assert_same_gradients(layer, twin(layer), x, hx)
 
 
+@by("the CPU's")
 @pytest.mark.parametrize("trained", ["weight_ih_l0", "weight_hh_l0_reverse", "bias_ih_l1", "bias_hh_l1_reverse", ""])
 def test_only_what_is_not_frozen_has_a_gradient(trained):
     torch.manual_seed(0)
@@ -274,6 +282,7 @@ def test_only_what_is_not_frozen_has_a_gradient(trained):
     assert (x.grad is None) == bool(trained)
 
 
+@by("the CPU's")
 def test_weights_shared_by_modules_and_several_calls_before_one_backward():
     torch.manual_seed(0)
     layer, sharing = ostinato.LSTM(5, 8, dtype=torch.float64), ostinato.LSTM(5, 8, dtype=torch.float64)
@@ -290,6 +299,7 @@ def test_weights_shared_by_modules_and_several_calls_before_one_backward():
         loss.backward()
 
 
+@by("the CPU's")
 def test_a_weight_changed_before_the_backward_is_an_error():
     layer, other = ostinato.GRU(5, 8), nn.GRU(5, 8)
     for module in (layer, other):
@@ -300,6 +310,7 @@ def test_a_weight_changed_before_the_backward_is_an_error():
             loss.backward()
 
 
+@by("the CPU's")
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpointing(reentrant):
     torch.manual_seed(0)
@@ -315,6 +326,7 @@ def test_activation_checkpointing(reentrant):
         assert torch.equal(ours, expected)
 
 
+@by("reference")
 @pytest.mark.parametrize("scaler", [None, torch.GradScaler("cpu", init_scale=2.0**10)])
 @pytest.mark.parametrize("cell", CELLS)
 def test_autocast_computes_in_its_dtype_and_trains_float32(cell, scaler):
@@ -343,6 +355,7 @@ def test_autocast_computes_in_its_dtype_and_trains_float32(cell, scaler):
         assert (old.double() - parameter.double() - truth.grad).abs().max() < 0.03 * largest
 
 
+@by("the CPU's")
 @pytest.mark.parametrize("options", [{}, {"num_layers": 2, "bidirectional": True, "batch_first": True}])
 @pytest.mark.parametrize("cell", CELLS)
 def test_compiled_in_one_graph(cell, options):
@@ -361,6 +374,7 @@ def test_compiled_in_one_graph(cell, options):
             assert_same(compiled(x, hx), layer(x, hx), 1e-6)
 
 
+@by("the CPU's")
 def test_export():
     layer = pruned("LSTM", 5, 16, bidirectional=True)
     auto = torch.export.Dim.AUTO
@@ -371,6 +385,7 @@ def test_export():
     assert_same(exported.module()(x), layer(x), 1e-6)
 
 
+@by("the CPU's")
 def test_functional_call_and_function_transforms():
     torch.manual_seed(0)
     layer = ostinato.LSTM(5, 8, 2, bidirectional=True, dtype=torch.float64)
@@ -393,6 +408,7 @@ def test_functional_call_and_function_transforms():
     torch.testing.assert_close(*jacobians, rtol=1e-11, atol=1e-12)
 
 
+@by("reference")
 def test_gradients_of_gradients_are_torchs():
     torch.manual_seed(0)
     layer = pruned("GRU", 5, 16, num_layers=2, bidirectional=True, dtype=torch.float64)
@@ -406,6 +422,7 @@ def test_gradients_of_gradients_are_torchs():
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-11)
 
 
+@by("the CPU's")
 def test_parametrized_weights():
     torch.manual_seed(0)
     layer = ostinato.GRU(5, 8, dtype=torch.float64)
@@ -418,6 +435,7 @@ def test_parametrized_weights():
     assert_same_gradients(layer, other, x, hx)
 
 
+@by("the CPU's")
 @pytest.mark.parametrize("kernel", [True, False])
 def test_weights_put_in_the_parameters_place(kernel, monkeypatch):
     """As FSDP2 does, which leaves torch.nn's list of them behind."""
@@ -448,6 +466,7 @@ def test_tensors_that_are_not_contiguous(cell):
     torch.testing.assert_close(layer.weight_hh_l0.grad, other.weight_hh_l0.grad, rtol=1e-11, atol=1e-12)
 
 
+@by("the CPU's")
 @pytest.mark.parametrize("shape", [(4, 0, 5), (0, 3, 5), (0, 5), (3, 2, 0)])
 def test_no_elements(shape):
     layer = ostinato.GRU(5, 8)
@@ -485,7 +504,7 @@ def in_one_of_two_processes(rank, file, by_torch, errors):
         if by_torch:
             patch.setattr(ostinato.GRU, "_plan", lambda *_: no_kernel("a test"))
         else:
-            use_reference(patch)
+            use_kernels(patch, cpu)
         x = torch.randn(5, 6, 4, 5, generator=torch.Generator().manual_seed(1))
         mesh = init_device_mesh("cpu", (2,))
         for wrap in (nn.parallel.DistributedDataParallel, lambda layer: fully_shard(layer, mesh=mesh)):
@@ -498,6 +517,7 @@ def in_one_of_two_processes(rank, file, by_torch, errors):
     distributed.destroy_process_group()
 
 
+@by("the CPU's")
 @pytest.mark.parametrize("by_torch", [False, True])
 def test_data_parallel_and_sharded_training_is_one_process_s(tmp_path, by_torch):
     context = torch.multiprocessing.get_context("spawn")
@@ -529,6 +549,7 @@ def test_gradient_of_input_and_state_when_weights_have_none():
     assert not layer(x, hx)[0].requires_grad
 
 
+@by("the CPU's")
 @pytest.mark.parametrize("cell", CELLS)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_not_finite_spreads_as_in_torch(cell, value):
@@ -630,6 +651,7 @@ def without_inference(change):
     return "optimiser" in change or change in ("data edited", "another process")
 
 
+@by("the CPU's")
 @pytest.mark.parametrize(
     ("change", "inference"),
     [(change, mode) for change in CHANGES for mode in (False, True) if not mode or not without_inference(change)],
@@ -738,6 +760,7 @@ def call_in_child(layer, x, hx, expected):
         assert torch.allclose(layer(x, hx)[0], expected, atol=1e-6)
 
 
+@by("the CPU's")
 @pytest.mark.filterwarnings("ignore")  # tracing is deprecated, and warns of every branch
 def test_graph_breaks_and_traces():
     layer = pruned("GRU", 5, 32)
@@ -748,7 +771,7 @@ def test_graph_breaks_and_traces():
         assert_same(torch.jit.trace(layer, (x,))(x), expected, 1e-6)
 
 
-@with_own_kernels
+@by("as planned")
 def test_narrow_dtypes_are_torchs():
     for dtype in (torch.bfloat16, torch.float16):
         layer = pruned("GRU", 5, 32).to(dtype)
@@ -762,7 +785,7 @@ def test_narrow_dtypes_are_torchs():
         assert_same(layer(x), other(x), 0)
 
 
-@with_own_kernels
+@by("as planned")
 @pytest.mark.xfail(reason="the CPU's kernels have no backward yet")
 def test_plan():
     layer = ostinato.GRU(5, 32)
@@ -795,6 +818,7 @@ BAD = {
 }
 
 
+@by("the CPU's")
 @pytest.mark.parametrize("bad", BAD)
 def test_bad_input_is_refused_as_by_torch(bad):
     layer = pruned("GRU", 5, 32)
@@ -807,6 +831,7 @@ def test_bad_input_is_refused_as_by_torch(bad):
     assert str(ours.value).replace("tuple", "") == str(theirs.value).replace("tuple", "")
 
 
+@by("the CPU's")
 def test_projections_are_refused():
     with pytest.raises(ValueError, match="proj_size must be 0, projections are not supported; got 8"):
         ostinato.LSTM(5, 16, proj_size=8)
@@ -832,6 +857,7 @@ def test_dynamic_quantisation_says_that_it_passes_over_a_layer():
     assert (quantised(x)[0] - model[1](x)[0]).abs().max() < 0.05
 
 
+@by("the CPU's")
 @pytest.mark.parametrize("sizes", [[2, 3], [3, 1], [3, 2, 2], [2, 0, 3]])
 def test_a_packed_sequence_that_does_not_fit_its_rows(sizes):
     packed = PackedSequence(torch.randn(5, 7), torch.tensor(sizes))

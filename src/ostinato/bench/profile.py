@@ -103,7 +103,7 @@ def _wall(call: Callable[[], object], wait: Callable[[], None]) -> float:
 @contextmanager
 def _own_kernels_named() -> Iterator[None]:
     """Let the profiler see the CPU's kernels of our own, which are no operators of PyTorch."""
-    from ostinato.kernels.persistent.cpu import SparseLayer
+    from ostinato.kernels.persistent import cpu as persistent
     from ostinato.kernels.scan import cpu
 
     def named(function: Any, name: str) -> Any:
@@ -116,7 +116,8 @@ def _own_kernels_named() -> Iterator[None]:
     with ExitStack() as stack:
         for name in ("linear_scan", "linear_scan_backward", "minimal", "minimal_backward"):
             stack.enter_context(mock.patch.object(cpu, name, named(getattr(cpu, name), name)))
-        stack.enter_context(mock.patch.object(SparseLayer, "__call__", named(SparseLayer.__call__, "recurrence")))
+        for name, label in (("forward", "recurrence"), ("backward", "recurrence_backward")):
+            stack.enter_context(mock.patch.object(persistent, name, named(getattr(persistent, name), label)))
         yield
 
 

@@ -25,8 +25,7 @@ from ostinato.kernels.persistent.plan import GATES, Plan, no_kernel
 
 def kernels_on(device: torch.device) -> Any:
     """The module with a device's kernels, imported when there is use for them."""
-    kernels = importlib.import_module(f"ostinato.kernels.persistent.{device.type}")
-    return kernels if hasattr(kernels, "backward") else reference  # until both have one
+    return importlib.import_module(f"ostinato.kernels.persistent.{device.type}")
 
 
 def plan_layer(mask_hh: Tensor | None, *layer: Any) -> Plan:
@@ -118,16 +117,8 @@ def _recurrent_layer(
     kernels, plan = _choose(x, mask_hh, offsets, batch, cell, hidden, training, path)
     args = h0, c0, weight_hh, bias_hh, mask_hh, offsets, batch, cell, reverse, plan, training
     gates = linear(x, weight_ih, bias_ih)
-    try:
-        output, h_n, c_n, c = kernels.forward(gates, *args)
-    except FloatingPointError:  # from kernels that leave pruned weights out: zero times infinity is NaN
-        kernels = reference
-        output, h_n, c_n, c = reference.forward(linear(x, weight_ih, bias_ih), *args)
+    output, h_n, c_n, c = kernels.forward(gates, *args)
     c_width, gates_width = _widths_kept(x, cell, hidden, training)
-    if gates_width and not kernels.LEAVES_ARGUMENTS:
-        h_prev = reference.previous(output, h0, offsets, batch, reverse)
-        gates, candidate = _arguments(x, h_prev, weight_ih, weight_hh, bias_ih, bias_hh, cell)
-        c = c if candidate is None else candidate.to(_wide(x))
     if c is None or not c_width:
         c = x.new_empty(len(x), c_width, dtype=_wide(x))
     return output, h_n, or_empty(c_n, x), c, gates if gates_width else x.new_empty(len(x), 0)
@@ -224,17 +215,13 @@ def _recurrent_layer_backward(
     h_prev = reference.previous(h, h0, offsets, batch, reverse)
     if cell.startswith("rnn"):
         pre, candidate = h, None
-    elif gates.numel():
-        pre, candidate = gates, c.to(x.dtype) if gru else None
+    elif getattr(kernels, "KEEPS_GATES", False):
+        pre, candidate = gates, c if gru else None
     else:
         pre, candidate = _arguments(x, h_prev, weight_ih, weight_hh, bias_ih, bias_hh, cell)
     cells = c if cell == "lstm" else None
     args = pre, candidate, h_prev, cells, c0, weight_hh, mask_hh, grad_output, grad_h_n, grad_c_n
-    how = offsets, batch, cell, reverse, plan
-    try:
-        grads, grad_h0, grad_c0 = kernels.backward(*args, *how)
-    except FloatingPointError:
-        grads, grad_h0, grad_c0 = reference.backward(*args, *how)
+    grads, grad_h0, grad_c0 = kernels.backward(*args, offsets, batch, cell, reverse, plan)
 
     # A GRU's grads are n's share of the hidden product, r, z, n's share of the input's: three neighbours for each.
     inputs, recurrent = (grads[:, hidden:], grads[:, : 3 * hidden]) if gru else (grads, grads)
