@@ -31,7 +31,7 @@ CELLS = {"RNN": {}, "relu": {"nonlinearity": "relu"}, "GRU": {}, "LSTM": {}}
 BLOCKS = [(1, 1), (16, 1), (8, 4)]
 
 
-@pytest.fixture(autouse=True, params=["reference", "the CPU's"])
+@pytest.fixture(autouse=True, params=["reference"])
 def kernels(request, monkeypatch):
     """Who computes what a kernel fits: the loop over time that defines it, or the CPU's loops, whatever they plan."""
     if request.param != "as planned" and not request.node.get_closest_marker("gpu"):
@@ -162,6 +162,7 @@ def test_dense_is_torch(cell):
                 assert_same(layer(x, hx), other(x, hx), 1e-6)
 
 
+@by("reference", "the CPU's")
 @pytest.mark.parametrize("cell", CELLS)
 def test_error_against_float64_is_no_larger_than_torchs(cell):
     torch.manual_seed(0)
@@ -219,6 +220,7 @@ def assert_same_gradients(layer, other, *call, tolerance=1e-11, **options):
         assert mask is None or not ours[~mask].any()
 
 
+@by("reference", "the CPU's")
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("block", [None, (16, 1), (1, 1)])
 @pytest.mark.parametrize("cell", CELLS)
@@ -241,7 +243,6 @@ def test_gradients_through_one_result(which):
     assert_same_gradients(layer, twin(layer), x, hx, which=slice(which, which + 1))
 
 
-@by("the CPU's")
 @settings(deadline=None, max_examples=40)
 @given(
     cell=st.sampled_from(list(CELLS)),
@@ -263,7 +264,6 @@ def test_gradients_of_any_shape(cell, lengths, size, hidden, layers, bias, bidir
     assert_same_gradients(layer, twin(layer), x, hx)
 
 
-@by("the CPU's")
 @pytest.mark.parametrize("trained", ["weight_ih_l0", "weight_hh_l0_reverse", "bias_ih_l1", "bias_hh_l1_reverse", ""])
 def test_only_what_is_not_frozen_has_a_gradient(trained):
     torch.manual_seed(0)
@@ -282,7 +282,6 @@ def test_only_what_is_not_frozen_has_a_gradient(trained):
     assert (x.grad is None) == bool(trained)
 
 
-@by("the CPU's")
 def test_weights_shared_by_modules_and_several_calls_before_one_backward():
     torch.manual_seed(0)
     layer, sharing = ostinato.LSTM(5, 8, dtype=torch.float64), ostinato.LSTM(5, 8, dtype=torch.float64)
@@ -299,7 +298,6 @@ def test_weights_shared_by_modules_and_several_calls_before_one_backward():
         loss.backward()
 
 
-@by("the CPU's")
 def test_a_weight_changed_before_the_backward_is_an_error():
     layer, other = ostinato.GRU(5, 8), nn.GRU(5, 8)
     for module in (layer, other):
@@ -310,7 +308,6 @@ def test_a_weight_changed_before_the_backward_is_an_error():
             loss.backward()
 
 
-@by("the CPU's")
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpointing(reentrant):
     torch.manual_seed(0)
@@ -326,7 +323,6 @@ def test_activation_checkpointing(reentrant):
         assert torch.equal(ours, expected)
 
 
-@by("reference")
 @pytest.mark.parametrize("scaler", [None, torch.GradScaler("cpu", init_scale=2.0**10)])
 @pytest.mark.parametrize("cell", CELLS)
 def test_autocast_computes_in_its_dtype_and_trains_float32(cell, scaler):
@@ -385,7 +381,6 @@ def test_export():
     assert_same(exported.module()(x), layer(x), 1e-6)
 
 
-@by("the CPU's")
 def test_functional_call_and_function_transforms():
     torch.manual_seed(0)
     layer = ostinato.LSTM(5, 8, 2, bidirectional=True, dtype=torch.float64)
@@ -408,7 +403,6 @@ def test_functional_call_and_function_transforms():
     torch.testing.assert_close(*jacobians, rtol=1e-11, atol=1e-12)
 
 
-@by("reference")
 def test_gradients_of_gradients_are_torchs():
     torch.manual_seed(0)
     layer = pruned("GRU", 5, 16, num_layers=2, bidirectional=True, dtype=torch.float64)
@@ -422,7 +416,6 @@ def test_gradients_of_gradients_are_torchs():
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-11)
 
 
-@by("the CPU's")
 def test_parametrized_weights():
     torch.manual_seed(0)
     layer = ostinato.GRU(5, 8, dtype=torch.float64)
@@ -435,7 +428,6 @@ def test_parametrized_weights():
     assert_same_gradients(layer, other, x, hx)
 
 
-@by("the CPU's")
 @pytest.mark.parametrize("kernel", [True, False])
 def test_weights_put_in_the_parameters_place(kernel, monkeypatch):
     """As FSDP2 does, which leaves torch.nn's list of them behind."""
@@ -449,6 +441,7 @@ def test_weights_put_in_the_parameters_place(kernel, monkeypatch):
     assert_same(copy.deepcopy(layer)(x, hx), twin(layer)(x, hx), 1e-12)
 
 
+@by("the CPU's")
 @pytest.mark.parametrize("cell", CELLS)
 def test_tensors_that_are_not_contiguous(cell):
     torch.manual_seed(0)
@@ -466,7 +459,6 @@ def test_tensors_that_are_not_contiguous(cell):
     torch.testing.assert_close(layer.weight_hh_l0.grad, other.weight_hh_l0.grad, rtol=1e-11, atol=1e-12)
 
 
-@by("the CPU's")
 @pytest.mark.parametrize("shape", [(4, 0, 5), (0, 3, 5), (0, 5), (3, 2, 0)])
 def test_no_elements(shape):
     layer = ostinato.GRU(5, 8)
@@ -517,7 +509,6 @@ def in_one_of_two_processes(rank, file, by_torch, errors):
     distributed.destroy_process_group()
 
 
-@by("the CPU's")
 @pytest.mark.parametrize("by_torch", [False, True])
 def test_data_parallel_and_sharded_training_is_one_process_s(tmp_path, by_torch):
     context = torch.multiprocessing.get_context("spawn")
@@ -549,7 +540,7 @@ def test_gradient_of_input_and_state_when_weights_have_none():
     assert not layer(x, hx)[0].requires_grad
 
 
-@by("the CPU's")
+@by("reference", "the CPU's")
 @pytest.mark.parametrize("cell", CELLS)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_not_finite_spreads_as_in_torch(cell, value):
@@ -726,6 +717,7 @@ def test_copies_and_pickles_after_use():
             assert_uses_kernel(other)
 
 
+@by("the CPU's")
 def test_the_same_call_gives_the_same_bits_in_many_threads_and_after_a_fork():
     torch.manual_seed(0)
     layer = pruned("GRU", 64, 256, density=0.1)
@@ -760,7 +752,6 @@ def call_in_child(layer, x, hx, expected):
         assert torch.allclose(layer(x, hx)[0], expected, atol=1e-6)
 
 
-@by("the CPU's")
 @pytest.mark.filterwarnings("ignore")  # tracing is deprecated, and warns of every branch
 def test_graph_breaks_and_traces():
     layer = pruned("GRU", 5, 32)
@@ -818,7 +809,6 @@ BAD = {
 }
 
 
-@by("the CPU's")
 @pytest.mark.parametrize("bad", BAD)
 def test_bad_input_is_refused_as_by_torch(bad):
     layer = pruned("GRU", 5, 32)
@@ -831,7 +821,6 @@ def test_bad_input_is_refused_as_by_torch(bad):
     assert str(ours.value).replace("tuple", "") == str(theirs.value).replace("tuple", "")
 
 
-@by("the CPU's")
 def test_projections_are_refused():
     with pytest.raises(ValueError, match="proj_size must be 0, projections are not supported; got 8"):
         ostinato.LSTM(5, 16, proj_size=8)
@@ -857,7 +846,6 @@ def test_dynamic_quantisation_says_that_it_passes_over_a_layer():
     assert (quantised(x)[0] - model[1](x)[0]).abs().max() < 0.05
 
 
-@by("the CPU's")
 @pytest.mark.parametrize("sizes", [[2, 3], [3, 1], [3, 2, 2], [2, 0, 3]])
 def test_a_packed_sequence_that_does_not_fit_its_rows(sizes):
     packed = PackedSequence(torch.randn(5, 7), torch.tensor(sizes))
