@@ -777,22 +777,37 @@ def test_narrow_dtypes_are_torchs():
 
 
 @by("as planned")
-@pytest.mark.xfail(reason="the CPU's kernels have no backward yet")
 def test_plan():
     layer = ostinato.GRU(5, 32)
-    assert layer.plan(1) == Plan("steps", 0, 0, 0, "dense layers run in torch's own kernels")
     for block, path in (((16, 1), "block"), ((8, 4), "block"), ((1, 1), "sparse")):
-        assert ostinato.prune(layer, 0.1, block=block).plan(1).path == path
-    assert layer.plan(1, torch.bfloat16).path == "steps"
-    plan = ostinato.prune(layer, 0.9).plan(1)
-    assert plan.path == "steps"
+        plan = ostinato.prune(layer, 0.1, block=block).plan(1, training=True, steps=100)
+        assert plan.path == path
+        assert "% of the weights are left" in plan.reason
+    for dtype in (torch.bfloat16, torch.float16):
+        plan = layer.plan(1, dtype)
+        assert plan.path == "steps"
+        assert str(dtype) in plan.reason
+    assert layer.to("meta").plan(1).reason == "layers on meta run in torch's own kernels"
+    layer = pruned("GRU", 5, 32)
     with torch.device("meta"), torch.no_grad():  # a default device is for the user's tensors
-        ostinato.prune(layer, 0.1)(torch.zeros(3, 1, 5, device="cpu"))
-    assert "90% of the weights are left" in plan.reason
+        layer(torch.zeros(3, 1, 5, device="cpu"))
     with pytest.raises(ValueError, match="batch must be at least 1; got 0"):
         layer.plan(0)
+    with pytest.raises(ValueError, match="steps must be at least 1; got -2"):
+        layer.plan(1, steps=-2)
     with pytest.raises(TypeError, match=r"dtype must be a torch\.dtype; got 'float32'"):
         layer.plan(1, "float32")
+
+
+def test_torch_runs_all_layers_or_none(monkeypatch):
+    def make_plan(cell, hidden_size, batch, dtype, mask_hh, *_):
+        return Plan("dense", 1, 1, 1, "dense") if mask_hh is None else no_kernel("pruned")
+
+    monkeypatch.setattr(operators.kernels_on(torch.device("cpu")), "make_plan", make_plan)
+    layer = ostinato.GRU(5, 8, 2)
+    assert layer.plan(1).reason == "dense"
+    layer.register_buffer("mask_hh_l1", torch.ones_like(layer.weight_hh_l1, dtype=torch.bool))
+    assert layer.plan(1).reason == "pruned"
 
 
 BAD = {

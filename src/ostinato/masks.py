@@ -4,14 +4,16 @@ The mask of a parameter such as ``weight_hh_l0`` is a buffer of its module, ``ma
 is kept, so that it is saved, moved and copied with the module.  Layers read their weights through :func:`masked`.
 """
 
+import functools
 import weakref
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ostinato.kernels.persistent.masks import BLOCKS
-from ostinato.optimizers import after_every_step
 
 _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of pruned parameters: their modules and names
 
@@ -51,12 +53,17 @@ def masked(module: nn.Module, name: str) -> Tensor:
 def keep_pruned(module: nn.Module, name: str) -> None:
     """Set the pruned weights to zero after each step of any optimiser, whose momentum may be older than the mask."""
     _owners[getattr(module, name)] = weakref.ref(module), name
-    after_every_step(_zero_pruned)
+    _watch_optimizers()
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_post_hook(_zero_pruned)
 
 
 @torch.no_grad()
-def _zero_pruned(parameters: list[Tensor]) -> None:
-    for parameter in parameters:
+def _zero_pruned(optimizer: Optimizer, *_: Any) -> None:
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         if parameter in _owners:
             owner, name = _owners[parameter]
             module = owner()

@@ -234,12 +234,12 @@ class RNN(_Recurrent, nn.RNN):
 
     .. math:: h_t = \phi(W_{ih} x_t + b_{ih} + W_{hh} h_{t-1} + b_{hh}), \quad \phi = \tanh \text{ or relu}
 
-    Arguments, parameters, ``state_dict``, inputs, outputs and errors are :class:`torch.nn.RNN`'s, and so is the
-    training.  Where no gradient is asked for, pruned layers on the CPU and all layers on an NVIDIA GPU run in
-    kernels that keep the recurrent weights close to the processor for the whole sequence (Zhu et al. 2018,
-    "Sparse Persistent RNNs", arXiv 1804.10223); :meth:`plan` tells.  See :func:`ostinato.prune`, which adds a
-    buffer with the mask of each pruned weight, ``mask_hh_l{k}`` and ``mask_ih_l{k}``; ``load_state_dict`` makes
-    them as needed.
+    Arguments, parameters, ``state_dict``, inputs, outputs, gradients and errors are :class:`torch.nn.RNN`'s.  On
+    CPUs and NVIDIA GPUs layers run and train in kernels that keep the recurrent weights close to the processor
+    for the whole sequence (Zhu et al. 2018, "Sparse Persistent RNNs", arXiv 1804.10223), where one fits;
+    :meth:`plan` tells.  The parameters are read at every call.  See :func:`ostinato.prune`, which adds a buffer
+    with the mask of each pruned weight, ``mask_hh_l{k}`` and ``mask_ih_l{k}``; ``load_state_dict`` makes them as
+    needed.
 
     Example:
         >>> import torch, ostinato
