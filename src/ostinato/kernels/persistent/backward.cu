@@ -14,6 +14,7 @@ constexpr int GRADS = CELL == GRU ? 4 : GATES;       // of a unit that are writt
 constexpr bool TAKES_STATE = CELL == GRU, TAKES_CELL = CELL == LSTM;
 
 struct Units : Block {
+    const Parameters &p;
     float dh[ITEMS], dc[ITEMS];  // gradients of the state after the next step to be taken
     float d[ITEMS][GRADS];       // of the gates at this step
     Span spans[ITEMS];
@@ -23,8 +24,7 @@ struct Units : Block {
     Scalar pre[ITEMS][GATES], grad[ITEMS], candidate[ITEMS], before[ITEMS];
     float cell[ITEMS], cell_before[ITEMS];
 
-    __device__ void begin(const Parameters &p, const Product &product, int block, const Block &own) {
-        static_cast<Block &>(*this) = own;
+    __device__ Units(const Parameters &p, const Product &product, int block, Block owned_by) : Block(owned_by), p(p) {
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
             dh[i] = dc[i] = 0;
@@ -36,7 +36,7 @@ struct Units : Block {
     }
 
     // earlier: the rows of the step before in time, if there is one
-    __device__ void fetch(const Parameters &p, const Rows &rows, bool has_earlier, const Rows &earlier) {
+    __device__ void fetch(const Rows &rows, bool has_earlier, const Rows &earlier) {
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
             if (!live(i, rows)) continue;
@@ -93,8 +93,8 @@ struct Units : Block {
         }
     }
 
-    __device__ static int state_place(const Block &block, int i, int g) {
-        return place_of((g * PITCH + block.unit + block.unit_of(i)) * sizeof(Scalar), block.sequence_of(i));
+    __device__ static int state_place(const Block &own, int i, int g) {
+        return place_of((g * PITCH + own.unit + own.unit_of(i)) * sizeof(Scalar), own.sequence_of(i));
     }
 
     __device__ void update(char *state) {
@@ -123,7 +123,7 @@ struct Units : Block {
         }
     }
 
-    __device__ void write(const Parameters &p, const Rows &rows) const {
+    __device__ void write(const Rows &rows) const {
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
             if (!live(i, rows)) continue;
@@ -132,34 +132,34 @@ struct Units : Block {
         }
     }
 
-    __device__ void add(const Product &product, const float *sums, const Cluster &cluster, int step, int phase,
+    __device__ void add(const Product &product, const float *sums, const Cluster &cluster, int step,
                         Patience &patience) {
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
             if (!owned(i)) continue;
             const float sum = product.sum(sums, spans[i], cluster.rank * UNITS + unit_of(i), sequence_of(i));
-            dh[i] += sum + cluster.receive(item(i), step, phase, patience);
+            dh[i] += sum + cluster.receive(item(i), step, patience);
         }
     }
 
-    __device__ void prefetch_step(const Parameters &p, const Rows &rows, const char *state) const {
-        const Block ahead = mirrored();
+    __device__ void prefetch_step(const Rows &rows, const char *state) const {
+        const Block own = mirrored();
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
 #pragma unroll
             for (int g = 0; g < GATES; ++g) {
-                if (ahead.begins_word(i)) prefetch(state + state_place(ahead, i, g));
-                if (ahead.live(i, rows)) prefetch(p.pre + ahead.place(rows.first, i, GATES) + g * HIDDEN);
+                if (own.begins_word(i)) prefetch(state + state_place(own, i, g));
+                if (own.live(i, rows)) prefetch(p.pre + own.place(rows.first, i, GATES) + g * HIDDEN);
             }
-            if (!ahead.live(i, rows)) continue;
-            const size_t at = ahead.place(rows.first, i);
+            if (!own.live(i, rows)) continue;
+            const size_t at = own.place(rows.first, i);
             if (p.grad_output) prefetch(p.grad_output + at);
             if (TAKES_STATE) prefetch(p.candidate + at), prefetch(p.h_prev + at);
             if (TAKES_CELL) prefetch(p.cells + at);
         }
     }
 
-    __device__ void finish(const Parameters &p) const {
+    __device__ void finish() const {
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
             if (!owned(i)) continue;
@@ -175,56 +175,47 @@ struct Units : Block {
 #define IN_CLUSTERS
 #endif
 
-// grid: as many groups of BLOCKS blocks as are resident at once, each for PHASES groups of COLUMNS sequences
+// grid: as many groups of BLOCKS blocks as there are groups of COLUMNS sequences, all resident at once
 extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const Parameters p) {
     extern __shared__ uint4 shared[];
-    const int block = blockIdx.x % BLOCKS, group = p.first / COLUMNS + blockIdx.x / BLOCKS * PHASES;
+    const int block = blockIdx.x % BLOCKS, group = p.first / COLUMNS + blockIdx.x / BLOCKS;
+    const int sequences = min(COLUMNS, p.batch - group * COLUMNS);
 
-    float *all_sums = reinterpret_cast<float *>(shared);  // two, in turn: one is read, the other written
-    uint4 *mailboxes = shared + SUMS / 2;
-    Product product(p, block, mailboxes + PHASES * Cluster::MAIL / 2);
-    Units units[PHASES];
-    Cluster cluster(p, product, block, mailboxes);
+    float *all_sums = reinterpret_cast<float *>(shared);  // two, by the step's parity: one is read, the other written
+    uint4 *mailbox = shared + SUMS / 2;
+    Product product(p, block, mailbox + 2 * (CLUSTER - 1) * UNITS * COLUMNS / 2);
+    Units units(p, product, block, Block{block * UNITS, group * COLUMNS, sequences, int(threadIdx.x)});
+    Cluster cluster(p, product, block, mailbox);
     Patience patience(p.failure);
     const size_t stride = size_t(p.groups) * GROUP_BYTES;
     char *state = p.states + size_t(group) * GROUP_BYTES;
-    const int last = p.steps - 1;
-    const auto rows_of = [&](int taken) { return Rows(p, p.reverse ? taken : last - taken); };
-    const auto fetch = [&](Units &units, int taken) {
-        if (taken <= last) units.fetch(p, rows_of(taken), taken < last, rows_of(min(taken + 1, last)));
+    const char *mine = state + block % CLUSTER * SLICE_BYTES;
+    const auto step_of = [&](int taken) { return p.reverse ? taken : p.steps - 1 - taken; };
+    const auto fetch = [&](int taken) {
+        const bool has_earlier = taken + 1 < p.steps;
+        const Rows rows(p, step_of(taken));
+        units.fetch(rows, has_earlier, Rows(p, step_of(has_earlier ? taken + 1 : taken)));
+        return rows;
     };
 
-#pragma unroll
-    for (int phase = 0; phase < PHASES; ++phase) {
-        units[phase].begin(p, product, block, block_of(p, block, group + phase));
-        fetch(units[phase], 0);
-        units[phase].differentiate(rows_of(0));
-        fetch(units[phase], 1);
-    }
-    // A phase is multiplied after the next one's update, which its gates take to arrive.
-    for (int turn = 0; turn < p.steps * PHASES + PHASES - 1; ++turn) {
-        const int taken = turn / PHASES, phase = turn % PHASES;
-        Units &own = units[0];
-        if (taken <= last && own.sequences > 0) {
-            char *mine = state + taken * stride + phase * GROUP_BYTES;
-            own.update(mine);
-            Block::wait_for_update();
-            own.write(p, rows_of(taken));
-            own.differentiate(rows_of(min(taken + 1, last)));
-            fetch(own, taken + 2);
-            if (taken + PREFETCH <= last) own.prefetch_step(p, rows_of(taken + PREFETCH), mine + PREFETCH * stride);
-        }
-        rotate(units);
-        const int next = (phase + 1) % PHASES, step = next ? taken - 1 : taken;
-        if (step < 0 || own.sequences <= 0) continue;
-        float *sums = all_sums + turn % 2 * SUMS;
-        const char *mine = state + step * stride + next * GROUP_BYTES + cluster.rank * SLICE_BYTES;
-        product(mine, own.sequences, sums, patience);
+    Rows rows = fetch(0), next = rows;
+    units.differentiate(rows);
+    if (p.steps > 1) next = fetch(1);
+    for (int taken = 0; taken < p.steps; ++taken, state += stride, mine += stride) {
+        units.update(state);
+        units.wait_for_update();
+        units.write(rows);
+        rows = next;
+        units.differentiate(rows);
+        if (taken + 2 < p.steps) next = fetch(taken + 2);
+        if (taken + PREFETCH < p.steps)
+            units.prefetch_step(Rows(p, step_of(taken + PREFETCH)), state + PREFETCH * stride);
+        float *sums = all_sums + taken % 2 * SUMS;
+        product(mine, sequences, sums, patience);
         __syncthreads();
-        cluster.send(product, sums, own.sequences, step, next);
-        own.add(product, sums, cluster, step, next, patience);
+        cluster.send(product, sums, sequences, taken);
+        units.add(product, sums, cluster, taken, patience);
     }
-#pragma unroll
-    for (int phase = 0; phase < PHASES; ++phase) units[phase].finish(p);
+    units.finish();
     cluster.meet();
 }

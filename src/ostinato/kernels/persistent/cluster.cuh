@@ -2,11 +2,11 @@
 //
 // Each block multiplies one slice of what is exchanged with the rows of all units of the cluster.  The sum of a row
 // that another block updates goes to that block's mailbox, together with the number of the step, as one word: it has
-// arrived when its number is the step's.  There are two mailboxes for each phase, by the step's parity.  A slot is written anew two
+// arrived when its number is the step's.  There are two mailboxes, by the step's parity.  A slot is written anew two
 // steps later, by a block that has by then read what was computed from the slot's content.
 
 struct Cluster {
-    static constexpr int SHARE = UNITS * COLUMNS, MAIL = 2 * (CLUSTER - 1) * SHARE;  // words of a phase
+    static constexpr int SHARE = UNITS * COLUMNS, MAIL = 2 * (CLUSTER - 1) * SHARE;  // words
     static constexpr int SENDS = ((CLUSTER - 1) * SHARE + THREADS - 1) / THREADS;
 
     Word *mailbox;
@@ -16,7 +16,7 @@ struct Cluster {
     __device__ Cluster(const Parameters &p, const Product &product, int block, uint4 *shared)
         : mailbox(reinterpret_cast<Word *>(shared)), rank(block % CLUSTER) {
         if constexpr (CLUSTER > 1) {
-            for (int i = threadIdx.x; i < PHASES * MAIL; i += THREADS) mailbox[i] = 0;
+            for (int i = threadIdx.x; i < MAIL; i += THREADS) mailbox[i] = 0;
 #pragma unroll
             for (int i = 0; i < SENDS; ++i)
                 if (sends(i)) spans[i] = product.span(p, block, row(i));
@@ -35,31 +35,29 @@ struct Cluster {
     __device__ int peer(int i) const { return (rank + 1 + number(i) / SHARE) % CLUSTER; }
     __device__ int row(int i) const { return peer(i) * UNITS + number(i) % SHARE % UNITS; }
 
-    __device__ Word *slot(int phase, int step, int from, int item) const {
-        return mailbox + ((phase * 2 + step % 2) * (CLUSTER - 1) + from) * SHARE + item;
-    }
-
-    __device__ void send(const Product &product, const float *sums, int sequences, int step, int phase) {
+    __device__ void send(const Product &product, const float *sums, int sequences, int step) {
 #pragma unroll
         for (int i = 0; i < SENDS; ++i) {
             const int item = number(i) % SHARE, sequence = item / UNITS;
             if (!sends(i) || sequence >= sequences) continue;
             const float sum = product.sum(sums, spans[i], row(i), sequence);
             const int from = CLUSTER - 2 - number(i) / SHARE;  // how far this block is from that one, less one
-            const unsigned here = __cvta_generic_to_shared(slot(phase, step, from, item));
+            const Word *slot = mailbox + (step % 2 * (CLUSTER - 1) + from) * SHARE + item;
             unsigned address;
-            asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(here), "r"(unsigned(peer(i))));
+            asm("mapa.shared::cluster.u32 %0, %1, %2;"
+                : "=r"(address) : "r"(unsigned(__cvta_generic_to_shared(slot))), "r"(unsigned(peer(i))));
             asm volatile("st.relaxed.cluster.shared::cluster.b64 [%0], %1;"
                          :: "r"(address), "l"(Word(unsigned(step + 1)) << 32 | __float_as_uint(sum)) : "memory");
         }
     }
 
     // What the others have for an item, which is of no use if the wait was given up.
-    __device__ float receive(int item, int step, int phase, Patience &patience) const {
+    __device__ float receive(int item, int step, Patience &patience) const {
         float total = 0;
 #pragma unroll
         for (int from = 0; from < CLUSTER - 1; ++from) {
-            const unsigned address = __cvta_generic_to_shared(slot(phase, step, from, item));
+            const Word *slot = mailbox + (step % 2 * (CLUSTER - 1) + from) * SHARE + item;
+            const unsigned address = __cvta_generic_to_shared(slot);
             Word word;
             patience.renew();
             do asm volatile("ld.relaxed.cluster.shared::cta.b64 %0, [%1];" : "=l"(word) : "r"(address) : "memory");

@@ -283,10 +283,9 @@ def _launch(
         tensors |= {"index": packing.indices, "places": packing.places, "spans": packing.spans}
     addresses = [0 if (x := tensors.get(name)) is None else x.data_ptr() for name in _POINTERS]
     fill = min(-(-max(states_bytes, packed_bytes) // (32 * THREADS)), 8 * processors)
-    at_once = geometry.columns * geometry.phases
-    for first in range(0, batch, at_once * geometry.groups):
+    for first in range(0, batch, geometry.columns * geometry.groups):
         parameters = _PARAMETERS.pack(*addresses, steps, batch, groups, first, int(reverse))
         if first == 0:
             prepare.launch(device, fill, THREADS, parameters)
-        blocks = geometry.blocks * min(geometry.groups, -(-(batch - first) // at_once))
+        blocks = geometry.blocks * min(geometry.groups, -(-(batch - first) // geometry.columns))
         recur.launch(device, blocks, THREADS, parameters, geometry.shared_bytes, cooperative=True)

@@ -15,9 +15,7 @@ constexpr int COLUMN_TILES = (ROW_BYTES + 32 * WARPS - 1) / (32 * WARPS);  // of
 constexpr int TILES = FULL * COLUMN_TILES + HALF * ((COLUMN_TILES + 1) / 2);
 constexpr int EARLY = TILES - HELD < 4 ? TILES - HELD : 4;  // read from shared memory while waiting
 constexpr int PIECES = COLUMN_TILES / 2, ODD = COLUMN_TILES % 2;  // two tiles are read as a piece, an odd one as a word
-constexpr int PROBE = PIECES / 2;  // looked for first where there is much to read: too early, all of it is read twice
 constexpr int SEQUENCE_TILES = (COLUMNS + 7) / 8;
-constexpr bool PROBED = PIECES * SEQUENCE_TILES > 8;
 constexpr int PRODUCTS = ROW_TILES * SEQUENCE_TILES;
 constexpr int CHAINS = PRODUCTS >= 4 ? 1 : PRODUCTS >= 2 ? 2 : 4;  // hide latency
 constexpr int SUM_PITCH = 16 * ROW_TILES + 4;  // stores of the accumulators fall in different banks
@@ -87,24 +85,18 @@ struct Product {
         const unsigned sequence = lane_id() / 4;
         const unsigned odd_offset = warp_id() * 32 * COLUMN_TILES + PIECES * 64 + lane_id() % 4 * 8;
         const char *mine = state + place_in_slice(offset, sequence), *mine_odd = state + place_in_slice(odd_offset, sequence);
-        const auto live = [&](int s) { return s * 8 + sequence < columns; };
-        patience.renew();
-        bool waiting;
-        if (PROBED) {
-            Piece probe = live(0) && offset + PROBE * 64 < ROW_BYTES ? Piece{ABSENT, ABSENT} : Piece{0, 0};
-            do waiting = look(probe, mine + PROBE * COLUMNS * CHUNK);
-            while (waiting && patience.lasts());
-            __syncwarp();
-        }
         Piece piece[SEQUENCE_TILES][PIECES + 1];
         Word odd[SEQUENCE_TILES];
 #pragma unroll
         for (int s = 0; s < SEQUENCE_TILES; ++s) {
+            const bool live = s * 8 + sequence < columns;
 #pragma unroll
             for (int i = 0; i < PIECES; ++i)
-                read(piece[s][i], mine + (i * COLUMNS + s * 8) * CHUNK, live(s) && offset + i * 64 < ROW_BYTES);
-            if (ODD) read(odd[s], mine_odd + s * 8 * CHUNK, live(s) && odd_offset < ROW_BYTES);
+                read(piece[s][i], mine + (i * COLUMNS + s * 8) * CHUNK, live && offset + i * 64 < ROW_BYTES);
+            if (ODD) read(odd[s], mine_odd + s * 8 * CHUNK, live && odd_offset < ROW_BYTES);
         }
+        patience.renew();
+        bool waiting;
         do {
             waiting = false;
 #pragma unroll

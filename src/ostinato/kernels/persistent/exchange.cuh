@@ -7,8 +7,6 @@
 // used twice.  A word is 8 or 4 aligned bytes, which the memory model keeps whole; it holds neighbouring numbers of one
 // sequence.
 //
-// Blocks may have PHASES groups in turn: while what one has published travels, they compute the next.
-//
 // Backward that is GATES times more than forward.  There CLUSTER blocks each multiply one slice of it with the rows of
 // all their units, and add up their products through distributed shared memory.
 
@@ -78,7 +76,7 @@ struct Block {
     __device__ int unit_of(int i) const { return item(i) % UNITS; }
     __device__ int sequence_of(int i) const { return item(i) / UNITS; }
 
-    // For threads that have less to update: the other end's.
+    // Of a thread that has less to update.
     __device__ Block mirrored() const { return {unit, sequence, sequences, THREADS - 1 - thread}; }
     __device__ bool owned(int i) const { return sequence_of(i) < sequences && unit + unit_of(i) < HIDDEN; }
     __device__ bool live(int i, const Rows &rows) const { return owned(i) && sequence + sequence_of(i) < rows.live; }
@@ -100,18 +98,6 @@ struct Block {
         if (UNITS * COLUMNS <= THREADS - 32) __syncthreads();
     }
 };
-
-__device__ inline Block block_of(const Parameters &p, int block, int group) {
-    return {block * UNITS, group * COLUMNS, min(COLUMNS, p.batch - group * COLUMNS), int(threadIdx.x)};
-}
-
-// The next one comes first.
-template <typename T> __device__ inline void rotate(T (&items)[PHASES]) {
-    const T first = items[0];
-#pragma unroll
-    for (int i = 1; i < PHASES; ++i) items[i - 1] = items[i];
-    items[PHASES - 1] = first;
-}
 
 // Where byte `k` of a sequence's slice is among those of its group, and where byte `k` of all that is exchanged is.
 __device__ inline int place_in_slice(int k, int sequence) {

@@ -6,12 +6,12 @@
 constexpr int PREFETCH = 4;  // steps
 
 struct Units : Block {
+    const Parameters &p;
     float h[ITEMS], c[ITEMS], bias[ITEMS][GATES];
     Scalar projected[ITEMS][GATES];
     Span spans[ITEMS][GATES];
 
-    __device__ void begin(const Parameters &p, const Product &product, int block, const Block &own) {
-        static_cast<Block &>(*this) = own;
+    __device__ Units(const Parameters &p, const Product &product, int block, Block owned_by) : Block(owned_by), p(p) {
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
             h[i] = c[i] = 0;
@@ -28,7 +28,7 @@ struct Units : Block {
         }
     }
 
-    __device__ void fetch(const Parameters &p, const Rows &rows) {
+    __device__ void fetch(const Rows &rows) {
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
             if (!live(i, rows)) continue;
@@ -63,8 +63,8 @@ struct Units : Block {
         }
     }
 
-    __device__ static int state_place(const Block &block, int i) {
-        return place_of((block.unit + block.unit_of(i)) * sizeof(Scalar), block.sequence_of(i));
+    __device__ static int state_place(const Block &own, int i) {
+        return place_of((own.unit + own.unit_of(i)) * sizeof(Scalar), own.sequence_of(i));
     }
 
     // The state of a sequence that is not at this step stays what it is.
@@ -77,7 +77,7 @@ struct Units : Block {
         }
     }
 
-    __device__ void write(const Parameters &p, const Rows &rows) const {
+    __device__ void write(const Rows &rows) const {
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
             if (!live(i, rows)) continue;
@@ -90,18 +90,18 @@ struct Units : Block {
         }
     }
 
-    __device__ void prefetch_step(const Parameters &p, const Rows &rows, const char *state) const {
-        const Block ahead = mirrored();
+    __device__ void prefetch_step(const Rows &rows, const char *state) const {
+        const Block own = mirrored();
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
-            if (ahead.begins_word(i)) prefetch(state + state_place(ahead, i));
-            if (!ahead.live(i, rows)) continue;
+            if (own.begins_word(i)) prefetch(state + state_place(own, i));
+            if (!own.live(i, rows)) continue;
 #pragma unroll
-            for (int g = 0; g < GATES; ++g) prefetch(p.pre + ahead.place(rows.first, i, GATES) + g * HIDDEN);
+            for (int g = 0; g < GATES; ++g) prefetch(p.pre + own.place(rows.first, i, GATES) + g * HIDDEN);
         }
     }
 
-    __device__ void finish(const Parameters &p) const {
+    __device__ void finish() const {
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
             if (!owned(i)) continue;
@@ -111,42 +111,34 @@ struct Units : Block {
     }
 };
 
-// grid: as many groups of BLOCKS blocks as are resident at once, each for PHASES groups of COLUMNS sequences
+// grid: as many groups of BLOCKS blocks as there are groups of COLUMNS sequences, all resident at once
 extern "C" __global__ void __launch_bounds__(THREADS, 1) recur(const Parameters p) {
     extern __shared__ uint4 shared[];
-    const int block = blockIdx.x % BLOCKS, group = p.first / COLUMNS + blockIdx.x / BLOCKS * PHASES;
+    const int block = blockIdx.x % BLOCKS, group = p.first / COLUMNS + blockIdx.x / BLOCKS;
+    const int sequences = min(COLUMNS, p.batch - group * COLUMNS);
 
-    float *all_sums = reinterpret_cast<float *>(shared);  // two, in turn: one is read, the other written
+    float *all_sums = reinterpret_cast<float *>(shared);  // two, by the step's parity: one is read, the other written
     Product product(p, block, shared + SUMS / 2);
-    Units units[PHASES];
+    Units units(p, product, block, Block{block * UNITS, group * COLUMNS, sequences, int(threadIdx.x)});
     Patience patience(p.failure);
     const size_t stride = size_t(p.groups) * GROUP_BYTES;
     char *state = p.states + size_t(group) * GROUP_BYTES;
     const auto step_of = [&](int taken) { return p.reverse ? p.steps - 1 - taken : taken; };
 
-#pragma unroll
-    for (int phase = 0; phase < PHASES; ++phase) {
-        units[phase].begin(p, product, block, block_of(p, block, group + phase));
-        units[phase].fetch(p, Rows(p, step_of(0)));
+    Rows rows(p, step_of(0));
+    units.fetch(rows);
+    for (int taken = 0; taken < p.steps; ++taken, state += stride) {
+        float *sums = all_sums + taken % 2 * SUMS;
+        product(state, sequences, sums, patience);
+        __syncthreads();
+        units.update(rows, product, sums, state + stride);
+        units.wait_for_update();
+        units.write(rows);
+        if (taken + 1 == p.steps) break;
+        rows = Rows(p, step_of(taken + 1));
+        units.fetch(rows);
+        if (taken + PREFETCH < p.steps)
+            units.prefetch_step(Rows(p, step_of(taken + PREFETCH)), state + PREFETCH * stride);
     }
-    for (int turn = 0; turn < p.steps * PHASES; ++turn) {
-        const int taken = turn / PHASES;
-        char *mine = state + (taken * size_t(p.groups) + turn % PHASES) * GROUP_BYTES;
-        Units &own = units[0];
-        if (own.sequences > 0) {
-            const Rows rows(p, step_of(taken));
-            float *sums = all_sums + turn % 2 * SUMS;
-            product(mine, own.sequences, sums, patience);
-            __syncthreads();
-            own.update(rows, product, sums, mine + stride);
-            Block::wait_for_update();
-            own.write(p, rows);
-            if (taken + 1 < p.steps) own.fetch(p, Rows(p, step_of(taken + 1)));
-            if (taken + PREFETCH < p.steps)
-                own.prefetch_step(p, Rows(p, step_of(taken + PREFETCH)), mine + PREFETCH * stride);
-        }
-        rotate(units);
-    }
-#pragma unroll
-    for (int phase = 0; phase < PHASES; ++phase) units[phase].finish(p);
+    units.finish();
 }

@@ -42,7 +42,6 @@ class Geometry(NamedTuple):
     groups: int  # that run at once, each with its own sequences and its own copy of the weights
     backward: bool = False
     exact: bool = True  # float32 is not rounded to tf32
-    phases: int = 1  # groups that the same blocks run in turn
     cluster: int = 1  # blocks that add up their products, each with its slice of what is exchanged
     tiles: int = 0  # of a warp; of the sparse kernel: entries, two weights of a thread
     held: int = 0  # of them in registers, the others are in shared memory
@@ -139,7 +138,7 @@ class Geometry(NamedTuple):
             rows = self.parts_of_sums * (16 * len(self.share_tiles) * WARPS // self.shares + 4)
         sums = 2 * rows * self.columns * 4
         state = 0 if self.path == "dense" else (self.slice + ZERO_PLACES) * self.state_bytes
-        mail = self.phases * 2 * (self.cluster - 1) * self.units * self.columns * 8
+        mail = 2 * (self.cluster - 1) * self.units * self.columns * 8
         return sums + state + mail + (self.tiles - self.held) * self.tile_bytes
 
     @property
@@ -186,22 +185,20 @@ class Geometry(NamedTuple):
     def hold(self, shared_limit: int) -> "Geometry | None":
         """As many tiles in registers as they can hold beside all else, if the others fit into shared memory."""
         wide = self.dtype == torch.float32
-        items = _ceil(self.units * self.columns, THREADS)
-        updated = 24 * self.backward + (self.phases - 1) * items * (8 + 4 * GATES[self.cell]) * (1 + self.backward)
         if self.path == "dense":
             sequence_tiles = _ceil(self.columns, 8)
             states = 2 * self.column_tiles * sequence_tiles
             products = self.row_tiles * sequence_tiles
             sums = 4 * products * (1 if products >= 4 else 2 if products >= 2 else 4)
-            rest = 20 + 4 * sequence_tiles + 32 * wide + updated
+            rest = 20 + 4 * sequence_tiles + 32 * wide + 24 * self.backward
             if states > 128:
                 return None
             free = (REGISTERS - states - sums - rest) // 4
         elif self.path == "block":
             words, places = 2 * self.columns * self.words_in_flight, self.tiles * self.tile_columns // 64
-            free = (REGISTERS - places - words - 68 - 16 * wide - updated) // 4
+            free = (REGISTERS - places - words - 68 - 16 * wide - 24 * self.backward) // 4
         else:
-            free = (REGISTERS - 92 - updated) // self.parts
+            free = (REGISTERS - 92 - 24 * self.backward) // self.parts
         geometry = self._replace(held=max(0, min(self.tiles, free)))
         return geometry if geometry.shared_bytes <= shared_limit else None
 
@@ -220,7 +217,6 @@ class Geometry(NamedTuple):
             ("CHUNK_BYTES", self.chunk_bytes),
             ("BACKWARD", int(self.backward)),
             ("CLUSTER", self.cluster),
-            ("PHASES", self.phases),
             *{
                 "dense": (),
                 "block": (
@@ -268,15 +264,14 @@ class _Cost(NamedTuple):
 
 
 _COSTS = {
-    ("dense", False): _Cost(0.82, 0.77, 0.0, 0.10, 1.00, 0.64, 0.44),
-    ("dense", True): _Cost(0.37, 0.0, 0.81, 0.33, 0.55, 2.72, 1.84, 0.22),
+    ("dense", False): _Cost(0.87, 0.69, 0.0, 0.14, 0.98, 0.59, 0.34),
+    ("dense", True): _Cost(0.23, 0.22, 0.66, 0.22, 0.41, 3.08, 2.18, 0.33),
     ("block", False): _Cost(0.85, 1.9, 0.0, 0.37, 1.45, 0.26, 0.0),
     ("block", True): _Cost(0.85, 1.9, 0.0, 0.37, 1.45, 0.26, 0.0, 0.25),
     ("sparse", False): _Cost(0.80, 4.1, 0.0, 0.80, 2.10, 2.00, 0.0),
     ("sparse", True): _Cost(0.80, 4.1, 0.0, 0.80, 2.10, 2.00, 0.0, 0.25),
 }
-_HIDDEN = 0.6  # microseconds, of what a phase waits for behind the others
-_HALF_WORDS = 0.3  # microseconds, if blocks of the dense kernel publish their state in words of 4 bytes
+_HALF_WORDS = 0.17  # microseconds, if blocks of the dense kernel publish their state in words of 4 bytes
 _SHARE = 0.054  # microseconds, for each share of a strip that a warp of the block kernel takes
 _ROUND_TRIP = 1.3  # microseconds, for each further time that the block kernel has to wait for a part of the state
 
@@ -297,9 +292,7 @@ def microseconds(geometry: Geometry, batch: int) -> float:
     if geometry.path == "block":
         step += _SHARE * len(geometry.share_tiles)
         step += _ROUND_TRIP * (_ceil(geometry.words, geometry.words_in_flight) - 1)
-    if geometry.phases > 1:
-        step = max(step, geometry.phases * (step - _HIDDEN))
-    return step * _ceil(batch, geometry.columns * geometry.groups * geometry.phases)
+    return step * _ceil(batch, geometry.columns * geometry.groups)
 
 
 def _coverings(start: Geometry, batch: int, properties: Any, share: int) -> Iterator[Geometry]:
@@ -311,11 +304,7 @@ def _coverings(start: Geometry, batch: int, properties: Any, share: int) -> Iter
         resident = resident_blocks(properties, cluster) // share
         parts = cluster if start.backward else GATES[start.cell]  # rows of a block for each of its units
         for columns in sorted({_ceil(batch, n) for n in range(_ceil(batch, largest), batch + 1)}):
-            in_all = _ceil(batch, columns)  # groups
-            ways = itertools.product((1, 2) if dense else (1,), range(1, min(in_all, resident // cluster) + 1))
-            for phases, groups in ways:
-                if (phases - 1) * groups >= in_all:
-                    continue
+            for groups in range(1, min(_ceil(batch, columns), resident // cluster) + 1):
                 blocks = resident // cluster // groups * cluster
                 least = _ceil(pitch, blocks)
                 if start.path == "block":
@@ -326,9 +315,7 @@ def _coverings(start: Geometry, batch: int, properties: Any, share: int) -> Iter
                     rows = range(_round_up(parts * least, 8), _round_up(parts * least, 8) + 24, 8)
                     choices = {n // parts // w * w for n in rows for w in (word, 2 * word)}
                 for units in sorted(choices):
-                    covering = start._replace(
-                        units=units, columns=columns, groups=groups, cluster=cluster, phases=phases
-                    )
+                    covering = start._replace(units=units, columns=columns, groups=groups, cluster=cluster)
                     # Blocks of a cluster keep in step only if the slice of each has something that others write.
                     is_whole = (cluster - 1) * covering.slice < GATES[start.cell] * pitch
                     if units >= least and covering.blocks <= blocks and is_whole:
