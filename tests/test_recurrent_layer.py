@@ -117,9 +117,10 @@ def test_gradients_and_their_gradients_by_differences(cell, lengths, reverse):
     tensors, batch = layer(cell, lengths)
     own = [x for x in tensors[:7] if x is not None]
 
-    def function(*given):
-        given = iter(given)
-        return tuple(run([None if x is None else next(given) for x in tensors[:7]] + tensors[7:], batch, cell, reverse))
+    def function(*changed):
+        changed = iter(changed)
+        moved = [None if x is None else next(changed) for x in tensors[:7]]
+        return tuple(run(moved + tensors[7:], batch, cell, reverse))
 
     torch.autograd.gradcheck(function, own)
     torch.autograd.gradgradcheck(function, own)
@@ -142,8 +143,8 @@ def test_one_tensor_in_two_places_has_both_gradients(cell):
 def test_operators_are_what_pytorch_expects(cell, lengths):
     tensors, batch = layer(cell, lengths, dtype=torch.float32)
     for training in (True, False):
-        given = tensors if training else [None if x is None else x.detach() for x in tensors]
-        torch.library.opcheck(torch.ops.ostinato.recurrent_layer, (*given, batch, cell, True, training, None))
+        own = tensors if training else [None if x is None else x.detach() for x in tensors]
+        torch.library.opcheck(torch.ops.ostinato.recurrent_layer, (*own, batch, cell, True, training, None))
     tensors = [None if x is None else x.detach() for x in tensors]
     output, h_n, c_n, c = operators.recurrent_layer(*tensors, batch, cell, True, True, None)
     grads = output, h_n, c_n if cell == "lstm" else None
@@ -164,9 +165,9 @@ def test_narrow_dtypes_sum_in_float32(cell, dtype):
             x *= 0.25
     exact = [x if x is None or not x.is_floating_point() else x.detach().double().requires_grad_() for x in tensors]
     results = []
-    for given in (tensors, exact):
-        results.append(run(given, batch, cell, False))
-        torch.autograd.backward(results[-1], [grad.to(given[0].dtype) for grad in random_gradients(results[0])])
+    for own in (tensors, exact):
+        results.append(run(own, batch, cell, False))
+        torch.autograd.backward(results[-1], [grad.to(own[0].dtype) for grad in random_gradients(results[0])])
     assert all(y.dtype == dtype for y in results[0])
     step = torch.finfo(dtype).eps
     for ours, truth in zip(tensors[:7], exact[:7], strict=True):
@@ -188,8 +189,8 @@ def test_only_inputs_and_states_are_kept():
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
             output = run(tensors, batch, cell, False)[0]
-        given = {x.data_ptr() for x in tensors if x is not None}
-        rows = sum(numbers for address, numbers in kept.items() if address not in given)
+        inputs = {x.data_ptr() for x in tensors if x is not None}
+        rows = sum(numbers for address, numbers in kept.items() if address not in inputs)
         assert rows == output.numel() * (1 + wide)
 
 

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ostinato.kernels.persistent.operators import can_take, plan_layer, recurrent_layer
 from ostinato.kernels.persistent.plan import Plan
-from ostinato.masks import mask_name, mask_of, masked
+from ostinato.masks import keep_pruned, mask_name, mask_of, masked
 from ostinato.scan import check_batch_sizes
 
 Hidden = Tensor | tuple[Tensor, Tensor]
@@ -68,11 +68,23 @@ class _Recurrent(nn.RNNBase):
         weight = self.weight_hh_l0
         return self._plan(weight.device, batch, dtype or weight.dtype, training, steps)
 
+    def _warn_unquantised(self, _: object) -> None:
+        if self.mode in ("GRU", "LSTM"):  # torch.nn's RNN is left as it is too
+            warnings.warn(
+                f"torch.ao.quantization leaves ostinato's {type(self).__name__} as it is; to quantise its weights, "
+                f"load them into a torch.nn.{self.mode} first, with strict=False",
+                stacklevel=2,
+            )
+
+    # torch.ao.quantization sets one on every module, and passes over those whose very class it does not know.
+    qconfig = property(None, _warn_unquantised)
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Make room for the masks of a pruned layer, which a new one lacks."""
         for name in self._flat_weights_names:
             if "weight" in name and prefix + mask_name(name) in state_dict and mask_of(self, name) is None:
                 self.register_buffer(mask_name(name), torch.ones_like(getattr(self, name), dtype=torch.bool))
+                keep_pruned(self, name)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _weights(self) -> list[Tensor]:

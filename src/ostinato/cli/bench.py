@@ -180,6 +180,7 @@ def _measure(kind: str, device_name: str, quick: bool, only: str, path: Path | N
 
     from ostinato.bench import capacity, measure, report
     from ostinato.bench.workloads import workloads
+    from ostinato.files import is_stream
 
     device, console = _device(device_name), _console()
     works = workloads(kind, device, quick, only)
@@ -199,7 +200,8 @@ def _measure(kind: str, device_name: str, quick: bool, only: str, path: Path | N
         shown = report.recurrence_table(records, device.type, number == 0) if of_steps else report.table(records)
         console.print(shown)
         content["results"] += records
-        if path is not None:  # after every workload, so that what is measured outlives an interruption
+        # After every workload, so that what is measured outlives an interruption; a stream takes but one content.
+        if path is not None and not is_stream(path):
             report.write_json(path, content)
     if of_steps:
         for line in report.why_missing(content["results"]):
@@ -209,9 +211,8 @@ def _measure(kind: str, device_name: str, quick: bool, only: str, path: Path | N
             console.print("Persistent kernels, cuDNN and cuSPARSE need an NVIDIA GPU.")
         content["capacity"] = capacity.capacity(device)
         console.print(capacity.table(content["capacity"]))
-        if path is not None:
-            report.write_json(path, content)
     if path is not None:
+        report.write_json(path, content)
         plot = _plot(console, content, path) if kind == "training-sweep" and content["results"] else None
         console.print(f"wrote {', '.join(map(str, filter(None, (path, plot))))}", soft_wrap=True)
     _fail_if(wrong)

@@ -363,12 +363,13 @@ class _Benchmark:
         from ostinato.bench.report import environment, path_for
         from ostinato.cli.devices import choose_device
         from ostinato.cli.train import stop_on_interrupt
-        from ostinato.files import check_folder
+        from ostinato.files import check_file, is_stream
 
         self.console = Console(highlight=False, soft_wrap=True)
         self.device: torch.device = choose_device(device)
         self.path = path_for(path, f"learning-{name}", self.device) or Path("runs") / f"learning-{name}.json"
-        check_folder(self.path.parent)
+        check_file(self.path)
+        self._to_stream = is_stream(self.path)
         self.content: dict[str, Any] = {"benchmark": f"learning-{name}", **environment(self.device)}
         self._interruptible = stop_on_interrupt()
         self._interrupted: Callable[[], bool]
@@ -380,9 +381,15 @@ class _Benchmark:
     def __exit__(self, kind: type | None, *rest: Any) -> None:
         self._interruptible.__exit__(kind, *rest)
         if kind is None:
+            self._write()
             self._draw()
 
     def save(self) -> None:
+        """What there is so far; a stream takes but one content, at the end."""
+        if not self._to_stream:
+            self._write()
+
+    def _write(self) -> None:
         from ostinato.bench.report import write_json
 
         write_json(self.path, self.content)
@@ -390,7 +397,7 @@ class _Benchmark:
     def stop_if_interrupted(self) -> None:
         if self._interrupted():
             self.console.print(
-                f"Interrupted; {self.path} has what was finished." if self.path.exists() else "Interrupted."
+                f"Interrupted; {self.path} has what was finished." if self.path.is_file() else "Interrupted."
             )
             raise typer.Exit(130)
 
@@ -410,6 +417,8 @@ class _Benchmark:
         from ostinato.bench.learning.plots import draw
 
         self.console.print(f"wrote {self.path}")
+        if self._to_stream:
+            return
         try:
             draw(self.content, self.path.with_suffix(".png"))
         except ImportError:

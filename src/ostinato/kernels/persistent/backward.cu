@@ -66,7 +66,7 @@ struct Units : Block {
 #pragma unroll
             for (int g = 0; g < GATES; ++g) x[g] = widen(pre[i][g]);
             if constexpr (CELL == RNN_TANH) slope[i][0] = 1 - x[0] * x[0];
-            if constexpr (CELL == RNN_RELU) slope[i][0] = x[0] > 0 ? 1 : x[0] == 0 ? 0 : x[0];
+            if constexpr (CELL == RNN_RELU) slope[i][0] = x[0] > 0 ? 1 : x[0] <= 0 ? 0 : x[0];
             direct[i] = 0;
             if constexpr (CELL == GRU) {
                 const float reset = sigmoid(x[0]), update = sigmoid(x[1]), recurrent = widen(candidate[i]);

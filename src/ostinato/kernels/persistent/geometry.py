@@ -250,34 +250,45 @@ def _round_up(a: int, b: int) -> int:
     return _ceil(a, b) * b
 
 
-# Microseconds of a step on an H100, fitted to five hundred layers, nearly all within 20 %: a step with nothing to do;
-# 100 kB of state; 100 kB of weights read from shared memory; a hundred tiles of a warp or entries of a thread; ten
-# gates that a thread computes.
+class _Cost(NamedTuple):
+    """Microseconds of a step on a Hopper GPU, fitted to some hundred layers, nearly all within 20 %."""
+
+    step: float  # with nothing to do
+    read: float  # 100 kB of state
+    row: float  # 10 kB of a sequence's state, which takes a lane so many loads
+    kept: float  # 100 kB of weights read from shared memory
+    multiplied: float  # a hundred tiles of a warp or entries of a thread
+    updated: float  # ten gates that a thread computes
+    summed: float  # the partial sums of 64 row tiles of a sequence
+    cluster: float = 0.0  # each doubling of a cluster, whose blocks add up their products
+
+
 _COSTS = {
-    "dense": (0.79, 1.1, 0.11, 1.33, 0.30),
-    "block": (0.85, 1.9, 0.37, 1.45, 0.26),
-    "sparse": (0.80, 4.1, 0.80, 2.10, 2.00),
+    ("dense", False): _Cost(0.82, 0.77, 0.0, 0.10, 1.00, 0.64, 0.44),
+    ("dense", True): _Cost(0.37, 0.0, 0.81, 0.33, 0.55, 2.72, 1.84, 0.22),
+    ("block", False): _Cost(0.85, 1.9, 0.0, 0.37, 1.45, 0.26, 0.0),
+    ("block", True): _Cost(0.85, 1.9, 0.0, 0.37, 1.45, 0.26, 0.0, 0.25),
+    ("sparse", False): _Cost(0.80, 4.1, 0.0, 0.80, 2.10, 2.00, 0.0),
+    ("sparse", True): _Cost(0.80, 4.1, 0.0, 0.80, 2.10, 2.00, 0.0, 0.25),
 }
-_CLUSTER = 0.35  # microseconds, for blocks that add up their products
-_HALF_WORDS = 0.2  # microseconds, if blocks of the dense kernel publish their state in words of 4 bytes
+_HALF_WORDS = 0.3  # microseconds, if blocks of the dense kernel publish their state in words of 4 bytes
 _SHARE = 0.054  # microseconds, for each share of a strip that a warp of the block kernel takes
 _ROUND_TRIP = 1.3  # microseconds, for each further time that the block kernel has to wait for a part of the state
 
 
 def microseconds(geometry: Geometry, batch: int) -> float:
     """A step of all sequences, estimated."""
-    step, read, kept, multiplied, updated = _COSTS[geometry.path]
-    state = geometry.columns * geometry.slice * geometry.dtype.itemsize
+    cost, row = _COSTS[geometry.path, geometry.backward], geometry.slice * geometry.dtype.itemsize
     thrice = geometry.exact and geometry.dtype == torch.float32 and geometry.path != "sparse"
     passes = _ceil(geometry.columns, 8) * (3 if thrice else 1)
-    step += read * state / 1e5
-    step += kept * (geometry.tiles - geometry.held) * geometry.tile_bytes / 1e5
-    step += multiplied * geometry.tiles * passes / 1e2
-    step += updated * _ceil(geometry.units * geometry.columns, THREADS) * GATES[geometry.cell] / 10
-    if geometry.cluster > 1:
-        step += _CLUSTER
+    step = cost.step + cost.read * geometry.columns * row / 1e5 + cost.row * row / 1e4
+    step += cost.kept * (geometry.tiles - geometry.held) * geometry.tile_bytes / 1e5
+    step += cost.multiplied * geometry.tiles * passes / 1e2
+    step += cost.updated * _ceil(geometry.units * geometry.columns, THREADS) * GATES[geometry.cell] / 10
+    step += cost.summed * geometry.row_tiles * geometry.columns / 64
+    step += cost.cluster * math.log2(geometry.cluster)
     if geometry.path == "dense":
-        step += _HALF_WORDS if geometry.units * geometry.dtype.itemsize % 8 else 0
+        step += _HALF_WORDS if geometry.units * geometry.dtype.itemsize % 8 and not geometry.backward else 0
     if geometry.path == "block":
         step += _SHARE * len(geometry.share_tiles)
         step += _ROUND_TRIP * (_ceil(geometry.words, geometry.words_in_flight) - 1)
