@@ -561,11 +561,3 @@ def test_forked_worker_after_first_use():
 def test_import_leaves_numba_alone():
     code = "import sys, ostinato; assert 'numba' not in sys.modules, 'numba was imported'"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-
-
-def test_loops_compile_where_nothing_can_be_cached(monkeypatch):
-    monkeypatch.setattr("numba.core.caching.CacheImpl._locator_classes", [])
-    loop = cpu_loops.scan.__wrapped__(cpu.NUMPY_DTYPES[torch.float32], False)
-    monkeypatch.setattr(cpu_loops, "scan", lambda dtype, log: loop)
-    h, _ = cpu.linear_scan(torch.full((1, 3, 1), 0.5), torch.ones(1, 3, 1), None, False, None)
-    assert h.flatten().tolist() == [1, 1.5, 1.75]

@@ -185,7 +185,7 @@ class _Recurrent(nn.RNNBase):
                 weight_ih, weight_hh, *biases = weights[index * size : (index + 1) * size]
                 bias_ih, bias_hh = biases or (None, None)
                 mask = mask_of(self, self._all_weights[index][1]) if self._buffers else None
-                output, h_n, c_n, _ = recurrent_layer(
+                output, h_n, c_n, *_ = recurrent_layer(
                     *(rows, h0, c0, weight_ih, weight_hh, bias_ih, bias_hh, mask, offsets),
                     *(batch, cell, index > first, training, self._path),
                 )

@@ -27,18 +27,38 @@ def _linear_cpu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     does not (with one thread it takes MKL there too).  A 1x1 convolution along one line of pixels, channels last,
     is the same product of the same memory.
     """
-    rows, width = x.shape[:-1].numel(), weight.shape[0]
-    if (
-        not x.dtype == weight.dtype == torch.float32
-        or not GEMM_ROWS <= rows <= 2**31 // max(width, x.shape[-1])  # oneDNN counts some elements in 32 bits
-        or torch.is_autocast_enabled("cpu")
-        or not torch.backends.mkldnn.enabled
-        or not _is_amd()
-    ):
+    width = weight.shape[0]
+    if x.dtype != weight.dtype or not _is_faster_convolved(x, width):
         return F.linear(x, weight, bias)
-    pixels = x.reshape(1, 1, rows, x.shape[-1]).permute(0, 3, 1, 2)
-    product = F.conv2d(pixels, weight[:, :, None, None], bias)
+    product = F.conv2d(_pixels(x), weight[:, :, None, None], bias)
     return product.permute(0, 2, 3, 1).reshape(*x.shape[:-1], width).contiguous()
+
+
+def gradient_of_weight(grad: Tensor, x: Tensor) -> Tensor:
+    """``grad.T @ x`` of (rows, width) and (rows, channels): what is :func:`linear`'s gradient, and as fast."""
+    width, channels = grad.shape[1], x.shape[1]
+    if x.device.type != "cpu" or grad.dtype != x.dtype or not _is_faster_convolved(x, width):
+        return grad.T @ x
+    weight = x.new_empty(1).expand(width, channels, 1, 1)  # of which only the shape is looked at
+    ones, zeros = [1, 1], [0, 0]
+    convolution = None, ones, zeros, ones, False, zeros, 1, [False, True, False]
+    return torch.ops.aten.convolution_backward(_pixels(grad), _pixels(x), weight, *convolution)[1][:, :, 0, 0]
+
+
+def _is_faster_convolved(x: Tensor, width: int) -> bool:
+    rows = x.shape[:-1].numel()
+    return (
+        x.dtype == torch.float32
+        and GEMM_ROWS <= rows <= 2**31 // max(width, x.shape[-1])  # oneDNN counts some elements in 32 bits
+        and not torch.is_autocast_enabled("cpu")
+        and torch.backends.mkldnn.enabled
+        and _is_amd()
+    )
+
+
+def _pixels(x: Tensor) -> Tensor:
+    """Rows as pixels of one line, channels last."""
+    return x.reshape(1, 1, -1, x.shape[-1]).permute(0, 3, 1, 2)
 
 
 @functools.cache

@@ -7,21 +7,26 @@ that enters takes pieces from a shared counter until none is left.
 """
 
 import ctypes
+import inspect
 import math
-import pkgutil
-import zlib
+import os
+import pickle
+import sys
 from collections.abc import Callable
+from importlib import resources
 from typing import Any
 
+import llvmlite
+import numba
 import numpy as np
 import torch
 from llvmlite import ir
 from numba import cfunc, types
+from numba.core.compiler_lock import global_compiler_lock
+from numba.core.registry import cpu_target
 from numba.extending import intrinsic, overload, register_jitable
 
-# Numba compiles a cached loop anew if its own file has changed, not if that of an inlined function has: a loop of
-# another file that uses functions of this one refers to this.
-REVISION = zlib.crc32(pkgutil.get_data(__package__, "numba_loops.py") or b"")
+from ostinato.kernels import cache
 
 LINE = 64  # bytes of a cache line
 NUMPY_DTYPES = {torch.float32: np.float32, torch.float64: np.float64}
@@ -31,12 +36,63 @@ def integers(*names: str) -> list[tuple[str, type]]:
     return [(name, ctypes.c_int64) for name in names]
 
 
-def compiled_loop(function: Callable) -> Any:
-    """Compile a loop; its ``ctypes`` attribute is the C function."""
+class Loop:
+    """A compiled loop: the ``address`` of a C function, and ``ctypes``, which calls it without the GIL."""
+
+    def __init__(self, name: str, library: Any) -> None:
+        self._library = library  # whose memory the code is in
+        self.address: int = library.get_pointer_to_function(name)
+        self.ctypes = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.address)
+
+
+@global_compiler_lock
+def compiled_loop(function: Callable) -> Loop:
+    """Compile a loop, or load what an earlier process compiled.
+
+    Numba's own cache keeps all variants of a function in one index, written before the code and without a lock, and
+    does not see changes of what is inlined from other files.  Here each variant and revision has a file of its own.
+    """
+    target = cpu_target.target_context
+    target.refresh()
+    key = _cache_key(function, target.codegen())
+    stored = cache.load(key) if key else None
+    if stored is not None:
+        name, code = pickle.loads(stored)
+        return Loop(name, target.codegen().unserialize_library(code))
+    if key:  # two processes may name two variants alike, and a third would confuse them
+        function.__qualname__ += f"_{key.partition('.')[0]}"
+    compiled = cfunc("void(voidptr)", error_model="numpy")(function)
+    name, library = compiled.native_name, compiled._library
+    if key:
+        cache.store(key, pickle.dumps((name, library.serialize_using_object_code())))
+    return Loop(name, library)
+
+
+def _cache_key(function: Callable, codegen: Any) -> str | None:
+    """All that a loop's code depends on: its variant, the sources, the compiler and its options, the processor."""
+    if _SOURCES is None:
+        return None
+    variant = sorted(inspect.getclosurevars(function).nonlocals.items())
+    versions = sys.implementation.cache_tag, numba.__version__, llvmlite.__version__, numba.config.USING_SVML
+    options = sorted(item for item in os.environ.items() if item[0].startswith("NUMBA_"))
+    parts = function.__module__, function.__qualname__, variant, _SOURCES, versions, options, codegen.magic_tuple()
+    return f"{cache.key_of(*map(str, parts))}.loop"
+
+
+def _hash_sources() -> str | None:
+    """None where they cannot be read, as in a frozen application: then nothing is cached."""
     try:
-        return cfunc("void(voidptr)", cache=True, error_model="numpy")(function)
-    except RuntimeError:  # no folder to cache in can be written
-        return cfunc("void(voidptr)", error_model="numpy")(function)
+        folder = resources.files(__package__)
+        places = [place for place in (folder, *folder.iterdir()) if place.is_dir()]
+        files = [(place, file) for place in places for file in place.iterdir() if file.name.endswith(".py")]
+        texts = sorted(f"{place.name}/{file.name}\n{file.read_text('utf-8')}" for place, file in files)
+    except OSError:
+        return None
+    return cache.key_of(*texts) if texts else None
+
+
+# Read now and not when a loop is compiled: the files may then be a newer release's, and what runs the older's.
+_SOURCES = _hash_sources()
 
 
 # Either would keep LLVM from vectorising a loop: a call left in it, a check for division by zero.
@@ -64,6 +120,51 @@ def take_piece(typing_context, work):
         return builder.atomic_rmw("add", counter, int64(1), "monotonic")
 
     return types.int64(types.voidptr), generate
+
+
+@intrinsic
+def offset(typing_context, pointer, index):
+    """The address of an element."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.gep(arguments[0], [arguments[1]])
+
+    return pointer(pointer, types.int64), generate
+
+
+def streams(*names: str) -> tuple[Any, Any]:
+    """``load(pointer, index, name)`` and ``store(pointer, index, value, name)`` of a family of loops.
+
+    Each array of a loop is a stream; none that is written overlaps with another.  Saying so, as metadata of every
+    access, lets LLVM vectorise loops over more arrays than it is willing to compare with each other at run time.
+    """
+
+    def mark(builder: Any, instruction: Any, stream: str) -> None:
+        metadata = builder.module.add_metadata
+        domain = metadata(["ostinato"])
+        scopes = {name: metadata([name, domain]) for name in names}
+        instruction.set_metadata("alias.scope", metadata([scopes[stream]]))
+        instruction.set_metadata("noalias", metadata([scope for name, scope in scopes.items() if name != stream]))
+
+    @intrinsic(prefer_literal=True)
+    def load(typing_context, pointer, index, stream):
+        def generate(context, builder, signature, arguments):
+            value = builder.load(builder.gep(arguments[0], [arguments[1]], inbounds=True))
+            mark(builder, value, stream.literal_value)
+            return value
+
+        return pointer.dtype(pointer, types.int64, stream), generate
+
+    @intrinsic(prefer_literal=True)
+    def store(typing_context, pointer, index, value, stream):
+        def generate(context, builder, signature, arguments):
+            target = builder.gep(arguments[0], [arguments[1]], inbounds=True)
+            mark(builder, builder.store(arguments[2], target), stream.literal_value)
+            return context.get_dummy_value()
+
+        return types.void(pointer, types.int64, pointer.dtype, stream), generate
+
+    return load, store
 
 
 # Arithmetic, in float32 for float32.
@@ -186,3 +287,13 @@ def sigmoids(x):
     large = one / (one + e)
     small = e * large
     return large if x >= 0 else small, small if x >= 0 else large
+
+
+@inline
+def tanh_slope(x):
+    """tanh(x) and its derivative."""
+    one = cast(1.0, x)
+    e, less = exp_expm1(-abs(x + x))
+    scale = one / (one + e)
+    size = -less * scale
+    return size if x >= 0 else -size, cast(4.0, x) * e * scale * scale

@@ -5,19 +5,15 @@ Compiling needs ``cuda-core`` but no GPU; launching needs only ``cuda-bindings``
 
 import ctypes
 import functools
-import hashlib
-import os
 import threading
 from collections.abc import Mapping
 from importlib import metadata, resources
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from ostinato.files import replacing
+from ostinato.kernels import cache
 
-_DIGEST_SIZE = 32  # bytes of SHA-256 before every kernel in the cache
 _compiling = threading.Lock()
 _thread = threading.local()
 
@@ -64,36 +60,17 @@ def compile_cubin(code: str, arch: str, macros: Mapping[str, object]) -> bytes:
 
 def cached_cubin(code: str, arch: str, macros: Mapping[str, object]) -> bytes:
     """As :func:`compile_cubin`, from the folder of compiled kernels where it is there and whole."""
-    path = _cache_folder() / f"{_cache_key(code, arch, macros)}.cubin"
-    try:
-        stored = path.read_bytes()
-    except OSError:
-        stored = b""
-    digest, cubin = stored[:_DIGEST_SIZE], stored[_DIGEST_SIZE:]
-    if cubin and hashlib.sha256(cubin).digest() == digest:
-        return cubin
-    cubin = compile_cubin(code, arch, macros)
-    try:
-        with replacing(path) as temporary:
-            temporary.write_bytes(hashlib.sha256(cubin).digest() + cubin)
-    except OSError:
-        pass  # a cache that cannot be written costs a compilation in the next process, no more
+    name = cache.key_of(code, arch, repr(sorted(macros.items())), _compiler_version()) + ".cubin"
+    cubin = cache.load(name)
+    if cubin is None:
+        cubin = compile_cubin(code, arch, macros)
+        cache.store(name, cubin)
     return cubin
-
-
-def _cache_folder() -> Path:
-    root = os.environ.get("OSTINATO_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "ostinato"
 
 
 @functools.cache
 def _compiler_version() -> str:
     return f"{metadata.version('cuda-bindings')} {torch.version.cuda}"
-
-
-def _cache_key(code: str, arch: str, macros: Mapping[str, object]) -> str:
-    parts = (code, arch, repr(sorted(macros.items())), _compiler_version())
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
 class Kernel:

@@ -22,7 +22,6 @@ from torch.nn import functional as F
 
 from ostinato.kernels.numba_loops import (
     NUMPY_DTYPES,
-    REVISION,
     cast,
     compiled_loop,
     exp_expm1,
@@ -33,6 +32,7 @@ from ostinato.kernels.numba_loops import (
     sigmoids,
     take_piece,
 )
+from ostinato.kernels.persistent import cpu_loops
 from ostinato.kernels.persistent.plan import GATES, Plan, no_kernel
 from ostinato.kernels.threads import run_loop, threads_for
 
@@ -45,8 +45,11 @@ DENSEST_BLOCKS = {"rnn_tanh": 0.8, "rnn_relu": 0.8, "gru": 0.8, "lstm": 0.4}
 DENSEST_ROWS = {"rnn_tanh": 0.2, "rnn_relu": 0.2, "gru": 0.2, "lstm": 0.075}
 
 
-def make_plan(cell: str, hidden_size: int, dtype: torch.dtype, mask_nnz: int, block: tuple[int, int]) -> Plan:
-    """How to run a pruned layer on the CPU, whose caches hold what they can."""
+def make_plan(cell, hidden_size, batch, dtype, mask_hh, block, training, steps, device=None, path=None) -> Plan:
+    """How a layer runs on the CPU, whose caches hold what they can."""
+    if dtype not in NUMPY_DTYPES:
+        return no_kernel(f"layers on the CPU compute in float32 and float64, not in {dtype}")
+    return Plan("dense", 0, 0, 0, "fast")
     path, densest = ("sparse", DENSEST_ROWS) if block == (1, 1) else ("block", DENSEST_BLOCKS)
     density = mask_nnz / (GATES[cell] * hidden_size**2)
     if dtype not in NUMPY_DTYPES:
@@ -55,6 +58,125 @@ def make_plan(cell: str, hidden_size: int, dtype: torch.dtype, mask_nnz: int, bl
         what = "single weights" if block == (1, 1) else "blocks"
         return no_kernel(f"{density:.0%} of the weights are left; up to {densest[cell]:.0%} in {what} pay")
     return Plan(path, 0, 0, 0, f"{density:.0%} of the weights are left, packed for the CPU's caches")
+
+
+def forward(
+    projected: Tensor,
+    h0: Tensor | None,
+    c0: Tensor | None,
+    weight_hh: Tensor,
+    bias_hh: Tensor | None,
+    mask_hh: Tensor | None,
+    offsets: Tensor | None,
+    batch: int,
+    cell: str,
+    reverse: bool,
+    plan: Plan,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    dtype, hidden, lstm = projected.dtype, weight_hh.shape[1], cell == "lstm"
+    projected = projected.contiguous()
+    h, c = _state(h0, batch, hidden, projected), _state(c0, batch if lstm else 0, hidden, projected)
+    output = projected.new_empty(len(projected), hidden)
+    kept = torch.empty_like(output) if keep and len(weight_hh) > hidden else None
+    length = len(projected) // batch if offsets is None else len(offsets) - 1
+    threads, group, tile = _shares(batch, weight_hh.numel() * length)
+    rows = cpu_loops.panel_rows(NUMPY_DTYPES[dtype], tile)
+    padding = -len(weight_hh) % rows
+    panels = F.pad(weight_hh, (0, 0, 0, padding)).view(-1, rows, hidden).transpose(1, 2).contiguous()
+    bias = h.new_zeros(len(weight_hh)) if bias_hh is None else bias_hh
+    bias = F.pad(bias, (0, padding))
+    sums = h.new_empty(batch, len(bias))
+    arrays = {"weights": panels, "bias": bias, "projected": projected, "sums": sums, "h": h, "c": c}
+    arrays |= {"output": output, "kept": kept, "offsets": offsets}
+    work = cpu_loops.ForwardWork(
+        pieces=-(-batch // group),
+        group=group,
+        batch=batch,
+        length=length,
+        hidden=hidden,
+        padded=len(bias),
+        reverse=reverse,
+        **_addresses(arrays),
+    )
+    run_loop(cpu_loops.forward(NUMPY_DTYPES[dtype], cell, tile, keep), work, threads)
+    return output, h, c if lstm else None, kept
+
+
+def backward(
+    pre: Tensor,
+    candidate: Tensor | None,
+    h_prev: Tensor,
+    c: Tensor | None,
+    c0: Tensor | None,
+    weight_hh: Tensor,
+    mask_hh: Tensor | None,
+    grad_output: Tensor | None,
+    grad_h_n: Tensor | None,
+    grad_c_n: Tensor | None,
+    offsets: Tensor | None,
+    batch: int,
+    cell: str,
+    reverse: bool,
+    plan: Plan,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    dtype, hidden, lstm = pre.dtype, weight_hh.shape[1], cell == "lstm"
+    length = len(pre) // batch if offsets is None else len(offsets) - 1
+    threads, group, tile = _shares(batch, weight_hh.numel() * length)
+    columns = cpu_loops.panel_rows(NUMPY_DTYPES[dtype], tile)
+    padding = -hidden % columns
+    weight = weight_hh.roll(hidden, 0) if cell == "gru" else weight_hh  # n before r and z, as their gradients lie
+    panels = F.pad(weight, (0, padding)).view(len(weight), -1, columns).transpose(0, 1).contiguous()
+    dh = pre.new_zeros(batch, hidden + padding)
+    if grad_h_n is not None:
+        dh[:, :hidden] = grad_h_n
+    dc = _state(grad_c_n, batch if lstm else 0, hidden, pre)
+    grads = pre.new_empty(len(pre), hidden if len(weight) == hidden else 4 * hidden)
+    arrays = {
+        "weights": panels,
+        "pre": pre.contiguous(),
+        "candidate": None if candidate is None else candidate.contiguous(),
+        "h_prev": h_prev.contiguous(),
+        "cells": c,
+        "c0": _state(c0, batch if lstm else 0, hidden, pre),
+        "grad_output": pre.new_zeros(hidden) if grad_output is None else grad_output.contiguous(),
+        "dh": dh,
+        "dc": dc,
+        "grads": grads,
+        "offsets": offsets,
+    }
+    work = cpu_loops.BackwardWork(
+        pieces=-(-batch // group),
+        group=group,
+        batch=batch,
+        length=length,
+        hidden=hidden,
+        padded=hidden + padding,
+        reverse=reverse,
+        grad_row=0 if grad_output is None else hidden,
+        **_addresses(arrays),
+    )
+    run_loop(cpu_loops.backward(NUMPY_DTYPES[dtype], cell, tile), work, threads)
+    return grads, dh[:, :hidden], dc if lstm else None
+
+
+def _state(initial: Tensor | None, batch: int, hidden: int, like: Tensor) -> Tensor:
+    """A copy, which a loop writes to."""
+    if initial is None:
+        return like.new_zeros(batch, hidden)
+    return initial.to(like.dtype, copy=True, memory_format=torch.contiguous_format)
+
+
+def _addresses(arrays: dict[str, Tensor | None]) -> dict[str, int]:
+    return {name: 0 if x is None else x.data_ptr() for name, x in arrays.items()}
+
+
+def _shares(batch: int, products: int) -> tuple[int, int, int]:
+    """Threads, sequences of a piece, and sequences of a tile."""
+    threads = threads_for(products * batch)
+    group = -(-batch // threads)
+    tile = max(tile for tile in cpu_loops.TILES if tile <= group)
+    return threads, group, tile
 
 
 class SparseLayer:
@@ -259,11 +381,10 @@ def _tanh(x):
 def layer(dtype: type, cell: str, height: int, shared: bool, tile: int) -> Any:
     """The loop over time of `tile` sequences a piece; h and c hold the initial state, then the last one."""
     gates = GATES[cell]
-    largest, revision = dtype(np.finfo(dtype).max), REVISION
+    largest = dtype(np.finfo(dtype).max)
 
     @compiled_loop
     def run(address):
-        revision  # noqa: B018  # by what it refers to is a cached loop known
         work = carray(address, 1, _WORK)[0]
         values, columns = pointer_to(work.values, dtype), pointer_to(work.columns, np.int32)
         starts, rows = pointer_to(work.starts, np.int64), pointer_to(work.rows, np.int64)

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from ostinato.kernels import nvrtc
 from ostinato.kernels.dispatch import gradient, is_eager, operator, or_empty
-from ostinato.kernels.gemm import linear
+from ostinato.kernels.gemm import gradient_of_weight, linear
 from ostinato.kernels.persistent import reference
 from ostinato.kernels.persistent.masks import block_of, derived_from
 from ostinato.kernels.persistent.plan import GATES, Plan, no_kernel
@@ -121,41 +121,58 @@ def _recurrent_layer(
     reverse: bool,
     training: bool,
     path: str | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     kernels, plan = _choose(x, mask_hh, offsets, batch, cell, weight_hh.shape[1], training, path)
     projected = linear(x, weight_ih, bias_ih)
     args = (projected, h0, c0, weight_hh, bias_hh, mask_hh, offsets, batch, cell, reverse, plan, training)
     output, h_n, c_n, c = _run(kernels, "forward", *args)
     wide = torch.promote_types(x.dtype, torch.float32)
-    return output, h_n, or_empty(c_n, x), x.new_empty(0, dtype=wide) if c is None else c
+    c_width, gates_width = _kept_widths(x, cell, weight_hh.shape[1], training)
+    if c is None or not c_width:
+        c = x.new_zeros(len(x), c_width, dtype=wide)
+    return output, h_n, or_empty(c_n, x), c, projected if gates_width else x.new_empty(len(x), 0)
+
+
+def _kept_widths(x: Tensor, cell: str, hidden: int, training: bool) -> tuple[int, int]:
+    """How wide what is kept for the backward is: c, and the arguments of the gates.
+
+    A CPU keeps those, and for a GRU in c's place the recurrent part of its candidate's: to make them anew are two
+    products of the six that all others take, which are most of a CPU's time.
+    """
+    if not training or cell.startswith("rnn"):  # whose states say enough
+        return 0, 0
+    on_cpu = x.device.type == "cpu"
+    return hidden if cell == "lstm" or (on_cpu and cell == "gru") else 0, GATES[cell] * hidden if on_cpu else 0
 
 
 def _recurrent_layer_fake(
     x: Tensor, h0: Any, c0: Any, weight_ih: Tensor, weight_hh: Tensor, *others: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     batch, cell, _, training, _ = others[-5:]
-    hidden, lstm = weight_hh.shape[1], cell == "lstm"
+    hidden = weight_hh.shape[1]
     output, h_n = x.new_empty(x.shape[0], hidden), x.new_empty(batch, hidden)
-    c = x.new_empty(output.shape if lstm and training else 0, dtype=torch.promote_types(x.dtype, torch.float32))
-    return output, h_n, torch.empty_like(h_n) if lstm else x.new_empty(0), c
+    c_width, gates_width = _kept_widths(x, cell, hidden, training)
+    c = x.new_empty(x.shape[0], c_width, dtype=torch.promote_types(x.dtype, torch.float32))
+    c_n = torch.empty_like(h_n) if cell == "lstm" else x.new_empty(0)
+    return output, h_n, c_n, c, x.new_empty(x.shape[0], gates_width)
 
 
 def _context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
     *tensors, ctx.batch, ctx.cell, ctx.reverse, _, ctx.path = inputs
-    h, _, _, c = output
-    ctx.save_for_backward(*tensors, h, c)
+    h, _, _, c, gates = output
+    ctx.save_for_backward(*tensors, h, c, gates)
     ctx.set_materialize_grads(False)
 
 
 def _grad(ctx: Any, *grads: Tensor | None) -> tuple:
-    *tensors, h, c = ctx.saved_tensors
+    *tensors, h, c, gates = ctx.saved_tensors
     needed = ctx.needs_input_grad[:7]
     how = ctx.batch, ctx.cell, ctx.reverse
     if torch.is_grad_enabled():
         found = _differentiable_gradients(tensors, grads[:3], needed, *how)
     else:
         bits = sum(1 << i for i, need in enumerate(needed) if need)
-        found = recurrent_layer_backward(*tensors, h, c, *grads[:3], *how, ctx.path, bits)
+        found = recurrent_layer_backward(*tensors, h, c, gates, *grads[:3], *how, ctx.path, bits)
     return *(grad if need else None for grad, need in zip(found, needed, strict=True)), *[None] * 7
 
 
@@ -188,6 +205,7 @@ def _recurrent_layer_backward(
     offsets: Tensor | None,
     h: Tensor,
     c: Tensor,
+    gates: Tensor,
     grad_output: Tensor | None,
     grad_h_n: Tensor | None,
     grad_c_n: Tensor | None,
@@ -203,15 +221,10 @@ def _recurrent_layer_backward(
     h_prev = reference.previous(h, h0, offsets, batch, reverse)
     if cell.startswith("rnn"):
         pre, candidate = h, None
+    elif kernels is not reference and gates.numel():
+        pre, candidate = gates, c if gru else None
     else:
-        added = (2 if gru else 4) * hidden  # gates whose argument is a sum of both products
-        bias = bias_hh if bias_hh is None or not gru else F.pad(bias_hh[:added], (0, hidden))
-        if bias_ih is not None:
-            bias = bias_ih if bias is None else bias_ih + bias
-        pre = linear(x, weight_ih, bias)
-        pre[:, :added].addmm_(h_prev, weight_hh[:added].T)
-        bias_n = None if bias_hh is None else bias_hh[added:]
-        candidate = linear(h_prev, weight_hh[added:], bias_n) if gru else None
+        pre, candidate = _arguments(x, h_prev, weight_ih, weight_hh, bias_ih, bias_hh, cell)
     lstm = cell == "lstm"
     grads, grad_h0, grad_c0 = _run(
         kernels,
@@ -228,16 +241,38 @@ def _recurrent_layer_backward(
         return rows.roll(-hidden, 0) if gru else rows
 
     compute: tuple[Callable[[], Any], ...] = (
-        lambda: inputs @ weight_ih,
+        lambda: linear(inputs, weight_ih.T),
         lambda: grad_h0,
         lambda: grad_c0,
-        lambda: inputs.T @ x,
-        lambda: in_order(recurrent.T @ h_prev),
+        lambda: gradient_of_weight(inputs, x),
+        lambda: in_order(gradient_of_weight(recurrent, h_prev)),
         lambda: totals[hidden:].clone() if gru else totals,
         lambda: in_order(totals[: 3 * hidden]) if gru else totals.clone(),
     )
     found: Any = tuple(one() if needed >> i & 1 else x.new_empty(0) for i, one in enumerate(compute))
     return found
+
+
+def _arguments(
+    x: Tensor,
+    h_prev: Tensor,
+    weight_ih: Tensor,
+    weight_hh: Tensor,
+    bias_ih: Tensor | None,
+    bias_hh: Tensor | None,
+    cell: str,
+) -> tuple[Tensor, Tensor | None]:
+    """The arguments of all gates, and of a GRU the recurrent part of its candidate's, which is not in them."""
+    hidden, gru = weight_hh.shape[1], cell == "gru"
+    added = (2 if gru else 4) * hidden  # gates whose argument is a sum of both products
+    bias = bias_hh if bias_hh is None or not gru else F.pad(bias_hh[:added], (0, hidden))
+    if bias_ih is not None:
+        bias = bias_ih if bias is None else bias_ih + bias
+    pre = linear(x, weight_ih, bias)
+    pre[:, :added].addmm_(h_prev, weight_hh[:added].T)
+    if not gru:
+        return pre, None
+    return pre, linear(h_prev, weight_hh[added:], None if bias_hh is None else bias_hh[added:])
 
 
 def _recurrent_layer_backward_fake(*args: Any) -> tuple[Tensor, ...]:

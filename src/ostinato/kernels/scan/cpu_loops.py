@@ -21,18 +21,18 @@ from numba.extending import intrinsic
 
 from ostinato.kernels.numba_loops import (
     LINE,
-    REVISION,
     cast,
     compiled_loop,
     exp,
-    exp_expm1,
     inline,
     integers,
     log1p,
     multiply_add,
     pointer_to,
     sigmoids,
+    streams,
     take_piece,
+    tanh_slope,
 )
 from ostinato.kernels.scan import GATES
 
@@ -68,41 +68,10 @@ class LayerWork(ctypes.Structure):
 _SCAN_WORK, _LAYER_WORK = np.dtype(ScanWork), np.dtype(LayerWork)
 
 
-# Memory.  Each array of a loop is a stream; none that is written overlaps with another.  Saying so, as metadata of
-# every access, lets LLVM vectorise loops over more arrays than it is willing to compare with each other at run time.
-
-_STREAMS = (
+_load, _store = streams(
     *("a", "b", "h", "before", "grad_h", "state", "grad_a", "grad_b", "out"),
     *("pre0", "pre1", "pre2", "bias0", "bias1", "bias2", "grad0", "grad1", "grad2", "sum0", "sum1", "sum2"),
 )
-
-
-def _mark_stream(builder: Any, instruction: Any, stream: str) -> None:
-    metadata = builder.module.add_metadata
-    domain = metadata(["ostinato"])
-    scopes = {name: metadata([name, domain]) for name in _STREAMS}
-    instruction.set_metadata("alias.scope", metadata([scopes[stream]]))
-    instruction.set_metadata("noalias", metadata([scope for name, scope in scopes.items() if name != stream]))
-
-
-@intrinsic(prefer_literal=True)
-def _load(typing_context, pointer, index, stream):
-    def generate(context, builder, signature, arguments):
-        value = builder.load(builder.gep(arguments[0], [arguments[1]], inbounds=True))
-        _mark_stream(builder, value, stream.literal_value)
-        return value
-
-    return pointer.dtype(pointer, types.int64, stream), generate
-
-
-@intrinsic(prefer_literal=True)
-def _store(typing_context, pointer, index, value, stream):
-    def generate(context, builder, signature, arguments):
-        target = builder.gep(arguments[0], [arguments[1]], inbounds=True)
-        _mark_stream(builder, builder.store(arguments[2], target), stream.literal_value)
-        return context.get_dummy_value()
-
-    return types.void(pointer, types.int64, pointer.dtype, stream), generate
 
 
 @intrinsic
@@ -170,10 +139,7 @@ def _candidate(x, kind):
         above, below = sigmoids(x)
         return x + cast(0.5, x) if x >= 0 else above, one if x >= 0 else above * below
     if kind == _TANH:
-        e, less = exp_expm1(-abs(x + x))
-        scale = one / (one + e)
-        size = -less * scale
-        return size if x >= 0 else -size, cast(4.0, x) * e * scale * scale
+        return tanh_slope(x)
     return x, one
 
 
@@ -221,11 +187,8 @@ def scan(dtype: type, log: bool) -> Any:
     """``state = a[t]*state + b[t]``, or ``logaddexp(a[t] + state, b[t])``; out[t] is the state after step t."""
     line = LINE // np.dtype(dtype).itemsize
 
-    revision = REVISION
-
     @compiled_loop
     def run(address):
-        revision  # noqa: B018  # by what it refers to is a cached loop known
         work = carray(address, 1, _SCAN_WORK)[0]
         bounds, reverse = pointer_to(work.bounds, np.int64), work.reverse
         a, a_n, a_t = pointer_to(work.a, dtype), work.a_n, work.a_t
@@ -289,11 +252,8 @@ def scan_backward(dtype: type, log: bool) -> Any:
     """The gradients of a scan; state brings the last state's and returns the initial state's."""
     line = LINE // np.dtype(dtype).itemsize
 
-    revision = REVISION
-
     @compiled_loop
     def run(address):
-        revision  # noqa: B018  # by what it refers to is a cached loop known
         work = carray(address, 1, _SCAN_WORK)[0]
         bounds, reverse = pointer_to(work.bounds, np.int64), work.reverse
         a, a_n, a_t = pointer_to(work.a, dtype), work.a_n, work.a_t
@@ -358,11 +318,8 @@ def layer(dtype: type, cell: str, candidate: str) -> Any:
     """``state = keep*state + mix*c`` with the gates made from pre + bias; out[t] is the state after step t."""
     lstm, gates, kind = cell == "minlstm", GATES[cell], _CANDIDATES[candidate]
 
-    revision = REVISION
-
     @compiled_loop
     def run(address):
-        revision  # noqa: B018  # by what it refers to is a cached loop known
         work = carray(address, 1, _LAYER_WORK)[0]
         offsets = pointer_to(work.offsets, np.int64)
         pre, bias = pointer_to(work.pre, dtype), pointer_to(work.bias, dtype)
@@ -438,11 +395,8 @@ def layer_backward(dtype: type, cell: str, candidate: str) -> Any:
     """
     lstm, gates, kind = cell == "minlstm", GATES[cell], _CANDIDATES[candidate]
 
-    revision = REVISION
-
     @compiled_loop
     def run(address):
-        revision  # noqa: B018  # by what it refers to is a cached loop known
         work = carray(address, 1, _LAYER_WORK)[0]
         offsets, totals = pointer_to(work.offsets, np.int64), pointer_to(work.totals, np.float64)
         pre, bias, sums = (
