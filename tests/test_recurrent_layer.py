@@ -29,9 +29,7 @@ def reference_kernels():
 def stand_in(**members):
     """A device's kernels: the reference, but for ``members``."""
     plan = Plan("dense", 1, 1, 1, "a test")
-    return SimpleNamespace(
-        **{"forward": reference.forward, "backward": reference.backward, "make_plan": lambda *_: plan} | members
-    )
+    return SimpleNamespace(**{**vars(reference), "make_plan": lambda *_: plan} | members)
 
 
 def layer(cell, lengths=(3, 3), size=3, hidden=2, absent=(), dtype=torch.float64, seed=0):
@@ -61,7 +59,7 @@ def layer(cell, lengths=(3, 3), size=3, hidden=2, absent=(), dtype=torch.float64
 
 
 def run(tensors, batch, cell, reverse, training=True):
-    results = operators.recurrent_layer(*tensors, batch, cell, reverse, training, None)
+    results = operators.recurrent_layer(*tensors, batch, cell, reverse, training, None, 1)
     return [*results[: 3 if cell == "lstm" else 2]]
 
 
@@ -144,11 +142,11 @@ def test_operators_are_what_pytorch_expects(cell, lengths):
     tensors, batch = layer(cell, lengths, dtype=torch.float32)
     for training in (True, False):
         own = tensors if training else [None if x is None else x.detach() for x in tensors]
-        torch.library.opcheck(torch.ops.ostinato.recurrent_layer, (*own, batch, cell, True, training, None))
+        torch.library.opcheck(torch.ops.ostinato.recurrent_layer, (*own, batch, cell, True, training, None, 1))
     tensors = [None if x is None else x.detach() for x in tensors]
-    output, h_n, c_n, c = operators.recurrent_layer(*tensors, batch, cell, True, True, None)
+    output, h_n, c_n, *kept = operators.recurrent_layer(*tensors, batch, cell, True, True, None, 1)
     grads = output, h_n, c_n if cell == "lstm" else None
-    arguments = (*tensors, output, c, *grads, batch, cell, True, None, 0b1011011)
+    arguments = (*tensors, output, *kept, *grads, batch, cell, True, None, 1, 0b1011011)
     torch.library.opcheck(
         torch.ops.ostinato.recurrent_layer_backward,
         arguments,
@@ -197,7 +195,7 @@ def test_only_inputs_and_states_are_kept():
 def test_nothing_is_kept_without_training():
     tensors, batch = layer("lstm")
     with torch.no_grad():
-        assert operators.recurrent_layer(*tensors, batch, "lstm", False, False, None)[3].numel() == 0
+        assert operators.recurrent_layer(*tensors, batch, "lstm", False, False, None, 1)[3].numel() == 0
 
 
 def test_what_is_not_finite_goes_through_the_loop(monkeypatch):

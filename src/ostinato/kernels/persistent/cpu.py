@@ -45,7 +45,7 @@ DENSEST_BLOCKS = {"rnn_tanh": 0.8, "rnn_relu": 0.8, "gru": 0.8, "lstm": 0.4}
 DENSEST_ROWS = {"rnn_tanh": 0.2, "rnn_relu": 0.2, "gru": 0.2, "lstm": 0.075}
 
 
-def make_plan(cell, hidden_size, batch, dtype, mask_hh, block, training, steps, device=None, path=None) -> Plan:
+def make_plan(cell, hidden_size, batch, dtype, mask_hh, block, training, steps, *_) -> Plan:
     """How a layer runs on the CPU, whose caches hold what they can."""
     if dtype not in NUMPY_DTYPES:
         return no_kernel(f"layers on the CPU compute in float32 and float64, not in {dtype}")
@@ -58,6 +58,11 @@ def make_plan(cell, hidden_size, batch, dtype, mask_hh, block, training, steps, 
         what = "single weights" if block == (1, 1) else "blocks"
         return no_kernel(f"{density:.0%} of the weights are left; up to {densest[cell]:.0%} in {what} pay")
     return Plan(path, 0, 0, 0, f"{density:.0%} of the weights are left, packed for the CPU's caches")
+
+
+def keeps_gates(_: torch.dtype) -> bool:
+    """Whether the forward keeps the arguments of all gates: to make them anew are two large products of six."""
+    return True
 
 
 def forward(

@@ -46,7 +46,12 @@ struct Units : Block {
         }
         if constexpr (CELL == RNN_TANH) return hyperbolic_tangent(x[0] + s[0]);
         if constexpr (CELL == RNN_RELU) return x[0] + s[0] < 0 ? 0 : x[0] + s[0];
+        if constexpr (sizeof(Scalar) == 4) {  // for the backward
+#pragma unroll
+            for (int g = 0; g < GATES; ++g) projected[i][g] = CELL == GRU && g == 2 ? x[g] : x[g] + s[g];
+        }
         if constexpr (CELL == GRU) {
+            c[i] = s[2];
             const float reset = sigmoid(x[0] + s[0]), update = sigmoid(x[1] + s[1]);
             const float candidate = hyperbolic_tangent(x[2] + reset * s[2]);
             return candidate + update * (h[i] - candidate);
@@ -77,7 +82,11 @@ struct Units : Block {
         for (int i = 0; i < ITEMS; ++i) {
             if (!live(i, rows)) continue;
             p.output[place(rows.first, i)] = bits(h[i]);
-            if (CELL == LSTM && p.cells) p.cells[place(rows.first, i)] = c[i];
+            if (p.cells) p.cells[place(rows.first, i)] = c[i];
+            if (sizeof(Scalar) == 4 && p.gates) {
+#pragma unroll
+                for (int g = 0; g < GATES; ++g) p.gates[place(rows.first, i, GATES) + g * HIDDEN] = projected[i][g];
+            }
         }
     }
 

@@ -24,16 +24,17 @@ from ostinato.kernels.persistent.plan import GATES, Plan, no_kernel
 
 
 def kernels_on(device: torch.device) -> Any:
-    """The module with a device's kernels, imported when there is use for them."""
-    kernels = importlib.import_module(f"ostinato.kernels.persistent.{device.type}")
-    return kernels if hasattr(kernels, "backward") else reference  # until both have one
+    """The module with a device's kernels, imported when there is use for them; the loop that defines them elsewhere."""
+    has_kernels = device.type in ("cpu", "cuda")
+    return importlib.import_module(f"ostinato.kernels.persistent.{device.type}") if has_kernels else reference
 
 
 def plan_layer(mask_hh: Tensor | None, *layer: Any) -> Plan:
     """How a layer and direction runs; made once for each mask, and once for all layers without one.
 
     ``layer``: device, cell, hidden_size, batch, dtype, training (whether gradients will be taken), steps (of the
-    longest sequence, None if that is not known) and path (the only kernel to consider, None for the fastest).
+    longest sequence, None if that is not known), path (the only kernel to consider, None for the fastest) and
+    directions (how many such layers run at once).
     """
     key = torch.backends.cuda.matmul.allow_tf32, *layer
     return _plan_dense(*key) if mask_hh is None else derived_from(mask_hh, key, lambda: _plan(mask_hh, *key))
@@ -56,9 +57,9 @@ def _plan(
     block = None
     if mask_hh is not None:
         block = derived_from(mask_hh, "block", lambda: block_of(mask_hh, GATES[cell]))
-    training, steps, path = how
-    make_plan = kernels_on(device).make_plan
-    return make_plan(cell, hidden_size, batch, dtype, mask_hh, block, training, steps, device, path, tf32)
+    training, steps, path, directions = how
+    layer = cell, hidden_size, batch, dtype, mask_hh, block
+    return kernels_on(device).make_plan(*layer, training, steps, device, path, directions, tf32)
 
 
 _plan_dense = functools.lru_cache(4096)(functools.partial(_plan, None))
@@ -71,16 +72,16 @@ def can_take(tensors: list[Tensor]) -> bool:
 
 
 # recurrent_layer(x, h0, c0, weight_ih, weight_hh, bias_ih, bias_hh, mask_hh, offsets, batch, cell, reverse, training,
-# path) -> output, h_n, c_n, c; empty where there is none, and c unless training
+# path, directions) -> output, h_n, c_n, c; empty where there is none, and c unless training
 
 
 def _choose(
     x: Tensor, mask_hh: Tensor | None, offsets: Tensor | None, batch: int, cell: str, hidden: int, *how: Any
 ) -> tuple[Any, Plan]:
     """The kernels and the plan of a layer; the loop over time where none fits."""
-    training, path = how
+    training, path, directions = how
     steps = len(x) // batch if offsets is None else len(offsets) - 1
-    plan = plan_layer(mask_hh, x.device, cell, hidden, batch, x.dtype, training, steps, path)
+    plan = plan_layer(mask_hh, x.device, cell, hidden, batch, x.dtype, training, steps, path, directions)
     return reference if plan.path == "steps" else kernels_on(x.device), plan
 
 
@@ -121,8 +122,9 @@ def _recurrent_layer(
     reverse: bool,
     training: bool,
     path: str | None,
+    directions: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    kernels, plan = _choose(x, mask_hh, offsets, batch, cell, weight_hh.shape[1], training, path)
+    kernels, plan = _choose(x, mask_hh, offsets, batch, cell, weight_hh.shape[1], training, path, directions)
     projected = linear(x, weight_ih, bias_ih)
     args = (projected, h0, c0, weight_hh, bias_hh, mask_hh, offsets, batch, cell, reverse, plan, training)
     output, h_n, c_n, c = _run(kernels, "forward", *args)
@@ -136,19 +138,18 @@ def _recurrent_layer(
 def _kept_widths(x: Tensor, cell: str, hidden: int, training: bool) -> tuple[int, int]:
     """How wide what is kept for the backward is: c, and the arguments of the gates.
 
-    A CPU keeps those, and for a GRU in c's place the recurrent part of its candidate's: to make them anew are two
-    products of the six that all others take, which are most of a CPU's time.
+    Where those are kept, so is for a GRU in c's place the recurrent part of its candidate's.
     """
     if not training or cell.startswith("rnn"):  # whose states say enough
         return 0, 0
-    on_cpu = x.device.type == "cpu"
-    return hidden if cell == "lstm" or (on_cpu and cell == "gru") else 0, GATES[cell] * hidden if on_cpu else 0
+    keeps_gates = kernels_on(x.device).keeps_gates(x.dtype)
+    return hidden if cell == "lstm" or keeps_gates else 0, GATES[cell] * hidden if keeps_gates else 0
 
 
 def _recurrent_layer_fake(
     x: Tensor, h0: Any, c0: Any, weight_ih: Tensor, weight_hh: Tensor, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    batch, cell, _, training, _ = others[-5:]
+    batch, cell, _, training, *_ = others[-6:]
     hidden = weight_hh.shape[1]
     output, h_n = x.new_empty(x.shape[0], hidden), x.new_empty(batch, hidden)
     c_width, gates_width = _kept_widths(x, cell, hidden, training)
@@ -158,7 +159,7 @@ def _recurrent_layer_fake(
 
 
 def _context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
-    *tensors, ctx.batch, ctx.cell, ctx.reverse, _, ctx.path = inputs
+    *tensors, ctx.batch, ctx.cell, ctx.reverse, _, ctx.path, ctx.directions = inputs
     h, _, _, c, gates = output
     ctx.save_for_backward(*tensors, h, c, gates)
     ctx.set_materialize_grads(False)
@@ -172,8 +173,8 @@ def _grad(ctx: Any, *grads: Tensor | None) -> tuple:
         found = _differentiable_gradients(tensors, grads[:3], needed, *how)
     else:
         bits = sum(1 << i for i, need in enumerate(needed) if need)
-        found = recurrent_layer_backward(*tensors, h, c, gates, *grads[:3], *how, ctx.path, bits)
-    return *(grad if need else None for grad, need in zip(found, needed, strict=True)), *[None] * 7
+        found = recurrent_layer_backward(*tensors, h, c, gates, *grads[:3], *how, ctx.path, ctx.directions, bits)
+    return *(grad if need else None for grad, need in zip(found, needed, strict=True)), *[None] * 8
 
 
 def _differentiable_gradients(
@@ -213,11 +214,12 @@ def _recurrent_layer_backward(
     cell: str,
     reverse: bool,
     path: str | None,
+    directions: int,
     needed: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Of each of the first seven tensors its gradient, empty unless its bit is set in `needed`."""
     hidden, gru = weight_hh.shape[1], cell == "gru"
-    kernels, plan = _choose(x, mask_hh, offsets, batch, cell, hidden, True, path)
+    kernels, plan = _choose(x, mask_hh, offsets, batch, cell, hidden, True, path, directions)
     h_prev = reference.previous(h, h0, offsets, batch, reverse)
     if cell.startswith("rnn"):
         pre, candidate = h, None

@@ -22,6 +22,11 @@ def make_plan(*_: Any, **__: Any) -> Plan:
     return no_kernel("the reference runs where a test asks for it")
 
 
+def keeps_gates(_: torch.dtype) -> bool:
+    """Whether forward turns `projected` into what backward takes as `pre`: no."""
+    return False
+
+
 def forward(
     projected: Tensor,
     h0: Tensor | None,
