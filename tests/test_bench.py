@@ -323,9 +323,9 @@ def test_a_kernel_can_be_asked_for():
     from ostinato.kernels.persistent.geometry import choose_geometry
 
     layer = ("lstm", 2304, 4, torch.float16, int(0.1 * 4 * 2304**2), (16, 1), capacity.H100)
-    assert [choose_geometry(*layer, path).path for path in ("dense", "sparse", "block")] == ["dense", "sparse", "block"]
+    assert [choose_geometry(*layer, path=path).path for path in ("dense", "sparse", "block")] == ["dense", "sparse", "block"]
     assert choose_geometry(*layer).path == "block"
-    assert choose_geometry(*layer[:4], None, None, capacity.H100, "sparse").path == "steps"
+    assert choose_geometry(*layer[:4], None, None, capacity.H100, path="sparse").path == "steps"
 
 
 def test_a_contestant_left_out_is_named_with_the_reason():
