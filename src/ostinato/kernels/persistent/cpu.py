@@ -119,10 +119,7 @@ def backward(
         ordered = weight_hh.roll(hidden, 0) if cell == "gru" else weight_hh  # n, r, z as the gradients
         weights = _dense_panels(ordered.T, how.tile)
     else:
-        entries = derived_from(
-            mask_hh, (backward_entries, plan.geometry), lambda: _entries(False, mask_hh, plan, gates)
-        )
-        weights = _values(weight_hh, entries, 1)
+        weights = _values(weight_hh, _entries(backward_entries, mask_hh, plan, gates), 1)
     dh = pre.new_zeros(batch, weights.row)
     if grad_h_n is not None:
         dh[:, :hidden] = grad_h_n
