@@ -16,10 +16,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ostinato.bench.report import figures, sweep_markdown
+from ostinato.bench.report import figures, recurrence_name, speedup, sweep_markdown
 from ostinato.files import replacing
 
 ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
 BLOCK = re.compile(r"(?s)(<!-- figures: ([a-z0-9-]+) -->\n)(.*?)(<!-- /figures -->)")
 WRONG = 0.1  # an error, relative to the reference, from which on a result is no result
 
@@ -32,7 +33,12 @@ Record = dict[str, Any]
 
 @functools.cache
 def load(name: str) -> Record:
-    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def once_measured(name: str, table: Callable[[], str]) -> Callable[[], str]:
+    """A table of a run that may not have been made yet: nothing until then."""
+    return lambda: table() if (RESULTS / f"{name}.json").exists() else ""
 
 
 def source(name: str) -> str:
@@ -124,15 +130,18 @@ def learning_summary(*names: str) -> str:
     return f"{markdown(head, rows)}\n" + "\n".join(source(name) for name in names) + "\n"
 
 
-def recurrences(name: str, only: Callable[[Record], bool], peers: Mapping[str, str]) -> str:
+def recurrences(name: str, only: Callable[[Record], bool], peers: Mapping[str, str], pass_name: str = "forward") -> str:
     """Microseconds a step, and each peer's as a multiple of ours; one row a layer."""
+    records = [r for r in load(name)["results"] if r["pass"] == pass_name and only(r["workload"])]
+    ran = {who for record in records for who, row in record["contestants"].items() if "seconds" in row}
+    if records[0]["workload"]["kind"] == "training":  # some of its peers are seldom installed
+        peers = {peer: who for peer, who in peers.items() if who in ran}
+    has_graphs = "torch.nn in a CUDA graph" in ran
     head = ["layer", "plan", "Ostinato", "error"]
     for peer, who in peers.items():
         head += [peer, "its error"] if who == "torch.nn" else [peer]
     rows = []
-    for record in load(name)["results"]:
-        if not only(record["workload"]):
-            continue
+    for record in records:
         outcomes = record["contestants"]
         ours = outcomes["Ostinato"]
         row = [
@@ -146,8 +155,34 @@ def recurrences(name: str, only: Callable[[Record], bool], peers: Mapping[str, s
             row.append(f"{microseconds(found)} ({found['times_ostinato']:.1f} ×)" if "seconds" in found else "–")
             if who == "torch.nn":
                 row.append(f"{found['max_error']:.1e}")
+        rows.append([*row, f"**{speedup(record):.1f} ×**"] if has_graphs else row)
+    return f"{markdown([*head, 'at best'] if has_graphs else head, rows)}\n{source(name)}\n"
+
+
+def gradients(name: str, only: Callable[[Record], bool]) -> str:
+    """Each gradient's error, and the memory that a call takes: ours, and ``torch.nn``'s beside it."""
+    parts = {"input": ("input",), "initial states": ("h0", "c0"), "input weights": ("weight_ih",)}
+    parts |= {"recurrent weights": ("weight_hh",), "biases": ("bias",)}
+    rows = []
+    for record in load(name)["results"]:
+        ours, theirs = (record["contestants"][who] for who in ("Ostinato", "torch.nn"))
+        if record["pass"] != "forward+backward" or not only(record["workload"]):
+            continue
+        row = [recurrence_name(record)]
+        for prefixes in parts.values():
+            pair = (max(e for n, e in who["errors"].items() if n.startswith(prefixes)) for who in (ours, theirs))
+            row.append("**{:.1e}** / {:.1e}".format(*pair))
+        if "extra_memory_bytes" in ours:
+            pair = (who["extra_memory_bytes"] / 1e6 for who in (ours, theirs))
+            row.append("**{:,.0f}** / {:,.0f}".format(*pair))
         rows.append(row)
-    return f"{markdown(head, rows)}\n{source(name)}\n"
+    memory = ["memory, MB"] * (len(rows[0]) > 1 + len(parts))
+    return f"{markdown(['layer', *parts, *memory], rows)}\n{source(name)}\n"
+
+
+def picture(name: str, what: str) -> str:
+    """A plot that is there only if its run is."""
+    return f"![{what}](plots/{name}.svg)\n\n{source(name)}\n"
 
 
 def microseconds(row: Record) -> str:
@@ -202,11 +237,16 @@ def characters(name: str) -> str:
     for run in load(name)["runs"]:
         best, last = lowest(run), run["curve"][-1]
         rows.append(
-            [NAMES[run["cell"]], f"**{best['held_out_loss']:.3f}**", f"{best['tokens']:,}", f"{best['seconds']:.0f} s"]
+            [layer_of(run), f"**{best['held_out_loss']:.3f}**", f"{best['tokens']:,}", f"{best['seconds']:.0f} s"]
         )
         rows[-1] += [f"{last['held_out_loss']:.3f}", f"{last['seconds']:.0f} s"]
     head = ["layer", "lowest held-out loss", "after characters", "and time", "at the end", "after"]
     return f"{markdown(head, rows)}\nLosses in nats per character. {source(name)}\n"
+
+
+def layer_of(run: Record) -> str:
+    """Whose GRU or LSTM was trained, in a run that says it."""
+    return NAMES[run["cell"]].removeprefix("nn." * (run.get("layer") == "ostinato"))
 
 
 def pruned(name: str) -> str:
@@ -242,6 +282,19 @@ SHAKESPEARE = "tinyshakespeare-mingru-nvidia-h100"
 PERSISTENT = "persistent-nvidia-h100"
 NAMES = {"mingru": "minGRU", "minlstm": "minLSTM", "gru": "nn.GRU", "lstm": "nn.LSTM"}
 PEERS = {"cuDNN": "torch.nn", "GEMMs in a CUDA graph": "GEMMs in a CUDA graph", "cuSPARSE": "cuSPARSE"}
+TRAINING, TRAINING_CPU, SWEPT = "training-nvidia-h200", "training-amd-epyc", "training-sweep-nvidia-h200"
+LEARNING_RECURRENT = "learning-characters-nvidia-h200"
+TRAINED_BY = {"in a CUDA graph": "Ostinato in a CUDA graph", "cuDNN": "torch.nn"}
+TRAINED_BY |= {"cuDNN in a CUDA graph": "torch.nn in a CUDA graph", "torchrl": "torchrl", "flashrnn": "flashrnn"}
+README_TRAINED = (
+    "GRU 1024 B16 T512 dense bfloat16",
+    "LSTM 1024 B16 T512 dense bfloat16",
+    "LSTM 768 B16 T512 dense float16",
+    "GRU 512 B256 T128 dense tf32",
+    "GRU 2304 B4 T512 10% 16x1 float16",
+    "LSTM 512 B32 T512 dense bfloat16, 2 layers, bidirectional, packed 50-512",
+)
+BOTH = "forward+backward"
 KERNELS = {f"our {path} kernel": f"Ostinato, {path} kernel" for path in ("dense", "sparse", "block")}
 README_LAYERS = (
     "GRU 1024 B16 T256 dense bfloat16",
@@ -293,6 +346,30 @@ TABLES: dict[str, Callable[[], str]] = {
     ),
     "persistent-errors": lambda: recurrences(PERSISTENT, lambda work: work["length"] > 256, {"cuDNN": "torch.nn"}),
     "persistent-cpu": lambda: recurrences("persistent-amd-epyc", lambda work: True, {"torch.nn": "torch.nn"}),
+    "readme-training": once_measured(
+        TRAINING,
+        lambda: recurrences(
+            TRAINING,
+            lambda work: work["name"] in README_TRAINED,
+            {peer: TRAINED_BY[peer] for peer in ("cuDNN", "cuDNN in a CUDA graph")},
+            BOTH,
+        ),
+    ),
+    "training": once_measured(
+        TRAINING, lambda: recurrences(TRAINING, lambda work: work["length"] < 2000, TRAINED_BY, BOTH)
+    ),
+    "training-errors": once_measured(TRAINING, lambda: gradients(TRAINING, lambda work: True)),
+    "training-sweep": once_measured(SWEPT, lambda: picture(SWEPT, "cuDNN's time over ours, by hidden size and batch")),
+    "training-cpu": once_measured(
+        TRAINING_CPU, lambda: recurrences(TRAINING_CPU, lambda work: True, {"torch.nn": "torch.nn"}, BOTH)
+    ),
+    "inference-cpu": once_measured(
+        TRAINING_CPU, lambda: recurrences(TRAINING_CPU, lambda work: True, {"torch.nn": "torch.nn"})
+    ),
+    "learning-recurrent": once_measured(
+        LEARNING_RECURRENT,
+        lambda: characters(LEARNING_RECURRENT) + "\n" + picture(LEARNING_RECURRENT, "Held-out loss over time"),
+    ),
     "capacity": lambda: capacities("seeds-capacity-nvidia-h100"),
     "bounds": lambda: bounds("scan-nvidia-h100", "layer-nvidia-h100"),
     "learning-copying": lambda: copied("learning-copying-nvidia-h100"),
@@ -373,6 +450,12 @@ def plot_sweep(name: str) -> Any:
     return figure_of(load(name))
 
 
+def plot_ratios(name: str) -> Any:
+    from ostinato.bench.plots import ratios_of
+
+    return ratios_of(load(name))
+
+
 def plot_task(name: str) -> Any:
     from ostinato.bench.learning.plots import figure_of
 
@@ -386,6 +469,9 @@ PLOTS: dict[str, Callable[[str], Any]] = {
     **{f"{kind}-{device}": plot_comparison for kind in ("scan", "layer") for device in ("nvidia-h100", "amd-epyc")},
     SHAKESPEARE: plot_learning,
 }
+for name, draw in ((SWEPT, plot_ratios), (LEARNING_RECURRENT, plot_task)):
+    if (RESULTS / f"{name}.json").exists():
+        PLOTS[name] = draw
 
 
 def svg(figure: Any) -> str:

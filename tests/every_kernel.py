@@ -13,6 +13,7 @@ import torch
 import test_cuda
 import test_persistent
 from ostinato.kernels.persistent import cuda as persistent
+from ostinato.kernels.persistent import packing
 from ostinato.kernels.scan import choose_backend, cuda
 
 FLAGS = (False, True)
@@ -61,20 +62,24 @@ def minimal_and_scans():
 
 
 def recurrent():
-    pack = persistent.pack
+    pack = packing.pack
 
-    def pack_on_cpu(weight, mask, *rest):
-        packed = pack(weight.cpu(), None if mask is None else mask.cpu(), *rest)
+    def pack_on_cpu(mask, *rest):
+        packed = pack(mask.cpu(), *rest)
         return packed._replace(**{k: x.cuda() for k, x in packed._asdict().items() if isinstance(x, torch.Tensor)})
 
     persistent.pack = pack_on_cpu
     for path, layer in test_persistent.LAYERS:
         print("persistent layers:", path, *layer, flush=True)
-        case = test_persistent.Case(path, *layer)
-        for steps, reverse, with_state in ((6, False, True), (2, True, False)):
-            case.layer(*case.inputs(steps, layer[2], with_state), reverse)
-        torch.cuda.synchronize()
-        case.layer.check()
+        properties = torch.cuda.get_device_properties(0)
+        back = test_persistent.candidates(path, *layer, properties=properties, backward=True)
+        for chosen in {g.cluster: g for g in back}.values():
+            case = test_persistent.Case(path, *layer, back=chosen)
+            for steps, reverse, with_state in ((6, False, True), (2, True, False)):
+                inputs = case.inputs(steps, with_state=with_state, packed=reverse)
+                case.forward(inputs, reverse)
+                persistent.backward(*case.gradients(inputs, reverse))
+            case.check()
 
 
 if __name__ == "__main__":

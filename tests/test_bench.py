@@ -1,6 +1,7 @@
 """The benchmark tool: what it counts, what it finds wrong, and whom it names."""
 
 import dataclasses
+import itertools
 import json
 import re
 import sys
@@ -9,13 +10,16 @@ import pytest
 import torch
 from rich.console import Console
 
-from ostinato.bench import capacity, check, measure, peers, profile, report, sweeps, workloads
-from ostinato.bench.workloads import OURS, Layer, Recurrence, Run, Scan
+from ostinato.bench import capacity, check, measure, peers, plots, profile, report, sweeps, workloads
+from ostinato.bench.workloads import OURS, Layer, Recurrence, Run, Scan, Training
 from ostinato.cli.bench import app as bench_app
 
 CPU = torch.device("cpu")
 GRU = Recurrence("GRU", 32, 2, 20, density=0.2, block=(16, 1), dtype=torch.float32)
 SCAN, MINGRU, MINLSTM = Scan(2, 64, 8), Layer("mingru", 2, 48, 4, 8), Layer("minlstm", 2, 48, 4, 8)
+STACKED = {"layers": 2, "bidirectional": True, "shortest": 8}
+TRAINED = Training("LSTM", 16, 3, 20, dtype=torch.float32, who=workloads.TRAINED, **STACKED)
+PRUNED = Training("GRU", 32, 2, 20, density=0.2, block=(16, 1), dtype=torch.float32, who=workloads.TRAINED)
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +27,9 @@ def small(monkeypatch):
     """Tiny workloads, and no compiled peers: the compiler takes longer than everything else together."""
     monkeypatch.setattr(measure, "MIN_ROUNDS", 2)
     monkeypatch.setattr(measure, "MAX_ROUNDS", 2)
-    monkeypatch.setattr(workloads, "QUICK", {"scan": [SCAN], "layer": [MINGRU, MINLSTM], "persistent": [GRU]})
+    quick = {"scan": [SCAN], "layer": [MINGRU, MINLSTM], "persistent": [GRU], "training": [TRAINED, PRUNED]}
+    quick["training-sweep"] = [Training("GRU", hidden, who=workloads.TRAINED) for hidden in (8, 16)]
+    monkeypatch.setattr(workloads, "QUICK", quick)
     for cell, everyone in peers.CONTESTANTS.items():
         kept = {name: build for name, build in everyone.items() if "compiled" not in name}
         monkeypatch.setitem(peers.CONTESTANTS, cell, kept)
@@ -72,7 +78,7 @@ def test_peers_compute_the_same_and_others_state_no_error(tmp_path):
     assert loop["max_error"] < 1e-6
 
 
-@pytest.mark.parametrize("command", ["scan", "layer", "persistent", "profile"])
+@pytest.mark.parametrize("command", ["scan", "layer", "persistent", "training", "profile"])
 def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(command, tmp_path, monkeypatch):
     for name in ("measure.measure", "profile.profile"):
         monkeypatch.setattr(f"ostinato.bench.{name}", lambda *_: pytest.fail("measured"))
@@ -142,7 +148,8 @@ def test_the_end_of_a_long_sequence_is_checked_without_its_beginning(monkeypatch
     monkeypatch.setattr(check, "CHECKED_STEPS", 400)
     data = work.data(CPU)
     errors = check.check_of(work, data).errors(peers.contestants(work)[OURS](work, data))
-    assert errors["forward+backward"] < 1e-5
+    assert list(errors["forward+backward"]) == ["output", "a", "b"] if work.kind == "scan" else ["output", "input"]
+    assert max(errors["forward+backward"].values()) < 1e-5
 
 
 def test_recurrences_state_steps_plan_and_error(tmp_path):
@@ -166,6 +173,100 @@ def test_a_wrong_recurrence_is_not_timed(monkeypatch):
     monkeypatch.setitem(peers.CONTESTANTS["GRU"], OURS, wrong)
     with pytest.raises(measure.WrongResult, match=r"GRU 32 B2 T20 20% 16x1 float32: relative error 1\.0e-03"):
         measure.measure(GRU, CPU, 0.01)
+
+
+def test_training_states_the_error_of_every_gradient(tmp_path):
+    content = run("training", tmp_path / "training.json")
+    stacked, pruned = content["results"]
+    assert stacked["steps"] == 20
+    assert stacked["workload"]["layers"] == 2
+    names = ["input", "h0", "c0", *torch.nn.LSTM(16, 16, 2, bidirectional=True).state_dict()]
+    assert list(stacked["contestants"][OURS]["errors"]) == list(stacked["contestants"]["torch.nn"]["errors"]) == names
+    assert list(pruned["contestants"][OURS]["errors"])[:3] == ["input", "h0", "weight_ih_l0"]
+    for record in (stacked, pruned):
+        for name in (OURS, "torch.nn"):
+            row = record["contestants"][name]
+            assert 0 < min(row["errors"].values()) <= max(row["errors"].values()) == row["max_error"] < 1e-5
+            assert row["microseconds_a_step"] == pytest.approx(1e6 * row["seconds"] / 20)
+        assert record["contestants"][OURS]["plan"]["reason"]
+        assert record["contestants"]["torch.nn in a CUDA graph"]["unavailable"] == "needs a CUDA device"
+
+
+@pytest.mark.parametrize("work", [TRAINED, PRUNED], ids=str)
+def test_gradients_are_those_of_backward(work):
+    """By another way than the benchmark's: ``.backward()`` of our layer over padded tensors, one sequence at a time."""
+    torch.manual_seed(0)
+    data = work.data(CPU)
+    found = dict(zip(work.differentiable, peers.contestants(work)[OURS](work, data).gradients(), strict=True))
+    sizes, layer = work.batch_sizes, work.layer(data)
+    lengths = [20] * work.batch if sizes is None else [int((sizes > index).sum()) for index in range(work.batch)]
+    assert lengths == ([20, 14, 8] if work is TRAINED else [20, 20])
+    x, *states = data[: 1 + work.states]
+    output_grad, *state_grads = data[1 + work.states : 2 + 2 * work.states]
+
+    def rows(tensor, index):  # of one sequence
+        if sizes is None:
+            return tensor[:, index]
+        return tensor[sizes.cumsum(0)[: lengths[index]] - sizes[: lengths[index]] + index]
+
+    for index in range(work.batch):
+        hidden = tuple(state[:, index].clone() for state in states)
+        output, last = layer(rows(x, index).clone(), hidden if work.cell == "LSTM" else hidden[0])
+        loss = (output * rows(output_grad, index)).sum()
+        for state, grad in zip(last if work.cell == "LSTM" else (last,), state_grads, strict=True):
+            loss = loss + (state * grad[:, index]).sum()
+        loss.backward()
+    for name, parameter in layer.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("which", [0, 1, -1])
+def test_a_wrong_gradient_is_not_timed(monkeypatch, which):
+    def wrong(work, data):
+        right = peers.ostinato_training(work, data)
+
+        def gradients():
+            results = list(right.gradients())
+            results[which] = results[which] * 1.01
+            return tuple(results)
+
+        return dataclasses.replace(right, gradients=gradients)
+
+    monkeypatch.setitem(peers.TRAINED, OURS, wrong)
+    with pytest.raises(measure.WrongResult, match=r"GRU 32 B2 T20 20% 16x1 float32: relative error 1\.0e-02"):
+        measure.measure(PRUNED, CPU, 0.01)
+
+
+def test_weights_are_others_at_every_timed_call():
+    weight, seen = torch.ones(3, requires_grad=True), []
+    timed = Run(lambda: weight, gradients=lambda: seen.append(weight.tolist()), weights=(weight,))
+    measure._timings({"any": timed}, "forward+backward", CPU, 0.01)
+    assert len(seen) == 4
+    assert all(before != after for before, after in itertools.pairwise(seen[1:]))
+
+
+def test_a_speedup_compares_the_faster_of_each():
+    rows = {OURS: 4.0, f"{OURS} in a CUDA graph": 3.0, "torch.nn": 24.0, "torch.nn in a CUDA graph": 12.0}
+    record = {"contestants": {name: {"seconds": seconds} for name, seconds in rows.items()}}
+    assert report.speedup(record) == 4.0
+    record["contestants"][f"{OURS} in a CUDA graph"] = {"unavailable": "needs a CUDA device"}
+    assert report.speedup(record) == 3.0
+    del record["contestants"]["torch.nn"], record["contestants"]["torch.nn in a CUDA graph"]
+    assert report.speedup(record) is None
+
+
+def test_a_sweep_of_training_is_drawn(tmp_path):
+    arguments = ["training", "--sweep", "--quick", "--device", "cpu", "--json", str(tmp_path)]
+    bench_app(arguments, standalone_mode=False)
+    (path,) = tmp_path.glob("training-sweep-*.json")
+    content = json.loads(path.read_text())
+    assert [record["workload"]["hidden"] for record in content["results"]] == [8, 16]
+    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    (panel, _) = plots.ratios_of(content).axes
+    assert panel.get_title() == "GRU float16"
+    ratios = [f"{report.speedup(record):.2g}" for record in content["results"]]
+    assert [text.get_text() for text in panel.texts] == ratios
+    assert {text.get_fontstyle() for text in panel.texts} == {"italic"}  # torch's own loops, says the plan
 
 
 def test_the_rest_is_measured_where_a_result_is_wrong(monkeypatch, tmp_path):
@@ -203,7 +304,7 @@ def test_float32_is_rounded_to_tf32_only_where_the_workload_says_so(monkeypatch)
 
 
 def test_the_largest_layer_fits_and_the_next_does_not():
-    from ostinato.kernels.persistent.cuda import make_plan
+    from ostinato.kernels.persistent.geometry import choose_geometry
 
     rows = capacity.capacity(CPU)
     sizes = {(row["cell"], capacity.shape_name(row)): row["hidden_size"] for row in rows}
@@ -214,17 +315,17 @@ def test_the_largest_layer_fits_and_the_next_does_not():
         assert 2 * gates * row["density"] * hidden**2 < row["bytes_on_chip"] <= row["bytes_available"]
         for size, fits in ((hidden, True), (hidden + capacity.STEP, False)):
             kept = None if row["block"] is None else int(row["density"] * gates * size**2)
-            plan = make_plan(hidden_size=size, mask_nnz=kept, properties=capacity.H100, **arguments)
+            plan = choose_geometry(hidden_size=size, mask_nnz=kept, properties=capacity.H100, **arguments)
             assert (plan.path != "steps") == fits
 
 
 def test_a_kernel_can_be_asked_for():
-    from ostinato.kernels.persistent.cuda import make_plan
+    from ostinato.kernels.persistent.geometry import choose_geometry
 
     layer = ("lstm", 2304, 4, torch.float16, int(0.1 * 4 * 2304**2), (16, 1), capacity.H100)
-    assert [make_plan(*layer, path).path for path in ("dense", "sparse", "block")] == ["dense", "sparse", "block"]
-    assert make_plan(*layer).path == "block"
-    assert make_plan(*layer[:4], None, None, capacity.H100, "sparse").path == "steps"
+    assert [choose_geometry(*layer, path).path for path in ("dense", "sparse", "block")] == ["dense", "sparse", "block"]
+    assert choose_geometry(*layer).path == "block"
+    assert choose_geometry(*layer[:4], None, None, capacity.H100, "sparse").path == "steps"
 
 
 def test_a_contestant_left_out_is_named_with_the_reason():
@@ -249,7 +350,7 @@ def everything():
 
 def test_all_contestants_named_exist_and_ours_is_measured_first():
     for work in everything():
-        known = {*peers.CONTESTANTS[work.cell], work.limit_name}
+        known = {*(peers.TRAINED if work.kind == "training" else peers.CONTESTANTS[work.cell]), work.limit_name}
         assert {name for name in work.who if "compiled" not in name} <= known, work
         assert next(iter(peers.contestants(work))) in (OURS, peers.TIME_LOOP), work
 
@@ -378,6 +479,13 @@ def test_a_profile_accounts_for_the_time(tmp_path, capsys):
         assert own in capsys.readouterr().out
 
 
+def test_a_profile_of_training_recurrent_layers():
+    work = profile.workload("lstm", batch=2, length=30, input_size=8, hidden_size=8, dtype="float32", backward=True)
+    content = profile.profile(work, CPU)
+    assert content["pass"] == "forward+backward"
+    assert any("flops" in row for row in content["kernels"])
+
+
 def test_the_products_of_a_training_step_are_three():
     work = Layer("mingru", 2, 48, 4, 8, passes=("forward", "forward+backward"))
     for kernels in (["nvjet_hsh_64x32", "nvjet_hsh_128x8", "cutlass_80"], ["aten::mm", "aten::mm", "aten::addmm"]):
@@ -395,7 +503,6 @@ def test_the_products_of_a_training_step_are_three():
     ("arguments", "message"),
     [
         (["rwkv"], "cell must be one of mingru, minlstm, rnn, gru, lstm; got 'rwkv'"),
-        (["gru", "--backward"], "backward is profiled of mingru and minlstm only"),
         (["gru", "--block", "2x2"], "block must be one of 16x1, 8x4, 1x1; got '2x2'"),
         (["mingru", "--hidden-size", "0"], "input_size must be at least 1; got 0"),
         (["mingru", "--dtype", "int8"], "dtype must be one of float32, float16, bfloat16; got 'int8'"),
@@ -444,6 +551,28 @@ def test_recurrences_on_a_gpu(cell):
         else:
             assert row["max_error"] < 2e-3, name
             assert row["microseconds_a_step"] > 0, name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("work", [TRAINED, PRUNED, Training("LSTM", 128, 3, 40, who=workloads.TRAINED)], ids=str)
+def test_training_on_a_gpu(work):
+    (record,) = measure.measure(work, torch.device("cuda"), 0.01)
+    for name, row in record["contestants"].items():
+        if name == "torch.nn in a CUDA graph" and work is TRAINED and "unavailable" in row:
+            continue  # whether packed sequences can be captured is cuDNN's affair
+        assert row["max_error"] < 5e-3, name
+        assert row["microseconds_a_step"] > 0, name
+    assert record["contestants"]["torch.nn"].get("plan") == ({"padded_batch": 8} if work.is_plain else None)
+
+
+@pytest.mark.gpu
+def test_what_cannot_be_captured_leaves_no_trace():
+    before = torch.cuda.current_stream()
+    with pytest.raises(RuntimeError):
+        peers._captured(torch.cuda.synchronize)
+    assert torch.cuda.current_stream() == before
+    torch.cuda.empty_cache()
+    assert peers._captured(lambda: torch.ones(3, device="cuda"))().tolist() == [1, 1, 1]
 
 
 @pytest.mark.gpu

@@ -7,8 +7,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+import ostinato
 from ostinato.checkpoint import FORMAT, Checkpoint, load_checkpoint, save_checkpoint
-from ostinato.files import replacing
 from ostinato.models import LanguageModel
 from ostinato.text import Vocabulary
 
@@ -83,21 +83,52 @@ def test_settings_that_do_not_fit(path, metadata, message):
         load_checkpoint(path)
 
 
+def test_a_huge_model_is_refused_before_it_is_built(path):
+    """Each would take more memory, or more time, than there is."""
+    settings = load_checkpoint(path).model.settings
+    for changed, message in (
+        ({"width": 10_000_000}, r"should be \(10000000,\) and is \(8,\)"),
+        ({"width": 1 << 62}, "settings and vocabulary"),
+        ({"expansion": 1e300}, "settings and vocabulary"),
+        ({"vocab_size": 1 << 40}, r"embedding.weight should be \(1099511627776, 8\)"),
+        ({"num_layers": 1_000_000_000}, "num_layers is 1000000000 in a file of 24 tensors"),
+    ):
+        rewrite(path, {"model": json.dumps({**settings, **changed})})
+        with pytest.raises(ValueError, match=message):
+            load_checkpoint(path)
+
+
+def test_weights_that_are_no_floating_point_numbers(path):
+    name = "model.blocks.0.recurrent.weight_ih_l0"
+    weight = load_checkpoint(path).model.state_dict()[name.removeprefix("model.")]
+    for dtype in (torch.int8, torch.int64, torch.bool):
+        rewrite(path, tensors={name: weight.to(dtype)})
+        with pytest.raises(
+            ValueError, match=f"expected blocks.0.recurrent.weight_ih_l0 to be floating-point; got {dtype}"
+        ):
+            load_checkpoint(path)
+    rewrite(path, tensors={name: weight.bfloat16()})
+    loaded = load_checkpoint(path).model.state_dict()[name.removeprefix("model.")]
+    assert torch.equal(loaded, weight.bfloat16().float())
+
+
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+def test_masks(path, cell):
+    model = ostinato.prune(LanguageModel(4, width=8, num_layers=2, cell=cell), 0.3)
+    save_checkpoint(path, Checkpoint(model, Vocabulary("\nabü")))
+    loaded = load_checkpoint(path).model
+    assert loaded.state_dict().keys() == model.state_dict().keys()
+    assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in loaded.state_dict().items())
+    tokens = torch.randint(4, (2, 9))
+    with torch.no_grad():
+        assert torch.equal(loaded.eval()(tokens)[0], model.eval()(tokens)[0])
+    name = "model.blocks.0.recurrent.mask_hh_l0"
+    rewrite(path, tensors={name: torch.ones(loaded.blocks[0].recurrent.mask_hh_l0.shape)})
+    with pytest.raises(ValueError, match=r"expected blocks.0.recurrent.mask_hh_l0 to be bool; got torch.float32"):
+        load_checkpoint(path)
+
+
 def test_missing_and_surplus_weights(path):
     rewrite(path, tensors={"model.other": torch.zeros(3)})
     with pytest.raises(ValueError, match=r"other should be absent and is \(3,\)"):
         load_checkpoint(path)
-
-
-def test_a_failed_write_leaves_the_old_file(path):
-    content = path.read_bytes()
-
-    def fail():
-        with replacing(path) as temporary:
-            temporary.write_text("half")
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        fail()
-    assert path.read_bytes() == content
-    assert [file.name for file in path.parent.iterdir()] == [path.name]

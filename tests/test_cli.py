@@ -1,12 +1,17 @@
 """The command line, in this process and in others."""
 
+import errno
+import io
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,9 +20,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from ostinato.bench import report
-from ostinato.checkpoint import load_checkpoint
+from ostinato.checkpoint import load_checkpoint, save_checkpoint
 from ostinato.cli import app, main
+from ostinato.cli.devices import choose_device
 from ostinato.cli.train import MODEL_OPTIONS, TRAINING_OPTIONS
+from ostinato.files import locked
 from ostinato.models import LanguageModel
 from ostinato.training import TrainingSettings
 
@@ -93,26 +100,35 @@ def test_train_then_generate(run):
     assert run(*arguments, 2)[1] != first
 
 
-def test_resumed_equals_uninterrupted(run):
-    assert train(run)[0] == 0
-    # A run that stops between evaluations: killed by a signal after its third step.
+@pytest.fixture
+def after_three_steps(monkeypatch):
+    """Has something happen after the third step of every training, which is between two evaluations."""
     from ostinato.training import Trainer
 
-    advance, trainer_steps = Trainer.advance, []
+    advance = Trainer.advance
 
-    def interrupted(self, steps):
-        loss = advance(self, 1)
-        trainer_steps.append(self.step)
-        if self.step == 3:
-            os.kill(os.getpid(), signal.SIGINT)
-        return loss
+    def happens(action):
+        def stepping(self, steps):
+            loss = advance(self, 1)
+            if self.step == 3:
+                action()
+            return loss
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Trainer, "advance", interrupted)
-        code, out, _ = run("train", "--text", "text.txt", "--output", "cut", *SMALL)
+        monkeypatch.setattr(Trainer, "advance", stepping)
+
+    return happens
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_resumed_equals_uninterrupted(run, after_three_steps, number):
+    assert train(run)[0] == 0
+    previous = signal.getsignal(number)
+    after_three_steps(lambda: os.kill(os.getpid(), number))
+    code, out, _ = run("train", "--text", "text.txt", "--output", "cut", *SMALL)
     assert code == 130
-    assert trainer_steps == [1, 2, 3]
     assert out.splitlines()[-1] == "Interrupted at step 3. To go on:  ostinato train --resume cut/last.safetensors"
+    assert signal.getsignal(number) is previous
+    after_three_steps(lambda: None)
     torch.manual_seed(123)
     assert run("train", "--resume", "cut/last.safetensors", "--device", "cpu")[0] == 0
     for name, tensor in weights("out/last.safetensors").items():
@@ -120,13 +136,177 @@ def test_resumed_equals_uninterrupted(run):
     whole, cut = (load_checkpoint(Path(folder) / "last.safetensors").training["trainer"] for folder in ("out", "cut"))
     for point, other in zip(whole["curve"], cut["curve"], strict=True):
         assert {**point, "seconds": 0} == {**other, "seconds": 0}
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_signal_that_is_ignored_stays_so(run, after_three_steps):
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        after_three_steps(lambda: os.kill(os.getpid(), signal.SIGHUP))
+        assert train(run)[0] == 0
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, previous)
+
+
+def test_a_lost_terminal_ends_a_training_saved(run, monkeypatch):
+    last = Path("out/last.safetensors")
+
+    class Terminal(io.StringIO):
+        def write(self, text):
+            if last.exists():
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return len(text)
+
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    code, _, err = train(run)
+    assert code == 130
+    assert err == f"Interrupted at step 2 (Input/output error). To go on:  ostinato train --resume {last}\n"
+    assert load_checkpoint(last).training["trainer"]["step"] == 2
+
+
+def test_a_closed_pipe_ends_a_training_saved(tmp_path):
+    (tmp_path / "text.txt").write_text(TEXT)
+    command = [sys.executable, "-m", "ostinato", "train", "--text", "text.txt", "--output", "out", *SMALL]
+    command += ["--steps", "1000000"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.readline()
+        process.stdout.close()  # as `| head -1` does
+        err = process.stderr.read()
+    assert process.returncode == 130, err
+    step = int(re.search(r"Interrupted at step (\d+)", err)[1])
+    assert load_checkpoint(tmp_path / "out" / "last.safetensors").training["trainer"]["step"] == step
+
+
+@pytest.mark.parametrize("writes", range(1, 5))
+def test_a_run_killed_between_two_checkpoints_goes_on_to_the_same_best(run, monkeypatch, writes):
+    from ostinato.training import Trainer
+
+    evaluate, losses = Trainer.evaluate, {2: 2.0, 4: 1.0, 6: 3.0}
+
+    def evaluated(self):
+        point = evaluate(self)
+        self.curve[-1] = replace(point, held_out_loss=losses[self.step])
+        return self.curve[-1]
+
+    monkeypatch.setattr(Trainer, "evaluate", evaluated)
+    train(run)
+    whole = load_checkpoint(Path("out/best.safetensors"))
+    assert whole.training["trainer"]["step"] == 4
+
+    written = []
+
+    def killed(path, checkpoint):
+        if len(written) == writes:
+            raise KeyboardInterrupt
+        save_checkpoint(path, checkpoint)
+        written.append(path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ostinato.checkpoint.save_checkpoint", killed)
+        assert run("train", "--text", "text.txt", "--output", "cut", *SMALL)[0] == 130
+    if writes == 1:  # nothing to go on from yet
+        message = error(run("train", "--text", "text.txt", "--output", "cut", *SMALL))
+        assert message == "cut/best.safetensors is there already: expected another --output, or --overwrite"
+        assert run("train", "--text", "text.txt", "--output", "cut", *SMALL, "--overwrite")[0] == 0
+    else:
+        assert run("train", "--resume", "cut/last.safetensors", "--device", "cpu")[0] == 0
+    best = load_checkpoint(Path("cut/best.safetensors"))
+    assert best.training["trainer"]["step"] == 4
+    assert all(torch.equal(tensor, best.model.state_dict()[name]) for name, tensor in whole.model.state_dict().items())
+
+
+def test_resuming_what_is_done_is_no_error(run):
+    _, out, _ = train(run)
+    before = {path: path.read_bytes() for path in Path("out").iterdir()}
+    code, again, err = run("train", "--resume", "out/last.safetensors", "--device", "cpu", "--curve", "curve.json")
+    assert (code, err) == (0, "")
+    assert again.splitlines()[-2:] == out.splitlines()[-2:]
+    assert again.splitlines()[3] == "All its steps are done; a larger --steps goes on."
+    assert {path: path.read_bytes() for path in Path("out").iterdir()} == before
+    assert [point["step"] for point in json.loads(Path("curve.json").read_text())["curve"]] == [2, 4, 6]
+
+
+def test_two_trainings_into_one_folder(run):
+    train(run)
+    before = {path: path.read_bytes() for path in Path("out").iterdir()}
+    with locked(Path("out")):
+        message = "out: expected a folder that no other process writes to; one does now"
+        assert error(train(run, "--overwrite")) == message
+        assert error(run("train", "--resume", "out/last.safetensors", "--device", "cpu", "--steps", 8)) == message
+        assert {path: path.read_bytes() for path in Path("out").iterdir()} == before
+        assert run("train", "--text", "text.txt", "--output", "other", *SMALL)[0] == 0
+    assert train(run, "--overwrite")[0] == 0
+
+
+def test_a_full_disk_names_the_file(run):
+    train(run)  # what is compiled is written too
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = weights("out/last.safetensors")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        result = train(run, "--seed", 1, "--overwrite")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert error(result) == "out/best.safetensors: File too large"
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights("out/last.safetensors").items())
+    assert sorted(os.listdir("out")) == ["best.safetensors", "last.safetensors"]
+
+
+def test_the_curve_stays_out_of_the_text(run):
+    Path("texts").mkdir()
+    Path("text.txt").rename("texts/text.txt")
+    Path("link").symlink_to("texts")
+    for text, curve in (("texts", "texts/new/curve.json"), ("texts", "link/curve.json"), ("texts/text.txt",) * 2):
+        message = error(run("train", "--text", text, "--output", "out", *SMALL, "--curve", curve))
+        assert message == f"curve must be outside the text, {text}, or --resume would find another text; got {curve}"
+    assert os.listdir("texts") == ["text.txt"]
+    assert run("train", "--text", "texts", "--output", "out", *SMALL)[0] == 0
+    on = ("train", "--resume", "out/last.safetensors", "--steps", 8, "--device", "cpu")
+    assert "curve must be outside the text, texts" in error(run(*on, "--curve", "texts/curve.json"))
+    assert run(*on, "--curve", "curve.json")[0] == 0
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["train", "--text", "text.txt", "--output", "out", *SMALL, "--curve"],
+        ["bench", "learning", "characters", "--text", "text.txt", "--cells", "mingru", "--quick", "--json"],
+        ["bench", "persistent", "--quick", "--only", "GRU", "--device", "cpu", "--json"],
+    ],
+)
+def test_a_fifo_gets_one_content(run, command):
+    os.mkfifo("fifo")
+    contents = []
+    reader = threading.Thread(target=lambda: contents.append(Path("fifo").read_text()), daemon=True)
+    reader.start()
+    code, _, err = run(*command, "fifo")
+    assert (code, err) == (0, "")
+    reader.join(10)
+    assert json.loads(contents[0])
+    assert not [name for name in os.listdir() if name.startswith("fifo") and name != "fifo"]
+
+
+def test_generation_without_stdout(run, monkeypatch):
+    train(run)
+    monkeypatch.setattr(sys, "stdout", None)
+    code, _, err = run("generate", "out/best.safetensors", "--length", 3, "--device", "cpu")
+    assert (code, err) == (0, "")
+
+
+@pytest.mark.parametrize("device", ["mps", "hip", "hpu", "vulkan", "cuda:99"])
+def test_a_device_that_is_not_there_is_named_in_a_line(device):
+    with pytest.raises(ValueError, match=f"one that PyTorch can use here; got '{device}'") as caught:
+        choose_device(device)
+    assert len(str(caught.value)) < 200
+    assert "\n" not in str(caught.value)
 
 
 def test_resume_refuses_what_would_change_the_run(run):
     train(run)
     last = ("train", "--resume", "out/last.safetensors", "--device", "cpu")
-    assert error(run(*last)) == "out/last.safetensors: all its 6 steps are done; expected a larger --steps to go on"
+    for steps in (4, 5):
+        message = f"steps must be above the 6 that out/last.safetensors has done; got {steps}"
+        assert error(run(*last, "--steps", steps)) == message
     assert "width of out/last.safetensors is 8; got 16" in error(run(*last, "--width", 16, "--steps", 8))
     assert run(*last, "--width", 8, "--steps", 8)[0] == 0
     Path("text.txt").write_text(TEXT.replace("fox", "ox"))
@@ -178,7 +358,11 @@ def test_damaged_training_state(run):
     without_curve = {name: value for name, value in trainer["trainer"].items() if name != "curve"}
     assert "expected the state of a training; KeyError: 'curve'" in resumed(trainer | {"trainer": without_curve})
     moment = "training.optimizer.0.exp_avg"
-    assert "optimizer.0.exp_avg should be (28, 8) and is (3,)" in resumed(trainer, {moment: torch.zeros(3)})
+    expected = "optimizer.0.exp_avg should be (28, 8) of torch.float32 and is"
+    assert f"{expected} (3,) of torch.float32" in resumed(trainer, {moment: torch.zeros(3)})
+    assert f"{expected} (28, 8) of torch.int64" in resumed(trainer, {moment: tensors[moment].long()})
+    windows = tensors["training.windows"].long()
+    assert "of torch.uint8 and is (5056,) of torch.int64" in resumed(trainer, {"training.windows": windows})
     assert "windows should be" in resumed(trainer, {"training.windows": None})
     assert "expected a checkpoint's settings and vocabulary" in resumed(trainer, vocabulary="null")
 

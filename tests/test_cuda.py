@@ -206,6 +206,23 @@ def test_float32_error_stays_small_over_long_sequences(kind):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+@pytest.mark.parametrize("rate", [0.1, -1e-4, None])
+def test_the_error_of_log_space_gradients_does_not_grow_with_length(rate, geometry, monkeypatch):
+    force(monkeypatch, geometry)
+    torch.manual_seed(0)
+    for shape in ((1, 4000, 3), (2, 4000, 64)):
+        log_a, log_b = torch.randn(shape) if rate is None else torch.full(shape, rate), torch.randn(shape)
+        wide = [x.double().requires_grad_() for x in (log_a, log_b)]
+        narrow = [x.cuda().requires_grad_() for x in (log_a, log_b)]
+        want = torch.autograd.grad(ostinato.log_linear_scan(*wide, backend="reference")[1].sum(), wide)
+        got = torch.autograd.grad(ostinato.log_linear_scan(*narrow)[1].sum(), narrow)
+        for g, w in zip(got, want, strict=True):
+            assert relative_error(g, w) < 1e-5
+        assert (got[1].double().sum(1) - 1).abs().max() < 2e-6
+
+
+@pytest.mark.gpu
 def test_same_bits_every_time():
     torch.manual_seed(0)
     for shape in ((1, 20000, 40), (1, 300000, 1), (64, 300, 256)):

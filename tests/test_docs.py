@@ -9,6 +9,9 @@ import pytest
 import torch
 import typer
 
+from ostinato.bench.measure import measure
+from ostinato.bench.report import environment, write_json
+from ostinato.bench.workloads import Training
 from ostinato.cli import app
 
 ROOT = Path(__file__).parents[1]
@@ -55,6 +58,57 @@ def test_a_changed_figure_is_noticed():
     changed = re.sub(r"\*\*(\d+\.\d+)\*\*", "**0.001**", text, count=1)
     assert changed != text
     assert tables.with_tables(changed) == text
+
+
+@pytest.mark.parametrize("name", tables.TABLES)
+def test_a_table_is_of_one_device(name, monkeypatch):
+    devices = set()
+
+    def load(run):
+        content = load_run(run)
+        devices.add(content.get("environment", content)["device"])
+        return content
+
+    load_run = tables.load
+    monkeypatch.setattr(tables, "load", load)
+    if tables.TABLES[name]():  # else of a run that is still to be made
+        assert len(devices) == 1
+
+
+@pytest.fixture
+def runs(tmp_path, monkeypatch):
+    """A folder of results, empty at first."""
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    tables.load.cache_clear()
+    yield tmp_path
+    tables.load.cache_clear()
+
+
+def test_training_is_shown_once_it_is_measured(runs):
+    work = Training("LSTM", 16, 2, 10, dtype=torch.float32, who=("Ostinato", "torch.nn"))
+    (record,) = measure(work, torch.device("cpu"), 0.01)
+    names = ["readme-training", "training", "training-errors", "training-sweep", "training-cpu", "inference-cpu"]
+    assert [tables.TABLES[name]() for name in names] == [""] * 6
+
+    ours, theirs = (record["contestants"][name] for name in ("Ostinato", "torch.nn"))
+    ours |= {"microseconds_a_step": 2.0, "seconds": 2.0, "extra_memory_bytes": 3e6}
+    theirs |= {"microseconds_a_step": 9.0, "seconds": 9.0, "times_ostinato": 4.5, "extra_memory_bytes": 7e6}
+    record["contestants"]["torch.nn in a CUDA graph"] = theirs | {"microseconds_a_step": 6.0, "seconds": 6.0}
+    record["contestants"]["torchrl"] = {"unavailable": "torchrl is not installed"}
+    ours["errors"] |= {"h0": 1e-7, "c0": 3e-7}
+    theirs["errors"] |= {"h0": 5e-7, "c0": 4e-7}
+    content = {**environment(torch.device("cpu")), "commit": "0" * 40, "results": [record]}
+    for name in (tables.TRAINING, tables.SWEPT):
+        write_json(runs / f"{name}.json", content)
+    head, _, row, *_ = tables.TABLES["training"]().splitlines()
+    assert "torchrl" not in head
+    assert row.startswith("| LSTM 16 B2 T10 dense float32 |")
+    assert [cell in row for cell in ("**2.00**", "9.00 (4.5 ×)", "6.00 (4.5 ×)", "**3.0 ×**")] == [True] * 4
+    row = tables.TABLES["training-errors"]().splitlines()[2]
+    assert "**3.0e-07** / 5.0e-07" in row
+    assert "**3** / 7" in row
+    assert "plots/training-sweep-nvidia-h200.svg" in tables.TABLES["training-sweep"]()
+    assert tables.TABLES["training-cpu"]() == ""
 
 
 @pytest.mark.parametrize("name", tables.PLOTS)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ostinato.bench.learning.fit import Stage, TaskTrainer, remember
+from ostinato.bench.learning.peers import with_torch_layers
 from ostinato.bench.learning.plots import draw
 from ostinato.bench.learning.pruning import fine_tune_pruning
 from ostinato.bench.learning.tasks import IGNORED, Bits, SelectiveCopying
@@ -133,6 +134,7 @@ def test_nothing_is_pruned_at_density_1():
     ("command", "rows"),
     [
         (["characters", "--cells", "mingru,lstm"], 2),
+        (["characters", "--cells", "mingru,lstm", "--torch"], 3),
         (["pruning", "--densities", "0.5,0.1"], 4),
         (["copying", "--cells", "minlstm"], 1),
         (["bits", "--cells", "mingru", "--questions", "parity,first", "--depths", "2"], 2),
@@ -153,6 +155,34 @@ def test_a_run_is_written_and_drawn(command, rows, tmp_path):
     assert content["seed"] == 0
     assert len(content["runs"]) == rows
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_torchs_layers_learn_the_same_from_the_same_beginning(tmp_path):
+    text, path = tmp_path / "text.txt", tmp_path / "run.json"
+    text.write_text("to be or not to be, that is the question\n" * 100)
+    options = ["--text", str(text), "--cells", "gru,lstm", "--torch", "--quick", "--device", "cpu", "--json", str(path)]
+    with pytest.raises(SystemExit):
+        main(["bench", "learning", "characters", *options])
+    runs = json.loads(path.read_text())["runs"]
+    layers = [("gru", "ostinato"), ("gru", "torch.nn"), ("lstm", "ostinato"), ("lstm", "torch.nn")]
+    assert [(run["cell"], run["layer"]) for run in runs] == layers
+    curves = [[point["held_out_loss"] for point in run["curve"]] for run in runs]
+    assert curves[0] == pytest.approx(curves[1], rel=1e-3)
+    assert curves[2] == pytest.approx(curves[3], rel=1e-3)
+    assert curves[0] != pytest.approx(curves[2], rel=1e-3)
+
+
+def test_torchs_layers_are_put_in_without_a_random_number():
+    torch.manual_seed(0)
+    model = LanguageModel(9, width=8, num_layers=2, cell="lstm")
+    weights, expected = {name: x.clone() for name, x in model.state_dict().items()}, torch.random.get_rng_state()
+    changed = with_torch_layers(model)
+    assert {type(block.recurrent) for block in changed.blocks} == {torch.nn.LSTM}
+    assert torch.equal(torch.random.get_rng_state(), expected)
+    for name, weight in changed.state_dict().items():
+        assert torch.equal(weight, weights[name]), name
+    with pytest.raises(ValueError, match=r"cell must be one of gru, lstm, which torch\.nn has too; got 'mingru'"):
+        with_torch_layers(LanguageModel(9, width=8, num_layers=1))
 
 
 def test_pruned_losses_are_those_of_the_densities(tmp_path):

@@ -200,6 +200,18 @@ def test_what_is_shown_of_a_module():
     assert repr(ostinato.MinGRUCell(3, 5, candidate="tanh")) == "MinGRUCell(3, 5, bias=True, candidate='tanh')"
 
 
+@pytest.mark.parametrize("cell", LAYERS)
+def test_projections_are_refused(cell):
+    torch.manual_seed(0)
+    module = LAYERS[cell](3, 5)
+    torch.manual_seed(0)
+    same, x = LAYERS[cell](3, 5, proj_size=0), torch.randn(7, 3)
+    assert torch.equal(same(x)[0], module(x)[0])
+    for proj_size in (2, -1):
+        with pytest.raises(ValueError, match=f"proj_size must be 0, projections are not supported; got {proj_size}"):
+            LAYERS[cell](3, 5, proj_size=proj_size)
+
+
 def test_dropout_acts_between_layers_and_only_in_training():
     torch.manual_seed(0)
     module = ostinato.MinGRU(3, 64, 2, dropout=0.3)

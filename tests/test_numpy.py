@@ -1,5 +1,6 @@
 """The NumPy cells against an independent float64 loop, and their two forms against each other."""
 
+import itertools
 import subprocess
 import sys
 
@@ -106,6 +107,37 @@ def test_any_memory_layout_and_no_input_is_written_to():
     np.testing.assert_array_equal(cell.process_sequence(awkward, h0), expected)
     np.testing.assert_array_equal(cell.process_sequence(x_seq.astype(">f8"), h0), expected)
     assert cell.process_sequence_parallel(x_seq[:0], h0).shape == (0, 6)
+
+
+@pytest.mark.parametrize("cell_type", CELLS)
+def test_one_step_seen_from_behind(cell_type):
+    cell = cell_type(4, 6, seed=8)
+    x_seq, h0 = np.random.default_rng(9).normal(size=(1, 1, 4)), np.ones((1, 6))
+    expected = cell.process_sequence(x_seq, h0)
+    for run in (cell.process_sequence, cell.process_sequence_parallel):
+        np.testing.assert_allclose(run(x_seq[::-1, ::-1], h0[::-1]), expected, rtol=0, atol=1e-15)
+        np.testing.assert_allclose(run(x_seq[0, ::-1], h0[0]), expected[0], rtol=0, atol=1e-15)
+    np.testing.assert_allclose(cell.forward(x_seq[::-1, 0], h0[::-1]), expected[:, 0], rtol=0, atol=1e-15)
+    narrow = cell_type(1, 6, seed=8)
+    weight = narrow.weight
+    narrow.weight = weight[:, ::-1]
+    np.testing.assert_array_equal(narrow.weight, weight)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("cell_type", CPU_CELLS)
+@pytest.mark.parametrize("candidate", ["linear", "positive", "tanh"])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_gates_that_are_wide_open_or_shut(dtype, candidate, cell_type):
+    cell = cell_type(1, 1, candidate=candidate, dtype=dtype)
+    for pre in itertools.product([-2000, -30, 0, 30, 2000], repeat=len(cell.bias)):
+        cell.weight, cell.bias = np.zeros_like(cell.weight), np.array(pre, float)
+        x_seq, h0 = np.zeros((3, 1), dtype), np.ones(1, dtype)
+        states = cell.process_sequence(x_seq, h0)
+        assert states.dtype == dtype
+        tolerance = 10 * np.finfo(dtype).eps
+        np.testing.assert_allclose(states, cell.process_sequence_parallel(x_seq, h0), rtol=tolerance, atol=1e-37)
+        np.testing.assert_allclose(cell.forward(x_seq[0], h0), states[0], rtol=0)
 
 
 def test_weights_are_seen_and_replaced():

@@ -1,4 +1,4 @@
-"""The persistent CUDA kernels against the float64 recurrence, over cells, dtypes, sizes and ways to multiply."""
+"""The persistent CUDA kernels against the loop over time in float64, over cells, dtypes, sizes and ways to multiply."""
 
 import itertools
 import os
@@ -11,8 +11,9 @@ from torch import nn
 
 import ostinato
 from ostinato.kernels import nvrtc
-from ostinato.kernels.persistent import cuda as persistent
-from ostinato.kernels.persistent.plan import GATES
+from ostinato.kernels.persistent import cuda, geometry, packing, reference
+from ostinato.kernels.persistent.geometry import Geometry
+from ostinato.kernels.persistent.plan import GATES, Plan
 
 f16, bf16, f32 = torch.float16, torch.bfloat16, torch.float32
 CELLS = ("rnn_tanh", "rnn_relu", "gru", "lstm")
@@ -22,10 +23,15 @@ H100 = SimpleNamespace(
 )
 
 
-def candidate(path, cell, hidden, batch, dtype, density, rows, properties):
+def candidates(path, cell, hidden, batch, dtype, density=1.0, block=None, *, properties=H100, backward=False):
+    start = Geometry(path, cell, hidden, dtype, 0, 0, 0, backward)
+    return list(geometry.candidates(start, batch, density, block, properties))
+
+
+def candidate(path, cell, hidden, batch, *others, **options):
     """The geometry that the plan would choose if there were only this path."""
-    found = persistent._candidates(path, cell, hidden, dtype, batch, density, rows, properties)
-    return min(found, key=lambda geometry: persistent._microseconds(geometry, batch))
+    found = candidates(path, cell, hidden, batch, *others, **options)
+    return min(found, key=lambda g: geometry.microseconds(g, batch))
 
 
 def random_mask(cell, hidden, density, block, device="cpu"):
@@ -35,61 +41,93 @@ def random_mask(cell, hidden, density, block, device="cpu"):
     return kept[:, :hidden, :hidden].reshape(-1, hidden)
 
 
-def recurrence(cell, weight, bias_hh_n, projected, h, c, reverse):
-    """The definition, step by step in float64: output, h_n, c_n."""
-    weight, projected = weight.double(), projected.double()
-    h, c = h.double(), None if c is None else c.double()
-    output = torch.empty(*projected.shape[:2], h.shape[1], dtype=torch.float64, device=h.device)
-    for t in reversed(range(len(projected))) if reverse else range(len(projected)):
-        x, s = projected[t].chunk(GATES[cell], 1), (h @ weight.t()).chunk(GATES[cell], 1)
-        if cell == "rnn_tanh":
-            h = torch.tanh(x[0] + s[0])
-        elif cell == "rnn_relu":
-            h = torch.relu(x[0] + s[0])
-        elif cell == "gru":
-            r, z = torch.sigmoid(x[0] + s[0]), torch.sigmoid(x[1] + s[1])
-            h = (1 - z) * torch.tanh(x[2] + r * (s[2] + bias_hh_n.double())) + z * h
-        else:
-            i, f, g, o = (a + b for a, b in zip(x, s, strict=True))
-            c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
-            h = torch.sigmoid(o) * torch.tanh(c)
-        output[t] = h
-    return output, h, c
-
-
 class Case:
     """A layer with random weights, and its inputs."""
 
-    def __init__(self, path, cell, hidden, batch, dtype, density=1.0, block=(1, 1)):
-        gates, cuda = GATES[cell], torch.device("cuda", 0)
+    def __init__(self, path, cell, hidden, batch, dtype, density=1.0, block=None, back=None):
+        self.cell, self.hidden, self.batch, self.dtype, self.device = (
+            cell,
+            hidden,
+            batch,
+            dtype,
+            torch.device("cuda", 0),
+        )
         bound = (hidden * density) ** -0.5
-        self.cell, self.hidden, self.dtype, self.device = cell, hidden, dtype, cuda
-        self.weight = ((torch.rand(gates * hidden, hidden, device=cuda) * 2 - 1) * bound).to(dtype)
-        self.bias_hh_n = torch.randn(hidden, device=cuda).to(dtype) if cell == "gru" else None
-        self.mask = random_mask(cell, hidden, density, block, cuda) if density < 1 else None
-        geometry = candidate(
-            path, cell, hidden, batch, dtype, density, block[0], torch.cuda.get_device_properties(cuda)
+        self.weight = self.uniform(GATES[cell] * hidden, hidden) * bound
+        self.bias = self.uniform(GATES[cell] * hidden) if hidden % 2 else None
+        self.mask = None
+        if density < 1:
+            self.mask = random_mask(cell, hidden, density, block, self.device)
+            self.weight = self.weight * self.mask
+        layer, properties = (cell, hidden, batch, dtype, density, block), torch.cuda.get_device_properties(0)
+        forward = candidate(path, *layer, properties=properties)
+        if back is None:  # what is kept in strips forward may not fit in strips of the transposed matrix
+            paths = (path, "dense") if path == "block" else (path,)
+            ways = (candidates(name, *layer, properties=properties, backward=True) for name in paths)
+            back = min(itertools.chain(*ways), key=lambda g: geometry.microseconds(g, batch), default=None)
+        self.is_trained = back is not None
+        self.plan = Plan(path, 0, 0, 0, "", cuda.Geometries(forward, back))
+
+    def uniform(self, *shape):
+        return (torch.rand(shape, device=self.device) * 2 - 1).to(self.dtype)
+
+    def inputs(self, steps, batch=None, with_state=True, packed=False):
+        """Arguments of forward between the projected input and what the kernels are told beside them."""
+        batch = batch or self.batch
+        sizes = [batch] * steps
+        if packed:
+            lengths = [steps, *(random.randint(1, steps) for _ in range(batch - 1))]
+            sizes = [sum(length > t for length in lengths) for t in range(steps)]
+        offsets = torch.tensor([0, *itertools.accumulate(sizes)], dtype=torch.int32, device=self.device)
+        projected = torch.randn(sum(sizes), GATES[self.cell] * self.hidden, device=self.device).to(self.dtype)
+        h = self.uniform(batch, self.hidden) if with_state else None
+        c = torch.randn_like(h) if with_state and self.cell == "lstm" else None
+        return projected, h, c, offsets if packed else None, batch
+
+    def forward(self, inputs, reverse, kernels=cuda, wide=lambda x: x):
+        projected, h, c, offsets, batch = inputs
+        states = wide(projected), wide(h), wide(c), wide(self.weight), wide(self.bias), self.mask
+        return kernels.forward(*states, offsets, batch, self.cell, reverse, self.plan, True)
+
+    def gradients(self, inputs, reverse):
+        """What backward gets; the states and arguments of gates are any numbers."""
+        projected, h, c, offsets, batch = inputs
+        states = self.uniform(len(projected), self.hidden)
+        rnn, gru, lstm = self.cell.startswith("rnn"), self.cell == "gru", self.cell == "lstm"
+        return (
+            states if rnn else projected,
+            self.uniform(*states.shape) if gru else None,
+            states,
+            torch.randn_like(states, dtype=torch.float32) if lstm else None,
+            c,
+            self.weight,
+            self.mask,
+            torch.randn_like(states),
+            None if h is None else torch.randn_like(h),
+            None if c is None else torch.randn_like(c),
+            *(offsets, batch, self.cell, reverse, self.plan),
         )
-        plan = persistent.Plan(path, 0, 0, 0, "", geometry)
-        self.layer = persistent.PersistentLayer(cell, self.weight, self.bias_hh_n, self.mask, block, plan)
 
-    def inputs(self, steps, batch, with_state=True):
-        projected = torch.randn(steps, batch, GATES[self.cell] * self.hidden, device=self.device).to(self.dtype)
-        if not with_state:
-            return projected, None, None
-        h = (torch.rand(batch, self.hidden, device=self.device) * 2 - 1).to(self.dtype)
-        return projected, h, torch.randn_like(h) if self.cell == "lstm" else None
+    def both(self, inputs, gradients, reverse, kernels=cuda, wide=lambda x: x):
+        """All that forward and backward return; forward alone where no kernel fits backward."""
+        results = self.forward(inputs, reverse, kernels, wide)
+        return (*results, *kernels.backward(*map(wide, gradients))) if self.is_trained else results
 
-    def expected(self, projected, h, c, reverse):
-        weight = self.weight if self.mask is None else self.weight * self.mask
-        zeros = torch.zeros(projected.shape[1], self.hidden, device=self.device)
-        return recurrence(
-            self.cell, weight, self.bias_hh_n, projected, zeros if h is None else h, zeros if c is None else c, reverse
-        )
+    def expected(self, inputs, reverse):
+        return self.forward(inputs, reverse, reference, double)
 
-    def errors(self, found, expected):
-        pairs = [(x, y) for x, y in zip(found, expected, strict=True) if x is not None]
-        return [float((x.double() - y).norm() / y.norm().clamp(min=1e-30)) for x, y in pairs]
+    def check(self):
+        torch.cuda.synchronize()
+        cuda.check(self.plan.geometry.forward, 0)
+
+
+def double(x):
+    return x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+
+
+def errors(found, expected):
+    pairs = [(x, y) for x, y in zip(found, expected, strict=True) if x is not None]
+    return [float((x.double() - y).norm() / y.norm().clamp(min=1e-30)) for x, y in pairs]
 
 
 @pytest.fixture
@@ -103,74 +141,100 @@ def nan_memory():
 
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
 @pytest.mark.parametrize("path", ["dense", "block", "sparse"])
-def test_kernels_compile_without_a_gpu(path, architecture):
+@pytest.mark.parametrize("backward", [False, True])
+def test_kernels_compile_without_a_gpu(path, architecture, backward):
     pytest.importorskip("cuda.core")
-    code = nvrtc.source(*persistent.files(path))
     index = ("sm_80", "sm_90", "sm_100").index(architecture)
+    properties = SimpleNamespace(**{**vars(H100), "major": int(architecture[3:]) // 10})
     for cell, dtype in itertools.islice(zip(CELLS, (f16, f32, bf16, f32), strict=True), index, None, 2):
-        geometry = candidate(path, cell, 130 + index, 5, dtype, 0.3, 16, H100)
-        if path == "sparse":
-            geometry = geometry._replace(tiles=20).hold(H100.shared_memory_per_block_optin)
-        assert nvrtc.compile_cubin(code, architecture, dict(geometry.macros(True)))[:4] == b"\x7fELF"
+        found = candidates(path, cell, 130 + index, 5, dtype, 0.3, (16, 1), properties=properties, backward=backward)
+        clusters = {g.cluster: g for g in found}
+        assert {1, 2} <= set(clusters) <= {1, 2, 4} if backward and properties.major >= 9 else set(clusters) == {1}
+        for chosen in clusters.values():
+            if path == "sparse":
+                chosen = chosen._replace(tiles=20).hold(H100.shared_memory_per_block_optin)
+            code = nvrtc.source(*geometry.files(chosen))
+            assert nvrtc.compile_cubin(code, architecture, dict(chosen.macros()))[:4] == b"\x7fELF"
 
 
-@pytest.mark.parametrize("cell", CELLS)
+def packed_matrix(mask, chosen):
+    """The rows of each block as its packing has them, the columns in order, of the numbers of the mask's places."""
+    pack = packing.pack(mask, chosen, H100.shared_memory_per_block_optin)
+    chosen, numbers = pack.geometry, pack.indices
+    places = pack.places.long() & 0xFFFF
+    order = torch.cat((packing._column_of_place(chosen), torch.full((packing.ZERO_PLACES,), chosen.slice)))
+    matrix = torch.zeros(chosen.blocks, chosen.rows + 128, chosen.slice + 1, dtype=torch.int64)
+    if chosen.path == "sparse":
+        spans = pack.spans.int() & 0xFFFF
+        for block, row in itertools.product(range(chosen.blocks), range(chosen.rows)):
+            first, last = int(spans[block, row]) & 255, int(spans[block, row]) >> 8
+            mine = (block, slice(None), slice(None), slice(first, last + 1))
+            matrix[block, row].index_add_(0, order[places[mine].flatten()], numbers[mine].flatten().long())
+        return pack, matrix
+    tiles = numbers.permute(0, 1, 2, 6, 3, 5, 4, 7).flatten(5).flatten(3, 4)  # (blocks, warps, tiles, 16, columns)
+    columns = order[places.flatten(2)[..., : chosen.tiles * chosen.tile_columns]].view(*tiles.shape[:3], -1)
+    for block, warp, tile in itertools.product(*map(range, tiles.shape[:3])):
+        turn = sum(end <= tile for end in itertools.accumulate(chosen.share_tiles))
+        strip = (turn * packing.WARPS + warp) // chosen.shares
+        rows = matrix[block, strip * 16 : strip * 16 + 16]
+        rows.index_add_(1, columns[block, warp, tile], tiles[block, warp, tile].long())
+    return pack, matrix
+
+
 @pytest.mark.parametrize(
-    ("path", "density", "block"), [("dense", 1, (1, 1)), ("block", 0.2, (16, 1)), ("sparse", 0.2, (1, 1))]
-)
-def test_packing_keeps_every_weight_once(cell, path, density, block):
-    hidden = 133
-    weight = torch.arange(1.0, GATES[cell] * hidden**2 + 1).view(-1, hidden)  # all different
-    mask = random_mask(cell, hidden, density, block)
-    geometry = candidate(path, cell, hidden, 3, f32, density, block[0], H100)
-    packed = persistent.pack(weight, mask, geometry, H100.shared_memory_per_block_optin)
-    words = packed.weights if path != "sparse" else packed.weights[:, :, 1:].contiguous().view(torch.float32)
-    assert torch.equal(words[words != 0].sort().values, weight[mask].sort().values)
-
-
-@pytest.mark.parametrize(
-    ("cell", "hidden", "density", "processors", "turns"),
-    [("rnn_tanh", 100, 0.2, 132, 1), ("gru", 400, 0.1, 132, 1), ("lstm", 400, 0.3, 132, 1), ("lstm", 400, 0.1, 8, 2)],
+    ("path", "cell", "hidden", "density", "processors", "turns"),
+    [
+        ("block", "rnn_tanh", 100, 0.2, 132, 1),
+        ("block", "gru", 400, 0.1, 132, 1),
+        ("block", "lstm", 400, 0.3, 132, 1),
+        ("block", "lstm", 240, 0.1, 8, 2),
+        ("sparse", "gru", 133, 0.2, 132, 1),
+        ("sparse", "lstm", 70, 0.1, 8, 1),
+    ],
 )
 @pytest.mark.parametrize("dtype", [f16, f32])
-def test_tiles_of_the_block_kernel_are_the_matrix(cell, hidden, density, processors, turns, dtype):
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_packing_is_the_matrix(path, cell, hidden, density, processors, turns, dtype, backward):
     device = SimpleNamespace(**{**vars(H100), "multi_processor_count": processors})
-    weight = torch.randn(GATES[cell] * hidden, hidden).to(dtype)
-    mask = random_mask(cell, hidden, density, (16, 1))
-    geometry = candidate("block", cell, hidden, 3, dtype, density, 16, device)
-    geometry, weights, places, _ = persistent.pack(weight, mask, geometry, H100.shared_memory_per_block_optin)
-    assert len(geometry.share_tiles) >= turns
-    tiles = weights.permute(0, 1, 2, 6, 3, 5, 4, 7).flatten(5).flatten(3, 4)  # (blocks, warps, tiles, 16, columns)
-    order = torch.cat((persistent._column_of_place(geometry), torch.full((persistent.ZERO_PLACES,), geometry.pitch)))
-    columns = order[places.flatten(2)[..., : geometry.tiles * geometry.tile_columns].long()].view(*tiles.shape[:3], -1)
-    matrix = torch.zeros(geometry.blocks, geometry.rows + 128, geometry.pitch + 1)
-    for block, warp, tile in itertools.product(*map(range, tiles.shape[:3])):
-        turn = sum(end <= tile for end in itertools.accumulate(geometry.share_tiles))
-        strip = (turn * persistent.WARPS + warp) // geometry.shares
-        rows = matrix[block, strip * 16 : strip * 16 + 16]
-        rows.index_add_(1, columns[block, warp, tile], tiles[block, warp, tile].float())
-    expected = persistent._rows_of_blocks(weight * mask, geometry).float()
-    assert torch.equal(matrix[:, : geometry.rows, : geometry.pitch], expected)
-    assert not matrix[:, geometry.rows :].any()
-    assert not matrix[..., geometry.pitch].any()
+    block = (16, 1) if path == "block" else (1, 1)
+    mask = random_mask(cell, hidden, density, block)
+    # Backward, blocks of 16 rows and 1 column lie across the strips: nearly all columns of a strip have a weight.
+    found = candidates(path, cell, hidden, 3, dtype, density, block, properties=device, backward=backward)
+    chosen = min((g for g in found if g.cluster == found[-1].cluster), key=lambda g: geometry.microseconds(g, 3))
+    pack, matrix = packed_matrix(mask, chosen)
+    chosen = pack.geometry
+    assert path == "sparse" or backward or len(chosen.share_tiles) >= turns
+    numbers = torch.where(mask, torch.arange(1, mask.numel() + 1).view(mask.shape), 0)
+    at, row, column = torch.meshgrid(*map(torch.arange, (chosen.blocks, chosen.rows, chosen.slice)), indexing="ij")
+    if backward:  # the definition, see matrix.cuh
+        k = at % chosen.cluster * chosen.slice + column
+        gate, unit, other = k // chosen.pitch, k % chosen.pitch, at // chosen.cluster * chosen.rows + row
+    else:
+        gate, unit, other = row // chosen.units, at * chosen.units + row % chosen.units, column
+    exists = (gate < GATES[cell]) & (unit < hidden) & (other < hidden)
+    expected = torch.where(exists, numbers.flatten()[((gate * hidden + unit) * hidden + other).where(exists, 0)], 0)
+    assert torch.equal(matrix[:, : chosen.rows, : chosen.slice], expected)
+    assert not matrix[:, chosen.rows :].any()
+    assert not matrix[..., chosen.slice].any()
 
 
 @pytest.mark.parametrize(("path", "block"), [("sparse", (1, 1)), ("block", (16, 1)), ("block", (8, 4))])
 @pytest.mark.parametrize("cell", CELLS)
-def test_whatever_a_plan_may_choose_can_be_packed(cell, path, block):
-    small = SimpleNamespace(**{**vars(H100), "multi_processor_count": 6})
-    weight, mask = torch.ones(GATES[cell] * 200, 200), random_mask(cell, 200, 0.1, block)
-    found = list(persistent._candidates(path, cell, 200, f32, 12, 0.1, block[0], small))
+@pytest.mark.parametrize("backward", [False, True])
+def test_whatever_a_plan_may_choose_can_be_packed(cell, path, block, backward):
+    small = SimpleNamespace(**{**vars(H100), "multi_processor_count": 9})
+    mask = random_mask(cell, 200, 0.1, block)
+    found = candidates(path, cell, 200, 12, f32, 0.1, block, properties=small, backward=backward)
     assert found
-    for geometry in found:
-        packed = persistent.pack(weight, mask, geometry, small.shared_memory_per_block_optin)
-        assert packed.geometry.blocks * geometry.groups <= 6
+    for chosen in found:
+        packed = packing.pack(mask, chosen, small.shared_memory_per_block_optin)
+        assert packed.geometry.blocks * chosen.groups <= 9
 
 
 def test_plan_says_what_fits():
     def plan(cell, hidden, batch=4, dtype=f16, density=None, block=None):
         nnz = None if density is None else int(density * GATES[cell] * hidden**2)
-        return persistent.make_plan(cell, hidden, batch, dtype, nnz, block, H100)
+        return geometry.choose_geometry(cell, hidden, batch, dtype, nnz, block, H100)
 
     for layer, path in {
         ("gru", 2304): "dense",
@@ -186,6 +250,20 @@ def test_plan_says_what_fits():
     assert "do not fit on the chip" in plan("lstm", 8192).reason
     assert "not in torch.float64" in plan("gru", 64, dtype=torch.float64).reason
     assert plan("gru", 2304).bytes_on_chip >= 3 * 2304**2 * 2
+
+
+@pytest.mark.parametrize("processors", [48, 58, 108, 132, 148])  # of an RTX 3070, an L4, an A100, an H100, a B200
+@pytest.mark.parametrize("cell", CELLS)
+def test_all_blocks_can_be_resident_and_cover_the_layer(cell, processors):
+    device = SimpleNamespace(**{**vars(H100), "multi_processor_count": processors})
+    for hidden, batch, backward in itertools.product((1, 130, 1024), (1, 17), (False, True)):
+        for chosen in candidates("dense", cell, hidden, batch, bf16, properties=device, backward=backward):
+            assert chosen.blocks * chosen.groups <= geometry.resident_blocks(device, chosen.cluster) <= processors
+            assert chosen.blocks % chosen.cluster == 0
+            assert chosen.blocks * chosen.units >= hidden
+            assert chosen.shared_bytes <= H100.shared_memory_per_block_optin
+            width = GATES[cell] * chosen.pitch if backward else chosen.pitch
+            assert (chosen.cluster - 1) * chosen.slice < width <= chosen.cluster * chosen.slice
 
 
 DENSE = [
@@ -228,45 +306,75 @@ LAYERS += [("block", x) for x in PRUNED if x[5] != (1, 1)] + [("sparse", x) for 
 )
 def test_match_the_reference(path, layer, nan_memory):
     torch.manual_seed(0)
-    batch, dtype = layer[2], layer[3]
     case = Case(path, *layer)
-    for steps, reverse, with_state in ((17, False, True), (18, True, True), (1, False, False)):
-        inputs = case.inputs(steps, batch, with_state)
-        found = case.layer(*inputs, reverse)
-        again = [case.layer(*inputs, reverse) for _ in range(20 if steps == 17 else 1)]
-        torch.cuda.synchronize()
-        case.layer.check()
-        assert max(case.errors(found, case.expected(*inputs, reverse))) < TOLERANCE[dtype]
-        for other in again:
-            assert all(x is None or torch.equal(x, y) for x, y in zip(found, other, strict=True))
+    for steps, reverse, with_state, packed in (
+        (17, False, True, False),
+        (18, True, True, True),
+        (11, False, False, True),
+        (1, False, False, False),
+    ):
+        inputs = case.inputs(steps, with_state=with_state, packed=packed)
+        found = case.both(inputs, gradients := case.gradients(inputs, reverse), reverse)
+        for _ in range(20 if steps == 17 else 1):
+            again = case.both(inputs, gradients, reverse)
+            assert all(x is None or torch.equal(x, y) for x, y in zip(found, again, strict=True))
+        case.check()
+        expected = case.both(inputs, gradients, reverse, reference, double)
+        assert max(errors(found, expected)) < TOLERANCE[case.dtype]
 
 
 @pytest.mark.gpu
-def test_tf32_only_where_it_is_allowed(monkeypatch):
+@pytest.mark.parametrize("cluster", [1, 2, 4])
+@pytest.mark.parametrize("layer", [("lstm", 515, 23, f16), ("gru", 1024, 16, bf16), ("rnn_tanh", 256, 3, f32)])
+def test_clusters_match_the_reference(layer, cluster, nan_memory):
     torch.manual_seed(0)
-    for allowed, least, most in ((False, 0, 2e-6), (True, 1e-5, 1e-3)):
-        monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", allowed)
+    for back in candidates("dense", *layer, properties=torch.cuda.get_device_properties(0), backward=True)[::7]:
+        if back.cluster == cluster:
+            case = Case("dense", *layer, back=back)
+            gradients = case.gradients(case.inputs(9), False)
+            found, expected = cuda.backward(*gradients), reference.backward(*map(double, gradients))
+            assert max(errors(found, expected)) < TOLERANCE[case.dtype], back
+
+
+@pytest.mark.gpu
+def test_tf32_only_where_it_is_allowed():
+    torch.manual_seed(0)
+    for exact, least, most in ((True, 0, 2e-6), (False, 1e-5, 1e-3)):
         case = Case("dense", "lstm", 515, 5, f32)
-        inputs = case.inputs(33, 5)
-        error = max(case.errors(case.layer(*inputs, False), case.expected(*inputs, False)))
-        assert least <= error < most
+        forward, backward = (g._replace(exact=exact) for g in case.plan.geometry)
+        case.plan = case.plan._replace(geometry=cuda.Geometries(forward, backward))
+        inputs = case.inputs(33)
+        gradients = case.gradients(inputs, False)
+        assert least <= max(errors(case.forward(inputs, False), case.expected(inputs, False))) < most
+        expected = reference.backward(*map(double, gradients))
+        assert least <= max(errors(cuda.backward(*gradients), expected)) < most
 
 
 @pytest.mark.gpu
 def test_error_is_no_larger_than_cudnns():
-    """Over 2,000 steps."""
+    """Over 2,000 steps, of the output and of every gradient."""
     torch.manual_seed(0)
     for kind, dtype in itertools.product((nn.RNN, nn.GRU, nn.LSTM), (f16, bf16, f32)):
-        exact = kind(64, 256).cuda().to(dtype)
+        theirs = kind(64, 256).cuda().to(dtype)
         ours = getattr(ostinato, kind.__name__)(64, 256).cuda().to(dtype)
-        ours.load_state_dict(exact.state_dict())
+        exact = kind(64, 256).cuda().double()
+        for layer in (ours, exact):
+            layer.load_state_dict(theirs.state_dict())
+        assert ours.plan(8, dtype, training=True).path == "dense"
         x = torch.randn(2000, 8, 64, device="cuda", dtype=dtype)
-        with torch.no_grad():
-            cudnn, mine = exact(x)[0].double(), ours(x)[0].double()
-            with torch.backends.cudnn.flags(enabled=False):
-                expected = exact.double()(x.double())[0]
-        assert ours.plan(8, dtype).path == "dense"
-        assert (mine - expected).norm() <= 1.5 * (cudnn - expected).norm() + 1e-7 * expected.norm()
+        grad = torch.randn(2000, 8, 256, device="cuda", dtype=dtype)
+
+        def results(layer, x=x, grad=grad):
+            dtype = layer.weight_hh_l0.dtype
+            x = x.to(dtype).requires_grad_()
+            output = layer(x)[0]
+            output.backward(grad.to(dtype))
+            return [y.double() for y in (output, x.grad, *(p.grad for p in layer.parameters()))]
+
+        with torch.backends.cudnn.flags(enabled=False):
+            expected = results(exact)
+        for mine, cudnns, right in zip(results(ours), results(theirs), expected, strict=True):
+            assert (mine - right).norm() <= 1.5 * (cudnns - right).norm() + 2e-7 * right.norm(), (kind, dtype)
 
 
 @pytest.mark.gpu
@@ -276,65 +384,81 @@ def test_what_is_not_finite_hangs_nothing(bad):
     for layer in (
         ("dense", "gru", 130, 4, f16),
         ("block", "lstm", 130, 4, f16, 0.3, (16, 1)),
-        ("sparse", "rnn_tanh", 130, 4, f32, 0.3),
+        ("sparse", "rnn_tanh", 130, 4, f32, 0.3, (1, 1)),
     ):
         case = Case(*layer)
-        projected, h, c = case.inputs(20, 4)
-        projected[7, 2, 5] = bad
-        output = case.layer(projected, h, c, False)[0]
-        torch.cuda.synchronize()
-        case.layer.check()
+        inputs = case.inputs(20)
+        inputs[0].view(20, 4, -1)[7, 2, 5] = bad
+        gradients = list(case.gradients(inputs, False))
+        gradients[7].view(20, 4, -1)[7, 2, 5] = bad
+        output, grads = (x[0].view(20, 4, -1) for x in (case.forward(inputs, False), cuda.backward(*gradients)))
+        case.check()
         others = [0, 1, 3]  # sequences
-        expected = case.expected(projected, h, c, False)[0]
-        assert max(case.errors([output[:, others]], [expected[:, others]])) < TOLERANCE[case.dtype]
+        expected = case.expected(inputs, False)[0], reference.backward(*map(double, gradients))[0]
+        for found, right in zip((output, grads), expected, strict=True):
+            assert max(errors([found[:, others]], [right.view(20, 4, -1)[:, others]])) < TOLERANCE[case.dtype]
         if bad != bad:
             assert output[12:, 2].isnan().all()  # a pruned weight times NaN is nothing, so it takes some steps
+            assert grads[:3, 2].isnan().all()
 
 
 @pytest.mark.gpu
 def test_streams_graph_and_a_wait_given_up():
     torch.manual_seed(0)
     cases = [Case("dense", "gru", 515, 4, f16), Case("dense", "lstm", 256, 4, f16)]
-    inputs = [case.inputs(50, 4) for case in cases]
-    expected = [case.layer(*x, False)[0] for case, x in zip(cases, inputs, strict=True)]
+    inputs = [case.inputs(50) for case in cases]
+
+    def both(case, inputs, gradients):
+        return case.forward(inputs, False)[0], *cuda.backward(*gradients)[:2]
+
+    calls = [(case, x, case.gradients(x, False)) for case, x in zip(cases, inputs, strict=True)]
+    expected = [both(*call) for call in calls]
     streams = [torch.cuda.Stream() for _ in cases]
     torch.cuda.synchronize()
     for _ in range(10):
         found = []
-        for case, x, stream in zip(cases, inputs, streams, strict=True):
+        for call, stream in zip(calls, streams, strict=True):
             with torch.cuda.stream(stream):
-                found.append(case.layer(*x, False)[0])
+                found.append(both(*call))
         torch.cuda.synchronize()
-        assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+        for x, y in zip(found, expected, strict=True):
+            assert all(map(torch.equal, x, y))
 
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = cases[0].layer(*inputs[0], False)[0]
+        captured = both(*calls[0])
     inputs[0][0].mul_(0.5)
+    cases[0].weight.mul_(0.5)  # read at every launch
     graph.replay()
-    assert torch.equal(captured, cases[0].layer(*inputs[0], False)[0])
+    assert all(map(torch.equal, captured, both(*calls[0])))
 
-    cases[0].layer._failure.fill_(1)
-    with pytest.raises(RuntimeError, match="persistent dense gru kernel of 515 hidden units waited in vain"):
-        cases[0].layer(*inputs[0], False)
+    cuda._failure(0).fill_(1)
+    with pytest.raises(RuntimeError, match="persistent dense gru forward kernel of 515 hidden units waited in vain"):
+        cases[0].forward(inputs[0], False)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(10))
 def test_random_layers(seed):
-    """A tenth of OSTINATO_RANDOM_RUNS short runs, 40 for each random layer."""
+    """A tenth of OSTINATO_RANDOM_RUNS short runs forward and backward, 40 for each random layer."""
     draw = random.Random(seed)
     torch.manual_seed(seed)
+    random.seed(seed)
     for _ in range(max(1, int(os.environ.get("OSTINATO_RANDOM_RUNS", "400")) // 400)):
-        path = draw.choice(("dense", "block", "sparse"))
+        path = draw.choice(("dense", "dense", "block", "sparse"))
         hidden, batch = int(2 ** draw.uniform(0, 10.5)), int(2 ** draw.uniform(0, 6))
         layer = path, draw.choice(CELLS), hidden, batch, draw.choice((f16, bf16, f32))
         if path != "dense":
             layer += draw.uniform(0.05, 0.4), {"block": draw.choice(((16, 1), (8, 4))), "sparse": (1, 1)}[path]
-        case = Case(*layer)
+        try:
+            case = Case(*layer)
+        except ValueError:  # no geometry fits
+            continue
         for _ in range(40):
             size, reverse = draw.randint(1, 64), draw.random() < 0.5
-            inputs = case.inputs(draw.randint(1, 8), size, draw.random() < 0.7)
-            errors = case.errors(case.layer(*inputs, reverse), case.expected(*inputs, reverse))
-            assert max(errors) < TOLERANCE[case.dtype], (layer, size, reverse, errors)
-        case.layer.check()
+            inputs = case.inputs(draw.randint(1, 8), size, draw.random() < 0.7, draw.random() < 0.4)
+            gradients = case.gradients(inputs, reverse)
+            found = case.both(inputs, gradients, reverse)
+            worst = max(errors(found, case.both(inputs, gradients, reverse, reference, double)))
+            assert worst < TOLERANCE[case.dtype], (layer, size, reverse, worst)
+        case.check()

@@ -14,7 +14,7 @@ from torch import nn
 import ostinato
 from ostinato.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from ostinato.cli import main
-from ostinato.kernels.persistent.masks import BLOCKS, block_of
+from ostinato.kernels.persistent.masks import BLOCKS, block_of, cut
 from ostinato.models import LanguageModel
 from ostinato.text import Vocabulary
 
@@ -22,17 +22,23 @@ LAYERS = {nn.RNN: ostinato.RNN, nn.GRU: ostinato.GRU, nn.LSTM: ostinato.LSTM}
 GATES = {nn.RNN: 1, nn.GRU: 3, nn.LSTM: 4}
 
 
-def expected_mask(weight, gates, densities, block):
+def expected_mask(weight, gates, densities, block, keep_diagonal=False):
     """Block after block, in NumPy."""
     rows, columns = block
     matrices = weight.detach().numpy().reshape(gates, -1, weight.shape[1])
     mask = np.zeros(matrices.shape, bool)
+    free = np.eye(*matrices.shape[1:], dtype=bool) & keep_diagonal
     for matrix, kept, density in zip(matrices, mask, densities, strict=True):
-        corners = [(i, j) for i in range(0, matrix.shape[0], rows) for j in range(0, matrix.shape[1], columns)]
-        scores = [np.abs(matrix[i : i + rows, j : j + columns]).mean() for i, j in corners]
-        largest = np.argsort(scores)[::-1][: max(1, round(density * len(corners)))]
-        for i, j in (corners[n] for n in largest):
-            kept[i : i + rows, j : j + columns] = True
+        cuts = [
+            np.s_[i : i + rows, j : j + columns]
+            for i in range(0, matrix.shape[0], rows)
+            for j in range(0, matrix.shape[1], columns)
+        ]
+        counted = [cut for cut in cuts if not free[cut].all()]
+        scores = [np.abs(matrix[cut][~free[cut]]).mean() for cut in counted]
+        for n in np.argsort(scores)[::-1][: max(1, round(density * len(counted)))]:
+            kept[counted[n]] = True
+        kept |= free
     return torch.from_numpy(mask.reshape(weight.shape))
 
 
@@ -81,13 +87,59 @@ def test_density_by_name():
 def test_diagonal(block):
     torch.manual_seed(0)
     layer = nn.GRU(20, 33)
-    plain = ostinato.prune(copy.deepcopy(layer), 0.1, block=block, input_weights=True)
-    kept = ostinato.prune(layer, 0.1, block=block, keep_diagonal=True, input_weights=True)
-    eye = torch.eye(33, dtype=torch.bool).repeat(3, 1)
-    assert torch.equal(kept.mask_hh_l0, plain.mask_hh_l0 | eye)
-    assert torch.equal(kept.mask_ih_l0, plain.mask_ih_l0)
-    for mask in (kept.mask_hh_l0, plain.mask_hh_l0):
-        assert block_of(mask, 3) == block
+    with torch.no_grad():
+        layer.weight_hh_l0[torch.eye(33, dtype=torch.bool).repeat(3, 1)] *= 10  # large, and kept anyway
+    before = copy.deepcopy(layer)
+    ostinato.prune(layer, 0.1, block=block, keep_diagonal=True, input_weights=True)
+    assert torch.equal(layer.mask_hh_l0, expected_mask(before.weight_hh_l0, 3, [0.1] * 3, block, True))
+    assert torch.equal(layer.mask_ih_l0, expected_mask(before.weight_ih_l0, 3, [0.1] * 3, block))
+    assert block_of(layer.mask_hh_l0, 3) == block
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("hidden", [1, 40, 45])
+def test_pruning_again_to_the_same_density_keeps_the_same(block, hidden):
+    torch.manual_seed(0)
+    layer = nn.LSTM(20, hidden)
+    with torch.no_grad():
+        layer.weight_hh_l0[torch.eye(hidden, dtype=torch.bool).repeat(4, 1)] *= 100
+    options = {"block": block, "keep_diagonal": True}
+    first = ostinato.prune(layer, 0.2, **options).mask_hh_l0
+    assert torch.equal(ostinato.prune(layer, 0.2, **options).mask_hh_l0, first)
+    assert torch.equal(ostinato.prune(layer, None, **options).mask_hh_l0, first)
+
+
+def test_a_density_of_none_keeps_the_zeros_that_are_there():
+    torch.manual_seed(0)
+    layer = nn.GRU(8, 40, num_layers=2)
+    kept = {name: torch.rand(parameter.shape) < 0.02 for name, parameter in layer.named_parameters()}
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            parameter.mul_(kept[name])
+    before, x = copy.deepcopy(layer), torch.randn(5, 3, 8)
+    ostinato.prune(layer, None)
+    for name in ("hh_l0", "hh_l1"):
+        assert torch.equal(getattr(layer, f"mask_{name}"), kept[f"weight_{name}"])
+        assert torch.equal(getattr(layer, f"weight_{name}"), getattr(before, f"weight_{name}"))
+    assert not hasattr(layer, "mask_ih_l0")
+    torch.testing.assert_close(layer(x)[0], before(x)[0], rtol=0, atol=1e-6)
+
+    blocks = ostinato.prune(copy.deepcopy(before), None, block=(8, 4), input_weights=True)
+    for name in ("hh_l0", "hh_l1", "ih_l0"):
+        some = cut(kept[f"weight_{name}"].unflatten(0, (3, 40)), (8, 4)).any(3)
+        mask = some.repeat_interleave(8, 1).repeat_interleave(4, 2).flatten(0, 1)
+        assert torch.equal(getattr(blocks, f"mask_{name}"), mask)
+        assert 0 < mask.float().mean() < 1
+
+
+def test_a_density_of_none_keeps_one_block_of_a_gate_of_zeros():
+    gru = nn.GRU(8, 32)
+    with torch.no_grad():
+        gru.weight_hh_l0[32:64] = 0.0
+    mask = ostinato.prune(gru, None, block=(16, 1)).mask_hh_l0
+    assert [int(gate.sum()) for gate in mask.view(3, 32, 32)] == [1024, 16, 1024]
+    with torch.no_grad():
+        assert gru(torch.ones(3, 8))[0].isfinite().all()
 
 
 def test_what_a_mask_consists_of():
@@ -257,7 +309,7 @@ class OwnGRU(nn.GRU):
         (nn.GRU(4, 8), {"density": 1.1}, ValueError, "density must be above 0 and at most 1; got 1.1"),
         (nn.GRU(4, 8), {"density": float("nan")}, ValueError, "density must be above 0"),
         (nn.GRU(4, 8), {"density": "0.1"}, ValueError, "density must be above 0 and at most 1; got '0.1'"),
-        (nn.GRU(4, 8), {"density": None}, ValueError, "density must be above 0 and at most 1; got None"),
+        (nn.GRU(4, 8), {"density": [None] * 3}, ValueError, "density must be above 0 and at most 1; got None"),
         (nn.GRU(4, 8), {"density": [0.1, 0.2]}, ValueError, "density must be one number, or 3 for r, z, n; got "),
         (nn.GRU(4, 8), {"density": {"r": 0.1}}, ValueError, "density must name the gates r, z, n; got r"),
         (nn.GRU(4, 8), {"density": 0.1, "block": (2, 2)}, ValueError, r"block must be one of .*; got \(2, 2\)"),

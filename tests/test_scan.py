@@ -101,6 +101,32 @@ def test_the_error_of_log_space_does_not_grow_with_length(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_the_error_of_log_space_gradients_does_not_grow_with_length(backend):
+    torch.manual_seed(0)
+    log_b, empty = torch.randn(1, 4000, 3), torch.full((1, 3), -torch.inf, dtype=torch.float64)
+    for log_a in (torch.full((1, 4000, 3), 0.1), torch.full((1, 4000, 3), -1e-4), torch.randn(1, 4000, 3)):
+        wide = [x.double().requires_grad_() for x in (log_a, log_b)]
+        narrow = [x.clone().requires_grad_() for x in (log_a, log_b)]
+        want = torch.autograd.grad(reference.log_linear_scan(*wide, empty)[1].sum(), wide)
+        got = torch.autograd.grad(ostinato.log_linear_scan(*narrow, backend=backend)[1].sum(), narrow)
+        for g, w in zip(got, want, strict=True):
+            assert error(g, w) < 4e-6
+        assert (got[1].double().sum(1) - 1).abs().max() < 1e-6  # log_b + x makes of log_h log_h + x
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_log_space_gradients_where_a_share_is_nothing_or_all(backend):
+    inf = torch.inf
+    steps = [(0.0, -inf), (-inf, -inf), (1.0, 2.0), (-inf, 3.0), (3.0, -inf), (0.0, -500.0), (0.0, 500.0)]
+    log_a, log_b = (torch.tensor(x).view(1, -1, 1).requires_grad_() for x in zip(*steps, strict=True))
+    log_h, _ = ostinato.log_linear_scan(log_a, log_b, backend=backend)
+    shares = [torch.autograd.grad(log_h[0, t, 0], (log_a, log_b), retain_graph=True) for t in range(len(steps))]
+    assert [g[0][0, t, 0].item() for t, g in enumerate(shares)] == [0, 0, 0, 0, 1, 1, 0]
+    assert [g[1][0, t, 0].item() for t, g in enumerate(shares)] == [0, 0, 1, 1, 0, 0, 1]
+    assert shares[4][1].flatten().tolist() == [0, 0, 0, 1, 0, 0, 0]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_narrow_log_space_has_the_gradients_of_a_wide_one(dtype, backend):
     # States near 1,000, where bfloat16 numbers are 4 apart: the gradient is made of their differences.

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
@@ -48,7 +49,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
     """Read a checkpoint onto the CPU.
 
     Raises OSError if there is no readable file at ``path``, and ValueError if it is truncated, is not a
-    checkpoint of this project, or its weights are those of another model than its settings say.
+    checkpoint of this project, or its weights are no floating-point ones of the model that its settings say.
     """
     metadata, tensors = _read(path)
     if metadata.get("format") != FORMAT:
@@ -56,8 +57,8 @@ def load_checkpoint(path: Path) -> Checkpoint:
     try:
         settings, training = json.loads(metadata["model"]), json.loads(metadata["training"])
         vocabulary = Vocabulary(json.loads(metadata["vocabulary"]))
-        model = LanguageModel(**settings)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        model = _without_memory(settings, len(tensors))
+    except (ArithmeticError, AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: expected a checkpoint's settings and vocabulary; {error}") from None
     weights, training_tensors = _with_prefix(tensors, "model."), _with_prefix(tensors, "training.")
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
@@ -70,10 +71,22 @@ def load_checkpoint(path: Path) -> Checkpoint:
                 f"{path}: expected the weights of a model with {settings}; "
                 f"{name} should be {expected.get(name, 'absent')} and is {found or 'absent'}"
             )
+        dtype, kind = weights[name].dtype, "bool" if name in masks else "floating-point"
+        if not (dtype == torch.bool if name in masks else dtype.is_floating_point):
+            raise ValueError(f"{path}: expected {name} to be {kind}; got {dtype}")
     if len(vocabulary) != settings["vocab_size"]:
         raise ValueError(f"{path}: expected a vocabulary of {settings['vocab_size']} characters; got {len(vocabulary)}")
-    model.load_state_dict(weights)
+    model.to_empty(device="cpu").load_state_dict(weights)
     return Checkpoint(model, vocabulary, training, training_tensors)
+
+
+def _without_memory(settings: dict[str, Any], tensors: int) -> LanguageModel:
+    """The model, on "meta": what a damaged file declares may be larger than the machine, and so may its blocks."""
+    num_layers = settings.get("num_layers", 0)
+    if num_layers > tensors:
+        raise ValueError(f"num_layers is {num_layers} in a file of {tensors} tensors")
+    with torch.device("meta"):
+        return LanguageModel(**settings)
 
 
 def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:

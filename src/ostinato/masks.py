@@ -43,7 +43,7 @@ def masked(module: nn.Module, name: str) -> Tensor:
     weight, mask = getattr(module, name), mask_of(module, name)
     if mask is None:
         return weight
-    if weight.requires_grad and torch.is_grad_enabled():
+    if weight.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling():
         keep_pruned(module, name)
     return torch.where(mask, weight, 0.0)
 

@@ -31,6 +31,7 @@ class _MinimalLayers(nn.Module):
         dropout: float = 0.0,
         bidirectional: bool = False,
         *,
+        proj_size: int = 0,
         candidate: str = "positive",
         backend: str = "auto",
         device: torch.device | str | None = None,
@@ -38,6 +39,8 @@ class _MinimalLayers(nn.Module):
     ) -> None:
         super().__init__()
         _check_sizes(input_size=input_size, hidden_size=hidden_size, num_layers=num_layers)
+        if proj_size != 0:
+            raise ValueError(f"proj_size must be 0, projections are not supported; got {proj_size!r}")
         check_choice("candidate", candidate, CANDIDATES)
         check_choice("backend", backend, BACKENDS)
         if isinstance(dropout, bool) or not isinstance(dropout, int | float) or not 0 <= dropout <= 1:
@@ -204,6 +207,7 @@ class MinGRU(_MinimalLayers):
 
     Args:
         input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional: as ``torch.nn.GRU``.
+        proj_size: 0, as ``torch.nn.LSTM``'s default; there are no projections.
         candidate: :math:`\phi`.  "positive" is the paper's g, x + 0.5 for x >= 0 and sigmoid(x) below, which keeps
             the state positive (appendix B.3); "linear" the identity of section 3.1; "tanh" a bounded state.
         backend: see :func:`ostinato.linear_scan`.
@@ -220,7 +224,7 @@ class MinGRU(_MinimalLayers):
 
     Raises:
         TypeError: an input or state that is no tensor of the parameters' dtype.
-        ValueError: sizes, shapes or devices that do not fit, or an unknown candidate or backend.
+        ValueError: sizes, shapes or devices that do not fit, a ``proj_size``, or an unknown candidate or backend.
 
     Example:
         >>> import torch, ostinato

@@ -143,7 +143,8 @@ class LanguageModel(nn.Module):
             "dropout": dropout,
         }
         self.hidden_size = hidden_size
-        self.embedding = nn.Embedding(vocab_size, width)
+        # As nn.Embedding draws it, whose way on "meta" imports PyTorch's compiler.
+        self.embedding = nn.Embedding.from_pretrained(torch.randn(vocab_size, width), freeze=False)
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.ModuleList(
             Block(width, hidden_size, cell, conv_kernel, mlp_ratio, dropout) for _ in range(num_layers)

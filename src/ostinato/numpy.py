@@ -96,7 +96,7 @@ class _Cell:
             ValueError: shapes that do not fit.
         """
         x, h = self._checked("x_t", x_t, "h_prev", h_prev, time_axes=0)
-        return self._run(lambda x, h: self._layer.step(x, h)[0], x, h)
+        return self._steps(x[..., None, :], h)[..., 0, :]
 
     def process_sequence(self, x_seq: ArrayLike, h0: ArrayLike | None = None) -> Array:
         """All states of a sequence, one time step after the other.
@@ -113,7 +113,7 @@ class _Cell:
             ValueError: shapes that do not fit.
         """
         x, h = self._checked("x_seq", x_seq, "h0", h0, time_axes=1)
-        return self._run(self._steps, x, h)
+        return self._steps(x, h)
 
     def process_sequence_parallel(self, x_seq: ArrayLike, h0: ArrayLike | None = None) -> Array:
         """The same states as :meth:`process_sequence`, by one matrix product and one scan over all time steps.
@@ -123,21 +123,18 @@ class _Cell:
         x, h = self._checked("x_seq", x_seq, "h0", h0, time_axes=1)
         return self._run(lambda x, h: self._layer(x, h)[0], x, h)
 
-    def _steps(self, x: Tensor, h: Tensor | None) -> Tensor:
-        states = x.new_empty(*x.shape[:-1], self.hidden_size)
-        for t in range(x.shape[-2]):
-            y, h = self._layer.step(x.select(-2, t), h)
-            states.select(-2, t).copy_(y)
-        return states
+    def _steps(self, x: Array, h: Array | None) -> Array:
+        """The states of a sequence, step by step."""
+        raise NotImplementedError
 
     def _run(self, function: Callable[[Tensor, Tensor | None], Tensor], x: Array, h: Array | None) -> Array:
-        """Apply a function of tensors on the cell's device to arrays."""
-        return function(torch.from_numpy(x), None if h is None else torch.from_numpy(h)).numpy()
+        """Apply a function of tensors on the cell's device, whose states have an axis for layers, to arrays."""
+        raise NotImplementedError
 
     def _checked(
         self, x_name: str, x: ArrayLike, h_name: str, h: ArrayLike | None, time_axes: int
     ) -> tuple[Array, Array | None]:
-        """The arrays in the cell's dtype, the state with the layer axis that PyTorch's layers want."""
+        """The arrays in the cell's dtype."""
         x = self._floating(x_name, x)
         if x.ndim - time_axes not in (1, 2) or x.shape[-1] != self.input_size:
             time = "T, " * time_axes
@@ -148,20 +145,60 @@ class _Cell:
         h = self._floating(h_name, h)
         if h.shape != (expected_h := (*x.shape[: -1 - time_axes], self.hidden_size)):
             raise ValueError(f"{h_name} must have shape {expected_h}; got {h.shape}")
-        return x, h[None]
+        return x, h
 
     def _floating(self, name: str, value: ArrayLike) -> Array:
         array = np.asarray(value)
         if array.dtype.kind != "f":
             raise TypeError(f"{name} must be of a floating dtype; got {array.dtype}")
-        # Writable, because PyTorch warns of arrays that are not, though nothing writes to them here.
-        return np.require(array, self.dtype, ["C", "W"])
+        return array.astype(self.dtype, copy=False)
 
     def _assign(self, name: str, parameter: Tensor, value: ArrayLike) -> None:
         array = self._floating(name, value)
         if array.shape != tuple(parameter.shape):
             raise ValueError(f"{name} must have shape {tuple(parameter.shape)}; got {array.shape}")
-        parameter.copy_(torch.from_numpy(array))
+        parameter.copy_(_tensor(array))
+
+
+class _CellCPU(_Cell):
+    """A cell on the CPU.  One step is so little work that NumPy does it at once; whole sequences go to the layer."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # The parameters' own memory: what is assigned to them is seen.
+        self._weight = self._layer.get_parameter("weight_ih_l0").numpy().T
+        self._bias = self._layer.get_parameter("bias_ih_l0").numpy()
+
+    def _steps(self, x: Array, h: Array | None) -> Array:
+        states = np.empty((*x.shape[:-1], self.hidden_size), self.dtype)
+        if h is None:
+            h = np.zeros((*x.shape[:-2], self.hidden_size), self.dtype)
+        candidate_state = _CANDIDATES[self.candidate]
+        with np.errstate(over="ignore"):  # 1 / (1 + inf) is the 0 that it should be
+            for t in range(x.shape[-2]):
+                pre = x[..., t, :] @ self._weight + self._bias
+                keep, mix = self._gates(pre[..., : -self.hidden_size])
+                h = keep * h + mix * candidate_state(pre[..., -self.hidden_size :])
+                states[..., t, :] = h
+        return states
+
+    def _gates(self, pre: Array) -> tuple[Array, Array]:
+        """The weights of the state before and of the candidate."""
+        raise NotImplementedError
+
+    def _run(self, function: Callable[[Tensor, Tensor | None], Tensor], x: Array, h: Array | None) -> Array:
+        return function(_tensor(x), None if h is None else _tensor(h[None])).numpy()
+
+
+def _sigmoid(x: Array) -> Array:
+    return 1 / (1 + np.exp(-x))
+
+
+_CANDIDATES: dict[str, Callable[[Array], Array]] = {
+    "linear": lambda x: x,
+    "positive": lambda x: np.where(x >= 0, x + 0.5, _sigmoid(x)),
+    "tanh": np.tanh,
+}
 
 
 class _CellCUDA(_Cell):
@@ -177,16 +214,35 @@ class _CellCUDA(_Cell):
         self._stream = torch.cuda.Stream(self._device)
         super().__init__(*args, **kwargs)
 
+    def _steps(self, x: Array, h: Array | None) -> Array:
+        def steps(x: Tensor, h: Tensor | None) -> Tensor:
+            states = x.new_empty(*x.shape[:-1], self.hidden_size)
+            for t in range(x.shape[-2]):
+                y, h = self._layer.step(x.select(-2, t), h)
+                states.select(-2, t).copy_(y)
+            return states
+
+        return self._run(steps, x, h)
+
     def _run(self, function: Callable[[Tensor, Tensor | None], Tensor], x: Array, h: Array | None) -> Array:
         with torch.cuda.stream(self._stream):
-            states = function(self._to_device(x), None if h is None else self._to_device(h))
+            states = function(self._to_device(x), None if h is None else self._to_device(h[None]))
             pinned = torch.empty(states.shape, dtype=states.dtype, device="cpu", pin_memory=True)
             pinned.copy_(states, non_blocking=True)
         self._stream.synchronize()
         return pinned.numpy().copy()  # pinned memory is scarce: the caller gets ordinary memory
 
     def _to_device(self, array: Array) -> Tensor:
-        return torch.from_numpy(array).pin_memory().to(self._device, non_blocking=True)
+        return _tensor(array).pin_memory().to(self._device, non_blocking=True)
+
+
+def _tensor(array: Array) -> Tensor:
+    """A tensor of the array's values, of its memory if PyTorch takes that: contiguous and writable.
+
+    Nothing writes to it here, but PyTorch warns.  A contiguous array may have a negative stride along an axis of 1.
+    """
+    array = np.require(array, requirements=["C", "W"])
+    return torch.from_numpy(array.copy() if min(array.strides, default=0) < 0 else array)
 
 
 def _read_only(parameter: Tensor) -> Array:
@@ -196,7 +252,7 @@ def _read_only(parameter: Tensor) -> Array:
     return array
 
 
-class MinGRUCell(_Cell):
+class MinGRUCell(_CellCPU):
     r"""Minimal GRU on the CPU (section 3.1 of Feng et al. 2024, arXiv 2410.01201).
 
     .. math::
@@ -234,8 +290,11 @@ class MinGRUCell(_Cell):
 
     _layer_type = MinGRU
 
+    def _gates(self, pre: Array) -> tuple[Array, Array]:
+        return _sigmoid(-pre), _sigmoid(pre)
 
-class MinLSTMCell(_Cell):
+
+class MinLSTMCell(_CellCPU):
     r"""Minimal LSTM on the CPU (section 3.2 of Feng et al. 2024, arXiv 2410.01201).
 
     .. math::
@@ -252,6 +311,11 @@ class MinLSTMCell(_Cell):
     """
 
     _layer_type = MinLSTM
+
+    def _gates(self, pre: Array) -> tuple[Array, Array]:
+        f, i = pre[..., : self.hidden_size], pre[..., self.hidden_size :]
+        ratio = np.logaddexp(0, -i) - np.logaddexp(0, -f)  # log of f/i: nothing divides 0 by 0
+        return _sigmoid(ratio), _sigmoid(-ratio)
 
 
 class MinGRUCellCUDA(_CellCUDA):

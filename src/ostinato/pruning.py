@@ -19,7 +19,7 @@ Density = float | Sequence[float] | Mapping[str, float]
 
 def prune(
     module: nn.Module,
-    density: Density,
+    density: Density | None,
     *,
     block: tuple[int, int] = (1, 1),
     keep_diagonal: bool = False,
@@ -29,9 +29,12 @@ def prune(
 
     Each gate's matrix is cut into blocks from its first row and column; those at its edges may be smaller.  The
     round(density * blocks) blocks of largest mean magnitude are kept, but at least one (for single weights, Han et
-    al. 2015, arXiv 1506.02626; for blocks, Narang et al. 2017, arXiv 1711.02782).  A mask for each weight becomes a
-    buffer of the layer.  From then on pruned weights count as zero and get no gradient, and every optimiser's step
-    leaves them at zero.  Pruning again chooses anew among the weights as they are; what was pruned is zero by then.
+    al. 2015, arXiv 1506.02626; for blocks, Narang et al. 2017, arXiv 1711.02782).  A density of None keeps every block
+    with a weight that is not zero, but at least one: a model that is sparse already stays the same function.
+
+    A mask for each weight becomes a buffer of the layer.  From then on pruned weights count as zero and get no
+    gradient, and every optimiser's step leaves them at zero.  Pruning again chooses anew among the weights as they
+    are; what was pruned is zero by then.
 
     Layers of ``torch.nn`` become this library's: their class is changed, and they stay the same objects with the
     same parameters.  To bring one back, load its weights into a new ``torch.nn`` layer with ``strict=False``.
@@ -39,9 +42,11 @@ def prune(
     Args:
         module: a layer, or a model that contains some.
         density: the part of the blocks to keep, above 0 and at most 1: for all gates, or for each, in the order of
-            ``torch.nn`` or by name: r, z, n of a GRU, i, f, g, o of an LSTM, h of an RNN.
+            ``torch.nn`` or by name: r, z, n of a GRU, i, f, g, o of an LSTM, h of an RNN.  None prunes what is zero
+            already.
         block: rows by columns of what is kept or pruned as one: (1, 1), (16, 1) or (8, 4).
-        keep_diagonal: keep every unit's weight to itself as well, beyond the density.
+        keep_diagonal: keep every unit's weight to itself as well, beyond the density.  Blocks are then counted and
+            compared without it.
         input_weights: prune the input weights too, to the same density, in the same blocks.
 
     Returns:
@@ -57,6 +62,14 @@ def prune(
         >>> gru = ostinato.prune(torch.nn.GRU(64, 128), density=0.1, block=(16, 1))
         >>> gru.mask_hh_l0.float().mean(), (gru.weight_hh_l0 == 0).float().mean()
         (tensor(0.0996), tensor(0.9004))
+
+        Weights that are sparse already, from elsewhere:
+
+        >>> sparse = torch.nn.GRU(64, 128)
+        >>> sparse.load_state_dict(gru.state_dict(), strict=False).missing_keys
+        []
+        >>> torch.equal(ostinato.prune(sparse, None, block=(16, 1)).mask_hh_l0, gru.mask_hh_l0)
+        True
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be a torch.nn.Module; got {type(module).__name__}")
@@ -112,9 +125,11 @@ def cubic_density(step: int, final: float, *, begin: int = 0, end: int, initial:
     return left * initial + (1 - left) * final
 
 
-def _densities(layer: nn.RNNBase, density: Density) -> list[float]:
+def _densities(layer: nn.RNNBase, density: Density | None) -> Sequence[float | None]:
     """One for each gate."""
     gates = GATE_NAMES[layer.mode]
+    if density is None:
+        return [None] * len(gates)
     if isinstance(density, Mapping):
         if set(density) != set(gates):
             raise ValueError(f"density must name the gates {', '.join(gates)}; got {', '.join(map(str, density))}")
@@ -150,13 +165,13 @@ def _check_layer(layer: nn.RNNBase) -> None:
 @torch.inference_mode(False)  # masks made in inference mode could not be trained with
 @torch.no_grad()
 def _prune_weight(
-    layer: nn.RNNBase, name: str, densities: list[float], block: tuple[int, int], keep_diagonal: bool
+    layer: nn.RNNBase, name: str, densities: Sequence[float | None], block: tuple[int, int], keep_diagonal: bool
 ) -> None:
-    weight = masked(layer, name)
-    mask = _largest(weight.unflatten(0, (len(densities), -1)), densities, block)
+    gates = masked(layer, name).unflatten(0, (len(densities), -1))
+    free = torch.zeros_like(gates, dtype=torch.bool)
     if keep_diagonal:
-        mask |= torch.eye(weight.shape[1], dtype=torch.bool, device=weight.device)
-    mask = mask.flatten(0, 1)
+        free.diagonal(dim1=1, dim2=2).fill_(True)
+    mask = (_chosen(gates, free, densities, block) | free).flatten(0, 1)
     layer.register_buffer(mask_name(name), mask)
     parameter = getattr(layer, name)
     with torch.inference_mode(parameter.is_inference()), torch.no_grad():
@@ -164,14 +179,21 @@ def _prune_weight(
     keep_pruned(layer, name)
 
 
-def _largest(weight: Tensor, densities: list[float], block: tuple[int, int]) -> Tensor:
-    """The mask of the blocks to keep, like ``weight``, (gates, R, C); ties go to the earlier block."""
-    sizes = cut(torch.ones_like(weight), block).sum(3)
-    scores = cut(weight.abs().to(torch.promote_types(weight.dtype, torch.float32)), block).sum(3) / sizes
-    gates, down, across = scores.shape
-    kept = torch.zeros(gates, down * across, dtype=torch.bool, device=weight.device)
+def _chosen(weight: Tensor, free: Tensor, densities: Sequence[float | None], block: tuple[int, int]) -> Tensor:
+    """The mask of the blocks to keep, like ``weight``, (gates, R, C); ties go to the earlier block.
+
+    Weights that are ``free`` are kept anyway: they add nothing to a block, and one of them alone is none.
+    """
+    sizes = cut((~free).float(), block).sum(3)
+    magnitudes = weight.abs().to(torch.promote_types(weight.dtype, torch.float32)).masked_fill(free, 0.0)
+    sums = cut(magnitudes, block).sum(3)
+    scores = torch.where(sizes > 0, sums / sizes, -1.0).flatten(1)
+    kept = sums.flatten(1) != 0
     for gate, density in enumerate(densities):
-        order = scores[gate].flatten().sort(descending=True, stable=True).indices
-        kept[gate, order[: max(1, round(density * len(order)))]] = True
-    whole = kept.view(gates, down, across).repeat_interleave(block[0], 1).repeat_interleave(block[1], 2)
+        count = 1
+        if density is not None:
+            kept[gate] = False
+            count = max(1, round(density * int((sizes[gate] > 0).sum())))
+        kept[gate, scores[gate].sort(descending=True, stable=True).indices[:count]] = True
+    whole = kept.view(sums.shape).repeat_interleave(block[0], 1).repeat_interleave(block[1], 2)
     return whole[:, : weight.shape[1], : weight.shape[2]]

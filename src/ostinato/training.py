@@ -211,7 +211,7 @@ class Trainer:
     def restore(self, state: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         """Continue from what :meth:`state` gave: on the same kind of device, as if never interrupted.
 
-        Raises ValueError if something is missing or is not of this trainer's model.
+        Raises ValueError if something is missing or has not the shape and dtype that this trainer's model gives it.
         """
         try:
             self.step, self.seconds = int(state["step"]), float(state["seconds"])
@@ -219,16 +219,16 @@ class Trainer:
             same_device = state["device"] == self.device.type
         except (KeyError, TypeError) as error:
             raise ValueError(f"expected the state of a training; {type(error).__name__}: {error}") from None
-        shapes = self._state_shapes(same_device)
-        for name, shape in shapes.items():
-            if name not in tensors or tensors[name].shape != shape:
-                found = tuple(tensors[name].shape) if name in tensors else "absent"
+        expected = self._state_layout(same_device)
+        for name, layout in expected.items():
+            found = _layout(tensors[name]) if name in tensors else "absent"
+            if found != layout:
                 raise ValueError(
-                    f"expected the state of a training of this model; {name} should be {tuple(shape)} and is {found}"
+                    f"expected the state of a training of this model; {name} should be {layout} and is {found}"
                 )
         self._loss_sum = tensors["loss_sum"].to(self.device)
         optimizer = self.optimizer.state_dict()
-        for name in shapes:
+        for name in expected:
             if name.startswith("optimizer."):
                 _, number, key = name.split(".")
                 optimizer["state"].setdefault(int(number), {})[key] = tensors[name]
@@ -239,18 +239,17 @@ class Trainer:
         else:
             self.generator.manual_seed(self.settings.seed + self.step)
 
-    def _state_shapes(self, same_device: bool) -> dict[str, torch.Size]:
+    def _state_layout(self, same_device: bool) -> dict[str, str]:
         """Of the tensors that :meth:`state` gives and :meth:`restore` needs, of this model at this step."""
-        shapes = {"loss_sum": torch.Size()}
+        layout = {"loss_sum": _layout(self._loss_sum)}
         if self.step:
             parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
             for number, parameter in enumerate(parameters):
-                moments = dict.fromkeys(("exp_avg", "exp_avg_sq"), parameter.shape)
-                shapes |= {f"optimizer.{number}.{key}": shape for key, shape in moments.items()}
-                shapes[f"optimizer.{number}.step"] = torch.Size()
+                layout |= {f"optimizer.{number}.{key}": _layout(parameter) for key in ("exp_avg", "exp_avg_sq")}
+                layout[f"optimizer.{number}.step"] = _layout(self._loss_sum)
         if same_device:
-            shapes |= {"windows": self.generator.get_state().shape, "dropout": self._dropout_state().shape}
-        return shapes
+            layout |= {"windows": _layout(self.generator.get_state()), "dropout": _layout(self._dropout_state())}
+        return layout
 
     def _chunk_loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         with self._autocast():
@@ -280,6 +279,10 @@ class Trainer:
             torch.set_rng_state(state)
         else:
             torch.get_device_module(self.device).set_rng_state(state, self.device)
+
+
+def _layout(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} of {tensor.dtype}"
 
 
 @torch.no_grad()

@@ -8,8 +8,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from ostinato.bench.workloads import name_of
-from ostinato.kernels.persistent import cuda as persistent
-from ostinato.kernels.persistent.plan import GATES
+from ostinato.kernels.persistent.geometry import choose_geometry
+from ostinato.kernels.persistent.plan import GATES, Plan
 from ostinato.masks import BLOCKS, block_name
 
 H100 = SimpleNamespace(  # what CUDA reports of the SXM module; for machines without a GPU
@@ -54,12 +54,12 @@ def capacity(device: torch.device, batch: int = 4, dtype: torch.dtype = torch.fl
 
 def _largest(
     cell: str, batch: int, dtype: torch.dtype, density: float, block: tuple[int, int] | None, properties: Any
-) -> tuple[persistent.Plan, int]:
+) -> tuple[Plan, int]:
     """Downwards from what the chip could hold of the weights alone."""
 
-    def plan(hidden: int) -> persistent.Plan:
+    def plan(hidden: int) -> Plan:
         weights = None if block is None else int(density * GATES[cell] * hidden**2)
-        return persistent.make_plan(cell, hidden, batch, dtype, weights, block, properties)
+        return choose_geometry(cell, hidden, batch, dtype, weights, block, properties)
 
     available = plan(STEP).bytes_available
     hidden = int((available / (GATES[cell] * density * dtype.itemsize)) ** 0.5) // STEP * STEP

@@ -1,9 +1,12 @@
 """What each contestant's result is held against: the recurrence in float64."""
 
+from functools import partial
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
-from ostinato.bench.workloads import Layer, Recurrence, Run, Scan
+from ostinato.bench.workloads import Layer, Recurrence, Run, Scan, Training, Workload
 
 CHECKED_STEPS = 8192
 CHECKED_CHANNELS = 8
@@ -16,7 +19,16 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
     return float((found.detach().to(expected) - expected).norm() / expected.norm())
 
 
-def check_of(work: Scan | Layer | Recurrence, data: tuple[Tensor, ...]) -> "MinimalCheck | RecurrenceCheck":
+Errors = dict[str, dict[str, float]]  # of each pass, of each of its results
+
+
+class Check(Protocol):
+    def errors(self, run: Run) -> Errors: ...
+
+
+def check_of(work: Workload, data: tuple[Tensor, ...]) -> "Check":
+    if isinstance(work, Training):
+        return TrainingCheck(work, data)
     return RecurrenceCheck(work, data) if isinstance(work, Recurrence) else MinimalCheck(work, data)
 
 
@@ -27,10 +39,41 @@ class RecurrenceCheck:
         with torch.no_grad():
             self.expected = work.torch_layer(data, torch.float64)(data[0].double())[0]
 
-    def errors(self, run: Run) -> dict[str, float]:
+    def errors(self, run: Run) -> Errors:
         """The error over all steps, relative in the Euclidean norm."""
         with torch.no_grad():
-            return {"forward": relative_error(run.layout(run.call()), self.expected)}
+            return {"forward": {"output": relative_error(run.layout(run.call()), self.expected)}}
+
+
+class TrainingCheck:
+    """The output and every gradient of ``torch.nn``'s layer in float64, on the workload's device.
+
+    Of pruned weights those that are left: to ``torch.nn`` the others are zeros with gradients of their own.
+    """
+
+    def __init__(self, work: Training, data: tuple[Tensor, ...]) -> None:
+        self.work = work
+        masks = {name: mask for name, mask in work.state_dict(data).items() if name.startswith("mask")}
+        self.kept = {name: masks.get(name.replace("weight", "mask")) for name in work.differentiable}
+        layer = work.torch_layer(data, torch.float64)
+        exact = tuple(x if x.dtype == torch.bool else x.double() for x in data)
+        run = work.run(partial(work.apply, layer), exact, layer.parameters())
+        self.expected = {pass_name: self._results(run, pass_name) for pass_name in work.passes}
+
+    def errors(self, run: Run) -> Errors:
+        """The errors over all steps, relative in the Euclidean norm."""
+        errors: Errors = {}
+        for pass_name, expected in self.expected.items():
+            found = self._results(run, pass_name)
+            errors[pass_name] = {name: relative_error(found[name], expected[name]) for name in expected}
+        return errors
+
+    def _results(self, run: Run, pass_name: str) -> dict[str, Tensor]:
+        results = run.prepare(pass_name)()
+        if pass_name == "forward":
+            return {"output": results}
+        named = zip(self.kept.items(), results, strict=True)
+        return {name: result if kept is None else result[kept] for (name, kept), result in named}
 
 
 class MinimalCheck:
@@ -60,23 +103,25 @@ class MinimalCheck:
             self._expected[bias] = [output.detach(), *(x[:, self.skip :] for x in grads)]
         return self._expected[bias]
 
-    def errors(self, run: Run) -> dict[str, float]:
-        """The error of each pass, relative in the Euclidean norm; of the forward alone without a graph."""
+    def errors(self, run: Run) -> Errors:
+        """The errors of each pass, relative in the Euclidean norm; of the forward alone without a graph."""
         begin = self.start + self.skip
         if self.work.passes == ("forward",) or run.forward_only:
             with torch.no_grad():
                 output = run.layout(run.call())
-            return {"forward": relative_error(output[-1:, begin:][..., self.channels], self.expected(run.has_bias)[0])}
+            error = relative_error(output[-1:, begin:][..., self.channels], self.expected(run.has_bias)[0])
+            return {"forward": {"output": error}}
         output = run.layout(run.call())
         grad = torch.zeros_like(output)
         grad[-1:, begin:][..., self.channels] = self.grad.to(grad)
         grads = torch.autograd.grad(output, self._inputs(run.inputs), grad)
         found = [output[-1:, begin:][..., self.channels]]
         found += [self.work.window(run.layout(x), begin, self.channels) for x in grads]
-        errors = [relative_error(x, y) for x, y in zip(found, self.expected(run.has_bias), strict=True)]
-        # torch's maximum, unlike Python's, is NaN where any of them is
-        backward, both = float(torch.tensor(errors[1:]).max()), float(torch.tensor(errors).max())
-        return {"forward": errors[0], "backward": backward, "forward+backward": both}
+        names = ("output", "a", "b") if isinstance(self.work, Scan) else ("output", "input")
+        pairs = zip(found, self.expected(run.has_bias), strict=True)
+        errors = {name: relative_error(x, y) for name, (x, y) in zip(names, pairs, strict=True)}
+        gradients = {name: error for name, error in errors.items() if name != "output"}
+        return {"forward": {"output": errors["output"]}, "backward": gradients, "forward+backward": errors}
 
     def _inputs(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The inputs with a time axis: a and b of a scan, x of a layer."""

@@ -6,21 +6,36 @@ Each gets its own layout, contiguous, with no transposes charged to it.  One tha
 
 import importlib
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import ostinato
-from ostinato.bench.workloads import OURS, RECURRENT, Layer, Recurrence, Run, Scan, Unavailable, Workload, name_of
+from ostinato.bench.workloads import (
+    OURS,
+    RECURRENT,
+    Layer,
+    Recurrence,
+    Run,
+    Scan,
+    Training,
+    Unavailable,
+    Workload,
+    name_of,
+)
+from ostinato.kernels.persistent.plan import Plan
 
 Build = Callable[[Any, tuple[Tensor, ...]], Run]
 
 
 def contestants(work: Workload) -> dict[str, Build]:
     """Those that the workload names, or all usual ones: Ostinato first, then its peers."""
-    everyone = CONTESTANTS[work.cell]
+    everyone = TRAINED if isinstance(work, Training) else CONTESTANTS[work.cell]
     names = work.who or [name for name in everyone if name not in ON_REQUEST]
     return {name: everyone[name] for name in names if name in everyone}
 
@@ -189,8 +204,11 @@ def ostinato_recurrence(path: str | None, work: Recurrence, data: tuple[Tensor, 
     plan = layer.plan(work.batch)
     if path not in (None, plan.path):
         raise Unavailable(plan.reason)
-    shown = {name: getattr(plan, name) for name in ("path", "bytes_on_chip", "bytes_available", "blocks", "reason")}
-    return Run(lambda: layer(x)[0], plan=shown)
+    return Run(lambda: layer(x)[0], plan=_shown(plan))
+
+
+def _shown(plan: Plan) -> dict[str, Any]:
+    return {name: getattr(plan, name) for name in ("path", "bytes_on_chip", "bytes_available", "blocks", "reason")}
 
 
 def torch_recurrence(work: Recurrence, data: tuple[Tensor, ...]) -> Run:
@@ -214,21 +232,21 @@ def loop_of_steps(sparse: bool, work: Recurrence, data: tuple[Tensor, ...]) -> R
         return (weight @ h.t()).t().contiguous() if sparse else h @ transposed
 
     def rnn() -> Tensor:
-        steps, h = torch.nn.functional.linear(x, weight_ih, bias_ih + bias_hh), torch.zeros_like(x[0])
+        steps, h = F.linear(x, weight_ih, bias_ih + bias_hh), torch.zeros_like(x[0])
         for step in steps:
             h = torch.tanh_(step.add_(multiply(h)) if sparse else step.addmm_(h, transposed))
         return steps
 
     def gru() -> Tensor:
         h, states = torch.zeros_like(x[0]), []
-        for step in torch.nn.functional.linear(x, weight_ih):
+        for step in F.linear(x, weight_ih):
             h, _ = torch.ops.aten._thnn_fused_gru_cell(step, multiply(h), h, bias_ih, bias_hh)
             states.append(h)
         return torch.stack(states)
 
     def lstm() -> Tensor:
         h, c, states = torch.zeros_like(x[0]), torch.zeros_like(x[0]), []
-        for step in torch.nn.functional.linear(x, weight_ih):
+        for step in F.linear(x, weight_ih):
             h, c, _ = torch.ops.aten._thnn_fused_lstm_cell(step, multiply(h), c, bias_ih, bias_hh)
             states.append(h)
         return torch.stack(states)
@@ -236,22 +254,28 @@ def loop_of_steps(sparse: bool, work: Recurrence, data: tuple[Tensor, ...]) -> R
     steps = {"RNN": rnn, "GRU": gru, "LSTM": lstm}[work.cell]
     if sparse:  # captured a second time in a process, cuSPARSE reads memory that is gone
         return Run(torch.no_grad()(steps))
-    return Run(_captured(steps))
+    return Run(_captured(torch.no_grad()(steps)))
 
 
-@torch.no_grad()
-def _captured(function: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """The function as a CUDA graph."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
+def _captured(function: Callable[[], Any]) -> Callable[[], Any]:
+    """The function as a CUDA graph, which always writes to the same tensors."""
+    current, stream = torch.cuda.current_stream(), torch.cuda.Stream()
+    stream.wait_stream(current)
     with torch.cuda.stream(stream):
         function()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        output = function()
+    current.wait_stream(stream)
+    graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+    try:
+        with torch.cuda.graph(graph, pool=pool):
+            output = function()
+    except Exception:  # what cannot be captured leaves PyTorch in the middle of it, where no memory is ever freed
+        torch.cuda.set_stream(current)
+        with suppress(RuntimeError):  # unless the capture came to its end
+            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+            torch._C._cuda_releasePool(torch.cuda.current_device(), pool)
+        raise
 
-    def replay() -> Tensor:
+    def replay() -> Any:
         graph.replay()
         return output
 
@@ -275,13 +299,97 @@ def flashrnn(work: Recurrence, data: tuple[Tensor, ...]) -> Run:
     recurrent = recurrent.contiguous()
 
     def call() -> Tensor:
-        gates = torch.nn.functional.linear(x, weight_ih).unflatten(2, (-1, 1, work.hidden))
+        gates = F.linear(x, weight_ih).unflatten(2, (-1, 1, work.hidden))
         states, _ = function(
             gates.transpose(0, 1), recurrent, bias, function=name, backend=backend, dtype=name_of(work.dtype)
         )
         return states[0, :, :, 0].transpose(0, 1)
 
     return Run(call)
+
+
+# RNN, GRU and LSTM with gradients
+
+
+def ostinato_training(work: Training, data: tuple[Tensor, ...]) -> Run:
+    layer = work.layer(data)
+    plan = layer.plan(work.batch, training="forward+backward" in work.passes, steps=work.length)
+    return replace(work.run(partial(work.apply, layer), data, layer.parameters()), plan=_shown(plan))
+
+
+def torch_training(work: Training, data: tuple[Tensor, ...]) -> Run:
+    """``torch.nn``'s layer; on an NVIDIA GPU that is cuDNN's, its batch padded where that makes it persistent.
+
+    Of a pruned layer the dense one with zeros, which is what else there is to train it with.
+    """
+    layer = work.torch_layer(data, work.dtype)
+    missing = -work.batch % 8
+    persistent = (
+        data[0].is_cuda
+        and work.dtype is torch.float16
+        and work.cell != "GRU"
+        and work.is_plain
+        and work.hidden <= 1024
+        and work.hidden % 128 == 0
+    )
+    if not persistent or not missing:
+        return work.run(partial(work.apply, layer), data, layer.parameters())
+
+    def padded(x: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
+        results = work.apply(layer, *(F.pad(tensor, (0, 0, 0, missing)) for tensor in (x, *states)))
+        return tuple(result[:, : work.batch] for result in results)
+
+    return replace(work.run(padded, data, layer.parameters()), plan={"padded_batch": work.batch + missing})
+
+
+def torchrl(work: Training, data: tuple[Tensor, ...]) -> Run:
+    """torchrl's Triton functions: (B, T, H), a state for every step, as an episode may begin at any."""
+    _need_cuda(data[0])
+    functions = _import("torchrl.modules.tensordict_module._rnn_triton", "torchrl")
+    if work.cell == "RNN" or not work.is_plain:
+        raise Unavailable("has GRU and LSTM of one layer and direction, not packed")
+    if work.dtype is not torch.float32:
+        raise Unavailable("takes float32 only")
+    function = {"GRU": functions.gru_triton, "LSTM": functions.lstm_triton}[work.cell]
+    weights = tuple(work.torch_layer(data, work.dtype).parameters())
+    never = torch.zeros(work.batch, work.length, dtype=torch.bool, device=data[0].device)
+    precision = "tf32" if work.tf32 else "ieee"
+
+    def call(x: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
+        at_steps = [state[0][:, None].expand(-1, work.length, -1) for state in states]
+        results = function(_time_first(x), *at_steps, *weights, never, input_precision=precision)
+        return _time_first(results[0]), *(state[None] for state in results[-len(states) :])
+
+    return work.run(call, data, weights)
+
+
+def flashrnn_training(work: Training, data: tuple[Tensor, ...]) -> Run:
+    """flashrnn's kernel that keeps weights on the chip; the input's product is PyTorch's."""
+    _need_cuda(data[0])
+    function = _import("flashrnn", "flashrnn").flashrnn
+    if work.cell != "LSTM" or not work.is_plain:
+        raise Unavailable("measured for LSTM of one layer and direction, not packed")
+    weights = weight_ih, weight_hh, bias_ih, bias_hh = tuple(work.torch_layer(data, work.dtype).parameters())
+    by_gate = (-1, 1, work.hidden)  # gates, heads, H
+
+    def call(x: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
+        gates = F.linear(x, weight_ih).unflatten(2, by_gate).transpose(0, 1)
+        recurrent, bias = weight_hh.unflatten(0, by_gate), (bias_ih + bias_hh).view(by_gate)
+        begin = torch.stack(states).transpose(1, 2).unsqueeze(3)  # 2, B, 1, heads, H
+        outputs, last = function(
+            gates, recurrent, bias, begin, function="lstm", backend="cuda_fused", dtype=name_of(work.dtype)
+        )
+        return outputs[0, :, :, 0].transpose(0, 1), *(state[None, :, 0, 0] for state in last)
+
+    return work.run(call, data, weights)
+
+
+def in_a_graph(build: Build, work: Training, data: tuple[Tensor, ...]) -> Run:
+    """The forward and backward pass of another contestant, captured once and replayed."""
+    _need_cuda(data[0])
+    run = build(work, data)
+    assert run.gradients is not None
+    return replace(run, gradients=_captured(run.gradients))
 
 
 def _need_cuda(x: Tensor) -> None:
@@ -302,6 +410,14 @@ RECURRENCES: dict[str, Build] = {
     "Ostinato, dense kernel": partial(ostinato_recurrence, "dense"),
     "Ostinato, sparse kernel": partial(ostinato_recurrence, "sparse"),
     "Ostinato, block kernel": partial(ostinato_recurrence, "block"),
+}
+TRAINED: dict[str, Build] = {
+    OURS: ostinato_training,
+    "Ostinato in a CUDA graph": partial(in_a_graph, ostinato_training),
+    "torch.nn": torch_training,
+    "torch.nn in a CUDA graph": partial(in_a_graph, torch_training),
+    "torchrl": torchrl,
+    "flashrnn": flashrnn_training,
 }
 CONTESTANTS: dict[str, dict[str, Build]] = {
     "scan": {

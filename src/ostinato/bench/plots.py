@@ -1,9 +1,10 @@
-"""Draws a sweep from the content of its JSON file, so that figure and file cannot differ."""
+"""Draws sweeps from the content of their JSON files, so that figure and file cannot differ."""
 
 from pathlib import Path
 from typing import Any
 
-from ostinato.bench.report import Record, figures, size_name, sizes
+from ostinato.bench.report import Record, figures, size_name, sizes, speedup
+from ostinato.bench.workloads import OURS
 from ostinato.files import replacing
 
 MARKERS = "osD^vPX*<>"
@@ -11,7 +12,7 @@ MARKERS = "osD^vPX*<>"
 
 def save(content: Record, path: Path) -> None:
     """Draw to an image file.  Raises ImportError without matplotlib."""
-    figure = figure_of(content)
+    figure = ratios_of(content) if content["benchmark"] == "training-sweep" else figure_of(content)
     with replacing(path) as temporary:
         figure.savefig(temporary, dpi=150)
 
@@ -70,3 +71,43 @@ def _subtitles(content: Record) -> list[str]:
         best = max(ratio["points"], key=lambda point: point["value"])
         found.append(f"{ratio['name']}: {figures(best['value'])} at {size_name(content, best['x'])}")
     return [content.get("subtitle") or content["device"], *found]
+
+
+def ratios_of(content: Record) -> Any:
+    """``torch.nn``'s time over ours by hidden size and batch, one panel a cell and dtype; italic where torch's runs.
+
+    Raises ImportError without matplotlib.
+    """
+    from matplotlib.colors import LogNorm
+    from matplotlib.figure import Figure
+
+    panels: dict[str, dict[tuple[int, int], tuple[float, bool]]] = {}
+    for record in content["results"]:
+        work, ratio = record["workload"], speedup(record)
+        if ratio is not None:
+            own = record["contestants"][OURS]["plan"]["path"] != "steps"
+            panel = panels.setdefault(f"{work['cell']} {'tf32' if work['tf32'] else work['dtype']}", {})
+            panel[work["hidden"], work["batch"]] = ratio, own
+    rows, columns = -(-len(panels) // 3), min(len(panels), 3)
+    figure = Figure(figsize=(1.5 + 3 * columns, 0.6 + 3.6 * rows), layout="constrained")
+    grid = figure.subplots(rows, columns, squeeze=False).flatten()
+    shades: Any = None
+    for axes, (name, panel) in zip(grid, panels.items(), strict=False):
+        heights, widths = (sorted({size[axis] for size in panel}) for axis in (0, 1))
+        ratios = [[panel.get((hidden, batch), (float("nan"),))[0] for batch in widths] for hidden in heights]
+        shades = axes.pcolormesh(ratios, cmap="RdYlGn", norm=LogNorm(1 / 8, 8), edgecolors="white", linewidth=0.5)
+        for (hidden, batch), (ratio, own) in panel.items():
+            place = widths.index(batch) + 0.5, heights.index(hidden) + 0.5
+            style = "normal" if own else "italic"
+            axes.text(*place, f"{ratio:.2g}", ha="center", va="center", fontsize="small", fontstyle=style)
+        axes.set_xticks([index + 0.5 for index in range(len(widths))], widths)
+        axes.set_yticks([index + 0.5 for index in range(len(heights))], heights)
+        axes.set(title=name, xlabel="batch", ylabel="hidden size")
+    for axes in grid[len(panels) :]:
+        axes.set_axis_off()
+    bar = figure.colorbar(shades, ax=list(grid), label="time of torch.nn / time of Ostinato")
+    bar.set_ticks([1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8], labels=["1/8", "1/4", "1/2", "1", "2", "4", "8"])
+    bar.minorticks_off()
+    steps = content["results"][0]["steps"]
+    figure.suptitle(f"forward and backward, {steps} steps, {content['device']}", fontsize="medium")
+    return figure

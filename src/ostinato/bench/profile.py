@@ -16,7 +16,7 @@ from rich.table import Table
 from ostinato.bench.measure import Record
 from ostinato.bench.peers import contestants
 from ostinato.bench.report import figures, scaled
-from ostinato.bench.workloads import OURS, Layer, Recurrence, name_of
+from ostinato.bench.workloads import OURS, Layer, Recurrence, Training, name_of
 from ostinato.files import replacing
 from ostinato.kernels.scan import GATES
 
@@ -232,6 +232,5 @@ def workload(
     if cell in ("mingru", "minlstm"):
         passes = ("forward", "forward+backward") if backward else ("forward",)
         return Layer(cell, batch, length, input_size, hidden_size, dtypes[dtype], passes=passes)
-    if backward:
-        raise ValueError(f"backward is profiled of mingru and minlstm only, {cell} trains in torch's own kernels")
-    return Recurrence(cell.upper(), hidden_size, batch, length, density, block, dtypes[dtype])
+    kind = Training if backward else Recurrence
+    return kind(cell.upper(), hidden_size, batch, length, density, block, dtypes[dtype])

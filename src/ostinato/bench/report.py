@@ -21,9 +21,9 @@ from ostinato.bench.measure import Record
 from ostinato.bench.workloads import OURS
 from ostinato.files import replacing
 
-PACKAGES = ("numpy", "numba", "triton", "cuda-core", "accelerated-scan", "minGRU-pytorch")
+PACKAGES = ("numpy", "numba", "triton", "cuda-core", "accelerated-scan", "minGRU-pytorch", "torchrl", "flashrnn")
 UNITS = {"bytes": "B", "flops": "FLOP"}
-PEERS_OF_RECURRENCES = {
+PEERS_WITHOUT_GRADIENT = {
     "cuda": {
         "cuDNN": "torch.nn",
         "GEMMs": "GEMMs in a CUDA graph",
@@ -32,6 +32,16 @@ PEERS_OF_RECURRENCES = {
         "dense": "Ostinato, dense kernel",
         "sparse": "Ostinato, sparse kernel",
         "block": "Ostinato, block kernel",
+    },
+    "cpu": {"torch.nn": "torch.nn"},
+}
+PEERS_WITH_GRADIENT = {
+    "cuda": {
+        "in a graph": "Ostinato in a CUDA graph",
+        "cuDNN": "torch.nn",
+        "cuDNN, graph": "torch.nn in a CUDA graph",
+        "torchrl": "torchrl",
+        "flashrnn": "flashrnn",
     },
     "cpu": {"torch.nn": "torch.nn"},
 }
@@ -44,6 +54,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
         **{package: _version(package) for package in PACKAGES},
     }
     return {
@@ -159,27 +170,50 @@ def _three_figures(value: float) -> str:
 
 def recurrence_table(records: list[Record], device_type: str, first: bool) -> Table:
     """One row a workload: microseconds a step, and how many times ours, so that tables can follow each other."""
-    peers = PEERS_OF_RECURRENCES[device_type]
+    training = records[0]["workload"]["kind"] == "training"
+    peers = (PEERS_WITH_GRADIENT if training else PEERS_WITHOUT_GRADIENT)[device_type]
     result = Table(box=None, show_header=first, padding=(0, 1, 0, 0), pad_edge=False)
-    result.add_column("microseconds a step", width=36, no_wrap=True)
+    result.add_column("microseconds a step", width=40)
     for heading, width in (("plan", 6), ("Ostinato", 8), ("error", 7)):
         result.add_column(heading, width=width, justify="right", no_wrap=True)
     for heading in peers:
         result.add_column(heading, width=13, justify="right", no_wrap=True)
         if heading in ("cuDNN", "torch.nn"):
             result.add_column("error", width=7, justify="right", no_wrap=True)
+    if training:
+        result.add_column("best to best", width=12, justify="right", no_wrap=True)
     for record in records:
         rows = record["contestants"]
         ours = rows[OURS]
-        cells = [record["workload"]["name"], ours["plan"]["path"], _microseconds(ours), f"{ours['max_error']:.1e}"]
+        cells = [recurrence_name(record), ours["plan"]["path"], _microseconds(ours), f"{ours['max_error']:.1e}"]
         for name in peers.values():
             row = rows.get(name, {})
             timed = "seconds" in row
             cells.append(f"{_microseconds(row)} {_times(row['times_ostinato'])}" if timed else "-")
             if name == "torch.nn":
                 cells.append(f"{row['max_error']:.1e}" if timed else "-")
+        if training:
+            ratio = speedup(record)
+            cells.append("-" if ratio is None else f"{_three_figures(ratio)}x")
         result.add_row(*cells)
     return result
+
+
+def recurrence_name(record: Record) -> str:
+    """Of its workload, and of its pass where that is not the one its kind of benchmark is about."""
+    work = record["workload"]
+    inference = work["kind"] == "training" and record["pass"] == "forward"
+    return f"{work['name']}, without gradient" if inference else work["name"]
+
+
+def speedup(record: Record) -> float | None:
+    """``torch.nn``'s time over ours, each as launched or in a CUDA graph, whichever is faster; None if not both ran."""
+    best: dict[str, float] = {}
+    for name, row in record["contestants"].items():
+        if "seconds" in row:
+            who = name.removesuffix(" in a CUDA graph")
+            best[who] = min(row["seconds"], best.get(who, row["seconds"]))
+    return best["torch.nn"] / best[OURS] if {"torch.nn", OURS} <= best.keys() else None
 
 
 def _microseconds(row: Record) -> str:

@@ -1,12 +1,14 @@
 """What is computed: shapes, random inputs, the least work it takes, and its float64 reference."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import PackedSequence
 
 import ostinato
 from ostinato.kernels.gemm import linear
@@ -24,16 +26,20 @@ class Unavailable(Exception):
 class Run:
     """A computation made ready: what is timed, and how its tensors map to (B, T, channels)."""
 
-    call: Callable[[], Tensor]
+    call: Callable[[], Tensor]  # the output
     inputs: tuple[Tensor, ...] = ()  # what gradients are taken of: the data, then parameters
     layout: Callable[[Tensor], Tensor] = lambda x: x  # from its own layout to (B, T, channels) and back
     has_bias: bool = False
     same_function: bool = True  # False for a layer that computes something else, such as nn.GRU
     plan: dict[str, Any] = field(default_factory=dict)  # how our own layer runs
     forward_only: str = ""  # why no other pass is measured
+    gradients: Callable[[], tuple[Tensor, ...]] | None = None  # a forward and backward pass of its own
+    weights: tuple[Tensor, ...] = ()  # what an optimiser would change between two calls
 
-    def prepare(self, pass_name: str) -> Callable[[], object]:
+    def prepare(self, pass_name: str) -> Callable[[], Any]:
         """The function to time; without inputs to differentiate, every pass is the call itself."""
+        if pass_name == "forward+backward" and self.gradients is not None:
+            return self.gradients
         if pass_name == "forward" or not self.inputs:
             return torch.no_grad()(self.call)
         if self.forward_only:
@@ -43,6 +49,12 @@ class Run:
             return lambda: torch.autograd.grad(self.call(), self.inputs, grad)
         output = self.call()
         return lambda: torch.autograd.grad(output, self.inputs, grad, retain_graph=True)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Change all weights, as an optimiser would: nothing that was made from them may serve the next call."""
+        for weight in self.weights:
+            weight.neg_()  # random weights stay as random, and as large
 
 
 @dataclass(frozen=True)
@@ -162,10 +174,10 @@ class Recurrence:
     block: tuple[int, int] = (1, 1)
     dtype: torch.dtype = torch.float16
     tf32: bool = False  # whether float32 may be rounded to it, by us and by the peers
+    passes: tuple[str, ...] = ("forward",)
     who: tuple[str, ...] = ()
 
     kind = "persistent"
-    passes = ("forward",)
     unit = "steps"
     limit_name = "hardly any recurrent weights"
 
@@ -178,29 +190,40 @@ class Recurrence:
     def gates(self) -> int:
         return {"RNN": 1, "GRU": 3, "LSTM": 4}[self.cell]
 
+    @property
+    def names(self) -> list[str]:
+        """Of the parameters, and of the masks if pruned."""
+        parts = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+        return [f"{part}_l0" for part in (*parts, *["mask_hh"] * (self.density != 1))]
+
     def data(self, device: torch.device) -> tuple[Tensor, ...]:
         """x and the weights, biases and, if pruned, mask of :meth:`state_dict`, all random."""
-        layer = RECURRENT[self.cell][0](self.hidden, self.hidden, device=device)
+        x = torch.randn(self.length, self.batch, self.hidden, device=device, dtype=self.dtype)
+        return x, *self._parameters(device)
+
+    def _parameters(self, device: torch.device) -> list[Tensor]:
+        layer = self._make(RECURRENT[self.cell][0], device, torch.float32)
         if self.density != 1:
             ostinato.prune(layer, self.density, block=self.block)
-        x = torch.randn(self.length, self.batch, self.hidden, device=device, dtype=self.dtype)
-        parts = layer.state_dict().values()
-        return x, *(part if part.dtype == torch.bool else part.to(self.dtype) for part in parts)
+        parts = layer.state_dict()
+        return [parts[name] if name.startswith("mask") else parts[name].to(self.dtype) for name in self.names]
+
+    def _make(self, layer_type: Any, device: torch.device, dtype: torch.dtype) -> Any:
+        return layer_type(self.hidden, self.hidden, device=device, dtype=dtype)
 
     def state_dict(self, data: tuple[Tensor, ...]) -> dict[str, Tensor]:
         """Of the layer of :meth:`data`."""
-        names = ("weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0", "mask_hh_l0")
-        return dict(zip(names, data[1:], strict=False))
+        return dict(zip(self.names, data[-len(self.names) :], strict=True))
 
     def layer(self, data: tuple[Tensor, ...]) -> Any:
         """Ours."""
-        layer = RECURRENT[self.cell][0](self.hidden, self.hidden, device=data[0].device, dtype=self.dtype)
+        layer = self._make(RECURRENT[self.cell][0], data[0].device, self.dtype)
         layer.load_state_dict(self.state_dict(data))
         return layer
 
     def torch_layer(self, data: tuple[Tensor, ...], dtype: torch.dtype) -> Any:
         """``torch.nn``'s, with the same weights, zeros included; on the GPU side by side in memory, as cuDNN wants."""
-        layer = RECURRENT[self.cell][1](self.hidden, self.hidden, device=data[0].device, dtype=dtype)
+        layer = self._make(RECURRENT[self.cell][1], data[0].device, dtype)
         layer.load_state_dict(self.state_dict(data), strict=False)
         return layer
 
@@ -210,7 +233,7 @@ class Recurrence:
 
     def limit(self, data: tuple[Tensor, ...]) -> Run:
         """Our own layer with one weight a row left: the input's product, the exchange of states, the gates."""
-        layer = self.layer(data[:5])
+        layer = self.layer(data)
         ostinato.prune(layer, 1 / self.hidden, block=self.block)
         x = data[0]
         return Run(lambda: layer(x)[0])
@@ -219,7 +242,94 @@ class Recurrence:
         return 1.0
 
 
-Workload = Scan | Layer | Recurrence
+@dataclass(frozen=True)
+class Training(Recurrence):
+    """The same with gradients, stacked layers, both directions and packed sequences.
+
+    They are the gradients of the input, of the initial states and of all parameters, through the output and the last
+    states.
+    """
+
+    passes: tuple[str, ...] = ("forward+backward",)
+    layers: int = 1
+    bidirectional: bool = False
+    shortest: int = 0  # steps of the shortest of packed sequences, whose lengths are evenly spaced; 0 packs none
+
+    kind = "training"
+
+    def __str__(self) -> str:
+        more = [f"{self.layers} layers"] * (self.layers > 1) + ["bidirectional"] * self.bidirectional
+        more += [f"packed {self.shortest}-{self.length}"] * bool(self.shortest)
+        return ", ".join((super().__str__(), *more))
+
+    @property
+    def is_plain(self) -> bool:
+        """One layer and direction, no packing."""
+        return (self.layers, self.bidirectional, self.shortest) == (1, False, 0)
+
+    @property
+    def states(self) -> int:
+        """h, and c of an LSTM."""
+        return 2 if self.cell == "LSTM" else 1
+
+    @property
+    def directions(self) -> int:
+        return 2 if self.bidirectional else 1
+
+    @property
+    def names(self) -> list[str]:
+        suffixes = [f"l{k}{end}" for k in range(self.layers) for end in ("", "_reverse")[: self.directions]]
+        names = [f"{part}_{end}" for end in suffixes for part in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")]
+        return names + [f"mask_hh_{end}" for end in suffixes if self.density != 1]
+
+    @property
+    def differentiable(self) -> list[str]:
+        """What gradients are taken of, in the order of :meth:`run`."""
+        parameters = [name for name in self.names if not name.startswith("mask")]
+        return ["input", *("h0", "c0")[: self.states], *parameters]
+
+    @cached_property
+    def batch_sizes(self) -> Tensor | None:
+        """How many sequences reach each step, if they are packed."""
+        if not self.shortest:
+            return None
+        lengths = torch.linspace(self.length, self.shortest, self.batch).round()
+        return (lengths > torch.arange(self.length)[:, None]).sum(1)
+
+    def _make(self, layer_type: Any, device: torch.device, dtype: torch.dtype) -> Any:
+        stack = {"num_layers": self.layers, "bidirectional": self.bidirectional}
+        return layer_type(self.hidden, self.hidden, **stack, device=device, dtype=dtype)
+
+    def data(self, device: torch.device) -> tuple[Tensor, ...]:
+        """x, the initial states, the gradients of the output and of the last states, and the parameters and masks."""
+        sizes = self.batch_sizes
+        steps = (self.length, self.batch) if sizes is None else (int(sizes.sum()),)
+        state = self.layers * self.directions, self.batch, self.hidden
+        of_states = [state] * (2 * self.states)
+        shapes = [(*steps, self.hidden), *of_states]
+        shapes.insert(1 + self.states, (*steps, self.directions * self.hidden))
+        inputs = (torch.randn(shape, device=device, dtype=self.dtype) for shape in shapes)
+        return *inputs, *self._parameters(device)
+
+    def apply(self, layer: Any, x: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
+        """The output, packed or padded as x, and the last states, of a layer with ``torch.nn``'s interface."""
+        sizes, lstm = self.batch_sizes, self.cell == "LSTM"
+        output, last = layer(x if sizes is None else PackedSequence(x, sizes), states if lstm else states[0])
+        return output if sizes is None else output.data, *(last if lstm else (last,))
+
+    def run(self, call: Callable[..., tuple[Tensor, ...]], data: tuple[Tensor, ...], weights: Iterable[Tensor]) -> Run:
+        """Of a function from x and the initial states to the output and the last ones, and its weights."""
+        count, weights = self.states, tuple(weights)
+        inputs = tuple(tensor.detach().requires_grad_() for tensor in data[: 1 + count])
+        grads = data[1 + count : 2 + 2 * count]
+
+        def gradients() -> tuple[Tensor, ...]:
+            return torch.autograd.grad(call(*inputs), (*inputs, *weights), grads)
+
+        return Run(lambda: call(*inputs)[0], inputs, gradients=gradients, weights=weights)
+
+
+Workload = Scan | Layer | Recurrence  # and Training, which is a Recurrence
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -243,6 +353,7 @@ CELLS = tuple(RECURRENT)
 EAGER = (OURS, "minGRU-pytorch", "torch.nn.GRU")
 PLAIN = (OURS, "torch.nn")
 GRAPHS = (*PLAIN, "GEMMs in a CUDA graph")
+TRAINED = (OURS, "Ostinato in a CUDA graph", "torch.nn", "torch.nn in a CUDA graph")
 KERNELS = ("Ostinato, dense kernel", "Ostinato, sparse kernel", "Ostinato, block kernel")
 SPARSE = (*GRAPHS, "cuSPARSE")
 
@@ -252,6 +363,13 @@ QUICK: dict[str, list[Workload]] = {
     "persistent": [
         Recurrence("GRU", 384, length=1000, density=0.1, block=(16, 1), dtype=f32, who=PLAIN),
         Recurrence("LSTM", 384, length=1000, density=0.1, block=(16, 1), dtype=f32, who=PLAIN),
+    ],
+    "training": [
+        *(Training(cell, 256, 1, 200, dtype=f32, who=TRAINED) for cell in ("GRU", "LSTM")),
+        Training("LSTM", 64, 4, 50, dtype=f32, layers=2, bidirectional=True, shortest=10, who=TRAINED),
+    ],
+    "training-sweep": [
+        Training("GRU", hidden, batch, 50, dtype=f32, who=TRAINED) for hidden in (64, 128) for batch in (1, 4)
     ],
 }
 ON_CPU: dict[str, list[Workload]] = {
@@ -276,7 +394,40 @@ ON_CPU: dict[str, list[Workload]] = {
         Recurrence("LSTM", 384, batch=16, length=200, density=0.1, block=(16, 1), dtype=f32, who=PLAIN),
         Recurrence("GRU", 384, length=1, density=0.1, block=(16, 1), dtype=f32, who=PLAIN),
     ],
+    "training": [
+        *(
+            Training(cell, 256, batch, length, dtype=f32, who=PLAIN)
+            for cell in CELLS
+            for batch, length in ((1, 1000), (16, 200))
+        ),
+        Training("GRU", 256, 1, 1000, density=0.1, block=(16, 1), dtype=f32, who=PLAIN),
+        # Dense layers without gradient, over hidden size.
+        *(
+            Training(cell, hidden, batch, length, dtype=f32, passes=("forward",), who=PLAIN)
+            for cell in CELLS
+            for hidden in (64, 128, 256, 512, 1024)
+            for batch, length in ((1, 1000), (16, 200))
+        ),
+    ],
+    "training-sweep": [
+        Training(cell, hidden, batch, 100, dtype=f32, who=PLAIN)
+        for cell in CELLS
+        for hidden in (64, 128, 256, 512)
+        for batch in (1, 4, 16)
+    ],
 }
+TRAINED_LAYERS = [
+    Training("GRU", 1024, 16, 512, dtype=bf16, who=TRAINED),
+    Training("LSTM", 1024, 16, 512, dtype=bf16, who=(*TRAINED, "flashrnn")),
+    Training("LSTM", 768, 16, 512, dtype=f16, who=(*TRAINED, "flashrnn")),
+    Training("GRU", 2048, 8, 512, dtype=f16, who=TRAINED),
+    Training("LSTM", 512, 64, 512, dtype=bf16, who=(*TRAINED, "flashrnn")),
+    Training("LSTM", 256, 64, 512, dtype=f32, tf32=True, who=(*TRAINED, "torchrl")),
+    Training("GRU", 512, 256, 128, dtype=f32, tf32=True, who=TRAINED),
+    Training("GRU", 128, 64, 512, dtype=f32, tf32=True, who=(*TRAINED, "torchrl")),
+    Training("GRU", 2304, 4, 512, density=0.1, block=(16, 1), dtype=f16, who=TRAINED),
+    Training("LSTM", 512, 32, 512, dtype=bf16, layers=2, bidirectional=True, shortest=50, who=TRAINED),
+]
 ON_CUDA: dict[str, list[Workload]] = {
     "scan": [
         Scan(8, 512, 1536),
@@ -339,5 +490,16 @@ ON_CUDA: dict[str, list[Workload]] = {
         *(Recurrence(cell, 1024, 16, 2000, dtype=f32, tf32=True, who=PLAIN) for cell in CELLS),
         *(Recurrence(cell, 2304, 4, 2000, density=0.3, who=PLAIN) for cell in CELLS),
         *(Recurrence(cell, 2304, 4, 2000, density=0.1, block=(16, 1), who=PLAIN) for cell in CELLS),
+    ],
+    "training": [
+        *TRAINED_LAYERS,
+        # Errors over more steps.
+        *(replace(work, length=2000, who=PLAIN) for work in TRAINED_LAYERS if work.length == 512 and not work.shortest),
+    ],
+    "training-sweep": [
+        Training(cell, hidden, batch, 256, dtype=dtype, tf32=dtype == f32, who=TRAINED)
+        for cell, dtype in (("GRU", bf16), ("GRU", f32), ("LSTM", bf16), ("LSTM", f32), ("LSTM", f16))
+        for hidden in (128, 256, 512, 768, 1024, 1536, 2048)
+        for batch in (1, 4, 16, 32, 64)
     ],
 }

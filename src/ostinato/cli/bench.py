@@ -39,6 +39,24 @@ def persistent(device: Device = "auto", quick: Quick = False, only: Only = "", j
 
 
 @app.command()
+def training(
+    device: Device = "auto",
+    quick: Quick = False,
+    only: Only = "",
+    sweep: Annotated[
+        bool, Option("--sweep", help="Over hidden and batch sizes instead, with a picture of the ratios to torch.nn.")
+    ] = False,
+    json: Json = None,
+) -> None:
+    """RNN, GRU and LSTM forward and backward, with weights that change at every call, against cuDNN and others.
+
+    On a GPU cuDNN is timed as PyTorch launches it and captured in a CUDA graph. The errors are those of all gradients
+    against float64.
+    """
+    _measure("training-sweep" if sweep else "training", device, quick, only, json)
+
+
+@app.command()
 def seeds(
     quick: Annotated[bool, Option("--quick", help="Fewer and smaller sizes: ends within two minutes.")] = False,
     only: Annotated[str, Option(help="Only tables whose name contains this, such as lengths or density.")] = "",
@@ -85,7 +103,7 @@ def profile(
     input_size: Annotated[int | None, Option(help="Of mingru and minlstm; the hidden size if absent.")] = None,
     hidden_size: Annotated[int, Option(help="Hidden units.")] = 256,
     dtype: Annotated[str, Option(help="float32, float16 or bfloat16.")] = "float32",
-    backward: Annotated[bool, Option("--backward", help="With the backward pass, of mingru and minlstm.")] = False,
+    backward: Annotated[bool, Option("--backward", help="With the backward pass.")] = False,
     density: Annotated[float, Option(help="Of the recurrent weights of rnn, gru and lstm.")] = 1.0,
     block: Annotated[str, Option(help="Pruned blocks, rows x columns: 1x1, 8x4 or 16x1.")] = "1x1",
     contestant: Annotated[str, Option(help="Whom to profile, by the name in the other benchmarks.")] = "Ostinato",
@@ -137,30 +155,41 @@ def _show_sweep(console: "Console", content: dict[str, Any]) -> None:
 
 def _write_sweep(console: "Console", content: dict[str, Any], path: Path) -> None:
     """The JSON file, and beside it the plot if it can be drawn."""
-    from importlib.util import find_spec
-
-    from ostinato.bench import plots, report
+    from ostinato.bench import report
 
     report.write_json(path, content)
-    written = [path]
-    if content["lines"] and find_spec("matplotlib") is not None:
-        written.append(path.with_suffix(".png"))
-        plots.save(content, written[-1])
-    elif content["lines"]:
-        console.print("No plot: matplotlib is not installed; pip install 'ostinato[plots]'")
+    written = [path, *([plot] if content["lines"] and (plot := _plot(console, content, path)) else [])]
     console.print(f"wrote {', '.join(map(str, written))}\n", soft_wrap=True)
 
 
+def _plot(console: "Console", content: dict[str, Any], path: Path) -> Path | None:
+    """Draw a run beside its JSON file, if matplotlib is here."""
+    from importlib.util import find_spec
+
+    from ostinato.bench import plots
+
+    if find_spec("matplotlib") is None:
+        console.print("No plot: matplotlib is not installed; pip install 'ostinato[plots]'")
+        return None
+    plots.save(content, path.with_suffix(".png"))
+    return path.with_suffix(".png")
+
+
 def _measure(kind: str, device_name: str, quick: bool, only: str, path: Path | None) -> None:
+    import gc
+
     from ostinato.bench import capacity, measure, report
     from ostinato.bench.workloads import workloads
+    from ostinato.files import is_stream
 
     device, console = _device(device_name), _console()
     works = workloads(kind, device, quick, only)
     content = _content(console, kind, device, quick) | {"only": only, "results": []}
     path = report.path_for(path, kind, device)
     _check_files(path)
+    gc.freeze()  # what the imports have made need not be looked through for garbage before each measurement
     wrong: list[str] = []
+    of_steps = kind not in ("scan", "layer")
     for number, work in enumerate(works):
         try:
             with console.status(str(work)):
@@ -168,22 +197,24 @@ def _measure(kind: str, device_name: str, quick: bool, only: str, path: Path | N
         except measure.WrongResult as error:
             wrong.append(str(error))
             continue
-        row_of = kind == "persistent"
-        console.print(report.recurrence_table(records, device.type, number == 0) if row_of else report.table(records))
+        shown = report.recurrence_table(records, device.type, number == 0) if of_steps else report.table(records)
+        console.print(shown)
         content["results"] += records
-        if path is not None:  # after every workload, so that what is measured outlives an interruption
+        # After every workload, so that what is measured outlives an interruption; a stream takes but one content.
+        if path is not None and not is_stream(path):
             report.write_json(path, content)
-    if kind == "persistent":
+    if of_steps:
         for line in report.why_missing(content["results"]):
             console.print(line, style="dim", soft_wrap=True)
+    if kind == "persistent":
         if device.type == "cpu":
             console.print("Persistent kernels, cuDNN and cuSPARSE need an NVIDIA GPU.")
         content["capacity"] = capacity.capacity(device)
         console.print(capacity.table(content["capacity"]))
-        if path is not None:
-            report.write_json(path, content)
     if path is not None:
-        console.print(f"wrote {path}")
+        report.write_json(path, content)
+        plot = _plot(console, content, path) if kind == "training-sweep" and content["results"] else None
+        console.print(f"wrote {', '.join(map(str, filter(None, (path, plot))))}", soft_wrap=True)
     _fail_if(wrong)
 
 

@@ -17,6 +17,8 @@ def choose_device(name: str) -> "torch.device":
         return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     try:
         return torch.empty(0, device=name).device
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).partition("\n")[0]
-        raise ValueError(f"device must be auto, or one that PyTorch can use here; got {name!r} ({reason})") from None
+    except NotImplementedError:  # torch lists all its backends
+        reason = "this PyTorch was built without it"
+    except (RuntimeError, AssertionError, ImportError) as error:
+        reason = str(error).partition("\n")[0].partition(". ")[0]
+    raise ValueError(f"device must be auto, or one that PyTorch can use here; got {name!r} ({reason})")

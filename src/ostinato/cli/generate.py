@@ -1,6 +1,5 @@
 """``ostinato generate``: text from a trained model."""
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -39,8 +38,7 @@ def generate(
     written = loaded.model.to(where).generate(
         tokens[None], length, temperature=temperature, top_k=top_k, generator=generator
     )
-    sys.stdout.write(prompt)
+    print(prompt, end="")
     for token in written:
-        sys.stdout.write(loaded.vocabulary.decode(token.tolist()))
-        sys.stdout.flush()
-    sys.stdout.write("\n")
+        print(loaded.vocabulary.decode(token.tolist()), end="", flush=True)
+    print()

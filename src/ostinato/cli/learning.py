@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import torch
     from rich.progress import Progress
 
+    from ostinato.models import LanguageModel
     from ostinato.training import Trainer
 
 BLOCKS = ("1x1", "16x1")
@@ -41,7 +42,15 @@ app = typer.Typer(help="Train on tasks and texts, and draw what is learned.", no
 def characters(
     text: Text,
     cells: Cells = "mingru,minlstm,gru,lstm",
+    torch_too: Annotated[
+        bool, Option("--torch", help="Train gru and lstm also in torch.nn's own layers: same weights, same data.")
+    ] = False,
     steps: Annotated[int, Option(help="Steps to train each.")] = 1000,
+    width: Annotated[int, Option(help="Channels between the blocks.")] = 384,
+    expansion: Annotated[float, Option(help="Hidden size over width.")] = 1.5,
+    num_layers: Annotated[int, Option(help="Blocks.")] = 3,
+    batch_size: Annotated[int, Option(help="Chunks a step.")] = 64,
+    chunk_length: Annotated[int, Option(help="Characters a chunk.")] = 256,
     seed: Seed = 0,
     quick: Quick = False,
     device: Device = "auto",
@@ -49,13 +58,26 @@ def characters(
     json: Json = None,
 ) -> None:
     """Character language models of each layer: held-out loss over characters and over seconds."""
+    from ostinato.bench.learning.peers import TORCH_LAYERS, with_torch_layers
+
+    chosen = [(cell, layer) for cell in _cells(cells) for layer in ("ostinato", "torch.nn")[: 1 + torch_too]]
     with _Benchmark("characters", json, device) as run:
+        sizes = {"width": width, "expansion": expansion, "num_layers": num_layers}
+        chunks = {"batch_size": batch_size, "chunk_length": chunk_length}
+
+        def fresh_trainer(cell: str, layer: str) -> "Trainer":
+            change = with_torch_layers if layer == "torch.nn" else None
+            return _language_trainer(text, cell, steps, seed, quick, run.device, precision, sizes, chunks, change)
+
         run.content |= {"text": text.name, "seed": seed, "runs": []}
-        for cell in _cells(cells):
-            trainer = _language_trainer(text, cell, steps, seed, quick, run.device, precision)
-            row: dict[str, Any] = {"cell": cell, **_describe(trainer)}
+        for cell, layer in chosen:
+            if layer == "torch.nn" and cell not in TORCH_LAYERS:
+                continue
+            fresh_trainer(cell, layer).advance(1)  # compiles what is compiled at first use, which is no learning
+            trainer = fresh_trainer(cell, layer)
+            row: dict[str, Any] = {"cell": cell, "layer": layer, **_describe(trainer)}
             run.content["runs"].append(row)
-            run.console.print(f"{cell}, {row['parameters']:,} parameters")
+            run.console.print(f"{cell} of {layer}, {row['parameters']:,} parameters")
 
             def keep(_point: object, row: dict[str, Any] = row, trainer: "Trainer" = trainer) -> None:
                 row["curve"] = [asdict(point) for point in trainer.curve]
@@ -341,12 +363,13 @@ class _Benchmark:
         from ostinato.bench.report import environment, path_for
         from ostinato.cli.devices import choose_device
         from ostinato.cli.train import stop_on_interrupt
-        from ostinato.files import check_folder
+        from ostinato.files import check_file, is_stream
 
         self.console = Console(highlight=False, soft_wrap=True)
         self.device: torch.device = choose_device(device)
         self.path = path_for(path, f"learning-{name}", self.device) or Path("runs") / f"learning-{name}.json"
-        check_folder(self.path.parent)
+        check_file(self.path)
+        self._to_stream = is_stream(self.path)
         self.content: dict[str, Any] = {"benchmark": f"learning-{name}", **environment(self.device)}
         self._interruptible = stop_on_interrupt()
         self._interrupted: Callable[[], bool]
@@ -358,9 +381,15 @@ class _Benchmark:
     def __exit__(self, kind: type | None, *rest: Any) -> None:
         self._interruptible.__exit__(kind, *rest)
         if kind is None:
+            self._write()
             self._draw()
 
     def save(self) -> None:
+        """What there is so far; a stream takes but one content, at the end."""
+        if not self._to_stream:
+            self._write()
+
+    def _write(self) -> None:
         from ostinato.bench.report import write_json
 
         write_json(self.path, self.content)
@@ -368,7 +397,7 @@ class _Benchmark:
     def stop_if_interrupted(self) -> None:
         if self._interrupted():
             self.console.print(
-                f"Interrupted; {self.path} has what was finished." if self.path.exists() else "Interrupted."
+                f"Interrupted; {self.path} has what was finished." if self.path.is_file() else "Interrupted."
             )
             raise typer.Exit(130)
 
@@ -388,6 +417,8 @@ class _Benchmark:
         from ostinato.bench.learning.plots import draw
 
         self.console.print(f"wrote {self.path}")
+        if self._to_stream:
+            return
         try:
             draw(self.content, self.path.with_suffix(".png"))
         except ImportError:
@@ -425,10 +456,11 @@ def _language_trainer(
     quick: bool,
     device: "torch.device",
     precision: str,
-    sizes: dict[str, int] | None = None,
-    chunks: dict[str, int] | None = None,
+    sizes: dict[str, Any],
+    chunks: dict[str, int],
+    change: "Callable[[LanguageModel], LanguageModel] | None" = None,
 ) -> "Trainer":
-    """For a model of these sizes, the model's own if absent, on chunks of these; tiny if `quick`."""
+    """For a model of these sizes on chunks of these, both tiny if `quick`; the model changed before it is moved."""
     import torch
 
     from ostinato.models import LanguageModel
@@ -438,11 +470,11 @@ def _language_trainer(
     settings = (
         TrainingSettings(steps=30, evaluate_every=10, seed=seed, **TINY_TRAINING)
         if quick
-        else TrainingSettings(steps=steps, evaluate_every=max(steps // 10, 1), seed=seed, **(chunks or {}))
+        else TrainingSettings(steps=steps, evaluate_every=max(steps // 10, 1), seed=seed, **chunks)
     )
     torch.manual_seed(seed)
-    model = LanguageModel(vocab_size, cell=cell, **(TINY_MODEL if quick else sizes or {}))
-    return Trainer(model, tokens, settings, device=device, precision=precision)
+    model = LanguageModel(vocab_size, cell=cell, **(TINY_MODEL if quick else sizes))
+    return Trainer(change(model) if change else model, tokens, settings, device=device, precision=precision)
 
 
 def _describe(trainer: "Trainer") -> dict[str, Any]:

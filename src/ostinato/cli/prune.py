@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Option
 
-from ostinato.cli.train import bits, digest_of, read_text, show_progress, stop_on_interrupt
+from ostinato.cli.train import bits, digest_of, read_text, train_or_save
 
 if TYPE_CHECKING:
     from ostinato.checkpoint import Checkpoint
@@ -90,12 +90,7 @@ def prune(
     show(f"{kept / of:.1%} of {of:,} weights")
     save()
     if finetune:
-        with stop_on_interrupt() as interrupted:
-            show_progress(trainer, console, lambda point: save(), interrupted)
-        if trainer.progress < 1:
-            save()
-            console.print(f"Interrupted at step {trainer.step}; {output} has what there was.")
-            raise typer.Exit(130)
+        train_or_save(trainer, console, lambda point: save(), f"{output} has what there was.")
         show("fine-tuned")
     console.print(f"To see what it writes:  ostinato generate {output}")
 

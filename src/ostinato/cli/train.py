@@ -105,52 +105,59 @@ def train(
 ) -> None:
     """Train a character language model on any text.
 
-    Ctrl-C saves the run; --resume goes on from there as if nothing had happened.
+    Ctrl-C, SIGTERM and SIGHUP save the run; --resume goes on from there as if nothing had happened.
     """
     from rich.console import Console
 
     from ostinato.cli.devices import choose_device
-    from ostinato.files import check_file, check_folder
+    from ostinato.files import check_file, check_folder, is_stream, locked
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, soft_wrap=True)
     machine = {"device": choose_device(device), "precision": precision, "compile": compile}
     run = _start(context, text, machine) if resume is None else _resume(context, resume, text, machine)
     trainer = run.trainer
     if output is None:
         output = resume.parent if resume else Path("runs") / f"{cell}-{text.stem if text else 'standard-library'}"
     last, best = output / "last.safetensors", output / "best.safetensors"
-    goes_on = resume is not None and last.exists() and last.samefile(resume)
-    there = next((path for path in (last, best) if path.exists()), None)
-    if there and not goes_on and not overwrite:
-        raise ValueError(f"{there} is there already: expected --resume {last}, another --output, or --overwrite")
-    check_folder(output)
     if curve:
+        _check_apart(curve, run.text)
         check_file(curve)
 
     def keep(point: "Point | None") -> None:
-        run.save(last)
+        # The best before the last: a run that goes on from an older last comes by its best once more.
         if point and point.held_out_loss <= min(other.held_out_loss for other in trainer.curve):
             run.save(best, weights_only=True)
-        if curve:
+        run.save(last)
+        if curve and not is_stream(curve):
             run.write_curve(curve)
 
-    console.print(run.summary(), soft_wrap=True)
-    with stop_on_interrupt() as interrupted:
-        show_progress(trainer, console, keep, interrupted)
-        if trainer.progress < 1:
-            keep(None)
-            console.print(
-                f"Interrupted at step {trainer.step}. To go on:  ostinato train --resume {last}", soft_wrap=True
-            )
-            raise typer.Exit(130)
+    if trainer.progress < 1:
+        check_folder(output)
+        with locked(output):
+            goes_on = resume is not None and last.exists() and last.samefile(resume)
+            there = next((path for path in (last, best) if path.exists()), None)
+            if there and not goes_on and not overwrite:
+                going_on = f"--resume {last}, " if there == last else ""
+                raise ValueError(f"{there} is there already: expected {going_on}another --output, or --overwrite")
+            console.print(run.summary())
+            train_or_save(trainer, console, keep, f"To go on:  ostinato train --resume {last}")
+    else:
+        console.print(f"{run.summary()}\nAll its steps are done; a larger --steps goes on.")
+    if curve:
+        run.write_curve(curve)
     if not best.exists() and resume:  # the lowest loss was that of the run it went on from
         best = resume.with_name(best.name)
     lowest = min(trainer.curve, key=lambda point: point.held_out_loss)
     console.print(
         f"Lowest held-out loss: {lowest.held_out_loss:.4f} nats, {bits(lowest.held_out_loss):.4f} bits per character, "
-        f"at step {lowest.step}.\nTo see what it writes:  ostinato generate {best}",
-        soft_wrap=True,
+        f"at step {lowest.step}.\nTo see what it writes:  ostinato generate {best}"
     )
+
+
+def _check_apart(curve: Path, text: Path | None) -> None:
+    """The curve must not become part of the text, which a run that goes on has to find as it was."""
+    if text and curve.resolve().is_relative_to(text.resolve()):
+        raise ValueError(f"curve must be outside the text, {text}, or --resume would find another text; got {curve}")
 
 
 @dataclass
@@ -239,10 +246,10 @@ def _resume(context: typer.Context, path: Path, text: Path | None, machine: dict
     for name, value in {**checkpoint.model.settings, **asdict(settings)}.items():
         if name in given - {"steps"} and context.params[name] != value:
             raise ValueError(f"{name} of {path} is {value}; got {context.params[name]}, and only steps can change")
-    if "steps" in given:
+    if "steps" in given and context.params["steps"] != settings.steps:
         settings = replace(settings, steps=context.params["steps"])
-    if step >= settings.steps:
-        raise ValueError(f"{path}: all its {settings.steps} steps are done; expected a larger --steps to go on")
+        if step >= settings.steps:
+            raise ValueError(f"steps must be above the {step} that {path} has done; got {settings.steps}")
     if text is None and source:
         text = Path(source)
     corpus = read_text(text)
@@ -305,24 +312,53 @@ def show_progress(
             steps = max(round(steps * 0.25 / seconds), 1)
             if trainer.step % every == 0 or trainer.progress == 1:
                 point = trainer.evaluate()
+                on_point(point)  # before it is shown, as nobody may be there to see
                 progress.console.print(
                     f"step {point.step:6,}  train {point.train_loss:.4f} nats  held out {point.held_out_loss:.4f} "
                     f"nats, {bits(point.held_out_loss):.4f} bits per character  {point.seconds:,.0f} s",
                     soft_wrap=True,
                 )
-                on_point(point)
+
+
+def train_or_save(trainer: "Trainer", console: "Console", keep: Callable[["Point | None"], None], advice: str) -> None:
+    """Train to the end, under a progress bar; ``keep`` gets each point of the curve.
+
+    A signal to stop, and the loss of the terminal or pipe that stdout is, end it too: with ``keep(None)``, the
+    ``advice`` and exit code 130.
+    """
+    from rich.console import Console
+
+    with stop_on_interrupt() as interrupted:
+        reason = ""
+        try:
+            show_progress(trainer, console, keep, interrupted)
+        except (OSError, SystemExit) as error:  # of a broken pipe rich makes a SystemExit
+            if getattr(error, "filename", None) is not None:  # a file's, and not stdout's
+                raise
+            reason = f" ({error.strerror})" if isinstance(error, OSError) else ""
+            console = Console(stderr=True, highlight=False, soft_wrap=True)
+        if trainer.progress < 1:
+            keep(None)
+            console.print(f"Interrupted at step {trainer.step}{reason}. {advice}")
+            raise typer.Exit(130)
 
 
 @contextmanager
 def stop_on_interrupt() -> Iterator[Callable[[], bool]]:
-    """Turns the first Ctrl-C (or SIGTERM) into a flag that is read between steps; a second one stops at once."""
+    """Turns the first Ctrl-C (or SIGTERM, or SIGHUP) into a flag that is read between steps; a second stops at once.
+
+    What is ignored, as SIGHUP under nohup, stays so.
+    """
     received = []
 
     def note(number: int, frame: object) -> None:
         received.append(number)
         signal.signal(number, previous[number])
 
-    previous: dict[int, Any] = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    previous: dict[int, Any] = {
+        number: signal.signal(number, note) for number in numbers if signal.getsignal(number) != signal.SIG_IGN
+    }
     try:
         yield lambda: bool(received)
     finally:

@@ -112,14 +112,25 @@ class Kernel:
         if error:
             raise RuntimeError(f"launching a CUDA kernel failed: {error.name}")
 
-    def resident_blocks(self, device: int, block: int, shared: int) -> int:
-        """How many blocks of `block` threads and `shared` bytes a multiprocessor of `device` holds at once."""
+    def resident_blocks(self, device: int, block: int, shared: int, cluster: int = 1) -> int:
+        """How many blocks of `block` threads and `shared` bytes `device` holds at once, in whole clusters."""
+        driver = self._driver
         with torch.cuda.device(device):
             self._enter(device)
             if shared > self._shared_limit:
                 self._raise_shared_limit(device, shared)
-            occupancy = self._driver.cuOccupancyMaxActiveBlocksPerMultiprocessor
-            return int(_succeeded(occupancy(self._function, block, shared)))
+            if cluster == 1:
+                occupancy = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor
+                processors = torch.cuda.get_device_properties(device).multi_processor_count
+                return int(_succeeded(occupancy(self._function, block, shared))) * processors
+            size = driver.CUlaunchAttribute()
+            size.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            size.value.clusterDim.x, size.value.clusterDim.y, size.value.clusterDim.z = cluster, 1, 1
+            config = driver.CUlaunchConfig()
+            config.gridDimX, config.gridDimY, config.gridDimZ = cluster, 1, 1
+            config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
+            config.sharedMemBytes, config.attrs, config.numAttrs = shared, [size], 1
+            return int(_succeeded(driver.cuOccupancyMaxActiveClusters(self._function, config))) * cluster
 
     def _raise_shared_limit(self, device: int, shared: int) -> None:
         attribute = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES

@@ -12,6 +12,11 @@ NAMES = {"mingru": "minGRU", "minlstm": "minLSTM", "gru": "GRU", "lstm": "LSTM"}
 COLORS = {"mingru": "C0", "minlstm": "C1", "gru": "C2", "lstm": "C3"}
 
 
+def name_of(run: dict[str, Any]) -> str:
+    """Of the layers that a run trained."""
+    return f"torch.nn.{NAMES[run['cell']]}" if run.get("layer") == "torch.nn" else NAMES[run["cell"]]
+
+
 def draw(content: dict[str, Any], path: Path) -> None:
     """Draw the run ``content`` to an image file; errors as :func:`figure_of`'s."""
     figure = figure_of(content)
@@ -44,23 +49,22 @@ def _over_training(figure: Any, tokens: str) -> Iterator[tuple[Any, str, str]]:
 
 def _characters(figure: Any, content: dict[str, Any]) -> None:
     settings = content["runs"][0]["model"]
-    figure.suptitle(
-        f"Characters of {content['text']}: {settings['num_layers']} layers, width {settings['width']}, "
-        f"on {content['device']}"
-    )
+    layers = f"{settings['num_layers']} layer{'s' * (settings['num_layers'] > 1)}"
+    figure.suptitle(f"Characters of {content['text']}: {layers}, width {settings['width']}, on {content['device']}")
     for axes, key, label in _over_training(figure, "characters"):
         for run in content["runs"]:
-            points = run["curve"]
+            points, name = run["curve"], name_of(run)
             axes.plot(
                 [point[key] for point in points],
                 [point["held_out_loss"] for point in points],
-                "o-",
+                "s:" if name.startswith("torch") else "o-",
                 markersize=3,
                 color=COLORS[run["cell"]],
-                label=f"{NAMES[run['cell']]}: {run['lowest_held_out_loss']:.3f} at its lowest",
+                label=f"{name}: {run['lowest_held_out_loss']:.3f} at its lowest",
             )
         for cell, loss in PUBLISHED_LOSS.items():
-            axes.axhline(loss, color=COLORS[cell], linestyle=":", linewidth=1, label=f"{NAMES[cell]} as published")
+            if any(run["cell"] == cell for run in content["runs"]):
+                axes.axhline(loss, color=COLORS[cell], linestyle=":", linewidth=1, label=f"{NAMES[cell]} as published")
         axes.set(xlabel=label)
         axes.grid(alpha=0.3, which="both")
     figure.axes[0].set_ylabel("held-out loss, nats per character")

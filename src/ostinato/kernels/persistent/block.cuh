@@ -24,18 +24,31 @@ constexpr int GATHERS = (TILES * TILE_COLUMNS + 31) / 32;  // places that a lane
 __device__ constexpr int held_before(int tile) { return tile * HELD / TILES; }
 __device__ constexpr bool is_held(int tile) { return held_before(tile + 1) > held_before(tile); }
 
+// The registers of a lane in one tile, from the matrix itself.
+constexpr int PACKED = BLOCKS * WARPS * TILES * 32;
+
+__device__ inline void pack_weights(const Parameters &p, int i) {
+    constexpr int NUMBERS = 16 / sizeof(Scalar);
+    unsigned registers[4] = {};
+#pragma unroll
+    for (int j = 0; j < NUMBERS; ++j)
+        registers[j * 4 / NUMBERS] |= indexed_weight(p, size_t(i) * NUMBERS + j) << j * 32 / (NUMBERS / 4) % 32;
+    reinterpret_cast<uint4 *>(p.packed)[i] = {registers[0], registers[1], registers[2], registers[3]};
+}
+
 struct Product {
     uint4 held[HELD + 1];  // no array is empty
     unsigned places[(GATHERS + 1) / 2];
     uint4 *kept;           // this lane's part of the tiles in shared memory
     SharedState state;
 
-    // weights: (BLOCKS, WARPS, TILES, 32 lanes) of 16 bytes
+    // packed:  (BLOCKS, WARPS, TILES, 32 lanes) of 16 bytes
+    // index:   (BLOCKS, WARPS, TILES, 32 lanes, numbers of 16 bytes), of the weights in the matrix from 1 on, 0 if none
     // places:  (BLOCKS, WARPS, rounded up to even: GATHERS, 32 lanes), of the columns of consecutive tiles
     __device__ Product(const Parameters &p, int block, uint4 *shared)
         : kept(shared + STATE_PIECES + threadIdx.x), state(shared) {
         const int warp = block * WARPS + warp_id();
-        const uint4 *weights = reinterpret_cast<const uint4 *>(p.weights) + warp * TILES * 32 + lane_id();
+        const uint4 *weights = reinterpret_cast<const uint4 *>(p.packed) + warp * TILES * 32 + lane_id();
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile) {
             const uint4 a = load_weights(weights + tile * 32);

@@ -30,6 +30,34 @@ __device__ constexpr int tile_at(int column, int row) {
 __device__ constexpr int held_before(int tile) { return tile <= EARLY ? 0 : (tile - EARLY) * HELD / (TILES - EARLY); }
 __device__ constexpr bool is_held(int tile) { return held_before(tile + 1) > held_before(tile); }
 
+// The registers of a lane in one tile, from the matrix itself.
+constexpr int PACKED = BLOCKS * WARPS * TILES * 32;
+
+__device__ inline void pack_weights(const Parameters &p, int i) {
+    const int lane = i % 32, tile = i / 32 % TILES, warp = i / (32 * TILES) % WARPS, block = i / (32 * TILES * WARPS);
+    int row, column = tile / ROW_TILES, beside = 0;  // how many column tiles on the lower half of the rows is from
+    if (!HALF) {
+        row = tile % ROW_TILES * 16;
+    } else {
+        const int pair = tile / (2 * FULL + 1), rest = tile % (2 * FULL + 1);
+        row = (rest <= FULL ? rest : rest - FULL - 1) * 16;
+        column = 2 * pair + (rest > FULL);
+        beside = rest == FULL;
+    }
+    row += lane / 4;
+    unsigned registers[4];
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {  // the tile's upper and lower rows, of the first half of the columns; of the second
+        const int c = column + r % 2 * beside, there = row + (beside ? 0 : r % 2 * 8);
+        const int in_warp = c / 2 < PIECES ? c / 2 * 64 + lane % 4 * 16 + c % 2 * 8 : PIECES * 64 + lane % 4 * 8;
+        const int first = (warp * 32 * COLUMN_TILES + in_warp + r / 2 * 4) / int(sizeof(Scalar));
+        const bool exists = c < COLUMN_TILES;
+        registers[r] = exists ? bits_of(weight_at(p, block, there, first)) : 0;
+        if (sizeof(Scalar) == 2 && exists) registers[r] |= bits_of(weight_at(p, block, there, first + 1)) << 16;
+    }
+    reinterpret_cast<uint4 *>(p.packed)[i] = {registers[0], registers[1], registers[2], registers[3]};
+}
+
 struct Product {
     uint4 held[HELD + 1];  // no array is empty
     uint4 *kept;           // this lane's part of the tiles in shared memory
@@ -38,7 +66,7 @@ struct Product {
     // weights: (BLOCKS, WARPS, TILES, 32 lanes) of 16 bytes
     __device__ Product(const Parameters &p, int block, uint4 *shared)
         : kept(shared + threadIdx.x), offset(warp_id() * 32 * COLUMN_TILES + lane_id() % 4 * 16) {
-        const uint4 *weights = reinterpret_cast<const uint4 *>(p.weights) + lane_id();
+        const uint4 *weights = reinterpret_cast<const uint4 *>(p.packed) + lane_id();
         weights += (block * WARPS + warp_id()) * TILES * 32;
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile) {
@@ -56,7 +84,7 @@ struct Product {
 
         const unsigned sequence = lane_id() / 4;
         const unsigned odd_offset = warp_id() * 32 * COLUMN_TILES + PIECES * 64 + lane_id() % 4 * 8;
-        const char *mine = state + place_of(offset, sequence), *mine_odd = state + place_of(odd_offset, sequence);
+        const char *mine = state + place_in_slice(offset, sequence), *mine_odd = state + place_in_slice(odd_offset, sequence);
         Piece piece[SEQUENCE_TILES][PIECES + 1];
         Word odd[SEQUENCE_TILES];
 #pragma unroll

@@ -1,42 +1,108 @@
-// What every persistent kernel shares: its parameters, and the exchange of the hidden state between blocks.
+// What every persistent kernel shares: its parameters, and the exchange of a step's results between blocks.
 //
-// A block owns UNITS hidden units of COLUMNS sequences, a group, and computes them at every step from the group's
-// whole previous state.  The states of all steps lie in memory that is first filled with a NaN which no block ever
-// writes, and each of their words is written once.  So a word that is no longer that NaN has arrived: there is no
-// flag, no barrier between blocks and no buffer that is used twice.  A word is 8 or 4 aligned bytes, which the
-// memory model keeps whole; it holds neighbouring units of one sequence.
+// A block owns UNITS hidden units of COLUMNS sequences, a group, and updates them at every step.  Forward it needs the
+// group's whole previous state; backward the gradients of all gates at the step after.  What is exchanged at all steps
+// lies in memory that is first filled with a NaN which no block ever writes, and each of its words is written once.
+// So a word that is no longer that NaN has arrived: there is no flag, no barrier between blocks and no buffer that is
+// used twice.  A word is 8 or 4 aligned bytes, which the memory model keeps whole; it holds neighbouring numbers of one
+// sequence.
+//
+// Backward that is GATES times more than forward.  There CLUSTER blocks each multiply one slice of it with the rows of
+// all their units, and add up their products through distributed shared memory.
 
 enum CellKind { RNN_TANH, RNN_RELU, GRU, LSTM };
 constexpr int GATES = CELL == LSTM ? 4 : CELL == GRU ? 3 : 1;
 
 constexpr int WARPS = 8, THREADS = 32 * WARPS;  // 255 registers a thread: all that a multiprocessor has
-constexpr int WORD = 8 / sizeof(Scalar);         // units in 8 bytes
+constexpr int WORD = 8 / sizeof(Scalar);         // numbers in 8 bytes
 constexpr bool HALF_WORDS = UNITS % WORD != 0;   // blocks meet in the middle of 8 bytes: a word is 4
-constexpr int PITCH = (HIDDEN + 2 * WORD - 1) / (2 * WORD) * (2 * WORD);  // units of a sequence's state: whole pieces
-constexpr int ROW_BYTES = PITCH * int(sizeof(Scalar));
-constexpr int CHUNK = CHUNK_BYTES;  // of a sequence's state, beside that of the next sequence
-constexpr int CHUNKS = (ROW_BYTES + CHUNK - 1) / CHUNK;
-constexpr int GROUP_BYTES = CHUNKS * COLUMNS * CHUNK;  // the state of a group
-constexpr int ROWS = GATES * UNITS;  // of the recurrent matrix in a block: row g * UNITS + u is gate g of unit u
+constexpr int PITCH = (HIDDEN + 2 * WORD - 1) / (2 * WORD) * (2 * WORD);  // units, in whole pieces
+constexpr int WIDTH = BACKWARD ? GATES * PITCH : PITCH;  // numbers of a sequence that are exchanged: gate by gate
+constexpr int CHUNK = CHUNK_BYTES;  // of a sequence, beside that of the next sequence
+constexpr int ALIGNED = 64 / sizeof(Scalar);
+constexpr int SLICE = CLUSTER == 1 ? WIDTH : (WIDTH + CLUSTER * ALIGNED - 1) / (CLUSTER * ALIGNED) * ALIGNED;
+constexpr int ROW_BYTES = SLICE * int(sizeof(Scalar));
+constexpr int CHUNKS = (ROW_BYTES + CHUNK - 1) / CHUNK;  // of a slice
+constexpr int SLICE_BYTES = CHUNKS * COLUMNS * CHUNK;    // of a group's sequences
+constexpr int GROUP_BYTES = CLUSTER * SLICE_BYTES;
+constexpr int ROWS = BACKWARD ? CLUSTER * UNITS : GATES * UNITS;  // of a block's part of the matrix; see matrix.cuh
+constexpr int ITEMS = (UNITS * COLUMNS + THREADS - 1) / THREADS;  // of a unit and a sequence, that a thread updates
 
 struct Parameters {
-    const Scalar *projected;      // (steps, batch, GATES * HIDDEN)
-    const Scalar *h0, *c0;        // (batch, HIDDEN), or null for zeros
-    const Scalar *bias;           // (HIDDEN) of a GRU's candidate, or null
-    const unsigned *weights;      // packed for the blocks, as are the next two; see Product
+    const Scalar *weight;         // (GATES * HIDDEN, HIDDEN), the recurrent matrix
+    const Scalar *bias;           // (GATES * HIDDEN), or null
+    const int *index;             // of a pruned matrix, with the next two: see Product
     const unsigned short *places, *spans;
-    char *states;                 // (steps + 1, groups, CHUNKS, COLUMNS, CHUNK bytes), from h0 on
-    Pack *output;                 // (steps, batch, HIDDEN)
-    Pack *h_n, *c_n;              // (batch, HIDDEN)
+    unsigned *packed;             // the weights as the blocks read them
+    char *states;                 // (steps, or forward one more, groups, CLUSTER, CHUNKS, COLUMNS, CHUNK bytes)
+    const int *offsets;           // (steps + 1), of the rows of each step; or null: every step has `batch` rows
     int *failure;                 // set to 1 if a wait was given up
+    const Scalar *pre;            // (rows, GATES * HIDDEN): forward the input's part; backward pre-activations, or an
+                                  // RNN's states
+    const Scalar *h0, *c0;        // (batch, HIDDEN), or null for zeros
+    Pack *output;                 // (rows, HIDDEN), forward
+    float *cells;                 // (rows, HIDDEN), an LSTM's cell states: forward written if not null, backward read;
+                                  // forward of a GRU, what the backward takes as `candidate`
+    Scalar *gates;                // (rows, GATES * HIDDEN), forward, float32: what the backward takes as `pre`; or null
+    Pack *h_n, *c_n;              // (batch, HIDDEN), forward
+    const Scalar *candidate;      // (rows, HIDDEN), backward: the recurrent part of a GRU's candidate
+    const Scalar *h_prev;         // (rows, HIDDEN), backward: the states before each step, of a GRU
+    const Scalar *grad_output;    // (rows, HIDDEN), or null for zeros
+    const Scalar *grad_h_n, *grad_c_n;  // (batch, HIDDEN), or null for zeros
+    Pack *grads;                  // (rows, GRADS * HIDDEN), backward
+    Pack *grad_h0, *grad_c0;      // (batch, HIDDEN), backward
     int steps, batch, groups, first, reverse;  // first: the sequence with which this launch begins
 };
 
 __device__ inline unsigned lane_id() { return threadIdx.x % 32; }
 __device__ inline unsigned warp_id() { return threadIdx.x / 32; }
 
-// Where byte `k` of a sequence's state is in its group's.
-__device__ inline int place_of(int k, int sequence) { return (k / CHUNK * COLUMNS + sequence) * CHUNK + k % CHUNK; }
+// The rows of a step: the first one, and how many sequences are at it.
+struct Rows {
+    size_t first;
+    int live;
+
+    __device__ Rows(const Parameters &p, int step)
+        : first(p.offsets ? p.offsets[step] : size_t(step) * p.batch),
+          live(p.offsets ? p.offsets[step + 1] - p.offsets[step] : p.batch) {}
+};
+
+// The units and sequences of a block, and which of them a thread updates.
+struct Block {
+    int unit, sequence, sequences;  // the first unit; the first sequence, and how many
+
+    __device__ static int item(int i) { return i * THREADS + threadIdx.x; }
+    __device__ static int unit_of(int i) { return item(i) % UNITS; }
+    __device__ static int sequence_of(int i) { return item(i) / UNITS; }
+    __device__ bool owned(int i) const { return sequence_of(i) < sequences && unit + unit_of(i) < HIDDEN; }
+    __device__ bool live(int i, const Rows &rows) const { return owned(i) && sequence + sequence_of(i) < rows.live; }
+
+    // Where this thread's unit is in (rows, gates * HIDDEN), from the first row of a step on.
+    __device__ size_t place(size_t row, int i, int gates = 1) const {
+        return (row + sequence + sequence_of(i)) * (gates * HIDDEN) + unit + unit_of(i);
+    }
+    __device__ bool begins_word(int i) const {
+        const bool exists = sequence_of(i) < sequences && unit + unit_of(i) < PITCH;
+        return exists && unit_of(i) % (HALF_WORDS ? WORD / 2 : WORD) == 0;
+    }
+    // Whether this warp has nothing to update in a round.
+    __device__ static bool idle(int i) { return i * THREADS + warp_id() * 32 >= UNITS * COLUMNS; }
+
+    // Warps without units wait until the others have published theirs, which takes as long in other blocks.  A warp
+    // that looks for the state too early has to look again, and that takes as long once more.
+    __device__ static void wait_for_update() {
+        if (UNITS * COLUMNS <= THREADS - 32) __syncthreads();
+    }
+};
+
+// Where byte `k` of a sequence's slice is among those of its group, and where byte `k` of all that is exchanged is.
+__device__ inline int place_in_slice(int k, int sequence) {
+    return (k / CHUNK * COLUMNS + sequence) * CHUNK + k % CHUNK;
+}
+__device__ inline int place_of(int k, int sequence) {
+    if (CLUSTER == 1) return place_in_slice(k, sequence);
+    return k / ROW_BYTES * SLICE_BYTES + place_in_slice(k % ROW_BYTES, sequence);
+}
 
 using Word = unsigned long long;
 struct Piece { Word word[2]; };
@@ -64,7 +130,7 @@ __device__ inline bool look(Piece &piece, const char *address) {
 }
 
 // How often a thread still looks for a word before it gives up: some seconds.  A count, not a clock, since the
-// GPU may be taken away for a while.  Who has given up waits no more, and computes on with NaN.
+// GPU may be taken away for a while.  A thread that has given up waits no more, and computes on with NaN.
 struct Patience {
     static constexpr int LOOKS = 1 << 23;
     int limit = LOOKS, looks = 0;
@@ -98,3 +164,7 @@ __device__ inline void publish(float x, bool first, char *address) {
     if (HALF_WORDS) asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" :: "l"(address), "r"(mine) : "memory");
     else asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" :: "l"(address), "l"(word) : "memory");
 }
+
+// What a block will read or write at a later step comes into the cache.  Loads return in order: one that had to wait
+// for memory would keep those waiting that look for the state.
+__device__ inline void prefetch(const void *address) { asm volatile("prefetch.global.L2 [%0];" :: "l"(address)); }

@@ -5,49 +5,35 @@
 
 constexpr int PREFETCH = 4;  // steps
 
-// The hidden units of this block: a thread owns up to ITEMS pairs of a unit and a sequence.
-struct Units {
-    static constexpr int ITEMS = (UNITS * COLUMNS + THREADS - 1) / THREADS;
-
+struct Units : Block {
     const Parameters &p;
-    int first, column, columns;  // first unit; first sequence and how many
-    float h[ITEMS], c[ITEMS], bias[ITEMS];
+    float h[ITEMS], c[ITEMS], bias[ITEMS][GATES];
     Scalar projected[ITEMS][GATES];
     Span spans[ITEMS][GATES];
 
-    __device__ Units(const Parameters &p, const Product &product, int block, int column, int columns)
-        : p(p), first(block * UNITS), column(column), columns(columns) {
+    __device__ Units(const Parameters &p, const Product &product, int block, Block owned_by) : Block(owned_by), p(p) {
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
-            h[i] = c[i] = bias[i] = 0;
+            h[i] = c[i] = 0;
+#pragma unroll
+            for (int g = 0; g < GATES; ++g) bias[i][g] = 0;
             if (!owned(i)) continue;
 #pragma unroll
-            for (int g = 0; g < GATES; ++g) spans[i][g] = product.span(p, block, g * UNITS + unit(i));
+            for (int g = 0; g < GATES; ++g) {
+                spans[i][g] = product.span(p, block, g * UNITS + unit_of(i));
+                if (p.bias) bias[i][g] = widen(p.bias[g * HIDDEN + unit + unit_of(i)]);
+            }
             if (p.h0) h[i] = widen(p.h0[place(0, i)]);
             if (p.c0) c[i] = widen(p.c0[place(0, i)]);
-            if (p.bias) bias[i] = widen(p.bias[first + unit(i)]);
         }
     }
 
-    __device__ static int item(int i) { return i * THREADS + threadIdx.x; }
-    __device__ static int unit(int i) { return item(i) % UNITS; }
-    __device__ static int sequence(int i) { return item(i) / UNITS; }
-    __device__ bool owned(int i) const { return sequence(i) < columns && first + unit(i) < HIDDEN; }
-
-    // Where this thread's unit is in (rows, gates * HIDDEN), from the `row` of the batch's first sequence on.
-    __device__ size_t place(size_t row, int i, int gates = 1) const {
-        return (row + column) * gates * HIDDEN + (sequence(i) * gates * HIDDEN + first + unit(i));
-    }
-    __device__ const Scalar *projected_of(int step, int i) const {
-        return p.projected + place(size_t(step) * p.batch, i, GATES);
-    }
-
-    __device__ void fetch(int step) {
+    __device__ void fetch(const Rows &rows) {
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
-            if (!owned(i)) continue;
+            if (!live(i, rows)) continue;
 #pragma unroll
-            for (int g = 0; g < GATES; ++g) projected[i][g] = __ldcs(projected_of(step, i) + g * HIDDEN);
+            for (int g = 0; g < GATES; ++g) projected[i][g] = __ldcs(p.pre + place(rows.first, i, GATES) + g * HIDDEN);
         }
     }
 
@@ -56,13 +42,18 @@ struct Units {
 #pragma unroll
         for (int g = 0; g < GATES; ++g) {
             x[g] = widen(projected[i][g]);
-            s[g] = product.sum(sums, spans[i][g], g * UNITS + unit(i), sequence(i));
+            s[g] = product.sum(sums, spans[i][g], g * UNITS + unit_of(i), sequence_of(i)) + bias[i][g];
         }
         if constexpr (CELL == RNN_TANH) return hyperbolic_tangent(x[0] + s[0]);
         if constexpr (CELL == RNN_RELU) return x[0] + s[0] < 0 ? 0 : x[0] + s[0];
+        if constexpr (sizeof(Scalar) == 4) {  // for the backward
+#pragma unroll
+            for (int g = 0; g < GATES; ++g) projected[i][g] = CELL == GRU && g == 2 ? x[g] : x[g] + s[g];
+        }
         if constexpr (CELL == GRU) {
+            c[i] = s[2];
             const float reset = sigmoid(x[0] + s[0]), update = sigmoid(x[1] + s[1]);
-            const float candidate = hyperbolic_tangent(x[2] + reset * (s[2] + bias[i]));
+            const float candidate = hyperbolic_tangent(x[2] + reset * s[2]);
             return candidate + update * (h[i] - candidate);
         }
         if constexpr (CELL == LSTM) {
@@ -72,43 +63,40 @@ struct Units {
         }
     }
 
-    __device__ int state_place(int i) const { return place_of((first + unit(i)) * sizeof(Scalar), sequence(i)); }
-    __device__ bool begins_word(int i) const {
-        const bool exists = sequence(i) < columns && first + unit(i) < PITCH;
-        return exists && unit(i) % (HALF_WORDS ? WORD / 2 : WORD) == 0;
+    __device__ int state_place(int i) const {
+        return place_of((unit + unit_of(i)) * sizeof(Scalar), sequence_of(i));
     }
 
-    __device__ void update(const Product &product, const float *sums, char *state) {
+    // The state of a sequence that is not at this step stays what it is.
+    __device__ void update(const Rows &rows, const Product &product, const float *sums, char *state) {
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
-            if (i * THREADS + warp_id() * 32 >= UNITS * COLUMNS) continue;
-            h[i] = owned(i) ? next(i, product, sums) : 0;
+            if (idle(i)) continue;
+            if (live(i, rows)) h[i] = next(i, product, sums);
             publish(h[i], begins_word(i), state + state_place(i));
         }
     }
 
-    // Warps without units wait until the others have published theirs, which takes as long in other blocks.  Who looks
-    // for the state too early has to look again, and that takes as long once more.
-    __device__ static void wait_for_update() {
-        if (UNITS * COLUMNS <= THREADS - 32) __syncthreads();
-    }
-
-    __device__ void write(int step) const {
-#pragma unroll
-        for (int i = 0; i < ITEMS; ++i)
-            if (owned(i)) p.output[place(size_t(step) * p.batch, i)] = bits(h[i]);
-    }
-
-    // What this block will read and write at a later step comes into the cache.  Loads return in order: one that had
-    // to wait for memory would keep those waiting that look for the state.
-    __device__ void prefetch(int step, const char *state) const {
+    __device__ void write(const Rows &rows) const {
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
-            if (begins_word(i)) asm volatile("prefetch.global.L2 [%0];" :: "l"(state + state_place(i)));
-            if (!owned(i)) continue;
+            if (!live(i, rows)) continue;
+            p.output[place(rows.first, i)] = bits(h[i]);
+            if (p.cells) p.cells[place(rows.first, i)] = c[i];
+            if (sizeof(Scalar) == 4 && p.gates) {
 #pragma unroll
-            for (int g = 0; g < GATES; ++g)
-                asm volatile("prefetch.global.L2 [%0];" :: "l"(projected_of(step, i) + g * HIDDEN));
+                for (int g = 0; g < GATES; ++g) p.gates[place(rows.first, i, GATES) + g * HIDDEN] = projected[i][g];
+            }
+        }
+    }
+
+    __device__ void prefetch_step(const Rows &rows, const char *state) const {
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i) {
+            if (begins_word(i)) prefetch(state + state_place(i));
+            if (!live(i, rows)) continue;
+#pragma unroll
+            for (int g = 0; g < GATES; ++g) prefetch(p.pre + place(rows.first, i, GATES) + g * HIDDEN);
         }
     }
 
@@ -123,48 +111,33 @@ struct Units {
 };
 
 // grid: as many groups of BLOCKS blocks as there are groups of COLUMNS sequences, all resident at once
-extern "C" __global__ void __launch_bounds__(THREADS, 1) persistent(const Parameters p) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) recur(const Parameters p) {
     extern __shared__ uint4 shared[];
     const int block = blockIdx.x % BLOCKS, group = p.first / COLUMNS + blockIdx.x / BLOCKS;
-    const int columns = min(COLUMNS, p.batch - group * COLUMNS);
+    const int sequences = min(COLUMNS, p.batch - group * COLUMNS);
 
     float *all_sums = reinterpret_cast<float *>(shared);  // two, by the step's parity: one is read, the other written
     Product product(p, block, shared + SUMS / 2);
-    Units units(p, product, block, group * COLUMNS, columns);
+    Units units(p, product, block, Block{block * UNITS, group * COLUMNS, sequences});
     Patience patience(p.failure);
     const size_t stride = size_t(p.groups) * GROUP_BYTES;
     char *state = p.states + size_t(group) * GROUP_BYTES;
+    const auto step_of = [&](int taken) { return p.reverse ? p.steps - 1 - taken : taken; };
 
-    units.fetch(p.reverse ? p.steps - 1 : 0);
+    Rows rows(p, step_of(0));
+    units.fetch(rows);
     for (int taken = 0; taken < p.steps; ++taken, state += stride) {
-        const int step = p.reverse ? p.steps - 1 - taken : taken;
         float *sums = all_sums + taken % 2 * SUMS;
-        product(state, columns, sums, patience);
+        product(state, sequences, sums, patience);
         __syncthreads();
-        units.update(product, sums, state + stride);
+        units.update(rows, product, sums, state + stride);
         units.wait_for_update();
-        units.write(step);
-        if (taken + 1 < p.steps) units.fetch(p.reverse ? step - 1 : step + 1);
+        units.write(rows);
+        if (taken + 1 == p.steps) break;
+        rows = Rows(p, step_of(taken + 1));
+        units.fetch(rows);
         if (taken + PREFETCH < p.steps)
-            units.prefetch(p.reverse ? step - PREFETCH : step + PREFETCH, state + PREFETCH * stride);
+            units.prefetch_step(Rows(p, step_of(taken + PREFETCH)), state + PREFETCH * stride);
     }
     units.finish();
-}
-
-// Fills the states: the first with h0, the others with what no block writes.
-extern "C" __global__ void __launch_bounds__(THREADS) prepare(const Parameters p) {
-    const size_t row = size_t(p.groups) * GROUP_BYTES / 8, words = (p.steps + size_t(1)) * row;
-    const size_t stride = size_t(gridDim.x) * THREADS;
-    for (size_t i = size_t(blockIdx.x) * THREADS + threadIdx.x; i < words; i += stride) {
-        Word word = ABSENT;
-        if (i < row) {
-            word = 0;
-            const int place = i * 8 % GROUP_BYTES, line = place / CHUNK;
-            const int sequence = i * 8 / GROUP_BYTES * COLUMNS + line % COLUMNS;
-            const int unit = (line / COLUMNS * CHUNK + place % CHUNK) / sizeof(Scalar);
-            for (int j = 0; p.h0 && sequence < p.batch && j < WORD && unit + j < HIDDEN; ++j)
-                word |= Word(bits(widen(p.h0[size_t(sequence) * HIDDEN + unit + j]))) << (j * 8 * sizeof(Scalar));
-        }
-        reinterpret_cast<Word *>(p.states)[i] = word;
-    }
 }

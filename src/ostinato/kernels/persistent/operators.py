@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from ostinato.kernels import nvrtc
-from ostinato.kernels.dispatch import gradient, operator, or_empty
+from ostinato.kernels.dispatch import gradient, is_eager, operator, or_empty
 from ostinato.kernels.gemm import gradient_of_weight, linear
 from ostinato.kernels.persistent import reference
 from ostinato.kernels.persistent.masks import block_of, derived_from
@@ -23,22 +24,31 @@ from ostinato.kernels.persistent.plan import GATES, Plan, no_kernel
 
 
 def kernels_on(device: torch.device) -> Any:
-    """The module with a device's kernels, imported when there is use for them."""
-    kernels = importlib.import_module(f"ostinato.kernels.persistent.{device.type}")
-    return kernels if hasattr(kernels, "backward") else reference  # until both have one
+    """The module with a device's kernels, imported when there is use for them; the loop that defines them elsewhere."""
+    has_kernels = device.type in ("cpu", "cuda")
+    return importlib.import_module(f"ostinato.kernels.persistent.{device.type}") if has_kernels else reference
 
 
 def plan_layer(mask_hh: Tensor | None, *layer: Any) -> Plan:
     """How a layer and direction runs; made once for each mask, and once for all layers without one.
 
     ``layer``: device, cell, hidden_size, batch, dtype, training (whether gradients will be taken), steps (of the
-    longest sequence, None if that is not known) and path (the only kernel to consider, None for the fastest).
+    longest sequence, None if that is not known), path (the only kernel to consider, None for the fastest) and
+    directions (how many such layers run at once).
     """
-    return _plan_dense(*layer) if mask_hh is None else derived_from(mask_hh, layer, lambda: _plan(mask_hh, *layer))
+    key = torch.backends.cuda.matmul.allow_tf32, *layer
+    return _plan_dense(*key) if mask_hh is None else derived_from(mask_hh, key, lambda: _plan(mask_hh, *key))
 
 
 def _plan(
-    mask_hh: Tensor | None, device: torch.device, cell: str, hidden_size: int, batch: int, dtype: torch.dtype, *how: Any
+    mask_hh: Tensor | None,
+    tf32: bool,
+    device: torch.device,
+    cell: str,
+    hidden_size: int,
+    batch: int,
+    dtype: torch.dtype,
+    *how: Any,
 ) -> Plan:
     if device.type not in ("cpu", "cuda"):
         return no_kernel(f"layers on {device.type} run in torch's own kernels")
@@ -47,25 +57,31 @@ def _plan(
     block = None
     if mask_hh is not None:
         block = derived_from(mask_hh, "block", lambda: block_of(mask_hh, GATES[cell]))
-    training, steps, path = how
-    make_plan = kernels_on(device).make_plan
-    return make_plan(cell, hidden_size, batch, dtype, mask_hh, block, training, steps, device, path)
+    training, steps, path, directions = how
+    layer = cell, hidden_size, batch, dtype, mask_hh, block
+    return kernels_on(device).make_plan(*layer, training, steps, device, path, directions, tf32)
 
 
 _plan_dense = functools.lru_cache(4096)(functools.partial(_plan, None))
 
 
+def can_take(tensors: list[Tensor]) -> bool:
+    """Whether the operator can be called: with plain tensors, or under a function transform that wants no tangent."""
+    transformed = torch._C._functorch.peek_interpreter_stack() is not None and forward_ad._current_level < 0
+    return transformed or is_eager(tensors)
+
+
 # recurrent_layer(x, h0, c0, weight_ih, weight_hh, bias_ih, bias_hh, mask_hh, offsets, batch, cell, reverse, training,
-# path) -> output, h_n, c_n, c; empty where there is none, and c unless training
+# path, directions) -> output, h_n, c_n, c; empty where there is none, and c unless training
 
 
 def _choose(
     x: Tensor, mask_hh: Tensor | None, offsets: Tensor | None, batch: int, cell: str, hidden: int, *how: Any
 ) -> tuple[Any, Plan]:
     """The kernels and the plan of a layer; the loop over time where none fits."""
-    training, path = how
+    training, path, directions = how
     steps = len(x) // batch if offsets is None else len(offsets) - 1
-    plan = plan_layer(mask_hh, x.device, cell, hidden, batch, x.dtype, training, steps, path)
+    plan = plan_layer(mask_hh, x.device, cell, hidden, batch, x.dtype, training, steps, path, directions)
     return reference if plan.path == "steps" else kernels_on(x.device), plan
 
 
@@ -106,8 +122,9 @@ def _recurrent_layer(
     reverse: bool,
     training: bool,
     path: str | None,
+    directions: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    kernels, plan = _choose(x, mask_hh, offsets, batch, cell, weight_hh.shape[1], training, path)
+    kernels, plan = _choose(x, mask_hh, offsets, batch, cell, weight_hh.shape[1], training, path, directions)
     projected = linear(x, weight_ih, bias_ih)
     args = (projected, h0, c0, weight_hh, bias_hh, mask_hh, offsets, batch, cell, reverse, plan, training)
     output, h_n, c_n, c = _run(kernels, "forward", *args)
@@ -121,19 +138,18 @@ def _recurrent_layer(
 def _kept_widths(x: Tensor, cell: str, hidden: int, training: bool) -> tuple[int, int]:
     """How wide what is kept for the backward is: c, and the arguments of the gates.
 
-    A CPU keeps those, and for a GRU in c's place the recurrent part of its candidate's: to make them anew are two
-    products of the six that all others take, which are most of a CPU's time.
+    Where those are kept, so is for a GRU in c's place the recurrent part of its candidate's.
     """
-    if not training:
+    if not training or cell.startswith("rnn"):  # whose states say enough
         return 0, 0
-    on_cpu = x.device.type == "cpu"
-    return hidden if cell == "lstm" or (on_cpu and cell == "gru") else 0, GATES[cell] * hidden if on_cpu else 0
+    keeps_gates = kernels_on(x.device).keeps_gates(x.dtype)
+    return hidden if cell == "lstm" or keeps_gates else 0, GATES[cell] * hidden if keeps_gates else 0
 
 
 def _recurrent_layer_fake(
     x: Tensor, h0: Any, c0: Any, weight_ih: Tensor, weight_hh: Tensor, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    batch, cell, _, training, _ = others[-5:]
+    batch, cell, _, training, *_ = others[-6:]
     hidden = weight_hh.shape[1]
     output, h_n = x.new_empty(x.shape[0], hidden), x.new_empty(batch, hidden)
     c_width, gates_width = _kept_widths(x, cell, hidden, training)
@@ -143,7 +159,7 @@ def _recurrent_layer_fake(
 
 
 def _context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
-    *tensors, ctx.batch, ctx.cell, ctx.reverse, _, ctx.path = inputs
+    *tensors, ctx.batch, ctx.cell, ctx.reverse, _, ctx.path, ctx.directions = inputs
     h, _, _, c, gates = output
     ctx.save_for_backward(*tensors, h, c, gates)
     ctx.set_materialize_grads(False)
@@ -151,13 +167,14 @@ def _context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
 
 def _grad(ctx: Any, *grads: Tensor | None) -> tuple:
     *tensors, h, c, gates = ctx.saved_tensors
-    needed = list(ctx.needs_input_grad[:7])
+    needed = ctx.needs_input_grad[:7]
     how = ctx.batch, ctx.cell, ctx.reverse
     if torch.is_grad_enabled():
         found = _differentiable_gradients(tensors, grads[:3], needed, *how)
     else:
-        found = recurrent_layer_backward(*tensors, h, c, gates, *grads[:3], *how, ctx.path, needed)
-    return *(grad if need else None for grad, need in zip(found, needed, strict=True)), *[None] * 7
+        bits = sum(1 << i for i, need in enumerate(needed) if need)
+        found = recurrent_layer_backward(*tensors, h, c, gates, *grads[:3], *how, ctx.path, ctx.directions, bits)
+    return *(grad if need else None for grad, need in zip(found, needed, strict=True)), *[None] * 8
 
 
 def _differentiable_gradients(
@@ -197,14 +214,18 @@ def _recurrent_layer_backward(
     cell: str,
     reverse: bool,
     path: str | None,
-    needed: Sequence[bool],
-) -> list[Tensor]:
-    """Of each of the first seven tensors its gradient if that is needed, else an empty tensor."""
+    directions: int,
+    needed: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Of each of the first seven tensors its gradient, empty unless its bit is set in `needed`."""
     hidden, gru = weight_hh.shape[1], cell == "gru"
-    kernels, plan = _choose(x, mask_hh, offsets, batch, cell, hidden, True, path)
+    kernels, plan = _choose(x, mask_hh, offsets, batch, cell, hidden, True, path, directions)
     h_prev = reference.previous(h, h0, offsets, batch, reverse)
-    pre, candidate = gates, c if gru else None
-    if not getattr(kernels, "KEEPS_GATES", False):
+    if cell.startswith("rnn"):
+        pre, candidate = h, None
+    elif kernels is not reference and gates.numel():
+        pre, candidate = gates, c if gru else None
+    else:
         pre, candidate = _arguments(x, h_prev, weight_ih, weight_hh, bias_ih, bias_hh, cell)
     lstm = cell == "lstm"
     grads, grad_h0, grad_c0 = _run(
@@ -216,20 +237,22 @@ def _recurrent_layer_backward(
 
     # A GRU's grads are n's share of the hidden product, r, z, n's share of the input's: three neighbours for each.
     inputs, recurrent = (grads[:, hidden:], grads[:, : 3 * hidden]) if gru else (grads, grads)
+    totals = grads.sum(0) if needed >> 5 else grads.new_zeros(grads.shape[1])
 
     def in_order(rows: Tensor) -> Tensor:
         return rows.roll(-hidden, 0) if gru else rows
 
-    compute: list[Callable[[], Tensor | None]] = [
+    compute: tuple[Callable[[], Any], ...] = (
         lambda: linear(inputs, weight_ih.T),
         lambda: grad_h0,
         lambda: grad_c0,
         lambda: gradient_of_weight(inputs, x),
         lambda: in_order(gradient_of_weight(recurrent, h_prev)),
-        lambda: inputs.sum(0),
-        lambda: in_order(recurrent.sum(0)),
-    ]
-    return [or_empty(one() if need else None, x) for one, need in zip(compute, needed, strict=True)]
+        lambda: totals[hidden:].clone() if gru else totals,
+        lambda: in_order(totals[: 3 * hidden]) if gru else totals.clone(),
+    )
+    found: Any = tuple(one() if needed >> i & 1 else x.new_empty(0) for i, one in enumerate(compute))
+    return found
 
 
 def _arguments(
@@ -243,20 +266,20 @@ def _arguments(
 ) -> tuple[Tensor, Tensor | None]:
     """The arguments of all gates, and of a GRU the recurrent part of its candidate's, which is not in them."""
     hidden, gru = weight_hh.shape[1], cell == "gru"
-    added = (2 if gru else GATES[cell]) * hidden  # gates whose argument is a sum of both products
-    bias = bias_ih
-    if bias_ih is not None and bias_hh is not None:
-        bias = bias_ih + (F.pad(bias_hh[:added], (0, hidden)) if gru else bias_hh)
+    added = (2 if gru else 4) * hidden  # gates whose argument is a sum of both products
+    bias = bias_hh if bias_hh is None or not gru else F.pad(bias_hh[:added], (0, hidden))
+    if bias_ih is not None:
+        bias = bias_ih if bias is None else bias_ih + bias
     pre = linear(x, weight_ih, bias)
-    pre[:, :added] += linear(h_prev, weight_hh[:added])
+    pre[:, :added].addmm_(h_prev, weight_hh[:added].T)
     if not gru:
         return pre, None
     return pre, linear(h_prev, weight_hh[added:], None if bias_hh is None else bias_hh[added:])
 
 
-def _recurrent_layer_backward_fake(*args: Any) -> list[Tensor]:
+def _recurrent_layer_backward_fake(*args: Any) -> tuple[Tensor, ...]:
     tensors, needed = args[:7], args[-1]
-    return [args[0].new_empty(x.shape if need else 0) for x, need in zip(tensors, needed, strict=True)]
+    return tuple(args[0].new_empty(x.shape if needed >> i & 1 else 0) for i, x in enumerate(tensors))
 
 
 recurrent_layer_backward = gradient(

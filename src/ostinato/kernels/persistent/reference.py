@@ -22,6 +22,11 @@ def make_plan(*_: Any, **__: Any) -> Plan:
     return no_kernel("the reference runs where a test asks for it")
 
 
+def keeps_gates(_: torch.dtype) -> bool:
+    """Whether forward turns `projected` into what backward takes as `pre`: no."""
+    return False
+
+
 def forward(
     projected: Tensor,
     h0: Tensor | None,
@@ -108,7 +113,7 @@ def backward(
     """Through all steps of :func:`forward`, last one first.
 
     Args:
-        pre: (rows, gates * H), p + q; of a GRU's n only p.
+        pre: (rows, gates * H), p + q; of a GRU's n only p; of an RNN h itself, which says all that matters of them.
         candidate: (rows, H), a GRU's q of n; else None.
         h_prev: (rows, H), the state before each step, see :func:`previous`.
         c, c0: an LSTM's cell state after each step and before the first.
@@ -156,7 +161,7 @@ def backward(
             parts = d_n * r, d_n * q_n * r * (1 - r), d_t * (h - n) * z * (1 - z), d_n
             past = d_t * z
         else:
-            parts = (d_t * (a > 0) if cell == "rnn_relu" else d_t * (1 - a.tanh() ** 2),)
+            parts = (d_t * (a > 0) if cell == "rnn_relu" else d_t * (1 - a**2),)
         grads[step] = torch.cat(parts, 1).to(dtype)
         exchanged = grads[step, : len(weight)].to(wide)
         dh = torch.cat([past + exchanged @ weight, dh[live:]])

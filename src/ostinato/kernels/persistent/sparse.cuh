@@ -41,15 +41,30 @@ __device__ inline Span load_span(const Parameters &p, int block, int row) {
     return {static_cast<unsigned char>(both), static_cast<unsigned char>(both >> 8)};
 }
 
+// An entry, from the matrix itself.
+constexpr int PACKED = BLOCKS * ENTRIES * THREADS;
+
+__device__ inline void pack_weights(const Parameters &p, int i) {
+    const size_t entry = i / THREADS, thread = i % THREADS, first = 2 * entry * THREADS + thread;
+    const unsigned place[2] = {p.places[first], p.places[first + THREADS]};
+    const unsigned weight[2] = {indexed_weight(p, first), indexed_weight(p, first + THREADS)};
+    unsigned *packed = p.packed + PARTS * entry * THREADS + thread;
+    if (sizeof(Scalar) == 4) packed[0] = place[0] | place[1] << 16;
+#pragma unroll
+    for (int j = 0; j < 2; ++j)
+        packed[(PARTS - 2 + j) * THREADS] = sizeof(Scalar) == 4 ? weight[j] : place[j] | weight[j] << 16;
+}
+
 struct Product {
     Entry held[HELD + 1];  // no array is empty
     unsigned *kept;        // this thread's parts of the entries in shared memory
     SharedState state;
 
-    // weights: (BLOCKS, ENTRIES, PARTS, THREADS)
+    // packed: (BLOCKS, ENTRIES, PARTS, THREADS)
+    // index and places: (BLOCKS, ENTRIES, 2, THREADS), of the weights in the matrix from 1 on, 0 if none
     __device__ Product(const Parameters &p, int block, uint4 *shared)
         : kept(reinterpret_cast<unsigned *>(shared + STATE_PIECES) + threadIdx.x), state(shared) {
-        const unsigned *weights = p.weights + block * ENTRIES * PARTS * THREADS + threadIdx.x;
+        const unsigned *weights = p.packed + block * ENTRIES * PARTS * THREADS + threadIdx.x;
 #pragma unroll
         for (int entry = 0; entry < ENTRIES; ++entry) {
 #pragma unroll

@@ -7,11 +7,11 @@
 // If half a place is enough for the batch, eight places have it in their lower half, the next eight in their upper
 // half, and so on, so that stores meet all banks; the other halves are always zero.
 
-constexpr int WORDS = PITCH / WORD;  // of a sequence's state
+constexpr int WORDS = SLICE / WORD;  // of a sequence's state
 constexpr int ZERO_PLACES = 16;
 constexpr int STATE_BYTES = STATE_COLUMNS * int(sizeof(Scalar));  // of a place
 constexpr bool HALVES = STATE_BYTES == 16 && sizeof(Scalar) == 2 && COLUMNS <= 4;
-constexpr int STATE_PIECES = (PITCH + ZERO_PLACES) * STATE_BYTES / 16;
+constexpr int STATE_PIECES = (SLICE + ZERO_PLACES) * STATE_BYTES / 16;
 constexpr int ROUNDS = (WORDS + THREADS - 1) / THREADS;           // in which all words are brought
 constexpr int AT_ONCE = ROUNDS * COLUMNS <= 32 ? ROUNDS : 32 / COLUMNS;  // rounds whose words are in flight together
 
@@ -21,10 +21,10 @@ struct SharedState {
     __device__ static int half(int place) { return HALVES ? place & 8 : 0; }  // in bytes
 
     __device__ explicit SharedState(void *shared) : places(static_cast<char *>(shared)) {
-        for (int place = threadIdx.x; HALVES && place < PITCH; place += THREADS)
+        for (int place = threadIdx.x; HALVES && place < SLICE; place += THREADS)
             *reinterpret_cast<Word *>(places + place * STATE_BYTES + 8 - half(place)) = 0;
         for (int i = threadIdx.x; i < ZERO_PLACES * STATE_BYTES / 8; i += THREADS)
-            reinterpret_cast<Word *>(places + PITCH * STATE_BYTES)[i] = 0;
+            reinterpret_cast<Word *>(places + SLICE * STATE_BYTES)[i] = 0;
     }
 
     // Number j of each of two words, side by side.

@@ -224,16 +224,20 @@ def scan(dtype: type, log: bool) -> Any:
 
 @inline
 def _scan_backward_step(log, j, inputs, outputs):
-    a, at_a, b, at_b, h, at_h, before, at_before, grad_h, at_grad = inputs
+    a, at_a, b, at_b, before, at_before, grad_h, at_grad = inputs
     state, at, grad_a, grad_b, at_out = outputs
     a_j, before_j = _load(a, at_a + j, "a"), _load(before, at_before + j, "before")
     carried = _load(state, at + j, "state")
     total = cast(_load(grad_h, at_grad + j, "grad_h"), carried) + carried
     if log:
-        b_j, h_j, zero = _load(b, at_b + j, "b"), _load(h, at_h + j, "h"), cast(0.0, a_j)
-        nothing = h_j == -math.inf  # a state of exactly zero passes no gradient back: 0/0 is taken as 0
-        carried = total * cast(zero if nothing else exp(a_j + before_j - h_j), total)
-        added = total * cast(zero if nothing else exp(b_j - h_j), total)
+        # The shares of the state that what was kept and what was added have: not exp(kept - h), as h is rounded.  The
+        # smaller is exact to its own last digits, and both make up the whole.
+        b_j, kept_j = _load(b, at_b + j, "b"), a_j + before_j
+        nothing = kept_j == b_j == -math.inf  # a state of exactly zero passes no gradient back: 0/0 is taken as 0
+        total = cast(0.0, total) if nothing else total
+        share = cast(min(sigmoids(cast(0.0, a_j) if nothing else kept_j - b_j)), total)
+        smaller, larger = total * share, total * (cast(1.0, total) - share)
+        carried, added = (larger, smaller) if kept_j >= b_j else (smaller, larger)
         _store(grad_a, at_out + j, cast(carried, a_j), "grad_a")
         _store(grad_b, at_out + j, cast(added, a_j), "grad_b")
         _store(state, at + j, carried, "state")
@@ -274,9 +278,9 @@ def scan_backward(dtype: type, log: bool) -> Any:
                     before, at_before = h, n * h_n + (t + 1 if reverse else t - 1) * h_t
                     if i == last - first - 1:
                         before, at_before = h0, n * h0_n
-                    at_a, at_b, at_h = n * a_n + t * a_t, n * b_n + t * b_t, n * h_n + t * h_t
+                    at_a, at_b = n * a_n + t * a_t, n * b_n + t * b_t
                     at_grad, at_out = n * grad_n + t * grad_t, n * out_n + t * out_t
-                    inputs = a, at_a, b, at_b, h, at_h, before, at_before, grad_h, at_grad
+                    inputs = a, at_a, b, at_b, before, at_before, grad_h, at_grad
                     targets = (row_a, row_b, at) if work.grad_a_row else (grad_a, grad_b, at_out)
                     outputs = state, at, *targets
                     if reverse:

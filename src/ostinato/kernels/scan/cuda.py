@@ -447,7 +447,7 @@ def log_linear_scan_backward(
     reverse: bool,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    plain = [log_a, log_b, log_h]
+    plain = [log_a, log_b]
     return _backward_scan("LogLinearScanBackward", plain, log_h, log_h0, grad_h, grad_h_last, reverse, cu_seqlens)
 
 

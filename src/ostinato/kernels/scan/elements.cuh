@@ -31,6 +31,7 @@ template <typename Ring_> struct Forward {
     static constexpr int OUTPUTS = 1;
     struct Step {
         Compute a, b;
+        __device__ Compute low() const { return 0; }  // what rounding took from a
         __device__ Compute offset() const { return b; }
         __device__ Compute apply(Compute state, Compute (&out)[OUTPUTS]) const {
             return out[0] = Ring::times_plus(a, state, b);
@@ -45,6 +46,7 @@ template <int OUTPUTS_> struct Backward {
     static constexpr int OUTPUTS = OUTPUTS_;
     struct Step {
         Compute a, grad, factor[OUTPUTS];
+        __device__ Compute low() const { return 0; }
         __device__ Compute offset() const { return a * grad; }
         __device__ Compute apply(Compute state, Compute (&out)[OUTPUTS]) const {
             const Compute g = grad + state;
@@ -80,16 +82,24 @@ struct LogLinearScan : Forward<Logarithmic> {
     static __device__ Step read(const Compute* x, Compute, Compute) { return {x[0], x[1]}; }
 };
 
+// carried and added, the shares of h[t] that a[t]*h[t-1] and b[t] have, add up to 1.  They are not made from log h: few
+// digits are left of the difference of large, rounded states.
 struct LogLinearScanBackward : Backward<2> {
     static constexpr bool BIASED = false;
-    static constexpr int PLAIN = 3;  // log a, log b, log h
+    static constexpr int PLAIN = 2;  // log a, log b
     static __device__ Compute absent_state() { return -infinity(); }
     static __device__ Compute neutral(int k) { return k == 1 ? -infinity() : 0; }
+    struct Step : Backward<2>::Step {
+        __device__ Compute low() const { return a >= Compute(0.5) ? 1 - a - factor[1] : Compute(0); }
+    };
     static __device__ Step read(const Compute* x, Compute previous, Compute grad) {
-        const bool nothing = x[2] == -infinity();  // a state of zero passes no gradient back: 0/0 is taken as 0
-        const Compute carried = nothing ? 0 : exponential(x[0] + previous - x[2]);
-        const Compute added = nothing ? 0 : exponential(x[1] - x[2]);
-        return {carried, grad, {carried, added}};
+        const Compute kept = x[0] + previous, ratio = kept - x[1];
+        const Compute odds = exponential(ratio < 0 ? ratio : -ratio);
+        const Compute large = reciprocal(1 + odds), small = odds * large;
+        const bool nothing = kept == -infinity() && x[1] == -infinity();  // passes no gradient back: 0/0 is taken as 0
+        const Compute carried = nothing ? 0 : ratio < 0 ? small : large;
+        const Compute added = nothing ? 0 : ratio < 0 ? large : small;
+        return {{carried, grad, {carried, added}}};
     }
 };
 

@@ -404,7 +404,7 @@ struct Steps {
                 }
             }
 #pragma unroll
-            for (int v = 0; v < VEC; ++v) whole.append(v, step[u][v].a, 0, step[u][v].offset());
+            for (int v = 0; v < VEC; ++v) whole.append(v, step[u][v].a, step[u][v].low(), step[u][v].offset());
         }
         return whole;
     }

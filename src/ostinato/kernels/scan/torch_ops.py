@@ -126,12 +126,12 @@ class TorchBackend:
         cu_seqlens: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         dtype = self._compute_dtype(log_a)
-        wide_h = log_h.to(dtype)
-        before = shift(wide_h, log_h0, reverse, cu_seqlens, LOG.zero)
-        nothing = wide_h == LOG.zero  # a state of exactly zero passes no gradient back: 0/0 is taken as 0
-        carried = torch.where(nothing, 0.0, (log_a.to(dtype) + before - wide_h).exp())
-        added = torch.where(nothing, 0.0, (log_b.to(dtype) - wide_h).exp())
-        grad = torch.zeros_like(wide_h) if grad_h is None else grad_h.to(dtype)
+        kept = log_a.to(dtype) + shift(log_h.to(dtype), log_h0, reverse, cu_seqlens, LOG.zero)
+        # The shares of a state that what was kept and what was added have: not exp(kept - log_h), as log_h is rounded.
+        ratio = kept - log_b
+        nothing = (kept == LOG.zero) & (log_b == LOG.zero)  # a state of exactly zero passes no gradient back
+        carried, added = (torch.where(nothing, 0.0, share) for share in (ratio.sigmoid(), (-ratio).sigmoid()))
+        grad = torch.zeros_like(kept) if grad_h is None else grad_h.to(dtype)
         s, grad_h0 = self._run(LINEAR, carried, carried * grad, grad_h_last, not reverse, cu_seqlens)
         total = grad + shift(s, grad_h_last, not reverse, cu_seqlens)
         grad_a, grad_b = owned(total * carried, log_a.dtype), owned(total * added, log_b.dtype)

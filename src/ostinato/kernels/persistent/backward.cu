@@ -1,0 +1,220 @@
+// The gradients of one layer and direction of an RNN, GRU or LSTM: back through all its steps in one launch, the
+// recurrent weights on the chip throughout.
+//
+// At every step Units turns the gradients of its hidden units into those of their gates, and publishes them.  Product
+// multiplies the transposed matrix with the gates of all units: the gradients of the states before.  Pre-activations
+// were recomputed from exactly the states that the forward exchanged; an RNN's states say enough themselves.  Gradients
+// of states stay in float.
+//
+// What a step needs beside the gradients is read from memory two steps ahead, and made into slopes one step ahead, while
+// the blocks wait for each other.
+
+constexpr int PREFETCH = 6;                          // steps
+constexpr int GRADS = CELL == GRU ? 4 : GATES;       // of a unit that are written
+constexpr bool TAKES_STATE = CELL == GRU, TAKES_CELL = CELL == LSTM;
+
+struct Units : Block {
+    const Parameters &p;
+    float dh[ITEMS], dc[ITEMS];  // gradients of the state after the next step to be taken
+    float d[ITEMS][GRADS];       // of the gates at this step
+    Span spans[ITEMS];
+    // What a step multiplies gradients with, known before they are.
+    float slope[ITEMS][GATES], direct[ITEMS], gate[ITEMS], through[ITEMS], given[ITEMS];
+    // As read from memory.
+    Scalar pre[ITEMS][GATES], grad[ITEMS], candidate[ITEMS], before[ITEMS];
+    float cell[ITEMS], cell_before[ITEMS];
+
+    __device__ Units(const Parameters &p, const Product &product, int block, Block owned_by) : Block(owned_by), p(p) {
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i) {
+            dh[i] = dc[i] = 0;
+            if (!owned(i)) continue;
+            spans[i] = product.span(p, block, block % CLUSTER * UNITS + unit_of(i));
+            if (p.grad_h_n) dh[i] = widen(p.grad_h_n[place(0, i)]);
+            if (p.grad_c_n) dc[i] = widen(p.grad_c_n[place(0, i)]);
+        }
+    }
+
+    // earlier: the rows of the step before in time, if there is one
+    __device__ void fetch(const Rows &rows, bool has_earlier, const Rows &earlier) {
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i) {
+            if (!live(i, rows)) continue;
+            const size_t at = place(rows.first, i);
+#pragma unroll
+            for (int g = 0; g < GATES; ++g) pre[i][g] = __ldcs(p.pre + place(rows.first, i, GATES) + g * HIDDEN);
+            grad[i] = p.grad_output ? __ldcs(p.grad_output + at) : Scalar(0.0f);
+            if (TAKES_STATE) {
+                candidate[i] = __ldcs(p.candidate + at);
+                before[i] = __ldcs(p.h_prev + at);
+            }
+            if (TAKES_CELL) {
+                cell[i] = p.cells[at];
+                cell_before[i] = 0;
+                if (has_earlier && live(i, earlier)) cell_before[i] = p.cells[place(earlier.first, i)];
+                else if (p.c0) cell_before[i] = widen(p.c0[place(0, i)]);
+            }
+        }
+    }
+
+    // A sequence that is not at this step hands its gradients on.
+    __device__ void differentiate(const Rows &rows) {
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i) {
+            if (idle(i)) continue;
+            float x[GATES];
+#pragma unroll
+            for (int g = 0; g < GATES; ++g) x[g] = widen(pre[i][g]);
+            if constexpr (CELL == RNN_TANH) slope[i][0] = 1 - x[0] * x[0];
+            if constexpr (CELL == RNN_RELU) slope[i][0] = x[0] > 0 ? 1 : x[0] <= 0 ? 0 : x[0];
+            direct[i] = 0;
+            if constexpr (CELL == GRU) {
+                const float reset = sigmoid(x[0]), update = sigmoid(x[1]), recurrent = widen(candidate[i]);
+                const float n = hyperbolic_tangent(x[2] + reset * recurrent);
+                slope[i][0] = recurrent * reset * (1 - reset);
+                slope[i][1] = (widen(before[i]) - n) * update * (1 - update);
+                slope[i][2] = (1 - update) * (1 - n * n);
+                gate[i] = reset, direct[i] = update;
+            }
+            if constexpr (CELL == LSTM) {
+                const float input = sigmoid(x[0]), forget = sigmoid(x[1]), output = sigmoid(x[3]);
+                const float new_cell = hyperbolic_tangent(x[2]), shown = hyperbolic_tangent(cell[i]);
+                slope[i][0] = new_cell * input * (1 - input);
+                slope[i][1] = cell_before[i] * forget * (1 - forget);
+                slope[i][2] = input * (1 - new_cell * new_cell);
+                slope[i][3] = shown * output * (1 - output);
+                gate[i] = forget, through[i] = output * (1 - shown * shown);
+            }
+            given[i] = widen(grad[i]);
+            if (live(i, rows)) continue;
+#pragma unroll
+            for (int g = 0; g < GATES; ++g) slope[i][g] = 0;
+            direct[i] = gate[i] = 1, through[i] = given[i] = 0;
+        }
+    }
+
+    __device__ int state_place(int i, int g) const {
+        return place_of((g * PITCH + unit + unit_of(i)) * sizeof(Scalar), sequence_of(i));
+    }
+
+    __device__ void update(char *state) {
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i) {
+            if (idle(i)) continue;
+            const float total = dh[i] + given[i];
+            float published[GATES];
+            if constexpr (CELL == RNN_TANH || CELL == RNN_RELU) published[0] = d[i][0] = total * slope[i][0];
+            if constexpr (CELL == GRU) {
+                d[i][3] = total * slope[i][2];
+                d[i][0] = published[2] = d[i][3] * gate[i];
+                d[i][1] = published[0] = d[i][3] * slope[i][0];
+                d[i][2] = published[1] = total * slope[i][1];
+            }
+            if constexpr (CELL == LSTM) {
+                dc[i] += total * through[i];
+#pragma unroll
+                for (int g = 0; g < GATES; ++g) published[g] = d[i][g] = (g == 3 ? total : dc[i]) * slope[i][g];
+                dc[i] *= gate[i];
+            }
+            dh[i] = total * direct[i];
+#pragma unroll
+            for (int g = 0; g < GATES; ++g)
+                publish(owned(i) ? published[g] : 0, begins_word(i), state + state_place(i, g));
+        }
+    }
+
+    __device__ void write(const Rows &rows) const {
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i) {
+            if (!live(i, rows)) continue;
+#pragma unroll
+            for (int g = 0; g < GRADS; ++g) p.grads[place(rows.first, i, GRADS) + g * HIDDEN] = bits(d[i][g]);
+        }
+    }
+
+    __device__ void add(const Product &product, const float *sums, const Cluster &cluster, int step,
+                        Patience &patience) {
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i) {
+            if (!owned(i)) continue;
+            const float sum = product.sum(sums, spans[i], cluster.rank * UNITS + unit_of(i), sequence_of(i));
+            dh[i] += sum + cluster.receive(item(i), step, patience);
+        }
+    }
+
+    __device__ void prefetch_step(const Rows &rows, const char *state) const {
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i) {
+#pragma unroll
+            for (int g = 0; g < GATES; ++g) {
+                if (begins_word(i)) prefetch(state + state_place(i, g));
+                if (live(i, rows)) prefetch(p.pre + place(rows.first, i, GATES) + g * HIDDEN);
+            }
+            if (!live(i, rows)) continue;
+            const size_t at = place(rows.first, i);
+            if (p.grad_output) prefetch(p.grad_output + at);
+            if (TAKES_STATE) prefetch(p.candidate + at), prefetch(p.h_prev + at);
+            if (TAKES_CELL) prefetch(p.cells + at);
+        }
+    }
+
+    __device__ void finish() const {
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i) {
+            if (!owned(i)) continue;
+            p.grad_h0[place(0, i)] = bits(dh[i]);
+            if (CELL == LSTM) p.grad_c0[place(0, i)] = bits(dc[i]);
+        }
+    }
+};
+
+#if CLUSTER > 1
+#define IN_CLUSTERS __cluster_dims__(CLUSTER, 1, 1)
+#else
+#define IN_CLUSTERS
+#endif
+
+// grid: as many groups of BLOCKS blocks as there are groups of COLUMNS sequences, all resident at once
+extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const Parameters p) {
+    extern __shared__ uint4 shared[];
+    const int block = blockIdx.x % BLOCKS, group = p.first / COLUMNS + blockIdx.x / BLOCKS;
+    const int sequences = min(COLUMNS, p.batch - group * COLUMNS);
+
+    float *all_sums = reinterpret_cast<float *>(shared);  // two, by the step's parity: one is read, the other written
+    uint4 *mailbox = shared + SUMS / 2;
+    Product product(p, block, mailbox + 2 * (CLUSTER - 1) * UNITS * COLUMNS / 2);
+    Units units(p, product, block, Block{block * UNITS, group * COLUMNS, sequences});
+    Cluster cluster(p, product, block, mailbox);
+    Patience patience(p.failure);
+    const size_t stride = size_t(p.groups) * GROUP_BYTES;
+    char *state = p.states + size_t(group) * GROUP_BYTES;
+    const char *mine = state + block % CLUSTER * SLICE_BYTES;
+    const auto step_of = [&](int taken) { return p.reverse ? taken : p.steps - 1 - taken; };
+    const auto fetch = [&](int taken) {
+        const bool has_earlier = taken + 1 < p.steps;
+        const Rows rows(p, step_of(taken));
+        units.fetch(rows, has_earlier, Rows(p, step_of(has_earlier ? taken + 1 : taken)));
+        return rows;
+    };
+
+    Rows rows = fetch(0), next = rows;
+    units.differentiate(rows);
+    if (p.steps > 1) next = fetch(1);
+    for (int taken = 0; taken < p.steps; ++taken, state += stride, mine += stride) {
+        units.update(state);
+        units.wait_for_update();
+        units.write(rows);
+        rows = next;
+        units.differentiate(rows);
+        if (taken + 2 < p.steps) next = fetch(taken + 2);
+        if (taken + PREFETCH < p.steps)
+            units.prefetch_step(Rows(p, step_of(taken + PREFETCH)), state + PREFETCH * stride);
+        float *sums = all_sums + taken % 2 * SUMS;
+        product(mine, sequences, sums, patience);
+        __syncthreads();
+        cluster.send(product, sums, sequences, taken);
+        units.add(product, sums, cluster, taken, patience);
+    }
+    units.finish();
+    cluster.meet();
+}

@@ -1,0 +1,69 @@
+// Sums over the blocks of a cluster, through distributed shared memory.
+//
+// Each block multiplies one slice of what is exchanged with the rows of all units of the cluster.  The sum of a row
+// that another block updates goes to that block's mailbox, together with the number of the step, as one word: it has
+// arrived when its number is the step's.  There are two mailboxes, by the step's parity.  A slot is written anew two
+// steps later, by a block that has by then read what was computed from the slot's content.
+
+struct Cluster {
+    static constexpr int SHARE = UNITS * COLUMNS, MAIL = 2 * (CLUSTER - 1) * SHARE;  // words
+    static constexpr int SENDS = ((CLUSTER - 1) * SHARE + THREADS - 1) / THREADS;
+
+    Word *mailbox;
+    int rank;
+    Span spans[SENDS + 1];  // no array is empty
+
+    __device__ Cluster(const Parameters &p, const Product &product, int block, uint4 *shared)
+        : mailbox(reinterpret_cast<Word *>(shared)), rank(block % CLUSTER) {
+        if constexpr (CLUSTER > 1) {
+            for (int i = threadIdx.x; i < MAIL; i += THREADS) mailbox[i] = 0;
+#pragma unroll
+            for (int i = 0; i < SENDS; ++i)
+                if (sends(i)) spans[i] = product.span(p, block, row(i));
+            meet();
+        }
+    }
+
+    // All blocks of the cluster are there, and stay until all have been here.
+    __device__ static void meet() {
+        if constexpr (CLUSTER > 1)
+            asm volatile("barrier.cluster.arrive.aligned;\n\tbarrier.cluster.wait.aligned;" ::: "memory");
+    }
+
+    __device__ static int number(int i) { return i * THREADS + threadIdx.x; }
+    __device__ static bool sends(int i) { return number(i) < (CLUSTER - 1) * SHARE; }
+    __device__ int peer(int i) const { return (rank + 1 + number(i) / SHARE) % CLUSTER; }
+    __device__ int row(int i) const { return peer(i) * UNITS + number(i) % SHARE % UNITS; }
+
+    __device__ void send(const Product &product, const float *sums, int sequences, int step) {
+#pragma unroll
+        for (int i = 0; i < SENDS; ++i) {
+            const int item = number(i) % SHARE, sequence = item / UNITS;
+            if (!sends(i) || sequence >= sequences) continue;
+            const float sum = product.sum(sums, spans[i], row(i), sequence);
+            const int from = CLUSTER - 2 - number(i) / SHARE;  // how far this block is from that one, less one
+            const Word *slot = mailbox + (step % 2 * (CLUSTER - 1) + from) * SHARE + item;
+            unsigned address;
+            asm("mapa.shared::cluster.u32 %0, %1, %2;"
+                : "=r"(address) : "r"(unsigned(__cvta_generic_to_shared(slot))), "r"(unsigned(peer(i))));
+            asm volatile("st.relaxed.cluster.shared::cluster.b64 [%0], %1;"
+                         :: "r"(address), "l"(Word(unsigned(step + 1)) << 32 | __float_as_uint(sum)) : "memory");
+        }
+    }
+
+    // What the others have for an item, which is of no use if the wait was given up.
+    __device__ float receive(int item, int step, Patience &patience) const {
+        float total = 0;
+#pragma unroll
+        for (int from = 0; from < CLUSTER - 1; ++from) {
+            const Word *slot = mailbox + (step % 2 * (CLUSTER - 1) + from) * SHARE + item;
+            const unsigned address = __cvta_generic_to_shared(slot);
+            Word word;
+            patience.renew();
+            do asm volatile("ld.relaxed.cluster.shared::cta.b64 %0, [%1];" : "=l"(word) : "r"(address) : "memory");
+            while (high(word) != unsigned(step + 1) && patience.lasts());
+            total += __uint_as_float(low(word));
+        }
+        return total;
+    }
+};

@@ -1,0 +1,417 @@
+"""How a persistent kernel covers a layer and its batch, and which of the ways is the fastest; needs no GPU.
+
+One cooperative launch runs all steps of one layer and direction, forward or backward in time.  Every block keeps its
+part of the recurrent matrix in registers and shared memory; what one step hands to the next goes from block to block
+through memory that is its own flag, see ``exchange.cuh``.  There are three ways to multiply, each with its Product in
+``<path>.cuh``:
+
+==========  ==================================================================
+``dense``   the whole matrix, on tensor cores
+``block``   of each strip of 16 rows the columns that are not zero, on tensor cores
+``sparse``  single weights with their places, by ordinary instructions
+==========  ==================================================================
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from statistics import NormalDist
+from typing import Any, NamedTuple
+
+import torch
+
+from ostinato.kernels.persistent.plan import GATES, Plan
+
+SCALARS = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
+WARPS = 8
+THREADS = 32 * WARPS
+TILE_BYTES = 512  # of weights: 16 rows by 32 bytes of columns
+ZERO_PLACES = 16
+REGISTERS = 255  # that a thread can have
+
+
+class Geometry(NamedTuple):
+    """How a persistent kernel covers the layer and the batch."""
+
+    path: str
+    cell: str
+    hidden_size: int
+    dtype: torch.dtype
+    units: int  # that a block updates
+    columns: int  # sequences of a group of blocks
+    groups: int  # that run at once, each with its own sequences and its own copy of the weights
+    backward: bool = False
+    exact: bool = True  # float32 is not rounded to tf32
+    cluster: int = 1  # blocks that add up their products, each with its slice of what is exchanged
+    tiles: int = 0  # of a warp; of the sparse kernel: entries, two weights of a thread
+    held: int = 0  # of them in registers, the others are in shared memory
+    shares: int = 1  # of each strip of 16 rows of the block kernel; warps take one share after another
+    share_tiles: tuple[int, ...] = ()  # of a warp's first share, of its second, ...
+
+    @property
+    def rows(self) -> int:
+        """Of a block's part of the recurrent matrix; backward of the transposed one, for all units of the cluster."""
+        return self.cluster * self.units if self.backward else GATES[self.cell] * self.units
+
+    @property
+    def pitch(self) -> int:
+        """The hidden size rounded up to 16 bytes."""
+        return _round_up(self.hidden_size, 16 // self.dtype.itemsize)
+
+    @property
+    def slice(self) -> int:
+        """Numbers of a sequence that a block multiplies: all that is exchanged, or the part of one of a cluster."""
+        width = GATES[self.cell] * self.pitch if self.backward else self.pitch
+        return width if self.cluster == 1 else _round_up(_ceil(width, self.cluster), 64 // self.dtype.itemsize)
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Of a sequence's state beside that of the next sequence: what four lanes read, or all of a slice."""
+        return 64 if self.path == "dense" else self.slice * self.dtype.itemsize
+
+    @property
+    def group_bytes(self) -> int:
+        """Of the state of a group's sequences."""
+        return self.cluster * _round_up(self.slice * self.dtype.itemsize, self.chunk_bytes) * self.columns
+
+    @property
+    def blocks(self) -> int:
+        """Of a group."""
+        return _ceil(self.pitch, self.units * self.cluster) * self.cluster
+
+    @property
+    def row_tiles(self) -> int:
+        return _ceil(self.rows, 16)
+
+    @property
+    def column_tiles(self) -> int:
+        """Of a warp of the dense kernel."""
+        return _ceil(self.slice * self.dtype.itemsize, 32 * WARPS)
+
+    @property
+    def has_half_tiles(self) -> bool:
+        """Whether a block of the dense kernel has no more than 8 rows in the last tile."""
+        return (self.rows - 1) % 16 < 8
+
+    @property
+    def state_bytes(self) -> int:
+        """Of a unit's batch in shared memory."""
+        wide = self.columns > 4 or (self.path == "block" and self.dtype.itemsize == 2)
+        return (8 if wide else 4) * self.dtype.itemsize
+
+    @property
+    def parts_of_sums(self) -> int:
+        """In which the block kernel leaves a row's sum: for each share one, or one for each half of the places."""
+        return self.shares * (2 if self.columns <= 4 and self.dtype.itemsize == 2 else 1)
+
+    @property
+    def banks(self) -> int:
+        """Units whose batches a warp can gather from shared memory at once."""
+        return 128 // self.state_bytes
+
+    @property
+    def words(self) -> int:
+        """Of 8 bytes, that a thread brings to shared memory of each sequence's state."""
+        return _ceil(self.slice * self.dtype.itemsize, 8 * THREADS)
+
+    @property
+    def words_in_flight(self) -> int:
+        """Of each sequence: no more than registers can hold."""
+        return min(self.words, 32 // self.columns)
+
+    @property
+    def tile_columns(self) -> int:
+        return 32 // self.dtype.itemsize
+
+    @property
+    def parts(self) -> int:
+        """4-byte numbers in an entry of the sparse kernel."""
+        return 2 if self.dtype.itemsize == 2 else 3
+
+    @property
+    def shared_bytes(self) -> int:
+        if self.path == "sparse":
+            rows = WARPS * 32
+        elif self.path == "dense":
+            rows = WARPS * (16 * self.row_tiles + 4)
+        else:
+            rows = self.parts_of_sums * (16 * len(self.share_tiles) * WARPS // self.shares + 4)
+        sums = 2 * rows * self.columns * 4
+        state = 0 if self.path == "dense" else (self.slice + ZERO_PLACES) * self.state_bytes
+        mail = 2 * (self.cluster - 1) * self.units * self.columns * 8
+        return sums + state + mail + (self.tiles - self.held) * self.tile_bytes
+
+    @property
+    def tile_bytes(self) -> int:
+        """Of all warps' tiles, or of all threads' entries."""
+        return self.parts * 4 * THREADS if self.path == "sparse" else WARPS * TILE_BYTES
+
+    @property
+    def bytes_on_chip(self) -> int:
+        """Of weights, and of their places."""
+        block = self.tiles * self.tile_bytes
+        if self.path == "block":
+            block += self.tiles * WARPS * self.tile_columns * 2
+        return self.groups * self.blocks * block
+
+    def deal(self, strip_columns: Sequence[int], shared_limit: int) -> "Geometry | None":
+        """The block kernel's, with so many columns in each strip, with as few accesses to shared memory as can be.
+
+        Or None if the weights do not fit on the chip.
+        """
+        strip_tiles = [max(1, _ceil(n, self.tile_columns)) for n in strip_columns]
+
+        def dealt(shares: int) -> Geometry | None:
+            at_once = WARPS // shares  # strips
+            first = range(0, len(strip_tiles), at_once)
+            tiles = tuple(_ceil(max(strip_tiles[i : i + at_once]), shares) for i in first)
+            return self._replace(tiles=sum(tiles), shares=shares, share_tiles=tiles).hold(shared_limit)
+
+        def accesses(geometry: Geometry) -> float:
+            """A warp's: two to gather a tile, four if it is not in registers, four for a sum; and reads of sums."""
+            kept = geometry.tiles - geometry.held
+            of_warps = WARPS * (2 * geometry.tiles + 4 * kept + 4 * len(geometry.share_tiles))
+            return of_warps + geometry.parts_of_sums * geometry.rows * geometry.columns / 32
+
+        ways = (dealt(shares) for shares in (1, 2, 4, 8))
+        return min((way for way in ways if way), key=accesses, default=None)
+
+    @property
+    def last_tiles(self) -> str:
+        """A bit for each of a warp's tiles in the block kernel, set if it ends a share, as 64-bit numbers."""
+        bits = sum(1 << end - 1 for end in itertools.accumulate(self.share_tiles))
+        return ",".join(f"{bits >> first & 2**64 - 1}ull" for first in range(0, self.tiles, 64))
+
+    def hold(self, shared_limit: int) -> "Geometry | None":
+        """As many tiles in registers as they can hold beside all else, if the others fit into shared memory."""
+        wide = self.dtype == torch.float32
+        if self.path == "dense":
+            sequence_tiles = _ceil(self.columns, 8)
+            states = 2 * self.column_tiles * sequence_tiles
+            products = self.row_tiles * sequence_tiles
+            sums = 4 * products * (1 if products >= 4 else 2 if products >= 2 else 4)
+            rest = 20 + 4 * sequence_tiles + 32 * wide + 24 * self.backward
+            if states > 128:
+                return None
+            free = (REGISTERS - states - sums - rest) // 4
+        elif self.path == "block":
+            words, places = 2 * self.columns * self.words_in_flight, self.tiles * self.tile_columns // 64
+            free = (REGISTERS - places - words - 68 - 16 * wide - 24 * self.backward) // 4
+        else:
+            free = (REGISTERS - 92 - 24 * self.backward) // self.parts
+        geometry = self._replace(held=max(0, min(self.tiles, free)))
+        return geometry if geometry.shared_bytes <= shared_limit else None
+
+    def macros(self) -> tuple[tuple[str, object], ...]:
+        """The definitions that make the CUDA files one kernel."""
+        return (
+            ("SCALAR", SCALARS[self.dtype]),
+            ("VEC", 1),
+            ("CELL", self.cell.upper()),
+            ("HIDDEN", self.hidden_size),
+            ("UNITS", self.units),
+            ("COLUMNS", self.columns),
+            ("BLOCKS", self.blocks),
+            ("HELD", self.held),
+            ("EXACT", int(self.exact and self.dtype == torch.float32)),
+            ("CHUNK_BYTES", self.chunk_bytes),
+            ("BACKWARD", int(self.backward)),
+            ("CLUSTER", self.cluster),
+            *{
+                "dense": (),
+                "block": (
+                    ("TILES", self.tiles),
+                    ("SHARES", self.shares),
+                    ("LAST_TILES", self.last_tiles),
+                    ("STATE_COLUMNS", self.state_bytes // self.dtype.itemsize),
+                ),
+                "sparse": (("ENTRIES", self.tiles), ("STATE_COLUMNS", self.state_bytes // self.dtype.itemsize)),
+            }[self.path],
+        )
+
+
+def files(geometry: Geometry) -> tuple[str, ...]:
+    """The CUDA files of a kernel, in the order in which they are compiled."""
+    needs = {
+        "dense": ("mma.cuh",),
+        "block": ("mma.cuh", "state.cuh"),
+        "sparse": ("state.cuh",),
+    }
+    direction = ("cluster.cuh", "backward.cu") if geometry.backward else ("forward.cu",)
+    names = ("exchange.cuh", "matrix.cuh", *needs[geometry.path], f"{geometry.path}.cuh", "prepare.cuh", *direction)
+    return ("numeric.cuh", *(f"persistent/{name}" for name in names))
+
+
+def _ceil(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _round_up(a: int, b: int) -> int:
+    return _ceil(a, b) * b
+
+
+class _Cost(NamedTuple):
+    """Microseconds of a step on a Hopper GPU, fitted to some hundred layers, nearly all within 20 %."""
+
+    step: float  # with nothing to do
+    read: float  # 100 kB of state
+    row: float  # 10 kB of a sequence's state, which takes a lane so many loads
+    kept: float  # 100 kB of weights read from shared memory
+    multiplied: float  # a hundred tiles of a warp or entries of a thread
+    updated: float  # ten gates that a thread computes
+    summed: float  # the partial sums of 64 row tiles of a sequence
+    cluster: float = 0.0  # each doubling of a cluster, whose blocks add up their products
+
+
+_COSTS = {
+    ("dense", False): _Cost(0.82, 0.77, 0.0, 0.10, 1.00, 0.64, 0.44),
+    ("dense", True): _Cost(0.37, 0.0, 0.81, 0.33, 0.55, 2.72, 1.84, 0.22),
+    ("block", False): _Cost(0.85, 1.9, 0.0, 0.37, 1.45, 0.26, 0.0),
+    ("block", True): _Cost(0.85, 1.9, 0.0, 0.37, 1.45, 0.26, 0.0, 0.25),
+    ("sparse", False): _Cost(0.80, 4.1, 0.0, 0.80, 2.10, 2.00, 0.0),
+    ("sparse", True): _Cost(0.80, 4.1, 0.0, 0.80, 2.10, 2.00, 0.0, 0.25),
+}
+_HALF_WORDS = 0.3  # microseconds, if blocks of the dense kernel publish their state in words of 4 bytes
+_SHARE = 0.054  # microseconds, for each share of a strip that a warp of the block kernel takes
+_ROUND_TRIP = 1.3  # microseconds, for each further time that the block kernel has to wait for a part of the state
+
+
+def microseconds(geometry: Geometry, batch: int) -> float:
+    """A step of all sequences, estimated."""
+    cost, row = _COSTS[geometry.path, geometry.backward], geometry.slice * geometry.dtype.itemsize
+    thrice = geometry.exact and geometry.dtype == torch.float32 and geometry.path != "sparse"
+    passes = _ceil(geometry.columns, 8) * (3 if thrice else 1)
+    step = cost.step + cost.read * geometry.columns * row / 1e5 + cost.row * row / 1e4
+    step += cost.kept * (geometry.tiles - geometry.held) * geometry.tile_bytes / 1e5
+    step += cost.multiplied * geometry.tiles * passes / 1e2
+    step += cost.updated * _ceil(geometry.units * geometry.columns, THREADS) * GATES[geometry.cell] / 10
+    step += cost.summed * geometry.row_tiles * geometry.columns / 64
+    step += cost.cluster * math.log2(geometry.cluster)
+    if geometry.path == "dense":
+        step += _HALF_WORDS if geometry.units * geometry.dtype.itemsize % 8 and not geometry.backward else 0
+    if geometry.path == "block":
+        step += _SHARE * len(geometry.share_tiles)
+        step += _ROUND_TRIP * (_ceil(geometry.words, geometry.words_in_flight) - 1)
+    return step * _ceil(batch, geometry.columns * geometry.groups)
+
+
+def _coverings(start: Geometry, batch: int, properties: Any, share: int) -> Iterator[Geometry]:
+    """Ways to give units and sequences to blocks that can all be resident at once."""
+    word, pitch = 4 // start.dtype.itemsize, start.pitch
+    dense, largest = start.path == "dense", batch if start.path == "dense" else min(batch, 8)
+    clusters = (1, 2, 4) if start.backward and properties.major >= 9 else (1,)
+    for cluster in clusters:
+        resident = resident_blocks(properties, cluster) // share
+        parts = cluster if start.backward else GATES[start.cell]  # rows of a block for each of its units
+        for columns in sorted({_ceil(batch, n) for n in range(_ceil(batch, largest), batch + 1)}):
+            for groups in range(1, min(_ceil(batch, columns), resident // cluster) + 1):
+                blocks = resident // cluster // groups * cluster
+                least = _ceil(pitch, blocks)
+                if start.path == "block":
+                    choices = {_round_up(least * parts, 16) // parts if start.backward else _round_up(least, 16)}
+                elif not dense:  # every row has threads of its own
+                    choices = {units for units in (_round_up(least, word),) if parts * units <= THREADS}
+                else:  # as many units as fill half a tile, in both sizes of a word: fewer blocks
+                    rows = range(_round_up(parts * least, 8), _round_up(parts * least, 8) + 24, 8)
+                    choices = {n // parts // w * w for n in rows for w in (word, 2 * word)}
+                for units in sorted(choices):
+                    covering = start._replace(units=units, columns=columns, groups=groups, cluster=cluster)
+                    # Blocks of a cluster keep in step only if the slice of each has something that others write.
+                    is_whole = (cluster - 1) * covering.slice < GATES[start.cell] * pitch
+                    if units >= least and covering.blocks <= blocks and is_whole:
+                        yield covering
+
+
+def resident_blocks(properties: Any, cluster: int) -> int:
+    """That fit on the device at once, one a multiprocessor.
+
+    The multiprocessors of a GPU come in groups, not all of one size, and a cluster lies within one of them: an H200
+    has 120 of its 132 in clusters of 4.
+    """
+    processors: int = properties.multi_processor_count
+    return (processors if cluster <= 2 else processors * 10 // 11) // cluster * cluster
+
+
+def candidates(
+    start: Geometry, batch: int, density: float, block: tuple[int, int] | None, properties: Any, share: int = 1
+) -> Iterator[Geometry]:
+    """The geometries that fit a layer, estimated for a matrix pruned evenly in such blocks."""
+    shared = properties.shared_memory_per_block_optin
+    rows = 1 if block is None else block[1] if start.backward else block[0]
+    for geometry in _coverings(start, batch, properties, share):
+        width = geometry.slice
+        if geometry.path == "dense":
+            half = geometry.has_half_tiles
+            tiles = (geometry.row_tiles - half) * geometry.column_tiles + half * _ceil(geometry.column_tiles, 2)
+            held = geometry._replace(tiles=tiles).hold(shared)
+        elif geometry.path == "block":
+            some, strips = 1 - (1 - density) ** _ceil(16, rows), geometry.rows // 16  # some of a strip's columns
+            deviations = NormalDist().inv_cdf(1 - 0.05 / (strips * geometry.blocks))  # no strip has more, likely
+            most = width * some + deviations * math.sqrt(width * some * (1 - some))
+            held = geometry.deal([math.ceil(most)] * strips, shared)
+        else:
+            weights = 1.15 * density * geometry.rows * width
+            held = geometry._replace(tiles=int(weights / THREADS / 2) + 1).hold(shared)
+        if held:
+            yield held
+
+
+def choose_geometry(
+    cell: str,
+    hidden_size: int,
+    batch: int,
+    dtype: torch.dtype,
+    mask_nnz: int | None,
+    block: tuple[int, int] | None,
+    properties: Any,
+    share: int = 1,
+    path: str | None = None,
+    *,
+    backward: bool = False,
+    exact: bool = True,
+) -> Plan:
+    """The fastest way to run a layer of `cell` ("rnn_tanh", "rnn_relu", "gru", "lstm") in one direction of time.
+
+    Args:
+        hidden_size, batch, dtype: of the layer and its input.
+        mask_nnz: recurrent weights left by pruning; None if the layer is dense.
+        block: the shape of pruned blocks.
+        properties: what ``torch.cuda.get_device_properties`` returns.
+        share: how many such layers share the device.
+        path: the only kernel to consider, "dense", "block" or "sparse"; None for the fastest.
+        backward: whether the gradients go back through time, or the states forward.
+        exact: whether float32 is computed as such, and not rounded to tf32.
+    """
+    processors, shared = properties.multi_processor_count, properties.shared_memory_per_block_optin
+    available = processors * (properties.regs_per_multiprocessor * 4 + shared)
+
+    def steps(reason: str) -> Plan:
+        return Plan("steps", 0, available, 0, reason)
+
+    if dtype not in SCALARS:
+        return steps(f"persistent kernels compute in float32, float16 and bfloat16, not in {dtype}")
+    if properties.major < 8:
+        return steps("persistent kernels need compute capability 8.0")
+    weights = GATES[cell] * hidden_size**2
+    density = 1.0 if mask_nnz is None else mask_nnz / weights
+    paths = ["dense"]
+    if mask_nnz is not None and hidden_size < 2**16 - ZERO_PLACES:
+        paths += ["sparse"] if block in (None, (1, 1)) else ["block", "sparse"]
+    starts = [
+        Geometry(name, cell, hidden_size, dtype, 0, 0, 0, backward, exact) for name in paths if path in (None, name)
+    ]
+    geometry = min(
+        (geometry for start in starts for geometry in candidates(start, batch, density, block, properties, share)),
+        key=lambda geometry: microseconds(geometry, batch),
+        default=None,
+    )
+    kept = f"{weights * dtype.itemsize * density / 1e6:.1f} MB of recurrent weights"
+    if geometry is None:
+        return steps(f"{kept} do not fit on the chip" + (" beside their gradients" if backward else ""))
+    how = {
+        "dense": "fit on the chip" if mask_nnz is None else "fit on the chip with their zeros, fastest on tensor cores",
+        "block": "fit on the chip in strips of 16 rows",
+        "sparse": "fit on the chip, each with its place",
+    }
+    reason = f"{kept} {how[geometry.path]}"
+    return Plan(geometry.path, geometry.bytes_on_chip, available, geometry.blocks * geometry.groups, reason, geometry)

@@ -1,0 +1,160 @@
+"""Where the kernels of pruned layers find each weight: index arrays that depend on the mask alone.
+
+The weights themselves are read from the parameter at every launch.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ostinato.kernels.persistent.geometry import THREADS, WARPS, ZERO_PLACES, Geometry
+
+
+class Packing(NamedTuple):
+    """How a kernel reads a pruned matrix; see its Product."""
+
+    geometry: Geometry  # how many tiles there really are
+    indices: Tensor  # int32: of each packed number its place in the matrix, from 1 on; 0 where there is none
+    places: Tensor  # int16, as are the spans: of each packed number or column its place in the state
+    spans: Tensor | None = None
+
+
+def pack(mask: Tensor, geometry: Geometry, shared_limit: int) -> Packing:
+    """The packing of the weights that a (gates * H, H) mask keeps, for the geometry's "block" or "sparse" kernel.
+
+    Raises MemoryError if the mask is so uneven that the weights do not fit after all.
+    """
+    numbers = torch.arange(1, mask.numel() + 1, dtype=torch.int32, device=mask.device).view(mask.shape)
+    rows = _rows_of_blocks(torch.where(mask.bool(), numbers, 0), geometry)
+    return (_pack_block if geometry.path == "block" else _pack_sparse)(rows, geometry, shared_limit)
+
+
+def _fitting(geometry: Geometry | None, path: str) -> Geometry:
+    if geometry is None:
+        raise MemoryError(f"the recurrent weights that this mask leaves do not fit on the chip in the {path} kernel")
+    return geometry
+
+
+def _rows_of_blocks(matrix: Tensor, geometry: Geometry) -> Tensor:
+    """(gates * H, H) to (blocks, rows of a block, its columns), with zeros beyond H; transposed if backward."""
+    hidden, pitch, cluster = geometry.hidden_size, geometry.pitch, geometry.cluster
+    gates = matrix.view(-1, hidden, hidden)
+    units = geometry.blocks * geometry.units
+    if not geometry.backward:
+        rows = F.pad(gates, (0, pitch - hidden, 0, units - hidden))
+        return rows.view(-1, geometry.blocks, geometry.units, pitch).transpose(0, 1).flatten(1, 2)
+    columns = F.pad(gates, (0, units - hidden, 0, pitch - hidden)).flatten(0, 1)
+    columns = F.pad(columns, (0, 0, 0, cluster * geometry.slice - len(columns)))
+    slices = columns.t().view(-1, geometry.rows, cluster, geometry.slice)  # of each cluster
+    return slices.transpose(1, 2).flatten(0, 1)
+
+
+def _pack_block(rows: Tensor, geometry: Geometry, shared_limit: int) -> Packing:
+    """Strips of 16 rows, each with the columns it needs, in shares of equal numbers of tiles, dealt to the warps."""
+    blocks, width, banks, pitch = rows.shape[0], geometry.tile_columns, geometry.banks, geometry.slice
+    column = _column_of_place(geometry).to(rows.device)
+    strips = rows.view(blocks, -1, 16, pitch)[..., column]
+    needed = (strips > 0).any(2)
+    counts = needed.sum(2)
+    geometry = _fitting(geometry.deal(counts.amax(0).tolist(), shared_limit), "block")
+
+    # Places in the order in which their rank among those of the same bank rises: runs of different banks.
+    ranks = F.pad(needed, (0, -pitch % banks)).unflatten(2, (-1, banks)).cumsum(2).flatten(2)[..., :pitch]
+    bank = torch.arange(pitch, device=rows.device) % banks
+    order = (ranks * banks + bank).masked_fill(~needed, pitch * banks * 2).argsort(2)
+    size = geometry.shares * width * max(geometry.share_tiles)
+    order = F.pad(order, (0, max(0, size - pitch)))[..., :size]
+    real = torch.arange(size, device=rows.device) < counts.unsqueeze(2)
+    numbers = strips.gather(3, order.unsqueeze(2).expand(-1, -1, 16, -1))
+    numbers = torch.where(real.unsqueeze(2), numbers, 0)
+    places = torch.where(real, order, pitch + torch.arange(size, device=rows.device) % ZERO_PLACES)
+
+    at_once = WARPS // geometry.shares
+    missing = -strips.shape[1] % at_once
+    numbers, places = F.pad(numbers, (0, 0) * 2 + (0, missing)), F.pad(places, (0, 0, 0, missing), value=pitch)
+
+    def deal(turn: int, tiles: int) -> tuple[Tensor, Tensor]:
+        """The warps' shares of the strips that are their turn: (blocks, WARPS, tiles, 16, width), and their places."""
+        mine, columns = slice(turn * at_once, (turn + 1) * at_once), slice(0, geometry.shares * tiles * width)
+        dealt = numbers[:, mine, :, columns].unflatten(3, (geometry.shares, tiles, width)).permute(0, 1, 3, 4, 2, 5)
+        return dealt.flatten(1, 2), places[:, mine, columns].reshape(blocks, WARPS, tiles * width)
+
+    dealt = [deal(turn, tiles) for turn, tiles in enumerate(geometry.share_tiles)]
+    packed, all_places = torch.cat([w for w, _ in dealt], 2), torch.cat([p for _, p in dealt], 2)
+    all_places = F.pad(all_places, (0, -all_places.shape[2] % 64), value=pitch)  # an even number for each lane
+    number = 4 // geometry.dtype.itemsize
+    packed = packed.reshape(blocks, WARPS, geometry.tiles, 2, 8, 2, 4, number)  # row half, row, column half, lane
+    packed = packed.permute(0, 1, 2, 4, 6, 5, 3, 7).contiguous()
+    return Packing(geometry, packed, _narrow(all_places))
+
+
+def _pack_sparse(rows: Tensor, geometry: Geometry, shared_limit: int) -> Packing:
+    """Each row's weights dealt to as many neighbouring threads as it needs."""
+    blocks, banks, pitch, device = rows.shape[0], geometry.banks, geometry.slice, rows.device
+    column = _column_of_place(geometry).to(device)
+    rows = rows[..., column]
+    kept = rows > 0
+    counts = kept.sum(2)
+    size = _weights_of_a_thread(counts)
+    geometry = _fitting(geometry._replace(tiles=size // 2).hold(shared_limit), "sparse")
+    threads = (counts + size - 1) // size
+    starts = threads.cumsum(1) - threads
+
+    # A row's weights in rounds over the banks, dealt in turn: its threads, side by side, meet different banks, and
+    # so do those of the next row, whose rounds begin as many banks later as there are threads before it.
+    block, row, place = kept.nonzero(as_tuple=True)
+    line, first, share = block * kept.shape[1] + row, starts[block, row], threads[block, row]
+    turn = (place - first) % banks
+    index = _rank_within(line, _rank_within(line * banks + turn) * banks + turn)
+    thread, position = block * THREADS + first + index % share, index // share
+
+    slot = thread * size + position
+    all_weights = rows.new_zeros(blocks * THREADS * size)
+    all_weights[slot] = rows[kept]
+    lane, turns = torch.arange(THREADS, device=device)[:, None], torch.arange(size, device=device)
+    zero = pitch + (lane + turns - pitch) % banks
+    all_places = zero.repeat(blocks, 1, 1).flatten()
+    all_places[slot] = place
+    of_entries = (blocks, THREADS, -1, 2)
+    packed, places = (x.view(of_entries).permute(0, 2, 3, 1).contiguous() for x in (all_weights, all_places))
+    spans = torch.where(threads > 0, starts + (starts + threads - 1 << 8), 1)  # of no threads: from 1 to 0
+    return Packing(geometry, packed, _narrow(places), _narrow(spans))
+
+
+def _column_of_place(geometry: Geometry) -> Tensor:
+    """The unit at each place of the state in shared memory."""
+    word = 8 // geometry.dtype.itemsize
+    return torch.arange(geometry.slice, device="cpu").view(-1, word).t().flatten()
+
+
+def _weights_of_a_thread(counts: Tensor) -> int:
+    """The smallest even number with which no block needs more threads than it has; `counts`: (blocks, rows)."""
+    low, high = 1, int(counts.max()) // 2 + 1  # in twos
+    while low < high:
+        middle = (low + high) // 2
+        enough = int(((counts + 2 * middle - 1) // (2 * middle)).sum(1).max()) <= THREADS
+        low, high = (low, middle) if enough else (middle + 1, high)
+    return 2 * low
+
+
+def _rank_within(group: Tensor, key: Tensor | None = None) -> Tensor:
+    """The number of elements of the same group before each, in the order of their keys."""
+    order = group.argsort(stable=True)
+    if key is not None:
+        order = key.argsort(stable=True)
+        order = order[group[order].argsort(stable=True)]
+    grouped = group[order]
+    index = torch.arange(len(group), device=group.device)
+    begins = torch.ones_like(grouped, dtype=torch.bool)
+    begins[1:] = grouped[1:] != grouped[:-1]
+    first = torch.where(begins, index, 0).cummax(0).values
+    rank = torch.empty_like(index)
+    rank[order] = index - first
+    return rank
+
+
+def _narrow(numbers: Tensor) -> Tensor:
+    """Unsigned numbers of 16 bits, as the signed type of that size."""
+    return (numbers - ((numbers >> 15) << 16)).to(torch.int16).contiguous()

@@ -1,0 +1,31 @@
+// The kernel that runs before: packs the weights, and fills what is exchanged with what no block writes; forward, the
+// first state is h0.
+
+// 8 bytes of a group's, from the given byte on, of the first step.
+__device__ inline Word initial_word(const Parameters &p, size_t byte) {
+    const int place = byte % SLICE_BYTES, line = place / CHUNK;
+    const int k = (line / COLUMNS * CHUNK + place % CHUNK) / int(sizeof(Scalar));
+    const int unit = byte % GROUP_BYTES / SLICE_BYTES * SLICE + k;
+    if (BACKWARD) return unit < WIDTH ? ABSENT : 0;
+    const int sequence = byte / GROUP_BYTES * COLUMNS + line % COLUMNS;
+    Word word = 0;
+    for (int j = 0; p.h0 && sequence < p.batch && j < WORD && unit + j < HIDDEN; ++j)
+        word |= Word(bits(widen(p.h0[size_t(sequence) * HIDDEN + unit + j]))) << (j * 8 * sizeof(Scalar));
+    return word;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) prepare(const Parameters p) {
+    const size_t stride = size_t(gridDim.x) * THREADS, thread = size_t(blockIdx.x) * THREADS + threadIdx.x;
+    for (size_t i = thread; i < PACKED; i += stride) pack_weights(p, int(i));
+
+    constexpr bool PADDED = BACKWARD && WIDTH < CLUSTER * SLICE;
+    const size_t row = size_t(p.groups) * GROUP_BYTES / 16, pieces = (p.steps + size_t(!BACKWARD)) * row;
+    for (size_t i = thread; i < pieces; i += stride) {
+        Piece piece = {ABSENT, ABSENT};
+        if (PADDED || (!BACKWARD && i < row)) {
+            const size_t byte = i % row * 16;
+            piece = {initial_word(p, byte), initial_word(p, byte + 8)};
+        }
+        reinterpret_cast<ulonglong2 *>(p.states)[i] = {piece.word[0], piece.word[1]};
+    }
+}

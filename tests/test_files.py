@@ -1,0 +1,131 @@
+"""Files are written whole or not at all, and what is no file is left what it is."""
+
+import errno
+import os
+import re
+import stat
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from ostinato.files import check_file, locked, replacing
+
+
+def write(path, text):
+    with replacing(path) as temporary:
+        assert temporary.name == path.name or path.is_symlink()
+        temporary.write_text(text)
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_text("old")
+
+    def fail():
+        with replacing(path) as temporary:
+            temporary.write_text("half")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fail()
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["a.json"]
+
+
+def test_folders_are_made(tmp_path):
+    write(tmp_path / "new" / "folder" / "a.json", "text")
+    assert (tmp_path / "new" / "folder" / "a.json").read_text() == "text"
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_symbolic_link_is_followed(tmp_path, there):
+    (tmp_path / "real").mkdir()
+    if there:
+        (tmp_path / "real" / "a.json").write_text("old")
+    link = tmp_path / "link.json"
+    link.symlink_to(Path("real") / "a.json")
+    check_file(link)
+    write(link, "new")
+    assert os.readlink(link) == "real/a.json"
+    assert (tmp_path / "real" / "a.json").read_text() == "new"
+    assert sorted(os.listdir(tmp_path)) == ["link.json", "real"]
+    assert os.listdir(tmp_path / "real") == ["a.json"]
+
+
+def test_a_fifo_is_written_into(tmp_path):
+    path = tmp_path / "fifo"
+    os.mkfifo(path)
+    received = []
+    reader = threading.Thread(target=lambda: received.append(path.read_text()), daemon=True)
+    reader.start()
+    check_file(path)
+    write(path, "text" * 100_000)
+    reader.join(10)
+    assert received == ["text" * 100_000]
+    assert stat.S_ISFIFO(path.stat().st_mode)
+    assert os.listdir(tmp_path) == ["fifo"]
+
+
+def test_a_device_is_written_into():
+    master, slave = os.openpty()
+    try:
+        path = Path(os.ttyname(slave))
+        check_file(path)
+        write(path, "text")
+        assert os.read(master, 100) == b"text"
+        assert stat.S_ISCHR(path.stat().st_mode)
+    finally:
+        os.close(master)
+        os.close(slave)
+
+
+def test_a_full_disk_names_the_file(tmp_path):
+    path = tmp_path / "a.json"
+    with pytest.raises(OSError, match="No space left on device") as caught, replacing(path):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as write does, without a name
+    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(path))
+    with pytest.raises(PermissionError) as caught, replacing(path) as temporary:
+        raise PermissionError(errno.EACCES, "refused", str(temporary))
+    assert caught.value.filename == str(path)
+    assert not os.listdir(tmp_path)
+
+
+def test_a_folder_is_locked_for_one(tmp_path):
+    with locked(tmp_path):
+        message = f"{re.escape(str(tmp_path))}: expected a folder that no other process writes to; one does"
+        with pytest.raises(OSError, match=message), locked(tmp_path):
+            pass
+    with locked(tmp_path):
+        assert not os.listdir(tmp_path)
+
+
+def test_a_lock_ends_with_its_process(tmp_path):
+    code = "import sys; from pathlib import Path; from ostinato.files import locked\n"
+    code += "with locked(Path(sys.argv[1])): print(flush=True); input()"
+    command = [sys.executable, "-c", code, tmp_path]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        with pytest.raises(OSError, match="one does now"), locked(tmp_path):
+            pass
+        process.kill()
+    with locked(tmp_path):
+        pass
+
+
+@pytest.mark.parametrize("how", ["no module", "no locks"])
+def test_where_there_are_no_locks_a_warning_says_so(tmp_path, monkeypatch, how):
+    fcntl = pytest.importorskip("fcntl")
+    if how == "no module":
+        monkeypatch.setitem(sys.modules, "fcntl", None)
+    else:
+
+        def refuse(*_):
+            raise OSError(errno.ENOLCK, "no locks available")
+
+        monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.warns(UserWarning, match=f"{tmp_path} cannot be locked here") as caught, locked(tmp_path):
+        pass
+    assert caught[0].filename == __file__
