@@ -232,7 +232,7 @@ def test_a_wrong_gradient_is_not_timed(monkeypatch, which):
 
         return dataclasses.replace(right, gradients=gradients)
 
-    monkeypatch.setitem(peers.TRAINED, OURS, wrong)
+    monkeypatch.setitem(peers.TRAINING, OURS, wrong)
     with pytest.raises(measure.WrongResult, match=r"GRU 32 B2 T20 20% 16x1 float32: relative error 1\.0e-02"):
         measure.measure(PRUNED, CPU, 0.01)
 
@@ -323,7 +323,8 @@ def test_a_kernel_can_be_asked_for():
     from ostinato.kernels.persistent.geometry import choose_geometry
 
     layer = ("lstm", 2304, 4, torch.float16, int(0.1 * 4 * 2304**2), (16, 1), capacity.H100)
-    assert [choose_geometry(*layer, path=path).path for path in ("dense", "sparse", "block")] == ["dense", "sparse", "block"]
+    paths = ["dense", "sparse", "block"]
+    assert [choose_geometry(*layer, path=path).path for path in paths] == paths
     assert choose_geometry(*layer).path == "block"
     assert choose_geometry(*layer[:4], None, None, capacity.H100, path="sparse").path == "steps"
 
@@ -350,7 +351,7 @@ def everything():
 
 def test_all_contestants_named_exist_and_ours_is_measured_first():
     for work in everything():
-        known = {*(peers.TRAINED if work.kind == "training" else peers.CONTESTANTS[work.cell]), work.limit_name}
+        known = {*(peers.TRAINING if work.kind == "training" else peers.CONTESTANTS[work.cell]), work.limit_name}
         assert {name for name in work.who if "compiled" not in name} <= known, work
         assert next(iter(peers.contestants(work))) in (OURS, peers.TIME_LOOP), work
 
