@@ -185,7 +185,7 @@ def gradients(name: str, only: Callable[[Record], bool]) -> str:
 
 def picture(name: str, what: str) -> str:
     """A plot that is there only if its run is."""
-    return f"![{what}](plots/{name}.svg)\n\n{source(name)}\n"
+    return f"![{what}](plots/{name}.svg)\n"
 
 
 def microseconds(row: Record) -> str:
@@ -362,7 +362,9 @@ TABLES: dict[str, Callable[[], str]] = {
         TRAINING, lambda: recurrences(TRAINING, lambda work: work["length"] < 2000, TRAINED_BY, BOTH)
     ),
     "training-errors": once_measured(TRAINING, lambda: gradients(TRAINING, lambda work: True)),
-    "training-sweep": once_measured(SWEPT, lambda: picture(SWEPT, "cuDNN's time over ours, by hidden size and batch")),
+    "training-sweep": once_measured(
+        SWEPT, lambda: f"{picture(SWEPT, 'cuDNN over ours, by hidden size and batch')}\n{source(SWEPT)}\n"
+    ),
     "training-cpu": once_measured(
         TRAINING_CPU, lambda: recurrences(TRAINING_CPU, lambda work: True, {"torch.nn": "torch.nn"}, BOTH)
     ),
@@ -371,7 +373,7 @@ TABLES: dict[str, Callable[[], str]] = {
     ),
     "learning-recurrent": once_measured(
         LEARNING_RECURRENT,
-        lambda: characters(LEARNING_RECURRENT) + "\n" + picture(LEARNING_RECURRENT, "Held-out loss over time"),
+        lambda: f"{characters(LEARNING_RECURRENT)}\n{picture(LEARNING_RECURRENT, 'Held-out loss over time')}",
     ),
     "capacity": lambda: capacities("seeds-capacity-nvidia-h100"),
     "bounds": lambda: bounds("scan-nvidia-h100", "layer-nvidia-h100"),
