@@ -51,7 +51,7 @@ def _is_faster_convolved(x: Tensor, width: int) -> bool:
         x.dtype == torch.float32
         and GEMM_ROWS <= rows <= 2**31 // max(width, x.shape[-1])  # oneDNN counts some elements in 32 bits
         and not torch.is_autocast_enabled("cpu")
-        and torch.backends.mkldnn.enabled
+        and bool(torch.backends.mkldnn.enabled)
         and _is_amd()
     )
 

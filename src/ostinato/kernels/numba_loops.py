@@ -100,6 +100,12 @@ inline_options = {"forceinline": True, "error_model": "numpy"}
 inline = register_jitable(**inline_options)
 
 
+def inline_with_constants(function: Callable) -> Callable:
+    """As ``inline``; arguments that are constants stay so, for an intrinsic that is made for their values."""
+    overload(function, jit_options=inline_options, prefer_literal=True, strict=False)(lambda *_: function)
+    return function
+
+
 @intrinsic
 def pointer_to(typing_context, address, dtype):
     """The address as a pointer to elements of a dtype."""

@@ -1,10 +1,11 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Loops over time for dense recurrent layers on the CPU, compiled by Numba: forward and backward.
+"""Loops over time for recurrent layers on the CPU, compiled by Numba: forward and backward, dense and pruned.
 
 Sequences are cut into pieces, each of which one thread takes through all steps: no step waits for another thread.
-A step is a product of the recurrent weights with the states of a piece, then the gates, fused.  The weights are
+A step is a product of the recurrent weights with the states of a piece, then the gates, fused.  Dense weights are
 packed in panels, (panels, K, rows): the sums of a panel's rows with a tile of sequences stay in registers for all K.
-Each sum is made in the order of K, so that neither tiles nor threads change a bit.
+Of pruned ones there are the entries of ``cpu_entries.py``.  How sequences are cut never changes a result: each sum is
+made in one order.
 """
 
 import ctypes
@@ -22,6 +23,7 @@ from ostinato.kernels.numba_loops import (
     cast,
     compiled_loop,
     inline,
+    inline_with_constants,
     integers,
     multiply_add,
     offset,
@@ -34,11 +36,12 @@ from ostinato.kernels.numba_loops import (
 from ostinato.kernels.persistent.plan import GATES
 
 TILES = (1, 2, 4, 8)  # sequences whose sums are made together
+CHAINS = 4  # sums of a pruned row or tile kept at once, so that none waits for its own last addition
 
 
 @functools.cache
 def vectors_of(tile: int) -> int:
-    """Vectors of rows that a panel has: as many as give each register for sums one, up to half of them for one sequence.
+    """Vectors of rows that a panel has, so that its sums with a tile fill the registers.
 
     AVX-512 has 32 registers and so has NEON; AVX2 has 16.  Some are for weights and states.
     """
@@ -51,23 +54,29 @@ def panel_rows(dtype: type, tile: int) -> int:
     return vectors_of(tile) * (LINE // np.dtype(dtype).itemsize)
 
 
-class ForwardWork(ctypes.Structure):
-    """What the forward loop is called with: sizes and addresses.  `weights` are packed by rows, `padded` of them."""
+_BOTH = (
+    *("next_piece", "pieces", "group", "batch", "length", "hidden", "reverse", "offsets"),
+    *("weights", "row", "padded", "columns", "starts", "rows", "slices", "diagonal", "not_finite"),
+)
 
-    _fields_ = [
-        *integers("next_piece", "pieces", "group", "batch", "length", "hidden", "padded", "reverse"),
-        *integers("offsets", "weights", "bias", "projected", "sums", "h", "c", "output", "kept"),
-    ]
+
+class ForwardWork(ctypes.Structure):
+    """What the forward loop is called with: sizes and addresses.
+
+    A sequence's sums are a `row`, in which gates lie `padded` apart.  `weights` are panels or the values of entries;
+    `columns` to `diagonal` are of entries.
+    """
+
+    _fields_ = integers(*_BOTH, "bias", "projected", "sums", "h", "c", "output", "kept")
 
 
 class BackwardWork(ctypes.Structure):
-    """What the backward loop is called with.  `weights` are packed by columns, `padded` of them, as are dh's rows."""
+    """What the backward loop is called with, as the forward's; the sums are dh."""
 
-    _fields_ = [
-        *integers("next_piece", "pieces", "group", "batch", "length", "hidden", "padded", "reverse"),
-        *integers("offsets", "weights", "pre", "candidate", "h_prev", "cells", "c0", "grad_output", "grad_row"),
-        *integers("dh", "dc", "grads"),
-    ]
+    _fields_ = integers(
+        *(*_BOTH, "pre", "candidate", "h_prev", "cells", "c0", "grad_output", "grad_row"),
+        *("dh", "dc", "grads"),
+    )
 
 
 _FORWARD, _BACKWARD = np.dtype(ForwardWork), np.dtype(BackwardWork)
@@ -79,8 +88,8 @@ _load, _store = streams(
 
 
 @intrinsic(prefer_literal=True)
-def _multiply(typing_context, weights, count, x, x_b, start, start_b, out, out_b, live, vectors, tile):
-    """``out[b, i] = start[b, i] + sum_k weights[k, i] * x[b, k]`` for a panel's rows i and the `live` of a tile b.
+def _add_panel(typing_context, weights, count, x, x_b, out, out_b, live, vectors, tile):
+    """``out[b, i] += sum_k weights[k, i] * x[b, k]`` for a panel's rows i and the `live` of a tile of sequences b.
 
     The sums stay in registers: a loop over memory would store them.  Those of sequences that are not live are made
     of the last live one and dropped.
@@ -88,7 +97,7 @@ def _multiply(typing_context, weights, count, x, x_b, start, start_b, out, out_b
     many, sequences = vectors.literal_value, tile.literal_value
 
     def generate(context, builder, signature, arguments):
-        weights, count, x, x_b, start, start_b, out, out_b, live = arguments[:9]
+        weights, count, x, x_b, out, out_b, live = arguments[:7]
         int32, int64 = ir.IntType(32), ir.IntType(64)
         number = context.get_value_type(signature.args[0].dtype)
         size = context.get_abi_sizeof(number)
@@ -109,7 +118,7 @@ def _multiply(typing_context, weights, count, x, x_b, start, start_b, out, out_b
         rows = [builder.gep(x, [builder.mul(x_b, b)]) for b in which]
         sums = []
         for b in which:
-            begin = builder.gep(start, [builder.mul(start_b, b)])
+            begin = builder.gep(out, [builder.mul(out_b, b)])
             first = [builder.load(vector_at(begin, int64(v * width)), align=size) for v in range(many)]
             sums.append([cgutils.alloca_once_value(builder, value) for value in first])
         with cgutils.for_range(builder, count, intp=int64) as loop:
@@ -130,8 +139,134 @@ def _multiply(typing_context, weights, count, x, x_b, start, start_b, out, out_b
                     builder.store(builder.load(total), vector_at(end, int64(v * width)), align=size)
         return context.get_dummy_value()
 
-    pointers = weights, types.int64, weights, types.int64, weights, types.int64, weights, types.int64
-    return types.void(*pointers, types.int64, vectors, tile), generate
+    return types.void(*(weights, types.int64) * 3, types.int64, vectors, tile), generate
+
+
+@intrinsic(prefer_literal=True)
+def _add_slice(typing_context, values, columns, begin, end, x, x_b, out, out_b, live, kind, height, tile):
+    """Entries of pruned weights times the `live` of a tile of sequences b, for the kinds of ``cpu_entries.py``:
+
+    shared: ``out[b, i] += sum_k values[k, i] * x[b, columns[k]]``
+    own:    ``out[b, i]  = sum_k values[k, i] * x[b, columns[k, i]]``
+    dots:   ``out[b]    += sum_k sum_i values[k, i] * x[b, columns[k] + i]``
+    """
+    what, rows, sequences = kind.literal_value, height.literal_value, tile.literal_value
+
+    def generate(context, builder, signature, arguments):
+        values, columns, begin, end, x, x_b, out, out_b, live = arguments[:9]
+        int32, int64 = ir.IntType(32), ir.IntType(64)
+        number = context.get_value_type(signature.args[0].dtype)
+        vector = ir.VectorType(number, rows)
+        size = context.get_abi_sizeof(number)
+        name = f"llvm.fma.v{rows}f{8 * size}"
+        fused = cgutils.get_or_insert_function(builder.module, ir.FunctionType(vector, [vector] * 3), name)
+
+        def vector_at(pointer, index):
+            return builder.bitcast(builder.gep(pointer, [index]), vector.as_pointer())
+
+        def column(index):
+            return builder.sext(builder.load(builder.gep(columns, [index])), int64)
+
+        def states(k, row):
+            """The vector of states that entry k is multiplied with."""
+            if what == "dots":
+                return builder.load(vector_at(row, column(k)), align=size)
+            result = ir.Constant(vector, ir.Undefined)
+            for i in range(rows if what == "own" else 1):
+                at = builder.add(builder.mul(k, int64(rows)), int64(i)) if what == "own" else k
+                result = builder.insert_element(result, builder.load(builder.gep(row, [column(at)])), int32(i))
+            if what == "own":
+                return result
+            return builder.shuffle_vector(result, result, ir.Constant(ir.VectorType(int32, rows), [0] * rows))
+
+        last = builder.sub(live, int64(1))
+        which = [builder.select(builder.icmp_signed("<", int64(b), live), int64(b), last) for b in range(sequences)]
+        x_rows = [builder.gep(x, [builder.mul(x_b, b)]) for b in which]
+        zero = ir.Constant(vector, [0.0] * rows)
+        chains = [
+            [cgutils.alloca_once_value(builder, zero) for _ in range(sequences)] for _ in range(CHAINS // sequences)
+        ]
+
+        def add(k, sums):
+            entry = builder.load(vector_at(values, builder.mul(k, int64(rows))), align=size)
+            for row, total in zip(x_rows, sums, strict=True):
+                builder.store(builder.call(fused, [entry, states(k, row), builder.load(total)]), total)
+
+        many = int64(len(chains))
+        odd = builder.sub(end, builder.srem(builder.sub(end, begin), many))
+        with cgutils.for_range_slice(builder, begin, odd, many, int64) as (k, _):
+            for ahead, sums in enumerate(chains):
+                add(builder.add(k, int64(ahead)), sums)
+        with cgutils.for_range_slice(builder, odd, end, int64(1), int64) as (k, _):
+            add(k, chains[0])
+        for b in range(sequences):
+            with builder.if_then(builder.icmp_signed("<", int64(b), live)):
+                target = builder.gep(out, [builder.mul(out_b, int64(b))])
+                parts = [builder.load(sums[b]) for sums in chains]
+                while len(parts) > 1:
+                    parts = [builder.fadd(y, z) for y, z in zip(parts[::2], parts[1::2], strict=True)]
+                (total,) = parts
+                if what == "dots":
+                    lanes = [builder.extract_element(total, int32(i)) for i in range(rows)]
+                    while len(lanes) > 1:  # halves onto each other, which stay vectors
+                        half = len(lanes) // 2
+                        lanes = [builder.fadd(y, z) for y, z in zip(lanes[:half], lanes[half:], strict=True)]
+                    builder.store(builder.fadd(lanes[0], builder.load(target)), target)
+                else:
+                    place = vector_at(target, int64(0))
+                    if what == "shared":
+                        total = builder.fadd(total, builder.load(place, align=size))
+                    builder.store(total, place, align=size)
+        return context.get_dummy_value()
+
+    arrays = values, columns, types.int64, types.int64, values, types.int64, values, types.int64
+    return types.void(*arrays, types.int64, kind, height, tile), generate
+
+
+@inline_with_constants
+def _add_panels(vectors, rows, tile, count, weights, x, x_b, sums, row, live):
+    """Add the product of dense weights with the `count` numbers x of `live` sequences to the sums of each."""
+    for panel in range(row // rows):
+        panel_weights = offset(weights, panel * rows * count)
+        for b in range(0, live, tile):
+            out = offset(sums, b * row + panel * rows)
+            _add_panel(panel_weights, count, offset(x, b * x_b), x_b, out, row, live - b, vectors, tile)
+
+
+@inline_with_constants
+def _add_entries(kind, height, tile, gates, hidden, entries, x, x_b, sums, row, live):
+    """The same with pruned weights; those of kind "own" are summed in the last of a row before they are."""
+    values, columns, starts, rows, slices, diagonal, padded = entries
+    spare = row - height
+    for s in range(slices):
+        for b in range(0, live, tile):
+            out = offset(sums, b * row + (spare if kind == "own" else s if kind == "dots" else s * height))
+            states = offset(x, b * x_b)
+            _add_slice(values, columns, starts[s], starts[s + 1], states, x_b, out, row, live - b, kind, height, tile)
+        if kind == "own":
+            for b in range(live):
+                for i in range(height):
+                    sums[b * row + rows[s * height + i]] += sums[b * row + spare + i]
+    if kind != "own":
+        for b in range(live):
+            for g in range(gates):
+                at, at_x = b * row, b * x_b
+                if kind == "dots":
+                    at_x += g * hidden
+                else:
+                    at += g * padded
+                for j in range(hidden):
+                    weight = _load(diagonal, g * padded + j, "p0")
+                    new = multiply_add(weight, _load(x, at_x + j, "h"), _load(sums, at + j, "dh"))
+                    _store(sums, at + j, new, "dh")
+
+
+@inline
+def _are_finite(x, begin, end, largest):
+    wrong = 0
+    for j in range(begin, end):
+        wrong += 0 if abs(x[j]) <= largest else 1
+    return wrong == 0
 
 
 @inline
@@ -143,19 +278,18 @@ def _relu(x):
 
 
 @inline
-def _forward_unit(cell, keep, j, hidden, arrays):
+def _forward_unit(cell, keep, j, hidden, padded, arrays):
     projected, at_p, sums, at_s, h, c, at, output, kept, at_out = arrays
     x0 = _load(projected, at_p + j, "p0") + _load(sums, at_s + j, "s0")
-    if keep:
-        _store(projected, at_p + j, x0, "p0")
     if cell == "rnn_tanh":
         new = tanh_slope(x0)[0]
     elif cell == "rnn_relu":
         new = _relu(x0)
     else:
-        x1 = _load(projected, at_p + hidden + j, "p1") + _load(sums, at_s + hidden + j, "s1")
-        p2, s2 = _load(projected, at_p + 2 * hidden + j, "p2"), _load(sums, at_s + 2 * hidden + j, "s2")
+        x1 = _load(projected, at_p + hidden + j, "p1") + _load(sums, at_s + padded + j, "s1")
+        p2, s2 = _load(projected, at_p + 2 * hidden + j, "p2"), _load(sums, at_s + 2 * padded + j, "s2")
         if keep:
+            _store(projected, at_p + j, x0, "p0")
             _store(projected, at_p + hidden + j, x1, "p1")
         if cell == "gru":
             n = tanh_slope(multiply_add(sigmoids(x0)[0], s2, p2))[0]
@@ -163,7 +297,7 @@ def _forward_unit(cell, keep, j, hidden, arrays):
             if keep:
                 _store(kept, at_out + j, s2, "kept")
         else:
-            x3 = _load(projected, at_p + 3 * hidden + j, "p3") + _load(sums, at_s + 3 * hidden + j, "s3")
+            x3 = _load(projected, at_p + 3 * hidden + j, "p3") + _load(sums, at_s + 3 * padded + j, "s3")
             added = sigmoids(x0)[0] * tanh_slope(p2 + s2)[0]
             c_j = multiply_add(sigmoids(x1)[0], _load(c, at + j, "c"), added)
             _store(c, at + j, c_j, "c")
@@ -177,13 +311,13 @@ def _forward_unit(cell, keep, j, hidden, arrays):
 
 
 @functools.cache
-def forward(dtype: type, cell: str, tile: int, keep: bool) -> Any:
-    """h and c hold the initial state, then the last one.
+def forward(dtype: type, cell: str, keep: bool, kind: str, height: int, tile: int) -> Any:
+    """h and c hold the initial state, then the last one.  The weights are "dense", or entries of a kind and height.
 
     To keep what the backward needs is to leave the gates' arguments in `projected`, of a GRU's n only the input's
     part, and in `kept` an LSTM's c after every step and the other part of a GRU's n.
     """
-    gates, vectors, rows = GATES[cell], vectors_of(tile), panel_rows(dtype, tile)
+    gates, vectors, panel, largest = GATES[cell], vectors_of(tile), panel_rows(dtype, tile), dtype(np.finfo(dtype).max)
 
     @compiled_loop
     def run(address):
@@ -193,38 +327,40 @@ def forward(dtype: type, cell: str, tile: int, keep: bool) -> Any:
         projected, sums = pointer_to(work.projected, dtype), pointer_to(work.sums, dtype)
         h, c = pointer_to(work.h, dtype), pointer_to(work.c, dtype)
         output, kept = pointer_to(work.output, dtype), pointer_to(work.kept, dtype)
-        batch, length, hidden, padded, group = work.batch, work.length, work.hidden, work.padded, work.group
+        batch, length, hidden, group = work.batch, work.length, work.hidden, work.group
+        row, padded = work.row, work.padded
+        columns, starts = pointer_to(work.columns, np.int32), pointer_to(work.starts, np.int64)
+        rows, diagonal = pointer_to(work.rows, np.int64), pointer_to(work.diagonal, dtype)
+        entries = weights, columns, starts, rows, work.slices, diagonal, padded
         piece = take_piece(address)
         while piece < work.pieces:
             first = piece * group
+            wrong = kind != "dense" and not _are_finite(h, first * hidden, min(first + group, batch) * hidden, largest)
             for step in range(length):
                 t = length - 1 - step if work.reverse else step
-                row, live = t * batch, min(batch - first, group)
+                at_step, live = t * batch, min(batch - first, group)
                 if work.offsets:
-                    row = np.int64(offsets[t])
-                    live = min(np.int64(offsets[t + 1]) - row - first, group)
-                if live <= 0:
+                    at_step = np.int64(offsets[t])
+                    live = min(np.int64(offsets[t + 1]) - at_step - first, group)
+                if live <= 0 or wrong:
                     continue
-                for panel in range(padded // rows):
-                    for b in range(0, live, tile):
-                        _multiply(
-                            offset(weights, panel * rows * hidden),
-                            hidden,
-                            offset(h, (first + b) * hidden),
-                            hidden,
-                            offset(bias, panel * rows),
-                            0,
-                            offset(sums, (first + b) * padded + panel * rows),
-                            padded,
-                            live - b,
-                            vectors,
-                            tile,
-                        )
                 for b in range(first, first + live):
-                    at, at_out = b * hidden, (row + b) * hidden
-                    arrays = projected, at_out * gates, sums, b * padded, h, c, at, output, kept, at_out
+                    for i in range(row):
+                        _store(sums, b * row + i, _load(bias, i, "p0"), "s0")
+                x, piece_sums = offset(h, first * hidden), offset(sums, first * row)
+                if kind == "dense":
+                    _add_panels(vectors, panel, tile, hidden, weights, x, hidden, piece_sums, row, live)
+                else:
+                    _add_entries(kind, height, tile, gates, hidden, entries, x, hidden, piece_sums, row, live)
+                for b in range(first, first + live):
+                    at, at_out = b * hidden, (at_step + b) * hidden
+                    arrays = projected, at_out * gates, sums, b * row, h, c, at, output, kept, at_out
                     for j in range(hidden):
-                        _forward_unit(cell, keep, j, hidden, arrays)
+                        _forward_unit(cell, keep, j, hidden, padded, arrays)
+                if kind != "dense":
+                    wrong = not _are_finite(h, first * hidden, (first + live) * hidden, largest)
+            if wrong:
+                work.not_finite = 1
             piece = take_piece(address)
 
     return run
@@ -232,7 +368,10 @@ def forward(dtype: type, cell: str, tile: int, keep: bool) -> Any:
 
 @inline
 def _backward_unit(cell, j, hidden, inputs, outputs):
-    """The gradients of the gates' arguments; in dh is left what goes back without the weights."""
+    """The gradients of the gates' arguments; in dh is left what goes back without the weights.
+
+    Of an RNN `pre` is its output.
+    """
     pre, at_pre, candidate, before, at_before, cells, at_row, grad, at_grad = inputs
     dh, at_dh, dc, at_dc, grads, at = outputs
     x0, zero = _load(pre, at_pre + j, "p0"), cast(0.0, _load(pre, at_pre + j, "p0"))
@@ -273,9 +412,9 @@ def _backward_unit(cell, j, hidden, inputs, outputs):
 
 
 @functools.cache
-def backward(dtype: type, cell: str, tile: int) -> Any:
+def backward(dtype: type, cell: str, kind: str, height: int, tile: int) -> Any:
     """dh and dc bring the last state's gradients and return the initial state's."""
-    gates, vectors, rows = GATES[cell], vectors_of(tile), panel_rows(dtype, tile)
+    gates, vectors, panel, largest = GATES[cell], vectors_of(tile), panel_rows(dtype, tile), dtype(np.finfo(dtype).max)
     width = 1 if gates == 1 else 4  # gradients of a unit
 
     @compiled_loop
@@ -286,52 +425,50 @@ def backward(dtype: type, cell: str, tile: int) -> Any:
         h_prev, cells, c0 = pointer_to(work.h_prev, dtype), pointer_to(work.cells, dtype), pointer_to(work.c0, dtype)
         grad_output, grads = pointer_to(work.grad_output, dtype), pointer_to(work.grads, dtype)
         dh, dc = pointer_to(work.dh, dtype), pointer_to(work.dc, dtype)
-        batch, length, hidden, padded, group = work.batch, work.length, work.hidden, work.padded, work.group
+        batch, length, hidden, group = work.batch, work.length, work.hidden, work.group
+        row, padded = work.row, work.padded
+        columns, starts = pointer_to(work.columns, np.int32), pointer_to(work.starts, np.int64)
+        rows, diagonal = pointer_to(work.rows, np.int64), pointer_to(work.diagonal, dtype)
+        entries = weights, columns, starts, rows, work.slices, diagonal, padded
+        grads_row = width * hidden
         piece = take_piece(address)
         while piece < work.pieces:
             first = piece * group
+            wrong = False
             for step in range(length):
                 t, t_before = (step, step + 1) if work.reverse else (length - 1 - step, length - 2 - step)
-                row, live = t * batch, min(batch - first, group)
-                row_before, live_before = t_before * batch, batch
+                at_step, live = t * batch, min(batch - first, group)
+                at_before_step, live_before = t_before * batch, batch
                 if work.offsets:
-                    row = np.int64(offsets[t])
-                    live = min(np.int64(offsets[t + 1]) - row - first, group)
+                    at_step = np.int64(offsets[t])
+                    live = min(np.int64(offsets[t + 1]) - at_step - first, group)
                     if 0 <= t_before < length:
-                        row_before = np.int64(offsets[t_before])
-                        live_before = np.int64(offsets[t_before + 1]) - row_before
+                        at_before_step = np.int64(offsets[t_before])
+                        live_before = np.int64(offsets[t_before + 1]) - at_before_step
                 if not 0 <= t_before < length:
                     live_before = 0
-                if live <= 0:
+                if live <= 0 or wrong:
                     continue
                 for b in range(first, first + live):
-                    at_row = (row + b) * hidden
+                    at_row = (at_step + b) * hidden
                     before, at_before = h_prev, at_row
                     if cell == "lstm":
-                        before, at_before = cells, (row_before + b) * hidden
+                        before, at_before = cells, (at_before_step + b) * hidden
                         if b >= live_before:
                             before, at_before = c0, b * hidden
-                    at_grad = (row + b) * work.grad_row
+                    at_grad = (at_step + b) * work.grad_row
                     inputs = pre, at_row * gates, candidate, before, at_before, cells, at_row, grad_output, at_grad
-                    outputs = dh, b * padded, dc, b * hidden, grads, at_row * width
+                    outputs = dh, b * row, dc, b * hidden, grads, at_row * width
                     for j in range(hidden):
                         _backward_unit(cell, j, hidden, inputs, outputs)
-                for panel in range(padded // rows):
-                    for b in range(0, live, tile):
-                        at = (first + b) * padded + panel * rows
-                        _multiply(
-                            offset(weights, panel * rows * gates * hidden),
-                            gates * hidden,
-                            offset(grads, (row + first + b) * width * hidden),
-                            width * hidden,
-                            offset(dh, at),
-                            padded,
-                            offset(dh, at),
-                            padded,
-                            live - b,
-                            vectors,
-                            tile,
-                        )
+                x, sums = offset(grads, (at_step + first) * grads_row), offset(dh, first * row)
+                if kind == "dense":
+                    _add_panels(vectors, panel, tile, gates * hidden, weights, x, grads_row, sums, row, live)
+                else:
+                    wrong = not _are_finite(x, 0, live * grads_row, largest)
+                    _add_entries(kind, height, tile, gates, hidden, entries, x, grads_row, sums, row, live)
+            if wrong:
+                work.not_finite = 1
             piece = take_piece(address)
 
     return run

@@ -1,0 +1,105 @@
+"""Where the kept weights of a pruned layer lie, for the CPU's loops: indices that depend on the mask alone.
+
+The recurrent weights are read in slices of 8 or 16 rows (sliced ELLPACK; Kreutzer et al. 2014, arXiv 1307.6209); an
+entry of a slice has one weight for each of its rows.  In blocks the rows of an entry share its column: it costs a
+broadcast and one vector multiply-add, and nothing is gathered.  Otherwise each row has a column of its own, and rows
+are sorted by how many weights they keep, so that the slices have little to pad.
+
+The backward multiplies with the transposed weights.  There a block is a short row: an entry costs one load of
+neighbouring gradients and one vector multiply-add, and a sum's lanes are added at its end.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+SLICE = 16  # rows of a slice that is not cut by blocks
+
+
+class Entries(NamedTuple):
+    """Of the weights (gates * H, H) as they lie in memory; `padded` is how far the gates' sums lie apart."""
+
+    kind: str  # "shared": a column an entry; "own": a column a weight; "dots": an entry is part of a row
+    height: int  # weights of an entry
+    padded: int
+    places: Tensor  # (entries, height): where each weight lies, or one that is pruned, and so 0, where there is none
+    columns: Tensor  # (entries,) or (entries, height), int32: what the weights are multiplied with; of "dots" the first
+    starts: Tensor  # (slices + 1,): each slice's first entry
+    rows: Tensor  # (slices * height,): where the sums of "own" go
+    diagonal: Tensor  # (gates, padded): places of weights on the diagonal that are in no entry
+
+
+def forward_entries(mask: Tensor, block: tuple[int, int], gates: int) -> Entries:
+    """For a mask (gates * H, H) with at least one weight pruned, in blocks of `block` apart from the diagonal."""
+    hidden = mask.shape[1]
+    places, pruned = _places(mask, gates)
+    if block == (1, 1):
+        return _own_columns(mask, places, pruned, gates * hidden, hidden, gates)
+    height = block[0]
+    kept, alone = _blocks(mask.view(gates, hidden, hidden), height)
+    padding = -hidden % height
+    entries = F.pad(places.masked_fill(alone, pruned), (0, 0, 0, padding), value=pruned)
+    entries = entries.view(gates, -1, height, hidden).transpose(2, 3)[kept]
+    columns, starts = kept.nonzero()[:, 2].to(torch.int32), F.pad(kept.sum(2).flatten().cumsum(0), (1, 0))
+    diagonal = F.pad(_alone_on_diagonal(alone, places, pruned), (0, padding), value=pruned)
+    return Entries("shared", height, hidden + padding, entries, columns, starts, starts[:0], diagonal)
+
+
+def backward_entries(mask: Tensor, block: tuple[int, int], gates: int) -> Entries:
+    """The same of the transposed weights, (H, gates * H), a GRU's gates in the order of their gradients: n, r, z."""
+    hidden = mask.shape[1]
+    places, pruned = _places(mask, gates)
+    order = [2, 0, 1] if gates == 3 else list(range(gates))
+    mask, places = mask.view(gates, hidden, hidden)[order], places[order]
+    height = block[0]
+    if block == (1, 1) or hidden % height:  # an entry of dots would reach into the next gate
+        transposed = mask.flatten(0, 1).T.contiguous()
+        return _own_columns(transposed, places.flatten(0, 1).T.contiguous(), pruned, hidden, hidden, 1)
+    kept, alone = _blocks(mask, height)
+    entries = places.masked_fill(alone, pruned).view(gates, -1, height, hidden)
+    entries, kept = entries.permute(3, 0, 1, 2), kept.permute(2, 0, 1)
+    _, gate, part = kept.nonzero(as_tuple=True)
+    starts = F.pad(kept.sum((1, 2)).cumsum(0), (1, 0))
+    columns = (gate * hidden + part * height).to(torch.int32)
+    return Entries(
+        *("dots", height, hidden, entries[kept], columns, starts, starts[:0]),
+        _alone_on_diagonal(alone, places, pruned),
+    )
+
+
+def _places(mask: Tensor, gates: int) -> tuple[Tensor, int]:
+    """Where each weight lies, (gates, H, H), for a pruned one the same for all; and where that is."""
+    pruned = int((~mask).flatten().to(torch.uint8).argmax())
+    places = torch.arange(mask.numel(), device="cpu").view(mask.shape).masked_fill(~mask, pruned)
+    return places.view(gates, -1, mask.shape[1]), pruned
+
+
+def _blocks(mask: Tensor, height: int) -> tuple[Tensor, Tensor]:
+    """The columns of each slice with a weight off the diagonal, (gates, slices, H), and the weights in no such one."""
+    hidden = mask.shape[1]
+    eye = torch.eye(hidden, dtype=torch.bool, device="cpu")
+    kept = F.pad(mask & ~eye, (0, 0, 0, -hidden % height)).unflatten(1, (-1, height)).any(2)
+    return kept, eye & ~kept.repeat_interleave(height, 1)[:, :hidden]
+
+
+def _alone_on_diagonal(alone: Tensor, places: Tensor, pruned: int) -> Tensor:
+    return torch.where(alone, places, pruned).diagonal(dim1=1, dim2=2).contiguous()
+
+
+def _own_columns(mask: Tensor, places: Tensor, pruned: int, sums: int, padded: int, gates: int) -> Entries:
+    """Rows with the most weights first; entry k of a slice has the k-th weight of each row, or none past its last."""
+    counts, order = mask.sum(1).sort(descending=True, stable=True)
+    slices = -(-len(order) // SLICE)
+    starts = F.pad(counts[::SLICE].cumsum(0), (1, 0))
+    row, column = mask[order].nonzero(as_tuple=True)
+    rank = torch.arange(len(row), device="cpu") - (counts.cumsum(0) - counts)[row]
+    at = (starts[row // SLICE] + rank, row % SLICE)
+    entries = torch.full((int(starts[-1]), SLICE), pruned, device="cpu")
+    columns = torch.zeros_like(entries, dtype=torch.int32)
+    entries[at] = places.view(mask.shape)[order][row, column]
+    columns[at] = column.to(torch.int32)
+    spare = order.new_full((slices * SLICE - len(order),), sums)  # where nobody reads
+    diagonal = torch.full((gates, 0), pruned, device="cpu")
+    return Entries("own", SLICE, padded, entries, columns, starts, torch.cat([order, spare]), diagonal)
