@@ -86,6 +86,7 @@ class Case:
 
     def forward(self, inputs, reverse, kernels=cuda, wide=lambda x: x):
         projected, h, c, offsets, batch = inputs
+        projected = projected.clone()  # which a forward may write to
         states = wide(projected), wide(h), wide(c), wide(self.weight), wide(self.bias), self.mask
         return kernels.forward(*states, offsets, batch, self.cell, reverse, self.plan, True)
 

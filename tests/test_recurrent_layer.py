@@ -58,7 +58,7 @@ def layer(cell, lengths=(3, 3), size=3, hidden=2, absent=(), dtype=torch.float64
 
 
 def run(tensors, batch, cell, reverse, training=True):
-    results = operators.recurrent_layer(*tensors, batch, cell, reverse, training, None)
+    results = operators.recurrent_layer(*tensors, batch, cell, reverse, training, None, 1)
     return [*results[: 3 if cell == "lstm" else 2]]
 
 
@@ -141,11 +141,11 @@ def test_operators_are_what_pytorch_expects(cell, lengths):
     tensors, batch = layer(cell, lengths, dtype=torch.float32)
     for training in (True, False):
         own = tensors if training else [None if x is None else x.detach() for x in tensors]
-        torch.library.opcheck(torch.ops.ostinato.recurrent_layer, (*own, batch, cell, True, training, None))
+        torch.library.opcheck(torch.ops.ostinato.recurrent_layer, (*own, batch, cell, True, training, None, 1))
     tensors = [None if x is None else x.detach() for x in tensors]
-    output, h_n, c_n, *kept = operators.recurrent_layer(*tensors, batch, cell, True, True, None)
+    output, h_n, c_n, *kept = operators.recurrent_layer(*tensors, batch, cell, True, True, None, 1)
     grads = output, h_n, c_n if cell == "lstm" else None
-    arguments = (*tensors, output, *kept, *grads, batch, cell, True, None, 0b1011011)
+    arguments = (*tensors, output, *kept, *grads, batch, cell, True, None, 1, 0b1011011)
     torch.library.opcheck(
         torch.ops.ostinato.recurrent_layer_backward,
         arguments,
@@ -174,9 +174,9 @@ def test_narrow_dtypes_sum_in_float32(cell, dtype):
             assert error < (10 if cell == "rnn_relu" else 6) * step  # a sum near 0 may change its sign
 
 
-@pytest.mark.parametrize(("cell", "widths"), [("rnn_tanh", 1), ("gru", 1 + 3 + 1), ("lstm", 1 + 1 + 4)])
+@pytest.mark.parametrize(("cell", "widths"), [("rnn_tanh", 1), ("gru", 1), ("lstm", 2)])
 def test_rows_kept_for_the_backward(cell, widths):
-    """h, of an LSTM c, and on a CPU the gates' arguments; all as wide as h."""
+    """h, and of an LSTM c."""
     tensors, batch = layer(cell, (7, 5, 5), size=3, hidden=4)
     kept = {}
 
@@ -194,7 +194,7 @@ def test_rows_kept_for_the_backward(cell, widths):
 def test_nothing_is_kept_without_training():
     tensors, batch = layer("lstm")
     with torch.no_grad():
-        *_, c, gates = operators.recurrent_layer(*tensors, batch, "lstm", False, False, None)
+        *_, c, gates = operators.recurrent_layer(*tensors, batch, "lstm", False, False, None, 1)
     assert c.numel() == gates.numel() == 0
 
 

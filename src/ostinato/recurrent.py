@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ostinato.kernels.persistent.operators import can_take, plan_layer, recurrent_layer
 from ostinato.kernels.persistent.plan import Plan
+from ostinato.kernels.streams import beside
 from ostinato.masks import keep_pruned, mask_name, mask_of, masked
 from ostinato.scan import check_batch_sizes
 
@@ -95,7 +96,8 @@ class _Recurrent(nn.RNNBase):
         return [own[name] if name in own else getattr(self, name) for name in self._flat_weights_names]
 
     def _plan(self, device: torch.device, batch: int, dtype: torch.dtype, training: bool, steps: int | None) -> Plan:
-        layer = device, self.mode.lower(), self.hidden_size, batch, dtype, training, steps, self._path
+        directions = 2 if self.bidirectional else 1
+        layer = device, self.mode.lower(), self.hidden_size, batch, dtype, training, steps, self._path, directions
         if not self._buffers:
             return plan_layer(None, *layer)
         plans = [plan_layer(mask_of(self, names[1]), *layer) for names in self._all_weights]
@@ -164,7 +166,7 @@ class _Recurrent(nn.RNNBase):
         swapped = self.batch_first and batch_sizes is None and not unbatched
         offsets = None
         if batch_sizes is not None and batch * steps != len(x):
-            offsets = F.pad(batch_sizes.cumsum(0, dtype=torch.int32), (1, 0)).to(x.device)
+            offsets = _offsets(batch_sizes, x.device)
         if unbatched:
             states = [state.unsqueeze(1) for state in states]
         if order is not None:
@@ -179,19 +181,18 @@ class _Recurrent(nn.RNNBase):
         for first in range(0, len(self._all_weights), directions):
             if first and self.training and self.dropout:
                 rows = F.dropout(rows, self.dropout)
-            outputs = []
+            arguments: list[tuple] = []
             for index in range(first, first + directions):
                 h0, c0, *_ = *(state[index] for state in initial), None, None
                 weight_ih, weight_hh, *biases = weights[index * size : (index + 1) * size]
                 bias_ih, bias_hh = biases or (None, None)
                 mask = mask_of(self, self._all_weights[index][1]) if self._buffers else None
-                output, h_n, c_n, *_ = recurrent_layer(
-                    *(rows, h0, c0, weight_ih, weight_hh, bias_ih, bias_hh, mask, offsets),
-                    *(batch, cell, index > first, training, self._path),
-                )
-                outputs.append(output)
-                last.append((h_n, c_n) if lstm else (h_n,))
-            rows = outputs[0] if directions == 1 else torch.cat(outputs, 1)
+                tensors = rows, h0, c0, weight_ih, weight_hh, bias_ih, bias_hh, mask, offsets
+                arguments.append((*tensors, batch, cell, index > first, training, self._path, directions))
+            both = directions == 2
+            results = beside(recurrent_layer, *arguments) if both else (recurrent_layer(*arguments[0]),)
+            last += [(h_n, c_n) if lstm else (h_n,) for _, h_n, c_n, *_ in results]
+            rows = torch.cat([output for output, *_ in results], 1) if both else results[0][0]
 
         alone = len(last) == 1  # with nothing to copy
         states = [x[0].unsqueeze(0) if alone else torch.stack(x) for x in zip(*last, strict=True)]
@@ -223,6 +224,19 @@ class _Recurrent(nn.RNNBase):
 def _silence_copy_warning() -> None:
     """cuDNN copies weights that do not lie side by side at each call, as masked ones cannot help; torch would warn."""
     warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk of memory")
+
+
+def _offsets(batch_sizes: Tensor, device: torch.device) -> Tensor:
+    """The first row of each step of a PackedSequence, and after them how many rows there are: (T + 1,), int32."""
+    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        return F.pad(batch_sizes.cumsum(0, dtype=torch.int32), (1, 0)).to(device)
+    parts, first = [], 0  # a graph can hold numbers, but not memory of the host
+    for batch, steps in zip(
+        *(x.tolist() for x in torch.unique_consecutive(batch_sizes, return_counts=True)), strict=True
+    ):
+        parts.append(torch.arange(first, first + batch * steps, batch, dtype=torch.int32, device=device))
+        first += batch * steps
+    return torch.cat([*parts, torch.full((1,), first, dtype=torch.int32, device=device)])
 
 
 def _states(hx: Hidden | None) -> list[Tensor]:

@@ -14,8 +14,6 @@ from ostinato.kernels.persistent.masks import derived_from
 from ostinato.kernels.persistent.plan import GATES, Plan, no_kernel
 from ostinato.kernels.threads import run_loop, threads_for
 
-KEEPS_GATES = True  # their arguments, for the backward: to make them anew are two products of the six of all others
-
 # The densities up to which pruned loops were faster than dense ones, of one sequence and of many, on a Zen 5.
 DENSEST = {"block": 0.8, "sparse": 0.2}
 
@@ -31,7 +29,7 @@ def make_plan(
     steps: int | None,
     device: torch.device | None = None,
     path: str | None = None,
-    tf32: bool = False,
+    *_: Any,
 ) -> Plan:
     """How a layer runs on the CPU, whose caches hold what they can."""
     if dtype not in NUMPY_DTYPES:
@@ -43,6 +41,11 @@ def make_plan(
             reason = f"{density:.0%} of the weights are left, packed for the CPU's caches"
             return Plan(path, 0, 0, 0, reason, block)
     return Plan("dense", 0, 0, 0, "the weights stay in the CPU's caches for all steps")
+
+
+def keeps_gates(_: torch.dtype) -> bool:
+    """Whether the forward keeps the arguments of all gates: to make them anew are two large products of six."""
+    return True
 
 
 def forward(
@@ -67,7 +70,8 @@ def forward(
     hidden, gates, lstm = weight_hh.shape[1], GATES[cell], cell == "lstm"
     h, c = _state(h0, batch, hidden, projected), _state(c0, batch if lstm else 0, hidden, projected)
     output = projected.new_empty(len(projected), hidden)
-    kept = torch.empty_like(output) if keep and gates > 1 else None
+    keep = keep and gates > 1  # an RNN's output says enough
+    kept = torch.empty_like(output) if keep else None
     how = _share(weight_hh, batch, len(projected) // batch if offsets is None else len(offsets) - 1, plan)
     entries, untouched = None, None
     if plan.path != "dense":

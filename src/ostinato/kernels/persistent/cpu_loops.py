@@ -281,8 +281,6 @@ def _relu(x):
 def _forward_unit(cell, keep, j, hidden, padded, arrays):
     projected, at_p, sums, at_s, h, c, at, output, kept, at_out = arrays
     x0 = _load(projected, at_p + j, "p0") + _load(sums, at_s + j, "s0")
-    if keep:
-        _store(projected, at_p + j, x0, "p0")
     if cell == "rnn_tanh":
         new = tanh_slope(x0)[0]
     elif cell == "rnn_relu":
@@ -291,6 +289,7 @@ def _forward_unit(cell, keep, j, hidden, padded, arrays):
         x1 = _load(projected, at_p + hidden + j, "p1") + _load(sums, at_s + padded + j, "s1")
         p2, s2 = _load(projected, at_p + 2 * hidden + j, "p2"), _load(sums, at_s + 2 * padded + j, "s2")
         if keep:
+            _store(projected, at_p + j, x0, "p0")
             _store(projected, at_p + hidden + j, x1, "p1")
         if cell == "gru":
             n = tanh_slope(multiply_add(sigmoids(x0)[0], s2, p2))[0]
@@ -369,7 +368,10 @@ def forward(dtype: type, cell: str, keep: bool, kind: str, height: int, tile: in
 
 @inline
 def _backward_unit(cell, j, hidden, inputs, outputs):
-    """The gradients of the gates' arguments; in dh is left what goes back without the weights."""
+    """The gradients of the gates' arguments; in dh is left what goes back without the weights.
+
+    Of an RNN `pre` is its output.
+    """
     pre, at_pre, candidate, before, at_before, cells, at_row, grad, at_grad = inputs
     dh, at_dh, dc, at_dc, grads, at = outputs
     x0, zero = _load(pre, at_pre + j, "p0"), cast(0.0, _load(pre, at_pre + j, "p0"))

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from ostinato.kernels import nvrtc
-from ostinato.kernels.persistent.geometry import THREADS, Geometry, choose_geometry, files
+from ostinato.kernels.persistent.geometry import THREADS, Geometry, choose_geometry, files, microseconds
 from ostinato.kernels.persistent.masks import derived_from
 from ostinato.kernels.persistent.packing import Packing, pack
 from ostinato.kernels.persistent.plan import Plan, no_kernel
 
 _POINTERS = (
     *("weight", "bias", "index", "places", "spans", "packed", "states", "offsets", "failure", "pre", "h0", "c0"),
-    *("output", "cells", "h_n", "c_n", "candidate", "h_prev", "grad_output", "grad_h_n", "grad_c_n"),
+    *("output", "cells", "gates", "h_n", "c_n", "candidate", "h_prev", "grad_output", "grad_h_n", "grad_c_n"),
     *("grads", "grad_h0", "grad_c0"),
 )
 _PARAMETERS = struct.Struct(f"{len(_POINTERS)}Q5i")
@@ -43,6 +43,7 @@ def make_plan(
     steps: int | None,
     device: torch.device,
     path: str | None = None,
+    directions: int = 1,
     tf32: bool = False,
 ) -> Plan:
     """How to run a layer of `cell` ("rnn_tanh", "rnn_relu", "gru", "lstm").
@@ -54,13 +55,25 @@ def make_plan(
         training: whether gradients will be taken.
         steps: of the longest sequence; None if they are many.
         path: the only kernel to consider forward, "dense", "block" or "sparse"; None for the fastest.
+        directions: how many such layers run at once.
         tf32: whether products of float32 may round to tf32.
     """
     if steps is not None and steps < LEAST_STEPS:
         return no_kernel(f"{steps} steps are too few to be worth a kernel of their own")
     index = torch.cuda.current_device() if device.index is None else device.index
     kept = None if mask_hh is None else derived_from(mask_hh, "kept", lambda: int(mask_hh.sum()))
-    plan = _plan_sizes((cell, hidden_size, batch, dtype, kept, block), index, path, training, not tf32)
+    layer = cell, hidden_size, batch, dtype, kept, block
+    plan = min(
+        (_plan_sizes(layer, index, path, training, not tf32, share) for share in {1, directions}),
+        key=lambda plan: (plan.path == "steps", _microseconds(plan, batch, directions)),
+    )
+    if plan.path != "steps" and path is None:
+        ours, torchs = (
+            _microseconds(plan, batch, directions),
+            directions * _torchs_microseconds(hidden_size, dtype, training),
+        )
+        if ours > torchs:
+            return no_kernel(f"about {ours:.0f} microseconds a step, where torch's kernels take about {torchs:.0f}")
     try:  # only the device tells what it holds, and only packing what fits
         for geometry in plan.geometry or ():
             if geometry is not None:
@@ -71,9 +84,10 @@ def make_plan(
 
 
 @functools.lru_cache(4096)
-def _plan_sizes(layer: tuple, index: int, path: str | None, training: bool, exact: bool) -> Plan:
+def _plan_sizes(layer: tuple, index: int, path: str | None, training: bool, exact: bool, share: int) -> Plan:
+    """The plan as far as sizes tell, on one of `share` parts of the device."""
     choose: Any = choose_geometry
-    layer = *layer, torch.cuda.get_device_properties(index)
+    layer = *layer, torch.cuda.get_device_properties(index), share
     forward: Plan = choose(*layer, path, exact=exact)
     if forward.path == "steps" or not training:
         return forward._replace(geometry=forward.geometry and Geometries(forward.geometry, None))
@@ -81,6 +95,23 @@ def _plan_sizes(layer: tuple, index: int, path: str | None, training: bool, exac
     if backward.path == "steps":
         return backward
     return forward._replace(geometry=Geometries(forward.geometry, backward.geometry))
+
+
+def _microseconds(plan: Plan, batch: int, directions: int) -> float:
+    """A step of all directions, estimated: beside each other where they fit, else one after the other."""
+    total = 0.0
+    for geometry in plan.geometry or ():
+        if geometry is not None:
+            processors = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+            together = geometry.blocks * geometry.groups * directions <= processors
+            total += microseconds(geometry, batch) * (1 if together else directions)
+    return total
+
+
+def _torchs_microseconds(hidden_size: int, dtype: torch.dtype, training: bool) -> float:
+    """What cuDNN takes for a step beside the products over all steps, in a CUDA graph on an H200."""
+    step, weights = (9.5, 3.7e-6) if training else (5.5, 2.3e-6)
+    return (step + weights * hidden_size**2) * (2 if dtype == torch.float32 else 1)
 
 
 def _packed(geometry: Geometry, mask: Tensor) -> Geometry:
@@ -100,9 +131,11 @@ def forward(
     cell: str,
     reverse: bool,
     plan: Plan,
-    keep_cell: bool,
+    keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """All steps of a layer; see :mod:`ostinato.kernels.persistent.reference`.
+
+    In float32 `projected` becomes what the backward takes as `pre`, and c is a GRU's `candidate`, if they are kept.
 
     Raises RuntimeError if an earlier launch on the device failed.
     """
@@ -112,11 +145,23 @@ def forward(
         "output": projected.new_empty(rows, hidden),
         "h_n": projected.new_empty(batch, hidden),
         "c_n": projected.new_empty(batch, hidden) if lstm else None,
-        "cells": projected.new_empty(rows, hidden, dtype=torch.float32) if lstm and keep_cell else None,
+        "cells": None,
     }
+    gates = projected if keep and keeps_gates(projected.dtype) and not cell.startswith("rnn") else None
+    if keep and (lstm or gates is not None):
+        results["cells"] = projected.new_empty(rows, hidden, dtype=torch.float32)
     given = {"pre": projected, "h0": h0, "c0": c0, "weight": weight_hh, "bias": bias_hh, "offsets": offsets}
-    _launch(geometry, mask_hh, batch, reverse, given, results)
+    _launch(geometry, mask_hh, batch, reverse, given | {"gates": gates}, results)
     return tuple(results.values())  # type: ignore[return-value]
+
+
+def keeps_gates(dtype: torch.dtype) -> bool:
+    """Whether the forward keeps the arguments of all gates.
+
+    To make them anew takes two of a training's six large products.  In 16 bits these are a sixth of its time, and
+    what is kept would be three or four times as much; products of float32 are four to fifteen times slower.
+    """
+    return dtype == torch.float32
 
 
 def backward(

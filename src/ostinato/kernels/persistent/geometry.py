@@ -264,14 +264,14 @@ class _Cost(NamedTuple):
 
 
 _COSTS = {
-    ("dense", False): _Cost(0.82, 0.77, 0.0, 0.10, 1.00, 0.64, 0.44),
-    ("dense", True): _Cost(0.37, 0.0, 0.81, 0.33, 0.55, 2.72, 1.84, 0.22),
+    ("dense", False): _Cost(0.87, 0.69, 0.0, 0.14, 0.98, 0.59, 0.34),
+    ("dense", True): _Cost(0.23, 0.22, 0.66, 0.22, 0.41, 3.08, 2.18, 0.33),
     ("block", False): _Cost(0.85, 1.9, 0.0, 0.37, 1.45, 0.26, 0.0),
     ("block", True): _Cost(0.85, 1.9, 0.0, 0.37, 1.45, 0.26, 0.0, 0.25),
     ("sparse", False): _Cost(0.80, 4.1, 0.0, 0.80, 2.10, 2.00, 0.0),
     ("sparse", True): _Cost(0.80, 4.1, 0.0, 0.80, 2.10, 2.00, 0.0, 0.25),
 }
-_HALF_WORDS = 0.3  # microseconds, if blocks of the dense kernel publish their state in words of 4 bytes
+_HALF_WORDS = 0.17  # microseconds, if blocks of the dense kernel publish their state in words of 4 bytes
 _SHARE = 0.054  # microseconds, for each share of a strip that a warp of the block kernel takes
 _ROUND_TRIP = 1.3  # microseconds, for each further time that the block kernel has to wait for a part of the state
 
@@ -295,13 +295,13 @@ def microseconds(geometry: Geometry, batch: int) -> float:
     return step * _ceil(batch, geometry.columns * geometry.groups)
 
 
-def _coverings(start: Geometry, batch: int, properties: Any) -> Iterator[Geometry]:
+def _coverings(start: Geometry, batch: int, properties: Any, share: int) -> Iterator[Geometry]:
     """Ways to give units and sequences to blocks that can all be resident at once."""
     word, pitch = 4 // start.dtype.itemsize, start.pitch
     dense, largest = start.path == "dense", batch if start.path == "dense" else min(batch, 8)
     clusters = (1, 2, 4) if start.backward and properties.major >= 9 else (1,)
     for cluster in clusters:
-        resident = resident_blocks(properties, cluster)
+        resident = resident_blocks(properties, cluster) // share
         parts = cluster if start.backward else GATES[start.cell]  # rows of a block for each of its units
         for columns in sorted({_ceil(batch, n) for n in range(_ceil(batch, largest), batch + 1)}):
             for groups in range(1, min(_ceil(batch, columns), resident // cluster) + 1):
@@ -333,12 +333,12 @@ def resident_blocks(properties: Any, cluster: int) -> int:
 
 
 def candidates(
-    start: Geometry, batch: int, density: float, block: tuple[int, int] | None, properties: Any
+    start: Geometry, batch: int, density: float, block: tuple[int, int] | None, properties: Any, share: int = 1
 ) -> Iterator[Geometry]:
     """The geometries that fit a layer, estimated for a matrix pruned evenly in such blocks."""
     shared = properties.shared_memory_per_block_optin
     rows = 1 if block is None else block[1] if start.backward else block[0]
-    for geometry in _coverings(start, batch, properties):
+    for geometry in _coverings(start, batch, properties, share):
         width = geometry.slice
         if geometry.path == "dense":
             half = geometry.has_half_tiles
@@ -364,6 +364,7 @@ def choose_geometry(
     mask_nnz: int | None,
     block: tuple[int, int] | None,
     properties: Any,
+    share: int = 1,
     path: str | None = None,
     *,
     backward: bool = False,
@@ -376,6 +377,7 @@ def choose_geometry(
         mask_nnz: recurrent weights left by pruning; None if the layer is dense.
         block: the shape of pruned blocks.
         properties: what ``torch.cuda.get_device_properties`` returns.
+        share: how many such layers share the device.
         path: the only kernel to consider, "dense", "block" or "sparse"; None for the fastest.
         backward: whether the gradients go back through time, or the states forward.
         exact: whether float32 is computed as such, and not rounded to tf32.
@@ -399,7 +401,7 @@ def choose_geometry(
         Geometry(name, cell, hidden_size, dtype, 0, 0, 0, backward, exact) for name in paths if path in (None, name)
     ]
     geometry = min(
-        (geometry for start in starts for geometry in candidates(start, batch, density, block, properties)),
+        (geometry for start in starts for geometry in candidates(start, batch, density, block, properties, share)),
         key=lambda geometry: microseconds(geometry, batch),
         default=None,
     )

@@ -24,15 +24,17 @@ from ostinato.kernels.persistent.plan import GATES, Plan, no_kernel
 
 
 def kernels_on(device: torch.device) -> Any:
-    """The module with a device's kernels, imported when there is use for them."""
-    return importlib.import_module(f"ostinato.kernels.persistent.{device.type}")
+    """The module with a device's kernels, imported when there is use for them; the loop that defines them elsewhere."""
+    has_kernels = device.type in ("cpu", "cuda")
+    return importlib.import_module(f"ostinato.kernels.persistent.{device.type}") if has_kernels else reference
 
 
 def plan_layer(mask_hh: Tensor | None, *layer: Any) -> Plan:
     """How a layer and direction runs; made once for each mask, and once for all layers without one.
 
     ``layer``: device, cell, hidden_size, batch, dtype, training (whether gradients will be taken), steps (of the
-    longest sequence, None if that is not known) and path (the only kernel to consider, None for the fastest).
+    longest sequence, None if that is not known), path (the only kernel to consider, None for the fastest) and
+    directions (how many such layers run at once).
     """
     key = torch.backends.cuda.matmul.allow_tf32, *layer
     return _plan_dense(*key) if mask_hh is None else derived_from(mask_hh, key, lambda: _plan(mask_hh, *key))
@@ -55,9 +57,9 @@ def _plan(
     block = None
     if mask_hh is not None:
         block = derived_from(mask_hh, "block", lambda: block_of(mask_hh, GATES[cell]))
-    training, steps, path = how
-    make_plan = kernels_on(device).make_plan
-    return make_plan(cell, hidden_size, batch, dtype, mask_hh, block, training, steps, device, path, tf32)
+    training, steps, path, directions = how
+    layer = cell, hidden_size, batch, dtype, mask_hh, block
+    return kernels_on(device).make_plan(*layer, training, steps, device, path, directions, tf32)
 
 
 _plan_dense = functools.lru_cache(4096)(functools.partial(_plan, None))
@@ -70,16 +72,17 @@ def can_take(tensors: list[Tensor]) -> bool:
 
 
 # recurrent_layer(x, h0, c0, weight_ih, weight_hh, bias_ih, bias_hh, mask_hh, offsets, batch, cell, reverse, training,
-# path) -> output, h_n, c_n, and what is kept for the backward: c and the gates' arguments; empty where there is none
+# path, directions) -> output, h_n, c_n, and what is kept for the backward, c and the gates' arguments; empty where
+# there is none
 
 
 def _choose(
     x: Tensor, mask_hh: Tensor | None, offsets: Tensor | None, batch: int, cell: str, hidden: int, *how: Any
 ) -> tuple[Any, Plan]:
     """The kernels and the plan of a layer; the loop over time where none fits."""
-    training, path = how
+    training, path, directions = how
     steps = len(x) // batch if offsets is None else len(offsets) - 1
-    plan = plan_layer(mask_hh, x.device, cell, hidden, batch, x.dtype, training, steps, path)
+    plan = plan_layer(mask_hh, x.device, cell, hidden, batch, x.dtype, training, steps, path, directions)
     return reference if plan.path == "steps" else kernels_on(x.device), plan
 
 
@@ -112,47 +115,44 @@ def _recurrent_layer(
     reverse: bool,
     training: bool,
     path: str | None,
+    directions: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    hidden = weight_hh.shape[1]
-    kernels, plan = _choose(x, mask_hh, offsets, batch, cell, hidden, training, path)
-    args = h0, c0, weight_hh, bias_hh, mask_hh, offsets, batch, cell, reverse, plan, training
-    gates = linear(x, weight_ih, bias_ih)
-    output, h_n, c_n, c = kernels.forward(gates, *args)
-    c_width, gates_width = _widths_kept(x, cell, hidden, training)
+    kernels, plan = _choose(x, mask_hh, offsets, batch, cell, weight_hh.shape[1], training, path, directions)
+    projected = linear(x, weight_ih, bias_ih)
+    args = projected, h0, c0, weight_hh, bias_hh, mask_hh, offsets, batch, cell, reverse, plan, training
+    output, h_n, c_n, c = kernels.forward(*args)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    c_width, gates_width = _kept_widths(x, cell, weight_hh.shape[1], training)
     if c is None or not c_width:
-        c = x.new_empty(len(x), c_width, dtype=_wide(x))
-    return output, h_n, or_empty(c_n, x), c, gates if gates_width else x.new_empty(len(x), 0)
+        c = x.new_empty(len(x), c_width, dtype=wide)
+    return output, h_n, or_empty(c_n, x), c, projected if gates_width else x.new_empty(len(x), 0)
 
 
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
+def _kept_widths(x: Tensor, cell: str, hidden: int, training: bool) -> tuple[int, int]:
+    """How wide what is kept for the backward is: c, and the arguments of the gates.
 
-
-def _widths_kept(x: Tensor, cell: str, hidden: int, training: bool) -> tuple[int, int]:
-    """How wide the rows are that are kept for the backward: c's, and those of the gates' arguments.
-
-    The CPU's kernels leave the arguments behind, and in c's place the recurrent part of a GRU's n: to make them anew
-    would be two more products beside six, which are most of a CPU's time.
+    Where those are kept, so is for a GRU in c's place the recurrent part of its candidate's.
     """
-    if not training or cell.startswith("rnn"):
+    if not training or cell.startswith("rnn"):  # whose states say enough
         return 0, 0
-    on_cpu = x.device.type == "cpu"
-    return hidden * (cell == "lstm" or on_cpu), GATES[cell] * hidden * on_cpu
+    keeps_gates = kernels_on(x.device).keeps_gates(x.dtype)
+    return hidden if cell == "lstm" or keeps_gates else 0, GATES[cell] * hidden if keeps_gates else 0
 
 
 def _recurrent_layer_fake(
     x: Tensor, h0: Any, c0: Any, weight_ih: Tensor, weight_hh: Tensor, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    batch, cell, _, training, _ = others[-5:]
-    rows, hidden = x.shape[0], weight_hh.shape[1]
-    h_n, c_n = x.new_empty(batch, hidden), x.new_empty((batch, hidden) if cell == "lstm" else 0)
-    c_width, gates_width = _widths_kept(x, cell, hidden, training)
-    c = x.new_empty(rows, c_width, dtype=_wide(x))
-    return x.new_empty(rows, hidden), h_n, c_n, c, x.new_empty(rows, gates_width)
+    batch, cell, _, training, *_ = others[-6:]
+    hidden = weight_hh.shape[1]
+    output, h_n = x.new_empty(x.shape[0], hidden), x.new_empty(batch, hidden)
+    c_width, gates_width = _kept_widths(x, cell, hidden, training)
+    c = x.new_empty(x.shape[0], c_width, dtype=torch.promote_types(x.dtype, torch.float32))
+    c_n = torch.empty_like(h_n) if cell == "lstm" else x.new_empty(0)
+    return output, h_n, c_n, c, x.new_empty(x.shape[0], gates_width)
 
 
 def _context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
-    *tensors, ctx.batch, ctx.cell, ctx.reverse, _, ctx.path = inputs
+    *tensors, ctx.batch, ctx.cell, ctx.reverse, _, ctx.path, ctx.directions = inputs
     h, _, _, c, gates = output
     ctx.save_for_backward(*tensors, h, c, gates)
     ctx.set_materialize_grads(False)
@@ -166,8 +166,8 @@ def _grad(ctx: Any, *grads: Tensor | None) -> tuple:
         found = _differentiable_gradients(tensors, grads[:3], needed, *how)
     else:
         bits = sum(1 << i for i, need in enumerate(needed) if need)
-        found = recurrent_layer_backward(*tensors, h, c, gates, *grads[:3], *how, ctx.path, bits)
-    return *(grad if need else None for grad, need in zip(found, needed, strict=True)), *[None] * 7
+        found = recurrent_layer_backward(*tensors, h, c, gates, *grads[:3], *how, ctx.path, ctx.directions, bits)
+    return *(grad if need else None for grad, need in zip(found, needed, strict=True)), *[None] * 8
 
 
 def _differentiable_gradients(
@@ -207,21 +207,23 @@ def _recurrent_layer_backward(
     cell: str,
     reverse: bool,
     path: str | None,
+    directions: int,
     needed: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Of each of the first seven tensors its gradient, empty unless its bit is set in `needed`."""
     hidden, gru = weight_hh.shape[1], cell == "gru"
-    kernels, plan = _choose(x, mask_hh, offsets, batch, cell, hidden, True, path)
+    kernels, plan = _choose(x, mask_hh, offsets, batch, cell, hidden, True, path, directions)
     h_prev = reference.previous(h, h0, offsets, batch, reverse)
     if cell.startswith("rnn"):
         pre, candidate = h, None
-    elif getattr(kernels, "KEEPS_GATES", False):
+    elif kernels is not reference and gates.numel():
         pre, candidate = gates, c if gru else None
     else:
         pre, candidate = _arguments(x, h_prev, weight_ih, weight_hh, bias_ih, bias_hh, cell)
-    cells = c if cell == "lstm" else None
-    args = pre, candidate, h_prev, cells, c0, weight_hh, mask_hh, grad_output, grad_h_n, grad_c_n
-    grads, grad_h0, grad_c0 = kernels.backward(*args, offsets, batch, cell, reverse, plan)
+    args = pre, candidate, h_prev, c if cell == "lstm" else None, c0, weight_hh, mask_hh
+    grads, grad_h0, grad_c0 = kernels.backward(
+        *args, grad_output, grad_h_n, grad_c_n, offsets, batch, cell, reverse, plan
+    )
 
     # A GRU's grads are n's share of the hidden product, r, z, n's share of the input's: three neighbours for each.
     inputs, recurrent = (grads[:, hidden:], grads[:, : 3 * hidden]) if gru else (grads, grads)
@@ -252,16 +254,17 @@ def _arguments(
     bias_hh: Tensor | None,
     cell: str,
 ) -> tuple[Tensor, Tensor | None]:
-    """The arguments of all gates, of a GRU's n only the input's part, and the recurrent part of that, else None."""
+    """The arguments of all gates, and of a GRU the recurrent part of its candidate's, which is not in them."""
     hidden, gru = weight_hh.shape[1], cell == "gru"
     added = (2 if gru else 4) * hidden  # gates whose argument is a sum of both products
     bias = bias_hh if bias_hh is None or not gru else F.pad(bias_hh[:added], (0, hidden))
     if bias_ih is not None:
         bias = bias_ih if bias is None else bias_ih + bias
-    arguments = linear(x, weight_ih, bias)
-    arguments[:, :added].addmm_(h_prev, weight_hh[:added].T)
-    bias_n = None if bias_hh is None else bias_hh[added:]
-    return arguments, linear(h_prev, weight_hh[added:], bias_n) if gru else None
+    pre = linear(x, weight_ih, bias)
+    pre[:, :added].addmm_(h_prev, weight_hh[:added].T)
+    if not gru:
+        return pre, None
+    return pre, linear(h_prev, weight_hh[added:], None if bias_hh is None else bias_hh[added:])
 
 
 def _recurrent_layer_backward_fake(*args: Any) -> tuple[Tensor, ...]:

@@ -16,6 +16,11 @@ from torch import Tensor
 from ostinato.kernels.persistent.plan import Plan
 
 
+def keeps_gates(_: torch.dtype) -> bool:
+    """Whether forward turns `projected` into what backward takes as `pre`: no."""
+    return False
+
+
 def forward(
     projected: Tensor,
     h0: Tensor | None,
