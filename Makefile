@@ -37,7 +37,7 @@ bench: $(READY)
 	mkdir -p $(RESULTS)
 	quick=$$($(PYTHON) -c 'import torch; print("" if torch.cuda.is_available() else "--quick")') && \
 	$(PYTHON) -m ostinato bench seeds $$quick --output $(RESULTS) && \
-	for kind in persistent scan layer; do $(PYTHON) -m ostinato bench $$kind $$quick --json $(RESULTS) || exit 1; done
+	for kind in persistent training 'training --sweep' scan layer; do $(PYTHON) -m ostinato bench $$kind $$quick --json $(RESULTS) || exit 1; done
 
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict

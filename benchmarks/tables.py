@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 BLOCK = re.compile(r"(?s)(<!-- figures: ([a-z0-9-]+) -->\n)(.*?)(<!-- /figures -->)")
 WRONG = 0.1  # an error, relative to the reference, from which on a result is no result
+WRONG_NOTE = f"\n† its error against float64 is more than {WRONG:g} of the result.\n"
 
 # The LSTM's peers share the columns of the GRU's.
 COLUMNS = {"minLSTM-pytorch": "minGRU-pytorch", "torch.nn.GRU": "torch.nn", "torch.nn.LSTM": "torch.nn"}
@@ -100,8 +101,7 @@ def comparison(
                 text, wrong = f"{text} †", True
             row.append(f"**{text}**" if who == "Ostinato" else text)
         rows.append(row)
-    note = f"\n† its error against float64 is more than {WRONG:g} of the result.\n" if wrong else ""
-    return f"{markdown(head, rows)}{note}\n{source(name)}\n"
+    return f"{markdown(head, rows)}{WRONG_NOTE if wrong else ''}\n{source(name)}\n"
 
 
 def learning(name: str) -> str:
@@ -152,11 +152,14 @@ def recurrences(name: str, only: Callable[[Record], bool], peers: Mapping[str, s
         ]
         for who in peers.values():
             found = outcomes.get(who, {})
-            row.append(f"{microseconds(found)} ({found['times_ostinato']:.1f} ×)" if "seconds" in found else "–")
+            wrong = " †" if (found.get("max_error") or 0) > WRONG else ""
+            time = f"{microseconds(found)} ({found['times_ostinato']:.1f} ×){wrong}" if "seconds" in found else "–"
+            row.append(time)
             if who == "torch.nn":
                 row.append(f"{found['max_error']:.1e}")
         rows.append([*row, f"**{speedup(record):.1f} ×**"] if has_graphs else row)
-    return f"{markdown([*head, 'at best'] if has_graphs else head, rows)}\n{source(name)}\n"
+    note = WRONG_NOTE if any("†" in cell for row in rows for cell in row) else ""
+    return f"{markdown([*head, 'at best'] if has_graphs else head, rows)}{note}\n{source(name)}\n"
 
 
 def gradients(name: str, only: Callable[[Record], bool]) -> str:
@@ -182,7 +185,7 @@ def gradients(name: str, only: Callable[[Record], bool]) -> str:
 
 def picture(name: str, what: str) -> str:
     """A plot that is there only if its run is."""
-    return f"![{what}](plots/{name}.svg)\n\n{source(name)}\n"
+    return f"![{what}](plots/{name}.svg)\n"
 
 
 def microseconds(row: Record) -> str:
@@ -359,7 +362,9 @@ TABLES: dict[str, Callable[[], str]] = {
         TRAINING, lambda: recurrences(TRAINING, lambda work: work["length"] < 2000, TRAINED_BY, BOTH)
     ),
     "training-errors": once_measured(TRAINING, lambda: gradients(TRAINING, lambda work: True)),
-    "training-sweep": once_measured(SWEPT, lambda: picture(SWEPT, "cuDNN's time over ours, by hidden size and batch")),
+    "training-sweep": once_measured(
+        SWEPT, lambda: f"{picture(SWEPT, 'cuDNN over ours, by hidden size and batch')}\n{source(SWEPT)}\n"
+    ),
     "training-cpu": once_measured(
         TRAINING_CPU, lambda: recurrences(TRAINING_CPU, lambda work: True, {"torch.nn": "torch.nn"}, BOTH)
     ),
@@ -368,7 +373,7 @@ TABLES: dict[str, Callable[[], str]] = {
     ),
     "learning-recurrent": once_measured(
         LEARNING_RECURRENT,
-        lambda: characters(LEARNING_RECURRENT) + "\n" + picture(LEARNING_RECURRENT, "Held-out loss over time"),
+        lambda: f"{characters(LEARNING_RECURRENT)}\n{picture(LEARNING_RECURRENT, 'Held-out loss over time')}",
     ),
     "capacity": lambda: capacities("seeds-capacity-nvidia-h100"),
     "bounds": lambda: bounds("scan-nvidia-h100", "layer-nvidia-h100"),

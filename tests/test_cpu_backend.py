@@ -532,6 +532,29 @@ def test_large_results_reuse_memory_only_when_it_is_free(monkeypatch):
     assert_same(kept[0], expected)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="no memory is kept there")
+def test_memory_kept_for_reuse_follows_the_sizes_in_use(monkeypatch):
+    monkeypatch.setattr(cpu, "LARGE", 1 << 12)
+    monkeypatch.setattr(cpu, "SPARE", 1 << 16)
+    monkeypatch.setattr(cpu, "_kept", [])
+
+    def make(kilobytes):
+        return cpu._empty((kilobytes << 8,), torch.float32)
+
+    for size in (900, 20, 300, 100, 40, 900, 8, 2000, 50):  # none fits what the one before left
+        held = make(size)
+        assert sum(map(len, cpu._kept)) <= 1 << 16
+        del held
+        assert len(cpu._kept[-1]) == size << 10
+    small, large = make(400), make(700)
+    addresses = small.data_ptr(), large.data_ptr()
+    del large, small
+    for _ in range(3):  # the smaller request does not take the larger block
+        again = make(400), make(700)
+        assert tuple(x.data_ptr() for x in again) == addresses
+        del again
+
+
 FORK = """
 import os, signal, torch
 from ostinato.kernels import threads

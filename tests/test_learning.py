@@ -155,6 +155,10 @@ def test_a_run_is_written_and_drawn(command, rows, tmp_path):
     assert content["seed"] == 0
     assert len(content["runs"]) == rows
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(SystemExit) as end:
+        main(["bench", "learning", "plot", str(path), "--output", str(folder / "image")])
+    assert end.value.code == 0
+    assert (folder / "image").read_bytes() == path.with_suffix(".png").read_bytes()
 
 
 def test_torchs_layers_learn_the_same_from_the_same_beginning(tmp_path):

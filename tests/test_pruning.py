@@ -2,6 +2,8 @@
 
 import copy
 import io
+import os
+import signal
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from ostinato.cli import main
 from ostinato.kernels.persistent.masks import BLOCKS, block_of, cut
 from ostinato.models import LanguageModel
 from ostinato.text import Vocabulary
+from ostinato.training import Trainer
 
 LAYERS = {nn.RNN: ostinato.RNN, nn.GRU: ostinato.GRU, nn.LSTM: ostinato.LSTM}
 GATES = {nn.RNN: 1, nn.GRU: 3, nn.LSTM: 4}
@@ -381,6 +384,22 @@ def test_command(checkpoint, capsys, cell):
     code, out, _ = run(capsys, "generate", path.with_stem("model-pruned"), "--length", 20, "--prompt", "a quick ")
     assert code == 0
     assert len(out) == 29
+
+
+def test_fine_tuning_that_is_interrupted_is_saved(checkpoint, capsys, monkeypatch):
+    advance = Trainer.advance
+
+    def interrupted(self, steps):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return advance(self, 1)
+
+    monkeypatch.setattr(Trainer, "advance", interrupted)
+    path = checkpoint()
+    pruned = path.with_stem("model-pruned")
+    code, out, err = run(capsys, "prune", path, "--density", 0.2, "--finetune", 60, "--device", "cpu")
+    assert (code, err) == (130, "")
+    assert out.splitlines()[-1] == f"Interrupted at step 1. {pruned} has what there was."
+    assert load_checkpoint(pruned).training["pruning"]["finetuned"] == 1
 
 
 def test_command_complains(checkpoint, capsys, tmp_path):

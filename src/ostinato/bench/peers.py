@@ -35,7 +35,7 @@ Build = Callable[[Any, tuple[Tensor, ...]], Run]
 
 def contestants(work: Workload) -> dict[str, Build]:
     """Those that the workload names, or all usual ones: Ostinato first, then its peers."""
-    everyone = TRAINED if isinstance(work, Training) else CONTESTANTS[work.cell]
+    everyone = TRAINING if isinstance(work, Training) else CONTESTANTS[work.cell]
     names = work.who or [name for name in everyone if name not in ON_REQUEST]
     return {name: everyone[name] for name in names if name in everyone}
 
@@ -411,7 +411,7 @@ RECURRENCES: dict[str, Build] = {
     "Ostinato, sparse kernel": partial(ostinato_recurrence, "sparse"),
     "Ostinato, block kernel": partial(ostinato_recurrence, "block"),
 }
-TRAINED: dict[str, Build] = {
+TRAINING: dict[str, Build] = {
     OURS: ostinato_training,
     "Ostinato in a CUDA graph": partial(in_a_graph, ostinato_training),
     "torch.nn": torch_training,

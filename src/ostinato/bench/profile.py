@@ -21,8 +21,9 @@ from ostinato.files import replacing
 from ostinato.kernels.scan import GATES
 
 PRODUCT = re.compile(r"gemm|cutlass|nvjet|xmma|::mm$|addmm$|_linear_pointwise|mkldnn_convolution|convolution_backward$")
-PREPARE = "prepare"  # fills the buffer in which persistent kernels exchange states
-OWN = re.compile(rf"^(scan|persistent|{PREPARE}|ostinato::.*)$")
+PREPARE = "prepare"  # fills the buffer in which the blocks of a persistent kernel exchange states, or gates
+RECUR = "recur"  # a persistent kernel, of either direction of time
+OWN = re.compile(rf"^(scan|{PREPARE}|{RECUR}|ostinato::.*)$")
 
 
 def profile(work: Layer | Recurrence, device: torch.device, name: str = OURS, trace: Path | None = None) -> Record:
@@ -167,14 +168,18 @@ def least_work(work: Layer | Recurrence, kernel: str, launches: int) -> dict[str
         gates, states = GATES[work.cell], work.batch * work.length * work.channels
         if PRODUCT.search(kernel):  # for the gates; and in the backward pass one for the input, one for the weight
             return {"flops": launches * work.work("forward") * (2 if kernel.endswith("convolution_backward") else 1)}
-        # Pre-activations in, states out; and backwards pre-activations, states and gradient in, gradients out.
-        tensors = {"forward": gates + 1, "forward+backward": gates + 1 + 2 * gates + 2}[work.passes[-1]]
-        tensors = {"ostinato::minimal": gates + 1, "ostinato::minimal_backward": 2 * gates + 2}.get(kernel, tensors)
     else:
         gates, states = work.gates, work.batch * work.length * work.hidden
         if PRODUCT.search(kernel):
             return {"flops": launches * 2 * states * gates * work.hidden}
-        tensors = 1 if kernel == PREPARE else gates + 1
+    # Pre-activations in, states out; and backwards pre-activations, states and gradient in, gradients out.
+    forward, backward, trained = gates + 1, 2 * gates + 2, work.passes[-1] != "forward"
+    if kernel == PREPARE:
+        tensors = 1 + gates * trained
+    elif kernel.startswith("ostinato::"):
+        tensors = backward if kernel.endswith("_backward") else forward
+    else:
+        tensors = forward + backward * trained
     return {"bytes": tensors * states * work.dtype.itemsize} if OWN.match(kernel) else {}
 
 

@@ -177,7 +177,7 @@ def recurrence_table(records: list[Record], device_type: str, first: bool) -> Ta
     for heading, width in (("plan", 6), ("Ostinato", 8), ("error", 7)):
         result.add_column(heading, width=width, justify="right", no_wrap=True)
     for heading in peers:
-        result.add_column(heading, width=13, justify="right", no_wrap=True)
+        result.add_column(heading, width=14, justify="right", no_wrap=True)
         if heading in ("cuDNN", "torch.nn"):
             result.add_column("error", width=7, justify="right", no_wrap=True)
     if training:

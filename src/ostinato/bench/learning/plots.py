@@ -18,10 +18,10 @@ def name_of(run: dict[str, Any]) -> str:
 
 
 def draw(content: dict[str, Any], path: Path) -> None:
-    """Draw the run ``content`` to an image file; errors as :func:`figure_of`'s."""
+    """Draw the run ``content`` to an image file, a PNG if its name does not say; errors as :func:`figure_of`'s."""
     figure = figure_of(content)
     with replacing(path) as temporary:
-        figure.savefig(temporary, dpi=120)
+        figure.savefig(temporary, dpi=120, format=path.suffix[1:] or "png")  # or else its name is changed
 
 
 def figure_of(content: dict[str, Any]) -> Any:

@@ -93,8 +93,8 @@ struct Units : Block {
         }
     }
 
-    __device__ int state_place(int i, int g) const {
-        return place_of((g * PITCH + unit + unit_of(i)) * sizeof(Scalar), sequence_of(i));
+    __device__ static int state_place(const Block &own, int i, int g) {
+        return place_of((g * PITCH + own.unit + own.unit_of(i)) * sizeof(Scalar), own.sequence_of(i));
     }
 
     __device__ void update(char *state) {
@@ -119,7 +119,7 @@ struct Units : Block {
             dh[i] = total * direct[i];
 #pragma unroll
             for (int g = 0; g < GATES; ++g)
-                publish(owned(i) ? published[g] : 0, begins_word(i), state + state_place(i, g));
+                publish(owned(i) ? published[g] : 0, begins_word(i), state + state_place(*this, i, g));
         }
     }
 
@@ -143,15 +143,16 @@ struct Units : Block {
     }
 
     __device__ void prefetch_step(const Rows &rows, const char *state) const {
+        const Block own = mirrored();
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
 #pragma unroll
             for (int g = 0; g < GATES; ++g) {
-                if (begins_word(i)) prefetch(state + state_place(i, g));
-                if (live(i, rows)) prefetch(p.pre + place(rows.first, i, GATES) + g * HIDDEN);
+                if (own.begins_word(i)) prefetch(state + state_place(own, i, g));
+                if (own.live(i, rows)) prefetch(p.pre + own.place(rows.first, i, GATES) + g * HIDDEN);
             }
-            if (!live(i, rows)) continue;
-            const size_t at = place(rows.first, i);
+            if (!own.live(i, rows)) continue;
+            const size_t at = own.place(rows.first, i);
             if (p.grad_output) prefetch(p.grad_output + at);
             if (TAKES_STATE) prefetch(p.candidate + at), prefetch(p.h_prev + at);
             if (TAKES_CELL) prefetch(p.cells + at);
@@ -183,7 +184,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const
     float *all_sums = reinterpret_cast<float *>(shared);  // two, by the step's parity: one is read, the other written
     uint4 *mailbox = shared + SUMS / 2;
     Product product(p, block, mailbox + 2 * (CLUSTER - 1) * UNITS * COLUMNS / 2);
-    Units units(p, product, block, Block{block * UNITS, group * COLUMNS, sequences});
+    Units units(p, product, block, Block{block * UNITS, group * COLUMNS, sequences, int(threadIdx.x)});
     Cluster cluster(p, product, block, mailbox);
     Patience patience(p.failure);
     const size_t stride = size_t(p.groups) * GROUP_BYTES;

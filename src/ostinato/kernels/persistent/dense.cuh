@@ -92,8 +92,8 @@ struct Product {
             const bool live = s * 8 + sequence < columns;
 #pragma unroll
             for (int i = 0; i < PIECES; ++i)
-                piece[s][i].word[0] = piece[s][i].word[1] = live && offset + i * 64 < ROW_BYTES ? ABSENT : 0;
-            odd[s] = live && odd_offset < ROW_BYTES ? ABSENT : 0;
+                read(piece[s][i], mine + (i * COLUMNS + s * 8) * CHUNK, live && offset + i * 64 < ROW_BYTES);
+            if (ODD) read(odd[s], mine_odd + s * 8 * CHUNK, live && odd_offset < ROW_BYTES);
         }
         patience.renew();
         bool waiting;

@@ -67,13 +67,17 @@ struct Rows {
           live(p.offsets ? p.offsets[step + 1] - p.offsets[step] : p.batch) {}
 };
 
-// The units and sequences of a block, and which of them a thread updates.
+// The units and sequences of a block, and which of them are a thread's.
 struct Block {
     int unit, sequence, sequences;  // the first unit; the first sequence, and how many
+    int thread;
 
-    __device__ static int item(int i) { return i * THREADS + threadIdx.x; }
-    __device__ static int unit_of(int i) { return item(i) % UNITS; }
-    __device__ static int sequence_of(int i) { return item(i) / UNITS; }
+    __device__ int item(int i) const { return i * THREADS + thread; }
+    __device__ int unit_of(int i) const { return item(i) % UNITS; }
+    __device__ int sequence_of(int i) const { return item(i) / UNITS; }
+
+    // Of a thread that has less to update.
+    __device__ Block mirrored() const { return {unit, sequence, sequences, THREADS - 1 - thread}; }
     __device__ bool owned(int i) const { return sequence_of(i) < sequences && unit + unit_of(i) < HIDDEN; }
     __device__ bool live(int i, const Rows &rows) const { return owned(i) && sequence + sequence_of(i) < rows.live; }
 
@@ -127,6 +131,18 @@ __device__ inline bool look(Piece &piece, const char *address) {
     asm volatile("{ .reg .pred p; setp.ne.u32 p, %2, 0; @p ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%3]; }"
                  : "+l"(piece.word[0]), "+l"(piece.word[1]) : "r"(unsigned(wanted)), "l"(address) : "memory");
     return wanted;
+}
+
+// Loads what exists, be it absent; the rest is zero.
+__device__ inline void read(Word &word, const char *address, bool exists) {
+    asm volatile("{ .reg .pred p; setp.ne.u32 p, %1, 0; mov.b64 %0, 0; @p ld.relaxed.gpu.global.b64 %0, [%2]; }"
+                 : "=&l"(word) : "r"(unsigned(exists)), "l"(address) : "memory");
+}
+
+__device__ inline void read(Piece &piece, const char *address, bool exists) {
+    asm volatile("{ .reg .pred p; setp.ne.u32 p, %2, 0; mov.b64 %0, 0; mov.b64 %1, 0;"
+                 " @p ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%3]; }"
+                 : "=&l"(piece.word[0]), "=&l"(piece.word[1]) : "r"(unsigned(exists)), "l"(address) : "memory");
 }
 
 // How often a thread still looks for a word before it gives up: some seconds.  A count, not a clock, since the

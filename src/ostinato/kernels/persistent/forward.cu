@@ -63,8 +63,8 @@ struct Units : Block {
         }
     }
 
-    __device__ int state_place(int i) const {
-        return place_of((unit + unit_of(i)) * sizeof(Scalar), sequence_of(i));
+    __device__ static int state_place(const Block &own, int i) {
+        return place_of((own.unit + own.unit_of(i)) * sizeof(Scalar), own.sequence_of(i));
     }
 
     // The state of a sequence that is not at this step stays what it is.
@@ -73,7 +73,7 @@ struct Units : Block {
         for (int i = 0; i < ITEMS; ++i) {
             if (idle(i)) continue;
             if (live(i, rows)) h[i] = next(i, product, sums);
-            publish(h[i], begins_word(i), state + state_place(i));
+            publish(h[i], begins_word(i), state + state_place(*this, i));
         }
     }
 
@@ -91,12 +91,13 @@ struct Units : Block {
     }
 
     __device__ void prefetch_step(const Rows &rows, const char *state) const {
+        const Block own = mirrored();
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
-            if (begins_word(i)) prefetch(state + state_place(i));
-            if (!live(i, rows)) continue;
+            if (own.begins_word(i)) prefetch(state + state_place(own, i));
+            if (!own.live(i, rows)) continue;
 #pragma unroll
-            for (int g = 0; g < GATES; ++g) prefetch(p.pre + place(rows.first, i, GATES) + g * HIDDEN);
+            for (int g = 0; g < GATES; ++g) prefetch(p.pre + own.place(rows.first, i, GATES) + g * HIDDEN);
         }
     }
 
@@ -118,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) recur(const Parameters 
 
     float *all_sums = reinterpret_cast<float *>(shared);  // two, by the step's parity: one is read, the other written
     Product product(p, block, shared + SUMS / 2);
-    Units units(p, product, block, Block{block * UNITS, group * COLUMNS, sequences});
+    Units units(p, product, block, Block{block * UNITS, group * COLUMNS, sequences, int(threadIdx.x)});
     Patience patience(p.failure);
     const size_t stride = size_t(p.groups) * GROUP_BYTES;
     char *state = p.states + size_t(group) * GROUP_BYTES;

@@ -264,14 +264,14 @@ class _Cost(NamedTuple):
 
 
 _COSTS = {
-    ("dense", False): _Cost(0.82, 0.77, 0.0, 0.10, 1.00, 0.64, 0.44),
-    ("dense", True): _Cost(0.37, 0.0, 0.81, 0.33, 0.55, 2.72, 1.84, 0.22),
+    ("dense", False): _Cost(0.87, 0.69, 0.0, 0.14, 0.98, 0.59, 0.34),
+    ("dense", True): _Cost(0.23, 0.22, 0.66, 0.22, 0.41, 3.08, 2.18, 0.33),
     ("block", False): _Cost(0.85, 1.9, 0.0, 0.37, 1.45, 0.26, 0.0),
     ("block", True): _Cost(0.85, 1.9, 0.0, 0.37, 1.45, 0.26, 0.0, 0.25),
     ("sparse", False): _Cost(0.80, 4.1, 0.0, 0.80, 2.10, 2.00, 0.0),
     ("sparse", True): _Cost(0.80, 4.1, 0.0, 0.80, 2.10, 2.00, 0.0, 0.25),
 }
-_HALF_WORDS = 0.3  # microseconds, if blocks of the dense kernel publish their state in words of 4 bytes
+_HALF_WORDS = 0.17  # microseconds, if blocks of the dense kernel publish their state in words of 4 bytes
 _SHARE = 0.054  # microseconds, for each share of a strip that a warp of the block kernel takes
 _ROUND_TRIP = 1.3  # microseconds, for each further time that the block kernel has to wait for a part of the state
 

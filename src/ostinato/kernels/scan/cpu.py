@@ -4,7 +4,6 @@ import math
 import mmap
 import sys
 import weakref
-from collections import deque
 from contextlib import suppress
 from typing import Any
 
@@ -20,6 +19,7 @@ SCAN_WIDTH = 1024  # channels a piece has at least: a scan moves memory, fastest
 LAYER_WIDTH = 32
 LAYER_GROUPS = 16  # groups of sequences, each of which sums its bias gradient alone, whatever the threads
 LARGE = 4 << 20  # bytes from which on memory is kept for reuse
+BLOCKS, SPARE = 16, 64 << 20  # how many blocks at most, and bytes of them that stay when none fits
 STREAMED = 32 << 20  # bytes from which on a scan's result does not stay in the caches until it is read
 
 
@@ -153,6 +153,9 @@ def _empty(shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="cpu")
     block = _take_block(size)
     if block is None:
+        while sum(map(len, _kept)) > SPARE:  # those of other sizes
+            with suppress(IndexError):  # another thread was faster
+                _kept.pop(0)
         block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with suppress(OSError):  # a kernel without huge pages
             block.madvise(mmap.MADV_HUGEPAGE)
@@ -161,18 +164,15 @@ def _empty(shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.from_numpy(array).view(shape)
 
 
-_kept: deque[mmap.mmap] = deque(maxlen=16)
+_kept: list[mmap.mmap] = []  # each operation on it is atomic: a finalizer must not wait for a lock
 
 
 def _take_block(size: int) -> mmap.mmap | None:
-    for _ in range(len(_kept)):  # each operation is atomic, so no lock is needed, which a finalizer must not wait for
-        try:
-            block = _kept.popleft()
-        except IndexError:
-            break
+    for block in sorted(_kept, key=len):
         if size <= len(block) <= 2 * size:
-            return block
-        _kept.append(block)
+            with suppress(ValueError):  # another thread was faster
+                _kept.remove(block)
+                return block
     return None
 
 
@@ -180,6 +180,7 @@ def _keep_block(block: mmap.mmap) -> None:
     with suppress(OSError):  # a kernel that does not know how
         block.madvise(mmap.MADV_FREE)
     _kept.append(block)
+    del _kept[:-BLOCKS]
 
 
 def _state_shape(x: Tensor, cu_seqlens: Tensor | None) -> tuple[int, int]:
