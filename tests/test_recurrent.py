@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 import ostinato
 from ostinato.kernels.persistent import cpu, operators, reference
 from ostinato.kernels.persistent.plan import Plan, no_kernel
+from ostinato.masks import masked
 
 CELLS = {"RNN": {}, "relu": {"nonlinearity": "relu"}, "GRU": {}, "LSTM": {}}
 BLOCKS = [(1, 1), (16, 1), (8, 4)]
@@ -50,6 +51,14 @@ def use_kernels(monkeypatch, module):
     stand_in = SimpleNamespace(**(vars(module) | {"make_plan": make_plan}))
     monkeypatch.setattr(operators, "kernels_on", lambda device: stand_in)
     operators._plan_dense.cache_clear()
+
+
+@pytest.fixture
+def fresh_compiler():
+    """PyTorch's gives up on code that it has compiled too often, by whatever test."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
 
 
 def by(*which):
@@ -354,10 +363,9 @@ def test_autocast_computes_in_its_dtype_and_trains_float32(cell, scaler):
 @by("the CPU's")
 @pytest.mark.parametrize("options", [{}, {"num_layers": 2, "bidirectional": True, "batch_first": True}])
 @pytest.mark.parametrize("cell", CELLS)
-def test_compiled_in_one_graph(cell, options):
+def test_compiled_in_one_graph(cell, options, fresh_compiler):
     """Which PyTorch allows for these classes where its ``allow_rnn`` says so."""
     torch.manual_seed(0)
-    torch._dynamo.reset()
     layer = pruned(cell, 5, 16, **options)
     x, hx = inputs(layer, 3)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
@@ -582,6 +590,20 @@ def test_a_pruned_weight_does_not_count_whatever_it_holds():
                 torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_masked_weights_are_the_same_with_and_without_gradient(dtype):
+    layer = pruned("GRU", 5, 32).to(dtype)
+    with torch.no_grad():
+        odd = torch.tensor([float("nan"), float("inf"), -0.0, 1.5], dtype=dtype)
+        layer.weight_hh_l0.copy_(odd.repeat(layer.weight_hh_l0.numel() // 4).view_as(layer.weight_hh_l0))
+        ours = masked(layer, "weight_hh_l0")
+        assert not ours.requires_grad
+    expected = masked(layer, "weight_hh_l0")
+    assert expected.requires_grad
+    torch.testing.assert_close(ours, expected.detach(), rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(ours[~layer.mask_hh_l0], torch.zeros_like(ours[~layer.mask_hh_l0]))
+
+
 def step_of_optimiser(layer, x):
     layer(x)[0].sum().backward()
     torch.optim.SGD(layer.parameters(), 0.1).step()
@@ -753,7 +775,7 @@ def call_in_child(layer, x, hx, expected):
 
 
 @pytest.mark.filterwarnings("ignore")  # tracing is deprecated, and warns of every branch
-def test_graph_breaks_and_traces():
+def test_graph_breaks_and_traces(fresh_compiler):
     layer = pruned("GRU", 5, 32)
     other, (x, _) = twin(layer), inputs(layer, 2)
     with torch.no_grad():
@@ -779,10 +801,13 @@ def test_narrow_dtypes_are_torchs():
 @by("as planned")
 def test_plan():
     layer = ostinato.GRU(5, 32)
+    assert layer.plan(1) == Plan("dense", 0, 0, 0, "the weights stay in the CPU's caches for all steps")
     for block, path in (((16, 1), "block"), ((8, 4), "block"), ((1, 1), "sparse")):
-        plan = ostinato.prune(layer, 0.1, block=block).plan(1, training=True, steps=100)
-        assert plan.path == path
-        assert "% of the weights are left" in plan.reason
+        for training in (False, True):
+            plan = ostinato.prune(layer, 0.03, block=block).plan(1, training=training, steps=100)
+            assert plan.path == path
+            assert plan.reason.endswith("% of the weights are left, and only these are read")
+        assert layer.plan(1, steps=1).path == "steps"
     for dtype in (torch.bfloat16, torch.float16):
         plan = layer.plan(1, dtype)
         assert plan.path == "steps"
@@ -790,7 +815,8 @@ def test_plan():
     assert layer.to("meta").plan(1).reason == "layers on meta run in torch's own kernels"
     layer = pruned("GRU", 5, 32)
     with torch.device("meta"), torch.no_grad():  # a default device is for the user's tensors
-        layer(torch.zeros(3, 1, 5, device="cpu"))
+        layer(torch.zeros(30, 1, 5, device="cpu"))
+    assert ostinato.prune(ostinato.GRU(5, 32), 0.9).plan(1).path == "dense"
     with pytest.raises(ValueError, match="batch must be at least 1; got 0"):
         layer.plan(0)
     with pytest.raises(ValueError, match="steps must be at least 1; got -2"):

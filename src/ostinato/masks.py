@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ostinato.kernels.persistent.masks import BLOCKS
+from ostinato.kernels.dispatch import is_eager
+from ostinato.kernels.persistent.masks import BLOCKS, derived_from
 
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of pruned parameters: their modules and names
 
 
@@ -45,8 +47,14 @@ def masked(module: nn.Module, name: str) -> Tensor:
     weight, mask = getattr(module, name), mask_of(module, name)
     if mask is None:
         return weight
-    if weight.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        keep_pruned(module, name)
+    if weight.requires_grad and torch.is_grad_enabled():
+        if not torch.compiler.is_compiling():
+            keep_pruned(module, name)
+    elif weight.device.type == "cpu" and is_eager([weight, mask]):
+        # Many numbers at a time, where torch.where takes one, and longer than a step of the layer does.
+        integers = _INTEGERS[weight.itemsize]
+        bits = derived_from(mask, integers, lambda: -mask.to(integers))  # all ones where a weight is kept
+        return torch.bitwise_and(weight.view(integers), bits).view(weight.dtype)
     return torch.where(mask, weight, 0.0)
 
 

@@ -90,10 +90,13 @@ class _Recurrent(nn.RNNBase):
 
     def _weights(self) -> list[Tensor]:
         """All parameters in torch.nn's order, zero where they are pruned."""
-        if self._buffers:
-            return [masked(self, name) for name in self._flat_weights_names]
         own: Any = self._parameters  # found faster than through the module, which knows parametrized ones too
-        return [own[name] if name in own else getattr(self, name) for name in self._flat_weights_names]
+        weights = [own[name] if name in own else getattr(self, name) for name in self._flat_weights_names]
+        if self._buffers:
+            for i, name in enumerate(self._flat_weights_names):
+                if mask_name(name) in self._buffers:
+                    weights[i] = masked(self, name)
+        return weights
 
     def _plan(self, device: torch.device, batch: int, dtype: torch.dtype, training: bool, steps: int | None) -> Plan:
         directions = 2 if self.bidirectional else 1

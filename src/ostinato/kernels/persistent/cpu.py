@@ -14,8 +14,11 @@ from ostinato.kernels.persistent.masks import derived_from
 from ostinato.kernels.persistent.plan import GATES, Plan, no_kernel
 from ostinato.kernels.threads import run_loop, threads_for
 
-# The densities up to which pruned loops were faster than dense ones, of one sequence and of many, on a Zen 5.
-DENSEST = {"block": 0.8, "sparse": 0.2}
+# Measured on two cores of a Zen 5: from how many steps on a call of few units is faster than torch's, and with
+# gradients from half as many; up to which share of weights entries are faster than all weights in panels.
+FEW_STEPS = {"rnn_tanh": 24, "rnn_relu": 24, "gru": 8, "lstm": 32}
+DENSEST_BLOCKS = {False: 0.4, True: 0.3}  # by whether gradients are taken
+DENSEST_ROWS = {False: 0.15, True: 0.04}  # by whether there are several sequences
 
 
 def make_plan(
@@ -31,16 +34,42 @@ def make_plan(
     path: str | None = None,
     *_: Any,
 ) -> Plan:
-    """How a layer runs on the CPU, whose caches hold what they can."""
+    """How a layer runs on the CPU, whose caches hold what they can; see the GPU's for the arguments.
+
+    Raises ValueError for a `path` that the layer's weights do not allow.
+    """
     if dtype not in NUMPY_DTYPES:
         return no_kernel(f"layers on the CPU compute in float32 and float64, not in {dtype}")
-    if mask_hh is not None and block is not None and not mask_hh.all():
-        density = float(mask_hh.sum()) / mask_hh.numel()
-        path = "sparse" if block == (1, 1) else "block"
-        if density <= DENSEST[path]:
-            reason = f"{density:.0%} of the weights are left, packed for the CPU's caches"
-            return Plan(path, 0, 0, 0, reason, block)
-    return Plan("dense", 0, 0, 0, "the weights stay in the CPU's caches for all steps")
+    entries, density = None, 1.0
+    if mask_hh is not None and block is not None:
+        density = int(mask_hh.sum()) / mask_hh.numel()
+        entries = None if density == 1 else "sparse" if block == (1, 1) else "block"
+    if path is None:
+        densest = DENSEST_BLOCKS[training] if entries == "block" else DENSEST_ROWS[batch > 1]
+        path = entries if entries is not None and density <= densest else "dense"
+        if reason := _why_torch(cell, hidden_size, batch, dtype, path == "dense", training, steps):
+            return no_kernel(reason)
+    elif path not in ("dense", entries):
+        raise ValueError(f"path must be 'dense'{f' or {entries!r}' if entries else ''}; got {path!r}")
+    if path == "dense":
+        return Plan(path, 0, 0, 0, "the weights stay in the CPU's caches for all steps")
+    return Plan(path, 0, 0, 0, f"{density:.0%} of the weights are left, and only these are read", block)
+
+
+def _why_torch(
+    cell: str, hidden_size: int, batch: int, dtype: torch.dtype, dense: bool, training: bool, steps: int | None
+) -> str | None:
+    """Why a layer is faster in torch's kernels, if it is; what was measured is in FEW_STEPS."""
+    few = (FEW_STEPS[cell] + hidden_size // 16) // (2 if training else 1)
+    if steps is not None and steps < few:
+        return f"{steps} steps a call are not worth preparing the weights; {few} are"
+    if not dense:
+        return None
+    if cell == "lstm" and dtype == torch.float32 and not (training and batch >= 8 and hidden_size <= 512):
+        return "oneDNN's LSTM, which torch calls, is faster"
+    if batch < 8 and hidden_size > 256:
+        return "a step of few sequences is mostly reading weights, which torch does in all threads"
+    return None
 
 
 def keeps_gates(_: torch.dtype) -> bool:

@@ -1,0 +1,232 @@
+"""The CPU's loops of recurrent layers against the loop over time that defines them, in float64."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+import ostinato
+from ostinato.kernels import threads as kernel_threads
+from ostinato.kernels.persistent import cpu, cpu_loops, operators, reference
+from ostinato.kernels.persistent.plan import GATES, Plan
+
+F32, F64 = torch.float32, torch.float64
+DENSE = Plan("dense", 0, 0, 0, "a test")
+TOLERANCE = {F32: 5e-6, F64: 1e-12}
+# cell, dtype, block (None: dense), density, B, H
+LAYERS = [
+    ("rnn_tanh", F32, None, 1, 1, 37),
+    ("rnn_tanh", F64, None, 1, 5, 130),
+    ("rnn_relu", F32, None, 1, 3, 16),
+    ("gru", F32, None, 1, 1, 130),
+    ("gru", F32, None, 1, 3, 3),
+    ("gru", F32, None, 1, 6, 64),
+    ("gru", F32, None, 1, 19, 37),
+    ("gru", F64, None, 1, 2, 1),
+    ("lstm", F32, None, 1, 1, 16),
+    ("lstm", F32, None, 1, 17, 70),
+    ("lstm", F64, None, 1, 9, 33),
+    ("rnn_tanh", F32, (16, 1), 0.3, 1, 48),
+    ("rnn_relu", F64, (1, 1), 0.2, 9, 21),
+    ("gru", F32, (16, 1), 0.3, 1, 64),
+    ("gru", F32, (16, 1), 0.3, 9, 37),
+    ("gru", F32, (8, 4), 0.3, 11, 40),
+    ("gru", F64, (1, 1), 0.2, 1, 50),
+    ("lstm", F32, (16, 1), 0.2, 10, 32),
+    ("lstm", F64, (8, 4), 0.3, 2, 24),
+    ("lstm", F32, (1, 1), 0.05, 8, 35),
+]
+
+
+def close(got, expected, tolerance):
+    assert (got is None) == (expected is None)
+    if got is not None:
+        scale = expected.abs().amax().clamp(min=0.1)
+        assert got.shape == expected.shape
+        assert (got.double() - expected).abs().amax() <= tolerance * scale
+
+
+def random_mask(gates, hidden, block, density):
+    height, width = block
+    shape = gates, -(-hidden // height), -(-hidden // width)
+    mask = (torch.rand(shape) < density).repeat_interleave(height, 1).repeat_interleave(width, 2)
+    return mask[:, :hidden, :hidden].reshape(gates * hidden, hidden).contiguous()
+
+
+def random_layer(cell, block, density, batch, hidden, steps, packed, diagonal=False):
+    """Arguments of the reference's forward in float64: projected, h0, c0, weight_hh, bias_hh, mask_hh, offsets."""
+    gates, offsets, rows = GATES[cell], None, batch * steps
+    if packed:
+        lengths = torch.randint(1, steps + 1, (batch,)).sort(descending=True)[0]
+        lengths[0] = steps
+        sizes = (lengths[None] > torch.arange(steps)[:, None]).sum(1)
+        offsets = torch.tensor([0, *sizes.cumsum(0).tolist()], dtype=torch.int32)
+        rows = int(offsets[-1])
+    weight, mask = torch.randn(gates * hidden, hidden, dtype=F64) / hidden**0.5, None
+    if block is not None:
+        mask = random_mask(gates, hidden, block, density)
+        if diagonal:
+            mask |= torch.eye(hidden, dtype=torch.bool).repeat(gates, 1)
+        weight *= mask
+    h0 = torch.randn(batch, hidden, dtype=F64)
+    c0 = torch.randn(batch, hidden, dtype=F64) if cell == "lstm" else None
+    projected, bias = torch.randn(rows, gates * hidden, dtype=F64), torch.randn(gates * hidden, dtype=F64)
+    return projected, h0, c0, weight, bias, mask, offsets
+
+
+def plan_of(block):
+    return DENSE if block is None else Plan("sparse" if block == (1, 1) else "block", 0, 0, 0, "a test", block)
+
+
+def to(dtype, tensors):
+    return [x.to(dtype, copy=True) if x is not None and x.dtype == F64 else x for x in tensors]
+
+
+def run(layer, grads, batch, cell, reverse, plan, dtype=F64, kernels=cpu):
+    """What forward and backward return, the backward as the operator calls it after a forward of the reference."""
+    args = to(dtype, layer)
+    forward = kernels.forward(*args, batch, cell, reverse, plan, True)
+    exact = reference.forward(*layer, batch, cell, reverse, None, True)
+    projected, h0, c0, weight, bias, mask, offsets = layer
+    h_prev = reference.previous(exact[0], h0, offsets, batch, reverse)
+    arguments, candidate, hidden = projected + h_prev @ weight.T + bias, None, weight.shape[1]
+    if cell == "gru":
+        arguments[:, 2 * hidden :] = projected[:, 2 * hidden :]
+        candidate = h_prev @ weight[2 * hidden :].T + bias[2 * hidden :]
+    pre = exact[0] if cell.startswith("rnn") else arguments
+    saved = to(dtype, [pre, candidate, h_prev, exact[3], c0, weight, mask, *grads])
+    gradients = kernels.backward(*saved, offsets, batch, cell, reverse, plan)
+    kept = [args[0], forward[3]] if kernels is cpu else [arguments, candidate if cell == "gru" else exact[3]]
+    return *forward[:3], *([] if cell.startswith("rnn") else kept), *gradients
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("cell", "dtype", "block", "density", "batch", "hidden"), LAYERS)
+def test_layers_equal_the_loop_over_time(cell, dtype, block, density, batch, hidden, packed):
+    torch.manual_seed(0)
+    for steps, some, reverse in ((1, True, False), (13, True, True), (6, False, False)):
+        layer = random_layer(cell, block, density, batch, hidden, steps, packed, diagonal=steps == 13)
+        grads = [torch.randn(len(layer[0]), hidden, dtype=F64), *torch.randn(2, batch, hidden, dtype=F64)]
+        if cell != "lstm":
+            grads[2] = None
+        if not some:
+            layer, grads = (layer[0], None, None, *layer[3:]), [None, grads[1], None]
+        how = grads, batch, cell, reverse
+        expected = run(layer, *how, DENSE, kernels=reference)
+        for got, want in zip(run(layer, *how, plan_of(block), dtype), expected, strict=True):
+            close(got, want, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("block", [None, (16, 1), (8, 4), (1, 1)])
+@pytest.mark.parametrize("batch", [1, 5, 16])
+def test_results_do_not_depend_on_the_number_of_threads(monkeypatch, block, batch):
+    torch.manual_seed(0)
+    monkeypatch.setattr(kernel_threads, "PARALLEL", 0)
+    layer = random_layer("gru", block, 0.3, batch, 48, 20, packed=True)
+    grads = torch.randn(len(layer[0]), 48, dtype=F64), None, None
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3, 7):
+            torch.set_num_threads(threads)
+            results.append(run(layer, grads, batch, "gru", True, plan_of(block), F32))
+    finally:
+        torch.set_num_threads(before)
+    for other in results[1:]:
+        assert all(x is y is None or torch.equal(x, y) for x, y in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("block", [(16, 1), (8, 4), (1, 1)])
+@pytest.mark.parametrize("where", ["state", "input", "gradient"])
+def test_what_is_not_finite_spreads_as_in_a_dense_layer(block, bad, where):
+    torch.manual_seed(0)
+    layer = random_layer("rnn_relu", block, 0.3, 2, 16, 5, packed=False)
+    grads = [torch.randn(10, 16, dtype=F64), None, None]
+    clean = run(layer, grads, 2, "rnn_relu", False, plan_of(block))
+    {"state": layer[1], "input": layer[0], "gradient": grads[0]}[where][1, 3:9] = bad
+    got = run(layer, grads, 2, "rnn_relu", False, plan_of(block))
+    expected = run(layer, grads, 2, "rnn_relu", False, DENSE)
+    assert not all(x is None or x.isfinite().all() for x in expected)
+    for x, y, z in zip(got, expected, clean, strict=True):
+        if x is not None:
+            torch.testing.assert_close(x, y, equal_nan=True, rtol=1e-11, atol=1e-11)
+            torch.testing.assert_close(x[::2], z[::2], rtol=1e-11, atol=1e-11)  # the other sequence
+
+
+def test_what_a_pruned_forward_has_overwritten_is_there_for_the_dense_one():
+    torch.manual_seed(0)
+    layer = random_layer("gru", (16, 1), 0.3, 2, 16, 5, packed=False)
+    layer[0][7, 40] = math.nan  # at the fourth step
+    results = []
+    for plan in (plan_of((16, 1)), DENSE):
+        projected = layer[0].clone()
+        results.append((*cpu.forward(projected, *layer[1:], 2, "gru", False, plan, True), projected))
+    assert results[0][0].isnan().any()
+    for x, y in zip(*results, strict=True):
+        torch.testing.assert_close(x, y, equal_nan=True, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("block", [(16, 1), (1, 1)])
+def test_weights_and_masks_are_those_of_the_call(monkeypatch, block):
+    monkeypatch.setattr(cpu, "FEW_STEPS", dict.fromkeys(GATES, -100))
+    operators._plan_dense.cache_clear()
+    torch.manual_seed(0)
+    layer = ostinato.prune(ostinato.GRU(5, 32, dtype=F64), 0.1, block=block)
+    x = torch.randn(9, 1, 5, dtype=F64)
+    assert layer.plan(1).path == ("sparse" if block == (1, 1) else "block")
+    for change in (
+        lambda: layer.weight_hh_l0.data.mul_(2),
+        lambda: layer.weight_hh_l0.detach().numpy().__imul__(0.7),
+        lambda: layer.mask_hh_l0.logical_and_(torch.rand(96, 32) < 0.5),
+    ):
+        with torch.no_grad():
+            before = layer(x)[0]
+            change()
+            got = layer(x)[0]
+            other = torch.nn.GRU(5, 32, dtype=F64)
+            other.load_state_dict({k: v for k, v in layer.state_dict().items() if "mask" not in k})
+            other.weight_hh_l0 *= layer.mask_hh_l0
+            close(got, other(x)[0], 1e-12)
+            assert (got - before).abs().max() > 1e-6
+    operators._plan_dense.cache_clear()
+
+
+PLANS = {  # cell, H, B, dtype, training, steps
+    ("gru", 256, 1, F32, False, 1000): "dense",
+    ("gru", 256, 16, F32, True, None): "dense",
+    ("gru", 1024, 16, F32, True, 200): "dense",
+    ("gru", 1024, 1, F32, False, 200): "steps",
+    ("gru", 64, 1, F32, False, 1): "steps",
+    ("gru", 64, 1, F32, False, 11): "steps",
+    ("gru", 64, 1, F32, True, 11): "dense",
+    ("gru", 64, 1, F32, False, 12): "dense",
+    ("lstm", 256, 1, F32, True, 1000): "steps",
+    ("lstm", 256, 16, F32, False, 200): "steps",
+    ("lstm", 256, 16, F32, True, 200): "dense",
+    ("lstm", 256, 1, F64, False, 1000): "dense",
+    ("gru", 64, 1, torch.bfloat16, False, 100): "steps",
+}
+
+
+def test_plans():
+    for (cell, hidden, batch, dtype, training, steps), path in PLANS.items():
+        plan = cpu.make_plan(cell, hidden, batch, dtype, None, None, training, steps)
+        assert plan.path == path, plan
+        assert plan.reason
+    mask = random_mask(3, 64, (16, 1), 0.1)
+    layer = "gru", 64, 4, F32, mask
+    assert cpu.make_plan(*layer, (16, 1), True, 100)[::5] == ("block", (16, 1))
+    assert cpu.make_plan(*layer, (1, 1), True, 100).path == "dense"
+    assert cpu.make_plan(*layer, (16, 1), False, 1).path == "steps"
+    assert cpu.make_plan(*layer, (1, 1), True, 1, None, "sparse")[::5] == ("sparse", (1, 1))
+    assert cpu.make_plan(*layer, (1, 1), True, 1, None, "dense").path == "dense"
+    assert cpu.make_plan("gru", 64, 4, F32, torch.ones_like(mask), (16, 1), True, 100).path == "dense"
+    with pytest.raises(ValueError, match="path must be 'dense' or 'sparse'; got 'block'"):
+        cpu.make_plan(*layer, (1, 1), True, 100, None, "block")
+
+
+def test_tiles_fill_the_registers():
+    for tile, dtype in itertools.product(cpu_loops.TILES, (F32, F64)):
+        assert cpu_loops.panel_rows(cpu.NUMPY_DTYPES[dtype], tile) * dtype.itemsize % 64 == 0
+        assert 1 <= cpu_loops.vectors_of(tile) * tile <= 16
