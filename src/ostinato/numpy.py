@@ -163,20 +163,15 @@ class _Cell:
 class _CellCPU(_Cell):
     """A cell on the CPU.  One step is so little work that NumPy does it at once; whole sequences go to the layer."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        # The parameters' own memory: what is assigned to them is seen.
-        self._weight = self._layer.get_parameter("weight_ih_l0").numpy().T
-        self._bias = self._layer.get_parameter("bias_ih_l0").numpy()
-
     def _steps(self, x: Array, h: Array | None) -> Array:
         states = np.empty((*x.shape[:-1], self.hidden_size), self.dtype)
         if h is None:
             h = np.zeros((*x.shape[:-2], self.hidden_size), self.dtype)
         candidate_state = _CANDIDATES[self.candidate]
+        weight, bias = (getattr(self._layer, name).numpy() for name in ("weight_ih_l0", "bias_ih_l0"))
         with np.errstate(over="ignore"):  # 1 / (1 + inf) is the 0 that it should be
             for t in range(x.shape[-2]):
-                pre = x[..., t, :] @ self._weight + self._bias
+                pre = x[..., t, :] @ weight.T + bias
                 keep, mix = self._gates(pre[..., : -self.hidden_size])
                 h = keep * h + mix * candidate_state(pre[..., -self.hidden_size :])
                 states[..., t, :] = h
