@@ -215,9 +215,9 @@ def _share(weight_hh: Tensor, batch: int, length: int, plan: Plan) -> _Share:
 def _dense_panels(weight: Tensor, tile: int) -> _Weights:
     """A matrix cut into panels of rows, (panels, columns, rows of a panel)."""
     rows = cpu_loops.panel_rows(NUMPY_DTYPES[weight.dtype], tile)
-    padded = F.pad(weight, (0, 0, 0, -len(weight) % rows))
-    panels = padded.view(-1, rows, weight.shape[1]).transpose(1, 2).contiguous()
-    return _Weights("dense", 1, len(padded), min(weight.shape), 0, {"weights": panels})
+    transposed = F.pad(weight.T.contiguous(), (0, -len(weight) % rows))  # two fast copies for a slow one
+    panels = transposed.view(weight.shape[1], -1, rows).transpose(0, 1).contiguous()
+    return _Weights("dense", 1, transposed.shape[1], min(weight.shape), 0, {"weights": panels})
 
 
 def _entries(make: Callable[..., Entries], mask_hh: Tensor | None, plan: Plan, gates: int) -> Entries:
