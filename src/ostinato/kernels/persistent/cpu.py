@@ -46,6 +46,8 @@ def make_plan(
         entries = None if density == 1 else "sparse" if block == (1, 1) else "block"
     if path is None:
         densest = DENSEST_BLOCKS[training] if entries == "block" else DENSEST_ROWS[batch > 1]
+        if cell == "lstm" and dtype == torch.float32:  # against oneDNN's and not our own dense loops
+            densest /= 2 if entries == "block" else 4
         path = entries if entries is not None and density <= densest else "dense"
         if reason := _why_torch(cell, hidden_size, batch, dtype, path == "dense", training, steps):
             return no_kernel(reason)
@@ -65,9 +67,11 @@ def _why_torch(
         return f"{steps} steps a call are not worth preparing the weights; {few} are"
     if not dense:
         return None
-    if cell == "lstm" and dtype == torch.float32 and not (training and batch >= 8 and hidden_size <= 512):
-        return "oneDNN's LSTM, which torch calls, is faster"
-    if batch < 8 and hidden_size > 256:
+    if cell == "lstm" and dtype == torch.float32:
+        large = batch >= 16 and 256 <= hidden_size <= 512 and (steps is None or batch * steps >= 3000)
+        if not (training and large):
+            return "oneDNN's LSTM, which torch calls, is faster"
+    if batch < (4 if training else 8) and hidden_size > 256:
         return "a step of few sequences is mostly reading weights, which torch does in all threads"
     return None
 
