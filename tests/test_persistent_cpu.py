@@ -204,6 +204,9 @@ PLANS = {  # cell, H, B, dtype, training, steps
     ("lstm", 256, 1, F32, True, 1000): "steps",
     ("lstm", 256, 16, F32, False, 200): "steps",
     ("lstm", 256, 16, F32, True, 200): "dense",
+    ("lstm", 256, 8, F32, True, 64): "steps",
+    ("gru", 512, 4, F32, True, 200): "dense",
+    ("gru", 512, 4, F32, False, 200): "steps",
     ("lstm", 256, 1, F64, False, 1000): "dense",
     ("gru", 64, 1, torch.bfloat16, False, 100): "steps",
 }

@@ -39,7 +39,7 @@ def gradient_of_weight(grad: Tensor, x: Tensor) -> Tensor:
     width, channels = grad.shape[1], x.shape[1]
     if x.device.type != "cpu" or grad.dtype != x.dtype or not _is_faster_convolved(x, width):
         return grad.T @ x
-    weight = x.new_empty(1).expand(width, channels, 1, 1)  # of which only the shape is looked at
+    weight = x.new_empty(width, channels, 1, 1)  # of which only the shape is looked at
     ones, zeros = [1, 1], [0, 0]
     convolution = None, ones, zeros, ones, False, zeros, 1, [False, True, False]
     return torch.ops.aten.convolution_backward(_pixels(grad), _pixels(x), weight, *convolution)[1][:, :, 0, 0]

@@ -46,6 +46,8 @@ def make_plan(
         entries = None if density == 1 else "sparse" if block == (1, 1) else "block"
     if path is None:
         densest = DENSEST_BLOCKS[training] if entries == "block" else DENSEST_ROWS[batch > 1]
+        if cell == "lstm" and dtype == torch.float32:  # against oneDNN's and not our own dense loops
+            densest /= 2 if entries == "block" else 4
         path = entries if entries is not None and density <= densest else "dense"
         if reason := _why_torch(cell, hidden_size, batch, dtype, path == "dense", training, steps):
             return no_kernel(reason)
@@ -65,9 +67,11 @@ def _why_torch(
         return f"{steps} steps a call are not worth preparing the weights; {few} are"
     if not dense:
         return None
-    if cell == "lstm" and dtype == torch.float32 and not (training and batch >= 8 and hidden_size <= 512):
-        return "oneDNN's LSTM, which torch calls, is faster"
-    if batch < 8 and hidden_size > 256:
+    if cell == "lstm" and dtype == torch.float32:
+        large = batch >= 16 and 256 <= hidden_size <= 512 and (steps is None or batch * steps >= 3000)
+        if not (training and large):
+            return "oneDNN's LSTM, which torch calls, is faster"
+    if batch < (4 if training else 8) and hidden_size > 256:
         return "a step of few sequences is mostly reading weights, which torch does in all threads"
     return None
 
@@ -215,9 +219,9 @@ def _share(weight_hh: Tensor, batch: int, length: int, plan: Plan) -> _Share:
 def _dense_panels(weight: Tensor, tile: int) -> _Weights:
     """A matrix cut into panels of rows, (panels, columns, rows of a panel)."""
     rows = cpu_loops.panel_rows(NUMPY_DTYPES[weight.dtype], tile)
-    padded = F.pad(weight, (0, 0, 0, -len(weight) % rows))
-    panels = padded.view(-1, rows, weight.shape[1]).transpose(1, 2).contiguous()
-    return _Weights("dense", 1, len(padded), min(weight.shape), 0, {"weights": panels})
+    transposed = F.pad(weight.T.contiguous(), (0, -len(weight) % rows))  # two fast copies for a slow one
+    panels = transposed.view(weight.shape[1], -1, rows).transpose(0, 1).contiguous()
+    return _Weights("dense", 1, transposed.shape[1], min(weight.shape), 0, {"weights": panels})
 
 
 def _entries(make: Callable[..., Entries], mask_hh: Tensor | None, plan: Plan, gates: int) -> Entries:
