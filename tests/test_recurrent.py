@@ -942,7 +942,9 @@ def test_gpu_autocast_and_training():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("change", [change for change in CHANGES if change != "another process"])  # shares no GPU memory
+@pytest.mark.parametrize(
+    "change", [change for change in CHANGES if change != "another process"]
+)  # shares no GPU memory
 def test_gpu_changed_weights_are_noticed(change):
     torch.manual_seed(0)
     layer = pruned("GRU", 5, 32, device="cuda")
