@@ -24,8 +24,9 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
 import ostinato
-from ostinato.kernels.persistent import operators, reference
+from ostinato.kernels.persistent import cpu, operators, reference
 from ostinato.kernels.persistent.plan import Plan, no_kernel
+from ostinato.masks import masked
 
 CELLS = {"RNN": {}, "relu": {"nonlinearity": "relu"}, "GRU": {}, "LSTM": {}}
 BLOCKS = [(1, 1), (16, 1), (8, 4)]
@@ -33,21 +34,35 @@ BLOCKS = [(1, 1), (16, 1), (8, 4)]
 
 @pytest.fixture(autouse=True, params=["reference"])
 def kernels(request, monkeypatch):
-    """Who computes what a kernel fits: the loop over time that defines them all, or the device's own."""
-    if request.param == "reference" and not request.node.get_closest_marker("gpu"):
-        use_reference(monkeypatch)
+    """Who computes what a kernel fits: the loop over time that defines it, or the CPU's loops, whatever they plan."""
+    if request.param != "as planned" and not request.node.get_closest_marker("gpu"):
+        use_kernels(monkeypatch, {"reference": reference, "the CPU's": cpu}[request.param])
     yield
     operators._plan_dense.cache_clear()
 
 
-def use_reference(monkeypatch):
-    plan = Plan("dense", 1, 1, 1, "a test")
-    stand_in = SimpleNamespace(**{**vars(reference), "make_plan": lambda *_: plan})
+def use_kernels(monkeypatch, module):
+    def make_plan(cell, hidden_size, batch, dtype, mask_hh, block, *_):
+        if module is cpu and dtype not in (torch.float32, torch.float64):
+            return no_kernel("another dtype")
+        path = "dense" if block is None or mask_hh.all() else "sparse" if block == (1, 1) else "block"
+        return Plan(path, 1, 1, 1, "a test", block)
+
+    stand_in = SimpleNamespace(**(vars(module) | {"make_plan": make_plan}))
     monkeypatch.setattr(operators, "kernels_on", lambda device: stand_in)
     operators._plan_dense.cache_clear()
 
 
-with_own_kernels = pytest.mark.parametrize("kernels", ["own"], indirect=True)
+@pytest.fixture
+def fresh_compiler():
+    """PyTorch's gives up on code that it has compiled too often, by whatever test."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def by(*which):
+    return pytest.mark.parametrize("kernels", which, indirect=True)
 
 
 def make(cell, *args, where=ostinato, **options):
@@ -156,6 +171,7 @@ def test_dense_is_torch(cell):
                 assert_same(layer(x, hx), other(x, hx), 1e-6)
 
 
+@by("reference", "the CPU's")
 @pytest.mark.parametrize("cell", CELLS)
 def test_error_against_float64_is_no_larger_than_torchs(cell):
     torch.manual_seed(0)
@@ -213,6 +229,7 @@ def assert_same_gradients(layer, other, *call, tolerance=1e-11, **options):
         assert mask is None or not ours[~mask].any()
 
 
+@by("reference", "the CPU's")
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("block", [None, (16, 1), (1, 1)])
 @pytest.mark.parametrize("cell", CELLS)
@@ -343,12 +360,12 @@ def test_autocast_computes_in_its_dtype_and_trains_float32(cell, scaler):
         assert (old.double() - parameter.double() - truth.grad).abs().max() < 0.03 * largest
 
 
+@by("the CPU's")
 @pytest.mark.parametrize("options", [{}, {"num_layers": 2, "bidirectional": True, "batch_first": True}])
 @pytest.mark.parametrize("cell", CELLS)
-def test_compiled_in_one_graph(cell, options):
+def test_compiled_in_one_graph(cell, options, fresh_compiler):
     """Which PyTorch allows for these classes where its ``allow_rnn`` says so."""
     torch.manual_seed(0)
-    torch._dynamo.reset()
     layer = pruned(cell, 5, 16, **options)
     x, hx = inputs(layer, 3)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
@@ -361,6 +378,7 @@ def test_compiled_in_one_graph(cell, options):
             assert_same(compiled(x, hx), layer(x, hx), 1e-6)
 
 
+@by("the CPU's")
 def test_export():
     layer = pruned("LSTM", 5, 16, bidirectional=True)
     auto = torch.export.Dim.AUTO
@@ -431,22 +449,7 @@ def test_weights_put_in_the_parameters_place(kernel, monkeypatch):
     assert_same(copy.deepcopy(layer)(x, hx), twin(layer)(x, hx), 1e-12)
 
 
-def test_as_much_is_kept_for_the_backward_as_said():
-    """The input, every h, and an LSTM's every c."""
-    layer = ostinato.LSTM(5, 8)
-    x, hx = inputs(layer, 3, length=50)
-    kept = {}
-
-    def keep(x):
-        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        layer(x, hx)
-    sizes = sum(parameter.nbytes for parameter in layer.parameters()) + sum(state.nbytes for state in hx)
-    assert sum(kept.values()) == x.nbytes + 2 * 50 * 3 * 8 * 4 + sizes
-
-
+@by("the CPU's")
 @pytest.mark.parametrize("cell", CELLS)
 def test_tensors_that_are_not_contiguous(cell):
     torch.manual_seed(0)
@@ -501,7 +504,7 @@ def in_one_of_two_processes(rank, file, by_torch, errors):
         if by_torch:
             patch.setattr(ostinato.GRU, "_plan", lambda *_: no_kernel("a test"))
         else:
-            use_reference(patch)
+            use_kernels(patch, cpu)
         x = torch.randn(5, 6, 4, 5, generator=torch.Generator().manual_seed(1))
         mesh = init_device_mesh("cpu", (2,))
         for wrap in (nn.parallel.DistributedDataParallel, lambda layer: fully_shard(layer, mesh=mesh)):
@@ -545,6 +548,7 @@ def test_gradient_of_input_and_state_when_weights_have_none():
     assert not layer(x, hx)[0].requires_grad
 
 
+@by("reference", "the CPU's")
 @pytest.mark.parametrize("cell", CELLS)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_not_finite_spreads_as_in_torch(cell, value):
@@ -584,6 +588,20 @@ def test_a_pruned_weight_does_not_count_whatever_it_holds():
         with torch.set_grad_enabled(grad):
             for ours, theirs in zip(flat(layer(x, hx)), expected, strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_masked_weights_are_the_same_with_and_without_gradient(dtype):
+    layer = pruned("GRU", 5, 32).to(dtype)
+    with torch.no_grad():
+        odd = torch.tensor([float("nan"), float("inf"), -0.0, 1.5], dtype=dtype)
+        layer.weight_hh_l0.copy_(odd.repeat(layer.weight_hh_l0.numel() // 4).view_as(layer.weight_hh_l0))
+        ours = masked(layer, "weight_hh_l0")
+        assert not ours.requires_grad
+    expected = masked(layer, "weight_hh_l0")
+    assert expected.requires_grad
+    torch.testing.assert_close(ours, expected.detach(), rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(ours[~layer.mask_hh_l0], torch.zeros_like(ours[~layer.mask_hh_l0]))
 
 
 def step_of_optimiser(layer, x):
@@ -646,6 +664,7 @@ def without_inference(change):
     return "optimiser" in change or change in ("data edited", "another process")
 
 
+@by("the CPU's")
 @pytest.mark.parametrize(
     ("change", "inference"),
     [(change, mode) for change in CHANGES for mode in (False, True) if not mode or not without_inference(change)],
@@ -720,6 +739,7 @@ def test_copies_and_pickles_after_use():
             assert_uses_kernel(other)
 
 
+@by("the CPU's")
 def test_the_same_call_gives_the_same_bits_in_many_threads_and_after_a_fork():
     torch.manual_seed(0)
     layer = pruned("GRU", 64, 256, density=0.1)
@@ -755,7 +775,7 @@ def call_in_child(layer, x, hx, expected):
 
 
 @pytest.mark.filterwarnings("ignore")  # tracing is deprecated, and warns of every branch
-def test_graph_breaks_and_traces():
+def test_graph_breaks_and_traces(fresh_compiler):
     layer = pruned("GRU", 5, 32)
     other, (x, _) = twin(layer), inputs(layer, 2)
     with torch.no_grad():
@@ -764,7 +784,7 @@ def test_graph_breaks_and_traces():
         assert_same(torch.jit.trace(layer, (x,))(x), expected, 1e-6)
 
 
-@with_own_kernels
+@by("as planned")
 def test_narrow_dtypes_are_torchs():
     for dtype in (torch.bfloat16, torch.float16):
         layer = pruned("GRU", 5, 32).to(dtype)
@@ -778,23 +798,42 @@ def test_narrow_dtypes_are_torchs():
         assert_same(layer(x), other(x), 0)
 
 
-@with_own_kernels
+@by("as planned")
 def test_plan():
     layer = ostinato.GRU(5, 32)
     assert layer.plan(1) == Plan("dense", 0, 0, 0, "the weights stay in the CPU's caches for all steps")
     for block, path in (((16, 1), "block"), ((8, 4), "block"), ((1, 1), "sparse")):
-        plan = ostinato.prune(layer, 0.1, block=block).plan(1, training=True)
-        assert plan.path == path
-        assert plan.reason.endswith("% of the weights are left, and only these are read")
+        for training in (False, True):
+            plan = ostinato.prune(layer, 0.03, block=block).plan(1, training=training, steps=100)
+            assert plan.path == path
+            assert plan.reason.endswith("% of the weights are left, and only these are read")
         assert layer.plan(1, steps=1).path == "steps"
-    assert layer.plan(1, torch.bfloat16).path == "steps"
+    for dtype in (torch.bfloat16, torch.float16):
+        plan = layer.plan(1, dtype)
+        assert plan.path == "steps"
+        assert str(dtype) in plan.reason
+    assert layer.to("meta").plan(1).reason == "layers on meta run in torch's own kernels"
+    layer = pruned("GRU", 5, 32)
     with torch.device("meta"), torch.no_grad():  # a default device is for the user's tensors
         layer(torch.zeros(30, 1, 5, device="cpu"))
-    assert ostinato.prune(layer, 0.9).plan(1).path == "dense"
+    assert ostinato.prune(ostinato.GRU(5, 32), 0.9).plan(1).path == "dense"
     with pytest.raises(ValueError, match="batch must be at least 1; got 0"):
         layer.plan(0)
+    with pytest.raises(ValueError, match="steps must be at least 1; got -2"):
+        layer.plan(1, steps=-2)
     with pytest.raises(TypeError, match=r"dtype must be a torch\.dtype; got 'float32'"):
         layer.plan(1, "float32")
+
+
+def test_torch_runs_all_layers_or_none(monkeypatch):
+    def make_plan(cell, hidden_size, batch, dtype, mask_hh, *_):
+        return Plan("dense", 1, 1, 1, "dense") if mask_hh is None else no_kernel("pruned")
+
+    monkeypatch.setattr(operators.kernels_on(torch.device("cpu")), "make_plan", make_plan)
+    layer = ostinato.GRU(5, 8, 2)
+    assert layer.plan(1).reason == "dense"
+    layer.register_buffer("mask_hh_l1", torch.ones_like(layer.weight_hh_l1, dtype=torch.bool))
+    assert layer.plan(1).reason == "pruned"
 
 
 BAD = {

@@ -4,16 +4,19 @@ The mask of a parameter such as ``weight_hh_l0`` is a buffer of its module, ``ma
 is kept, so that it is saved, moved and copied with the module.  Layers read their weights through :func:`masked`.
 """
 
+import functools
 import weakref
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ostinato.kernels.dispatch import is_eager
 from ostinato.kernels.persistent.masks import BLOCKS, derived_from
-from ostinato.optimizers import after_every_step
 
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of pruned parameters: their modules and names
 
 
@@ -44,27 +47,31 @@ def masked(module: nn.Module, name: str) -> Tensor:
     weight, mask = getattr(module, name), mask_of(module, name)
     if mask is None:
         return weight
-    if weight.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        keep_pruned(module, name)
-    if weight.device.type == "cpu" and not torch.is_grad_enabled() and is_eager([weight]):
-        # By bits, at the memory's speed, where `where` takes a number at a time: one step of a layer waits for it.
-        bits = derived_from(mask, weight.itemsize, lambda: -mask.to(_INTEGERS[weight.itemsize]))
-        return weight.view(bits.dtype).bitwise_and(bits).view(weight.dtype)
+    if weight.requires_grad and torch.is_grad_enabled():
+        if not torch.compiler.is_compiling():
+            keep_pruned(module, name)
+    elif weight.device.type == "cpu" and is_eager([weight, mask]):
+        # Many numbers at a time, where torch.where takes one, and longer than a step of the layer does.
+        integers = _INTEGERS[weight.itemsize]
+        bits = derived_from(mask, integers, lambda: -mask.to(integers))  # all ones where a weight is kept
+        return torch.bitwise_and(weight.view(integers), bits).view(weight.dtype)
     return torch.where(mask, weight, 0.0)
-
-
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def keep_pruned(module: nn.Module, name: str) -> None:
     """Set the pruned weights to zero after each step of any optimiser, whose momentum may be older than the mask."""
     _owners[getattr(module, name)] = weakref.ref(module), name
-    after_every_step(_zero_pruned)
+    _watch_optimizers()
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_post_hook(_zero_pruned)
 
 
 @torch.no_grad()
-def _zero_pruned(parameters: list[Tensor]) -> None:
-    for parameter in parameters:
+def _zero_pruned(optimizer: Optimizer, *_: Any) -> None:
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         if parameter in _owners:
             owner, name = _owners[parameter]
             module = owner()

@@ -90,10 +90,13 @@ class _Recurrent(nn.RNNBase):
 
     def _weights(self) -> list[Tensor]:
         """All parameters in torch.nn's order, zero where they are pruned."""
-        if self._buffers:
-            return [masked(self, name) for name in self._flat_weights_names]
         own: Any = self._parameters  # found faster than through the module, which knows parametrized ones too
-        return [own[name] if name in own else getattr(self, name) for name in self._flat_weights_names]
+        weights = [own[name] if name in own else getattr(self, name) for name in self._flat_weights_names]
+        if self._buffers:
+            for i, name in enumerate(self._flat_weights_names):
+                if mask_name(name) in self._buffers:
+                    weights[i] = masked(self, name)
+        return weights
 
     def _plan(self, device: torch.device, batch: int, dtype: torch.dtype, training: bool, steps: int | None) -> Plan:
         directions = 2 if self.bidirectional else 1
@@ -248,12 +251,12 @@ class RNN(_Recurrent, nn.RNN):
 
     .. math:: h_t = \phi(W_{ih} x_t + b_{ih} + W_{hh} h_{t-1} + b_{hh}), \quad \phi = \tanh \text{ or relu}
 
-    Arguments, parameters, ``state_dict``, inputs, outputs and errors are :class:`torch.nn.RNN`'s, and so is the
-    training.  Where no gradient is asked for, pruned layers on the CPU and all layers on an NVIDIA GPU run in
-    kernels that keep the recurrent weights close to the processor for the whole sequence (Zhu et al. 2018,
-    "Sparse Persistent RNNs", arXiv 1804.10223); :meth:`plan` tells.  See :func:`ostinato.prune`, which adds a
-    buffer with the mask of each pruned weight, ``mask_hh_l{k}`` and ``mask_ih_l{k}``; ``load_state_dict`` makes
-    them as needed.
+    Arguments, parameters, ``state_dict``, inputs, outputs, gradients and errors are :class:`torch.nn.RNN`'s.  On
+    CPUs and NVIDIA GPUs layers run and train in kernels that keep the recurrent weights close to the processor
+    for the whole sequence (Zhu et al. 2018, "Sparse Persistent RNNs", arXiv 1804.10223), where one fits;
+    :meth:`plan` tells.  The parameters are read at every call.  See :func:`ostinato.prune`, which adds a buffer
+    with the mask of each pruned weight, ``mask_hh_l{k}`` and ``mask_ih_l{k}``; ``load_state_dict`` makes them as
+    needed.
 
     Example:
         >>> import torch, ostinato

@@ -72,7 +72,8 @@ def can_take(tensors: list[Tensor]) -> bool:
 
 
 # recurrent_layer(x, h0, c0, weight_ih, weight_hh, bias_ih, bias_hh, mask_hh, offsets, batch, cell, reverse, training,
-# path, directions) -> output, h_n, c_n, c; empty where there is none, and c unless training
+# path, directions) -> output, h_n, c_n, and what is kept for the backward, c and the gates' arguments; empty where
+# there is none
 
 
 def _choose(
@@ -83,14 +84,6 @@ def _choose(
     steps = len(x) // batch if offsets is None else len(offsets) - 1
     plan = plan_layer(mask_hh, x.device, cell, hidden, batch, x.dtype, training, steps, path, directions)
     return reference if plan.path == "steps" else kernels_on(x.device), plan
-
-
-def _run(kernels: Any, name: str, *args: Any) -> Any:
-    """Kernels that leave pruned weights out raise FloatingPointError where zero times infinity would be NaN."""
-    try:
-        return getattr(kernels, name)(*args)
-    except FloatingPointError:
-        return getattr(reference, name)(*args)
 
 
 def _as_given(function: Callable) -> Callable:
@@ -126,12 +119,12 @@ def _recurrent_layer(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     kernels, plan = _choose(x, mask_hh, offsets, batch, cell, weight_hh.shape[1], training, path, directions)
     projected = linear(x, weight_ih, bias_ih)
-    args = (projected, h0, c0, weight_hh, bias_hh, mask_hh, offsets, batch, cell, reverse, plan, training)
-    output, h_n, c_n, c = _run(kernels, "forward", *args)
+    args = projected, h0, c0, weight_hh, bias_hh, mask_hh, offsets, batch, cell, reverse, plan, training
+    output, h_n, c_n, c = kernels.forward(*args)
     wide = torch.promote_types(x.dtype, torch.float32)
     c_width, gates_width = _kept_widths(x, cell, weight_hh.shape[1], training)
     if c is None or not c_width:
-        c = x.new_zeros(len(x), c_width, dtype=wide)
+        c = x.new_empty(len(x), c_width, dtype=wide)
     return output, h_n, or_empty(c_n, x), c, projected if gates_width else x.new_empty(len(x), 0)
 
 
@@ -227,12 +220,9 @@ def _recurrent_layer_backward(
         pre, candidate = gates, c if gru else None
     else:
         pre, candidate = _arguments(x, h_prev, weight_ih, weight_hh, bias_ih, bias_hh, cell)
-    lstm = cell == "lstm"
-    grads, grad_h0, grad_c0 = _run(
-        kernels,
-        "backward",
-        *(pre, candidate, h_prev, c if lstm else None, c0, weight_hh, mask_hh),
-        *(grad_output, grad_h_n, grad_c_n, offsets, batch, cell, reverse, plan),
+    args = pre, candidate, h_prev, c if cell == "lstm" else None, c0, weight_hh, mask_hh
+    grads, grad_h0, grad_c0 = kernels.backward(
+        *args, grad_output, grad_h_n, grad_c_n, offsets, batch, cell, reverse, plan
     )
 
     # A GRU's grads are n's share of the hidden product, r, z, n's share of the input's: three neighbours for each.

@@ -1,4 +1,4 @@
-"""How a recurrent layer is run where no gradient is asked for: what the CPU's and the GPU's kernels plan alike."""
+"""How a recurrent layer is run: what the CPU's and the GPU's kernels plan alike."""
 
 from typing import Any, NamedTuple
 
