@@ -58,9 +58,6 @@ def masked(module: nn.Module, name: str) -> Tensor:
     return torch.where(mask, weight, 0.0)
 
 
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
 def keep_pruned(module: nn.Module, name: str) -> None:
     """Set the pruned weights to zero after each step of any optimiser, whose momentum may be older than the mask."""
     _owners[getattr(module, name)] = weakref.ref(module), name
