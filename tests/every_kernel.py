@@ -61,7 +61,7 @@ def minimal_and_scans():
                 layers(dtype, kernels)
 
 
-def recurrent():
+def recurrent(clusters=(1,)):
     pack = packing.pack
 
     def pack_on_cpu(mask, *rest):
@@ -69,22 +69,26 @@ def recurrent():
         return packed._replace(**{k: x.cuda() for k, x in packed._asdict().items() if isinstance(x, torch.Tensor)})
 
     persistent.pack = pack_on_cpu
-    for path, layer in test_persistent.LAYERS:
-        print("persistent layers:", path, *layer, flush=True)
+    for path, layer in sorted(test_persistent.LAYERS, key=lambda entry: entry[1][1]):  # by hidden size
         properties = torch.cuda.get_device_properties(0)
         back = test_persistent.candidates(path, *layer, properties=properties, backward=True)
-        for chosen in {g.cluster: g for g in back}.values():
+        for chosen in {g.cluster: g for g in back if g.cluster in clusters}.values():
+            print("persistent layers:", path, *layer, "cluster", chosen.cluster, flush=True)
             case = test_persistent.Case(path, *layer, back=chosen)
             for steps, reverse, with_state in ((6, False, True), (2, True, False)):
                 inputs = case.inputs(steps, with_state=with_state, packed=reverse)
-                case.forward(inputs, reverse)
-                persistent.backward(*case.gradients(inputs, reverse))
+                try:
+                    case.forward(inputs, reverse)
+                    persistent.backward(*case.gradients(inputs, reverse))
+                except MemoryError as error:  # only packing tells what fits
+                    print(error)
+                    break
             case.check()
 
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    parts = {"scan": minimal_and_scans, "persistent": recurrent}
+    parts = {"scan": minimal_and_scans, "persistent": recurrent, "clusters": lambda: recurrent((2, 4))}
     for part in sys.argv[1:] or parts:
         parts[part]()
     torch.cuda.synchronize()

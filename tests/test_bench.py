@@ -560,7 +560,8 @@ def test_training_on_a_gpu(work):
             continue  # whether packed sequences can be captured is cuDNN's affair
         assert row["max_error"] < 5e-3, name
         assert row["microseconds_a_step"] > 0, name
-    assert record["contestants"]["torch.nn"].get("plan") == ({"padded_batch": 8} if work.is_plain else None)
+    padded = record["contestants"]["torch.nn"].get("plan")  # where that is faster
+    assert padded is None or (work.is_plain and padded == {"padded_batch": 8})
 
 
 @pytest.mark.gpu

@@ -12,7 +12,7 @@ MARKERS = "osD^vPX*<>"
 
 def save(content: Record, path: Path) -> None:
     """Draw to an image file.  Raises ImportError without matplotlib."""
-    figure = ratios_of(content) if content["benchmark"] == "training-sweep" else figure_of(content)
+    figure = ratios_of(content) if content.get("benchmark") == "training-sweep" else figure_of(content)
     with replacing(path) as temporary:
         figure.savefig(temporary, dpi=150)
 
