@@ -4,10 +4,10 @@ Pruned layers are compared with torch.nn's holding the same weights, zeros inclu
 """
 
 import copy
-import os
 import io
 import itertools
 import multiprocessing
+import os
 import threading
 import warnings
 from types import SimpleNamespace
