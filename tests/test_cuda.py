@@ -218,7 +218,7 @@ def test_the_error_of_log_space_gradients_does_not_grow_with_length(rate, geomet
         want = torch.autograd.grad(ostinato.log_linear_scan(*wide, backend="reference")[1].sum(), wide)
         got = torch.autograd.grad(ostinato.log_linear_scan(*narrow)[1].sum(), narrow)
         for g, w in zip(got, want, strict=True):
-            assert relative_error(g, w) < 1e-5
+            assert relative_error(g, w) < 4e-5  # of states added up in float32, in whatever order a geometry has
         assert (got[1].double().sum(1) - 1).abs().max() < 2e-6
 
 
