@@ -65,13 +65,11 @@ def make_plan(
     layer = cell, hidden_size, batch, dtype, kept, block
     plan = min(
         (_plan_sizes(layer, index, path, training, not tf32, share) for share in {1, directions}),
-        key=lambda plan: (plan.path == "steps", _microseconds(plan, batch, directions)),
+        key=lambda plan: (plan.path == "steps", _microseconds(plan, batch, directions, index)),
     )
     if plan.path != "steps" and path is None:
-        ours, torchs = (
-            _microseconds(plan, batch, directions),
-            directions * _torchs_microseconds(cell, hidden_size, batch, dtype, training),
-        )
+        ours = _microseconds(plan, batch, directions, index)
+        torchs = directions * _torchs_microseconds(cell, hidden_size, batch, dtype, training)
         if ours > torchs:
             return no_kernel(f"about {ours:.0f} microseconds a step, where torch's kernels take about {torchs:.0f}")
     try:  # only the device tells what it holds, and only packing what fits
@@ -97,12 +95,11 @@ def _plan_sizes(layer: tuple, index: int, path: str | None, training: bool, exac
     return forward._replace(geometry=Geometries(forward.geometry, backward.geometry))
 
 
-def _microseconds(plan: Plan, batch: int, directions: int) -> float:
+def _microseconds(plan: Plan, batch: int, directions: int, index: int) -> float:
     """A step of all directions, estimated: beside each other where they fit, else one after the other."""
-    total = 0.0
+    processors, total = torch.cuda.get_device_properties(index).multi_processor_count, 0.0
     for geometry in plan.geometry or ():
         if geometry is not None:
-            processors = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
             together = geometry.blocks * geometry.groups * directions <= processors
             total += microseconds(geometry, batch) * (1 if together else directions)
     return total
