@@ -1,5 +1,6 @@
 """Recurrent layers on the CPU, dense and pruned: tensors in and out around the loops of ``cpu_loops.py``."""
 
+import ctypes
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from ostinato.kernels.threads import run_loop, threads_for
 FEW_STEPS = {"rnn_tanh": 24, "rnn_relu": 24, "gru": 8, "lstm": 32}
 DENSEST_BLOCKS = {False: 0.4, True: 0.3}  # by whether gradients are taken
 DENSEST_ROWS = {False: 0.15, True: 0.04}  # by whether there are several sequences
+DENSEST_STEP = {"block": 0.4, "sparse": 0.15}  # for one step of one sequence
 
 
 def make_plan(
@@ -32,6 +34,7 @@ def make_plan(
     steps: int | None,
     device: torch.device | None = None,
     path: str | None = None,
+    directions: int = 1,
     *_: Any,
 ) -> Plan:
     """How a layer runs on the CPU, whose caches hold what they can; see the GPU's for the arguments.
@@ -49,6 +52,8 @@ def make_plan(
         if cell == "lstm" and dtype == torch.float32:  # against oneDNN's and not our own dense loops
             densest /= 2 if entries == "block" else 4
         path = entries if entries is not None and density <= densest else "dense"
+        if batch == steps == directions == 1 and not training and path != "dense" and density <= DENSEST_STEP[path]:
+            return Plan(path, 0, 0, 0, f"{density:.0%} of the weights are left, and only these are read", block)
         if reason := _why_torch(cell, hidden_size, batch, dtype, path == "dense", training, steps):
             return no_kernel(reason)
     elif path not in ("dense", entries):
@@ -111,10 +116,8 @@ def forward(
         entries = _entries(forward_entries, mask_hh, plan, gates)
         untouched = projected.clone() if keep else None
     weights = _dense_panels(weight_hh, how.tile) if entries is None else _values(weight_hh, entries, gates)
-    bias = h.new_zeros(gates, hidden) if bias_hh is None else bias_hh.view(gates, hidden)
-    bias = F.pad(bias, (0, weights.padded - hidden)).flatten()
     arrays = {
-        "bias": F.pad(bias, (0, weights.row - len(bias))),
+        "bias": h.new_zeros(gates * hidden) if bias_hh is None else bias_hh.contiguous(),
         "sums": h.new_empty(batch, weights.row),
         "offsets": offsets,
         "projected": projected,
@@ -131,6 +134,66 @@ def forward(
         dense = plan._replace(path="dense")
         return forward(projected, h0, c0, weight_hh, bias_hh, mask_hh, offsets, batch, cell, reverse, dense, keep)
     return output, h, c if lstm else None, kept
+
+
+class Step:
+    """One step of one sequence through a pruned layer, with all prepared that depends on its mask and sizes.
+
+    Each weight is used once, so that it is read where the parameter has it.
+    """
+
+    def __init__(self, mask_hh: Tensor, plan: Plan, cell: str, dtype: torch.dtype) -> None:
+        hidden, gates = mask_hh.shape[1], GATES[cell]
+        entries = _entries(forward_entries, mask_hh, plan, gates)
+        kept, self._shape = mask_hh.flatten(), mask_hh.shape
+        places, diagonal = (
+            torch.where(kept[places], places, -1).to(torch.int32).contiguous()
+            for places in (entries.places, entries.diagonal)
+        )
+        self._loop = cpu_loops.forward(NUMPY_DTYPES[dtype], cell, False, entries.kind, entries.height, 1, True)
+        self._row = gates * entries.padded + (SLICE if entries.kind == "own" else 0)
+        self._no_bias = torch.zeros(gates * hidden, dtype=dtype, device="cpu")
+        self._kept_alive = places, diagonal, entries
+        self._work = cpu_loops.ForwardWork(
+            pieces=1,
+            group=1,
+            batch=1,
+            length=1,
+            hidden=hidden,
+            row=self._row,
+            padded=entries.padded,
+            slices=len(entries.starts) - 1,
+            places=places.data_ptr(),
+            diagonal=diagonal.data_ptr(),
+            columns=entries.columns.data_ptr(),
+            starts=entries.starts.data_ptr(),
+            rows=entries.rows.data_ptr(),
+            bias=self._no_bias.data_ptr(),
+        )
+
+    def __call__(
+        self, projected: Tensor, h: int, c: int, weight_hh: Tensor, bias_hh: Tensor | None, output: Tensor
+    ) -> bool:
+        """Write ``output`` and, at the addresses h and c, the next state; whether it is to be used.
+
+        It is not where something was not finite, which takes the pruned weights too, or where a tensor does not fit.
+        What ``weight_hh`` has where it is pruned is not looked at.
+        """
+        if (
+            weight_hh.shape != self._shape
+            or projected.numel() != self._shape[0]
+            or not weight_hh.is_contiguous()
+            or not (bias_hh is None or (bias_hh.numel() == self._shape[0] and bias_hh.is_contiguous()))
+        ):
+            return False
+        sums = projected.new_empty(self._row)
+        work = cpu_loops.ForwardWork.from_buffer_copy(self._work)
+        work.weights, work.projected, work.sums = weight_hh.data_ptr(), projected.data_ptr(), sums.data_ptr()
+        work.h, work.c, work.output = h, c, output.data_ptr()
+        if bias_hh is not None:
+            work.bias = bias_hh.data_ptr()
+        self._loop.ctypes(ctypes.addressof(work))
+        return not work.not_finite
 
 
 def backward(
