@@ -136,20 +136,33 @@ def forward(
     return output, h, c if lstm else None, kept
 
 
+def make_step(mask_hh: Tensor, plan: Plan, cell: str, dtype: torch.dtype) -> "Step | None":
+    """None for blocks that a pruned weight on the diagonal has made a hole in, which only masks made by hand have."""
+    entries = _entries(forward_entries, mask_hh, plan, GATES[cell])
+    if entries.kind == "shared":
+        first, rows = entries.places[:, :1], torch.arange(entries.height, device="cpu") * mask_hh.shape[1]
+        inside = first // mask_hh.shape[1] % mask_hh.shape[1] + rows // mask_hh.shape[1] < mask_hh.shape[1]
+        if not mask_hh.flatten()[(first + rows).where(inside, first)].all():
+            return None
+    return Step(mask_hh, entries, cell, dtype)
+
+
+def _kept_places(mask_hh: Tensor, places: Tensor) -> Tensor:
+    """Below 0 where the weight is pruned, and so stands for none."""
+    return torch.where(mask_hh.flatten()[places], places, -1)
+
+
 class Step:
     """One step of one sequence through a pruned layer, with all prepared that depends on its mask and sizes.
 
     Each weight is used once, so that it is read where the parameter has it.
     """
 
-    def __init__(self, mask_hh: Tensor, plan: Plan, cell: str, dtype: torch.dtype) -> None:
+    def __init__(self, mask_hh: Tensor, entries: Entries, cell: str, dtype: torch.dtype) -> None:
         hidden, gates = mask_hh.shape[1], GATES[cell]
-        entries = _entries(forward_entries, mask_hh, plan, gates)
-        kept, self._shape = mask_hh.flatten(), mask_hh.shape
-        places, diagonal = (
-            torch.where(kept[places], places, -1).to(torch.int32).contiguous()
-            for places in (entries.places, entries.diagonal)
-        )
+        self._shape = mask_hh.shape
+        places = entries.places[:, 0] if entries.kind == "shared" else _kept_places(mask_hh, entries.places)
+        places, diagonal = places.to(torch.int32), _kept_places(mask_hh, entries.diagonal).to(torch.int32)
         self._loop = cpu_loops.forward(NUMPY_DTYPES[dtype], cell, False, entries.kind, entries.height, 1, True)
         self._row = gates * entries.padded + (SLICE if entries.kind == "own" else 0)
         self._no_bias = torch.zeros(gates * hidden, dtype=dtype, device="cpu")

@@ -145,20 +145,39 @@ def _add_panel(typing_context, weights, count, x, x_b, out, out_b, live, vectors
 
 
 @intrinsic(prefer_literal=True)
-def _add_slice(typing_context, values, places, columns, begin, end, x, x_b, out, out_b, live, kind, height, tile):
+def _add_slice(
+    typing_context,
+    values,
+    places,
+    stride,
+    last_place,
+    columns,
+    begin,
+    end,
+    x,
+    x_b,
+    out,
+    out_b,
+    live,
+    kind,
+    height,
+    tile,
+):
     """Entries of pruned weights times the `live` of a tile of sequences b, for the kinds of ``cpu_entries.py``:
 
     shared: ``out[b, i] += sum_k values[k, i] * x[b, columns[k]]``
     own:    ``out[b, i]  = sum_k values[k, i] * x[b, columns[k, i]]``
     dots:   ``out[b]    += sum_k sum_i values[k, i] * x[b, columns[k] + i]``
 
-    If places are integers, values[k, i] is ``values[places[k, i]]``, or 0 where that place is below 0.
+    If places are integers, values are all weights as they lie in memory, and entry k has those at ``places[k, i]``, 0
+    where that place is below 0; of "shared" those at ``places[k] + i * stride``, up to the last: what more an entry
+    has then adds to sums that nobody reads.
     """
     direct = isinstance(places.dtype, types.Integer)
     what, rows, sequences = kind.literal_value, height.literal_value, tile.literal_value
 
     def generate(context, builder, signature, arguments):
-        values, places, columns, begin, end, x, x_b, out, out_b, live = arguments[:10]
+        values, places, stride, last_place, columns, begin, end, x, x_b, out, out_b, live = arguments[:12]
         int32, int64 = ir.IntType(32), ir.IntType(64)
         number = context.get_value_type(signature.args[0].dtype)
         vector = ir.VectorType(number, rows)
@@ -176,6 +195,14 @@ def _add_slice(typing_context, values, places, columns, begin, end, x, x_b, out,
             if not direct:
                 return builder.load(vector_at(values, first), align=size)
             result = ir.Constant(vector, ir.Undefined)
+            if what == "shared":
+                start = builder.sext(builder.load(builder.gep(places, [k])), int64)
+                for i in range(rows):
+                    place = builder.add(start, builder.mul(stride, int64(i)))
+                    place = builder.select(builder.icmp_signed(">", place, last_place), last_place, place)
+                    one = builder.load(builder.gep(values, [place]))
+                    result = builder.insert_element(result, one, int32(i))
+                return result
             for i in range(rows):
                 place = builder.load(builder.gep(places, [builder.add(first, int64(i))]))
                 place = builder.select(builder.icmp_signed("<", place, int32(0)), int32(0), place)
@@ -240,7 +267,19 @@ def _add_slice(typing_context, values, places, columns, begin, end, x, x_b, out,
                     builder.store(total, place, align=size)
         return context.get_dummy_value()
 
-    arrays = values, places, columns, types.int64, types.int64, values, types.int64, values, types.int64
+    arrays = (
+        values,
+        places,
+        types.int64,
+        types.int64,
+        columns,
+        types.int64,
+        types.int64,
+        values,
+        types.int64,
+        values,
+        types.int64,
+    )
     return types.void(*arrays, types.int64, kind, height, tile), generate
 
 
@@ -274,13 +313,16 @@ def _weight_at_of(values, places, index):
 def _add_entries(kind, height, tile, gates, hidden, entries, x, x_b, sums, row, live):
     """The same with pruned weights; those of kind "own" are summed in the last of a row before they are."""
     values, places, columns, starts, rows, slices, diagonal, padded = entries
-    spare = row - height
+    spare, last = row - height, gates * hidden * hidden - 1
     for s in range(slices):
         for b in range(0, live, tile):
             out = offset(sums, b * row + (spare if kind == "own" else s if kind == "dots" else s * height))
             states = offset(x, b * x_b)
             begin, end = starts[s], starts[s + 1]
-            _add_slice(values, places, columns, begin, end, states, x_b, out, row, live - b, kind, height, tile)
+            rest = live - b
+            _add_slice(
+                values, places, hidden, last, columns, begin, end, states, x_b, out, row, rest, kind, height, tile
+            )
         if kind == "own":
             for b in range(live):
                 for i in range(height):

@@ -70,8 +70,8 @@ def step_of(mask_hh: Tensor, cell: str, hidden_size: int, dtype: torch.dtype, pa
 
     def make() -> Any:
         plan = plan_layer(mask_hh, mask_hh.device, cell, hidden_size, 1, dtype, False, 1, path, 1)
-        prepares = plan.path in ("block", "sparse") and hasattr(kernels := kernels_on(mask_hh.device), "Step")
-        return kernels.Step(mask_hh, plan, cell, dtype) if prepares else None
+        prepares = plan.path in ("block", "sparse") and hasattr(kernels := kernels_on(mask_hh.device), "make_step")
+        return kernels.make_step(mask_hh, plan, cell, dtype) if prepares else None
 
     return derived_from(mask_hh, ("step", cell, hidden_size, dtype, path), make)
 
