@@ -762,6 +762,44 @@ def test_pruned_layers_one_step_at_a_time(cell, block, hidden):
 
 
 @by("as planned")
+@pytest.mark.parametrize("block", BLOCKS)
+def test_steps_in_several_threads_have_the_bits_of_one(block):
+    torch.manual_seed(0)
+    layer = pruned("GRU", 5, 48, block=block)
+    xs, results = torch.randn(4, 200, 1, 1, 5), {}
+
+    def walk(name, sequence):
+        hx = torch.zeros(1, 1, 48)
+        with torch.no_grad():
+            for x in sequence:
+                hx = layer(x, hx)[1]
+        results[name] = hx
+
+    threads = [threading.Thread(target=walk, args=(i, x)) for i, x in enumerate(xs)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i, x in enumerate(xs):
+        walk("alone", x)
+        assert torch.equal(results[i], results["alone"])
+
+
+@by("as planned")
+def test_a_hole_that_a_mask_has_on_the_diagonal_of_a_block():
+    torch.manual_seed(0)
+    layer = pruned("GRU", 5, 48, block=(8, 4), density=0.3)
+    layer.mask_hh_l0 &= ~torch.eye(48, dtype=torch.bool).repeat(3, 1)
+    x, hx = inputs(layer, 1, 1)
+    with torch.no_grad():
+        other = twin(layer)
+        other.weight_hh_l0 *= layer.mask_hh_l0
+        assert layer.plan(1, steps=1).path == "block"
+        assert (layer(x, hx)[0] - twin(layer)(x, hx)[0]).abs().max() > 1e-6
+        assert_same(layer(x, hx), other(x, hx), 1e-6)
+
+
+@by("as planned")
 def test_one_step_with_a_state_that_is_not_finite():
     layer = pruned("GRU", 5, 48)
     x, hx = inputs(layer, 1, 1)

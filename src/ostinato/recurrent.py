@@ -221,7 +221,12 @@ class _Recurrent(nn.RNNBase):
 
         What a call costs beside the loop is then most of it, so nothing is looked up or copied that need not be.
         """
-        if torch.compiler.is_compiling() or not isinstance(input, Tensor) or input.numel() != self.input_size:
+        if (
+            torch.compiler.is_compiling()
+            or not isinstance(input, Tensor)
+            or not input.is_cpu
+            or input.numel() != self.input_size
+        ):
             return None
         states, lstm, rank = _states(hx), self.mode == "LSTM", input.dim()
         own = self._unmasked_weights()
@@ -232,14 +237,16 @@ class _Recurrent(nn.RNNBase):
             or input.shape[-1] != self.input_size
             or self.bidirectional
             or (self.training and self.dropout and layers > 1)
-            or input.dtype != dtype
             or len(states) != (lstm + 1 if hx is not None else 0)
             or torch.is_autocast_enabled("cpu")
             or not is_eager([input, *own, *states])
         ):
             return None
+        for x in (input, *own, *states):
+            if x.dtype != dtype or not x.is_cpu:
+                return None
         for x in states:
-            if x.shape != shape or x.dtype != dtype or x.device.type != "cpu":
+            if x.shape != shape:
                 return None
         if hx is None:
             states = [input.new_zeros(shape) for _ in range(lstm + 1)]

@@ -37,6 +37,7 @@ from ostinato.kernels.numba_loops import (
 from ostinato.kernels.persistent.plan import GATES
 
 TILES = (1, 2, 4, 8)  # sequences whose sums are made together
+BLOCK_WIDTH = 4  # columns of blocks whose rows are read as vectors
 CHAINS = 4  # sums of a pruned row or tile kept at once, so that none waits for its own last addition
 
 
@@ -171,7 +172,9 @@ def _add_slice(
 
     If places are integers, values are all weights as they lie in memory, and entry k has those at ``places[k, i]``, 0
     where that place is below 0; of "shared" those at ``places[k] + i * stride``, up to the last: what more an entry
-    has then adds to sums that nobody reads.
+    has then adds to sums that nobody reads.  So read, entries of a block's columns may be one, of kind "blocks":
+
+    blocks: ``out[i]    += sum_k sum_j values[places[k] + i * stride + j] * x[columns[k] + j]``
     """
     direct = isinstance(places.dtype, types.Integer)
     what, rows, sequences = kind.literal_value, height.literal_value, tile.literal_value
@@ -227,6 +230,33 @@ def _add_slice(
             if what == "own":
                 return result
             return builder.shuffle_vector(result, result, ir.Constant(ir.VectorType(int32, rows), [0] * rows))
+
+        def add_blocks():
+            """A vector of sums for each row, whose lanes are added at the end."""
+            part = ir.VectorType(number, BLOCK_WIDTH)
+            name = f"llvm.fma.v{BLOCK_WIDTH}f{8 * size}"
+            fused = cgutils.get_or_insert_function(builder.module, ir.FunctionType(part, [part] * 3), name)
+            nothing = ir.Constant(part, [0.0] * BLOCK_WIDTH)
+            sums = [cgutils.alloca_once_value(builder, nothing) for _ in range(rows)]
+            last = builder.sub(last_place, int64(BLOCK_WIDTH - 1))
+            with cgutils.for_range_slice(builder, begin, end, int64(1), int64) as (k, _):
+                start = builder.sext(builder.load(builder.gep(places, [k])), int64)
+                states = builder.load(vector_at(x, column(k), part), align=size)
+                for i, total in enumerate(sums):
+                    place = builder.add(start, builder.mul(stride, int64(i)))
+                    place = builder.select(builder.icmp_signed(">", place, last), last, place)
+                    block_row = builder.load(vector_at(values, place, part), align=size)
+                    builder.store(builder.call(fused, [block_row, states, builder.load(total)]), total)
+            for i, total in enumerate(sums):
+                target, lanes = builder.gep(out, [int64(i)]), builder.load(total)
+                lanes = [builder.extract_element(lanes, int32(j)) for j in range(BLOCK_WIDTH)]
+                while len(lanes) > 1:
+                    lanes = [builder.fadd(y, z) for y, z in zip(lanes[::2], lanes[1::2], strict=True)]
+                builder.store(builder.fadd(lanes[0], builder.load(target)), target)
+
+        if what == "blocks":
+            add_blocks()
+            return context.get_dummy_value()
 
         last = builder.sub(live, int64(1))
         which = [builder.select(builder.icmp_signed("<", int64(b), live), int64(b), last) for b in range(sequences)]
