@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 
-from ostinato.kernels.persistent.operators import can_take, plan_layer, recurrent_layer
+from ostinato.kernels.dispatch import is_eager
+from ostinato.kernels.persistent.operators import can_take, plan_layer, recurrent_layer, step_of
 from ostinato.kernels.persistent.plan import Plan
 from ostinato.kernels.streams import beside
 from ostinato.masks import keep_pruned, mask_name, mask_of, masked
@@ -30,6 +31,8 @@ class _Recurrent(nn.RNNBase):
 
     def forward(self, input: Tensor | PackedSequence, hx: Hidden | None = None) -> tuple[Any, Any]:
         """Run the whole sequence; see the class."""
+        if self._buffers and not torch.is_grad_enabled() and (result := self._step(input, hx)) is not None:
+            return result
         weights, states = self._weights(), _states(hx)
         call = self._kernels_for(input, states, weights)
         if call is None:
@@ -88,10 +91,14 @@ class _Recurrent(nn.RNNBase):
                 keep_pruned(self, name)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
+    def _unmasked_weights(self) -> list[Tensor]:
+        """All parameters in torch.nn's order."""
+        own: Any = self._parameters  # found faster than through the module, which knows parametrized ones too
+        return [own[name] if name in own else getattr(self, name) for name in self._flat_weights_names]
+
     def _weights(self) -> list[Tensor]:
         """All parameters in torch.nn's order, zero where they are pruned."""
-        own: Any = self._parameters  # found faster than through the module, which knows parametrized ones too
-        weights = [own[name] if name in own else getattr(self, name) for name in self._flat_weights_names]
+        weights = self._unmasked_weights()
         if self._buffers:
             for i, name in enumerate(self._flat_weights_names):
                 if mask_name(name) in self._buffers:
@@ -208,6 +215,60 @@ class _Recurrent(nn.RNNBase):
             return PackedSequence(rows, batch_sizes, order, places), hidden
         output = rows if unbatched else rows.view(steps, batch, -1)
         return output.transpose(0, 1) if swapped else output, hidden
+
+    def _step(self, input: Any, hx: Any) -> tuple[Tensor, Any] | None:
+        """One step of one sequence through pruned layers, by the shortest way; None for any other call.
+
+        What a call costs beside the loop is then most of it, so nothing is looked up or copied that need not be.
+        """
+        if (
+            torch.compiler.is_compiling()
+            or not isinstance(input, Tensor)
+            or not input.is_cpu
+            or input.numel() != self.input_size
+        ):
+            return None
+        states, lstm, rank = _states(hx), self.mode == "LSTM", input.dim()
+        own = self._unmasked_weights()
+        dtype, layers, hidden = own[0].dtype, self.num_layers, self.hidden_size
+        shape = (layers, 1, hidden) if rank == 3 else (layers, hidden)
+        if (
+            (rank != 3 and rank != 2)
+            or input.shape[-1] != self.input_size
+            or self.bidirectional
+            or (self.training and self.dropout and layers > 1)
+            or len(states) != (lstm + 1 if hx is not None else 0)
+            or torch.is_autocast_enabled("cpu")
+            or not is_eager([input, *own, *states])
+        ):
+            return None
+        for x in (input, *own, *states):
+            if x.dtype != dtype or not x.is_cpu:
+                return None
+        for x in states:
+            if x.shape != shape:
+                return None
+        if hx is None:
+            states = [input.new_zeros(shape) for _ in range(lstm + 1)]
+        else:
+            states = [x.clone(memory_format=torch.contiguous_format) for x in states]
+        addresses = [x.data_ptr() for x in states]
+        size, width, output = len(own) // layers, hidden * input.itemsize, input
+        for layer in range(layers):
+            weight_ih, weight_hh, *biases = own[layer * size : (layer + 1) * size]
+            bias_ih, bias_hh = biases or (None, None)
+            mask = self._buffers.get(f"mask_hh_l{layer}")
+            step = None if mask is None else step_of(mask, self.mode.lower(), hidden, dtype, self._path)
+            if step is None:
+                return None
+            if f"mask_ih_l{layer}" in self._buffers:
+                weight_ih = masked(self, f"weight_ih_l{layer}")
+            projected = F.linear(output, weight_ih, bias_ih)
+            output = input.new_empty((1, 1, hidden) if rank == 3 else (1, hidden))
+            at = [address + layer * width for address in addresses]
+            if not step(projected, at[0], at[-1], weight_hh, bias_hh, output):
+                return None
+        return output, tuple(states) if lstm else states[0]
 
     def _forward_torch(self, input: Any, hx: Any, weights: list[Tensor]) -> tuple[Any, Any]:
         """``torch.nn``'s own forward; it reads the weights from the module, or from a stand-in with others."""

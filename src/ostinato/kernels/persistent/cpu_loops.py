@@ -16,13 +16,14 @@ import numpy as np
 from llvmlite import binding, ir
 from numba import carray, types
 from numba.core import cgutils
-from numba.extending import intrinsic
+from numba.extending import intrinsic, overload
 
 from ostinato.kernels.numba_loops import (
     LINE,
     cast,
     compiled_loop,
     inline,
+    inline_options,
     inline_with_constants,
     integers,
     multiply_add,
@@ -36,6 +37,7 @@ from ostinato.kernels.numba_loops import (
 from ostinato.kernels.persistent.plan import GATES
 
 TILES = (1, 2, 4, 8)  # sequences whose sums are made together
+BLOCK_WIDTH = 4  # columns of blocks whose rows are read as vectors
 CHAINS = 4  # sums of a pruned row or tile kept at once, so that none waits for its own last addition
 
 
@@ -64,10 +66,11 @@ class ForwardWork(ctypes.Structure):
     """What the forward loop is called with: sizes and addresses.
 
     A sequence's sums are a `row`, in which gates lie `padded` apart.  `weights` are panels or the values of entries;
-    `columns` to `diagonal` are of entries.
+    `columns` to `diagonal` are of entries.  With `places`, `weights` are all as they lie in memory, and `places` and
+    `diagonal` say which of them are the values, int32, below 0 for none.
     """
 
-    _fields_ = integers(*_BOTH, "bias", "projected", "sums", "h", "c", "output", "kept")
+    _fields_ = integers(*_BOTH, "places", "bias", "projected", "sums", "h", "c", "output", "kept")
 
 
 class BackwardWork(ctypes.Structure):
@@ -143,26 +146,75 @@ def _add_panel(typing_context, weights, count, x, x_b, out, out_b, live, vectors
 
 
 @intrinsic(prefer_literal=True)
-def _add_slice(typing_context, values, columns, begin, end, x, x_b, out, out_b, live, kind, height, tile):
+def _add_slice(
+    typing_context,
+    values,
+    places,
+    stride,
+    last_place,
+    columns,
+    begin,
+    end,
+    x,
+    x_b,
+    out,
+    out_b,
+    live,
+    kind,
+    height,
+    tile,
+):
     """Entries of pruned weights times the `live` of a tile of sequences b, for the kinds of ``cpu_entries.py``:
 
     shared: ``out[b, i] += sum_k values[k, i] * x[b, columns[k]]``
     own:    ``out[b, i]  = sum_k values[k, i] * x[b, columns[k, i]]``
     dots:   ``out[b]    += sum_k sum_i values[k, i] * x[b, columns[k] + i]``
+
+    If places are integers, values are all weights as they lie in memory, and entry k has those at ``places[k, i]``, 0
+    where that place is below 0; of "shared" those at ``places[k] + i * stride``, up to the last: what more an entry
+    has then adds to sums that nobody reads.  So read, entries of a block's columns may be one, of kind "blocks":
+
+    blocks: ``out[i]    += sum_k sum_j values[places[k] + i * stride + j] * x[columns[k] + j]``
     """
+    direct = isinstance(places.dtype, types.Integer)
     what, rows, sequences = kind.literal_value, height.literal_value, tile.literal_value
 
     def generate(context, builder, signature, arguments):
-        values, columns, begin, end, x, x_b, out, out_b, live = arguments[:9]
+        values, places, stride, last_place, columns, begin, end, x, x_b, out, out_b, live = arguments[:12]
         int32, int64 = ir.IntType(32), ir.IntType(64)
         number = context.get_value_type(signature.args[0].dtype)
         vector = ir.VectorType(number, rows)
         size = context.get_abi_sizeof(number)
         name = f"llvm.fma.v{rows}f{8 * size}"
         fused = cgutils.get_or_insert_function(builder.module, ir.FunctionType(vector, [vector] * 3), name)
+        zero = ir.Constant(vector, [0.0] * rows)
 
-        def vector_at(pointer, index):
-            return builder.bitcast(builder.gep(pointer, [index]), vector.as_pointer())
+        def vector_at(pointer, index, kind=vector):
+            return builder.bitcast(builder.gep(pointer, [index]), kind.as_pointer())
+
+        def weights(k):
+            """Entry k."""
+            first = builder.mul(k, int64(rows))
+            if not direct:
+                return builder.load(vector_at(values, first), align=size)
+            result = ir.Constant(vector, ir.Undefined)
+            if what == "shared":
+                start = builder.sext(builder.load(builder.gep(places, [k])), int64)
+                for i in range(rows):
+                    place = builder.add(start, builder.mul(stride, int64(i)))
+                    place = builder.select(builder.icmp_signed(">", place, last_place), last_place, place)
+                    one = builder.load(builder.gep(values, [place]))
+                    result = builder.insert_element(result, one, int32(i))
+                return result
+            for i in range(rows):
+                place = builder.load(builder.gep(places, [builder.add(first, int64(i))]))
+                place = builder.select(builder.icmp_signed("<", place, int32(0)), int32(0), place)
+                one = builder.load(builder.gep(values, [builder.sext(place, int64)]))
+                result = builder.insert_element(result, one, int32(i))
+            indices = ir.VectorType(int32, rows)
+            absent = builder.load(vector_at(places, first, indices), align=4)
+            absent = builder.icmp_signed("<", absent, ir.Constant(indices, [0] * rows))
+            return builder.select(absent, zero, result)
 
         def column(index):
             return builder.sext(builder.load(builder.gep(columns, [index])), int64)
@@ -179,16 +231,42 @@ def _add_slice(typing_context, values, columns, begin, end, x, x_b, out, out_b, 
                 return result
             return builder.shuffle_vector(result, result, ir.Constant(ir.VectorType(int32, rows), [0] * rows))
 
+        def add_blocks():
+            """A vector of sums for each row, whose lanes are added at the end."""
+            part = ir.VectorType(number, BLOCK_WIDTH)
+            name = f"llvm.fma.v{BLOCK_WIDTH}f{8 * size}"
+            fused = cgutils.get_or_insert_function(builder.module, ir.FunctionType(part, [part] * 3), name)
+            nothing = ir.Constant(part, [0.0] * BLOCK_WIDTH)
+            sums = [cgutils.alloca_once_value(builder, nothing) for _ in range(rows)]
+            last = builder.sub(last_place, int64(BLOCK_WIDTH - 1))
+            with cgutils.for_range_slice(builder, begin, end, int64(1), int64) as (k, _):
+                start = builder.sext(builder.load(builder.gep(places, [k])), int64)
+                states = builder.load(vector_at(x, column(k), part), align=size)
+                for i, total in enumerate(sums):
+                    place = builder.add(start, builder.mul(stride, int64(i)))
+                    place = builder.select(builder.icmp_signed(">", place, last), last, place)
+                    block_row = builder.load(vector_at(values, place, part), align=size)
+                    builder.store(builder.call(fused, [block_row, states, builder.load(total)]), total)
+            for i, total in enumerate(sums):
+                target, lanes = builder.gep(out, [int64(i)]), builder.load(total)
+                lanes = [builder.extract_element(lanes, int32(j)) for j in range(BLOCK_WIDTH)]
+                while len(lanes) > 1:
+                    lanes = [builder.fadd(y, z) for y, z in zip(lanes[::2], lanes[1::2], strict=True)]
+                builder.store(builder.fadd(lanes[0], builder.load(target)), target)
+
+        if what == "blocks":
+            add_blocks()
+            return context.get_dummy_value()
+
         last = builder.sub(live, int64(1))
         which = [builder.select(builder.icmp_signed("<", int64(b), live), int64(b), last) for b in range(sequences)]
         x_rows = [builder.gep(x, [builder.mul(x_b, b)]) for b in which]
-        zero = ir.Constant(vector, [0.0] * rows)
         chains = [
             [cgutils.alloca_once_value(builder, zero) for _ in range(sequences)] for _ in range(CHAINS // sequences)
         ]
 
         def add(k, sums):
-            entry = builder.load(vector_at(values, builder.mul(k, int64(rows))), align=size)
+            entry = weights(k)
             for row, total in zip(x_rows, sums, strict=True):
                 builder.store(builder.call(fused, [entry, states(k, row), builder.load(total)]), total)
 
@@ -219,7 +297,19 @@ def _add_slice(typing_context, values, columns, begin, end, x, x_b, out, out_b, 
                     builder.store(total, place, align=size)
         return context.get_dummy_value()
 
-    arrays = values, columns, types.int64, types.int64, values, types.int64, values, types.int64
+    arrays = (
+        values,
+        places,
+        types.int64,
+        types.int64,
+        columns,
+        types.int64,
+        types.int64,
+        values,
+        types.int64,
+        values,
+        types.int64,
+    )
     return types.void(*arrays, types.int64, kind, height, tile), generate
 
 
@@ -233,16 +323,36 @@ def _add_panels(vectors, rows, tile, count, weights, x, x_b, sums, row, live):
             _add_panel(panel_weights, count, offset(x, b * x_b), x_b, out, row, live - b, vectors, tile)
 
 
+def _weight_at(values, places, index):
+    """``values[places[index]]``, or 0 where that place is below 0; ``places[index]`` if it is a weight itself."""
+
+
+@overload(_weight_at, jit_options=inline_options)
+def _weight_at_of(values, places, index):
+    if isinstance(places.dtype, types.Float):
+        return lambda values, places, index: _load(places, index, "p0")
+
+    def look_up(values, places, index):
+        place = places[index]
+        return values[place] if place >= 0 else cast(0.0, values[0])
+
+    return look_up
+
+
 @inline_with_constants
 def _add_entries(kind, height, tile, gates, hidden, entries, x, x_b, sums, row, live):
     """The same with pruned weights; those of kind "own" are summed in the last of a row before they are."""
-    values, columns, starts, rows, slices, diagonal, padded = entries
-    spare = row - height
+    values, places, columns, starts, rows, slices, diagonal, padded = entries
+    spare, last = row - height, gates * hidden * hidden - 1
     for s in range(slices):
         for b in range(0, live, tile):
             out = offset(sums, b * row + (spare if kind == "own" else s if kind == "dots" else s * height))
             states = offset(x, b * x_b)
-            _add_slice(values, columns, starts[s], starts[s + 1], states, x_b, out, row, live - b, kind, height, tile)
+            begin, end = starts[s], starts[s + 1]
+            rest = live - b
+            _add_slice(
+                values, places, hidden, last, columns, begin, end, states, x_b, out, row, rest, kind, height, tile
+            )
         if kind == "own":
             for b in range(live):
                 for i in range(height):
@@ -256,7 +366,7 @@ def _add_entries(kind, height, tile, gates, hidden, entries, x, x_b, sums, row, 
                 else:
                     at += g * padded
                 for j in range(hidden):
-                    weight = _load(diagonal, g * padded + j, "p0")
+                    weight = _weight_at(values, diagonal, g * padded + j)
                     new = multiply_add(weight, _load(x, at_x + j, "h"), _load(sums, at + j, "dh"))
                     _store(sums, at + j, new, "dh")
 
@@ -311,13 +421,16 @@ def _forward_unit(cell, keep, j, hidden, padded, arrays):
 
 
 @functools.cache
-def forward(dtype: type, cell: str, keep: bool, kind: str, height: int, tile: int) -> Any:
+def forward(dtype: type, cell: str, keep: bool, kind: str, height: int, tile: int, direct: bool = False) -> Any:
     """h and c hold the initial state, then the last one.  The weights are "dense", or entries of a kind and height.
+
+    If `direct`, the entries are read by their places: it saves a copy of them, and takes longer in every step.
 
     To keep what the backward needs is to leave the gates' arguments in `projected`, of a GRU's n only the input's
     part, and in `kept` an LSTM's c after every step and the other part of a GRU's n.
     """
     gates, vectors, panel, largest = GATES[cell], vectors_of(tile), panel_rows(dtype, tile), dtype(np.finfo(dtype).max)
+    place = np.int32 if direct else dtype
 
     @compiled_loop
     def run(address):
@@ -330,8 +443,9 @@ def forward(dtype: type, cell: str, keep: bool, kind: str, height: int, tile: in
         batch, length, hidden, group = work.batch, work.length, work.hidden, work.group
         row, padded = work.row, work.padded
         columns, starts = pointer_to(work.columns, np.int32), pointer_to(work.starts, np.int64)
-        rows, diagonal = pointer_to(work.rows, np.int64), pointer_to(work.diagonal, dtype)
-        entries = weights, columns, starts, rows, work.slices, diagonal, padded
+        rows, diagonal = pointer_to(work.rows, np.int64), pointer_to(work.diagonal, place)
+        places = pointer_to(work.places, place)
+        entries = weights, places, columns, starts, rows, work.slices, diagonal, padded
         piece = take_piece(address)
         while piece < work.pieces:
             first = piece * group
@@ -345,8 +459,9 @@ def forward(dtype: type, cell: str, keep: bool, kind: str, height: int, tile: in
                 if live <= 0 or wrong:
                     continue
                 for b in range(first, first + live):
-                    for i in range(row):
-                        _store(sums, b * row + i, _load(bias, i, "p0"), "s0")
+                    for g in range(gates):
+                        for j in range(hidden):
+                            _store(sums, b * row + g * padded + j, _load(bias, g * hidden + j, "p0"), "s0")
                 x, piece_sums = offset(h, first * hidden), offset(sums, first * row)
                 if kind == "dense":
                     _add_panels(vectors, panel, tile, hidden, weights, x, hidden, piece_sums, row, live)
@@ -429,7 +544,7 @@ def backward(dtype: type, cell: str, kind: str, height: int, tile: int) -> Any:
         row, padded = work.row, work.padded
         columns, starts = pointer_to(work.columns, np.int32), pointer_to(work.starts, np.int64)
         rows, diagonal = pointer_to(work.rows, np.int64), pointer_to(work.diagonal, dtype)
-        entries = weights, columns, starts, rows, work.slices, diagonal, padded
+        entries = weights, weights, columns, starts, rows, work.slices, diagonal, padded
         grads_row = width * hidden
         piece = take_piece(address)
         while piece < work.pieces:

@@ -65,6 +65,17 @@ def _plan(
 _plan_dense = functools.lru_cache(4096)(functools.partial(_plan, None))
 
 
+def step_of(mask_hh: Tensor, cell: str, hidden_size: int, dtype: torch.dtype, path: str | None) -> Any:
+    """What runs one step of one sequence without gradient, made once for a mask: a ``Step`` of the CPU's, or None."""
+
+    def make() -> Any:
+        plan = plan_layer(mask_hh, mask_hh.device, cell, hidden_size, 1, dtype, False, 1, path, 1)
+        prepares = plan.path in ("block", "sparse") and hasattr(kernels := kernels_on(mask_hh.device), "make_step")
+        return kernels.make_step(mask_hh, plan, cell, dtype) if prepares else None
+
+    return derived_from(mask_hh, ("step", cell, hidden_size, dtype, path), make)
+
+
 def can_take(tensors: list[Tensor]) -> bool:
     """Whether the operator can be called: with plain tensors, or under a function transform that wants no tangent."""
     transformed = torch._C._functorch.peek_interpreter_stack() is not None and forward_ad._current_level < 0
