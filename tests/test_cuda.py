@@ -12,6 +12,7 @@ import torch
 import ostinato
 from ostinato.kernels import nvrtc
 from ostinato.kernels.scan import choose_backend, cuda, operators, torch_ops
+from ostinato.kernels.scan.geometry import choose_geometry, macros
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -34,14 +35,14 @@ def variants():
         for packing in ("DENSE", "OFFSETS" if minimal else "CU_SEQLENS"):
             for sequences, steps, channels in ((4096, 512, 64), (1, 65536, 64), (1, 65536, 3), (64, 1, 64)):
                 aligned = min(16 // dtype.itemsize, channels & -channels)
-                geometry = cuda.choose_geometry(
+                geometry = choose_geometry(
                     element, dtype.itemsize, aligned, not minimal, sequences, steps, channels, 132
                 )
                 scalar, backward = cuda.SCALARS[dtype], element.endswith("Backward")
                 shared = geometry.shared_bytes(5 if backward else 3, 3, dtype.itemsize, backward)
                 for candidate in range(3 if minimal and packing == "DENSE" and sequences == 4096 else 1):
                     far, wide = steps == 1, geometry.copies_wide(dtype.itemsize, aligned)
-                    yield cuda.macros(element, scalar, scalar, candidate, packing, geometry, shared, far, wide)
+                    yield macros(element, scalar, scalar, candidate, packing, geometry, shared, far, wide)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
