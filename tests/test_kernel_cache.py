@@ -87,8 +87,11 @@ def test_processes_that_compile_at_once_leave_all_variants(folder, monkeypatch):
 def test_processes_that_need_the_same_loop_compile_it_once(folder, tmp_path):
     counting = f"""
 from ostinato.kernels import numba_loops
-compile = numba_loops.cfunc
-numba_loops.cfunc = lambda *args, **options: open({str(tmp_path / "compiled")!r}, "a").write("x") and compile(*args, **options)
+cfunc = numba_loops.cfunc
+def counted(*args, **options):
+    open({str(tmp_path / "compiled")!r}, "a").write("x")
+    return cfunc(*args, **options)
+numba_loops.cfunc = counted
 """
     processes = [start(["positive"], before=counting) for _ in range(2)]
     assert [finish(process) for process in processes] == [pytest.approx([STEPS["positive"]])] * 3
