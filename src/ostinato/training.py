@@ -290,7 +290,7 @@ class Trainer:
         if self.step:
             for number, parameter in enumerate(self._parameters()):
                 layout |= {f"optimizer.{number}.{key}": _layout(parameter) for key in ("exp_avg", "exp_avg_sq")}
-                layout[f"optimizer.{number}.step"] = _layout(self._loss_sum)
+                layout[f"optimizer.{number}.step"] = _layout(torch.empty((), dtype=torch.float32))
         if same_device:
             layout["windows"] = _layout(self.generator.get_state())
             name = _dropout_name(self._rank)
