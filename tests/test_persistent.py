@@ -462,7 +462,8 @@ def test_random_layers(seed):
             continue
         for _ in range(40):
             size, reverse = draw.randint(1, 64), draw.random() < 0.5
-            inputs = case.inputs(draw.randint(1, 8), size, draw.random() < 0.7, draw.random() < 0.4)
+            shape = draw.randint(1, 8), size, draw.random() < 0.7, draw.random() < 0.4
+            inputs = case.inputs(*shape, resets=draw.choice((0.0, 0.3)))
             gradients = case.gradients(inputs, reverse)
             found = case.both(inputs, gradients, reverse)
             worst = max(errors(found, case.both(inputs, gradients, reverse, reference, double)))

@@ -1,6 +1,8 @@
 """Episodes that end inside a sequence: each is computed as if it were alone, in every layer, layout and direction."""
 
+import copy
 import itertools
+import random
 
 import pytest
 import torch
@@ -226,3 +228,42 @@ def test_wrong_resets_are_refused(layout):
         layer(input, resets=right.to("meta"))
     with pytest.raises(RuntimeError, match="hidden"):
         layer(input, torch.zeros(1, 2, 16), resets=right)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(40))
+def test_gpu_random_layers(seed):
+    """Dense and pruned, of any shape, against the same layer in float64 on the CPU."""
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    dtype = draw.choice((torch.float32, torch.float16, torch.bfloat16))
+    cell, size, hidden = draw.choice(CELLS), draw.randint(1, 40), int(2 ** draw.uniform(0, 8))
+    options = {"num_layers": draw.randint(1, 2), "bidirectional": draw.random() < 0.5, "batch_first": True}
+    layer = getattr(ostinato, cell)(size, hidden, **options).to(dtype)
+    if draw.random() < 0.4:
+        ostinato.prune(layer, draw.uniform(0.05, 0.5), block=draw.choice(((16, 1), (8, 4), (1, 1))))
+    exact = copy.deepcopy(layer).double()
+    layer.cuda()
+    lengths = [draw.randint(1, 24) for _ in range(int(2 ** draw.uniform(0, 6)))]
+    x, resets = torch.randn(len(lengths), max(lengths), size).to(dtype), random_resets(lengths).t()
+    packed = draw.random() < 0.5
+    x.requires_grad_()
+    results = []
+    for own, device, wide in ((layer, "cuda", dtype), (exact, "cpu", torch.float64)):
+        input, marks = x.to(device, wide), resets.to(device)
+        input.retain_grad()
+        call = input
+        if packed:
+            call = pack_padded_sequence(input, lengths, True, enforce_sorted=False)
+            marks = pack_padded_sequence(marks, lengths, True, enforce_sorted=False).data
+        output, last = own(call, resets=marks)
+        output = output.data if packed else output
+        torch.manual_seed(seed)
+        loss = (output * torch.randn(output.shape, dtype=torch.float64).to(device, wide)).sum()
+        loss = loss + sum(state.sum() for state in (last if cell == "LSTM" else (last,)))
+        loss.backward()
+        grads = [parameter.grad for parameter in own.parameters()]
+        results.append([output, *(last if cell == "LSTM" else (last,)), input.grad, *grads])
+    bound = {torch.float32: 3e-6, torch.float16: 8e-3, torch.bfloat16: 6e-2}[dtype] * options["num_layers"]
+    for found, right in zip(*results, strict=True):
+        assert (found.double().cpu() - right).norm() <= bound * right.norm() + 1e-6, (cell, hidden, dtype, options)
