@@ -389,6 +389,16 @@ class RNN(_Recurrent, nn.RNN):
     with the mask of each pruned weight, ``mask_hh_l{k}`` and ``mask_ih_l{k}``; ``load_state_dict`` makes them as
     needed.
 
+    Episodes that end inside a sequence: ``forward(input, hx=None, *, resets=None)`` takes a bool tensor laid out as
+    the input without its features, (T, B), (B, T) with ``batch_first``, (T,) unbatched, or (rows,) as the data of a
+    PackedSequence.  Where it is True an episode begins with that step: the state before the step is zero, an LSTM's
+    c too, and neither states nor gradients pass between it and the step before, in either direction of a
+    bidirectional layer.  True at the first step means that ``hx`` is not seen.
+
+    Raises:
+        TypeError: ``resets`` that are no tensor of bool.
+        ValueError: ``resets`` of another shape or on another device than the input.
+
     Example:
         >>> import torch, ostinato
         >>> trained = torch.nn.RNN(8, 16, nonlinearity="relu")
@@ -397,6 +407,9 @@ class RNN(_Recurrent, nn.RNN):
         <All keys matched successfully>
         >>> x = torch.randn(100, 4, 8)
         >>> torch.allclose(rnn(x)[0], trained(x)[0], atol=1e-6)
+        True
+        >>> resets = torch.arange(100).eq(60)[:, None].expand(100, 4)  # in all sequences, before step 60
+        >>> torch.allclose(rnn(x, resets=resets)[0][60:], trained(x[60:])[0], atol=1e-6)
         True
     """
 
