@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ostinato.kernels.scan import BACKENDS
-from ostinato.scan import check_choice, describe, linear_scan
+from ostinato.scan import check_scan, describe, linear_scan
 
 STATES = {"h": 1, "state": 2}  # what a first parameter of that name holds; any other makes a linear recurrence
 OPTIONS = ("h0", "resets", "reverse", "cu_seqlens", "backend")
@@ -94,7 +93,7 @@ class Recurrence:
         self.names = names[1:] if self.states else names
 
     def __str__(self) -> str:
-        return getattr(self, "__name__", type(self.__dict__.get("__wrapped__", self)).__name__)
+        return getattr(self, "__name__", "the recurrence")
 
     def __reduce__(self) -> str:
         return self.__qualname__  # the function's own name leads here, not to the function
@@ -109,22 +108,20 @@ class Recurrence:
         backend: str = "auto",
     ) -> tuple[Any, Any]:
         """All steps; see :func:`recurrence`."""
-        shape, dtype = self._check_arguments(arguments)
-        like = arguments[0]
-        initial = self._check_states(h0, shape, like, cu_seqlens)
-        _check_options(shape, like, resets, reverse, cu_seqlens, backend)
+        first, dtype = self._check_arguments(arguments)
+        given = self._check_states(h0)
+        check_scan(self.names[first], arguments[first], given, resets, reverse, cu_seqlens, backend)
+        shape = arguments[first].shape
         double = backend == "reference" or dtype in (torch.float64, torch.complex128)
         arguments = _widened(arguments, double)
-        initial = None if initial is None else _widened(initial, double)
+        initial = _widened(tuple(given.values()), double)
         if self.states == 0:
             a, b = self._results(2, self.function(*arguments), shape)
-            if resets is not None:
-                a = a.masked_fill(resets[:, :, None], 0.0)
-            start = None if initial is None else initial[0]
-            h, h_last = linear_scan(a, b, start, reverse=reverse, cu_seqlens=cu_seqlens, backend=backend)
+            options: dict[str, Any] = {"resets": resets, "reverse": reverse, "cu_seqlens": cu_seqlens}
+            h, h_last = linear_scan(a, b, *initial, backend=backend, **options)
             dtype = torch.promote_types(dtype, torch.complex64) if h.is_complex() else dtype
             return h.to(dtype), h_last.to(dtype)
-        if initial is None:
+        if not initial:
             sequences = shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
             initial = (arguments[0].new_zeros(sequences, shape[2]),) * self.states
         if cu_seqlens is None:
@@ -140,7 +137,7 @@ class Recurrence:
         state: tuple[Tensor, ...],
         resets: Tensor | None,
         reverse: bool,
-        shape: tuple[int, int, int],
+        shape: torch.Size,
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """The definition: one step after the other."""
         batch, length, channels = shape
@@ -162,7 +159,7 @@ class Recurrence:
         resets: Tensor | None,
         reverse: bool,
         bounds: list[int],
-        shape: tuple[int, int, int],
+        shape: torch.Size,
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """As :meth:`_steps`, of each sequence by itself."""
         if bounds[0] != 0 or bounds[-1] != shape[1] or bounds != sorted(bounds):
@@ -172,7 +169,7 @@ class Recurrence:
             own = [x[:, first:end] if x.dim() == 3 else x for x in arguments]
             reset = None if resets is None else resets[:, first:end]
             start = tuple(x[n : n + 1] for x in initial)
-            parts.append(self._steps(own, start, reset, reverse, (1, end - first, shape[2])))
+            parts.append(self._steps(own, start, reset, reverse, torch.Size((1, end - first, shape[2]))))
         if not parts:
             return tuple(x.new_empty(shape) for x in initial), initial
         states, last = zip(*parts, strict=True)
@@ -192,8 +189,8 @@ class Recurrence:
                 raise ValueError(f"{self} must be elementwise; of arguments {shape} it made {tuple(x.shape)}")
         return tuple(x.expand(shape) for x in results)
 
-    def _check_arguments(self, arguments: tuple[Tensor, ...]) -> tuple[tuple[int, int, int], torch.dtype]:
-        """The shape (B, T, D) of the sequences, and the dtype that theirs are promoted to."""
+    def _check_arguments(self, arguments: tuple[Tensor, ...]) -> tuple[int, torch.dtype]:
+        """The place of the first sequence, (B, T, D), and the dtype that all sequences are promoted to."""
         if len(arguments) != len(self.names):
             takes = f"{len(self.names)} argument{'s' if len(self.names) != 1 else ''} ({', '.join(self.names)})"
             raise TypeError(f"{self} takes {takes}; got {len(arguments)}")
@@ -204,36 +201,30 @@ class Recurrence:
                 raise TypeError(f"{name} must be real, as only linear recurrences may be complex; got {describe(x)}")
             if x.layout != torch.strided or x.is_nested:
                 raise TypeError(f"{name} must be a dense tensor; got a {'nested' if x.is_nested else x.layout} one")
-        sequences = [x for x in arguments if x.dim() == 3]
+        sequences = [k for k, x in enumerate(arguments) if x.dim() == 3]
         if not sequences:
             raise ValueError(f"{self} needs an argument of shape (B, T, D); got {[tuple(x.shape) for x in arguments]}")
-        batch, length, channels = sequences[0].shape
-        shape = batch, length, channels
+        first = arguments[sequences[0]]
+        shape, device = tuple(first.shape), first.device
         for name, x in zip(self.names, arguments, strict=True):
             if x.shape not in (shape, shape[2:]):
                 raise ValueError(f"{name} must have shape {shape} or {shape[2:]}; got {tuple(x.shape)}")
-            if x.device != arguments[0].device:
+            if x.device != device:
                 raise ValueError(
-                    f"{name} must be on the device of {self.names[0]}, {arguments[0].device}; got {x.device}"
+                    f"{name} must be on the device of {self.names[sequences[0]]}, {device}; got {x.device}"
                 )
-        return shape, functools.reduce(torch.promote_types, (x.dtype for x in sequences))
+        return sequences[0], functools.reduce(torch.promote_types, (arguments[k].dtype for k in sequences))
 
-    def _check_states(
-        self, h0: Any, shape: tuple[int, int, int], like: Tensor, cu_seqlens: Tensor | None
-    ) -> tuple[Tensor, ...] | None:
+    def _check_states(self, h0: Any) -> dict[str, Tensor]:
+        """The initial states by what to call them."""
         if h0 is None:
-            return None
+            return {}
         if self.states == 2 and not (isinstance(h0, tuple | list) and len(h0) == 2):
             raise TypeError(f"h0 must be a pair of tensors, as {self} has two states; got {describe(h0)}")
-        initial = tuple(h0) if self.states == 2 else (h0,)
-        sequences = cu_seqlens.shape[0] - 1 if isinstance(cu_seqlens, Tensor) and cu_seqlens.dim() == 1 else shape[0]
-        for x in initial:
+        initial = {"h0[0]": h0[0], "h0[1]": h0[1]} if self.states == 2 else {"h0": h0}
+        for name, x in initial.items():
             if not isinstance(x, Tensor) or not (x.is_floating_point() or x.is_complex()):
-                raise TypeError(f"h0 must be a floating-point tensor; got {describe(x)}")
-            if x.shape != (sequences, shape[2]):
-                raise ValueError(f"h0 must have shape {(sequences, shape[2])}; got {tuple(x.shape)}")
-            if x.device != like.device:
-                raise ValueError(f"h0 must be on the arguments' device, {like.device}; got {x.device}")
+                raise TypeError(f"{name} must be a floating-point tensor; got {describe(x)}")
         return initial
 
 
@@ -241,31 +232,3 @@ def _widened(tensors: Sequence[Tensor], double: bool) -> tuple[Tensor, ...]:
     """In float64 or float32, or the complex dtype of that precision."""
     real, imaginary = (torch.float64, torch.complex128) if double else (torch.float32, torch.complex64)
     return tuple(x.to(imaginary if x.is_complex() else real) for x in tensors)
-
-
-def _check_options(
-    shape: tuple[int, int, int],
-    like: Tensor,
-    resets: Tensor | None,
-    reverse: bool,
-    cu_seqlens: Tensor | None,
-    backend: str,
-) -> None:
-    if cu_seqlens is not None:
-        if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype != torch.int32:
-            raise TypeError(f"cu_seqlens must be an int32 tensor; got {describe(cu_seqlens)}")
-        if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
-            raise ValueError(f"cu_seqlens must have shape (N + 1,); got {tuple(cu_seqlens.shape)}")
-        if shape[0] != 1:
-            raise ValueError(f"the arguments must have a batch of 1 with cu_seqlens; got shape {shape}")
-    if resets is not None:
-        if not isinstance(resets, Tensor) or resets.dtype != torch.bool:
-            raise TypeError(f"resets must be a bool tensor; got {describe(resets)}")
-        if resets.shape != shape[:2]:
-            raise ValueError(f"resets must have shape {shape[:2]}; got {tuple(resets.shape)}")
-    for name, x in (("resets", resets), ("cu_seqlens", cu_seqlens)):
-        if x is not None and x.device != like.device:
-            raise ValueError(f"{name} must be on the arguments' device, {like.device}; got {x.device}")
-    if not isinstance(reverse, bool):
-        raise TypeError(f"reverse must be a bool; got {describe(reverse)}")
-    check_choice("backend", backend, BACKENDS)
