@@ -16,17 +16,19 @@ import copy
 import functools
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, cast
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional as F
 
 from ostinato import scan
 from ostinato.kernels.scan import GATES, operators
 from ostinato.kernels.scan.reference import GATE_FUNCTIONS
 from ostinato.kernels.scan.torch_ops import shares, zeroed
+from ostinato.recurrence import Recurrence
 
 FIRST_PIECE = 1024  # steps that are reduced before it is asked whether the state before them still counts
 LARGEST_PIECE = 1 << 26  # elements
@@ -118,6 +120,40 @@ def log_linear_scan(
     return log_h.to(dtype), log_h_last.to(dtype)
 
 
+def run(
+    recurrence: Recurrence,
+    *arguments: Tensor,
+    group: ProcessGroup | DeviceMesh,
+    h0: Tensor | None = None,
+    resets: Tensor | None = None,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """A linear recurrence (:func:`ostinato.recurrence`) over a sequence whose steps the processes hold part by part.
+
+    Args, results and errors as those of the recurrence and of :func:`linear_scan` here.  Also raises ValueError for a
+    recurrence that is not linear in its state, whose steps can only be taken one after another, and for complex ones.
+
+    Example:
+        >>> import torch, ostinato, ostinato.distributed
+        >>> @ostinato.recurrence
+        ... def average(x, decay):
+        ...     return torch.sigmoid(decay), torch.sigmoid(-decay) * x
+        >>> group = torch.distributed.new_group([0, 1])  # doctest: +SKIP
+        >>> h, h_last = ostinato.distributed.run(average, x, decay, group=group)  # doctest: +SKIP
+    """
+    group = _group_of(group)
+    options: dict[str, Any] = {"resets": resets, "reverse": reverse, "cu_seqlens": cu_seqlens, "backend": backend}
+    if group.size() == 1:
+        return recurrence(*arguments, h0=h0, **options)
+    if recurrence.states or any(x.is_complex() for x in arguments):
+        raise ValueError(
+            f"recurrence must be real and linear in its state for a sequence in parts; {recurrence} is not"
+        )
+    return _Seam(_Recurrence(recurrence, arguments, resets, reverse, backend), group, cu_seqlens).run(h0)
+
+
 def minimal_scan(
     pre: Tensor,
     bias: Tensor | None,
@@ -125,28 +161,65 @@ def minimal_scan(
     cell: str,
     candidate: str,
     batch_first: bool,
-    directions: int,
     backend: str,
     *,
     group: ProcessGroup,
 ) -> tuple[Tensor, Tensor]:
-    """As ``operators.minimal_scan`` of a part of the pre-activations."""
+    """As ``operators.minimal_scan`` in one direction, of a part of the pre-activations; h0 and h_last are (1, B, H)."""
     if group.size() == 1:
-        return operators.minimal_scan(pre, bias, h0, None, cell, candidate, batch_first, directions, backend)
-    outputs, last = [], []
-    biases = [None] * directions if bias is None else bias.chunk(directions)
-    for direction, (pre_of, bias_of) in enumerate(zip(pre.chunk(directions, -1), biases, strict=True)):
-        start = None if h0 is None else h0[direction]
-        if direction == 0:
-            steps = _Minimal(pre_of, bias_of, cell, candidate, batch_first, backend)
-            h, h_last = _Seam(steps, group).run(start)
-        else:
-            a, b = _gates(pre_of if batch_first else pre_of.transpose(0, 1), bias_of, cell, candidate)
-            h, h_last = linear_scan(a, b, start, group=group, reverse=True, backend=backend)
-            h, h_last = (h if batch_first else h.transpose(0, 1)).to(pre.dtype), h_last.to(pre.dtype)
-        outputs.append(h)
-        last.append(h_last)
-    return outputs[0] if directions == 1 else torch.cat(outputs, -1), torch.stack(last)
+        return operators.minimal_scan(pre, bias, h0, None, cell, candidate, batch_first, 1, backend)
+    steps = _Minimal(pre, bias, cell, candidate, batch_first, backend)
+    h, h_last = _Seam(steps, group).run(None if h0 is None else h0[0])
+    return h, h_last[None]
+
+
+def sequence_parallel(module: nn.Module, group: ProcessGroup | DeviceMesh) -> nn.Module:
+    """Have the layers in ``module`` take this process's part of each sequence, from now on; returns the module.
+
+    Inputs and outputs are then contiguous parts, in the order of the ranks, of any lengths; initial and last states
+    are those of the whole sequence, the same on all processes.  Weights get the gradient of their own process's use,
+    to be added up or averaged as in data parallelism.  The layers with a scan and the causal convolution of
+    :mod:`ostinato.models` can; what else in a module looks from one step to another is the caller's to see to.
+
+    Raises ValueError for a module with an ``RNN``, ``GRU`` or ``LSTM``, whose steps wait for each other.
+
+    Example:
+        >>> import torch, ostinato, ostinato.distributed
+        >>> model = ostinato.MinGRU(8, 16, batch_first=True)
+        >>> group = torch.distributed.new_group([0, 1])  # doctest: +SKIP
+        >>> model = ostinato.distributed.sequence_parallel(model, group)  # doctest: +SKIP
+        >>> y, h_n = model(x)  # of this process's steps  # doctest: +SKIP
+    """
+    group = _group_of(group)
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.RNNBase):
+            raise ValueError(
+                f"module must have no layer whose steps wait for each other; got {name or 'one'}, a "
+                f"{type(layer).__name__}"
+            )
+        if hasattr(layer, "sequence_group"):
+            layer.sequence_group = group
+    return module
+
+
+def steps_before(x: Tensor, initial: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor]:
+    """Of parts x, (B, T, W), the steps just before this one, and the last of all; both as many as in ``initial``.
+
+    ``initial``, (B, K, W), are those before the whole sequence, the same on all processes.
+    """
+    number = initial.shape[1]
+    if not number:
+        return initial, initial
+    marked = F.pad(x[:, -number:], (0, 1), value=1.0)  # a last channel tells steps from what fills up
+    tails = _Gathered.apply(F.pad(marked, (0, 0, number - marked.shape[1], 0)), group)
+    begin = F.pad(_Shared.apply(initial, group), (0, 1), value=1.0).to(tails.dtype)
+    steps = torch.cat((begin, *tails.unbind()), 1)
+
+    def last(of: Tensor) -> Tensor:
+        order = of[:1, :, -1].argsort(dim=1, stable=True)[0]  # what fills up goes first
+        return of[:, order[-number:], :-1].to(x.dtype)
+
+    return last(steps[:, : (group.rank() + 1) * number]), last(steps)
 
 
 def _group_of(group: ProcessGroup | DeviceMesh) -> ProcessGroup:
@@ -273,6 +346,31 @@ class _Minimal(_Linear):
         return h if self.settings[2] else h.transpose(0, 1)
 
 
+class _Recurrence(_Linear):
+    """Steps of a linear recurrence of the user's."""
+
+    def __init__(
+        self, recurrence: Recurrence, arguments: tuple[Tensor, ...], resets: Tensor | None, reverse: bool, backend: str
+    ) -> None:
+        self.recurrence, self.inputs = recurrence, arguments
+        self.resets, self.reverse, self.backend = resets, reverse, backend
+        sequences = [x for x in arguments if x.dim() == 3]
+        self.batch, self.number, self.channels = sequences[0].shape
+        self.dtype = functools.reduce(torch.promote_types, (x.dtype for x in sequences))
+        self.device = sequences[0].device
+
+    def run(self, h0: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+        options: dict[str, Any] = {"reverse": self.reverse, "cu_seqlens": cu_seqlens, "backend": self.backend}
+        return self.recurrence(*cast(tuple[Tensor, ...], self.inputs), h0=h0, resets=self.resets, **options)
+
+    def coefficients(self, steps: slice) -> tuple[Tensor, Tensor]:
+        wide = torch.promote_types(self.dtype, torch.float32)
+        own = [x[:, steps] if x.dim() == 3 else x for x in self.inputs if x is not None]
+        shape = (self.batch, steps.stop - steps.start, self.channels)
+        a, b = self.recurrence.function(*(x.to(wide) for x in own))
+        return a.expand(shape), b.expand(shape)
+
+
 def _gates(pre: Tensor, bias: Tensor | None, cell: str, candidate: str) -> tuple[Tensor, Tensor]:
     """a and b, of float32 or wider, as the layers' kernels compute them."""
     wide = torch.promote_types(pre.dtype, torch.float32)
@@ -376,7 +474,7 @@ class _Seam:
         shared = _Shared.apply(self.initial(h0), group)
         P, L = steps.compose(self.part.tail)
         told = (*self.begun(P, L, shared), self.resets_in(self.part.tail).to(P.dtype))
-        entering, of_all = self.enter(shared, *(_Sum.apply(self.alone(x), group) for x in told))
+        entering, of_all = self.enter(shared, *(_Gathered.apply(x, group) for x in told))
         everything = slice(0, steps.number)
         a, b = steps.coefficients(everything)
         h, last = steps.scan(a, b, self.local(shared, entering).to(b.dtype), steps.resets, self.cu_seqlens)
@@ -487,11 +585,6 @@ class _Seam:
         neighbour = self.rank + 1 if reverse else self.rank - 1
         return after[:, neighbour] if 0 <= neighbour < len(self.parts) else start
 
-    def alone(self, x: Tensor) -> Tensor:
-        """(R, ...): x in this process's place, zeros in the others'."""
-        nothing = torch.zeros_like(x)
-        return torch.stack([x if rank == self.rank else nothing for rank in range(len(self.parts))])
-
 
 class _Across(torch.autograd.Function):
     """Between a part's scan and who uses it: has the gradient that comes in from other parts start its backward."""
@@ -553,6 +646,19 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _Sum.apply(grad, ctx.group), None
+
+
+class _Gathered(torch.autograd.Function):
+    """All processes' tensors, (R, ...): each gets the gradient of all uses of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _gather(group, x)[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _Sum.apply(grad, ctx.group)[ctx.group.rank()], None
 
 
 class _Shared(torch.autograd.Function):
