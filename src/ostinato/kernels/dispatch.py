@@ -6,7 +6,8 @@ implementation, context and gradient; so do the transforms of ``torch.func``, ea
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +18,20 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 Groups = tuple[tuple[int | None, ...], tuple[int, ...]]
 
 
+_writes_plainly = False
+
+
+@contextmanager
+def portable() -> Iterator[None]:
+    """What ``torch.export`` traces in here is written in PyTorch's own operators, and runs without this library."""
+    global _writes_plainly
+    before, _writes_plainly = _writes_plainly, True
+    try:
+        yield
+    finally:
+        _writes_plainly = before
+
+
 def operator(
     name: str,
     forward: Callable,
@@ -24,10 +39,12 @@ def operator(
     setup_context: Callable,
     backward: Callable,
     groups: Callable[..., Groups] | None = None,
+    plain: Callable | None = None,
 ) -> Callable:
     """Register ``ostinato::name`` and return the function that calls it, or goes round it where it can.
 
-    ``groups(*args)`` lets ``torch.vmap`` make one call of many: see :func:`_vmap_rule`.
+    ``groups(*args)`` lets ``torch.vmap`` make one call of many: see :func:`_vmap_rule`.  ``plain(*args)`` computes the
+    same in PyTorch's own operators, for graphs that are to run without this library.
     """
     registered = torch.library.custom_op(f"ostinato::{name}", forward, mutates_args=())
     registered.register_fake(fake)
@@ -39,6 +56,10 @@ def operator(
             refuse_tangent()
         if is_eager(tensors):
             return function.apply(*args) if _is_differentiated(tensors) else forward(*args)
+        if plain is not None and (_writes_plainly or torch.onnx.is_in_onnx_export()):
+            if not torch.compiler.is_compiling():
+                raise NotImplementedError(f"{name} is exported by torch.export, and by torch.onnx with dynamo=True, only")
+            return plain(*args)
         if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
             return transformed.apply(*args)
         return registered(*args)

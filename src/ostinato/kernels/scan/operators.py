@@ -1,5 +1,6 @@
 """The scans as differentiable operators, by whichever backend is asked for."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -43,6 +44,17 @@ def _sequences(b: Tensor, cu_seqlens: Tensor | None) -> int:
 
 def _initial(b: Tensor, h0: Tensor | None, cu_seqlens: Tensor | None, zero: float) -> Tensor:
     return b.new_full((_sequences(b, cu_seqlens), b.shape[2]), zero) if h0 is None else h0.clone()
+
+
+def _plain(implementation: Callable) -> Callable:
+    """The scan of (..., boundaries or None, ..., backend) as a loop that a graph can hold."""
+
+    def run(x: Tensor, y: Tensor | None, h0: Tensor | None, boundaries: Tensor | None, *how: Any) -> Any:
+        if boundaries is not None:
+            raise NotImplementedError("packed sequences cannot be exported without this library: pad them")
+        return implementation(x, y, h0, None, *how[:-1], "loop")
+
+    return run
 
 
 # linear_scan(a, b, h0, cu_seqlens, reverse, backend) -> h, h_last
@@ -111,7 +123,13 @@ _linear_scan_backward = gradient(
     "linear_scan_backward", _linear_scan_backward_impl, _linear_scan_backward_fake, _linear_scan_backward_groups
 )
 linear_scan = operator(
-    "linear_scan", _linear_scan, _linear_scan_fake, _linear_scan_context, _linear_scan_grad, _scan_groups
+    "linear_scan",
+    _linear_scan,
+    _linear_scan_fake,
+    _linear_scan_context,
+    _linear_scan_grad,
+    _scan_groups,
+    _plain(_linear_scan),
 )
 
 
@@ -185,6 +203,7 @@ log_linear_scan = operator(
     _log_linear_scan_context,
     _log_linear_scan_grad,
     _scan_groups,
+    _plain(_log_linear_scan),
 )
 
 
@@ -318,4 +337,5 @@ minimal_scan = operator(
     _minimal_scan_context,
     _minimal_scan_grad,
     _minimal_scan_groups,
+    _plain(_minimal_scan),
 )

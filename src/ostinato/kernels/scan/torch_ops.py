@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ostinato.kernels.loop import loop
 from ostinato.kernels.scan import reference
 
 CHUNK = 16
@@ -58,18 +59,11 @@ def chunked_scan(ring: Semiring, a: Tensor, b: Tensor, h0: Tensor, reverse: bool
 class TorchBackend:
     """The :class:`~ostinato.kernels.scan.Backend` made of PyTorch operations around one scan function."""
 
-    def __init__(self, scan: Callable[..., tuple[Tensor, Tensor]], dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, scan: Callable[..., tuple[Tensor, Tensor]], compute_dtype: Callable[[Tensor], torch.dtype]
+    ) -> None:
         self._scan = scan
-        self._dtype = dtype
-
-    def _compute_dtype(self, x: Tensor) -> torch.dtype:
-        if self._dtype:
-            return self._dtype
-        # Products of float32 gates near 1 are rounded alike, which a long memory adds up.  Not every other device
-        # has float64.
-        if x.dtype == torch.float32 and x.device.type in ("cpu", "cuda"):
-            return torch.float64
-        return torch.promote_types(x.dtype, torch.float32)
+        self._compute_dtype = compute_dtype
 
     def _run(
         self, ring: Semiring, a: Tensor, b: Tensor, h0: Tensor | None, reverse: bool, cu_seqlens: Tensor | None
@@ -257,5 +251,30 @@ def _sequential(ring: Semiring, a: Tensor, b: Tensor, h0: Tensor, reverse: bool)
     return ring.sequential(a, b, h0, reverse)
 
 
-CHUNKED = TorchBackend(chunked_scan)
-REFERENCE = TorchBackend(_sequential, torch.float64)
+def _looped(ring: Semiring, a: Tensor, b: Tensor, h0: Tensor, reverse: bool) -> tuple[Tensor, Tensor]:
+    if reverse:
+        h, h_last = _looped(ring, a.flip(1), b.flip(1), h0, False)
+        return h.flip(1), h_last
+
+    def step(states: list[Tensor], inputs: list[Tensor], _: list[Tensor]) -> tuple[list[Tensor], Tensor]:
+        h = ring.times_plus(inputs[0], states[0], inputs[1])
+        return [h], h
+
+    (h_last,), h = loop(step, [h0], [a.transpose(0, 1), b.transpose(0, 1)])
+    return h.transpose(0, 1), h_last
+
+
+def _at_least_float32(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _for_products(x: Tensor) -> torch.dtype:
+    # Products of float32 gates near 1 are rounded alike, which a long memory adds up.  Not every other device has
+    # float64.
+    exact = x.dtype == torch.float32 and x.device.type in ("cpu", "cuda")
+    return torch.float64 if exact else _at_least_float32(x)
+
+
+CHUNKED = TorchBackend(chunked_scan, _for_products)
+LOOPED = TorchBackend(_looped, _at_least_float32)  # one node of a graph, whatever the number of steps
+REFERENCE = TorchBackend(_sequential, lambda _: torch.float64)
