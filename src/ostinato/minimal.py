@@ -1,25 +1,23 @@
 """MinGRU and MinLSTM, layers and cells: gates that do not look at the previous state, so time is a scan."""
 
-import math
-import warnings
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.nn.utils.rnn import PackedSequence
 
 from ostinato.kernels.gemm import linear
 from ostinato.kernels.scan import BACKENDS, GATES, operators
-from ostinato.scan import check_batch_sizes, check_choice, check_floating
+from ostinato.layers import StackedLayers, check_input, check_like_weight, check_sizes, draw_parameters
+from ostinato.scan import check_choice, check_floating
 
 CANDIDATES = ("positive", "linear", "tanh")
 
 
-class _MinimalLayers(nn.Module):
-    """Stacked layers of one minimal cell: :class:`torch.nn.GRU`'s contract around ``operators.minimal_scan``."""
+class _MinimalLayers(StackedLayers):
+    """Stacked layers of one minimal cell, around ``operators.minimal_scan``."""
 
     cell: str
-    weight_ih_l0: Tensor
+    candidate: str
 
     def __init__(
         self,
@@ -37,95 +35,18 @@ class _MinimalLayers(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        _check_sizes(input_size=input_size, hidden_size=hidden_size, num_layers=num_layers)
         if proj_size != 0:
             raise ValueError(f"proj_size must be 0, projections are not supported; got {proj_size!r}")
         check_choice("candidate", candidate, CANDIDATES)
-        check_choice("backend", backend, BACKENDS)
-        if isinstance(dropout, bool) or not isinstance(dropout, int | float) or not 0 <= dropout <= 1:
-            raise ValueError(f"dropout must be a probability, 0 to 1; got {dropout!r}")
-        if dropout > 0 and num_layers == 1:
-            warnings.warn("dropout acts between layers, and num_layers is 1: nothing will be dropped", stacklevel=2)
-        self.input_size, self.hidden_size, self.num_layers = input_size, hidden_size, num_layers
-        self.bias, self.batch_first, self.dropout, self.bidirectional = bias, batch_first, float(dropout), bidirectional
-        self.candidate, self.backend = candidate, backend
-        rows = GATES[self.cell] * hidden_size
-        for layer in range(num_layers):
-            width = input_size if layer == 0 else hidden_size * self.num_directions
-            for suffix in self._suffixes(layer):
-                weight = nn.Parameter(torch.empty(rows, width, device=device, dtype=dtype))
-                self.register_parameter(f"weight_ih_{suffix}", weight)
-                if bias:
-                    self.register_parameter(
-                        f"bias_ih_{suffix}", nn.Parameter(torch.empty(rows, device=device, dtype=dtype))
-                    )
-        self.reset_parameters()
+        sizes = input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional
+        super().__init__(*sizes, backend=backend, device=device, dtype=dtype, candidate=candidate)
 
-    @property
-    def num_directions(self) -> int:
-        return 2 if self.bidirectional else 1
-
-    def _suffixes(self, layer: int) -> list[str]:
-        return [f"l{layer}", f"l{layer}_reverse"][: self.num_directions]
-
-    def reset_parameters(self) -> None:
-        """Draw every weight and bias from U(-1/sqrt(hidden_size), 1/sqrt(hidden_size)), as ``torch.nn.GRU`` does."""
-        _draw_parameters(self, self.hidden_size)
-
-    def extra_repr(self) -> str:
-        shown = [f"{self.input_size}, {self.hidden_size}"]
-        defaults = {"num_layers": 1, "bias": True, "batch_first": False, "dropout": 0.0, "bidirectional": False}
-        for name, default in {**defaults, "candidate": "positive", "backend": "auto"}.items():
-            if getattr(self, name) != default:
-                shown.append(f"{name}={getattr(self, name)!r}")
-        return ", ".join(shown)
-
-    def forward(
-        self, input: Tensor | PackedSequence, hx: Tensor | None = None
-    ) -> tuple[Tensor | PackedSequence, Tensor]:
-        """Run the whole sequence; see the class."""
-        if isinstance(input, PackedSequence):
-            return self._forward_packed(input, hx)
-        _check_input(self, input, (2, 3), "(T, B, input_size), (B, T, input_size) if batch_first, or (T, input_size)")
-        batched = input.dim() == 3
-        batch_dim = 0 if self.batch_first else 1
-        x = input if batched else input.unsqueeze(batch_dim)
-        self._check_state(hx, (x.shape[batch_dim],) if batched else ())
-        if hx is not None and not batched:
-            hx = hx.unsqueeze(1)
-        output, h_n = self._layers(x, hx, None)
-        return (output, h_n) if batched else (output.squeeze(batch_dim), h_n.squeeze(1))
-
-    def _forward_packed(self, packed: PackedSequence, hx: Tensor | None) -> tuple[PackedSequence, Tensor]:
-        data, batch_sizes, sorted_indices, unsorted_indices = packed
-        _check_input(self, data, (2,), "(total steps, input_size) in a PackedSequence")
-        if not torch.compiler.is_compiling():
-            check_batch_sizes(batch_sizes, data.shape[0])
-        batch = int(batch_sizes[0])
-        self._check_state(hx, (batch,))
-        if hx is None:
-            hx = data.new_zeros(self.num_layers * self.num_directions, batch, self.hidden_size)
-        elif sorted_indices is not None:
-            hx = hx.index_select(1, sorted_indices)
-        offsets = F.pad(batch_sizes.cumsum(0), (1, 0)).to(data.device, torch.int32, non_blocking=True)
-        output, h_n = self._layers(data, hx, offsets)
-        if unsorted_indices is not None:
-            h_n = h_n.index_select(1, unsorted_indices)
-        return PackedSequence(output, batch_sizes, sorted_indices, unsorted_indices), h_n
-
-    def _layers(self, x: Tensor, hx: Tensor | None, offsets: Tensor | None) -> tuple[Tensor, Tensor]:
-        states = []
-        for layer in range(self.num_layers):
-            if layer > 0 and self.dropout > 0 and self.training:
-                x = F.dropout(x, self.dropout)
-            h0 = None if hx is None else hx[layer * self.num_directions : (layer + 1) * self.num_directions]
-            x, h_last = self._layer(layer, x, h0, offsets, self.batch_first)
-            states.append(h_last)
-        return x, states[0] if self.num_layers == 1 else torch.cat(states)
+    def _shapes(self, width: int) -> dict[str, tuple[int, ...]]:
+        rows = GATES[self.cell] * self.hidden_size
+        return {"weight_ih": (rows, width), "bias_ih": (rows,)}
 
     def _layer(
-        self, layer: int, x: Tensor, h0: Tensor | None, offsets: Tensor | None, batch_first: bool
+        self, layer: int, x: Tensor, h0: Any, offsets: Tensor | None, batch_first: bool
     ) -> tuple[Tensor, Tensor]:
         """One GEMM for all gates and directions, then one fused pass; the bias is added in the latter."""
         weights = [getattr(self, f"weight_ih_{suffix}") for suffix in self._suffixes(layer)]
@@ -143,55 +64,6 @@ class _MinimalLayers(nn.Module):
             self.num_directions,
             self.backend,
         )
-
-    def step(self, x: Tensor, h: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """One time step, in constant memory: ``y, h = module.step(x, h)``.
-
-        Args:
-            x: the input at this step, (B, input_size) or (input_size,).
-            h: the state so far, (num_layers, B, hidden_size), without B if x has none; zero if absent.
-
-        Returns:
-            y, (B, hidden_size), the last layer's new state, and h, the new state of every layer.
-
-        Raises:
-            TypeError: an input or state that is no tensor of the parameters' dtype.
-            ValueError: shapes that do not fit, or a bidirectional module, which needs the whole sequence.
-
-        Example:
-            >>> import torch, ostinato
-            >>> module, x = ostinato.MinGRU(3, 5), torch.randn(7, 3)
-            >>> h = None
-            >>> for x_t in x:
-            ...     y, h = module.step(x_t, h)
-            >>> torch.allclose(y, module(x)[0][-1], atol=1e-6)
-            True
-        """
-        if self.bidirectional:
-            raise ValueError("step needs a module that runs forward in time; this one is bidirectional")
-        _check_input(self, x, (1, 2), "(B, input_size) or (input_size,)")
-        batched = x.dim() == 2
-        self._check_state(h, x.shape[:-1], "h")
-        if not batched:
-            x, h = x[None], None if h is None else h[:, None]
-        y, states = x, []
-        for layer in range(self.num_layers):
-            if layer > 0 and self.dropout > 0 and self.training:
-                y = F.dropout(y, self.dropout)
-            output, h_last = self._layer(layer, y[:, None], None if h is None else h[layer : layer + 1], None, True)
-            y = output[:, 0]
-            states.append(h_last)
-        h = states[0] if self.num_layers == 1 else torch.cat(states)
-        return (y, h) if batched else (y[0], h[:, 0])
-
-    def _check_state(self, hx: Tensor | None, batch: tuple[int, ...], name: str = "hx") -> None:
-        if hx is None:
-            return
-        check_floating(name, hx)
-        expected = (self.num_layers * self.num_directions, *batch, self.hidden_size)
-        if hx.shape != expected:
-            raise ValueError(f"{name} must have shape {expected}; got {tuple(hx.shape)}")
-        _check_like_weight(name, hx, self.weight_ih_l0)
 
 
 class MinGRU(_MinimalLayers):
@@ -280,7 +152,7 @@ class _MinimalCell(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        _check_sizes(input_size=input_size, hidden_size=hidden_size)
+        check_sizes(input_size=input_size, hidden_size=hidden_size)
         check_choice("candidate", candidate, CANDIDATES)
         check_choice("backend", backend, BACKENDS)
         self.input_size, self.hidden_size, self.bias = input_size, hidden_size, bias
@@ -292,19 +164,19 @@ class _MinimalCell(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draw the weight and bias from U(-1/sqrt(hidden_size), 1/sqrt(hidden_size)), as ``torch.nn.GRUCell`` does."""
-        _draw_parameters(self, self.hidden_size)
+        draw_parameters(self, self.hidden_size)
 
     def extra_repr(self) -> str:
         return f"{self.input_size}, {self.hidden_size}, bias={self.bias}, candidate={self.candidate!r}"
 
     def forward(self, input: Tensor, hx: Tensor | None = None) -> Tensor:
         """The next state, (B, hidden_size) or (hidden_size,), from the input and the state before it."""
-        _check_input(self, input, (1, 2), "(B, input_size) or (input_size,)")
+        check_input(self, input, (1, 2), "(B, input_size) or (input_size,)")
         if hx is not None:
             check_floating("hx", hx)
             if hx.shape != (*input.shape[:-1], self.hidden_size):
                 raise ValueError(f"hx must have shape {(*input.shape[:-1], self.hidden_size)}; got {tuple(hx.shape)}")
-            _check_like_weight("hx", hx, self.weight_ih)
+            check_like_weight("hx", hx, self.weight_ih)
         pre = linear(input.view(-1, 1, self.input_size), self.weight_ih)
         h0 = None if hx is None else hx.to(pre.dtype).view(1, -1, self.hidden_size)
         _, h = operators.minimal_scan(pre, self.bias_ih, h0, None, self.cell, self.candidate, True, 1, self.backend)
@@ -351,33 +223,3 @@ class MinLSTMCell(_MinimalCell):
     """
 
     cell = "minlstm"
-
-
-def _draw_parameters(module: nn.Module, hidden_size: int) -> None:
-    bound = 1 / math.sqrt(hidden_size)
-    for parameter in module.parameters():
-        nn.init.uniform_(parameter, -bound, bound)
-
-
-def _check_sizes(**sizes: int) -> None:
-    for name, value in sizes.items():
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} must be an integer; got {type(value).__name__}")
-        if value <= 0:
-            raise ValueError(f"{name} must be positive; got {value}")
-
-
-def _check_input(module: _MinimalLayers | _MinimalCell, x: Tensor, ranks: tuple[int, ...], shape: str) -> None:
-    check_floating("input", x)
-    if x.dim() not in ranks:
-        raise ValueError(f"input must have shape {shape}; got {tuple(x.shape)}")
-    if x.shape[-1] != module.input_size:
-        raise ValueError(f"input must have input_size = {module.input_size} features last; got shape {tuple(x.shape)}")
-    _check_like_weight("input", x, module.weight_ih_l0 if isinstance(module, _MinimalLayers) else module.weight_ih)
-
-
-def _check_like_weight(name: str, x: Tensor, weight: Tensor) -> None:
-    if x.device != weight.device:
-        raise ValueError(f"{name} must be on the module's device, {weight.device}; got {x.device}")
-    if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
-        raise TypeError(f"{name} must have the parameters' dtype, {weight.dtype}; got {x.dtype}")

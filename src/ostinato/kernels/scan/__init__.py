@@ -24,13 +24,20 @@ class Backend(Protocol):
     """Scans over checked, non-empty inputs of one floating dtype on one device.
 
     ``a``, ``b``, ``h`` are (B, T, D) with any strides, ``h0`` and ``h_last`` (B, D), or (N, D) with
-    ``cu_seqlens``; an absent ``h0`` is the zero state, an absent gradient is zero.  Results are
+    ``cu_seqlens``; an absent ``h0`` is the zero state, an absent gradient is zero; ``resets``, bool, (B, T), marks the
+    steps, in the order of scanning, before which the state is zero.  Results are
     contiguous, share no memory with anything, and have the inputs' dtype; float32 and narrower
     accumulate in float32, float64 in float64.
     """
 
     def linear_scan(
-        self, a: Tensor, b: Tensor, h0: Tensor | None, reverse: bool, cu_seqlens: Tensor | None
+        self,
+        a: Tensor,
+        b: Tensor,
+        h0: Tensor | None,
+        reverse: bool,
+        cu_seqlens: Tensor | None,
+        resets: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """``h[t] = a[t] * h[t-1] + b[t]``; returns h and the state after the last step taken."""
         ...
@@ -44,12 +51,19 @@ class Backend(Protocol):
         grad_h_last: Tensor | None,
         reverse: bool,
         cu_seqlens: Tensor | None,
+        resets: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Gradients of a, b and h0 (None if h0 is)."""
         ...
 
     def log_linear_scan(
-        self, log_a: Tensor, log_b: Tensor, log_h0: Tensor | None, reverse: bool, cu_seqlens: Tensor | None
+        self,
+        log_a: Tensor,
+        log_b: Tensor,
+        log_h0: Tensor | None,
+        reverse: bool,
+        cu_seqlens: Tensor | None,
+        resets: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """``log_h[t] = logaddexp(log_a[t] + log_h[t-1], log_b[t])``."""
         ...
@@ -64,6 +78,7 @@ class Backend(Protocol):
         grad_h_last: Tensor | None,
         reverse: bool,
         cu_seqlens: Tensor | None,
+        resets: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Gradients of log_a, log_b and log_h0 (None if log_h0 is)."""
         ...

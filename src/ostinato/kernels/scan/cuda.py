@@ -30,8 +30,8 @@ Strides = tuple[int, int, int]  # of batch, time and direction
 _NO_STRIDES = (0, 0, 0)
 MAX_STEPS = (1 << 31) - (1 << 20)  # the kernel counts steps, with a tile's more, in 32 bits
 # ``Parameters`` in scan.cu, in two halves.
-_ADDRESSES = struct.Struct("15Q")
-_REST = struct.Struct("24q6i")
+_ADDRESSES = struct.Struct("16Q")
+_REST = struct.Struct("26q6i")
 
 
 class _Problem(NamedTuple):
@@ -50,6 +50,7 @@ class _Problem(NamedTuple):
     candidate: str = "positive"
     packing: str = "DENSE"
     sequences: int = 0  # packed in one by cu_seqlens
+    resets: tuple[int, int] | None = None  # the mask's strides, of batch and time
 
     @property
     def backward(self) -> bool:
@@ -106,6 +107,8 @@ def _prepare(problem: _Problem, bias_dtype: torch.dtype, alignment: int) -> _Lau
         far,
         geometry.copies_wide(itemsize, aligned),
     )
+    if problem.resets is not None:
+        definitions += (("RESETS", 1),)
     chunks = -(-problem.steps // geometry.tile)
     blocks = tiles = sequences * -(-problem.channels // geometry.group)
     words = 0
@@ -123,6 +126,7 @@ def _prepare(problem: _Problem, bias_dtype: torch.dtype, alignment: int) -> _Lau
         words,
         problem.batch * (chunks if geometry.look_back else 1),
         _REST.pack(
+            *(problem.resets or (0, 0)),
             *(number for tensor in padded for number in tensor),
             *(problem.batch, problem.steps, problem.channels, problem.sequences, problem.directions),
             int(problem.reverse),
@@ -141,6 +145,7 @@ def _scan(
     h0: Tensor | None = None,
     bias: Tensor | None = None,
     bounds: Tensor | None = None,
+    resets: Tensor | None = None,
 ) -> Tensor | None:
     """Launch the kernel on tensors at these addresses, 0 for one that is absent and counts as zero.
 
@@ -162,7 +167,7 @@ def _scan(
         *outputs,
         *(0,) * (3 - len(outputs)),
         *states,
-        *(0 if x is None else x.data_ptr() for x in (bias, grad_bias, bounds, published)),
+        *(0 if x is None else x.data_ptr() for x in (bias, grad_bias, bounds, published, resets)),
     )
     launch.kernel.launch(problem.device, launch.blocks, launch.threads, addresses + launch.parameters, launch.shared)
     return None if grad_bias is None else grad_bias.sum(0)
@@ -184,7 +189,12 @@ def _last_state(b: Tensor, h0: Tensor | None, cu_seqlens: Tensor | None, zero: f
 
 
 def _scan_problem(
-    element: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], reverse: bool, cu_seqlens: Tensor | None
+    element: str,
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    reverse: bool,
+    cu_seqlens: Tensor | None,
+    resets: Tensor | None,
 ) -> _Problem:
     like = outputs[0]
     batch, steps, channels = like.shape
@@ -200,18 +210,27 @@ def _scan_problem(
         reverse=reverse,
         packing="DENSE" if cu_seqlens is None else "CU_SEQLENS",
         sequences=0 if cu_seqlens is None else cu_seqlens.shape[0] - 1,
+        resets=None if resets is None else resets.stride(),  # type: ignore[arg-type]  # of a matrix: two
     )
 
 
 def _forward_scan(
-    element: str, a: Tensor, b: Tensor, h0: Tensor | None, reverse: bool, cu_seqlens: Tensor | None, zero: float
+    element: str,
+    a: Tensor,
+    b: Tensor,
+    h0: Tensor | None,
+    reverse: bool,
+    cu_seqlens: Tensor | None,
+    resets: Tensor | None,
+    zero: float,
 ) -> tuple[Tensor, Tensor]:
     inputs = _along_channels(a), _along_channels(b)
     h0 = None if h0 is None else h0.contiguous()
     h = b.new_empty(b.shape)
     h_last = _last_state(b, h0, cu_seqlens, zero)
-    problem = _scan_problem(element, inputs, (h,), reverse, cu_seqlens)
-    _scan(problem, h, [x.data_ptr() for x in inputs], (h.data_ptr(),), initial=h0, final=h_last, bounds=cu_seqlens)
+    problem = _scan_problem(element, inputs, (h,), reverse, cu_seqlens, resets)
+    addresses = [x.data_ptr() for x in inputs]
+    _scan(problem, h, addresses, (h.data_ptr(),), initial=h0, final=h_last, bounds=cu_seqlens, resets=resets)
     return h, h_last
 
 
@@ -224,13 +243,14 @@ def _backward_scan(
     grad_h_last: Tensor | None,
     reverse: bool,
     cu_seqlens: Tensor | None,
+    resets: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     h0 = None if h0 is None else h0.contiguous()
     grad_h_last = None if grad_h_last is None else grad_h_last.contiguous()
     inputs = [_along_channels(x) for x in (*plain, h, h if grad_h is None else grad_h)]
     outputs = h.new_empty(h.shape), h.new_empty(h.shape)
     grad_h0 = None if h0 is None else _last_state(h, grad_h_last, cu_seqlens, 0.0)
-    problem = _scan_problem(element, inputs, outputs, reverse, cu_seqlens)
+    problem = _scan_problem(element, inputs, outputs, reverse, cu_seqlens, resets)
     addresses = [x.data_ptr() for x in inputs]
     if grad_h is None:
         addresses[-1] = 0
@@ -243,14 +263,20 @@ def _backward_scan(
         final=grad_h0,
         h0=h0,
         bounds=cu_seqlens,
+        resets=resets,
     )
     return *outputs, grad_h0
 
 
 def linear_scan(
-    a: Tensor, b: Tensor, h0: Tensor | None, reverse: bool, cu_seqlens: Tensor | None
+    a: Tensor,
+    b: Tensor,
+    h0: Tensor | None,
+    reverse: bool,
+    cu_seqlens: Tensor | None,
+    resets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    return _forward_scan("LinearScan", a, b, h0, reverse, cu_seqlens, 0.0)
+    return _forward_scan("LinearScan", a, b, h0, reverse, cu_seqlens, resets, 0.0)
 
 
 def linear_scan_backward(
@@ -261,14 +287,20 @@ def linear_scan_backward(
     grad_h_last: Tensor | None,
     reverse: bool,
     cu_seqlens: Tensor | None,
+    resets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    return _backward_scan("LinearScanBackward", [a], h, h0, grad_h, grad_h_last, reverse, cu_seqlens)
+    return _backward_scan("LinearScanBackward", [a], h, h0, grad_h, grad_h_last, reverse, cu_seqlens, resets)
 
 
 def log_linear_scan(
-    log_a: Tensor, log_b: Tensor, log_h0: Tensor | None, reverse: bool, cu_seqlens: Tensor | None
+    log_a: Tensor,
+    log_b: Tensor,
+    log_h0: Tensor | None,
+    reverse: bool,
+    cu_seqlens: Tensor | None,
+    resets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    return _forward_scan("LogLinearScan", log_a, log_b, log_h0, reverse, cu_seqlens, float("-inf"))
+    return _forward_scan("LogLinearScan", log_a, log_b, log_h0, reverse, cu_seqlens, resets, float("-inf"))
 
 
 def log_linear_scan_backward(
@@ -280,9 +312,12 @@ def log_linear_scan_backward(
     grad_h_last: Tensor | None,
     reverse: bool,
     cu_seqlens: Tensor | None,
+    resets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     plain = [log_a, log_b]
-    return _backward_scan("LogLinearScanBackward", plain, log_h, log_h0, grad_h, grad_h_last, reverse, cu_seqlens)
+    return _backward_scan(
+        "LogLinearScanBackward", plain, log_h, log_h0, grad_h, grad_h_last, reverse, cu_seqlens, resets
+    )
 
 
 @functools.lru_cache(maxsize=4096)

@@ -1,0 +1,247 @@
+"""What stacked recurrent layers have in common: :class:`torch.nn.GRU`'s contract, whatever the cell computes."""
+
+import inspect
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import PackedSequence
+
+from ostinato.kernels.scan import BACKENDS
+from ostinato.scan import check_batch_sizes, check_choice, check_floating
+
+Hidden = Tensor | tuple[Tensor, ...]
+
+
+class StackedLayers(nn.Module):
+    """Layers over time, one on another, each in one direction or two: everything but what a layer computes.
+
+    A subclass says which parameters a layer of some width has, in :meth:`_shapes`, and computes it in
+    :meth:`_layer`.  ``settings`` are the subclass's own arguments, kept as attributes.
+    """
+
+    weight_ih_l0: Tensor
+    backend: str
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int,
+        bias: bool,
+        batch_first: bool,
+        dropout: float,
+        bidirectional: bool,
+        *,
+        backend: str,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+        **settings: Any,
+    ) -> None:
+        super().__init__()
+        check_sizes(input_size=input_size, hidden_size=hidden_size, num_layers=num_layers)
+        check_choice("backend", backend, BACKENDS)
+        if isinstance(dropout, bool) or not isinstance(dropout, int | float) or not 0 <= dropout <= 1:
+            raise ValueError(f"dropout must be a probability, 0 to 1; got {dropout!r}")
+        if dropout > 0 and num_layers == 1:
+            warnings.warn("dropout acts between layers, and num_layers is 1: nothing will be dropped", stacklevel=3)
+        self.input_size, self.hidden_size, self.num_layers = input_size, hidden_size, num_layers
+        self.bias, self.batch_first, self.dropout, self.bidirectional = bias, batch_first, float(dropout), bidirectional
+        self.backend = backend
+        for name, value in settings.items():
+            setattr(self, name, value)
+        for layer in range(num_layers):
+            width = input_size if layer == 0 else hidden_size * self.num_directions
+            for suffix in self._suffixes(layer):
+                for name, shape in self._shapes(width).items():
+                    if bias or not name.startswith("bias"):
+                        parameter = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+                        self.register_parameter(f"{name}_{suffix}", parameter)
+        self.reset_parameters()
+
+    def _shapes(self, width: int) -> dict[str, tuple[int, ...]]:
+        """The parameters of a layer and direction whose input has `width` channels."""
+        raise NotImplementedError
+
+    def _layer(
+        self, layer: int, x: Tensor, h0: Hidden | None, offsets: Tensor | None, batch_first: bool
+    ) -> tuple[Tensor, Hidden]:
+        """One layer in all its directions: the output, laid out as `x`, and the last states, as `h0`.
+
+        x is (B, T, width), or (T, B, width) unless ``batch_first``, or (rows, width) if ``offsets``, (T+1,), packs
+        it as ``PackedSequence`` does: step t of sequence b is row ``offsets[t] + b``.  h0 is (directions, B, hidden
+        size), given with packed rows.
+        """
+        raise NotImplementedError
+
+    @property
+    def num_directions(self) -> int:
+        return 2 if self.bidirectional else 1
+
+    def _suffixes(self, layer: int) -> list[str]:
+        return [f"l{layer}", f"l{layer}_reverse"][: self.num_directions]
+
+    def reset_parameters(self) -> None:
+        """Draw every weight and bias from U(-1/sqrt(hidden_size), 1/sqrt(hidden_size)), as ``torch.nn.GRU`` does."""
+        draw_parameters(self, self.hidden_size)
+
+    def extra_repr(self) -> str:
+        shown = [f"{self.input_size}, {self.hidden_size}"]
+        for name, argument in inspect.signature(type(self)).parameters.items():
+            value = getattr(self, name, argument.default)
+            if argument.default not in (argument.empty, value):
+                shown.append(f"{name}={value!r}")
+        return ", ".join(shown)
+
+    def forward(self, input: Tensor | PackedSequence, hx: Hidden | None = None) -> tuple[Any, Any]:
+        """Run the whole sequence; see the class."""
+        if isinstance(input, PackedSequence):
+            return self._forward_packed(input, hx)
+        check_input(self, input, (2, 3), "(T, B, input_size), (B, T, input_size) if batch_first, or (T, input_size)")
+        batched = input.dim() == 3
+        batch_dim = 0 if self.batch_first else 1
+        x = input if batched else input.unsqueeze(batch_dim)
+        self._check_state(hx, (x.shape[batch_dim],) if batched else ())
+        if hx is not None and not batched:
+            hx = _each(lambda state: state.unsqueeze(1), hx)
+        output, h_n = self._layers(x, hx, None)
+        return (output, h_n) if batched else (output.squeeze(batch_dim), _each(lambda state: state.squeeze(1), h_n))
+
+    def _forward_packed(self, packed: PackedSequence, hx: Hidden | None) -> tuple[PackedSequence, Hidden]:
+        data, batch_sizes, sorted_indices, unsorted_indices = packed
+        check_input(self, data, (2,), "(total steps, input_size) in a PackedSequence")
+        if not torch.compiler.is_compiling():
+            check_batch_sizes(batch_sizes, data.shape[0])
+        batch = int(batch_sizes[0])
+        self._check_state(hx, (batch,))
+        if hx is None:
+            hx = self._zero_state(data, batch)
+        elif sorted_indices is not None:
+            hx = _each(lambda state: state.index_select(1, sorted_indices), hx)
+        offsets = F.pad(batch_sizes.cumsum(0), (1, 0)).to(data.device, torch.int32, non_blocking=True)
+        output, h_n = self._layers(data, hx, offsets)
+        if unsorted_indices is not None:
+            h_n = _each(lambda state: state.index_select(1, unsorted_indices), h_n)
+        return PackedSequence(output, batch_sizes, sorted_indices, unsorted_indices), h_n
+
+    def _layers(self, x: Tensor, hx: Hidden | None, offsets: Tensor | None) -> tuple[Tensor, Hidden]:
+        states = []
+        for layer in range(self.num_layers):
+            if layer > 0 and self.dropout > 0 and self.training:
+                x = F.dropout(x, self.dropout)
+            h0 = None if hx is None else self._of_layer(hx, layer)
+            x, h_last = self._layer(layer, x, h0, offsets, self.batch_first)
+            states.append(h_last)
+        return x, _stacked(states)
+
+    def _of_layer(self, hx: Hidden, layer: int) -> Hidden:
+        first = layer * self.num_directions
+        return _each(lambda state: state[first : first + self.num_directions], hx)
+
+    def step(self, x: Tensor, h: Hidden | None = None) -> tuple[Tensor, Any]:
+        """One time step, in constant memory: ``y, h = module.step(x, h)``.
+
+        Args:
+            x: the input at this step, (B, input_size) or (input_size,).
+            h: the state so far, (num_layers, B, hidden_size), without B if x has none; zero if absent.
+
+        Returns:
+            y, (B, hidden_size), the last layer's output, and h, the new state of every layer.
+
+        Raises:
+            TypeError: an input or state that is no tensor of the parameters' dtype.
+            ValueError: shapes that do not fit, or a bidirectional module, which needs the whole sequence.
+
+        Example:
+            >>> import torch, ostinato
+            >>> module, x = ostinato.MinGRU(3, 5), torch.randn(7, 3)
+            >>> h = None
+            >>> for x_t in x:
+            ...     y, h = module.step(x_t, h)
+            >>> torch.allclose(y, module(x)[0][-1], atol=1e-6)
+            True
+        """
+        if self.bidirectional:
+            raise ValueError("step needs a module that runs forward in time; this one is bidirectional")
+        check_input(self, x, (1, 2), "(B, input_size) or (input_size,)")
+        batched = x.dim() == 2
+        self._check_state(h, x.shape[:-1], "h")
+        if not batched:
+            x, h = x[None], None if h is None else _each(lambda state: state.unsqueeze(1), h)
+        y, states = x, []
+        for layer in range(self.num_layers):
+            if layer > 0 and self.dropout > 0 and self.training:
+                y = F.dropout(y, self.dropout)
+            h0 = None if h is None else self._of_layer(h, layer)
+            output, h_last = self._layer(layer, y[:, None], h0, None, True)
+            y = output[:, 0]
+            states.append(h_last)
+        new = _stacked(states)
+        return (y, new) if batched else (y[0], _each(lambda state: state.squeeze(1), new))
+
+    def _zero_state(self, x: Tensor, batch: int) -> Hidden:
+        """The state before the first step of a batch of sequences like `x`."""
+        return x.new_zeros(self.num_layers * self.num_directions, batch, self.hidden_size)
+
+    def _check_state(self, hx: Hidden | None, batch: tuple[int, ...], name: str = "hx") -> None:
+        """Raise TypeError or ValueError unless `hx` is a state of a batch of sequences."""
+        if hx is not None:
+            self._check_state_tensor(name, hx, batch)
+
+    def _check_state_tensor(self, name: str, state: object, batch: tuple[int, ...]) -> None:
+        check_floating(name, state)
+        assert isinstance(state, Tensor)
+        expected = (self.num_layers * self.num_directions, *batch, self.hidden_size)
+        if state.shape != expected:
+            raise ValueError(f"{name} must have shape {expected}; got {tuple(state.shape)}")
+        check_like_weight(name, state, self.weight_ih_l0)
+
+
+def _each(function: Callable[[Tensor], Tensor], hidden: Hidden) -> Hidden:
+    """The function of every tensor of a state."""
+    return tuple(map(function, hidden)) if isinstance(hidden, tuple) else function(hidden)
+
+
+def _stacked(states: list[Any]) -> Hidden:
+    """The states of all layers as one."""
+    if len(states) == 1:
+        return states[0]
+    return tuple(map(torch.cat, zip(*states, strict=True))) if isinstance(states[0], tuple) else torch.cat(states)
+
+
+def draw_parameters(module: nn.Module, hidden_size: int) -> None:
+    """Draw every parameter from U(-1/sqrt(hidden_size), 1/sqrt(hidden_size))."""
+    bound = 1 / math.sqrt(hidden_size)
+    for parameter in module.parameters():
+        nn.init.uniform_(parameter, -bound, bound)
+
+
+def check_sizes(**sizes: int) -> None:
+    """Raise TypeError or ValueError unless all are positive integers."""
+    for name, value in sizes.items():
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name} must be an integer; got {type(value).__name__}")
+        if value <= 0:
+            raise ValueError(f"{name} must be positive; got {value}")
+
+
+def check_input(module: Any, x: Tensor, ranks: tuple[int, ...], shape: str) -> None:
+    """Raise TypeError or ValueError unless `x` is an input for the layers or cell."""
+    check_floating("input", x)
+    if x.dim() not in ranks:
+        raise ValueError(f"input must have shape {shape}; got {tuple(x.shape)}")
+    if x.shape[-1] != module.input_size:
+        raise ValueError(f"input must have input_size = {module.input_size} features last; got shape {tuple(x.shape)}")
+    check_like_weight("input", x, module.weight_ih_l0 if isinstance(module, StackedLayers) else module.weight_ih)
+
+
+def check_like_weight(name: str, x: Tensor, weight: Tensor) -> None:
+    """Raise ValueError or TypeError unless `x` is on the weight's device and, but under autocast, of its dtype."""
+    if x.device != weight.device:
+        raise ValueError(f"{name} must be on the module's device, {weight.device}; got {x.device}")
+    if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+        raise TypeError(f"{name} must have the parameters' dtype, {weight.dtype}; got {x.dtype}")
