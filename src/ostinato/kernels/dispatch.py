@@ -6,8 +6,7 @@ implementation, context and gradient; so do the transforms of ``torch.func``, ea
 """
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,21 +14,9 @@ from torch import DispatchKey, DispatchKeySet, Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from ostinato.kernels import export
+
 Groups = tuple[tuple[int | None, ...], tuple[int, ...]]
-
-
-_writes_plainly = False
-
-
-@contextmanager
-def portable() -> Iterator[None]:
-    """What ``torch.export`` traces in here is written in PyTorch's own operators, and runs without this library."""
-    global _writes_plainly
-    before, _writes_plainly = _writes_plainly, True
-    try:
-        yield
-    finally:
-        _writes_plainly = before
 
 
 def operator(
@@ -56,10 +43,8 @@ def operator(
             refuse_tangent()
         if is_eager(tensors):
             return function.apply(*args) if _is_differentiated(tensors) else forward(*args)
-        if plain is not None and (_writes_plainly or torch.onnx.is_in_onnx_export()):
-            if not torch.compiler.is_compiling():
-                raise NotImplementedError(f"{name} is exported by torch.export, and by torch.onnx with dynamo=True, only")
-            return plain(*args)
+        if plain is not None and export.is_portable():
+            return export.write(plain, name, args)
         if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
             return transformed.apply(*args)
         return registered(*args)

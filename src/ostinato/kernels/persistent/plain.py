@@ -1,15 +1,17 @@
 """One recurrent layer and direction in operators that exported graphs may hold: PyTorch's ``scan``, or ONNX's own."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ostinato.kernels.loop import loop
+from ostinato.kernels.export import loop, refuse_packed
 from ostinato.kernels.persistent.plan import GATES
 from ostinato.kernels.persistent.reference import advance
 
 # ONNX's operator of a cell, and its gates by their places in torch.nn's order.
-_ONNX = {
+_ONNX: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
     "rnn_tanh": ("RNN", (0,), {"activations": ["Tanh"]}),
     "rnn_relu": ("RNN", (0,), {"activations": ["Relu"]}),
     "gru": ("GRU", (1, 0, 2), {"linear_before_reset": 1}),
@@ -36,7 +38,7 @@ def recurrent_layer(
 ) -> tuple[Tensor, ...]:
     """The operator of that name; nothing is kept for a backward."""
     if offsets is not None:
-        raise NotImplementedError("packed sequences cannot be exported without this library: pad them")
+        refuse_packed()
     run = _in_onnx if torch.onnx.is_in_onnx_export() else _looped
     steps = x.view(-1, batch, x.shape[1])
     output, h_n, *c_n = run(steps, h0, c0, weight_ih, weight_hh, bias_ih, bias_hh, cell, reverse)

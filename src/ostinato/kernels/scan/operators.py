@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ostinato.kernels.dispatch import Groups, gradient, operator, or_empty
+from ostinato.kernels.export import refuse_packed
 from ostinato.kernels.scan import GATES, choose_backend
 
 _checked_cu_seqlens: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -51,7 +52,7 @@ def _plain(implementation: Callable) -> Callable:
 
     def run(x: Tensor, y: Tensor | None, h0: Tensor | None, boundaries: Tensor | None, *how: Any) -> Any:
         if boundaries is not None:
-            raise NotImplementedError("packed sequences cannot be exported without this library: pad them")
+            refuse_packed()
         return implementation(x, y, h0, None, *how[:-1], "loop")
 
     return run

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ostinato.kernels.loop import loop
+from ostinato.kernels.export import loop
 from ostinato.kernels.scan import reference
 
 CHUNK = 16
