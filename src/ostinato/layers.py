@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 
+from ostinato.kernels.export import refuse_script
 from ostinato.kernels.scan import BACKENDS
 from ostinato.scan import check_batch_sizes, check_choice, check_floating
 
@@ -26,6 +27,7 @@ class StackedLayers(nn.Module):
 
     weight_ih_l0: Tensor
     backend: str
+    __prepare_scriptable__ = refuse_script
 
     def __init__(
         self,

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ostinato.kernels.export import refuse_script
 from ostinato.kernels.gemm import linear
 from ostinato.kernels.scan import BACKENDS, GATES, operators
 from ostinato.layers import StackedLayers, check_input, check_like_weight, check_sizes, draw_parameters
@@ -139,6 +140,7 @@ class _MinimalCell(nn.Module):
     """One step of a minimal layer: :class:`torch.nn.GRUCell`'s contract."""
 
     cell: str
+    __prepare_scriptable__ = refuse_script
 
     def __init__(
         self,

@@ -16,7 +16,7 @@ _is_portable = False
 
 @contextmanager
 def portable() -> Iterator[None]:
-    """See ``ostinato.export``."""
+    """See :func:`ostinato.portable`."""
     global _is_portable
     before, _is_portable = _is_portable, True
     try:
@@ -40,6 +40,11 @@ def write(plain: Callable, name: str, args: tuple) -> Any:
 
 def refuse_packed() -> None:
     raise NotImplementedError("packed sequences need this library where they run: export padded ones")
+
+
+def refuse_script(module: Any) -> Any:
+    """A module's ``__prepare_scriptable__``, which ``torch.jit.script`` calls before it reads the code."""
+    raise NotImplementedError(f"torch.jit.script cannot compile {type(module).__name__}: use torch.export.export")
 
 
 def loop(

@@ -29,6 +29,7 @@ def recurrent_layer(
     bias_hh: Tensor | None,
     mask_hh: Tensor | None,
     offsets: Tensor | None,
+    resets: Tensor | None,
     batch: int,
     cell: str,
     reverse: bool,
@@ -39,9 +40,11 @@ def recurrent_layer(
     """The operator of that name; nothing is kept for a backward."""
     if offsets is not None:
         refuse_packed()
-    run = _in_onnx if torch.onnx.is_in_onnx_export() else _looped
-    steps = x.view(-1, batch, x.shape[1])
-    output, h_n, *c_n = run(steps, h0, c0, weight_ih, weight_hh, bias_ih, bias_hh, cell, reverse)
+    layer = x.view(-1, batch, x.shape[1]), h0, c0, weight_ih, weight_hh, bias_ih, bias_hh, cell, reverse
+    if torch.onnx.is_in_onnx_export() and resets is None:  # which ONNX's operators do not know
+        output, h_n, *c_n = _in_onnx(*layer)
+    else:
+        output, h_n, *c_n = _looped(*layer, None if resets is None else resets.view(-1, batch, 1))
     empty = x.new_empty(0)
     return output.flatten(0, 1), h_n, *(c_n or [empty]), empty, empty
 
@@ -56,8 +59,12 @@ def _looped(
     bias_hh: Tensor | None,
     cell: str,
     reverse: bool,
+    resets: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    """From x (T, B, in): the output (T, B, H), h_n and an LSTM's c_n (B, H), as ``reference.forward`` computes them."""
+    """From x (T, B, in): the output (T, B, H), h_n and an LSTM's c_n (B, H), as ``reference.forward`` computes them.
+
+    ``resets`` are (T, B, 1).
+    """
     dtype, hidden = x.dtype, weight_hh.shape[1]
     wide = torch.promote_types(dtype, torch.float32)
     weight = weight_hh.to(wide).T.contiguous()
@@ -66,13 +73,18 @@ def _looped(
     states = [weight.new_zeros(x.shape[1], hidden) if state is None else state.to(wide) for state in given]
 
     def step(before: list[Tensor], inputs: list[Tensor], constants: list[Tensor]) -> tuple[list[Tensor], Tensor]:
+        p, *reset = inputs
         weight, bias = constants
-        h, *c = advance(inputs[0].to(wide), torch.addmm(bias, before[0], weight), before[0], before[-1], cell)
+        if reset:
+            before = [state.masked_fill(reset[0], 0.0) for state in before]
+        h, *c = advance(p.to(wide), torch.addmm(bias, before[0], weight), before[0], before[-1], cell)
         output = h.to(dtype)
         return [output.to(wide), *c], output
 
-    projected = F.linear(x, weight_ih, bias_ih)
-    last, output = loop(step, states, [projected.flip(0) if reverse else projected], [weight, bias])
+    inputs = [F.linear(x, weight_ih, bias_ih), *([] if resets is None else [resets])]
+    if reverse:
+        inputs = [y.flip(0) for y in inputs]
+    last, output = loop(step, states, inputs, [weight, bias])
     return output.flip(0) if reverse else output, *(state.to(dtype) for state in last)
 
 
@@ -87,7 +99,7 @@ def _in_onnx(
     cell: str,
     reverse: bool,
 ) -> tuple[Tensor, ...]:
-    """As :func:`_looped`."""
+    """As :func:`_looped`, without resets."""
     operator, order, attributes = _ONNX[cell]
     steps, batch, _ = x.shape
     hidden = weight_hh.shape[1]
