@@ -40,13 +40,19 @@ def recurrent_layer(
     """The operator of that name; nothing is kept for a backward."""
     if offsets is not None:
         refuse_packed()
-    layer = x.view(-1, batch, x.shape[1]), h0, c0, weight_ih, weight_hh, bias_ih, bias_hh, cell, reverse
+    steps = x.shape[0] // batch
+    layer = _owned(x).view(steps, batch, x.shape[1]), h0, c0, weight_ih, weight_hh, bias_ih, bias_hh, cell, reverse
     if torch.onnx.is_in_onnx_export() and resets is None:  # which ONNX's operators do not know
         output, h_n, *c_n = _in_onnx(*layer)
     else:
-        output, h_n, *c_n = _looped(*layer, None if resets is None else resets.view(-1, batch, 1))
+        output, h_n, *c_n = _looped(*layer, None if resets is None else resets.view(steps, batch, 1))
     empty = x.new_empty(0)
-    return output.flatten(0, 1), h_n, *(c_n or [empty]), empty, empty
+    return _owned(output.flatten(0, 1)), h_n, *(c_n or [empty]), empty, empty
+
+
+def _owned(x: Tensor) -> Tensor:
+    """A copy: the strides of a view of dynamic sizes are such that ``torch.export`` takes these for bounded."""
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _looped(
