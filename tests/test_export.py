@@ -143,7 +143,7 @@ def test_onnx_has_the_layers_as_its_own(everything, tmp_path):
 def test_onnx_stays_finite_where_gates_are_shut(tmp_path):
     runtime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
-    layer = ostinato.MinLSTM(3, 1, bias=False)
+    layer = ostinato.MinLSTM(3, 1, bias=False).eval()
     layer.weight_ih_l0.copy_(torch.eye(3))
     x = torch.tensor([[-200.0, -190.0, 1.0], [-150.0, -200.0, 2.0], [300.0, -300.0, 5.0]])
     torch.onnx.export(layer, (x,), tmp_path / "layer.onnx", dynamo=True, verbose=False)
