@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 
 from ostinato.episodes import check_resets
+from ostinato.kernels.export import refuse_script
 from ostinato.kernels.scan import BACKENDS
 from ostinato.scan import check_batch_sizes, check_choice, check_floating
 
@@ -30,6 +31,7 @@ class StackedLayers(nn.Module):
     weight_ih_l0: Tensor
     backend: str
     sequence_group: ProcessGroup | None = None  # whose processes hold the parts of each sequence
+    __prepare_scriptable__ = refuse_script
 
     def __init__(
         self,
