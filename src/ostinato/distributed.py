@@ -469,12 +469,16 @@ class _Seam:
         return _Across.apply(self.without_inputs(), entering, of_all, h, last, h0, *self.steps.inputs)
 
     def run_plainly(self, h0: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The same of differentiable parts alone, for derivatives of higher order."""
+        """The same of differentiable parts alone, for derivatives of higher order.
+
+        Without a branch: all processes must have the same graph, or their exchanges would be out of step.
+        """
         steps, group = self.steps, self.group
         shared = _Shared.apply(self.initial(h0), group)
         P, L = steps.compose(self.part.tail)
-        told = (*self.begun(P, L, shared), self.resets_in(self.part.tail).to(P.dtype))
-        entering, of_all = self.enter(shared, *(_Gathered.apply(x, group) for x in told))
+        told = (*self.begun(P, L, shared), self.resets_in(self.part.tail))
+        told_by_all = _Gathered.apply(torch.cat([x.to(P.dtype) for x in told], 1), group)
+        entering, of_all = self.enter(shared, *told_by_all.split([x.shape[1] for x in told], -1))
         everything = slice(0, steps.number)
         a, b = steps.coefficients(everything)
         h, last = steps.scan(a, b, self.local(shared, entering).to(b.dtype), steps.resets, self.cu_seqlens)
@@ -503,9 +507,8 @@ class _Seam:
         """The states that this part's own scan starts from."""
         if not self.packed:
             return entering
-        if not self.part.continues or not self.steps.number:
-            return initial
-        return torch.where(self.rows(self.part.entering), entering, initial)
+        enters = self.part.continues and self.steps.number > 0
+        return torch.where(self.rows(self.part.entering) & enters, entering, initial)
 
     def resets_in(self, steps: slice) -> Tensor:
         """(B, 1): whether the state is zero before one of the steps."""
@@ -531,10 +534,11 @@ class _Seam:
 
     def begun(self, P: Tensor, L: Tensor, initial: Tensor) -> tuple[Tensor, Tensor]:
         """P and L, if the leaving sequence has begun in this part from that."""
-        part = self.part
-        if not self.packed or (part.continues and part.entering == part.leaving):
+        if not self.packed:
             return P, L
-        return P, self.steps.times_plus(P, initial[part.leaving], L)
+        part = self.part
+        begins = torch.tensor(not (part.continues and part.entering == part.leaving), device=P.device)
+        return P, torch.where(begins, self.steps.times_plus(P, initial[part.leaving], L), L)
 
     def enter(self, initial: Tensor, P: Tensor, L: Tensor, resets: Tensor) -> tuple[Tensor, Tensor]:
         """From all processes', (R, B, D), the state that enters this part, and the last one of a dense sequence."""
@@ -582,8 +586,8 @@ class _Seam:
 
     def before(self, start: Tensor, after: Tensor, reverse: bool) -> Tensor:
         """Of the states after each process's part, (B, R, D), in the order of scanning, the one before this."""
-        neighbour = self.rank + 1 if reverse else self.rank - 1
-        return after[:, neighbour] if 0 <= neighbour < len(self.parts) else start
+        states = (after, start[:, None]) if reverse else (start[:, None], after)
+        return torch.cat(states, 1)[:, self.rank + 1 if reverse else self.rank]
 
 
 class _Across(torch.autograd.Function):
