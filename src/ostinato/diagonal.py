@@ -345,7 +345,7 @@ class LRU(DiagonalLayers):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        r"""Eigenvalues uniform on the ring, gamma that keeps the input's variance, matrices as Glorot's (appendix A)."""
+        """Eigenvalues uniform on the ring, gamma that keeps the input's variance, Glorot's matrices (appendix A)."""
         least, largest = self.radius
         for suffix in (suffix for layer in range(self.num_layers) for suffix in self._suffixes(layer)):
             square = torch.rand(self.hidden_size, dtype=torch.float64) * (largest**2 - least**2) + least**2

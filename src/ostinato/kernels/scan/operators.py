@@ -1,5 +1,6 @@
 """The scans as differentiable operators, by whichever backend is asked for."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -7,8 +8,9 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ostinato.kernels.dispatch import Groups, gradient, gradients, operator, or_empty
+from ostinato.kernels.export import refuse_packed
 from ostinato.kernels.scan import GATES, choose_backend
-from ostinato.kernels.scan.torch_ops import LOG, TorchBackend, shares, shift, zeroed
+from ostinato.kernels.scan.torch_ops import LOG, TorchBackend, at_least_float32, shares, shift, zeroed
 
 _checked_cu_seqlens: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
@@ -44,6 +46,17 @@ def _sequences(b: Tensor, cu_seqlens: Tensor | None) -> int:
 
 def _initial(b: Tensor, h0: Tensor | None, cu_seqlens: Tensor | None, zero: float) -> Tensor:
     return b.new_full((_sequences(b, cu_seqlens), b.shape[2]), zero) if h0 is None else h0.clone()
+
+
+def _plain(implementation: Callable) -> Callable:
+    """The scan of (..., boundaries or None, ..., backend) as a loop that a graph can hold."""
+
+    def run(x: Tensor, y: Tensor | None, h0: Tensor | None, boundaries: Tensor | None, *how: Any) -> Any:
+        if boundaries is not None:
+            refuse_packed()
+        return implementation(x, y, h0, None, *how[:-1], "loop")
+
+    return run
 
 
 # linear_scan(a, b, h0, cu_seqlens, resets, reverse, backend) -> h, h_last
@@ -168,6 +181,7 @@ linear_scan = operator(
     _linear_scan_context,
     _linear_scan_grad,
     _scan_groups,
+    plain=_plain(_linear_scan),
     jvp=_linear_scan_jvp,
 )
 
@@ -279,6 +293,7 @@ log_linear_scan = operator(
     _log_linear_scan_context,
     _log_linear_scan_grad,
     _scan_groups,
+    plain=_plain(_log_linear_scan),
     jvp=_log_linear_scan_jvp,
 )
 
@@ -387,8 +402,7 @@ def _minimal_scan_composite(
     def scan(_: Any, a: Tensor, b: Tensor, h0: Tensor, reverse: bool) -> tuple[Tensor, Tensor]:
         return linear_scan(a, b, h0, None, None, reverse, backend)
 
-    dtype = torch.promote_types(pre.dtype, torch.float32)
-    return TorchBackend(scan, dtype).minimal(pre, bias, h0, offsets, *settings_of_layer)
+    return TorchBackend(scan, at_least_float32).minimal(pre, bias, h0, offsets, *settings_of_layer)
 
 
 def _minimal_scan_backward_composite(
@@ -441,5 +455,6 @@ minimal_scan = operator(
     _minimal_scan_context,
     _minimal_scan_grad,
     _minimal_scan_groups,
+    plain=_plain(_minimal_scan),
     composite=_minimal_scan_composite,
 )
