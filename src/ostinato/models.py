@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ostinato.diagonal import HGRN, QRNN, RGLRU, SRU, HighwayMinGRU, IndRNN, ParaGRU, ParaLSTM
+from ostinato.diagonal import HGRN, LRU, QRNN, RGLRU, SRU, HighwayMinGRU, IndRNN, ParaGRU, ParaLSTM
 from ostinato.layers import StackedLayers
 from ostinato.minimal import MinGRU, MinLSTM
 from ostinato.recurrent import GRU, LSTM
 
 CELLS: dict[str, Any] = {
     cell.__name__.lower(): cell
-    for cell in (MinGRU, MinLSTM, GRU, LSTM, HighwayMinGRU, RGLRU, HGRN, QRNN, SRU, IndRNN, ParaGRU, ParaLSTM)
+    for cell in (MinGRU, MinLSTM, GRU, LSTM, HighwayMinGRU, RGLRU, HGRN, LRU, QRNN, SRU, IndRNN, ParaGRU, ParaLSTM)
 }
 
 # What a block remembers: the last inputs of its convolution (B, K-1, W) and its hidden state, laid out as
@@ -162,7 +162,7 @@ class LanguageModel(nn.Module):
         settings, weight = self.settings, self.embedding.weight
         last = weight.new_zeros(batch_size, max(settings["conv_kernel"] - 1, 0), settings["width"])
         hidden = weight.new_zeros(1, batch_size, self.hidden_size)
-        pair = settings["cell"] in ("lstm", "paralstm")  # of h and c
+        pair = CELLS[settings["cell"]] is LSTM or getattr(CELLS[settings["cell"]], "states", 1) == 2
         return [(last, (hidden, hidden) if pair else hidden) for _ in self.blocks]
 
     def forward(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:
