@@ -39,7 +39,7 @@ def variants():
                     element, dtype.itemsize, aligned, not minimal, sequences, steps, channels, 132
                 )
                 scalar, backward = cuda.SCALARS[dtype], element.endswith("Backward")
-                shared = geometry.shared_bytes(5 if backward else 3, 3, dtype.itemsize, backward)
+                shared = geometry.shared_bytes(5 if backward else 3, 3, dtype.itemsize, backward, True)
                 for candidate in range(3 if minimal and packing == "DENSE" and sequences == 4096 else 1):
                     far, wide = steps == 1, geometry.copies_wide(dtype.itemsize, aligned)
                     yield macros(element, scalar, scalar, candidate, packing, geometry, shared, far, wide)
@@ -78,11 +78,11 @@ def poisoned():
 
 GEOMETRIES = {
     "chosen": None,
-    "streaming": {"look_back": False},
-    "look-back": {"look_back": True, "warps": 2, "rows": 2, "stages": 1},
-    "lanes 4": {"lanes": 4, "vec": 1, "warps": 2, "rows": 3, "staged": False},
-    "lanes 8 look-back": {"lanes": 8, "vec": 1, "warps": 4, "rows": 2, "look_back": True, "staged": False, "stages": 1},
-    "wide copies": {"lanes": 8, "vec": 1, "warps": 2, "rows": 8, "look_back": True, "staged": False, "stages": 1},
+    "streaming": {"chained": False},
+    "chained": {"chained": True, "warps": 2, "rows": 2, "stages": 1},
+    "lanes 4": {"lanes": 4, "vec": 1, "warps": 2, "rows": 3, "narrow": 0},
+    "lanes 8 chained": {"lanes": 8, "vec": 1, "warps": 4, "rows": 2, "chained": True, "narrow": 0, "stages": 1},
+    "wide copies": {"lanes": 8, "vec": 1, "warps": 2, "rows": 8, "chained": True, "narrow": 0, "stages": 1},
     "one warp": {"warps": 1, "rows": 1},
 }
 SHAPES = [(2, 1, 5), (1, 777, 1), (2, 300, 8), (3, 130, 33), (1, 1000, 64), (2, 257, 6), (2, 190, 12)]
@@ -158,7 +158,73 @@ def test_scans_match_the_reference(dtype, reverse, packed, geometry, poisoned, m
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("geometry", ["chosen", "streaming", "look-back", "one warp"])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_time_contiguous_tensors_are_scanned_in_place(dtype, poisoned):
+    torch.manual_seed(0)
+    kernels, reference = choose_backend("cuda", "cuda"), torch_ops.REFERENCE
+    for batch, steps, channels, start in ((2, 300, 5, 0), (1, 4097, 3, 1), (3, 31, 64, 3)):
+        a, b, grad = (torch.rand(batch, channels, steps + start).to(dtype) for _ in range(3))
+        h0, grad_last = (torch.randn(batch, channels).to(dtype) for _ in range(2))
+        for reverse in (False, True):
+            # Views that begin in the middle of 16 bytes, and one of which sequences have gaps.
+            x, y, z = (t.cuda()[..., start:].transpose(1, 2) for t in (a, b, grad))
+            want = reference.linear_scan(*(t.double().cpu() for t in (x, y)), h0.double(), reverse, None)
+            got = kernels.linear_scan(x, y, h0.cuda(), reverse, None)
+            assert got[0].stride() == (channels * steps, 1, steps)
+            for g, w in zip(got, want, strict=True):
+                assert relative_error(g, w) < TOLERANCE[dtype]
+            h = want[0].to(dtype).transpose(1, 2).contiguous().cuda().transpose(1, 2)
+            wide = [t.double().cpu() for t in (x, h)]
+            want = reference.linear_scan_backward(
+                *wide, h0.double(), z.double().cpu(), grad_last.double(), reverse, None
+            )
+            got = kernels.linear_scan_backward(x, h, h0.cuda(), z, grad_last.cuda(), reverse, None)
+            for g, w in zip(got, want, strict=True):
+                assert relative_error(g, w) < TOLERANCE[dtype]
+
+
+@pytest.mark.gpu
+def test_packed_sequences_of_all_lengths():
+    torch.manual_seed(0)
+    lengths = torch.cat((torch.randint(0, 40, (300,)), torch.tensor([9000]), torch.randint(1, 3, (50,))))
+    bounds = torch.cat((torch.zeros(1), lengths.cumsum(0))).int()
+    for channels in (3, 72):
+        a, b, grad = (torch.rand(1, int(bounds[-1]), channels) for _ in range(3))
+        h0 = torch.randn(len(lengths), channels)
+        for reverse in (False, True):
+            inputs = [x.double().requires_grad_() for x in (a, b, h0)]
+            want = ostinato.linear_scan(*inputs, cu_seqlens=bounds, reverse=reverse, backend="cpu")
+            wanted = torch.autograd.grad(want, inputs, (grad.double(), h0.double()))
+            on_gpu = [x.cuda().requires_grad_() for x in (a, b, h0)]
+            got = ostinato.linear_scan(*on_gpu, cu_seqlens=bounds.cuda(), reverse=reverse)
+            gradients = torch.autograd.grad(got, on_gpu, (grad.cuda(), h0.cuda()))
+            for g, w in zip((*got, *gradients), (*want, *wanted), strict=True):
+                assert relative_error(g.detach(), w.detach()) < 3e-6
+
+
+@pytest.mark.gpu
+def test_launches_of_many_shapes_and_streams_share_nothing():
+    torch.manual_seed(0)
+    shapes = [(1, 9000, 8), (1, 300000, 1), (2, 20000, 3), (1, 5000, 64)]
+    cases = [(torch.rand(s, device="cuda"), torch.randn(s, device="cuda")) for s in shapes]
+    wanted = [ostinato.linear_scan(*case)[0] for case in cases]
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    torch.cuda.synchronize()
+    for k in range(200):
+        with torch.cuda.stream(streams[k % 4]):
+            got = ostinato.linear_scan(*cases[k % 3])[0]
+            assert torch.equal(got, wanted[k % 3])
+    graph, replayed = torch.cuda.CUDAGraph(), []
+    with torch.cuda.graph(graph):
+        replayed = [ostinato.linear_scan(*case)[0] for case in cases]
+    for _ in range(3):
+        graph.replay()
+        for x, want in zip(replayed, wanted, strict=True):
+            assert torch.equal(x, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("geometry", ["chosen", "streaming", "chained", "one warp"])
 @pytest.mark.parametrize("candidate", ["positive", "linear", "tanh"])
 @pytest.mark.parametrize("cell", ["mingru", "minlstm"])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)

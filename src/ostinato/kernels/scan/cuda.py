@@ -6,14 +6,16 @@ of operation, dtype and shape is compiled on first use (:mod:`ostinato.kernels.n
 
 import functools
 import struct
+import threading
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ostinato.kernels import nvrtc
-from ostinato.kernels.scan import GATES
+from ostinato.kernels.scan import GATES, is_time_contiguous, states_like
 from ostinato.kernels.scan.geometry import choose_geometry, macros
 
 FILES = ("numeric.cuh", "scan/elements.cuh", "scan/scan.cu")
@@ -30,8 +32,8 @@ Strides = tuple[int, int, int]  # of batch, time and direction
 _NO_STRIDES = (0, 0, 0)
 MAX_STEPS = (1 << 31) - (1 << 20)  # the kernel counts steps, with a tile's more, in 32 bits
 # ``Parameters`` in scan.cu, in two halves.
-_ADDRESSES = struct.Struct("15Q")
-_REST = struct.Struct("24q6i")
+_ADDRESSES = struct.Struct("15Q2I")
+_REST = struct.Struct("24q7i")
 
 
 class _Problem(NamedTuple):
@@ -67,7 +69,8 @@ class _Launch(NamedTuple):
     blocks: int
     threads: int
     shared: int
-    words: int  # of 8 bytes, that blocks tell each other; 0 where none look back
+    words: int  # of 8 bytes, that chained blocks tell each other; 0 where blocks stream
+    draws: int  # what the blocks draw from their counter
     bias_rows: int  # of partial sums in the gradient of the bias
     parameters: bytes  # those after the addresses
 
@@ -90,7 +93,8 @@ def _prepare(problem: _Problem, bias_dtype: torch.dtype, alignment: int) -> _Lau
     geometry = choose_geometry(
         problem.element, itemsize, aligned, gapless, sequences, problem.steps, problem.channels, processors
     )
-    tensors = (len(problem.inputs), len(problem.outputs), itemsize, problem.backward)
+    packed = problem.packing == "CU_SEQLENS"
+    tensors = (len(problem.inputs), len(problem.outputs), itemsize, problem.backward, packed)
     limit = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]  # the stubs lack it
     while (shared := geometry.shared_bytes(*tensors)) > limit:
         geometry = geometry._replace(rows=geometry.rows // 2)
@@ -107,12 +111,14 @@ def _prepare(problem: _Problem, bias_dtype: torch.dtype, alignment: int) -> _Lau
         geometry.copies_wide(itemsize, aligned),
     )
     chunks = -(-problem.steps // geometry.tile)
-    blocks = tiles = sequences * -(-problem.channels // geometry.group)
-    words = 0
-    if geometry.look_back:
-        tiles *= chunks
+    blocks = chains = sequences * -(-problem.channels // geometry.group)
+    words = draws = walkers = 0
+    if geometry.chained:
+        tiles = chains * chunks
+        walkers = geometry.walkers(chains, tiles)
         words = 2 * (1 + tiles * geometry.group * problem.compute.itemsize // 4)
-        blocks = min(tiles, geometry.resident * processors)
+        blocks = min(tiles + walkers, geometry.resident * processors)
+        draws = tiles + blocks
     padded = [*problem.inputs, *[_NO_STRIDES] * (5 - len(problem.inputs)), *problem.outputs]
     padded += [_NO_STRIDES] * (8 - len(padded))
     return _Launch(
@@ -121,13 +127,45 @@ def _prepare(problem: _Problem, bias_dtype: torch.dtype, alignment: int) -> _Lau
         32 * geometry.warps,
         shared,
         words,
-        problem.batch * (chunks if geometry.look_back else 1),
+        draws,
+        problem.batch * (chunks if geometry.chained else 1),
         _REST.pack(
             *(number for tensor in padded for number in tensor),
             *(problem.batch, problem.steps, problem.channels, problem.sequences, problem.directions),
             int(problem.reverse),
+            walkers,
         ),
     )
+
+
+class _Workspace:
+    """Where the chained blocks of one stream's launches, one after the other, tell each other what they know."""
+
+    def __init__(self, words: int, device: int) -> None:
+        self.memory = torch.zeros(words, dtype=torch.int64, device=torch.device("cuda", device))
+        self.epoch = self.drawn = 0
+
+
+_launching = threading.Lock()  # a launch's number and place on its stream go together
+_workspaces: dict[tuple[int, int], _Workspace] = {}
+_MARKS = 4  # kinds of ``Mark``
+
+
+def _published(device: int, launch: _Launch) -> tuple[int, int, int]:
+    """The address of the current stream's workspace, what its counter begins at, and the epoch of this launch.
+
+    A launch that is being captured begins anew whenever it is replayed: its own workspace is cleared before it.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(launch.words, dtype=torch.int64, device=torch.device("cuda", device)).data_ptr(), 0, _MARKS
+    key = device, torch._C._cuda_getCurrentRawStream(device)
+    workspace = _workspaces.get(key)
+    if workspace is None or len(workspace.memory) < launch.words or workspace.epoch >= (1 << 32) - 2 * _MARKS:
+        workspace = _workspaces[key] = _Workspace(launch.words, device)
+    drawn = workspace.drawn
+    workspace.epoch += _MARKS
+    workspace.drawn = (drawn + launch.draws) % (1 << 32)
+    return workspace.memory.data_ptr(), drawn, workspace.epoch
 
 
 def _scan(
@@ -151,20 +189,22 @@ def _scan(
     for address in (*inputs, *outputs, *states):
         alignment |= address & 15
     launch = _prepare(problem, problem.dtype if bias is None else bias.dtype, alignment)
-    published = like.new_zeros(launch.words, dtype=torch.int64) if launch.words else None
     grad_bias = None
     if bias is not None and problem.backward:
         columns = problem.directions * len(outputs) * problem.channels
         grad_bias = like.new_empty(launch.bias_rows, columns, dtype=problem.compute)
-    addresses = _ADDRESSES.pack(
+    tensors = (
         *inputs,
         *(0,) * (5 - len(inputs)),
         *outputs,
         *(0,) * (3 - len(outputs)),
         *states,
-        *(0 if x is None else x.data_ptr() for x in (bias, grad_bias, bounds, published)),
+        *(0 if x is None else x.data_ptr() for x in (bias, grad_bias, bounds)),
     )
-    launch.kernel.launch(problem.device, launch.blocks, launch.threads, addresses + launch.parameters, launch.shared)
+    with _launching if launch.words else nullcontext():
+        published = _published(problem.device, launch) if launch.words else (0, 0, 0)
+        parameters = _ADDRESSES.pack(*tensors, *published) + launch.parameters
+        launch.kernel.launch(problem.device, launch.blocks, launch.threads, parameters, launch.shared)
     return None if grad_bias is None else grad_bias.sum(0)
 
 
@@ -176,6 +216,13 @@ def _along_channels(x: Tensor) -> Tensor:
     return x if x.stride(2) == 1 or x.shape[2] == 1 else x.contiguous()
 
 
+def _along_time(x: Tensor) -> Tensor:
+    """As (B, D, T) lies in memory, channels of neighbouring sequences as far apart as those of one."""
+    if x.stride(1) == 1 and x.stride(0) == x.shape[2] * x.stride(2):
+        return x
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
 def _last_state(b: Tensor, h0: Tensor | None, cu_seqlens: Tensor | None, zero: float) -> Tensor:
     if cu_seqlens is None:
         return b.new_empty(b.shape[0], b.shape[2])
@@ -184,19 +231,28 @@ def _last_state(b: Tensor, h0: Tensor | None, cu_seqlens: Tensor | None, zero: f
 
 
 def _scan_problem(
-    element: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], reverse: bool, cu_seqlens: Tensor | None
+    element: str,
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    reverse: bool,
+    cu_seqlens: Tensor | None,
+    by_time: bool,
 ) -> _Problem:
     like = outputs[0]
     batch, steps, channels = like.shape
+
+    def strides(tensors: Sequence[Tensor]) -> tuple[Strides, ...]:
+        return tuple((x.stride(2) if by_time else x.stride(0), x.stride(1), 0) for x in tensors)
+
     return _Problem(
         element,
         like.dtype,
         like.device.index,
-        batch,
+        batch * channels if by_time else batch,  # sequences of one channel each
         steps,
-        channels,
-        tuple((x.stride(0), x.stride(1), 0) for x in inputs),
-        tuple((x.stride(0), x.stride(1), 0) for x in outputs),
+        1 if by_time else channels,
+        strides(inputs),
+        strides(outputs),
         reverse=reverse,
         packing="DENSE" if cu_seqlens is None else "CU_SEQLENS",
         sequences=0 if cu_seqlens is None else cu_seqlens.shape[0] - 1,
@@ -206,11 +262,12 @@ def _scan_problem(
 def _forward_scan(
     element: str, a: Tensor, b: Tensor, h0: Tensor | None, reverse: bool, cu_seqlens: Tensor | None, zero: float
 ) -> tuple[Tensor, Tensor]:
-    inputs = _along_channels(a), _along_channels(b)
+    by_time = is_time_contiguous(b, cu_seqlens)
+    inputs = [(_along_time if by_time else _along_channels)(x) for x in (a, b)]
     h0 = None if h0 is None else h0.contiguous()
-    h = b.new_empty(b.shape)
+    h = states_like(b, cu_seqlens)
     h_last = _last_state(b, h0, cu_seqlens, zero)
-    problem = _scan_problem(element, inputs, (h,), reverse, cu_seqlens)
+    problem = _scan_problem(element, inputs, (h,), reverse, cu_seqlens, by_time)
     _scan(problem, h, [x.data_ptr() for x in inputs], (h.data_ptr(),), initial=h0, final=h_last, bounds=cu_seqlens)
     return h, h_last
 
@@ -225,12 +282,13 @@ def _backward_scan(
     reverse: bool,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
+    by_time = is_time_contiguous(h, cu_seqlens)
     h0 = None if h0 is None else h0.contiguous()
     grad_h_last = None if grad_h_last is None else grad_h_last.contiguous()
-    inputs = [_along_channels(x) for x in (*plain, h, h if grad_h is None else grad_h)]
-    outputs = h.new_empty(h.shape), h.new_empty(h.shape)
+    inputs = [(_along_time if by_time else _along_channels)(x) for x in (*plain, h, h if grad_h is None else grad_h)]
+    outputs = states_like(h, cu_seqlens), states_like(h, cu_seqlens)
     grad_h0 = None if h0 is None else _last_state(h, grad_h_last, cu_seqlens, 0.0)
-    problem = _scan_problem(element, inputs, outputs, reverse, cu_seqlens)
+    problem = _scan_problem(element, inputs, outputs, reverse, cu_seqlens, by_time)
     addresses = [x.data_ptr() for x in inputs]
     if grad_h is None:
         addresses[-1] = 0

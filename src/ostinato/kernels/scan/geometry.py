@@ -11,9 +11,9 @@ class Geometry(NamedTuple):
     lanes: int
     warps: int
     rows: int
-    look_back: bool
+    chained: bool
     resident: int  # blocks a multiprocessor should hold at once, which bounds a thread's registers
-    staged: bool  # a warp's steps are one piece of memory, turned in shared memory
+    narrow: int  # channels, if a warp's steps are one piece of memory
     stages: int  # tiles copied ahead
 
     @property
@@ -27,21 +27,26 @@ class Geometry(NamedTuple):
     def copies_wide(self, itemsize: int, aligned: int) -> bool:
         """Whether lanes copy 16 bytes each: rows consist of such pieces and lie so `aligned`, in channels.
 
-        Only blocks that look back: those that stream are no faster for it, some slower.
+        Only chained blocks: those that stream are no faster for it, some slower.
         """
         pieces = self.lanes * self.vec * itemsize % 16 == 0 and self.rows * self.vec * itemsize % 16 == 0
-        return self.look_back and not self.staged and pieces and aligned * itemsize >= 16
+        return self.chained and not self.narrow and pieces and aligned * itemsize >= 16
 
-    def shared_bytes(self, inputs: int, outputs: int, itemsize: int, backward: bool) -> int:
+    def walkers(self, chains: int, tiles: int) -> int:
+        """Blocks that walk along the chains, two to a warp, and have room for that in the memory of their tiles."""
+        return -(-chains // (2 * self.warps)) if self.chained and tiles > chains else 0
+
+    def shared_bytes(self, inputs: int, outputs: int, itemsize: int, backward: bool, packed: bool = False) -> int:
         """Enough for ``Shared`` in ``scan.cu``, which checks it."""
         pack, state = self.vec * itemsize, self.group * max(4, itemsize)
-        strip = (32 + self.staged) * self.rows * pack
-        strips = self.stages * self.warps * inputs + (self.warps if self.staged else 1)
+        strip = 32 * self.rows * pack
+        if self.narrow:
+            strip = 32 // self.lanes * self.rows * self.narrow * itemsize + 48 + self.lanes * itemsize
+        strips = self.stages * self.warps * inputs + (self.warps if self.narrow else 1)
         between_warps = 2 * self.warps * (3 * state + 4)
-        watchers = min(256, self.warps * 32 // self.lanes)
-        window = 4 * watchers + (max(32, watchers) if self.look_back else 1) * 4 * state
+        boundaries = 16 * self.tile if packed else 16
         bias = (self.warps if backward else 1) * outputs * state
-        return strips * strip + between_warps + window + bias + 64
+        return max(strips * strip + between_warps + boundaries + state + bias + 96, self.warps * 2 * (state + 16))
 
 
 class Tuning(NamedTuple):
@@ -67,8 +72,8 @@ STREAMING = {
 STREAMING |= {(name, 4): Tuning(8, 4, 2, 1, 1.0) for name in ("MinGRU", "MinGRUBackward", "MinLSTM", "MinLSTMBackward")}
 STREAMING_OTHERWISE = Tuning(4, 4, 2, 1, 1.0)
 
-# Rows of a look-back by eight warps, two blocks a multiprocessor: as many as registers and shared memory hold.
-LOOK_BACK_ROWS = {
+# Rows of chained blocks of eight warps, two blocks a multiprocessor: as many as registers and shared memory hold.
+CHAINED_ROWS = {
     ("LinearScan", 4): 40,
     ("LinearScanBackward", 4): 24,
     ("LinearScan", 2): 40,
@@ -121,22 +126,28 @@ def choose_geometry(
     warps = tuning.warps
     while warps > 1 and (warps // 2) * (32 // lanes) * tuning.rows >= steps:
         warps //= 2  # short sequences: no warps without a step
-    streaming = Geometry(vec, lanes, warps, tuning.rows, False, tuning.resident, False, tuning.stages)
-    # A block that streams takes about a microsecond a tile, however idle the rest of the chip; looking back takes ten,
+    streaming = Geometry(vec, lanes, warps, tuning.rows, False, tuning.resident, 0, tuning.stages)
+    # A block that streams takes about a microsecond a tile, however idle the rest of the chip; a chained one takes ten,
     # but every block at once, and 64 bytes of channels a block no longer fill the chip.
+    narrow = gapless and lanes_across(1) < 8
     if sequences * channels >= 32 * processors or steps <= 8 * streaming.tile:
+        if narrow:
+            lanes, rows, warps = lanes_across(1), 17, 8
+            while warps > 1 and (warps // 2) * (32 // lanes) * rows >= steps:
+                warps //= 2
+            return Geometry(1, lanes, warps, rows, False, 2, channels, 1)
         return streaming
 
-    if gapless and lanes_across(1) < 8:
+    if narrow:
         if itemsize == 4:
-            return Geometry(1, lanes_across(1), 8, 16 if element.endswith("Backward") else 24, True, 2, True, 1)
-        return Geometry(1, lanes_across(1), 16 if itemsize == 2 else 8, 8, True, 1, True, 1)
+            return Geometry(1, lanes_across(1), 8, 16 if element.endswith("Backward") else 24, True, 2, channels, 1)
+        return Geometry(1, lanes_across(1), 16 if itemsize == 2 else 8, 8, True, 1, channels, 1)
     vec = min(aligned, 2) if itemsize == 2 else 1
     lanes = lanes_across(vec)
     while lanes > (16 if itemsize == 4 else 8) and blocks(lanes, vec) < 8:
         lanes //= 2  # some groups: the fewer tiles in a chain, the shorter the way back
-    found = LOOK_BACK_ROWS.get((element, itemsize))
-    return Geometry(vec, lanes, 8, found or 8, True, 2 if found else 1, False, 1)
+    found = CHAINED_ROWS.get((element, itemsize))
+    return Geometry(vec, lanes, 8, found or 8, True, 2 if found else 1, 0, 1)
 
 
 def macros(
@@ -161,9 +172,9 @@ def macros(
         ("LANES", geometry.lanes),
         ("WARPS", geometry.warps),
         ("ROWS", geometry.rows),
-        ("LOOK_BACK", int(geometry.look_back)),
+        ("CHAINED", int(geometry.chained)),
         ("RESIDENT", geometry.resident),
-        ("STAGED", int(geometry.staged)),
+        ("NARROW", geometry.narrow),
         ("STAGES", geometry.stages),
         ("SHARED_BYTES", shared),
         ("FAR", int(far)),
