@@ -51,8 +51,8 @@ def test_kernels_compile_without_a_gpu(element, architecture):
     pytest.importorskip("cuda.core")
     code = nvrtc.source(*cuda.FILES)
     chosen = sorted({v for v in variants() if dict(v)["ELEMENT"] == element}, key=str)
-    for definitions in chosen[ARCHITECTURES.index(architecture) :: 12]:
-        assert nvrtc.compile_cubin(code, architecture, dict(definitions))[:4] == b"\x7fELF"
+    for i, definitions in enumerate(chosen[ARCHITECTURES.index(architecture) :: 12]):
+        assert nvrtc.compile_cubin(code, architecture, {**dict(definitions), "RESETS": i % 2})[:4] == b"\x7fELF"
 
 
 def test_more_steps_than_the_kernel_counts_are_refused():
@@ -131,16 +131,19 @@ def test_scans_match_the_reference(dtype, reverse, packed, geometry, poisoned, m
         b, grad = (torch.randn(batch, steps, channels).to(dtype) for _ in range(2))
         h0, grad_last = (torch.randn(sequences, channels).to(dtype) for _ in range(2))
         kernels, reference = choose_backend("cuda", "cuda"), torch_ops.REFERENCE
-        for initial, dh, dlast in ((h0, grad, grad_last), (None, grad, None), (h0, None, grad_last)):
+        mask = (torch.rand(steps, batch) < 0.1).t()
+        cases = ((h0, grad, grad_last, None), (None, grad, None, mask), (h0, None, grad_last, None))
+        for initial, dh, dlast, resets in (*cases, (h0, grad, grad_last, mask)):
             for scan, backward, x, y in (
                 ("linear_scan", "linear_scan_backward", a, b),
                 ("log_linear_scan", "log_linear_scan_backward", a.log(), b),
             ):
                 want = getattr(reference, scan)(
-                    *(z if z is None else z.double() for z in (x, y, initial)), reverse, cu_seqlens
+                    *(z if z is None else z.double() for z in (x, y, initial)), reverse, cu_seqlens, resets
                 )
                 bounds = None if cu_seqlens is None else cu_seqlens.cuda()
-                got = getattr(kernels, scan)(*gpu(x, y, initial), reverse, bounds)
+                marks = None if resets is None else mask.cuda()
+                got = getattr(kernels, scan)(*gpu(x, y, initial), reverse, bounds, marks)
                 for g, w in zip(got, want, strict=True):
                     assert not g.isnan().any()
                     finite = w.isfinite()
@@ -150,8 +153,8 @@ def test_scans_match_the_reference(dtype, reverse, packed, geometry, poisoned, m
                 inputs = (x, h) if scan == "linear_scan" else (x, y, h)
                 arguments = (*inputs, initial, dh, dlast)
                 wide = [z if z is None else z.double() for z in arguments]
-                want = getattr(reference, backward)(*wide, reverse, cu_seqlens)
-                got = getattr(kernels, backward)(*gpu(*arguments), reverse, bounds)
+                want = getattr(reference, backward)(*wide, reverse, cu_seqlens, resets)
+                got = getattr(kernels, backward)(*gpu(*arguments), reverse, bounds, marks)
                 for g, w in zip(got, want, strict=True):
                     assert (g is None) == (w is None)
                     assert g is None or relative_error(g, w) < TOLERANCE[dtype]
@@ -294,9 +297,9 @@ def test_same_bits_every_time():
     torch.manual_seed(0)
     for shape in ((1, 20000, 40), (1, 300000, 1), (64, 300, 256)):
         a, b = torch.rand(shape, device="cuda"), torch.randn(shape, device="cuda")
-        first = operators.linear_scan(a, b, None, None, False, "cuda")
+        first = operators.linear_scan(a, b, None, None, None, False, "cuda")
         for _ in range(20):
-            again = operators.linear_scan(a, b, None, None, False, "cuda")
+            again = operators.linear_scan(a, b, None, None, None, False, "cuda")
             assert torch.equal(first[0], again[0])
             assert torch.equal(first[1], again[1])
     module = ostinato.MinLSTM(32, 48, bidirectional=True).cuda()
@@ -325,7 +328,7 @@ def test_gradients_in_float64(cu_seqlens):
 @pytest.mark.gpu
 def test_operators_are_well_formed():
     a, b = (torch.rand(1, 40, 3, device="cuda").requires_grad_() for _ in range(2))
-    torch.library.opcheck(torch.ops.ostinato.linear_scan.default, (a, b, None, None, False, "cuda"))
+    torch.library.opcheck(torch.ops.ostinato.linear_scan.default, (a, b, None, None, None, False, "cuda"))
     pre, bias = torch.randn(2, 9, 12, device="cuda").requires_grad_(), torch.randn(12, device="cuda").requires_grad_()
     arguments = (pre, bias, None, None, "minlstm", "positive", True, 1, "cuda")
     torch.library.opcheck(torch.ops.ostinato.minimal_scan.default, arguments)

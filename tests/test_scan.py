@@ -15,12 +15,14 @@ BACKENDS = ["reference", "torch", "cpu"]
 SCANS = [ostinato.linear_scan, ostinato.log_linear_scan]
 
 
-def loop(a, b, h0=None, reverse=False):
+def loop(a, b, h0=None, reverse=False, resets=None):
     """The recurrence in float64, written out once more, independently of the library."""
     a, b = a.double(), b.double()
     h = torch.zeros(a.shape[0], a.shape[2], dtype=torch.float64) if h0 is None else h0.double()
     out = torch.empty_like(b)
     for t in reversed(range(a.shape[1])) if reverse else range(a.shape[1]):
+        if resets is not None:
+            h = torch.where(resets[:, t, None], 0.0, h)
         h = a[:, t] * h + b[:, t]
         out[:, t] = h
     return out, h
@@ -43,15 +45,17 @@ def error(got, want):
     width=st.integers(1, 20),
     reverse=st.booleans(),
     with_state=st.booleans(),
+    resetting=st.sampled_from([None, 0.0, 0.2, 1.0]),
     backend=st.sampled_from(BACKENDS),
     seed=st.integers(0, 99),
 )
-def test_matches_the_loop(batch, length, width, reverse, with_state, backend, seed):
+def test_matches_the_loop(batch, length, width, reverse, with_state, resetting, backend, seed):
     torch.manual_seed(seed)
     a, b, h0 = inputs(batch, length, width)
     h0 = h0 if with_state else None
-    want, want_last = loop(a, b, h0, reverse)
-    h, h_last = ostinato.linear_scan(a, b, h0, reverse=reverse, backend=backend)
+    resets = None if resetting is None else torch.rand(batch, length) < resetting
+    want, want_last = loop(a, b, h0, reverse, resets)
+    h, h_last = ostinato.linear_scan(a, b, h0, resets=resets, reverse=reverse, backend=backend)
     assert h.shape == want.shape
     assert error(h, want) < 1e-12
     assert error(h_last, want_last) < 1e-12
@@ -161,6 +165,69 @@ def test_gradients(scan, backend, reverse, cu_seqlens):
     tensors = inputs(2 if bounds is None else 1, 19, 2, None if bounds is None else 4)
     call = functools.partial(scan, reverse=reverse, cu_seqlens=bounds, backend=backend)
     assert torch.autograd.gradcheck(call, [x.requires_grad_() for x in tensors], eps=1e-6, atol=1e-8)
+
+
+RESETS = torch.zeros(2, 60, dtype=torch.bool)
+RESETS[0, [0, 7, 8, 40, 59]] = RESETS[1, [16, 31, 32]] = True
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("scan", SCANS)
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_reset_starts_anew(scan, backend, reverse):
+    torch.manual_seed(0)
+    a, b, h0 = (x.requires_grad_() for x in inputs(2, 60, 3))
+    start = torch.full((1, 3), 0.0 if scan is SCANS[0] else -torch.inf, dtype=torch.float64)
+    pieces, lasts = [], []
+    for n in range(2):  # a loop over the sequences between resets, each in a call of its own
+        cuts = (RESETS[n].nonzero().flatten() + reverse).tolist()
+        bounds = [0, *(t for t in cuts if 0 < t < 60), 60]
+        states = [start] * (len(bounds) - 1)
+        if not RESETS[n, 59 if reverse else 0]:
+            states[-1 if reverse else 0] = h0[n : n + 1]
+        parts = [
+            scan(a[n : n + 1, i:j], b[n : n + 1, i:j], h, reverse=reverse, backend="reference")
+            for i, j, h in zip(bounds, bounds[1:], states, strict=False)
+        ]
+        pieces.append(torch.cat([h for h, _ in parts], 1))
+        lasts.append(parts[0 if reverse else -1][1])
+    want = torch.cat(pieces), torch.cat(lasts)
+    got = scan(a, b, h0, resets=RESETS, reverse=reverse, backend=backend)
+    packed = [x.detach().flatten(0, 1)[None].requires_grad_() for x in (a, b)]
+    bounds = torch.tensor([0, 60, 120], dtype=torch.int32)
+    mask = RESETS.t().contiguous().t().reshape(1, 120)
+    flat = scan(*packed, h0, resets=mask, cu_seqlens=bounds, reverse=reverse, backend=backend)
+    weights = torch.randn_like(want[0]), torch.randn_like(want[1])
+
+    def gradients(outputs, wanted):
+        return torch.autograd.grad(sum((y.view_as(w) * w).sum() for y, w in zip(outputs, weights, strict=True)), wanted)
+
+    expected = gradients(want, (a, b, h0))
+    for outputs, wanted in ((got, (a, b, h0)), (flat, (*packed, h0))):
+        for y, w in zip(outputs, want, strict=True):
+            assert error(y, w.view_as(y)) < 1e-12
+        grads = gradients(outputs, wanted)
+        for g, w in zip(grads, expected, strict=True):
+            assert error(g, w.view_as(g)) < 1e-12
+        assert not grads[0].view(2, 60, 3)[RESETS].any()
+    assert expected[2][1].abs().min() > 0  # only the sequence that is reset before its first step forgets h0
+    assert grads[2][0].any() == (not RESETS[0, 59 if reverse else 0])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("scan", SCANS)
+def test_nothing_not_even_nan_crosses_a_reset(scan, backend):
+    torch.manual_seed(0)
+    a, b, _ = inputs(2, 60, 3)
+    want = scan(a[:1, 40:59], b[:1, 40:59], backend=backend)[0]
+    h, _ = scan(a, b.index_fill(1, torch.tensor([35]), torch.nan), resets=RESETS, backend=backend)
+    assert error(h[:1, 40:59], want) < 1e-12
+    assert h[0, 35:40].isnan().all()
+    h, _ = scan(a.requires_grad_(), b.requires_grad_(), resets=RESETS, backend=backend)
+    grad = torch.zeros_like(h).index_fill_(1, torch.tensor([45]), torch.nan)
+    for g in torch.autograd.grad(h, (a, b), grad):
+        assert g[0, 41:46].isnan().all()
+        assert not g[0, :40].any()
 
 
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
@@ -317,7 +384,7 @@ def test_operators_are_well_formed(name):
     a, b, h0 = inputs(1, 9, 3, 2)
     bounds = torch.tensor([0, 4, 9], dtype=torch.int32)
     operator = getattr(torch.ops.ostinato, name).default
-    for arguments in ((a, b, None, None), (a, b, h0, bounds)):
+    for arguments in ((a, b, None, None, None), (a, b, h0, bounds, torch.rand(1, 9) < 0.3)):
         arguments = [x.clone().requires_grad_() if x is not None and x.is_floating_point() else x for x in arguments]
         torch.library.opcheck(operator, (*arguments, True, "cpu"))
 
@@ -412,6 +479,10 @@ FINE = torch.rand(1, 6, 3)
         ((FINE, FINE, FINE[0]), {}, ValueError, r"h0 must have shape \(1, 3\); got \(6, 3\)"),
         ((FINE, FINE), {"backend": "gpu"}, ValueError, "backend must be one of .*'auto'.* got 'gpu'"),
         ((FINE, FINE), {"backend": "cuda"}, RuntimeError, "backend 'cuda' runs on cuda tensors; got tensors on cpu"),
+        ((FINE, FINE), {"resets": [True] * 6}, TypeError, "resets must be a bool tensor; got list"),
+        ((FINE, FINE), {"resets": torch.ones(1, 6)}, TypeError, "resets must be .* got a tensor of torch.float32"),
+        ((FINE, FINE), {"resets": FINE > 0}, ValueError, r"resets must have shape \(1, 6\); got \(1, 6, 3\)"),
+        ((FINE, FINE), {"resets": (FINE > 0)[..., 0].to("meta")}, ValueError, "resets must be on the device of a, cpu"),
         ((FINE, FINE), {"cu_seqlens": [0, 6]}, TypeError, "cu_seqlens must be an int32 tensor; got list"),
         ((FINE, FINE), {"cu_seqlens": torch.tensor([0, 6])}, TypeError, "cu_seqlens must be .* torch.int64"),
         ((FINE, FINE), {"cu_seqlens": torch.tensor([[0, 6]]).int()}, ValueError, r"cu_seqlens must have shape \(N"),

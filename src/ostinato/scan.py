@@ -13,6 +13,7 @@ def linear_scan(
     b: Tensor,
     h0: Tensor | None = None,
     *,
+    resets: Tensor | None = None,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
     backend: str = "auto",
@@ -30,6 +31,8 @@ def linear_scan(
         a: coefficients, (B, T, D), any strides, float16, bfloat16, float32 or float64.
         b: offsets, of the same shape; where dtypes differ, both are promoted.
         h0: initial state, (B, D), or (N, D) with ``cu_seqlens``; zero if absent.  Taken in the dtype of a and b.
+        resets: bool, (B, T), (1, T) with ``cu_seqlens``: where True, the state is zero before that step, and no
+            gradient crosses to what was scanned before it, ``h0`` included.
         reverse: run from the last step to the first, ``h[t] = a[t] * h[t+1] + b[t]``.
         cu_seqlens: int32, (N+1,): N sequences laid end to end in a batch of one, sequence n being the steps
             ``cu_seqlens[n]`` to ``cu_seqlens[n+1]``; each starts from its own ``h0[n]``.  On a GPU its values
@@ -51,8 +54,8 @@ def linear_scan(
         >>> h.flatten().tolist()
         [1.0, 1.5, 1.75, 1.875]
     """
-    a, b, h0 = _checked(a, b, h0, ("a", "b", "h0"), reverse, cu_seqlens, backend)
-    return operators.linear_scan(a, b, h0, cu_seqlens, reverse, backend)
+    a, b, h0 = _checked(a, b, h0, ("a", "b", "h0"), resets, reverse, cu_seqlens, backend)
+    return operators.linear_scan(a, b, h0, cu_seqlens, resets, reverse, backend)
 
 
 def log_linear_scan(
@@ -60,6 +63,7 @@ def log_linear_scan(
     log_b: Tensor,
     log_h0: Tensor | None = None,
     *,
+    resets: Tensor | None = None,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
     backend: str = "auto",
@@ -78,7 +82,7 @@ def log_linear_scan(
         log_b: logarithms of the offsets, (B, T, D); ``-inf`` adds nothing.
         log_h0: logarithm of the initial state, (B, D), or (N, D) with ``cu_seqlens``; ``-inf`` (a state of
             zero) if absent.  A state of zero passes no gradient back.
-        reverse, cu_seqlens, backend: as in :func:`linear_scan`.
+        resets, reverse, cu_seqlens, backend: as in :func:`linear_scan`.
 
     Returns:
         log_h, (B, T, D), and log_h_last, (B, D) or (N, D).
@@ -92,11 +96,12 @@ def log_linear_scan(
         >>> ostinato.log_linear_scan(log_a, log_b)[1].item()  # e^200 + e^100 + 1
         200.0
     """
-    log_a, log_b, log_h0 = _checked(log_a, log_b, log_h0, ("log_a", "log_b", "log_h0"), reverse, cu_seqlens, backend)
+    names = ("log_a", "log_b", "log_h0")
+    log_a, log_b, log_h0 = _checked(log_a, log_b, log_h0, names, resets, reverse, cu_seqlens, backend)
     dtype = log_b.dtype
     wide = torch.promote_types(dtype, torch.float32)  # differences of states rounded to 16 bits make no gradient
     log_a, log_b, log_h0 = log_a.to(wide), log_b.to(wide), None if log_h0 is None else log_h0.to(wide)
-    log_h, log_h_last = operators.log_linear_scan(log_a, log_b, log_h0, cu_seqlens, reverse, backend)
+    log_h, log_h_last = operators.log_linear_scan(log_a, log_b, log_h0, cu_seqlens, resets, reverse, backend)
     return log_h.to(dtype), log_h_last.to(dtype)
 
 
@@ -105,6 +110,7 @@ def _checked(
     b: Tensor,
     h0: Tensor | None,
     names: tuple[str, str, str],
+    resets: Tensor | None,
     reverse: bool,
     cu_seqlens: Tensor | None,
     backend: str,
@@ -117,25 +123,46 @@ def _checked(
         raise ValueError(f"{names[0]} must have shape (B, T, D); got {tuple(a.shape)}")
     if b.shape != a.shape:
         raise ValueError(f"{names[1]} must have the shape of {names[0]}, {tuple(a.shape)}; got {tuple(b.shape)}")
-    sequences = a.shape[0]
+    if b.device != a.device:
+        raise ValueError(f"{names[1]} must be on the device of {names[0]}, {a.device}; got {b.device}")
+    check_scan(names[0], a, {} if h0 is None else {names[2]: h0}, resets, reverse, cu_seqlens, backend)
+    dtype = torch.promote_types(a.dtype, b.dtype)
+    return a.to(dtype), b.to(dtype), None if h0 is None else h0.to(dtype)
+
+
+def check_scan(
+    name: str,
+    x: Tensor,
+    states: dict[str, Tensor],
+    resets: Tensor | None,
+    reverse: bool,
+    cu_seqlens: Tensor | None,
+    backend: str,
+) -> None:
+    """Raise TypeError or ValueError unless the initial states and options fit a scan over `x`, (B, T, D)."""
+    sequences = x.shape[0]
     if cu_seqlens is not None:
         if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype != torch.int32:
             raise TypeError(f"cu_seqlens must be an int32 tensor; got {describe(cu_seqlens)}")
         if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
             raise ValueError(f"cu_seqlens must have shape (N + 1,); got {tuple(cu_seqlens.shape)}")
-        if a.shape[0] != 1:
-            raise ValueError(f"{names[0]} must have a batch of 1 with cu_seqlens; got shape {tuple(a.shape)}")
+        if x.shape[0] != 1:
+            raise ValueError(f"{name} must have a batch of 1 with cu_seqlens; got shape {tuple(x.shape)}")
         sequences = cu_seqlens.shape[0] - 1
-    if h0 is not None and h0.shape != (sequences, a.shape[2]):
-        raise ValueError(f"{names[2]} must have shape {(sequences, a.shape[2])}; got {tuple(h0.shape)}")
-    for name, x in zip((*names[1:], "cu_seqlens"), (b, h0, cu_seqlens), strict=True):
-        if x is not None and x.device != a.device:
-            raise ValueError(f"{name} must be on the device of {names[0]}, {a.device}; got {x.device}")
+    for of_state, state in states.items():
+        if state.shape != (sequences, x.shape[2]):
+            raise ValueError(f"{of_state} must have shape {(sequences, x.shape[2])}; got {tuple(state.shape)}")
+    if resets is not None:
+        if not isinstance(resets, Tensor) or resets.dtype != torch.bool:
+            raise TypeError(f"resets must be a bool tensor; got {describe(resets)}")
+        if resets.shape != x.shape[:2]:
+            raise ValueError(f"resets must have shape {tuple(x.shape[:2])}; got {tuple(resets.shape)}")
+    for of_other, other in {**states, "resets": resets, "cu_seqlens": cu_seqlens}.items():
+        if other is not None and other.device != x.device:
+            raise ValueError(f"{of_other} must be on the device of {name}, {x.device}; got {other.device}")
     if not isinstance(reverse, bool):
         raise TypeError(f"reverse must be a bool; got {describe(reverse)}")
     check_choice("backend", backend, BACKENDS)
-    dtype = torch.promote_types(a.dtype, b.dtype)
-    return a.to(dtype), b.to(dtype), None if h0 is None else h0.to(dtype)
 
 
 def check_floating(name: str, x: object) -> None:

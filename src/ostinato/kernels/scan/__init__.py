@@ -23,13 +23,20 @@ class Backend(Protocol):
     """Scans over checked, non-empty inputs of one floating dtype on one device.
 
     ``a``, ``b``, ``h`` are (B, T, D) with any strides, ``h0`` and ``h_last`` (B, D), or (N, D) with
-    ``cu_seqlens``; an absent ``h0`` is the zero state, an absent gradient is zero.  Results are
-    contiguous, or those of linear scans as :func:`states_like` makes them on GPUs, share no memory with anything, and
-    have the inputs' dtype; float32 and narrower accumulate in float32, float64 in float64.
+    ``cu_seqlens``; an absent ``h0`` is the zero state, an absent gradient is zero; ``resets``, bool, (B, T), marks the
+    steps, in the order of scanning, before which the state is zero.  Results are contiguous, or those of linear scans
+    as :func:`states_like` makes them on GPUs, share no memory with anything, and have the inputs' dtype; float32 and
+    narrower accumulate in float32, float64 in float64.
     """
 
     def linear_scan(
-        self, a: Tensor, b: Tensor, h0: Tensor | None, reverse: bool, cu_seqlens: Tensor | None
+        self,
+        a: Tensor,
+        b: Tensor,
+        h0: Tensor | None,
+        reverse: bool,
+        cu_seqlens: Tensor | None,
+        resets: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """``h[t] = a[t] * h[t-1] + b[t]``; returns h and the state after the last step taken."""
         ...
@@ -43,12 +50,19 @@ class Backend(Protocol):
         grad_h_last: Tensor | None,
         reverse: bool,
         cu_seqlens: Tensor | None,
+        resets: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Gradients of a, b and h0 (None if h0 is)."""
         ...
 
     def log_linear_scan(
-        self, log_a: Tensor, log_b: Tensor, log_h0: Tensor | None, reverse: bool, cu_seqlens: Tensor | None
+        self,
+        log_a: Tensor,
+        log_b: Tensor,
+        log_h0: Tensor | None,
+        reverse: bool,
+        cu_seqlens: Tensor | None,
+        resets: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """``log_h[t] = logaddexp(log_a[t] + log_h[t-1], log_b[t])``."""
         ...
@@ -63,6 +77,7 @@ class Backend(Protocol):
         grad_h_last: Tensor | None,
         reverse: bool,
         cu_seqlens: Tensor | None,
+        resets: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Gradients of log_a, log_b and log_h0 (None if log_h0 is)."""
         ...
@@ -130,14 +145,14 @@ def choose_backend(name: str, device_type: str) -> Backend:
     return cast(Backend, importlib.import_module(f"ostinato.kernels.scan.{name}"))
 
 
-def is_time_contiguous(x: Tensor, cu_seqlens: Tensor | None) -> bool:
-    """Whether (B, T, D) lies on a GPU as (B, D, T), whose kernels take it as it is unless it is packed."""
-    neighbours = x.stride(1) == 1 and x.stride(2) != 1
-    return x.is_cuda and cu_seqlens is None and neighbours and x.shape[1] > 1 and x.shape[2] > 1
+def is_time_contiguous(x: Tensor, cu_seqlens: Tensor | None, resets: Tensor | None) -> bool:
+    """Whether (B, T, D) lies on a GPU as (B, D, T), whose kernels take it as it is unless it is packed or reset."""
+    plain = x.is_cuda and cu_seqlens is None and resets is None
+    return plain and x.stride(1) == 1 and x.stride(2) != 1 and x.shape[1] > 1 and x.shape[2] > 1
 
 
-def states_like(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+def states_like(x: Tensor, cu_seqlens: Tensor | None, resets: Tensor | None) -> Tensor:
     """An empty tensor of the shape of `x`: time-contiguous if that is, else contiguous."""
-    if is_time_contiguous(x, cu_seqlens):
+    if is_time_contiguous(x, cu_seqlens, resets):
         return x.new_empty(x.shape[0], x.shape[2], x.shape[1]).transpose(1, 2)
     return x.new_empty(x.shape)

@@ -24,9 +24,14 @@ STREAMED = 32 << 20  # bytes from which on a scan's result does not stay in the 
 
 
 def linear_scan(
-    a: Tensor, b: Tensor, h0: Tensor | None, reverse: bool, cu_seqlens: Tensor | None
+    a: Tensor,
+    b: Tensor,
+    h0: Tensor | None,
+    reverse: bool,
+    cu_seqlens: Tensor | None,
+    resets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    return _scan(False, a, b, h0, reverse, cu_seqlens)
+    return _scan(False, a, b, h0, reverse, cu_seqlens, resets)
 
 
 def linear_scan_backward(
@@ -37,14 +42,20 @@ def linear_scan_backward(
     grad_h_last: Tensor | None,
     reverse: bool,
     cu_seqlens: Tensor | None,
+    resets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    return _scan_backward(False, a, a, h, h0, grad_h, grad_h_last, reverse, cu_seqlens)
+    return _scan_backward(False, a, a, h, h0, grad_h, grad_h_last, reverse, cu_seqlens, resets)
 
 
 def log_linear_scan(
-    log_a: Tensor, log_b: Tensor, log_h0: Tensor | None, reverse: bool, cu_seqlens: Tensor | None
+    log_a: Tensor,
+    log_b: Tensor,
+    log_h0: Tensor | None,
+    reverse: bool,
+    cu_seqlens: Tensor | None,
+    resets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    return _scan(True, log_a, log_b, log_h0, reverse, cu_seqlens)
+    return _scan(True, log_a, log_b, log_h0, reverse, cu_seqlens, resets)
 
 
 def log_linear_scan_backward(
@@ -56,8 +67,9 @@ def log_linear_scan_backward(
     grad_h_last: Tensor | None,
     reverse: bool,
     cu_seqlens: Tensor | None,
+    resets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    return _scan_backward(True, log_a, log_b, log_h, log_h0, grad_h, grad_h_last, reverse, cu_seqlens)
+    return _scan_backward(True, log_a, log_b, log_h, log_h0, grad_h, grad_h_last, reverse, cu_seqlens, resets)
 
 
 def minimal(
@@ -188,13 +200,19 @@ def _state_shape(x: Tensor, cu_seqlens: Tensor | None) -> tuple[int, int]:
 
 
 def _scan(
-    log: bool, a: Tensor, b: Tensor, h0: Tensor | None, reverse: bool, cu_seqlens: Tensor | None
+    log: bool,
+    a: Tensor,
+    b: Tensor,
+    h0: Tensor | None,
+    reverse: bool,
+    cu_seqlens: Tensor | None,
+    resets: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     dtype = _compute_dtype(b)
     state = _state(h0, _state_shape(b, cu_seqlens), torch.float64, -math.inf if log else 0.0)
     out = _empty(b.shape, dtype)
     loop = cpu_loops.scan(NUMPY_DTYPES[dtype], log)
-    _run_scan(loop, reverse, cu_seqlens, state, a=_rows(a, dtype), b=_rows(b, dtype), out=out)
+    _run_scan(loop, reverse, cu_seqlens, resets, state, a=_rows(a, dtype), b=_rows(b, dtype), out=out)
     return out.to(b.dtype), state.to(b.dtype)
 
 
@@ -208,20 +226,24 @@ def _scan_backward(
     grad_h_last: Tensor | None,
     reverse: bool,
     cu_seqlens: Tensor | None,
+    resets: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     dtype = _compute_dtype(a)
     state_shape = _state_shape(a, cu_seqlens)
     state = _state(grad_h_last, state_shape, torch.float64)
+    absent = _constant(-math.inf if log else 0.0, state_shape, dtype)
     grad_a, grad_b = _empty(a.shape, dtype), _empty(a.shape, dtype)
     _run_scan(
         cpu_loops.scan_backward(NUMPY_DTYPES[dtype], log),
         reverse,
         cu_seqlens,
+        resets,
         state,
         a=_rows(a, dtype),
         b=_rows(b, dtype),
         h=_rows(h, dtype),
-        h0=_constant(-math.inf if log else 0.0, state_shape, dtype) if h0 is None else _rows(h0, dtype),
+        h0=absent if h0 is None else _rows(h0, dtype),
+        absent=absent,
         grad_h=_constant(0.0, a.shape, dtype) if grad_h is None else _rows(grad_h, dtype),
         grad_a=grad_a,
         grad_b=grad_b,
@@ -229,8 +251,10 @@ def _scan_backward(
     return grad_a.to(a.dtype), grad_b.to(a.dtype), None if h0 is None else state.to(h0.dtype)
 
 
-def _run_scan(loop: Any, reverse: bool, cu_seqlens: Tensor | None, state: Tensor, **arrays: Tensor) -> None:
-    """Call the loop with (B, T, D) arrays and h0, which is (N, D) like the state."""
+def _run_scan(
+    loop: Any, reverse: bool, cu_seqlens: Tensor | None, resets: Tensor | None, state: Tensor, **arrays: Tensor
+) -> None:
+    """Call the loop with (B, T, D) arrays, a mask (B, T), and h0, which is (N, D) like the state."""
     packed = cu_seqlens is not None
     bounds = cu_seqlens.to(torch.int64).contiguous() if cu_seqlens is not None else None
     a = arrays["a"]
@@ -258,6 +282,9 @@ def _run_scan(loop: Any, reverse: bool, cu_seqlens: Tensor | None, state: Tensor
         bounds=0 if bounds is None else bounds.data_ptr(),
         reverse=reverse,
         state=state.data_ptr(),
+        resets=0 if resets is None else resets.data_ptr(),
+        resets_n=0 if resets is None or packed else resets.stride(0),
+        resets_t=0 if resets is None else resets.stride(1),
         **fields,
         **{name: row.data_ptr() for name, row in rows.items()},
     )

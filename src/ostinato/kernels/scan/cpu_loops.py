@@ -51,7 +51,7 @@ class ScanWork(ctypes.Structure):
         *integers("a", "a_n", "a_t", "b", "b_n", "b_t", "out", "out_n", "out_t"),
         *integers("h", "h_n", "h_t", "h0", "h0_n", "grad_h", "grad_h_n", "grad_h_t"),
         *integers("grad_a", "grad_a_n", "grad_a_t", "grad_b", "grad_b_n", "grad_b_t"),
-        *integers("out_row", "grad_a_row", "grad_b_row"),
+        *integers("out_row", "grad_a_row", "grad_b_row", "resets", "resets_n", "resets_t", "absent", "absent_n"),
     ]
 
 
@@ -196,6 +196,7 @@ def scan(dtype: type, log: bool) -> Any:
         out, out_n, out_t = pointer_to(work.out, dtype), work.out_n, work.out_t
         row = pointer_to(work.out_row, dtype)
         state = pointer_to(work.state, np.float64)
+        resets, resets_n, resets_t = pointer_to(work.resets, np.uint8), work.resets_n, work.resets_t
         parts, sequences, channels = work.parts, work.sequences, work.channels
         piece = take_piece(address)
         while piece < work.pieces:
@@ -209,6 +210,9 @@ def scan(dtype: type, log: bool) -> Any:
                     at_a, at_b, at_out = n * a_n + t * a_t, n * b_n + t * b_t, n * out_n + t * out_t
                     target, at_target = (row, at) if work.out_row else (out, at_out)
                     arrays = a, at_a, b, at_b, state, at, target, at_target
+                    if work.resets and resets[n * resets_n + t * resets_t]:
+                        for j in range(begin, end):
+                            state[at + j] = -math.inf if log else 0.0
                     if reverse:
                         for j in range(end - begin):
                             _scan_step(log, end - 1 - j, arrays)
@@ -261,6 +265,8 @@ def scan_backward(dtype: type, log: bool) -> Any:
         h, h_n, h_t = pointer_to(work.h, dtype), work.h_n, work.h_t
         h0, h0_n = pointer_to(work.h0, dtype), work.h0_n
         state = pointer_to(work.state, np.float64)
+        resets, resets_n, resets_t = pointer_to(work.resets, np.uint8), work.resets_n, work.resets_t
+        absent = pointer_to(work.absent, dtype)
         grad_h, grad_n, grad_t = pointer_to(work.grad_h, dtype), work.grad_h_n, work.grad_h_t
         grad_a, grad_b = pointer_to(work.grad_a, dtype), pointer_to(work.grad_b, dtype)
         out_n, out_t = work.grad_a_n, work.grad_a_t  # grad_b's too
@@ -278,6 +284,9 @@ def scan_backward(dtype: type, log: bool) -> Any:
                     before, at_before = h, n * h_n + (t + 1 if reverse else t - 1) * h_t
                     if i == last - first - 1:
                         before, at_before = h0, n * h0_n
+                    reset = work.resets and resets[n * resets_n + t * resets_t]
+                    if reset:
+                        before, at_before = absent, 0
                     at_a, at_b = n * a_n + t * a_t, n * b_n + t * b_t
                     at_grad, at_out = n * grad_n + t * grad_t, n * out_n + t * out_t
                     inputs = a, at_a, b, at_b, before, at_before, grad_h, at_grad
@@ -289,6 +298,9 @@ def scan_backward(dtype: type, log: bool) -> Any:
                     else:
                         for j in range(end - begin):
                             _scan_backward_step(log, end - 1 - j, inputs, outputs)
+                    if reset:
+                        for j in range(begin, end):
+                            state[at + j] = 0.0
                     if work.grad_a_row:
                         _stream(grad_a, at_out + begin, row_a, at + begin, end - begin, line)
                         _stream(grad_b, at_out + begin, row_b, at + begin, end - begin, line)

@@ -32,8 +32,8 @@ Strides = tuple[int, int, int]  # of batch, time and direction
 _NO_STRIDES = (0, 0, 0)
 MAX_STEPS = (1 << 31) - (1 << 20)  # the kernel counts steps, with a tile's more, in 32 bits
 # ``Parameters`` in scan.cu, in two halves.
-_ADDRESSES = struct.Struct("15Q2I")
-_REST = struct.Struct("24q7i")
+_ADDRESSES = struct.Struct("16Q2I")
+_REST = struct.Struct("26q7i")
 
 
 class _Problem(NamedTuple):
@@ -52,6 +52,7 @@ class _Problem(NamedTuple):
     candidate: str = "positive"
     packing: str = "DENSE"
     sequences: int = 0  # packed in one by cu_seqlens
+    resets: tuple[int, int] | None = None  # the mask's strides, of batch and time
 
     @property
     def backward(self) -> bool:
@@ -110,6 +111,8 @@ def _prepare(problem: _Problem, bias_dtype: torch.dtype, alignment: int) -> _Lau
         far,
         geometry.copies_wide(itemsize, aligned),
     )
+    if problem.resets is not None:
+        definitions += (("RESETS", 1),)
     chunks = -(-problem.steps // geometry.tile)
     blocks = chains = sequences * -(-problem.channels // geometry.group)
     words = draws = walkers = 0
@@ -130,6 +133,7 @@ def _prepare(problem: _Problem, bias_dtype: torch.dtype, alignment: int) -> _Lau
         draws,
         problem.batch * (chunks if geometry.chained else 1),
         _REST.pack(
+            *(problem.resets or (0, 0)),
             *(number for tensor in padded for number in tensor),
             *(problem.batch, problem.steps, problem.channels, problem.sequences, problem.directions),
             int(problem.reverse),
@@ -179,6 +183,7 @@ def _scan(
     h0: Tensor | None = None,
     bias: Tensor | None = None,
     bounds: Tensor | None = None,
+    resets: Tensor | None = None,
 ) -> Tensor | None:
     """Launch the kernel on tensors at these addresses, 0 for one that is absent and counts as zero.
 
@@ -199,7 +204,7 @@ def _scan(
         *outputs,
         *(0,) * (3 - len(outputs)),
         *states,
-        *(0 if x is None else x.data_ptr() for x in (bias, grad_bias, bounds)),
+        *(0 if x is None else x.data_ptr() for x in (bias, grad_bias, bounds, resets)),
     )
     with _launching if launch.words else nullcontext():
         published = _published(problem.device, launch) if launch.words else (0, 0, 0)
@@ -236,6 +241,7 @@ def _scan_problem(
     outputs: Sequence[Tensor],
     reverse: bool,
     cu_seqlens: Tensor | None,
+    resets: Tensor | None,
     by_time: bool,
 ) -> _Problem:
     like = outputs[0]
@@ -256,19 +262,28 @@ def _scan_problem(
         reverse=reverse,
         packing="DENSE" if cu_seqlens is None else "CU_SEQLENS",
         sequences=0 if cu_seqlens is None else cu_seqlens.shape[0] - 1,
+        resets=None if resets is None else resets.stride(),  # type: ignore[arg-type]  # of a matrix: two
     )
 
 
 def _forward_scan(
-    element: str, a: Tensor, b: Tensor, h0: Tensor | None, reverse: bool, cu_seqlens: Tensor | None, zero: float
+    element: str,
+    a: Tensor,
+    b: Tensor,
+    h0: Tensor | None,
+    reverse: bool,
+    cu_seqlens: Tensor | None,
+    resets: Tensor | None,
+    zero: float,
 ) -> tuple[Tensor, Tensor]:
-    by_time = is_time_contiguous(b, cu_seqlens)
+    by_time = is_time_contiguous(b, cu_seqlens, resets)
     inputs = [(_along_time if by_time else _along_channels)(x) for x in (a, b)]
     h0 = None if h0 is None else h0.contiguous()
-    h = states_like(b, cu_seqlens)
+    h = states_like(b, cu_seqlens, resets)
     h_last = _last_state(b, h0, cu_seqlens, zero)
-    problem = _scan_problem(element, inputs, (h,), reverse, cu_seqlens, by_time)
-    _scan(problem, h, [x.data_ptr() for x in inputs], (h.data_ptr(),), initial=h0, final=h_last, bounds=cu_seqlens)
+    problem = _scan_problem(element, inputs, (h,), reverse, cu_seqlens, resets, by_time)
+    addresses = [x.data_ptr() for x in inputs]
+    _scan(problem, h, addresses, (h.data_ptr(),), initial=h0, final=h_last, bounds=cu_seqlens, resets=resets)
     return h, h_last
 
 
@@ -281,14 +296,15 @@ def _backward_scan(
     grad_h_last: Tensor | None,
     reverse: bool,
     cu_seqlens: Tensor | None,
+    resets: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    by_time = is_time_contiguous(h, cu_seqlens)
+    by_time = is_time_contiguous(h, cu_seqlens, resets)
     h0 = None if h0 is None else h0.contiguous()
     grad_h_last = None if grad_h_last is None else grad_h_last.contiguous()
     inputs = [(_along_time if by_time else _along_channels)(x) for x in (*plain, h, h if grad_h is None else grad_h)]
-    outputs = states_like(h, cu_seqlens), states_like(h, cu_seqlens)
+    outputs = states_like(h, cu_seqlens, resets), states_like(h, cu_seqlens, resets)
     grad_h0 = None if h0 is None else _last_state(h, grad_h_last, cu_seqlens, 0.0)
-    problem = _scan_problem(element, inputs, outputs, reverse, cu_seqlens, by_time)
+    problem = _scan_problem(element, inputs, outputs, reverse, cu_seqlens, resets, by_time)
     addresses = [x.data_ptr() for x in inputs]
     if grad_h is None:
         addresses[-1] = 0
@@ -301,14 +317,20 @@ def _backward_scan(
         final=grad_h0,
         h0=h0,
         bounds=cu_seqlens,
+        resets=resets,
     )
     return *outputs, grad_h0
 
 
 def linear_scan(
-    a: Tensor, b: Tensor, h0: Tensor | None, reverse: bool, cu_seqlens: Tensor | None
+    a: Tensor,
+    b: Tensor,
+    h0: Tensor | None,
+    reverse: bool,
+    cu_seqlens: Tensor | None,
+    resets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    return _forward_scan("LinearScan", a, b, h0, reverse, cu_seqlens, 0.0)
+    return _forward_scan("LinearScan", a, b, h0, reverse, cu_seqlens, resets, 0.0)
 
 
 def linear_scan_backward(
@@ -319,14 +341,20 @@ def linear_scan_backward(
     grad_h_last: Tensor | None,
     reverse: bool,
     cu_seqlens: Tensor | None,
+    resets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    return _backward_scan("LinearScanBackward", [a], h, h0, grad_h, grad_h_last, reverse, cu_seqlens)
+    return _backward_scan("LinearScanBackward", [a], h, h0, grad_h, grad_h_last, reverse, cu_seqlens, resets)
 
 
 def log_linear_scan(
-    log_a: Tensor, log_b: Tensor, log_h0: Tensor | None, reverse: bool, cu_seqlens: Tensor | None
+    log_a: Tensor,
+    log_b: Tensor,
+    log_h0: Tensor | None,
+    reverse: bool,
+    cu_seqlens: Tensor | None,
+    resets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    return _forward_scan("LogLinearScan", log_a, log_b, log_h0, reverse, cu_seqlens, float("-inf"))
+    return _forward_scan("LogLinearScan", log_a, log_b, log_h0, reverse, cu_seqlens, resets, float("-inf"))
 
 
 def log_linear_scan_backward(
@@ -338,9 +366,12 @@ def log_linear_scan_backward(
     grad_h_last: Tensor | None,
     reverse: bool,
     cu_seqlens: Tensor | None,
+    resets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     plain = [log_a, log_b]
-    return _backward_scan("LogLinearScanBackward", plain, log_h, log_h0, grad_h, grad_h_last, reverse, cu_seqlens)
+    return _backward_scan(
+        "LogLinearScanBackward", plain, log_h, log_h0, grad_h, grad_h_last, reverse, cu_seqlens, resets
+    )
 
 
 @functools.lru_cache(maxsize=4096)

@@ -45,17 +45,23 @@ def _initial(b: Tensor, h0: Tensor | None, cu_seqlens: Tensor | None, zero: floa
     return b.new_full((_sequences(b, cu_seqlens), b.shape[2]), zero) if h0 is None else h0.clone()
 
 
-# linear_scan(a, b, h0, cu_seqlens, reverse, backend) -> h, h_last
+# linear_scan(a, b, h0, cu_seqlens, resets, reverse, backend) -> h, h_last
 
 
 def _linear_scan(
-    a: Tensor, b: Tensor, h0: Tensor | None, cu_seqlens: Tensor | None, reverse: bool, backend: str
+    a: Tensor,
+    b: Tensor,
+    h0: Tensor | None,
+    cu_seqlens: Tensor | None,
+    resets: Tensor | None,
+    reverse: bool,
+    backend: str,
 ) -> tuple[Tensor, Tensor]:
     _check_cu_seqlens(cu_seqlens, b.shape[1])
     kernels = choose_backend(backend, b.device.type)
     if b.numel() == 0:
         return b.new_empty(b.shape), _initial(b, h0, cu_seqlens, 0.0)
-    return kernels.linear_scan(a, b, h0, reverse, cu_seqlens)
+    return kernels.linear_scan(a, b, h0, reverse, cu_seqlens, resets)
 
 
 def _linear_scan_fake(a: Tensor, b: Tensor, h0: Any, cu_seqlens: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
@@ -63,17 +69,17 @@ def _linear_scan_fake(a: Tensor, b: Tensor, h0: Any, cu_seqlens: Tensor | None, 
 
 
 def _linear_scan_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    a, _, h0, cu_seqlens, ctx.reverse, ctx.backend = inputs
-    ctx.save_for_backward(a, output[0], h0, cu_seqlens)
+    a, _, h0, cu_seqlens, resets, ctx.reverse, ctx.backend = inputs
+    ctx.save_for_backward(a, output[0], h0, cu_seqlens, resets)
     ctx.set_materialize_grads(False)
 
 
 def _linear_scan_grad(ctx: Any, grad_h: Tensor | None, grad_h_last: Tensor | None) -> tuple:
     if grad_h is None and grad_h_last is None:
-        return (None,) * 6
-    a, h, h0, cu_seqlens = ctx.saved_tensors
-    grads = _linear_scan_backward(a, h, h0, grad_h, grad_h_last, cu_seqlens, ctx.reverse, ctx.backend)
-    return grads[0], grads[1], None if h0 is None else grads[2], None, None, None
+        return (None,) * 7
+    a, h, h0, cu_seqlens, resets = ctx.saved_tensors
+    grads = _linear_scan_backward(a, h, h0, grad_h, grad_h_last, cu_seqlens, resets, ctx.reverse, ctx.backend)
+    return grads[0], grads[1], None if h0 is None else grads[2], None, None, None, None
 
 
 def _linear_scan_backward_impl(
@@ -83,6 +89,7 @@ def _linear_scan_backward_impl(
     grad_h: Tensor | None,
     grad_h_last: Tensor | None,
     cu_seqlens: Tensor | None,
+    resets: Tensor | None,
     reverse: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -90,7 +97,7 @@ def _linear_scan_backward_impl(
     if h.numel() == 0:
         return h.new_empty(h.shape), h.new_empty(h.shape), _initial(h, grad_h_last, cu_seqlens, 0.0)
     grads = choose_backend(backend, h.device.type).linear_scan_backward(
-        a, h, h0, grad_h, grad_h_last, reverse, cu_seqlens
+        a, h, h0, grad_h, grad_h_last, reverse, cu_seqlens, resets
     )
     return grads[0], grads[1], or_empty(grads[2], h)
 
@@ -100,11 +107,11 @@ def _linear_scan_backward_fake(a: Tensor, h: Tensor, h0: Tensor | None, *_: Any)
 
 
 def _scan_groups(*_: Any) -> Groups:
-    return (1, 1, 1, None, None, None), (1, 1)
+    return (1, 1, 1, None, None, None, None), (1, 1)
 
 
 def _linear_scan_backward_groups(*_: Any) -> Groups:
-    return (1, 1, 1, 1, 1, None, None, None), (1, 1, 1)
+    return (1, 1, 1, 1, 1, None, None, None, None), (1, 1, 1)
 
 
 _linear_scan_backward = gradient(
@@ -115,32 +122,38 @@ linear_scan = operator(
 )
 
 
-# log_linear_scan(log_a, log_b, log_h0, cu_seqlens, reverse, backend) -> log_h, log_h_last
+# log_linear_scan(log_a, log_b, log_h0, cu_seqlens, resets, reverse, backend) -> log_h, log_h_last
 
 
 def _log_linear_scan(
-    log_a: Tensor, log_b: Tensor, log_h0: Tensor | None, cu_seqlens: Tensor | None, reverse: bool, backend: str
+    log_a: Tensor,
+    log_b: Tensor,
+    log_h0: Tensor | None,
+    cu_seqlens: Tensor | None,
+    resets: Tensor | None,
+    reverse: bool,
+    backend: str,
 ) -> tuple[Tensor, Tensor]:
     _check_cu_seqlens(cu_seqlens, log_b.shape[1])
     kernels = choose_backend(backend, log_b.device.type)
     if log_b.numel() == 0:
         return log_b.new_empty(log_b.shape), _initial(log_b, log_h0, cu_seqlens, float("-inf"))
-    return kernels.log_linear_scan(log_a, log_b, log_h0, reverse, cu_seqlens)
+    return kernels.log_linear_scan(log_a, log_b, log_h0, reverse, cu_seqlens, resets)
 
 
 def _log_linear_scan_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    log_a, log_b, log_h0, cu_seqlens, ctx.reverse, ctx.backend = inputs
-    ctx.save_for_backward(log_a, log_b, output[0], log_h0, cu_seqlens)
+    log_a, log_b, log_h0, cu_seqlens, resets, ctx.reverse, ctx.backend = inputs
+    ctx.save_for_backward(log_a, log_b, output[0], log_h0, cu_seqlens, resets)
     ctx.set_materialize_grads(False)
 
 
 def _log_linear_scan_grad(ctx: Any, grad_h: Tensor | None, grad_h_last: Tensor | None) -> tuple:
     if grad_h is None and grad_h_last is None:
-        return (None,) * 6
-    log_a, log_b, log_h, log_h0, cu_seqlens = ctx.saved_tensors
-    args = (log_a, log_b, log_h, log_h0, grad_h, grad_h_last, cu_seqlens, ctx.reverse, ctx.backend)
+        return (None,) * 7
+    log_a, log_b, log_h, log_h0, cu_seqlens, resets = ctx.saved_tensors
+    args = (log_a, log_b, log_h, log_h0, grad_h, grad_h_last, cu_seqlens, resets, ctx.reverse, ctx.backend)
     grads = _log_linear_scan_backward(*args)
-    return grads[0], grads[1], None if log_h0 is None else grads[2], None, None, None
+    return grads[0], grads[1], None if log_h0 is None else grads[2], None, None, None, None
 
 
 def _log_linear_scan_backward_impl(
@@ -151,6 +164,7 @@ def _log_linear_scan_backward_impl(
     grad_h: Tensor | None,
     grad_h_last: Tensor | None,
     cu_seqlens: Tensor | None,
+    resets: Tensor | None,
     reverse: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -158,7 +172,9 @@ def _log_linear_scan_backward_impl(
     if log_h.numel() == 0:
         return log_h.new_empty(log_h.shape), log_h.new_empty(log_h.shape), _initial(log_h, grad_h_last, cu_seqlens, 0.0)
     kernels = choose_backend(backend, log_h.device.type)
-    grads = kernels.log_linear_scan_backward(log_a, log_b, log_h, log_h0, grad_h, grad_h_last, reverse, cu_seqlens)
+    grads = kernels.log_linear_scan_backward(
+        log_a, log_b, log_h, log_h0, grad_h, grad_h_last, reverse, cu_seqlens, resets
+    )
     return grads[0], grads[1], or_empty(grads[2], log_h)
 
 
@@ -169,7 +185,7 @@ def _log_linear_scan_backward_fake(
 
 
 def _log_linear_scan_backward_groups(*_: Any) -> Groups:
-    return (1, 1, 1, 1, 1, 1, None, None, None), (1, 1, 1)
+    return (1, 1, 1, 1, 1, 1, None, None, None, None), (1, 1, 1)
 
 
 _log_linear_scan_backward = gradient(

@@ -27,7 +27,12 @@
 // Steps are numbered in the order they are scanned.  Those outside the sequence (ragged ends, shorter packed
 // sequences) read as inputs that leave the state alone.
 
+#ifndef RESETS
+#define RESETS 0  // 1: a mask says before which steps, as the forward scans them, the state is zero
+#endif
+
 enum { DENSE, CU_SEQLENS, OFFSETS };
+constexpr bool FORGETS = PACKING == CU_SEQLENS || RESETS;
 
 constexpr int SEGMENTS = 32 / LANES;
 constexpr int THREADS = 32 * WARPS;
@@ -83,8 +88,10 @@ struct Parameters {
     const BIAS* bias;       // (directions * PLAIN * channels), or null
     Compute* grad_bias;     // one row for each block of a channel group, or null
     const int* bounds;      // cu_seqlens or offsets
+    const unsigned char* resets;  // with RESETS, a byte for each step of each sequence
     Message* published;     // chained: a counter of the tiles drawn, then what is known of each
     unsigned drawn, epoch;  // chained: what the counter begins at, and the launch's number, a multiple of MARKS
+    Index resets_batch, resets_time;
     Strides strides[8];
     int batch, steps, channels, sequences, directions, reverse, walkers;
 
@@ -102,7 +109,7 @@ constexpr bool EXTENDED = sizeof(Scalar) == 4 && Ring::LINEAR;
 // The composition of consecutive steps.
 struct Composition {
     Channels a, low, b;
-    bool reset;  // a sequence begins within: the state before does not matter
+    bool reset;  // a packed sequence begins within, or the state is reset: the one before does not matter
 
     __device__ static Composition none() {
         Composition c;
@@ -130,11 +137,16 @@ struct Composition {
 #pragma unroll
         for (int v = 0; v < VEC; ++v) {
             const Compute carried = apply(v, state.value[v]);
-            state.value[v] = PACKING == CU_SEQLENS && reset ? b.value[v] : carried;
+            state.value[v] = FORGETS && reset ? b.value[v] : carried;
         }
     }
+    __device__ void forget() {
+        reset = true;
+#pragma unroll
+        for (int v = 0; v < VEC; ++v) b.value[v] = Ring::zero();
+    }
     __device__ Composition after(const Composition& first) const {
-        if (PACKING == CU_SEQLENS && reset) return *this;
+        if (FORGETS && reset) return *this;
         Composition both = first;
 #pragma unroll
         for (int v = 0; v < VEC; ++v) both.append(v, a.value[v], low.value[v], b.value[v]);
@@ -142,7 +154,7 @@ struct Composition {
     }
     __device__ Composition from_lane_below(int lanes) const {
         Composition other;
-        other.reset = PACKING == CU_SEQLENS && __shfl_up_sync(~0u, int(reset), lanes);
+        other.reset = FORGETS && __shfl_up_sync(~0u, int(reset), lanes);
 #pragma unroll
         for (int v = 0; v < VEC; ++v) {
             other.a.value[v] = __shfl_up_sync(~0u, a.value[v], lanes);
@@ -153,7 +165,7 @@ struct Composition {
     }
     __device__ Composition from_lane(int lane) const {
         Composition other;
-        other.reset = PACKING == CU_SEQLENS && __shfl_sync(~0u, int(reset), lane);
+        other.reset = FORGETS && __shfl_sync(~0u, int(reset), lane);
 #pragma unroll
         for (int v = 0; v < VEC; ++v) {
             other.a.value[v] = __shfl_sync(~0u, a.value[v], lane);
@@ -390,9 +402,36 @@ __device__ inline void store_state(const Place& at, Scalar* to, int n, const Cha
     if (to && at.inside) *reinterpret_cast<Pack*>(to + at.state(n)) = pack(state.value);
 }
 
+// Before which of a thread's steps in a tile the state is reset.  The lanes of a segment have the same steps: each
+// loads some, a tile ahead of their use, and they tell each other.
+struct Resets {
+    static constexpr int WORDS = RESETS ? (ROWS + LANES - 1) / LANES : 1;
+    unsigned word[WORDS] = {};
+
+    __device__ void load(const Place& at, int chunk) {
+        if (!RESETS) return;
+#pragma unroll
+        for (int k = 0; k < WORDS; ++k) {
+            const int u = k * LANES + at.lane % LANES, i = at.first(chunk) + u;
+            word[k] = 0;
+            if (u >= ROWS || !at.exists(i)) continue;
+            const Index row = PACKING == OFFSETS ? at.p.bounds[at.time(i)] : at.time(i);
+            word[k] = at.p.resets[at.batch * at.p.resets_batch + row * at.p.resets_time];
+        }
+    }
+    __device__ void share() {
+        if (!RESETS) return;
+#pragma unroll
+        for (int k = 0; k < WORDS; ++k)
+            word[k] = __ballot_sync(~0u, word[k]) >> threadIdx.x % 32 / LANES * LANES;
+    }
+    __device__ bool operator[](int u) const { return RESETS && word[u / LANES] >> u % LANES & 1; }
+};
+
 // The steps of one thread in a tile.
 struct Steps {
     Step step[ROWS][VEC];
+    Resets resets;
 
     template <bool CHECKED> static __device__ void fetch(const Place& at, Strip (&strips)[INPUTS], int chunk) {
 #pragma unroll
@@ -425,6 +464,7 @@ struct Steps {
                 if ((CHECKED && !at.exists(i + u + 1)) || ending >= 0)
                     bits[INPUTS - 2] = p.h0 && at.inside ? load_pack(p.h0 + at.state(ending)) : filled(Element::absent_state());
             }
+            if (BACKWARD && resets[u]) bits[INPUTS - 2] = filled(Element::absent_state());
             Compute x[INPUTS][VEC];
 #pragma unroll
             for (int k = 0; k < INPUTS; ++k) unpack(bits[k], x[k]);
@@ -447,8 +487,10 @@ struct Steps {
                 load_state(at, at.p.initial, n, whole.b);
                 whole.reset = true;
             }
+            if (!BACKWARD && resets[u]) whole.forget();
 #pragma unroll
             for (int v = 0; v < VEC; ++v) whole.append(v, step[u][v].a, step[u][v].low(), step[u][v].offset());
+            if (BACKWARD && resets[u]) whole.forget();
         }
         return whole;
     }
@@ -468,7 +510,9 @@ struct Steps {
 #pragma unroll
             for (int v = 0; v < VEC; ++v) {
                 Compute result[OUTPUTS];
+                if (!BACKWARD && resets[u]) state.value[v] = Ring::zero();
                 state.value[v] = step[u][v].apply(state.value[v], result);
+                if (BACKWARD && resets[u]) state.value[v] = Ring::zero();
 #pragma unroll
                 for (int k = 0; k < OUTPUTS; ++k) {
                     out[k][v] = result[k];
@@ -673,6 +717,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) scan(const __gri
     }
 #pragma unroll
     for (int stage = 0; stage < STAGES; ++stage) fetch({tile.chain, tile.chunk + stage}, stage);
+    Resets resets;
+    if (tile.chunk < chunks) resets.load(Place(p, tile.chain), tile.chunk);
 
     Compute bias[PLAIN][VEC], sums[OUTPUTS][VEC] = {};
     Channels state;
@@ -693,6 +739,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) scan(const __gri
         wait_for_oldest_copies();
         if (NARROW || WIDE) __syncwarp();
         Steps steps;
+        steps.resets = resets;
+        steps.resets.share();
         if (at.whole(chunk)) steps.read<false>(at, shared, stage, buffer, chunk, bias);
         else steps.read<true>(at, shared, stage, buffer, chunk, bias);
         if (NARROW || WIDE) __syncwarp();
@@ -717,12 +765,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) scan(const __gri
             shared.a[buffer][at.warp][slot] = whole.a;
             if (EXTENDED) shared.low[buffer][at.warp][slot] = whole.low;
             shared.b[buffer][at.warp][slot] = whole.b;
-            if (PACKING == CU_SEQLENS) shared.reset[buffer][at.warp] = whole.reset;
+            if (FORGETS) shared.reset[buffer][at.warp] = whole.reset;
         }
         __syncthreads();
         const auto of_warp = [&](int warp) -> Composition {
             return {shared.a[buffer][warp][slot], shared.low[buffer][EXTENDED ? warp : 0][slot],
-                    shared.b[buffer][warp][slot], PACKING == CU_SEQLENS && shared.reset[buffer][warp]};
+                    shared.b[buffer][warp][slot], FORGETS && shared.reset[buffer][warp]};
         };
         if constexpr (CHAINED) {
             const Published published(p, tile.chain, chunks);
@@ -743,6 +791,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) scan(const __gri
                 state = shared.state[slot];
             }
         }
+        if (next.chunk < chunks) resets.load(Place(p, next.chain), next.chunk);
         Channels mine;  // the state that this thread's steps begin in; `state` goes on to the tile's end
 #pragma unroll
         for (int warp = 0; warp < WARPS; ++warp) {

@@ -33,8 +33,12 @@ LINEAR = Semiring(torch.mul, lambda a, h, b: torch.addcmul(b, a, h), 1.0, 0.0, r
 LOG = Semiring(torch.add, lambda a, h, b: torch.logaddexp(a + h, b), 0.0, float("-inf"), reference.log_linear_scan)
 
 
-def chunked_scan(ring: Semiring, a: Tensor, b: Tensor, h0: Tensor, reverse: bool = False) -> tuple[Tensor, Tensor]:
+def chunked_scan(
+    ring: Semiring, a: Tensor, b: Tensor, h0: Tensor, reverse: bool = False, resets: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The scan of (B, T, D) over the semiring, from h0: (B, D); returns h and the last state."""
+    if resets is not None:
+        a, ring = a.masked_fill(resets[..., None], ring.zero), _forgetting(ring)
     if reverse:
         h, h_last = chunked_scan(ring, a.flip(1), b.flip(1), h0)
         return h.flip(1), h_last
@@ -55,6 +59,21 @@ def chunked_scan(ring: Semiring, a: Tensor, b: Tensor, h0: Tensor, reverse: bool
     return h.view(batch, chunks * CHUNK, width)[:, :length], h_last
 
 
+def _forgetting(ring: Semiring) -> Semiring:
+    """The semiring in which zero times any state, NaN and infinity too, is zero."""
+
+    def times_plus(a: Tensor, h: Tensor, b: Tensor) -> Tensor:
+        return ring.times_plus(a, h.masked_fill(a == ring.zero, ring.zero), b)
+
+    def sequential(a: Tensor, b: Tensor, h0: Tensor) -> tuple[Tensor, Tensor]:
+        steps = [h0]
+        for t in range(a.shape[1]):
+            steps.append(times_plus(a[:, t], steps[-1], b[:, t]))
+        return torch.stack(steps[1:], 1) if a.shape[1] else b, steps[-1]
+
+    return ring._replace(times_plus=times_plus, sequential=sequential)
+
+
 class TorchBackend:
     """The :class:`~ostinato.kernels.scan.Backend` made of PyTorch operations around one scan function."""
 
@@ -72,22 +91,49 @@ class TorchBackend:
         return torch.promote_types(x.dtype, torch.float32)
 
     def _run(
-        self, ring: Semiring, a: Tensor, b: Tensor, h0: Tensor | None, reverse: bool, cu_seqlens: Tensor | None
+        self,
+        ring: Semiring,
+        a: Tensor,
+        b: Tensor,
+        h0: Tensor | None,
+        reverse: bool,
+        cu_seqlens: Tensor | None,
+        resets: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         dtype = self._compute_dtype(b)
         a, b = a.to(dtype), b.to(dtype)
         packing = None if cu_seqlens is None else Packing.from_cu_seqlens(cu_seqlens)
         if packing is not None:
             a, b = packing.unpack(a[0], ring.one), packing.unpack(b[0], ring.zero)
+            resets = None if resets is None else packing.unpack(resets[0, :, None], False)[..., 0]
         h0 = b.new_full((b.shape[0], b.shape[2]), ring.zero) if h0 is None else h0.to(dtype)
-        h, h_last = self._scan(ring, a, b, h0, reverse)
+        h, h_last = self._scan(ring, a, b, h0, reverse, resets)
         return (h if packing is None else packing.pack(h)[None]), h_last
 
     def linear_scan(
-        self, a: Tensor, b: Tensor, h0: Tensor | None, reverse: bool, cu_seqlens: Tensor | None
+        self,
+        a: Tensor,
+        b: Tensor,
+        h0: Tensor | None,
+        reverse: bool,
+        cu_seqlens: Tensor | None,
+        resets: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        h, h_last = self._run(LINEAR, a, b, h0, reverse, cu_seqlens)
+        h, h_last = self._run(LINEAR, a, b, h0, reverse, cu_seqlens, resets)
         return owned(h, b.dtype), owned(h_last, b.dtype)
+
+    def _carry_back(
+        self,
+        a: Tensor,
+        grad: Tensor,
+        grad_h_last: Tensor | None,
+        reverse: bool,
+        cu_seqlens: Tensor | None,
+        resets: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """s[t] = a[t] * (grad[t] + s[t+1]), the gradient carried back over step t; s[T] is the last state's."""
+        b = _zeroed(a * grad, resets)
+        return self._run(LINEAR, a, b, grad_h_last, not reverse, cu_seqlens, resets)
 
     def linear_scan_backward(
         self,
@@ -98,20 +144,26 @@ class TorchBackend:
         grad_h_last: Tensor | None,
         reverse: bool,
         cu_seqlens: Tensor | None,
+        resets: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         dtype = self._compute_dtype(a)
         wide_a = a.to(dtype)
         grad = torch.zeros_like(wide_a) if grad_h is None else grad_h.to(dtype)
-        # s[t] = a[t] * (grad[t] + s[t+1]) carries the gradient back over step t; s[T] is the last state's.
-        s, grad_h0 = self._run(LINEAR, wide_a, wide_a * grad, grad_h_last, not reverse, cu_seqlens)
+        s, grad_h0 = self._carry_back(wide_a, grad, grad_h_last, reverse, cu_seqlens, resets)
         grad_b = grad + shift(s, grad_h_last, not reverse, cu_seqlens)
-        grad_a = grad_b * shift(h.to(dtype), h0, reverse, cu_seqlens)
+        grad_a = grad_b * _zeroed(shift(h.to(dtype), h0, reverse, cu_seqlens), resets)
         return owned(grad_a, a.dtype), owned(grad_b, a.dtype), None if h0 is None else owned(grad_h0, h0.dtype)
 
     def log_linear_scan(
-        self, log_a: Tensor, log_b: Tensor, log_h0: Tensor | None, reverse: bool, cu_seqlens: Tensor | None
+        self,
+        log_a: Tensor,
+        log_b: Tensor,
+        log_h0: Tensor | None,
+        reverse: bool,
+        cu_seqlens: Tensor | None,
+        resets: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        log_h, log_h_last = self._run(LOG, log_a, log_b, log_h0, reverse, cu_seqlens)
+        log_h, log_h_last = self._run(LOG, log_a, log_b, log_h0, reverse, cu_seqlens, resets)
         return owned(log_h, log_b.dtype), owned(log_h_last, log_b.dtype)
 
     def log_linear_scan_backward(
@@ -124,15 +176,18 @@ class TorchBackend:
         grad_h_last: Tensor | None,
         reverse: bool,
         cu_seqlens: Tensor | None,
+        resets: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         dtype = self._compute_dtype(log_a)
-        kept = log_a.to(dtype) + shift(log_h.to(dtype), log_h0, reverse, cu_seqlens, LOG.zero)
+        kept = log_a.to(dtype) + _zeroed(
+            shift(log_h.to(dtype), log_h0, reverse, cu_seqlens, LOG.zero), resets, LOG.zero
+        )
         # The shares of a state that what was kept and what was added have: not exp(kept - log_h), as log_h is rounded.
         ratio = kept - log_b
         nothing = (kept == LOG.zero) & (log_b == LOG.zero)  # a state of exactly zero passes no gradient back
         carried, added = (torch.where(nothing, 0.0, share) for share in (ratio.sigmoid(), (-ratio).sigmoid()))
         grad = torch.zeros_like(kept) if grad_h is None else grad_h.to(dtype)
-        s, grad_h0 = self._run(LINEAR, carried, carried * grad, grad_h_last, not reverse, cu_seqlens)
+        s, grad_h0 = self._carry_back(carried, grad, grad_h_last, reverse, cu_seqlens, resets)
         total = grad + shift(s, grad_h_last, not reverse, cu_seqlens)
         grad_a, grad_b = owned(total * carried, log_a.dtype), owned(total * added, log_b.dtype)
         return grad_a, grad_b, None if log_h0 is None else owned(grad_h0, log_h0.dtype)
@@ -248,13 +303,19 @@ def shift(h: Tensor, h0: Tensor | None, reverse: bool, cu_seqlens: Tensor | None
     return before
 
 
+def _zeroed(x: Tensor, resets: Tensor | None, zero: float = 0.0) -> Tensor:
+    return x if resets is None else x.masked_fill(resets[..., None], zero)
+
+
 def owned(x: Tensor, dtype: torch.dtype) -> Tensor:
     """A contiguous tensor of `dtype` that shares no memory with the inputs or another output."""
     return x.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
-def _sequential(ring: Semiring, a: Tensor, b: Tensor, h0: Tensor, reverse: bool) -> tuple[Tensor, Tensor]:
-    return ring.sequential(a, b, h0, reverse)
+def _sequential(
+    ring: Semiring, a: Tensor, b: Tensor, h0: Tensor, reverse: bool, resets: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    return ring.sequential(a, b, h0, reverse, resets)
 
 
 CHUNKED = TorchBackend(chunked_scan)

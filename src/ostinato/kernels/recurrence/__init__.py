@@ -1,0 +1,1 @@
+"""Recurrences written as PyTorch functions: traced, differentiated, and printed as kernels."""

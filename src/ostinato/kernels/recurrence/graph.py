@@ -1,0 +1,317 @@
+"""Graphs of scalar operations: what a traced function computes, simplified as it is built.
+
+A graph lists its nodes in an order in which they can be computed.  Equal nodes are one node, constants are folded,
+and the idle operations that differentiation leaves behind (times 1, plus 0, twice negated, a product with the zero
+branch of a choice) are gone.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+Number = float | bool
+
+
+class Node(NamedTuple):
+    """An operation of :data:`OPERATIONS` on earlier nodes; or a "constant" or "input", which have a value."""
+
+    name: str
+    operands: tuple[int, ...] = ()
+    value: Number = 0.0  # of a constant; of an input, which one
+
+
+class Graph(NamedTuple):
+    """Nodes in order, and which of them are the results."""
+
+    nodes: tuple[Node, ...]
+    outputs: tuple[int, ...]
+
+    def inputs(self) -> frozenset[int]:
+        """The inputs that the results depend on."""
+        return frozenset(int(node.value) for node in self.nodes if node.name == "input")
+
+    def made_of(self, inputs: Sequence[int]) -> list[bool]:
+        """For each node, whether it depends on no other inputs than these."""
+        answers: list[bool] = []
+        for node in self.nodes:
+            within = int(node.value) in inputs if node.name == "input" else all(answers[i] for i in node.operands)
+            answers.append(within)
+        return answers
+
+
+def tanh_slope(x: Tensor) -> Tensor:
+    """The derivative of tanh."""
+    return torch.cosh(x).reciprocal().square()
+
+
+OPERATIONS: dict[str, Callable] = {
+    "add": torch.add,
+    "sub": torch.sub,
+    "mul": torch.mul,
+    "div": torch.div,
+    "neg": torch.neg,
+    "abs": torch.abs,
+    "sign": torch.sign,
+    "exp": torch.exp,
+    "expm1": torch.expm1,
+    "log": torch.log,
+    "log1p": torch.log1p,
+    "sqrt": torch.sqrt,
+    "rsqrt": torch.rsqrt,
+    "reciprocal": torch.reciprocal,
+    "sin": torch.sin,
+    "cos": torch.cos,
+    "erf": torch.erf,
+    "tanh": torch.tanh,
+    "tanh_slope": tanh_slope,
+    "sigmoid": torch.sigmoid,
+    "pow": torch.pow,
+    "minimum": torch.minimum,
+    "maximum": torch.maximum,
+    "where": torch.where,
+    "lt": torch.lt,
+    "le": torch.le,
+    "gt": torch.gt,
+    "ge": torch.ge,
+    "eq": torch.eq,
+    "ne": torch.ne,
+    "and": torch.logical_and,
+    "or": torch.logical_or,
+    "not": torch.logical_not,
+}
+LOGICAL = frozenset(("lt", "le", "gt", "ge", "eq", "ne", "and", "or", "not"))  # whose result is true or false
+_OF_LOGICAL = frozenset(("and", "or", "not"))
+_SYMMETRIC = frozenset(("add", "mul", "minimum", "maximum", "eq", "ne", "and", "or"))
+
+
+def evaluate(graph: Graph, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The results in PyTorch; inputs are tensors that broadcast with each other, of one dtype."""
+    like = inputs[0]
+    values: list[Tensor] = []
+    for node in graph.nodes:
+        if node.name == "input":
+            values.append(inputs[int(node.value)])
+        elif node.name == "constant":
+            dtype = torch.bool if isinstance(node.value, bool) else like.dtype
+            values.append(torch.tensor(node.value, dtype=dtype, device=like.device))
+        else:
+            values.append(OPERATIONS[node.name](*(values[i] for i in node.operands)))
+    return tuple(values[i] for i in graph.outputs)
+
+
+def with_constants(graph: Graph, constants: dict[int, Number]) -> Graph:
+    """The graph with some inputs fixed to numbers, simplified anew."""
+    builder = Builder()
+    places: list[int] = []
+    for node in graph.nodes:
+        if node.name == "input" and int(node.value) in constants:
+            places.append(builder.constant(constants[int(node.value)]))
+        elif node.name == "input":
+            places.append(builder.input(int(node.value)))
+        elif node.name == "constant":
+            places.append(builder.constant(node.value))
+        else:
+            places.append(builder.add(node.name, *(places[i] for i in node.operands)))
+    return builder.graph([places[i] for i in graph.outputs])
+
+
+class Builder:
+    """Nodes so far; each method returns the place of a node, an earlier one if there is one that does."""
+
+    def __init__(self) -> None:
+        self._nodes: list[Node] = []
+        self._places: dict[str, int] = {}
+
+    def graph(self, outputs: Sequence[int]) -> Graph:
+        """The nodes that these need, and they."""
+        needed = set()
+        stack = list(outputs)
+        while stack:
+            i = stack.pop()
+            if i not in needed:
+                needed.add(i)
+                stack.extend(self._nodes[i].operands)
+        renumbered = {i: k for k, i in enumerate(sorted(needed))}
+        nodes = (self._nodes[i] for i in sorted(needed))
+        return Graph(
+            tuple(node._replace(operands=tuple(renumbered[i] for i in node.operands)) for node in nodes),
+            tuple(renumbered[i] for i in outputs),
+        )
+
+    def input(self, k: int) -> int:
+        return self._place(Node("input", (), k))
+
+    def constant(self, value: Number) -> int:
+        return self._place(Node("constant", (), value if isinstance(value, bool) else float(value)))
+
+    def add(self, name: str, *operands: int) -> int:
+        if name in _OF_LOGICAL or name == "where":
+            count = 1 if name == "where" else len(operands)
+            tests = (i if self.is_logical(i) else self.add("ne", i, self.constant(0.0)) for i in operands[:count])
+            operands = *tests, *map(self._number, operands[count:])
+        else:
+            operands = tuple(map(self._number, operands))
+        if name in _SYMMETRIC:  # constants last
+            operands = tuple(sorted(operands, key=lambda i: (self._nodes[i].name == "constant", i)))
+        values = [self.value(i) for i in operands]
+        if None not in values:
+            return self._fold(name, values)
+        simpler = self._simplified(name, operands, values)
+        return self._place(Node(name, operands)) if simpler is None else simpler
+
+    def node(self, i: int) -> Node:
+        return self._nodes[i]
+
+    def value(self, i: int) -> Number | None:
+        """The number that a node is, if it is a constant."""
+        return self._nodes[i].value if self._nodes[i].name == "constant" else None
+
+    def is_logical(self, i: int) -> bool:
+        node = self._nodes[i]
+        return node.name in LOGICAL or (node.name == "constant" and isinstance(node.value, bool))
+
+    def _number(self, i: int) -> int:
+        return self.add("where", i, self.constant(1.0), self.constant(0.0)) if self.is_logical(i) else i
+
+    def _place(self, node: Node) -> int:
+        key = repr(node)  # tells True from 1.0, and nan from itself no more than once
+        if key not in self._places:
+            self._places[key] = len(self._nodes)
+            self._nodes.append(node)
+        return self._places[key]
+
+    def _fold(self, name: str, values: Sequence[Number | None]) -> int:
+        tensors = [torch.tensor(x, dtype=torch.bool if isinstance(x, bool) else torch.float64) for x in values]
+        return self.constant(OPERATIONS[name](*tensors).item())
+
+    def _operand_of(self, name: str, i: int) -> int | None:
+        """The operand of a node of that name."""
+        return self._nodes[i].operands[0] if self._nodes[i].name == name else None
+
+    def _simplified(self, name: str, operands: tuple[int, ...], values: list[Number | None]) -> int | None:
+        """A simpler node that computes the same, or None."""
+        rule = getattr(self, f"_simplified_{name}", None)
+        return None if rule is None else rule(*operands, *values)
+
+    def _simplified_add(self, x: int, y: int, _: Number | None, constant: Number | None) -> int | None:
+        if constant == 0:
+            return x
+        for one, other in ((x, y), (y, x)):
+            if (negated := self._operand_of("neg", one)) is not None:
+                return self.add("sub", other, negated)
+        if self._nodes[x].name == self._nodes[y].name == "where":  # the two branches' derivatives
+            (test, x_true, x_false), (other_test, y_true, y_false) = self._nodes[x].operands, self._nodes[y].operands
+            if test == other_test and self.value(x_false) == 0 and self.value(y_true) == 0:
+                return self.add("where", test, x_true, y_false)
+            if test == other_test and self.value(x_true) == 0 and self.value(y_false) == 0:
+                return self.add("where", test, y_true, x_false)
+        return self._factored("add", x, y)
+
+    def _simplified_sub(self, x: int, y: int, minuend: Number | None, constant: Number | None) -> int | None:
+        if constant is not None:
+            return self.add("add", x, self.constant(-constant))
+        if minuend == 0:
+            return self.add("neg", y)
+        if (negated := self._operand_of("neg", y)) is not None:
+            return self.add("add", x, negated)
+        return self._factored("sub", x, y)
+
+    def _factored(self, name: str, x: int, y: int) -> int | None:
+        """The sum or difference of two products of the same factor: one product, which rounds less."""
+        if self._nodes[x].name == self._nodes[y].name == "mul":
+            factors, others = self._nodes[x].operands, self._nodes[y].operands
+            for i in range(2):
+                if factors[i] in others:
+                    rest = others[1 - others.index(factors[i])]
+                    return self.add("mul", self.add(name, factors[1 - i], rest), factors[i])
+        return None
+
+    def _simplified_neg(self, x: int, _: Number | None) -> int | None:
+        node = self._nodes[x]
+        if node.name == "neg":
+            return node.operands[0]
+        if node.name == "sub":
+            return self.add("sub", *reversed(node.operands))
+        if node.name == "mul" and (factor := self.value(node.operands[1])) is not None:
+            return self.add("mul", node.operands[0], self.constant(-factor))
+        return self._within_branch(x, lambda branch: self.add("neg", branch))
+
+    def _simplified_mul(self, x: int, y: int, _: Number | None, constant: Number | None) -> int | None:
+        if constant is not None:
+            if constant == 0 or constant == 1:
+                return y if constant == 0 else x
+            if constant == -1:
+                return self.add("neg", x)
+            node = self._nodes[x]
+            if node.name == "mul" and (factor := self.value(node.operands[1])) is not None:
+                return self.add("mul", node.operands[0], self.constant(factor * constant))
+            if node.name == "neg":
+                return self.add("mul", node.operands[0], self.constant(-constant))
+        for one, other in ((x, y), (y, x)):
+            if constant is None and (negated := self._operand_of("neg", one)) is not None:
+                return self.add("neg", self.add("mul", negated, other))
+            chosen = self._within_branch(one, functools.partial(self.add, "mul", other))
+            if chosen is not None:
+                return chosen
+        return None
+
+    def _simplified_div(self, x: int, y: int, numerator: Number | None, constant: Number | None) -> int | None:
+        if numerator == 0:
+            return x
+        if numerator == 1:
+            return self.add("reciprocal", y)
+        if constant is not None and constant != 0:
+            return self.add("mul", x, self.constant(1 / constant))
+        node = self._nodes[y]
+        if node.name == "mul" and (factor := self.value(node.operands[1])) is not None and factor != 0:
+            return self.add("mul", self.add("div", x, node.operands[0]), self.constant(1 / factor))
+        if node.name == "sqrt":
+            return self.add("mul", x, self.add("rsqrt", node.operands[0]))
+        return self._within_branch(x, lambda branch: self.add("div", branch, y))
+
+    def _simplified_reciprocal(self, x: int, _: Number | None) -> int | None:
+        inner = self._operand_of("sqrt", x)
+        return None if inner is None else self.add("rsqrt", inner)
+
+    def _simplified_where(
+        self, test: int, x: int, y: int, chosen: Number | None, _: Number | None, __: Number | None
+    ) -> int | None:
+        if chosen is not None:
+            return x if chosen else y
+        if x == y:
+            return x
+        if (opposite := self._operand_of("not", test)) is not None:
+            return self.add("where", opposite, y, x)
+        return None
+
+    def _simplified_not(self, x: int, _: Number | None) -> int | None:
+        return self._operand_of("not", x)
+
+    def _simplified_pow(self, x: int, y: int, base: Number | None, exponent: Number | None) -> int | None:
+        if base is not None and base > 0:
+            return self.add("exp", self.add("mul", y, self.constant(math.log(base))))
+        if exponent in (0, 1):
+            return x if exponent else self.constant(1.0)
+        if exponent in (0.5, -0.5):
+            return self.add("sqrt" if exponent > 0 else "rsqrt", x)
+        if exponent in (-1, -2):
+            return self.add("reciprocal", x if exponent == -1 else self.add("mul", x, x))
+        if exponent in (2, 3, 4):
+            square = self.add("mul", x, x)
+            return square if exponent == 2 else self.add("mul", square, x if exponent == 3 else square)
+        return None
+
+    def _within_branch(self, x: int, change: Callable[[int], int]) -> int | None:
+        """``change`` of the other branch of a choice between zero and something, for a change that leaves zero so."""
+        node = self._nodes[x]
+        if node.name == "where":
+            test, yes, no = node.operands
+            if self.value(no) == 0:
+                return self.add("where", test, change(yes), no)
+            if self.value(yes) == 0:
+                return self.add("where", test, yes, change(no))
+        return None

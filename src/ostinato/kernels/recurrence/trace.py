@@ -1,0 +1,239 @@
+"""A recurrence's function, traced to graphs of scalar operations: its values and its derivatives.
+
+The function runs once on small tensors.  Every PyTorch operation that it calls is recorded by what it does to one
+element, then those that autograd calls for its derivatives.  What treats elements differently, looks at their values
+or their shape, or has no scalar form, is refused by name and line.
+"""
+
+import linecache
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ostinato.kernels import cache
+from ostinato.kernels.recurrence.aten import RULES, Place, Scalars, Unsupported
+from ostinato.kernels.recurrence.graph import Builder, Graph
+
+_SHAPE = (2, 3, 4)
+_VALUES = ("_local_scalar_dense", "equal", "nonzero")
+_DECIDES = "it decides by the value of a tensor (if, while, float(), .item()); use torch.where"
+_CREATING = (
+    *("zeros", "ones", "full", "scalar_tensor", "lift_fresh", "lift_fresh_copy"),
+    *("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"),
+)
+_FILLING = ("fill", "copy", "zero")  # whatever was there before
+_SETTINGS = ("device", "layout", "pin_memory", "memory_format", "non_blocking", "copy")
+
+
+class Trace(NamedTuple):
+    """What a recurrence computes of one element.
+
+    Attributes:
+        name: the function's.
+        sequences: for each argument, whether it is (B, T, D) rather than per channel, (D,).
+        states: 0 if the function returns the coefficients (a, b) of a linear recurrence; otherwise how many states
+            it takes first and returns the next of.
+        forward: from the states and the arguments to the coefficients or the next states.
+        backward: from the states, the arguments, and the gradients of what the function returns, to the gradients of
+            the states and the arguments.
+        jacobian: from the states and the arguments to the derivatives of the next states with respect to the states,
+            row by row; no results for a linear recurrence.
+    """
+
+    name: str
+    sequences: tuple[bool, ...]
+    states: int
+    forward: Graph
+    backward: Graph
+    jacobian: Graph
+
+    @property
+    def key(self) -> str:
+        """A name for all that kernels depend on: equal for equal graphs, whatever the function is called."""
+        return cache.key_of(repr(self[1:]))
+
+
+def trace(function: Callable, sequences: Sequence[bool], states: int = 0) -> Trace:
+    """Trace an elementwise function of (B, T, D) and per-channel tensors, and its derivatives.
+
+    Args:
+        function: returns ``(a, b)`` if `states` is 0; otherwise its first argument is h, or of two states the tuple of
+            them, and it returns the next.
+        sequences: for each argument but the states, whether it is (B, T, D) rather than (D,).
+        states: 0, 1 or 2.
+
+    Raises:
+        TypeError: a result that is no tensor, or not as many as it should be.
+        ValueError: an operation that cannot be generated, with its line.
+    """
+    with ThreadPoolExecutor(1) as alone:  # a thread where no mode, transform or autocast of the caller's is on
+        return alone.submit(_trace, function, tuple(map(bool, sequences)), states).result()
+
+
+def _trace(function: Callable, sequences: tuple[bool, ...], states: int) -> Trace:
+    recorder = _Recorder(function)
+    builder = recorder.builder
+    with torch.enable_grad(), _Calls(recorder), recorder:
+        inputs = [recorder.input(k) for k in range(states + len(sequences))]
+        first = [] if states == 0 else [inputs[0]] if states == 1 else [tuple(inputs[:states])]
+        results = _checked(recorder, function(*first, *inputs[states:]), states)
+        values = [recorder.place(x) for x in results]
+        recorder.differentiating = True
+        cotangents = [recorder.input(len(inputs) + k) for k in range(len(results))]
+        one = torch.ones(_SHAPE)
+        backward = _gradients(recorder, results, inputs, cotangents)
+        jacobian = [g for y in results[:states] for g in _gradients(recorder, [y], inputs[:states], [one])]
+    return Trace(recorder.name, sequences, states, *map(builder.graph, (values, backward, jacobian)))
+
+
+def _checked(recorder: "_Recorder", results: Any, states: int) -> list[Tensor]:
+    expected = "the coefficients (a, b)" if states == 0 else "the next state" if states == 1 else "the next two states"
+    results = [results] if states == 1 else results
+    if not isinstance(results, tuple | list) or len(results) != max(states, 1) + (states == 0):
+        came = f"{len(results)} values" if isinstance(results, tuple | list) else type(results).__name__
+        raise TypeError(f"{recorder.name} must return {expected}; got {came}")
+    for y in results:
+        if not isinstance(y, Tensor):
+            raise TypeError(f"{recorder.name} must return {expected} as tensors; got {type(y).__name__}")
+        if not y.is_floating_point():
+            raise TypeError(f"{recorder.name} must return floating-point tensors; got {y.dtype}")
+    return list(results)
+
+
+def _gradients(
+    recorder: "_Recorder", results: Sequence[Tensor], inputs: list[Tensor], given: Sequence[Tensor]
+) -> list[int]:
+    chosen = [(y, g) for y, g in zip(results, given, strict=True) if y.requires_grad]
+    grads: Sequence[Tensor | None] = [None] * len(inputs)
+    if chosen and inputs:
+        outputs, cotangents = zip(*chosen, strict=True)
+        grads = torch.autograd.grad(outputs, inputs, cotangents, retain_graph=True, allow_unused=True)
+    return [recorder.builder.constant(0.0) if g is None else recorder.place(g) for g in grads]
+
+
+class _Calls(TorchFunctionMode):
+    """Refuses to tell shapes, which a kernel does not know, and remembers the line that a derivative belongs to."""
+
+    _VALUES = ("item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__contains__", "equal")
+    _SHAPES = ("shape", "size", "numel", "nelement", "stride", "__len__")
+    _IN_PLACE = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__idiv__", "__itruediv__", "__ipow__")
+
+    def __init__(self, recorder: "_Recorder") -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        name = getattr(getattr(func, "__self__", None), "__name__", getattr(func, "__name__", ""))
+        if not self._recorder.differentiating and args and isinstance(args[0], Tensor):
+            if name in self._VALUES:
+                raise self._recorder.refusal(_DECIDES)
+            if name in self._SHAPES:
+                raise self._recorder.refusal(f"it asks for the {name} of a tensor, but must treat every element alike")
+            if name in self._IN_PLACE or (name.endswith("_") and not name.endswith("__")):
+                raise self._recorder.refusal(f"{name} changes a tensor in place")
+        result = func(*args, **(kwargs or {}))
+        for y in result if isinstance(result, tuple) else (result,):
+            if isinstance(y, Tensor) and y.grad_fn is not None:
+                self._recorder.lines.setdefault(y.grad_fn, f"the derivative of {name}, {self._recorder.line()}")
+        return result
+
+
+class _Recorder(TorchDispatchMode):
+    """Runs every operation, and records what it does to an element."""
+
+    def __init__(self, function: Callable) -> None:
+        super().__init__()
+        self.builder = Builder()
+        self.name = getattr(function, "__name__", type(function).__name__)
+        self.differentiating = False
+        self.lines: dict[Any, str] = {}  # where the operations of autograd's graph were called
+        self._scalars = Scalars(self.builder)
+        self._file = getattr(getattr(function, "__code__", None), "co_filename", None)
+        self._places: dict[int, tuple[Tensor, int]] = {}  # by id; with the tensor, so that no other gets its id
+
+    def input(self, k: int) -> Tensor:
+        x = torch.full(_SHAPE, 0.5, requires_grad=True)
+        self._places[id(x)] = x, self.builder.input(k)
+        return x
+
+    def place(self, x: Tensor) -> int:
+        """The node of a tensor."""
+        if id(x) not in self._places:
+            raise self.refusal("it uses a tensor that is not among its arguments")
+        return self._places[id(x)][1]
+
+    def line(self) -> str:
+        """Where in the function we are: the innermost line of its file."""
+        frame = sys._getframe(1)
+        while frame is not None:
+            file, number = frame.f_code.co_filename, frame.f_lineno
+            if file == self._file:
+                text = linecache.getline(file, number, frame.f_globals).strip()
+                return f"{file}:{number}" + (f": {text}" if text else "")
+            frame = frame.f_back  # type: ignore[assignment]
+        return "in a function that it calls"
+
+    def refusal(self, reason: str) -> ValueError:
+        where = self.line()
+        if self.differentiating:
+            where = self.lines.get(torch._C._current_autograd_node(), "in its derivative")
+        return ValueError(f"no kernel can be made of {self.name}: {reason} ({where})")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunction():
+            return self._record(func, args, kwargs or {})
+
+    def _record(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        called = func.overloadpacket.__name__
+        in_place = called.endswith("_") and not called.endswith("__")
+        name = called[:-1] if in_place else called
+        if name in _VALUES:
+            raise self.refusal(_DECIDES)
+        if name in _CREATING:
+            return self._created(func, func(*args, **kwargs))
+        if name in ("empty_like", "empty") and self.differentiating:  # to be filled
+            return func(*args, **kwargs)
+        if name not in RULES:
+            return self._decomposed(func, args, kwargs)
+        result = func(*args, **kwargs)
+        results = result if isinstance(result, tuple) else (result,)
+        if results[0].shape not in (_SHAPE, ()):
+            raise self.refusal(f"{func.overloadpacket} makes a tensor of another shape: it is not elementwise")
+        settings = {key: self._operand(value) for key, value in kwargs.items() if key not in _SETTINGS}
+        try:
+            place = RULES[name](self._scalars, *map(self._operand, args[in_place and name in _FILLING :]), **settings)
+        except Unsupported as error:
+            raise self.refusal(f"{func.overloadpacket} {error} cannot be generated") from None
+        for y in results:
+            self._places[id(y)] = y, int(place)
+        return result
+
+    def _operand(self, x: Any) -> Any:
+        return Place(self.place(x)) if isinstance(x, Tensor) else x
+
+    def _created(self, func: Any, made: Tensor) -> Tensor:
+        """Record a tensor of one number."""
+        first = made.flatten()[0].item() if made.numel() else None
+        if not isinstance(first, int | float) or not bool(((made == first) | (made != made)).all()):
+            raise self.refusal(f"{func.overloadpacket} makes a tensor that is not one real number everywhere")
+        self._places[id(made)] = made, self.builder.constant(first)
+        return made
+
+    def _decomposed(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Record what the operation consists of, if PyTorch says so."""
+        from torch._decomp import decomposition_table
+
+        refusal = self.refusal(f"{func.overloadpacket} is not one of the elementwise operations that can be generated")
+        if func in decomposition_table and torch.Tag.pointwise in func.tags:
+            with self:
+                try:
+                    return decomposition_table[func](*args, **kwargs)
+                except ValueError:
+                    raise refusal from None
+        raise refusal

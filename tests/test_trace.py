@@ -1,0 +1,161 @@
+"""Tracing a recurrence's function: its graphs compute what PyTorch does, and what has none is refused by its line."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from ostinato.kernels.recurrence.graph import evaluate
+from ostinato.kernels.recurrence.trace import trace
+
+FUNCTIONS = {
+    "arithmetic": lambda x, y: (x + 2 * y - 1, (1 - x) / (y * y + 1)),
+    "sigmoid": lambda x, y: (torch.sigmoid(-x), torch.sigmoid(x) * torch.tanh(y)),
+    "exponentials": lambda x, y: (torch.exp(-x.abs()), torch.expm1(x) * torch.log1p(y * y) + torch.log(1 + y * y)),
+    "roots": lambda x, y: (torch.sqrt(x * x + 1) / torch.sqrt(y * y + 2), torch.rsqrt(x * x + 1).reciprocal()),
+    "powers": lambda x, y: (x**3 + 2**y, (x * x + 1) ** 1.7 + (y * y + 1) ** -2),
+    "waves": lambda x, y: (x.sin() * y.cos(), torch.erf(x) * y.sign()),
+    "branches": lambda x, y: (torch.where(x >= 0, x + 0.5, torch.sigmoid(x)), x.masked_fill((x > 0) & ~(y <= 1), 0.5)),
+    "extremes": lambda x, y: (x.clamp(-1, 1) * y.clamp(max=0.3), torch.maximum(x, y) + torch.minimum(x, 2 * y)),
+    "rectifiers": lambda x, y: (F.relu(x) + F.leaky_relu(y), F.hardtanh(x) + F.relu6(y)),
+    "softplus": lambda x, y: (F.softplus(9 * x), F.logsigmoid(y) + F.softplus(x, 2.0, 3.0) + torch.logaddexp(x, y)),
+    "smooth": lambda x, y: (F.silu(x) + F.gelu(y), F.gelu(x, approximate="tanh") + F.elu(y)),
+    "constants": lambda x, y: (torch.full_like(x, 0.5), torch.tensor(2.0) * y.detach() + (x > 0) * y),
+    "fused": lambda x, y: (torch.lerp(x, y, 0.3), torch.addcmul(x, y, x, value=2).addcdiv(x, y * y + 1)),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_graphs_compute_what_pytorch_does(name):
+    function = FUNCTIONS[name]
+    x, y, *cotangents = 2 * torch.randn(4, 5, 6, 7, dtype=torch.float64)
+    x, y = x.requires_grad_(), y.requires_grad_()
+    expected = function(x, y)
+    traced = trace(function, (True, False))
+    for got, want in zip(evaluate(traced.forward, [x, y]), expected, strict=True):
+        torch.testing.assert_close(got.expand_as(want), want, rtol=1e-12, atol=1e-12)
+    outputs, given = zip(*((e, g) for e, g in zip(expected, cotangents, strict=True) if e.requires_grad), strict=True)
+    expected = torch.autograd.grad(outputs, [x, y], given, materialize_grads=True)
+    for got, want in zip(evaluate(traced.backward, [x, y, *cotangents]), expected, strict=True):
+        torch.testing.assert_close(got.expand_as(want), want, rtol=1e-12, atol=1e-12)
+
+
+def test_states_have_a_jacobian():
+    def lstm(state, x, u):
+        h, c = state
+        c = torch.sigmoid(u * h + x) * c + torch.tanh(h)
+        return c.sin() * h, c
+
+    traced = trace(lstm, (True, False), states=2)
+    h, c, x, u = (torch.randn((), dtype=torch.float64) for _ in range(4))
+    expected = torch.autograd.functional.jacobian(lambda *state: lstm(state, x, u), (h, c))
+    got = evaluate(traced.jacobian, [h, c, x, u])
+    torch.testing.assert_close(torch.stack(got).view(2, 2), torch.tensor(expected))
+    gradients = evaluate(traced.backward, [h, c, x, u, torch.tensor(1.0).double(), torch.tensor(-2.0).double()])
+    torch.testing.assert_close(gradients[1], expected[0][1] - 2 * expected[1][1])
+
+
+def test_graphs_are_small():
+    """The derivative of a gate and a piecewise candidate, with nothing idle in it."""
+    traced = trace(lambda z, x: (torch.sigmoid(-z), torch.sigmoid(z) * F.relu(x)), (True, True))
+    counts: dict[str, int] = {}
+    for node in traced.backward.nodes:
+        counts[node.name] = counts.get(node.name, 0) + 1
+    # z: (relu(x) * grad_b - grad_a) * (sigmoid(z) * sigmoid(-z));  x: sigmoid(z) * grad_b where relu(x) > 0
+    assert counts == {
+        "input": 4, "constant": 1, "sigmoid": 2, "neg": 1, "maximum": 1, "gt": 1, "mul": 4, "sub": 1, "where": 1
+    }  # fmt: skip
+
+
+def test_equal_functions_have_equal_keys_and_others_not():
+    def first(x, y):
+        return torch.sigmoid(x), y * 2
+
+    def second(q, p):
+        return torch.sigmoid(q), p + p
+
+    def third(x, y):
+        return torch.sigmoid(x), y * 2.5
+
+    keys = [trace(f, (True, True)).key for f in (first, lambda x, y: (x.sigmoid(), 2 * y), second, third)]
+    assert keys[0] == keys[1]
+    assert len(set(keys)) == 3
+    assert trace(first, (True, False)).key != keys[0]
+
+
+def refused(message, kind=ValueError):
+    def decorate(function):
+        return pytest.param(function, message, kind, id=function.__name__)
+
+    return decorate
+
+
+elsewhere = torch.randn(4)
+
+
+@refused(r"aten.sum is not one of .*test_trace.py:\d+: return x / x.sum\(-1, keepdim=True\), y")
+def reduces(x, y):
+    return x / x.sum(-1, keepdim=True), y
+
+
+@refused("aten.roll")
+def shifts(x, y):
+    return x.roll(1, 1), y
+
+
+@refused("decides by the value of a tensor")
+def branches(x, y):
+    return (x, y) if torch.where(x > 0, 1.0, 0.0).detach().item() else (y, x)
+
+
+@refused("asks for the shape of a tensor")
+def scales_by_width(x, y):
+    return x / x.shape[-1], y
+
+
+@refused("mul_ changes a tensor in place")
+def works_in_place(x, y):
+    return x.mul_(2), y
+
+
+@refused("uses a tensor that is not among its arguments .*x \\* elsewhere")
+def closes_over(x, y):
+    return x * elsewhere, y
+
+
+@refused("aten.rand_like")
+def draws(x, y):
+    return torch.rand_like(x), y
+
+
+@refused("aten.mish_backward .*the derivative of .*mish, .*return F.mish")
+def has_no_derivative(x, y):
+    return F.mish(x), y
+
+
+@refused("must return the coefficients .a, b.; got Tensor", TypeError)
+def returns_one(x, y):
+    return x
+
+
+@refused("must return the coefficients .a, b. as tensors; got float", TypeError)
+def returns_a_number(x, y):
+    return x, 0.5
+
+
+REFUSED = (reduces, shifts, scales_by_width, works_in_place, closes_over, draws, has_no_derivative, returns_one)
+
+
+@pytest.mark.parametrize(("function", "message", "kind"), [*REFUSED, branches, returns_a_number])
+def test_what_cannot_be_generated_is_refused(function, message, kind):
+    with pytest.raises(kind, match=message):
+        trace(function, (True, True))
+
+
+def test_the_callers_modes_do_not_reach_the_trace():
+    def gates(z, x):
+        return torch.sigmoid(z), x.relu()
+
+    expected = trace(gates, (True, True))
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad(), torch.device("meta"):
+        assert trace(gates, (True, True)) == expected
+    torch.func.grad(lambda x: (trace(gates, (True, True)) == expected) * x)(torch.tensor(1.0))
