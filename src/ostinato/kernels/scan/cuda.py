@@ -119,7 +119,7 @@ def _prepare(problem: _Problem, bias_dtype: torch.dtype, alignment: int) -> _Lau
     if geometry.chained:
         tiles = chains * chunks
         walkers = geometry.walkers(chains, tiles)
-        words = 2 * (1 + tiles * geometry.group * problem.compute.itemsize // 4)
+        words = 2 * (1 + tiles * geometry.group * (1 + problem.compute.itemsize // 4))
         blocks = min(tiles + walkers, geometry.resident * processors)
         draws = tiles + blocks
     padded = [*problem.inputs, *[_NO_STRIDES] * (5 - len(problem.inputs)), *problem.outputs]

@@ -61,8 +61,8 @@ using Offset = unsigned;
 
 // What blocks tell each other carries its own readiness: a mark in the same 16 bytes, which arrive whole, so nothing
 // need be ordered and no fence waited for.  Of floats one message holds the composition of a tile, (b, a, low), of
-// doubles the first holds b and the second a.  The state that the tile begins in takes the place of b.  The epoch of
-// the launch in each mark tells it from those of earlier launches, so the memory need not be cleared between them.
+// doubles the first holds b and the second a; the last one is the state that the tile begins in.  The epoch of the
+// launch in each mark tells it from those of earlier launches, so the memory need not be cleared between them.
 enum Mark : unsigned { ABSENT, COMPOSED, RESET, STATE, MARKS };
 struct alignas(16) Message {
     union {
@@ -70,7 +70,8 @@ struct alignas(16) Message {
         unsigned long long halves[2];
     };
 };
-constexpr int MESSAGES = sizeof(Compute) / 4;
+constexpr unsigned PATIENCE = 1 << 24;  // looks, of a microsecond each, before a wait ends in an error
+constexpr int COMPOSITION = sizeof(Compute) / 4, MESSAGES = COMPOSITION + 1;
 
 struct Strides { Index batch, time, direction; };  // channels are neighbours
 
@@ -566,8 +567,8 @@ struct Published {
             const Compute numbers[] = {tile.b.value[v], tile.a.value[v], EXTENDED ? tile.low.value[v] : 0};
             const unsigned* const parts = reinterpret_cast<const unsigned*>(numbers);
 #pragma unroll
-            for (int k = 0; k < MESSAGES; ++k)
-                store(at(chunk, k, v), {parts[2 * k], parts[2 * k + 1], MESSAGES == 1 ? parts[2] : 0, mark});
+            for (int k = 0; k < COMPOSITION; ++k)
+                store(at(chunk, k, v), {parts[2 * k], parts[2 * k + 1], COMPOSITION == 1 ? parts[2] : 0, mark});
         }
     }
     // Whether all of the tile's composition is there.
@@ -578,10 +579,10 @@ struct Published {
             Compute numbers[3];
             unsigned* const parts = reinterpret_cast<unsigned*>(numbers);
 #pragma unroll
-            for (int k = 0; k < MESSAGES; ++k) {
+            for (int k = 0; k < COMPOSITION; ++k) {
                 const Message message = load(at(chunk, k, v));
 #pragma unroll
-                for (int i = 0; i < 4 - MESSAGES; ++i) parts[2 * k + i] = message.parts[i];
+                for (int i = 0; i < 4 - COMPOSITION; ++i) parts[2 * k + i] = message.parts[i];
                 tile.reset = message.mark == epoch + RESET;
                 there &= tile.reset || message.mark == epoch + COMPOSED;
             }
@@ -593,17 +594,17 @@ struct Published {
 #pragma unroll
         for (int v = 0; v < VEC; ++v) {
             const unsigned* const parts = reinterpret_cast<const unsigned*>(&state.value[v]);
-            store(at(chunk, 0, v), {parts[0], MESSAGES == 1 ? 0 : parts[1], 0, epoch + STATE});
+            store(at(chunk, COMPOSITION, v), {parts[0], COMPOSITION == 1 ? 0 : parts[1], 0, epoch + STATE});
         }
     }
     __device__ bool read(int chunk, Channels& state) const {
         bool there = true;
 #pragma unroll
         for (int v = 0; v < VEC; ++v) {
-            const Message message = load(at(chunk, 0, v));
+            const Message message = load(at(chunk, COMPOSITION, v));
             unsigned* const parts = reinterpret_cast<unsigned*>(&state.value[v]);
 #pragma unroll
-            for (int k = 0; k < MESSAGES; ++k) parts[k] = message.parts[k];
+            for (int k = 0; k < COMPOSITION; ++k) parts[k] = message.parts[k];
             there &= message.mark == epoch + STATE;
         }
         return there;
@@ -620,8 +621,10 @@ __device__ inline void walk(const Parameters& p, Walk* walks, int first, int str
         walks[k].state[slot] = state, walks[k].chunk = 0;
     }
     __syncwarp();
+    unsigned looks = 0;
     for (bool going = true; going;) {
         going = false;
+        if (++looks == PATIENCE) __trap();
         for (int chain = first, k = 0; chain < chains; chain += stride, ++k) {
             const Published published(p, chain, chunks);
             Channels state = walks[k].state[slot];
@@ -649,6 +652,7 @@ __device__ inline void walk(const Parameters& p, Walk* walks, int first, int str
                 }
                 if (segment < count) published.write(chunk + segment + 1, mine);
                 chunk += count;
+                if (count > 0) looks = 0;
                 if (count < SEGMENTS) break;
             }
             if (segment == 0) walks[k].state[slot] = state, walks[k].chunk = chunk;
@@ -784,7 +788,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) scan(const __gri
             fetch(next, 0);
             if (chunk > 0) {
                 if (threadIdx.x < LANES) {
-                    while (!published.read(chunk, state)) {}
+                    for (unsigned looks = 0; !published.read(chunk, state);)
+                        if (++looks == PATIENCE) __trap();
                     shared.state[slot] = state;
                 }
                 __syncthreads();
