@@ -115,13 +115,13 @@ def _prepare(problem: _Problem, bias_dtype: torch.dtype, alignment: int) -> _Lau
         definitions += (("RESETS", 1),)
     chunks = -(-problem.steps // geometry.tile)
     blocks = chains = sequences * -(-problem.channels // geometry.group)
-    words = draws = walkers = 0
+    words = draws = window = 0
     if geometry.chained:
         tiles = chains * chunks
-        walkers = geometry.walkers(chains, tiles)
-        words = 2 * (1 + tiles * geometry.group * (1 + problem.compute.itemsize // 4))
-        blocks = min(tiles + walkers, geometry.resident * processors)
+        words = 2 * (1 + tiles * geometry.group * problem.compute.itemsize // 4)
+        blocks = min(tiles, geometry.resident * processors)
         draws = tiles + blocks
+        window = -(-blocks // chains) + 1  # tiles of a chain in work at once
     padded = [*problem.inputs, *[_NO_STRIDES] * (5 - len(problem.inputs)), *problem.outputs]
     padded += [_NO_STRIDES] * (8 - len(padded))
     return _Launch(
@@ -137,7 +137,7 @@ def _prepare(problem: _Problem, bias_dtype: torch.dtype, alignment: int) -> _Lau
             *(number for tensor in padded for number in tensor),
             *(problem.batch, problem.steps, problem.channels, problem.sequences, problem.directions),
             int(problem.reverse),
-            walkers,
+            window,
         ),
     )
 

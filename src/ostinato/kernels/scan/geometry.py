@@ -32,10 +32,6 @@ class Geometry(NamedTuple):
         pieces = self.lanes * self.vec * itemsize % 16 == 0 and self.rows * self.vec * itemsize % 16 == 0
         return self.chained and not self.narrow and pieces and aligned * itemsize >= 16
 
-    def walkers(self, chains: int, tiles: int) -> int:
-        """Blocks that walk along the chains, two to a warp, and have room for that in the memory of their tiles."""
-        return -(-chains // (2 * self.warps)) if self.chained and tiles > chains else 0
-
     def shared_bytes(self, inputs: int, outputs: int, itemsize: int, backward: bool, packed: bool = False) -> int:
         """Enough for ``Shared`` in ``scan.cu``, which checks it."""
         pack, state = self.vec * itemsize, self.group * max(4, itemsize)
@@ -46,7 +42,9 @@ class Geometry(NamedTuple):
         between_warps = 2 * self.warps * (3 * state + 4)
         boundaries = 16 * self.tile if packed else 16
         bias = (self.warps if backward else 1) * outputs * state
-        return max(strips * strip + between_warps + boundaries + state + bias + 96, self.warps * 2 * (state + 16))
+        watchers = self.warps * 32 // self.lanes
+        window = -(-min(256, 1024 // self.group) // watchers) * watchers if self.chained else 1
+        return strips * strip + between_warps + boundaries + window * (3 * state + 4) + bias + 96
 
 
 class Tuning(NamedTuple):

@@ -12,15 +12,13 @@
 //
 //   streaming (CHAINED 0)  the block takes the tiles of its channels in order and keeps the state.  Best when there
 //                            are channels enough to fill the chip: nothing is exchanged between blocks.
-//   chained (CHAINED 1)      each block draws one tile after another and publishes its composition; a few blocks do
-//                            nothing but walk along the chains of published compositions and tell every tile the state
-//                            it begins in (single-pass scan; after Merrill & Garland 2016, with the look-back of all
-//                            tiles done once, in order, by one warp a chain).
+//   chained (CHAINED 1)      each block draws one tile after another and finds its state from what has been published
+//                            of the tiles before (single-pass scan, decoupled look-back; Merrill & Garland 2016).
 //
-// Chained blocks cannot deadlock, in whatever order they are scheduled: the first to draw are those that walk along
-// the chains; the others finish tiles in the order drawn, so every tile below a drawn one has been drawn, by a block
-// that runs; and a tile waits only on the tiles below it and on a block that drew before it.  It gives the same bits
-// every time: the state goes forward through the tiles one by one.
+// Chained blocks cannot deadlock, in whatever order they are scheduled: blocks draw tiles from a counter and finish them
+// in the order drawn, so every tile below a drawn one has been drawn, by a block that runs; a tile waits only on lower
+// tiles; and the lowest unfinished tile is the one its block is working on and waits on none.  It gives the same bits
+// every time: however far back it has to look, the state goes forward through the same chain of multiply-adds.
 //
 // Tiles are copied to shared memory while those before them are worked on, so that memory is never idle.
 //
@@ -39,8 +37,10 @@ constexpr int THREADS = 32 * WARPS;
 constexpr int GROUP = LANES * VEC;
 constexpr int STRIP = SEGMENTS * ROWS;  // steps of a warp in a tile
 constexpr int TILE = WARPS * STRIP;
-// A warp that walks along chains asks for this many tiles of each at once.
-constexpr int AHEAD = 16 / VEC < 32 / SEGMENTS ? 16 / VEC : SEGMENTS > 8 ? 4 : 32 / SEGMENTS;
+// A tile looks at as many of those before it as may be in work at once.  Each segment of a warp takes EACH of them.
+constexpr int WATCHERS = WARPS * SEGMENTS;
+constexpr int WANTED = 1024 / GROUP < 256 ? 1024 / GROUP : 256;
+constexpr int EACH = (WANTED + WATCHERS - 1) / WATCHERS, WINDOW = EACH * WATCHERS;
 constexpr int TOGETHER = WIDE ? 16 / sizeof(Pack) : 1;  // neighbouring packs that a lane copies as one
 static_assert(LANES % TOGETHER == 0 && ROWS % TOGETHER == 0);
 static_assert(!CHAINED || STAGES == 1, "a block draws one tile ahead");
@@ -61,9 +61,9 @@ using Offset = unsigned;
 
 // What blocks tell each other carries its own readiness: a mark in the same 16 bytes, which arrive whole, so nothing
 // need be ordered and no fence waited for.  Of floats one message holds the composition of a tile, (b, a, low), of
-// doubles the first holds b and the second a; the last one is the state that the tile begins in.  The epoch of the
-// launch in each mark tells it from those of earlier launches, so the memory need not be cleared between them.
-enum Mark : unsigned { ABSENT, COMPOSED, RESET, STATE, MARKS };
+// doubles the first holds b and the second a.  When the state after the tile is known, it takes the place of b.  The
+// epoch of the launch in each mark tells it from those of earlier launches, so the memory need not be cleared.
+enum Mark : unsigned { ABSENT, COMPOSED, KNOWN, MARKS = 4 };
 struct alignas(16) Message {
     union {
         struct { unsigned parts[3], mark; };
@@ -71,7 +71,7 @@ struct alignas(16) Message {
     };
 };
 constexpr unsigned PATIENCE = 1 << 24;  // looks, of a microsecond each, before a wait ends in an error
-constexpr int COMPOSITION = sizeof(Compute) / 4, MESSAGES = COMPOSITION + 1;
+constexpr int MESSAGES = sizeof(Compute) / 4;
 
 struct Strides { Index batch, time, direction; };  // channels are neighbours
 
@@ -94,7 +94,7 @@ struct Parameters {
     unsigned drawn, epoch;  // chained: what the counter begins at, and the launch's number, a multiple of MARKS
     Index resets_batch, resets_time;
     Strides strides[8];
-    int batch, steps, channels, sequences, directions, reverse, walkers;
+    int batch, steps, channels, sequences, directions, reverse, window;
 
     __device__ Tensor input(int k) const { return {data[k], strides[k]}; }
     __device__ Tensor output(int k) const { return {data[5 + k], strides[5 + k]}; }
@@ -161,17 +161,6 @@ struct Composition {
             other.a.value[v] = __shfl_up_sync(~0u, a.value[v], lanes);
             other.low.value[v] = EXTENDED ? __shfl_up_sync(~0u, low.value[v], lanes) : 0;
             other.b.value[v] = __shfl_up_sync(~0u, b.value[v], lanes);
-        }
-        return other;
-    }
-    __device__ Composition from_lane(int lane) const {
-        Composition other;
-        other.reset = FORGETS && __shfl_sync(~0u, int(reset), lane);
-#pragma unroll
-        for (int v = 0; v < VEC; ++v) {
-            other.a.value[v] = __shfl_sync(~0u, a.value[v], lane);
-            other.low.value[v] = EXTENDED ? __shfl_sync(~0u, low.value[v], lane) : 0;
-            other.b.value[v] = __shfl_sync(~0u, b.value[v], lane);
         }
         return other;
     }
@@ -341,10 +330,14 @@ struct alignas(16) Strip {
     }
 };
 
-// How far a warp has gone along a chain: the state that the chunk begins in.
-struct Walk {
-    Channels state[LANES];
-    int chunk;
+// A composition as it is published.
+struct Known {
+    Channels a, low, b;
+
+    __device__ void carry(Channels& state) const {
+        const Composition whole = {a, low, b, false};
+        whole.carry(state);
+    }
 };
 
 struct Shared {
@@ -355,7 +348,8 @@ struct Shared {
     int reset[2][WARPS], drawn[2];
     // CU_SEQLENS: of each step of a tile the sequence that begins, or ends, with it, counted from 1.
     int begins[2][PACKING == CU_SEQLENS ? TILE : 1], ends[2][PACKING == CU_SEQLENS ? TILE : 1];
-    Channels state[LANES];  // chained: what the tile begins in
+    Known window[CHAINED ? WINDOW : 1][LANES];  // chained: the tiles before, the nearest first, and their marks
+    unsigned seen[CHAINED ? WINDOW : 1];
     Compute bias[BACKWARD ? WARPS : 1][OUTPUTS][GROUP];
 
     // Note where sequences begin and end in a tile.  All threads of the block take part.
@@ -561,105 +555,112 @@ struct Published {
     }
 
     __device__ void write(int chunk, const Composition& tile) const {
-        const unsigned mark = epoch + (tile.reset ? RESET : COMPOSED);
 #pragma unroll
         for (int v = 0; v < VEC; ++v) {
             const Compute numbers[] = {tile.b.value[v], tile.a.value[v], EXTENDED ? tile.low.value[v] : 0};
             const unsigned* const parts = reinterpret_cast<const unsigned*>(numbers);
 #pragma unroll
-            for (int k = 0; k < COMPOSITION; ++k)
-                store(at(chunk, k, v), {parts[2 * k], parts[2 * k + 1], COMPOSITION == 1 ? parts[2] : 0, mark});
+            for (int k = 0; k < MESSAGES; ++k)
+                store(at(chunk, k, v), {parts[2 * k], parts[2 * k + 1], MESSAGES == 1 ? parts[2] : 0, epoch + COMPOSED});
         }
     }
-    // Whether all of the tile's composition is there.
-    __device__ bool read(int chunk, Composition& tile) const {
-        bool there = true;
+    __device__ void write(int chunk, const Channels& after) const {
+#pragma unroll
+        for (int v = 0; v < VEC; ++v) {
+            const unsigned* const parts = reinterpret_cast<const unsigned*>(&after.value[v]);
+            store(at(chunk, 0, v), {parts[0], MESSAGES == 1 ? 0 : parts[1], 0, epoch + KNOWN});
+        }
+    }
+    // Publish the state after a tile, given the one it begins in.
+    __device__ void write_after(int chunk, const Composition& tile, Channels state) const {
+        tile.carry(state);
+        if (threadIdx.x < LANES) write(chunk, state);
+    }
+};
+
+// A look at the tiles before one: what has been published of them, as it comes from memory.
+struct Look {
+    Message messages[EACH][VEC][MESSAGES];
+
+    static __device__ int back(const Place& at, int e) { return e * WATCHERS + at.warp * SEGMENTS + at.segment; }
+    __device__ void ask(const Place& at, const Published& published, int chunk, const unsigned (&seen)[EACH]) {
+#pragma unroll
+        for (int e = 0; e < EACH; ++e) {
+            const int other = chunk - 1 - back(at, e);
+            const bool wanted = other >= 0 && back(at, e) < at.p.window && seen[e] != KNOWN;
+#pragma unroll
+            for (int v = 0; v < VEC; ++v)
+#pragma unroll
+                for (int k = 0; k < MESSAGES; ++k) {
+                    messages[e][v][k].mark = published.epoch;
+                    if (wanted) messages[e][v][k] = Published::load(published.at(other, k, v));
+                }
+        }
+    }
+    // What is there of a tile: ABSENT as long as not all of it is marked alike; if it is KNOWN, b is the state.
+    __device__ unsigned answer(int e, unsigned epoch, Known& tile) const {
+        unsigned every = COMPOSED | KNOWN, any = 0;
 #pragma unroll
         for (int v = 0; v < VEC; ++v) {
             Compute numbers[3];
             unsigned* const parts = reinterpret_cast<unsigned*>(numbers);
 #pragma unroll
-            for (int k = 0; k < COMPOSITION; ++k) {
-                const Message message = load(at(chunk, k, v));
+            for (int k = 0; k < MESSAGES; ++k) {
+                const Message& message = messages[e][v][k];
 #pragma unroll
-                for (int i = 0; i < 4 - COMPOSITION; ++i) parts[2 * k + i] = message.parts[i];
-                tile.reset = message.mark == epoch + RESET;
-                there &= tile.reset || message.mark == epoch + COMPOSED;
+                for (int i = 0; i < 4 - MESSAGES; ++i) parts[2 * k + i] = message.parts[i];
+                if (k > 0 && every == KNOWN) continue;  // nobody needs the a of a double then
+                const unsigned mark = message.mark - epoch < MARKS ? message.mark - epoch : ABSENT;
+                every &= mark, any |= mark;
             }
             tile.b.value[v] = numbers[0], tile.a.value[v] = numbers[1], tile.low.value[v] = numbers[2];
         }
-        return there;
-    }
-    __device__ void write(int chunk, const Channels& state) const {
-#pragma unroll
-        for (int v = 0; v < VEC; ++v) {
-            const unsigned* const parts = reinterpret_cast<const unsigned*>(&state.value[v]);
-            store(at(chunk, COMPOSITION, v), {parts[0], COMPOSITION == 1 ? 0 : parts[1], 0, epoch + STATE});
-        }
-    }
-    __device__ bool read(int chunk, Channels& state) const {
-        bool there = true;
-#pragma unroll
-        for (int v = 0; v < VEC; ++v) {
-            const Message message = load(at(chunk, COMPOSITION, v));
-            unsigned* const parts = reinterpret_cast<unsigned*>(&state.value[v]);
-#pragma unroll
-            for (int k = 0; k < COMPOSITION; ++k) parts[k] = message.parts[k];
-            there &= message.mark == epoch + STATE;
-        }
-        return there;
+        return every == any ? every : ABSENT;
     }
 };
 
-// Go along this warp's chains, `stride` apart, each time as far as tiles have been composed without a gap, and tell
-// every tile but the first the state it begins in.
-__device__ inline void walk(const Parameters& p, Walk* walks, int first, int stride, int chains, int chunks) {
-    const int lane = threadIdx.x % 32, slot = lane % LANES, segment = lane / LANES;
-    for (int chain = first, k = 0; chain < chains; chain += stride, ++k) {
-        Channels state;
-        load_state(Place(p, chain), PACKING == CU_SEQLENS ? nullptr : p.initial, 0, state);
-        walks[k].state[slot] = state, walks[k].chunk = 0;
-    }
-    __syncwarp();
-    unsigned looks = 0;
-    for (bool going = true; going;) {
-        going = false;
-        if (++looks == PATIENCE) __trap();
-        for (int chain = first, k = 0; chain < chains; chain += stride, ++k) {
-            const Published published(p, chain, chunks);
-            Channels state = walks[k].state[slot];
-            int chunk = walks[k].chunk;
-            __syncwarp();
-            if (chunk >= chunks - 1) continue;
-            Composition there[AHEAD];
-            unsigned ready[AHEAD];
+// Turn `state`, the initial one, into the state this tile begins in, given a first look at those before it.  All
+// threads of the block take part.
+__device__ inline void look_back(
+    const Place& at, Shared& shared, const Published& published, Look& look, int chunk, Channels& state
+) {
+    const int slot = at.lane % LANES;
+    // Whether all lanes of this segment agree; every lane of the warp must ask.
+    const unsigned lanes = (LANES == 32 ? ~0u : (1u << LANES) - 1) << (at.segment * LANES);
+    const auto all = [&](bool ready) { return (__ballot_sync(~0u, ready) & lanes) == lanes; };
+    unsigned seen[EACH];
 #pragma unroll
-            for (int u = 0; u < AHEAD; ++u) {
-                const int other = chunk + u * SEGMENTS + segment;
-                ready[u] = other < chunks - 1 && published.read(other, there[u]);
+    for (int e = 0; e < EACH; ++e) seen[e] = ABSENT;
+    int nearest = -1;  // tile before this one whose state is known
+    for (unsigned looks = 0;;) {
+#pragma unroll
+        for (int e = 0; e < EACH; ++e) {
+            Known there;
+            const unsigned mark = look.answer(e, published.epoch, there);
+            const bool composed = all(mark == COMPOSED), known = all(mark == KNOWN);
+            if (known || (composed && seen[e] == ABSENT)) {
+                shared.window[Look::back(at, e)][slot] = there;
+                seen[e] = known ? KNOWN : COMPOSED;
             }
-#pragma unroll
-            for (int u = 0; u < AHEAD; ++u) {
-                const unsigned missing = __ballot_sync(~0u, !ready[u]);
-                const int count = (missing ? __ffs(missing) - 1 : 32) / LANES;  // of segments
-                Channels mine = state;
-#pragma unroll
-                for (int of = 0; of < SEGMENTS; ++of) {
-                    Channels after = state;
-                    there[u].from_lane(of * LANES + slot).carry(after);
-                    if (of < count) state = after;
-                    if (of == segment) mine = state;
-                }
-                if (segment < count) published.write(chunk + segment + 1, mine);
-                chunk += count;
-                if (count > 0) looks = 0;
-                if (count < SEGMENTS) break;
-            }
-            if (segment == 0) walks[k].state[slot] = state, walks[k].chunk = chunk;
-            __syncwarp();
-            going = going || chunk < chunks - 1;
+            shared.seen[Look::back(at, e)] = seen[e];
         }
+        __syncthreads();
+        // The nearest tile whose state is known, if of every tile between it and this one the composition is there.
+#pragma unroll
+        for (int i = 0; i < WINDOW; i += 32) {
+            const unsigned other = i + at.lane < WINDOW ? shared.seen[i + at.lane] : COMPOSED;
+            const unsigned known = __ballot_sync(~0u, other == KNOWN), missing = __ballot_sync(~0u, other == ABSENT);
+            if (known && !(missing & ((known & -known) - 1))) nearest = i + __ffs(known) - 1;
+            if (known || missing) break;
+        }
+        if (nearest >= 0) break;
+        if (++looks == PATIENCE) __trap();
+        look.ask(at, published, chunk, seen);
+        __syncthreads();
     }
+    state = shared.window[nearest][slot].b;
+#pragma unroll 4
+    for (int back = nearest - 1; back >= 0; --back) shared.window[back][slot].carry(state);
 }
 
 // Add up the bias gradient over the block's segments, then warps, in order, into a row of its own.
@@ -694,7 +695,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) scan(const __gri
     // A block's tiles: streaming, those of one chain; chained, whichever are drawn, in order of time.
     struct Tile { int chain, chunk; };
     const auto draw = [&](int buffer) {
-        if (threadIdx.x == 0) shared.drawn[buffer] = int(atomicAdd(&p.published->mark, 1u) - p.drawn) - p.walkers;
+        if (threadIdx.x == 0) shared.drawn[buffer] = int(atomicAdd(&p.published->mark, 1u) - p.drawn);
     };
     const auto drawn = [&](int buffer) -> Tile {
         return {shared.drawn[buffer] % chains, shared.drawn[buffer] / chains};
@@ -711,12 +712,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) scan(const __gri
     if constexpr (CHAINED) {
         draw(1);
         __syncthreads();
-        if (const int left = -shared.drawn[1]; left > 0) {  // one of the first to draw
-            const int warp = (left - 1) * WARPS + threadIdx.x / 32, warps = p.walkers * WARPS;
-            Walk* const walks = reinterpret_cast<Walk*>(memory) + threadIdx.x / 32 * ((chains + warps - 1) / warps);
-            walk(p, walks, warp, warps, chains, chunks);
-            return;
-        }
         tile = drawn(1);
     }
 #pragma unroll
@@ -777,23 +772,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) scan(const __gri
                     shared.b[buffer][warp][slot], FORGETS && shared.reset[buffer][warp]};
         };
         if constexpr (CHAINED) {
-            const Published published(p, tile.chain, chunks);
-            if (at.warp == 0 && chunk < chunks - 1) {  // before copies keep the thread: others wait for it
-                Composition all = of_warp(0);
+            Composition all = of_warp(0);
 #pragma unroll
-                for (int warp = 1; warp < WARPS; ++warp) all = of_warp(warp).after(all);
-                if (at.segment == 0) published.write(chunk, all);
-            }
+            for (int warp = 1; warp < WARPS; ++warp) all = of_warp(warp).after(all);
+            const Published published(p, tile.chain, chunks);
+            // Of a tile that resets the state, that after it is all there is to know.
+            const bool first = chunk == 0 || all.reset;
+            if (first) published.write_after(chunk, all, state);
+            else if (threadIdx.x < LANES) published.write(chunk, all);
+            // A copy keeps what is asked for after it waiting, so this goes first.
+            Look look;
+            constexpr unsigned NOTHING[EACH] = {};
+            if (chunk > 0) look.ask(at, published, chunk, NOTHING);
             next = drawn(buffer);
             fetch(next, 0);
             if (chunk > 0) {
-                if (threadIdx.x < LANES) {
-                    for (unsigned looks = 0; !published.read(chunk, state);)
-                        if (++looks == PATIENCE) __trap();
-                    shared.state[slot] = state;
-                }
-                __syncthreads();
-                state = shared.state[slot];
+                look_back(at, shared, published, look, chunk, state);
+                if (!first) published.write_after(chunk, all, state);
             }
         }
         if (next.chunk < chunks) resets.load(Place(p, next.chain), next.chunk);
