@@ -6,6 +6,7 @@
 ``cpu``        Numba, for CPU tensors
 ``cuda``       CUDA C++ compiled at run time, for NVIDIA GPUs
 ``auto``       the last two where they can run, ``torch`` elsewhere
+``loop``       for exported programs: PyTorch's ``scan``, one step at a time
 =============  =============================================================
 """
 
@@ -132,10 +133,11 @@ def choose_backend(name: str, device_type: str) -> Backend:
     if name == "auto":
         can_launch = device_type == "cuda" and nvrtc.why_no_cuda() is None
         name = device_type if device_type == "cpu" or can_launch else "torch"
-    if name in ("torch", "reference"):
+    if name in ("torch", "reference", "loop"):
         from ostinato.kernels.scan import torch_ops
 
-        return torch_ops.REFERENCE if name == "reference" else torch_ops.CHUNKED
+        named = {"torch": torch_ops.CHUNKED, "reference": torch_ops.REFERENCE, "loop": torch_ops.LOOPED}
+        return named[name]
     if name not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}; got {name!r}")
     if name != device_type:
