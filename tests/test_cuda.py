@@ -12,7 +12,7 @@ import torch
 import ostinato
 from ostinato.kernels import nvrtc
 from ostinato.kernels.scan import choose_backend, cuda, operators, torch_ops
-from ostinato.kernels.scan.geometry import choose_geometry, macros
+from ostinato.kernels.scan.geometry import Device, choose_geometry, macros
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -28,6 +28,15 @@ ELEMENTS = (
 )
 
 
+GPUS = {
+    "A100": Device(108, 1.94e12, 163 << 10, 164 << 10),
+    "L4": Device(58, 0.3e12, 99 << 10, 100 << 10),
+    "H100": Device(132, 3.35e12, 227 << 10, 228 << 10),
+    "H200": Device(132, 4.9e12, 227 << 10, 228 << 10),
+    "B200": Device(148, 8e12, 227 << 10, 228 << 10),
+}
+
+
 def variants():
     """Kernels of every kind that the choice of geometry can ask for, of which the test below compiles a part."""
     for element, dtype in itertools.product(ELEMENTS, cuda.SCALARS):
@@ -35,10 +44,10 @@ def variants():
         for packing in ("DENSE", "OFFSETS" if minimal else "CU_SEQLENS"):
             for sequences, steps, channels in ((4096, 512, 64), (1, 65536, 64), (1, 65536, 3), (64, 1, 64)):
                 aligned = min(16 // dtype.itemsize, channels & -channels)
-                geometry = choose_geometry(
-                    element, dtype.itemsize, aligned, not minimal, sequences, steps, channels, 132
-                )
                 scalar, backward = cuda.SCALARS[dtype], element.endswith("Backward")
+                inputs = (3 if "LSTM" in element else 1 if element == "LinearScanBackward" else 2) + 2 * backward
+                shape = sequences, steps, channels
+                geometry = choose_geometry(element, inputs, dtype.itemsize, aligned, not minimal, *shape, GPUS["H100"])
                 shared = geometry.shared_bytes(5 if backward else 3, 3, dtype.itemsize, backward, True)
                 for candidate in range(3 if minimal and packing == "DENSE" and sequences == 4096 else 1):
                     far, wide = steps == 1, geometry.copies_wide(dtype.itemsize, aligned)
@@ -53,6 +62,36 @@ def test_kernels_compile_without_a_gpu(element, architecture):
     chosen = sorted({v for v in variants() if dict(v)["ELEMENT"] == element}, key=str)
     for i, definitions in enumerate(chosen[ARCHITECTURES.index(architecture) :: 12]):
         assert nvrtc.compile_cubin(code, architecture, {**dict(definitions), "RESETS": i % 2})[:4] == b"\x7fELF"
+
+
+def test_streaming_blocks_ask_for_as_much_memory_as_is_on_its_way():
+    for name, device in GPUS.items():
+        for element, inputs, itemsize in (("LinearScan", 2, 4), ("LinearScanBackward", 3, 4), ("LinearScan", 2, 2)):
+            for shape in ((8, 4096, 1536), (128, 512, 256), (64, 2048, 512), (512, 1000, 64)):
+                geometry = choose_geometry(element, inputs, itemsize, 8, False, *shape, device)
+                assert not geometry.chained
+                blocks = shape[0] * -(-shape[2] // geometry.group)
+                of_block = geometry.stages * inputs * geometry.tile * geometry.group * itemsize
+                flying = min(blocks, 4 * device.processors) * of_block
+                assert flying >= 0.6e-6 * device.bandwidth, name
+                assert geometry.shared_bytes(inputs, 2, itemsize, inputs > 2) <= device.shared_of_block
+
+
+def test_geometries_fit_the_gpu():
+    elements = [(e, (3 if "LSTM" in e else 2) + 2 * e.endswith("Backward")) for e in ELEMENTS]
+    for device in GPUS.values():
+        for (element, inputs), itemsize, shape in itertools.product(
+            elements,
+            (2, 4, 8),
+            ((8, 4096, 1536), (1, 1 << 20, 64), (1, 1 << 24, 1), (3, 5000, 1000), (1, 1, 1), (9999, 7, 3)),
+        ):
+            for gapless in (False, True):
+                geometry = choose_geometry(element, inputs, itemsize, 1, gapless, *shape, device)
+                assert geometry.narrow in (0, shape[2])
+                assert geometry.lanes * geometry.vec >= min(geometry.narrow, shape[2])
+                assert 32 * geometry.warps <= 1024
+                if shape[0] * shape[2] >= 32 * device.processors:
+                    assert not geometry.chained
 
 
 def test_more_steps_than_the_kernel_counts_are_refused():

@@ -9,14 +9,14 @@ import struct
 import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ostinato.kernels import nvrtc
 from ostinato.kernels.scan import GATES, is_time_contiguous, states_like
-from ostinato.kernels.scan.geometry import choose_geometry, macros
+from ostinato.kernels.scan.geometry import Device, choose_geometry, macros
 
 FILES = ("numeric.cuh", "scan/elements.cuh", "scan/scan.cu")
 SCALARS = {
@@ -76,6 +76,18 @@ class _Launch(NamedTuple):
     parameters: bytes  # those after the addresses
 
 
+@functools.cache
+def describe_device(index: int) -> Device:
+    """The GPU of this index."""
+    properties: Any = torch.cuda.get_device_properties(index)
+    return Device(
+        properties.multi_processor_count,
+        nvrtc.memory_bandwidth(index),
+        properties.shared_memory_per_block_optin,
+        properties.shared_memory_per_multiprocessor,
+    )
+
+
 @functools.lru_cache(maxsize=4096)
 def _prepare(problem: _Problem, bias_dtype: torch.dtype, alignment: int) -> _Launch:
     """Choose and compile the kernel; `alignment` has the low bits of every address."""
@@ -89,15 +101,22 @@ def _prepare(problem: _Problem, bias_dtype: torch.dtype, alignment: int) -> _Lau
     aligned = min(units & -units, 16 // itemsize)
     gapless = problem.packing != "OFFSETS" and all(time == problem.channels for _, time, _ in strides)
     sequences = problem.batch * problem.directions
-    properties = torch.cuda.get_device_properties(problem.device)
-    processors = properties.multi_processor_count
+    device = describe_device(problem.device)
     geometry = choose_geometry(
-        problem.element, itemsize, aligned, gapless, sequences, problem.steps, problem.channels, processors
+        problem.element,
+        len(problem.inputs),
+        itemsize,
+        aligned,
+        gapless,
+        sequences,
+        problem.steps,
+        problem.channels,
+        device,
     )
     packed = problem.packing == "CU_SEQLENS"
     tensors = (len(problem.inputs), len(problem.outputs), itemsize, problem.backward, packed)
-    limit = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]  # the stubs lack it
-    while (shared := geometry.shared_bytes(*tensors)) > limit:
+    most = min(device.shared_of_block, device.shared // (geometry.resident if geometry.chained else 1) - 1024)
+    while (shared := geometry.shared_bytes(*tensors)) > most:
         geometry = geometry._replace(rows=geometry.rows // 2)
     far = geometry.tile * itemsize * max(time for _, time, _ in strides) >= 1 << 31
     definitions = macros(
@@ -119,7 +138,7 @@ def _prepare(problem: _Problem, bias_dtype: torch.dtype, alignment: int) -> _Lau
     if geometry.chained:
         tiles = chains * chunks
         words = 2 * (1 + tiles * geometry.group * problem.compute.itemsize // 4)
-        blocks = min(tiles, geometry.resident * processors)
+        blocks = min(tiles, geometry.resident * device.processors)
         draws = tiles + blocks
         window = -(-blocks // chains) + 1  # tiles of a chain in work at once
     padded = [*problem.inputs, *[_NO_STRIDES] * (5 - len(problem.inputs)), *problem.outputs]
