@@ -368,6 +368,8 @@ def test_gradients_in_float64(cu_seqlens):
 def test_operators_are_well_formed():
     a, b = (torch.rand(1, 40, 3, device="cuda").requires_grad_() for _ in range(2))
     torch.library.opcheck(torch.ops.ostinato.linear_scan.default, (a, b, None, None, None, False, "cuda"))
+    by_time = [torch.rand(2, 5, 40, device="cuda").transpose(1, 2).requires_grad_() for _ in range(2)]
+    torch.library.opcheck(torch.ops.ostinato.linear_scan.default, (*by_time, None, None, None, False, "cuda"))
     pre, bias = torch.randn(2, 9, 12, device="cuda").requires_grad_(), torch.randn(12, device="cuda").requires_grad_()
     arguments = (pre, bias, None, None, "minlstm", "positive", True, 1, "cuda")
     torch.library.opcheck(torch.ops.ostinato.minimal_scan.default, arguments)
