@@ -1,6 +1,6 @@
 """Recurrent networks at hardware speed for PyTorch."""
 
-from ostinato.diagonal import HGRN, QRNN, RGLRU, SRU, HighwayMinGRU, IndRNN, ParaGRU, ParaLSTM
+from ostinato.diagonal import HGRN, LRU, QRNN, RGLRU, SRU, HighwayMinGRU, IndRNN, ParaGRU, ParaLSTM
 from ostinato.export import portable
 from ostinato.minimal import MinGRU, MinGRUCell, MinLSTM, MinLSTMCell
 from ostinato.pruning import cubic_density, prune
@@ -16,6 +16,7 @@ __all__ = [
     "HighwayMinGRU",
     "RGLRU",
     "HGRN",
+    "LRU",
     "QRNN",
     "SRU",
     "IndRNN",
