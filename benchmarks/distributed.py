@@ -2,13 +2,15 @@
 
     torchrun --standalone --nproc-per-node 2 benchmarks/distributed.py --output distributed-nvidia-h200.json
 
-First that the results are those of one process, then how long they take.  Times are medians of runs, each of the slowest
-process; "alone" is a process that does the same without the others.
+First that the results are those of one process, then how long they take.  Times are medians of runs, each of the
+slowest process; "alone" is a process that does the same without the others.
 """
 
 import argparse
 import copy
+import functools
 import gc
+import itertools
 import os
 import statistics
 import time
@@ -133,45 +135,20 @@ def curves(job: Job) -> Record:
     tokens = torch.randint(50, (40_000,), generator=torch.Generator().manual_seed(0))
     settings = TrainingSettings(steps=8, batch_size=8, chunk_length=256, warmup_steps=2)
     losses = {}
-    for name, options, mesh in (
-        ("DDP", {}, {}),
-        ("FSDP2", {"shard": True}, {"shard": True}),
-        ("sequence parallel", {}, {"sequence_parallel": job.size}),
-        ("sequence parallel, FSDP2", {"shard": True}, {"shard": True, "sequence_parallel": job.size}),
-        ("one process", None, {}),
+    for name, mesh, shard in (
+        ("one process", None, False),
+        ("DDP", {}, False),
+        ("FSDP2", {}, True),
+        ("sequence parallel", {"sequence_parallel": job.size}, False),
+        ("sequence parallel, FSDP2", {"sequence_parallel": job.size}, True),
     ):
         torch.manual_seed(0)
         model = LanguageModel(50, width=64, num_layers=2, dropout=0.0)
-        spread = {} if options is None else {"mesh": make_mesh("cuda", **mesh), **options}
-        if options is None:
-            if job.rank:
-                continue
-            # The sums over all processes are another job's: one alone has none.
-            trainer = Trainer(model, tokens, settings, device=job.device, precision="float32")
-            for _ in range(8):
-                trainer._loss_sum.zero_()
-                trainer._draw_and_step() if hasattr(trainer, "_draw_and_step") else alone(trainer)
-            losses[name] = trainer._loss_sum.item()
-        else:
-            trainer = Trainer(model, tokens, settings, device=job.device, precision="float32", **spread)
-            trainer.advance(7)
-            trainer._loss_sum.zero_()
-            losses[name] = trainer.advance(1) * 8
-    return {"loss_of_step_8": losses}
-
-
-def alone(trainer: Trainer) -> None:
-    """A step of one process in a job of several."""
-    for group in trainer.optimizer.param_groups:
-        group["lr"] = trainer.learning_rate
-    trainer.optimizer.zero_grad()
-    for inputs, targets in trainer._draw():
-        loss = trainer._loss(inputs, targets)
-        loss.backward()
-        trainer._loss_sum += loss.detach()
-    torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), trainer.settings.clip_norm)
-    trainer.optimizer.step()
-    trainer.step += 1
+        on = None if mesh is None else make_mesh("cuda", shard=shard, **mesh)
+        trainer = Trainer(model, tokens, settings, device=job.device, precision="float32", mesh=on, shard=shard)
+        trainer.advance(8)
+        losses[name] = trainer.evaluate().held_out_loss
+    return {"held_out_loss_after_8_steps": losses}
 
 
 def exchanges(job: Job) -> Record:
@@ -202,24 +179,29 @@ def scans(job: Job) -> Record:
     rows, steps = [], 1 << 22 - job.scale
     for kind in GATES:
         a, b = gates(job, 1, steps, 256, kind=kind, seed=job.rank), job.random(1, steps, 256, seed=9)
-        a.requires_grad_(), b.requires_grad_()
-        grad = b.detach()
-        options = {"alone": (ostinato.linear_scan, {}), "all": (ostinato.distributed.linear_scan, {"group": job.world})}
+        a.requires_grad_()
+        b.requires_grad_()
+        all_together = functools.partial(ostinato.distributed.linear_scan, group=job.world)
         seconds: Record = {}
-        for who, (scan, group) in options.items():
-
-            def forward(scan: Callable = scan, group: Record = group) -> None:
-                with torch.no_grad():
-                    scan(a, b, **group)
-
-            def both(scan: Callable = scan, group: Record = group) -> None:
-                torch.autograd.grad(scan(a, b, **group)[0], (a, b), grad)
-
+        for who, scan in (("alone", ostinato.linear_scan), ("all", all_together)):
+            forward, both = (
+                functools.partial(without_gradient, scan, a, b),
+                functools.partial(with_gradient, scan, a, b),
+            )
             seconds[who] = {"forward": job.seconds(forward), "forward and backward": job.seconds(both)}
         rows.append({"gates": kind, "steps": steps, "channels": 256, "seconds": seconds})
-        del a, b, grad
+        del a, b, forward, both
         free()
     return {"weak_scaling": rows}
+
+
+def without_gradient(scan: Callable, a: Tensor, b: Tensor) -> None:
+    with torch.no_grad():
+        scan(a, b)
+
+
+def with_gradient(scan: Callable, a: Tensor, b: Tensor) -> None:
+    torch.autograd.grad(scan(a, b)[0], (a, b), b.detach())
 
 
 def layer(job: Job) -> Record:
@@ -272,7 +254,7 @@ def long_sequence(job: Job) -> Record:
     everyone = [torch.empty_like(ends) for _ in range(job.size)]
     distributed.all_gather(everyone, ends)
     errors = []
-    for left, right in zip(everyone, everyone[1:], strict=False):
+    for left, right in itertools.pairwise(everyone):
         errors.append(compare(torch.cat((left[:, reach:], right[:, :reach]), 1)))
     for place in torch.randint(reach, steps - reach, (4,), generator=torch.Generator().manual_seed(job.rank)).tolist():
         window = slice(place - reach, place + reach)
@@ -314,13 +296,7 @@ def language_model(job: Job) -> Record:
         mesh = None if who == "alone" else make_mesh("cuda", shard=who == "FSDP2")
         trainer = Trainer(model, tokens, settings, device=job.device, mesh=mesh, shard=who == "FSDP2")
         torch.cuda.reset_peak_memory_stats(job.device)
-        take = alone if who == "alone" else lambda trainer: trainer.advance(1)
-
-        def steps(trainer: Trainer = trainer, take: Callable = take) -> None:
-            for _ in range(4):
-                take(trainer)
-
-        seconds = job.seconds(steps, 3) / 4
+        seconds = job.seconds(functools.partial(trainer.advance, 4), 3) / 4
         held = sum(p.to_local().nbytes if hasattr(p, "to_local") else p.nbytes for p in model.parameters())
         rows[who] = {
             "parameters": sum(p.numel() for p in model.parameters()),
@@ -329,7 +305,7 @@ def language_model(job: Job) -> Record:
             "peak_bytes": torch.cuda.max_memory_allocated(job.device),
             "allocated_bytes": torch.cuda.memory_allocated(job.device),
         }
-        del trainer, model, steps, take
+        del trainer, model
         free()
     return {"language_model": rows}
 
