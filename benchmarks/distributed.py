@@ -38,7 +38,9 @@ class Job:
 
     def __init__(self, scale: int) -> None:
         self.rank, self.size = distributed.get_rank(), distributed.get_world_size()
-        self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+        self.device = torch.device("cpu")
+        if torch.cuda.is_available():
+            self.device = torch.device("cuda", torch.cuda.current_device())
         self.world = distributed.group.WORLD
         self.scale = scale  # shifts sizes to the right
 
@@ -47,15 +49,22 @@ class Job:
         times = []
         for number in range(runs + 2):
             distributed.barrier()
-            torch.cuda.synchronize(self.device)
+            self.wait()
             begin = time.perf_counter()
             call()
-            torch.cuda.synchronize(self.device)
+            self.wait()
             if number >= 2:
                 times.append(time.perf_counter() - begin)
         slowest = torch.tensor(times, dtype=torch.float64, device=self.device)
         distributed.all_reduce(slowest, distributed.ReduceOp.MAX)
         return statistics.median(slowest.tolist())
+
+    def wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def peak(self) -> int:
+        return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0
 
     def worst(self, error: float) -> float:
         found = torch.tensor(error, dtype=torch.float64, device=self.device)
@@ -144,7 +153,7 @@ def curves(job: Job) -> Record:
     ):
         torch.manual_seed(0)
         model = LanguageModel(50, width=64, num_layers=2, dropout=0.0)
-        on = None if mesh is None else make_mesh("cuda", shard=shard, **mesh)
+        on = None if mesh is None else make_mesh(job.device.type, shard=shard, **mesh)
         trainer = Trainer(model, tokens, settings, device=job.device, precision="float32", mesh=on, shard=shard)
         trainer.advance(8)
         losses[name] = trainer.evaluate().held_out_loss
@@ -156,7 +165,7 @@ def exchanges(job: Job) -> Record:
     found: dict[str, dict[int, float]] = {"all_gather": {}, "all_reduce": {}}
     for number in (1 << shift for shift in range(9, 28 - job.scale, 3)):
         x = torch.ones(number, device=job.device)
-        gathered = x.new_empty(job.size, number)
+        gathered = x.new_empty(job.size * number)
 
         def gather(x: Tensor = x, gathered: Tensor = gathered) -> None:
             distributed.all_gather_into_tensor(gathered, x)
@@ -240,13 +249,12 @@ def long_sequence(job: Job) -> Record:
     steps = own.stop - own.start
     a = job.random(1, steps, channels, seed=10 + job.rank).add_(3.0).sigmoid_().requires_grad_()
     b = job.random(1, steps, channels, seed=20 + job.rank).requires_grad_()
-    torch.cuda.reset_peak_memory_stats(job.device)
     distributed.barrier()
-    torch.cuda.synchronize(job.device)
+    job.wait()
     begin = time.perf_counter()
     h, _ = ostinato.distributed.linear_scan(a, b, group=job.world)
     grads = torch.autograd.grad(h, (a, b), b.detach())  # of the loss sum(h * b)
-    torch.cuda.synchronize(job.device)
+    job.wait()
     seconds = time.perf_counter() - begin
     # At the seam: the end of each part, on its own process, and the beginning of the next part.
     a, b, h = (x.detach() for x in (a, b, h))
@@ -259,14 +267,13 @@ def long_sequence(job: Job) -> Record:
     for place in torch.randint(reach, steps - reach, (4,), generator=torch.Generator().manual_seed(job.rank)).tolist():
         window = slice(place - reach, place + reach)
         errors.append(compare(torch.stack([x[0, window] for x in (a, b, h, *grads)])))
-    peak = torch.cuda.max_memory_allocated(job.device)
     return {
         "long_sequence": {
             "steps": total,
             "channels": channels,
             "seconds": job.worst(seconds),
             "max_relative_error": job.worst(max(errors)),
-            "peak_bytes": peak,
+            "peak_bytes": job.peak(),
         }
     }
 
@@ -286,24 +293,23 @@ def compare(window: Tensor) -> float:
 def language_model(job: Job) -> Record:
     """Tokens a second of a model of over 100 million parameters, 32,768 tokens a GPU and step, and the memory held."""
     rows: Record = {}
-    rows_a_gpu, length = 32 >> job.scale // 2, 1024
+    rows_a_gpu, length = 32 >> job.scale // 3, 1024 >> job.scale // 3
     tokens = torch.randint(256, (4_000_000,), generator=torch.Generator().manual_seed(0))
     for who in ("alone", "DDP", "FSDP2"):
         torch.manual_seed(0)
-        model = LanguageModel(256, width=1024, num_layers=8, dropout=0.0)
+        model = LanguageModel(256, width=1024 >> job.scale // 2, num_layers=8, dropout=0.0)
         batch = rows_a_gpu * (1 if who == "alone" else job.size)
         settings = TrainingSettings(steps=1000, batch_size=batch, chunk_length=length, warmup_steps=2)
-        mesh = None if who == "alone" else make_mesh("cuda", shard=who == "FSDP2")
+        mesh = None if who == "alone" else make_mesh(job.device.type, shard=who == "FSDP2")
         trainer = Trainer(model, tokens, settings, device=job.device, mesh=mesh, shard=who == "FSDP2")
-        torch.cuda.reset_peak_memory_stats(job.device)
+        free()
         seconds = job.seconds(functools.partial(trainer.advance, 4), 3) / 4
         held = sum(p.to_local().nbytes if hasattr(p, "to_local") else p.nbytes for p in model.parameters())
         rows[who] = {
             "parameters": sum(p.numel() for p in model.parameters()),
             "tokens_per_second": batch * length / seconds,
             "parameter_bytes": held,
-            "peak_bytes": torch.cuda.max_memory_allocated(job.device),
-            "allocated_bytes": torch.cuda.memory_allocated(job.device),
+            "peak_bytes": job.peak(),
         }
         del trainer, model
         free()
@@ -312,17 +318,19 @@ def language_model(job: Job) -> Record:
 
 def free() -> None:
     gc.collect()
-    torch.cuda.empty_cache()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--scale", type=int, default=0, help="sizes are divided by 2 to this")
-    parser.add_argument("--backend", default="nccl")
     options = parser.parse_args()
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-    distributed.init_process_group(f"cpu:gloo,cuda:{options.backend}")
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    distributed.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     job = Job(options.scale)
     record: Record = {"environment": environment(job.device), "gpus": job.size}
     for what in (correctness, curves, exchanges, scans, layer, language_model, long_sequence):
