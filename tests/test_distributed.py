@@ -1,7 +1,9 @@
 """A sequence over several processes is the sequence of one: values, and derivatives of every order."""
 
 import copy
+import importlib.util
 import itertools
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -262,3 +264,16 @@ def test_what_cannot_be_done_is_said(processes):
         assert messages["not linear"].endswith("relu is not")
         assert messages["boundaries"] == "cu_seqlens must rise from 0 to the number of time steps, 6; got [0, 3]"
         assert messages["shape"] == "h0 must have shape (1, 2); got (3, 2)"
+
+
+def test_the_simulated_exchange_composes_the_states_of_one_process():
+    path = Path(__file__).parents[1] / "benchmarks" / "exchange.py"
+    spec = importlib.util.spec_from_file_location("exchange", path)
+    exchange = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(exchange)
+    for processes in (1, 2, 1000, 1024):
+        P, L = torch.rand(2, processes, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        states, _ = ostinato.linear_scan(P[None], L[None])
+        torch.testing.assert_close(exchange.log_step_states(P, L), states[0])
+    assert exchange.ring(1024, 100)[1] == exchange.doubling(1024, 100)[1] == 1023 * 100
+    assert exchange.log_step(1024, 100)[1] == 10 * 100
