@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ostinato.diagonal import HGRN, LRU, QRNN, RGLRU, SRU, HighwayMinGRU, IndRNN, ParaGRU, ParaLSTM
+from ostinato.hub import HubMixin
 from ostinato.layers import StackedLayers
 from ostinato.minimal import MinGRU, MinLSTM
 from ostinato.recurrent import GRU, LSTM
@@ -89,12 +90,15 @@ class Block(nn.Module):
         return x, (last, hidden)
 
 
-class LanguageModel(nn.Module):
+class LanguageModel(nn.Module, HubMixin, library_name="ostinato", pipeline_tag="text-generation"):
     """Predicts the next token: embedding, blocks, norm, and a linear head.
 
     ``cell`` names the recurrent layer of every block in small letters, as ``"mingru"`` or ``"lstm"``; ``CELLS`` has
     them all.  ``expansion`` is its hidden size, and ``mlp_ratio`` the MLP's inner size, over ``width``; a
     ``conv_kernel`` of 0 leaves the convolution out.  ``settings`` holds all arguments, to build the model again.
+
+    ``save_pretrained(folder)``, ``from_pretrained(name)`` and ``push_to_hub(name)`` keep a model, its arguments
+    and the masks of what is pruned as the Hugging Face hub does; they come with the extra ``hub``.
 
     Raises ValueError if a size is below 1, ``cell`` is unknown, or ``dropout`` is outside [0, 1).
 

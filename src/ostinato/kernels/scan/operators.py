@@ -78,8 +78,15 @@ def _linear_scan(
     return kernels.linear_scan(a, b, h0, reverse, cu_seqlens, resets)
 
 
-def _linear_scan_fake(a: Tensor, b: Tensor, h0: Any, cu_seqlens: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
-    return b.new_empty(b.shape), b.new_empty(_sequences(b, cu_seqlens), b.shape[2])
+def _states_like(x: Tensor, cu_seqlens: Tensor | None, resets: Tensor | None, backend: str) -> Tensor:
+    laid_out = getattr(choose_backend(backend, x.device.type), "states_like", None)  # contiguous of most backends
+    return laid_out(x, cu_seqlens, resets) if laid_out else x.new_empty(x.shape)
+
+
+def _linear_scan_fake(
+    a: Tensor, b: Tensor, h0: Any, cu_seqlens: Tensor | None, resets: Tensor | None, _reverse: bool, backend: str
+) -> tuple[Tensor, Tensor]:
+    return _states_like(b, cu_seqlens, resets, backend), b.new_empty(_sequences(b, cu_seqlens), b.shape[2])
 
 
 def _linear_scan_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
@@ -116,8 +123,12 @@ def _linear_scan_backward_impl(
     return grads[0], grads[1], or_empty(grads[2], h)
 
 
-def _linear_scan_backward_fake(a: Tensor, h: Tensor, h0: Tensor | None, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return h.new_empty(h.shape), h.new_empty(h.shape), h.new_empty(0 if h0 is None else h0.shape)
+def _linear_scan_backward_fake(
+    a: Tensor, h: Tensor, h0: Tensor | None, _grad_h: Any, _grad_h_last: Any, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    cu_seqlens, resets, _reverse, backend = rest
+    grads = [_states_like(h, cu_seqlens, resets, backend) for _ in range(2)]
+    return grads[0], grads[1], h.new_empty(0 if h0 is None else h0.shape)
 
 
 def _linear_scan_jvp(args: tuple, results: tuple[Tensor, Tensor], tangents: tuple) -> tuple[Tensor, Tensor]:
@@ -243,9 +254,9 @@ def _log_linear_scan_backward_impl(
 
 
 def _log_linear_scan_backward_fake(
-    log_a: Tensor, log_b: Tensor, log_h: Tensor, log_h0: Tensor | None, *_: Any
+    log_a: Tensor, log_b: Tensor, log_h: Tensor, log_h0: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _linear_scan_backward_fake(log_a, log_h, log_h0)
+    return _linear_scan_backward_fake(log_a, log_h, log_h0, *rest)
 
 
 def _log_linear_scan_jvp(args: tuple, results: tuple[Tensor, Tensor], tangents: tuple) -> tuple[Tensor, Tensor]:
