@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 import ostinato
 from ostinato.models import LanguageModel
 
-SIZES = [(50, 3), (7, 2), (120, 5)]  # steps and sequences
+SIZES = [(30, 3), (7, 2), (60, 5)]  # steps and sequences
 DYNAMIC = {0: Dim.DYNAMIC, 1: Dim.DYNAMIC}
 
 
