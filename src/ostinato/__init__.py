@@ -6,6 +6,7 @@ from ostinato.pruning import cubic_density, prune
 from ostinato.recurrence import recurrence
 from ostinato.recurrent import GRU, LSTM, RNN
 from ostinato.scan import linear_scan, log_linear_scan
+from ostinato.stepper import Stepper
 
 __all__ = [
     "MinGRU",
@@ -28,5 +29,6 @@ __all__ = [
     "linear_scan",
     "log_linear_scan",
     "recurrence",
+    "Stepper",
 ]
 __version__ = "0.1.0"

@@ -116,7 +116,7 @@ class Stepper:
         return replay
 
 
-def _initial_state(module: nn.Module, batch_size: int) -> Any:
+def _initial_state(module: Any, batch_size: int) -> Any:
     if isinstance(module, nn.Sequential):
         return [_initial_state(part, batch_size) if hasattr(part, "step") else None for part in module]
     if not (hasattr(module, "step") and hasattr(module, "initial_state")):
@@ -127,8 +127,9 @@ def _initial_state(module: nn.Module, batch_size: int) -> Any:
 def _step(module: Any, x: Tensor, state: Any) -> tuple[Tensor, Any]:
     if not isinstance(module, nn.Sequential):
         return module.step(x, state)
+    parts: Any = module
     after = []
-    for part, own in zip(module, state, strict=True):
+    for part, own in zip(parts, state, strict=True):
         x, new = (part(x), None) if own is None else part.step(x, own)
         after.append(new)
     return x, after

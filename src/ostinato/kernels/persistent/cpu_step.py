@@ -291,15 +291,13 @@ def step_of(
         return None
     matrices = []
     for mask in (mask_ih, mask_hh):
-        matrix = _DENSE
-        if mask is not None:
-            found = (
-                None
-                if batch > 1
-                else derived_from(mask, ("step", path), lambda mask=mask: _matrix_of(mask, GATES[cell], path))
-            )
-            if found is None:
-                return None
-            matrix = found
+        matrix = _DENSE if mask is None else _prepared(mask, GATES[cell], path)
+        if matrix is None or (mask is not None and batch > 1):
+            return None
         matrices.append(matrix)
     return _make(cell, dtype, hidden, inputs, batch, *matrices)
+
+
+def _prepared(mask: Tensor, gates: int, path: str | None) -> _Matrix | None:
+    found: _Matrix | None = derived_from(mask, ("step", path), lambda: _matrix_of(mask, gates, path))
+    return found
