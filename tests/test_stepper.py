@@ -108,6 +108,18 @@ def test_weights_that_are_changed_in_any_way_are_seen():
             torch.testing.assert_close(layer.step(x, x[None])[0], exact(x[None], x[None])[0][0], rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("cell", ["RNN", "GRU", "LSTM"])
+def test_steps_by_cells(cell):
+    """What GPUs do."""
+    torch.manual_seed(0)
+    layer = ostinato.prune(getattr(ostinato, cell)(5, 16, 2), 0.5).double()
+    x, state = torch.randn(3, 5, dtype=F64), [torch.randn(2, 3, 16, dtype=F64) for _ in range(1 + (cell == "LSTM"))]
+    ours = layer._step_by_cells(x, state)
+    right = layer.step(x, tuple(state) if cell == "LSTM" else state[0])
+    for one, other in zip([*flat(ours[1]), ours[0]], [*flat(right[1]), right[0]], strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
 def modules():
     torch.manual_seed(0)
     for name in LAYERS:

@@ -1,6 +1,7 @@
 """Recurrent networks at hardware speed for PyTorch."""
 
-from ostinato.diagonal import HGRN, QRNN, RGLRU, SRU, HighwayMinGRU, IndRNN, ParaGRU, ParaLSTM
+from ostinato.diagonal import HGRN, LRU, QRNN, RGLRU, SRU, HighwayMinGRU, IndRNN, ParaGRU, ParaLSTM
+from ostinato.export import portable
 from ostinato.minimal import MinGRU, MinGRUCell, MinLSTM, MinLSTMCell
 from ostinato.pruning import cubic_density, prune
 from ostinato.recurrence import recurrence
@@ -16,6 +17,7 @@ __all__ = [
     "HighwayMinGRU",
     "RGLRU",
     "HGRN",
+    "LRU",
     "QRNN",
     "SRU",
     "IndRNN",
@@ -30,5 +32,6 @@ __all__ = [
     "log_linear_scan",
     "recurrence",
     "Stepper",
+    "portable",
 ]
 __version__ = "0.1.0"

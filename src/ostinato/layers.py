@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 
 from ostinato.episodes import check_resets
+from ostinato.kernels.export import refuse_script
 from ostinato.kernels.scan import BACKENDS
 from ostinato.scan import check_batch_sizes, check_choice, check_floating
 
@@ -28,6 +29,7 @@ class StackedLayers(nn.Module):
     states = 1  # tensors that a state consists of; of more it is a tuple, as torch.nn.LSTM's
     weight_ih_l0: Tensor
     backend: str
+    __prepare_scriptable__ = refuse_script
 
     def __init__(
         self,

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ostinato.diagonal import DiagonalLayers, Parameters, Run
+from ostinato.kernels.export import refuse_script
 from ostinato.kernels.gemm import linear
 from ostinato.kernels.scan import BACKENDS, GATES, operators
 from ostinato.layers import Hidden, StackedLayers, check_input, check_like_weight, check_sizes, draw_parameters
@@ -196,6 +197,7 @@ class _MinimalCell(nn.Module):
     """One step of a minimal layer: :class:`torch.nn.GRUCell`'s contract."""
 
     cell: str
+    __prepare_scriptable__ = refuse_script
 
     def __init__(
         self,

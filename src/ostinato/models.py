@@ -7,14 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ostinato.diagonal import HGRN, QRNN, RGLRU, SRU, HighwayMinGRU, IndRNN, ParaGRU, ParaLSTM
+from ostinato.diagonal import HGRN, LRU, QRNN, RGLRU, SRU, HighwayMinGRU, IndRNN, ParaGRU, ParaLSTM
+from ostinato.hub import HubMixin
 from ostinato.minimal import MinGRU, MinLSTM
 from ostinato.recurrent import GRU, LSTM
 from ostinato.stepper import Stepper
 
 CELLS: dict[str, Any] = {
     cell.__name__.lower(): cell
-    for cell in (MinGRU, MinLSTM, GRU, LSTM, HighwayMinGRU, RGLRU, HGRN, QRNN, SRU, IndRNN, ParaGRU, ParaLSTM)
+    for cell in (MinGRU, MinLSTM, GRU, LSTM, HighwayMinGRU, RGLRU, HGRN, LRU, QRNN, SRU, IndRNN, ParaGRU, ParaLSTM)
 }
 
 # What a block remembers: the last inputs of its convolution (B, K-1, W) and its hidden state, laid out as
@@ -89,12 +90,15 @@ class Block(nn.Module):
         return x, (last, hidden)
 
 
-class LanguageModel(nn.Module):
+class LanguageModel(nn.Module, HubMixin, library_name="ostinato", pipeline_tag="text-generation"):
     """Predicts the next token: embedding, blocks, norm, and a linear head.
 
     ``cell`` names the recurrent layer of every block in small letters, as ``"mingru"`` or ``"lstm"``; ``CELLS`` has
     them all.  ``expansion`` is its hidden size, and ``mlp_ratio`` the MLP's inner size, over ``width``; a
     ``conv_kernel`` of 0 leaves the convolution out.  ``settings`` holds all arguments, to build the model again.
+
+    ``save_pretrained(folder)``, ``from_pretrained(name)`` and ``push_to_hub(name)`` keep a model, its arguments
+    and the masks of what is pruned as the Hugging Face hub does; they come with the extra ``hub``.
 
     Raises ValueError if a size is below 1, ``cell`` is unknown, or ``dropout`` is outside [0, 1).
 
@@ -162,7 +166,7 @@ class LanguageModel(nn.Module):
         settings, weight = self.settings, self.embedding.weight
         last = weight.new_zeros(batch_size, max(settings["conv_kernel"] - 1, 0), settings["width"])
         hidden = weight.new_zeros(1, batch_size, self.hidden_size)
-        pair = settings["cell"] in ("lstm", "paralstm")  # of h and c
+        pair = CELLS[settings["cell"]] is LSTM or getattr(CELLS[settings["cell"]], "states", 1) == 2
         return [(last, (hidden, hidden) if pair else hidden) for _ in self.blocks]
 
     def forward(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:

@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ostinato.episodes import check_resets, forward_by_episodes
 from ostinato.kernels.dispatch import is_eager
+from ostinato.kernels.export import refuse_script
 from ostinato.kernels.persistent.operators import can_take, plan_layer, recurrent_layer, step_of
 from ostinato.kernels.persistent.plan import Plan
 from ostinato.kernels.persistent.reference import previous
@@ -29,6 +30,7 @@ class _Recurrent(nn.RNNBase):
     """
 
     weight_hh_l0: Tensor
+    __prepare_scriptable__ = refuse_script
     _path: str | None = None  # the only kernel to consider on a GPU; None for the fastest
 
     def forward(
@@ -86,7 +88,8 @@ class _Recurrent(nn.RNNBase):
                 f"x must have shape (B, {self.input_size}) or ({self.input_size},), one step; got {tuple(x.shape)}"
             )
         states = _states(state)
-        if x.is_cuda and x.dim() == 2 and states and not torch.is_autocast_enabled("cuda"):
+        captured = x.is_cuda and not torch.is_autocast_enabled("cuda") and torch.cuda.is_current_stream_capturing()
+        if captured and x.dim() == 2 and states:
             return self._step_by_cells(x, states)
         time = 1 if self.batch_first and x.dim() == 2 else 0
         output, state = self.forward(x.unsqueeze(time), state)
@@ -354,7 +357,7 @@ class _Recurrent(nn.RNNBase):
         return output, tuple(new) if lstm else new[0]
 
     def _step_by_cells(self, x: Tensor, states: list[Tensor]) -> tuple[Tensor, Any]:
-        """:meth:`step` by two products and one kernel a layer; cuDNN takes more of both for what is but one step."""
+        """:meth:`step` by two products and a kernel a layer, for CUDA graphs: launched one by one, cuDNN's are fewer."""
         weights, last = self._weights(), []
         size = len(weights) // self.num_layers
         for layer, before in enumerate(zip(*(state.unbind(0) for state in states), strict=True)):

@@ -26,6 +26,7 @@ CELLS = (  # those of ostinato.models, which is too slow to import for a help te
     "highwaymingru",
     "rglru",
     "hgrn",
+    "lru",
     "qrnn",
     "sru",
     "indrnn",
