@@ -357,7 +357,7 @@ class _Recurrent(nn.RNNBase):
         return output, tuple(new) if lstm else new[0]
 
     def _step_by_cells(self, x: Tensor, states: list[Tensor]) -> tuple[Tensor, Any]:
-        """:meth:`step` by two products and a kernel a layer, for CUDA graphs: launched one by one, cuDNN's are fewer."""
+        """:meth:`step` by two products and a kernel a layer, for CUDA graphs: outside, cuDNN's fewer launches count."""
         weights, last = self._weights(), []
         size = len(weights) // self.num_layers
         for layer, before in enumerate(zip(*(state.unbind(0) for state in states), strict=True)):

@@ -159,7 +159,7 @@ struct Units : Block {
             }
             if (!own.live(i, rows)) continue;
             const size_t at = own.place(rows.first, i);
-            if (RESETS) prefetch(p.resets + rows.first + own.sequence + own.sequence_of(i));
+            if (RESETS && own.unit_of(i) == 0) prefetch(p.resets + rows.first + own.sequence + own.sequence_of(i));
             if (p.grad_output) prefetch(p.grad_output + at);
             if (TAKES_STATE) prefetch(p.candidate + at), prefetch(p.h_prev + at);
             if (TAKES_CELL) prefetch(p.cells + at);

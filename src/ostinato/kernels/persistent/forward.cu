@@ -110,7 +110,7 @@ struct Units : Block {
         for (int i = 0; i < ITEMS; ++i) {
             if (own.begins_word(i)) prefetch(state + state_place(own, i));
             if (!own.live(i, rows)) continue;
-            if (RESETS) prefetch(p.resets + rows.first + own.sequence + own.sequence_of(i));
+            if (RESETS && own.unit_of(i) == 0) prefetch(p.resets + rows.first + own.sequence + own.sequence_of(i));
 #pragma unroll
             for (int g = 0; g < GATES; ++g) prefetch(p.pre + own.place(rows.first, i, GATES) + g * HIDDEN);
         }
