@@ -39,8 +39,10 @@ def operator(
     ``groups(*args)`` lets ``torch.vmap`` make one call of many: see :func:`_vmap_rule`.  In forward mode
     ``composite(*args)`` runs in place of the operator; or, where the operator is itself what composites are made of,
     ``jvp(args, results, tangents)`` returns the results' tangents, with None for an input's that has none.
-    ``plain(*args)`` computes the same in PyTorch's own operators, for graphs that are to run without this library.
+    ``plain(*args)``, or else the composite, computes the same in PyTorch's own operators, for graphs that are to run
+    without this library.
     """
+    plain = plain or composite
     registered = torch.library.custom_op(f"ostinato::{name}", forward, mutates_args=())
     registered.register_fake(fake)
     registered.register_autograd(backward, setup_context=setup_context)
