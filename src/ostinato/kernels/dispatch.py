@@ -105,10 +105,10 @@ def gradient(
 ) -> Callable:
     """As :func:`operator`, for a gradient, whose own derivatives are those of ``composite``, if there is one."""
 
-    def keep(ctx: Any, args: tuple, output: Any) -> None:
+    def keep(ctx: Any, inputs: tuple, output: Any) -> None:
         if composite is not None:
-            ctx.args = _without_tensors(args)
-            ctx.save_for_backward(*(x for x in args if isinstance(x, Tensor)))
+            ctx.args = _without_tensors(inputs)
+            ctx.save_for_backward(*(x for x in inputs if isinstance(x, Tensor)))
 
     def pull_back(ctx: Any, *cotangents: Tensor | None) -> tuple:
         if composite is None:
