@@ -7,7 +7,8 @@ branch of a choice) are gone.
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -106,17 +107,13 @@ def evaluate(graph: Graph, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
 def with_constants(graph: Graph, constants: dict[int, Number]) -> Graph:
     """The graph with some inputs fixed to numbers, simplified anew."""
     builder = Builder()
-    places: list[int] = []
-    for node in graph.nodes:
-        if node.name == "input" and int(node.value) in constants:
-            places.append(builder.constant(constants[int(node.value)]))
-        elif node.name == "input":
-            places.append(builder.input(int(node.value)))
-        elif node.name == "constant":
-            places.append(builder.constant(node.value))
-        else:
-            places.append(builder.add(node.name, *(places[i] for i in node.operands)))
-    return builder.graph([places[i] for i in graph.outputs])
+    return builder.graph(builder.repeated(graph, constants))
+
+
+def joined(*graphs: Graph) -> Graph:
+    """One graph with the results of all."""
+    builder = Builder()
+    return builder.graph([i for graph in graphs for i in builder.repeated(graph)])
 
 
 class Builder:
@@ -141,6 +138,20 @@ class Builder:
             tuple(node._replace(operands=tuple(renumbered[i] for i in node.operands)) for node in nodes),
             tuple(renumbered[i] for i in outputs),
         )
+
+    def repeated(self, graph: Graph, constants: Mapping[int, Number] = MappingProxyType({})) -> list[int]:
+        """Add a graph's nodes, some inputs fixed to numbers; returns its results."""
+        places: list[int] = []
+        for node in graph.nodes:
+            if node.name == "constant":
+                places.append(self.constant(node.value))
+            elif node.name != "input":
+                places.append(self.add(node.name, *(places[i] for i in node.operands)))
+            elif int(node.value) in constants:
+                places.append(self.constant(constants[int(node.value)]))
+            else:
+                places.append(self.input(int(node.value)))
+        return [places[i] for i in graph.outputs]
 
     def input(self, k: int) -> int:
         return self._place(Node("input", (), k))
@@ -252,12 +263,22 @@ class Builder:
             if node.name == "neg":
                 return self.add("mul", node.operands[0], self.constant(-constant))
         for one, other in ((x, y), (y, x)):
+            if constant is None and (product := self._times_constant(one)) is not None:
+                return self.add("mul", self.add("mul", product[0], other), product[1])
             if constant is None and (negated := self._operand_of("neg", one)) is not None:
                 return self.add("neg", self.add("mul", negated, other))
             chosen = self._within_branch(one, functools.partial(self.add, "mul", other))
             if chosen is not None:
                 return chosen
         return None
+
+    def _times_constant(self, x: int) -> tuple[int, int] | None:
+        """The factors of a product with a constant, that last."""
+        node = self._nodes[x]
+        return (node.operands[0], node.operands[1]) if node.name == "mul" and self._is_constant(node.operands[1]) else None
+
+    def _is_constant(self, x: int) -> bool:
+        return self._nodes[x].name == "constant"
 
     def _simplified_div(self, x: int, y: int, numerator: Number | None, constant: Number | None) -> int | None:
         if numerator == 0:

@@ -49,7 +49,9 @@ using Ring = Element::Ring;
 using Step = Element::Step;
 constexpr bool BACKWARD = Element::BACKWARD;
 constexpr int PLAIN = Element::PLAIN, PREVIOUS = PLAIN, GRAD = PLAIN + 1;
-constexpr int INPUTS = PLAIN + (BACKWARD ? 2 : 0), OUTPUTS = Element::OUTPUTS;
+constexpr int INPUTS = PLAIN + (BACKWARD ? 2 : 0), OUTPUTS = Element::OUTPUTS, FACTORS = Element::FACTORS;
+constexpr int PARAMETERS = Element::PARAMETERS, OF_CHANNEL = PARAMETERS ? PARAMETERS : 1;  // no array is empty
+constexpr bool SUMS = BACKWARD && PARAMETERS;
 
 using Index = long long;
 #if FAR
@@ -79,21 +81,22 @@ struct Tensor : Strides {
 
 struct Parameters {
     // Addresses first: the rest is the same at every call with the same shapes.
-    Scalar* data[8];        // the element's plain inputs, then h, read a step earlier in time, and grad; from 5, outputs
+    Scalar* data[INPUTS + OUTPUTS];  // the element's plain inputs, then h, read a step earlier in time, grad; outputs
     const Scalar* initial;  // the state before the first step scanned, (directions * batch, channels), or null
     Scalar* final;          // the state after the last one, or null
     const Scalar* h0;       // backward: the state before the first step in time, or null
-    const BIAS* bias;       // (directions * PLAIN * channels), or null
-    Compute* grad_bias;     // one row for each block of a channel group, or null
+    Compute* sums;          // gradients of the parameters, one row for each block of a channel group
     const int* bounds;      // cu_seqlens or offsets
     Message* published;     // look-back: a counter of the tiles drawn, then what is known of each; zero at first
     const unsigned char* resets;  // with RESETS, a byte for each step of each sequence
+    const PARAMETER* parameters[OF_CHANNEL];  // (channels) each, or for each direction
+    Index parameter_direction;
     Index resets_batch, resets_time;
-    Strides strides[8];
+    Strides strides[INPUTS + OUTPUTS];
     int batch, steps, channels, sequences, directions, reverse;
 
     __device__ Tensor input(int k) const { return {data[k], strides[k]}; }
-    __device__ Tensor output(int k) const { return {data[5 + k], strides[5 + k]}; }
+    __device__ Tensor output(int k) const { return {data[INPUTS + k], strides[INPUTS + k]}; }
 };
 
 struct alignas(sizeof(Compute) * VEC) Channels { Compute value[VEC]; };
@@ -310,7 +313,7 @@ struct Shared {
     int reset[2][WARPS], drawn[2];
     Composition window[LOOK_BACK ? WINDOW : 1][LANES];
     unsigned seen[WATCHERS];
-    Compute bias[BACKWARD ? WARPS : 1][OUTPUTS][GROUP];
+    Compute sums[SUMS ? WARPS : 1][OF_CHANNEL][GROUP];
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES);
 
@@ -385,6 +388,9 @@ struct Resets {
     __device__ bool operator[](int u) const { return RESETS && word[u / LANES] >> u % LANES & 1; }
 };
 
+using OfChannels = Element::Channel[VEC];     // what the parameters make of a thread's channels
+using Sums = Compute[OF_CHANNEL][VEC];  // of the gradients of the parameters
+
 // The steps of one thread in a tile.
 struct Steps {
     Step step[ROWS][VEC];
@@ -398,7 +404,7 @@ struct Steps {
     }
 
     template <bool CHECKED>
-    __device__ void read(const Place& at, const Strip (&strips)[INPUTS], int chunk, const Compute (&bias)[PLAIN][VEC]) {
+    __device__ void read(const Place& at, const Strip (&strips)[INPUTS], int chunk, const OfChannels& of_channels) {
         const Parameters& p = at.p;
         const int i = at.first(chunk);
         Sequence sequence(at, i);
@@ -408,10 +414,8 @@ struct Steps {
 #pragma unroll
             for (int k = 0; k < INPUTS; ++k)
                 bits[k] = p.input(k).data ? strips[k].element[Strip::place(at, u)] : filled(0);
-            if (CHECKED && !(at.inside && at.exists(i + u))) {
-#pragma unroll
-                for (int k = 0; k < INPUTS; ++k) bits[k] = filled(k < PLAIN ? Element::neutral(k) : 0);
-            } else if (BACKWARD && (CHECKED || PACKING == CU_SEQLENS)) {
+            const bool exists = !CHECKED || (at.inside && at.exists(i + u));
+            if (exists && BACKWARD && (CHECKED || PACKING == CU_SEQLENS)) {
                 sequence.follow(at, i + u);
                 if ((CHECKED && !at.exists(i + u + 1)) || sequence.ends(at, i + u))
                     bits[INPUTS - 2] = p.h0 ? load_pack(p.h0 + at.state(sequence.n)) : filled(Element::absent_state());
@@ -424,8 +428,9 @@ struct Steps {
             for (int v = 0; v < VEC; ++v) {
                 Compute plain[PLAIN];
 #pragma unroll
-                for (int k = 0; k < PLAIN; ++k) plain[k] = Element::BIASED ? x[k][v] + bias[k][v] : x[k][v];
-                step[u][v] = Element::read(plain, x[BACKWARD ? PREVIOUS : 0][v], x[BACKWARD ? GRAD : 0][v]);
+                for (int k = 0; k < PLAIN; ++k) plain[k] = x[k][v];
+                step[u][v] = Element::read(plain, of_channels[v], x[BACKWARD ? PREVIOUS : 0][v], x[BACKWARD ? GRAD : 0][v]);
+                if (!exists) step[u][v] = Step::none();
             }
         }
     }
@@ -451,10 +456,10 @@ struct Steps {
         return whole;
     }
 
-    // Take the steps from `state`, writing the results; `sums` gathers the bias gradient.
+    // Take the steps from `state`, writing the results; `sums` gathers the gradients of the parameters.
     template <bool CHECKED>
     __device__ void apply(
-        const Place& at, Shared& shared, int chunk, Channels& state, Compute (&sums)[OUTPUTS][VEC]
+        const Place& at, Shared& shared, int chunk, Channels& state, Sums& sums
     ) const {
         const Parameters& p = at.p;
         const int i = at.first(chunk);
@@ -470,15 +475,14 @@ struct Steps {
             Compute out[OUTPUTS][VEC];
 #pragma unroll
             for (int v = 0; v < VEC; ++v) {
-                Compute result[OUTPUTS];
+                Compute result[FACTORS];
                 if (!BACKWARD && resets[u]) state.value[v] = Ring::zero();
                 state.value[v] = step[u][v].apply(state.value[v], result);
                 if (BACKWARD && resets[u]) state.value[v] = Ring::zero();
 #pragma unroll
-                for (int k = 0; k < OUTPUTS; ++k) {
-                    out[k][v] = result[k];
-                    if (BACKWARD && Element::BIASED) sums[k][v] += result[k];
-                }
+                for (int k = 0; k < OUTPUTS; ++k) out[k][v] = result[Element::output_factor(k)];
+#pragma unroll
+                for (int k = 0; k < (SUMS ? PARAMETERS : 0); ++k) sums[k][v] += result[Element::parameter_factor(k)];
             }
             if (packed && sequence.ends(at, i + u)) store_state(at, p.final, sequence.n, state);
 #pragma unroll
@@ -613,26 +617,26 @@ __device__ inline void look_back(
     if (!tile.reset) publish_after(published, tile, chunk, state);
 }
 
-// Add up the bias gradient over the block's segments, then warps, in order, into a row of its own.
-__device__ inline void store_bias_gradient(const Place& at, Shared& shared, int chunk, Compute (&sums)[OUTPUTS][VEC]) {
+// Add up the gradients of the parameters over the block's segments, then warps, in order, into a row of their own.
+__device__ inline void store_sums(const Place& at, Shared& shared, int chunk, Sums& sums) {
 #pragma unroll
-    for (int k = 0; k < OUTPUTS; ++k)
+    for (int k = 0; k < PARAMETERS; ++k)
 #pragma unroll
         for (int v = 0; v < VEC; ++v) {
 #pragma unroll
             for (int lanes = LANES; lanes < 32; lanes *= 2) sums[k][v] += __shfl_down_sync(~0u, sums[k][v], lanes);
-            if (at.segment == 0) shared.bias[at.warp][k][at.lane * VEC + v] = sums[k][v];
+            if (at.segment == 0) shared.sums[at.warp][k][at.lane * VEC + v] = sums[k][v];
             sums[k][v] = 0;
         }
     __syncthreads();
     const Parameters& p = at.p;
     const Index row = LOOK_BACK ? Index(chunk) * p.batch + at.batch : at.batch;
-    for (int i = threadIdx.x; i < OUTPUTS * GROUP; i += THREADS) {
+    for (int i = threadIdx.x; i < PARAMETERS * GROUP; i += THREADS) {
         const int k = i / GROUP, channel = at.group * GROUP + i % GROUP;
         if (channel >= p.channels) continue;
         Compute sum = 0;
-        for (int warp = 0; warp < WARPS; ++warp) sum += shared.bias[warp][k][i % GROUP];
-        p.grad_bias[((row * p.directions + at.direction) * OUTPUTS + k) * p.channels + channel] = sum;
+        for (int warp = 0; warp < WARPS; ++warp) sum += shared.sums[warp][k][i % GROUP];
+        p.sums[((row * p.directions + at.direction) * PARAMETERS + k) * p.channels + channel] = sum;
     }
 }
 
@@ -669,7 +673,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) scan(const __gri
     Resets resets;
     if (tile.chunk < chunks) resets.load(Place(p, tile.chain), tile.chunk);
 
-    Compute bias[PLAIN][VEC], sums[OUTPUTS][VEC] = {};
+    OfChannels of_channels;
+    Sums sums = {};
     Channels state;
     for (int stage = 0, buffer = 0; tile.chunk < chunks; buffer ^= 1) {
         const Place at(p, tile.chain);
@@ -677,11 +682,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) scan(const __gri
         if (LOOK_BACK || chunk == 0) {
             load_state(at, PACKING == CU_SEQLENS ? nullptr : p.initial, 0, state);
 #pragma unroll
-            for (int k = 0; k < PLAIN; ++k)
+            for (int v = 0; v < VEC; ++v) {
+                Compute parameters[OF_CHANNEL] = {};
 #pragma unroll
-                for (int v = 0; v < VEC; ++v)
-                    bias[k][v] = Element::BIASED && p.bias && at.inside
-                        ? widen(p.bias[(at.direction * PLAIN + k) * p.channels + at.channel + v]) : Compute(0);
+                for (int k = 0; k < PARAMETERS; ++k)
+                    if (at.inside)
+                        parameters[k] = widen(p.parameters[k][at.direction * p.parameter_direction + at.channel + v]);
+                of_channels[v] = Element::prepare(parameters);
+            }
         }
         if (LOOK_BACK) draw(buffer);
         wait_for_oldest_copies();
@@ -689,8 +697,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) scan(const __gri
         Steps steps;
         steps.resets = resets;
         steps.resets.share();
-        if (at.whole(chunk)) steps.read<false>(at, shared.input[stage][at.warp], chunk, bias);
-        else steps.read<true>(at, shared.input[stage][at.warp], chunk, bias);
+        if (at.whole(chunk)) steps.read<false>(at, shared.input[stage][at.warp], chunk, of_channels);
+        else steps.read<true>(at, shared.input[stage][at.warp], chunk, of_channels);
         if (STAGED || WIDE) __syncwarp();
         Tile next = {tile.chain, chunk + 1};
         if constexpr (!LOOK_BACK) {
@@ -743,8 +751,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) scan(const __gri
 
         if (PACKING != CU_SEQLENS && chunk == chunks - 1 && at.warp == 0 && at.segment == 0)
             store_state(at, p.final, 0, state);
-        if constexpr (BACKWARD && Element::BIASED)
-            if (p.grad_bias && (LOOK_BACK || chunk == chunks - 1)) store_bias_gradient(at, shared, chunk, sums);
+        if constexpr (SUMS)
+            if (LOOK_BACK || chunk == chunks - 1) store_sums(at, shared, chunk, sums);
         tile = next;
     }
 }
