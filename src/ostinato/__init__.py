@@ -2,6 +2,7 @@
 
 from ostinato.minimal import MinGRU, MinGRUCell, MinLSTM, MinLSTMCell
 from ostinato.pruning import cubic_density, prune
+from ostinato.recurrence import recurrence
 from ostinato.recurrent import GRU, LSTM, RNN
 from ostinato.scan import linear_scan, log_linear_scan
 
@@ -17,5 +18,6 @@ __all__ = [
     "cubic_density",
     "linear_scan",
     "log_linear_scan",
+    "recurrence",
 ]
 __version__ = "0.1.0"

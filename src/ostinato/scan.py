@@ -123,30 +123,46 @@ def _checked(
         raise ValueError(f"{names[0]} must have shape (B, T, D); got {tuple(a.shape)}")
     if b.shape != a.shape:
         raise ValueError(f"{names[1]} must have the shape of {names[0]}, {tuple(a.shape)}; got {tuple(b.shape)}")
-    sequences = a.shape[0]
+    if b.device != a.device:
+        raise ValueError(f"{names[1]} must be on the device of {names[0]}, {a.device}; got {b.device}")
+    check_scan(names[0], a, {} if h0 is None else {names[2]: h0}, resets, reverse, cu_seqlens, backend)
+    dtype = torch.promote_types(a.dtype, b.dtype)
+    return a.to(dtype), b.to(dtype), None if h0 is None else h0.to(dtype)
+
+
+def check_scan(
+    name: str,
+    x: Tensor,
+    states: dict[str, Tensor],
+    resets: Tensor | None,
+    reverse: bool,
+    cu_seqlens: Tensor | None,
+    backend: str,
+) -> None:
+    """Raise TypeError or ValueError unless the initial states and options fit a scan over `x`, (B, T, D)."""
+    sequences = x.shape[0]
     if cu_seqlens is not None:
         if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype != torch.int32:
             raise TypeError(f"cu_seqlens must be an int32 tensor; got {describe(cu_seqlens)}")
         if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
             raise ValueError(f"cu_seqlens must have shape (N + 1,); got {tuple(cu_seqlens.shape)}")
-        if a.shape[0] != 1:
-            raise ValueError(f"{names[0]} must have a batch of 1 with cu_seqlens; got shape {tuple(a.shape)}")
+        if x.shape[0] != 1:
+            raise ValueError(f"{name} must have a batch of 1 with cu_seqlens; got shape {tuple(x.shape)}")
         sequences = cu_seqlens.shape[0] - 1
-    if h0 is not None and h0.shape != (sequences, a.shape[2]):
-        raise ValueError(f"{names[2]} must have shape {(sequences, a.shape[2])}; got {tuple(h0.shape)}")
+    for of_state, state in states.items():
+        if state.shape != (sequences, x.shape[2]):
+            raise ValueError(f"{of_state} must have shape {(sequences, x.shape[2])}; got {tuple(state.shape)}")
     if resets is not None:
         if not isinstance(resets, Tensor) or resets.dtype != torch.bool:
             raise TypeError(f"resets must be a bool tensor; got {describe(resets)}")
-        if resets.shape != a.shape[:2]:
-            raise ValueError(f"resets must have shape {tuple(a.shape[:2])}; got {tuple(resets.shape)}")
-    for name, x in zip((*names[1:], "resets", "cu_seqlens"), (b, h0, resets, cu_seqlens), strict=True):
-        if x is not None and x.device != a.device:
-            raise ValueError(f"{name} must be on the device of {names[0]}, {a.device}; got {x.device}")
+        if resets.shape != x.shape[:2]:
+            raise ValueError(f"resets must have shape {tuple(x.shape[:2])}; got {tuple(resets.shape)}")
+    for of_other, other in {**states, "resets": resets, "cu_seqlens": cu_seqlens}.items():
+        if other is not None and other.device != x.device:
+            raise ValueError(f"{of_other} must be on the device of {name}, {x.device}; got {other.device}")
     if not isinstance(reverse, bool):
         raise TypeError(f"reverse must be a bool; got {describe(reverse)}")
     check_choice("backend", backend, BACKENDS)
-    dtype = torch.promote_types(a.dtype, b.dtype)
-    return a.to(dtype), b.to(dtype), None if h0 is None else h0.to(dtype)
 
 
 def check_floating(name: str, x: object) -> None:

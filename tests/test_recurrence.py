@@ -1,0 +1,287 @@
+"""Recurrences made of functions, against loops written out here over single sequences and steps."""
+
+import itertools
+import pickle
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import ostinato
+
+BACKENDS = ["auto", "reference", "torch", "cpu"]
+
+
+@ostinato.recurrence
+def rg_lru(x, r, i, log_lambda):
+    log_a = -8 * F.softplus(log_lambda) * torch.sigmoid(r)
+    return torch.exp(log_a), torch.sqrt(-torch.expm1(2 * log_a)) * torch.sigmoid(i) * x
+
+
+@ostinato.recurrence
+def rotated(h, x, u, v):
+    return torch.sin(u * h + v) + 0.5 * x
+
+
+@ostinato.recurrence
+def peephole(state, x, f, w):
+    h, c = state
+    c = torch.sigmoid(f + w * h) * c + torch.tanh(x - 0.3 * h)
+    return torch.sigmoid(x + c) * torch.tanh(c), c
+
+
+# The same once more, of one element and with the state as a tuple.
+def rg_lru_step(state, x, r, i, log_lambda):
+    a = torch.exp(-8 * torch.sigmoid(r) * torch.log(1 + torch.exp(log_lambda)))
+    return (a * state[0] + torch.sqrt(1 - a**2) * torch.sigmoid(i) * x,)
+
+
+def rotated_step(state, x, u, v):
+    return ((u * state[0] + v).sin() + x / 2,)
+
+
+def peephole_step(state, x, f, w):
+    c = state[1] / (1 + torch.exp(-f - w * state[0])) + torch.tanh(x - 0.3 * state[0])
+    return torch.tanh(c) / (1 + torch.exp(-x - c)), c
+
+
+# The recurrence, one step of it, its states, and which of its arguments are sequences.
+CASES = {
+    "linear": (rg_lru, rg_lru_step, 1, (True, True, True, False)),
+    "one state": (rotated, rotated_step, 1, (True, True, False)),
+    "two states": (peephole, peephole_step, 2, (True, True, False)),
+}
+
+
+def loop(step, arguments, h0, resets, reverse, bounds):
+    """(states, last states) of sequences given as (B, T, ...), or as the parts of a single row between bounds."""
+    first = next(x for x in arguments if x.dim() == 3)
+    rows = [(b, 0, first.shape[1]) for b in range(len(first))]
+    if bounds is not None:
+        rows = [(0, start, end) for start, end in itertools.pairwise(bounds)]
+    outputs, lasts = [], []
+    for n, (b, start, end) in enumerate(rows):
+        state, states = tuple(x[n] for x in h0), {}
+        for t in sorted(range(start, end), reverse=reverse):
+            if resets is not None and resets[b, t]:
+                state = tuple(torch.zeros_like(x) for x in state)
+            state = states[t] = step(state, *(x[b, t] if x.dim() == 3 else x for x in arguments))
+        outputs += [states[t] for t in range(start, end)]
+        lasts.append(state)
+    shape = first.shape
+    states = [torch.stack(x).view(shape) if len(x) else first.new_zeros(shape) for x in zip(*outputs, strict=True)]
+    return tuple(states), tuple(torch.stack(x) for x in zip(*lasts, strict=True))
+
+
+def inputs(case, batch=2, length=9, channels=3, sequences=None, dtype=torch.float64):
+    torch.manual_seed(0)
+    _, _, states, kinds = CASES[case]
+    shape = batch, length, channels
+    arguments = [torch.randn(shape if kind else channels, dtype=dtype, requires_grad=True) for kind in kinds]
+    h0 = tuple(torch.randn(sequences or batch, channels, dtype=dtype, requires_grad=True) for _ in range(states))
+    return arguments, h0
+
+
+def call(function, arguments, h0, **options):
+    """The states and last states as tuples, of whatever number."""
+    results = function(*arguments, h0=h0 if function.states == 2 else h0[0], **options)
+    return results if function.states == 2 else tuple((x,) for x in results)
+
+
+def assert_same(got, want, wrt, limit=1e-12):
+    """The results and the gradients of a sum of them with random weights."""
+    got, want = (*got[0], *got[1]), (*want[0], *want[1])
+    weights = [torch.randn_like(x) for x in want]
+    grads = [torch.autograd.grad(x, wrt, weights, materialize_grads=True) for x in (got, want)]
+    for g, w in zip((*got, *grads[0]), (*want, *grads[1]), strict=True):
+        assert g.shape == w.shape
+        assert (g - w).abs().max() <= limit * max(1.0, w.abs().max())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("layout", ["plain", "resets", "packed", "packed with resets"])
+@pytest.mark.parametrize("case", CASES)
+def test_equals_a_loop_over_steps(case, layout, reverse, backend):
+    function, step, _, _ = CASES[case]
+    bounds = [0, 4, 4, 9] if "packed" in layout else None
+    batch, sequences = (1, 3) if bounds else (2, 2)
+    arguments, h0 = inputs(case, batch, sequences=sequences)
+    resets = torch.rand(batch, 9) < 0.3 if "resets" in layout else None
+    cu_seqlens = None if bounds is None else torch.tensor(bounds, dtype=torch.int32)
+    got = call(function, arguments, h0, resets=resets, reverse=reverse, cu_seqlens=cu_seqlens, backend=backend)
+    assert_same(got, loop(step, arguments, h0, resets, reverse, bounds), [*arguments, *h0])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients(case):
+    function = CASES[case][0]
+    arguments, h0 = inputs(case, length=5)
+    resets = torch.tensor([[False, False, True, False, False], [True, False, False, False, True]])
+
+    def results(*given):
+        states, last = call(function, given[: len(arguments)], given[len(arguments) :], resets=resets)
+        return (*states, *last)
+
+    assert torch.autograd.gradcheck(results, (*arguments, *h0))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_halves_with_the_state_carried_equal_the_whole(case):
+    function = CASES[case][0]
+    arguments, h0 = inputs(case)
+    states, last = call(function, arguments, h0)
+    first, between = call(function, [x[:, :4] if x.dim() == 3 else x for x in arguments], h0)
+    second, end = call(function, [x[:, 4:] if x.dim() == 3 else x for x in arguments], between)
+    for whole, *halves in zip(states, first, second, strict=True):
+        assert torch.allclose(torch.cat(halves, 1), whole, rtol=1e-13, atol=1e-13)
+    for got, want in zip(end, last, strict=True):
+        assert torch.allclose(got, want, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_without_an_initial_state_it_is_zero(case):
+    function = CASES[case][0]
+    arguments, h0 = inputs(case)
+    got = function(*arguments)
+    want = call(function, arguments, tuple(map(torch.zeros_like, h0)))
+    for g, w in zip(got, want, strict=True):
+        for x, y in zip(g if function.states == 2 else (g,), w, strict=True):
+            assert torch.equal(x, y)
+
+
+def test_resets_act_before_their_step():
+    @ostinato.recurrence
+    def total(h, x):
+        return h + x
+
+    @ostinato.recurrence
+    def linear_total(x):
+        return torch.ones_like(x), x
+
+    x, resets = torch.tensor([[[1.0], [2.0], [4.0], [8.0]]]), torch.tensor([[False, False, True, False]])
+    for function in (total, linear_total):
+        h0 = torch.tensor([[16.0]])
+        assert function(x, h0=h0, resets=resets)[0].flatten().tolist() == [17, 19, 4, 12]
+        assert function(x, h0=h0, resets=resets, reverse=True)[0].flatten().tolist() == [7, 6, 4, 24]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_half_precision_is_computed_in_float32(case):
+    function, step, _, kinds = CASES[case]
+    arguments, h0 = inputs(case, length=200)
+    half = [x.bfloat16() if kind else x.float() for x, kind in zip(arguments, kinds, strict=True)]
+    got = call(function, half, h0)
+    want = loop(step, [x.double() for x in half], h0, None, False, None)
+    for g, w in zip((*got[0], *got[1]), (*want[0], *want[1]), strict=True):
+        assert g.dtype == torch.bfloat16
+        assert ((g - w).abs() <= w.abs() * 2**-8 + 1e-5).all()  # rounded once, at the end
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_dtypes_of_sequences_are_promoted(case):
+    function, _, _, kinds = CASES[case]
+    arguments, h0 = inputs(case)
+    mixed = [arguments[0].float(), *arguments[1:]]
+    assert call(function, mixed, h0)[0][0].dtype == torch.float64
+    single = [x.float() if kind else x for x, kind in zip(arguments, kinds, strict=True)]
+    assert call(function, single, h0)[1][-1].dtype == torch.float32
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_steps_and_no_sequences(case):
+    function, _, _, kinds = CASES[case]
+    _, h0 = inputs(case)
+    arguments = [torch.randn((2, 0, 3) if kind else 3, dtype=torch.float64) for kind in kinds]
+    states, last = call(function, arguments, h0)
+    assert states[0].shape == (2, 0, 3)
+    assert all(torch.equal(x, y) for x, y in zip(last, h0, strict=True))
+    arguments = [torch.randn((1, 0, 3) if kind else 3, dtype=torch.float64) for kind in kinds]
+    none = call(function, arguments, tuple(x[:0] for x in h0), cu_seqlens=torch.zeros(1, dtype=torch.int32))
+    assert none[0][0].shape == (1, 0, 3)
+    assert none[1][0].shape == (0, 3)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_compile_export_vmap_and_autocast(case):
+    function = CASES[case][0]
+    arguments, h0 = inputs(case, dtype=torch.float32)
+    arguments, h0 = [x.detach() for x in arguments], tuple(x.detach() for x in h0)
+
+    class Module(torch.nn.Module):
+        def forward(self, *given):
+            states, last = call(function, given, h0, resets=torch.eye(2, 9, dtype=torch.bool))
+            return *states, *last
+
+    module = Module()
+    want = module(*arguments)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    exported = torch.export.export(module, tuple(arguments)).module()
+    many = torch.vmap(module, in_dims=(0,) + (None,) * (len(arguments) - 1))
+    for got in (compiled(*arguments), exported(*arguments)):
+        assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
+    sampled = many(torch.stack([arguments[0], 2 * arguments[0]]), *arguments[1:])
+    assert all(torch.allclose(g[0], w, atol=1e-6) for g, w in zip(sampled, want, strict=True))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert all(torch.equal(g, w) for g, w in zip(module(*arguments), want, strict=True))
+
+
+def test_it_stands_for_its_function():
+    assert rg_lru.__name__ == "rg_lru"
+    assert pickle.loads(pickle.dumps(rg_lru)) is rg_lru
+    assert (rg_lru.states, rotated.states, peephole.states) == (0, 1, 2)
+    assert (rg_lru.names, peephole.names) == (("x", "r", "i", "log_lambda"), ("x", "f", "w"))
+
+
+def returns(value):
+    def function(x, y):
+        return value(x)
+
+    return ostinato.recurrence(function)
+
+
+X, C = torch.randn(2, 5, 3), torch.randn(3)
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "message"),
+    [
+        (lambda: ostinato.recurrence(3), TypeError, "recurrence takes a function; got int"),
+        (lambda: ostinato.recurrence(lambda *x: x), TypeError, r"positional parameters.* got \*x"),
+        (lambda: ostinato.recurrence(lambda x, *, y: x), TypeError, "positional parameters.* got y"),
+        (lambda: ostinato.recurrence(lambda x, resets: x), TypeError, "cannot have a parameter resets"),
+        (lambda: rotated(X, C), TypeError, r"rotated takes 3 arguments \(x, u, v\); got 2"),
+        (lambda: rotated(X, C, 1.0), TypeError, "v must be a floating-point tensor; got float"),
+        (lambda: rotated(X.int(), C, C), TypeError, "x must be a floating-point tensor; got a tensor of torch.int32"),
+        (lambda: rotated(X.to(torch.complex64), C, C), TypeError, "x must be real"),
+        (lambda: rotated(X.to_sparse(), C, C), TypeError, "x must be a dense tensor"),
+        (lambda: rotated(C, C, C), ValueError, r"rotated needs an argument of shape \(B, T, D\)"),
+        (lambda: rotated(X, C[:2], C), ValueError, r"u must have shape \(2, 5, 3\) or \(3,\); got \(2,\)"),
+        (lambda: rotated(X, X[:, :4], C), ValueError, r"u must have shape .* got \(2, 4, 3\)"),
+        (lambda: rotated(X, C.to("meta"), C), ValueError, "u must be on the device of x, cpu; got meta"),
+        (lambda: rotated(X, C, C, h0=C), ValueError, r"h0 must have shape \(2, 3\); got \(3,\)"),
+        (lambda: rg_lru(X, X, X, C, h0=X), ValueError, r"h0 must have shape \(2, 3\); got \(2, 5, 3\)"),
+        (lambda: peephole(X, X, C, h0=X[:, 0]), TypeError, "h0 must be a pair of tensors.* got a tensor"),
+        (lambda: rotated(X, C, C, h0=X[:, 0].int()), TypeError, "h0 must be a floating-point tensor"),
+        (lambda: rotated(X, C, C, h0=X[:, 0].to("meta")), ValueError, "h0 must be on the device of x, cpu; got meta"),
+        (lambda: rotated(X, C, C, resets=X[:, :, 0]), TypeError, "resets must be a bool tensor; got a tensor"),
+        (lambda: rotated(X, C, C, resets=X > 0), ValueError, r"resets must have shape \(2, 5\); got \(2, 5, 3\)"),
+        (lambda: rotated(X, C, C, cu_seqlens=[0, 5]), TypeError, "cu_seqlens must be an int32 tensor; got list"),
+        (lambda: rotated(X, C, C, cu_seqlens=torch.tensor([0, 5]).int()), ValueError, "a batch of 1 with cu_seqlens"),
+        (
+            lambda: rotated(X[:1], C, C, cu_seqlens=torch.tensor([0, 3, 2, 5]).int()),
+            ValueError,
+            r"cu_seqlens must rise from 0 to the number of time steps, 5; got \[0, 3, 2, 5\]",
+        ),
+        (lambda: rotated(X, C, C, reverse=1), TypeError, "reverse must be a bool; got int"),
+        (lambda: rotated(X, C, C, backend="tpu"), ValueError, "backend must be one of .* got 'tpu'"),
+        (lambda: returns(lambda x: x)(X, C), TypeError, "function must return the coefficients a and b; got a tensor"),
+        (lambda: returns(lambda x: (x, x, x))(X, C), TypeError, "function must return .* got 3 values"),
+        (lambda: returns(lambda x: (x, 1.0))(X, C), TypeError, "function must return .* got float"),
+        (lambda: returns(lambda x: (x, x > 0))(X, C), TypeError, "function must return .* got a tensor of torch.bool"),
+        (lambda: returns(lambda x: (x, x[:, :2]))(X, C), ValueError, r"function must be elementwise.* \(2, 2, 3\)"),
+    ],
+)
+def test_bad_input_is_named(make, kind, message):
+    with pytest.raises(kind, match=message):
+        make()
