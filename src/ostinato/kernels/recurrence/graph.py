@@ -275,10 +275,9 @@ class Builder:
     def _times_constant(self, x: int) -> tuple[int, int] | None:
         """The factors of a product with a constant, that last."""
         node = self._nodes[x]
-        return (node.operands[0], node.operands[1]) if node.name == "mul" and self._is_constant(node.operands[1]) else None
-
-    def _is_constant(self, x: int) -> bool:
-        return self._nodes[x].name == "constant"
+        if node.name == "mul" and self.value(node.operands[1]) is not None:
+            return node.operands[0], node.operands[1]
+        return None
 
     def _simplified_div(self, x: int, y: int, numerator: Number | None, constant: Number | None) -> int | None:
         if numerator == 0:

@@ -56,8 +56,8 @@ struct {name} : Forward<Linear> {{
 _BACKWARD = """
 struct {name} : Backward<{plain}, {factors}> {{
     static constexpr int PLAIN = {plain}, PARAMETERS = {parameters};
-    static constexpr int output_factor(int k) {{ return {of_outputs}; }}
-    static constexpr int parameter_factor(int k) {{ return {of_parameters}; }}
+    static __device__ constexpr int output_factor(int k) {{ return {of_outputs}; }}
+    static __device__ constexpr int parameter_factor(int k) {{ return {of_parameters}; }}
 {channel}
     static __device__ Step read(const Compute* x, const Channel& channel, Compute previous, Compute grad) {{
 {body}

@@ -31,7 +31,7 @@ struct WithoutParameters {
     static constexpr int PARAMETERS = 0;
     using Channel = NoParameters;
     static __device__ Channel prepare(const Compute*) { return {}; }
-    static constexpr int parameter_factor(int) { return 0; }
+    static __device__ constexpr int parameter_factor(int) { return 0; }
 };
 
 template <typename Ring_> struct Forward : WithoutParameters {
@@ -39,7 +39,7 @@ template <typename Ring_> struct Forward : WithoutParameters {
     static constexpr bool BACKWARD = false;
     static __device__ Compute absent_state() { return Ring::zero(); }
     static constexpr int OUTPUTS = 1, FACTORS = 1;
-    static constexpr int output_factor(int) { return 0; }
+    static __device__ constexpr int output_factor(int) { return 0; }
     struct Step {
         Compute a, b;
         static __device__ Step none() { return {Ring::one(), Ring::zero()}; }
@@ -57,7 +57,7 @@ template <int OUTPUTS_, int FACTORS_ = OUTPUTS_> struct Backward : WithoutParame
     static constexpr bool BACKWARD = true;
     static __device__ Compute absent_state() { return 0; }
     static constexpr int OUTPUTS = OUTPUTS_, FACTORS = FACTORS_;
-    static constexpr int output_factor(int k) { return k; }
+    static __device__ constexpr int output_factor(int k) { return k; }
     struct Step {
         Compute a, grad, factor[FACTORS];
         static __device__ Step none() { return {1}; }

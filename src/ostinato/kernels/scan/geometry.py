@@ -32,16 +32,16 @@ class Geometry(NamedTuple):
         pieces = self.lanes * self.vec * itemsize % 16 == 0 and self.rows * self.vec * itemsize % 16 == 0
         return self.look_back and not self.staged and pieces and aligned * itemsize >= 16
 
-    def shared_bytes(self, inputs: int, outputs: int, itemsize: int, backward: bool) -> int:
-        """Enough for ``Shared`` in ``scan.cu``, which checks it."""
+    def shared_bytes(self, inputs: int, outputs: int, sums: int, itemsize: int) -> int:
+        """Enough for ``Shared`` in ``scan.cu``, which checks it; `sums` are those of parameters' gradients."""
         pack, state = self.vec * itemsize, self.group * max(4, itemsize)
         strip = (32 + self.staged) * self.rows * pack
         strips = self.stages * self.warps * inputs + (self.warps if self.staged else 1)
         between_warps = 2 * self.warps * (3 * state + 4)
         watchers = min(256, self.warps * 32 // self.lanes)
         window = 4 * watchers + (max(32, watchers) if self.look_back else 1) * 4 * state
-        bias = (self.warps if backward else 1) * outputs * state
-        return strips * strip + between_warps + window + bias + 64
+        sum_rows = (self.warps * sums if sums else 1) * state
+        return strips * strip + between_warps + window + sum_rows + 64
 
 
 class Tuning(NamedTuple):
@@ -59,12 +59,12 @@ STREAMING = {
     ("LinearScanBackward", 4): Tuning(4, 8, 2, 1, 0.7),
     ("LinearScan", 2): Tuning(8, 8, 2, 2, 0.7),
     ("LinearScanBackward", 2): Tuning(8, 4, 1, 2, 0.7),
-    ("MinGRU", 2): Tuning(8, 8, 2, 1, 1.5),
-    ("MinGRUBackward", 2): Tuning(8, 4, 1, 2, 0.7),
-    ("MinLSTM", 2): Tuning(8, 8, 2, 1, 1.5),
-    ("MinLSTMBackward", 2): Tuning(8, 4, 1, 1, 1.5),
+    ("Generated2", 2): Tuning(8, 8, 2, 1, 1.5),
+    ("Generated2Backward", 2): Tuning(8, 4, 1, 2, 0.7),
+    ("Generated3", 2): Tuning(8, 8, 2, 1, 1.5),
+    ("Generated3Backward", 2): Tuning(8, 4, 1, 1, 1.5),
 }
-STREAMING |= {(name, 4): Tuning(8, 4, 2, 1, 1.0) for name in ("MinGRU", "MinGRUBackward", "MinLSTM", "MinLSTMBackward")}
+STREAMING |= {(f"Generated{n}{way}", 4): Tuning(8, 4, 2, 1, 1.0) for n in (2, 3) for way in ("", "Backward")}
 STREAMING_OTHERWISE = Tuning(4, 4, 2, 1, 1.0)
 
 # Rows of a look-back by eight warps, two blocks a multiprocessor: as many as registers and shared memory hold.
@@ -73,14 +73,14 @@ LOOK_BACK_ROWS = {
     ("LinearScanBackward", 4): 24,
     ("LinearScan", 2): 40,
     ("LinearScanBackward", 2): 24,
-    ("MinGRU", 4): 32,
-    ("MinGRUBackward", 4): 16,
-    ("MinLSTM", 4): 16,
-    ("MinLSTMBackward", 4): 12,
-    ("MinGRU", 2): 24,
-    ("MinGRUBackward", 2): 12,
-    ("MinLSTM", 2): 24,
-    ("MinLSTMBackward", 2): 8,
+    ("Generated2", 4): 32,
+    ("Generated2Backward", 4): 16,
+    ("Generated3", 4): 16,
+    ("Generated3Backward", 4): 12,
+    ("Generated2", 2): 24,
+    ("Generated2Backward", 2): 12,
+    ("Generated3", 2): 24,
+    ("Generated3Backward", 2): 8,
 }
 
 
@@ -98,7 +98,7 @@ def choose_geometry(
     """The one place where the algorithm is chosen.
 
     Args:
-        element: the operation, a struct of ``elements.cuh``.
+        element: the operation, a struct of ``elements.cuh``, or GeneratedN(Backward) of N tensors.
         itemsize: bytes of a channel in memory.
         aligned: how many neighbouring channels lie so aligned that they may be moved together, a power of two.
         gapless: whether each sequence is one piece of memory, step after step.
@@ -142,8 +142,7 @@ def choose_geometry(
 def macros(
     element: str,
     scalar: str,
-    bias: str,
-    candidate: int,
+    parameter: str,
     packing: str,
     geometry: Geometry,
     shared: int,
@@ -154,8 +153,7 @@ def macros(
     return (
         ("ELEMENT", element),
         ("SCALAR", scalar),
-        ("BIAS", bias),
-        ("CANDIDATE", candidate),
+        ("PARAMETER", parameter),
         ("PACKING", packing),
         ("VEC", geometry.vec),
         ("LANES", geometry.lanes),

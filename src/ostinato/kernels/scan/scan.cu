@@ -313,7 +313,7 @@ struct Shared {
     int reset[2][WARPS], drawn[2];
     Composition window[LOOK_BACK ? WINDOW : 1][LANES];
     unsigned seen[WATCHERS];
-    Compute sums[SUMS ? WARPS : 1][OF_CHANNEL][GROUP];
+    Compute sums[SUMS ? WARPS : 1][SUMS ? PARAMETERS : 1][GROUP];
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES);
 
