@@ -263,20 +263,11 @@ class Builder:
             if node.name == "neg":
                 return self.add("mul", node.operands[0], self.constant(-constant))
         for one, other in ((x, y), (y, x)):
-            if constant is None and (product := self._times_constant(one)) is not None:
-                return self.add("mul", self.add("mul", product[0], other), product[1])
             if constant is None and (negated := self._operand_of("neg", one)) is not None:
                 return self.add("neg", self.add("mul", negated, other))
             chosen = self._within_branch(one, functools.partial(self.add, "mul", other))
             if chosen is not None:
                 return chosen
-        return None
-
-    def _times_constant(self, x: int) -> tuple[int, int] | None:
-        """The factors of a product with a constant, that last."""
-        node = self._nodes[x]
-        if node.name == "mul" and self.value(node.operands[1]) is not None:
-            return node.operands[0], node.operands[1]
         return None
 
     def _simplified_div(self, x: int, y: int, numerator: Number | None, constant: Number | None) -> int | None:
