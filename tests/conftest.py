@@ -1,8 +1,10 @@
-"""Tests marked `gpu` skip where there is none."""
+"""Tests marked `gpu` skip where there is none; `processes` are a pool for what takes several."""
 
 import pytest
 import torch
 from hypothesis import settings
+
+from pool import Pool
 
 # The same examples at every run: a change that fails is the change's fault.
 settings.register_profile("repeatable", derandomize=True)
@@ -14,3 +16,10 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def processes(tmp_path_factory):
+    pool = Pool(4, tmp_path_factory.mktemp("processes"))
+    yield pool
+    pool.close()

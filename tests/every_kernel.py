@@ -75,8 +75,8 @@ def recurrent(clusters=(1,)):
         for chosen in {g.cluster: g for g in back if g.cluster in clusters}.values():
             print("persistent layers:", path, *layer, "cluster", chosen.cluster, flush=True)
             case = test_persistent.Case(path, *layer, back=chosen)
-            for steps, reverse, with_state in ((6, False, True), (2, True, False)):
-                inputs = case.inputs(steps, with_state=with_state, packed=reverse)
+            for steps, reverse, with_state, resets in ((6, False, True, 0), (2, True, False, 0), (6, True, True, 0.3)):
+                inputs = case.inputs(steps, with_state=with_state, packed=reverse, resets=resets)
                 try:
                     case.forward(inputs, reverse)
                     persistent.backward(*case.gradients(inputs, reverse))

@@ -5,12 +5,12 @@ import functools
 import pytest
 import torch
 from torch.autograd import forward_ad
-from torch.func import functional_call, grad, jacrev, vjp, vmap
+from torch.func import functional_call, grad, jacfwd, jacrev, vjp, vmap
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.flop_counter import FlopCounterMode
 
 import ostinato
-from ostinato.kernels.dispatch import is_eager, operator
+from ostinato.kernels.dispatch import gradient, is_eager, operator
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SCANS = [ostinato.linear_scan, ostinato.log_linear_scan]
@@ -108,8 +108,8 @@ def test_zeros_without_memory_are_zeros(scan, device):
     torch.manual_seed(0)
     a, b, h0 = (random(*shape, device=device).requires_grad_() for shape in ((2, 30, 3), (2, 30, 3), (2, 3)))
     h, h_last = scan(a, b, h0)
-    for gradient in torch.autograd.grad(torch.sgn(h).sum() + torch.sgn(h_last).sum(), (a, b, h0)):
-        assert not gradient.any()
+    for g in torch.autograd.grad(torch.sgn(h).sum() + torch.sgn(h_last).sum(), (a, b, h0)):
+        assert not g.any()
     for absent in range(3):
         real = [torch.zeros_like(x) if i == absent else x for i, x in enumerate((a, b, h0))]
         zero = torch._efficientzerotensor(real[absent].shape, dtype=torch.float64, device=device)
@@ -247,19 +247,41 @@ def _double(x: torch.Tensor, times: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x * times, 2 * x * times
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_hessians(name, device):
+    function, inputs = tensors_of(name, device)
+
+    def of_two(*first):
+        return loss(function, *first, *inputs[2:])
+
+    first = inputs[:2]
+    want = torch.autograd.functional.hessian(of_two, first)
+    for transform in (torch.func.hessian, lambda f, i: jacrev(jacrev(f, i), i), lambda f, i: jacfwd(jacfwd(f, i), i)):
+        got = transform(of_two, (0, 1))(*first)
+        for row, wanted in zip(got, want, strict=True):
+            assert_close(row, wanted)
+    gradients = torch.func.grad(of_two, (0, 1))
+    step = [1e-6 * torch.randn_like(x) for x in first]
+    ahead, behind = (gradients(*(x + sign * y for x, y in zip(first, step, strict=True))) for sign in (1, -1))
+    moved = torch.func.jvp(gradients, first, tuple(step))[1]
+    for m, x, y in zip(moved, ahead, behind, strict=True):
+        torch.testing.assert_close(m, (x - y) / 2, rtol=1e-5, atol=1e-13)
+
+
+def _same(x: torch.Tensor) -> torch.Tensor:
+    return x * 1
+
+
 def test_what_no_transform_can_do_is_said():
-    a = random(1, 5, 2)
-    second = "gradients of gradients through a scan cannot be taken"
-    cases = [
-        (lambda: torch.func.hessian(lambda x: loss(ostinato.linear_scan, x, x))(a), "has no forward-mode derivative"),
-        (lambda: jacrev(jacrev(lambda x: loss(ostinato.linear_scan, x, x)))(a), second),
-        (lambda: grad(lambda y: grad(lambda x: loss(ostinato.linear_scan, x, x))(y).sum())(a), second),
-    ]
-    for call, message in cases:
-        with pytest.raises(NotImplementedError, match=message):
-            call()
+    plain = operator("test_of_dispatch_plain", _same, torch.empty_like, lambda *_: None, lambda ctx, g: g)
+    with pytest.raises(NotImplementedError, match="test_of_dispatch_plain has no forward-mode derivative"):
+        torch.func.jvp(plain, (random(3),), (random(3),))
+    slope = gradient("test_of_dispatch_slope", _same, torch.empty_like)
+    with pytest.raises(NotImplementedError, match="test_of_dispatch_slope has no derivative"):
+        slope(random(3).requires_grad_()).sum().backward()
     with pytest.raises(ValueError, match="vmap over linear_scan needs samples; got a dimension of size 0"):
-        vmap(lambda x: ostinato.linear_scan(x, x))(a[None][:0])
+        vmap(lambda x: ostinato.linear_scan(x, x))(random(0, 1, 5, 2))
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

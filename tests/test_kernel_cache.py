@@ -84,6 +84,21 @@ def test_processes_that_compile_at_once_leave_all_variants(folder, monkeypatch):
     assert [step(*loop) for loop in loops] == pytest.approx(list(STEPS.values()))
 
 
+def test_processes_that_need_the_same_loop_compile_it_once(folder, tmp_path):
+    counting = f"""
+from ostinato.kernels import numba_loops
+cfunc = numba_loops.cfunc
+def counted(*args, **options):
+    open({str(tmp_path / "compiled")!r}, "a").write("x")
+    return cfunc(*args, **options)
+numba_loops.cfunc = counted
+"""
+    processes = [start(["positive"], before=counting) for _ in range(2)]
+    assert [finish(process) for process in processes] == [pytest.approx([STEPS["positive"]])] * 2
+    assert (tmp_path / "compiled").read_text() == "x"
+    assert len(list(folder.iterdir())) == 1
+
+
 def test_a_damaged_file_is_mended(folder):
     expected = step("tanh")
     (file,) = folder.iterdir()

@@ -344,3 +344,29 @@ def test_a_packed_sequence_that_does_not_fit_its_rows(sizes):
 def test_bad_input_is_named(make, kind, message):
     with pytest.raises(kind, match=message):
         make()
+
+
+@pytest.mark.parametrize("cell", [ostinato.MinGRU, ostinato.MinLSTM])
+def test_a_gradient_penalty_trains_the_weights(cell):
+    """As of WGAN-GP: the loss is made of the gradient with respect to the input."""
+    torch.manual_seed(0)
+    critic = cell(3, 4, num_layers=2, bidirectional=True, batch_first=True, dtype=torch.float64)
+    x = torch.randn(2, 6, 3, dtype=torch.float64).requires_grad_()
+
+    def penalty():
+        (gradient,) = torch.autograd.grad(critic(x)[0].sum(), x, create_graph=True)
+        return (gradient.flatten(1).norm(dim=1) - 1).square().mean()
+
+    penalty().backward()
+    for p in critic.parameters():
+        got, step = p.grad.clone(), torch.randn_like(p)
+        with torch.no_grad():
+            p.add_(1e-6 * step)
+            with torch.enable_grad():
+                ahead = penalty().item()
+            p.sub_(2e-6 * step)
+            with torch.enable_grad():
+                behind = penalty().item()
+            p.add_(1e-6 * step)
+        assert abs((got * step).sum().item() - (ahead - behind) / 2e-6) < 1e-7
+    assert critic.weight_ih_l0.grad.abs().max() > 1e-3

@@ -71,7 +71,7 @@ class Case:
     def uniform(self, *shape):
         return (torch.rand(shape, device=self.device) * 2 - 1).to(self.dtype)
 
-    def inputs(self, steps, batch=None, with_state=True, packed=False):
+    def inputs(self, steps, batch=None, with_state=True, packed=False, resets=0.0):
         """Arguments of forward between the projected input and what the kernels are told beside them."""
         batch = batch or self.batch
         sizes = [batch] * steps
@@ -82,17 +82,18 @@ class Case:
         projected = torch.randn(sum(sizes), GATES[self.cell] * self.hidden, device=self.device).to(self.dtype)
         h = self.uniform(batch, self.hidden) if with_state else None
         c = torch.randn_like(h) if with_state and self.cell == "lstm" else None
-        return projected, h, c, offsets if packed else None, batch
+        begins = torch.rand(sum(sizes), device=self.device) < resets if resets else None
+        return projected, h, c, offsets if packed else None, begins, batch
 
     def forward(self, inputs, reverse, kernels=cuda, wide=lambda x: x):
-        projected, h, c, offsets, batch = inputs
+        projected, h, c, offsets, resets, batch = inputs
         projected = projected.clone()  # which a forward may write to
         states = wide(projected), wide(h), wide(c), wide(self.weight), wide(self.bias), self.mask
-        return kernels.forward(*states, offsets, batch, self.cell, reverse, self.plan, True)
+        return kernels.forward(*states, offsets, resets, batch, self.cell, reverse, self.plan, True)
 
     def gradients(self, inputs, reverse):
         """What backward gets; the states and arguments of gates are any numbers."""
-        projected, h, c, offsets, batch = inputs
+        projected, h, c, offsets, resets, batch = inputs
         states = self.uniform(len(projected), self.hidden)
         rnn, gru, lstm = self.cell.startswith("rnn"), self.cell == "gru", self.cell == "lstm"
         return (
@@ -106,7 +107,7 @@ class Case:
             torch.randn_like(states),
             None if h is None else torch.randn_like(h),
             None if c is None else torch.randn_like(c),
-            *(offsets, batch, self.cell, reverse, self.plan),
+            *(offsets, resets, batch, self.cell, reverse, self.plan),
         )
 
     def both(self, inputs, gradients, reverse, kernels=cuda, wide=lambda x: x):
@@ -156,7 +157,8 @@ def test_kernels_compile_without_a_gpu(path, architecture, backward):
             if path == "sparse":
                 chosen = chosen._replace(tiles=20).hold(H100.shared_memory_per_block_optin)
             code = nvrtc.source(*geometry.files(chosen))
-            assert nvrtc.compile_cubin(code, architecture, dict(chosen.macros()))[:4] == b"\x7fELF"
+            macros = dict(chosen.macros(resets=path != "sparse"))
+            assert nvrtc.compile_cubin(code, architecture, macros)[:4] == b"\x7fELF"
 
 
 def packed_matrix(mask, chosen):
@@ -310,13 +312,14 @@ LAYERS += [("block", x) for x in PRUNED if x[5] != (1, 1)] + [("sparse", x) for 
 def test_match_the_reference(path, layer, nan_memory):
     torch.manual_seed(0)
     case = Case(path, *layer)
-    for steps, reverse, with_state, packed in (
-        (17, False, True, False),
-        (18, True, True, True),
-        (11, False, False, True),
-        (1, False, False, False),
+    for steps, reverse, with_state, packed, resets in (
+        (17, False, True, False, 0.0),
+        (18, True, True, True, 0.0),
+        (11, False, False, True, 0.2),
+        (12, True, True, False, 0.2),
+        (1, False, True, False, 0.5),
     ):
-        inputs = case.inputs(steps, with_state=with_state, packed=packed)
+        inputs = case.inputs(steps, with_state=with_state, packed=packed, resets=resets)
         found = case.both(inputs, gradients := case.gradients(inputs, reverse), reverse)
         for _ in range(20 if steps == 17 else 1):
             again = case.both(inputs, gradients, reverse)
@@ -459,7 +462,8 @@ def test_random_layers(seed):
             continue
         for _ in range(40):
             size, reverse = draw.randint(1, 64), draw.random() < 0.5
-            inputs = case.inputs(draw.randint(1, 8), size, draw.random() < 0.7, draw.random() < 0.4)
+            shape = draw.randint(1, 8), size, draw.random() < 0.7, draw.random() < 0.4
+            inputs = case.inputs(*shape, resets=draw.choice((0.0, 0.3)))
             gradients = case.gradients(inputs, reverse)
             found = case.both(inputs, gradients, reverse)
             worst = max(errors(found, case.both(inputs, gradients, reverse, reference, double)))

@@ -54,8 +54,8 @@ def random_mask(gates, hidden, block, density):
     return mask[:, :hidden, :hidden].reshape(gates * hidden, hidden).contiguous()
 
 
-def random_layer(cell, block, density, batch, hidden, steps, packed, diagonal=False):
-    """Arguments of the reference's forward in float64: projected, h0, c0, weight_hh, bias_hh, mask_hh, offsets."""
+def random_layer(cell, block, density, batch, hidden, steps, packed, diagonal=False, resets=False):
+    """Arguments of the reference's forward in float64, from the projected input to the resets."""
     gates, offsets, rows = GATES[cell], None, batch * steps
     if packed:
         lengths = torch.randint(1, steps + 1, (batch,)).sort(descending=True)[0]
@@ -72,7 +72,8 @@ def random_layer(cell, block, density, batch, hidden, steps, packed, diagonal=Fa
     h0 = torch.randn(batch, hidden, dtype=F64)
     c0 = torch.randn(batch, hidden, dtype=F64) if cell == "lstm" else None
     projected, bias = torch.randn(rows, gates * hidden, dtype=F64), torch.randn(gates * hidden, dtype=F64)
-    return projected, h0, c0, weight, bias, mask, offsets
+    begins = torch.rand(rows) < 0.3 if resets else None
+    return projected, h0, c0, weight, bias, mask, offsets, begins
 
 
 def plan_of(block):
@@ -88,15 +89,15 @@ def run(layer, grads, batch, cell, reverse, plan, dtype=F64, kernels=cpu):
     args = to(dtype, layer)
     forward = kernels.forward(*args, batch, cell, reverse, plan, True)
     exact = reference.forward(*layer, batch, cell, reverse, None, True)
-    projected, h0, c0, weight, bias, mask, offsets = layer
-    h_prev = reference.previous(exact[0], h0, offsets, batch, reverse)
+    projected, h0, c0, weight, bias, mask, offsets, resets = layer
+    h_prev = reference.previous(exact[0], h0, offsets, batch, reverse, resets)
     arguments, candidate, hidden = projected + h_prev @ weight.T + bias, None, weight.shape[1]
     if cell == "gru":
         arguments[:, 2 * hidden :] = projected[:, 2 * hidden :]
         candidate = h_prev @ weight[2 * hidden :].T + bias[2 * hidden :]
     pre = exact[0] if cell.startswith("rnn") else arguments
     saved = to(dtype, [pre, candidate, h_prev, exact[3], c0, weight, mask, *grads])
-    gradients = kernels.backward(*saved, offsets, batch, cell, reverse, plan)
+    gradients = kernels.backward(*saved, offsets, resets, batch, cell, reverse, plan)
     kept = [args[0], forward[3]] if kernels is cpu else [arguments, candidate if cell == "gru" else exact[3]]
     return *forward[:3], *([] if cell.startswith("rnn") else kept), *gradients
 
@@ -106,7 +107,7 @@ def run(layer, grads, batch, cell, reverse, plan, dtype=F64, kernels=cpu):
 def test_layers_equal_the_loop_over_time(cell, dtype, block, density, batch, hidden, packed):
     torch.manual_seed(0)
     for steps, some, reverse in ((1, True, False), (13, True, True), (6, False, False)):
-        layer = random_layer(cell, block, density, batch, hidden, steps, packed, diagonal=steps == 13)
+        layer = random_layer(cell, block, density, batch, hidden, steps, packed, steps == 13, resets=steps != 13)
         grads = [torch.randn(len(layer[0]), hidden, dtype=F64), *torch.randn(2, batch, hidden, dtype=F64)]
         if cell != "lstm":
             grads[2] = None

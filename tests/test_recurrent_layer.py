@@ -31,8 +31,8 @@ def stand_in():
     return SimpleNamespace(**(vars(reference) | {"make_plan": lambda *_: plan}))
 
 
-def layer(cell, lengths=(3, 3), size=3, hidden=2, absent=(), dtype=torch.float64, seed=0):
-    """The operator's first nine arguments, and the batch; `lengths` must not rise."""
+def layer(cell, lengths=(3, 3), size=3, hidden=2, absent=("resets",), dtype=torch.float64, seed=0):
+    """The operator's first ten arguments, and the batch; `lengths` must not rise."""
     generator = torch.Generator().manual_seed(seed)
 
     def some(*shape):
@@ -54,7 +54,8 @@ def layer(cell, lengths=(3, 3), size=3, hidden=2, absent=(), dtype=torch.float64
     if len(set(lengths)) > 1:
         sizes = [sum(length > t for length in lengths) for t in range(lengths[0])]
         offsets = torch.tensor([0, *sizes], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    return [*tensors, None, offsets], batch
+    resets = None if "resets" in absent else torch.rand(sum(lengths), generator=generator) < 0.4
+    return [*tensors, None, offsets, resets], batch
 
 
 def run(tensors, batch, cell, reverse, training=True):
@@ -73,7 +74,7 @@ def random_gradients(results, seed=1):
     lengths=st.lists(st.integers(1, 6), min_size=1, max_size=4).map(lambda x: sorted(x, reverse=True)),
     hidden=st.integers(1, 4),
     reverse=st.booleans(),
-    absent=st.sets(st.sampled_from(["h0", "c0", "bias_ih", "bias_hh"])),
+    absent=st.sets(st.sampled_from(["h0", "c0", "bias_ih", "bias_hh", "resets"])),
     frozen=st.sets(st.sampled_from(NAMES)),
     unused=st.sets(st.integers(0, 2), max_size=2),
 )
@@ -83,9 +84,9 @@ def test_gradients_are_those_of_the_loop(cell, lengths, hidden, reverse, absent,
         if x is not None and name in frozen:
             x.requires_grad_(False)
     inputs = [x for x in tensors[:7] if x is not None and x.requires_grad]
-    x, h0, c0, weight_ih, weight_hh, bias_ih, bias_hh, mask, offsets = tensors
+    x, h0, c0, weight_ih, weight_hh, bias_ih, bias_hh, mask, offsets, resets = tensors
     projected = torch.nn.functional.linear(x, weight_ih, bias_ih)
-    loop = reference.forward(projected, h0, c0, weight_hh, bias_hh, mask, offsets, batch, cell, reverse)
+    loop = reference.forward(projected, h0, c0, weight_hh, bias_hh, mask, offsets, resets, batch, cell, reverse)
     expected = [y for y in loop if y is not None]
     results = run(tensors, batch, cell, reverse)
     assert len(results) == len(expected)
@@ -138,7 +139,7 @@ def test_one_tensor_in_two_places_has_both_gradients(cell):
 @pytest.mark.parametrize("lengths", [(3, 3), (3, 2, 1)])
 @pytest.mark.parametrize("cell", GATES)
 def test_operators_are_what_pytorch_expects(cell, lengths):
-    tensors, batch = layer(cell, lengths, dtype=torch.float32)
+    tensors, batch = layer(cell, lengths, absent=(), dtype=torch.float32)
     for training in (True, False):
         own = tensors if training else [None if x is None else x.detach() for x in tensors]
         torch.library.opcheck(torch.ops.ostinato.recurrent_layer, (*own, batch, cell, True, training, None, 1))
@@ -200,7 +201,7 @@ def test_nothing_is_kept_without_training():
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=5).map(lambda x: sorted(x, reverse=True)), st.booleans())
 def test_the_state_before_each_step(lengths, reverse):
-    offsets = layer("gru", lengths)[0][-1]
+    offsets = layer("gru", lengths)[0][8]
     steps = list(pairwise(range(0, sum(lengths) + 1, len(lengths)) if offsets is None else offsets.tolist()))
     rows = torch.arange(1.0, sum(lengths) + 1)[:, None]
     first = -torch.arange(1.0, len(lengths) + 1)[:, None]

@@ -404,52 +404,96 @@ def test_compiled_equals_eager():
         assert torch.equal(g, w)
 
 
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+@pytest.mark.parametrize("scan", SCANS)
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("cu_seqlens", [None, [0, 3, 3, 6]])
+@pytest.mark.parametrize("resetting", [False, True])
+def test_second_and_forward_mode_derivatives(scan, backend, reverse, cu_seqlens, resetting):
+    torch.manual_seed(0)
+    bounds = None if cu_seqlens is None else torch.tensor(cu_seqlens, dtype=torch.int32)
+    a, b, h0 = inputs(2 if bounds is None else 1, 6, 2, None if bounds is None else 3)
+    resets = torch.rand(a.shape[:2]) < 0.3 if resetting else None
+    call = functools.partial(scan, resets=resets, reverse=reverse, cu_seqlens=bounds, backend=backend)
+    tensors = [x.requires_grad_() for x in (a, b, h0)]
+    torch.autograd.gradcheck(call, tensors, check_forward_ad=True, check_backward_ad=False)
+    torch.autograd.gradgradcheck(call, tensors, check_fwd_over_rev=True)
+
+
+def cubes(scan, x):
+    """A scalar of third order in everything that a scan takes."""
+    h, h_last = scan(x, x.sin(), x[:, 0])
+    return (h.sin() * x).sum() + h_last.square().sum()
+
+
+@pytest.mark.parametrize("scan", SCANS)
+def test_derivatives_by_every_order_of_transforms(scan):
+    torch.manual_seed(0)
+    x = torch.rand(1, 4, 2, dtype=torch.float64) / 2 + 0.2
+    kernels, loops = (functools.partial(cubes, functools.partial(scan, backend=name)) for name in ("cpu", "reference"))
+    want = torch.autograd.functional.hessian(loops, x)
+    jacrev, jacfwd = torch.func.jacrev, torch.func.jacfwd
+    for outer in (jacrev, jacfwd):
+        for inner in (jacrev, jacfwd):
+            assert error(outer(inner(kernels))(x), want) < 1e-12
+    third = jacfwd(jacfwd(jacrev(kernels)))(x)
+    assert error(jacrev(jacrev(jacfwd(loops)))(x), third) < 1e-12
+    step = 1e-5 * torch.ones_like(x)
+    difference = (jacrev(jacrev(kernels))(x + step) - jacrev(jacrev(kernels))(x - step)) / 2e-5
+    assert error(third.sum((-3, -2, -1)), difference) < 1e-8
+    assert error(torch.vmap(torch.func.hessian(kernels))(torch.stack((x, 2 * x)))[0], want) < 1e-12
+
+
 @pytest.mark.parametrize("scan", SCANS)
 @pytest.mark.parametrize("mode", ["eager", "vmap", "export"])
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_second_derivatives_are_refused(scan, mode):
+def test_second_derivatives_of_what_is_not_eager(scan, mode):
     a, b, _ = (x.abs().requires_grad_() for x in inputs(1, 5, 2))
 
     class Scan(torch.nn.Module):
         def forward(self, a, b):
             return scan(a, b)
 
+    def second(run, x, y):
+        gradients = torch.autograd.grad(run(x, y)[0].square().sum(), (a, b), create_graph=True)
+        return torch.autograd.grad(sum(g.sin().sum() for g in gradients), (a, b))
+
     x, y = (a[None], b[None]) if mode == "vmap" else (a, b)
     run = {"eager": scan, "vmap": torch.vmap(scan), "export": torch.export.export(Scan(), (a, b)).module()}[mode]
-    (gradient,) = torch.autograd.grad(run(x, y)[0].square().sum(), a, create_graph=True)
-    with pytest.raises(NotImplementedError, match="gradients of gradients"):
-        gradient.sum().backward()
+    for got, want in zip(second(run, x, y), second(functools.partial(scan, backend="reference"), a, b), strict=True):
+        assert error(got, want) < 1e-12
 
 
 @pytest.mark.parametrize("name", ["linear_scan", "log_linear_scan", "minimal_scan"])
 @pytest.mark.parametrize("mode", ["dual", "jvp", "jacfwd", "jvp of vmap", "vmap of jvp", "compiled jvp"])
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_forward_mode_derivatives_are_refused(name, mode):
+def test_forward_mode_derivatives(name, mode):
+    torch.manual_seed(0)
     layer = ostinato.MinGRU(3, 4).double()
 
     def function(x):
         return layer(x)[0] if name == "minimal_scan" else getattr(ostinato, name)(x, x)[0]
 
     def jvp(x):
-        return torch.func.jvp(function, (x,), (x,))
+        return torch.func.jvp(function, (x,), (x,))[1]
 
     def dual(x):
         with forward_ad.dual_level():
-            return function(forward_ad.make_dual(x, x))
+            return forward_ad.unpack_dual(function(forward_ad.make_dual(x, x))).tangent
 
     x = torch.rand(2, 5, 3, dtype=torch.float64)
     calls = {
         "dual": lambda: dual(x),
         "jvp": lambda: jvp(x),
-        "jacfwd": lambda: torch.func.jacfwd(function)(x),
-        "jvp of vmap": lambda: torch.func.jvp(torch.vmap(function), (x[None],), (x[None],)),
-        "vmap of jvp": lambda: torch.vmap(jvp)(x[None]),
+        "jacfwd": lambda: (torch.func.jacfwd(function)(x) * x).sum((-3, -2, -1)),
+        "jvp of vmap": lambda: torch.func.jvp(torch.vmap(function), (x[None],), (x[None],))[1][0],
+        "vmap of jvp": lambda: torch.vmap(jvp)(x[None])[0],
         "compiled jvp": lambda: torch.compile(jvp, backend="eager")(x),
     }
+    want = (function(x * (1 + 1e-6)) - function(x * (1 - 1e-6))) / 2e-6
     for grad in (False, True):
-        message = f"{name} has no forward-mode derivative"
-        with torch.set_grad_enabled(grad), pytest.raises(NotImplementedError, match=message):
-            calls[mode]()
+        with torch.set_grad_enabled(grad):
+            assert error(calls[mode](), want) < 1e-8
 
 
 def test_a_scan_of_constants_beside_a_forward_mode_derivative():

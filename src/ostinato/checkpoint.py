@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ostinato.files import replacing
 from ostinato.models import LanguageModel
+from ostinato.processes import is_first, whole
 from ostinato.text import Vocabulary
 
 FORMAT = "ostinato language model 1"
@@ -31,16 +32,26 @@ class Checkpoint:
 
 
 def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
-    """Write ``checkpoint`` to ``path``, whole or not at all."""
+    """Write ``checkpoint`` to ``path``, whole or not at all.
+
+    Of several processes each must call it: what is sharded is gathered, and the first process writes.
+    """
     tensors = {f"model.{name}": tensor for name, tensor in checkpoint.model.state_dict().items()}
     tensors |= {f"training.{name}": tensor for name, tensor in checkpoint.training_tensors.items()}
+    gathered = {}
+    for name, tensor in tensors.items():
+        tensor = whole(tensor)  # one at a time: no other process keeps it
+        if is_first():
+            gathered[name] = tensor.cpu().contiguous()
+    if not is_first():
+        return
     metadata = {
         "format": FORMAT,
         "model": json.dumps(checkpoint.model.settings),
         "vocabulary": json.dumps(checkpoint.vocabulary.characters),
         "training": json.dumps(checkpoint.training),
     }
-    content = save({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, metadata)
+    content = save(gathered, metadata)
     with replacing(path) as temporary:
         temporary.write_bytes(content)
 

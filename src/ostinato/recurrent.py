@@ -10,9 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 
+from ostinato.episodes import check_resets, forward_by_episodes
 from ostinato.kernels.dispatch import is_eager
 from ostinato.kernels.persistent.operators import can_take, plan_layer, recurrent_layer, step_of
 from ostinato.kernels.persistent.plan import Plan
+from ostinato.kernels.persistent.reference import previous
 from ostinato.kernels.streams import beside
 from ostinato.masks import keep_pruned, mask_name, mask_of, masked
 from ostinato.scan import check_batch_sizes
@@ -29,15 +31,24 @@ class _Recurrent(nn.RNNBase):
     weight_hh_l0: Tensor
     _path: str | None = None  # the only kernel to consider on a GPU; None for the fastest
 
-    def forward(self, input: Tensor | PackedSequence, hx: Hidden | None = None) -> tuple[Any, Any]:
+    def forward(
+        self, input: Tensor | PackedSequence, hx: Hidden | None = None, *, resets: Tensor | None = None
+    ) -> tuple[Any, Any]:
         """Run the whole sequence; see the class."""
-        if self._buffers and not torch.is_grad_enabled() and (result := self._step(input, hx)) is not None:
+        if resets is not None:
+            check_resets(resets, input.data if isinstance(input, PackedSequence) else input)
+            if isinstance(input, Tensor) and 1 in input.shape[:-1] and self._steps_of(input) == 1:
+                hx, resets = self._begun(hx, resets.flatten()), None
+        short = self._buffers and resets is None and not torch.is_grad_enabled()
+        if short and (result := self._step(input, hx)) is not None:
             return result
         weights, states = self._weights(), _states(hx)
         call = self._kernels_for(input, states, weights)
-        if call is None:
+        if call is not None:
+            return self._forward_kernels(input, states, weights, resets, *call)
+        if resets is None or not resets.numel():
             return self._forward_torch(input, hx, weights)
-        return self._forward_kernels(input, states, weights, *call)
+        return self._forward_torch_by_episodes(input, hx, weights, resets)
 
     def plan(
         self, batch: int, dtype: torch.dtype | None = None, training: bool = False, steps: int | None = None
@@ -165,6 +176,7 @@ class _Recurrent(nn.RNNBase):
         input: Any,
         states: list[Tensor],
         weights: list[Tensor],
+        resets: Tensor | None,
         batch: int,
         steps: int,
         autocast: torch.dtype | None,
@@ -173,7 +185,7 @@ class _Recurrent(nn.RNNBase):
         """As ``torch.nn``'s forward, one layer and direction after another."""
         x, batch_sizes, order, places = input if isinstance(input, PackedSequence) else (input, None, None, None)
         unbatched = batch_sizes is None and x.dim() == 2
-        swapped = self.batch_first and batch_sizes is None and not unbatched
+        swapped = batch_sizes is None and self._is_swapped(x)
         offsets = None
         if batch_sizes is not None and batch * steps != len(x):
             offsets = _offsets(batch_sizes, x.device)
@@ -182,6 +194,11 @@ class _Recurrent(nn.RNNBase):
         if order is not None:
             states = [state.index_select(1, order) for state in states]
         rows = (x.transpose(0, 1) if swapped else x).reshape(-1, self.input_size)
+        begins: list[Tensor | None] = [None, None]
+        if resets is not None:
+            begins[0] = mine = (resets.t() if swapped else resets).reshape(-1)
+            if self.bidirectional:  # in reverse an episode begins at the step before which the next one does
+                begins[1] = previous(mine[:, None], None, offsets, batch, reverse=True)[:, 0]
         if autocast is not None:
             rows, *states = (x.to(autocast) for x in (rows, *states))
             weights = [x.to(autocast) for x in weights]
@@ -197,7 +214,7 @@ class _Recurrent(nn.RNNBase):
                 weight_ih, weight_hh, *biases = weights[index * size : (index + 1) * size]
                 bias_ih, bias_hh = biases or (None, None)
                 mask = mask_of(self, self._all_weights[index][1]) if self._buffers else None
-                tensors = rows, h0, c0, weight_ih, weight_hh, bias_ih, bias_hh, mask, offsets
+                tensors = rows, h0, c0, weight_ih, weight_hh, bias_ih, bias_hh, mask, offsets, begins[index - first]
                 arguments.append((*tensors, batch, cell, index > first, training, self._path, directions))
             both = directions == 2
             results = beside(recurrent_layer, *arguments) if both else (recurrent_layer(*arguments[0]),)
@@ -280,6 +297,59 @@ class _Recurrent(nn.RNNBase):
             module.__dict__.update(self.__dict__, _flat_weights=weights)
         return super(_Recurrent, module).forward(input, hx)
 
+    def _forward_torch_by_episodes(self, input: Any, hx: Any, weights: list[Tensor], resets: Tensor) -> tuple[Any, Any]:
+        """As ``torch.nn``'s forward, which knows no resets, of each episode by itself."""
+        lstm, swapped = self.mode == "LSTM", isinstance(input, Tensor) and self._is_swapped(input)
+        states, order, places = _states(hx), None, None
+        if isinstance(input, PackedSequence):
+            x, batch_sizes, order, places = input
+        else:
+            x = input.transpose(0, 1) if swapped else input
+            shape = x.shape[:-1]
+            batch_sizes = torch.full((shape[0],), shape[1] if len(shape) == 2 else 1, device="cpu")
+        unbatched = isinstance(input, Tensor) and input.dim() == 2
+        expected = (len(self._all_weights), *(() if unbatched else (int(batch_sizes[0]),)), self.hidden_size)
+        if any(state.shape != expected for state in states):
+            return self._forward_torch(input, hx, weights)  # which says so
+        if unbatched:
+            states = [state.unsqueeze(1) for state in states]
+        if order is not None:
+            states = [state.index_select(1, order) for state in states]
+
+        def forward(packed: PackedSequence, states: list[Tensor]) -> tuple[Any, list[Tensor]]:
+            hx = None if not states else tuple(states) if lstm else states[0]
+            output, last = self._forward_torch(packed, hx, weights)
+            return output, _states(last)
+
+        rows, begins = x.reshape(-1, x.shape[-1]), (resets.t() if swapped else resets).reshape(-1)
+        output, last = forward_by_episodes(forward, rows, states, batch_sizes, begins, 2 if self.bidirectional else 1)
+        if places is not None:
+            last = [state.index_select(1, places) for state in last]
+        if unbatched:
+            last = [state.squeeze(1) for state in last]
+        hidden = tuple(last) if lstm else last[0]
+        if isinstance(input, PackedSequence):
+            return PackedSequence(output, batch_sizes, order, places), hidden
+        output = output.view(*shape, -1)
+        return output.transpose(0, 1) if swapped else output, hidden
+
+    def _is_swapped(self, x: Tensor) -> bool:
+        return self.batch_first and x.dim() == 3
+
+    def _steps_of(self, x: Tensor) -> int:
+        return x.shape[1] if self._is_swapped(x) else x.shape[0]
+
+    def _begun(self, hx: Any, resets: Tensor) -> Any:
+        """The state that one step of the sequences is to see; the other direction's comes from after it."""
+        if hx is None or not isinstance(hx, Tensor):
+            return hx if hx is None else tuple(self._begun(state, resets) for state in hx)
+        keep = ~resets[:, None] if hx.dim() == 3 else ~resets
+        if hx.dim() == 3 and hx.shape[1] != len(resets):
+            return hx  # for torch to complain of
+        if not self.bidirectional:
+            return hx.where(keep, 0.0)
+        return torch.stack([hx[0::2].where(keep, 0.0), hx[1::2]], 1).flatten(0, 1)
+
     def _update_flat_weights(self) -> None:
         """Nothing: :meth:`_weights` does not need it, and ``torch.nn`` would look at every parameter in each call."""
 
@@ -319,6 +389,16 @@ class RNN(_Recurrent, nn.RNN):
     with the mask of each pruned weight, ``mask_hh_l{k}`` and ``mask_ih_l{k}``; ``load_state_dict`` makes them as
     needed.
 
+    Episodes that end inside a sequence: ``forward(input, hx=None, *, resets=None)`` takes a bool tensor laid out as
+    the input without its features, (T, B), (B, T) with ``batch_first``, (T,) unbatched, or (rows,) as the data of a
+    PackedSequence.  Where it is True an episode begins with that step: the state before the step is zero, an LSTM's
+    c too, and neither states nor gradients pass between it and the step before, in either direction of a
+    bidirectional layer.  True at the first step means that ``hx`` is not seen.
+
+    Raises:
+        TypeError: ``resets`` that are no tensor of bool.
+        ValueError: ``resets`` of another shape or on another device than the input.
+
     Example:
         >>> import torch, ostinato
         >>> trained = torch.nn.RNN(8, 16, nonlinearity="relu")
@@ -327,6 +407,9 @@ class RNN(_Recurrent, nn.RNN):
         <All keys matched successfully>
         >>> x = torch.randn(100, 4, 8)
         >>> torch.allclose(rnn(x)[0], trained(x)[0], atol=1e-6)
+        True
+        >>> resets = torch.arange(100).eq(60)[:, None].expand(100, 4)  # in all sequences, before step 60
+        >>> torch.allclose(rnn(x, resets=resets)[0][60:], trained(x[60:])[0], atol=1e-6)
         True
     """
 

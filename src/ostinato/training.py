@@ -2,14 +2,21 @@
 
 import math
 import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 
 from ostinato.models import LanguageModel
+from ostinato.processes import Share, of_each, part, shard_like, total
 from ostinato.text import random_windows, streams
 
 PRECISIONS = ("auto", "float32", "bfloat16")
@@ -82,8 +89,14 @@ class Trainer:
     ``precision`` "auto" is bfloat16 autocast on a GPU that has it, float32 elsewhere.  Dropout draws from
     PyTorch's own generator, whose seed is the caller's to set.
 
+    Several processes train one model on a ``mesh`` (:func:`ostinato.processes.make_mesh`), each with the same text,
+    settings and first weights.  The batch is the whole job's: all draw the same chunks, and each takes its rows, so
+    that any number of processes gives the same curve (with dropout, of which each draws its own, the same in the
+    mean).  They hold a copy of the model each, or with ``shard`` a part of its weights, gradients and momenta.
+    ``accumulate`` cuts each process's rows into that many parts, whose gradients are added up before one exchange.
+
     Raises ValueError if the tokens are not one row of integers, if the text is too short for its held-out part to hold
-    one chunk, or for an unknown precision.
+    one chunk, for an unknown precision, or if the batch has not a row for each part.
 
     >>> import torch
     >>> from ostinato.models import LanguageModel
@@ -105,6 +118,9 @@ class Trainer:
         device: torch.device | str = "cpu",
         precision: str = "auto",
         compile: bool = False,
+        mesh: DeviceMesh | None = None,
+        shard: bool = False,
+        accumulate: int = 1,
     ) -> None:
         if precision not in PRECISIONS:
             raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}; got {precision!r}")
@@ -117,6 +133,15 @@ class Trainer:
                 f"the text is too short: a chunk of {settings.chunk_length} tokens, and a share of "
                 f"{settings.held_out} held out, need about {least} tokens; got {len(tokens)}"
             )
+        self._share, self._accumulate = Share.on(mesh), accumulate
+        self._processes, self._rank = (1, 0) if mesh is None else (mesh.size(), mesh.get_rank())
+        if not 1 <= accumulate * self._share.rows_of <= settings.batch_size:
+            raise ValueError(
+                f"batch_size must be at least {accumulate * self._share.rows_of}, a row for each of {accumulate} parts "
+                f"on {self._share.rows_of} processes; got {settings.batch_size}"
+            )
+        if settings.seconds is not None and mesh is not None:
+            raise ValueError("seconds must be None for several processes, whose clocks differ; limit the steps")
         self.settings = settings
         self.device = torch.device(device)
         if precision == "auto":
@@ -124,6 +149,7 @@ class Trainer:
             precision = "bfloat16" if has_bfloat16 else "float32"
         self.precision = precision
         self.model = model.to(self.device)
+        self._replica = _spread(self.model, mesh, shard)
         self.train_tokens = tokens[:train_size].to(self.device)
         self.held_out_tokens = tokens[train_size:][: settings.held_out_limit].to(self.device)
         # Only matrices decay: norms and biases set scales that have no reason to be small.
@@ -139,10 +165,17 @@ class Trainer:
         self.curve: list[Point] = []
         self._loss_sum = torch.zeros((), device=self.device)
         self._loss = torch.compile(self._chunk_loss) if compile else self._chunk_loss
+        if self._rank > 0:  # the first goes on as one alone would
+            self._draw_own_dropout()
 
     @property
     def tokens_per_step(self) -> int:
         return self.settings.batch_size * self.settings.chunk_length
+
+    @property
+    def spread(self) -> str:
+        """Such as "4 x ", of several processes: to be followed by the name of each one's device."""
+        return f"{self._processes} x " if self._processes > 1 else ""
 
     @property
     def progress(self) -> float:
@@ -169,15 +202,15 @@ class Trainer:
         for _ in range(steps):
             for group in self.optimizer.param_groups:
                 group["lr"] = self.learning_rate
-            inputs, targets = random_windows(
-                self.train_tokens, settings.batch_size, settings.chunk_length, self.generator
-            )
             self.optimizer.zero_grad()
-            loss = self._loss(inputs, targets)
-            loss.backward()
+            parts = self._draw()
+            for number, (inputs, targets) in enumerate(parts):
+                with self._exchanging(number == len(parts) - 1):
+                    loss = self._loss(inputs, targets) * (inputs.numel() / self.tokens_per_step)
+                    (loss * self._processes).backward()  # the exchange takes the mean over the processes
+                self._loss_sum += loss.detach()
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), settings.clip_norm)
             self.optimizer.step()
-            self._loss_sum += loss.detach()
             self.step += 1
             self.seconds = before + time.perf_counter() - start
         mean = self._mean_loss()  # waits for the device, which the time must include
@@ -188,7 +221,7 @@ class Trainer:
     def evaluate(self) -> Point:
         """Take the held-out loss and add a point to the curve.  Raises FloatingPointError if it is not finite."""
         with self._autocast():
-            held_out_loss = held_out(self.model, self.held_out_tokens, self.tokens_per_step)
+            held_out_loss = held_out(self.model, self.held_out_tokens, self.tokens_per_step, self._share)
         self._check("held-out", held_out_loss)
         point = Point(self.step, self.step * self.tokens_per_step, self.seconds, self._mean_loss(), held_out_loss)
         self.curve.append(point)
@@ -196,8 +229,12 @@ class Trainer:
         return point
 
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """All that a new trainer of the same model and text needs to continue: a part for JSON, and tensors."""
-        tensors = {"loss_sum": self._loss_sum, "windows": self.generator.get_state(), "dropout": self._dropout_state()}
+        """All that a new trainer of the same model and text needs to continue: a part for JSON, and tensors.
+
+        Of several processes each must ask; sharded tensors are given as they are.
+        """
+        tensors = {"loss_sum": total(self._loss_sum), "windows": self.generator.get_state()}
+        tensors |= {_dropout_name(rank): state for rank, state in enumerate(of_each(self._dropout_state()))}
         for number, state in self.optimizer.state_dict()["state"].items():
             tensors |= {f"optimizer.{number}.{name}": value for name, value in state.items()}
         return {
@@ -211,6 +248,7 @@ class Trainer:
     def restore(self, state: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         """Continue from what :meth:`state` gave: on the same kind of device, as if never interrupted.
 
+        On any number of processes; those that were not there draw another dropout.
         Raises ValueError if something is missing or has not the shape and dtype that this trainer's model gives it.
         """
         try:
@@ -219,7 +257,7 @@ class Trainer:
             same_device = state["device"] == self.device.type
         except (KeyError, TypeError) as error:
             raise ValueError(f"expected the state of a training; {type(error).__name__}: {error}") from None
-        expected = self._state_layout(same_device)
+        expected = self._state_layout(tensors, same_device)
         for name, layout in expected.items():
             found = _layout(tensors[name]) if name in tensors else "absent"
             if found != layout:
@@ -227,40 +265,77 @@ class Trainer:
                     f"expected the state of a training of this model; {name} should be {layout} and is {found}"
                 )
         self._loss_sum = tensors["loss_sum"].to(self.device)
-        optimizer = self.optimizer.state_dict()
+        if self._rank > 0:  # the sum of all processes' sums
+            self._loss_sum.zero_()
+        optimizer, parameters = self.optimizer.state_dict(), self._parameters()
         for name in expected:
             if name.startswith("optimizer."):
                 _, number, key = name.split(".")
-                optimizer["state"].setdefault(int(number), {})[key] = tensors[name]
+                like = parameters[int(number)]
+                value = tensors[name] if key == "step" else shard_like(tensors[name], like)
+                optimizer["state"].setdefault(int(number), {})[key] = value
         self.optimizer.load_state_dict(optimizer)
         if same_device:
             self.generator.set_state(tensors["windows"])
-            self._set_dropout_state(tensors["dropout"])
         else:
             self.generator.manual_seed(self.settings.seed + self.step)
+        if _dropout_name(self._rank) in expected:
+            self._set_dropout_state(tensors[_dropout_name(self._rank)])
+        elif self._rank > 0:
+            self._draw_own_dropout()
 
-    def _state_layout(self, same_device: bool) -> dict[str, str]:
+    def _state_layout(self, tensors: dict[str, Tensor], same_device: bool) -> dict[str, str]:
         """Of the tensors that :meth:`state` gives and :meth:`restore` needs, of this model at this step."""
         layout = {"loss_sum": _layout(self._loss_sum)}
         if self.step:
-            parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-            for number, parameter in enumerate(parameters):
+            for number, parameter in enumerate(self._parameters()):
                 layout |= {f"optimizer.{number}.{key}": _layout(parameter) for key in ("exp_avg", "exp_avg_sq")}
-                layout[f"optimizer.{number}.step"] = _layout(self._loss_sum)
+                layout[f"optimizer.{number}.step"] = _layout(torch.empty((), dtype=torch.float32))
         if same_device:
-            layout |= {"windows": _layout(self.generator.get_state()), "dropout": _layout(self._dropout_state())}
+            layout["windows"] = _layout(self.generator.get_state())
+            name = _dropout_name(self._rank)
+            if self._rank == 0 or name in tensors:
+                layout[name] = _layout(self._dropout_state())
         return layout
+
+    def _parameters(self) -> list[Tensor]:
+        """In the order of the optimiser's numbers."""
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+    def _draw(self) -> list[tuple[Tensor, Tensor]]:
+        """This process's part of the next chunks, (rows, steps) of inputs and targets, for each exchange's parts."""
+        settings, share = self.settings, self._share
+        inputs, targets = random_windows(self.train_tokens, settings.batch_size, settings.chunk_length, self.generator)
+        mine = share.rows(settings.batch_size), share.steps(settings.chunk_length)
+        inputs, targets = inputs[mine], targets[mine]
+        rows = [part(len(inputs), number, self._accumulate) for number in range(self._accumulate)]
+        return [(inputs[some], targets[some]) for some in rows]
+
+    @contextmanager
+    def _exchanging(self, last: bool) -> Iterator[None]:
+        """Have the gradients exchanged by the last part's backward, and only added up by those before."""
+        replica = self._replica
+        if isinstance(replica, FSDPModule):
+            replica.set_requires_gradient_sync(last)
+        if isinstance(replica, DistributedDataParallel) and not last:
+            with replica.no_sync():
+                yield
+        else:
+            yield
+
+    def _draw_own_dropout(self) -> None:
+        torch.manual_seed((self.settings.seed * 1_000_003 + self.step * 8191 + self._rank) % (1 << 63))
 
     def _chunk_loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         with self._autocast():
-            logits, _ = self.model(inputs)
+            logits, _ = self._replica(inputs)
             return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bfloat16")
 
     def _mean_loss(self) -> float:
-        return self._loss_sum.item() / max(self.step - (self.curve[-1].step if self.curve else 0), 1)
+        return total(self._loss_sum).item() / max(self.step - (self.curve[-1].step if self.curve else 0), 1)
 
     def _check(self, kind: str, loss: float) -> None:
         if not math.isfinite(loss):
@@ -281,30 +356,56 @@ class Trainer:
             torch.get_device_module(self.device).set_rng_state(state, self.device)
 
 
+def _spread(model: LanguageModel, mesh: DeviceMesh | None, shard: bool) -> nn.Module:
+    """The model as the processes train it: a copy in each, or every process with a shard of each block's weights."""
+    if mesh is None:
+        return model
+    if not shard:
+        return DistributedDataParallel(model, gradient_as_bucket_view=True)
+    # A view of a block's output changed in place would go past the hooks; nothing here does that.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+    shards = mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
+    for block in model.blocks:
+        fully_shard(block, mesh=shards)
+    fully_shard(model, mesh=shards)
+    return model
+
+
+def _dropout_name(rank: int) -> str:
+    return f"dropout.{rank}" if rank else "dropout"
+
+
 def _layout(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)} of {tensor.dtype}"
 
 
 @torch.no_grad()
-def held_out(model: LanguageModel, tokens: Tensor, tokens_at_once: int = 1 << 14) -> float:
+def held_out(model: LanguageModel, tokens: Tensor, tokens_at_once: int = 1 << 14, share: Share | None = None) -> float:
     """Mean loss of ``model`` over a text, ``tokens`` (N,), in nats per token, dropout off.
 
-    The text is read as 16 streams from end to end, the state carried, as it would be in use.  Raises ValueError if
-    there are fewer than two tokens.
+    The text is read as 16 streams from end to end, the state carried, as it would be in use.  Several processes each
+    read their ``share``.  Raises ValueError if there are fewer than two tokens.
     """
     if len(tokens) < 2:
         raise ValueError(f"tokens must be at least two; got {len(tokens)}")
+    share = share or Share()
     rows = min(16, max(len(tokens) // 256, 1))
     inputs, targets = streams(tokens, rows)
-    steps = max(tokens_at_once // rows, 1)
-    total, state = torch.zeros((), dtype=torch.float64, device="cpu"), None
+    counted, steps = targets.numel(), max(tokens_at_once // rows, 1)
+    mine = share.rows(rows)
+    # Who has no row reads one that does not count: sharded weights are gathered by all processes together.
+    weight = 1.0 if mine.start < mine.stop else 0.0
+    inputs, targets = (x[mine] if weight else x[:1] for x in (inputs, targets))
+    loss_sum, state = torch.zeros((), dtype=torch.float64, device="cpu"), None
     training = model.training
     model.eval()
     for begin in range(0, inputs.size(1), steps):
-        logits, state = model(inputs[:, begin : begin + steps], state)
+        chunk = inputs[:, begin : begin + steps]
+        some = share.steps(chunk.size(1))
+        logits, state = model(chunk[:, some], state)
         loss = F.cross_entropy(
-            logits.flatten(0, 1).float(), targets[:, begin : begin + steps].flatten(), reduction="sum"
+            logits.flatten(0, 1).float(), targets[:, begin : begin + steps][:, some].flatten(), reduction="sum"
         )
-        total += loss.cpu()
+        loss_sum += weight * loss.cpu()
     model.train(training)
-    return total.item() / targets.numel()
+    return total(loss_sum).item() / counted

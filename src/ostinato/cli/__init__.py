@@ -1,5 +1,6 @@
 """The command line.  Commands import what they need when they run, so that help is there at once."""
 
+import os
 import sys
 from typing import Annotated
 
@@ -47,12 +48,18 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         app(arguments)
     except OSError as error:
-        _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+        _fail(error, f"{error.filename}: {error.strerror}" if error.filename else str(error))
     except (ValueError, ArithmeticError, RuntimeError) as error:
-        _fail(str(error))
+        _fail(error, str(error))
 
 
-def _fail(message: str) -> None:
+def _fail(error: Exception, message: str) -> None:
     first_line = message.strip().partition("\n")[0]
-    print(f"ostinato: error: {first_line}", file=sys.stderr)
+    process = ""
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:  # torchrun reports what the first process to fail has written there
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        get_error_handler().record_exception(error)
+        process = f" process {os.environ['RANK']}:"
+    print(f"ostinato: error:{process} {first_line}", file=sys.stderr)
     raise SystemExit(1)

@@ -1,6 +1,11 @@
 """The device a command runs on."""
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
+
+import typer
 
 if TYPE_CHECKING:
     import torch
@@ -22,3 +27,37 @@ def choose_device(name: str) -> "torch.device":
     except (RuntimeError, AssertionError, ImportError) as error:
         reason = str(error).partition("\n")[0].partition(". ")[0]
     raise ValueError(f"device must be auto, or one that PyTorch can use here; got {name!r} ({reason})")
+
+
+@contextmanager
+def joined_job(name: str) -> "Iterator[torch.device]":
+    """This process's device; of the processes that torchrun started each has its own, and for the block they are one
+    job: a default process group, NCCL between GPUs and gloo between CPUs.
+
+    Raises ValueError if PyTorch cannot use the device here, or there are fewer than processes.
+    """
+    device = choose_device(name)
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield device
+        return
+    import torch
+    from torch import distributed
+
+    backend, own = "gloo", None
+    if device.type != "cpu":
+        module, number = torch.get_device_module(device), int(os.environ["LOCAL_RANK"])
+        if name not in ("auto", device.type):
+            raise ValueError(f"device must be auto, cpu or {device.type} under torchrun; got {name!r}")
+        if number >= module.device_count():
+            raise ValueError(f"{module.device_count()} devices for more processes: start as many as there are")
+        device = own = torch.device(device.type, number)
+        module.set_device(own)
+        backend = f"cpu:gloo,{device.type}:{distributed.get_default_backend_for_device(device)}"
+    distributed.init_process_group(backend, device_id=own)
+    try:
+        yield device
+    except typer.Exit:
+        distributed.destroy_process_group()
+        raise
+    # After any other error the rest of the job may be gone, and would be waited for.
+    distributed.destroy_process_group()

@@ -4,7 +4,7 @@ import hashlib
 import math
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -102,24 +102,45 @@ def train(
     compile: Annotated[
         bool, Option("--compile", help="Compile the model with torch.compile.", rich_help_panel="Machine")
     ] = False,
+    accumulate: Annotated[
+        int, Option(help="Parts of a process's batch whose gradients are added up.", rich_help_panel="Machine")
+    ] = 1,
+    shard: Annotated[
+        bool,
+        Option("--shard", help="Under torchrun: a part of the weights on each process.", rich_help_panel="Machine"),
+    ] = False,
 ) -> None:
     """Train a character language model on any text.
 
     Ctrl-C, SIGTERM and SIGHUP save the run; --resume goes on from there as if nothing had happened.
+    Several processes, one a GPU, share the training under torchrun:  torchrun --nproc-per-node 4 -m ostinato train
     """
     from rich.console import Console
 
-    from ostinato.cli.devices import choose_device
-    from ostinato.files import check_file, check_folder, is_stream, locked
+    from ostinato.cli.devices import joined_job
+    from ostinato.processes import is_first, make_mesh
 
-    console = Console(highlight=False, soft_wrap=True)
-    machine = {"device": choose_device(device), "precision": precision, "compile": compile}
-    run = _start(context, text, machine) if resume is None else _resume(context, resume, text, machine)
+    with joined_job(device) as own_device:
+        mesh = make_mesh(own_device.type, shard=shard)
+        machine = {"device": own_device, "precision": precision, "compile": compile}
+        machine |= {"mesh": mesh, "shard": shard, "accumulate": accumulate}
+        run = _start(context, text, machine) if resume is None else _resume(context, resume, text, machine)
+        if output is None:
+            output = resume.parent if resume else Path("runs") / f"{cell}-{text.stem if text else 'standard-library'}"
+        console = Console(highlight=False, soft_wrap=True, quiet=not is_first())
+        _train(run, console, output, resume, overwrite, curve)
+
+
+def _train(
+    run: "Run", console: "Console", output: Path, resume: Path | None, overwrite: bool, curve: Path | None
+) -> None:
+    """Train to the end; of several processes the first prints and writes."""
+    from ostinato.files import check_file, check_folder, is_stream, locked
+    from ostinato.processes import is_first
+
     trainer = run.trainer
-    if output is None:
-        output = resume.parent if resume else Path("runs") / f"{cell}-{text.stem if text else 'standard-library'}"
     last, best = output / "last.safetensors", output / "best.safetensors"
-    if curve:
+    if curve and is_first():
         _check_apart(curve, run.text)
         check_file(curve)
 
@@ -128,21 +149,24 @@ def train(
         if point and point.held_out_loss <= min(other.held_out_loss for other in trainer.curve):
             run.save(best, weights_only=True)
         run.save(last)
-        if curve and not is_stream(curve):
+        if curve and is_first() and not is_stream(curve):
             run.write_curve(curve)
 
     if trainer.progress < 1:
-        check_folder(output)
-        with locked(output):
+        if is_first():
+            check_folder(output)
+        with locked(output) if is_first() else nullcontext():
             goes_on = resume is not None and last.exists() and last.samefile(resume)
             there = next((path for path in (last, best) if path.exists()), None)
-            if there and not goes_on and not overwrite:
+            if is_first() and there and not goes_on and not overwrite:
                 going_on = f"--resume {last}, " if there == last else ""
                 raise ValueError(f"{there} is there already: expected {going_on}another --output, or --overwrite")
             console.print(run.summary())
             train_or_save(trainer, console, keep, f"To go on:  ostinato train --resume {last}")
     else:
         console.print(f"{run.summary()}\nAll its steps are done; a larger --steps goes on.")
+    if not is_first():
+        return
     if curve:
         run.write_curve(curve)
     if not best.exists() and resume:  # the lowest loss was that of the run it went on from
@@ -184,7 +208,7 @@ class Run:
             f"Model:     {model['num_layers']} {model['cell']} layers, width {model['width']}, "
             f"{parameters:,} parameters\n"
             f"Training:  {limit}, {settings.batch_size} x {settings.chunk_length} characters a step, in "
-            f"{trainer.precision} on {device_name(trainer.device)}"
+            f"{trainer.precision} on {trainer.spread}{device_name(trainer.device)}"
         )
 
     def save(self, path: Path, weights_only: bool = False) -> None:
@@ -290,6 +314,8 @@ def show_progress(
     """Train to the end, or until ``interrupted``, under a progress bar; ``on_point`` gets each point of the curve."""
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+    from ostinato.processes import agree
+
     columns = (
         BarColumn(),
         TaskProgressColumn(),
@@ -301,7 +327,10 @@ def show_progress(
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("first step", total=1.0)
         progress.update(task, completed=trainer.progress)
-        while trainer.progress < 1 and not interrupted():
+        while trainer.progress < 1:
+            steps, stop = agree(steps, interrupted())
+            if stop:
+                break
             before = trainer.seconds
             steps = min(steps, every - trainer.step % every, trainer.settings.steps - trainer.step)
             loss = trainer.advance(steps)

@@ -2,6 +2,8 @@
 
 import hashlib
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ostinato.files import replacing
@@ -31,6 +33,39 @@ def store(name: str, data: bytes) -> None:
             temporary.write_bytes(hashlib.sha256(data).digest() + data)
     except (OSError, RuntimeError):
         pass
+
+
+@contextmanager
+def alone(name: str) -> Iterator[None]:
+    """For the block, the one process here that makes what has this name: others wait, and find it stored.
+
+    Where there are no locks nobody waits, and some compile the same.
+    """
+    try:
+        descriptor = _lock(_folder() / f".{name}.lock")
+    except (ImportError, OSError, RuntimeError):
+        yield
+        return
+    try:
+        yield
+    finally:
+        # Who waits for this very file goes on when it is closed; who comes later makes a new one, and finds it stored.
+        with suppress(OSError, RuntimeError):
+            (_folder() / f".{name}.lock").unlink()
+        os.close(descriptor)
+
+
+def _lock(path: Path) -> int:
+    from fcntl import LOCK_EX, flock  # not on Windows
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_CREAT | os.O_RDWR)
+    try:
+        flock(descriptor, LOCK_EX)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def _folder() -> Path:

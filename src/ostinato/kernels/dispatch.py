@@ -3,10 +3,13 @@
 A registered operator lets ``torch.compile``, ``torch.export`` and ``opcheck`` see one opaque node, at some
 tens of microseconds a call.  Eager mode needs none of that and takes an ``autograd.Function`` over the same
 implementation, context and gradient; so do the transforms of ``torch.func``, each of which sees one such function.
+
+Derivatives of higher order, and those in forward mode, come from what an operator does written in differentiable
+operations (``composite``), some of which are operators again.  It runs only where such a derivative is taken.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,10 +27,15 @@ def operator(
     setup_context: Callable,
     backward: Callable,
     groups: Callable[..., Groups] | None = None,
+    *,
+    composite: Callable | None = None,
+    jvp: Callable | None = None,
 ) -> Callable:
     """Register ``ostinato::name`` and return the function that calls it, or goes round it where it can.
 
-    ``groups(*args)`` lets ``torch.vmap`` make one call of many: see :func:`_vmap_rule`.
+    ``groups(*args)`` lets ``torch.vmap`` make one call of many: see :func:`_vmap_rule`.  In forward mode
+    ``composite(*args)`` runs in place of the operator; or, where the operator is itself what composites are made of,
+    ``jvp(args, results, tangents)`` returns the results' tangents, with None for an input's that has none.
     """
     registered = torch.library.custom_op(f"ostinato::{name}", forward, mutates_args=())
     registered.register_fake(fake)
@@ -35,47 +43,117 @@ def operator(
 
     def call(*args: Any) -> Any:
         tensors = [x for x in args if isinstance(x, Tensor)]
-        if forward_ad._current_level >= 0 and any(_has_tangent(x) for x in tensors):
-            refuse_tangent()
         if is_eager(tensors):
             return function.apply(*args) if _is_differentiated(tensors) else forward(*args)
-        if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
+        if torch.compiler.is_compiling():
+            if forward_ad._current_level >= 0:
+                torch._dynamo.graph_break()  # a compiler would lose the tangents
+            return registered(*args)
+        if torch._C._functorch.peek_interpreter_stack() is not None:
             return transformed.apply(*args)
+        if forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled() and any(map(_has_tangent, tensors)):
+            return transformed.apply(*args) if composite is None else composite(*args)
         return registered(*args)
-
-    def refuse_tangent(*_: Any) -> None:
-        raise NotImplementedError(f"{name} has no forward-mode derivative: take gradients by backward()")
 
     def run_and_keep(ctx: Any, *args: Any) -> Any:  # a setup_context of its own costs more than the call
         output = forward(*args)
         setup_context(ctx, args, output)
         return output
 
+    def keep_for_both_modes(ctx: Any, args: tuple, output: Any) -> None:
+        setup_context(ctx, args, output)
+        ctx.forward_args = _without_tensors(args)
+        ctx.save_for_forward(*(x for x in args if isinstance(x, Tensor)), *output)
+
+    def push_forward(ctx: Any, *tangents: Tensor | None) -> Any:
+        with forward_ad._set_fwd_grad_enabled(True):  # PyTorch turns it off, and with it the tangents of tangents
+            saved = (forward_ad.unpack_dual(x)[0] for x in ctx.saved_tensors)
+            args = _with_tensors(ctx.forward_args, saved)
+            if jvp is not None:
+                return jvp(args, tuple(saved), tangents)
+            if composite is not None:
+                return _tangents_of(composite, args, tangents)
+        raise NotImplementedError(f"{name} has no forward-mode derivative: take gradients by backward()")
+
     registered.register_vmap(_vmap_rule(name, registered, groups))
     function = _autograd_function(name, forward=run_and_keep, backward=backward)
     transformed = _autograd_function(
         name,
         forward=call,
-        setup_context=setup_context,
+        setup_context=keep_for_both_modes,
         backward=backward,
-        jvp=refuse_tangent,
+        jvp=push_forward,
         vmap=_vmap_rule(name, call, groups),
     )
     return call
 
 
 def gradient(
-    name: str, implementation: Callable, fake: Callable, groups: Callable[..., Groups] | None = None
+    name: str,
+    implementation: Callable,
+    fake: Callable,
+    groups: Callable[..., Groups] | None = None,
+    composite: Callable | None = None,
 ) -> Callable:
-    """As :func:`operator`, for a gradient that has none of its own."""
+    """As :func:`operator`, for a gradient, whose own derivatives are those of ``composite``, if there is one."""
 
-    def keep_nothing(ctx: Any, inputs: tuple, output: Any) -> None:
-        pass
+    def keep(ctx: Any, args: tuple, output: Any) -> None:
+        if composite is not None:
+            ctx.args = _without_tensors(args)
+            ctx.save_for_backward(*(x for x in args if isinstance(x, Tensor)))
 
-    def refuse(ctx: Any, *grads: Any) -> None:
-        raise NotImplementedError(f"{name} has no derivative: gradients of gradients through a scan cannot be taken")
+    def pull_back(ctx: Any, *cotangents: Tensor | None) -> tuple:
+        if composite is None:
+            raise NotImplementedError(f"{name} has no derivative: gradients of gradients through it cannot be taken")
+        args = _with_tensors(ctx.args, iter(ctx.saved_tensors))
+        return gradients(composite, args, cotangents, ctx.needs_input_grad)
 
-    return operator(name, implementation, fake, keep_nothing, refuse, groups)
+    return operator(name, implementation, fake, keep, pull_back, groups, composite=composite)
+
+
+def gradients(
+    function: Callable, args: Sequence[Any], cotangents: Sequence[Tensor | None], wanted: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
+    """Gradients of the arguments that are wanted, None of the others, which can be differentiated again.
+
+    ``cotangents`` are the gradients of the function's results, None for zeros.
+    """
+    places = [i for i, chosen in enumerate(wanted) if chosen]
+    function = _of_some(function, args, places)
+    outputs, pull = torch.func.vjp(function, *(args[i] for i in places))  # type: ignore[misc]  # no third, aux
+    found = pull(tuple(torch.zeros_like(y) if g is None else g for y, g in zip(outputs, cotangents, strict=True)))
+    at = dict(zip(places, found, strict=True))
+    return tuple(map(at.get, range(len(args))))
+
+
+def _tangents_of(function: Callable, args: tuple, tangents: tuple) -> Any:
+    """The tangents of a function's results, given those of its arguments, None for one that has none."""
+    moving = [i for i, x in enumerate(tangents) if x is not None]
+    primals, directions = tuple(args[i] for i in moving), tuple(tangents[i] for i in moving)
+    return torch.func.jvp(_of_some(function, args, moving), primals, directions)[1]
+
+
+def _of_some(function: Callable, args: Sequence[Any], places: Sequence[int]) -> Callable:
+    """The function of the arguments at these places, the others being as given."""
+
+    def of_some(*tensors: Any) -> Any:
+        given = list(args)
+        for i, x in zip(places, tensors, strict=True):
+            given[i] = x
+        return function(*given)
+
+    return of_some
+
+
+_TENSOR = object()  # the place of a tensor that is kept elsewhere
+
+
+def _without_tensors(args: tuple) -> tuple:
+    return tuple(_TENSOR if isinstance(x, Tensor) else x for x in args)
+
+
+def _with_tensors(args: tuple, tensors: Iterator[Tensor]) -> tuple:
+    return tuple(next(tensors) if x is _TENSOR else x for x in args)
 
 
 def _autograd_function(name: str, **members: Callable) -> Any:
@@ -168,14 +246,7 @@ def is_eager(tensors: list[Tensor]) -> bool:
 
 
 def _has_tangent(x: Tensor) -> bool:
-    """Whether a forward-mode derivative is being taken with respect to x, under whatever function transforms."""
-    wrappers = torch._C._functorch
-    while True:
-        if not wrappers.is_batchedtensor(x) and forward_ad.unpack_dual(x).tangent is not None:
-            return True
-        if not wrappers.is_functorch_wrapped_tensor(x):
-            return False
-        x = wrappers.get_unwrapped(x)
+    return forward_ad.unpack_dual(x).tangent is not None
 
 
 def or_empty(grad: Tensor | None, like: Tensor) -> Tensor:

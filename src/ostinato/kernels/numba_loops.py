@@ -55,17 +55,25 @@ def compiled_loop(function: Callable, generated: str = "") -> Loop:
     target = cpu_target.target_context
     target.refresh()
     key = _cache_key(function, target.codegen(), generated)
-    stored = cache.load(key) if key else None
-    if stored is not None:
-        name, code = pickle.loads(stored)
-        return Loop(name, target.codegen().unserialize_library(code))
-    if key:  # two processes may name two variants alike, and a third would confuse them
-        function.__qualname__ += f"_{key.partition('.')[0]}"
+    if key is None:
+        return Loop(*_compiled(function))
+    stored = cache.load(key)
+    if stored is None:
+        with cache.alone(key):
+            stored = cache.load(key)
+            if stored is None:
+                # Two processes may name two variants alike, and a third would confuse them.
+                function.__qualname__ += f"_{key.partition('.')[0]}"
+                name, library = _compiled(function)
+                cache.store(key, pickle.dumps((name, library.serialize_using_object_code())))
+                return Loop(name, library)
+    name, code = pickle.loads(stored)
+    return Loop(name, target.codegen().unserialize_library(code))
+
+
+def _compiled(function: Callable) -> tuple[str, Any]:
     compiled = cfunc("void(voidptr)", error_model="numpy")(function)
-    name, library = compiled.native_name, compiled._library
-    if key:
-        cache.store(key, pickle.dumps((name, library.serialize_using_object_code())))
-    return Loop(name, library)
+    return compiled.native_name, compiled._library
 
 
 def _cache_key(function: Callable, codegen: Any, generated: str) -> str | None:

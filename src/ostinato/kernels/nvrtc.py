@@ -64,8 +64,11 @@ def cached_cubin(code: str, arch: str, macros: Mapping[str, object]) -> bytes:
     name = cache.key_of(code, arch, repr(sorted(macros.items())), _compiler_version()) + ".cubin"
     cubin = cache.load(name)
     if cubin is None:
-        cubin = compile_cubin(code, arch, macros)
-        cache.store(name, cubin)
+        with cache.alone(name):
+            cubin = cache.load(name)
+            if cubin is None:
+                cubin = compile_cubin(code, arch, macros)
+                cache.store(name, cubin)
     return cubin
 
 

@@ -12,6 +12,7 @@
 constexpr int PREFETCH = 6;                          // steps
 constexpr int GRADS = CELL == GRU ? 4 : GATES;       // of a unit that are written
 constexpr bool TAKES_STATE = CELL == GRU, TAKES_CELL = CELL == LSTM;
+static_assert(ITEMS <= 32);  // a bit for each
 
 struct Units : Block {
     const Parameters &p;
@@ -23,6 +24,7 @@ struct Units : Block {
     // As read from memory.
     Scalar pre[ITEMS][GATES], grad[ITEMS], candidate[ITEMS], before[ITEMS];
     float cell[ITEMS], cell_before[ITEMS];
+    unsigned begins_read = 0, begins_next = 0, begins = 0;  // items whose step began from zero
 
     __device__ Units(const Parameters &p, const Product &product, int block, Block owned_by) : Block(owned_by), p(p) {
 #pragma unroll
@@ -39,6 +41,8 @@ struct Units : Block {
     __device__ void fetch(const Rows &rows, bool has_earlier, const Rows &earlier) {
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
+            const bool from_zero = reset(i, rows, p);
+            if (RESETS) begins_read = (begins_read & ~(1u << i)) | unsigned(from_zero) << i;
             if (!live(i, rows)) continue;
             const size_t at = place(rows.first, i);
 #pragma unroll
@@ -51,6 +55,7 @@ struct Units : Block {
             if (TAKES_CELL) {
                 cell[i] = p.cells[at];
                 cell_before[i] = 0;
+                if (from_zero) continue;
                 if (has_earlier && live(i, earlier)) cell_before[i] = p.cells[place(earlier.first, i)];
                 else if (p.c0) cell_before[i] = widen(p.c0[place(0, i)]);
             }
@@ -59,6 +64,7 @@ struct Units : Block {
 
     // A sequence that is not at this step hands its gradients on.
     __device__ void differentiate(const Rows &rows) {
+        begins_next = begins_read;
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
             if (idle(i)) continue;
@@ -98,6 +104,7 @@ struct Units : Block {
     }
 
     __device__ void update(char *state) {
+        begins = begins_next;
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
             if (idle(i)) continue;
@@ -139,6 +146,7 @@ struct Units : Block {
             if (!owned(i)) continue;
             const float sum = product.sum(sums, spans[i], cluster.rank * UNITS + unit_of(i), sequence_of(i));
             dh[i] += sum + cluster.receive(item(i), step, patience);
+            if (RESETS && begins >> i & 1) dh[i] = dc[i] = 0;
         }
     }
 
@@ -153,6 +161,7 @@ struct Units : Block {
             }
             if (!own.live(i, rows)) continue;
             const size_t at = own.place(rows.first, i);
+            if (RESETS) prefetch(p.resets + rows.first + own.sequence + own.sequence_of(i));
             if (p.grad_output) prefetch(p.grad_output + at);
             if (TAKES_STATE) prefetch(p.candidate + at), prefetch(p.h_prev + at);
             if (TAKES_CELL) prefetch(p.cells + at);

@@ -94,6 +94,7 @@ def forward(
     bias_hh: Tensor | None,
     mask_hh: Tensor | None,
     offsets: Tensor | None,
+    resets: Tensor | None,
     batch: int,
     cell: str,
     reverse: bool,
@@ -120,6 +121,7 @@ def forward(
         "bias": h.new_zeros(gates * hidden) if bias_hh is None else bias_hh.contiguous(),
         "sums": h.new_empty(batch, weights.row),
         "offsets": offsets,
+        "resets": None if resets is None else resets.contiguous(),
         "projected": projected,
         "h": h,
         "c": c,
@@ -132,7 +134,8 @@ def forward(
         if untouched is not None:
             projected.copy_(untouched)
         dense = plan._replace(path="dense")
-        return forward(projected, h0, c0, weight_hh, bias_hh, mask_hh, offsets, batch, cell, reverse, dense, keep)
+        states = projected, h0, c0, weight_hh, bias_hh, mask_hh
+        return forward(*states, offsets, resets, batch, cell, reverse, dense, keep)
     return output, h, c if lstm else None, kept
 
 
@@ -225,6 +228,7 @@ def backward(
     grad_h_n: Tensor | None,
     grad_c_n: Tensor | None,
     offsets: Tensor | None,
+    resets: Tensor | None,
     batch: int,
     cell: str,
     reverse: bool,
@@ -249,8 +253,10 @@ def backward(
         "h_prev": h_prev.contiguous(),
         "cells": c,
         "c0": _state(c0, batch if lstm else 0, hidden, pre),
+        "zeros": None if resets is None else pre.new_zeros(hidden),
         "grad_output": pre.new_zeros(hidden) if grad_output is None else grad_output.contiguous(),
         "offsets": offsets,
+        "resets": None if resets is None else resets.contiguous(),
         "dh": dh,
         "dc": dc,
         "grads": grads,
@@ -260,10 +266,8 @@ def backward(
     sizes = {"batch": batch, "hidden": hidden, "reverse": reverse, "grad_row": grad_row}
     if not _run(loop, cpu_loops.BackwardWork, how, weights, arrays, **sizes):
         dense = plan._replace(path="dense")
-        states = c, c0, weight_hh, mask_hh
-        return backward(
-            pre, candidate, h_prev, *states, grad_output, grad_h_n, grad_c_n, offsets, batch, cell, reverse, dense
-        )
+        states, upstream = (c, c0, weight_hh, mask_hh), (grad_output, grad_h_n, grad_c_n)
+        return backward(pre, candidate, h_prev, *states, *upstream, offsets, resets, batch, cell, reverse, dense)
     return grads, dh[:, :hidden], dc if lstm else None
 
 

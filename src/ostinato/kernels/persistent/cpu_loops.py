@@ -57,7 +57,7 @@ def panel_rows(dtype: type, tile: int) -> int:
 
 
 _BOTH = (
-    *("next_piece", "pieces", "group", "batch", "length", "hidden", "reverse", "offsets"),
+    *("next_piece", "pieces", "group", "batch", "length", "hidden", "reverse", "offsets", "resets"),
     *("weights", "row", "padded", "columns", "starts", "rows", "slices", "diagonal", "not_finite"),
 )
 
@@ -77,7 +77,7 @@ class BackwardWork(ctypes.Structure):
     """What the backward loop is called with, as the forward's; the sums are dh."""
 
     _fields_ = integers(
-        *(*_BOTH, "pre", "candidate", "h_prev", "cells", "c0", "grad_output", "grad_row"),
+        *(*_BOTH, "pre", "candidate", "h_prev", "cells", "c0", "zeros", "grad_output", "grad_row"),
         *("dh", "dc", "grads"),
     )
 
@@ -435,7 +435,7 @@ def forward(dtype: type, cell: str, keep: bool, kind: str, height: int, tile: in
     @compiled_loop
     def run(address):
         work = carray(address, 1, _FORWARD)[0]
-        offsets = pointer_to(work.offsets, np.int32)
+        offsets, resets = pointer_to(work.offsets, np.int32), pointer_to(work.resets, np.uint8)
         weights, bias = pointer_to(work.weights, dtype), pointer_to(work.bias, dtype)
         projected, sums = pointer_to(work.projected, dtype), pointer_to(work.sums, dtype)
         h, c = pointer_to(work.h, dtype), pointer_to(work.c, dtype)
@@ -458,6 +458,13 @@ def forward(dtype: type, cell: str, keep: bool, kind: str, height: int, tile: in
                     live = min(np.int64(offsets[t + 1]) - at_step - first, group)
                 if live <= 0 or wrong:
                     continue
+                if work.resets:
+                    for b in range(first, first + live):
+                        if resets[at_step + b]:
+                            for j in range(hidden):
+                                h[b * hidden + j] = 0
+                                if cell == "lstm":
+                                    c[b * hidden + j] = 0
                 for b in range(first, first + live):
                     for g in range(gates):
                         for j in range(hidden):
@@ -536,6 +543,7 @@ def backward(dtype: type, cell: str, kind: str, height: int, tile: int) -> Any:
     def run(address):
         work = carray(address, 1, _BACKWARD)[0]
         offsets, weights = pointer_to(work.offsets, np.int32), pointer_to(work.weights, dtype)
+        resets, zeros = pointer_to(work.resets, np.uint8), pointer_to(work.zeros, dtype)
         pre, candidate = pointer_to(work.pre, dtype), pointer_to(work.candidate, dtype)
         h_prev, cells, c0 = pointer_to(work.h_prev, dtype), pointer_to(work.cells, dtype), pointer_to(work.c0, dtype)
         grad_output, grads = pointer_to(work.grad_output, dtype), pointer_to(work.grads, dtype)
@@ -571,6 +579,8 @@ def backward(dtype: type, cell: str, kind: str, height: int, tile: int) -> Any:
                         before, at_before = cells, (at_before_step + b) * hidden
                         if b >= live_before:
                             before, at_before = c0, b * hidden
+                        if work.resets and resets[at_step + b]:
+                            before, at_before = zeros, np.int64(0)
                     at_grad = (at_step + b) * work.grad_row
                     inputs = pre, at_row * gates, candidate, before, at_before, cells, at_row, grad_output, at_grad
                     outputs = dh, b * row, dc, b * hidden, grads, at_row * width
@@ -582,6 +592,13 @@ def backward(dtype: type, cell: str, kind: str, height: int, tile: int) -> Any:
                 else:
                     wrong = not _are_finite(x, 0, live * grads_row, largest)
                     _add_entries(kind, height, tile, gates, hidden, entries, x, grads_row, sums, row, live)
+                if work.resets:
+                    for b in range(first, first + live):
+                        if resets[at_step + b]:
+                            for j in range(hidden):
+                                dh[b * row + j] = 0
+                                if cell == "lstm":
+                                    dc[b * hidden + j] = 0
             if wrong:
                 work.not_finite = 1
             piece = take_piece(address)

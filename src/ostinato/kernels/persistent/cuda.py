@@ -19,7 +19,7 @@ from ostinato.kernels.persistent.plan import Plan, no_kernel
 _POINTERS = (
     *("weight", "bias", "index", "places", "spans", "packed", "states", "offsets", "failure", "pre", "h0", "c0"),
     *("output", "cells", "gates", "h_n", "c_n", "candidate", "h_prev", "grad_output", "grad_h_n", "grad_c_n"),
-    *("grads", "grad_h0", "grad_c0"),
+    *("grads", "grad_h0", "grad_c0", "resets"),
 )
 _PARAMETERS = struct.Struct(f"{len(_POINTERS)}Q5i")
 LEAST_STEPS = 4  # whose launches cost the host as much as one of a kernel that takes all steps
@@ -126,6 +126,7 @@ def forward(
     bias_hh: Tensor | None,
     mask_hh: Tensor | None,
     offsets: Tensor | None,
+    resets: Tensor | None,
     batch: int,
     cell: str,
     reverse: bool,
@@ -149,8 +150,9 @@ def forward(
     gates = projected if keep and keeps_gates(projected.dtype) and not cell.startswith("rnn") else None
     if keep and (lstm or gates is not None):
         results["cells"] = projected.new_empty(rows, hidden, dtype=torch.float32)
-    given = {"pre": projected, "h0": h0, "c0": c0, "weight": weight_hh, "bias": bias_hh, "offsets": offsets}
-    _launch(geometry, mask_hh, batch, reverse, given | {"gates": gates}, results)
+    given = {"pre": projected, "h0": h0, "c0": c0, "weight": weight_hh, "bias": bias_hh}
+    given |= {"gates": gates, "offsets": offsets, "resets": resets}
+    _launch(geometry, mask_hh, batch, reverse, given, results)
     return tuple(results.values())  # type: ignore[return-value]
 
 
@@ -175,6 +177,7 @@ def backward(
     grad_h_n: Tensor | None,
     grad_c_n: Tensor | None,
     offsets: Tensor | None,
+    resets: Tensor | None,
     batch: int,
     cell: str,
     reverse: bool,
@@ -192,7 +195,8 @@ def backward(
         "grad_c0": pre.new_empty(batch, hidden) if lstm else None,
     }
     given = {"pre": pre, "weight": weight_hh, "c0": c0, "candidate": candidate, "h_prev": h_prev, "cells": c}
-    given |= {"grad_output": grad_output, "grad_h_n": grad_h_n, "grad_c_n": grad_c_n, "offsets": offsets}
+    given |= {"grad_output": grad_output, "grad_h_n": grad_h_n, "grad_c_n": grad_c_n}
+    given |= {"offsets": offsets, "resets": resets}
     _launch(geometry, mask_hh, batch, reverse, given, results)
     return tuple(results.values())  # type: ignore[return-value]
 
@@ -204,13 +208,13 @@ class _Kernels(NamedTuple):
 
 
 @functools.cache
-def kernels(geometry: Geometry, device: int) -> _Kernels:
-    """The compiled kernels of a geometry.
+def kernels(geometry: Geometry, device: int, resets: bool = False) -> _Kernels:
+    """The compiled kernels of a geometry; those for resets are others, so that nobody else pays for them.
 
     Raises RuntimeError if the device cannot hold all blocks at once.
     """
     properties: Any = torch.cuda.get_device_properties(device)
-    compiled = (nvrtc.source(*files(geometry)), geometry.macros(), device)
+    compiled = (nvrtc.source(*files(geometry)), geometry.macros(resets), device)
     prepare, recur = nvrtc.load_kernel("prepare", *compiled), nvrtc.load_kernel("recur", *compiled)
     resident = recur.resident_blocks(device, THREADS, geometry.shared_bytes, geometry.cluster)
     blocks = geometry.blocks * geometry.groups
@@ -270,7 +274,7 @@ def _launch(
     steps = pre.shape[0] // batch if offsets is None else len(offsets) - 1
     packing = None if mask is None or geometry.path == "dense" else packing_of(mask, geometry)
     geometry = geometry if packing is None else packing.geometry
-    prepare, recur, processors = kernels(geometry, device)
+    prepare, recur, processors = kernels(geometry, device, given["resets"] is not None)
     groups = -(-batch // geometry.columns)
     packed_bytes = geometry.tiles * geometry.tile_bytes * geometry.blocks
     states_bytes = (steps + (not geometry.backward)) * groups * geometry.group_bytes

@@ -51,6 +51,7 @@ struct Parameters {
     const Scalar *grad_h_n, *grad_c_n;  // (batch, HIDDEN), or null for zeros
     Pack *grads;                  // (rows, GRADS * HIDDEN), backward
     Pack *grad_h0, *grad_c0;      // (batch, HIDDEN), backward
+    const unsigned char *resets;  // (rows), with RESETS: whether the state before is zero, in the order of the launch
     int steps, batch, groups, first, reverse;  // first: the sequence with which this launch begins
 };
 
@@ -80,6 +81,11 @@ struct Block {
     __device__ Block mirrored() const { return {unit, sequence, sequences, THREADS - 1 - thread}; }
     __device__ bool owned(int i) const { return sequence_of(i) < sequences && unit + unit_of(i) < HIDDEN; }
     __device__ bool live(int i, const Rows &rows) const { return owned(i) && sequence + sequence_of(i) < rows.live; }
+
+    // Whether the state before this step is zero.
+    __device__ bool reset(int i, const Rows &rows, const Parameters &p) const {
+        return RESETS && live(i, rows) && p.resets[rows.first + sequence + sequence_of(i)];
+    }
 
     // Where this thread's unit is in (rows, gates * HIDDEN), from the first row of a step on.
     __device__ size_t place(size_t row, int i, int gates = 1) const {

@@ -1,13 +1,15 @@
 // One layer and direction of an RNN, GRU or LSTM: all steps in one launch, recurrent weights on the chip throughout.
 //
 // Product multiplies the recurrent matrix with the previous state and leaves partial sums in shared memory; Units
-// adds them up, updates the block's own hidden units and publishes them.
+// adds them up, updates the block's own hidden units and publishes them.  With RESETS, a state that the next step is not
+// to see is published as zero.
 
 constexpr int PREFETCH = 4;  // steps
 
 struct Units : Block {
     const Parameters &p;
     float h[ITEMS], c[ITEMS], bias[ITEMS][GATES];
+    bool ends[ITEMS];  // whether the next step begins from zero
     Scalar projected[ITEMS][GATES];
     Span spans[ITEMS][GATES];
 
@@ -15,6 +17,7 @@ struct Units : Block {
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
             h[i] = c[i] = 0;
+            ends[i] = false;
 #pragma unroll
             for (int g = 0; g < GATES; ++g) bias[i][g] = 0;
             if (!owned(i)) continue;
@@ -25,6 +28,16 @@ struct Units : Block {
             }
             if (p.h0) h[i] = widen(p.h0[place(0, i)]);
             if (p.c0) c[i] = widen(p.c0[place(0, i)]);
+            ends[i] = reset(i, Rows(p, p.reverse ? p.steps - 1 : 0), p);
+        }
+    }
+
+    // Leaves behind what this step is not to see, and learns what the next one is not to.
+    __device__ void forget(bool has_next, const Rows &next) {
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i) {
+            if (ends[i]) h[i] = c[i] = 0;
+            ends[i] = has_next && reset(i, next, p);
         }
     }
 
@@ -73,7 +86,7 @@ struct Units : Block {
         for (int i = 0; i < ITEMS; ++i) {
             if (idle(i)) continue;
             if (live(i, rows)) h[i] = next(i, product, sums);
-            publish(h[i], begins_word(i), state + state_place(*this, i));
+            publish(RESETS && ends[i] ? 0 : h[i], begins_word(i), state + state_place(*this, i));
         }
     }
 
@@ -96,6 +109,7 @@ struct Units : Block {
         for (int i = 0; i < ITEMS; ++i) {
             if (own.begins_word(i)) prefetch(state + state_place(own, i));
             if (!own.live(i, rows)) continue;
+            if (RESETS) prefetch(p.resets + rows.first + own.sequence + own.sequence_of(i));
 #pragma unroll
             for (int g = 0; g < GATES; ++g) prefetch(p.pre + own.place(rows.first, i, GATES) + g * HIDDEN);
         }
@@ -125,8 +139,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) recur(const Parameters 
     char *state = p.states + size_t(group) * GROUP_BYTES;
     const auto step_of = [&](int taken) { return p.reverse ? p.steps - 1 - taken : taken; };
 
-    Rows rows(p, step_of(0));
-    units.fetch(rows);
+    const auto fetch = [&](int taken) {
+        const Rows rows(p, step_of(taken));
+        units.fetch(rows);
+        if (RESETS) units.forget(taken + 1 < p.steps, Rows(p, step_of(min(taken + 1, p.steps - 1))));
+        return rows;
+    };
+
+    Rows rows = fetch(0);
     for (int taken = 0; taken < p.steps; ++taken, state += stride) {
         float *sums = all_sums + taken % 2 * SUMS;
         product(state, sequences, sums, patience);
@@ -135,8 +155,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) recur(const Parameters 
         units.wait_for_update();
         units.write(rows);
         if (taken + 1 == p.steps) break;
-        rows = Rows(p, step_of(taken + 1));
-        units.fetch(rows);
+        rows = fetch(taken + 1);
         if (taken + PREFETCH < p.steps)
             units.prefetch_step(Rows(p, step_of(taken + PREFETCH)), state + PREFETCH * stride);
     }

@@ -202,8 +202,8 @@ class Geometry(NamedTuple):
         geometry = self._replace(held=max(0, min(self.tiles, free)))
         return geometry if geometry.shared_bytes <= shared_limit else None
 
-    def macros(self) -> tuple[tuple[str, object], ...]:
-        """The definitions that make the CUDA files one kernel."""
+    def macros(self, resets: bool = False) -> tuple[tuple[str, object], ...]:
+        """The definitions that make the CUDA files one kernel, and whether that looks for resets."""
         return (
             ("SCALAR", SCALARS[self.dtype]),
             ("VEC", 1),
@@ -217,6 +217,7 @@ class Geometry(NamedTuple):
             ("CHUNK_BYTES", self.chunk_bytes),
             ("BACKWARD", int(self.backward)),
             ("CLUSTER", self.cluster),
+            ("RESETS", int(resets)),
             *{
                 "dense": (),
                 "block": (

@@ -82,9 +82,9 @@ def can_take(tensors: list[Tensor]) -> bool:
     return transformed or is_eager(tensors)
 
 
-# recurrent_layer(x, h0, c0, weight_ih, weight_hh, bias_ih, bias_hh, mask_hh, offsets, batch, cell, reverse, training,
-# path, directions) -> output, h_n, c_n, and what is kept for the backward, c and the gates' arguments; empty where
-# there is none
+# recurrent_layer(x, h0, c0, weight_ih, weight_hh, bias_ih, bias_hh, mask_hh, offsets, resets, batch, cell, reverse,
+# training, path, directions) -> output, h_n, c_n, and what is kept for the backward, c and the gates' arguments; empty
+# where there is none
 
 
 def _choose(
@@ -121,6 +121,7 @@ def _recurrent_layer(
     bias_hh: Tensor | None,
     mask_hh: Tensor | None,
     offsets: Tensor | None,
+    resets: Tensor | None,
     batch: int,
     cell: str,
     reverse: bool,
@@ -130,7 +131,7 @@ def _recurrent_layer(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     kernels, plan = _choose(x, mask_hh, offsets, batch, cell, weight_hh.shape[1], training, path, directions)
     projected = linear(x, weight_ih, bias_ih)
-    args = projected, h0, c0, weight_hh, bias_hh, mask_hh, offsets, batch, cell, reverse, plan, training
+    args = projected, h0, c0, weight_hh, bias_hh, mask_hh, offsets, resets, batch, cell, reverse, plan, training
     output, h_n, c_n, c = kernels.forward(*args)
     wide = torch.promote_types(x.dtype, torch.float32)
     c_width, gates_width = _kept_widths(x, cell, weight_hh.shape[1], training)
@@ -178,7 +179,7 @@ def _grad(ctx: Any, *grads: Tensor | None) -> tuple:
     else:
         bits = sum(1 << i for i, need in enumerate(needed) if need)
         found = recurrent_layer_backward(*tensors, h, c, gates, *grads[:3], *how, ctx.path, ctx.directions, bits)
-    return *(grad if need else None for grad, need in zip(found, needed, strict=True)), *[None] * 8
+    return *(grad if need else None for grad, need in zip(found, needed, strict=True)), *[None] * 9
 
 
 def _differentiable_gradients(
@@ -186,10 +187,10 @@ def _differentiable_gradients(
 ) -> list[Tensor | None]:
     """The gradients through the loop over time, which have gradients themselves."""
     # Views are told apart where two inputs are one tensor.
-    own = [x.view_as(x) if need else x for x, need in zip(tensors, [*needed, False, False], strict=True)]
-    x, h0, c0, weight_ih, weight_hh, bias_ih, bias_hh, mask_hh, offsets = own
+    own = [x.view_as(x) if need else x for x, need in zip(tensors, [*needed, False, False, False], strict=True)]
+    x, h0, c0, weight_ih, weight_hh, bias_ih, bias_hh, mask_hh, offsets, resets = own
     projected = F.linear(x, weight_ih, bias_ih)
-    results: Any = reference.forward(projected, h0, c0, weight_hh, bias_hh, mask_hh, offsets, *how)[:3]
+    results: Any = reference.forward(projected, h0, c0, weight_hh, bias_hh, mask_hh, offsets, resets, *how)[:3]
     outputs = [y for y, grad in zip(results, grads, strict=True) if grad is not None]
     inputs = [x for x, need in zip(own, needed, strict=False) if need]
     given = [grad for grad in grads if grad is not None]
@@ -208,6 +209,7 @@ def _recurrent_layer_backward(
     bias_hh: Tensor | None,
     mask_hh: Tensor | None,
     offsets: Tensor | None,
+    resets: Tensor | None,
     h: Tensor,
     c: Tensor,
     gates: Tensor,
@@ -224,7 +226,7 @@ def _recurrent_layer_backward(
     """Of each of the first seven tensors its gradient, empty unless its bit is set in `needed`."""
     hidden, gru = weight_hh.shape[1], cell == "gru"
     kernels, plan = _choose(x, mask_hh, offsets, batch, cell, hidden, True, path, directions)
-    h_prev = reference.previous(h, h0, offsets, batch, reverse)
+    h_prev = reference.previous(h, h0, offsets, batch, reverse, resets)
     if cell.startswith("rnn"):
         pre, candidate = h, None
     elif kernels is not reference and gates.numel():
@@ -233,7 +235,7 @@ def _recurrent_layer_backward(
         pre, candidate = _arguments(x, h_prev, weight_ih, weight_hh, bias_ih, bias_hh, cell)
     args = pre, candidate, h_prev, c if cell == "lstm" else None, c0, weight_hh, mask_hh
     grads, grad_h0, grad_c0 = kernels.backward(
-        *args, grad_output, grad_h_n, grad_c_n, offsets, batch, cell, reverse, plan
+        *args, grad_output, grad_h_n, grad_c_n, offsets, resets, batch, cell, reverse, plan
     )
 
     # A GRU's grads are n's share of the hidden product, r, z, n's share of the input's: three neighbours for each.

@@ -8,6 +8,8 @@ __device__ inline Word initial_word(const Parameters &p, size_t byte) {
     const int unit = byte % GROUP_BYTES / SLICE_BYTES * SLICE + k;
     if (BACKWARD) return unit < WIDTH ? ABSENT : 0;
     const int sequence = byte / GROUP_BYTES * COLUMNS + line % COLUMNS;
+    const Rows rows(p, p.reverse ? p.steps - 1 : 0);
+    if (RESETS && sequence < rows.live && p.resets[rows.first + sequence]) return 0;
     Word word = 0;
     for (int j = 0; p.h0 && sequence < p.batch && j < WORD && unit + j < HIDDEN; ++j)
         word |= Word(bits(widen(p.h0[size_t(sequence) * HIDDEN + unit + j]))) << (j * 8 * sizeof(Scalar));

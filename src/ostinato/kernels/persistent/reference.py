@@ -5,6 +5,9 @@ sequences end one after another: ``offsets`` (T + 1,) has the first row of each 
 row offsets[t] + b if that is below offsets[t + 1].  A sequence that is not live at a step keeps its state, so in
 reverse it joins at its own last step with the initial state.
 
+Where ``resets`` (rows,) is True, the state before that row's step is zero, in the order of the recurrence, and no
+gradient goes further.
+
 Everything is computed in float32, in float64 for float64; a state is rounded to its dtype after every step.
 """
 
@@ -29,6 +32,7 @@ def forward(
     bias_hh: Tensor | None,
     mask_hh: Tensor | None,
     offsets: Tensor | None,
+    resets: Tensor | None,
     batch: int,
     cell: str,
     reverse: bool,
@@ -50,6 +54,7 @@ def forward(
         weight_hh: (gates * H, H), the gates in torch.nn's order, zero where `mask_hh` (bool) is False.
         bias_hh: (gates * H,) or None.
         offsets, batch: of the rows; offsets None where every sequence has all steps.
+        resets: before which steps the state is zero, None for none.
         reverse: from the last step to the first.
         plan: for kernels.
         keep_cell: whether to return an LSTM's c.
@@ -66,6 +71,8 @@ def forward(
     outputs, cells = [], []
     for step in _steps(len(projected), offsets, batch, reverse):
         live = step.stop - step.start
+        if resets is not None:
+            h, c = (torch.cat([x[:live].where(~resets[step, None], 0.0), x[live:]]) for x in (h, c))
         p, q = projected[step].to(wide), h[:live] @ weight.T + bias
         if cell == "lstm":
             i, f, g, o = (p + q).chunk(4, 1)
@@ -99,6 +106,7 @@ def backward(
     grad_h_n: Tensor | None,
     grad_c_n: Tensor | None,
     offsets: Tensor | None,
+    resets: Tensor | None,
     batch: int,
     cell: str,
     reverse: bool,
@@ -123,7 +131,7 @@ def backward(
     weight = weight_hh.to(wide)
     if cell == "gru":  # in the order of its gradients
         weight = torch.cat([weight[2 * hidden :], weight[: 2 * hidden]])
-    c_prev = None if c is None else previous(c, c0, offsets, batch, reverse)
+    c_prev = None if c is None else previous(c, c0, offsets, batch, reverse, resets)
     dh, dc = (weight.new_zeros(batch, hidden) if x is None else x.to(wide) for x in (grad_h_n, grad_c_n))
     grads = pre.new_empty(len(pre), hidden * (1 if cell.startswith("rnn") else 4))
     for step in reversed(_steps(len(pre), offsets, batch, reverse)):
@@ -159,16 +167,27 @@ def backward(
         grads[step] = torch.cat(parts, 1).to(dtype)
         exchanged = grads[step, : len(weight)].to(wide)
         dh = torch.cat([past + exchanged @ weight, dh[live:]])
+        if resets is not None:
+            dh, dc = (torch.cat([x[:live].where(~resets[step, None], 0.0), x[live:]]) for x in (dh, dc))
     return grads, dh.to(dtype), dc.to(dtype) if cell == "lstm" else None
 
 
-def previous(rows: Tensor, first: Tensor | None, offsets: Tensor | None, batch: int, reverse: bool) -> Tensor:
+def previous(
+    rows: Tensor,
+    first: Tensor | None,
+    offsets: Tensor | None,
+    batch: int,
+    reverse: bool,
+    resets: Tensor | None = None,
+) -> Tensor:
     """The state before each step.
 
     Args:
         rows: (rows, H), the state after each step.
         first: (B, H), the state before a sequence's first step in the order of the recurrence, None for zeros.
     """
+    if resets is not None:
+        return previous(rows, first, offsets, batch, reverse).masked_fill_(resets[:, None], 0.0)
     first = rows.new_zeros(batch, rows.shape[1]) if first is None else first.to(rows.dtype)
     if offsets is None:
         return torch.cat([rows[batch:], first] if reverse else [first, rows[:-batch]])

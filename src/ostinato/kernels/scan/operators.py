@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ostinato.kernels.dispatch import Groups, gradient, operator, or_empty
+from ostinato.kernels.dispatch import Groups, gradient, gradients, operator, or_empty
 from ostinato.kernels.scan import GATES, choose_backend
+from ostinato.kernels.scan.torch_ops import LOG, TorchBackend, shares, shift, zeroed
 
 _checked_cu_seqlens: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
@@ -106,6 +107,45 @@ def _linear_scan_backward_fake(a: Tensor, h: Tensor, h0: Tensor | None, *_: Any)
     return h.new_empty(h.shape), h.new_empty(h.shape), h.new_empty(0 if h0 is None else h0.shape)
 
 
+def _linear_scan_jvp(args: tuple, results: tuple[Tensor, Tensor], tangents: tuple) -> tuple[Tensor, Tensor]:
+    a, b, h0, cu_seqlens, resets, reverse, backend = args
+    a_dot, b_dot, h0_dot = tangents[:3]
+    offsets = torch.zeros_like(b) if b_dot is None else b_dot
+    if a_dot is not None:
+        offsets = offsets + a_dot * zeroed(shift(results[0], h0, reverse, cu_seqlens), resets)
+    return linear_scan(a, offsets, h0_dot, cu_seqlens, resets, reverse, backend)
+
+
+def _linear_scan_backward_composite(
+    a: Tensor,
+    h: Tensor,
+    h0: Tensor | None,
+    grad_h: Tensor | None,
+    grad_h_last: Tensor | None,
+    cu_seqlens: Tensor | None,
+    resets: Tensor | None,
+    reverse: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    carry, before = zeroed(a, resets), zeroed(shift(h, h0, reverse, cu_seqlens), resets)
+    total, grad_h0 = _carry_back(carry, grad_h, grad_h_last, cu_seqlens, reverse, backend)
+    return total * before, total, or_empty(None if h0 is None else grad_h0, h)
+
+
+def _carry_back(
+    a: Tensor,
+    grad_h: Tensor | None,
+    grad_h_last: Tensor | None,
+    cu_seqlens: Tensor | None,
+    reverse: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """The whole gradient of each state, by a scan in the other direction, and the initial state's."""
+    grad = torch.zeros_like(a) if grad_h is None else grad_h
+    carried, first = linear_scan(a, a * grad, grad_h_last, cu_seqlens, None, not reverse, backend)
+    return grad + shift(carried, grad_h_last, not reverse, cu_seqlens), first
+
+
 def _scan_groups(*_: Any) -> Groups:
     return (1, 1, 1, None, None, None, None), (1, 1)
 
@@ -115,10 +155,20 @@ def _linear_scan_backward_groups(*_: Any) -> Groups:
 
 
 _linear_scan_backward = gradient(
-    "linear_scan_backward", _linear_scan_backward_impl, _linear_scan_backward_fake, _linear_scan_backward_groups
+    "linear_scan_backward",
+    _linear_scan_backward_impl,
+    _linear_scan_backward_fake,
+    _linear_scan_backward_groups,
+    _linear_scan_backward_composite,
 )
 linear_scan = operator(
-    "linear_scan", _linear_scan, _linear_scan_fake, _linear_scan_context, _linear_scan_grad, _scan_groups
+    "linear_scan",
+    _linear_scan,
+    _linear_scan_fake,
+    _linear_scan_context,
+    _linear_scan_grad,
+    _scan_groups,
+    jvp=_linear_scan_jvp,
 )
 
 
@@ -184,6 +234,33 @@ def _log_linear_scan_backward_fake(
     return _linear_scan_backward_fake(log_a, log_h, log_h0)
 
 
+def _log_linear_scan_jvp(args: tuple, results: tuple[Tensor, Tensor], tangents: tuple) -> tuple[Tensor, Tensor]:
+    log_a, log_b, log_h0, cu_seqlens, resets, reverse, backend = args
+    kept = log_a + zeroed(shift(results[0], log_h0, reverse, cu_seqlens, LOG.zero), resets, LOG.zero)
+    weights = shares(kept, log_b)
+    offsets = [share * x for share, x in zip(weights, tangents[:2], strict=True) if x is not None]
+    total = sum(offsets, torch.zeros_like(kept))
+    return linear_scan(weights[0], total, tangents[2], cu_seqlens, None, reverse, backend)
+
+
+def _log_linear_scan_backward_composite(
+    log_a: Tensor,
+    log_b: Tensor,
+    log_h: Tensor,
+    log_h0: Tensor | None,
+    grad_h: Tensor | None,
+    grad_h_last: Tensor | None,
+    cu_seqlens: Tensor | None,
+    resets: Tensor | None,
+    reverse: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    kept = log_a + zeroed(shift(log_h, log_h0, reverse, cu_seqlens, LOG.zero), resets, LOG.zero)
+    carried, added = shares(kept, log_b)
+    total, grad_h0 = _carry_back(carried, grad_h, grad_h_last, cu_seqlens, reverse, backend)
+    return total * carried, total * added, or_empty(None if log_h0 is None else grad_h0, log_h)
+
+
 def _log_linear_scan_backward_groups(*_: Any) -> Groups:
     return (1, 1, 1, 1, 1, 1, None, None, None, None), (1, 1, 1)
 
@@ -193,6 +270,7 @@ _log_linear_scan_backward = gradient(
     _log_linear_scan_backward_impl,
     _log_linear_scan_backward_fake,
     _log_linear_scan_backward_groups,
+    _log_linear_scan_backward_composite,
 )
 log_linear_scan = operator(
     "log_linear_scan",
@@ -201,6 +279,7 @@ log_linear_scan = operator(
     _log_linear_scan_context,
     _log_linear_scan_grad,
     _scan_groups,
+    jvp=_log_linear_scan_jvp,
 )
 
 
@@ -300,6 +379,33 @@ def _minimal_scan_backward_fake(
     return pre.new_empty(pre.shape), or_empty(grad_bias, pre), or_empty(grad_h0, pre)
 
 
+def _minimal_scan_composite(
+    pre: Tensor, bias: Tensor | None, h0: Tensor | None, offsets: Tensor | None, *settings: Any
+) -> tuple[Tensor, Tensor]:
+    *settings_of_layer, backend = settings
+
+    def scan(_: Any, a: Tensor, b: Tensor, h0: Tensor, reverse: bool) -> tuple[Tensor, Tensor]:
+        return linear_scan(a, b, h0, None, None, reverse, backend)
+
+    dtype = torch.promote_types(pre.dtype, torch.float32)
+    return TorchBackend(scan, dtype).minimal(pre, bias, h0, offsets, *settings_of_layer)
+
+
+def _minimal_scan_backward_composite(
+    pre: Tensor,
+    bias: Tensor | None,
+    h0: Tensor | None,
+    h: Tensor,
+    grad_h: Tensor | None,
+    grad_h_last: Tensor | None,
+    *settings: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    args = pre, bias, h0, *settings
+    wanted = [isinstance(x, Tensor) for x in args[:3]] + [False] * len(settings)
+    grads = gradients(_minimal_scan_composite, args, (grad_h, grad_h_last), wanted)
+    return grads[0], or_empty(grads[1], pre), or_empty(grads[2], pre)  # type: ignore[return-value]
+
+
 def _minimal_scan_groups(
     pre: Tensor,
     bias: Tensor | None,
@@ -326,6 +432,7 @@ _minimal_scan_backward = gradient(
     _minimal_scan_backward_impl,
     _minimal_scan_backward_fake,
     _minimal_scan_backward_groups,
+    _minimal_scan_backward_composite,
 )
 minimal_scan = operator(
     "minimal_scan",
@@ -334,4 +441,5 @@ minimal_scan = operator(
     _minimal_scan_context,
     _minimal_scan_grad,
     _minimal_scan_groups,
+    composite=_minimal_scan_composite,
 )

@@ -132,7 +132,7 @@ class TorchBackend:
         resets: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """s[t] = a[t] * (grad[t] + s[t+1]), the gradient carried back over step t; s[T] is the last state's."""
-        b = _zeroed(a * grad, resets)
+        b = zeroed(a * grad, resets)
         return self._run(LINEAR, a, b, grad_h_last, not reverse, cu_seqlens, resets)
 
     def linear_scan_backward(
@@ -151,7 +151,7 @@ class TorchBackend:
         grad = torch.zeros_like(wide_a) if grad_h is None else grad_h.to(dtype)
         s, grad_h0 = self._carry_back(wide_a, grad, grad_h_last, reverse, cu_seqlens, resets)
         grad_b = grad + shift(s, grad_h_last, not reverse, cu_seqlens)
-        grad_a = grad_b * _zeroed(shift(h.to(dtype), h0, reverse, cu_seqlens), resets)
+        grad_a = grad_b * zeroed(shift(h.to(dtype), h0, reverse, cu_seqlens), resets)
         return owned(grad_a, a.dtype), owned(grad_b, a.dtype), None if h0 is None else owned(grad_h0, h0.dtype)
 
     def log_linear_scan(
@@ -179,13 +179,8 @@ class TorchBackend:
         resets: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         dtype = self._compute_dtype(log_a)
-        kept = log_a.to(dtype) + _zeroed(
-            shift(log_h.to(dtype), log_h0, reverse, cu_seqlens, LOG.zero), resets, LOG.zero
-        )
-        # The shares of a state that what was kept and what was added have: not exp(kept - log_h), as log_h is rounded.
-        ratio = kept - log_b
-        nothing = (kept == LOG.zero) & (log_b == LOG.zero)  # a state of exactly zero passes no gradient back
-        carried, added = (torch.where(nothing, 0.0, share) for share in (ratio.sigmoid(), (-ratio).sigmoid()))
+        kept = log_a.to(dtype) + zeroed(shift(log_h.to(dtype), log_h0, reverse, cu_seqlens, LOG.zero), resets, LOG.zero)
+        carried, added = shares(kept, log_b.to(dtype))
         grad = torch.zeros_like(kept) if grad_h is None else grad_h.to(dtype)
         s, grad_h0 = self._carry_back(carried, grad, grad_h_last, reverse, cu_seqlens, resets)
         total = grad + shift(s, grad_h_last, not reverse, cu_seqlens)
@@ -288,22 +283,28 @@ class Packing(NamedTuple):
 
 def shift(h: Tensor, h0: Tensor | None, reverse: bool, cu_seqlens: Tensor | None, zero: float = 0.0) -> Tensor:
     """The state before each step: h delayed by one step (advanced if reverse), h0 where a sequence begins."""
-    before = torch.full_like(h, zero)
-    if reverse:
-        before[:, :-1] = h[:, 1:]
-    else:
-        before[:, 1:] = h[:, :-1]
-    start = zero if h0 is None else h0.to(h.dtype)
+    outside = h.new_full((h.shape[0], 1, h.shape[2]), zero)
+    start = outside if h0 is None else h0.to(h.dtype)[:, None]
     if cu_seqlens is None:
-        before[:, -1 if reverse else 0] = start
-    else:
-        filled = cu_seqlens.diff() > 0
-        first = (cu_seqlens[1:] - 1 if reverse else cu_seqlens[:-1])[filled].long()
-        before[0, first] = start if isinstance(start, float) else start[filled]
-    return before
+        return torch.cat((h[:, 1:], start) if reverse else (start, h[:, :-1]), 1)
+    before = torch.cat((h[:, 1:], outside) if reverse else (outside, h[:, :-1]), 1)
+    steps = torch.arange(h.shape[1], dtype=cu_seqlens.dtype, device=h.device)
+    sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), steps, right=True)  # that a step belongs to
+    first = steps == (cu_seqlens[1:][sequence] - 1 if reverse else cu_seqlens[:-1][sequence])
+    return torch.where(first[:, None], start if h0 is None else start[sequence, 0], before)
 
 
-def _zeroed(x: Tensor, resets: Tensor | None, zero: float = 0.0) -> Tensor:
+def shares(kept: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
+    """Of a state in log space, the shares that what was kept and what was added have, which add up to 1.
+
+    Not ``exp(kept - log_h)``, as the state is rounded.  A state of exactly zero passes no gradient back.
+    """
+    nothing = (kept == LOG.zero) & (added == LOG.zero)
+    ratio = torch.where(nothing, 0.0, kept) - torch.where(nothing, 0.0, added)
+    return ratio.sigmoid().masked_fill(nothing, 0.0), (-ratio).sigmoid().masked_fill(nothing, 0.0)
+
+
+def zeroed(x: Tensor, resets: Tensor | None, zero: float = 0.0) -> Tensor:
     return x if resets is None else x.masked_fill(resets[..., None], zero)
 
 

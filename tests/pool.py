@@ -1,0 +1,54 @@
+"""Processes that are started once and run one function after the other together, as a process group of gloo's."""
+
+import os
+import traceback
+
+import torch
+from torch import distributed
+
+
+class Pool:
+    """`size` processes; :meth:`run` takes as many of them as asked for."""
+
+    def __init__(self, size, folder):
+        context = torch.multiprocessing.get_context("spawn")
+        self.folder, self.calls, self.members = folder, 0, []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, rank), daemon=True)
+            process.start()
+            self.members.append((process, ours))
+
+    def run(self, size, function, *arguments):
+        """What function(*arguments) returns in each of `size` processes that are one group, float64 their default."""
+        self.calls += 1
+        members = self.members[:size]
+        for _, pipe in members:
+            pipe.send((function, arguments, size, str(self.folder / str(self.calls))))
+        answers = [pipe.recv() if pipe.poll(60) else (None, "no answer within a minute") for _, pipe in members]
+        failed = [f"process {rank}: {error}" for rank, (_, error) in enumerate(answers) if error]
+        assert not failed, "\n".join(failed)
+        return [result for result, _ in answers]
+
+    def close(self):
+        for process, pipe in self.members:
+            pipe.close()
+            process.join(5)
+            process.kill()
+
+
+def _serve(pipe, rank):
+    torch.set_num_threads(1)
+    while True:
+        try:
+            function, arguments, size, file = pipe.recv()
+        except EOFError:
+            os._exit(0)  # what is left of gloo's threads at an ordinary end now and then aborts the process
+        torch.set_default_dtype(torch.float64)
+        distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=size)
+        try:
+            answer = function(*arguments), None
+        except BaseException:
+            answer = None, traceback.format_exc()
+        pipe.send(answer)
+        distributed.destroy_process_group()
