@@ -1,20 +1,102 @@
 """MinGRU and MinLSTM, layers and cells: gates that do not look at the previous state, so time is a scan."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ostinato.kernels.gemm import linear
-from ostinato.kernels.scan import BACKENDS, GATES, operators
+from ostinato.kernels.recurrence import operators
+from ostinato.kernels.recurrence.trace import trace
+from ostinato.kernels.scan import BACKENDS
 from ostinato.layers import StackedLayers, check_input, check_like_weight, check_sizes, draw_parameters
 from ostinato.scan import check_choice, check_floating
 
-CANDIDATES = ("positive", "linear", "tanh")
+CANDIDATES: dict[str, Callable[[Tensor], Tensor]] = {
+    "positive": lambda x: torch.where(x >= 0, x + 0.5, torch.sigmoid(x)),  # the paper's g
+    "linear": lambda x: x,
+    "tanh": torch.tanh,
+}
+
+
+def min_gru(candidate: str, z: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """minGRU's coefficients a and b from its pre-activations."""
+    return torch.sigmoid(-z), torch.sigmoid(z) * CANDIDATES[candidate](x)
+
+
+def min_lstm(candidate: str, f: Tensor, i: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """minLSTM's coefficients a and b from its pre-activations."""
+    keep, mix = _Shares.apply(f, i)
+    return keep, mix * CANDIDATES[candidate](x)
+
+
+def _shares(f: Tensor, i: Tensor) -> tuple[Tensor, ...]:
+    """sigmoid(f) and sigmoid(i) over their sum, and by what the product of both is multiplied for the slopes."""
+    f, i = f.clamp(-1e30, 1e30), i.clamp(-1e30, 1e30)  # a difference of infinities has no value
+    # f/(f+i) = (1+e^-i) / (2 + e^-i + e^-f), every term times e^scale, so that none overflows and the largest is 1.
+    scale = torch.minimum(f, i).clamp(max=0).detach()
+    unit, of_f, of_i = torch.exp(scale), torch.exp(scale - f), torch.exp(scale - i)
+    p, q = unit + of_i, unit + of_f
+    r = 1 / (p + q)
+    return p * r, q * r, of_f * r, of_i * r
+
+
+class _Shares(torch.autograd.Function):
+    """The shares of two sigmoids in their sum, with a derivative in which nothing cancels, as in a quotient's does."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(f: Tensor, i: Tensor) -> tuple[Tensor, ...]:
+        return _shares(f, i)[:2]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        keep, mix, slope_f, slope_i = _shares(*ctx.saved_tensors)
+        change = grads[0] - grads[1]
+        return change * (keep * slope_f), -change * (mix * slope_i)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor) -> tuple[Tensor, Tensor]:
+        keep, mix, slope_f, slope_i = _shares(*ctx.saved_tensors)
+        change = keep * slope_f * tangents[0] - mix * slope_i * tangents[1]
+        return change, -change
+
+
+# With the number of pre-activations.
+MINIMAL_CELLS: dict[str, tuple[Callable[..., tuple[Tensor, Tensor]], int]] = {
+    "mingru": (min_gru, 2),
+    "minlstm": (min_lstm, 3),
+}
+
+
+@torch.compiler.assume_constant_result  # a compiler need not look into it
+def recurrence_of(cell: str, candidate: str, bias: bool) -> str:
+    """The traced recurrence of a cell, as operators take it; with a bias, from pre-activations that lack theirs."""
+    return _traced(cell, candidate, bias)
+
+
+@functools.cache
+def _traced(cell: str, candidate: str, bias: bool) -> str:
+    function, gates = MINIMAL_CELLS[cell]
+
+    def coefficients(*arguments: Tensor) -> tuple[Tensor, Tensor]:
+        pre, biases = arguments[:gates], arguments[gates:]
+        return function(candidate, *(map(torch.add, pre, biases) if bias else pre))
+
+    coefficients.__name__ = cell
+    return trace(coefficients, [True] * gates + [False] * (gates * bias)).text
 
 
 class _MinimalLayers(StackedLayers):
-    """Stacked layers of one minimal cell, around ``operators.minimal_scan``."""
+    """Stacked layers of one minimal cell, around ``operators.layer_scan``."""
 
     cell: str
     candidate: str
@@ -37,12 +119,12 @@ class _MinimalLayers(StackedLayers):
     ) -> None:
         if proj_size != 0:
             raise ValueError(f"proj_size must be 0, projections are not supported; got {proj_size!r}")
-        check_choice("candidate", candidate, CANDIDATES)
+        check_choice("candidate", candidate, tuple(CANDIDATES))
         sizes = input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional
         super().__init__(*sizes, backend=backend, device=device, dtype=dtype, candidate=candidate)
 
     def _shapes(self, width: int) -> dict[str, tuple[int, ...]]:
-        rows = GATES[self.cell] * self.hidden_size
+        rows = MINIMAL_CELLS[self.cell][1] * self.hidden_size
         return {"weight_ih": (rows, width), "bias_ih": (rows,)}
 
     def _layer(
@@ -53,13 +135,13 @@ class _MinimalLayers(StackedLayers):
         biases = [getattr(self, f"bias_ih_{suffix}") for suffix in self._suffixes(layer)] if self.bias else []
         pre = linear(x, weights[0] if len(weights) == 1 else torch.cat(weights))
         bias = None if not biases else biases[0] if len(biases) == 1 else torch.cat(biases)
-        return operators.minimal_scan(
+        return operators.layer_scan(
             pre,
             bias,
             None if h0 is None else h0.to(pre.dtype),
             offsets,
-            self.cell,
-            self.candidate,
+            None,
+            recurrence_of(self.cell, self.candidate, self.bias),
             batch_first,
             self.num_directions,
             self.backend,
@@ -153,11 +235,11 @@ class _MinimalCell(nn.Module):
     ) -> None:
         super().__init__()
         check_sizes(input_size=input_size, hidden_size=hidden_size)
-        check_choice("candidate", candidate, CANDIDATES)
+        check_choice("candidate", candidate, tuple(CANDIDATES))
         check_choice("backend", backend, BACKENDS)
         self.input_size, self.hidden_size, self.bias = input_size, hidden_size, bias
         self.candidate, self.backend = candidate, backend
-        rows = GATES[self.cell] * hidden_size
+        rows = MINIMAL_CELLS[self.cell][1] * hidden_size
         self.weight_ih = nn.Parameter(torch.empty(rows, input_size, device=device, dtype=dtype))
         self.bias_ih = nn.Parameter(torch.empty(rows, device=device, dtype=dtype)) if bias else None
         self.reset_parameters()
@@ -179,7 +261,8 @@ class _MinimalCell(nn.Module):
             check_like_weight("hx", hx, self.weight_ih)
         pre = linear(input.view(-1, 1, self.input_size), self.weight_ih)
         h0 = None if hx is None else hx.to(pre.dtype).view(1, -1, self.hidden_size)
-        _, h = operators.minimal_scan(pre, self.bias_ih, h0, None, self.cell, self.candidate, True, 1, self.backend)
+        recurrence = recurrence_of(self.cell, self.candidate, self.bias)
+        _, h = operators.layer_scan(pre, self.bias_ih, h0, None, None, recurrence, True, 1, self.backend)
         return h.view(*input.shape[:-1], self.hidden_size)
 
 

@@ -7,26 +7,24 @@ import torch
 from torch import Tensor
 
 from ostinato.kernels.recurrence.print_cuda import element_name, print_cuda
-from ostinato.kernels.recurrence.trace import Trace
+from ostinato.kernels.recurrence.trace import parse
 from ostinato.kernels.scan.cuda import Problem, Strides, along_channels, last_state, launch, scan_problem
 
 
 def scan(
-    trace: Trace,
-    sequences: Sequence[Tensor],
-    parameters: Sequence[Tensor],
+    recurrence: str,
     h0: Tensor | None,
     cu_seqlens: Tensor | None,
     resets: Tensor | None,
     reverse: bool,
+    *arguments: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    inputs = [along_channels(x) for x in sequences]
-    parameters = [x.contiguous() for x in parameters]
+    inputs, parameters = _parted(recurrence, arguments)
     h0 = None if h0 is None else h0.contiguous()
     h = inputs[0].new_empty(inputs[0].shape)
     h_last = last_state(h, h0, cu_seqlens, 0.0)
     launch(
-        _problem(trace, inputs, (h,), len(parameters), cu_seqlens, resets, reverse),
+        _problem(recurrence, False, inputs, (h,), len(parameters), cu_seqlens, resets, reverse),
         h,
         [x.data_ptr() for x in inputs],
         [h.data_ptr()],
@@ -41,28 +39,27 @@ def scan(
 
 
 def scan_backward(
-    trace: Trace,
-    sequences: Sequence[Tensor],
-    parameters: Sequence[Tensor],
-    h0: Tensor | None,
+    recurrence: str,
     h: Tensor,
+    h0: Tensor | None,
     grad_h: Tensor | None,
     grad_h_last: Tensor | None,
     cu_seqlens: Tensor | None,
     resets: Tensor | None,
     reverse: bool,
+    *arguments: Tensor,
 ) -> tuple[list[Tensor], list[Tensor], Tensor | None]:
+    sequences, parameters = _parted(recurrence, arguments)
     h0 = None if h0 is None else h0.contiguous()
     grad_h_last = None if grad_h_last is None else grad_h_last.contiguous()
-    parameters = [x.contiguous() for x in parameters]
-    inputs = [along_channels(x) for x in (*sequences, h, h if grad_h is None else grad_h)]
+    inputs = [*sequences, *map(along_channels, (h, h if grad_h is None else grad_h))]
     grads = [h.new_empty(h.shape) for _ in sequences]
     grad_h0 = None if h0 is None else last_state(h, grad_h_last, cu_seqlens, 0.0)
     addresses = [x.data_ptr() for x in inputs]
     if grad_h is None:
         addresses[-1] = 0
     sums = launch(
-        _problem(trace, inputs, grads, len(parameters), cu_seqlens, resets, reverse),
+        _problem(recurrence, True, inputs, grads, len(parameters), cu_seqlens, resets, reverse),
         h,
         addresses,
         [x.data_ptr() for x in grads],
@@ -74,12 +71,22 @@ def scan_backward(
         bounds=cu_seqlens,
         resets=resets,
     )
-    of_parameters = [] if sums is None else [s.to(x.dtype) for s, x in zip(sums[0], parameters, strict=True)]
-    return grads, of_parameters, grad_h0
+    return grads, [] if sums is None else list(sums[0]), grad_h0
+
+
+def _parted(recurrence: str, arguments: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """The sequences, channels side by side, and the parameters, in one dtype."""
+    kinds = parse(recurrence).sequences
+    parameters = [x.contiguous() for x, sequence in zip(arguments, kinds, strict=True) if not sequence]
+    if len({x.dtype for x in parameters}) > 1:
+        dtype = functools.reduce(torch.promote_types, (x.dtype for x in parameters))
+        parameters = [x.to(dtype) for x in parameters]
+    return [along_channels(x) for x, sequence in zip(arguments, kinds, strict=True) if sequence], parameters
 
 
 def _problem(
-    trace: Trace,
+    recurrence: str,
+    backward: bool,
     inputs: Sequence[Tensor],
     outputs: Sequence[Tensor],
     parameters: int,
@@ -87,14 +94,21 @@ def _problem(
     resets: Tensor | None,
     reverse: bool,
 ) -> Problem:
-    backward = len(inputs) > sum(trace.sequences)
-    problem = scan_problem(element_name(trace, backward), inputs, outputs, reverse, cu_seqlens, resets)
-    return problem._replace(parameters=parameters, code=print_cuda(trace, backward))
+    name, code = _element(recurrence, backward)
+    problem = scan_problem(name, inputs, outputs, reverse, cu_seqlens, resets)
+    return problem._replace(parameters=parameters, code=code)
+
+
+@functools.lru_cache(maxsize=1024)
+def _element(recurrence: str, backward: bool) -> tuple[str, str]:
+    """The name and the code of a struct."""
+    trace = parse(recurrence)
+    return element_name(trace, backward), print_cuda(trace, backward)
 
 
 @functools.lru_cache(maxsize=4096)
 def _layer_problem(
-    trace: Trace,
+    recurrence: str,
     backward: bool,
     dtype: torch.dtype,
     device: int,
@@ -105,7 +119,9 @@ def _layer_problem(
     resets: tuple[int, int] | None,
 ) -> Problem:
     """The problem of a layer whose pre-activations have this shape; `packed` is (sequences, steps), or zeros."""
-    gates = sum(trace.sequences)
+    kinds = parse(recurrence).sequences
+    name, code = _element(recurrence, backward)
+    gates = sum(kinds)
     channels = shape[-1] // (gates * directions)
     if packed[0]:
         (batch, steps), batch_rows, time_rows = packed, 1, 1
@@ -120,7 +136,7 @@ def _layer_problem(
         return ((batch_rows * width, time_rows * width, gates * channels),) * gates
 
     return Problem(
-        element_name(trace, backward),
+        name,
         dtype,
         device,
         batch,
@@ -131,9 +147,9 @@ def _layer_problem(
         directions,
         packing="OFFSETS" if packed[0] else "DENSE",
         resets=resets,
-        parameters=trace.sequences.count(False),
+        parameters=kinds.count(False),
         parameter_direction=gates * channels,
-        code=print_cuda(trace, backward),
+        code=code,
     )
 
 
@@ -143,7 +159,7 @@ def _gates(x: Tensor | None, gates: int, channels: int) -> list[int]:
 
 
 def layer(
-    trace: Trace,
+    recurrence: str,
     pre: Tensor,
     bias: Tensor | None,
     h0: Tensor | None,
@@ -152,7 +168,7 @@ def layer(
     batch_first: bool,
     directions: int,
 ) -> tuple[Tensor, Tensor]:
-    problem = _layer_problem(trace, False, *_layer_key(pre, h0, offsets, resets, batch_first, directions))
+    problem = _layer_problem(recurrence, False, *_layer_key(pre, h0, offsets, resets, batch_first, directions))
     gates, channels = len(problem.inputs), problem.channels
     h = pre.new_empty(*pre.shape[:-1], directions * channels)
     h_last = pre.new_empty(directions, problem.batch, channels)
@@ -173,7 +189,7 @@ def layer(
 
 
 def layer_backward(
-    trace: Trace,
+    recurrence: str,
     pre: Tensor,
     bias: Tensor | None,
     h0: Tensor | None,
@@ -185,7 +201,7 @@ def layer_backward(
     batch_first: bool,
     directions: int,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    problem = _layer_problem(trace, True, *_layer_key(pre, h0, offsets, resets, batch_first, directions))
+    problem = _layer_problem(recurrence, True, *_layer_key(pre, h0, offsets, resets, batch_first, directions))
     gates, channels = len(problem.outputs), problem.channels
     h0 = None if h0 is None else h0.contiguous()
     bias = None if bias is None else bias.contiguous()
@@ -212,5 +228,7 @@ def _layer_key(
     pre: Tensor, h0: Tensor | None, offsets: Tensor | None, resets: Tensor | None, batch_first: bool, directions: int
 ) -> tuple:
     packed = (0, 0) if offsets is None or h0 is None else (h0.shape[1], offsets.shape[0] - 1)
-    marks = None if resets is None else resets.stride()
+    marks = None
+    if resets is not None:  # laid out as pre is, of which a packed one has no dimension of sequences
+        marks = resets.stride() * 2 if packed[0] else resets.stride() if batch_first else resets.stride()[::-1]
     return pre.dtype, pre.device.index, tuple(pre.shape), packed, batch_first, directions, marks

@@ -91,12 +91,12 @@ _SYMMETRIC = frozenset(("add", "mul", "minimum", "maximum", "eq", "ne", "and", "
 
 def evaluate(graph: Graph, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The results in PyTorch; inputs are tensors that broadcast with each other, of one dtype."""
-    like = inputs[0]
     values: list[Tensor] = []
     for node in graph.nodes:
         if node.name == "input":
             values.append(inputs[int(node.value)])
         elif node.name == "constant":
+            like = inputs[0]
             dtype = torch.bool if isinstance(node.value, bool) else like.dtype
             values.append(torch.tensor(node.value, dtype=dtype, device=like.device))
         else:

@@ -89,7 +89,8 @@ def _logaddexp(x, y, like):
     return high + cast(log1p(exp(cast(gap, like))), x)
 
 
-# The loops.  dtype and log are constants to the compiler: there is a loop for each combination in use, compiled when first asked for.  Where time runs backwards so do the channels, because memory is fast
+# The loops.  dtype and log are constants to the compiler: there is a loop for each combination in use, compiled when
+# first asked for.  Where time runs backwards so do the channels, because memory is fast
 # only where addresses keep going one way (measured: a third faster).
 
 
