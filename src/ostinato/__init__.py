@@ -1,5 +1,6 @@
 """Recurrent networks at hardware speed for PyTorch."""
 
+from ostinato.diagonal import HGRN, QRNN, RGLRU, SRU, HighwayMinGRU, IndRNN, ParaGRU, ParaLSTM
 from ostinato.minimal import MinGRU, MinGRUCell, MinLSTM, MinLSTMCell
 from ostinato.pruning import cubic_density, prune
 from ostinato.recurrence import recurrence
@@ -11,6 +12,14 @@ __all__ = [
     "MinGRUCell",
     "MinLSTM",
     "MinLSTMCell",
+    "HighwayMinGRU",
+    "RGLRU",
+    "HGRN",
+    "QRNN",
+    "SRU",
+    "IndRNN",
+    "ParaGRU",
+    "ParaLSTM",
     "RNN",
     "GRU",
     "LSTM",

@@ -11,6 +11,7 @@ from ostinato.kernels.gemm import linear
 from ostinato.kernels.recurrence import operators
 from ostinato.kernels.recurrence.trace import trace
 from ostinato.kernels.scan import BACKENDS
+from ostinato.kernels.scan.torch_ops import Packing
 from ostinato.layers import StackedLayers, check_input, check_like_weight, check_sizes, draw_parameters
 from ostinato.scan import check_choice, check_floating
 
@@ -128,7 +129,13 @@ class _MinimalLayers(StackedLayers):
         return {"weight_ih": (rows, width), "bias_ih": (rows,)}
 
     def _layer(
-        self, layer: int, x: Tensor, h0: Any, offsets: Tensor | None, batch_first: bool
+        self,
+        layer: int,
+        x: Tensor,
+        h0: Any,
+        offsets: Tensor | None,
+        resets: Tensor | None,
+        batch_first: bool,
     ) -> tuple[Tensor, Tensor]:
         """One GEMM for all gates and directions, then one fused pass; the bias is added in the latter."""
         weights = [getattr(self, f"weight_ih_{suffix}") for suffix in self._suffixes(layer)]
@@ -140,12 +147,22 @@ class _MinimalLayers(StackedLayers):
             bias,
             None if h0 is None else h0.to(pre.dtype),
             offsets,
-            None,
+            None if resets is None else self._of_directions(resets, offsets, batch_first),
             recurrence_of(self.cell, self.candidate, self.bias),
             batch_first,
             self.num_directions,
             self.backend,
         )
+
+    def _of_directions(self, resets: Tensor, offsets: Tensor | None, batch_first: bool) -> Tensor:
+        """The mask of each direction: what begins before a step has, in reverse, ended after the step before it."""
+        if not self.bidirectional:
+            return resets[None]
+        packing = None if offsets is None else Packing.from_offsets(offsets)
+        marks = resets if packing is None else packing.unpack(resets[:, None], False)[..., 0]
+        dim = 0 if packing is None and not batch_first else 1
+        ended = torch.cat((marks.narrow(dim, 1, marks.shape[dim] - 1), torch.zeros_like(marks.narrow(dim, 0, 1))), dim)
+        return torch.stack((resets, ended if packing is None else packing.pack(ended[..., None])[:, 0]))
 
 
 class MinGRU(_MinimalLayers):
@@ -168,7 +185,9 @@ class MinGRU(_MinimalLayers):
         device, dtype: of the parameters.
 
     Inputs: ``input``, (T, B, input_size), (B, T, input_size) with ``batch_first``, (T, input_size) unbatched, or a
-    ``PackedSequence``; ``hx``, (num_layers * D, B, hidden_size), D = 2 if bidirectional, zero if absent.
+    ``PackedSequence``; ``hx``, (num_layers * D, B, hidden_size), D = 2 if bidirectional, zero if absent; ``resets``,
+    by name, bool, laid out as ``input`` without its channels: where True, an episode begins at that step.  The state
+    is zero before it; backwards, before the step that ends the episode before.
 
     Outputs: ``output``, the last layer's states, D * hidden_size channels laid out as ``input``; ``h_n``, the
     last state of every layer and direction, shaped as ``hx``.

@@ -35,7 +35,7 @@ class _Layout(NamedTuple):
     offsets: Tensor | None = None
     bounds: Tensor | None = None
     resets: Tensor | None = None
-    resets_strides: tuple[int, int] = (0, 0)  # of time and sequences
+    resets_strides: tuple[int, int, int] = (0, 0, 0)  # of time, sequences and directions
 
 
 @functools.lru_cache(maxsize=1024)
@@ -109,7 +109,7 @@ def _layout(x: Tensor, cu_seqlens: Tensor | None, resets: Tensor | None, reverse
     bounds = None
     if cu_seqlens is not None:
         batch, together, bounds = cu_seqlens.shape[0] - 1, 1, cu_seqlens.to(torch.int64).contiguous()
-    marks = (0, 0) if resets is None else (resets.stride(1), 0 if bounds is not None else resets.stride(0))
+    marks = (0, 0, 0) if resets is None else (resets.stride(1), 0 if bounds is not None else resets.stride(0), 0)
     return _Layout(1, batch, length, hidden, together, reverse, None, bounds, resets, marks)
 
 
@@ -180,9 +180,10 @@ def _layer_layout(
         batch, length, row = pre.shape[0], pre.shape[1], (1, pre.shape[1])
     else:
         batch, length, row = pre.shape[1], pre.shape[0], (pre.shape[1], 1)
-    resets = None if resets is None else resets.contiguous()  # laid out as pre is
+    resets = None if resets is None else resets.contiguous()  # for each direction laid out as pre is
+    marks = (0, 0, 0) if resets is None else (*row, resets[0].numel())
     together = 1 if row[1] > 1 or batch == 1 else batch
-    return _Layout(directions, batch, length, hidden, together, False, offsets, None, resets, row), row
+    return _Layout(directions, batch, length, hidden, together, False, offsets, None, resets, marks), row
 
 
 def _gate(x: Tensor, gates: int, layout: _Layout, row: tuple[int, int], gate: int = 0) -> Array:
@@ -248,6 +249,7 @@ def _run(
         resets=0 if layout.resets is None else layout.resets.data_ptr(),
         resets_t=marks[0],
         resets_b=marks[1],
+        resets_d=marks[2],
         **fields,
     )
     run_loop(loop, work, threads)

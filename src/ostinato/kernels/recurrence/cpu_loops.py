@@ -39,7 +39,7 @@ def work_type(sequences: int, constants: int, sums: int, backward: bool) -> type
 
     fields = [
         *integers("next_piece", "pieces", "groups", "together", "width", "directions", "batch", "length", "hidden"),
-        *integers("reverse", "offsets", "bounds", "state", "resets", "resets_t", "resets_b"),
+        *integers("reverse", "offsets", "bounds", "state", "resets", "resets_t", "resets_b", "resets_d"),
         *arrays("x", sequences),
         *arrays("c", constants),
         *(strided("h") if backward else strided("out")),
@@ -114,7 +114,7 @@ def forward(trace: Trace, dtype: type) -> Any:
                             prefetch(out, at_out + (row_next - row) * work.out_t, begin, end)
                             prefetch_x(x, places_x(work, row_next, b, direction), begin, end)
                         at_x, at = places_x(work, row, b, direction), (direction * batch + b) * hidden
-                        if work.resets and resets[row * work.resets_t + b * work.resets_b]:
+                        if work.resets and resets[row * work.resets_t + b * work.resets_b + direction * work.resets_d]:
                             for j in range(begin, end):
                                 state[at + j] = 0
                         if descending:
@@ -185,7 +185,9 @@ def backward(trace: Trace, dtype: type) -> Any:
                         at_state = direction * batch + b
                         if b >= b_start:
                             before, at_before = h0, at_state * work.h0_b
-                        reset = work.resets and resets[row * work.resets_t + b * work.resets_b]
+                        reset = (
+                            work.resets and resets[row * work.resets_t + b * work.resets_b + direction * work.resets_d]
+                        )
                         if reset:
                             before, at_before = zeros, 0
                         at_x, at_grad = places_x(work, row, b, direction), places_grad(work, row, b, direction)

@@ -116,7 +116,7 @@ def _layer_problem(
     packed: tuple[int, int],
     batch_first: bool,
     directions: int,
-    resets: tuple[int, int] | None,
+    resets: Strides | None,
 ) -> Problem:
     """The problem of a layer whose pre-activations have this shape; `packed` is (sequences, steps), or zeros."""
     kinds = parse(recurrence).sequences
@@ -229,6 +229,7 @@ def _layer_key(
 ) -> tuple:
     packed = (0, 0) if offsets is None or h0 is None else (h0.shape[1], offsets.shape[0] - 1)
     marks = None
-    if resets is not None:  # laid out as pre is, of which a packed one has no dimension of sequences
-        marks = resets.stride() * 2 if packed[0] else resets.stride() if batch_first else resets.stride()[::-1]
+    if resets is not None:  # for each direction laid out as pre is, of which a packed one has no dimension of sequences
+        direction, *rows = resets.stride()
+        marks = (*(rows * 2 if packed[0] else rows if batch_first else rows[::-1]), direction)
     return pre.dtype, pre.device.index, tuple(pre.shape), packed, batch_first, directions, marks

@@ -43,8 +43,8 @@ def _kernels(backend: str, device_type: str) -> Kernels | None:
 # A layer of a linear recurrence whose arguments, G pre-activations, are side by side.  pre is (B, T, S*G*H), or
 # (T, B, S*G*H) unless batch_first, or (rows, S*G*H) if offsets, (T+1,) int32, packs it as PackedSequence does: step t
 # of sequence b is row offsets[t] + b if that is below offsets[t+1].  S is `directions`; the second runs backwards in
-# time.  resets, bool, is laid out as pre without channels.  bias, (S*G*H,), are G parameters more, in a dtype of its
-# own.  h is laid out as pre with S*H channels; h_last is (S, B, H), as is h0.
+# time.  resets, bool, (S, ...), is for each laid out as pre without channels.  bias, (S*G*H,), are G parameters more,
+# in a dtype of its own.  h is laid out as pre with S*H channels; h_last is (S, B, H), as is h0.
 
 
 def _gates(recurrence: str) -> int:

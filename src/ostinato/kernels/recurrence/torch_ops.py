@@ -94,12 +94,12 @@ def layer(
     dtype = _dtype(pre, backend)
     gates = sum(parse(recurrence).sequences)
     packing = None if offsets is None else Packing.from_offsets(offsets)
-    x, marks = pre.to(dtype), resets
+    x, marks = pre.to(dtype), [None] * directions if resets is None else list(resets)
     if packing is not None:
         x = packing.unpack(x, 0.0)
-        marks = None if resets is None else packing.unpack(resets[:, None], False)[..., 0]
+        marks = [None if m is None else packing.unpack(m[:, None], False)[..., 0] for m in marks]
     elif not batch_first:
-        x, marks = x.transpose(0, 1), None if resets is None else resets.t()
+        x, marks = x.transpose(0, 1), [None if m is None else m.t() for m in marks]
     biases = () if bias is None else bias.to(dtype).chunk(directions * gates)
     outputs, last = [], []
     for direction, part in enumerate(x.chunk(directions, -1)):
@@ -108,7 +108,7 @@ def layer(
         if packing is not None:
             a, b = packing.masked(a, LINEAR.one), packing.masked(b, LINEAR.zero)
         start = None if h0 is None else h0[direction].to(dtype)
-        h, h_last = operators.linear_scan(a, b, start, None, marks, direction == 1, backend)
+        h, h_last = operators.linear_scan(a, b, start, None, marks[direction], direction == 1, backend)
         outputs.append(h)
         last.append(h_last)
     out = torch.cat(outputs, -1)

@@ -43,7 +43,7 @@ class Problem(NamedTuple):
     reverse: bool = False
     packing: str = "DENSE"
     sequences: int = 0  # packed in one by cu_seqlens
-    resets: tuple[int, int] | None = None  # the mask's strides, of batch and time
+    resets: Strides | None = None  # of the mask
     parameters: int = 0  # that each channel has
     parameter_direction: int = 0  # from those of one direction to the other's
     code: str = ""  # the element, if it is not one of ``elements.cuh``
@@ -118,7 +118,7 @@ def _prepare(problem: Problem, parameter_dtype: torch.dtype, alignment: int) -> 
         tiles *= chunks
         words = 2 * (1 + tiles * geometry.group * problem.compute.itemsize // 4)
         blocks = min(tiles, geometry.resident * processors)
-    integers = [problem.parameter_direction, *(problem.resets or (0, 0)), *itertools.chain(*strides)]
+    integers = [problem.parameter_direction, *(problem.resets or (0, 0, 0)), *itertools.chain(*strides)]
     counts = problem.batch, problem.steps, problem.channels, problem.sequences, problem.directions, problem.reverse
     return _Launch(
         nvrtc.load_kernel("scan", source(problem.code), definitions, problem.device),
@@ -199,7 +199,7 @@ def scan_problem(
         reverse=reverse,
         packing="DENSE" if cu_seqlens is None else "CU_SEQLENS",
         sequences=0 if cu_seqlens is None else cu_seqlens.shape[0] - 1,
-        resets=None if resets is None else resets.stride(),  # type: ignore[arg-type]  # of a matrix: two
+        resets=None if resets is None else (resets.stride(0), resets.stride(1), 0),
     )
 
 

@@ -91,7 +91,7 @@ struct Parameters {
     const unsigned char* resets;  // with RESETS, a byte for each step of each sequence
     const PARAMETER* parameters[OF_CHANNEL];  // (channels) each, or for each direction
     Index parameter_direction;
-    Index resets_batch, resets_time;
+    Index resets_batch, resets_time, resets_direction;
     Strides strides[INPUTS + OUTPUTS];
     int batch, steps, channels, sequences, directions, reverse;
 
@@ -376,7 +376,8 @@ struct Resets {
             word[k] = 0;
             if (u >= ROWS || !at.exists(i)) continue;
             const Index row = PACKING == OFFSETS ? at.p.bounds[at.time(i)] : at.time(i);
-            word[k] = at.p.resets[at.batch * at.p.resets_batch + row * at.p.resets_time];
+            const Index mine = at.batch * at.p.resets_batch + at.direction * at.p.resets_direction;
+            word[k] = at.p.resets[mine + row * at.p.resets_time];
         }
     }
     __device__ void share() {
