@@ -74,8 +74,8 @@ def recurrent(clusters=(1,)):
         properties = torch.cuda.get_device_properties(0)
         back = test_persistent.candidates(path, *shape, properties=properties, backward=True)
         for chosen in {g.cluster: g for g in back if g.cluster in clusters}.values():
-            print("persistent layers:", path, *layer, "cluster", chosen.cluster, flush=True)
-            case = test_persistent.Case(path, *layer, back=chosen)
+            print("persistent layers:", path, *shape, "cluster", chosen.cluster, flush=True)
+            case = test_persistent.Case(path, *shape, back=chosen)
             for steps, reverse, with_state, resets in ((6, False, True, 0), (2, True, False, 0), (6, True, True, 0.3)):
                 inputs = case.inputs(steps, with_state=with_state, packed=reverse, resets=resets)
                 try:

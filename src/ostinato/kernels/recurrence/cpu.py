@@ -62,7 +62,7 @@ def scan(
     like, dtype = sequences[0], sequences[0].dtype
     layout = _layout(like, cu_seqlens, resets, reverse)
     h = empty(like.shape, dtype)
-    state = initial_state(h0, (1, layout.batch, layout.hidden), dtype)
+    state = initial_state(None if h0 is None else h0[None], (1, layout.batch, layout.hidden), dtype)
     arrays = {f"x{k}": _array(x, cu_seqlens) for k, x in enumerate(sequences)}
     _run(recurrence, False, layout, parameters, state, arrays | {"out": _array(h, cu_seqlens)})
     result = arguments[parse(recurrence).sequences.index(True)].dtype
@@ -83,7 +83,7 @@ def scan_backward(
     sequences, parameters = _parted(recurrence, arguments)
     dtype = sequences[0].dtype
     layout = _layout(sequences[0], cu_seqlens, resets, reverse)
-    state = initial_state(grad_h_last, (1, layout.batch, layout.hidden), dtype)
+    state = initial_state(None if grad_h_last is None else grad_h_last[None], (1, layout.batch, layout.hidden), dtype)
     grads = [empty(h.shape, dtype) for _ in sequences]
     given = rows(h, dtype), constant(0.0, h.shape, dtype) if grad_h is None else rows(grad_h, dtype)
     arrays = {f"x{k}": _array(x, cu_seqlens) for k, x in enumerate(sequences)}
