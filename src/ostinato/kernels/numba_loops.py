@@ -341,12 +341,14 @@ def tanh_slope(x):
 
 @inline
 def minimum(x, y):
-    return x if (x < y) | (x != x) else y
+    smaller = x if x < y else y
+    return x if x != x else smaller  # NaN, as y is then taken
 
 
 @inline
 def maximum(x, y):
-    return x if (x > y) | (x != x) else y
+    larger = x if x > y else y
+    return x if x != x else larger
 
 
 @inline

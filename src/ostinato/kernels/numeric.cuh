@@ -93,7 +93,7 @@ __device__ inline double hyperbolic_tangent(double x) { return tanh(x); }
 
 __device__ inline float fast_logarithm(float x) {
     float y;
-    asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y * 0.6931471805599453f;
 }
 __device__ inline float logarithm(float x) { return NARROW_SCALAR ? fast_logarithm(x) : logf(x); }
@@ -102,25 +102,29 @@ __device__ inline double logarithm(double x) { return log(x); }
 // Near 0 a few terms of the series have more digits than the sum with 1 has.
 __device__ inline float log_one_plus(float x) {
     if (!NARROW_SCALAR) return log1pf(x);
-    return fabsf(x) < 0.01f ? x * (1.0f - x * (0.5f - x * 0.33333333f)) : fast_logarithm(1.0f + x);
+    return fabsf(x) < 0.015625f ? fmaf(-0.5f * x, x, x) : fast_logarithm(1.0f + x);
 }
 __device__ inline double log_one_plus(double x) { return log1p(x); }
 
 __device__ inline float exponential_less_one(float x) {
     if (!NARROW_SCALAR) return expm1f(x);
-    const float series = x * (1.0f + x * (0.5f + x * (0.16666667f + x * (0.041666667f + x * 0.0083333333f))));
-    return fabsf(x) < 0.5f ? series : fast_exponential(x) - 1.0f;
+    return fabsf(x) < 0.015625f ? fmaf(0.5f * x, x, x) : fast_exponential(x) - 1.0f;
 }
 __device__ inline double exponential_less_one(double x) { return expm1(x); }
 
 __device__ inline float square_root(float x) {
     if (!NARROW_SCALAR) return sqrtf(x);
     float y;
-    asm("sqrt.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 __device__ inline double square_root(double x) { return sqrt(x); }
-__device__ inline float reciprocal_root(float x) { return rsqrtf(x); }
+__device__ inline float reciprocal_root(float x) {
+    if (!NARROW_SCALAR) return rsqrtf(x);
+    float y;
+    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
 __device__ inline double reciprocal_root(double x) { return rsqrt(x); }
 __device__ inline float quotient(float x, float y) { return NARROW_SCALAR ? x * fast_reciprocal(y) : x / y; }
 __device__ inline double quotient(double x, double y) { return x / y; }

@@ -20,7 +20,8 @@ from ostinato.kernels.threads import run_loop, threads_for
 WIDTH = 32  # channels a piece has at least
 GROUPS = 16  # of sequences, each of which sums its gradients of the parameters alone, whatever the threads
 
-Array = tuple[int, int, int, int]  # an address, and the strides of time, sequences and directions
+Strides = tuple[int, int, int]  # of time, sequences and directions
+Arrays = list[int]  # addresses of arrays that are laid out alike, then their strides
 
 
 class _Layout(NamedTuple):
@@ -35,7 +36,7 @@ class _Layout(NamedTuple):
     offsets: Tensor | None = None
     bounds: Tensor | None = None
     resets: Tensor | None = None
-    resets_strides: tuple[int, int, int] = (0, 0, 0)  # of time, sequences and directions
+    resets_strides: Strides = (0, 0, 0)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -63,8 +64,7 @@ def scan(
     layout = _layout(like, cu_seqlens, resets, reverse)
     h = empty(like.shape, dtype)
     state = initial_state(None if h0 is None else h0[None], (1, layout.batch, layout.hidden), dtype)
-    arrays = {f"x{k}": _array(x, cu_seqlens) for k, x in enumerate(sequences)}
-    _run(recurrence, False, layout, parameters, state, arrays | {"out": _array(h, cu_seqlens)})
+    _run(recurrence, layout, parameters, state, _arrays(sequences, cu_seqlens), _arrays([h], cu_seqlens))
     result = arguments[parse(recurrence).sequences.index(True)].dtype
     return h.to(result), state[0].to(result)
 
@@ -86,20 +86,19 @@ def scan_backward(
     state = initial_state(None if grad_h_last is None else grad_h_last[None], (1, layout.batch, layout.hidden), dtype)
     grads = [empty(h.shape, dtype) for _ in sequences]
     given = rows(h, dtype), constant(0.0, h.shape, dtype) if grad_h is None else rows(grad_h, dtype)
-    arrays = {f"x{k}": _array(x, cu_seqlens) for k, x in enumerate(sequences)}
-    arrays |= {f"grad{k}": _array(x, cu_seqlens) for k, x in enumerate(grads)}
-    arrays |= {name: _array(x, cu_seqlens) for name, x in zip(("h", "grad_h"), given, strict=True)}
+    rest = [*_arrays(given[:1], cu_seqlens), *_arrays(given[1:], cu_seqlens), *_arrays(grads, cu_seqlens)]
     initial = None if h0 is None else h0.to(dtype).contiguous()
-    sums = _run(recurrence, True, layout, parameters, state, arrays, initial)
-    of_parameters = [x[0] for x in sums]
-    return [g.to(h.dtype) for g in grads], of_parameters, None if h0 is None else state[0].to(h0.dtype)
+    sums = _run_backward(recurrence, layout, parameters, state, _arrays(sequences, cu_seqlens), rest, initial)
+    return [g.to(h.dtype) for g in grads], [x[0] for x in sums], None if h0 is None else state[0].to(h0.dtype)
 
 
 def _parted(recurrence: str, arguments: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """The sequences, in the dtype of computation, and the parameters, (1, D)."""
+    """The sequences, laid out alike and in the dtype of computation, and the parameters, (1, D)."""
     kinds = parse(recurrence).sequences
     dtype = compute_dtype(arguments[kinds.index(True)])
     sequences = [rows(x, dtype) for x, sequence in zip(arguments, kinds, strict=True) if sequence]
+    if any(x.stride() != sequences[0].stride() for x in sequences):
+        sequences = [x.contiguous() for x in sequences]
     return sequences, [x[None] for x, sequence in zip(arguments, kinds, strict=True) if not sequence]
 
 
@@ -113,8 +112,9 @@ def _layout(x: Tensor, cu_seqlens: Tensor | None, resets: Tensor | None, reverse
     return _Layout(1, batch, length, hidden, together, reverse, None, bounds, resets, marks)
 
 
-def _array(x: Tensor, cu_seqlens: Tensor | None) -> Array:
-    return x.data_ptr(), x.stride(1), 0 if cu_seqlens is not None else x.stride(0), 0
+def _arrays(tensors: Sequence[Tensor], cu_seqlens: Tensor | None) -> Arrays:
+    x = tensors[0]
+    return [*(y.data_ptr() for y in tensors), x.stride(1), 0 if cu_seqlens is not None else x.stride(0), 0]
 
 
 def layer(
@@ -128,12 +128,13 @@ def layer(
     directions: int,
 ) -> tuple[Tensor, Tensor]:
     dtype = compute_dtype(pre)
-    layout, row = _layer_layout(recurrence, pre, offsets, resets, batch_first, directions)
+    gates = _steps(recurrence, False).sequences
+    layout, row = _layer_layout(gates, pre, offsets, resets, batch_first, directions)
     wide = pre.to(dtype).contiguous()
     h = empty((*pre.shape[:-1], directions * layout.hidden), dtype)
     state = initial_state(h0, (directions, layout.batch, layout.hidden), dtype)
-    arrays = _gates("x", wide, layout, row) | {"out": _gate(h, 1, layout, row)}
-    _run(recurrence, False, layout, _of_gates(bias, layout), state, arrays)
+    inputs, result = _gates(wide, gates, layout, row), _gates(h, 1, layout, row)
+    _run(recurrence, layout, _of_gates(bias, layout), state, inputs, result)
     return h.to(pre.dtype), state.to(pre.dtype)
 
 
@@ -151,28 +152,30 @@ def layer_backward(
     directions: int,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     dtype = compute_dtype(pre)
-    layout, row = _layer_layout(recurrence, pre, offsets, resets, batch_first, directions)
+    gates = _steps(recurrence, True).sequences
+    layout, row = _layer_layout(gates, pre, offsets, resets, batch_first, directions)
     state = initial_state(grad_h_last, (directions, layout.batch, layout.hidden), dtype)
     grad_pre, wide, wide_h = empty(pre.shape, dtype), pre.to(dtype).contiguous(), h.to(dtype).contiguous()
-    arrays = _gates("x", wide, layout, row) | _gates("grad", grad_pre, layout, row)
-    arrays["h"] = _gate(wide_h, 1, layout, row)
+    rest = _gates(wide_h, 1, layout, row)
     if grad_h is None:
         nothing = pre.new_zeros(layout.hidden, dtype=dtype)
-        arrays["grad_h"] = nothing.data_ptr(), 0, 0, 0
+        rest += [nothing.data_ptr(), 0, 0, 0]
     else:
         grad_h = grad_h.to(dtype).contiguous()
-        arrays["grad_h"] = _gate(grad_h, 1, layout, row)
+        rest += _gates(grad_h, 1, layout, row)
+    rest += _gates(grad_pre, gates, layout, row)
     initial = None if h0 is None else h0.to(dtype).contiguous()
-    sums = _run(recurrence, True, layout, _of_gates(bias, layout), state, arrays, initial)
+    inputs = _gates(wide, gates, layout, row)
+    sums = _run_backward(recurrence, layout, _of_gates(bias, layout), state, inputs, rest, initial)
     grad_bias = None if bias is None else sums.transpose(0, 1).flatten().to(bias.dtype)
     return grad_pre.to(pre.dtype), grad_bias, None if h0 is None else state.to(h0.dtype)
 
 
 def _layer_layout(
-    recurrence: str, pre: Tensor, offsets: Tensor | None, resets: Tensor | None, batch_first: bool, directions: int
+    gates: int, pre: Tensor, offsets: Tensor | None, resets: Tensor | None, batch_first: bool, directions: int
 ) -> tuple[_Layout, tuple[int, int]]:
     """The layout, and how many rows lie between steps and between sequences."""
-    hidden = pre.shape[-1] // (directions * _steps(recurrence, False).sequences)
+    hidden = pre.shape[-1] // (directions * gates)
     if offsets is not None:
         offsets = offsets.to(torch.int64).contiguous()
         batch, length, row = int(offsets[1] - offsets[0]), offsets.shape[0] - 1, (1, 1)
@@ -182,19 +185,14 @@ def _layer_layout(
         batch, length, row = pre.shape[1], pre.shape[0], (pre.shape[1], 1)
     resets = None if resets is None else resets.contiguous()  # for each direction laid out as pre is
     marks = (0, 0, 0) if resets is None else (*row, resets[0].numel())
-    together = 1 if row[1] > 1 or batch == 1 else batch
+    together = 1 if batch_first and offsets is None else batch
     return _Layout(directions, batch, length, hidden, together, False, offsets, None, resets, marks), row
 
 
-def _gate(x: Tensor, gates: int, layout: _Layout, row: tuple[int, int], gate: int = 0) -> Array:
-    width, hidden = x.shape[-1], layout.hidden
-    return x.data_ptr() + gate * hidden * x.element_size(), row[0] * width, row[1] * width, gates * hidden
-
-
-def _gates(name: str, x: Tensor, layout: _Layout, row: tuple[int, int]) -> dict[str, Array]:
+def _gates(x: Tensor, gates: int, layout: _Layout, row: tuple[int, int]) -> Arrays:
     """The gates side by side in a contiguous tensor."""
-    gates = x.shape[-1] // (layout.directions * layout.hidden)
-    return {f"{name}{k}": _gate(x, gates, layout, row, k) for k in range(gates)}
+    width, size, first = x.shape[-1], layout.hidden * x.element_size(), x.data_ptr()
+    return [*(first + k * size for k in range(gates)), row[0] * width, row[1] * width, gates * layout.hidden]
 
 
 def _of_gates(bias: Tensor | None, layout: _Layout) -> Sequence[Tensor]:
@@ -202,55 +200,70 @@ def _of_gates(bias: Tensor | None, layout: _Layout) -> Sequence[Tensor]:
 
 
 def _run(
+    recurrence: str, layout: _Layout, parameters: Sequence[Tensor], state: Tensor, inputs: Arrays, rest: Arrays
+) -> None:
+    """Call the loop that goes forward; `rest` is of the result."""
+    loop, work_type = _loop(recurrence, False, state.dtype)
+    constants = _constants(recurrence, False, layout, parameters, state)
+    threads, pieces, groups, width = _parts(recurrence, layout)
+    addresses = [x.data_ptr() for x in constants]
+    of_channel = [*addresses, constants[0].stride(0) if constants else 0]
+    run_loop(loop, work_type(0, pieces, groups, *_sizes(layout, width, state), *inputs, *of_channel, *rest), threads)
+
+
+def _run_backward(
     recurrence: str,
-    backward: bool,
     layout: _Layout,
     parameters: Sequence[Tensor],
     state: Tensor,
-    arrays: dict[str, Array],
-    h0: Tensor | None = None,
+    inputs: Arrays,
+    rest: Arrays,
+    h0: Tensor | None,
 ) -> Tensor:
-    """Call the loop; returns the gradients of the parameters, (parameters, directions, D), in float64."""
-    loop, work_type = _loop(recurrence, backward, state.dtype)
-    dtype, device = state.dtype, state.device
-    constants = evaluate(_steps(recurrence, backward).constants, [x.to(dtype) for x in parameters])
+    """Call the loop that goes back; returns the gradients of the parameters, (parameters, directions, D), in float64.
+
+    `rest` is of the states, their gradients, and the gradients of the inputs.
+    """
+    loop, work_type = _loop(recurrence, True, state.dtype)
+    constants = _constants(recurrence, True, layout, parameters, state)
+    threads, pieces, groups, width = _parts(recurrence, layout)
+    addresses = [x.data_ptr() for x in constants]
+    of_channel = [*addresses, constants[0].stride(0) if constants else 0]
+    zeros = state.new_zeros(layout.hidden)
+    before = [zeros.data_ptr(), 0] if h0 is None else [h0.data_ptr(), layout.hidden]
+    sums = state.new_zeros(len(parameters), groups, layout.directions, layout.hidden)
+    totals = torch.zeros_like(sums, dtype=torch.float64)
+    of_sums = [x.data_ptr() for x in sums]
+    rest = [*rest, *before, zeros.data_ptr(), *of_sums, totals.data_ptr()]
+    run_loop(loop, work_type(0, pieces, groups, *_sizes(layout, width, state), *inputs, *of_channel, *rest), threads)
+    return totals.sum(1)
+
+
+def _constants(
+    recurrence: str, backward: bool, layout: _Layout, parameters: Sequence[Tensor], state: Tensor
+) -> Sequence[Tensor]:
+    """What the steps need of the parameters, (directions, D), laid out alike."""
+    wide = [x.to(state.dtype) for x in parameters]
+    constants = evaluate(_steps(recurrence, backward).constants, wide)
+    if layout.directions > 1 and any(x.stride() != constants[0].stride() for x in constants):
+        constants = tuple(x.contiguous() for x in constants)
+    return constants
+
+
+def _parts(recurrence: str, layout: _Layout) -> tuple[int, int, int, int]:
+    """Threads, pieces, groups of sequences, and the width of a piece."""
     threads = threads_for(_steps(recurrence, False).sequences * math.prod(layout[:4]))
     groups = min(layout.batch, GROUPS)
     blocks, width = blocks_of(layout.hidden, WIDTH, threads, layout.directions * groups)
-    fields: dict[str, int] = {}
-    for name, (address, time, sequence, direction) in arrays.items():
-        fields[name], fields[f"{name}_t"], fields[f"{name}_b"], fields[f"{name}_d"] = address, time, sequence, direction
-    for k, x in enumerate(constants):
-        fields[f"c{k}"], fields[f"c{k}_d"] = x.data_ptr(), x.stride(0)
-    sums = totals = torch.empty(0, 1)
-    if backward:
-        zeros = torch.zeros(layout.hidden, dtype=dtype, device=device)
-        fields["zeros"] = zeros.data_ptr()
-        fields["h0"], fields["h0_b"] = (zeros if h0 is None else h0).data_ptr(), 0 if h0 is None else layout.hidden
-        if parameters:
-            sums = torch.zeros(len(parameters), groups, layout.directions, layout.hidden, dtype=dtype, device=device)
-            totals = torch.zeros_like(sums, dtype=torch.float64)
-            fields |= {f"sum{k}": x.data_ptr() for k, x in enumerate(sums)}
-            fields["totals"] = totals.data_ptr()
-    marks = layout.resets_strides
-    work = work_type(
-        pieces=layout.directions * groups * blocks,
-        groups=groups,
-        together=layout.together,
-        width=width,
-        directions=layout.directions,
-        batch=layout.batch,
-        length=layout.length,
-        hidden=layout.hidden,
-        reverse=layout.reverse,
-        offsets=0 if layout.offsets is None else layout.offsets.data_ptr(),
-        bounds=0 if layout.bounds is None else layout.bounds.data_ptr(),
-        state=state.data_ptr(),
-        resets=0 if layout.resets is None else layout.resets.data_ptr(),
-        resets_t=marks[0],
-        resets_b=marks[1],
-        resets_d=marks[2],
-        **fields,
-    )
-    run_loop(loop, work, threads)
-    return totals.sum(1)
+    return threads, layout.directions * groups * blocks, groups, width
+
+
+def _sizes(layout: _Layout, width: int, state: Tensor) -> list[int]:
+    return [
+        *(layout.together, width, layout.directions, layout.batch, layout.length, layout.hidden, layout.reverse),
+        0 if layout.offsets is None else layout.offsets.data_ptr(),
+        0 if layout.bounds is None else layout.bounds.data_ptr(),
+        state.data_ptr(),
+        0 if layout.resets is None else layout.resets.data_ptr(),
+        *layout.resets_strides,
+    ]

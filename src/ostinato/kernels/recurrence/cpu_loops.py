@@ -23,30 +23,31 @@ from ostinato.kernels.recurrence.trace import Trace
 FLUSH = 64  # steps whose gradients of parameters are summed in the loop's dtype before they join the float64 total
 
 
+STRIDES = ("_t", "_b", "_d")  # of time, sequences and directions
+
+
 @functools.cache
 def work_type(sequences: int, constants: int, sums: int, backward: bool) -> type[ctypes.Structure]:
     """What a loop is called with.
 
-    Step t of sequence b in a direction is at ``t * x_t + b * x_b + direction * x_d`` in an array x; of packed
+    Step t of sequence b in a direction is at ``t * x_t + b * x_b + direction * x_d`` in each array x; of packed
     sequences, t is ``offsets[t]``, or starts at ``bounds[b]``.
     """
 
-    def arrays(name: str, count: int) -> list[tuple[str, type]]:
-        return [field for k in range(count) for field in strided(f"{name}{k}")]
-
-    def strided(name: str) -> list[tuple[str, type]]:
-        return integers(name, f"{name}_t", f"{name}_b", f"{name}_d")
+    def strided(name: str, count: int) -> list[tuple[str, type]]:
+        return integers(*(f"{name}{k}" for k in range(count)), *(name + of for of in STRIDES))
 
     fields = [
         *integers("next_piece", "pieces", "groups", "together", "width", "directions", "batch", "length", "hidden"),
-        *integers("reverse", "offsets", "bounds", "state", "resets", "resets_t", "resets_b", "resets_d"),
-        *arrays("x", sequences),
-        *arrays("c", constants),
-        *(strided("h") if backward else strided("out")),
+        *integers("reverse", "offsets", "bounds", "state", "resets", *("resets" + of for of in STRIDES)),
+        *strided("x", sequences),
+        *integers(*(f"c{k}" for k in range(constants)), "c_d"),
     ]
     if backward:
-        fields += [*strided("grad_h"), *integers("h0", "h0_b", "zeros"), *arrays("grad", sequences)]
-        fields += [*integers(*(f"sum{k}" for k in range(sums))), *integers("totals")]
+        fields += [*strided("h", 1), *strided("grad_h", 1), *strided("grad", sequences)]
+        fields += integers("before", "before_b", "zeros", *(f"sum{k}" for k in range(sums)), "totals")
+    else:
+        fields += strided("out", 1)
     return type("Work", (ctypes.Structure,), {"_fields_": fields})
 
 
@@ -72,8 +73,7 @@ def forward(trace: Trace, dtype: type) -> Any:
     """``state = a[t]*state + b[t]``; out[t] is the state after step t."""
     source, functions = _generated(trace, False, dtype)
     step, prefetch_x = functions["step"], functions["prefetch_x"]
-    pointers_x, places_x = functions["pointers_x"], functions["places_x"]
-    pointers_c, places_c = functions["pointers_c"], functions["places_c"]
+    pointers_x, pointers_c = functions["pointers_x"], functions["pointers_c"]
     work_dtype = np.dtype(work_of(trace, False))
 
     def run(address):
@@ -81,10 +81,11 @@ def forward(trace: Trace, dtype: type) -> Any:
         offsets, bounds = pointer_to(work.offsets, np.int64), pointer_to(work.bounds, np.int64)
         resets, out, state = (
             pointer_to(work.resets, np.uint8),
-            pointer_to(work.out, dtype),
+            pointer_to(work.out0, dtype),
             pointer_to(work.state, dtype),
         )
-        x, c = pointers_x(work), pointers_c(work)
+        x, x_t, x_b, x_d, c, c_d = pointers_x(work), work.x_t, work.x_b, work.x_d, pointers_c(work), work.c_d
+        out_t, out_b, out_d = work.out_t, work.out_b, work.out_d
         groups, batch, hidden, together, directions = (
             work.groups,
             work.batch,
@@ -92,12 +93,13 @@ def forward(trace: Trace, dtype: type) -> Any:
             work.together,
             work.directions,
         )
+        resets_t, resets_b, resets_d = work.resets_t, work.resets_b, work.resets_d
         piece = take_piece(address)
         while piece < work.pieces:
             block, group, direction = piece // (groups * directions), piece % groups, piece // groups % directions
             begin, end = block * work.width, min((block + 1) * work.width, hidden)
             descending = direction != work.reverse
-            at_c = places_c(work, 0, 0, direction)
+            at_c = direction * c_d
             group_end = (group + 1) * batch // groups
             for b_begin in range(group * batch // groups, group_end, together):
                 first, last = (bounds[b_begin], bounds[b_begin + 1]) if work.bounds else (0, work.length)
@@ -109,12 +111,15 @@ def forward(trace: Trace, dtype: type) -> Any:
                         row_next = offsets[max(t_next, 0)]
                     for k in range(b_end - b_begin):
                         b = b_end - 1 - k if descending else b_begin + k
-                        at_out = row * work.out_t + b * work.out_b + direction * work.out_d
+                        at_x, at_out = (
+                            row * x_t + b * x_b + direction * x_d,
+                            row * out_t + b * out_b + direction * out_d,
+                        )
                         if together > 1:
-                            prefetch(out, at_out + (row_next - row) * work.out_t, begin, end)
-                            prefetch_x(x, places_x(work, row_next, b, direction), begin, end)
-                        at_x, at = places_x(work, row, b, direction), (direction * batch + b) * hidden
-                        if work.resets and resets[row * work.resets_t + b * work.resets_b + direction * work.resets_d]:
+                            prefetch(out, at_out + (row_next - row) * out_t, begin, end)
+                            prefetch_x(x, at_x + (row_next - row) * x_t, begin, end)
+                        at = (direction * batch + b) * hidden
+                        if work.resets and resets[row * resets_t + b * resets_b + direction * resets_d]:
                             for j in range(begin, end):
                                 state[at + j] = 0
                         if descending:
@@ -136,19 +141,20 @@ def backward(trace: Trace, dtype: type) -> Any:
     """
     source, functions = _generated(trace, True, dtype)
     step, prefetch_x = functions["step"], functions["prefetch_x"]
-    pointers_x, places_x = functions["pointers_x"], functions["places_x"]
-    pointers_c, places_c = functions["pointers_c"], functions["places_c"]
-    pointers_grad, places_grad = functions["pointers_grad"], functions["places_grad"]
-    pointers_sum, places_sum = functions["pointers_sum"], functions["places_sum"]
+    pointers_x, pointers_c = functions["pointers_x"], functions["pointers_c"]
+    pointers_grad, pointers_sum = functions["pointers_grad"], functions["pointers_sum"]
     work_dtype, flush = np.dtype(work_of(trace, True)), functions["flush"]
 
     def run(address):
         work = carray(address, 1, work_dtype)[0]
         offsets, bounds = pointer_to(work.offsets, np.int64), pointer_to(work.bounds, np.int64)
         resets, totals = pointer_to(work.resets, np.uint8), pointer_to(work.totals, np.float64)
-        h, h0, zeros = pointer_to(work.h, dtype), pointer_to(work.h0, dtype), pointer_to(work.zeros, dtype)
-        grad_h, state = pointer_to(work.grad_h, dtype), pointer_to(work.state, dtype)
-        x, c, grad, sums = pointers_x(work), pointers_c(work), pointers_grad(work), pointers_sum(work)
+        h, h0, zeros = pointer_to(work.h0, dtype), pointer_to(work.before, dtype), pointer_to(work.zeros, dtype)
+        grad_h, state, h0_b = pointer_to(work.grad_h0, dtype), pointer_to(work.state, dtype), work.before_b
+        x, x_t, x_b, x_d, c, c_d = pointers_x(work), work.x_t, work.x_b, work.x_d, pointers_c(work), work.c_d
+        grad, grad_t, grad_b, grad_d = pointers_grad(work), work.grad_t, work.grad_b, work.grad_d
+        sums, h_t, h_b, h_d = pointers_sum(work), work.h_t, work.h_b, work.h_d
+        grad_h_t, grad_h_b, grad_h_d = work.grad_h_t, work.grad_h_b, work.grad_h_d
         groups, batch, hidden, together, directions = (
             work.groups,
             work.batch,
@@ -156,12 +162,13 @@ def backward(trace: Trace, dtype: type) -> Any:
             work.together,
             work.directions,
         )
+        resets_t, resets_b, resets_d = work.resets_t, work.resets_b, work.resets_d
         piece = take_piece(address)
         while piece < work.pieces:
             block, group, direction = piece // (groups * directions), piece % groups, piece // groups % directions
             begin, end = block * work.width, min((block + 1) * work.width, hidden)
             descending = direction != work.reverse  # of the forward: this one goes the other way
-            at_c, at_sum = places_c(work, 0, 0, direction), places_sum(work, 0, group, direction)
+            at_c, at_sum = direction * c_d, (group * directions + direction) * hidden
             group_end = (group + 1) * batch // groups
             for b_begin in range(group * batch // groups, group_end, together):
                 first, last = (bounds[b_begin], bounds[b_begin + 1]) if work.bounds else (0, work.length)
@@ -176,21 +183,20 @@ def backward(trace: Trace, dtype: type) -> Any:
                             b_start = offsets[t_before + 1] - row_before
                     for k in range(b_end - b_begin):
                         b = b_begin + k if descending else b_end - 1 - k
-                        at_grad_h = row * work.grad_h_t + b * work.grad_h_b + direction * work.grad_h_d
-                        before, at_before = h, row_before * work.h_t + b * work.h_b + direction * work.h_d
+                        at_x = row * x_t + b * x_b + direction * x_d
+                        at_grad_h = row * grad_h_t + b * grad_h_b + direction * grad_h_d
+                        before, at_before = h, row_before * h_t + b * h_b + direction * h_d
                         if together > 1:
-                            prefetch(grad_h, at_grad_h + (row_before - row) * work.grad_h_t, begin, end)
-                            prefetch(h, at_before + (row_before - row) * work.h_t, begin, end)
-                            prefetch_x(x, places_x(work, row_before, b, direction), begin, end)
+                            prefetch(grad_h, at_grad_h + (row_before - row) * grad_h_t, begin, end)
+                            prefetch(h, at_before + (row_before - row) * h_t, begin, end)
+                            prefetch_x(x, at_x + (row_before - row) * x_t, begin, end)
                         at_state = direction * batch + b
                         if b >= b_start:
-                            before, at_before = h0, at_state * work.h0_b
-                        reset = (
-                            work.resets and resets[row * work.resets_t + b * work.resets_b + direction * work.resets_d]
-                        )
+                            before, at_before = h0, at_state * h0_b
+                        reset = work.resets and resets[row * resets_t + b * resets_b + direction * resets_d]
                         if reset:
                             before, at_before = zeros, 0
-                        at_x, at_grad = places_x(work, row, b, direction), places_grad(work, row, b, direction)
+                        at_grad = row * grad_t + b * grad_b + direction * grad_d
                         at, targets = at_state * hidden, (grad, at_grad, sums, at_sum)
                         if descending:
                             for j in range(begin, end):

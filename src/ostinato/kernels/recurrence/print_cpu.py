@@ -43,7 +43,7 @@ _FORMS = {
     "not": "not {}",
 }
 
-# x, c, grad and sum are tuples of pointers, those at_... of the places of a row's first channel behind them.
+# x, c, grad and sum are tuples of pointers, and at_... the place of a row's first channel behind each of them.
 _FORWARD = """
 def step(j, x, at_x, c, at_c, state, at, out, at_out):
 {body}
@@ -65,8 +65,8 @@ def print_cpu(trace: Trace, backward: bool) -> str:
     """The source of ``step``, and of functions that gather its arguments from the loop's ``work``."""
     steps = steps_of(trace, backward)
     constants = len(steps.constants.outputs)
-    loads = [f'load(x[{k}], at_x[{k}] + j, "x{k}")' for k in range(steps.sequences)]
-    loads += [f'load(c[{k}], at_c[{k}] + j, "c{k}")' for k in range(constants)]
+    loads = [f'load(x[{k}], at_x + j, "x{k}")' for k in range(steps.sequences)]
+    loads += [f'load(c[{k}], at_c + j, "c{k}")' for k in range(constants)]
     loads.append('load(h, at_h + j, "h")')
     lines, names = _lines(steps.step, loads)
     if backward:
@@ -74,14 +74,21 @@ def print_cpu(trace: Trace, backward: bool) -> str:
         code = _BACKWARD.format(body="\n".join(lines + _gradients(steps, factors)), a=a)
     else:
         code = _FORWARD.format(body="\n".join(lines), a=names[0], b=names[1])
-    row = "row * work.{0}_t + b * work.{0}_b + direction * work.{0}_d"
-    parts = [
-        _gathering("x", steps.sequences, row),
-        _gathering("c", constants, "direction * work.{0}_d"),
-        _gathering("grad", steps.sequences if backward else 0, row),
-        _gathering("sum", steps.parameters if backward else 0, "(b * work.directions + direction) * work.hidden"),
-    ]
-    return code + "".join(parts) + _prefetching(steps.sequences) + _flushing(steps.parameters)
+    counts = {"x": steps.sequences, "c": constants}
+    if backward:
+        counts |= {"grad": steps.sequences, "sum": steps.parameters}
+    gathering = "".join(_GATHERING.format(name=name, pointers=_pointers(name, count)) for name, count in counts.items())
+    return code + gathering + _prefetching(steps.sequences) + (_flushing(steps.parameters) if backward else "")
+
+
+_GATHERING = """
+def pointers_{name}(work):
+    return ({pointers})
+"""
+
+
+def _pointers(name: str, count: int) -> str:
+    return "".join(f"pointer_to(work.{name}{k}, dtype), " for k in range(count))
 
 
 def _gradients(steps: Steps, factors: list[str]) -> list[str]:
@@ -93,28 +100,15 @@ def _gradients(steps: Steps, factors: list[str]) -> list[str]:
             lines.append(f"    g{k} = total * {factor}")
         n = k - steps.sequences
         if n < 0:
-            lines.append(f'    store(grad[{k}], at_grad[{k}] + j, {names[factor]}, "grad{k}")')
+            lines.append(f'    store(grad[{k}], at_grad + j, {names[factor]}, "grad{k}")')
         else:
-            so_far = f'load(sum[{n}], at_sum[{n}] + j, "sum{n}")'
-            lines.append(f'    store(sum[{n}], at_sum[{n}] + j, {so_far} + {names[factor]}, "sum{n}")')
+            so_far = f'load(sum[{n}], at_sum + j, "sum{n}")'
+            lines.append(f'    store(sum[{n}], at_sum + j, {so_far} + {names[factor]}, "sum{n}")')
     return lines
 
 
-def _gathering(name: str, count: int, place: str) -> str:
-    """Functions that make the tuple of the pointers in `work`, and that of places in them."""
-    pointers = "".join(f"pointer_to(work.{name}{k}, dtype), " for k in range(count))
-    places = "".join(f"{place.format(f'{name}{k}')}, " for k in range(count))
-    return f"""
-def pointers_{name}(work):
-    return ({pointers})
-
-def places_{name}(work, row, b, direction):
-    return ({places})
-"""
-
-
 def _prefetching(count: int) -> str:
-    lines = [f"    prefetch(x[{k}], at_x[{k}], begin, end)\n" for k in range(count)]
+    lines = [f"    prefetch(x[{k}], at_x, begin, end)\n" for k in range(count)]
     return "\ndef prefetch_x(x, at_x, begin, end):\n" + "".join(lines)
 
 
@@ -122,8 +116,8 @@ def _flushing(count: int) -> str:
     lines = [
         f"""
     for j in range(begin, end):
-        totals[{k} * work.groups * work.directions * work.hidden + at_sum[{k}] + j] += sum[{k}][at_sum[{k}] + j]
-        sum[{k}][at_sum[{k}] + j] = 0
+        totals[{k} * work.groups * work.directions * work.hidden + at_sum + j] += sum[{k}][at_sum + j]
+        sum[{k}][at_sum + j] = 0
 """
         for k in range(count)
     ]
@@ -157,6 +151,8 @@ def _expression(graph: Graph, node: Node, names: list[str], uses: list[int], inp
                 x, y = (names[i] for i in product.operands)
                 minus_x, minus_rest = ("-" * (node.name == "sub" and k == one) for k in (1, 0))
                 return f"multiply_add({minus_x}{x}, {y}, {minus_rest}{operands[other]})"
+    if node.name in ("minimum", "maximum") and graph.nodes[node.operands[1]].name == "constant":
+        return "{1} if {0} {2} {1} else {0}".format(*operands, ">" if node.name == "minimum" else "<")
     if node.name == "sigmoid" and inner.name == "neg":
         return f"sigmoids({names[inner.operands[0]]})[1]"
     if node.name == "log1p" and inner.name == "exp" and graph.nodes[inner.operands[0]].name == "neg":
