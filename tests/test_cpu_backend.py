@@ -540,7 +540,7 @@ def test_memory_kept_for_reuse_follows_the_sizes_in_use(monkeypatch):
     monkeypatch.setattr(cpu, "_kept", [])
 
     def make(kilobytes):
-        return cpu._empty((kilobytes << 8,), torch.float32)
+        return cpu.empty((kilobytes << 8,), torch.float32)
 
     for size in (900, 20, 300, 100, 40, 900, 8, 2000, 50):  # none fits what the one before left
         held = make(size)

@@ -47,28 +47,16 @@ def _shares(f: Tensor, i: Tensor) -> tuple[Tensor, ...]:
 class _Shares(torch.autograd.Function):
     """The shares of two sigmoids in their sum, with a derivative in which nothing cancels, as in a quotient's does."""
 
-    generate_vmap_rule = True
-
     @staticmethod
-    def forward(f: Tensor, i: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, f: Tensor, i: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(f, i)
         return _shares(f, i)[:2]
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         keep, mix, slope_f, slope_i = _shares(*ctx.saved_tensors)
         change = grads[0] - grads[1]
         return change * (keep * slope_f), -change * (mix * slope_i)
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor) -> tuple[Tensor, Tensor]:
-        keep, mix, slope_f, slope_i = _shares(*ctx.saved_tensors)
-        change = keep * slope_f * tangents[0] - mix * slope_i * tangents[1]
-        return change, -change
 
 
 # With the number of pre-activations.

@@ -57,7 +57,9 @@ def operator(
         return registered(*args)
 
     def run_and_keep(ctx: Any, *args: Any) -> Any:  # a setup_context of its own costs more than the call
-        output = tuple(forward(*args))  # a list would be returned as it is, without gradients
+        output = forward(*args)
+        if isinstance(output, list):  # which would be returned as it is, without gradients
+            output = tuple(output)
         setup_context(ctx, args, output)
         return output
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ostinato.kernels.recurrence.graph import evaluate
 from ostinato.kernels.recurrence.trace import parse
@@ -39,15 +40,16 @@ class Coefficients(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor, ...]:
-        arguments = ctx.saved_tensors
-        shape = torch.broadcast_shapes(*(x.shape for x in arguments))
-        one, zero = arguments[0].new_ones(()), arguments[0].new_zeros(())
-        results = []
-        for chosen in ((one, zero), (zero, one)):  # the function is elementwise: its gradient is its derivative
-            slopes = evaluate(parse(ctx.recurrence).backward, [*arguments, *chosen])
-            moving = [s * t for s, t in zip(slopes, tangents, strict=True) if t is not None]
-            results.append(sum(moving, arguments[0].new_zeros(shape)))
-        return tuple(results)
+        with forward_ad._set_fwd_grad_enabled(True):  # PyTorch turns it off, and with it the tangents of tangents
+            arguments = [forward_ad.unpack_dual(x)[0] for x in ctx.saved_tensors]
+            shape = torch.broadcast_shapes(*(x.shape for x in arguments))
+            one, zero = arguments[0].new_ones(()), arguments[0].new_zeros(())
+            results = []
+            for chosen in ((one, zero), (zero, one)):  # the function is elementwise: its gradient is its derivative
+                slopes = evaluate(parse(ctx.recurrence).backward, [*arguments, *chosen])
+                moving = [s * t for s, t in zip(slopes, tangents, strict=True) if t is not None]
+                results.append(sum(moving, arguments[0].new_zeros(shape)))
+            return tuple(results)
 
 
 def _like(x: Tensor) -> Any:
