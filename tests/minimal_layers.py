@@ -1,9 +1,9 @@
 """The passes of minimal layers, by each backend, as the tests of kernels call them."""
 
 from ostinato.kernels.recurrence import operators
-from ostinato.minimal import MINIMAL_CELLS, recurrence_of
+from ostinato.minimal import GATES, recurrence_of
 
-GATES = {cell: gates for cell, (_, gates) in MINIMAL_CELLS.items()}
+__all__ = ["GATES", "layer", "layer_backward"]
 
 
 def layer(backend, pre, bias, h0, offsets, cell, candidate, batch_first, directions, resets=None):

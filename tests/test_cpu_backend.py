@@ -17,7 +17,7 @@ from minimal_layers import layer, layer_backward
 from ostinato.kernels import gemm
 from ostinato.kernels import threads as kernel_threads
 from ostinato.kernels.scan import cpu, cpu_loops, reference
-from ostinato.minimal import min_lstm
+from ostinato.minimal import RECURRENCES
 
 INF = math.inf
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -437,7 +437,7 @@ def test_results_do_not_depend_on_the_number_of_threads(threads):
 def test_the_gates_of_min_lstm_are_exact():
     steps = torch.linspace(-30, 30, 61, dtype=torch.float64)
     f, i = torch.meshgrid(steps, steps, indexing="ij")
-    keep, mix = min_lstm("linear", f, i, torch.ones_like(f))
+    keep, mix = RECURRENCES["minlstm"]["linear"].function(f, i, torch.ones_like(f))
     p_f, p_i = 1 + (-f).exp(), 1 + (-i).exp()
     assert (keep * (p_f + p_i) / p_i - 1).abs().max() < 1e-14
     assert (mix * (p_f + p_i) / p_f - 1).abs().max() < 1e-14

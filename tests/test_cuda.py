@@ -15,7 +15,7 @@ from ostinato.kernels import nvrtc
 from ostinato.kernels.recurrence.print_cuda import element_name, print_cuda
 from ostinato.kernels.recurrence.trace import parse
 from ostinato.kernels.scan import choose_backend, cuda, operators, torch_ops
-from ostinato.kernels.scan.geometry import choose_geometry, macros
+from ostinato.kernels.scan.geometry import Device, choose_geometry, macros
 from ostinato.minimal import recurrence_of
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
@@ -41,6 +41,23 @@ def code_of(element, candidate):
     return element_name(trace, backward), cuda.source(print_cuda(trace, backward))
 
 
+def inputs_of(element):
+    """How many tensors it reads."""
+    backward = element.endswith("Backward")
+    return (
+        3 if element in ("minlstm", "LinearScanBackward") else 5 if element == "minlstmBackward" else 2 + 2 * backward
+    )
+
+
+GPUS = {
+    "A100": Device(108, 1.94e12, 163 << 10, 164 << 10),
+    "L4": Device(58, 0.3e12, 99 << 10, 100 << 10),
+    "H100": Device(132, 3.35e12, 227 << 10, 228 << 10),
+    "H200": Device(132, 4.9e12, 227 << 10, 228 << 10),
+    "B200": Device(148, 8e12, 227 << 10, 228 << 10),
+}
+
+
 def variants():
     """Kernels of every kind that the choice of geometry can ask for, of which the test below compiles a part."""
     for element, dtype in itertools.product(ELEMENTS, cuda.SCALARS):
@@ -49,9 +66,10 @@ def variants():
         for packing in ("DENSE", "OFFSETS" if minimal else "CU_SEQLENS"):
             for sequences, steps, channels in ((4096, 512, 64), (1, 65536, 64), (1, 65536, 3), (64, 1, 64)):
                 aligned = min(16 // dtype.itemsize, channels & -channels)
-                geometry = choose_geometry(name, dtype.itemsize, aligned, not minimal, sequences, steps, channels, 132)
                 scalar, backward = cuda.SCALARS[dtype], element.endswith("Backward")
-                shared = geometry.shared_bytes(5 if backward else 3, 3, 3 if minimal else 0, dtype.itemsize)
+                inputs, shape = inputs_of(element), (sequences, steps, channels)
+                geometry = choose_geometry(name, inputs, dtype.itemsize, aligned, not minimal, *shape, GPUS["H100"])
+                shared = geometry.shared_bytes(inputs, 3 if minimal else 0, dtype.itemsize, True)
                 far, wide = steps == 1, geometry.copies_wide(dtype.itemsize, aligned)
                 yield element, macros(name, scalar, scalar, packing, geometry, shared, far, wide)
 
@@ -64,6 +82,36 @@ def test_kernels_compile_without_a_gpu(element, architecture):
     for i, definitions in enumerate(chosen[ARCHITECTURES.index(architecture) :: 12]):
         _, code = code_of(element, ("positive", "linear", "tanh")[i % 3])
         assert nvrtc.compile_cubin(code, architecture, {**dict(definitions), "RESETS": i % 2})[:4] == b"\x7fELF"
+
+
+def test_streaming_blocks_ask_for_as_much_memory_as_is_on_its_way():
+    for name, device in GPUS.items():
+        for element, inputs, itemsize in (("LinearScan", 2, 4), ("LinearScanBackward", 3, 4), ("LinearScan", 2, 2)):
+            for shape in ((8, 4096, 1536), (128, 512, 256), (64, 2048, 512), (512, 1000, 64)):
+                geometry = choose_geometry(element, inputs, itemsize, 8, False, *shape, device)
+                assert not geometry.chained
+                blocks = shape[0] * -(-shape[2] // geometry.group)
+                of_block = geometry.stages * inputs * geometry.tile * geometry.group * itemsize
+                flying = min(blocks, 4 * device.processors) * of_block
+                assert flying >= 0.6e-6 * device.bandwidth, name
+                assert geometry.shared_bytes(inputs, 0, itemsize) <= device.shared_of_block
+
+
+def test_geometries_fit_the_gpu():
+    elements = [(code_of(e, "linear")[0], inputs_of(e)) for e in ELEMENTS]
+    for device in GPUS.values():
+        for (element, inputs), itemsize, shape in itertools.product(
+            elements,
+            (2, 4, 8),
+            ((8, 4096, 1536), (1, 1 << 20, 64), (1, 1 << 24, 1), (3, 5000, 1000), (1, 1, 1), (9999, 7, 3)),
+        ):
+            for gapless in (False, True):
+                geometry = choose_geometry(element, inputs, itemsize, 1, gapless, *shape, device)
+                assert geometry.narrow in (0, shape[2])
+                assert geometry.lanes * geometry.vec >= min(geometry.narrow, shape[2])
+                assert 32 * geometry.warps <= 1024
+                if shape[0] * shape[2] >= 32 * device.processors:
+                    assert not geometry.chained
 
 
 def test_more_steps_than_the_kernel_counts_are_refused():
@@ -89,11 +137,11 @@ def poisoned():
 
 GEOMETRIES = {
     "chosen": None,
-    "streaming": {"look_back": False},
-    "look-back": {"look_back": True, "warps": 2, "rows": 2, "stages": 1},
-    "lanes 4": {"lanes": 4, "vec": 1, "warps": 2, "rows": 3, "staged": False},
-    "lanes 8 look-back": {"lanes": 8, "vec": 1, "warps": 4, "rows": 2, "look_back": True, "staged": False, "stages": 1},
-    "wide copies": {"lanes": 8, "vec": 1, "warps": 2, "rows": 8, "look_back": True, "staged": False, "stages": 1},
+    "streaming": {"chained": False},
+    "chained": {"chained": True, "warps": 2, "rows": 2, "stages": 1},
+    "lanes 4": {"lanes": 4, "vec": 1, "warps": 2, "rows": 3, "narrow": 0},
+    "lanes 8 chained": {"lanes": 8, "vec": 1, "warps": 4, "rows": 2, "chained": True, "narrow": 0, "stages": 1},
+    "wide copies": {"lanes": 8, "vec": 1, "warps": 2, "rows": 8, "chained": True, "narrow": 0, "stages": 1},
     "one warp": {"warps": 1, "rows": 1},
 }
 SHAPES = [(2, 1, 5), (1, 777, 1), (2, 300, 8), (3, 130, 33), (1, 1000, 64), (2, 257, 6), (2, 190, 12)]
@@ -172,7 +220,73 @@ def test_scans_match_the_reference(dtype, reverse, packed, geometry, poisoned, m
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("geometry", ["chosen", "streaming", "look-back", "one warp"])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_time_contiguous_tensors_are_scanned_in_place(dtype, poisoned):
+    torch.manual_seed(0)
+    kernels, reference = choose_backend("cuda", "cuda"), torch_ops.REFERENCE
+    for batch, steps, channels, start in ((2, 300, 5, 0), (1, 4097, 3, 1), (3, 31, 64, 3)):
+        a, b, grad = (torch.rand(batch, channels, steps + start).to(dtype) for _ in range(3))
+        h0, grad_last = (torch.randn(batch, channels).to(dtype) for _ in range(2))
+        for reverse in (False, True):
+            # Views that begin in the middle of 16 bytes, and one of which sequences have gaps.
+            x, y, z = (t.cuda()[..., start:].transpose(1, 2) for t in (a, b, grad))
+            want = reference.linear_scan(*(t.double().cpu() for t in (x, y)), h0.double(), reverse, None)
+            got = kernels.linear_scan(x, y, h0.cuda(), reverse, None)
+            assert got[0].stride() == (channels * steps, 1, steps)
+            for g, w in zip(got, want, strict=True):
+                assert relative_error(g, w) < TOLERANCE[dtype]
+            h = want[0].to(dtype).transpose(1, 2).contiguous().cuda().transpose(1, 2)
+            wide = [t.double().cpu() for t in (x, h)]
+            want = reference.linear_scan_backward(
+                *wide, h0.double(), z.double().cpu(), grad_last.double(), reverse, None
+            )
+            got = kernels.linear_scan_backward(x, h, h0.cuda(), z, grad_last.cuda(), reverse, None)
+            for g, w in zip(got, want, strict=True):
+                assert relative_error(g, w) < TOLERANCE[dtype]
+
+
+@pytest.mark.gpu
+def test_packed_sequences_of_all_lengths():
+    torch.manual_seed(0)
+    lengths = torch.cat((torch.randint(0, 40, (300,)), torch.tensor([9000]), torch.randint(1, 3, (50,))))
+    bounds = torch.cat((torch.zeros(1), lengths.cumsum(0))).int()
+    for channels in (3, 72):
+        a, b, grad = (torch.rand(1, int(bounds[-1]), channels) for _ in range(3))
+        h0 = torch.randn(len(lengths), channels)
+        for reverse in (False, True):
+            inputs = [x.double().requires_grad_() for x in (a, b, h0)]
+            want = ostinato.linear_scan(*inputs, cu_seqlens=bounds, reverse=reverse, backend="cpu")
+            wanted = torch.autograd.grad(want, inputs, (grad.double(), h0.double()))
+            on_gpu = [x.cuda().requires_grad_() for x in (a, b, h0)]
+            got = ostinato.linear_scan(*on_gpu, cu_seqlens=bounds.cuda(), reverse=reverse)
+            gradients = torch.autograd.grad(got, on_gpu, (grad.cuda(), h0.cuda()))
+            for g, w in zip((*got, *gradients), (*want, *wanted), strict=True):
+                assert relative_error(g.detach(), w.detach()) < 3e-6
+
+
+@pytest.mark.gpu
+def test_launches_of_many_shapes_and_streams_share_nothing():
+    torch.manual_seed(0)
+    shapes = [(1, 9000, 8), (1, 300000, 1), (2, 20000, 3), (1, 5000, 64)]
+    cases = [(torch.rand(s, device="cuda"), torch.randn(s, device="cuda")) for s in shapes]
+    wanted = [ostinato.linear_scan(*case)[0] for case in cases]
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    torch.cuda.synchronize()
+    for k in range(200):
+        with torch.cuda.stream(streams[k % 4]):
+            got = ostinato.linear_scan(*cases[k % 3])[0]
+            assert torch.equal(got, wanted[k % 3])
+    graph, replayed = torch.cuda.CUDAGraph(), []
+    with torch.cuda.graph(graph):
+        replayed = [ostinato.linear_scan(*case)[0] for case in cases]
+    for _ in range(3):
+        graph.replay()
+        for x, want in zip(replayed, wanted, strict=True):
+            assert torch.equal(x, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("geometry", ["chosen", "streaming", "chained", "one warp"])
 @pytest.mark.parametrize("candidate", ["positive", "linear", "tanh"])
 @pytest.mark.parametrize("cell", ["mingru", "minlstm"])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -274,6 +388,8 @@ def test_gradients_in_float64(cu_seqlens):
 def test_operators_are_well_formed():
     a, b = (torch.rand(1, 40, 3, device="cuda").requires_grad_() for _ in range(2))
     torch.library.opcheck(torch.ops.ostinato.linear_scan.default, (a, b, None, None, None, False, "cuda"))
+    by_time = [torch.rand(2, 5, 40, device="cuda").transpose(1, 2).requires_grad_() for _ in range(2)]
+    torch.library.opcheck(torch.ops.ostinato.linear_scan.default, (*by_time, None, None, None, False, "cuda"))
     pre, bias = torch.randn(2, 9, 12, device="cuda").requires_grad_(), torch.randn(12, device="cuda").requires_grad_()
     arguments = (pre, bias, None, None, None, recurrence_of("minlstm", "positive", True), True, 1, "cuda")
     torch.library.opcheck(torch.ops.ostinato.layer_scan.default, arguments)

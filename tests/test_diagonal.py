@@ -35,6 +35,12 @@ def hgrn(p, x, state):
     return torch.sigmoid(g) * h, (h,)
 
 
+def lru(p, x, state):
+    h, eigenvalue = torch.complex(*state), torch.exp(torch.complex(-p("log_nu").exp(), p("log_theta").exp()))
+    h = eigenvalue * h + p("log_gamma").exp() * (torch.complex(*p("weight_ih").chunk(2)) @ x.to(h.dtype))
+    return (torch.complex(*p("weight_ho")) @ h).real + p("weight_io") @ x + p("bias_io"), (h.real, h.imag)
+
+
 def qrnn(p, x, state):
     z, f, o = (p("weight_ih") @ x + p("bias_ih")).chunk(3)
     c = torch.sigmoid(f) * state[0] + (1 - torch.sigmoid(f)) * torch.tanh(z)
@@ -101,6 +107,7 @@ LAYERS = {
     "MinLSTM": (ostinato.MinLSTM, min_lstm, {"candidate": "linear"}),
     "RGLRU": (ostinato.RGLRU, rg_lru, {"num_blocks": 3}),
     "HGRN": (ostinato.HGRN, hgrn, {}),
+    "LRU": (ostinato.LRU, lru, {}),
     "QRNN": (ostinato.QRNN, qrnn, {}),
     "SRU": (ostinato.SRU, sru, {}),
     "IndRNN": (ostinato.IndRNN, indrnn, {}),
@@ -230,7 +237,7 @@ def test_step_halves_and_layouts_compute_the_same(name):
 @every_layer
 def test_shapes_are_those_of_torch_nn(name):
     cls, _, settings = LAYERS[name]
-    peer_class = torch.nn.LSTM if cls is ostinato.ParaLSTM else torch.nn.GRU
+    peer_class = torch.nn.LSTM if cls.states == 2 else torch.nn.GRU
     for arguments in ((3, 6, 2, True, True, 0.0, True), (3, 6, 1, False)):
         module, peer = cls(*arguments, **settings), peer_class(*arguments)
         for x in (
@@ -270,6 +277,17 @@ def test_rg_lru_begins_with_the_papers_decays():
     assert layer.num_blocks == 16
 
 
+def test_lru_begins_on_the_ring():
+    torch.manual_seed(0)
+    layer = ostinato.LRU(4, 4096, radius=(0.6, 0.9), max_phase=1.0)
+    modulus = torch.exp(-torch.exp(layer.log_nu_l0))
+    assert 0.6 - 1e-6 < modulus.min() < 0.602
+    assert 0.899 < modulus.max() < 0.9 + 1e-6
+    assert abs(modulus.square().mean() - (0.36 + 0.81) / 2) < 0.01  # uniform in area
+    assert torch.allclose(layer.log_gamma_l0.exp().square() + modulus.square(), torch.ones(4096), atol=1e-5)
+    assert 0.999 < layer.log_theta_l0.exp().max() <= 1.0 + 1e-6
+
+
 def test_hgrn_bounds_rise_from_layer_to_layer():
     layer = ostinato.HGRN(4, 6, 4)
     with torch.no_grad():
@@ -307,6 +325,8 @@ def test_what_is_shown_of_a_module():
     [
         (lambda: ostinato.RGLRU(4, 6, num_blocks=4), ValueError, "num_blocks must divide hidden_size, 6; got 4"),
         (lambda: ostinato.RGLRU(4, 6, num_blocks=0), ValueError, "num_blocks must be positive; got 0"),
+        (lambda: ostinato.LRU(4, 6, radius=(0.9, 1.1)), ValueError, r"radius must be .* got \(0.9, 1.1\)"),
+        (lambda: ostinato.LRU(4, 6, max_phase=7.0), ValueError, "max_phase must be above 0, to 2 pi; got 7.0"),
         (lambda: ostinato.IndRNN(4, 6, nonlinearity="elu"), ValueError, "nonlinearity must be one of .* got 'elu'"),
         (lambda: ostinato.QRNN(4, 6)(torch.randn(5, 3)), ValueError, r"input_size = 4 .* got shape \(5, 3\)"),
         (

@@ -1,11 +1,13 @@
 """Recurrent networks at hardware speed for PyTorch."""
 
-from ostinato.diagonal import HGRN, QRNN, RGLRU, SRU, HighwayMinGRU, IndRNN, ParaGRU, ParaLSTM
+from ostinato.diagonal import HGRN, LRU, QRNN, RGLRU, SRU, HighwayMinGRU, IndRNN, ParaGRU, ParaLSTM
+from ostinato.export import portable
 from ostinato.minimal import MinGRU, MinGRUCell, MinLSTM, MinLSTMCell
 from ostinato.pruning import cubic_density, prune
 from ostinato.recurrence import recurrence
 from ostinato.recurrent import GRU, LSTM, RNN
 from ostinato.scan import linear_scan, log_linear_scan
+from ostinato.stepper import Stepper
 
 __all__ = [
     "MinGRU",
@@ -15,6 +17,7 @@ __all__ = [
     "HighwayMinGRU",
     "RGLRU",
     "HGRN",
+    "LRU",
     "QRNN",
     "SRU",
     "IndRNN",
@@ -28,5 +31,7 @@ __all__ = [
     "linear_scan",
     "log_linear_scan",
     "recurrence",
+    "Stepper",
+    "portable",
 ]
 __version__ = "0.1.0"

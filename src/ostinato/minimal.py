@@ -6,35 +6,50 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
+from ostinato.diagonal import DiagonalLayers, Parameters, Run
+from ostinato.kernels.export import refuse_script
 from ostinato.kernels.gemm import linear
 from ostinato.kernels.recurrence import operators
 from ostinato.kernels.recurrence.trace import trace
 from ostinato.kernels.scan import BACKENDS
 from ostinato.kernels.scan.torch_ops import Packing
-from ostinato.layers import StackedLayers, check_input, check_like_weight, check_sizes, draw_parameters
+from ostinato.layers import Hidden, StackedLayers, check_input, check_like_weight, check_sizes, draw_parameters
+from ostinato.recurrence import Recurrence, recurrence
 from ostinato.scan import check_choice, check_floating
 
-CANDIDATES: dict[str, Callable[[Tensor], Tensor]] = {
-    "positive": lambda x: torch.where(x >= 0, x + 0.5, torch.sigmoid(x)),  # the paper's g
-    "linear": lambda x: x,
-    "tanh": torch.tanh,
-}
+
+def _positive(x: Tensor) -> Tensor:
+    return torch.where(x >= 0, x + 0.5, torch.sigmoid(x))
 
 
-def min_gru(candidate: str, z: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """minGRU's coefficients a and b from its pre-activations."""
-    return torch.sigmoid(-z), torch.sigmoid(z) * CANDIDATES[candidate](x)
+def _linear(x: Tensor) -> Tensor:
+    return x
 
 
-def min_lstm(candidate: str, f: Tensor, i: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """minLSTM's coefficients a and b from its pre-activations."""
-    keep, mix = _Shares.apply(f, i)
-    return keep, mix * CANDIDATES[candidate](x)
+CANDIDATES: dict[str, Callable[[Tensor], Tensor]] = {"positive": _positive, "linear": _linear, "tanh": torch.tanh}
+
+
+def _mingru(candidate: Callable[[Tensor], Tensor]) -> Recurrence:
+    @recurrence
+    def mingru(z: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.sigmoid(-z), torch.sigmoid(z) * candidate(h)
+
+    return mingru
+
+
+def _minlstm(candidate: Callable[[Tensor], Tensor]) -> Recurrence:
+    @recurrence
+    def minlstm(f: Tensor, i: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        keep, mix = _Shares.apply(f, i)
+        return keep, mix * candidate(h)
+
+    return minlstm
 
 
 def _shares(f: Tensor, i: Tensor) -> tuple[Tensor, ...]:
-    """sigmoid(f) and sigmoid(i) over their sum, and by what the product of both is multiplied for the slopes."""
+    """sigmoid(f) and sigmoid(i) over their sum, and by what each is multiplied for its slopes."""
     f, i = f.clamp(-1e30, 1e30), i.clamp(-1e30, 1e30)  # a difference of infinities has no value
     # f/(f+i) = (1+e^-i) / (2 + e^-i + e^-f), every term times e^scale, so that none overflows and the largest is 1.
     scale = torch.minimum(f, i).clamp(max=0).detach()
@@ -47,10 +62,16 @@ def _shares(f: Tensor, i: Tensor) -> tuple[Tensor, ...]:
 class _Shares(torch.autograd.Function):
     """The shares of two sigmoids in their sum, with a derivative in which nothing cancels, as in a quotient's does."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, f: Tensor, i: Tensor) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(f, i)
+    def forward(f: Tensor, i: Tensor) -> tuple[Tensor, ...]:
         return _shares(f, i)[:2]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
@@ -58,12 +79,19 @@ class _Shares(torch.autograd.Function):
         change = grads[0] - grads[1]
         return change * (keep * slope_f), -change * (mix * slope_i)
 
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor) -> tuple[Tensor, Tensor]:
+        with forward_ad._set_fwd_grad_enabled(True):  # PyTorch turns it off, and with it the tangents of tangents
+            keep, mix, slope_f, slope_i = _shares(*(forward_ad.unpack_dual(x)[0] for x in ctx.saved_tensors))
+            change = keep * slope_f * tangents[0] - mix * slope_i * tangents[1]
+            return change, -change
 
-# With the number of pre-activations.
-MINIMAL_CELLS: dict[str, tuple[Callable[..., tuple[Tensor, Tensor]], int]] = {
-    "mingru": (min_gru, 2),
-    "minlstm": (min_lstm, 3),
+
+RECURRENCES = {
+    "mingru": {name: _mingru(candidate) for name, candidate in CANDIDATES.items()},
+    "minlstm": {name: _minlstm(candidate) for name, candidate in CANDIDATES.items()},
 }
+GATES = {cell: len(variants["linear"].names) for cell, variants in RECURRENCES.items()}  # pre-activations of a channel
 
 
 @torch.compiler.assume_constant_result  # a compiler need not look into it
@@ -74,17 +102,15 @@ def recurrence_of(cell: str, candidate: str, bias: bool) -> str:
 
 @functools.cache
 def _traced(cell: str, candidate: str, bias: bool) -> str:
-    function, gates = MINIMAL_CELLS[cell]
+    function, gates = RECURRENCES[cell][candidate].function, GATES[cell]
 
-    def coefficients(*arguments: Tensor) -> tuple[Tensor, Tensor]:
-        pre, biases = arguments[:gates], arguments[gates:]
-        return function(candidate, *(map(torch.add, pre, biases) if bias else pre))
+    def with_bias(*arguments: Tensor) -> tuple[Tensor, Tensor]:
+        return function(*map(torch.add, arguments[:gates], arguments[gates:]))
 
-    coefficients.__name__ = cell
-    return trace(coefficients, [True] * gates + [False] * (gates * bias)).text
+    return trace(with_bias if bias else function, [True] * gates + [False] * (gates * bias)).text
 
 
-class _MinimalLayers(StackedLayers):
+class _MinimalLayers(DiagonalLayers):
     """Stacked layers of one minimal cell, around ``operators.layer_scan``."""
 
     cell: str
@@ -113,8 +139,23 @@ class _MinimalLayers(StackedLayers):
         super().__init__(*sizes, backend=backend, device=device, dtype=dtype, candidate=candidate)
 
     def _shapes(self, width: int) -> dict[str, tuple[int, ...]]:
-        rows = MINIMAL_CELLS[self.cell][1] * self.hidden_size
+        rows = GATES[self.cell] * self.hidden_size
         return {"weight_ih": (rows, width), "bias_ih": (rows,)}
+
+    def _cell(self, suffix: str, p: Parameters, x: Tensor, run: Run) -> tuple[Tensor, Hidden]:
+        gates = linear(x, p["weight_ih"], p["bias_ih"]).chunk(GATES[self.cell], -1)
+        return run(RECURRENCES[self.cell][self.candidate], *gates)
+
+    def _layers(
+        self, x: Tensor, hx: Hidden | None, offsets: Tensor | None, resets: Tensor | None, batch_first: bool
+    ) -> tuple[Tensor, Hidden]:
+        if self._is_apart(resets):
+            return super()._layers(x, hx, offsets, resets, batch_first)
+        return StackedLayers._layers(self, x, hx, offsets, resets, batch_first)
+
+    def _is_apart(self, resets: Tensor | None) -> bool:
+        """Whether the sequence is in parts, and such that each direction must be run by itself."""
+        return self.sequence_group is not None and (resets is not None or self.bidirectional)
 
     def _layer(
         self,
@@ -126,14 +167,22 @@ class _MinimalLayers(StackedLayers):
         batch_first: bool,
     ) -> tuple[Tensor, Tensor]:
         """One GEMM for all gates and directions, then one fused pass; the bias is added in the latter."""
+        if self._is_apart(resets):
+            return super()._layer(layer, x, h0, offsets, resets, batch_first)
         weights = [getattr(self, f"weight_ih_{suffix}") for suffix in self._suffixes(layer)]
         biases = [getattr(self, f"bias_ih_{suffix}") for suffix in self._suffixes(layer)] if self.bias else []
         pre = linear(x, weights[0] if len(weights) == 1 else torch.cat(weights))
         bias = None if not biases else biases[0] if len(biases) == 1 else torch.cat(biases)
+        h0 = None if h0 is None else h0.to(pre.dtype)
+        if self.sequence_group is not None:
+            from ostinato import distributed
+
+            settings = self.cell, self.candidate, batch_first, self.backend
+            return distributed.minimal_scan(pre, bias, h0, *settings, group=self.sequence_group)
         return operators.layer_scan(
             pre,
             bias,
-            None if h0 is None else h0.to(pre.dtype),
+            h0,
             offsets,
             None if resets is None else self._of_directions(resets, offsets, batch_first),
             recurrence_of(self.cell, self.candidate, self.bias),
@@ -228,6 +277,7 @@ class _MinimalCell(nn.Module):
     """One step of a minimal layer: :class:`torch.nn.GRUCell`'s contract."""
 
     cell: str
+    __prepare_scriptable__ = refuse_script
 
     def __init__(
         self,
@@ -246,7 +296,7 @@ class _MinimalCell(nn.Module):
         check_choice("backend", backend, BACKENDS)
         self.input_size, self.hidden_size, self.bias = input_size, hidden_size, bias
         self.candidate, self.backend = candidate, backend
-        rows = MINIMAL_CELLS[self.cell][1] * hidden_size
+        rows = GATES[self.cell] * hidden_size
         self.weight_ih = nn.Parameter(torch.empty(rows, input_size, device=device, dtype=dtype))
         self.bias_ih = nn.Parameter(torch.empty(rows, device=device, dtype=dtype)) if bias else None
         self.reset_parameters()

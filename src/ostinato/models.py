@@ -6,15 +6,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
-from ostinato.diagonal import HGRN, QRNN, RGLRU, SRU, HighwayMinGRU, IndRNN, ParaGRU, ParaLSTM
-from ostinato.layers import StackedLayers
+from ostinato.diagonal import HGRN, LRU, QRNN, RGLRU, SRU, HighwayMinGRU, IndRNN, ParaGRU, ParaLSTM
+from ostinato.hub import HubMixin
 from ostinato.minimal import MinGRU, MinLSTM
 from ostinato.recurrent import GRU, LSTM
+from ostinato.stepper import Stepper
 
 CELLS: dict[str, Any] = {
     cell.__name__.lower(): cell
-    for cell in (MinGRU, MinLSTM, GRU, LSTM, HighwayMinGRU, RGLRU, HGRN, QRNN, SRU, IndRNN, ParaGRU, ParaLSTM)
+    for cell in (MinGRU, MinLSTM, GRU, LSTM, HighwayMinGRU, RGLRU, HGRN, LRU, QRNN, SRU, IndRNN, ParaGRU, ParaLSTM)
 }
 
 # What a block remembers: the last inputs of its convolution (B, K-1, W) and its hidden state, laid out as
@@ -30,6 +32,8 @@ class CausalConv(nn.Module):
     size of 0 it passes its input on.
     """
 
+    sequence_group: ProcessGroup | None = None  # whose processes hold the parts of each sequence
+
     def __init__(self, channels: int, kernel_size: int) -> None:
         super().__init__()
         self.kernel_size = kernel_size
@@ -42,13 +46,17 @@ class CausalConv(nn.Module):
         """From x (B, T, W) and the inputs before it (B, K-1, W): y (B, T, W), and the inputs to pass on."""
         if not self.kernel_size:
             return x, last
+        steps, after = x.size(1), None
+        if self.sequence_group is not None:
+            from ostinato import distributed
+
+            last, after = distributed.steps_before(x, last, self.sequence_group)
         # Sums of shifted inputs, because the convolutions of PyTorch want time last and would transpose twice.
-        steps = x.size(1)
         x = torch.cat([last, x], dim=1)
         y: Tensor = self.bias
         for k in range(self.kernel_size):
             y = torch.addcmul(y, x[:, k : k + steps], self.weight[k])
-        return y, x[:, steps:]
+        return y, x[:, steps:] if after is None else after
 
 
 class Block(nn.Module):
@@ -79,7 +87,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor, state: BlockState) -> tuple[Tensor, BlockState]:
         last, hidden = state
         y, last = self.conv(self.recurrent_norm(x), last)
-        if x.size(1) == 1 and isinstance(self.recurrent, StackedLayers):
+        whole = getattr(self.recurrent, "sequence_group", None) is None
+        if x.size(1) == 1 and whole:
             y, hidden = self.recurrent.step(y[:, 0], hidden)
             y = y[:, None]
         else:
@@ -89,12 +98,15 @@ class Block(nn.Module):
         return x, (last, hidden)
 
 
-class LanguageModel(nn.Module):
+class LanguageModel(nn.Module, HubMixin, library_name="ostinato", pipeline_tag="text-generation"):
     """Predicts the next token: embedding, blocks, norm, and a linear head.
 
     ``cell`` names the recurrent layer of every block in small letters, as ``"mingru"`` or ``"lstm"``; ``CELLS`` has
     them all.  ``expansion`` is its hidden size, and ``mlp_ratio`` the MLP's inner size, over ``width``; a
     ``conv_kernel`` of 0 leaves the convolution out.  ``settings`` holds all arguments, to build the model again.
+
+    ``save_pretrained(folder)``, ``from_pretrained(name)`` and ``push_to_hub(name)`` keep a model, its arguments
+    and the masks of what is pruned as the Hugging Face hub does; they come with the extra ``hub``.
 
     Raises ValueError if a size is below 1, ``cell`` is unknown, or ``dropout`` is outside [0, 1).
 
@@ -162,7 +174,7 @@ class LanguageModel(nn.Module):
         settings, weight = self.settings, self.embedding.weight
         last = weight.new_zeros(batch_size, max(settings["conv_kernel"] - 1, 0), settings["width"])
         hidden = weight.new_zeros(1, batch_size, self.hidden_size)
-        pair = settings["cell"] in ("lstm", "paralstm")  # of h and c
+        pair = CELLS[settings["cell"]] is LSTM or getattr(CELLS[settings["cell"]], "states", 1) == 2
         return [(last, (hidden, hidden) if pair else hidden) for _ in self.blocks]
 
     def forward(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:
@@ -218,54 +230,15 @@ class LanguageModel(nn.Module):
         self.eval()
         try:
             all_logits, state = self(prompt)
-            logits, step = all_logits[:, -1], None
+            logits, step = all_logits[:, -1], Stepper(self, len(prompt))
+            step.state = state
             for remaining in reversed(range(length)):
                 token = choose(logits)
                 yield token
                 if remaining:
-                    step = step or (_captured if prompt.is_cuda else _eager)(self, token, state)
                     logits = step(token)
         finally:
             self.train(training)
-
-
-def _eager(model: LanguageModel, _token: Tensor, state: State) -> Callable[[Tensor], Tensor]:
-    """From a token to the logits of the next, keeping the state."""
-
-    def step(token: Tensor) -> Tensor:
-        nonlocal state
-        logits, state = model.step(token, state)
-        return logits
-
-    return step
-
-
-def _captured(model: LanguageModel, token: Tensor, state: State) -> Callable[[Tensor], Tensor]:
-    """As :func:`_eager`, in a CUDA graph: a step's kernels take less time than their launches."""
-    token = token.clone()
-    stream = torch.cuda.Stream(token.device)
-    stream.wait_stream(torch.cuda.current_stream(token.device))
-    with torch.cuda.stream(stream):
-        model.step(token, state)  # compiles and chooses what a capture could not
-    torch.cuda.current_stream(token.device).wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.device(token.device), torch.cuda.graph(graph):
-        logits, after = model.step(token, state)
-        for kept, new in zip(_tensors(state), _tensors(after), strict=True):
-            kept.copy_(new)
-
-    def step(next_token: Tensor) -> Tensor:
-        token.copy_(next_token)
-        graph.replay()
-        return logits
-
-    return step
-
-
-def _tensors(state: State) -> Iterator[Tensor]:
-    for last, hidden in state:
-        yield last
-        yield from hidden if isinstance(hidden, tuple) else (hidden,)
 
 
 def draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:

@@ -18,7 +18,7 @@ from ostinato.bench.peers import contestants
 from ostinato.bench.report import figures, scaled
 from ostinato.bench.workloads import OURS, Layer, Recurrence, Training, name_of
 from ostinato.files import replacing
-from ostinato.minimal import MINIMAL_CELLS
+from ostinato.minimal import GATES
 
 PRODUCT = re.compile(r"gemm|cutlass|nvjet|xmma|::mm$|addmm$|_linear_pointwise|mkldnn_convolution|convolution_backward$")
 PREPARE = "prepare"  # fills the buffer in which the blocks of a persistent kernel exchange states, or gates
@@ -168,7 +168,7 @@ def _row(
 def least_work(work: Layer | Recurrence, kernel: str, launches: int) -> dict[str, int]:
     """Bytes that a kernel of ours must move in a call, or operations of the products beside it; {} of others."""
     if isinstance(work, Layer):
-        gates, states = MINIMAL_CELLS[work.cell][1], work.batch * work.length * work.channels
+        gates, states = GATES[work.cell], work.batch * work.length * work.channels
         if PRODUCT.search(kernel):  # for the gates; and in the backward pass one for the input, one for the weight
             return {"flops": launches * work.work("forward") * (2 if kernel.endswith("convolution_backward") else 1)}
     else:

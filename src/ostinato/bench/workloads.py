@@ -14,7 +14,7 @@ import ostinato
 from ostinato.kernels.gemm import linear
 from ostinato.kernels.scan import reference
 from ostinato.masks import block_name
-from ostinato.minimal import MINIMAL_CELLS
+from ostinato.minimal import GATES, RECURRENCES
 
 OURS = "Ostinato"
 
@@ -128,7 +128,7 @@ class Layer:
 
     def data(self, device: torch.device) -> tuple[Tensor, ...]:
         """x, the weight (gates * H, input_size) and the bias, all random."""
-        rows = MINIMAL_CELLS[self.cell][1] * self.channels
+        rows = GATES[self.cell] * self.channels
         x = torch.randn(self.batch, self.length, self.input_size, device=device, dtype=self.dtype)
         weight = torch.randn(rows, self.input_size, device=device, dtype=self.dtype) * self.input_size**-0.5
         return x, weight, torch.randn(rows, device=device, dtype=self.dtype)
@@ -136,7 +136,7 @@ class Layer:
     def work(self, pass_name: str) -> int:
         """Floating-point operations of the matrix products: one forward, two more backward."""
         products = 1 if pass_name == "forward" else 3
-        rows = MINIMAL_CELLS[self.cell][1] * self.channels
+        rows = GATES[self.cell] * self.channels
         return products * 2 * self.batch * self.length * self.input_size * rows
 
     def limit(self, data: tuple[Tensor, ...]) -> Run:
@@ -151,13 +151,13 @@ class Layer:
         return x[-1:, start:]
 
     def reference(self, inputs: list[Tensor], data: tuple[Tensor, ...], channels: list[int], bias: bool) -> Tensor:
-        gates, x = MINIMAL_CELLS[self.cell][1], inputs[0]
+        gates, x = GATES[self.cell], inputs[0]
         weight, offset = (part.unflatten(0, (gates, -1))[:, channels].flatten(0, 1).to(x) for part in data[1:])
         pre = F.linear(x, weight)
         # Pre-activations are stored in the layer's dtype; g's derivative jumps at 0, which they must not cross here.
         pre = pre + (pre.to(self.dtype).to(pre) - pre).detach()
-        function, gates = MINIMAL_CELLS[self.cell]
-        a, b = function("positive", *(pre + offset if bias else pre).chunk(gates, -1))
+        function = RECURRENCES[self.cell]["positive"].function
+        a, b = function(*(pre + offset if bias else pre).chunk(gates, -1))
         return reference.linear_scan(a, b, torch.zeros_like(a[:, 0]))[0]
 
 

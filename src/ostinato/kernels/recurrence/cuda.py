@@ -95,7 +95,7 @@ def _problem(
     reverse: bool,
 ) -> Problem:
     name, code = _element(recurrence, backward)
-    problem = scan_problem(name, inputs, outputs, reverse, cu_seqlens, resets)
+    problem = scan_problem(name, inputs, outputs, reverse, cu_seqlens, resets, by_time=False)
     return problem._replace(parameters=parameters, code=code)
 
 

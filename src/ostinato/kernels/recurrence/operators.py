@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ostinato.kernels.dispatch import Groups, gradient, gradients, operator, or_empty
+from ostinato.kernels.export import refuse_packed
 from ostinato.kernels.recurrence import torch_ops
 from ostinato.kernels.recurrence.trace import parse
 from ostinato.kernels.scan import choose_backend
@@ -186,6 +187,14 @@ _layer_scan_backward = gradient(
     _layer_scan_backward_groups,
     _layer_scan_backward_composite,
 )
+
+
+def _plain_layer(*args: Any) -> tuple[Tensor, Tensor]:
+    if args[3] is not None:  # offsets
+        refuse_packed()
+    return torch_ops.layer(*args[:-1], "loop")
+
+
 layer_scan = operator(
     "layer_scan",
     _layer_scan,
@@ -193,6 +202,7 @@ layer_scan = operator(
     _layer_scan_context,
     _layer_scan_grad,
     _layer_scan_groups,
+    plain=_plain_layer,
     composite=torch_ops.layer,
 )
 
@@ -317,6 +327,16 @@ _linear_recurrence_backward = gradient(
     _linear_recurrence_backward_groups,
     _linear_recurrence_backward_composite,
 )
+
+
+def _plain_recurrence(
+    recurrence: str, h0: Tensor | None, cu_seqlens: Tensor | None, resets: Tensor | None, reverse: bool, *rest: Any
+) -> tuple[Tensor, Tensor]:
+    if cu_seqlens is not None:
+        refuse_packed()
+    return torch_ops.scan(recurrence, h0, None, resets, reverse, "loop", *rest[1:])
+
+
 linear_recurrence = operator(
     "linear_recurrence",
     _linear_recurrence,
@@ -324,5 +344,6 @@ linear_recurrence = operator(
     _linear_recurrence_context,
     _linear_recurrence_grad,
     _linear_recurrence_groups,
+    plain=_plain_recurrence,
     composite=torch_ops.scan,
 )

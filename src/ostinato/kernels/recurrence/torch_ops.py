@@ -52,6 +52,19 @@ class Coefficients(torch.autograd.Function):
             return tuple(results)
 
 
+def _coefficients(recurrence: str, *arguments: Tensor) -> tuple[Tensor, ...]:
+    """The same in a graph that is to run without this library, and without gradients."""
+    shape = torch.broadcast_shapes(*(x.shape for x in arguments))
+    a, b = evaluate(parse(recurrence).forward, arguments)
+    return a.expand(shape), b.expand(shape)
+
+
+def _in_a_loop(
+    a: Tensor, b: Tensor, h0: Tensor | None, _: Tensor | None, resets: Tensor | None, reverse: bool, backend: str
+) -> tuple[Tensor, Tensor]:
+    return choose_backend(backend, a.device.type).linear_scan(a, b, h0, reverse, None, resets)
+
+
 def _like(x: Tensor) -> Any:
     return lambda y: y.expand(x.shape)
 
@@ -75,9 +88,10 @@ def scan(
     """As :func:`~ostinato.kernels.recurrence.operators.linear_recurrence`."""
     like = arguments[parse(recurrence).sequences.index(True)]
     dtype = _dtype(like, backend)
-    a, b = Coefficients.apply(recurrence, *(x.to(dtype) for x in arguments))
+    make, run = (_coefficients, _in_a_loop) if backend == "loop" else (Coefficients.apply, operators.linear_scan)
+    a, b = make(recurrence, *(x.to(dtype) for x in arguments))
     start = None if h0 is None else h0.to(dtype)
-    h, h_last = operators.linear_scan(a, b, start, cu_seqlens, resets, reverse, backend)
+    h, h_last = run(a, b, start, cu_seqlens, resets, reverse, backend)
     return h.to(like.dtype), h_last.to(like.dtype)
 
 
@@ -103,14 +117,15 @@ def layer(
     elif not batch_first:
         x, marks = x.transpose(0, 1), [None if m is None else m.t() for m in marks]
     biases = () if bias is None else bias.to(dtype).chunk(directions * gates)
+    make, run = (_coefficients, _in_a_loop) if backend == "loop" else (Coefficients.apply, operators.linear_scan)
     outputs, last = [], []
     for direction, part in enumerate(x.chunk(directions, -1)):
         own = biases[direction * gates : (direction + 1) * gates]
-        a, b = Coefficients.apply(recurrence, *part.chunk(gates, -1), *own)
+        a, b = make(recurrence, *part.chunk(gates, -1), *own)
         if packing is not None:
             a, b = packing.masked(a, LINEAR.one), packing.masked(b, LINEAR.zero)
         start = None if h0 is None else h0[direction].to(dtype)
-        h, h_last = operators.linear_scan(a, b, start, None, marks[direction], direction == 1, backend)
+        h, h_last = run(a, b, start, None, marks[direction], direction == 1, backend)
         outputs.append(h)
         last.append(h_last)
     out = torch.cat(outputs, -1)
