@@ -191,6 +191,7 @@ def test_half_precision_is_computed_in_float32(case):
     function, step, _, kinds = CASES[case]
     arguments, h0 = inputs(case, length=200)
     half = [x.bfloat16() if kind else x.float() for x, kind in zip(arguments, kinds, strict=True)]
+    h0 = tuple(x.bfloat16().double() for x in h0)
     got = call(function, half, h0)
     want = loop(step, [x.double() for x in half], h0, None, False, None)
     for g, w in zip((*got[0], *got[1]), (*want[0], *want[1]), strict=True):

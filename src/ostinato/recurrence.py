@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ostinato.kernels.recurrence.nonlinear import nonlinear_recurrence
 from ostinato.kernels.recurrence.operators import linear_recurrence
 from ostinato.kernels.recurrence.trace import trace
 from ostinato.scan import check_scan, describe, linear_scan
@@ -32,6 +31,9 @@ def recurrence(function: Callable) -> "Recurrence":
     - any other: the function sees no state, and returns the coefficients ``a, b`` of the linear recurrence.
 
     A linear recurrence is an associative scan, see :func:`ostinato.linear_scan`; others take one step after the other.
+    On CPUs and NVIDIA GPUs a linear one runs in kernels generated from the function and its derivatives, which keep
+    nothing but inputs and states; elsewhere, by ``backend="torch"`` and ``"reference"``, and where it is not linear,
+    the function itself runs in PyTorch.
     Channels do not see each other's states: what mixes them, as a matrix does, stands before the recurrence or after.
 
     The result is called as ``h, h_last = f(*arguments, h0=None, resets=None, reverse=False, cu_seqlens=None,
@@ -52,8 +54,8 @@ def recurrence(function: Callable) -> "Recurrence":
     Raises:
         TypeError: a function with parameters that are not positional, or named as an option is; in a call, a wrong
             number of arguments, one of another type or dtype, or a function that returns something else.
-        ValueError: shapes, devices or boundaries that do not fit, a function that is not elementwise, or an unknown
-            backend.
+        ValueError: shapes, devices or boundaries that do not fit, a function that is not elementwise or does what
+            no kernel can be generated for, with the line where it does, or an unknown backend.
 
     Example:
         >>> import torch, ostinato
@@ -122,7 +124,7 @@ class Recurrence:
         shape = arguments[first].shape
         double = backend == "reference" or dtype in (torch.float64, torch.complex128)
         arguments = _widened(arguments, double)
-        initial = _widened(tuple(given.values()), double)
+        initial = _widened([x if x.is_complex() or dtype.is_complex else x.to(dtype) for x in given.values()], double)
         if self.states == 0:
             a, b = self._results(2, self.function(*arguments), shape)
             options: dict[str, Any] = {"resets": resets, "reverse": reverse, "cu_seqlens": cu_seqlens}
@@ -140,7 +142,7 @@ class Recurrence:
         return results if self.states == 2 else (results[0][0], results[1][0])
 
     def _has_kernels(self, arguments: tuple[Tensor, ...], given: dict[str, Tensor], backend: str) -> bool:
-        if any(x.is_complex() for x in (*arguments, *given.values())):
+        if self.states or any(x.is_complex() for x in (*arguments, *given.values())):
             return False
         return backend in ("cpu", "cuda") or (backend == "auto" and arguments[0].device.type in ("cpu", "cuda"))
 
@@ -151,11 +153,8 @@ class Recurrence:
         sequences = tuple(x.dim() == 3 for x in arguments)
         traced = _traced(id(self), sequences)
         arguments = tuple(x.to(dtype) if x.dim() == 3 else x for x in arguments)
-        start = [*(x.to(dtype) for x in initial), None, None]
-        if self.states == 0:
-            return linear_recurrence(traced, start[0], *options, *arguments)
-        results = nonlinear_recurrence(traced, start[0], start[1], *options, *arguments)
-        return (results[:2], results[2:]) if self.states == 2 else results
+        start = initial[0].to(dtype) if initial else None
+        return linear_recurrence(traced, start, *options, *arguments)
 
     def _steps(
         self,
