@@ -25,9 +25,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from ostinato import scan
-from ostinato.kernels.scan import GATES, operators
-from ostinato.kernels.scan.reference import GATE_FUNCTIONS
+from ostinato.kernels.recurrence.operators import layer_scan
+from ostinato.kernels.scan import operators
 from ostinato.kernels.scan.torch_ops import shares, zeroed
+from ostinato.minimal import GATES, RECURRENCES, recurrence_of
 from ostinato.recurrence import Recurrence
 
 FIRST_PIECE = 1024  # steps that are reduced before it is asked whether the state before them still counts
@@ -165,9 +166,10 @@ def minimal_scan(
     *,
     group: ProcessGroup,
 ) -> tuple[Tensor, Tensor]:
-    """As ``operators.minimal_scan`` in one direction, of a part of the pre-activations; h0 and h_last are (1, B, H)."""
+    """As ``layer_scan`` of a minimal cell in one direction, of a part of ``pre``; h0 and h_last are (1, B, H)."""
     if group.size() == 1:
-        return operators.minimal_scan(pre, bias, h0, None, cell, candidate, batch_first, 1, backend)
+        recurrence = recurrence_of(cell, candidate, bias is not None)
+        return layer_scan(pre, bias, h0, None, None, recurrence, batch_first, 1, backend)
     steps = _Minimal(pre, bias, cell, candidate, batch_first, backend)
     h, h_last = _Seam(steps, group).run(None if h0 is None else h0[0])
     return h, h_last[None]
@@ -255,11 +257,12 @@ class _Linear:
         return operators.linear_scan(*self.inputs, h0, cu_seqlens, self.resets, self.reverse, self.backend)
 
     def coefficients(self, steps: slice) -> tuple[Tensor, Tensor]:
-        """a and b of some steps."""
+        """a and b of some steps, in float32 or wider: what is exchanged is not rounded to 16 bits."""
         a, b = self.inputs
         assert a is not None
         assert b is not None
-        return a[:, steps], b[:, steps]
+        wide = torch.promote_types(self.dtype, torch.float32)
+        return a[:, steps].to(wide), b[:, steps].to(wide)
 
     def scan(
         self, a: Tensor, b: Tensor, h0: Tensor | None, resets: Tensor | None = None, cu_seqlens: Tensor | None = None
@@ -277,7 +280,7 @@ class _Linear:
         """P and L of some steps, differentiable: P by a scan, which keeps more digits of it than a product does."""
         a, b = self.coefficients(steps)
         resets = self.resets_of(steps)
-        nothing, one = a.new_full((1, 1, 1), self.zero).expand_as(a), torch.full_like(a[:, :1].sum(1), self.one)
+        nothing, one = a.new_full((1, 1, 1), self.zero).expand_as(a), a.new_full((a.shape[0], a.shape[2]), self.one)
         return self.scan(a, nothing, one, resets)[1], self.scan(a, b, None, resets)[1]
 
     def carries(self, steps: slice, h: Tensor, entering: Tensor) -> Tensor:
@@ -334,7 +337,9 @@ class _Minimal(_Linear):
         self.dtype, self.device = pre.dtype, pre.device
 
     def run(self, h0: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-        h, h_last = operators.minimal_scan(*self.inputs, h0[None], None, *self.settings, 1, self.backend)
+        cell, candidate, batch_first = self.settings
+        recurrence = recurrence_of(cell, candidate, self.inputs[1] is not None)
+        h, h_last = layer_scan(*self.inputs, h0[None], None, None, recurrence, batch_first, 1, self.backend)
         return h, h_last[0]
 
     def coefficients(self, steps: slice) -> tuple[Tensor, Tensor]:
@@ -375,7 +380,7 @@ def _gates(pre: Tensor, bias: Tensor | None, cell: str, candidate: str) -> tuple
     """a and b, of float32 or wider, as the layers' kernels compute them."""
     wide = torch.promote_types(pre.dtype, torch.float32)
     total = pre.to(wide) if bias is None else pre.to(wide) + bias.to(wide)
-    return GATE_FUNCTIONS[cell](total, candidate)
+    return RECURRENCES[cell][candidate].function(*total.chunk(GATES[cell], -1))
 
 
 # Which sequences cross the seams between the parts
@@ -439,7 +444,7 @@ class _Seam:
         else:
             lengths = _gather(group, torch.tensor([steps.number], device=steps.device))[0]
             ends = [0, *lengths.flatten().cumsum(0).tolist()]
-            operators._check_cu_seqlens(cu_seqlens, ends[-1])
+            operators.check_cu_seqlens(cu_seqlens, ends[-1])
             bounds = cu_seqlens.tolist()
             self.parts = [_packed(bounds, low, high, steps.reverse) for low, high in pairwise(ends)]
             low, high = ends[self.rank], ends[self.rank + 1]
@@ -608,7 +613,8 @@ class _Across(torch.autograd.Function):
         ctx.save_for_backward(h, entering, last, h0, *inputs)
         ctx.set_materialize_grads(False)
         if seam.packed:
-            ended = _gather(seam.group, last.masked_fill(~seam.ended, 0.0))[0].sum(0)
+            ended = last.masked_fill(~seam.ended, 0.0)
+            distributed.all_reduce(ended, group=seam.group)
             of_all = torch.where(seam.empty, seam.initial(h0), ended)
         return h, of_all
 
@@ -627,8 +633,13 @@ class _Across(torch.autograd.Function):
             return *nothing, None, None, *given
         head = seam.part.head
         told = (*seam.carried_back(grad_h, h, entering), seam.resets_in(head), grad_last)
-        P, L, resets, grads_last = _gather(seam.group, *told)
-        grad_last = grads_last.sum(0)
+        if seam.packed:  # of as many states as there are sequences
+            grad_last = grad_last.clone(memory_format=torch.contiguous_format)
+            distributed.all_reduce(grad_last, group=seam.group)
+            P, L, resets = _gather(seam.group, *told[:3])
+        else:
+            P, L, resets, of_each = _gather(seam.group, *told)
+            grad_last = of_each.sum(0)
         coming, grad_h0 = (x.to(last.dtype) for x in seam.come_in(P, L, resets, grad_last))
         if seam.packed:
             grad_h0 = grad_last.masked_fill(~seam.empty, 0.0)

@@ -9,6 +9,7 @@ operations (``composite``), some of which are operators again.  It runs only whe
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -41,11 +42,11 @@ def operator(
     ``jvp(args, results, tangents)`` returns the results' tangents, with None for an input's that has none.
     ``plain(*args)``, or else the composite, computes the same in PyTorch's own operators, for graphs that are to run
     without this library.
+
+    ``forward`` may end in ``*tensors``, and then return any number of tensors, if it is said to return a list of them.
     """
     plain = plain or composite
-    registered = torch.library.custom_op(f"ostinato::{name}", forward, mutates_args=())
-    registered.register_fake(fake)
-    registered.register_autograd(backward, setup_context=setup_context)
+    registered = _registered(name, forward, fake, setup_context, backward, groups)
 
     def call(*args: Any) -> Any:
         tensors = [x for x in args if isinstance(x, Tensor)]
@@ -65,6 +66,8 @@ def operator(
 
     def run_and_keep(ctx: Any, *args: Any) -> Any:  # a setup_context of its own costs more than the call
         output = forward(*args)
+        if isinstance(output, list):  # which would be returned as it is, without gradients
+            output = tuple(output)
         setup_context(ctx, args, output)
         return output
 
@@ -83,7 +86,6 @@ def operator(
                 return _tangents_of(composite, args, tangents)
         raise NotImplementedError(f"{name} has no forward-mode derivative: take gradients by backward()")
 
-    registered.register_vmap(_vmap_rule(name, registered, groups))
     function = _autograd_function(name, forward=run_and_keep, backward=backward)
     transformed = _autograd_function(
         name,
@@ -105,16 +107,16 @@ def gradient(
 ) -> Callable:
     """As :func:`operator`, for a gradient, whose own derivatives are those of ``composite``, if there is one."""
 
-    def keep(ctx: Any, args: tuple, output: Any) -> None:
+    def keep(ctx: Any, inputs: tuple, output: Any) -> None:
         if composite is not None:
-            ctx.args = _without_tensors(args)
-            ctx.save_for_backward(*(x for x in args if isinstance(x, Tensor)))
+            ctx.args = _without_tensors(inputs)
+            ctx.save_for_backward(*(x for x in inputs if isinstance(x, Tensor)))
 
     def pull_back(ctx: Any, *cotangents: Tensor | None) -> tuple:
         if composite is None:
             raise NotImplementedError(f"{name} has no derivative: gradients of gradients through it cannot be taken")
         args = _with_tensors(ctx.args, iter(ctx.saved_tensors))
-        return gradients(composite, args, cotangents, ctx.needs_input_grad)
+        return gradients(composite, args, cotangents, _flat(ctx.needs_input_grad))
 
     return operator(name, implementation, fake, keep, pull_back, groups, composite=composite)
 
@@ -151,6 +153,56 @@ def _of_some(function: Callable, args: Sequence[Any], places: Sequence[int]) -> 
         return function(*given)
 
     return of_some
+
+
+def _registered(
+    name: str,
+    forward: Callable,
+    fake: Callable,
+    setup_context: Callable,
+    backward: Callable,
+    groups: Callable[..., Groups] | None,
+) -> Callable:
+    """The operator in ``torch.library``, to which ``*tensors``, or a list of results, are one list."""
+    signature = inspect.signature(forward)
+    *first, last = signature.parameters.values()
+    variadic = last.kind is inspect.Parameter.VAR_POSITIONAL
+    returns_list = signature.return_annotation == list[Tensor]
+
+    def listed(function: Callable) -> Callable:
+        return lambda *args: function(*_flat(args)) if variadic else function(*args)
+
+    def pull_back(ctx: Any, *grads: Any) -> Any:
+        found = backward(ctx, *(grads[0] if returns_list else grads))
+        return (*found[: len(first)], list(found[len(first) :])) if variadic else found
+
+    def keep(ctx: Any, inputs: tuple, output: Any) -> None:
+        setup_context(ctx, tuple(_flat(inputs)), output)
+
+    run = listed(forward)
+    if variadic:
+        tensors = last.replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=Sequence[Tensor])
+        run.__signature__ = signature.replace(parameters=[*first, tensors])  # type: ignore[attr-defined]
+    operator = torch.library.custom_op(f"ostinato::{name}", run if variadic else forward, mutates_args=())
+    operator.register_fake(listed(fake))
+    operator.register_autograd(pull_back, setup_context=keep if variadic else setup_context)
+
+    def call(*args: Any) -> Any:
+        result = operator(*args[: len(first)], list(args[len(first) :])) if variadic else operator(*args)
+        return tuple(result) if returns_list else result
+
+    rule = _vmap_rule(name, call, groups)
+
+    def vmap(info: Any, in_dims: tuple, *args: Any) -> Any:
+        results, dims = rule(info, tuple(_flat(in_dims)), *_flat(args)) if variadic else rule(info, in_dims, *args)
+        return (list(results), list(dims)) if returns_list else (results, dims)
+
+    operator.register_vmap(vmap)
+    return call
+
+
+def _flat(args: Sequence[Any]) -> list[Any]:
+    return [y for x in args for y in (x if isinstance(x, list | tuple) else (x,))]
 
 
 _TENSOR = object()  # the place of a tensor that is kept elsewhere
