@@ -116,9 +116,10 @@ def _checked(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The inputs in one dtype, or the error that says which of them does not fit."""
-    for name, x in zip(names, (a, b, h0), strict=True):
-        if x is not None or name != names[2]:
-            check_floating(name, x)
+    check_floating(names[0], a)
+    check_floating(names[1], b)
+    if h0 is not None:
+        check_floating(names[2], h0)
     if a.dim() != 3:
         raise ValueError(f"{names[0]} must have shape (B, T, D); got {tuple(a.shape)}")
     if b.shape != a.shape:
@@ -126,8 +127,11 @@ def _checked(
     if b.device != a.device:
         raise ValueError(f"{names[1]} must be on the device of {names[0]}, {a.device}; got {b.device}")
     check_scan(names[0], a, {} if h0 is None else {names[2]: h0}, resets, reverse, cu_seqlens, backend)
-    dtype = torch.promote_types(a.dtype, b.dtype)
-    return a.to(dtype), b.to(dtype), None if h0 is None else h0.to(dtype)
+    dtype = a.dtype
+    if b.dtype is not dtype:
+        dtype = torch.promote_types(dtype, b.dtype)
+        a, b = a.to(dtype), b.to(dtype)
+    return a, b, h0 if h0 is None or h0.dtype is dtype else h0.to(dtype)  # even a call that changes nothing costs
 
 
 def check_scan(
