@@ -9,6 +9,7 @@ operations (``composite``), some of which are operators again.  It runs only whe
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -33,13 +34,12 @@ def operator(
 ) -> Callable:
     """Register ``ostinato::name`` and return the function that calls it, or goes round it where it can.
 
+    Where ``forward`` ends in ``*tensors``, the registered operator takes a list of them and returns a list.
     ``groups(*args)`` lets ``torch.vmap`` make one call of many: see :func:`_vmap_rule`.  In forward mode
     ``composite(*args)`` runs in place of the operator; or, where the operator is itself what composites are made of,
     ``jvp(args, results, tangents)`` returns the results' tangents, with None for an input's that has none.
     """
-    registered = torch.library.custom_op(f"ostinato::{name}", forward, mutates_args=())
-    registered.register_fake(fake)
-    registered.register_autograd(backward, setup_context=setup_context)
+    registered = _registered(name, forward, fake, setup_context, backward, groups)
 
     def call(*args: Any) -> Any:
         tensors = [x for x in args if isinstance(x, Tensor)]
@@ -75,7 +75,6 @@ def operator(
                 return _tangents_of(composite, args, tangents)
         raise NotImplementedError(f"{name} has no forward-mode derivative: take gradients by backward()")
 
-    registered.register_vmap(_vmap_rule(name, registered, groups))
     function = _autograd_function(name, forward=run_and_keep, backward=backward)
     transformed = _autograd_function(
         name,
@@ -158,6 +157,56 @@ def _with_tensors(args: tuple, tensors: Iterator[Tensor]) -> tuple:
 
 def _autograd_function(name: str, **members: Callable) -> Any:
     return type(name, (torch.autograd.Function,), {k: staticmethod(v) for k, v in members.items()})
+
+
+def _registered(
+    name: str,
+    forward: Callable,
+    fake: Callable,
+    setup_context: Callable,
+    backward: Callable,
+    groups: Callable[..., Groups] | None,
+) -> Callable:
+    """The operator in ``torch.library``, called as ``forward`` is."""
+    signature = inspect.signature(forward)
+    *parameters, last = signature.parameters.values()
+    if last.kind is not last.VAR_POSITIONAL:
+        plain = torch.library.custom_op(f"ostinato::{name}", forward, mutates_args=())
+        plain.register_fake(fake)
+        plain.register_autograd(backward, setup_context=setup_context)
+        plain.register_vmap(_vmap_rule(name, plain, groups))
+        return plain
+    count = len(parameters)
+
+    def flat(args: Sequence[Any]) -> tuple:
+        return *args[:count], *args[count]
+
+    def of_list(*args: Any) -> list[Tensor]:
+        return list(forward(*flat(args)))
+
+    def keep(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
+        setup_context(ctx, flat(inputs), tuple(output))
+
+    def gradients_of_list(ctx: Any, grads: Sequence[Tensor | None]) -> tuple:
+        found = backward(ctx, *grads)
+        return *found[:count], list(found[count:])
+
+    def vmap(info: Any, in_dims: tuple, *args: Any) -> tuple[list[Tensor], list[int]]:
+        dims = in_dims[count] if isinstance(in_dims[count], list | tuple) else [in_dims[count]] * len(args[count])
+        results, out_dims = _vmap_rule(name, call, groups)(info, (*in_dims[:count], *dims), *flat(args))
+        return list(results), list(out_dims)
+
+    def call(*args: Any) -> tuple[Tensor, ...]:
+        return tuple(operator(*args[:count], list(args[count:])))
+
+    tensors = last.replace(kind=last.POSITIONAL_OR_KEYWORD, annotation=list[Tensor])
+    replaced = signature.replace(parameters=[*parameters, tensors], return_annotation=list[Tensor])
+    of_list.__signature__ = replaced  # type: ignore[attr-defined]
+    operator = torch.library.custom_op(f"ostinato::{name}", of_list, mutates_args=())
+    operator.register_fake(lambda *args: list(fake(*flat(args))))
+    operator.register_autograd(gradients_of_list, setup_context=keep)
+    operator.register_vmap(vmap)
+    return call
 
 
 def _vmap_rule(name: str, call: Callable, groups: Callable[..., Groups] | None) -> Callable:

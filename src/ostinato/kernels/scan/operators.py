@@ -13,7 +13,7 @@ from ostinato.kernels.scan.torch_ops import LOG, TorchBackend, shares, shift, ze
 _checked_cu_seqlens: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def _check_cu_seqlens(cu_seqlens: Tensor | None, length: int) -> None:
+def check_cu_seqlens(cu_seqlens: Tensor | None, length: int) -> None:
     """Raise ValueError unless the boundaries rise from 0 to `length`.
 
     Reading them waits for the GPU, so a tensor there is read once for each version of its contents, if these are
@@ -58,7 +58,7 @@ def _linear_scan(
     reverse: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    _check_cu_seqlens(cu_seqlens, b.shape[1])
+    check_cu_seqlens(cu_seqlens, b.shape[1])
     kernels = choose_backend(backend, b.device.type)
     if b.numel() == 0:
         return b.new_empty(b.shape), _initial(b, h0, cu_seqlens, 0.0)
@@ -94,7 +94,7 @@ def _linear_scan_backward_impl(
     reverse: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _check_cu_seqlens(cu_seqlens, h.shape[1])
+    check_cu_seqlens(cu_seqlens, h.shape[1])
     if h.numel() == 0:
         return h.new_empty(h.shape), h.new_empty(h.shape), _initial(h, grad_h_last, cu_seqlens, 0.0)
     grads = choose_backend(backend, h.device.type).linear_scan_backward(
@@ -184,7 +184,7 @@ def _log_linear_scan(
     reverse: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    _check_cu_seqlens(cu_seqlens, log_b.shape[1])
+    check_cu_seqlens(cu_seqlens, log_b.shape[1])
     kernels = choose_backend(backend, log_b.device.type)
     if log_b.numel() == 0:
         return log_b.new_empty(log_b.shape), _initial(log_b, log_h0, cu_seqlens, float("-inf"))
@@ -218,7 +218,7 @@ def _log_linear_scan_backward_impl(
     reverse: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _check_cu_seqlens(cu_seqlens, log_h.shape[1])
+    check_cu_seqlens(cu_seqlens, log_h.shape[1])
     if log_h.numel() == 0:
         return log_h.new_empty(log_h.shape), log_h.new_empty(log_h.shape), _initial(log_h, grad_h_last, cu_seqlens, 0.0)
     kernels = choose_backend(backend, log_h.device.type)
