@@ -20,7 +20,7 @@ FLAGS = (False, True)
 
 
 def scans(dtype, kernels):
-    # Of the first, copies of 16 bytes end beside the tensor; of the last, blocks look back for several tiles.
+    # Of the first, copies of 16 bytes end beside the tensor; of the last, blocks are chained over several tiles.
     shapes = ((2, 300, 12), (1, 777, 1), (3, 130, 33), (1, 1000, 64))
     for reverse, packed, (batch, steps, channels) in itertools.product(FLAGS, FLAGS, shapes):
         batch, sequences = (1, 5) if packed else (batch, batch)

@@ -19,11 +19,12 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from ostinato import models
 from ostinato.bench import report
 from ostinato.checkpoint import load_checkpoint, save_checkpoint
 from ostinato.cli import app, main
 from ostinato.cli.devices import choose_device
-from ostinato.cli.train import MODEL_OPTIONS, TRAINING_OPTIONS
+from ostinato.cli.train import CELLS, MODEL_OPTIONS, TRAINING_OPTIONS
 from ostinato.files import locked
 from ostinato.models import LanguageModel
 from ostinato.training import TrainingSettings
@@ -75,6 +76,7 @@ def test_defaults_are_the_librarys(run):
     assert {name: defaults[name] for name in MODEL_OPTIONS} == LanguageModel.__init__.__kwdefaults__
     library = {name: getattr(TrainingSettings(), name) for name in TRAINING_OPTIONS}
     assert {name: defaults[name] for name in TRAINING_OPTIONS} == library
+    assert tuple(models.CELLS) == CELLS
 
 
 def test_train_then_generate(run):
@@ -384,7 +386,7 @@ def error(result):
         (["--text", "short"], "the text is too short: .* need about 170 tokens; got 5"),
         (["--width", "0"], "width must be at least 1; got 0"),
         (["--steps", "-1"], "steps must be at least 1; got -1"),
-        (["--cell", "rnn"], "cell must be one of mingru, minlstm, gru, lstm; got 'rnn'"),
+        (["--cell", "rnn"], "cell must be one of mingru, minlstm, gru, lstm, .*; got 'rnn'"),
         (["--precision", "half"], "precision must be one of auto, float32, bfloat16; got 'half'"),
         (["--device", "tpu9"], "device must be auto, or one that PyTorch can use here; got 'tpu9'"),
         (["--output", "text.txt/out"], "text.txt/out: expected a folder to write in; Not a directory"),

@@ -12,7 +12,7 @@ import torch
 import ostinato
 from ostinato.kernels import nvrtc
 from ostinato.kernels.scan import choose_backend, cuda, operators, torch_ops
-from ostinato.kernels.scan.geometry import choose_geometry, macros
+from ostinato.kernels.scan.geometry import Device, choose_geometry, macros
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -28,6 +28,15 @@ ELEMENTS = (
 )
 
 
+GPUS = {
+    "A100": Device(108, 1.94e12, 163 << 10, 164 << 10),
+    "L4": Device(58, 0.3e12, 99 << 10, 100 << 10),
+    "H100": Device(132, 3.35e12, 227 << 10, 228 << 10),
+    "H200": Device(132, 4.9e12, 227 << 10, 228 << 10),
+    "B200": Device(148, 8e12, 227 << 10, 228 << 10),
+}
+
+
 def variants():
     """Kernels of every kind that the choice of geometry can ask for, of which the test below compiles a part."""
     for element, dtype in itertools.product(ELEMENTS, cuda.SCALARS):
@@ -35,11 +44,11 @@ def variants():
         for packing in ("DENSE", "OFFSETS" if minimal else "CU_SEQLENS"):
             for sequences, steps, channels in ((4096, 512, 64), (1, 65536, 64), (1, 65536, 3), (64, 1, 64)):
                 aligned = min(16 // dtype.itemsize, channels & -channels)
-                geometry = choose_geometry(
-                    element, dtype.itemsize, aligned, not minimal, sequences, steps, channels, 132
-                )
                 scalar, backward = cuda.SCALARS[dtype], element.endswith("Backward")
-                shared = geometry.shared_bytes(5 if backward else 3, 3, dtype.itemsize, backward)
+                inputs = (3 if "LSTM" in element else 1 if element == "LinearScanBackward" else 2) + 2 * backward
+                shape = sequences, steps, channels
+                geometry = choose_geometry(element, inputs, dtype.itemsize, aligned, not minimal, *shape, GPUS["H100"])
+                shared = geometry.shared_bytes(5 if backward else 3, 3, dtype.itemsize, backward, True)
                 for candidate in range(3 if minimal and packing == "DENSE" and sequences == 4096 else 1):
                     far, wide = steps == 1, geometry.copies_wide(dtype.itemsize, aligned)
                     yield macros(element, scalar, scalar, candidate, packing, geometry, shared, far, wide)
@@ -53,6 +62,36 @@ def test_kernels_compile_without_a_gpu(element, architecture):
     chosen = sorted({v for v in variants() if dict(v)["ELEMENT"] == element}, key=str)
     for i, definitions in enumerate(chosen[ARCHITECTURES.index(architecture) :: 12]):
         assert nvrtc.compile_cubin(code, architecture, {**dict(definitions), "RESETS": i % 2})[:4] == b"\x7fELF"
+
+
+def test_streaming_blocks_ask_for_as_much_memory_as_is_on_its_way():
+    for name, device in GPUS.items():
+        for element, inputs, itemsize in (("LinearScan", 2, 4), ("LinearScanBackward", 3, 4), ("LinearScan", 2, 2)):
+            for shape in ((8, 4096, 1536), (128, 512, 256), (64, 2048, 512), (512, 1000, 64)):
+                geometry = choose_geometry(element, inputs, itemsize, 8, False, *shape, device)
+                assert not geometry.chained
+                blocks = shape[0] * -(-shape[2] // geometry.group)
+                of_block = geometry.stages * inputs * geometry.tile * geometry.group * itemsize
+                flying = min(blocks, 4 * device.processors) * of_block
+                assert flying >= 0.6e-6 * device.bandwidth, name
+                assert geometry.shared_bytes(inputs, 2, itemsize, inputs > 2) <= device.shared_of_block
+
+
+def test_geometries_fit_the_gpu():
+    elements = [(e, (3 if "LSTM" in e else 2) + 2 * e.endswith("Backward")) for e in ELEMENTS]
+    for device in GPUS.values():
+        for (element, inputs), itemsize, shape in itertools.product(
+            elements,
+            (2, 4, 8),
+            ((8, 4096, 1536), (1, 1 << 20, 64), (1, 1 << 24, 1), (3, 5000, 1000), (1, 1, 1), (9999, 7, 3)),
+        ):
+            for gapless in (False, True):
+                geometry = choose_geometry(element, inputs, itemsize, 1, gapless, *shape, device)
+                assert geometry.narrow in (0, shape[2])
+                assert geometry.lanes * geometry.vec >= min(geometry.narrow, shape[2])
+                assert 32 * geometry.warps <= 1024
+                if shape[0] * shape[2] >= 32 * device.processors:
+                    assert not geometry.chained
 
 
 def test_more_steps_than_the_kernel_counts_are_refused():
@@ -78,11 +117,11 @@ def poisoned():
 
 GEOMETRIES = {
     "chosen": None,
-    "streaming": {"look_back": False},
-    "look-back": {"look_back": True, "warps": 2, "rows": 2, "stages": 1},
-    "lanes 4": {"lanes": 4, "vec": 1, "warps": 2, "rows": 3, "staged": False},
-    "lanes 8 look-back": {"lanes": 8, "vec": 1, "warps": 4, "rows": 2, "look_back": True, "staged": False, "stages": 1},
-    "wide copies": {"lanes": 8, "vec": 1, "warps": 2, "rows": 8, "look_back": True, "staged": False, "stages": 1},
+    "streaming": {"chained": False},
+    "chained": {"chained": True, "warps": 2, "rows": 2, "stages": 1},
+    "lanes 4": {"lanes": 4, "vec": 1, "warps": 2, "rows": 3, "narrow": 0},
+    "lanes 8 chained": {"lanes": 8, "vec": 1, "warps": 4, "rows": 2, "chained": True, "narrow": 0, "stages": 1},
+    "wide copies": {"lanes": 8, "vec": 1, "warps": 2, "rows": 8, "chained": True, "narrow": 0, "stages": 1},
     "one warp": {"warps": 1, "rows": 1},
 }
 SHAPES = [(2, 1, 5), (1, 777, 1), (2, 300, 8), (3, 130, 33), (1, 1000, 64), (2, 257, 6), (2, 190, 12)]
@@ -161,7 +200,73 @@ def test_scans_match_the_reference(dtype, reverse, packed, geometry, poisoned, m
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("geometry", ["chosen", "streaming", "look-back", "one warp"])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_time_contiguous_tensors_are_scanned_in_place(dtype, poisoned):
+    torch.manual_seed(0)
+    kernels, reference = choose_backend("cuda", "cuda"), torch_ops.REFERENCE
+    for batch, steps, channels, start in ((2, 300, 5, 0), (1, 4097, 3, 1), (3, 31, 64, 3)):
+        a, b, grad = (torch.rand(batch, channels, steps + start).to(dtype) for _ in range(3))
+        h0, grad_last = (torch.randn(batch, channels).to(dtype) for _ in range(2))
+        for reverse in (False, True):
+            # Views that begin in the middle of 16 bytes, and one of which sequences have gaps.
+            x, y, z = (t.cuda()[..., start:].transpose(1, 2) for t in (a, b, grad))
+            want = reference.linear_scan(*(t.double().cpu() for t in (x, y)), h0.double(), reverse, None)
+            got = kernels.linear_scan(x, y, h0.cuda(), reverse, None)
+            assert got[0].stride() == (channels * steps, 1, steps)
+            for g, w in zip(got, want, strict=True):
+                assert relative_error(g, w) < TOLERANCE[dtype]
+            h = want[0].to(dtype).transpose(1, 2).contiguous().cuda().transpose(1, 2)
+            wide = [t.double().cpu() for t in (x, h)]
+            want = reference.linear_scan_backward(
+                *wide, h0.double(), z.double().cpu(), grad_last.double(), reverse, None
+            )
+            got = kernels.linear_scan_backward(x, h, h0.cuda(), z, grad_last.cuda(), reverse, None)
+            for g, w in zip(got, want, strict=True):
+                assert relative_error(g, w) < TOLERANCE[dtype]
+
+
+@pytest.mark.gpu
+def test_packed_sequences_of_all_lengths():
+    torch.manual_seed(0)
+    lengths = torch.cat((torch.randint(0, 40, (300,)), torch.tensor([9000]), torch.randint(1, 3, (50,))))
+    bounds = torch.cat((torch.zeros(1), lengths.cumsum(0))).int()
+    for channels in (3, 72):
+        a, b, grad = (torch.rand(1, int(bounds[-1]), channels) for _ in range(3))
+        h0 = torch.randn(len(lengths), channels)
+        for reverse in (False, True):
+            inputs = [x.double().requires_grad_() for x in (a, b, h0)]
+            want = ostinato.linear_scan(*inputs, cu_seqlens=bounds, reverse=reverse, backend="cpu")
+            wanted = torch.autograd.grad(want, inputs, (grad.double(), h0.double()))
+            on_gpu = [x.cuda().requires_grad_() for x in (a, b, h0)]
+            got = ostinato.linear_scan(*on_gpu, cu_seqlens=bounds.cuda(), reverse=reverse)
+            gradients = torch.autograd.grad(got, on_gpu, (grad.cuda(), h0.cuda()))
+            for g, w in zip((*got, *gradients), (*want, *wanted), strict=True):
+                assert relative_error(g.detach(), w.detach()) < 3e-6
+
+
+@pytest.mark.gpu
+def test_launches_of_many_shapes_and_streams_share_nothing():
+    torch.manual_seed(0)
+    shapes = [(1, 9000, 8), (1, 300000, 1), (2, 20000, 3), (1, 5000, 64)]
+    cases = [(torch.rand(s, device="cuda"), torch.randn(s, device="cuda")) for s in shapes]
+    wanted = [ostinato.linear_scan(*case)[0] for case in cases]
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    torch.cuda.synchronize()
+    for k in range(200):
+        with torch.cuda.stream(streams[k % 4]):
+            got = ostinato.linear_scan(*cases[k % 3])[0]
+            assert torch.equal(got, wanted[k % 3])
+    graph, replayed = torch.cuda.CUDAGraph(), []
+    with torch.cuda.graph(graph):
+        replayed = [ostinato.linear_scan(*case)[0] for case in cases]
+    for _ in range(3):
+        graph.replay()
+        for x, want in zip(replayed, wanted, strict=True):
+            assert torch.equal(x, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("geometry", ["chosen", "streaming", "chained", "one warp"])
 @pytest.mark.parametrize("candidate", ["positive", "linear", "tanh"])
 @pytest.mark.parametrize("cell", ["mingru", "minlstm"])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -263,6 +368,8 @@ def test_gradients_in_float64(cu_seqlens):
 def test_operators_are_well_formed():
     a, b = (torch.rand(1, 40, 3, device="cuda").requires_grad_() for _ in range(2))
     torch.library.opcheck(torch.ops.ostinato.linear_scan.default, (a, b, None, None, None, False, "cuda"))
+    by_time = [torch.rand(2, 5, 40, device="cuda").transpose(1, 2).requires_grad_() for _ in range(2)]
+    torch.library.opcheck(torch.ops.ostinato.linear_scan.default, (*by_time, None, None, None, False, "cuda"))
     pre, bias = torch.randn(2, 9, 12, device="cuda").requires_grad_(), torch.randn(12, device="cuda").requires_grad_()
     arguments = (pre, bias, None, None, "minlstm", "positive", True, 1, "cuda")
     torch.library.opcheck(torch.ops.ostinato.minimal_scan.default, arguments)

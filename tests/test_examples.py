@@ -31,7 +31,12 @@ def numbers(text, row):
 
 
 def test_every_example_is_tested():
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == {"forecast", "characters", "serve"}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {
+        "forecast",
+        "characters",
+        "serve",
+        "recurrent_gemma",
+    }
 
 
 def test_forecast_beats_the_linear_one_and_steps_agree(example):
@@ -58,6 +63,14 @@ def test_serve_forecasts_with_a_tenth_of_the_weights(example):
         error, *_, difference = numbers(output, row)
         assert error < 0.9 * last_value
         assert difference < 1e-4
+
+
+def test_recurrent_gemma_is_the_same_without_its_loop(example):
+    pytest.importorskip("transformers")
+    output = example("recurrent_gemma", 64)
+    for row in ("logits differ in float64 by", "gradients differ in float64 by"):
+        assert numbers(output, row)[-1] < 1e-5
+    assert "both write the same: True" in output
 
 
 def test_the_documentation_shows_every_example():

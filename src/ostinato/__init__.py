@@ -1,5 +1,7 @@
 """Recurrent networks at hardware speed for PyTorch."""
 
+from ostinato.diagonal import HGRN, LRU, QRNN, RGLRU, SRU, HighwayMinGRU, IndRNN, ParaGRU, ParaLSTM
+from ostinato.export import portable
 from ostinato.minimal import MinGRU, MinGRUCell, MinLSTM, MinLSTMCell
 from ostinato.pruning import cubic_density, prune
 from ostinato.recurrence import recurrence
@@ -11,6 +13,15 @@ __all__ = [
     "MinGRUCell",
     "MinLSTM",
     "MinLSTMCell",
+    "HighwayMinGRU",
+    "RGLRU",
+    "HGRN",
+    "LRU",
+    "QRNN",
+    "SRU",
+    "IndRNN",
+    "ParaGRU",
+    "ParaLSTM",
     "RNN",
     "GRU",
     "LSTM",
@@ -19,5 +30,6 @@ __all__ = [
     "linear_scan",
     "log_linear_scan",
     "recurrence",
+    "portable",
 ]
 __version__ = "0.1.0"

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 
+from ostinato.episodes import check_resets
+from ostinato.kernels.export import refuse_script
 from ostinato.kernels.scan import BACKENDS
 from ostinato.scan import check_batch_sizes, check_choice, check_floating
 
@@ -24,8 +26,10 @@ class StackedLayers(nn.Module):
     :meth:`_layer`.  ``settings`` are the subclass's own arguments, kept as attributes.
     """
 
+    states = 1  # tensors that a state consists of; of more it is a tuple, as torch.nn.LSTM's
     weight_ih_l0: Tensor
     backend: str
+    __prepare_scriptable__ = refuse_script
 
     def __init__(
         self,
@@ -68,13 +72,19 @@ class StackedLayers(nn.Module):
         raise NotImplementedError
 
     def _layer(
-        self, layer: int, x: Tensor, h0: Hidden | None, offsets: Tensor | None, batch_first: bool
+        self,
+        layer: int,
+        x: Tensor,
+        h0: Hidden | None,
+        offsets: Tensor | None,
+        resets: Tensor | None,
+        batch_first: bool,
     ) -> tuple[Tensor, Hidden]:
         """One layer in all its directions: the output, laid out as `x`, and the last states, as `h0`.
 
         x is (B, T, width), or (T, B, width) unless ``batch_first``, or (rows, width) if ``offsets``, (T+1,), packs
         it as ``PackedSequence`` does: step t of sequence b is row ``offsets[t] + b``.  h0 is (directions, B, hidden
-        size), given with packed rows.
+        size), given with packed rows.  ``resets`` are laid out as `x` is.
         """
         raise NotImplementedError
 
@@ -97,21 +107,29 @@ class StackedLayers(nn.Module):
                 shown.append(f"{name}={value!r}")
         return ", ".join(shown)
 
-    def forward(self, input: Tensor | PackedSequence, hx: Hidden | None = None) -> tuple[Any, Any]:
+    def forward(
+        self, input: Tensor | PackedSequence, hx: Hidden | None = None, *, resets: Tensor | None = None
+    ) -> tuple[Any, Any]:
         """Run the whole sequence; see the class."""
+        if resets is not None:
+            check_resets(resets, input.data if isinstance(input, PackedSequence) else input)
         if isinstance(input, PackedSequence):
-            return self._forward_packed(input, hx)
+            return self._forward_packed(input, hx, resets)
         check_input(self, input, (2, 3), "(T, B, input_size), (B, T, input_size) if batch_first, or (T, input_size)")
         batched = input.dim() == 3
         batch_dim = 0 if self.batch_first else 1
         x = input if batched else input.unsqueeze(batch_dim)
         self._check_state(hx, (x.shape[batch_dim],) if batched else ())
         if hx is not None and not batched:
-            hx = _each(lambda state: state.unsqueeze(1), hx)
-        output, h_n = self._layers(x, hx, None)
-        return (output, h_n) if batched else (output.squeeze(batch_dim), _each(lambda state: state.squeeze(1), h_n))
+            hx = each(lambda state: state.unsqueeze(1), hx)
+        if resets is not None and not batched:
+            resets = resets.unsqueeze(batch_dim)
+        output, h_n = self._layers(x, hx, None, resets, self.batch_first)
+        return (output, h_n) if batched else (output.squeeze(batch_dim), each(lambda state: state.squeeze(1), h_n))
 
-    def _forward_packed(self, packed: PackedSequence, hx: Hidden | None) -> tuple[PackedSequence, Hidden]:
+    def _forward_packed(
+        self, packed: PackedSequence, hx: Hidden | None, resets: Tensor | None
+    ) -> tuple[PackedSequence, Hidden]:
         data, batch_sizes, sorted_indices, unsorted_indices = packed
         check_input(self, data, (2,), "(total steps, input_size) in a PackedSequence")
         if not torch.compiler.is_compiling():
@@ -121,26 +139,29 @@ class StackedLayers(nn.Module):
         if hx is None:
             hx = self._zero_state(data, batch)
         elif sorted_indices is not None:
-            hx = _each(lambda state: state.index_select(1, sorted_indices), hx)
+            hx = each(lambda state: state.index_select(1, sorted_indices), hx)
         offsets = F.pad(batch_sizes.cumsum(0), (1, 0)).to(data.device, torch.int32, non_blocking=True)
-        output, h_n = self._layers(data, hx, offsets)
+        output, h_n = self._layers(data, hx, offsets, resets, self.batch_first)
         if unsorted_indices is not None:
-            h_n = _each(lambda state: state.index_select(1, unsorted_indices), h_n)
+            h_n = each(lambda state: state.index_select(1, unsorted_indices), h_n)
         return PackedSequence(output, batch_sizes, sorted_indices, unsorted_indices), h_n
 
-    def _layers(self, x: Tensor, hx: Hidden | None, offsets: Tensor | None) -> tuple[Tensor, Hidden]:
+    def _layers(
+        self, x: Tensor, hx: Hidden | None, offsets: Tensor | None, resets: Tensor | None, batch_first: bool
+    ) -> tuple[Tensor, Hidden]:
+        """All layers; see :meth:`_layer`."""
         states = []
         for layer in range(self.num_layers):
             if layer > 0 and self.dropout > 0 and self.training:
                 x = F.dropout(x, self.dropout)
             h0 = None if hx is None else self._of_layer(hx, layer)
-            x, h_last = self._layer(layer, x, h0, offsets, self.batch_first)
+            x, h_last = self._layer(layer, x, h0, offsets, resets, batch_first)
             states.append(h_last)
-        return x, _stacked(states)
+        return x, stacked(states)
 
     def _of_layer(self, hx: Hidden, layer: int) -> Hidden:
         first = layer * self.num_directions
-        return _each(lambda state: state[first : first + self.num_directions], hx)
+        return each(lambda state: state[first : first + self.num_directions], hx)
 
     def step(self, x: Tensor, h: Hidden | None = None) -> tuple[Tensor, Any]:
         """One time step, in constant memory: ``y, h = module.step(x, h)``.
@@ -171,42 +192,49 @@ class StackedLayers(nn.Module):
         batched = x.dim() == 2
         self._check_state(h, x.shape[:-1], "h")
         if not batched:
-            x, h = x[None], None if h is None else _each(lambda state: state.unsqueeze(1), h)
+            x, h = x[None], None if h is None else each(lambda state: state.unsqueeze(1), h)
         y, states = x, []
         for layer in range(self.num_layers):
             if layer > 0 and self.dropout > 0 and self.training:
                 y = F.dropout(y, self.dropout)
             h0 = None if h is None else self._of_layer(h, layer)
-            output, h_last = self._layer(layer, y[:, None], h0, None, True)
+            output, h_last = self._layer(layer, y[:, None], h0, None, None, True)
             y = output[:, 0]
             states.append(h_last)
-        new = _stacked(states)
-        return (y, new) if batched else (y[0], _each(lambda state: state.squeeze(1), new))
+        new = stacked(states)
+        return (y, new) if batched else (y[0], each(lambda state: state.squeeze(1), new))
 
     def _zero_state(self, x: Tensor, batch: int) -> Hidden:
         """The state before the first step of a batch of sequences like `x`."""
-        return x.new_zeros(self.num_layers * self.num_directions, batch, self.hidden_size)
+        zero = x.new_zeros(self.num_layers * self.num_directions, batch, self.hidden_size)
+        return zero if self.states == 1 else (zero,) * self.states
 
     def _check_state(self, hx: Hidden | None, batch: tuple[int, ...], name: str = "hx") -> None:
         """Raise TypeError or ValueError unless `hx` is a state of a batch of sequences."""
-        if hx is not None:
+        if hx is None:
+            return
+        if self.states == 1:
             self._check_state_tensor(name, hx, batch)
+            return
+        if not isinstance(hx, tuple) or len(hx) != self.states:
+            raise TypeError(f"{name} must be a tuple of {self.states} tensors; got {type(hx).__name__}")
+        for k, state in enumerate(hx):
+            self._check_state_tensor(f"{name}[{k}]", state, batch)
 
-    def _check_state_tensor(self, name: str, state: object, batch: tuple[int, ...]) -> None:
+    def _check_state_tensor(self, name: str, state: Any, batch: tuple[int, ...]) -> None:
         check_floating(name, state)
-        assert isinstance(state, Tensor)
         expected = (self.num_layers * self.num_directions, *batch, self.hidden_size)
         if state.shape != expected:
             raise ValueError(f"{name} must have shape {expected}; got {tuple(state.shape)}")
         check_like_weight(name, state, self.weight_ih_l0)
 
 
-def _each(function: Callable[[Tensor], Tensor], hidden: Hidden) -> Hidden:
+def each(function: Callable[[Tensor], Tensor], hidden: Hidden) -> Hidden:
     """The function of every tensor of a state."""
     return tuple(map(function, hidden)) if isinstance(hidden, tuple) else function(hidden)
 
 
-def _stacked(states: list[Any]) -> Hidden:
+def stacked(states: list[Any]) -> Hidden:
     """The states of all layers as one."""
     if len(states) == 1:
         return states[0]

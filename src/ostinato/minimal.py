@@ -1,20 +1,57 @@
 """MinGRU and MinLSTM, layers and cells: gates that do not look at the previous state, so time is a scan."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from ostinato.diagonal import DiagonalLayers, Parameters, Run
+from ostinato.kernels.export import refuse_script
 from ostinato.kernels.gemm import linear
 from ostinato.kernels.scan import BACKENDS, GATES, operators
-from ostinato.layers import StackedLayers, check_input, check_like_weight, check_sizes, draw_parameters
+from ostinato.layers import Hidden, StackedLayers, check_input, check_like_weight, check_sizes, draw_parameters
+from ostinato.recurrence import Recurrence, recurrence
 from ostinato.scan import check_choice, check_floating
 
-CANDIDATES = ("positive", "linear", "tanh")
+
+def _positive(x: Tensor) -> Tensor:
+    return torch.where(x >= 0, x + 0.5, torch.sigmoid(x))
 
 
-class _MinimalLayers(StackedLayers):
-    """Stacked layers of one minimal cell, around ``operators.minimal_scan``."""
+def _linear(x: Tensor) -> Tensor:
+    return x
+
+
+CANDIDATES: dict[str, Callable[[Tensor], Tensor]] = {"positive": _positive, "linear": _linear, "tanh": torch.tanh}
+
+
+def _mingru(candidate: Callable[[Tensor], Tensor]) -> Recurrence:
+    @recurrence
+    def mingru(z: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.sigmoid(-z), torch.sigmoid(z) * candidate(h)
+
+    return mingru
+
+
+def _minlstm(candidate: Callable[[Tensor], Tensor]) -> Recurrence:
+    @recurrence
+    def minlstm(f: Tensor, i: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        log_ratio = F.softplus(-i) - F.softplus(-f)  # of the gates, which may both be 0
+        return torch.sigmoid(log_ratio), torch.sigmoid(-log_ratio) * candidate(h)
+
+    return minlstm
+
+
+RECURRENCES = {
+    "mingru": {name: _mingru(candidate) for name, candidate in CANDIDATES.items()},
+    "minlstm": {name: _minlstm(candidate) for name, candidate in CANDIDATES.items()},
+}
+
+
+class _MinimalLayers(DiagonalLayers):
+    """Stacked layers of one minimal cell, around ``operators.minimal_scan`` where there are no resets."""
 
     cell: str
     candidate: str
@@ -37,7 +74,7 @@ class _MinimalLayers(StackedLayers):
     ) -> None:
         if proj_size != 0:
             raise ValueError(f"proj_size must be 0, projections are not supported; got {proj_size!r}")
-        check_choice("candidate", candidate, CANDIDATES)
+        check_choice("candidate", candidate, tuple(CANDIDATES))
         sizes = input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional
         super().__init__(*sizes, backend=backend, device=device, dtype=dtype, candidate=candidate)
 
@@ -45,10 +82,29 @@ class _MinimalLayers(StackedLayers):
         rows = GATES[self.cell] * self.hidden_size
         return {"weight_ih": (rows, width), "bias_ih": (rows,)}
 
+    def _cell(self, suffix: str, p: Parameters, x: Tensor, run: Run) -> tuple[Tensor, Hidden]:
+        gates = linear(x, p["weight_ih"], p["bias_ih"]).chunk(GATES[self.cell], -1)
+        return run(RECURRENCES[self.cell][self.candidate], *gates)
+
+    def _layers(
+        self, x: Tensor, hx: Hidden | None, offsets: Tensor | None, resets: Tensor | None, batch_first: bool
+    ) -> tuple[Tensor, Hidden]:
+        if resets is None:
+            return StackedLayers._layers(self, x, hx, offsets, None, batch_first)
+        return super()._layers(x, hx, offsets, resets, batch_first)
+
     def _layer(
-        self, layer: int, x: Tensor, h0: Any, offsets: Tensor | None, batch_first: bool
+        self,
+        layer: int,
+        x: Tensor,
+        h0: Any,
+        offsets: Tensor | None,
+        resets: Tensor | None,
+        batch_first: bool,
     ) -> tuple[Tensor, Tensor]:
         """One GEMM for all gates and directions, then one fused pass; the bias is added in the latter."""
+        if resets is not None:
+            return super()._layer(layer, x, h0, offsets, resets, batch_first)
         weights = [getattr(self, f"weight_ih_{suffix}") for suffix in self._suffixes(layer)]
         biases = [getattr(self, f"bias_ih_{suffix}") for suffix in self._suffixes(layer)] if self.bias else []
         pre = linear(x, weights[0] if len(weights) == 1 else torch.cat(weights))
@@ -86,7 +142,9 @@ class MinGRU(_MinimalLayers):
         device, dtype: of the parameters.
 
     Inputs: ``input``, (T, B, input_size), (B, T, input_size) with ``batch_first``, (T, input_size) unbatched, or a
-    ``PackedSequence``; ``hx``, (num_layers * D, B, hidden_size), D = 2 if bidirectional, zero if absent.
+    ``PackedSequence``; ``hx``, (num_layers * D, B, hidden_size), D = 2 if bidirectional, zero if absent; ``resets``,
+    by name, bool, laid out as ``input`` without its channels: where True, an episode begins at that step.  The state
+    is zero before it; backwards, before the step that ends the episode before.
 
     Outputs: ``output``, the last layer's states, D * hidden_size channels laid out as ``input``; ``h_n``, the
     last state of every layer and direction, shaped as ``hx``.
@@ -139,6 +197,7 @@ class _MinimalCell(nn.Module):
     """One step of a minimal layer: :class:`torch.nn.GRUCell`'s contract."""
 
     cell: str
+    __prepare_scriptable__ = refuse_script
 
     def __init__(
         self,
@@ -153,7 +212,7 @@ class _MinimalCell(nn.Module):
     ) -> None:
         super().__init__()
         check_sizes(input_size=input_size, hidden_size=hidden_size)
-        check_choice("candidate", candidate, CANDIDATES)
+        check_choice("candidate", candidate, tuple(CANDIDATES))
         check_choice("backend", backend, BACKENDS)
         self.input_size, self.hidden_size, self.bias = input_size, hidden_size, bias
         self.candidate, self.backend = candidate, backend

@@ -7,10 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ostinato.diagonal import HGRN, LRU, QRNN, RGLRU, SRU, HighwayMinGRU, IndRNN, ParaGRU, ParaLSTM
+from ostinato.hub import HubMixin
+from ostinato.layers import StackedLayers
 from ostinato.minimal import MinGRU, MinLSTM
 from ostinato.recurrent import GRU, LSTM
 
-CELLS = {"mingru": MinGRU, "minlstm": MinLSTM, "gru": GRU, "lstm": LSTM}
+CELLS: dict[str, Any] = {
+    cell.__name__.lower(): cell
+    for cell in (MinGRU, MinLSTM, GRU, LSTM, HighwayMinGRU, RGLRU, HGRN, LRU, QRNN, SRU, IndRNN, ParaGRU, ParaLSTM)
+}
 
 # What a block remembers: the last inputs of its convolution (B, K-1, W) and its hidden state, laid out as
 # the cell's module returns it: (1, B, H), or a pair of them for the LSTM.
@@ -74,7 +80,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor, state: BlockState) -> tuple[Tensor, BlockState]:
         last, hidden = state
         y, last = self.conv(self.recurrent_norm(x), last)
-        if x.size(1) == 1 and isinstance(self.recurrent, MinGRU | MinLSTM):
+        if x.size(1) == 1 and isinstance(self.recurrent, StackedLayers):
             y, hidden = self.recurrent.step(y[:, 0], hidden)
             y = y[:, None]
         else:
@@ -84,12 +90,15 @@ class Block(nn.Module):
         return x, (last, hidden)
 
 
-class LanguageModel(nn.Module):
+class LanguageModel(nn.Module, HubMixin, library_name="ostinato", pipeline_tag="text-generation"):
     """Predicts the next token: embedding, blocks, norm, and a linear head.
 
-    ``cell`` names the recurrent layer of every block: ``"mingru"``, ``"minlstm"``, ``"gru"`` or ``"lstm"``.
-    ``expansion`` is its hidden size, and ``mlp_ratio`` the MLP's inner size, over ``width``; a
+    ``cell`` names the recurrent layer of every block in small letters, as ``"mingru"`` or ``"lstm"``; ``CELLS`` has
+    them all.  ``expansion`` is its hidden size, and ``mlp_ratio`` the MLP's inner size, over ``width``; a
     ``conv_kernel`` of 0 leaves the convolution out.  ``settings`` holds all arguments, to build the model again.
+
+    ``save_pretrained(folder)``, ``from_pretrained(name)`` and ``push_to_hub(name)`` keep a model, its arguments
+    and the masks of what is pruned as the Hugging Face hub does; they come with the extra ``hub``.
 
     Raises ValueError if a size is below 1, ``cell`` is unknown, or ``dropout`` is outside [0, 1).
 
@@ -157,7 +166,8 @@ class LanguageModel(nn.Module):
         settings, weight = self.settings, self.embedding.weight
         last = weight.new_zeros(batch_size, max(settings["conv_kernel"] - 1, 0), settings["width"])
         hidden = weight.new_zeros(1, batch_size, self.hidden_size)
-        return [(last, (hidden, hidden) if settings["cell"] == "lstm" else hidden) for _ in self.blocks]
+        pair = CELLS[settings["cell"]] is LSTM or getattr(CELLS[settings["cell"]], "states", 1) == 2
+        return [(last, (hidden, hidden) if pair else hidden) for _ in self.blocks]
 
     def forward(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         """Logits (B, T, V) of the token after each of ``tokens`` (B, T), and the state after the last.

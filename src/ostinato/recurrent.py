@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ostinato.episodes import check_resets, forward_by_episodes
 from ostinato.kernels.dispatch import is_eager
+from ostinato.kernels.export import refuse_script
 from ostinato.kernels.persistent.operators import can_take, plan_layer, recurrent_layer, step_of
 from ostinato.kernels.persistent.plan import Plan
 from ostinato.kernels.persistent.reference import previous
@@ -29,6 +30,7 @@ class _Recurrent(nn.RNNBase):
     """
 
     weight_hh_l0: Tensor
+    __prepare_scriptable__ = refuse_script
     _path: str | None = None  # the only kernel to consider on a GPU; None for the fastest
 
     def forward(

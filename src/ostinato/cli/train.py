@@ -18,6 +18,21 @@ if TYPE_CHECKING:
     from ostinato.text import Corpus, Vocabulary
     from ostinato.training import Point, Trainer
 
+CELLS = (  # those of ostinato.models, which is too slow to import for a help text
+    "mingru",
+    "minlstm",
+    "gru",
+    "lstm",
+    "highwaymingru",
+    "rglru",
+    "hgrn",
+    "lru",
+    "qrnn",
+    "sru",
+    "indrnn",
+    "paragru",
+    "paralstm",
+)
 MODEL_OPTIONS = ("cell", "width", "num_layers", "expansion", "conv_kernel", "mlp_ratio", "dropout")
 TRAINING_OPTIONS = (
     "steps",
@@ -64,7 +79,7 @@ def train(
     curve: Annotated[
         Path | None, Option(help="Write the loss curve to this JSON file.", rich_help_panel="Files")
     ] = None,
-    cell: Annotated[str, Option(help="mingru, minlstm, gru or lstm.", rich_help_panel="Model")] = "mingru",
+    cell: Annotated[str, Option(help=f"One of {', '.join(CELLS)}.", rich_help_panel="Model")] = "mingru",
     width: Annotated[int, Option(help="Channels between the blocks.", rich_help_panel="Model")] = 384,
     num_layers: Annotated[int, Option(help="Blocks.", rich_help_panel="Model")] = 3,
     expansion: Annotated[float, Option(help="Hidden size over width.", rich_help_panel="Model")] = 1.5,

@@ -18,6 +18,8 @@ from torch import DispatchKey, DispatchKeySet, Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from ostinato.kernels import export
+
 Groups = tuple[tuple[int | None, ...], tuple[int, ...]]
 
 
@@ -29,6 +31,7 @@ def operator(
     backward: Callable,
     groups: Callable[..., Groups] | None = None,
     *,
+    plain: Callable | None = None,
     composite: Callable | None = None,
     jvp: Callable | None = None,
 ) -> Callable:
@@ -38,6 +41,7 @@ def operator(
     ``groups(*args)`` lets ``torch.vmap`` make one call of many: see :func:`_vmap_rule`.  In forward mode
     ``composite(*args)`` runs in place of the operator; or, where the operator is itself what composites are made of,
     ``jvp(args, results, tangents)`` returns the results' tangents, with None for an input's that has none.
+    ``plain(*args)`` computes the same in PyTorch's own operators, for graphs that are to run without this library.
     """
     registered = _registered(name, forward, fake, setup_context, backward, groups)
 
@@ -45,6 +49,8 @@ def operator(
         tensors = [x for x in args if isinstance(x, Tensor)]
         if is_eager(tensors):
             return function.apply(*args) if _is_differentiated(tensors) else forward(*args)
+        if plain is not None and export.is_portable():
+            return export.write(plain, name, args)
         if torch.compiler.is_compiling():
             if forward_ad._current_level >= 0:
                 torch._dynamo.graph_break()  # a compiler would lose the tangents

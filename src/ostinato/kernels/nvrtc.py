@@ -76,6 +76,16 @@ def _compiler_version() -> str:
     return f"{metadata.version('cuda-bindings')} {torch.version.cuda}"
 
 
+def memory_bandwidth(device: int) -> float:
+    """Bytes a second that a GPU's memory moves at most."""
+    from cuda.bindings import driver
+
+    attribute = driver.CUdevice_attribute
+    rate = _succeeded(driver.cuDeviceGetAttribute(attribute.CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE, device))
+    width = _succeeded(driver.cuDeviceGetAttribute(attribute.CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH, device))
+    return 2 * rate * 1e3 * width / 8  # kHz, twice a clock; bits
+
+
 class Kernel:
     """A kernel of one compiled module, whose parameters are one struct passed by value."""
 

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from ostinato.kernels import nvrtc
 from ostinato.kernels.dispatch import gradient, is_eager, operator, or_empty
 from ostinato.kernels.gemm import gradient_of_weight, linear
-from ostinato.kernels.persistent import reference
+from ostinato.kernels.persistent import plain, reference
 from ostinato.kernels.persistent.masks import block_of, derived_from
 from ostinato.kernels.persistent.plan import GATES, Plan, no_kernel
 
@@ -288,4 +288,6 @@ def _recurrent_layer_backward_fake(*args: Any) -> tuple[Tensor, ...]:
 recurrent_layer_backward = gradient(
     "recurrent_layer_backward", _recurrent_layer_backward, _recurrent_layer_backward_fake
 )
-recurrent_layer = operator("recurrent_layer", _recurrent_layer, _recurrent_layer_fake, _context, _grad)
+recurrent_layer = operator(
+    "recurrent_layer", _recurrent_layer, _recurrent_layer_fake, _context, _grad, plain=plain.recurrent_layer
+)

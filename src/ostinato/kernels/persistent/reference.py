@@ -74,24 +74,29 @@ def forward(
         if resets is not None:
             h, c = (torch.cat([x[:live].where(~resets[step, None], 0.0), x[live:]]) for x in (h, c))
         p, q = projected[step].to(wide), h[:live] @ weight.T + bias
-        if cell == "lstm":
-            i, f, g, o = (p + q).chunk(4, 1)
-            c_t = f.sigmoid() * c[:live] + i.sigmoid() * g.tanh()
-            h_t = o.sigmoid() * c_t.tanh()
-            c = torch.cat([c_t, c[live:]])
-            cells.append(c_t)
-        elif cell == "gru":
-            (p_r, p_z, p_n), (q_r, q_z, q_n) = p.chunk(3, 1), q.chunk(3, 1)
-            r, z = (p_r + q_r).sigmoid(), (p_z + q_z).sigmoid()
-            n = (p_n + r * q_n).tanh()
-            h_t = (1 - z) * n + z * h[:live]
-        else:
-            h_t = (p + q).relu() if cell == "rnn_relu" else (p + q).tanh()
+        h_t, *c_t = advance(p, q, h[:live], c[:live], cell)
+        if c_t:
+            c = torch.cat([*c_t, c[live:]])
+            cells += c_t
         outputs.append(h_t.to(dtype))
         h = torch.cat([outputs[-1].to(wide), h[live:]])
     c_n = c.to(dtype) if cell == "lstm" else None
     kept = torch.cat(cells[::-1] if reverse else cells) if cells and keep_cell else None
     return torch.cat(outputs[::-1] if reverse else outputs), h.to(dtype), c_n, kept
+
+
+def advance(p: Tensor, q: Tensor, h: Tensor, c: Tensor, cell: str) -> tuple[Tensor, ...]:
+    """The states after a step, h and an LSTM's c, from those before it and both parts of the gates' arguments."""
+    if cell == "lstm":
+        i, f, g, o = (p + q).chunk(4, 1)
+        c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+        return o.sigmoid() * c.tanh(), c
+    if cell == "gru":
+        (p_r, p_z, p_n), (q_r, q_z, q_n) = p.chunk(3, 1), q.chunk(3, 1)
+        r, z = (p_r + q_r).sigmoid(), (p_z + q_z).sigmoid()
+        n = (p_n + r * q_n).tanh()
+        return ((1 - z) * n + z * h,)
+    return ((p + q).relu() if cell == "rnn_relu" else (p + q).tanh(),)
 
 
 def backward(

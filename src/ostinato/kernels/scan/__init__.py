@@ -6,6 +6,7 @@
 ``cpu``        Numba, for CPU tensors
 ``cuda``       CUDA C++ compiled at run time, for NVIDIA GPUs
 ``auto``       the last two where they can run, ``torch`` elsewhere
+``loop``       for exported programs: PyTorch's ``scan``, one step at a time
 =============  =============================================================
 """
 
@@ -24,9 +25,9 @@ class Backend(Protocol):
 
     ``a``, ``b``, ``h`` are (B, T, D) with any strides, ``h0`` and ``h_last`` (B, D), or (N, D) with
     ``cu_seqlens``; an absent ``h0`` is the zero state, an absent gradient is zero; ``resets``, bool, (B, T), marks the
-    steps, in the order of scanning, before which the state is zero.  Results are
-    contiguous, share no memory with anything, and have the inputs' dtype; float32 and narrower
-    accumulate in float32, float64 in float64.
+    steps, in the order of scanning, before which the state is zero.  Results are contiguous, or those of linear scans
+    as :func:`states_like` makes them on GPUs, share no memory with anything, and have the inputs' dtype; float32 and
+    narrower accumulate in float32, float64 in float64.
     """
 
     def linear_scan(
@@ -132,10 +133,11 @@ def choose_backend(name: str, device_type: str) -> Backend:
     if name == "auto":
         can_launch = device_type == "cuda" and nvrtc.why_no_cuda() is None
         name = device_type if device_type == "cpu" or can_launch else "torch"
-    if name in ("torch", "reference"):
+    if name in ("torch", "reference", "loop"):
         from ostinato.kernels.scan import torch_ops
 
-        return torch_ops.REFERENCE if name == "reference" else torch_ops.CHUNKED
+        named = {"torch": torch_ops.CHUNKED, "reference": torch_ops.REFERENCE, "loop": torch_ops.LOOPED}
+        return named[name]
     if name not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}; got {name!r}")
     if name != device_type:
@@ -143,3 +145,16 @@ def choose_backend(name: str, device_type: str) -> Backend:
     if name == "cuda" and (reason := nvrtc.why_no_cuda()):
         raise RuntimeError(f"backend 'cuda' cannot run: {reason}")
     return cast(Backend, importlib.import_module(f"ostinato.kernels.scan.{name}"))
+
+
+def is_time_contiguous(x: Tensor, cu_seqlens: Tensor | None, resets: Tensor | None) -> bool:
+    """Whether (B, T, D) lies on a GPU as (B, D, T), whose kernels take it as it is unless it is packed or reset."""
+    plain = x.is_cuda and cu_seqlens is None and resets is None
+    return plain and x.stride(1) == 1 and x.stride(2) != 1 and x.shape[1] > 1 and x.shape[2] > 1
+
+
+def states_like(x: Tensor, cu_seqlens: Tensor | None, resets: Tensor | None) -> Tensor:
+    """An empty tensor of the shape of `x`: time-contiguous if that is, else contiguous."""
+    if is_time_contiguous(x, cu_seqlens, resets):
+        return x.new_empty(x.shape[0], x.shape[2], x.shape[1]).transpose(1, 2)
+    return x.new_empty(x.shape)

@@ -6,15 +6,17 @@ of operation, dtype and shape is compiled on first use (:mod:`ostinato.kernels.n
 
 import functools
 import struct
+import threading
 from collections.abc import Sequence
-from typing import NamedTuple
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ostinato.kernels import nvrtc
-from ostinato.kernels.scan import GATES
-from ostinato.kernels.scan.geometry import choose_geometry, macros
+from ostinato.kernels.scan import GATES, is_time_contiguous, states_like
+from ostinato.kernels.scan.geometry import Device, choose_geometry, macros
 
 FILES = ("numeric.cuh", "scan/elements.cuh", "scan/scan.cu")
 SCALARS = {
@@ -30,8 +32,8 @@ Strides = tuple[int, int, int]  # of batch, time and direction
 _NO_STRIDES = (0, 0, 0)
 MAX_STEPS = (1 << 31) - (1 << 20)  # the kernel counts steps, with a tile's more, in 32 bits
 # ``Parameters`` in scan.cu, in two halves.
-_ADDRESSES = struct.Struct("16Q")
-_REST = struct.Struct("26q6i")
+_ADDRESSES = struct.Struct("16Q2I")
+_REST = struct.Struct("26q7i")
 
 
 class _Problem(NamedTuple):
@@ -68,9 +70,22 @@ class _Launch(NamedTuple):
     blocks: int
     threads: int
     shared: int
-    words: int  # of 8 bytes, that blocks tell each other; 0 where none look back
+    words: int  # of 8 bytes, that chained blocks tell each other; 0 where blocks stream
+    draws: int  # what the blocks draw from their counter
     bias_rows: int  # of partial sums in the gradient of the bias
     parameters: bytes  # those after the addresses
+
+
+@functools.cache
+def describe_device(index: int) -> Device:
+    """The GPU of this index."""
+    properties: Any = torch.cuda.get_device_properties(index)
+    return Device(
+        properties.multi_processor_count,
+        nvrtc.memory_bandwidth(index),
+        properties.shared_memory_per_block_optin,
+        properties.shared_memory_per_multiprocessor,
+    )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -86,14 +101,22 @@ def _prepare(problem: _Problem, bias_dtype: torch.dtype, alignment: int) -> _Lau
     aligned = min(units & -units, 16 // itemsize)
     gapless = problem.packing != "OFFSETS" and all(time == problem.channels for _, time, _ in strides)
     sequences = problem.batch * problem.directions
-    properties = torch.cuda.get_device_properties(problem.device)
-    processors = properties.multi_processor_count
+    device = describe_device(problem.device)
     geometry = choose_geometry(
-        problem.element, itemsize, aligned, gapless, sequences, problem.steps, problem.channels, processors
+        problem.element,
+        len(problem.inputs),
+        itemsize,
+        aligned,
+        gapless,
+        sequences,
+        problem.steps,
+        problem.channels,
+        device,
     )
-    tensors = (len(problem.inputs), len(problem.outputs), itemsize, problem.backward)
-    limit = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]  # the stubs lack it
-    while (shared := geometry.shared_bytes(*tensors)) > limit:
+    packed = problem.packing == "CU_SEQLENS"
+    tensors = (len(problem.inputs), len(problem.outputs), itemsize, problem.backward, packed)
+    most = min(device.shared_of_block, device.shared // (geometry.resident if geometry.chained else 1) - 1024)
+    while (shared := geometry.shared_bytes(*tensors)) > most:
         geometry = geometry._replace(rows=geometry.rows // 2)
     far = geometry.tile * itemsize * max(time for _, time, _ in strides) >= 1 << 31
     definitions = macros(
@@ -110,12 +133,14 @@ def _prepare(problem: _Problem, bias_dtype: torch.dtype, alignment: int) -> _Lau
     if problem.resets is not None:
         definitions += (("RESETS", 1),)
     chunks = -(-problem.steps // geometry.tile)
-    blocks = tiles = sequences * -(-problem.channels // geometry.group)
-    words = 0
-    if geometry.look_back:
-        tiles *= chunks
+    blocks = chains = sequences * -(-problem.channels // geometry.group)
+    words = draws = window = 0
+    if geometry.chained:
+        tiles = chains * chunks
         words = 2 * (1 + tiles * geometry.group * problem.compute.itemsize // 4)
-        blocks = min(tiles, geometry.resident * processors)
+        blocks = min(tiles, geometry.resident * device.processors)
+        draws = tiles + blocks
+        window = -(-blocks // chains) + 1  # tiles of a chain in work at once
     padded = [*problem.inputs, *[_NO_STRIDES] * (5 - len(problem.inputs)), *problem.outputs]
     padded += [_NO_STRIDES] * (8 - len(padded))
     return _Launch(
@@ -124,14 +149,46 @@ def _prepare(problem: _Problem, bias_dtype: torch.dtype, alignment: int) -> _Lau
         32 * geometry.warps,
         shared,
         words,
-        problem.batch * (chunks if geometry.look_back else 1),
+        draws,
+        problem.batch * (chunks if geometry.chained else 1),
         _REST.pack(
             *(problem.resets or (0, 0)),
             *(number for tensor in padded for number in tensor),
             *(problem.batch, problem.steps, problem.channels, problem.sequences, problem.directions),
             int(problem.reverse),
+            window,
         ),
     )
+
+
+class _Workspace:
+    """Where the chained blocks of one stream's launches, one after the other, tell each other what they know."""
+
+    def __init__(self, words: int, device: int) -> None:
+        self.memory = torch.zeros(words, dtype=torch.int64, device=torch.device("cuda", device))
+        self.epoch = self.drawn = 0
+
+
+_launching = threading.Lock()  # a launch's number and place on its stream go together
+_workspaces: dict[tuple[int, int], _Workspace] = {}
+_MARKS = 4  # kinds of ``Mark``
+
+
+def _published(device: int, launch: _Launch) -> tuple[int, int, int]:
+    """The address of the current stream's workspace, what its counter begins at, and the epoch of this launch.
+
+    A launch that is being captured begins anew whenever it is replayed: its own workspace is cleared before it.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(launch.words, dtype=torch.int64, device=torch.device("cuda", device)).data_ptr(), 0, _MARKS
+    key = device, torch._C._cuda_getCurrentRawStream(device)
+    workspace = _workspaces.get(key)
+    if workspace is None or len(workspace.memory) < launch.words or workspace.epoch >= (1 << 32) - 2 * _MARKS:
+        workspace = _workspaces[key] = _Workspace(launch.words, device)
+    drawn = workspace.drawn
+    workspace.epoch += _MARKS
+    workspace.drawn = (drawn + launch.draws) % (1 << 32)
+    return workspace.memory.data_ptr(), drawn, workspace.epoch
 
 
 def _scan(
@@ -156,20 +213,22 @@ def _scan(
     for address in (*inputs, *outputs, *states):
         alignment |= address & 15
     launch = _prepare(problem, problem.dtype if bias is None else bias.dtype, alignment)
-    published = like.new_zeros(launch.words, dtype=torch.int64) if launch.words else None
     grad_bias = None
     if bias is not None and problem.backward:
         columns = problem.directions * len(outputs) * problem.channels
         grad_bias = like.new_empty(launch.bias_rows, columns, dtype=problem.compute)
-    addresses = _ADDRESSES.pack(
+    tensors = (
         *inputs,
         *(0,) * (5 - len(inputs)),
         *outputs,
         *(0,) * (3 - len(outputs)),
         *states,
-        *(0 if x is None else x.data_ptr() for x in (bias, grad_bias, bounds, published, resets)),
+        *(0 if x is None else x.data_ptr() for x in (bias, grad_bias, bounds, resets)),
     )
-    launch.kernel.launch(problem.device, launch.blocks, launch.threads, addresses + launch.parameters, launch.shared)
+    with _launching if launch.words else nullcontext():
+        published = _published(problem.device, launch) if launch.words else (0, 0, 0)
+        parameters = _ADDRESSES.pack(*tensors, *published) + launch.parameters
+        launch.kernel.launch(problem.device, launch.blocks, launch.threads, parameters, launch.shared)
     return None if grad_bias is None else grad_bias.sum(0)
 
 
@@ -179,6 +238,13 @@ def _address(x: Tensor | None) -> int:
 
 def _along_channels(x: Tensor) -> Tensor:
     return x if x.stride(2) == 1 or x.shape[2] == 1 else x.contiguous()
+
+
+def _along_time(x: Tensor) -> Tensor:
+    """As (B, D, T) lies in memory, channels of neighbouring sequences as far apart as those of one."""
+    if x.stride(1) == 1 and x.stride(0) == x.shape[2] * x.stride(2):
+        return x
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _last_state(b: Tensor, h0: Tensor | None, cu_seqlens: Tensor | None, zero: float) -> Tensor:
@@ -195,18 +261,23 @@ def _scan_problem(
     reverse: bool,
     cu_seqlens: Tensor | None,
     resets: Tensor | None,
+    by_time: bool,
 ) -> _Problem:
     like = outputs[0]
     batch, steps, channels = like.shape
+
+    def strides(tensors: Sequence[Tensor]) -> tuple[Strides, ...]:
+        return tuple((x.stride(2) if by_time else x.stride(0), x.stride(1), 0) for x in tensors)
+
     return _Problem(
         element,
         like.dtype,
         like.device.index,
-        batch,
+        batch * channels if by_time else batch,  # sequences of one channel each
         steps,
-        channels,
-        tuple((x.stride(0), x.stride(1), 0) for x in inputs),
-        tuple((x.stride(0), x.stride(1), 0) for x in outputs),
+        1 if by_time else channels,
+        strides(inputs),
+        strides(outputs),
         reverse=reverse,
         packing="DENSE" if cu_seqlens is None else "CU_SEQLENS",
         sequences=0 if cu_seqlens is None else cu_seqlens.shape[0] - 1,
@@ -224,11 +295,12 @@ def _forward_scan(
     resets: Tensor | None,
     zero: float,
 ) -> tuple[Tensor, Tensor]:
-    inputs = _along_channels(a), _along_channels(b)
+    by_time = is_time_contiguous(b, cu_seqlens, resets)
+    inputs = [(_along_time if by_time else _along_channels)(x) for x in (a, b)]
     h0 = None if h0 is None else h0.contiguous()
-    h = b.new_empty(b.shape)
+    h = states_like(b, cu_seqlens, resets)
     h_last = _last_state(b, h0, cu_seqlens, zero)
-    problem = _scan_problem(element, inputs, (h,), reverse, cu_seqlens, resets)
+    problem = _scan_problem(element, inputs, (h,), reverse, cu_seqlens, resets, by_time)
     addresses = [x.data_ptr() for x in inputs]
     _scan(problem, h, addresses, (h.data_ptr(),), initial=h0, final=h_last, bounds=cu_seqlens, resets=resets)
     return h, h_last
@@ -245,12 +317,13 @@ def _backward_scan(
     cu_seqlens: Tensor | None,
     resets: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
+    by_time = is_time_contiguous(h, cu_seqlens, resets)
     h0 = None if h0 is None else h0.contiguous()
     grad_h_last = None if grad_h_last is None else grad_h_last.contiguous()
-    inputs = [_along_channels(x) for x in (*plain, h, h if grad_h is None else grad_h)]
-    outputs = h.new_empty(h.shape), h.new_empty(h.shape)
+    inputs = [(_along_time if by_time else _along_channels)(x) for x in (*plain, h, h if grad_h is None else grad_h)]
+    outputs = states_like(h, cu_seqlens, resets), states_like(h, cu_seqlens, resets)
     grad_h0 = None if h0 is None else _last_state(h, grad_h_last, cu_seqlens, 0.0)
-    problem = _scan_problem(element, inputs, outputs, reverse, cu_seqlens, resets)
+    problem = _scan_problem(element, inputs, outputs, reverse, cu_seqlens, resets, by_time)
     addresses = [x.data_ptr() for x in inputs]
     if grad_h is None:
         addresses[-1] = 0

@@ -1,6 +1,7 @@
 """How the scan kernel covers channels and time: the one place where its algorithm and shape are chosen."""
 
 import functools
+import math
 from typing import NamedTuple
 
 
@@ -11,9 +12,9 @@ class Geometry(NamedTuple):
     lanes: int
     warps: int
     rows: int
-    look_back: bool
+    chained: bool
     resident: int  # blocks a multiprocessor should hold at once, which bounds a thread's registers
-    staged: bool  # a warp's steps are one piece of memory, turned in shared memory
+    narrow: int  # channels, if a warp's steps are one piece of memory
     stages: int  # tiles copied ahead
 
     @property
@@ -27,48 +28,41 @@ class Geometry(NamedTuple):
     def copies_wide(self, itemsize: int, aligned: int) -> bool:
         """Whether lanes copy 16 bytes each: rows consist of such pieces and lie so `aligned`, in channels.
 
-        Only blocks that look back: those that stream are no faster for it, some slower.
+        Only chained blocks: those that stream are no faster for it, some slower.
         """
         pieces = self.lanes * self.vec * itemsize % 16 == 0 and self.rows * self.vec * itemsize % 16 == 0
-        return self.look_back and not self.staged and pieces and aligned * itemsize >= 16
+        return self.chained and not self.narrow and pieces and aligned * itemsize >= 16
 
-    def shared_bytes(self, inputs: int, outputs: int, itemsize: int, backward: bool) -> int:
+    def shared_bytes(self, inputs: int, outputs: int, itemsize: int, backward: bool, packed: bool = False) -> int:
         """Enough for ``Shared`` in ``scan.cu``, which checks it."""
         pack, state = self.vec * itemsize, self.group * max(4, itemsize)
-        strip = (32 + self.staged) * self.rows * pack
-        strips = self.stages * self.warps * inputs + (self.warps if self.staged else 1)
+        strip = 32 * self.rows * pack
+        if self.narrow:
+            strip = 32 // self.lanes * self.rows * self.narrow * itemsize + 48 + self.lanes * itemsize
+        strips = self.stages * self.warps * inputs + (self.warps if self.narrow else 1)
         between_warps = 2 * self.warps * (3 * state + 4)
-        watchers = min(256, self.warps * 32 // self.lanes)
-        window = 4 * watchers + (max(32, watchers) if self.look_back else 1) * 4 * state
+        boundaries = 16 * self.tile if packed else 16
         bias = (self.warps if backward else 1) * outputs * state
-        return strips * strip + between_warps + window + bias + 64
+        watchers = self.warps * 32 // self.lanes
+        window = -(-min(256, 1024 // self.group) // watchers) * watchers if self.chained else 1
+        return strips * strip + between_warps + boundaries + window * (3 * state + 4) + bias + 96
 
 
-class Tuning(NamedTuple):
-    """Measured on an H100; a lane moves up to eight bytes, so that a warp's row is two full lines."""
+class Device(NamedTuple):
+    """What the choice depends on of a GPU."""
 
-    warps: int
-    rows: int
-    resident: int
-    stages: int
-    fill: float  # blocks a multiprocessor needs before they are made wide; light steps need fewer
+    processors: int
+    bandwidth: float  # bytes a second, of the memory
+    shared_of_block: int  # bytes that one block can have
+    shared: int  # bytes of a multiprocessor
 
 
-STREAMING = {
-    ("LinearScan", 4): Tuning(4, 4, 2, 3, 0.7),
-    ("LinearScanBackward", 4): Tuning(4, 8, 2, 1, 0.7),
-    ("LinearScan", 2): Tuning(8, 8, 2, 2, 0.7),
-    ("LinearScanBackward", 2): Tuning(8, 4, 1, 2, 0.7),
-    ("MinGRU", 2): Tuning(8, 8, 2, 1, 1.5),
-    ("MinGRUBackward", 2): Tuning(8, 4, 1, 2, 0.7),
-    ("MinLSTM", 2): Tuning(8, 8, 2, 1, 1.5),
-    ("MinLSTMBackward", 2): Tuning(8, 4, 1, 1, 1.5),
-}
-STREAMING |= {(name, 4): Tuning(8, 4, 2, 1, 1.0) for name in ("MinGRU", "MinGRUBackward", "MinLSTM", "MinLSTMBackward")}
-STREAMING_OTHERWISE = Tuning(4, 4, 2, 1, 1.0)
+LATENCY = 1.1e-6  # seconds from asking for memory until it comes while others ask, too
+STAGES = 2  # tiles that a streaming block copies ahead
+THREADS = 384  # that a multiprocessor should hold, at least, with all the registers they want
 
-# Rows of a look-back by eight warps, two blocks a multiprocessor: as many as registers and shared memory hold.
-LOOK_BACK_ROWS = {
+# Rows of chained blocks of eight warps, two blocks a multiprocessor: as many as registers and shared memory hold.
+CHAINED_ROWS = {
     ("LinearScan", 4): 40,
     ("LinearScanBackward", 4): 24,
     ("LinearScan", 2): 40,
@@ -87,56 +81,113 @@ LOOK_BACK_ROWS = {
 @functools.lru_cache(maxsize=4096)
 def choose_geometry(
     element: str,
+    inputs: int,
     itemsize: int,
     aligned: int,
     gapless: bool,
     sequences: int,
     steps: int,
     channels: int,
-    processors: int,
+    device: Device,
 ) -> Geometry:
     """The one place where the algorithm is chosen.
 
+    Blocks that stream take the tiles of their channels one after the other, each in about a microsecond, however idle
+    the rest of the chip; chained ones take ten, but every block at once.  So blocks stream where there are channels
+    enough to fill the chip, and where sequences are short.
+
     Args:
         element: the operation, a struct of ``elements.cuh``.
+        inputs: how many tensors it reads.
         itemsize: bytes of a channel in memory.
         aligned: how many neighbouring channels lie so aligned that they may be moved together, a power of two.
         gapless: whether each sequence is one piece of memory, step after step.
         sequences: independent sequences, times directions.
         steps, channels: the length of each and its width.
-        processors: the GPU's multiprocessors.
+        device: the GPU.
     """
+    narrow = channels if gapless and channels < 8 else 0
+    streaming = _narrow_streaming if narrow else _streaming
+    geometry = streaming(element, inputs, itemsize, aligned, sequences, steps, channels, device)
+    if sequences * channels < 32 * device.processors and steps > 8 * geometry.tile:
+        return _chained(element, itemsize, aligned, narrow, channels)
+    return geometry
 
-    def blocks(lanes: int, vec: int) -> int:
+
+def _lanes_across(channels: int, vec: int) -> int:
+    return min(32, 1 << (-(-channels // vec) - 1).bit_length())
+
+
+def _power_of_two(x: float, least: int, most: int) -> int:
+    return max(least, min(most, 1 << max(0, round(math.log2(max(x, 1))))))
+
+
+def _streaming(
+    element: str,
+    inputs: int,
+    itemsize: int,
+    aligned: int,
+    sequences: int,
+    steps: int,
+    channels: int,
+    device: Device,
+) -> Geometry:
+    """Blocks of which those at work at once ask for as much memory as comes in the time it takes to come.
+
+    A lane moves up to eight bytes, so that a warp's row is two full lines; blocks become narrower, as long as a row of
+    one fills whole sectors, until there is one for each multiprocessor.
+    """
+    vec = min(aligned, 8 // itemsize)
+    lanes = _lanes_across(channels, vec)
+
+    def blocks() -> int:
         return sequences * -(-channels // (lanes * vec))
 
-    def lanes_across(vec: int) -> int:
-        return min(32, 1 << (-(-channels // vec) - 1).bit_length())
-
-    tuning = STREAMING.get((element, itemsize), STREAMING_OTHERWISE)
-    vec = min(aligned, 8 // itemsize)
-    lanes = lanes_across(vec)
-    while lanes > 8 and blocks(lanes, vec) < tuning.fill * processors:
-        lanes //= 2  # narrower blocks, as long as a row of one fills whole sectors
-    warps = tuning.warps
-    while warps > 1 and (warps // 2) * (32 // lanes) * tuning.rows >= steps:
+    fill = 0.7 if element == "LinearScanBackward" else 1.0  # it reads the most for what little it computes
+    while lanes > 8 and blocks() < fill * device.processors:
+        lanes //= 2
+    at_once = min(max(blocks() / device.processors, 0.5), 4)  # blocks of a multiprocessor
+    wanted = device.bandwidth * LATENCY / device.processors / at_once
+    tile = _power_of_two(wanted / (STAGES * inputs * lanes * vec * itemsize), 4, 64)
+    segments = 32 // lanes
+    warps = 4
+    least, most = (4, 8) if element.endswith("Backward") else (8, 16)
+    rows = _power_of_two(tile / (warps * segments), least, 4 if inputs > 3 else most)
+    while warps > 1 and (warps // 2) * segments * rows >= steps:
         warps //= 2  # short sequences: no warps without a step
-    streaming = Geometry(vec, lanes, warps, tuning.rows, False, tuning.resident, False, tuning.stages)
-    # A block that streams takes about a microsecond a tile, however idle the rest of the chip; looking back takes ten,
-    # but every block at once, and 64 bytes of channels a block no longer fill the chip.
-    if sequences * channels >= 32 * processors or steps <= 8 * streaming.tile:
-        return streaming
+    return Geometry(vec, lanes, warps, rows, False, THREADS // (32 * warps), 0, STAGES)
 
-    if gapless and lanes_across(1) < 8:
-        if itemsize == 4:
-            return Geometry(1, lanes_across(1), 8, 16 if element.endswith("Backward") else 24, True, 2, True, 1)
-        return Geometry(1, lanes_across(1), 16 if itemsize == 2 else 8, 8, True, 1, True, 1)
+
+def _narrow_streaming(
+    element: str,
+    inputs: int,
+    itemsize: int,
+    aligned: int,
+    sequences: int,
+    steps: int,
+    channels: int,
+    device: Device,
+) -> Geometry:
+    """One warp a sequence, or two of a backward pass: what waits for what is then short, and blocks are many.
+
+    An odd number of rows lets a warp's lanes read different banks of shared memory.
+    """
+    lanes = _lanes_across(channels, 1)
+    warps, rows = (2, 11) if inputs > 2 else (1, 11)
+    while rows > 1 and (32 // lanes) * (rows - 2) * warps >= steps:
+        rows -= 2
+    return Geometry(1, lanes, warps, rows, False, 512 // (32 * warps), channels, 1)
+
+
+def _chained(element: str, itemsize: int, aligned: int, narrow: int, channels: int) -> Geometry:
+    if narrow:
+        rows = 24 if itemsize == 4 and not element.endswith("Backward") else 16
+        if channels in (1, 2, 4):
+            rows -= 1  # odd, so that a warp's lanes read different banks of shared memory
+        return Geometry(1, _lanes_across(channels, 1), 8, rows, True, 2 if itemsize == 4 else 1, narrow, 1)
     vec = min(aligned, 2) if itemsize == 2 else 1
-    lanes = lanes_across(vec)
-    while lanes > (16 if itemsize == 4 else 8) and blocks(lanes, vec) < 8:
-        lanes //= 2  # some groups: the fewer tiles in a chain, the shorter the way back
-    found = LOOK_BACK_ROWS.get((element, itemsize))
-    return Geometry(vec, lanes, 8, found or 8, True, 2 if found else 1, False, 1)
+    found = CHAINED_ROWS.get((element, itemsize))
+    return Geometry(vec, _lanes_across(channels, vec), 8, found or 8, True, 2 if found else 1, 0, 1)
 
 
 def macros(
@@ -161,9 +212,9 @@ def macros(
         ("LANES", geometry.lanes),
         ("WARPS", geometry.warps),
         ("ROWS", geometry.rows),
-        ("LOOK_BACK", int(geometry.look_back)),
+        ("CHAINED", int(geometry.chained)),
         ("RESIDENT", geometry.resident),
-        ("STAGED", int(geometry.staged)),
+        ("NARROW", geometry.narrow),
         ("STAGES", geometry.stages),
         ("SHARED_BYTES", shared),
         ("FAR", int(far)),

@@ -1,5 +1,6 @@
 """The scans as differentiable operators, by whichever backend is asked for."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -7,8 +8,9 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ostinato.kernels.dispatch import Groups, gradient, gradients, operator, or_empty
+from ostinato.kernels.export import refuse_packed
 from ostinato.kernels.scan import GATES, choose_backend
-from ostinato.kernels.scan.torch_ops import LOG, TorchBackend, shares, shift, zeroed
+from ostinato.kernels.scan.torch_ops import LOG, TorchBackend, at_least_float32, shares, shift, zeroed
 
 _checked_cu_seqlens: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
@@ -46,6 +48,17 @@ def _initial(b: Tensor, h0: Tensor | None, cu_seqlens: Tensor | None, zero: floa
     return b.new_full((_sequences(b, cu_seqlens), b.shape[2]), zero) if h0 is None else h0.clone()
 
 
+def _plain(implementation: Callable) -> Callable:
+    """The scan of (..., boundaries or None, ..., backend) as a loop that a graph can hold."""
+
+    def run(x: Tensor, y: Tensor | None, h0: Tensor | None, boundaries: Tensor | None, *how: Any) -> Any:
+        if boundaries is not None:
+            refuse_packed()
+        return implementation(x, y, h0, None, *how[:-1], "loop")
+
+    return run
+
+
 # linear_scan(a, b, h0, cu_seqlens, resets, reverse, backend) -> h, h_last
 
 
@@ -65,8 +78,15 @@ def _linear_scan(
     return kernels.linear_scan(a, b, h0, reverse, cu_seqlens, resets)
 
 
-def _linear_scan_fake(a: Tensor, b: Tensor, h0: Any, cu_seqlens: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
-    return b.new_empty(b.shape), b.new_empty(_sequences(b, cu_seqlens), b.shape[2])
+def _states_like(x: Tensor, cu_seqlens: Tensor | None, resets: Tensor | None, backend: str) -> Tensor:
+    laid_out = getattr(choose_backend(backend, x.device.type), "states_like", None)  # contiguous of most backends
+    return laid_out(x, cu_seqlens, resets) if laid_out else x.new_empty(x.shape)
+
+
+def _linear_scan_fake(
+    a: Tensor, b: Tensor, h0: Any, cu_seqlens: Tensor | None, resets: Tensor | None, _reverse: bool, backend: str
+) -> tuple[Tensor, Tensor]:
+    return _states_like(b, cu_seqlens, resets, backend), b.new_empty(_sequences(b, cu_seqlens), b.shape[2])
 
 
 def _linear_scan_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
@@ -103,8 +123,12 @@ def _linear_scan_backward_impl(
     return grads[0], grads[1], or_empty(grads[2], h)
 
 
-def _linear_scan_backward_fake(a: Tensor, h: Tensor, h0: Tensor | None, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return h.new_empty(h.shape), h.new_empty(h.shape), h.new_empty(0 if h0 is None else h0.shape)
+def _linear_scan_backward_fake(
+    a: Tensor, h: Tensor, h0: Tensor | None, _grad_h: Any, _grad_h_last: Any, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    cu_seqlens, resets, _reverse, backend = rest
+    grads = [_states_like(h, cu_seqlens, resets, backend) for _ in range(2)]
+    return grads[0], grads[1], h.new_empty(0 if h0 is None else h0.shape)
 
 
 def _linear_scan_jvp(args: tuple, results: tuple[Tensor, Tensor], tangents: tuple) -> tuple[Tensor, Tensor]:
@@ -168,6 +192,7 @@ linear_scan = operator(
     _linear_scan_context,
     _linear_scan_grad,
     _scan_groups,
+    plain=_plain(_linear_scan),
     jvp=_linear_scan_jvp,
 )
 
@@ -229,9 +254,9 @@ def _log_linear_scan_backward_impl(
 
 
 def _log_linear_scan_backward_fake(
-    log_a: Tensor, log_b: Tensor, log_h: Tensor, log_h0: Tensor | None, *_: Any
+    log_a: Tensor, log_b: Tensor, log_h: Tensor, log_h0: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _linear_scan_backward_fake(log_a, log_h, log_h0)
+    return _linear_scan_backward_fake(log_a, log_h, log_h0, *rest)
 
 
 def _log_linear_scan_jvp(args: tuple, results: tuple[Tensor, Tensor], tangents: tuple) -> tuple[Tensor, Tensor]:
@@ -279,6 +304,7 @@ log_linear_scan = operator(
     _log_linear_scan_context,
     _log_linear_scan_grad,
     _scan_groups,
+    plain=_plain(_log_linear_scan),
     jvp=_log_linear_scan_jvp,
 )
 
@@ -387,8 +413,7 @@ def _minimal_scan_composite(
     def scan(_: Any, a: Tensor, b: Tensor, h0: Tensor, reverse: bool) -> tuple[Tensor, Tensor]:
         return linear_scan(a, b, h0, None, None, reverse, backend)
 
-    dtype = torch.promote_types(pre.dtype, torch.float32)
-    return TorchBackend(scan, dtype).minimal(pre, bias, h0, offsets, *settings_of_layer)
+    return TorchBackend(scan, at_least_float32).minimal(pre, bias, h0, offsets, *settings_of_layer)
 
 
 def _minimal_scan_backward_composite(
@@ -441,5 +466,6 @@ minimal_scan = operator(
     _minimal_scan_context,
     _minimal_scan_grad,
     _minimal_scan_groups,
+    plain=_plain(_minimal_scan),
     composite=_minimal_scan_composite,
 )

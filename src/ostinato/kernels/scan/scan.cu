@@ -10,12 +10,12 @@
 // memory (between warps), and each thread then takes its steps again from the state they begin in.  Where the state
 // comes from when a tile begins is the only difference between the two ways to cover time:
 //
-//   streaming (LOOK_BACK 0)  the block takes the tiles of its channels in order and keeps the state.  Best when there
+//   streaming (CHAINED 0)  the block takes the tiles of its channels in order and keeps the state.  Best when there
 //                            are channels enough to fill the chip: nothing is exchanged between blocks.
-//   look-back (LOOK_BACK 1)  each block draws one tile after another and finds its state from what has been published
+//   chained (CHAINED 1)      each block draws one tile after another and finds its state from what has been published
 //                            of the tiles before (single-pass scan, decoupled look-back; Merrill & Garland 2016).
 //
-// Look-back cannot deadlock, in whatever order blocks are scheduled: blocks draw tiles from a counter and finish them
+// Chained blocks cannot deadlock, in whatever order they are scheduled: blocks draw tiles from a counter and finish them
 // in the order drawn, so every tile below a drawn one has been drawn, by a block that runs; a tile waits only on lower
 // tiles; and the lowest unfinished tile is the one its block is working on and waits on none.  It gives the same bits
 // every time: however far back it has to look, the state goes forward through the same chain of multiply-adds.
@@ -37,12 +37,13 @@ constexpr int THREADS = 32 * WARPS;
 constexpr int GROUP = LANES * VEC;
 constexpr int STRIP = SEGMENTS * ROWS;  // steps of a warp in a tile
 constexpr int TILE = WARPS * STRIP;
-// Each segment of a warp watches one of the tiles before; where they are few, they go on to those farther back.
-constexpr int WATCHERS = WARPS * SEGMENTS < 256 ? WARPS * SEGMENTS : 256;
-constexpr int WINDOW = WATCHERS < 32 ? 32 : WATCHERS;
+// A tile looks at as many of those before it as may be in work at once.  Each segment of a warp takes EACH of them.
+constexpr int WATCHERS = WARPS * SEGMENTS;
+constexpr int WANTED = 1024 / GROUP < 256 ? 1024 / GROUP : 256;
+constexpr int EACH = (WANTED + WATCHERS - 1) / WATCHERS, WINDOW = EACH * WATCHERS;
 constexpr int TOGETHER = WIDE ? 16 / sizeof(Pack) : 1;  // neighbouring packs that a lane copies as one
 static_assert(LANES % TOGETHER == 0 && ROWS % TOGETHER == 0);
-static_assert(!LOOK_BACK || STAGES == 1, "a block draws one tile ahead");
+static_assert(!CHAINED || STAGES == 1, "a block draws one tile ahead");
 
 using Element = ELEMENT;
 using Ring = Element::Ring;
@@ -60,14 +61,16 @@ using Offset = unsigned;
 
 // What blocks tell each other carries its own readiness: a mark in the same 16 bytes, which arrive whole, so nothing
 // need be ordered and no fence waited for.  Of floats one message holds the composition of a tile, (b, a, low), of
-// doubles the first holds b and the second a.  When the state after the tile is known, it takes the place of b.
-enum Mark : unsigned { ABSENT, COMPOSED, KNOWN };
+// doubles the first holds b and the second a.  When the state after the tile is known, it takes the place of b.  The
+// epoch of the launch in each mark tells it from those of earlier launches, so the memory need not be cleared.
+enum Mark : unsigned { ABSENT, COMPOSED, KNOWN, MARKS = 4 };
 struct alignas(16) Message {
     union {
         struct { unsigned parts[3], mark; };
         unsigned long long halves[2];
     };
 };
+constexpr unsigned PATIENCE = 1 << 24;  // looks, of a microsecond each, before a wait ends in an error
 constexpr int MESSAGES = sizeof(Compute) / 4;
 
 struct Strides { Index batch, time, direction; };  // channels are neighbours
@@ -86,11 +89,12 @@ struct Parameters {
     const BIAS* bias;       // (directions * PLAIN * channels), or null
     Compute* grad_bias;     // one row for each block of a channel group, or null
     const int* bounds;      // cu_seqlens or offsets
-    Message* published;     // look-back: a counter of the tiles drawn, then what is known of each; zero at first
     const unsigned char* resets;  // with RESETS, a byte for each step of each sequence
+    Message* published;     // chained: a counter of the tiles drawn, then what is known of each
+    unsigned drawn, epoch;  // chained: what the counter begins at, and the launch's number, a multiple of MARKS
     Index resets_batch, resets_time;
     Strides strides[8];
-    int batch, steps, channels, sequences, directions, reverse;
+    int batch, steps, channels, sequences, directions, reverse, window;
 
     __device__ Tensor input(int k) const { return {data[k], strides[k]}; }
     __device__ Tensor output(int k) const { return {data[5 + k], strides[5 + k]}; }
@@ -186,9 +190,10 @@ struct Place {
         const int t = time(i);
         return p.bounds[t] + batch < p.bounds[t + 1];
     }
-    // Whether all of a tile exists, so that nothing in it need be checked.
+    // Whether all of a tile exists, so that nothing in it need be checked but, in narrow ones, the channel.
     __device__ bool whole(int chunk) const {
-        return PACKING != OFFSETS && (group + 1) * GROUP <= p.channels && (chunk + 1) * TILE + BACKWARD <= p.steps;
+        return PACKING != OFFSETS && (NARROW || (group + 1) * GROUP <= p.channels) &&
+            (chunk + 1) * TILE + BACKWARD <= p.steps;
     }
     __device__ int first(int chunk) const { return chunk * TILE + warp * STRIP + segment * ROWS; }
     __device__ Scalar* sequence(const Tensor& x) const { return x.data + batch * x.batch + direction * x.direction; }
@@ -239,41 +244,62 @@ template <int BYTES = sizeof(Pack)> __device__ inline void copy_async(Pack* to, 
         *to = exists ? *from : 0;  // too small for the copy engine
     }
 }
+// 16 bytes of shared memory, the first `bytes` of them from memory and zeros after.
+__device__ inline void copy_async_16(Pack* to, const Pack* from, unsigned bytes) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(unsigned(__cvta_generic_to_shared(to))),
+                 "l"(from), "r"(bytes) : "memory");
+}
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 __device__ inline void wait_for_oldest_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 1) : "memory"); }
 
 // A warp's part of one tensor in a tile, in shared memory.
 //
-// Mostly every thread keeps its own steps.  Narrow sequences lie in memory step after step without a gap (STAGED): a
-// warp moves its steps as one piece, whole lines at a time, and they change hands here, where a skewed index keeps
-// the lanes in different banks.
-struct Strip {
-    static constexpr int SIZE = 32 * ROWS;
-    Pack element[STAGED ? SIZE + SIZE / 32 : SIZE];
+// Mostly every thread keeps its own steps.  Narrow sequences lie in memory step after step without a gap (NARROW, their
+// number of channels): a warp copies its steps as one piece of memory, 16 bytes at a time from where these are aligned,
+// so the first element lies `shift` elements into the strip.
+struct alignas(16) Strip {
+    static constexpr int SIZE = NARROW ? STRIP * NARROW : 32 * ROWS, PER_PIECE = 16 / sizeof(Pack);
+    static constexpr int PIECES = (SIZE + PER_PIECE - 1) / PER_PIECE + 1;
+    Pack element[NARROW ? PIECES * PER_PIECE + LANES : SIZE];
 
-    static __device__ int skewed(int i) { return i + i / 32; }
-    // Element `start + j` of the sequence is element j of the strip that begins at scanned step `i`.
+    // Where the strip of a narrow sequence that begins at scanned step `i` begins in memory, in elements.
     static __device__ Index start(const Place& at, int i) {
-        return Index(at.descending ? at.p.steps - i - STRIP : i) * at.p.channels;
+        return Index(at.descending ? at.p.steps - i - STRIP : i) * NARROW;
     }
-    static __device__ int place(const Place& at, int u) {
-        if (!STAGED) return 32 * u + at.lane;
+    static __device__ int shift(const Place& at, const Tensor& x, int chunk, int ahead) {
+        if (!NARROW) return 0;
+        const Index first = start(at, at.first(chunk) + ahead - at.segment * ROWS);
+        return unsigned(reinterpret_cast<unsigned long long>(at.sequence(x) + first) % 16) / sizeof(Pack);
+    }
+    static __device__ int place(const Place& at, int u, int shift) {
+        if (!NARROW) return 32 * u + at.lane;
         const int row = at.segment * ROWS + u;
-        return skewed((at.descending ? STRIP - 1 - row : row) * at.p.channels + at.channel);
+        return shift + (at.descending ? STRIP - 1 - row : row) * NARROW + at.channel;
     }
-    template <typename Move> static __device__ void whole_lines(const Place& at, const Tensor& x, int i, Move move) {
-        const Index index = start(at, i), end = Index(at.p.steps) * at.p.channels;
-        Pack* const memory = reinterpret_cast<Pack*>(at.sequence(x)) + index;
+    // Call move(k, from, low, high) for each piece k: its elements low to high of those at `from` are the sequence's
+    // and, if `own`, the strip's.
+    template <typename Move>
+    static __device__ void pieces(const Place& at, const Tensor& x, int chunk, int ahead, bool own, Move move) {
+        const Index first = start(at, at.first(chunk) + ahead - at.segment * ROWS);
+        const Index begin = own && first > 0 ? first : 0, whole = Index(at.p.steps) * NARROW;
+        const Index end = own && first + SIZE < whole ? first + SIZE : whole;
+        const Index aligned = first - shift(at, x, chunk, ahead);
+        Pack* const memory = reinterpret_cast<Pack*>(at.sequence(x)) + aligned;
 #pragma unroll
-        for (int k = 0; k < ROWS; ++k) {
-            const int j = at.lane + 32 * k;
-            if (j < STRIP * at.p.channels) move(skewed(j), memory + j, index + j >= 0 && index + j < end);
+        for (int k = 0; k < (PIECES + 31) / 32; ++k) {
+            const int piece = at.lane + 32 * k;
+            if (PIECES % 32 && piece >= PIECES) break;
+            const Index low = begin - aligned - piece * PER_PIECE, high = end - aligned - piece * PER_PIECE;
+            move(piece, memory + piece * PER_PIECE, low > 0 ? int(low < PER_PIECE ? low : PER_PIECE) : 0,
+                 high < PER_PIECE ? int(high > 0 ? high : 0) : PER_PIECE);
         }
     }
     template <bool CHECKED> __device__ void fetch(const Place& at, const Tensor& x, int chunk, int ahead) {
-        if constexpr (STAGED) {
-            whole_lines(at, x, at.first(chunk) + ahead - at.segment * ROWS, [&](int j, Pack* from, bool exists) {
-                copy_async(&element[j], from, exists);
+        if constexpr (NARROW) {
+            pieces(at, x, chunk, ahead, false, [&](int k, const Pack* from, int low, int high) {
+                Pack* const to = &element[k * PER_PIECE];
+                if (low == 0) copy_async_16(to, from, high * sizeof(Pack));
+                else for (int i = low; i < high; ++i) to[i] = from[i];
             });
         } else {
             constexpr int PER_ROW = LANES / TOGETHER;
@@ -295,52 +321,64 @@ struct Strip {
     }
     __device__ void store(const Place& at, const Tensor& x, int chunk) {
         __syncwarp();
-        whole_lines(at, x, at.first(chunk) - at.segment * ROWS, [&](int j, Pack* to, bool exists) {
-            if (exists) *to = element[j];
+        pieces(at, x, chunk, 0, true, [&](int k, Pack* to, int low, int high) {
+            const Pack* const from = &element[k * PER_PIECE];
+            if (low == 0 && high == PER_PIECE) *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
+            else for (int i = low; i < high; ++i) to[i] = from[i];
         });
         __syncwarp();
     }
 };
 
+// A composition as it is published.
+struct Known {
+    Channels a, low, b;
+
+    __device__ void carry(Channels& state) const {
+        const Composition whole = {a, low, b, false};
+        whole.carry(state);
+    }
+};
+
 struct Shared {
     Strip input[STAGES][WARPS][INPUTS];
-    Strip output[STAGED ? WARPS : 1];
+    Strip output[NARROW ? WARPS : 1];
     // Two of each, as one tile's may still be read when the next begins.
     Channels a[2][WARPS][LANES], low[2][EXTENDED ? WARPS : 1][LANES], b[2][WARPS][LANES];
     int reset[2][WARPS], drawn[2];
-    Composition window[LOOK_BACK ? WINDOW : 1][LANES];
-    unsigned seen[WATCHERS];
+    // CU_SEQLENS: of each step of a tile the sequence that begins, or ends, with it, counted from 1.
+    int begins[2][PACKING == CU_SEQLENS ? TILE : 1], ends[2][PACKING == CU_SEQLENS ? TILE : 1];
+    Known window[CHAINED ? WINDOW : 1][LANES];  // chained: the tiles before, the nearest first, and their marks
+    unsigned seen[CHAINED ? WINDOW : 1];
     Compute bias[BACKWARD ? WARPS : 1][OUTPUTS][GROUP];
-};
-static_assert(sizeof(Shared) <= SHARED_BYTES);
 
-// The packed sequence that a step belongs to, followed from step to step.
-struct Sequence {
-    int n = 0;
-
-    __device__ Sequence(const Place& at, int i) {
-        if (PACKING != CU_SEQLENS) return;
-        const int t = at.time(i);
-        int high = at.p.sequences - 1;  // the last sequence that begins at or before t holds it
-        while (n < high) {
-            const int middle = (n + high + 1) / 2;
-            if (at.p.bounds[middle] <= t) n = middle;
+    // Note where sequences begin and end in a tile.  All threads of the block take part.
+    __device__ void find_sequences(const Place& at, int chunk, int buffer) {
+        const Parameters& p = at.p;
+        const int origin = chunk * TILE, count = p.steps - origin < TILE ? p.steps - origin : TILE;
+        for (int i = threadIdx.x; i < TILE; i += THREADS) begins[buffer][i] = ends[buffer][i] = 0;
+        const int from = at.descending ? p.steps - origin - count : origin;
+        int first = 0;  // the last sequence that begins at or before `from` holds it
+        for (int high = p.sequences - 1; first < high;) {
+            const int middle = (first + high + 1) / 2;
+            if (p.bounds[middle] <= from) first = middle;
             else high = middle - 1;
         }
+        __syncthreads();
+        for (int n = first + threadIdx.x; n < p.sequences; n += THREADS) {
+            const int low = p.bounds[n] - from, high = p.bounds[n + 1] - 1 - from;  // its first and last step
+            if (low >= count) break;
+            if (low > high) continue;
+            if (low >= 0) (at.descending ? ends : begins)[buffer][at.descending ? count - 1 - low : low] = n + 1;
+            if (high < count) (at.descending ? begins : ends)[buffer][at.descending ? count - 1 - high : high] = n + 1;
+        }
+        __syncthreads();
     }
-    __device__ void follow(const Place& at, int i) {
-        if (PACKING != CU_SEQLENS) return;
-        const int t = at.time(i);
-        if (at.descending) while (n > 0 && t < at.p.bounds[n]) --n;
-        else while (n + 1 < at.p.sequences && t >= at.p.bounds[n + 1]) ++n;
-    }
-    // Whether the scan begins, or ends, a packed sequence at step i.
-    __device__ bool begins(const Place& at, int i) const { return PACKING == CU_SEQLENS && meets(at, i, at.descending); }
-    __device__ bool ends(const Place& at, int i) const { return PACKING == CU_SEQLENS && meets(at, i, !at.descending); }
-    __device__ bool meets(const Place& at, int i, bool end) const {
-        return at.time(i) == (end ? at.p.bounds[n + 1] - 1 : at.p.bounds[n]);
-    }
+    // The sequence that begins, or ends, at scanned step i of the tile, or -1.
+    __device__ int beginning(int buffer, int i) const { return PACKING == CU_SEQLENS ? begins[buffer][i] - 1 : -1; }
+    __device__ int ending(int buffer, int i) const { return PACKING == CU_SEQLENS ? ends[buffer][i] - 1 : -1; }
 };
+static_assert(sizeof(Shared) <= SHARED_BYTES);
 
 __device__ inline Pack filled(Compute x) {
     Compute all[VEC];
@@ -404,23 +442,28 @@ struct Steps {
     }
 
     template <bool CHECKED>
-    __device__ void read(const Place& at, const Strip (&strips)[INPUTS], int chunk, const Compute (&bias)[PLAIN][VEC]) {
+    __device__ void read(
+        const Place& at, const Shared& shared, int stage, int buffer, int chunk, const Compute (&bias)[PLAIN][VEC]
+    ) {
         const Parameters& p = at.p;
+        const Strip (&strips)[INPUTS] = shared.input[stage][at.warp];
         const int i = at.first(chunk);
-        Sequence sequence(at, i);
+        int shift[INPUTS];
+#pragma unroll
+        for (int k = 0; k < INPUTS; ++k) shift[k] = Strip::shift(at, p.input(k), chunk, BACKWARD && k == PREVIOUS);
 #pragma unroll
         for (int u = 0; u < ROWS; ++u) {
             Pack bits[INPUTS];
 #pragma unroll
             for (int k = 0; k < INPUTS; ++k)
-                bits[k] = p.input(k).data ? strips[k].element[Strip::place(at, u)] : filled(0);
+                bits[k] = p.input(k).data ? strips[k].element[Strip::place(at, u, shift[k])] : filled(0);
             if (CHECKED && !(at.inside && at.exists(i + u))) {
 #pragma unroll
                 for (int k = 0; k < INPUTS; ++k) bits[k] = filled(k < PLAIN ? Element::neutral(k) : 0);
             } else if (BACKWARD && (CHECKED || PACKING == CU_SEQLENS)) {
-                sequence.follow(at, i + u);
-                if ((CHECKED && !at.exists(i + u + 1)) || sequence.ends(at, i + u))
-                    bits[INPUTS - 2] = p.h0 ? load_pack(p.h0 + at.state(sequence.n)) : filled(Element::absent_state());
+                const int ending = shared.ending(buffer, i + u - chunk * TILE);
+                if ((CHECKED && !at.exists(i + u + 1)) || ending >= 0)
+                    bits[INPUTS - 2] = p.h0 && at.inside ? load_pack(p.h0 + at.state(ending)) : filled(Element::absent_state());
             }
             if (BACKWARD && resets[u]) bits[INPUTS - 2] = filled(Element::absent_state());
             Compute x[INPUTS][VEC];
@@ -436,18 +479,14 @@ struct Steps {
         }
     }
 
-    __device__ Composition compose(const Place& at, int chunk) const {
-        const int i = at.first(chunk);
+    __device__ Composition compose(const Place& at, const Shared& shared, int buffer, int chunk) const {
+        const int local = at.first(0);
         Composition whole = Composition::none();
-        Sequence sequence(at, i);
 #pragma unroll
         for (int u = 0; u < ROWS; ++u) {
-            if (PACKING == CU_SEQLENS && at.exists(i + u)) {
-                sequence.follow(at, i + u);
-                if (sequence.begins(at, i + u)) {
-                    load_state(at, at.p.initial, sequence.n, whole.b);
-                    whole.reset = true;
-                }
+            if (const int n = shared.beginning(buffer, local + u); n >= 0) {
+                load_state(at, at.p.initial, n, whole.b);
+                whole.reset = true;
             }
             if (!BACKWARD && resets[u]) whole.forget();
 #pragma unroll
@@ -460,19 +499,14 @@ struct Steps {
     // Take the steps from `state`, writing the results; `sums` gathers the bias gradient.
     template <bool CHECKED>
     __device__ void apply(
-        const Place& at, Shared& shared, int chunk, Channels& state, Compute (&sums)[OUTPUTS][VEC]
+        const Place& at, Shared& shared, int buffer, int chunk, Channels& state, Compute (&sums)[OUTPUTS][VEC]
     ) const {
         const Parameters& p = at.p;
-        const int i = at.first(chunk);
-        Sequence sequence(at, i);
+        const int i = at.first(chunk), local = at.first(0);
         Pack results[ROWS][OUTPUTS];
 #pragma unroll
         for (int u = 0; u < ROWS; ++u) {
-            const bool packed = PACKING == CU_SEQLENS && at.exists(i + u);
-            if (packed) {
-                sequence.follow(at, i + u);
-                if (sequence.begins(at, i + u)) load_state(at, p.initial, sequence.n, state);
-            }
+            if (const int n = shared.beginning(buffer, local + u); n >= 0) load_state(at, p.initial, n, state);
             Compute out[OUTPUTS][VEC];
 #pragma unroll
             for (int v = 0; v < VEC; ++v) {
@@ -486,19 +520,20 @@ struct Steps {
                     if (BACKWARD && Element::BIASED) sums[k][v] += result[k];
                 }
             }
-            if (packed && sequence.ends(at, i + u)) store_state(at, p.final, sequence.n, state);
+            if (const int n = shared.ending(buffer, local + u); n >= 0) store_state(at, p.final, n, state);
 #pragma unroll
             for (int k = 0; k < OUTPUTS; ++k) results[u][k] = pack(out[k]);
         }
 #pragma unroll
         for (int k = 0; k < OUTPUTS; ++k) {
-            Strip& strip = shared.output[STAGED ? at.warp : 0];
+            Strip& strip = shared.output[NARROW ? at.warp : 0];
             const Rows rows(at, p.output(k), chunk, 0);
+            const int shift = Strip::shift(at, p.output(k), chunk, 0);
 #pragma unroll
             for (int u = 0; u < ROWS; ++u)
-                if (!CHECKED || (at.inside && at.exists(i + u)))
-                    *(STAGED ? &strip.element[Strip::place(at, u)] : rows(u, p.output(k).time)) = results[u][k];
-            if (STAGED) strip.store(at, p.output(k), chunk);
+                if (!(CHECKED || (NARROW && NARROW < LANES)) || (at.inside && (!CHECKED || at.exists(i + u))))
+                    *(NARROW ? &strip.element[Strip::place(at, u, shift)] : rows(u, p.output(k).time)) = results[u][k];
+            if (NARROW) strip.store(at, p.output(k), chunk);
         }
     }
 };
@@ -506,9 +541,10 @@ struct Steps {
 // What is published of the tiles of one chain.
 struct Published {
     Message* messages;
+    unsigned epoch;
 
     __device__ Published(const Parameters& p, int chain, int chunks)
-        : messages(p.published + 1 + Index(chain) * chunks * MESSAGES * GROUP) {}
+        : messages(p.published + 1 + Index(chain) * chunks * MESSAGES * GROUP), epoch(p.epoch) {}
 
     __device__ Message* at(int chunk, int k, int v) const {
         return messages + ((Index(chunk) * MESSAGES + k) * VEC + v) * LANES + threadIdx.x % LANES;
@@ -531,18 +567,44 @@ struct Published {
             const unsigned* const parts = reinterpret_cast<const unsigned*>(numbers);
 #pragma unroll
             for (int k = 0; k < MESSAGES; ++k)
-                store(at(chunk, k, v), {parts[2 * k], parts[2 * k + 1], MESSAGES == 1 ? parts[2] : 0, COMPOSED});
+                store(at(chunk, k, v), {parts[2 * k], parts[2 * k + 1], MESSAGES == 1 ? parts[2] : 0, epoch + COMPOSED});
         }
     }
     __device__ void write(int chunk, const Channels& after) const {
 #pragma unroll
         for (int v = 0; v < VEC; ++v) {
             const unsigned* const parts = reinterpret_cast<const unsigned*>(&after.value[v]);
-            store(at(chunk, 0, v), {parts[0], MESSAGES == 1 ? 0 : parts[1], 0, KNOWN});
+            store(at(chunk, 0, v), {parts[0], MESSAGES == 1 ? 0 : parts[1], 0, epoch + KNOWN});
         }
     }
-    // What is there of the tile: ABSENT as long as not all of it is marked alike; if it is KNOWN, b is the state.
-    __device__ unsigned read(int chunk, Composition& tile) const {
+    // Publish the state after a tile, given the one it begins in.
+    __device__ void write_after(int chunk, const Composition& tile, Channels state) const {
+        tile.carry(state);
+        if (threadIdx.x < LANES) write(chunk, state);
+    }
+};
+
+// A look at the tiles before one: what has been published of them, as it comes from memory.
+struct Look {
+    Message messages[EACH][VEC][MESSAGES];
+
+    static __device__ int back(const Place& at, int e) { return e * WATCHERS + at.warp * SEGMENTS + at.segment; }
+    __device__ void ask(const Place& at, const Published& published, int chunk, const unsigned (&seen)[EACH]) {
+#pragma unroll
+        for (int e = 0; e < EACH; ++e) {
+            const int other = chunk - 1 - back(at, e);
+            const bool wanted = other >= 0 && back(at, e) < at.p.window && seen[e] != KNOWN;
+#pragma unroll
+            for (int v = 0; v < VEC; ++v)
+#pragma unroll
+                for (int k = 0; k < MESSAGES; ++k) {
+                    messages[e][v][k].mark = published.epoch;
+                    if (wanted) messages[e][v][k] = Published::load(published.at(other, k, v));
+                }
+        }
+    }
+    // What is there of a tile: ABSENT as long as not all of it is marked alike; if it is KNOWN, b is the state.
+    __device__ unsigned answer(int e, unsigned epoch, Known& tile) const {
         unsigned every = COMPOSED | KNOWN, any = 0;
 #pragma unroll
         for (int v = 0; v < VEC; ++v) {
@@ -550,11 +612,12 @@ struct Published {
             unsigned* const parts = reinterpret_cast<unsigned*>(numbers);
 #pragma unroll
             for (int k = 0; k < MESSAGES; ++k) {
-                const Message message = load(at(chunk, k, v));
+                const Message& message = messages[e][v][k];
 #pragma unroll
                 for (int i = 0; i < 4 - MESSAGES; ++i) parts[2 * k + i] = message.parts[i];
                 if (k > 0 && every == KNOWN) continue;  // nobody needs the a of a double then
-                every &= message.mark, any |= message.mark;
+                const unsigned mark = message.mark - epoch < MARKS ? message.mark - epoch : ABSENT;
+                every &= mark, any |= mark;
             }
             tile.b.value[v] = numbers[0], tile.a.value[v] = numbers[1], tile.low.value[v] = numbers[2];
         }
@@ -562,61 +625,48 @@ struct Published {
     }
 };
 
-// Publish the state after this tile, given the one it begins in.
-__device__ inline void publish_after(const Published& published, const Composition& tile, int chunk, Channels state) {
-    tile.carry(state);
-    if (threadIdx.x < LANES) published.write(chunk, state);
-}
-
-// Publish what is known of this tile without those before it; if it resets the state, that is all there is to know.
-__device__ inline void publish(const Published& published, const Composition& tile, int chunk, const Channels& initial) {
-    if (chunk == 0 || tile.reset) publish_after(published, tile, chunk, initial);
-    else if (threadIdx.x < LANES) published.write(chunk, tile);
-}
-
-// Turn `state`, the initial one, into the state this tile begins in, and publish the one after it.  All threads of
-// the block take part.
+// Turn `state`, the initial one, into the state this tile begins in, given a first look at those before it.  All
+// threads of the block take part.
 __device__ inline void look_back(
-    const Place& at, Shared& shared, const Published& published, const Composition& tile, int chunk, Channels& state
+    const Place& at, Shared& shared, const Published& published, Look& look, int chunk, Channels& state
 ) {
-    if (chunk == 0) return;
-    const int slot = at.lane % LANES, watcher = at.warp * SEGMENTS + at.segment;
+    const int slot = at.lane % LANES;
     // Whether all lanes of this segment agree; every lane of the warp must ask.
     const unsigned lanes = (LANES == 32 ? ~0u : (1u << LANES) - 1) << (at.segment * LANES);
     const auto all = [&](bool ready) { return (__ballot_sync(~0u, ready) & lanes) == lanes; };
-    unsigned seen = ABSENT;
+    unsigned seen[EACH];
+#pragma unroll
+    for (int e = 0; e < EACH; ++e) seen[e] = ABSENT;
     int nearest = -1;  // tile before this one whose state is known
-    for (int first = 0;;) {
-        if (at.warp * SEGMENTS < WATCHERS) {
-            const int other = chunk - 1 - first - watcher;
-            Composition there = Composition::none();
-            // One read for all of a tile, and none of a known one: while memory is busy, it waits in line.
-            const unsigned mark = other >= 0 && seen != KNOWN ? published.read(other, there) : ABSENT;
+    for (unsigned looks = 0;;) {
+#pragma unroll
+        for (int e = 0; e < EACH; ++e) {
+            Known there;
+            const unsigned mark = look.answer(e, published.epoch, there);
             const bool composed = all(mark == COMPOSED), known = all(mark == KNOWN);
-            if (known || (composed && seen == ABSENT)) {
-                shared.window[first + watcher][slot] = there;
-                seen = mark;
+            if (known || (composed && seen[e] == ABSENT)) {
+                shared.window[Look::back(at, e)][slot] = there;
+                seen[e] = known ? KNOWN : COMPOSED;
             }
-            shared.seen[watcher] = seen;
+            shared.seen[Look::back(at, e)] = seen[e];
         }
         __syncthreads();
         // The nearest tile whose state is known, if of every tile between it and this one the composition is there.
-        bool gap = false;
 #pragma unroll
-        for (int i = 0; i < WATCHERS; i += 32) {
-            const unsigned other = i + at.lane < WATCHERS ? shared.seen[i + at.lane] : COMPOSED;
+        for (int i = 0; i < WINDOW; i += 32) {
+            const unsigned other = i + at.lane < WINDOW ? shared.seen[i + at.lane] : COMPOSED;
             const unsigned known = __ballot_sync(~0u, other == KNOWN), missing = __ballot_sync(~0u, other == ABSENT);
-            if (known && !(missing & ((known & -known) - 1))) nearest = first + i + __ffs(known) - 1;
-            gap = known || missing;
-            if (gap) break;
+            if (known && !(missing & ((known & -known) - 1))) nearest = i + __ffs(known) - 1;
+            if (known || missing) break;
         }
         if (nearest >= 0) break;
-        if (!gap && first + 2 * WATCHERS <= WINDOW) first += WATCHERS, seen = ABSENT;
+        if (++looks == PATIENCE) __trap();
+        look.ask(at, published, chunk, seen);
         __syncthreads();
     }
     state = shared.window[nearest][slot].b;
+#pragma unroll 4
     for (int back = nearest - 1; back >= 0; --back) shared.window[back][slot].carry(state);
-    if (!tile.reset) publish_after(published, tile, chunk, state);
 }
 
 // Add up the bias gradient over the block's segments, then warps, in order, into a row of its own.
@@ -632,7 +682,7 @@ __device__ inline void store_bias_gradient(const Place& at, Shared& shared, int 
         }
     __syncthreads();
     const Parameters& p = at.p;
-    const Index row = LOOK_BACK ? Index(chunk) * p.batch + at.batch : at.batch;
+    const Index row = CHAINED ? Index(chunk) * p.batch + at.batch : at.batch;
     for (int i = threadIdx.x; i < OUTPUTS * GROUP; i += THREADS) {
         const int k = i / GROUP, channel = at.group * GROUP + i % GROUP;
         if (channel >= p.channels) continue;
@@ -648,10 +698,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) scan(const __gri
     const int chunks = (p.steps + TILE - 1) / TILE;
     const int chains = (p.channels + GROUP - 1) / GROUP * p.batch * p.directions;
 
-    // A block's tiles: streaming, those of one chain; with look-back, whichever are drawn, in order of time.
+    // A block's tiles: streaming, those of one chain; chained, whichever are drawn, in order of time.
     struct Tile { int chain, chunk; };
     const auto draw = [&](int buffer) {
-        if (threadIdx.x == 0) shared.drawn[buffer] = int(atomicAdd(&p.published->mark, 1u));
+        if (threadIdx.x == 0) shared.drawn[buffer] = int(atomicAdd(&p.published->mark, 1u) - p.drawn);
     };
     const auto drawn = [&](int buffer) -> Tile {
         return {shared.drawn[buffer] % chains, shared.drawn[buffer] / chains};
@@ -665,7 +715,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) scan(const __gri
         commit_copies();
     };
     Tile tile = {int(blockIdx.x), 0};
-    if constexpr (LOOK_BACK) {
+    if constexpr (CHAINED) {
         draw(1);
         __syncthreads();
         tile = drawn(1);
@@ -680,7 +730,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) scan(const __gri
     for (int stage = 0, buffer = 0; tile.chunk < chunks; buffer ^= 1) {
         const Place at(p, tile.chain);
         const int chunk = tile.chunk, slot = at.lane % LANES;
-        if (LOOK_BACK || chunk == 0) {
+        if (CHAINED || chunk == 0) {
             load_state(at, PACKING == CU_SEQLENS ? nullptr : p.initial, 0, state);
 #pragma unroll
             for (int k = 0; k < PLAIN; ++k)
@@ -689,9 +739,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) scan(const __gri
                     bias[k][v] = Element::BIASED && p.bias && at.inside
                         ? widen(p.bias[(at.direction * PLAIN + k) * p.channels + at.channel + v]) : Compute(0);
         }
-        if (LOOK_BACK) draw(buffer);
+        if (CHAINED) draw(buffer);
+        if (PACKING == CU_SEQLENS) shared.find_sequences(at, chunk, buffer);
         wait_for_oldest_copies();
-        if (STAGED || WIDE) __syncwarp();
+        if (NARROW || WIDE) __syncwarp();
         Steps steps;
         if (LOOK_BACK || chunk % Resets::TILES == 0) {
             resets = later;
@@ -699,17 +750,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) scan(const __gri
             if (!LOOK_BACK) later.load(at, chunk + Resets::TILES);
         }
         steps.resets = resets.of(chunk);
-        if (at.whole(chunk)) steps.read<false>(at, shared.input[stage][at.warp], chunk, bias);
-        else steps.read<true>(at, shared.input[stage][at.warp], chunk, bias);
-        if (STAGED || WIDE) __syncwarp();
+        if (at.whole(chunk)) steps.read<false>(at, shared, stage, buffer, chunk, bias);
+        else steps.read<true>(at, shared, stage, buffer, chunk, bias);
+        if (NARROW || WIDE) __syncwarp();
         Tile next = {tile.chain, chunk + 1};
-        if constexpr (!LOOK_BACK) {
+        if constexpr (!CHAINED) {
             fetch({tile.chain, chunk + STAGES}, stage);
             stage = stage + 1 == STAGES ? 0 : stage + 1;
         }
 
         // `whole`: this warp's steps up to and with this segment; `before`: those of its earlier segments.
-        Composition whole = steps.compose(at, chunk), before = Composition::none();
+        Composition whole = steps.compose(at, shared, buffer, chunk), before = Composition::none();
         if constexpr (SEGMENTS > 1) {
 #pragma unroll
             for (int lanes = LANES; lanes < 32; lanes *= 2) {
@@ -730,15 +781,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) scan(const __gri
             return {shared.a[buffer][warp][slot], shared.low[buffer][EXTENDED ? warp : 0][slot],
                     shared.b[buffer][warp][slot], FORGETS && shared.reset[buffer][warp]};
         };
-        if constexpr (LOOK_BACK) {
+        if constexpr (CHAINED) {
             Composition all = of_warp(0);
 #pragma unroll
             for (int warp = 1; warp < WARPS; ++warp) all = of_warp(warp).after(all);
             const Published published(p, tile.chain, chunks);
-            publish(published, all, chunk, state);  // before copies keep the thread: others wait for it
+            // Of a tile that resets the state, that after it is all there is to know.
+            const bool first = chunk == 0 || all.reset;
+            if (first) published.write_after(chunk, all, state);
+            else if (threadIdx.x < LANES) published.write(chunk, all);
+            // A copy keeps what is asked for after it waiting, so this goes first.
+            Look look;
+            constexpr unsigned NOTHING[EACH] = {};
+            if (chunk > 0) look.ask(at, published, chunk, NOTHING);
             next = drawn(buffer);
             fetch(next, 0);
-            look_back(at, shared, published, all, chunk, state);
+            if (chunk > 0) {
+                look_back(at, shared, published, look, chunk, state);
+                if (!first) published.write_after(chunk, all, state);
+            }
         }
         if (LOOK_BACK && next.chunk < chunks) later.load(Place(p, next.chain), next.chunk);
         Channels mine;  // the state that this thread's steps begin in; `state` goes on to the tile's end
@@ -748,13 +809,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) scan(const __gri
             of_warp(warp).carry(state);
         }
         if (SEGMENTS > 1) before.carry(mine);
-        if (at.whole(chunk)) steps.apply<false>(at, shared, chunk, mine, sums);
-        else steps.apply<true>(at, shared, chunk, mine, sums);
+        if (at.whole(chunk)) steps.apply<false>(at, shared, buffer, chunk, mine, sums);
+        else steps.apply<true>(at, shared, buffer, chunk, mine, sums);
 
         if (PACKING != CU_SEQLENS && chunk == chunks - 1 && at.warp == 0 && at.segment == 0)
             store_state(at, p.final, 0, state);
         if constexpr (BACKWARD && Element::BIASED)
-            if (p.grad_bias && (LOOK_BACK || chunk == chunks - 1)) store_bias_gradient(at, shared, chunk, sums);
+            if (p.grad_bias && (CHAINED || chunk == chunks - 1)) store_bias_gradient(at, shared, chunk, sums);
         tile = next;
     }
 }

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ostinato.kernels.export import loop
 from ostinato.kernels.scan import reference
 
 CHUNK = 16
@@ -77,18 +78,11 @@ def _forgetting(ring: Semiring) -> Semiring:
 class TorchBackend:
     """The :class:`~ostinato.kernels.scan.Backend` made of PyTorch operations around one scan function."""
 
-    def __init__(self, scan: Callable[..., tuple[Tensor, Tensor]], dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, scan: Callable[..., tuple[Tensor, Tensor]], compute_dtype: Callable[[Tensor], torch.dtype]
+    ) -> None:
         self._scan = scan
-        self._dtype = dtype
-
-    def _compute_dtype(self, x: Tensor) -> torch.dtype:
-        if self._dtype:
-            return self._dtype
-        # Products of float32 gates near 1 are rounded alike, which a long memory adds up.  Not every other device
-        # has float64.
-        if x.dtype == torch.float32 and x.device.type in ("cpu", "cuda"):
-            return torch.float64
-        return torch.promote_types(x.dtype, torch.float32)
+        self._compute_dtype = compute_dtype
 
     def _run(
         self,
@@ -319,5 +313,34 @@ def _sequential(
     return ring.sequential(a, b, h0, reverse, resets)
 
 
-CHUNKED = TorchBackend(chunked_scan)
-REFERENCE = TorchBackend(_sequential, torch.float64)
+def _looped(
+    ring: Semiring, a: Tensor, b: Tensor, h0: Tensor, reverse: bool, resets: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    inputs = [a, b] if resets is None else [a, b, resets[..., None]]
+    if reverse:
+        inputs = [x.flip(1) for x in inputs]
+
+    def step(states: list[Tensor], inputs: list[Tensor], _: list[Tensor]) -> tuple[list[Tensor], Tensor]:
+        a_t, b_t, *reset = inputs
+        before = states[0].masked_fill(reset[0], ring.zero) if reset else states[0]
+        h = ring.times_plus(a_t, before, b_t)
+        return [h], h
+
+    (h_last,), h = loop(step, [h0], [x.transpose(0, 1) for x in inputs])
+    return (h.flip(0) if reverse else h).transpose(0, 1), h_last
+
+
+def at_least_float32(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _for_products(x: Tensor) -> torch.dtype:
+    # Products of float32 gates near 1 are rounded alike, which a long memory adds up.  Not every other device has
+    # float64.
+    exact = x.dtype == torch.float32 and x.device.type in ("cpu", "cuda")
+    return torch.float64 if exact else at_least_float32(x)
+
+
+CHUNKED = TorchBackend(chunked_scan, _for_products)
+LOOPED = TorchBackend(_looped, at_least_float32)  # one node of a graph, whatever the number of steps
+REFERENCE = TorchBackend(_sequential, lambda _: torch.float64)

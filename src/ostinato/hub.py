@@ -1,0 +1,54 @@
+"""Models on the Hugging Face hub, by its own mixin."""
+
+from typing import Any, NoReturn
+
+
+class _WithoutHub:
+    """In place of the hub's mixin where it is not installed."""
+
+    def __init_subclass__(cls, **_: Any) -> None:
+        super().__init_subclass__()
+
+    def save_pretrained(self, *_: Any, **__: Any) -> NoReturn:
+        _ask_for_hub()
+
+    def push_to_hub(self, *_: Any, **__: Any) -> NoReturn:
+        _ask_for_hub()
+
+    @classmethod
+    def from_pretrained(cls, *_: Any, **__: Any) -> NoReturn:
+        _ask_for_hub()
+
+
+def _ask_for_hub() -> NoReturn:
+    raise ImportError("models are saved for the Hugging Face hub by huggingface_hub: pip install 'ostinato[hub]'")
+
+
+def _mixin() -> Any:
+    try:
+        from huggingface_hub import PyTorchModelHubMixin
+    except ImportError:
+        return _WithoutHub
+    return PyTorchModelHubMixin
+
+
+_Mixin: Any = _mixin()
+
+
+class HubMixin(_Mixin):
+    """``save_pretrained``, ``from_pretrained`` and ``push_to_hub``: a module's arguments and its weights.
+
+    The weights are safetensors: unlike the hub's own mixin it takes no pickled ones, and none that are not the model's
+    unless ``strict=False``.
+    """
+
+    def __init_subclass__(cls, **card: Any) -> None:
+        super().__init_subclass__(**card)
+
+    @classmethod
+    def _from_pretrained(cls, *, strict: bool = True, **where: Any) -> Any:
+        return super()._from_pretrained(strict=strict, **where)
+
+    @classmethod
+    def _load_as_pickle(cls, _model: Any, model_file: str, *_: Any) -> NoReturn:
+        raise ValueError(f"weights must be a safetensors file; got {model_file}, which could run code as it is read")

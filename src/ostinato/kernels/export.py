@@ -1,0 +1,99 @@
+"""What operators are traced into when a graph is to run without this library: PyTorch's own, or ONNX's."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import SymInt, Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+_is_portable = False
+
+
+@contextmanager
+def portable() -> Iterator[None]:
+    """See :func:`ostinato.portable`."""
+    global _is_portable
+    before, _is_portable = _is_portable, True
+    try:
+        yield
+    finally:
+        _is_portable = before
+
+
+def is_portable() -> bool:
+    """Whether what is traced now is to run without this library."""
+    return _is_portable or torch.onnx.is_in_onnx_export()
+
+
+def write(plain: Callable, name: str, args: tuple) -> Any:
+    """``plain(*args)`` in the graph that is traced, for the operator of that name."""
+    if not torch.compiler.is_compiling():
+        raise NotImplementedError(f"{name} is exported by torch.export and by torch.onnx.export(dynamo=True) alone")
+    with _Elementary():
+        return plain(*args)
+
+
+def refuse_packed() -> None:
+    raise NotImplementedError("packed sequences need this library where they run: export padded ones")
+
+
+def refuse_script(module: Any) -> Any:
+    """A module's ``__prepare_scriptable__``, which ``torch.jit.script`` calls before it reads the code."""
+    raise NotImplementedError(f"torch.jit.script cannot compile {type(module).__name__}: use torch.export.export")
+
+
+def loop(
+    step: Callable[..., tuple[list[Tensor], Tensor]],
+    states: list[Tensor],
+    inputs: list[Tensor],
+    constants: Sequence[Tensor] = (),
+) -> tuple[list[Tensor], Tensor]:
+    """``states, output[t] = step(states, inputs[t], constants)`` for every t of the inputs' first dimension.
+
+    One node of the graph, PyTorch's ``scan``, whatever the number of steps.  What the step uses comes in by its
+    arguments.
+
+    Returns:
+        The last states, and all outputs, (T, ...).
+    """
+    from torch._higher_order_ops.scan import scan_op  # longer to import than the whole library
+
+    def body(*given: Any) -> list[Tensor]:
+        rest = iter(given)
+        with _Elementary():  # which is off inside the functions that it lets pass
+            new, output = step(*(list(islice(rest, len(group))) for group in (states, inputs, constants)))
+        return [*new, output.clone()]  # nothing that is returned may share its memory
+
+    sizes = _symbols(*states, *inputs, *constants)
+    *last, outputs = scan_op(body, states, inputs, (*constants, *sizes))
+    return last, outputs
+
+
+def _symbols(*tensors: Tensor) -> list[SymInt]:
+    """The unknowns of all sizes: PyTorch's compiler lays out a loop's outputs by those among the loop's arguments."""
+    sizes: list[Any] = [size for x in tensors for size in x.shape if isinstance(size, SymInt)]
+    found = {symbol: size.node for size in sizes for symbol in sorted(size.node.expr.free_symbols, key=str)}
+    return [node.shape_env.create_symintnode(symbol, hint=None) for symbol, node in found.items()]
+
+
+class _Elementary(TorchFunctionMode):
+    """Functions that ONNX has only as the logarithm of something that overflows, in ones that stay finite."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        if func in (F.logsigmoid, torch.logaddexp) and torch.onnx.is_in_onnx_export():
+            func = _log_sigmoid if func is F.logsigmoid else _log_add_exp
+        return func(*args, **(kwargs or {}))
+
+
+def _log_sigmoid(x: Tensor) -> Tensor:
+    return x.clamp(max=0.0) - torch.log1p(torch.exp(-x.abs()))
+
+
+def _log_add_exp(x: Tensor, y: Tensor) -> Tensor:
+    differ = torch.maximum(x, y) + torch.log1p(torch.exp(-(x - y).abs()))
+    return torch.where(x == y, x + math.log(2.0), differ)  # two infinities have no difference

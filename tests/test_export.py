@@ -1,0 +1,184 @@
+"""Exported programs: in PyTorch's own operators, in ONNX's, and what is said where neither can be."""
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim
+from torch.utils._pytree import tree_leaves
+
+import ostinato
+from ostinato.models import LanguageModel
+
+SIZES = [(50, 3), (7, 2), (120, 5)]  # steps and sequences
+DYNAMIC = {0: Dim.DYNAMIC, 1: Dim.DYNAMIC}
+
+
+class Everything(nn.Module):
+    """Every layer and scan, with and without states and resets, after a convolution that halves the steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv1d(6, 8, 2, stride=2)
+        self.rnn = ostinato.RNN(8, 8, nonlinearity="relu", bidirectional=True)
+        self.gru = ostinato.GRU(16, 8, num_layers=2, bias=False)
+        self.lstm = ostinato.LSTM(8, 16, bidirectional=True)
+        self.pruned = ostinato.prune(ostinato.GRU(32, 32, batch_first=True), 0.2, block=(16, 1))
+        self.mingru = ostinato.MinGRU(32, 8, num_layers=2, bidirectional=True, candidate="tanh")
+        self.minlstm = ostinato.MinLSTM(16, 8)
+
+    def forward(self, x, begins):
+        x, begins = self.conv(x.permute(1, 2, 0)).permute(2, 0, 1), begins[::2] & begins[1::2]
+        states = []
+        for layer in (self.rnn, self.gru, self.lstm):
+            x, after = layer(x)
+            x, again = layer(x.repeat(1, 1, 2)[..., : layer.input_size], after, resets=begins)
+            states += [after, again]
+        x = self.pruned(x.transpose(0, 1))[0].transpose(0, 1)
+        for layer in (self.mingru, self.minlstm):
+            x, after = layer(x)
+            x, again = layer(x.repeat(1, 1, 4)[..., : layer.input_size], after)
+            states += [after, again]
+        a, b, begins = torch.sigmoid(x).transpose(0, 1), x.transpose(0, 1), begins.t()
+        scans = ostinato.linear_scan(a, b, b[:, 0], reverse=True, resets=begins)
+        logs = ostinato.log_linear_scan(a.log(), 100 * b, resets=begins)
+        return x, states, scans, logs
+
+
+def inputs(steps, batch):
+    return torch.randn(steps - steps % 2, batch, 6), torch.rand(steps - steps % 2, batch) < 0.4
+
+
+@pytest.fixture(scope="module")
+def everything():
+    torch.manual_seed(0)
+    return Everything().eval()
+
+
+def assert_same(actual, expected):
+    actual, expected = tree_leaves(actual), tree_leaves(expected)
+    assert len(actual) == len(expected)
+    for x, y in zip(actual, expected, strict=True):
+        torch.testing.assert_close(torch.as_tensor(x), y, rtol=1e-6, atol=1e-6)
+
+
+def targets(program):
+    modules = (module for module in program.graph_module.modules() if isinstance(module, torch.fx.GraphModule))
+    return {str(node.target) for module in modules for node in module.graph.nodes}
+
+
+def run_elsewhere(code, *arguments):
+    """In a process that cannot import this library."""
+    code = "import sys, torch; sys.modules['ostinato'] = None\n" + code
+    done = subprocess.run([sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True)
+    return done.returncode, done.stdout + done.stderr
+
+
+@torch.no_grad()
+def test_portable_programs_equal_the_layers(everything):
+    with ostinato.portable():
+        program = torch.export.export(everything, inputs(20, 2), dynamic_shapes=(DYNAMIC, DYNAMIC))
+    assert not [name for name in targets(program) if "ostinato" in name]
+    for size in SIZES:
+        given = inputs(*size)
+        assert_same(program.module()(*given), everything(*given))
+
+
+# What is compiled here is a few layers only, since that takes a C++ compiler its time.
+@pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")
+@torch.no_grad()
+def test_a_compiled_package_runs_where_this_library_is_not(tmp_path):
+    if torch.__version__ < "2.13":
+        pytest.skip("before 2.13 PyTorch compiles no package of a loop that writes its outputs in place")
+    model = LanguageModel(17, width=8, num_layers=2, cell="mingru", dropout=0.0).eval()
+    model.blocks[1].recurrent = ostinato.prune(ostinato.GRU(8, 12, batch_first=True), 0.3)
+    with ostinato.portable():
+        program = torch.export.export(model, (torch.zeros(2, 9, dtype=torch.int64),), dynamic_shapes=(DYNAMIC,))
+    torch.export.save(program, tmp_path / "program.pt2")
+    torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "package.pt2"))
+    tokens = [torch.randint(17, (batch, steps)) for steps, batch in (*SIZES, (1, 1))]
+    torch.save(tokens, tmp_path / "tokens.pt")
+    code = """
+folder = sys.argv[1]
+program = torch.export.load(folder + "/program.pt2").module()
+package = torch._inductor.aoti_load_package(folder + "/package.pt2")
+tokens = torch.load(folder + "/tokens.pt")
+with torch.no_grad():
+    torch.save([[run(x) for x in tokens] for run in (program, package)], folder + "/results.pt")
+"""
+    status, said = run_elsewhere(code, tmp_path)
+    assert status == 0, said
+    expected = [model(x) for x in tokens]
+    for results in torch.load(tmp_path / "results.pt"):
+        assert_same(results, expected)
+
+
+@torch.no_grad()
+def test_onnx_has_the_layers_as_its_own(everything, tmp_path):
+    runtime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    program = torch.onnx.export(
+        everything, inputs(20, 2), dynamic_shapes=(DYNAMIC, DYNAMIC), dynamo=True, verbose=False
+    )
+    operators = [node.op_type for node in program.model.graph.all_nodes()]
+    assert {name: operators.count(name) for name in ("RNN", "GRU", "LSTM", "Scan")} == {
+        "RNN": 2,
+        "GRU": 3,
+        "LSTM": 2,
+        "Scan": 6 + 10 + 2,  # layers with resets, minimal layers, scans
+    }
+    program.save(tmp_path / "everything.onnx")
+    session = runtime.InferenceSession(tmp_path / "everything.onnx")
+    names = [given.name for given in session.get_inputs()]
+    for size in SIZES:
+        given = inputs(*size)
+        results = session.run(None, {name: x.numpy() for name, x in zip(names, given, strict=True)})
+        assert_same(results, everything(*given))
+
+
+@torch.no_grad()
+def test_onnx_stays_finite_where_gates_are_shut(tmp_path):
+    runtime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    layer = ostinato.MinLSTM(3, 1, bias=False).eval()
+    layer.weight_ih_l0.copy_(torch.eye(3))
+    x = torch.tensor([[-200.0, -190.0, 1.0], [-150.0, -200.0, 2.0], [300.0, -300.0, 5.0]])
+    torch.onnx.export(layer, (x,), tmp_path / "layer.onnx", dynamo=True, verbose=False)
+    (output, _) = runtime.InferenceSession(tmp_path / "layer.onnx").run(None, {"input": x.numpy()})
+    assert_same(output, layer(x)[0])
+
+
+def test_what_cannot_be_exported_says_so():
+    layer = ostinato.MinGRU(3, 4)
+
+    class Packed(nn.Module):
+        def forward(self, x, cu_seqlens):
+            return ostinato.linear_scan(x, x, cu_seqlens=cu_seqlens)
+
+    given = torch.randn(1, 6, 2), torch.tensor([0, 2, 6], dtype=torch.int32)
+    with ostinato.portable(), pytest.raises(NotImplementedError, match=r"^packed sequences need this library .*$"):
+        torch.export.export(Packed(), given)
+    with ostinato.portable(), pytest.raises(NotImplementedError, match=r"^\w+ is exported by torch.export and"):
+        torch.jit.trace(layer, (torch.randn(5, 2, 3),))
+    assert layer(torch.randn(5, 2, 3))[0].shape == (5, 2, 4)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("layer", [ostinato.GRU(3, 4), ostinato.MinLSTM(3, 4), ostinato.MinGRUCell(3, 4)])
+def test_scripting_says_what_to_use(layer):
+    message = f"^torch.jit.script cannot compile {type(layer).__name__}: use torch.export.export$"
+    for module in (layer, nn.Sequential(nn.Linear(3, 3), layer)):
+        with pytest.raises(NotImplementedError, match=message):
+            torch.jit.script(module)
+
+
+def test_a_program_of_our_operators_names_the_library_that_it_lacks(tmp_path):
+    program = torch.export.export(ostinato.MinGRU(3, 4), (torch.randn(5, 2, 3),))
+    torch.export.save(program, tmp_path / "program.pt2")
+    status, said = run_elsewhere("torch.export.load(sys.argv[1])", tmp_path / "program.pt2")
+    assert status == 1
+    assert "torch.ops.ostinato." in said
+    assert "import the custom op" in said

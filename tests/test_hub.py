@@ -1,0 +1,78 @@
+"""Models as the Hugging Face hub keeps them."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import ostinato
+from ostinato.models import LanguageModel
+
+
+@pytest.fixture
+def saved(tmp_path):
+    pytest.importorskip("huggingface_hub")
+    model = LanguageModel(11, width=8, num_layers=2, cell="gru", conv_kernel=0)
+    ostinato.prune(model.blocks[1], 0.3)
+    model.save_pretrained(tmp_path)
+    return model, tmp_path
+
+
+def test_a_saved_model_is_the_same_function(saved):
+    model, folder = saved
+    again = LanguageModel.from_pretrained(folder)
+    assert again.settings == model.settings
+    assert json.loads((folder / "config.json").read_text()) == model.settings
+    assert set(load_file(folder / "model.safetensors")) == set(model.state_dict())
+    tokens = torch.randint(11, (3, 20))
+    torch.testing.assert_close(again(tokens)[0], model.eval()(tokens)[0], rtol=0, atol=0)
+    weight, mask = again.blocks[1].recurrent.weight_hh_l0, again.blocks[1].recurrent.mask_hh_l0
+    optimiser = torch.optim.SGD(again.parameters(), 0.1)
+    again(tokens)[0].sum().backward()
+    optimiser.step()
+    assert not weight[~mask].any()
+    assert "library_name: ostinato" in (folder / "README.md").read_text()
+
+
+def test_weights_of_another_model_are_refused(saved):
+    _, folder = saved
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {"num_layers": 3}))
+    with pytest.raises(RuntimeError, match=r"Missing key.*blocks\.2"):
+        LanguageModel.from_pretrained(folder)
+
+
+def test_pickled_weights_are_not_read(saved, monkeypatch):
+    huggingface_hub = pytest.importorskip("huggingface_hub")
+    _, folder = saved
+    torch.save({}, folder / "pytorch_model.bin")
+
+    def download(*, filename, **_):
+        if filename == "model.safetensors":
+            raise huggingface_hub.errors.EntryNotFoundError("not there")
+        return str(folder / filename)
+
+    monkeypatch.setattr("huggingface_hub.hub_mixin.hf_hub_download", download)
+    with pytest.raises(ValueError, match="must be a safetensors file; got"):
+        LanguageModel.from_pretrained("somebody/something")
+
+
+def test_without_the_extra_the_error_names_it():
+    code = """
+import sys
+sys.modules["huggingface_hub"] = None
+from ostinato.models import LanguageModel
+model = LanguageModel(11, width=8)
+for call in (model.save_pretrained, model.push_to_hub, LanguageModel.from_pretrained):
+    try:
+        call("somewhere")
+    except ImportError as error:
+        print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == 3 * [
+        "models are saved for the Hugging Face hub by huggingface_hub: pip install 'ostinato[hub]'"
+    ]
