@@ -400,7 +400,7 @@ __device__ inline void store_state(const Place& at, Scalar* to, int n, const Cha
 // Before which of a thread's steps the state is reset.  The lanes of a segment have the same steps: each loads some, long
 // before their use, as a load waits behind the copies, and they tell each other.
 struct Resets {
-    static constexpr int TILES = LOOK_BACK || LANES < ROWS ? 1 : LANES / ROWS;  // loaded at once
+    static constexpr int TILES = CHAINED || LANES < ROWS ? 1 : LANES / ROWS;  // loaded at once
     static constexpr int WORDS = RESETS ? (TILES * ROWS + LANES - 1) / LANES : 1;
     unsigned word[WORDS] = {};
 
@@ -744,10 +744,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) scan(const __gri
         wait_for_oldest_copies();
         if (NARROW || WIDE) __syncwarp();
         Steps steps;
-        if (LOOK_BACK || chunk % Resets::TILES == 0) {
+        if (CHAINED || chunk % Resets::TILES == 0) {
             resets = later;
             resets.share();
-            if (!LOOK_BACK) later.load(at, chunk + Resets::TILES);
+            if (!CHAINED) later.load(at, chunk + Resets::TILES);
         }
         steps.resets = resets.of(chunk);
         if (at.whole(chunk)) steps.read<false>(at, shared, stage, buffer, chunk, bias);
@@ -801,7 +801,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) scan(const __gri
                 if (!first) published.write_after(chunk, all, state);
             }
         }
-        if (LOOK_BACK && next.chunk < chunks) later.load(Place(p, next.chain), next.chunk);
+        if (CHAINED && next.chunk < chunks) later.load(Place(p, next.chain), next.chunk);
         Channels mine;  // the state that this thread's steps begin in; `state` goes on to the tile's end
 #pragma unroll
         for (int warp = 0; warp < WARPS; ++warp) {
