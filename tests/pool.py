@@ -11,12 +11,17 @@ class Pool:
     """`size` processes; :meth:`run` takes as many of them as asked for."""
 
     def __init__(self, size, folder):
+        self.size, self.folder, self.calls = size, folder, 0
+        self.start()
+
+    def start(self):
         context = torch.multiprocessing.get_context("spawn")
-        self.folder, self.calls, self.members = folder, 0, []
-        for rank in range(size):
+        self.members = []
+        for rank in range(self.size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs, rank), daemon=True)
             process.start()
+            theirs.close()
             self.members.append((process, ours))
 
     def run(self, size, function, *arguments):
@@ -25,16 +30,26 @@ class Pool:
         members = self.members[:size]
         for _, pipe in members:
             pipe.send((function, arguments, size, str(self.folder / str(self.calls))))
-        answers = [pipe.recv() if pipe.poll(60) else (None, "no answer within a minute") for _, pipe in members]
+        answers = [_answer(pipe) for _, pipe in members]
         failed = [f"process {rank}: {error}" for rank, (_, error) in enumerate(answers) if error]
-        assert not failed, "\n".join(failed)
+        if failed:  # the others may wait for it
+            self.close()
+            self.start()
+            raise AssertionError("\n".join(failed))
         return [result for result, _ in answers]
 
     def close(self):
         for process, pipe in self.members:
             pipe.close()
-            process.join(5)
+            process.join(1)
             process.kill()
+
+
+def _answer(pipe):
+    try:
+        return pipe.recv() if pipe.poll(30) else (None, "no answer")
+    except EOFError:
+        return None, "died"
 
 
 def _serve(pipe, rank):

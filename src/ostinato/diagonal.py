@@ -102,10 +102,15 @@ class DiagonalLayers(StackedLayers):
         h0 = options["h0"]
         if function.states == 2 and isinstance(h0, Tensor):
             options = {**options, "h0": (h0, h0)}
+        run: Run = function
+        if self.sequence_group is not None:
+            from ostinato import distributed
+
+            run = functools.partial(distributed.run, function, group=self.sequence_group)
         if batch_first:
-            return function(*arguments, **options, backend=self.backend)
+            return run(*arguments, **options, backend=self.backend)
         arguments = tuple(x.transpose(0, 1) if x.dim() == 3 else x for x in arguments)
-        h, h_last = function(*arguments, **options, backend=self.backend)
+        h, h_last = run(*arguments, **options, backend=self.backend)
         return each(lambda x: x.transpose(0, 1), h), h_last
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 
@@ -29,6 +30,7 @@ class StackedLayers(nn.Module):
     states = 1  # tensors that a state consists of; of more it is a tuple, as torch.nn.LSTM's
     weight_ih_l0: Tensor
     backend: str
+    sequence_group: ProcessGroup | None = None  # whose processes hold the parts of each sequence
     __prepare_scriptable__ = refuse_script
 
     def __init__(
@@ -113,6 +115,9 @@ class StackedLayers(nn.Module):
         """Run the whole sequence; see the class."""
         if resets is not None:
             check_resets(resets, input.data if isinstance(input, PackedSequence) else input)
+        in_parts, packed = self.sequence_group is not None, isinstance(input, PackedSequence)
+        if in_parts and (packed or (resets is not None and self.bidirectional)):
+            raise ValueError("a sequence in parts can be no PackedSequence, nor have resets in a bidirectional module")
         if isinstance(input, PackedSequence):
             return self._forward_packed(input, hx, resets)
         check_input(self, input, (2, 3), "(T, B, input_size), (B, T, input_size) if batch_first, or (T, input_size)")

@@ -103,22 +103,21 @@ class _MinimalLayers(DiagonalLayers):
         batch_first: bool,
     ) -> tuple[Tensor, Tensor]:
         """One GEMM for all gates and directions, then one fused pass; the bias is added in the latter."""
-        if resets is not None:
+        if resets is not None or (self.sequence_group is not None and self.bidirectional):
             return super()._layer(layer, x, h0, offsets, resets, batch_first)
         weights = [getattr(self, f"weight_ih_{suffix}") for suffix in self._suffixes(layer)]
         biases = [getattr(self, f"bias_ih_{suffix}") for suffix in self._suffixes(layer)] if self.bias else []
         pre = linear(x, weights[0] if len(weights) == 1 else torch.cat(weights))
         bias = None if not biases else biases[0] if len(biases) == 1 else torch.cat(biases)
+        h0 = None if h0 is None else h0.to(pre.dtype)
+        if self.sequence_group is not None:
+            from ostinato import distributed
+
+            settings = self.cell, self.candidate, batch_first, self.backend
+            return distributed.minimal_scan(pre, bias, h0, *settings, group=self.sequence_group)
+        directions = self.num_directions
         return operators.minimal_scan(
-            pre,
-            bias,
-            None if h0 is None else h0.to(pre.dtype),
-            offsets,
-            self.cell,
-            self.candidate,
-            batch_first,
-            self.num_directions,
-            self.backend,
+            pre, bias, h0, offsets, self.cell, self.candidate, batch_first, directions, self.backend
         )
 
 

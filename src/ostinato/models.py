@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from ostinato.diagonal import HGRN, LRU, QRNN, RGLRU, SRU, HighwayMinGRU, IndRNN, ParaGRU, ParaLSTM
 from ostinato.hub import HubMixin
@@ -31,6 +32,8 @@ class CausalConv(nn.Module):
     size of 0 it passes its input on.
     """
 
+    sequence_group: ProcessGroup | None = None  # whose processes hold the parts of each sequence
+
     def __init__(self, channels: int, kernel_size: int) -> None:
         super().__init__()
         self.kernel_size = kernel_size
@@ -43,13 +46,17 @@ class CausalConv(nn.Module):
         """From x (B, T, W) and the inputs before it (B, K-1, W): y (B, T, W), and the inputs to pass on."""
         if not self.kernel_size:
             return x, last
+        steps, after = x.size(1), None
+        if self.sequence_group is not None:
+            from ostinato import distributed
+
+            last, after = distributed.steps_before(x, last, self.sequence_group)
         # Sums of shifted inputs, because the convolutions of PyTorch want time last and would transpose twice.
-        steps = x.size(1)
         x = torch.cat([last, x], dim=1)
         y: Tensor = self.bias
         for k in range(self.kernel_size):
             y = torch.addcmul(y, x[:, k : k + steps], self.weight[k])
-        return y, x[:, steps:]
+        return y, x[:, steps:] if after is None else after
 
 
 class Block(nn.Module):
@@ -80,7 +87,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor, state: BlockState) -> tuple[Tensor, BlockState]:
         last, hidden = state
         y, last = self.conv(self.recurrent_norm(x), last)
-        if x.size(1) == 1 and isinstance(self.recurrent, StackedLayers):
+        whole = getattr(self.recurrent, "sequence_group", None) is None
+        if x.size(1) == 1 and whole and isinstance(self.recurrent, StackedLayers):
             y, hidden = self.recurrent.step(y[:, 0], hidden)
             y = y[:, None]
         else:

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+from ostinato.distributed import sequence_parallel
 from ostinato.models import LanguageModel
 from ostinato.processes import Share, of_each, part, shard_like, total
 from ostinato.text import random_windows, streams
@@ -93,6 +94,7 @@ class Trainer:
     settings and first weights.  The batch is the whole job's: all draw the same chunks, and each takes its rows, so
     that any number of processes gives the same curve (with dropout, of which each draws its own, the same in the
     mean).  They hold a copy of the model each, or with ``shard`` a part of its weights, gradients and momenta.
+    Along the mesh's "cp" they share each chunk, part by part (:mod:`ostinato.distributed`).
     ``accumulate`` cuts each process's rows into that many parts, whose gradients are added up before one exchange.
 
     Raises ValueError if the tokens are not one row of integers, if the text is too short for its held-out part to hold
@@ -140,6 +142,11 @@ class Trainer:
                 f"batch_size must be at least {accumulate * self._share.rows_of}, a row for each of {accumulate} parts "
                 f"on {self._share.rows_of} processes; got {settings.batch_size}"
             )
+        if self._share.steps_of > settings.chunk_length:
+            raise ValueError(
+                f"chunk_length must be at least {self._share.steps_of}, the processes that share a chunk; "
+                f"got {settings.chunk_length}"
+            )
         if settings.seconds is not None and mesh is not None:
             raise ValueError("seconds must be None for several processes, whose clocks differ; limit the steps")
         self.settings = settings
@@ -148,6 +155,8 @@ class Trainer:
             has_bfloat16 = self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) >= (8, 0)
             precision = "bfloat16" if has_bfloat16 else "float32"
         self.precision = precision
+        if mesh is not None and self._share.steps_of > 1:
+            sequence_parallel(model, mesh["cp"])
         self.model = model.to(self.device)
         self._replica = _spread(self.model, mesh, shard)
         self.train_tokens = tokens[:train_size].to(self.device)

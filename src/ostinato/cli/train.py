@@ -124,6 +124,10 @@ def train(
         bool,
         Option("--shard", help="Under torchrun: a part of the weights on each process.", rich_help_panel="Machine"),
     ] = False,
+    sequence_parallel: Annotated[
+        int,
+        Option(help="Under torchrun: processes that share each chunk, part by part.", rich_help_panel="Machine"),
+    ] = 1,
 ) -> None:
     """Train a character language model on any text.
 
@@ -136,7 +140,7 @@ def train(
     from ostinato.processes import is_first, make_mesh
 
     with joined_job(device) as own_device:
-        mesh = make_mesh(own_device.type, shard=shard)
+        mesh = make_mesh(own_device.type, shard=shard, sequence_parallel=sequence_parallel)
         machine = {"device": own_device, "precision": precision, "compile": compile}
         machine |= {"mesh": mesh, "shard": shard, "accumulate": accumulate}
         run = _start(context, text, machine) if resume is None else _resume(context, resume, text, machine)

@@ -1,0 +1,696 @@
+r"""One sequence over several processes, each of which holds a contiguous part of its steps.
+
+A part is to the others what a step is: it turns the state that enters it into the one that leaves, ``P * h + L``,
+where P is the product of its coefficients and L its last state from zero.  So the processes exchange (P, L), scan them,
+and each scans its own part from the state that enters it:
+
+    1. P and L of the part, from its end backwards, as far as P has not vanished
+    2. one all-gather of P and L, and a scan over the processes: the entering state, and the last of all
+    3. the scan of the part
+
+The gradient goes the same way in the other direction, and a scan's backward then starts from the gradient that comes
+in from the parts after it.  Where coefficients forget, as gates do, step 1 reads little and step 3 is all the work.
+"""
+
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any, NamedTuple, Self, cast
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional as F
+
+from ostinato import scan
+from ostinato.kernels.scan import GATES, operators
+from ostinato.kernels.scan.reference import GATE_FUNCTIONS
+from ostinato.kernels.scan.torch_ops import shares, zeroed
+from ostinato.recurrence import Recurrence
+
+FIRST_PIECE = 1024  # steps that are reduced before it is asked whether the state before them still counts
+LARGEST_PIECE = 1 << 26  # elements
+
+
+def linear_scan(
+    a: Tensor,
+    b: Tensor,
+    h0: Tensor | None = None,
+    *,
+    group: ProcessGroup | DeviceMesh,
+    resets: Tensor | None = None,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    r"""As :func:`ostinato.linear_scan` of a sequence whose steps the processes of ``group`` hold part by part.
+
+    .. math:: h_t = a_t \, h_{t-1} + b_t
+
+    Every process calls it, with the same options, and calls ``backward`` through it; parts are in the order of the
+    ranks, of any lengths, 0 included.  Gradients are those of the sum of all processes' losses; derivatives of any
+    order can be taken.  In a group of one it is :func:`ostinato.linear_scan`, to the last bit.
+
+    The state that enters a part is found from the steps before it as far back as the product of their coefficients
+    is not exactly zero: a NaN or infinity from farther back does not reach the next part.
+
+    Args:
+        a, b: this process's part, (B, T, D); T may differ between processes.
+        h0: initial state of the whole sequence, (B, D), or (N, D) with ``cu_seqlens``, the same on all processes; so
+            is its gradient.
+        group: a process group, or a device mesh of one dimension.
+        resets: bool, (B, T): of this part's steps.
+        cu_seqlens: boundaries in the whole sequence, the same on all processes.  Those between parts may be anywhere.
+        reverse, backend: as in :func:`ostinato.linear_scan`.
+
+    Returns:
+        h, (B, T, D), of this part, and h_last, (B, D) or (N, D), that of the whole sequence, the same on all
+        processes.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as :func:`ostinato.linear_scan`.  A process that raises leaves the others
+            waiting until it ends.
+
+    Example:
+        >>> import torch, ostinato.distributed
+        >>> group = torch.distributed.new_group([0, 1])  # doctest: +SKIP
+        >>> h, h_last = ostinato.distributed.linear_scan(a, b, group=group)  # doctest: +SKIP
+    """
+    group = _group_of(group)
+    if group.size() == 1:
+        return scan.linear_scan(a, b, h0, resets=resets, reverse=reverse, cu_seqlens=cu_seqlens, backend=backend)
+    a, b, h0 = scan._checked(a, b, h0, ("a", "b", "h0"), resets, reverse, cu_seqlens, backend)
+    return _Seam(_Linear(a, b, resets, reverse, backend), group, cu_seqlens).run(h0)
+
+
+def log_linear_scan(
+    log_a: Tensor,
+    log_b: Tensor,
+    log_h0: Tensor | None = None,
+    *,
+    group: ProcessGroup | DeviceMesh,
+    resets: Tensor | None = None,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    r"""As :func:`ostinato.log_linear_scan` of a sequence whose steps the processes of ``group`` hold part by part.
+
+    .. math:: \log h_t = \operatorname{logaddexp}(\log a_t + \log h_{t-1}, \; \log b_t)
+
+    Args, results and errors as :func:`linear_scan` here, of the logarithms.
+
+    Example:
+        >>> import torch, ostinato.distributed
+        >>> group = torch.distributed.new_group([0, 1])  # doctest: +SKIP
+        >>> log_h, log_h_last = ostinato.distributed.log_linear_scan(log_a, log_b, group=group)  # doctest: +SKIP
+    """
+    group = _group_of(group)
+    options: dict[str, Any] = {"resets": resets, "reverse": reverse, "cu_seqlens": cu_seqlens, "backend": backend}
+    if group.size() == 1:
+        return scan.log_linear_scan(log_a, log_b, log_h0, **options)
+    names = ("log_a", "log_b", "log_h0")
+    log_a, log_b, log_h0 = scan._checked(log_a, log_b, log_h0, names, resets, reverse, cu_seqlens, backend)
+    dtype = log_b.dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    log_a, log_b, log_h0 = log_a.to(wide), log_b.to(wide), None if log_h0 is None else log_h0.to(wide)
+    log_h, log_h_last = _Seam(_Logarithmic(log_a, log_b, resets, reverse, backend), group, cu_seqlens).run(log_h0)
+    return log_h.to(dtype), log_h_last.to(dtype)
+
+
+def run(
+    recurrence: Recurrence,
+    *arguments: Tensor,
+    group: ProcessGroup | DeviceMesh,
+    h0: Tensor | None = None,
+    resets: Tensor | None = None,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """A linear recurrence (:func:`ostinato.recurrence`) over a sequence whose steps the processes hold part by part.
+
+    Args, results and errors as those of the recurrence and of :func:`linear_scan` here.  Also raises ValueError for a
+    recurrence that is not linear in its state, whose steps can only be taken one after another, and for complex ones.
+
+    Example:
+        >>> import torch, ostinato, ostinato.distributed
+        >>> @ostinato.recurrence
+        ... def average(x, decay):
+        ...     return torch.sigmoid(decay), torch.sigmoid(-decay) * x
+        >>> group = torch.distributed.new_group([0, 1])  # doctest: +SKIP
+        >>> h, h_last = ostinato.distributed.run(average, x, decay, group=group)  # doctest: +SKIP
+    """
+    group = _group_of(group)
+    options: dict[str, Any] = {"resets": resets, "reverse": reverse, "cu_seqlens": cu_seqlens, "backend": backend}
+    if group.size() == 1:
+        return recurrence(*arguments, h0=h0, **options)
+    if recurrence.states or any(x.is_complex() for x in arguments):
+        raise ValueError(
+            f"recurrence must be real and linear in its state for a sequence in parts; {recurrence} is not"
+        )
+    return _Seam(_Recurrence(recurrence, arguments, resets, reverse, backend), group, cu_seqlens).run(h0)
+
+
+def minimal_scan(
+    pre: Tensor,
+    bias: Tensor | None,
+    h0: Tensor | None,
+    cell: str,
+    candidate: str,
+    batch_first: bool,
+    backend: str,
+    *,
+    group: ProcessGroup,
+) -> tuple[Tensor, Tensor]:
+    """As ``operators.minimal_scan`` in one direction, of a part of the pre-activations; h0 and h_last are (1, B, H)."""
+    if group.size() == 1:
+        return operators.minimal_scan(pre, bias, h0, None, cell, candidate, batch_first, 1, backend)
+    steps = _Minimal(pre, bias, cell, candidate, batch_first, backend)
+    h, h_last = _Seam(steps, group).run(None if h0 is None else h0[0])
+    return h, h_last[None]
+
+
+def sequence_parallel(module: nn.Module, group: ProcessGroup | DeviceMesh) -> nn.Module:
+    """Have the layers in ``module`` take this process's part of each sequence, from now on; returns the module.
+
+    Inputs and outputs are then contiguous parts, in the order of the ranks, of any lengths; initial and last states
+    are those of the whole sequence, the same on all processes.  Weights get the gradient of their own process's use,
+    to be added up or averaged as in data parallelism.  The layers with a scan and the causal convolution of
+    :mod:`ostinato.models` can; what else in a module looks from one step to another is the caller's to see to.
+
+    Raises ValueError for a module with an ``RNN``, ``GRU`` or ``LSTM``, whose steps wait for each other.
+
+    Example:
+        >>> import torch, ostinato, ostinato.distributed
+        >>> model = ostinato.MinGRU(8, 16, batch_first=True)
+        >>> group = torch.distributed.new_group([0, 1])  # doctest: +SKIP
+        >>> model = ostinato.distributed.sequence_parallel(model, group)  # doctest: +SKIP
+        >>> y, h_n = model(x)  # of this process's steps  # doctest: +SKIP
+    """
+    group = _group_of(group)
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.RNNBase):
+            raise ValueError(
+                f"module must have no layer whose steps wait for each other; got {name or 'one'}, a "
+                f"{type(layer).__name__}"
+            )
+        if hasattr(layer, "sequence_group"):
+            layer.sequence_group = group
+    return module
+
+
+def steps_before(x: Tensor, initial: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor]:
+    """Of parts x, (B, T, W), the steps just before this one, and the last of all; both as many as in ``initial``.
+
+    ``initial``, (B, K, W), are those before the whole sequence, the same on all processes.
+    """
+    number = initial.shape[1]
+    if not number:
+        return initial, initial
+    marked = F.pad(x[:, -number:], (0, 1), value=1.0)  # a last channel tells steps from what fills up
+    tails = _Gathered.apply(F.pad(marked, (0, 0, number - marked.shape[1], 0)), group)
+    begin = F.pad(_Shared.apply(initial, group), (0, 1), value=1.0).to(tails.dtype)
+    steps = torch.cat((begin, *tails.unbind()), 1)
+
+    def last(of: Tensor) -> Tensor:
+        order = of[:1, :, -1].argsort(dim=1, stable=True)[0]  # what fills up goes first
+        return of[:, order[-number:], :-1].to(x.dtype)
+
+    return last(steps[:, : (group.rank() + 1) * number]), last(steps)
+
+
+def _group_of(group: ProcessGroup | DeviceMesh) -> ProcessGroup:
+    if isinstance(group, DeviceMesh):
+        return group.get_group()  # raises if it has several dimensions
+    if not isinstance(group, ProcessGroup):
+        raise TypeError(f"group must be a process group or a device mesh that this process is in; got {group!r}")
+    return group
+
+
+# What a part consists of
+
+
+class _Linear:
+    """Steps of ``h = a*h + b``: how they are run, and how they compose."""
+
+    one, zero = 1.0, 0.0
+
+    def __init__(self, a: Tensor, b: Tensor, resets: Tensor | None, reverse: bool, backend: str) -> None:
+        self.inputs: tuple[Tensor | None, ...] = (a, b)
+        self.resets, self.reverse, self.backend = resets, reverse, backend
+        self.batch, self.number, self.channels = b.shape
+        self.dtype, self.device = b.dtype, b.device
+
+    def of(self, inputs: tuple[Tensor | None, ...]) -> Self:
+        """The same of other inputs; of none, to be kept without their memory."""
+        other = copy.copy(self)
+        other.inputs = inputs
+        return other
+
+    def run(self, h0: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The scan itself, differentiable."""
+        return operators.linear_scan(*self.inputs, h0, cu_seqlens, self.resets, self.reverse, self.backend)
+
+    def coefficients(self, steps: slice) -> tuple[Tensor, Tensor]:
+        """a and b of some steps."""
+        a, b = self.inputs
+        assert a is not None
+        assert b is not None
+        return a[:, steps], b[:, steps]
+
+    def scan(
+        self, a: Tensor, b: Tensor, h0: Tensor | None, resets: Tensor | None = None, cu_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The same recurrence of other steps."""
+        return operators.linear_scan(a, b, h0, cu_seqlens, resets, self.reverse, self.backend)
+
+    def times(self, a: Tensor, b: Tensor) -> Tensor:
+        return a * b
+
+    def times_plus(self, a: Tensor, h: Tensor, b: Tensor) -> Tensor:
+        return a * h + b
+
+    def compose(self, steps: slice) -> tuple[Tensor, Tensor]:
+        """P and L of some steps, differentiable: P by a scan, which keeps more digits of it than a product does."""
+        a, b = self.coefficients(steps)
+        resets = self.resets_of(steps)
+        nothing, one = a.new_full((1, 1, 1), self.zero).expand_as(a), torch.full_like(a[:, :1].sum(1), self.one)
+        return self.scan(a, nothing, one, resets)[1], self.scan(a, b, None, resets)[1]
+
+    def carries(self, steps: slice, h: Tensor, entering: Tensor) -> Tensor:
+        """For some steps, how much of the gradient of the state after it each hands to the state before."""
+        return zeroed(self.coefficients(steps)[0], self.resets_of(steps))
+
+    def resets_of(self, steps: slice) -> Tensor | None:
+        return None if self.resets is None else self.resets[:, steps]
+
+    def by_batch(self, h: Tensor) -> Tensor:
+        """h as (B, T, D)."""
+        return h
+
+
+class _Logarithmic(_Linear):
+    """Steps of ``log_h = logaddexp(log_a + log_h, log_b)``."""
+
+    one, zero = 0.0, float("-inf")
+
+    def run(self, h0: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+        return operators.log_linear_scan(*self.inputs, h0, cu_seqlens, self.resets, self.reverse, self.backend)
+
+    def scan(
+        self, a: Tensor, b: Tensor, h0: Tensor | None, resets: Tensor | None = None, cu_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return operators.log_linear_scan(a, b, h0, cu_seqlens, resets, self.reverse, self.backend)
+
+    def times(self, a: Tensor, b: Tensor) -> Tensor:
+        return a + b
+
+    def times_plus(self, a: Tensor, h: Tensor, b: Tensor) -> Tensor:
+        return torch.logaddexp(a + h, b)
+
+    def carries(self, steps: slice, h: Tensor, entering: Tensor) -> Tensor:
+        if self.reverse:
+            before = torch.cat((h, entering[:, None]), 1)[:, steps.start + 1 : steps.stop + 1]
+        else:
+            before = torch.cat((entering[:, None], h), 1)[:, steps]
+        a, b = self.coefficients(steps)
+        return shares(a + zeroed(before, self.resets_of(steps), self.zero), b)[0]
+
+
+class _Minimal(_Linear):
+    """Steps of a minimal layer in one direction, from their pre-activations."""
+
+    def __init__(
+        self, pre: Tensor, bias: Tensor | None, cell: str, candidate: str, batch_first: bool, backend: str
+    ) -> None:
+        self.inputs = (pre, bias)
+        self.settings = (cell, candidate, batch_first)
+        self.resets, self.reverse, self.backend = None, False, backend
+        self.batch, self.number, gates = pre.shape if batch_first else (pre.shape[1], pre.shape[0], pre.shape[2])
+        self.channels = gates // GATES[cell]
+        self.dtype, self.device = pre.dtype, pre.device
+
+    def run(self, h0: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+        h, h_last = operators.minimal_scan(*self.inputs, h0[None], None, *self.settings, 1, self.backend)
+        return h, h_last[0]
+
+    def coefficients(self, steps: slice) -> tuple[Tensor, Tensor]:
+        pre, bias = self.inputs
+        assert pre is not None
+        return _gates(self.by_batch(pre)[:, steps], bias, *self.settings[:2])
+
+    def by_batch(self, h: Tensor) -> Tensor:
+        return h if self.settings[2] else h.transpose(0, 1)
+
+
+class _Recurrence(_Linear):
+    """Steps of a linear recurrence of the user's."""
+
+    def __init__(
+        self, recurrence: Recurrence, arguments: tuple[Tensor, ...], resets: Tensor | None, reverse: bool, backend: str
+    ) -> None:
+        self.recurrence, self.inputs = recurrence, arguments
+        self.resets, self.reverse, self.backend = resets, reverse, backend
+        sequences = [x for x in arguments if x.dim() == 3]
+        self.batch, self.number, self.channels = sequences[0].shape
+        self.dtype = functools.reduce(torch.promote_types, (x.dtype for x in sequences))
+        self.device = sequences[0].device
+
+    def run(self, h0: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+        options: dict[str, Any] = {"reverse": self.reverse, "cu_seqlens": cu_seqlens, "backend": self.backend}
+        return self.recurrence(*cast(tuple[Tensor, ...], self.inputs), h0=h0, resets=self.resets, **options)
+
+    def coefficients(self, steps: slice) -> tuple[Tensor, Tensor]:
+        wide = torch.promote_types(self.dtype, torch.float32)
+        own = [x[:, steps] if x.dim() == 3 else x for x in self.inputs if x is not None]
+        shape = (self.batch, steps.stop - steps.start, self.channels)
+        a, b = self.recurrence.function(*(x.to(wide) for x in own))
+        return a.expand(shape), b.expand(shape)
+
+
+def _gates(pre: Tensor, bias: Tensor | None, cell: str, candidate: str) -> tuple[Tensor, Tensor]:
+    """a and b, of float32 or wider, as the layers' kernels compute them."""
+    wide = torch.promote_types(pre.dtype, torch.float32)
+    total = pre.to(wide) if bias is None else pre.to(wide) + bias.to(wide)
+    return GATE_FUNCTIONS[cell](total, candidate)
+
+
+# Which sequences cross the seams between the parts
+
+
+class _Part(NamedTuple):
+    """Of one process's steps: those of the sequence that enters, and of the one that leaves, in the order of scanning.
+
+    One not packed enters and leaves every part, for each row of the batch.
+    """
+
+    head: slice  # the entering sequence's steps
+    tail: slice  # the leaving sequence's
+    entering: int  # which sequence that is
+    leaving: int
+    continues: bool  # the entering one has begun in a part before
+    through: bool  # and goes on in a part after
+    ended: slice  # the sequences of which the last step is here
+
+
+def _dense(steps: int) -> _Part:
+    return _Part(slice(0, steps), slice(0, steps), 0, 0, True, True, slice(0, 0))
+
+
+def _packed(bounds: list[int], low: int, high: int, reverse: bool) -> _Part:
+    """Of sequences that lie end to end, the steps from ``low`` to ``high``."""
+    inside = [n for n in range(len(bounds) - 1) if max(bounds[n], low) < min(bounds[n + 1], high)]
+    if not inside:
+        return _dense(0)
+
+    def steps(n: int) -> slice:
+        return slice(max(bounds[n], low) - low, min(bounds[n + 1], high) - low)
+
+    cut_low, cut_high = bounds[inside[0]] < low, bounds[inside[-1] + 1] > high
+    ended = slice(inside[0] + (reverse and cut_low), inside[-1] + 1 - (not reverse and cut_high))
+    first, final = (inside[-1], inside[0]) if reverse else (inside[0], inside[-1])
+    continues, goes_on = (cut_high, cut_low) if reverse else (cut_low, cut_high)
+    through = continues and goes_on and first == final
+    return _Part(steps(first), steps(final), first, final, continues, through, ended)
+
+
+def _pieces(steps: slice, width: int, from_end: bool) -> Iterator[slice]:
+    """Steps in pieces from one end on, the first ones short: who finds that the rest does not count may stop."""
+    taken, number = 0, steps.stop - steps.start
+    while taken < number:
+        size = min(max(taken, FIRST_PIECE), max(LARGEST_PIECE // max(width, 1), 1), number - taken)
+        taken += size
+        begin = steps.stop - taken if from_end else steps.start + taken - size
+        yield slice(begin, begin + size)
+
+
+class _Seam:
+    """What the process of a part tells the others, and hears."""
+
+    def __init__(self, steps: _Linear, group: ProcessGroup, cu_seqlens: Tensor | None = None) -> None:
+        self.steps, self.group, self.rank = steps, group, group.rank()
+        self.sequences = steps.batch
+        self.cu_seqlens: Tensor | None = None
+        if cu_seqlens is None:
+            self.parts = [_dense(steps.number)] * group.size()
+        else:
+            lengths = _gather(group, torch.tensor([steps.number], device=steps.device))[0]
+            ends = [0, *lengths.flatten().cumsum(0).tolist()]
+            operators._check_cu_seqlens(cu_seqlens, ends[-1])
+            bounds = cu_seqlens.tolist()
+            self.parts = [_packed(bounds, low, high, steps.reverse) for low, high in pairwise(ends)]
+            low, high = ends[self.rank], ends[self.rank + 1]
+            self.cu_seqlens, self.sequences = cu_seqlens.clamp(low, high) - low, len(bounds) - 1
+            self.empty = cu_seqlens.diff()[:, None] == 0
+            self.ended = self.rows(self.parts[self.rank].ended) & ~self.empty
+        self.part = self.parts[self.rank]
+
+    def without_inputs(self) -> "_Seam":
+        """To be kept, when the inputs' memory is not."""
+        other = copy.copy(self)
+        other.steps = self.steps.of(())
+        return other
+
+    def run(self, h0: Tensor | None) -> tuple[Tensor, Tensor]:
+        """h of this part and the last state of all."""
+        if not self.sequences:
+            return self.steps.run(self.initial(h0), self.cu_seqlens)
+        shared = _Shared.apply(self.initial(h0), self.group) if self.packed else self.initial(h0)
+        with torch.no_grad():
+            P, L = self.composed()
+            told = _gather(self.group, *self.begun(P, L, shared), self.resets_in(self.part.tail))
+            entering, of_all = self.enter(shared, *told)
+        # Constants to the scan: _Across hands their gradients on.
+        entering, of_all = (x.detach().to(self.steps.dtype) for x in (entering, of_all))
+        h, last = self.steps.run(self.local(shared, entering), self.cu_seqlens)
+        return _Across.apply(self.without_inputs(), entering, of_all, h, last, h0, *self.steps.inputs)
+
+    def run_plainly(self, h0: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The same of differentiable parts alone, for derivatives of higher order.
+
+        Without a branch: all processes must have the same graph, or their exchanges would be out of step.
+        """
+        steps, group = self.steps, self.group
+        shared = _Shared.apply(self.initial(h0), group)
+        P, L = steps.compose(self.part.tail)
+        told = (*self.begun(P, L, shared), self.resets_in(self.part.tail))
+        told_by_all = _Gathered.apply(torch.cat([x.to(P.dtype) for x in told], 1), group)
+        entering, of_all = self.enter(shared, *told_by_all.split([x.shape[1] for x in told], -1))
+        everything = slice(0, steps.number)
+        a, b = steps.coefficients(everything)
+        h, last = steps.scan(a, b, self.local(shared, entering).to(b.dtype), steps.resets, self.cu_seqlens)
+        if self.packed:
+            of_all = torch.where(self.empty, shared, _Sum.apply(last.masked_fill(~self.ended, 0.0), group))
+        return steps.by_batch(h).to(steps.dtype), of_all.to(steps.dtype)
+
+    @property
+    def packed(self) -> bool:
+        return self.cu_seqlens is not None
+
+    def rows(self, sequences: int | slice) -> Tensor:
+        """Which of the packed sequences these are, (N, 1)."""
+        chosen = torch.zeros(self.sequences, 1, dtype=torch.bool)
+        chosen[sequences] = True
+        return chosen.to(self.steps.device)
+
+    def initial(self, h0: Tensor | None) -> Tensor:
+        """The initial states, (B, D) or (N, D)."""
+        steps = self.steps
+        if h0 is not None:
+            return h0
+        return torch.full((self.sequences, steps.channels), steps.zero, dtype=steps.dtype, device=steps.device)
+
+    def local(self, initial: Tensor, entering: Tensor) -> Tensor:
+        """The states that this part's own scan starts from."""
+        if not self.packed:
+            return entering
+        enters = self.part.continues and self.steps.number > 0
+        return torch.where(self.rows(self.part.entering) & enters, entering, initial)
+
+    def resets_in(self, steps: slice) -> Tensor:
+        """(B, 1): whether the state is zero before one of the steps."""
+        if self.steps.resets is None:
+            return torch.zeros(self.steps.batch, 1, dtype=torch.bool, device=self.steps.device)
+        return self.steps.resets[:, steps].any(1, keepdim=True)
+
+    def wide(self, x: float) -> Tensor:
+        """(B, D) of x.  Products of float32 coefficients near 1 are all rounded alike, and these numbers are few."""
+        steps = self.steps
+        dtype = torch.float64 if steps.device.type in ("cpu", "cuda") else torch.float32
+        return torch.full((steps.batch, steps.channels), x, dtype=dtype, device=steps.device)
+
+    def composed(self) -> tuple[Tensor, Tensor]:
+        """P and L of the leaving sequence's steps, from the last one back, until no state before them counts."""
+        steps, P, L = self.steps, self.wide(self.steps.one), self.wide(self.steps.zero)
+        for piece in _pieces(self.part.tail, steps.batch * steps.channels, from_end=not steps.reverse):
+            of_piece = steps.compose(piece)
+            P, L = steps.times(P, of_piece[0]), steps.times_plus(P, of_piece[1], L)
+            if _has_vanished(P, steps.zero):
+                break
+        return P, L
+
+    def begun(self, P: Tensor, L: Tensor, initial: Tensor) -> tuple[Tensor, Tensor]:
+        """P and L, if the leaving sequence has begun in this part from that."""
+        if not self.packed:
+            return P, L
+        part = self.part
+        begins = torch.tensor(not (part.continues and part.entering == part.leaving), device=P.device)
+        return P, torch.where(begins, self.steps.times_plus(P, initial[part.leaving], L), L)
+
+    def enter(self, initial: Tensor, P: Tensor, L: Tensor, resets: Tensor) -> tuple[Tensor, Tensor]:
+        """From all processes', (R, B, D), the state that enters this part, and the last one of a dense sequence."""
+        steps = self.steps
+        start = torch.full_like(P[0], steps.zero) if self.packed else initial.to(P.dtype)
+        forgotten = resets[..., 0].bool() | self.each(lambda part: not part.through)
+        after, last = steps.scan(P.transpose(0, 1), L.transpose(0, 1), start, forgotten.T.contiguous())
+        return self.before(start, after, steps.reverse), last
+
+    def carried_back(self, grad_h: Tensor, h: Tensor, entering: Tensor) -> tuple[Tensor, Tensor]:
+        """As :meth:`composed`, of the entering sequence and its gradient: from the first step on."""
+        steps, P, L = self.steps, self.wide(1.0), self.wide(0.0)
+        if not self.part.continues:
+            return P, L
+        h, grad_h = steps.by_batch(h), steps.by_batch(grad_h)
+        for piece in _pieces(self.part.head, steps.batch * steps.channels, from_end=steps.reverse):
+            a = steps.carries(piece, h, entering)
+            b = a * grad_h[:, piece]
+            nothing, one = a.new_zeros(1, 1, 1).expand_as(a), torch.ones_like(a[:, 0])
+            back = (None, None, not steps.reverse, steps.backend)
+            L = L + P * operators.linear_scan(a, b, None, *back)[1]
+            P = P * operators.linear_scan(a, nothing, one, *back)[1]
+            if _has_vanished(P, 0.0):
+                break
+        return P, L
+
+    def come_in(self, P: Tensor, L: Tensor, resets: Tensor, grad_last: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradient of the state that leaves this part, and that of a dense sequence's initial state."""
+        reverse = not self.steps.reverse
+        forgotten = resets[..., 0].bool() | self.each(lambda part: not part.through)
+        start = grad_last.to(P.dtype)
+        if self.packed:  # a sequence that ends in a part has its own last gradient come in there
+            ends = self.each(lambda part: part.continues and not part.through)[..., None]
+            at_end = start[[part.entering for part in self.parts]][:, None]
+            L = L + torch.where(ends & ~resets, P * at_end, 0.0)
+            L = torch.where(self.each(lambda part: part.continues)[..., None], L, 0.0)
+            start = torch.zeros_like(P[0])
+        back = (None, forgotten.T.contiguous(), reverse, self.steps.backend)
+        after, last = operators.linear_scan(P.transpose(0, 1), L.transpose(0, 1), start, *back)
+        return self.before(start, after, reverse), last
+
+    def each(self, what: Callable[[_Part], bool]) -> Tensor:
+        """(R, 1): of each process's part."""
+        return torch.tensor([[what(part)] for part in self.parts], device=self.steps.device)
+
+    def before(self, start: Tensor, after: Tensor, reverse: bool) -> Tensor:
+        """Of the states after each process's part, (B, R, D), in the order of scanning, the one before this."""
+        states = (after, start[:, None]) if reverse else (start[:, None], after)
+        return torch.cat(states, 1)[:, self.rank + 1 if reverse else self.rank]
+
+
+class _Across(torch.autograd.Function):
+    """Between a part's scan and who uses it: has the gradient that comes in from other parts start its backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        seam: _Seam,
+        entering: Tensor,
+        of_all: Tensor,
+        h: Tensor,
+        last: Tensor,
+        h0: Tensor | None,
+        *inputs: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.seam = seam
+        ctx.save_for_backward(h, entering, last, h0, *inputs)
+        ctx.set_materialize_grads(False)
+        if seam.packed:
+            ended = _gather(seam.group, last.masked_fill(~seam.ended, 0.0))[0].sum(0)
+            of_all = torch.where(seam.empty, seam.initial(h0), ended)
+        return h, of_all
+
+    @staticmethod
+    def backward(ctx: Any, grad_h: Tensor | None, grad_last: Tensor | None) -> tuple:
+        seam: _Seam = copy.copy(ctx.seam)
+        h, entering, last, h0, *inputs = ctx.saved_tensors
+        seam.steps = seam.steps.of(tuple(inputs))
+        grad_h = torch.zeros_like(h) if grad_h is None else grad_h
+        grad_last = torch.zeros_like(last) if grad_last is None else grad_last
+        nothing = (None,) * 3
+        if torch.is_grad_enabled():
+            wanted = [x for x in (h0, *inputs) if x is not None and x.requires_grad]
+            grads = iter(torch.autograd.grad(seam.run_plainly(h0), wanted, (grad_h, grad_last), create_graph=True))
+            given = (next(grads) if x is not None and x.requires_grad else None for x in (h0, *inputs))
+            return *nothing, None, None, *given
+        head = seam.part.head
+        told = (*seam.carried_back(grad_h, h, entering), seam.resets_in(head), grad_last)
+        P, L, resets, grads_last = _gather(seam.group, *told)
+        grad_last = grads_last.sum(0)
+        coming, grad_h0 = (x.to(last.dtype) for x in seam.come_in(P, L, resets, grad_last))
+        if seam.packed:
+            grad_h0 = grad_last.masked_fill(~seam.empty, 0.0)
+            leaving = seam.rows(seam.part.leaving if seam.steps.number else slice(0))
+            coming = torch.where(leaving, coming, 0.0) + grad_last.masked_fill(~seam.ended, 0.0)
+        return *nothing, grad_h, coming, None if h0 is None else grad_h0, *(None for _ in inputs)
+
+
+class _Sum(torch.autograd.Function):
+    """The sum of all processes' tensors; so is its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        x = x.clone(memory_format=torch.contiguous_format)
+        distributed.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _Sum.apply(grad, ctx.group), None
+
+
+class _Gathered(torch.autograd.Function):
+    """All processes' tensors, (R, ...): each gets the gradient of all uses of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _gather(group, x)[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _Sum.apply(grad, ctx.group)[ctx.group.rank()], None
+
+
+class _Shared(torch.autograd.Function):
+    """A tensor that is the same on all processes: each gets the gradient of all its uses."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        ctx.set_materialize_grads(False)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
+        return None if grad is None else _Sum.apply(grad, ctx.group), None
+
+
+def _gather(group: ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Each tensor of all processes, (R, ...), by one exchange in the widest dtype."""
+    dtype = functools.reduce(torch.promote_types, (x.dtype for x in tensors))
+    mine = torch.cat([x.to(dtype).flatten() for x in tensors])
+    gathered = mine.new_empty(group.size(), len(mine))
+    distributed.all_gather(list(gathered.unbind()), mine, group=group)
+    parts = gathered.split([x.numel() for x in tensors], 1)
+    return tuple(part.reshape(-1, *x.shape).to(x.dtype) for part, x in zip(parts, tensors, strict=True))
+
+
+def _has_vanished(P: Tensor, zero: float) -> bool:
+    """Waits for the GPU, which a capture cannot."""
+    if P.is_cuda and torch.cuda.is_current_stream_capturing():
+        return False
+    return bool(P.eq(zero).all())

@@ -1,0 +1,264 @@
+"""A sequence over several processes is the sequence of one: values, and derivatives of every order."""
+
+import copy
+import itertools
+from unittest import mock
+
+import pytest
+import torch
+from torch import distributed
+
+import ostinato
+import ostinato.distributed
+from ostinato.models import CausalConv, LanguageModel
+
+LENGTHS = {2: [(7, 4), (0, 11), (10, 1)], 4: [(3, 0, 5, 2), (1, 1, 8, 1), (0, 0, 0, 10)]}
+SCANS = {"linear": "linear_scan", "log": "log_linear_scan"}
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def cut(x, lengths, dim=1):
+    """This process's part of a whole."""
+    return None if x is None else x.split(lengths, dim)[distributed.get_rank()]
+
+
+def leaf(x):
+    return x.detach().clone().requires_grad_()
+
+
+def compare(name, lengths, options, with_h0, order=1):
+    """The largest difference of results and gradients from one process's."""
+    rank, size, total = distributed.get_rank(), distributed.get_world_size(), sum(lengths)
+    cu_seqlens = options.get("cu_seqlens")
+    batch = 2 if cu_seqlens is None else 1
+    whole = [leaf(x) for x in random(2, batch, total, 3)]
+    mine = [leaf(cut(x, lengths)) for x in whole]
+    if with_h0:
+        whole.append(leaf(random(batch if cu_seqlens is None else len(cu_seqlens) - 1, 3, seed=1)))
+        mine.append(leaf(whole[2]))
+    expected = getattr(ostinato, SCANS[name])(*whole, **options)
+    options = {**options, "resets": cut(options.get("resets"), lengths), "group": distributed.group.WORLD}
+    found = getattr(ostinato.distributed, SCANS[name])(*mine, **options)
+    differences = [found[0] - cut(expected[0], lengths), found[1] - expected[1]]
+    weights, of_last = random(*expected[0].shape, seed=2), random(size, *expected[1].shape, seed=3)
+    loss = (expected[0].sin() * weights).sum() + (expected[1].sin() * of_last).sum()
+    part = (found[0].sin() * cut(weights, lengths)).sum() + (found[1].sin() * of_last[rank]).sum()
+    for level in range(order):
+        again = level < order - 1
+        grads = torch.autograd.grad(loss, whole, create_graph=again)
+        parts = torch.autograd.grad(part, mine, create_graph=again)
+        differences += [x - cut(y, lengths) for x, y in zip(parts[:2], grads[:2], strict=True)]
+        differences += [x - y for x, y in zip(parts[2:], grads[2:], strict=True)]
+        if again:
+            weights = [random(*x.shape, seed=4 + level) for x in grads]
+            loss = sum((x.sin() * y).sum() for x, y in zip(grads, weights, strict=True))
+            part = sum((x.sin() * cut(y, lengths)).sum() for x, y in zip(parts[:2], weights[:2], strict=True))
+            # All processes have the gradient of h0: each takes its share of what is made of it.
+            part = part + sum((x.sin() * y).sum() / size for x, y in zip(parts[2:], weights[2:], strict=True))
+    return max(x.abs().max().item() if x.numel() else 0.0 for x in differences)
+
+
+def kinds(lengths):
+    total = sum(lengths)
+    resets = torch.rand(2, total, generator=torch.Generator().manual_seed(4)) < 0.2
+    bounds = {
+        "packed": [0, 2, 2, total - 1, total],
+        "one long": [0, 0, total],
+        "at the seams": [0, *itertools.accumulate(lengths)],
+    }
+    packed = {kind: {"cu_seqlens": torch.tensor(ends, dtype=torch.int32)} for kind, ends in bounds.items()}
+    return {"dense": {}, "resets": {"resets": resets}, **packed, "both": {**packed["packed"], "resets": resets[:1]}}
+
+
+def errors(size):
+    found = {}
+    for lengths, name, reverse, with_h0 in itertools.product(LENGTHS[size], SCANS, (False, True), (False, True)):
+        for kind, options in kinds(lengths).items():
+            options = {"reverse": reverse, **options}
+            found[name, lengths, kind, reverse, with_h0] = compare(name, lengths, options, with_h0)
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_equal_to_one_process(processes, size):
+    for found in processes.run(size, errors, size):
+        wrong = {case: error for case, error in found.items() if not error < 1e-12}
+        assert not wrong, "\n".join(f"{case}: {error}" for case, error in wrong.items())
+
+
+def errors_of_orders():
+    found, lengths = {}, (4, 3)
+    for name, reverse, (kind, options) in itertools.product(SCANS, (False, True), kinds(lengths).items()):
+        case = name, lengths, {"reverse": reverse, **options}, True
+        found[name, kind, reverse] = compare(*case, order=2)
+    return found
+
+
+def test_derivatives_of_higher_order(processes):
+    for found in processes.run(2, errors_of_orders):
+        wrong = {case: error for case, error in found.items() if not error < 1e-11}
+        assert not wrong, "\n".join(f"{case}: {error}" for case, error in wrong.items())
+
+
+def gradients_hold(name):
+    """gradcheck in step on all processes, of what they all make of the same whole sequence."""
+    world, size, rank = distributed.group.WORLD, distributed.get_world_size(), distributed.get_rank()
+    resets = torch.tensor([[False, False, False], [False, rank == 1, False]])
+
+    def of_all(a, b, h0):
+        own = (ostinato.distributed._Shared.apply(x, world)[rank] for x in (a, b))
+        h, h_last = getattr(ostinato.distributed, SCANS[name])(*own, h0, resets=resets, group=world)
+        results = ostinato.distributed._Gathered.apply(h, world), h_last
+        # All processes take the gradient of the same results: each of its share.
+        return tuple(x / size + (x - x / size).detach() for x in results)
+
+    a, b = random(2, size, 2, 3, 2)
+    return torch.autograd.gradcheck(of_all, [leaf(x) for x in (a, b, random(2, 2, seed=1))])
+
+
+@pytest.mark.parametrize("name", SCANS)
+def test_gradcheck(processes, name):
+    assert processes.run(2, gradients_hold, name) == [True, True]
+
+
+def compare_of(whole, lengths, reverse):
+    whole = [leaf(x) for x in whole]
+    mine = [leaf(cut(x, lengths)) for x in whole[:2]] + [leaf(whole[2])]
+    expected = ostinato.linear_scan(*whole, reverse=reverse)
+    found = ostinato.distributed.linear_scan(*mine, group=distributed.group.WORLD, reverse=reverse)
+    weights = random(*whole[0].shape, seed=2)
+    grads = torch.autograd.grad((expected[0] * weights).sum(), whole)
+    parts = torch.autograd.grad((found[0] * cut(weights, lengths)).sum(), mine)
+    pairs = [(found[0], cut(expected[0], lengths)), (found[1], expected[1])]
+    pairs += [(x, cut(y, lengths)) for x, y in zip(parts[:2], grads[:2], strict=True)] + [(parts[2], grads[2])]
+    return max(((x - y).abs().max() / y.abs().max()).item() for x, y in pairs)
+
+
+def far_apart(reverse):
+    """Parts so long that the state that enters one does not count at its end; and one in which it does."""
+    errors, pieces = [], []
+    for lowest in (0.0, 0.99999):
+        a = lowest + (1 - lowest) * torch.rand(1, 9000, 2, generator=torch.Generator().manual_seed(5))
+        with pytest.MonkeyPatch.context() as patch:
+            ask = mock.Mock(wraps=ostinato.distributed._has_vanished)
+            patch.setattr(ostinato.distributed, "_has_vanished", ask)
+            errors.append(compare_of((a, random(1, 9000, 2), random(1, 2, seed=1)), (5000, 4000), reverse))
+        pieces.append(ask.call_count)
+    return errors, pieces
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_parts_in_which_the_past_vanishes_and_parts_in_which_it_does_not(processes, reverse):
+    for errors, (soon, never) in processes.run(2, far_apart, reverse):
+        assert max(errors) < 1e-12
+        assert soon <= 3 < 6 <= never
+
+
+def of_a_nan():
+    a, b = torch.full((1, 6, 2), 0.5), torch.ones(1, 6, 2)
+    b[0, 1, 0] = torch.nan
+    resets = torch.tensor([[False] * 4 + [True, False]])
+    options = {"group": distributed.group.WORLD, "resets": cut(resets, (3, 3))}
+    h, h_last = ostinato.distributed.linear_scan(cut(a, (3, 3)), cut(b, (3, 3)), **options)
+    return h.isnan().flatten().tolist(), h_last.isnan().flatten().tolist()
+
+
+def test_a_nan_stays_in_its_channel_and_before_the_reset(processes):
+    nan, none = [True, False], [False, False]
+    assert processes.run(2, of_a_nan) == [(none + nan * 2, none), (nan + none * 2, none)]
+
+
+def bits_of_one_process():
+    a, b, h0 = leaf(random(2, 9, 3)), random(2, 9, 3, seed=1), random(2, 3, seed=2)
+    results = []
+    for function, options in (
+        (ostinato.linear_scan, {}),
+        (ostinato.distributed.linear_scan, {"group": distributed.group.WORLD}),
+    ):
+        h, h_last = function(a, b, h0, reverse=True, **options)
+        results.append((h, h_last, *torch.autograd.grad(h.sum() + h_last.sum(), a)))
+    return all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+
+
+def test_a_group_of_one_has_the_bits_of_one_process(processes):
+    assert processes.run(1, bits_of_one_process) == [True]
+
+
+LAYERS = {
+    "MinGRU": lambda: ostinato.MinGRU(3, 4, 2, batch_first=True),
+    "MinLSTM, time first": lambda: ostinato.MinLSTM(3, 4, bias=False),
+    "both ways": lambda: ostinato.MinGRU(3, 4, bidirectional=True, batch_first=True, candidate="tanh"),
+    "RG-LRU": lambda: ostinato.RGLRU(3, 4, batch_first=True),
+    "causal convolution": lambda: CausalConv(3, 4),
+}
+
+
+def errors_of_layers(lengths):
+    found = {}
+    for name, make in LAYERS.items():
+        torch.manual_seed(0)
+        layer, x = make(), random(2, sum(lengths), 3)
+        dim = 1 if getattr(layer, "batch_first", True) else 0
+        x = leaf(x if dim else x.transpose(0, 1))
+        if isinstance(layer, CausalConv):
+            initial = random(2, 3, 3, seed=1)
+        else:
+            initial = random(layer.num_layers * layer.num_directions, 2, 4, seed=1)
+        parts = ostinato.distributed.sequence_parallel(copy.deepcopy(layer), distributed.group.WORLD)
+        states, own = [leaf(initial), leaf(initial)], leaf(cut(x, lengths, dim))
+        expected, results = layer(x, states[0]), parts(own, states[1])
+        weights, of_last = random(*expected[0].shape, seed=2), random(*expected[1].shape, seed=3)
+        ((expected[0].sin() * weights).sum() + (expected[1].sin() * of_last).sum()).backward()
+        loss = (results[0].sin() * cut(weights, lengths, dim)).sum()
+        (loss + (results[1].sin() * of_last).sum() / len(lengths)).backward()
+        pairs = [(results[0], cut(expected[0], lengths, dim)), (results[1], expected[1])]
+        pairs += [(own.grad, cut(x.grad, lengths, dim)), (states[1].grad, states[0].grad)]
+        for one, several in zip(layer.parameters(), parts.parameters(), strict=True):
+            distributed.all_reduce(several.grad)
+            pairs.append((several.grad, one.grad))
+        found[name] = max((x - y).abs().max().item() if x.numel() else 0.0 for x, y in pairs)
+    return found
+
+
+@pytest.mark.parametrize("lengths", [(6, 5), (2, 1, 0, 8)])
+def test_layers_take_parts(processes, lengths):
+    for found in processes.run(len(lengths), errors_of_layers, lengths):
+        assert max(found.values()) < 1e-12, found
+
+
+@ostinato.recurrence
+def relu(h, x):
+    return torch.relu(h + x)
+
+
+def refusals():
+    world, x = distributed.group.WORLD, torch.zeros(1, 3, 2)
+    layer = ostinato.distributed.sequence_parallel(ostinato.MinGRU(2, 2, batch_first=True), world)
+    bounds = torch.tensor([0, 3], dtype=torch.int32)
+    calls = {
+        "group": lambda: ostinato.distributed.linear_scan(x, x, group=None),
+        "RNN": lambda: ostinato.distributed.sequence_parallel(LanguageModel(2, width=4, cell="lstm"), world),
+        "packed": lambda: layer(torch.nn.utils.rnn.pack_sequence([x[0]])),
+        "not linear": lambda: ostinato.distributed.run(relu, x, group=world),
+        "boundaries": lambda: ostinato.distributed.linear_scan(x, x, group=world, cu_seqlens=bounds),
+        "shape": lambda: ostinato.distributed.linear_scan(x, x, x[0], group=world),
+    }
+    messages = {}
+    for name, call in calls.items():
+        with pytest.raises((TypeError, ValueError)) as caught:
+            call()
+        messages[name] = str(caught.value)
+    return messages
+
+
+def test_what_cannot_be_done_is_said(processes):
+    for messages in processes.run(2, refusals):
+        assert messages["group"].startswith("group must be a process group or a device mesh that this process is in")
+        assert "got blocks.0.recurrent, a LSTM" in messages["RNN"]
+        assert "a sequence in parts can be no PackedSequence" in messages["packed"]
+        assert messages["not linear"].endswith("relu is not")
+        assert messages["boundaries"] == "cu_seqlens must rise from 0 to the number of time steps, 6; got [0, 3]"
+        assert messages["shape"] == "h0 must have shape (1, 2); got (3, 2)"
