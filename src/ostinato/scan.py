@@ -6,6 +6,7 @@ from torch import Tensor
 from ostinato.kernels.scan import BACKENDS, operators
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+COMPLEX_DTYPES = (torch.complex64, torch.complex128)
 
 
 def linear_scan(
@@ -28,7 +29,7 @@ def linear_scan(
     float64; the same call on the same device gives the same bits.
 
     Args:
-        a: coefficients, (B, T, D), any strides, float16, bfloat16, float32 or float64.
+        a: coefficients, (B, T, D), any strides, float16, bfloat16, float32, float64, complex64 or complex128.
         b: offsets, of the same shape; where dtypes differ, both are promoted.
         h0: initial state, (B, D), or (N, D) with ``cu_seqlens``; zero if absent.  Taken in the dtype of a and b.
         resets: bool, (B, T), (1, T) with ``cu_seqlens``: where True, the state is zero before that step, and no
@@ -43,7 +44,7 @@ def linear_scan(
         h, (B, T, D), and h_last, (B, D) or (N, D), the state after the last step taken.
 
     Raises:
-        TypeError: an argument that is no tensor, or of an integer or complex dtype.
+        TypeError: an argument that is no tensor, or of an integer dtype; a complex ``h0`` of a real recurrence.
         ValueError: ranks, shapes, devices or boundaries that do not fit, or an unknown backend.
         RuntimeError: a backend asked for by name that cannot run here.
 
@@ -54,7 +55,11 @@ def linear_scan(
         >>> h.flatten().tolist()
         [1.0, 1.5, 1.75, 1.875]
     """
-    a, b, h0 = _checked(a, b, h0, ("a", "b", "h0"), resets, reverse, cu_seqlens, backend)
+    a, b, h0 = _checked(a, b, h0, ("a", "b", "h0"), resets, reverse, cu_seqlens, backend, FLOAT_DTYPES + COMPLEX_DTYPES)
+    if b.is_complex():
+        from ostinato.kernels.recurrence import complex
+
+        return complex.linear_scan(a, b, h0, cu_seqlens, resets, reverse, backend)
     return operators.linear_scan(a, b, h0, cu_seqlens, resets, reverse, backend)
 
 
@@ -97,7 +102,7 @@ def log_linear_scan(
         200.0
     """
     names = ("log_a", "log_b", "log_h0")
-    log_a, log_b, log_h0 = _checked(log_a, log_b, log_h0, names, resets, reverse, cu_seqlens, backend)
+    log_a, log_b, log_h0 = _checked(log_a, log_b, log_h0, names, resets, reverse, cu_seqlens, backend, FLOAT_DTYPES)
     dtype = log_b.dtype
     wide = torch.promote_types(dtype, torch.float32)  # differences of states rounded to 16 bits make no gradient
     log_a, log_b, log_h0 = log_a.to(wide), log_b.to(wide), None if log_h0 is None else log_h0.to(wide)
@@ -114,11 +119,12 @@ def _checked(
     reverse: bool,
     cu_seqlens: Tensor | None,
     backend: str,
+    dtypes: tuple[torch.dtype, ...],
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The inputs in one dtype, or the error that says which of them does not fit."""
     for name, x in zip(names, (a, b, h0), strict=True):
         if x is not None or name != names[2]:
-            check_floating(name, x)
+            check_floating(name, x, dtypes)
     if a.dim() != 3:
         raise ValueError(f"{names[0]} must have shape (B, T, D); got {tuple(a.shape)}")
     if b.shape != a.shape:
@@ -127,6 +133,8 @@ def _checked(
         raise ValueError(f"{names[1]} must be on the device of {names[0]}, {a.device}; got {b.device}")
     check_scan(names[0], a, {} if h0 is None else {names[2]: h0}, resets, reverse, cu_seqlens, backend)
     dtype = torch.promote_types(a.dtype, b.dtype)
+    if h0 is not None and h0.is_complex() and not dtype.is_complex:
+        raise TypeError(f"{names[2]} must be real as {names[0]} and {names[1]} are; got {describe(h0)}")
     return a.to(dtype), b.to(dtype), None if h0 is None else h0.to(dtype)
 
 
@@ -165,10 +173,11 @@ def check_scan(
     check_choice("backend", backend, BACKENDS)
 
 
-def check_floating(name: str, x: object) -> None:
-    """Raise TypeError unless `x` is a dense, real floating-point tensor."""
-    if not isinstance(x, Tensor) or x.dtype not in FLOAT_DTYPES:
-        raise TypeError(f"{name} must be a tensor of a real floating dtype; got {describe(x)}")
+def check_floating(name: str, x: object, dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES) -> None:
+    """Raise TypeError unless `x` is a dense tensor of one of the dtypes."""
+    if not isinstance(x, Tensor) or x.dtype not in dtypes:
+        kind = "real floating" if dtypes == FLOAT_DTYPES else "floating"
+        raise TypeError(f"{name} must be a tensor of a {kind} dtype; got {describe(x)}")
     if x.layout != torch.strided or x.is_nested:
         kind = "nested" if x.is_nested else str(x.layout)
         raise TypeError(f"{name} must be a dense tensor; got a {kind} one")

@@ -186,7 +186,7 @@ def _backward_impl(
     backend: str,
     *tensors: Tensor,
 ) -> tuple[Tensor, ...]:
-    """Gradients of h0, c0 and the arguments; tensors are those of the states, the last states, the states, arguments."""
+    """Gradients of h0, c0 and the arguments; tensors are those of all states and of the last, the states, the arguments."""
     trace = parse(recurrence)
     grads, grads_last, states, arguments = _grouped(trace, tensors)
     like = states[0]

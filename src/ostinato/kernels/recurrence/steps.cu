@@ -8,9 +8,9 @@
 // Where there are channels enough to fill the chip, a chunk is all of time.  Else the chunks of a channel are taken side
 // by side, each from a guess of the state that it begins in (multiple shooting; Bock & Plitt 1984).  Each also makes the
 // derivative of its last state with respect to its first (COMPOSE), and `link` improves all guesses at once by Newton's
-// method, which is a linear recurrence over the chunks.  When every chunk ends where the next one begins, up to
-// rounding, the channel is done, and later passes leave it alone; what is not done after some passes is taken as one
-// chunk.  Backward is linear, so one pass that composes and one that stores are exact.
+// method, which is a linear recurrence over the chunks.  A channel is done when no guess changes by more than rounding
+// does, and later passes leave it alone; what is not done after some passes is taken as one chunk.  Backward is linear,
+// so one pass that composes and one that stores are exact, unless a derivative overflows.
 //
 // A warp's channels are neighbours, so it reads whole lines, and has the numbers of the next AHEAD steps on their way
 // while it takes the last ones: where warps are few, nobody else has work to hide that wait.
@@ -41,8 +41,9 @@ struct Arguments {
     const Compute* start;   // of each chunk but the first, (sequences, chunks, STATES, channels), or null: all zero
     Compute* end;           // COMPOSE: of each chunk
     Compute* slope;         // COMPOSE: its derivative, (sequences, chunks, STATES, STATES, channels)
-    unsigned char* done;    // (sequences, channels), or null: nothing is done
+    unsigned char* done;    // (sequences, channels), or null: take all
     int sequences, steps, channels, reverse, chunks, chunk;
+    int chosen;  // channels for which done is this
 };
 
 // The steps of one sequence.
@@ -86,7 +87,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) steps(const __grid_constan
     const Sequence sequence(p, n);
     const Index at = Index(n) * p.channels + channel;
     const int from = chunk * p.chunk, to = min(sequence.count, from + p.chunk);
-    if ((from >= sequence.count && chunk > 0) || (p.done && p.done[at])) return;
+    if ((from >= sequence.count && chunk > 0) || (p.done && p.done[at] != p.chosen)) return;
     const auto of_chunk = [&](int count, int k) { return (Index(place) * count + k) * p.channels + channel; };
 
     Compute parameter[PARAMETERS + 1], first[STATES];
@@ -214,9 +215,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) steps(const __grid_constan
 struct Links {
     Compute* start;  // as in Arguments
     const Compute *end, *slope;
-    unsigned char* done;  // null: one link is exact
+    unsigned char* done;
     const int* bounds;
-    Compute tolerance;  // of what chunks end in, relative to it or to 1
+    Compute tolerance;  // of a change, relative to what it is of or to 1; infinite where one link is exact
     int sequences, steps, channels, chunks, chunk;
 };
 
@@ -226,7 +227,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) link(const __grid_constant
     const int n = blockIdx.x / groups, channel = blockIdx.x % groups * THREADS + threadIdx.x;
     if (channel >= p.channels) return;
     const Index at = Index(n) * p.channels + channel;
-    if (p.done && p.done[at]) return;
+    if (p.done[at]) return;
     const int count = p.bounds ? p.bounds[n + 1] - p.bounds[n] : p.steps;
     const int joints = (count + p.chunk - 1) / p.chunk - 1;
 
@@ -259,9 +260,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) link(const __grid_constant
             Compute next[STATES];
 #pragma unroll
             for (int i = 0; i < STATES; ++i) {
-                const Compute end = joint[u].end[i], size = end < 0 ? -end : end, gap = end - joint[u].start[i];
-                met &= (gap < 0 ? -gap : gap) <= p.tolerance * (size > 1 ? size : 1);  // no NaN does
-                next[i] = end;
+                next[i] = joint[u].end[i];
 #pragma unroll
                 for (int j = 0; j < STATES; ++j)
                     if (change[j] != 0) next[i] += joint[u].slope[i * STATES + j] * change[j];  // not 0 * infinity
@@ -269,9 +268,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) link(const __grid_constant
 #pragma unroll
             for (int i = 0; i < STATES; ++i) {
                 change[i] = next[i] - joint[u].start[i];
+                const Compute size = next[i] < 0 ? -next[i] : next[i], by = change[i] < 0 ? -change[i] : change[i];
+                met &= by <= p.tolerance * (size > 1 ? size : 1) && size < infinity();  // NaN is not
                 p.start[((Index(n) * p.chunks + begin + u + 1) * STATES + i) * p.channels + channel] = next[i];
             }
         }
     }
-    if (p.done && met) p.done[at] = 1;
+    if (met) p.done[at] = 1;
 }

@@ -19,7 +19,7 @@ from ostinato.kernels import numba_loops
 from ostinato.kernels.numba_loops import NUMPY_DTYPES, compiled_loop, integers, streams
 from ostinato.kernels.recurrence.print_cpu import _lines
 from ostinato.kernels.recurrence.trace import Trace
-from ostinato.kernels.scan.cpu import blocks_of, constant, empty, rows, initial_state
+from ostinato.kernels.scan.cpu import blocks_of, constant, empty, initial_state, rows
 from ostinato.kernels.threads import run_loop, threads_for
 
 WIDTH = 64  # channels that a block has at least

@@ -1,9 +1,10 @@
 """Non-linear recurrences on NVIDIA GPUs: the kernels of ``steps.cu`` around a printed cell."""
 
 import functools
+import math
 import struct
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from ostinato.kernels.scan.cuda import SCALARS, along_channels, last_state
 THREADS = 32  # of a block: one warp, so that few channels spread over all multiprocessors
 AHEAD = 8  # steps whose numbers are on their way; half of that for float64, or many chunks
 CHANNELS = 1 << 14  # from which on all of time is one chunk
-PARALLEL = 1 << 18  # threads that the chunks of fewer channels make, if these are long enough
+PARALLEL = 1 << 17  # threads that the chunks of fewer channels make, if these are long enough
 SHORTEST = 64  # steps of a chunk
 PASSES = 6  # at most, before a channel whose chunks do not meet is taken as one
 _CELL = """
@@ -109,11 +110,11 @@ def steps(
     others = [*initial, *last, None, None, *wide, None]
     done = None
     if walk.chunks > 1:
-        done = torch.zeros(walk.count, like.shape[2], dtype=torch.uint8, device=like.device)
-        start, end, slope = walk.boundaries()
+        start, end, slope, done = walk.boundaries()
+        tolerance = torch.finfo(start.dtype).eps
         for _ in range(PASSES):
             walk.launch(False, True, tensors, others, start, end, slope, done)
-            walk.link(start, end, slope, done)
+            walk.link(start, end, slope, done, tolerance)
     walk.one_chunk().launch(False, False, tensors, others, done=done)
     return states, last
 
@@ -143,17 +144,23 @@ def steps_backward(
     wide = _widened(parameters, like)
     walk = _Walk.of(trace, like, cu_seqlens, resets, reverse)
     tensors = [*inputs, *given, *grad_inputs]
-    rows = walk.count * walk.chunks
-    # Of the chunks that a short sequence lacks nobody writes a row.
-    sums = like.new_zeros(rows, len(wide), like.shape[2], dtype=_compute(like)) if parameters else None
-    others = [*initial, *[None] * trace.states, *given_last, *grad_initial, *wide, sums]
-    start = None
+    sums = []
+
+    def store(walk: _Walk, *arguments: Any, **options: Any) -> None:
+        # Of the chunks that a short sequence lacks, and of channels that are not chosen, nobody writes a row.
+        sums.append(like.new_zeros(walk.count * walk.chunks, len(wide), like.shape[2], dtype=wide[0].dtype))
+        walk.launch(True, False, tensors, [*others, sums[-1]], *arguments, **options)
+
+    others = [*initial, *[None] * trace.states, *given_last, *grad_initial, *wide]
+    done = None
     if walk.chunks > 1:
-        start, end, slope = walk.boundaries()
-        walk.launch(True, True, tensors, others, None, end, slope)
-        walk.link(start, end, slope)
-    walk.launch(True, False, tensors, others, start)
-    of_parameters = [] if sums is None else [g.to(x.dtype) for g, x in zip(sums.sum(0), parameters, strict=True)]
+        start, end, slope, done = walk.boundaries()
+        walk.launch(True, True, tensors, [*others, None], None, end, slope)
+        walk.link(start, end, slope, done, math.inf)
+        store(walk, start, done=done, chosen=1)
+    store(walk.one_chunk(), done=done)
+    total = sum(x.sum(0) for x in sums)
+    of_parameters = [g.to(x.dtype) for g, x in zip(total, parameters, strict=False)]  # there is a row if there are none
     return grad_inputs, of_parameters, None if h0 is None else grad_initial  # type: ignore[return-value]
 
 
@@ -177,9 +184,7 @@ class _Walk(NamedTuple):
     chunks: int
 
     @classmethod
-    def of(
-        cls, trace: Trace, like: Tensor, cu_seqlens: Tensor | None, resets: Tensor | None, reverse: bool
-    ) -> "_Walk":
+    def of(cls, trace: Trace, like: Tensor, cu_seqlens: Tensor | None, resets: Tensor | None, reverse: bool) -> "_Walk":
         count = like.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         return cls(trace, like, cu_seqlens, resets, reverse, count, choose_chunks(count * like.shape[2], like.shape[1]))
 
@@ -191,14 +196,15 @@ class _Walk(NamedTuple):
         """Steps of a chunk."""
         return -(-self.like.shape[1] // self.chunks)
 
-    def boundaries(self) -> tuple[Tensor, Tensor, Tensor]:
-        """What chunks begin and end in, and the derivatives of the one with respect to the other."""
+    def boundaries(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What chunks begin and end in, the derivatives of the one with respect to the other, and which are done."""
         states, channels = self.trace.states, self.like.shape[2]
         shape = self.count, self.chunks, states, channels
         dtype = _compute(self.like)
         start = self.like.new_zeros(shape, dtype=dtype)
         slope = self.like.new_empty((*shape[:3], states, channels), dtype=dtype)
-        return start, torch.empty_like(start), slope
+        done = start.new_zeros(self.count, channels, dtype=torch.uint8)
+        return start, torch.empty_like(start), slope, done
 
     def launch(
         self,
@@ -210,6 +216,7 @@ class _Walk(NamedTuple):
         end: Tensor | None = None,
         slope: Tensor | None = None,
         done: Tensor | None = None,
+        chosen: int = 0,
     ) -> None:
         """Take all chunks through their steps: ``Arguments`` in their order, tensors with strides, others without."""
         numbers: list[int] = []
@@ -219,15 +226,14 @@ class _Walk(NamedTuple):
         numbers += (0, 0) if self.resets is None else self.resets.stride()
         numbers += (_address(x) for x in (start, end, slope, done))
         _, length, channels = self.like.shape
-        sizes = self.count, length, channels, int(self.reverse), self.chunks, self.chunk
-        arguments = struct.pack(f"{len(numbers)}q6i", *numbers, *sizes)
+        sizes = self.count, length, channels, int(self.reverse), self.chunks, self.chunk, chosen
+        arguments = struct.pack(f"{len(numbers)}q7i", *numbers, *sizes)
         self._launch("steps", backward, compose, self.count * self.chunks, arguments)
 
-    def link(self, start: Tensor, end: Tensor, slope: Tensor, done: Tensor | None = None) -> None:
-        """Correct what chunks begin in by what those before end in; mark channels whose chunks meet as done."""
+    def link(self, start: Tensor, end: Tensor, slope: Tensor, done: Tensor, tolerance: float) -> None:
+        """Correct what chunks begin in by what those before end in; mark channels as done that this hardly changes."""
         addresses = [_address(x) for x in (start, end, slope, done, self.cu_seqlens)]
         _, length, channels = self.like.shape
-        tolerance = 4 * torch.finfo(_compute(self.like)).eps
         number = "d" if start.dtype == torch.float64 else "f"
         sizes = self.count, length, channels, self.chunks, self.chunk
         arguments = struct.pack(f"5Q{number}5i", *addresses, tolerance, *sizes)
