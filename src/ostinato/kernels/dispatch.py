@@ -37,11 +37,12 @@ def operator(
 ) -> Callable:
     """Register ``ostinato::name`` and return the function that calls it, or goes round it where it can.
 
-    Where ``forward`` ends in ``*tensors``, the registered operator takes a list of them and returns a list.
     ``groups(*args)`` lets ``torch.vmap`` make one call of many: see :func:`_vmap_rule`.  In forward mode
     ``composite(*args)`` runs in place of the operator; or, where the operator is itself what composites are made of,
     ``jvp(args, results, tangents)`` returns the results' tangents, with None for an input's that has none.
     ``plain(*args)`` computes the same in PyTorch's own operators, for graphs that are to run without this library.
+
+    ``forward`` may end in ``*tensors``, and then return any number of tensors, if it is said to return a list of them.
     """
     registered = _registered(name, forward, fake, setup_context, backward, groups)
 
@@ -62,7 +63,7 @@ def operator(
         return registered(*args)
 
     def run_and_keep(ctx: Any, *args: Any) -> Any:  # a setup_context of its own costs more than the call
-        output = forward(*args)
+        output = _tuple(forward(*args))
         setup_context(ctx, args, output)
         return output
 
@@ -84,7 +85,7 @@ def operator(
     function = _autograd_function(name, forward=run_and_keep, backward=backward)
     transformed = _autograd_function(
         name,
-        forward=call,
+        forward=lambda *args: _tuple(call(*args)),
         setup_context=keep_for_both_modes,
         backward=backward,
         jvp=push_forward,
@@ -111,7 +112,7 @@ def gradient(
         if composite is None:
             raise NotImplementedError(f"{name} has no derivative: gradients of gradients through it cannot be taken")
         args = _with_tensors(ctx.args, iter(ctx.saved_tensors))
-        return gradients(composite, args, cotangents, ctx.needs_input_grad)
+        return gradients(composite, args, cotangents, _flat(ctx.needs_input_grad))
 
     return operator(name, implementation, fake, keep, pull_back, groups, composite=composite)
 
@@ -150,6 +151,61 @@ def _of_some(function: Callable, args: Sequence[Any], places: Sequence[int]) -> 
     return of_some
 
 
+def _registered(
+    name: str,
+    forward: Callable,
+    fake: Callable,
+    setup_context: Callable,
+    backward: Callable,
+    groups: Callable[..., Groups] | None,
+) -> Callable:
+    """The operator in ``torch.library``, to which ``*tensors``, or a list of results, are one list."""
+    signature = inspect.signature(forward)
+    *first, last = signature.parameters.values()
+    variadic = last.kind is inspect.Parameter.VAR_POSITIONAL
+    returns_list = signature.return_annotation == list[Tensor]
+
+    def listed(function: Callable) -> Callable:
+        return lambda *args: function(*_flat(args)) if variadic else function(*args)
+
+    def pull_back(ctx: Any, *grads: Any) -> Any:
+        found = backward(ctx, *(grads[0] if returns_list else grads))
+        return (*found[: len(first)], list(found[len(first) :])) if variadic else found
+
+    def keep(ctx: Any, inputs: tuple, output: Any) -> None:
+        setup_context(ctx, tuple(_flat(inputs)), output)
+
+    run = listed(forward)
+    if variadic:
+        tensors = last.replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=Sequence[Tensor])
+        run.__signature__ = signature.replace(parameters=[*first, tensors])  # type: ignore[attr-defined]
+    operator = torch.library.custom_op(f"ostinato::{name}", run if variadic else forward, mutates_args=())
+    operator.register_fake(listed(fake))
+    operator.register_autograd(pull_back, setup_context=keep if variadic else setup_context)
+
+    def call(*args: Any) -> Any:
+        result = operator(*args[: len(first)], list(args[len(first) :])) if variadic else operator(*args)
+        return tuple(result) if returns_list else result
+
+    rule = _vmap_rule(name, call, groups)
+
+    def vmap(info: Any, in_dims: tuple, *args: Any) -> Any:
+        results, dims = rule(info, tuple(_flat(in_dims)), *_flat(args)) if variadic else rule(info, in_dims, *args)
+        return (list(results), list(dims)) if returns_list else (results, dims)
+
+    operator.register_vmap(vmap)
+    return call
+
+
+def _tuple(output: Any) -> Any:
+    """Of a list, which an ``autograd.Function`` would return as it is, without gradients."""
+    return tuple(output) if isinstance(output, list) else output
+
+
+def _flat(args: Sequence[Any]) -> list[Any]:
+    return [y for x in args for y in (x if isinstance(x, list | tuple) else (x,))]
+
+
 _TENSOR = object()  # the place of a tensor that is kept elsewhere
 
 
@@ -163,56 +219,6 @@ def _with_tensors(args: tuple, tensors: Iterator[Tensor]) -> tuple:
 
 def _autograd_function(name: str, **members: Callable) -> Any:
     return type(name, (torch.autograd.Function,), {k: staticmethod(v) for k, v in members.items()})
-
-
-def _registered(
-    name: str,
-    forward: Callable,
-    fake: Callable,
-    setup_context: Callable,
-    backward: Callable,
-    groups: Callable[..., Groups] | None,
-) -> Callable:
-    """The operator in ``torch.library``, called as ``forward`` is."""
-    signature = inspect.signature(forward)
-    *parameters, last = signature.parameters.values()
-    if last.kind is not last.VAR_POSITIONAL:
-        plain = torch.library.custom_op(f"ostinato::{name}", forward, mutates_args=())
-        plain.register_fake(fake)
-        plain.register_autograd(backward, setup_context=setup_context)
-        plain.register_vmap(_vmap_rule(name, plain, groups))
-        return plain
-    count = len(parameters)
-
-    def flat(args: Sequence[Any]) -> tuple:
-        return *args[:count], *args[count]
-
-    def of_list(*args: Any) -> list[Tensor]:
-        return list(forward(*flat(args)))
-
-    def keep(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
-        setup_context(ctx, flat(inputs), tuple(output))
-
-    def gradients_of_list(ctx: Any, grads: Sequence[Tensor | None]) -> tuple:
-        found = backward(ctx, *grads)
-        return *found[:count], list(found[count:])
-
-    def vmap(info: Any, in_dims: tuple, *args: Any) -> tuple[list[Tensor], list[int]]:
-        dims = in_dims[count] if isinstance(in_dims[count], list | tuple) else [in_dims[count]] * len(args[count])
-        results, out_dims = _vmap_rule(name, call, groups)(info, (*in_dims[:count], *dims), *flat(args))
-        return list(results), list(out_dims)
-
-    def call(*args: Any) -> tuple[Tensor, ...]:
-        return tuple(operator(*args[:count], list(args[count:])))
-
-    tensors = last.replace(kind=last.POSITIONAL_OR_KEYWORD, annotation=list[Tensor])
-    replaced = signature.replace(parameters=[*parameters, tensors], return_annotation=list[Tensor])
-    of_list.__signature__ = replaced  # type: ignore[attr-defined]
-    operator = torch.library.custom_op(f"ostinato::{name}", of_list, mutates_args=())
-    operator.register_fake(lambda *args: list(fake(*flat(args))))
-    operator.register_autograd(gradients_of_list, setup_context=keep)
-    operator.register_vmap(vmap)
-    return call
 
 
 def _vmap_rule(name: str, call: Callable, groups: Callable[..., Groups] | None) -> Callable:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ostinato.kernels.dispatch import gradient, operator
+from ostinato.kernels.dispatch import Groups, gradient, operator
 from ostinato.kernels.recurrence.graph import evaluate
 from ostinato.kernels.recurrence.trace import Trace, parse
 from ostinato.kernels.scan import choose_backend
@@ -57,7 +57,7 @@ def _forward(
     reverse: bool,
     backend: str,
     *arguments: Tensor,
-) -> tuple[Tensor, ...]:
+) -> list[Tensor]:
     trace = parse(recurrence)
     sequences, parameters = _parted(trace, arguments)
     like = sequences[0]
@@ -65,15 +65,15 @@ def _forward(
     kernels = _kernels(backend, like)
     if like.numel() == 0:
         last = [x.clone() for x in _initial(trace, like, h0, c0, cu_seqlens)]
-        return *(like.new_empty(like.shape) for _ in last), *last
+        return [like.new_empty(like.shape) for _ in last] + last
     initial = None if h0 is None and c0 is None else _initial(trace, like, h0, c0, cu_seqlens)
     if kernels is None:
         initial = _initial(trace, like, h0, c0, cu_seqlens)
         wide = _compute_dtype(backend, like)
         stepped = _stepped(trace, [x.to(wide) for x in initial], cu_seqlens, resets, reverse, arguments, wide)
-        return tuple(x.to(like.dtype, copy=True) for x in stepped)
+        return [x.to(like.dtype, copy=True) for x in stepped]
     states, last = kernels.steps(trace, sequences, parameters, initial, cu_seqlens, resets, reverse)
-    return *states, *last
+    return [*states, *last]
 
 
 def _kernels(backend: str, x: Tensor) -> Any:
@@ -143,11 +143,11 @@ def _walk(
     return [torch.stack(x, 1) if x else initial[0].new_empty(shape) for x in rows] + [torch.cat(x) for x in ends]
 
 
-def _fake(recurrence: str, h0: Any, c0: Any, cu_seqlens: Tensor | None, *others: Any) -> tuple[Tensor, ...]:
+def _fake(recurrence: str, h0: Any, c0: Any, cu_seqlens: Tensor | None, *others: Any) -> list[Tensor]:
     trace = parse(recurrence)
     like = _parted(trace, others[3:])[0][0]
     shapes = [like.shape] * trace.states + [(_count(like, cu_seqlens), like.shape[2])] * trace.states
-    return tuple(like.new_empty(shape) for shape in shapes)
+    return [like.new_empty(shape) for shape in shapes]
 
 
 def _context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
@@ -185,8 +185,8 @@ def _backward_impl(
     reverse: bool,
     backend: str,
     *tensors: Tensor,
-) -> tuple[Tensor, ...]:
-    """Gradients of h0, c0 and the arguments; tensors are those of all states and of the last, the states, the arguments."""
+) -> list[Tensor]:
+    """Gradients of h0, c0 and the arguments, from those of states and last states, the states, and the arguments."""
     trace = parse(recurrence)
     grads, grads_last, states, arguments = _grouped(trace, tensors)
     like = states[0]
@@ -195,18 +195,18 @@ def _backward_impl(
     absent = like.new_empty(0)
     if like.numel() == 0:
         of_initial = [g.clone() for g in grads_last] + [absent.clone()] * (2 - trace.states)
-        return *of_initial, *map(torch.zeros_like, arguments)
+        return [*of_initial, *map(torch.zeros_like, arguments)]
     if kernels is None:
         with torch.no_grad():
             found = _composite(recurrence, h0, c0, cu_seqlens, resets, reverse, backend, *tensors)
-            return tuple(x.clone() for x in found)
+            return [x.clone() for x in found]
     sequences, parameters = _parted(trace, arguments)
     initial = _initial(trace, like, h0, c0, cu_seqlens)
     of_sequences, of_parameters, of_initial = kernels.steps_backward(
         trace, sequences, parameters, initial, states, grads, grads_last, cu_seqlens, resets, reverse
     )
     both = [*of_initial, absent][:2]
-    return *both, *_joined(trace, of_sequences, of_parameters)
+    return [*both, *_joined(trace, of_sequences, of_parameters)]
 
 
 def _grouped(trace: Trace, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
@@ -219,11 +219,11 @@ def _grouped(trace: Trace, tensors: Sequence[Tensor]) -> tuple[list[Tensor], lis
     )
 
 
-def _backward_fake(recurrence: str, h0: Any, c0: Any, cu_seqlens: Tensor | None, *others: Any) -> tuple[Tensor, ...]:
+def _backward_fake(recurrence: str, h0: Any, c0: Any, cu_seqlens: Tensor | None, *others: Any) -> list[Tensor]:
     trace = parse(recurrence)
     _, grads_last, states, arguments = _grouped(trace, others[3:])
     of_initial = [g.new_empty(g.shape) for g in grads_last] + [states[0].new_empty(0)] * (2 - trace.states)
-    return *of_initial, *(x.new_empty(x.shape) for x in arguments)
+    return [*of_initial, *(x.new_empty(x.shape) for x in arguments)]
 
 
 def _composite(
@@ -316,5 +316,16 @@ def _jvp(args: tuple, results: tuple[Tensor, ...], tangents: tuple) -> tuple[Ten
     return tuple(x.to(states[0].dtype) for x in moved)
 
 
-_backward = gradient("nonlinear_recurrence_backward", _backward_impl, _backward_fake, None, _composite)
-nonlinear_recurrence = operator("nonlinear_recurrence", _forward, _fake, _context, _grad, jvp=_jvp)
+def _groups(recurrence: str, *others: Any) -> Groups:
+    trace = parse(recurrence)
+    return (None, 1, 1) + (None,) * 4 + (1,) * len(trace.sequences), (1, 1) * trace.states
+
+
+def _backward_groups(recurrence: str, *others: Any) -> Groups:
+    trace = parse(recurrence)
+    count = len(trace.sequences)
+    return (None, 1, 1) + (None,) * 4 + (1,) * (3 * trace.states + count), (1, 1) + (1,) * count
+
+
+_backward = gradient("nonlinear_recurrence_backward", _backward_impl, _backward_fake, _backward_groups, _composite)
+nonlinear_recurrence = operator("nonlinear_recurrence", _forward, _fake, _context, _grad, _groups, jvp=_jvp)
