@@ -37,15 +37,11 @@ def _joined(trace: Trace, sequences: Sequence[Any], parameters: Sequence[Any]) -
     return [next(of[kind]) for kind in trace.sequences]
 
 
-def _count(x: Tensor, cu_seqlens: Tensor | None) -> int:
-    return x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-
-
 def _initial(
     trace: Trace, like: Tensor, h0: Tensor | None, c0: Tensor | None, cu_seqlens: Tensor | None
 ) -> list[Tensor]:
     given = (h0, c0)[: trace.states]
-    return [like.new_zeros(_count(like, cu_seqlens), like.shape[2]) if x is None else x for x in given]
+    return [like.new_zeros(_last_shape(like, cu_seqlens)) if x is None else x for x in given]
 
 
 def _forward(
@@ -146,7 +142,7 @@ def _walk(
 def _fake(recurrence: str, h0: Any, c0: Any, cu_seqlens: Tensor | None, *others: Any) -> list[Tensor]:
     trace = parse(recurrence)
     like = _parted(trace, others[3:])[0][0]
-    shapes = [like.shape] * trace.states + [(_count(like, cu_seqlens), like.shape[2])] * trace.states
+    shapes = [like.shape] * trace.states + [_last_shape(like, cu_seqlens)] * trace.states
     return [like.new_empty(shape) for shape in shapes]
 
 
@@ -159,21 +155,13 @@ def _context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
 
 def _grad(ctx: Any, *grads: Tensor | None) -> tuple:
     h0, c0, cu_seqlens, resets, *tensors = ctx.saved_tensors
-    count = len(tensors) - (states := parse(ctx.recurrence).states)
+    count = len(tensors) - parse(ctx.recurrence).states
     if all(g is None for g in grads):
         return (None,) * (7 + count)
-    given = [
-        tensors[k % states].new_zeros(_shape(tensors, k, states, cu_seqlens)) if g is None else g
-        for k, g in enumerate(grads)
-    ]
+    given = [tensors[0].new_empty(0) if g is None else g for g in grads]
     found = _backward(ctx.recurrence, h0, c0, cu_seqlens, resets, ctx.reverse, ctx.backend, *given, *tensors)
     initial = [None if x is None else g for x, g in zip((h0, c0), found, strict=False)]
     return None, *initial, None, None, None, None, *found[2:]
-
-
-def _shape(tensors: Sequence[Tensor], k: int, states: int, cu_seqlens: Tensor | None) -> tuple[int, ...]:
-    like = tensors[0]
-    return tuple(like.shape) if k < states else (_count(like, cu_seqlens), like.shape[2])
 
 
 def _backward_impl(
@@ -186,7 +174,10 @@ def _backward_impl(
     backend: str,
     *tensors: Tensor,
 ) -> list[Tensor]:
-    """Gradients of h0, c0 and the arguments, from those of states and last states, the states, and the arguments."""
+    """Gradients of h0, c0 and the arguments.
+
+    ``tensors`` are the gradients of states and of last states, an empty one of zeros, the states and the arguments.
+    """
     trace = parse(recurrence)
     grads, grads_last, states, arguments = _grouped(trace, tensors)
     like = states[0]
@@ -194,7 +185,8 @@ def _backward_impl(
     kernels = _kernels(backend, like)
     absent = like.new_empty(0)
     if like.numel() == 0:
-        of_initial = [g.clone() for g in grads_last] + [absent.clone()] * (2 - trace.states)
+        of_initial = [x.clone() for x in _or_zeros(grads_last, _last_shape(like, cu_seqlens))]
+        of_initial += [absent] * (2 - trace.states)
         return [*of_initial, *map(torch.zeros_like, arguments)]
     if kernels is None:
         with torch.no_grad():
@@ -203,10 +195,22 @@ def _backward_impl(
     sequences, parameters = _parted(trace, arguments)
     initial = _initial(trace, like, h0, c0, cu_seqlens)
     of_sequences, of_parameters, of_initial = kernels.steps_backward(
-        trace, sequences, parameters, initial, states, grads, grads_last, cu_seqlens, resets, reverse
+        trace, sequences, parameters, initial, states, *map(_or_none, (grads, grads_last)), cu_seqlens, resets, reverse
     )
     both = [*of_initial, absent][:2]
     return [*both, *_joined(trace, of_sequences, of_parameters)]
+
+
+def _or_none(grads: Sequence[Tensor]) -> list[Tensor | None]:
+    return [g if g.numel() else None for g in grads]
+
+
+def _or_zeros(grads: Sequence[Tensor], shape: Sequence[int]) -> list[Tensor]:
+    return [g if g.shape == shape else g.new_zeros(shape) for g in grads]
+
+
+def _last_shape(x: Tensor, cu_seqlens: Tensor | None) -> torch.Size:
+    return torch.Size((x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1, x.shape[2]))
 
 
 def _grouped(trace: Trace, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
@@ -221,8 +225,9 @@ def _grouped(trace: Trace, tensors: Sequence[Tensor]) -> tuple[list[Tensor], lis
 
 def _backward_fake(recurrence: str, h0: Any, c0: Any, cu_seqlens: Tensor | None, *others: Any) -> list[Tensor]:
     trace = parse(recurrence)
-    _, grads_last, states, arguments = _grouped(trace, others[3:])
-    of_initial = [g.new_empty(g.shape) for g in grads_last] + [states[0].new_empty(0)] * (2 - trace.states)
+    *_, states, arguments = _grouped(trace, others[3:])
+    of_initial = [x.new_empty(_last_shape(x, cu_seqlens)) for x in states]
+    of_initial += [states[0].new_empty(0)] * (2 - trace.states)
     return [*of_initial, *(x.new_empty(x.shape) for x in arguments)]
 
 
@@ -242,7 +247,8 @@ def _composite(
     dtype = _compute_dtype(backend, states[0])
     before, jacobian = _linearised(trace, states, h0, c0, cu_seqlens, resets, reverse, arguments, dtype)
     transposed = [list(column) for column in zip(*jacobian, strict=True)]
-    wide, last = [g.to(dtype) for g in grads], [g.to(dtype) for g in grads_last]
+    wide = [g.to(dtype) for g in _or_zeros(grads, states[0].shape)]
+    last = [g.to(dtype) for g in _or_zeros(grads_last, _last_shape(states[0], cu_seqlens))]
     # s[t] = J[t]^T (grad[t] + s[t+1]) goes back over step t.
     offsets = [sum((j * g for j, g in zip(row, wide, strict=True)), torch.zeros_like(wide[0])) for row in transposed]
     found = _scan(transposed, offsets, last, cu_seqlens, not reverse, backend)
