@@ -116,6 +116,26 @@ def learning(name: str) -> str:
     return f"{markdown(head, rows)}\nLosses in {run['unit']}. {source(name)}\n"
 
 
+def exchange(name: str) -> str:
+    """A prediction: what the exchange between parts costs, and what is left of linear scaling."""
+    run, rows = load(name), []
+    for row in run["results"]:
+        sizes = [f"{row[key]:,}" for key in ("processes", "channels", "steps")]
+        times = [f"{1e6 * row[way]['seconds']:,.0f}" for way in ("ring", "doubling", "log-step")]
+        rows.append([*sizes, f"{row['ring']['bytes'] / 1e6:,.2f}", *times, f"{row['share_of_linear']:.2f}"])
+    head = ["GPUs", "channels", "steps a GPU", "MB received", "all-gather, ring, µs", "all-gather, doubling, µs"]
+    given = run["inputs"]
+    links = (given["inside"], "inside a machine"), (given["between"], "between two")
+    assumed = [f"{1e6 * link['latency']:g} µs and {link['rate'] / 1e9:g} GB/s {where}" for link, where in links]
+    assumed.append(f"{1e3 * given['host_seconds']:g} ms a call on the host")
+    return (
+        f"{markdown([*head, 'log-step, µs', 'forward, of linear'], rows)}\n"
+        f"Simulated. Measured: {1e6 * given['exchange_seconds']:g} µs for an exchange of a few bytes between two H200, "
+        f"and the memory's rate, {given['memory_rate'] / 1e12:g} TB/s. Assumed: {', '.join(assumed)}. "
+        f"`benchmarks/results/{name}.json`.\n"
+    )
+
+
 def lowest(run: Record) -> Record:
     return min(run["curve"], key=lambda point: point["held_out_loss"])
 
@@ -375,6 +395,7 @@ TABLES: dict[str, Callable[[], str]] = {
         LEARNING_RECURRENT,
         lambda: f"{characters(LEARNING_RECURRENT)}\n{picture(LEARNING_RECURRENT, 'Held-out loss over time')}",
     ),
+    "exchange": lambda: exchange("exchange-simulated"),
     "capacity": lambda: capacities("seeds-capacity-nvidia-h100"),
     "bounds": lambda: bounds("scan-nvidia-h100", "layer-nvidia-h100"),
     "learning-copying": lambda: copied("learning-copying-nvidia-h100"),

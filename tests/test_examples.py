@@ -32,7 +32,9 @@ def numbers(text, row):
 
 def test_every_example_is_tested():
     assert {path.stem for path in EXAMPLES.glob("*.py")} == {
+        "audio",
         "forecast",
+        "reinforcement",
         "characters",
         "serve",
         "recurrent_gemma",
@@ -71,6 +73,17 @@ def test_recurrent_gemma_is_the_same_without_its_loop(example):
     for row in ("logits differ in float64 by", "gradients differ in float64 by"):
         assert numbers(output, row)[-1] < 1e-5
     assert "both write the same: True" in output
+
+
+def test_audio_pruned_is_the_same_network_as_its_zeros(example):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    output = example("audio", 60)
+    torch.set_num_threads(threads)
+    assert "33% of the GRUs' weights are left" in output
+    for row in ("dense differs from dense, torch.nn by ", "pruned differs from pruned, torch.nn by "):
+        assert numbers(output, row)[0] < 1e-5
+    assert "pruned elsewhere differs from pruned by 0e+00" in output
 
 
 def test_the_documentation_shows_every_example():

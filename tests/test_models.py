@@ -1,5 +1,6 @@
 """The language model: carried states, steps and generation against the whole sequence at once."""
 
+import itertools
 import math
 
 import pytest
@@ -16,9 +17,13 @@ def make(cell="mingru", dtype=torch.float64, **settings):
     return model, torch.randint(11, (3, 23))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("conv_kernel", [0, 1, 4])
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize(
+    ("cell", "conv_kernel", "dtype"),
+    [
+        *itertools.product(["mingru", "minlstm", "gru", "lstm"], [0, 1, 4], [torch.float32, torch.float64]),
+        *((cell, 4, torch.float64) for cell in list(CELLS)[4:]),
+    ],
+)
 @torch.no_grad()
 def test_halves_and_steps_equal_the_whole(cell, conv_kernel, dtype):
     model, tokens = make(cell, dtype, conv_kernel=conv_kernel)

@@ -198,7 +198,7 @@ PLANS = {  # cell, H, B, dtype, training, steps
     ("gru", 256, 16, F32, True, None): "dense",
     ("gru", 1024, 16, F32, True, 200): "dense",
     ("gru", 1024, 1, F32, False, 200): "steps",
-    ("gru", 64, 1, F32, False, 1): "steps",
+    ("gru", 64, 1, F32, False, 1): "dense",
     ("gru", 64, 1, F32, False, 11): "steps",
     ("gru", 64, 1, F32, True, 11): "dense",
     ("gru", 64, 1, F32, False, 12): "dense",

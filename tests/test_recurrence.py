@@ -127,6 +127,26 @@ def test_gradients(case):
 
 
 @pytest.mark.parametrize("case", CASES)
+def test_derivatives_of_derivatives_and_forward_mode(case):
+    function = CASES[case][0]
+    arguments, h0 = inputs(case, length=4, channels=2)
+    given = (*arguments, *h0)
+
+    def results(*given):
+        states, last = call(function, given[: len(arguments)], given[len(arguments) :])
+        return (*states, *last)
+
+    assert torch.autograd.gradgradcheck(results, given)
+    tangents = tuple(map(torch.randn_like, given))
+    outputs, moved = torch.func.jvp(results, given, tangents)
+    weights = tuple(map(torch.randn_like, outputs))
+    grads = torch.autograd.grad(results(*given), given, weights)
+    forwards = sum((w * m).sum() for w, m in zip(weights, moved, strict=True))
+    backwards = sum((g * t).sum() for g, t in zip(grads, tangents, strict=True))
+    assert torch.allclose(forwards, backwards, rtol=1e-12)
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_two_halves_with_the_state_carried_equal_the_whole(case):
     function = CASES[case][0]
     arguments, h0 = inputs(case)

@@ -7,6 +7,7 @@ from ostinato.pruning import cubic_density, prune
 from ostinato.recurrence import recurrence
 from ostinato.recurrent import GRU, LSTM, RNN
 from ostinato.scan import linear_scan, log_linear_scan
+from ostinato.stepper import Stepper
 
 __all__ = [
     "MinGRU",
@@ -30,6 +31,7 @@ __all__ = [
     "linear_scan",
     "log_linear_scan",
     "recurrence",
+    "Stepper",
     "portable",
 ]
 __version__ = "0.1.0"

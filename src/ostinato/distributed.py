@@ -277,7 +277,7 @@ class _Linear:
         """P and L of some steps, differentiable: P by a scan, which keeps more digits of it than a product does."""
         a, b = self.coefficients(steps)
         resets = self.resets_of(steps)
-        nothing, one = a.new_full((1, 1, 1), self.zero).expand_as(a), torch.full_like(a[:, :1].sum(1), self.one)
+        nothing, one = a.new_full((1, 1, 1), self.zero).expand_as(a), a.new_full((a.shape[0], a.shape[2]), self.one)
         return self.scan(a, nothing, one, resets)[1], self.scan(a, b, None, resets)[1]
 
     def carries(self, steps: slice, h: Tensor, entering: Tensor) -> Tensor:
@@ -608,7 +608,8 @@ class _Across(torch.autograd.Function):
         ctx.save_for_backward(h, entering, last, h0, *inputs)
         ctx.set_materialize_grads(False)
         if seam.packed:
-            ended = _gather(seam.group, last.masked_fill(~seam.ended, 0.0))[0].sum(0)
+            ended = last.masked_fill(~seam.ended, 0.0)
+            distributed.all_reduce(ended, group=seam.group)
             of_all = torch.where(seam.empty, seam.initial(h0), ended)
         return h, of_all
 
@@ -627,8 +628,13 @@ class _Across(torch.autograd.Function):
             return *nothing, None, None, *given
         head = seam.part.head
         told = (*seam.carried_back(grad_h, h, entering), seam.resets_in(head), grad_last)
-        P, L, resets, grads_last = _gather(seam.group, *told)
-        grad_last = grads_last.sum(0)
+        if seam.packed:  # of as many states as there are sequences
+            grad_last = grad_last.clone(memory_format=torch.contiguous_format)
+            distributed.all_reduce(grad_last, group=seam.group)
+            P, L, resets = _gather(seam.group, *told[:3])
+        else:
+            P, L, resets, of_each = _gather(seam.group, *told)
+            grad_last = of_each.sum(0)
         coming, grad_h0 = (x.to(last.dtype) for x in seam.come_in(P, L, resets, grad_last))
         if seam.packed:
             grad_h0 = grad_last.masked_fill(~seam.empty, 0.0)

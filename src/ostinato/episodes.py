@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
+from torch.nn.utils.rnn import PackedSequence
 
 
 def check_resets(resets: Tensor, x: Tensor) -> None:
@@ -20,28 +20,32 @@ def check_resets(resets: Tensor, x: Tensor) -> None:
         raise ValueError(f"resets must be on the input's device, {x.device}; got {resets.device}")
 
 
-class Rows(NamedTuple):
-    """Which step of which sequence the rows of time-major sequences are, in the order of sequences, then of steps."""
+class Episodes(NamedTuple):
+    """The episodes of some sequences as a PackedSequence, longest first."""
 
-    order: Tensor  # (rows,): the row of each
-    episode: Tensor  # (rows,): which it belongs to
-    lengths: list[int]  # of the episodes
+    rows: Tensor  # which row of the sequences each row of the episodes is
+    batch_sizes: Tensor  # (steps of the longest,), on the CPU
     first: Tensor  # (B,): the first episode of each sequence
     last: Tensor
 
 
-def rows_of_episodes(batch_sizes: Tensor, resets: Tensor) -> Rows:
-    """The episodes of sequences with ``batch_sizes`` (T,) rows a step, which begin where ``resets`` (rows,) says."""
-    device, batch = resets.device, int(batch_sizes[0])
-    sizes = batch_sizes.to(device)
-    step = torch.arange(len(sizes), device=device).repeat_interleave(sizes)
+def cut(batch_sizes: Tensor, resets: Tensor) -> Episodes:
+    """Cut sequences with ``batch_sizes`` (T,) rows a step where ``resets`` (rows,) says that an episode begins."""
+    device, sizes = resets.device, batch_sizes.to(resets.device)
+    steps = len(sizes)
+    step = torch.arange(steps, device=device).repeat_interleave(sizes)
     sequence = torch.arange(len(resets), device=device) - (sizes.cumsum(0) - sizes)[step]
-    order = (sequence * len(sizes) + step).argsort()
+    order = (sequence * steps + step).argsort()  # one sequence after the other
     begins = (resets | (step == 0))[order]
-    episode = begins.cumsum(0) - 1
-    lengths = sequence.bincount(minlength=batch)
-    ends = lengths.cumsum(0)
-    return Rows(order, episode, episode.bincount().tolist(), episode[ends - lengths], episode[ends - 1])
+    episode, starts = begins.cumsum(0) - 1, begins.nonzero()[:, 0]
+    lengths = episode.bincount()
+    rank = torch.empty_like(lengths)
+    rank[lengths.argsort(descending=True, stable=True)] = torch.arange(len(lengths), device=device)
+    age = torch.arange(len(resets), device=device) - starts[episode]
+    packed = (age * len(lengths) + rank[episode]).argsort()
+    ends = sequence.bincount().cumsum(0)
+    at_first = torch.cat([ends.new_zeros(1), ends[:-1]])
+    return Episodes(order[packed], age.bincount().cpu(), rank[episode[at_first]], rank[episode[ends - 1]])
 
 
 def forward_by_episodes(
@@ -58,25 +62,24 @@ def forward_by_episodes(
         forward: of a PackedSequence and a list of states, zero if it is empty; returns as it is called.
         x: (rows, features), time-major: the rows of the first step, then of the second.
         states: each (layers * directions, B, H), or none.
-        batch_sizes, resets: see :func:`rows_of_episodes`.
+        batch_sizes, resets: see :func:`cut`.
     """
-    rows = rows_of_episodes(batch_sizes, resets)
-    packed = pack_sequence(x[rows.order].split(rows.lengths), enforce_sorted=False)
-    at_first = ~resets[: int(batch_sizes[0]), None]
+    episodes = cut(batch_sizes, resets)
+    keep = ~resets[: int(batch_sizes[0]), None]
 
     def of_episodes(state: Tensor) -> Tensor:
         state = state.unflatten(0, (-1, directions))
-        wide = state.new_zeros(*state.shape[:2], len(rows.lengths), state.shape[3])
-        parts = [wide[:, 0].index_copy(1, rows.first, state[:, 0].where(at_first, 0.0))]
+        zeros = state.new_zeros(state.shape[0], int(episodes.batch_sizes[0]), state.shape[3])
+        parts = [zeros.index_copy(1, episodes.first, state[:, 0].where(keep, 0.0))]
         if directions == 2:
-            parts.append(wide[:, 1].index_copy(1, rows.last, state[:, 1]))
+            parts.append(zeros.index_copy(1, episodes.last, state[:, 1]))
         return torch.stack(parts, 1).flatten(0, 1)
 
     def of_sequences(state: Tensor) -> Tensor:
         state = state.unflatten(0, (-1, directions))
-        parts = [state[:, 0, rows.last]] + ([state[:, 1, rows.first]] if directions == 2 else [])
+        parts = [state[:, 0, episodes.last]] + ([state[:, 1, episodes.first]] if directions == 2 else [])
         return torch.stack(parts, 1).flatten(0, 1)
 
+    packed = PackedSequence(x[episodes.rows], episodes.batch_sizes)
     output, last = forward(packed, [of_episodes(state) for state in states])
-    in_order = torch.cat(unpack_sequence(output))
-    return in_order[rows.order.argsort()], [of_sequences(state) for state in last]
+    return output.data[episodes.rows.argsort()], [of_sequences(state) for state in last]

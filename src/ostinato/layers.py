@@ -168,6 +168,10 @@ class StackedLayers(nn.Module):
         first = layer * self.num_directions
         return each(lambda state: state[first : first + self.num_directions], hx)
 
+    def initial_state(self, batch_size: int) -> Any:
+        """The state before the first step, all zeros, as ``forward`` and :meth:`step` take it."""
+        return self._zero_state(self.weight_ih_l0, batch_size)
+
     def step(self, x: Tensor, h: Hidden | None = None) -> tuple[Tensor, Any]:
         """One time step, in constant memory: ``y, h = module.step(x, h)``.
 

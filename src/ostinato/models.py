@@ -10,9 +10,9 @@ from torch.distributed import ProcessGroup
 
 from ostinato.diagonal import HGRN, LRU, QRNN, RGLRU, SRU, HighwayMinGRU, IndRNN, ParaGRU, ParaLSTM
 from ostinato.hub import HubMixin
-from ostinato.layers import StackedLayers
 from ostinato.minimal import MinGRU, MinLSTM
 from ostinato.recurrent import GRU, LSTM
+from ostinato.stepper import Stepper
 
 CELLS: dict[str, Any] = {
     cell.__name__.lower(): cell
@@ -88,7 +88,7 @@ class Block(nn.Module):
         last, hidden = state
         y, last = self.conv(self.recurrent_norm(x), last)
         whole = getattr(self.recurrent, "sequence_group", None) is None
-        if x.size(1) == 1 and whole and isinstance(self.recurrent, StackedLayers):
+        if x.size(1) == 1 and whole:
             y, hidden = self.recurrent.step(y[:, 0], hidden)
             y = y[:, None]
         else:
@@ -230,54 +230,15 @@ class LanguageModel(nn.Module, HubMixin, library_name="ostinato", pipeline_tag="
         self.eval()
         try:
             all_logits, state = self(prompt)
-            logits, step = all_logits[:, -1], None
+            logits, step = all_logits[:, -1], Stepper(self, len(prompt))
+            step.state = state
             for remaining in reversed(range(length)):
                 token = choose(logits)
                 yield token
                 if remaining:
-                    step = step or (_captured if prompt.is_cuda else _eager)(self, token, state)
                     logits = step(token)
         finally:
             self.train(training)
-
-
-def _eager(model: LanguageModel, _token: Tensor, state: State) -> Callable[[Tensor], Tensor]:
-    """From a token to the logits of the next, keeping the state."""
-
-    def step(token: Tensor) -> Tensor:
-        nonlocal state
-        logits, state = model.step(token, state)
-        return logits
-
-    return step
-
-
-def _captured(model: LanguageModel, token: Tensor, state: State) -> Callable[[Tensor], Tensor]:
-    """As :func:`_eager`, in a CUDA graph: a step's kernels take less time than their launches."""
-    token = token.clone()
-    stream = torch.cuda.Stream(token.device)
-    stream.wait_stream(torch.cuda.current_stream(token.device))
-    with torch.cuda.stream(stream):
-        model.step(token, state)  # compiles and chooses what a capture could not
-    torch.cuda.current_stream(token.device).wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.device(token.device), torch.cuda.graph(graph):
-        logits, after = model.step(token, state)
-        for kept, new in zip(_tensors(state), _tensors(after), strict=True):
-            kept.copy_(new)
-
-    def step(next_token: Tensor) -> Tensor:
-        token.copy_(next_token)
-        graph.replay()
-        return logits
-
-    return step
-
-
-def _tensors(state: State) -> Iterator[Tensor]:
-    for last, hidden in state:
-        yield last
-        yield from hidden if isinstance(hidden, tuple) else (hidden,)
 
 
 def draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:

@@ -42,6 +42,25 @@ class Share(NamedTuple):
         (replica, shard, steps_rank), (_, shards, steps_of) = coordinate, mesh.shape
         return cls(replica * shards + shard, mesh.size() // steps_of, steps_rank, steps_of)
 
+    @property
+    def alone(self) -> bool:
+        return self.rows_of * self.steps_of == 1
+
+    def total(self, tensor: Tensor) -> Tensor:
+        """The sum of the processes' tensors."""
+        if not self.alone:
+            tensor = tensor.clone()
+            distributed.all_reduce(tensor)
+        return tensor
+
+    def of_each(self, tensor: Tensor) -> list[Tensor]:
+        """The processes' tensors, all of one shape, on the CPU."""
+        if self.alone:
+            return [tensor]
+        tensors = [torch.empty_like(tensor) for _ in range(distributed.get_world_size())]
+        distributed.all_gather(tensors, tensor)
+        return tensors
+
     def rows(self, number: int) -> slice:
         return part(number, self.rows_rank, self.rows_of)
 
@@ -71,14 +90,6 @@ def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
     return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
-def total(tensor: Tensor) -> Tensor:
-    """The sum of every process's tensor."""
-    if distributed.is_initialized():
-        tensor = tensor.clone()
-        distributed.all_reduce(tensor)
-    return tensor
-
-
 def agree(steps: int, stop: bool) -> tuple[int, bool]:
     """The first process's number of steps, and whether any process is to stop."""
     if not distributed.is_initialized():
@@ -86,12 +97,3 @@ def agree(steps: int, stop: bool) -> tuple[int, bool]:
     said = torch.tensor([steps if is_first() else 0, stop])
     distributed.all_reduce(said, distributed.ReduceOp.MAX)
     return int(said[0]), bool(said[1])
-
-
-def of_each(tensor: Tensor) -> list[Tensor]:
-    """Every process's tensor, all of one shape, on the CPU."""
-    if not distributed.is_initialized():
-        return [tensor]
-    tensors = [torch.empty_like(tensor) for _ in range(distributed.get_world_size())]
-    distributed.all_gather(tensors, tensor)
-    return tensors

@@ -39,18 +39,67 @@ class _Recurrent(nn.RNNBase):
         """Run the whole sequence; see the class."""
         if resets is not None:
             check_resets(resets, input.data if isinstance(input, PackedSequence) else input)
-            if isinstance(input, Tensor) and 1 in input.shape[:-1] and self._steps_of(input) == 1:
+            if isinstance(input, Tensor) and input.dim() > 1 and input.shape[1 if self._is_swapped(input) else 0] == 1:
                 hx, resets = self._begun(hx, resets.flatten()), None
-        short = self._buffers and resets is None and not torch.is_grad_enabled()
-        if short and (result := self._step(input, hx)) is not None:
-            return result
+        if resets is None and not torch.is_grad_enabled() and isinstance(input, Tensor) and input.dim() > 1:
+            time = 1 if self._is_swapped(input) else 0
+            if input.shape[time] == 1 and (result := self._step(input.squeeze(time), hx)) is not None:
+                return result[0].unsqueeze(time), result[1]
         weights, states = self._weights(), _states(hx)
-        call = self._kernels_for(input, states, weights)
+        call = self._kernels_for(input, states, weights, resets)
         if call is not None:
             return self._forward_kernels(input, states, weights, resets, *call)
         if resets is None or not resets.numel():
             return self._forward_torch(input, hx, weights)
         return self._forward_torch_by_episodes(input, hx, weights, resets)
+
+    def step(self, x: Tensor, state: Hidden | None = None) -> tuple[Tensor, Any]:
+        """One time step, in constant memory: ``y, state = layer.step(x, state)``.
+
+        Args:
+            x: the input at this step, (B, input_size) or (input_size,).
+            state: the state so far, as ``forward`` takes it: (num_layers, B, hidden_size), without B if x has none, of
+                an LSTM two of them; zero if absent.
+
+        Returns:
+            y, (B, hidden_size), the last layer's h, and the next state.
+
+        Raises:
+            ValueError: an input that does not fit, or a bidirectional layer, which needs the whole sequence.
+
+        Example:
+            >>> import torch, ostinato
+            >>> layer, x = ostinato.LSTM(3, 5), torch.randn(7, 2, 3)
+            >>> state = None
+            >>> for x_t in x:
+            ...     y, state = layer.step(x_t, state)
+            >>> torch.allclose(y, layer(x)[0][-1], atol=1e-6)
+            True
+        """
+        result = self._step(x, state)
+        if result is not None:
+            return result
+        if self.bidirectional:
+            raise ValueError("step needs a layer that runs forward in time; this one is bidirectional")
+        if not isinstance(x, Tensor):
+            raise TypeError(f"x must be a tensor; got {type(x).__name__}")
+        if x.dim() not in (1, 2) or x.shape[-1] != self.input_size:
+            raise ValueError(
+                f"x must have shape (B, {self.input_size}) or ({self.input_size},), one step; got {tuple(x.shape)}"
+            )
+        states = _states(state)
+        captured = x.is_cuda and not torch.is_autocast_enabled("cuda") and torch.cuda.is_current_stream_capturing()
+        if captured and x.dim() == 2 and states:
+            return self._step_by_cells(x, states)
+        time = 1 if self.batch_first and x.dim() == 2 else 0
+        output, state = self.forward(x.unsqueeze(time), state)
+        return output.squeeze(time), state
+
+    def initial_state(self, batch_size: int) -> Any:
+        """The state before the first step, all zeros, as ``forward`` and :meth:`step` take it."""
+        shape = len(self._all_weights), batch_size, self.hidden_size
+        zeros = self.weight_hh_l0.new_zeros(shape)
+        return (zeros, torch.zeros_like(zeros)) if self.mode == "LSTM" else zeros
 
     def plan(
         self, batch: int, dtype: torch.dtype | None = None, training: bool = False, steps: int | None = None
@@ -118,16 +167,25 @@ class _Recurrent(nn.RNNBase):
                     weights[i] = masked(self, name)
         return weights
 
-    def _plan(self, device: torch.device, batch: int, dtype: torch.dtype, training: bool, steps: int | None) -> Plan:
+    def _plan(
+        self,
+        device: torch.device,
+        batch: int,
+        dtype: torch.dtype,
+        training: bool,
+        steps: int | None,
+        resets: bool = False,
+    ) -> Plan:
         directions = 2 if self.bidirectional else 1
-        layer = device, self.mode.lower(), self.hidden_size, batch, dtype, training, steps, self._path, directions
+        sizes = self.hidden_size, batch, dtype
+        layer = device, self.mode.lower(), *sizes, training, steps, self._path, directions, resets
         if not self._buffers:
             return plan_layer(None, *layer)
         plans = [plan_layer(mask_of(self, names[1]), *layer) for names in self._all_weights]
         return max(plans, key=lambda plan: (plan.path == "steps", plan.bytes_on_chip))
 
     def _kernels_for(
-        self, input: Any, states: list[Tensor], weights: list[Tensor]
+        self, input: Any, states: list[Tensor], weights: list[Tensor], resets: Tensor | None
     ) -> tuple[int, int, torch.dtype | None, bool] | None:
         """Sequences and steps of a call for the kernels, the dtype that autocast asks for, and whether to train.
 
@@ -156,7 +214,7 @@ class _Recurrent(nn.RNNBase):
         tensors = [*weights, x, *states]
         training = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
         if not torch.compiler.is_compiling() and batch * steps > 0:  # what is compiled is planned when it runs
-            plan = self._plan(device, batch, computed, training, steps)
+            plan = self._plan(device, batch, computed, training, steps, resets is not None)
             if plan.path == "steps" or not can_take(tensors):
                 return None
         shape = (len(self._all_weights), *(() if rank == 2 and not packed else (batch,)), self.hidden_size)
@@ -235,59 +293,83 @@ class _Recurrent(nn.RNNBase):
         output = rows if unbatched else rows.view(steps, batch, -1)
         return output.transpose(0, 1) if swapped else output, hidden
 
-    def _step(self, input: Any, hx: Any) -> tuple[Tensor, Any] | None:
-        """One step of one sequence through pruned layers, by the shortest way; None for any other call.
+    def _step(self, x: Any, state: Any) -> tuple[Tensor, Any] | None:
+        """:meth:`step` by the shortest way; None where that cannot be taken.
 
         What a call costs beside the loop is then most of it, so nothing is looked up or copied that need not be.
         """
-        if (
-            torch.compiler.is_compiling()
-            or not isinstance(input, Tensor)
-            or not input.is_cpu
-            or input.numel() != self.input_size
-        ):
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or not isinstance(x, Tensor) or not x.is_cpu:
             return None
-        states, lstm, rank = _states(hx), self.mode == "LSTM", input.dim()
-        own = self._unmasked_weights()
-        dtype, layers, hidden = own[0].dtype, self.num_layers, self.hidden_size
-        shape = (layers, 1, hidden) if rank == 3 else (layers, hidden)
+        rank, lstm, layers, hidden = x.dim(), self.mode == "LSTM", self.num_layers, self.hidden_size
+        states, own, dtype, masks = _states(state), self._unmasked_weights(), x.dtype, self._buffers
+        tensors = [x, *own, *states]
         if (
-            (rank != 3 and rank != 2)
-            or input.shape[-1] != self.input_size
+            (rank != 2 and rank != 1)
+            or x.numel() == 0
+            or x.shape[-1] != self.input_size
             or self.bidirectional
             or (self.training and self.dropout and layers > 1)
-            or len(states) != (lstm + 1 if hx is not None else 0)
+            or len(states) != (lstm + 1 if state is not None else 0)
             or torch.is_autocast_enabled("cpu")
-            or not is_eager([input, *own, *states])
+            or not is_eager(tensors)
         ):
             return None
-        for x in (input, *own, *states):
-            if x.dtype != dtype or not x.is_cpu:
+        for tensor in tensors:
+            if tensor.dtype != dtype or not tensor.is_cpu or not tensor.is_contiguous():
                 return None
-        for x in states:
-            if x.shape != shape:
+        batch = x.shape[0] if rank == 2 else 1
+        shape = (layers, batch, hidden) if rank == 2 else (layers, hidden)
+        for tensor in states:
+            if tensor.shape != shape:
                 return None
-        if hx is None:
-            states = [input.new_zeros(shape) for _ in range(lstm + 1)]
-        else:
-            states = [x.clone(memory_format=torch.contiguous_format) for x in states]
-        addresses = [x.data_ptr() for x in states]
-        size, width, output = len(own) // layers, hidden * input.itemsize, input
+
+        size, inputs, steps = len(own) // layers, self.input_size, []
         for layer in range(layers):
-            weight_ih, weight_hh, *biases = own[layer * size : (layer + 1) * size]
-            bias_ih, bias_hh = biases or (None, None)
-            mask = self._buffers.get(f"mask_hh_l{layer}")
-            step = None if mask is None else step_of(mask, self.mode.lower(), hidden, dtype, self._path)
-            if step is None:
+            mask_ih = mask_hh = None
+            if masks:
+                mask_ih, mask_hh = masks.get(f"mask_ih_l{layer}"), masks.get(f"mask_hh_l{layer}")
+            step = step_of(x.device, self.mode.lower(), dtype, hidden, inputs, batch, mask_ih, mask_hh, self._path)
+            if step is None and mask_ih is not None:  # too dense to look up each of its weights
+                own[layer * size] = masked(self, f"weight_ih_l{layer}")
+                step = step_of(x.device, self.mode.lower(), dtype, hidden, inputs, batch, None, mask_hh, self._path)
+            if (
+                step is None
+                or own[layer * size].shape != (step.rows, inputs)
+                or own[layer * size + 1].shape[1] != hidden
+            ):
                 return None
-            if f"mask_ih_l{layer}" in self._buffers:
-                weight_ih = masked(self, f"weight_ih_l{layer}")
-            projected = F.linear(output, weight_ih, bias_ih)
-            output = input.new_empty((1, 1, hidden) if rank == 3 else (1, hidden))
-            at = [address + layer * width for address in addresses]
-            if not step(projected, at[0], at[-1], weight_hh, bias_hh, output):
+            steps.append(step)
+            inputs = hidden
+
+        old = states or [x.new_zeros(shape) for _ in range(lstm + 1)]
+        new = [tensor.clone() for tensor in old]
+        width = batch * hidden * x.itemsize
+        scratch = x.new_empty(max(step.scratch for step in steps) + batch * hidden)
+        rest, output = scratch.data_ptr(), x.new_empty(shape[1:])
+        between, at, source = rest + width, 0, x.data_ptr()
+        before, h, c = old[0].data_ptr(), new[0].data_ptr(), new[-1].data_ptr()
+        for layer, step in enumerate(steps):
+            target = output.data_ptr() if layer == layers - 1 else rest
+            weights = own[layer * size : (layer + 1) * size]
+            if not step(source, before + at, h + at, c + at, target, between, weights):
                 return None
-        return output, tuple(states) if lstm else states[0]
+            source, at = h + at, at + width
+        return output, tuple(new) if lstm else new[0]
+
+    def _step_by_cells(self, x: Tensor, states: list[Tensor]) -> tuple[Tensor, Any]:
+        """:meth:`step` by two products and a kernel a layer, for CUDA graphs: outside, cuDNN's fewer launches count."""
+        weights, last = self._weights(), []
+        size = len(weights) // self.num_layers
+        for layer, before in enumerate(zip(*(state.unbind(0) for state in states), strict=True)):
+            if layer and self.training and self.dropout:
+                x = F.dropout(x, self.dropout)
+            own = weights[layer * size : (layer + 1) * size]
+            cell: Any = getattr(torch, f"{self.mode.lower()}_cell")
+            after = cell(x, before if self.mode == "LSTM" else before[0], *own)
+            last.append(after if self.mode == "LSTM" else (after,))
+            x = last[-1][0]
+        new = [torch.stack(parts) for parts in zip(*last, strict=True)]
+        return x, tuple(new) if self.mode == "LSTM" else new[0]
 
     def _forward_torch(self, input: Any, hx: Any, weights: list[Tensor]) -> tuple[Any, Any]:
         """``torch.nn``'s own forward; it reads the weights from the module, or from a stand-in with others."""
@@ -337,9 +419,6 @@ class _Recurrent(nn.RNNBase):
 
     def _is_swapped(self, x: Tensor) -> bool:
         return self.batch_first and x.dim() == 3
-
-    def _steps_of(self, x: Tensor) -> int:
-        return x.shape[1] if self._is_swapped(x) else x.shape[0]
 
     def _begun(self, hx: Any, resets: Tensor) -> Any:
         """The state that one step of the sequences is to see; the other direction's comes from after it."""

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ostinato.distributed import sequence_parallel
 from ostinato.models import LanguageModel
-from ostinato.processes import Share, of_each, part, shard_like, total
+from ostinato.processes import Share, part, shard_like
 from ostinato.text import random_windows, streams
 
 PRECISIONS = ("auto", "float32", "bfloat16")
@@ -242,8 +242,8 @@ class Trainer:
 
         Of several processes each must ask; sharded tensors are given as they are.
         """
-        tensors = {"loss_sum": total(self._loss_sum), "windows": self.generator.get_state()}
-        tensors |= {_dropout_name(rank): state for rank, state in enumerate(of_each(self._dropout_state()))}
+        tensors = {"loss_sum": self._share.total(self._loss_sum), "windows": self.generator.get_state()}
+        tensors |= {_dropout_name(rank): state for rank, state in enumerate(self._share.of_each(self._dropout_state()))}
         for number, state in self.optimizer.state_dict()["state"].items():
             tensors |= {f"optimizer.{number}.{name}": value for name, value in state.items()}
         return {
@@ -344,7 +344,7 @@ class Trainer:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bfloat16")
 
     def _mean_loss(self) -> float:
-        return total(self._loss_sum).item() / max(self.step - (self.curve[-1].step if self.curve else 0), 1)
+        return self._share.total(self._loss_sum).item() / max(self.step - (self.curve[-1].step if self.curve else 0), 1)
 
     def _check(self, kind: str, loss: float) -> None:
         if not math.isfinite(loss):
@@ -417,4 +417,4 @@ def held_out(model: LanguageModel, tokens: Tensor, tokens_at_once: int = 1 << 14
         )
         loss_sum += weight * loss.cpu()
     model.train(training)
-    return total(loss_sum).item() / counted
+    return share.total(loss_sum).item() / counted

@@ -40,10 +40,12 @@ def operator(
     ``groups(*args)`` lets ``torch.vmap`` make one call of many: see :func:`_vmap_rule`.  In forward mode
     ``composite(*args)`` runs in place of the operator; or, where the operator is itself what composites are made of,
     ``jvp(args, results, tangents)`` returns the results' tangents, with None for an input's that has none.
-    ``plain(*args)`` computes the same in PyTorch's own operators, for graphs that are to run without this library.
+    ``plain(*args)``, or else the composite, computes the same in PyTorch's own operators, for graphs that are to run
+    without this library.
 
     ``forward`` may end in ``*tensors``, and then return any number of tensors, if it is said to return a list of them.
     """
+    plain = plain or composite
     registered = _registered(name, forward, fake, setup_context, backward, groups)
 
     def call(*args: Any) -> Any:
@@ -103,10 +105,10 @@ def gradient(
 ) -> Callable:
     """As :func:`operator`, for a gradient, whose own derivatives are those of ``composite``, if there is one."""
 
-    def keep(ctx: Any, args: tuple, output: Any) -> None:
+    def keep(ctx: Any, inputs: tuple, output: Any) -> None:
         if composite is not None:
-            ctx.args = _without_tensors(args)
-            ctx.save_for_backward(*(x for x in args if isinstance(x, Tensor)))
+            ctx.args = _without_tensors(inputs)
+            ctx.save_for_backward(*(x for x in inputs if isinstance(x, Tensor)))
 
     def pull_back(ctx: Any, *cotangents: Tensor | None) -> tuple:
         if composite is None:

@@ -32,8 +32,9 @@ def is_portable() -> bool:
 
 def write(plain: Callable, name: str, args: tuple) -> Any:
     """``plain(*args)`` in the graph that is traced, for the operator of that name."""
-    if not torch.compiler.is_compiling():
-        raise NotImplementedError(f"{name} is exported by torch.export and by torch.onnx.export(dynamo=True) alone")
+    if not torch.compiler.is_compiling() or torch.compiler.is_dynamo_compiling():
+        exporters = "torch.export.export(strict=False) and torch.onnx.export(dynamo=True)"
+        raise NotImplementedError(f"{name} is written in PyTorch's own operators by {exporters} alone")
     with _Elementary():
         return plain(*args)
 

@@ -12,7 +12,6 @@
 constexpr int PREFETCH = 6;                          // steps
 constexpr int GRADS = CELL == GRU ? 4 : GATES;       // of a unit that are written
 constexpr bool TAKES_STATE = CELL == GRU, TAKES_CELL = CELL == LSTM;
-static_assert(ITEMS <= 32);  // a bit for each
 
 struct Units : Block {
     const Parameters &p;
@@ -24,7 +23,7 @@ struct Units : Block {
     // As read from memory.
     Scalar pre[ITEMS][GATES], grad[ITEMS], candidate[ITEMS], before[ITEMS];
     float cell[ITEMS], cell_before[ITEMS];
-    unsigned begins_read = 0, begins_next = 0, begins = 0;  // items whose step began from zero
+    unsigned began_read[ITEMS], began_next[ITEMS], began[ITEMS];  // whether a step began from zero
 
     __device__ Units(const Parameters &p, const Product &product, int block, Block owned_by) : Block(owned_by), p(p) {
 #pragma unroll
@@ -41,8 +40,7 @@ struct Units : Block {
     __device__ void fetch(const Rows &rows, bool has_earlier, const Rows &earlier) {
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
-            const bool from_zero = reset(i, rows, p);
-            if (RESETS) begins_read = (begins_read & ~(1u << i)) | unsigned(from_zero) << i;
+            if (RESETS) began_read[i] = reset(i, rows, p);
             if (!live(i, rows)) continue;
             const size_t at = place(rows.first, i);
 #pragma unroll
@@ -55,7 +53,6 @@ struct Units : Block {
             if (TAKES_CELL) {
                 cell[i] = p.cells[at];
                 cell_before[i] = 0;
-                if (from_zero) continue;
                 if (has_earlier && live(i, earlier)) cell_before[i] = p.cells[place(earlier.first, i)];
                 else if (p.c0) cell_before[i] = widen(p.c0[place(0, i)]);
             }
@@ -64,10 +61,11 @@ struct Units : Block {
 
     // A sequence that is not at this step hands its gradients on.
     __device__ void differentiate(const Rows &rows) {
-        begins_next = begins_read;
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
             if (idle(i)) continue;
+            if (RESETS) began_next[i] = began_read[i];
+            if (RESETS && TAKES_CELL && began_read[i]) cell_before[i] = 0;
             float x[GATES];
 #pragma unroll
             for (int g = 0; g < GATES; ++g) x[g] = widen(pre[i][g]);
@@ -104,10 +102,10 @@ struct Units : Block {
     }
 
     __device__ void update(char *state) {
-        begins = begins_next;
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
             if (idle(i)) continue;
+            if (RESETS) began[i] = began_next[i];
             const float total = dh[i] + given[i];
             float published[GATES];
             if constexpr (CELL == RNN_TANH || CELL == RNN_RELU) published[0] = d[i][0] = total * slope[i][0];
@@ -146,7 +144,7 @@ struct Units : Block {
             if (!owned(i)) continue;
             const float sum = product.sum(sums, spans[i], cluster.rank * UNITS + unit_of(i), sequence_of(i));
             dh[i] += sum + cluster.receive(item(i), step, patience);
-            if (RESETS && begins >> i & 1) dh[i] = dc[i] = 0;
+            if (RESETS && began[i]) dh[i] = dc[i] = 0;
         }
     }
 
@@ -161,7 +159,7 @@ struct Units : Block {
             }
             if (!own.live(i, rows)) continue;
             const size_t at = own.place(rows.first, i);
-            if (RESETS) prefetch(p.resets + rows.first + own.sequence + own.sequence_of(i));
+            if (RESETS && own.unit_of(i) == 0) prefetch(p.resets + rows.first + own.sequence + own.sequence_of(i));
             if (p.grad_output) prefetch(p.grad_output + at);
             if (TAKES_STATE) prefetch(p.candidate + at), prefetch(p.h_prev + at);
             if (TAKES_CELL) prefetch(p.cells + at);

@@ -1,6 +1,5 @@
 """Recurrent layers on the CPU, dense and pruned: tensors in and out around the loops of ``cpu_loops.py``."""
 
-import ctypes
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,6 +10,9 @@ from torch.nn import functional as F
 from ostinato.kernels.numba_loops import NUMPY_DTYPES
 from ostinato.kernels.persistent import cpu_loops
 from ostinato.kernels.persistent.cpu_entries import SLICE, Entries, backward_entries, forward_entries
+from ostinato.kernels.persistent.cpu_step import BATCH as MOST_OF_A_STEP
+from ostinato.kernels.persistent.cpu_step import DENSEST as DENSEST_STEP
+from ostinato.kernels.persistent.cpu_step import step_of as step_of
 from ostinato.kernels.persistent.masks import derived_from
 from ostinato.kernels.persistent.plan import GATES, Plan, no_kernel
 from ostinato.kernels.threads import run_loop, threads_for
@@ -20,7 +22,6 @@ from ostinato.kernels.threads import run_loop, threads_for
 FEW_STEPS = {"rnn_tanh": 24, "rnn_relu": 24, "gru": 8, "lstm": 32}
 DENSEST_BLOCKS = {False: 0.4, True: 0.3}  # by whether gradients are taken
 DENSEST_ROWS = {False: 0.15, True: 0.04}  # by whether there are several sequences
-DENSEST_STEP = {"block": 0.6, "sparse": 0.25}  # for one step of one sequence, faster than torch's with masked weights
 
 
 def make_plan(
@@ -36,6 +37,7 @@ def make_plan(
     path: str | None = None,
     directions: int = 1,
     tf32: bool = False,
+    resets: bool = False,
 ) -> Plan:
     """How a layer runs on the CPU, whose caches hold what they can; see the GPU's for the arguments.
 
@@ -48,13 +50,17 @@ def make_plan(
         density = int(mask_hh.sum()) / mask_hh.numel()
         entries = None if density == 1 else "sparse" if block == (1, 1) else "block"
     if path is None:
-        if entries and density <= DENSEST_STEP[entries] and batch == steps == directions == 1 and not training:
-            return Plan(entries, 0, 0, 0, f"{density:.0%} of the weights are left, and only these are read", block)
+        if steps == directions == 1 and not training and not resets:
+            if entries and batch == 1 and density <= DENSEST_STEP[entries]:
+                return Plan(entries, 0, 0, 0, f"{density:.0%} of the weights are left, and only these are read", block)
+            if entries is None and batch <= MOST_OF_A_STEP:
+                return Plan("dense", 0, 0, 0, "one step reads the weights once, where they are")
         densest = DENSEST_BLOCKS[training] if entries == "block" else DENSEST_ROWS[batch > 1]
         if cell == "lstm" and dtype == torch.float32:  # against oneDNN's and not our own dense loops
             densest /= 2 if entries == "block" else 4
         path = entries if entries is not None and density <= densest else "dense"
-        if reason := _why_torch(cell, hidden_size, batch, dtype, path == "dense", training, steps):
+        reason = _why_torch(cell, hidden_size, batch, dtype, path == "dense", training, steps)
+        if reason and not resets:  # which torch's kernels know none of
             return no_kernel(reason)
     elif path not in ("dense", entries):
         raise ValueError(f"path must be 'dense'{f' or {entries!r}' if entries else ''}; got {path!r}")
@@ -137,83 +143,6 @@ def forward(
         states = projected, h0, c0, weight_hh, bias_hh, mask_hh
         return forward(*states, offsets, resets, batch, cell, reverse, dense, keep)
     return output, h, c if lstm else None, kept
-
-
-def make_step(mask_hh: Tensor, plan: Plan, cell: str, dtype: torch.dtype) -> "Step | None":
-    """None for blocks that a pruned weight on the diagonal has made a hole in, which only masks made by hand have."""
-    entries = _entries(forward_entries, mask_hh, plan, GATES[cell])
-    if entries.kind == "shared":
-        first, rows = entries.places[:, :1], torch.arange(entries.height, device="cpu") * mask_hh.shape[1]
-        inside = first // mask_hh.shape[1] % mask_hh.shape[1] + rows // mask_hh.shape[1] < mask_hh.shape[1]
-        if not mask_hh.flatten()[(first + rows).where(inside, first)].all():
-            return None
-        if plan.geometry[1] == cpu_loops.BLOCK_WIDTH and mask_hh.shape[1] % cpu_loops.BLOCK_WIDTH == 0:
-            places, columns = (x[:: cpu_loops.BLOCK_WIDTH].contiguous() for x in (entries.places, entries.columns))
-            starts = entries.starts // cpu_loops.BLOCK_WIDTH
-            entries = entries._replace(kind="blocks", places=places, columns=columns, starts=starts)
-    return Step(mask_hh, entries, cell, dtype)
-
-
-def _kept_places(mask_hh: Tensor, places: Tensor) -> Tensor:
-    """Below 0 where the weight is pruned, and so stands for none."""
-    return torch.where(mask_hh.flatten()[places], places, -1)
-
-
-class Step:
-    """One step of one sequence through a pruned layer, with all prepared that depends on its mask and sizes.
-
-    Each weight is used once, so that it is read where the parameter has it.
-    """
-
-    def __init__(self, mask_hh: Tensor, entries: Entries, cell: str, dtype: torch.dtype) -> None:
-        hidden, gates = mask_hh.shape[1], GATES[cell]
-        self._shape = mask_hh.shape
-        places = _kept_places(mask_hh, entries.places) if entries.kind == "own" else entries.places[:, 0]
-        places, diagonal = places.to(torch.int32), _kept_places(mask_hh, entries.diagonal).to(torch.int32)
-        self._loop = cpu_loops.forward(NUMPY_DTYPES[dtype], cell, False, entries.kind, entries.height, 1, True)
-        self._row = gates * entries.padded + (SLICE if entries.kind == "own" else 0)
-        self._no_bias = torch.zeros(gates * hidden, dtype=dtype, device="cpu")
-        self._kept_alive = places, diagonal, entries
-        self._work = cpu_loops.ForwardWork(
-            pieces=1,
-            group=1,
-            batch=1,
-            length=1,
-            hidden=hidden,
-            row=self._row,
-            padded=entries.padded,
-            slices=len(entries.starts) - 1,
-            places=places.data_ptr(),
-            diagonal=diagonal.data_ptr(),
-            columns=entries.columns.data_ptr(),
-            starts=entries.starts.data_ptr(),
-            rows=entries.rows.data_ptr(),
-            bias=self._no_bias.data_ptr(),
-        )
-
-    def __call__(
-        self, projected: Tensor, h: int, c: int, weight_hh: Tensor, bias_hh: Tensor | None, output: Tensor
-    ) -> bool:
-        """Write ``output`` and, at the addresses h and c, the next state; whether it is to be used.
-
-        It is not where something was not finite, which takes the pruned weights too, or where a tensor does not fit.
-        What ``weight_hh`` has where it is pruned is not looked at.
-        """
-        if (
-            weight_hh.shape != self._shape
-            or projected.numel() != self._shape[0]
-            or not weight_hh.is_contiguous()
-            or not (bias_hh is None or (bias_hh.numel() == self._shape[0] and bias_hh.is_contiguous()))
-        ):
-            return False
-        sums = projected.new_empty(self._row)
-        work = cpu_loops.ForwardWork.from_buffer_copy(self._work)
-        work.weights, work.projected, work.sums = weight_hh.data_ptr(), projected.data_ptr(), sums.data_ptr()
-        work.h, work.c, work.output = h, c, output.data_ptr()
-        if bias_hh is not None:
-            work.bias = bias_hh.data_ptr()
-        self._loop.ctypes(ctypes.addressof(work))
-        return not work.not_finite
 
 
 def backward(

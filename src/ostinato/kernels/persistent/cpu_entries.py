@@ -32,18 +32,22 @@ class Entries(NamedTuple):
 
 
 def forward_entries(mask: Tensor, block: tuple[int, int], gates: int) -> Entries:
-    """For a mask (gates * H, H) with at least one weight pruned, in blocks of `block` apart from the diagonal."""
-    hidden = mask.shape[1]
+    """For a mask (gates * H, inputs) with at least one weight pruned, in blocks of `block`.
+
+    Apart from the diagonal, if it is of recurrent weights, or looks so.
+    """
+    hidden, inputs = len(mask) // gates, mask.shape[1]
     places, pruned = _places(mask, gates)
     if block == (1, 1):
         return _own_columns(mask, places, pruned, gates * hidden, hidden, gates)
     height = block[0]
-    kept, alone = _blocks(mask.view(gates, hidden, hidden), height)
+    kept, alone = _blocks(mask.view(gates, hidden, inputs), height)
     padding = -hidden % height
     entries = F.pad(places.masked_fill(alone, pruned), (0, 0, 0, padding), value=pruned)
-    entries = entries.view(gates, -1, height, hidden).transpose(2, 3)[kept]
+    entries = entries.view(gates, -1, height, inputs).transpose(2, 3)[kept]
     columns, starts = kept.nonzero()[:, 2].to(torch.int32), F.pad(kept.sum(2).flatten().cumsum(0), (1, 0))
     diagonal = F.pad(_alone_on_diagonal(alone, places, pruned), (0, padding), value=pruned)
+    diagonal = diagonal if hidden == inputs else diagonal[:, :0]
     return Entries("shared", height, hidden + padding, entries, columns, starts, starts[:0], diagonal)
 
 
@@ -78,8 +82,8 @@ def _places(mask: Tensor, gates: int) -> tuple[Tensor, int]:
 
 def _blocks(mask: Tensor, height: int) -> tuple[Tensor, Tensor]:
     """The columns of each slice with a weight off the diagonal, (gates, slices, H), and the weights in no such one."""
-    hidden = mask.shape[1]
-    eye = torch.eye(hidden, dtype=torch.bool, device="cpu")
+    hidden, inputs = mask.shape[1:]
+    eye = torch.eye(hidden, dtype=torch.bool, device="cpu") if hidden == inputs else torch.zeros_like(mask[0])
     kept = F.pad(mask & ~eye, (0, 0, 0, -hidden % height)).unflatten(1, (-1, height)).any(2)
     return kept, eye & ~kept.repeat_interleave(height, 1)[:, :hidden]
 

@@ -66,11 +66,10 @@ class ForwardWork(ctypes.Structure):
     """What the forward loop is called with: sizes and addresses.
 
     A sequence's sums are a `row`, in which gates lie `padded` apart.  `weights` are panels or the values of entries;
-    `columns` to `diagonal` are of entries.  With `places`, `weights` are all as they lie in memory, and `places` and
-    `diagonal` say which of them are the values, int32, below 0 for none.
+    `columns` to `diagonal` are of entries.
     """
 
-    _fields_ = integers(*_BOTH, "places", "bias", "projected", "sums", "h", "c", "output", "kept")
+    _fields_ = integers(*_BOTH, "bias", "projected", "sums", "h", "c", "output", "kept")
 
 
 class BackwardWork(ctypes.Structure):
@@ -340,10 +339,13 @@ def _weight_at_of(values, places, index):
 
 
 @inline_with_constants
-def _add_entries(kind, height, tile, gates, hidden, entries, x, x_b, sums, row, live):
-    """The same with pruned weights; those of kind "own" are summed in the last of a row before they are."""
+def add_entries(kind, height, tile, gates, hidden, inputs, entries, x, x_b, sums, row, live):
+    """The same with pruned weights; those of kind "own" are summed in the last of a row before they are.
+
+    Of a matrix that is not square, `inputs` columns wide, nothing is on the diagonal.
+    """
     values, places, columns, starts, rows, slices, diagonal, padded = entries
-    spare, last = row - height, gates * hidden * hidden - 1
+    spare, last = row - height, gates * hidden * inputs - 1
     for s in range(slices):
         for b in range(0, live, tile):
             out = offset(sums, b * row + (spare if kind == "own" else s if kind == "dots" else s * height))
@@ -351,13 +353,13 @@ def _add_entries(kind, height, tile, gates, hidden, entries, x, x_b, sums, row, 
             begin, end = starts[s], starts[s + 1]
             rest = live - b
             _add_slice(
-                values, places, hidden, last, columns, begin, end, states, x_b, out, row, rest, kind, height, tile
+                values, places, inputs, last, columns, begin, end, states, x_b, out, row, rest, kind, height, tile
             )
         if kind == "own":
             for b in range(live):
                 for i in range(height):
                     sums[b * row + rows[s * height + i]] += sums[b * row + spare + i]
-    if kind != "own":
+    if kind != "own" and inputs == hidden:
         for b in range(live):
             for g in range(gates):
                 at, at_x = b * row, b * x_b
@@ -372,7 +374,7 @@ def _add_entries(kind, height, tile, gates, hidden, entries, x, x_b, sums, row, 
 
 
 @inline
-def _are_finite(x, begin, end, largest):
+def are_finite(x, begin, end, largest):
     wrong = 0
     for j in range(begin, end):
         wrong += 0 if abs(x[j]) <= largest else 1
@@ -384,11 +386,12 @@ def _relu(x):
     return cast(0.0, x) if x < 0 else x
 
 
-# One unit of one sequence.  `arrays` are pointers and where their rows begin; the gates of a row lie `hidden` apart.
+# One unit of one sequence.  `arrays` are pointers and where their rows begin; the gates of a row lie `pitch` apart, of
+# the sums `padded`.
 
 
 @inline
-def _forward_unit(cell, keep, j, hidden, padded, arrays):
+def forward_unit(cell, keep, j, pitch, padded, arrays):
     projected, at_p, sums, at_s, h, c, at, output, kept, at_out = arrays
     x0 = _load(projected, at_p + j, "p0") + _load(sums, at_s + j, "s0")
     if cell == "rnn_tanh":
@@ -396,41 +399,38 @@ def _forward_unit(cell, keep, j, hidden, padded, arrays):
     elif cell == "rnn_relu":
         new = _relu(x0)
     else:
-        x1 = _load(projected, at_p + hidden + j, "p1") + _load(sums, at_s + padded + j, "s1")
-        p2, s2 = _load(projected, at_p + 2 * hidden + j, "p2"), _load(sums, at_s + 2 * padded + j, "s2")
+        x1 = _load(projected, at_p + pitch + j, "p1") + _load(sums, at_s + padded + j, "s1")
+        p2, s2 = _load(projected, at_p + 2 * pitch + j, "p2"), _load(sums, at_s + 2 * padded + j, "s2")
         if keep:
             _store(projected, at_p + j, x0, "p0")
-            _store(projected, at_p + hidden + j, x1, "p1")
+            _store(projected, at_p + pitch + j, x1, "p1")
         if cell == "gru":
             n = tanh_slope(multiply_add(sigmoids(x0)[0], s2, p2))[0]
             new = multiply_add(sigmoids(x1)[0], _load(h, at + j, "h") - n, n)
             if keep:
                 _store(kept, at_out + j, s2, "kept")
         else:
-            x3 = _load(projected, at_p + 3 * hidden + j, "p3") + _load(sums, at_s + 3 * padded + j, "s3")
+            x3 = _load(projected, at_p + 3 * pitch + j, "p3") + _load(sums, at_s + 3 * padded + j, "s3")
             added = sigmoids(x0)[0] * tanh_slope(p2 + s2)[0]
             c_j = multiply_add(sigmoids(x1)[0], _load(c, at + j, "c"), added)
             _store(c, at + j, c_j, "c")
             new = sigmoids(x3)[0] * tanh_slope(c_j)[0]
             if keep:
-                _store(projected, at_p + 2 * hidden + j, p2 + s2, "p2")
-                _store(projected, at_p + 3 * hidden + j, x3, "p3")
+                _store(projected, at_p + 2 * pitch + j, p2 + s2, "p2")
+                _store(projected, at_p + 3 * pitch + j, x3, "p3")
                 _store(kept, at_out + j, c_j, "kept")
     _store(h, at + j, new, "h")
     _store(output, at_out + j, new, "out")
 
 
 @functools.cache
-def forward(dtype: type, cell: str, keep: bool, kind: str, height: int, tile: int, direct: bool = False) -> Any:
+def forward(dtype: type, cell: str, keep: bool, kind: str, height: int, tile: int) -> Any:
     """h and c hold the initial state, then the last one.  The weights are "dense", or entries of a kind and height.
-
-    If `direct`, the entries are read by their places: it saves a copy of them, and takes longer in every step.
 
     To keep what the backward needs is to leave the gates' arguments in `projected`, of a GRU's n only the input's
     part, and in `kept` an LSTM's c after every step and the other part of a GRU's n.
     """
     gates, vectors, panel, largest = GATES[cell], vectors_of(tile), panel_rows(dtype, tile), dtype(np.finfo(dtype).max)
-    place = np.int32 if direct else dtype
 
     @compiled_loop
     def run(address):
@@ -443,13 +443,12 @@ def forward(dtype: type, cell: str, keep: bool, kind: str, height: int, tile: in
         batch, length, hidden, group = work.batch, work.length, work.hidden, work.group
         row, padded = work.row, work.padded
         columns, starts = pointer_to(work.columns, np.int32), pointer_to(work.starts, np.int64)
-        rows, diagonal = pointer_to(work.rows, np.int64), pointer_to(work.diagonal, place)
-        places = pointer_to(work.places, place)
-        entries = weights, places, columns, starts, rows, work.slices, diagonal, padded
+        rows, diagonal = pointer_to(work.rows, np.int64), pointer_to(work.diagonal, dtype)
+        entries = weights, weights, columns, starts, rows, work.slices, diagonal, padded
         piece = take_piece(address)
         while piece < work.pieces:
             first = piece * group
-            wrong = kind != "dense" and not _are_finite(h, first * hidden, min(first + group, batch) * hidden, largest)
+            wrong = kind != "dense" and not are_finite(h, first * hidden, min(first + group, batch) * hidden, largest)
             for step in range(length):
                 t = length - 1 - step if work.reverse else step
                 at_step, live = t * batch, min(batch - first, group)
@@ -473,14 +472,14 @@ def forward(dtype: type, cell: str, keep: bool, kind: str, height: int, tile: in
                 if kind == "dense":
                     _add_panels(vectors, panel, tile, hidden, weights, x, hidden, piece_sums, row, live)
                 else:
-                    _add_entries(kind, height, tile, gates, hidden, entries, x, hidden, piece_sums, row, live)
+                    add_entries(kind, height, tile, gates, hidden, hidden, entries, x, hidden, piece_sums, row, live)
                 for b in range(first, first + live):
                     at, at_out = b * hidden, (at_step + b) * hidden
                     arrays = projected, at_out * gates, sums, b * row, h, c, at, output, kept, at_out
                     for j in range(hidden):
-                        _forward_unit(cell, keep, j, hidden, padded, arrays)
+                        forward_unit(cell, keep, j, hidden, padded, arrays)
                 if kind != "dense":
-                    wrong = not _are_finite(h, first * hidden, (first + live) * hidden, largest)
+                    wrong = not are_finite(h, first * hidden, (first + live) * hidden, largest)
             if wrong:
                 work.not_finite = 1
             piece = take_piece(address)
@@ -590,8 +589,8 @@ def backward(dtype: type, cell: str, kind: str, height: int, tile: int) -> Any:
                 if kind == "dense":
                     _add_panels(vectors, panel, tile, gates * hidden, weights, x, grads_row, sums, row, live)
                 else:
-                    wrong = not _are_finite(x, 0, live * grads_row, largest)
-                    _add_entries(kind, height, tile, gates, hidden, entries, x, grads_row, sums, row, live)
+                    wrong = not are_finite(x, 0, live * grads_row, largest)
+                    add_entries(kind, height, tile, gates, hidden, hidden, entries, x, grads_row, sums, row, live)
                 if work.resets:
                     for b in range(first, first + live):
                         if resets[at_step + b]:

@@ -45,6 +45,7 @@ def make_plan(
     path: str | None = None,
     directions: int = 1,
     tf32: bool = False,
+    resets: bool = False,
 ) -> Plan:
     """How to run a layer of `cell` ("rnn_tanh", "rnn_relu", "gru", "lstm").
 
@@ -57,8 +58,9 @@ def make_plan(
         path: the only kernel to consider forward, "dense", "block" or "sparse"; None for the fastest.
         directions: how many such layers run at once.
         tf32: whether products of float32 may round to tf32.
+        resets: whether states are reset inside sequences, which torch's kernels know nothing of.
     """
-    if steps is not None and steps < LEAST_STEPS:
+    if steps is not None and steps < LEAST_STEPS and not resets:
         return no_kernel(f"{steps} steps are too few to be worth a kernel of their own")
     index = torch.cuda.current_device() if device.index is None else device.index
     kept = None if mask_hh is None else derived_from(mask_hh, "kept", lambda: int(mask_hh.sum()))
@@ -67,7 +69,7 @@ def make_plan(
         (_plan_sizes(layer, index, path, training, not tf32, share) for share in {1, directions}),
         key=lambda plan: (plan.path == "steps", _microseconds(plan, batch, directions, index)),
     )
-    if plan.path != "steps" and path is None:
+    if plan.path != "steps" and path is None and not resets:
         ours = _microseconds(plan, batch, directions, index)
         torchs = directions * _torchs_microseconds(cell, hidden_size, batch, dtype, training)
         if ours > torchs:

@@ -82,9 +82,11 @@ struct Block {
     __device__ bool owned(int i) const { return sequence_of(i) < sequences && unit + unit_of(i) < HIDDEN; }
     __device__ bool live(int i, const Rows &rows) const { return owned(i) && sequence + sequence_of(i) < rows.live; }
 
-    // Whether the state before this step is zero.
-    __device__ bool reset(int i, const Rows &rows, const Parameters &p) const {
-        return RESETS && live(i, rows) && p.resets[rows.first + sequence + sequence_of(i)];
+    // Whether the state before this step is zero: as read from memory, so that nothing waits for it before it is used.
+    __device__ unsigned reset(int i, const Rows &rows, const Parameters &p) const {
+        unsigned found = 0;
+        if (RESETS && live(i, rows)) found = p.resets[rows.first + sequence + sequence_of(i)];
+        return found;
     }
 
     // Where this thread's unit is in (rows, gates * HIDDEN), from the first row of a step on.

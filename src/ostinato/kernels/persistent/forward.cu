@@ -9,7 +9,7 @@ constexpr int PREFETCH = 4;  // steps
 struct Units : Block {
     const Parameters &p;
     float h[ITEMS], c[ITEMS], bias[ITEMS][GATES];
-    bool ends[ITEMS];  // whether the next step begins from zero
+    unsigned ends[ITEMS];  // whether the next step begins from zero
     Scalar projected[ITEMS][GATES];
     Span spans[ITEMS][GATES];
 
@@ -17,7 +17,7 @@ struct Units : Block {
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
             h[i] = c[i] = 0;
-            ends[i] = false;
+            ends[i] = 0;
 #pragma unroll
             for (int g = 0; g < GATES; ++g) bias[i][g] = 0;
             if (!owned(i)) continue;
@@ -37,7 +37,8 @@ struct Units : Block {
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
             if (ends[i]) h[i] = c[i] = 0;
-            ends[i] = has_next && reset(i, next, p);
+            ends[i] = 0;
+            if (has_next) ends[i] = reset(i, next, p);
         }
     }
 
@@ -109,7 +110,7 @@ struct Units : Block {
         for (int i = 0; i < ITEMS; ++i) {
             if (own.begins_word(i)) prefetch(state + state_place(own, i));
             if (!own.live(i, rows)) continue;
-            if (RESETS) prefetch(p.resets + rows.first + own.sequence + own.sequence_of(i));
+            if (RESETS && own.unit_of(i) == 0) prefetch(p.resets + rows.first + own.sequence + own.sequence_of(i));
 #pragma unroll
             for (int g = 0; g < GATES; ++g) prefetch(p.pre + own.place(rows.first, i, GATES) + g * HIDDEN);
         }

@@ -40,9 +40,14 @@ def cut(matrix: Tensor, block: tuple[int, int], fill: float = 0.0) -> Tensor:
 
 
 def block_of(mask: Tensor, gates: int) -> tuple[int, int]:
-    """The blocks that a (gates * H, H) mask consists of, whatever it has on the diagonal; (1, 1) if of none."""
+    """The blocks that a (gates * H, inputs) mask consists of; (1, 1) if of none.
+
+    Whatever it has on the diagonal, if it is square.
+    """
     mask = mask.view(gates, -1, mask.shape[1])
-    free = torch.eye(mask.shape[1], dtype=torch.bool, device=mask.device).expand(mask.shape)
+    free = torch.zeros_like(mask)
+    if mask.shape[1] == mask.shape[2]:
+        free.diagonal(dim1=1, dim2=2).fill_(True)
     for block in BLOCKS:
         some = cut(mask & ~free, block, False).any(3)
         every = cut(mask | free, block, True).all(3)

@@ -33,8 +33,8 @@ def plan_layer(mask_hh: Tensor | None, *layer: Any) -> Plan:
     """How a layer and direction runs; made once for each mask, and once for all layers without one.
 
     ``layer``: device, cell, hidden_size, batch, dtype, training (whether gradients will be taken), steps (of the
-    longest sequence, None if that is not known), path (the only kernel to consider, None for the fastest) and
-    directions (how many such layers run at once).
+    longest sequence, None if that is not known), path (the only kernel to consider, None for the fastest),
+    directions (how many such layers run at once) and resets (whether there are any).
     """
     key = torch.backends.cuda.matmul.allow_tf32, *layer
     return _plan_dense(*key) if mask_hh is None else derived_from(mask_hh, key, lambda: _plan(mask_hh, *key))
@@ -57,23 +57,21 @@ def _plan(
     block = None
     if mask_hh is not None:
         block = derived_from(mask_hh, "block", lambda: block_of(mask_hh, GATES[cell]))
-    training, steps, path, directions = how
+    training, steps, path, directions, resets = how
     layer = cell, hidden_size, batch, dtype, mask_hh, block
-    return kernels_on(device).make_plan(*layer, training, steps, device, path, directions, tf32)
+    return kernels_on(device).make_plan(*layer, training, steps, device, path, directions, tf32, resets)
 
 
 _plan_dense = functools.lru_cache(4096)(functools.partial(_plan, None))
 
 
-def step_of(mask_hh: Tensor, cell: str, hidden_size: int, dtype: torch.dtype, path: str | None) -> Any:
-    """What runs one step of one sequence without gradient, made once for a mask: a ``Step`` of the CPU's, or None."""
+def step_of(device: torch.device, *layer: Any) -> Any:
+    """What makes one step of a layer without gradients where a device has a kernel for it, else None.
 
-    def make() -> Any:
-        plan = plan_layer(mask_hh, mask_hh.device, cell, hidden_size, 1, dtype, False, 1, path, 1)
-        prepares = plan.path in ("block", "sparse") and hasattr(kernels := kernels_on(mask_hh.device), "make_step")
-        return kernels.make_step(mask_hh, plan, cell, dtype) if prepares else None
-
-    return derived_from(mask_hh, ("step", cell, hidden_size, dtype, path), make)
+    ``layer``: cell, dtype, hidden_size, input_size, batch, the masks of both weights and path.
+    """
+    make = getattr(kernels_on(device), "step_of", None)
+    return None if make is None else make(*layer)
 
 
 def can_take(tensors: list[Tensor]) -> bool:
@@ -91,9 +89,9 @@ def _choose(
     x: Tensor, mask_hh: Tensor | None, offsets: Tensor | None, batch: int, cell: str, hidden: int, *how: Any
 ) -> tuple[Any, Plan]:
     """The kernels and the plan of a layer; the loop over time where none fits."""
-    training, path, directions = how
+    training, path, directions, resets = how
     steps = len(x) // batch if offsets is None else len(offsets) - 1
-    plan = plan_layer(mask_hh, x.device, cell, hidden, batch, x.dtype, training, steps, path, directions)
+    plan = plan_layer(mask_hh, x.device, cell, hidden, batch, x.dtype, training, steps, path, directions, resets)
     return reference if plan.path == "steps" else kernels_on(x.device), plan
 
 
@@ -129,7 +127,8 @@ def _recurrent_layer(
     path: str | None,
     directions: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    kernels, plan = _choose(x, mask_hh, offsets, batch, cell, weight_hh.shape[1], training, path, directions)
+    how = training, path, directions, resets is not None
+    kernels, plan = _choose(x, mask_hh, offsets, batch, cell, weight_hh.shape[1], *how)
     projected = linear(x, weight_ih, bias_ih)
     args = projected, h0, c0, weight_hh, bias_hh, mask_hh, offsets, resets, batch, cell, reverse, plan, training
     output, h_n, c_n, c = kernels.forward(*args)
@@ -225,7 +224,8 @@ def _recurrent_layer_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Of each of the first seven tensors its gradient, empty unless its bit is set in `needed`."""
     hidden, gru = weight_hh.shape[1], cell == "gru"
-    kernels, plan = _choose(x, mask_hh, offsets, batch, cell, hidden, True, path, directions)
+    how = True, path, directions, resets is not None
+    kernels, plan = _choose(x, mask_hh, offsets, batch, cell, hidden, *how)
     h_prev = reference.previous(h, h0, offsets, batch, reverse, resets)
     if cell.startswith("rnn"):
         pre, candidate = h, None

@@ -33,7 +33,7 @@ _NO_STRIDES = (0, 0, 0)
 MAX_STEPS = (1 << 31) - (1 << 20)  # the kernel counts steps, with a tile's more, in 32 bits
 # ``Parameters`` in scan.cu, in two halves.
 _ADDRESSES = struct.Struct("16Q2I")
-_REST = struct.Struct("26q7i")
+_REST = struct.Struct("26q6i")
 
 
 class _Problem(NamedTuple):
@@ -134,13 +134,12 @@ def _prepare(problem: _Problem, bias_dtype: torch.dtype, alignment: int) -> _Lau
         definitions += (("RESETS", 1),)
     chunks = -(-problem.steps // geometry.tile)
     blocks = chains = sequences * -(-problem.channels // geometry.group)
-    words = draws = window = 0
+    words = draws = 0
     if geometry.chained:
         tiles = chains * chunks
         words = 2 * (1 + tiles * geometry.group * problem.compute.itemsize // 4)
         blocks = min(tiles, geometry.resident * device.processors)
         draws = tiles + blocks
-        window = -(-blocks // chains) + 1  # tiles of a chain in work at once
     padded = [*problem.inputs, *[_NO_STRIDES] * (5 - len(problem.inputs)), *problem.outputs]
     padded += [_NO_STRIDES] * (8 - len(padded))
     return _Launch(
@@ -156,7 +155,6 @@ def _prepare(problem: _Problem, bias_dtype: torch.dtype, alignment: int) -> _Lau
             *(number for tensor in padded for number in tensor),
             *(problem.batch, problem.steps, problem.channels, problem.sequences, problem.directions),
             int(problem.reverse),
-            window,
         ),
     )
 

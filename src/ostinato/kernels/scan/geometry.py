@@ -43,8 +43,7 @@ class Geometry(NamedTuple):
         between_warps = 2 * self.warps * (3 * state + 4)
         boundaries = 16 * self.tile if packed else 16
         bias = (self.warps if backward else 1) * outputs * state
-        watchers = self.warps * 32 // self.lanes
-        window = -(-min(256, 1024 // self.group) // watchers) * watchers if self.chained else 1
+        window = max(32, min(256, self.warps * 32 // self.lanes)) if self.chained else 1
         return strips * strip + between_warps + boundaries + window * (3 * state + 4) + bias + 96
 
 

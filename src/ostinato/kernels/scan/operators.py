@@ -466,6 +466,5 @@ minimal_scan = operator(
     _minimal_scan_context,
     _minimal_scan_grad,
     _minimal_scan_groups,
-    plain=_plain(_minimal_scan),
     composite=_minimal_scan_composite,
 )

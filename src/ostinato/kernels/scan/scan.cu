@@ -37,10 +37,9 @@ constexpr int THREADS = 32 * WARPS;
 constexpr int GROUP = LANES * VEC;
 constexpr int STRIP = SEGMENTS * ROWS;  // steps of a warp in a tile
 constexpr int TILE = WARPS * STRIP;
-// A tile looks at as many of those before it as may be in work at once.  Each segment of a warp takes EACH of them.
-constexpr int WATCHERS = WARPS * SEGMENTS;
-constexpr int WANTED = 1024 / GROUP < 256 ? 1024 / GROUP : 256;
-constexpr int EACH = (WANTED + WATCHERS - 1) / WATCHERS, WINDOW = EACH * WATCHERS;
+// Each segment of a warp watches one of the tiles before; where they are few, they go on to those farther back.
+constexpr int WATCHERS = WARPS * SEGMENTS < 256 ? WARPS * SEGMENTS : 256;
+constexpr int WINDOW = WATCHERS < 32 ? 32 : WATCHERS;
 constexpr int TOGETHER = WIDE ? 16 / sizeof(Pack) : 1;  // neighbouring packs that a lane copies as one
 static_assert(LANES % TOGETHER == 0 && ROWS % TOGETHER == 0);
 static_assert(!CHAINED || STAGES == 1, "a block draws one tile ahead");
@@ -94,7 +93,7 @@ struct Parameters {
     unsigned drawn, epoch;  // chained: what the counter begins at, and the launch's number, a multiple of MARKS
     Index resets_batch, resets_time;
     Strides strides[8];
-    int batch, steps, channels, sequences, directions, reverse, window;
+    int batch, steps, channels, sequences, directions, reverse;
 
     __device__ Tensor input(int k) const { return {data[k], strides[k]}; }
     __device__ Tensor output(int k) const { return {data[5 + k], strides[5 + k]}; }
@@ -280,25 +279,27 @@ struct alignas(16) Strip {
     // and, if `own`, the strip's.
     template <typename Move>
     static __device__ void pieces(const Place& at, const Tensor& x, int chunk, int ahead, bool own, Move move) {
+        constexpr Index ALL = PIECES * PER_PIECE;
         const Index first = start(at, at.first(chunk) + ahead - at.segment * ROWS);
-        const Index begin = own && first > 0 ? first : 0, whole = Index(at.p.steps) * NARROW;
-        const Index end = own && first + SIZE < whole ? first + SIZE : whole;
-        const Index aligned = first - shift(at, x, chunk, ahead);
-        Pack* const memory = reinterpret_cast<Pack*>(at.sequence(x)) + aligned;
+        const int skipped = shift(at, x, chunk, ahead);
+        // Where the sequence lies, counted from the first piece.
+        const Index head = skipped - first, tail = head + Index(at.p.steps) * NARROW;
+        const int least = own ? skipped : 0, most = own ? skipped + SIZE : int(ALL);
+        const int begin = head > least ? int(head < ALL ? head : ALL) : least;
+        const int end = tail < most ? int(tail > 0 ? tail : 0) : most;
+        Pack* const memory = reinterpret_cast<Pack*>(at.sequence(x)) + (first - skipped) + at.lane * PER_PIECE;
 #pragma unroll
         for (int k = 0; k < (PIECES + 31) / 32; ++k) {
-            const int piece = at.lane + 32 * k;
+            const int piece = at.lane + 32 * k, low = begin - piece * PER_PIECE, high = end - piece * PER_PIECE;
             if (PIECES % 32 && piece >= PIECES) break;
-            const Index low = begin - aligned - piece * PER_PIECE, high = end - aligned - piece * PER_PIECE;
-            move(piece, memory + piece * PER_PIECE, low > 0 ? int(low < PER_PIECE ? low : PER_PIECE) : 0,
-                 high < PER_PIECE ? int(high > 0 ? high : 0) : PER_PIECE);
+            move(piece, memory + 32 * k * PER_PIECE, low > 0 ? low : 0, high < PER_PIECE ? high : PER_PIECE);
         }
     }
     template <bool CHECKED> __device__ void fetch(const Place& at, const Tensor& x, int chunk, int ahead) {
         if constexpr (NARROW) {
             pieces(at, x, chunk, ahead, false, [&](int k, const Pack* from, int low, int high) {
                 Pack* const to = &element[k * PER_PIECE];
-                if (low == 0) copy_async_16(to, from, high * sizeof(Pack));
+                if (low == 0) copy_async_16(to, from, high > 0 ? high * sizeof(Pack) : 0);
                 else for (int i = low; i < high; ++i) to[i] = from[i];
             });
         } else {
@@ -349,7 +350,7 @@ struct Shared {
     // CU_SEQLENS: of each step of a tile the sequence that begins, or ends, with it, counted from 1.
     int begins[2][PACKING == CU_SEQLENS ? TILE : 1], ends[2][PACKING == CU_SEQLENS ? TILE : 1];
     Known window[CHAINED ? WINDOW : 1][LANES];  // chained: the tiles before, the nearest first, and their marks
-    unsigned seen[CHAINED ? WINDOW : 1];
+    unsigned seen[CHAINED ? WATCHERS : 1];
     Compute bias[BACKWARD ? WARPS : 1][OUTPUTS][GROUP];
 
     // Note where sequences begin and end in a tile.  All threads of the block take part.
@@ -582,29 +583,8 @@ struct Published {
         tile.carry(state);
         if (threadIdx.x < LANES) write(chunk, state);
     }
-};
-
-// A look at the tiles before one: what has been published of them, as it comes from memory.
-struct Look {
-    Message messages[EACH][VEC][MESSAGES];
-
-    static __device__ int back(const Place& at, int e) { return e * WATCHERS + at.warp * SEGMENTS + at.segment; }
-    __device__ void ask(const Place& at, const Published& published, int chunk, const unsigned (&seen)[EACH]) {
-#pragma unroll
-        for (int e = 0; e < EACH; ++e) {
-            const int other = chunk - 1 - back(at, e);
-            const bool wanted = other >= 0 && back(at, e) < at.p.window && seen[e] != KNOWN;
-#pragma unroll
-            for (int v = 0; v < VEC; ++v)
-#pragma unroll
-                for (int k = 0; k < MESSAGES; ++k) {
-                    messages[e][v][k].mark = published.epoch;
-                    if (wanted) messages[e][v][k] = Published::load(published.at(other, k, v));
-                }
-        }
-    }
     // What is there of a tile: ABSENT as long as not all of it is marked alike; if it is KNOWN, b is the state.
-    __device__ unsigned answer(int e, unsigned epoch, Known& tile) const {
+    __device__ unsigned read(int chunk, Known& tile) const {
         unsigned every = COMPOSED | KNOWN, any = 0;
 #pragma unroll
         for (int v = 0; v < VEC; ++v) {
@@ -612,7 +592,7 @@ struct Look {
             unsigned* const parts = reinterpret_cast<unsigned*>(numbers);
 #pragma unroll
             for (int k = 0; k < MESSAGES; ++k) {
-                const Message& message = messages[e][v][k];
+                const Message message = load(at(chunk, k, v));
 #pragma unroll
                 for (int i = 0; i < 4 - MESSAGES; ++i) parts[2 * k + i] = message.parts[i];
                 if (k > 0 && every == KNOWN) continue;  // nobody needs the a of a double then
@@ -625,43 +605,44 @@ struct Look {
     }
 };
 
-// Turn `state`, the initial one, into the state this tile begins in, given a first look at those before it.  All
-// threads of the block take part.
+// Turn `state`, the initial one, into the state this tile begins in.  All threads of the block take part.
 __device__ inline void look_back(
-    const Place& at, Shared& shared, const Published& published, Look& look, int chunk, Channels& state
+    const Place& at, Shared& shared, const Published& published, int chunk, Channels& state
 ) {
-    const int slot = at.lane % LANES;
+    const int slot = at.lane % LANES, watcher = at.warp * SEGMENTS + at.segment;
     // Whether all lanes of this segment agree; every lane of the warp must ask.
     const unsigned lanes = (LANES == 32 ? ~0u : (1u << LANES) - 1) << (at.segment * LANES);
     const auto all = [&](bool ready) { return (__ballot_sync(~0u, ready) & lanes) == lanes; };
-    unsigned seen[EACH];
-#pragma unroll
-    for (int e = 0; e < EACH; ++e) seen[e] = ABSENT;
+    unsigned seen = ABSENT;
     int nearest = -1;  // tile before this one whose state is known
-    for (unsigned looks = 0;;) {
-#pragma unroll
-        for (int e = 0; e < EACH; ++e) {
+    unsigned looks = 0;
+    for (int first = 0;;) {
+        if (at.warp * SEGMENTS < WATCHERS) {
+            const int other = chunk - 1 - first - watcher;
             Known there;
-            const unsigned mark = look.answer(e, published.epoch, there);
+            // One read for all of a tile, and none of a known one: while memory is busy, it waits in line.
+            const unsigned mark = other >= 0 && seen != KNOWN ? published.read(other, there) : ABSENT;
             const bool composed = all(mark == COMPOSED), known = all(mark == KNOWN);
-            if (known || (composed && seen[e] == ABSENT)) {
-                shared.window[Look::back(at, e)][slot] = there;
-                seen[e] = known ? KNOWN : COMPOSED;
+            if (known || (composed && seen == ABSENT)) {
+                shared.window[first + watcher][slot] = there;
+                seen = mark;
             }
-            shared.seen[Look::back(at, e)] = seen[e];
+            shared.seen[watcher] = seen;
         }
         __syncthreads();
         // The nearest tile whose state is known, if of every tile between it and this one the composition is there.
+        bool gap = false;
 #pragma unroll
-        for (int i = 0; i < WINDOW; i += 32) {
-            const unsigned other = i + at.lane < WINDOW ? shared.seen[i + at.lane] : COMPOSED;
+        for (int i = 0; i < WATCHERS; i += 32) {
+            const unsigned other = i + at.lane < WATCHERS ? shared.seen[i + at.lane] : COMPOSED;
             const unsigned known = __ballot_sync(~0u, other == KNOWN), missing = __ballot_sync(~0u, other == ABSENT);
-            if (known && !(missing & ((known & -known) - 1))) nearest = i + __ffs(known) - 1;
-            if (known || missing) break;
+            if (known && !(missing & ((known & -known) - 1))) nearest = first + i + __ffs(known) - 1;
+            gap = known || missing;
+            if (gap) break;
         }
         if (nearest >= 0) break;
+        if (!gap && first + 2 * WATCHERS <= WINDOW) first += WATCHERS, seen = ABSENT;
         if (++looks == PATIENCE) __trap();
-        look.ask(at, published, chunk, seen);
         __syncthreads();
     }
     state = shared.window[nearest][slot].b;
@@ -700,9 +681,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) scan(const __gri
 
     // A block's tiles: streaming, those of one chain; chained, whichever are drawn, in order of time.
     struct Tile { int chain, chunk; };
-    const auto draw = [&](int buffer) {
-        if (threadIdx.x == 0) shared.drawn[buffer] = int(atomicAdd(&p.published->mark, 1u) - p.drawn);
-    };
+    const auto draw = [&] { return threadIdx.x == 0 ? int(atomicAdd(&p.published->mark, 1u) - p.drawn) : 0; };
+    const auto tell = [&](int buffer, int number) { if (threadIdx.x == 0) shared.drawn[buffer] = number; };
     const auto drawn = [&](int buffer) -> Tile {
         return {shared.drawn[buffer] % chains, shared.drawn[buffer] / chains};
     };
@@ -716,7 +696,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) scan(const __gri
     };
     Tile tile = {int(blockIdx.x), 0};
     if constexpr (CHAINED) {
-        draw(1);
+        tell(1, draw());
         __syncthreads();
         tile = drawn(1);
     }
@@ -739,7 +719,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) scan(const __gri
                     bias[k][v] = Element::BIASED && p.bias && at.inside
                         ? widen(p.bias[(at.direction * PLAIN + k) * p.channels + at.channel + v]) : Compute(0);
         }
-        if (CHAINED) draw(buffer);
+        const int number = CHAINED ? draw() : 0;
         if (PACKING == CU_SEQLENS) shared.find_sequences(at, chunk, buffer);
         wait_for_oldest_copies();
         if (NARROW || WIDE) __syncwarp();
@@ -776,6 +756,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) scan(const __gri
             shared.b[buffer][at.warp][slot] = whole.b;
             if (FORGETS) shared.reset[buffer][at.warp] = whole.reset;
         }
+        if (CHAINED) tell(buffer, number);  // late, so that nobody waits for it
         __syncthreads();
         const auto of_warp = [&](int warp) -> Composition {
             return {shared.a[buffer][warp][slot], shared.low[buffer][EXTENDED ? warp : 0][slot],
@@ -790,14 +771,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) scan(const __gri
             const bool first = chunk == 0 || all.reset;
             if (first) published.write_after(chunk, all, state);
             else if (threadIdx.x < LANES) published.write(chunk, all);
-            // A copy keeps what is asked for after it waiting, so this goes first.
-            Look look;
-            constexpr unsigned NOTHING[EACH] = {};
-            if (chunk > 0) look.ask(at, published, chunk, NOTHING);
             next = drawn(buffer);
             fetch(next, 0);
             if (chunk > 0) {
-                look_back(at, shared, published, look, chunk, state);
+                look_back(at, shared, published, chunk, state);
                 if (!first) published.write_after(chunk, all, state);
             }
         }

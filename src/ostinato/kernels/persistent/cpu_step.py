@@ -1,0 +1,303 @@
+# mypy: disable-error-code="no-untyped-def"
+"""One step of a layer on the CPU: both products and the gates in one loop, the weights read where the parameters are.
+
+Each weight is used once, so that nothing is packed or copied, and most of what a call costs beside reading weights is
+Python's: all that depends on sizes and masks is prepared.  Dense layers are shared out by units.
+"""
+
+import ctypes
+import functools
+from typing import Any
+
+import numpy as np
+import torch
+from llvmlite import binding, ir
+from numba import carray, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+from torch import Tensor
+
+from ostinato.kernels.numba_loops import (
+    LINE,
+    NUMPY_DTYPES,
+    compiled_loop,
+    inline_with_constants,
+    integers,
+    offset,
+    pointer_to,
+    take_piece,
+)
+from ostinato.kernels.persistent.cpu_entries import SLICE, forward_entries
+from ostinato.kernels.persistent.cpu_loops import BLOCK_WIDTH, add_entries, are_finite, forward_unit
+from ostinato.kernels.persistent.masks import block_of, derived_from
+from ostinato.kernels.persistent.plan import GATES
+from ostinato.kernels.threads import run_loop, threads_for
+
+BATCH = 8  # the most sequences: from there on a matrix product over all of them is faster
+GROUP = 32  # units that a thread takes at once
+ROWS = 8 if binding.get_host_cpu_features().get("avx512f") else 4  # whose sums are made together, in registers
+# Densities up to which reading the kept weights alone is faster than all of them with zeros, by kind of block.
+DENSEST = {"block": 0.6, "sparse": 0.25}
+
+_MATRIX = ("weights", "bias", "row", "padded", "columns", "starts", "rows", "slices", "diagonal", "places")
+
+
+class Work(ctypes.Structure):
+    """What the loop is called with: sizes, addresses, and of both matrices what their entries are; see ``cpu.py``.
+
+    `places` and `diagonal` say which of the weights are the values of entries, int32, below 0 for none.
+    """
+
+    _fields_ = integers(
+        *("next_piece", "pieces", "group", "batch", "hidden", "inputs", "not_finite"),
+        *("x", "h", "new_h", "c", "output", "projected", "sums"),
+        *(f"{name}_{matrix}" for matrix in ("ih", "hh") for name in _MATRIX),
+    )
+
+
+_WORK = np.dtype(Work)
+
+
+@intrinsic(prefer_literal=True)
+def _dot_rows(typing_context, weights, bias, first, last, count, x, out, rows):
+    """``out[i] = bias[i] + sum_k weights[i, k] * x[k]`` for `rows` rows from `first` on, none after `last`."""
+    many = rows.literal_value
+
+    def generate(context, builder, signature, arguments):
+        weights, bias, first, last, count, x, out = arguments[:7]
+        int32, int64 = ir.IntType(32), ir.IntType(64)
+        number = context.get_value_type(signature.args[0].dtype)
+        size = context.get_abi_sizeof(number)
+        width = LINE // size
+        vector = ir.VectorType(number, width)
+
+        def fused(kind, suffix):
+            name = f"llvm.fma.{suffix}f{8 * size}"
+            return cgutils.get_or_insert_function(builder.module, ir.FunctionType(kind, [kind] * 3), name)
+
+        def vector_at(pointer, index):
+            return builder.load(builder.bitcast(builder.gep(pointer, [index]), vector.as_pointer()), align=size)
+
+        wide, narrow = fused(vector, f"v{width}"), fused(number, "")
+        which = []
+        for i in range(many):
+            row = builder.add(first, int64(i))
+            which.append(builder.select(builder.icmp_signed("<", row, last), row, last))
+        starts = [builder.gep(weights, [builder.mul(row, count)]) for row in which]
+        sums = [cgutils.alloca_once_value(builder, ir.Constant(vector, [0.0] * width)) for _ in starts]
+        rests = [cgutils.alloca_once_value(builder, builder.load(builder.gep(bias, [row]))) for row in which]
+        whole = builder.and_(count, int64(-width))
+        for i, (row, rest) in enumerate(zip(which, rests, strict=True)):
+            builder.store(builder.load(builder.gep(bias, [row])), rest)
+            builder.store(ir.Constant(vector, [0.0] * width), sums[i])
+        with cgutils.for_range_slice(builder, int64(0), whole, int64(width), int64) as (k, _):
+            some = vector_at(x, k)
+            for start, total in zip(starts, sums, strict=True):
+                builder.store(builder.call(wide, [vector_at(start, k), some, builder.load(total)]), total)
+        with cgutils.for_range_slice(builder, whole, count, int64(1), int64) as (k, _):
+            one = builder.load(builder.gep(x, [k]))
+            for start, rest in zip(starts, rests, strict=True):
+                weight = builder.load(builder.gep(start, [k]))
+                builder.store(builder.call(narrow, [weight, one, builder.load(rest)]), rest)
+        for row, total, rest in zip(which, sums, rests, strict=True):
+            lanes, left = builder.load(total), width
+            while left > 1:
+                left //= 2
+                halves = [
+                    builder.shuffle_vector(lanes, lanes, ir.Constant(ir.VectorType(int32, left), list(which_lanes)))
+                    for which_lanes in (range(left), range(left, 2 * left))
+                ]
+                lanes = builder.fadd(*halves)
+            value = builder.fadd(builder.extract_element(lanes, int32(0)), builder.load(rest))
+            builder.store(value, builder.gep(out, [row]))
+        return context.get_dummy_value()
+
+    return types.void(weights, weights, *(types.int64,) * 3, weights, weights, rows), generate
+
+
+@inline_with_constants
+def _multiply(rows, weights, bias, begin, end, count, x, batch, out, row):
+    """``out[b, i] = bias[i] + sum_k weights[i, k] * x[b, k]`` for rows `begin` to `end` of `count` weights."""
+    for first in range(begin, end, rows):
+        for b in range(batch):
+            _dot_rows(weights, bias, first, end - 1, count, offset(x, b * count), offset(out, b * row), rows)
+
+
+@inline_with_constants
+def _product(kind, height, many, gates, units, weights, bias, entries, given, out):
+    """Bias and product of the gates of some units, dense, or of all units of one sequence."""
+    begin, end, hidden = units
+    x, count, batch = given
+    sums, row, padded = out
+    for g in range(gates):
+        at, own = offset(sums, g * padded), offset(bias, g * hidden)
+        if kind == "dense":
+            _multiply(many, offset(weights, g * hidden * count), own, begin, end, count, x, batch, at, row)
+        else:
+            for j in range(hidden):
+                at[j] = own[j]
+    if kind != "dense":
+        add_entries(kind, height, 1, gates, hidden, count, entries, x, count, sums, row, 1)
+
+
+@functools.cache
+def _loop(dtype: type, cell: str, kind_ih: str, height_ih: int, kind_hh: str, height_hh: int) -> Any:
+    """`new_h` and `c` hold copies of the state, then the next one."""
+    gates, largest, many = GATES[cell], dtype(np.finfo(dtype).max), ROWS
+
+    @compiled_loop
+    def run(address):
+        work = carray(address, 1, _WORK)[0]
+        x, h = pointer_to(work.x, dtype), pointer_to(work.h, dtype)
+        new_h, c, output = pointer_to(work.new_h, dtype), pointer_to(work.c, dtype), pointer_to(work.output, dtype)
+        projected, sums = pointer_to(work.projected, dtype), pointer_to(work.sums, dtype)
+        batch, hidden, inputs, group = work.batch, work.hidden, work.inputs, work.group
+        row_ih, row_hh, padded_ih, padded_hh = work.row_ih, work.row_hh, work.padded_ih, work.padded_hh
+        weights_ih, bias_ih = pointer_to(work.weights_ih, dtype), pointer_to(work.bias_ih, dtype)
+        weights_hh, bias_hh = pointer_to(work.weights_hh, dtype), pointer_to(work.bias_hh, dtype)
+        places_ih, columns_ih = pointer_to(work.places_ih, np.int32), pointer_to(work.columns_ih, np.int32)
+        places_hh, columns_hh = pointer_to(work.places_hh, np.int32), pointer_to(work.columns_hh, np.int32)
+        starts_ih, rows_ih = pointer_to(work.starts_ih, np.int64), pointer_to(work.rows_ih, np.int64)
+        starts_hh, rows_hh = pointer_to(work.starts_hh, np.int64), pointer_to(work.rows_hh, np.int64)
+        diagonal_ih, diagonal_hh = pointer_to(work.diagonal_ih, np.int32), pointer_to(work.diagonal_hh, np.int32)
+        entries_ih = weights_ih, places_ih, columns_ih, starts_ih, rows_ih, work.slices_ih, diagonal_ih, padded_ih
+        entries_hh = weights_hh, places_hh, columns_hh, starts_hh, rows_hh, work.slices_hh, diagonal_hh, padded_hh
+        wrong = kind_ih != "dense" and not are_finite(x, 0, batch * inputs, largest)
+        wrong |= kind_hh != "dense" and not are_finite(h, 0, batch * hidden, largest)
+        if wrong:
+            work.not_finite = 1
+        piece = take_piece(address)
+        while piece < work.pieces and not wrong:
+            begin = piece * group
+            end = min(begin + group, hidden)
+            units = begin, end, hidden
+            given, out = (x, inputs, batch), (projected, row_ih, padded_ih)
+            _product(kind_ih, height_ih, many, gates, units, weights_ih, bias_ih, entries_ih, given, out)
+            given, out = (h, hidden, batch), (sums, row_hh, padded_hh)
+            _product(kind_hh, height_hh, many, gates, units, weights_hh, bias_hh, entries_hh, given, out)
+            for b in range(batch):
+                at = b * hidden
+                arrays = projected, b * row_ih, sums, b * row_hh, new_h, c, at, output, output, at
+                for j in range(begin, end):
+                    forward_unit(cell, False, j, padded_ih, padded_hh, arrays)
+            piece = take_piece(address)
+
+    return run
+
+
+class _Matrix:
+    """How a matrix is read: all of it, or by entries."""
+
+    def __init__(self, kind: str = "dense", height: int = 1, padded: int = 0, **arrays: Tensor) -> None:
+        self.kind, self.height, self.padded, self.arrays = kind, height, padded, arrays
+
+
+_DENSE = _Matrix()
+
+
+def _matrix_of(mask: Tensor, gates: int, path: str | None) -> _Matrix | None:
+    """None where few weights are pruned, and for blocks that a pruned weight on the diagonal has made a hole in."""
+    block = derived_from(mask, "block", lambda: block_of(mask, gates))
+    kind, kept, inputs = "sparse" if block == (1, 1) else "block", int(mask.sum()), mask.shape[1]
+    if kept == mask.numel() or (kept > DENSEST[kind] * mask.numel() if path is None else path != kind):
+        return None
+    entries, hidden = forward_entries(mask, block, gates), len(mask) // gates
+    if entries.kind == "shared":
+        first, rows = entries.places[:, :1], torch.arange(entries.height, device="cpu") * inputs
+        inside = first // inputs % hidden + rows // inputs < hidden
+        if not mask.flatten()[(first + rows).where(inside, first)].all():
+            return None
+        if block[1] == BLOCK_WIDTH and inputs % BLOCK_WIDTH == 0:
+            places, columns = (x[::BLOCK_WIDTH].contiguous() for x in (entries.places, entries.columns))
+            starts = entries.starts // BLOCK_WIDTH
+            entries = entries._replace(kind="blocks", places=places, columns=columns, starts=starts)
+
+    def kept_places(places: Tensor) -> Tensor:
+        """Below 0 where the weight is pruned, and so stands for none."""
+        return torch.where(mask.flatten()[places], places, -1).to(torch.int32)
+
+    places = kept_places(entries.places) if entries.kind == "own" else entries.places[:, 0].to(torch.int32)
+    arrays = {"columns": entries.columns, "starts": entries.starts, "rows": entries.rows}
+    arrays |= {"places": places, "diagonal": kept_places(entries.diagonal)}
+    return _Matrix(entries.kind, entries.height, entries.padded, **arrays)
+
+
+class Step:
+    """One step of a layer of some sizes and masks."""
+
+    def __init__(
+        self, cell: str, dtype: torch.dtype, hidden: int, inputs: int, batch: int, ih: _Matrix, hh: _Matrix
+    ) -> None:
+        gates = GATES[cell]
+        dense = ih is hh is _DENSE
+        self._threads = threads_for(gates * hidden * (inputs + hidden) * batch) if dense else 1
+        self._loop = _loop(NUMPY_DTYPES[dtype], cell, ih.kind, ih.height, hh.kind, hh.height)
+        self._no_bias = torch.zeros(gates * hidden, dtype=dtype, device="cpu")
+        self._kept_alive = ih, hh
+        sizes = {"pieces": 1, "group": hidden, "batch": batch, "hidden": hidden, "inputs": inputs}
+        if dense and self._threads > 1:
+            sizes |= {"pieces": -(-hidden // GROUP), "group": GROUP}
+        rows = []
+        for name, matrix in (("ih", ih), ("hh", hh)):
+            padded = matrix.padded or hidden
+            rows.append(gates * padded + (SLICE if matrix.kind == "own" else 0))
+            sizes |= {f"row_{name}": rows[-1], f"padded_{name}": padded}
+            sizes |= {f"{key}_{name}": x.data_ptr() for key, x in matrix.arrays.items()}
+            sizes[f"bias_{name}"] = self._no_bias.data_ptr()
+            if matrix.arrays:
+                sizes[f"slices_{name}"] = len(matrix.arrays["starts"]) - 1
+        self._work = Work(**sizes)
+        self._sums = batch * rows[0] * dtype.itemsize  # bytes after the input's part
+        self.rows = gates * hidden  # of weights
+        self.scratch = batch * sum(rows)  # numbers that a call needs room for
+
+    def __call__(self, x: int, h: int, new_h: int, c: int, output: int, scratch: int, weights: list[Tensor]) -> bool:
+        """Make the next state; all but the weights, in torch.nn's order, are addresses.
+
+        `new_h` and `c` have the state before.  False where something was not finite, which takes pruned weights too:
+        then nothing is to be used.
+        """
+        work = Work.from_buffer_copy(self._work)
+        work.x, work.h, work.new_h, work.c, work.output = x, h, new_h, c, output
+        work.projected, work.sums = scratch, scratch + self._sums
+        work.weights_ih, work.weights_hh = weights[0].data_ptr(), weights[1].data_ptr()
+        if len(weights) == 4:
+            work.bias_ih, work.bias_hh = weights[2].data_ptr(), weights[3].data_ptr()
+        if self._threads > 1:
+            run_loop(self._loop, work, self._threads)
+        else:
+            self._loop.ctypes(ctypes.addressof(work))
+        return not work.not_finite
+
+
+_make = functools.lru_cache(256)(Step)
+
+
+def step_of(
+    cell: str,
+    dtype: torch.dtype,
+    hidden: int,
+    inputs: int,
+    batch: int,
+    mask_ih: Tensor | None,
+    mask_hh: Tensor | None,
+    path: str | None,
+) -> Step | None:
+    """What makes a step of a layer, prepared once for its sizes and masks; None where that would be no faster.
+
+    A mask of the input weights stands for weights that are read by it; None for weights to be read as they are.
+    """
+    if dtype not in NUMPY_DTYPES or batch > BATCH:
+        return None
+    matrices = []
+    for mask in (mask_ih, mask_hh):
+        matrix = _DENSE if mask is None else _prepared(mask, GATES[cell], path)
+        if matrix is None or (mask is not None and batch > 1):
+            return None
+        matrices.append(matrix)
+    return _make(cell, dtype, hidden, inputs, batch, *matrices)
+
+
+def _prepared(mask: Tensor, gates: int, path: str | None) -> _Matrix | None:
+    found: _Matrix | None = derived_from(mask, ("step", path), lambda: _matrix_of(mask, gates, path))
+    return found

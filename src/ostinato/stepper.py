@@ -1,0 +1,153 @@
+"""One time step a call, with the state kept inside: environments, microphones, text."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Stepper:
+    """Runs a module one time step a call and keeps its state: ``y = stepper(x)``.
+
+    On a GPU a step is one captured CUDA graph, replayed: the launches of its kernels would take longer than they do.
+    On other devices it is ``module.step``.  No gradients are taken.
+
+    Args:
+        module: RNN, GRU, LSTM, MinGRU or MinLSTM; a :class:`ostinato.models.LanguageModel`, whose inputs are tokens;
+            any module with ``y, state = module.step(x, state)`` and ``state = module.initial_state(batch_size)``; or a
+            ``torch.nn.Sequential`` of such modules and of others, which have no state.  Weights that an optimiser
+            changes are seen by the next step.  A graph is captured at the first step and knows neither a change of
+            ``module.training`` nor parameters put in the place of others: then make a new stepper.
+        batch_size: sequences a step, B.
+
+    Raises:
+        TypeError: a module without ``step``, or a mask that is no tensor of bool.
+        ValueError: a ``batch_size`` below 1, or a mask that is not (B,).
+
+    Example:
+        >>> import torch, ostinato
+        >>> policy = torch.nn.Sequential(torch.nn.Linear(3, 8), ostinato.GRU(8, 16), torch.nn.Linear(16, 2))
+        >>> stepper = ostinato.Stepper(policy, batch_size=4)
+        >>> x = torch.randn(4, 3)
+        >>> first = stepper(x)  # (4, 2)
+        >>> torch.equal(first, stepper(x))  # there is a state now
+        False
+        >>> stepper.reset(torch.tensor([True, False, False, True]))  # these two begin anew
+        >>> torch.equal(first[0], stepper(x)[0])
+        True
+    """
+
+    def __init__(self, module: nn.Module, batch_size: int) -> None:
+        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1; got {batch_size!r}")
+        self._module, self.batch_size = module, batch_size
+        self._first = _initial_state(module, batch_size)
+        more = _initial_state(module, batch_size + 1)
+        self._batch_dims = [
+            next(i for i, (n, m) in enumerate(zip(own.shape, other.shape, strict=True)) if n != m)
+            for own, other in zip(_tensors(self._first), _tensors(more), strict=True)
+        ]
+        self._state = _mapped(Tensor.clone, self._first)
+        self._replay: Callable[[Tensor], Tensor] | None = None
+
+    @torch.no_grad()
+    def __call__(self, x: Tensor) -> Tensor:
+        """The module's output at this step, from its input (B, ...)."""
+        if not isinstance(x, Tensor) or x.dim() == 0 or x.shape[0] != self.batch_size:
+            got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"x must have {self.batch_size} rows, one a sequence; got {got}")
+        if self._replay is not None:
+            return self._replay(x)
+        if x.is_cuda:
+            self._replay = self._captured(x)
+            return self._replay(x)
+        y, self._state = _step(self._module, x, self._state)
+        return y
+
+    @property
+    def state(self) -> Any:
+        """A copy of the state after the last step, as ``module.step`` returns it; what is assigned is copied."""
+        return _mapped(Tensor.clone, self._state)
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        own, others = list(_tensors(self._state)), list(_tensors(value))
+        if [x.shape for x in own] != [x.shape for x in others]:
+            raise ValueError(f"state must have the shapes {_shapes(own)}; got {_shapes(others)}")
+        with torch.no_grad():
+            for kept, new in zip(own, others, strict=True):
+                kept.copy_(new)
+
+    @torch.no_grad()
+    def reset(self, mask: Tensor | None = None) -> None:
+        """Begin anew: all sequences, or those where the mask (B,) is True."""
+        if mask is not None:
+            if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+                raise TypeError(f"mask must be a tensor of torch.bool; got {getattr(mask, 'dtype', type(mask))}")
+            if mask.shape != (self.batch_size,):
+                raise ValueError(f"mask must have shape {(self.batch_size,)}; got {tuple(mask.shape)}")
+        for kept, first, dim in zip(_tensors(self._state), _tensors(self._first), self._batch_dims, strict=True):
+            if mask is None:
+                kept.copy_(first)
+            else:
+                at = mask.to(kept.device).view(*(-1 if i == dim else 1 for i in range(kept.dim())))
+                kept.copy_(torch.where(at, first, kept))
+
+    def _captured(self, x: Tensor) -> Callable[[Tensor], Tensor]:
+        """A step as a CUDA graph, which reads and writes the same memory at every replay."""
+        given, module, state = x.clone(), self._module, self._state
+        stream = torch.cuda.Stream(x.device)
+        stream.wait_stream(torch.cuda.current_stream(x.device))
+        with torch.cuda.stream(stream):
+            _step(module, given, state)  # compiles and chooses what a capture could not
+        torch.cuda.current_stream(x.device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device(x.device), torch.cuda.graph(graph):
+            y, after = _step(module, given, state)
+            for kept, new in zip(_tensors(state), _tensors(after), strict=True):
+                kept.copy_(new)
+
+        def replay(x: Tensor) -> Tensor:
+            given.copy_(x)
+            graph.replay()
+            return y.clone()
+
+        return replay
+
+
+def _initial_state(module: Any, batch_size: int) -> Any:
+    if isinstance(module, nn.Sequential):
+        return [_initial_state(part, batch_size) if hasattr(part, "step") else None for part in module]
+    if not (hasattr(module, "step") and hasattr(module, "initial_state")):
+        raise TypeError(f"module must have step and initial_state; got {type(module).__name__}")
+    return module.initial_state(batch_size)
+
+
+def _step(module: Any, x: Tensor, state: Any) -> tuple[Tensor, Any]:
+    if not isinstance(module, nn.Sequential):
+        return module.step(x, state)
+    parts: Any = module
+    after = []
+    for part, own in zip(parts, state, strict=True):
+        x, new = (part(x), None) if own is None else part.step(x, own)
+        after.append(new)
+    return x, after
+
+
+def _tensors(state: Any) -> Iterator[Tensor]:
+    if isinstance(state, Tensor):
+        yield state
+    elif state is not None:
+        for part in state:
+            yield from _tensors(part)
+
+
+def _mapped(function: Callable[[Tensor], Tensor], state: Any) -> Any:
+    if isinstance(state, Tensor):
+        return function(state)
+    return None if state is None else type(state)(_mapped(function, part) for part in state)
+
+
+def _shapes(tensors: list[Tensor]) -> str:
+    return ", ".join(str(tuple(x.shape)) for x in tensors)

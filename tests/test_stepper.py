@@ -1,0 +1,199 @@
+"""Steps one at a time equal the whole sequence, by layers and by the stepper that keeps their state."""
+
+import pytest
+import torch
+from torch import nn
+
+import ostinato
+from ostinato.kernels import threads
+from ostinato.kernels.persistent import cpu_step
+from ostinato.models import LanguageModel
+
+LAYERS = ("RNN", "GRU", "LSTM", "MinGRU", "MinLSTM")
+F32, F64 = torch.float32, torch.float64
+
+
+def flat(state):
+    return list(state) if isinstance(state, tuple) else [state]
+
+
+@pytest.mark.parametrize("batch", [None, 1, 3, 20])
+@pytest.mark.parametrize("name", LAYERS)
+def test_steps_equal_the_whole(name, batch):
+    torch.manual_seed(0)
+    for options, dtype in (({}, F32), ({"num_layers": 2, "bias": False, "batch_first": True}, F64)):
+        layer = getattr(ostinato, name)(5, 37, **options).to(dtype)
+        shape = (9, 5) if batch is None else (9, batch, 5)
+        x = torch.randn(shape, dtype=dtype)
+        whole, last = layer(x.transpose(0, 1) if batch and layer.batch_first else x)
+        whole = whole.transpose(0, 1) if batch and layer.batch_first else whole
+        for grad in (False, True):
+            state = None
+            with torch.set_grad_enabled(grad):
+                for x_t, expected in zip(x, whole, strict=True):
+                    before = None if state is None else [y.clone() for y in flat(state)]
+                    y, new = layer.step(x_t, state)
+                    assert before is None or all(map(torch.equal, before, flat(state)))
+                    state = new
+                    torch.testing.assert_close(y, expected, rtol=0, atol=2e-6 if dtype == F32 else 1e-12)
+            for ours, right in zip(flat(state), flat(last), strict=True):
+                torch.testing.assert_close(ours, right, rtol=0, atol=2e-6 if dtype == F32 else 1e-12)
+            assert y.requires_grad == grad
+
+
+@pytest.mark.parametrize(("hidden", "inputs", "batch"), [(1, 1, 1), (64, 65, 8), (70, 3, 2), (256, 40, 1)])
+@pytest.mark.parametrize("cell", ["RNN", "GRU", "LSTM"])
+def test_one_loop_for_a_step(cell, hidden, inputs, batch, monkeypatch):
+    """Against torch in float64; by one thread and by two, which share out the units, with the same bits."""
+    torch.manual_seed(0)
+    layer = getattr(ostinato, cell)(inputs, hidden)
+    exact = getattr(nn, cell)(inputs, hidden).double()
+    exact.load_state_dict(layer.state_dict())
+    x, state = torch.randn(batch, inputs), layer.initial_state(batch)
+    state = tuple(map(torch.randn_like, state)) if cell == "LSTM" else torch.randn_like(state)
+    results = []
+    with torch.no_grad():
+        for parallel in (1 << 40, 0):
+            monkeypatch.setattr(threads, "PARALLEL", parallel)
+            cpu_step._make.cache_clear()
+            y, after = layer._step(x, state)
+            results.append([y, *flat(after)])
+        wide = tuple(s.double() for s in state) if cell == "LSTM" else state.double()
+        right, last = exact(x.double()[None], wide)
+    cpu_step._make.cache_clear()
+    for one, two, expected in zip(*results, [right[0], *flat(last)], strict=True):
+        assert torch.equal(one, two)
+        torch.testing.assert_close(one.double(), expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("block", [(8, 4), (16, 1), (1, 1)])
+@pytest.mark.parametrize(("inputs", "hidden"), [(40, 40), (36, 48), (5, 37)])
+def test_pruned_inputs_are_not_looked_at(block, inputs, hidden):
+    torch.manual_seed(0)
+    layer = ostinato.GRU(inputs, hidden, 2).double()
+    ostinato.prune(layer, 0.2, block=block, input_weights=True, keep_diagonal=True)
+    exact = nn.GRU(inputs, hidden, 2).double()
+    exact.load_state_dict({k: v for k, v in layer.state_dict().items() if "mask" not in k})
+    x = torch.randn(6, 1, inputs, dtype=F64)
+    with torch.no_grad():
+        for name, mask in list(layer.named_buffers()):
+            layer.get_parameter(name.replace("mask", "weight"))[~mask] = torch.nan
+        state, (whole, last) = None, exact(x)
+        for x_t, expected in zip(x, whole, strict=True):
+            assert layer._step(x_t, state) is not None
+            y, state = layer.step(x_t, state)
+            torch.testing.assert_close(y, expected, rtol=0, atol=1e-12)
+        torch.testing.assert_close(state, last, rtol=0, atol=1e-12)
+        for name, mask in list(layer.named_buffers()):
+            layer.get_parameter(name.replace("mask", "weight"))[~mask] = 0
+        x[0, 0, 1] = torch.inf  # zero times infinity is NaN
+        torch.testing.assert_close(layer.step(x[0])[0], exact(x[:1])[0][0], equal_nan=True, rtol=0, atol=1e-12)
+
+
+def test_weights_that_are_changed_in_any_way_are_seen():
+    torch.manual_seed(0)
+    layer, x = ostinato.GRU(8, 8), torch.randn(2, 8)
+    with torch.no_grad():
+        layer.step(x)
+        weight = layer.weight_hh_l0
+        for change in (
+            lambda: weight.mul_(-1),
+            lambda: setattr(weight, "data", torch.randn(24, 8)),
+            lambda: setattr(weight, "data", weight.data.view(8, 24).t()),
+            lambda: setattr(layer, "weight_hh_l0", nn.Parameter(torch.randn(24, 8))),
+        ):
+            change()
+            exact = nn.GRU(8, 8)
+            exact.load_state_dict(layer.state_dict())
+            torch.testing.assert_close(layer.step(x, x[None])[0], exact(x[None], x[None])[0][0], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("cell", ["RNN", "GRU", "LSTM"])
+def test_steps_by_cells(cell):
+    """What GPUs do."""
+    torch.manual_seed(0)
+    layer = ostinato.prune(getattr(ostinato, cell)(5, 16, 2), 0.5).double()
+    x, state = torch.randn(3, 5, dtype=F64), [torch.randn(2, 3, 16, dtype=F64) for _ in range(1 + (cell == "LSTM"))]
+    ours = layer._step_by_cells(x, state)
+    right = layer.step(x, tuple(state) if cell == "LSTM" else state[0])
+    for one, other in zip([*flat(ours[1]), ours[0]], [*flat(right[1]), right[0]], strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+def modules():
+    torch.manual_seed(0)
+    for name in LAYERS:
+        yield getattr(ostinato, name)(5, 16, 2)
+    yield nn.Sequential(nn.Linear(5, 7), nn.ReLU(), ostinato.LSTM(7, 16), ostinato.MinGRU(16, 8), nn.Linear(8, 2))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("module", list(modules()), ids=lambda module: type(module).__name__)
+def test_the_stepper_keeps_the_state(module, device):
+    module.to(device)
+    stepper, x = ostinato.Stepper(module, 3), torch.randn(6, 3, 5, device=device)
+    with torch.no_grad():
+        whole = x
+        for part in module if isinstance(module, nn.Sequential) else [module]:
+            whole = part(whole)
+            whole = whole[0] if isinstance(whole, tuple) else whole
+    outputs = [stepper(x_t) for x_t in x]
+    torch.testing.assert_close(torch.stack(outputs), whole, rtol=0, atol=2e-6)
+    kept = stepper.state
+    mask = torch.tensor([True, False, True])
+    stepper.reset(mask.to(device))
+    y = stepper(x[0])
+    torch.testing.assert_close(y[mask], whole[0][mask], rtol=0, atol=2e-6)
+    assert not torch.allclose(y[~mask], whole[0][~mask])
+    stepper.state = kept
+    torch.testing.assert_close(stepper(x[0])[~mask], y[~mask], rtol=0, atol=2e-6)
+    stepper.reset()
+    torch.testing.assert_close(stepper(x[0]), whole[0], rtol=0, atol=2e-6)
+    assert not y.requires_grad
+
+
+@pytest.mark.parametrize("cell", ["mingru", "lstm"])
+def test_language_models(cell):
+    torch.manual_seed(0)
+    model = LanguageModel(11, width=8, num_layers=2, cell=cell, dropout=0.0)
+    tokens = torch.randint(11, (3, 6))
+    stepper, whole = ostinato.Stepper(model, 3), model(tokens)[0]
+    for t in range(6):
+        torch.testing.assert_close(stepper(tokens[:, t]), whole[:, t], rtol=0, atol=1e-5)
+    mask = torch.tensor([False, True, False])
+    stepper.reset(mask)
+    torch.testing.assert_close(stepper(tokens[:, 0])[mask], whole[mask, 0], rtol=0, atol=1e-5)
+
+
+def test_an_optimiser_s_changes_are_seen():
+    layer = ostinato.GRU(5, 16)
+    stepper, x = ostinato.Stepper(layer, 2), torch.randn(2, 5)
+    before = stepper(x)
+    optimiser = torch.optim.SGD(layer.parameters(), 1.0)
+    layer(x[None])[0].sum().backward()
+    optimiser.step()
+    stepper.reset()
+    after = stepper(x)
+    assert not torch.allclose(before, after)
+    torch.testing.assert_close(after, layer(x[None])[0][0].detach(), rtol=0, atol=1e-6)
+
+
+def test_bad_input_is_refused():
+    gru = ostinato.GRU(5, 16)
+    with pytest.raises(ValueError, match="batch_size must be at least 1; got 0"):
+        ostinato.Stepper(gru, 0)
+    with pytest.raises(TypeError, match="module must have step and initial_state; got Linear"):
+        ostinato.Stepper(nn.Linear(2, 2), 1)
+    stepper = ostinato.Stepper(gru, 2)
+    with pytest.raises(ValueError, match=r"x must have 2 rows, one a sequence; got \(3, 5\)"):
+        stepper(torch.randn(3, 5))
+    with pytest.raises(TypeError, match=r"mask must be a tensor of torch.bool; got torch.int64"):
+        stepper.reset(torch.zeros(2, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"mask must have shape \(2,\); got \(3,\)"):
+        stepper.reset(torch.zeros(3, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"state must have the shapes \(1, 2, 16\); got \(1, 3, 16\)"):
+        stepper.state = torch.zeros(1, 3, 16)
+    with pytest.raises(ValueError, match="this one is bidirectional"):
+        ostinato.GRU(5, 16, bidirectional=True).step(torch.randn(2, 5))
+    with pytest.raises(ValueError, match=r"x must have shape \(B, 5\) or \(5,\), one step; got \(1, 2, 5\)"):
+        gru.step(torch.randn(1, 2, 5))
