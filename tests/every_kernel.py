@@ -12,9 +12,10 @@ import torch
 
 import test_cuda
 import test_persistent
+from minimal_layers import GATES, layer, layer_backward
 from ostinato.kernels.persistent import cuda as persistent
 from ostinato.kernels.persistent import packing
-from ostinato.kernels.scan import choose_backend, cuda
+from ostinato.kernels.scan import choose_backend
 
 FLAGS = (False, True)
 
@@ -34,20 +35,20 @@ def scans(dtype, kernels):
             kernels.log_linear_scan_backward(a, b, b, initial, grad, None, reverse, cu_seqlens)
 
 
-def layers(dtype, kernels):
+def layers(dtype):
     bounds = torch.tensor([0, 4, 8, 11, 13, 15, 16], dtype=torch.int32).cuda()
     rows = {"batch": (4, 70), "time": (70, 4), "offsets": (16,)}
-    for cell, layout, candidate in itertools.product(cuda.GATES, rows, ("positive", "linear", "tanh")):
+    for cell, layout, candidate in itertools.product(GATES, rows, ("positive", "linear", "tanh")):
         directions = 1 if layout == "batch" else 2
         for channels in (33, 64):
-            pre = torch.randn(*rows[layout], directions * cuda.GATES[cell] * channels).to(dtype).cuda()
+            pre = torch.randn(*rows[layout], directions * GATES[cell] * channels).to(dtype).cuda()
             bias = torch.randn(pre.shape[-1], dtype=torch.promote_types(dtype, torch.float32)).cuda()
             h0, h = torch.rand(directions, 4, channels), torch.rand(*rows[layout], directions * channels)
             h0, h = h0.to(dtype).cuda(), h.to(dtype).cuda()
             offsets = bounds if layout == "offsets" else None
             settings = (offsets, cell, candidate, layout == "batch", directions)
-            kernels.minimal(pre, bias, h0, *settings)
-            kernels.minimal_backward(pre, bias, h0, h, h, h0, *settings)
+            layer("cuda", pre, bias, h0, *settings)
+            layer_backward("cuda", pre, bias, h0, h, h, h0, *settings)
 
 
 def minimal_and_scans():
@@ -58,7 +59,7 @@ def minimal_and_scans():
             test_cuda.force(patch, geometry)
             scans(dtype, kernels)
             if "lanes" not in geometry:
-                layers(dtype, kernels)
+                layers(dtype)
 
 
 def recurrent(clusters=(1,)):
@@ -69,12 +70,12 @@ def recurrent(clusters=(1,)):
         return packed._replace(**{k: x.cuda() for k, x in packed._asdict().items() if isinstance(x, torch.Tensor)})
 
     persistent.pack = pack_on_cpu
-    for path, layer in sorted(test_persistent.LAYERS, key=lambda entry: entry[1][1]):  # by hidden size
+    for path, shape in sorted(test_persistent.LAYERS, key=lambda entry: entry[1][1]):  # by hidden size
         properties = torch.cuda.get_device_properties(0)
-        back = test_persistent.candidates(path, *layer, properties=properties, backward=True)
+        back = test_persistent.candidates(path, *shape, properties=properties, backward=True)
         for chosen in {g.cluster: g for g in back if g.cluster in clusters}.values():
-            print("persistent layers:", path, *layer, "cluster", chosen.cluster, flush=True)
-            case = test_persistent.Case(path, *layer, back=chosen)
+            print("persistent layers:", path, *shape, "cluster", chosen.cluster, flush=True)
+            case = test_persistent.Case(path, *shape, back=chosen)
             for steps, reverse, with_state, resets in ((6, False, True, 0), (2, True, False, 0), (6, True, True, 0.3)):
                 inputs = case.inputs(steps, with_state=with_state, packed=reverse, resets=resets)
                 try:

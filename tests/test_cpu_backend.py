@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
+from minimal_layers import layer, layer_backward
 from ostinato.kernels import gemm
 from ostinato.kernels import threads as kernel_threads
 from ostinato.kernels.scan import cpu, cpu_loops, reference
-from ostinato.kernels.scan.torch_ops import REFERENCE
+from ostinato.minimal import RECURRENCES
 
 INF = math.inf
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -266,15 +267,15 @@ def test_layer_and_gradients_equal_the_reference(
     bias = torch.randn(pre.shape[-1]) if with_bias else None  # of a dtype of its own
     h0 = torch.randn(directions, batch, hidden).to(dtype) if with_h0 else None
     settings_ = offsets, cell, candidate, layout == "batch-major", directions
-    expected = REFERENCE.minimal(pre, bias, h0, *settings_)
-    got = cpu.minimal(pre, bias, h0, *settings_)
+    expected = layer("reference", pre, bias, h0, *settings_)
+    got = layer("cpu", pre, bias, h0, *settings_)
     for x, y in zip(got, expected, strict=True):
         assert_close(x, y)
 
     grad_h = torch.randn_like(expected[0]) if through != "h_last" else None
     grad_last = torch.randn_like(expected[1]) if through != "h" else None
-    grads = cpu.minimal_backward(pre, bias, h0, expected[0], grad_h, grad_last, *settings_)
-    expected_grads = REFERENCE.minimal_backward(pre, bias, h0, expected[0], grad_h, grad_last, *settings_)
+    grads = layer_backward("cpu", pre, bias, h0, expected[0], grad_h, grad_last, *settings_)
+    expected_grads = layer_backward("reference", pre, bias, h0, expected[0], grad_h, grad_last, *settings_)
     for x, y in zip(grads, expected_grads, strict=True):
         assert_close(x, y, 10 * TOLERANCE[dtype])
 
@@ -287,15 +288,15 @@ def test_packed_layer_equals_separate_layers(always_parallel, cell):
     pre = torch.randn(sum(lengths), 2 * CELLS[cell] * hidden)
     bias, h0 = torch.randn(pre.shape[-1]), torch.randn(2, 5, hidden)
     grad_h, grad_last = torch.randn(sum(lengths), 2 * hidden), torch.randn(2, 5, hidden)
-    h, h_last = cpu.minimal(pre, bias, h0, offsets, cell, "tanh", False, 2)
-    grads = cpu.minimal_backward(pre, bias, h0, h, grad_h, grad_last, offsets, cell, "tanh", False, 2)
+    h, h_last = layer("cpu", pre, bias, h0, offsets, cell, "tanh", False, 2)
+    grads = layer_backward("cpu", pre, bias, h0, h, grad_h, grad_last, offsets, cell, "tanh", False, 2)
     grad_bias = torch.zeros_like(bias, dtype=torch.float64)
     for n, length in enumerate(lengths):
         rows, one = offsets[:length].long() + n, slice(n, n + 1)
-        want = cpu.minimal(pre[rows][None], bias, h0[:, one], None, cell, "tanh", True, 2)
+        want = layer("cpu", pre[rows][None], bias, h0[:, one], None, cell, "tanh", True, 2)
         assert_same((h[rows][None], h_last[:, one]), want)
         args = pre[rows][None], bias, h0[:, one], want[0], grad_h[rows][None], grad_last[:, one]
-        want = cpu.minimal_backward(*args, None, cell, "tanh", True, 2)
+        want = layer_backward("cpu", *args, None, cell, "tanh", True, 2)
         assert_same((grads[0][rows][None], grads[2][:, one]), (want[0], want[2]))
         grad_bias += want[1]
     assert_close(grads[1], grad_bias.float(), 1e-6)
@@ -305,8 +306,8 @@ def gates_of(cell, *pre):
     """The layer's two gates as one step shows them: of a state of 1, and of a candidate of 1."""
     n = len(pre[0])
     zeros, ones = torch.zeros(n, dtype=pre[0].dtype), torch.ones(n, dtype=pre[0].dtype)
-    keep = cpu.minimal(torch.cat((*pre, zeros))[None, None], None, ones.view(1, 1, n), None, cell, "linear", True, 1)
-    mix = cpu.minimal(torch.cat((*pre, ones))[None, None], None, None, None, cell, "linear", True, 1)
+    keep = layer("cpu", torch.cat((*pre, zeros))[None, None], None, ones.view(1, 1, n), None, cell, "linear", True, 1)
+    mix = layer("cpu", torch.cat((*pre, ones))[None, None], None, None, None, cell, "linear", True, 1)
     return keep[1].view(n), mix[1].view(n)
 
 
@@ -331,7 +332,7 @@ def test_float32_functions_are_precise_where_results_are_small():
     n = 200_001
     x = torch.cat((torch.logspace(-30, 2, n), -torch.logspace(-30, 2, n)))
     pre = torch.cat((torch.full_like(x, INF), x))[None, None]
-    h, _ = cpu.minimal(pre, None, None, None, "mingru", "tanh", True, 1)
+    h, _ = layer("cpu", pre, None, None, None, "mingru", "tanh", True, 1)
     assert relative(h[0, 0], torch.tanh(x.double())) < 4e-7
 
     b = torch.linspace(-80, 80, n).view(1, 1, n)
@@ -367,7 +368,7 @@ def test_gates_have_their_limits_at_extreme_pre_activations(dtype):
     for cell, pre in (("mingru", (z, z)), ("minlstm", (f, i, torch.ones_like(f)))):
         for candidate in ("positive", "tanh") if cell == "minlstm" else ("tanh",):
             args = torch.cat(pre)[None, None], None, None, torch.ones(1, 1, len(pre[0]), dtype=dtype)
-            grad_pre, _, _ = cpu.minimal_backward(*args, args[3], None, None, cell, candidate, True, 1)
+            grad_pre, _, _ = layer_backward("cpu", *args, args[3], None, None, cell, candidate, True, 1)
             assert grad_pre.isfinite().all()
 
 
@@ -376,7 +377,7 @@ def test_extreme_candidates():
     pre = torch.cat((torch.full_like(x, INF), x))[None, None]
     limits = {"positive": [0, 0, 0.5, 10000.5, INF], "linear": x.tolist(), "tanh": [-1, -1, 0, 1, 1]}
     for candidate, limit in limits.items():
-        h, _ = cpu.minimal(pre, None, None, None, "mingru", candidate, True, 1)
+        h, _ = layer("cpu", pre, None, None, None, "mingru", candidate, True, 1)
         assert h[0, 0].tolist() == limit
 
 
@@ -403,13 +404,13 @@ def everything(seed):
     bias, grad = torch.randn(240, generator=generator), torch.randn(20, 30, 80, generator=generator)
     h, h_last = cpu.linear_scan(a, b, None, False, None)
     log_h, log_last = cpu.log_linear_scan(a.log(), b.log(), None, True, None)
-    y, y_last = cpu.minimal(pre, bias, None, None, "minlstm", "positive", False, 2)
+    y, y_last = layer("cpu", pre, bias, None, None, "minlstm", "positive", False, 2)
     return (
         *(h, h_last, log_h, log_last, y, y_last),
         *cpu.linear_scan(wide, wide, None, True, None),
         *cpu.linear_scan_backward(a, h, None, grad_h, h_last, False, None),
         *cpu.log_linear_scan_backward(a.log(), b.log(), log_h, None, grad_h, log_last, True, None),
-        *cpu.minimal_backward(pre, bias, None, y, grad, y_last, None, "minlstm", "positive", False, 2),
+        *layer_backward("cpu", pre, bias, None, y, grad, y_last, None, "minlstm", "positive", False, 2),
     )
 
 
@@ -433,13 +434,13 @@ def test_results_do_not_depend_on_the_number_of_threads(threads):
         torch.set_num_threads(before)
 
 
-def test_the_reference_gates_of_min_lstm_are_exact():
+def test_the_gates_of_min_lstm_are_exact():
     steps = torch.linspace(-30, 30, 61, dtype=torch.float64)
     f, i = torch.meshgrid(steps, steps, indexing="ij")
-    keep, mix = reference.min_lstm_gates(torch.stack((f, i, torch.ones_like(f)), -1), "linear")
+    keep, mix = RECURRENCES["minlstm"]["linear"].function(f, i, torch.ones_like(f))
     p_f, p_i = 1 + (-f).exp(), 1 + (-i).exp()
-    assert (keep[..., 0] * (p_f + p_i) / p_i - 1).abs().max() < 1e-14
-    assert (mix[..., 0] * (p_f + p_i) / p_f - 1).abs().max() < 1e-14
+    assert (keep * (p_f + p_i) / p_i - 1).abs().max() < 1e-14
+    assert (mix * (p_f + p_i) / p_f - 1).abs().max() < 1e-14
 
 
 @pytest.fixture
@@ -539,7 +540,7 @@ def test_memory_kept_for_reuse_follows_the_sizes_in_use(monkeypatch):
     monkeypatch.setattr(cpu, "_kept", [])
 
     def make(kilobytes):
-        return cpu._empty((kilobytes << 8,), torch.float32)
+        return cpu.empty((kilobytes << 8,), torch.float32)
 
     for size in (900, 20, 300, 100, 40, 900, 8, 2000, 50):  # none fits what the one before left
         held = make(size)

@@ -10,9 +10,13 @@ import pytest
 import torch
 
 import ostinato
+from minimal_layers import GATES, layer, layer_backward
 from ostinato.kernels import nvrtc
+from ostinato.kernels.recurrence.print_cuda import element_name, print_cuda
+from ostinato.kernels.recurrence.trace import parse
 from ostinato.kernels.scan import choose_backend, cuda, operators, torch_ops
 from ostinato.kernels.scan.geometry import Device, choose_geometry, macros
+from ostinato.minimal import recurrence_of
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -21,11 +25,28 @@ ELEMENTS = (
     "LinearScanBackward",
     "LogLinearScan",
     "LogLinearScanBackward",
-    "MinGRU",
-    "MinGRUBackward",
-    "MinLSTM",
-    "MinLSTMBackward",
+    "mingru",
+    "mingruBackward",
+    "minlstm",
+    "minlstmBackward",
 )
+
+
+def code_of(element, candidate):
+    """The name of an element and the kernel's code around it."""
+    if "Scan" in element:
+        return element, cuda.source()
+    trace = parse(recurrence_of(element.removesuffix("Backward"), candidate, bias=True))
+    backward = element.endswith("Backward")
+    return element_name(trace, backward), cuda.source(print_cuda(trace, backward))
+
+
+def inputs_of(element):
+    """How many tensors it reads."""
+    backward = element.endswith("Backward")
+    return (
+        3 if element in ("minlstm", "LinearScanBackward") else 5 if element == "minlstmBackward" else 2 + 2 * backward
+    )
 
 
 GPUS = {
@@ -40,27 +61,26 @@ GPUS = {
 def variants():
     """Kernels of every kind that the choice of geometry can ask for, of which the test below compiles a part."""
     for element, dtype in itertools.product(ELEMENTS, cuda.SCALARS):
-        minimal = element.startswith("Min")
+        minimal = element.startswith("min")
+        name, _ = code_of(element, "linear")
         for packing in ("DENSE", "OFFSETS" if minimal else "CU_SEQLENS"):
             for sequences, steps, channels in ((4096, 512, 64), (1, 65536, 64), (1, 65536, 3), (64, 1, 64)):
                 aligned = min(16 // dtype.itemsize, channels & -channels)
                 scalar, backward = cuda.SCALARS[dtype], element.endswith("Backward")
-                inputs = (3 if "LSTM" in element else 1 if element == "LinearScanBackward" else 2) + 2 * backward
-                shape = sequences, steps, channels
-                geometry = choose_geometry(element, inputs, dtype.itemsize, aligned, not minimal, *shape, GPUS["H100"])
-                shared = geometry.shared_bytes(5 if backward else 3, 3, dtype.itemsize, backward, True)
-                for candidate in range(3 if minimal and packing == "DENSE" and sequences == 4096 else 1):
-                    far, wide = steps == 1, geometry.copies_wide(dtype.itemsize, aligned)
-                    yield macros(element, scalar, scalar, candidate, packing, geometry, shared, far, wide)
+                inputs, shape = inputs_of(element), (sequences, steps, channels)
+                geometry = choose_geometry(name, inputs, dtype.itemsize, aligned, not minimal, *shape, GPUS["H100"])
+                shared = geometry.shared_bytes(inputs, 3 if minimal else 0, dtype.itemsize, True)
+                far, wide = steps == 1, geometry.copies_wide(dtype.itemsize, aligned)
+                yield element, macros(name, scalar, scalar, packing, geometry, shared, far, wide)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("element", ELEMENTS)
 def test_kernels_compile_without_a_gpu(element, architecture):
     pytest.importorskip("cuda.core")
-    code = nvrtc.source(*cuda.FILES)
-    chosen = sorted({v for v in variants() if dict(v)["ELEMENT"] == element}, key=str)
+    chosen = sorted({v for name, v in variants() if name == element}, key=str)
     for i, definitions in enumerate(chosen[ARCHITECTURES.index(architecture) :: 12]):
+        _, code = code_of(element, ("positive", "linear", "tanh")[i % 3])
         assert nvrtc.compile_cubin(code, architecture, {**dict(definitions), "RESETS": i % 2})[:4] == b"\x7fELF"
 
 
@@ -74,11 +94,11 @@ def test_streaming_blocks_ask_for_as_much_memory_as_is_on_its_way():
                 of_block = geometry.stages * inputs * geometry.tile * geometry.group * itemsize
                 flying = min(blocks, 4 * device.processors) * of_block
                 assert flying >= 0.6e-6 * device.bandwidth, name
-                assert geometry.shared_bytes(inputs, 2, itemsize, inputs > 2) <= device.shared_of_block
+                assert geometry.shared_bytes(inputs, 0, itemsize) <= device.shared_of_block
 
 
 def test_geometries_fit_the_gpu():
-    elements = [(e, (3 if "LSTM" in e else 2) + 2 * e.endswith("Backward")) for e in ELEMENTS]
+    elements = [(code_of(e, "linear")[0], inputs_of(e)) for e in ELEMENTS]
     for device in GPUS.values():
         for (element, inputs), itemsize, shape in itertools.product(
             elements,
@@ -96,7 +116,7 @@ def test_geometries_fit_the_gpu():
 
 def test_more_steps_than_the_kernel_counts_are_refused():
     strides = ((1, 1, 0),) * 2
-    problem = cuda._Problem("LinearScan", torch.float32, 0, 1, 1 << 31, 1, strides, strides[:1])
+    problem = cuda.Problem("LinearScan", torch.float32, 0, 1, 1 << 31, 1, strides, strides[:1])
     with pytest.raises(ValueError, match="a GPU scans sequences of at most 2146435072 steps; got 2147483648"):
         cuda._prepare(problem, torch.float32, 0)
 
@@ -273,8 +293,7 @@ def test_launches_of_many_shapes_and_streams_share_nothing():
 def test_layers_match_the_reference(dtype, cell, candidate, geometry, poisoned, monkeypatch):
     force(monkeypatch, geometry)
     torch.manual_seed(0)
-    gates = cuda.GATES[cell]
-    kernels, reference = choose_backend("cuda", "cuda"), torch_ops.REFERENCE
+    gates = GATES[cell]
     lengths = torch.tensor([4, 4, 3, 2, 2, 1])
     offsets = torch.cat((torch.tensor([0]), lengths.cumsum(0))).int()
     for batch, steps, channels in ((1, 1, 4), (4, 6, 33), (2, 300, 64), (3, 70, 5)):
@@ -289,14 +308,15 @@ def test_layers_match_the_reference(dtype, cell, candidate, geometry, poisoned, 
             bounds = offsets if layout == "offsets" else None
             settings = (cell, candidate, layout == "batch", directions)
             wide = [z if z is None else z.double() for z in (pre, bias, h0)]
-            want = reference.minimal(*wide, bounds, *settings)
+            want = layer("reference", *wide, bounds, *settings)
             on_gpu = None if bounds is None else bounds.cuda()
-            got = kernels.minimal(*gpu(pre, bias, h0), on_gpu, *settings)
+            got = layer("cuda", *gpu(pre, bias, h0), on_gpu, *settings)
             for g, w in zip(got, want, strict=True):
                 assert relative_error(g, w) < TOLERANCE[dtype]
             arguments = (pre, bias, h0, want[0].to(dtype), grad, grad_last)
-            want = reference.minimal_backward(*(z if z is None else z.double() for z in arguments), bounds, *settings)
-            got = kernels.minimal_backward(*gpu(*arguments), on_gpu, *settings)
+            wide = [z if z is None else z.double() for z in arguments]
+            want = layer_backward("reference", *wide, bounds, *settings)
+            got = layer_backward("cuda", *gpu(*arguments), on_gpu, *settings)
             for g, w in zip(got, want, strict=True):
                 assert (g is None) == (w is None)
                 assert g is None or relative_error(g, w) < TOLERANCE[dtype]
@@ -371,8 +391,8 @@ def test_operators_are_well_formed():
     by_time = [torch.rand(2, 5, 40, device="cuda").transpose(1, 2).requires_grad_() for _ in range(2)]
     torch.library.opcheck(torch.ops.ostinato.linear_scan.default, (*by_time, None, None, None, False, "cuda"))
     pre, bias = torch.randn(2, 9, 12, device="cuda").requires_grad_(), torch.randn(12, device="cuda").requires_grad_()
-    arguments = (pre, bias, None, None, "minlstm", "positive", True, 1, "cuda")
-    torch.library.opcheck(torch.ops.ostinato.minimal_scan.default, arguments)
+    arguments = (pre, bias, None, None, None, recurrence_of("minlstm", "positive", True), True, 1, "cuda")
+    torch.library.opcheck(torch.ops.ostinato.layer_scan.default, arguments)
 
 
 @pytest.mark.gpu

@@ -11,14 +11,18 @@ import pytest
 import torch
 
 from ostinato.kernels import numba_loops
-from ostinato.kernels.scan import cpu, cpu_loops
+from ostinato.kernels.recurrence import cpu, cpu_loops
+from ostinato.kernels.recurrence.trace import parse
+from ostinato.minimal import recurrence_of
 
 SOURCE = pathlib.Path(numba_loops.__file__).parents[2]
 STEP = """
 import sys, torch
-from ostinato.kernels.scan import cpu
+from ostinato.kernels.recurrence import cpu
+from ostinato.minimal import recurrence_of
 pre = torch.tensor([[[0.0, 3.0]]])
-print(*(cpu.minimal(pre, None, None, None, "mingru", candidate, True, 1)[0].item() for candidate in sys.argv[1:]))
+recurrences = (recurrence_of("mingru", candidate, False) for candidate in sys.argv[1:])
+print(*(cpu.layer(recurrence, pre, None, None, None, None, True, 1)[0].item() for recurrence in recurrences))
 """
 STEPS = {"positive": 1.75, "linear": 1.5, "tanh": 0.5 * np.tanh(3.0)}  # of the layer in STEP: sigmoid(0) * candidate(3)
 
@@ -38,15 +42,17 @@ def finish(process):
 
 def new_loop(candidate):
     """Compiled or loaded at each call."""
-    return cpu_loops.layer.__wrapped__(np.float32, "mingru", candidate)
+    trace = parse(recurrence_of("mingru", candidate, False))
+    return cpu_loops.forward.__wrapped__(trace, np.float32), cpu_loops.work_of(trace, False)
 
 
 def step(candidate, loop=None):
     """The step in this process, by a loop or by a new one."""
     loop = loop or new_loop(candidate)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu_loops, "layer", lambda *_: loop)
-        return cpu.minimal(torch.tensor([[[0.0, 3.0]]]), None, None, None, "mingru", candidate, True, 1)[0].item()
+        patch.setattr(cpu, "_loop", lambda *_: loop)
+        recurrence, pre = recurrence_of("mingru", candidate, False), torch.tensor([[[0.0, 3.0]]])
+        return cpu.layer(recurrence, pre, None, None, None, None, True, 1)[0].item()
 
 
 def refuse(*_, **__):

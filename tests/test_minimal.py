@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence
 
 import ostinato
+from ostinato.minimal import recurrence_of
 
 LAYERS = {"mingru": ostinato.MinGRU, "minlstm": ostinato.MinLSTM}
 CELLS = {"mingru": ostinato.MinGRUCell, "minlstm": ostinato.MinLSTMCell}
@@ -252,7 +253,8 @@ def test_minimal_operator_is_well_formed():
     pre, bias = torch.randn(3, 4, 12, requires_grad=True), torch.randn(12, requires_grad=True)
     h0 = torch.randn(2, 4, 3, requires_grad=True)
     torch.library.opcheck(
-        torch.ops.ostinato.minimal_scan.default, (pre, bias, h0, None, "mingru", "tanh", False, 2, "cpu")
+        torch.ops.ostinato.layer_scan.default,
+        (pre, bias, h0, None, None, recurrence_of("mingru", "tanh", True), False, 2, "cpu"),
     )
 
 

@@ -25,9 +25,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from ostinato import scan
-from ostinato.kernels.scan import GATES, operators
-from ostinato.kernels.scan.reference import GATE_FUNCTIONS
+from ostinato.kernels.recurrence.operators import layer_scan
+from ostinato.kernels.scan import operators
 from ostinato.kernels.scan.torch_ops import shares, zeroed
+from ostinato.minimal import GATES, RECURRENCES, recurrence_of
 from ostinato.recurrence import Recurrence
 
 FIRST_PIECE = 1024  # steps that are reduced before it is asked whether the state before them still counts
@@ -165,9 +166,10 @@ def minimal_scan(
     *,
     group: ProcessGroup,
 ) -> tuple[Tensor, Tensor]:
-    """As ``operators.minimal_scan`` in one direction, of a part of the pre-activations; h0 and h_last are (1, B, H)."""
+    """As ``layer_scan`` of a minimal cell in one direction, of a part of ``pre``; h0 and h_last are (1, B, H)."""
     if group.size() == 1:
-        return operators.minimal_scan(pre, bias, h0, None, cell, candidate, batch_first, 1, backend)
+        recurrence = recurrence_of(cell, candidate, bias is not None)
+        return layer_scan(pre, bias, h0, None, None, recurrence, batch_first, 1, backend)
     steps = _Minimal(pre, bias, cell, candidate, batch_first, backend)
     h, h_last = _Seam(steps, group).run(None if h0 is None else h0[0])
     return h, h_last[None]
@@ -334,7 +336,9 @@ class _Minimal(_Linear):
         self.dtype, self.device = pre.dtype, pre.device
 
     def run(self, h0: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-        h, h_last = operators.minimal_scan(*self.inputs, h0[None], None, *self.settings, 1, self.backend)
+        cell, candidate, batch_first = self.settings
+        recurrence = recurrence_of(cell, candidate, self.inputs[1] is not None)
+        h, h_last = layer_scan(*self.inputs, h0[None], None, None, recurrence, batch_first, 1, self.backend)
         return h, h_last[0]
 
     def coefficients(self, steps: slice) -> tuple[Tensor, Tensor]:
@@ -375,7 +379,7 @@ def _gates(pre: Tensor, bias: Tensor | None, cell: str, candidate: str) -> tuple
     """a and b, of float32 or wider, as the layers' kernels compute them."""
     wide = torch.promote_types(pre.dtype, torch.float32)
     total = pre.to(wide) if bias is None else pre.to(wide) + bias.to(wide)
-    return GATE_FUNCTIONS[cell](total, candidate)
+    return RECURRENCES[cell][candidate].function(*total.chunk(GATES[cell], -1))
 
 
 # Which sequences cross the seams between the parts
@@ -439,7 +443,7 @@ class _Seam:
         else:
             lengths = _gather(group, torch.tensor([steps.number], device=steps.device))[0]
             ends = [0, *lengths.flatten().cumsum(0).tolist()]
-            operators._check_cu_seqlens(cu_seqlens, ends[-1])
+            operators.check_cu_seqlens(cu_seqlens, ends[-1])
             bounds = cu_seqlens.tolist()
             self.parts = [_packed(bounds, low, high, steps.reverse) for low, high in pairwise(ends)]
             low, high = ends[self.rank], ends[self.rank + 1]

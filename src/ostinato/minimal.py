@@ -1,16 +1,20 @@
 """MinGRU and MinLSTM, layers and cells: gates that do not look at the previous state, so time is a scan."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.autograd import forward_ad
 
 from ostinato.diagonal import DiagonalLayers, Parameters, Run
 from ostinato.kernels.export import refuse_script
 from ostinato.kernels.gemm import linear
-from ostinato.kernels.scan import BACKENDS, GATES, operators
+from ostinato.kernels.recurrence import operators
+from ostinato.kernels.recurrence.trace import trace
+from ostinato.kernels.scan import BACKENDS
+from ostinato.kernels.scan.torch_ops import Packing
 from ostinato.layers import Hidden, StackedLayers, check_input, check_like_weight, check_sizes, draw_parameters
 from ostinato.recurrence import Recurrence, recurrence
 from ostinato.scan import check_choice, check_floating
@@ -38,20 +42,76 @@ def _mingru(candidate: Callable[[Tensor], Tensor]) -> Recurrence:
 def _minlstm(candidate: Callable[[Tensor], Tensor]) -> Recurrence:
     @recurrence
     def minlstm(f: Tensor, i: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
-        log_ratio = F.softplus(-i) - F.softplus(-f)  # of the gates, which may both be 0
-        return torch.sigmoid(log_ratio), torch.sigmoid(-log_ratio) * candidate(h)
+        keep, mix = _Shares.apply(f, i)
+        return keep, mix * candidate(h)
 
     return minlstm
+
+
+def _shares(f: Tensor, i: Tensor) -> tuple[Tensor, ...]:
+    """sigmoid(f) and sigmoid(i) over their sum, and by what each is multiplied for its slopes."""
+    f, i = f.clamp(-1e30, 1e30), i.clamp(-1e30, 1e30)  # a difference of infinities has no value
+    # f/(f+i) = (1+e^-i) / (2 + e^-i + e^-f), every term times e^scale, so that none overflows and the largest is 1.
+    scale = torch.minimum(f, i).clamp(max=0).detach()
+    unit, of_f, of_i = torch.exp(scale), torch.exp(scale - f), torch.exp(scale - i)
+    p, q = unit + of_i, unit + of_f
+    r = 1 / (p + q)
+    return p * r, q * r, of_f * r, of_i * r
+
+
+class _Shares(torch.autograd.Function):
+    """The shares of two sigmoids in their sum, with a derivative in which nothing cancels, as in a quotient's does."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(f: Tensor, i: Tensor) -> tuple[Tensor, ...]:
+        return _shares(f, i)[:2]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        keep, mix, slope_f, slope_i = _shares(*ctx.saved_tensors)
+        change = grads[0] - grads[1]
+        return change * (keep * slope_f), -change * (mix * slope_i)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor) -> tuple[Tensor, Tensor]:
+        with forward_ad._set_fwd_grad_enabled(True):  # PyTorch turns it off, and with it the tangents of tangents
+            keep, mix, slope_f, slope_i = _shares(*(forward_ad.unpack_dual(x)[0] for x in ctx.saved_tensors))
+            change = keep * slope_f * tangents[0] - mix * slope_i * tangents[1]
+            return change, -change
 
 
 RECURRENCES = {
     "mingru": {name: _mingru(candidate) for name, candidate in CANDIDATES.items()},
     "minlstm": {name: _minlstm(candidate) for name, candidate in CANDIDATES.items()},
 }
+GATES = {cell: len(variants["linear"].names) for cell, variants in RECURRENCES.items()}  # pre-activations of a channel
+
+
+@torch.compiler.assume_constant_result  # a compiler need not look into it
+def recurrence_of(cell: str, candidate: str, bias: bool) -> str:
+    """The traced recurrence of a cell, as operators take it; with a bias, from pre-activations that lack theirs."""
+    return _traced(cell, candidate, bias)
+
+
+@functools.cache
+def _traced(cell: str, candidate: str, bias: bool) -> str:
+    function, gates = RECURRENCES[cell][candidate].function, GATES[cell]
+
+    def with_bias(*arguments: Tensor) -> tuple[Tensor, Tensor]:
+        return function(*map(torch.add, arguments[:gates], arguments[gates:]))
+
+    return trace(with_bias if bias else function, [True] * gates + [False] * (gates * bias)).text
 
 
 class _MinimalLayers(DiagonalLayers):
-    """Stacked layers of one minimal cell, around ``operators.minimal_scan`` where there are no resets."""
+    """Stacked layers of one minimal cell, around ``operators.layer_scan``."""
 
     cell: str
     candidate: str
@@ -89,9 +149,13 @@ class _MinimalLayers(DiagonalLayers):
     def _layers(
         self, x: Tensor, hx: Hidden | None, offsets: Tensor | None, resets: Tensor | None, batch_first: bool
     ) -> tuple[Tensor, Hidden]:
-        if resets is None:
-            return StackedLayers._layers(self, x, hx, offsets, None, batch_first)
-        return super()._layers(x, hx, offsets, resets, batch_first)
+        if self._is_apart(resets):
+            return super()._layers(x, hx, offsets, resets, batch_first)
+        return StackedLayers._layers(self, x, hx, offsets, resets, batch_first)
+
+    def _is_apart(self, resets: Tensor | None) -> bool:
+        """Whether the sequence is in parts, and such that each direction must be run by itself."""
+        return self.sequence_group is not None and (resets is not None or self.bidirectional)
 
     def _layer(
         self,
@@ -103,7 +167,7 @@ class _MinimalLayers(DiagonalLayers):
         batch_first: bool,
     ) -> tuple[Tensor, Tensor]:
         """One GEMM for all gates and directions, then one fused pass; the bias is added in the latter."""
-        if resets is not None or (self.sequence_group is not None and self.bidirectional):
+        if self._is_apart(resets):
             return super()._layer(layer, x, h0, offsets, resets, batch_first)
         weights = [getattr(self, f"weight_ih_{suffix}") for suffix in self._suffixes(layer)]
         biases = [getattr(self, f"bias_ih_{suffix}") for suffix in self._suffixes(layer)] if self.bias else []
@@ -115,10 +179,27 @@ class _MinimalLayers(DiagonalLayers):
 
             settings = self.cell, self.candidate, batch_first, self.backend
             return distributed.minimal_scan(pre, bias, h0, *settings, group=self.sequence_group)
-        directions = self.num_directions
-        return operators.minimal_scan(
-            pre, bias, h0, offsets, self.cell, self.candidate, batch_first, directions, self.backend
+        return operators.layer_scan(
+            pre,
+            bias,
+            h0,
+            offsets,
+            None if resets is None else self._of_directions(resets, offsets, batch_first),
+            recurrence_of(self.cell, self.candidate, self.bias),
+            batch_first,
+            self.num_directions,
+            self.backend,
         )
+
+    def _of_directions(self, resets: Tensor, offsets: Tensor | None, batch_first: bool) -> Tensor:
+        """The mask of each direction: what begins before a step has, in reverse, ended after the step before it."""
+        if not self.bidirectional:
+            return resets[None]
+        packing = None if offsets is None else Packing.from_offsets(offsets)
+        marks = resets if packing is None else packing.unpack(resets[:, None], False)[..., 0]
+        dim = 0 if packing is None and not batch_first else 1
+        ended = torch.cat((marks.narrow(dim, 1, marks.shape[dim] - 1), torch.zeros_like(marks.narrow(dim, 0, 1))), dim)
+        return torch.stack((resets, ended if packing is None else packing.pack(ended[..., None])[:, 0]))
 
 
 class MinGRU(_MinimalLayers):
@@ -237,7 +318,8 @@ class _MinimalCell(nn.Module):
             check_like_weight("hx", hx, self.weight_ih)
         pre = linear(input.view(-1, 1, self.input_size), self.weight_ih)
         h0 = None if hx is None else hx.to(pre.dtype).view(1, -1, self.hidden_size)
-        _, h = operators.minimal_scan(pre, self.bias_ih, h0, None, self.cell, self.candidate, True, 1, self.backend)
+        recurrence = recurrence_of(self.cell, self.candidate, self.bias)
+        _, h = operators.layer_scan(pre, self.bias_ih, h0, None, None, recurrence, True, 1, self.backend)
         return h.view(*input.shape[:-1], self.hidden_size)
 
 

@@ -102,7 +102,7 @@ def log_linear_scan(
         200.0
     """
     names = ("log_a", "log_b", "log_h0")
-    log_a, log_b, log_h0 = _checked(log_a, log_b, log_h0, names, resets, reverse, cu_seqlens, backend, FLOAT_DTYPES)
+    log_a, log_b, log_h0 = _checked(log_a, log_b, log_h0, names, resets, reverse, cu_seqlens, backend)
     dtype = log_b.dtype
     wide = torch.promote_types(dtype, torch.float32)  # differences of states rounded to 16 bits make no gradient
     log_a, log_b, log_h0 = log_a.to(wide), log_b.to(wide), None if log_h0 is None else log_h0.to(wide)
@@ -119,7 +119,7 @@ def _checked(
     reverse: bool,
     cu_seqlens: Tensor | None,
     backend: str,
-    dtypes: tuple[torch.dtype, ...],
+    dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The inputs in one dtype, or the error that says which of them does not fit."""
     for name, x in zip(names, (a, b, h0), strict=True):

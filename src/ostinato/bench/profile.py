@@ -18,7 +18,7 @@ from ostinato.bench.peers import contestants
 from ostinato.bench.report import figures, scaled
 from ostinato.bench.workloads import OURS, Layer, Recurrence, Training, name_of
 from ostinato.files import replacing
-from ostinato.kernels.scan import GATES
+from ostinato.minimal import GATES
 
 PRODUCT = re.compile(r"gemm|cutlass|nvjet|xmma|::mm$|addmm$|_linear_pointwise|mkldnn_convolution|convolution_backward$")
 PREPARE = "prepare"  # fills the buffer in which the blocks of a persistent kernel exchange states, or gates
@@ -105,6 +105,7 @@ def _wall(call: Callable[[], object], wait: Callable[[], None]) -> float:
 def _own_kernels_named() -> Iterator[None]:
     """Let the profiler see the CPU's kernels of our own, which are no operators of PyTorch."""
     from ostinato.kernels.persistent import cpu as persistent
+    from ostinato.kernels.recurrence import cpu as minimal
     from ostinato.kernels.scan import cpu
 
     def named(function: Any, name: str) -> Any:
@@ -115,8 +116,10 @@ def _own_kernels_named() -> Iterator[None]:
         return call
 
     with ExitStack() as stack:
-        for name in ("linear_scan", "linear_scan_backward", "minimal", "minimal_backward"):
+        for name in ("linear_scan", "linear_scan_backward"):
             stack.enter_context(mock.patch.object(cpu, name, named(getattr(cpu, name), name)))
+        for name, label in (("layer", "minimal"), ("layer_backward", "minimal_backward")):
+            stack.enter_context(mock.patch.object(minimal, name, named(getattr(minimal, name), label)))
         for name, label in (("forward", "recurrence"), ("backward", "recurrence_backward")):
             stack.enter_context(mock.patch.object(persistent, name, named(getattr(persistent, name), label)))
         yield

@@ -12,8 +12,9 @@ from torch.nn.utils.rnn import PackedSequence
 
 import ostinato
 from ostinato.kernels.gemm import linear
-from ostinato.kernels.scan import GATES, reference
+from ostinato.kernels.scan import reference
 from ostinato.masks import block_name
+from ostinato.minimal import GATES, RECURRENCES
 
 OURS = "Ostinato"
 
@@ -155,7 +156,8 @@ class Layer:
         pre = F.linear(x, weight)
         # Pre-activations are stored in the layer's dtype; g's derivative jumps at 0, which they must not cross here.
         pre = pre + (pre.to(self.dtype).to(pre) - pre).detach()
-        a, b = reference.GATE_FUNCTIONS[self.cell](pre + offset if bias else pre, "positive")
+        function = RECURRENCES[self.cell]["positive"].function
+        a, b = function(*(pre + offset if bias else pre).chunk(gates, -1))
         return reference.linear_scan(a, b, torch.zeros_like(a[:, 0]))[0]
 
 

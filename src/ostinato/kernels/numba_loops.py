@@ -46,15 +46,15 @@ class Loop:
 
 
 @global_compiler_lock
-def compiled_loop(function: Callable) -> Loop:
-    """Compile a loop, or load what an earlier process compiled.
+def compiled_loop(function: Callable, generated: str = "") -> Loop:
+    """Compile a loop, or load what an earlier process compiled; `generated` is the source of functions it calls.
 
     Numba's own cache keeps all variants of a function in one index, written before the code and without a lock, and
     does not see changes of what is inlined from other files.  Here each variant and revision has a file of its own.
     """
     target = cpu_target.target_context
     target.refresh()
-    key = _cache_key(function, target.codegen())
+    key = _cache_key(function, target.codegen(), generated)
     if key is None:
         return Loop(*_compiled(function))
     stored = cache.load(key)
@@ -76,11 +76,12 @@ def _compiled(function: Callable) -> tuple[str, Any]:
     return compiled.native_name, compiled._library
 
 
-def _cache_key(function: Callable, codegen: Any) -> str | None:
+def _cache_key(function: Callable, codegen: Any, generated: str) -> str | None:
     """All that a loop's code depends on: its variant, the sources, the compiler and its options, the processor."""
     if _SOURCES is None:
         return None
-    variant = sorted(inspect.getclosurevars(function).nonlocals.items())
+    outside = inspect.getclosurevars(function).nonlocals
+    variant = sorted((name, x) for name, x in outside.items() if not inspect.isfunction(x)), generated
     versions = sys.implementation.cache_tag, numba.__version__, llvmlite.__version__, numba.config.USING_SVML
     options = sorted(item for item in os.environ.items() if item[0].startswith("NUMBA_"))
     parts = function.__module__, function.__qualname__, variant, _SOURCES, versions, options, codegen.magic_tuple()
@@ -179,6 +180,27 @@ def streams(*names: str) -> tuple[Any, Any]:
         return types.void(pointer, types.int64, pointer.dtype, stream), generate
 
     return load, store
+
+
+@intrinsic
+def _prefetch_line(typing_context, pointer, index):
+    """Ask for the cache line of an element, which need not exist."""
+
+    def generate(context, builder, signature, arguments):
+        int32, byte = ir.IntType(32), ir.IntType(8).as_pointer()
+        function = ir.FunctionType(ir.VoidType(), [byte, int32, int32, int32])
+        prefetch = builder.module.declare_intrinsic("llvm.prefetch", [byte], function)
+        target = builder.bitcast(builder.gep(arguments[0], [arguments[1]]), byte)
+        builder.call(prefetch, [target, int32(0), int32(3), int32(1)])  # to read, to keep, data
+        return context.get_dummy_value()
+
+    return types.void(pointer, types.int64), generate
+
+
+@inline
+def prefetch(pointer, at, begin, end):
+    for j in range(begin, end, 16):
+        _prefetch_line(pointer, at + j)
 
 
 # Arithmetic, in float32 for float32.
@@ -311,3 +333,138 @@ def tanh_slope(x):
     scale = one / (one + e)
     size = -less * scale
     return size if x >= 0 else -size, cast(4.0, x) * e * scale * scale
+
+
+# The vocabulary of generated loops, beyond the above.  math's functions are calls, which keep a loop from being
+# vectorised, and stand for float64 only.
+
+
+@inline
+def minimum(x, y):
+    smaller = x if x < y else y
+    return x if x != x else smaller  # NaN, as y is then taken
+
+
+@inline
+def maximum(x, y):
+    larger = x if x > y else y
+    return x if x != x else larger
+
+
+@inline
+def sign(x):
+    zero, one = cast(0.0, x), cast(1.0, x)
+    return (one if x > 0 else zero) - (one if x < 0 else zero)
+
+
+def expm1(x: Any) -> Any:
+    """exp(x) - 1."""
+
+
+def log(x: Any) -> Any:
+    """log(x)."""
+
+
+def log1p_general(x: Any) -> Any:
+    """log(1 + x)."""
+
+
+def sin(x: Any) -> Any:
+    """sin(x)."""
+
+
+def cos(x: Any) -> Any:
+    """cos(x)."""
+
+
+@overload(expm1, jit_options=inline_options)
+def _expm1_of(x):
+    def single(x):
+        shifted, excess = _reduce(x)
+        scale = _times_power_of_two(_ONE, shifted)
+        whole = _times_power_of_two(_ONE + excess, shifted)
+        return whole if x > _TWENTY else multiply_add(scale, excess, scale - _ONE)
+
+    return single if x == types.float32 else lambda x: math.expm1(x)
+
+
+_TWENTY = np.float32(20)
+_INFINITY = np.float32(math.inf)
+_SMALLEST = np.float32(2.0**-126)  # that is not denormal
+_LOG2 = np.float32(math.log(2))
+
+
+@intrinsic
+def _exponent_and_fraction(typing_context, x):
+    """n, as a float32, and f in [3/4, 3/2) of a positive float32 x = f * 2**n."""
+
+    def generate(context, builder, signature, arguments):
+        int32, float32 = ir.IntType(32), ir.FloatType()
+        bits = builder.bitcast(arguments[0], int32)
+        n = builder.ashr(builder.sub(bits, int32(0x3F400000)), int32(23))
+        fraction = builder.bitcast(builder.sub(bits, builder.shl(n, int32(23))), float32)
+        return context.make_tuple(builder, signature.return_type, (builder.sitofp(n, float32), fraction))
+
+    return types.UniTuple(types.float32, 2)(types.float32), generate
+
+
+@inline
+def _log_single(x, rest):
+    """log(x) + rest."""
+    small = x < _SMALLEST
+    n, f = _exponent_and_fraction(x * np.float32(2.0**24) if small else x)
+    n = n - np.float32(24) if small else n
+    e = f - _ONE
+    s = e / (e + _TWO)
+    u = s * s
+    p = multiply_add(multiply_add(multiply_add(_L9, u, _L7), u, _L5), u, _L3)
+    y = multiply_add(n, _LOG2, multiply_add(s * u, p, multiply_add(_TWO, s, rest)))
+    y = y if x > 0 else (-_INFINITY if x == 0 else np.float32(math.nan))
+    return y if x < _INFINITY else x  # infinity, NaN
+
+
+@overload(log, jit_options=inline_options)
+def _log_of(x):
+    return (lambda x: _log_single(x, np.float32(0))) if x == types.float32 else lambda x: math.log(x)
+
+
+@overload(log1p_general, jit_options=inline_options)
+def _log1p_general_of(x):
+    def single(x):
+        y = _ONE + x
+        lost = (x - (y - _ONE)) / y if (y > 0) & (y < _INFINITY) else np.float32(0)
+        return _log_single(y, lost)
+
+    return single if x == types.float32 else lambda x: math.log1p(x)
+
+
+# A float32 angle less the nearest multiple of pi/2, in float64, where no digit of it is lost.
+
+_TURNS_SHIFT = 1.5 * 2.0**52
+_S3, _S5, _S7, _S9 = -1 / 6, 1 / 120, -1 / 5040, 1 / 362880
+_C2, _C4, _C6, _C8 = -1 / 2, 1 / 24, -1 / 720, 1 / 40320
+
+
+@inline
+def _sine(x, quarters):
+    """The sine of the float32 x + quarters * pi/2."""
+    wide = cast(x, 1.0)
+    turns = multiply_add(wide, 2 / math.pi, _TURNS_SHIFT) - _TURNS_SHIFT
+    r = multiply_add(turns, -math.pi / 2, wide)
+    u = r * r
+    odd = r * multiply_add(multiply_add(multiply_add(multiply_add(_S9, u, _S7), u, _S5), u, _S3), u, 1.0)
+    even = multiply_add(multiply_add(multiply_add(multiply_add(_C8, u, _C6), u, _C4), u, _C2), u, 1.0)
+    turns += quarters
+    quarter = turns - 4.0 * math.floor(turns * 0.25)
+    size = even if (quarter == 1) | (quarter == 3) else odd
+    return cast(-size if quarter >= 2 else size, x)
+
+
+@overload(sin, jit_options=inline_options)
+def _sin_of(x):
+    return (lambda x: _sine(x, 0.0)) if x == types.float32 else lambda x: math.sin(x)
+
+
+@overload(cos, jit_options=inline_options)
+def _cos_of(x):
+    return (lambda x: _sine(x, 1.0)) if x == types.float32 else lambda x: math.cos(x)

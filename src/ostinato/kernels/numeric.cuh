@@ -91,18 +91,76 @@ __device__ inline float hyperbolic_tangent(float x) {
 }
 __device__ inline double hyperbolic_tangent(double x) { return tanh(x); }
 
-__device__ inline float log_one_plus(float x) { return log1pf(x); }
+__device__ inline float fast_logarithm(float x) {
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y * 0.6931471805599453f;
+}
+__device__ inline float logarithm(float x) { return NARROW_SCALAR ? fast_logarithm(x) : logf(x); }
+__device__ inline double logarithm(double x) { return log(x); }
+
+// Near 0 a few terms of the series have more digits than the sum with 1 has.
+__device__ inline float log_one_plus(float x) {
+    if (!NARROW_SCALAR) return log1pf(x);
+    return fabsf(x) < 0.015625f ? fmaf(-0.5f * x, x, x) : fast_logarithm(1.0f + x);
+}
 __device__ inline double log_one_plus(double x) { return log1p(x); }
+
+__device__ inline float exponential_less_one(float x) {
+    if (!NARROW_SCALAR) return expm1f(x);
+    return fabsf(x) < 0.015625f ? fmaf(0.5f * x, x, x) : fast_exponential(x) - 1.0f;
+}
+__device__ inline double exponential_less_one(double x) { return expm1(x); }
+
+__device__ inline float square_root(float x) {
+    if (!NARROW_SCALAR) return sqrtf(x);
+    float y;
+    asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ inline double square_root(double x) { return sqrt(x); }
+__device__ inline float reciprocal_root(float x) {
+    if (!NARROW_SCALAR) return rsqrtf(x);
+    float y;
+    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ inline double reciprocal_root(double x) { return rsqrt(x); }
+__device__ inline float quotient(float x, float y) { return NARROW_SCALAR ? x * fast_reciprocal(y) : x / y; }
+__device__ inline double quotient(double x, double y) { return x / y; }
+
+__device__ inline float absolute(float x) { return fabsf(x); }
+__device__ inline double absolute(double x) { return fabs(x); }
+__device__ inline Compute sign(Compute x) { return Compute(x > 0) - Compute(x < 0); }
+__device__ inline float sine(float x) { return sinf(x); }
+__device__ inline double sine(double x) { return sin(x); }
+__device__ inline float cosine(float x) { return cosf(x); }
+__device__ inline double cosine(double x) { return cos(x); }
+__device__ inline float error_function(float x) { return erff(x); }
+__device__ inline double error_function(double x) { return erf(x); }
+__device__ inline float power(float x, float y) { return powf(x, y); }
+__device__ inline double power(double x, double y) { return pow(x, y); }
+__device__ inline Compute hyperbolic_tangent_slope(Compute x) {
+    const Compute t = hyperbolic_tangent(x);
+    return (1 - t) * (1 + t);
+}
+
+// As PyTorch's, NaN if either is.
+__device__ inline float minimum(float x, float y) {
+    float z;
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+    return z;
+}
+__device__ inline float maximum(float x, float y) {
+    float z;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+    return z;
+}
+__device__ inline double minimum(double x, double y) { return x < y || x != x ? x : y; }
+__device__ inline double maximum(double x, double y) { return x > y || x != x ? x : y; }
 
 __device__ inline Compute log_add_exp(Compute x, Compute y) {
     if (x == y) return x + Compute(0.69314718055994530942);  // two equal infinities too
     const Compute low = x < y ? x : y, high = x < y ? y : x;
     return high + log_one_plus(exponential(low - high));
 }
-
-// Between -1e30 and 1e30, NaN kept, so that differences of infinite pre-activations have a value.
-__device__ inline float finite(float x) {
-    asm("min.NaN.f32 %0, %0, 0f7149F2CA;\n\tmax.NaN.f32 %0, %0, 0fF149F2CA;" : "+f"(x));
-    return x;
-}
-__device__ inline double finite(double x) { return x > 1e30 ? 1e30 : x < -1e30 ? -1e30 : x; }

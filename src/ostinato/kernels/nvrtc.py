@@ -32,6 +32,7 @@ def why_no_cuda() -> str | None:
     return None
 
 
+@functools.cache
 def source(*names: str) -> str:
     """The text of the CUDA files of this folder, one after the other."""
     folder = resources.files(__package__)
@@ -158,12 +159,12 @@ class Kernel:
 
 
 @functools.lru_cache(maxsize=1024)
-def load_kernel(name: str, files: tuple[str, ...], macros: tuple[tuple[str, object], ...], device: int) -> Kernel:
-    """The kernel `name` of the given CUDA files, compiled for `device` with the given macros."""
+def load_kernel(name: str, code: str, macros: tuple[tuple[str, object], ...], device: int) -> Kernel:
+    """The kernel `name` of CUDA C++, compiled for `device` with the given macros."""
     with _compiling:
         major, minor = torch.cuda.get_device_capability(device)
         torch.cuda.current_stream(device)  # the driver must be up before code is loaded
-        return Kernel(cached_cubin(source(*files), f"sm_{major}{minor}", dict(macros)), name)
+        return Kernel(cached_cubin(code, f"sm_{major}{minor}", dict(macros)), name)
 
 
 def _succeeded(result: Any) -> Any:

@@ -216,7 +216,7 @@ def kernels(geometry: Geometry, device: int, resets: bool = False) -> _Kernels:
     Raises RuntimeError if the device cannot hold all blocks at once.
     """
     properties: Any = torch.cuda.get_device_properties(device)
-    compiled = (files(geometry), geometry.macros(resets), device)
+    compiled = (nvrtc.source(*files(geometry)), geometry.macros(resets), device)
     prepare, recur = nvrtc.load_kernel("prepare", *compiled), nvrtc.load_kernel("recur", *compiled)
     resident = recur.resident_blocks(device, THREADS, geometry.shared_bytes, geometry.cluster)
     blocks = geometry.blocks * geometry.groups

@@ -7,7 +7,8 @@ branch of a choice) are gone.
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -90,12 +91,12 @@ _SYMMETRIC = frozenset(("add", "mul", "minimum", "maximum", "eq", "ne", "and", "
 
 def evaluate(graph: Graph, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The results in PyTorch; inputs are tensors that broadcast with each other, of one dtype."""
-    like = inputs[0]
     values: list[Tensor] = []
     for node in graph.nodes:
         if node.name == "input":
             values.append(inputs[int(node.value)])
         elif node.name == "constant":
+            like = inputs[0]
             dtype = torch.bool if isinstance(node.value, bool) else like.dtype
             values.append(torch.tensor(node.value, dtype=dtype, device=like.device))
         else:
@@ -106,17 +107,13 @@ def evaluate(graph: Graph, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
 def with_constants(graph: Graph, constants: dict[int, Number]) -> Graph:
     """The graph with some inputs fixed to numbers, simplified anew."""
     builder = Builder()
-    places: list[int] = []
-    for node in graph.nodes:
-        if node.name == "input" and int(node.value) in constants:
-            places.append(builder.constant(constants[int(node.value)]))
-        elif node.name == "input":
-            places.append(builder.input(int(node.value)))
-        elif node.name == "constant":
-            places.append(builder.constant(node.value))
-        else:
-            places.append(builder.add(node.name, *(places[i] for i in node.operands)))
-    return builder.graph([places[i] for i in graph.outputs])
+    return builder.graph(builder.repeated(graph, constants))
+
+
+def joined(*graphs: Graph) -> Graph:
+    """One graph with the results of all."""
+    builder = Builder()
+    return builder.graph([i for graph in graphs for i in builder.repeated(graph)])
 
 
 class Builder:
@@ -141,6 +138,20 @@ class Builder:
             tuple(node._replace(operands=tuple(renumbered[i] for i in node.operands)) for node in nodes),
             tuple(renumbered[i] for i in outputs),
         )
+
+    def repeated(self, graph: Graph, constants: Mapping[int, Number] = MappingProxyType({})) -> list[int]:
+        """Add a graph's nodes, some inputs fixed to numbers; returns its results."""
+        places: list[int] = []
+        for node in graph.nodes:
+            if node.name == "constant":
+                places.append(self.constant(node.value))
+            elif node.name != "input":
+                places.append(self.add(node.name, *(places[i] for i in node.operands)))
+            elif int(node.value) in constants:
+                places.append(self.constant(constants[int(node.value)]))
+            else:
+                places.append(self.input(int(node.value)))
+        return [places[i] for i in graph.outputs]
 
     def input(self, k: int) -> int:
         return self._place(Node("input", (), k))

@@ -270,7 +270,7 @@ def _run(
     packed = cu_seqlens is not None
     bounds = cu_seqlens.to(torch.int64).contiguous() if cu_seqlens is not None else None
     loop, work_type = _loop(trace, backward, NUMPY_DTYPES[dtype])
-    known = {name for name, _ in work_type._fields_}
+    known = {field[0] for field in work_type._fields_}
     fields: dict[str, int] = {}
     for kind, tensors in arrays.items():
         for k, x in enumerate(tensors):

@@ -148,7 +148,7 @@ def steps_backward(
 
     def store(walk: _Walk, *arguments: Any, **options: Any) -> None:
         # Of the chunks that a short sequence lacks, and of channels that are not chosen, nobody writes a row.
-        sums.append(like.new_zeros(walk.count * walk.chunks, len(wide), like.shape[2], dtype=wide[0].dtype))
+        sums.append(like.new_zeros(walk.sequences * walk.chunks, len(wide), like.shape[2], dtype=wide[0].dtype))
         walk.launch(True, False, tensors, [*others, sums[-1]], *arguments, **options)
 
     others = [*initial, *[None] * trace.states, *given_last, *grad_initial, *wide]
@@ -159,7 +159,7 @@ def steps_backward(
         walk.link(start, end, slope, done, math.inf)
         store(walk, start, done=done, chosen=1)
     store(walk.one_chunk(), done=done)
-    total = sum(x.sum(0) for x in sums)
+    total = torch.stack([x.sum(0) for x in sums]).sum(0)
     of_parameters = [g.to(x.dtype) for g, x in zip(total, parameters, strict=False)]  # there is a row if there are none
     return grad_inputs, of_parameters, None if h0 is None else grad_initial  # type: ignore[return-value]
 
@@ -180,7 +180,7 @@ class _Walk(NamedTuple):
     cu_seqlens: Tensor | None
     resets: Tensor | None
     reverse: bool
-    count: int  # of sequences
+    sequences: int
     chunks: int
 
     @classmethod
@@ -199,11 +199,11 @@ class _Walk(NamedTuple):
     def boundaries(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What chunks begin and end in, the derivatives of the one with respect to the other, and which are done."""
         states, channels = self.trace.states, self.like.shape[2]
-        shape = self.count, self.chunks, states, channels
+        shape = self.sequences, self.chunks, states, channels
         dtype = _compute(self.like)
         start = self.like.new_zeros(shape, dtype=dtype)
         slope = self.like.new_empty((*shape[:3], states, channels), dtype=dtype)
-        done = start.new_zeros(self.count, channels, dtype=torch.uint8)
+        done = start.new_zeros(self.sequences, channels, dtype=torch.uint8)
         return start, torch.empty_like(start), slope, done
 
     def launch(
@@ -226,18 +226,18 @@ class _Walk(NamedTuple):
         numbers += (0, 0) if self.resets is None else self.resets.stride()
         numbers += (_address(x) for x in (start, end, slope, done))
         _, length, channels = self.like.shape
-        sizes = self.count, length, channels, int(self.reverse), self.chunks, self.chunk, chosen
+        sizes = self.sequences, length, channels, int(self.reverse), self.chunks, self.chunk, chosen
         arguments = struct.pack(f"{len(numbers)}q7i", *numbers, *sizes)
-        self._launch("steps", backward, compose, self.count * self.chunks, arguments)
+        self._launch("steps", backward, compose, self.sequences * self.chunks, arguments)
 
     def link(self, start: Tensor, end: Tensor, slope: Tensor, done: Tensor, tolerance: float) -> None:
         """Correct what chunks begin in by what those before end in; mark channels as done that this hardly changes."""
         addresses = [_address(x) for x in (start, end, slope, done, self.cu_seqlens)]
         _, length, channels = self.like.shape
         number = "d" if start.dtype == torch.float64 else "f"
-        sizes = self.count, length, channels, self.chunks, self.chunk
+        sizes = self.sequences, length, channels, self.chunks, self.chunk
         arguments = struct.pack(f"5Q{number}5i", *addresses, tolerance, *sizes)
-        self._launch("link", False, True, self.count, arguments)
+        self._launch("link", False, True, self.sequences, arguments)
 
     def _launch(self, name: str, backward: bool, compose: bool, places: int, arguments: bytes) -> None:
         dtype, channels, device = self.like.dtype, self.like.shape[2], self.like.device.index

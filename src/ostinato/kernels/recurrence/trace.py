@@ -5,6 +5,8 @@ element, then those that autograd calls for its derivatives.  What treats elemen
 or their shape, or has no scalar form, is refused by name and line.
 """
 
+import functools
+import json
 import linecache
 import sys
 from collections.abc import Callable, Sequence
@@ -16,9 +18,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ostinato.kernels import cache
 from ostinato.kernels.recurrence.aten import RULES, Place, Scalars, Unsupported
-from ostinato.kernels.recurrence.graph import Builder, Graph
+from ostinato.kernels.recurrence.graph import Builder, Graph, Node
 
 _SHAPE = (2, 3, 4)
 _VALUES = ("_local_scalar_dense", "equal", "nonzero")
@@ -54,9 +55,21 @@ class Trace(NamedTuple):
     jacobian: Graph
 
     @property
-    def key(self) -> str:
-        """A name for all that kernels depend on: equal for equal graphs, whatever the function is called."""
-        return cache.key_of(repr(self[1:]))
+    def text(self) -> str:
+        """All of it, for :func:`parse`: a recurrence's identity in operators, whichever process reads it."""
+        return json.dumps(self)
+
+
+@functools.lru_cache(maxsize=4096)
+def parse(text: str) -> Trace:
+    """The trace with this text."""
+    name, sequences, states, *graphs = json.loads(text)
+    return Trace(name, tuple(sequences), states, *map(_graph, graphs))
+
+
+def _graph(parts: list) -> Graph:
+    nodes, outputs = parts
+    return Graph(tuple(Node(name, tuple(operands), value) for name, operands, value in nodes), tuple(outputs))
 
 
 def trace(function: Callable, sequences: Sequence[bool], states: int = 0) -> Trace:
@@ -146,6 +159,10 @@ class _Calls(TorchFunctionMode):
 
 class _Recorder(TorchDispatchMode):
     """Runs every operation, and records what it does to an element."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # which would import the compiler
 
     def __init__(self, function: Callable) -> None:
         super().__init__()

@@ -17,7 +17,6 @@ from typing import Protocol, cast
 from torch import Tensor
 
 BACKENDS = ("auto", "reference", "torch", "cpu", "cuda")
-GATES = {"mingru": 2, "minlstm": 3}  # pre-activations of a channel
 
 
 class Backend(Protocol):
@@ -81,44 +80,6 @@ class Backend(Protocol):
         resets: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Gradients of log_a, log_b and log_h0 (None if log_h0 is)."""
-        ...
-
-    def minimal(
-        self,
-        pre: Tensor,
-        bias: Tensor | None,
-        h0: Tensor | None,
-        offsets: Tensor | None,
-        cell: str,
-        candidate: str,
-        batch_first: bool,
-        directions: int,
-    ) -> tuple[Tensor, Tensor]:
-        """A layer of minGRU (G = 2 gates) or minLSTM (G = 3) from its pre-activations.
-
-        ``pre``, contiguous, is (B, T, S*G*H), or (T, B, S*G*H) unless ``batch_first``, or (rows, S*G*H) if
-        ``offsets``, (T+1,) int32, packs it as ``PackedSequence`` does: step t of sequence b is row
-        ``offsets[t] + b`` if that is below ``offsets[t+1]``.  S is ``directions``; the second runs backwards
-        in time.  ``bias``, (S*G*H,), may have a dtype of its own.  Returns h, laid out as ``pre`` with S*H
-        channels, and h_last, (S, B, H), as is ``h0``.
-        """
-        ...
-
-    def minimal_backward(
-        self,
-        pre: Tensor,
-        bias: Tensor | None,
-        h0: Tensor | None,
-        h: Tensor,
-        grad_h: Tensor | None,
-        grad_h_last: Tensor | None,
-        offsets: Tensor | None,
-        cell: str,
-        candidate: str,
-        batch_first: bool,
-        directions: int,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Gradients of pre, bias and h0 (None where absent), recomputing the gates from ``pre``."""
         ...
 
 

@@ -12,12 +12,10 @@ import torch
 from torch import Tensor
 
 from ostinato.kernels.numba_loops import LINE, NUMPY_DTYPES
-from ostinato.kernels.scan import GATES, cpu_loops
+from ostinato.kernels.scan import cpu_loops
 from ostinato.kernels.threads import run_loop, threads_for
 
 SCAN_WIDTH = 1024  # channels a piece has at least: a scan moves memory, fastest in long rows
-LAYER_WIDTH = 32
-LAYER_GROUPS = 16  # groups of sequences, each of which sums its bias gradient alone, whatever the threads
 LARGE = 4 << 20  # bytes from which on memory is kept for reuse
 BLOCKS, SPARE = 16, 64 << 20  # how many blocks at most, and bytes of them that stay when none fits
 STREAMED = 32 << 20  # bytes from which on a scan's result does not stay in the caches until it is read
@@ -72,87 +70,29 @@ def log_linear_scan_backward(
     return _scan_backward(True, log_a, log_b, log_h, log_h0, grad_h, grad_h_last, reverse, cu_seqlens, resets)
 
 
-def minimal(
-    pre: Tensor,
-    bias: Tensor | None,
-    h0: Tensor | None,
-    offsets: Tensor | None,
-    cell: str,
-    candidate: str,
-    batch_first: bool,
-    directions: int,
-) -> tuple[Tensor, Tensor]:
-    dtype = _compute_dtype(pre)
-    batch, hidden = _layer_sizes(pre, offsets, cell, batch_first, directions)
-    h = _empty((*pre.shape[:-1], directions * hidden), dtype)
-    state = _state(h0, (directions, batch, hidden), dtype)
-    loop = cpu_loops.layer(NUMPY_DTYPES[dtype], cell, candidate)
-    _run_layer(loop, pre, bias, offsets, batch_first, state, out=h)
-    return h.to(pre.dtype), state.to(pre.dtype)
-
-
-def minimal_backward(
-    pre: Tensor,
-    bias: Tensor | None,
-    h0: Tensor | None,
-    h: Tensor,
-    grad_h: Tensor | None,
-    grad_h_last: Tensor | None,
-    offsets: Tensor | None,
-    cell: str,
-    candidate: str,
-    batch_first: bool,
-    directions: int,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    dtype = _compute_dtype(pre)
-    batch, hidden = _layer_sizes(pre, offsets, cell, batch_first, directions)
-    state = _state(grad_h_last, (directions, batch, hidden), dtype)
-    grad_pre = _empty(pre.shape, dtype)
-    sums = pre.new_zeros(_layer_groups(batch), pre.shape[-1], dtype=dtype)
-    totals = torch.zeros_like(sums, dtype=torch.float64)
-    _run_layer(
-        cpu_loops.layer_backward(NUMPY_DTYPES[dtype], cell, candidate),
-        pre,
-        bias,
-        offsets,
-        batch_first,
-        state,
-        h=h.to(dtype).contiguous(),
-        h0=pre.new_zeros(hidden, dtype=dtype) if h0 is None else h0.to(dtype).contiguous(),
-        h0_b=0 if h0 is None else hidden,
-        grad_h=pre.new_zeros(directions * hidden, dtype=dtype) if grad_h is None else grad_h.to(dtype).contiguous(),
-        grad_row=0 if grad_h is None else directions * hidden,
-        grad_pre=grad_pre,
-        sums=sums,
-        totals=totals,
-    )
-    grad_bias = None if bias is None else totals.sum(0).to(bias.dtype)
-    return grad_pre.to(pre.dtype), grad_bias, None if h0 is None else state.to(h0.dtype)
-
-
-def _compute_dtype(x: Tensor) -> torch.dtype:
+def compute_dtype(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
+def rows(x: Tensor, dtype: torch.dtype) -> Tensor:
     """The tensor in a dtype, neighbouring channels side by side."""
     x = x.to(dtype)
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def _state(initial: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, absent: float = 0.0) -> Tensor:
+def initial_state(initial: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, absent: float = 0.0) -> Tensor:
     """What a loop's state starts from, in memory of its own."""
     if initial is None:
         return torch.full(shape, absent, dtype=dtype, device="cpu")
     return initial.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
-def _constant(value: float, shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def constant(value: float, shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """A tensor that is the same everywhere, of which only one row exists."""
     return torch.full(shape[-1:], value, dtype=dtype, device="cpu").expand(shape)
 
 
-def _empty(shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def empty(shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """An uninitialised tensor; a large one in a block of memory kept from an earlier one, if there is one that fits.
 
     The C library returns large blocks to the system as soon as they are freed, and to get the pages anew takes
@@ -208,11 +148,11 @@ def _scan(
     cu_seqlens: Tensor | None,
     resets: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    dtype = _compute_dtype(b)
-    state = _state(h0, _state_shape(b, cu_seqlens), torch.float64, -math.inf if log else 0.0)
-    out = _empty(b.shape, dtype)
+    dtype = compute_dtype(b)
+    state = initial_state(h0, _state_shape(b, cu_seqlens), torch.float64, -math.inf if log else 0.0)
+    out = empty(b.shape, dtype)
     loop = cpu_loops.scan(NUMPY_DTYPES[dtype], log)
-    _run_scan(loop, reverse, cu_seqlens, resets, state, a=_rows(a, dtype), b=_rows(b, dtype), out=out)
+    _run_scan(loop, reverse, cu_seqlens, resets, state, a=rows(a, dtype), b=rows(b, dtype), out=out)
     return out.to(b.dtype), state.to(b.dtype)
 
 
@@ -228,23 +168,23 @@ def _scan_backward(
     cu_seqlens: Tensor | None,
     resets: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    dtype = _compute_dtype(a)
+    dtype = compute_dtype(a)
     state_shape = _state_shape(a, cu_seqlens)
-    state = _state(grad_h_last, state_shape, torch.float64)
-    absent = _constant(-math.inf if log else 0.0, state_shape, dtype)
-    grad_a, grad_b = _empty(a.shape, dtype), _empty(a.shape, dtype)
+    state = initial_state(grad_h_last, state_shape, torch.float64)
+    absent = constant(-math.inf if log else 0.0, state_shape, dtype)
+    grad_a, grad_b = empty(a.shape, dtype), empty(a.shape, dtype)
     _run_scan(
         cpu_loops.scan_backward(NUMPY_DTYPES[dtype], log),
         reverse,
         cu_seqlens,
         resets,
         state,
-        a=_rows(a, dtype),
-        b=_rows(b, dtype),
-        h=_rows(h, dtype),
-        h0=absent if h0 is None else _rows(h0, dtype),
+        a=rows(a, dtype),
+        b=rows(b, dtype),
+        h=rows(h, dtype),
+        h0=absent if h0 is None else rows(h0, dtype),
         absent=absent,
-        grad_h=_constant(0.0, a.shape, dtype) if grad_h is None else _rows(grad_h, dtype),
+        grad_h=constant(0.0, a.shape, dtype) if grad_h is None else rows(grad_h, dtype),
         grad_a=grad_a,
         grad_b=grad_b,
     )
@@ -261,7 +201,7 @@ def _run_scan(
     sequences, channels = state.shape
     threads = threads_for(a.numel())
     parts = min(sequences, 4 * threads)
-    blocks, width = _blocks(channels, SCAN_WIDTH, threads, parts)
+    blocks, width = blocks_of(channels, SCAN_WIDTH, threads, parts)
     fields = {}
     for name, x in arrays.items():
         fields[name] = x.data_ptr()
@@ -297,59 +237,7 @@ def _worth_streaming(result: Tensor) -> bool:
     return aligned and result.nbytes >= STREAMED
 
 
-def _layer_sizes(pre: Tensor, offsets: Tensor | None, cell: str, batch_first: bool, directions: int) -> tuple[int, int]:
-    """Sequences and hidden units."""
-    batch = pre.shape[0 if batch_first else 1] if offsets is None else int(offsets[1] - offsets[0])
-    return batch, pre.shape[-1] // (directions * GATES[cell])
-
-
-def _layer_groups(batch: int) -> int:
-    return min(batch, LAYER_GROUPS)
-
-
-def _run_layer(
-    loop: Any,
-    pre: Tensor,
-    bias: Tensor | None,
-    offsets: Tensor | None,
-    batch_first: bool,
-    state: Tensor,
-    **fields: Tensor | int,
-) -> None:
-    """Call the loop; `fields` are what only one of the two directions of time has."""
-    directions, batch, hidden = state.shape
-    if offsets is not None:
-        offsets = offsets.to(torch.int64).contiguous()
-        length = offsets.shape[0] - 1
-    else:
-        length = pre.shape[1 if batch_first else 0]
-    by_sequence = batch_first and offsets is None
-    fields["pre"] = pre.to(state.dtype).contiguous()
-    fields["bias"] = (
-        pre.new_zeros(pre.shape[-1], dtype=state.dtype) if bias is None else bias.to(state.dtype).contiguous()
-    )
-    threads = threads_for(pre.numel())
-    groups = _layer_groups(batch)
-    blocks, width = _blocks(hidden, LAYER_WIDTH, threads, directions * groups)
-    work = cpu_loops.LayerWork(
-        pieces=directions * groups * blocks,
-        groups=groups,
-        together=1 if by_sequence else batch,
-        width=width,
-        directions=directions,
-        batch=batch,
-        length=length,
-        hidden=hidden,
-        offsets=0 if offsets is None else offsets.data_ptr(),
-        row_t=1 if by_sequence else batch,
-        row_b=length if by_sequence else 1,
-        state=state.data_ptr(),
-        **{name: x.data_ptr() if isinstance(x, Tensor) else x for name, x in fields.items()},
-    )
-    run_loop(loop, work, threads)
-
-
-def _blocks(channels: int, narrowest: int, threads: int, parts: int) -> tuple[int, int]:
+def blocks_of(channels: int, narrowest: int, threads: int, parts: int) -> tuple[int, int]:
     """Into how many blocks of channels to cut each of `parts`, that threads be busy to the end; and their width."""
     blocks = threads // math.gcd(parts, threads) if parts < 4 * threads else 1
     blocks = max(1, min(blocks, channels // narrowest))

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The CPU loops, compiled by Numba: scans, and minGRU and minLSTM layers from their pre-activations.
+"""The CPU loops of the scans, compiled by Numba.
 
 The work of a loop is cut into sequences by channels.  How it is cut never changes a result: each channel of each
 sequence sees the same operations in the same order.
@@ -32,11 +32,7 @@ from ostinato.kernels.numba_loops import (
     sigmoids,
     streams,
     take_piece,
-    tanh_slope,
 )
-from ostinato.kernels.scan import GATES
-
-FLUSH = 64  # steps whose bias gradients are summed in the loop's dtype before they join the float64 total
 
 
 class ScanWork(ctypes.Structure):
@@ -55,44 +51,10 @@ class ScanWork(ctypes.Structure):
     ]
 
 
-class LayerWork(ctypes.Structure):
-    """What a layer's loop is called with; step t of sequence b is row ``t*row_t + b*row_b``, or as `offsets` say."""
-
-    _fields_ = [
-        *integers("next_piece", "pieces", "groups", "together", "width", "directions", "batch", "length", "hidden"),
-        *integers("offsets", "row_t", "row_b", "pre", "bias", "state", "out"),
-        *integers("h", "h0", "h0_b", "grad_h", "grad_row", "grad_pre", "sums", "totals"),
-    ]
+_SCAN_WORK = np.dtype(ScanWork)
 
 
-_SCAN_WORK, _LAYER_WORK = np.dtype(ScanWork), np.dtype(LayerWork)
-
-
-_load, _store = streams(
-    *("a", "b", "h", "before", "grad_h", "state", "grad_a", "grad_b", "out"),
-    *("pre0", "pre1", "pre2", "bias0", "bias1", "bias2", "grad0", "grad1", "grad2", "sum0", "sum1", "sum2"),
-)
-
-
-@intrinsic
-def _prefetch_line(typing_context, pointer, index):
-    """Ask for the cache line of an element, which need not exist."""
-
-    def generate(context, builder, signature, arguments):
-        int32, byte = ir.IntType(32), ir.IntType(8).as_pointer()
-        function = ir.FunctionType(ir.VoidType(), [byte, int32, int32, int32])
-        prefetch = builder.module.declare_intrinsic("llvm.prefetch", [byte], function)
-        target = builder.bitcast(builder.gep(arguments[0], [arguments[1]]), byte)
-        builder.call(prefetch, [target, int32(0), int32(3), int32(1)])  # to read, to keep, data
-        return context.get_dummy_value()
-
-    return types.void(pointer, types.int64), generate
-
-
-@inline
-def _prefetch(pointer, at, begin, end):
-    for j in range(begin, end, 16):
-        _prefetch_line(pointer, at + j)
+_load, _store = streams("a", "b", "h", "before", "grad_h", "state", "grad_a", "grad_b", "out")
 
 
 @intrinsic
@@ -127,48 +89,8 @@ def _logaddexp(x, y, like):
     return high + cast(log1p(exp(cast(gap, like))), x)
 
 
-_POSITIVE, _LINEAR, _TANH = range(3)
-_CANDIDATES = {"positive": _POSITIVE, "linear": _LINEAR, "tanh": _TANH}
-
-
-@inline
-def _candidate(x, kind):
-    """The candidate state and its slope."""
-    one = cast(1.0, x)
-    if kind == _POSITIVE:
-        above, below = sigmoids(x)
-        return x + cast(0.5, x) if x >= 0 else above, one if x >= 0 else above * below
-    if kind == _TANH:
-        return tanh_slope(x)
-    return x, one
-
-
-@inline
-def _min_lstm_gates(f, i):
-    """f' = P_i/(P_f+P_i), i' = P_f/(P_f+P_i) with P = 1 + exp(-pre), and f'i'sigmoid(-f), f'i'sigmoid(-i).
-
-    P_f and P_i are divided by the largest of the three terms 1, exp(-f), exp(-i), so that none overflows and
-    one is exactly 1; the slopes of f' are made without ever dividing by P_f or P_i, which may both be tiny.
-    """
-    one = cast(1.0, f)
-    low, high = (f if f < i else i), (i if f < i else f)
-    e_low = exp(-abs(low))
-    unit, from_low = (one if low >= 0 else e_low), (e_low if low >= 0 else one)
-    from_high = exp((-high) if low >= 0 else low - high)
-    p_low, p_high = one + e_low, unit + from_high
-    r = one / (p_low + p_high)
-    gate_high, gate_low = p_low * r, p_high * r
-    slope_high, slope_low = gate_high * (from_high * r), gate_low * (from_low * r)
-    return (
-        gate_low if f < i else gate_high,
-        gate_high if f < i else gate_low,
-        slope_low if f < i else slope_high,
-        slope_high if f < i else slope_low,
-    )
-
-
-# The loops.  dtype, log, cell and candidate are constants to the compiler: there is a loop for each combination
-# in use, compiled when first asked for.  Where time runs backwards so do the channels, because memory is fast
+# The loops.  dtype and log are constants to the compiler: there is a loop for each combination in use, compiled when
+# first asked for.  Where time runs backwards so do the channels, because memory is fast
 # only where addresses keep going one way (measured: a third faster).
 
 
@@ -304,167 +226,6 @@ def scan_backward(dtype: type, log: bool) -> Any:
                     if work.grad_a_row:
                         _stream(grad_a, at_out + begin, row_a, at + begin, end - begin, line)
                         _stream(grad_b, at_out + begin, row_b, at + begin, end - begin, line)
-            piece = take_piece(address)
-
-    return run
-
-
-@inline
-def _layer_step(lstm, kind, j, hidden, arrays):
-    pre, at_pre, bias, at_bias, state, at, out, at_out = arrays
-    p0 = _load(pre, at_pre + j, "pre0") + _load(bias, at_bias + j, "bias0")
-    p1 = _load(pre, at_pre + hidden + j, "pre1") + _load(bias, at_bias + hidden + j, "bias1")
-    if lstm:
-        keep, mix, _, _ = _min_lstm_gates(p0, p1)
-        x = _load(pre, at_pre + 2 * hidden + j, "pre2") + _load(bias, at_bias + 2 * hidden + j, "bias2")
-    else:
-        mix, keep = sigmoids(p0)
-        x = p1
-    h_j = multiply_add(keep, _load(state, at + j, "state"), mix * _candidate(x, kind)[0])
-    _store(state, at + j, h_j, "state")
-    _store(out, at_out + j, h_j, "out")
-
-
-@functools.cache
-def layer(dtype: type, cell: str, candidate: str) -> Any:
-    """``state = keep*state + mix*c`` with the gates made from pre + bias; out[t] is the state after step t."""
-    lstm, gates, kind = cell == "minlstm", GATES[cell], _CANDIDATES[candidate]
-
-    @compiled_loop
-    def run(address):
-        work = carray(address, 1, _LAYER_WORK)[0]
-        offsets = pointer_to(work.offsets, np.int64)
-        pre, bias = pointer_to(work.pre, dtype), pointer_to(work.bias, dtype)
-        out, state = pointer_to(work.out, dtype), pointer_to(work.state, dtype)
-        groups, batch, length, hidden, together = work.groups, work.batch, work.length, work.hidden, work.together
-        directions, row_t, row_b = work.directions, work.row_t, work.row_b
-        piece = take_piece(address)
-        while piece < work.pieces:
-            block, group, direction = piece // (groups * directions), piece % groups, piece // groups % directions
-            begin, end = block * work.width, min((block + 1) * work.width, hidden)
-            group_end = (group + 1) * batch // groups
-            at_bias = direction * gates * hidden
-            for b_begin in range(group * batch // groups, group_end, together):
-                for i in range(length):
-                    t, t_next = (length - 1 - i, length - 2 - i) if direction else (i, i + 1)
-                    row, row_next, b_end = t * row_t, t_next * row_t, min(b_begin + together, group_end)
-                    if work.offsets:
-                        row, b_end = offsets[t], min(b_end, offsets[t + 1] - offsets[t])
-                        row_next = offsets[max(t_next, 0)]
-                    for k in range(b_end - b_begin):
-                        b = b_end - 1 - k if direction else b_begin + k
-                        at_out = ((row + b * row_b) * directions + direction) * hidden
-                        if together > 1:
-                            at_next = ((row_next + b * row_b) * directions + direction) * hidden
-                            _prefetch(out, at_next, begin, end)
-                            for gate in range(gates):
-                                _prefetch(pre, at_next * gates + gate * hidden, begin, end)
-                        at_pre, at = at_out * gates, (direction * batch + b) * hidden
-                        arrays = pre, at_pre, bias, at_bias, state, at, out, at_out
-                        if direction:
-                            for j in range(end - begin):
-                                _layer_step(lstm, kind, end - 1 - j, hidden, arrays)
-                        else:
-                            for j in range(begin, end):
-                                _layer_step(lstm, kind, j, hidden, arrays)
-            piece = take_piece(address)
-
-    return run
-
-
-@inline
-def _layer_backward_step(lstm, kind, j, hidden, inputs, outputs):
-    pre, at_pre, bias, at_bias, before, at_before, grad_h, at_grad = inputs
-    state, at, grad_pre, sums, at_sum = outputs
-    p0 = _load(pre, at_pre + j, "pre0") + _load(bias, at_bias + j, "bias0")
-    p1 = _load(pre, at_pre + hidden + j, "pre1") + _load(bias, at_bias + hidden + j, "bias1")
-    total = _load(grad_h, at_grad + j, "grad_h") + _load(state, at + j, "state")
-    before_j = _load(before, at_before + j, "before")
-    if lstm:
-        keep, mix, slope0, slope1 = _min_lstm_gates(p0, p1)
-        x = _load(pre, at_pre + 2 * hidden + j, "pre2") + _load(bias, at_bias + 2 * hidden + j, "bias2")
-        c, slope = _candidate(x, kind)
-        change = total * (c - before_j)
-        grad0, grad1, grad2 = -change * slope0, change * slope1, total * mix * slope
-        _store(grad_pre, at_pre + 2 * hidden + j, grad2, "grad2")
-        _store(sums, at_sum + 2 * hidden + j, _load(sums, at_sum + 2 * hidden + j, "sum2") + grad2, "sum2")
-    else:
-        mix, keep = sigmoids(p0)
-        c, slope = _candidate(p1, kind)
-        grad0, grad1 = total * (c - before_j) * (keep * mix), total * mix * slope
-    _store(grad_pre, at_pre + j, grad0, "grad0")
-    _store(grad_pre, at_pre + hidden + j, grad1, "grad1")
-    _store(sums, at_sum + j, _load(sums, at_sum + j, "sum0") + grad0, "sum0")
-    _store(sums, at_sum + hidden + j, _load(sums, at_sum + hidden + j, "sum1") + grad1, "sum1")
-    _store(state, at + j, total * keep, "state")
-
-
-@functools.cache
-def layer_backward(dtype: type, cell: str, candidate: str) -> Any:
-    """The gradients of a layer, its gates made again from pre + bias; state brings h_last's and returns h0's.
-
-    Each group of sequences adds up its own gradient of the bias, in ``totals``.
-    """
-    lstm, gates, kind = cell == "minlstm", GATES[cell], _CANDIDATES[candidate]
-
-    @compiled_loop
-    def run(address):
-        work = carray(address, 1, _LAYER_WORK)[0]
-        offsets, totals = pointer_to(work.offsets, np.int64), pointer_to(work.totals, np.float64)
-        pre, bias, sums = (
-            pointer_to(work.pre, dtype),
-            pointer_to(work.bias, dtype),
-            pointer_to(work.sums, dtype),
-        )
-        h, h0, grad_h = pointer_to(work.h, dtype), pointer_to(work.h0, dtype), pointer_to(work.grad_h, dtype)
-        state, grad_pre = pointer_to(work.state, dtype), pointer_to(work.grad_pre, dtype)
-        groups, batch, length, hidden, together = work.groups, work.batch, work.length, work.hidden, work.together
-        directions, row_t, row_b, grad_row, h0_b = work.directions, work.row_t, work.row_b, work.grad_row, work.h0_b
-        piece = take_piece(address)
-        while piece < work.pieces:
-            block, group, direction = piece // (groups * directions), piece % groups, piece // groups % directions
-            begin, end = block * work.width, min((block + 1) * work.width, hidden)
-            group_end = (group + 1) * batch // groups
-            at_bias = direction * gates * hidden
-            at_sum = (group * directions + direction) * gates * hidden
-            for b_begin in range(group * batch // groups, group_end, together):
-                for i in range(length):
-                    t, t_before = (i, i + 1) if direction else (length - 1 - i, length - 2 - i)
-                    row, row_before, b_end = t * row_t, t_before * row_t, min(b_begin + together, group_end)
-                    b_start = b_end if i < length - 1 else 0  # sequences from here on have no earlier step
-                    if work.offsets:
-                        row, b_end = offsets[t], min(b_end, offsets[t + 1] - offsets[t])
-                        if i < length - 1:
-                            row_before = offsets[t_before]
-                            b_start = offsets[t_before + 1] - row_before
-                    for k in range(b_end - b_begin):
-                        b = b_begin + k if direction else b_end - 1 - k
-                        if together > 1:
-                            at_next = (row_before + b * row_b) * directions + direction
-                            _prefetch(grad_h, (row_before + b * row_b) * grad_row + direction * hidden, begin, end)
-                            _prefetch(h, (at_next + (row_before - row) * directions) * hidden, begin, end)
-                            for gate in range(gates):
-                                _prefetch(pre, (at_next * gates + gate) * hidden, begin, end)
-                        at_row, at_state = row + b * row_b, direction * batch + b
-                        at_pre = (at_row * directions + direction) * gates * hidden
-                        before, at_before = h, ((row_before + b * row_b) * directions + direction) * hidden
-                        if b >= b_start:
-                            before, at_before = h0, at_state * h0_b
-                        at_grad = at_row * grad_row + direction * hidden
-                        inputs = pre, at_pre, bias, at_bias, before, at_before, grad_h, at_grad
-                        outputs = state, at_state * hidden, grad_pre, sums, at_sum
-                        if direction:
-                            for j in range(begin, end):
-                                _layer_backward_step(lstm, kind, j, hidden, inputs, outputs)
-                        else:
-                            for j in range(end - begin):
-                                _layer_backward_step(lstm, kind, end - 1 - j, hidden, inputs, outputs)
-                    if i % FLUSH == FLUSH - 1 or i == length - 1:
-                        for gate in range(gates):
-                            at = at_sum + gate * hidden
-                            for j in range(begin, end):
-                                totals[at + j] += sums[at + j]
-                                sums[at + j] = 0
             piece = take_piece(address)
 
     return run

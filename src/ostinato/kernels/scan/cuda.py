@@ -5,6 +5,7 @@ of operation, dtype and shape is compiled on first use (:mod:`ostinato.kernels.n
 """
 
 import functools
+import itertools
 import struct
 import threading
 from collections.abc import Sequence
@@ -15,28 +16,21 @@ import torch
 from torch import Tensor
 
 from ostinato.kernels import nvrtc
-from ostinato.kernels.scan import GATES, is_time_contiguous, states_like
+from ostinato.kernels.scan import is_time_contiguous, states_like
 from ostinato.kernels.scan.geometry import Device, choose_geometry, macros
 
-FILES = ("numeric.cuh", "scan/elements.cuh", "scan/scan.cu")
 SCALARS = {
     torch.float32: "float",
     torch.float64: "double",
     torch.float16: "__half",
     torch.bfloat16: "__nv_bfloat16",
 }
-CANDIDATES = {"positive": 0, "linear": 1, "tanh": 2}
-FORWARD = {"mingru": "MinGRU", "minlstm": "MinLSTM"}
 
 Strides = tuple[int, int, int]  # of batch, time and direction
-_NO_STRIDES = (0, 0, 0)
 MAX_STEPS = (1 << 31) - (1 << 20)  # the kernel counts steps, with a tile's more, in 32 bits
-# ``Parameters`` in scan.cu, in two halves.
-_ADDRESSES = struct.Struct("16Q2I")
-_REST = struct.Struct("26q6i")
 
 
-class _Problem(NamedTuple):
+class Problem(NamedTuple):
     """All that a launch depends on but the addresses."""
 
     element: str
@@ -49,10 +43,12 @@ class _Problem(NamedTuple):
     outputs: tuple[Strides, ...]
     directions: int = 1
     reverse: bool = False
-    candidate: str = "positive"
     packing: str = "DENSE"
     sequences: int = 0  # packed in one by cu_seqlens
-    resets: tuple[int, int] | None = None  # the mask's strides, of batch and time
+    resets: Strides | None = None  # of the mask
+    parameters: int = 0  # that each channel has
+    parameter_direction: int = 0  # from those of one direction to the other's
+    code: str = ""  # the element, if it is not one of ``elements.cuh``
 
     @property
     def backward(self) -> bool:
@@ -72,8 +68,14 @@ class _Launch(NamedTuple):
     shared: int
     words: int  # of 8 bytes, that chained blocks tell each other; 0 where blocks stream
     draws: int  # what the blocks draw from their counter
-    bias_rows: int  # of partial sums in the gradient of the bias
-    parameters: bytes  # those after the addresses
+    sum_rows: int  # of partial sums in the gradients of the parameters
+    rest: bytes  # of ``Parameters`` in scan.cu, after the addresses
+
+
+@functools.cache
+def source(code: str = "") -> str:
+    """The CUDA file of the scan, with an element that is generated."""
+    return nvrtc.source("numeric.cuh", "scan/elements.cuh") + code + nvrtc.source("scan/scan.cu")
 
 
 @functools.cache
@@ -89,7 +91,7 @@ def describe_device(index: int) -> Device:
 
 
 @functools.lru_cache(maxsize=4096)
-def _prepare(problem: _Problem, bias_dtype: torch.dtype, alignment: int) -> _Launch:
+def _prepare(problem: Problem, parameter_dtype: torch.dtype, alignment: int) -> _Launch:
     """Choose and compile the kernel; `alignment` has the low bits of every address."""
     if problem.steps > MAX_STEPS:
         raise ValueError(f"a GPU scans sequences of at most {MAX_STEPS} steps; got {problem.steps}")
@@ -114,7 +116,7 @@ def _prepare(problem: _Problem, bias_dtype: torch.dtype, alignment: int) -> _Lau
         device,
     )
     packed = problem.packing == "CU_SEQLENS"
-    tensors = (len(problem.inputs), len(problem.outputs), itemsize, problem.backward, packed)
+    tensors = (len(problem.inputs), problem.parameters if problem.backward else 0, itemsize, packed)
     most = min(device.shared_of_block, device.shared // (geometry.resident if geometry.chained else 1) - 1024)
     while (shared := geometry.shared_bytes(*tensors)) > most:
         geometry = geometry._replace(rows=geometry.rows // 2)
@@ -122,8 +124,7 @@ def _prepare(problem: _Problem, bias_dtype: torch.dtype, alignment: int) -> _Lau
     definitions = macros(
         problem.element,
         SCALARS[problem.dtype],
-        SCALARS[bias_dtype],
-        CANDIDATES[problem.candidate],
+        SCALARS[parameter_dtype],
         problem.packing,
         geometry,
         shared,
@@ -140,22 +141,17 @@ def _prepare(problem: _Problem, bias_dtype: torch.dtype, alignment: int) -> _Lau
         words = 2 * (1 + tiles * geometry.group * problem.compute.itemsize // 4)
         blocks = min(tiles, geometry.resident * device.processors)
         draws = tiles + blocks
-    padded = [*problem.inputs, *[_NO_STRIDES] * (5 - len(problem.inputs)), *problem.outputs]
-    padded += [_NO_STRIDES] * (8 - len(padded))
+    integers = [problem.parameter_direction, *(problem.resets or (0, 0, 0)), *itertools.chain(*strides)]
+    counts = problem.batch, problem.steps, problem.channels, problem.sequences, problem.directions, problem.reverse
     return _Launch(
-        nvrtc.load_kernel("scan", FILES, definitions, problem.device),
+        nvrtc.load_kernel("scan", source(problem.code), definitions, problem.device),
         blocks,
         32 * geometry.warps,
         shared,
         words,
         draws,
         problem.batch * (chunks if geometry.chained else 1),
-        _REST.pack(
-            *(problem.resets or (0, 0)),
-            *(number for tensor in padded for number in tensor),
-            *(problem.batch, problem.steps, problem.channels, problem.sequences, problem.directions),
-            int(problem.reverse),
-        ),
+        struct.pack(f"{len(integers)}q6i", *integers, *counts),
     )
 
 
@@ -189,8 +185,8 @@ def _published(device: int, launch: _Launch) -> tuple[int, int, int]:
     return workspace.memory.data_ptr(), drawn, workspace.epoch
 
 
-def _scan(
-    problem: _Problem,
+def launch(
+    problem: Problem,
     like: Tensor,
     inputs: Sequence[int],
     outputs: Sequence[int],
@@ -198,43 +194,34 @@ def _scan(
     initial: Tensor | None = None,
     final: Tensor | None = None,
     h0: Tensor | None = None,
-    bias: Tensor | None = None,
+    parameters: Sequence[int] = (),
+    parameter_dtype: torch.dtype | None = None,
     bounds: Tensor | None = None,
     resets: Tensor | None = None,
 ) -> Tensor | None:
     """Launch the kernel on tensors at these addresses, 0 for one that is absent and counts as zero.
 
-    Backward with a `bias`, returns its gradient, (directions * gates * channels,), in the dtype of computation.
+    Backward with parameters, returns their gradients, (directions, parameters, channels), in the dtype of computation.
     """
     states = [0 if x is None else x.data_ptr() for x in (initial, final, h0)]
     alignment = 0
     for address in (*inputs, *outputs, *states):
         alignment |= address & 15
-    launch = _prepare(problem, problem.dtype if bias is None else bias.dtype, alignment)
-    grad_bias = None
-    if bias is not None and problem.backward:
-        columns = problem.directions * len(outputs) * problem.channels
-        grad_bias = like.new_empty(launch.bias_rows, columns, dtype=problem.compute)
-    tensors = (
-        *inputs,
-        *(0,) * (5 - len(inputs)),
-        *outputs,
-        *(0,) * (3 - len(outputs)),
-        *states,
-        *(0 if x is None else x.data_ptr() for x in (bias, grad_bias, bounds, resets)),
-    )
-    with _launching if launch.words else nullcontext():
-        published = _published(problem.device, launch) if launch.words else (0, 0, 0)
-        parameters = _ADDRESSES.pack(*tensors, *published) + launch.parameters
-        launch.kernel.launch(problem.device, launch.blocks, launch.threads, parameters, launch.shared)
-    return None if grad_bias is None else grad_bias.sum(0)
+    plan = _prepare(problem, parameter_dtype or problem.dtype, alignment)
+    sums = None
+    if parameters and problem.backward:
+        shape = plan.sum_rows, problem.directions, len(parameters), problem.channels
+        sums = like.new_empty(shape, dtype=problem.compute)
+    others = [0 if x is None else x.data_ptr() for x in (sums, bounds, resets)]
+    tensors = [*inputs, *outputs, *(parameters or (0,)), *states, *others]
+    with _launching if plan.words else nullcontext():
+        published = _published(problem.device, plan) if plan.words else (0, 0, 0)
+        packed = struct.pack(f"{len(tensors) + 1}Q2I", *tensors, *published) + plan.rest
+        plan.kernel.launch(problem.device, plan.blocks, plan.threads, packed, plan.shared)
+    return None if sums is None else sums.sum(0)
 
 
-def _address(x: Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()
-
-
-def _along_channels(x: Tensor) -> Tensor:
+def along_channels(x: Tensor) -> Tensor:
     return x if x.stride(2) == 1 or x.shape[2] == 1 else x.contiguous()
 
 
@@ -245,14 +232,14 @@ def _along_time(x: Tensor) -> Tensor:
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def _last_state(b: Tensor, h0: Tensor | None, cu_seqlens: Tensor | None, zero: float) -> Tensor:
+def last_state(b: Tensor, h0: Tensor | None, cu_seqlens: Tensor | None, zero: float) -> Tensor:
     if cu_seqlens is None:
         return b.new_empty(b.shape[0], b.shape[2])
     # An empty sequence ends in the state it begins in, and no step of the kernel writes it.
     return b.new_full((cu_seqlens.shape[0] - 1, b.shape[2]), zero) if h0 is None else h0.clone()
 
 
-def _scan_problem(
+def scan_problem(
     element: str,
     inputs: Sequence[Tensor],
     outputs: Sequence[Tensor],
@@ -260,14 +247,14 @@ def _scan_problem(
     cu_seqlens: Tensor | None,
     resets: Tensor | None,
     by_time: bool,
-) -> _Problem:
+) -> Problem:
     like = outputs[0]
     batch, steps, channels = like.shape
 
     def strides(tensors: Sequence[Tensor]) -> tuple[Strides, ...]:
         return tuple((x.stride(2) if by_time else x.stride(0), x.stride(1), 0) for x in tensors)
 
-    return _Problem(
+    return Problem(
         element,
         like.dtype,
         like.device.index,
@@ -279,7 +266,7 @@ def _scan_problem(
         reverse=reverse,
         packing="DENSE" if cu_seqlens is None else "CU_SEQLENS",
         sequences=0 if cu_seqlens is None else cu_seqlens.shape[0] - 1,
-        resets=None if resets is None else resets.stride(),  # type: ignore[arg-type]  # of a matrix: two
+        resets=None if resets is None else (resets.stride(0), resets.stride(1), 0),
     )
 
 
@@ -294,13 +281,13 @@ def _forward_scan(
     zero: float,
 ) -> tuple[Tensor, Tensor]:
     by_time = is_time_contiguous(b, cu_seqlens, resets)
-    inputs = [(_along_time if by_time else _along_channels)(x) for x in (a, b)]
+    inputs = [(_along_time if by_time else along_channels)(x) for x in (a, b)]
     h0 = None if h0 is None else h0.contiguous()
     h = states_like(b, cu_seqlens, resets)
-    h_last = _last_state(b, h0, cu_seqlens, zero)
-    problem = _scan_problem(element, inputs, (h,), reverse, cu_seqlens, resets, by_time)
+    h_last = last_state(b, h0, cu_seqlens, zero)
+    problem = scan_problem(element, inputs, (h,), reverse, cu_seqlens, resets, by_time)
     addresses = [x.data_ptr() for x in inputs]
-    _scan(problem, h, addresses, (h.data_ptr(),), initial=h0, final=h_last, bounds=cu_seqlens, resets=resets)
+    launch(problem, h, addresses, (h.data_ptr(),), initial=h0, final=h_last, bounds=cu_seqlens, resets=resets)
     return h, h_last
 
 
@@ -318,14 +305,14 @@ def _backward_scan(
     by_time = is_time_contiguous(h, cu_seqlens, resets)
     h0 = None if h0 is None else h0.contiguous()
     grad_h_last = None if grad_h_last is None else grad_h_last.contiguous()
-    inputs = [(_along_time if by_time else _along_channels)(x) for x in (*plain, h, h if grad_h is None else grad_h)]
+    inputs = [(_along_time if by_time else along_channels)(x) for x in (*plain, h, h if grad_h is None else grad_h)]
     outputs = states_like(h, cu_seqlens, resets), states_like(h, cu_seqlens, resets)
-    grad_h0 = None if h0 is None else _last_state(h, grad_h_last, cu_seqlens, 0.0)
-    problem = _scan_problem(element, inputs, outputs, reverse, cu_seqlens, resets, by_time)
+    grad_h0 = None if h0 is None else last_state(h, grad_h_last, cu_seqlens, 0.0)
+    problem = scan_problem(element, inputs, outputs, reverse, cu_seqlens, resets, by_time)
     addresses = [x.data_ptr() for x in inputs]
     if grad_h is None:
         addresses[-1] = 0
-    _scan(
+    launch(
         problem,
         h,
         addresses,
@@ -389,109 +376,3 @@ def log_linear_scan_backward(
     return _backward_scan(
         "LogLinearScanBackward", plain, log_h, log_h0, grad_h, grad_h_last, reverse, cu_seqlens, resets
     )
-
-
-@functools.lru_cache(maxsize=4096)
-def _layer_problem(
-    element: str,
-    cell: str,
-    dtype: torch.dtype,
-    device: int,
-    shape: tuple[int, ...],
-    packed: tuple[int, int],
-    batch_first: bool,
-    directions: int,
-    candidate: str,
-) -> _Problem:
-    """The problem of a layer whose pre-activations have this shape; `packed` is (sequences, steps), or zeros."""
-    gates = GATES[cell]
-    channels = shape[-1] // (gates * directions)
-    if packed[0]:
-        (batch, steps), batch_rows, time_rows = packed, 1, 1
-    elif batch_first:
-        batch, steps, batch_rows, time_rows = shape[0], shape[1], shape[1], 1
-    else:
-        batch, steps, batch_rows, time_rows = shape[1], shape[0], 1, shape[1]
-
-    def strides(gates: int) -> tuple[Strides, ...]:
-        """Of the gates of a contiguous tensor whose channels are (direction, gate, channel)."""
-        width = directions * gates * channels
-        return ((batch_rows * width, time_rows * width, gates * channels),) * gates
-
-    backward = element.endswith("Backward")
-    inputs = strides(gates) + (strides(1) * 2 if backward else ())
-    outputs = strides(gates if backward else 1)
-    packing = "OFFSETS" if packed[0] else "DENSE"
-    return _Problem(
-        element, dtype, device, batch, steps, channels, inputs, outputs, directions, False, candidate, packing
-    )
-
-
-def _gates(x: Tensor, gates: int, channels: int) -> list[int]:
-    """The addresses of each gate's first channel."""
-    first = x.data_ptr()
-    return [first + k * channels * x.element_size() for k in range(gates)]
-
-
-def minimal(
-    pre: Tensor,
-    bias: Tensor | None,
-    h0: Tensor | None,
-    offsets: Tensor | None,
-    cell: str,
-    candidate: str,
-    batch_first: bool,
-    directions: int,
-) -> tuple[Tensor, Tensor]:
-    packed = (0, 0) if offsets is None or h0 is None else (h0.shape[1], offsets.shape[0] - 1)
-    settings = (cell, pre.dtype, pre.device.index, tuple(pre.shape), packed, batch_first, directions, candidate)
-    problem = _layer_problem(FORWARD[cell], *settings)
-    h = pre.new_empty(*pre.shape[:-1], directions * problem.channels)
-    h_last = pre.new_empty(directions, problem.batch, problem.channels)
-    _scan(
-        problem,
-        pre,
-        _gates(pre, GATES[cell], problem.channels),
-        (h.data_ptr(),),
-        initial=None if h0 is None else h0.contiguous(),
-        final=h_last,
-        bias=None if bias is None else bias.contiguous(),
-        bounds=offsets,
-    )
-    return h, h_last
-
-
-def minimal_backward(
-    pre: Tensor,
-    bias: Tensor | None,
-    h0: Tensor | None,
-    h: Tensor,
-    grad_h: Tensor | None,
-    grad_h_last: Tensor | None,
-    offsets: Tensor | None,
-    cell: str,
-    candidate: str,
-    batch_first: bool,
-    directions: int,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    packed = (0, 0) if offsets is None or h0 is None else (h0.shape[1], offsets.shape[0] - 1)
-    settings = (cell, pre.dtype, pre.device.index, tuple(pre.shape), packed, batch_first, directions, candidate)
-    problem = _layer_problem(FORWARD[cell] + "Backward", *settings)
-    h0 = None if h0 is None else h0.contiguous()
-    bias = None if bias is None else bias.contiguous()
-    grad_h = None if grad_h is None else grad_h.contiguous()
-    grad_pre = torch.empty_like(pre)
-    grad_h0 = None if h0 is None else torch.empty_like(h0)
-    gates, channels = GATES[cell], problem.channels
-    grad_bias = _scan(
-        problem,
-        pre,
-        [*_gates(pre, gates, channels), h.data_ptr(), _address(grad_h)],
-        _gates(grad_pre, gates, channels),
-        initial=None if grad_h_last is None else grad_h_last.contiguous(),
-        final=grad_h0,
-        h0=h0,
-        bias=bias,
-        bounds=offsets,
-    )
-    return grad_pre, None if bias is None or grad_bias is None else grad_bias.to(bias.dtype), grad_h0

@@ -33,8 +33,8 @@ class Geometry(NamedTuple):
         pieces = self.lanes * self.vec * itemsize % 16 == 0 and self.rows * self.vec * itemsize % 16 == 0
         return self.chained and not self.narrow and pieces and aligned * itemsize >= 16
 
-    def shared_bytes(self, inputs: int, outputs: int, itemsize: int, backward: bool, packed: bool = False) -> int:
-        """Enough for ``Shared`` in ``scan.cu``, which checks it."""
+    def shared_bytes(self, inputs: int, sums: int, itemsize: int, packed: bool = False) -> int:
+        """Enough for ``Shared`` in ``scan.cu``, which checks it; `sums` are those of parameters' gradients."""
         pack, state = self.vec * itemsize, self.group * max(4, itemsize)
         strip = 32 * self.rows * pack
         if self.narrow:
@@ -42,9 +42,9 @@ class Geometry(NamedTuple):
         strips = self.stages * self.warps * inputs + (self.warps if self.narrow else 1)
         between_warps = 2 * self.warps * (3 * state + 4)
         boundaries = 16 * self.tile if packed else 16
-        bias = (self.warps if backward else 1) * outputs * state
+        sum_rows = (self.warps * sums if sums else 1) * state
         window = max(32, min(256, self.warps * 32 // self.lanes)) if self.chained else 1
-        return strips * strip + between_warps + boundaries + window * (3 * state + 4) + bias + 96
+        return strips * strip + between_warps + boundaries + window * (3 * state + 4) + sum_rows + 96
 
 
 class Device(NamedTuple):
@@ -66,14 +66,14 @@ CHAINED_ROWS = {
     ("LinearScanBackward", 4): 24,
     ("LinearScan", 2): 40,
     ("LinearScanBackward", 2): 24,
-    ("MinGRU", 4): 32,
-    ("MinGRUBackward", 4): 16,
-    ("MinLSTM", 4): 16,
-    ("MinLSTMBackward", 4): 12,
-    ("MinGRU", 2): 24,
-    ("MinGRUBackward", 2): 12,
-    ("MinLSTM", 2): 24,
-    ("MinLSTMBackward", 2): 8,
+    ("Generated2", 4): 32,
+    ("Generated2Backward", 4): 16,
+    ("Generated3", 4): 16,
+    ("Generated3Backward", 4): 12,
+    ("Generated2", 2): 24,
+    ("Generated2Backward", 2): 12,
+    ("Generated3", 2): 24,
+    ("Generated3Backward", 2): 8,
 }
 
 
@@ -96,7 +96,7 @@ def choose_geometry(
     enough to fill the chip, and where sequences are short.
 
     Args:
-        element: the operation, a struct of ``elements.cuh``.
+        element: the operation, a struct of ``elements.cuh``, or GeneratedN(Backward) of N tensors.
         inputs: how many tensors it reads.
         itemsize: bytes of a channel in memory.
         aligned: how many neighbouring channels lie so aligned that they may be moved together, a power of two.
@@ -192,8 +192,7 @@ def _chained(element: str, itemsize: int, aligned: int, narrow: int, channels: i
 def macros(
     element: str,
     scalar: str,
-    bias: str,
-    candidate: int,
+    parameter: str,
     packing: str,
     geometry: Geometry,
     shared: int,
@@ -204,8 +203,7 @@ def macros(
     return (
         ("ELEMENT", element),
         ("SCALAR", scalar),
-        ("BIAS", bias),
-        ("CANDIDATE", candidate),
+        ("PARAMETER", parameter),
         ("PACKING", packing),
         ("VEC", geometry.vec),
         ("LANES", geometry.lanes),

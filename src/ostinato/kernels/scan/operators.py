@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ostinato.kernels.dispatch import Groups, gradient, gradients, operator, or_empty
+from ostinato.kernels.dispatch import Groups, gradient, operator, or_empty
 from ostinato.kernels.export import refuse_packed
-from ostinato.kernels.scan import GATES, choose_backend
-from ostinato.kernels.scan.torch_ops import LOG, TorchBackend, at_least_float32, shares, shift, zeroed
+from ostinato.kernels.scan import choose_backend
+from ostinato.kernels.scan.torch_ops import LOG, shares, shift, zeroed
 
 _checked_cu_seqlens: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
@@ -44,7 +44,7 @@ def _sequences(b: Tensor, cu_seqlens: Tensor | None) -> int:
     return b.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
 
 
-def _initial(b: Tensor, h0: Tensor | None, cu_seqlens: Tensor | None, zero: float) -> Tensor:
+def initial_states(b: Tensor, h0: Tensor | None, cu_seqlens: Tensor | None, zero: float) -> Tensor:
     return b.new_full((_sequences(b, cu_seqlens), b.shape[2]), zero) if h0 is None else h0.clone()
 
 
@@ -74,7 +74,7 @@ def _linear_scan(
     check_cu_seqlens(cu_seqlens, b.shape[1])
     kernels = choose_backend(backend, b.device.type)
     if b.numel() == 0:
-        return b.new_empty(b.shape), _initial(b, h0, cu_seqlens, 0.0)
+        return b.new_empty(b.shape), initial_states(b, h0, cu_seqlens, 0.0)
     return kernels.linear_scan(a, b, h0, reverse, cu_seqlens, resets)
 
 
@@ -116,7 +116,7 @@ def _linear_scan_backward_impl(
 ) -> tuple[Tensor, Tensor, Tensor]:
     check_cu_seqlens(cu_seqlens, h.shape[1])
     if h.numel() == 0:
-        return h.new_empty(h.shape), h.new_empty(h.shape), _initial(h, grad_h_last, cu_seqlens, 0.0)
+        return h.new_empty(h.shape), h.new_empty(h.shape), initial_states(h, grad_h_last, cu_seqlens, 0.0)
     grads = choose_backend(backend, h.device.type).linear_scan_backward(
         a, h, h0, grad_h, grad_h_last, reverse, cu_seqlens, resets
     )
@@ -212,7 +212,7 @@ def _log_linear_scan(
     check_cu_seqlens(cu_seqlens, log_b.shape[1])
     kernels = choose_backend(backend, log_b.device.type)
     if log_b.numel() == 0:
-        return log_b.new_empty(log_b.shape), _initial(log_b, log_h0, cu_seqlens, float("-inf"))
+        return log_b.new_empty(log_b.shape), initial_states(log_b, log_h0, cu_seqlens, float("-inf"))
     return kernels.log_linear_scan(log_a, log_b, log_h0, reverse, cu_seqlens, resets)
 
 
@@ -245,7 +245,11 @@ def _log_linear_scan_backward_impl(
 ) -> tuple[Tensor, Tensor, Tensor]:
     check_cu_seqlens(cu_seqlens, log_h.shape[1])
     if log_h.numel() == 0:
-        return log_h.new_empty(log_h.shape), log_h.new_empty(log_h.shape), _initial(log_h, grad_h_last, cu_seqlens, 0.0)
+        return (
+            log_h.new_empty(log_h.shape),
+            log_h.new_empty(log_h.shape),
+            initial_states(log_h, grad_h_last, cu_seqlens, 0.0),
+        )
     kernels = choose_backend(backend, log_h.device.type)
     grads = kernels.log_linear_scan_backward(
         log_a, log_b, log_h, log_h0, grad_h, grad_h_last, reverse, cu_seqlens, resets
@@ -306,165 +310,4 @@ log_linear_scan = operator(
     _scan_groups,
     plain=_plain(_log_linear_scan),
     jvp=_log_linear_scan_jvp,
-)
-
-
-# minimal_scan(pre, bias, h0, offsets, cell, candidate, batch_first, directions, backend) -> h, h_last
-
-
-def _minimal_shapes(
-    pre: Tensor, offsets: Tensor | None, h0: Tensor | None, cell: str, batch_first: bool, directions: int
-) -> tuple[tuple, tuple]:
-    """Shapes of h and h_last."""
-    channels = pre.shape[-1] // GATES[cell]
-    if offsets is None:
-        batch = pre.shape[0 if batch_first else 1]
-    else:
-        assert h0 is not None, "packed sequences come with an initial state, which says how many there are"
-        batch = h0.shape[1]
-    return (*pre.shape[:-1], channels), (directions, batch, channels // directions)
-
-
-def _minimal_scan(
-    pre: Tensor,
-    bias: Tensor | None,
-    h0: Tensor | None,
-    offsets: Tensor | None,
-    cell: str,
-    candidate: str,
-    batch_first: bool,
-    directions: int,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
-    kernels = choose_backend(backend, pre.device.type)
-    if pre.numel() == 0:
-        h_shape, last_shape = _minimal_shapes(pre, offsets, h0, cell, batch_first, directions)
-        return pre.new_empty(h_shape), pre.new_zeros(last_shape) if h0 is None else h0.clone()
-    return kernels.minimal(pre.contiguous(), bias, h0, offsets, cell, candidate, batch_first, directions)
-
-
-def _minimal_scan_fake(
-    pre: Tensor,
-    bias: Tensor | None,
-    h0: Tensor | None,
-    offsets: Tensor | None,
-    cell: str,
-    _candidate: str,
-    batch_first: bool,
-    directions: int,
-    _backend: str,
-) -> tuple[Tensor, Tensor]:
-    h_shape, last_shape = _minimal_shapes(pre, offsets, h0, cell, batch_first, directions)
-    return pre.new_empty(h_shape), pre.new_empty(last_shape)
-
-
-def _minimal_scan_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    pre, bias, h0, offsets, *ctx.settings = inputs
-    ctx.save_for_backward(pre, bias, h0, output[0], offsets)
-    ctx.set_materialize_grads(False)
-
-
-def _minimal_scan_grad(ctx: Any, grad_h: Tensor | None, grad_h_last: Tensor | None) -> tuple:
-    if grad_h is None and grad_h_last is None:
-        return (None,) * 9
-    pre, bias, h0, h, offsets = ctx.saved_tensors
-    grads = _minimal_scan_backward(pre, bias, h0, h, grad_h, grad_h_last, offsets, *ctx.settings)
-    return (grads[0], None if bias is None else grads[1], None if h0 is None else grads[2]) + (None,) * 6
-
-
-def _minimal_scan_backward_impl(
-    pre: Tensor,
-    bias: Tensor | None,
-    h0: Tensor | None,
-    h: Tensor,
-    grad_h: Tensor | None,
-    grad_h_last: Tensor | None,
-    offsets: Tensor | None,
-    cell: str,
-    candidate: str,
-    batch_first: bool,
-    directions: int,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    if pre.numel() == 0:
-        grad_bias = None if bias is None else torch.zeros_like(bias)
-        grad_h0 = None if h0 is None else torch.zeros_like(h0) if grad_h_last is None else grad_h_last.clone()
-        return torch.zeros_like(pre), or_empty(grad_bias, pre), or_empty(grad_h0, pre)
-    kernels = choose_backend(backend, pre.device.type)
-    grad_pre, grad_bias, grad_h0 = kernels.minimal_backward(
-        pre.contiguous(), bias, h0, h, grad_h, grad_h_last, offsets, cell, candidate, batch_first, directions
-    )
-    return grad_pre, or_empty(grad_bias, pre), or_empty(grad_h0, pre)
-
-
-def _minimal_scan_backward_fake(
-    pre: Tensor, bias: Tensor | None, h0: Tensor | None, *_: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    grad_bias = None if bias is None else bias.new_empty(bias.shape)
-    grad_h0 = None if h0 is None else h0.new_empty(h0.shape)
-    return pre.new_empty(pre.shape), or_empty(grad_bias, pre), or_empty(grad_h0, pre)
-
-
-def _minimal_scan_composite(
-    pre: Tensor, bias: Tensor | None, h0: Tensor | None, offsets: Tensor | None, *settings: Any
-) -> tuple[Tensor, Tensor]:
-    *settings_of_layer, backend = settings
-
-    def scan(_: Any, a: Tensor, b: Tensor, h0: Tensor, reverse: bool) -> tuple[Tensor, Tensor]:
-        return linear_scan(a, b, h0, None, None, reverse, backend)
-
-    return TorchBackend(scan, at_least_float32).minimal(pre, bias, h0, offsets, *settings_of_layer)
-
-
-def _minimal_scan_backward_composite(
-    pre: Tensor,
-    bias: Tensor | None,
-    h0: Tensor | None,
-    h: Tensor,
-    grad_h: Tensor | None,
-    grad_h_last: Tensor | None,
-    *settings: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    args = pre, bias, h0, *settings
-    wanted = [isinstance(x, Tensor) for x in args[:3]] + [False] * len(settings)
-    grads = gradients(_minimal_scan_composite, args, (grad_h, grad_h_last), wanted)
-    return grads[0], or_empty(grads[1], pre), or_empty(grads[2], pre)  # type: ignore[return-value]
-
-
-def _minimal_scan_groups(
-    pre: Tensor,
-    bias: Tensor | None,
-    h0: Tensor | None,
-    offsets: Tensor | None,
-    cell: str,
-    candidate: str,
-    batch_first: bool,
-    directions: int,
-    *_: Any,
-) -> Groups:
-    gates = directions * GATES[cell]
-    return (gates, gates, 1) + (None,) * 6, (directions, 1)
-
-
-def _minimal_scan_backward_groups(*args: Any) -> Groups:
-    cell, directions = args[7], args[10]
-    gates = directions * GATES[cell]
-    return (gates, gates, 1, directions, directions, 1) + (None,) * 6, (gates, gates, 1)
-
-
-_minimal_scan_backward = gradient(
-    "minimal_scan_backward",
-    _minimal_scan_backward_impl,
-    _minimal_scan_backward_fake,
-    _minimal_scan_backward_groups,
-    _minimal_scan_backward_composite,
-)
-minimal_scan = operator(
-    "minimal_scan",
-    _minimal_scan,
-    _minimal_scan_fake,
-    _minimal_scan_context,
-    _minimal_scan_grad,
-    _minimal_scan_groups,
-    composite=_minimal_scan_composite,
 )

@@ -37,29 +37,6 @@ def log_linear_scan(
     return torch.stack(steps, 1) if steps else log_b, h
 
 
-def candidate_state(x: Tensor, candidate: str) -> Tensor:
-    """The candidate's activation: ``"positive"`` is the paper's g, ``"linear"`` the identity, ``"tanh"`` tanh."""
-    if candidate == "positive":
-        return torch.where(x >= 0, x + 0.5, torch.sigmoid(x))
-    return torch.tanh(x) if candidate == "tanh" else x
-
-
-def min_gru_gates(pre: Tensor, candidate: str) -> tuple[Tensor, Tensor]:
-    """Pre-activations (..., 2H), rows z then h, to the scan's ``a = 1 - z`` and ``b = z * c``."""
-    z, x = pre.chunk(2, -1)
-    return torch.sigmoid(-z), torch.sigmoid(z) * candidate_state(x, candidate)
-
-
-def min_lstm_gates(pre: Tensor, candidate: str) -> tuple[Tensor, Tensor]:
-    """Pre-activations (..., 3H), rows f, i, h, to ``a = f/(f+i)`` and ``b = i/(f+i) * c``."""
-    f, i, x = pre.chunk(3, -1)
-    ratio = F.logsigmoid(f) - F.logsigmoid(i)  # f/(f+i) is its sigmoid, and nothing divides 0 by 0
-    return torch.sigmoid(ratio), torch.sigmoid(-ratio) * candidate_state(x, candidate)
-
-
-GATE_FUNCTIONS = {"mingru": min_gru_gates, "minlstm": min_lstm_gates}
-
-
 def blelloch_scan(a: Tensor, b: Tensor, h0: Tensor) -> Tensor:
     """The work-efficient parallel scan (Blelloch 1990, section 1.3): 2 log2(T) passes, 2T compositions.
 

@@ -49,7 +49,9 @@ using Ring = Element::Ring;
 using Step = Element::Step;
 constexpr bool BACKWARD = Element::BACKWARD;
 constexpr int PLAIN = Element::PLAIN, PREVIOUS = PLAIN, GRAD = PLAIN + 1;
-constexpr int INPUTS = PLAIN + (BACKWARD ? 2 : 0), OUTPUTS = Element::OUTPUTS;
+constexpr int INPUTS = PLAIN + (BACKWARD ? 2 : 0), OUTPUTS = Element::OUTPUTS, FACTORS = Element::FACTORS;
+constexpr int PARAMETERS = Element::PARAMETERS, OF_CHANNEL = PARAMETERS ? PARAMETERS : 1;  // no array is empty
+constexpr bool SUMS = BACKWARD && PARAMETERS;
 
 using Index = long long;
 #if FAR
@@ -81,22 +83,22 @@ struct Tensor : Strides {
 
 struct Parameters {
     // Addresses first: the rest is the same at every call with the same shapes.
-    Scalar* data[8];        // the element's plain inputs, then h, read a step earlier in time, and grad; from 5, outputs
+    Scalar* data[INPUTS + OUTPUTS];  // the element's plain inputs, then h, read a step earlier in time, grad; outputs
+    const PARAMETER* parameters[OF_CHANNEL];  // (channels) each, in each direction
     const Scalar* initial;  // the state before the first step scanned, (directions * batch, channels), or null
     Scalar* final;          // the state after the last one, or null
     const Scalar* h0;       // backward: the state before the first step in time, or null
-    const BIAS* bias;       // (directions * PLAIN * channels), or null
-    Compute* grad_bias;     // one row for each block of a channel group, or null
+    Compute* sums;          // gradients of the parameters, one row for each block of a channel group
     const int* bounds;      // cu_seqlens or offsets
     const unsigned char* resets;  // with RESETS, a byte for each step of each sequence
     Message* published;     // chained: a counter of the tiles drawn, then what is known of each
     unsigned drawn, epoch;  // chained: what the counter begins at, and the launch's number, a multiple of MARKS
-    Index resets_batch, resets_time;
-    Strides strides[8];
+    Index parameter_direction, resets_batch, resets_time, resets_direction;
+    Strides strides[INPUTS + OUTPUTS];
     int batch, steps, channels, sequences, directions, reverse;
 
     __device__ Tensor input(int k) const { return {data[k], strides[k]}; }
-    __device__ Tensor output(int k) const { return {data[5 + k], strides[5 + k]}; }
+    __device__ Tensor output(int k) const { return {data[INPUTS + k], strides[INPUTS + k]}; }
 };
 
 struct alignas(sizeof(Compute) * VEC) Channels { Compute value[VEC]; };
@@ -351,7 +353,7 @@ struct Shared {
     int begins[2][PACKING == CU_SEQLENS ? TILE : 1], ends[2][PACKING == CU_SEQLENS ? TILE : 1];
     Known window[CHAINED ? WINDOW : 1][LANES];  // chained: the tiles before, the nearest first, and their marks
     unsigned seen[CHAINED ? WATCHERS : 1];
-    Compute bias[BACKWARD ? WARPS : 1][OUTPUTS][GROUP];
+    Compute sums[SUMS ? WARPS : 1][SUMS ? PARAMETERS : 1][GROUP];
 
     // Note where sequences begin and end in a tile.  All threads of the block take part.
     __device__ void find_sequences(const Place& at, int chunk, int buffer) {
@@ -413,7 +415,8 @@ struct Resets {
             word[k] = 0;
             if (v >= TILES * ROWS || !at.exists(i)) continue;
             const Index row = PACKING == OFFSETS ? at.p.bounds[at.time(i)] : at.time(i);
-            word[k] = at.p.resets[at.batch * at.p.resets_batch + row * at.p.resets_time];
+            const Index sequence = at.batch * at.p.resets_batch + at.direction * at.p.resets_direction;
+            word[k] = at.p.resets[sequence + row * at.p.resets_time];
         }
     }
     __device__ void share() {
@@ -430,6 +433,9 @@ struct Resets {
     __device__ bool operator[](int u) const { return RESETS && word[u / LANES] >> u % LANES & 1; }
 };
 
+using OfChannels = Element::Channel[VEC];  // what the parameters make of a thread's channels
+using Sums = Compute[OF_CHANNEL][VEC];     // of the gradients of the parameters
+
 // The steps of one thread in a tile.
 struct Steps {
     Step step[ROWS][VEC];
@@ -444,7 +450,7 @@ struct Steps {
 
     template <bool CHECKED>
     __device__ void read(
-        const Place& at, const Shared& shared, int stage, int buffer, int chunk, const Compute (&bias)[PLAIN][VEC]
+        const Place& at, const Shared& shared, int stage, int buffer, int chunk, const OfChannels& of_channels
     ) {
         const Parameters& p = at.p;
         const Strip (&strips)[INPUTS] = shared.input[stage][at.warp];
@@ -458,10 +464,8 @@ struct Steps {
 #pragma unroll
             for (int k = 0; k < INPUTS; ++k)
                 bits[k] = p.input(k).data ? strips[k].element[Strip::place(at, u, shift[k])] : filled(0);
-            if (CHECKED && !(at.inside && at.exists(i + u))) {
-#pragma unroll
-                for (int k = 0; k < INPUTS; ++k) bits[k] = filled(k < PLAIN ? Element::neutral(k) : 0);
-            } else if (BACKWARD && (CHECKED || PACKING == CU_SEQLENS)) {
+            const bool exists = !CHECKED || (at.inside && at.exists(i + u));
+            if (exists && BACKWARD && (CHECKED || PACKING == CU_SEQLENS)) {
                 const int ending = shared.ending(buffer, i + u - chunk * TILE);
                 if ((CHECKED && !at.exists(i + u + 1)) || ending >= 0)
                     bits[INPUTS - 2] = p.h0 && at.inside ? load_pack(p.h0 + at.state(ending)) : filled(Element::absent_state());
@@ -474,8 +478,9 @@ struct Steps {
             for (int v = 0; v < VEC; ++v) {
                 Compute plain[PLAIN];
 #pragma unroll
-                for (int k = 0; k < PLAIN; ++k) plain[k] = Element::BIASED ? x[k][v] + bias[k][v] : x[k][v];
-                step[u][v] = Element::read(plain, x[BACKWARD ? PREVIOUS : 0][v], x[BACKWARD ? GRAD : 0][v]);
+                for (int k = 0; k < PLAIN; ++k) plain[k] = x[k][v];
+                step[u][v] = Element::read(plain, of_channels[v], x[BACKWARD ? PREVIOUS : 0][v], x[BACKWARD ? GRAD : 0][v]);
+                if (!exists) step[u][v] = Step::none();
             }
         }
     }
@@ -497,11 +502,9 @@ struct Steps {
         return whole;
     }
 
-    // Take the steps from `state`, writing the results; `sums` gathers the bias gradient.
+    // Take the steps from `state`, writing the results; `sums` gathers the gradients of the parameters.
     template <bool CHECKED>
-    __device__ void apply(
-        const Place& at, Shared& shared, int buffer, int chunk, Channels& state, Compute (&sums)[OUTPUTS][VEC]
-    ) const {
+    __device__ void apply(const Place& at, Shared& shared, int buffer, int chunk, Channels& state, Sums& sums) const {
         const Parameters& p = at.p;
         const int i = at.first(chunk), local = at.first(0);
         Pack results[ROWS][OUTPUTS];
@@ -511,15 +514,14 @@ struct Steps {
             Compute out[OUTPUTS][VEC];
 #pragma unroll
             for (int v = 0; v < VEC; ++v) {
-                Compute result[OUTPUTS];
+                Compute result[FACTORS];
                 if (!BACKWARD && resets[u]) state.value[v] = Ring::zero();
                 state.value[v] = step[u][v].apply(state.value[v], result);
                 if (BACKWARD && resets[u]) state.value[v] = Ring::zero();
 #pragma unroll
-                for (int k = 0; k < OUTPUTS; ++k) {
-                    out[k][v] = result[k];
-                    if (BACKWARD && Element::BIASED) sums[k][v] += result[k];
-                }
+                for (int k = 0; k < OUTPUTS; ++k) out[k][v] = result[Element::output_factor(k)];
+#pragma unroll
+                for (int k = 0; k < (SUMS ? PARAMETERS : 0); ++k) sums[k][v] += result[Element::parameter_factor(k)];
             }
             if (const int n = shared.ending(buffer, local + u); n >= 0) store_state(at, p.final, n, state);
 #pragma unroll
@@ -650,26 +652,26 @@ __device__ inline void look_back(
     for (int back = nearest - 1; back >= 0; --back) shared.window[back][slot].carry(state);
 }
 
-// Add up the bias gradient over the block's segments, then warps, in order, into a row of its own.
-__device__ inline void store_bias_gradient(const Place& at, Shared& shared, int chunk, Compute (&sums)[OUTPUTS][VEC]) {
+// Add up the gradients of the parameters over the block's segments, then warps, in order, into a row of their own.
+__device__ inline void store_sums(const Place& at, Shared& shared, int chunk, Sums& sums) {
 #pragma unroll
-    for (int k = 0; k < OUTPUTS; ++k)
+    for (int k = 0; k < PARAMETERS; ++k)
 #pragma unroll
         for (int v = 0; v < VEC; ++v) {
 #pragma unroll
             for (int lanes = LANES; lanes < 32; lanes *= 2) sums[k][v] += __shfl_down_sync(~0u, sums[k][v], lanes);
-            if (at.segment == 0) shared.bias[at.warp][k][at.lane * VEC + v] = sums[k][v];
+            if (at.segment == 0) shared.sums[at.warp][k][at.lane * VEC + v] = sums[k][v];
             sums[k][v] = 0;
         }
     __syncthreads();
     const Parameters& p = at.p;
     const Index row = CHAINED ? Index(chunk) * p.batch + at.batch : at.batch;
-    for (int i = threadIdx.x; i < OUTPUTS * GROUP; i += THREADS) {
+    for (int i = threadIdx.x; i < PARAMETERS * GROUP; i += THREADS) {
         const int k = i / GROUP, channel = at.group * GROUP + i % GROUP;
         if (channel >= p.channels) continue;
         Compute sum = 0;
-        for (int warp = 0; warp < WARPS; ++warp) sum += shared.bias[warp][k][i % GROUP];
-        p.grad_bias[((row * p.directions + at.direction) * OUTPUTS + k) * p.channels + channel] = sum;
+        for (int warp = 0; warp < WARPS; ++warp) sum += shared.sums[warp][k][i % GROUP];
+        p.sums[((row * p.directions + at.direction) * PARAMETERS + k) * p.channels + channel] = sum;
     }
 }
 
@@ -705,7 +707,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) scan(const __gri
     Resets resets, later;
     if (tile.chunk < chunks) later.load(Place(p, tile.chain), tile.chunk);
 
-    Compute bias[PLAIN][VEC], sums[OUTPUTS][VEC] = {};
+    OfChannels of_channels;
+    Sums sums = {};
     Channels state;
     for (int stage = 0, buffer = 0; tile.chunk < chunks; buffer ^= 1) {
         const Place at(p, tile.chain);
@@ -713,11 +716,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) scan(const __gri
         if (CHAINED || chunk == 0) {
             load_state(at, PACKING == CU_SEQLENS ? nullptr : p.initial, 0, state);
 #pragma unroll
-            for (int k = 0; k < PLAIN; ++k)
+            for (int v = 0; v < VEC; ++v) {
+                Compute parameters[OF_CHANNEL] = {};
 #pragma unroll
-                for (int v = 0; v < VEC; ++v)
-                    bias[k][v] = Element::BIASED && p.bias && at.inside
-                        ? widen(p.bias[(at.direction * PLAIN + k) * p.channels + at.channel + v]) : Compute(0);
+                for (int k = 0; k < PARAMETERS; ++k)
+                    if (at.inside)
+                        parameters[k] = widen(p.parameters[k][at.direction * p.parameter_direction + at.channel + v]);
+                of_channels[v] = Element::prepare(parameters);
+            }
         }
         const int number = CHAINED ? draw() : 0;
         if (PACKING == CU_SEQLENS) shared.find_sequences(at, chunk, buffer);
@@ -730,8 +736,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) scan(const __gri
             if (!CHAINED) later.load(at, chunk + Resets::TILES);
         }
         steps.resets = resets.of(chunk);
-        if (at.whole(chunk)) steps.read<false>(at, shared, stage, buffer, chunk, bias);
-        else steps.read<true>(at, shared, stage, buffer, chunk, bias);
+        if (at.whole(chunk)) steps.read<false>(at, shared, stage, buffer, chunk, of_channels);
+        else steps.read<true>(at, shared, stage, buffer, chunk, of_channels);
         if (NARROW || WIDE) __syncwarp();
         Tile next = {tile.chain, chunk + 1};
         if constexpr (!CHAINED) {
@@ -791,8 +797,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) scan(const __gri
 
         if (PACKING != CU_SEQLENS && chunk == chunks - 1 && at.warp == 0 && at.segment == 0)
             store_state(at, p.final, 0, state);
-        if constexpr (BACKWARD && Element::BIASED)
-            if (p.grad_bias && (CHAINED || chunk == chunks - 1)) store_bias_gradient(at, shared, chunk, sums);
+        if constexpr (SUMS)
+            if (CHAINED || chunk == chunks - 1) store_sums(at, shared, chunk, sums);
         tile = next;
     }
 }

@@ -82,7 +82,7 @@ class TorchBackend:
         self, scan: Callable[..., tuple[Tensor, Tensor]], compute_dtype: Callable[[Tensor], torch.dtype]
     ) -> None:
         self._scan = scan
-        self._compute_dtype = compute_dtype
+        self.compute_dtype = compute_dtype
 
     def _run(
         self,
@@ -94,7 +94,7 @@ class TorchBackend:
         cu_seqlens: Tensor | None,
         resets: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        dtype = self._compute_dtype(b)
+        dtype = self.compute_dtype(b)
         a, b = a.to(dtype), b.to(dtype)
         packing = None if cu_seqlens is None else Packing.from_cu_seqlens(cu_seqlens)
         if packing is not None:
@@ -140,7 +140,7 @@ class TorchBackend:
         cu_seqlens: Tensor | None,
         resets: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        dtype = self._compute_dtype(a)
+        dtype = self.compute_dtype(a)
         wide_a = a.to(dtype)
         grad = torch.zeros_like(wide_a) if grad_h is None else grad_h.to(dtype)
         s, grad_h0 = self._carry_back(wide_a, grad, grad_h_last, reverse, cu_seqlens, resets)
@@ -172,7 +172,7 @@ class TorchBackend:
         cu_seqlens: Tensor | None,
         resets: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        dtype = self._compute_dtype(log_a)
+        dtype = self.compute_dtype(log_a)
         kept = log_a.to(dtype) + zeroed(shift(log_h.to(dtype), log_h0, reverse, cu_seqlens, LOG.zero), resets, LOG.zero)
         carried, added = shares(kept, log_b.to(dtype))
         grad = torch.zeros_like(kept) if grad_h is None else grad_h.to(dtype)
@@ -180,66 +180,6 @@ class TorchBackend:
         total = grad + shift(s, grad_h_last, not reverse, cu_seqlens)
         grad_a, grad_b = owned(total * carried, log_a.dtype), owned(total * added, log_b.dtype)
         return grad_a, grad_b, None if log_h0 is None else owned(grad_h0, log_h0.dtype)
-
-    def minimal(
-        self,
-        pre: Tensor,
-        bias: Tensor | None,
-        h0: Tensor | None,
-        offsets: Tensor | None,
-        cell: str,
-        candidate: str,
-        batch_first: bool,
-        directions: int,
-    ) -> tuple[Tensor, Tensor]:
-        dtype = self._compute_dtype(pre)
-        packing = None if offsets is None else Packing.from_offsets(offsets)
-        total = pre.to(dtype) if bias is None else pre.to(dtype) + bias.to(dtype)
-        if packing is not None:
-            total = packing.unpack(total, 0.0)
-        elif not batch_first:
-            total = total.transpose(0, 1)
-        outputs, last = [], []
-        for direction, part in enumerate(total.chunk(directions, -1)):
-            a, b = reference.GATE_FUNCTIONS[cell](part, candidate)
-            if packing is not None:
-                a, b = packing.masked(a, LINEAR.one), packing.masked(b, LINEAR.zero)
-            start = b.new_zeros(b.shape[0], b.shape[2]) if h0 is None else h0[direction].to(dtype)
-            h, h_last = self._scan(LINEAR, a, b, start, direction == 1)
-            outputs.append(h)
-            last.append(h_last)
-        out = torch.cat(outputs, -1)
-        if packing is not None:
-            out = packing.pack(out)
-        elif not batch_first:
-            out = out.transpose(0, 1)
-        return owned(out, pre.dtype), owned(torch.stack(last), pre.dtype)
-
-    def minimal_backward(
-        self,
-        pre: Tensor,
-        bias: Tensor | None,
-        h0: Tensor | None,
-        h: Tensor,
-        grad_h: Tensor | None,
-        grad_h_last: Tensor | None,
-        offsets: Tensor | None,
-        cell: str,
-        candidate: str,
-        batch_first: bool,
-        directions: int,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        with torch.enable_grad():
-            pre = pre.detach().requires_grad_()
-            bias = None if bias is None else bias.detach().requires_grad_()
-            h0 = None if h0 is None else h0.detach().requires_grad_()
-            outputs = self.minimal(pre, bias, h0, offsets, cell, candidate, batch_first, directions)
-            chosen = [(y, g) for y, g in zip(outputs, (grad_h, grad_h_last), strict=True) if g is not None]
-            wanted = [x for x in (pre, bias, h0) if x is not None]
-            grads = torch.autograd.grad([y for y, _ in chosen], wanted, [g for _, g in chosen], materialize_grads=True)
-        rest = iter(grads[1:])
-        grad_bias = None if bias is None else next(rest)
-        return grads[0], grad_bias, None if h0 is None else next(rest)
 
 
 class Packing(NamedTuple):

@@ -1,0 +1,269 @@
+"""Linear recurrences on CPUs: tensors in and out around the loops of :mod:`~ostinato.kernels.recurrence.cpu_loops`."""
+
+import ctypes
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ostinato.kernels.numba_loops import NUMPY_DTYPES
+from ostinato.kernels.recurrence import cpu_loops
+from ostinato.kernels.recurrence.graph import evaluate
+from ostinato.kernels.recurrence.linear import Steps, steps_of
+from ostinato.kernels.recurrence.trace import parse
+from ostinato.kernels.scan.cpu import blocks_of, compute_dtype, constant, empty, initial_state, rows
+from ostinato.kernels.threads import run_loop, threads_for
+
+WIDTH = 32  # channels a piece has at least
+GROUPS = 16  # of sequences, each of which sums its gradients of the parameters alone, whatever the threads
+
+Strides = tuple[int, int, int]  # of time, sequences and directions
+Arrays = list[int]  # addresses of arrays that are laid out alike, then their strides
+
+
+class _Layout(NamedTuple):
+    """Where the steps of sequences are; see :func:`~ostinato.kernels.recurrence.cpu_loops.work_type`."""
+
+    directions: int
+    batch: int
+    length: int
+    hidden: int
+    together: int = 1  # sequences that are taken through time side by side
+    reverse: bool = False
+    offsets: Tensor | None = None
+    bounds: Tensor | None = None
+    resets: Tensor | None = None
+    resets_strides: Strides = (0, 0, 0)
+
+
+@functools.lru_cache(maxsize=1024)
+def _steps(recurrence: str, backward: bool) -> Steps:
+    return steps_of(parse(recurrence), backward)
+
+
+@functools.lru_cache(maxsize=1024)
+def _loop(recurrence: str, backward: bool, dtype: torch.dtype) -> tuple[Any, type[ctypes.Structure]]:
+    """The compiled loop, and the structure that it is called with."""
+    make = cpu_loops.backward if backward else cpu_loops.forward
+    return make(parse(recurrence), NUMPY_DTYPES[dtype]), cpu_loops.work_of(parse(recurrence), backward)
+
+
+def scan(
+    recurrence: str,
+    h0: Tensor | None,
+    cu_seqlens: Tensor | None,
+    resets: Tensor | None,
+    reverse: bool,
+    *arguments: Tensor,
+) -> tuple[Tensor, Tensor]:
+    sequences, parameters = _parted(recurrence, arguments)
+    like, dtype = sequences[0], sequences[0].dtype
+    layout = _layout(like, cu_seqlens, resets, reverse)
+    h = empty(like.shape, dtype)
+    state = initial_state(None if h0 is None else h0[None], (1, layout.batch, layout.hidden), dtype)
+    _run(recurrence, layout, parameters, state, _arrays(sequences, cu_seqlens), _arrays([h], cu_seqlens))
+    result = arguments[parse(recurrence).sequences.index(True)].dtype
+    return h.to(result), state[0].to(result)
+
+
+def scan_backward(
+    recurrence: str,
+    h: Tensor,
+    h0: Tensor | None,
+    grad_h: Tensor | None,
+    grad_h_last: Tensor | None,
+    cu_seqlens: Tensor | None,
+    resets: Tensor | None,
+    reverse: bool,
+    *arguments: Tensor,
+) -> tuple[list[Tensor], list[Tensor], Tensor | None]:
+    sequences, parameters = _parted(recurrence, arguments)
+    dtype = sequences[0].dtype
+    layout = _layout(sequences[0], cu_seqlens, resets, reverse)
+    state = initial_state(None if grad_h_last is None else grad_h_last[None], (1, layout.batch, layout.hidden), dtype)
+    grads = [empty(h.shape, dtype) for _ in sequences]
+    given = rows(h, dtype), constant(0.0, h.shape, dtype) if grad_h is None else rows(grad_h, dtype)
+    rest = [*_arrays(given[:1], cu_seqlens), *_arrays(given[1:], cu_seqlens), *_arrays(grads, cu_seqlens)]
+    initial = None if h0 is None else h0.to(dtype).contiguous()
+    sums = _run_backward(recurrence, layout, parameters, state, _arrays(sequences, cu_seqlens), rest, initial)
+    return [g.to(h.dtype) for g in grads], [x[0] for x in sums], None if h0 is None else state[0].to(h0.dtype)
+
+
+def _parted(recurrence: str, arguments: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """The sequences, laid out alike and in the dtype of computation, and the parameters, (1, D)."""
+    kinds = parse(recurrence).sequences
+    dtype = compute_dtype(arguments[kinds.index(True)])
+    sequences = [rows(x, dtype) for x, sequence in zip(arguments, kinds, strict=True) if sequence]
+    if any(x.stride() != sequences[0].stride() for x in sequences):
+        sequences = [x.contiguous() for x in sequences]
+    return sequences, [x[None] for x, sequence in zip(arguments, kinds, strict=True) if not sequence]
+
+
+def _layout(x: Tensor, cu_seqlens: Tensor | None, resets: Tensor | None, reverse: bool) -> _Layout:
+    batch, length, hidden = x.shape
+    together = batch if x.stride(0) < x.stride(1) else 1
+    bounds = None
+    if cu_seqlens is not None:
+        batch, together, bounds = cu_seqlens.shape[0] - 1, 1, cu_seqlens.to(torch.int64).contiguous()
+    marks = (0, 0, 0) if resets is None else (resets.stride(1), 0 if bounds is not None else resets.stride(0), 0)
+    return _Layout(1, batch, length, hidden, together, reverse, None, bounds, resets, marks)
+
+
+def _arrays(tensors: Sequence[Tensor], cu_seqlens: Tensor | None) -> Arrays:
+    x = tensors[0]
+    return [*(y.data_ptr() for y in tensors), x.stride(1), 0 if cu_seqlens is not None else x.stride(0), 0]
+
+
+def layer(
+    recurrence: str,
+    pre: Tensor,
+    bias: Tensor | None,
+    h0: Tensor | None,
+    offsets: Tensor | None,
+    resets: Tensor | None,
+    batch_first: bool,
+    directions: int,
+) -> tuple[Tensor, Tensor]:
+    dtype = compute_dtype(pre)
+    gates = _steps(recurrence, False).sequences
+    layout, row = _layer_layout(gates, pre, offsets, resets, batch_first, directions)
+    wide = pre.to(dtype).contiguous()
+    h = empty((*pre.shape[:-1], directions * layout.hidden), dtype)
+    state = initial_state(h0, (directions, layout.batch, layout.hidden), dtype)
+    inputs, result = _gates(wide, gates, layout, row), _gates(h, 1, layout, row)
+    _run(recurrence, layout, _of_gates(bias, layout), state, inputs, result)
+    return h.to(pre.dtype), state.to(pre.dtype)
+
+
+def layer_backward(
+    recurrence: str,
+    pre: Tensor,
+    bias: Tensor | None,
+    h0: Tensor | None,
+    h: Tensor,
+    grad_h: Tensor | None,
+    grad_h_last: Tensor | None,
+    offsets: Tensor | None,
+    resets: Tensor | None,
+    batch_first: bool,
+    directions: int,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    dtype = compute_dtype(pre)
+    gates = _steps(recurrence, True).sequences
+    layout, row = _layer_layout(gates, pre, offsets, resets, batch_first, directions)
+    state = initial_state(grad_h_last, (directions, layout.batch, layout.hidden), dtype)
+    grad_pre, wide, wide_h = empty(pre.shape, dtype), pre.to(dtype).contiguous(), h.to(dtype).contiguous()
+    rest = _gates(wide_h, 1, layout, row)
+    if grad_h is None:
+        nothing = pre.new_zeros(layout.hidden, dtype=dtype)
+        rest += [nothing.data_ptr(), 0, 0, 0]
+    else:
+        grad_h = grad_h.to(dtype).contiguous()
+        rest += _gates(grad_h, 1, layout, row)
+    rest += _gates(grad_pre, gates, layout, row)
+    initial = None if h0 is None else h0.to(dtype).contiguous()
+    inputs = _gates(wide, gates, layout, row)
+    sums = _run_backward(recurrence, layout, _of_gates(bias, layout), state, inputs, rest, initial)
+    grad_bias = None if bias is None else sums.transpose(0, 1).flatten().to(bias.dtype)
+    return grad_pre.to(pre.dtype), grad_bias, None if h0 is None else state.to(h0.dtype)
+
+
+def _layer_layout(
+    gates: int, pre: Tensor, offsets: Tensor | None, resets: Tensor | None, batch_first: bool, directions: int
+) -> tuple[_Layout, tuple[int, int]]:
+    """The layout, and how many rows lie between steps and between sequences."""
+    hidden = pre.shape[-1] // (directions * gates)
+    if offsets is not None:
+        offsets = offsets.to(torch.int64).contiguous()
+        batch, length, row = int(offsets[1] - offsets[0]), offsets.shape[0] - 1, (1, 1)
+    elif batch_first:
+        batch, length, row = pre.shape[0], pre.shape[1], (1, pre.shape[1])
+    else:
+        batch, length, row = pre.shape[1], pre.shape[0], (pre.shape[1], 1)
+    resets = None if resets is None else resets.contiguous()  # for each direction laid out as pre is
+    marks = (0, 0, 0) if resets is None else (*row, resets[0].numel())
+    together = 1 if batch_first and offsets is None else batch
+    return _Layout(directions, batch, length, hidden, together, False, offsets, None, resets, marks), row
+
+
+def _gates(x: Tensor, gates: int, layout: _Layout, row: tuple[int, int]) -> Arrays:
+    """The gates side by side in a contiguous tensor."""
+    width, size, first = x.shape[-1], layout.hidden * x.element_size(), x.data_ptr()
+    return [*(first + k * size for k in range(gates)), row[0] * width, row[1] * width, gates * layout.hidden]
+
+
+def _of_gates(bias: Tensor | None, layout: _Layout) -> Sequence[Tensor]:
+    return () if bias is None else bias.view(layout.directions, -1, layout.hidden).unbind(1)
+
+
+def _run(
+    recurrence: str, layout: _Layout, parameters: Sequence[Tensor], state: Tensor, inputs: Arrays, rest: Arrays
+) -> None:
+    """Call the loop that goes forward; `rest` is of the result."""
+    loop, work_type = _loop(recurrence, False, state.dtype)
+    constants = _constants(recurrence, False, layout, parameters, state)
+    threads, pieces, groups, width = _parts(recurrence, layout)
+    addresses = [x.data_ptr() for x in constants]
+    of_channel = [*addresses, constants[0].stride(0) if constants else 0]
+    run_loop(loop, work_type(0, pieces, groups, *_sizes(layout, width, state), *inputs, *of_channel, *rest), threads)
+
+
+def _run_backward(
+    recurrence: str,
+    layout: _Layout,
+    parameters: Sequence[Tensor],
+    state: Tensor,
+    inputs: Arrays,
+    rest: Arrays,
+    h0: Tensor | None,
+) -> Tensor:
+    """Call the loop that goes back; returns the gradients of the parameters, (parameters, directions, D), in float64.
+
+    `rest` is of the states, their gradients, and the gradients of the inputs.
+    """
+    loop, work_type = _loop(recurrence, True, state.dtype)
+    constants = _constants(recurrence, True, layout, parameters, state)
+    threads, pieces, groups, width = _parts(recurrence, layout)
+    addresses = [x.data_ptr() for x in constants]
+    of_channel = [*addresses, constants[0].stride(0) if constants else 0]
+    zeros = state.new_zeros(layout.hidden)
+    before = [zeros.data_ptr(), 0] if h0 is None else [h0.data_ptr(), layout.hidden]
+    sums = state.new_zeros(len(parameters), groups, layout.directions, layout.hidden)
+    totals = torch.zeros_like(sums, dtype=torch.float64)
+    of_sums = [x.data_ptr() for x in sums]
+    rest = [*rest, *before, zeros.data_ptr(), *of_sums, totals.data_ptr()]
+    run_loop(loop, work_type(0, pieces, groups, *_sizes(layout, width, state), *inputs, *of_channel, *rest), threads)
+    return totals.sum(1)
+
+
+def _constants(
+    recurrence: str, backward: bool, layout: _Layout, parameters: Sequence[Tensor], state: Tensor
+) -> Sequence[Tensor]:
+    """What the steps need of the parameters, (directions, D), laid out alike."""
+    wide = [x.to(state.dtype) for x in parameters]
+    constants = evaluate(_steps(recurrence, backward).constants, wide)
+    if layout.directions > 1 and any(x.stride() != constants[0].stride() for x in constants):
+        constants = tuple(x.contiguous() for x in constants)
+    return constants
+
+
+def _parts(recurrence: str, layout: _Layout) -> tuple[int, int, int, int]:
+    """Threads, pieces, groups of sequences, and the width of a piece."""
+    threads = threads_for(_steps(recurrence, False).sequences * math.prod(layout[:4]))
+    groups = min(layout.batch, GROUPS)
+    blocks, width = blocks_of(layout.hidden, WIDTH, threads, layout.directions * groups)
+    return threads, layout.directions * groups * blocks, groups, width
+
+
+def _sizes(layout: _Layout, width: int, state: Tensor) -> list[int]:
+    return [
+        *(layout.together, width, layout.directions, layout.batch, layout.length, layout.hidden, layout.reverse),
+        0 if layout.offsets is None else layout.offsets.data_ptr(),
+        0 if layout.bounds is None else layout.bounds.data_ptr(),
+        state.data_ptr(),
+        0 if layout.resets is None else layout.resets.data_ptr(),
+        *layout.resets_strides,
+    ]

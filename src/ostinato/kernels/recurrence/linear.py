@@ -1,0 +1,64 @@
+"""A linear recurrence's trace, cut into what is computed once for each channel and what for each step."""
+
+import functools
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from ostinato.kernels.recurrence.graph import Builder, Graph, joined, with_constants
+from ostinato.kernels.recurrence.trace import Trace
+
+
+class Steps(NamedTuple):
+    """What a kernel computes.
+
+    Attributes:
+        sequences, parameters: how many arguments are (B, T, D), and how many (D,).
+        constants: from the parameters to what steps need of them, once for each channel.
+        step: from the sequences, the constants and, backward, the state before, in this order, to (a, b), or backward
+            to a and the factors by which the gradient of h[t] is multiplied to become each argument's, those of the
+            sequences before those of the parameters, which are summed over all steps.
+    """
+
+    sequences: int
+    parameters: int
+    constants: Graph
+    step: Graph
+
+
+@functools.lru_cache(maxsize=1024)
+def steps_of(trace: Trace, backward: bool) -> Steps:
+    """The steps of a linear recurrence, forward or backward."""
+    sequences = [k for k, sequence in enumerate(trace.sequences) if sequence]
+    parameters = [k for k, sequence in enumerate(trace.sequences) if not sequence]
+    graph = trace.forward
+    if backward:
+        count = len(trace.sequences)
+        # The gradient of b is that of h[t], which the kernel multiplies with last; that of a, as often the state.
+        factors = with_constants(trace.backward, {count + 1: 1.0})
+        factors = factors._replace(outputs=tuple(factors.outputs[k] for k in sequences + parameters))
+        graph = joined(graph._replace(outputs=graph.outputs[:1]), factors)
+        sequences = [*sequences, count]
+    of_channel = graph.made_of(parameters)
+    used = {i for node, alone in zip(graph.nodes, of_channel, strict=True) if not alone for i in node.operands}
+    used.update(graph.outputs)
+    kept = [i for i in sorted(used) if of_channel[i] and graph.nodes[i].name != "constant"]
+    constants = _part(graph, kept, {}, {k: n for n, k in enumerate(parameters)})
+    given = {place: len(trace.sequences) - len(parameters) + n for n, place in enumerate(kept)}
+    numbers = {k: n if n < sum(trace.sequences) else n + len(kept) for n, k in enumerate(sequences)}
+    return Steps(sum(trace.sequences), len(parameters), constants, _part(graph, list(graph.outputs), given, numbers))
+
+
+def _part(graph: Graph, outputs: list[int], given: Mapping[int, int], numbers: Mapping[int, int]) -> Graph:
+    """What computes some nodes, of which others are `given` as inputs; `numbers` are the graph's inputs' new ones."""
+    builder = Builder()
+    places: dict[int, int] = {}
+    for i, node in enumerate(graph.nodes):
+        if i in given:
+            places[i] = builder.input(given[i])
+        elif node.name == "constant":
+            places[i] = builder.constant(node.value)
+        elif node.name == "input" and int(node.value) in numbers:
+            places[i] = builder.input(numbers[int(node.value)])
+        elif node.operands and all(k in places for k in node.operands):
+            places[i] = builder.add(node.name, *(places[k] for k in node.operands))
+    return builder.graph([places[i] for i in outputs])

@@ -1,0 +1,349 @@
+"""Linear recurrences as differentiable operators, by whichever backend is asked for.
+
+A recurrence passes through an operator as the text of its trace, so that a program that was exported, or a graph that
+a compiler kept, needs nothing else to run.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from ostinato.kernels.dispatch import Groups, gradient, gradients, operator, or_empty
+from ostinato.kernels.export import refuse_packed
+from ostinato.kernels.recurrence import torch_ops
+from ostinato.kernels.recurrence.trace import parse
+from ostinato.kernels.scan import choose_backend
+from ostinato.kernels.scan.operators import check_cu_seqlens, initial_states
+
+
+class Kernels(Protocol):
+    """What a backend with kernels of its own provides, of non-empty inputs; see ``cpu.py`` and ``cuda.py``."""
+
+    scan: Any
+    scan_backward: Any
+    layer: Any
+    layer_backward: Any
+
+
+def _kernels(backend: str, device_type: str) -> Kernels | None:
+    """The kernels of the backend; None for one that consists of PyTorch operations."""
+    name = getattr(choose_backend(backend, device_type), "__name__", "")
+    if name.endswith(".cuda"):
+        from ostinato.kernels.recurrence import cuda
+
+        return cast(Kernels, cuda)
+    if name.endswith(".cpu"):
+        from ostinato.kernels.recurrence import cpu
+
+        return cast(Kernels, cpu)
+    return None
+
+
+# layer_scan(pre, bias, h0, offsets, resets, recurrence, batch_first, directions, backend) -> h, h_last
+#
+# A layer of a linear recurrence whose arguments, G pre-activations, are side by side.  pre is (B, T, S*G*H), or
+# (T, B, S*G*H) unless batch_first, or (rows, S*G*H) if offsets, (T+1,) int32, packs it as PackedSequence does: step t
+# of sequence b is row offsets[t] + b if that is below offsets[t+1].  S is `directions`; the second runs backwards in
+# time.  resets, bool, (S, ...), is for each laid out as pre without channels.  bias, (S*G*H,), are G parameters more,
+# in a dtype of its own.  h is laid out as pre with S*H channels; h_last is (S, B, H), as is h0.
+
+
+def _gates(recurrence: str) -> int:
+    return sum(parse(recurrence).sequences)
+
+
+def _layer_shapes(
+    pre: Tensor, offsets: Tensor | None, h0: Tensor | None, recurrence: str, batch_first: bool, directions: int
+) -> tuple[tuple, tuple]:
+    """Shapes of h and h_last."""
+    channels = pre.shape[-1] // _gates(recurrence)
+    if offsets is None:
+        batch = pre.shape[0 if batch_first else 1]
+    else:
+        assert h0 is not None, "packed sequences come with an initial state, which says how many there are"
+        batch = h0.shape[1]
+    return (*pre.shape[:-1], channels), (directions, batch, channels // directions)
+
+
+def _layer_scan(
+    pre: Tensor,
+    bias: Tensor | None,
+    h0: Tensor | None,
+    offsets: Tensor | None,
+    resets: Tensor | None,
+    recurrence: str,
+    batch_first: bool,
+    directions: int,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    kernels = _kernels(backend, pre.device.type)
+    if pre.numel() == 0:
+        h_shape, last_shape = _layer_shapes(pre, offsets, h0, recurrence, batch_first, directions)
+        return pre.new_empty(h_shape), pre.new_zeros(last_shape) if h0 is None else h0.clone()
+    if kernels is None:
+        return torch_ops.layer(pre, bias, h0, offsets, resets, recurrence, batch_first, directions, backend)
+    return kernels.layer(recurrence, pre.contiguous(), bias, h0, offsets, resets, batch_first, directions)
+
+
+def _layer_scan_fake(
+    pre: Tensor,
+    bias: Tensor | None,
+    h0: Tensor | None,
+    offsets: Tensor | None,
+    resets: Tensor | None,
+    recurrence: str,
+    batch_first: bool,
+    directions: int,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    h_shape, last_shape = _layer_shapes(pre, offsets, h0, recurrence, batch_first, directions)
+    return pre.new_empty(h_shape), pre.new_empty(last_shape)
+
+
+def _layer_scan_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    pre, bias, h0, offsets, resets, *ctx.settings = inputs
+    ctx.save_for_backward(pre, bias, h0, output[0], offsets, resets)
+    ctx.set_materialize_grads(False)
+
+
+def _layer_scan_grad(ctx: Any, grad_h: Tensor | None, grad_h_last: Tensor | None) -> tuple:
+    if grad_h is None and grad_h_last is None:
+        return (None,) * 9
+    pre, bias, h0, h, offsets, resets = ctx.saved_tensors
+    grads = _layer_scan_backward(pre, bias, h0, h, grad_h, grad_h_last, offsets, resets, *ctx.settings)
+    return (grads[0], None if bias is None else grads[1], None if h0 is None else grads[2]) + (None,) * 6
+
+
+def _layer_scan_backward_impl(
+    pre: Tensor,
+    bias: Tensor | None,
+    h0: Tensor | None,
+    h: Tensor,
+    grad_h: Tensor | None,
+    grad_h_last: Tensor | None,
+    offsets: Tensor | None,
+    resets: Tensor | None,
+    recurrence: str,
+    batch_first: bool,
+    directions: int,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if pre.numel() == 0:
+        grad_bias = None if bias is None else torch.zeros_like(bias)
+        grad_h0 = None if h0 is None else torch.zeros_like(h0) if grad_h_last is None else grad_h_last.clone()
+        return torch.zeros_like(pre), or_empty(grad_bias, pre), or_empty(grad_h0, pre)
+    kernels = _kernels(backend, pre.device.type)
+    settings = recurrence, batch_first, directions, backend
+    if kernels is None:
+        args = pre, bias, h0, h, grad_h, grad_h_last, offsets, resets
+        with torch.no_grad():
+            grads = _layer_scan_backward_composite(*args, *settings)
+            return grads[0].clone(), grads[1].clone(), grads[2].clone()
+    args = pre.contiguous(), bias, h0, h, grad_h, grad_h_last, offsets, resets
+    grad_pre, grad_bias, grad_h0 = kernels.layer_backward(recurrence, *args, batch_first, directions)
+    return grad_pre, or_empty(grad_bias, pre), or_empty(grad_h0, pre)
+
+
+def _layer_scan_backward_fake(
+    pre: Tensor, bias: Tensor | None, h0: Tensor | None, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad_bias = None if bias is None else bias.new_empty(bias.shape)
+    grad_h0 = None if h0 is None else h0.new_empty(h0.shape)
+    return pre.new_empty(pre.shape), or_empty(grad_bias, pre), or_empty(grad_h0, pre)
+
+
+def _layer_scan_backward_composite(
+    pre: Tensor,
+    bias: Tensor | None,
+    h0: Tensor | None,
+    h: Tensor,
+    grad_h: Tensor | None,
+    grad_h_last: Tensor | None,
+    *settings: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    args = pre, bias, h0, *settings
+    wanted = [isinstance(x, Tensor) for x in args[:3]] + [False] * len(settings)
+    grads = gradients(torch_ops.layer, args, (grad_h, grad_h_last), wanted)
+    return grads[0], or_empty(grads[1], pre), or_empty(grads[2], pre)  # type: ignore[return-value]
+
+
+def _layer_scan_groups(*args: Any) -> Groups:
+    gates = args[7] * _gates(args[5])
+    return (gates, gates, 1) + (None,) * 6, (args[7], 1)
+
+
+def _layer_scan_backward_groups(*args: Any) -> Groups:
+    directions = args[10]
+    gates = directions * _gates(args[8])
+    return (gates, gates, 1, directions, directions, 1) + (None,) * 6, (gates, gates, 1)
+
+
+_layer_scan_backward = gradient(
+    "layer_scan_backward",
+    _layer_scan_backward_impl,
+    _layer_scan_backward_fake,
+    _layer_scan_backward_groups,
+    _layer_scan_backward_composite,
+)
+
+
+def _plain_layer(*args: Any) -> tuple[Tensor, Tensor]:
+    if args[3] is not None:  # offsets
+        refuse_packed()
+    return torch_ops.layer(*args[:-1], "loop")
+
+
+layer_scan = operator(
+    "layer_scan",
+    _layer_scan,
+    _layer_scan_fake,
+    _layer_scan_context,
+    _layer_scan_grad,
+    _layer_scan_groups,
+    plain=_plain_layer,
+    composite=torch_ops.layer,
+)
+
+
+# linear_recurrence(recurrence, h0, cu_seqlens, resets, reverse, backend, *arguments) -> h, h_last
+#
+# The arguments are those of the recurrence: (B, T, D), any strides, of one dtype, or (D,), each of a dtype of its own.
+# The rest is as in linear_scan.
+
+
+def _like(recurrence: str, arguments: Sequence[Tensor]) -> Tensor:
+    return arguments[parse(recurrence).sequences.index(True)]
+
+
+def _linear_recurrence(
+    recurrence: str,
+    h0: Tensor | None,
+    cu_seqlens: Tensor | None,
+    resets: Tensor | None,
+    reverse: bool,
+    backend: str,
+    *arguments: Tensor,
+) -> tuple[Tensor, Tensor]:
+    like = _like(recurrence, arguments)
+    check_cu_seqlens(cu_seqlens, like.shape[1])
+    kernels = _kernels(backend, like.device.type)
+    if like.numel() == 0:
+        return like.new_empty(like.shape), initial_states(like, h0, cu_seqlens, 0.0)
+    if kernels is None:
+        return torch_ops.scan(recurrence, h0, cu_seqlens, resets, reverse, backend, *arguments)
+    return kernels.scan(recurrence, h0, cu_seqlens, resets, reverse, *arguments)
+
+
+def _linear_recurrence_fake(
+    recurrence: str,
+    h0: Tensor | None,
+    cu_seqlens: Tensor | None,
+    resets: Tensor | None,
+    reverse: bool,
+    backend: str,
+    *arguments: Tensor,
+) -> tuple[Tensor, Tensor]:
+    like = _like(recurrence, arguments)
+    sequences = like.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return like.new_empty(like.shape), like.new_empty(sequences, like.shape[2])
+
+
+def _linear_recurrence_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    ctx.recurrence, h0, cu_seqlens, resets, ctx.reverse, ctx.backend, *arguments = inputs
+    ctx.save_for_backward(h0, output[0], cu_seqlens, resets, *arguments)
+    ctx.set_materialize_grads(False)
+
+
+def _linear_recurrence_grad(ctx: Any, grad_h: Tensor | None, grad_h_last: Tensor | None) -> tuple:
+    h0, h, cu_seqlens, resets, *arguments = ctx.saved_tensors
+    if grad_h is None and grad_h_last is None:
+        return (None,) * (6 + len(arguments))
+    given = h0, h, grad_h, grad_h_last, cu_seqlens, resets
+    grad_h0, *grads = _linear_recurrence_backward(ctx.recurrence, *given, ctx.reverse, ctx.backend, *arguments)
+    return None, None if h0 is None else grad_h0, None, None, None, None, *grads
+
+
+def _linear_recurrence_backward_impl(
+    recurrence: str,
+    h0: Tensor | None,
+    h: Tensor,
+    grad_h: Tensor | None,
+    grad_h_last: Tensor | None,
+    cu_seqlens: Tensor | None,
+    resets: Tensor | None,
+    reverse: bool,
+    backend: str,
+    *arguments: Tensor,
+) -> list[Tensor]:
+    check_cu_seqlens(cu_seqlens, h.shape[1])
+    given = h0, h, grad_h, grad_h_last, cu_seqlens, resets
+    if h.numel() == 0:
+        return [initial_states(h, grad_h_last, cu_seqlens, 0.0), *map(torch.zeros_like, arguments)]
+    kernels = _kernels(backend, h.device.type)
+    if kernels is None:
+        with torch.no_grad():
+            found = _linear_recurrence_backward_composite(recurrence, *given, reverse, backend, *arguments)
+        return [x.clone() for x in found]
+    shared = h, h0, grad_h, grad_h_last, cu_seqlens, resets, reverse
+    of_sequences, of_parameters, grad_h0 = kernels.scan_backward(recurrence, *shared, *arguments)
+    rest = {True: iter(of_sequences), False: iter(of_parameters)}
+    kinds = zip(parse(recurrence).sequences, arguments, strict=True)
+    return [or_empty(grad_h0, h), *(next(rest[sequence]).to(x.dtype) for sequence, x in kinds)]
+
+
+def _linear_recurrence_backward_fake(recurrence: str, h0: Tensor | None, h: Tensor, *rest: Any) -> list[Tensor]:
+    return [h.new_empty(0 if h0 is None else h0.shape), *(x.new_empty(x.shape) for x in rest[6:])]
+
+
+def _linear_recurrence_backward_composite(
+    recurrence: str,
+    h0: Tensor | None,
+    h: Tensor,
+    grad_h: Tensor | None,
+    grad_h_last: Tensor | None,
+    *rest: Any,
+) -> tuple[Tensor, ...]:
+    args = recurrence, h0, *rest
+    wanted = [False, h0 is not None, False, False, False, False] + [True] * (len(args) - 6)
+    found = gradients(torch_ops.scan, args, (grad_h, grad_h_last), wanted)
+    return or_empty(found[1], h), *(g for g in found[6:] if g is not None)
+
+
+def _linear_recurrence_groups(*args: Any) -> Groups:
+    return (None, 1, None, None, None, None) + (1,) * (len(args) - 6), (1, 1)
+
+
+def _linear_recurrence_backward_groups(*args: Any) -> Groups:
+    count = len(args) - 9
+    return (None, 1, 1, 1, 1) + (None,) * 4 + (1,) * count, (1,) * (1 + count)
+
+
+_linear_recurrence_backward = gradient(
+    "linear_recurrence_backward",
+    _linear_recurrence_backward_impl,
+    _linear_recurrence_backward_fake,
+    _linear_recurrence_backward_groups,
+    _linear_recurrence_backward_composite,
+)
+
+
+def _plain_recurrence(
+    recurrence: str, h0: Tensor | None, cu_seqlens: Tensor | None, resets: Tensor | None, reverse: bool, *rest: Any
+) -> tuple[Tensor, Tensor]:
+    if cu_seqlens is not None:
+        refuse_packed()
+    return torch_ops.scan(recurrence, h0, None, resets, reverse, "loop", *rest[1:])
+
+
+linear_recurrence = operator(
+    "linear_recurrence",
+    _linear_recurrence,
+    _linear_recurrence_fake,
+    _linear_recurrence_context,
+    _linear_recurrence_grad,
+    _linear_recurrence_groups,
+    plain=_plain_recurrence,
+    composite=torch_ops.scan,
+)

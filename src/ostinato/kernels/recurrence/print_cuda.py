@@ -1,0 +1,169 @@
+"""Prints a traced linear recurrence as the Elements that ``scan.cu`` scans, forward and backward."""
+
+import functools
+import math
+from collections.abc import Sequence
+
+from ostinato.kernels.recurrence.graph import LOGICAL, Graph, Node
+from ostinato.kernels.recurrence.linear import steps_of
+from ostinato.kernels.recurrence.trace import Trace
+
+_FORMS = {
+    "add": "{} + {}",
+    "sub": "{} - {}",
+    "mul": "{} * {}",
+    "neg": "-{}",
+    "div": "quotient({}, {})",
+    "abs": "absolute({})",
+    "sign": "sign({})",
+    "exp": "exponential({})",
+    "expm1": "exponential_less_one({})",
+    "log": "logarithm({})",
+    "log1p": "log_one_plus({})",
+    "sqrt": "square_root({})",
+    "rsqrt": "reciprocal_root({})",
+    "reciprocal": "reciprocal({})",
+    "sin": "sine({})",
+    "cos": "cosine({})",
+    "erf": "error_function({})",
+    "tanh": "hyperbolic_tangent({})",
+    "tanh_slope": "hyperbolic_tangent_slope({})",
+    "sigmoid": "sigmoid({})",
+    "pow": "power({}, {})",
+    "minimum": "minimum({}, {})",
+    "maximum": "maximum({}, {})",
+    "where": "{} ? {} : {}",
+    "lt": "{} < {}",
+    "le": "{} <= {}",
+    "gt": "{} > {}",
+    "ge": "{} >= {}",
+    "eq": "{} == {}",
+    "ne": "{} != {}",
+    "and": "{} && {}",
+    "or": "{} || {}",
+    "not": "!{}",
+}
+
+_FORWARD = """
+struct {name} : Forward<Linear> {{
+    static constexpr int PLAIN = {plain}, PARAMETERS = {parameters};
+    struct Channel {{ {fields} }};
+    static __device__ Channel prepare(const Compute* parameter) {{
+{preparation}
+        return {{{constants}}};
+    }}
+    static __device__ Step read(const Compute* x, const Channel& channel, Compute, Compute) {{
+{body}
+        return {{{results}}};
+    }}
+}};
+"""
+
+_BACKWARD = """
+struct {name} : Backward<{plain}, {factors}> {{
+    static constexpr int PLAIN = {plain}, PARAMETERS = {parameters};
+    static __device__ constexpr int output_factor(int k) {{ return {of_outputs}; }}
+    static __device__ constexpr int parameter_factor(int k) {{ return {of_parameters}; }}
+    struct Channel {{ {fields} }};
+    static __device__ Channel prepare(const Compute* parameter) {{
+{preparation}
+        return {{{constants}}};
+    }}
+    static __device__ Step read(const Compute* x, const Channel& channel, Compute previous, Compute grad) {{
+{body}
+        return {{{a}, grad, {{{results}}}}};
+    }}
+}};
+"""
+
+
+def element_name(trace: Trace, backward: bool) -> str:
+    """The name of the struct, by which its geometry is looked up: that of a step that moves as many tensors."""
+    return f"Generated{sum(trace.sequences)}" + "Backward" * backward
+
+
+@functools.lru_cache(maxsize=1024)
+def print_cuda(trace: Trace, backward: bool) -> str:
+    """The struct of a linear recurrence, for the place between ``elements.cuh`` and ``scan.cu``."""
+    steps = steps_of(trace, backward)
+    constants, step, count = steps.constants, steps.step, len(steps.constants.outputs)
+    inputs = [f"x[{k}]" for k in range(steps.sequences)] + [f"channel.c{k}" for k in range(count)] + ["previous"]
+    texts = {
+        "name": element_name(trace, backward),
+        "plain": steps.sequences,
+        "parameters": steps.parameters,
+        "fields": " ".join(f"{_type(constants.nodes[i])} c{k};" for k, i in enumerate(constants.outputs)),
+        "preparation": _lines(constants, [f"parameter[{k}]" for k in range(steps.parameters)]),
+        "constants": ", ".join(_name(constants, i) for i in constants.outputs),
+        "body": _lines(step, inputs),
+    }
+    if not backward:
+        return _FORWARD.format(**texts, results=", ".join(_name(step, i) for i in step.outputs))
+    a, *factors = step.outputs
+    chosen = sorted(set(factors), key=factors.index)  # equal gradients, as of a sum's terms, are one
+    return _BACKWARD.format(
+        **texts,
+        factors=len(chosen),
+        of_outputs=_by_index([chosen.index(i) for i in factors[: steps.sequences]]),
+        of_parameters=_by_index([chosen.index(i) for i in factors[steps.sequences :]]),
+        a=_name(step, a),
+        results=", ".join(_name(step, i) for i in chosen),
+    )
+
+
+def _by_index(values: Sequence[int]) -> str:
+    return "".join(f"k == {k} ? {value} : " for k, value in enumerate(values[:-1])) + str(values[-1] if values else 0)
+
+
+def _lines(graph: Graph, inputs: Sequence[str]) -> str:
+    lines: dict[int, str] = {}  # in order
+
+    def add(i: int) -> None:
+        node = graph.nodes[i]
+        if i in lines or node.name == "constant":
+            return
+        if node.name == "input":
+            expression = inputs[int(node.value)]
+        else:
+            form, operands = _form(graph, node)
+            for k in operands:
+                add(k)
+            expression = form.format(*(_name(graph, k) for k in operands))
+        lines[i] = f"        const {_type(node)} {_name(graph, i)} = {expression};"
+
+    for i in graph.outputs:
+        add(i)
+    return "\n".join(lines.values())
+
+
+def _form(graph: Graph, node: Node) -> tuple[str, tuple[int, ...]]:
+    """How the node is written, of which others."""
+    inner = graph.nodes[node.operands[0]]
+    if node.name == "sigmoid" and inner.name == "neg" and (other := _find(graph, "sigmoid", inner.operands)):
+        return "1 - {}", other
+    if node.name == "tanh_slope" and (tanh := _find(graph, "tanh", node.operands)):
+        return "(1 - {0}) * (1 + {0})", tanh
+    return _FORMS[node.name], node.operands
+
+
+def _find(graph: Graph, name: str, operands: tuple[int, ...]) -> tuple[int, ...]:
+    """The node of that name and operands, if there is one."""
+    found = (k for k, node in enumerate(graph.nodes) if node.name == name and node.operands == operands)
+    return tuple(found)[:1]
+
+
+def _type(node: Node) -> str:
+    return "bool" if node.name in LOGICAL else "Compute"
+
+
+def _name(graph: Graph, i: int) -> str:
+    node = graph.nodes[i]
+    if node.name != "constant":
+        return f"v{i}"
+    if isinstance(node.value, bool):
+        return str(node.value).lower()
+    if math.isnan(node.value):
+        return "(infinity() - infinity())"
+    if math.isinf(node.value):
+        return "infinity()" if node.value > 0 else "(-infinity())"
+    return f"Compute({node.value!r})"

@@ -1,0 +1,136 @@
+"""Linear recurrences in differentiable PyTorch operations: on devices without a kernel, and for higher derivatives."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from ostinato.kernels.recurrence.graph import evaluate
+from ostinato.kernels.recurrence.trace import parse
+from ostinato.kernels.scan import choose_backend, operators
+from ostinato.kernels.scan.torch_ops import LINEAR, Packing, TorchBackend
+
+
+class Coefficients(torch.autograd.Function):
+    """a and b from a recurrence and its arguments, in one floating dtype, (..., D) or (D,); derivatives by its trace.
+
+    The gradient is the traced function's own, so that what this stops, or says in its own way, is not passed on.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(recurrence: str, *arguments: Tensor) -> tuple[Tensor, ...]:
+        shape = torch.broadcast_shapes(*(x.shape for x in arguments))
+        a, b = evaluate(parse(recurrence).forward, arguments)
+        return a.expand(shape).clone(), b.expand(shape).clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+        ctx.recurrence, *arguments = inputs
+        ctx.save_for_backward(*arguments)
+        ctx.save_for_forward(*arguments)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple:
+        arguments = ctx.saved_tensors
+        found = evaluate(parse(ctx.recurrence).backward, [*arguments, *grads])
+        return None, *(g.sum_to_size(x.shape) for g, x in zip(map(_like(grads[0]), found), arguments, strict=True))
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor, ...]:
+        with forward_ad._set_fwd_grad_enabled(True):  # PyTorch turns it off, and with it the tangents of tangents
+            arguments = [forward_ad.unpack_dual(x)[0] for x in ctx.saved_tensors]
+            shape = torch.broadcast_shapes(*(x.shape for x in arguments))
+            one, zero = arguments[0].new_ones(()), arguments[0].new_zeros(())
+            results = []
+            for chosen in ((one, zero), (zero, one)):  # the function is elementwise: its gradient is its derivative
+                slopes = evaluate(parse(ctx.recurrence).backward, [*arguments, *chosen])
+                moving = [s * t for s, t in zip(slopes, tangents, strict=True) if t is not None]
+                results.append(sum(moving, arguments[0].new_zeros(shape)))
+            return tuple(results)
+
+
+def _coefficients(recurrence: str, *arguments: Tensor) -> tuple[Tensor, ...]:
+    """The same in a graph that is to run without this library, and without gradients."""
+    shape = torch.broadcast_shapes(*(x.shape for x in arguments))
+    a, b = evaluate(parse(recurrence).forward, arguments)
+    return a.expand(shape), b.expand(shape)
+
+
+def _in_a_loop(
+    a: Tensor, b: Tensor, h0: Tensor | None, _: Tensor | None, resets: Tensor | None, reverse: bool, backend: str
+) -> tuple[Tensor, Tensor]:
+    return choose_backend(backend, a.device.type).linear_scan(a, b, h0, reverse, None, resets)
+
+
+def _like(x: Tensor) -> Any:
+    return lambda y: y.expand(x.shape)
+
+
+def _dtype(x: Tensor, backend: str) -> torch.dtype:
+    kernels = choose_backend(backend, x.device.type)
+    if isinstance(kernels, TorchBackend):
+        return kernels.compute_dtype(x)
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def scan(
+    recurrence: str,
+    h0: Tensor | None,
+    cu_seqlens: Tensor | None,
+    resets: Tensor | None,
+    reverse: bool,
+    backend: str,
+    *arguments: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """As :func:`~ostinato.kernels.recurrence.operators.linear_recurrence`."""
+    like = arguments[parse(recurrence).sequences.index(True)]
+    dtype = _dtype(like, backend)
+    make, run = (_coefficients, _in_a_loop) if backend == "loop" else (Coefficients.apply, operators.linear_scan)
+    a, b = make(recurrence, *(x.to(dtype) for x in arguments))
+    start = None if h0 is None else h0.to(dtype)
+    h, h_last = run(a, b, start, cu_seqlens, resets, reverse, backend)
+    return h.to(like.dtype), h_last.to(like.dtype)
+
+
+def layer(
+    pre: Tensor,
+    bias: Tensor | None,
+    h0: Tensor | None,
+    offsets: Tensor | None,
+    resets: Tensor | None,
+    recurrence: str,
+    batch_first: bool,
+    directions: int,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """As :func:`~ostinato.kernels.recurrence.operators.layer_scan`."""
+    dtype = _dtype(pre, backend)
+    gates = sum(parse(recurrence).sequences)
+    packing = None if offsets is None else Packing.from_offsets(offsets)
+    x, marks = pre.to(dtype), [None] * directions if resets is None else list(resets)
+    if packing is not None:
+        x = packing.unpack(x, 0.0)
+        marks = [None if m is None else packing.unpack(m[:, None], False)[..., 0] for m in marks]
+    elif not batch_first:
+        x, marks = x.transpose(0, 1), [None if m is None else m.t() for m in marks]
+    biases = () if bias is None else bias.to(dtype).chunk(directions * gates)
+    make, run = (_coefficients, _in_a_loop) if backend == "loop" else (Coefficients.apply, operators.linear_scan)
+    outputs, last = [], []
+    for direction, part in enumerate(x.chunk(directions, -1)):
+        own = biases[direction * gates : (direction + 1) * gates]
+        a, b = make(recurrence, *part.chunk(gates, -1), *own)
+        if packing is not None:
+            a, b = packing.masked(a, LINEAR.one), packing.masked(b, LINEAR.zero)
+        start = None if h0 is None else h0[direction].to(dtype)
+        h, h_last = run(a, b, start, None, marks[direction], direction == 1, backend)
+        outputs.append(h)
+        last.append(h_last)
+    out = torch.cat(outputs, -1)
+    if packing is not None:
+        out = packing.pack(out)
+    elif not batch_first:
+        out = out.transpose(0, 1)
+    return out.to(pre.dtype).contiguous(), torch.stack(last).to(pre.dtype)

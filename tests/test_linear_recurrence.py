@@ -1,0 +1,140 @@
+"""Generated linear recurrences against the function itself and a loop, by every backend."""
+
+import itertools
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from ostinato.kernels.recurrence.operators import linear_recurrence
+from ostinato.kernels.recurrence.trace import trace
+
+BACKENDS = ("reference", "torch", "cpu")
+TOLERANCE = {torch.float64: 1e-11, torch.float32: 4e-6, torch.bfloat16: 1.6e-2}
+
+
+def rg_lru(x, r, i, log_lambda):  # arXiv 2402.19427
+    log_a = -8 * F.softplus(log_lambda) * torch.sigmoid(r)
+    return torch.exp(log_a), torch.sqrt(-torch.expm1(2 * log_a)) * torch.sigmoid(i) * x
+
+
+def hgrn(f, x):
+    a = torch.sigmoid(f)
+    return a, (1 - a) * F.silu(x)
+
+
+def oscillating(scale, x, shift, y):  # of operations that nothing ready-made uses
+    turn = torch.sin(3 * x + shift) * torch.cos(y)
+    return 0.9 * turn, torch.where(y > 0, torch.log1p(y.abs()), torch.log(1 + x * x)) * scale / (1 + torch.exp(x))
+
+
+def constant_gate(x, rate):
+    return torch.tanh(rate), x - x.detach() + 1.0
+
+
+RECURRENCES = {
+    rg_lru: (True, True, True, False),
+    hgrn: (True, True),
+    oscillating: (False, True, False, True),
+    constant_gate: (True, False),
+}
+
+
+def loop(function, arguments, h0, bounds, resets, reverse):
+    """The recurrence, one step after the other, of each sequence by itself."""
+    a, b = torch.broadcast_tensors(*function(*arguments))
+    h, last = torch.zeros_like(b), []
+    for n, (first, end) in enumerate(itertools.pairwise(bounds)):
+        rows = range(n, n + 1) if len(bounds) > 2 else range(len(b))
+        state = h0[rows] if len(bounds) > 2 else h0
+        steps = []
+        for t in reversed(range(first, end)) if reverse else range(first, end):
+            if resets is not None:
+                state = state.masked_fill(resets[:, t, None], 0.0)
+            state = a[:, t] * state + b[:, t]
+            steps.append(state)
+        if steps:
+            steps = torch.stack(steps[::-1] if reverse else steps, 1)
+            h = torch.cat((h[:, :first], steps, h[:, end:]), 1)
+        last.append(state)
+    return h, torch.cat(last)
+
+
+def relative_error(got, want):
+    return ((got.double() - want.double()).abs().max() / want.double().abs().max().clamp(min=1e-2)).item()
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("function", RECURRENCES, ids=lambda f: f.__name__)
+def test_states_and_gradients_equal_a_loop(function, backend, packed):
+    torch.manual_seed(0)
+    kinds = RECURRENCES[function]
+    recurrence = trace(function, kinds).text
+    bounds = [0, 7, 7, 30, 37] if packed else [0, 37]
+    cu_seqlens = torch.tensor(bounds, dtype=torch.int32) if packed else None
+    batch, sequences = (1, 4) if packed else (3, 3)
+    for dtype, reverse, resetting in itertools.product(TOLERANCE, (False, True), (False, True)):
+        shapes = [(37, batch, 21) if sequence else (21,) for sequence in kinds]  # time-major in memory
+        narrow = [torch.randn(shape).to(dtype) for shape in shapes]
+        narrow = [x.transpose(0, 1) if x.dim() == 3 else x for x in narrow]
+        h0 = torch.randn(sequences, 21).to(dtype)
+        resets = torch.rand(batch, 37) < 0.2 if resetting else None
+        narrow = [x.requires_grad_() for x in (*narrow, h0)]
+        wide = [x.detach().double().requires_grad_() for x in narrow]
+        want = loop(function, wide[:-1], wide[-1], bounds, resets, reverse)
+        got = linear_recurrence(recurrence, narrow[-1], cu_seqlens, resets, reverse, backend, *narrow[:-1])
+        weights = [torch.randn_like(x) for x in want]
+        wanted = torch.autograd.grad(want, wide, weights, materialize_grads=True)
+        found = torch.autograd.grad(got, narrow, [w.to(dtype) for w in weights])
+        for x, y in zip(got, want, strict=True):
+            assert x.dtype == dtype
+            assert relative_error(x, y) < TOLERANCE[dtype]
+        for x, y in zip(found, wanted, strict=True):
+            assert relative_error(x, y) < 10 * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_derivatives_of_any_order(backend):
+    torch.manual_seed(0)
+    arguments = [torch.randn(2, 5, 3).double().requires_grad_() for _ in range(3)]
+    arguments += [torch.randn(n).double().requires_grad_() for n in ((3,), (2, 3))]
+
+    recurrence = trace(rg_lru, RECURRENCES[rg_lru]).text
+
+    def function(*args):
+        return linear_recurrence(recurrence, args[-1], None, None, False, backend, *args[:-1])
+
+    torch.autograd.gradcheck(function, arguments, check_forward_ad=True)
+    torch.autograd.gradgradcheck(function, arguments)
+
+
+def test_operator_is_well_formed_and_compiles():
+    torch.manual_seed(0)
+    recurrence = trace(hgrn, (True, True)).text
+    x, y = torch.randn(2, 2, 5, 3)
+    arguments = (recurrence, torch.randn(2, 3).requires_grad_(), None, None, False, "cpu")
+    torch.library.opcheck(torch.ops.ostinato.linear_recurrence.default, (*arguments, [x.requires_grad_(), y]))
+
+    def run(x, y):
+        return linear_recurrence(recurrence, None, None, None, False, "auto", x, y)[0].sum()
+
+    expected = torch.autograd.grad(run(x, y), x)
+    got = torch.autograd.grad(torch.compile(run, fullgraph=True, backend="aot_eager")(x, y), x)
+    assert torch.equal(got[0], expected[0])
+
+
+def test_vmap_takes_samples_as_channels():
+    torch.manual_seed(0)
+    recurrence = trace(rg_lru, RECURRENCES[rg_lru]).text
+    x, r, i = torch.randn(3, 4, 2, 5, 3)
+    log_lambda = torch.randn(4, 3)
+
+    def run(x, r, i, log_lambda):
+        return linear_recurrence(recurrence, None, None, None, True, "cpu", x, r, i, log_lambda)[0]
+
+    want = torch.stack([run(*args) for args in zip(x, r, i, log_lambda, strict=True)])
+    assert torch.equal(torch.vmap(run)(x, r, i, log_lambda), want)
+    gradient = torch.func.grad(lambda *args: run(*args).square().sum(), argnums=3)
+    want = torch.stack([gradient(*args) for args in zip(x, r, i, log_lambda, strict=True)])
+    torch.testing.assert_close(torch.vmap(gradient)(x, r, i, log_lambda), want)
