@@ -43,10 +43,8 @@ def code_of(element, candidate):
 
 def inputs_of(element):
     """How many tensors it reads."""
-    backward = element.endswith("Backward")
-    return (
-        3 if element in ("minlstm", "LinearScanBackward") else 5 if element == "minlstmBackward" else 2 + 2 * backward
-    )
+    forward, backward = element.removesuffix("Backward"), element.endswith("Backward")
+    return {"minlstm": 3, "LinearScan": 2 - backward}.get(forward, 2) + 2 * backward
 
 
 GPUS = {
@@ -66,7 +64,7 @@ def variants():
         for packing in ("DENSE", "OFFSETS" if minimal else "CU_SEQLENS"):
             for sequences, steps, channels in ((4096, 512, 64), (1, 65536, 64), (1, 65536, 3), (64, 1, 64)):
                 aligned = min(16 // dtype.itemsize, channels & -channels)
-                scalar, backward = cuda.SCALARS[dtype], element.endswith("Backward")
+                scalar = cuda.SCALARS[dtype]
                 inputs, shape = inputs_of(element), (sequences, steps, channels)
                 geometry = choose_geometry(name, inputs, dtype.itemsize, aligned, not minimal, *shape, GPUS["H100"])
                 shared = geometry.shared_bytes(inputs, 3 if minimal else 0, dtype.itemsize, True)

@@ -192,7 +192,8 @@ _layer_scan_backward = gradient(
 def _plain_layer(*args: Any) -> tuple[Tensor, Tensor]:
     if args[3] is not None:  # offsets
         refuse_packed()
-    return torch_ops.layer(*args[:-1], "loop")
+    pre, bias, h0, _, resets, recurrence, batch_first, directions, _ = args
+    return torch_ops.layer(pre, bias, h0, None, resets, recurrence, batch_first, directions, "loop")
 
 
 layer_scan = operator(
