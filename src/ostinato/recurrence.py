@@ -9,6 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ostinato.kernels import export
+from ostinato.kernels.recurrence.nonlinear import nonlinear_recurrence
+from ostinato.kernels.recurrence.operators import linear_recurrence
+from ostinato.kernels.recurrence.trace import trace
 from ostinato.scan import check_scan, describe, linear_scan
 
 STATES = {"h": 1, "state": 2}  # what a first parameter of that name holds; any other makes a linear recurrence
@@ -111,6 +115,14 @@ class Recurrence:
         first, dtype = self._check_arguments(arguments)
         given = self._check_states(h0)
         check_scan(self.names[first], arguments[first], given, resets, reverse, cu_seqlens, backend)
+        kinds = tuple(x.dim() == 3 for x in arguments)
+        real = not any(x.is_complex() for x in (*arguments, *given.values()))
+        if backend in ("auto", "cpu", "cuda") and real and not export.is_portable():
+            text = _traced(self.function, kinds, 0 if self.states == 0 else 1 if self.states == 1 else 2)
+            if text:
+                initial = tuple(x.to(torch.promote_types(dtype, torch.float32)) for x in given.values())
+                arguments = tuple(x.to(dtype) if x.dim() == 3 else x for x in arguments)
+                return self._by_kernels(text, arguments, initial, cu_seqlens, resets, reverse, backend)
         shape = arguments[first].shape
         double = backend == "reference" or dtype in (torch.float64, torch.complex128)
         arguments = _widened(arguments, double)
@@ -130,6 +142,13 @@ class Recurrence:
             states, last = self._packed_steps(arguments, initial, resets, reverse, cu_seqlens.tolist(), shape)
         results = tuple(x.to(dtype) for x in states), tuple(x.to(dtype) for x in last)
         return results if self.states == 2 else (results[0][0], results[1][0])
+
+    def _by_kernels(self, text: str, arguments: Sequence[Tensor], initial: tuple[Tensor, ...], *options: Any) -> Any:
+        if self.states == 0:
+            return linear_recurrence(text, *(initial or (None,)), *options, *arguments)
+        results = nonlinear_recurrence(text, *(*initial, None, None)[:2], *options, *arguments)
+        states, last = tuple(results[: self.states]), tuple(results[self.states :])
+        return (states, last) if self.states == 2 else (states[0], last[0])
 
     def _steps(
         self,
@@ -226,6 +245,22 @@ class Recurrence:
             if not isinstance(x, Tensor) or not (x.is_floating_point() or x.is_complex()):
                 raise TypeError(f"{name} must be a floating-point tensor; got {describe(x)}")
         return initial
+
+
+@functools.lru_cache(maxsize=1024)
+def _text(function: Callable, kinds: tuple[bool, ...], states: int) -> str:
+    try:
+        return trace(function, kinds, states).text
+    except (TypeError, ValueError):  # which says more where the function runs as it is
+        return ""
+
+
+def _traced(function: Callable, kinds: tuple[bool, ...], states: int) -> str:
+    """The function's trace; empty if no kernel can be made of it: then it runs as it is."""
+    return _text(function, kinds, states)
+
+
+_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]  # a compiler calls it, and does not look inside
 
 
 def _widened(tensors: Sequence[Tensor], double: bool) -> tuple[Tensor, ...]:

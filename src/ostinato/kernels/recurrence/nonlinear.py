@@ -21,8 +21,8 @@ from ostinato.kernels.scan.torch_ops import REFERENCE, shift, zeroed
 # nonlinear_recurrence(recurrence, h0, c0, cu_seqlens, resets, reverse, backend, *arguments) -> states, last states
 #
 # Of a recurrence's trace, as text, and its arguments, sequences (B, T, D) of one floating dtype and parameters (D,) of
-# any.  h0 and c0 are the initial states, (B, D) or (N, D), of the sequences' dtype, zero if absent; c0 is of the second
-# state, where there are two.  The rest is as in linear_scan.
+# any.  h0 and c0 are the initial states, (B, D) or (N, D), zero if absent; c0 is of the second state, where there are
+# two.  The rest is as in linear_scan.
 
 
 def _parted(trace: Trace, arguments: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -60,7 +60,7 @@ def _forward(
     check_cu_seqlens(cu_seqlens, like.shape[1])
     kernels = _kernels(backend, like)
     if like.numel() == 0:
-        last = [x.clone() for x in _initial(trace, like, h0, c0, cu_seqlens)]
+        last = [x.to(like.dtype, copy=True) for x in _initial(trace, like, h0, c0, cu_seqlens)]
         return [like.new_empty(like.shape) for _ in last] + last
     initial = None if h0 is None and c0 is None else _initial(trace, like, h0, c0, cu_seqlens)
     if kernels is None:

@@ -101,7 +101,7 @@ def steps(
     """The states after every step, and those after the last."""
     inputs = [along_channels(x) for x in sequences]
     like = inputs[0]
-    initial = [None] * trace.states if h0 is None else [x.contiguous() for x in h0]
+    initial = [None] * trace.states if h0 is None else [x.to(like.dtype).contiguous() for x in h0]
     states = [like.new_empty(like.shape) for _ in range(trace.states)]
     last = [last_state(y, first, cu_seqlens, 0.0) for y, first in zip(states, initial, strict=True)]
     wide = _widened(parameters, like)
@@ -136,7 +136,7 @@ def steps_backward(
     like = inputs[0]
     given = [None if x is None else along_channels(x) for x in grads]
     given_last = [None if x is None else x.contiguous() for x in grads_last]
-    initial = [None] * trace.states if h0 is None else [x.contiguous() for x in h0]
+    initial = [None] * trace.states if h0 is None else [x.to(like.dtype).contiguous() for x in h0]
     grad_inputs = [like.new_empty(like.shape) for _ in sequences]
     grad_initial = [
         None if x is None else last_state(like, g, cu_seqlens, 0.0) for x, g in zip(initial, given_last, strict=True)
