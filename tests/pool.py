@@ -47,7 +47,7 @@ class Pool:
 
 def _answer(pipe):
     try:
-        return pipe.recv() if pipe.poll(30) else (None, "no answer")
+        return pipe.recv() if pipe.poll(90) else (None, "no answer")
     except EOFError:
         return None, "died"
 

@@ -1,6 +1,7 @@
 """A sequence over several processes is the sequence of one: values, and derivatives of every order."""
 
 import copy
+import functools
 import importlib.util
 import itertools
 from pathlib import Path
@@ -229,6 +230,34 @@ def errors_of_layers(lengths):
 def test_layers_take_parts(processes, lengths):
     for found in processes.run(len(lengths), errors_of_layers, lengths):
         assert max(found.values()) < 1e-12, found
+
+
+def errors_in_16_bits():
+    """Of one process and of several, from float64."""
+    lengths = (50, 70, 0, 80)
+    a, b = 0.98 + 0.02 * random(1, 200, 3).sigmoid(), random(1, 200, 3, seed=1)
+    a, b = a.bfloat16(), b.bfloat16()
+    weights = random(1, 200, 3, seed=2)
+
+    def results(a, b, scan, weights):
+        a, b = leaf(a), leaf(b)
+        h, _ = scan(a, b)
+        return h, *torch.autograd.grad((h * weights).sum(), (a, b))
+
+    exact = results(a.double(), b.double(), ostinato.linear_scan, weights)
+    one = results(a, b, ostinato.linear_scan, weights)
+    in_parts = functools.partial(ostinato.distributed.linear_scan, group=distributed.group.WORLD)
+    several = results(cut(a, lengths), cut(b, lengths), in_parts, cut(weights, lengths))
+    pairs = [(x, cut(y, lengths)) for x, y in zip(several, exact, strict=True)]
+    return [
+        max((x.double() - y).abs().max().item() if x.numel() else 0.0 for x, y in chosen)
+        for chosen in (zip(one, exact, strict=True), pairs)
+    ]
+
+
+def test_16_bits_round_at_the_seams_no_more_than_elsewhere(processes):
+    for one, several in processes.run(4, errors_in_16_bits):
+        assert several < 1.5 * one
 
 
 @ostinato.recurrence

@@ -173,6 +173,8 @@ LAYERS = {
     "pruned LSTM": lambda: ostinato.prune(ostinato.LSTM(5, 16), 0.3, block=(8, 4)),
     "MinGRU": lambda: ostinato.MinGRU(5, 8, 2, bidirectional=True),
     "MinLSTM": lambda: ostinato.MinLSTM(5, 8, candidate="tanh"),
+    "RGLRU": lambda: ostinato.RGLRU(5, 8),
+    "ParaGRU": lambda: ostinato.ParaGRU(5, 8),
 }
 
 
@@ -250,7 +252,7 @@ def test_a_killed_process_ends_the_job_whose_checkpoint_goes_on(tmp_path, monkey
     with pytest.raises(SystemExit) as stopped:
         main(["train", "--resume", str(last), "--output", "one", *more])
     assert not stopped.value.code
-    two = start(tmp_path, 2, "--resume", str(last), "--output", "two", "--shard", *more)
+    two = start(tmp_path, 2, "--resume", str(last), "--output", "two", "--shard", "--sequence-parallel", "2", *more)
     assert two.wait(60) == 0, two.stderr.read()
     found = [load_checkpoint(tmp_path / folder / last.name).training["trainer"]["curve"] for folder in ("one", "two")]
     assert [point["step"] for point in found[0]] == [point["step"] for point in found[1]]

@@ -257,11 +257,12 @@ class _Linear:
         return operators.linear_scan(*self.inputs, h0, cu_seqlens, self.resets, self.reverse, self.backend)
 
     def coefficients(self, steps: slice) -> tuple[Tensor, Tensor]:
-        """a and b of some steps."""
+        """a and b of some steps, in float32 or wider: what is exchanged is not rounded to 16 bits."""
         a, b = self.inputs
         assert a is not None
         assert b is not None
-        return a[:, steps], b[:, steps]
+        wide = torch.promote_types(self.dtype, torch.float32)
+        return a[:, steps].to(wide), b[:, steps].to(wide)
 
     def scan(
         self, a: Tensor, b: Tensor, h0: Tensor | None, resets: Tensor | None = None, cu_seqlens: Tensor | None = None

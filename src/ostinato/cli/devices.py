@@ -43,17 +43,20 @@ def joined_job(name: str) -> "Iterator[torch.device]":
     import torch
     from torch import distributed
 
-    backend, own = "gloo", None
+    backend = "gloo"
     if device.type != "cpu":
         module, number = torch.get_device_module(device), int(os.environ["LOCAL_RANK"])
         if name not in ("auto", device.type):
             raise ValueError(f"device must be auto, cpu or {device.type} under torchrun; got {name!r}")
         if number >= module.device_count():
-            raise ValueError(f"{module.device_count()} devices for more processes: start as many as there are")
-        device = own = torch.device(device.type, number)
-        module.set_device(own)
+            raise ValueError(
+                f"nproc-per-node must be at most the number of devices here, {module.device_count()}; this is process "
+                f"{number + 1}"
+            )
+        device = torch.device(device.type, number)
+        module.set_device(device)
         backend = f"cpu:gloo,{device.type}:{distributed.get_default_backend_for_device(device)}"
-    distributed.init_process_group(backend, device_id=own)
+    distributed.init_process_group(backend)
     try:
         yield device
     except typer.Exit:
