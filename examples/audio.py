@@ -22,63 +22,54 @@ class Denoiser(nn.Module):
 
     def __init__(self, gru: type[nn.GRU]) -> None:
         super().__init__()
-        # A convolution over three frames, of which two are kept.
+        # Convolutions over three frames, of which two are kept.
         self.conv1 = nn.Linear(3 * BANDS, 128)
         self.conv2 = nn.Linear(3 * 128, SIZE)
-        self.grus = nn.ModuleList(gru(SIZE, SIZE) for _ in range(3))
+        self.gru = gru(SIZE, SIZE, num_layers=3)
         self.gains = nn.Linear(4 * SIZE, GAINS)
 
-    def initial_state(self, batch_size: int) -> tuple[Tensor, ...]:
-        widths = 2 * BANDS, 2 * 128
-        frames = (torch.zeros(batch_size, width) for width in widths)
-        return *frames, *(torch.zeros(1, batch_size, SIZE) for _ in self.grus)
+    def initial_state(self, batch_size: int) -> tuple[Tensor, Tensor, Tensor]:
+        zeros = torch.zeros
+        return zeros(batch_size, 2 * BANDS), zeros(batch_size, 2 * 128), zeros(3, batch_size, SIZE)
 
-    def step(self, x: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
-        last1, last2, *hidden = state
+    def step(self, x: Tensor, state: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+        last1, last2, h = state
         x = torch.cat([last1, x], 1)
         y = torch.cat([last2, torch.tanh(self.conv1(x))], 1)
         z = torch.tanh(self.conv2(y))
-        outputs, after = [z], []
-        for gru, h in zip(self.grus, hidden, strict=True):
-            if isinstance(gru, ostinato.GRU):
-                z, h = gru.step(z, h)
-            else:
-                z, h = gru(z[None], h)
-                z = z[0]
-            outputs.append(z)
-            after.append(h)
-        gains = torch.sigmoid(self.gains(torch.cat(outputs, 1)))
-        return gains, (x[:, BANDS:], y[:, 128:], *after)
+        if isinstance(self.gru, ostinato.GRU):
+            _, h = self.gru.step(z, h)
+        else:
+            _, h = self.gru(z[None], h)
+        gains = torch.sigmoid(self.gains(torch.cat([z, *h], 1)))  # of all three layers
+        return gains, (x[:, BANDS:], y[:, 128:], h)
 
 
 def prune(model: Denoiser) -> Denoiser:
     """Most of the GRUs' weights, recurrent and of the input; here by size, in RNNoise while it trains."""
     pruned = copy.deepcopy(model)
-    for gru in pruned.grus:
-        ostinato.prune(gru, DENSITIES, block=(8, 4), keep_diagonal=True, input_weights=True)
+    ostinato.prune(pruned, DENSITIES, block=(8, 4), keep_diagonal=True, input_weights=True)
     return pruned
 
 
 def zeros_as_masks(model: Denoiser) -> Denoiser:
     """From a model whose weights are zero where they were pruned, as one that comes from elsewhere."""
     other = Denoiser(ostinato.GRU)
-    other.load_state_dict(model.state_dict(), strict=False)
-    for gru in other.grus:
-        ostinato.prune(gru, None, block=(8, 4), keep_diagonal=True, input_weights=True)
+    other.load_state_dict({name: x for name, x in model.state_dict().items() if "mask" not in name})
+    ostinato.prune(other, None, block=(8, 4), keep_diagonal=True, input_weights=True)
     return other
 
 
 def dense(model: Denoiser) -> Denoiser:
     """The same weights in ``torch.nn``'s GRUs."""
     other = Denoiser(nn.GRU)
-    weights = {name: x for name, x in model.state_dict().items() if "mask" not in name}
-    other.load_state_dict(weights)
+    other.load_state_dict({name: x for name, x in model.state_dict().items() if "mask" not in name})
     return other
 
 
 def stream(model: Denoiser, frames: Tensor) -> tuple[Tensor, list[float]]:
     """All gains, and the seconds that each frame took."""
-    stepper, gains, seconds = ostinato.Stepper(model, batch_size=1), [], []
+    stepper, gains, seconds = ostinato.Stepper(model, batch_size=1, frozen=True), [], []
     for frame in frames:
         start = time.perf_counter()
         gains.append(stepper(frame[None]))

@@ -178,6 +178,32 @@ def test_an_optimiser_s_changes_are_seen():
     torch.testing.assert_close(after, layer(x[None])[0][0].detach(), rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("block", [None, (8, 4), (16, 1), (1, 1)])
+@pytest.mark.parametrize("cell", ["RNN", "GRU", "LSTM"])
+def test_a_frozen_stepper_has_weights_of_its_own(cell, block, batch):
+    torch.manual_seed(0)
+    layer = getattr(ostinato, cell)(36, 37, 2)
+    if block is not None:
+        ostinato.prune(layer, 0.2, block=block, input_weights=True, keep_diagonal=True)
+    live, frozen = ostinato.Stepper(layer, batch), ostinato.Stepper(layer, batch, frozen=True)
+    x = torch.randn(6, batch, 36)
+    whole = layer(x)[0].detach()
+    for t in range(6):
+        torch.testing.assert_close(frozen(x[t]), whole[t], rtol=0, atol=2e-6)
+        live(x[t])
+        if t == 3:
+            with torch.no_grad():
+                layer.weight_hh_l0.mul_(2)
+    assert not torch.allclose(live(x[0]), frozen(x[0]))
+    assert frozen._module._frozen or (block and batch > 1)  # what is tested here did run
+    mask = torch.arange(batch) == 0
+    frozen.reset(mask)
+    x[0, 0, 1] = torch.inf  # pruned weights take it too
+    expected = layer.__class__.forward(frozen._module, x[:1])[0][0]
+    torch.testing.assert_close(frozen(x[0])[0], expected[0], rtol=0, atol=2e-6, equal_nan=True)
+
+
 def test_bad_input_is_refused():
     gru = ostinato.GRU(5, 16)
     with pytest.raises(ValueError, match="batch_size must be at least 1; got 0"):

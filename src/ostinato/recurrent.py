@@ -3,7 +3,7 @@
 import functools
 import operator
 import warnings
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import PackedSequence
 from ostinato.episodes import check_resets, forward_by_episodes
 from ostinato.kernels.dispatch import is_eager
 from ostinato.kernels.export import refuse_script
-from ostinato.kernels.persistent.operators import can_take, plan_layer, recurrent_layer, step_of
+from ostinato.kernels.persistent.operators import can_take, frozen_step, plan_layer, recurrent_layer, step_of
 from ostinato.kernels.persistent.plan import Plan
 from ostinato.kernels.persistent.reference import previous
 from ostinato.kernels.streams import beside
@@ -31,6 +31,7 @@ class _Recurrent(nn.RNNBase):
 
     weight_hh_l0: Tensor
     __prepare_scriptable__ = refuse_script
+    _frozen: dict[tuple, Any] | None = None  # steps with packed weights, of layers whose weights never change
     _path: str | None = None  # the only kernel to consider on a GPU; None for the fastest
 
     def forward(
@@ -300,6 +301,8 @@ class _Recurrent(nn.RNNBase):
         """
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or not isinstance(x, Tensor) or not x.is_cpu:
             return None
+        if self._frozen is not None and (result := self._step_frozen(x, state)) is not None:
+            return result
         rank, lstm, layers, hidden = x.dim(), self.mode == "LSTM", self.num_layers, self.hidden_size
         states, own, dtype, masks = _states(state), self._unmasked_weights(), x.dtype, self._buffers
         tensors = [x, *own, *states]
@@ -354,7 +357,42 @@ class _Recurrent(nn.RNNBase):
             if not step(source, before + at, h + at, c + at, target, between, weights):
                 return None
             source, at = h + at, at + width
+        if self._frozen is not None and states:
+            self._freeze_step([x, *states], batch)
         return output, tuple(new) if lstm else new[0]
+
+    def freeze(self) -> None:
+        """Take the weights to stay as they are, for :meth:`step` in one thread: as in a frozen stepper's own copy."""
+        self._frozen = {}
+
+    def _step_frozen(self, x: Tensor, state: Any) -> tuple[Tensor, Any] | None:
+        frozen: Any = self._frozen
+        states = _states(state)
+        tensors = [x, *states]
+        steps = frozen.get((x.dtype, *(tensor.shape for tensor in tensors)))
+        if steps is None or not is_eager(tensors):
+            return None
+        for tensor in tensors:
+            if not tensor.is_contiguous() or tensor.dtype != x.dtype or not tensor.is_cpu:
+                return None
+        new, output = [tensor.clone() for tensor in states], x.new_empty(states[0].shape[1:])
+        source, width = x.data_ptr(), output.numel() * x.itemsize
+        before, h, c = states[0].data_ptr(), new[0].data_ptr(), new[-1].data_ptr()
+        for step in steps:
+            if not step.run(source, before, h, c, output.data_ptr()):
+                return None
+            source, before, h, c = h, before + width, h + width, c + width
+        return output, tuple(new) if self.mode == "LSTM" else new[0]
+
+    def _freeze_step(self, tensors: list[Tensor], batch: int) -> None:
+        """Prepare :meth:`_step_frozen` for an input and states like these."""
+        weights, steps, frozen = self._weights(), [], cast(Any, self._frozen)
+        size = len(weights) // self.num_layers
+        for layer in range(self.num_layers):
+            masks = (self._buffers.get(f"mask_{which}_l{layer}") for which in ("ih", "hh"))
+            own = [weight.contiguous() for weight in weights[layer * size : (layer + 1) * size]]
+            steps.append(frozen_step(self.mode.lower(), batch, own, *masks))
+        frozen[(tensors[0].dtype, *(tensor.shape for tensor in tensors))] = steps
 
     def _step_by_cells(self, x: Tensor, states: list[Tensor]) -> tuple[Tensor, Any]:
         """:meth:`step` by two products and a kernel a layer, for CUDA graphs: outside, cuDNN's fewer launches count."""

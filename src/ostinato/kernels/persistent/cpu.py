@@ -12,6 +12,7 @@ from ostinato.kernels.persistent import cpu_loops
 from ostinato.kernels.persistent.cpu_entries import SLICE, Entries, backward_entries, forward_entries
 from ostinato.kernels.persistent.cpu_step import BATCH as MOST_OF_A_STEP
 from ostinato.kernels.persistent.cpu_step import DENSEST as DENSEST_STEP
+from ostinato.kernels.persistent.cpu_step import FrozenStep as FrozenStep
 from ostinato.kernels.persistent.cpu_step import step_of as step_of
 from ostinato.kernels.persistent.masks import derived_from
 from ostinato.kernels.persistent.plan import GATES, Plan, no_kernel

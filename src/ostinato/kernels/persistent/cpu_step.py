@@ -141,9 +141,10 @@ def _product(kind, height, many, gates, units, weights, bias, entries, given, ou
 
 
 @functools.cache
-def _loop(dtype: type, cell: str, kind_ih: str, height_ih: int, kind_hh: str, height_hh: int) -> Any:
-    """`new_h` and `c` hold copies of the state, then the next one."""
+def _loop(dtype: type, cell: str, kind_ih: str, height_ih: int, kind_hh: str, height_hh: int, packed: bool) -> Any:
+    """`new_h` and `c` hold copies of the state, then the next one.  If `packed`, entries are values and not places."""
     gates, largest, many = GATES[cell], dtype(np.finfo(dtype).max), ROWS
+    place = dtype if packed else np.int32
 
     @compiled_loop
     def run(address):
@@ -155,11 +156,11 @@ def _loop(dtype: type, cell: str, kind_ih: str, height_ih: int, kind_hh: str, he
         row_ih, row_hh, padded_ih, padded_hh = work.row_ih, work.row_hh, work.padded_ih, work.padded_hh
         weights_ih, bias_ih = pointer_to(work.weights_ih, dtype), pointer_to(work.bias_ih, dtype)
         weights_hh, bias_hh = pointer_to(work.weights_hh, dtype), pointer_to(work.bias_hh, dtype)
-        places_ih, columns_ih = pointer_to(work.places_ih, np.int32), pointer_to(work.columns_ih, np.int32)
-        places_hh, columns_hh = pointer_to(work.places_hh, np.int32), pointer_to(work.columns_hh, np.int32)
+        places_ih, columns_ih = pointer_to(work.places_ih, place), pointer_to(work.columns_ih, np.int32)
+        places_hh, columns_hh = pointer_to(work.places_hh, place), pointer_to(work.columns_hh, np.int32)
         starts_ih, rows_ih = pointer_to(work.starts_ih, np.int64), pointer_to(work.rows_ih, np.int64)
         starts_hh, rows_hh = pointer_to(work.starts_hh, np.int64), pointer_to(work.rows_hh, np.int64)
-        diagonal_ih, diagonal_hh = pointer_to(work.diagonal_ih, np.int32), pointer_to(work.diagonal_hh, np.int32)
+        diagonal_ih, diagonal_hh = pointer_to(work.diagonal_ih, place), pointer_to(work.diagonal_hh, place)
         entries_ih = weights_ih, places_ih, columns_ih, starts_ih, rows_ih, work.slices_ih, diagonal_ih, padded_ih
         entries_hh = weights_hh, places_hh, columns_hh, starts_hh, rows_hh, work.slices_hh, diagonal_hh, padded_hh
         wrong = kind_ih != "dense" and not are_finite(x, 0, batch * inputs, largest)
@@ -226,12 +227,20 @@ class Step:
     """One step of a layer of some sizes and masks."""
 
     def __init__(
-        self, cell: str, dtype: torch.dtype, hidden: int, inputs: int, batch: int, ih: _Matrix, hh: _Matrix
+        self,
+        cell: str,
+        dtype: torch.dtype,
+        hidden: int,
+        inputs: int,
+        batch: int,
+        ih: _Matrix,
+        hh: _Matrix,
+        packed: bool = False,
     ) -> None:
         gates = GATES[cell]
-        dense = ih is hh is _DENSE
+        dense = ih.kind == hh.kind == "dense"
         self._threads = threads_for(gates * hidden * (inputs + hidden) * batch) if dense else 1
-        self._loop = _loop(NUMPY_DTYPES[dtype], cell, ih.kind, ih.height, hh.kind, hh.height)
+        self._loop = _loop(NUMPY_DTYPES[dtype], cell, ih.kind, ih.height, hh.kind, hh.height, packed)
         self._no_bias = torch.zeros(gates * hidden, dtype=dtype, device="cpu")
         self._kept_alive = ih, hh
         sizes = {"pieces": 1, "group": hidden, "batch": batch, "hidden": hidden, "inputs": inputs}
@@ -244,7 +253,7 @@ class Step:
             sizes |= {f"row_{name}": rows[-1], f"padded_{name}": padded}
             sizes |= {f"{key}_{name}": x.data_ptr() for key, x in matrix.arrays.items()}
             sizes[f"bias_{name}"] = self._no_bias.data_ptr()
-            if matrix.arrays:
+            if "starts" in matrix.arrays:
                 sizes[f"slices_{name}"] = len(matrix.arrays["starts"]) - 1
         self._work = Work(**sizes)
         self._sums = batch * rows[0] * dtype.itemsize  # bytes after the input's part
@@ -263,11 +272,48 @@ class Step:
         work.weights_ih, work.weights_hh = weights[0].data_ptr(), weights[1].data_ptr()
         if len(weights) == 4:
             work.bias_ih, work.bias_hh = weights[2].data_ptr(), weights[3].data_ptr()
+        return self._run(work)
+
+    def _run(self, work: Work) -> bool:
         if self._threads > 1:
             run_loop(self._loop, work, self._threads)
         else:
             self._loop.ctypes(ctypes.addressof(work))
         return not work.not_finite
+
+
+class FrozenStep(Step):
+    """A step of a layer whose weights never change, pruned ones packed; of one thread at a time."""
+
+    def __init__(
+        self, cell: str, batch: int, weights: list[Tensor], mask_ih: Tensor | None, mask_hh: Tensor | None
+    ) -> None:
+        ih, hh = (_packed(weights[i], mask, GATES[cell]) for i, mask in enumerate((mask_ih, mask_hh)))
+        dtype, inputs, hidden = weights[0].dtype, weights[0].shape[1], weights[1].shape[1]
+        super().__init__(cell, dtype, hidden, inputs, batch, ih, hh, packed=True)
+        self._weights, self._scratch = weights, weights[0].new_empty(self.scratch)
+        work, room = self._work, self._scratch.data_ptr()
+        work.projected, work.sums = room, room + self._sums
+        if len(weights) == 4:
+            work.bias_ih, work.bias_hh = weights[2].data_ptr(), weights[3].data_ptr()
+
+    def run(self, x: int, h: int, new_h: int, c: int, output: int) -> bool:
+        """As :meth:`Step.__call__`."""
+        work = self._work
+        work.next_piece = work.not_finite = 0
+        work.x, work.h, work.new_h, work.c, work.output = x, h, new_h, c, output
+        return self._run(work)
+
+
+def _packed(weight: Tensor, mask: Tensor | None, gates: int) -> _Matrix:
+    """A matrix and what it keeps, side by side in the order in which it is read."""
+    if mask is None or bool(mask.all()):
+        return _Matrix(weights=weight)
+    entries = forward_entries(mask, block_of(mask, gates), gates)
+    arrays = {"columns": entries.columns, "starts": entries.starts, "rows": entries.rows}
+    values, diagonal = (weight.flatten()[places].contiguous() for places in (entries.places, entries.diagonal))
+    arrays |= {"weights": values, "places": values, "diagonal": diagonal}
+    return _Matrix(entries.kind, entries.height, entries.padded, **arrays)
 
 
 _make = functools.lru_cache(256)(Step)

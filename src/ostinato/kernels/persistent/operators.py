@@ -74,6 +74,11 @@ def step_of(device: torch.device, *layer: Any) -> Any:
     return None if make is None else make(*layer)
 
 
+def frozen_step(*layer: Any) -> Any:
+    """A step of a layer on the CPU whose weights never change: cell, batch, weights and the masks of both."""
+    return kernels_on(torch.device("cpu")).FrozenStep(*layer)
+
+
 def can_take(tensors: list[Tensor]) -> bool:
     """Whether the operator can be called: with plain tensors, or under a function transform that wants no tangent."""
     transformed = torch._C._functorch.peek_interpreter_stack() is not None and forward_ad._current_level < 0
