@@ -236,6 +236,27 @@ def test_whatever_a_plan_may_choose_can_be_packed(cell, path, block, backward):
         assert packed.geometry.blocks * chosen.groups <= 9
 
 
+@pytest.mark.parametrize(("cell", "block"), [("lstm", (1, 1)), ("gru", (1, 1)), ("rnn_tanh", (8, 4)), ("gru", (8, 4))])
+def test_the_sparse_kernel_holds_what_its_estimate_says(cell, block):
+    """Evenly random masks of a small GPU's largest layer fit, and of one a tenth wider do not."""
+    small = SimpleNamespace(**{**vars(H100), "multi_processor_count": 9})
+    fitting = [n for n in range(512, 3000, 16) if candidates("sparse", cell, n, 4, f16, 0.1, block, properties=small)]
+    largest = max(fitting)
+    for hidden, fits in ((16 * (largest * 94 // 1600), True), (16 * (largest * 11 // 160), False)):
+        start = geometry.Geometry("sparse", cell, hidden, f16, 0, 0, 0, False, True)
+        coverings = [g for g in geometry._coverings(start, 4, small, 1) if g.columns == 4 and g.groups == 1]
+        assert coverings or not fits
+        mask = random_mask(cell, hidden, 0.1, block)
+        for chosen in coverings[:1]:
+            if not fits:
+                with pytest.raises(MemoryError, match="do not fit on the chip in the sparse kernel"):
+                    packing.pack(mask, chosen, small.shared_memory_per_block_optin)
+                continue
+            packed = packing.pack(mask, chosen, small.shared_memory_per_block_optin)
+            estimate = candidates("sparse", cell, hidden, 4, f16, 0.1, block, properties=small)[0].tiles
+            assert 0.85 * estimate <= packed.geometry.tiles <= 1.02 * estimate
+
+
 def test_plan_says_what_fits():
     def plan(cell, hidden, batch=4, dtype=f16, density=None, block=None):
         nnz = None if density is None else int(density * GATES[cell] * hidden**2)

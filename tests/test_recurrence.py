@@ -191,6 +191,7 @@ def test_half_precision_is_computed_in_float32(case):
     function, step, _, kinds = CASES[case]
     arguments, h0 = inputs(case, length=200)
     half = [x.bfloat16() if kind else x.float() for x, kind in zip(arguments, kinds, strict=True)]
+    h0 = tuple(x.bfloat16().double() for x in h0)
     got = call(function, half, h0)
     want = loop(step, [x.double() for x in half], h0, None, False, None)
     for g, w in zip((*got[0], *got[1]), (*want[0], *want[1]), strict=True):
@@ -295,11 +296,25 @@ X, C = torch.randn(2, 5, 3), torch.randn(3)
         ),
         (lambda: rotated(X, C, C, reverse=1), TypeError, "reverse must be a bool; got int"),
         (lambda: rotated(X, C, C, backend="tpu"), ValueError, "backend must be one of .* got 'tpu'"),
-        (lambda: returns(lambda x: x)(X, C), TypeError, "function must return the coefficients a and b; got a tensor"),
+        (lambda: returns(lambda x: x)(X, C), TypeError, "function must return the coefficients .* got"),
         (lambda: returns(lambda x: (x, x, x))(X, C), TypeError, "function must return .* got 3 values"),
         (lambda: returns(lambda x: (x, 1.0))(X, C), TypeError, "function must return .* got float"),
-        (lambda: returns(lambda x: (x, x > 0))(X, C), TypeError, "function must return .* got a tensor of torch.bool"),
-        (lambda: returns(lambda x: (x, x[:, :2]))(X, C), ValueError, r"function must be elementwise.* \(2, 2, 3\)"),
+        (lambda: returns(lambda x: (x, x > 0))(X, C), TypeError, "function must return .*float.* got .*torch.bool"),
+        (
+            lambda: returns(lambda x: (x, x[:, :2]))(X, C, backend="torch"),
+            ValueError,
+            r"function must be elementwise.* \(2, 2, 3\)",
+        ),
+        (
+            lambda: returns(lambda x: (x, x.cumsum(1)))(X, C),
+            ValueError,
+            r"no kernel can be made of function: aten.cumsum .*test_recurrence.py:\d+: .*x.cumsum\(1\)",
+        ),
+        (
+            lambda: returns(lambda x: (x, x) if x.sum() > 0 else (x, -x))(X, C),
+            ValueError,
+            r"no kernel can be made of function: .*test_recurrence.py:\d+: .*x.sum\(\) > 0",
+        ),
     ],
 )
 def test_bad_input_is_named(make, kind, message):

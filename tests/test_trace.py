@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from ostinato.kernels.recurrence.graph import evaluate
-from ostinato.kernels.recurrence.trace import trace
+from ostinato.kernels.recurrence.trace import parse, trace
 
 FUNCTIONS = {
     "arithmetic": lambda x, y: (x + 2 * y - 1, (1 - x) / (y * y + 1)),
@@ -66,7 +66,7 @@ def test_graphs_are_small():
     }  # fmt: skip
 
 
-def test_equal_functions_have_equal_keys_and_others_not():
+def test_equal_functions_have_equal_graphs_and_others_not():
     def first(x, y):
         return torch.sigmoid(x), y * 2
 
@@ -76,10 +76,15 @@ def test_equal_functions_have_equal_keys_and_others_not():
     def third(x, y):
         return torch.sigmoid(x), y * 2.5
 
-    keys = [trace(f, (True, True)).key for f in (first, lambda x, y: (x.sigmoid(), 2 * y), second, third)]
-    assert keys[0] == keys[1]
-    assert len(set(keys)) == 3
-    assert trace(first, (True, False)).key != keys[0]
+    graphs = [trace(f, (True, True))[1:] for f in (first, lambda x, y: (x.sigmoid(), 2 * y), second, third)]
+    assert graphs[0] == graphs[1]
+    assert len(set(graphs)) == 3
+    assert trace(first, (True, False))[1:] != graphs[0]
+
+
+def test_a_trace_is_read_from_its_text():
+    traced = trace(lambda x, y: (torch.where(x > 0, x, float("-inf")), y.clamp(min=-1.5).exp()), (True, False))
+    assert parse(traced.text) == traced
 
 
 def refused(message, kind=ValueError):

@@ -3,6 +3,7 @@
 import functools
 import inspect
 import itertools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,6 +33,9 @@ def recurrence(function: Callable) -> "Recurrence":
     - any other: the function sees no state, and returns the coefficients ``a, b`` of the linear recurrence.
 
     A linear recurrence is an associative scan, see :func:`ostinato.linear_scan`; others take one step after the other.
+    On CPUs and NVIDIA GPUs a linear one runs in kernels generated from the function and its derivatives, which keep
+    nothing but inputs and states; elsewhere, by ``backend="torch"`` and ``"reference"``, and where it is not linear,
+    the function itself runs in PyTorch.
     Channels do not see each other's states: what mixes them, as a matrix does, stands before the recurrence or after.
 
     The result is called as ``h, h_last = f(*arguments, h0=None, resets=None, reverse=False, cu_seqlens=None,
@@ -52,8 +56,8 @@ def recurrence(function: Callable) -> "Recurrence":
     Raises:
         TypeError: a function with parameters that are not positional, or named as an option is; in a call, a wrong
             number of arguments, one of another type or dtype, or a function that returns something else.
-        ValueError: shapes, devices or boundaries that do not fit, a function that is not elementwise, or an unknown
-            backend.
+        ValueError: shapes, devices or boundaries that do not fit, a function that is not elementwise or does what
+            no kernel can be generated for, with the line where it does, or an unknown backend.
 
     Example:
         >>> import torch, ostinato
@@ -95,6 +99,8 @@ class Recurrence:
         self.function = function
         self.states = STATES.get(names[0], 0) if names else 0
         self.names = names[1:] if self.states else names
+        self.traces: dict[tuple[bool, ...], str] = {}
+        _recurrences[id(self)] = self
 
     def __str__(self) -> str:
         return getattr(self, "__name__", "the recurrence")
@@ -115,18 +121,12 @@ class Recurrence:
         first, dtype = self._check_arguments(arguments)
         given = self._check_states(h0)
         check_scan(self.names[first], arguments[first], given, resets, reverse, cu_seqlens, backend)
-        kinds = tuple(x.dim() == 3 for x in arguments)
-        real = not any(x.is_complex() for x in (*arguments, *given.values()))
-        if backend in ("auto", "cpu", "cuda") and real and not export.is_portable():
-            text = _traced(self.function, kinds, 0 if self.states == 0 else 1 if self.states == 1 else 2)
-            if text:
-                initial = tuple(x.to(torch.promote_types(dtype, torch.float32)) for x in given.values())
-                arguments = tuple(x.to(dtype) if x.dim() == 3 else x for x in arguments)
-                return self._by_kernels(text, arguments, initial, cu_seqlens, resets, reverse, backend)
+        if self._has_kernels(arguments, given, backend):
+            return self._by_kernels(arguments, dtype, list(given.values()), cu_seqlens, resets, reverse, backend)
         shape = arguments[first].shape
         double = backend == "reference" or dtype in (torch.float64, torch.complex128)
         arguments = _widened(arguments, double)
-        initial = _widened(tuple(given.values()), double)
+        initial = _widened([x if x.is_complex() or dtype.is_complex else x.to(dtype) for x in given.values()], double)
         if self.states == 0:
             a, b = self._results(2, self.function(*arguments), shape)
             options: dict[str, Any] = {"resets": resets, "reverse": reverse, "cu_seqlens": cu_seqlens}
@@ -143,10 +143,23 @@ class Recurrence:
         results = tuple(x.to(dtype) for x in states), tuple(x.to(dtype) for x in last)
         return results if self.states == 2 else (results[0][0], results[1][0])
 
-    def _by_kernels(self, text: str, arguments: Sequence[Tensor], initial: tuple[Tensor, ...], *options: Any) -> Any:
+    def _has_kernels(self, arguments: tuple[Tensor, ...], given: dict[str, Tensor], backend: str) -> bool:
+        if any(x.is_complex() for x in (*arguments, *given.values())) or (self.states and export.is_portable()):
+            return False
+        return backend in ("cpu", "cuda") or (backend == "auto" and arguments[0].device.type in ("cpu", "cuda"))
+
+    def _by_kernels(
+        self, arguments: tuple[Tensor, ...], dtype: torch.dtype, initial: list[Tensor], *options: Any
+    ) -> tuple[Any, Any]:
+        """All steps, by what the function was traced to."""
+        sequences = tuple(x.dim() == 3 for x in arguments)
+        traced = _traced(id(self), sequences)
+        arguments = tuple(x.to(dtype) if x.dim() == 3 else x for x in arguments)
         if self.states == 0:
-            return linear_recurrence(text, *(initial or (None,)), *options, *arguments)
-        results = nonlinear_recurrence(text, *(*initial, None, None)[:2], *options, *arguments)
+            start = initial[0].to(dtype) if initial else None
+            return linear_recurrence(traced, start, *options, *arguments)
+        starts = [x.to(torch.promote_types(dtype, torch.float32)) for x in initial] + [None, None]
+        results = nonlinear_recurrence(traced, *starts[:2], *options, *arguments)
         states, last = tuple(results[: self.states]), tuple(results[self.states :])
         return (states, last) if self.states == 2 else (states[0], last[0])
 
@@ -247,20 +260,16 @@ class Recurrence:
         return initial
 
 
-@functools.lru_cache(maxsize=1024)
-def _text(function: Callable, kinds: tuple[bool, ...], states: int) -> str:
-    try:
-        return trace(function, kinds, states).text
-    except (TypeError, ValueError):  # which says more where the function runs as it is
-        return ""
+_recurrences: weakref.WeakValueDictionary[int, Recurrence] = weakref.WeakValueDictionary()
 
 
-def _traced(function: Callable, kinds: tuple[bool, ...], states: int) -> str:
-    """The function's trace; empty if no kernel can be made of it: then it runs as it is."""
-    return _text(function, kinds, states)
-
-
-_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]  # a compiler calls it, and does not look inside
+@torch.compiler.assume_constant_result  # a compiler need not look into it
+def _traced(key: int, sequences: tuple[bool, ...]) -> str:
+    """The trace of a recurrence by its id, as operators take it, for arguments that are sequences or not."""
+    function = _recurrences[key]
+    if sequences not in function.traces:
+        function.traces[sequences] = trace(function.function, sequences, function.states).text
+    return function.traces[sequences]
 
 
 def _widened(tensors: Sequence[Tensor], double: bool) -> tuple[Tensor, ...]:

@@ -122,9 +122,10 @@ def _checked(
     dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The inputs in one dtype, or the error that says which of them does not fit."""
-    for name, x in zip(names, (a, b, h0), strict=True):
-        if x is not None or name != names[2]:
-            check_floating(name, x, dtypes)
+    check_floating(names[0], a, dtypes)
+    check_floating(names[1], b, dtypes)
+    if h0 is not None:
+        check_floating(names[2], h0, dtypes)
     if a.dim() != 3:
         raise ValueError(f"{names[0]} must have shape (B, T, D); got {tuple(a.shape)}")
     if b.shape != a.shape:
@@ -132,10 +133,15 @@ def _checked(
     if b.device != a.device:
         raise ValueError(f"{names[1]} must be on the device of {names[0]}, {a.device}; got {b.device}")
     check_scan(names[0], a, {} if h0 is None else {names[2]: h0}, resets, reverse, cu_seqlens, backend)
-    dtype = torch.promote_types(a.dtype, b.dtype)
-    if h0 is not None and h0.is_complex() and not dtype.is_complex:
+    dtype = a.dtype
+    if b.dtype is not dtype:
+        dtype = torch.promote_types(dtype, b.dtype)
+        a, b = a.to(dtype), b.to(dtype)
+    if h0 is None or h0.dtype is dtype:
+        return a, b, h0  # even a call that changes nothing costs
+    if h0.is_complex() and not dtype.is_complex:
         raise TypeError(f"{names[2]} must be real as {names[0]} and {names[1]} are; got {describe(h0)}")
-    return a.to(dtype), b.to(dtype), None if h0 is None else h0.to(dtype)
+    return a, b, h0.to(dtype)
 
 
 def check_scan(

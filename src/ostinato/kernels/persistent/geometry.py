@@ -12,6 +12,7 @@ through memory that is its own flag, see ``exchange.cuh``.  There are three ways
 ==========  ==================================================================
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -323,6 +324,36 @@ def _coverings(start: Geometry, batch: int, properties: Any, share: int) -> Iter
                         yield covering
 
 
+@functools.lru_cache(maxsize=4096)
+def _entries(height: int, width: int, blocks: int, density: float, rows: int, columns: int) -> int:
+    """Pairs of weights that a thread of the sparse kernel has, for parts of a matrix of `height` rows and this width.
+
+    The matrix is pruned evenly in blocks of `rows` by `columns`.  A thread takes weights of one row only, which leaves
+    some with few or none: the fewest with which, likely, no part needs more threads than there are.
+    """
+    strips, mean = height / rows, width * density
+    deviation = math.sqrt(columns * width * density * (1 - density)) + 1e-9
+    row = NormalDist(mean, deviation)
+    unlikely = NormalDist().inv_cdf(1 - 0.01 / blocks)
+
+    def fits(weights: int) -> bool:
+        """Whether the threads of each part are likely enough, with so many weights each."""
+        alike = 1 - row.cdf(THREADS // height * weights + 0.5)  # the chance that they are not, shared out alike
+        if strips * blocks * alike < 0.2:
+            return True
+        most = math.ceil((mean + 6 * deviation) / weights)
+        more = [1 - row.cdf(n * weights + 0.5) for n in range(1, most)]  # that a row needs more than n
+        expected = 1 + sum(more)
+        variance = sum((2 * n + 1) * p for n, p in enumerate(more, 1)) + 1 - expected**2
+        return rows * (strips * expected + unlikely * math.sqrt(strips * max(variance, 0.0))) <= THREADS
+
+    low, high = 1, math.ceil((mean + 6 * deviation) / 2) + 1
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(2 * middle) else (middle + 1, high)
+    return low
+
+
 def resident_blocks(properties: Any, cluster: int) -> int:
     """That fit on the device at once, one a multiprocessor.
 
@@ -351,8 +382,9 @@ def candidates(
             most = width * some + deviations * math.sqrt(width * some * (1 - some))
             held = geometry.deal([math.ceil(most)] * strips, shared)
         else:
-            weights = 1.15 * density * geometry.rows * width
-            held = geometry._replace(tiles=int(weights / THREADS / 2) + 1).hold(shared)
+            together = 1 if block is None else block[0] if start.backward else block[1]
+            entries = _entries(geometry.rows, width, geometry.blocks, density, rows, together)
+            held = geometry._replace(tiles=entries).hold(shared)
         if held:
             yield held
 
