@@ -33,9 +33,8 @@ def recurrence(function: Callable) -> "Recurrence":
     - any other: the function sees no state, and returns the coefficients ``a, b`` of the linear recurrence.
 
     A linear recurrence is an associative scan, see :func:`ostinato.linear_scan`; others take one step after the other.
-    On CPUs and NVIDIA GPUs a linear one runs in kernels generated from the function and its derivatives, which keep
-    nothing but inputs and states; elsewhere, by ``backend="torch"`` and ``"reference"``, and where it is not linear,
-    the function itself runs in PyTorch.
+    On CPUs and NVIDIA GPUs both run in kernels generated from the function and its derivatives, which keep nothing but
+    inputs and states; elsewhere, and by ``backend="torch"`` and ``"reference"``, the function itself runs in PyTorch.
     Channels do not see each other's states: what mixes them, as a matrix does, stands before the recurrence or after.
 
     The result is called as ``h, h_last = f(*arguments, h0=None, resets=None, reverse=False, cu_seqlens=None,
