@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ostinato.kernels import export
+from ostinato.kernels.recurrence.nonlinear import nonlinear_recurrence
 from ostinato.kernels.recurrence.operators import linear_recurrence
 from ostinato.kernels.recurrence.trace import trace
 from ostinato.scan import check_scan, describe, linear_scan
@@ -31,9 +33,8 @@ def recurrence(function: Callable) -> "Recurrence":
     - any other: the function sees no state, and returns the coefficients ``a, b`` of the linear recurrence.
 
     A linear recurrence is an associative scan, see :func:`ostinato.linear_scan`; others take one step after the other.
-    On CPUs and NVIDIA GPUs a linear one runs in kernels generated from the function and its derivatives, which keep
-    nothing but inputs and states; elsewhere, by ``backend="torch"`` and ``"reference"``, and where it is not linear,
-    the function itself runs in PyTorch.
+    On CPUs and NVIDIA GPUs both run in kernels generated from the function and its derivatives, which keep nothing but
+    inputs and states; elsewhere, and by ``backend="torch"`` and ``"reference"``, the function itself runs in PyTorch.
     Channels do not see each other's states: what mixes them, as a matrix does, stands before the recurrence or after.
 
     The result is called as ``h, h_last = f(*arguments, h0=None, resets=None, reverse=False, cu_seqlens=None,
@@ -142,7 +143,7 @@ class Recurrence:
         return results if self.states == 2 else (results[0][0], results[1][0])
 
     def _has_kernels(self, arguments: tuple[Tensor, ...], given: dict[str, Tensor], backend: str) -> bool:
-        if self.states or any(x.is_complex() for x in (*arguments, *given.values())):
+        if any(x.is_complex() for x in (*arguments, *given.values())) or (self.states and export.is_portable()):
             return False
         return backend in ("cpu", "cuda") or (backend == "auto" and arguments[0].device.type in ("cpu", "cuda"))
 
@@ -153,8 +154,13 @@ class Recurrence:
         sequences = tuple(x.dim() == 3 for x in arguments)
         traced = _traced(id(self), sequences)
         arguments = tuple(x.to(dtype) if x.dim() == 3 else x for x in arguments)
-        start = initial[0].to(dtype) if initial else None
-        return linear_recurrence(traced, start, *options, *arguments)
+        if self.states == 0:
+            start = initial[0].to(dtype) if initial else None
+            return linear_recurrence(traced, start, *options, *arguments)
+        starts = [x.to(torch.promote_types(dtype, torch.float32)) for x in initial] + [None, None]
+        results = nonlinear_recurrence(traced, *starts[:2], *options, *arguments)
+        states, last = tuple(results[: self.states]), tuple(results[self.states :])
+        return (states, last) if self.states == 2 else (states[0], last[0])
 
     def _steps(
         self,

@@ -6,6 +6,7 @@ from torch import Tensor
 from ostinato.kernels.scan import BACKENDS, operators
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+COMPLEX_DTYPES = (torch.complex64, torch.complex128)
 
 
 def linear_scan(
@@ -28,7 +29,7 @@ def linear_scan(
     float64; the same call on the same device gives the same bits.
 
     Args:
-        a: coefficients, (B, T, D), any strides, float16, bfloat16, float32 or float64.
+        a: coefficients, (B, T, D), any strides, float16, bfloat16, float32, float64, complex64 or complex128.
         b: offsets, of the same shape; where dtypes differ, both are promoted.
         h0: initial state, (B, D), or (N, D) with ``cu_seqlens``; zero if absent.  Taken in the dtype of a and b.
         resets: bool, (B, T), (1, T) with ``cu_seqlens``: where True, the state is zero before that step, and no
@@ -43,7 +44,7 @@ def linear_scan(
         h, (B, T, D), and h_last, (B, D) or (N, D), the state after the last step taken.
 
     Raises:
-        TypeError: an argument that is no tensor, or of an integer or complex dtype.
+        TypeError: an argument that is no tensor, or of an integer dtype; a complex ``h0`` of a real recurrence.
         ValueError: ranks, shapes, devices or boundaries that do not fit, or an unknown backend.
         RuntimeError: a backend asked for by name that cannot run here.
 
@@ -54,7 +55,11 @@ def linear_scan(
         >>> h.flatten().tolist()
         [1.0, 1.5, 1.75, 1.875]
     """
-    a, b, h0 = _checked(a, b, h0, ("a", "b", "h0"), resets, reverse, cu_seqlens, backend)
+    a, b, h0 = _checked(a, b, h0, ("a", "b", "h0"), resets, reverse, cu_seqlens, backend, FLOAT_DTYPES + COMPLEX_DTYPES)
+    if b.is_complex():
+        from ostinato.kernels.recurrence import complex
+
+        return complex.linear_scan(a, b, h0, cu_seqlens, resets, reverse, backend)
     return operators.linear_scan(a, b, h0, cu_seqlens, resets, reverse, backend)
 
 
@@ -114,12 +119,13 @@ def _checked(
     reverse: bool,
     cu_seqlens: Tensor | None,
     backend: str,
+    dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The inputs in one dtype, or the error that says which of them does not fit."""
-    check_floating(names[0], a)
-    check_floating(names[1], b)
+    check_floating(names[0], a, dtypes)
+    check_floating(names[1], b, dtypes)
     if h0 is not None:
-        check_floating(names[2], h0)
+        check_floating(names[2], h0, dtypes)
     if a.dim() != 3:
         raise ValueError(f"{names[0]} must have shape (B, T, D); got {tuple(a.shape)}")
     if b.shape != a.shape:
@@ -131,7 +137,11 @@ def _checked(
     if b.dtype is not dtype:
         dtype = torch.promote_types(dtype, b.dtype)
         a, b = a.to(dtype), b.to(dtype)
-    return a, b, h0 if h0 is None or h0.dtype is dtype else h0.to(dtype)  # even a call that changes nothing costs
+    if h0 is None or h0.dtype is dtype:
+        return a, b, h0  # even a call that changes nothing costs
+    if h0.is_complex() and not dtype.is_complex:
+        raise TypeError(f"{names[2]} must be real as {names[0]} and {names[1]} are; got {describe(h0)}")
+    return a, b, h0.to(dtype)
 
 
 def check_scan(
@@ -169,10 +179,11 @@ def check_scan(
     check_choice("backend", backend, BACKENDS)
 
 
-def check_floating(name: str, x: object) -> None:
-    """Raise TypeError unless `x` is a dense, real floating-point tensor."""
-    if not isinstance(x, Tensor) or x.dtype not in FLOAT_DTYPES:
-        raise TypeError(f"{name} must be a tensor of a real floating dtype; got {describe(x)}")
+def check_floating(name: str, x: object, dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES) -> None:
+    """Raise TypeError unless `x` is a dense tensor of one of the dtypes."""
+    if not isinstance(x, Tensor) or x.dtype not in dtypes:
+        kind = "real floating" if dtypes == FLOAT_DTYPES else "floating"
+        raise TypeError(f"{name} must be a tensor of a {kind} dtype; got {describe(x)}")
     if x.layout != torch.strided or x.is_nested:
         kind = "nested" if x.is_nested else str(x.layout)
         raise TypeError(f"{name} must be a dense tensor; got a {kind} one")

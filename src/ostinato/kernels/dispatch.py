@@ -65,9 +65,7 @@ def operator(
         return registered(*args)
 
     def run_and_keep(ctx: Any, *args: Any) -> Any:  # a setup_context of its own costs more than the call
-        output = forward(*args)
-        if isinstance(output, list):  # which would be returned as it is, without gradients
-            output = tuple(output)
+        output = _tuple(forward(*args))
         setup_context(ctx, args, output)
         return output
 
@@ -89,7 +87,7 @@ def operator(
     function = _autograd_function(name, forward=run_and_keep, backward=backward)
     transformed = _autograd_function(
         name,
-        forward=call,
+        forward=lambda *args: _tuple(call(*args)),
         setup_context=keep_for_both_modes,
         backward=backward,
         jvp=push_forward,
@@ -199,6 +197,11 @@ def _registered(
 
     operator.register_vmap(vmap)
     return call
+
+
+def _tuple(output: Any) -> Any:
+    """Of a list, which an ``autograd.Function`` would return as it is, without gradients."""
+    return tuple(output) if isinstance(output, list) else output
 
 
 def _flat(args: Sequence[Any]) -> list[Any]:

@@ -400,19 +400,20 @@ __device__ inline void store_state(const Place& at, Scalar* to, int n, const Cha
     if (to && at.inside) *reinterpret_cast<Pack*>(to + at.state(n)) = pack(state.value);
 }
 
-// Before which of a thread's steps in a tile the state is reset.  The lanes of a segment have the same steps: each
-// loads some, a tile ahead of their use, and they tell each other.
+// Before which of a thread's steps the state is reset.  The lanes of a segment have the same steps: each loads some, long
+// before their use, as a load waits behind the copies, and they tell each other.
 struct Resets {
-    static constexpr int WORDS = RESETS ? (ROWS + LANES - 1) / LANES : 1;
+    static constexpr int TILES = CHAINED || LANES < ROWS ? 1 : LANES / ROWS;  // loaded at once
+    static constexpr int WORDS = RESETS ? (TILES * ROWS + LANES - 1) / LANES : 1;
     unsigned word[WORDS] = {};
 
     __device__ void load(const Place& at, int chunk) {
         if (!RESETS) return;
 #pragma unroll
         for (int k = 0; k < WORDS; ++k) {
-            const int u = k * LANES + at.lane % LANES, i = at.first(chunk) + u;
+            const int v = k * LANES + at.lane % LANES, i = at.first(chunk + v / ROWS) + v % ROWS;
             word[k] = 0;
-            if (u >= ROWS || !at.exists(i)) continue;
+            if (v >= TILES * ROWS || !at.exists(i)) continue;
             const Index row = PACKING == OFFSETS ? at.p.bounds[at.time(i)] : at.time(i);
             const Index sequence = at.batch * at.p.resets_batch + at.direction * at.p.resets_direction;
             word[k] = at.p.resets[sequence + row * at.p.resets_time];
@@ -423,6 +424,11 @@ struct Resets {
 #pragma unroll
         for (int k = 0; k < WORDS; ++k)
             word[k] = __ballot_sync(~0u, word[k]) >> threadIdx.x % 32 / LANES * LANES;
+    }
+    __device__ Resets of(int chunk) const {
+        Resets tile = *this;
+        if (TILES > 1) tile.word[0] >>= chunk % TILES * ROWS;
+        return tile;
     }
     __device__ bool operator[](int u) const { return RESETS && word[u / LANES] >> u % LANES & 1; }
 };
@@ -698,8 +704,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) scan(const __gri
     }
 #pragma unroll
     for (int stage = 0; stage < STAGES; ++stage) fetch({tile.chain, tile.chunk + stage}, stage);
-    Resets resets;
-    if (tile.chunk < chunks) resets.load(Place(p, tile.chain), tile.chunk);
+    Resets resets, later;
+    if (tile.chunk < chunks) later.load(Place(p, tile.chain), tile.chunk);
 
     OfChannels of_channels;
     Sums sums = {};
@@ -724,8 +730,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) scan(const __gri
         wait_for_oldest_copies();
         if (NARROW || WIDE) __syncwarp();
         Steps steps;
-        steps.resets = resets;
-        steps.resets.share();
+        if (CHAINED || chunk % Resets::TILES == 0) {
+            resets = later;
+            resets.share();
+            if (!CHAINED) later.load(at, chunk + Resets::TILES);
+        }
+        steps.resets = resets.of(chunk);
         if (at.whole(chunk)) steps.read<false>(at, shared, stage, buffer, chunk, of_channels);
         else steps.read<true>(at, shared, stage, buffer, chunk, of_channels);
         if (NARROW || WIDE) __syncwarp();
@@ -774,7 +784,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) scan(const __gri
                 if (!first) published.write_after(chunk, all, state);
             }
         }
-        if (next.chunk < chunks) resets.load(Place(p, next.chain), next.chunk);
+        if (CHAINED && next.chunk < chunks) later.load(Place(p, next.chain), next.chunk);
         Channels mine;  // the state that this thread's steps begin in; `state` goes on to the tile's end
 #pragma unroll
         for (int warp = 0; warp < WARPS; ++warp) {

@@ -277,10 +277,14 @@ def at_least_float32(x: Tensor) -> torch.dtype:
 def _for_products(x: Tensor) -> torch.dtype:
     # Products of float32 gates near 1 are rounded alike, which a long memory adds up.  Not every other device has
     # float64.
-    exact = x.dtype == torch.float32 and x.device.type in ("cpu", "cuda")
-    return torch.float64 if exact else at_least_float32(x)
+    exact = x.dtype in (torch.float32, torch.complex64) and x.device.type in ("cpu", "cuda")
+    return _double(x) if exact else at_least_float32(x)
+
+
+def _double(x: Tensor) -> torch.dtype:
+    return torch.complex128 if x.is_complex() else torch.float64
 
 
 CHUNKED = TorchBackend(chunked_scan, _for_products)
 LOOPED = TorchBackend(_looped, at_least_float32)  # one node of a graph, whatever the number of steps
-REFERENCE = TorchBackend(_sequential, lambda _: torch.float64)
+REFERENCE = TorchBackend(_sequential, _double)

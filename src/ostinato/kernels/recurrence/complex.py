@@ -1,0 +1,45 @@
+"""The complex linear scan: a real recurrence of two states, the real part and the imaginary one."""
+
+import torch
+from torch import Tensor
+
+from ostinato.kernels.recurrence.nonlinear import nonlinear_recurrence
+from ostinato.kernels.recurrence.trace import trace
+from ostinato.kernels.scan import choose_backend
+from ostinato.kernels.scan.operators import check_cu_seqlens
+from ostinato.kernels.scan.torch_ops import TorchBackend
+
+
+def _step(
+    state: tuple[Tensor, Tensor], a: Tensor, a_imaginary: Tensor, b: Tensor, b_imaginary: Tensor
+) -> tuple[Tensor, Tensor]:
+    real, imaginary = state
+    return a * real - a_imaginary * imaginary + b, a * imaginary + a_imaginary * real + b_imaginary
+
+
+_RECURRENCE = trace(_step, [True] * 4, 2).text
+
+
+def linear_scan(
+    a: Tensor,
+    b: Tensor,
+    h0: Tensor | None,
+    cu_seqlens: Tensor | None,
+    resets: Tensor | None,
+    reverse: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """As the operator for real numbers; differentiable as the recurrence is."""
+    if not torch.compiler.is_compiling() and b.numel() > 0:
+        kernels = choose_backend(backend, b.device.type)
+        if isinstance(kernels, TorchBackend):  # whose operations take complex numbers, and are differentiable
+            check_cu_seqlens(cu_seqlens, b.shape[1])
+            return kernels.linear_scan(a, b, h0, reverse, cu_seqlens, resets)
+    initial = (None, None) if h0 is None else _parts(h0)
+    options = cu_seqlens, resets, reverse, backend
+    h, h_imaginary, last, last_imaginary = nonlinear_recurrence(_RECURRENCE, *initial, *options, *_parts(a), *_parts(b))
+    return torch.complex(h, h_imaginary), torch.complex(last, last_imaginary)
+
+
+def _parts(x: Tensor) -> tuple[Tensor, ...]:
+    return torch.view_as_real(x.resolve_conj()).unbind(-1)

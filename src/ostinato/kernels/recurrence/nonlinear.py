@@ -1,0 +1,337 @@
+"""Non-linear recurrences of one or two states as a differentiable operator, by whichever backend is asked for.
+
+With all states known, each step's Jacobian is, and the rest is linear: the gradient is a scan back through time, a
+derivative in forward mode is one ahead, and both can be differentiated again.
+"""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ostinato.kernels.dispatch import Groups, gradient, operator
+from ostinato.kernels.recurrence.graph import evaluate
+from ostinato.kernels.recurrence.trace import Trace, parse
+from ostinato.kernels.scan import choose_backend
+from ostinato.kernels.scan.operators import check_cu_seqlens, linear_scan
+from ostinato.kernels.scan.torch_ops import REFERENCE, shift, zeroed
+
+# nonlinear_recurrence(recurrence, h0, c0, cu_seqlens, resets, reverse, backend, *arguments) -> states, last states
+#
+# Of a recurrence's trace, as text, and its arguments, sequences (B, T, D) of one floating dtype and parameters (D,) of
+# any.  h0 and c0 are the initial states, (B, D) or (N, D), zero if absent; c0 is of the second state, where there are
+# two.  The rest is as in linear_scan.
+
+
+def _parted(trace: Trace, arguments: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """The sequences and the parameters."""
+    kinds = trace.sequences
+    return list(itertools.compress(arguments, kinds)), list(itertools.compress(arguments, (not k for k in kinds)))
+
+
+def _joined(trace: Trace, sequences: Sequence[Any], parameters: Sequence[Any]) -> list[Any]:
+    """The inverse."""
+    of = {True: iter(sequences), False: iter(parameters)}
+    return [next(of[kind]) for kind in trace.sequences]
+
+
+def _initial(
+    trace: Trace, like: Tensor, h0: Tensor | None, c0: Tensor | None, cu_seqlens: Tensor | None
+) -> list[Tensor]:
+    given = (h0, c0)[: trace.states]
+    return [like.new_zeros(_last_shape(like, cu_seqlens)) if x is None else x for x in given]
+
+
+def _forward(
+    recurrence: str,
+    h0: Tensor | None,
+    c0: Tensor | None,
+    cu_seqlens: Tensor | None,
+    resets: Tensor | None,
+    reverse: bool,
+    backend: str,
+    *arguments: Tensor,
+) -> list[Tensor]:
+    trace = parse(recurrence)
+    sequences, parameters = _parted(trace, arguments)
+    like = sequences[0]
+    check_cu_seqlens(cu_seqlens, like.shape[1])
+    kernels = _kernels(backend, like)
+    if like.numel() == 0:
+        last = [x.to(like.dtype, copy=True) for x in _initial(trace, like, h0, c0, cu_seqlens)]
+        return [like.new_empty(like.shape) for _ in last] + last
+    initial = None if h0 is None and c0 is None else _initial(trace, like, h0, c0, cu_seqlens)
+    if kernels is None:
+        initial = _initial(trace, like, h0, c0, cu_seqlens)
+        wide = _compute_dtype(backend, like)
+        stepped = _stepped(trace, [x.to(wide) for x in initial], cu_seqlens, resets, reverse, arguments, wide)
+        return [x.to(like.dtype, copy=True) for x in stepped]
+    states, last = kernels.steps(trace, sequences, parameters, initial, cu_seqlens, resets, reverse)
+    return [*states, *last]
+
+
+def _kernels(backend: str, x: Tensor) -> Any:
+    """The module with kernels of its own; None for PyTorch operations."""
+    name = getattr(choose_backend(backend, x.device.type), "__name__", "")
+    if name.endswith(".cuda"):
+        from ostinato.kernels.recurrence import steps_cuda
+
+        return steps_cuda
+    if name.endswith(".cpu"):
+        from ostinato.kernels.recurrence import steps_cpu
+
+        return steps_cpu
+    return None
+
+
+def _compute_dtype(backend: str, x: Tensor) -> torch.dtype:
+    wide = choose_backend(backend, x.device.type) is REFERENCE
+    return torch.float64 if wide else torch.promote_types(x.dtype, torch.float32)
+
+
+def _stepped(
+    trace: Trace,
+    state: Sequence[Tensor],
+    cu_seqlens: Tensor | None,
+    resets: Tensor | None,
+    reverse: bool,
+    arguments: Sequence[Tensor],
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    """The definition: one step after the other."""
+    wide = [x.to(dtype) for x in arguments]
+
+    def step(before: list[Tensor], of_step: Any) -> list[Tensor]:
+        return list(evaluate(trace.forward, [*before, *(x[of_step] if x.dim() == 3 else x for x in wide)]))
+
+    return _walk(step, state, cu_seqlens, resets, reverse, arguments[trace.sequences.index(True)].shape)
+
+
+def _walk(
+    step: Any,
+    initial: Sequence[Tensor],
+    cu_seqlens: Tensor | None,
+    resets: Tensor | None,
+    reverse: bool,
+    shape: Sequence[int],
+) -> list[Tensor]:
+    """All states, (B, T, D) each, and the last ones; ``step(states, place)`` takes the step at a place of a tensor."""
+    batch, length, _ = shape
+    spans = [(slice(None), 0, length)]
+    if cu_seqlens is not None:
+        spans = [(slice(0, 1), i, j) for i, j in itertools.pairwise(cu_seqlens.tolist())]
+    rows: list[list[Tensor]] = [[] for _ in initial]
+    ends: list[list[Tensor]] = [[] for _ in initial]
+    for n, (which, begin, end) in enumerate(spans):
+        state = [x if cu_seqlens is None else x[n : n + 1] for x in initial]
+        steps: list[list[Tensor]] = [[] for _ in initial]
+        for t in reversed(range(begin, end)) if reverse else range(begin, end):
+            if resets is not None:
+                state = [x.masked_fill(resets[which, t, None], 0.0) for x in state]
+            state = [x.expand(batch, shape[2]) for x in step(state, (which, t))]
+            for own, x in zip(steps, state, strict=True):
+                own.append(x)
+        for k, own in enumerate(steps):
+            rows[k] += reversed(own) if reverse else own
+            ends[k].append(state[k])
+    return [torch.stack(x, 1) if x else initial[0].new_empty(shape) for x in rows] + [torch.cat(x) for x in ends]
+
+
+def _fake(recurrence: str, h0: Any, c0: Any, cu_seqlens: Tensor | None, *others: Any) -> list[Tensor]:
+    trace = parse(recurrence)
+    like = _parted(trace, others[3:])[0][0]
+    shapes = [like.shape] * trace.states + [_last_shape(like, cu_seqlens)] * trace.states
+    return [like.new_empty(shape) for shape in shapes]
+
+
+def _context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
+    ctx.recurrence, h0, c0, cu_seqlens, resets, ctx.reverse, ctx.backend, *arguments = inputs
+    states = output[: parse(ctx.recurrence).states]
+    ctx.save_for_backward(h0, c0, cu_seqlens, resets, *states, *arguments)
+    ctx.set_materialize_grads(False)
+
+
+def _grad(ctx: Any, *grads: Tensor | None) -> tuple:
+    h0, c0, cu_seqlens, resets, *tensors = ctx.saved_tensors
+    count = len(tensors) - parse(ctx.recurrence).states
+    if all(g is None for g in grads):
+        return (None,) * (7 + count)
+    given = [tensors[0].new_empty(0) if g is None else g for g in grads]
+    found = _backward(ctx.recurrence, h0, c0, cu_seqlens, resets, ctx.reverse, ctx.backend, *given, *tensors)
+    initial = [None if x is None else g for x, g in zip((h0, c0), found, strict=False)]
+    return None, *initial, None, None, None, None, *found[2:]
+
+
+def _backward_impl(
+    recurrence: str,
+    h0: Tensor | None,
+    c0: Tensor | None,
+    cu_seqlens: Tensor | None,
+    resets: Tensor | None,
+    reverse: bool,
+    backend: str,
+    *tensors: Tensor,
+) -> list[Tensor]:
+    """Gradients of h0, c0 and the arguments.
+
+    ``tensors`` are the gradients of states and of last states, an empty one of zeros, the states and the arguments.
+    """
+    trace = parse(recurrence)
+    grads, grads_last, states, arguments = _grouped(trace, tensors)
+    like = states[0]
+    check_cu_seqlens(cu_seqlens, like.shape[1])
+    kernels = _kernels(backend, like)
+    absent = like.new_empty(0)
+    if like.numel() == 0:
+        of_initial = [x.clone() for x in _or_zeros(grads_last, _last_shape(like, cu_seqlens))]
+        of_initial += [absent] * (2 - trace.states)
+        return [*of_initial, *map(torch.zeros_like, arguments)]
+    if kernels is None:
+        with torch.no_grad():
+            found = _composite(recurrence, h0, c0, cu_seqlens, resets, reverse, backend, *tensors)
+            return [x.clone() for x in found]
+    sequences, parameters = _parted(trace, arguments)
+    initial = _initial(trace, like, h0, c0, cu_seqlens)
+    of_sequences, of_parameters, of_initial = kernels.steps_backward(
+        trace, sequences, parameters, initial, states, *map(_or_none, (grads, grads_last)), cu_seqlens, resets, reverse
+    )
+    both = [*of_initial, absent][:2]
+    return [*both, *_joined(trace, of_sequences, of_parameters)]
+
+
+def _or_none(grads: Sequence[Tensor]) -> list[Tensor | None]:
+    return [g if g.numel() else None for g in grads]
+
+
+def _or_zeros(grads: Sequence[Tensor], shape: Sequence[int]) -> list[Tensor]:
+    return [g if g.shape == shape else g.new_zeros(shape) for g in grads]
+
+
+def _last_shape(x: Tensor, cu_seqlens: Tensor | None) -> torch.Size:
+    return torch.Size((x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1, x.shape[2]))
+
+
+def _grouped(trace: Trace, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
+    count = trace.states
+    return (
+        list(tensors[:count]),
+        list(tensors[count : 2 * count]),
+        list(tensors[2 * count : 3 * count]),
+        list(tensors[3 * count :]),
+    )
+
+
+def _backward_fake(recurrence: str, h0: Any, c0: Any, cu_seqlens: Tensor | None, *others: Any) -> list[Tensor]:
+    trace = parse(recurrence)
+    *_, states, arguments = _grouped(trace, others[3:])
+    of_initial = [x.new_empty(_last_shape(x, cu_seqlens)) for x in states]
+    of_initial += [states[0].new_empty(0)] * (2 - trace.states)
+    return [*of_initial, *(x.new_empty(x.shape) for x in arguments)]
+
+
+def _composite(
+    recurrence: str,
+    h0: Tensor | None,
+    c0: Tensor | None,
+    cu_seqlens: Tensor | None,
+    resets: Tensor | None,
+    reverse: bool,
+    backend: str,
+    *tensors: Tensor,
+) -> tuple[Tensor, ...]:
+    """As :func:`_backward_impl`, in differentiable operations."""
+    trace = parse(recurrence)
+    grads, grads_last, states, arguments = _grouped(trace, tensors)
+    dtype = _compute_dtype(backend, states[0])
+    before, jacobian = _linearised(trace, states, h0, c0, cu_seqlens, resets, reverse, arguments, dtype)
+    transposed = [list(column) for column in zip(*jacobian, strict=True)]
+    wide = [g.to(dtype) for g in _or_zeros(grads, states[0].shape)]
+    last = [g.to(dtype) for g in _or_zeros(grads_last, _last_shape(states[0], cu_seqlens))]
+    # s[t] = J[t]^T (grad[t] + s[t+1]) goes back over step t.
+    offsets = [sum((j * g for j, g in zip(row, wide, strict=True)), torch.zeros_like(wide[0])) for row in transposed]
+    found = _scan(transposed, offsets, last, cu_seqlens, not reverse, backend)
+    carried, first = found[: trace.states], found[trace.states :]
+    total = [g + shift(s, end, not reverse, cu_seqlens) for g, s, end in zip(wide, carried, last, strict=True)]
+    slopes = evaluate(trace.backward, [*before, *(x.to(dtype) for x in arguments), *total])[trace.states :]
+    shape = states[0].shape
+    of_arguments = [s.expand(shape).sum_to_size(x.shape).to(x.dtype) for s, x in zip(slopes, arguments, strict=True)]
+    of_initial = [x.to(states[0].dtype) for x in first] + [states[0].new_empty(0)] * (2 - trace.states)
+    return *of_initial, *of_arguments
+
+
+def _linearised(
+    trace: Trace,
+    states: Sequence[Tensor],
+    h0: Tensor | None,
+    c0: Tensor | None,
+    cu_seqlens: Tensor | None,
+    resets: Tensor | None,
+    reverse: bool,
+    arguments: Sequence[Tensor],
+    dtype: torch.dtype,
+) -> tuple[list[Tensor], list[list[Tensor]]]:
+    """The states before each step, and the derivatives of those after it, which do not cross a reset."""
+    before = [
+        zeroed(shift(x.to(dtype), first, reverse, cu_seqlens), resets)
+        for x, first in zip(states, (h0, c0), strict=False)
+    ]
+    slopes = evaluate(trace.jacobian, [*before, *(x.to(dtype) for x in arguments)])
+    flat = [zeroed(x.expand(before[0].shape), resets) for x in slopes]
+    return before, [flat[k : k + trace.states] for k in range(0, len(flat), trace.states)]
+
+
+def _scan(
+    a: Sequence[Sequence[Tensor]],
+    b: Sequence[Tensor],
+    initial: Sequence[Tensor],
+    cu_seqlens: Tensor | None,
+    reverse: bool,
+    backend: str,
+) -> list[Tensor]:
+    """The linear recurrence of one state, or of two by their matrix; all states, and the last."""
+    if len(b) == 1:
+        return list(linear_scan(a[0][0], b[0], initial[0], cu_seqlens, None, reverse, backend))
+
+    def step(before: list[Tensor], at: Any) -> list[Tensor]:
+        return [x[at] * before[0] + y[at] * before[1] + z[at] for (x, y), z in zip(a, b, strict=True)]
+
+    return _walk(step, initial, cu_seqlens, None, reverse, b[0].shape)
+
+
+def _jvp(args: tuple, results: tuple[Tensor, ...], tangents: tuple) -> tuple[Tensor, ...]:
+    recurrence, h0, c0, cu_seqlens, resets, reverse, backend, *arguments = args
+    trace = parse(recurrence)
+    states = results[: trace.states]
+    dtype = _compute_dtype(backend, states[0])
+    before, jacobian = _linearised(trace, states, h0, c0, cu_seqlens, resets, reverse, arguments, dtype)
+    wide = [x.to(dtype) for x in arguments]
+    one, zero = wide[0].new_ones(()), wide[0].new_zeros(())
+    offsets = []
+    for k in range(trace.states):  # the function is elementwise: its gradient is its derivative
+        chosen = [one if i == k else zero for i in range(trace.states)]
+        slopes = evaluate(trace.backward, [*before, *wide, *chosen])[trace.states :]
+        moving = [s * x.to(dtype) for s, x in zip(slopes, tangents[7:], strict=True) if x is not None]
+        offsets.append(sum(moving, torch.zeros_like(before[0])))
+    initial = [
+        torch.zeros_like(x) if d is None else d.to(dtype)
+        for x, d in zip(results[trace.states :], tangents[1:3], strict=False)
+    ]
+    moved = _scan(jacobian, offsets, [x.to(dtype) for x in initial], cu_seqlens, reverse, backend)
+    return tuple(x.to(states[0].dtype) for x in moved)
+
+
+def _groups(recurrence: str, *others: Any) -> Groups:
+    trace = parse(recurrence)
+    return (None, 1, 1) + (None,) * 4 + (1,) * len(trace.sequences), (1, 1) * trace.states
+
+
+def _backward_groups(recurrence: str, *others: Any) -> Groups:
+    trace = parse(recurrence)
+    count = len(trace.sequences)
+    return (None, 1, 1) + (None,) * 4 + (1,) * (3 * trace.states + count), (1, 1) + (1,) * count
+
+
+_backward = gradient("nonlinear_recurrence_backward", _backward_impl, _backward_fake, _backward_groups, _composite)
+nonlinear_recurrence = operator("nonlinear_recurrence", _forward, _fake, _context, _grad, _groups, jvp=_jvp)

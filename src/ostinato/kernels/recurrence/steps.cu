@@ -1,0 +1,278 @@
+// A recurrence whose next state is any function of the one before: a thread takes one channel of one sequence through
+// time, or through one chunk of it, one step after the other.
+//
+// What a step computes is the Cell, printed from the trace of a function: `forward` makes the next states, `jacobian`
+// their derivatives with respect to those before, `backward` the gradients of the states before, of the step's inputs and
+// of the channel's parameters, from those of its states.  Nothing is kept for backward but inputs and states.
+//
+// Where there are channels enough to fill the chip, a chunk is all of time.  Else the chunks of a channel are taken side
+// by side, each from a guess of the state that it begins in (multiple shooting; Bock & Plitt 1984).  Each also makes the
+// derivative of its last state with respect to its first (COMPOSE), and `link` improves all guesses at once by Newton's
+// method, which is a linear recurrence over the chunks.  A channel is done when no guess changes by more than rounding
+// does, and later passes leave it alone; what is not done after some passes is taken as one chunk.  Backward is linear,
+// so one pass that composes and one that stores are exact, unless a derivative overflows.
+//
+// A warp's channels are neighbours, so it reads whole lines, and has the numbers of the next AHEAD steps on their way
+// while it takes the last ones: where warps are few, nobody else has work to hide that wait.
+//
+// Steps are counted in the order in which the forward takes them; a backward walk counts its own from the last one.
+
+using Index = long long;
+constexpr int STATES = Cell::STATES, SEQUENCES = Cell::SEQUENCES, PARAMETERS = Cell::PARAMETERS;
+constexpr int THREADS = 32;
+
+struct Tensor {  // (batch, time, channels); channels are neighbours
+    Scalar* data;  // null: all zero
+    Index batch, time;
+};
+
+struct Arguments {
+    Tensor x[SEQUENCES], h[STATES];
+    Tensor grad_h[BACKWARD ? STATES : 1], grad_x[BACKWARD ? SEQUENCES : 1];
+    const Scalar* first[STATES];  // states before the first step, (sequences, channels), or null
+    Scalar* last[STATES];         // forward: those after the last
+    const Scalar* grad_last[BACKWARD ? STATES : 1];
+    Scalar* grad_first[BACKWARD ? STATES : 1];  // or null
+    const Compute* parameter[PARAMETERS ? PARAMETERS : 1];
+    Compute* grad_parameters;  // (sequences, PARAMETERS, channels)
+    const int* bounds;         // cu_seqlens, or null
+    const unsigned char* resets;
+    Index resets_batch, resets_time;
+    const Compute* start;   // of each chunk but the first, (sequences, chunks, STATES, channels), or null: all zero
+    Compute* end;           // COMPOSE: of each chunk
+    Compute* slope;         // COMPOSE: its derivative, (sequences, chunks, STATES, STATES, channels)
+    unsigned char* done;    // (sequences, channels), or null: take all
+    int sequences, steps, channels, reverse, chunks, chunk;
+    int chosen;  // channels for which done is this
+};
+
+// The steps of one sequence.
+struct Sequence {
+    int batch, begin, count;
+    bool reverse;
+
+    __device__ Sequence(const Arguments& p, int n) : batch(n), begin(0), count(p.steps), reverse(p.reverse) {
+        if (p.bounds) batch = 0, begin = p.bounds[n], count = p.bounds[n + 1] - begin;
+    }
+    __device__ Index time(int i) const { return reverse ? begin + count - 1 - i : begin + i; }
+    __device__ Scalar* at(const Tensor& x, int channel, int i) const {
+        return x.data + batch * x.batch + time(i) * x.time + channel;
+    }
+};
+
+// What is read of one step.
+struct Inputs {
+    Scalar x[SEQUENCES], before[BACKWARD ? STATES : 1], grad[BACKWARD ? STATES : 1];
+    bool reset;
+
+    __device__ void load(const Arguments& p, const Sequence& sequence, int channel, int i) {
+#pragma unroll
+        for (int k = 0; k < SEQUENCES; ++k) x[k] = *sequence.at(p.x[k], channel, i);
+        reset = p.resets && p.resets[sequence.batch * p.resets_batch + sequence.time(i) * p.resets_time];
+        if constexpr (BACKWARD) {
+#pragma unroll
+            for (int k = 0; k < STATES; ++k) {
+                if (i > 0) before[k] = *sequence.at(p.h[k], channel, i - 1);
+                if (p.grad_h[k].data) grad[k] = *sequence.at(p.grad_h[k], channel, i);
+            }
+        }
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS) steps(const __grid_constant__ Arguments p) {
+    const int groups = (p.channels + THREADS - 1) / THREADS;
+    const int channel = blockIdx.x % groups * THREADS + threadIdx.x, place = blockIdx.x / groups;
+    const int n = place / p.chunks, chunk = place % p.chunks;
+    if (channel >= p.channels) return;
+    const Sequence sequence(p, n);
+    const Index at = Index(n) * p.channels + channel;
+    const int from = chunk * p.chunk, to = min(sequence.count, from + p.chunk);
+    if ((from >= sequence.count && chunk > 0) || (p.done && p.done[at] != p.chosen)) return;
+    const auto of_chunk = [&](int count, int k) { return (Index(place) * count + k) * p.channels + channel; };
+
+    Compute parameter[PARAMETERS + 1], first[STATES];
+#pragma unroll
+    for (int k = 0; k < PARAMETERS; ++k) parameter[k] = p.parameter[k][channel];
+#pragma unroll
+    for (int k = 0; k < STATES; ++k) first[k] = p.first[k] ? widen(p.first[k][at]) : Compute(0);
+
+    // The states, or the gradients that flow into the step before, and their derivatives by those at the beginning.
+    Compute state[STATES], slope[STATES][STATES];
+    double sums[PARAMETERS + 1] = {};
+#pragma unroll
+    for (int k = 0; k < STATES; ++k) {
+        if (chunk > 0) state[k] = p.start ? p.start[of_chunk(STATES, k)] : Compute(0);
+        else if constexpr (BACKWARD) state[k] = p.grad_last[k] ? widen(p.grad_last[k][at]) : Compute(0);
+        else state[k] = first[k];
+#pragma unroll
+        for (int j = 0; j < STATES; ++j) slope[k][j] = j == k;
+    }
+    const auto step_of = [&](int j) { return BACKWARD ? sequence.count - 1 - j : j; };
+
+    Inputs inputs[AHEAD], later[AHEAD];
+    const auto fetch = [&](int begin) {
+#pragma unroll
+        for (int u = 0; u < AHEAD; ++u)
+            if (begin + u < to) later[u].load(p, sequence, channel, step_of(begin + u));
+    };
+    const auto take = [&](const Inputs& input, int i, Compute (&partial)[PARAMETERS + 1]) {
+        Compute x[SEQUENCES], before[STATES];
+#pragma unroll
+        for (int k = 0; k < SEQUENCES; ++k) x[k] = widen(input.x[k]);
+        if constexpr (BACKWARD) {
+            Compute grad[STATES], grad_x[SEQUENCES], grad_parameter[PARAMETERS + 1];
+#pragma unroll
+            for (int k = 0; k < STATES; ++k) {
+                before[k] = input.reset ? Compute(0) : i > 0 ? widen(input.before[k]) : first[k];
+                grad[k] = state[k] + (p.grad_h[k].data ? widen(input.grad[k]) : Compute(0));
+            }
+            Cell::backward(before, x, parameter, grad, state, grad_x, grad_parameter);
+#pragma unroll
+            for (int k = 0; k < STATES; ++k) state[k] = input.reset ? Compute(0) : state[k];
+            if constexpr (COMPOSE) {
+                Compute columns[STATES][STATES];
+#pragma unroll
+                for (int j = 0; j < STATES; ++j) {
+#pragma unroll
+                    for (int k = 0; k < STATES; ++k) grad[k] = slope[k][j];
+                    Cell::backward(before, x, parameter, grad, columns[j], grad_x, grad_parameter);
+                }
+#pragma unroll
+                for (int k = 0; k < STATES; ++k)
+#pragma unroll
+                    for (int j = 0; j < STATES; ++j) slope[k][j] = input.reset ? Compute(0) : columns[j][k];
+            } else {
+#pragma unroll
+                for (int k = 0; k < SEQUENCES; ++k) *sequence.at(p.grad_x[k], channel, i) = Scalar(grad_x[k]);
+#pragma unroll
+                for (int k = 0; k < PARAMETERS; ++k) partial[k] += grad_parameter[k];
+            }
+        } else {
+#pragma unroll
+            for (int k = 0; k < STATES; ++k) before[k] = input.reset ? Compute(0) : state[k];
+            Cell::forward(before, x, parameter, state);
+            if constexpr (COMPOSE) {
+                Compute jacobian[STATES * STATES], product[STATES][STATES];
+                Cell::jacobian(before, x, parameter, jacobian);
+#pragma unroll
+                for (int k = 0; k < STATES; ++k)
+#pragma unroll
+                    for (int j = 0; j < STATES; ++j) {
+                        product[k][j] = 0;
+#pragma unroll
+                        for (int i = 0; i < STATES; ++i) product[k][j] += jacobian[k * STATES + i] * slope[i][j];
+                    }
+#pragma unroll
+                for (int k = 0; k < STATES; ++k)
+#pragma unroll
+                    for (int j = 0; j < STATES; ++j) slope[k][j] = input.reset ? Compute(0) : product[k][j];
+            }
+#pragma unroll
+            for (int k = 0; k < STATES; ++k) *sequence.at(p.h[k], channel, i) = Scalar(state[k]);
+        }
+    };
+
+    fetch(from);
+    for (int begin = from; begin < to; begin += AHEAD) {
+#pragma unroll
+        for (int u = 0; u < AHEAD; ++u) inputs[u] = later[u];
+        fetch(begin + AHEAD);
+        Compute partial[PARAMETERS + 1] = {};
+        if (begin + AHEAD <= to) {
+#pragma unroll
+            for (int u = 0; u < AHEAD; ++u) take(inputs[u], step_of(begin + u), partial);
+        } else {
+#pragma unroll
+            for (int u = 0; u < AHEAD; ++u)
+                if (begin + u < to) take(inputs[u], step_of(begin + u), partial);
+        }
+#pragma unroll
+        for (int k = 0; k < PARAMETERS; ++k) sums[k] += partial[k];
+    }
+
+    const bool last = to == sequence.count;
+    if constexpr (COMPOSE) {
+#pragma unroll
+        for (int k = 0; k < STATES; ++k) {
+            p.end[of_chunk(STATES, k)] = state[k];
+#pragma unroll
+            for (int j = 0; j < STATES; ++j) p.slope[of_chunk(STATES * STATES, k * STATES + j)] = slope[k][j];
+        }
+    }
+    if constexpr (!BACKWARD) {
+#pragma unroll
+        for (int k = 0; k < STATES; ++k)
+            if (last) p.last[k][at] = Scalar(state[k]);
+    } else if constexpr (!COMPOSE) {
+#pragma unroll
+        for (int k = 0; k < STATES; ++k)
+            if (last && p.grad_first[k]) p.grad_first[k][at] = Scalar(state[k]);
+#pragma unroll
+        for (int k = 0; k < PARAMETERS; ++k) p.grad_parameters[of_chunk(PARAMETERS, k)] = Compute(sums[k]);
+    }
+}
+
+struct Links {
+    Compute* start;  // as in Arguments
+    const Compute *end, *slope;
+    unsigned char* done;
+    const int* bounds;
+    Compute tolerance;  // of a change, relative to what it is of or to 1; infinite where one link is exact
+    int sequences, steps, channels, chunks, chunk;
+};
+
+// One thread takes a channel from chunk to chunk, correcting the state that each begins in.
+extern "C" __global__ void __launch_bounds__(THREADS) link(const __grid_constant__ Links p) {
+    const int groups = (p.channels + THREADS - 1) / THREADS;
+    const int n = blockIdx.x / groups, channel = blockIdx.x % groups * THREADS + threadIdx.x;
+    if (channel >= p.channels) return;
+    const Index at = Index(n) * p.channels + channel;
+    if (p.done[at]) return;
+    const int count = p.bounds ? p.bounds[n + 1] - p.bounds[n] : p.steps;
+    const int joints = (count + p.chunk - 1) / p.chunk - 1;
+
+    struct Joint { Compute end[STATES], slope[STATES * STATES], start[STATES]; } later[AHEAD], joint[AHEAD];
+    const auto fetch = [&](int begin) {
+#pragma unroll
+        for (int u = 0; u < AHEAD; ++u) {
+            const Index k = Index(n) * p.chunks + begin + u;
+            if (begin + u >= joints) continue;
+#pragma unroll
+            for (int i = 0; i < STATES; ++i) {
+                later[u].end[i] = p.end[(k * STATES + i) * p.channels + channel];
+                later[u].start[i] = p.start[((k + 1) * STATES + i) * p.channels + channel];
+            }
+#pragma unroll
+            for (int i = 0; i < STATES * STATES; ++i)
+                later[u].slope[i] = p.slope[(k * STATES * STATES + i) * p.channels + channel];
+        }
+    };
+    Compute change[STATES] = {};
+    bool met = true;
+    fetch(0);
+    for (int begin = 0; begin < joints; begin += AHEAD) {
+#pragma unroll
+        for (int u = 0; u < AHEAD; ++u) joint[u] = later[u];
+        fetch(begin + AHEAD);
+#pragma unroll
+        for (int u = 0; u < AHEAD; ++u) {
+            if (begin + u >= joints) continue;
+            Compute next[STATES];
+#pragma unroll
+            for (int i = 0; i < STATES; ++i) {
+                next[i] = joint[u].end[i];
+#pragma unroll
+                for (int j = 0; j < STATES; ++j)
+                    if (change[j] != 0) next[i] += joint[u].slope[i * STATES + j] * change[j];  // not 0 * infinity
+            }
+#pragma unroll
+            for (int i = 0; i < STATES; ++i) {
+                change[i] = next[i] - joint[u].start[i];
+                const Compute size = next[i] < 0 ? -next[i] : next[i], by = change[i] < 0 ? -change[i] : change[i];
+                met &= by <= p.tolerance * (size > 1 ? size : 1) && size < infinity();  // NaN is not
+                p.start[((Index(n) * p.chunks + begin + u + 1) * STATES + i) * p.channels + channel] = next[i];
+            }
+        }
+    }
+    if (met) p.done[at] = 1;
+}

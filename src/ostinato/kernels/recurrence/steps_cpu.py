@@ -1,0 +1,301 @@
+"""Non-linear recurrences on CPUs, one step after the other: loops printed from a trace, compiled by Numba.
+
+The work is cut into groups of sequences by blocks of channels.  Time is the middle loop; channels are the inner one,
+contiguous, vectorised by LLVM.  Between two steps the states live in ``state0``, ``state1``: the initial ones on entry,
+the last ones on return; backward the gradients that go back through time.
+"""
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numba import carray
+from torch import Tensor
+
+from ostinato.kernels import numba_loops
+from ostinato.kernels.numba_loops import NUMPY_DTYPES, compiled_loop, integers, streams
+from ostinato.kernels.recurrence.print_cpu import _lines
+from ostinato.kernels.recurrence.trace import Trace
+from ostinato.kernels.scan.cpu import blocks_of, constant, empty, initial_state, rows
+from ostinato.kernels.threads import run_loop, threads_for
+
+WIDTH = 64  # channels that a block has at least
+FLUSH = 64  # steps whose gradients of parameters are summed in the loop's dtype before they join the float64 total
+
+_LOOP = """
+def run(address):
+    work = carray(address, 1, WORK)[0]
+    bounds, resets = pointer_to(work.bounds, int64), pointer_to(work.resets, uint8)
+{pointers}
+    piece = take_piece(address)
+    while piece < work.pieces:
+        block, part = divmod(piece, work.parts)
+        begin, end = block * work.width, min((block + 1) * work.width, work.channels)
+        for n in range(part * work.sequences // work.parts, (part + 1) * work.sequences // work.parts):
+            first, last = (bounds[n], bounds[n + 1]) if work.bounds else (0, work.length)
+            at = n * work.channels
+            for i in range(last - first):
+{body}
+        piece = take_piece(address)
+"""
+
+_FORWARD = """\
+                t = last - 1 - i if work.reverse else first + i
+                if work.resets and resets[n * work.resets_n + t * work.resets_t]:
+                    for j in range(begin, end):
+{zeros}
+{places}
+                for j in range(begin, end):
+{lines}
+{stores}"""
+
+_BACKWARD = """\
+                t = first + i if work.reverse else last - 1 - i
+                t_before = t + 1 if work.reverse else t - 1
+                reset = work.resets and resets[n * work.resets_n + t * work.resets_t]
+{places}
+                if i == last - first - 1:
+{firsts}
+                if reset:
+{absents}
+                for j in range(begin, end):
+{lines}
+{stores}
+                if reset:
+                    for j in range(begin, end):
+{zeros}
+                if i % FLUSH == FLUSH - 1 or i == last - first - 1:
+                    for j in range(begin, end):
+{flushes}"""
+
+
+class _Arrays:
+    """The names of a loop's arrays: those with a row for each step, those with one for each sequence, and others."""
+
+    def __init__(self, trace: Trace, backward: bool) -> None:
+        states, count = range(trace.states), sum(trace.sequences)
+        self.parameters = [f"p{k}" for k in range(len(trace.sequences) - count)]
+        self.states = [f"state{k}" for k in states]
+        self.sequences = [f"x{k}" for k in range(count)]
+        if backward:
+            self.before = [f"h{k}" for k in states]
+            self.first = [f"first{k}" for k in states]
+            self.grads = [f"grad_h{k}" for k in states]
+            self.results = [f"grad_x{k}" for k in range(count)]
+            self.sums = [f"sum{k}" for k in range(len(self.parameters))]
+            self.of_steps = [*self.sequences, *self.before, *self.grads, *self.results]
+            self.totals = [f"total{k}" for k in range(len(self.parameters))]
+        else:
+            self.results = [f"out{k}" for k in states]
+            self.of_steps = [*self.sequences, *self.results]
+            self.first, self.sums, self.totals = [], [], []
+        self.plain = [*self.parameters, *self.states, *self.sums, "absent"]
+
+    def arguments(self, trace: Trace) -> list[str]:
+        """The function's own, in its order, at channel j."""
+        own = {True: iter(self.sequences), False: iter(self.parameters)}
+        names = [next(own[sequence]) for sequence in trace.sequences]
+        return [_load(x, "j" if x in self.parameters else f"at_{x} + j") for x in names]
+
+
+def _load(name: str, place: str, stream: str = "") -> str:
+    return f'load({name}, {place}, "{stream or name}")'
+
+
+def _indented(depth: int, lines: Sequence[str]) -> str:
+    return "\n".join("    " * depth + line for line in lines or ["pass"])
+
+
+@functools.lru_cache(maxsize=1024)
+def print_loop(trace: Trace, backward: bool) -> str:
+    """The source of ``run(address)``."""
+    arrays = _Arrays(trace, backward)
+    pointers = [f"{x} = pointer_to(work.{x}, dtype)" for x in [*arrays.of_steps, *arrays.first, *arrays.plain]]
+    pointers += [f"{x} = pointer_to(work.{x}, float64)" for x in arrays.totals]
+    time = {x: "t_before" if backward and x in arrays.before else "t" for x in arrays.of_steps}
+    places = [f"at_{x} = n * work.{x}_n + {time[x]} * work.{x}_t" for x in arrays.of_steps]
+    zeros = [f"{x}[at + j] = 0" for x in arrays.states]
+    if not backward:
+        inputs = [_load(x, "at + j") for x in arrays.states] + arrays.arguments(trace)
+        lines, results = _lines(trace.forward, inputs)
+        stores = [f'store({x}, at + j, {y}, "{x}")' for x, y in zip(arrays.states, results, strict=True)]
+        stores += [f'store({x}, at_{x} + j, {y}, "{x}")' for x, y in zip(arrays.results, results, strict=True)]
+        body = _FORWARD.format(
+            zeros=_indented(6, zeros),
+            places=_indented(4, places),
+            lines=_indented(4, lines),
+            stores=_indented(5, stores),
+        )
+        return _LOOP.format(pointers=_indented(1, pointers), body=body)
+    pointers += [f"before_{x} = {x}" for x in arrays.before]
+    places += [f"before_{x} = {x}" for x in arrays.before]
+    firsts = [f"before_{x}, at_{x} = {y}, n * work.{y}_n" for x, y in zip(arrays.before, arrays.first, strict=True)]
+    absents = [f"before_{x}, at_{x} = absent, 0" for x in arrays.before]
+    inputs = [_load(f"before_{x}", f"at_{x} + j", x) for x in arrays.before] + arrays.arguments(trace)
+    inputs += [
+        f"{_load(x, f'at_{x} + j')} + {_load(y, 'at + j')}" for x, y in zip(arrays.grads, arrays.states, strict=True)
+    ]
+    lines, results = _lines(trace.backward, inputs)
+    of = {True: iter(arrays.results), False: iter(arrays.sums)}
+    stores = [f'store({x}, at + j, {y}, "{x}")' for x, y in zip(arrays.states, results, strict=False)]
+    for sequence, y in zip(trace.sequences, results[trace.states :], strict=True):
+        x = next(of[sequence])
+        place, value = (f"at_{x} + j", y) if sequence else ("at + j", f"{_load(x, 'at + j')} + {y}")
+        stores.append(f'store({x}, {place}, {value}, "{x}")')
+    flushes = [
+        line
+        for x, total in zip(arrays.sums, arrays.totals, strict=True)
+        for line in (f"{total}[at + j] += {x}[at + j]", f"{x}[at + j] = 0")
+    ]
+    body = _BACKWARD.format(
+        places=_indented(4, places),
+        firsts=_indented(5, firsts),
+        absents=_indented(5, absents),
+        lines=_indented(4, lines),
+        stores=_indented(5, stores),
+        zeros=_indented(6, zeros),
+        flushes=_indented(6, flushes),
+    )
+    return _LOOP.format(pointers=_indented(1, pointers), body=body)
+
+
+@functools.cache
+def _loop(trace: Trace, backward: bool, dtype: type) -> tuple[Any, type[ctypes.Structure]]:
+    """The compiled loop, and the structure that it is called with."""
+    arrays = _Arrays(trace, backward)
+    fields = [
+        *integers("next_piece", "pieces", "parts", "width", "sequences", "length", "channels", "reverse"),
+        *integers("bounds", "resets", "resets_n", "resets_t", *arrays.plain, *arrays.totals),
+        *(field for x in arrays.of_steps for field in integers(x, f"{x}_n", f"{x}_t")),
+        *(field for x in arrays.first for field in integers(x, f"{x}_n")),
+    ]
+    work = type("Work", (ctypes.Structure,), {"_fields_": fields})
+    load, store = streams(*arrays.of_steps, *arrays.first, *arrays.plain)
+    source = print_loop(trace, backward)
+    names: dict[str, Any] = {**vars(numba_loops), "load": load, "store": store, "dtype": dtype, "FLUSH": FLUSH}
+    names |= {"carray": carray, "WORK": np.dtype(work), "int64": np.int64, "uint8": np.uint8, "float64": np.float64}
+    exec(compile(source, f"<{trace.name}>", "exec"), names)
+    return compiled_loop(names["run"], f"{np.dtype(dtype)}{source}"), work
+
+
+def steps(
+    trace: Trace,
+    sequences: Sequence[Tensor],
+    parameters: Sequence[Tensor],
+    h0: Sequence[Tensor] | None,
+    cu_seqlens: Tensor | None,
+    resets: Tensor | None,
+    reverse: bool,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The states after every step, and those after the last."""
+    like = sequences[0]
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    state = _states(trace, like, h0, cu_seqlens, dtype)
+    outs = [empty(like.shape, dtype) for _ in state]
+    _run(trace, False, dtype, cu_seqlens, resets, reverse, sequences, parameters, state, outs)
+    return [x.to(like.dtype) for x in outs], [x.to(like.dtype) for x in state]
+
+
+def steps_backward(
+    trace: Trace,
+    sequences: Sequence[Tensor],
+    parameters: Sequence[Tensor],
+    h0: Sequence[Tensor] | None,
+    states: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
+    grads_last: Sequence[Tensor | None],
+    cu_seqlens: Tensor | None,
+    resets: Tensor | None,
+    reverse: bool,
+) -> tuple[list[Tensor], list[Tensor], list[Tensor] | None]:
+    """Gradients of the sequences, the parameters and the initial states (None if there are none)."""
+    like = sequences[0]
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    state = [_states(trace, like, None if g is None else [g], cu_seqlens, dtype, 1)[0] for g in grads_last]
+    absent = constant(0.0, state[0].shape, dtype)
+    results = [empty(like.shape, dtype) for _ in sequences]
+    sums = [torch.zeros_like(state[0]) for _ in parameters]
+    totals = [torch.zeros_like(x, dtype=torch.float64) for x in sums]
+    extra = {
+        "h": [rows(x, dtype) for x in states],
+        "first": [absent] * trace.states if h0 is None else [rows(x, dtype) for x in h0],
+        "grad_h": [constant(0.0, like.shape, dtype) if g is None else rows(g, dtype) for g in grads],
+        "sum": sums,
+        "total": totals,
+    }
+    _run(trace, True, dtype, cu_seqlens, resets, reverse, sequences, parameters, state, results, extra)
+    of_parameters = [g.sum(0).to(x.dtype) for g, x in zip(totals, parameters, strict=True)]
+    grad_h0 = None if h0 is None else [x.to(like.dtype) for x in state]
+    return [x.to(like.dtype) for x in results], of_parameters, grad_h0
+
+
+def _states(
+    trace: Trace,
+    like: Tensor,
+    given: Sequence[Tensor] | None,
+    cu_seqlens: Tensor | None,
+    dtype: torch.dtype,
+    count: int = 0,
+) -> list[Tensor]:
+    """What the loop's states start from, in memory of their own."""
+    shape = like.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1, like.shape[2]
+    count = count or trace.states
+    return [initial_state(None if given is None else given[k], shape, dtype) for k in range(count)]
+
+
+def _run(
+    trace: Trace,
+    backward: bool,
+    dtype: torch.dtype,
+    cu_seqlens: Tensor | None,
+    resets: Tensor | None,
+    reverse: bool,
+    sequences: Sequence[Tensor],
+    parameters: Sequence[Tensor],
+    state: Sequence[Tensor],
+    results: Sequence[Tensor],
+    extra: dict[str, list[Tensor]] | None = None,
+) -> None:
+    arrays = {
+        "x": [rows(x, dtype) for x in sequences],
+        "p": [x.to(dtype).contiguous() for x in parameters],
+        "state": state,
+        "grad_x" if backward else "out": results,
+        "absent": [constant(0.0, state[0].shape, dtype)],
+        **(extra or {}),
+    }
+    packed = cu_seqlens is not None
+    bounds = cu_seqlens.to(torch.int64).contiguous() if cu_seqlens is not None else None
+    loop, work_type = _loop(trace, backward, NUMPY_DTYPES[dtype])
+    known = {field[0] for field in work_type._fields_}
+    fields: dict[str, int] = {}
+    for kind, tensors in arrays.items():
+        for k, x in enumerate(tensors):
+            name = kind if kind == "absent" else f"{kind}{k}"
+            fields[name] = x.data_ptr()
+            strides = {f"{name}_n": 0 if packed and x.dim() == 3 else x.stride(0)}
+            if x.dim() == 3:
+                strides[f"{name}_t"] = x.stride(1)
+            fields |= {key: value for key, value in strides.items() if key in known}
+    count, channels = state[0].shape
+    threads = threads_for(sequences[0].numel())
+    parts = min(count, 4 * threads)
+    blocks, width = blocks_of(channels, WIDTH, threads, parts)
+    work = work_type(
+        pieces=parts * blocks,
+        parts=parts,
+        width=width,
+        sequences=count,
+        length=sequences[0].shape[1],
+        channels=channels,
+        reverse=reverse,
+        bounds=0 if bounds is None else bounds.data_ptr(),
+        resets=0 if resets is None else resets.data_ptr(),
+        resets_n=0 if resets is None or packed else resets.stride(0),
+        resets_t=0 if resets is None else resets.stride(1),
+        **fields,
+    )
+    run_loop(loop, work, threads)

@@ -1,0 +1,249 @@
+"""Non-linear recurrences on NVIDIA GPUs: the kernels of ``steps.cu`` around a printed cell."""
+
+import functools
+import math
+import struct
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ostinato.kernels import nvrtc
+from ostinato.kernels.recurrence.graph import Graph
+from ostinato.kernels.recurrence.print_cuda import _lines, _name
+from ostinato.kernels.recurrence.trace import Trace
+from ostinato.kernels.scan.cuda import SCALARS, along_channels, last_state
+
+THREADS = 32  # of a block: one warp, so that few channels spread over all multiprocessors
+AHEAD = 8  # steps whose numbers are on their way; half of that for float64, or many chunks
+CHANNELS = 1 << 14  # from which on all of time is one chunk
+PARALLEL = 1 << 17  # threads that the chunks of fewer channels make, if these are long enough
+SHORTEST = 64  # steps of a chunk
+PASSES = 6  # at most, before a channel whose chunks do not meet is taken as one
+_CELL = """
+struct Cell {{
+    static constexpr int STATES = {states}, SEQUENCES = {sequences}, PARAMETERS = {parameters};
+    static __device__ void forward(const Compute* h, const Compute* x, const Compute* parameter, Compute* next) {{
+{forward}
+    }}
+    static __device__ void jacobian(const Compute* h, const Compute* x, const Compute* parameter, Compute* result) {{
+{jacobian}
+    }}
+    static __device__ void backward(
+        const Compute* h, const Compute* x, const Compute* parameter, const Compute* grad,
+        Compute* grad_h, Compute* grad_x, Compute* grad_parameter
+    ) {{
+{backward}
+    }}
+}};
+"""
+
+
+@functools.lru_cache(maxsize=1024)
+def print_cell(trace: Trace) -> str:
+    """The struct that ``steps.cu`` walks along."""
+    arguments = _places(trace, "x", "parameter")
+    given = [f"h[{k}]" for k in range(trace.states)] + arguments
+    gradients = [f"grad_h[{k}]" for k in range(trace.states)] + _places(trace, "grad_x", "grad_parameter")
+    return _CELL.format(
+        states=trace.states,
+        sequences=sum(trace.sequences),
+        parameters=trace.sequences.count(False),
+        forward=_body(trace.forward, given, [f"next[{k}]" for k in range(trace.states)]),
+        jacobian=_body(trace.jacobian, given, [f"result[{k}]" for k in range(trace.states**2)]),
+        backward=_body(trace.backward, [*given, *(f"grad[{k}]" for k in range(trace.states))], gradients),
+    )
+
+
+def _places(trace: Trace, of_sequence: str, of_parameter: str) -> list[str]:
+    """What each argument is called."""
+    counts = {True: 0, False: 0}
+    names = []
+    for sequence in trace.sequences:
+        names.append(f"{of_sequence if sequence else of_parameter}[{counts[sequence]}]")
+        counts[sequence] += 1
+    return names
+
+
+def _body(graph: Graph, inputs: list[str], outputs: list[str]) -> str:
+    results = (f"        {y} = {_name(graph, i)};" for y, i in zip(outputs, graph.outputs, strict=True))
+    return "\n".join([_lines(graph, inputs), *results])
+
+
+@functools.cache
+def source(trace: Trace) -> str:
+    return nvrtc.source("numeric.cuh") + print_cell(trace) + nvrtc.source("recurrence/steps.cu")
+
+
+def macros(dtype: torch.dtype, backward: bool, compose: bool, chunks: int) -> tuple[tuple[str, object], ...]:
+    ahead = AHEAD if dtype.itemsize < 8 and chunks == 1 else AHEAD // 2
+    names = ("SCALAR", "VEC", "BACKWARD", "COMPOSE", "AHEAD")
+    return tuple(zip(names, (SCALARS[dtype], 1, int(backward), int(compose), ahead), strict=True))
+
+
+def choose_chunks(channels: int, steps: int) -> int:
+    """Into how many chunks to cut the time of so many channels, of all sequences together."""
+    if channels >= CHANNELS:
+        return 1
+    return max(1, min(PARALLEL // max(channels, 1), steps // SHORTEST))
+
+
+def steps(
+    trace: Trace,
+    sequences: Sequence[Tensor],
+    parameters: Sequence[Tensor],
+    h0: Sequence[Tensor] | None,
+    cu_seqlens: Tensor | None,
+    resets: Tensor | None,
+    reverse: bool,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The states after every step, and those after the last."""
+    inputs = [along_channels(x) for x in sequences]
+    like = inputs[0]
+    initial = [None] * trace.states if h0 is None else [x.to(like.dtype).contiguous() for x in h0]
+    states = [like.new_empty(like.shape) for _ in range(trace.states)]
+    last = [last_state(y, first, cu_seqlens, 0.0) for y, first in zip(states, initial, strict=True)]
+    wide = _widened(parameters, like)
+    walk = _Walk.of(trace, like, cu_seqlens, resets, reverse)
+    tensors = [*inputs, *states, None, None]
+    others = [*initial, *last, None, None, *wide, None]
+    done = None
+    if walk.chunks > 1:
+        start, end, slope, done = walk.boundaries()
+        tolerance = torch.finfo(start.dtype).eps
+        for _ in range(PASSES):
+            walk.launch(False, True, tensors, others, start, end, slope, done)
+            walk.link(start, end, slope, done, tolerance)
+    walk.one_chunk().launch(False, False, tensors, others, done=done)
+    return states, last
+
+
+def steps_backward(
+    trace: Trace,
+    sequences: Sequence[Tensor],
+    parameters: Sequence[Tensor],
+    h0: Sequence[Tensor] | None,
+    states: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
+    grads_last: Sequence[Tensor | None],
+    cu_seqlens: Tensor | None,
+    resets: Tensor | None,
+    reverse: bool,
+) -> tuple[list[Tensor], list[Tensor], list[Tensor] | None]:
+    """Gradients of the sequences, the parameters and the initial states (None if there are none)."""
+    inputs = [along_channels(x) for x in (*sequences, *states)]
+    like = inputs[0]
+    given = [None if x is None else along_channels(x) for x in grads]
+    given_last = [None if x is None else x.contiguous() for x in grads_last]
+    initial = [None] * trace.states if h0 is None else [x.to(like.dtype).contiguous() for x in h0]
+    grad_inputs = [like.new_empty(like.shape) for _ in sequences]
+    grad_initial = [
+        None if x is None else last_state(like, g, cu_seqlens, 0.0) for x, g in zip(initial, given_last, strict=True)
+    ]
+    wide = _widened(parameters, like)
+    walk = _Walk.of(trace, like, cu_seqlens, resets, reverse)
+    tensors = [*inputs, *given, *grad_inputs]
+    sums = []
+
+    def store(walk: _Walk, *arguments: Any, **options: Any) -> None:
+        # Of the chunks that a short sequence lacks, and of channels that are not chosen, nobody writes a row.
+        sums.append(like.new_zeros(walk.sequences * walk.chunks, len(wide), like.shape[2], dtype=wide[0].dtype))
+        walk.launch(True, False, tensors, [*others, sums[-1]], *arguments, **options)
+
+    others = [*initial, *[None] * trace.states, *given_last, *grad_initial, *wide]
+    done = None
+    if walk.chunks > 1:
+        start, end, slope, done = walk.boundaries()
+        walk.launch(True, True, tensors, [*others, None], None, end, slope)
+        walk.link(start, end, slope, done, math.inf)
+        store(walk, start, done=done, chosen=1)
+    store(walk.one_chunk(), done=done)
+    total = torch.stack([x.sum(0) for x in sums]).sum(0)
+    of_parameters = [g.to(x.dtype) for g, x in zip(total, parameters, strict=False)]  # there is a row if there are none
+    return grad_inputs, of_parameters, None if h0 is None else grad_initial  # type: ignore[return-value]
+
+
+def _compute(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _widened(parameters: Sequence[Tensor], like: Tensor) -> list[Tensor]:
+    return [x.to(_compute(like)).contiguous() for x in parameters] or [like]  # the kernel's array is never empty
+
+
+class _Walk(NamedTuple):
+    """How sequences are walked along, and the kernels that do."""
+
+    trace: Trace
+    like: Tensor  # a sequence
+    cu_seqlens: Tensor | None
+    resets: Tensor | None
+    reverse: bool
+    sequences: int
+    chunks: int
+
+    @classmethod
+    def of(cls, trace: Trace, like: Tensor, cu_seqlens: Tensor | None, resets: Tensor | None, reverse: bool) -> "_Walk":
+        count = like.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        return cls(trace, like, cu_seqlens, resets, reverse, count, choose_chunks(count * like.shape[2], like.shape[1]))
+
+    def one_chunk(self) -> "_Walk":
+        return self._replace(chunks=1)
+
+    @property
+    def chunk(self) -> int:
+        """Steps of a chunk."""
+        return -(-self.like.shape[1] // self.chunks)
+
+    def boundaries(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What chunks begin and end in, the derivatives of the one with respect to the other, and which are done."""
+        states, channels = self.trace.states, self.like.shape[2]
+        shape = self.sequences, self.chunks, states, channels
+        dtype = _compute(self.like)
+        start = self.like.new_zeros(shape, dtype=dtype)
+        slope = self.like.new_empty((*shape[:3], states, channels), dtype=dtype)
+        done = start.new_zeros(self.sequences, channels, dtype=torch.uint8)
+        return start, torch.empty_like(start), slope, done
+
+    def launch(
+        self,
+        backward: bool,
+        compose: bool,
+        tensors: Sequence[Tensor | None],
+        others: Sequence[Tensor | None],
+        start: Tensor | None = None,
+        end: Tensor | None = None,
+        slope: Tensor | None = None,
+        done: Tensor | None = None,
+        chosen: int = 0,
+    ) -> None:
+        """Take all chunks through their steps: ``Arguments`` in their order, tensors with strides, others without."""
+        numbers: list[int] = []
+        for x in tensors:
+            numbers += (0, 0, 0) if x is None else (x.data_ptr(), x.stride(0), x.stride(1))
+        numbers += (_address(x) for x in (*others, self.cu_seqlens, self.resets))
+        numbers += (0, 0) if self.resets is None else self.resets.stride()
+        numbers += (_address(x) for x in (start, end, slope, done))
+        _, length, channels = self.like.shape
+        sizes = self.sequences, length, channels, int(self.reverse), self.chunks, self.chunk, chosen
+        arguments = struct.pack(f"{len(numbers)}q7i", *numbers, *sizes)
+        self._launch("steps", backward, compose, self.sequences * self.chunks, arguments)
+
+    def link(self, start: Tensor, end: Tensor, slope: Tensor, done: Tensor, tolerance: float) -> None:
+        """Correct what chunks begin in by what those before end in; mark channels as done that this hardly changes."""
+        addresses = [_address(x) for x in (start, end, slope, done, self.cu_seqlens)]
+        _, length, channels = self.like.shape
+        number = "d" if start.dtype == torch.float64 else "f"
+        sizes = self.sequences, length, channels, self.chunks, self.chunk
+        arguments = struct.pack(f"5Q{number}5i", *addresses, tolerance, *sizes)
+        self._launch("link", False, True, self.sequences, arguments)
+
+    def _launch(self, name: str, backward: bool, compose: bool, places: int, arguments: bytes) -> None:
+        dtype, channels, device = self.like.dtype, self.like.shape[2], self.like.device.index
+        kernel = nvrtc.load_kernel(name, source(self.trace), macros(dtype, backward, compose, self.chunks), device)
+        kernel.launch(device, places * -(-channels // THREADS), THREADS, arguments)
+
+
+def _address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()

@@ -1,0 +1,329 @@
+"""Non-linear recurrences of one and two states, and complex scans: every backend against a loop, and derivatives."""
+
+import functools
+import itertools
+
+import pytest
+import torch
+
+import ostinato
+from ostinato.kernels import nvrtc
+from ostinato.kernels.recurrence import steps_cuda
+from ostinato.kernels.recurrence.nonlinear import nonlinear_recurrence
+from ostinato.kernels.recurrence.trace import trace
+
+BACKENDS = ["cpu", "torch", "reference"]
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 5e-6, torch.bfloat16: 2e-2}
+
+
+def gru(h, z, r, c, a_z, a_r, a_c):
+    z, r = torch.sigmoid(z + a_z * h), torch.sigmoid(r + a_r * h)
+    return (1 - z) * h + z * torch.tanh(c + a_c * (h * r))
+
+
+def lstm(state, f, o, c, a_f, a_o, a_c, c_f, c_o):
+    h, before = state
+    f = torch.sigmoid(f + a_f * h + c_f * before)
+    c = f * before + (1 - f) * torch.tanh(c + a_c * h)
+    return torch.sigmoid(o + a_o * h + c_o * c) * torch.tanh(c), c
+
+
+CELLS = {"gru": (gru, (True,) * 3 + (False,) * 3, 1), "lstm": (lstm, (True,) * 3 + (False,) * 5, 2)}
+
+
+@functools.cache
+def traced(cell):
+    return trace(*CELLS[cell])
+
+
+def loop(cell, initial, arguments, bounds=None, resets=None, reverse=False):
+    """The recurrence one step and one sequence after the other, independently of the library."""
+    function, _, states = CELLS[cell]
+    batch, length, _ = next(x.shape for x in arguments if x.dim() == 3)
+    spans = [(n, 0, length) for n in range(batch)]
+    if bounds is not None:
+        spans = [(0, i, j) for i, j in itertools.pairwise(bounds.tolist())]
+    rows = [[[None] * length for _ in range(batch)] for _ in range(states)]
+    last = []
+    for n, (row, begin, end) in enumerate(spans):
+        state = [x[n] for x in initial]
+        for t in reversed(range(begin, end)) if reverse else range(begin, end):
+            if resets is not None and resets[row, t]:
+                state = [torch.zeros_like(x) for x in state]
+            given = [x[row, t] if x.dim() == 3 else x for x in arguments]
+            state = list(function(state, *given)) if states == 2 else [function(state[0], *given)]
+            for k in range(states):
+                rows[k][row][t] = state[k]
+        last.append(state)
+    steps = [torch.stack([torch.stack(x) for x in of_state]) for of_state in rows]
+    return steps + [torch.stack([state[k] for state in last]) for k in range(states)]
+
+
+def inputs(cell, batch, length, width, sequences=None, dtype=torch.float64, scale=1.0, device="cpu"):
+    _, kinds, states = CELLS[cell]
+    initial = [torch.randn(sequences or batch, width, dtype=torch.float64) for _ in range(states)]
+    arguments = [
+        torch.randn(batch, length, width, dtype=torch.float64) if sequence else scale * torch.randn(width).double()
+        for sequence in kinds
+    ]
+    return [x.to(dtype).to(device) for x in initial], [x.to(dtype).to(device) for x in arguments]
+
+
+def call(cell, initial, arguments, bounds=None, resets=None, reverse=False, backend="cpu"):
+    padded = [*initial, None][:2]
+    return nonlinear_recurrence(traced(cell).text, *padded, bounds, resets, reverse, backend, *arguments)
+
+
+def check_against_loop(cell, dtype, backend, packed, resetting, reverse, shape=(3, 13, 5), device="cpu"):
+    torch.manual_seed(0)
+    batch, length, width = (1, *shape[1:]) if packed else shape
+    bounds = torch.tensor([0, 4, 4, 5, length], dtype=torch.int32) if packed else None
+    initial, arguments = inputs(cell, batch, length, width, 4 if packed else None, dtype)
+    resets = torch.rand(length, batch).t() < 0.2 if resetting else None
+    wide = [x.double().requires_grad_() for x in (*initial, *arguments)]
+    want = loop(cell, wide[: len(initial)], wide[len(initial) :], bounds, resets, reverse)
+    tensors = [x.to(device).requires_grad_() for x in (*initial, *arguments)]
+    on_device = [None if x is None else x.to(device) for x in (bounds, resets)]
+    got = call(cell, tensors[: len(initial)], tensors[len(initial) :], *on_device, reverse, backend)
+    weights = [torch.randn_like(y) for y in want]
+    gradients = torch.autograd.grad(want, wide, weights, materialize_grads=True)
+    ours = torch.autograd.grad(got, tensors, [w.to(device).to(dtype) for w in weights])
+    for g, w in zip((*got, *ours), (*want, *gradients), strict=True):
+        assert g.dtype == dtype
+        assert g.shape == w.shape
+        # bfloat16 states are rounded before the gradient is made of them
+        assert (g.cpu().double() - w).abs().max() <= TOLERANCE[dtype] * w.abs().max().clamp(min=1)
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [*(("cpu", dtype) for dtype in TOLERANCE), ("torch", torch.float32), ("reference", torch.float64)],
+    ids=str,
+)
+@pytest.mark.parametrize("cell", CELLS)
+def test_states_and_gradients_are_those_of_the_loop(cell, dtype, backend):
+    for packed, resetting, reverse in itertools.product((False, True), repeat=3):
+        check_against_loop(cell, dtype, backend, packed, resetting, reverse)
+
+
+@pytest.mark.parametrize("layout", ["time-major", "channels apart", "wide rows"])
+def test_any_strides(layout):
+    torch.manual_seed(0)
+    initial, arguments = inputs("gru", 2, 9, 40)
+    change = {
+        "time-major": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+        "channels apart": lambda x: x.repeat_interleave(2, 2)[..., ::2],
+        "wide rows": lambda x: torch.cat((x, x), 2)[..., 40:],
+    }[layout]
+    strided = [change(x) if x.dim() == 3 else x for x in arguments]
+    for got, want in zip(call("gru", initial, strided), loop("gru", initial, arguments), strict=True):
+        assert (got - want).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("cell", CELLS)
+def test_no_steps_leave_the_state_as_it_was(cell, backend):
+    initial, arguments = inputs(cell, 2, 0, 3)
+    tensors = [x.requires_grad_() for x in (*initial, *arguments)]
+    results = call(cell, tensors[: len(initial)], tensors[len(initial) :], backend=backend)
+    assert results[0].shape == (2, 0, 3)
+    for last, first in zip(results[len(initial) :], initial, strict=True):
+        assert torch.equal(last, first)
+    gradients = torch.autograd.grad(results[-1].sum(), tensors, materialize_grads=True)
+    assert torch.equal(gradients[len(initial) - 1], torch.ones(2, 3, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_gradients_of_parameters_do_not_lose_digits_with_length(cell):
+    torch.manual_seed(0)
+    initial, arguments = inputs(cell, 1, 3000, 3, dtype=torch.float32, scale=0.5)
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        tensors = [x.to(dtype).requires_grad_() for x in arguments]
+        results = call(cell, [x.to(dtype) for x in initial], tensors)
+        found.append(torch.autograd.grad(results[0].square().sum(), [x for x in tensors if x.dim() == 1]))
+    for narrow, wide in zip(*found, strict=True):
+        assert ((narrow - wide) / wide.abs().max()).abs().max() < 2e-6
+
+
+@pytest.mark.parametrize(("cell", "backend"), [("gru", "cpu"), ("gru", "torch"), ("lstm", "cpu")])
+@pytest.mark.parametrize("packed", [False, True])
+def test_second_and_forward_mode_derivatives(cell, backend, packed):
+    torch.manual_seed(0)
+    bounds = torch.tensor([0, 2, 2, 5], dtype=torch.int32) if packed else None
+    initial, arguments = inputs(cell, 1 if packed else 2, 5, 1, 3 if packed else None)
+    resets = torch.tensor([[0, 1, 0, 1, 0]], dtype=torch.bool).expand(arguments[0].shape[:2])
+    tensors = [x.requires_grad_() for x in (*initial, *arguments)]
+
+    def function(*tensors):
+        return call(cell, tensors[: len(initial)], tensors[len(initial) :], bounds, resets, packed, backend)
+
+    torch.autograd.gradcheck(function, tensors, check_forward_ad=True, check_backward_ad=False)
+    torch.autograd.gradgradcheck(function, tensors)
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_transforms_compilation_and_export(cell):
+    torch.manual_seed(0)
+    initial, arguments = inputs(cell, 2, 6, 3)
+    tensors, text = (*initial, *arguments), traced(cell).text
+
+    def function(*tensors):
+        padded = [*tensors[: len(initial)], None][:2]
+        return nonlinear_recurrence(text, *padded, None, None, False, "cpu", *tensors[len(initial) :])
+
+    def loss(*tensors):
+        return sum(y.square().sum() for y in function(*tensors))
+
+    operator = torch.ops.ostinato.nonlinear_recurrence.default
+    leaves = [x.clone().requires_grad_() for x in arguments]
+    options = None, torch.rand(2, 6) < 0.2, True, "cpu"
+    torch.library.opcheck(operator, (text, *[*initial, None][:2], *options, leaves))
+    leaves = [x.clone().requires_grad_() for x in tensors]
+    want = torch.autograd.grad(loss(*leaves), leaves)
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    for g, w in zip(torch.autograd.grad(compiled(*leaves), leaves), want, strict=True):
+        assert torch.equal(g, w)
+    everything = tuple(range(len(tensors)))
+    for g, w in zip(torch.func.grad(loss, everything)(*tensors), want, strict=True):
+        assert (g - w).abs().max() < 1e-12
+    dims = tuple(0 if x.dim() == 3 else None for x in tensors)  # states and parameters shared by the samples
+    batched = [torch.stack((x / 2, x)) if dim == 0 else x for x, dim in zip(tensors, dims, strict=True)]
+    for y, w in zip(torch.vmap(function, dims)(*batched), function(*tensors), strict=True):
+        assert (y[1] - w).abs().max() < 1e-12
+    for g, w in zip(torch.vmap(torch.func.grad(loss, everything), dims)(*batched), want, strict=True):
+        assert (g[1] - w).abs().max() < 1e-12
+    twice = torch.func.hessian(loss)(*tensors), torch.func.jacrev(torch.func.jacrev(loss))(*tensors)
+    assert (twice[0] - twice[1]).abs().max() < 1e-12
+    assert twice[0].abs().max() > 0.1
+
+    class Module(torch.nn.Module):
+        def forward(self, *tensors):
+            return function(*tensors)
+
+    for y, w in zip(torch.export.export(Module(), tensors).module()(*tensors), function(*tensors), strict=True):
+        assert torch.equal(y, w)
+
+
+def test_how_time_is_cut_into_chunks():
+    assert steps_cuda.choose_chunks(1 << 14, 1 << 16) == 1  # channels enough
+    assert steps_cuda.choose_chunks(1, 127) == 1  # too short to cut
+    assert steps_cuda.choose_chunks(1024, 1 << 16) == 128
+    assert steps_cuda.choose_chunks(1, 1 << 16) == 1024
+
+
+@pytest.mark.parametrize(
+    ("cell", "architecture", "dtype", "backward", "compose"),
+    [
+        ("gru", "sm_80", torch.float16, False, True),
+        ("lstm", "sm_90", torch.float32, True, True),
+        ("lstm", "sm_90", torch.bfloat16, True, False),
+        ("gru", "sm_100", torch.float64, False, False),
+    ],
+)
+def test_kernels_compile_without_a_gpu(cell, architecture, dtype, backward, compose):
+    pytest.importorskip("cuda.core")
+    for chunks in (1, 8):
+        macros = dict(steps_cuda.macros(dtype, backward, compose, chunks))
+        assert nvrtc.compile_cubin(steps_cuda.source(traced(cell)), architecture, macros)[:4] == b"\x7fELF"
+
+
+@pytest.fixture
+def chunked(monkeypatch):
+    """Chunks of four steps."""
+    monkeypatch.setattr(steps_cuda, "SHORTEST", 4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("passes", [1, 6])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("cell", CELLS)
+def test_chunks_on_a_gpu(cell, dtype, passes, chunked, monkeypatch):
+    monkeypatch.setattr(steps_cuda, "PASSES", passes)
+    for shape, packed, resetting, reverse in itertools.product(
+        ((3, 13, 5), (2, 37, 45)), *itertools.repeat((False, True), 3)
+    ):
+        check_against_loop(cell, dtype, "cuda", packed, resetting, reverse, shape, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("cell", CELLS)
+def test_one_chunk_on_a_gpu(cell, dtype):
+    for packed, resetting, reverse in itertools.product((False, True), repeat=3):
+        check_against_loop(cell, dtype, "cuda", packed, resetting, reverse, device="cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scale", [0.03, 1.0, 4.0])
+@pytest.mark.parametrize("cell", CELLS)
+def test_chunks_equal_one_step_after_the_other(cell, scale, monkeypatch):
+    torch.manual_seed(0)
+    initial, arguments = inputs(cell, 1, 65536, 64, dtype=torch.float32, scale=scale, device="cuda")
+    in_chunks = call(cell, initial, arguments, backend="cuda")
+    again = call(cell, initial, arguments, backend="cuda")
+    monkeypatch.setattr(steps_cuda, "CHANNELS", 1)
+    for g, h, w in zip(in_chunks, again, call(cell, initial, arguments, backend="cuda"), strict=True):
+        assert torch.equal(g, h)
+        assert (g - w).abs().max() < 1e-5
+
+
+# Complex scans
+
+
+def complex_inputs(batch, length, width, sequences=None, dtype=torch.complex128):
+    a, b = (torch.randn(batch, length, width, dtype=dtype) for _ in range(2))
+    return 0.7 * a, b, torch.randn(sequences or batch, width, dtype=dtype)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("backend", ["auto", "torch", "reference"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_complex_scans_and_their_gradients(backend, packed, device):
+    for resetting, reverse in ((False, False), (True, True)):
+        torch.manual_seed(0)
+        bounds = torch.tensor([0, 3, 3, 7], dtype=torch.int32) if packed else None
+        a, b, h0 = complex_inputs(1 if packed else 2, 7, 2, 3 if packed else None)
+        resets = torch.rand(a.shape[:2]) < 0.3 if resetting else None
+        spans = [(0, 0, 3), (0, 3, 3), (0, 3, 7)] if packed else [(0, 0, 7), (1, 0, 7)]
+        want, last = torch.empty_like(b), []
+        for n, (row, begin, end) in enumerate(spans):
+            h = h0[n]
+            for t in reversed(range(begin, end)) if reverse else range(begin, end):
+                h = torch.zeros_like(h) if resets is not None and resets[row, t] else h
+                h = want[row, t] = a[row, t] * h + b[row, t]
+            last.append(h)
+        on_device = [None if x is None else x.to(device) for x in (resets, bounds)]
+        options = dict(zip(("resets", "cu_seqlens"), on_device, strict=True))
+        scan = functools.partial(ostinato.linear_scan, **options, reverse=reverse, backend=backend)
+        tensors = [x.to(device).requires_grad_() for x in (a, b, h0)]
+        got = scan(*tensors)
+        assert (got[0].cpu() - want).abs().max() < 1e-12
+        assert (got[1].cpu() - torch.stack(last)).abs().max() < 1e-12
+        torch.autograd.gradcheck(scan, tensors)
+    if backend == "auto":
+        torch.autograd.gradgradcheck(scan, tensors)
+
+
+def test_complex_dtypes_conjugates_and_compilation():
+    torch.manual_seed(0)
+    a, b, _ = complex_inputs(2, 50, 3, dtype=torch.complex64)
+    want, _ = ostinato.linear_scan(a.conj().to(torch.complex128).resolve_conj(), b.to(torch.complex128))
+    got, last = ostinato.linear_scan(a.conj(), b)
+    assert got.dtype == last.dtype == torch.complex64
+    assert ((got - want).abs().max() / want.abs().max()) < 1e-6
+    mixed, _ = ostinato.linear_scan(a, b.real)
+    assert ((mixed - ostinato.linear_scan(a, b.real.to(a.dtype))[0]).abs().max()) == 0
+
+    def power(a, b):
+        return torch.view_as_real(ostinato.linear_scan(a, b)[0]).square().sum()
+
+    assert torch.equal(torch.compile(power, fullgraph=True, backend="aot_eager")(a, b), power(a, b))
+
+
+def test_bad_complex_input_is_named():
+    a, b, h0 = complex_inputs(2, 5, 3)
+    with pytest.raises(TypeError, match="h0 must be real as a and b are; got a tensor of"):
+        ostinato.linear_scan(a.real, b.real, h0)
+    with pytest.raises(TypeError, match="log_b must be a tensor of a real floating dtype; got"):
+        ostinato.log_linear_scan(a.real, b)
