@@ -111,6 +111,18 @@ def _traced(cell: str, candidate: str, bias: bool) -> str:
     return trace(with_bias if bias else function, [True] * gates + [False] * (gates * bias)).text
 
 
+def _goes_by_equation(x: Tensor, weight: Tensor, backend: str) -> bool:
+    """Whether one step is computed by the equation as it stands: on a CPU the way to a kernel takes longer."""
+    if x.device.type != "cpu" or backend != "auto" or torch.is_autocast_enabled("cpu"):
+        return False
+    return x.dtype is weight.dtype and x.dtype in (torch.float32, torch.float64)
+
+
+def _step(recurrence: Recurrence, x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor | None) -> Tensor:
+    a, b = recurrence.function(*F.linear(x, weight, bias).chunk(len(recurrence.names), -1))
+    return b if h is None else torch.addcmul(b, a, h)
+
+
 class _MinimalLayers(DiagonalLayers):
     """Stacked layers of one minimal cell, around ``operators.layer_scan``."""
 
@@ -159,14 +171,10 @@ class _MinimalLayers(DiagonalLayers):
         return self.sequence_group is not None and (resets is not None or self.bidirectional)
 
     def _step_of_layer(self, layer: int, x: Tensor, h0: Any) -> tuple[Tensor, Hidden]:
-        """On a CPU the equation as it stands: the way to a kernel takes longer than a step."""
-        weight = getattr(self, f"weight_ih_l{layer}")
-        computes_so = x.dtype in (torch.float32, torch.float64) and weight.dtype == x.dtype  # and is not cast
-        if x.device.type != "cpu" or not computes_so or self.backend != "auto" or torch.is_autocast_enabled("cpu"):
+        weight, bias = getattr(self, f"weight_ih_l{layer}"), getattr(self, f"bias_ih_l{layer}") if self.bias else None
+        if not _goes_by_equation(x, weight, self.backend):
             return super()._step_of_layer(layer, x, h0)
-        pre = F.linear(x, weight, getattr(self, f"bias_ih_l{layer}") if self.bias else None)
-        a, b = RECURRENCES[self.cell][self.candidate].function(*pre.chunk(GATES[self.cell], -1))
-        h = b if h0 is None else torch.addcmul(b, a, h0[0])
+        h = _step(RECURRENCES[self.cell][self.candidate], x, weight, bias, None if h0 is None else h0[0])
         return h, h[None]
 
     def _layer(
@@ -328,6 +336,8 @@ class _MinimalCell(nn.Module):
             if hx.shape != (*input.shape[:-1], self.hidden_size):
                 raise ValueError(f"hx must have shape {(*input.shape[:-1], self.hidden_size)}; got {tuple(hx.shape)}")
             check_like_weight("hx", hx, self.weight_ih)
+        if _goes_by_equation(input, self.weight_ih, self.backend):
+            return _step(RECURRENCES[self.cell][self.candidate], input, self.weight_ih, self.bias_ih, hx)
         pre = linear(input.view(-1, 1, self.input_size), self.weight_ih)
         h0 = None if hx is None else hx.to(pre.dtype).view(1, -1, self.hidden_size)
         recurrence = recurrence_of(self.cell, self.candidate, self.bias)
