@@ -207,11 +207,15 @@ class StackedLayers(nn.Module):
             if layer > 0 and self.dropout > 0 and self.training:
                 y = F.dropout(y, self.dropout)
             h0 = None if h is None else self._of_layer(h, layer)
-            output, h_last = self._layer(layer, y[:, None], h0, None, None, True)
-            y = output[:, 0]
+            y, h_last = self._step_of_layer(layer, y, h0)
             states.append(h_last)
         new = stacked(states)
         return (y, new) if batched else (y[0], each(lambda state: state.squeeze(1), new))
+
+    def _step_of_layer(self, layer: int, x: Tensor, h0: Any) -> tuple[Tensor, Hidden]:
+        """The output (B, width) at one step, and the new state."""
+        output, h_last = self._layer(layer, x[:, None], h0, None, None, True)
+        return output[:, 0], h_last
 
     def _zero_state(self, x: Tensor, batch: int) -> Hidden:
         """The state before the first step of a batch of sequences like `x`."""

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.nn import functional as F
 
 from ostinato.diagonal import DiagonalLayers, Parameters, Run
 from ostinato.kernels.export import refuse_script
@@ -110,6 +111,18 @@ def _traced(cell: str, candidate: str, bias: bool) -> str:
     return trace(with_bias if bias else function, [True] * gates + [False] * (gates * bias)).text
 
 
+def _goes_by_equation(x: Tensor, weight: Tensor, backend: str) -> bool:
+    """Whether one step is computed by the equation as it stands: on a CPU the way to a kernel takes longer."""
+    if x.device.type != "cpu" or backend != "auto" or torch.is_autocast_enabled("cpu"):
+        return False
+    return x.dtype is weight.dtype and x.dtype in (torch.float32, torch.float64)
+
+
+def _step(recurrence: Recurrence, x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor | None) -> Tensor:
+    a, b = recurrence.function(*F.linear(x, weight, bias).chunk(len(recurrence.names), -1))
+    return b if h is None else torch.addcmul(b, a, h)
+
+
 class _MinimalLayers(DiagonalLayers):
     """Stacked layers of one minimal cell, around ``operators.layer_scan``."""
 
@@ -156,6 +169,13 @@ class _MinimalLayers(DiagonalLayers):
     def _is_apart(self, resets: Tensor | None) -> bool:
         """Whether the sequence is in parts, and such that each direction must be run by itself."""
         return self.sequence_group is not None and (resets is not None or self.bidirectional)
+
+    def _step_of_layer(self, layer: int, x: Tensor, h0: Any) -> tuple[Tensor, Hidden]:
+        weight, bias = getattr(self, f"weight_ih_l{layer}"), getattr(self, f"bias_ih_l{layer}") if self.bias else None
+        if not _goes_by_equation(x, weight, self.backend):
+            return super()._step_of_layer(layer, x, h0)
+        h = _step(RECURRENCES[self.cell][self.candidate], x, weight, bias, None if h0 is None else h0[0])
+        return h, h[None]
 
     def _layer(
         self,
@@ -316,6 +336,8 @@ class _MinimalCell(nn.Module):
             if hx.shape != (*input.shape[:-1], self.hidden_size):
                 raise ValueError(f"hx must have shape {(*input.shape[:-1], self.hidden_size)}; got {tuple(hx.shape)}")
             check_like_weight("hx", hx, self.weight_ih)
+        if _goes_by_equation(input, self.weight_ih, self.backend):
+            return _step(RECURRENCES[self.cell][self.candidate], input, self.weight_ih, self.bias_ih, hx)
         pre = linear(input.view(-1, 1, self.input_size), self.weight_ih)
         h0 = None if hx is None else hx.to(pre.dtype).view(1, -1, self.hidden_size)
         recurrence = recurrence_of(self.cell, self.candidate, self.bias)
