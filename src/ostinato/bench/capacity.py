@@ -22,6 +22,7 @@ H100 = SimpleNamespace(  # what CUDA reports of the SXM module; for machines wit
 CELLS = {"RNN": "rnn_tanh", "GRU": "gru", "LSTM": "lstm"}
 DENSITIES = (1.0, 0.3, 0.1, 0.05)
 STEP = 16  # sizes tried are its multiples
+COARSE = 16 * STEP  # by which sizes fall while even that much less does not fit
 
 Row = dict[str, Any]
 
@@ -63,6 +64,8 @@ def _largest(
 
     available = plan(STEP).bytes_available
     hidden = int((available / (GATES[cell] * density * dtype.itemsize)) ** 0.5) // STEP * STEP
+    while hidden > COARSE and plan(hidden - COARSE).path == "steps":
+        hidden -= COARSE
     while hidden > 0 and plan(hidden).path == "steps":
         hidden -= STEP
     return plan(hidden), hidden
