@@ -396,7 +396,7 @@ TABLES: dict[str, Callable[[], str]] = {
         lambda: f"{characters(LEARNING_RECURRENT)}\n{picture(LEARNING_RECURRENT, 'Held-out loss over time')}",
     ),
     "exchange": lambda: exchange("exchange-simulated"),
-    "capacity": lambda: capacities("seeds-capacity-nvidia-h100"),
+    "capacity": lambda: capacities("seeds-capacity-amd-epyc"),
     "bounds": lambda: bounds("scan-nvidia-h100", "layer-nvidia-h100"),
     "learning-copying": lambda: copied("learning-copying-nvidia-h100"),
     "learning-characters": lambda: characters("learning-characters-nvidia-h100"),
