@@ -106,8 +106,10 @@ def choose_geometry(
         device: the GPU.
     """
     narrow = channels if gapless and channels < 8 else 0
-    streaming = _narrow_streaming if narrow else _streaming
-    geometry = streaming(element, inputs, itemsize, aligned, sequences, steps, channels, device)
+    if narrow:
+        geometry = _narrow_streaming(inputs, steps, channels)
+    else:
+        geometry = _streaming(element, inputs, itemsize, aligned, sequences, steps, channels, device)
     if sequences * channels < 32 * device.processors and steps > 8 * geometry.tile:
         return _chained(element, itemsize, aligned, narrow, channels)
     return geometry
@@ -157,16 +159,7 @@ def _streaming(
     return Geometry(vec, lanes, warps, rows, False, THREADS // (32 * warps), 0, STAGES)
 
 
-def _narrow_streaming(
-    element: str,
-    inputs: int,
-    itemsize: int,
-    aligned: int,
-    sequences: int,
-    steps: int,
-    channels: int,
-    device: Device,
-) -> Geometry:
+def _narrow_streaming(inputs: int, steps: int, channels: int) -> Geometry:
     """One warp a sequence, or two of a backward pass: what waits for what is then short, and blocks are many.
 
     An odd number of rows lets a warp's lanes read different banks of shared memory.

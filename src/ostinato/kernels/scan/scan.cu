@@ -232,23 +232,22 @@ struct Rows {
     }
 };
 
+// 16 bytes of shared memory, the first `bytes` of them from memory and zeros after.
+__device__ inline void copy_async_16(Pack* to, const Pack* from, unsigned bytes) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(unsigned(__cvta_generic_to_shared(to))),
+                 "l"(from), "r"(bytes) : "memory");
+}
 // Copies memory to shared memory in the background; where `exists` is false it reads nothing and leaves zeros.
 // 16 bytes go past the first-level cache: each copy through it keeps a line, of which there are too few.
 template <int BYTES = sizeof(Pack)> __device__ inline void copy_async(Pack* to, const Pack* from, bool exists) {
     if constexpr (BYTES == 16) {
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(unsigned(__cvta_generic_to_shared(to))),
-                     "l"(from), "r"(exists ? BYTES : 0) : "memory");
+        copy_async_16(to, from, exists ? BYTES : 0);
     } else if constexpr (BYTES >= 4) {
         asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(unsigned(__cvta_generic_to_shared(to))),
                      "l"(from), "n"(BYTES), "r"(exists ? BYTES : 0) : "memory");
     } else {
         *to = exists ? *from : 0;  // too small for the copy engine
     }
-}
-// 16 bytes of shared memory, the first `bytes` of them from memory and zeros after.
-__device__ inline void copy_async_16(Pack* to, const Pack* from, unsigned bytes) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(unsigned(__cvta_generic_to_shared(to))),
-                 "l"(from), "r"(bytes) : "memory");
 }
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 __device__ inline void wait_for_oldest_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 1) : "memory"); }
