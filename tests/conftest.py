@@ -1,5 +1,7 @@
 """Tests marked `gpu` skip where there is none; `processes` are a pool for what takes several."""
 
+import signal
+
 import pytest
 import torch
 from hypothesis import settings
@@ -9,6 +11,10 @@ from pool import Pool
 # The same examples at every run: a change that fails is the change's fault.
 settings.register_profile("repeatable", derandomize=True)
 settings.load_profile("repeatable")
+
+
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in a shell's background job: some tests press Ctrl-C
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items):
