@@ -1,5 +1,6 @@
 """Tests marked `gpu` skip where there is none; `processes` are a pool for what takes several."""
 
+import os
 import signal
 
 import pytest
@@ -12,6 +13,10 @@ from pool import Pool
 settings.register_profile("repeatable", derandomize=True)
 settings.load_profile("repeatable")
 
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # each of several processes: one thread, as more would wait for each other
+    os.environ["OMP_NUM_THREADS"] = "1"  # of processes that tests start
+    torch.set_num_threads(1)
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in a shell's background job: some tests press Ctrl-C
     signal.signal(signal.SIGINT, signal.default_int_handler)
