@@ -51,10 +51,16 @@ def _minlstm(candidate: Callable[[Tensor], Tensor]) -> Recurrence:
 
 def _shares(f: Tensor, i: Tensor) -> tuple[Tensor, ...]:
     """sigmoid(f) and sigmoid(i) over their sum, and by what each is multiplied for its slopes."""
-    f, i = f.clamp(-1e30, 1e30), i.clamp(-1e30, 1e30)  # a difference of infinities has no value
-    # f/(f+i) = (1+e^-i) / (2 + e^-i + e^-f), every term times e^scale, so that none overflows and the largest is 1.
-    scale = torch.minimum(f, i).clamp(max=0).detach()
-    unit, of_f, of_i = torch.exp(scale), torch.exp(scale - f), torch.exp(scale - i)
+    f, i = f.clamp(min=-1e30), i.clamp(min=-1e30)  # a difference of infinities has no value
+    # f/(f+i) = (1+e^-i) / (2 + e^-i + e^-f), every term times e^min(f, i, 0), so that none overflows, one is 1, and
+    # two are left to compute.  No exponent is positive; the clamps say so to who prints a kernel.
+    first = f < i
+    low, high = torch.where(first, f, i), torch.where(first, i, f)
+    below = low < 0
+    small = torch.exp(torch.where(below, low, -low).clamp(max=0))
+    unit, of_low = torch.where(below, small, 1.0), torch.where(below, 1.0, small)
+    of_high = torch.exp((torch.where(below, low, 0.0) - high).clamp(max=0))
+    of_f, of_i = torch.where(first, of_low, of_high), torch.where(first, of_high, of_low)
     p, q = unit + of_i, unit + of_f
     r = 1 / (p + q)
     return p * r, q * r, of_f * r, of_i * r

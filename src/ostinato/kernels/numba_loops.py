@@ -261,11 +261,30 @@ def _times_power_of_two(typing_context, x, shifted):
     return types.float32(types.float32, types.float32), generate
 
 
+@intrinsic
+def _times_fraction(typing_context, x, shifted):
+    """The same for n <= 0: ``x * 2**(n + 64)``, which is no denormal number, times 2**-64."""
+
+    def generate(context, builder, signature, arguments):
+        x, shifted = arguments
+        int32 = ir.IntType(32)
+        exponent = builder.add(builder.bitcast(shifted, int32), int32(127 + 64 - int(_SHIFT.view(np.int32))))
+        scale = builder.bitcast(builder.shl(exponent, int32(23)), x.type)
+        return builder.fmul(builder.fmul(x, scale), ir.Constant(x.type, 2.0**-64))
+
+    return types.float32(types.float32, types.float32), generate
+
+
 @inline
 def _reduce(x):
-    """n + _SHIFT and exp(r) - 1 for the float32 x = n*log(2) + r; NaN passes through both comparisons."""
+    """As the next, for any x; NaN passes through the comparison."""
+    return _reduce_fraction(_HIGHEST if x > _HIGHEST else x)
+
+
+@inline
+def _reduce_fraction(x):
+    """n + _SHIFT and exp(r) - 1 for the float32 x = n*log(2) + r, no more than _HIGHEST; NaN passes through."""
     x = _LOWEST if x < _LOWEST else x
-    x = _HIGHEST if x > _HIGHEST else x
     shifted = multiply_add(x, _LOG2_INVERSE, _SHIFT)
     n = shifted - _SHIFT
     r = multiply_add(n, -_LOG2_LOW, multiply_add(n, -_LOG2_HIGH, x))
@@ -275,6 +294,10 @@ def _reduce(x):
 
 def exp(x: Any) -> Any:
     """exp(x)."""
+
+
+def exp_fraction(x: Any) -> Any:
+    """exp(x), for x <= 0."""
 
 
 def exp_expm1(x: Any) -> Any:
@@ -294,11 +317,20 @@ def _exp_of(x):
     return single if x == types.float32 else lambda x: math.exp(x)
 
 
+@overload(exp_fraction, jit_options=inline_options)
+def _exp_fraction_of(x):
+    def single(x):
+        shifted, excess = _reduce_fraction(x)
+        return _times_fraction(_ONE + excess, shifted)
+
+    return single if x == types.float32 else lambda x: math.exp(x)
+
+
 @overload(exp_expm1, jit_options=inline_options)
 def _exp_expm1_of(x):
     def single(x):
-        shifted, excess = _reduce(x)
-        scale = _times_power_of_two(_ONE, shifted)
+        shifted, excess = _reduce_fraction(x)
+        scale = _times_fraction(_ONE, shifted)
         return multiply_add(scale, excess, scale), multiply_add(scale, excess, scale - _ONE)
 
     return single if x == types.float32 else lambda x: (math.exp(x), math.expm1(x))
@@ -319,7 +351,7 @@ def _log1p_of(x):
 def sigmoids(x):
     """sigmoid(x) and sigmoid(-x), the small one as precise as the large one."""
     one = cast(1.0, x)
-    e = exp(-abs(x))
+    e = exp_fraction(-abs(x))
     large = one / (one + e)
     small = e * large
     return large if x >= 0 else small, small if x >= 0 else large

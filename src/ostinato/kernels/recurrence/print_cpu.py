@@ -155,11 +155,20 @@ def _expression(graph: Graph, node: Node, names: list[str], uses: list[int], inp
         return "{1} if {0} {2} {1} else {0}".format(*operands, ">" if node.name == "minimum" else "<")
     if node.name == "sigmoid" and inner.name == "neg":
         return f"sigmoids({names[inner.operands[0]]})[1]"
+    if node.name == "exp" and _is_never_positive(graph, inner):
+        return f"exp_fraction({operands[0]})"
     if node.name == "log1p" and inner.name == "exp" and graph.nodes[inner.operands[0]].name == "neg":
         exponent = graph.nodes[inner.operands[0]]
         if graph.nodes[exponent.operands[0]].name == "abs":
             return f"log1p({operands[0]})"
     return _FORMS[node.name].format(*operands)
+
+
+def _is_never_positive(graph: Graph, node: Node) -> bool:
+    operands = [graph.nodes[i] for i in node.operands]
+    if node.name == "minimum":
+        return any(x.name == "constant" and x.value <= 0 for x in operands)
+    return node.name == "neg" and operands[0].name == "abs"
 
 
 def _constant(node: Node) -> str:
