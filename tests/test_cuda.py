@@ -344,9 +344,18 @@ def test_the_error_of_log_space_gradients_does_not_grow_with_length(rate, geomet
         narrow = [x.cuda().requires_grad_() for x in (log_a, log_b)]
         want = torch.autograd.grad(ostinato.log_linear_scan(*wide, backend="reference")[1].sum(), wide)
         got = torch.autograd.grad(ostinato.log_linear_scan(*narrow)[1].sum(), narrow)
-        for g, w in zip(got, want, strict=True):
-            assert relative_error(g, w) < 4e-5  # of states added up in float32, in whatever order a geometry has
-        assert (got[1].double().sum(1) - 1).abs().max() < 2e-6
+        loop = [x.detach().float().requires_grad_() for x in wide]
+        last = loop[1][:, 0]
+        for t in range(1, shape[1]):
+            last = torch.logaddexp(loop[0][:, t] + last, loop[1][:, t])
+        rounded = torch.autograd.grad(last.sum(), loop)  # what rounding the states alone does: 1e-6 to 3e-4
+        for g, w, r in zip(got, want, rounded, strict=True):
+            assert relative_error(g, w) < max(4e-6, 2 * relative_error(r, w))
+
+        def excess(gradient):
+            return (gradient.double().sum(1) - 1).abs().max().item()
+
+        assert excess(got[1]) < max(2e-6, 2 * excess(rounded[1]))
 
 
 @pytest.mark.gpu
