@@ -16,18 +16,24 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ostinato.bench.report import figures, recurrence_name, speedup, sweep_markdown
+from ostinato.bench import capacity, plots, sweeps
+from ostinato.bench.learning import plots as learning_plots
+from ostinato.bench.plots import WRONG
+from ostinato.bench.report import figures, recurrence_name, scaled, short_name, speedup, sweep_markdown
 from ostinato.files import replacing
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 BLOCK = re.compile(r"(?s)(<!-- figures: ([a-z0-9-]+) -->\n)(.*?)(<!-- /figures -->)")
-WRONG = 0.1  # an error, relative to the reference, from which on a result is no result
 WRONG_NOTE = f"\n† its error against float64 is more than {WRONG:g} of the result.\n"
+OURS = "Ostinato"
+BOTH = "forward+backward"
 
 # The LSTM's peers share the columns of the GRU's.
-COLUMNS = {"minLSTM-pytorch": "minGRU-pytorch", "torch.nn.GRU": "torch.nn", "torch.nn.LSTM": "torch.nn"}
-COLUMNS["minLSTM-pytorch, compiled"] = "minGRU-pytorch, compiled"
+COLUMNS = {"torch.nn.GRU": "torch.nn", "torch.nn.LSTM": "torch.nn"}
+COLUMNS |= {
+    f"minLSTM-pytorch{how}": f"minGRU-pytorch{how}" for how in ("", ", autocast", ", compiled", ", compiled, autocast")
+}
 
 Record = dict[str, Any]
 
@@ -37,9 +43,8 @@ def load(name: str) -> Record:
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
-def once_measured(name: str, table: Callable[[], str]) -> Callable[[], str]:
-    """A table of a run that may not have been made yet: nothing until then."""
-    return lambda: table() if (RESULTS / f"{name}.json").exists() else ""
+def measured(name: str) -> bool:
+    return (RESULTS / f"{name}.json").exists()
 
 
 def source(name: str) -> str:
@@ -54,8 +59,31 @@ def source(name: str) -> str:
 
 
 def markdown(head: list[str], rows: list[list[str]]) -> str:
+    """A table, without the columns in which nothing but dashes stands."""
+    kept = [i for i in range(len(head)) if not rows or any(row[i] != "–" for row in rows)]
     lines = [head, ["---"] * len(head), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return "".join(f"| {' | '.join(line[i] for i in kept)} |\n" for line in lines)
+
+
+def table(name: str, head: list[str], rows: list[list[str]], *notes: str) -> str:
+    """With the notes, and where its figures come from."""
+    wrong = WRONG_NOTE if any("†" in cell for row in rows for cell in row) else ""
+    said = "".join(f"{note}\n\n" for note in notes if note)
+    return f"{markdown(head, rows)}{wrong}\n{said}{source(name)}\n"
+
+
+def dashes(records: list[Record], names: Mapping[str, str]) -> str:
+    """Why some cells of some columns are empty: names of columns by contestant."""
+    ran = {who for record in records for who, row in record["contestants"].items() if "seconds" in row}
+    reasons: dict[str, dict[str, None]] = {}
+    for record in records:
+        for who, row in record["contestants"].items():
+            if who in names and who in ran and "unavailable" in row:
+                reasons.setdefault(row["unavailable"].removeprefix("failed: "), {})[names[who]] = None
+    found = [f"{' and '.join(columns)}: {reason}" for reason, columns in reasons.items()]
+    if any(not (names.keys() & ran) <= record["contestants"].keys() for record in records):
+        found.append("not asked for at that shape")
+    return f"–: {'; '.join(found)}." if found else ""
 
 
 # What a cell says of a contestant.
@@ -63,6 +91,10 @@ def markdown(head: list[str], rows: list[list[str]]) -> str:
 
 def milliseconds(row: Record) -> str:
     return figures(1e3 * row["seconds"])
+
+
+def microseconds(row: Record) -> str:
+    return figures(row["microseconds_a_step"])
 
 
 def share(row: Record) -> str:
@@ -77,43 +109,267 @@ def comparison(
     name: str,
     cell: Callable[[Record], str],
     *,
-    only: tuple[str, ...] | None = None,
+    only: tuple[str, ...] = (),
     leave_out: tuple[str, ...] = (),
     limit: bool = False,
 ) -> str:
     """One row a workload and pass, one column a contestant: of all workloads, or those called as in ``only``."""
-    records = [record for record in load(name)["results"] if only is None or record["workload"]["name"] in only]
-    if only is not None and {record["workload"]["name"] for record in records} != set(only):
-        raise ValueError(f"{name}.json has no {set(only) - {record['workload']['name'] for record in records}}")
+    records = [record for record in load(name)["results"] if not only or record["workload"]["name"] in only]
+    missing = set(only) - {record["workload"]["name"] for record in records}
+    if missing:
+        raise ValueError(f"{name}.json has no {missing}")
     everyone = dict.fromkeys(COLUMNS.get(who, who) for record in records for who in record["contestants"])
     names = [who for who in everyone if who not in leave_out]
-    head = ["", "pass", *([records[0]["limit"]["name"]] if limit else []), *names]
+    head = ["", "pass", *(["at least"] if limit else []), *names]
     rows: list[list[str]] = []
-    wrong = False
     for record in records:
-        work = record["workload"]["name"] if not rows or record["pass"] == "forward" else ""
+        work = short_name(record) if not rows or record["pass"] == "forward" else ""
         row = [work, record["pass"], *([milliseconds(record["limit"])] if limit else [])]
         contestants = {COLUMNS.get(who, who): outcome for who, outcome in record["contestants"].items()}
         for who in names:
             outcome = contestants.get(who, {})
             text = cell(outcome) if "seconds" in outcome else "–"
-            if (outcome.get("max_error") or 0) > WRONG:
-                text, wrong = f"{text} †", True
-            row.append(f"**{text}**" if who == "Ostinato" else text)
+            text += " †" * ((outcome.get("max_error") or 0) > WRONG)
+            row.append(f"**{text}**" if who == OURS else text)
         rows.append(row)
-    return f"{markdown(head, rows)}{WRONG_NOTE if wrong else ''}\n{source(name)}\n"
+    columns = {who: COLUMNS.get(who, who) for record in records for who in record["contestants"]}
+    least = f"At least: {records[0]['limit']['name']}." if limit else ""
+    return table(name, head, rows, least, dashes(records, {w: c for w, c in columns.items() if c in names}))
 
 
-def learning(name: str) -> str:
+def recurrences(
+    name: str,
+    only: Callable[[Record], bool],
+    peers: Mapping[str, str],
+    pass_name: str = "forward",
+    first: str = "layer",
+) -> str:
+    """Microseconds a step, and each peer's as a multiple of ours; one row a layer."""
+    records = [r for r in load(name)["results"] if r["pass"] == pass_name and only(r["workload"])]
+    ran = {who for record in records for who, row in record["contestants"].items() if "seconds" in row}
+    peers = {peer: who for peer, who in peers.items() if who in ran}
+    has_graphs = "torch.nn in a CUDA graph" in ran
+    head = ["layer", "plan", OURS, "error"]
+    for peer, who in peers.items():
+        head += [peer, "its error"] if who == "torch.nn" else [peer]
+    rows = []
+    for record in records:
+        outcomes = record["contestants"]
+        ours = outcomes[OURS]
+        row = [short_name(record), ours["plan"]["path"], f"**{microseconds(ours)}**", f"{ours['max_error']:.0e}"]
+        for who in peers.values():
+            found = outcomes.get(who, {})
+            wrong = " †" if (found.get("max_error") or 0) > WRONG else ""
+            timed = "seconds" in found
+            row.append(f"{microseconds(found)} ({found['times_ostinato']:.1f}×){wrong}" if timed else "–")
+            if who == "torch.nn":
+                row.append(f"{found['max_error']:.0e}" if timed else "–")
+        rows.append([*row, f"**{speedup(record):.1f}×**"] if has_graphs else row)
+    head += ["cuDNN's best / ours"] * has_graphs
+    return table(name, head, rows, dashes(records, {who: peer for peer, who in peers.items()}))
+
+
+def gradients(name: str) -> str:
+    """Each gradient's error, and the memory that a call takes: ours, and ``torch.nn``'s beside it."""
+    parts = {"input": ("input",), "initial states": ("h0", "c0"), "input weights": ("weight_ih",)}
+    parts |= {"recurrent weights": ("weight_hh",), "biases": ("bias",)}
+    rows = []
+    for record in load(name)["results"]:
+        ours, theirs = (record["contestants"].get(who, {}) for who in (OURS, "torch.nn"))
+        if record["pass"] != BOTH or not {"errors"} <= ours.keys() & theirs.keys():
+            continue
+        row = [recurrence_name({**record, "workload": {**record["workload"], "name": short_name(record)}})]
+        for prefixes in parts.values():
+            pair = (max(e for n, e in who["errors"].items() if n.startswith(prefixes)) for who in (ours, theirs))
+            row.append("**{:.0e}** / {:.0e}".format(*pair))
+        if "extra_memory_bytes" in ours:
+            pair = (who["extra_memory_bytes"] / 1e6 for who in (ours, theirs))
+            row.append("**{:,.0f}** / {:,.0f}".format(*pair))
+        rows.append(row)
+    memory = ["memory, MB"] * (len(rows[0]) > 1 + len(parts))
+    return table(name, ["layer", *parts, *memory], rows)
+
+
+def ladder(name: str) -> str:
+    """What each thing that the persistent kernels do is worth: the same layers without it, step by step."""
+    steps = {
+        "launches at every step": "torch.nn",
+        "launches captured": "torch.nn in a CUDA graph",
+        "no launches but GEMMs": "GEMMs in a CUDA graph",
+        "weights stay on the chip": "Ostinato, dense kernel",
+        "only single weights kept": "Ostinato, sparse kernel",
+        "blocks kept": "Ostinato, block kernel",
+        "what the plan chooses": OURS,
+    }
+    rows = []
+    for record in load(name)["results"]:
+        if not any(who in record["contestants"] for who in list(steps.values())[3:6]):
+            continue
+        outcomes, row = record["contestants"], [short_name(record)]
+        for who in steps.values():
+            found = outcomes.get(who, {})
+            if found.get("unavailable") == sweeps.PLANNED:
+                found = outcomes[OURS]
+            row.append(microseconds(found) if "seconds" in found else "–")
+        rows.append(row)
+    return table(
+        name, ["layer", *steps], rows, "–: that kernel's weights do not fit on the chip, or it is not for this mask."
+    )
+
+
+def capacities(name: str) -> str:
+    """The largest hidden size on the chip, by the kernels' plans."""
+    sizes: dict[str, list[str]] = {}
+    for row in load(name)["results"]:
+        sizes.setdefault(capacity.shape_name(row), []).append(f"{row['hidden_size']:,}")
+    return table(name, ["weights kept", *capacity.CELLS], [[kept, *row] for kept, row in sizes.items()])
+
+
+def bounds(name: str) -> str:
+    """What each shape of BOUND_BY should take by its limit, what it takes, and what the difference is."""
+    rows = []
+    for record in load(name)["results"]:
+        work = record["workload"]["name"]
+        if (work, record["pass"]) in BOUND_BY:
+            ours, least = record["contestants"][OURS], record["limit"]
+            row = [short_name(record), record["pass"], milliseconds(least), f"**{milliseconds(ours)}**"]
+            rows.append([*row, share(ours), BOUND_BY[work, record["pass"]]])
+    return table(name, ["", "pass", "at least, ms", "measured, ms", "share", "bound by"], rows)
+
+
+def swept(name: str) -> Record:
+    """A run of the sweep of this name, with what is said of it."""
+    return sweeps.shown(SWEEPS[name], load(f"seeds-{name}-gpu"))
+
+
+def sweep(name: str) -> str:
+    content = swept(name)
+    _, _, text = sweep_markdown(content).partition("\n\n")
+    missing = f"Empty cells: {'; '.join(content['missing'])}. " if content["missing"] else ""
+    processor = f"CPU: {content.get('processor', 'of that machine')}, {content['threads']} threads. "
+    unit = {"ms": "Milliseconds", "us a step": "Microseconds a step"}[content["unit"]]
+    return (
+        f"**{content['title']}.** {unit}.\n\n{text}\n{missing}{content['note']} "
+        f"{processor * SWEEPS[name].together}{source(f'seeds-{name}-gpu')}\n\n{figure(f'seeds-{name}-gpu', name)}"
+    )
+
+
+def claims() -> str:
+    """Every claim of the documents that Ostinato goes back to, and what a run here makes of it."""
+
+    def values(name: str, label: str) -> dict[float, float]:
+        content = swept(name)
+        points = content["lines"][label]["points"] if label in content["lines"] else []
+        found = [ratio["points"] for ratio in content["ratios"] if ratio["name"] == label]
+        return {point["x"]: point["value"] for point in (*points, *(found[0] if found else ()))}
+
+    def listed(found: Mapping[float, float]) -> str:
+        return ", ".join(f"{figures(value)}× (H {hidden:,})" for hidden, value in found.items())
+
+    rows = []
+    for cell, other, at_512 in (("MinGRU", "GRU", "175×"), ("MinLSTM", "LSTM", "235×")):
+        for length, published in ((512, at_512), (4096, "over 1,300×")):
+            for by in (f"torch.nn.{other}", f"torch.nn.{other}Cell, time loop"):
+                here = listed(values(f"training-{length}", f"{by} / {cell}"))
+                rows.append([f"training step, B 64, T {length:,}: {by} / {cell}", f"{published}, T4 [1]", here])
+    for cell in ("RNN", "LSTM"):
+        for label, what in (("Ostinato, sparse kernel", "our kernel of single weights"), (OURS, "our plan's choice")):
+            here = values(f"density-{cell.lower()}", f"next best / {label}").get(0.3)
+            if here:
+                rows.append([f"{cell} 2304, B 4, 30 %: next best / {what}", "over 6× [2]", f"{figures(here)}×"])
+    larger = values("hidden", f"next best / {sweeps.IN_BLOCKS}")
+    here = listed({hidden: larger[hidden] for hidden in (4608, 8192) if hidden in larger})
+    rows.append(
+        ["RNN beyond what fits dense, B 4, 10 % in blocks: next best / ours", "2× at 5 times the size [2]", here]
+    )
+    for cell, ratio in (("mingru", "6.31×"), ("minlstm", "9.44×")):
+        here = f"{figures(values(f'transfer-{cell}', 'CPU / GPU with the transfer')[1024])}×"
+        what = f"{sweeps.NAMES[cell]}, 64 inputs, H 128, T 1,024: CPU / GPU with the transfer"
+        rows.append([what, f"{ratio}, RTX 3070 Laptop [3]", here])
+    for cell, published in (("mingru", "5,330 ms"), ("minlstm", "6,709.8 ms")):
+        here = f"{figures(values(f'lengths-{cell}', f'{sweeps.NAMES[cell]}, scan, GPU')[65536])} ms (512 inputs, H 512)"
+        what = f"{sweeps.NAMES[cell]} forward, T 65,536, on a GPU"
+        rows.append([what, f"{published}, RTX 4090, sizes not stated [4]", here])
+    return table("seeds-training-512-gpu", ["claim", "published", "here"], rows)
+
+
+# Learning
+
+
+def lowest(run: Record) -> Record:
+    return min(run["curve"], key=lambda point: point["held_out_loss"])
+
+
+def curve(name: str) -> str:
     run, rows = load(name), []
     for point in run["curve"]:
         held_out = f"{point['held_out_loss']:.3f}"
-        if point == lowest(run):
-            held_out = f"**{held_out}**"
-        rows.append([f"{point['step']:,}", f"{point['tokens']:,}", f"{point['seconds']:.1f}"])
-        rows[-1] += [f"{point['train_loss']:.3f}", held_out]
+        held_out = f"**{held_out}**" if point == lowest(run) else held_out
+        row = [f"{point['step']:,}", f"{point['tokens']:,}", f"{point['seconds']:.1f}"]
+        rows.append([*row, f"{point['train_loss']:.3f}", held_out])
     head = ["step", "characters", "seconds", "training loss", "held-out loss"]
-    return f"{markdown(head, rows)}\nLosses in {run['unit']}. {source(name)}\n"
+    return table(name, head, rows, f"Losses in {run['unit']}.")
+
+
+def learned(name: str) -> str:
+    run = load(name)
+    model, best, text = run["model"], lowest(run), run["text"].removesuffix(".txt")
+    size = f"{model['num_layers']} × {model['cell']}, width {model['width']}"
+    row = [text, size, f"**{best['held_out_loss']:.3f}**", f"{best['tokens']:,}", f"{best['seconds']:.0f} s"]
+    return table(name, ["text", "model", "held-out loss, nats per character", "characters seen", "after"], [row])
+
+
+def copied(name: str) -> str:
+    published = {"mingru": "99.5 ± 0.2 %", "minlstm": "96.0 ± 2.8 %"}
+    rows = []
+    for run in load(name)["runs"]:
+        last = run["curve"][-1]
+        rows.append([NAMES[run["cell"]], f"**{run['accuracy']:.2%}**", published[run["cell"]]])
+        rows[-1] += [f"{run['parameters']:,}", f"{last['tokens']:,}", f"{last['seconds']:.0f} s"]
+    head = ["layer", "right tokens", "published", "parameters", "tokens trained on", "after"]
+    return table(name, head, rows, "Published: Feng et al. 2024, table 1.")
+
+
+def characters(name: str) -> str:
+    rows = []
+    for run in load(name)["runs"]:
+        best, last = lowest(run), run["curve"][-1]
+        published = learning_plots.PUBLISHED_LOSS.get(run["cell"])
+        row = [layer_of(run), f"**{best['held_out_loss']:.3f}**", f"{published:.3f}" if published else "–"]
+        row += [f"{best['tokens']:,}", f"{best['seconds']:.0f} s", f"{last['held_out_loss']:.3f}"]
+        rows.append([*row, f"{last['seconds']:.0f} s"])
+    head = ["layer", "lowest held-out loss", "published", "after characters", "and time", "at the end", "after"]
+    note = "" if "published" not in markdown(head, rows) else " Published: Feng et al. 2024, table 4; –: not published."
+    return table(name, head, rows, f"Losses in nats per character.{note}")
+
+
+def layer_of(run: Record) -> str:
+    """Whose GRU or LSTM was trained, in a run that says it."""
+    return NAMES[run["cell"]].removeprefix("nn." * (run.get("layer") == "ostinato"))
+
+
+def pruned(name: str) -> str:
+    content = load(name)
+    dense = content["dense"]
+    rows = [["dense", f"{dense['held_out_loss']:.3f}", f"**{dense['fine_tuned_loss']:.3f}**"]]
+    for run in content["runs"]:
+        kept = f"{run['density']:.0%} in {run['block'].replace('x', '×')}"
+        rows.append([kept, f"{run['pruned_loss']:.3f}", f"**{run['fine_tuned_loss']:.3f}**"])
+    head = ["recurrent weights kept", "pruned at once", "pruned while fine-tuned"]
+    return table(name, head, rows, "Held-out loss in nats per character.")
+
+
+def bits(name: str) -> str:
+    """Right answers beyond the trained lengths; one row a question and depth, one column a cell."""
+    runs = load(name)["runs"]
+    rows: dict[tuple[str, int], list[str]] = {}
+    for run in runs:
+        rows.setdefault((run["question"], run["num_layers"]), []).append(f"{run['accuracy_beyond']:.1%}")
+    head = ["question", "layers", *dict.fromkeys(NAMES[run["cell"]] for run in runs)]
+    return table(name, head, [[question, str(depth), *shares] for (question, depth), shares in rows.items()])
+
+
+# Others
 
 
 def exchange(name: str) -> str:
@@ -136,163 +392,22 @@ def exchange(name: str) -> str:
     )
 
 
-def lowest(run: Record) -> Record:
-    return min(run["curve"], key=lambda point: point["held_out_loss"])
+def profile(name: str) -> str:
+    """The kernels of a call, the longest first."""
+    run, rows = load(name), []
+    for row in run["kernels"][:6]:
+        unit, shown = next(((unit, s) for unit, s in (("bytes", "B"), ("flops", "FLOP")) if unit in row), ("", ""))
+        cells = [f"`{row['kernel'].removeprefix('void ')[:48]}`", figures(1e6 * row["seconds_a_launch"])]
+        cells += [f"{row['launches_a_call']:,g}", f"{row['share']:.0%}"]
+        rows.append([*cells, *([scaled(row[f"{unit}_per_second"], f"{shown}/s"), share(row)] if unit else ["–", "–"])])
+    rows.append(["no kernel: launches, Python", "–", "–", f"{run['seconds_in_none'] / run['seconds']:.0%}", "–", "–"])
+    head = ["kernel", "µs a launch", "launches", "share of the time", "rate", "of the limit"]
+    title = f"{run['contestant']}, {short_name(run)}, {run['pass']}: {figures(1e3 * run['seconds'])} ms a call."
+    return table(name, head, rows, f"{title} –: not a kernel of ours, or none at all.")
 
 
-def learning_summary(*names: str) -> str:
-    rows = []
-    for name in names:
-        model, best, text = load(name)["model"], lowest(load(name)), load(name)["text"].removesuffix(".txt")
-        size = f"{model['num_layers']} × {model['cell']}, width {model['width']}"
-        rows.append([text, size, f"**{best['held_out_loss']:.3f}**", f"{best['tokens']:,}", f"{best['seconds']:.0f} s"])
-    head = ["text", "model", "held-out loss, nats per character", "characters seen", "after"]
-    return f"{markdown(head, rows)}\n" + "\n".join(source(name) for name in names) + "\n"
-
-
-def recurrences(name: str, only: Callable[[Record], bool], peers: Mapping[str, str], pass_name: str = "forward") -> str:
-    """Microseconds a step, and each peer's as a multiple of ours; one row a layer."""
-    records = [r for r in load(name)["results"] if r["pass"] == pass_name and only(r["workload"])]
-    ran = {who for record in records for who, row in record["contestants"].items() if "seconds" in row}
-    if records[0]["workload"]["kind"] == "training":  # some of its peers are seldom installed
-        peers = {peer: who for peer, who in peers.items() if who in ran}
-    has_graphs = "torch.nn in a CUDA graph" in ran
-    head = ["layer", "plan", "Ostinato", "error"]
-    for peer, who in peers.items():
-        head += [peer, "its error"] if who == "torch.nn" else [peer]
-    rows = []
-    for record in records:
-        outcomes = record["contestants"]
-        ours = outcomes["Ostinato"]
-        row = [
-            record["workload"]["name"],
-            ours["plan"]["path"],
-            f"**{microseconds(ours)}**",
-            f"{ours['max_error']:.1e}",
-        ]
-        for who in peers.values():
-            found = outcomes.get(who, {})
-            wrong = " †" if (found.get("max_error") or 0) > WRONG else ""
-            time = f"{microseconds(found)} ({found['times_ostinato']:.1f} ×){wrong}" if "seconds" in found else "–"
-            row.append(time)
-            if who == "torch.nn":
-                row.append(f"{found['max_error']:.1e}")
-        rows.append([*row, f"**{speedup(record):.1f} ×**"] if has_graphs else row)
-    note = WRONG_NOTE if any("†" in cell for row in rows for cell in row) else ""
-    return f"{markdown([*head, 'at best'] if has_graphs else head, rows)}{note}\n{source(name)}\n"
-
-
-def gradients(name: str, only: Callable[[Record], bool]) -> str:
-    """Each gradient's error, and the memory that a call takes: ours, and ``torch.nn``'s beside it."""
-    parts = {"input": ("input",), "initial states": ("h0", "c0"), "input weights": ("weight_ih",)}
-    parts |= {"recurrent weights": ("weight_hh",), "biases": ("bias",)}
-    rows = []
-    for record in load(name)["results"]:
-        ours, theirs = (record["contestants"][who] for who in ("Ostinato", "torch.nn"))
-        if record["pass"] != "forward+backward" or not only(record["workload"]):
-            continue
-        row = [recurrence_name(record)]
-        for prefixes in parts.values():
-            pair = (max(e for n, e in who["errors"].items() if n.startswith(prefixes)) for who in (ours, theirs))
-            row.append("**{:.1e}** / {:.1e}".format(*pair))
-        if "extra_memory_bytes" in ours:
-            pair = (who["extra_memory_bytes"] / 1e6 for who in (ours, theirs))
-            row.append("**{:,.0f}** / {:,.0f}".format(*pair))
-        rows.append(row)
-    memory = ["memory, MB"] * (len(rows[0]) > 1 + len(parts))
-    return f"{markdown(['layer', *parts, *memory], rows)}\n{source(name)}\n"
-
-
-def picture(name: str, what: str) -> str:
-    """A plot that is there only if its run is."""
-    return f"![{what}](plots/{name}.svg)\n"
-
-
-def microseconds(row: Record) -> str:
-    return figures(row["microseconds_a_step"])
-
-
-def capacities(name: str) -> str:
-    """The largest hidden size on the chip, by the kernels' plans."""
-    sizes: dict[str, dict[str, str]] = {}
-    for row in load(name)["results"]:
-        block = "" if row["block"] is None else f" in {row['block'][0]}×{row['block'][1]}"
-        kept = "dense" if row["density"] == 1 else f"{row['density']:.0%}{block}"
-        sizes.setdefault(kept, {})[row["cell"]] = f"{row['hidden_size']:,}"
-    cells = list(next(iter(sizes.values())))
-    rows = [[kept, *row.values()] for kept, row in sizes.items()]
-    return f"{markdown(['weights kept', *cells], rows)}\n{source(name)}\n"
-
-
-def bounds(*names: str) -> str:
-    """What each shape of BOUND_BY should take by its limit, what it takes, and what the difference is."""
-    rows = []
-    for name in names:
-        for record in load(name)["results"]:
-            work = record["workload"]["name"]
-            if (work, record["pass"]) in BOUND_BY:
-                ours, least = record["contestants"]["Ostinato"], record["limit"]
-                row = [work, record["pass"], f"{milliseconds(least)} ({least['name']})", f"**{milliseconds(ours)}**"]
-                rows.append([*row, share(ours), BOUND_BY[work, record["pass"]]])
-    head = ["", "pass", "at least, ms", "measured, ms", "share", "bound by"]
-    return f"{markdown(head, rows)}\n" + "\n".join(source(name) for name in names) + "\n"
-
-
-def sweep(name: str) -> str:
-    content = load(name)
-    _, _, table = sweep_markdown(content).partition("\n\n")
-    note = f"{content['note']} " if content["note"] else ""
-    return f"{table}\n{note}{source(name)}\n"
-
-
-def copied(name: str) -> str:
-    rows = []
-    for run in load(name)["runs"]:
-        last = run["curve"][-1]
-        rows.append([NAMES[run["cell"]], f"**{run['accuracy']:.2%}**", f"{run['parameters']:,}"])
-        rows[-1] += [f"{last['tokens']:,}", f"{last['seconds']:.0f} s"]
-    head = ["layer", "right tokens", "parameters", "tokens trained on", "after"]
-    return f"{markdown(head, rows)}\n{source(name)}\n"
-
-
-def characters(name: str) -> str:
-    rows = []
-    for run in load(name)["runs"]:
-        best, last = lowest(run), run["curve"][-1]
-        rows.append(
-            [layer_of(run), f"**{best['held_out_loss']:.3f}**", f"{best['tokens']:,}", f"{best['seconds']:.0f} s"]
-        )
-        rows[-1] += [f"{last['held_out_loss']:.3f}", f"{last['seconds']:.0f} s"]
-    head = ["layer", "lowest held-out loss", "after characters", "and time", "at the end", "after"]
-    return f"{markdown(head, rows)}\nLosses in nats per character. {source(name)}\n"
-
-
-def layer_of(run: Record) -> str:
-    """Whose GRU or LSTM was trained, in a run that says it."""
-    return NAMES[run["cell"]].removeprefix("nn." * (run.get("layer") == "ostinato"))
-
-
-def pruned(name: str) -> str:
-    content = load(name)
-    dense = content["dense"]
-    rows = [["dense", f"{dense['held_out_loss']:.3f}", f"**{dense['fine_tuned_loss']:.3f}**"]]
-    for run in content["runs"]:
-        kept = f"{run['density']:.0%} in {run['block'].replace('x', '×')}"
-        rows.append([kept, f"{run['pruned_loss']:.3f}", f"**{run['fine_tuned_loss']:.3f}**"])
-    head = ["recurrent weights kept", "pruned at once", "pruned while fine-tuned"]
-    return f"{markdown(head, rows)}\nHeld-out loss in nats per character. {source(name)}\n"
-
-
-def bits(name: str) -> str:
-    """Right answers beyond the trained lengths; one row a question and depth, one column a cell."""
-    runs = load(name)["runs"]
-    cells = list(dict.fromkeys(run["cell"] for run in runs))
-    rows: dict[tuple[str, int], list[str]] = {}
-    for run in runs:
-        rows.setdefault((run["question"], run["num_layers"]), []).append(f"{run['accuracy_beyond']:.1%}")
-    head = ["question", "layers", *(NAMES[cell] for cell in cells)]
-    body = [[question, str(depth), *shares] for (question, depth), shares in rows.items()]
-    return f"{markdown(head, body)}\n{source(name)}\n"
+def figure(name: str, what: str, folder: str = "../plots") -> str:
+    return f"![{what}]({folder}/{name}.svg)\n"
 
 
 README_CPU = ("mingru (1, 4096, 256) to 256 float32", "mingru (16, 512, 256) to 256 float32")
@@ -301,14 +416,13 @@ README_GPU = (
     "minlstm (16, 4096, 1024) to 1024 bfloat16",
     "mingru (16, 4096, 1024) to 1024 float32",
 )
-SHAKESPEARE = "tinyshakespeare-mingru-nvidia-h100"
-PERSISTENT = "persistent-nvidia-h100"
-NAMES = {"mingru": "minGRU", "minlstm": "minLSTM", "gru": "nn.GRU", "lstm": "nn.LSTM"}
-PEERS = {"cuDNN": "torch.nn", "GEMMs in a CUDA graph": "GEMMs in a CUDA graph", "cuSPARSE": "cuSPARSE"}
-TRAINING, TRAINING_CPU, SWEPT = "training-nvidia-h200", "training-amd-epyc", "training-sweep-nvidia-h200"
-LEARNING_RECURRENT = "learning-characters-nvidia-h200"
-TRAINED_BY = {"in a CUDA graph": "Ostinato in a CUDA graph", "cuDNN": "torch.nn"}
-TRAINED_BY |= {"cuDNN in a CUDA graph": "torch.nn in a CUDA graph", "torchrl": "torchrl", "flashrnn": "flashrnn"}
+README_SCANS = (
+    "linear_scan (8, 4096, 1536) float32",
+    "linear_scan (8, 4096, 1536) bfloat16",
+    "linear_scan (8, 65536, 1536) float32",
+    "linear_scan (1, 65536, 256) float32",
+    "linear_scan (1, 1048576, 64) float32",
+)
 README_TRAINED = (
     "GRU 1024 B16 T512 dense bfloat16",
     "LSTM 1024 B16 T512 dense bfloat16",
@@ -317,8 +431,6 @@ README_TRAINED = (
     "GRU 2304 B4 T512 10% 16x1 float16",
     "LSTM 512 B32 T512 dense bfloat16, 2 layers, bidirectional, packed 50-512",
 )
-BOTH = "forward+backward"
-KERNELS = {f"our {path} kernel": f"Ostinato, {path} kernel" for path in ("dense", "sparse", "block")}
 README_LAYERS = (
     "GRU 1024 B16 T256 dense bfloat16",
     "LSTM 768 B16 T256 dense float16",
@@ -329,190 +441,125 @@ README_LAYERS = (
     "RNN 8192 B4 T256 10% 16x1 float16",
 )
 MEMORY = "memory: nothing else to gain"
+TWO_CHANNELS = "memory, and instructions: two channels a lane"
 BOUND_BY = {
     ("linear_scan (8, 4096, 1536) float32", "forward"): MEMORY,
     ("linear_scan (8, 4096, 1536) float32", "backward"): MEMORY,
     ("linear_scan (8, 65536, 1536) float32", "forward"): MEMORY,
     ("linear_scan (8, 65536, 1536) float32", "backward"): MEMORY,
-    ("linear_scan (8, 4096, 1536) bfloat16", "forward"): "memory, and instructions: two channels a lane",
-    ("linear_scan (8, 4096, 1536) bfloat16", "backward"): "memory, and instructions: two channels a lane",
+    ("linear_scan (8, 4096, 1536) bfloat16", "forward"): TWO_CHANNELS,
+    ("linear_scan (8, 4096, 1536) bfloat16", "backward"): TWO_CHANNELS,
     ("linear_scan (8, 65536, 1536) bfloat16", "forward"): "memory",
-    ("linear_scan (8, 65536, 1536) bfloat16", "backward"): "memory, and instructions: two channels a lane",
+    ("linear_scan (8, 65536, 1536) bfloat16", "backward"): TWO_CHANNELS,
     ("linear_scan (1, 65536, 256) float32", "forward"): "filling and emptying the chip",
-    ("linear_scan (1, 1048576, 64) float32", "forward"): "the way back: a tile waits for those before it",
-    ("linear_scan (1, 16777216, 1) float32", "forward"): "the way back, and turning steps in shared memory",
+    ("linear_scan (1, 1048576, 64) float32", "forward"): "look-back: a tile waits for those before it",
+    ("linear_scan (1, 16777216, 1) float32", "forward"): "look-back, and transposition through shared memory",
     ("mingru (16, 4096, 1024) to 1024 bfloat16", "forward"): "the GEMM, then memory",
-    ("mingru (16, 4096, 1024) to 1024 bfloat16", "forward+backward"): "the GEMMs, then memory",
+    ("mingru (16, 4096, 1024) to 1024 bfloat16", BOTH): "the GEMMs, then memory",
     ("minlstm (16, 4096, 1024) to 1024 bfloat16", "forward"): "the GEMM, then memory",
-    ("minlstm (16, 4096, 1024) to 1024 bfloat16", "forward+backward"): "the GEMMs, then memory",
-    ("mingru (1, 65536, 256) to 256 bfloat16", "forward"): "the way back",
-    ("mingru (64, 1000, 10) to 100 float32", "forward+backward"): "Python: launches",
+    ("minlstm (16, 4096, 1024) to 1024 bfloat16", BOTH): "the GEMMs, then memory",
+    ("mingru (1, 65536, 256) to 256 bfloat16", "forward"): "look-back",
+    ("mingru (64, 1000, 10) to 100 float32", BOTH): "Python: launches",
     ("mingru (256, 256, 1024) to 1024 bfloat16", "forward"): "the GEMM, then memory",
-    ("mingru (1, 65536, 1024) to 1024 bfloat16", "forward"): "the GEMM, then the way back",
+    ("mingru (1, 65536, 1024) to 1024 bfloat16", "forward"): "the GEMM, then look-back",
 }
-SWEEPS = (
-    *("lengths-mingru", "lengths-minlstm", "transfer-mingru", "transfer-minlstm", "training-512", "training-4096"),
-    *("density-rnn", "density-lstm", "hidden", "batch", "steps"),
-)
+NAMES = {"mingru": "minGRU", "minlstm": "minLSTM", "gru": "nn.GRU", "lstm": "nn.LSTM"}
+CUDNN = {"cuDNN": "torch.nn", "in a CUDA graph": "torch.nn in a CUDA graph"}
+PEERS = {**CUDNN, "GEMMs in a CUDA graph": "GEMMs in a CUDA graph", "cuSPARSE": "cuSPARSE"}
+TRAINED_BY = {"ours in a CUDA graph": "Ostinato in a CUDA graph", **CUDNN, "torchrl": "torchrl"}
+TORCH = {"torch.nn": "torch.nn"}
+SWEEPS = {sweep.name: sweep for sweep in sweeps.sweeps(quick=False)}
+
+
+def everything(_work: Record) -> bool:
+    return True
+
 
 TABLES: dict[str, Callable[[], str]] = {
-    "readme-layer-nvidia-h100": lambda: comparison("layer-nvidia-h100", milliseconds, only=README_GPU, limit=True),
-    "readme-layer-amd-epyc": lambda: comparison("layer-amd-epyc", milliseconds, only=README_CPU, limit=True),
-    "learning": lambda: learning_summary(SHAKESPEARE),
-    SHAKESPEARE: lambda: learning(SHAKESPEARE),
-    "readme-persistent": lambda: recurrences(PERSISTENT, lambda work: work["name"] in README_LAYERS, PEERS),
+    "claims": claims,
+    "readme-layer-gpu": lambda: comparison("layer-gpu", milliseconds, only=README_GPU, limit=True),
+    "readme-layer-cpu": lambda: comparison("layer-cpu", milliseconds, only=README_CPU, limit=True),
+    "readme-scan": lambda: comparison("scan-gpu", share, only=README_SCANS),
+    "readme-persistent": lambda: recurrences("persistent-gpu", lambda work: work["name"] in README_LAYERS, PEERS),
+    "readme-training": lambda: recurrences("training-gpu", lambda work: work["name"] in README_TRAINED, CUDNN, BOTH),
+    "learning": lambda: learned("tinyshakespeare-gpu"),
+    "curve": lambda: f"{curve('tinyshakespeare-gpu')}\n{figure('tinyshakespeare-gpu', 'Loss', 'plots')}",
     "persistent-pruned": lambda: recurrences(
-        PERSISTENT, lambda work: work["density"] < 1 and work["length"] == 256, PEERS | KERNELS
+        "persistent-gpu", lambda work: work["density"] < 1 and work["length"] == 256, PEERS
     ),
     "persistent-dense": lambda: recurrences(
-        PERSISTENT, lambda work: work["density"] == 1 and work["length"] == 256, dict(list(PEERS.items())[:2])
+        "persistent-gpu", lambda work: work["density"] == 1 and work["length"] == 256, PEERS
     ),
-    "persistent-errors": lambda: recurrences(PERSISTENT, lambda work: work["length"] > 256, {"cuDNN": "torch.nn"}),
-    "persistent-cpu": lambda: recurrences("persistent-amd-epyc", lambda work: True, {"torch.nn": "torch.nn"}),
-    "readme-training": once_measured(
-        TRAINING,
-        lambda: recurrences(
-            TRAINING,
-            lambda work: work["name"] in README_TRAINED,
-            {peer: TRAINED_BY[peer] for peer in ("cuDNN", "cuDNN in a CUDA graph")},
-            BOTH,
-        ),
+    "persistent-errors": lambda: recurrences("persistent-gpu", lambda work: work["length"] > 256, CUDNN),
+    "persistent-ladder": lambda: ladder("persistent-gpu"),
+    "persistent-cpu": lambda: recurrences("persistent-cpu", everything, TORCH),
+    "networks-gpu": lambda: recurrences("networks-gpu", everything, CUDNN),
+    "networks-cpu": lambda: recurrences("networks-cpu", everything, TORCH),
+    "training": lambda: recurrences("training-gpu", lambda work: work["length"] < 2000, TRAINED_BY, BOTH),
+    "training-errors": lambda: gradients("training-gpu"),
+    "training-sweep": lambda: (
+        f"{figure('training-sweep-gpu', 'cuDNN over ours, by hidden size and batch')}\n{source('training-sweep-gpu')}\n"
     ),
-    "training": once_measured(
-        TRAINING, lambda: recurrences(TRAINING, lambda work: work["length"] < 2000, TRAINED_BY, BOTH)
-    ),
-    "training-errors": once_measured(TRAINING, lambda: gradients(TRAINING, lambda work: True)),
-    "training-sweep": once_measured(
-        SWEPT, lambda: f"{picture(SWEPT, 'cuDNN over ours, by hidden size and batch')}\n{source(SWEPT)}\n"
-    ),
-    "training-cpu": once_measured(
-        TRAINING_CPU, lambda: recurrences(TRAINING_CPU, lambda work: True, {"torch.nn": "torch.nn"}, BOTH)
-    ),
-    "inference-cpu": once_measured(
-        TRAINING_CPU, lambda: recurrences(TRAINING_CPU, lambda work: True, {"torch.nn": "torch.nn"})
-    ),
-    "learning-recurrent": once_measured(
-        LEARNING_RECURRENT,
-        lambda: f"{characters(LEARNING_RECURRENT)}\n{picture(LEARNING_RECURRENT, 'Held-out loss over time')}",
-    ),
+    "training-cpu": lambda: recurrences("training-cpu", everything, TORCH, BOTH),
+    "inference-cpu": lambda: recurrences("training-cpu", everything, TORCH),
     "exchange": lambda: exchange("exchange-simulated"),
-    "capacity": lambda: capacities("seeds-capacity-amd-epyc"),
-    "bounds": lambda: bounds("scan-nvidia-h100", "layer-nvidia-h100"),
-    "learning-copying": lambda: copied("learning-copying-nvidia-h100"),
-    "learning-characters": lambda: characters("learning-characters-nvidia-h100"),
-    "learning-pruning": lambda: pruned("learning-pruning-nvidia-h100"),
-    "learning-pruning-cpu": lambda: pruned("learning-pruning-amd-epyc"),
-    "learning-bits": lambda: bits("learning-bits-amd-epyc"),
-    **{f"seeds-{name}": functools.partial(sweep, f"seeds-{name}-nvidia-h100") for name in SWEEPS},
+    "capacity": lambda: capacities("seeds-capacity-cpu"),
+    "bounds-scan": lambda: bounds("scan-gpu"),
+    "bounds-layer": lambda: bounds("layer-gpu"),
+    "profile": lambda: profile("profile-mingru-gpu"),
+    "profile-loop": lambda: profile("profile-loop-gpu"),
+    **{f"seeds-{name}": functools.partial(sweep, name) for name in SWEEPS},
 }
-for device in ("nvidia-h100", "amd-epyc"):
+for kind in ("gpu", "cpu"):
     TABLES |= {
-        f"scan-{device}": functools.partial(comparison, f"scan-{device}", share),
-        f"scan-{device}-errors": functools.partial(comparison, f"scan-{device}", error),
-        f"layer-{device}": functools.partial(comparison, f"layer-{device}", milliseconds, limit=True),
-        f"layer-{device}-errors": functools.partial(comparison, f"layer-{device}", error, leave_out=("torch.nn",)),
+        f"scan-{kind}": functools.partial(comparison, f"scan-{kind}", share),
+        f"scan-{kind}-errors": functools.partial(comparison, f"scan-{kind}", error),
+        f"layer-{kind}": functools.partial(comparison, f"layer-{kind}", milliseconds, limit=True),
+        f"layer-{kind}-errors": functools.partial(comparison, f"layer-{kind}", error, leave_out=("torch.nn",)),
     }
-
-
-def plot_comparison(name: str) -> Any:
-    """The time of every contestant as a multiple of the limit, which is drawn."""
-    from matplotlib.figure import Figure
-
-    run = load(name)
-    records = run["results"]
-    figure = Figure(figsize=(8, 1.6 + 0.3 * len(records)), layout="constrained")
-    axes = figure.subplots()
-    axes.axvline(1, color="black", linewidth=1, label=f"the limit: {records[0]['limit']['name']}")
-    points: dict[str, list[tuple[float, int]]] = {}
-    for place, record in enumerate(records):
-        for who, row in record["contestants"].items():
-            if "seconds" in row and (row["max_error"] or 0) <= WRONG:
-                points.setdefault(COLUMNS.get(who, who), []).append((1 / row["fraction_of_limit"], place))
-    for (who, places), marker in zip(points.items(), "osD^v", strict=False):
-        x, y = zip(*places, strict=True)
-        axes.scatter(x, y, marker=marker, s=42 if who == "Ostinato" else 26, label=who, zorder=3)
-    axes.set_xscale("log")
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.set_yticks(
-        range(len(records)), [f"{record['workload']['name']}, {record['pass']}" for record in records], fontsize="small"
-    )
-    axes.invert_yaxis()
-    axes.set_xlabel("time, as a multiple of the limit (less is better)")
-    axes.set_title(run["device"], fontsize="medium")
-    axes.grid(True, axis="x", alpha=0.25)
-    figure.legend(loc="outside lower center", ncols=3, fontsize="small", frameon=False)
-    return figure
-
-
-def plot_learning(name: str) -> Any:
-    from matplotlib.figure import Figure
-
-    run = load(name)
-    figure = Figure(figsize=(8, 4), layout="constrained")
-    axes = figure.subplots()
-    tokens = [point["tokens"] / 1e6 for point in run["curve"]]
-    for key, label in (("train_loss", "training"), ("held_out_loss", "held out")):
-        axes.plot(tokens, [point[key] for point in run["curve"]], "o-", label=label)
-    best = lowest(run)
-    axes.annotate(
-        f"{best['held_out_loss']:.3f}",
-        (best["tokens"] / 1e6, best["held_out_loss"]),
-        xytext=(0, 8),
-        textcoords="offset points",
-        ha="center",
-    )
-    axes.set_xlabel("characters seen (millions)")
-    axes.set_ylabel(f"loss ({run['unit']})")
-    model = run["model"]
-    axes.set_title(f"{run['text']}: {model['num_layers']} × {model['cell']}, width {model['width']}", fontsize="medium")
-    axes.grid(True, alpha=0.25)
-    axes.legend(frameon=False)
-    return figure
-
-
-def plot_sweep(name: str) -> Any:
-    from ostinato.bench.plots import figure_of
-
-    return figure_of(load(name))
-
-
-def plot_ratios(name: str) -> Any:
-    from ostinato.bench.plots import ratios_of
-
-    return ratios_of(load(name))
-
-
-def plot_task(name: str) -> Any:
-    from ostinato.bench.learning.plots import figure_of
-
-    return figure_of(load(name))
-
-
-PLOTS: dict[str, Callable[[str], Any]] = {
-    **{f"seeds-{name}-nvidia-h100": plot_sweep for name in SWEEPS},
-    **{f"learning-{name}-nvidia-h100": plot_task for name in ("copying", "characters", "pruning")},
-    **{f"learning-{name}-amd-epyc": plot_task for name in ("pruning", "bits")},
-    **{f"{kind}-{device}": plot_comparison for kind in ("scan", "layer") for device in ("nvidia-h100", "amd-epyc")},
-    SHAKESPEARE: plot_learning,
+LEARNED: dict[str, Callable[[str], str]] = {
+    "learning-copying-gpu": copied,
+    "learning-characters-gpu": characters,
+    "learning-recurrent-gpu": characters,
+    "learning-pruning-gpu": pruned,
+    "learning-pruning-cpu": pruned,
+    "learning-bits-cpu": bits,
 }
-for name, draw in ((SWEPT, plot_ratios), (LEARNING_RECURRENT, plot_task)):
-    if (RESULTS / f"{name}.json").exists():
-        PLOTS[name] = draw
+TABLES |= {
+    name: lambda name=name, show=show: f"{show(name)}\n{figure(name, 'What is learned')}"
+    for name, show in LEARNED.items()
+}
+PLOTS: dict[str, Callable[[Record], Any]] = {
+    **{f"seeds-{name}-gpu": lambda run: plots.figure_of(sweeps.shown(SWEEPS[run["table"]], run)) for name in SWEEPS},
+    **dict.fromkeys(LEARNED, learning_plots.figure_of),
+    "tinyshakespeare-gpu": learning_plots.curve_of,
+    "scan-gpu": plots.comparison_of,
+    "layer-gpu": plots.comparison_of,
+    "training-sweep-gpu": plots.ratios_of,
+}
 
 
-def svg(figure: Any) -> str:
-    """Text that is the same at every run of one Matplotlib."""
+def svg(name: str) -> str:
+    """The plot of a run: text that is the same at every run of one Matplotlib."""
     import matplotlib
 
     buffer = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": "ostinato"}):
-        figure.savefig(buffer, format="svg", metadata={"Date": None})
+        PLOTS[name](load(name)).savefig(buffer, format="svg", metadata={"Date": None})
     return buffer.getvalue()
+
+
+def table_of(name: str) -> str:
+    """Nothing, if the run is still to be made."""
+    try:
+        return TABLES[name]()
+    except FileNotFoundError:
+        return ""
 
 
 def with_tables(text: str) -> str:
     """A page with its tables as they should be."""
-    return BLOCK.sub(lambda match: f"{match[1]}\n{TABLES[match[2]]()}\n{match[4]}", text)
+    return BLOCK.sub(lambda match: f"{match[1]}\n{table_of(match[2])}\n{match[4]}", text)
 
 
 def pages() -> Iterator[tuple[Path, str]]:
@@ -521,13 +568,14 @@ def pages() -> Iterator[tuple[Path, str]]:
         yield path, with_tables(path.read_text())
 
 
-def plots() -> Iterator[tuple[Path, str]]:
-    for name, draw in PLOTS.items():
-        yield ROOT / "docs" / "plots" / f"{name}.svg", svg(draw(name))
+def plotted() -> Iterator[tuple[Path, str]]:
+    for name in PLOTS:
+        if measured(name):
+            yield ROOT / "docs" / "plots" / f"{name}.svg", svg(name)
 
 
 def main() -> int:
-    stale = [(path, text) for path, text in [*pages(), *plots()] if not path.exists() or path.read_text() != text]
+    stale = [(path, text) for path, text in [*pages(), *plotted()] if not path.exists() or path.read_text() != text]
     check = "--check" in sys.argv
     for path, text in stale:
         print(f"{'out of date' if check else 'wrote'}: {path.relative_to(ROOT)}")

@@ -87,11 +87,16 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(co
         bench_app([command, "--device", "cpu", "--json", str(tmp_path / "file" / "x.json")], standalone_mode=False)
 
 
-def test_a_folder_gets_a_file_named_after_the_device(tmp_path):
+def test_a_folder_gets_a_file_named_after_the_kind_of_device(tmp_path):
     bench_app(["scan", "--quick", "--device", "cpu", "--json", str(tmp_path)], standalone_mode=False)
     (path,) = tmp_path.iterdir()
-    assert path.name.startswith("scan-")
-    assert path.suffix == ".json"
+    assert path.name == "scan-cpu.json"
+    assert json.loads(path.read_text())["processor"]
+
+
+def test_the_commit_of_copied_files_is_what_is_said(monkeypatch):
+    monkeypatch.setenv("OSTINATO_COMMIT", "0123abc")
+    assert report.environment(CPU)["commit"] == "0123abc"
 
 
 def test_one_workload_is_chosen_by_part_of_its_name():
@@ -143,6 +148,17 @@ def test_a_wrong_result_of_ours_is_not_timed(monkeypatch, flaw):
         measure.measure(SCAN, CPU, 0.01)
 
 
+@pytest.mark.parametrize("work", [Scan(2, 64, 8, time_contiguous=True), Scan(9, 100, 3, shortest=1)])
+def test_scans_in_other_layouts_are_checked(monkeypatch, work):
+    monkeypatch.setattr(check, "CHECKED_STEPS", 400)
+    (forward, backward) = measure.measure(dataclasses.replace(work, who=(OURS,)), CPU, 0.01)
+    for record in (forward, backward):
+        assert 0 < record["contestants"][OURS]["max_error"] < 1e-5
+    steps = sum(work.lengths.tolist())
+    assert forward["bytes"] == 3 * 4 * steps * work.channels
+    assert steps < work.batch * work.length or not work.shortest
+
+
 @pytest.mark.parametrize("work", [Scan(1, 700, 3), Layer("mingru", 2, 700, 4, 8), Layer("minlstm", 1, 700, 4, 8)])
 def test_the_end_of_a_long_sequence_is_checked_without_its_beginning(monkeypatch, work):
     monkeypatch.setattr(check, "CHECKED_STEPS", 400)
@@ -162,7 +178,6 @@ def test_recurrences_state_steps_plan_and_error(tmp_path):
         assert rows[name]["microseconds_a_step"] == pytest.approx(1e6 * rows[name]["seconds"] / 20)
         assert 0 < rows[name]["max_error"] < 1e-5
     assert rows["GEMMs in a CUDA graph"]["unavailable"] == "needs a CUDA device"
-    assert content["capacity"] == json.loads(json.dumps(capacity.capacity(CPU)))
 
 
 def test_a_wrong_recurrence_is_not_timed(monkeypatch):
@@ -282,7 +297,7 @@ def test_the_rest_is_measured_where_a_result_is_wrong(monkeypatch, tmp_path):
         return dataclasses.replace(good, call=lambda: calls.append(1) or (good.call() if len(calls) < 2 else _fail()))
 
     monkeypatch.setitem(peers.CONTESTANTS["mingru"], OURS, late)
-    content = sweeps.measure_sweep(small_lengths(), [CPU], 0.01, 10)
+    content = measured(small_lengths(), 10)
     assert [message.split(": ", 1)[1] for message in content["wrong"]] == ["failed: RuntimeError: no such luck"] * 2
     assert content["lines"] == {}
 
@@ -360,8 +375,14 @@ def small_lengths():
     return sweeps.lengths_sweep("mingru", 16, (8, 32))
 
 
+def measured(sweep, longest):
+    """As its table shows it: from what its file holds."""
+    run = json.loads(json.dumps(sweeps.measure_sweep(sweep, [CPU], 0.01, longest)))
+    return sweeps.shown(sweep, run)
+
+
 def test_a_sweep_becomes_lines_and_ratios():
-    content = sweeps.measure_sweep(small_lengths(), [CPU], 0.01, 10)
+    content = measured(small_lengths(), 10)
     loop, scan = (content["lines"][f"MinGRU, {way}, CPU"]["points"] for way in ("time loop", "scan"))
     assert [point["x"] for point in scan] == [8, 32]
     for record, point in zip(content["results"], scan, strict=True):
@@ -390,15 +411,20 @@ def test_published_figures_stand_beside_and_are_compared():
         small_lengths(),
         published={"published: CPU scan": {8: 100.0, 64: 300.0}},
     )
-    content = sweeps.measure_sweep(sweep, [CPU], 0.01, 10)
-    scan = content["lines"]["MinGRU, scan, CPU"]["points"]
-    (ratio,) = (ratio for ratio in content["ratios"] if ratio["name"] == "published CPU scan / CPU scan")
-    assert ratio["points"] == [{"x": 8, "value": 100 / scan[0]["value"]}]
-    assert report.sizes(content) == report.sizes(json.loads(json.dumps(content))) == [8, 32, 64]
+    content = measured(sweep, 10)
+    assert report.sizes(content) == [8, 32, 64]
+    (row,) = (row for row in report.sweep_markdown(content | {"device": ""}).splitlines() if "published" in row)
+    assert row == "| published: CPU scan | 100 |  | 300 |"
+
+
+def test_a_ratio_is_to_the_fastest_of_several():
+    lines = {"a": {8: 4.0, 16: 9.0}, "b": {8: 5.0, 16: 6.0, 32: 8.0}, "ours": {8: 2.0, 16: 2.0, 32: 2.0}}
+    found = sweeps._ratios((sweeps.Ratio("next best / ours", ("a", "b", "absent"), "ours"),), lines)
+    assert [point["value"] for point in found[0]["points"]] == [2.0, 3.0, 4.0]
 
 
 def test_what_would_take_too_long_is_left_out_from_there_on():
-    content = sweeps.measure_sweep(sweeps.lengths_sweep("mingru", 16, (8, 32, 128)), [CPU], 0.01, 0)
+    content = measured(sweeps.lengths_sweep("mingru", 16, (8, 32, 128)), 0)
     for label, line in content["lines"].items():
         assert [point["x"] for point in line["points"]] == ([8, 32, 128] if line["limit"] else [8]), label
     assert "left out from length 32 on" in content["results"][1]["contestants"]["torch.nn.GRU"]["unavailable"]
@@ -417,7 +443,7 @@ def test_a_kernel_that_the_plan_chooses_has_the_plans_time():
     (sweep,) = (sweep for sweep in sweeps.sweeps(True) if sweep.name == "density-rnn")
     lines = sweeps._lines(sweep, [record])
     assert [line["points"] for line in lines.values()] == [[{"x": 0.1, "value": pytest.approx(1.0)}]] * 2
-    assert sweeps._missing(sweep, [CPU, torch.device("cuda")], [record]) == []
+    assert sweeps._missing(sweep, [record]) == []
 
 
 def test_seeds_write_a_file_and_a_plot_a_table(tmp_path, monkeypatch, capsys):
@@ -440,10 +466,10 @@ def test_seeds_write_a_file_and_a_plot_a_table(tmp_path, monkeypatch, capsys):
     for name, path in written.items():
         content = json.loads(path.read_text())
         assert content["device_type"] == "cpu"
-        assert bool(content["lines"]) == (name != "batch")
-        if content["lines"]:
+        assert bool(content["results"]) == (name != "batch") == path.with_suffix(".png").exists()
+        if content["results"]:
             assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-    steps = json.loads(written["steps"].read_text())
+    steps = sweeps.shown(tables[1], json.loads(written["steps"].read_text()))
     for record, ours, limit in zip(
         steps["results"],
         steps["lines"]["Ostinato in 16x1 blocks"]["points"],
@@ -504,8 +530,11 @@ def test_the_products_of_a_training_step_are_three():
         (["gru", "--block", "2x2"], "block must be one of 16x1, 8x4, 1x1; got '2x2'"),
         (["mingru", "--hidden-size", "0"], "input_size must be at least 1; got 0"),
         (["mingru", "--dtype", "int8"], "dtype must be one of float32, float16, bfloat16; got 'int8'"),
-        (["mingru", "--contestant", "x"], "contestant must be one of Ostinato, minGRU-pytorch, torch.nn.GRU"),
-        (["gru", "--contestant", "flashrnn"], "flashrnn: needs a CUDA device"),
+        (
+            ["mingru", "--contestant", "x"],
+            "contestant must be one of Ostinato; minGRU-pytorch; minGRU-pytorch, autocast; torch.nn.GRU; ",
+        ),
+        (["gru", "--contestant", "cuSPARSE"], "cuSPARSE: needs a CUDA device"),
     ],
 )
 def test_a_profile_of_what_there_is_not(arguments, message, tmp_path):

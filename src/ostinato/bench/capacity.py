@@ -4,16 +4,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
 
 from ostinato.bench.workloads import name_of
 from ostinato.kernels.persistent.geometry import choose_geometry
 from ostinato.kernels.persistent.plan import GATES, Plan
 from ostinato.masks import BLOCKS, block_name
 
-H100 = SimpleNamespace(  # what CUDA reports of the SXM module; for machines without a GPU
-    name="NVIDIA H100 80GB HBM3",
+H100 = SimpleNamespace(  # what CUDA reports of the SXM modules, alike of an H200's; for machines without a GPU
+    name="NVIDIA H100 or H200",
     multi_processor_count=132,
     shared_memory_per_block_optin=232_448,
     regs_per_multiprocessor=65_536,
@@ -71,32 +69,13 @@ def _largest(
     return plan(hidden), hidden
 
 
-def table(rows: list[Row]) -> Table:
-    """One row a density and block, one column a cell."""
-    first = rows[0]
-    title = (
-        f"largest hidden size on the chip of an {first['device']}, {first['dtype']}, batch {first['batch']}: "
-        "what the layer's plan says, without a GPU; in brackets the kernel"
-    )
-    result = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    result.add_column("recurrent weights", no_wrap=True)
-    for cell in CELLS:
-        result.add_column(cell, justify="right", no_wrap=True)
-    by_shape: dict[str, list[str]] = {}
-    for row in rows:
-        by_shape.setdefault(shape_name(row), []).append(f"{row['hidden_size']:,} ({row['path']})")
-    for name, cells in by_shape.items():
-        result.add_row(name, *cells)
-    return result
-
-
 def shape_name(row: Row) -> str:
     """Such as "10 % in 16x1"."""
     return "dense" if row["block"] is None else f"{row['density']:.0%} in {block_name(row['block'])}"
 
 
 def as_sweep(rows: list[Row]) -> dict[str, Any]:
-    """What a JSON file holds, as of the other tables: the largest size over density, one line a cell and block."""
+    """As the other tables: the largest size over density, one line a cell and block."""
     lines: dict[str, Any] = {}
     for row in rows:
         for block in BLOCKS[::-1] if row["block"] is None else (row["block"],):
@@ -104,7 +83,6 @@ def as_sweep(rows: list[Row]) -> dict[str, Any]:
             line["points"].append({"x": row["density"], "value": row["hidden_size"]})
     first = rows[0]
     return {
-        "table": "capacity",
         "title": f"the largest recurrent layers on the chip of an {first['device']}",
         "subtitle": f"{first['dtype']}, batch {first['batch']}; by the kernels' plans, not by a run",
         "axis": "density",
@@ -116,6 +94,4 @@ def as_sweep(rows: list[Row]) -> dict[str, Any]:
         "ratios": [],
         "note": "By the kernels' plans; no run. Published: more than 5 times larger models than dense ones.",
         "missing": [],
-        "wrong": [],
-        "results": rows,
     }

@@ -84,11 +84,12 @@ class MinimalCheck:
 
     def __init__(self, work: Scan | Layer, data: tuple[Tensor, ...]) -> None:
         self.work, self.data = work, data
-        self.start = max(0, work.length - CHECKED_STEPS)
+        length = data[0].shape[1]
+        self.start = max(0, length - CHECKED_STEPS)
         self.skip = FORGOTTEN_AFTER if self.start else 0
         count = min(work.channels, CHECKED_CHANNELS)
         self.channels = torch.linspace(0, work.channels - 1, count).long().tolist()
-        steps = work.length - self.start - self.skip
+        steps = length - self.start - self.skip
         self.grad = torch.randn(1, steps, count, dtype=work.dtype)
         self._expected: dict[bool, list[Tensor]] = {}
 

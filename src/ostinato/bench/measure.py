@@ -190,7 +190,8 @@ def _gpu_timing(function: Callable[[], object], run: Run, seconds: float) -> Rec
     samples = latencies = [_gpu_elapsed(function, run)]
     memory = torch.cuda.max_memory_allocated() - before
     if samples[0] <= SLOW:
-        rounds = max(MIN_ROUNDS, min(MAX_ROUNDS, int(seconds / samples[0])))
+        estimate = min(samples[0], _gpu_elapsed(function, run))  # one alone may have met a hindered host
+        rounds = max(MIN_ROUNDS, min(MAX_ROUNDS, int(seconds / estimate)))
         flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
         samples = [_gpu_elapsed(function, run, flush) for _ in range(rounds)]
         latencies = [_elapsed(function, torch.cuda.synchronize) for _ in range(rounds)]

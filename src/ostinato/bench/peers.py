@@ -26,16 +26,21 @@ from ostinato.bench.workloads import (
     Training,
     Unavailable,
     Workload,
-    name_of,
 )
 from ostinato.kernels.persistent.plan import Plan
 
 Build = Callable[[Any, tuple[Tensor, ...]], Run]
+PLANNED = "is what the plan chooses"  # why another kernel is not asked for by name
+
+
+def known(work: Workload) -> dict[str, Build]:
+    """Everyone who could compute it: Ostinato first, then its peers."""
+    return TRAINING if isinstance(work, Training) else CONTESTANTS[work.cell]
 
 
 def contestants(work: Workload) -> dict[str, Build]:
-    """Those that the workload names, or all usual ones: Ostinato first, then its peers."""
-    everyone = TRAINING if isinstance(work, Training) else CONTESTANTS[work.cell]
+    """Those that the workload names, or all usual ones."""
+    everyone = known(work)
     names = work.who or [name for name in everyone if name not in ON_REQUEST]
     return {name: everyone[name] for name in names if name in everyone}
 
@@ -62,9 +67,9 @@ def _time_first(x: Tensor) -> Tensor:
 # Scans
 
 
-def ostinato_scan(_work: Scan, data: tuple[Tensor, ...]) -> Run:
-    a, b = _leaves(*data)
-    return Run(lambda: ostinato.linear_scan(a, b)[0], (a, b))
+def ostinato_scan(work: Scan, data: tuple[Tensor, ...]) -> Run:
+    (a, b), cu_seqlens = _leaves(*data), work.cu_seqlens(data[0].device)
+    return Run(lambda: ostinato.linear_scan(a, b, cu_seqlens=cu_seqlens)[0], (a, b))
 
 
 def accelerated_scan(variant: str, work: Scan, data: tuple[Tensor, ...]) -> Run:
@@ -151,13 +156,15 @@ def _minimal_layer(work: Layer, data: tuple[Tensor, ...]) -> Any:
     return module
 
 
-def min_rnn_pytorch(compiled: bool, work: Layer, data: tuple[Tensor, ...]) -> Run:
-    """minGRU-pytorch, whose layers have no bias and compute in log space."""
+def min_rnn_pytorch(work: Layer, data: tuple[Tensor, ...], compiled: bool = False, autocast: bool = False) -> Run:
+    """minGRU-pytorch, whose layers have no bias and compute in log space: in the dtype, or in float32 with autocast."""
+    if autocast and work.dtype is torch.float32:
+        raise Unavailable("autocast is to 16 bits")
     name = {"mingru": "minGRU", "minlstm": "minLSTM"}[work.cell]
     layer_type = getattr(_import(f"minGRU_pytorch.{name}", "minGRU-pytorch"), name)
     (x,) = _leaves(data[0])
     module = layer_type(work.input_size, expansion_factor=work.channels / work.input_size, proj_out=False)
-    module = module.to(x.device, work.dtype)
+    module = module.to(x.device, torch.float32 if autocast else work.dtype)
     *gates, candidate = data[1].chunk(3 if work.cell == "minlstm" else 2)
     (weight,) = module.parameters()
     with torch.no_grad():
@@ -165,7 +172,12 @@ def min_rnn_pytorch(compiled: bool, work: Layer, data: tuple[Tensor, ...]) -> Ru
     if compiled:
         torch._dynamo.reset()  # beyond a few shapes the compiler would silently fall back to eager mode
         module = torch.compile(module)
-    return Run(lambda: module(x), (x, weight))
+
+    def call() -> Tensor:
+        with torch.autocast(x.device.type, work.dtype, enabled=autocast):
+            return module(x)
+
+    return Run(call, (x, weight))
 
 
 def torch_recurrent(layer_type: type[nn.GRU] | type[nn.LSTM], work: Layer, data: tuple[Tensor, ...]) -> Run:
@@ -199,7 +211,7 @@ def ostinato_recurrence(path: str | None, work: Recurrence, data: tuple[Tensor, 
     if path is not None:
         _need_cuda(x)
         if layer.plan(work.batch).path == path:
-            raise Unavailable("is what the plan chooses")
+            raise Unavailable(PLANNED)
         layer._path = path
     plan = layer.plan(work.batch)
     if path not in (None, plan.path):
@@ -212,9 +224,21 @@ def _shown(plan: Plan) -> dict[str, Any]:
 
 
 def torch_recurrence(work: Recurrence, data: tuple[Tensor, ...]) -> Run:
-    """``torch.nn``'s layer; on an NVIDIA GPU that is cuDNN's."""
-    x, layer = data[0], work.torch_layer(data, work.dtype)
-    return Run(lambda: layer(x)[0])
+    """``torch.nn``'s layer; on an NVIDIA GPU that is cuDNN's, its batch padded where that makes it persistent."""
+    x, layer, missing = data[0], work.torch_layer(data, work.dtype), _padding(work, data[0])
+    if not missing:
+        return Run(lambda: layer(x)[0])
+    return Run(lambda: layer(F.pad(x, (0, 0, 0, missing)))[0][:, : work.batch], plan=_padded(work, missing))
+
+
+def _padding(work: Recurrence, x: Tensor) -> int:
+    """Sequences that cuDNN's persistent kernels lack: they take float16, multiples of 8, and no GRU."""
+    fits = work.dtype is torch.float16 and work.cell != "GRU" and work.hidden <= 1024 and work.hidden % 128 == 0
+    return -work.batch % 8 if x.is_cuda and fits else 0
+
+
+def _padded(work: Recurrence, missing: int) -> dict[str, Any]:
+    return {"padded_batch": work.batch + missing}
 
 
 def loop_of_steps(sparse: bool, work: Recurrence, data: tuple[Tensor, ...]) -> Run:
@@ -282,32 +306,6 @@ def _captured(function: Callable[[], Any]) -> Callable[[], Any]:
     return replay
 
 
-def flashrnn(work: Recurrence, data: tuple[Tensor, ...]) -> Run:
-    """flashrnn, by the kernel that keeps weights on the chip where it has one: for RNN and LSTM."""
-    x, weight_ih, weight, bias_ih, bias_hh = data[:5]
-    _need_cuda(x)
-    function = _import("flashrnn", "flashrnn").flashrnn
-    name, backend = {"RNN": ("elman", "cuda_fused"), "GRU": ("gru", "cuda"), "LSTM": ("lstm", "cuda_fused")}[work.cell]
-    recurrent = weight.unflatten(0, (-1, 1, work.hidden))  # gates, heads, H, H
-    if work.cell == "GRU":  # its gates: the recurrent part of the candidate, r, z, the input's part of the candidate
-        recurrent = recurrent[[2, 0, 1]]
-        of_input, of_state = bias_ih.view(3, -1), bias_hh.view(3, -1)
-        both = of_input[:2] + of_state[:2]
-        bias = torch.cat((of_state[2:], both, of_input[2:])).unsqueeze(1)
-    else:
-        bias = (bias_ih + bias_hh).view(-1, 1, work.hidden)
-    recurrent = recurrent.contiguous()
-
-    def call() -> Tensor:
-        gates = F.linear(x, weight_ih).unflatten(2, (-1, 1, work.hidden))
-        states, _ = function(
-            gates.transpose(0, 1), recurrent, bias, function=name, backend=backend, dtype=name_of(work.dtype)
-        )
-        return states[0, :, :, 0].transpose(0, 1)
-
-    return Run(call)
-
-
 # RNN, GRU and LSTM with gradients
 
 
@@ -322,73 +320,23 @@ def torch_training(work: Training, data: tuple[Tensor, ...]) -> Run:
 
     Of a pruned layer the dense one with zeros, which is what else there is to train it with.
     """
-    layer = work.torch_layer(data, work.dtype)
-    missing = -work.batch % 8
-    persistent = (
-        data[0].is_cuda
-        and work.dtype is torch.float16
-        and work.cell != "GRU"
-        and work.is_plain
-        and work.hidden <= 1024
-        and work.hidden % 128 == 0
-    )
-    if not persistent or not missing:
+    layer, missing = work.torch_layer(data, work.dtype), _padding(work, data[0])
+    if not missing or not work.is_plain:
         return work.run(partial(work.apply, layer), data, layer.parameters())
 
     def padded(x: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
         results = work.apply(layer, *(F.pad(tensor, (0, 0, 0, missing)) for tensor in (x, *states)))
         return tuple(result[:, : work.batch] for result in results)
 
-    return replace(work.run(padded, data, layer.parameters()), plan={"padded_batch": work.batch + missing})
+    return replace(work.run(padded, data, layer.parameters()), plan=_padded(work, missing))
 
 
-def torchrl(work: Training, data: tuple[Tensor, ...]) -> Run:
-    """torchrl's Triton functions: (B, T, H), a state for every step, as an episode may begin at any."""
-    _need_cuda(data[0])
-    functions = _import("torchrl.modules.tensordict_module._rnn_triton", "torchrl")
-    if work.cell == "RNN" or not work.is_plain:
-        raise Unavailable("has GRU and LSTM of one layer and direction, not packed")
-    if work.dtype is not torch.float32:
-        raise Unavailable("takes float32 only")
-    function = {"GRU": functions.gru_triton, "LSTM": functions.lstm_triton}[work.cell]
-    weights = tuple(work.torch_layer(data, work.dtype).parameters())
-    never = torch.zeros(work.batch, work.length, dtype=torch.bool, device=data[0].device)
-    precision = "tf32" if work.tf32 else "ieee"
-
-    def call(x: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
-        at_steps = [state[0][:, None].expand(-1, work.length, -1) for state in states]
-        results = function(_time_first(x), *at_steps, *weights, never, input_precision=precision)
-        return _time_first(results[0]), *(state[None] for state in results[-len(states) :])
-
-    return work.run(call, data, weights)
-
-
-def flashrnn_training(work: Training, data: tuple[Tensor, ...]) -> Run:
-    """flashrnn's kernel that keeps weights on the chip; the input's product is PyTorch's."""
-    _need_cuda(data[0])
-    function = _import("flashrnn", "flashrnn").flashrnn
-    if work.cell != "LSTM" or not work.is_plain:
-        raise Unavailable("measured for LSTM of one layer and direction, not packed")
-    weights = weight_ih, weight_hh, bias_ih, bias_hh = tuple(work.torch_layer(data, work.dtype).parameters())
-    by_gate = (-1, 1, work.hidden)  # gates, heads, H
-
-    def call(x: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
-        gates = F.linear(x, weight_ih).unflatten(2, by_gate).transpose(0, 1)
-        recurrent, bias = weight_hh.unflatten(0, by_gate), (bias_ih + bias_hh).view(by_gate)
-        begin = torch.stack(states).transpose(1, 2).unsqueeze(3)  # 2, B, 1, heads, H
-        outputs, last = function(
-            gates, recurrent, bias, begin, function="lstm", backend="cuda_fused", dtype=name_of(work.dtype)
-        )
-        return outputs[0, :, :, 0].transpose(0, 1), *(state[None, :, 0, 0] for state in last)
-
-    return work.run(call, data, weights)
-
-
-def in_a_graph(build: Build, work: Training, data: tuple[Tensor, ...]) -> Run:
-    """The forward and backward pass of another contestant, captured once and replayed."""
+def in_a_graph(build: Build, work: Recurrence, data: tuple[Tensor, ...]) -> Run:
+    """Another contestant's pass, captured once and replayed."""
     _need_cuda(data[0])
     run = build(work, data)
-    assert run.gradients is not None
+    if run.gradients is None or work.passes == ("forward",):
+        return replace(run, call=_captured(torch.no_grad()(run.call)))
     return replace(run, gradients=_captured(run.gradients))
 
 
@@ -401,12 +349,28 @@ TIME_LOOP, FROM_HOST = "Ostinato, time loop", "Ostinato, with the transfer"
 CELL_LOOPS = {"mingru": "torch.nn.GRUCell, time loop", "minlstm": "torch.nn.LSTMCell, time loop"}
 ON_REQUEST = {TIME_LOOP, FROM_HOST, *CELL_LOOPS.values()}
 
+
+def minimal(cell: str, name: str, layer_type: Any, cell_type: Any) -> dict[str, Build]:
+    """Of minGRU or minLSTM."""
+    return {
+        OURS: ostinato_layer,
+        f"{name}-pytorch": min_rnn_pytorch,
+        f"{name}-pytorch, autocast": partial(min_rnn_pytorch, autocast=True),
+        f"{name}-pytorch, compiled": partial(min_rnn_pytorch, compiled=True),
+        f"{name}-pytorch, compiled, autocast": partial(min_rnn_pytorch, compiled=True, autocast=True),
+        f"torch.nn.{layer_type.__name__}": partial(torch_recurrent, layer_type),
+        TIME_LOOP: ostinato_steps,
+        FROM_HOST: ostinato_from_host,
+        CELL_LOOPS[cell]: partial(torch_cell_loop, cell_type),
+    }
+
+
 RECURRENCES: dict[str, Build] = {
     OURS: partial(ostinato_recurrence, None),
     "torch.nn": torch_recurrence,
+    "torch.nn in a CUDA graph": partial(in_a_graph, torch_recurrence),
     "GEMMs in a CUDA graph": partial(loop_of_steps, False),
     "cuSPARSE": partial(loop_of_steps, True),
-    "flashrnn": flashrnn,
     "Ostinato, dense kernel": partial(ostinato_recurrence, "dense"),
     "Ostinato, sparse kernel": partial(ostinato_recurrence, "sparse"),
     "Ostinato, block kernel": partial(ostinato_recurrence, "block"),
@@ -416,8 +380,6 @@ TRAINING: dict[str, Build] = {
     "Ostinato in a CUDA graph": partial(in_a_graph, ostinato_training),
     "torch.nn": torch_training,
     "torch.nn in a CUDA graph": partial(in_a_graph, torch_training),
-    "torchrl": torchrl,
-    "flashrnn": flashrnn_training,
 }
 CONTESTANTS: dict[str, dict[str, Build]] = {
     "scan": {
@@ -427,23 +389,7 @@ CONTESTANTS: dict[str, dict[str, Build]] = {
         "torch associative_scan": compiled_associative_scan,
         "PyTorch time loop": time_loop,
     },
-    "mingru": {
-        OURS: ostinato_layer,
-        "minGRU-pytorch": partial(min_rnn_pytorch, False),
-        "minGRU-pytorch, compiled": partial(min_rnn_pytorch, True),
-        "torch.nn.GRU": partial(torch_recurrent, nn.GRU),
-        TIME_LOOP: ostinato_steps,
-        FROM_HOST: ostinato_from_host,
-        CELL_LOOPS["mingru"]: partial(torch_cell_loop, nn.GRUCell),
-    },
-    "minlstm": {
-        OURS: ostinato_layer,
-        "minLSTM-pytorch": partial(min_rnn_pytorch, False),
-        "minLSTM-pytorch, compiled": partial(min_rnn_pytorch, True),
-        "torch.nn.LSTM": partial(torch_recurrent, nn.LSTM),
-        TIME_LOOP: ostinato_steps,
-        FROM_HOST: ostinato_from_host,
-        CELL_LOOPS["minlstm"]: partial(torch_cell_loop, nn.LSTMCell),
-    },
+    "mingru": minimal("mingru", "minGRU", nn.GRU, nn.GRUCell),
+    "minlstm": minimal("minlstm", "minLSTM", nn.LSTM, nn.LSTMCell),
     **dict.fromkeys(RECURRENT, RECURRENCES),
 }

@@ -1,27 +1,29 @@
-"""Draws sweeps from the content of their JSON files, so that figure and file cannot differ."""
+"""Draws runs from the content of their JSON files, so that figure and file cannot differ.
+
+Raises ImportError without matplotlib.
+"""
 
 from pathlib import Path
 from typing import Any
 
-from ostinato.bench.report import Record, figures, size_name, sizes, speedup
+from ostinato.bench.report import Record, short_name, size_name, sizes, speedup
 from ostinato.bench.workloads import OURS
 from ostinato.files import replacing
 
 MARKERS = "osD^vPX*<>"
+LIMITS = ("-", "--", "-.", ":")  # of grey lines, so that two limits can be told apart
+WRONG = 0.1  # an error, relative to the reference, from which on a result is no result
 
 
 def save(content: Record, path: Path) -> None:
-    """Draw to an image file.  Raises ImportError without matplotlib."""
+    """Draw to an image file."""
     figure = ratios_of(content) if content.get("benchmark") == "training-sweep" else figure_of(content)
     with replacing(path) as temporary:
         figure.savefig(temporary, dpi=150)
 
 
 def figure_of(content: Record) -> Any:
-    """Each contestant's line over the axis, logarithmic both ways; limits dotted, published values dashed.
-
-    Raises ImportError without matplotlib.
-    """
+    """Each contestant's line over the axis, logarithmic both ways; limits grey, published values dashed."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogFormatter
 
@@ -33,17 +35,17 @@ def figure_of(content: Record) -> Any:
 
     figure = Figure(figsize=(9.5, 5.2), layout="constrained")
     axes = figure.subplots()
-    colors = (f"C{index}" for index in range(100))
+    colors, limits = (f"C{index}" for index in range(100)), iter(LIMITS)
     for number, (label, line) in enumerate(content["lines"].items()):
         xs, values = _coordinates(line["points"])
         if line["limit"]:
-            axes.plot(xs, values, ":", color="black", alpha=0.6, label=label)
+            axes.plot(xs, values, next(limits), color="grey", linewidth=1, label=label)
             continue
-        own = label.startswith(("Min", "Ostinato"))
+        own = label.startswith(("Min", OURS))
         (drawn,) = axes.plot(xs, values, "-" + MARKERS[number % len(MARKERS)], color=next(colors), label=label)
         drawn.set(linewidth=2.2 if own else 1.2, markersize=7 if own else 5, zorder=3 if own else 2)
-    for label, values in content["published"].items():
-        axes.plot(list(map(float, values)), list(values.values()), "--x", color=next(colors), alpha=0.6, label=label)
+    for (label, published), marker in zip(content["published"].items(), "x+1234", strict=False):
+        axes.plot(list(published), list(published.values()), f"--{marker}", color="black", markersize=9, label=label)
     ticks = sizes(content)
     axes.set_xscale("log")
     axes.set_yscale("log")
@@ -53,7 +55,7 @@ def figure_of(content: Record) -> Any:
         formatted(Plain(labelOnlyBase=False, minor_thresholds=(1, 0.4)))
     axes.set_xlabel(content["axis_label"])
     axes.set_ylabel(content.get("value_label") or f"{content['unit'].replace('us', 'µs')} (less is better)")
-    axes.set_title("\n".join([content["title"], *_subtitles(content)]), fontsize="medium", wrap=True)
+    axes.set_title(f"{content['title']}\n{content.get('subtitle') or content['device']}", fontsize="medium")
     axes.grid(True, which="major", alpha=0.3)
     figure.legend(loc="outside right center", fontsize="small", frameon=False)
     return figure
@@ -64,20 +66,37 @@ def _coordinates(points: list[Record]) -> tuple[list[float], list[float]]:
     return [point["x"] for point in ordered], [point["value"] for point in ordered]
 
 
-def _subtitles(content: Record) -> list[str]:
-    """Where, and what it comes to: the largest ratios."""
-    found = []
-    for ratio in content["ratios"]:
-        best = max(ratio["points"], key=lambda point: point["value"])
-        found.append(f"{ratio['name']}: {figures(best['value'])} at {size_name(content, best['x'])}")
-    return [content.get("subtitle") or content["device"], *found]
+def comparison_of(content: Record) -> Any:
+    """The time of every contestant of a run as a multiple of the limit, which is drawn; wrong results are left out."""
+    from matplotlib.figure import Figure
+
+    records = content["results"]
+    figure = Figure(figsize=(8, 1.6 + 0.26 * len(records)), layout="constrained")
+    axes = figure.subplots()
+    axes.axvline(1, color="black", linewidth=1, label=f"the limit: {records[0]['limit']['name']}")
+    points: dict[str, list[tuple[float, int]]] = {}
+    for place, record in enumerate(records):
+        for who, row in record["contestants"].items():
+            if "seconds" in row and (row["max_error"] or 0) <= WRONG:
+                who = who.replace("minLSTM-", "minGRU-").replace("nn.LSTM", "nn.GRU")  # beside each other
+                points.setdefault(who, []).append((1 / row["fraction_of_limit"], place))
+    for (who, places), marker in zip(points.items(), MARKERS, strict=False):
+        x, y = zip(*places, strict=True)
+        axes.scatter(x, y, marker=marker, s=42 if who == OURS else 26, label=who, zorder=3)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    names = [f"{short_name(record)}, {record['pass']}" for record in records]
+    axes.set_yticks(range(len(records)), names, fontsize="small")
+    axes.invert_yaxis()
+    axes.set_xlabel("time, as a multiple of the limit (less is better)")
+    axes.set_title(content["device"], fontsize="medium")
+    axes.grid(True, axis="x", alpha=0.25)
+    figure.legend(loc="outside lower center", ncols=3, fontsize="small", frameon=False)
+    return figure
 
 
 def ratios_of(content: Record) -> Any:
-    """``torch.nn``'s time over ours by hidden size and batch, one panel a cell and dtype; italic where torch's runs.
-
-    Raises ImportError without matplotlib.
-    """
+    """``torch.nn``'s time over ours by hidden size and batch, one panel a cell and dtype; italic where torch's runs."""
     from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
 

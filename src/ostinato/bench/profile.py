@@ -14,7 +14,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from ostinato.bench.measure import Record
-from ostinato.bench.peers import contestants
+from ostinato.bench.peers import known
 from ostinato.bench.report import figures, scaled
 from ostinato.bench.workloads import OURS, Layer, Recurrence, Training, name_of
 from ostinato.files import replacing
@@ -40,9 +40,9 @@ def profile(work: Layer | Recurrence, device: torch.device, name: str = OURS, tr
     """
     torch.manual_seed(0)
     data = work.data(device)
-    found = contestants(work)
+    found = known(work)
     if name not in found:
-        raise ValueError(f"contestant must be one of {', '.join(found)}; got {name!r}")
+        raise ValueError(f"contestant must be one of {'; '.join(found)}; got {name!r}")
     run = found[name](work, data)
     call = run.prepare(work.passes[-1])
     wait: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else lambda: None

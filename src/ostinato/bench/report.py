@@ -2,13 +2,13 @@
 
 import json
 import math
+import os
 import platform
 import re
 import subprocess
 from collections.abc import Callable
 from datetime import UTC, datetime
 from importlib import metadata
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +18,18 @@ from rich.table import Table
 
 import ostinato
 from ostinato.bench.measure import Record
+from ostinato.bench.peers import PLANNED
 from ostinato.bench.workloads import OURS
 from ostinato.files import replacing
 
-PACKAGES = ("numpy", "numba", "triton", "cuda-core", "accelerated-scan", "minGRU-pytorch", "torchrl", "flashrnn")
+PACKAGES = ("numpy", "numba", "triton", "cuda-core", "accelerated-scan", "minGRU-pytorch")
 UNITS = {"bytes": "B", "flops": "FLOP"}
 PEERS_WITHOUT_GRADIENT = {
     "cuda": {
         "cuDNN": "torch.nn",
+        "cuDNN, graph": "torch.nn in a CUDA graph",
         "GEMMs": "GEMMs in a CUDA graph",
         "cuSPARSE": "cuSPARSE",
-        "flashrnn": "flashrnn",
         "dense": "Ostinato, dense kernel",
         "sparse": "Ostinato, sparse kernel",
         "block": "Ostinato, block kernel",
@@ -40,8 +41,6 @@ PEERS_WITH_GRADIENT = {
         "in a graph": "Ostinato in a CUDA graph",
         "cuDNN": "torch.nn",
         "cuDNN, graph": "torch.nn in a CUDA graph",
-        "torchrl": "torchrl",
-        "flashrnn": "flashrnn",
     },
     "cpu": {"torch.nn": "torch.nn"},
 }
@@ -61,6 +60,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": device_name(device),
         "device_type": device.type,
+        "processor": device_name(torch.device("cpu")),
         "threads": torch.get_num_threads(),
         "versions": versions,
         "commit": _commit(),
@@ -85,8 +85,13 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit of the checkout this package is in, "-dirty" if its files have changed; None outside one."""
+    """The commit of the checkout this package is in, "-dirty" if its files have changed; None outside one.
+
+    Where the files were copied without their history, what ``OSTINATO_COMMIT`` says.
+    """
     source = Path(__file__).parents[1]
+    if commit := os.environ.get("OSTINATO_COMMIT"):
+        return commit
     try:
         git = ["git", "-C", str(source)]
         top = subprocess.run([*git, "rev-parse", "--show-toplevel"], capture_output=True, text=True, check=True)
@@ -99,11 +104,11 @@ def _commit() -> str | None:
     return head.stdout.strip() + "-dirty" * (changed.returncode != 0)
 
 
-def path_for(path: Path | None, name: str, device: torch.device, suffix: str = "json") -> Path | None:
-    """Where a run's file goes: `path` itself, or in that folder a file named after the run and the device."""
+def path_for(path: Path | None, name: str, device: torch.device) -> Path | None:
+    """Where a run's file goes: `path` itself, or in that folder a file named after the run and the kind of device."""
     if path is None or not path.is_dir():
         return path
-    return path / f"{name}-{re.sub('[^a-z0-9]+', '-', device_name(device).lower()).strip('-')}.{suffix}"
+    return path / f"{name}-{'gpu' if device.type == 'cuda' else device.type}.json"
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -206,6 +211,14 @@ def recurrence_name(record: Record) -> str:
     return f"{work['name']}, without gradient" if inference else work["name"]
 
 
+def short_name(record: Record) -> str:
+    """Of its workload, to fit on one line of a table."""
+    name = record["workload"]["name"].replace("mingru", "MinGRU").replace("minlstm", "MinLSTM")
+    for long, short in (("bfloat16", "bf16"), ("float", "fp"), ("linear_scan ", ""), (") to ", ") → ")):
+        name = name.replace(long, short)
+    return name
+
+
 def speedup(record: Record) -> float | None:
     """``torch.nn``'s time over ours, each as launched or in a CUDA graph, whichever is faster; None if not both ran."""
     best: dict[str, float] = {}
@@ -229,7 +242,7 @@ def why_missing(records: list[Record]) -> list[str]:
     reasons: dict[str, str] = {}
     for record in records:
         for name, row in record["contestants"].items():
-            if "unavailable" in row and row["unavailable"] != "is what the plan chooses":
+            if "unavailable" in row and row["unavailable"] != PLANNED:
                 reasons.setdefault(name, f"{row['unavailable']} ({record['workload']['name']})")
     return [f"{name}: {reason}" for name, reason in reasons.items()]
 
@@ -237,7 +250,7 @@ def why_missing(records: list[Record]) -> list[str]:
 def sizes(content: Record) -> list[float]:
     """What the columns of a sweep's table stand for, its published values included."""
     measured = {point["x"] for line in content["lines"].values() for point in line["points"]}
-    return sorted(measured | {float(x) if "." in str(x) else int(x) for x in chain(*content["published"].values())})
+    return sorted(measured.union(*content["published"].values()))
 
 
 def size_name(content: Record, x: float) -> str:

@@ -67,6 +67,8 @@ class Scan:
     channels: int
     dtype: torch.dtype = torch.float32
     who: tuple[str, ...] = ()  # the contestants' names; all usual ones if empty
+    time_contiguous: bool = False  # (B, D, T) in memory
+    shortest: int = 0  # steps of the shortest of sequences laid end to end, whose lengths are evenly spaced; 0 for none
 
     kind = cell = "scan"
     passes = ("forward", "backward")
@@ -74,18 +76,33 @@ class Scan:
     limit_name = "torch.add(out=)"
 
     def __str__(self) -> str:
-        return f"linear_scan ({self.batch}, {self.length}, {self.channels}) {name_of(self.dtype)}"
+        length = f"{self.shortest} to {self.length}" if self.shortest else f"{self.length}"
+        layout = ", time-contiguous" * self.time_contiguous + ", packed" * bool(self.shortest)
+        return f"linear_scan ({self.batch}, {length}, {self.channels}) {name_of(self.dtype)}{layout}"
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """Steps of each sequence."""
+        return torch.linspace(self.shortest or self.length, self.length, self.batch).round().int()
+
+    def cu_seqlens(self, device: torch.device) -> Tensor | None:
+        """Where packed sequences begin, and the last ends."""
+        if not self.shortest:
+            return None
+        return F.pad(self.lengths.cumsum(0, dtype=torch.int32), (1, 0)).to(device)
 
     def data(self, device: torch.device) -> tuple[Tensor, ...]:
         """a in (0, 1) and b, normal."""
-        shape = (self.batch, self.length, self.channels)
+        batch, length = (1, int(self.lengths.sum())) if self.shortest else (self.batch, self.length)
+        shape = (batch, self.channels, length) if self.time_contiguous else (batch, length, self.channels)
         a = torch.rand(shape, device=device, dtype=self.dtype)
-        return a, torch.randn(shape, device=device, dtype=self.dtype)
+        b = torch.randn(shape, device=device, dtype=self.dtype)
+        return (a.mT, b.mT) if self.time_contiguous else (a, b)
 
     def work(self, pass_name: str) -> int:
         """Bytes that must move: forward a, b and h; backward a, h and the gradient in, two gradients out."""
         tensors = 3 if pass_name == "forward" else 5
-        return tensors * self.batch * self.length * self.channels * self.dtype.itemsize
+        return tensors * int(self.lengths.sum()) * self.channels * self.dtype.itemsize
 
     def limit(self, data: tuple[Tensor, ...]) -> Run:
         """The addition of two tensors of the same size, which moves three."""
@@ -102,7 +119,10 @@ class Scan:
 
     def reference(self, inputs: list[Tensor], _data: tuple[Tensor, ...], _channels: list[int], _bias: bool) -> Tensor:
         a, b = inputs
-        return reference.linear_scan(a, b, torch.zeros_like(a[:, 0]))[0]
+        begins, starts = torch.zeros(1, int(self.lengths.sum()), dtype=torch.bool), self.cu_seqlens(a.device)
+        if starts is not None:
+            begins[0, starts[:-1].long()] = True
+        return reference.linear_scan(a, b, torch.zeros_like(a[:, 0]), resets=begins[:, -a.shape[1] :])[0]
 
 
 @dataclass(frozen=True)
@@ -256,13 +276,14 @@ class Training(Recurrence):
     layers: int = 1
     bidirectional: bool = False
     shortest: int = 0  # steps of the shortest of packed sequences, whose lengths are evenly spaced; 0 packs none
+    network: str = ""  # whose layers these are
 
     kind = "training"
 
     def __str__(self) -> str:
         more = [f"{self.layers} layers"] * (self.layers > 1) + ["bidirectional"] * self.bidirectional
         more += [f"packed {self.shortest}-{self.length}"] * bool(self.shortest)
-        return ", ".join((super().__str__(), *more))
+        return f"{self.network}: " * bool(self.network) + ", ".join((super().__str__(), *more))
 
     @property
     def is_plain(self) -> bool:
@@ -352,12 +373,43 @@ def workloads(kind: str, device: torch.device, quick: bool = False, only: str = 
 
 f32, f16, bf16 = torch.float32, torch.float16, torch.bfloat16
 CELLS = tuple(RECURRENT)
-EAGER = (OURS, "minGRU-pytorch", "torch.nn.GRU")
+EAGER = (OURS, "minGRU-pytorch", "minGRU-pytorch, autocast", "torch.nn.GRU")
+SCANS = (OURS, "accelerated-scan warp", "accelerated-scan Triton", "torch associative_scan")
 PLAIN = (OURS, "torch.nn")
-GRAPHS = (*PLAIN, "GEMMs in a CUDA graph")
-TRAINED = (OURS, "Ostinato in a CUDA graph", "torch.nn", "torch.nn in a CUDA graph")
+CUDNN = (*PLAIN, "torch.nn in a CUDA graph")
+GRAPHS = (*CUDNN, "GEMMs in a CUDA graph")
+TRAINED = (*CUDNN, "Ostinato in a CUDA graph")
 KERNELS = ("Ostinato, dense kernel", "Ostinato, sparse kernel", "Ostinato, block kernel")
 SPARSE = (*GRAPHS, "cuSPARSE")
+
+
+def networks(dtype: torch.dtype, who: tuple[str, ...], *names: str) -> list[Workload]:
+    """The recurrent layers of published networks, dense and pruned: the larger ones serve batches, the others a stream.
+
+    GNMT's decoder (arXiv 1609.08144), Deep Speech 2 in the size of Baidu's DeepBench, the encoder of a streaming RNN-T
+    without its projections (1811.06621), WaveRNN (1802.08435), the largest layers of LPCNet (1810.11846) and of RNNoise
+    (1709.08243).
+    """
+    stacks = {
+        "GNMT": ("LSTM", 1024, 8, 50, 8),
+        "Deep Speech 2": ("GRU", 2560, 4, 500, 1),
+        "RNN-T": ("LSTM", 2048, 1, 200, 8),
+        "WaveRNN": ("GRU", 896, 1, 1000, 1),
+        "LPCNet": ("GRU", 384, 1, 1000, 1),
+        "RNNoise": ("GRU", 96, 1, 1000, 1),
+    }
+    return [
+        replace(
+            Training(cell, hidden, batch, length, density, block, dtype, who=who),
+            passes=("forward",),
+            layers=layers,
+            network=name,
+        )
+        for name, (cell, hidden, batch, length, layers) in stacks.items()
+        for density, block in ((1.0, (1, 1)), (0.1, (16, 1)))
+        if name in names or not names
+    ]
+
 
 QUICK: dict[str, list[Workload]] = {
     "scan": [Scan(1, 4096, 256)],
@@ -370,6 +422,7 @@ QUICK: dict[str, list[Workload]] = {
         *(Training(cell, 256, 1, 200, dtype=f32, who=TRAINED) for cell in ("GRU", "LSTM")),
         Training("LSTM", 64, 4, 50, dtype=f32, layers=2, bidirectional=True, shortest=10, who=TRAINED),
     ],
+    "networks": networks(f32, PLAIN, "LPCNet"),
     "training-sweep": [
         Training("GRU", hidden, batch, 50, dtype=f32, who=TRAINED) for hidden in (64, 128) for batch in (1, 4)
     ],
@@ -411,6 +464,7 @@ ON_CPU: dict[str, list[Workload]] = {
             for batch, length in ((1, 1000), (16, 200))
         ),
     ],
+    "networks": networks(f32, PLAIN),
     "training-sweep": [
         Training(cell, hidden, batch, 100, dtype=f32, who=PLAIN)
         for cell in CELLS
@@ -420,40 +474,44 @@ ON_CPU: dict[str, list[Workload]] = {
 }
 TRAINED_LAYERS = [
     Training("GRU", 1024, 16, 512, dtype=bf16, who=TRAINED),
-    Training("LSTM", 1024, 16, 512, dtype=bf16, who=(*TRAINED, "flashrnn")),
-    Training("LSTM", 768, 16, 512, dtype=f16, who=(*TRAINED, "flashrnn")),
+    Training("LSTM", 1024, 16, 512, dtype=bf16, who=TRAINED),
+    Training("LSTM", 768, 16, 512, dtype=f16, who=TRAINED),
     Training("GRU", 2048, 8, 512, dtype=f16, who=TRAINED),
-    Training("LSTM", 512, 64, 512, dtype=bf16, who=(*TRAINED, "flashrnn")),
-    Training("LSTM", 256, 64, 512, dtype=f32, tf32=True, who=(*TRAINED, "torchrl")),
+    Training("LSTM", 512, 64, 512, dtype=bf16, who=TRAINED),
+    Training("LSTM", 256, 64, 512, dtype=f32, tf32=True, who=TRAINED),
     Training("GRU", 512, 256, 128, dtype=f32, tf32=True, who=TRAINED),
-    Training("GRU", 128, 64, 512, dtype=f32, tf32=True, who=(*TRAINED, "torchrl")),
+    Training("GRU", 128, 64, 512, dtype=f32, tf32=True, who=TRAINED),
     Training("GRU", 2304, 4, 512, density=0.1, block=(16, 1), dtype=f16, who=TRAINED),
     Training("LSTM", 512, 32, 512, dtype=bf16, layers=2, bidirectional=True, shortest=50, who=TRAINED),
 ]
 ON_CUDA: dict[str, list[Workload]] = {
     "scan": [
-        Scan(8, 512, 1536),
         Scan(8, 4096, 1536),
         Scan(8, 4096, 1536, bf16),
-        Scan(8, 16384, 1536),
-        Scan(8, 65536, 1536),
-        Scan(8, 65536, 1536, bf16),
-        Scan(1, 65536, 64),
-        Scan(1, 65536, 256),
-        Scan(1, 2**20, 64),
-        Scan(1, 2**24, 1),
+        Scan(8, 65536, 1536, who=SCANS),
+        Scan(8, 65536, 1536, bf16, who=SCANS),
+        Scan(1, 65536, 256, who=SCANS),
+        Scan(1, 2**20, 64, who=SCANS),
+        Scan(1, 2**24, 1, who=SCANS),
+        # Other shapes and layouts, which the peers have not.
+        *(Scan(*sizes, dtype, who=(OURS,)) for sizes in ((2, 100000, 384), (128, 512, 256)) for dtype in (f32, bf16)),
+        *(Scan(3, 5000, 1000, dtype, who=(OURS,)) for dtype in (f32, bf16)),
+        *(Scan(*sizes, who=(OURS,)) for sizes in ((4, 2**20, 8), (1, 3_000_000, 7), (1, 2**18, 16))),
+        Scan(8, 2048, 255, bf16, who=(OURS,)),
+        *(Scan(8, 4096, 1536, dtype, who=(OURS,), time_contiguous=True) for dtype in (f32, bf16)),
+        *(Scan(1000, 400, 512, dtype, who=(OURS,), shortest=1) for dtype in (f32, bf16)),
     ],
     "layer": [
         Layer("mingru", 16, 4096, 1024, 1024, bf16),
         Layer("minlstm", 16, 4096, 1024, 1024, bf16),
         Layer("mingru", 16, 4096, 1024, 1024),
         Layer("mingru", 64, 512, 512, 512, bf16),
-        Layer("mingru", 1, 65536, 256, 256, bf16),
-        Layer("mingru", 64, 1000, 10, 100),
+        Layer("mingru", 1, 65536, 256, 256, bf16, who=EAGER),
+        Layer("mingru", 64, 1000, 10, 100, who=EAGER),
         Layer("mingru", 64, 512, 256, 256, who=EAGER),
-        Layer("mingru", 64, 4096, 256, 256),
-        Layer("minlstm", 64, 4096, 256, 256),
-        Layer("mingru", 1, 4096, 256, 256, who=EAGER),
+        Layer("mingru", 64, 4096, 256, 256, who=EAGER),
+        Layer("mingru", 256, 128, 256, 256, bf16, who=EAGER),
+        Layer("mingru", 4, 8192, 4096, 4096, bf16, who=EAGER),
         # The same work at every length: the time should not depend on how it is split into sequences.
         *(Layer("mingru", 65536 // t, t, 1024, 1024, bf16, who=(OURS,)) for t in (256, 1024, 16384, 65536)),
     ],
@@ -462,8 +520,8 @@ ON_CUDA: dict[str, list[Workload]] = {
         *(Recurrence(cell, 2304, 4, density=0.1, who=SPARSE + KERNELS) for cell in CELLS),
         *(Recurrence(cell, 2304, 4, density=0.1, block=(16, 1), who=SPARSE + KERNELS) for cell in CELLS),
         *(Recurrence(cell, 2304, 4, density=0.1, block=(8, 4), who=SPARSE + KERNELS) for cell in CELLS),
-        *(Recurrence(cell, 1024, 16, dtype=bf16, who=(*GRAPHS, "flashrnn")) for cell in CELLS),
-        Recurrence("LSTM", 768, 16, who=(*GRAPHS, "flashrnn")),
+        *(Recurrence(cell, 1024, 16, dtype=bf16, who=GRAPHS) for cell in CELLS),
+        Recurrence("LSTM", 768, 16, who=GRAPHS),
         *(Recurrence("RNN", 8192, 4, density=0.1, block=block, who=SPARSE + KERNELS) for block in ((1, 1), (16, 1))),
         *(Recurrence("LSTM", 4608, 4, density=0.1, block=block, who=SPARSE + KERNELS) for block in ((1, 1), (16, 1))),
         # Over hidden size and batch: dense where it can fit, pruned beyond.
@@ -475,7 +533,7 @@ ON_CUDA: dict[str, list[Workload]] = {
             if (cell, hidden, batch) != ("LSTM", 768, 16)
         ),
         *(
-            Recurrence(cell, hidden, batch, density=0.1, block=(16, 1), who=PLAIN)
+            Recurrence(cell, hidden, batch, density=0.1, block=(16, 1), who=CUDNN)
             for cell in CELLS
             for hidden in (4608, 8192)
             for batch in (1, 4, 16)
@@ -498,6 +556,7 @@ ON_CUDA: dict[str, list[Workload]] = {
         # Errors over more steps.
         *(replace(work, length=2000, who=PLAIN) for work in TRAINED_LAYERS if work.length == 512 and not work.shortest),
     ],
+    "networks": networks(f16, CUDNN),
     "training-sweep": [
         Training(cell, hidden, batch, 256, dtype=dtype, tf32=dtype == f32, who=TRAINED)
         for cell, dtype in (("GRU", bf16), ("GRU", f32), ("LSTM", bf16), ("LSTM", f32), ("LSTM", f16))

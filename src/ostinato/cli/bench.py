@@ -14,7 +14,7 @@ Device = Annotated[str, Option(help="auto, cpu or cuda.")]
 Quick = Annotated[bool, Option("--quick", help="Small shapes and few repetitions: ends within a minute.")]
 Only = Annotated[str, Option(help="Only workloads whose name contains this, such as bfloat16.")]
 Json = Annotated[
-    Path | None, Option(help="Write all figures to this file; in a folder, to one named after the device.")
+    Path | None, Option(help="Write all figures to this file; in a folder, to KIND-gpu.json or KIND-cpu.json.")
 ]
 
 app = typer.Typer(help="Measure speed against the machine's limit and other implementations.", no_args_is_help=True)
@@ -34,7 +34,7 @@ def layer(device: Device = "auto", quick: Quick = False, only: Only = "", json: 
 
 @app.command()
 def persistent(device: Device = "auto", quick: Quick = False, only: Only = "", json: Json = None) -> None:
-    """RNN, GRU and LSTM without gradient, dense or pruned, against cuDNN, GEMMs, cuSPARSE and flashrnn; capacity."""
+    """RNN, GRU and LSTM without gradient, dense or pruned, against cuDNN, GEMMs and cuSPARSE."""
     _measure("persistent", device, quick, only, json)
 
 
@@ -48,12 +48,18 @@ def training(
     ] = False,
     json: Json = None,
 ) -> None:
-    """RNN, GRU and LSTM forward and backward, with weights that change at every call, against cuDNN and others.
+    """RNN, GRU and LSTM forward and backward, with weights that change at every call, against cuDNN.
 
     On a GPU cuDNN is timed as PyTorch launches it and captured in a CUDA graph. The errors are those of all gradients
     against float64.
     """
     _measure("training-sweep" if sweep else "training", device, quick, only, json)
+
+
+@app.command()
+def networks(device: Device = "auto", quick: Quick = False, only: Only = "", json: Json = None) -> None:
+    """The recurrent layers of published networks, dense and pruned, against torch.nn's."""
+    _measure("networks", device, quick, only, json)
 
 
 @app.command()
@@ -85,13 +91,18 @@ def seeds(
     for name in names:
         with console.status(name) as status:
             if name == "capacity":
-                content = head | capacity.as_sweep(capacity.capacity(best))
+                content = head | {"table": name, "results": capacity.capacity(best)}
+                shown = content | capacity.as_sweep(content["results"])
             else:
-                seconds, longest = (0.2, 1.0) if quick else (1.0, 4.0)
+                seconds, longest = (0.2, 1.0) if quick else (0.5, 2.0)
                 content = head | sweeps.measure_sweep(tables[name], devices, seconds, longest, status.update)
-        wrong += content["wrong"]
-        _show_sweep(console, content)
-        _write_sweep(console, content, report.path_for(output, f"seeds-{name}", best) or output)
+                shown = sweeps.shown(tables[name], content)
+                wrong += content["wrong"]
+        _show_sweep(console, shown)
+        path = report.path_for(output, f"seeds-{name}", best) or output
+        report.write_json(path, content)
+        written = [path, *([plot] if shown["lines"] and (plot := _plot(console, shown, path)) else [])]
+        console.print(f"wrote {', '.join(map(str, written))}\n", soft_wrap=True)
     _fail_if(wrong)
 
 
@@ -153,15 +164,6 @@ def _show_sweep(console: "Console", content: dict[str, Any]) -> None:
         console.print(line, style="dim", soft_wrap=True)
 
 
-def _write_sweep(console: "Console", content: dict[str, Any], path: Path) -> None:
-    """The JSON file, and beside it the plot if it can be drawn."""
-    from ostinato.bench import report
-
-    report.write_json(path, content)
-    written = [path, *([plot] if content["lines"] and (plot := _plot(console, content, path)) else [])]
-    console.print(f"wrote {', '.join(map(str, written))}\n", soft_wrap=True)
-
-
 def _plot(console: "Console", content: dict[str, Any], path: Path) -> Path | None:
     """Draw a run beside its JSON file, if matplotlib is here."""
     from importlib.util import find_spec
@@ -178,7 +180,7 @@ def _plot(console: "Console", content: dict[str, Any], path: Path) -> Path | Non
 def _measure(kind: str, device_name: str, quick: bool, only: str, path: Path | None) -> None:
     import gc
 
-    from ostinato.bench import capacity, measure, report
+    from ostinato.bench import measure, report
     from ostinato.bench.workloads import workloads
     from ostinato.files import is_stream
 
@@ -206,11 +208,6 @@ def _measure(kind: str, device_name: str, quick: bool, only: str, path: Path | N
     if of_steps:
         for line in report.why_missing(content["results"]):
             console.print(line, style="dim", soft_wrap=True)
-    if kind == "persistent":
-        if device.type == "cpu":
-            console.print("Persistent kernels, cuDNN and cuSPARSE need an NVIDIA GPU.")
-        content["capacity"] = capacity.capacity(device)
-        console.print(capacity.table(content["capacity"]))
     if path is not None:
         report.write_json(path, content)
         plot = _plot(console, content, path) if kind == "training-sweep" and content["results"] else None

@@ -90,9 +90,10 @@ def _compare_times(console: "Console", device: "torch.device", output: Path) -> 
     sweep = sweeps.lengths_sweep("mingru", 256, sweeps.DEMO_LENGTHS)
     with console.status("measuring") as status:
         content = report.environment(device) | sweeps.measure_sweep(sweep, [device], 0.5, 2.0, status.update)
-    console.print(report.sweep_table(content))
+    shown = sweeps.shown(sweep, content)
+    console.print(report.sweep_table(shown))
     with replacing(output / "times.md") as temporary:
-        temporary.write_text(report.sweep_markdown(content))
+        temporary.write_text(report.sweep_markdown(shown))
     report.write_json(output / "times.json", content)
-    plots.save(content, output / "times.png")
+    plots.save(shown, output / "times.png")
     console.print(f"Written to {output}: model.safetensors, times.md, times.json, times.png", soft_wrap=True)

@@ -40,6 +40,26 @@ def figure_of(content: dict[str, Any]) -> Any:
     return figure
 
 
+def curve_of(content: dict[str, Any]) -> Any:
+    """The curve of one training of the command line."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    axes, points, model = figure.subplots(), content["curve"], content["model"]
+    tokens = [point["tokens"] / 1e6 for point in points]
+    for key, label in (("train_loss", "training"), ("held_out_loss", "held out")):
+        axes.plot(tokens, [point[key] for point in points], "o-", label=label)
+    best = min(points, key=lambda point: point["held_out_loss"])
+    place = best["tokens"] / 1e6, best["held_out_loss"]
+    axes.annotate(f"{place[1]:.3f}", place, xytext=(0, 8), textcoords="offset points", ha="center")
+    axes.set(xlabel="characters seen (millions)", ylabel=f"loss ({content['unit']})")
+    title = f"{content['text']}: {model['num_layers']} × {model['cell']}, width {model['width']}"
+    axes.set_title(title, fontsize="medium")
+    axes.grid(True, alpha=0.25)
+    axes.legend(frameon=False)
+    return figure
+
+
 def _over_training(figure: Any, tokens: str) -> Iterator[tuple[Any, str, str]]:
     """Two panels side by side: axes, the field of a curve's points along them, and their label."""
     labels = {"tokens": f"{tokens} trained on", "seconds": "seconds of training"}
