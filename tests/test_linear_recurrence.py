@@ -10,6 +10,7 @@ from ostinato.kernels.recurrence.operators import linear_recurrence
 from ostinato.kernels.recurrence.trace import trace
 
 BACKENDS = ("reference", "torch", "cpu")
+ON_DEVICES = (*BACKENDS, pytest.param("cuda", marks=pytest.mark.gpu))
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 4e-6, torch.bfloat16: 1.6e-2}
 
 
@@ -61,32 +62,47 @@ def loop(function, arguments, h0, bounds, resets, reverse):
 
 
 def relative_error(got, want):
-    return ((got.double() - want.double()).abs().max() / want.double().abs().max().clamp(min=1e-2)).item()
+    return ((got.double().cpu() - want.double()).abs().max() / want.double().abs().max().clamp(min=1e-2)).item()
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ON_DEVICES)
 @pytest.mark.parametrize("function", RECURRENCES, ids=lambda f: f.__name__)
 def test_states_and_gradients_equal_a_loop(function, backend, packed):
+    check_against_loop(function, backend, packed, 37, 21)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize(("steps", "channels"), [(1100, 64), (150, 5)])
+@pytest.mark.parametrize("function", RECURRENCES, ids=lambda f: f.__name__)
+def test_every_kind_of_kernel_equals_a_loop(function, steps, channels, packed):
+    check_against_loop(function, "cuda", packed, steps, channels)
+
+
+def check_against_loop(function, backend, packed, steps, channels):
+    """Everything that a recurrence gives, in every dtype, direction and with resets."""
     torch.manual_seed(0)
+    device = "cuda" if backend == "cuda" else "cpu"
     kinds = RECURRENCES[function]
     recurrence = trace(function, kinds).text
-    bounds = [0, 7, 7, 30, 37] if packed else [0, 37]
-    cu_seqlens = torch.tensor(bounds, dtype=torch.int32) if packed else None
+    bounds = [0, 7, 7, 30, steps] if packed else [0, steps]
+    cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=device) if packed else None
     batch, sequences = (1, 4) if packed else (3, 3)
     for dtype, reverse, resetting in itertools.product(TOLERANCE, (False, True), (False, True)):
-        shapes = [(37, batch, 21) if sequence else (21,) for sequence in kinds]  # time-major in memory
+        shapes = [(steps, batch, channels) if sequence else (channels,) for sequence in kinds]  # time-major in memory
         narrow = [torch.randn(shape).to(dtype) for shape in shapes]
         narrow = [x.transpose(0, 1) if x.dim() == 3 else x for x in narrow]
-        h0 = torch.randn(sequences, 21).to(dtype)
-        resets = torch.rand(batch, 37) < 0.2 if resetting else None
-        narrow = [x.requires_grad_() for x in (*narrow, h0)]
-        wide = [x.detach().double().requires_grad_() for x in narrow]
+        h0 = torch.randn(sequences, channels).to(dtype)
+        resets = torch.rand(batch, steps) < 0.2 if resetting else None
+        wide = [x.double().requires_grad_() for x in (*narrow, h0)]
+        narrow = [x.to(device).requires_grad_() for x in (*narrow, h0)]
         want = loop(function, wide[:-1], wide[-1], bounds, resets, reverse)
+        resets = None if resets is None else resets.to(device)
         got = linear_recurrence(recurrence, narrow[-1], cu_seqlens, resets, reverse, backend, *narrow[:-1])
         weights = [torch.randn_like(x) for x in want]
         wanted = torch.autograd.grad(want, wide, weights, materialize_grads=True)
-        found = torch.autograd.grad(got, narrow, [w.to(dtype) for w in weights])
+        found = torch.autograd.grad(got, narrow, [w.to(device, dtype) for w in weights])
         for x, y in zip(got, want, strict=True):
             assert x.dtype == dtype
             assert relative_error(x, y) < TOLERANCE[dtype]

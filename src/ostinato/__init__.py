@@ -1,8 +1,8 @@
 """Recurrent networks at hardware speed for PyTorch."""
 
-from ostinato.diagonal import HGRN, LRU, QRNN, RGLRU, SRU, HighwayMinGRU, IndRNN, ParaGRU, ParaLSTM
+from ostinato.diagonal import HGRN, LRU, QRNN, RGLRU, SRU, IndRNN, ParaGRU, ParaLSTM
 from ostinato.export import portable
-from ostinato.minimal import MinGRU, MinGRUCell, MinLSTM, MinLSTMCell
+from ostinato.minimal import HighwayMinGRU, MinGRU, MinGRUCell, MinLSTM, MinLSTMCell
 from ostinato.pruning import cubic_density, prune
 from ostinato.recurrence import recurrence
 from ostinato.recurrent import GRU, LSTM, RNN

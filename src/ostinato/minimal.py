@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from ostinato.diagonal import DiagonalLayers, Parameters, Run
-from ostinato.kernels.export import refuse_script
+from ostinato.kernels.export import constant_to_compilers, refuse_script
 from ostinato.kernels.gemm import linear
 from ostinato.kernels.recurrence import operators
 from ostinato.kernels.recurrence.trace import trace
@@ -101,7 +101,7 @@ RECURRENCES = {
 GATES = {cell: len(variants["linear"].names) for cell, variants in RECURRENCES.items()}  # pre-activations of a channel
 
 
-@torch.compiler.assume_constant_result  # a compiler need not look into it
+@constant_to_compilers
 def recurrence_of(cell: str, candidate: str, bias: bool) -> str:
     """The traced recurrence of a cell, as operators take it; with a bias, from pre-activations that lack theirs."""
     return _traced(cell, candidate, bias)
@@ -297,6 +297,42 @@ class MinLSTM(_MinimalLayers):
     """
 
     cell = "minlstm"
+
+
+class HighwayMinGRU(DiagonalLayers):
+    r"""Stacked minimal GRU layers, each beside a highway around it, as PufferLib's policies have them.
+
+    .. math::
+        h_t = (1 - z_t) \odot h_{t-1} + z_t \odot g(W_h x_t + b_h), \quad z_t = \sigma(W_z x_t + b_z)
+
+        y_t = r_t \odot h_t + (1 - r_t) \odot x_t, \quad r_t = \sigma(W_r x_t + b_r)
+
+    with the :math:`g` of :class:`MinGRU` (Feng et al. 2024, arXiv 2410.01201, appendix B.3).  Where the input
+    has not ``hidden_size`` channels, a product with a matrix of its own takes the place of the last x.  The output is
+    y, the state h.  PufferLib's have no bias.
+
+    Args, inputs and outputs: as :class:`MinGRU`, but for ``candidate``.
+
+    Parameters: ``weight_ih_l{k}``, (3 * hidden_size, in), and ``bias_ih_l{k}``, rows z, h, r, and after them those of
+    the highway's input where it has any.
+
+    Raises:
+        TypeError, ValueError: as :class:`ostinato.RGLRU`.
+
+    Example:
+        >>> import torch, ostinato
+        >>> ostinato.HighwayMinGRU(16, 16, num_layers=4)(torch.randn(100, 4, 16))[0].shape
+        torch.Size([100, 4, 16])
+    """
+
+    def _shapes(self, width: int) -> dict[str, tuple[int, ...]]:
+        rows = (3 if width == self.hidden_size else 4) * self.hidden_size
+        return {"weight_ih": (rows, width), "bias_ih": (rows,)}
+
+    def _cell(self, suffix: str, p: Parameters, x: Tensor, run: Run) -> tuple[Tensor, Hidden]:
+        z, c, r, *skip = linear(x, p["weight_ih"], p["bias_ih"]).split(self.hidden_size, -1)
+        h, h_last = run(RECURRENCES["mingru"]["positive"], z, c)
+        return torch.lerp(skip[0] if skip else x.to(h.dtype), h, torch.sigmoid(r)), h_last
 
 
 class _MinimalCell(nn.Module):

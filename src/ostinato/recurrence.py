@@ -262,7 +262,7 @@ class Recurrence:
 _recurrences: weakref.WeakValueDictionary[int, Recurrence] = weakref.WeakValueDictionary()
 
 
-@torch.compiler.assume_constant_result  # a compiler need not look into it
+@export.constant_to_compilers
 def _traced(key: int, sequences: tuple[bool, ...]) -> str:
     """The trace of a recurrence by its id, as operators take it, for arguments that are sequences or not."""
     function = _recurrences[key]

@@ -102,3 +102,12 @@ def _log_sigmoid(x: Tensor) -> Tensor:
 def _log_add_exp(x: Tensor, y: Tensor) -> Tensor:
     differ = torch.maximum(x, y) + torch.log1p(torch.exp(-(x - y).abs()))
     return torch.where(x == y, x + math.log(2.0), differ)  # two infinities have no difference
+
+
+def constant_to_compilers(function: Callable) -> Callable:
+    """Have a compiler call the function and not look into it: ``torch.compiler.assume_constant_result``.
+
+    Which does as much, but imports the compiler, several seconds of it.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function

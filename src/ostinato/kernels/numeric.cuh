@@ -111,6 +111,12 @@ __device__ inline float exponential_less_one(float x) {
     return fabsf(x) < 0.015625f ? fmaf(0.5f * x, x, x) : fast_exponential(x) - 1.0f;
 }
 __device__ inline double exponential_less_one(double x) { return expm1(x); }
+// The same where the exponential of half of x, the root of that of x, is there already.
+__device__ inline float exponential_less_one(float x, float root) {
+    if (!NARROW_SCALAR) return expm1f(x);
+    return fabsf(x) < 0.015625f ? fmaf(0.5f * x, x, x) : fmaf(root, root, -1.0f);
+}
+__device__ inline double exponential_less_one(double x, double) { return expm1(x); }
 
 __device__ inline float square_root(float x) {
     if (!NARROW_SCALAR) return sqrtf(x);

@@ -143,15 +143,17 @@ class Builder:
         """Add a graph's nodes, some inputs fixed to numbers; returns its results."""
         places: list[int] = []
         for node in graph.nodes:
-            if node.name == "constant":
-                places.append(self.constant(node.value))
-            elif node.name != "input":
-                places.append(self.add(node.name, *(places[i] for i in node.operands)))
-            elif int(node.value) in constants:
-                places.append(self.constant(constants[int(node.value)]))
-            else:
-                places.append(self.input(int(node.value)))
+            fixed = node.name == "input" and int(node.value) in constants
+            places.append(self.constant(constants[int(node.value)]) if fixed else self.repeat(node, places))
         return [places[i] for i in graph.outputs]
+
+    def repeat(self, node: Node, places: Sequence[int]) -> int:
+        """Add another graph's node; `places` are what its earlier nodes are here."""
+        if node.name == "constant":
+            return self.constant(node.value)
+        if node.name == "input":
+            return self.input(int(node.value))
+        return self.add(node.name, *(places[i] for i in node.operands))
 
     def input(self, k: int) -> int:
         return self._place(Node("input", (), k))

@@ -1,7 +1,8 @@
 """A linear recurrence's trace, cut into what is computed once for each channel and what for each step."""
 
 import functools
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ostinato.kernels.recurrence.graph import Builder, Graph, joined, with_constants
@@ -38,6 +39,8 @@ def steps_of(trace: Trace, backward: bool) -> Steps:
         factors = factors._replace(outputs=tuple(factors.outputs[k] for k in sequences + parameters))
         graph = joined(graph._replace(outputs=graph.outputs[:1]), factors)
         sequences = [*sequences, count]
+    for _ in range(2):  # once more for factors whose other uses have gone
+        graph = _gathered(graph, graph.made_of(parameters))
     of_channel = graph.made_of(parameters)
     used = {i for node, alone in zip(graph.nodes, of_channel, strict=True) if not alone for i in node.operands}
     used.update(graph.outputs)
@@ -46,6 +49,33 @@ def steps_of(trace: Trace, backward: bool) -> Steps:
     given = {place: len(trace.sequences) - len(parameters) + n for n, place in enumerate(kept)}
     numbers = {k: n if n < sum(trace.sequences) else n + len(kept) for n, k in enumerate(sequences)}
     return Steps(sum(trace.sequences), len(parameters), constants, _part(graph, list(graph.outputs), given, numbers))
+
+
+def _gathered(graph: Graph, of_channel: Sequence[bool]) -> Graph:
+    """The same with what products have of their channels' and constant factors made one, which no step multiplies."""
+    uses = Counter(i for node in graph.nodes for i in node.operands) + Counter(graph.outputs)
+    builder = Builder()
+    one, less = builder.constant(1.0), builder.constant(-1.0)
+    places: list[int] = []
+    products: dict[int, tuple[list[int], int]] = {}  # their factors: those of the step, and the rest as one
+    for i, node in enumerate(graph.nodes):
+        if node.name not in ("mul", "neg") or of_channel[i]:
+            places.append(builder.repeat(node, places))
+            continue
+        factors, rest = [], less if node.name == "neg" else one
+        scaled = any(of_channel[k] and graph.nodes[k].name != "constant" for k in node.operands)
+        for k in node.operands:
+            own, constant = products.get(k, ([], one))
+            if of_channel[k]:
+                own, constant = [], places[k]
+            elif not own or (uses[k] > 1 and not (scaled and len(own) == 1)):
+                own, constant = [places[k]], one
+            factors += own
+            rest = builder.add("mul", rest, constant)
+        products[i] = factors, rest
+        product = functools.reduce(lambda x, y: builder.add("mul", x, y), factors)
+        places.append(builder.add("mul", product, rest))
+    return builder.graph([places[i] for i in graph.outputs])
 
 
 def _part(graph: Graph, outputs: list[int], given: Mapping[int, int], numbers: Mapping[int, int]) -> Graph:
