@@ -34,12 +34,18 @@ lint: $(READY)
 	$(PYTHON) -m mypy
 
 # Without a GPU the small shapes only.  The runs that the documentation shows: make bench RESULTS=benchmarks/results
+# Each part writes its own files, so that one that fails leaves the others; what was compiled beforehand is not timed.
 RESULTS := bench
+KINDS := persistent training scan layer networks 'training --sweep'
+LAYER := mingru --batch 1 --length 4096 --hidden-size 512 --trace $(RESULTS)/trace.json
 bench: $(READY)
 	mkdir -p $(RESULTS)
-	quick=$$($(PYTHON) -c 'import torch; print("" if torch.cuda.is_available() else "--quick")') && \
-	$(PYTHON) -m ostinato bench seeds $$quick --output $(RESULTS) && \
-	for kind in persistent training 'training --sweep' scan layer; do $(PYTHON) -m ostinato bench $$kind $$quick --json $(RESULTS) || exit 1; done
+	gpu=$$($(PYTHON) -c 'import torch; print(int(torch.cuda.is_available()))'); \
+	if [ $$gpu = 1 ]; then $(PYTHON) -m ostinato bench warm; else quick=--quick; fi; \
+	for kind in $(KINDS); do $(PYTHON) -m ostinato bench $$kind $$quick --json $(RESULTS) || failed=1; done; \
+	$(PYTHON) -m ostinato bench seeds $$quick --output $(RESULTS) || failed=1; \
+	$(PYTHON) -m ostinato bench profile $(LAYER) --json $(RESULTS) || failed=1; \
+	test -z "$$failed"
 
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict

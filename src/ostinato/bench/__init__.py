@@ -5,6 +5,7 @@
 ``peers``      who computes it: Ostinato and every other implementation
 ``check``      what each result is held against: float64
 ``measure``    checks each contestant, then times it
+``warm``       compiles beforehand, in many processes, what they would compile
 ``sweeps``     workloads that differ in one size: the source documents' tables
 ``capacity``   the largest recurrent layers that fit on a chip
 ``profile``    the kernels of one layer, and how near their limits they come

@@ -374,6 +374,7 @@ def workloads(kind: str, device: torch.device, quick: bool = False, only: str = 
 f32, f16, bf16 = torch.float32, torch.float16, torch.bfloat16
 CELLS = tuple(RECURRENT)
 EAGER = (OURS, "minGRU-pytorch", "minGRU-pytorch, autocast", "torch.nn.GRU")
+LSTMS = (OURS, *(f"minLSTM-pytorch{how}" for how in ("", ", autocast", ", compiled, autocast")), "torch.nn.LSTM")
 SCANS = (OURS, "accelerated-scan warp", "accelerated-scan Triton", "torch associative_scan")
 PLAIN = (OURS, "torch.nn")
 CUDNN = (*PLAIN, "torch.nn in a CUDA graph")
@@ -503,9 +504,9 @@ ON_CUDA: dict[str, list[Workload]] = {
     ],
     "layer": [
         Layer("mingru", 16, 4096, 1024, 1024, bf16),
-        Layer("minlstm", 16, 4096, 1024, 1024, bf16),
-        Layer("mingru", 16, 4096, 1024, 1024),
-        Layer("mingru", 64, 512, 512, 512, bf16),
+        Layer("minlstm", 16, 4096, 1024, 1024, bf16, who=LSTMS),
+        Layer("mingru", 16, 4096, 1024, 1024, who=(*EAGER, "minGRU-pytorch, compiled")),
+        Layer("mingru", 64, 512, 512, 512, bf16, who=(*EAGER, "minGRU-pytorch, compiled, autocast")),
         Layer("mingru", 1, 65536, 256, 256, bf16, who=EAGER),
         Layer("mingru", 64, 1000, 10, 100, who=EAGER),
         Layer("mingru", 64, 512, 256, 256, who=EAGER),
@@ -560,7 +561,7 @@ ON_CUDA: dict[str, list[Workload]] = {
     "training-sweep": [
         Training(cell, hidden, batch, 256, dtype=dtype, tf32=dtype == f32, who=TRAINED)
         for cell, dtype in (("GRU", bf16), ("GRU", f32), ("LSTM", bf16), ("LSTM", f32), ("LSTM", f16))
-        for hidden in (128, 256, 512, 768, 1024, 1536, 2048)
-        for batch in (1, 4, 16, 32, 64)
+        for hidden in (128, 256, 512, 1024, 2048)
+        for batch in (1, 4, 16, 64)
     ],
 }

@@ -107,6 +107,20 @@ def seeds(
 
 
 @app.command()
+def warm(
+    processes: Annotated[int | None, Option(help="At once.", show_default="all cores")] = None,
+) -> None:
+    """Compile in many processes what the GPU's benchmarks would compile one after the other."""
+    from ostinato.bench.warm import warm as compile_all
+
+    if _device("auto").type != "cuda":
+        raise ValueError("only what runs on a GPU is compiled beforehand, and there is none here")
+    with _console().status("compiling") as status:
+        for left in compile_all(processes):
+            status.update(f"compiling: {left} left")
+
+
+@app.command()
 def profile(
     cell: Annotated[str, typer.Argument(help="mingru, minlstm, rnn, gru or lstm.")] = "mingru",
     batch: Annotated[int, Option(help="Sequences.")] = 16,

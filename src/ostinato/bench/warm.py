@@ -1,0 +1,51 @@
+"""Compiles in many processes, before anything is timed, what the benchmarks would compile one after the other."""
+
+import multiprocessing
+import os
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+
+import torch
+
+from ostinato.bench.peers import contestants
+from ostinato.bench.sweeps import sweeps
+from ostinato.bench.workloads import ON_CUDA, OURS, Workload
+
+COMPILED = re.compile(rf"^{OURS}$|kernel$|^accelerated-scan|associative_scan$|compiled")  # the names of those who are
+EXTENSION = "accelerated-scan warp"  # built once, whatever the workload
+LARGE = 1 << 30  # bytes of an input: several at once would not fit on the GPU
+
+Task = tuple[Workload, str]
+
+
+def tasks() -> list[Task]:
+    """Each workload of the GPU's benchmarks with each contestant that is compiled, the longest first."""
+    works = [work for works in ON_CUDA.values() for work in works]
+    works += [work for sweep in sweeps(quick=False) for work in sweep.on.get("cuda", [])]
+    every = [(work, name) for work in works for name in contestants(work) if COMPILED.search(name)]
+    once = {(None if name == EXTENSION else work, name): (work, name) for work, name in every}
+    return sorted(once.values(), key=lambda task: (task[1] != EXTENSION, task[1].startswith(OURS)))
+
+
+def call_once(task: Task) -> None:
+    """All passes, for the caches on disk; what cannot run is reported when it is measured."""
+    work, name = task
+    torch.set_num_threads(1)
+    with suppress(Exception):
+        data = work.data(torch.device("cuda"))
+        if data[0].nbytes <= LARGE:
+            run = contestants(work)[name](work, data)
+            for pass_name in work.passes:
+                run.prepare(pass_name)()
+            torch.cuda.synchronize()
+        del data
+        torch.cuda.empty_cache()
+
+
+def warm(processes: int | None = None) -> Iterator[int]:
+    """Make each task's first call; yields how many tasks are left."""
+    waiting = tasks()
+    with multiprocessing.get_context("spawn").Pool(processes or os.cpu_count()) as pool:
+        for done, _ in enumerate(pool.imap_unordered(call_once, waiting), 1):
+            yield len(waiting) - done
