@@ -254,6 +254,19 @@ def sweep(name: str) -> str:
     )
 
 
+def cpu_or_gpu(cell: str) -> str:
+    """One layer where its input is, and with the transfer."""
+    content, name = swept(f"transfer-{cell}"), sweeps.NAMES[cell]
+    labels = {"CPU": "scan, CPU", "GPU": "scan, GPU", "GPU, from and to the host": "scan and transfer, GPU"}
+    lines = [content["lines"][f"{name}, {label}"]["points"] for label in labels.values()]
+    rows = [
+        [f"{points[0]['x']:,}", *(figures(1e3 * point["value"]) for point in points)]
+        for points in zip(*lines, strict=True)
+    ]
+    what = f"Microseconds of {content['title'].partition(':')[0]}."
+    return table(f"seeds-transfer-{cell}-gpu", ["steps", *labels], rows, what)
+
+
 def claims() -> str:
     """Every claim of the documents that Ostinato goes back to, and what a run here makes of it."""
 
@@ -327,7 +340,7 @@ def copied(name: str) -> str:
         rows.append([NAMES[run["cell"]], f"**{run['accuracy']:.2%}**", published[run["cell"]]])
         rows[-1] += [f"{run['parameters']:,}", f"{last['tokens']:,}", f"{last['seconds']:.0f} s"]
     head = ["layer", "right tokens", "published", "parameters", "tokens trained on", "after"]
-    return table(name, head, rows, "Published: Feng et al. 2024, table 1.")
+    return table(name, head, rows, "Published: Feng et al. 2024.")
 
 
 def characters(name: str) -> str:
@@ -477,6 +490,7 @@ def everything(_work: Record) -> bool:
 
 TABLES: dict[str, Callable[[], str]] = {
     "claims": claims,
+    "cpu-or-gpu": lambda: cpu_or_gpu("mingru"),
     "readme-layer-gpu": lambda: comparison("layer-gpu", milliseconds, only=README_GPU, limit=True),
     "readme-layer-cpu": lambda: comparison("layer-cpu", milliseconds, only=README_CPU, limit=True),
     "readme-scan": lambda: comparison("scan-gpu", share, only=README_SCANS),
