@@ -225,6 +225,21 @@ def capacities(name: str) -> str:
     return table(name, ["weights kept", *capacity.CELLS], [[kept, *row] for kept, row in sizes.items()])
 
 
+def calls(name: str, of: str) -> str:
+    """Microseconds a call, and the multiple of an addition's."""
+    records = [record for record in load(name)["results"] if record["workload"]["name"].startswith(of)]
+    names = list(dict.fromkeys(who for record in records for who in record["contestants"]))
+    rows = []
+    for record in records:
+        row = [record["workload"]["name"]]
+        for who in names:
+            found = record["contestants"].get(who)
+            text = f"{figures(1e6 * found['seconds'])} ({found['times_unit']:.1f}×)" if found else "–"
+            row.append(f"**{text}**" if who == OURS else text)
+        rows.append(row)
+    return table(name, ["call", *names], rows)
+
+
 def bounds(name: str) -> str:
     """What each shape of BOUND_BY should take by its limit, what it takes, and what the difference is."""
     rows = []
@@ -526,6 +541,8 @@ TABLES: dict[str, Callable[[], str]] = {
 }
 for kind in ("gpu", "cpu"):
     TABLES |= {
+        f"calls-scan-{kind}": functools.partial(calls, f"calls-{kind}", "linear_scan"),
+        f"calls-step-{kind}": functools.partial(calls, f"calls-{kind}", "step of"),
         f"scan-{kind}": functools.partial(comparison, f"scan-{kind}", share),
         f"scan-{kind}-errors": functools.partial(comparison, f"scan-{kind}", error),
         f"layer-{kind}": functools.partial(comparison, f"layer-{kind}", milliseconds, limit=True),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from ostinato.bench import capacity, check, measure, peers, plots, profile, report, sweeps, workloads
+from ostinato.bench import calls, capacity, check, measure, peers, plots, profile, report, sweeps, workloads
 from ostinato.bench.workloads import OURS, Layer, Recurrence, Run, Scan, Training
 from ostinato.cli.bench import app as bench_app
 
@@ -332,6 +332,20 @@ def test_the_largest_layer_fits_and_the_next_does_not():
             kept = None if row["block"] is None else int(row["density"] * gates * size**2)
             plan = choose_geometry(hidden_size=size, mask_nnz=kept, properties=capacity.H100, **arguments)
             assert (plan.path != "steps") == fits
+
+
+def test_calls_are_compared_with_an_addition(tmp_path, monkeypatch):
+    monkeypatch.setattr(calls, "CALLS", 2)
+    path = tmp_path / "calls.json"
+    bench_app(["calls", "--quick", "--device", "cpu", "--json", str(path)], standalone_mode=False)
+    results = json.loads(path.read_text())["results"]
+    assert len(results) == 4 + 9
+    for record in results:
+        rows = record["contestants"]
+        assert next(iter(rows)) == OURS
+        assert rows[calls.UNIT]["times_unit"] == 1
+        for row in rows.values():
+            assert row["times_unit"] == pytest.approx(row["seconds"] / rows[calls.UNIT]["seconds"])
 
 
 def test_a_kernel_can_be_asked_for():

@@ -7,6 +7,7 @@
 ``measure``    checks each contestant, then times it
 ``warm``       compiles beforehand, in many processes, what they would compile
 ``sweeps``     workloads that differ in one size: the source documents' tables
+``calls``      what small calls and single steps cost the host
 ``capacity``   the largest recurrent layers that fit on a chip
 ``profile``    the kernels of one layer, and how near their limits they come
 ``report``     the machine, tables and JSON files

@@ -63,6 +63,26 @@ def networks(device: Device = "auto", quick: Quick = False, only: Only = "", jso
 
 
 @app.command()
+def calls(
+    device: Device = "auto",
+    quick: Annotated[bool, Option("--quick", help="Fewer repetitions.")] = False,
+    json: Json = None,
+) -> None:
+    """What small calls and single steps cost the host, beside torch.add and torch.nn's."""
+    from ostinato.bench import calls, report
+
+    where, console = _device(device), _console()
+    path = report.path_for(json, "calls", where)
+    _check_files(path)
+    content = _content(console, "calls", where, quick)
+    content["results"] = calls.calls(where, 3 if quick else calls.ROUNDS)
+    console.print(calls.table(content["results"]))
+    if path is not None:
+        report.write_json(path, content)
+        console.print(f"wrote {path}", soft_wrap=True)
+
+
+@app.command()
 def seeds(
     quick: Annotated[bool, Option("--quick", help="Fewer and smaller sizes: ends within two minutes.")] = False,
     only: Annotated[str, Option(help="Only tables whose name contains this, such as lengths or density.")] = "",
