@@ -56,7 +56,7 @@ def test_one_loop_for_a_step(cell, hidden, inputs, batch, monkeypatch):
         for parallel in (1 << 40, 0):
             monkeypatch.setattr(threads, "PARALLEL", parallel)
             cpu_step._make.cache_clear()
-            y, after = layer._step(x, state)
+            y, after = layer._step(x, state, x.dim())
             results.append([y, *flat(after)])
         wide = tuple(s.double() for s in state) if cell == "LSTM" else state.double()
         right, last = exact(x.double()[None], wide)
@@ -80,7 +80,7 @@ def test_pruned_inputs_are_not_looked_at(block, inputs, hidden):
             layer.get_parameter(name.replace("mask", "weight"))[~mask] = torch.nan
         state, (whole, last) = None, exact(x)
         for x_t, expected in zip(x, whole, strict=True):
-            assert layer._step(x_t, state) is not None
+            assert layer._step(x_t, state, x_t.dim()) is not None
             y, state = layer.step(x_t, state)
             torch.testing.assert_close(y, expected, rtol=0, atol=1e-12)
         torch.testing.assert_close(state, last, rtol=0, atol=1e-12)

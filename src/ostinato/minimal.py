@@ -10,6 +10,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from ostinato.diagonal import DiagonalLayers, Parameters, Run
+from ostinato.kernels.dispatch import is_differentiated, is_eager
 from ostinato.kernels.export import constant_to_compilers, refuse_script
 from ostinato.kernels.gemm import linear
 from ostinato.kernels.recurrence import operators
@@ -117,15 +118,21 @@ def _traced(cell: str, candidate: str, bias: bool) -> str:
     return trace(with_bias if bias else function, [True] * gates + [False] * (gates * bias)).text
 
 
-def _goes_by_equation(x: Tensor, weight: Tensor, backend: str) -> bool:
-    """Whether one step is computed by the equation as it stands: on a CPU the way to a kernel takes longer."""
-    if x.device.type != "cpu" or backend != "auto" or torch.is_autocast_enabled("cpu"):
+def _steps_alone(x: Tensor, weight: Tensor, backend: str) -> bool:
+    """Whether one step goes by :func:`_step`: on a CPU what leads to a layer's kernel takes longer than it."""
+    if not x.is_cpu or backend != "auto" or torch.is_autocast_enabled("cpu"):
         return False
     return x.dtype is weight.dtype and x.dtype in (torch.float32, torch.float64)
 
 
-def _step(recurrence: Recurrence, x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor | None) -> Tensor:
-    a, b = recurrence.function(*F.linear(x, weight, bias).chunk(len(recurrence.names), -1))
+def _step(cell: str, candidate: str, x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor | None) -> Tensor:
+    """The state after one step, (B, H), in the layer's loop, or by the equation as it stands if it is to be traced."""
+    pre = F.linear(x, weight, bias)
+    tensors = [pre] if h is None else [pre, h]
+    if is_eager(tensors) and not is_differentiated(tensors) and pre.numel():
+        step = operators.cpu_step(recurrence_of(cell, candidate, False), len(pre), pre.shape[1] // GATES[cell], x.dtype)
+        return step(pre, h)
+    a, b = RECURRENCES[cell][candidate].function(*pre.chunk(GATES[cell], -1))
     return b if h is None else torch.addcmul(b, a, h)
 
 
@@ -178,9 +185,9 @@ class _MinimalLayers(DiagonalLayers):
 
     def _step_of_layer(self, layer: int, x: Tensor, h0: Any) -> tuple[Tensor, Hidden]:
         weight, bias = getattr(self, f"weight_ih_l{layer}"), getattr(self, f"bias_ih_l{layer}") if self.bias else None
-        if not _goes_by_equation(x, weight, self.backend):
+        if not _steps_alone(x, weight, self.backend):
             return super()._step_of_layer(layer, x, h0)
-        h = _step(RECURRENCES[self.cell][self.candidate], x, weight, bias, None if h0 is None else h0[0])
+        h = _step(self.cell, self.candidate, x, weight, bias, None if h0 is None else h0[0])
         return h, h[None]
 
     def _layer(
@@ -378,8 +385,10 @@ class _MinimalCell(nn.Module):
             if hx.shape != (*input.shape[:-1], self.hidden_size):
                 raise ValueError(f"hx must have shape {(*input.shape[:-1], self.hidden_size)}; got {tuple(hx.shape)}")
             check_like_weight("hx", hx, self.weight_ih)
-        if _goes_by_equation(input, self.weight_ih, self.backend):
-            return _step(RECURRENCES[self.cell][self.candidate], input, self.weight_ih, self.bias_ih, hx)
+        if _steps_alone(input, self.weight_ih, self.backend):
+            rows, state = input.view(-1, self.input_size), None if hx is None else hx.view(-1, self.hidden_size)
+            h = _step(self.cell, self.candidate, rows, self.weight_ih, self.bias_ih, state)
+            return h if input.dim() == 2 else h[0]
         pre = linear(input.view(-1, 1, self.input_size), self.weight_ih)
         h0 = None if hx is None else hx.to(pre.dtype).view(1, -1, self.hidden_size)
         recurrence = recurrence_of(self.cell, self.candidate, self.bias)

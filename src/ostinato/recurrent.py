@@ -44,8 +44,8 @@ class _Recurrent(nn.RNNBase):
                 hx, resets = self._begun(hx, resets.flatten()), None
         if resets is None and not torch.is_grad_enabled() and isinstance(input, Tensor) and input.dim() > 1:
             time = 1 if self._is_swapped(input) else 0
-            if input.shape[time] == 1 and (result := self._step(input.squeeze(time), hx)) is not None:
-                return result[0].unsqueeze(time), result[1]
+            if input.shape[time] == 1 and (result := self._step(input, hx, input.dim() - 1)) is not None:
+                return result
         weights, states = self._weights(), _states(hx)
         call = self._kernels_for(input, states, weights, resets)
         if call is not None:
@@ -77,7 +77,7 @@ class _Recurrent(nn.RNNBase):
             >>> torch.allclose(y, layer(x)[0][-1], atol=1e-6)
             True
         """
-        result = self._step(x, state)
+        result = self._step(x, state, x.dim() if isinstance(x, Tensor) else 0)
         if result is not None:
             return result
         if self.bidirectional:
@@ -294,16 +294,17 @@ class _Recurrent(nn.RNNBase):
         output = rows if unbatched else rows.view(steps, batch, -1)
         return output.transpose(0, 1) if swapped else output, hidden
 
-    def _step(self, x: Any, state: Any) -> tuple[Tensor, Any] | None:
+    def _step(self, x: Any, state: Any, rank: int) -> tuple[Tensor, Any] | None:
         """:meth:`step` by the shortest way; None where that cannot be taken.
 
-        What a call costs beside the loop is then most of it, so nothing is looked up or copied that need not be.
+        `rank` is x's without a dimension of time, in which it has one step.  What a call costs beside the loop is then
+        most of it, so nothing is looked up or copied that need not be.
         """
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or not isinstance(x, Tensor) or not x.is_cpu:
             return None
         if self._frozen is not None and (result := self._step_frozen(x, state)) is not None:
             return result
-        rank, lstm, layers, hidden = x.dim(), self.mode == "LSTM", self.num_layers, self.hidden_size
+        lstm, layers, hidden = self.mode == "LSTM", self.num_layers, self.hidden_size
         states, own, dtype, masks = _states(state), self._unmasked_weights(), x.dtype, self._buffers
         tensors = [x, *own, *states]
         if (
@@ -320,7 +321,7 @@ class _Recurrent(nn.RNNBase):
         for tensor in tensors:
             if tensor.dtype != dtype or not tensor.is_cpu or not tensor.is_contiguous():
                 return None
-        batch = x.shape[0] if rank == 2 else 1
+        batch = x.numel() // self.input_size
         shape = (layers, batch, hidden) if rank == 2 else (layers, hidden)
         for tensor in states:
             if tensor.shape != shape:
@@ -348,7 +349,7 @@ class _Recurrent(nn.RNNBase):
         new = [tensor.clone() for tensor in old]
         width = batch * hidden * x.itemsize
         scratch = x.new_empty(max(step.scratch for step in steps) + batch * hidden)
-        rest, output = scratch.data_ptr(), x.new_empty(shape[1:])
+        rest, output = scratch.data_ptr(), x.new_empty((*x.shape[:-1], hidden))
         between, at, source = rest + width, 0, x.data_ptr()
         before, h, c = old[0].data_ptr(), new[0].data_ptr(), new[-1].data_ptr()
         for layer, step in enumerate(steps):
@@ -375,7 +376,7 @@ class _Recurrent(nn.RNNBase):
         for tensor in tensors:
             if not tensor.is_contiguous() or tensor.dtype != x.dtype or not tensor.is_cpu:
                 return None
-        new, output = [tensor.clone() for tensor in states], x.new_empty(states[0].shape[1:])
+        new, output = [tensor.clone() for tensor in states], x.new_empty((*x.shape[:-1], self.hidden_size))
         source, width = x.data_ptr(), output.numel() * x.itemsize
         before, h, c = states[0].data_ptr(), new[0].data_ptr(), new[-1].data_ptr()
         for step in steps:

@@ -51,7 +51,7 @@ def operator(
     def call(*args: Any) -> Any:
         tensors = [x for x in args if isinstance(x, Tensor)]
         if is_eager(tensors):
-            return function.apply(*args) if _is_differentiated(tensors) else forward(*args)
+            return function.apply(*args) if is_differentiated(tensors) else forward(*args)
         if plain is not None and export.is_portable():
             return export.write(plain, name, args)
         if torch.compiler.is_compiling():
@@ -264,7 +264,7 @@ def _unfolded(size: int, x: Tensor, groups: int) -> Tensor:
     return x.unflatten(-1, (groups, size, x.shape[-1] // (groups * size))).movedim(-2, 0).flatten(-2)
 
 
-def _is_differentiated(tensors: list[Tensor]) -> bool:
+def is_differentiated(tensors: list[Tensor]) -> bool:
     if torch.is_grad_enabled():
         for x in tensors:  # a generator costs more than what it asks
             if x.requires_grad:

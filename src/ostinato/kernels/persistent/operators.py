@@ -25,8 +25,13 @@ from ostinato.kernels.persistent.plan import GATES, Plan, no_kernel
 
 def kernels_on(device: torch.device) -> Any:
     """The module with a device's kernels, imported when there is use for them; the loop that defines them elsewhere."""
-    has_kernels = device.type in ("cpu", "cuda")
-    return importlib.import_module(f"ostinato.kernels.persistent.{device.type}") if has_kernels else reference
+    return _kernels_on(device.type)
+
+
+@functools.cache  # to look a module up costs more than a step's loop
+def _kernels_on(device_type: str) -> Any:
+    has_kernels = device_type in ("cpu", "cuda")
+    return importlib.import_module(f"ostinato.kernels.persistent.{device_type}") if has_kernels else reference
 
 
 def plan_layer(mask_hh: Tensor | None, *layer: Any) -> Plan:
@@ -70,7 +75,7 @@ def step_of(device: torch.device, *layer: Any) -> Any:
 
     ``layer``: cell, dtype, hidden_size, input_size, batch, the masks of both weights and path.
     """
-    make = getattr(kernels_on(device), "step_of", None)
+    make = getattr(_kernels_on(device.type), "step_of", None)
     return None if make is None else make(*layer)
 
 

@@ -171,6 +171,31 @@ def layer_backward(
     return grad_pre.to(pre.dtype), grad_bias, None if h0 is None else state.to(h0.dtype)
 
 
+class Step:
+    """One step of a recurrence without parameters, prepared for a number of sequences and channels."""
+
+    def __init__(self, recurrence: str, batch: int, hidden: int, dtype: torch.dtype) -> None:
+        layout = _Layout(1, batch, 1, hidden)
+        self._loop, self._work_type = _loop(recurrence, False, dtype)
+        self._threads, pieces, groups, width = _parts(recurrence, layout)
+        gates = _steps(recurrence, False).sequences
+        self._gates = [(f"x{k}", k * hidden * dtype.itemsize) for k in range(gates)]
+        self._output = empty((batch, hidden), dtype)  # of all steps: here the state, which the loop keeps as well
+        sizes = {"together": 1, "width": width, "directions": 1, "batch": batch, "length": 1, "hidden": hidden}
+        rows = {"x_b": gates * hidden, "out0": self._output.data_ptr(), "out_b": hidden}
+        self._work = self._work_type(pieces=pieces, groups=groups, **sizes, **rows)
+
+    def __call__(self, pre: Tensor, h: Tensor | None) -> Tensor:
+        """The state after the step, (B, H), of contiguous pre-activations, (B, G*H), and the state before, or zero."""
+        state = torch.zeros_like(self._output) if h is None else h.clone(memory_format=torch.contiguous_format)
+        work, first = self._work_type.from_buffer_copy(self._work), pre.data_ptr()
+        work.state = state.data_ptr()
+        for gate, at in self._gates:
+            setattr(work, gate, first + at)
+        run_loop(self._loop, work, self._threads)
+        return state
+
+
 def _layer_layout(
     gates: int, pre: Tensor, offsets: Tensor | None, resets: Tensor | None, batch_first: bool, directions: int
 ) -> tuple[_Layout, tuple[int, int]]:

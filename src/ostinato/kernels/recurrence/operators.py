@@ -4,6 +4,7 @@ A recurrence passes through an operator as the text of its trace, so that a prog
 a compiler kept, needs nothing else to run.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any, Protocol, cast
 
@@ -39,6 +40,14 @@ def _kernels(backend: str, device_type: str) -> Kernels | None:
 
         return cast(Kernels, cpu)
     return None
+
+
+@functools.lru_cache(maxsize=1024)
+def cpu_step(recurrence: str, batch: int, hidden: int, dtype: torch.dtype) -> Any:
+    """What makes one step on a CPU; see :class:`ostinato.kernels.recurrence.cpu.Step`."""
+    from ostinato.kernels.recurrence import cpu
+
+    return cpu.Step(recurrence, batch, hidden, dtype)
 
 
 # layer_scan(pre, bias, h0, offsets, resets, recurrence, batch_first, directions, backend) -> h, h_last
