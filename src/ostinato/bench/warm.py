@@ -43,9 +43,10 @@ def call_once(task: Task) -> None:
         torch.cuda.empty_cache()
 
 
-def warm(processes: int | None = None) -> Iterator[int]:
+def warm(processes: int) -> Iterator[int]:
     """Make each task's first call; yields how many tasks are left."""
     waiting = tasks()
-    with multiprocessing.get_context("spawn").Pool(processes or os.cpu_count()) as pool:
+    os.environ["OMP_NUM_THREADS"] = os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # of each
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
         for done, _ in enumerate(pool.imap_unordered(call_once, waiting), 1):
             yield len(waiting) - done

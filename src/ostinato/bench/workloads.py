@@ -465,7 +465,7 @@ ON_CPU: dict[str, list[Workload]] = {
             for batch, length in ((1, 1000), (16, 200))
         ),
     ],
-    "networks": networks(f32, PLAIN),
+    "networks": networks(f32, PLAIN, "GNMT", "WaveRNN", "LPCNet", "RNNoise"),
     "training-sweep": [
         Training(cell, hidden, batch, 100, dtype=f32, who=PLAIN)
         for cell in CELLS

@@ -128,16 +128,17 @@ def seeds(
 
 @app.command()
 def warm(
-    processes: Annotated[int | None, Option(help="At once.", show_default="all cores")] = None,
+    processes: Annotated[int, Option(help="At once; more would wait for the GPU, which they share.")] = 14,
 ) -> None:
     """Compile in many processes what the GPU's benchmarks would compile one after the other."""
     from ostinato.bench.warm import warm as compile_all
 
+    console = _console()
     if _device("auto").type != "cuda":
         raise ValueError("only what runs on a GPU is compiled beforehand, and there is none here")
-    with _console().status("compiling") as status:
-        for left in compile_all(processes):
-            status.update(f"compiling: {left} left")
+    for left in compile_all(processes):
+        if left % 50 == 0:
+            console.print(f"compiling: {left} left")
 
 
 @app.command()
