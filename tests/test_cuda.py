@@ -12,6 +12,7 @@ import torch
 import ostinato
 from minimal_layers import GATES, layer, layer_backward
 from ostinato.kernels import nvrtc
+from ostinato.kernels.recurrence import cuda as recurrence_cuda
 from ostinato.kernels.recurrence.print_cuda import element_name, print_cuda
 from ostinato.kernels.recurrence.trace import parse
 from ostinato.kernels.scan import choose_backend, cuda, operators, torch_ops
@@ -146,6 +147,8 @@ SHAPES = [(2, 1, 5), (1, 777, 1), (2, 300, 8), (3, 130, 33), (1, 1000, 64), (2, 
 
 
 def force(monkeypatch, name):
+    for prepared in (cuda._prepare, cuda._prepare_scan, recurrence_cuda._prepare_layer):
+        prepared.cache_clear()  # with another geometry
     changes = GEOMETRIES[name]
     if changes is None:
         return

@@ -165,6 +165,8 @@ class StackedLayers(nn.Module):
         return x, stacked(states)
 
     def _of_layer(self, hx: Hidden, layer: int) -> Hidden:
+        if self.num_layers == 1:
+            return hx
         first = layer * self.num_directions
         return each(lambda state: state[first : first + self.num_directions], hx)
 

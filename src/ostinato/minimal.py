@@ -185,10 +185,13 @@ class _MinimalLayers(DiagonalLayers):
 
     def _step_of_layer(self, layer: int, x: Tensor, h0: Any) -> tuple[Tensor, Hidden]:
         weight, bias = getattr(self, f"weight_ih_l{layer}"), getattr(self, f"bias_ih_l{layer}") if self.bias else None
-        if not _steps_alone(x, weight, self.backend):
+        if _steps_alone(x, weight, self.backend):
+            h = _step(self.cell, self.candidate, x, weight, bias, None if h0 is None else h0[0])
+            return h, h[None]
+        if self.sequence_group is not None:
             return super()._step_of_layer(layer, x, h0)
-        h = _step(self.cell, self.candidate, x, weight, bias, None if h0 is None else h0[0])
-        return h, h[None]
+        h, h_last = self._scan(linear(x, weight).unsqueeze(0), bias, h0, None, None, batch_first=False)
+        return h.squeeze(0), h_last
 
     def _layer(
         self,
@@ -206,23 +209,29 @@ class _MinimalLayers(DiagonalLayers):
         biases = [getattr(self, f"bias_ih_{suffix}") for suffix in self._suffixes(layer)] if self.bias else []
         pre = linear(x, weights[0] if len(weights) == 1 else torch.cat(weights))
         bias = None if not biases else biases[0] if len(biases) == 1 else torch.cat(biases)
-        h0 = None if h0 is None else h0.to(pre.dtype)
         if self.sequence_group is not None:
             from ostinato import distributed
 
+            h0 = None if h0 is None else h0.to(pre.dtype)
             settings = self.cell, self.candidate, batch_first, self.backend
             return distributed.minimal_scan(pre, bias, h0, *settings, group=self.sequence_group)
-        return operators.layer_scan(
-            pre,
-            bias,
-            h0,
-            offsets,
-            None if resets is None else self._of_directions(resets, offsets, batch_first),
-            recurrence_of(self.cell, self.candidate, self.bias),
-            batch_first,
-            self.num_directions,
-            self.backend,
-        )
+        resets = None if resets is None else self._of_directions(resets, offsets, batch_first)
+        return self._scan(pre, bias, h0, offsets, resets, batch_first)
+
+    def _scan(
+        self,
+        pre: Tensor,
+        bias: Tensor | None,
+        h0: Tensor | None,
+        offsets: Tensor | None,
+        resets: Tensor | None,
+        batch_first: bool,
+    ) -> tuple[Tensor, Tensor]:
+        if h0 is not None and h0.dtype is not pre.dtype:  # even a call that changes nothing costs
+            h0 = h0.to(pre.dtype)
+        recurrence = recurrence_of(self.cell, self.candidate, self.bias)
+        directions, backend = self.num_directions, self.backend
+        return operators.layer_scan(pre, bias, h0, offsets, resets, recurrence, batch_first, directions, backend)
 
     def _of_directions(self, resets: Tensor, offsets: Tensor | None, batch_first: bool) -> Tensor:
         """The mask of each direction: what begins before a step has, in reverse, ended after the step before it."""

@@ -13,7 +13,14 @@ from torch.nn.utils.rnn import PackedSequence
 from ostinato.episodes import check_resets, forward_by_episodes
 from ostinato.kernels.dispatch import is_eager
 from ostinato.kernels.export import refuse_script
-from ostinato.kernels.persistent.operators import can_take, frozen_step, plan_layer, recurrent_layer, step_of
+from ostinato.kernels.persistent.operators import (
+    can_take,
+    frozen_step,
+    least_steps,
+    plan_layer,
+    recurrent_layer,
+    step_of,
+)
 from ostinato.kernels.persistent.plan import Plan
 from ostinato.kernels.persistent.reference import previous
 from ostinato.kernels.streams import beside
@@ -38,11 +45,12 @@ class _Recurrent(nn.RNNBase):
         self, input: Tensor | PackedSequence, hx: Hidden | None = None, *, resets: Tensor | None = None
     ) -> tuple[Any, Any]:
         """Run the whole sequence; see the class."""
+        grads = torch.is_grad_enabled()
         if resets is not None:
             check_resets(resets, input.data if isinstance(input, PackedSequence) else input)
             if isinstance(input, Tensor) and input.dim() > 1 and input.shape[1 if self._is_swapped(input) else 0] == 1:
                 hx, resets = self._begun(hx, resets.flatten()), None
-        if resets is None and not torch.is_grad_enabled() and isinstance(input, Tensor) and input.dim() > 1:
+        if resets is None and isinstance(input, Tensor) and input.is_cpu and input.dim() > 1 and not grads:
             time = 1 if self._is_swapped(input) else 0
             if input.shape[time] == 1 and (result := self._step(input, hx, input.dim() - 1)) is not None:
                 return result
@@ -209,6 +217,8 @@ class _Recurrent(nn.RNNBase):
         else:
             return None
         device, dtype = weights[0].device, weights[0].dtype
+        if resets is None and 0 < steps < least_steps(device.type):
+            return None
         autocast = torch.is_autocast_enabled(device.type)
         computed = torch.get_autocast_dtype(device.type) if autocast else dtype
         given = (torch.float32, torch.float16, torch.bfloat16) if autocast else (dtype,)
@@ -411,14 +421,38 @@ class _Recurrent(nn.RNNBase):
         return x, tuple(new) if self.mode == "LSTM" else new[0]
 
     def _forward_torch(self, input: Any, hx: Any, weights: list[Tensor]) -> tuple[Any, Any]:
-        """``torch.nn``'s own forward; it reads the weights from the module, or from a stand-in with others."""
+        """``torch.nn``'s own forward; it reads the weights from the module, or from a stand-in with others.
+
+        It is left out where it would find nothing to complain of, which takes as long as it takes to say so.
+        """
         module = self
-        if not torch.compiler.is_compiling() and not all(map(operator.is_, weights, self._flat_weights)):
-            if weights[0].is_cuda:
+        if not torch.compiler.is_compiling():
+            same = all(map(operator.is_, weights, self._flat_weights))
+            if not same and weights[0].is_cuda:
                 _silence_copy_warning()
-            module = object.__new__(type(self))
-            module.__dict__.update(self.__dict__, _flat_weights=weights)
+            if isinstance(input, Tensor) and self._fits(input, hx, weights[0]):
+                return self._call_torch(input, hx, weights)
+            if not same:
+                module = object.__new__(type(self))
+                module.__dict__.update(self.__dict__, _flat_weights=weights)
         return super(_Recurrent, module).forward(input, hx)
+
+    def _fits(self, input: Tensor, hx: Any, weight: Tensor) -> bool:
+        """Whether the input and the states, if there are any, are batched and of the layer's dtype and sizes."""
+        states = None if hx is None else tuple([state.shape for state in _states(hx)])
+        batch_dim = 0 if self.batch_first else 1
+        layer = len(self._all_weights), self.input_size, self.hidden_size, batch_dim, self.mode == "LSTM"
+        return input.dtype is weight.dtype and _shapes_fit(input.shape, states, *layer)
+
+    def _call_torch(self, input: Tensor, hx: Any, weights: list[Tensor]) -> tuple[Tensor, Any]:
+        lstm = self.mode == "LSTM"
+        if hx is None:
+            batch = input.shape[0 if self.batch_first else 1]
+            zero = input.new_zeros(len(self._all_weights), batch, self.hidden_size)
+            hx = (zero, zero) if lstm else zero
+        how = self.bias, self.num_layers, self.dropout, self.training, self.bidirectional, self.batch_first
+        output, *last = getattr(torch._VF, self.mode.lower())(input, hx, weights, *how)
+        return output, tuple(last) if lstm else last[0]
 
     def _forward_torch_by_episodes(self, input: Any, hx: Any, weights: list[Tensor], resets: Tensor) -> tuple[Any, Any]:
         """As ``torch.nn``'s forward, which knows no resets, of each episode by itself."""
@@ -472,6 +506,22 @@ class _Recurrent(nn.RNNBase):
 
     def _update_flat_weights(self) -> None:
         """Nothing: :meth:`_weights` does not need it, and ``torch.nn`` would look at every parameter in each call."""
+
+
+@functools.lru_cache(4096)
+def _shapes_fit(
+    shape: torch.Size,
+    states: tuple[torch.Size, ...] | None,
+    layers: int,
+    input_size: int,
+    hidden_size: int,
+    batch_dim: int,
+    lstm: bool,
+) -> bool:
+    if len(shape) != 3 or shape[2] != input_size:
+        return False
+    expected = (layers, shape[batch_dim], hidden_size)
+    return states is None or (len(states) == 1 + lstm and all(state == expected for state in states))
 
 
 @functools.cache

@@ -49,9 +49,9 @@ def operator(
     registered = _registered(name, forward, fake, setup_context, backward, groups)
 
     def call(*args: Any) -> Any:
+        if is_eager(args):
+            return function.apply(*args) if is_differentiated(args) else forward(*args)
         tensors = [x for x in args if isinstance(x, Tensor)]
-        if is_eager(tensors):
-            return function.apply(*args) if is_differentiated(tensors) else forward(*args)
         if plain is not None and export.is_portable():
             return export.write(plain, name, args)
         if torch.compiler.is_compiling():
@@ -264,10 +264,10 @@ def _unfolded(size: int, x: Tensor, groups: int) -> Tensor:
     return x.unflatten(-1, (groups, size, x.shape[-1] // (groups * size))).movedim(-2, 0).flatten(-2)
 
 
-def is_differentiated(tensors: list[Tensor]) -> bool:
+def is_differentiated(args: Sequence[Any]) -> bool:
     if torch.is_grad_enabled():
-        for x in tensors:  # a generator costs more than what it asks
-            if x.requires_grad:
+        for x in args:  # a generator costs more than what it asks
+            if type(x) in _PLAIN_TYPES and x.requires_grad:
                 return True
     return False
 
@@ -286,14 +286,15 @@ def _plain_keys() -> frozenset[int]:
 
 
 _PLAIN_KEYS = _plain_keys()
-_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+_PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter))
+_OTHER_TYPES = frozenset((type(None), bool, int, str))  # of most arguments that are no tensors: faster than isinstance
 _dispatch_keys = torch._C._dispatch_keys
 
 
-def is_eager(tensors: list[Tensor]) -> bool:
+def is_eager(args: Sequence[Any]) -> bool:
     """Whether nobody is watching: no compiler, no tracer, no dispatch mode, no function transform, no tangent; and
-    whether the tensors' memory holds what they stand for: no subclass, wrapper, zero without memory, or negation
-    or conjugation left to do."""
+    whether the memory of the tensors among the arguments holds what they stand for: no subclass, wrapper, zero without
+    memory, or negation or conjugation left to do."""
     if (
         torch.compiler.is_compiling()
         or torch._C._is_tracing()
@@ -302,8 +303,12 @@ def is_eager(tensors: list[Tensor]) -> bool:
         or forward_ad._current_level >= 0
     ):
         return False
-    for x in tensors:  # noqa: SIM110  # all() of a generator costs as much as the test
-        if type(x) not in _PLAIN_TYPES or _dispatch_keys(x).raw_repr() not in _PLAIN_KEYS:
+    for x in args:
+        kind = type(x)
+        if kind in _PLAIN_TYPES:
+            if _dispatch_keys(x).raw_repr() not in _PLAIN_KEYS:
+                return False
+        elif kind not in _OTHER_TYPES and isinstance(x, Tensor):
             return False
     return True
 

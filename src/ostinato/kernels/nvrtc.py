@@ -15,7 +15,13 @@ import torch
 from ostinato.kernels import cache
 
 _compiling = threading.Lock()
-_thread = threading.local()
+
+
+class _Thread(threading.local):
+    device: int | None = None  # whose context is the thread's
+
+
+_thread = _Thread()
 
 
 def why_no_cuda() -> str | None:
@@ -87,6 +93,9 @@ def memory_bandwidth(device: int) -> float:
     return 2 * rate * 1e3 * width / 8  # kHz, twice a clock; bits
 
 
+_Pointer = ctypes.c_char_p * 1  # the array of a kernel's only parameter
+
+
 class Kernel:
     """A kernel of one compiled module, whose parameters are one struct passed by value."""
 
@@ -106,19 +115,17 @@ class Kernel:
 
         A cooperative launch has all its blocks on the chip at once, or fails.
         """
-        if torch.cuda.current_device() != device:
+        if torch._C._cuda_getDevice() != device:
             with torch.cuda.device(device):
                 self.launch(device, grid, block, parameters, shared, cooperative)
             return
-        if getattr(_thread, "device", None) != device:
+        if _thread.device != device:
             self._enter(device)
         if shared > self._shared_limit:
             self._raise_shared_limit(device, shared)
-        buffer = ctypes.create_string_buffer(8 + len(parameters))
-        address = ctypes.addressof(buffer)
-        buffer.raw = (address + 8).to_bytes(8, "little") + parameters
         stream = torch._C._cuda_getCurrentRawStream(device)  # current_stream() builds an object at every call
-        arguments = (self._function, grid, 1, 1, block, 1, 1, shared, stream, address)
+        pointer = _Pointer(parameters)
+        arguments = (self._function, grid, 1, 1, block, 1, 1, shared, stream, ctypes.addressof(pointer))
         if cooperative:
             (error,) = self._driver.cuLaunchCooperativeKernel(*arguments)
         else:

@@ -70,6 +70,12 @@ def _plan(
 _plan_dense = functools.lru_cache(4096)(functools.partial(_plan, None))
 
 
+@functools.cache
+def least_steps(device_type: str) -> int:
+    """Of fewer, without resets, no plan makes more than torch's own."""
+    return getattr(kernels_on(torch.device(device_type)), "LEAST_STEPS", 0)
+
+
 def step_of(device: torch.device, *layer: Any) -> Any:
     """What makes one step of a layer without gradients where a device has a kernel for it, else None.
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ostinato.kernels.recurrence.print_cuda import element_name, print_cuda
 from ostinato.kernels.recurrence.trace import parse
-from ostinato.kernels.scan.cuda import Problem, Strides, along_channels, last_state, launch, scan_problem
+from ostinato.kernels.scan.cuda import Problem, Scan, Strides, along_channels, last_state, prepare_scan
 
 
 def scan(
@@ -23,18 +23,10 @@ def scan(
     h0 = None if h0 is None else h0.contiguous()
     h = inputs[0].new_empty(inputs[0].shape)
     h_last = last_state(h, h0, cu_seqlens, 0.0)
-    launch(
-        _problem(recurrence, False, inputs, (h,), len(parameters), cu_seqlens, resets, reverse),
-        h,
-        [x.data_ptr() for x in inputs],
-        [h.data_ptr()],
-        initial=h0,
-        final=h_last,
-        parameters=[x.data_ptr() for x in parameters],
-        parameter_dtype=parameters[0].dtype if parameters else None,
-        bounds=cu_seqlens,
-        resets=resets,
-    )
+    strides = tuple([x.stride() for x in inputs])
+    prepared = prepare_scan(*_element(recurrence, False), h, strides, 1, reverse, cu_seqlens, resets, parameters)
+    addresses = [x.data_ptr() for x in (*inputs, h)]
+    prepared.launch(h, addresses, (h0, h_last, None), cu_seqlens, resets, [x.data_ptr() for x in parameters])
     return h, h_last
 
 
@@ -55,22 +47,15 @@ def scan_backward(
     inputs = [*sequences, *map(along_channels, (h, h if grad_h is None else grad_h))]
     grads = [h.new_empty(h.shape) for _ in sequences]
     grad_h0 = None if h0 is None else last_state(h, grad_h_last, cu_seqlens, 0.0)
-    addresses = [x.data_ptr() for x in inputs]
-    if grad_h is None:
-        addresses[-1] = 0
-    sums = launch(
-        _problem(recurrence, True, inputs, grads, len(parameters), cu_seqlens, resets, reverse),
-        h,
-        addresses,
-        [x.data_ptr() for x in grads],
-        initial=grad_h_last,
-        final=grad_h0,
-        h0=h0,
-        parameters=[x.data_ptr() for x in parameters],
-        parameter_dtype=parameters[0].dtype if parameters else None,
-        bounds=cu_seqlens,
-        resets=resets,
+    strides = tuple([x.stride() for x in inputs])
+    prepared = prepare_scan(
+        *_element(recurrence, True), h, strides, len(grads), reverse, cu_seqlens, resets, parameters
     )
+    addresses = [x.data_ptr() for x in (*inputs, *grads)]
+    if grad_h is None:
+        addresses[len(sequences) + 1] = 0
+    states = grad_h_last, grad_h0, h0
+    sums = prepared.launch(h, addresses, states, cu_seqlens, resets, [x.data_ptr() for x in parameters])
     return grads, [] if sums is None else list(sums[0]), grad_h0
 
 
@@ -84,21 +69,6 @@ def _parted(recurrence: str, arguments: Sequence[Tensor]) -> tuple[list[Tensor],
     return [along_channels(x) for x, sequence in zip(arguments, kinds, strict=True) if sequence], parameters
 
 
-def _problem(
-    recurrence: str,
-    backward: bool,
-    inputs: Sequence[Tensor],
-    outputs: Sequence[Tensor],
-    parameters: int,
-    cu_seqlens: Tensor | None,
-    resets: Tensor | None,
-    reverse: bool,
-) -> Problem:
-    name, code = _element(recurrence, backward)
-    problem = scan_problem(name, inputs, outputs, reverse, cu_seqlens, resets, by_time=False)
-    return problem._replace(parameters=parameters, code=code)
-
-
 @functools.lru_cache(maxsize=1024)
 def _element(recurrence: str, backward: bool) -> tuple[str, str]:
     """The name and the code of a struct."""
@@ -107,7 +77,7 @@ def _element(recurrence: str, backward: bool) -> tuple[str, str]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _layer_problem(
+def _prepare_layer(
     recurrence: str,
     backward: bool,
     dtype: torch.dtype,
@@ -117,8 +87,9 @@ def _layer_problem(
     batch_first: bool,
     directions: int,
     resets: Strides | None,
-) -> Problem:
-    """The problem of a layer whose pre-activations have this shape; `packed` is (sequences, steps), or zeros."""
+    bias_dtype: torch.dtype | None,
+) -> Scan:
+    """The scan of a layer whose pre-activations have this shape; `packed` is (sequences, steps), or zeros."""
     kinds = parse(recurrence).sequences
     name, code = _element(recurrence, backward)
     gates = sum(kinds)
@@ -135,7 +106,7 @@ def _layer_problem(
         width = directions * gates * channels
         return ((batch_rows * width, time_rows * width, gates * channels),) * gates
 
-    return Problem(
+    problem = Problem(
         name,
         dtype,
         device,
@@ -151,11 +122,15 @@ def _layer_problem(
         parameter_direction=gates * channels,
         code=code,
     )
+    return Scan(problem, bias_dtype)
 
 
-def _gates(x: Tensor | None, gates: int, channels: int) -> list[int]:
+def _gates(x: Tensor | None, gates: int, channels: int) -> Sequence[int]:
     """The addresses of each gate's first channel."""
-    return [] if x is None else [x.data_ptr() + k * channels * x.element_size() for k in range(gates)]
+    if x is None:
+        return ()
+    first, size = x.data_ptr(), channels * x.itemsize
+    return range(first, first + gates * size, size)
 
 
 def layer(
@@ -168,23 +143,14 @@ def layer(
     batch_first: bool,
     directions: int,
 ) -> tuple[Tensor, Tensor]:
-    problem = _layer_problem(recurrence, False, *_layer_key(pre, h0, offsets, resets, batch_first, directions))
-    gates, channels = len(problem.inputs), problem.channels
+    scan = _prepare_layer(recurrence, False, *_layer_key(pre, bias, h0, offsets, resets, batch_first, directions))
+    gates, channels = len(scan.problem.inputs), scan.problem.channels
     h = pre.new_empty(*pre.shape[:-1], directions * channels)
-    h_last = pre.new_empty(directions, problem.batch, channels)
+    h_last = pre.new_empty(directions, scan.problem.batch, channels)
+    h0 = None if h0 is None else h0.contiguous()
     bias = None if bias is None else bias.contiguous()
-    launch(
-        problem,
-        pre,
-        _gates(pre, gates, channels),
-        [h.data_ptr()],
-        initial=None if h0 is None else h0.contiguous(),
-        final=h_last,
-        parameters=_gates(bias, gates, channels),
-        parameter_dtype=None if bias is None else bias.dtype,
-        bounds=offsets,
-        resets=resets,
-    )
+    addresses = *_gates(pre, gates, channels), h.data_ptr()
+    scan.launch(pre, addresses, (h0, h_last, None), offsets, resets, _gates(bias, gates, channels))
     return h, h_last
 
 
@@ -201,35 +167,34 @@ def layer_backward(
     batch_first: bool,
     directions: int,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    problem = _layer_problem(recurrence, True, *_layer_key(pre, h0, offsets, resets, batch_first, directions))
-    gates, channels = len(problem.outputs), problem.channels
+    scan = _prepare_layer(recurrence, True, *_layer_key(pre, bias, h0, offsets, resets, batch_first, directions))
+    gates, channels = len(scan.problem.outputs), scan.problem.channels
     h0 = None if h0 is None else h0.contiguous()
     bias = None if bias is None else bias.contiguous()
     grad_h = None if grad_h is None else grad_h.contiguous()
+    grad_h_last = None if grad_h_last is None else grad_h_last.contiguous()
     grad_pre = torch.empty_like(pre)
     grad_h0 = None if h0 is None else torch.empty_like(h0)
-    sums = launch(
-        problem,
-        pre,
-        [*_gates(pre, gates, channels), h.data_ptr(), 0 if grad_h is None else grad_h.data_ptr()],
-        _gates(grad_pre, gates, channels),
-        initial=None if grad_h_last is None else grad_h_last.contiguous(),
-        final=grad_h0,
-        h0=h0,
-        parameters=_gates(bias, gates, channels),
-        parameter_dtype=None if bias is None else bias.dtype,
-        bounds=offsets,
-        resets=resets,
-    )
+    inputs = *_gates(pre, gates, channels), h.data_ptr(), 0 if grad_h is None else grad_h.data_ptr()
+    addresses = *inputs, *_gates(grad_pre, gates, channels)
+    states = grad_h_last, grad_h0, h0
+    sums = scan.launch(pre, addresses, states, offsets, resets, _gates(bias, gates, channels))
     return grad_pre, None if bias is None or sums is None else sums.flatten().to(bias.dtype), grad_h0
 
 
 def _layer_key(
-    pre: Tensor, h0: Tensor | None, offsets: Tensor | None, resets: Tensor | None, batch_first: bool, directions: int
+    pre: Tensor,
+    bias: Tensor | None,
+    h0: Tensor | None,
+    offsets: Tensor | None,
+    resets: Tensor | None,
+    batch_first: bool,
+    directions: int,
 ) -> tuple:
     packed = (0, 0) if offsets is None or h0 is None else (h0.shape[1], offsets.shape[0] - 1)
     marks = None
     if resets is not None:  # for each direction laid out as pre is, of which a packed one has no dimension of sequences
         direction, *rows = resets.stride()
         marks = (*(rows * 2 if packed[0] else rows if batch_first else rows[::-1]), direction)
-    return pre.dtype, pre.device.index, tuple(pre.shape), packed, batch_first, directions, marks
+    bias_dtype = None if bias is None else bias.dtype
+    return pre.dtype, pre.get_device(), pre.shape, packed, batch_first, directions, marks, bias_dtype

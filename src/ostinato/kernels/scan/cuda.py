@@ -6,10 +6,10 @@ of operation, dtype and shape is compiled on first use (:mod:`ostinato.kernels.n
 
 import functools
 import itertools
+import operator
 import struct
 import threading
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -66,10 +66,14 @@ class _Launch(NamedTuple):
     blocks: int
     threads: int
     shared: int
+    pack: Callable[..., bytes]  # the first of ``Parameters`` in scan.cu: addresses, the counter's begin and the epoch
+    rest: bytes  # which is the same at every launch
     words: int  # of 8 bytes, that chained blocks tell each other; 0 where blocks stream
     draws: int  # what the blocks draw from their counter
     sum_rows: int  # of partial sums in the gradients of the parameters
-    rest: bytes  # of ``Parameters`` in scan.cu, after the addresses
+
+    def start(self, device: int, *first: int) -> None:
+        self.kernel.launch(device, self.blocks, self.threads, self.pack(*first) + self.rest, self.shared)
 
 
 @functools.cache
@@ -143,15 +147,17 @@ def _prepare(problem: Problem, parameter_dtype: torch.dtype, alignment: int) -> 
         draws = tiles + blocks
     integers = [problem.parameter_direction, *(problem.resets or (0, 0, 0)), *itertools.chain(*strides)]
     counts = problem.batch, problem.steps, problem.channels, problem.sequences, problem.directions, problem.reverse
+    addresses = len(strides) + max(1, problem.parameters) + 7
     return _Launch(
         nvrtc.load_kernel("scan", source(problem.code), definitions, problem.device),
         blocks,
         32 * geometry.warps,
         shared,
+        struct.Struct(f"{addresses}Q2I").pack,
+        struct.pack(f"{len(integers)}q6i", *integers, *counts),
         words,
         draws,
         problem.batch * (chunks if geometry.chained else 1),
-        struct.pack(f"{len(integers)}q6i", *integers, *counts),
     )
 
 
@@ -185,40 +191,51 @@ def _published(device: int, launch: _Launch) -> tuple[int, int, int]:
     return workspace.memory.data_ptr(), drawn, workspace.epoch
 
 
-def launch(
-    problem: Problem,
-    like: Tensor,
-    inputs: Sequence[int],
-    outputs: Sequence[int],
-    *,
-    initial: Tensor | None = None,
-    final: Tensor | None = None,
-    h0: Tensor | None = None,
-    parameters: Sequence[int] = (),
-    parameter_dtype: torch.dtype | None = None,
-    bounds: Tensor | None = None,
-    resets: Tensor | None = None,
-) -> Tensor | None:
-    """Launch the kernel on tensors at these addresses, 0 for one that is absent and counts as zero.
+class Scan:
+    """A problem's launches: the kernel is chosen once for each alignment of the addresses."""
 
-    Backward with parameters, returns their gradients, (directions, parameters, channels), in the dtype of computation.
-    """
-    states = [0 if x is None else x.data_ptr() for x in (initial, final, h0)]
-    alignment = 0
-    for address in (*inputs, *outputs, *states):
-        alignment |= address & 15
-    plan = _prepare(problem, parameter_dtype or problem.dtype, alignment)
-    sums = None
-    if parameters and problem.backward:
-        shape = plan.sum_rows, problem.directions, len(parameters), problem.channels
-        sums = like.new_empty(shape, dtype=problem.compute)
-    others = [0 if x is None else x.data_ptr() for x in (sums, bounds, resets)]
-    tensors = [*inputs, *outputs, *(parameters or (0,)), *states, *others]
-    with _launching if plan.words else nullcontext():
-        published = _published(problem.device, plan) if plan.words else (0, 0, 0)
-        packed = struct.pack(f"{len(tensors) + 1}Q2I", *tensors, *published) + plan.rest
-        plan.kernel.launch(problem.device, plan.blocks, plan.threads, packed, plan.shared)
-    return None if sums is None else sums.sum(0)
+    def __init__(self, problem: Problem, parameter_dtype: torch.dtype | None = None) -> None:
+        self.problem = problem
+        self._parameter_dtype = parameter_dtype or problem.dtype
+        self._launches: dict[int, _Launch] = {}
+
+    def launch(
+        self,
+        like: Tensor,
+        tensors: Sequence[int],
+        states: tuple[Tensor | None, Tensor | None, Tensor | None],
+        bounds: Tensor | None,
+        resets: Tensor | None,
+        parameters: Sequence[int] = (),
+    ) -> Tensor | None:
+        """Launch the kernel on tensors at these addresses, inputs then outputs, 0 for one that counts as zero.
+
+        ``states``: the one before the first step scanned, where to write the one after the last, and of a backward pass
+        the one before the first step in time; each may be absent.  Backward with parameters, returns their gradients,
+        (directions, parameters, channels), in the dtype of computation.
+        """
+        initial, final, h0 = states
+        ends = _address(initial), _address(final), _address(h0)
+        alignment = functools.reduce(operator.or_, tensors, ends[0] | ends[1] | ends[2]) & 15
+        launch = self._launches.get(alignment)
+        if launch is None:
+            launch = self._launches[alignment] = _prepare(self.problem, self._parameter_dtype, alignment)
+        problem, sums = self.problem, None
+        if parameters and problem.backward:
+            shape = launch.sum_rows, problem.directions, len(parameters), problem.channels
+            sums = like.new_empty(shape, dtype=problem.compute)
+        others = _address(sums), _address(bounds), _address(resets)
+        addresses = *tensors, *(parameters or (0,)), *ends, *others
+        if not launch.words:
+            launch.start(problem.device, *addresses, 0, 0, 0)
+        else:
+            with _launching:
+                launch.start(problem.device, *addresses, *_published(problem.device, launch))
+        return None if sums is None else sums.sum(0)
+
+
+def _address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
 
 
 def along_channels(x: Tensor) -> Tensor:
@@ -239,34 +256,74 @@ def last_state(b: Tensor, h0: Tensor | None, cu_seqlens: Tensor | None, zero: fl
     return b.new_full((cu_seqlens.shape[0] - 1, b.shape[2]), zero) if h0 is None else h0.clone()
 
 
-def scan_problem(
+def prepare_scan(
     element: str,
-    inputs: Sequence[Tensor],
-    outputs: Sequence[Tensor],
+    code: str,
+    like: Tensor,
+    strides: tuple[tuple[int, ...], ...],
+    outputs: int,
     reverse: bool,
     cu_seqlens: Tensor | None,
     resets: Tensor | None,
-    by_time: bool,
-) -> Problem:
-    like = outputs[0]
-    batch, steps, channels = like.shape
+    parameters: Sequence[Tensor] = (),
+    by_time: bool = False,
+) -> Scan:
+    """The scan over inputs of these strides like this one, (B, T, D); outputs are contiguous, by time as (B, D, T).
 
-    def strides(tensors: Sequence[Tensor]) -> tuple[Strides, ...]:
-        return tuple((x.stride(2) if by_time else x.stride(0), x.stride(1), 0) for x in tensors)
-
-    return Problem(
+    ``code`` is the element's, unless it is one of ``elements.cuh``.
+    """
+    return _prepare_scan(
         element,
+        code,
         like.dtype,
-        like.device.index,
-        batch * channels if by_time else batch,  # sequences of one channel each
-        steps,
-        1 if by_time else channels,
-        strides(inputs),
-        strides(outputs),
-        reverse=reverse,
-        packing="DENSE" if cu_seqlens is None else "CU_SEQLENS",
-        sequences=0 if cu_seqlens is None else cu_seqlens.shape[0] - 1,
-        resets=None if resets is None else (resets.stride(0), resets.stride(1), 0),
+        like.get_device(),
+        like.shape,
+        strides,
+        outputs,
+        reverse,
+        None if cu_seqlens is None else cu_seqlens.shape[0] - 1,
+        None if resets is None else resets.stride(),
+        len(parameters),
+        parameters[0].dtype if parameters else None,
+        by_time,
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _prepare_scan(
+    element: str,
+    code: str,
+    dtype: torch.dtype,
+    device: int,
+    shape: tuple[int, int, int],
+    strides: tuple[tuple[int, ...], ...],
+    outputs: int,
+    reverse: bool,
+    sequences: int | None,
+    resets: tuple[int, int] | None,
+    parameters: int,
+    parameter_dtype: torch.dtype | None,
+    by_time: bool,
+) -> Scan:
+    batch, steps, channels = shape
+    return Scan(
+        Problem(
+            element,
+            dtype,
+            device,
+            batch * channels if by_time else batch,  # sequences of one channel each
+            steps,
+            1 if by_time else channels,
+            tuple((channel if by_time else sequence, time, 0) for sequence, time, channel in strides),
+            ((steps, 1, 0) if by_time else (steps * channels, channels, 0),) * outputs,
+            reverse=reverse,
+            packing="DENSE" if sequences is None else "CU_SEQLENS",
+            sequences=sequences or 0,
+            resets=None if resets is None else (*resets, 0),
+            parameters=parameters,
+            code=code,
+        ),
+        parameter_dtype,
     )
 
 
@@ -281,13 +338,12 @@ def _forward_scan(
     zero: float,
 ) -> tuple[Tensor, Tensor]:
     by_time = is_time_contiguous(b, cu_seqlens, resets)
-    inputs = [(_along_time if by_time else along_channels)(x) for x in (a, b)]
-    h0 = None if h0 is None else h0.contiguous()
-    h = states_like(b, cu_seqlens, resets)
+    lie = _along_time if by_time else along_channels
+    a, b, h0 = lie(a), lie(b), None if h0 is None else h0.contiguous()
+    h = torch.empty_like(b) if b.is_contiguous() else states_like(b, cu_seqlens, resets)  # new_empty costs more
     h_last = last_state(b, h0, cu_seqlens, zero)
-    problem = scan_problem(element, inputs, (h,), reverse, cu_seqlens, resets, by_time)
-    addresses = [x.data_ptr() for x in inputs]
-    launch(problem, h, addresses, (h.data_ptr(),), initial=h0, final=h_last, bounds=cu_seqlens, resets=resets)
+    scan = prepare_scan(element, "", b, (a.stride(), b.stride()), 1, reverse, cu_seqlens, resets, by_time=by_time)
+    scan.launch(h, (a.data_ptr(), b.data_ptr(), h.data_ptr()), (h0, h_last, None), cu_seqlens, resets)
     return h, h_last
 
 
@@ -308,21 +364,12 @@ def _backward_scan(
     inputs = [(_along_time if by_time else along_channels)(x) for x in (*plain, h, h if grad_h is None else grad_h)]
     outputs = states_like(h, cu_seqlens, resets), states_like(h, cu_seqlens, resets)
     grad_h0 = None if h0 is None else last_state(h, grad_h_last, cu_seqlens, 0.0)
-    problem = scan_problem(element, inputs, outputs, reverse, cu_seqlens, resets, by_time)
-    addresses = [x.data_ptr() for x in inputs]
+    strides = tuple([x.stride() for x in inputs])
+    scan = prepare_scan(element, "", h, strides, 2, reverse, cu_seqlens, resets, by_time=by_time)
+    addresses = [x.data_ptr() for x in (*inputs, *outputs)]
     if grad_h is None:
-        addresses[-1] = 0
-    launch(
-        problem,
-        h,
-        addresses,
-        [x.data_ptr() for x in outputs],
-        initial=grad_h_last,
-        final=grad_h0,
-        h0=h0,
-        bounds=cu_seqlens,
-        resets=resets,
-    )
+        addresses[len(plain) + 1] = 0
+    scan.launch(h, addresses, (grad_h_last, grad_h0, h0), cu_seqlens, resets)
     return *outputs, grad_h0
 
 
