@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 from ostinato.bench import calls, capacity, check, measure, peers, plots, profile, report, sweeps, workloads
-from ostinato.bench.workloads import OURS, Layer, Recurrence, Run, Scan, Training
+from ostinato.bench.workloads import OURS, Equation, Layer, Product, Recurrence, Run, Scan, Training
 from ostinato.cli.bench import app as bench_app
 
 CPU = torch.device("cpu")
@@ -28,6 +28,11 @@ def small(monkeypatch):
     monkeypatch.setattr(measure, "MIN_ROUNDS", 2)
     monkeypatch.setattr(measure, "MAX_ROUNDS", 2)
     quick = {"scan": [SCAN], "layer": [MINGRU, MINLSTM], "persistent": [GRU], "training": [TRAINED, PRUNED]}
+    quick["recurrence"] = [
+        Equation("invented", 2, 64, 8),
+        Product("ParaGRU", 2, 24, 4, 8),
+        Product("ParaLSTM", 2, 24, 4, 8),
+    ]
     quick["training-sweep"] = [Training("GRU", hidden, who=workloads.TRAINED) for hidden in (8, 16)]
     monkeypatch.setattr(workloads, "QUICK", quick)
     for cell, everyone in peers.CONTESTANTS.items():
@@ -76,6 +81,18 @@ def test_peers_compute_the_same_and_others_state_no_error(tmp_path):
     assert gru["torch.nn.GRU"]["max_error"] is None
     loop = run("scan", tmp_path / "scan.json")["results"][1]["contestants"]["PyTorch time loop"]
     assert loop["max_error"] < 1e-6
+
+
+def test_recurrences_are_bounded_by_their_bytes_or_products(tmp_path):
+    results = run("recurrence", tmp_path / "recurrence.json")["results"]
+    units = [{"bytes", "flops"} & {*record} for record in results]
+    assert units == [{"bytes"}] * 2 + [{"flops"}] * 4
+    n = 2 * 64 * 8 * 4
+    assert [record["bytes"] for record in results[:2]] == [4 * n, 8 * n]
+    for record in results:
+        assert 0 < record["contestants"][OURS]["max_error"] < 1e-5
+        peers = {*record["contestants"]} - {OURS}
+        assert all("CUDA" in record["contestants"][name]["unavailable"] for name in peers)
 
 
 @pytest.mark.parametrize("command", ["scan", "layer", "persistent", "training", "profile"])

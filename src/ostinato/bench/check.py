@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ostinato.bench.workloads import Layer, Recurrence, Run, Scan, Training, Workload
+from ostinato.bench.workloads import Equation, Layer, Recurrence, Run, Scan, Training, Workload
 
 CHECKED_STEPS = 8192
 CHECKED_CHANNELS = 8
@@ -82,7 +82,7 @@ class MinimalCheck:
     Gradients are taken of the same window: the gradient that comes in is zero outside it.
     """
 
-    def __init__(self, work: Scan | Layer, data: tuple[Tensor, ...]) -> None:
+    def __init__(self, work: Scan | Layer | Equation, data: tuple[Tensor, ...]) -> None:
         self.work, self.data = work, data
         length = data[0].shape[1]
         self.start = max(0, length - CHECKED_STEPS)
@@ -118,7 +118,7 @@ class MinimalCheck:
         grads = torch.autograd.grad(output, self._inputs(run.inputs), grad)
         found = [output[-1:, begin:][..., self.channels]]
         found += [self.work.window(run.layout(x), begin, self.channels) for x in grads]
-        names = ("output", "a", "b") if isinstance(self.work, Scan) else ("output", "input")
+        names = "output", *self.work.inputs
         pairs = zip(found, self.expected(run.has_bias), strict=True)
         errors = {name: relative_error(x, y) for name, (x, y) in zip(names, pairs, strict=True)}
         gradients = {name: error for name, error in errors.items() if name != "output"}

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ostinato.bench.check import TOLERANCE, Check, Errors, check_of
 from ostinato.bench.peers import Build, contestants
-from ostinato.bench.workloads import OURS, Recurrence, Run, Training, Unavailable, Workload, name_of
+from ostinato.bench.workloads import OURS, Product, Recurrence, Run, Training, Unavailable, Workload, name_of
 
 MIN_ROUNDS, MAX_ROUNDS = 3, 100
 SLOW = 0.5  # seconds: a call of which is made once more, and no more often
@@ -71,8 +71,8 @@ def limited(work: Workload) -> bool:
 
 @contextmanager
 def _precision(work: Workload) -> Iterator[None]:
-    """Let float32 products of recurrences be rounded to tf32, in all libraries, or in none."""
-    if not isinstance(work, Recurrence):
+    """Let float32 products of recurrent layers be rounded to tf32, in all libraries, or in none."""
+    if not isinstance(work, Recurrence | Product):
         yield
         return
     libraries: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
@@ -136,7 +136,7 @@ def _largest(errors: dict[str, float]) -> float:
 
 
 def _require_right(work: Workload, errors: Errors) -> None:
-    tolerance = TOLERANCE[torch.float16 if isinstance(work, Recurrence) and work.tf32 else work.dtype]
+    tolerance = TOLERANCE[torch.float16 if isinstance(work, Recurrence | Product) and work.tf32 else work.dtype]
     if isinstance(work, Training):
         tolerance *= OF_GRADIENTS
     for error in map(_largest, errors.values()):

@@ -17,9 +17,12 @@ from torch.nn import functional as F
 
 import ostinato
 from ostinato.bench.workloads import (
+    EQUATIONS,
     OURS,
     RECURRENT,
+    Equation,
     Layer,
+    Product,
     Recurrence,
     Run,
     Scan,
@@ -200,6 +203,52 @@ def torch_cell_loop(cell_type: type[nn.GRUCell] | type[nn.LSTMCell], work: Layer
         return torch.stack(outputs)
 
     return Run(loop, (x, *cell.parameters()), _time_first, same_function=False)
+
+
+# Recurrences made of their equations
+
+
+def ostinato_equation(work: Equation, data: tuple[Tensor, ...]) -> Run:
+    arguments, function = _leaves(*data), EQUATIONS[work.cell]
+    return Run(lambda: function(*arguments)[0], arguments)
+
+
+def fla_hgrn(_work: Equation, data: tuple[Tensor, ...]) -> Run:
+    """flash-linear-attention's kernel, which takes the logarithm of the gate and what enters: these by the compiler."""
+    _need_cuda(data[0])
+    chunk_hgrn = _import("fla.ops.hgrn", "flash-linear-attention").chunk_hgrn
+    arguments = _leaves(*data)
+
+    def coefficients(*arguments: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = EQUATIONS["HGRN"].function(*(x.float() for x in arguments))
+        return b.to(data[0].dtype), a.log().to(data[0].dtype)
+
+    torch._dynamo.reset()
+    torch._functorch.config.donated_buffer = False  # the backward pass is timed many times over one graph
+    compiled = torch.compile(coefficients)
+    return Run(lambda: chunk_hgrn(*compiled(*arguments))[0], arguments)
+
+
+def ostinato_product(work: Product, data: tuple[Tensor, ...]) -> Run:
+    (x,), layer = _leaves(data[0]), work.layer(data)
+    return Run(lambda: layer(x)[0], (x, *layer.parameters()), has_bias=True)
+
+
+def pararnn(work: Product, data: tuple[Tensor, ...]) -> Run:
+    """pararnn-torch's layer, which trains by Newton's method over time."""
+    _need_cuda(data[0])
+    module = _import("pararnn", "pararnn-torch")
+    x, weight, bias, *recurrent = data
+    cell = getattr(module, work.cell)(work.input_size, work.channels, device=x.device)
+    order = [0, 1, 2] if work.cell == "ParaGRU" else [0, 2, 1]  # its LSTM's candidate stands before the output gate
+    names = ("a_z", "a_r", "a_n") if work.cell == "ParaGRU" else ("a_f", "a_o", "a_z", "c_f", "c_o")
+    with torch.no_grad():
+        cell.W_x.weight.copy_(weight.unflatten(0, (3, -1))[order].flatten(0, 1))
+        cell.W_x.bias.copy_(bias.unflatten(0, (3, -1))[order].flatten())
+        for name, value in zip(names, recurrent, strict=True):
+            getattr(cell, name).copy_(value)
+    layer, (x,) = module.ParaRNN(cell).train(), _leaves(x)
+    return Run(lambda: layer(x), (x, *layer.parameters()), has_bias=True)
 
 
 # RNN, GRU and LSTM
@@ -391,5 +440,10 @@ CONTESTANTS: dict[str, dict[str, Build]] = {
     },
     "mingru": minimal("mingru", "minGRU", nn.GRU, nn.GRUCell),
     "minlstm": minimal("minlstm", "minLSTM", nn.LSTM, nn.LSTMCell),
+    "RG-LRU": {OURS: ostinato_equation},
+    "invented": {OURS: ostinato_equation},
+    "HGRN": {OURS: ostinato_equation, "flash-linear-attention, compiled": fla_hgrn},
+    "ParaGRU": {OURS: ostinato_product, "pararnn-torch": pararnn},
+    "ParaLSTM": {OURS: ostinato_product, "pararnn-torch": pararnn},
     **dict.fromkeys(RECURRENT, RECURRENCES),
 }

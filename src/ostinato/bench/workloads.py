@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 
 import ostinato
+from ostinato import diagonal
 from ostinato.kernels.gemm import linear
 from ostinato.kernels.scan import reference
 from ostinato.masks import block_name
@@ -71,6 +72,7 @@ class Scan:
     shortest: int = 0  # steps of the shortest of sequences laid end to end, whose lengths are evenly spaced; 0 for none
 
     kind = cell = "scan"
+    inputs: ClassVar[tuple[str, ...]] = ("a", "b")
     passes = ("forward", "backward")
     unit = "bytes"
     limit_name = "torch.add(out=)"
@@ -139,6 +141,7 @@ class Layer:
     who: tuple[str, ...] = ()
 
     kind = "layer"
+    inputs: ClassVar[tuple[str, ...]] = ("input",)
     unit = "flops"
     limit_name = "its GEMM alone"
 
@@ -146,9 +149,13 @@ class Layer:
         sizes = f"({self.batch}, {self.length}, {self.input_size}) to {self.channels}"
         return f"{self.cell} {sizes} {name_of(self.dtype)}"
 
+    @property
+    def gates(self) -> int:
+        return GATES[self.cell]
+
     def data(self, device: torch.device) -> tuple[Tensor, ...]:
         """x, the weight (gates * H, input_size) and the bias, all random."""
-        rows = GATES[self.cell] * self.channels
+        rows = self.gates * self.channels
         x = torch.randn(self.batch, self.length, self.input_size, device=device, dtype=self.dtype)
         weight = torch.randn(rows, self.input_size, device=device, dtype=self.dtype) * self.input_size**-0.5
         return x, weight, torch.randn(rows, device=device, dtype=self.dtype)
@@ -156,7 +163,7 @@ class Layer:
     def work(self, pass_name: str) -> int:
         """Floating-point operations of the matrix products: one forward, two more backward."""
         products = 1 if pass_name == "forward" else 3
-        rows = GATES[self.cell] * self.channels
+        rows = self.gates * self.channels
         return products * 2 * self.batch * self.length * self.input_size * rows
 
     def limit(self, data: tuple[Tensor, ...]) -> Run:
@@ -179,6 +186,105 @@ class Layer:
         function = RECURRENCES[self.cell]["positive"].function
         a, b = function(*(pre + offset if bias else pre).chunk(gates, -1))
         return reference.linear_scan(a, b, torch.zeros_like(a[:, 0]))[0]
+
+
+@ostinato.recurrence
+def invented(x: Tensor, r: Tensor, i: Tensor, rate: Tensor) -> tuple[Tensor, Tensor]:
+    """One that no library has, of as many tensors as RG-LRU."""
+    a = torch.exp(-rate * F.softplus(r))
+    return a, (1 - a) * torch.tanh(i) * x
+
+
+EQUATIONS = {"RG-LRU": diagonal.rg_lru, "HGRN": diagonal.hgrn, "invented": invented}
+
+
+@dataclass(frozen=True)
+class Equation:
+    """A recurrence made of its equation, over (B, T, D), bounded by the memory's speed."""
+
+    cell: str
+    batch: int
+    length: int
+    channels: int
+    dtype: torch.dtype = torch.float32
+    who: tuple[str, ...] = ()
+
+    kind = "recurrence"
+    passes = ("forward", "backward")
+    unit = "bytes"
+    limit_name = Scan.limit_name
+
+    def __str__(self) -> str:
+        return f"{self.cell} ({self.batch}, {self.length}, {self.channels}) {name_of(self.dtype)}"
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The names of the arguments of (B, T, D); that of the channels comes after them."""
+        return EQUATIONS[self.cell].names[:-1]
+
+    def data(self, device: torch.device) -> tuple[Tensor, ...]:
+        """Pre-activations, normal, and a parameter in (0, 1), or, of RG-LRU, for decays in (0.3, 0.996) a step."""
+        shape = self.batch, self.length, self.channels
+        sequences = (torch.randn(shape, device=device, dtype=self.dtype) for _ in self.inputs)
+        parameter = torch.rand(self.channels, device=device)
+        return *sequences, (-1 - 5 * parameter if self.cell == "RG-LRU" else parameter)
+
+    def work(self, pass_name: str) -> int:
+        """Bytes that must move: forward inputs and h; backward both, the gradient in, and those of the inputs."""
+        tensors = len(self.inputs) + 1 if pass_name == "forward" else 2 * len(self.inputs) + 2
+        return tensors * self.batch * self.length * self.channels * self.dtype.itemsize
+
+    def limit(self, data: tuple[Tensor, ...]) -> Run:
+        """The addition of two tensors of the same size, which moves three."""
+        output = torch.empty_like(data[0])
+        return Run(lambda: torch.add(data[0], data[1], out=output))
+
+    def limit_share(self, pass_name: str) -> float:
+        tensors = len(self.inputs) + 1 if pass_name == "forward" else 2 * len(self.inputs) + 2
+        return tensors / 3
+
+    def window(self, x: Tensor, start: int, channels: list[int]) -> Tensor:
+        return x[-1:, start:][..., channels]
+
+    def reference(self, inputs: list[Tensor], data: tuple[Tensor, ...], channels: list[int], _bias: bool) -> Tensor:
+        a, b = EQUATIONS[self.cell].function(*inputs, data[-1][channels].to(inputs[0]))
+        return reference.linear_scan(a, b, torch.zeros_like(a[:, 0]))[0]
+
+
+@dataclass(frozen=True)
+class Product(Layer):
+    """One ParaGRU or ParaLSTM with the product that makes its pre-activations, rounded to tf32."""
+
+    kind = "recurrence"
+    tf32: ClassVar[bool] = True
+    gates: ClassVar[int] = 3  # type: ignore[misc]
+
+    def __str__(self) -> str:
+        return f"{self.cell} ({self.batch}, {self.length}, {self.input_size}) to {self.channels} tf32"
+
+    def data(self, device: torch.device) -> tuple[Tensor, ...]:
+        """And the weights of the state: of each gate, and of an LSTM's peepholes."""
+        vectors = 3 if self.cell == "ParaGRU" else 5
+        recurrent = torch.randn(vectors, self.channels, device=device) * self.channels**-0.5
+        return *super().data(device), *recurrent
+
+    def layer(self, data: tuple[Tensor, ...]) -> Any:
+        """Ours."""
+        x, weight, bias, *recurrent = data
+        layer = getattr(ostinato, self.cell)(self.input_size, self.channels, batch_first=True, device=x.device)
+        weights = {"weight_ih_l0": weight, "bias_ih_l0": bias, "weight_hh_l0": torch.cat(recurrent[:3])}
+        if self.cell == "ParaLSTM":
+            weights["weight_ch_l0"] = torch.cat(recurrent[3:])
+        layer.load_state_dict(weights)
+        return layer
+
+    def reference(self, inputs: list[Tensor], data: tuple[Tensor, ...], channels: list[int], _bias: bool) -> Tensor:
+        x = inputs[0]
+        weight, bias = (part.unflatten(0, (3, -1))[:, channels].flatten(0, 1).to(x) for part in data[1:3])
+        recurrent = [part[channels].to(x) for part in data[3:]]
+        function = diagonal.para_gru if self.cell == "ParaGRU" else diagonal.para_lstm
+        h, _ = function(*F.linear(x, weight, bias).chunk(3, -1), *recurrent, backend="cpu")
+        return h if self.cell == "ParaGRU" else h[0]
 
 
 RECURRENT = {"RNN": (ostinato.RNN, nn.RNN), "GRU": (ostinato.GRU, nn.GRU), "LSTM": (ostinato.LSTM, nn.LSTM)}
@@ -352,7 +458,7 @@ class Training(Recurrence):
         return Run(lambda: call(*inputs)[0], inputs, gradients=gradients, weights=weights)
 
 
-Workload = Scan | Layer | Recurrence  # and Training, which is a Recurrence
+Workload = Scan | Layer | Equation | Recurrence  # and Product, which is a Layer, and Training, a Recurrence
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -415,6 +521,7 @@ def networks(dtype: torch.dtype, who: tuple[str, ...], *names: str) -> list[Work
 QUICK: dict[str, list[Workload]] = {
     "scan": [Scan(1, 4096, 256)],
     "layer": [Layer("mingru", 1, 1024, 256, 256), Layer("minlstm", 1, 1024, 256, 256)],
+    "recurrence": [*(Equation(cell, 1, 1024, 256) for cell in EQUATIONS), Product("ParaGRU", 1, 1024, 64, 64)],
     "persistent": [
         Recurrence("GRU", 384, length=1000, density=0.1, block=(16, 1), dtype=f32, who=PLAIN),
         Recurrence("LSTM", 384, length=1000, density=0.1, block=(16, 1), dtype=f32, who=PLAIN),
@@ -437,6 +544,7 @@ ON_CPU: dict[str, list[Workload]] = {
         Layer("mingru", 16, 512, 256, 256),
         Layer("minlstm", 1, 4096, 256, 256),
     ],
+    "recurrence": [Equation(cell, 1, 4096, 256) for cell in EQUATIONS],
     "persistent": [
         *(
             Recurrence(cell, hidden, length=1000, density=0.1, block=(16, 1), dtype=f32, who=PLAIN)
@@ -515,6 +623,14 @@ ON_CUDA: dict[str, list[Workload]] = {
         Layer("mingru", 4, 8192, 4096, 4096, bf16, who=EAGER),
         # The same work at every length: the time should not depend on how it is split into sequences.
         *(Layer("mingru", 65536 // t, t, 1024, 1024, bf16, who=(OURS,)) for t in (256, 1024, 16384, 65536)),
+    ],
+    "recurrence": [
+        *(Equation(cell, 8, 4096, 1536, dtype) for dtype in (bf16, f32) for cell in EQUATIONS),
+        *(
+            Product(cell, *sizes)
+            for cell in ("ParaGRU", "ParaLSTM")
+            for sizes in ((8, 4096, 1024, 1024), (1, 65536, 1024, 1024), (64, 512, 512, 512))
+        ),
     ],
     "persistent": [
         *(Recurrence(cell, 2304, 4, density=0.3, who=SPARSE + KERNELS) for cell in CELLS),

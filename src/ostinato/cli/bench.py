@@ -33,6 +33,12 @@ def layer(device: Device = "auto", quick: Quick = False, only: Only = "", json: 
 
 
 @app.command()
+def recurrence(device: Device = "auto", quick: Quick = False, only: Only = "", json: Json = None) -> None:
+    """Recurrences made of their equations against torch.add and fla's; ParaGRU and ParaLSTM against pararnn's."""
+    _measure("recurrence", device, quick, only, json)
+
+
+@app.command()
 def persistent(device: Device = "auto", quick: Quick = False, only: Only = "", json: Json = None) -> None:
     """RNN, GRU and LSTM without gradient, dense or pruned, against cuDNN, GEMMs and cuSPARSE."""
     _measure("persistent", device, quick, only, json)
@@ -226,7 +232,7 @@ def _measure(kind: str, device_name: str, quick: bool, only: str, path: Path | N
     _check_files(path)
     gc.freeze()  # what the imports have made need not be looked through for garbage before each measurement
     wrong: list[str] = []
-    of_steps = kind not in ("scan", "layer")
+    of_steps = kind not in ("scan", "layer", "recurrence")
     for number, work in enumerate(works):
         try:
             with console.status(str(work)):
