@@ -13,8 +13,9 @@ endif
 demo: $(READY)
 	$(PYTHON) -m ostinato demo
 
+# In two processes, where the interpreter has pytest-xdist.
 test: $(READY)
-	$(PYTHON) -m pytest -m "not gpu"
+	$(PYTHON) -m pytest -m "not gpu" $$($(PYTHON) -c 'import xdist; print("-n 2 --dist worksteal")' 2> /dev/null)
 
 gpu-test: $(READY)
 	$(PYTHON) -m pytest -m gpu
