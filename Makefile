@@ -13,8 +13,9 @@ endif
 demo: $(READY)
 	$(PYTHON) -m ostinato demo
 
+# In two processes, where the interpreter has pytest-xdist.
 test: $(READY)
-	$(PYTHON) -m pytest -m "not gpu"
+	$(PYTHON) -m pytest -m "not gpu" $$($(PYTHON) -c 'import xdist; print("-n 2 --dist worksteal")' 2> /dev/null)
 
 gpu-test: $(READY)
 	$(PYTHON) -m pytest -m gpu
@@ -43,7 +44,7 @@ bench: $(READY)
 	gpu=$$($(PYTHON) -c 'import torch; print(int(torch.cuda.is_available()))'); \
 	if [ $$gpu = 1 ]; then $(PYTHON) -m ostinato bench warm; else quick=--quick; fi; \
 	for kind in $(KINDS); do $(PYTHON) -m ostinato bench $$kind $$quick --json $(RESULTS) || failed=1; done; \
-	$(PYTHON) -m ostinato bench seeds $$quick --output $(RESULTS) || failed=1; \
+	$(PYTHON) -m ostinato bench seeds $$quick --json $(RESULTS) || failed=1; \
 	$(PYTHON) -m ostinato bench profile $(LAYER) --json $(RESULTS) || failed=1; \
 	test -z "$$failed"
 

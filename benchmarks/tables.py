@@ -225,8 +225,8 @@ def capacities(name: str) -> str:
     return table(name, ["weights kept", *capacity.CELLS], [[kept, *row] for kept, row in sizes.items()])
 
 
-def calls(name: str, of: str) -> str:
-    """Microseconds a call, and the multiple of an addition's."""
+def calls(name: str, *of: str) -> str:
+    """Microseconds a call, and the multiple of an addition's; of the calls whose names begin alike."""
     records = [record for record in load(name)["results"] if record["workload"]["name"].startswith(of)]
     names = list(dict.fromkeys(who for record in records for who in record["contestants"]))
     rows = []
@@ -543,6 +543,7 @@ for kind in ("gpu", "cpu"):
     TABLES |= {
         f"calls-scan-{kind}": functools.partial(calls, f"calls-{kind}", "linear_scan"),
         f"calls-step-{kind}": functools.partial(calls, f"calls-{kind}", "step of"),
+        f"calls-layer-{kind}": functools.partial(calls, f"calls-{kind}", "GRU", "LSTM", "Stepper"),
         f"scan-{kind}": functools.partial(comparison, f"scan-{kind}", share),
         f"scan-{kind}-errors": functools.partial(comparison, f"scan-{kind}", error),
         f"layer-{kind}": functools.partial(comparison, f"layer-{kind}", milliseconds, limit=True),

@@ -356,7 +356,7 @@ def test_calls_are_compared_with_an_addition(tmp_path, monkeypatch):
     path = tmp_path / "calls.json"
     bench_app(["calls", "--quick", "--device", "cpu", "--json", str(path)], standalone_mode=False)
     results = json.loads(path.read_text())["results"]
-    assert len(results) == 4 + 9
+    assert len(results) == 4 + 9 + 4 + 2
     for record in results:
         rows = record["contestants"]
         assert next(iter(rows)) == OURS
@@ -491,7 +491,7 @@ def test_seeds_write_a_file_and_a_plot_a_table(tmp_path, monkeypatch, capsys):
         sweeps.Sweep("batch", "on a GPU", "batch", "B", {"cuda": [GRU]}, unit="us a step"),
     ]
     monkeypatch.setattr(sweeps, "sweeps", lambda quick: tables)
-    bench_app(["seeds", "--device", "cpu", "--output", str(tmp_path)], standalone_mode=False)
+    bench_app(["seeds", "--device", "cpu", "--json", str(tmp_path)], standalone_mode=False)
     written = {path.name.removeprefix("seeds-").split("-")[0]: path for path in tmp_path.glob("*.json")}
     assert set(written) == {"lengths", "steps", "batch", "capacity"}
     for name, path in written.items():
@@ -512,7 +512,7 @@ def test_seeds_write_a_file_and_a_plot_a_table(tmp_path, monkeypatch, capsys):
         assert limit["value"] == pytest.approx(1e6 * record["limit"]["seconds"] / length)
     assert "needs a CUDA device" in capsys.readouterr().out
     with pytest.raises(ValueError, match="only must be part of one of lengths-mingru, steps, batch, capacity; got 'x'"):
-        bench_app(["seeds", "--only", "x", "--output", str(tmp_path)], standalone_mode=False)
+        bench_app(["seeds", "--only", "x", "--json", str(tmp_path)], standalone_mode=False)
 
 
 def test_a_profile_accounts_for_the_time(tmp_path, capsys):

@@ -23,14 +23,13 @@ Call = Callable[[], Any]
 def calls(device: torch.device, rounds: int = ROUNDS) -> list[Record]:
     """One record a kind of call: each contestant's seconds, of Ostinato first and then of what else there is."""
     torch.manual_seed(0)
-    x = torch.randn(8, device=device)
-    unit: dict[str, Call] = {UNIT: partial(torch.add, x, x, out=x)}
+    x, y, out = (torch.randn(2, 16, 64, device=device) for _ in range(3))
+    unit: dict[str, Call] = {UNIT: partial(torch.add, x, y, out=out)}
     results = []
-    with torch.no_grad():
-        for name, contestants in (*_scans(device), *_steps(device)):
-            seconds = _seconds(contestants | unit, device, rounds)
-            rows = {who: {"seconds": value, "times_unit": value / seconds[UNIT]} for who, value in seconds.items()}
-            results.append({"workload": {"kind": "calls", "name": name}, "contestants": rows})
+    for name, contestants in (*_scans(device), *_steps(device), *_trained(device), *_stacks(device)):
+        seconds = _seconds(contestants | unit, device, rounds)
+        rows = {who: {"seconds": value, "times_unit": value / seconds[UNIT]} for who, value in seconds.items()}
+        results.append({"workload": {"kind": "calls", "name": name}, "contestants": rows})
     return results
 
 
@@ -53,9 +52,9 @@ def _seconds(contestants: dict[str, Call], device: torch.device, rounds: int) ->
 
 
 def _scans(device: torch.device) -> Iterator[tuple[str, dict[str, Call]]]:
-    for shape in ((1, 1, 1), (1, 1, 8), (1, 4, 8), (1, 64, 256)):
+    for shape in ((1, 1, 1), (1, 1, 8), (1, 4, 8), (2, 16, 64)):
         a, b = torch.rand(shape, device=device), torch.randn(shape, device=device)
-        leaf = a.clone().requires_grad_()
+        leaves = [x.clone().requires_grad_() for x in (a, b)]
 
         def loop(a: Tensor = a, b: Tensor = b) -> Tensor:
             h, states = torch.zeros_like(a[:, 0]), []
@@ -64,29 +63,65 @@ def _scans(device: torch.device) -> Iterator[tuple[str, dict[str, Call]]]:
                 states.append(h)
             return torch.stack(states, 1)
 
-        contestants: dict[str, Call] = {"Ostinato": partial(ostinato.linear_scan, a, b)}
-        contestants["Ostinato, with gradient"] = torch.enable_grad()(partial(ostinato.linear_scan, leaf, b))
-        if shape[1] < 64:
-            contestants["loop of PyTorch operations"] = loop
+        def both(leaves: list[Tensor] = leaves, grad: Tensor = b) -> Any:
+            return torch.autograd.grad(ostinato.linear_scan(*leaves)[0], leaves, grad)
+
+        contestants: dict[str, Call] = {
+            "Ostinato": partial(ostinato.linear_scan, a, b),
+            "Ostinato, with gradient": partial(ostinato.linear_scan, *leaves),
+            "Ostinato, forward+backward": both,
+            "loop of PyTorch operations": loop,
+        }
         yield f"linear_scan {shape}", contestants
 
 
+PEERS: dict[str, tuple[Any, Any, Any]] = {
+    "GRU": (ostinato.GRU, nn.GRU, nn.GRUCell),
+    "LSTM": (ostinato.LSTM, nn.LSTM, nn.LSTMCell),
+}
+
+
 def _steps(device: torch.device) -> Iterator[tuple[str, dict[str, Call]]]:
+    without_gradient = torch.no_grad()
     for hidden in (32, 128, 512):
         x = torch.randn(1, hidden, device=device)
-        peers: dict[str, tuple[Any, Any]] = {"GRU": (nn.GRU, nn.GRUCell), "LSTM": (nn.LSTM, nn.LSTMCell)}
-        for cell, ours in (("GRU", ostinato.MinGRU), ("GRU", ostinato.GRU), ("LSTM", ostinato.LSTM)):
-            own = ours(hidden, hidden, device=device)
-            layer, single = (kind(hidden, hidden, device=device) for kind in peers[cell])
-            state = own.step(x)[1]
+        for name, (ours, *peers) in {"MinGRU": (ostinato.MinGRU, *PEERS["GRU"][1:]), **PEERS}.items():
+            own, layer, cell = (kind(hidden, hidden, device=device) for kind in (ours, *peers))
+            state = without_gradient(own.step)(x)[1]
             contestants: dict[str, Call] = {
                 "Ostinato": partial(own.step, x, state),
                 "Ostinato, T = 1": partial(own, x[None]),
                 "Ostinato, Stepper": partial(ostinato.Stepper(own, batch_size=1), x),
                 "torch.nn, T = 1": partial(layer, x[None]),
-                "torch.nn's cell": partial(single, x),
+                "torch.nn's cell": partial(cell, x),
             }
-            yield f"step of {ours.__name__} {hidden}", contestants
+            yield f"step of {name} {hidden}", {who: without_gradient(call) for who, call in contestants.items()}
+
+
+def _trained(device: torch.device) -> Iterator[tuple[str, dict[str, Call]]]:
+    x, h = torch.randn(2, 1, 1, 256, device=device)
+    for name, kinds in PEERS.items():
+        for given in (False, True):
+            states = ((h, h) if name == "LSTM" else h,) if given else ()
+            own, layer = (partial(kind(256, 256, device=device), x, *states) for kind in kinds[:2])
+            title = f"{name} 256 with gradient, T = 1{', given a state' * given}"
+            yield title, {"Ostinato": own, "torch.nn": layer}
+
+
+def _stacks(device: torch.device) -> Iterator[tuple[str, dict[str, Call]]]:
+    x = torch.randn(1, 256, device=device)
+    ours, layer = (kind(256, 256, 2, device=device) for kind in PEERS["GRU"][:2])
+    contestants: dict[str, Call] = {
+        "Ostinato": partial(ostinato.Stepper(ours, batch_size=1), x),
+        "torch.nn": torch.no_grad()(partial(layer, x[None])),
+    }
+    wait: Call = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+
+    def awaited(call: Call) -> Call:
+        return lambda: (call(), wait())
+
+    yield "Stepper of GRU 256, 2 layers", contestants
+    yield "Stepper of GRU 256, 2 layers, awaited", {who: awaited(call) for who, call in contestants.items()}
 
 
 def table(records: list[Record]) -> Table:

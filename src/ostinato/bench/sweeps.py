@@ -408,7 +408,7 @@ def _training(length: int, quick: bool) -> Sweep:
         f"forward and backward, batch 64, T = {length:,}, as many inputs as hidden units, float32",
         "channels",
         "hidden size H",
-        {"cpu": works(*on_cpu), "cuda": works(64, 256, 1024)},
+        {"cpu": works(*on_cpu), "cuda": works(64, 256, *[1024] * (length <= 512))},
         ratios=tuple(Ratio(f"{other} / {NAMES[cell]}", other, f"{NAMES[cell]}, scan") for cell, other in pairs),
         note="Published of a T4, at T = 512: GRU takes 175 times as long as minGRU, LSTM 235 times as minLSTM; "
         "at 4,096 both over 1,300 times.",

@@ -93,7 +93,7 @@ def seeds(
     quick: Annotated[bool, Option("--quick", help="Fewer and smaller sizes: ends within two minutes.")] = False,
     only: Annotated[str, Option(help="Only tables whose name contains this, such as lengths or density.")] = "",
     device: Annotated[str, Option(help="auto for the CPU and the GPU if there is one, or cpu.")] = "auto",
-    output: Annotated[Path, Option(help="Folder for a JSON file and a plot of each table.")] = Path("bench"),
+    json: Annotated[Path, Option(help="Folder for a JSON file and a plot of each table.")] = Path("bench"),
 ) -> None:
     """The tables of the documents this project comes from, on this machine, with their published figures beside.
 
@@ -111,7 +111,7 @@ def seeds(
     names = [name for name in (*tables, "capacity") if only in name]
     if not names:
         raise ValueError(f"only must be part of one of {', '.join((*tables, 'capacity'))}; got {only!r}")
-    check_folder(output)
+    check_folder(json)
     head = _content(console, "seeds", best, quick)
     wrong: list[str] = []
     for name in names:
@@ -125,7 +125,7 @@ def seeds(
                 shown = sweeps.shown(tables[name], content)
                 wrong += content["wrong"]
         _show_sweep(console, shown)
-        path = report.path_for(output, f"seeds-{name}", best) or output
+        path = report.path_for(json, f"seeds-{name}", best) or json
         report.write_json(path, content)
         written = [path, *([plot] if shown["lines"] and (plot := _plot(console, shown, path)) else [])]
         console.print(f"wrote {', '.join(map(str, written))}\n", soft_wrap=True)

@@ -1,5 +1,6 @@
 """The CPU backend: tensors in and out around the loops of :mod:`~ostinato.kernels.scan.cpu_loops`."""
 
+import functools
 import math
 import mmap
 import sys
@@ -29,6 +30,9 @@ def linear_scan(
     cu_seqlens: Tensor | None,
     resets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
+    if b.shape[1] == 1 and resets is None and cu_seqlens is None and b.dtype in NUMPY_DTYPES:
+        h = b.clone(memory_format=torch.contiguous_format) if h0 is None else torch.addcmul(b, a, h0[:, None])
+        return h, h[:, 0].clone()  # sooner than a loop of one step is called
     return _scan(False, a, b, h0, reverse, cu_seqlens, resets)
 
 
@@ -120,6 +124,13 @@ def empty(shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.from_numpy(array).view(shape)
 
 
+def empty_like(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The same of a tensor's shape; a small one is there sooner."""
+    if x.numel() * dtype.itemsize >= LARGE:
+        return empty(x.shape, dtype)
+    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+
+
 _kept: list[mmap.mmap] = []  # each operation on it is atomic: a finalizer must not wait for a lock
 
 
@@ -154,7 +165,7 @@ def _scan(
 ) -> tuple[Tensor, Tensor]:
     dtype = compute_dtype(b)
     state = initial_state(h0, _state_shape(b, cu_seqlens), torch.float64, -math.inf if log else 0.0)
-    out = empty(b.shape, dtype)
+    out = empty_like(b, dtype)
     loop = cpu_loops.scan(NUMPY_DTYPES[dtype], log)
     _run_scan(loop, reverse, cu_seqlens, resets, state, a=rows(a, dtype), b=rows(b, dtype), out=out)
     return _in(out, b.dtype), _in(state, b.dtype)
@@ -176,7 +187,7 @@ def _scan_backward(
     state_shape = _state_shape(a, cu_seqlens)
     state = initial_state(grad_h_last, state_shape, torch.float64)
     absent = constant(-math.inf if log else 0.0, state_shape, dtype)
-    grad_a, grad_b = empty(a.shape, dtype), empty(a.shape, dtype)
+    grad_a, grad_b = empty_like(a, dtype), empty_like(a, dtype)
     _run_scan(
         cpu_loops.scan_backward(NUMPY_DTYPES[dtype], log),
         reverse,
@@ -199,46 +210,66 @@ def _run_scan(
     loop: Any, reverse: bool, cu_seqlens: Tensor | None, resets: Tensor | None, state: Tensor, **arrays: Tensor
 ) -> None:
     """Call the loop with (B, T, D) arrays, a mask (B, T), and h0, which is (N, D) like the state."""
-    packed = cu_seqlens is not None
-    bounds = cu_seqlens.to(torch.int64).contiguous() if cu_seqlens is not None else None
     a = arrays["a"]
-    sequences, channels = state.shape
+    strides = tuple([x.stride() for x in arrays.values()])
+    marks = None if resets is None else resets.stride()
+    sizes = state.shape, a.shape[1], tuple(arrays), strides, marks, cu_seqlens is not None, reverse
     threads = threads_for(a.numel())
+    work = cpu_loops.ScanWork.from_buffer_copy(_prepared(*sizes, threads))
+    work.state = state.data_ptr()
+    for name, x in arrays.items():
+        setattr(work, name, x.data_ptr())
+    if cu_seqlens is not None:
+        bounds = cu_seqlens.to(torch.int64).contiguous()
+        work.bounds = bounds.data_ptr()
+    if resets is not None:
+        work.resets = resets.data_ptr()
+    if a.nbytes >= STREAMED:
+        results = {name: x for name, x in arrays.items() if name in ("out", "grad_a", "grad_b")}
+        rows = {name: x.new_empty(state.shape) for name, x in results.items() if _has_whole_lines(x)}
+        if len(rows) == len(results):
+            for name, row in rows.items():
+                setattr(work, f"{name}_row", row.data_ptr())
+    run_loop(loop, work, threads)
+
+
+@functools.lru_cache(maxsize=4096)
+def _prepared(
+    shape: torch.Size,
+    length: int,
+    names: tuple[str, ...],
+    strides: tuple[tuple[int, ...], ...],
+    marks: tuple[int, ...] | None,
+    packed: bool,
+    reverse: bool,
+    threads: int,
+) -> cpu_loops.ScanWork:
+    """What a loop is called with but for addresses, of a state's shape and the strides of the arrays and the mask."""
+    sequences, channels = shape
     parts = min(sequences, 4 * threads)
     blocks, width = blocks_of(channels, SCAN_WIDTH, threads, parts)
     fields = {}
-    for name, x in arrays.items():
-        fields[name] = x.data_ptr()
-        fields[f"{name}_n"] = x.stride(0) if x.dim() == 2 or not packed else 0
-        if x.dim() == 3:
-            fields[f"{name}_t"] = x.stride(1)
-    results = {name: x for name, x in arrays.items() if name in ("out", "grad_a", "grad_b")}
-    rows = {}
-    if all(_worth_streaming(x) for x in results.values()):
-        rows = {f"{name}_row": x.new_empty(state.shape) for name, x in results.items()}
-    work = cpu_loops.ScanWork(
+    for name, of_array in zip(names, strides, strict=True):
+        fields[f"{name}_n"] = of_array[0] if len(of_array) == 2 or not packed else 0
+        if len(of_array) == 3:
+            fields[f"{name}_t"] = of_array[1]
+    if marks is not None:
+        fields |= {"resets_n": 0 if packed else marks[0], "resets_t": marks[1]}
+    return cpu_loops.ScanWork(
         pieces=parts * blocks,
         parts=parts,
         width=width,
         sequences=sequences,
-        length=a.shape[1],
+        length=length,
         channels=channels,
-        bounds=0 if bounds is None else bounds.data_ptr(),
         reverse=reverse,
-        state=state.data_ptr(),
-        resets=0 if resets is None else resets.data_ptr(),
-        resets_n=0 if resets is None or packed else resets.stride(0),
-        resets_t=0 if resets is None else resets.stride(1),
         **fields,
-        **{name: row.data_ptr() for name, row in rows.items()},
     )
-    run_loop(loop, work, threads)
 
 
-def _worth_streaming(result: Tensor) -> bool:
-    """Whether it is large and its rows consist of whole cache lines."""
-    aligned = result.data_ptr() % LINE == result.shape[-1] * result.itemsize % LINE == 0
-    return aligned and result.nbytes >= STREAMED
+def _has_whole_lines(result: Tensor) -> bool:
+    """Whether its rows consist of whole cache lines."""
+    return result.data_ptr() % LINE == result.shape[-1] * result.itemsize % LINE == 0
 
 
 def blocks_of(channels: int, narrowest: int, threads: int, parts: int) -> tuple[int, int]:

@@ -18,9 +18,10 @@ def linear_scan(
     Where ``resets``, (B, T), is true, the state is zero before the step.
     """
     h, steps = h0, [h0] * a.shape[1]
+    a_t, b_t = a.unbind(1), b.unbind(1)  # at once, or each step's gradient would be as large as all steps together
     for t in reversed(range(len(steps))) if reverse else range(len(steps)):
         h = h if resets is None else h.masked_fill(resets[:, t, None], 0.0)
-        h = a[:, t] * h + b[:, t]
+        h = a_t[t] * h + b_t[t]
         steps[t] = h
     return torch.stack(steps, 1) if steps else b, h
 
@@ -30,9 +31,10 @@ def log_linear_scan(
 ) -> tuple[Tensor, Tensor]:
     """``log_h[t] = logaddexp(log_a[t] + log_h[t-1], log_b[t])``, one step at a time."""
     h, steps = log_h0, [log_h0] * log_a.shape[1]
+    a_t, b_t = log_a.unbind(1), log_b.unbind(1)
     for t in reversed(range(len(steps))) if reverse else range(len(steps)):
         h = h if resets is None else h.masked_fill(resets[:, t, None], float("-inf"))
-        h = torch.logaddexp(log_a[:, t] + h, log_b[:, t])
+        h = torch.logaddexp(a_t[t] + h, b_t[t])
         steps[t] = h
     return torch.stack(steps, 1) if steps else log_b, h
 
