@@ -257,7 +257,7 @@ class Product(Layer):
 
     kind = "recurrence"
     tf32: ClassVar[bool] = True
-    gates: ClassVar[int] = 3  # type: ignore[misc]
+    gates: ClassVar[int] = 3
 
     def __str__(self) -> str:
         return f"{self.cell} ({self.batch}, {self.length}, {self.input_size}) to {self.channels} tf32"
