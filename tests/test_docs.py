@@ -102,8 +102,8 @@ def test_a_table_is_of_one_device(name, monkeypatch):
 
     load_run = tables.load
     monkeypatch.setattr(tables, "load", load)
-    if tables.table_of(name):  # else of a run that is still to be made
-        assert len(devices) == 1
+    tables.table_of(name)
+    assert len(devices) <= 1  # none of a run that is still to be made
 
 
 @pytest.fixture
