@@ -23,7 +23,8 @@ struct Units : Block {
     // As read from memory.
     Scalar pre[ITEMS][GATES], grad[ITEMS], candidate[ITEMS], before[ITEMS];
     float cell[ITEMS], cell_before[ITEMS];
-    unsigned began_read[ITEMS], began_next[ITEMS], began[ITEMS];  // whether a step began from zero
+    Resets resets;
+    bool begins[ITEMS], began[ITEMS];  // whether the next step to be taken, and the one before, begin from zero
 
     __device__ Units(const Parameters &p, const Product &product, int block, Block owned_by) : Block(owned_by), p(p) {
 #pragma unroll
@@ -38,9 +39,9 @@ struct Units : Block {
 
     // earlier: the rows of the step before in time, if there is one
     __device__ void fetch(const Rows &rows, bool has_earlier, const Rows &earlier) {
+        resets.read(p, *this, rows.step);
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
-            if (RESETS) began_read[i] = reset(i, rows, p);
             if (!live(i, rows)) continue;
             const size_t at = place(rows.first, i);
 #pragma unroll
@@ -64,8 +65,8 @@ struct Units : Block {
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
             if (idle(i)) continue;
-            if (RESETS) began_next[i] = began_read[i];
-            if (RESETS && TAKES_CELL && began_read[i]) cell_before[i] = 0;
+            begins[i] = resets.before(rows.step, i);
+            if (TAKES_CELL && begins[i]) cell_before[i] = 0;
             float x[GATES];
 #pragma unroll
             for (int g = 0; g < GATES; ++g) x[g] = widen(pre[i][g]);
@@ -105,7 +106,7 @@ struct Units : Block {
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
             if (idle(i)) continue;
-            if (RESETS) began[i] = began_next[i];
+            began[i] = begins[i];
             const float total = dh[i] + given[i];
             float published[GATES];
             if constexpr (CELL == RNN_TANH || CELL == RNN_RELU) published[0] = d[i][0] = total * slope[i][0];
@@ -144,7 +145,7 @@ struct Units : Block {
             if (!owned(i)) continue;
             const float sum = product.sum(sums, spans[i], cluster.rank * UNITS + unit_of(i), sequence_of(i));
             dh[i] += sum + cluster.receive(item(i), step, patience);
-            if (RESETS && began[i]) dh[i] = dc[i] = 0;
+            if (began[i]) dh[i] = dc[i] = 0;
         }
     }
 
@@ -159,7 +160,6 @@ struct Units : Block {
             }
             if (!own.live(i, rows)) continue;
             const size_t at = own.place(rows.first, i);
-            if (RESETS && own.unit_of(i) == 0) prefetch(p.resets + rows.first + own.sequence + own.sequence_of(i));
             if (p.grad_output) prefetch(p.grad_output + at);
             if (TAKES_STATE) prefetch(p.candidate + at), prefetch(p.h_prev + at);
             if (TAKES_CELL) prefetch(p.cells + at);

@@ -19,7 +19,7 @@ from ostinato.kernels.persistent.plan import Plan, no_kernel
 _POINTERS = (
     *("weight", "bias", "index", "places", "spans", "packed", "states", "offsets", "failure", "pre", "h0", "c0"),
     *("output", "cells", "gates", "h_n", "c_n", "candidate", "h_prev", "grad_output", "grad_h_n", "grad_c_n"),
-    *("grads", "grad_h0", "grad_c0", "resets"),
+    *("grads", "grad_h0", "grad_c0", "resets", "marks"),
 )
 _PARAMETERS = struct.Struct(f"{len(_POINTERS)}Q5i")
 LEAST_STEPS = 4  # whose launches cost the host as much as one of a kernel that takes all steps
@@ -284,6 +284,8 @@ def _launch(
     tensors["packed"] = pre.new_empty(packed_bytes, dtype=torch.uint8)
     tensors["states"] = pre.new_empty(states_bytes, dtype=torch.uint8)
     tensors["failure"] = _failure(device)
+    if given["resets"] is not None:
+        tensors["marks"] = pre.new_empty(-(-steps // 32) * batch, dtype=torch.int32)
     if packing is not None:
         tensors |= {"index": packing.indices, "places": packing.places, "spans": packing.spans}
     addresses = [0 if (x := tensors.get(name)) is None else x.data_ptr() for name in _POINTERS]

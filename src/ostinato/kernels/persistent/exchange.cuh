@@ -52,6 +52,7 @@ struct Parameters {
     Pack *grads;                  // (rows, GRADS * HIDDEN), backward
     Pack *grad_h0, *grad_c0;      // (batch, HIDDEN), backward
     const unsigned char *resets;  // (rows), with RESETS: whether the state before is zero, in the order of the launch
+    unsigned *marks;              // (words of 32 steps, batch): the same, a bit for each step
     int steps, batch, groups, first, reverse;  // first: the sequence with which this launch begins
 };
 
@@ -61,11 +62,11 @@ __device__ inline unsigned warp_id() { return threadIdx.x / 32; }
 // The rows of a step: the first one, and how many sequences are at it.
 struct Rows {
     size_t first;
-    int live;
+    int live, step;
 
     __device__ Rows(const Parameters &p, int step)
         : first(p.offsets ? p.offsets[step] : size_t(step) * p.batch),
-          live(p.offsets ? p.offsets[step + 1] - p.offsets[step] : p.batch) {}
+          live(p.offsets ? p.offsets[step + 1] - p.offsets[step] : p.batch), step(step) {}
 };
 
 // The units and sequences of a block, and which of them are a thread's.
@@ -81,13 +82,6 @@ struct Block {
     __device__ Block mirrored() const { return {unit, sequence, sequences, THREADS - 1 - thread}; }
     __device__ bool owned(int i) const { return sequence_of(i) < sequences && unit + unit_of(i) < HIDDEN; }
     __device__ bool live(int i, const Rows &rows) const { return owned(i) && sequence + sequence_of(i) < rows.live; }
-
-    // Whether the state before this step is zero: as read from memory, so that nothing waits for it before it is used.
-    __device__ unsigned reset(int i, const Rows &rows, const Parameters &p) const {
-        unsigned found = 0;
-        if (RESETS && live(i, rows)) found = p.resets[rows.first + sequence + sequence_of(i)];
-        return found;
-    }
 
     // Where this thread's unit is in (rows, gates * HIDDEN), from the first row of a step on.
     __device__ size_t place(size_t row, int i, int gates = 1) const {
@@ -105,6 +99,24 @@ struct Block {
     __device__ static void wait_for_update() {
         if (UNITS * COLUMNS <= THREADS - 32) __syncthreads();
     }
+};
+
+// Before which steps the state of a thread's sequences is zero.  Of 32 steps at once, since to look in memory at each
+// takes a twentieth of a step.
+struct Resets {
+    unsigned marks[ITEMS];
+    int word = -1;  // of the marks
+
+    __device__ void read(const Parameters &p, const Block &own, int step) {
+        if (!RESETS || step / 32 == word) return;
+        word = step / 32;
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i) {
+            marks[i] = 0;
+            if (own.owned(i)) marks[i] = p.marks[size_t(word) * p.batch + own.sequence + own.sequence_of(i)];
+        }
+    }
+    __device__ bool before(int step, int i) const { return RESETS && marks[i] >> step % 32 & 1; }
 };
 
 // Where byte `k` of a sequence's slice is among those of its group, and where byte `k` of all that is exchanged is.

@@ -9,15 +9,17 @@ constexpr int PREFETCH = 4;  // steps
 struct Units : Block {
     const Parameters &p;
     float h[ITEMS], c[ITEMS], bias[ITEMS][GATES];
-    unsigned ends[ITEMS];  // whether the next step begins from zero
+    Resets resets;
+    bool ends[ITEMS];  // whether the next step begins from zero
     Scalar projected[ITEMS][GATES];
     Span spans[ITEMS][GATES];
 
     __device__ Units(const Parameters &p, const Product &product, int block, Block owned_by) : Block(owned_by), p(p) {
+        resets.read(p, *this, p.reverse ? p.steps - 1 : 0);
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
             h[i] = c[i] = 0;
-            ends[i] = 0;
+            ends[i] = resets.before(p.reverse ? p.steps - 1 : 0, i);
 #pragma unroll
             for (int g = 0; g < GATES; ++g) bias[i][g] = 0;
             if (!owned(i)) continue;
@@ -28,18 +30,15 @@ struct Units : Block {
             }
             if (p.h0) h[i] = widen(p.h0[place(0, i)]);
             if (p.c0) c[i] = widen(p.c0[place(0, i)]);
-            ends[i] = reset(i, Rows(p, p.reverse ? p.steps - 1 : 0), p);
         }
+        forget();
     }
 
-    // Leaves behind what this step is not to see, and learns what the next one is not to.
-    __device__ void forget(bool has_next, const Rows &next) {
+    // Leaves behind what the next step is not to see.
+    __device__ void forget() {
 #pragma unroll
-        for (int i = 0; i < ITEMS; ++i) {
+        for (int i = 0; i < ITEMS; ++i)
             if (ends[i]) h[i] = c[i] = 0;
-            ends[i] = 0;
-            if (has_next) ends[i] = reset(i, next, p);
-        }
     }
 
     __device__ void fetch(const Rows &rows) {
@@ -82,12 +81,13 @@ struct Units : Block {
     }
 
     // The state of a sequence that is not at this step stays what it is.
-    __device__ void update(const Rows &rows, const Product &product, const float *sums, char *state) {
+    __device__ void update(const Rows &rows, int next_step, const Product &product, const float *sums, char *state) {
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
             if (idle(i)) continue;
             if (live(i, rows)) h[i] = next(i, product, sums);
-            publish(RESETS && ends[i] ? 0 : h[i], begins_word(i), state + state_place(*this, i));
+            ends[i] = resets.before(next_step, i);
+            publish(ends[i] ? 0 : h[i], begins_word(i), state + state_place(*this, i));
         }
     }
 
@@ -110,7 +110,6 @@ struct Units : Block {
         for (int i = 0; i < ITEMS; ++i) {
             if (own.begins_word(i)) prefetch(state + state_place(own, i));
             if (!own.live(i, rows)) continue;
-            if (RESETS && own.unit_of(i) == 0) prefetch(p.resets + rows.first + own.sequence + own.sequence_of(i));
 #pragma unroll
             for (int g = 0; g < GATES; ++g) prefetch(p.pre + own.place(rows.first, i, GATES) + g * HIDDEN);
         }
@@ -139,11 +138,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) recur(const Parameters 
     const size_t stride = size_t(p.groups) * GROUP_BYTES;
     char *state = p.states + size_t(group) * GROUP_BYTES;
     const auto step_of = [&](int taken) { return p.reverse ? p.steps - 1 - taken : taken; };
+    const auto step_after = [&](int taken) { return step_of(min(taken + 1, p.steps - 1)); };
 
     const auto fetch = [&](int taken) {
         const Rows rows(p, step_of(taken));
         units.fetch(rows);
-        if (RESETS) units.forget(taken + 1 < p.steps, Rows(p, step_of(min(taken + 1, p.steps - 1))));
+        units.resets.read(p, units, step_after(taken));
         return rows;
     };
 
@@ -152,10 +152,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) recur(const Parameters 
         float *sums = all_sums + taken % 2 * SUMS;
         product(state, sequences, sums, patience);
         __syncthreads();
-        units.update(rows, product, sums, state + stride);
+        units.update(rows, step_after(taken), product, sums, state + stride);
         units.wait_for_update();
         units.write(rows);
         if (taken + 1 == p.steps) break;
+        units.forget();
         rows = fetch(taken + 1);
         if (taken + PREFETCH < p.steps)
             units.prefetch_step(Rows(p, step_of(taken + PREFETCH)), state + PREFETCH * stride);

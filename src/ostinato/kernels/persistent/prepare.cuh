@@ -1,5 +1,5 @@
-// The kernel that runs before: packs the weights, and fills what is exchanged with what no block writes; forward, the
-// first state is h0.
+// The kernel that runs before: packs the weights and the resets, and fills what is exchanged with what no block writes;
+// forward, the first state is h0.
 
 // 8 bytes of a group's, from the given byte on, of the first step.
 __device__ inline Word initial_word(const Parameters &p, size_t byte) {
@@ -16,9 +16,23 @@ __device__ inline Word initial_word(const Parameters &p, size_t byte) {
     return word;
 }
 
+// Before which of 32 steps the state of a sequence is zero.
+__device__ inline unsigned marks_of(const Parameters &p, int word, int sequence) {
+    unsigned marks = 0;
+#pragma unroll 8
+    for (int bit = 0; bit < 32; ++bit) {
+        if (word * 32 + bit >= p.steps) continue;
+        const Rows rows(p, word * 32 + bit);
+        if (sequence < rows.live && p.resets[rows.first + sequence]) marks |= 1u << bit;
+    }
+    return marks;
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS) prepare(const Parameters p) {
     const size_t stride = size_t(gridDim.x) * THREADS, thread = size_t(blockIdx.x) * THREADS + threadIdx.x;
     for (size_t i = thread; i < PACKED; i += stride) pack_weights(p, int(i));
+    const size_t marks = RESETS ? size_t(p.steps + 31) / 32 * p.batch : 0;
+    for (size_t i = thread; i < marks; i += stride) p.marks[i] = marks_of(p, int(i / p.batch), int(i % p.batch));
 
     constexpr bool PADDED = BACKWARD && WIDTH < CLUSTER * SLICE;
     const size_t row = size_t(p.groups) * GROUP_BYTES / 16, pieces = (p.steps + size_t(!BACKWARD)) * row;
