@@ -185,6 +185,17 @@ def test_the_end_of_a_long_sequence_is_checked_without_its_beginning(monkeypatch
     assert max(errors["forward+backward"].values()) < 1e-5
 
 
+@pytest.mark.parametrize("cell", ["RNN", "GRU", "LSTM"])
+def test_episodes_are_the_same_whether_reset_or_cut(cell):
+    """The float64 check cuts the sequences, as torch.nn's contestant does; ours resets the state."""
+    work = Training(cell, 16, 3, 20, dtype=torch.float32, resets=0.2, who=workloads.EPISODES, **STACKED)
+    work = dataclasses.replace(work, shortest=0)
+    assert work.resets_of(work.data(CPU)).any()
+    (record,) = measure.measure(work, CPU, 0.01)
+    for name in workloads.PLAIN:
+        assert record["contestants"][name]["max_error"] < 1e-5, name
+
+
 def test_recurrences_state_steps_plan_and_error(tmp_path):
     content = run("persistent", tmp_path / "persistent.json")
     (record,) = content["results"]
@@ -612,10 +623,21 @@ def test_recurrences_on_a_gpu(cell):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("work", [TRAINED, PRUNED, Training("LSTM", 128, 3, 40, who=workloads.TRAINED)], ids=str)
+@pytest.mark.parametrize(
+    "work",
+    [
+        TRAINED,
+        PRUNED,
+        Training("LSTM", 128, 3, 40, who=workloads.TRAINED),
+        Training("GRU", 32, 3, 40, dtype=torch.float32, resets=0.1, who=workloads.EPISODES),
+    ],
+    ids=str,
+)
 def test_training_on_a_gpu(work):
     (record,) = measure.measure(work, torch.device("cuda"), 0.01)
     for name, row in record["contestants"].items():
+        if name == "torchrl" and "unavailable" in row:
+            continue  # it may not be installed
         if name == "torch.nn in a CUDA graph" and work is TRAINED and "unavailable" in row:
             continue  # whether packed sequences can be captured is cuDNN's affair
         assert row["max_error"] < 5e-3, name

@@ -57,7 +57,7 @@ class TrainingCheck:
         self.kept = {name: masks.get(name.replace("weight", "mask")) for name in work.differentiable}
         layer = work.torch_layer(data, torch.float64)
         exact = tuple(x if x.dtype == torch.bool else x.double() for x in data)
-        run = work.run(partial(work.apply, layer), exact, layer.parameters())
+        run = work.run(partial(work.apply_torch, layer, exact), exact, layer.parameters())
         self.expected = {pass_name: self._results(run, pass_name) for pass_name in work.passes}
 
     def errors(self, run: Run) -> Errors:

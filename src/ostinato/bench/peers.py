@@ -361,23 +361,47 @@ def _captured(function: Callable[[], Any]) -> Callable[[], Any]:
 def ostinato_training(work: Training, data: tuple[Tensor, ...]) -> Run:
     layer = work.layer(data)
     plan = layer.plan(work.batch, training="forward+backward" in work.passes, steps=work.length)
-    return replace(work.run(partial(work.apply, layer), data, layer.parameters()), plan=_shown(plan))
+    resets = {"resets": work.resets_of(data)} if work.resets else {}
+    return replace(work.run(partial(work.apply, layer, **resets), data, layer.parameters()), plan=_shown(plan))
 
 
 def torch_training(work: Training, data: tuple[Tensor, ...]) -> Run:
     """``torch.nn``'s layer; on an NVIDIA GPU that is cuDNN's, its batch padded where that makes it persistent.
 
-    Of a pruned layer the dense one with zeros, which is what else there is to train it with.
+    Of a pruned layer the dense one with zeros, which is what else there is to train it with; where episodes end, cut at
+    every call, as no two batches end alike.
     """
     layer, missing = work.torch_layer(data, work.dtype), _padding(work, data[0])
     if not missing or not work.is_plain:
-        return work.run(partial(work.apply, layer), data, layer.parameters())
+        return work.run(partial(work.apply_torch, layer, data), data, layer.parameters())
 
     def padded(x: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
         results = work.apply(layer, *(F.pad(tensor, (0, 0, 0, missing)) for tensor in (x, *states)))
         return tuple(result[:, : work.batch] for result in results)
 
     return replace(work.run(padded, data, layer.parameters()), plan=_padded(work, missing))
+
+
+def torchrl(work: Training, data: tuple[Tensor, ...]) -> Run:
+    """torchrl's Triton functions, made for episodes: (B, T, H), with a state for every step that one may begin at."""
+    _need_cuda(data[0])
+    functions = _import("torchrl.modules.tensordict_module._rnn_triton", "torchrl")
+    if work.cell == "RNN" or not replace(work, resets=0.0).is_plain or work.dtype is not torch.float32:
+        raise Unavailable("has GRU and LSTM of one layer and direction, not packed, in float32")
+    function = {"GRU": functions.gru_triton, "LSTM": functions.lstm_triton}[work.cell]
+    weights = tuple(work.torch_layer(data, work.dtype).parameters())
+    resets = work.resets_of(data)
+    begins = torch.zeros_like(data[0][..., 0], dtype=torch.bool) if resets is None else resets
+    begins, precision = begins.t().contiguous(), "tf32" if work.tf32 else "ieee"
+
+    def call(x: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
+        first = [F.pad(state[0][:, None], (0, 0, 0, work.length - 1)) for state in states]
+        if resets is not None:  # before which not even the given state is seen
+            first = [state.where(~begins[..., None], 0.0) for state in first]
+        results = function(x.transpose(0, 1), *first, *weights, begins, input_precision=precision)
+        return results[0].transpose(0, 1), *(state[None] for state in results[-len(states) :])
+
+    return work.run(call, data, weights)
 
 
 def in_a_graph(build: Build, work: Recurrence, data: tuple[Tensor, ...]) -> Run:
@@ -429,6 +453,7 @@ TRAINING: dict[str, Build] = {
     "Ostinato in a CUDA graph": partial(in_a_graph, ostinato_training),
     "torch.nn": torch_training,
     "torch.nn in a CUDA graph": partial(in_a_graph, torch_training),
+    "torchrl": torchrl,
 }
 CONTESTANTS: dict[str, dict[str, Build]] = {
     "scan": {

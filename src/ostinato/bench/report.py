@@ -22,7 +22,7 @@ from ostinato.bench.peers import PLANNED
 from ostinato.bench.workloads import OURS
 from ostinato.files import replacing
 
-PACKAGES = ("numpy", "numba", "triton", "cuda-core", "accelerated-scan", "minGRU-pytorch")
+PACKAGES = ("numpy", "numba", "triton", "cuda-core", "accelerated-scan", "minGRU-pytorch", "torchrl")
 UNITS = {"bytes": "B", "flops": "FLOP"}
 PEERS_WITHOUT_GRADIENT = {
     "cuda": {
@@ -41,6 +41,7 @@ PEERS_WITH_GRADIENT = {
         "in a graph": "Ostinato in a CUDA graph",
         "cuDNN": "torch.nn",
         "cuDNN, graph": "torch.nn in a CUDA graph",
+        "torchrl": "torchrl",
     },
     "cpu": {"torch.nn": "torch.nn"},
 }

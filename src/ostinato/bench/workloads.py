@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 import ostinato
 from ostinato import diagonal
+from ostinato.episodes import forward_by_episodes
 from ostinato.kernels.gemm import linear
 from ostinato.kernels.scan import reference
 from ostinato.masks import block_name
@@ -383,18 +384,20 @@ class Training(Recurrence):
     bidirectional: bool = False
     shortest: int = 0  # steps of the shortest of packed sequences, whose lengths are evenly spaced; 0 packs none
     network: str = ""  # whose layers these are
+    resets: float = 0.0  # share of the steps with which an episode begins
 
     kind = "training"
 
     def __str__(self) -> str:
         more = [f"{self.layers} layers"] * (self.layers > 1) + ["bidirectional"] * self.bidirectional
         more += [f"packed {self.shortest}-{self.length}"] * bool(self.shortest)
+        more += [f"{self.resets:.0%} resets"] * bool(self.resets)
         return f"{self.network}: " * bool(self.network) + ", ".join((super().__str__(), *more))
 
     @property
     def is_plain(self) -> bool:
-        """One layer and direction, no packing."""
-        return (self.layers, self.bidirectional, self.shortest) == (1, False, 0)
+        """One layer and direction, no packing, no episodes that end."""
+        return (self.layers, self.bidirectional, self.shortest, self.resets) == (1, False, 0, 0.0)
 
     @property
     def states(self) -> int:
@@ -430,7 +433,7 @@ class Training(Recurrence):
         return layer_type(self.hidden, self.hidden, **stack, device=device, dtype=dtype)
 
     def data(self, device: torch.device) -> tuple[Tensor, ...]:
-        """x, the initial states, the gradients of the output and of the last states, and the parameters and masks."""
+        """x, the initial states, gradients of the output and of the last states, resets, and parameters and masks."""
         sizes = self.batch_sizes
         steps = (self.length, self.batch) if sizes is None else (int(sizes.sum()),)
         state = self.layers * self.directions, self.batch, self.hidden
@@ -438,13 +441,34 @@ class Training(Recurrence):
         shapes = [(*steps, self.hidden), *of_states]
         shapes.insert(1 + self.states, (*steps, self.directions * self.hidden))
         inputs = (torch.randn(shape, device=device, dtype=self.dtype) for shape in shapes)
-        return *inputs, *self._parameters(device)
+        resets = [torch.rand(steps, device=device) < self.resets] if self.resets else []
+        return *inputs, *resets, *self._parameters(device)
 
-    def apply(self, layer: Any, x: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
+    def resets_of(self, data: tuple[Tensor, ...]) -> Tensor | None:
+        """Before which steps of :meth:`data` the state is zero, (T, B); None for none."""
+        return data[2 + 2 * self.states] if self.resets else None
+
+    def apply(self, layer: Any, x: Tensor, *states: Tensor, **resets: Tensor) -> tuple[Tensor, ...]:
         """The output, packed or padded as x, and the last states, of a layer with ``torch.nn``'s interface."""
         sizes, lstm = self.batch_sizes, self.cell == "LSTM"
-        output, last = layer(x if sizes is None else PackedSequence(x, sizes), states if lstm else states[0])
+        output, last = layer(x if sizes is None else PackedSequence(x, sizes), states if lstm else states[0], **resets)
         return output if sizes is None else output.data, *(last if lstm else (last,))
+
+    def apply_torch(self, layer: Any, data: tuple[Tensor, ...], x: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
+        """As :meth:`apply`, of one of ``torch.nn``'s, which is given the episodes by themselves where some end."""
+        resets, lstm = self.resets_of(data), self.cell == "LSTM"
+        if resets is None:
+            return self.apply(layer, x, *states)
+
+        def forward(packed: PackedSequence, states: list[Tensor]) -> tuple[PackedSequence, list[Tensor]]:
+            output, last = layer(packed, tuple(states) if lstm else states[0])
+            return output, list(last) if lstm else [last]
+
+        sizes = torch.full((self.length,), self.batch)
+        output, last = forward_by_episodes(
+            forward, x.flatten(0, 1), list(states), sizes, resets.flatten(), self.directions
+        )
+        return output.unflatten(0, (self.length, self.batch)), *last
 
     def run(self, call: Callable[..., tuple[Tensor, ...]], data: tuple[Tensor, ...], weights: Iterable[Tensor]) -> Run:
         """Of a function from x and the initial states to the output and the last ones, and its weights."""
@@ -486,6 +510,7 @@ PLAIN = (OURS, "torch.nn")
 CUDNN = (*PLAIN, "torch.nn in a CUDA graph")
 GRAPHS = (*CUDNN, "GEMMs in a CUDA graph")
 TRAINED = (*CUDNN, "Ostinato in a CUDA graph")
+EPISODES = (*PLAIN, "Ostinato in a CUDA graph", "torchrl")  # to cut sequences the host must know where they end
 KERNELS = ("Ostinato, dense kernel", "Ostinato, sparse kernel", "Ostinato, block kernel")
 SPARSE = (*GRAPHS, "cuSPARSE")
 
@@ -593,6 +618,12 @@ TRAINED_LAYERS = [
     Training("GRU", 2304, 4, 512, density=0.1, block=(16, 1), dtype=f16, who=TRAINED),
     Training("LSTM", 512, 32, 512, dtype=bf16, layers=2, bidirectional=True, shortest=50, who=TRAINED),
 ]
+WITH_EPISODES = [
+    *(replace(work, resets=0.03, who=EPISODES) for work in TRAINED_LAYERS if work.is_plain and work.hidden <= 512),
+    Training("GRU", 512, 256, 128, dtype=bf16, who=TRAINED),
+    Training("GRU", 512, 256, 128, dtype=bf16, resets=0.03, who=EPISODES),
+    Training("GRU", 1024, 16, 512, dtype=bf16, resets=0.03, who=EPISODES),
+]
 ON_CUDA: dict[str, list[Workload]] = {
     "scan": [
         Scan(8, 4096, 1536),
@@ -673,6 +704,7 @@ ON_CUDA: dict[str, list[Workload]] = {
     ],
     "training": [
         *TRAINED_LAYERS,
+        *WITH_EPISODES,
         # Errors over more steps.
         *(replace(work, length=2000, who=PLAIN) for work in TRAINED_LAYERS if work.length == 512 and not work.shortest),
     ],
