@@ -361,7 +361,7 @@ def _captured(function: Callable[[], Any]) -> Callable[[], Any]:
 def ostinato_training(work: Training, data: tuple[Tensor, ...]) -> Run:
     layer = work.layer(data)
     plan = layer.plan(work.batch, training="forward+backward" in work.passes, steps=work.length)
-    resets = {"resets": work.resets_of(data)} if work.resets else {}
+    resets: dict[str, Any] = {"resets": work.resets_of(data)} if work.resets else {}
     return replace(work.run(partial(work.apply, layer, **resets), data, layer.parameters()), plan=_shown(plan))
 
 

@@ -448,7 +448,7 @@ class Training(Recurrence):
         """Before which steps of :meth:`data` the state is zero, (T, B); None for none."""
         return data[2 + 2 * self.states] if self.resets else None
 
-    def apply(self, layer: Any, x: Tensor, *states: Tensor, **resets: Tensor) -> tuple[Tensor, ...]:
+    def apply(self, layer: Any, x: Tensor, *states: Tensor, **resets: Any) -> tuple[Tensor, ...]:
         """The output, packed or padded as x, and the last states, of a layer with ``torch.nn``'s interface."""
         sizes, lstm = self.batch_sizes, self.cell == "LSTM"
         output, last = layer(x if sizes is None else PackedSequence(x, sizes), states if lstm else states[0], **resets)

@@ -37,7 +37,7 @@ def make_plan(
     device: torch.device | None = None,
     path: str | None = None,
     directions: int = 1,
-    tf32: bool = False,
+    tf32: tuple[bool, bool] = (False, False),
     resets: bool = False,
 ) -> Plan:
     """How a layer runs on the CPU, whose caches hold what they can; see the GPU's for the arguments.

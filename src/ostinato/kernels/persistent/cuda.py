@@ -14,7 +14,7 @@ from ostinato.kernels import nvrtc
 from ostinato.kernels.persistent.geometry import THREADS, Geometry, choose_geometry, files, microseconds
 from ostinato.kernels.persistent.masks import derived_from
 from ostinato.kernels.persistent.packing import Packing, pack
-from ostinato.kernels.persistent.plan import Plan, no_kernel
+from ostinato.kernels.persistent.plan import GATES, Plan, no_kernel
 
 _POINTERS = (
     *("weight", "bias", "index", "places", "spans", "packed", "states", "offsets", "failure", "pre", "h0", "c0"),
@@ -23,6 +23,7 @@ _POINTERS = (
 )
 _PARAMETERS = struct.Struct(f"{len(_POINTERS)}Q5i")
 LEAST_STEPS = 4  # whose launches cost the host as much as one of a kernel that takes all steps
+SMALL = 128  # units up to which cuDNN has kernels of their own
 
 
 class Geometries(NamedTuple):
@@ -44,7 +45,7 @@ def make_plan(
     device: torch.device,
     path: str | None = None,
     directions: int = 1,
-    tf32: bool = False,
+    tf32: tuple[bool, bool] = (False, False),
     resets: bool = False,
 ) -> Plan:
     """How to run a layer of `cell` ("rnn_tanh", "rnn_relu", "gru", "lstm").
@@ -57,7 +58,7 @@ def make_plan(
         steps: of the longest sequence; None if they are many.
         path: the only kernel to consider forward, "dense", "block" or "sparse"; None for the fastest.
         directions: how many such layers run at once.
-        tf32: whether products of float32 may round to tf32.
+        tf32: whether products of float32 may round to tf32, ours and those in cuDNN's layers.
         resets: whether states are reset inside sequences, which torch's kernels know nothing of.
     """
     if steps is not None and steps < LEAST_STEPS and not resets:
@@ -65,13 +66,15 @@ def make_plan(
     index = torch.cuda.current_device() if device.index is None else device.index
     kept = None if mask_hh is None else derived_from(mask_hh, "kept", lambda: int(mask_hh.sum()))
     layer = cell, hidden_size, batch, dtype, kept, block
+    exact = not tf32[0] or hidden_size <= SMALL or batch == 1  # where cuDNN rounds nothing either
     plan = min(
-        (_plan_sizes(layer, index, path, training, not tf32, share) for share in {1, directions}),
+        (_plan_sizes(layer, index, path, training, exact, share) for share in {1, directions}),
         key=lambda plan: (plan.path == "steps", _microseconds(plan, batch, directions, index)),
     )
     if plan.path != "steps" and path is None and not resets:
         ours = _microseconds(plan, batch, directions, index)
-        torchs = directions * _torchs_microseconds(cell, hidden_size, batch, dtype, training)
+        ours += directions * _more_products(cell, hidden_size, batch, dtype, training, tf32)
+        torchs = directions * _torchs_microseconds(cell, hidden_size, batch, dtype, training, tf32[1])
         if ours > torchs:
             return no_kernel(f"about {ours:.0f} microseconds a step, where torch's kernels take about {torchs:.0f}")
     try:  # only the device tells what it holds, and only packing what fits
@@ -107,12 +110,59 @@ def _microseconds(plan: Plan, batch: int, directions: int, index: int) -> float:
     return total
 
 
-def _torchs_microseconds(cell: str, hidden_size: int, batch: int, dtype: torch.dtype, training: bool) -> float:
-    """What cuDNN takes for a step beside the products over all steps, in a CUDA graph on an H200."""
-    if training and cell == "gru" and dtype == torch.float32 and hidden_size <= 128:
-        return 1.6 + 0.03 * batch  # by a kernel for small layers
-    step, weights = (9.5, 3.7e-6) if training else (5.5, 2.3e-6)
-    return (step + weights * hidden_size**2) * (2 if dtype == torch.float32 else 1)
+class _TorchsCost(NamedTuple):
+    """Microseconds of a step in cuDNN beside the products over all steps, in a CUDA graph on an H200.
+
+    Fitted to 190 GRUs and LSTMs of 128 to 2048 units with 1 to 512 sequences, nearly all within 25 %: what a step's
+    launches take, and what grows with the weights read, with the gates computed and with both.
+    """
+
+    step: float
+    weights: float  # a million
+    gates: float  # of all sequences, a hundred thousand
+    products: float  # a hundred million
+
+
+# By "16" bits, "tf32" or exact "float32", and whether gradients are taken.
+_TORCHS_COSTS = {
+    ("16", False): _TorchsCost(5.54, 0.35, 0.25, 0.07),
+    ("16", True): _TorchsCost(11.4, 0.63, 1.29, 0.0),
+    ("tf32", False): _TorchsCost(7.31, 1.09, 0.08, 0.77),
+    ("tf32", True): _TorchsCost(22.2, 2.08, 1.97, 0.0),
+    ("float32", False): _TorchsCost(8.11, 1.52, 0.75, 4.03),
+    ("float32", True): _TorchsCost(19.8, 4.3, 3.7, 6.63),
+}
+# Numbers times weights that cuBLAS multiplies in a microsecond, over all steps.
+_RATES = {"16": 300e6, "tf32": 110e6, "float32": 24e6}
+
+
+def _precision(dtype: torch.dtype, tf32: bool) -> str:
+    return "16" if dtype.itemsize == 2 else "tf32" if tf32 else "float32"
+
+
+def _more_products(
+    cell: str, hidden_size: int, batch: int, dtype: torch.dtype, training: bool, tf32: tuple[bool, bool]
+) -> float:
+    """Microseconds of a step that our products over all steps take longer than those around cuDNN's layer.
+
+    Those that a backward makes again, and what exact ones take longer than rounded ones.
+    """
+    one = GATES[cell] * batch * hidden_size**2
+    own, torchs = (one / _RATES[_precision(dtype, rounds)] for rounds in tf32)
+    again = training and not cell.startswith("rnn") and not keeps_gates(dtype)
+    return (4 if training else 1) * (own - torchs) + 2 * own * again
+
+
+def _torchs_microseconds(
+    cell: str, hidden_size: int, batch: int, dtype: torch.dtype, training: bool, tf32: bool
+) -> float:
+    if training and cell == "gru" and dtype == torch.float32 and hidden_size <= SMALL:
+        return 1.6 + 0.03 * batch
+    cost = _TORCHS_COSTS[_precision(dtype, tf32), training]
+    gates = GATES[cell] * hidden_size
+    weights = gates * hidden_size
+    step = cost.step + cost.weights * weights / 1e6
+    return step + cost.gates * batch * gates / 1e5 + cost.products * batch * weights / 1e8
 
 
 def _packed(geometry: Geometry, mask: Tensor) -> Geometry:

@@ -192,7 +192,8 @@ class Geometry(NamedTuple):
             products = self.row_tiles * sequence_tiles
             sums = 4 * products * (1 if products >= 4 else 2 if products >= 2 else 4)
             rest = 20 + 4 * sequence_tiles + 32 * wide + 24 * self.backward
-            if states > 128:
+            gates = _ceil(self.units * self.columns, THREADS) * GATES[self.cell]  # that a thread computes
+            if states > 128 or (self.backward and gates > 8):
                 return None
             free = (REGISTERS - states - sums - rest) // 4
         elif self.path == "block":
@@ -273,6 +274,7 @@ _COSTS = {
     ("sparse", False): _Cost(0.80, 4.1, 0.0, 0.80, 2.10, 2.00, 0.0),
     ("sparse", True): _Cost(0.80, 4.1, 0.0, 0.80, 2.10, 2.00, 0.0, 0.25),
 }
+_EXACT = {False: 4.5, True: 7.0}  # times a product takes if it is made of three, of numbers taken apart; backward
 _HALF_WORDS = 0.17  # microseconds, if blocks of the dense kernel publish their state in words of 4 bytes
 _SHARE = 0.054  # microseconds, for each share of a strip that a warp of the block kernel takes
 _ROUND_TRIP = 1.3  # microseconds, for each further time that the block kernel has to wait for a part of the state
@@ -282,7 +284,7 @@ def microseconds(geometry: Geometry, batch: int) -> float:
     """A step of all sequences, estimated."""
     cost, row = _COSTS[geometry.path, geometry.backward], geometry.slice * geometry.dtype.itemsize
     thrice = geometry.exact and geometry.dtype == torch.float32 and geometry.path != "sparse"
-    passes = _ceil(geometry.columns, 8) * (3 if thrice else 1)
+    passes = _ceil(geometry.columns, 8) * (_EXACT[geometry.backward] if thrice else 1)
     step = cost.step + cost.read * geometry.columns * row / 1e5 + cost.row * row / 1e4
     step += cost.kept * (geometry.tiles - geometry.held) * geometry.tile_bytes / 1e5
     step += cost.multiplied * geometry.tiles * passes / 1e2

@@ -41,13 +41,25 @@ def plan_layer(mask_hh: Tensor | None, *layer: Any) -> Plan:
     longest sequence, None if that is not known), path (the only kernel to consider, None for the fastest),
     directions (how many such layers run at once) and resets (whether there are any).
     """
-    key = torch.backends.cuda.matmul.allow_tf32, *layer
+    key = _tf32(layer[0], layer[4]), *layer
     return _plan_dense(*key) if mask_hh is None else derived_from(mask_hh, key, lambda: _plan(mask_hh, *key))
+
+
+def _tf32(device: torch.device, dtype: torch.dtype) -> tuple[bool, bool]:
+    """Whether products of float32 may be rounded to tf32 on a GPU: torch's and ours, and those in cuDNN's layers."""
+    if device.type != "cuda" or dtype != torch.float32:
+        return False, False
+    products: Any = torch.backends.cuda.matmul
+    layers: Any = torch.backends.cudnn
+    try:
+        return products.allow_tf32, layers.allow_tf32
+    except RuntimeError:  # set by the newer names, and not alike for all that the older ones stand for
+        return products.fp32_precision == "tf32", layers.rnn.fp32_precision == "tf32"
 
 
 def _plan(
     mask_hh: Tensor | None,
-    tf32: bool,
+    tf32: tuple[bool, bool],
     device: torch.device,
     cell: str,
     hidden_size: int,
