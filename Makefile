@@ -37,7 +37,7 @@ lint: $(READY)
 # Without a GPU the small shapes only.  The runs that the documentation shows: make bench RESULTS=benchmarks/results
 # Each part writes its own files, so that one that fails leaves the others; what was compiled beforehand is not timed.
 RESULTS := bench
-KINDS := persistent training scan layer networks calls 'training --sweep'
+KINDS := scan layer persistent training recurrence calls networks 'training --sweep'
 LAYER := mingru --batch 1 --length 4096 --hidden-size 512 --trace $(RESULTS)/trace.json
 bench: $(READY)
 	mkdir -p $(RESULTS)

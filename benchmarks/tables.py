@@ -112,9 +112,11 @@ def comparison(
     only: tuple[str, ...] = (),
     leave_out: tuple[str, ...] = (),
     limit: bool = False,
+    unit: str = "",
 ) -> str:
-    """One row a workload and pass, one column a contestant: of all workloads, or those called as in ``only``."""
+    """One row a workload and pass, one column a contestant: of all workloads, those of a unit, or as in ``only``."""
     records = [record for record in load(name)["results"] if not only or record["workload"]["name"] in only]
+    records = [record for record in records if not unit or unit in record]
     missing = set(only) - {record["workload"]["name"] for record in records}
     if missing:
         raise ValueError(f"{name}.json has no {missing}")
@@ -531,6 +533,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "readme-training": lambda: recurrences("training-gpu", lambda work: work["name"] in README_TRAINED, CUDNN, BOTH),
     "learning": lambda: learned("tinyshakespeare-gpu"),
     "curve": lambda: f"{curve('tinyshakespeare-gpu')}\n{figure('tinyshakespeare-gpu', 'Loss', 'plots')}",
+    "recurrence-gpu": lambda: comparison("recurrence-gpu", share, unit="bytes"),
+    "recurrence-layers-gpu": lambda: comparison("recurrence-gpu", milliseconds, limit=True, unit="flops"),
+    "recurrence-errors-gpu": lambda: comparison("recurrence-gpu", error),
     "persistent-pruned": lambda: recurrences(
         "persistent-gpu", lambda work: work["density"] < 1 and work["length"] == 256, PEERS
     ),
