@@ -420,6 +420,13 @@ def _expm1_of(x):
     return single if x == types.float32 else lambda x: math.expm1(x)
 
 
+@inline
+def expm1_of_twice(x):
+    """exp(2*x) - 1, where exp(x) is computed too: the two have most of the work in common."""
+    y = expm1(x)
+    return y * (y + cast(2.0, x))
+
+
 _TWENTY = np.float32(20)
 _INFINITY = np.float32(math.inf)
 _SMALLEST = np.float32(2.0**-126)  # that is not denormal
