@@ -456,7 +456,8 @@ def test_demo(run, monkeypatch):
     code, out, _ = run("demo", "--seconds", 0.5, "--output", "shown", "--device", "cpu")
     assert code == 0
     assert sorted(os.listdir("shown")) == ["model.safetensors", "times.json", "times.md", "times.png"]
-    lines = json.loads(Path("shown/times.json").read_text())["lines"]
+    run_of_it = json.loads(Path("shown/times.json").read_text())
+    lines = sweeps.shown(sweeps.lengths_sweep("mingru", 256, (16, 64)), run_of_it)["lines"]
     ways = ["MinGRU, time loop, CPU", "MinGRU, scan, CPU", "torch.nn.GRU, CPU", "MinGRU's GEMM alone, CPU"]
     assert list(lines) == ways
     assert all([point["x"] for point in line["points"]] == [16, 64] for line in lines.values())

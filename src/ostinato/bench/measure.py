@@ -17,7 +17,7 @@ from ostinato.bench.workloads import OURS, Product, Recurrence, Run, Training, U
 
 MIN_ROUNDS, MAX_ROUNDS = 3, 100
 SLOW = 0.5  # seconds: a call of which is made once more, and no more often
-GPU_SECONDS, GPU_SECONDS_OF_TRAINING = 0.05, 0.015  # of calls whose median is taken
+GPU_SECONDS, GPU_SECONDS_OF_TRAINING = 0.03, 0.015  # of calls whose median is taken
 FLUSH_BYTES = 512 << 20  # several times any cache
 FLUSHES = 4  # while the GPU is busy with them, even a hindered host comes to launch what is timed
 OF_GRADIENTS = 5  # times the tolerance: those of weights and biases are sums over all steps, rounded at each

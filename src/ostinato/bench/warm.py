@@ -23,8 +23,9 @@ Task = tuple[Workload, str]
 
 def tasks() -> list[Task]:
     """Each workload of the GPU's benchmarks with each contestant that is compiled, the longest first."""
-    works = [work for works in ON_CUDA.values() for work in works]
-    works += [work for sweep in sweeps(quick=False) for work in sweep.on.get("cuda", [])]
+    kinds = ON_CUDA | {"seeds": [work for sweep in sweeps(quick=False) for work in sweep.on.get("cuda", [])]}
+    kinds["training-sweep"] = kinds.pop("training-sweep")  # last, as it says least
+    works = [work for works in kinds.values() for work in works]
     every = [(work, name) for work in works for name in contestants(work) if COMPILED.search(name)]
     once = {(None if name == EXTENSION else work, name): (work, name) for work, name in every}
     return sorted(once.values(), key=lambda task: (task[1] != EXTENSION, task[1].startswith(OURS)))
