@@ -10,7 +10,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from ostinato.bench import calls, capacity, check, measure, peers, plots, profile, report, sweeps, workloads
+from ostinato.bench import calls, capacity, check, measure, peers, plots, profile, report, sweeps, warm, workloads
 from ostinato.bench.workloads import OURS, Equation, Layer, Product, Recurrence, Run, Scan, Training
 from ostinato.cli.bench import app as bench_app
 
@@ -360,6 +360,17 @@ def test_the_largest_layer_fits_and_the_next_does_not():
             kept = None if row["block"] is None else int(row["density"] * gates * size**2)
             plan = choose_geometry(hidden_size=size, mask_nnz=kept, properties=capacity.H100, **arguments)
             assert (plan.path != "steps") == fits
+
+
+def test_what_takes_longest_to_compile_comes_first_and_nothing_twice():
+    tasks = warm.tasks()
+    assert len(set(tasks)) == len(tasks)
+    (work, name), *rest = tasks
+    assert (str(work), name) == ("linear_scan (8, 4096, 1536) float32", warm.EXTENSION)
+    assert warm.EXTENSION not in {name for _, name in rest}
+    own = [name.startswith(OURS) for _, name in rest]
+    assert own == sorted(own)
+    assert {work for work, name in rest if name == OURS} >= set(workloads.ON_CUDA["persistent"])
 
 
 def test_calls_are_compared_with_an_addition(tmp_path, monkeypatch):

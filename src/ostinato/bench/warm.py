@@ -27,8 +27,10 @@ def tasks() -> list[Task]:
     kinds["training-sweep"] = kinds.pop("training-sweep")  # last, as it says least
     works = [work for works in kinds.values() for work in works]
     every = [(work, name) for work in works for name in contestants(work) if COMPILED.search(name)]
-    once = {(None if name == EXTENSION else work, name): (work, name) for work, name in every}
-    return sorted(once.values(), key=lambda task: (task[1] != EXTENSION, task[1].startswith(OURS)))
+    once: dict[object, Task] = {}
+    for work, name in every:
+        once.setdefault(name if name == EXTENSION else (work, name), (work, name))
+    return sorted(once.values(), key=lambda task: (task[1] != EXTENSION, "compiled" not in task[1], OURS in task[1]))
 
 
 def call_once(task: Task) -> None:
