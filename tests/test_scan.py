@@ -560,3 +560,39 @@ def test_boundaries_made_in_inference_mode():
     bounds = torch.tensor([0, 2, 6], dtype=torch.int32)
     h, _ = ostinato.linear_scan(FINE, FINE, cu_seqlens=bounds)
     assert torch.equal(h[:, 2:], ostinato.linear_scan(FINE[:, 2:], FINE[:, 2:])[0])
+
+
+def test_what_was_checked_once_is_looked_at_again_where_it_differs():
+    a, b, h0 = inputs(2, 5, 3)
+    want = loop(a, b, h0)
+    for _ in range(2):
+        for got, y in zip(ostinato.linear_scan(a, b, h0), want, strict=True):
+            torch.testing.assert_close(got, y)
+    for x in (a.mT.contiguous().mT, a[:, :, :1].expand(2, 5, 3)):
+        torch.testing.assert_close(ostinato.linear_scan(x, b, h0)[0], loop(x, b, h0)[0])
+    for arguments, options in (
+        ((a, b, h0), {"reverse": 0}),
+        ((a, b, h0[:1]), {}),
+        ((a, b[:, :4], h0), {}),
+        ((a, b, h0), {"backend": "cudnn"}),
+        ((a, b, h0), {"resets": torch.zeros(2, 5)}),
+        ((a.tolist(), b, h0), {}),
+    ):
+        for _ in range(2):
+            with pytest.raises((TypeError, ValueError)):
+                ostinato.linear_scan(*arguments, **options)
+
+
+def test_what_was_checked_once_still_has_gradients_and_transforms():
+    a, b, _ = inputs(2, 5, 3)
+    ostinato.linear_scan(a, b)
+    leaf = a.clone().requires_grad_()
+    for _ in range(2):
+        h, _ = ostinato.linear_scan(leaf, b)
+        (grad,) = torch.autograd.grad(h.sum(), leaf, create_graph=True)
+        torch.testing.assert_close(grad, torch.func.grad(lambda x: ostinato.linear_scan(x, b)[0].sum())(a))
+        assert torch.autograd.grad(grad.sum(), leaf)[0].abs().sum() > 0
+        with torch.no_grad():
+            assert not ostinato.linear_scan(leaf, b)[0].requires_grad
+        batched = torch.vmap(lambda x: ostinato.linear_scan(x, b)[0])(torch.stack([a, a]))
+        torch.testing.assert_close(batched[1], h)

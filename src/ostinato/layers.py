@@ -164,6 +164,11 @@ class StackedLayers(nn.Module):
             states.append(h_last)
         return x, stacked(states)
 
+    def _parameter(self, name: str) -> Any:
+        """The parameter or what parametrizes it; None if there is none.  PyTorch's own way to it takes longer."""
+        found = self._parameters.get(name)
+        return getattr(self, name, None) if found is None else found
+
     def _of_layer(self, hx: Hidden, layer: int) -> Hidden:
         if self.num_layers == 1:
             return hx
@@ -241,7 +246,7 @@ class StackedLayers(nn.Module):
         expected = (self.num_layers * self.num_directions, *batch, self.hidden_size)
         if state.shape != expected:
             raise ValueError(f"{name} must have shape {expected}; got {tuple(state.shape)}")
-        check_like_weight(name, state, self.weight_ih_l0)
+        check_like_weight(name, state, self._parameter("weight_ih_l0"))
 
 
 def each(function: Callable[[Tensor], Tensor], hidden: Hidden) -> Hidden:
@@ -279,7 +284,8 @@ def check_input(module: Any, x: Tensor, ranks: tuple[int, ...], shape: str) -> N
         raise ValueError(f"input must have shape {shape}; got {tuple(x.shape)}")
     if x.shape[-1] != module.input_size:
         raise ValueError(f"input must have input_size = {module.input_size} features last; got shape {tuple(x.shape)}")
-    check_like_weight("input", x, module.weight_ih_l0 if isinstance(module, StackedLayers) else module.weight_ih)
+    weight = module._parameter("weight_ih_l0") if isinstance(module, StackedLayers) else module.weight_ih
+    check_like_weight("input", x, weight)
 
 
 def check_like_weight(name: str, x: Tensor, weight: Tensor) -> None:

@@ -119,19 +119,27 @@ def _traced(cell: str, candidate: str, bias: bool) -> str:
 
 
 def _steps_alone(x: Tensor, weight: Tensor, backend: str) -> bool:
-    """Whether one step goes by :func:`_step`: on a CPU what leads to a layer's kernel takes longer than it."""
-    if not x.is_cpu or backend != "auto" or torch.is_autocast_enabled("cpu"):
+    """Whether one step goes by :func:`_step`: what leads to a layer's kernel takes longer than it."""
+    if x.dtype is not weight.dtype or backend != "auto":
         return False
-    return x.dtype is weight.dtype and x.dtype in (torch.float32, torch.float64)
+    if x.is_cpu:
+        return x.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled("cpu")
+    if not x.is_cuda or torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.is_autocast_enabled("cuda"):
+        return False
+    return operators.kernels_on("auto", "cuda") is not None
 
 
 def _step(cell: str, candidate: str, x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor | None) -> Tensor:
-    """The state after one step, (B, H), in the layer's loop, or by the equation as it stands if it is to be traced."""
+    """The state after one step, in the layer's kernel, or by the equation as it stands if it is to be traced.
+
+    The state before is (B, H), or has a dimension of 1 more, and so does the result.
+    """
     pre = F.linear(x, weight, bias)
     tensors = [pre] if h is None else [pre, h]
     if is_eager(tensors) and not is_differentiated(tensors) and pre.numel():
-        step = operators.cpu_step(recurrence_of(cell, candidate, False), len(pre), pre.shape[1] // GATES[cell], x.dtype)
-        return step(pre, h)
+        batch, rows = pre.shape
+        layer = recurrence_of(cell, candidate, False), batch, rows // GATES[cell], pre.dtype
+        return operators.step_of(*layer, pre.get_device())(pre, h)
     a, b = RECURRENCES[cell][candidate].function(*pre.chunk(GATES[cell], -1))
     return b if h is None else torch.addcmul(b, a, h)
 
@@ -184,10 +192,10 @@ class _MinimalLayers(DiagonalLayers):
         return self.sequence_group is not None and (resets is not None or self.bidirectional)
 
     def _step_of_layer(self, layer: int, x: Tensor, h0: Any) -> tuple[Tensor, Hidden]:
-        weight, bias = getattr(self, f"weight_ih_l{layer}"), getattr(self, f"bias_ih_l{layer}") if self.bias else None
+        weight, bias = self._parameter(f"weight_ih_l{layer}"), self._parameter(f"bias_ih_l{layer}")
         if _steps_alone(x, weight, self.backend):
-            h = _step(self.cell, self.candidate, x, weight, bias, None if h0 is None else h0[0])
-            return h, h[None]
+            h = _step(self.cell, self.candidate, x, weight, bias, h0)
+            return (h, h[None]) if h0 is None else (h[0], h)
         if self.sequence_group is not None:
             return super()._step_of_layer(layer, x, h0)
         h, h_last = self._scan(linear(x, weight).unsqueeze(0), bias, h0, None, None, batch_first=False)

@@ -28,6 +28,7 @@ from ostinato.masks import keep_pruned, mask_name, mask_of, masked
 from ostinato.scan import check_batch_sizes
 
 Hidden = Tensor | tuple[Tensor, Tensor]
+_TORCHS = {mode: getattr(torch._VF, mode.lower()) for mode in ("RNN_TANH", "RNN_RELU", "GRU", "LSTM")}
 
 
 class _Recurrent(nn.RNNBase):
@@ -45,15 +46,16 @@ class _Recurrent(nn.RNNBase):
         self, input: Tensor | PackedSequence, hx: Hidden | None = None, *, resets: Tensor | None = None
     ) -> tuple[Any, Any]:
         """Run the whole sequence; see the class."""
-        grads = torch.is_grad_enabled()
         if resets is not None:
             check_resets(resets, input.data if isinstance(input, PackedSequence) else input)
             if isinstance(input, Tensor) and input.dim() > 1 and input.shape[1 if self._is_swapped(input) else 0] == 1:
                 hx, resets = self._begun(hx, resets.flatten()), None
-        if resets is None and isinstance(input, Tensor) and input.is_cpu and input.dim() > 1 and not grads:
-            time = 1 if self._is_swapped(input) else 0
-            if input.shape[time] == 1 and (result := self._step(input, hx, input.dim() - 1)) is not None:
+        if resets is None and isinstance(input, Tensor) and input.dim() > 1 and not torch.compiler.is_compiling():
+            steps = input.shape[1 if self._is_swapped(input) else 0]
+            if steps == 1 and (result := self._step(input, hx, input.dim() - 1)) is not None:
                 return result
+            if 0 < steps < least_steps(input.device.type):
+                return self._forward_torch(input, hx, self._weights())
         weights, states = self._weights(), _states(hx)
         call = self._kernels_for(input, states, weights, resets)
         if call is not None:
@@ -217,8 +219,6 @@ class _Recurrent(nn.RNNBase):
         else:
             return None
         device, dtype = weights[0].device, weights[0].dtype
-        if resets is None and 0 < steps < least_steps(device.type):
-            return None
         autocast = torch.is_autocast_enabled(device.type)
         computed = torch.get_autocast_dtype(device.type) if autocast else dtype
         given = (torch.float32, torch.float16, torch.bfloat16) if autocast else (dtype,)
@@ -439,9 +439,8 @@ class _Recurrent(nn.RNNBase):
 
     def _fits(self, input: Tensor, hx: Any, weight: Tensor) -> bool:
         """Whether the input and the states, if there are any, are batched and of the layer's dtype and sizes."""
-        states = None if hx is None else tuple([state.shape for state in _states(hx)])
-        batch_dim = 0 if self.batch_first else 1
-        layer = len(self._all_weights), self.input_size, self.hidden_size, batch_dim, self.mode == "LSTM"
+        states = None if hx is None else hx.shape if isinstance(hx, Tensor) else tuple([state.shape for state in hx])
+        layer = len(self._all_weights), self.input_size, self.hidden_size, self.batch_first, self.mode == "LSTM"
         return input.dtype is weight.dtype and _shapes_fit(input.shape, states, *layer)
 
     def _call_torch(self, input: Tensor, hx: Any, weights: list[Tensor]) -> tuple[Tensor, Any]:
@@ -451,8 +450,8 @@ class _Recurrent(nn.RNNBase):
             zero = input.new_zeros(len(self._all_weights), batch, self.hidden_size)
             hx = (zero, zero) if lstm else zero
         how = self.bias, self.num_layers, self.dropout, self.training, self.bidirectional, self.batch_first
-        output, *last = getattr(torch._VF, self.mode.lower())(input, hx, weights, *how)
-        return output, tuple(last) if lstm else last[0]
+        result = _TORCHS[self.mode](input, hx, weights, *how)
+        return result[0], result[1:] if lstm else result[1]
 
     def _forward_torch_by_episodes(self, input: Any, hx: Any, weights: list[Tensor], resets: Tensor) -> tuple[Any, Any]:
         """As ``torch.nn``'s forward, which knows no resets, of each episode by itself."""
@@ -510,18 +509,12 @@ class _Recurrent(nn.RNNBase):
 
 @functools.lru_cache(4096)
 def _shapes_fit(
-    shape: torch.Size,
-    states: tuple[torch.Size, ...] | None,
-    layers: int,
-    input_size: int,
-    hidden_size: int,
-    batch_dim: int,
-    lstm: bool,
+    shape: torch.Size, states: Any, layers: int, input_size: int, hidden_size: int, batch_first: bool, lstm: bool
 ) -> bool:
     if len(shape) != 3 or shape[2] != input_size:
         return False
-    expected = (layers, shape[batch_dim], hidden_size)
-    return states is None or (len(states) == 1 + lstm and all(state == expected for state in states))
+    expected = (layers, shape[0 if batch_first else 1], hidden_size)
+    return states is None or states == ((expected, expected) if lstm else expected)
 
 
 @functools.cache

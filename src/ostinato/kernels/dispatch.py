@@ -34,6 +34,7 @@ def operator(
     plain: Callable | None = None,
     composite: Callable | None = None,
     jvp: Callable | None = None,
+    prepare: Callable | None = None,
 ) -> Callable:
     """Register ``ostinato::name`` and return the function that calls it, or goes round it where it can.
 
@@ -43,6 +44,9 @@ def operator(
     ``plain(*args)``, or else the composite, computes the same in PyTorch's own operators, for graphs that are to run
     without this library.
 
+    The function's ``prepared(*args)`` returns what eager calls of this :func:`signature` run: what ``prepare(*args)``
+    returns, unless it is None, in place of ``forward``.
+
     ``forward`` may end in ``*tensors``, and then return any number of tensors, if it is said to return a list of them.
     """
     plain = plain or composite
@@ -50,7 +54,7 @@ def operator(
 
     def call(*args: Any) -> Any:
         if is_eager(args):
-            return function.apply(*args) if is_differentiated(args) else forward(*args)
+            return function.apply(*args, forward) if is_differentiated(args) else forward(*args)
         tensors = [x for x in args if isinstance(x, Tensor)]
         if plain is not None and export.is_portable():
             return export.write(plain, name, args)
@@ -64,10 +68,19 @@ def operator(
             return transformed.apply(*args) if composite is None else composite(*args)
         return registered(*args)
 
+    def prepared(*args: Any) -> Callable:
+        """What eager calls of arguments with this signature run, given their arguments."""
+        run = (prepare and prepare(*args)) or forward
+        return (lambda *args: function.apply(*args, run)) if is_differentiated(args) else run
+
     def run_and_keep(ctx: Any, *args: Any) -> Any:  # a setup_context of its own costs more than the call
-        output = _tuple(forward(*args))
+        args, run = args[:-1], args[-1]
+        output = _tuple(run(*args))
         setup_context(ctx, args, output)
         return output
+
+    def backward_of_all(ctx: Any, *grads: Any) -> tuple:
+        return (*backward(ctx, *grads), None)
 
     def keep_for_both_modes(ctx: Any, args: tuple, output: Any) -> None:
         setup_context(ctx, args, output)
@@ -84,7 +97,8 @@ def operator(
                 return _tangents_of(composite, args, tangents)
         raise NotImplementedError(f"{name} has no forward-mode derivative: take gradients by backward()")
 
-    function = _autograd_function(name, forward=run_and_keep, backward=backward)
+    function = _autograd_function(name, forward=run_and_keep, backward=backward_of_all)
+    call.prepared = prepared  # type: ignore[attr-defined]
     transformed = _autograd_function(
         name,
         forward=lambda *args: _tuple(call(*args)),
@@ -295,13 +309,7 @@ def is_eager(args: Sequence[Any]) -> bool:
     """Whether nobody is watching: no compiler, no tracer, no dispatch mode, no function transform, no tangent; and
     whether the memory of the tensors among the arguments holds what they stand for: no subclass, wrapper, zero without
     memory, or negation or conjugation left to do."""
-    if (
-        torch.compiler.is_compiling()
-        or torch._C._is_tracing()
-        or is_in_torch_dispatch_mode()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or forward_ad._current_level >= 0
-    ):
+    if _is_watched():
         return False
     for x in args:
         kind = type(x)
@@ -311,6 +319,35 @@ def is_eager(args: Sequence[Any]) -> bool:
         elif kind not in _OTHER_TYPES and isinstance(x, Tensor):
             return False
     return True
+
+
+def signature(args: Sequence[Any]) -> tuple | None:
+    """All that a call depends on but where its tensors lie and what they hold; None unless it :func:`is_eager`."""
+    if _is_watched():
+        return None
+    key: list[Any] = [torch.is_grad_enabled()]
+    for x in args:
+        kind = type(x)
+        if kind in _PLAIN_TYPES:
+            keys = _dispatch_keys(x).raw_repr()
+            if keys not in _PLAIN_KEYS:
+                return None
+            key += keys, x.get_device(), x.dtype, x.shape, x.stride(), x.requires_grad
+        elif kind in _OTHER_TYPES:
+            key += kind, x  # True is not 1
+        else:
+            return None
+    return tuple(key)
+
+
+def _is_watched() -> bool:
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._is_tracing()
+        or is_in_torch_dispatch_mode()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+    )
 
 
 def _has_tangent(x: Tensor) -> bool:

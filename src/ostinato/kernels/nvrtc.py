@@ -93,7 +93,7 @@ def memory_bandwidth(device: int) -> float:
     return 2 * rate * 1e3 * width / 8  # kHz, twice a clock; bits
 
 
-_Pointer = ctypes.c_char_p * 1  # the array of a kernel's only parameter
+_Pointer, _address_of = ctypes.c_char_p * 1, ctypes.addressof  # the array of a kernel's only parameter
 
 
 class Kernel:
@@ -106,6 +106,7 @@ class Kernel:
         self._module = _succeeded(driver.cuLibraryLoadData(cubin, [], [], 0, [], [], 0))
         self._kernel = _succeeded(driver.cuLibraryGetKernel(self._module, name.encode()))
         self._function = driver.CUfunction(int(self._kernel))
+        self._launch, self._launch_together = driver.cuLaunchKernel, driver.cuLaunchCooperativeKernel
         self._shared_limit = 48 * 1024  # what a kernel may take without asking
 
     def launch(
@@ -125,11 +126,11 @@ class Kernel:
             self._raise_shared_limit(device, shared)
         stream = torch._C._cuda_getCurrentRawStream(device)  # current_stream() builds an object at every call
         pointer = _Pointer(parameters)
-        arguments = (self._function, grid, 1, 1, block, 1, 1, shared, stream, ctypes.addressof(pointer))
+        address = _address_of(pointer)
         if cooperative:
-            (error,) = self._driver.cuLaunchCooperativeKernel(*arguments)
+            (error,) = self._launch_together(self._function, grid, 1, 1, block, 1, 1, shared, stream, address)
         else:
-            (error,) = self._driver.cuLaunchKernel(*arguments, 0)
+            (error,) = self._launch(self._function, grid, 1, 1, block, 1, 1, shared, stream, address, 0)
         if error:
             raise RuntimeError(f"launching a CUDA kernel failed: {error.name}")
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ostinato.kernels.recurrence.print_cuda import element_name, print_cuda
 from ostinato.kernels.recurrence.trace import parse
-from ostinato.kernels.scan.cuda import Problem, Scan, Strides, along_channels, last_state, prepare_scan
+from ostinato.kernels.scan.cuda import Problem, Scan, Strides, address, along_channels, last_state, prepare_scan
 
 
 def scan(
@@ -25,8 +25,8 @@ def scan(
     h_last = last_state(h, h0, cu_seqlens, 0.0)
     strides = tuple([x.stride() for x in inputs])
     prepared = prepare_scan(*_element(recurrence, False), h, strides, 1, reverse, cu_seqlens, resets, parameters)
-    addresses = [x.data_ptr() for x in (*inputs, h)]
-    prepared.launch(h, addresses, (h0, h_last, None), cu_seqlens, resets, [x.data_ptr() for x in parameters])
+    addresses = [x.data_ptr() for x in (*inputs, h, *parameters)] + [0] * (not parameters)
+    prepared.launch(h, [*addresses, address(h0), h_last.data_ptr(), 0], cu_seqlens, resets)
     return h, h_last
 
 
@@ -51,11 +51,10 @@ def scan_backward(
     prepared = prepare_scan(
         *_element(recurrence, True), h, strides, len(grads), reverse, cu_seqlens, resets, parameters
     )
-    addresses = [x.data_ptr() for x in (*inputs, *grads)]
+    addresses = [x.data_ptr() for x in (*inputs, *grads, *parameters)] + [0] * (not parameters)
     if grad_h is None:
         addresses[len(sequences) + 1] = 0
-    states = grad_h_last, grad_h0, h0
-    sums = prepared.launch(h, addresses, states, cu_seqlens, resets, [x.data_ptr() for x in parameters])
+    sums = prepared.launch(h, [*addresses, *map(address, (grad_h_last, grad_h0, h0))], cu_seqlens, resets)
     return grads, [] if sums is None else list(sums[0]), grad_h0
 
 
@@ -126,9 +125,9 @@ def _prepare_layer(
 
 
 def _gates(x: Tensor | None, gates: int, channels: int) -> Sequence[int]:
-    """The addresses of each gate's first channel."""
+    """The addresses of each gate's first channel; 0 without any."""
     if x is None:
-        return ()
+        return (0,)
     first, size = x.data_ptr(), channels * x.itemsize
     return range(first, first + gates * size, size)
 
@@ -149,9 +148,32 @@ def layer(
     h_last = pre.new_empty(directions, scan.problem.batch, channels)
     h0 = None if h0 is None else h0.contiguous()
     bias = None if bias is None else bias.contiguous()
-    addresses = *_gates(pre, gates, channels), h.data_ptr()
-    scan.launch(pre, addresses, (h0, h_last, None), offsets, resets, _gates(bias, gates, channels))
+    addresses = *_gates(pre, gates, channels), h.data_ptr(), *_gates(bias, gates, channels)
+    scan.launch(pre, (*addresses, address(h0), h_last.data_ptr(), 0), offsets, resets)
     return h, h_last
+
+
+class Step:
+    """One step of a recurrence without parameters, prepared for a number of sequences and channels."""
+
+    def __init__(self, recurrence: str, batch: int, hidden: int, dtype: torch.dtype, device: int) -> None:
+        gates = len(parse(recurrence).sequences)
+        layer = (1, batch, gates * hidden), (0, 0), False, 1, None, None
+        self._scan = _prepare_layer(recurrence, False, dtype, device, *layer)
+        self._gates, self._width = range(gates), hidden * dtype.itemsize
+        self._shape = batch, hidden
+
+    def __call__(self, pre: Tensor, h: Tensor | None) -> Tensor:
+        """The state after the step, of contiguous pre-activations, (B, G*H), and the state before, or zero.
+
+        It is shaped as the state before, or (B, H).
+        """
+        h = h if h is None or h.is_contiguous() else h.contiguous()
+        state = pre.new_empty(self._shape) if h is None else torch.empty_like(h)
+        first = pre.data_ptr()
+        gates = [first + k * self._width for k in self._gates]
+        self._scan.launch(pre, (*gates, state.data_ptr(), 0, 0 if h is None else h.data_ptr(), 0, 0))
+        return state
 
 
 def layer_backward(
@@ -176,9 +198,8 @@ def layer_backward(
     grad_pre = torch.empty_like(pre)
     grad_h0 = None if h0 is None else torch.empty_like(h0)
     inputs = *_gates(pre, gates, channels), h.data_ptr(), 0 if grad_h is None else grad_h.data_ptr()
-    addresses = *inputs, *_gates(grad_pre, gates, channels)
-    states = grad_h_last, grad_h0, h0
-    sums = scan.launch(pre, addresses, states, offsets, resets, _gates(bias, gates, channels))
+    addresses = *inputs, *_gates(grad_pre, gates, channels), *_gates(bias, gates, channels)
+    sums = scan.launch(pre, (*addresses, address(grad_h_last), address(grad_h0), address(h0)), offsets, resets)
     return grad_pre, None if bias is None or sums is None else sums.flatten().to(bias.dtype), grad_h0
 
 

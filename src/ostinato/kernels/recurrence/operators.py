@@ -28,7 +28,8 @@ class Kernels(Protocol):
     layer_backward: Any
 
 
-def _kernels(backend: str, device_type: str) -> Kernels | None:
+@functools.cache
+def kernels_on(backend: str, device_type: str) -> Kernels | None:
     """The kernels of the backend; None for one that consists of PyTorch operations."""
     name = getattr(choose_backend(backend, device_type), "__name__", "")
     if name.endswith(".cuda"):
@@ -43,11 +44,15 @@ def _kernels(backend: str, device_type: str) -> Kernels | None:
 
 
 @functools.lru_cache(maxsize=1024)
-def cpu_step(recurrence: str, batch: int, hidden: int, dtype: torch.dtype) -> Any:
-    """What makes one step on a CPU; see :class:`ostinato.kernels.recurrence.cpu.Step`."""
-    from ostinato.kernels.recurrence import cpu
+def step_of(recurrence: str, batch: int, hidden: int, dtype: torch.dtype, device: int) -> Any:
+    """What makes one step on a GPU, or for -1 on a CPU: ``Step`` of ``cuda.py`` or ``cpu.py``."""
+    if device < 0:
+        from ostinato.kernels.recurrence import cpu
 
-    return cpu.Step(recurrence, batch, hidden, dtype)
+        return cpu.Step(recurrence, batch, hidden, dtype)
+    from ostinato.kernels.recurrence import cuda
+
+    return cuda.Step(recurrence, batch, hidden, dtype, device)
 
 
 # layer_scan(pre, bias, h0, offsets, resets, recurrence, batch_first, directions, backend) -> h, h_last
@@ -87,7 +92,7 @@ def _layer_scan(
     directions: int,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    kernels = _kernels(backend, pre.device.type)
+    kernels = kernels_on(backend, pre.device.type)
     if pre.numel() == 0:
         h_shape, last_shape = _layer_shapes(pre, offsets, h0, recurrence, batch_first, directions)
         return pre.new_empty(h_shape), pre.new_zeros(last_shape) if h0 is None else h0.clone()
@@ -143,7 +148,7 @@ def _layer_scan_backward_impl(
         grad_bias = None if bias is None else torch.zeros_like(bias)
         grad_h0 = None if h0 is None else torch.zeros_like(h0) if grad_h_last is None else grad_h_last.clone()
         return torch.zeros_like(pre), or_empty(grad_bias, pre), or_empty(grad_h0, pre)
-    kernels = _kernels(backend, pre.device.type)
+    kernels = kernels_on(backend, pre.device.type)
     settings = recurrence, batch_first, directions, backend
     if kernels is None:
         args = pre, bias, h0, h, grad_h, grad_h_last, offsets, resets
@@ -238,7 +243,7 @@ def _linear_recurrence(
 ) -> tuple[Tensor, Tensor]:
     like = _like(recurrence, arguments)
     check_cu_seqlens(cu_seqlens, like.shape[1])
-    kernels = _kernels(backend, like.device.type)
+    kernels = kernels_on(backend, like.device.type)
     if like.numel() == 0:
         return like.new_empty(like.shape), initial_states(like, h0, cu_seqlens, 0.0)
     if kernels is None:
@@ -291,7 +296,7 @@ def _linear_recurrence_backward_impl(
     given = h0, h, grad_h, grad_h_last, cu_seqlens, resets
     if h.numel() == 0:
         return [initial_states(h, grad_h_last, cu_seqlens, 0.0), *map(torch.zeros_like, arguments)]
-    kernels = _kernels(backend, h.device.type)
+    kernels = kernels_on(backend, h.device.type)
     if kernels is None:
         with torch.no_grad():
             found = _linear_recurrence_backward_composite(recurrence, *given, reverse, backend, *arguments)

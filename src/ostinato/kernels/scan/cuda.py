@@ -200,41 +200,33 @@ class Scan:
         self._launches: dict[int, _Launch] = {}
 
     def launch(
-        self,
-        like: Tensor,
-        tensors: Sequence[int],
-        states: tuple[Tensor | None, Tensor | None, Tensor | None],
-        bounds: Tensor | None,
-        resets: Tensor | None,
-        parameters: Sequence[int] = (),
+        self, like: Tensor, addresses: Sequence[int], bounds: Tensor | None = None, resets: Tensor | None = None
     ) -> Tensor | None:
-        """Launch the kernel on tensors at these addresses, inputs then outputs, 0 for one that counts as zero.
+        """Launch the kernel on what is at these addresses, 0 for what is absent.
 
-        ``states``: the one before the first step scanned, where to write the one after the last, and of a backward pass
-        the one before the first step in time; each may be absent.  Backward with parameters, returns their gradients,
+        They are those of the inputs, of which an absent one counts as zero, the outputs, the parameters, or 0 where
+        there are none, the state before the first step scanned, where to write the one after the last, and of a
+        backward pass the state before the first step in time.  Backward with parameters, returns their gradients,
         (directions, parameters, channels), in the dtype of computation.
         """
-        initial, final, h0 = states
-        ends = _address(initial), _address(final), _address(h0)
-        alignment = functools.reduce(operator.or_, tensors, ends[0] | ends[1] | ends[2]) & 15
+        alignment = functools.reduce(operator.or_, addresses) & 15
         launch = self._launches.get(alignment)
         if launch is None:
             launch = self._launches[alignment] = _prepare(self.problem, self._parameter_dtype, alignment)
         problem, sums = self.problem, None
-        if parameters and problem.backward:
-            shape = launch.sum_rows, problem.directions, len(parameters), problem.channels
+        if problem.parameters and problem.backward:
+            shape = launch.sum_rows, problem.directions, problem.parameters, problem.channels
             sums = like.new_empty(shape, dtype=problem.compute)
-        others = _address(sums), _address(bounds), _address(resets)
-        addresses = *tensors, *(parameters or (0,)), *ends, *others
+        others = address(sums), address(bounds), address(resets)
         if not launch.words:
-            launch.start(problem.device, *addresses, 0, 0, 0)
+            launch.start(problem.device, *addresses, *others, 0, 0, 0)
         else:
             with _launching:
-                launch.start(problem.device, *addresses, *_published(problem.device, launch))
+                launch.start(problem.device, *addresses, *others, *_published(problem.device, launch))
         return None if sums is None else sums.sum(0)
 
 
-def _address(x: Tensor | None) -> int:
+def address(x: Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
 
 
@@ -343,8 +335,25 @@ def _forward_scan(
     h = torch.empty_like(b) if b.is_contiguous() else states_like(b, cu_seqlens, resets)  # new_empty costs more
     h_last = last_state(b, h0, cu_seqlens, zero)
     scan = prepare_scan(element, "", b, (a.stride(), b.stride()), 1, reverse, cu_seqlens, resets, by_time=by_time)
-    scan.launch(h, (a.data_ptr(), b.data_ptr(), h.data_ptr()), (h0, h_last, None), cu_seqlens, resets)
+    addresses = a.data_ptr(), b.data_ptr(), h.data_ptr(), 0, address(h0), h_last.data_ptr(), 0
+    scan.launch(h, addresses, cu_seqlens, resets)
     return h, h_last
+
+
+def prepare_linear_scan(a: Tensor, b: Tensor, h0: Tensor | None, reverse: bool) -> Callable | None:
+    """What scans tensors that lie as these do, in place, as ``linear_scan`` of any backend's operator; None if none."""
+    if not b.is_contiguous() or along_channels(a) is not a or (h0 is not None and not h0.is_contiguous()):
+        return None
+    scan = prepare_scan("LinearScan", "", b, (a.stride(), b.stride()), 1, reverse, None, None)
+    sequences, _, channels = b.shape
+
+    def run(a: Tensor, b: Tensor, h0: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
+        h, h_last = torch.empty_like(b), b.new_empty(sequences, channels)
+        initial = 0 if h0 is None else h0.data_ptr()
+        scan.launch(h, (a.data_ptr(), b.data_ptr(), h.data_ptr(), 0, initial, h_last.data_ptr(), 0))
+        return h, h_last
+
+    return run
 
 
 def _backward_scan(
@@ -369,7 +378,8 @@ def _backward_scan(
     addresses = [x.data_ptr() for x in (*inputs, *outputs)]
     if grad_h is None:
         addresses[len(plain) + 1] = 0
-    scan.launch(h, addresses, (grad_h_last, grad_h0, h0), cu_seqlens, resets)
+    addresses += 0, address(grad_h_last), address(grad_h0), address(h0)
+    scan.launch(h, addresses, cu_seqlens, resets)
     return *outputs, grad_h0
 
 

@@ -78,6 +78,21 @@ def _linear_scan(
     return kernels.linear_scan(a, b, h0, reverse, cu_seqlens, resets)
 
 
+def _prepare_linear_scan(
+    a: Tensor,
+    b: Tensor,
+    h0: Tensor | None,
+    cu_seqlens: Tensor | None,
+    resets: Tensor | None,
+    reverse: bool,
+    backend: str,
+) -> Callable | None:
+    prepare = getattr(choose_backend(backend, b.device.type), "prepare_linear_scan", None)
+    if prepare is None or cu_seqlens is not None or resets is not None or b.numel() == 0:
+        return None
+    return prepare(a, b, h0, reverse)
+
+
 def _states_like(x: Tensor, cu_seqlens: Tensor | None, resets: Tensor | None, backend: str) -> Tensor:
     laid_out = getattr(choose_backend(backend, x.device.type), "states_like", None)  # contiguous of most backends
     return laid_out(x, cu_seqlens, resets) if laid_out else x.new_empty(x.shape)
@@ -194,6 +209,7 @@ linear_scan = operator(
     _scan_groups,
     plain=_plain(_linear_scan),
     jvp=_linear_scan_jvp,
+    prepare=_prepare_linear_scan,
 )
 
 
