@@ -11,10 +11,19 @@ from torch import Tensor
 
 from ostinato.kernels.numba_loops import NUMPY_DTYPES
 from ostinato.kernels.recurrence import cpu_loops
-from ostinato.kernels.recurrence.graph import evaluate
+from ostinato.kernels.recurrence.graph import Graph, evaluate
 from ostinato.kernels.recurrence.linear import Steps, steps_of
 from ostinato.kernels.recurrence.trace import parse
-from ostinato.kernels.scan.cpu import blocks_of, compute_dtype, constant, empty, initial_state, rows
+from ostinato.kernels.scan.cpu import (
+    as_dtype,
+    blocks_of,
+    compute_dtype,
+    constant,
+    empty,
+    empty_like,
+    initial_state,
+    rows,
+)
 from ostinato.kernels.threads import run_loop, threads_for
 
 WIDTH = 32  # channels a piece has at least
@@ -130,12 +139,12 @@ def layer(
     dtype = compute_dtype(pre)
     gates = _steps(recurrence, False).sequences
     layout, row = _layer_layout(gates, pre, offsets, resets, batch_first, directions)
-    wide = pre.to(dtype).contiguous()
+    wide = as_dtype(pre, dtype).contiguous()
     h = empty((*pre.shape[:-1], directions * layout.hidden), dtype)
     state = initial_state(h0, (directions, layout.batch, layout.hidden), dtype)
     inputs, result = _gates(wide, gates, layout, row), _gates(h, 1, layout, row)
     _run(recurrence, layout, _of_gates(bias, layout), state, inputs, result)
-    return h.to(pre.dtype), state.to(pre.dtype)
+    return as_dtype(h, pre.dtype), as_dtype(state, pre.dtype)
 
 
 def layer_backward(
@@ -155,20 +164,20 @@ def layer_backward(
     gates = _steps(recurrence, True).sequences
     layout, row = _layer_layout(gates, pre, offsets, resets, batch_first, directions)
     state = initial_state(grad_h_last, (directions, layout.batch, layout.hidden), dtype)
-    grad_pre, wide, wide_h = empty(pre.shape, dtype), pre.to(dtype).contiguous(), h.to(dtype).contiguous()
+    grad_pre, wide, wide_h = empty_like(pre, dtype), as_dtype(pre, dtype).contiguous(), as_dtype(h, dtype).contiguous()
     rest = _gates(wide_h, 1, layout, row)
     if grad_h is None:
         nothing = pre.new_zeros(layout.hidden, dtype=dtype)
         rest += [nothing.data_ptr(), 0, 0, 0]
     else:
-        grad_h = grad_h.to(dtype).contiguous()
+        grad_h = as_dtype(grad_h, dtype).contiguous()
         rest += _gates(grad_h, 1, layout, row)
     rest += _gates(grad_pre, gates, layout, row)
     initial = None if h0 is None else h0.to(dtype).contiguous()
     inputs = _gates(wide, gates, layout, row)
     sums = _run_backward(recurrence, layout, _of_gates(bias, layout), state, inputs, rest, initial)
     grad_bias = None if bias is None else sums.transpose(0, 1).flatten().to(bias.dtype)
-    return grad_pre.to(pre.dtype), grad_bias, None if h0 is None else state.to(h0.dtype)
+    return as_dtype(grad_pre, pre.dtype), grad_bias, None if h0 is None else as_dtype(state, h0.dtype)
 
 
 class Step:
@@ -268,11 +277,20 @@ def _constants(
     recurrence: str, backward: bool, layout: _Layout, parameters: Sequence[Tensor], state: Tensor
 ) -> Sequence[Tensor]:
     """What the steps need of the parameters, (directions, D), laid out alike."""
-    wide = [x.to(state.dtype) for x in parameters]
-    constants = evaluate(_steps(recurrence, backward).constants, wide)
+    wide = [as_dtype(x, state.dtype) for x in parameters]
+    graph = _steps(recurrence, backward).constants
+    if _is_nothing_but_inputs(graph):
+        constants: Sequence[Tensor] = [wide[int(graph.nodes[i].value)] for i in graph.outputs]
+    else:
+        constants = evaluate(graph, wide)
     if layout.directions > 1 and any(x.stride() != constants[0].stride() for x in constants):
         constants = tuple(x.contiguous() for x in constants)
     return constants
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_nothing_but_inputs(graph: Graph) -> bool:
+    return all(node.name == "input" for node in graph.nodes)
 
 
 def _parts(recurrence: str, layout: _Layout) -> tuple[int, int, int, int]:

@@ -78,13 +78,13 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _in(x: Tensor, dtype: torch.dtype) -> Tensor:
+def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype is dtype else x.to(dtype)  # a call that changes nothing costs as much as a short scan
 
 
 def rows(x: Tensor, dtype: torch.dtype) -> Tensor:
     """The tensor in a dtype, neighbouring channels side by side."""
-    x = _in(x, dtype)
+    x = as_dtype(x, dtype)
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
@@ -168,7 +168,7 @@ def _scan(
     out = empty_like(b, dtype)
     loop = cpu_loops.scan(NUMPY_DTYPES[dtype], log)
     _run_scan(loop, reverse, cu_seqlens, resets, state, a=rows(a, dtype), b=rows(b, dtype), out=out)
-    return _in(out, b.dtype), _in(state, b.dtype)
+    return as_dtype(out, b.dtype), as_dtype(state, b.dtype)
 
 
 def _scan_backward(
@@ -203,7 +203,7 @@ def _scan_backward(
         grad_a=grad_a,
         grad_b=grad_b,
     )
-    return _in(grad_a, a.dtype), _in(grad_b, a.dtype), None if h0 is None else state.to(h0.dtype)
+    return as_dtype(grad_a, a.dtype), as_dtype(grad_b, a.dtype), None if h0 is None else state.to(h0.dtype)
 
 
 def _run_scan(
