@@ -371,6 +371,9 @@ def test_what_takes_longest_to_compile_comes_first_and_nothing_twice():
     own = [name.startswith(OURS) for _, name in rest]
     assert own == sorted(own)
     assert {work for work, name in rest if name == OURS} >= set(workloads.ON_CUDA["persistent"])
+    assert {work for work, _ in warm.tasks(["scan"])} == set(workloads.ON_CUDA["scan"])
+    with pytest.raises(ValueError, match="kinds must be some of scan, layer"):
+        warm.tasks(["scam"])
 
 
 def test_calls_are_compared_with_an_addition(tmp_path, monkeypatch):

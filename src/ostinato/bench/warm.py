@@ -3,7 +3,7 @@
 import multiprocessing
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 import torch
@@ -21,11 +21,15 @@ LARGE = 1 << 30  # bytes of an input: several at once would not fit on the GPU
 Task = tuple[Workload, str]
 
 
-def tasks() -> list[Task]:
-    """Each workload of the GPU's benchmarks with each contestant that is compiled, the longest first."""
-    kinds = ON_CUDA | {"seeds": [work for sweep in sweeps(quick=False) for work in sweep.on.get("cuda", [])]}
-    kinds["training-sweep"] = kinds.pop("training-sweep")  # last, as it says least
-    works = [work for works in kinds.values() for work in works]
+def tasks(kinds: Sequence[str] = ()) -> list[Task]:
+    """Each workload of the GPU's benchmarks, or of some, with each contestant that is compiled, the longest first.
+
+    Raises ValueError for a kind that there is none of.
+    """
+    every_kind = ON_CUDA | {"seeds": [work for sweep in sweeps(quick=False) for work in sweep.on.get("cuda", [])]}
+    if not set(kinds) <= every_kind.keys():
+        raise ValueError(f"kinds must be some of {', '.join(every_kind)}; got {', '.join(kinds)}")
+    works = [work for kind in kinds or every_kind for work in every_kind[kind]]
     every = [(work, name) for work in works for name in contestants(work) if COMPILED.search(name)]
     once: dict[object, Task] = {}
     for work, name in every:
@@ -48,9 +52,9 @@ def call_once(task: Task) -> None:
         torch.cuda.empty_cache()
 
 
-def warm(processes: int) -> Iterator[int]:
+def warm(processes: int, kinds: Sequence[str] = ()) -> Iterator[int]:
     """Make each task's first call; yields how many tasks are left."""
-    waiting = tasks()
+    waiting = tasks(kinds)
     os.environ["OMP_NUM_THREADS"] = os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # of each
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
         for done, _ in enumerate(pool.imap_unordered(call_once, waiting), 1):

@@ -134,6 +134,7 @@ def seeds(
 
 @app.command()
 def warm(
+    kinds: Annotated[list[str] | None, typer.Argument(help="Of which benchmarks; of all if none is named.")] = None,
     processes: Annotated[int, Option(help="At once; more would wait for the GPU, which they share.")] = 14,
 ) -> None:
     """Compile in many processes what the GPU's benchmarks would compile one after the other."""
@@ -142,7 +143,7 @@ def warm(
     console = _console()
     if _device("auto").type != "cuda":
         raise ValueError("only what runs on a GPU is compiled beforehand, and there is none here")
-    for left in compile_all(processes):
+    for left in compile_all(processes, kinds or ()):
         if left % 50 == 0:
             console.print(f"compiling: {left} left")
 
