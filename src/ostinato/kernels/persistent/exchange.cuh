@@ -101,19 +101,21 @@ struct Block {
     }
 };
 
-// Before which steps the state of a thread's sequences is zero.  Of 32 steps at once, since to look in memory at each
-// takes a twentieth of a step.
+// Before which steps the state of a thread's sequences is zero.  Of 32 steps at once and without a branch, since to look
+// in memory at each takes a twentieth of a step.
 struct Resets {
-    unsigned marks[ITEMS];
+    unsigned marks[ITEMS] = {};
     int word = -1;  // of the marks
 
     __device__ void read(const Parameters &p, const Block &own, int step) {
-        if (!RESETS || step / 32 == word) return;
+        if (!RESETS) return;
+        const bool wanted = step / 32 != word;
         word = step / 32;
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
-            marks[i] = 0;
-            if (own.owned(i)) marks[i] = p.marks[size_t(word) * p.batch + own.sequence + own.sequence_of(i)];
+            const unsigned *mine = p.marks + size_t(word) * p.batch + own.sequence + own.sequence_of(i);
+            asm volatile("{ .reg .pred p; setp.ne.u32 p, %1, 0; @p ld.global.b32 %0, [%2]; }"
+                         : "+r"(marks[i]) : "r"(unsigned(wanted && own.owned(i))), "l"(mine) : "memory");
         }
     }
     __device__ bool before(int step, int i) const { return RESETS && marks[i] >> step % 32 & 1; }

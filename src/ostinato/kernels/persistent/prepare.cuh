@@ -16,23 +16,21 @@ __device__ inline Word initial_word(const Parameters &p, size_t byte) {
     return word;
 }
 
-// Before which of 32 steps the state of a sequence is zero.
-__device__ inline unsigned marks_of(const Parameters &p, int word, int sequence) {
-    unsigned marks = 0;
-#pragma unroll 8
-    for (int bit = 0; bit < 32; ++bit) {
-        if (word * 32 + bit >= p.steps) continue;
-        const Rows rows(p, word * 32 + bit);
-        if (sequence < rows.live && p.resets[rows.first + sequence]) marks |= 1u << bit;
-    }
-    return marks;
+// Whether the state of a sequence is zero before a step.
+__device__ inline bool is_reset(const Parameters &p, int step, int sequence) {
+    if (step >= p.steps) return false;
+    const Rows rows(p, step);
+    return sequence < rows.live && p.resets[rows.first + sequence];
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) prepare(const Parameters p) {
     const size_t stride = size_t(gridDim.x) * THREADS, thread = size_t(blockIdx.x) * THREADS + threadIdx.x;
     for (size_t i = thread; i < PACKED; i += stride) pack_weights(p, int(i));
     const size_t marks = RESETS ? size_t(p.steps + 31) / 32 * p.batch : 0;
-    for (size_t i = thread; i < marks; i += stride) p.marks[i] = marks_of(p, int(i / p.batch), int(i % p.batch));
+    for (size_t i = thread / 32; i < marks; i += stride / 32) {  // a lane for each step
+        const unsigned word = __ballot_sync(~0u, is_reset(p, int(i / p.batch) * 32 + lane_id(), int(i % p.batch)));
+        if (lane_id() == 0) p.marks[i] = word;
+    }
 
     constexpr bool PADDED = BACKWARD && WIDTH < CLUSTER * SLICE;
     const size_t row = size_t(p.groups) * GROUP_BYTES / 16, pieces = (p.steps + size_t(!BACKWARD)) * row;
