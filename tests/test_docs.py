@@ -166,7 +166,7 @@ def python_of(path):
 
 def commands(path):
     """The lines of the shell blocks that call the command line."""
-    blocks = re.findall(r"```sh\n(.*?)```", path.read_text(), re.DOTALL)
+    blocks = re.findall(r"```sh\n(.*?)```", path.read_text().replace("\\\n", ""), re.DOTALL)
     return [line for block in blocks for line in block.splitlines() if line.startswith("ostinato ")]
 
 
