@@ -137,7 +137,7 @@ def poisoned():
 GEOMETRIES = {
     "chosen": None,
     "streaming": {"chained": False},
-    "chained": {"chained": True, "warps": 2, "rows": 2, "stages": 1},
+    "chained": {"chained": True, "warps": 2, "rows": 2},
     "lanes 4": {"lanes": 4, "vec": 1, "warps": 2, "rows": 3, "narrow": 0},
     "lanes 8 chained": {"lanes": 8, "vec": 1, "warps": 4, "rows": 2, "chained": True, "narrow": 0, "stages": 1},
     "wide copies": {"lanes": 8, "vec": 1, "warps": 2, "rows": 8, "chained": True, "narrow": 0, "stages": 1},

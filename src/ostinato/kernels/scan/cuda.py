@@ -66,14 +66,16 @@ class _Launch(NamedTuple):
     blocks: int
     threads: int
     shared: int
-    pack: Callable[..., bytes]  # the first of ``Parameters`` in scan.cu: addresses, the counter's begin and the epoch
+    pack: Callable[..., bytes]  # the first of ``Parameters`` in scan.cu: addresses and the epoch
     rest: bytes  # which is the same at every launch
     words: int  # of 8 bytes, that chained blocks tell each other; 0 where blocks stream
-    draws: int  # what the blocks draw from their counter
+    companions: int  # blocks that share the channels of one
     sum_rows: int  # of partial sums in the gradients of the parameters
 
     def start(self, device: int, *first: int) -> None:
-        self.kernel.launch(device, self.blocks, self.threads, self.pack(*first) + self.rest, self.shared)
+        parameters = self.pack(*first) + self.rest
+        # Blocks that wait for each other all run at once.
+        self.kernel.launch(device, self.blocks, self.threads, parameters, self.shared, self.companions > 1)
 
 
 @functools.cache
@@ -139,12 +141,11 @@ def _prepare(problem: Problem, parameter_dtype: torch.dtype, alignment: int) -> 
         definitions += (("RESETS", 1),)
     chunks = -(-problem.steps // geometry.tile)
     blocks = chains = sequences * -(-problem.channels // geometry.group)
-    words = draws = 0
+    words, companions = 0, 1
     if geometry.chained:
-        tiles = chains * chunks
-        words = 2 * (1 + tiles * geometry.group * problem.compute.itemsize // 4)
-        blocks = min(tiles, geometry.resident * device.processors)
-        draws = tiles + blocks
+        words = 2 * chains * chunks * geometry.group * problem.compute.itemsize // 4
+        companions = geometry.companions(chains, chunks, problem.compute.itemsize, device.processors)
+        blocks *= companions
     integers = [problem.parameter_direction, *(problem.resets or (0, 0, 0)), *itertools.chain(*strides)]
     counts = problem.batch, problem.steps, problem.channels, problem.sequences, problem.directions, problem.reverse
     addresses = len(strides) + max(1, problem.parameters) + 7
@@ -153,11 +154,11 @@ def _prepare(problem: Problem, parameter_dtype: torch.dtype, alignment: int) -> 
         blocks,
         32 * geometry.warps,
         shared,
-        struct.Struct(f"{addresses}Q2I").pack,
-        struct.pack(f"{len(integers)}q6i", *integers, *counts),
+        struct.Struct(f"={addresses}QI").pack,
+        struct.pack(f"=I{len(integers)}q6i", companions, *integers, *counts),
         words,
-        draws,
-        problem.batch * (chunks if geometry.chained else 1),
+        companions,
+        problem.batch * companions,
     )
 
 
@@ -166,7 +167,7 @@ class _Workspace:
 
     def __init__(self, words: int, device: int) -> None:
         self.memory = torch.zeros(words, dtype=torch.int64, device=torch.device("cuda", device))
-        self.epoch = self.drawn = 0
+        self.epoch = 0
 
 
 _launching = threading.Lock()  # a launch's number and place on its stream go together
@@ -174,21 +175,19 @@ _workspaces: dict[tuple[int, int], _Workspace] = {}
 _MARKS = 4  # kinds of ``Mark``
 
 
-def _published(device: int, launch: _Launch) -> tuple[int, int, int]:
-    """The address of the current stream's workspace, what its counter begins at, and the epoch of this launch.
+def _published(device: int, launch: _Launch) -> tuple[int, int]:
+    """The address of the current stream's workspace and the epoch of this launch.
 
     A launch that is being captured begins anew whenever it is replayed: its own workspace is cleared before it.
     """
     if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(launch.words, dtype=torch.int64, device=torch.device("cuda", device)).data_ptr(), 0, _MARKS
+        return torch.zeros(launch.words, dtype=torch.int64, device=torch.device("cuda", device)).data_ptr(), _MARKS
     key = device, torch._C._cuda_getCurrentRawStream(device)
     workspace = _workspaces.get(key)
     if workspace is None or len(workspace.memory) < launch.words or workspace.epoch >= (1 << 32) - 2 * _MARKS:
         workspace = _workspaces[key] = _Workspace(launch.words, device)
-    drawn = workspace.drawn
     workspace.epoch += _MARKS
-    workspace.drawn = (drawn + launch.draws) % (1 << 32)
-    return workspace.memory.data_ptr(), drawn, workspace.epoch
+    return workspace.memory.data_ptr(), workspace.epoch
 
 
 class Scan:
@@ -219,7 +218,7 @@ class Scan:
             sums = like.new_empty(shape, dtype=problem.compute)
         others = address(sums), address(bounds), address(resets)
         if not launch.words:
-            launch.start(problem.device, *addresses, *others, 0, 0, 0)
+            launch.start(problem.device, *addresses, *others, 0, 0)
         else:
             with _launching:
                 launch.start(problem.device, *addresses, *others, *_published(problem.device, launch))

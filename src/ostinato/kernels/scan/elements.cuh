@@ -41,6 +41,7 @@ template <typename Ring_> struct Forward : WithoutParameters {
     static constexpr int OUTPUTS = 1, FACTORS = 1;
     static __device__ constexpr int output_factor(int) { return 0; }
     struct Step {
+        static constexpr bool EXACT = true;  // rounding took nothing from a
         Compute a, b;
         static __device__ Step none() { return {Ring::one(), Ring::zero()}; }
         __device__ Compute low() const { return 0; }  // what rounding took from a
@@ -59,6 +60,7 @@ template <int OUTPUTS_, int FACTORS_ = OUTPUTS_> struct Backward : WithoutParame
     static constexpr int OUTPUTS = OUTPUTS_, FACTORS = FACTORS_;
     static __device__ constexpr int output_factor(int k) { return k; }
     struct Step {
+        static constexpr bool EXACT = true;
         Compute a, grad, factor[FACTORS];
         static __device__ Step none() { return {1}; }
         __device__ Compute low() const { return 0; }
@@ -97,6 +99,7 @@ struct LogLinearScanBackward : Backward<2> {
     static constexpr int PLAIN = 2;  // log a, log b
     static __device__ Compute absent_state() { return -infinity(); }
     struct Step : Backward<2>::Step {
+        static constexpr bool EXACT = false;
         static __device__ Step none() { return {Backward<2>::Step::none()}; }
         __device__ Compute low() const { return a >= Compute(0.5) ? 1 - a - factor[1] : Compute(0); }
     };

@@ -25,6 +25,17 @@ class Geometry(NamedTuple):
     def tile(self) -> int:
         return self.warps * (32 // self.lanes) * self.rows
 
+    def companions(self, chains: int, chunks: int, itemsize: int, processors: int) -> int:
+        """How many blocks share the channels of one, if all of the launch are to be on the chip at once.
+
+        Each reads what the others published of the tiles since its own last, so many tiles at a time; a rest of few is
+        not worth a block.
+        """
+        most = max(1, min(chunks, self.resident * processors // chains))
+        at_a_time = self.warps * (32 // self.lanes) * max(1, 16 // itemsize // self.vec)
+        rest = (most - 1) % at_a_time
+        return most - rest if 10 * rest <= most else most
+
     def copies_wide(self, itemsize: int, aligned: int) -> bool:
         """Whether lanes copy 16 bytes each: rows consist of such pieces and lie so `aligned`, in channels.
 
@@ -40,11 +51,11 @@ class Geometry(NamedTuple):
         if self.narrow:
             strip = 32 // self.lanes * self.rows * self.narrow * itemsize + 48 + self.lanes * itemsize
         strips = self.stages * self.warps * inputs + (self.warps if self.narrow else 1)
-        between_warps = 2 * self.warps * (3 * state + 4)
-        boundaries = 16 * self.tile if packed else 16
+        buffers = 3 if self.chained else 2
+        between_warps = (buffers + 1) * self.warps * (3 * state + 4)
+        boundaries = 2 * buffers * (4 * self.tile + 4 * (self.tile // 32 + 2)) if packed else 24
         sum_rows = (self.warps * sums if sums else 1) * state
-        window = max(32, min(256, self.warps * 32 // self.lanes)) if self.chained else 1
-        return strips * strip + between_warps + boundaries + window * (3 * state + 4) + sum_rows + 96
+        return strips * strip + between_warps + boundaries + sum_rows + 112
 
 
 class Device(NamedTuple):
@@ -57,24 +68,8 @@ class Device(NamedTuple):
 
 
 LATENCY = 1.1e-6  # seconds from asking for memory until it comes while others ask, too
-STAGES = 2  # tiles that a streaming block copies ahead
+STAGES = 2  # tiles that a block copies ahead
 THREADS = 384  # that a multiprocessor should hold, at least, with all the registers they want
-
-# Rows of chained blocks of eight warps, two blocks a multiprocessor: as many as registers and shared memory hold.
-CHAINED_ROWS = {
-    ("LinearScan", 4): 40,
-    ("LinearScanBackward", 4): 24,
-    ("LinearScan", 2): 40,
-    ("LinearScanBackward", 2): 24,
-    ("Generated2", 4): 32,
-    ("Generated2Backward", 4): 16,
-    ("Generated3", 4): 16,
-    ("Generated3Backward", 4): 12,
-    ("Generated2", 2): 24,
-    ("Generated2Backward", 2): 12,
-    ("Generated3", 2): 24,
-    ("Generated3Backward", 2): 8,
-}
 
 
 @functools.lru_cache(maxsize=4096)
@@ -92,7 +87,7 @@ def choose_geometry(
     """The one place where the algorithm is chosen.
 
     Blocks that stream take the tiles of their channels one after the other, each in about a microsecond, however idle
-    the rest of the chip; chained ones take ten, but every block at once.  So blocks stream where there are channels
+    the rest of the chip; chained ones take three, but every block at once.  So blocks stream where there are channels
     enough to fill the chip, and where sequences are short.
 
     Args:
@@ -111,7 +106,7 @@ def choose_geometry(
     else:
         geometry = _streaming(element, inputs, itemsize, aligned, sequences, steps, channels, device)
     if sequences * channels < 32 * device.processors and steps > 8 * geometry.tile:
-        return _chained(element, itemsize, aligned, narrow, channels)
+        return _chained(element, inputs, itemsize, aligned, sequences, channels, narrow, device)
     return geometry
 
 
@@ -144,8 +139,7 @@ def _streaming(
     def blocks() -> int:
         return sequences * -(-channels // (lanes * vec))
 
-    fill = 0.7 if element == "LinearScanBackward" else 1.0  # it reads the most for what little it computes
-    while lanes > 8 and blocks() < fill * device.processors:
+    while lanes > 8 and blocks() < device.processors:
         lanes //= 2
     at_once = min(max(blocks() / device.processors, 0.5), 4)  # blocks of a multiprocessor
     wanted = device.bandwidth * LATENCY / device.processors / at_once
@@ -160,26 +154,47 @@ def _streaming(
 
 
 def _narrow_streaming(inputs: int, steps: int, channels: int) -> Geometry:
-    """One warp a sequence, or two of a backward pass: what waits for what is then short, and blocks are many.
+    """Two warps a sequence: what waits for what is then short, and blocks are many.
 
     An odd number of rows lets a warp's lanes read different banks of shared memory.
     """
     lanes = _lanes_across(channels, 1)
-    warps, rows = (2, 11) if inputs > 2 else (1, 11)
+    warps, rows = 2, 11
     while rows > 1 and (32 // lanes) * (rows - 2) * warps >= steps:
         rows -= 2
     return Geometry(1, lanes, warps, rows, False, 512 // (32 * warps), channels, 1)
 
 
-def _chained(element: str, itemsize: int, aligned: int, narrow: int, channels: int) -> Geometry:
+def _chained(
+    element: str,
+    inputs: int,
+    itemsize: int,
+    aligned: int,
+    sequences: int,
+    channels: int,
+    narrow: int,
+    device: Device,
+) -> Geometry:
+    """Blocks that fill the chip once, with as long tiles as their registers hold: the fewer tell each other the less.
+
+    A thread keeps the steps of two tiles in half of the 128 registers that each of 512 threads of a multiprocessor has.
+    One block of them is better than two, unless two cover more of the chip.
+    """
+    numbers = (inputs if element.endswith("Backward") else 2) * max(1, itemsize // 4)  # registers of a step
     if narrow:
-        rows = 24 if itemsize == 4 and not element.endswith("Backward") else 16
-        if channels in (1, 2, 4):
-            rows -= 1  # odd, so that a warp's lanes read different banks of shared memory
-        return Geometry(1, _lanes_across(channels, 1), 8, rows, True, 2 if itemsize == 4 else 1, narrow, 1)
+        lanes, rows = _lanes_across(channels, 1), 38 // numbers
+        if lanes == channels:  # odd, so that a warp's lanes read different banks of shared memory
+            return Geometry(1, lanes, 8, (rows - 1) | 1, True, 2, narrow, STAGES)
+        return Geometry(1, lanes, 16, 24 // numbers, True, 1, narrow, STAGES)
     vec = min(aligned, 2) if itemsize == 2 else 1
-    found = CHAINED_ROWS.get((element, itemsize))
-    return Geometry(vec, _lanes_across(channels, vec), 8, found or 8, True, 2 if found else 1, 0, 1)
+    rows = max(4, 1 << (32 // (numbers * vec)).bit_length() - 1)
+    one, two = (
+        Geometry(vec, _lanes_across(channels, vec), warps, rows, True, blocks, 0, STAGES)
+        for warps, blocks in ((16, 1), (8, 2))
+    )
+    chains = sequences * -(-channels // one.group)
+    used = [chains * (g.resident * device.processors // chains) / g.resident for g in (one, two)]
+    return one if used[0] > 0.95 * used[1] else two
 
 
 def macros(

@@ -12,13 +12,13 @@
 //
 //   streaming (CHAINED 0)  the block takes the tiles of its channels in order and keeps the state.  Best when there
 //                            are channels enough to fill the chip: nothing is exchanged between blocks.
-//   chained (CHAINED 1)      each block draws one tile after another and finds its state from what has been published
-//                            of the tiles before (single-pass scan, decoupled look-back; Merrill & Garland 2016).
+//   chained (CHAINED 1)    several blocks share the channels of one, each with every so manieth tile.  A block publishes
+//                            the composition of a tile before it goes through its last one; for the state in between it
+//                            composes what the others published of the tiles since its own last.
 //
-// Chained blocks cannot deadlock, in whatever order they are scheduled: blocks draw tiles from a counter and finish them
-// in the order drawn, so every tile below a drawn one has been drawn, by a block that runs; a tile waits only on lower
-// tiles; and the lowest unfinished tile is the one its block is working on and waits on none.  It gives the same bits
-// every time: however far back it has to look, the state goes forward through the same chain of multiply-adds.
+// A chained block waits only on compositions, which wait on nothing but their inputs, so if all blocks of a launch run at
+// once (a cooperative launch), none waits for ever.  The order of every product and sum depends on the number of blocks
+// alone, so the same GPU gives the same bits every time.
 //
 // Tiles are copied to shared memory while those before them are worked on, so that memory is never idle.
 //
@@ -37,12 +37,11 @@ constexpr int THREADS = 32 * WARPS;
 constexpr int GROUP = LANES * VEC;
 constexpr int STRIP = SEGMENTS * ROWS;  // steps of a warp in a tile
 constexpr int TILE = WARPS * STRIP;
-// Each segment of a warp watches one of the tiles before; where they are few, they go on to those farther back.
-constexpr int WATCHERS = WARPS * SEGMENTS < 256 ? WARPS * SEGMENTS : 256;
-constexpr int WINDOW = WATCHERS < 32 ? 32 : WATCHERS;
+constexpr int WATCHERS = WARPS * SEGMENTS;  // that read what was published, each of some neighbouring tiles
 constexpr int TOGETHER = WIDE ? 16 / sizeof(Pack) : 1;  // neighbouring packs that a lane copies as one
+constexpr bool EXCHANGED = NARROW || WIDE;  // lanes copy what other lanes of the warp read
 static_assert(LANES % TOGETHER == 0 && ROWS % TOGETHER == 0);
-static_assert(!CHAINED || STAGES == 1, "a block draws one tile ahead");
+constexpr int BUFFERS = CHAINED ? 3 : 2;  // of what is known of a tile, as that of one may be read when the next begins
 
 using Element = ELEMENT;
 using Ring = Element::Ring;
@@ -62,9 +61,9 @@ using Offset = unsigned;
 
 // What blocks tell each other carries its own readiness: a mark in the same 16 bytes, which arrive whole, so nothing
 // need be ordered and no fence waited for.  Of floats one message holds the composition of a tile, (b, a, low), of
-// doubles the first holds b and the second a.  When the state after the tile is known, it takes the place of b.  The
-// epoch of the launch in each mark tells it from those of earlier launches, so the memory need not be cleared.
-enum Mark : unsigned { ABSENT, COMPOSED, KNOWN, MARKS = 4 };
+// doubles the first holds b and the second a.  The epoch of the launch in each mark tells it from those of earlier
+// launches, so the memory need not be cleared.
+enum Mark : unsigned { ABSENT, COMPOSED, RESET, MARKS = 4 };  // RESET: the tiles before do not matter
 struct alignas(16) Message {
     union {
         struct { unsigned parts[3], mark; };
@@ -91,8 +90,8 @@ struct Parameters {
     Compute* sums;          // gradients of the parameters, one row for each block of a channel group
     const int* bounds;      // cu_seqlens or offsets
     const unsigned char* resets;  // with RESETS, a byte for each step of each sequence
-    Message* published;     // chained: a counter of the tiles drawn, then what is known of each
-    unsigned drawn, epoch;  // chained: what the counter begins at, and the launch's number, a multiple of MARKS
+    Message* published;     // chained: the composition of each tile
+    unsigned epoch, companions;  // chained: the launch's number, a multiple of MARKS; blocks that share their channels
     Index parameter_direction, resets_batch, resets_time, resets_direction;
     Strides strides[INPUTS + OUTPUTS];
     int batch, steps, channels, sequences, directions, reverse;
@@ -124,12 +123,26 @@ struct Composition {
     __device__ Compute apply(int v, Compute h) const {
         return Ring::times_plus(a.value[v], h, EXTENDED ? fma(low.value[v], h, b.value[v]) : b.value[v]);
     }
-    // Append a step, or a composition of steps with its own low part.
+    // Append a step; `settle` when there are no more.
+    __device__ void append(int v, const Step& step) {
+        if (!Step::EXACT) return append(v, step.a, step.low(), step.offset());
+        const Compute product = Ring::times(step.a, a.value[v]);
+        if (EXTENDED) low.value[v] = fma(step.a, low.value[v], fma(step.a, a.value[v], -product));
+        a.value[v] = product;
+        b.value[v] = Ring::times_plus(step.a, b.value[v], step.offset());
+    }
+    __device__ void settle() {
+        if (!EXTENDED) return;
+#pragma unroll
+        for (int v = 0; v < VEC; ++v)
+            if (low.value[v] - low.value[v] != 0) low.value[v] = 0;  // an infinite product has none
+    }
+    // Append a composition of steps with its own low part.
     __device__ void append(int v, Compute next_a, Compute next_low, Compute next_b) {
         const Compute product = Ring::times(next_a, a.value[v]);
         if (EXTENDED) {
             const Compute rest = fma(next_low, a.value[v], fma(next_a, low.value[v], fma(next_a, a.value[v], -product)));
-            low.value[v] = rest - rest == 0 ? rest : 0;  // an infinite product has none
+            low.value[v] = rest - rest == 0 ? rest : 0;
             next_b = fma(next_low, b.value[v], next_b);
         }
         a.value[v] = product;
@@ -179,7 +192,9 @@ struct Place {
         group = chain % groups;
         batch = chain / groups % p.batch;
         direction = chain / groups / p.batch;
-        warp = threadIdx.x / 32, lane = threadIdx.x % 32, segment = lane / LANES;
+        warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        asm("" : "+r"(warp), "+r"(lane));  // or the compiler reads the slow register anew at every use
+        segment = lane / LANES;
         channel = group * GROUP + lane % LANES * VEC;
         inside = channel < p.channels;
         descending = (p.reverse != (direction == 1)) != BACKWARD;
@@ -195,6 +210,10 @@ struct Place {
     __device__ bool whole(int chunk) const {
         return PACKING != OFFSETS && (NARROW || (group + 1) * GROUP <= p.channels) &&
             (chunk + 1) * TILE + BACKWARD <= p.steps;
+    }
+    // Whether besides all that is copied for the sake of alignment exists.
+    __device__ bool inner(int chunk) const {
+        return whole(chunk) && (!NARROW || (chunk > 0 && (chunk + 1) * TILE + 16 < p.steps));
     }
     __device__ int first(int chunk) const { return chunk * TILE + warp * STRIP + segment * ROWS; }
     __device__ Scalar* sequence(const Tensor& x) const { return x.data + batch * x.batch + direction * x.direction; }
@@ -232,25 +251,25 @@ struct Rows {
     }
 };
 
-// 16 bytes of shared memory, the first `bytes` of them from memory and zeros after.
-__device__ inline void copy_async_16(Pack* to, const Pack* from, unsigned bytes) {
+__device__ inline void copy_async_16(Pack* to, const Pack* from, bool exists = true) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(unsigned(__cvta_generic_to_shared(to))),
-                 "l"(from), "r"(bytes) : "memory");
+                 "l"(from), "r"(exists ? 16 : 0) : "memory");
 }
 // Copies memory to shared memory in the background; where `exists` is false it reads nothing and leaves zeros.
 // 16 bytes go past the first-level cache: each copy through it keeps a line, of which there are too few.
 template <int BYTES = sizeof(Pack)> __device__ inline void copy_async(Pack* to, const Pack* from, bool exists) {
-    if constexpr (BYTES == 16) {
-        copy_async_16(to, from, exists ? BYTES : 0);
-    } else if constexpr (BYTES >= 4) {
+    if constexpr (BYTES == 16)
+        copy_async_16(to, from, exists);
+    else if constexpr (BYTES < 4)
+        *to = exists ? *from : 0;  // too small for the copy engine
+    else
         asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(unsigned(__cvta_generic_to_shared(to))),
                      "l"(from), "n"(BYTES), "r"(exists ? BYTES : 0) : "memory");
-    } else {
-        *to = exists ? *from : 0;  // too small for the copy engine
-    }
 }
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-__device__ inline void wait_for_oldest_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 1) : "memory"); }
+__device__ inline void wait_for_oldest_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 1) : "memory");
+}
 
 // A warp's part of one tensor in a tile, in shared memory.
 //
@@ -273,21 +292,22 @@ struct alignas(16) Strip {
     }
     static __device__ int place(const Place& at, int u, int shift) {
         if (!NARROW) return 32 * u + at.lane;
-        const int row = at.segment * ROWS + u;
-        return shift + (at.descending ? STRIP - 1 - row : row) * NARROW + at.channel;
+        const int row = at.segment * ROWS;
+        return shift + (at.descending ? STRIP - 1 - row : row) * NARROW + at.channel + u * (at.descending ? -NARROW : NARROW);
     }
-    // Call move(k, from, low, high) for each piece k: its elements low to high of those at `from` are the sequence's
-    // and, if `own`, the strip's.
-    template <typename Move>
-    static __device__ void pieces(const Place& at, const Tensor& x, int chunk, int ahead, bool own, Move move) {
+    // Call move(k, from, low, high) for each piece k: its elements low to high of those at `from` are the sequence's,
+    // which is CHECKED where it may end, and, if OWN, the strip's.
+    template <bool CHECKED, bool OWN, typename Move>
+    static __device__ void pieces(const Place& at, const Tensor& x, int chunk, int ahead, Move move) {
         constexpr Index ALL = PIECES * PER_PIECE;
         const Index first = start(at, at.first(chunk) + ahead - at.segment * ROWS);
         const int skipped = shift(at, x, chunk, ahead);
-        // Where the sequence lies, counted from the first piece.
-        const Index head = skipped - first, tail = head + Index(at.p.steps) * NARROW;
-        const int least = own ? skipped : 0, most = own ? skipped + SIZE : int(ALL);
-        const int begin = head > least ? int(head < ALL ? head : ALL) : least;
-        const int end = tail < most ? int(tail > 0 ? tail : 0) : most;
+        int begin = OWN ? skipped : 0, end = OWN ? skipped + SIZE : int(ALL);
+        if (CHECKED) {  // where the sequence lies, counted from the first piece
+            const Index head = skipped - first, tail = head + Index(at.p.steps) * NARROW;
+            begin = head > begin ? int(head < ALL ? head : ALL) : begin;
+            end = tail < end ? int(tail > 0 ? tail : 0) : end;
+        }
         Pack* const memory = reinterpret_cast<Pack*>(at.sequence(x)) + (first - skipped) + at.lane * PER_PIECE;
 #pragma unroll
         for (int k = 0; k < (PIECES + 31) / 32; ++k) {
@@ -298,10 +318,13 @@ struct alignas(16) Strip {
     }
     template <bool CHECKED> __device__ void fetch(const Place& at, const Tensor& x, int chunk, int ahead) {
         if constexpr (NARROW) {
-            pieces(at, x, chunk, ahead, false, [&](int k, const Pack* from, int low, int high) {
+            pieces<CHECKED, false>(at, x, chunk, ahead, [&](int k, const Pack* from, int low, int high) {
                 Pack* const to = &element[k * PER_PIECE];
-                if (low == 0) copy_async_16(to, from, high > 0 ? high * sizeof(Pack) : 0);
-                else for (int i = low; i < high; ++i) to[i] = from[i];
+                if (!CHECKED || high - low == PER_PIECE) copy_async_16(to, from);
+                else {
+#pragma unroll 1
+                    for (int i = low; i < high; ++i) to[i] = from[i];
+                }
             });
         } else {
             constexpr int PER_ROW = LANES / TOGETHER;
@@ -321,64 +344,108 @@ struct alignas(16) Strip {
             }
         }
     }
-    __device__ void store(const Place& at, const Tensor& x, int chunk) {
+    template <bool CHECKED> __device__ void store(const Place& at, const Tensor& x, int chunk) {
         __syncwarp();
-        pieces(at, x, chunk, 0, true, [&](int k, Pack* to, int low, int high) {
+        pieces<CHECKED, true>(at, x, chunk, 0, [&](int k, Pack* to, int low, int high) {
             const Pack* const from = &element[k * PER_PIECE];
             if (low == 0 && high == PER_PIECE) *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
-            else for (int i = low; i < high; ++i) to[i] = from[i];
+            else {
+#pragma unroll 1
+                for (int i = low; i < high; ++i) to[i] = from[i];
+            }
         });
         __syncwarp();
     }
 };
 
-// A composition as it is published.
-struct Known {
-    Channels a, low, b;
+// The compositions of a block's warps.
+struct Joint {
+    Channels a[WARPS][LANES], low[EXTENDED ? WARPS : 1][LANES], b[WARPS][LANES];
+    int reset[WARPS];
 
-    __device__ void carry(Channels& state) const {
-        const Composition whole = {a, low, b, false};
-        whole.carry(state);
+    __device__ Composition of(int warp) const {
+        const int slot = threadIdx.x % LANES;
+        return {a[warp][slot], low[EXTENDED ? warp : 0][slot], b[warp][slot], FORGETS && reset[warp]};
+    }
+    // Put in what the warps' lanes composed, one segment after the other.  Returns that of this warp's earlier segments.
+    __device__ Composition join(const Place& at, Composition whole) {
+        Composition before = Composition::none();
+        if constexpr (SEGMENTS > 1) {
+#pragma unroll
+            for (int lanes = LANES; lanes < 32; lanes *= 2) {
+                const Composition other = whole.from_lane_below(lanes);
+                if (at.lane >= lanes) whole = whole.after(other);
+            }
+            const Composition other = whole.from_lane_below(LANES);
+            if (at.segment > 0) before = other;
+        }
+        if (at.segment == SEGMENTS - 1) {
+            const int slot = at.lane % LANES;
+            a[at.warp][slot] = whole.a;
+            if (EXTENDED) low[at.warp][slot] = whole.low;
+            b[at.warp][slot] = whole.b;
+            if (FORGETS) reset[at.warp] = whole.reset;
+        }
+        return before;
     }
 };
+
+// CU_SEQLENS: at which steps of a tile sequences begin, or end, and which.
+struct Boundaries {
+    static constexpr int STEPS = PACKING == CU_SEQLENS ? TILE : 1, WORDS = STEPS / 32 + 2;
+    unsigned bits[WORDS];
+    int sequence[STEPS];  // where the bit is set
+
+    __device__ void note(int i, int n) {
+        atomicOr(&bits[i / 32], 1u << i % 32);
+        sequence[i] = n;
+    }
+    // The bits of the steps from i on.
+    __device__ unsigned of(int i) const { return __funnelshift_r(bits[i / 32], bits[i / 32 + 1], i % 32); }
+};
+static_assert(PACKING != CU_SEQLENS || (ROWS <= 32 && Boundaries::WORDS <= THREADS));
 
 struct Shared {
     Strip input[STAGES][WARPS][INPUTS];
     Strip output[NARROW ? WARPS : 1];
-    // Two of each, as one tile's may still be read when the next begins.
-    Channels a[2][WARPS][LANES], low[2][EXTENDED ? WARPS : 1][LANES], b[2][WARPS][LANES];
-    int reset[2][WARPS], drawn[2];
-    // CU_SEQLENS: of each step of a tile the sequence that begins, or ends, with it, counted from 1.
-    int begins[2][PACKING == CU_SEQLENS ? TILE : 1], ends[2][PACKING == CU_SEQLENS ? TILE : 1];
-    Known window[CHAINED ? WINDOW : 1][LANES];  // chained: the tiles before, the nearest first, and their marks
-    unsigned seen[CHAINED ? WATCHERS : 1];
+    Joint tile[BUFFERS];
+    Joint between;  // chained: the tiles since the block's last
+    Boundaries begins[PACKING == CU_SEQLENS ? BUFFERS : 1], ends[PACKING == CU_SEQLENS ? BUFFERS : 1];
     Compute sums[SUMS ? WARPS : 1][SUMS ? PARAMETERS : 1][GROUP];
 
-    // Note where sequences begin and end in a tile.  All threads of the block take part.
-    __device__ void find_sequences(const Place& at, int chunk, int buffer) {
+    // Note where sequences begin and end in a tile.  `first`, the sequence that holds the first of its steps in time, goes
+    // on from that of the block's tile before, or from -1.  All threads of the block take part.
+    __device__ void find_sequences(const Place& at, int chunk, int buffer, int& first) {
         const Parameters& p = at.p;
         const int origin = chunk * TILE, count = p.steps - origin < TILE ? p.steps - origin : TILE;
-        for (int i = threadIdx.x; i < TILE; i += THREADS) begins[buffer][i] = ends[buffer][i] = 0;
         const int from = at.descending ? p.steps - origin - count : origin;
-        int first = 0;  // the last sequence that begins at or before `from` holds it
-        for (int high = p.sequences - 1; first < high;) {
-            const int middle = (first + high + 1) / 2;
-            if (p.bounds[middle] <= from) first = middle;
-            else high = middle - 1;
+        if (threadIdx.x < Boundaries::WORDS)
+            begins[buffer].bits[threadIdx.x] = ends[buffer].bits[threadIdx.x] = 0;
+        if (first < 0) {
+            first = 0;
+            for (int high = p.sequences - 1; first < high;) {
+                const int middle = (first + high + 1) / 2;
+                if (p.bounds[middle] <= from) first = middle;
+                else high = middle - 1;
+            }
+            __syncthreads();
+        } else {
+            for (int passed = THREADS; passed == THREADS;) {
+                const int n = at.descending ? first - threadIdx.x : first + 1 + threadIdx.x;
+                const bool passes = n > 0 && n < p.sequences && (p.bounds[n] <= from) != at.descending;
+                passed = __syncthreads_count(passes);
+                first += at.descending ? -passed : passed;
+            }
         }
-        __syncthreads();
         for (int n = first + threadIdx.x; n < p.sequences; n += THREADS) {
             const int low = p.bounds[n] - from, high = p.bounds[n + 1] - 1 - from;  // its first and last step
             if (low >= count) break;
             if (low > high) continue;
-            if (low >= 0) (at.descending ? ends : begins)[buffer][at.descending ? count - 1 - low : low] = n + 1;
-            if (high < count) (at.descending ? begins : ends)[buffer][at.descending ? count - 1 - high : high] = n + 1;
+            if (low >= 0) (at.descending ? ends : begins)[buffer].note(at.descending ? count - 1 - low : low, n);
+            if (high < count) (at.descending ? begins : ends)[buffer].note(at.descending ? count - 1 - high : high, n);
         }
         __syncthreads();
     }
-    // The sequence that begins, or ends, at scanned step i of the tile, or -1.
-    __device__ int beginning(int buffer, int i) const { return PACKING == CU_SEQLENS ? begins[buffer][i] - 1 : -1; }
-    __device__ int ending(int buffer, int i) const { return PACKING == CU_SEQLENS ? ends[buffer][i] - 1 : -1; }
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES);
 
@@ -439,6 +506,15 @@ using Sums = Compute[OF_CHANNEL][VEC];     // of the gradients of the parameters
 struct Steps {
     Step step[ROWS][VEC];
     Resets resets;
+    unsigned begins, ends;  // CU_SEQLENS: bits of the steps with which sequences do
+
+    // The sequence that begins, or ends, with the thread's step u, or -1.
+    __device__ int beginning(const Place& at, const Shared& shared, int buffer, int u) const {
+        return PACKING == CU_SEQLENS && begins >> u & 1 ? shared.begins[buffer].sequence[at.first(0) + u] : -1;
+    }
+    __device__ int ending(const Place& at, const Shared& shared, int buffer, int u) const {
+        return PACKING == CU_SEQLENS && ends >> u & 1 ? shared.ends[buffer].sequence[at.first(0) + u] : -1;
+    }
 
     template <bool CHECKED> static __device__ void fetch(const Place& at, Strip (&strips)[INPUTS], int chunk) {
 #pragma unroll
@@ -454,6 +530,8 @@ struct Steps {
         const Parameters& p = at.p;
         const Strip (&strips)[INPUTS] = shared.input[stage][at.warp];
         const int i = at.first(chunk);
+        if (PACKING == CU_SEQLENS)
+            begins = shared.begins[buffer].of(at.first(0)), ends = shared.ends[buffer].of(at.first(0));
         int shift[INPUTS];
 #pragma unroll
         for (int k = 0; k < INPUTS; ++k) shift[k] = Strip::shift(at, p.input(k), chunk, BACKWARD && k == PREVIOUS);
@@ -465,9 +543,9 @@ struct Steps {
                 bits[k] = p.input(k).data ? strips[k].element[Strip::place(at, u, shift[k])] : filled(0);
             const bool exists = !CHECKED || (at.inside && at.exists(i + u));
             if (exists && BACKWARD && (CHECKED || PACKING == CU_SEQLENS)) {
-                const int ending = shared.ending(buffer, i + u - chunk * TILE);
-                if ((CHECKED && !at.exists(i + u + 1)) || ending >= 0)
-                    bits[INPUTS - 2] = p.h0 && at.inside ? load_pack(p.h0 + at.state(ending)) : filled(Element::absent_state());
+                const int n = ending(at, shared, buffer, u);
+                if ((CHECKED && !at.exists(i + u + 1)) || n >= 0)
+                    bits[INPUTS - 2] = p.h0 && at.inside ? load_pack(p.h0 + at.state(n)) : filled(Element::absent_state());
             }
             if (BACKWARD && resets[u]) bits[INPUTS - 2] = filled(Element::absent_state());
             Compute x[INPUTS][VEC];
@@ -484,20 +562,20 @@ struct Steps {
         }
     }
 
-    __device__ Composition compose(const Place& at, const Shared& shared, int buffer, int chunk) const {
-        const int local = at.first(0);
+    __device__ Composition compose(const Place& at, const Shared& shared, int buffer) const {
         Composition whole = Composition::none();
 #pragma unroll
         for (int u = 0; u < ROWS; ++u) {
-            if (const int n = shared.beginning(buffer, local + u); n >= 0) {
+            if (const int n = beginning(at, shared, buffer, u); n >= 0) {
                 load_state(at, at.p.initial, n, whole.b);
                 whole.reset = true;
             }
             if (!BACKWARD && resets[u]) whole.forget();
 #pragma unroll
-            for (int v = 0; v < VEC; ++v) whole.append(v, step[u][v].a, step[u][v].low(), step[u][v].offset());
+            for (int v = 0; v < VEC; ++v) whole.append(v, step[u][v]);
             if (BACKWARD && resets[u]) whole.forget();
         }
+        whole.settle();
         return whole;
     }
 
@@ -505,11 +583,11 @@ struct Steps {
     template <bool CHECKED>
     __device__ void apply(const Place& at, Shared& shared, int buffer, int chunk, Channels& state, Sums& sums) const {
         const Parameters& p = at.p;
-        const int i = at.first(chunk), local = at.first(0);
+        const int i = at.first(chunk);
         Pack results[ROWS][OUTPUTS];
 #pragma unroll
         for (int u = 0; u < ROWS; ++u) {
-            if (const int n = shared.beginning(buffer, local + u); n >= 0) load_state(at, p.initial, n, state);
+            if (const int n = beginning(at, shared, buffer, u); n >= 0) load_state(at, p.initial, n, state);
             Compute out[OUTPUTS][VEC];
 #pragma unroll
             for (int v = 0; v < VEC; ++v) {
@@ -522,7 +600,7 @@ struct Steps {
 #pragma unroll
                 for (int k = 0; k < (SUMS ? PARAMETERS : 0); ++k) sums[k][v] += result[Element::parameter_factor(k)];
             }
-            if (const int n = shared.ending(buffer, local + u); n >= 0) store_state(at, p.final, n, state);
+            if (const int n = ending(at, shared, buffer, u); n >= 0) store_state(at, p.final, n, state);
 #pragma unroll
             for (int k = 0; k < OUTPUTS; ++k) results[u][k] = pack(out[k]);
         }
@@ -535,7 +613,7 @@ struct Steps {
             for (int u = 0; u < ROWS; ++u)
                 if (!(CHECKED || (NARROW && NARROW < LANES)) || (at.inside && (!CHECKED || at.exists(i + u))))
                     *(NARROW ? &strip.element[Strip::place(at, u, shift)] : rows(u, p.output(k).time)) = results[u][k];
-            if (NARROW) strip.store(at, p.output(k), chunk);
+            if constexpr (NARROW) strip.store<CHECKED>(at, p.output(k), chunk);
         }
     }
 };
@@ -546,7 +624,7 @@ struct Published {
     unsigned epoch;
 
     __device__ Published(const Parameters& p, int chain, int chunks)
-        : messages(p.published + 1 + Index(chain) * chunks * MESSAGES * GROUP), epoch(p.epoch) {}
+        : messages(p.published + Index(chain) * chunks * MESSAGES * GROUP), epoch(p.epoch) {}
 
     __device__ Message* at(int chunk, int k, int v) const {
         return messages + ((Index(chunk) * MESSAGES + k) * VEC + v) * LANES + threadIdx.x % LANES;
@@ -563,96 +641,62 @@ struct Published {
     }
 
     __device__ void write(int chunk, const Composition& tile) const {
+        const unsigned mark = epoch + (tile.reset ? RESET : COMPOSED);
 #pragma unroll
         for (int v = 0; v < VEC; ++v) {
             const Compute numbers[] = {tile.b.value[v], tile.a.value[v], EXTENDED ? tile.low.value[v] : 0};
             const unsigned* const parts = reinterpret_cast<const unsigned*>(numbers);
 #pragma unroll
             for (int k = 0; k < MESSAGES; ++k)
-                store(at(chunk, k, v), {parts[2 * k], parts[2 * k + 1], MESSAGES == 1 ? parts[2] : 0, epoch + COMPOSED});
+                store(at(chunk, k, v), {parts[2 * k], parts[2 * k + 1], MESSAGES == 1 ? parts[2] : 0, mark});
         }
-    }
-    __device__ void write(int chunk, const Channels& after) const {
-#pragma unroll
-        for (int v = 0; v < VEC; ++v) {
-            const unsigned* const parts = reinterpret_cast<const unsigned*>(&after.value[v]);
-            store(at(chunk, 0, v), {parts[0], MESSAGES == 1 ? 0 : parts[1], 0, epoch + KNOWN});
-        }
-    }
-    // Publish the state after a tile, given the one it begins in.
-    __device__ void write_after(int chunk, const Composition& tile, Channels state) const {
-        tile.carry(state);
-        if (threadIdx.x < LANES) write(chunk, state);
-    }
-    // What is there of a tile: ABSENT as long as not all of it is marked alike; if it is KNOWN, b is the state.
-    __device__ unsigned read(int chunk, Known& tile) const {
-        unsigned every = COMPOSED | KNOWN, any = 0;
-#pragma unroll
-        for (int v = 0; v < VEC; ++v) {
-            Compute numbers[3];
-            unsigned* const parts = reinterpret_cast<unsigned*>(numbers);
-#pragma unroll
-            for (int k = 0; k < MESSAGES; ++k) {
-                const Message message = load(at(chunk, k, v));
-#pragma unroll
-                for (int i = 0; i < 4 - MESSAGES; ++i) parts[2 * k + i] = message.parts[i];
-                if (k > 0 && every == KNOWN) continue;  // nobody needs the a of a double then
-                const unsigned mark = message.mark - epoch < MARKS ? message.mark - epoch : ABSENT;
-                every &= mark, any |= mark;
-            }
-            tile.b.value[v] = numbers[0], tile.a.value[v] = numbers[1], tile.low.value[v] = numbers[2];
-        }
-        return every == any ? every : ABSENT;
     }
 };
 
-// Turn `state`, the initial one, into the state this tile begins in.  All threads of the block take part.
-__device__ inline void look_back(
-    const Place& at, Shared& shared, const Published& published, int chunk, Channels& state
-) {
-    const int slot = at.lane % LANES, watcher = at.warp * SEGMENTS + at.segment;
-    // Whether all lanes of this segment agree; every lane of the warp must ask.
-    const unsigned lanes = (LANES == 32 ? ~0u : (1u << LANES) - 1) << (at.segment * LANES);
-    const auto all = [&](bool ready) { return (__ballot_sync(~0u, ready) & lanes) == lanes; };
-    unsigned seen = ABSENT;
-    int nearest = -1;  // tile before this one whose state is known
-    unsigned looks = 0;
-    for (int first = 0;;) {
-        if (at.warp * SEGMENTS < WATCHERS) {
-            const int other = chunk - 1 - first - watcher;
-            Known there;
-            // One read for all of a tile, and none of a known one: while memory is busy, it waits in line.
-            const unsigned mark = other >= 0 && seen != KNOWN ? published.read(other, there) : ABSENT;
-            const bool composed = all(mark == COMPOSED), known = all(mark == KNOWN);
-            if (known || (composed && seen == ABSENT)) {
-                shared.window[first + watcher][slot] = there;
-                seen = mark;
-            }
-            shared.seen[watcher] = seen;
-        }
-        __syncthreads();
-        // The nearest tile whose state is known, if of every tile between it and this one the composition is there.
-        bool gap = false;
+// What is published of some neighbouring tiles, asked for long before it is needed.
+struct Asked {
+    static constexpr int SIZE = 4 / MESSAGES / VEC > 0 ? 4 / MESSAGES / VEC : 1;
+    Message message[SIZE][MESSAGES][VEC];
+
+    __device__ void ask(const Published& published, int first, int end) {
 #pragma unroll
-        for (int i = 0; i < WATCHERS; i += 32) {
-            const unsigned other = i + at.lane < WATCHERS ? shared.seen[i + at.lane] : COMPOSED;
-            const unsigned known = __ballot_sync(~0u, other == KNOWN), missing = __ballot_sync(~0u, other == ABSENT);
-            if (known && !(missing & ((known & -known) - 1))) nearest = first + i + __ffs(known) - 1;
-            gap = known || missing;
-            if (gap) break;
-        }
-        if (nearest >= 0) break;
-        if (!gap && first + 2 * WATCHERS <= WINDOW) first += WATCHERS, seen = ABSENT;
-        if (++looks == PATIENCE) __trap();
-        __syncthreads();
+        for (int i = 0; i < SIZE; ++i)
+            if (first + i < end)
+#pragma unroll
+                for (int k = 0; k < MESSAGES; ++k)
+#pragma unroll
+                    for (int v = 0; v < VEC; ++v) message[i][k][v] = published.load(published.at(first + i, k, v));
     }
-    state = shared.window[nearest][slot].b;
-#pragma unroll 4
-    for (int back = nearest - 1; back >= 0; --back) shared.window[back][slot].carry(state);
-}
+    // Append the tiles, waiting for them; `alone`: to nothing.
+    __device__ void compose(const Published& published, int first, int end, Composition& whole, bool alone) {
+#pragma unroll
+        for (int i = 0; i < SIZE; ++i) {
+            if (first + i >= end) break;
+            Composition tile;
+#pragma unroll
+            for (int v = 0; v < VEC; ++v) {
+                Compute numbers[3];
+                unsigned* const parts = reinterpret_cast<unsigned*>(numbers);
+#pragma unroll
+                for (int k = 0; k < MESSAGES; ++k) {
+                    Message& got = message[i][k][v];
+                    for (unsigned looks = 0; got.mark - published.epoch - 1 >= MARKS - 1;) {
+                        if (++looks == PATIENCE) __trap();
+                        got = published.load(published.at(first + i, k, v));
+                    }
+#pragma unroll
+                    for (int j = 0; j < 4 - MESSAGES; ++j) parts[2 * k + j] = got.parts[j];
+                    tile.reset = FORGETS && got.mark - published.epoch == RESET;
+                }
+                tile.b.value[v] = numbers[0], tile.a.value[v] = numbers[1], tile.low.value[v] = EXTENDED ? numbers[2] : 0;
+            }
+            whole = i == 0 && alone ? tile : tile.after(whole);
+        }
+    }
+};
 
 // Add up the gradients of the parameters over the block's segments, then warps, in order, into a row of their own.
-__device__ inline void store_sums(const Place& at, Shared& shared, int chunk, Sums& sums) {
+__device__ inline void store_sums(const Place& at, Shared& shared, Sums& sums) {
 #pragma unroll
     for (int k = 0; k < PARAMETERS; ++k)
 #pragma unroll
@@ -660,11 +704,10 @@ __device__ inline void store_sums(const Place& at, Shared& shared, int chunk, Su
 #pragma unroll
             for (int lanes = LANES; lanes < 32; lanes *= 2) sums[k][v] += __shfl_down_sync(~0u, sums[k][v], lanes);
             if (at.segment == 0) shared.sums[at.warp][k][at.lane * VEC + v] = sums[k][v];
-            sums[k][v] = 0;
         }
     __syncthreads();
     const Parameters& p = at.p;
-    const Index row = CHAINED ? Index(chunk) * p.batch + at.batch : at.batch;
+    const Index row = CHAINED ? blockIdx.x % p.companions * Index(p.batch) + at.batch : at.batch;
     for (int i = threadIdx.x; i < PARAMETERS * GROUP; i += THREADS) {
         const int k = i / GROUP, channel = at.group * GROUP + i % GROUP;
         if (channel >= p.channels) continue;
@@ -674,130 +717,162 @@ __device__ inline void store_sums(const Place& at, Shared& shared, int chunk, Su
     }
 }
 
+
+__device__ inline void prepare(const Place& at, OfChannels& of_channels) {
+    const Parameters& p = at.p;
+#pragma unroll
+    for (int v = 0; v < VEC; ++v) {
+        Compute parameters[OF_CHANNEL] = {};
+#pragma unroll
+        for (int k = 0; k < PARAMETERS; ++k)
+            if (at.inside)
+                parameters[k] = widen(p.parameters[k][at.direction * p.parameter_direction + at.channel + v]);
+        of_channels[v] = Element::prepare(parameters);
+    }
+}
+
+// Take a composed tile from `state`, which goes on to its end.
+__device__ inline void apply(
+    const Place& at, Shared& shared, int buffer, int chunk, const Steps& steps, const Composition& before,
+    Channels& state, Sums& sums
+) {
+    Channels mine;  // the state that this thread's steps begin in
+#pragma unroll
+    for (int warp = 0; warp < WARPS; ++warp) {
+        if (warp == at.warp) mine = state;
+        shared.tile[buffer].of(warp).carry(state);
+    }
+    if (SEGMENTS > 1) before.carry(mine);
+    if (at.whole(chunk)) steps.apply<false>(at, shared, buffer, chunk, mine, sums);
+    else steps.apply<true>(at, shared, buffer, chunk, mine, sums);
+}
+
+__device__ inline void read(
+    const Place& at, const Shared& shared, int stage, int buffer, int chunk, const OfChannels& of_channels, Steps& steps
+) {
+    if (at.whole(chunk)) steps.read<false>(at, shared, stage, buffer, chunk, of_channels);
+    else steps.read<true>(at, shared, stage, buffer, chunk, of_channels);
+    if (EXCHANGED) __syncwarp();
+}
+
+__device__ inline void fetch(const Place& at, Shared& shared, int stage, int chunk, int chunks) {
+    if (chunk < chunks) {
+        if (at.inner(chunk)) Steps::fetch<false>(at, shared.input[stage][at.warp], chunk);
+        else Steps::fetch<true>(at, shared.input[stage][at.warp], chunk);
+    }
+    commit_copies();
+}
+
+// A block takes the tiles of its chain one after the other.
+__device__ inline void stream(const Parameters& p, Shared& shared, int chunks) {
+    const Place at(p, blockIdx.x);
+#pragma unroll 1
+    for (int stage = 0; stage < STAGES; ++stage) fetch(at, shared, stage, stage, chunks);
+    Resets resets, later;
+    later.load(at, 0);
+    OfChannels of_channels;
+    prepare(at, of_channels);
+    Channels state;
+    load_state(at, PACKING == CU_SEQLENS ? nullptr : p.initial, 0, state);
+    Sums sums = {};
+    int sequence = -1;
+    for (int chunk = 0, stage = 0, buffer = 0; chunk < chunks; ++chunk, buffer ^= 1) {
+        if (PACKING == CU_SEQLENS) shared.find_sequences(at, chunk, buffer, sequence);
+        wait_for_oldest_copies();
+        if (EXCHANGED) __syncwarp();
+        Steps steps;
+        if (chunk % Resets::TILES == 0) {
+            resets = later;
+            resets.share();
+            later.load(at, chunk + Resets::TILES);
+        }
+        steps.resets = resets.of(chunk);
+        read(at, shared, stage, buffer, chunk, of_channels, steps);
+        fetch(at, shared, stage, chunk + STAGES, chunks);
+        stage = stage + 1 == STAGES ? 0 : stage + 1;
+        const Composition before = shared.tile[buffer].join(at, steps.compose(at, shared, buffer));
+        __syncthreads();
+        apply(at, shared, buffer, chunk, steps, before, state, sums);
+    }
+    if (PACKING != CU_SEQLENS && at.warp == 0 && at.segment == 0) store_state(at, p.final, 0, state);
+    if constexpr (SUMS) store_sums(at, shared, sums);
+}
+
+// Blocks share a chain and take every so manieth tile of it.
+__device__ inline void chain(const Parameters& p, Shared& shared, int chunks) {
+    const int companions = p.companions;
+    const Place at(p, blockIdx.x / companions);
+    const Published published(p, blockIdx.x / companions, chunks);
+    int next = blockIdx.x % companions;  // the tile to be composed
+#pragma unroll 1
+    for (int stage = 0; stage < STAGES; ++stage) fetch(at, shared, stage, next + stage * companions, chunks);
+    Resets later;
+    later.load(at, next);
+    OfChannels of_channels;
+    prepare(at, of_channels);
+    Channels state;
+    load_state(at, PACKING == CU_SEQLENS ? nullptr : p.initial, 0, state);
+    Steps steps;
+    Composition before;
+    Sums sums = {};
+    int sequence = -1;
+    for (int now = -1, since = 0, stage = 0, last = 0, buffer = 0;; since = now + 1, now = next, next += companions) {
+        // The tiles between the block's last and `now`: each segment has a share of them, as far as they go.
+        const int share = (now - since + WATCHERS - 1) / WATCHERS, of_warp = SEGMENTS * share;
+        const int first = since + at.warp * of_warp + at.segment * share, end = first + share < now ? first + share : now;
+        Asked asked;
+        asked.ask(published, first, end);
+        Steps coming;
+        Composition composed;
+        if (next < chunks) {
+            if (PACKING == CU_SEQLENS) shared.find_sequences(at, next, buffer, sequence);
+            wait_for_oldest_copies();
+            if (EXCHANGED) __syncwarp();
+            later.share();
+            coming.resets = later;
+            later.load(at, next + companions);
+            read(at, shared, stage, buffer, next, of_channels, coming);
+            fetch(at, shared, stage, next + STAGES * companions, chunks);
+            stage = stage + 1 == STAGES ? 0 : stage + 1;
+            composed = shared.tile[buffer].join(at, coming.compose(at, shared, buffer));
+        }
+        __syncthreads();
+        if (next < chunks && companions > 1 && at.warp == 0) {
+            Composition all = shared.tile[buffer].of(0);
+#pragma unroll
+            for (int warp = 1; warp < WARPS; ++warp) all = shared.tile[buffer].of(warp).after(all);
+            if (at.segment == 0) published.write(next, all);
+        }
+        if (now >= 0) {
+            if (now > since) {
+                if (since + at.warp * of_warp < now) {
+                    Composition between = Composition::none();
+                    asked.compose(published, first, end, between, true);
+                    for (int i = first + Asked::SIZE; i < end; i += Asked::SIZE) {
+                        asked.ask(published, i, end);
+                        asked.compose(published, i, end, between, false);
+                    }
+                    __syncwarp();
+                    shared.between.join(at, between);
+                }
+                __syncthreads();
+                for (int warp = 0, tile = since; tile < now; ++warp, tile += of_warp) shared.between.of(warp).carry(state);
+            }
+            apply(at, shared, last, now, steps, before, state, sums);
+            if (PACKING != CU_SEQLENS && now == chunks - 1 && at.warp == 0 && at.segment == 0)
+                store_state(at, p.final, 0, state);
+        }
+        if (next >= chunks) break;
+        steps = coming, before = composed, last = buffer;
+        buffer = buffer + 1 == BUFFERS ? 0 : buffer + 1;
+    }
+    if constexpr (SUMS) store_sums(at, shared, sums);
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) scan(const __grid_constant__ Parameters p) {
     extern __shared__ __align__(16) unsigned char memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     const int chunks = (p.steps + TILE - 1) / TILE;
-    const int chains = (p.channels + GROUP - 1) / GROUP * p.batch * p.directions;
-
-    // A block's tiles: streaming, those of one chain; chained, whichever are drawn, in order of time.
-    struct Tile { int chain, chunk; };
-    const auto draw = [&] { return threadIdx.x == 0 ? int(atomicAdd(&p.published->mark, 1u) - p.drawn) : 0; };
-    const auto tell = [&](int buffer, int number) { if (threadIdx.x == 0) shared.drawn[buffer] = number; };
-    const auto drawn = [&](int buffer) -> Tile {
-        return {shared.drawn[buffer] % chains, shared.drawn[buffer] / chains};
-    };
-    const auto fetch = [&](Tile tile, int stage) {
-        if (tile.chunk < chunks) {
-            const Place at(p, tile.chain);
-            if (at.whole(tile.chunk)) Steps::fetch<false>(at, shared.input[stage][at.warp], tile.chunk);
-            else Steps::fetch<true>(at, shared.input[stage][at.warp], tile.chunk);
-        }
-        commit_copies();
-    };
-    Tile tile = {int(blockIdx.x), 0};
-    if constexpr (CHAINED) {
-        tell(1, draw());
-        __syncthreads();
-        tile = drawn(1);
-    }
-#pragma unroll
-    for (int stage = 0; stage < STAGES; ++stage) fetch({tile.chain, tile.chunk + stage}, stage);
-    Resets resets, later;
-    if (tile.chunk < chunks) later.load(Place(p, tile.chain), tile.chunk);
-
-    OfChannels of_channels;
-    Sums sums = {};
-    Channels state;
-    for (int stage = 0, buffer = 0; tile.chunk < chunks; buffer ^= 1) {
-        const Place at(p, tile.chain);
-        const int chunk = tile.chunk, slot = at.lane % LANES;
-        if (CHAINED || chunk == 0) {
-            load_state(at, PACKING == CU_SEQLENS ? nullptr : p.initial, 0, state);
-#pragma unroll
-            for (int v = 0; v < VEC; ++v) {
-                Compute parameters[OF_CHANNEL] = {};
-#pragma unroll
-                for (int k = 0; k < PARAMETERS; ++k)
-                    if (at.inside)
-                        parameters[k] = widen(p.parameters[k][at.direction * p.parameter_direction + at.channel + v]);
-                of_channels[v] = Element::prepare(parameters);
-            }
-        }
-        const int number = CHAINED ? draw() : 0;
-        if (PACKING == CU_SEQLENS) shared.find_sequences(at, chunk, buffer);
-        wait_for_oldest_copies();
-        if (NARROW || WIDE) __syncwarp();
-        Steps steps;
-        if (CHAINED || chunk % Resets::TILES == 0) {
-            resets = later;
-            resets.share();
-            if (!CHAINED) later.load(at, chunk + Resets::TILES);
-        }
-        steps.resets = resets.of(chunk);
-        if (at.whole(chunk)) steps.read<false>(at, shared, stage, buffer, chunk, of_channels);
-        else steps.read<true>(at, shared, stage, buffer, chunk, of_channels);
-        if (NARROW || WIDE) __syncwarp();
-        Tile next = {tile.chain, chunk + 1};
-        if constexpr (!CHAINED) {
-            fetch({tile.chain, chunk + STAGES}, stage);
-            stage = stage + 1 == STAGES ? 0 : stage + 1;
-        }
-
-        // `whole`: this warp's steps up to and with this segment; `before`: those of its earlier segments.
-        Composition whole = steps.compose(at, shared, buffer, chunk), before = Composition::none();
-        if constexpr (SEGMENTS > 1) {
-#pragma unroll
-            for (int lanes = LANES; lanes < 32; lanes *= 2) {
-                const Composition other = whole.from_lane_below(lanes);
-                if (at.lane >= lanes) whole = whole.after(other);
-            }
-            const Composition other = whole.from_lane_below(LANES);
-            if (at.segment > 0) before = other;
-        }
-        if (at.segment == SEGMENTS - 1) {
-            shared.a[buffer][at.warp][slot] = whole.a;
-            if (EXTENDED) shared.low[buffer][at.warp][slot] = whole.low;
-            shared.b[buffer][at.warp][slot] = whole.b;
-            if (FORGETS) shared.reset[buffer][at.warp] = whole.reset;
-        }
-        if (CHAINED) tell(buffer, number);  // late, so that nobody waits for it
-        __syncthreads();
-        const auto of_warp = [&](int warp) -> Composition {
-            return {shared.a[buffer][warp][slot], shared.low[buffer][EXTENDED ? warp : 0][slot],
-                    shared.b[buffer][warp][slot], FORGETS && shared.reset[buffer][warp]};
-        };
-        if constexpr (CHAINED) {
-            Composition all = of_warp(0);
-#pragma unroll
-            for (int warp = 1; warp < WARPS; ++warp) all = of_warp(warp).after(all);
-            const Published published(p, tile.chain, chunks);
-            // Of a tile that resets the state, that after it is all there is to know.
-            const bool first = chunk == 0 || all.reset;
-            if (first) published.write_after(chunk, all, state);
-            else if (threadIdx.x < LANES) published.write(chunk, all);
-            next = drawn(buffer);
-            fetch(next, 0);
-            if (chunk > 0) {
-                look_back(at, shared, published, chunk, state);
-                if (!first) published.write_after(chunk, all, state);
-            }
-        }
-        if (CHAINED && next.chunk < chunks) later.load(Place(p, next.chain), next.chunk);
-        Channels mine;  // the state that this thread's steps begin in; `state` goes on to the tile's end
-#pragma unroll
-        for (int warp = 0; warp < WARPS; ++warp) {
-            if (warp == at.warp) mine = state;
-            of_warp(warp).carry(state);
-        }
-        if (SEGMENTS > 1) before.carry(mine);
-        if (at.whole(chunk)) steps.apply<false>(at, shared, buffer, chunk, mine, sums);
-        else steps.apply<true>(at, shared, buffer, chunk, mine, sums);
-
-        if (PACKING != CU_SEQLENS && chunk == chunks - 1 && at.warp == 0 && at.segment == 0)
-            store_state(at, p.final, 0, state);
-        if constexpr (SUMS)
-            if (CHAINED || chunk == chunks - 1) store_sums(at, shared, chunk, sums);
-        tile = next;
-    }
+    if constexpr (CHAINED) chain(p, shared, chunks);
+    else stream(p, shared, chunks);
 }
