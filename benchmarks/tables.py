@@ -433,7 +433,8 @@ def profile(name: str) -> str:
     run, rows = load(name), []
     for row in run["kernels"][:6]:
         unit, shown = next(((unit, s) for unit, s in (("bytes", "B"), ("flops", "FLOP")) if unit in row), ("", ""))
-        cells = [f"`{row['kernel'].removeprefix('void ')[:48]}`", figures(1e6 * row["seconds_a_launch"])]
+        kernel = re.sub(r"^(void|std::enable_if<.*?>::type) ", "", row["kernel"])[:48]
+        cells = [f"`{kernel}`", figures(1e6 * row["seconds_a_launch"])]
         cells += [f"{row['launches_a_call']:,g}", f"{row['share']:.0%}"]
         rows.append([*cells, *([scaled(row[f"{unit}_per_second"], f"{shown}/s"), share(row)] if unit else ["–", "–"])])
     rows.append(["no kernel: launches, Python", "–", "–", f"{run['seconds_in_none'] / run['seconds']:.0%}", "–", "–"])
