@@ -148,6 +148,8 @@ def recurrences(
 ) -> str:
     """Microseconds a step, and each peer's as a multiple of ours; one row a layer."""
     records = [r for r in load(name)["results"] if r["pass"] == pass_name and only(r["workload"])]
+    if not records:
+        return ""
     ran = {who for record in records for who, row in record["contestants"].items() if "seconds" in row}
     peers = {peer: who for peer, who in peers.items() if who in ran}
     has_graphs = "torch.nn in a CUDA graph" in ran
@@ -548,7 +550,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "persistent-cpu": lambda: recurrences("persistent-cpu", everything, TORCH),
     "networks-gpu": lambda: recurrences("networks-gpu", everything, CUDNN),
     "networks-cpu": lambda: recurrences("networks-cpu", everything, TORCH),
-    "training": lambda: recurrences("training-gpu", lambda work: work["length"] < 2000, TRAINED_BY, BOTH),
+    "training": lambda: recurrences(
+        "training-gpu", lambda work: work["length"] < 2000 and not work.get("resets"), TRAINED_BY, BOTH
+    ),
+    "training-resets": lambda: recurrences("training-gpu", lambda work: work.get("resets", 0) > 0, TRAINED_BY, BOTH),
     "training-errors": lambda: gradients("training-gpu"),
     "training-sweep": lambda: (
         f"{figure('training-sweep-gpu', 'cuDNN over ours, by hidden size and batch')}\n{source('training-sweep-gpu')}\n"

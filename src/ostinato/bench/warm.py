@@ -12,9 +12,8 @@ from ostinato.bench.peers import contestants
 from ostinato.bench.sweeps import sweeps
 from ostinato.bench.workloads import ON_CUDA, OURS, Workload
 
-COMPILED = re.compile(
-    rf"^{OURS}$|kernel$|^accelerated-scan|associative_scan$|compiled|^pararnn"
-)  # the names of those who are
+# The names of those who are.
+COMPILED = re.compile(rf"^{OURS}$|kernel$|^accelerated-scan|associative_scan$|compiled|^pararnn|^torchrl")
 EXTENSION = "accelerated-scan warp"  # built once, whatever the workload
 LARGE = 1 << 30  # bytes of an input: several at once would not fit on the GPU
 
