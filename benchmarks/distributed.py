@@ -16,11 +16,15 @@ import statistics
 import time
 import traceback
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import ostinato
 import ostinato.distributed
@@ -31,6 +35,22 @@ from ostinato.training import Trainer, TrainingSettings
 
 Record = dict[str, Any]
 GATES = {"forgets": (0.0, 1.0), "never forgets": (12.0, 1.0)}  # mean and deviation before the sigmoid
+SCANS = "linear_scan", "log_linear_scan"
+PARALLEL = "MinGRU", "MinLSTM", "RGLRU"
+TRAINED = {
+    "GRU": lambda: ostinato.GRU(32, 64, 2, batch_first=True),
+    "LSTM": lambda: ostinato.LSTM(32, 64, batch_first=True),
+    "RNN": lambda: ostinato.RNN(32, 64, batch_first=True),
+    "LSTM, pruned": lambda: ostinato.prune(ostinato.LSTM(32, 64, batch_first=True), 0.3, block=(8, 4)),
+    "MinGRU": lambda: ostinato.MinGRU(32, 64, 2, batch_first=True, bidirectional=True),
+    "MinLSTM": lambda: ostinato.MinLSTM(32, 64, batch_first=True),
+    "RGLRU": lambda: ostinato.RGLRU(32, 64, batch_first=True),
+    "ParaGRU": lambda: ostinato.ParaGRU(32, 64, batch_first=True),
+}
+WRAPS: dict[str, Callable] = {
+    "DDP": lambda layer, job: DistributedDataParallel(layer),
+    "FSDP2": lambda layer, job: fully_shard(layer, mesh=init_device_mesh(job.device.type, (job.size,))),
+}
 
 
 class Job:
@@ -89,54 +109,95 @@ def relative(x: Tensor, y: Tensor) -> float:
 
 def correctness(job: Job) -> Record:
     """The largest errors, relative to the largest value, of float32 results from one process's in float64."""
-    found: dict[str, float] = {}
-    total = 20_000
-    lengths = [part(total + 7 * job.size, rank, job.size) for rank in range(job.size)]
-    sizes = [x.stop - x.start for x in lengths]
-    sizes[0], sizes[-1] = sizes[0] + 4001, sizes[-1] - 4001
-    total = sum(sizes)
-    bounds = torch.tensor([0, 5, 5, sizes[0], total - 9, total], dtype=torch.int32, device=job.device)
-    cases = {"dense": {}, "packed": {"cu_seqlens": bounds}}
-    for name, kind, reverse, (case, options) in (
-        (name, kind, reverse, item)
-        for name in ("linear_scan", "log_linear_scan")
-        for kind in GATES
-        for reverse in (False, True)
-        for item in cases.items()
-    ):
-        a, b = gates(job, 1, total, 64, kind=kind, seed=1), job.random(1, total, 64, seed=2)
-        h0 = job.random(5 if case == "packed" else 1, 64, seed=3)
-        if name == "log_linear_scan":
-            a = a.log()
-        resets = torch.rand(1, total, generator=torch.Generator().manual_seed(4)).to(job.device) < 1e-3
-        whole = [x.double().requires_grad_() for x in (a, b, h0)]
-        mine = [x.split(sizes, 1)[job.rank].clone().requires_grad_() for x in (a, b)] + [h0.clone().requires_grad_()]
-        expected = getattr(ostinato, name)(*whole, reverse=reverse, resets=resets, **options)
-        own = {**options, "resets": resets.split(sizes, 1)[job.rank], "reverse": reverse}
-        results = getattr(ostinato.distributed, name)(*mine, group=job.world, **own)
-        weights = job.random(1, total, 64, seed=5)
-        grads = torch.autograd.grad((expected[0] * weights.double()).sum(), whole)
-        parts = torch.autograd.grad((results[0] * weights.split(sizes, 1)[job.rank]).sum(), mine)
-        pairs = [(results[0], expected[0].split(sizes, 1)[job.rank]), (results[1], expected[1]), (parts[2], grads[2])]
-        pairs += [(x, y.split(sizes, 1)[job.rank]) for x, y in zip(parts[:2], grads[:2], strict=True)]
-        error = max(relative(x, y) for x, y in pairs)
-        found[f"{name}, {kind}, {case}{', reversed' if reverse else ''}"] = job.worst(error)
-    for cell in (ostinato.MinGRU, ostinato.MinLSTM, ostinato.RGLRU):
-        torch.manual_seed(0)
-        layer = cell(32, 64, 2, batch_first=True).to(job.device)
-        x, weights = job.random(2, total, 32, seed=6), job.random(2, total, 64, seed=7)
-        parts_of = ostinato.distributed.sequence_parallel(copy.deepcopy(layer), job.world)
-        exact = copy.deepcopy(layer).double()
-        expected = exact(x.double())[0]
-        (expected * weights).sum().backward()
-        y = parts_of(x.split(sizes, 1)[job.rank])[0]
-        (y * weights.split(sizes, 1)[job.rank]).sum().backward()
-        errors = [relative(y, expected.split(sizes, 1)[job.rank])]
-        for one, several in zip(exact.parameters(), parts_of.parameters(), strict=True):
-            distributed.all_reduce(several.grad)
-            errors.append(relative(several.grad, one.grad))
-        found[cell.__name__] = job.worst(max(errors))
+    found = {}
+    for name, kind, packed, reverse in itertools.product(SCANS, GATES, (False, True), (False, True)):
+        case = f"{name}, {kind}{', packed' * packed}{', reversed' * reverse}"
+        found[case] = job.worst(error_of_scan(job, name, kind, packed, reverse))
+    for cell in PARALLEL:
+        found[cell] = job.worst(error_of_layer(job, cell))
     return {"max_relative_errors": found}
+
+
+def uneven(job: Job) -> list[int]:
+    """The steps of each process's part, the first one's many more than the last one's."""
+    lengths = [5007] * job.size
+    lengths[0], lengths[-1] = lengths[0] + 4001, lengths[-1] - 4001
+    return lengths
+
+
+def error_of_scan(job: Job, name: str, kind: str, packed: bool, reverse: bool) -> float:
+    sizes = uneven(job)
+    total = sum(sizes)
+    a, b = gates(job, 1, total, 64, kind=kind, seed=1), job.random(1, total, 64, seed=2)
+    h0 = job.random(5 if packed else 1, 64, seed=3)
+    if name == "log_linear_scan":
+        a = a.log()
+    bounds = torch.tensor([0, 5, 5, sizes[0], total - 9, total], dtype=torch.int32, device=job.device)
+    options: Record = {"reverse": reverse, "cu_seqlens": bounds if packed else None}
+    resets = torch.rand(1, total, generator=torch.Generator().manual_seed(4)).to(job.device) < 1e-3
+    whole = [x.double().requires_grad_() for x in (a, b, h0)]
+    mine = [x.split(sizes, 1)[job.rank].clone().requires_grad_() for x in (a, b)] + [h0.clone().requires_grad_()]
+    expected = getattr(ostinato, name)(*whole, resets=resets, **options)
+    own = {**options, "resets": resets.split(sizes, 1)[job.rank], "group": job.world}
+    results = getattr(ostinato.distributed, name)(*mine, **own)
+    weights = job.random(1, total, 64, seed=5)
+    grads = torch.autograd.grad((expected[0] * weights.double()).sum(), whole)
+    parts = torch.autograd.grad((results[0] * weights.split(sizes, 1)[job.rank]).sum(), mine)
+    pairs = [(results[0], expected[0].split(sizes, 1)[job.rank]), (results[1], expected[1]), (parts[2], grads[2])]
+    pairs += [(x, y.split(sizes, 1)[job.rank]) for x, y in zip(parts[:2], grads[:2], strict=True)]
+    return max(relative(x, y) for x, y in pairs)
+
+
+def error_of_layer(job: Job, cell: str) -> float:
+    sizes = uneven(job)
+    torch.manual_seed(0)
+    layer = getattr(ostinato, cell)(32, 64, 2, batch_first=True).to(job.device)
+    x, weights = job.random(2, sum(sizes), 32, seed=6), job.random(2, sum(sizes), 64, seed=7)
+    parts_of = ostinato.distributed.sequence_parallel(copy.deepcopy(layer), job.world)
+    exact = copy.deepcopy(layer).double()
+    expected = exact(x.double())[0]
+    (expected * weights).sum().backward()
+    y = parts_of(x.split(sizes, 1)[job.rank])[0]
+    (y * weights.split(sizes, 1)[job.rank]).sum().backward()
+    errors = [relative(y, expected.split(sizes, 1)[job.rank])]
+    for one, several in zip(exact.parameters(), parts_of.parameters(), strict=True):
+        distributed.all_reduce(several.grad)
+        errors.append(relative(several.grad, one.grad))
+    return max(errors)
+
+
+def training(job: Job) -> Record:
+    """How far each layer's outputs are from one process's after four steps of AdamW, by DDP and by FSDP2."""
+    found = {}
+    for cell, wrap in itertools.product(TRAINED, WRAPS):
+        error, moved = error_of_training(job, cell, wrap)
+        found[f"{cell}, {wrap}"] = {"max_relative_error": job.worst(error), "relative_change": job.worst(moved)}
+    return {"four_steps_of_adamw": found}
+
+
+def error_of_training(job: Job, cell: str, wrap: str) -> tuple[float, float]:
+    """The error of the outputs, and how much the training has changed them, both relative to the largest output."""
+    rows = 16 * job.size
+    x = job.random(5, rows, 40, 32, seed=8)
+
+    def fit(layer: torch.nn.Module, mine: slice) -> Tensor:
+        optimizer = torch.optim.AdamW(layer.parameters(), 1e-2)
+        for batch in x[:4, mine]:
+            optimizer.zero_grad()
+            layer(batch)[0].square().mean().backward()
+            optimizer.step()
+        with torch.no_grad():
+            return layer(x[4])[0]
+
+    def make() -> torch.nn.Module:
+        torch.manual_seed(0)
+        return TRAINED[cell]().to(job.device)
+
+    with torch.no_grad():
+        untrained = make()(x[4])[0]
+    expected = fit(make(), slice(None))
+    found = fit(WRAPS[wrap](make(), job), part(rows, job.rank, job.size))
+    return relative(found, expected), relative(found, untrained)
 
 
 def curves(job: Job) -> Record:
@@ -309,8 +370,11 @@ def language_model(job: Job) -> Record:
             "parameters": sum(p.numel() for p in model.parameters()),
             "tokens_per_second": batch * length / seconds,
             "parameter_bytes": held,
+            "bytes_between_steps": torch.cuda.memory_allocated(job.device) if job.device.type == "cuda" else 0,
             "peak_bytes": job.peak(),
         }
+        if job.rank == 0:
+            print(who, rows[who], flush=True)
         del trainer, model
         free()
     return {"language_model": rows}
@@ -323,27 +387,35 @@ def free() -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
+PARTS = {
+    what.__name__: what
+    for what in (correctness, scans, layer, language_model, long_sequence, training, curves, exchanges)
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--scale", type=int, default=0, help="sizes are divided by 2 to this")
+    parser.add_argument("--part", action="append", choices=PARTS, help="only this one; may be given several times")
     options = parser.parse_args()
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    distributed.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    distributed.init_process_group(backend, timeout=timedelta(minutes=1))  # for one that failed
     job = Job(options.scale)
     record: Record = {"environment": environment(job.device), "gpus": job.size}
-    for what in (correctness, curves, exchanges, scans, layer, language_model, long_sequence):
+    for name in options.part or PARTS:
         begin = time.perf_counter()
         try:
-            found = what(job)
+            found = PARTS[name](job)
         except Exception:  # the others still say something
-            found = {what.__name__: traceback.format_exc()}
-            print(f"process {job.rank}:", found[what.__name__], flush=True)
+            found = {name: traceback.format_exc()}
+            print(f"process {job.rank}:", found[name], flush=True)
         record |= found
         free()
         if job.rank == 0:
-            print(f"{what.__name__}: {time.perf_counter() - begin:.1f} s", found, flush=True)
+            print(f"{name}: {time.perf_counter() - begin:.1f} s", found, flush=True)
             write_json(options.output, record)
     distributed.destroy_process_group()
 

@@ -34,6 +34,8 @@ from ostinato.recurrence import Recurrence
 FIRST_PIECE = 1024  # steps that are reduced before it is asked whether the state before them still counts
 LARGEST_PIECE = 1 << 26  # elements
 
+_all_gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor  # till PyTorch 2.12
+
 
 def linear_scan(
     a: Tensor,
@@ -466,7 +468,7 @@ class _Seam:
         shared = _Shared.apply(self.initial(h0), self.group) if self.packed else self.initial(h0)
         with torch.no_grad():
             P, L = self.composed()
-            told = _gather(self.group, *self.begun(P, L, shared), self.resets_in(self.part.tail))
+            told = _gather(self.group, *self.begun(P, L, shared), *self.resets_in(self.part.tail))
             entering, of_all = self.enter(shared, *told)
         # Constants to the scan: _Across hands their gradients on.
         entering, of_all = (x.detach().to(self.steps.dtype) for x in (entering, of_all))
@@ -481,7 +483,7 @@ class _Seam:
         steps, group = self.steps, self.group
         shared = _Shared.apply(self.initial(h0), group)
         P, L = steps.compose(self.part.tail)
-        told = (*self.begun(P, L, shared), self.resets_in(self.part.tail))
+        told = (*self.begun(P, L, shared), *self.resets_in(self.part.tail))
         told_by_all = _Gathered.apply(torch.cat([x.to(P.dtype) for x in told], 1), group)
         entering, of_all = self.enter(shared, *told_by_all.split([x.shape[1] for x in told], -1))
         everything = slice(0, steps.number)
@@ -515,11 +517,16 @@ class _Seam:
         enters = self.part.continues and self.steps.number > 0
         return torch.where(self.rows(self.part.entering) & enters, entering, initial)
 
-    def resets_in(self, steps: slice) -> Tensor:
-        """(B, 1): whether the state is zero before one of the steps."""
-        if self.steps.resets is None:
-            return torch.zeros(self.steps.batch, 1, dtype=torch.bool, device=self.steps.device)
-        return self.steps.resets[:, steps].any(1, keepdim=True)
+    def resets_in(self, steps: slice) -> tuple[Tensor, ...]:
+        """(B, 1): whether the state is zero before one of the steps; nothing to tell where it never is."""
+        return () if self.steps.resets is None else (self.steps.resets[:, steps].any(1, keepdim=True),)
+
+    def forgotten(self, resets: tuple[Tensor, ...]) -> Tensor | None:
+        """(B, R): in which processes' parts no state passes from end to end, of all processes' resets."""
+        if not (self.packed or resets):
+            return None
+        ends = self.each(lambda part: not part.through)
+        return (resets[0][..., 0].bool() | ends if resets else ends).T.contiguous()
 
     def wide(self, x: float) -> Tensor:
         """(B, D) of x.  Products of float32 coefficients near 1 are all rounded alike, and these numbers are few."""
@@ -545,12 +552,11 @@ class _Seam:
         begins = torch.tensor(not (part.continues and part.entering == part.leaving), device=P.device)
         return P, torch.where(begins, self.steps.times_plus(P, initial[part.leaving], L), L)
 
-    def enter(self, initial: Tensor, P: Tensor, L: Tensor, resets: Tensor) -> tuple[Tensor, Tensor]:
+    def enter(self, initial: Tensor, P: Tensor, L: Tensor, *resets: Tensor) -> tuple[Tensor, Tensor]:
         """From all processes', (R, B, D), the state that enters this part, and the last one of a dense sequence."""
         steps = self.steps
         start = torch.full_like(P[0], steps.zero) if self.packed else initial.to(P.dtype)
-        forgotten = resets[..., 0].bool() | self.each(lambda part: not part.through)
-        after, last = steps.scan(P.transpose(0, 1), L.transpose(0, 1), start, forgotten.T.contiguous())
+        after, last = steps.scan(P.transpose(0, 1), L.transpose(0, 1), start, self.forgotten(resets))
         return self.before(start, after, steps.reverse), last
 
     def carried_back(self, grad_h: Tensor, h: Tensor, entering: Tensor) -> tuple[Tensor, Tensor]:
@@ -570,18 +576,18 @@ class _Seam:
                 break
         return P, L
 
-    def come_in(self, P: Tensor, L: Tensor, resets: Tensor, grad_last: Tensor) -> tuple[Tensor, Tensor]:
+    def come_in(self, grad_last: Tensor, P: Tensor, L: Tensor, *resets: Tensor) -> tuple[Tensor, Tensor]:
         """The gradient of the state that leaves this part, and that of a dense sequence's initial state."""
         reverse = not self.steps.reverse
-        forgotten = resets[..., 0].bool() | self.each(lambda part: not part.through)
         start = grad_last.to(P.dtype)
         if self.packed:  # a sequence that ends in a part has its own last gradient come in there
             ends = self.each(lambda part: part.continues and not part.through)[..., None]
             at_end = start[[part.entering for part in self.parts]][:, None]
-            L = L + torch.where(ends & ~resets, P * at_end, 0.0)
+            goes_back = ends & ~resets[0] if resets else ends
+            L = L + torch.where(goes_back, P * at_end, 0.0)
             L = torch.where(self.each(lambda part: part.continues)[..., None], L, 0.0)
             start = torch.zeros_like(P[0])
-        back = (None, forgotten.T.contiguous(), reverse, self.steps.backend)
+        back = (None, self.forgotten(resets), reverse, self.steps.backend)
         after, last = operators.linear_scan(P.transpose(0, 1), L.transpose(0, 1), start, *back)
         return self.before(start, after, reverse), last
 
@@ -632,15 +638,15 @@ class _Across(torch.autograd.Function):
             given = (next(grads) if x is not None and x.requires_grad else None for x in (h0, *inputs))
             return *nothing, None, None, *given
         head = seam.part.head
-        told = (*seam.carried_back(grad_h, h, entering), seam.resets_in(head), grad_last)
+        mine = (*seam.carried_back(grad_h, h, entering), *seam.resets_in(head))
         if seam.packed:  # of as many states as there are sequences
             grad_last = grad_last.clone(memory_format=torch.contiguous_format)
             distributed.all_reduce(grad_last, group=seam.group)
-            P, L, resets = _gather(seam.group, *told[:3])
+            told = _gather(seam.group, *mine)
         else:
-            P, L, resets, of_each = _gather(seam.group, *told)
+            of_each, *told = _gather(seam.group, grad_last, *mine)
             grad_last = of_each.sum(0)
-        coming, grad_h0 = (x.to(last.dtype) for x in seam.come_in(P, L, resets, grad_last))
+        coming, grad_h0 = (x.to(last.dtype) for x in seam.come_in(grad_last, *told))
         if seam.packed:
             grad_h0 = grad_last.masked_fill(~seam.empty, 0.0)
             leaving = seam.rows(seam.part.leaving if seam.steps.number else slice(0))
@@ -694,9 +700,9 @@ def _gather(group: ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Each tensor of all processes, (R, ...), by one exchange in the widest dtype."""
     dtype = functools.reduce(torch.promote_types, (x.dtype for x in tensors))
     mine = torch.cat([x.to(dtype).flatten() for x in tensors])
-    gathered = mine.new_empty(group.size(), len(mine))
-    distributed.all_gather(list(gathered.unbind()), mine, group=group)
-    parts = gathered.split([x.numel() for x in tensors], 1)
+    gathered = mine.new_empty(group.size() * len(mine))
+    _all_gather(gathered, mine, group=group)
+    parts = gathered.view(group.size(), -1).split([x.numel() for x in tensors], 1)
     return tuple(part.reshape(-1, *x.shape).to(x.dtype) for part, x in zip(parts, tensors, strict=True))
 
 
