@@ -402,6 +402,7 @@ def main() -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    torch.backends.cudnn.allow_tf32 = False  # GRU and LSTM in float32, to be compared with one process's
     distributed.init_process_group(backend, timeout=timedelta(minutes=1))  # for one that failed
     job = Job(options.scale)
     record: Record = {"environment": environment(job.device), "gpus": job.size}

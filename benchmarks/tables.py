@@ -430,6 +430,53 @@ def exchange(name: str) -> str:
     )
 
 
+def several_gpus(name: str, of: str = "") -> str:
+    """What several GPUs do, in ms or tokens a second, and the share of as many times what one does alone."""
+    run, rows = load(name), []
+    gpus = run["gpus"]
+
+    def row(what: str, of_one: str, of_all: str, share: float) -> None:
+        rows.append([what, of_one, of_all, f"{share:.2f}"])
+
+    for scan in run["weak_scaling"]:
+        alone, together = scan["seconds"]["alone"], scan["seconds"]["all"]
+        for way in alone:
+            what = f"scan, {scan['steps']:,} steps a GPU of {scan['channels']} channels, {scan['gates']}: {way}"
+            row(what, f"{1e3 * alone[way]:.2f} ms", f"{1e3 * together[way]:.2f} ms", alone[way] / together[way])
+    layer = run["strong_scaling"]
+    alone, together = layer["seconds"]["alone"], layer["seconds"]["all"]
+    what = f"MinGRU of {layer['hidden_size']:,}, {layer['dtype']}, {layer['steps']:,} steps: forward and backward"
+    row(what, f"{1e3 * alone:.2f} ms", f"{1e3 * together:.2f} ms", alone / together / gpus)
+    models = run["language_model"]
+    of_one = models["alone"]["tokens_per_second"]
+    for way in ("DDP", "FSDP2"):
+        model = models[way]
+        held = f"{model['bytes_between_steps'] / 1e9:.2f} GB a GPU between steps"
+        what = f"language model, {model['parameters'] / 1e6:.0f} million parameters, {way}, {held}"
+        rate = model["tokens_per_second"]
+        row(what, f"{of_one:,.0f} tokens/s", f"{rate:,.0f} tokens/s", rate / of_one / gpus)
+    if of == "README":
+        rows = [row for row in rows if "forgets" not in row[0] or "forgets: forward and backward" in row[0]]
+    head = ["", "one GPU alone", f"{gpus} GPUs", f"share of {gpus} times one"]
+    if of == "README":
+        return table(name, head, rows)
+    long, trained = run["long_sequence"], run["four_steps_of_adamw"]
+    errors = run["max_relative_errors"].values()
+    as_one = max(found["max_relative_error"] for found in trained.values())
+    layers = len({case.rpartition(", ")[0] for case in trained})
+    return table(
+        name,
+        head,
+        rows,
+        f"{long['steps']:,} steps of {long['channels']} channels, float32, forward and backward, once: "
+        f"{1e3 * long['seconds']:.0f} ms, with relative errors up to {long['max_relative_error']:.0e} in samples, the "
+        "seams among them.",
+        "Errors of scans and layers in parts, against one process in float64 and relative to the largest value: up to "
+        f"{max(errors):.0e}. After four steps of AdamW by DDP and FSDP2 the outputs of {layers} kinds of layers are "
+        f"within {as_one:.0e} of one process's.",
+    )
+
+
 def profile(name: str) -> str:
     """The kernels of a call, the longest first."""
     run, rows = load(name), []
@@ -561,6 +608,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "training-cpu": lambda: recurrences("training-cpu", everything, TORCH, BOTH),
     "inference-cpu": lambda: recurrences("training-cpu", everything, TORCH),
     "exchange": lambda: exchange("exchange-simulated"),
+    "several-gpus": lambda: several_gpus("distributed-gpu"),
+    "readme-several-gpus": lambda: several_gpus("distributed-gpu", "README"),
     "capacity": lambda: capacities("seeds-capacity-cpu"),
     "bounds-scan": lambda: bounds("scan-gpu"),
     "bounds-layer": lambda: bounds("layer-gpu"),

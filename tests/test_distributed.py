@@ -160,6 +160,40 @@ def test_parts_in_which_the_past_vanishes_and_parts_in_which_it_does_not(process
         assert soon <= 3 < 6 <= never
 
 
+def compose(a, b, resets=None, *, reverse, before=False):
+    """What the kernel of GPUs does."""
+    P, L = torch.ones_like(a[:, 0]), torch.zeros_like(a[:, 0])
+    for step in reversed(range(a.shape[1])) if reverse else range(a.shape[1]):
+        if resets is not None:
+            P, L = (x.masked_fill(resets[:, step, None], 0.0) for x in (P, L))
+        L = a[:, step] * (L + b[:, step]) if before else a[:, step] * L + b[:, step]
+        P = P * a[:, step]
+    return P, L
+
+
+def pass_on(P, L, start, of, reverse):
+    state, states = start.double(), {}
+    for part in reversed(range(len(P))) if reverse else range(len(P)):
+        states[part] = state
+        state = P[part] * state + L[part]
+    return states[of].to(start.dtype), state.to(start.dtype)
+
+
+def errors_as_on_a_gpu(size):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ostinato.distributed._Linear, "has_kernel", True)
+        patch.setattr(ostinato.distributed.kernel, "compose", compose)
+        patch.setattr(ostinato.distributed.kernel, "pass_on", pass_on)
+        patch.setattr(ostinato.distributed, "FIRST_PIECE", 2)
+        return errors(size)
+
+
+def test_equal_to_one_process_with_the_kernels_of_a_gpu(processes):
+    for found in processes.run(2, errors_as_on_a_gpu, 2):
+        wrong = {case: error for case, error in found.items() if not error < 1e-12}
+        assert not wrong, "\n".join(f"{case}: {error}" for case, error in wrong.items())
+
+
 def of_a_nan():
     a, b = torch.full((1, 6, 2), 0.5), torch.ones(1, 6, 2)
     b[0, 1, 0] = torch.nan

@@ -25,14 +25,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from ostinato import scan
+from ostinato.kernels import nvrtc
 from ostinato.kernels.recurrence.operators import layer_scan
+from ostinato.kernels.scan import compose as kernel
 from ostinato.kernels.scan import operators
 from ostinato.kernels.scan.torch_ops import shares, zeroed
 from ostinato.minimal import GATES, RECURRENCES, recurrence_of
 from ostinato.recurrence import Recurrence
 
 FIRST_PIECE = 1024  # steps that are reduced before it is asked whether the state before them still counts
-LARGEST_PIECE = 1 << 26  # elements
+LARGEST_PIECE = 1 << 26  # elements, where composing them takes memory
 
 _all_gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor  # till PyTorch 2.12
 
@@ -272,18 +274,47 @@ class _Linear:
         """The same recurrence of other steps."""
         return operators.linear_scan(a, b, h0, cu_seqlens, resets, self.reverse, self.backend)
 
-    def times(self, a: Tensor, b: Tensor) -> Tensor:
+    @staticmethod
+    def times(a: Tensor, b: Tensor) -> Tensor:
         return a * b
 
-    def times_plus(self, a: Tensor, h: Tensor, b: Tensor) -> Tensor:
+    @staticmethod
+    def times_plus(a: Tensor, h: Tensor, b: Tensor) -> Tensor:
         return a * h + b
 
     def compose(self, steps: slice) -> tuple[Tensor, Tensor]:
-        """P and L of some steps, differentiable: P by a scan, which keeps more digits of it than a product does."""
+        """P and L of some steps."""
+        if self.has_kernel:
+            return kernel.compose(*self.coefficients(steps), self.resets_of(steps), reverse=self.reverse)
+        return self.compose_by_scans(steps)
+
+    def compose_by_scans(self, steps: slice) -> tuple[Tensor, Tensor]:
+        """The same, differentiable: P by a scan, which keeps more digits of it than a product does."""
         a, b = self.coefficients(steps)
         resets = self.resets_of(steps)
         nothing, one = a.new_full((1, 1, 1), self.zero).expand_as(a), a.new_full((a.shape[0], a.shape[2]), self.one)
         return self.scan(a, nothing, one, resets)[1], self.scan(a, b, None, resets)[1]
+
+    def compose_back(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """P and L of steps ``h = a * (h + b)`` in the other direction."""
+        if self.has_kernel:
+            return kernel.compose(a, b.to(a.dtype), reverse=not self.reverse, before=True)
+        nothing, one = a.new_zeros(1, 1, 1).expand_as(a), torch.ones_like(a[:, 0])
+        back = (None, None, not self.reverse, self.backend)
+        return operators.linear_scan(a, nothing, one, *back)[1], operators.linear_scan(a, a * b, None, *back)[1]
+
+    @property
+    def has_kernel(self) -> bool:
+        """Whether a kernel composes steps without writing the states between."""
+        return self.device.type == "cuda" and self.backend in ("auto", "cuda") and _can_launch()
+
+    @property
+    def largest_piece(self) -> int:
+        """Steps to be composed at once, not many where that takes memory."""
+        as_they_are = type(self) is _Linear and self.resets is None and self.dtype in (torch.float32, torch.float64)
+        if self.has_kernel and as_they_are:
+            return max(self.number, 1)
+        return max(LARGEST_PIECE // max(self.batch * self.channels, 1), 1)
 
     def carries(self, steps: slice, h: Tensor, entering: Tensor) -> Tensor:
         """For some steps, how much of the gradient of the state after it each hands to the state before."""
@@ -302,6 +333,9 @@ class _Logarithmic(_Linear):
 
     one, zero = 0.0, float("-inf")
 
+    def compose(self, steps: slice) -> tuple[Tensor, Tensor]:
+        return self.compose_by_scans(steps)
+
     def run(self, h0: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
         return operators.log_linear_scan(*self.inputs, h0, cu_seqlens, self.resets, self.reverse, self.backend)
 
@@ -310,10 +344,12 @@ class _Logarithmic(_Linear):
     ) -> tuple[Tensor, Tensor]:
         return operators.log_linear_scan(a, b, h0, cu_seqlens, resets, self.reverse, self.backend)
 
-    def times(self, a: Tensor, b: Tensor) -> Tensor:
+    @staticmethod
+    def times(a: Tensor, b: Tensor) -> Tensor:
         return a + b
 
-    def times_plus(self, a: Tensor, h: Tensor, b: Tensor) -> Tensor:
+    @staticmethod
+    def times_plus(a: Tensor, h: Tensor, b: Tensor) -> Tensor:
         return torch.logaddexp(a + h, b)
 
     def carries(self, steps: slice, h: Tensor, entering: Tensor) -> Tensor:
@@ -424,11 +460,11 @@ def _packed(bounds: list[int], low: int, high: int, reverse: bool) -> _Part:
     return _Part(steps(first), steps(final), first, final, continues, through, ended)
 
 
-def _pieces(steps: slice, width: int, from_end: bool) -> Iterator[slice]:
+def _pieces(steps: slice, largest: int, from_end: bool) -> Iterator[slice]:
     """Steps in pieces from one end on, the first ones short: who finds that the rest does not count may stop."""
     taken, number = 0, steps.stop - steps.start
     while taken < number:
-        size = min(max(taken, FIRST_PIECE), max(LARGEST_PIECE // max(width, 1), 1), number - taken)
+        size = min(max(2 * taken, FIRST_PIECE), largest, number - taken)
         taken += size
         begin = steps.stop - taken if from_end else steps.start + taken - size
         yield slice(begin, begin + size)
@@ -440,6 +476,7 @@ class _Seam:
     def __init__(self, steps: _Linear, group: ProcessGroup, cu_seqlens: Tensor | None = None) -> None:
         self.steps, self.group, self.rank = steps, group, group.rank()
         self.sequences = steps.batch
+        self.forgets_back = False
         self.cu_seqlens: Tensor | None = None
         if cu_seqlens is None:
             self.parts = [_dense(steps.number)] * group.size()
@@ -466,8 +503,11 @@ class _Seam:
         if not self.sequences:
             return self.steps.run(self.initial(h0), self.cu_seqlens)
         shared = _Shared.apply(self.initial(h0), self.group) if self.packed else self.initial(h0)
+        has_backward = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in self.steps.inputs)
         with torch.no_grad():
+            goes_back = self.goes_back() if has_backward else None
             P, L = self.composed()
+            self.forgets_back = goes_back is not None and not goes_back
             told = _gather(self.group, *self.begun(P, L, shared), *self.resets_in(self.part.tail))
             entering, of_all = self.enter(shared, *told)
         # Constants to the scan: _Across hands their gradients on.
@@ -482,7 +522,7 @@ class _Seam:
         """
         steps, group = self.steps, self.group
         shared = _Shared.apply(self.initial(h0), group)
-        P, L = steps.compose(self.part.tail)
+        P, L = steps.compose_by_scans(self.part.tail)
         told = (*self.begun(P, L, shared), *self.resets_in(self.part.tail))
         told_by_all = _Gathered.apply(torch.cat([x.to(P.dtype) for x in told], 1), group)
         entering, of_all = self.enter(shared, *told_by_all.split([x.shape[1] for x in told], -1))
@@ -521,6 +561,10 @@ class _Seam:
         """(B, 1): whether the state is zero before one of the steps; nothing to tell where it never is."""
         return () if self.steps.resets is None else (self.steps.resets[:, steps].any(1, keepdim=True),)
 
+    def may_pass_on(self, resets: tuple[Tensor, ...]) -> bool:
+        """Whether a kernel takes a state through all parts' compositions, which is not differentiable."""
+        return self.steps.has_kernel and not (self.packed or resets or torch.is_grad_enabled())
+
     def forgotten(self, resets: tuple[Tensor, ...]) -> Tensor | None:
         """(B, R): in which processes' parts no state passes from end to end, of all processes' resets."""
         if not (self.packed or resets):
@@ -528,21 +572,51 @@ class _Seam:
         ends = self.each(lambda part: not part.through)
         return (resets[0][..., 0].bool() | ends if resets else ends).T.contiguous()
 
-    def wide(self, x: float) -> Tensor:
-        """(B, D) of x.  Products of float32 coefficients near 1 are all rounded alike, and these numbers are few."""
-        steps = self.steps
-        dtype = torch.float64 if steps.device.type in ("cpu", "cuda") else torch.float32
-        return torch.full((steps.batch, steps.channels), x, dtype=dtype, device=steps.device)
+    def wide(self, x: Tensor) -> Tensor:
+        """Products of float32 coefficients near 1 are all rounded alike, and these numbers are few."""
+        return x.to(torch.float64 if x.device.type in ("cpu", "cuda") else torch.float32)
 
     def composed(self) -> tuple[Tensor, Tensor]:
         """P and L of the leaving sequence's steps, from the last one back, until no state before them counts."""
-        steps, P, L = self.steps, self.wide(self.steps.one), self.wide(self.steps.zero)
-        for piece in _pieces(self.part.tail, steps.batch * steps.channels, from_end=not steps.reverse):
-            of_piece = steps.compose(piece)
-            P, L = steps.times(P, of_piece[0]), steps.times_plus(P, of_piece[1], L)
-            if _has_vanished(P, steps.zero):
+        steps = self.steps
+        pieces = _pieces(self.part.tail, steps.largest_piece, from_end=not steps.reverse)
+        return self.over(pieces, steps.compose, type(steps))
+
+    def goes_back(self) -> Tensor | None:
+        """Whether a gradient that comes in passes the first piece of its way; None if that is for the backward to see.
+
+        The backward then need not wait for the GPU, which still runs the forward.
+        """
+        steps, first = self.steps, next(self.pieces_back(), None)
+        if first is None or not steps.has_kernel or isinstance(steps, _Logarithmic):
+            return None
+        a = zeroed(steps.coefficients(first)[0], steps.resets_of(first))
+        return steps.compose_back(a, a)[0].any()
+
+    def pieces_back(self) -> Iterator[slice]:
+        head = self.part.head if self.part.continues else slice(0, 0)
+        return _pieces(head, self.steps.largest_piece, from_end=self.steps.reverse)
+
+    def over(
+        self,
+        pieces: Iterator[slice],
+        compose: Callable[[slice], tuple[Tensor, Tensor]],
+        ring: type[_Linear],
+        known: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """P and L of pieces until P has vanished, which it does in the first if that is ``known``."""
+        so_far = None
+        for piece in pieces:
+            P, L = (self.wide(x) for x in compose(piece))
+            if so_far:
+                P, L = ring.times(so_far[0], P), ring.times_plus(so_far[0], L, so_far[1])
+            so_far = P, L
+            if known or _has_vanished(P, ring.zero):
                 break
-        return P, L
+        if so_far:
+            return so_far
+        none = torch.zeros(self.steps.batch, self.steps.channels, device=self.steps.device)
+        return self.wide(none + ring.one), self.wide(none + ring.zero)
 
     def begun(self, P: Tensor, L: Tensor, initial: Tensor) -> tuple[Tensor, Tensor]:
         """P and L, if the leaving sequence has begun in this part from that."""
@@ -555,30 +629,27 @@ class _Seam:
     def enter(self, initial: Tensor, P: Tensor, L: Tensor, *resets: Tensor) -> tuple[Tensor, Tensor]:
         """From all processes', (R, B, D), the state that enters this part, and the last one of a dense sequence."""
         steps = self.steps
+        if self.may_pass_on(resets) and type(steps) is not _Logarithmic:
+            return kernel.pass_on(P, L, initial, self.rank, steps.reverse)
         start = torch.full_like(P[0], steps.zero) if self.packed else initial.to(P.dtype)
         after, last = steps.scan(P.transpose(0, 1), L.transpose(0, 1), start, self.forgotten(resets))
         return self.before(start, after, steps.reverse), last
 
     def carried_back(self, grad_h: Tensor, h: Tensor, entering: Tensor) -> tuple[Tensor, Tensor]:
         """As :meth:`composed`, of the entering sequence and its gradient: from the first step on."""
-        steps, P, L = self.steps, self.wide(1.0), self.wide(0.0)
-        if not self.part.continues:
-            return P, L
+        steps = self.steps
         h, grad_h = steps.by_batch(h), steps.by_batch(grad_h)
-        for piece in _pieces(self.part.head, steps.batch * steps.channels, from_end=steps.reverse):
-            a = steps.carries(piece, h, entering)
-            b = a * grad_h[:, piece]
-            nothing, one = a.new_zeros(1, 1, 1).expand_as(a), torch.ones_like(a[:, 0])
-            back = (None, None, not steps.reverse, steps.backend)
-            L = L + P * operators.linear_scan(a, b, None, *back)[1]
-            P = P * operators.linear_scan(a, nothing, one, *back)[1]
-            if _has_vanished(P, 0.0):
-                break
-        return P, L
+
+        def compose(piece: slice) -> tuple[Tensor, Tensor]:
+            return steps.compose_back(steps.carries(piece, h, entering), grad_h[:, piece])
+
+        return self.over(self.pieces_back(), compose, _Linear, self.forgets_back)
 
     def come_in(self, grad_last: Tensor, P: Tensor, L: Tensor, *resets: Tensor) -> tuple[Tensor, Tensor]:
         """The gradient of the state that leaves this part, and that of a dense sequence's initial state."""
         reverse = not self.steps.reverse
+        if self.may_pass_on(resets):
+            return kernel.pass_on(P, L, grad_last, self.rank, reverse)
         start = grad_last.to(P.dtype)
         if self.packed:  # a sequence that ends in a part has its own last gradient come in there
             ends = self.each(lambda part: part.continues and not part.through)[..., None]
@@ -644,8 +715,8 @@ class _Across(torch.autograd.Function):
             distributed.all_reduce(grad_last, group=seam.group)
             told = _gather(seam.group, *mine)
         else:
-            of_each, *told = _gather(seam.group, grad_last, *mine)
-            grad_last = of_each.sum(0)
+            told = _gather(seam.group, *mine, grad_last)
+            told, grad_last = told[:-1], told[-1].sum(0)
         coming, grad_h0 = (x.to(last.dtype) for x in seam.come_in(grad_last, *told))
         if seam.packed:
             grad_h0 = grad_last.masked_fill(~seam.empty, 0.0)
@@ -706,8 +777,13 @@ def _gather(group: ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(part.reshape(-1, *x.shape).to(x.dtype) for part, x in zip(parts, tensors, strict=True))
 
 
+@functools.cache
+def _can_launch() -> bool:
+    return nvrtc.why_no_cuda() is None
+
+
 def _has_vanished(P: Tensor, zero: float) -> bool:
     """Waits for the GPU, which a capture cannot."""
     if P.is_cuda and torch.cuda.is_current_stream_capturing():
         return False
-    return bool(P.eq(zero).all())
+    return not bool(P.any() if zero == 0 else P.ne(zero).any())

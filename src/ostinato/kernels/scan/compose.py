@@ -1,0 +1,105 @@
+"""Many steps of a linear recurrence as one: what they make of a state, without the states between.
+
+Launches of ``compose.cu`` and ``pass_on.cu``.
+"""
+
+import functools
+import struct
+
+import torch
+from torch import Tensor
+
+from ostinato.kernels import nvrtc
+from ostinato.kernels.scan.cuda import SCALARS, along_channels, describe_device
+
+THREADS = 512
+AHEAD = 4  # steps whose loads are under way at once
+SHORTEST = 8 * AHEAD  # steps of a strip, below which a tile is not worth its launch
+BLOCKS = 8  # a multiprocessor
+PASSING = 128  # threads of a block
+
+
+def compose(
+    a: Tensor, b: Tensor, resets: Tensor | None = None, *, reverse: bool = False, before: bool = False
+) -> tuple[Tensor, Tensor]:
+    """P and L, (B, D) of float64: ``P * h + L`` is the state after the steps a and b, (B, T, D), on a GPU, of h before.
+
+    With ``before`` b is added before a is multiplied, ``a * (h + b)``.  The dtype is float32 or float64; a P that is
+    zero in the dtype is zero.
+    """
+    a, b = along_channels(a), along_channels(b)
+    batch, steps, channels = a.shape
+    vector = _vector(a, b)
+    lanes = min(32, _power_of_two(-(-channels // vector)))
+    groups, strips = -(-channels // (lanes * vector)), THREADS // lanes
+    wanted = max(BLOCKS * describe_device(a.device.index).processors // (groups * batch), 1)
+    wanted = min(wanted, strips * SHORTEST)  # which one block then composes
+    tile = max(-(-steps // wanted), strips * SHORTEST, 1)
+    tiles = max(-(-steps // tile), 1)
+    P, L = torch.empty(2, batch, tiles, channels, dtype=torch.float64, device=a.device)
+    least = 2.0**-150 if a.dtype == torch.float32 else 0.0
+    strides = a.stride()[:2], b.stride()[:2], (0, 0) if resets is None else resets.stride()
+    parameters = struct.pack(
+        "5Qd6q7i",
+        *(0 if x is None else x.data_ptr() for x in (a, b, resets, P, L)),
+        least,
+        *(number for of_tensor in strides for number in of_tensor),
+        *(batch, steps, channels, tile, tiles, reverse, before),
+    )
+    kernel = _kernel(a.dtype, vector, lanes, a.device.index)
+    kernel.launch(a.device.index, batch * tiles * groups, THREADS, parameters)
+    if tiles == 1:
+        return P[:, 0], L[:, 0]
+    return compose(P, L)
+
+
+def pass_on(P: Tensor, L: Tensor, start: Tensor, of: int, reverse: bool) -> tuple[Tensor, Tensor]:
+    """The state from ``start``, (B, D), before the part ``of`` of those that P and L, (R, B, D), compose, and the last.
+
+    P and L are float64, the states are of the dtype of ``start``; ``reverse`` begins with the last part.
+    """
+    start = start.contiguous()
+    before, last = torch.empty_like(start), torch.empty_like(start)
+    numbers = start.numel()
+    P, L = P.flatten(1), L.flatten(1)
+    parameters = struct.pack(
+        "5Qq4i",
+        *(x.data_ptr() for x in (P, L, start, before, last)),
+        P.stride(0),
+        *(len(P), numbers, of, reverse),
+    )
+    kernel = _passing_kernel(start.dtype, start.device.index)
+    kernel.launch(start.device.index, -(-numbers // PASSING), PASSING, parameters)
+    return before, last
+
+
+def _vector(a: Tensor, b: Tensor) -> int:
+    """How many neighbouring channels a thread loads at once: as many as lie aligned in all rows, of 16 bytes."""
+    units = a.shape[2] | 16 // a.element_size()
+    for x in (a, b):
+        units |= x.stride(0) | x.stride(1) | (x.data_ptr() & 15) // x.element_size()
+    return units & -units
+
+
+def _power_of_two(least: int) -> int:
+    return 1 << (least - 1).bit_length()
+
+
+@functools.cache
+def macros(dtype: torch.dtype, vector: int, lanes: int) -> tuple[tuple[str, object], ...]:
+    numbers = {"THREADS": THREADS, "AHEAD": AHEAD, "VEC": vector, "LANES": lanes}
+    return (("SCALAR", SCALARS[dtype]), *numbers.items())
+
+
+@functools.cache
+def _kernel(dtype: torch.dtype, vector: int, lanes: int, device: int) -> nvrtc.Kernel:
+    return nvrtc.load_kernel("compose", nvrtc.source("scan/compose.cu"), macros(dtype, vector, lanes), device)
+
+
+@functools.cache
+def _passing_kernel(dtype: torch.dtype, device: int) -> nvrtc.Kernel:
+    return nvrtc.load_kernel("pass_on", nvrtc.source("scan/pass_on.cu"), passing_macros(dtype), device)
+
+
+def passing_macros(dtype: torch.dtype) -> tuple[tuple[str, object], ...]:
+    return (("SCALAR", SCALARS[dtype]), ("THREADS", PASSING))
