@@ -218,6 +218,14 @@ def test_a_layer_is_left_to_torch_where_that_is_faster(planned_for_an_h100, laye
     assert (plan_of(*layer, tf32).path != "steps") == ours
 
 
+@pytest.mark.parametrize("cell", ["rnn_tanh", "gru", "lstm"])
+def test_a_thread_of_the_backward_updates_no_more_than_its_registers_hold(cell):
+    """With more they were spilled, and 256 sequences took a third longer than in two turns (H200)."""
+    for hidden, batch in itertools.product((256, 512, 1024), (16, 256, 512)):
+        chosen = geometry.choose_geometry(cell, hidden, batch, bf16, None, None, H100, backward=True).geometry
+        assert -(-chosen.units * chosen.columns // geometry.THREADS) * GATES[cell] <= 8
+
+
 @pytest.mark.parametrize(("hidden", "batch", "exact"), [(128, 64, True), (512, 1, True), (256, 4, False)])
 def test_products_are_rounded_where_cudnn_rounds_them(planned_for_an_h100, hidden, batch, exact):
     plan = plan_of("lstm", hidden, batch, f32, (True, True))
