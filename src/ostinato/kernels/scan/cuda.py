@@ -64,7 +64,6 @@ class _Launch(NamedTuple):
 
     start: Callable[..., None]  # from the first of ``Parameters`` in scan.cu: addresses and the epoch
     words: int  # of 8 bytes, that chained blocks tell each other; 0 where blocks stream
-    companions: int  # blocks that share the channels of one
     sum_rows: int  # of partial sums in the gradients of the parameters
 
 
@@ -150,7 +149,6 @@ def _prepare(problem: Problem, parameter_dtype: torch.dtype, alignment: int) -> 
         # Blocks that wait for each other all run at once.
         kernel.prepared(problem.device, blocks, 32 * geometry.warps, shared, first.pack, rest, companions > 1),
         words,
-        companions,
         problem.batch * companions,
     )
 
