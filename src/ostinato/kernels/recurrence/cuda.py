@@ -184,7 +184,7 @@ class Step:
             initial, state = 0, empty(self._shape, self._strides, self._dtype)
         else:
             h = h if h.is_contiguous() else h.contiguous()
-            initial, state = h.data_ptr(), empty(h.shape, h.stride(), self._dtype)
+            initial, state = h.data_ptr(), empty(tuple(h.shape), h.stride(), self._dtype)
         first = pre.data_ptr()
         gates = [first + offset for offset in self._offsets]
         self._scan.launch(pre, (*gates, state.data_ptr(), 0, initial, 0, 0))
