@@ -202,7 +202,7 @@ class _MinimalLayers(DiagonalLayers):
         if step is None:
             return None
         state = step(F.linear(x, weight, bias), h)
-        return (state, state[None]) if h is None else (state[0], state)
+        return (state, state.unsqueeze(0)) if h is None else (state.squeeze(0), state)
 
     def _remember_step(self, x: Tensor, h: Tensor | None, weight: Tensor, bias: Tensor | None) -> None:
         """For :meth:`_step_again`, of a layer that is alone."""
@@ -224,7 +224,7 @@ class _MinimalLayers(DiagonalLayers):
         if _steps_alone(x, weight, self.backend):
             state = _step(self.cell, self.candidate, x, weight, bias, h0)
             self._remember_step(x, h0, weight, bias)
-            return (state, state[None]) if h0 is None else (state[0], state)
+            return (state, state.unsqueeze(0)) if h0 is None else (state.squeeze(0), state)
         if self.sequence_group is not None:
             return super()._step_of_layer(layer, x, h0)
         h, h_last = self._scan(linear(x, weight).unsqueeze(0), bias, h0, None, None, batch_first=False)
