@@ -373,3 +373,25 @@ def test_a_gradient_penalty_trains_the_weights(cell):
             p.add_(1e-6 * step)
         assert abs((got * step).sum().item() - (ahead - behind) / 2e-6) < 1e-7
     assert critic.weight_ih_l0.grad.abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_step_that_was_checked_once_is_looked_at_again_where_it_differs(bias):
+    layer, x, h = ostinato.MinGRU(3, 4, bias=bias), torch.randn(2, 3), torch.rand(1, 2, 4)
+    with torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(layer.step(x, h)[0], layer(x[None], h)[0][0])
+            torch.testing.assert_close(layer.step(x)[1], layer(x[None])[1])
+        for bad in ((x[:, :2], h), (x, h[:, :1]), (x.double(), h), (x, h.double()), (x, h[0]), (x.tolist(), h)):
+            with pytest.raises((TypeError, ValueError)):
+                layer.step(*bad)
+        torch.testing.assert_close(layer.step(x[0], h[:, 0])[0], layer.step(x, h)[0][0])
+        with pytest.raises(ValueError, match="bidirectional"):
+            ostinato.MinGRU(3, 4, bias=bias, bidirectional=True).step(x, h)
+        layer.weight_ih_l0.mul_(2)
+        torch.testing.assert_close(layer.step(x, h)[0], layer(x[None], h)[0][0])
+        with torch.autocast("cpu", torch.bfloat16):
+            assert layer.step(x, h)[0].dtype == layer(x[None], h)[0].dtype
+        layer.double()
+        torch.testing.assert_close(layer.step(x.double(), h.double())[0], layer(x.double()[None], h.double())[0][0])
+    assert layer.step(x.double(), h.double())[0].requires_grad

@@ -204,6 +204,9 @@ class StackedLayers(nn.Module):
         """
         if self.bidirectional:
             raise ValueError("step needs a module that runs forward in time; this one is bidirectional")
+        again = None if torch.compiler.is_compiling() else self._step_again(x, h)
+        if again is not None:
+            return again
         check_input(self, x, (1, 2), "(B, input_size) or (input_size,)")
         batched = x.dim() == 2
         self._check_state(h, x.shape[:-1], "h")
@@ -218,6 +221,10 @@ class StackedLayers(nn.Module):
             states.append(h_last)
         new = stacked(states)
         return (y, new) if batched else (y[0], each(lambda state: state.squeeze(1), new))
+
+    def _step_again(self, x: Any, h: Any) -> tuple[Tensor, Any] | None:
+        """:meth:`step` of what has been checked, if a layer remembers it."""
+        return None
 
     def _step_of_layer(self, layer: int, x: Tensor, h0: Any) -> tuple[Tensor, Hidden]:
         """The output (B, width) at one step, and the new state."""

@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from ostinato.diagonal import DiagonalLayers, Parameters, Run
-from ostinato.kernels.dispatch import is_differentiated, is_eager
+from ostinato.kernels.dispatch import MOST_PREPARED, is_differentiated, is_eager, signature
 from ostinato.kernels.export import constant_to_compilers, refuse_script
 from ostinato.kernels.gemm import linear
 from ostinato.kernels.recurrence import operators
@@ -144,6 +144,9 @@ def _step(cell: str, candidate: str, x: Tensor, weight: Tensor, bias: Tensor | N
     return b if h is None else torch.addcmul(b, a, h)
 
 
+_STEPS: dict[tuple | None, Callable[[Tensor, Tensor | None], Tensor]] = {}  # by signatures that have been checked
+
+
 class _MinimalLayers(DiagonalLayers):
     """Stacked layers of one minimal cell, around ``operators.layer_scan``."""
 
@@ -191,11 +194,37 @@ class _MinimalLayers(DiagonalLayers):
         """Whether the sequence is in parts, and such that each direction must be run by itself."""
         return self.sequence_group is not None and (resets is not None or self.bidirectional)
 
+    def _step_again(self, x: Any, h: Any) -> tuple[Tensor, Any] | None:
+        if self.num_layers > 1 or torch.is_grad_enabled() or torch._C._is_any_autocast_enabled():
+            return None
+        weight, bias = self._parameter("weight_ih_l0"), self._parameter("bias_ih_l0")
+        step = _STEPS.get(self._signature_of_step(x, h, weight, bias))
+        if step is None:
+            return None
+        state = step(F.linear(x, weight, bias), h)
+        return (state, state.unsqueeze(0)) if h is None else (state.squeeze(0), state)
+
+    def _remember_step(self, x: Tensor, h: Tensor | None, weight: Tensor, bias: Tensor | None) -> None:
+        """For :meth:`_step_again`, of a layer that is alone."""
+        if self.num_layers > 1 or torch.is_grad_enabled() or torch.compiler.is_compiling() or not x.numel():
+            return
+        key = self._signature_of_step(x, h, weight, bias)
+        if key is None:
+            return
+        if len(_STEPS) >= MOST_PREPARED:
+            _STEPS.clear()
+        recurrence = recurrence_of(self.cell, self.candidate, False)
+        _STEPS[key] = operators.step_of(recurrence, len(x), self.hidden_size, x.dtype, x.get_device())
+
+    def _signature_of_step(self, x: Tensor, h: Tensor | None, weight: Tensor, bias: Tensor | None) -> tuple | None:
+        return signature((x, h, weight), type(bias), self.cell, self.candidate, self.backend)
+
     def _step_of_layer(self, layer: int, x: Tensor, h0: Any) -> tuple[Tensor, Hidden]:
         weight, bias = self._parameter(f"weight_ih_l{layer}"), self._parameter(f"bias_ih_l{layer}")
         if _steps_alone(x, weight, self.backend):
-            h = _step(self.cell, self.candidate, x, weight, bias, h0)
-            return (h, h[None]) if h0 is None else (h[0], h)
+            state = _step(self.cell, self.candidate, x, weight, bias, h0)
+            self._remember_step(x, h0, weight, bias)
+            return (state, state.unsqueeze(0)) if h0 is None else (state.squeeze(0), state)
         if self.sequence_group is not None:
             return super()._step_of_layer(layer, x, h0)
         h, h_last = self._scan(linear(x, weight).unsqueeze(0), bias, h0, None, None, batch_first=False)

@@ -4,13 +4,13 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
-from ostinato.kernels.dispatch import signature
+from ostinato.kernels.dispatch import MOST_PREPARED, signature
 from ostinato.kernels.scan import BACKENDS, operators
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 COMPLEX_DTYPES = (torch.complex64, torch.complex128)
-MOST_PREPARED = 4096  # signatures of calls that are remembered
 _PREPARED: dict[tuple | None, Callable[..., tuple[Tensor, Tensor]]] = {}  # by signatures that have been checked
 
 
@@ -60,11 +60,12 @@ def linear_scan(
         >>> h.flatten().tolist()
         [1.0, 1.5, 1.75, 1.875]
     """
-    given = a, b, h0, cu_seqlens, resets, reverse, backend
-    key = signature(given)
-    run = _PREPARED.get(key)
-    if run is not None:
-        return run(*given)
+    given, key = (a, b, h0, cu_seqlens, resets, reverse, backend), None
+    if resets is cu_seqlens is None and type(reverse) is bool and type(backend) is str and not is_compiling():
+        key = signature((a, b, h0), reverse, backend)
+        run = _PREPARED.get(key)
+        if run is not None:
+            return run(*given)
     a, b, h0 = _checked(a, b, h0, ("a", "b", "h0"), resets, reverse, cu_seqlens, backend, FLOAT_DTYPES + COMPLEX_DTYPES)
     if b.is_complex():
         from ostinato.kernels.recurrence import complex

@@ -20,6 +20,8 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from ostinato.kernels import export
 
+MOST_PREPARED = 4096  # signatures of calls that are remembered by whoever has checked them
+
 Groups = tuple[tuple[int | None, ...], tuple[int, ...]]
 
 
@@ -321,22 +323,19 @@ def is_eager(args: Sequence[Any]) -> bool:
     return True
 
 
-def signature(args: Sequence[Any]) -> tuple | None:
+def signature(tensors: Sequence[Tensor | None], *others: Any) -> tuple | None:
     """All that a call depends on but where its tensors lie and what they hold; None unless it :func:`is_eager`."""
     if _is_watched():
         return None
-    key: list[Any] = [torch.is_grad_enabled()]
-    for x in args:
-        kind = type(x)
-        if kind in _PLAIN_TYPES:
-            keys = _dispatch_keys(x).raw_repr()
-            if keys not in _PLAIN_KEYS:
-                return None
-            key += keys, x.get_device(), x.dtype, x.shape, x.stride(), x.requires_grad
-        elif kind in _OTHER_TYPES:
-            key += kind, x  # True is not 1
-        else:
+    key: list[Any] = [torch.is_grad_enabled(), *others]
+    for x in tensors:
+        if x is None:
+            key.append(None)
+            continue
+        keys = _dispatch_keys(x).raw_repr() if type(x) in _PLAIN_TYPES else None
+        if keys not in _PLAIN_KEYS:
             return None
+        key += keys, x.get_device(), x.dtype, x.shape, x.stride(), x.requires_grad
     return tuple(key)
 
 

@@ -6,7 +6,7 @@ Compiling needs ``cuda-core`` but no GPU; launching needs only ``cuda-bindings``
 import ctypes
 import functools
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import metadata, resources
 from typing import Any
 
@@ -133,6 +133,34 @@ class Kernel:
             (error,) = self._launch(self._function, grid, 1, 1, block, 1, 1, shared, stream, address, 0)
         if error:
             raise RuntimeError(f"launching a CUDA kernel failed: {error.name}")
+
+    def prepared(
+        self,
+        device: int,
+        grid: int,
+        block: int,
+        shared: int,
+        pack: Callable[..., bytes],
+        rest: bytes,
+        cooperative: bool = False,
+    ) -> Callable[..., None]:
+        """What launches as :meth:`launch` does, given what :func:`pack` makes the parameters of but for the `rest`."""
+        current_device, current_stream = torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream
+        launch, function = self._launch, self._function
+
+        def start(*first: int) -> None:
+            parameters = pack(*first) + rest
+            there = current_device() == device and _thread.device == device
+            if cooperative or not there or shared > self._shared_limit:
+                self.launch(device, grid, block, parameters, shared, cooperative)
+                return
+            pointer = _Pointer(parameters)
+            address = _address_of(pointer)
+            (error,) = launch(function, grid, 1, 1, block, 1, 1, shared, current_stream(device), address, 0)
+            if error:
+                raise RuntimeError(f"launching a CUDA kernel failed: {error.name}")
+
+        return start
 
     def resident_blocks(self, device: int, block: int, shared: int, cluster: int = 1) -> int:
         """How many blocks of `block` threads and `shared` bytes `device` holds at once, in whole clusters."""

@@ -8,7 +8,16 @@ from torch import Tensor
 
 from ostinato.kernels.recurrence.print_cuda import element_name, print_cuda
 from ostinato.kernels.recurrence.trace import parse
-from ostinato.kernels.scan.cuda import Problem, Scan, Strides, address, along_channels, last_state, prepare_scan
+from ostinato.kernels.scan.cuda import (
+    Problem,
+    Scan,
+    Strides,
+    address,
+    along_channels,
+    empty,
+    last_state,
+    prepare_scan,
+)
 
 
 def scan(
@@ -160,19 +169,25 @@ class Step:
         gates = len(parse(recurrence).sequences)
         layer = (1, batch, gates * hidden), (0, 0), False, 1, None, None
         self._scan = _prepare_layer(recurrence, False, dtype, device, *layer)
-        self._gates, self._width = range(gates), hidden * dtype.itemsize
-        self._shape = batch, hidden
+        self._offsets = range(0, gates * hidden * dtype.itemsize, hidden * dtype.itemsize)
+        self._shape, self._strides, self._dtype, self._device = (batch, hidden), (hidden, 1), dtype, device
 
     def __call__(self, pre: Tensor, h: Tensor | None) -> Tensor:
         """The state after the step, of contiguous pre-activations, (B, G*H), and the state before, or zero.
 
         It is shaped as the state before, or (B, H).
         """
-        h = h if h is None or h.is_contiguous() else h.contiguous()
-        state = pre.new_empty(self._shape) if h is None else torch.empty_like(h)
+        if torch._C._cuda_getDevice() != self._device:
+            with torch.cuda.device(self._device):
+                return self(pre, h)
+        if h is None:
+            initial, state = 0, empty(self._shape, self._strides, self._dtype)
+        else:
+            h = h if h.is_contiguous() else h.contiguous()
+            initial, state = h.data_ptr(), empty(tuple(h.shape), h.stride(), self._dtype)
         first = pre.data_ptr()
-        gates = [first + k * self._width for k in self._gates]
-        self._scan.launch(pre, (*gates, state.data_ptr(), 0, 0 if h is None else h.data_ptr(), 0, 0))
+        gates = [first + offset for offset in self._offsets]
+        self._scan.launch(pre, (*gates, state.data_ptr(), 0, initial, 0, 0))
         return state
 
 

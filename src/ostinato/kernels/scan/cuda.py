@@ -62,20 +62,13 @@ class Problem(NamedTuple):
 class _Launch(NamedTuple):
     """How a problem is launched."""
 
-    kernel: nvrtc.Kernel
-    blocks: int
-    threads: int
-    shared: int
-    pack: Callable[..., bytes]  # the first of ``Parameters`` in scan.cu: addresses and the epoch
-    rest: bytes  # which is the same at every launch
+    start: Callable[..., None]  # from the first of ``Parameters`` in scan.cu: addresses and the epoch
     words: int  # of 8 bytes, that chained blocks tell each other; 0 where blocks stream
-    companions: int  # blocks that share the channels of one
     sum_rows: int  # of partial sums in the gradients of the parameters
 
-    def start(self, device: int, *first: int) -> None:
-        parameters = self.pack(*first) + self.rest
-        # Blocks that wait for each other all run at once.
-        self.kernel.launch(device, self.blocks, self.threads, parameters, self.shared, self.companions > 1)
+
+# On the current device, as compiled PyTorch code allocates: without a dispatcher, which takes longer than a look-up.
+empty: Callable[..., Tensor] = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
 
 
 @functools.cache
@@ -149,15 +142,13 @@ def _prepare(problem: Problem, parameter_dtype: torch.dtype, alignment: int) -> 
     integers = [problem.parameter_direction, *(problem.resets or (0, 0, 0)), *itertools.chain(*strides)]
     counts = problem.batch, problem.steps, problem.channels, problem.sequences, problem.directions, problem.reverse
     addresses = len(strides) + max(1, problem.parameters) + 7
+    kernel = nvrtc.load_kernel("scan", source(problem.code), definitions, problem.device)
+    first = struct.Struct(f"={addresses}QI")
+    rest = struct.pack(f"=I{len(integers)}q6i", companions, *integers, *counts)
     return _Launch(
-        nvrtc.load_kernel("scan", source(problem.code), definitions, problem.device),
-        blocks,
-        32 * geometry.warps,
-        shared,
-        struct.Struct(f"={addresses}QI").pack,
-        struct.pack(f"=I{len(integers)}q6i", companions, *integers, *counts),
+        # Blocks that wait for each other all run at once.
+        kernel.prepared(problem.device, blocks, 32 * geometry.warps, shared, first.pack, rest, companions > 1),
         words,
-        companions,
         problem.batch * companions,
     )
 
@@ -197,6 +188,9 @@ class Scan:
         self.problem = problem
         self._parameter_dtype = parameter_dtype or problem.dtype
         self._launches: dict[int, _Launch] = {}
+        self._sums: tuple[int, ...] = ()  # their shape
+        if problem.parameters and problem.backward:
+            self._sums = problem.directions, problem.parameters, problem.channels
 
     def launch(
         self, like: Tensor, addresses: Sequence[int], bounds: Tensor | None = None, resets: Tensor | None = None
@@ -212,16 +206,16 @@ class Scan:
         launch = self._launches.get(alignment)
         if launch is None:
             launch = self._launches[alignment] = _prepare(self.problem, self._parameter_dtype, alignment)
-        problem, sums = self.problem, None
-        if problem.parameters and problem.backward:
-            shape = launch.sum_rows, problem.directions, problem.parameters, problem.channels
-            sums = like.new_empty(shape, dtype=problem.compute)
-        others = address(sums), address(bounds), address(resets)
+        sums, others = None, (0, 0, 0)
+        if self._sums:
+            sums = like.new_empty((launch.sum_rows, *self._sums), dtype=self.problem.compute)
+        if sums is not None or bounds is not None or resets is not None:
+            others = address(sums), address(bounds), address(resets)
         if not launch.words:
-            launch.start(problem.device, *addresses, *others, 0, 0)
+            launch.start(*addresses, *others, 0, 0)
         else:
             with _launching:
-                launch.start(problem.device, *addresses, *others, *_published(problem.device, launch))
+                launch.start(*addresses, *others, *_published(self.problem.device, launch))
         return None if sums is None else sums.sum(0)
 
 
@@ -344,10 +338,14 @@ def prepare_linear_scan(a: Tensor, b: Tensor, h0: Tensor | None, reverse: bool) 
     if not b.is_contiguous() or along_channels(a) is not a or (h0 is not None and not h0.is_contiguous()):
         return None
     scan = prepare_scan("LinearScan", "", b, (a.stride(), b.stride()), 1, reverse, None, None)
-    sequences, _, channels = b.shape
+    device, dtype, shape = b.get_device(), b.dtype, tuple(b.shape)
+    batch, steps, channels = shape
+    strides, last = (steps * channels, channels, 1), (batch, channels)
 
     def run(a: Tensor, b: Tensor, h0: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
-        h, h_last = torch.empty_like(b), b.new_empty(sequences, channels)
+        if torch._C._cuda_getDevice() != device:
+            return linear_scan(a, b, h0, reverse, None)
+        h, h_last = empty(shape, strides, dtype), empty(last, (channels, 1), dtype)
         initial = 0 if h0 is None else h0.data_ptr()
         scan.launch(h, (a.data_ptr(), b.data_ptr(), h.data_ptr(), 0, initial, h_last.data_ptr(), 0))
         return h, h_last
