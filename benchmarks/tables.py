@@ -476,8 +476,8 @@ def several_gpus(name: str, of: str = "") -> str:
         "seams among them.",
         "Errors in parts, in float32 against one process in float64 and relative to the largest value: "
         f"{', '.join(f'{what} {error:.0e}' for what, error in errors.items())}.",
-        f"After four steps of AdamW by DDP and FSDP2 the outputs of {layers} kinds of layers are within {as_one:.0e} of one "
-        "process's.",
+        f"After four steps of AdamW by DDP and FSDP2 the outputs of {layers} kinds of layers are within {as_one:.0e} "
+        "of one process's.",
     )
 
 
