@@ -28,6 +28,7 @@ struct Logarithmic {
 struct NoParameters {};
 
 struct WithoutParameters {
+    static constexpr bool RAW = false;  // whether `read` computes so little that it may be done twice
     static constexpr int PARAMETERS = 0;
     using Channel = NoParameters;
     static __device__ Channel prepare(const Compute*) { return {}; }
@@ -76,11 +77,13 @@ template <int OUTPUTS_, int FACTORS_ = OUTPUTS_> struct Backward : WithoutParame
 
 // h[t] = a[t] * h[t-1] + b[t]
 struct LinearScan : Forward<Linear> {
+    static constexpr bool RAW = true;
     static constexpr int PLAIN = 2;
     static __device__ Step read(const Compute* x, NoParameters, Compute, Compute) { return {x[0], x[1]}; }
 };
 
 struct LinearScanBackward : Backward<2> {
+    static constexpr bool RAW = true;
     static constexpr int PLAIN = 1;
     static __device__ Step read(const Compute* x, NoParameters, Compute previous, Compute grad) {
         return {x[0], grad, {previous, 1}};
@@ -89,6 +92,7 @@ struct LinearScanBackward : Backward<2> {
 
 // log h[t] = logaddexp(log a[t] + log h[t-1], log b[t])
 struct LogLinearScan : Forward<Logarithmic> {
+    static constexpr bool RAW = true;
     static constexpr int PLAIN = 2;
     static __device__ Step read(const Compute* x, NoParameters, Compute, Compute) { return {x[0], x[1]}; }
 };

@@ -32,9 +32,12 @@ class Geometry(NamedTuple):
         not worth a block.
         """
         most = max(1, min(chunks, self.resident * processors // chains))
-        at_a_time = self.warps * (32 // self.lanes) * max(1, 16 // itemsize // self.vec)
-        rest = (most - 1) % at_a_time
+        rest = (most - 1) % self.read_at_once(itemsize)
         return most - rest if 10 * rest <= most else most
+
+    def read_at_once(self, itemsize: int) -> int:
+        """Of how many other tiles a block asks for the composition before it waits for any."""
+        return self.warps * (32 // self.lanes) * max(1, 16 // itemsize // self.vec)
 
     def copies_wide(self, itemsize: int, aligned: int) -> bool:
         """Whether lanes copy 16 bytes each: rows consist of such pieces and lie so `aligned`, in channels.
@@ -175,26 +178,29 @@ def _chained(
     narrow: int,
     device: Device,
 ) -> Geometry:
-    """Blocks that fill the chip once, with as long tiles as their registers hold: the fewer tell each other the less.
+    """Blocks that fill the chip once, with as long tiles as their registers hold.
 
-    A thread keeps the steps of two tiles in half of the 128 registers that each of 512 threads of a multiprocessor has.
-    One block of them is better than two, unless two cover more of the chip.
+    A thread keeps the steps of two tiles, as they are in memory or computed, in half of the 128 registers that each of
+    512 threads of a multiprocessor has.  Two blocks of these hide what the other waits for; one publishes half as much,
+    which counts where blocks have so much to read of each other that they cannot ask for it at once.
     """
-    numbers = (inputs if element.endswith("Backward") else 2) * max(1, itemsize // 4)  # registers of a step
+    backward, words = element.endswith("Backward"), max(1, itemsize // 4)
     if narrow:
-        lanes, rows = _lanes_across(channels, 1), 38 // numbers
+        lanes, numbers = _lanes_across(channels, 1), (inputs if backward else 2) * words  # registers of a step
         if lanes == channels:  # odd, so that a warp's lanes read different banks of shared memory
-            return Geometry(1, lanes, 8, (rows - 1) | 1, True, 2, narrow, STAGES)
+            return Geometry(1, lanes, 8, (38 // numbers - 1) | 1, True, 2, narrow, STAGES)
         return Geometry(1, lanes, 16, 24 // numbers, True, 1, narrow, STAGES)
     vec = min(aligned, 2) if itemsize == 2 else 1
-    rows = max(4, 1 << (32 // (numbers * vec)).bit_length() - 1)
-    one, two = (
-        Geometry(vec, _lanes_across(channels, vec), warps, rows, True, blocks, 0, STAGES)
-        for warps, blocks in ((16, 1), (8, 2))
-    )
-    chains = sequences * -(-channels // one.group)
-    used = [chains * (g.resident * device.processors // chains) / g.resident for g in (one, two)]
-    return one if used[0] > 0.95 * used[1] else two
+    if element in ("LinearScan", "LinearScanBackward", "LogLinearScan"):
+        numbers = inputs * words
+    else:
+        numbers = (inputs if backward else 2) * words * vec
+    rows = max(4, 1 << (32 // numbers).bit_length() - 1)
+    lanes = _lanes_across(channels, vec)
+    small, large = (Geometry(vec, lanes, w, rows, True, 16 // w, 0, STAGES) for w in (8, 16))
+    chains = sequences * -(-channels // small.group)
+    others = small.resident * device.processors // chains - 1
+    return small if 1 < others <= small.read_at_once(max(4, itemsize)) else large
 
 
 def macros(

@@ -502,11 +502,36 @@ struct Resets {
 using OfChannels = Element::Channel[VEC];  // what the parameters make of a thread's channels
 using Sums = Compute[OF_CHANNEL][VEC];     // of the gradients of the parameters
 
-// The steps of one thread in a tile.
+// The steps of one thread in a tile.  Chained blocks keep two tiles' for long, as they are in memory if little need be
+// computed of them: 16-bit ones take half of the registers so.
 struct Steps {
-    Step step[ROWS][VEC];
+    static constexpr bool RAW = CHAINED && Element::RAW;
+    Step step[RAW ? 1 : ROWS][VEC];
+    Pack raw[RAW ? ROWS : 1][INPUTS];
     Resets resets;
     unsigned begins, ends;  // CU_SEQLENS: bits of the steps with which sequences do
+
+    static __device__ void make(const Pack (&bits)[INPUTS], const OfChannels& of_channels, Step (&row)[VEC]) {
+        Compute x[INPUTS][VEC];
+#pragma unroll
+        for (int k = 0; k < INPUTS; ++k) unpack(bits[k], x[k]);
+#pragma unroll
+        for (int v = 0; v < VEC; ++v) {
+            Compute plain[PLAIN];
+#pragma unroll
+            for (int k = 0; k < PLAIN; ++k) plain[k] = x[k][v];
+            row[v] = Element::read(plain, of_channels[v], x[BACKWARD ? PREVIOUS : 0][v], x[BACKWARD ? GRAD : 0][v]);
+        }
+    }
+    __device__ void get(int u, Step (&row)[VEC]) const {
+        if constexpr (RAW) {
+            const OfChannels nothing = {};
+            make(raw[u], nothing, row);
+        } else {
+#pragma unroll
+            for (int v = 0; v < VEC; ++v) row[v] = step[u][v];
+        }
+    }
 
     // The sequence that begins, or ends, with the thread's step u, or -1.
     __device__ int beginning(const Place& at, const Shared& shared, int buffer, int u) const {
@@ -548,16 +573,15 @@ struct Steps {
                     bits[INPUTS - 2] = p.h0 && at.inside ? load_pack(p.h0 + at.state(n)) : filled(Element::absent_state());
             }
             if (BACKWARD && resets[u]) bits[INPUTS - 2] = filled(Element::absent_state());
-            Compute x[INPUTS][VEC];
+            if constexpr (RAW) {  // a step that does not exist leaves the state alone
 #pragma unroll
-            for (int k = 0; k < INPUTS; ++k) unpack(bits[k], x[k]);
+                for (int k = 0; k < INPUTS; ++k)
+                    raw[u][k] = exists ? bits[k] : filled(k == 0 ? Ring::one() : Ring::zero());
+            } else {
+                make(bits, of_channels, step[u]);
 #pragma unroll
-            for (int v = 0; v < VEC; ++v) {
-                Compute plain[PLAIN];
-#pragma unroll
-                for (int k = 0; k < PLAIN; ++k) plain[k] = x[k][v];
-                step[u][v] = Element::read(plain, of_channels[v], x[BACKWARD ? PREVIOUS : 0][v], x[BACKWARD ? GRAD : 0][v]);
-                if (!exists) step[u][v] = Step::none();
+                for (int v = 0; v < VEC; ++v)
+                    if (!exists) step[u][v] = Step::none();
             }
         }
     }
@@ -571,8 +595,10 @@ struct Steps {
                 whole.reset = true;
             }
             if (!BACKWARD && resets[u]) whole.forget();
+            Step row[VEC];
+            get(u, row);
 #pragma unroll
-            for (int v = 0; v < VEC; ++v) whole.append(v, step[u][v]);
+            for (int v = 0; v < VEC; ++v) whole.append(v, row[v]);
             if (BACKWARD && resets[u]) whole.forget();
         }
         whole.settle();
@@ -589,11 +615,13 @@ struct Steps {
         for (int u = 0; u < ROWS; ++u) {
             if (const int n = beginning(at, shared, buffer, u); n >= 0) load_state(at, p.initial, n, state);
             Compute out[OUTPUTS][VEC];
+            Step row[VEC];
+            get(u, row);
 #pragma unroll
             for (int v = 0; v < VEC; ++v) {
                 Compute result[FACTORS];
                 if (!BACKWARD && resets[u]) state.value[v] = Ring::zero();
-                state.value[v] = step[u][v].apply(state.value[v], result);
+                state.value[v] = row[v].apply(state.value[v], result);
                 if (BACKWARD && resets[u]) state.value[v] = Ring::zero();
 #pragma unroll
                 for (int k = 0; k < OUTPUTS; ++k) out[k][v] = result[Element::output_factor(k)];
