@@ -113,6 +113,27 @@ def test_geometries_fit_the_gpu():
                     assert not geometry.chained
 
 
+@pytest.mark.parametrize("name", ["H100", "H200"])
+def test_what_was_measured_to_be_best_is_chosen(name):
+    """Lanes, warps and rows of the fastest on an H200, and how blocks find their state."""
+    measured = {
+        ((1, 65536, 256), 4): (32, 8, 16, "turns"),
+        ((1, 1 << 20, 64), 4): (32, 16, 16, "turns"),
+        ((4, 1 << 20, 8), 4): (8, 8, 16, "turns"),
+        ((1, 1 << 24, 1), 4): (1, 8, 19, "turns"),
+        ((1, 3000000, 7), 4): (8, 16, 12, "turns"),
+        ((1, 1 << 18, 16), 4): (16, 16, 16, "turns"),
+        ((3, 5000, 1000), 4): (32, 8, 40, "looks back"),
+        ((2, 100000, 384), 4): (32, 8, 40, "looks back"),
+        ((8, 4096, 1536), 4): (32, 4, 8, "streams"),
+    }
+    for (shape, itemsize), want in measured.items():
+        aligned = min(16 // itemsize, shape[2] & -shape[2])
+        g = choose_geometry("LinearScan", 2, itemsize, aligned, True, *shape, GPUS[name])
+        kind = "streams" if not g.chained else "looks back" if g.looks_back else "turns"
+        assert (g.lanes, g.warps, g.rows, kind) == want
+
+
 def test_more_steps_than_the_kernel_counts_are_refused():
     strides = ((1, 1, 0),) * 2
     problem = cuda.Problem("LinearScan", torch.float32, 0, 1, 1 << 31, 1, strides, strides[:1])
@@ -138,6 +159,7 @@ GEOMETRIES = {
     "chosen": None,
     "streaming": {"chained": False},
     "chained": {"chained": True, "warps": 2, "rows": 2},
+    "looking back": {"chained": True, "looks_back": True, "warps": 2, "rows": 2, "stages": 1},
     "lanes 4": {"lanes": 4, "vec": 1, "warps": 2, "rows": 3, "narrow": 0},
     "lanes 8 chained": {"lanes": 8, "vec": 1, "warps": 4, "rows": 2, "chained": True, "narrow": 0, "stages": 1},
     "wide copies": {"lanes": 8, "vec": 1, "warps": 2, "rows": 8, "chained": True, "narrow": 0, "stages": 1},

@@ -62,8 +62,9 @@ class Problem(NamedTuple):
 class _Launch(NamedTuple):
     """How a problem is launched."""
 
-    start: Callable[..., None]  # from the first of ``Parameters`` in scan.cu: addresses and the epoch
+    start: Callable[..., None]  # from the first of ``Parameters`` in scan.cu: addresses, epoch, the counter's begin
     words: int  # of 8 bytes, that chained blocks tell each other; 0 where blocks stream
+    draws: int  # what blocks that look back draw from their counter
     sum_rows: int  # of partial sums in the gradients of the parameters
 
 
@@ -117,8 +118,11 @@ def _prepare(problem: Problem, parameter_dtype: torch.dtype, alignment: int) -> 
     packed = problem.packing == "CU_SEQLENS"
     tensors = (len(problem.inputs), problem.parameters if problem.backward else 0, itemsize, packed)
     most = min(device.shared_of_block, device.shared // (geometry.resident if geometry.chained else 1) - 1024)
+    if packed and geometry.rows > 32:
+        geometry = geometry._replace(rows=32)  # a bit each
     while (shared := geometry.shared_bytes(*tensors)) > most:
-        geometry = geometry._replace(rows=geometry.rows // 2)
+        fewer = geometry.rows - 4 if geometry.looks_back and geometry.rows > 4 else geometry.rows // 2
+        geometry = geometry._replace(rows=fewer)
     far = geometry.tile * itemsize * max(time for _, time, _ in strides) >= 1 << 31
     definitions = macros(
         problem.element,
@@ -134,22 +138,25 @@ def _prepare(problem: Problem, parameter_dtype: torch.dtype, alignment: int) -> 
         definitions += (("RESETS", 1),)
     chunks = -(-problem.steps // geometry.tile)
     blocks = chains = sequences * -(-problem.channels // geometry.group)
-    words, companions = 0, 1
+    companions = geometry.companions(chains, chunks, problem.compute.itemsize, device.processors)
+    words = draws = 0
     if geometry.chained:
-        words = 2 * chains * chunks * geometry.group * problem.compute.itemsize // 4
-        companions = geometry.companions(chains, chunks, problem.compute.itemsize, device.processors)
-        blocks *= companions
+        tiles = chains * chunks
+        words = 2 * (1 + tiles * geometry.group * problem.compute.itemsize // 4)
+        blocks = min(tiles, geometry.resident * device.processors) if geometry.looks_back else chains * companions
+        draws = tiles + blocks if geometry.looks_back else 0
     integers = [problem.parameter_direction, *(problem.resets or (0, 0, 0)), *itertools.chain(*strides)]
     counts = problem.batch, problem.steps, problem.channels, problem.sequences, problem.directions, problem.reverse
     addresses = len(strides) + max(1, problem.parameters) + 7
     kernel = nvrtc.load_kernel("scan", source(problem.code), definitions, problem.device)
-    first = struct.Struct(f"={addresses}QI")
-    rest = struct.pack(f"=I{len(integers)}q6i", companions, *integers, *counts)
+    first = struct.Struct(f"={addresses}Q2I")
+    rest = struct.pack(f"=2I{len(integers)}q6i", companions, 0, *integers, *counts)
     return _Launch(
         # Blocks that wait for each other all run at once.
         kernel.prepared(problem.device, blocks, 32 * geometry.warps, shared, first.pack, rest, companions > 1),
         words,
-        problem.batch * companions,
+        draws,
+        problem.batch * (chunks if geometry.looks_back else companions),
     )
 
 
@@ -158,7 +165,7 @@ class _Workspace:
 
     def __init__(self, words: int, device: int) -> None:
         self.memory = torch.zeros(words, dtype=torch.int64, device=torch.device("cuda", device))
-        self.epoch = 0
+        self.epoch = self.drawn = 0
 
 
 _launching = threading.Lock()  # a launch's number and place on its stream go together
@@ -166,19 +173,21 @@ _workspaces: dict[tuple[int, int], _Workspace] = {}
 _MARKS = 4  # kinds of ``Mark``
 
 
-def _published(device: int, launch: _Launch) -> tuple[int, int]:
-    """The address of the current stream's workspace and the epoch of this launch.
+def _published(device: int, launch: _Launch) -> tuple[int, int, int]:
+    """The address of the current stream's workspace, the epoch of this launch and what its counter begins at.
 
     A launch that is being captured begins anew whenever it is replayed: its own workspace is cleared before it.
     """
     if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(launch.words, dtype=torch.int64, device=torch.device("cuda", device)).data_ptr(), _MARKS
+        return torch.zeros(launch.words, dtype=torch.int64, device=torch.device("cuda", device)).data_ptr(), _MARKS, 0
     key = device, torch._C._cuda_getCurrentRawStream(device)
     workspace = _workspaces.get(key)
     if workspace is None or len(workspace.memory) < launch.words or workspace.epoch >= (1 << 32) - 2 * _MARKS:
         workspace = _workspaces[key] = _Workspace(launch.words, device)
+    drawn = workspace.drawn
     workspace.epoch += _MARKS
-    return workspace.memory.data_ptr(), workspace.epoch
+    workspace.drawn = (drawn + launch.draws) % (1 << 32)
+    return workspace.memory.data_ptr(), workspace.epoch, drawn
 
 
 class Scan:
@@ -212,7 +221,7 @@ class Scan:
         if sums is not None or bounds is not None or resets is not None:
             others = address(sums), address(bounds), address(resets)
         if not launch.words:
-            launch.start(*addresses, *others, 0, 0)
+            launch.start(*addresses, *others, 0, 0, 0)
         else:
             with _launching:
                 launch.start(*addresses, *others, *_published(self.problem.device, launch))

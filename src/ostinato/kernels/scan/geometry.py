@@ -16,6 +16,7 @@ class Geometry(NamedTuple):
     resident: int  # blocks a multiprocessor should hold at once, which bounds a thread's registers
     narrow: int  # channels, if a warp's steps are one piece of memory
     stages: int  # tiles copied ahead
+    looks_back: bool = False  # chained: whether blocks look back to states, not to compositions alone
 
     @property
     def group(self) -> int:
@@ -31,6 +32,8 @@ class Geometry(NamedTuple):
         Each reads what the others published of the tiles since its own last, so many tiles at a time; a rest of few is
         not worth a block.
         """
+        if not self.chained or self.looks_back:
+            return 1
         most = max(1, min(chunks, self.resident * processors // chains))
         rest = (most - 1) % self.read_at_once(itemsize)
         return most - rest if 10 * rest <= most else most
@@ -54,11 +57,12 @@ class Geometry(NamedTuple):
         if self.narrow:
             strip = 32 // self.lanes * self.rows * self.narrow * itemsize + 48 + self.lanes * itemsize
         strips = self.stages * self.warps * inputs + (self.warps if self.narrow else 1)
-        buffers = 3 if self.chained else 2
+        buffers = 3 if self.chained and not self.looks_back else 2
         between_warps = (buffers + 1) * self.warps * (3 * state + 4)
         boundaries = 2 * buffers * (4 * self.tile + 4 * (self.tile // 32 + 2)) if packed else 24
+        window = (max(32, self.warps * 32 // self.lanes) * (3 * state + 4) if self.looks_back else 4) + 4 * state
         sum_rows = (self.warps * sums if sums else 1) * state
-        return strips * strip + between_warps + boundaries + sum_rows + 112
+        return strips * strip + between_warps + boundaries + sum_rows + window + 144
 
 
 class Device(NamedTuple):
@@ -72,6 +76,9 @@ class Device(NamedTuple):
 
 LATENCY = 1.1e-6  # seconds from asking for memory until it comes while others ask, too
 STAGES = 2  # tiles that a block copies ahead
+WAITED_ROWS = 16  # that a tile could have had in the time that it waits for others
+FEW_WAVES = 3  # of tiles: with fewer, none is left to be drawn by who is free
+FEW_COMPANIONS = 24  # blocks for each chain: with as few, a tile is better drawn by who is free
 THREADS = 384  # that a multiprocessor should hold, at least, with all the registers they want
 
 
@@ -109,7 +116,7 @@ def choose_geometry(
     else:
         geometry = _streaming(element, inputs, itemsize, aligned, sequences, steps, channels, device)
     if sequences * channels < 32 * device.processors and steps > 8 * geometry.tile:
-        return _chained(element, inputs, itemsize, aligned, sequences, channels, narrow, device)
+        return _chained(element, inputs, itemsize, aligned, sequences, steps, channels, narrow, device)
     return geometry
 
 
@@ -174,6 +181,7 @@ def _chained(
     itemsize: int,
     aligned: int,
     sequences: int,
+    steps: int,
     channels: int,
     narrow: int,
     device: Device,
@@ -195,10 +203,21 @@ def _chained(
         numbers = inputs * words
     else:
         numbers = (inputs if backward else 2) * words * vec
-    rows = max(4, 1 << (32 // numbers).bit_length() - 1)
     lanes = _lanes_across(channels, vec)
+    chains = sequences * -(-channels // (lanes * vec))
+    if 2 * device.processors // chains <= FEW_COMPANIONS:
+        most = max(4, min(40, (80 if numbers == inputs * words else 64) // numbers // 4 * 4))
+        found = [Geometry(vec, lanes, 8, rows, True, 2, 0, 1, True) for rows in range(most, 0, -4)]
+        found = [g for g in found if g.shared_bytes(inputs, 3, itemsize) <= device.shared // g.resident - 1024]
+
+        def waves(g: Geometry) -> float:
+            return chains * -(-steps // g.tile) / (g.resident * device.processors)
+
+        best = min(found, key=lambda g: math.ceil(waves(g)) * (g.rows + WAITED_ROWS), default=None)
+        if best and waves(best) >= FEW_WAVES:
+            return best
+    rows = max(4, 1 << (32 // numbers).bit_length() - 1)
     small, large = (Geometry(vec, lanes, w, rows, True, 16 // w, 0, STAGES) for w in (8, 16))
-    chains = sequences * -(-channels // small.group)
     others = small.resident * device.processors // chains - 1
     return small if 1 < others <= small.read_at_once(max(4, itemsize)) else large
 
@@ -224,6 +243,7 @@ def macros(
         ("WARPS", geometry.warps),
         ("ROWS", geometry.rows),
         ("CHAINED", int(geometry.chained)),
+        ("LOOKS_BACK", int(geometry.chained and geometry.looks_back)),
         ("RESIDENT", geometry.resident),
         ("NARROW", geometry.narrow),
         ("STAGES", geometry.stages),

@@ -16,7 +16,16 @@
 //                            the composition of a tile before it goes through its last one; for the state in between it
 //                            composes what the others published of the tiles since its own last.
 //
-// A chained block waits only on compositions, which wait on nothing but their inputs, so if all blocks of a launch run at
+//   looking back             where as many blocks as are at work take the tiles of many chains, each draws one tile after
+//   (CHAINED 1, LOOKS_BACK 1)  another and finds its state from what has been published of the tiles before (single-pass
+//                            scan, decoupled look-back; Merrill & Garland 2016): the next tile goes to who is free.
+//
+// Blocks that look back cannot deadlock, in whatever order they are scheduled: they draw tiles from a counter and finish
+// them in the order drawn, so every tile below a drawn one has been drawn, by a block that runs; a tile waits only on lower
+// tiles; and the lowest unfinished tile is the one its block is working on and waits on none.  They give the same bits
+// every time: however far back one has to look, the state goes forward through the same chain of multiply-adds.
+//
+// A block that takes its turn waits only on compositions, which wait on nothing but their inputs, so if all blocks of a launch run at
 // once (a cooperative launch), none waits for ever.  The order of every product and sum depends on the number of blocks
 // alone, so the same GPU gives the same bits every time.
 //
@@ -38,10 +47,12 @@ constexpr int GROUP = LANES * VEC;
 constexpr int STRIP = SEGMENTS * ROWS;  // steps of a warp in a tile
 constexpr int TILE = WARPS * STRIP;
 constexpr int WATCHERS = WARPS * SEGMENTS;  // that read what was published, each of some neighbouring tiles
+constexpr int WINDOW = WATCHERS < 32 ? 32 : WATCHERS;  // how far they look back at most
+static_assert(!LOOKS_BACK || (CHAINED && STAGES == 1 && WATCHERS <= 256), "a block draws one tile ahead");
 constexpr int TOGETHER = WIDE ? 16 / sizeof(Pack) : 1;  // neighbouring packs that a lane copies as one
 constexpr bool EXCHANGED = NARROW || WIDE;  // lanes copy what other lanes of the warp read
 static_assert(LANES % TOGETHER == 0 && ROWS % TOGETHER == 0);
-constexpr int BUFFERS = CHAINED ? 3 : 2;  // of what is known of a tile, as that of one may be read when the next begins
+constexpr int BUFFERS = CHAINED && !LOOKS_BACK ? 3 : 2;  // of what is known of a tile, as that of one may be read when the next begins
 
 using Element = ELEMENT;
 using Ring = Element::Ring;
@@ -63,7 +74,7 @@ using Offset = unsigned;
 // need be ordered and no fence waited for.  Of floats one message holds the composition of a tile, (b, a, low), of
 // doubles the first holds b and the second a.  The epoch of the launch in each mark tells it from those of earlier
 // launches, so the memory need not be cleared.
-enum Mark : unsigned { ABSENT, COMPOSED, RESET, MARKS = 4 };  // RESET: the tiles before do not matter
+enum Mark : unsigned { ABSENT, COMPOSED, KNOWN, MARKS = 4 };  // KNOWN: the tiles before do not matter, b is the state
 struct alignas(16) Message {
     union {
         struct { unsigned parts[3], mark; };
@@ -90,8 +101,10 @@ struct Parameters {
     Compute* sums;          // gradients of the parameters, one row for each block of a channel group
     const int* bounds;      // cu_seqlens or offsets
     const unsigned char* resets;  // with RESETS, a byte for each step of each sequence
-    Message* published;     // chained: the composition of each tile
-    unsigned epoch, companions;  // chained: the launch's number, a multiple of MARKS; blocks that share their channels
+    Message* published;     // chained: a counter of the tiles drawn, then what is known of each tile
+    unsigned epoch, drawn;  // chained: the launch's number, a multiple of MARKS, and what the counter begins at
+    unsigned companions;    // blocks that share their channels
+    int reserved;
     Index parameter_direction, resets_batch, resets_time, resets_direction;
     Strides strides[INPUTS + OUTPUTS];
     int batch, steps, channels, sequences, directions, reverse;
@@ -358,6 +371,16 @@ struct alignas(16) Strip {
     }
 };
 
+// A composition as it is published.
+struct Known {
+    Channels a, low, b;
+
+    __device__ void carry(Channels& state) const {
+        const Composition whole = {a, low, b, false};
+        whole.carry(state);
+    }
+};
+
 // The compositions of a block's warps.
 struct Joint {
     Channels a[WARPS][LANES], low[EXTENDED ? WARPS : 1][LANES], b[WARPS][LANES];
@@ -366,6 +389,12 @@ struct Joint {
     __device__ Composition of(int warp) const {
         const int slot = threadIdx.x % LANES;
         return {a[warp][slot], low[EXTENDED ? warp : 0][slot], b[warp][slot], FORGETS && reset[warp]};
+    }
+    __device__ Composition all() const {
+        Composition all = of(0);
+#pragma unroll
+        for (int warp = 1; warp < WARPS; ++warp) all = of(warp).after(all);
+        return all;
     }
     // Put in what the warps' lanes composed, one segment after the other.  Returns that of this warp's earlier segments.
     __device__ Composition join(const Place& at, Composition whole) {
@@ -410,6 +439,11 @@ struct Shared {
     Strip output[NARROW ? WARPS : 1];
     Joint tile[BUFFERS];
     Joint between;  // chained: the tiles since the block's last
+    // Looking back: the tiles before, the nearest first, and their marks; the state found; the tiles drawn.
+    Known window[LOOKS_BACK ? WINDOW : 1][LANES];
+    unsigned seen[LOOKS_BACK ? WATCHERS : 1];
+    Channels found[LANES];
+    int drawn[2];
     Boundaries begins[PACKING == CU_SEQLENS ? BUFFERS : 1], ends[PACKING == CU_SEQLENS ? BUFFERS : 1];
     Compute sums[SUMS ? WARPS : 1][SUMS ? PARAMETERS : 1][GROUP];
 
@@ -652,7 +686,7 @@ struct Published {
     unsigned epoch;
 
     __device__ Published(const Parameters& p, int chain, int chunks)
-        : messages(p.published + Index(chain) * chunks * MESSAGES * GROUP), epoch(p.epoch) {}
+        : messages(p.published + 1 + Index(chain) * chunks * MESSAGES * GROUP), epoch(p.epoch) {}
 
     __device__ Message* at(int chunk, int k, int v) const {
         return messages + ((Index(chunk) * MESSAGES + k) * VEC + v) * LANES + threadIdx.x % LANES;
@@ -669,7 +703,7 @@ struct Published {
     }
 
     __device__ void write(int chunk, const Composition& tile) const {
-        const unsigned mark = epoch + (tile.reset ? RESET : COMPOSED);
+        const unsigned mark = epoch + (tile.reset ? KNOWN : COMPOSED);
 #pragma unroll
         for (int v = 0; v < VEC; ++v) {
             const Compute numbers[] = {tile.b.value[v], tile.a.value[v], EXTENDED ? tile.low.value[v] : 0};
@@ -678,6 +712,38 @@ struct Published {
             for (int k = 0; k < MESSAGES; ++k)
                 store(at(chunk, k, v), {parts[2 * k], parts[2 * k + 1], MESSAGES == 1 ? parts[2] : 0, mark});
         }
+    }
+    __device__ void write(int chunk, const Channels& after) const {
+#pragma unroll
+        for (int v = 0; v < VEC; ++v) {
+            const unsigned* const parts = reinterpret_cast<const unsigned*>(&after.value[v]);
+            store(at(chunk, 0, v), {parts[0], MESSAGES == 1 ? 0 : parts[1], 0, epoch + KNOWN});
+        }
+    }
+    // Publish the state after a tile, given the one it begins in.
+    __device__ void write_after(int chunk, const Composition& tile, Channels state) const {
+        tile.carry(state);
+        if (threadIdx.x < LANES) write(chunk, state);
+    }
+    // What is there of a tile: ABSENT as long as not all of it is marked alike; if it is KNOWN, b is the state.
+    __device__ unsigned read(int chunk, Known& tile) const {
+        unsigned every = COMPOSED | KNOWN, any = 0;
+#pragma unroll
+        for (int v = 0; v < VEC; ++v) {
+            Compute numbers[3];
+            unsigned* const parts = reinterpret_cast<unsigned*>(numbers);
+#pragma unroll
+            for (int k = 0; k < MESSAGES; ++k) {
+                const Message message = load(at(chunk, k, v));
+#pragma unroll
+                for (int i = 0; i < 4 - MESSAGES; ++i) parts[2 * k + i] = message.parts[i];
+                if (k > 0 && every == KNOWN) continue;  // nobody needs the a of a double then
+                const unsigned mark = message.mark - epoch < MARKS ? message.mark - epoch : ABSENT;
+                every &= mark, any |= mark;
+            }
+            tile.b.value[v] = numbers[0], tile.a.value[v] = numbers[1], tile.low.value[v] = numbers[2];
+        }
+        return every == any ? every : ABSENT;
     }
 };
 
@@ -714,7 +780,7 @@ struct Asked {
                     }
 #pragma unroll
                     for (int j = 0; j < 4 - MESSAGES; ++j) parts[2 * k + j] = got.parts[j];
-                    tile.reset = FORGETS && got.mark - published.epoch == RESET;
+                    tile.reset = FORGETS && got.mark - published.epoch == KNOWN;
                 }
                 tile.b.value[v] = numbers[0], tile.a.value[v] = numbers[1], tile.low.value[v] = EXTENDED ? numbers[2] : 0;
             }
@@ -723,8 +789,59 @@ struct Asked {
     }
 };
 
+// The state this tile begins in; publishes that after it, unless it is `settled`.  All threads of the block take part.
+__device__ inline Channels look_back(
+    const Place& at, Shared& shared, const Published& published, int chunk, const Composition& tile, bool settled
+) {
+    const int slot = at.lane % LANES, watcher = at.warp * SEGMENTS + at.segment;
+    // Whether all lanes of this segment agree; every lane of the warp must ask.
+    const unsigned lanes = (LANES == 32 ? ~0u : (1u << LANES) - 1) << (at.segment * LANES);
+    const auto all = [&](bool ready) { return (__ballot_sync(~0u, ready) & lanes) == lanes; };
+    unsigned seen = ABSENT;
+    int nearest = -1;  // tile before this one whose state is known
+    unsigned looks = 0;
+    for (int first = 0;;) {
+        if (at.warp * SEGMENTS < WATCHERS) {
+            const int other = chunk - 1 - first - watcher;
+            Known there;
+            // One read for all of a tile, and none of a known one: while memory is busy, it waits in line.
+            const unsigned mark = other >= 0 && seen != KNOWN ? published.read(other, there) : ABSENT;
+            const bool composed = all(mark == COMPOSED), known = all(mark == KNOWN);
+            if (known || (composed && seen == ABSENT)) {
+                shared.window[first + watcher][slot] = there;
+                seen = mark;
+            }
+            shared.seen[watcher] = seen;
+        }
+        __syncthreads();
+        // The nearest tile whose state is known, if of every tile between it and this one the composition is there.
+        bool gap = false;
+#pragma unroll
+        for (int i = 0; i < WATCHERS; i += 32) {
+            const unsigned other = i + at.lane < WATCHERS ? shared.seen[i + at.lane] : COMPOSED;
+            const unsigned known = __ballot_sync(~0u, other == KNOWN), missing = __ballot_sync(~0u, other == ABSENT);
+            if (known && !(missing & ((known & -known) - 1))) nearest = first + i + __ffs(known) - 1;
+            gap = known || missing;
+            if (gap) break;
+        }
+        if (nearest >= 0) break;
+        if (!gap && first + 2 * WATCHERS <= WINDOW) first += WATCHERS, seen = ABSENT;
+        if (++looks == PATIENCE) __trap();
+        __syncthreads();
+    }
+    if (at.warp == 0) {  // the others would only wait for shared memory
+        Channels state = shared.window[nearest][slot].b;
+#pragma unroll 4
+        for (int back = nearest - 1; back >= 0; --back) shared.window[back][slot].carry(state);
+        if (!settled) published.write_after(chunk, tile, state);
+        if (at.segment == 0) shared.found[slot] = state;
+    }
+    __syncthreads();
+    return shared.found[slot];
+}
+
 // Add up the gradients of the parameters over the block's segments, then warps, in order, into a row of their own.
-__device__ inline void store_sums(const Place& at, Shared& shared, Sums& sums) {
+__device__ inline void store_sums(const Place& at, Shared& shared, int part, Sums& sums) {
 #pragma unroll
     for (int k = 0; k < PARAMETERS; ++k)
 #pragma unroll
@@ -735,7 +852,7 @@ __device__ inline void store_sums(const Place& at, Shared& shared, Sums& sums) {
         }
     __syncthreads();
     const Parameters& p = at.p;
-    const Index row = CHAINED ? blockIdx.x % p.companions * Index(p.batch) + at.batch : at.batch;
+    const Index row = part * Index(p.batch) + at.batch;
     for (int i = threadIdx.x; i < PARAMETERS * GROUP; i += THREADS) {
         const int k = i / GROUP, channel = at.group * GROUP + i % GROUP;
         if (channel >= p.channels) continue;
@@ -823,7 +940,7 @@ __device__ inline void stream(const Parameters& p, Shared& shared, int chunks) {
         apply(at, shared, buffer, chunk, steps, before, state, sums);
     }
     if (PACKING != CU_SEQLENS && at.warp == 0 && at.segment == 0) store_state(at, p.final, 0, state);
-    if constexpr (SUMS) store_sums(at, shared, sums);
+    if constexpr (SUMS) store_sums(at, shared, 0, sums);
 }
 
 // Blocks share a chain and take every so manieth tile of it.
@@ -866,9 +983,7 @@ __device__ inline void chain(const Parameters& p, Shared& shared, int chunks) {
         }
         __syncthreads();
         if (next < chunks && companions > 1 && at.warp == 0) {
-            Composition all = shared.tile[buffer].of(0);
-#pragma unroll
-            for (int warp = 1; warp < WARPS; ++warp) all = shared.tile[buffer].of(warp).after(all);
+            const Composition all = shared.tile[buffer].all();
             if (at.segment == 0) published.write(next, all);
         }
         if (now >= 0) {
@@ -894,13 +1009,74 @@ __device__ inline void chain(const Parameters& p, Shared& shared, int chunks) {
         steps = coming, before = composed, last = buffer;
         buffer = buffer + 1 == BUFFERS ? 0 : buffer + 1;
     }
-    if constexpr (SUMS) store_sums(at, shared, sums);
+    if constexpr (SUMS) store_sums(at, shared, blockIdx.x % companions, sums);
+}
+
+// A block draws one tile after another, of any chain.
+__device__ inline void chain_looking_back(const Parameters& p, Shared& shared, int chunks) {
+    const int chains = (p.channels + GROUP - 1) / GROUP * p.batch * p.directions;
+    struct Tile { int chain, chunk; };
+    const auto draw = [&] { return threadIdx.x == 0 ? int(atomicAdd(&p.published->mark, 1u) - p.drawn) : 0; };
+    const auto tell = [&](int buffer, int number) { if (threadIdx.x == 0) shared.drawn[buffer] = number; };
+    const auto drawn = [&](int buffer) -> Tile {
+        return {shared.drawn[buffer] % chains, shared.drawn[buffer] / chains};
+    };
+    tell(1, draw());
+    __syncthreads();
+    Tile tile = drawn(1);
+    Resets later;
+    {
+        const Place at(p, tile.chain);
+        fetch(at, shared, 0, tile.chunk, chunks);
+        if (tile.chunk < chunks) later.load(at, tile.chunk);
+    }
+    int sequence = -1;
+    for (int buffer = 0; tile.chunk < chunks; buffer ^= 1) {
+        const Place at(p, tile.chain);
+        const int chunk = tile.chunk, number = draw();
+        OfChannels of_channels;
+        prepare(at, of_channels);
+        Channels state;
+        load_state(at, PACKING == CU_SEQLENS ? nullptr : p.initial, 0, state);
+        if (PACKING == CU_SEQLENS) shared.find_sequences(at, chunk, buffer, sequence);
+        wait_for_oldest_copies();
+        if (EXCHANGED) __syncwarp();
+        later.share();
+        Steps steps;
+        steps.resets = later;
+        read(at, shared, 0, buffer, chunk, of_channels, steps);
+        const Composition before = shared.tile[buffer].join(at, steps.compose(at, shared, buffer));
+        tell(buffer, number);  // late, so that nobody waits for it
+        __syncthreads();
+        const Published published(p, tile.chain, chunks);
+        Composition all;
+        bool settled = false;
+        if (at.warp == 0) {
+            all = shared.tile[buffer].all();
+            // Of a tile that resets the state, that after it is all there is to know.
+            settled = chunk == 0 || all.reset;
+            if (settled) published.write_after(chunk, all, state);
+            else if (threadIdx.x < LANES) published.write(chunk, all);
+        }
+        const Tile next = drawn(buffer);
+        const Place there(p, next.chain);
+        fetch(there, shared, 0, next.chunk, chunks);
+        if (chunk > 0) state = look_back(at, shared, published, chunk, all, settled);
+        if (next.chunk < chunks) later.load(there, next.chunk);
+        Sums sums = {};
+        apply(at, shared, buffer, chunk, steps, before, state, sums);
+        if (PACKING != CU_SEQLENS && chunk == chunks - 1 && at.warp == 0 && at.segment == 0)
+            store_state(at, p.final, 0, state);
+        if constexpr (SUMS) store_sums(at, shared, chunk, sums);
+        tile = next;
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) scan(const __grid_constant__ Parameters p) {
     extern __shared__ __align__(16) unsigned char memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     const int chunks = (p.steps + TILE - 1) / TILE;
-    if constexpr (CHAINED) chain(p, shared, chunks);
+    if constexpr (LOOKS_BACK) chain_looking_back(p, shared, chunks);
+    else if constexpr (CHAINED) chain(p, shared, chunks);
     else stream(p, shared, chunks);
 }
