@@ -244,8 +244,14 @@ class _MinimalLayers(DiagonalLayers):
             return super()._layer(layer, x, h0, offsets, resets, batch_first)
         weights = [getattr(self, f"weight_ih_{suffix}") for suffix in self._suffixes(layer)]
         biases = [getattr(self, f"bias_ih_{suffix}") for suffix in self._suffixes(layer)] if self.bias else []
-        pre = linear(x, weights[0] if len(weights) == 1 else torch.cat(weights))
+        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
         bias = None if not biases else biases[0] if len(biases) == 1 else torch.cat(biases)
+        if x.is_cuda and not self.bidirectional and self.sequence_group is None and offsets is None and resets is None:
+            recurrence = recurrence_of(self.cell, self.candidate, self.bias)
+            found = operators.projected_scan(x, weight, bias, h0, recurrence, batch_first, self.backend)
+            if found is not None:
+                return found
+        pre = linear(x, weight)
         if self.sequence_group is not None:
             from ostinato import distributed
 

@@ -74,7 +74,7 @@ empty: Callable[..., Tensor] = torch._C._dynamo.guards._empty_strided_cuda  # ty
 @functools.cache
 def source(code: str = "") -> str:
     """The CUDA file of the scan, with an element that is generated."""
-    return nvrtc.source("numeric.cuh", "scan/elements.cuh") + code + nvrtc.source("scan/scan.cu")
+    return nvrtc.source("numeric.cuh", "scan/elements.cuh", "scan/messages.cuh") + code + nvrtc.source("scan/scan.cu")
 
 
 @functools.cache
@@ -161,22 +161,22 @@ class _Workspace:
         self.epoch = 0
 
 
-_launching = threading.Lock()  # a launch's number and place on its stream go together
+launching = threading.Lock()  # a launch's number and place on its stream go together
 _workspaces: dict[tuple[int, int], _Workspace] = {}
 _MARKS = 4  # kinds of ``Mark``
 
 
-def _published(device: int, launch: _Launch) -> tuple[int, int]:
+def published_of(device: int, words: int) -> tuple[int, int]:
     """The address of the current stream's workspace and the epoch of this launch.
 
     A launch that is being captured begins anew whenever it is replayed: its own workspace is cleared before it.
     """
     if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(launch.words, dtype=torch.int64, device=torch.device("cuda", device)).data_ptr(), _MARKS
+        return torch.zeros(words, dtype=torch.int64, device=torch.device("cuda", device)).data_ptr(), _MARKS
     key = device, torch._C._cuda_getCurrentRawStream(device)
     workspace = _workspaces.get(key)
-    if workspace is None or len(workspace.memory) < launch.words or workspace.epoch >= (1 << 32) - 2 * _MARKS:
-        workspace = _workspaces[key] = _Workspace(launch.words, device)
+    if workspace is None or len(workspace.memory) < words or workspace.epoch >= (1 << 32) - 2 * _MARKS:
+        workspace = _workspaces[key] = _Workspace(words, device)
     workspace.epoch += _MARKS
     return workspace.memory.data_ptr(), workspace.epoch
 
@@ -214,8 +214,8 @@ class Scan:
         if not launch.words:
             launch.start(*addresses, *others, 0, 0)
         else:
-            with _launching:
-                launch.start(*addresses, *others, *_published(self.problem.device, launch))
+            with launching:
+                launch.start(*addresses, *others, *published_of(self.problem.device, launch.words))
         return None if sums is None else sums.sum(0)
 
 

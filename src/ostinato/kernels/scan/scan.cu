@@ -59,18 +59,7 @@ using Offset = Index;  // within a tile, in bytes
 using Offset = unsigned;
 #endif
 
-// What blocks tell each other carries its own readiness: a mark in the same 16 bytes, which arrive whole, so nothing
-// need be ordered and no fence waited for.  Of floats one message holds the composition of a tile, (b, a, low), of
-// doubles the first holds b and the second a.  The epoch of the launch in each mark tells it from those of earlier
-// launches, so the memory need not be cleared.
-enum Mark : unsigned { ABSENT, COMPOSED, RESET, MARKS = 4 };  // RESET: the tiles before do not matter
-struct alignas(16) Message {
-    union {
-        struct { unsigned parts[3], mark; };
-        unsigned long long halves[2];
-    };
-};
-constexpr unsigned PATIENCE = 1 << 24;  // looks, of a microsecond each, before a wait ends in an error
+// Of floats one message holds the composition of a tile, (b, a, low), of doubles the first holds b and the second a.
 constexpr int MESSAGES = sizeof(Compute) / 4;
 
 struct Strides { Index batch, time, direction; };  // channels are neighbours
@@ -657,17 +646,6 @@ struct Published {
     __device__ Message* at(int chunk, int k, int v) const {
         return messages + ((Index(chunk) * MESSAGES + k) * VEC + v) * LANES + threadIdx.x % LANES;
     }
-    static __device__ void store(Message* to, const Message& message) {
-        asm volatile("{ .reg .b128 m; mov.b128 m, {%1, %2}; st.relaxed.gpu.global.b128 [%0], m; }" ::"l"(to),
-                     "l"(message.halves[0]), "l"(message.halves[1]) : "memory");
-    }
-    static __device__ Message load(const Message* from) {
-        Message message;
-        asm volatile("{ .reg .b128 m; ld.relaxed.gpu.global.b128 m, [%2]; mov.b128 {%0, %1}, m; }"
-                     : "=l"(message.halves[0]), "=l"(message.halves[1]) : "l"(from) : "memory");
-        return message;
-    }
-
     __device__ void write(int chunk, const Composition& tile) const {
         const unsigned mark = epoch + (tile.reset ? RESET : COMPOSED);
 #pragma unroll
@@ -676,7 +654,7 @@ struct Published {
             const unsigned* const parts = reinterpret_cast<const unsigned*>(numbers);
 #pragma unroll
             for (int k = 0; k < MESSAGES; ++k)
-                store(at(chunk, k, v), {parts[2 * k], parts[2 * k + 1], MESSAGES == 1 ? parts[2] : 0, mark});
+                store_message(at(chunk, k, v), {parts[2 * k], parts[2 * k + 1], MESSAGES == 1 ? parts[2] : 0, mark});
         }
     }
 };
@@ -693,7 +671,7 @@ struct Asked {
 #pragma unroll
                 for (int k = 0; k < MESSAGES; ++k)
 #pragma unroll
-                    for (int v = 0; v < VEC; ++v) message[i][k][v] = published.load(published.at(first + i, k, v));
+                    for (int v = 0; v < VEC; ++v) message[i][k][v] = load_message(published.at(first + i, k, v));
     }
     // Append the tiles, waiting for them; `alone`: to nothing.
     __device__ void compose(const Published& published, int first, int end, Composition& whole, bool alone) {
@@ -710,7 +688,7 @@ struct Asked {
                     Message& got = message[i][k][v];
                     for (unsigned looks = 0; got.mark - published.epoch - 1 >= MARKS - 1;) {
                         if (++looks == PATIENCE) __trap();
-                        got = published.load(published.at(first + i, k, v));
+                        got = load_message(published.at(first + i, k, v));
                     }
 #pragma unroll
                     for (int j = 0; j < 4 - MESSAGES; ++j) parts[2 * k + j] = got.parts[j];
