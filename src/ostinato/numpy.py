@@ -169,10 +169,11 @@ class _CellCPU(_Cell):
             _tensor(x).view(rows, *x.shape[-2:]),
             None if h is None else _tensor(h).view(rows, self.hidden_size),
         )
-        weight, bias = (self._layer.get_parameter(name) for name in ("weight_ih_l0", "bias_ih_l0"))
+        layer: Any = self._layer
+        weight, bias = layer.weight_ih_l0, layer.bias_ih_l0
         states = np.empty((rows, x.shape[-2], self.hidden_size), self.dtype)
         for t in range(x.shape[-2]):
-            state = next_state(self._layer.cell, self.candidate, given[:, t], weight, bias, state)
+            state = next_state(layer.cell, self.candidate, given[:, t], weight, bias, state)
             states[:, t] = state.numpy()
         return states.reshape(*x.shape[:-1], self.hidden_size)
 
@@ -220,7 +221,8 @@ def _tensor(array: Array) -> Tensor:
 
     Nothing writes to it here, but PyTorch warns.  A contiguous array may have a negative stride along an axis of 1.
     """
-    array = np.require(array, requirements=["C", "W"])
+    if not (array.flags.c_contiguous and array.flags.writeable):
+        array = np.require(array, requirements=["C", "W"])
     return torch.from_numpy(array.copy() if min(array.strides, default=0) < 0 else array)
 
 
