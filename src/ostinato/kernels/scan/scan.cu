@@ -56,7 +56,7 @@ using Index = long long;
 #if FAR
 using Offset = Index;  // within a tile, in bytes
 #else
-using Offset = unsigned;
+using Offset = int;
 #endif
 
 // Of floats one message holds the composition of a tile, (b, a, low), of doubles the first holds b and the second a.
@@ -86,6 +86,7 @@ struct Parameters {
     int batch, steps, channels, sequences, directions, reverse;
 
     __device__ Tensor input(int k) const { return {data[k], strides[k]}; }
+    __device__ bool has_input(int k) const { return !BACKWARD || k != GRAD || data[k]; }
     __device__ Tensor output(int k) const { return {data[INPUTS + k], strides[INPUTS + k]}; }
 };
 
@@ -211,32 +212,45 @@ struct Place {
     }
 };
 
-// This thread's rows of a tensor in a tile, `ahead` steps further: a base that the whole block shares and offsets
-// that are the same in every tile, which the hardware adds.
+// This thread's rows of a tensor, `ahead` steps further.
 struct Rows {
-    char* base;
-    Offset origin, stride;
-    const Place& at;
-    int i;
+    const char* first;  // in the first tile; of OFFSETS, where the sequence would be if it were packed alone
+    Offset stride;
+    int local;  // the step of the first tile that the first is
+    bool inside;
 
-    __device__ Rows(const Place& at, const Tensor& x, int chunk, int ahead, int row = 0)
-        : at(at), i(at.first(chunk) + ahead + row) {
-        const int local = at.first(0);
-        Index low = 0;
-        origin = 0;
-        if (PACKING != OFFSETS) {
-            low = at.descending ? at.p.steps - Index(chunk + 1) * TILE - ahead : Index(chunk) * TILE + ahead;
-            origin = Offset(at.descending ? TILE - 1 - local : local) * Offset(x.time);
-        }
-        base = reinterpret_cast<char*>(at.sequence(x) + low * x.time);
-        origin = (origin + at.channel) * sizeof(Scalar);
-        stride = Offset(at.descending ? -x.time : x.time) * sizeof(Scalar);
-        if (PACKING != OFFSETS) origin += row * stride;
+    __device__ Rows() {}
+    __device__ Rows(const Place& at, const Tensor& x, int ahead, int row = 0)
+        : local(at.first(0) + ahead + row), inside(at.inside) {
+        const Index step = PACKING == OFFSETS ? 0 : at.time(local);
+        first = reinterpret_cast<const char*>(at.sequence(x) + at.channel + step * x.time);
+        stride = Offset(PACKING != OFFSETS && at.descending ? -x.time : x.time) * Offset(sizeof(Scalar));
     }
-    __device__ Pack* operator()(int u, Index packed_time) const {
-        if (PACKING == OFFSETS)
-            return reinterpret_cast<Pack*>(base + origin + at.p.bounds[at.time(i + u)] * packed_time * sizeof(Scalar));
-        return reinterpret_cast<Pack*>(base + Offset(origin + u * stride));
+    __device__ bool exists(const Place& at, int chunk, int u) const { return inside && at.exists(chunk * TILE + local + u); }
+    __device__ Pack* operator()(const Place& at, int chunk, int u) const {
+        const Index row = PACKING == OFFSETS ? at.p.bounds[at.time(chunk * TILE + local + u)] : u;
+        const Index tile = PACKING == OFFSETS ? 0 : Index(chunk) * Offset(TILE * stride);
+        return reinterpret_cast<Pack*>(const_cast<char*>(first) + tile + row * stride);
+    }
+};
+
+// Where a thread's rows of all tensors are, which is the same in every tile.
+struct Memory {
+    Rows input[INPUTS], output[OUTPUTS];
+
+    __device__ explicit Memory(const Place& at) {
+        Place piece = at;
+        if (TOGETHER > 1) {  // a lane copies not its own steps, but a piece of a row; a warp, TOGETHER rows at once
+            constexpr int PER_ROW = LANES / TOGETHER;
+            piece.segment = at.lane / PER_ROW % SEGMENTS;
+            piece.channel = at.group * GROUP + at.lane % PER_ROW * (TOGETHER * VEC);
+            piece.inside = piece.channel < at.p.channels;
+        }
+#pragma unroll
+        for (int k = 0; k < INPUTS; ++k)
+            input[k] = Rows(piece, at.p.input(k), BACKWARD && k == PREVIOUS, at.lane / (LANES / TOGETHER * SEGMENTS));
+#pragma unroll
+        for (int k = 0; k < OUTPUTS; ++k) output[k] = Rows(at, at.p.output(k), 0);
     }
 };
 
@@ -305,7 +319,8 @@ struct alignas(16) Strip {
             move(piece, memory + 32 * k * PER_PIECE, low > 0 ? low : 0, high < PER_PIECE ? high : PER_PIECE);
         }
     }
-    template <bool CHECKED> __device__ void fetch(const Place& at, const Tensor& x, int chunk, int ahead) {
+    template <bool CHECKED>
+    __device__ void fetch(const Place& at, const Tensor& x, const Rows& rows, int chunk, int ahead) {
         if constexpr (NARROW) {
             pieces<CHECKED, false>(at, x, chunk, ahead, [&](int k, const Pack* from, int low, int high) {
                 Pack* const to = &element[k * PER_PIECE];
@@ -316,19 +331,11 @@ struct alignas(16) Strip {
                 }
             });
         } else {
-            constexpr int PER_ROW = LANES / TOGETHER;
-            Place piece = at;
-            if (TOGETHER > 1) {  // a lane copies not its own steps, but a piece of a row; a warp, TOGETHER rows at once
-                piece.segment = at.lane / PER_ROW % SEGMENTS;
-                piece.channel = at.group * GROUP + at.lane % PER_ROW * (TOGETHER * VEC);
-                piece.inside = piece.channel < at.p.channels;
-            }
-            const Rows rows(piece, x, chunk, ahead, at.lane / (PER_ROW * SEGMENTS));
 #pragma unroll
             for (int u = 0; u < ROWS; u += TOGETHER) {
-                const bool exists = !CHECKED || (piece.inside && piece.exists(rows.i + u));
+                const bool exists = !CHECKED || rows.exists(at, chunk, u);
                 copy_async<TOGETHER * sizeof(Pack)>(
-                    &element[32 * u + at.lane * TOGETHER], exists ? rows(u, x.time) : nullptr, exists
+                    &element[32 * u + at.lane * TOGETHER], exists ? rows(at, chunk, u) : nullptr, exists
                 );
             }
         }
@@ -530,11 +537,12 @@ struct Steps {
         return PACKING == CU_SEQLENS && ends >> u & 1 ? shared.ends[buffer].sequence[at.first(0) + u] : -1;
     }
 
-    template <bool CHECKED> static __device__ void fetch(const Place& at, Strip (&strips)[INPUTS], int chunk) {
+    template <bool CHECKED>
+    static __device__ void fetch(const Place& at, const Memory& memory, Strip (&strips)[INPUTS], int chunk) {
 #pragma unroll
         for (int k = 0; k < INPUTS; ++k)  // backward, the step before in time is the one scanned after
-            if (at.p.input(k).data)
-                strips[k].fetch<CHECKED>(at, at.p.input(k), chunk, BACKWARD && k == PREVIOUS);
+            if (at.p.has_input(k))
+                strips[k].fetch<CHECKED>(at, at.p.input(k), memory.input[k], chunk, BACKWARD && k == PREVIOUS);
     }
 
     template <bool CHECKED>
@@ -554,7 +562,7 @@ struct Steps {
             Pack bits[INPUTS];
 #pragma unroll
             for (int k = 0; k < INPUTS; ++k)
-                bits[k] = p.input(k).data ? strips[k].element[Strip::place(at, u, shift[k])] : filled(0);
+                bits[k] = p.has_input(k) ? strips[k].element[Strip::place(at, u, shift[k])] : filled(0);
             const bool exists = !CHECKED || (at.inside && at.exists(i + u));
             if (exists && BACKWARD && (CHECKED || PACKING == CU_SEQLENS)) {
                 const int n = ending(at, shared, buffer, u);
@@ -596,7 +604,9 @@ struct Steps {
 
     // Take the steps from `state`, writing the results; `sums` gathers the gradients of the parameters.
     template <bool CHECKED>
-    __device__ void apply(const Place& at, Shared& shared, int buffer, int chunk, Channels& state, Sums& sums) const {
+    __device__ void apply(
+        const Place& at, const Memory& memory, Shared& shared, int buffer, int chunk, Channels& state, Sums& sums
+    ) const {
         const Parameters& p = at.p;
         const int i = at.first(chunk);
         Pack results[ROWS][OUTPUTS];
@@ -624,12 +634,11 @@ struct Steps {
 #pragma unroll
         for (int k = 0; k < OUTPUTS; ++k) {
             Strip& strip = shared.output[NARROW ? at.warp : 0];
-            const Rows rows(at, p.output(k), chunk, 0);
             const int shift = Strip::shift(at, p.output(k), chunk, 0);
 #pragma unroll
             for (int u = 0; u < ROWS; ++u)
                 if (!(CHECKED || (NARROW && NARROW < LANES)) || (at.inside && (!CHECKED || at.exists(i + u))))
-                    *(NARROW ? &strip.element[Strip::place(at, u, shift)] : rows(u, p.output(k).time)) = results[u][k];
+                    *(NARROW ? &strip.element[Strip::place(at, u, shift)] : memory.output[k](at, chunk, u)) = results[u][k];
             if constexpr (NARROW) strip.store<CHECKED>(at, p.output(k), chunk);
         }
     }
@@ -739,8 +748,8 @@ __device__ inline void prepare(const Place& at, OfChannels& of_channels) {
 
 // Take a composed tile from `state`, which goes on to its end.
 __device__ inline void apply(
-    const Place& at, Shared& shared, int buffer, int chunk, const Steps& steps, const Composition& before,
-    Channels& state, Sums& sums
+    const Place& at, const Memory& memory, Shared& shared, int buffer, int chunk, const Steps& steps,
+    const Composition& before, Channels& state, Sums& sums
 ) {
     Channels mine;  // the state that this thread's steps begin in
 #pragma unroll
@@ -749,8 +758,8 @@ __device__ inline void apply(
         shared.tile[buffer].of(warp).carry(state);
     }
     if (SEGMENTS > 1) before.carry(mine);
-    if (at.whole(chunk)) steps.apply<false>(at, shared, buffer, chunk, mine, sums);
-    else steps.apply<true>(at, shared, buffer, chunk, mine, sums);
+    if (at.whole(chunk)) steps.apply<false>(at, memory, shared, buffer, chunk, mine, sums);
+    else steps.apply<true>(at, memory, shared, buffer, chunk, mine, sums);
 }
 
 __device__ inline void read(
@@ -761,10 +770,10 @@ __device__ inline void read(
     if (EXCHANGED) __syncwarp();
 }
 
-__device__ inline void fetch(const Place& at, Shared& shared, int stage, int chunk, int chunks) {
+__device__ inline void fetch(const Place& at, const Memory& memory, Shared& shared, int stage, int chunk, int chunks) {
     if (chunk < chunks) {
-        if (at.inner(chunk)) Steps::fetch<false>(at, shared.input[stage][at.warp], chunk);
-        else Steps::fetch<true>(at, shared.input[stage][at.warp], chunk);
+        if (at.inner(chunk)) Steps::fetch<false>(at, memory, shared.input[stage][at.warp], chunk);
+        else Steps::fetch<true>(at, memory, shared.input[stage][at.warp], chunk);
     }
     commit_copies();
 }
@@ -772,8 +781,9 @@ __device__ inline void fetch(const Place& at, Shared& shared, int stage, int chu
 // A block takes the tiles of its chain one after the other.
 __device__ inline void stream(const Parameters& p, Shared& shared, int chunks) {
     const Place at(p, blockIdx.x);
+    const Memory memory(at);
 #pragma unroll 1
-    for (int stage = 0; stage < STAGES; ++stage) fetch(at, shared, stage, stage, chunks);
+    for (int stage = 0; stage < STAGES; ++stage) fetch(at, memory, shared, stage, stage, chunks);
     Resets resets, later;
     later.load(at, 0);
     OfChannels of_channels;
@@ -794,11 +804,11 @@ __device__ inline void stream(const Parameters& p, Shared& shared, int chunks) {
         }
         steps.resets = resets.of(chunk);
         read(at, shared, stage, buffer, chunk, of_channels, steps);
-        fetch(at, shared, stage, chunk + STAGES, chunks);
+        fetch(at, memory, shared, stage, chunk + STAGES, chunks);
         stage = stage + 1 == STAGES ? 0 : stage + 1;
         const Composition before = shared.tile[buffer].join(at, steps.compose(at, shared, buffer));
         __syncthreads();
-        apply(at, shared, buffer, chunk, steps, before, state, sums);
+        apply(at, memory, shared, buffer, chunk, steps, before, state, sums);
     }
     if (PACKING != CU_SEQLENS && at.warp == 0 && at.segment == 0) store_state(at, p.final, 0, state);
     if constexpr (SUMS) store_sums(at, shared, sums);
@@ -808,10 +818,11 @@ __device__ inline void stream(const Parameters& p, Shared& shared, int chunks) {
 __device__ inline void chain(const Parameters& p, Shared& shared, int chunks) {
     const int companions = p.companions;
     const Place at(p, blockIdx.x / companions);
+    const Memory memory(at);
     const Published published(p, blockIdx.x / companions, chunks);
     int next = blockIdx.x % companions;  // the tile to be composed
 #pragma unroll 1
-    for (int stage = 0; stage < STAGES; ++stage) fetch(at, shared, stage, next + stage * companions, chunks);
+    for (int stage = 0; stage < STAGES; ++stage) fetch(at, memory, shared, stage, next + stage * companions, chunks);
     Resets later;
     later.load(at, next);
     OfChannels of_channels;
@@ -838,7 +849,7 @@ __device__ inline void chain(const Parameters& p, Shared& shared, int chunks) {
             coming.resets = later;
             later.load(at, next + companions);
             read(at, shared, stage, buffer, next, of_channels, coming);
-            fetch(at, shared, stage, next + STAGES * companions, chunks);
+            fetch(at, memory, shared, stage, next + STAGES * companions, chunks);
             stage = stage + 1 == STAGES ? 0 : stage + 1;
             composed = shared.tile[buffer].join(at, coming.compose(at, shared, buffer));
         }
@@ -864,7 +875,7 @@ __device__ inline void chain(const Parameters& p, Shared& shared, int chunks) {
                 __syncthreads();
                 for (int warp = 0, tile = since; tile < now; ++warp, tile += of_warp) shared.between.of(warp).carry(state);
             }
-            apply(at, shared, last, now, steps, before, state, sums);
+            apply(at, memory, shared, last, now, steps, before, state, sums);
             if (PACKING != CU_SEQLENS && now == chunks - 1 && at.warp == 0 && at.segment == 0)
                 store_state(at, p.final, 0, state);
         }
