@@ -254,8 +254,10 @@ struct Memory {
     }
 };
 
+// 16 bytes of memory to shared memory, in the background.  The line that they are of comes to the L2 as a whole: where a
+// block's rows are half a line, the other half is a neighbour's.
 __device__ inline void copy_async_16(Pack* to, const Pack* from, bool exists = true) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(unsigned(__cvta_generic_to_shared(to))),
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(unsigned(__cvta_generic_to_shared(to))),
                  "l"(from), "r"(exists ? 16 : 0) : "memory");
 }
 // Copies memory to shared memory in the background; where `exists` is false it reads nothing and leaves zeros.
@@ -266,7 +268,7 @@ template <int BYTES = sizeof(Pack)> __device__ inline void copy_async(Pack* to, 
     else if constexpr (BYTES < 4)
         *to = exists ? *from : 0;  // too small for the copy engine
     else
-        asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(unsigned(__cvta_generic_to_shared(to))),
+        asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], %2, %3;" ::"r"(unsigned(__cvta_generic_to_shared(to))),
                      "l"(from), "n"(BYTES), "r"(exists ? BYTES : 0) : "memory");
 }
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
