@@ -29,7 +29,7 @@ from ostinato.bench.report import environment, write_json
 INPUTS = {
     "exchange_seconds": 32e-6,  # measured: a whole all-gather of a few bytes on two GPUs
     "gpus_a_machine": 8,
-    "inside": {"latency": 2e-6, "rate": 450e9},  # assumed; NVLink 4, one direction
+    "inside": {"latency": 2e-6, "rate": 330e9},  # assumed; measured: large all-gathers among four H200, each receiving
     "between": {"latency": 5e-6, "rate": 50e9},  # assumed; a network card of 400 Gb/s for each GPU
     "memory_rate": 4e12,  # measured: torch.add on an H200
     "scan_share": 0.8,  # of that rate, what a scan reaches; measured 0.79 to 0.83

@@ -419,13 +419,17 @@ def exchange(name: str) -> str:
         rows.append([*sizes, f"{row['ring']['bytes'] / 1e6:,.2f}", *times, f"{row['share_of_linear']:.2f}"])
     head = ["GPUs", "channels", "steps a GPU", "MB received", "all-gather, ring, µs", "all-gather, doubling, µs"]
     given = run["inputs"]
-    links = (given["inside"], "inside a machine"), (given["between"], "between two")
-    assumed = [f"{1e6 * link['latency']:g} µs and {link['rate'] / 1e9:g} GB/s {where}" for link, where in links]
+    inside, between = given["inside"], given["between"]
+    assumed = [
+        f"{1e6 * inside['latency']:g} µs inside a machine",
+        f"{1e6 * between['latency']:g} µs and {between['rate'] / 1e9:g} GB/s between two",
+    ]
     assumed.append(f"{1e3 * given['host_seconds']:g} ms a call on the host")
     return (
         f"{markdown([*head, 'log-step, µs', 'forward, of linear'], rows)}\n"
         f"Simulated. Measured: {1e6 * given['exchange_seconds']:g} µs for an exchange of a few bytes between two H200, "
-        f"and the memory's rate, {given['memory_rate'] / 1e12:g} TB/s. Assumed: {', '.join(assumed)}. "
+        f"{inside['rate'] / 1e9:g} GB/s that each of four receives in a large one, and the memory's rate, "
+        f"{given['memory_rate'] / 1e12:g} TB/s. Assumed: {', '.join(assumed)}. "
         f"`benchmarks/results/{name}.json`.\n"
     )
 

@@ -96,6 +96,19 @@ def test_streaming_blocks_ask_for_as_much_memory_as_is_on_its_way():
                 assert geometry.shared_bytes(inputs, 0, itemsize) <= device.shared_of_block
 
 
+@pytest.mark.parametrize("gpu", ["H200", "H100"])
+@pytest.mark.parametrize("shape", [(8, 4096, 1536), (8, 65536, 1536), (128, 512, 256), (16, 4096, 1024)], ids=str)
+def test_16_bit_scans_take_what_was_measured_fastest(gpu, shape):
+    for element, inputs in (("LinearScan", 2), ("Generated2", 2), ("Generated3", 3)):
+        forward = choose_geometry(element, inputs, 2, 8, False, *shape, GPUS[gpu])
+        assert forward[:8] == (2, 16, 4, 8, False, 3, 0, 2)
+        backward = choose_geometry(f"{element}Backward", inputs + 2, 2, 8, False, *shape, GPUS[gpu])
+        assert backward[:8] == (2, 16, 4, 4, False, 4, 0, 2)
+        assert forward.copies_wide(2, 8)
+        assert backward.copies_wide(2, 8)
+        assert not forward.copies_wide(2, 4)
+
+
 def test_geometries_fit_the_gpu():
     elements = [(code_of(e, "linear")[0], inputs_of(e)) for e in ELEMENTS]
     for device in GPUS.values():

@@ -4,6 +4,7 @@ import copy
 import functools
 import importlib.util
 import itertools
+from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
@@ -179,19 +180,73 @@ def pass_on(P, L, start, of, reverse):
     return states[of].to(start.dtype), state.to(start.dtype)
 
 
-def errors_as_on_a_gpu(size):
+@contextmanager
+def kernels_of_a_gpu(first_piece):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ostinato.distributed._Linear, "has_kernel", True)
         patch.setattr(ostinato.distributed.kernel, "compose", compose)
         patch.setattr(ostinato.distributed.kernel, "pass_on", pass_on)
-        patch.setattr(ostinato.distributed, "FIRST_PIECE", 2)
+        patch.setattr(ostinato.distributed, "FIRST_PIECE", first_piece)
+        yield
+
+
+def errors_as_on_a_gpu(size):
+    with kernels_of_a_gpu(2):
         return errors(size)
+
+
+def errors_where_all_is_soon_forgotten(cell, options, lengths):
+    """Every other coefficient is zero, so that the state that enters counts in the first piece alone."""
+    total = sum(lengths)
+    x, weights = 1e4 * random(2, total, 5, seed=6), random(2, total, 8, seed=7)
+    torch.manual_seed(0)
+    whole = getattr(ostinato, cell)(5, 8, batch_first=True, **options)
+    parts = ostinato.distributed.sequence_parallel(copy.deepcopy(whole), distributed.group.WORLD)
+    h0, mine = (leaf(0.5 + random(1, 2, 8, seed=8).abs()) for _ in range(2))
+    x_whole, x_mine = leaf(x), leaf(cut(x, lengths))
+    with (
+        kernels_of_a_gpu(20),
+        mock.patch.object(
+            ostinato.distributed._Seam, "begin_again", autospec=True, side_effect=ostinato.distributed._Seam.begin_again
+        ) as again,
+    ):
+        y, h_n = parts(x_mine, mine)
+        part = (y * cut(weights, lengths)).sum() + h_n.sum() * distributed.get_rank()
+        grads = torch.autograd.grad(part, [x_mine, mine, *parts.parameters()])
+    z, z_n = whole(x_whole, h0)
+    loss = (z * weights).sum() + z_n.sum() * sum(range(distributed.get_world_size()))
+    expected = torch.autograd.grad(loss, [x_whole, h0, *whole.parameters()])
+    of_weights = list(grads[2:])
+    for grad in of_weights:
+        distributed.all_reduce(grad)
+    pairs = [(y, cut(z, lengths)), (h_n, z_n), (grads[0], cut(expected[0], lengths)), (grads[1], expected[1])]
+    pairs += zip(of_weights, expected[2:], strict=True)
+    return max(((x - y).abs().max() / y.abs().max().clamp(min=1)).item() for x, y in pairs), again.call_count
 
 
 def test_equal_to_one_process_with_the_kernels_of_a_gpu(processes):
     for found in processes.run(2, errors_as_on_a_gpu, 2):
         wrong = {case: error for case, error in found.items() if not error < 1e-12}
         assert not wrong, "\n".join(f"{case}: {error}" for case, error in wrong.items())
+
+
+def errors_where_coefficients_are_zero(reverse):
+    a = random(1, 71, 3)
+    a[:, ::2] = 0
+    with kernels_of_a_gpu(20):
+        return compare_of((a, random(1, 71, 3, seed=1), random(1, 3, seed=2)), (30, 41), reverse)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_the_gradient_at_a_seam_is_of_the_state_that_came_late(processes, reverse):
+    assert max(processes.run(2, errors_where_coefficients_are_zero, reverse)) < 1e-12
+
+
+@pytest.mark.parametrize(("cell", "options"), [("MinGRU", {}), ("MinLSTM", {"candidate": "tanh"}), ("HGRN", {})])
+def test_the_scan_need_not_wait_for_a_state_that_is_soon_forgotten(processes, cell, options):
+    for error, times in processes.run(2, errors_where_all_is_soon_forgotten, cell, options, (30, 41)):
+        assert error < 1e-12
+        assert times == 1
 
 
 def of_a_nan():

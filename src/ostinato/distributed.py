@@ -256,6 +256,15 @@ class _Linear:
         other.inputs = inputs
         return other
 
+    def part(self, steps: slice) -> Self:
+        """Some of the steps."""
+        other = self.of(self.inputs_of(steps))
+        other.resets, other.number = self.resets_of(steps), steps.stop - steps.start
+        return other
+
+    def inputs_of(self, steps: slice) -> tuple[Tensor | None, ...]:
+        return tuple(x[:, steps] for x in self.inputs if x is not None)
+
     def run(self, h0: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
         """The scan itself, differentiable."""
         return operators.linear_scan(*self.inputs, h0, cu_seqlens, self.resets, self.reverse, self.backend)
@@ -388,6 +397,11 @@ class _Minimal(_Linear):
     def by_batch(self, h: Tensor) -> Tensor:
         return h if self.settings[2] else h.transpose(0, 1)
 
+    def inputs_of(self, steps: slice) -> tuple[Tensor | None, ...]:
+        pre, bias = self.inputs
+        assert pre is not None
+        return self.by_batch(self.by_batch(pre)[:, steps]), bias
+
 
 class _Recurrence(_Linear):
     """Steps of a linear recurrence of the user's."""
@@ -408,10 +422,13 @@ class _Recurrence(_Linear):
 
     def coefficients(self, steps: slice) -> tuple[Tensor, Tensor]:
         wide = torch.promote_types(self.dtype, torch.float32)
-        own = [x[:, steps] if x.dim() == 3 else x for x in self.inputs if x is not None]
+        own = (x.to(wide) for x in self.inputs_of(steps) if x is not None)
         shape = (self.batch, steps.stop - steps.start, self.channels)
-        a, b = self.recurrence.function(*(x.to(wide) for x in own))
+        a, b = self.recurrence.function(*own)
         return a.expand(shape), b.expand(shape)
+
+    def inputs_of(self, steps: slice) -> tuple[Tensor | None, ...]:
+        return tuple(x[:, steps] if x.dim() == 3 else x for x in self.inputs if x is not None)
 
 
 def _gates(pre: Tensor, bias: Tensor | None, cell: str, candidate: str) -> tuple[Tensor, Tensor]:
@@ -476,7 +493,8 @@ class _Seam:
     def __init__(self, steps: _Linear, group: ProcessGroup, cu_seqlens: Tensor | None = None) -> None:
         self.steps, self.group, self.rank = steps, group, group.rank()
         self.sequences = steps.batch
-        self.forgets_back = False
+        self.forgets = False  # whether what enters a part from either end is known to count in its first piece alone
+        self.first_carries: Tensor | None = None
         self.cu_seqlens: Tensor | None = None
         if cu_seqlens is None:
             self.parts = [_dense(steps.number)] * group.size()
@@ -503,17 +521,39 @@ class _Seam:
         if not self.sequences:
             return self.steps.run(self.initial(h0), self.cu_seqlens)
         shared = _Shared.apply(self.initial(h0), self.group) if self.packed else self.initial(h0)
-        has_backward = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in self.steps.inputs)
+        steps = self.steps
+        start = None
         with torch.no_grad():
-            goes_back = self.goes_back() if has_backward else None
+            passes = self.passes_first_piece()
             P, L = self.composed()
-            self.forgets_back = goes_back is not None and not goes_back
+            self.forgets = passes is not None and not bool(passes)
+            if not self.forgets:
+                self.first_carries = None
+        if self.forgets:  # the exchange, which takes the host its time, is then behind the scan
+            start = self.initial(None)
+            h, last = steps.run(start, None)
+        with torch.no_grad():
             told = _gather(self.group, *self.begun(P, L, shared), *self.resets_in(self.part.tail))
             entering, of_all = self.enter(shared, *told)
         # Constants to the scan: _Across hands their gradients on.
-        entering, of_all = (x.detach().to(self.steps.dtype) for x in (entering, of_all))
-        h, last = self.steps.run(self.local(shared, entering), self.cu_seqlens)
-        return _Across.apply(self.without_inputs(), entering, of_all, h, last, h0, *self.steps.inputs)
+        entering, of_all = (x.detach().to(steps.dtype) for x in (entering, of_all))
+        if start is None:
+            h, last = steps.run(self.local(shared, entering), self.cu_seqlens)
+        else:
+            self.begin_again(h, start, entering)
+        return _Across.apply(self.without_inputs(), entering, of_all, h, last, h0, *steps.inputs)
+
+    def begin_again(self, h: Tensor, start: Tensor, entering: Tensor) -> None:
+        """Of a scan from no state, the steps of the first piece, in which the entering one is forgotten.
+
+        Into the memory of what the scan has kept for its backward.
+        """
+        piece = next(self.pieces_onwards())
+        with torch.no_grad():
+            first = self.steps.part(piece)
+            states, _ = first.run(entering, None)
+            first.by_batch(h.data)[:, piece] = first.by_batch(states)
+            start.data.copy_(entering)
 
     def run_plainly(self, h0: Tensor | None) -> tuple[Tensor, Tensor]:
         """The same of differentiable parts alone, for derivatives of higher order.
@@ -582,18 +622,19 @@ class _Seam:
         pieces = _pieces(self.part.tail, steps.largest_piece, from_end=not steps.reverse)
         return self.over(pieces, steps.compose, type(steps))
 
-    def goes_back(self) -> Tensor | None:
-        """Whether a gradient that comes in passes the first piece of its way; None if that is for the backward to see.
+    def passes_first_piece(self) -> Tensor | None:
+        """Whether anything of the state that enters passes the first piece of a dense part, if a kernel can tell.
 
-        The backward then need not wait for the GPU, which still runs the forward.
+        So much of the gradient that comes in at the piece's other end leaves by it, too.
         """
-        steps, first = self.steps, next(self.pieces_back(), None)
-        if first is None or not steps.has_kernel or isinstance(steps, _Logarithmic):
+        steps, piece = self.steps, next(self.pieces_onwards(), None)
+        if piece is None or self.packed or not steps.has_kernel or isinstance(steps, _Logarithmic):
             return None
-        a = zeroed(steps.coefficients(first)[0], steps.resets_of(first))
-        return steps.compose_back(a, a)[0].any()
+        self.first_carries = zeroed(steps.coefficients(piece)[0], steps.resets_of(piece))
+        return steps.compose_back(self.first_carries, self.first_carries)[0].any()
 
-    def pieces_back(self) -> Iterator[slice]:
+    def pieces_onwards(self) -> Iterator[slice]:
+        """Of the entering sequence's steps, in the order of scanning."""
         head = self.part.head if self.part.continues else slice(0, 0)
         return _pieces(head, self.steps.largest_piece, from_end=self.steps.reverse)
 
@@ -641,9 +682,10 @@ class _Seam:
         h, grad_h = steps.by_batch(h), steps.by_batch(grad_h)
 
         def compose(piece: slice) -> tuple[Tensor, Tensor]:
-            return steps.compose_back(steps.carries(piece, h, entering), grad_h[:, piece])
+            a = steps.carries(piece, h, entering) if self.first_carries is None else self.first_carries
+            return steps.compose_back(a, grad_h[:, piece])
 
-        return self.over(self.pieces_back(), compose, _Linear, self.forgets_back)
+        return self.over(self.pieces_onwards(), compose, _Linear, self.forgets)
 
     def come_in(self, grad_last: Tensor, P: Tensor, L: Tensor, *resets: Tensor) -> tuple[Tensor, Tensor]:
         """The gradient of the state that leaves this part, and that of a dense sequence's initial state."""

@@ -119,7 +119,7 @@ def _traced(cell: str, candidate: str, bias: bool) -> str:
 
 
 def _steps_alone(x: Tensor, weight: Tensor, backend: str) -> bool:
-    """Whether one step goes by :func:`_step`: what leads to a layer's kernel takes longer than it."""
+    """Whether one step goes by :func:`next_state`: what leads to a layer's kernel takes longer than it."""
     if x.dtype is not weight.dtype or backend != "auto":
         return False
     if x.is_cpu:
@@ -129,7 +129,7 @@ def _steps_alone(x: Tensor, weight: Tensor, backend: str) -> bool:
     return operators.kernels_on("auto", "cuda") is not None
 
 
-def _step(cell: str, candidate: str, x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor | None) -> Tensor:
+def next_state(cell: str, candidate: str, x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor | None) -> Tensor:
     """The state after one step, in the layer's kernel, or by the equation as it stands if it is to be traced.
 
     The state before is (B, H), or has a dimension of 1 more, and so does the result.
@@ -222,7 +222,7 @@ class _MinimalLayers(DiagonalLayers):
     def _step_of_layer(self, layer: int, x: Tensor, h0: Any) -> tuple[Tensor, Hidden]:
         weight, bias = self._parameter(f"weight_ih_l{layer}"), self._parameter(f"bias_ih_l{layer}")
         if _steps_alone(x, weight, self.backend):
-            state = _step(self.cell, self.candidate, x, weight, bias, h0)
+            state = next_state(self.cell, self.candidate, x, weight, bias, h0)
             self._remember_step(x, h0, weight, bias)
             return (state, state.unsqueeze(0)) if h0 is None else (state.squeeze(0), state)
         if self.sequence_group is not None:
@@ -244,8 +244,14 @@ class _MinimalLayers(DiagonalLayers):
             return super()._layer(layer, x, h0, offsets, resets, batch_first)
         weights = [getattr(self, f"weight_ih_{suffix}") for suffix in self._suffixes(layer)]
         biases = [getattr(self, f"bias_ih_{suffix}") for suffix in self._suffixes(layer)] if self.bias else []
-        pre = linear(x, weights[0] if len(weights) == 1 else torch.cat(weights))
+        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
         bias = None if not biases else biases[0] if len(biases) == 1 else torch.cat(biases)
+        if x.is_cuda and not self.bidirectional and self.sequence_group is None and offsets is None and resets is None:
+            recurrence = recurrence_of(self.cell, self.candidate, self.bias)
+            found = operators.projected_scan(x, weight, bias, h0, recurrence, batch_first, self.backend)
+            if found is not None:
+                return found
+        pre = linear(x, weight)
         if self.sequence_group is not None:
             from ostinato import distributed
 
@@ -433,7 +439,7 @@ class _MinimalCell(nn.Module):
             check_like_weight("hx", hx, self.weight_ih)
         if _steps_alone(input, self.weight_ih, self.backend):
             rows, state = input.view(-1, self.input_size), None if hx is None else hx.view(-1, self.hidden_size)
-            h = _step(self.cell, self.candidate, rows, self.weight_ih, self.bias_ih, state)
+            h = next_state(self.cell, self.candidate, rows, self.weight_ih, self.bias_ih, state)
             return h if input.dim() == 2 else h[0]
         pre = linear(input.view(-1, 1, self.input_size), self.weight_ih)
         h0 = None if hx is None else hx.to(pre.dtype).view(1, -1, self.hidden_size)

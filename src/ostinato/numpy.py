@@ -17,7 +17,7 @@ import torch
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 from torch import Tensor
 
-from ostinato.minimal import MinGRU, MinLSTM
+from ostinato.minimal import MinGRU, MinLSTM, next_state
 
 __all__ = ["CUDA_AVAILABLE", "MinGRUCell", "MinGRUCellCUDA", "MinLSTMCell", "MinLSTMCellCUDA"]
 
@@ -161,39 +161,24 @@ class _Cell:
 
 
 class _CellCPU(_Cell):
-    """A cell on the CPU.  One step is so little work that NumPy does it at once; whole sequences go to the layer."""
+    """A cell on the CPU."""
 
     def _steps(self, x: Array, h: Array | None) -> Array:
-        states = np.empty((*x.shape[:-1], self.hidden_size), self.dtype)
-        if h is None:
-            h = np.zeros((*x.shape[:-2], self.hidden_size), self.dtype)
-        candidate_state = _CANDIDATES[self.candidate]
-        weight, bias = (getattr(self._layer, name).numpy() for name in ("weight_ih_l0", "bias_ih_l0"))
-        with np.errstate(over="ignore"):  # 1 / (1 + inf) is the 0 that it should be
-            for t in range(x.shape[-2]):
-                pre = x[..., t, :] @ weight.T + bias
-                keep, mix = self._gates(pre[..., : -self.hidden_size])
-                h = keep * h + mix * candidate_state(pre[..., -self.hidden_size :])
-                states[..., t, :] = h
-        return states
-
-    def _gates(self, pre: Array) -> tuple[Array, Array]:
-        """The weights of the state before and of the candidate."""
-        raise NotImplementedError
+        rows = 1 if x.ndim == 2 else len(x)
+        given, state = (
+            _tensor(x).view(rows, *x.shape[-2:]),
+            None if h is None else _tensor(h).view(rows, self.hidden_size),
+        )
+        layer: Any = self._layer
+        weight, bias = layer.weight_ih_l0, layer.bias_ih_l0
+        states = np.empty((rows, x.shape[-2], self.hidden_size), self.dtype)
+        for t in range(x.shape[-2]):
+            state = next_state(layer.cell, self.candidate, given[:, t], weight, bias, state)
+            states[:, t] = state.numpy()
+        return states.reshape(*x.shape[:-1], self.hidden_size)
 
     def _run(self, function: Callable[[Tensor, Tensor | None], Tensor], x: Array, h: Array | None) -> Array:
         return function(_tensor(x), None if h is None else _tensor(h[None])).numpy()
-
-
-def _sigmoid(x: Array) -> Array:
-    return 1 / (1 + np.exp(-x))
-
-
-_CANDIDATES: dict[str, Callable[[Array], Array]] = {
-    "linear": lambda x: x,
-    "positive": lambda x: np.where(x >= 0, x + 0.5, _sigmoid(x)),
-    "tanh": np.tanh,
-}
 
 
 class _CellCUDA(_Cell):
@@ -236,7 +221,8 @@ def _tensor(array: Array) -> Tensor:
 
     Nothing writes to it here, but PyTorch warns.  A contiguous array may have a negative stride along an axis of 1.
     """
-    array = np.require(array, requirements=["C", "W"])
+    if not (array.flags.c_contiguous and array.flags.writeable):
+        array = np.require(array, requirements=["C", "W"])
     return torch.from_numpy(array.copy() if min(array.strides, default=0) < 0 else array)
 
 
@@ -285,9 +271,6 @@ class MinGRUCell(_CellCPU):
 
     _layer_type = MinGRU
 
-    def _gates(self, pre: Array) -> tuple[Array, Array]:
-        return _sigmoid(-pre), _sigmoid(pre)
-
 
 class MinLSTMCell(_CellCPU):
     r"""Minimal LSTM on the CPU (section 3.2 of Feng et al. 2024, arXiv 2410.01201).
@@ -306,11 +289,6 @@ class MinLSTMCell(_CellCPU):
     """
 
     _layer_type = MinLSTM
-
-    def _gates(self, pre: Array) -> tuple[Array, Array]:
-        f, i = pre[..., : self.hidden_size], pre[..., self.hidden_size :]
-        ratio = np.logaddexp(0, -i) - np.logaddexp(0, -f)  # log of f/i: nothing divides 0 by 0
-        return _sigmoid(ratio), _sigmoid(-ratio)
 
 
 class MinGRUCellCUDA(_CellCUDA):

@@ -56,7 +56,7 @@ def operator(
 
     def call(*args: Any) -> Any:
         if is_eager(args):
-            return function.apply(*args, forward) if is_differentiated(args) else forward(*args)
+            return apply(*args, forward) if is_differentiated(args) else forward(*args)
         tensors = [x for x in args if isinstance(x, Tensor)]
         if plain is not None and export.is_portable():
             return export.write(plain, name, args)
@@ -73,7 +73,7 @@ def operator(
     def prepared(*args: Any) -> Callable:
         """What eager calls of arguments with this signature run, given their arguments."""
         run = (prepare and prepare(*args)) or forward
-        return (lambda *args: function.apply(*args, run)) if is_differentiated(args) else run
+        return (lambda *args: apply(*args, run)) if is_differentiated(args) else run
 
     def run_and_keep(ctx: Any, *args: Any) -> Any:  # a setup_context of its own costs more than the call
         args, run = args[:-1], args[-1]
@@ -100,6 +100,7 @@ def operator(
         raise NotImplementedError(f"{name} has no forward-mode derivative: take gradients by backward()")
 
     function = _autograd_function(name, forward=run_and_keep, backward=backward_of_all)
+    apply = super(torch.autograd.Function, function).apply  # without the look for transforms, of which there are none
     call.prepared = prepared  # type: ignore[attr-defined]
     transformed = _autograd_function(
         name,

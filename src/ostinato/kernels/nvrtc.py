@@ -195,12 +195,15 @@ class Kernel:
 
 
 @functools.lru_cache(maxsize=1024)
-def load_kernel(name: str, code: str, macros: tuple[tuple[str, object], ...], device: int) -> Kernel:
-    """The kernel `name` of CUDA C++, compiled for `device` with the given macros."""
+def load_kernel(name: str, code: str, macros: tuple[tuple[str, object], ...], device: int, feature: str = "") -> Kernel:
+    """The kernel `name` of CUDA C++, compiled for `device` with the given macros.
+
+    The feature "a" stands for what only GPUs of exactly this architecture have.
+    """
     with _compiling:
         major, minor = torch.cuda.get_device_capability(device)
         torch.cuda.current_stream(device)  # the driver must be up before code is loaded
-        return Kernel(cached_cubin(code, f"sm_{major}{minor}", dict(macros)), name)
+        return Kernel(cached_cubin(code, f"sm_{major}{minor}{feature}", dict(macros)), name)
 
 
 def _succeeded(result: Any) -> Any:

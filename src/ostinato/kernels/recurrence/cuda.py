@@ -33,7 +33,7 @@ def scan(
     h = inputs[0].new_empty(inputs[0].shape)
     h_last = last_state(h, h0, cu_seqlens, 0.0)
     strides = tuple([x.stride() for x in inputs])
-    prepared = prepare_scan(*_element(recurrence, False), h, strides, 1, reverse, cu_seqlens, resets, parameters)
+    prepared = prepare_scan(*element_of(recurrence, False), h, strides, 1, reverse, cu_seqlens, resets, parameters)
     addresses = [x.data_ptr() for x in (*inputs, h, *parameters)] + [0] * (not parameters)
     prepared.launch(h, [*addresses, address(h0), h_last.data_ptr(), 0], cu_seqlens, resets)
     return h, h_last
@@ -58,7 +58,7 @@ def scan_backward(
     grad_h0 = None if h0 is None else last_state(h, grad_h_last, cu_seqlens, 0.0)
     strides = tuple([x.stride() for x in inputs])
     prepared = prepare_scan(
-        *_element(recurrence, True), h, strides, len(grads), reverse, cu_seqlens, resets, parameters
+        *element_of(recurrence, True), h, strides, len(grads), reverse, cu_seqlens, resets, parameters
     )
     addresses = [x.data_ptr() for x in (*inputs, *grads, *parameters)] + [0] * (not parameters)
     if grad_h is None:
@@ -78,7 +78,7 @@ def _parted(recurrence: str, arguments: Sequence[Tensor]) -> tuple[list[Tensor],
 
 
 @functools.lru_cache(maxsize=1024)
-def _element(recurrence: str, backward: bool) -> tuple[str, str]:
+def element_of(recurrence: str, backward: bool) -> tuple[str, str]:
     """The name and the code of a struct."""
     trace = parse(recurrence)
     return element_name(trace, backward), print_cuda(trace, backward)
@@ -99,7 +99,7 @@ def _prepare_layer(
 ) -> Scan:
     """The scan of a layer whose pre-activations have this shape; `packed` is (sequences, steps), or zeros."""
     kinds = parse(recurrence).sequences
-    name, code = _element(recurrence, backward)
+    name, code = element_of(recurrence, backward)
     gates = sum(kinds)
     channels = shape[-1] // (gates * directions)
     if packed[0]:

@@ -11,7 +11,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from ostinato.kernels.dispatch import Groups, gradient, gradients, operator, or_empty
+from ostinato.kernels.dispatch import Groups, gradient, gradients, is_eager, operator, or_empty
 from ostinato.kernels.export import refuse_packed
 from ostinato.kernels.recurrence import torch_ops
 from ostinato.kernels.recurrence.trace import parse
@@ -220,6 +220,21 @@ layer_scan = operator(
     plain=_plain_layer,
     composite=torch_ops.layer,
 )
+
+
+def projected_scan(
+    x: Tensor, weight: Tensor, bias: Tensor | None, h0: Tensor | None, recurrence: str, batch_first: bool, backend: str
+) -> tuple[Tensor, Tensor] | None:
+    """``layer_scan`` of ``x @ weight.T``, where there is a kernel for both that is faster; None elsewhere."""
+    if not x.is_cuda or x.dtype.itemsize != 2 or backend not in ("auto", "cuda"):
+        return None
+    if not is_eager((x, weight, bias, h0)) or kernels_on(backend, "cuda") is None:
+        return None
+    from ostinato.kernels.recurrence import projected
+
+    if not projected.covers(recurrence, x, weight, bias, h0, batch_first):
+        return None
+    return projected.scan(recurrence, x, weight, bias, h0, batch_first)
 
 
 # linear_recurrence(recurrence, h0, cu_seqlens, resets, reverse, backend, *arguments) -> h, h_last

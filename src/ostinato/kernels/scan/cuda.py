@@ -75,7 +75,7 @@ empty: Callable[..., Tensor] = torch._C._dynamo.guards._empty_strided_cuda  # ty
 @functools.cache
 def source(code: str = "") -> str:
     """The CUDA file of the scan, with an element that is generated."""
-    return nvrtc.source("numeric.cuh", "scan/elements.cuh") + code + nvrtc.source("scan/scan.cu")
+    return nvrtc.source("numeric.cuh", "scan/elements.cuh", "scan/messages.cuh") + code + nvrtc.source("scan/scan.cu")
 
 
 @functools.cache
@@ -142,15 +142,15 @@ def _prepare(problem: Problem, parameter_dtype: torch.dtype, alignment: int) -> 
     words = draws = 0
     if geometry.chained:
         tiles = chains * chunks
-        words = 2 * (1 + tiles * geometry.group * problem.compute.itemsize // 4)
+        words = 2 * (1 + tiles * geometry.group * problem.compute.itemsize // 4)  # the last for a counter
         blocks = min(tiles, geometry.resident * device.processors) if geometry.looks_back else chains * companions
         draws = tiles + blocks if geometry.looks_back else 0
     integers = [problem.parameter_direction, *(problem.resets or (0, 0, 0)), *itertools.chain(*strides)]
     counts = problem.batch, problem.steps, problem.channels, problem.sequences, problem.directions, problem.reverse
-    addresses = len(strides) + max(1, problem.parameters) + 7
+    addresses = len(strides) + max(1, problem.parameters) + 8
     kernel = nvrtc.load_kernel("scan", source(problem.code), definitions, problem.device)
     first = struct.Struct(f"={addresses}Q2I")
-    rest = struct.pack(f"=2I{len(integers)}q6i", companions, 0, *integers, *counts)
+    rest = struct.pack(f"={1 + len(integers)}q6i", companions, *integers, *counts)
     return _Launch(
         # Blocks that wait for each other all run at once.
         kernel.prepared(problem.device, blocks, 32 * geometry.warps, shared, first.pack, rest, companions > 1),
@@ -165,29 +165,43 @@ class _Workspace:
 
     def __init__(self, words: int, device: int) -> None:
         self.memory = torch.zeros(words, dtype=torch.int64, device=torch.device("cuda", device))
+        self.counter = self.memory.new_zeros(1)
         self.epoch = self.drawn = 0
 
 
-_launching = threading.Lock()  # a launch's number and place on its stream go together
+launching = threading.Lock()  # a launch's number and place on its stream go together
 _workspaces: dict[tuple[int, int], _Workspace] = {}
 _MARKS = 4  # kinds of ``Mark``
 
 
-def _published(device: int, launch: _Launch) -> tuple[int, int, int]:
-    """The address of the current stream's workspace, the epoch of this launch and what its counter begins at.
+def published_of(device: int, words: int) -> tuple[int, int]:
+    """The address of the current stream's workspace and the epoch of this launch.
 
     A launch that is being captured begins anew whenever it is replayed: its own workspace is cleared before it.
     """
     if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(launch.words, dtype=torch.int64, device=torch.device("cuda", device)).data_ptr(), _MARKS, 0
+        return torch.zeros(words, dtype=torch.int64, device=torch.device("cuda", device)).data_ptr(), _MARKS
     key = device, torch._C._cuda_getCurrentRawStream(device)
     workspace = _workspaces.get(key)
-    if workspace is None or len(workspace.memory) < launch.words or workspace.epoch >= (1 << 32) - 2 * _MARKS:
-        workspace = _workspaces[key] = _Workspace(launch.words, device)
-    drawn = workspace.drawn
+    if workspace is None or len(workspace.memory) < words or workspace.epoch >= (1 << 32) - 2 * _MARKS:
+        workspace = _workspaces[key] = _Workspace(words, device)
     workspace.epoch += _MARKS
+    return workspace.memory.data_ptr(), workspace.epoch
+
+
+def _counter_of(device: int, launch: _Launch, published: int) -> tuple[int, int]:
+    """The address of a counter for blocks that draw, and what it begins at.
+
+    The workspace's; a launch that is being captured has it behind what is published.
+    """
+    if not launch.draws:
+        return 0, 0
+    if torch.cuda.is_current_stream_capturing():
+        return published + 8 * (launch.words - 2), 0
+    workspace = _workspaces[device, torch._C._cuda_getCurrentRawStream(device)]
+    drawn = workspace.drawn
     workspace.drawn = (drawn + launch.draws) % (1 << 32)
-    return workspace.memory.data_ptr(), workspace.epoch, drawn
+    return workspace.counter.data_ptr(), drawn
 
 
 class Scan:
@@ -221,10 +235,12 @@ class Scan:
         if sums is not None or bounds is not None or resets is not None:
             others = address(sums), address(bounds), address(resets)
         if not launch.words:
-            launch.start(*addresses, *others, 0, 0, 0)
+            launch.start(*addresses, *others, 0, 0, 0, 0)
         else:
-            with _launching:
-                launch.start(*addresses, *others, *_published(self.problem.device, launch))
+            with launching:
+                published, epoch = published_of(self.problem.device, launch.words)
+                counter, drawn = _counter_of(self.problem.device, launch, published)
+                launch.start(*addresses, *others, published, counter, epoch, drawn)
         return None if sums is None else sums.sum(0)
 
 

@@ -45,10 +45,10 @@ class Geometry(NamedTuple):
     def copies_wide(self, itemsize: int, aligned: int) -> bool:
         """Whether lanes copy 16 bytes each: rows consist of such pieces and lie so `aligned`, in channels.
 
-        Only chained blocks: those that stream are no faster for it, some slower.
+        Not where blocks stream wider numbers than 16 bits: a lane's own piece is as large as half of these then.
         """
         pieces = self.lanes * self.vec * itemsize % 16 == 0 and self.rows * self.vec * itemsize % 16 == 0
-        return self.chained and not self.narrow and pieces and aligned * itemsize >= 16
+        return (self.chained or itemsize == 2) and not self.narrow and pieces and aligned * itemsize >= 16
 
     def shared_bytes(self, inputs: int, sums: int, itemsize: int, packed: bool = False) -> int:
         """Enough for ``Shared`` in ``scan.cu``, which checks it; `sums` are those of parameters' gradients."""
@@ -141,15 +141,18 @@ def _streaming(
     """Blocks of which those at work at once ask for as much memory as comes in the time it takes to come.
 
     A lane moves up to eight bytes, so that a warp's row is two full lines; blocks become narrower, as long as a row of
-    one fills whole sectors, until there is one for each multiprocessor.
+    one fills whole sectors, until there is one for each multiprocessor.  Rows of 16 bits are half a line at once:
+    twice as much is computed of the same bytes then, which must be spread evenly, and copies of 16 bytes that bring
+    whole lines to the L2 make up for it.
     """
-    vec = min(aligned, 8 // itemsize)
-    lanes = _lanes_across(channels, vec)
+    halved = itemsize == 2 and aligned >= 8
+    vec = 2 if halved else min(aligned, 8 // itemsize)
+    lanes = min(_lanes_across(channels, vec), 16 if halved else 32)
 
     def blocks() -> int:
         return sequences * -(-channels // (lanes * vec))
 
-    while lanes > 8 and blocks() < device.processors:
+    while lanes > 8 and not halved and blocks() < device.processors:
         lanes //= 2
     at_once = min(max(blocks() / device.processors, 0.5), 4)  # blocks of a multiprocessor
     wanted = device.bandwidth * LATENCY / device.processors / at_once
@@ -160,7 +163,8 @@ def _streaming(
     rows = _power_of_two(tile / (warps * segments), least, 4 if inputs > 3 else most)
     while warps > 1 and (warps // 2) * segments * rows >= steps:
         warps //= 2  # short sequences: no warps without a step
-    return Geometry(vec, lanes, warps, rows, False, THREADS // (32 * warps), 0, STAGES)
+    threads = 512 if halved and rows * vec <= 8 else THREADS  # few steps need few registers
+    return Geometry(vec, lanes, warps, rows, False, threads // (32 * warps), 0, STAGES)
 
 
 def _narrow_streaming(inputs: int, steps: int, channels: int) -> Geometry:

@@ -67,21 +67,10 @@ using Index = long long;
 #if FAR
 using Offset = Index;  // within a tile, in bytes
 #else
-using Offset = unsigned;
+using Offset = int;
 #endif
 
-// What blocks tell each other carries its own readiness: a mark in the same 16 bytes, which arrive whole, so nothing
-// need be ordered and no fence waited for.  Of floats one message holds the composition of a tile, (b, a, low), of
-// doubles the first holds b and the second a.  The epoch of the launch in each mark tells it from those of earlier
-// launches, so the memory need not be cleared.
-enum Mark : unsigned { ABSENT, COMPOSED, KNOWN, MARKS = 4 };  // KNOWN: the tiles before do not matter, b is the state
-struct alignas(16) Message {
-    union {
-        struct { unsigned parts[3], mark; };
-        unsigned long long halves[2];
-    };
-};
-constexpr unsigned PATIENCE = 1 << 24;  // looks, of a microsecond each, before a wait ends in an error
+// Of floats one message holds the composition of a tile, (b, a, low), of doubles the first holds b and the second a.
 constexpr int MESSAGES = sizeof(Compute) / 4;
 
 struct Strides { Index batch, time, direction; };  // channels are neighbours
@@ -101,15 +90,16 @@ struct Parameters {
     Compute* sums;          // gradients of the parameters, one row for each block of a channel group
     const int* bounds;      // cu_seqlens or offsets
     const unsigned char* resets;  // with RESETS, a byte for each step of each sequence
-    Message* published;     // chained: a counter of the tiles drawn, then what is known of each tile
-    unsigned epoch, drawn;  // chained: the launch's number, a multiple of MARKS, and what the counter begins at
-    unsigned companions;    // blocks that share their channels
-    int reserved;
+    Message* published;     // chained: what is known of each tile
+    unsigned* counter;      // looking back: of the tiles drawn
+    unsigned epoch, drawn;  // chained: the launch's number, a multiple of MARKS; what the counter begins at
+    Index companions;       // blocks that share their channels
     Index parameter_direction, resets_batch, resets_time, resets_direction;
     Strides strides[INPUTS + OUTPUTS];
     int batch, steps, channels, sequences, directions, reverse;
 
     __device__ Tensor input(int k) const { return {data[k], strides[k]}; }
+    __device__ bool has_input(int k) const { return !BACKWARD || k != GRAD || data[k]; }
     __device__ Tensor output(int k) const { return {data[INPUTS + k], strides[INPUTS + k]}; }
 };
 
@@ -235,37 +225,52 @@ struct Place {
     }
 };
 
-// This thread's rows of a tensor in a tile, `ahead` steps further: a base that the whole block shares and offsets
-// that are the same in every tile, which the hardware adds.
+// This thread's rows of a tensor, `ahead` steps further.
 struct Rows {
-    char* base;
-    Offset origin, stride;
-    const Place& at;
-    int i;
+    const char* first;  // in the first tile; of OFFSETS, where the sequence would be if it were packed alone
+    Offset stride;
+    int local;  // the step of the first tile that the first is
+    bool inside;
 
-    __device__ Rows(const Place& at, const Tensor& x, int chunk, int ahead, int row = 0)
-        : at(at), i(at.first(chunk) + ahead + row) {
-        const int local = at.first(0);
-        Index low = 0;
-        origin = 0;
-        if (PACKING != OFFSETS) {
-            low = at.descending ? at.p.steps - Index(chunk + 1) * TILE - ahead : Index(chunk) * TILE + ahead;
-            origin = Offset(at.descending ? TILE - 1 - local : local) * Offset(x.time);
-        }
-        base = reinterpret_cast<char*>(at.sequence(x) + low * x.time);
-        origin = (origin + at.channel) * sizeof(Scalar);
-        stride = Offset(at.descending ? -x.time : x.time) * sizeof(Scalar);
-        if (PACKING != OFFSETS) origin += row * stride;
+    __device__ Rows() {}
+    __device__ Rows(const Place& at, const Tensor& x, int ahead, int row = 0)
+        : local(at.first(0) + ahead + row), inside(at.inside) {
+        const Index step = PACKING == OFFSETS ? 0 : at.time(local);
+        first = reinterpret_cast<const char*>(at.sequence(x) + at.channel + step * x.time);
+        stride = Offset(PACKING != OFFSETS && at.descending ? -x.time : x.time) * Offset(sizeof(Scalar));
     }
-    __device__ Pack* operator()(int u, Index packed_time) const {
-        if (PACKING == OFFSETS)
-            return reinterpret_cast<Pack*>(base + origin + at.p.bounds[at.time(i + u)] * packed_time * sizeof(Scalar));
-        return reinterpret_cast<Pack*>(base + Offset(origin + u * stride));
+    __device__ bool exists(const Place& at, int chunk, int u) const { return inside && at.exists(chunk * TILE + local + u); }
+    __device__ Pack* operator()(const Place& at, int chunk, int u) const {
+        const Index row = PACKING == OFFSETS ? at.p.bounds[at.time(chunk * TILE + local + u)] : u;
+        const Index tile = PACKING == OFFSETS ? 0 : Index(chunk) * Offset(TILE * stride);
+        return reinterpret_cast<Pack*>(const_cast<char*>(first) + tile + row * stride);
     }
 };
 
+// Where a thread's rows of all tensors are, which is the same in every tile.
+struct Memory {
+    Rows input[INPUTS], output[OUTPUTS];
+
+    __device__ explicit Memory(const Place& at) {
+        Place piece = at;
+        if (TOGETHER > 1) {  // a lane copies not its own steps, but a piece of a row; a warp, TOGETHER rows at once
+            constexpr int PER_ROW = LANES / TOGETHER;
+            piece.segment = at.lane / PER_ROW % SEGMENTS;
+            piece.channel = at.group * GROUP + at.lane % PER_ROW * (TOGETHER * VEC);
+            piece.inside = piece.channel < at.p.channels;
+        }
+#pragma unroll
+        for (int k = 0; k < INPUTS; ++k)
+            input[k] = Rows(piece, at.p.input(k), BACKWARD && k == PREVIOUS, at.lane / (LANES / TOGETHER * SEGMENTS));
+#pragma unroll
+        for (int k = 0; k < OUTPUTS; ++k) output[k] = Rows(at, at.p.output(k), 0);
+    }
+};
+
+// 16 bytes of memory to shared memory, in the background.  The line that they are of comes to the L2 as a whole: where a
+// block's rows are half a line, the other half is a neighbour's.
 __device__ inline void copy_async_16(Pack* to, const Pack* from, bool exists = true) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(unsigned(__cvta_generic_to_shared(to))),
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(unsigned(__cvta_generic_to_shared(to))),
                  "l"(from), "r"(exists ? 16 : 0) : "memory");
 }
 // Copies memory to shared memory in the background; where `exists` is false it reads nothing and leaves zeros.
@@ -276,7 +281,7 @@ template <int BYTES = sizeof(Pack)> __device__ inline void copy_async(Pack* to, 
     else if constexpr (BYTES < 4)
         *to = exists ? *from : 0;  // too small for the copy engine
     else
-        asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(unsigned(__cvta_generic_to_shared(to))),
+        asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], %2, %3;" ::"r"(unsigned(__cvta_generic_to_shared(to))),
                      "l"(from), "n"(BYTES), "r"(exists ? BYTES : 0) : "memory");
 }
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
@@ -329,7 +334,8 @@ struct alignas(16) Strip {
             move(piece, memory + 32 * k * PER_PIECE, low > 0 ? low : 0, high < PER_PIECE ? high : PER_PIECE);
         }
     }
-    template <bool CHECKED> __device__ void fetch(const Place& at, const Tensor& x, int chunk, int ahead) {
+    template <bool CHECKED>
+    __device__ void fetch(const Place& at, const Tensor& x, const Rows& rows, int chunk, int ahead) {
         if constexpr (NARROW) {
             pieces<CHECKED, false>(at, x, chunk, ahead, [&](int k, const Pack* from, int low, int high) {
                 Pack* const to = &element[k * PER_PIECE];
@@ -340,19 +346,11 @@ struct alignas(16) Strip {
                 }
             });
         } else {
-            constexpr int PER_ROW = LANES / TOGETHER;
-            Place piece = at;
-            if (TOGETHER > 1) {  // a lane copies not its own steps, but a piece of a row; a warp, TOGETHER rows at once
-                piece.segment = at.lane / PER_ROW % SEGMENTS;
-                piece.channel = at.group * GROUP + at.lane % PER_ROW * (TOGETHER * VEC);
-                piece.inside = piece.channel < at.p.channels;
-            }
-            const Rows rows(piece, x, chunk, ahead, at.lane / (PER_ROW * SEGMENTS));
 #pragma unroll
             for (int u = 0; u < ROWS; u += TOGETHER) {
-                const bool exists = !CHECKED || (piece.inside && piece.exists(rows.i + u));
+                const bool exists = !CHECKED || rows.exists(at, chunk, u);
                 copy_async<TOGETHER * sizeof(Pack)>(
-                    &element[32 * u + at.lane * TOGETHER], exists ? rows(u, x.time) : nullptr, exists
+                    &element[32 * u + at.lane * TOGETHER], exists ? rows(at, chunk, u) : nullptr, exists
                 );
             }
         }
@@ -575,11 +573,12 @@ struct Steps {
         return PACKING == CU_SEQLENS && ends >> u & 1 ? shared.ends[buffer].sequence[at.first(0) + u] : -1;
     }
 
-    template <bool CHECKED> static __device__ void fetch(const Place& at, Strip (&strips)[INPUTS], int chunk) {
+    template <bool CHECKED>
+    static __device__ void fetch(const Place& at, const Memory& memory, Strip (&strips)[INPUTS], int chunk) {
 #pragma unroll
         for (int k = 0; k < INPUTS; ++k)  // backward, the step before in time is the one scanned after
-            if (at.p.input(k).data)
-                strips[k].fetch<CHECKED>(at, at.p.input(k), chunk, BACKWARD && k == PREVIOUS);
+            if (at.p.has_input(k))
+                strips[k].fetch<CHECKED>(at, at.p.input(k), memory.input[k], chunk, BACKWARD && k == PREVIOUS);
     }
 
     template <bool CHECKED>
@@ -599,7 +598,7 @@ struct Steps {
             Pack bits[INPUTS];
 #pragma unroll
             for (int k = 0; k < INPUTS; ++k)
-                bits[k] = p.input(k).data ? strips[k].element[Strip::place(at, u, shift[k])] : filled(0);
+                bits[k] = p.has_input(k) ? strips[k].element[Strip::place(at, u, shift[k])] : filled(0);
             const bool exists = !CHECKED || (at.inside && at.exists(i + u));
             if (exists && BACKWARD && (CHECKED || PACKING == CU_SEQLENS)) {
                 const int n = ending(at, shared, buffer, u);
@@ -641,7 +640,9 @@ struct Steps {
 
     // Take the steps from `state`, writing the results; `sums` gathers the gradients of the parameters.
     template <bool CHECKED>
-    __device__ void apply(const Place& at, Shared& shared, int buffer, int chunk, Channels& state, Sums& sums) const {
+    __device__ void apply(
+        const Place& at, const Memory& memory, Shared& shared, int buffer, int chunk, Channels& state, Sums& sums
+    ) const {
         const Parameters& p = at.p;
         const int i = at.first(chunk);
         Pack results[ROWS][OUTPUTS];
@@ -669,12 +670,11 @@ struct Steps {
 #pragma unroll
         for (int k = 0; k < OUTPUTS; ++k) {
             Strip& strip = shared.output[NARROW ? at.warp : 0];
-            const Rows rows(at, p.output(k), chunk, 0);
             const int shift = Strip::shift(at, p.output(k), chunk, 0);
 #pragma unroll
             for (int u = 0; u < ROWS; ++u)
                 if (!(CHECKED || (NARROW && NARROW < LANES)) || (at.inside && (!CHECKED || at.exists(i + u))))
-                    *(NARROW ? &strip.element[Strip::place(at, u, shift)] : rows(u, p.output(k).time)) = results[u][k];
+                    *(NARROW ? &strip.element[Strip::place(at, u, shift)] : memory.output[k](at, chunk, u)) = results[u][k];
             if constexpr (NARROW) strip.store<CHECKED>(at, p.output(k), chunk);
         }
     }
@@ -686,38 +686,27 @@ struct Published {
     unsigned epoch;
 
     __device__ Published(const Parameters& p, int chain, int chunks)
-        : messages(p.published + 1 + Index(chain) * chunks * MESSAGES * GROUP), epoch(p.epoch) {}
+        : messages(p.published + Index(chain) * chunks * MESSAGES * GROUP), epoch(p.epoch) {}
 
     __device__ Message* at(int chunk, int k, int v) const {
         return messages + ((Index(chunk) * MESSAGES + k) * VEC + v) * LANES + threadIdx.x % LANES;
     }
-    static __device__ void store(Message* to, const Message& message) {
-        asm volatile("{ .reg .b128 m; mov.b128 m, {%1, %2}; st.relaxed.gpu.global.b128 [%0], m; }" ::"l"(to),
-                     "l"(message.halves[0]), "l"(message.halves[1]) : "memory");
-    }
-    static __device__ Message load(const Message* from) {
-        Message message;
-        asm volatile("{ .reg .b128 m; ld.relaxed.gpu.global.b128 m, [%2]; mov.b128 {%0, %1}, m; }"
-                     : "=l"(message.halves[0]), "=l"(message.halves[1]) : "l"(from) : "memory");
-        return message;
-    }
-
     __device__ void write(int chunk, const Composition& tile) const {
-        const unsigned mark = epoch + (tile.reset ? KNOWN : COMPOSED);
+        const unsigned mark = epoch + (tile.reset ? RESET : COMPOSED);
 #pragma unroll
         for (int v = 0; v < VEC; ++v) {
             const Compute numbers[] = {tile.b.value[v], tile.a.value[v], EXTENDED ? tile.low.value[v] : 0};
             const unsigned* const parts = reinterpret_cast<const unsigned*>(numbers);
 #pragma unroll
             for (int k = 0; k < MESSAGES; ++k)
-                store(at(chunk, k, v), {parts[2 * k], parts[2 * k + 1], MESSAGES == 1 ? parts[2] : 0, mark});
+                store_message(at(chunk, k, v), {parts[2 * k], parts[2 * k + 1], MESSAGES == 1 ? parts[2] : 0, mark});
         }
     }
     __device__ void write(int chunk, const Channels& after) const {
 #pragma unroll
         for (int v = 0; v < VEC; ++v) {
             const unsigned* const parts = reinterpret_cast<const unsigned*>(&after.value[v]);
-            store(at(chunk, 0, v), {parts[0], MESSAGES == 1 ? 0 : parts[1], 0, epoch + KNOWN});
+            store_message(at(chunk, 0, v), {parts[0], MESSAGES == 1 ? 0 : parts[1], 0, epoch + KNOWN});
         }
     }
     // Publish the state after a tile, given the one it begins in.
@@ -734,11 +723,11 @@ struct Published {
             unsigned* const parts = reinterpret_cast<unsigned*>(numbers);
 #pragma unroll
             for (int k = 0; k < MESSAGES; ++k) {
-                const Message message = load(at(chunk, k, v));
+                const Message message = load_message(at(chunk, k, v));
 #pragma unroll
                 for (int i = 0; i < 4 - MESSAGES; ++i) parts[2 * k + i] = message.parts[i];
                 if (k > 0 && every == KNOWN) continue;  // nobody needs the a of a double then
-                const unsigned mark = message.mark - epoch < MARKS ? message.mark - epoch : ABSENT;
+                const unsigned mark = message.since(epoch);
                 every &= mark, any |= mark;
             }
             tile.b.value[v] = numbers[0], tile.a.value[v] = numbers[1], tile.low.value[v] = numbers[2];
@@ -759,7 +748,7 @@ struct Asked {
 #pragma unroll
                 for (int k = 0; k < MESSAGES; ++k)
 #pragma unroll
-                    for (int v = 0; v < VEC; ++v) message[i][k][v] = published.load(published.at(first + i, k, v));
+                    for (int v = 0; v < VEC; ++v) message[i][k][v] = load_message(published.at(first + i, k, v));
     }
     // Append the tiles, waiting for them; `alone`: to nothing.
     __device__ void compose(const Published& published, int first, int end, Composition& whole, bool alone) {
@@ -776,11 +765,11 @@ struct Asked {
                     Message& got = message[i][k][v];
                     for (unsigned looks = 0; got.mark - published.epoch - 1 >= MARKS - 1;) {
                         if (++looks == PATIENCE) __trap();
-                        got = published.load(published.at(first + i, k, v));
+                        got = load_message(published.at(first + i, k, v));
                     }
 #pragma unroll
                     for (int j = 0; j < 4 - MESSAGES; ++j) parts[2 * k + j] = got.parts[j];
-                    tile.reset = FORGETS && got.mark - published.epoch == KNOWN;
+                    tile.reset = FORGETS && got.mark - published.epoch == RESET;
                 }
                 tile.b.value[v] = numbers[0], tile.a.value[v] = numbers[1], tile.low.value[v] = EXTENDED ? numbers[2] : 0;
             }
@@ -852,7 +841,7 @@ __device__ inline void store_sums(const Place& at, Shared& shared, int part, Sum
         }
     __syncthreads();
     const Parameters& p = at.p;
-    const Index row = part * Index(p.batch) + at.batch;
+    const Index row = Index(part) * p.batch + at.batch;
     for (int i = threadIdx.x; i < PARAMETERS * GROUP; i += THREADS) {
         const int k = i / GROUP, channel = at.group * GROUP + i % GROUP;
         if (channel >= p.channels) continue;
@@ -878,8 +867,8 @@ __device__ inline void prepare(const Place& at, OfChannels& of_channels) {
 
 // Take a composed tile from `state`, which goes on to its end.
 __device__ inline void apply(
-    const Place& at, Shared& shared, int buffer, int chunk, const Steps& steps, const Composition& before,
-    Channels& state, Sums& sums
+    const Place& at, const Memory& memory, Shared& shared, int buffer, int chunk, const Steps& steps,
+    const Composition& before, Channels& state, Sums& sums
 ) {
     Channels mine;  // the state that this thread's steps begin in
 #pragma unroll
@@ -888,8 +877,8 @@ __device__ inline void apply(
         shared.tile[buffer].of(warp).carry(state);
     }
     if (SEGMENTS > 1) before.carry(mine);
-    if (at.whole(chunk)) steps.apply<false>(at, shared, buffer, chunk, mine, sums);
-    else steps.apply<true>(at, shared, buffer, chunk, mine, sums);
+    if (at.whole(chunk)) steps.apply<false>(at, memory, shared, buffer, chunk, mine, sums);
+    else steps.apply<true>(at, memory, shared, buffer, chunk, mine, sums);
 }
 
 __device__ inline void read(
@@ -900,10 +889,10 @@ __device__ inline void read(
     if (EXCHANGED) __syncwarp();
 }
 
-__device__ inline void fetch(const Place& at, Shared& shared, int stage, int chunk, int chunks) {
+__device__ inline void fetch(const Place& at, const Memory& memory, Shared& shared, int stage, int chunk, int chunks) {
     if (chunk < chunks) {
-        if (at.inner(chunk)) Steps::fetch<false>(at, shared.input[stage][at.warp], chunk);
-        else Steps::fetch<true>(at, shared.input[stage][at.warp], chunk);
+        if (at.inner(chunk)) Steps::fetch<false>(at, memory, shared.input[stage][at.warp], chunk);
+        else Steps::fetch<true>(at, memory, shared.input[stage][at.warp], chunk);
     }
     commit_copies();
 }
@@ -911,8 +900,9 @@ __device__ inline void fetch(const Place& at, Shared& shared, int stage, int chu
 // A block takes the tiles of its chain one after the other.
 __device__ inline void stream(const Parameters& p, Shared& shared, int chunks) {
     const Place at(p, blockIdx.x);
+    const Memory memory(at);
 #pragma unroll 1
-    for (int stage = 0; stage < STAGES; ++stage) fetch(at, shared, stage, stage, chunks);
+    for (int stage = 0; stage < STAGES; ++stage) fetch(at, memory, shared, stage, stage, chunks);
     Resets resets, later;
     later.load(at, 0);
     OfChannels of_channels;
@@ -933,11 +923,11 @@ __device__ inline void stream(const Parameters& p, Shared& shared, int chunks) {
         }
         steps.resets = resets.of(chunk);
         read(at, shared, stage, buffer, chunk, of_channels, steps);
-        fetch(at, shared, stage, chunk + STAGES, chunks);
+        fetch(at, memory, shared, stage, chunk + STAGES, chunks);
         stage = stage + 1 == STAGES ? 0 : stage + 1;
         const Composition before = shared.tile[buffer].join(at, steps.compose(at, shared, buffer));
         __syncthreads();
-        apply(at, shared, buffer, chunk, steps, before, state, sums);
+        apply(at, memory, shared, buffer, chunk, steps, before, state, sums);
     }
     if (PACKING != CU_SEQLENS && at.warp == 0 && at.segment == 0) store_state(at, p.final, 0, state);
     if constexpr (SUMS) store_sums(at, shared, 0, sums);
@@ -947,10 +937,11 @@ __device__ inline void stream(const Parameters& p, Shared& shared, int chunks) {
 __device__ inline void chain(const Parameters& p, Shared& shared, int chunks) {
     const int companions = p.companions;
     const Place at(p, blockIdx.x / companions);
+    const Memory memory(at);
     const Published published(p, blockIdx.x / companions, chunks);
     int next = blockIdx.x % companions;  // the tile to be composed
 #pragma unroll 1
-    for (int stage = 0; stage < STAGES; ++stage) fetch(at, shared, stage, next + stage * companions, chunks);
+    for (int stage = 0; stage < STAGES; ++stage) fetch(at, memory, shared, stage, next + stage * companions, chunks);
     Resets later;
     later.load(at, next);
     OfChannels of_channels;
@@ -977,7 +968,7 @@ __device__ inline void chain(const Parameters& p, Shared& shared, int chunks) {
             coming.resets = later;
             later.load(at, next + companions);
             read(at, shared, stage, buffer, next, of_channels, coming);
-            fetch(at, shared, stage, next + STAGES * companions, chunks);
+            fetch(at, memory, shared, stage, next + STAGES * companions, chunks);
             stage = stage + 1 == STAGES ? 0 : stage + 1;
             composed = shared.tile[buffer].join(at, coming.compose(at, shared, buffer));
         }
@@ -1001,7 +992,7 @@ __device__ inline void chain(const Parameters& p, Shared& shared, int chunks) {
                 __syncthreads();
                 for (int warp = 0, tile = since; tile < now; ++warp, tile += of_warp) shared.between.of(warp).carry(state);
             }
-            apply(at, shared, last, now, steps, before, state, sums);
+            apply(at, memory, shared, last, now, steps, before, state, sums);
             if (PACKING != CU_SEQLENS && now == chunks - 1 && at.warp == 0 && at.segment == 0)
                 store_state(at, p.final, 0, state);
         }
@@ -1016,7 +1007,7 @@ __device__ inline void chain(const Parameters& p, Shared& shared, int chunks) {
 __device__ inline void chain_looking_back(const Parameters& p, Shared& shared, int chunks) {
     const int chains = (p.channels + GROUP - 1) / GROUP * p.batch * p.directions;
     struct Tile { int chain, chunk; };
-    const auto draw = [&] { return threadIdx.x == 0 ? int(atomicAdd(&p.published->mark, 1u) - p.drawn) : 0; };
+    const auto draw = [&] { return threadIdx.x == 0 ? int(atomicAdd(p.counter, 1u) - p.drawn) : 0; };
     const auto tell = [&](int buffer, int number) { if (threadIdx.x == 0) shared.drawn[buffer] = number; };
     const auto drawn = [&](int buffer) -> Tile {
         return {shared.drawn[buffer] % chains, shared.drawn[buffer] / chains};
@@ -1027,7 +1018,7 @@ __device__ inline void chain_looking_back(const Parameters& p, Shared& shared, i
     Resets later;
     {
         const Place at(p, tile.chain);
-        fetch(at, shared, 0, tile.chunk, chunks);
+        fetch(at, Memory(at), shared, 0, tile.chunk, chunks);
         if (tile.chunk < chunks) later.load(at, tile.chunk);
     }
     int sequence = -1;
@@ -1060,11 +1051,11 @@ __device__ inline void chain_looking_back(const Parameters& p, Shared& shared, i
         }
         const Tile next = drawn(buffer);
         const Place there(p, next.chain);
-        fetch(there, shared, 0, next.chunk, chunks);
+        fetch(there, Memory(there), shared, 0, next.chunk, chunks);
         if (chunk > 0) state = look_back(at, shared, published, chunk, all, settled);
         if (next.chunk < chunks) later.load(there, next.chunk);
         Sums sums = {};
-        apply(at, shared, buffer, chunk, steps, before, state, sums);
+        apply(at, Memory(at), shared, buffer, chunk, steps, before, state, sums);
         if (PACKING != CU_SEQLENS && chunk == chunks - 1 && at.warp == 0 && at.segment == 0)
             store_state(at, p.final, 0, state);
         if constexpr (SUMS) store_sums(at, shared, chunk, sums);

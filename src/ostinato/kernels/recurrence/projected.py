@@ -1,0 +1,191 @@
+"""Linear recurrences of two matrix products on Hopper GPUs: products, gates and scan as one kernel.
+
+The kernel is in ``projected.cu``.  It reads x and writes h, and what is between them never reaches memory.
+"""
+
+import ctypes
+import functools
+import struct
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ostinato.kernels import nvrtc
+from ostinato.kernels.recurrence.cuda import element_of
+from ostinato.kernels.recurrence.trace import parse
+from ostinato.kernels.scan.cuda import SCALARS, launching, published_of
+
+STEPS, CHANNELS, SLICE, RUN = 256, 64, 64, 32  # of a tile; input channels of a stage; steps that a thread has in a row
+STAGES, CLUSTER, THREADS = 4, 2, 384
+SHARED = STAGES * (STEPS + 2 * CHANNELS) * SLICE * 2 + 2 * 2 * 8 * (RUN * CHANNELS // 2 + 8) + STAGES * 16 + 1024
+
+Layout = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # sizes, strides and a box, innermost first
+
+
+class _Launch(NamedTuple):
+    """How a layer is launched."""
+
+    kernel: nvrtc.Kernel
+    blocks: int
+    words: int  # of 8 bytes, that blocks tell each other
+    x: Layout
+    weight: Layout
+    strides: bytes
+    counts: bytes
+
+
+def covers(
+    recurrence: str, x: Tensor, weight: Tensor, bias: Tensor | None, h0: Tensor | None, batch_first: bool
+) -> bool:
+    """Whether this kernel computes a layer, as :func:`scan` does; the one place that decides.
+
+    Where it can it was faster than a GEMM and a scan, at every size that was tried.
+    """
+    dtype = x.dtype
+    for other in (weight, bias, h0):
+        if other is not None and other.dtype is not dtype:
+            return False
+    if torch.is_grad_enabled():
+        for tensor in (x, weight, bias, h0):
+            if tensor is not None and tensor.requires_grad:
+                return False
+    if torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") is not dtype:
+        return False
+    return (
+        _fits(recurrence, dtype, x.shape, weight.shape[0] // 2, batch_first, x.get_device())
+        and x.is_contiguous()
+        and weight.is_contiguous()
+        and (x.data_ptr() | weight.data_ptr()) % 16 == 0
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _fits(
+    recurrence: str, dtype: torch.dtype, shape: tuple[int, int, int], channels: int, batch_first: bool, device: int
+) -> bool:
+    lines = lines_of(*shape[:2], batch_first)
+    return (
+        dtype in (torch.bfloat16, torch.float16)
+        and sum(parse(recurrence).sequences) == 2
+        and shape[2] % 8 == 0
+        and channels % 8 == 0
+        and lines is not None
+        and lines[0] * lines[1] < 1 << 30  # rows are counted in 32 bits
+        and torch.cuda.get_device_capability(device) == (9, 0)
+    )
+
+
+def lines_of(first: int, second: int, batch_first: bool) -> tuple[int, int] | None:
+    """How many lines of how many steps the tiles cover; None where a line would be shorter than a tile.
+
+    A line is a sequence; or, of short ones that lie one after the other, all of them, so that they share tiles.
+    """
+    batch, steps = (first, second) if batch_first else (second, first)
+    tiles = batch * -(-steps // STEPS)
+    if batch_first and steps >= RUN and (steps < STEPS or -(-batch * steps // STEPS) < tiles):
+        batch, steps = 1, batch * steps
+    return (batch, steps) if batch and steps >= STEPS else None
+
+
+def scan(
+    recurrence: str, x: Tensor, weight: Tensor, bias: Tensor | None, h0: Tensor | None, batch_first: bool
+) -> tuple[Tensor, Tensor]:
+    """h and h_last of a layer: x is (B, T, I), or (T, B, I) unless `batch_first`, weight (2 * H, I), bias (2 * H,)."""
+    dtype, device, shape, channels = x.dtype, x.get_device(), x.shape, weight.shape[0] // 2
+    launch = _prepare(recurrence, dtype, bias is not None, device, shape, batch_first, channels)
+    h = x.new_empty(shape[0], shape[1], channels)
+    h_last = x.new_empty(1, shape[0 if batch_first else 1], channels)
+    biases = [0]
+    if bias is not None:
+        bias = bias.contiguous()
+        biases = [bias.data_ptr(), bias.data_ptr() + 2 * channels]
+    initial = 0
+    if h0 is not None:
+        h0 = h0.contiguous()
+        initial = h0.data_ptr()
+    maps = _tensor_map(x.data_ptr(), dtype, launch.x) + _tensor_map(weight.data_ptr(), dtype, launch.weight)
+    addresses = struct.pack(f"{len(biases) + 3}Q", *biases, initial, h.data_ptr(), h_last.data_ptr())
+    with launching:
+        memory, epoch = published_of(device, launch.words)
+        rest = struct.pack("Q", memory) + launch.strides + struct.pack("I", epoch) + launch.counts
+        packed = maps + addresses + rest
+        packed += bytes(-len(packed) % 64)
+        launch.kernel.launch(device, launch.blocks, THREADS, packed, SHARED, cooperative=True)
+    return h, h_last
+
+
+@functools.lru_cache(maxsize=4096)
+def _prepare(
+    recurrence: str,
+    dtype: torch.dtype,
+    bias: bool,
+    device: int,
+    shape: tuple[int, int, int],
+    batch_first: bool,
+    channels: int,
+) -> _Launch:
+    lines = lines_of(*shape[:2], batch_first)
+    assert lines is not None
+    (count, rows), steps, depth = lines, shape[1 if batch_first else 0], shape[2]
+    line, row = (rows, 1) if batch_first else (1, count)  # what they are apart, in rows of x and h
+    groups, chunks = -(-channels // (CHANNELS * CLUSTER)), -(-rows // STEPS)
+    kernel = nvrtc.load_kernel("projected", source(recurrence), macros(recurrence, dtype), device, "a")
+    return _Launch(
+        kernel,
+        min(kernel.resident_blocks(device, THREADS, SHARED, CLUSTER), groups * count * chunks * CLUSTER),
+        2 * chunks * count * channels,
+        # The first steps of a tile's eight runs, then the steps after each.
+        (
+            (depth, 8, rows - 7 * RUN, count),
+            (RUN * row * depth, row * depth, line * depth),
+            (SLICE, 8, RUN // CLUSTER, 1),
+        ),
+        # Eight channels of a gate, the same of the other gate, then the channels after them.
+        ((depth, 8, 2, channels // 8), (depth, channels * depth, 8 * depth), (SLICE, 8, 2, CHANNELS // 8)),
+        struct.pack("2q", line * channels, row * channels),
+        struct.pack("5i", count, rows, steps, channels, depth),
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def source(recurrence: str) -> str:
+    """The CUDA file."""
+    shared = nvrtc.source("numeric.cuh", "scan/elements.cuh", "scan/messages.cuh")
+    return shared + element_of(recurrence, False)[1] + nvrtc.source("recurrence/projected.cu")
+
+
+def macros(recurrence: str, dtype: torch.dtype) -> tuple[tuple[str, object], ...]:
+    """The definitions that make it one kernel."""
+    return (
+        ("ELEMENT", element_of(recurrence, False)[0]),
+        ("SCALAR", SCALARS[dtype]),
+        ("VEC", 2),
+        ("STAGES", STAGES),
+        ("CLUSTER", CLUSTER),
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _tensor_map(address: int, dtype: torch.dtype, layout: Layout) -> bytes:
+    """What tells the copy engine how a tensor of 16-bit numbers lies; outside it reads zeros."""
+    from cuda.bindings import driver
+
+    sizes, strides, box = layout
+    types, long, integer = driver.CUtensorMapDataType, driver.cuuint64_t, driver.cuuint32_t
+    error, found = driver.cuTensorMapEncodeTiled(
+        types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 if dtype is torch.bfloat16 else types.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+        len(sizes),
+        address,
+        [long(n) for n in sizes],
+        [long(2 * n) for n in strides],
+        [integer(n) for n in box],
+        [integer(1)] * len(sizes),
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    if error:
+        raise RuntimeError(f"the CUDA driver reported {error.name}")
+    return ctypes.string_at(found.getPtr(), 128)

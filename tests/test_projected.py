@@ -1,0 +1,145 @@
+"""Linear recurrences of matrix products on Hopper GPUs, against float64 and the layers' other way."""
+
+import pytest
+import torch
+
+import ostinato
+from ostinato.kernels import nvrtc
+from ostinato.kernels.recurrence import projected
+from ostinato.minimal import CANDIDATES, recurrence_of
+
+TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 4e-3}
+RUNS = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
+@pytest.mark.parametrize("candidate", CANDIDATES)
+def test_the_kernel_compiles_without_a_gpu(candidate):
+    pytest.importorskip("cuda.core")
+    bias = candidate != "tanh"
+    dtype = torch.bfloat16 if candidate == "positive" else torch.float16
+    recurrence = recurrence_of("mingru", candidate, bias)
+    cubin = nvrtc.compile_cubin(projected.source(recurrence), "sm_90a", dict(projected.macros(recurrence, dtype)))
+    assert cubin[:4] == b"\x7fELF"
+
+
+def test_short_sequences_share_tiles_and_long_ones_have_their_own():
+    assert projected.lines_of(16, 4096, True) == (16, 4096)
+    assert projected.lines_of(256, 128, True) == (1, 256 * 128)
+    assert projected.lines_of(7, 300, True) == (1, 2100)
+    assert projected.lines_of(4096, 16, False) == (16, 4096)
+    assert projected.lines_of(128, 256, False) is None  # steps of a sequence are not neighbours
+    assert projected.lines_of(100, 20, True) is None  # a run would hold several sequences
+    assert projected.lines_of(1, 255, True) is None
+
+
+SHAPES = {  # batch, steps, input and hidden size
+    "one tile": (1, 256, 64, 64),
+    "tiles of a sequence": (2, 1024, 128, 256),
+    "odd steps": (3, 1517, 264, 1032),
+    "odd short steps": (37, 33, 72, 72),
+    "sequences of a tile": (256, 128, 256, 256),
+    "one long sequence": (1, 16385, 64, 128),
+    "more tiles than blocks, little depth": (64, 500, 8, 504),
+}
+
+
+def expected(layer, x, h0):
+    """The layer's states in float64."""
+    z, c = (x.double() @ layer.weight_ih_l0.double().T + layer.bias_ih_l0.double()).chunk(2, -1)
+    z, c = z.sigmoid(), CANDIDATES[layer.candidate](c)
+    h, states = h0[0].double(), []
+    for t in range(x.shape[1]):
+        h = h + z[:, t] * (c[:, t] - h)
+        states.append(h)
+    return torch.stack(states, 1)
+
+
+@pytest.fixture
+def poisoned():
+    """Fill every torch.empty with NaN, so that an element nobody wrote is seen."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def drawn(shape, dtype, candidate="positive", batch_first=True):
+    batch, steps, inputs, hidden = shape
+    torch.manual_seed(0)
+    layer = ostinato.MinGRU(inputs, hidden, batch_first=batch_first, candidate=candidate, device="cuda", dtype=dtype)
+    x = torch.randn(batch, steps, inputs, device="cuda").to(dtype)
+    return layer, x, torch.randn(1, batch, hidden, device="cuda").to(dtype)
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Counts the kernel's launches."""
+    count = []
+    scan = projected.scan
+    monkeypatch.setattr(projected, "scan", lambda *args: count.append(1) or scan(*args))
+    return count
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not RUNS, reason="needs a Hopper GPU")
+class TestOnHopper:
+    @pytest.mark.parametrize("dtype", TOLERANCE)
+    @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+    def test_layers_are_those_of_float64(self, shape, dtype, poisoned, launches):
+        layer, x, h0 = drawn(shape, dtype, list(CANDIDATES)[shape[0] % 3])
+        for state in (None, h0):
+            with torch.no_grad():
+                h, h_last = layer(x, state)
+            exact = expected(layer, x, torch.zeros_like(h0) if state is None else h0)
+            assert (h - exact).norm() <= TOLERANCE[dtype] * exact.norm()
+            assert torch.equal(h_last[0], h[:, -1])
+            for _ in range(20):
+                with torch.no_grad():
+                    assert torch.equal(layer(x, state)[0], h)
+        assert launches
+
+    def test_time_may_come_first(self, poisoned, launches):
+        layer, x, h0 = drawn((3, 1517, 64, 136), torch.bfloat16, batch_first=False)
+        with torch.no_grad():
+            h, h_last = layer(x.transpose(0, 1).contiguous(), h0)
+        exact = expected(layer, x, h0)
+        assert (h.transpose(0, 1) - exact).norm() <= TOLERANCE[torch.bfloat16] * exact.norm()
+        assert torch.equal(h_last[0], h[-1])
+        assert launches
+
+    def test_nan_stays_in_its_channel_and_sequence(self, launches):
+        layer, x, h0 = drawn((8, 128, 64, 128), torch.bfloat16)
+        with torch.no_grad():
+            layer.bias_ih_l0[5] = float("nan")
+            clean, _ = layer(x, h0)
+            h0[0, 3, 9] = float("nan")
+            h, _ = layer(x, h0)
+        bad = torch.zeros_like(h, dtype=torch.bool)
+        bad[..., 5] = True
+        bad[3, :, 9] = True
+        assert torch.equal(h.isnan(), bad)
+        assert torch.equal(h[~bad], clean[~bad])
+        assert launches
+
+    def test_a_captured_layer_can_be_replayed(self, launches):
+        layer, x, h0 = drawn((2, 4096, 64, 128), torch.bfloat16)
+        with torch.no_grad():
+            expect, _ = layer(x, h0)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                h, _ = layer(x, h0)
+            for _ in range(3):
+                h.fill_(float("nan"))
+                graph.replay()
+                assert torch.equal(h, expect)
+        assert len(launches) == 2
+
+    def test_gradients_and_what_does_not_fit_go_the_other_way(self, launches):
+        layer, x, _ = drawn((2, 512, 64, 128), torch.bfloat16)
+        layer(x)[0].sum().backward()
+        with torch.no_grad():
+            layer(x, resets=torch.zeros(2, 512, dtype=torch.bool, device="cuda"))
+            layer(x[:, :100])
+            ostinato.MinGRU(64, 100, batch_first=True, device="cuda", dtype=torch.bfloat16)(x)
+            ostinato.MinGRU(64, 128, batch_first=True, device="cuda")(x.float())
+            ostinato.MinLSTM(64, 128, batch_first=True, device="cuda", dtype=torch.bfloat16)(x)
+        assert not launches
