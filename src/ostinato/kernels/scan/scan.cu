@@ -790,18 +790,16 @@ __device__ inline Channels look_back(
     int nearest = -1;  // tile before this one whose state is known
     unsigned looks = 0;
     for (int first = 0;;) {
-        if (at.warp * SEGMENTS < WATCHERS) {
-            const int other = chunk - 1 - first - watcher;
-            Known there;
-            // One read for all of a tile, and none of a known one: while memory is busy, it waits in line.
-            const unsigned mark = other >= 0 && seen != KNOWN ? published.read(other, there) : ABSENT;
-            const bool composed = all(mark == COMPOSED), known = all(mark == KNOWN);
-            if (known || (composed && seen == ABSENT)) {
-                shared.window[first + watcher][slot] = there;
-                seen = mark;
-            }
-            shared.seen[watcher] = seen;
+        const int other = chunk - 1 - first - watcher;
+        Known there;
+        // One read for all of a tile, and none of a known one: while memory is busy, it waits in line.
+        const unsigned mark = other >= 0 && seen != KNOWN ? published.read(other, there) : ABSENT;
+        const bool composed = all(mark == COMPOSED), known = all(mark == KNOWN);
+        if (known || (composed && seen == ABSENT)) {
+            shared.window[first + watcher][slot] = there;
+            seen = mark;
         }
+        shared.seen[watcher] = seen;
         __syncthreads();
         // The nearest tile whose state is known, if of every tile between it and this one the composition is there.
         bool gap = false;
