@@ -519,8 +519,8 @@ def networks(dtype: torch.dtype, who: tuple[str, ...], *names: str) -> list[Work
     """The recurrent layers of published networks, dense and pruned: the larger ones serve batches, the others a stream.
 
     GNMT's decoder (arXiv 1609.08144), Deep Speech 2 in the size of Baidu's DeepBench, the encoder of a streaming RNN-T
-    without its projections (1811.06621), WaveRNN (1802.08435), the largest layers of LPCNet (1810.11846) and of RNNoise
-    (1709.08243).
+    without its projections (1811.06621), WaveRNN (1802.08435), the largest layer of LPCNet (1810.11846) and the
+    GRUs of RNNoise (1709.08243) in its second version.
     """
     stacks = {
         "GNMT": ("LSTM", 1024, 8, 50, 8),
@@ -528,7 +528,7 @@ def networks(dtype: torch.dtype, who: tuple[str, ...], *names: str) -> list[Work
         "RNN-T": ("LSTM", 2048, 1, 200, 8),
         "WaveRNN": ("GRU", 896, 1, 1000, 1),
         "LPCNet": ("GRU", 384, 1, 1000, 1),
-        "RNNoise": ("GRU", 96, 1, 1000, 1),
+        "RNNoise": ("GRU", 256, 1, 1000, 3),
     }
     return [
         replace(
