@@ -75,7 +75,9 @@ empty: Callable[..., Tensor] = torch._C._dynamo.guards._empty_strided_cuda  # ty
 @functools.cache
 def source(code: str = "") -> str:
     """The CUDA file of the scan, with an element that is generated."""
-    return nvrtc.source("numeric.cuh", "scan/elements.cuh", "scan/messages.cuh") + code + nvrtc.source("scan/scan.cu")
+    before = nvrtc.source("numeric.cuh", "scan/elements.cuh", "scan/messages.cuh")
+    parts = ("tile.cuh", "copies.cuh", "shared.cuh", "steps.cuh", "chain.cuh", "scan.cu")
+    return before + code + nvrtc.source(*(f"scan/{name}" for name in parts))
 
 
 @functools.cache

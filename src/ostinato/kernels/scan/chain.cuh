@@ -1,0 +1,148 @@
+// The state in which a tile of a chain begins, from what other blocks have published.
+
+// What is published of the tiles of one chain.
+struct Published {
+    Message* messages;
+    unsigned epoch;
+
+    __device__ Published(const Parameters& p, int chain, int chunks)
+        : messages(p.published + Index(chain) * chunks * MESSAGES * GROUP), epoch(p.epoch) {}
+
+    __device__ Message* at(int chunk, int k, int v) const {
+        return messages + ((Index(chunk) * MESSAGES + k) * VEC + v) * LANES + threadIdx.x % LANES;
+    }
+    __device__ void write(int chunk, const Composition& tile) const {
+        const unsigned mark = epoch + (tile.reset ? RESET : COMPOSED);
+#pragma unroll
+        for (int v = 0; v < VEC; ++v) {
+            const Compute numbers[] = {tile.b.value[v], tile.a.value[v], EXTENDED ? tile.low.value[v] : 0};
+            const unsigned* const parts = reinterpret_cast<const unsigned*>(numbers);
+#pragma unroll
+            for (int k = 0; k < MESSAGES; ++k)
+                store_message(at(chunk, k, v), {parts[2 * k], parts[2 * k + 1], MESSAGES == 1 ? parts[2] : 0, mark});
+        }
+    }
+    __device__ void write(int chunk, const Channels& after) const {
+#pragma unroll
+        for (int v = 0; v < VEC; ++v) {
+            const unsigned* const parts = reinterpret_cast<const unsigned*>(&after.value[v]);
+            store_message(at(chunk, 0, v), {parts[0], MESSAGES == 1 ? 0 : parts[1], 0, epoch + KNOWN});
+        }
+    }
+    // Publish the state after a tile, given the one it begins in.
+    __device__ void write_after(int chunk, const Composition& tile, Channels state) const {
+        tile.carry(state);
+        if (threadIdx.x < LANES) write(chunk, state);
+    }
+    // What is there of a tile: ABSENT as long as not all of it is marked alike; if it is KNOWN, b is the state.
+    __device__ unsigned read(int chunk, Known& tile) const {
+        unsigned every = COMPOSED | KNOWN, any = 0;
+#pragma unroll
+        for (int v = 0; v < VEC; ++v) {
+            Compute numbers[3];
+            unsigned* const parts = reinterpret_cast<unsigned*>(numbers);
+#pragma unroll
+            for (int k = 0; k < MESSAGES; ++k) {
+                const Message message = load_message(at(chunk, k, v));
+#pragma unroll
+                for (int i = 0; i < 4 - MESSAGES; ++i) parts[2 * k + i] = message.parts[i];
+                if (k > 0 && every == KNOWN) continue;  // nobody needs the a of a double then
+                const unsigned mark = message.since(epoch);
+                every &= mark, any |= mark;
+            }
+            tile.b.value[v] = numbers[0], tile.a.value[v] = numbers[1], tile.low.value[v] = numbers[2];
+        }
+        return every == any ? every : ABSENT;
+    }
+};
+
+// What is published of some neighbouring tiles, asked for long before it is needed.
+struct Asked {
+    static constexpr int SIZE = 4 / MESSAGES / VEC > 0 ? 4 / MESSAGES / VEC : 1;
+    Message message[SIZE][MESSAGES][VEC];
+
+    __device__ void ask(const Published& published, int first, int end) {
+#pragma unroll
+        for (int i = 0; i < SIZE; ++i)
+            if (first + i < end)
+#pragma unroll
+                for (int k = 0; k < MESSAGES; ++k)
+#pragma unroll
+                    for (int v = 0; v < VEC; ++v) message[i][k][v] = load_message(published.at(first + i, k, v));
+    }
+    // Append the tiles, waiting for them; `alone`: to nothing.
+    __device__ void compose(const Published& published, int first, int end, Composition& whole, bool alone) {
+#pragma unroll
+        for (int i = 0; i < SIZE; ++i) {
+            if (first + i >= end) break;
+            Composition tile;
+#pragma unroll
+            for (int v = 0; v < VEC; ++v) {
+                Compute numbers[3];
+                unsigned* const parts = reinterpret_cast<unsigned*>(numbers);
+#pragma unroll
+                for (int k = 0; k < MESSAGES; ++k) {
+                    Message& got = message[i][k][v];
+                    for (unsigned looks = 0; got.mark - published.epoch - 1 >= MARKS - 1;) {
+                        if (++looks == PATIENCE) __trap();
+                        got = load_message(published.at(first + i, k, v));
+                    }
+#pragma unroll
+                    for (int j = 0; j < 4 - MESSAGES; ++j) parts[2 * k + j] = got.parts[j];
+                    tile.reset = FORGETS && got.mark - published.epoch == RESET;
+                }
+                tile.b.value[v] = numbers[0], tile.a.value[v] = numbers[1], tile.low.value[v] = EXTENDED ? numbers[2] : 0;
+            }
+            whole = i == 0 && alone ? tile : tile.after(whole);
+        }
+    }
+};
+
+// The state this tile begins in; publishes that after it, unless it is `settled`.  All threads of the block take part.
+__device__ inline Channels look_back(
+    const Place& at, Shared& shared, const Published& published, int chunk, const Composition& tile, bool settled
+) {
+    const int slot = at.lane % LANES, watcher = at.warp * SEGMENTS + at.segment;
+    // Whether all lanes of this segment agree; every lane of the warp must ask.
+    const unsigned lanes = (LANES == 32 ? ~0u : (1u << LANES) - 1) << (at.segment * LANES);
+    const auto all = [&](bool ready) { return (__ballot_sync(~0u, ready) & lanes) == lanes; };
+    unsigned seen = ABSENT;
+    int nearest = -1;  // tile before this one whose state is known
+    unsigned looks = 0;
+    for (int first = 0;;) {
+        const int other = chunk - 1 - first - watcher;
+        Known there;
+        // One read for all of a tile, and none of a known one: while memory is busy, it waits in line.
+        const unsigned mark = other >= 0 && seen != KNOWN ? published.read(other, there) : ABSENT;
+        const bool composed = all(mark == COMPOSED), known = all(mark == KNOWN);
+        if (known || (composed && seen == ABSENT)) {
+            shared.window[first + watcher][slot] = there;
+            seen = mark;
+        }
+        shared.seen[watcher] = seen;
+        __syncthreads();
+        // The nearest tile whose state is known, if of every tile between it and this one the composition is there.
+        bool gap = false;
+#pragma unroll
+        for (int i = 0; i < WATCHERS; i += 32) {
+            const unsigned other = i + at.lane < WATCHERS ? shared.seen[i + at.lane] : COMPOSED;
+            const unsigned known = __ballot_sync(~0u, other == KNOWN), missing = __ballot_sync(~0u, other == ABSENT);
+            if (known && !(missing & ((known & -known) - 1))) nearest = first + i + __ffs(known) - 1;
+            gap = known || missing;
+            if (gap) break;
+        }
+        if (nearest >= 0) break;
+        if (!gap && first + 2 * WATCHERS <= WINDOW) first += WATCHERS, seen = ABSENT;
+        if (++looks == PATIENCE) __trap();
+        __syncthreads();
+    }
+    if (at.warp == 0) {  // the others would only wait for shared memory
+        Channels state = shared.window[nearest][slot].b;
+#pragma unroll 4
+        for (int back = nearest - 1; back >= 0; --back) shared.window[back][slot].carry(state);
+        if (!settled) published.write_after(chunk, tile, state);
+        if (at.segment == 0) shared.found[slot] = state;
+    }
+    __syncthreads();
+    return shared.found[slot];
+}

@@ -1,0 +1,130 @@
+// What a block keeps in shared memory.
+
+// A composition as it is published.
+struct Known {
+    Channels a, low, b;
+
+    __device__ void carry(Channels& state) const {
+        const Composition whole = {a, low, b, false};
+        whole.carry(state);
+    }
+};
+
+// The compositions of a block's warps.
+struct Joint {
+    Channels a[WARPS][LANES], low[EXTENDED ? WARPS : 1][LANES], b[WARPS][LANES];
+    int reset[WARPS];
+
+    __device__ Composition of(int warp) const {
+        const int slot = threadIdx.x % LANES;
+        return {a[warp][slot], low[EXTENDED ? warp : 0][slot], b[warp][slot], FORGETS && reset[warp]};
+    }
+    __device__ Composition all() const {
+        Composition all = of(0);
+#pragma unroll
+        for (int warp = 1; warp < WARPS; ++warp) all = of(warp).after(all);
+        return all;
+    }
+    // Put in what the warps' lanes composed, one segment after the other.  Returns that of this warp's earlier segments.
+    __device__ Composition join(const Place& at, Composition whole) {
+        Composition before = Composition::none();
+        if constexpr (SEGMENTS > 1) {
+#pragma unroll
+            for (int lanes = LANES; lanes < 32; lanes *= 2) {
+                const Composition other = whole.from_lane_below(lanes);
+                if (at.lane >= lanes) whole = whole.after(other);
+            }
+            const Composition other = whole.from_lane_below(LANES);
+            if (at.segment > 0) before = other;
+        }
+        if (at.segment == SEGMENTS - 1) {
+            const int slot = at.lane % LANES;
+            a[at.warp][slot] = whole.a;
+            if (EXTENDED) low[at.warp][slot] = whole.low;
+            b[at.warp][slot] = whole.b;
+            if (FORGETS) reset[at.warp] = whole.reset;
+        }
+        return before;
+    }
+};
+
+// CU_SEQLENS: at which steps of a tile sequences begin, or end, and which.
+struct Boundaries {
+    static constexpr int STEPS = PACKING == CU_SEQLENS ? TILE : 1, WORDS = STEPS / 32 + 2;
+    unsigned bits[WORDS];
+    int sequence[STEPS];  // where the bit is set
+
+    __device__ void note(int i, int n) {
+        atomicOr(&bits[i / 32], 1u << i % 32);
+        sequence[i] = n;
+    }
+    // The bits of the steps from i on.
+    __device__ unsigned of(int i) const { return __funnelshift_r(bits[i / 32], bits[i / 32 + 1], i % 32); }
+};
+static_assert(PACKING != CU_SEQLENS || (ROWS <= 32 && Boundaries::WORDS <= THREADS));
+
+struct Shared {
+    Strip input[STAGES][WARPS][INPUTS];
+    Strip output[NARROW ? WARPS : 1];
+    Joint tile[BUFFERS];
+    Joint between;  // chained: the tiles since the block's last
+    // Looking back: the tiles before, the nearest first, and their marks; the state found; the tiles drawn.
+    Known window[LOOKS_BACK ? WINDOW : 1][LANES];
+    unsigned seen[LOOKS_BACK ? WATCHERS : 1];
+    Channels found[LANES];
+    int drawn[2];
+    Boundaries begins[PACKING == CU_SEQLENS ? BUFFERS : 1], ends[PACKING == CU_SEQLENS ? BUFFERS : 1];
+    Compute sums[SUMS ? WARPS : 1][SUMS ? PARAMETERS : 1][GROUP];
+
+    // Note where sequences begin and end in a tile.  `first`, the sequence that holds the first of its steps in time, goes
+    // on from that of the block's tile before, or from -1.  All threads of the block take part.
+    __device__ void find_sequences(const Place& at, int chunk, int buffer, int& first) {
+        const Parameters& p = at.p;
+        const int origin = chunk * TILE, count = p.steps - origin < TILE ? p.steps - origin : TILE;
+        const int from = at.descending ? p.steps - origin - count : origin;
+        if (threadIdx.x < Boundaries::WORDS)
+            begins[buffer].bits[threadIdx.x] = ends[buffer].bits[threadIdx.x] = 0;
+        if (first < 0) {
+            first = 0;
+            for (int high = p.sequences - 1; first < high;) {
+                const int middle = (first + high + 1) / 2;
+                if (p.bounds[middle] <= from) first = middle;
+                else high = middle - 1;
+            }
+            __syncthreads();
+        } else {
+            for (int passed = THREADS; passed == THREADS;) {
+                const int n = at.descending ? first - threadIdx.x : first + 1 + threadIdx.x;
+                const bool passes = n > 0 && n < p.sequences && (p.bounds[n] <= from) != at.descending;
+                passed = __syncthreads_count(passes);
+                first += at.descending ? -passed : passed;
+            }
+        }
+        for (int n = first + threadIdx.x; n < p.sequences; n += THREADS) {
+            const int low = p.bounds[n] - from, high = p.bounds[n + 1] - 1 - from;  // its first and last step
+            if (low >= count) break;
+            if (low > high) continue;
+            if (low >= 0) (at.descending ? ends : begins)[buffer].note(at.descending ? count - 1 - low : low, n);
+            if (high < count) (at.descending ? begins : ends)[buffer].note(at.descending ? count - 1 - high : high, n);
+        }
+        __syncthreads();
+    }
+};
+static_assert(sizeof(Shared) <= SHARED_BYTES);
+
+__device__ inline Pack filled(Compute x) {
+    Compute all[VEC];
+#pragma unroll
+    for (int v = 0; v < VEC; ++v) all[v] = x;
+    return pack(all);
+}
+
+__device__ inline Pack load_pack(const Scalar* from) { return *reinterpret_cast<const Pack*>(from); }
+
+__device__ inline void load_state(const Place& at, const Scalar* from, int n, Channels& state) {
+    unpack(from && at.inside ? load_pack(from + at.state(n)) : filled(Ring::zero()), state.value);
+}
+
+__device__ inline void store_state(const Place& at, Scalar* to, int n, const Channels& state) {
+    if (to && at.inside) *reinterpret_cast<Pack*>(to + at.state(n)) = pack(state.value);
+}

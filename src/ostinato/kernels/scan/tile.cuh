@@ -1,0 +1,234 @@
+// How a block covers time in tiles: their shape, what the kernel is given, compositions of steps, and where a thread works.
+
+#ifndef RESETS
+#define RESETS 0  // 1: a mask says before which steps, as the forward scans them, the state is zero
+#endif
+
+enum { DENSE, CU_SEQLENS, OFFSETS };
+constexpr bool FORGETS = PACKING == CU_SEQLENS || RESETS;
+
+constexpr int SEGMENTS = 32 / LANES;
+constexpr int THREADS = 32 * WARPS;
+constexpr int GROUP = LANES * VEC;
+constexpr int STRIP = SEGMENTS * ROWS;  // steps of a warp in a tile
+constexpr int TILE = WARPS * STRIP;
+constexpr int WATCHERS = WARPS * SEGMENTS;  // that read what was published, each of some neighbouring tiles
+constexpr int WINDOW = WATCHERS < 32 ? 32 : WATCHERS;  // how far they look back at most
+static_assert(!LOOKS_BACK || (CHAINED && STAGES == 1 && WATCHERS <= 256), "a block draws one tile ahead");
+constexpr int TOGETHER = WIDE ? 16 / sizeof(Pack) : 1;  // neighbouring packs that a lane copies as one
+constexpr bool EXCHANGED = NARROW || WIDE;  // lanes copy what other lanes of the warp read
+static_assert(LANES % TOGETHER == 0 && ROWS % TOGETHER == 0);
+constexpr int BUFFERS = CHAINED && !LOOKS_BACK ? 3 : 2;  // of what is known of a tile, as that of one may be read when the next begins
+
+using Element = ELEMENT;
+using Ring = Element::Ring;
+using Step = Element::Step;
+constexpr bool BACKWARD = Element::BACKWARD;
+constexpr int PLAIN = Element::PLAIN, PREVIOUS = PLAIN, GRAD = PLAIN + 1;
+constexpr int INPUTS = PLAIN + (BACKWARD ? 2 : 0), OUTPUTS = Element::OUTPUTS, FACTORS = Element::FACTORS;
+constexpr int PARAMETERS = Element::PARAMETERS, OF_CHANNEL = PARAMETERS ? PARAMETERS : 1;  // no array is empty
+constexpr bool SUMS = BACKWARD && PARAMETERS;
+
+using Index = long long;
+#if FAR
+using Offset = Index;  // within a tile, in bytes
+#else
+using Offset = int;
+#endif
+
+// Of floats one message holds the composition of a tile, (b, a, low), of doubles the first holds b and the second a.
+constexpr int MESSAGES = sizeof(Compute) / 4;
+
+struct Strides { Index batch, time, direction; };  // channels are neighbours
+
+struct Tensor : Strides {
+    Scalar* data;  // null: all zero
+    __device__ Tensor(Scalar* data, Strides strides) : Strides(strides), data(data) {}
+};
+
+struct Parameters {
+    // Addresses first: the rest is the same at every call with the same shapes.
+    Scalar* data[INPUTS + OUTPUTS];  // the element's plain inputs, then h, read a step earlier in time, grad; outputs
+    const PARAMETER* parameters[OF_CHANNEL];  // (channels) each, in each direction
+    const Scalar* initial;  // the state before the first step scanned, (directions * batch, channels), or null
+    Scalar* final;          // the state after the last one, or null
+    const Scalar* h0;       // backward: the state before the first step in time, or null
+    Compute* sums;          // gradients of the parameters, one row for each block of a channel group
+    const int* bounds;      // cu_seqlens or offsets
+    const unsigned char* resets;  // with RESETS, a byte for each step of each sequence
+    Message* published;     // chained: what is known of each tile
+    unsigned* counter;      // looking back: of the tiles drawn
+    unsigned epoch, drawn;  // chained: the launch's number, a multiple of MARKS; what the counter begins at
+    Index companions;       // blocks that share their channels
+    Index parameter_direction, resets_batch, resets_time, resets_direction;
+    Strides strides[INPUTS + OUTPUTS];
+    int batch, steps, channels, sequences, directions, reverse;
+
+    __device__ Tensor input(int k) const { return {data[k], strides[k]}; }
+    __device__ bool has_input(int k) const { return !BACKWARD || k != GRAD || data[k]; }
+    __device__ Tensor output(int k) const { return {data[INPUTS + k], strides[INPUTS + k]}; }
+};
+
+struct alignas(sizeof(Compute) * VEC) Channels { Compute value[VEC]; };
+
+// Gates near 1 lie so close to each other in float that a product of a few is rounded the same way every time, which
+// a long memory adds up (4e-5 at T = 65,536 for gates within 1e-4 of 1).  So a product of floats keeps what rounding
+// took from it, as the sum a + low.
+constexpr bool EXTENDED = sizeof(Scalar) == 4 && Ring::LINEAR;
+
+// The composition of consecutive steps.
+struct Composition {
+    Channels a, low, b;
+    bool reset;  // a packed sequence begins within, or the state is reset: the one before does not matter
+
+    __device__ static Composition none() {
+        Composition c;
+        c.reset = false;
+#pragma unroll
+        for (int v = 0; v < VEC; ++v) c.a.value[v] = Ring::one(), c.low.value[v] = 0, c.b.value[v] = Ring::zero();
+        return c;
+    }
+    // a * h + b for one channel.
+    __device__ Compute apply(int v, Compute h) const {
+        return Ring::times_plus(a.value[v], h, EXTENDED ? fma(low.value[v], h, b.value[v]) : b.value[v]);
+    }
+    // Append a step; `settle` when there are no more.
+    __device__ void append(int v, const Step& step) {
+        if (!Step::EXACT) return append(v, step.a, step.low(), step.offset());
+        const Compute product = Ring::times(step.a, a.value[v]);
+        if (EXTENDED) low.value[v] = fma(step.a, low.value[v], fma(step.a, a.value[v], -product));
+        a.value[v] = product;
+        b.value[v] = Ring::times_plus(step.a, b.value[v], step.offset());
+    }
+    __device__ void settle() {
+        if (!EXTENDED) return;
+#pragma unroll
+        for (int v = 0; v < VEC; ++v)
+            if (low.value[v] - low.value[v] != 0) low.value[v] = 0;  // an infinite product has none
+    }
+    // Append a composition of steps with its own low part.
+    __device__ void append(int v, Compute next_a, Compute next_low, Compute next_b) {
+        const Compute product = Ring::times(next_a, a.value[v]);
+        if (EXTENDED) {
+            const Compute rest = fma(next_low, a.value[v], fma(next_a, low.value[v], fma(next_a, a.value[v], -product)));
+            low.value[v] = rest - rest == 0 ? rest : 0;
+            next_b = fma(next_low, b.value[v], next_b);
+        }
+        a.value[v] = product;
+        b.value[v] = Ring::times_plus(next_a, b.value[v], next_b);
+    }
+    __device__ void carry(Channels& state) const {
+#pragma unroll
+        for (int v = 0; v < VEC; ++v) {
+            const Compute carried = apply(v, state.value[v]);
+            state.value[v] = FORGETS && reset ? b.value[v] : carried;
+        }
+    }
+    __device__ void forget() {
+        reset = true;
+#pragma unroll
+        for (int v = 0; v < VEC; ++v) b.value[v] = Ring::zero();
+    }
+    __device__ Composition after(const Composition& first) const {
+        if (FORGETS && reset) return *this;
+        Composition both = first;
+#pragma unroll
+        for (int v = 0; v < VEC; ++v) both.append(v, a.value[v], low.value[v], b.value[v]);
+        return both;
+    }
+    __device__ Composition from_lane_below(int lanes) const {
+        Composition other;
+        other.reset = FORGETS && __shfl_up_sync(~0u, int(reset), lanes);
+#pragma unroll
+        for (int v = 0; v < VEC; ++v) {
+            other.a.value[v] = __shfl_up_sync(~0u, a.value[v], lanes);
+            other.low.value[v] = EXTENDED ? __shfl_up_sync(~0u, low.value[v], lanes) : 0;
+            other.b.value[v] = __shfl_up_sync(~0u, b.value[v], lanes);
+        }
+        return other;
+    }
+};
+
+// Where a thread works: which channels of which sequence, and in which direction time is scanned.
+struct Place {
+    const Parameters& p;
+    int batch, direction, group, warp, lane, segment, channel;
+    bool inside;      // this lane's channels exist
+    bool descending;  // the scan goes from the last step in time to the first
+
+    __device__ Place(const Parameters& p, int chain) : p(p) {
+        const int groups = (p.channels + GROUP - 1) / GROUP;
+        group = chain % groups;
+        batch = chain / groups % p.batch;
+        direction = chain / groups / p.batch;
+        warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        asm("" : "+r"(warp), "+r"(lane));  // or the compiler reads the slow register anew at every use
+        segment = lane / LANES;
+        channel = group * GROUP + lane % LANES * VEC;
+        inside = channel < p.channels;
+        descending = (p.reverse != (direction == 1)) != BACKWARD;
+    }
+    __device__ int time(int i) const { return descending ? p.steps - 1 - i : i; }
+    __device__ bool exists(int i) const {
+        if (PACKING != OFFSETS) return i < p.steps;
+        if (i >= p.steps) return false;
+        const int t = time(i);
+        return p.bounds[t] + batch < p.bounds[t + 1];
+    }
+    // Whether all of a tile exists, so that nothing in it need be checked but, in narrow ones, the channel.
+    __device__ bool whole(int chunk) const {
+        return PACKING != OFFSETS && (NARROW || (group + 1) * GROUP <= p.channels) &&
+            (chunk + 1) * TILE + BACKWARD <= p.steps;
+    }
+    // Whether besides all that is copied for the sake of alignment exists.
+    __device__ bool inner(int chunk) const {
+        return whole(chunk) && (!NARROW || (chunk > 0 && (chunk + 1) * TILE + 16 < p.steps));
+    }
+    __device__ int first(int chunk) const { return chunk * TILE + warp * STRIP + segment * ROWS; }
+    __device__ Scalar* sequence(const Tensor& x) const { return x.data + batch * x.batch + direction * x.direction; }
+    __device__ Index state(int n) const {
+        return Index(PACKING == CU_SEQLENS ? n : direction * p.batch + batch) * p.channels + channel;
+    }
+};
+
+// This thread's rows of a tensor, `ahead` steps further.
+struct Rows {
+    const char* first;  // in the first tile; of OFFSETS, where the sequence would be if it were packed alone
+    Offset stride;
+    int local;  // the step of the first tile that the first is
+    bool inside;
+
+    __device__ Rows() {}
+    __device__ Rows(const Place& at, const Tensor& x, int ahead, int row = 0)
+        : local(at.first(0) + ahead + row), inside(at.inside) {
+        const Index step = PACKING == OFFSETS ? 0 : at.time(local);
+        first = reinterpret_cast<const char*>(at.sequence(x) + at.channel + step * x.time);
+        stride = Offset(PACKING != OFFSETS && at.descending ? -x.time : x.time) * Offset(sizeof(Scalar));
+    }
+    __device__ bool exists(const Place& at, int chunk, int u) const { return inside && at.exists(chunk * TILE + local + u); }
+    __device__ Pack* operator()(const Place& at, int chunk, int u) const {
+        const Index row = PACKING == OFFSETS ? at.p.bounds[at.time(chunk * TILE + local + u)] : u;
+        const Index tile = PACKING == OFFSETS ? 0 : Index(chunk) * Offset(TILE * stride);
+        return reinterpret_cast<Pack*>(const_cast<char*>(first) + tile + row * stride);
+    }
+};
+
+// Where a thread's rows of all tensors are, which is the same in every tile.
+struct Memory {
+    Rows input[INPUTS], output[OUTPUTS];
+
+    __device__ explicit Memory(const Place& at) {
+        Place piece = at;
+        if (TOGETHER > 1) {  // a lane copies not its own steps, but a piece of a row; a warp, TOGETHER rows at once
+            constexpr int PER_ROW = LANES / TOGETHER;
+            piece.segment = at.lane / PER_ROW % SEGMENTS;
+            piece.channel = at.group * GROUP + at.lane % PER_ROW * (TOGETHER * VEC);
+            piece.inside = piece.channel < at.p.channels;
+        }
+#pragma unroll
+        for (int k = 0; k < INPUTS; ++k)
+            input[k] = Rows(piece, at.p.input(k), BACKWARD && k == PREVIOUS, at.lane / (LANES / TOGETHER * SEGMENTS));
+#pragma unroll
+        for (int k = 0; k < OUTPUTS; ++k) output[k] = Rows(at, at.p.output(k), 0);
+    }
+};
