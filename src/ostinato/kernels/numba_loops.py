@@ -330,7 +330,7 @@ def _exp_fraction_of(x):
 def _exp_expm1_of(x):
     def single(x):
         shifted, excess = _reduce_fraction(x)
-        scale = _times_fraction(_ONE, shifted)
+        scale = _times_power_of_two(_ONE, shifted)  # with _times_fraction a GRU's backward is not vectorised
         return multiply_add(scale, excess, scale), multiply_add(scale, excess, scale - _ONE)
 
     return single if x == types.float32 else lambda x: (math.exp(x), math.expm1(x))
