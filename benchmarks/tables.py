@@ -120,6 +120,8 @@ def comparison(
     missing = set(only) - {record["workload"]["name"] for record in records}
     if missing:
         raise ValueError(f"{name}.json has no {missing}")
+    if not records:
+        return f"Not measured yet: `{name}.json` has none."
     everyone = dict.fromkeys(COLUMNS.get(who, who) for record in records for who in record["contestants"])
     names = [who for who in everyone if who not in leave_out]
     head = ["", "pass", *(["at least"] if limit else []), *names]
