@@ -396,6 +396,35 @@ def test_the_error_of_log_space_gradients_does_not_grow_with_length(rate, geomet
         assert excess(got[1]) < max(2e-6, 2 * excess(rounded[1]))
 
 
+def test_an_interrupted_launch_leaves_no_counter_behind(monkeypatch):
+    class Workspace:
+        def __init__(self, words, device):
+            self.memory, self.counter = torch.zeros(words), torch.zeros(1)
+            self.epoch, self.drawn, self.drawing = 0, 0, False
+
+    begins = []
+
+    def start(*given):
+        begins.append(given[-1])
+        if len(begins) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(cuda, "_Workspace", Workspace)
+    monkeypatch.setattr(cuda, "_workspaces", {})
+    monkeypatch.setattr(cuda, "_prepare", lambda *_: cuda._Launch(start, 4, 100, 1))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
+    scan = cuda.Scan(cuda.Problem("LinearScan", torch.float32, 0, 1, 8, 1, ((8, 1, 0),) * 2, ((8, 1, 0),)))
+    like = torch.zeros(1, 8, 1)
+    for _ in range(2):
+        scan.launch(like, (16, 32))
+    with pytest.raises(KeyboardInterrupt):
+        scan.launch(like, (16, 32))
+    for _ in range(2):
+        scan.launch(like, (16, 32))
+    assert begins == [0, 100, 200, 0, 100]  # of a workspace whose counter is at none after the interrupted one
+
+
 @pytest.mark.gpu
 def test_same_bits_every_time():
     torch.manual_seed(0)

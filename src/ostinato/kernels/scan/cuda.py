@@ -169,6 +169,7 @@ class _Workspace:
         self.memory = torch.zeros(words, dtype=torch.int64, device=torch.device("cuda", device))
         self.counter = self.memory.new_zeros(1)
         self.epoch = self.drawn = 0
+        self.drawing = False  # while a launch that draws is being made
 
 
 launching = threading.Lock()  # a launch's number and place on its stream go together
@@ -179,31 +180,37 @@ _MARKS = 4  # kinds of ``Mark``
 def published_of(device: int, words: int) -> tuple[int, int]:
     """The address of the current stream's workspace and the epoch of this launch.
 
-    A launch that is being captured begins anew whenever it is replayed: its own workspace is cleared before it.
+    A launch that is being captured begins anew whenever it is replayed: its own workspace is cleared before it.  A
+    workspace is given up if a launch that draws from its counter was interrupted: nobody knows how far it has counted.
     """
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(words, dtype=torch.int64, device=torch.device("cuda", device)).data_ptr(), _MARKS
     key = device, torch._C._cuda_getCurrentRawStream(device)
     workspace = _workspaces.get(key)
-    if workspace is None or len(workspace.memory) < words or workspace.epoch >= (1 << 32) - 2 * _MARKS:
+    if (
+        workspace is None
+        or len(workspace.memory) < words
+        or workspace.drawing
+        or workspace.epoch >= (1 << 32) - 2 * _MARKS
+    ):
         workspace = _workspaces[key] = _Workspace(words, device)
     workspace.epoch += _MARKS
     return workspace.memory.data_ptr(), workspace.epoch
 
 
-def _counter_of(device: int, launch: _Launch, published: int) -> tuple[int, int]:
-    """The address of a counter for blocks that draw, and what it begins at.
+def _start_drawing(device: int, launch: _Launch, published: int, epoch: int, given: Sequence[int]) -> None:
+    """Start blocks that draw their tiles from a counter, which goes on from the launch before.
 
-    The workspace's; a launch that is being captured has it behind what is published.
+    It is the workspace's; a launch that is being captured has it behind what is published.
     """
-    if not launch.draws:
-        return 0, 0
     if torch.cuda.is_current_stream_capturing():
-        return published + 8 * (launch.words - 2), 0
+        launch.start(*given, published, published + 8 * (launch.words - 2), epoch, 0)
+        return
     workspace = _workspaces[device, torch._C._cuda_getCurrentRawStream(device)]
-    drawn = workspace.drawn
-    workspace.drawn = (drawn + launch.draws) % (1 << 32)
-    return workspace.counter.data_ptr(), drawn
+    workspace.drawing = True
+    launch.start(*given, published, workspace.counter.data_ptr(), epoch, workspace.drawn)
+    workspace.drawn = (workspace.drawn + launch.draws) % (1 << 32)
+    workspace.drawing = False
 
 
 class Scan:
@@ -241,8 +248,10 @@ class Scan:
         else:
             with launching:
                 published, epoch = published_of(self.problem.device, launch.words)
-                counter, drawn = _counter_of(self.problem.device, launch, published)
-                launch.start(*addresses, *others, published, counter, epoch, drawn)
+                if launch.draws:
+                    _start_drawing(self.problem.device, launch, published, epoch, (*addresses, *others))
+                else:
+                    launch.start(*addresses, *others, published, 0, epoch, 0)
         return None if sums is None else sums.sum(0)
 
 
