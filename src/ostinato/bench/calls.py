@@ -88,12 +88,13 @@ def _steps(device: torch.device) -> Iterator[tuple[str, dict[str, Call]]]:
         for name, (ours, *peers) in {"MinGRU": (ostinato.MinGRU, *PEERS["GRU"][1:]), **PEERS}.items():
             own, layer, cell = (kind(hidden, hidden, device=device) for kind in (ours, *peers))
             state = without_gradient(own.step)(x)[1]
+            given = tuple(h[0] for h in state) if isinstance(state, tuple) else state[0]
             contestants: dict[str, Call] = {
                 "Ostinato": partial(own.step, x, state),
                 "Ostinato, T = 1": partial(own, x[None]),
                 "Ostinato, Stepper": partial(ostinato.Stepper(own, batch_size=1), x),
                 "torch.nn, T = 1": partial(layer, x[None]),
-                "torch.nn's cell": partial(cell, x),
+                "torch.nn's cell": partial(cell, x, given),
             }
             yield f"step of {name} {hidden}", {who: without_gradient(call) for who, call in contestants.items()}
 
