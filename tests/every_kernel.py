@@ -1,11 +1,14 @@
 """Launches every kind of kernel on small inputs, for compute-sanitizer; ``make sanitize`` runs it.
 
+``--list`` prints the parts' names; what is named is run, or everything.
+
 Results are compared by the tests.  What does not belong to a kernel is computed on the CPU and copied, since other
 kernels would be checked, too.
 """
 
 import itertools
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -51,18 +54,15 @@ def layers(dtype):
             layer_backward("cuda", pre, bias, h0, h, h, h0, *settings)
 
 
-def minimal_and_scans():
-    kernels = choose_backend("cuda", "cuda")
-    for geometry, dtype in itertools.product(test_cuda.GEOMETRIES, test_cuda.TOLERANCE):
-        print("scans and minimal layers:", geometry, dtype, flush=True)
-        with pytest.MonkeyPatch.context() as patch:
-            test_cuda.force(patch, geometry)
-            scans(dtype, kernels)
-            if "lanes" not in geometry:
-                layers(dtype)
+def scans_and_layers(geometry, dtype):
+    with pytest.MonkeyPatch.context() as patch:
+        test_cuda.force(patch, geometry)
+        scans(dtype, choose_backend("cuda", "cuda"))
+        if "lanes" not in geometry:
+            layers(dtype)
 
 
-def recurrent(clusters=(1,)):
+def recurrent(path, shape, clusters):
     pack = packing.pack
 
     def pack_on_cpu(mask, *rest):
@@ -70,26 +70,36 @@ def recurrent(clusters=(1,)):
         return packed._replace(**{k: x.cuda() for k, x in packed._asdict().items() if isinstance(x, torch.Tensor)})
 
     persistent.pack = pack_on_cpu
-    for path, shape in sorted(test_persistent.LAYERS, key=lambda entry: entry[1][1]):  # by hidden size
-        properties = torch.cuda.get_device_properties(0)
-        back = test_persistent.candidates(path, *shape, properties=properties, backward=True)
-        for chosen in {g.cluster: g for g in back if g.cluster in clusters}.values():
-            print("persistent layers:", path, *shape, "cluster", chosen.cluster, flush=True)
-            case = test_persistent.Case(path, *shape, back=chosen)
-            for steps, reverse, with_state, resets in ((6, False, True, 0), (2, True, False, 0), (6, True, True, 0.3)):
-                inputs = case.inputs(steps, with_state=with_state, packed=reverse, resets=resets)
-                try:
-                    case.forward(inputs, reverse)
-                    persistent.backward(*case.gradients(inputs, reverse))
-                except MemoryError as error:  # only packing tells what fits
-                    print(error)
-                    break
-            case.check()
+    properties = torch.cuda.get_device_properties(0)
+    back = test_persistent.candidates(path, *shape, properties=properties, backward=True)
+    for chosen in {g.cluster: g for g in back if g.cluster in clusters}.values():
+        case = test_persistent.Case(path, *shape, back=chosen)
+        for steps, reverse, with_state, resets in ((6, False, True, 0), (2, True, False, 0), (6, True, True, 0.3)):
+            inputs = case.inputs(steps, with_state=with_state, packed=reverse, resets=resets)
+            try:
+                case.forward(inputs, reverse)
+                persistent.backward(*case.gradients(inputs, reverse))
+            except MemoryError as error:  # only packing tells what fits
+                print(error)
+                break
+        case.check()
+
+
+PARTS = {
+    f"scan-{geometry}-{dtype}".replace(" ", "-"): partial(scans_and_layers, geometry, dtype)
+    for geometry, dtype in itertools.product(test_cuda.GEOMETRIES, test_cuda.TOLERANCE)
+}
+for kind, clusters in {"persistent": (1,), "clusters": (2, 4)}.items():
+    for path, shape in test_persistent.LAYERS:
+        PARTS["-".join(map(str, (kind, path, *shape))).replace(" ", "")] = partial(recurrent, path, shape, clusters)
 
 
 if __name__ == "__main__":
-    torch.manual_seed(0)
-    parts = {"scan": minimal_and_scans, "persistent": recurrent, "clusters": lambda: recurrent((2, 4))}
-    for part in sys.argv[1:] or parts:
-        parts[part]()
-    torch.cuda.synchronize()
+    if sys.argv[1:] == ["--list"]:
+        print(*PARTS, sep="\n")
+    else:
+        torch.manual_seed(0)
+        for part in sys.argv[1:] or PARTS:
+            print(part, flush=True)
+            PARTS[part]()
+        torch.cuda.synchronize()
