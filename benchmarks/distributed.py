@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ostinato
 import ostinato.distributed
-from ostinato.bench.report import environment, write_json
+from ostinato.bench.runs import environment, write_json
 from ostinato.models import LanguageModel
 from ostinato.processes import make_mesh, part
 from ostinato.training import Trainer, TrainingSettings

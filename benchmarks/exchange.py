@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 import ostinato
-from ostinato.bench.report import environment, write_json
+from ostinato.bench.runs import environment, write_json
 
 INPUTS = {
     "exchange_seconds": 32e-6,  # measured: a whole all-gather of a few bytes on two GPUs

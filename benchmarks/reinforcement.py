@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from ostinato.bench.report import environment, write_json
+from ostinato.bench.runs import environment, write_json
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "reinforcement.py"
 

@@ -16,16 +16,14 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ostinato.bench import capacity, plots, sweeps
+from ostinato.bench import capacity, plots, report, sweeps
 from ostinato.bench.learning import plots as learning_plots
-from ostinato.bench.plots import WRONG
-from ostinato.bench.report import figures, recurrence_name, scaled, short_name, speedup, sweep_markdown
+from ostinato.bench.report import Grid, figures, short_name, speedup
 from ostinato.files import replacing
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 BLOCK = re.compile(r"(?s)(<!-- figures: ([a-z0-9-]+) -->\n)(.*?)(<!-- /figures -->)")
-WRONG_NOTE = f"\n† its error against float64 is more than {WRONG:g} of the result.\n"
 OURS = "Ostinato"
 BOTH = "forward+backward"
 
@@ -58,32 +56,14 @@ def source(name: str) -> str:
     )
 
 
-def markdown(head: list[str], rows: list[list[str]]) -> str:
-    """A table, without the columns in which nothing but dashes stands."""
-    kept = [i for i in range(len(head)) if not rows or any(row[i] != "–" for row in rows)]
-    lines = [head, ["---"] * len(head), *rows]
-    return "".join(f"| {' | '.join(line[i] for i in kept)} |\n" for line in lines)
-
-
 def table(name: str, head: list[str], rows: list[list[str]], *notes: str) -> str:
     """With the notes, and where its figures come from."""
-    wrong = WRONG_NOTE if any("†" in cell for row in rows for cell in row) else ""
-    said = "".join(f"{note}\n\n" for note in notes if note)
-    return f"{markdown(head, rows)}{wrong}\n{said}{source(name)}\n"
+    return shown(name, Grid(head, rows, notes=list(filter(None, notes))))
 
 
-def dashes(records: list[Record], names: Mapping[str, str]) -> str:
-    """Why some cells of some columns are empty: names of columns by contestant."""
-    ran = {who for record in records for who, row in record["contestants"].items() if "seconds" in row}
-    reasons: dict[str, dict[str, None]] = {}
-    for record in records:
-        for who, row in record["contestants"].items():
-            if who in names and who in ran and "unavailable" in row:
-                reasons.setdefault(row["unavailable"].removeprefix("failed: "), {})[names[who]] = None
-    found = [f"{' and '.join(columns)}: {reason}" for reason, columns in reasons.items()]
-    if any(not (names.keys() & ran) <= record["contestants"].keys() for record in records):
-        found.append("not asked for at that shape")
-    return f"–: {'; '.join(found)}." if found else ""
+def shown(name: str, grid: Grid) -> str:
+    """A table, and where its figures come from."""
+    return f"{grid.markdown()}\n{source(name)}\n"
 
 
 # What a cell says of a contestant.
@@ -91,10 +71,6 @@ def dashes(records: list[Record], names: Mapping[str, str]) -> str:
 
 def milliseconds(row: Record) -> str:
     return figures(1e3 * row["seconds"])
-
-
-def microseconds(row: Record) -> str:
-    return figures(row["microseconds_a_step"])
 
 
 def share(row: Record) -> str:
@@ -133,46 +109,24 @@ def comparison(
         for who in names:
             outcome = contestants.get(who, {})
             text = cell(outcome) if "seconds" in outcome else "–"
-            text += " †" * ((outcome.get("max_error") or 0) > WRONG)
+            text += report.mark(outcome)
             row.append(f"**{text}**" if who == OURS else text)
         rows.append(row)
     columns = {who: COLUMNS.get(who, who) for record in records for who in record["contestants"]}
     least = f"At least: {records[0]['limit']['name']}." if limit else ""
-    return table(name, head, rows, least, dashes(records, {w: c for w, c in columns.items() if c in names}))
+    return table(name, head, rows, least, *report.dashes(records, {w: c for w, c in columns.items() if c in names}))
 
 
 def recurrences(
     name: str,
-    only: Callable[[Record], bool],
-    peers: Mapping[str, str],
+    only: Callable[[Record], bool] = lambda _: True,
     pass_name: str = "forward",
-    first: str = "layer",
+    leave_out: tuple[str, ...] = (),
 ) -> str:
-    """Microseconds a step, and each peer's as a multiple of ours; one row a layer."""
-    records = [r for r in load(name)["results"] if r["pass"] == pass_name and only(r["workload"])]
-    if not records:
-        return ""
-    ran = {who for record in records for who, row in record["contestants"].items() if "seconds" in row}
-    peers = {peer: who for peer, who in peers.items() if who in ran}
-    has_graphs = "torch.nn in a CUDA graph" in ran
-    head = ["layer", "plan", OURS, "error"]
-    for peer, who in peers.items():
-        head += [peer, "its error"] if who == "torch.nn" else [peer]
-    rows = []
-    for record in records:
-        outcomes = record["contestants"]
-        ours = outcomes[OURS]
-        row = [short_name(record), ours["plan"]["path"], f"**{microseconds(ours)}**", f"{ours['max_error']:.0e}"]
-        for who in peers.values():
-            found = outcomes.get(who, {})
-            wrong = " †" if (found.get("max_error") or 0) > WRONG else ""
-            timed = "seconds" in found
-            row.append(f"{microseconds(found)} ({found['times_ostinato']:.1f}×){wrong}" if timed else "–")
-            if who == "torch.nn":
-                row.append(f"{found['max_error']:.0e}" if timed else "–")
-        rows.append([*row, f"**{speedup(record):.1f}×**"] if has_graphs else row)
-    head += ["cuDNN's best / ours"] * has_graphs
-    return table(name, head, rows, dashes(records, {who: peer for peer, who in peers.items()}))
+    """The layers of a run that are asked for, one row each; nothing if there are none."""
+    run = load(name)
+    records = [r for r in run["results"] if r["pass"] == pass_name and only(r["workload"])]
+    return shown(name, report.recurrences(records, run["device_type"], leave_out)) if records else ""
 
 
 def gradients(name: str) -> str:
@@ -184,7 +138,7 @@ def gradients(name: str) -> str:
         ours, theirs = (record["contestants"].get(who, {}) for who in (OURS, "torch.nn"))
         if record["pass"] != BOTH or not {"errors"} <= ours.keys() & theirs.keys():
             continue
-        row = [recurrence_name({**record, "workload": {**record["workload"], "name": short_name(record)}})]
+        row = [short_name(record)]
         for prefixes in parts.values():
             pair = (max(e for n, e in who["errors"].items() if n.startswith(prefixes)) for who in (ours, theirs))
             row.append("**{:.0e}** / {:.0e}".format(*pair))
@@ -216,7 +170,7 @@ def ladder(name: str) -> str:
             found = outcomes.get(who, {})
             if found.get("unavailable") == sweeps.PLANNED:
                 found = outcomes[OURS]
-            row.append(microseconds(found) if "seconds" in found else "–")
+            row.append(report.step(found) if "seconds" in found else "–")
         rows.append(row)
     return table(
         name, ["layer", *steps], rows, "–: that kernel's weights do not fit on the chip, or it is not for this mask."
@@ -232,18 +186,8 @@ def capacities(name: str) -> str:
 
 
 def calls(name: str, *of: str) -> str:
-    """Microseconds a call, and the multiple of an addition's; of the calls whose names begin alike."""
-    records = [record for record in load(name)["results"] if record["workload"]["name"].startswith(of)]
-    names = list(dict.fromkeys(who for record in records for who in record["contestants"]))
-    rows = []
-    for record in records:
-        row = [record["workload"]["name"]]
-        for who in names:
-            found = record["contestants"].get(who)
-            text = f"{figures(1e6 * found['seconds'])} ({found['times_unit']:.1f}×)" if found else "–"
-            row.append(f"**{text}**" if who == OURS else text)
-        rows.append(row)
-    return table(name, ["call", *names], rows)
+    """Of the calls whose names begin alike."""
+    return shown(name, report.calls([r for r in load(name)["results"] if r["workload"]["name"].startswith(of)]))
 
 
 def bounds(name: str) -> str:
@@ -265,14 +209,11 @@ def swept(name: str) -> Record:
 
 def sweep(name: str) -> str:
     content = swept(name)
-    _, _, text = sweep_markdown(content).partition("\n\n")
-    missing = f"Empty cells: {'; '.join(content['missing'])}. " if content["missing"] else ""
-    processor = f"CPU: {content.get('processor', 'of that machine')}, {content['threads']} threads. "
-    unit = {"ms": "Milliseconds", "us a step": "Microseconds a step"}[content["unit"]]
-    return (
-        f"**{content['title']}.** {unit}.\n\n{text}\n{missing}{content['note']} "
-        f"{processor * SWEEPS[name].together}{source(f'seeds-{name}-gpu')}\n\n{figure(f'seeds-{name}-gpu', name)}"
-    )
+    grid = report.sweep(content)
+    if SWEEPS[name].together:
+        grid.notes.append(f"CPU: {content.get('processor', 'of that machine')}, {content['threads']} threads.")
+    plot = figure(f"seeds-{name}-gpu", name)
+    return f"**{content['title']}.**\n\n{shown(f'seeds-{name}-gpu', grid)}\n{plot}"
 
 
 def cpu_or_gpu(cell: str) -> str:
@@ -379,7 +320,7 @@ def characters(name: str) -> str:
         row += [f"{best['tokens']:,}", f"{best['seconds']:.0f} s", f"{last['held_out_loss']:.3f}"]
         rows.append([*row, f"{last['seconds']:.0f} s"])
     head = ["layer", "lowest held-out loss", "published", "after characters", "and time", "at the end", "after"]
-    note = "" if "published" not in markdown(head, rows) else " Published: Feng et al. 2024, table 4; –: not published."
+    note = " Published: Feng et al. 2024, table 4; –: not published." if any(row[2] != "–" for row in rows) else ""
     return table(name, head, rows, f"Losses in nats per character.{note}")
 
 
@@ -428,7 +369,7 @@ def exchange(name: str) -> str:
     ]
     assumed.append(f"{1e3 * given['host_seconds']:g} ms a call on the host")
     return (
-        f"{markdown([*head, 'log-step, µs', 'forward, of linear'], rows)}\n"
+        f"{Grid([*head, 'log-step, µs', 'forward, of linear'], rows).markdown()}\n"
         f"Simulated. Measured: {1e6 * given['exchange_seconds']:g} µs for an exchange of a few bytes between two H200, "
         f"{inside['rate'] / 1e9:g} GB/s that each of four receives in a large one, and the memory's rate, "
         f"{given['memory_rate'] / 1e12:g} TB/s. Assumed: {', '.join(assumed)}. "
@@ -496,22 +437,13 @@ def reinforcement(name: str) -> str:
         rows.append([row["policy"], f"{sum(curve[-5:]) / 5:.0%}", first, f"{row['steps_per_second']:,.0f}"])
     rollouts = len(load(name)["results"][0]["curve"])
     head = ["policy", f"right in the last 5 of {rollouts} rollouts", "first 95 % right", "steps a second"]
-    return f"{markdown(head, rows)}\n{source(name)}\n"
+    return table(name, head, rows)
 
 
 def profile(name: str) -> str:
     """The kernels of a call, the longest first."""
-    run, rows = load(name), []
-    for row in run["kernels"][:6]:
-        unit, shown = next(((unit, s) for unit, s in (("bytes", "B"), ("flops", "FLOP")) if unit in row), ("", ""))
-        kernel = re.sub(r"^(void|std::enable_if<.*?>::type) ", "", row["kernel"])[:48]
-        cells = [f"`{kernel}`", figures(1e6 * row["seconds_a_launch"])]
-        cells += [f"{row['launches_a_call']:,g}", f"{row['share']:.0%}"]
-        rows.append([*cells, *([scaled(row[f"{unit}_per_second"], f"{shown}/s"), share(row)] if unit else ["–", "–"])])
-    rows.append(["no kernel: launches, Python", "–", "–", f"{run['seconds_in_none'] / run['seconds']:.0%}", "–", "–"])
-    head = ["kernel", "µs a launch", "launches", "share of the time", "rate", "of the limit"]
-    title = f"{run['contestant']}, {short_name(run)}, {run['pass']}: {figures(1e3 * run['seconds'])} ms a call."
-    return table(name, head, rows, f"{title} –: not a kernel of ours, or none at all.")
+    grid = report.profile(load(name), 6)
+    return f"{grid.title}.\n\n{shown(name, grid)}"
 
 
 def published_profile() -> str:
@@ -523,7 +455,9 @@ def published_profile() -> str:
         ["down-sweep (`apply_scan_op_kernel`)", "about 2", "4,096", "10 %"],
         ["output projection (`matvec_kernel`), at 23 GB/s", "about 93", "4,096", "72 %"],
     ]
-    return f"{markdown(head, rows)}\nPublished, on an RTX 4090, at sizes that are not stated; by Nsight Compute.\n"
+    return (
+        f"{Grid(head, rows).markdown()}\nPublished, on an RTX 4090, at sizes that are not stated; by Nsight Compute.\n"
+    )
 
 
 def figure(name: str, what: str, folder: str = "../plots") -> str:
@@ -584,15 +518,11 @@ BOUND_BY = {
     ("mingru (1, 65536, 1024) to 1024 bfloat16", "forward"): "the GEMM, then chained blocks",
 }
 NAMES = {"mingru": "minGRU", "minlstm": "minLSTM", "gru": "nn.GRU", "lstm": "nn.LSTM"}
-CUDNN = {"cuDNN": "torch.nn", "in a CUDA graph": "torch.nn in a CUDA graph"}
-PEERS = {**CUDNN, "GEMMs in a CUDA graph": "GEMMs in a CUDA graph", "cuSPARSE": "cuSPARSE"}
-TRAINED_BY = {"ours in a CUDA graph": "Ostinato in a CUDA graph", **CUDNN, "torchrl": "torchrl"}
-TORCH = {"torch.nn": "torch.nn"}
 SWEEPS = {sweep.name: sweep for sweep in sweeps.sweeps(quick=False)}
 
 
-def everything(_work: Record) -> bool:
-    return True
+GRAPH_OF_OURS = ("Ostinato in a CUDA graph",)
+KERNELS = tuple(f"Ostinato, {path} kernel" for path in ("dense", "sparse", "block"))
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -601,34 +531,32 @@ TABLES: dict[str, Callable[[], str]] = {
     "readme-layer-gpu": lambda: comparison("layer-gpu", milliseconds, only=README_GPU, limit=True),
     "readme-layer-cpu": lambda: comparison("layer-cpu", milliseconds, only=README_CPU, limit=True),
     "readme-scan": lambda: comparison("scan-gpu", share, only=README_SCANS),
-    "readme-persistent": lambda: recurrences("persistent-gpu", lambda work: work["name"] in README_LAYERS, PEERS),
-    "readme-training": lambda: recurrences("training-gpu", lambda work: work["name"] in README_TRAINED, CUDNN, BOTH),
+    "readme-persistent": lambda: recurrences("persistent-gpu", lambda w: w["name"] in README_LAYERS, leave_out=KERNELS),
+    "readme-training": lambda: recurrences("training-gpu", lambda w: w["name"] in README_TRAINED, BOTH, GRAPH_OF_OURS),
     "learning": lambda: learned("tinyshakespeare-gpu"),
     "curve": lambda: f"{curve('tinyshakespeare-gpu')}\n{figure('tinyshakespeare-gpu', 'Loss', 'plots')}",
     "recurrence-gpu": lambda: comparison("recurrence-gpu", share, unit="bytes"),
     "recurrence-layers-gpu": lambda: comparison("recurrence-gpu", milliseconds, limit=True, unit="flops"),
     "recurrence-errors-gpu": lambda: comparison("recurrence-gpu", error),
     "persistent-pruned": lambda: recurrences(
-        "persistent-gpu", lambda work: work["density"] < 1 and work["length"] == 256, PEERS
+        "persistent-gpu", lambda w: w["density"] < 1 and w["length"] == 256, leave_out=KERNELS
     ),
-    "persistent-dense": lambda: recurrences(
-        "persistent-gpu", lambda work: work["density"] == 1 and work["length"] == 256, PEERS
-    ),
-    "persistent-errors": lambda: recurrences("persistent-gpu", lambda work: work["length"] > 256, CUDNN),
+    "persistent-dense": lambda: recurrences("persistent-gpu", lambda w: w["density"] == 1 and w["length"] == 256),
+    "persistent-errors": lambda: recurrences("persistent-gpu", lambda w: w["length"] > 256),
     "persistent-ladder": lambda: ladder("persistent-gpu"),
-    "persistent-cpu": lambda: recurrences("persistent-cpu", everything, TORCH),
-    "networks-gpu": lambda: recurrences("networks-gpu", everything, CUDNN),
-    "networks-cpu": lambda: recurrences("networks-cpu", everything, TORCH),
+    "persistent-cpu": lambda: recurrences("persistent-cpu"),
+    "networks-gpu": lambda: recurrences("networks-gpu"),
+    "networks-cpu": lambda: recurrences("networks-cpu"),
     "training": lambda: recurrences(
-        "training-gpu", lambda work: work["length"] < 2000 and not work.get("resets"), TRAINED_BY, BOTH
+        "training-gpu", lambda work: work["length"] < 2000 and not work.get("resets"), BOTH
     ),
-    "training-resets": lambda: recurrences("training-gpu", lambda work: work.get("resets", 0) > 0, TRAINED_BY, BOTH),
+    "training-resets": lambda: recurrences("training-gpu", lambda work: work.get("resets", 0) > 0, BOTH),
     "training-errors": lambda: gradients("training-gpu"),
     "training-sweep": lambda: (
         f"{figure('training-sweep-gpu', 'cuDNN over ours, by hidden size and batch')}\n{source('training-sweep-gpu')}\n"
     ),
-    "training-cpu": lambda: recurrences("training-cpu", everything, TORCH, BOTH),
-    "inference-cpu": lambda: recurrences("training-cpu", everything, TORCH),
+    "training-cpu": lambda: recurrences("training-cpu", pass_name=BOTH),
+    "inference-cpu": lambda: recurrences("training-cpu"),
     "exchange": lambda: exchange("exchange-simulated"),
     "reinforcement": lambda: reinforcement("reinforcement-cpu"),
     "several-gpus": lambda: several_gpus("distributed-gpu"),

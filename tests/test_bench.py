@@ -10,16 +10,16 @@ import pytest
 import torch
 from rich.console import Console
 
-from ostinato.bench import calls, capacity, check, measure, peers, plots, profile, report, sweeps, warm, workloads
-from ostinato.bench.workloads import OURS, Equation, Layer, Product, Recurrence, Run, Scan, Training
+from ostinato.bench import calls, capacity, check, measure, peers, plots, profile, report, runs, shapes, sweeps, warm
+from ostinato.bench.workloads import OURS, Equation, Layer, ParaLayer, Recurrence, Run, Scan, Training
 from ostinato.cli.bench import app as bench_app
 
 CPU = torch.device("cpu")
 GRU = Recurrence("GRU", 32, 2, 20, density=0.2, block=(16, 1), dtype=torch.float32)
 SCAN, MINGRU, MINLSTM = Scan(2, 64, 8), Layer("mingru", 2, 48, 4, 8), Layer("minlstm", 2, 48, 4, 8)
 STACKED = {"layers": 2, "bidirectional": True, "shortest": 8}
-TRAINED = Training("LSTM", 16, 3, 20, dtype=torch.float32, who=workloads.TRAINED, **STACKED)
-PRUNED = Training("GRU", 32, 2, 20, density=0.2, block=(16, 1), dtype=torch.float32, who=workloads.TRAINED)
+TRAINED = Training("LSTM", 16, 3, 20, dtype=torch.float32, who=shapes.TRAINED, **STACKED)
+PRUNED = Training("GRU", 32, 2, 20, density=0.2, block=(16, 1), dtype=torch.float32, who=shapes.TRAINED)
 
 
 @pytest.fixture(autouse=True)
@@ -30,11 +30,11 @@ def small(monkeypatch):
     quick = {"scan": [SCAN], "layer": [MINGRU, MINLSTM], "persistent": [GRU], "training": [TRAINED, PRUNED]}
     quick["recurrence"] = [
         Equation("invented", 2, 64, 8),
-        Product("ParaGRU", 2, 24, 4, 8),
-        Product("ParaLSTM", 2, 24, 4, 8),
+        ParaLayer("ParaGRU", 2, 24, 4, 8),
+        ParaLayer("ParaLSTM", 2, 24, 4, 8),
     ]
-    quick["training-sweep"] = [Training("GRU", hidden, who=workloads.TRAINED) for hidden in (8, 16)]
-    monkeypatch.setattr(workloads, "QUICK", quick)
+    quick["training-sweep"] = [Training("GRU", hidden, who=shapes.TRAINED) for hidden in (8, 16)]
+    monkeypatch.setattr(shapes, "QUICK", quick)
     for cell, everyone in peers.CONTESTANTS.items():
         kept = {name: build for name, build in everyone.items() if "compiled" not in name}
         monkeypatch.setitem(peers.CONTESTANTS, cell, kept)
@@ -60,7 +60,7 @@ def test_a_run_writes_figures_that_agree(command, unit, tmp_path):
     assert content["benchmark"] == command
     assert content["device_type"] == "cpu"
     assert content["versions"]["torch"] == torch.__version__
-    works = workloads.QUICK[command]
+    works = shapes.QUICK[command]
     assert [r["workload"]["name"] for r in content["results"]] == [str(w) for w in works for _ in w.passes]
     for record, work in zip(content["results"], [w for w in works for _ in w.passes], strict=True):
         assert record[unit] == work.work(record["pass"])
@@ -113,13 +113,13 @@ def test_a_folder_gets_a_file_named_after_the_kind_of_device(tmp_path):
 
 def test_the_commit_of_copied_files_is_what_is_said(monkeypatch):
     monkeypatch.setenv("OSTINATO_COMMIT", "0123abc")
-    assert report.environment(CPU)["commit"] == "0123abc"
+    assert runs.environment(CPU)["commit"] == "0123abc"
 
 
 def test_one_workload_is_chosen_by_part_of_its_name():
-    assert workloads.workloads("layer", CPU, quick=True, only="minlstm") == [MINLSTM]
+    assert shapes.workloads("layer", CPU, quick=True, only="minlstm") == [MINLSTM]
     with pytest.raises(ValueError, match=r"only must be part of one of mingru .*; got 'gru2'"):
-        workloads.workloads("layer", CPU, quick=True, only="gru2")
+        shapes.workloads("layer", CPU, quick=True, only="gru2")
 
 
 def test_missing_and_failing_peers_are_named_and_the_rest_runs(monkeypatch):
@@ -133,7 +133,7 @@ def test_missing_and_failing_peers_are_named_and_the_rest_runs(monkeypatch):
     assert rows["breaks when timed"]["unavailable"] == "failed: RuntimeError: no such luck"
     assert rows["torch.nn.GRU"]["seconds"] > 0
     console = Console(record=True, width=100)
-    console.print(report.table(records))
+    console.print(report.workload(records).rich())
     text = console.export_text()
     assert "minGRU-pytorch is not installed" in text
     assert "failed: RuntimeError: no such luck" in text
@@ -188,11 +188,11 @@ def test_the_end_of_a_long_sequence_is_checked_without_its_beginning(monkeypatch
 @pytest.mark.parametrize("cell", ["RNN", "GRU", "LSTM"])
 def test_episodes_are_the_same_whether_reset_or_cut(cell):
     """The float64 check cuts the sequences, as torch.nn's contestant does; ours resets the state."""
-    work = Training(cell, 16, 3, 20, dtype=torch.float32, resets=0.2, who=workloads.EPISODES, **STACKED)
+    work = Training(cell, 16, 3, 20, dtype=torch.float32, resets=0.2, who=shapes.EPISODES, **STACKED)
     work = dataclasses.replace(work, shortest=0)
     assert work.resets_of(work.data(CPU)).any()
     (record,) = measure.measure(work, CPU, 0.01)
-    for name in workloads.PLAIN:
+    for name in shapes.PLAIN:
         assert record["contestants"][name]["max_error"] < 1e-5, name
 
 
@@ -211,7 +211,7 @@ def test_recurrences_state_steps_plan_and_error(tmp_path):
 def test_a_wrong_recurrence_is_not_timed(monkeypatch):
     def wrong(work, data):
         right = peers.ostinato_recurrence(None, work, data)
-        return Run(lambda: right.call() * 1.001, plan=right.plan)
+        return dataclasses.replace(right, call=lambda: right.call() * 1.001)
 
     monkeypatch.setitem(peers.CONTESTANTS["GRU"], OURS, wrong)
     with pytest.raises(measure.WrongResult, match=r"GRU 32 B2 T20 20% 16x1 float32: relative error 1\.0e-03"):
@@ -266,7 +266,7 @@ def test_gradients_are_those_of_backward(work):
 @pytest.mark.parametrize("which", [0, 1, -1])
 def test_a_wrong_gradient_is_not_timed(monkeypatch, which):
     def wrong(work, data):
-        right = peers.ostinato_training(work, data)
+        right = peers.ostinato_recurrence(None, work, data)
 
         def gradients():
             results = list(right.gradients())
@@ -275,7 +275,7 @@ def test_a_wrong_gradient_is_not_timed(monkeypatch, which):
 
         return dataclasses.replace(right, gradients=gradients)
 
-    monkeypatch.setitem(peers.TRAINING, OURS, wrong)
+    monkeypatch.setitem(peers.CONTESTANTS["GRU"], OURS, wrong)
     with pytest.raises(measure.WrongResult, match=r"GRU 32 B2 T20 20% 16x1 float32: relative error 1\.0e-02"):
         measure.measure(PRUNED, CPU, 0.01)
 
@@ -370,8 +370,8 @@ def test_what_takes_longest_to_compile_comes_first_and_nothing_twice():
     assert warm.EXTENSION not in {name for _, name in rest}
     own = [name.startswith(OURS) for _, name in rest]
     assert own == sorted(own)
-    assert {work for work, name in rest if name == OURS} >= set(workloads.ON_CUDA["persistent"])
-    assert {work for work, _ in warm.tasks(["scan"])} == set(workloads.ON_CUDA["scan"])
+    assert {work for work, name in rest if name == OURS} >= set(shapes.ON_CUDA["persistent"])
+    assert {work for work, _ in warm.tasks(["scan"])} == set(shapes.ON_CUDA["scan"])
     with pytest.raises(ValueError, match="kinds must be some of scan, layer"):
         warm.tasks(["scam"])
 
@@ -415,14 +415,14 @@ def test_a_slow_call_is_timed_once(monkeypatch):
 
 
 def everything():
-    yield from (work for works in (workloads.ON_CPU, workloads.ON_CUDA) for kind in works.values() for work in kind)
+    yield from (work for works in (shapes.ON_CPU, shapes.ON_CUDA) for kind in works.values() for work in kind)
     for quick in (False, True):
         yield from (work for sweep in sweeps.sweeps(quick) for works in sweep.on.values() for work in works)
 
 
 def test_all_contestants_named_exist_and_ours_is_measured_first():
     for work in everything():
-        known = {*(peers.TRAINING if work.kind == "training" else peers.CONTESTANTS[work.cell]), work.limit_name}
+        known = {*peers.CONTESTANTS[work.cell], work.limit_name}
         assert {name for name in work.who if "compiled" not in name} <= known, work
         assert next(iter(peers.contestants(work))) in (OURS, peers.TIME_LOOP), work
 
@@ -455,10 +455,10 @@ def test_a_sweep_becomes_lines_and_ratios():
     assert [p["value"] for p in ratio["points"]] == [a["value"] / b["value"] for a, b in zip(loop, scan, strict=True)]
     assert content["missing"] == ["GPU: this part of the table needs a CUDA device"]
     console = Console(record=True, width=150)
-    console.print(report.sweep_table(content))
+    console.print(report.sweep(content).rich())
     content["device"] = "somewhere"
     text = console.export_text()
-    for line in report.sweep_markdown(content).splitlines()[4:]:
+    for line in report.sweep(content).markdown().partition("\n\n")[0].splitlines()[2:]:
         assert re.search(" +".join(map(re.escape, re.split(r"[ |]+", line.strip("| ")))), text), line
 
 
@@ -469,7 +469,7 @@ def test_published_figures_stand_beside_and_are_compared():
     )
     content = measured(sweep, 10)
     assert report.sizes(content) == [8, 32, 64]
-    (row,) = (row for row in report.sweep_markdown(content | {"device": ""}).splitlines() if "published" in row)
+    (row,) = (row for row in report.sweep(content).markdown().splitlines() if "published" in row)
     assert row == "| published: CPU scan | 100 |  | 300 |"
 
 
@@ -510,7 +510,7 @@ def test_seeds_write_a_file_and_a_plot_a_table(tmp_path, monkeypatch, capsys):
             "GRU",
             "length",
             "steps",
-            {"cpu": [dataclasses.replace(GRU, length=n, who=(*workloads.PLAIN, GRU.limit_name)) for n in (5, 20)]},
+            {"cpu": [dataclasses.replace(GRU, length=n, who=(*shapes.PLAIN, GRU.limit_name)) for n in (5, 20)]},
             unit="us a step",
         ),
         sweeps.Sweep("batch", "on a GPU", "batch", "B", {"cuda": [GRU]}, unit="us a step"),
@@ -622,9 +622,9 @@ def test_transfer_and_time_loop_on_a_gpu():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("cell", workloads.CELLS)
+@pytest.mark.parametrize("cell", shapes.CELLS)
 def test_recurrences_on_a_gpu(cell):
-    who = (*workloads.SPARSE, *workloads.KERNELS)
+    who = (*shapes.SPARSE, *shapes.KERNELS)
     work = Recurrence(cell, 256, 3, 40, density=0.2, block=(16, 1), who=who)
     (record,) = measure.measure(work, torch.device("cuda"), 0.01)
     chosen = record["contestants"][OURS]["plan"]["path"]
@@ -642,8 +642,8 @@ def test_recurrences_on_a_gpu(cell):
     [
         TRAINED,
         PRUNED,
-        Training("LSTM", 128, 3, 40, who=workloads.TRAINED),
-        Training("GRU", 32, 3, 40, dtype=torch.float32, resets=0.1, who=workloads.EPISODES),
+        Training("LSTM", 128, 3, 40, who=shapes.TRAINED),
+        Training("GRU", 32, 3, 40, dtype=torch.float32, resets=0.1, who=shapes.EPISODES),
     ],
     ids=str,
 )
@@ -681,7 +681,7 @@ def test_on_a_gpu(work):
 
 def test_files_are_json_even_of_numbers_that_are_not_finite(tmp_path):
     path = tmp_path / "run.json"
-    report.write_json(path, {"losses": (1.5, float("nan")), "limit": {"accuracy": float("inf")}})
+    runs.write_json(path, {"losses": (1.5, float("nan")), "limit": {"accuracy": float("inf")}})
 
     def refuse(constant):
         raise AssertionError(constant)

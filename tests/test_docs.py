@@ -10,7 +10,8 @@ import torch
 import typer
 
 from ostinato.bench.measure import measure
-from ostinato.bench.report import environment, figures, write_json
+from ostinato.bench.report import Grid, dashes, figures
+from ostinato.bench.runs import environment, write_json
 from ostinato.bench.workloads import Training
 from ostinato.cli import app
 
@@ -79,9 +80,8 @@ def test_every_run_is_shown(monkeypatch):
 def test_what_is_not_measured_is_explained_and_empty_columns_are_dropped():
     rows = {"a": {"seconds": 1.0}, "b": {"unavailable": "not here"}, "c": {"unavailable": "never"}}
     records = [{"contestants": rows}, {"contestants": {"a": {"seconds": 1.0}, "b": {"seconds": 1.0}}}]
-    note = tables.dashes(records, {"a": "A", "b": "B", "c": "C"})
-    assert note == "–: B: not here."
-    assert tables.markdown(["x", "y"], [["1", "–"], ["2", "–"]]) == "| x |\n| --- |\n| 1 |\n| 2 |\n"
+    assert dashes(records, {"a": "A", "b": "B", "c": "C"}) == ["–: B: not here."]
+    assert Grid(["x", "y"], [["1", "–"], ["2", "–"]]).markdown() == "| x |\n| --- |\n| 1 |\n| 2 |\n"
 
 
 def test_a_changed_figure_is_noticed():

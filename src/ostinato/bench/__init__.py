@@ -1,7 +1,8 @@
 """Benchmarks that anyone can repeat: every speed a ratio taken in one run, its correctness beside it.
 
 =============  ================================================================
-``workloads``  what is computed: shapes, inputs, least work, limit
+``workloads``  what is computed: inputs, least work, limit
+``shapes``     in which sizes, on a CPU and on a GPU
 ``peers``      who computes it: Ostinato and every other implementation
 ``check``      what each result is held against: float64
 ``measure``    checks each contestant, then times it
@@ -10,8 +11,9 @@
 ``calls``      what small calls and single steps cost the host
 ``capacity``   the largest recurrent layers that fit on a chip
 ``profile``    the kernels of one layer, and how near their limits they come
-``report``     the machine, tables and JSON files
-``plots``      a sweep's plot
+``runs``       JSON files, and the machine they are of
+``report``     tables, for the console and the documentation
+``plots``      pictures
 ``learning``   what the layers learn
 =============  ================================================================
 """

@@ -6,13 +6,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
 from torch import Tensor, nn
 
 import ostinato
 from ostinato.bench.measure import Record
-from ostinato.bench.report import figures
 
 CALLS, ROUNDS = 50, 20  # calls are issued one after the other, fewer than a GPU's queue takes; rounds in turn
 UNIT = "torch.add(out=)"
@@ -123,18 +120,3 @@ def _stacks(device: torch.device) -> Iterator[tuple[str, dict[str, Call]]]:
 
     yield "Stepper of GRU 256, 2 layers", contestants
     yield "Stepper of GRU 256, 2 layers, awaited", {who: awaited(call) for who, call in contestants.items()}
-
-
-def table(records: list[Record]) -> Table:
-    """One row a call: microseconds, and in brackets multiples of the addition."""
-    names = list(dict.fromkeys(who for record in records for who in record["contestants"]))
-    result = Table(title="microseconds a call, and times torch.add(out=)", title_justify="left", box=SIMPLE_HEAD)
-    for name in ("", *names):
-        result.add_column(name, justify="right" if name else "left")
-    for record in records:
-        rows = record["contestants"]
-        cells = [
-            f"{figures(1e6 * rows[n]['seconds'])} ({rows[n]['times_unit']:.1f})" if n in rows else "" for n in names
-        ]
-        result.add_row(record["workload"]["name"], *cells)
-    return result

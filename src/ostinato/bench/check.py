@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ostinato.bench.workloads import Equation, Layer, Recurrence, Run, Scan, Training, Workload
+from ostinato.bench.workloads import Equation, Layer, Recurrence, Run, Scan, Workload
 
 CHECKED_STEPS = 8192
 CHECKED_CHANNELS = 8
@@ -27,31 +27,16 @@ class Check(Protocol):
 
 
 def check_of(work: Workload, data: tuple[Tensor, ...]) -> "Check":
-    if isinstance(work, Training):
-        return TrainingCheck(work, data)
     return RecurrenceCheck(work, data) if isinstance(work, Recurrence) else MinimalCheck(work, data)
 
 
 class RecurrenceCheck:
-    """The whole output of ``torch.nn``'s layer in float64, on the workload's device."""
-
-    def __init__(self, work: Recurrence, data: tuple[Tensor, ...]) -> None:
-        with torch.no_grad():
-            self.expected = work.torch_layer(data, torch.float64)(data[0].double())[0]
-
-    def errors(self, run: Run) -> Errors:
-        """The error over all steps, relative in the Euclidean norm."""
-        with torch.no_grad():
-            return {"forward": {"output": relative_error(run.layout(run.call()), self.expected)}}
-
-
-class TrainingCheck:
-    """The output and every gradient of ``torch.nn``'s layer in float64, on the workload's device.
+    """The output, or every gradient, of ``torch.nn``'s layer in float64, on the workload's device.
 
     Of pruned weights those that are left: to ``torch.nn`` the others are zeros with gradients of their own.
     """
 
-    def __init__(self, work: Training, data: tuple[Tensor, ...]) -> None:
+    def __init__(self, work: Recurrence, data: tuple[Tensor, ...]) -> None:
         self.work = work
         masks = {name: mask for name, mask in work.state_dict(data).items() if name.startswith("mask")}
         self.kept = {name: masks.get(name.replace("weight", "mask")) for name in work.differentiable}

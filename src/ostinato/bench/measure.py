@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ostinato.bench.check import TOLERANCE, Check, Errors, check_of
 from ostinato.bench.peers import Build, contestants
-from ostinato.bench.workloads import OURS, Product, Recurrence, Run, Training, Unavailable, Workload, name_of
+from ostinato.bench.workloads import OURS, ParaLayer, Recurrence, Run, Unavailable, Workload, name_of
 
 MIN_ROUNDS, MAX_ROUNDS = 3, 100
 SLOW = 0.5  # seconds: a call of which is made once more, and no more often
@@ -55,7 +55,7 @@ def measure(
         if device.type == "cpu":
             outcomes |= _measure_together(work, data, check, running, device, seconds)
         else:  # one at a time, so that each has the memory to itself
-            seconds = GPU_SECONDS_OF_TRAINING if isinstance(work, Training) else GPU_SECONDS
+            seconds = GPU_SECONDS_OF_TRAINING if isinstance(work, Recurrence) and work.trained else GPU_SECONDS
             for name, build in running.items():
                 outcomes |= _measure_together(work, data, check, {name: build}, device, seconds)
                 if torch.cuda.memory_allocated(device) > COLLECT_ABOVE:
@@ -72,7 +72,7 @@ def limited(work: Workload) -> bool:
 @contextmanager
 def _precision(work: Workload) -> Iterator[None]:
     """Let float32 products of recurrent layers be rounded to tf32, in all libraries, or in none."""
-    if not isinstance(work, Recurrence | Product):
+    if not isinstance(work, Recurrence | ParaLayer):
         yield
         return
     libraries: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
@@ -136,8 +136,8 @@ def _largest(errors: dict[str, float]) -> float:
 
 
 def _require_right(work: Workload, errors: Errors) -> None:
-    tolerance = TOLERANCE[torch.float16 if isinstance(work, Recurrence | Product) and work.tf32 else work.dtype]
-    if isinstance(work, Training):
+    tolerance = TOLERANCE[torch.float16 if isinstance(work, Recurrence | ParaLayer) and work.tf32 else work.dtype]
+    if isinstance(work, Recurrence) and work.trained:
         tolerance *= OF_GRADIENTS
     for error in map(_largest, errors.values()):
         if not error <= tolerance:

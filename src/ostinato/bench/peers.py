@@ -22,28 +22,21 @@ from ostinato.bench.workloads import (
     RECURRENT,
     Equation,
     Layer,
-    Product,
+    ParaLayer,
     Recurrence,
     Run,
     Scan,
-    Training,
     Unavailable,
     Workload,
 )
-from ostinato.kernels.persistent.plan import Plan
 
 Build = Callable[[Any, tuple[Tensor, ...]], Run]
 PLANNED = "is what the plan chooses"  # why another kernel is not asked for by name
 
 
-def known(work: Workload) -> dict[str, Build]:
-    """Everyone who could compute it: Ostinato first, then its peers."""
-    return TRAINING if isinstance(work, Training) else CONTESTANTS[work.cell]
-
-
 def contestants(work: Workload) -> dict[str, Build]:
     """Those that the workload names, or all usual ones."""
-    everyone = known(work)
+    everyone = CONTESTANTS[work.cell]
     names = work.who or [name for name in everyone if name not in ON_REQUEST]
     return {name: everyone[name] for name in names if name in everyone}
 
@@ -229,12 +222,12 @@ def fla_hgrn(_work: Equation, data: tuple[Tensor, ...]) -> Run:
     return Run(lambda: chunk_hgrn(*compiled(*arguments))[0], arguments)
 
 
-def ostinato_product(work: Product, data: tuple[Tensor, ...]) -> Run:
+def ostinato_para_layer(work: ParaLayer, data: tuple[Tensor, ...]) -> Run:
     (x,), layer = _leaves(data[0]), work.layer(data)
     return Run(lambda: layer(x)[0], (x, *layer.parameters()), has_bias=True)
 
 
-def pararnn(work: Product, data: tuple[Tensor, ...]) -> Run:
+def pararnn(work: ParaLayer, data: tuple[Tensor, ...]) -> Run:
     """pararnn-torch's layer, which trains by Newton's method over time."""
     _need_cuda(data[0])
     module = _import("pararnn", "pararnn-torch")
@@ -256,46 +249,51 @@ def pararnn(work: Product, data: tuple[Tensor, ...]) -> Run:
 
 def ostinato_recurrence(path: str | None, work: Recurrence, data: tuple[Tensor, ...]) -> Run:
     """Our own layer, by the kernel its plan chooses or by another one."""
-    x, layer = data[0], work.layer(data)
+    layer = work.layer(data)
+    asked = partial(layer.plan, work.batch, training=work.trained, steps=work.length)
+    plan = asked()
     if path is not None:
-        _need_cuda(x)
-        if layer.plan(work.batch).path == path:
+        _need_cuda(data[0])
+        if plan.path == path:
             raise Unavailable(PLANNED)
         layer._path = path
-    plan = layer.plan(work.batch)
-    if path not in (None, plan.path):
-        raise Unavailable(plan.reason)
-    return Run(lambda: layer(x)[0], plan=_shown(plan))
-
-
-def _shown(plan: Plan) -> dict[str, Any]:
-    return {name: getattr(plan, name) for name in ("path", "bytes_on_chip", "bytes_available", "blocks", "reason")}
+        plan = asked()
+        if plan.path != path:
+            raise Unavailable(plan.reason)
+    resets: dict[str, Any] = {"resets": work.resets_of(data)} if work.resets else {}
+    shown = {name: getattr(plan, name) for name in ("path", "bytes_on_chip", "bytes_available", "blocks", "reason")}
+    return replace(work.run(partial(work.apply, layer, **resets), data, layer.parameters()), plan=shown)
 
 
 def torch_recurrence(work: Recurrence, data: tuple[Tensor, ...]) -> Run:
-    """``torch.nn``'s layer; on an NVIDIA GPU that is cuDNN's, its batch padded where that makes it persistent."""
-    x, layer, missing = data[0], work.torch_layer(data, work.dtype), _padding(work, data[0])
+    """``torch.nn``'s layer; on an NVIDIA GPU that is cuDNN's, its batch padded where that makes it persistent.
+
+    Its persistent kernels take float16, multiples of 8 sequences, and no GRU.  Of a pruned layer the dense one with
+    zeros, which is what else there is to train it with; where episodes end, cut at every call, as no two batches end
+    alike.
+    """
+    layer = work.torch_layer(data, work.dtype)
+    persistent = data[0].is_cuda and work.dtype is torch.float16 and work.cell != "GRU" and work.is_plain
+    missing = -work.batch % 8 if persistent and work.hidden <= 1024 and work.hidden % 128 == 0 else 0
     if not missing:
-        return Run(lambda: layer(x)[0])
-    return Run(lambda: layer(F.pad(x, (0, 0, 0, missing)))[0][:, : work.batch], plan=_padded(work, missing))
+        return work.run(partial(work.apply_torch, layer, data), data, layer.parameters())
 
+    def padded(x: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
+        results = work.apply(layer, *(F.pad(tensor, (0, 0, 0, missing)) for tensor in (x, *states)))
+        return tuple(result[:, : work.batch] for result in results)
 
-def _padding(work: Recurrence, x: Tensor) -> int:
-    """Sequences that cuDNN's persistent kernels lack: they take float16, multiples of 8, and no GRU."""
-    fits = work.dtype is torch.float16 and work.cell != "GRU" and work.hidden <= 1024 and work.hidden % 128 == 0
-    return -work.batch % 8 if x.is_cuda and fits else 0
-
-
-def _padded(work: Recurrence, missing: int) -> dict[str, Any]:
-    return {"padded_batch": work.batch + missing}
+    return replace(work.run(padded, data, layer.parameters()), plan={"padded_batch": work.batch + missing})
 
 
 def loop_of_steps(sparse: bool, work: Recurrence, data: tuple[Tensor, ...]) -> Run:
     """A loop over time of a product and PyTorch's fused gates; captured once, it has no launches."""
-    x, weight_ih, weight, bias_ih, bias_hh = data[:5]
+    x, first = data[0], [state[0] for state in data[1 : 1 + work.states]]
     _need_cuda(x)
+    if work.trained or not work.is_plain:
+        raise Unavailable("written for one layer and direction, without gradient")
     if sparse and work.density == 1:
         raise Unavailable("the layer is dense")
+    weight_ih, weight, bias_ih, bias_hh = (work.state_dict(data)[name] for name in work.names[:4])
     transposed = weight.t()
     if sparse:
         csr = weight.to_sparse_csr()  # with 4-byte indices, the faster ones
@@ -305,20 +303,20 @@ def loop_of_steps(sparse: bool, work: Recurrence, data: tuple[Tensor, ...]) -> R
         return (weight @ h.t()).t().contiguous() if sparse else h @ transposed
 
     def rnn() -> Tensor:
-        steps, h = F.linear(x, weight_ih, bias_ih + bias_hh), torch.zeros_like(x[0])
+        steps, h = F.linear(x, weight_ih, bias_ih + bias_hh), first[0]
         for step in steps:
             h = torch.tanh_(step.add_(multiply(h)) if sparse else step.addmm_(h, transposed))
         return steps
 
     def gru() -> Tensor:
-        h, states = torch.zeros_like(x[0]), []
+        h, states = first[0], []
         for step in F.linear(x, weight_ih):
             h, _ = torch.ops.aten._thnn_fused_gru_cell(step, multiply(h), h, bias_ih, bias_hh)
             states.append(h)
         return torch.stack(states)
 
     def lstm() -> Tensor:
-        h, c, states = torch.zeros_like(x[0]), torch.zeros_like(x[0]), []
+        (h, c), states = first, []
         for step in F.linear(x, weight_ih):
             h, c, _ = torch.ops.aten._thnn_fused_lstm_cell(step, multiply(h), c, bias_ih, bias_hh)
             states.append(h)
@@ -355,39 +353,13 @@ def _captured(function: Callable[[], Any]) -> Callable[[], Any]:
     return replay
 
 
-# RNN, GRU and LSTM with gradients
-
-
-def ostinato_training(work: Training, data: tuple[Tensor, ...]) -> Run:
-    layer = work.layer(data)
-    plan = layer.plan(work.batch, training="forward+backward" in work.passes, steps=work.length)
-    resets: dict[str, Any] = {"resets": work.resets_of(data)} if work.resets else {}
-    return replace(work.run(partial(work.apply, layer, **resets), data, layer.parameters()), plan=_shown(plan))
-
-
-def torch_training(work: Training, data: tuple[Tensor, ...]) -> Run:
-    """``torch.nn``'s layer; on an NVIDIA GPU that is cuDNN's, its batch padded where that makes it persistent.
-
-    Of a pruned layer the dense one with zeros, which is what else there is to train it with; where episodes end, cut at
-    every call, as no two batches end alike.
-    """
-    layer, missing = work.torch_layer(data, work.dtype), _padding(work, data[0])
-    if not missing or not work.is_plain:
-        return work.run(partial(work.apply_torch, layer, data), data, layer.parameters())
-
-    def padded(x: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
-        results = work.apply(layer, *(F.pad(tensor, (0, 0, 0, missing)) for tensor in (x, *states)))
-        return tuple(result[:, : work.batch] for result in results)
-
-    return replace(work.run(padded, data, layer.parameters()), plan=_padded(work, missing))
-
-
-def torchrl(work: Training, data: tuple[Tensor, ...]) -> Run:
+def torchrl(work: Recurrence, data: tuple[Tensor, ...]) -> Run:
     """torchrl's Triton functions, made for episodes: (B, T, H), with a state for every step that one may begin at."""
     _need_cuda(data[0])
     functions = _import("torchrl.modules.tensordict_module._rnn_triton", "torchrl")
-    if work.cell == "RNN" or not replace(work, resets=0.0).is_plain or work.dtype is not torch.float32:
-        raise Unavailable("has GRU and LSTM of one layer and direction, not packed, in float32")
+    plain = replace(work, resets=0.0).is_plain and work.trained
+    if work.cell == "RNN" or not plain or work.dtype is not torch.float32:
+        raise Unavailable("has GRU and LSTM of one layer and direction, not packed, trained in float32")
     function = {"GRU": functions.gru_triton, "LSTM": functions.lstm_triton}[work.cell]
     weights = tuple(work.torch_layer(data, work.dtype).parameters())
     resets = work.resets_of(data)
@@ -408,7 +380,7 @@ def in_a_graph(build: Build, work: Recurrence, data: tuple[Tensor, ...]) -> Run:
     """Another contestant's pass, captured once and replayed."""
     _need_cuda(data[0])
     run = build(work, data)
-    if run.gradients is None or work.passes == ("forward",):
+    if run.gradients is None:
         return replace(run, call=_captured(torch.no_grad()(run.call)))
     return replace(run, gradients=_captured(run.gradients))
 
@@ -440,20 +412,15 @@ def minimal(cell: str, name: str, layer_type: Any, cell_type: Any) -> dict[str, 
 
 RECURRENCES: dict[str, Build] = {
     OURS: partial(ostinato_recurrence, None),
+    "Ostinato in a CUDA graph": partial(in_a_graph, partial(ostinato_recurrence, None)),
     "torch.nn": torch_recurrence,
     "torch.nn in a CUDA graph": partial(in_a_graph, torch_recurrence),
     "GEMMs in a CUDA graph": partial(loop_of_steps, False),
     "cuSPARSE": partial(loop_of_steps, True),
+    "torchrl": torchrl,
     "Ostinato, dense kernel": partial(ostinato_recurrence, "dense"),
     "Ostinato, sparse kernel": partial(ostinato_recurrence, "sparse"),
     "Ostinato, block kernel": partial(ostinato_recurrence, "block"),
-}
-TRAINING: dict[str, Build] = {
-    OURS: ostinato_training,
-    "Ostinato in a CUDA graph": partial(in_a_graph, ostinato_training),
-    "torch.nn": torch_training,
-    "torch.nn in a CUDA graph": partial(in_a_graph, torch_training),
-    "torchrl": torchrl,
 }
 CONTESTANTS: dict[str, dict[str, Build]] = {
     "scan": {
@@ -468,7 +435,7 @@ CONTESTANTS: dict[str, dict[str, Build]] = {
     "RG-LRU": {OURS: ostinato_equation},
     "invented": {OURS: ostinato_equation},
     "HGRN": {OURS: ostinato_equation, "flash-linear-attention, compiled": fla_hgrn},
-    "ParaGRU": {OURS: ostinato_product, "pararnn-torch": pararnn},
-    "ParaLSTM": {OURS: ostinato_product, "pararnn-torch": pararnn},
+    "ParaGRU": {OURS: ostinato_para_layer, "pararnn-torch": pararnn},
+    "ParaLSTM": {OURS: ostinato_para_layer, "pararnn-torch": pararnn},
     **dict.fromkeys(RECURRENT, RECURRENCES),
 }

@@ -6,13 +6,13 @@ Raises ImportError without matplotlib.
 from pathlib import Path
 from typing import Any
 
-from ostinato.bench.report import Record, short_name, size_name, sizes, speedup
+from ostinato.bench.measure import Record
+from ostinato.bench.report import WRONG, short_name, size_name, sizes, speedup
 from ostinato.bench.workloads import OURS
 from ostinato.files import replacing
 
 MARKERS = "osD^vPX*<>"
 LIMITS = ("-", "--", "-.", ":")  # of grey lines, so that two limits can be told apart
-WRONG = 0.1  # an error, relative to the reference, from which on a result is no result
 
 
 def save(content: Record, path: Path) -> None:

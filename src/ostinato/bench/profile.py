@@ -10,13 +10,10 @@ from typing import Any
 from unittest import mock
 
 import torch
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
 
 from ostinato.bench.measure import Record
-from ostinato.bench.peers import known
-from ostinato.bench.report import figures, scaled
-from ostinato.bench.workloads import OURS, Layer, Recurrence, Training, name_of
+from ostinato.bench.peers import CONTESTANTS
+from ostinato.bench.workloads import OURS, Layer, Recurrence, name_of
 from ostinato.files import replacing
 from ostinato.minimal import GATES
 
@@ -40,7 +37,7 @@ def profile(work: Layer | Recurrence, device: torch.device, name: str = OURS, tr
     """
     torch.manual_seed(0)
     data = work.data(device)
-    found = known(work)
+    found = CONTESTANTS[work.cell]
     if name not in found:
         raise ValueError(f"contestant must be one of {'; '.join(found)}; got {name!r}")
     run = found[name](work, data)
@@ -186,35 +183,6 @@ def least_work(work: Layer | Recurrence, kernel: str, launches: int) -> dict[str
     return {"bytes": tensors * states * work.dtype.itemsize} if OWN.match(kernel) else {}
 
 
-def table(content: Record, rows: int = 12) -> Table:
-    """The kernels that take longest, and what is left."""
-    title = f"{content['contestant']}: {content['workload']['name']}, {content['pass']}"
-    result = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    result.add_column("kernel", no_wrap=True, max_width=60)
-    for heading in ("us a launch", "launches", "share", "work", "rate", "of limit"):
-        result.add_column(heading, justify="right", no_wrap=True)
-    for row in content["kernels"][:rows]:
-        cells = [figures(1e6 * row["seconds_a_launch"]), f"{row['launches_a_call']:g}", f"{row['share']:.1%}"]
-        for unit, shown in (("bytes", "B"), ("flops", "FLOP")):
-            if unit in row:
-                cells += [scaled(row[unit], shown), scaled(row[f"{unit}_per_second"], f"{shown}/s")]
-                cells.append(f"{row['fraction_of_limit']:.2f}")
-        result.add_row(row["kernel"].removeprefix("void "), *cells)
-    others = content["kernels"][rows:]
-    if others:
-        share = sum(row["share"] for row in others)
-        result.add_row(f"{len(others)} others", "", f"{sum(r['launches_a_call'] for r in others):g}", f"{share:.1%}")
-    result.add_row("no kernel: launches, Python", "", "", f"{content['seconds_in_none'] / content['seconds']:.1%}")
-    limits = content["limits"]
-    result.caption = (
-        f"{figures(1e3 * content['seconds'])} ms a call; limits measured here: torch.add(out=) "
-        f"{scaled(limits['bytes_per_second'], 'B/s')}, a square product in this dtype "
-        f"{scaled(limits['flops_per_second'], 'FLOP/s')}"
-    )
-    result.caption_justify = "left"
-    return result
-
-
 def workload(
     cell: str,
     *,
@@ -240,5 +208,5 @@ def workload(
     if cell in ("mingru", "minlstm"):
         passes = ("forward", "forward+backward") if backward else ("forward",)
         return Layer(cell, batch, length, input_size, hidden_size, dtypes[dtype], passes=passes)
-    kind = Training if backward else Recurrence
-    return kind(cell.upper(), hidden_size, batch, length, density, block, dtypes[dtype])
+    passes = ("forward+backward" if backward else "forward",)
+    return Recurrence(cell.upper(), hidden_size, batch, length, density, block, dtypes[dtype], passes=passes)

@@ -1,215 +1,215 @@
-"""The machine a run was made on, its tables and its JSON file."""
+"""Tables of what was measured, for the console and as Markdown."""
 
-import json
 import math
-import os
-import platform
 import re
-import subprocess
-from collections.abc import Callable
-from datetime import UTC, datetime
-from importlib import metadata
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 
-import torch
 from rich.box import SIMPLE_HEAD
+from rich.markup import escape
 from rich.table import Table
 
-import ostinato
 from ostinato.bench.measure import Record
 from ostinato.bench.peers import PLANNED
 from ostinato.bench.workloads import OURS
-from ostinato.files import replacing
 
-PACKAGES = ("numpy", "numba", "triton", "cuda-core", "accelerated-scan", "minGRU-pytorch", "torchrl")
 UNITS = {"bytes": "B", "flops": "FLOP"}
-PEERS_WITHOUT_GRADIENT = {
-    "cuda": {
-        "cuDNN": "torch.nn",
-        "cuDNN, graph": "torch.nn in a CUDA graph",
-        "GEMMs": "GEMMs in a CUDA graph",
-        "cuSPARSE": "cuSPARSE",
-        "dense": "Ostinato, dense kernel",
-        "sparse": "Ostinato, sparse kernel",
-        "block": "Ostinato, block kernel",
-    },
-    "cpu": {"torch.nn": "torch.nn"},
-}
-PEERS_WITH_GRADIENT = {
-    "cuda": {
-        "in a graph": "Ostinato in a CUDA graph",
-        "cuDNN": "torch.nn",
-        "cuDNN, graph": "torch.nn in a CUDA graph",
-        "torchrl": "torchrl",
-    },
-    "cpu": {"torch.nn": "torch.nn"},
+WRONG = 0.1  # an error, relative to the reference, from which on a result is no result
+WRONG_NOTE = f"† its error against float64 is more than {WRONG:g} of the result."
+PEERS = {  # of recurrent layers: columns by contestant
+    "torch.nn": "torch.nn",
+    "torch.nn in a CUDA graph": "in a CUDA graph",
+    "Ostinato in a CUDA graph": "ours in a CUDA graph",
+    "GEMMs in a CUDA graph": "GEMMs in a CUDA graph",
+    "cuSPARSE": "cuSPARSE",
+    "torchrl": "torchrl",
+    "Ostinato, dense kernel": "dense kernel",
+    "Ostinato, sparse kernel": "sparse kernel",
+    "Ostinato, block kernel": "block kernel",
 }
 
 
-def environment(device: torch.device) -> dict[str, Any]:
-    """What a figure depends on: device, versions, commit and date."""
-    versions = {
-        "ostinato": ostinato.__version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version(),
-        **{package: _version(package) for package in PACKAGES},
-    }
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": device_name(device),
-        "device_type": device.type,
-        "processor": device_name(torch.device("cpu")),
-        "threads": torch.get_num_threads(),
-        "versions": versions,
-        "commit": _commit(),
-    }
+@dataclass
+class Grid:
+    """A table; ``**`` around a cell makes it bold, and columns of nothing but dashes are left out."""
+
+    head: list[str]
+    rows: list[list[str]]
+    title: str = ""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def _lines(self) -> Iterator[list[str]]:
+        kept = [i for i in range(len(self.head)) if not self.rows or any(row[i] != "–" for row in self.rows)]
+        yield from ([line[i] for i in kept] for line in (self.head, *self.rows))
+
+    @property
+    def _wrong(self) -> list[str]:
+        return [WRONG_NOTE] * any("†" in cell for row in self.rows for cell in row)
+
+    def markdown(self) -> str:
+        """Without the title."""
+        head, *rows = self._lines
+        lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+        table = "".join(f"| {' | '.join(cell.strip() for cell in line)} |\n" for line in lines)
+        return "\n\n".join((table.rstrip(), *self._wrong, *self.notes)) + "\n"
+
+    def rich(self) -> Table:
+        """For the console."""
+        head, *rows = self._lines
+        result = Table(title=self.title, title_justify="left", caption_justify="left", box=SIMPLE_HEAD)
+        result.padding, result.pad_edge = (0, 1, 0, 0), False
+        for number, heading in enumerate(head):
+            result.add_column(escape(heading), justify="right" if number else "left", overflow="fold")
+        for row in rows:
+            result.add_row(*(re.sub(r"\*\*(.*)\*\*", r"[bold]\1[/bold]", escape(cell)) for cell in row))
+        result.caption = escape("\n".join((*self._wrong, *self.notes)))
+        return result
 
 
-def device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    try:
-        model = re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())
-    except OSError:
-        model = None
-    return model[1] if model else platform.processor() or platform.machine()
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _commit() -> str | None:
-    """The commit of the checkout this package is in, "-dirty" if its files have changed; None outside one.
-
-    Where the files were copied without their history, what ``OSTINATO_COMMIT`` says.
-    """
-    source = Path(__file__).parents[1]
-    if commit := os.environ.get("OSTINATO_COMMIT"):
-        return commit
-    try:
-        git = ["git", "-C", str(source)]
-        top = subprocess.run([*git, "rev-parse", "--show-toplevel"], capture_output=True, text=True, check=True)
-        if Path(top.stdout.strip()) / "src" / "ostinato" != source:
-            return None
-        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
-        changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", str(source)], check=False)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return head.stdout.strip() + "-dirty" * (changed.returncode != 0)
-
-
-def path_for(path: Path | None, name: str, device: torch.device) -> Path | None:
-    """Where a run's file goes: `path` itself, or in that folder a file named after the run and the kind of device."""
-    if path is None or not path.is_dir():
-        return path
-    return path / f"{name}-{'gpu' if device.type == 'cuda' else device.type}.json"
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write the file whole or not at all; a number that is not finite, which JSON lacks, as null."""
-    with replacing(path) as temporary:
-        temporary.write_text(json.dumps(_finite(content), indent=1, allow_nan=False) + "\n")
-
-
-def _finite(content: Any) -> Any:
-    if isinstance(content, dict):
-        return {key: _finite(value) for key, value in content.items()}
-    if isinstance(content, list | tuple):
-        return [_finite(value) for value in content]
-    return None if isinstance(content, float) and not math.isfinite(content) else content
-
-
-def table(records: list[Record]) -> Table:
-    """All passes of one workload, one row a contestant; notes beneath name those without time or error, and why."""
+def workload(records: list[Record]) -> Grid:
+    """All passes of one workload, one row a contestant."""
     unit = "bytes" if "bytes" in records[0] else "flops"
-    with_memory = any("extra_memory_bytes" in row for record in records for row in record["contestants"].values())
-    result = Table(title=records[0]["workload"]["name"], title_justify="left", caption_justify="left", box=SIMPLE_HEAD)
-    result.padding, result.pad_edge = (0, 1, 0, 0), False
-    result.add_column("", no_wrap=True)
-    of_limit = "of limit" if unit == "bytes" else "x limit"
-    for heading in ("time", "rate", of_limit, "x ours", *["memory"] * with_memory, "error"):
-        result.add_column(heading, justify="right", no_wrap=True)
+    head = ["", "time", "rate", "of limit" if unit == "bytes" else "x limit", "x ours", "memory", "error"]
+    rows: list[list[str]] = []
     notes: dict[str, str] = {}
+
+    def add(name: str, row: Record, *cells: str) -> None:
+        speed = [f"{figures(1e3 * row['seconds'])} ms", scaled(row[f"{unit}_per_second"], f"{UNITS[unit]}/s")]
+        rows.append([f"  {name}", *speed, *cells])
+
     for record in records:
-        result.add_row(f"{record['pass']}: {scaled(record[unit], UNITS[unit])}", style="bold")
-        result.add_row(f"  {record['limit']['name']}, the limit", *_speed(record["limit"], unit), style="dim")
+        rows.append([f"**{record['pass']}: {scaled(record[unit], UNITS[unit])}**", *[""] * 4, "–", ""])
+        add(f"{record['limit']['name']}, the limit", record["limit"], "", "", "–", "")
         for name, row in record["contestants"].items():
             if "unavailable" in row:
                 notes[name] = row["unavailable"]
                 continue
-            fraction, times, error = row["fraction_of_limit"], row["times_ostinato"], row["max_error"]
-            cells = _speed(row, unit)
-            cells.append(f"{fraction:.2f}" if unit == "bytes" else f"{1 / fraction:.2f}")
-            cells.append(f"{times:.2f}")
-            if with_memory:
-                cells.append(scaled(row["extra_memory_bytes"], "B"))
-            if error is None:
+            if row["max_error"] is None:
                 notes[name] = "another function, so no error is stated"
-            cells.append("" if error is None else f"{error:.0e}")
-            result.add_row(f"  {name}", *cells)
-    result.caption = "\n".join(f"{name}: {note}" for name, note in notes.items())
-    return result
+            fraction = row["fraction_of_limit"] if unit == "bytes" else 1 / row["fraction_of_limit"]
+            memory = scaled(row["extra_memory_bytes"], "B") if "extra_memory_bytes" in row else "–"
+            error = "" if row["max_error"] is None else f"{row['max_error']:.0e}"
+            add(name, row, f"{fraction:.2f}", f"{row['times_ostinato']:.2f}", memory, error)
+    return Grid(head, rows, records[0]["workload"]["name"], [f"{name}: {note}" for name, note in notes.items()])
 
 
-def _speed(row: Record, unit: str) -> list[str]:
-    return [f"{_three_figures(row['seconds'] * 1e3)} ms", scaled(row[f"{unit}_per_second"], f"{UNITS[unit]}/s")]
-
-
-def scaled(value: float, unit: str) -> str:
-    """With a prefix: 3.04 TB/s, 512 MB."""
-    for size, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= size:
-            return f"{_three_figures(value / size)} {prefix}{unit}"
-    return f"{value} {unit}"
-
-
-def _three_figures(value: float) -> str:
-    return f"{value:.{max(0, 2 - math.floor(math.log10(value)))}f}"
-
-
-def recurrence_table(records: list[Record], device_type: str, first: bool) -> Table:
-    """One row a workload: microseconds a step, and how many times ours, so that tables can follow each other."""
-    training = records[0]["workload"]["kind"] == "training"
-    peers = (PEERS_WITH_GRADIENT if training else PEERS_WITHOUT_GRADIENT)[device_type]
-    result = Table(box=None, show_header=first, padding=(0, 1, 0, 0), pad_edge=False)
-    result.add_column("microseconds a step", width=40)
-    for heading, width in (("plan", 6), ("Ostinato", 8), ("error", 7)):
-        result.add_column(heading, width=width, justify="right", no_wrap=True)
-    for heading in peers:
-        result.add_column(heading, width=14, justify="right", no_wrap=True)
-        if heading in ("cuDNN", "torch.nn"):
-            result.add_column("error", width=7, justify="right", no_wrap=True)
-    if training:
-        result.add_column("best to best", width=12, justify="right", no_wrap=True)
+def recurrences(records: list[Record], device_type: str, leave_out: Iterable[str] = ()) -> Grid:
+    """Microseconds a step, and each peer's as a multiple of ours; one row a layer."""
+    ran = {who for record in records for who, row in record["contestants"].items() if "seconds" in row}
+    columns = {who: column for who, column in PEERS.items() if who in ran and who not in leave_out}
+    if device_type == "cuda" and "torch.nn" in columns:
+        columns["torch.nn"] = "cuDNN"
+    head = ["µs a step", "plan", OURS, "error"]
+    for who, column in columns.items():
+        head += [column, "its error"] if who == "torch.nn" else [column]
+    rows = []
     for record in records:
-        rows = record["contestants"]
-        ours = rows[OURS]
-        cells = [recurrence_name(record), ours["plan"]["path"], _microseconds(ours), f"{ours['max_error']:.1e}"]
-        for name in peers.values():
-            row = rows.get(name, {})
-            timed = "seconds" in row
-            cells.append(f"{_microseconds(row)} {_times(row['times_ostinato'])}" if timed else "-")
-            if name == "torch.nn":
-                cells.append(f"{row['max_error']:.1e}" if timed else "-")
-        if training:
-            ratio = speedup(record)
-            cells.append("-" if ratio is None else f"{_three_figures(ratio)}x")
-        result.add_row(*cells)
-    return result
+        outcomes = record["contestants"]
+        ours = outcomes[OURS]
+        row = [short_name(record), ours["plan"]["path"], f"**{step(ours)}**", f"{ours['max_error']:.0e}"]
+        for who in columns:
+            found = outcomes.get(who, {})
+            timed = "seconds" in found
+            row.append(f"{step(found)} ({times(found['times_ostinato'])}){mark(found)}" if timed else "–")
+            if who == "torch.nn":
+                row.append(f"{found['max_error']:.0e}" if timed else "–")
+        best = speedup(record) if "torch.nn in a CUDA graph" in ran else None
+        rows.append([*row, f"**{times(best)}**" if best else "–"])
+    return Grid([*head, "cuDNN's best / ours"], rows, notes=dashes(records, columns))
 
 
-def recurrence_name(record: Record) -> str:
-    """Of its workload, and of its pass where that is not the one its kind of benchmark is about."""
-    work = record["workload"]
-    inference = work["kind"] == "training" and record["pass"] == "forward"
-    return f"{work['name']}, without gradient" if inference else work["name"]
+def dashes(records: list[Record], columns: dict[str, str]) -> list[str]:
+    """Why some cells of some columns, which are given by contestant, are empty."""
+    ran = {who for record in records for who, row in record["contestants"].items() if "seconds" in row}
+    columns = {who: column for who, column in columns.items() if who in ran}
+    reasons: dict[str, dict[str, None]] = {}
+    for record in records:
+        for who, row in record["contestants"].items():
+            if who in columns and "unavailable" in row:
+                reasons.setdefault(row["unavailable"].removeprefix("failed: "), {})[columns[who]] = None
+    found = [f"{' and '.join(names)}: {reason}" for reason, names in reasons.items() if reason != PLANNED]
+    if any(not columns.keys() <= record["contestants"].keys() for record in records):
+        found.append("not asked for at that shape")
+    return [f"–: {'; '.join(found)}."] if found else []
+
+
+def calls(records: list[Record]) -> Grid:
+    """Microseconds a call, and the multiple of an addition's."""
+    names = list(dict.fromkeys(who for record in records for who in record["contestants"]))
+    rows = []
+    for record in records:
+        cells = {
+            who: f"{figures(1e6 * row['seconds'])} ({times(row['times_unit'])})"
+            for who, row in record["contestants"].items()
+        }
+        cells[OURS] = f"**{cells[OURS]}**"
+        rows.append([record["workload"]["name"], *(cells.get(who, "–") for who in names)])
+    return Grid(["µs a call", *names], rows)
+
+
+def profile(content: Record, count: int = 12) -> Grid:
+    """The kernels that take longest, and what is left."""
+    head = ["kernel", "µs a launch", "launches", "share", "work", "rate", "of the limit"]
+    rows = []
+    for row in content["kernels"][:count]:
+        name = re.sub(r"^(void|std::enable_if<.*?>::type) ", "", row["kernel"])[:48]
+        cells = [f"`{name}`", figures(1e6 * row["seconds_a_launch"]), f"{row['launches_a_call']:,g}"]
+        found = [f"{row['share']:.1%}", "–", "–", "–"]
+        for unit, shown in UNITS.items():
+            if unit in row:
+                rate = scaled(row[f"{unit}_per_second"], f"{shown}/s")
+                found[1:] = scaled(row[unit], shown), rate, f"{row['fraction_of_limit']:.2f}"
+        rows.append(cells + found)
+    if others := content["kernels"][count:]:
+        launches, share = (sum(row[key] for row in others) for key in ("launches_a_call", "share"))
+        rows.append([f"{len(others)} others", "–", f"{launches:,g}", f"{share:.1%}", "–", "–", "–"])
+    idle = f"{content['seconds_in_none'] / content['seconds']:.1%}"
+    rows.append(["no kernel: launches, Python", "–", "–", idle, "–", "–", "–"])
+    time = f"{figures(1e3 * content['seconds'])} ms a call"
+    title = f"{content['contestant']}, {short_name(content)}, {content['pass']}: {time}"
+    limits = content["limits"]
+    note = (
+        f"Limits measured here: torch.add(out=) {scaled(limits['bytes_per_second'], 'B/s')}, a square product in this "
+        f"dtype {scaled(limits['flops_per_second'], 'FLOP/s')}. –: not a kernel of ours, or none at all."
+    )
+    return Grid(head, rows, title, [note])
+
+
+def sizes(content: Record) -> list[float]:
+    """What the columns of a sweep's table stand for, its published values included."""
+    measured = {point["x"] for line in content["lines"].values() for point in line["points"]}
+    return sorted(measured.union(*content["published"].values()))
+
+
+def size_name(content: Record, x: float) -> str:
+    return f"{x:.0%}" if content["axis"] == "density" else f"{x:,}"
+
+
+def sweep(content: Record) -> Grid:
+    """One column a size; one row a contestant, beneath it its errors and memory, then published values and ratios."""
+    columns = sizes(content)
+    rows: list[list[str]] = []
+
+    def add(name: str, points: list[Record], shown: Callable[[float], str], key: str = "value") -> None:
+        by_x = {point["x"]: shown(point[key]) for point in points if key in point}
+        if by_x:
+            rows.append([name, *(by_x.get(x, "") for x in columns)])
+
+    for label, line in content["lines"].items():
+        add(label, line["points"], figures)
+        add("  relative error", line["points"], "{:.0e}".format, "max_error")
+        if content["axis"] == "channels":
+            add("  memory", line["points"], lambda size: scaled(size, "B"), "extra_memory_bytes")
+    for label, values in content["published"].items():
+        add(label, [{"x": x, "value": value} for x, value in values.items()], figures)
+    for ratio in content["ratios"]:
+        add(ratio["name"], ratio["points"], lambda value: f"{figures(value)}×")
+        add("  published", ratio["published"], lambda value: f"{figures(value)}×")
+    unit = content.get("value_label") or content["unit"].replace("us", "µs")
+    notes = [f"Empty cells: {'; '.join(content['missing'])}."] if content["missing"] else []
+    notes += filter(None, [content["note"]])
+    return Grid([unit, *(size_name(content, x) for x in columns)], rows, content["title"], notes)
 
 
 def short_name(record: Record) -> str:
@@ -230,77 +230,27 @@ def speedup(record: Record) -> float | None:
     return best["torch.nn"] / best[OURS] if {"torch.nn", OURS} <= best.keys() else None
 
 
-def _microseconds(row: Record) -> str:
-    return _three_figures(row["microseconds_a_step"])
+def mark(row: Record) -> str:
+    """A dagger where the result is wrong."""
+    return " †" if (row.get("max_error") or 0) > WRONG else ""
 
 
-def _times(ratio: float) -> str:
-    return f"({_three_figures(ratio)}x)"
+def step(row: Record) -> str:
+    return figures(row["microseconds_a_step"])
 
 
-def why_missing(records: list[Record]) -> list[str]:
-    """Each peer that could not run, and the first reason given for each."""
-    reasons: dict[str, str] = {}
-    for record in records:
-        for name, row in record["contestants"].items():
-            if "unavailable" in row and row["unavailable"] != PLANNED:
-                reasons.setdefault(name, f"{row['unavailable']} ({record['workload']['name']})")
-    return [f"{name}: {reason}" for name, reason in reasons.items()]
-
-
-def sizes(content: Record) -> list[float]:
-    """What the columns of a sweep's table stand for, its published values included."""
-    measured = {point["x"] for line in content["lines"].values() for point in line["points"]}
-    return sorted(measured.union(*content["published"].values()))
-
-
-def size_name(content: Record, x: float) -> str:
-    return f"{x:.0%}" if content["axis"] == "density" else f"{x:,}"
-
-
-def sweep_rows(content: Record) -> list[tuple[str, str, list[str]]]:
-    """A sweep as rows of name, style and cells: each contestant, its errors and memory, then published values and
-    ratios."""
-    rows = []
-
-    def add(name: str, points: list[Record], key: str, shown: Callable[[float], str], style: str) -> None:
-        by_x = {point["x"]: shown(point[key]) for point in points if key in point}
-        if by_x:
-            rows.append((name, style, [by_x.get(x, "") for x in sizes(content)]))
-
-    for label, line in content["lines"].items():
-        add(label, line["points"], "value", figures, "dim" if line["limit"] else "")
-        add("  relative error", line["points"], "max_error", "{:.0e}".format, "dim")
-        if content["axis"] == "channels":
-            add("  memory", line["points"], "extra_memory_bytes", lambda size: scaled(size, "B"), "dim")
-    for label, values in content["published"].items():
-        add(label, [{"x": x, "value": value} for x, value in values.items()], "value", figures, "italic")
-    for ratio in content["ratios"]:
-        add(ratio["name"], ratio["points"], "value", lambda value: f"{figures(value)}x", "bold")
-        add("  published", ratio["published"], "value", lambda value: f"{figures(value)}x", "italic")
-    return rows
-
-
-def sweep_table(content: Record) -> Table:
-    """One column a size."""
-    result = Table(title=content["title"], title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    result.add_column(content.get("value_label") or content["unit"], no_wrap=True)
-    for x in sizes(content):
-        result.add_column(size_name(content, x), justify="right", no_wrap=True)
-    for name, style, cells in sweep_rows(content):
-        result.add_row(name, *cells, style=style)
-    return result
-
-
-def sweep_markdown(content: Record) -> str:
-    """The same as text."""
-    header = [content.get("value_label") or content["unit"], *(size_name(content, x) for x in sizes(content))]
-    lines = [header, ["---", *["---:"] * (len(header) - 1)]]
-    lines += [[name.strip(), *cells] for name, _, cells in sweep_rows(content)]
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return f"{content['title']}, {content['device']}\n\n{table}\n"
+def times(ratio: float) -> str:
+    return f"{ratio:.1f}×" if ratio < 100 else f"{ratio:,.0f}×"
 
 
 def figures(value: float) -> str:
     """Three of them, or all before the point."""
-    return f"{value:,.0f}" if value >= 1000 else _three_figures(value)
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.{max(0, 2 - math.floor(math.log10(value)))}f}"
+
+
+def scaled(value: float, unit: str) -> str:
+    """With a prefix: 3.04 TB/s, 512 MB."""
+    for size, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{figures(value / size)} {prefix}{unit}"
+    return f"{value} {unit}"

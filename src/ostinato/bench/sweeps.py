@@ -19,7 +19,8 @@ import torch
 
 from ostinato.bench.measure import Record, WrongResult, measure
 from ostinato.bench.peers import CELL_LOOPS, FROM_HOST, PLANNED, TIME_LOOP
-from ostinato.bench.workloads import GRAPHS, OURS, PLAIN, Layer, Recurrence, Workload, f32
+from ostinato.bench.shapes import GRAPHS, PLAIN, f32
+from ostinato.bench.workloads import OURS, Layer, Recurrence, Workload
 from ostinato.masks import block_name
 
 Values = dict[int | float, float]

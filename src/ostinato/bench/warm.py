@@ -9,8 +9,9 @@ from contextlib import suppress
 import torch
 
 from ostinato.bench.peers import contestants
+from ostinato.bench.shapes import ON_CUDA
 from ostinato.bench.sweeps import sweeps
-from ostinato.bench.workloads import ON_CUDA, OURS, Workload
+from ostinato.bench.workloads import OURS, Workload
 
 # The names of those who are.
 COMPILED = re.compile(rf"^{OURS}$|kernel$|^accelerated-scan|associative_scan$|compiled|^pararnn|^torchrl")

@@ -1,5 +1,6 @@
 """``ostinato bench``: speeds beside the limit and the peers, on this machine."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,28 +21,24 @@ Json = Annotated[
 app = typer.Typer(help="Measure speed against the machine's limit and other implementations.", no_args_is_help=True)
 
 
-@app.command()
-def scan(device: Device = "auto", quick: Quick = False, only: Only = "", json: Json = None) -> None:
-    """linear_scan against torch.add, accelerated-scan and PyTorch's own scan and loop."""
-    _measure("scan", device, quick, only, json)
+KINDS = {
+    "scan": "linear_scan against torch.add, accelerated-scan and PyTorch's own scan and loop.",
+    "layer": "MinGRU and MinLSTM against their own matrix product, minGRU-pytorch, nn.GRU and nn.LSTM.",
+    "recurrence": "Recurrences made of equations against torch.add and fla's; ParaGRU and ParaLSTM against pararnn's.",
+    "persistent": "RNN, GRU and LSTM without gradient, dense or pruned, against cuDNN, GEMMs and cuSPARSE.",
+    "networks": "The recurrent layers of published networks, dense and pruned, against torch.nn's.",
+}
 
 
-@app.command()
-def layer(device: Device = "auto", quick: Quick = False, only: Only = "", json: Json = None) -> None:
-    """MinGRU and MinLSTM against their own matrix product, minGRU-pytorch, nn.GRU and nn.LSTM."""
-    _measure("layer", device, quick, only, json)
+def _command(kind: str) -> Callable[..., None]:
+    def command(device: Device = "auto", quick: Quick = False, only: Only = "", json: Json = None) -> None:
+        _measure(kind, device, quick, only, json)
+
+    return command
 
 
-@app.command()
-def recurrence(device: Device = "auto", quick: Quick = False, only: Only = "", json: Json = None) -> None:
-    """Recurrences made of their equations against torch.add and fla's; ParaGRU and ParaLSTM against pararnn's."""
-    _measure("recurrence", device, quick, only, json)
-
-
-@app.command()
-def persistent(device: Device = "auto", quick: Quick = False, only: Only = "", json: Json = None) -> None:
-    """RNN, GRU and LSTM without gradient, dense or pruned, against cuDNN, GEMMs and cuSPARSE."""
-    _measure("persistent", device, quick, only, json)
+for kind, what in KINDS.items():
+    app.command(kind, help=what)(_command(kind))
 
 
 @app.command()
@@ -63,28 +60,21 @@ def training(
 
 
 @app.command()
-def networks(device: Device = "auto", quick: Quick = False, only: Only = "", json: Json = None) -> None:
-    """The recurrent layers of published networks, dense and pruned, against torch.nn's."""
-    _measure("networks", device, quick, only, json)
-
-
-@app.command()
 def calls(
     device: Device = "auto",
     quick: Annotated[bool, Option("--quick", help="Fewer repetitions.")] = False,
     json: Json = None,
 ) -> None:
     """What small calls and single steps cost the host, beside torch.add and torch.nn's."""
-    from ostinato.bench import calls, report
+    from ostinato.bench import calls, report, runs
 
     where, console = _device(device), _console()
-    path = report.path_for(json, "calls", where)
-    _check_files(path)
+    path = _path(json, "calls", where)
     content = _content(console, "calls", where, quick)
     content["results"] = calls.calls(where, 3 if quick else calls.ROUNDS)
-    console.print(calls.table(content["results"]))
+    console.print(report.calls(content["results"]).rich())
     if path is not None:
-        report.write_json(path, content)
+        runs.write_json(path, content)
         console.print(f"wrote {path}", soft_wrap=True)
 
 
@@ -102,7 +92,7 @@ def seeds(
     """
     import torch
 
-    from ostinato.bench import capacity, report, sweeps
+    from ostinato.bench import capacity, report, runs, sweeps
     from ostinato.files import check_folder
 
     best, console = _device(device), _console()
@@ -124,9 +114,9 @@ def seeds(
                 content = head | sweeps.measure_sweep(tables[name], devices, seconds, longest, status.update)
                 shown = sweeps.shown(tables[name], content)
                 wrong += content["wrong"]
-        _show_sweep(console, shown)
-        path = report.path_for(json, f"seeds-{name}", best) or json
-        report.write_json(path, content)
+        console.print(report.sweep(shown).rich())
+        path = runs.path_for(json, f"seeds-{name}", best)
+        runs.write_json(path, content)
         written = [path, *([plot] if shown["lines"] and (plot := _plot(console, shown, path)) else [])]
         console.print(f"wrote {', '.join(map(str, written))}\n", soft_wrap=True)
     _fail_if(wrong)
@@ -165,8 +155,9 @@ def profile(
     json: Json = None,
 ) -> None:
     """Where one layer's time goes: each kernel's time, launches, share, bytes or operations, and part of the limit."""
-    from ostinato.bench import profile, report
+    from ostinato.bench import profile, report, runs
     from ostinato.bench.workloads import Unavailable
+    from ostinato.files import check_file
     from ostinato.masks import block_named
 
     where, console = _device(device), _console()
@@ -181,29 +172,18 @@ def profile(
         density=density,
         block=block_named(block),
     )
-    path = report.path_for(json, f"profile-{cell}", where)
-    _check_files(path, trace)
+    path = _path(json, f"profile-{cell}", where)
+    check_file(trace)
     content = _content(console, "profile", where, False)
     try:
         with console.status(str(work)):
             content |= profile.profile(work, where, contestant, trace)
     except Unavailable as error:
         raise ValueError(f"{contestant}: {error}") from None
-    console.print(profile.table(content))
+    console.print(report.profile(content).rich())
     if path is not None:
-        report.write_json(path, content)
+        runs.write_json(path, content)
     console.print(f"wrote {', '.join(map(str, filter(None, (trace, path))))}", soft_wrap=True)
-
-
-def _show_sweep(console: "Console", content: dict[str, Any]) -> None:
-    from ostinato.bench import report
-
-    if content["lines"]:
-        console.print(report.sweep_table(content))
-    else:
-        console.print(content["title"])
-    for line in (*content["missing"], *([content["note"]] if content["note"] else [])):
-        console.print(line, style="dim", soft_wrap=True)
 
 
 def _plot(console: "Console", content: dict[str, Any], path: Path) -> Path | None:
@@ -219,51 +199,58 @@ def _plot(console: "Console", content: dict[str, Any], path: Path) -> Path | Non
     return path.with_suffix(".png")
 
 
-def _measure(kind: str, device_name: str, quick: bool, only: str, path: Path | None) -> None:
+def _measure(kind: str, device_name: str, quick: bool, only: str, json: Path | None) -> None:
     import gc
 
-    from ostinato.bench import measure, report
-    from ostinato.bench.workloads import workloads
+    from rich.console import Group
+    from rich.live import Live
+
+    from ostinato.bench import measure, report, runs
+    from ostinato.bench.shapes import workloads
     from ostinato.files import is_stream
 
     device, console = _device(device_name), _console()
     works = workloads(kind, device, quick, only)
-    content = _content(console, kind, device, quick) | {"only": only, "results": []}
-    path = report.path_for(path, kind, device)
-    _check_files(path)
-    gc.freeze()  # what the imports have made need not be looked through for garbage before each measurement
+    path = _path(json, kind, device)
+    results: list[dict[str, Any]] = []
+    content = _content(console, kind, device, quick) | {"only": only, "results": results}
     wrong: list[str] = []
-    of_steps = kind not in ("scan", "layer", "recurrence")
-    for number, work in enumerate(works):
-        try:
-            with console.status(str(work)):
+    gc.freeze()  # what the imports have made need not be looked through for garbage before each measurement
+    with Live(console=console, auto_refresh=False, vertical_overflow="visible") as live:  # still while it measures
+        tables: list[Any] = []
+        for work in works:
+            live.update(Group(*tables, f"measuring {work}"), refresh=True)
+            try:
                 records = measure.measure(work, device, 1.0 if quick else 5.0)
-        except measure.WrongResult as error:
-            wrong.append(str(error))
-            continue
-        shown = report.recurrence_table(records, device.type, number == 0) if of_steps else report.table(records)
-        console.print(shown)
-        content["results"] += records
-        # After every workload, so that what is measured outlives an interruption; a stream takes but one content.
-        if path is not None and not is_stream(path):
-            report.write_json(path, content)
-    if of_steps:
-        for line in report.why_missing(content["results"]):
-            console.print(line, style="dim", soft_wrap=True)
+            except measure.WrongResult as error:
+                wrong.append(str(error))
+                continue
+            results += records
+            if "steps" in records[0]:
+                tables = [report.recurrences(results, device.type).rich()]
+            else:
+                tables.append(report.workload(records).rich())
+            # After every workload, so that what is measured outlives an interruption; a stream takes but one content.
+            if path is not None and not is_stream(path):
+                runs.write_json(path, content)
+        live.update(Group(*tables))
     if path is not None:
-        report.write_json(path, content)
-        plot = _plot(console, content, path) if kind == "training-sweep" and content["results"] else None
+        runs.write_json(path, content)
+        plot = _plot(console, content, path) if kind == "training-sweep" and results else None
         console.print(f"wrote {', '.join(map(str, filter(None, (path, plot))))}", soft_wrap=True)
     _fail_if(wrong)
 
 
-def _check_files(*paths: Path | None) -> None:
-    """Before anything is measured, which may take long, that it can be written."""
+def _path(json: Path | None, name: str, device: "torch.device") -> Path | None:
+    """Where a run goes; that it can be written is known before anything is measured, which may take long."""
+    from ostinato.bench.runs import path_for
     from ostinato.files import check_file
 
-    for path in paths:
-        if path is not None:
-            check_file(path)
+    if json is None:
+        return None
+    path = path_for(json, name, device)
+    check_file(path)
+    return path
 
 
 def _fail_if(wrong: list[str]) -> None:
@@ -295,8 +282,8 @@ def _console() -> "Console":
 
 def _content(console: "Console", name: str, device: "torch.device", quick: bool) -> dict[str, Any]:
     """The head of a JSON file, shown too."""
-    from ostinato.bench import report
+    from ostinato.bench.runs import environment
 
-    machine = report.environment(device)
+    machine = environment(device)
     console.print(f"{machine['device']}, {machine['threads']} threads, PyTorch {machine['versions']['torch']}")
     return {"benchmark": name, **machine, "quick": quick}

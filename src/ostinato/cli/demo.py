@@ -81,7 +81,7 @@ def _train_and_write(console: "Console", device: "torch.device", seconds: float,
 def _compare_times(console: "Console", device: "torch.device", output: Path) -> None:
     import torch
 
-    from ostinato.bench import plots, report, sweeps
+    from ostinato.bench import plots, report, runs, sweeps
     from ostinato.files import replacing
 
     console.rule("One layer at growing lengths")
@@ -89,11 +89,12 @@ def _compare_times(console: "Console", device: "torch.device", output: Path) -> 
         device = torch.device("cpu")
     sweep = sweeps.lengths_sweep("mingru", 256, sweeps.DEMO_LENGTHS)
     with console.status("measuring") as status:
-        content = report.environment(device) | sweeps.measure_sweep(sweep, [device], 0.5, 2.0, status.update)
+        content = runs.environment(device) | sweeps.measure_sweep(sweep, [device], 0.5, 2.0, status.update)
     shown = sweeps.shown(sweep, content)
-    console.print(report.sweep_table(shown))
+    table = report.sweep(shown)
+    console.print(table.rich())
     with replacing(output / "times.md") as temporary:
-        temporary.write_text(report.sweep_markdown(shown))
-    report.write_json(output / "times.json", content)
+        temporary.write_text(f"{shown['title']}, {shown['device']}\n\n{table.markdown()}")
+    runs.write_json(output / "times.json", content)
     plots.save(shown, output / "times.png")
     console.print(f"Written to {output}: model.safetensors, times.md, times.json, times.png", soft_wrap=True)

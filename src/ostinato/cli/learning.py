@@ -360,14 +360,14 @@ class _Benchmark:
     def __init__(self, name: str, path: Path | None, device: str) -> None:
         from rich.console import Console
 
-        from ostinato.bench.report import environment, path_for
+        from ostinato.bench.runs import environment, path_for
         from ostinato.cli.devices import choose_device
         from ostinato.cli.train import stop_on_interrupt
         from ostinato.files import check_file, is_stream
 
         self.console = Console(highlight=False, soft_wrap=True)
         self.device: torch.device = choose_device(device)
-        self.path = path_for(path, f"learning-{name}", self.device) or Path("runs") / f"learning-{name}.json"
+        self.path = path_for(path or Path(f"runs/learning-{name}.json"), f"learning-{name}", self.device)
         check_file(self.path)
         self._to_stream = is_stream(self.path)
         self.content: dict[str, Any] = {"benchmark": f"learning-{name}", **environment(self.device)}
@@ -390,7 +390,7 @@ class _Benchmark:
             self._write()
 
     def _write(self) -> None:
-        from ostinato.bench.report import write_json
+        from ostinato.bench.runs import write_json
 
         write_json(self.path, self.content)
 

@@ -215,7 +215,7 @@ class Run:
 
     def summary(self) -> str:
         """Text, model and training, each in a line."""
-        from ostinato.bench.report import device_name
+        from ostinato.bench.runs import device_name
 
         trainer, corpus = self.trainer, self.corpus
         model, settings = trainer.model.settings, trainer.settings
@@ -241,7 +241,7 @@ class Run:
 
     def write_curve(self, path: Path) -> None:
         """The loss curve and what it is the curve of, as JSON."""
-        from ostinato.bench.report import environment, write_json
+        from ostinato.bench.runs import environment, write_json
 
         trainer = self.trainer
         write_json(

@@ -1,0 +1,96 @@
+"""A run's JSON file, and the machine it was made on."""
+
+import json
+import math
+import os
+import platform
+import re
+import subprocess
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import ostinato
+from ostinato.files import replacing
+
+PACKAGES = ("numpy", "numba", "triton", "cuda-core", "accelerated-scan", "minGRU-pytorch", "torchrl")
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """What a figure depends on: device, versions, commit and date."""
+    versions = {
+        "ostinato": ostinato.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        **{package: _version(package) for package in PACKAGES},
+    }
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": device_name(device),
+        "device_type": device.type,
+        "processor": device_name(torch.device("cpu")),
+        "threads": torch.get_num_threads(),
+        "versions": versions,
+        "commit": _commit(),
+    }
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        model = re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())
+    except OSError:
+        model = None
+    return model[1] if model else platform.processor() or platform.machine()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """The commit of the checkout this package is in, "-dirty" if its files have changed; None outside one.
+
+    Where the files were copied without their history, what ``OSTINATO_COMMIT`` says.
+    """
+    source = Path(__file__).parents[1]
+    if commit := os.environ.get("OSTINATO_COMMIT"):
+        return commit
+    try:
+        git = ["git", "-C", str(source)]
+        top = subprocess.run([*git, "rev-parse", "--show-toplevel"], capture_output=True, text=True, check=True)
+        if Path(top.stdout.strip()) / "src" / "ostinato" != source:
+            return None
+        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+        changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", str(source)], check=False)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return head.stdout.strip() + "-dirty" * (changed.returncode != 0)
+
+
+def path_for(path: Path, name: str, device: torch.device) -> Path:
+    """Where a run's file goes: `path` itself, or in that folder a file named after the run and the kind of device."""
+    return path / f"{name}-{'gpu' if device.type == 'cuda' else device.type}.json" if path.is_dir() else path
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write the file whole or not at all; a number that is not finite, which JSON lacks, as null."""
+    with replacing(path) as temporary:
+        temporary.write_text(json.dumps(_finite(content), indent=1, allow_nan=False) + "\n")
+
+
+def _finite(content: Any) -> Any:
+    if isinstance(content, dict):
+        return {key: _finite(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [_finite(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content

@@ -1,0 +1,230 @@
+"""Which shapes each kind of benchmark measures, and whom: a few small ones for a look, a CPU's, and a GPU's."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ostinato.bench.workloads import (
+    EQUATIONS,
+    OURS,
+    RECURRENT,
+    Equation,
+    Layer,
+    ParaLayer,
+    Recurrence,
+    Scan,
+    Training,
+    Workload,
+)
+
+f32, f16, bf16 = torch.float32, torch.float16, torch.bfloat16
+CELLS = tuple(RECURRENT)
+EAGER = (OURS, "minGRU-pytorch", "minGRU-pytorch, autocast", "torch.nn.GRU")
+LSTMS = (OURS, *(f"minLSTM-pytorch{how}" for how in ("", ", autocast", ", compiled, autocast")), "torch.nn.LSTM")
+SCANS = (OURS, "accelerated-scan warp", "accelerated-scan Triton", "torch associative_scan")
+PLAIN = (OURS, "torch.nn")
+CUDNN = (*PLAIN, "torch.nn in a CUDA graph")
+GRAPHS = (*CUDNN, "GEMMs in a CUDA graph")
+SPARSE = (*GRAPHS, "cuSPARSE")
+KERNELS = ("Ostinato, dense kernel", "Ostinato, sparse kernel", "Ostinato, block kernel")
+TRAINED = (*CUDNN, "Ostinato in a CUDA graph")
+EPISODES = (*PLAIN, "Ostinato in a CUDA graph")  # to cut sequences the host must know where they end
+PRUNED: dict[str, Any] = {"density": 0.1, "block": (16, 1)}
+HOST: dict[str, Any] = {"dtype": f32, "who": PLAIN}
+PRUNED_ON_HOST = PRUNED | HOST
+
+
+def workloads(kind: str, device: torch.device, quick: bool = False, only: str = "") -> list[Workload]:
+    """The shapes measured on a kind of device; `quick` is the part that ends within a minute.
+
+    Raises ValueError if no name contains `only`.
+    """
+    works = (QUICK if quick else ON_CUDA if device.type == "cuda" else ON_CPU)[kind]
+    chosen = [work for work in works if only in str(work)]
+    if not chosen:
+        raise ValueError(f"only must be part of one of {'; '.join(map(str, works))}; got {only!r}")
+    return chosen
+
+
+def networks(dtype: torch.dtype, who: tuple[str, ...], *names: str) -> list[Workload]:
+    """The recurrent layers of published networks, dense and pruned: the larger ones serve batches, the others a stream.
+
+    GNMT's decoder (arXiv 1609.08144), Deep Speech 2 in the size of Baidu's DeepBench, the encoder of a streaming RNN-T
+    without its projections (1811.06621), WaveRNN (1802.08435), the largest layer of LPCNet (1810.11846) and the
+    GRUs of RNNoise (1709.08243) in its second version.
+    """
+    stacks = {
+        "GNMT": ("LSTM", 1024, 8, 50, 8),
+        "Deep Speech 2": ("GRU", 2560, 4, 500, 1),
+        "RNN-T": ("LSTM", 2048, 1, 200, 8),
+        "WaveRNN": ("GRU", 896, 1, 1000, 1),
+        "LPCNet": ("GRU", 384, 1, 1000, 1),
+        "RNNoise": ("GRU", 256, 1, 1000, 3),
+    }
+    return [
+        Recurrence(cell, hidden, batch, length, dtype=dtype, who=who, layers=layers, network=name, **pruned)
+        for name, (cell, hidden, batch, length, layers) in stacks.items()
+        for pruned in ({}, PRUNED)
+        if name in names or not names
+    ]
+
+
+QUICK: dict[str, list[Workload]] = {
+    "scan": [Scan(1, 4096, 256)],
+    "layer": [Layer("mingru", 1, 1024, 256, 256), Layer("minlstm", 1, 1024, 256, 256)],
+    "recurrence": [*(Equation(cell, 1, 1024, 256) for cell in EQUATIONS), ParaLayer("ParaGRU", 1, 1024, 64, 64)],
+    "persistent": [Recurrence(cell, 384, length=1000, **PRUNED_ON_HOST) for cell in ("GRU", "LSTM")],
+    "training": [
+        *(Training(cell, 256, 1, 200, dtype=f32, who=TRAINED) for cell in ("GRU", "LSTM")),
+        Training("LSTM", 64, 4, 50, dtype=f32, layers=2, bidirectional=True, shortest=10, who=TRAINED),
+    ],
+    "networks": networks(f32, PLAIN, "LPCNet"),
+    "training-sweep": [
+        Training("GRU", hidden, batch, 50, dtype=f32, who=TRAINED) for hidden in (64, 128) for batch in (1, 4)
+    ],
+}
+
+ON_CPU: dict[str, list[Workload]] = {
+    "scan": [Scan(16, 4096, 256), Scan(1, 65536, 256)],
+    "layer": [
+        *(Layer("mingru", *sizes, 256, 256) for sizes in ((1, 256), (1, 4096), (1, 16384), (16, 512))),
+        Layer("minlstm", 1, 4096, 256, 256),
+    ],
+    "recurrence": [Equation(cell, 1, 4096, 256) for cell in EQUATIONS],
+    "persistent": [
+        *(Recurrence(cell, hidden, length=1000, **PRUNED_ON_HOST) for cell in CELLS for hidden in (384, 1024)),
+        Recurrence("GRU", 384, length=1000, density=0.3, block=(16, 1), **HOST),
+        Recurrence("GRU", 384, length=1000, density=0.1, block=(8, 4), **HOST),
+        Recurrence("GRU", 384, length=1000, density=0.1, **HOST),
+        *(Recurrence(cell, 384, 16, 200, **PRUNED_ON_HOST) for cell in ("GRU", "LSTM")),
+        Recurrence("GRU", 384, length=1, **PRUNED_ON_HOST),
+    ],
+    "training": [
+        *(Training(cell, 256, *sizes, **HOST) for cell in CELLS for sizes in ((1, 1000), (16, 200))),
+        Training("GRU", 256, 1, 1000, **PRUNED_ON_HOST),
+        # Dense layers without gradient, over hidden size.
+        *(
+            Recurrence(cell, hidden, *sizes, **HOST)
+            for cell in CELLS
+            for hidden in (64, 128, 256, 512, 1024)
+            for sizes in ((1, 1000), (16, 200))
+        ),
+    ],
+    "networks": networks(f32, PLAIN, "GNMT", "WaveRNN", "LPCNet", "RNNoise"),
+    "training-sweep": [
+        Training(cell, hidden, batch, 100, **HOST)
+        for cell in CELLS
+        for hidden in (64, 128, 256, 512)
+        for batch in (1, 4, 16)
+    ],
+}
+
+TRAINED_LAYERS = [
+    Training("GRU", 1024, 16, 512, dtype=bf16, who=TRAINED),
+    Training("LSTM", 1024, 16, 512, dtype=bf16, who=TRAINED),
+    Training("LSTM", 768, 16, 512, dtype=f16, who=TRAINED),
+    Training("GRU", 2048, 8, 512, dtype=f16, who=TRAINED),
+    Training("LSTM", 512, 64, 512, dtype=bf16, who=TRAINED),
+    Training("LSTM", 256, 64, 512, dtype=f32, tf32=True, who=TRAINED),
+    Training("GRU", 512, 256, 128, dtype=f32, tf32=True, who=TRAINED),
+    Training("GRU", 128, 64, 512, dtype=f32, tf32=True, who=TRAINED),
+    Training("GRU", 2304, 4, 512, dtype=f16, who=TRAINED, **PRUNED),
+    Training("LSTM", 512, 32, 512, dtype=bf16, layers=2, bidirectional=True, shortest=50, who=TRAINED),
+]
+ON_CUDA: dict[str, list[Workload]] = {
+    "scan": [
+        *(Scan(8, 4096, 1536, dtype) for dtype in (f32, bf16)),
+        *(Scan(8, 65536, 1536, dtype, who=SCANS) for dtype in (f32, bf16)),
+        *(Scan(*sizes, who=SCANS) for sizes in ((1, 65536, 256), (1, 2**20, 64), (1, 2**24, 1))),
+        # Other shapes and layouts, which the peers have not.
+        *(Scan(*sizes, dtype, who=(OURS,)) for sizes in ((2, 100000, 384), (128, 512, 256)) for dtype in (f32, bf16)),
+        *(Scan(3, 5000, 1000, dtype, who=(OURS,)) for dtype in (f32, bf16)),
+        *(Scan(*sizes, who=(OURS,)) for sizes in ((4, 2**20, 8), (1, 3_000_000, 7), (1, 2**18, 16))),
+        Scan(8, 2048, 255, bf16, who=(OURS,)),
+        *(Scan(8, 4096, 1536, dtype, who=(OURS,), time_contiguous=True) for dtype in (f32, bf16)),
+        *(Scan(1000, 400, 512, dtype, who=(OURS,), shortest=1) for dtype in (f32, bf16)),
+    ],
+    "layer": [
+        Layer("mingru", 16, 4096, 1024, 1024, bf16),
+        Layer("minlstm", 16, 4096, 1024, 1024, bf16, who=LSTMS),
+        Layer("mingru", 16, 4096, 1024, 1024, who=(*EAGER, "minGRU-pytorch, compiled")),
+        Layer("mingru", 64, 512, 512, 512, bf16, who=EAGER),
+        Layer("mingru", 1, 65536, 256, 256, bf16, who=EAGER),
+        Layer("mingru", 64, 1000, 10, 100, who=EAGER),
+        Layer("mingru", 64, 512, 256, 256, who=EAGER),
+        Layer("mingru", 64, 4096, 256, 256, who=EAGER),
+        Layer("mingru", 256, 128, 256, 256, bf16, who=EAGER),
+        Layer("mingru", 4, 8192, 4096, 4096, bf16, who=EAGER),
+        # The same work at every length: the time should not depend on how it is split into sequences.
+        *(Layer("mingru", 65536 // t, t, 1024, 1024, bf16, who=(OURS,)) for t in (256, 1024, 16384, 65536)),
+    ],
+    "recurrence": [
+        *(Equation(cell, 8, 4096, 1536, dtype) for dtype in (bf16, f32) for cell in EQUATIONS),
+        *(
+            ParaLayer(cell, *sizes)
+            for cell in ("ParaGRU", "ParaLSTM")
+            for sizes in ((8, 4096, 1024, 1024), (1, 65536, 1024, 1024), (64, 512, 512, 512))
+        ),
+    ],
+    "persistent": [
+        *(
+            Recurrence(cell, 2304, 4, density=density, block=block, who=SPARSE + KERNELS)
+            for density, block in ((0.3, (1, 1)), (0.1, (1, 1)), (0.1, (16, 1)), (0.1, (8, 4)))
+            for cell in CELLS
+        ),
+        *(Recurrence(cell, 1024, 16, dtype=bf16, who=GRAPHS) for cell in CELLS),
+        *(
+            Recurrence(cell, hidden, 4, density=0.1, block=block, who=SPARSE + KERNELS)
+            for cell, hidden in (("RNN", 8192), ("LSTM", 4608))
+            for block in ((1, 1), (16, 1))
+        ),
+        # Over hidden size and batch: dense where it can fit, pruned beyond.
+        *(
+            Recurrence(cell, hidden, batch, who=GRAPHS)
+            for cell in CELLS
+            for hidden in (256, 768, 1024, 2304)
+            for batch in (1, 4, 16)
+        ),
+        *(
+            Recurrence(cell, hidden, batch, who=CUDNN, **PRUNED)
+            for cell in CELLS
+            for hidden in (4608, 8192)
+            for batch in (1, 4, 16)
+            if (cell, hidden, batch) not in (("RNN", 8192, 4), ("LSTM", 4608, 4))
+        ),
+        # float32 exact and rounded to tf32; then errors over more steps.
+        *(
+            Recurrence(cell, hidden, batch, dtype=f32, tf32=tf32, who=GRAPHS)
+            for cell in CELLS
+            for hidden, batch in ((1024, 16), (2304, 4))
+            for tf32 in (False, True)
+        ),
+        *(Recurrence("LSTM", 1024, 16, 2000, dtype=dtype, who=PLAIN) for dtype in (f32, f16, bf16)),
+        Recurrence("LSTM", 1024, 16, 2000, dtype=f32, tf32=True, who=PLAIN),
+        Recurrence("GRU", 1024, 16, 2000, dtype=bf16, who=PLAIN),
+        Recurrence("LSTM", 2304, 4, 2000, density=0.3, who=PLAIN),
+        Recurrence("LSTM", 2304, 4, 2000, who=PLAIN, **PRUNED),
+    ],
+    "training": [
+        *TRAINED_LAYERS,
+        # Errors over more steps.
+        *(replace(work, length=2000, who=PLAIN) for work in TRAINED_LAYERS if work.length == 512 and not work.shortest),
+        # What resets cost, beside the same without.
+        Training("GRU", 512, 256, 128, dtype=bf16, resets=0.03, who=EPISODES),
+        Training("GRU", 512, 256, 128, dtype=bf16, who=TRAINED),
+        *(
+            replace(work, resets=0.03, who=EPISODES)
+            for work in TRAINED_LAYERS
+            if work.is_plain and work.density == 1 and work.batch < 256
+        ),
+        Training("GRU", 512, 256, 128, dtype=f32, tf32=True, resets=0.03, who=(*EPISODES, "torchrl")),
+    ],
+    "networks": networks(f16, CUDNN),
+    "training-sweep": [
+        Training(cell, hidden, batch, 256, dtype=dtype, tf32=dtype == f32, who=TRAINED)
+        for cell, dtype in (("GRU", bf16), ("GRU", f32), ("LSTM", bf16), ("LSTM", f32), ("LSTM", f16))
+        for hidden in (128, 256, 512, 1024, 2048)
+        for batch in (1, 4, 16, 64)
+    ],
+}
