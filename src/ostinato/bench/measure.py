@@ -15,9 +15,9 @@ from ostinato.bench.check import TOLERANCE, Check, Errors, check_of
 from ostinato.bench.peers import Build, contestants
 from ostinato.bench.workloads import OURS, ParaLayer, Recurrence, Run, Unavailable, Workload, name_of
 
-MIN_ROUNDS, MAX_ROUNDS = 3, 100
+MIN_ROUNDS, MAX_ROUNDS = 3, 50
 SLOW = 0.5  # seconds: a call of which is made once more, and no more often
-GPU_SECONDS, GPU_SECONDS_OF_TRAINING = 0.03, 0.015  # of calls whose median is taken
+GPU_SECONDS = 0.02  # of calls whose median is taken
 FLUSH_BYTES = 512 << 20  # several times any cache
 FLUSHES = 4  # while the GPU is busy with them, even a hindered host comes to launch what is timed
 OF_GRADIENTS = 5  # times the tolerance: those of weights and biases are sums over all steps, rounded at each
@@ -55,9 +55,8 @@ def measure(
         if device.type == "cpu":
             outcomes |= _measure_together(work, data, check, running, device, seconds)
         else:  # one at a time, so that each has the memory to itself
-            seconds = GPU_SECONDS_OF_TRAINING if isinstance(work, Recurrence) and work.trained else GPU_SECONDS
             for name, build in running.items():
-                outcomes |= _measure_together(work, data, check, {name: build}, device, seconds)
+                outcomes |= _measure_together(work, data, check, {name: build}, device, GPU_SECONDS)
                 if torch.cuda.memory_allocated(device) > COLLECT_ABOVE:
                     gc.collect()
                 torch.cuda.empty_cache()

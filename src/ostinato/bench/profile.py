@@ -19,8 +19,9 @@ from ostinato.minimal import GATES
 
 PRODUCT = re.compile(r"gemm|cutlass|nvjet|xmma|::mm$|addmm$|_linear_pointwise|mkldnn_convolution|convolution_backward$")
 PREPARE = "prepare"  # fills the buffer in which the blocks of a persistent kernel exchange states, or gates
-RECUR = "recur"  # a persistent kernel, of either direction of time
-OWN = re.compile(rf"^(scan|{PREPARE}|{RECUR}|ostinato::.*)$")
+PROJECTED = "projected"  # product, gates and scan in one
+# A kernel that recurs is persistent, of either direction of time.
+OWN = re.compile(rf"^(scan|recur|{PROJECTED}|{PREPARE}|ostinato::.*)$")
 
 
 def profile(work: Layer | Recurrence, device: torch.device, name: str = OURS, trace: Path | None = None) -> Record:
@@ -155,10 +156,9 @@ def _row(
         "share": seconds / calls / wall,
     }
     row |= least_work(work, name, launches // calls) if own else {}
-    for unit in ("bytes", "flops"):
-        if unit in row:
-            rate = row[unit] / row["seconds_a_call"]
-            row |= {f"{unit}_per_second": rate, "fraction_of_limit": rate / limits[f"{unit}_per_second"]}
+    rates = {f"{unit}_per_second": row[unit] / row["seconds_a_call"] for unit in ("bytes", "flops") if unit in row}
+    if rates:
+        row |= rates | {"fraction_of_limit": max(rate / limits[unit] for unit, rate in rates.items())}
     return row
 
 
@@ -168,6 +168,10 @@ def least_work(work: Layer | Recurrence, kernel: str, launches: int) -> dict[str
         gates, states = GATES[work.cell], work.batch * work.length * work.channels
         if PRODUCT.search(kernel):  # for the gates; and in the backward pass one for the input, one for the weight
             return {"flops": launches * work.work("forward") * (2 if kernel.endswith("convolution_backward") else 1)}
+        if kernel == PROJECTED:
+            inputs = work.batch * work.length * work.input_size
+            moved = (inputs + states + gates * work.channels * work.input_size) * work.dtype.itemsize
+            return {"bytes": moved, "flops": work.work("forward")}
     else:
         gates, states = work.gates, work.batch * work.length * work.hidden
         if PRODUCT.search(kernel):

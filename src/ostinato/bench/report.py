@@ -128,7 +128,7 @@ def dashes(records: list[Record], columns: dict[str, str]) -> list[str]:
         for who, row in record["contestants"].items():
             if who in columns and "unavailable" in row:
                 reasons.setdefault(row["unavailable"].removeprefix("failed: "), {})[columns[who]] = None
-    found = [f"{' and '.join(names)}: {reason}" for reason, names in reasons.items() if reason != PLANNED]
+    found = [f"{' and '.join(names)}: {reason.rstrip('.')}" for reason, names in reasons.items() if reason != PLANNED]
     if any(not columns.keys() <= record["contestants"].keys() for record in records):
         found.append("not asked for at that shape")
     return [f"–: {'; '.join(found)}."] if found else []
@@ -155,12 +155,11 @@ def profile(content: Record, count: int = 12) -> Grid:
     for row in content["kernels"][:count]:
         name = re.sub(r"^(void|std::enable_if<.*?>::type) ", "", row["kernel"])[:48]
         cells = [f"`{name}`", figures(1e6 * row["seconds_a_launch"]), f"{row['launches_a_call']:,g}"]
-        found = [f"{row['share']:.1%}", "–", "–", "–"]
-        for unit, shown in UNITS.items():
-            if unit in row:
-                rate = scaled(row[f"{unit}_per_second"], f"{shown}/s")
-                found[1:] = scaled(row[unit], shown), rate, f"{row['fraction_of_limit']:.2f}"
-        rows.append(cells + found)
+        work = {unit: shown for unit, shown in UNITS.items() if unit in row}
+        done = ", ".join(scaled(row[unit], shown) for unit, shown in work.items())
+        rate = ", ".join(scaled(row[f"{unit}_per_second"], f"{shown}/s") for unit, shown in work.items())
+        of_limit = [done, rate, f"{row['fraction_of_limit']:.2f}"] if work else ["–", "–", "–"]
+        rows.append([*cells, f"{row['share']:.1%}", *of_limit])
     if others := content["kernels"][count:]:
         launches, share = (sum(row[key] for row in others) for key in ("launches_a_call", "share"))
         rows.append([f"{len(others)} others", "–", f"{launches:,g}", f"{share:.1%}", "–", "–", "–"])
@@ -187,18 +186,18 @@ def size_name(content: Record, x: float) -> str:
 
 
 def sweep(content: Record) -> Grid:
-    """One column a size; one row a contestant, beneath it its errors and memory, then published values and ratios."""
+    """One column a size, and one of the largest error; one row a contestant, then published values and ratios."""
     columns = sizes(content)
     rows: list[list[str]] = []
 
     def add(name: str, points: list[Record], shown: Callable[[float], str], key: str = "value") -> None:
         by_x = {point["x"]: shown(point[key]) for point in points if key in point}
+        errors = [point["max_error"] for point in points if key == "value" and "max_error" in point]
         if by_x:
-            rows.append([name, *(by_x.get(x, "") for x in columns)])
+            rows.append([name, *(by_x.get(x, "") for x in columns), f"{max(errors):.0e}" if errors else ""])
 
     for label, line in content["lines"].items():
         add(label, line["points"], figures)
-        add("  relative error", line["points"], "{:.0e}".format, "max_error")
         if content["axis"] == "channels":
             add("  memory", line["points"], lambda size: scaled(size, "B"), "extra_memory_bytes")
     for label, values in content["published"].items():
@@ -207,9 +206,9 @@ def sweep(content: Record) -> Grid:
         add(ratio["name"], ratio["points"], lambda value: f"{figures(value)}×")
         add("  published", ratio["published"], lambda value: f"{figures(value)}×")
     unit = content.get("value_label") or content["unit"].replace("us", "µs")
-    notes = [f"Empty cells: {'; '.join(content['missing'])}."] if content["missing"] else []
+    notes = [f"Empty cells: {'; '.join(why.rstrip('.') for why in content['missing'])}."] if content["missing"] else []
     notes += filter(None, [content["note"]])
-    return Grid([unit, *(size_name(content, x) for x in columns)], rows, content["title"], notes)
+    return Grid([unit, *(size_name(content, x) for x in columns), "error"], rows, content["title"], notes)
 
 
 def short_name(record: Record) -> str:

@@ -18,34 +18,37 @@ COMPILED = re.compile(rf"^{OURS}$|kernel$|^accelerated-scan|associative_scan$|co
 EXTENSION = "accelerated-scan warp"  # built once, whatever the workload
 LARGE = 1 << 30  # bytes of an input: several at once would not fit on the GPU
 
-Task = tuple[Workload, str]
+Task = tuple[Workload, str, tuple[str, ...]]  # with the passes
 
 
 def tasks(kinds: Sequence[str] = ()) -> list[Task]:
     """Each workload of the GPU's benchmarks, or of some, with each contestant that is compiled, the longest first.
 
+    PyTorch's compiler takes half a minute for a pass of some peers: each of their passes is a task of its own.
     Raises ValueError for a kind that there is none of.
     """
     every_kind = ON_CUDA | {"seeds": [work for sweep in sweeps(quick=False) for work in sweep.on.get("cuda", [])]}
     if not set(kinds) <= every_kind.keys():
         raise ValueError(f"kinds must be some of {', '.join(every_kind)}; got {', '.join(kinds)}")
     works = [work for kind in kinds or every_kind for work in every_kind[kind]]
-    every = [(work, name) for work in works for name in contestants(work) if COMPILED.search(name)]
     once: dict[object, Task] = {}
-    for work, name in every:
-        once.setdefault(name if name == EXTENSION else (work, name), (work, name))
+    for work in works:
+        for name in filter(COMPILED.search, contestants(work)):
+            for passes in zip(work.passes) if "compiled" in name else (work.passes,):
+                task = work, name, passes
+                once.setdefault(name if name == EXTENSION else task, task)
     return sorted(once.values(), key=lambda task: (task[1] != EXTENSION, "compiled" not in task[1], OURS in task[1]))
 
 
 def call_once(task: Task) -> None:
-    """All passes, for the caches on disk; what cannot run is reported when it is measured."""
-    work, name = task
+    """For the caches on disk; what cannot run is reported when it is measured."""
+    work, name, passes = task
     torch.set_num_threads(1)
     with suppress(Exception):
         data = work.data(torch.device("cuda"))
         if data[0].nbytes <= LARGE:
             run = contestants(work)[name](work, data)
-            for pass_name in work.passes:
+            for pass_name in passes:
                 run.prepare(pass_name)()
             torch.cuda.synchronize()
         del data
