@@ -45,15 +45,16 @@ def measured(name: str) -> bool:
     return (RESULTS / f"{name}.json").exists()
 
 
-def source(name: str) -> str:
-    """Where the figures come from."""
-    run = load(name)
-    run = run.get("environment", run)
-    threads = f", {run['threads']} thread{'s' * (run['threads'] > 1)}" if run["device_type"] == "cpu" else ""
-    return (
-        f"{run['device']}{threads}, PyTorch {run['versions']['torch']}, {run['date'][:10]}, commit "
-        f"`{run['commit'][:7]}`: `benchmarks/results/{name}.json`."
-    )
+def source(*names: str) -> str:
+    """Where the figures come from: devices and commits, and of each the files."""
+    files: dict[str, list[str]] = {}
+    for name in names:
+        run = load(name)
+        run = run.get("environment", run)
+        threads = f", {run['threads']} thread{'s' * (run['threads'] > 1)}" if run["device_type"] == "cpu" else ""
+        versions = f"PyTorch {run['versions']['torch']}, {run['date'][:10]}, commit `{run['commit'][:7]}`"
+        files.setdefault(f"{run['device']}{threads}, {versions}", []).append(f"`benchmarks/results/{name}.json`")
+    return "; ".join(f"{run}: {', '.join(paths)}" for run, paths in files.items()) + "."
 
 
 def table(name: str, head: list[str], rows: list[list[str]], *notes: str) -> str:
@@ -214,6 +215,35 @@ def sweep(name: str) -> str:
         grid.notes.append(f"CPU: {content.get('processor', 'of that machine')}, {content['threads']} threads.")
     plot = figure(f"seeds-{name}-gpu", name)
     return f"**{content['title']}.**\n\n{shown(f'seeds-{name}-gpu', grid)}\n{plot}"
+
+
+def headlines() -> str:
+    """One row each of HEADLINES, with the machine's limit and the fastest of the others whose result is right."""
+    rows, names = [], []
+    for what, name, workload, pass_name in HEADLINES:
+        run = load(name)
+        (record,) = (r for r in run["results"] if (r["workload"]["name"], r["pass"]) == (workload, pass_name))
+        timed = {who: row for who, row in record["contestants"].items() if "seconds" in row}
+        theirs = {who: row["seconds"] for who, row in timed.items() if who.startswith("torch.nn")}
+        others = {
+            who: row["seconds"]
+            for who, row in timed.items()
+            if not who.startswith((OURS, "torch.nn")) and row["max_error"] <= report.WRONG
+        }
+        other = min(others, key=lambda who: others[who], default=None)
+        ours, limit = timed[OURS]["seconds"], record.get("limit")
+        row = [what, f"**{figures(1e3 * ours)} ms**", f"{figures(1e3 * limit['seconds'])}" if limit else "–"]
+        row.append(f"{figures(1e3 * others[other])}, {other}" if other else "–")
+        row.append(
+            f"{figures(1e3 * min(theirs.values()))} ({report.times(min(theirs.values()) / ours)})" if theirs else "–"
+        )
+        machine = (
+            f"{run['threads']} CPU cores" if run["device_type"] == "cpu" else run["device"].removeprefix("NVIDIA ")
+        )
+        rows.append([*row, machine.partition(" 80GB")[0], f"`bench {name.partition('-')[0]}`"])
+        names.append(name)
+    head = ["", OURS, "limit", "fastest of the others", "torch.nn at its best", "on", "command"]
+    return f"{Grid(head, rows).markdown()}\n{source(*dict.fromkeys(names))}\n"
 
 
 def cpu_or_gpu(cell: str) -> str:
@@ -377,7 +407,7 @@ def exchange(name: str) -> str:
     )
 
 
-def several_gpus(name: str, of: str = "") -> str:
+def several_gpus(name: str) -> str:
     """What several GPUs do, in ms or tokens a second, and the share of as many times what one does alone."""
     run, rows = load(name), []
     gpus = run["gpus"]
@@ -402,11 +432,7 @@ def several_gpus(name: str, of: str = "") -> str:
         what = f"language model, {model['parameters'] / 1e6:.0f} million parameters, {way}, {held}"
         rate = model["tokens_per_second"]
         row(what, f"{of_one:,.0f} tokens/s", f"{rate:,.0f} tokens/s", rate / of_one / gpus)
-    if of == "README":
-        rows = [row for row in rows if "forgets" not in row[0] or "forgets: forward and backward" in row[0]]
     head = ["", "one GPU alone", f"{gpus} GPUs", f"share of {gpus} times one"]
-    if of == "README":
-        return table(name, head, rows)
     long, trained = run["long_sequence"], run["four_steps_of_adamw"]
     errors: dict[str, float] = {}
     for case, error in run["max_relative_errors"].items():
@@ -464,35 +490,30 @@ def figure(name: str, what: str, folder: str = "../plots") -> str:
     return f"![{what}]({folder}/{name}.svg)\n"
 
 
-README_CPU = ("mingru (1, 4096, 256) to 256 float32", "mingru (16, 512, 256) to 256 float32")
-README_GPU = (
-    "mingru (16, 4096, 1024) to 1024 bfloat16",
-    "minlstm (16, 4096, 1024) to 1024 bfloat16",
-    "mingru (16, 4096, 1024) to 1024 float32",
-)
-README_SCANS = (
-    "linear_scan (8, 4096, 1536) float32",
-    "linear_scan (8, 4096, 1536) bfloat16",
-    "linear_scan (8, 65536, 1536) float32",
-    "linear_scan (1, 65536, 256) float32",
-    "linear_scan (1, 1048576, 64) float32",
-)
-README_TRAINED = (
-    "GRU 1024 B16 T512 dense bfloat16",
-    "LSTM 1024 B16 T512 dense bfloat16",
-    "LSTM 768 B16 T512 dense float16",
-    "GRU 512 B256 T128 dense tf32",
-    "GRU 2304 B4 T512 10% 16x1 float16",
-    "LSTM 512 B32 T512 dense bfloat16, 2 layers, bidirectional, packed 50-512",
-)
-README_LAYERS = (
-    "GRU 1024 B16 T256 dense bfloat16",
-    "LSTM 768 B16 T256 dense float16",
-    "RNN 2304 B4 T256 30% 1x1 float16",
-    "GRU 2304 B4 T256 10% 16x1 float16",
-    "LSTM 2304 B4 T256 10% 16x1 float16",
-    "LSTM 4608 B4 T256 10% 16x1 float16",
-    "RNN 8192 B4 T256 10% 16x1 float16",
+HEADLINES = (  # what it is, its run, workload and pass
+    (
+        "minGRU trained, 16 × 4,096 steps, 1,024 units, bf16",
+        "layer-gpu",
+        "mingru (16, 4096, 1024) to 1024 bfloat16",
+        BOTH,
+    ),
+    ("the scan alone, (8, 4096, 1536), fp32", "scan-gpu", "linear_scan (8, 4096, 1536) float32", "forward"),
+    ("GRU trained, 16 × 512 steps, 1,024 units, bf16", "training-gpu", "GRU 1024 B16 T512 dense bfloat16", BOTH),
+    ("GRU, 16 × 256 steps, 1,024 units, bf16", "persistent-gpu", "GRU 1024 B16 T256 dense bfloat16", "forward"),
+    (
+        "LSTM, 4 × 256 steps, 4,608 units, a tenth kept, fp16",
+        "persistent-gpu",
+        "LSTM 4608 B4 T256 10% 16x1 float16",
+        "forward",
+    ),
+    ("minGRU trained, 4,096 steps, 256 units, fp32", "layer-cpu", "mingru (1, 4096, 256) to 256 float32", BOTH),
+    ("GRU trained, 16 × 200 steps, 256 units, fp32", "training-cpu", "GRU 256 B16 T200 dense float32", BOTH),
+    (
+        "LSTM, 1,000 steps, 1,024 units, a tenth kept, fp32",
+        "persistent-cpu",
+        "LSTM 1024 B1 T1000 10% 16x1 float32",
+        "forward",
+    ),
 )
 MEMORY = "memory: nothing else to gain"
 TWO_CHANNELS = "memory, and instructions: two channels a lane"
@@ -521,18 +542,13 @@ NAMES = {"mingru": "minGRU", "minlstm": "minLSTM", "gru": "nn.GRU", "lstm": "nn.
 SWEEPS = {sweep.name: sweep for sweep in sweeps.sweeps(quick=False)}
 
 
-GRAPH_OF_OURS = ("Ostinato in a CUDA graph",)
 KERNELS = tuple(f"Ostinato, {path} kernel" for path in ("dense", "sparse", "block"))
 
 
 TABLES: dict[str, Callable[[], str]] = {
     "claims": claims,
     "cpu-or-gpu": lambda: cpu_or_gpu("mingru"),
-    "readme-layer-gpu": lambda: comparison("layer-gpu", milliseconds, only=README_GPU, limit=True),
-    "readme-layer-cpu": lambda: comparison("layer-cpu", milliseconds, only=README_CPU, limit=True),
-    "readme-scan": lambda: comparison("scan-gpu", share, only=README_SCANS),
-    "readme-persistent": lambda: recurrences("persistent-gpu", lambda w: w["name"] in README_LAYERS, leave_out=KERNELS),
-    "readme-training": lambda: recurrences("training-gpu", lambda w: w["name"] in README_TRAINED, BOTH, GRAPH_OF_OURS),
+    "headlines": headlines,
     "learning": lambda: learned("tinyshakespeare-gpu"),
     "curve": lambda: f"{curve('tinyshakespeare-gpu')}\n{figure('tinyshakespeare-gpu', 'Loss', 'plots')}",
     "recurrence-gpu": lambda: comparison("recurrence-gpu", share, unit="bytes"),
@@ -560,7 +576,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "exchange": lambda: exchange("exchange-simulated"),
     "reinforcement": lambda: reinforcement("reinforcement-cpu"),
     "several-gpus": lambda: several_gpus("distributed-gpu"),
-    "readme-several-gpus": lambda: several_gpus("distributed-gpu", "README"),
     "capacity": lambda: capacities("seeds-capacity-cpu"),
     "bounds-scan": lambda: bounds("scan-gpu"),
     "bounds-layer": lambda: bounds("layer-gpu"),

@@ -91,7 +91,7 @@ def test_a_changed_figure_is_noticed():
     assert tables.with_tables(changed) == text
 
 
-@pytest.mark.parametrize("name", tables.TABLES)
+@pytest.mark.parametrize("name", tables.TABLES.keys() - {"headlines"})  # each of whose rows says its own
 def test_a_table_is_of_one_device(name, monkeypatch):
     devices = set()
 
@@ -118,8 +118,8 @@ def runs(tmp_path, monkeypatch):
 def test_training_is_shown_once_it_is_measured(runs):
     work = Training("LSTM", 16, 2, 10, dtype=torch.float32, who=("Ostinato", "torch.nn"))
     (record,) = measure(work, torch.device("cpu"), 0.01)
-    names = ["readme-training", "training", "training-errors", "training-sweep", "training-cpu", "inference-cpu"]
-    assert [tables.table_of(name) for name in names] == [""] * 6
+    names = ["training", "training-errors", "training-sweep", "training-cpu", "inference-cpu"]
+    assert [tables.table_of(name) for name in names] == [""] * 5
 
     ours, theirs = (record["contestants"][name] for name in ("Ostinato", "torch.nn"))
     ours |= {"microseconds_a_step": 2.0, "seconds": 2.0, "extra_memory_bytes": 3e6}
