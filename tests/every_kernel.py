@@ -14,11 +14,13 @@ import pytest
 import torch
 
 import test_cuda
+import test_nonlinear_recurrence
 import test_persistent
 from minimal_layers import GATES, layer, layer_backward
 from ostinato.kernels.persistent import cuda as persistent
 from ostinato.kernels.persistent import packing
-from ostinato.kernels.scan import choose_backend
+from ostinato.kernels.recurrence import steps_cuda
+from ostinato.kernels.scan import choose_backend, compose
 
 FLAGS = (False, True)
 
@@ -62,6 +64,31 @@ def scans_and_layers(geometry, dtype):
             layers(dtype)
 
 
+def compositions(dtype):
+    for reverse, (batch, steps, channels) in itertools.product(FLAGS, ((2, 3000, 33), (1, 5000, 1), (1, 700, 128))):
+        a, b = (torch.rand(batch, steps, channels, dtype=dtype).cuda() for _ in range(2))
+        resets = (torch.rand(batch, steps) < 0.01).cuda()
+        P, L = compose.compose(a, b, resets, reverse=reverse)
+        compose.compose(a, b, reverse=reverse, before=True)
+        compose.pass_on(P[None], L[None], torch.rand(batch, channels).cuda(), 0, reverse)
+
+
+def nonlinear(cell, dtype):
+    trace = test_nonlinear_recurrence.traced(cell)
+    for shortest, packed, reverse in itertools.product((4, 64), FLAGS, FLAGS):  # chunks of four steps; one chunk
+        shape = (1, 37, 45, 4) if packed else (3, 37, 45)
+        initial, arguments = test_nonlinear_recurrence.inputs(cell, *shape, dtype=dtype)
+        initial, arguments = [x.cuda() for x in initial], [x.cuda() for x in arguments]
+        sequences, parameters = [x for x in arguments if x.dim() == 3], [x for x in arguments if x.dim() == 1]
+        bounds = torch.tensor([0, 4, 4, 25, 37], dtype=torch.int32).cuda() if packed else None
+        how = bounds, (torch.rand(shape[:2]) < 0.1).cuda(), reverse
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(steps_cuda, "SHORTEST", shortest)
+            h, h_last = steps_cuda.steps(trace, sequences, parameters, initial, *how)
+            gradients = h, [h_last[0], None][: len(h)]
+            steps_cuda.steps_backward(trace, sequences, parameters, initial, h, *gradients, *how)
+
+
 def recurrent(path, shape, clusters):
     pack = packing.pack
 
@@ -88,6 +115,11 @@ def recurrent(path, shape, clusters):
 PARTS = {
     f"scan-{geometry}-{dtype}".replace(" ", "-"): partial(scans_and_layers, geometry, dtype)
     for geometry, dtype in itertools.product(test_cuda.GEOMETRIES, test_cuda.TOLERANCE)
+}
+PARTS |= {f"compose-{dtype}": partial(compositions, dtype) for dtype in (torch.float32, torch.float64)}
+PARTS |= {
+    f"steps-{cell}-{dtype}": partial(nonlinear, cell, dtype)
+    for cell, dtype in itertools.product(test_nonlinear_recurrence.CELLS, test_nonlinear_recurrence.TOLERANCE)
 }
 for kind, clusters in {"persistent": (1,), "clusters": (2, 4)}.items():
     for path, shape in test_persistent.LAYERS:
