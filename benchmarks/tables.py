@@ -26,6 +26,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 BLOCK = re.compile(r"(?s)(<!-- figures: ([a-z0-9-]+) -->\n)(.*?)(<!-- /figures -->)")
 OURS = "Ostinato"
 BOTH = "forward+backward"
+UNMEASURED = "Still to be measured.\n"
 
 # The LSTM's peers share the columns of the GRU's.
 COLUMNS = {"torch.nn.GRU": "torch.nn", "torch.nn.LSTM": "torch.nn"}
@@ -176,6 +177,20 @@ def ladder(name: str) -> str:
     return table(
         name, ["layer", *steps], rows, "–: that kernel's weights do not fit on the chip, or it is not for this mask."
     )
+
+
+def ablation(name: str) -> str:
+    """Microseconds a step of the persistent kernels, and with one optimisation of each switched off."""
+    layers: dict[tuple[str, str], dict[str, float]] = {}
+    for row in load(name)["results"]:
+        layers.setdefault((row["layer"], row["kernel"]), {})[row["switched_off"]] = row["microseconds_a_step"]
+    switches = list(dict.fromkeys(off for times in layers.values() for off in times if off))
+    rows = []
+    for (layer, kernel), times in layers.items():
+        cells = [f"{figures(times[off])} ({times[off] / times['']:.2f}×)" if off in times else "–" for off in switches]
+        rows.append([short_name({"workload": {"name": layer}}), kernel, f"**{figures(times[''])}**", *cells])
+    head = ["µs a step", "kernel", "as it is", *(f"without {off}" for off in switches)]
+    return table(name, head, rows, "–: that kernel has no such thing.")
 
 
 def capacities(name: str) -> str:
@@ -560,6 +575,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "persistent-dense": lambda: recurrences("persistent-gpu", lambda w: w["density"] == 1 and w["length"] == 256),
     "persistent-errors": lambda: recurrences("persistent-gpu", lambda w: w["length"] > 256),
     "persistent-ladder": lambda: ladder("persistent-gpu"),
+    "ablation": lambda: ablation("ablation-gpu"),
     "persistent-cpu": lambda: recurrences("persistent-cpu"),
     "networks-gpu": lambda: recurrences("networks-gpu"),
     "networks-cpu": lambda: recurrences("networks-cpu"),
@@ -627,11 +643,11 @@ def svg(name: str) -> str:
 
 
 def table_of(name: str) -> str:
-    """Nothing, if the run is still to be made."""
+    """As it should stand on a page, which says so if the run is still to be made."""
     try:
         return TABLES[name]()
     except FileNotFoundError:
-        return ""
+        return UNMEASURED
 
 
 def with_tables(text: str) -> str:

@@ -119,7 +119,7 @@ def test_training_is_shown_once_it_is_measured(runs):
     work = Training("LSTM", 16, 2, 10, dtype=torch.float32, who=("Ostinato", "torch.nn"))
     (record,) = measure(work, torch.device("cpu"), 0.01)
     names = ["training", "training-errors", "training-sweep", "training-cpu", "inference-cpu"]
-    assert [tables.table_of(name) for name in names] == [""] * 5
+    assert [tables.table_of(name) for name in names] == [tables.UNMEASURED] * 5
 
     ours, theirs = (record["contestants"][name] for name in ("Ostinato", "torch.nn"))
     ours |= {"microseconds_a_step": 2.0, "seconds": 2.0, "extra_memory_bytes": 3e6}

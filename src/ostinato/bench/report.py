@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from rich.box import SIMPLE_HEAD
+from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from ostinato.bench.measure import Record
 from ostinato.bench.peers import PLANNED
@@ -54,17 +56,16 @@ class Grid:
         table = "".join(f"| {' | '.join(cell.strip() for cell in line)} |\n" for line in lines)
         return "\n\n".join((table.rstrip(), *self._wrong, *self.notes)) + "\n"
 
-    def rich(self) -> Table:
+    def rich(self) -> Group:
         """For the console."""
         head, *rows = self._lines
-        result = Table(title=self.title, title_justify="left", caption_justify="left", box=SIMPLE_HEAD)
-        result.padding, result.pad_edge = (0, 1, 0, 0), False
+        table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
         for number, heading in enumerate(head):
-            result.add_column(escape(heading), justify="right" if number else "left", overflow="fold")
+            table.add_column(escape(heading), justify="right" if number else "left", no_wrap=not number)
         for row in rows:
-            result.add_row(*(re.sub(r"\*\*(.*)\*\*", r"[bold]\1[/bold]", escape(cell)) for cell in row))
-        result.caption = escape("\n".join((*self._wrong, *self.notes)))
-        return result
+            table.add_row(*(re.sub(r"\*\*(.*)\*\*", r"[bold]\1[/bold]", escape(cell)) for cell in row))
+        title = [Text(self.title, style="italic")] if self.title else []
+        return Group(*title, table, *(Text(note, style="dim") for note in (*self._wrong, *self.notes)))
 
 
 def workload(records: list[Record]) -> Grid:

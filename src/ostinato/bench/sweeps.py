@@ -10,8 +10,9 @@
 ==================  =============================================================================================
 """
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 
 from ostinato.bench.measure import Record, WrongResult, measure
 from ostinato.bench.peers import CELL_LOOPS, FROM_HOST, PLANNED, TIME_LOOP
-from ostinato.bench.shapes import GRAPHS, PLAIN, f32
+from ostinato.bench.shapes import GRAPHS, PLAIN, PRUNED, PRUNED_ON_HOST
 from ostinato.bench.workloads import OURS, Layer, Recurrence, Workload
 from ostinato.masks import block_name
 
@@ -52,6 +53,7 @@ class Sweep:
     ratios: tuple[Ratio, ...] = ()
     note: str = ""
     sizes: dict[str, str] = field(default_factory=dict)  # of the other sizes, where they differ with the device
+    small: float = math.inf  # the largest size of the quick tables, 0 for none
 
 
 Progress = Callable[[str], None]
@@ -232,9 +234,10 @@ PUBLISHED_RATIOS: dict[str, Values] = {
 }
 
 # On the CPU, where persistent layers are pruned ones.
-ON_CPU: dict[str, Any] = {"block": (16, 1), "dtype": f32, "who": (*PLAIN, Recurrence.limit_name)}
+ON_CPU = PRUNED_ON_HOST | {"who": (*PLAIN, Recurrence.limit_name)}
+ON_GPU = (*GRAPHS, "cuSPARSE", Recurrence.limit_name)
 OTHERS = ("torch.nn", "torch.nn in a CUDA graph", "GEMMs in a CUDA graph", "cuSPARSE")
-IN_BLOCKS = f"{OURS} in 16x1 blocks"
+SPARSE_KERNEL, IN_BLOCKS = "Ostinato, sparse kernel", f"{OURS} in 16x1 blocks"
 
 
 def next_best(ours: str = OURS, published: Values | None = None) -> Ratio:
@@ -244,47 +247,108 @@ def next_best(ours: str = OURS, published: Values | None = None) -> Ratio:
 
 def sweeps(quick: bool) -> list[Sweep]:
     """All tables; `quick` ends within two minutes on two cores."""
-    tables = [lengths_sweep(cell, 512, [n for n in LENGTHS if n <= 16384] if quick else LENGTHS) for cell in NAMES]
-    tables += [_transfer(cell) for cell in NAMES]
-    tables += [_density(cell, quick) for cell in ("RNN", "LSTM")]
-    tables += [_hidden(quick), _batch(quick), _steps(quick)]
-    tables += [_training(512, quick)] if quick else [_training(512, quick), _training(4096, quick)]
-    return tables
+    tables = [
+        *(lengths_sweep(cell, 512, LENGTHS) for cell in NAMES),
+        *(_transfer(cell) for cell in NAMES),
+        *(_density(cell) for cell in ("RNN", "LSTM")),
+        Sweep(
+            "hidden",
+            "RNN forward over hidden size, 10 % in 16x1 blocks",
+            "hidden",
+            "hidden size H",
+            {
+                "cpu": [Recurrence("RNN", hidden, **ON_CPU) for hidden in (256, 512, 1024, 2304)],
+                "cuda": [
+                    Recurrence("RNN", hidden, 4, who=ON_GPU, **PRUNED) for hidden in (256, 768, 1024, 2304, 4608, 8192)
+                ],
+            },
+            unit="us a step",
+            ratios=(next_best(IN_BLOCKS),),
+            sizes={"cpu": "batch 1, float32", "cuda": "batch 4, float16"},
+            small=512,
+        ),
+        Sweep(
+            "batch",
+            "LSTM forward over batch",
+            "batch",
+            "batch size B",
+            {
+                "cpu": [Recurrence("LSTM", 384, batch, 100, **ON_CPU) for batch in (1, 4, 16, 64)],
+                "cuda": [
+                    Recurrence("LSTM", 2304, batch, density=0.3, who=(*ON_GPU, SPARSE_KERNEL))
+                    for batch in (1, 2, 4, 8, 16, 32, 64)
+                ],
+            },
+            unit="us a step",
+            ratios=(next_best(), next_best(IN_BLOCKS)),
+            sizes={"cpu": "384 hidden, 10 % in 16x1 blocks, float32", "cuda": "2304 hidden, 30 %, float16"},
+            small=4,
+        ),
+        Sweep(
+            "steps",
+            "LSTM forward over time steps",
+            "length",
+            "time steps T",
+            {
+                "cpu": [Recurrence("LSTM", 384, 1, length, **ON_CPU) for length in (1, 16, 256, 4096)],
+                "cuda": [
+                    Recurrence("LSTM", 2304, 4, length, density=0.3, who=ON_GPU) for length in (16, 64, 256, 1024, 4096)
+                ],
+            },
+            unit="us a step",
+            ratios=(next_best(), next_best(IN_BLOCKS)),
+            sizes={
+                "cpu": "384 hidden, batch 1, 10 % in 16x1 blocks, float32",
+                "cuda": "2304 hidden, batch 4, 30 %, float16",
+            },
+            small=256,
+        ),
+        _training(512, (64, 256), (64, 256, 1024), small=64),
+        _training(4096, (64,), (64, 256), small=0),
+    ]
+    if not quick:
+        return tables
+    return [
+        replace(
+            table,
+            on={kind: [w for w in works if getattr(w, table.axis) <= table.small] for kind, works in table.on.items()},
+        )
+        for table in tables
+        if table.small
+    ]
 
 
-def lengths_sweep(cell: str, size: int, lengths: tuple[int, ...] | list[int]) -> Sweep:
+def _forward(cell: str, lengths: tuple[int, ...], size: int, hidden: int, *who: str) -> list[Workload]:
+    return [Layer(cell, 1, length, size, hidden, passes=("forward",), who=who) for length in lengths]
+
+
+def lengths_sweep(cell: str, size: int, lengths: tuple[int, ...]) -> Sweep:
     """One layer forward at growing lengths: a loop over time, the scan, and PyTorch's counterpart."""
-
-    def works(*who: str) -> list[Workload]:
-        return [Layer(cell, 1, n, size, size, passes=("forward",), who=who) for n in lengths]
-
-    name = NAMES[cell]
-    published = PUBLISHED_LENGTHS[cell] if size == 512 else {}
+    name, other = NAMES[cell], TORCH[cell]
+    works = _forward(cell, lengths, size, size, TIME_LOOP, OURS, other)
     return Sweep(
         f"lengths-{cell}",
         f"{name} forward, batch 1, {size} inputs, {size} hidden, float32",
         "length",
         "sequence length T (time steps)",
-        {device: works(TIME_LOOP, OURS, TORCH[cell]) for device in ("cpu", "cuda")},
+        {"cpu": works, "cuda": works},
         together=True,
         quantity="latency_seconds",
-        published=published,
+        published=PUBLISHED_LENGTHS[cell] if size == 512 else {},
         ratios=(
             Ratio("CPU: time loop / scan", f"{name}, time loop, CPU", f"{name}, scan, CPU"),
-            Ratio(f"CPU: {TORCH[cell]} / scan", f"{TORCH[cell]}, CPU", f"{name}, scan, CPU"),
-            Ratio(f"GPU: {TORCH[cell]} / scan", f"{TORCH[cell]}, GPU", f"{name}, scan, GPU"),
+            Ratio(f"CPU: {other} / scan", f"{other}, CPU", f"{name}, scan, CPU"),
+            Ratio(f"GPU: {other} / scan", f"{other}, GPU", f"{name}, scan, GPU"),
         ),
         note="Published: a course project's CUDA on an RTX 4090 and an i9-12900K, at sizes that it does not state: "
         "no ratio to it would mean anything."
-        if published
+        if size == 512
         else "",
+        small=16384,
     )
 
 
 def _transfer(cell: str) -> Sweep:
-    def works(*who: str) -> list[Workload]:
-        return [Layer(cell, 1, n, 64, 128, passes=("forward",), who=who) for n in TRANSFER_LENGTHS]
-
     name = NAMES[cell]
     scans = f"{name}, scan, CPU", f"{name}, scan, GPU", f"{name}, scan and transfer, GPU"
     return Sweep(
@@ -292,7 +356,10 @@ def _transfer(cell: str) -> Sweep:
         f"{name} forward, batch 1, 64 inputs, 128 hidden, float32: CPU against GPU",
         "length",
         "sequence length T (time steps)",
-        {"cpu": works(OURS, TORCH[cell]), "cuda": works(OURS, FROM_HOST, TORCH[cell])},
+        {
+            "cpu": _forward(cell, TRANSFER_LENGTHS, 64, 128, OURS, TORCH[cell]),
+            "cuda": _forward(cell, TRANSFER_LENGTHS, 64, 128, OURS, FROM_HOST, TORCH[cell]),
+        },
         together=True,
         quantity="latency_seconds",
         published=PUBLISHED_TRANSFER[cell],
@@ -304,113 +371,45 @@ def _transfer(cell: str) -> Sweep:
     )
 
 
-def _density(cell: str, quick: bool) -> Sweep:
-    loops = (*GRAPHS, "cuSPARSE", "Ostinato, sparse kernel", Recurrence.limit_name)
-    gpu = [Recurrence(cell, 2304, 4, density=density, who=loops) for density in DENSITIES]
-    gpu += [
-        Recurrence(cell, 2304, 4, density=density, block=(16, 1), who=(OURS, "Ostinato, block kernel"))
-        for density in DENSITIES[:-1]
-    ]
-    size = 384 if quick else 1024
-    cpu = [Recurrence(cell, size, density=density, **ON_CPU) for density in DENSITIES]
-    return _recurrence(
+def _density(cell: str) -> Sweep:
+    singly, blocks = (*ON_GPU, SPARSE_KERNEL), (OURS, "Ostinato, block kernel")
+    return Sweep(
         f"density-{cell.lower()}",
         f"{cell} forward over density",
         "density",
         "density of the recurrent weights",
-        {"cpu": cpu, "cuda": gpu},
-        {"cpu": f"{size} hidden, batch 1, float32", "cuda": "2304 hidden, batch 4, float16"},
-        next_best("Ostinato, sparse kernel", {0.3: 6.0}),
-        next_best(),
-        next_best(IN_BLOCKS),
+        {
+            "cpu": [Recurrence(cell, 1024, **ON_CPU | {"density": density}) for density in DENSITIES],
+            "cuda": [
+                *(Recurrence(cell, 2304, 4, density=density, who=singly) for density in DENSITIES),
+                *(Recurrence(cell, 2304, 4, density=density, block=(16, 1), who=blocks) for density in DENSITIES[:-1]),
+            ],
+        },
+        unit="us a step",
+        ratios=(next_best(SPARSE_KERNEL, {0.3: 6.0}), next_best(), next_best(IN_BLOCKS)),
         note="Published: more than 6 times the next best at 30 %, by a kernel of single weights as our sparse one, "
         "on a GPU of 2018.",
+        sizes={"cpu": "1024 hidden, batch 1, float32", "cuda": "2304 hidden, batch 4, float16"},
     )
 
 
-def _hidden(quick: bool) -> Sweep:
-    who = (*GRAPHS, "cuSPARSE", Recurrence.limit_name)
-    gpu = [
-        Recurrence("RNN", hidden, 4, density=0.1, block=(16, 1), who=who)
-        for hidden in (256, 768, 1024, 2304, 4608, 8192)
-    ]
-    sizes = (256, 512) if quick else (256, 512, 1024, 2304)
-    cpu = [Recurrence("RNN", hidden, density=0.1, **ON_CPU) for hidden in sizes]
-    return _recurrence(
-        "hidden",
-        "RNN forward over hidden size, 10 % in 16x1 blocks",
-        "hidden",
-        "hidden size H",
-        {"cpu": cpu, "cuda": gpu},
-        {"cpu": "batch 1, float32", "cuda": "batch 4, float16"},
-        next_best(IN_BLOCKS),
-    )
-
-
-def _batch(quick: bool) -> Sweep:
-    who = (*GRAPHS, "cuSPARSE", "Ostinato, sparse kernel", Recurrence.limit_name)
-    gpu = [Recurrence("LSTM", 2304, batch, density=0.3, who=who) for batch in (1, 2, 4, 8, 16, 32, 64)]
-    sizes = (1, 4) if quick else (1, 4, 16, 64)
-    cpu = [Recurrence("LSTM", 384, batch, 100, density=0.1, **ON_CPU) for batch in sizes]
-    return _recurrence(
-        "batch",
-        "LSTM forward over batch",
-        "batch",
-        "batch size B",
-        {"cpu": cpu, "cuda": gpu},
-        {"cpu": "384 hidden, 10 % in 16x1 blocks, float32", "cuda": "2304 hidden, 30 %, float16"},
-        next_best(),
-        next_best(IN_BLOCKS),
-    )
-
-
-def _steps(quick: bool) -> Sweep:
-    who = (*GRAPHS, "cuSPARSE", Recurrence.limit_name)
-    gpu = [Recurrence("LSTM", 2304, 4, length, density=0.3, who=who) for length in (16, 64, 256, 1024, 4096)]
-    lengths = (1, 16, 256) if quick else (1, 16, 256, 4096)
-    cpu = [Recurrence("LSTM", 384, 1, length, density=0.1, **ON_CPU) for length in lengths]
-    return _recurrence(
-        "steps",
-        "LSTM forward over time steps",
-        "length",
-        "time steps T",
-        {"cpu": cpu, "cuda": gpu},
-        {"cpu": "384 hidden, batch 1, 10 % in 16x1 blocks, float32", "cuda": "2304 hidden, batch 4, 30 %, float16"},
-        next_best(),
-        next_best(IN_BLOCKS),
-    )
-
-
-def _recurrence(
-    name: str,
-    title: str,
-    axis: str,
-    axis_label: str,
-    on: dict[str, Any],
-    sizes: dict[str, str],
-    *ratios: Ratio,
-    note: str = "",
-) -> Sweep:
-    return Sweep(name, title, axis, axis_label, on, unit="us a step", ratios=ratios, note=note, sizes=sizes)
-
-
-def _training(length: int, quick: bool) -> Sweep:
-    def works(*sizes: int) -> list[Workload]:
+def _training(length: int, on_cpu: tuple[int, ...], on_gpu: tuple[int, ...], small: int) -> Sweep:
+    def works(sizes: tuple[int, ...]) -> list[Workload]:
         return [
             Layer(cell, 64, length, n, n, passes=("forward+backward",), who=(OURS, TORCH[cell], CELL_LOOPS[cell]))
             for n in sizes
             for cell in NAMES
         ]
 
-    on_cpu = (64,) if quick or length > 512 else (64, 256)
     pairs = [(cell, other) for cell in NAMES for other in (TORCH[cell], CELL_LOOPS[cell])]
     return Sweep(
         f"training-{length}",
         f"forward and backward, batch 64, T = {length:,}, as many inputs as hidden units, float32",
         "channels",
         "hidden size H",
-        {"cpu": works(*on_cpu), "cuda": works(64, 256, *[1024] * (length <= 512))},
+        {"cpu": works(on_cpu), "cuda": works(on_gpu)},
         ratios=tuple(Ratio(f"{other} / {NAMES[cell]}", other, f"{NAMES[cell]}, scan") for cell, other in pairs),
         note="Published of a T4, at T = 512: GRU takes 175 times as long as minGRU, LSTM 235 times as minLSTM; "
         "at 4,096 both over 1,300 times.",
+        small=small,
     )

@@ -44,6 +44,7 @@ def call_once(task: Task) -> None:
     """For the caches on disk; what cannot run is reported when it is measured."""
     work, name, passes = task
     torch.set_num_threads(1)
+    torch.manual_seed(0)  # as when it is measured: kernels of pruned layers are made for their mask
     with suppress(Exception):
         data = work.data(torch.device("cuda"))
         if data[0].nbytes <= LARGE:

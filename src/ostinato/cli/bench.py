@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Option
 
+from ostinato.cli.devices import choose_device
+
 if TYPE_CHECKING:
     import torch
     from rich.console import Console
@@ -261,8 +263,6 @@ def _fail_if(wrong: list[str]) -> None:
 
 def _device(name: str) -> "torch.device":
     import torch
-
-    from ostinato.cli.devices import choose_device
 
     device = choose_device(name)
     if device.type not in ("cpu", "cuda"):

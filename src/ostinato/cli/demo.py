@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
+from ostinato.cli.devices import Device, choose_device
+
 if TYPE_CHECKING:
     import torch
     from rich.console import Console
@@ -18,7 +20,7 @@ INDENT = " " * 4
 def demo(
     output: Annotated[Path, Option(help="Folder for the model, the table and the plot.")] = Path("demo"),
     seconds: Annotated[float, Option(help="Seconds to train for.")] = 85,
-    device: Annotated[str, Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
+    device: Device = "auto",
 ) -> None:
     """Train a small minGRU on real text, let it write, and time a layer at growing lengths: two minutes on two cores.
 
@@ -26,7 +28,6 @@ def demo(
     """
     from rich.console import Console
 
-    from ostinato.cli.devices import choose_device
     from ostinato.files import check_folder
 
     if find_spec("matplotlib") is None:

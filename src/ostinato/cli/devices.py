@@ -3,12 +3,16 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
     import torch
+
+
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
+Precision = Annotated[str, typer.Option(help="float32, bfloat16 (autocast), or auto: bfloat16 on a GPU that has it.")]
 
 
 def choose_device(name: str) -> "torch.device":

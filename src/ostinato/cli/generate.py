@@ -6,6 +6,8 @@ from typing import Annotated
 import typer
 from typer import Option
 
+from ostinato.cli.devices import Device, choose_device
+
 
 def generate(
     checkpoint: Annotated[Path, typer.Argument(help="best.safetensors or last.safetensors of a training.")],
@@ -16,13 +18,12 @@ def generate(
     ] = 0.8,
     top_k: Annotated[int | None, Option(help="Draw among the k likeliest characters only.", show_default="all")] = None,
     seed: Annotated[int | None, Option(help="The same seed gives the same text.", show_default="random")] = None,
-    device: Annotated[str, Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
+    device: Device = "auto",
 ) -> None:
     """Continue a prompt with a trained model, character by character."""
     import torch
 
     from ostinato.checkpoint import load_checkpoint
-    from ostinato.cli.devices import choose_device
 
     where = choose_device(device)
     loaded = load_checkpoint(checkpoint)

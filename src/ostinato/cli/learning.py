@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Option
 
+from ostinato.cli.devices import Device, Precision, choose_device
+
 if TYPE_CHECKING:
     import torch
     from rich.progress import Progress
@@ -27,8 +29,6 @@ Json = Annotated[
     ),
 ]
 Seed = Annotated[int, Option(help="Seed of all that is random.")]
-Device = Annotated[str, Option(help="auto, cpu, cuda, cuda:1, ...")]
-Precision = Annotated[str, Option(help="float32, bfloat16 (autocast), or auto: bfloat16 on a GPU that has it.")]
 Quick = Annotated[bool, Option("--quick", help="A tiny model for a few steps: shows in seconds that all parts run.")]
 
 # For `--quick`.
@@ -361,7 +361,6 @@ class _Benchmark:
         from rich.console import Console
 
         from ostinato.bench.runs import environment, path_for
-        from ostinato.cli.devices import choose_device
         from ostinato.cli.train import stop_on_interrupt
         from ostinato.files import check_file, is_stream
 

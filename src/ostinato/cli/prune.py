@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Option
 
+from ostinato.cli.devices import Device, Precision, choose_device
 from ostinato.cli.train import bits, digest_of, read_text, train_or_save
 
 if TYPE_CHECKING:
@@ -33,15 +34,14 @@ def prune(
         Path | None, Option(help="The pruned model's file.", show_default="CHECKPOINT-pruned.safetensors")
     ] = None,
     overwrite: Annotated[bool, Option("--overwrite", help="Replace the file if it is there.")] = False,
-    device: Annotated[str, Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
-    precision: Annotated[str, Option(help="float32, bfloat16 (autocast), or auto.")] = "auto",
+    device: Device = "auto",
+    precision: Precision = "auto",
 ) -> None:
     """Prune a trained GRU or LSTM by magnitude, train what is left, and show the held-out loss before and after."""
     from rich.console import Console
 
     import ostinato
     from ostinato.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
-    from ostinato.cli.devices import choose_device
     from ostinato.files import check_file
     from ostinato.masks import block_named
     from ostinato.training import Trainer

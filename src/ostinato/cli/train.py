@@ -6,6 +6,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -33,6 +34,9 @@ CELLS = (  # those of ostinato.models, which is too slow to import for a help te
     "paragru",
     "paralstm",
 )
+Files, Model, Training, Machine = (
+    partial(Option, rich_help_panel=panel) for panel in ("Files", "Model", "Training", "Machine")
+)
 MODEL_OPTIONS = ("cell", "width", "num_layers", "expansion", "conv_kernel", "mlp_ratio", "dropout")
 TRAINING_OPTIONS = (
     "steps",
@@ -55,78 +59,44 @@ def train(
     context: typer.Context,
     text: Annotated[
         Path | None,
-        Option(
-            help="A UTF-8 file, or a folder of them.",
-            show_default="the Python standard library's own source",
-            rich_help_panel="Files",
-        ),
+        Files(help="A UTF-8 file, or a folder of them.", show_default="the Python standard library's own source"),
     ] = None,
     output: Annotated[
         Path | None,
-        Option(
-            help="Folder for last.safetensors and best.safetensors.",
-            show_default="runs/CELL-TEXT",
-            rich_help_panel="Files",
-        ),
+        Files(help="Folder for last.safetensors and best.safetensors.", show_default="runs/CELL-TEXT"),
     ] = None,
-    resume: Annotated[
-        Path | None,
-        Option(help="Go on from this last.safetensors, with its text and settings.", rich_help_panel="Files"),
-    ] = None,
-    overwrite: Annotated[
-        bool, Option("--overwrite", help="Replace the checkpoints of another run.", rich_help_panel="Files")
-    ] = False,
-    curve: Annotated[
-        Path | None, Option(help="Write the loss curve to this JSON file.", rich_help_panel="Files")
-    ] = None,
-    cell: Annotated[str, Option(help=f"One of {', '.join(CELLS)}.", rich_help_panel="Model")] = "mingru",
-    width: Annotated[int, Option(help="Channels between the blocks.", rich_help_panel="Model")] = 384,
-    num_layers: Annotated[int, Option(help="Blocks.", rich_help_panel="Model")] = 3,
-    expansion: Annotated[float, Option(help="Hidden size over width.", rich_help_panel="Model")] = 1.5,
-    conv_kernel: Annotated[
-        int, Option(help="Steps the causal convolution sees; 0 for none.", rich_help_panel="Model")
-    ] = 4,
-    mlp_ratio: Annotated[float, Option(help="Inner size of the MLP over width.", rich_help_panel="Model")] = 4.0,
-    dropout: Annotated[float, Option(help="Share of each block's output dropped.", rich_help_panel="Model")] = 0.3,
-    steps: Annotated[int, Option(help="Steps to train.", rich_help_panel="Training")] = 3000,
-    batch_size: Annotated[int, Option(help="Chunks a step.", rich_help_panel="Training")] = 64,
-    chunk_length: Annotated[int, Option(help="Characters a chunk.", rich_help_panel="Training")] = 256,
-    learning_rate: Annotated[float, Option(help="AdamW's, at its highest.", rich_help_panel="Training")] = 4e-3,
-    final_rate: Annotated[
-        float, Option(help="Share of it left at the end of the cosine.", rich_help_panel="Training")
-    ] = 0.05,
-    warmup_steps: Annotated[int, Option(help="Steps of linear warm-up.", rich_help_panel="Training")] = 100,
-    weight_decay: Annotated[float, Option(help="AdamW's, for matrices.", rich_help_panel="Training")] = 0.1,
-    beta2: Annotated[float, Option(help="AdamW's second momentum.", rich_help_panel="Training")] = 0.98,
-    clip_norm: Annotated[float, Option(help="Largest norm of the gradient.", rich_help_panel="Training")] = 1.0,
-    held_out: Annotated[
-        float, Option(help="Share of the text, at its end, never trained on.", rich_help_panel="Training")
-    ] = 0.1,
-    held_out_limit: Annotated[
-        int, Option(help="Most characters of it to take the held-out loss over.", rich_help_panel="Training")
-    ] = 1 << 17,
-    evaluate_every: Annotated[
-        int, Option(help="Steps between held-out losses and checkpoints.", rich_help_panel="Training")
-    ] = 250,
-    seed: Annotated[int, Option(help="Seed of all that is random.", rich_help_panel="Training")] = 0,
-    device: Annotated[str, Option(help="auto, cpu, cuda, cuda:1, ...", rich_help_panel="Machine")] = "auto",
+    resume: Annotated[Path | None, Files(help="Go on from this last.safetensors, with its text and settings.")] = None,
+    overwrite: Annotated[bool, Files("--overwrite", help="Replace the checkpoints of another run.")] = False,
+    curve: Annotated[Path | None, Files(help="Write the loss curve to this JSON file.")] = None,
+    cell: Annotated[str, Model(help=f"One of {', '.join(CELLS)}.")] = "mingru",
+    width: Annotated[int, Model(help="Channels between the blocks.")] = 384,
+    num_layers: Annotated[int, Model(help="Blocks.")] = 3,
+    expansion: Annotated[float, Model(help="Hidden size over width.")] = 1.5,
+    conv_kernel: Annotated[int, Model(help="Steps the causal convolution sees; 0 for none.")] = 4,
+    mlp_ratio: Annotated[float, Model(help="Inner size of the MLP over width.")] = 4.0,
+    dropout: Annotated[float, Model(help="Share of each block's output dropped.")] = 0.3,
+    steps: Annotated[int, Training(help="Steps to train.")] = 3000,
+    batch_size: Annotated[int, Training(help="Chunks a step.")] = 64,
+    chunk_length: Annotated[int, Training(help="Characters a chunk.")] = 256,
+    learning_rate: Annotated[float, Training(help="AdamW's, at its highest.")] = 4e-3,
+    final_rate: Annotated[float, Training(help="Share of it left at the end of the cosine.")] = 0.05,
+    warmup_steps: Annotated[int, Training(help="Steps of linear warm-up.")] = 100,
+    weight_decay: Annotated[float, Training(help="AdamW's, for matrices.")] = 0.1,
+    beta2: Annotated[float, Training(help="AdamW's second momentum.")] = 0.98,
+    clip_norm: Annotated[float, Training(help="Largest norm of the gradient.")] = 1.0,
+    held_out: Annotated[float, Training(help="Share of the text, at its end, never trained on.")] = 0.1,
+    held_out_limit: Annotated[int, Training(help="Most characters of it to take the held-out loss over.")] = 1 << 17,
+    evaluate_every: Annotated[int, Training(help="Steps between held-out losses and checkpoints.")] = 250,
+    seed: Annotated[int, Training(help="Seed of all that is random.")] = 0,
+    device: Annotated[str, Machine(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
     precision: Annotated[
-        str,
-        Option(help="float32, bfloat16 (autocast), or auto: bfloat16 on a GPU that has it.", rich_help_panel="Machine"),
+        str, Machine(help="float32, bfloat16 (autocast), or auto: bfloat16 on a GPU that has it.")
     ] = "auto",
-    compile: Annotated[
-        bool, Option("--compile", help="Compile the model with torch.compile.", rich_help_panel="Machine")
-    ] = False,
-    accumulate: Annotated[
-        int, Option(help="Parts of a process's batch whose gradients are added up.", rich_help_panel="Machine")
-    ] = 1,
-    shard: Annotated[
-        bool,
-        Option("--shard", help="Under torchrun: a part of the weights on each process.", rich_help_panel="Machine"),
-    ] = False,
+    compile: Annotated[bool, Machine("--compile", help="Compile the model with torch.compile.")] = False,
+    accumulate: Annotated[int, Machine(help="Parts of a process's batch whose gradients are added up.")] = 1,
+    shard: Annotated[bool, Machine("--shard", help="Under torchrun: a part of the weights on each process.")] = False,
     sequence_parallel: Annotated[
-        int,
-        Option(help="Under torchrun: processes that share each chunk, part by part.", rich_help_panel="Machine"),
+        int, Machine(help="Under torchrun: processes that share each chunk, part by part.")
     ] = 1,
 ) -> None:
     """Train a character language model on any text.

@@ -1,0 +1,142 @@
+"""What each optimisation of the persistent kernels is worth: the same layers with one switched off at a time.
+
+    python benchmarks/ablation.py --output benchmarks/results/ablation-gpu.json
+
+A switch replaces a few words of the kernels' source before it is compiled, so the kernels themselves have none.  Every
+variant is held against float64 before it is timed, as in ``ostinato bench persistent``.
+"""
+
+import argparse
+import multiprocessing
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+from ostinato.bench.measure import measure
+from ostinato.bench.runs import environment, write_json
+from ostinato.bench.shapes import KERNELS, PRUNED
+from ostinato.bench.workloads import OURS, Recurrence
+from ostinato.kernels import nvrtc
+from ostinato.kernels.persistent import cuda
+from ostinato.kernels.persistent.geometry import Geometry
+
+LAYERS = (  # and the kernel that runs them
+    (Recurrence("GRU", 1024, 16, dtype=torch.bfloat16, who=(OURS,)), "dense"),
+    (Recurrence("LSTM", 768, 16, who=(OURS,)), "dense"),
+    (Recurrence("LSTM", 2304, 4, who=(OURS,), **PRUNED), "block"),
+    (Recurrence("RNN", 8192, 4, who=(OURS,), **PRUNED), "block"),
+    (Recurrence("LSTM", 2304, 4, density=0.1, who=(OURS, KERNELS[1])), "sparse"),
+)
+COUNTER = """
+__device__ unsigned arrived[1024];  // blocks of a group, of all steps and launches so far
+
+__device__ inline unsigned count(int group) {
+    unsigned count;
+    asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(count) : "l"(arrived + group) : "memory");
+    return count;
+}
+
+__device__ inline void await(int group, unsigned wanted) {
+    if (threadIdx.x == 0)
+        for (int looks = 0; looks < 1 << 22 && int(count(group) - wanted) < 0; ++looks);
+    __syncthreads();
+}
+
+__device__ inline void raise(int group) {
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) atomicAdd(arrived + group, 1u);
+}
+
+"""
+KERNEL = 'extern "C" __global__ void __launch_bounds__(THREADS, 1) recur('
+PATIENCE = "    Patience patience(p.failure);\n"
+PRODUCT = "        product(state, sequences, sums, patience);\n"
+UPDATE = "        units.update(rows, step_after(taken), product, sums, state + stride);\n"
+WIDE = "@p ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%3];"
+WEIGHTS = "weights += (block * WARPS + warp_id()) * TILES * 32;"
+KEPT = "tile < EARLY ? early[tile] : is_held(tile) ? held[before] : kept[(tile - before) * THREADS]"
+ALL = ("dense", "block", "sparse")
+# What is switched off, of which kernels, and how: what stands in the source, and what is put in its place.
+SWITCHES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
+    "weights on the chip": (  # but in the second-level cache
+        ("dense",),
+        {
+            KEPT: "load_weights(all + tile * 32)",
+            "uint4 held[HELD + 1];": "const uint4 *all; uint4 held[HELD + 1];",
+            WEIGHTS: f"all = {WEIGHTS}",
+        },
+    ),
+    "states as their own flags": (  # but a counter, raised when a block's states are visible to the others
+        ALL,
+        {
+            KERNEL: COUNTER + KERNEL,
+            PATIENCE: PATIENCE + "    const unsigned begun = count(group) / BLOCKS * BLOCKS;\n",
+            PRODUCT: f"        await(group, begun + unsigned(taken) * BLOCKS);\n{PRODUCT}",
+            UPDATE: f"{UPDATE}        raise(group);\n",
+        },
+    ),
+    "loads of 16 bytes": (
+        ("dense",),
+        {WIDE: "@p ld.relaxed.gpu.global.b64 %0, [%3]; @p ld.relaxed.gpu.global.b64 %1, [%3+8];"},
+    ),
+    "prefetches": (ALL, {"if (taken + PREFETCH < p.steps)": "if (false)"}),
+    "waiting before the first look": (ALL, {"if (UNITS * COLUMNS <= THREADS - 32) __syncthreads();": ""}),
+    "columns in the order of banks": (("block", "sparse"), {}),  # which Python packs
+}
+
+
+@contextmanager
+def switched_off(name: str) -> Iterator[None]:
+    """Compile the kernels without an optimisation, or as they are for ""."""
+    source, substitutions = nvrtc.source, SWITCHES[name][1] if name else {}
+
+    def patched(*files: str) -> str:
+        text = source(*files)
+        for old, new in substitutions.items():
+            text = text.replace(old, new)
+        return text
+
+    banks = property(lambda _: 1) if name and not substitutions else Geometry.banks
+    cuda.kernels.cache_clear()
+    with mock.patch.object(nvrtc, "source", patched), mock.patch.object(Geometry, "banks", banks):
+        yield
+    cuda.kernels.cache_clear()
+
+
+def variant(work: Recurrence, path: str, name: str) -> float:
+    """Microseconds a step of a layer without an optimisation."""
+    with switched_off(name):
+        (record,) = measure(work, torch.device("cuda"), 1.0)
+    outcome = record["contestants"][work.who[-1]]
+    if "unavailable" not in outcome:
+        assert outcome["plan"]["path"] == path, outcome
+        return outcome["microseconds_a_step"]
+    assert record["contestants"][OURS]["plan"]["path"] == path, outcome  # the one asked for is the one that was chosen
+    return record["contestants"][OURS]["microseconds_a_step"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--output", type=Path, required=True, help="the JSON file")
+    parser.add_argument("--processes", type=int, default=14, help="that compile beforehand")
+    arguments = parser.parse_args()
+    content = {**environment(torch.device("cuda")), "results": []}
+    tasks = [
+        (*layer, name) for layer in LAYERS for name in ("", *SWITCHES) if not name or layer[1] in SWITCHES[name][0]
+    ]
+    with multiprocessing.get_context("spawn").Pool(arguments.processes) as pool:
+        pool.starmap(variant, tasks, chunksize=1)
+    for work, path, name in tasks:
+        time = variant(work, path, name)
+        print(f"{work}, {path}, without {name or 'anything'}: {time:.2f} us a step", flush=True)
+        row = {"layer": str(work), "kernel": path, "switched_off": name, "microseconds_a_step": time}
+        content["results"].append(row)
+        write_json(arguments.output, content)
+
+
+if __name__ == "__main__":
+    main()
