@@ -193,9 +193,20 @@ __device__ inline Pack bits(float x) {
     return x != x ? Pack(sizeof(Scalar) == 4 ? 0x7fffffffu : 0x7fffu) : pack(one);
 }
 
+__device__ inline unsigned round_to_tf32(unsigned x) {
+    unsigned rounded;
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(rounded) : "f"(__uint_as_float(x)));
+    return rounded;
+}
+
+// A number as the others multiply it.  Unless EXACT, float32 is rounded here, once, and not by each block that reads it.
+__device__ inline unsigned shown(float x) {
+    return sizeof(Scalar) == 4 && !EXACT ? round_to_tf32(bits(x)) : bits(x);
+}
+
 // Publishes the units of a word, one from each of neighbouring lanes, the first at `address`; all lanes take part.
 __device__ inline void publish(float x, bool first, char *address) {
-    unsigned mine = bits(x);
+    unsigned mine = shown(x);
     if (sizeof(Scalar) == 2) mine |= __shfl_down_sync(~0u, mine, 1) << 16;
     const Word word = HALF_WORDS ? mine : mine | Word(__shfl_down_sync(~0u, mine, WORD / 2)) << 32;
     if (!first) return;

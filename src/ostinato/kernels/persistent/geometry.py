@@ -42,7 +42,7 @@ class Geometry(NamedTuple):
     columns: int  # sequences of a group of blocks
     groups: int  # that run at once, each with its own sequences and its own copy of the weights
     backward: bool = False
-    exact: bool = True  # float32 is not rounded to tf32
+    exact: bool = True  # float32 is not rounded to tf32, as tensor cores ask
     cluster: int = 1  # blocks that add up their products, each with its slice of what is exchanged
     tiles: int = 0  # of a warp; of the sparse kernel: entries, two weights of a thread
     held: int = 0  # of them in registers, the others are in shared memory
@@ -215,7 +215,7 @@ class Geometry(NamedTuple):
             ("COLUMNS", self.columns),
             ("BLOCKS", self.blocks),
             ("HELD", self.held),
-            ("EXACT", int(self.exact and self.dtype == torch.float32)),
+            ("EXACT", int(self.dtype == torch.float32 and (self.exact or self.path == "sparse"))),
             ("CHUNK_BYTES", self.chunk_bytes),
             ("BACKWARD", int(self.backward)),
             ("CLUSTER", self.cluster),

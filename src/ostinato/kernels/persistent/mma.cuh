@@ -17,13 +17,7 @@ __device__ inline void mma_tf32(float (&d)[4], const uint4 &a, unsigned b0, unsi
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
 }
 
-// float32: either rounded to tf32, or, if EXACT, split into two tf32 numbers that hold all its bits but the last.
-__device__ inline unsigned round_to_tf32(unsigned x) {
-    unsigned rounded;
-    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(rounded) : "f"(__uint_as_float(x)));
-    return rounded;
-}
-
+// float32, if EXACT: split into two tf32 numbers that hold all its bits but the last.
 __device__ inline void split(unsigned x, unsigned &head, unsigned &tail) {
     asm volatile("" : "+r"(x));  // at every step anew: kept, the parts of the weights would take three times the registers
     head = (x + 0x1000u) & 0xffffe000u;
@@ -31,7 +25,7 @@ __device__ inline void split(unsigned x, unsigned &head, unsigned &tail) {
 }
 
 __device__ inline void mma(float (&d)[4], const uint4 &a, unsigned b0, unsigned b1, float) {
-    if (!EXACT) return mma_tf32(d, a, round_to_tf32(b0), round_to_tf32(b1));
+    if (!EXACT) return mma_tf32(d, a, b0, b1);  // rounded when it was published
     uint4 a_head, a_tail;
     unsigned b0_head, b0_tail, b1_head, b1_tail;
     split(a.x, a_head.x, a_tail.x);
