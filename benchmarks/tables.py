@@ -84,39 +84,29 @@ def error(row: Record) -> str:
 
 
 def comparison(
-    name: str,
-    cell: Callable[[Record], str],
-    *,
-    only: tuple[str, ...] = (),
-    leave_out: tuple[str, ...] = (),
-    limit: bool = False,
-    unit: str = "",
+    name: str, cell: Callable[[Record], str], *, leave_out: tuple[str, ...] = (), limit: bool = False, unit: str = ""
 ) -> str:
-    """One row a workload and pass, one column a contestant: of all workloads, those of a unit, or as in ``only``."""
-    records = [record for record in load(name)["results"] if not only or record["workload"]["name"] in only]
-    records = [record for record in records if not unit or unit in record]
-    missing = set(only) - {record["workload"]["name"] for record in records}
-    if missing:
-        raise ValueError(f"{name}.json has no {missing}")
+    """One row a workload and pass, one column a contestant: of all workloads, or those of a unit."""
+    records = [record for record in load(name)["results"] if not unit or unit in record]
     if not records:
-        return f"Not measured yet: `{name}.json` has none."
-    everyone = dict.fromkeys(COLUMNS.get(who, who) for record in records for who in record["contestants"])
-    names = [who for who in everyone if who not in leave_out]
+        return UNMEASURED
+    columns = {who: COLUMNS.get(who, who) for record in records for who in record["contestants"]}
+    columns = {who: column for who, column in columns.items() if column not in leave_out}
+    names = list(dict.fromkeys(columns.values()))
     head = ["", "pass", *(["at least"] if limit else []), *names]
     rows: list[list[str]] = []
     for record in records:
         work = short_name(record) if not rows or record["pass"] == "forward" else ""
         row = [work, record["pass"], *([milliseconds(record["limit"])] if limit else [])]
-        contestants = {COLUMNS.get(who, who): outcome for who, outcome in record["contestants"].items()}
+        contestants = {columns.get(who): outcome for who, outcome in record["contestants"].items()}
         for who in names:
             outcome = contestants.get(who, {})
             text = cell(outcome) if "seconds" in outcome else "–"
             text += report.mark(outcome)
             row.append(f"**{text}**" if who == OURS else text)
         rows.append(row)
-    columns = {who: COLUMNS.get(who, who) for record in records for who in record["contestants"]}
     least = f"At least: {records[0]['limit']['name']}." if limit else ""
-    return table(name, head, rows, least, *report.dashes(records, {w: c for w, c in columns.items() if c in names}))
+    return table(name, head, rows, least, *report.dashes(records, columns))
 
 
 def recurrences(

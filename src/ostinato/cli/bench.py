@@ -218,24 +218,26 @@ def _measure(kind: str, device_name: str, quick: bool, only: str, json: Path | N
     content = _content(console, kind, device, quick) | {"only": only, "results": results}
     wrong: list[str] = []
     gc.freeze()  # what the imports have made need not be looked through for garbage before each measurement
-    with Live(console=console, auto_refresh=False, vertical_overflow="visible") as live:  # still while it measures
-        tables: list[Any] = []
-        for work in works:
-            live.update(Group(*tables, f"measuring {work}"), refresh=True)
-            try:
-                records = measure.measure(work, device, 1.0 if quick else 5.0)
-            except measure.WrongResult as error:
-                wrong.append(str(error))
-                continue
-            results += records
-            if "steps" in records[0]:
-                tables = [report.recurrences(results, device.type).rich()]
-            else:
-                tables.append(report.workload(records).rich())
-            # After every workload, so that what is measured outlives an interruption; a stream takes but one content.
-            if path is not None and not is_stream(path):
-                runs.write_json(path, content)
-        live.update(Group(*tables))
+    tables: list[Any] = []
+    try:
+        with Live(console=console, auto_refresh=False, transient=True) as live:  # which is still while it measures
+            for work in works:
+                live.update(Group(*tables, f"measuring {work}"), refresh=True)
+                try:
+                    records = measure.measure(work, device, 1.0 if quick else 5.0)
+                except measure.WrongResult as error:
+                    wrong.append(str(error))
+                    continue
+                results += records
+                if "steps" in records[0]:
+                    tables = [report.recurrences(results, device.type).rich()]
+                else:
+                    tables.append(report.workload(records).rich())
+                # At once, so that what is measured outlives an interruption; a stream takes but one content.
+                if path is not None and not is_stream(path):
+                    runs.write_json(path, content)
+    finally:
+        console.print(*tables)
     if path is not None:
         runs.write_json(path, content)
         plot = _plot(console, content, path) if kind == "training-sweep" and results else None
