@@ -16,11 +16,13 @@ import torch
 import test_cuda
 import test_nonlinear_recurrence
 import test_persistent
+import test_projected
 from minimal_layers import GATES, layer, layer_backward
 from ostinato.kernels.persistent import cuda as persistent
 from ostinato.kernels.persistent import packing
-from ostinato.kernels.recurrence import steps_cuda
+from ostinato.kernels.recurrence import projected, steps_cuda
 from ostinato.kernels.scan import choose_backend, compose
+from ostinato.minimal import recurrence_of
 
 FLAGS = (False, True)
 
@@ -89,6 +91,17 @@ def nonlinear(cell, dtype):
             steps_cuda.steps_backward(trace, sequences, parameters, initial, h, *gradients, *how)
 
 
+def projections(cell, dtype):
+    # Channels of inputs and states end within tiles; sequences begin with tiles, within them, or come second.
+    shapes = (1, 256, 64, 64, True), (3, 600, 72, 136, True), (37, 33, 64, 72, True), (517, 3, 8, 72, False)
+    for first, second, inputs, hidden, batch_first in shapes:
+        x = torch.randn(first, second, inputs).to(dtype).cuda()
+        weight, bias = (torch.randn(GATES[cell] * hidden, *rest).to(dtype).cuda() for rest in ((inputs,), ()))
+        h0 = torch.randn(first if batch_first else second, hidden).to(dtype).cuda()
+        projected.scan(recurrence_of(cell, "positive", True), x, weight, bias, h0, batch_first)
+        projected.scan(recurrence_of(cell, "positive", False), x, weight, None, None, batch_first)
+
+
 def recurrent(path, shape, clusters):
     pack = packing.pack
 
@@ -120,6 +133,10 @@ PARTS |= {f"compose-{dtype}": partial(compositions, dtype) for dtype in (torch.f
 PARTS |= {
     f"steps-{cell}-{dtype}": partial(nonlinear, cell, dtype)
     for cell, dtype in itertools.product(test_nonlinear_recurrence.CELLS, test_nonlinear_recurrence.TOLERANCE)
+}
+PARTS |= {
+    f"projected-{cell}-{dtype}": partial(projections, cell, dtype)
+    for cell, dtype in itertools.product(GATES, test_projected.TOLERANCE)
 }
 for kind, clusters in {"persistent": (1,), "clusters": (2, 4)}.items():
     for path, shape in test_persistent.LAYERS:

@@ -6,34 +6,37 @@ import torch
 import ostinato
 from ostinato.kernels import nvrtc
 from ostinato.kernels.recurrence import projected
-from ostinato.minimal import CANDIDATES, recurrence_of
+from ostinato.minimal import CANDIDATES, GATES, recurrence_of
 
 TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 4e-3}
 RUNS = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
-@pytest.mark.parametrize("candidate", CANDIDATES)
-def test_the_kernel_compiles_without_a_gpu(candidate):
+@pytest.mark.parametrize(
+    ("cell", "candidate"), [("mingru", "positive"), ("mingru", "linear"), ("mingru", "tanh"), ("minlstm", "positive")]
+)
+def test_the_kernel_compiles_without_a_gpu(cell, candidate):
     pytest.importorskip("cuda.core")
     bias = candidate != "tanh"
     dtype = torch.bfloat16 if candidate == "positive" else torch.float16
-    recurrence = recurrence_of("mingru", candidate, bias)
+    recurrence = recurrence_of(cell, candidate, bias)
     cubin = nvrtc.compile_cubin(projected.source(recurrence), "sm_90a", dict(projected.macros(recurrence, dtype)))
     assert cubin[:4] == b"\x7fELF"
 
 
 def test_short_sequences_share_tiles_and_long_ones_have_their_own():
-    assert projected.lines_of(16, 4096, True) == (16, 4096)
-    assert projected.lines_of(256, 128, True) == (1, 256 * 128)
-    assert projected.lines_of(7, 300, True) == (1, 2100)
-    assert projected.lines_of(4096, 16, False) == (16, 4096)
-    assert projected.lines_of(128, 256, False) is None  # steps of a sequence are not neighbours
-    assert projected.lines_of(100, 20, True) is None  # a run would hold several sequences
-    assert projected.lines_of(1, 255, True) is None
+    assert projected.lines_of(16, 4096, True, 256) == (16, 4096)
+    assert projected.lines_of(16, 4100, True, 128) == (16, 4100)  # to share one tile in 33 is not worth waiting
+    assert projected.lines_of(256, 128, True, 256) == (1, 256 * 128)
+    assert projected.lines_of(7, 300, True, 256) == (1, 2100)
+    assert projected.lines_of(4096, 16, False, 256) == (16, 4096)
+    assert projected.lines_of(128, 256, False, 256) is None  # steps of a sequence are not neighbours
+    assert projected.lines_of(100, 15, True, 256) is None  # a run would hold several sequences
+    assert projected.lines_of(1, 255, True, 256) is None
 
 
 SHAPES = {  # batch, steps, input and hidden size
-    "one tile": (1, 256, 64, 64),
+    "one tile": (1, 256, 64, 96),
     "tiles of a sequence": (2, 1024, 128, 256),
     "odd steps": (3, 1517, 264, 1032),
     "odd short steps": (37, 33, 72, 72),
@@ -43,13 +46,17 @@ SHAPES = {  # batch, steps, input and hidden size
 }
 
 
+LAYERS = {"mingru": ostinato.MinGRU, "minlstm": ostinato.MinLSTM}
+
+
 def expected(layer, x, h0):
     """The layer's states in float64."""
-    z, c = (x.double() @ layer.weight_ih_l0.double().T + layer.bias_ih_l0.double()).chunk(2, -1)
-    z, c = z.sigmoid(), CANDIDATES[layer.candidate](c)
+    gates = (x.double() @ layer.weight_ih_l0.double().T + layer.bias_ih_l0.double()).chunk(GATES[layer.cell], -1)
+    *shares, c = (*map(torch.sigmoid, gates[:-1]), CANDIDATES[layer.candidate](gates[-1]))
+    mix = shares[0] if layer.cell == "mingru" else shares[1] / (shares[0] + shares[1])
     h, states = h0[0].double(), []
     for t in range(x.shape[1]):
-        h = h + z[:, t] * (c[:, t] - h)
+        h = h + mix[:, t] * (c[:, t] - h)
         states.append(h)
     return torch.stack(states, 1)
 
@@ -62,10 +69,11 @@ def poisoned():
     torch.use_deterministic_algorithms(False)
 
 
-def drawn(shape, dtype, candidate="positive", batch_first=True):
+def drawn(shape, dtype, candidate="positive", batch_first=True, cell="mingru"):
     batch, steps, inputs, hidden = shape
     torch.manual_seed(0)
-    layer = ostinato.MinGRU(inputs, hidden, batch_first=batch_first, candidate=candidate, device="cuda", dtype=dtype)
+    how = {"batch_first": batch_first, "candidate": candidate, "device": "cuda", "dtype": dtype}
+    layer = LAYERS[cell](inputs, hidden, **how)
     x = torch.randn(batch, steps, inputs, device="cuda").to(dtype)
     return layer, x, torch.randn(1, batch, hidden, device="cuda").to(dtype)
 
@@ -84,8 +92,9 @@ def launches(monkeypatch):
 class TestOnHopper:
     @pytest.mark.parametrize("dtype", TOLERANCE)
     @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-    def test_layers_are_those_of_float64(self, shape, dtype, poisoned, launches):
-        layer, x, h0 = drawn(shape, dtype, list(CANDIDATES)[shape[0] % 3])
+    @pytest.mark.parametrize("cell", LAYERS)
+    def test_layers_are_those_of_float64(self, cell, shape, dtype, poisoned, launches):
+        layer, x, h0 = drawn(shape, dtype, list(CANDIDATES)[shape[0] % 3], cell=cell)
         for state in (None, h0):
             with torch.no_grad():
                 h, h_last = layer(x, state)
@@ -97,8 +106,9 @@ class TestOnHopper:
                     assert torch.equal(layer(x, state)[0], h)
         assert launches
 
-    def test_time_may_come_first(self, poisoned, launches):
-        layer, x, h0 = drawn((3, 1517, 64, 136), torch.bfloat16, batch_first=False)
+    @pytest.mark.parametrize("cell", LAYERS)
+    def test_time_may_come_first(self, cell, poisoned, launches):
+        layer, x, h0 = drawn((3, 1517, 64, 136), torch.bfloat16, batch_first=False, cell=cell)
         with torch.no_grad():
             h, h_last = layer(x.transpose(0, 1).contiguous(), h0)
         exact = expected(layer, x, h0)
@@ -141,5 +151,4 @@ class TestOnHopper:
             layer(x[:, :100])
             ostinato.MinGRU(64, 100, batch_first=True, device="cuda", dtype=torch.bfloat16)(x)
             ostinato.MinGRU(64, 128, batch_first=True, device="cuda")(x.float())
-            ostinato.MinLSTM(64, 128, batch_first=True, device="cuda", dtype=torch.bfloat16)(x)
         assert not launches

@@ -1,15 +1,16 @@
-// A linear recurrence of two inputs that are matrix products, z = x Wz' and h = x Wh': products, gates and scan in one.
+// A linear recurrence of a few inputs that are matrix products, as z = x Wz' and h = x Wh': products, gates and scan in
+// one.
 //
 // The products never reach memory.  A tile is STEPS time steps of CHANNELS channels.  The weight is the left factor of
-// the tensor cores' product and x the right one, so that an accumulator's rows are channels and its columns are time.
-// The rows of a 16-row slab are eight channels' z and then their h, and x is copied to shared memory in such an order
-// of its steps (see `RUN`) that a thread holds both products of one channel at 64 consecutive steps.  It computes its
-// gates and composes its steps in registers; four lanes make a tile of a channel, and what is before it comes from the
-// tiles before through memory, as in scan.cu.
+// the tensor cores' product and x the right one, so that an accumulator's rows are channels and its columns are time:
+// x is copied to shared memory in such an order of its steps (see `RUN`), and the weight in such an order of its rows
+// (see `Steps`), that a thread holds all products of one or two channels at two runs of consecutive steps.  It computes
+// its gates and composes its steps in registers; four lanes make a tile of a channel, and what is before it comes from
+// the tiles before through memory, as in scan.cu.
 //
 // A block is a producer warp, which has the copy engine fetch slices of x and the weight into a ring of stages, and two
-// warpgroups of consumers, each with half of the channels.  The two blocks of a cluster take neighbouring channels at
-// the same steps, and each fetches half of x for both.
+// warpgroups of consumers, each with half of the channels.  The two blocks of a cluster share the larger factor, of
+// which each fetches a half for both: they take neighbouring channels at the same steps, or the same channels.
 //
 // Tried, and no faster: one warpgroup some slices ahead of the other, so that they are at their gates in turn (what
 // the ring holds then is held for longer than it takes to fetch); every other reciprocal from multiply-adds.
@@ -17,17 +18,20 @@
 // Blocks take tiles in a fixed order, later steps last, and all blocks are on the chip at once (a cooperative launch),
 // so a tile waits only for tiles that are done or being worked on.
 
-constexpr int STEPS = 256, CHANNELS = 64, SLICE = 64;  // SLICE: input channels of a stage, 128 bytes
-constexpr int CONSUMERS = 2, WARPGROUP = 128, THREADS = (CONSUMERS + 1) * WARPGROUP;
-constexpr int ROWS = 2 * CHANNELS;      // of the weight, in a tile
-constexpr int RUN = STEPS / 8;          // column n of an accumulator is step n % 8 * RUN + n / 8
-constexpr int OWN = CHANNELS / CONSUMERS;  // channels of a warpgroup
-constexpr int PADDED_RUN = RUN * OWN + 8;  // scalars, so that stores of steps RUN apart fall in different banks
-
 using Element = ELEMENT;
 using Index = long long;
-static_assert(Element::PLAIN == 2 && sizeof(Scalar) == 2);
-constexpr int PARAMETERS = Element::PARAMETERS, OF_CHANNEL = PARAMETERS ? PARAMETERS : 1;
+static_assert(sizeof(Scalar) == 2);
+constexpr int GATES = Element::PLAIN, PARAMETERS = Element::PARAMETERS, OF_CHANNEL = PARAMETERS ? PARAMETERS : 1;
+
+constexpr int HELD = GATES % 2 ? 2 : 1;   // channels of a thread, which has two rows of each block of products
+constexpr int BLOCKS = GATES * HELD / 2;  // of 64 rows
+constexpr int SLICE = 64;                 // input channels of a stage, 128 bytes
+constexpr int CONSUMERS = 2, WARPGROUP = 128, THREADS = (CONSUMERS + 1) * WARPGROUP;
+constexpr int OWN = 32 * HELD, CHANNELS = CONSUMERS * OWN;  // channels of a warpgroup, of a tile
+constexpr int ROWS = GATES * OWN;                           // of the weight, of a warpgroup
+constexpr int RUN = STEPS / 8;             // column n of an accumulator is step n % 8 * RUN + n / 8
+constexpr int PADDED_RUN = RUN * OWN + 8;  // scalars, so that stores of steps RUN apart fall in different banks
+constexpr bool SHARE_WEIGHT = CONSUMERS * ROWS > STEPS;
 
 struct alignas(64) TensorMap { unsigned char bytes[128]; };
 
@@ -45,10 +49,23 @@ struct Parameters {
     int channels, depth;
 };
 
+// The composition of consecutive steps; if the state is given anew within, the one before does not matter.
+struct Composition {
+    float a, b;
+    bool reset;
+    __device__ float carry(float state) const { return reset ? b : fma(a, state, b); }
+    __device__ Composition then(const Composition& next) const {
+        return {a * next.a, next.carry(b), reset || next.reset};
+    }
+    __device__ Composition of_lane(int lane) const {
+        return {__shfl_sync(~0u, a, lane), __shfl_sync(~0u, b, lane), bool(__shfl_sync(~0u, int(reset), lane))};
+    }
+};
+
 struct Shared {
     struct alignas(1024) Stage {
         Scalar x[STEPS * SLICE];
-        Scalar weight[ROWS * SLICE];
+        Scalar weight[CONSUMERS][ROWS * SLICE];
     } stage[STAGES];
     alignas(16) Scalar h[CONSUMERS][8 * PADDED_RUN];
     unsigned long long full[STAGES], empty[STAGES];
@@ -82,21 +99,21 @@ __device__ inline void expect(unsigned long long* barrier, unsigned bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
                  ::"r"(address(barrier)), "r"(bytes) : "memory");
 }
+// To the same place in every block of the cluster, or in this one.
+template <bool TO_ALL>
 __device__ inline void copy(
     void* to, const TensorMap& map, unsigned long long* barrier, int c0, int c1, int c2, int c3
 ) {
-    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
-                 "[%0], [%1, {%3, %4, %5, %6}], [%2];"
-                 ::"r"(address(to)), "l"(&map), "r"(address(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3) : "memory");
-}
-// To the same place in every block of the cluster.
-__device__ inline void copy_to_all(
-    void* to, const TensorMap& map, unsigned long long* barrier, int c0, int c1, int c2, int c3
-) {
-    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-                 "[%0], [%1, {%4, %5, %6, %7}], [%2], %3;"
-                 ::"r"(address(to)), "l"(&map), "r"(address(barrier)), "h"((unsigned short)((1 << CLUSTER) - 1)),
-                 "r"(c0), "r"(c1), "r"(c2), "r"(c3) : "memory");
+    if constexpr (TO_ALL)
+        asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+                     "[%0], [%1, {%4, %5, %6, %7}], [%2], %3;"
+                     ::"r"(address(to)), "l"(&map), "r"(address(barrier)), "h"((unsigned short)((1 << CLUSTER) - 1)),
+                     "r"(c0), "r"(c1), "r"(c2), "r"(c3) : "memory");
+    else
+        asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
+                     "[%0], [%1, {%3, %4, %5, %6}], [%2];"
+                     ::"r"(address(to)), "l"(&map), "r"(address(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+                     : "memory");
 }
 
 // How the tensor cores find a matrix whose rows are 128 bytes, swizzled in groups of eight.
@@ -107,46 +124,60 @@ __device__ inline unsigned long long describe(const Scalar* matrix) {
 
 #define FOUR(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define SIXTEEN(i) FOUR(i), FOUR(i + 4), FOUR(i + 8), FOUR(i + 12)
+#define MULTIPLY(COLUMNS, TYPE, D, A, B, ADD, OPERANDS...)                                                    \
+    asm volatile("{ .reg .pred add; setp.ne.b32 add, " ADD ", 0;\n\t"                                         \
+                 "wgmma.mma_async.sync.aligned.m64n" COLUMNS "k16.f32." TYPE "." TYPE " {" D "}, " A ", " B ", " \
+                 "add, 1, 1, 0, 0; }" : OPERANDS : "l"(a), "l"(b), "r"(add))
+#define FIRST_64                                                                             \
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                 \
+    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "       \
+    "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "       \
+    "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define FIRST_128                                                                                    \
+    FIRST_64 ", "                                                                                    \
+    "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "                \
+    "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "                \
+    "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "    \
+    "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define MULTIPLY_128(TYPE) \
+    MULTIPLY("128", TYPE, FIRST_64, "%64", "%65", "%66", SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), SIXTEEN(48))
+#define MULTIPLY_256(TYPE)                                                                                      \
+    MULTIPLY("256", TYPE, FIRST_128, "%128", "%129", "%130", SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), SIXTEEN(48), \
+             SIXTEEN(64), SIXTEEN(80), SIXTEEN(96), SIXTEEN(112))
 
-#define MULTIPLY(TYPE)                                                                                           \
-    asm volatile(                                                                                                \
-        "{ .reg .pred add; setp.ne.b32 add, %130, 0;\n\t"                                                        \
-        "wgmma.mma_async.sync.aligned.m64n256k16.f32." TYPE "." TYPE " {"                                        \
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                                 \
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "                       \
-        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "                       \
-        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "                       \
-        "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "                       \
-        "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "                       \
-        "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "           \
-        "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "      \
-        "%128, %129, add, 1, 1, 0, 0; }"                                                                         \
-        : SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), SIXTEEN(48), SIXTEEN(64), SIXTEEN(80), SIXTEEN(96), SIXTEEN(112) \
-        : "l"(a), "l"(b), "r"(add))
-
-// d = rows of `a` times rows of `b`, 64 x 256, added to d or in its place.
+// d = 64 rows of `a` times as many rows of `b` as d has columns, added to d or in its place.
+__device__ inline void multiply(float (&d)[64], unsigned long long a, unsigned long long b, int add) {
+    if constexpr (BFLOAT16) MULTIPLY_128("bf16");
+    else MULTIPLY_128("f16");
+}
 __device__ inline void multiply(float (&d)[128], unsigned long long a, unsigned long long b, int add) {
-    if constexpr (BFLOAT16) MULTIPLY("bf16");
-    else MULTIPLY("f16");
+    if constexpr (BFLOAT16) MULTIPLY_256("bf16");
+    else MULTIPLY_256("f16");
 }
 
-// One of the tiles, the same for all threads.
+// One of the tiles of a cluster.
 struct Tile {
-    int line, chunk, group, base, skip;  // its steps are those of the line from `base` on, less the first `skip`
+    int channel;                  // the first
+    int line, chunk, base, skip;  // its steps are those of the line from `base` on, less the first `skip`
 
-    __device__ Tile(const Parameters& p, int number) {
-        const int groups = count_groups(p);
-        group = number % groups;
-        line = number / groups % p.lines;
-        chunk = number / groups / p.lines;
+    __device__ Tile(const Parameters& p, int number, int rank) {
+        const int groups = count_groups(p), group = number % groups;
+        int place = number / groups;
+        if (SHARE_WEIGHT) place = place * CLUSTER + rank;
+        channel = (SHARE_WEIGHT ? group : group * CLUSTER + rank) * CHANNELS;
+        line = place % p.lines;
+        chunk = place / p.lines;  // one too far where a cluster's last block has nothing to do: it skips all steps
         base = min(chunk * STEPS, p.rows - STEPS);
         skip = chunk * STEPS - base;
     }
     static __device__ int count_groups(const Parameters& p) {
-        return (p.channels + CHANNELS * CLUSTER - 1) / (CHANNELS * CLUSTER);
+        constexpr int WIDTH = SHARE_WEIGHT ? CHANNELS : CHANNELS * CLUSTER;
+        return (p.channels + WIDTH - 1) / WIDTH;
     }
-    static __device__ int count_chunks(const Parameters& p) { return (p.rows + STEPS - 1) / STEPS; }
-    static __device__ int count(const Parameters& p) { return count_groups(p) * p.lines * count_chunks(p); }
+    static __device__ int count(const Parameters& p) {
+        constexpr int AT_ONCE = SHARE_WEIGHT ? CLUSTER : 1;
+        return count_groups(p) * ((p.lines * ((p.rows + STEPS - 1) / STEPS) + AT_ONCE - 1) / AT_ONCE);
+    }
 };
 
 __device__ inline void produce(const Parameters& p, Shared& shared, int rank) {
@@ -154,80 +185,68 @@ __device__ inline void produce(const Parameters& p, Shared& shared, int rank) {
     int stage = 0;
     unsigned phase = 1;  // the ring begins empty
     for (int number = blockIdx.x / CLUSTER; number < Tile::count(p); number += gridDim.x / CLUSTER) {
-        const Tile tile(p, number);
-        const int slab = (tile.group * CLUSTER + rank) * (CHANNELS / 8);
+        const Tile tile(p, number, rank);
         for (int slice = 0; slice < slices; ++slice) {
             Shared::Stage& to = shared.stage[stage];
             unsigned long long* full = &shared.full[stage];
             wait(&shared.empty[stage], phase);
             expect(full, sizeof(Shared::Stage));
-            copy(to.weight, p.weight, full, slice * SLICE, 0, 0, slab);
-            constexpr int PART = RUN / CLUSTER;
-            Scalar* const part = to.x + rank * PART * 8 * SLICE;
-            copy_to_all(part, p.x, full, slice * SLICE, 0, tile.base + rank * PART, tile.line);
+            const int column = slice * SLICE;
+#pragma unroll
+            for (int k = 0; k < CONSUMERS; ++k) {
+                const int slab = (tile.channel + k * OWN) / 8, third = HELD == 1 ? 0 : slab, fourth = slab - third;
+                if (SHARE_WEIGHT && k != rank) continue;
+                copy<SHARE_WEIGHT>(to.weight[k], p.weight, full, column, 0, third, fourth);
+            }
+            constexpr int PART = SHARE_WEIGHT ? RUN : RUN / CLUSTER;
+            const int first = rank * PART % RUN;
+            copy<!SHARE_WEIGHT>(to.x + first * 8 * SLICE, p.x, full, column, 0, tile.base + first, tile.line);
             if (++stage == STAGES) stage = 0, phase ^= 1;
         }
     }
 }
 
-// The composition of consecutive steps; if the state is given anew within, the one before does not matter.
-struct Composition {
-    float a, b;
-    bool reset;
-    __device__ float carry(float state) const { return reset ? b : fma(a, state, b); }
-    __device__ Composition of_lane(int lane) const {
-        return {__shfl_sync(~0u, a, lane), __shfl_sync(~0u, b, lane), bool(__shfl_sync(~0u, int(reset), lane))};
-    }
-};
-
-// What is published of a warp's eight channels of the tiles before one.  The four lanes of a channel each read every
-// fourth of the last 32.
+// What is published of a warp's eight channels of the tiles before one: {b, a} of a composition, or {state, state}.
+// The four lanes of a channel each read every fourth of the last ones.
 struct Published {
-    static constexpr int ROUNDS = 8;
     const Message* here;
     Index pitch;
     int chunk;
     unsigned epoch;
-    unsigned window;  // a bit for each tile before this one that may be in work at the same time
+    int behind;  // tiles before this one that may be in work at the same time
 
-    __device__ Message read(int round) const {
-        const int back = 4 * round + threadIdx.x % 4 + 1;
-        if (back <= chunk) return load_message(here - back * pitch);
-        return {{0, 0, 0, epoch + ABSENT}};
-    }
     // Four bits: those of the lanes of a channel for which, at any channel, this holds.
     static __device__ unsigned any(bool holds) {
         unsigned lanes = __ballot_sync(~0u, holds);
         lanes |= lanes >> 16, lanes |= lanes >> 8;
         return (lanes | lanes >> 4) & 15;
     }
-    // The state after the last tile; `early` was read in round 0 some time ago.  Forward from the nearest known state
-    // it is the same chain of multiply-adds, however far back that is.
-    __device__ float look_back(const Message& early) const {
-        const int first = threadIdx.x % 32 & ~3;
-        if (!(any(early.since(epoch) != KNOWN) & 1))  // mostly the tile before is long done
-            return __shfl_sync(~0u, __uint_as_float(early.parts[0]), first);
-        Message messages[ROUNDS] = {};
-        unsigned missing = window;  // which tiles are not there, or known at some channels only
+    // The state after the last tile, whose message was read some time ago.  All its bytes are looked at, as the compiler
+    // reads those that are needed alone, one after the other.
+    __device__ float look_back(const Message& last) const {
+        const bool known = last.mark == epoch + KNOWN && last.parts[2] == 0 && last.parts[0] == last.parts[1];
+        if (!any(!known)) return __uint_as_float(last.parts[0]);  // mostly it is long done
+        return behind <= 8 ? walk_back<2>() : walk_back<8>();
+    }
+    // Forward from the nearest known state it is the same chain of multiply-adds, however far back that is.  Before the
+    // first tile the first is read again, and nothing is read within a branch: all loads are under way at once.
+    template <int ROUNDS> __device__ float walk_back() const {
+        const int lane = threadIdx.x % 32, first = lane & ~3;
         for (unsigned looks = 0; looks < PATIENCE; ++looks) {
-            unsigned open = 0;  // those that are not known
+            Message messages[ROUNDS];
 #pragma unroll
             for (int round = 0; round < ROUNDS; ++round)
-                if (missing >> 4 * round & 15) messages[round] = read(round);
-            missing = 0;
+                messages[round] = load_message(here - min(4 * round + lane % 4 + 1, chunk) * pitch);
+            unsigned known = 0, missing = 0;  // missing: not there, or known at some channels only
 #pragma unroll
             for (int round = 0; round < ROUNDS; ++round) {
                 const Mark mark = messages[round].since(epoch);
-                const unsigned unknown = any(mark != KNOWN), partly = unknown & any(mark == KNOWN);
-                open |= unknown << 4 * round;
-                missing |= (any(mark == ABSENT) | partly) << 4 * round;
+                const unsigned open = any(mark != KNOWN);
+                known |= (open ^ 15) << 4 * round;
+                missing |= (any(mark == ABSENT) | open & any(mark == KNOWN)) << 4 * round;
             }
-            const unsigned known = ~open;
+            if (!known || missing & ((known & -known) - 1)) continue;
             const int nearest = __ffs(known);
-            if (!nearest || missing & ((known & -known) - 1)) {
-                missing = nearest ? missing & window : window;
-                continue;
-            }
             float state = 0;
 #pragma unroll
             for (int back = 4 * ROUNDS; back >= 1; --back) {
@@ -242,44 +261,68 @@ struct Published {
     }
 };
 
-// A thread's steps, in two runs: of step j of run i, a is d[4j + i] and b is d[4j + 2 + i].
+// A thread's steps, of its channels in two runs.  Its rows, two of each block, are those of the first gate's channels,
+// then of the second's; what takes the place of the products are a in the rows of the first gate and b in the second's.
 struct Steps {
-    float (&d)[128];
-    int begins[2];   // at which step of each run a sequence begins, RUN for none
-    float begin[2];  // and in what state
+    float (&d)[BLOCKS][STEPS / 2];
+    int begins[2];         // at which step of each run a sequence begins, RUN for none
+    float begin[HELD][2];  // and in what state, of each channel and run
+    int skipped[2];        // how many steps of each run change nothing
 
-    // With BETWEEN, sequences begin anywhere, else only where runs do.
-    template <bool BETWEEN> __device__ void compose(Composition (&run)[2]) const {
+    // Of a gate and channel, at step j of run i.
+    __device__ float& at(int gate, int c, int j, int i) const {
+        const int row = gate * HELD + c;
+        return d[row / 2][4 * j + row % 2 * 2 + i];
+    }
+    // The products' gates, and the composition of each channel's runs.  With BETWEEN, sequences and tiles begin
+    // anywhere, else only where runs do.
+    template <bool BETWEEN>
+    __device__ void compose(const Element::Channel (&channel)[HELD], Composition (&run)[HELD][2]) const {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) run[i] = {1, begin[i], begins[i] < RUN};
+        for (int c = 0; c < HELD; ++c)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) run[c][i] = {1, begin[c][i], begins[i] < RUN};
 #pragma unroll
         for (int j = 0; j < RUN; ++j)
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                if (BETWEEN && j == begins[i]) run[i].b = begin[i];
-                run[i].a *= d[4 * j + i];
-                run[i].b = fma(d[4 * j + i], run[i].b, d[4 * j + 2 + i]);
-            }
-    }
-    template <bool BETWEEN> __device__ void apply(float (&state)[2], unsigned to) const {
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
-            if (begins[i] == 0) state[i] = begin[i];
-#pragma unroll
-        for (int j = 0; j < RUN; j += 4) {
-            unsigned pairs[4];
-#pragma unroll
-            for (int k = j; k < j + 4; ++k) {
+            for (int c = 0; c < HELD; ++c)
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
-                    if (BETWEEN && k == begins[i]) state[i] = begin[i];
-                    state[i] = fma(d[4 * k + i], state[i], d[4 * k + 2 + i]);
+                    Compute x[GATES];
+#pragma unroll
+                    for (int gate = 0; gate < GATES; ++gate) x[gate] = at(gate, c, j, i);
+                    const Element::Step step = Element::read(x, channel[c], 0, 0);
+                    const bool skip = BETWEEN && j < skipped[i];
+                    const float a = at(0, c, j, i) = skip ? 1 : step.a, b = at(1, c, j, i) = skip ? 0 : step.b;
+                    Composition& all = run[c][i];
+                    if (BETWEEN && j == begins[i]) all.b = begin[c][i];
+                    all.a *= a;
+                    all.b = fma(a, all.b, b);
                 }
-                pairs[k - j] = pack_pair(state[0], state[1]);
+    }
+    // The states, into shared memory.
+    template <bool BETWEEN> __device__ void apply(float (&state)[HELD][2], unsigned to) const {
+#pragma unroll
+        for (int c = 0; c < HELD; ++c) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+                if (begins[i] == 0) state[c][i] = begin[c][i];
+#pragma unroll
+            for (int j = 0; j < RUN; j += 4) {
+                unsigned pairs[4];
+#pragma unroll
+                for (int k = j; k < j + 4; ++k) {
+#pragma unroll
+                    for (int i = 0; i < 2; ++i) {
+                        if (BETWEEN && k == begins[i]) state[c][i] = begin[c][i];
+                        state[c][i] = fma(at(0, c, k, i), state[c][i], at(1, c, k, i));
+                    }
+                    pairs[k - j] = pack_pair(state[c][0], state[c][1]);
+                }
+                asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
+                             ::"r"(to + unsigned((j * OWN + c * 8) * sizeof(Scalar))), "r"(pairs[0]), "r"(pairs[1]),
+                             "r"(pairs[2]), "r"(pairs[3]) : "memory");
             }
-            asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
-                         ::"r"(to + unsigned(j * OWN * sizeof(Scalar))), "r"(pairs[0]), "r"(pairs[1]), "r"(pairs[2]),
-                         "r"(pairs[3]) : "memory");
         }
     }
 };
@@ -288,119 +331,138 @@ __device__ inline void consume(const Parameters& p, Shared& shared, int rank, in
     const int slices = (p.depth + SLICE - 1) / SLICE;
     const int thread = threadIdx.x % WARPGROUP, warp = thread / 32, lane = thread % 32, part = lane % 4;
     const int sequences = p.rows / p.period;  // of a line
-    const int behind = gridDim.x / CLUSTER / (Tile::count_groups(p) * p.lines) + 2;  // tiles of a channel in work
-    const unsigned window = behind < 32 ? (1u << behind) - 1 : ~0u;
     const auto meet = [&] { asm volatile("bar.sync %0, %1;" ::"r"(1 + warpgroup), "n"(WARPGROUP) : "memory"); };
+    const auto release = [&](int stage) { if (lane < CLUSTER) arrive(&shared.empty[stage], lane); };
+    const int behind = gridDim.x / (SHARE_WEIGHT ? 1 : CLUSTER) / (Tile::count_groups(p) * p.lines) + 2;
     int stage = 0;
     unsigned phase = 0;
     for (int number = blockIdx.x / CLUSTER; number < Tile::count(p); number += gridDim.x / CLUSTER) {
-        const Tile tile(p, number);
-        const int first_channel = (tile.group * CLUSTER + rank) * CHANNELS + warpgroup * OWN;
-        const int channel = first_channel + warp * 8 + lane / 4;
-        const bool inside = channel < p.channels;  // the same for a warp
-        Compute parameters[OF_CHANNEL] = {};
-#pragma unroll
-        for (int k = 0; k < PARAMETERS; ++k)
-            if (inside) parameters[k] = widen(p.parameters[k][channel]);
-
-        const Index pitch = Index(p.lines) * p.channels;  // messages of a chunk
-        Message* const here = p.published + tile.chunk * pitch + tile.line * p.channels + channel;
-        const int begun = tile.base / p.period, past = tile.base % p.period;  // sequences, and rows of the last, before
-        const bool continues = inside && (past > 0 || tile.skip > 0);
-        const Published published = {here, pitch, continues ? tile.chunk : 0, p.epoch, window};
-
-        float d[128];
-        const auto release = [&](int stage) { if (lane < CLUSTER) arrive(&shared.empty[stage], lane); };
-        for (int slice = 0; slice < slices; ++slice) {
+        float d[BLOCKS][STEPS / 2];
+        const auto multiply_slice = [&](bool add) {
             wait(&shared.full[stage], phase);
-            const unsigned long long a = describe(shared.stage[stage].weight + warpgroup * 64 * SLICE);
+            const unsigned long long a = describe(shared.stage[stage].weight[warpgroup]);
             const unsigned long long b = describe(shared.stage[stage].x);
             asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-            for (int k = 0; k < SLICE / 16; ++k) multiply(d, a + 2 * k, b + 2 * k, slice > 0 || k > 0);
+            for (int k = 0; k < SLICE / 16; ++k)
+#pragma unroll
+                for (int block = 0; block < BLOCKS; ++block)
+                    multiply(d[block], a + block * (64 * SLICE * sizeof(Scalar) >> 4) + 2 * k, b + 2 * k, add || k > 0);
             asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-            asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
-            if (slice > 0) release(stage == 0 ? STAGES - 1 : stage - 1);
             if (++stage == STAGES) stage = 0, phase ^= 1;
+        };
+        multiply_slice(false);
+
+        // While the tensor cores are at work, which of the tiles this is.
+        const Tile tile(p, number, rank);
+        const int first_channel = tile.channel + warpgroup * OWN;
+        const int channel = first_channel + warp * 8 * HELD + lane / 4;  // and the eighth after it
+        bool inside[HELD];  // the same for a warp
+        const Index pitch = Index(p.lines) * p.channels;  // messages of a chunk
+        Message* here[HELD];
+        Compute parameters[HELD][OF_CHANNEL] = {};
+#pragma unroll
+        for (int c = 0; c < HELD; ++c) {
+            inside[c] = channel + 8 * c < p.channels && tile.skip < STEPS;
+            here[c] = p.published + (inside[c] ? tile.chunk * pitch + tile.line * p.channels + channel + 8 * c : 0);
+#pragma unroll
+            for (int k = 0; k < PARAMETERS; ++k)
+                if (inside[c]) parameters[c][k] = widen(p.parameters[k][channel + 8 * c]);
+        }
+        const int begun = tile.base / p.period, past = tile.base % p.period;  // sequences, and rows of the last, before
+        const bool continues = past > 0 || tile.skip > 0;
+        const bool ends = past + STEPS > p.period;  // a sequence, and another begins
+        const bool between = tile.skip > 0 || (ends && (past % RUN > 0 || p.period % RUN > 0));
+        Steps steps = {d, {RUN, RUN}, {}, {}};
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int local = (2 * part + i) * RUN, row = past + local;
+            steps.skipped[i] = tile.skip - local;
+            if (past > 0 && !ends) continue;
+            const int sequence = (row + p.period - 1) / p.period, first = sequence * p.period - row;
+            if (first >= RUN || local + first < tile.skip) continue;
+            steps.begins[i] = first;
+            const Index which = tile.line * sequences + begun + sequence;
+#pragma unroll
+            for (int c = 0; c < HELD; ++c)
+                if (p.initial && inside[c])
+                    steps.begin[c][i] = widen(p.initial[which * p.channels + channel + 8 * c]);
+        }
+
+        for (int slice = 1; slice < slices; ++slice) {
+            const int before = stage == 0 ? STAGES - 1 : stage - 1;
+            multiply_slice(true);
+            asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+            release(before);
         }
         asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
         release(stage == 0 ? STAGES - 1 : stage - 1);
-        const Message early = published.read(0);
+        Message last_tile[HELD];
+        // Its own, if none is before it: without a branch, nothing waits for it yet.
+#pragma unroll
+        for (int c = 0; c < HELD; ++c)
+            last_tile[c] = load_message(inside[c] && tile.chunk > 0 ? here[c] - pitch : here[c]);
 
-        const Element::Channel of_channel = Element::prepare(parameters);
+        Element::Channel of_channel[HELD];
 #pragma unroll
-        for (int j = 0; j < RUN; ++j)
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const Compute x[2] = {d[4 * j + i], d[4 * j + 2 + i]};
-                const Element::Step step = Element::read(x, of_channel, 0, 0);
-                d[4 * j + i] = step.a, d[4 * j + 2 + i] = step.b;
-            }
-        Steps steps = {d, {RUN, RUN}, {0, 0}};
-        const bool between = past % RUN > 0 || p.period % RUN > 0 || tile.skip > 0;
-        if (past == 0 || past + STEPS > p.period) {
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const int local = (2 * part + i) * RUN, row = past + local;
-                const int sequence = (row + p.period - 1) / p.period, first = sequence * p.period - row;
-                if (first >= RUN || local + first < tile.skip) continue;
-                steps.begins[i] = first;
-                const Index which = tile.line * sequences + begun + sequence;
-                if (p.initial && inside) steps.begin[i] = widen(p.initial[which * p.channels + channel]);
-            }
-        }
-        if (tile.skip > 0) {
-#pragma unroll
-            for (int j = 0; j < RUN; ++j)
-#pragma unroll
-                for (int i = 0; i < 2; ++i)
-                    if ((2 * part + i) * RUN + j < tile.skip) d[4 * j + i] = 1, d[4 * j + 2 + i] = 0;
-        }
-        Composition run[2];
-        if (between) steps.compose<true>(run);
-        else steps.compose<false>(run);
-        const Composition mine = {run[0].a * run[1].a, run[1].carry(run[0].b), run[0].reset || run[1].reset};
-        Composition of_part[4], whole = {1, 0, false};
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            of_part[i] = mine.of_lane((lane & ~3) + i);
-            whole = {whole.a * of_part[i].a, of_part[i].carry(whole.b), whole.reset || of_part[i].reset};
-        }
+        for (int c = 0; c < HELD; ++c) of_channel[c] = Element::prepare(parameters[c]);
+        Composition run[HELD][2];
+        if (between) steps.compose<true>(of_channel, run);
+        else steps.compose<false>(of_channel, run);
 
-        const auto publish = [&](Mark mark, float b) {
-            if (part == 0 && inside)
-                store_message(here, {{__float_as_uint(b), __float_as_uint(whole.a), 0, p.epoch + mark}});
+        Composition before[HELD], whole[HELD];  // of the lanes before this one; of all
+#pragma unroll
+        for (int c = 0; c < HELD; ++c) {
+            const Composition mine = run[c][0].then(run[c][1]);
+            before[c] = whole[c] = {1, 0, false};
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                if (i == part) before[c] = whole[c];
+                whole[c] = whole[c].then(mine.of_lane((lane & ~3) + i));
+            }
+        }
+        const auto publish = [&](int c, Mark mark, float b) {
+            const float a = mark == KNOWN ? b : whole[c].a;
+            if (part == 0 && inside[c])
+                store_message(here[c], {{__float_as_uint(b), __float_as_uint(a), 0, p.epoch + mark}});
         };
-        float state = 0;
-        publish(whole.reset ? KNOWN : COMPOSED, whole.b);
-        if (continues) {
-            state = published.look_back(early);
-            if (!whole.reset) publish(KNOWN, whole.carry(state));
-        }
 #pragma unroll
-        for (int i = 0; i < 3; ++i)
-            if (i < part) state = of_part[i].carry(state);
-        float states[2] = {state, run[0].carry(state)};
+        for (int c = 0; c < HELD; ++c) publish(c, whole[c].reset ? KNOWN : COMPOSED, whole[c].b);
+        float state[HELD] = {};
+        if (continues) {
+#pragma unroll
+            for (int c = 0; c < HELD; ++c) {
+                if (!inside[c]) continue;
+                state[c] = Published{here[c], pitch, tile.chunk, p.epoch, behind}.look_back(last_tile[c]);
+                if (!whole[c].reset) publish(c, KNOWN, whole[c].carry(state[c]));
+            }
+        }
+        float states[HELD][2];
+#pragma unroll
+        for (int c = 0; c < HELD; ++c) {
+            states[c][0] = before[c].carry(state[c]);
+            states[c][1] = run[c][0].carry(states[c][0]);
+        }
         meet();  // nobody reads the last tile's any more
         Scalar* const h = shared.h[warpgroup];
-        const unsigned to = address(h + lane % 8 * PADDED_RUN + lane / 8 * OWN + warp * 8);
+        const unsigned to = address(h + lane % 8 * PADDED_RUN + lane / 8 * OWN + warp * 8 * HELD);
         if (between) steps.apply<true>(states, to);
         else steps.apply<false>(states, to);
         meet();
-        const int piece = thread % 4 * 8, row = thread / 4;
-        const auto eight = [&](int run, int row) {
-            return *reinterpret_cast<const uint4*>(h + run * PADDED_RUN + row * OWN + piece);
+        constexpr int LANES = OWN / 8, AT_ONCE = WARPGROUP / LANES;  // that store a row; rows
+        const int piece = thread % LANES * 8, row = thread / LANES;
+        const auto eight = [&](int row) {
+            return *reinterpret_cast<const uint4*>(h + row / RUN * PADDED_RUN + row % RUN * OWN + piece);
         };
         if (first_channel + piece < p.channels) {
             Scalar* line = p.h + tile.line * p.line_stride + (tile.base + row) * p.row_stride + first_channel + piece;
 #pragma unroll
-            for (int i = 0; i < 8; ++i, line += RUN * p.row_stride)
-                if (i * RUN + row >= tile.skip) *reinterpret_cast<uint4*>(line) = eight(i, row);
+            for (int k = 0; k < STEPS; k += AT_ONCE, line += AT_ONCE * p.row_stride)
+                if (k + row >= tile.skip) *reinterpret_cast<uint4*>(line) = eight(k + row);
             Index sequence = tile.line * sequences + begun;
             for (int last = p.period - 1 - past; last < STEPS; last += p.period, ++sequence) {
-                if (row != last % RUN || last < tile.skip) continue;
-                Scalar* const final = p.final + sequence * p.channels + first_channel + piece;
-                *reinterpret_cast<uint4*>(final) = eight(last / RUN, row);
+                if (last % AT_ONCE != row || last < tile.skip) continue;
+                *reinterpret_cast<uint4*>(p.final + sequence * p.channels + first_channel + piece) = eight(last);
             }
         }
     }

@@ -16,9 +16,18 @@ from ostinato.kernels.recurrence.cuda import element_of
 from ostinato.kernels.recurrence.trace import parse
 from ostinato.kernels.scan.cuda import SCALARS, launching, published_of
 
-STEPS, CHANNELS, SLICE, RUN = 256, 64, 64, 32  # of a tile; input channels of a stage; steps that a thread has in a row
-STAGES, CLUSTER, THREADS = 4, 2, 384
-SHARED = STAGES * (STEPS + 2 * CHANNELS) * SLICE * 2 + 2 * 2 * 8 * (RUN * CHANNELS // 2 + 8) + STAGES * 16 + 1024
+SLICE, CLUSTER, CONSUMERS, THREADS = 64, 2, 2, 384  # SLICE: input channels of a stage
+
+
+class _Tile(NamedTuple):
+    """What a block works on at once."""
+
+    steps: int
+    channels: int
+    stages: int  # of the ring that x and the weight come through
+
+
+TILES = {2: _Tile(256, 64, 4), 3: _Tile(128, 128, 3)}  # by the number of products: as many as registers hold
 
 Layout = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # sizes, strides and a box, innermost first
 
@@ -28,6 +37,7 @@ class _Launch(NamedTuple):
 
     kernel: nvrtc.Kernel
     blocks: int
+    shared: int  # bytes of a block
     words: int  # of 8 bytes, that blocks tell each other
     x: Layout
     weight: Layout
@@ -40,7 +50,8 @@ def covers(
 ) -> bool:
     """Whether this kernel computes a layer, as :func:`scan` does; the one place that decides.
 
-    Where it can, it was as fast as a GEMM and a scan or faster, at every size that was tried.
+    Where it can, it was as fast as a GEMM and a scan or faster, at every size that was tried but a MinLSTM's of a few
+    tiles in all, where the host's time for two launches is longer than either.
     """
     dtype = x.dtype
     for other in (weight, bias, h0):
@@ -53,7 +64,7 @@ def covers(
     if torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") is not dtype:
         return False
     return (
-        _fits(recurrence, dtype, x.shape, weight.shape[0] // 2, batch_first, x.get_device())
+        _fits(recurrence, dtype, x.shape, weight.shape[0], batch_first, x.get_device())
         and x.is_contiguous()
         and weight.is_contiguous()
         and (x.data_ptr() | weight.data_ptr()) % 16 == 0
@@ -62,44 +73,56 @@ def covers(
 
 @functools.lru_cache(maxsize=4096)
 def _fits(
-    recurrence: str, dtype: torch.dtype, shape: tuple[int, int, int], channels: int, batch_first: bool, device: int
+    recurrence: str, dtype: torch.dtype, shape: tuple[int, int, int], width: int, batch_first: bool, device: int
 ) -> bool:
-    lines = lines_of(*shape[:2], batch_first)
+    gates = gates_of(recurrence)
+    if gates not in TILES:
+        return False
+    tile, channels = TILES[gates], width // gates
+    lines = lines_of(*shape[:2], batch_first, tile.steps)
     return (
         dtype in (torch.bfloat16, torch.float16)
-        and sum(parse(recurrence).sequences) == 2
         and shape[2] % 8 == 0
         and channels % 8 == 0
+        and 2 * channels > tile.channels  # an emptier tile costs as much as a full one
         and lines is not None
         and lines[0] * lines[1] < 1 << 30  # rows are counted in 32 bits
         and torch.cuda.get_device_capability(device) == (9, 0)
     )
 
 
-def lines_of(first: int, second: int, batch_first: bool) -> tuple[int, int] | None:
-    """How many lines of how many steps the tiles cover; None where a line would be shorter than a tile.
+@functools.cache
+def gates_of(recurrence: str) -> int:
+    """How many products a channel has."""
+    return sum(parse(recurrence).sequences)
+
+
+def lines_of(first: int, second: int, batch_first: bool, tile: int) -> tuple[int, int] | None:
+    """How many lines of how many steps are covered by tiles of `tile` steps; None where a line would be shorter.
 
     A line is a sequence; or, of short ones that lie one after the other, all of them, so that they share tiles.
     """
     batch, steps = (first, second) if batch_first else (second, first)
-    tiles = batch * -(-steps // STEPS)
-    if batch_first and steps >= RUN and (steps < STEPS or -(-batch * steps // STEPS) < tiles):
+    apart, joined = batch * -(-steps // tile), -(-batch * steps // tile)
+    # Tiles of one line wait for each other, which costs as much as the work of one in sixteen.
+    if batch_first and steps >= tile // 8 and (steps < tile or 16 * joined < 15 * apart):
         batch, steps = 1, batch * steps
-    return (batch, steps) if batch and steps >= STEPS else None
+    return (batch, steps) if batch and steps >= tile else None
 
 
 def scan(
     recurrence: str, x: Tensor, weight: Tensor, bias: Tensor | None, h0: Tensor | None, batch_first: bool
 ) -> tuple[Tensor, Tensor]:
-    """h and h_last of a layer: x is (B, T, I), or (T, B, I) unless `batch_first`, weight (2 * H, I), bias (2 * H,)."""
-    dtype, device, shape, channels = x.dtype, x.get_device(), x.shape, weight.shape[0] // 2
+    """h and h_last of a layer: x is (B, T, I), or (T, B, I) unless `batch_first`, weight (G * H, I), bias (G * H,)."""
+    dtype, device, shape, gates = x.dtype, x.get_device(), x.shape, gates_of(recurrence)
+    channels = weight.shape[0] // gates
     launch = _prepare(recurrence, dtype, bias is not None, device, shape, batch_first, channels)
     h = x.new_empty(shape[0], shape[1], channels)
     h_last = x.new_empty(1, shape[0 if batch_first else 1], channels)
     biases = [0]
     if bias is not None:
         bias = bias.contiguous()
-        biases = [bias.data_ptr(), bias.data_ptr() + 2 * channels]
+        biases = [bias.data_ptr() + 2 * k * channels for k in range(gates)]
     initial = 0
     if h0 is not None:
         h0 = h0.contiguous()
@@ -111,7 +134,7 @@ def scan(
         rest = struct.pack("Q", memory) + launch.strides + struct.pack("I", epoch) + launch.counts
         packed = maps + addresses + rest
         packed += bytes(-len(packed) % 64)
-        launch.kernel.launch(device, launch.blocks, THREADS, packed, SHARED, cooperative=True)
+        launch.kernel.launch(device, launch.blocks, THREADS, packed, launch.shared, cooperative=True)
     return h, h_last
 
 
@@ -125,24 +148,38 @@ def _prepare(
     batch_first: bool,
     channels: int,
 ) -> _Launch:
-    lines = lines_of(*shape[:2], batch_first)
+    gates = gates_of(recurrence)
+    tile = TILES[gates]
+    run, own = tile.steps // 8, tile.channels // CONSUMERS  # steps of a run, channels of a warpgroup
+    share_weight = gates * tile.channels > tile.steps
+    lines = lines_of(*shape[:2], batch_first, tile.steps)
     assert lines is not None
     (count, rows), steps, depth = lines, shape[1 if batch_first else 0], shape[2]
     line, row = (rows, 1) if batch_first else (1, count)  # what they are apart, in rows of x and h
-    groups, chunks = -(-channels // (CHANNELS * CLUSTER)), -(-rows // STEPS)
+    across, chunks = -(-channels // tile.channels), -(-rows // tile.steps)
+    along = count * chunks
+    if share_weight:  # a cluster's tiles lie along time, else across the channels
+        along += along % CLUSTER
+    else:
+        across += across % CLUSTER
     kernel = nvrtc.load_kernel("projected", source(recurrence), macros(recurrence, dtype), device, "a")
+    stage, states = (tile.steps + gates * tile.channels) * SLICE * 2, CONSUMERS * 8 * (run * own + 8) * 2
+    shared = tile.stages * (stage + 16) + states + 1024
+    # Of eight channels, the same of the next eight, and those of the next product; or the other way around.
+    slabs, products = (channels // 8, 8 * depth, own // 8), (gates, channels * depth, gates)
+    third, fourth = (slabs, products) if gates % 2 else (products, slabs)
     return _Launch(
         kernel,
-        min(kernel.resident_blocks(device, THREADS, SHARED, CLUSTER), groups * count * chunks * CLUSTER),
+        min(kernel.resident_blocks(device, THREADS, shared, CLUSTER), across * along),
+        shared,
         2 * chunks * count * channels,
         # The first steps of a tile's eight runs, then the steps after each.
         (
-            (depth, 8, rows - 7 * RUN, count),
-            (RUN * row * depth, row * depth, line * depth),
-            (SLICE, 8, RUN // CLUSTER, 1),
+            (depth, 8, rows - 7 * run, count),
+            (run * row * depth, row * depth, line * depth),
+            (SLICE, 8, run if share_weight else run // CLUSTER, 1),
         ),
-        # Eight channels of a gate, the same of the other gate, then the channels after them.
-        ((depth, 8, 2, channels // 8), (depth, channels * depth, 8 * depth), (SLICE, 8, 2, CHANNELS // 8)),
+        ((depth, 8, third[0], fourth[0]), (depth, third[1], fourth[1]), (SLICE, 8, third[2], fourth[2])),
         struct.pack("2q", line * channels, row * channels),
         struct.pack("5i", count, rows, steps, channels, depth),
     )
@@ -157,11 +194,13 @@ def source(recurrence: str) -> str:
 
 def macros(recurrence: str, dtype: torch.dtype) -> tuple[tuple[str, object], ...]:
     """The definitions that make it one kernel."""
+    tile = TILES[gates_of(recurrence)]
     return (
         ("ELEMENT", element_of(recurrence, False)[0]),
         ("SCALAR", SCALARS[dtype]),
         ("VEC", 2),
-        ("STAGES", STAGES),
+        ("STEPS", tile.steps),
+        ("STAGES", tile.stages),
         ("CLUSTER", CLUSTER),
     )
 
