@@ -120,9 +120,9 @@ def correctness(job: Job) -> Record:
 
 
 def uneven(job: Job) -> list[int]:
-    """The steps of each process's part, the first one's many more than the last one's."""
-    lengths = [5007] * job.size
-    lengths[0], lengths[-1] = lengths[0] + 4001, lengths[-1] - 4001
+    """The steps of each process's part, the last one's too few to be scanned before the exchange."""
+    lengths = [10_007] * job.size
+    lengths[0], lengths[-1] = lengths[0] + 9001, lengths[-1] - 9001
     return lengths
 
 

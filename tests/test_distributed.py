@@ -6,7 +6,6 @@ import importlib.util
 import itertools
 from contextlib import contextmanager
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +13,8 @@ from torch import distributed
 
 import ostinato
 import ostinato.distributed
+from ostinato.distributed import seam, steps
+from ostinato.distributed.exchange import Gathered, Shared
 from ostinato.models import CausalConv, LanguageModel
 
 LENGTHS = {2: [(7, 4), (0, 11), (10, 1)], 4: [(3, 0, 5, 2), (1, 1, 8, 1), (0, 0, 0, 10)]}
@@ -113,9 +114,9 @@ def gradients_hold(name):
     resets = torch.tensor([[False, False, False], [False, rank == 1, False]])
 
     def of_all(a, b, h0):
-        own = (ostinato.distributed._Shared.apply(x, world)[rank] for x in (a, b))
+        own = (Shared.apply(x, world)[rank] for x in (a, b))
         h, h_last = getattr(ostinato.distributed, SCANS[name])(*own, h0, resets=resets, group=world)
-        results = ostinato.distributed._Gathered.apply(h, world), h_last
+        results = Gathered.apply(h, world), h_last
         # All processes take the gradient of the same results: each of its share.
         return tuple(x / size + (x - x / size).detach() for x in results)
 
@@ -128,37 +129,47 @@ def test_gradcheck(processes, name):
     assert processes.run(2, gradients_hold, name) == [True, True]
 
 
-def compare_of(whole, lengths, reverse):
+def compare_of(whole, lengths, reverse, resets=None):
     whole = [leaf(x) for x in whole]
     mine = [leaf(cut(x, lengths)) for x in whole[:2]] + [leaf(whole[2])]
-    expected = ostinato.linear_scan(*whole, reverse=reverse)
-    found = ostinato.distributed.linear_scan(*mine, group=distributed.group.WORLD, reverse=reverse)
+    expected = ostinato.linear_scan(*whole, resets=resets, reverse=reverse)
+    options = {"resets": cut(resets, lengths), "group": distributed.group.WORLD, "reverse": reverse}
+    found = ostinato.distributed.linear_scan(*mine, **options)
     weights = random(*whole[0].shape, seed=2)
     grads = torch.autograd.grad((expected[0] * weights).sum(), whole)
     parts = torch.autograd.grad((found[0] * cut(weights, lengths)).sum(), mine)
     pairs = [(found[0], cut(expected[0], lengths)), (found[1], expected[1])]
     pairs += [(x, cut(y, lengths)) for x, y in zip(parts[:2], grads[:2], strict=True)] + [(parts[2], grads[2])]
-    return max(((x - y).abs().max() / y.abs().max()).item() for x, y in pairs)
+    return max(((x - y).abs().max() / y.abs().max().clamp(min=1)).item() for x, y in pairs)
+
+
+@contextmanager
+def small(first_piece, longest_reach=0.5):
+    """As if parts were long: the steps within which each was found to forget what enters it."""
+    found = []
+    find = seam.Seam.find_reach
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(seam, "FIRST_PIECE", first_piece)
+        patch.setattr(seam, "LONGEST_REACH", longest_reach)
+        patch.setattr(seam.Seam, "find_reach", lambda part: found.append(find(part)) or found[-1])
+        yield found
 
 
 def far_apart(reverse):
-    """Parts so long that the state that enters one does not count at its end; and one in which it does."""
-    errors, pieces = [], []
-    for lowest in (0.0, 0.99999):
-        a = lowest + (1 - lowest) * torch.rand(1, 9000, 2, generator=torch.Generator().manual_seed(5))
-        with pytest.MonkeyPatch.context() as patch:
-            ask = mock.Mock(wraps=ostinato.distributed._has_vanished)
-            patch.setattr(ostinato.distributed, "_has_vanished", ask)
-            errors.append(compare_of((a, random(1, 9000, 2), random(1, 2, seed=1)), (5000, 4000), reverse))
-        pieces.append(ask.call_count)
-    return errors, pieces
+    """Parts that forget at once what enters them, later, or never, beside such as are too short to tell."""
+    errors = []
+    with small(1024, 1 / 8) as reaches:
+        for lowest, lengths in ((0.0, (9000, 4000)), (0.9, (9000, 270_000)), (0.9999, (9000, 10_000))):
+            a, b = torch.rand(2, 1, sum(lengths), 2, generator=torch.Generator().manual_seed(5))
+            errors.append(compare_of((lowest + (1 - lowest) * a, b, random(1, 2, seed=1)), lengths, reverse))
+    return max(errors), reaches
 
 
 @pytest.mark.parametrize("reverse", [False, True])
 def test_parts_in_which_the_past_vanishes_and_parts_in_which_it_does_not(processes, reverse):
-    for errors, (soon, never) in processes.run(2, far_apart, reverse):
-        assert max(errors) < 1e-12
-        assert soon <= 3 < 6 <= never
+    (error, first), (other, second) = processes.run(2, far_apart, reverse)
+    assert max(error, other) < 1e-12
+    assert (first, second) == ([1024, 0, 0], [0, 32 * 1024, 0])
 
 
 def compose(a, b, resets=None, *, reverse, before=False):
@@ -181,47 +192,17 @@ def pass_on(P, L, start, of, reverse):
 
 
 @contextmanager
-def kernels_of_a_gpu(first_piece):
+def kernels_of_a_gpu():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ostinato.distributed._Linear, "has_kernel", True)
-        patch.setattr(ostinato.distributed.kernel, "compose", compose)
-        patch.setattr(ostinato.distributed.kernel, "pass_on", pass_on)
-        patch.setattr(ostinato.distributed, "FIRST_PIECE", first_piece)
+        patch.setattr(steps.Linear, "has_kernel", True)
+        patch.setattr(steps.kernel, "compose", compose)
+        patch.setattr(steps.kernel, "pass_on", pass_on)
         yield
 
 
 def errors_as_on_a_gpu(size):
-    with kernels_of_a_gpu(2):
+    with kernels_of_a_gpu(), small(2):
         return errors(size)
-
-
-def errors_where_all_is_soon_forgotten(cell, options, lengths):
-    """Every other coefficient is zero, so that the state that enters counts in the first piece alone."""
-    total = sum(lengths)
-    x, weights = 1e4 * random(2, total, 5, seed=6), random(2, total, 8, seed=7)
-    torch.manual_seed(0)
-    whole = getattr(ostinato, cell)(5, 8, batch_first=True, **options)
-    parts = ostinato.distributed.sequence_parallel(copy.deepcopy(whole), distributed.group.WORLD)
-    h0, mine = (leaf(0.5 + random(1, 2, 8, seed=8).abs()) for _ in range(2))
-    x_whole, x_mine = leaf(x), leaf(cut(x, lengths))
-    with (
-        kernels_of_a_gpu(20),
-        mock.patch.object(
-            ostinato.distributed._Seam, "begin_again", autospec=True, side_effect=ostinato.distributed._Seam.begin_again
-        ) as again,
-    ):
-        y, h_n = parts(x_mine, mine)
-        part = (y * cut(weights, lengths)).sum() + h_n.sum() * distributed.get_rank()
-        grads = torch.autograd.grad(part, [x_mine, mine, *parts.parameters()])
-    z, z_n = whole(x_whole, h0)
-    loss = (z * weights).sum() + z_n.sum() * sum(range(distributed.get_world_size()))
-    expected = torch.autograd.grad(loss, [x_whole, h0, *whole.parameters()])
-    of_weights = list(grads[2:])
-    for grad in of_weights:
-        distributed.all_reduce(grad)
-    pairs = [(y, cut(z, lengths)), (h_n, z_n), (grads[0], cut(expected[0], lengths)), (grads[1], expected[1])]
-    pairs += zip(of_weights, expected[2:], strict=True)
-    return max(((x - y).abs().max() / y.abs().max().clamp(min=1)).item() for x, y in pairs), again.call_count
 
 
 def test_equal_to_one_process_with_the_kernels_of_a_gpu(processes):
@@ -230,23 +211,21 @@ def test_equal_to_one_process_with_the_kernels_of_a_gpu(processes):
         assert not wrong, "\n".join(f"{case}: {error}" for case, error in wrong.items())
 
 
-def errors_where_coefficients_are_zero(reverse):
-    a = random(1, 71, 3)
-    a[:, ::2] = 0
-    with kernels_of_a_gpu(20):
-        return compare_of((a, random(1, 71, 3, seed=1), random(1, 3, seed=2)), (30, 41), reverse)
+def errors_where_coefficients_are_zero(reverse, resets):
+    a, b, h0 = random(2, 71, 3), random(2, 71, 3, seed=1), random(2, 3, seed=2)
+    if not resets:
+        a[:, ::2] = 0
+    mask = torch.arange(71).expand(2, 71) % 3 == 0 if resets else None
+    with kernels_of_a_gpu(), small(8) as reaches:
+        return compare_of((a, b, h0), (30, 41), reverse, mask), reaches
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-def test_the_gradient_at_a_seam_is_of_the_state_that_came_late(processes, reverse):
-    assert max(processes.run(2, errors_where_coefficients_are_zero, reverse)) < 1e-12
-
-
-@pytest.mark.parametrize(("cell", "options"), [("MinGRU", {}), ("MinLSTM", {"candidate": "tanh"}), ("HGRN", {})])
-def test_the_scan_need_not_wait_for_a_state_that_is_soon_forgotten(processes, cell, options):
-    for error, times in processes.run(2, errors_where_all_is_soon_forgotten, cell, options, (30, 41)):
+@pytest.mark.parametrize("resets", [False, True])
+def test_the_gradient_at_a_seam_is_of_the_state_that_came_late(processes, reverse, resets):
+    for error, reaches in processes.run(2, errors_where_coefficients_are_zero, reverse, resets):
         assert error < 1e-12
-        assert times == 1
+        assert reaches == [8]
 
 
 def of_a_nan():
@@ -284,15 +263,16 @@ LAYERS = {
     "MinLSTM, time first": lambda: ostinato.MinLSTM(3, 4, bias=False),
     "both ways": lambda: ostinato.MinGRU(3, 4, bidirectional=True, batch_first=True, candidate="tanh"),
     "RG-LRU": lambda: ostinato.RGLRU(3, 4, batch_first=True),
+    "HGRN": lambda: ostinato.HGRN(3, 4, batch_first=True),
     "causal convolution": lambda: CausalConv(3, 4),
 }
 
 
-def errors_of_layers(lengths):
+def errors_of_layers(lengths, scale=1.0):
     found = {}
     for name, make in LAYERS.items():
         torch.manual_seed(0)
-        layer, x = make(), random(2, sum(lengths), 3)
+        layer, x = make(), scale * random(2, sum(lengths), 3)
         dim = 1 if getattr(layer, "batch_first", True) else 0
         x = leaf(x if dim else x.transpose(0, 1))
         if isinstance(layer, CausalConv):
@@ -311,7 +291,8 @@ def errors_of_layers(lengths):
         for one, several in zip(layer.parameters(), parts.parameters(), strict=True):
             distributed.all_reduce(several.grad)
             pairs.append((several.grad, one.grad))
-        found[name] = max((x - y).abs().max().item() if x.numel() else 0.0 for x, y in pairs)
+        errors = ((x - y).abs().max() / y.abs().max().clamp(min=1) for x, y in pairs if x.numel())
+        found[name] = max(errors).item()
     return found
 
 
@@ -319,6 +300,20 @@ def errors_of_layers(lengths):
 def test_layers_take_parts(processes, lengths):
     for found in processes.run(len(lengths), errors_of_layers, lengths):
         assert max(found.values()) < 1e-12, found
+
+
+def errors_of_layers_that_forget(lengths):
+    """Of gates that are open or closed."""
+    with small(20) as reaches, pytest.MonkeyPatch.context() as patch:
+        patch.delitem(LAYERS, "RG-LRU")
+        return errors_of_layers(lengths, 1e4), reaches
+
+
+@pytest.mark.parametrize("lengths", [(45, 41)])
+def test_layers_that_forget_are_scanned_before_the_exchange(processes, lengths):
+    for found, reaches in processes.run(len(lengths), errors_of_layers_that_forget, lengths):
+        assert max(found.values()) < 1e-12, found
+        assert reaches == [20, 0, 20, 20, 20, 20]  # the second layer of one has inputs that open no gate so far
 
 
 def errors_in_16_bits():

@@ -1,0 +1,62 @@
+"""Tensors of all processes, and the gradients of those."""
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+from torch.distributed import ProcessGroup
+
+_all_gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor  # till PyTorch 2.12
+
+
+class Sum(torch.autograd.Function):
+    """The sum of all processes' tensors; so is its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        x = x.clone(memory_format=torch.contiguous_format)
+        distributed.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return Sum.apply(grad, ctx.group), None
+
+
+class Gathered(torch.autograd.Function):
+    """All processes' tensors, (R, ...): each gets the gradient of all uses of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return gather(group, x)[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return Sum.apply(grad, ctx.group)[ctx.group.rank()], None
+
+
+class Shared(torch.autograd.Function):
+    """A tensor that is the same on all processes: each gets the gradient of all its uses."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        ctx.set_materialize_grads(False)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
+        return None if grad is None else Sum.apply(grad, ctx.group), None
+
+
+def gather(group: ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Each tensor of all processes, (R, ...), by one exchange in the widest dtype."""
+    dtype = functools.reduce(torch.promote_types, (x.dtype for x in tensors))
+    mine = torch.cat([x.to(dtype).flatten() for x in tensors])
+    gathered = mine.new_empty(group.size() * len(mine))
+    _all_gather(gathered, mine, group=group)
+    parts = gathered.view(group.size(), -1).split([x.numel() for x in tensors], 1)
+    return tuple(part.reshape(-1, *x.shape).to(x.dtype) for part, x in zip(parts, tensors, strict=True))

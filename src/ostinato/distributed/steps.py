@@ -1,0 +1,259 @@
+"""What a part consists of: the steps of one kind of recurrence, how they are run, and how they compose."""
+
+import copy
+import functools
+import math
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from ostinato.kernels import nvrtc
+from ostinato.kernels.recurrence import operators as layers
+from ostinato.kernels.scan import compose as kernel
+from ostinato.kernels.scan import operators
+from ostinato.kernels.scan.torch_ops import shares, zeroed
+from ostinato.minimal import GATES, RECURRENCES, recurrence_of
+from ostinato.recurrence import Recurrence, _traced
+
+MOST_AT_ONCE = 1 << 26  # elements, where working on them takes memory
+
+
+class Linear:
+    """Steps of ``h = a*h + b``: how they are run, and how they compose."""
+
+    one, zero = 1.0, 0.0
+    forgets = True  # whether a product of few coefficients may be zero
+    cu_seqlens: Tensor | None = None
+
+    def __init__(self, a: Tensor, b: Tensor, resets: Tensor | None, reverse: bool, backend: str) -> None:
+        self.inputs: tuple[Tensor | None, ...] = (a, b)
+        self.resets, self.reverse, self.backend = resets, reverse, backend
+        self.batch, self.number, self.channels = b.shape
+        self.dtype, self.device = b.dtype, b.device
+
+    def of(self, inputs: tuple[Tensor | None, ...]) -> Self:
+        """The same of other inputs; of none, to be kept without their memory."""
+        other = copy.copy(self)
+        other.inputs = inputs
+        return other
+
+    def part(self, steps: slice) -> Self:
+        """Some of the steps."""
+        other = self.of(self.inputs_of(steps))
+        other.resets, other.number = self.resets_of(steps), steps.stop - steps.start
+        return other
+
+    def inputs_of(self, steps: slice) -> tuple[Tensor | None, ...]:
+        return tuple(x[:, steps] for x in self.inputs if x is not None)
+
+    def run(self, h0: Tensor) -> tuple[Tensor, Tensor]:
+        """The scan itself: h and the last state."""
+        return operators.linear_scan(*self.inputs, h0, self.cu_seqlens, self.resets, self.reverse, self.backend)
+
+    def run_back(
+        self, h: Tensor, h0: Tensor, grad_h: Tensor | None, grad_last: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        """Gradients of h0 and of the inputs, in memory of their own."""
+        given = h, h0, grad_h, grad_last, self.cu_seqlens, self.resets, self.reverse, self.backend
+        grad_a, grad_b, grad_h0 = operators._linear_scan_backward(self.inputs[0], *given)
+        return grad_h0, grad_a, grad_b
+
+    def coefficients(self, steps: slice) -> tuple[Tensor, Tensor]:
+        """a and b of some steps, in float32 or wider: what is exchanged is not rounded to 16 bits."""
+        a, b = self.inputs
+        assert a is not None
+        assert b is not None
+        wide = torch.promote_types(self.dtype, torch.float32)
+        return a[:, steps].to(wide), b[:, steps].to(wide)
+
+    def scan(
+        self, a: Tensor, b: Tensor, h0: Tensor | None, resets: Tensor | None = None, cu_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The same recurrence of other coefficients, differentiable."""
+        return operators.linear_scan(a, b, h0, cu_seqlens, resets, self.reverse, self.backend)
+
+    @staticmethod
+    def times(a: Tensor, b: Tensor) -> Tensor:
+        return a * b
+
+    @staticmethod
+    def times_plus(a: Tensor, h: Tensor, b: Tensor) -> Tensor:
+        return a * h + b
+
+    def compose(self, steps: slice) -> tuple[Tensor, Tensor]:
+        """P and L of some steps."""
+        if self.has_kernel:
+            return kernel.compose(*self.coefficients(steps), self.resets_of(steps), reverse=self.reverse)
+        return self.compose_by_scans(steps)
+
+    def compose_by_scans(self, steps: slice) -> tuple[Tensor, Tensor]:
+        """The same, differentiable: P by a scan, which keeps more digits of it than a product does."""
+        a, b = self.coefficients(steps)
+        resets = self.resets_of(steps)
+        nothing, one = a.new_full((1, 1, 1), self.zero).expand_as(a), a.new_full((a.shape[0], a.shape[2]), self.one)
+        return self.scan(a, nothing, one, resets)[1], self.scan(a, b, None, resets)[1]
+
+    def compose_back(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """P and L of steps ``h = a * (h + b)`` in the other direction."""
+        if self.has_kernel:
+            return kernel.compose(a, b.to(a.dtype), reverse=not self.reverse, before=True)
+        nothing, one = a.new_zeros(1, 1, 1).expand_as(a), torch.ones_like(a[:, 0])
+        back = (None, None, not self.reverse, self.backend)
+        return operators.linear_scan(a, nothing, one, *back)[1], operators.linear_scan(a, a * b, None, *back)[1]
+
+    def forgotten_after(self, steps: slice) -> Tensor:
+        """(B, D): whether the product of the coefficients is zero, but for rounding to the least number above it."""
+        a = zeroed(self.coefficients(steps)[0], self.resets_of(steps))
+        numbers = torch.finfo(a.dtype)
+        return a.abs().log().sum(1) < math.log(numbers.tiny) + math.log(numbers.eps)
+
+    @property
+    def has_kernel(self) -> bool:
+        """Whether a kernel composes steps without writing the states between."""
+        return self.device.type == "cuda" and self.backend in ("auto", "cuda") and _can_launch()
+
+    @property
+    def most_at_once(self) -> int:
+        """Steps, where working on them takes memory."""
+        return max(MOST_AT_ONCE // max(self.batch * self.channels, 1), 1)
+
+    @property
+    def largest_piece(self) -> int:
+        """Steps to be composed at once."""
+        as_they_are = type(self) is Linear and self.resets is None and self.dtype in (torch.float32, torch.float64)
+        return max(self.number, 1) if self.has_kernel and as_they_are else self.most_at_once
+
+    def carries(self, steps: slice, h: Tensor, entering: Tensor) -> Tensor:
+        """For some steps, how much of the gradient of the state after it each hands to the state before."""
+        return zeroed(self.coefficients(steps)[0], self.resets_of(steps))
+
+    def resets_of(self, steps: slice) -> Tensor | None:
+        return None if self.resets is None else self.resets[:, steps]
+
+    def by_batch(self, h: Tensor) -> Tensor:
+        """h as (B, T, D)."""
+        return h
+
+
+class Logarithmic(Linear):
+    """Steps of ``log_h = logaddexp(log_a + log_h, log_b)``."""
+
+    one, zero = 0.0, float("-inf")
+    forgets = False
+
+    def compose(self, steps: slice) -> tuple[Tensor, Tensor]:
+        return self.compose_by_scans(steps)
+
+    def run(self, h0: Tensor) -> tuple[Tensor, Tensor]:
+        return operators.log_linear_scan(*self.inputs, h0, self.cu_seqlens, self.resets, self.reverse, self.backend)
+
+    def run_back(
+        self, h: Tensor, h0: Tensor, grad_h: Tensor | None, grad_last: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        given = h, h0, grad_h, grad_last, self.cu_seqlens, self.resets, self.reverse, self.backend
+        grad_a, grad_b, grad_h0 = operators._log_linear_scan_backward(*self.inputs, *given)
+        return grad_h0, grad_a, grad_b
+
+    def scan(
+        self, a: Tensor, b: Tensor, h0: Tensor | None, resets: Tensor | None = None, cu_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return operators.log_linear_scan(a, b, h0, cu_seqlens, resets, self.reverse, self.backend)
+
+    @staticmethod
+    def times(a: Tensor, b: Tensor) -> Tensor:
+        return a + b
+
+    @staticmethod
+    def times_plus(a: Tensor, h: Tensor, b: Tensor) -> Tensor:
+        return torch.logaddexp(a + h, b)
+
+    def carries(self, steps: slice, h: Tensor, entering: Tensor) -> Tensor:
+        if self.reverse:
+            before = torch.cat((h, entering[:, None]), 1)[:, steps.start + 1 : steps.stop + 1]
+        else:
+            before = torch.cat((entering[:, None], h), 1)[:, steps]
+        a, b = self.coefficients(steps)
+        return shares(a + zeroed(before, self.resets_of(steps), self.zero), b)[0]
+
+
+class Minimal(Linear):
+    """Steps of a minimal layer in one direction, from their pre-activations."""
+
+    def __init__(
+        self, pre: Tensor, bias: Tensor | None, cell: str, candidate: str, batch_first: bool, backend: str
+    ) -> None:
+        self.inputs = (pre, bias)
+        self.function, self.batch_first = RECURRENCES[cell][candidate].function, batch_first
+        self.settings = recurrence_of(cell, candidate, bias is not None), batch_first, 1, backend
+        self.resets, self.reverse, self.backend = None, False, backend
+        self.batch, self.number, gates = pre.shape if batch_first else (pre.shape[1], pre.shape[0], pre.shape[2])
+        self.channels = gates // GATES[cell]
+        self.dtype, self.device = pre.dtype, pre.device
+
+    def run(self, h0: Tensor) -> tuple[Tensor, Tensor]:
+        h, h_last = layers.layer_scan(*self.inputs, h0[None], None, None, *self.settings)
+        return h, h_last[0]
+
+    def run_back(
+        self, h: Tensor, h0: Tensor, grad_h: Tensor | None, grad_last: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        grad_last = None if grad_last is None else grad_last[None]
+        given = *self.inputs, h0[None], h, grad_h, grad_last, None, None, *self.settings
+        grad_pre, grad_bias, grad_h0 = layers._layer_scan_backward(*given)
+        return grad_h0[0], grad_pre, None if self.inputs[1] is None else grad_bias
+
+    def coefficients(self, steps: slice) -> tuple[Tensor, Tensor]:
+        pre, bias = self.inputs_of(steps)
+        assert pre is not None
+        wide = torch.promote_types(self.dtype, torch.float32)
+        total = self.by_batch(pre).to(wide)
+        total = total if bias is None else total + bias.to(wide)
+        return self.function(*total.chunk(total.shape[-1] // self.channels, -1))
+
+    def by_batch(self, h: Tensor) -> Tensor:
+        return h if self.batch_first else h.transpose(0, 1)
+
+    def inputs_of(self, steps: slice) -> tuple[Tensor | None, ...]:
+        pre, bias = self.inputs
+        assert pre is not None
+        return self.by_batch(self.by_batch(pre)[:, steps]), bias
+
+
+class General(Linear):
+    """Steps of a linear recurrence of the user's."""
+
+    def __init__(
+        self, recurrence: Recurrence, arguments: tuple[Tensor, ...], resets: Tensor | None, reverse: bool, backend: str
+    ) -> None:
+        self.function, self.inputs = recurrence.function, arguments
+        self.traced = _traced(id(recurrence), tuple(x.dim() == 3 for x in arguments))
+        self.resets, self.reverse, self.backend = resets, reverse, backend
+        sequences = [x for x in arguments if x.dim() == 3]
+        self.batch, self.number, self.channels = sequences[0].shape
+        self.dtype, self.device = sequences[0].dtype, sequences[0].device
+
+    def run(self, h0: Tensor) -> tuple[Tensor, Tensor]:
+        given = h0, self.cu_seqlens, self.resets, self.reverse, self.backend
+        return layers.linear_recurrence(self.traced, *given, *self.inputs)
+
+    def run_back(
+        self, h: Tensor, h0: Tensor, grad_h: Tensor | None, grad_last: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        given = h0, h, grad_h, grad_last, self.cu_seqlens, self.resets, self.reverse, self.backend
+        return tuple(layers._linear_recurrence_backward(self.traced, *given, *self.inputs))
+
+    def coefficients(self, steps: slice) -> tuple[Tensor, Tensor]:
+        wide = torch.promote_types(self.dtype, torch.float32)
+        own = (x.to(wide) for x in self.inputs_of(steps) if x is not None)
+        shape = (self.batch, steps.stop - steps.start, self.channels)
+        a, b = self.function(*own)
+        return a.expand(shape), b.expand(shape)
+
+    def inputs_of(self, steps: slice) -> tuple[Tensor | None, ...]:
+        return tuple(x[:, steps] if x.dim() == 3 else x for x in self.inputs if x is not None)
+
+
+@functools.cache
+def _can_launch() -> bool:
+    return nvrtc.why_no_cuda() is None
