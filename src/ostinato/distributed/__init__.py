@@ -14,7 +14,6 @@ and the exchange, with all that it takes the host, is hidden behind the scan.  E
 processes exchange, and each scans its part once.  The gradient goes the same ways in the other direction.
 """
 
-import functools
 from typing import Any
 
 import torch

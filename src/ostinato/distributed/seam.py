@@ -101,12 +101,13 @@ class Seam:
 
     def forward(self, h0: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """h of this part, the last state of all, and the state that enters."""
-        steps, initial = self.steps, self.initial(h0)
+        steps = self.steps
         self.reach = self.find_reach()
         if self.reach:
-            h, last = steps.run(torch.zeros_like(initial))
-            P, L = torch.zeros_like(last), last
+            h, last = steps.run(None)
+            P, L, initial = torch.zeros_like(last), last, self.initial(h0)
         else:
+            initial = self.initial(h0)
             P, L = self.begun(*self.composed(), initial)
         told = gather(self.group, self.wide(P), self.wide(L), *self.resets_in(self.part.tail))
         entering, of_all = (x.to(steps.dtype) for x in self.enter(initial, *told))
@@ -123,16 +124,18 @@ class Seam:
         return h, of_all, entering
 
     def backward(
-        self, h0: Tensor | None, h: Tensor, entering: Tensor, grad_h: Tensor, grad_last: Tensor
+        self, h0: Tensor | None, h: Tensor, entering: Tensor, grad_h: Tensor, grad_last: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         """Gradients of h0 and of the inputs."""
-        steps, start = self.steps, self.local(self.initial(h0), entering)
+        steps = self.steps
         if self.reach:
-            of_start, *grads = steps.run_back(h, start, grad_h, None)
-            P, L = torch.zeros_like(start), cast(Tensor, of_start)
+            of_start, *grads = steps.run_back(h, entering, grad_h, None)
+            P, L = torch.zeros_like(entering), cast(Tensor, of_start)
         else:
             P, L = self.carried_back(grad_h, h, entering)
         mine = self.wide(P), self.wide(L), *self.resets_in(self.part.head)
+        initial = self.initial(h0)
+        grad_last = torch.zeros_like(initial) if grad_last is None else grad_last
         if self.packed:  # of as many states as there are sequences
             grad_last = grad_last.clone(memory_format=torch.contiguous_format)
             distributed.all_reduce(grad_last, group=self.group)
@@ -147,7 +150,7 @@ class Seam:
         if self.packed:
             leaving = self.rows(self.part.leaving if steps.number else slice(0))
             coming = torch.where(leaving, coming, 0.0) + grad_last.masked_fill(~self.ended, 0.0)
-        of_start, *grads = steps.run_back(h, start, grad_h, coming)
+        of_start, *grads = steps.run_back(h, self.local(initial, entering), grad_h, coming)
         if self.packed and h0 is not None:
             grad_h0 = torch.where(self.enters, 0.0, cast(Tensor, of_start))
             distributed.all_reduce(grad_h0, group=self.group)
@@ -160,7 +163,7 @@ class Seam:
         states, part = steps.by_batch(h), steps.part(tail)
         before = states[:, tail.stop if steps.reverse else tail.start - 1]
         _, *more = part.run_back(steps.by_batch(states[:, tail]).contiguous(), before, None, coming)
-        for grad, rest in zip(steps.of(tuple(grads)).inputs_of(tail), more, strict=True):
+        for grad, rest in zip(steps.of(tuple(grads)).inputs_at(tail), more, strict=True):
             if grad is not None and rest is not None:
                 grad += rest
 
@@ -171,12 +174,11 @@ class Seam:
         """
         steps, group = self.steps, self.group
         shared = Shared.apply(self.initial(h0), group)
-        P, L = steps.compose_by_scans(self.part.tail)
+        P, L = steps.part(self.part.tail).compose_by_scans()
         told = (*self.begun(P, L, shared), *self.resets_in(self.part.tail))
         told_by_all = Gathered.apply(torch.cat([x.to(P.dtype) for x in told], 1), group)
         entering, of_all = self.enter(shared, *told_by_all.split([x.shape[1] for x in told], -1))
-        everything = slice(0, steps.number)
-        a, b = steps.coefficients(everything)
+        a, b = steps.coefficients()
         h, last = steps.scan(a, b, self.local(shared, entering).to(b.dtype), steps.resets, steps.cu_seqlens)
         if self.packed:
             of_all = torch.where(self.empty, shared, Sum.apply(last.masked_fill(~self.ended, 0.0), group))
@@ -226,7 +228,7 @@ class Seam:
         if self.packed or not steps.forgets or _is_captured(steps.device):
             return 0
         while reach <= min(steps.number * LONGEST_REACH, steps.most_at_once):
-            if torch.cat([steps.forgotten_after(end) for end in self.ends(reach)]).all():
+            if steps.ends(reach).forget_all():
                 return reach
             reach *= GROWTH
         return 0
@@ -238,7 +240,8 @@ class Seam:
 
     def composed(self) -> tuple[Tensor, Tensor]:
         """P and L of the leaving sequence's steps, from the last one back, until no state before them counts."""
-        return self.over(self.pieces(self.part.tail, not self.steps.reverse), self.steps.compose, type(self.steps))
+        steps = self.steps
+        return self.over(self.pieces(self.part.tail, not steps.reverse), lambda p: steps.part(p).compose(), type(steps))
 
     def carried_back(self, grad_h: Tensor, h: Tensor, entering: Tensor) -> tuple[Tensor, Tensor]:
         """As :meth:`composed`, of the entering sequence and its gradient: from the first step on."""
@@ -262,12 +265,12 @@ class Seam:
         """P and L of pieces until P has vanished."""
         so_far = None
         for piece in pieces:
+            if so_far and not _is_captured(self.steps.device) and not so_far[0].ne(ring.zero).any():
+                break
             P, L = (self.wide(x) for x in compose(piece))
             if so_far:
                 P, L = ring.times(so_far[0], P), ring.times_plus(so_far[0], L, so_far[1])
             so_far = P, L
-            if not _is_captured(P.device) and not P.ne(ring.zero).any():
-                break
         if so_far:
             return so_far
         none = torch.zeros(self.steps.batch, self.steps.channels, device=self.steps.device)
@@ -333,10 +336,11 @@ class _InParts(torch.autograd.Function):
         h0, h, entering, *inputs = ctx.saved_tensors
         seam = ctx.seam.of(tuple(inputs))
         grad_h = torch.zeros_like(h) if grad_h is None else grad_h
-        grad_last = torch.zeros_like(seam.initial(h0)) if grad_last is None else grad_last
         if torch.is_grad_enabled():
             wanted = [x for x in (h0, *inputs) if x is not None and x.requires_grad]
-            grads = iter(torch.autograd.grad(seam.run_plainly(h0), wanted, (grad_h, grad_last), create_graph=True))
+            results = seam.run_plainly(h0)
+            grad_last = torch.zeros_like(results[1]) if grad_last is None else grad_last
+            grads = iter(torch.autograd.grad(results, wanted, (grad_h, grad_last), create_graph=True))
             return None, *(next(grads) if x is not None and x.requires_grad else None for x in (h0, *inputs))
         grad_h0, *of_inputs = seam.backward(h0, h, entering, grad_h, grad_last)
         return None, None if h0 is None else grad_h0, *of_inputs

@@ -3,11 +3,12 @@
 import copy
 import functools
 import math
-from typing import Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
 
+from ostinato import scan
 from ostinato.kernels import nvrtc
 from ostinato.kernels.recurrence import operators as layers
 from ostinato.kernels.scan import compose as kernel
@@ -24,6 +25,7 @@ class Linear:
 
     one, zero = 1.0, 0.0
     forgets = True  # whether a product of few coefficients may be zero
+    time = 1  # the dimension
     cu_seqlens: Tensor | None = None
 
     def __init__(self, a: Tensor, b: Tensor, resets: Tensor | None, reverse: bool, backend: str) -> None:
@@ -40,16 +42,25 @@ class Linear:
 
     def part(self, steps: slice) -> Self:
         """Some of the steps."""
-        other = self.of(self.inputs_of(steps))
-        other.resets, other.number = self.resets_of(steps), steps.stop - steps.start
+        other = self.of(self.inputs_at(steps))
+        other.resets = None if self.resets is None else self.resets[:, steps]
+        other.number = steps.stop - steps.start
         return other
 
-    def inputs_of(self, steps: slice) -> tuple[Tensor | None, ...]:
+    def ends(self, number: int) -> Self:
+        """The first and the last steps, as (2, B, number, D)."""
+        other = self.of(tuple(x if x is None or x.dim() < 3 else _ends(x, self.time, number) for x in self.inputs))
+        other.resets = None if self.resets is None else _ends(self.resets, 1, number)
+        return other
+
+    def inputs_at(self, steps: slice) -> tuple[Tensor | None, ...]:
         return tuple(x[:, steps] for x in self.inputs if x is not None)
 
-    def run(self, h0: Tensor) -> tuple[Tensor, Tensor]:
+    def run(self, h0: Tensor | None) -> tuple[Tensor, Tensor]:
         """The scan itself: h and the last state."""
-        return operators.linear_scan(*self.inputs, h0, self.cu_seqlens, self.resets, self.reverse, self.backend)
+        a, b = cast(tuple[Tensor, Tensor], self.inputs)
+        options: dict[str, Any] = {"resets": self.resets, "reverse": self.reverse, "backend": self.backend}
+        return scan.linear_scan(a, b, h0, cu_seqlens=self.cu_seqlens, **options)  # it remembers what it has prepared
 
     def run_back(
         self, h: Tensor, h0: Tensor, grad_h: Tensor | None, grad_last: Tensor | None
@@ -59,13 +70,11 @@ class Linear:
         grad_a, grad_b, grad_h0 = operators._linear_scan_backward(self.inputs[0], *given)
         return grad_h0, grad_a, grad_b
 
-    def coefficients(self, steps: slice) -> tuple[Tensor, Tensor]:
-        """a and b of some steps, in float32 or wider: what is exchanged is not rounded to 16 bits."""
-        a, b = self.inputs
-        assert a is not None
-        assert b is not None
+    def coefficients(self) -> tuple[Tensor, Tensor]:
+        """a and b, in float32 or wider: what is exchanged is not rounded to 16 bits."""
         wide = torch.promote_types(self.dtype, torch.float32)
-        return a[:, steps].to(wide), b[:, steps].to(wide)
+        a, b = (x.to(wide) for x in self.inputs if x is not None)
+        return a, b
 
     def scan(
         self, a: Tensor, b: Tensor, h0: Tensor | None, resets: Tensor | None = None, cu_seqlens: Tensor | None = None
@@ -81,18 +90,17 @@ class Linear:
     def times_plus(a: Tensor, h: Tensor, b: Tensor) -> Tensor:
         return a * h + b
 
-    def compose(self, steps: slice) -> tuple[Tensor, Tensor]:
-        """P and L of some steps."""
+    def compose(self) -> tuple[Tensor, Tensor]:
+        """P and L."""
         if self.has_kernel:
-            return kernel.compose(*self.coefficients(steps), self.resets_of(steps), reverse=self.reverse)
-        return self.compose_by_scans(steps)
+            return kernel.compose(*self.coefficients(), self.resets, reverse=self.reverse)
+        return self.compose_by_scans()
 
-    def compose_by_scans(self, steps: slice) -> tuple[Tensor, Tensor]:
+    def compose_by_scans(self) -> tuple[Tensor, Tensor]:
         """The same, differentiable: P by a scan, which keeps more digits of it than a product does."""
-        a, b = self.coefficients(steps)
-        resets = self.resets_of(steps)
+        a, b = self.coefficients()
         nothing, one = a.new_full((1, 1, 1), self.zero).expand_as(a), a.new_full((a.shape[0], a.shape[2]), self.one)
-        return self.scan(a, nothing, one, resets)[1], self.scan(a, b, None, resets)[1]
+        return self.scan(a, nothing, one, self.resets)[1], self.scan(a, b, None, self.resets)[1]
 
     def compose_back(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """P and L of steps ``h = a * (h + b)`` in the other direction."""
@@ -102,11 +110,14 @@ class Linear:
         back = (None, None, not self.reverse, self.backend)
         return operators.linear_scan(a, nothing, one, *back)[1], operators.linear_scan(a, a * b, None, *back)[1]
 
-    def forgotten_after(self, steps: slice) -> Tensor:
-        """(B, D): whether the product of the coefficients is zero, but for rounding to the least number above it."""
-        a = zeroed(self.coefficients(steps)[0], self.resets_of(steps))
+    def forget_all(self) -> bool:
+        """Whether the product of the coefficients over time is zero in their dtype.
+
+        The host waits for the answer, so this is as few operations as can be.
+        """
+        a = zeroed(self.coefficients()[0], self.resets)
         numbers = torch.finfo(a.dtype)
-        return a.abs().log().sum(1) < math.log(numbers.tiny) + math.log(numbers.eps)
+        return a.abs().log().sum(-2).amax().item() < math.log(numbers.tiny) + math.log(numbers.eps)
 
     @property
     def has_kernel(self) -> bool:
@@ -126,10 +137,8 @@ class Linear:
 
     def carries(self, steps: slice, h: Tensor, entering: Tensor) -> Tensor:
         """For some steps, how much of the gradient of the state after it each hands to the state before."""
-        return zeroed(self.coefficients(steps)[0], self.resets_of(steps))
-
-    def resets_of(self, steps: slice) -> Tensor | None:
-        return None if self.resets is None else self.resets[:, steps]
+        part = self.part(steps)
+        return zeroed(part.coefficients()[0], part.resets)
 
     def by_batch(self, h: Tensor) -> Tensor:
         """h as (B, T, D)."""
@@ -142,10 +151,10 @@ class Logarithmic(Linear):
     one, zero = 0.0, float("-inf")
     forgets = False
 
-    def compose(self, steps: slice) -> tuple[Tensor, Tensor]:
-        return self.compose_by_scans(steps)
+    def compose(self) -> tuple[Tensor, Tensor]:
+        return self.compose_by_scans()
 
-    def run(self, h0: Tensor) -> tuple[Tensor, Tensor]:
+    def run(self, h0: Tensor | None) -> tuple[Tensor, Tensor]:
         return operators.log_linear_scan(*self.inputs, h0, self.cu_seqlens, self.resets, self.reverse, self.backend)
 
     def run_back(
@@ -173,8 +182,9 @@ class Logarithmic(Linear):
             before = torch.cat((h, entering[:, None]), 1)[:, steps.start + 1 : steps.stop + 1]
         else:
             before = torch.cat((entering[:, None], h), 1)[:, steps]
-        a, b = self.coefficients(steps)
-        return shares(a + zeroed(before, self.resets_of(steps), self.zero), b)[0]
+        part = self.part(steps)
+        a, b = part.coefficients()
+        return shares(a + zeroed(before, part.resets, self.zero), b)[0]
 
 
 class Minimal(Linear):
@@ -184,15 +194,16 @@ class Minimal(Linear):
         self, pre: Tensor, bias: Tensor | None, cell: str, candidate: str, batch_first: bool, backend: str
     ) -> None:
         self.inputs = (pre, bias)
-        self.function, self.batch_first = RECURRENCES[cell][candidate].function, batch_first
+        self.function, self.time = RECURRENCES[cell][candidate].function, 1 if batch_first else 0
         self.settings = recurrence_of(cell, candidate, bias is not None), batch_first, 1, backend
         self.resets, self.reverse, self.backend = None, False, backend
         self.batch, self.number, gates = pre.shape if batch_first else (pre.shape[1], pre.shape[0], pre.shape[2])
         self.channels = gates // GATES[cell]
         self.dtype, self.device = pre.dtype, pre.device
 
-    def run(self, h0: Tensor) -> tuple[Tensor, Tensor]:
-        h, h_last = layers.layer_scan(*self.inputs, h0[None], None, None, *self.settings)
+    def run(self, h0: Tensor | None) -> tuple[Tensor, Tensor]:
+        start = None if h0 is None else h0[None]
+        h, h_last = layers.layer_scan(*self.inputs, start, None, None, *self.settings)
         return h, h_last[0]
 
     def run_back(
@@ -203,8 +214,8 @@ class Minimal(Linear):
         grad_pre, grad_bias, grad_h0 = layers._layer_scan_backward(*given)
         return grad_h0[0], grad_pre, None if self.inputs[1] is None else grad_bias
 
-    def coefficients(self, steps: slice) -> tuple[Tensor, Tensor]:
-        pre, bias = self.inputs_of(steps)
+    def coefficients(self) -> tuple[Tensor, Tensor]:
+        pre, bias = self.inputs
         assert pre is not None
         wide = torch.promote_types(self.dtype, torch.float32)
         total = self.by_batch(pre).to(wide)
@@ -212,9 +223,9 @@ class Minimal(Linear):
         return self.function(*total.chunk(total.shape[-1] // self.channels, -1))
 
     def by_batch(self, h: Tensor) -> Tensor:
-        return h if self.batch_first else h.transpose(0, 1)
+        return h if self.time == 1 else h.transpose(-3, -2)
 
-    def inputs_of(self, steps: slice) -> tuple[Tensor | None, ...]:
+    def inputs_at(self, steps: slice) -> tuple[Tensor | None, ...]:
         pre, bias = self.inputs
         assert pre is not None
         return self.by_batch(self.by_batch(pre)[:, steps]), bias
@@ -233,7 +244,7 @@ class General(Linear):
         self.batch, self.number, self.channels = sequences[0].shape
         self.dtype, self.device = sequences[0].dtype, sequences[0].device
 
-    def run(self, h0: Tensor) -> tuple[Tensor, Tensor]:
+    def run(self, h0: Tensor | None) -> tuple[Tensor, Tensor]:
         given = h0, self.cu_seqlens, self.resets, self.reverse, self.backend
         return layers.linear_recurrence(self.traced, *given, *self.inputs)
 
@@ -243,15 +254,23 @@ class General(Linear):
         given = h0, h, grad_h, grad_last, self.cu_seqlens, self.resets, self.reverse, self.backend
         return tuple(layers._linear_recurrence_backward(self.traced, *given, *self.inputs))
 
-    def coefficients(self, steps: slice) -> tuple[Tensor, Tensor]:
+    def coefficients(self) -> tuple[Tensor, Tensor]:
         wide = torch.promote_types(self.dtype, torch.float32)
-        own = (x.to(wide) for x in self.inputs_of(steps) if x is not None)
-        shape = (self.batch, steps.stop - steps.start, self.channels)
+        own = [x.to(wide) for x in self.inputs if x is not None]
+        shape = max((x.shape for x in own), key=len)
         a, b = self.function(*own)
         return a.expand(shape), b.expand(shape)
 
-    def inputs_of(self, steps: slice) -> tuple[Tensor | None, ...]:
+    def inputs_at(self, steps: slice) -> tuple[Tensor | None, ...]:
         return tuple(x[:, steps] if x.dim() == 3 else x for x in self.inputs if x is not None)
+
+
+def _ends(x: Tensor, time: int, number: int) -> Tensor:
+    """The first steps, and the last, without a copy."""
+    shape, strides = list(x.shape), x.stride()
+    between = (shape[time] - number) * strides[time]
+    shape[time] = number
+    return x.as_strided((2, *shape), (between, *strides))
 
 
 @functools.cache
