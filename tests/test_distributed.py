@@ -144,12 +144,12 @@ def compare_of(whole, lengths, reverse, resets=None):
 
 
 @contextmanager
-def small(first_piece, longest_reach=0.5):
+def small(first_reach, longest_reach=0.5):
     """As if parts were long: the steps within which each was found to forget what enters it."""
     found = []
     find = seam.Seam.find_reach
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(seam, "FIRST_PIECE", first_piece)
+        patch.setattr(seam, "FIRST_REACH", first_reach)
         patch.setattr(seam, "LONGEST_REACH", longest_reach)
         patch.setattr(seam.Seam, "find_reach", lambda part: found.append(find(part)) or found[-1])
         yield found

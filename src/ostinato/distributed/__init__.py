@@ -24,6 +24,7 @@ from torch.nn import functional as F
 
 from ostinato import scan
 from ostinato.distributed.exchange import Gathered, Shared
+from ostinato.distributed.packed import PackedSeam
 from ostinato.distributed.seam import Seam
 from ostinato.distributed.steps import General, Linear, Logarithmic, Minimal
 from ostinato.kernels.recurrence.operators import layer_scan
@@ -79,7 +80,7 @@ def linear_scan(
     if group.size() == 1:
         return scan.linear_scan(a, b, h0, resets=resets, reverse=reverse, cu_seqlens=cu_seqlens, backend=backend)
     a, b, h0 = scan._checked(a, b, h0, ("a", "b", "h0"), resets, reverse, cu_seqlens, backend)
-    return Seam(Linear(a, b, resets, reverse, backend), group, cu_seqlens).run(h0)
+    return _seam(Linear(a, b, resets, reverse, backend), group, cu_seqlens).run(h0)
 
 
 def log_linear_scan(
@@ -113,7 +114,7 @@ def log_linear_scan(
     dtype = log_b.dtype
     wide = torch.promote_types(dtype, torch.float32)
     log_a, log_b, log_h0 = log_a.to(wide), log_b.to(wide), None if log_h0 is None else log_h0.to(wide)
-    log_h, log_h_last = Seam(Logarithmic(log_a, log_b, resets, reverse, backend), group, cu_seqlens).run(log_h0)
+    log_h, log_h_last = _seam(Logarithmic(log_a, log_b, resets, reverse, backend), group, cu_seqlens).run(log_h0)
     return log_h.to(dtype), log_h_last.to(dtype)
 
 
@@ -152,7 +153,7 @@ def run(
     states = recurrence._check_states(h0)
     scan.check_scan(recurrence.names[first], arguments[first], states, resets, reverse, cu_seqlens, backend)
     steps = General(recurrence, tuple(x.to(dtype) if x.dim() == 3 else x for x in arguments), resets, reverse, backend)
-    return Seam(steps, group, cu_seqlens).run(None if h0 is None else h0.to(dtype))
+    return _seam(steps, group, cu_seqlens).run(None if h0 is None else h0.to(dtype))
 
 
 def minimal_scan(
@@ -230,3 +231,7 @@ def _group_of(group: ProcessGroup | DeviceMesh) -> ProcessGroup:
     if not isinstance(group, ProcessGroup):
         raise TypeError(f"group must be a process group or a device mesh that this process is in; got {group!r}")
     return group
+
+
+def _seam(steps: Linear, group: ProcessGroup, cu_seqlens: Tensor | None) -> Seam:
+    return Seam(steps, group) if cu_seqlens is None else PackedSeam(steps, group, cu_seqlens)

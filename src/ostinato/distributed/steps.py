@@ -3,6 +3,7 @@
 import copy
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, Self, cast
 
 import torch
@@ -40,21 +41,20 @@ class Linear:
         other.inputs = inputs
         return other
 
+    def cut(self, cut: Callable[[Tensor, int], Tensor]) -> Self:
+        """The same of some of the steps; ``cut`` is given what has steps, and in which dimension."""
+        other = self.of(tuple(x if x is None or x.dim() < 3 else cut(x, self.time) for x in self.inputs))
+        other.resets = None if self.resets is None else cut(self.resets, 1)
+        return other
+
     def part(self, steps: slice) -> Self:
-        """Some of the steps."""
-        other = self.of(self.inputs_at(steps))
-        other.resets = None if self.resets is None else self.resets[:, steps]
+        other = self.cut(lambda x, time: x.narrow(time, steps.start, steps.stop - steps.start))
         other.number = steps.stop - steps.start
         return other
 
     def ends(self, number: int) -> Self:
         """The first and the last steps, as (2, B, number, D)."""
-        other = self.of(tuple(x if x is None or x.dim() < 3 else _ends(x, self.time, number) for x in self.inputs))
-        other.resets = None if self.resets is None else _ends(self.resets, 1, number)
-        return other
-
-    def inputs_at(self, steps: slice) -> tuple[Tensor | None, ...]:
-        return tuple(x[:, steps] for x in self.inputs if x is not None)
+        return self.cut(lambda x, time: _ends(x, time, number))
 
     def run(self, h0: Tensor | None) -> tuple[Tensor, Tensor]:
         """The scan itself: h and the last state."""
@@ -142,7 +142,7 @@ class Linear:
 
     def by_batch(self, h: Tensor) -> Tensor:
         """h as (B, T, D)."""
-        return h
+        return h if self.time == 1 else h.transpose(-3, -2)
 
 
 class Logarithmic(Linear):
@@ -222,14 +222,6 @@ class Minimal(Linear):
         total = total if bias is None else total + bias.to(wide)
         return self.function(*total.chunk(total.shape[-1] // self.channels, -1))
 
-    def by_batch(self, h: Tensor) -> Tensor:
-        return h if self.time == 1 else h.transpose(-3, -2)
-
-    def inputs_at(self, steps: slice) -> tuple[Tensor | None, ...]:
-        pre, bias = self.inputs
-        assert pre is not None
-        return self.by_batch(self.by_batch(pre)[:, steps]), bias
-
 
 class General(Linear):
     """Steps of a linear recurrence of the user's."""
@@ -260,9 +252,6 @@ class General(Linear):
         shape = max((x.shape for x in own), key=len)
         a, b = self.function(*own)
         return a.expand(shape), b.expand(shape)
-
-    def inputs_at(self, steps: slice) -> tuple[Tensor | None, ...]:
-        return tuple(x[:, steps] if x.dim() == 3 else x for x in self.inputs if x is not None)
 
 
 def _ends(x: Tensor, time: int, number: int) -> Tensor:

@@ -1,0 +1,134 @@
+"""Parts of sequences that lie end to end: which of them cross the seams."""
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor, distributed
+from torch.distributed import ProcessGroup
+
+from ostinato.distributed.exchange import Shared, Sum, gather
+from ostinato.distributed.seam import Gradients, Seam
+from ostinato.distributed.steps import Linear
+from ostinato.kernels.scan.operators import check_cu_seqlens
+
+
+class Part(NamedTuple):
+    """Of one process's steps those of the sequence that enters and of the one that leaves, in the order of scanning."""
+
+    head: slice = slice(0, 0)  # the entering sequence's steps
+    tail: slice = slice(0, 0)  # the leaving sequence's
+    entering: int = 0  # which sequence that is
+    leaving: int = 0
+    continues: bool = True  # the entering one has begun in a part before
+    through: bool = True  # and goes on in a part after
+    ended: slice = slice(0, 0)  # the sequences of which the last step is here
+
+    @classmethod
+    def between(cls, low: int, high: int, bounds: list[int], reverse: bool) -> "Part":
+        """The steps from ``low`` to ``high``; a part of none is one that all passes through."""
+        inside = [n for n, (begin, end) in enumerate(pairwise(bounds)) if max(begin, low) < min(end, high)]
+        if not inside:
+            return cls()
+
+        def steps(n: int) -> slice:
+            return slice(max(bounds[n], low) - low, min(bounds[n + 1], high) - low)
+
+        cut_low, cut_high = bounds[inside[0]] < low, bounds[inside[-1] + 1] > high
+        ended = slice(inside[0] + (reverse and cut_low), inside[-1] + 1 - (not reverse and cut_high))
+        first, final = (inside[-1], inside[0]) if reverse else (inside[0], inside[-1])
+        continues, goes_on = (cut_high, cut_low) if reverse else (cut_low, cut_high)
+        through = continues and goes_on and first == final
+        return cls(steps(first), steps(final), first, final, continues, through, ended)
+
+
+class PackedSeam(Seam):
+    """Of a part that one sequence enters, if it has begun before, and another may leave."""
+
+    def __init__(self, steps: Linear, group: ProcessGroup, cu_seqlens: Tensor) -> None:
+        super().__init__(steps, group)
+        lengths = gather(group, torch.tensor([steps.number], device=steps.device))[0]
+        ends = [0, *lengths.flatten().cumsum(0).tolist()]
+        check_cu_seqlens(cu_seqlens, ends[-1])
+        bounds = cu_seqlens.tolist()
+        self.sequences = len(bounds) - 1
+        self.parts = [Part.between(low, high, bounds, steps.reverse) for low, high in pairwise(ends)]
+        self.part = part = self.parts[self.rank]
+        self.head, self.tail = part.head if part.continues else slice(0, 0), part.tail
+        low, high = ends[self.rank], ends[self.rank + 1]
+        steps.cu_seqlens = cu_seqlens.clamp(low, high) - low
+        self.empty = cu_seqlens.diff()[:, None] == 0
+        self.ended = self.rows(part.ended) & ~self.empty
+        self.enters = self.rows(part.entering if part.continues and steps.number else slice(0))
+        self.leaves = self.rows(part.leaving if steps.number else slice(0))
+
+    def rows(self, sequences: int | slice) -> Tensor:
+        """Which sequences these are, (N, 1)."""
+        chosen = torch.zeros(self.sequences, 1, dtype=torch.bool)
+        chosen[sequences] = True
+        return chosen.to(self.steps.device)
+
+    def each(self, what: Callable[[Part], bool]) -> Tensor:
+        """(R, 1): of each process's part."""
+        return torch.tensor([[what(part)] for part in self.parts], device=self.steps.device)
+
+    def forward(self, h0: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        initial = self.initial(h0)
+        entering, _ = self.exchange(initial, *self.begun(*self.composed(), initial))
+        h, last = self.steps.run(torch.where(self.enters, entering, initial))
+        ended = last.masked_fill(~self.ended, 0.0)
+        distributed.all_reduce(ended, group=self.group)
+        return h, torch.where(self.empty, initial, ended), entering
+
+    def backward(
+        self, h0: Tensor | None, h: Tensor, entering: Tensor, grad_h: Tensor, grad_last: Tensor | None
+    ) -> Gradients:
+        initial = self.initial(h0)
+        total = torch.zeros_like(initial) if grad_last is None else grad_last.clone()
+        distributed.all_reduce(total, group=self.group)
+        P, L = self.carried_back(grad_h, h, entering)
+        told = gather(self.group, self.wide(P), self.wide(L), *self.resets_in(self.head))
+        coming = self.come_in(total, *told)[0].to(self.steps.dtype)
+        coming = torch.where(self.leaves, coming, 0.0) + total.masked_fill(~self.ended, 0.0)
+        start = torch.where(self.enters, entering, initial)
+        of_start, *grads = self.steps.run_back(h, start, grad_h, coming)
+        if h0 is None:
+            return None, *grads
+        grad_h0 = torch.where(self.enters, 0.0, cast(Tensor, of_start))
+        distributed.all_reduce(grad_h0, group=self.group)
+        return grad_h0 + total.masked_fill(~self.empty, 0.0), *grads
+
+    def run_plainly(self, h0: Tensor | None) -> tuple[Tensor, Tensor]:
+        steps, initial = self.steps, Shared.apply(self.initial(h0), self.group)
+        composed = steps.part(self.tail).compose_by_scans()
+        entering, _ = self.exchange_plainly(initial, *self.begun(*composed, initial))
+        a, b = steps.coefficients()
+        start = torch.where(self.enters, entering, initial).to(b.dtype)
+        h, last = steps.scan(a, b, start, steps.resets, steps.cu_seqlens)
+        of_all = torch.where(self.empty, initial, Sum.apply(last.masked_fill(~self.ended, 0.0), self.group))
+        return h.to(steps.dtype), of_all.to(steps.dtype)
+
+    def begun(self, P: Tensor, L: Tensor, initial: Tensor) -> tuple[Tensor, Tensor]:
+        """P and L, if the leaving sequence has begun in this part from that."""
+        part = self.part
+        begins = torch.tensor(not (part.continues and part.entering == part.leaving), device=P.device)
+        return P, torch.where(begins, self.steps.times_plus(P, initial[part.leaving], L), L)
+
+    def enter(self, initial: Tensor, P: Tensor, L: Tensor, *resets: Tensor) -> tuple[Tensor, Tensor]:
+        return super().enter(torch.full_like(P[0], self.steps.zero), P, L, *resets)
+
+    def come_in(self, grad_last: Tensor, P: Tensor, L: Tensor, *resets: Tensor) -> tuple[Tensor, Tensor]:
+        """A sequence that ends in a part has its own last gradient come in there."""
+        ends = self.each(lambda part: part.continues and not part.through)[..., None]
+        at_end = grad_last.to(P.dtype)[[part.entering for part in self.parts]][:, None]
+        L = L + torch.where(ends & ~resets[0] if resets else ends, P * at_end, 0.0)
+        L = torch.where(self.each(lambda part: part.continues)[..., None], L, 0.0)
+        return super().come_in(torch.zeros_like(P[0]), P, L, *resets)
+
+    def may_pass_on(self, resets: tuple[Tensor, ...]) -> bool:
+        return False
+
+    def forgotten(self, resets: tuple[Tensor, ...]) -> Tensor:
+        ends = self.each(lambda part: not part.through)
+        return (resets[0][..., 0].bool() | ends if resets else ends).T.contiguous()
