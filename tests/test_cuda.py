@@ -1,5 +1,6 @@
 """The CUDA kernels against the float64 reference, over every operation, dtype, packing and shape of block."""
 
+import copy
 import functools
 import itertools
 import subprocess
@@ -538,6 +539,48 @@ def test_compiled_captured_exported_and_autocast_agree(cell):
             h.copy_(after)
     assert relative_error(h, last.cpu()) < 1e-5
     assert torch.equal(whole, want)
+
+
+@pytest.mark.parametrize("cell", GATES)
+def test_steps_compile_without_a_gpu(cell):
+    pytest.importorskip("cuda.core")
+    for architecture, dtype, (batch, inputs) in zip(
+        ARCHITECTURES, cuda.SCALARS, ((1, 64), (3, 33), (8, 6)), strict=False
+    ):
+        recurrence = recurrence_of(cell, "positive", False)
+        code, definitions = (
+            recurrence_cuda.step_source(recurrence),
+            recurrence_cuda.step_macros(recurrence, dtype, batch, inputs),
+        )
+        assert nvrtc.compile_cubin(code, architecture, dict(definitions))[:4] == b"\x7fELF"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("cell", [ostinato.MinGRU, ostinato.MinLSTM])
+def test_single_steps(cell, dtype):
+    torch.manual_seed(0)
+    settings = ("positive", True, True), ("linear", False, True), ("tanh", True, False)
+    for batch, inputs, hidden in itertools.product((1, 3, 8, 9), (1, 6, 33, 256), (5, 130)):
+        candidate, bias, given = settings[(batch + hidden) % 3]
+        module = cell(inputs, hidden, bias=bias, candidate=candidate, device="cuda", dtype=dtype)
+        x = torch.randn(batch, inputs + 1, dtype=dtype, device="cuda")[:, 1:]
+        x = x if inputs == 6 else x.flatten()[: batch * inputs].view(batch, inputs)
+        h = torch.rand(1, batch, hidden, dtype=dtype, device="cuda") if given else None
+        exact = copy.deepcopy(module).double().cpu()
+        want = exact.step(x.double().cpu(), None if h is None else h.double().cpu())[0].detach()
+        with torch.no_grad():
+            for _ in range(2):  # checked, then remembered
+                y, after = module.step(x, h)
+                assert torch.equal(y[None], after)
+                assert relative_error(y, want) < TOLERANCE[dtype]
+            row, after = module.step(x[-1], None if h is None else h[:, -1])
+            assert torch.equal(row[None], after)
+            assert relative_error(row, want[-1]) < TOLERANCE[dtype]
+            module.weight_ih_l0.data = module.weight_ih_l0.t().contiguous().t()
+            assert relative_error(module.step(x, h)[0], want) < TOLERANCE[dtype]
+            module.weight_ih_l0.data.zero_()
+            assert relative_error(module.step(x, h)[0], want) > 1e-2
 
 
 @pytest.mark.gpu

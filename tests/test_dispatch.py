@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.flop_counter import FlopCounterMode
 
 import ostinato
-from ostinato.kernels.dispatch import gradient, is_eager, operator
+from ostinato.kernels.dispatch import Prepared, gradient, is_eager, operator
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SCANS = [ostinato.linear_scan, ostinato.log_linear_scan]
@@ -81,6 +81,37 @@ def test_no_tensor_is_eager_while_somebody_watches():
     doubled.register_hook(lambda g: seen.append(is_eager([g])))
     torch.autograd.grad(doubled, leaf, torch.rand(5, 3, 4), is_grads_batched=True)
     assert seen == [False] * 6
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_only_like_tensors_find_what_was_prepared():
+    x, weight = torch.rand(3, 4), torch.nn.Parameter(torch.rand(4, 4))
+    prepared = Prepared()
+    prepared.add(lambda: "run", (x, weight), "setting")
+    prepared.add(lambda: "never", (x, x), "setting")
+    assert prepared.find((torch.rand(3, 4), torch.nn.Parameter(torch.rand(4, 4))), "setting") == "run"
+    assert prepared.find((x.requires_grad_().detach(), weight), "setting") == "run"
+    weight.data.mul_(2)
+    assert prepared.find((x.detach(), weight), "setting") == "run"
+
+    y, fixed = torch.rand(3, 4), torch.nn.Parameter(weight.detach(), requires_grad=False)
+    others = [(y, fixed), (x, weight), (y, weight.detach()), (y.double(), weight), (y.t(), weight), (y[:2], weight)]
+    others += [(torch.rand(4, 3).t(), weight), (y, weight, y), (y,), (None, weight), (y, None), (y, y), (3, weight)]
+    for _, tensor in not_plain():
+        others += [(tensor, weight), (y, tensor)]
+    assert not any(prepared.find(tensors, "setting") for tensors in others)
+    assert prepared.find((y, weight), "another setting") is None
+
+    for change in (weight.double, weight.t, lambda: weight[:, :3]):
+        old, weight.data = weight.data, change().detach()
+        assert prepared.find((y, weight), "setting") is None
+        weight.data = old
+    for context in torch.no_grad(), torch.inference_mode(), FlopCounterMode(display=False), torch.autocast("cpu"):
+        with context:
+            assert prepared.find((y, weight), "setting") is None
+    with forward_ad.dual_level():
+        assert prepared.find((forward_ad.make_dual(y, y), weight), "setting") is None
+    vmap(lambda row: [] if prepared.find((y, weight), "setting") is None else 1 / 0)(y)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from ostinato.diagonal import DiagonalLayers, Parameters, Run
-from ostinato.kernels.dispatch import MOST_PREPARED, is_differentiated, is_eager, signature
+from ostinato.kernels.dispatch import Prepared, is_differentiated, is_eager
 from ostinato.kernels.export import constant_to_compilers, refuse_script
 from ostinato.kernels.gemm import linear
 from ostinato.kernels.recurrence import operators
@@ -134,17 +134,30 @@ def next_state(cell: str, candidate: str, x: Tensor, weight: Tensor, bias: Tenso
 
     The state before is (B, H), or has a dimension of 1 more, and so does the result.
     """
-    pre = F.linear(x, weight, bias)
-    tensors = [pre] if h is None else [pre, h]
-    if is_eager(tensors) and not is_differentiated(tensors) and pre.numel():
-        batch, rows = pre.shape
-        layer = recurrence_of(cell, candidate, False), batch, rows // GATES[cell], pre.dtype
-        return operators.step_of(*layer, pre.get_device())(pre, h)
-    a, b = RECURRENCES[cell][candidate].function(*pre.chunk(GATES[cell], -1))
+    tensors = [y for y in (x, weight, bias, h) if y is not None]
+    if is_eager(tensors) and not is_differentiated(tensors) and _is_plain_step(GATES[cell], x, weight, bias, h):
+        layer = recurrence_of(cell, candidate, False), *x.shape, weight.shape[0] // GATES[cell], x.dtype
+        return operators.step_of(*layer, x.get_device())(x, weight, bias, h)
+    a, b = RECURRENCES[cell][candidate].function(*F.linear(x, weight, bias).chunk(GATES[cell], -1))
     return b if h is None else torch.addcmul(b, a, h)
 
 
-_STEPS: dict[tuple | None, Callable[[Tensor, Tensor | None], Tensor]] = {}  # by signatures that have been checked
+def _is_plain_step(gates: int, x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor | None) -> bool:
+    """Whether sizes, dtypes, devices and weights are as a layer's; what is not is for PyTorch, or its complaints."""
+    rows = weight.shape[0]
+    return (
+        x.numel() > 0
+        and weight.shape == (rows, x.shape[1])
+        and rows % gates == 0
+        and (bias is None or bias.shape == (rows,))
+        and (h is None or h.numel() == len(x) * rows // gates)
+        and all(y is None or (y.dtype is x.dtype and y.device == x.device) for y in (weight, bias, h))
+        and weight.is_contiguous()
+        and (bias is None or bias.is_contiguous())
+    )
+
+
+_STEPS = Prepared()  # by what they are given, and the weights
 
 
 class _MinimalLayers(DiagonalLayers):
@@ -195,29 +208,30 @@ class _MinimalLayers(DiagonalLayers):
         return self.sequence_group is not None and (resets is not None or self.bidirectional)
 
     def _step_again(self, x: Any, h: Any) -> tuple[Tensor, Any] | None:
-        if self.num_layers > 1 or torch.is_grad_enabled() or torch._C._is_any_autocast_enabled():
+        if self.num_layers > 1 or torch.is_grad_enabled():
             return None
         weight, bias = self._parameter("weight_ih_l0"), self._parameter("bias_ih_l0")
-        step = _STEPS.get(self._signature_of_step(x, h, weight, bias))
+        step = _STEPS.find(*self._like_step(x, h, weight, bias))
         if step is None:
             return None
-        state = step(F.linear(x, weight, bias), h)
+        state = step(x, weight, bias, h)
         return (state, state.unsqueeze(0)) if h is None else (state.squeeze(0), state)
 
     def _remember_step(self, x: Tensor, h: Tensor | None, weight: Tensor, bias: Tensor | None) -> None:
         """For :meth:`_step_again`, of a layer that is alone."""
-        if self.num_layers > 1 or torch.is_grad_enabled() or torch.compiler.is_compiling() or not x.numel():
+        if self.num_layers > 1 or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
-        key = self._signature_of_step(x, h, weight, bias)
-        if key is None:
+        if not _is_plain_step(GATES[self.cell], x, weight, bias, h):
             return
-        if len(_STEPS) >= MOST_PREPARED:
-            _STEPS.clear()
         recurrence = recurrence_of(self.cell, self.candidate, False)
-        _STEPS[key] = operators.step_of(recurrence, len(x), self.hidden_size, x.dtype, x.get_device())
+        step = recurrence, *x.shape, self.hidden_size, x.dtype, x.get_device()
+        _STEPS.add(lambda: operators.step_of(*step), *self._like_step(x, h, weight, bias))
 
-    def _signature_of_step(self, x: Tensor, h: Tensor | None, weight: Tensor, bias: Tensor | None) -> tuple | None:
-        return signature((x, h, weight), type(bias), self.cell, self.candidate, self.backend)
+    def _like_step(self, x: Tensor, h: Tensor | None, weight: Tensor, bias: Tensor | None) -> tuple:
+        """The tensors of a step, and what else it depends on."""
+        given = (x, weight) if h is None else (x, weight, h)
+        given = given if bias is None else (*given, bias)
+        return given, h is None, self.cell, self.candidate, self.backend
 
     def _step_of_layer(self, layer: int, x: Tensor, h0: Any) -> tuple[Tensor, Hidden]:
         weight, bias = self._parameter(f"weight_ih_l{layer}"), self._parameter(f"bias_ih_l{layer}")

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 
 from ostinato.episodes import check_resets, forward_by_episodes
-from ostinato.kernels.dispatch import is_eager
+from ostinato.kernels.dispatch import Prepared, is_eager
 from ostinato.kernels.export import refuse_script
 from ostinato.kernels.persistent.operators import (
     can_take,
@@ -20,6 +20,7 @@ from ostinato.kernels.persistent.operators import (
     plan_layer,
     recurrent_layer,
     step_of,
+    step_of_layers,
 )
 from ostinato.kernels.persistent.plan import Plan
 from ostinato.kernels.persistent.reference import previous
@@ -28,6 +29,7 @@ from ostinato.masks import keep_pruned, mask_name, mask_of, masked
 from ostinato.scan import check_batch_sizes
 
 Hidden = Tensor | tuple[Tensor, Tensor]
+_STEPS = Prepared()  # by input, weights and states
 _TORCHS = {mode: getattr(torch._VF, mode.lower()) for mode in ("RNN_TANH", "RNN_RELU", "GRU", "LSTM")}
 
 
@@ -39,7 +41,7 @@ class _Recurrent(nn.RNNBase):
 
     weight_hh_l0: Tensor
     __prepare_scriptable__ = refuse_script
-    _frozen: dict[tuple, Any] | None = None  # steps with packed weights, of layers whose weights never change
+    _frozen: Prepared | None = None  # steps with packed weights, of layers whose weights never change
     _path: str | None = None  # the only kernel to consider on a GPU; None for the fastest
 
     def forward(
@@ -314,8 +316,31 @@ class _Recurrent(nn.RNNBase):
             return None
         if self._frozen is not None and (result := self._step_frozen(x, state)) is not None:
             return result
-        lstm, layers, hidden = self.mode == "LSTM", self.num_layers, self.hidden_size
-        states, own, dtype, masks = _states(state), self._unmasked_weights(), x.dtype, self._buffers
+        states, own = _states(state), self._unmasked_weights()
+        like = [x, *own, *states], rank, state is None, self.mode, self.num_layers, self._path
+        changing = self.training and self.dropout > 0 and self.num_layers > 1
+        run = None if self._buffers or changing else _STEPS.find(*like)
+        if run is None:
+            run = self._prepared_step(x, state, own, rank)
+            if run is None:
+                return None
+            if not self._buffers:
+                _STEPS.add(lambda: run, *like)
+        result = run(x, states, own)
+        if result is None:
+            return None
+        if self._frozen is not None and states:
+            self._freeze_step(x, states, x.numel() // self.input_size)
+        output, new = result
+        return output, tuple(new) if self.mode == "LSTM" else new[0]
+
+    def _prepared_step(self, x: Tensor, state: Any, own: list[Tensor], rank: int) -> Any:
+        """What makes a step of tensors like these; `own` gets what it is to be given as weights.
+
+        None where the shortest way cannot be taken.
+        """
+        layers, hidden, dtype, masks = self.num_layers, self.hidden_size, x.dtype, self._buffers
+        states, count = _states(state), 2 if self.mode == "LSTM" else 1
         tensors = [x, *own, *states]
         if (
             (rank != 2 and rank != 1)
@@ -323,7 +348,7 @@ class _Recurrent(nn.RNNBase):
             or x.shape[-1] != self.input_size
             or self.bidirectional
             or (self.training and self.dropout and layers > 1)
-            or len(states) != (lstm + 1 if state is not None else 0)
+            or len(states) != (0 if state is None else count)
             or torch.is_autocast_enabled("cpu")
             or not is_eager(tensors)
         ):
@@ -354,48 +379,23 @@ class _Recurrent(nn.RNNBase):
                 return None
             steps.append(step)
             inputs = hidden
-
-        old = states or [x.new_zeros(shape) for _ in range(lstm + 1)]
-        new = [tensor.clone() for tensor in old]
-        width = batch * hidden * x.itemsize
-        scratch = x.new_empty(max(step.scratch for step in steps) + batch * hidden)
-        rest, output = scratch.data_ptr(), x.new_empty((*x.shape[:-1], hidden))
-        between, at, source = rest + width, 0, x.data_ptr()
-        before, h, c = old[0].data_ptr(), new[0].data_ptr(), new[-1].data_ptr()
-        for layer, step in enumerate(steps):
-            target = output.data_ptr() if layer == layers - 1 else rest
-            weights = own[layer * size : (layer + 1) * size]
-            if not step(source, before + at, h + at, c + at, target, between, weights):
-                return None
-            source, at = h + at, at + width
-        if self._frozen is not None and states:
-            self._freeze_step([x, *states], batch)
-        return output, tuple(new) if lstm else new[0]
+        return step_of_layers(steps, x, shape, count)
 
     def freeze(self) -> None:
         """Take the weights to stay as they are, for :meth:`step` in one thread: as in a frozen stepper's own copy."""
-        self._frozen = {}
+        self._frozen = Prepared()
 
     def _step_frozen(self, x: Tensor, state: Any) -> tuple[Tensor, Any] | None:
         frozen: Any = self._frozen
         states = _states(state)
-        tensors = [x, *states]
-        steps = frozen.get((x.dtype, *(tensor.shape for tensor in tensors)))
-        if steps is None or not is_eager(tensors):
+        run = frozen.find([x, *states])
+        result = None if run is None else run(x, states, ())
+        if result is None:
             return None
-        for tensor in tensors:
-            if not tensor.is_contiguous() or tensor.dtype != x.dtype or not tensor.is_cpu:
-                return None
-        new, output = [tensor.clone() for tensor in states], x.new_empty((*x.shape[:-1], self.hidden_size))
-        source, width = x.data_ptr(), output.numel() * x.itemsize
-        before, h, c = states[0].data_ptr(), new[0].data_ptr(), new[-1].data_ptr()
-        for step in steps:
-            if not step.run(source, before, h, c, output.data_ptr()):
-                return None
-            source, before, h, c = h, before + width, h + width, c + width
+        output, new = result
         return output, tuple(new) if self.mode == "LSTM" else new[0]
 
-    def _freeze_step(self, tensors: list[Tensor], batch: int) -> None:
+    def _freeze_step(self, x: Tensor, states: list[Tensor], batch: int) -> None:
         """Prepare :meth:`_step_frozen` for an input and states like these."""
         weights, steps, frozen = self._weights(), [], cast(Any, self._frozen)
         size = len(weights) // self.num_layers
@@ -403,7 +403,7 @@ class _Recurrent(nn.RNNBase):
             masks = (self._buffers.get(f"mask_{which}_l{layer}") for which in ("ih", "hh"))
             own = [weight.contiguous() for weight in weights[layer * size : (layer + 1) * size]]
             steps.append(frozen_step(self.mode.lower(), batch, own, *masks))
-        frozen[(tensors[0].dtype, *(tensor.shape for tensor in tensors))] = steps
+        frozen.add(lambda: step_of_layers(steps, x, tuple(states[0].shape), len(states)), [x, *states])
 
     def _step_by_cells(self, x: Tensor, states: list[Tensor]) -> tuple[Tensor, Any]:
         """:meth:`step` by two products and a kernel a layer, for CUDA graphs: outside, cuDNN's fewer launches count."""

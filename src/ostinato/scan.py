@@ -1,16 +1,14 @@
 """The linear scan, in real and in log space: the primitive every minimal layer is made of."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from ostinato.kernels.dispatch import MOST_PREPARED, signature
+from ostinato.kernels.dispatch import Prepared
 from ostinato.kernels.scan import BACKENDS, operators
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 COMPLEX_DTYPES = (torch.complex64, torch.complex128)
-_PREPARED: dict[tuple, Callable[..., tuple[Tensor, Tensor]]] = {}  # by signatures that have been checked
+_PREPARED = Prepared()
 
 
 def linear_scan(
@@ -59,10 +57,10 @@ def linear_scan(
         >>> h.flatten().tolist()
         [1.0, 1.5, 1.75, 1.875]
     """
-    given, key = (a, b, h0, cu_seqlens, resets, reverse, backend), None
+    given, tensors = (a, b, h0, cu_seqlens, resets, reverse, backend), None
     if resets is cu_seqlens is None and type(reverse) is bool and type(backend) is str:
-        key = signature((a, b, h0), reverse, backend)
-        run = None if key is None else _PREPARED.get(key)  # a compiler is not to look at it
+        tensors = (a, b) if h0 is None else (a, b, h0)
+        run = _PREPARED.find(tensors, reverse, backend)
         if run is not None:
             return run(*given)
     a, b, h0 = _checked(a, b, h0, ("a", "b", "h0"), resets, reverse, cu_seqlens, backend, FLOAT_DTYPES + COMPLEX_DTYPES)
@@ -70,10 +68,8 @@ def linear_scan(
         from ostinato.kernels.recurrence import complex
 
         return complex.linear_scan(a, b, h0, cu_seqlens, resets, reverse, backend)
-    if key is not None and a is given[0] and b is given[1] and h0 is given[2]:
-        if len(_PREPARED) >= MOST_PREPARED:
-            _PREPARED.clear()
-        _PREPARED[key] = operators.linear_scan.prepared(*given)  # type: ignore[attr-defined]
+    if tensors is not None and a is given[0] and b is given[1] and h0 is given[2]:
+        _PREPARED.add(lambda: operators.linear_scan.prepared(*given), tensors, reverse, backend)  # type: ignore[attr-defined]
     return operators.linear_scan(a, b, h0, cu_seqlens, resets, reverse, backend)
 
 

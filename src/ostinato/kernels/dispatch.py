@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 from torch import DispatchKey, DispatchKeySet, Tensor
+from torch._C._dynamo.guards import TensorGuards
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from ostinato.kernels import export
 
-MOST_PREPARED = 4096  # signatures of calls that are remembered by whoever has checked them
+_MOST_PREPARED, _MOST_ALIKE = 4096, 8  # calls that are remembered, of first tensors of one shape
 
 Groups = tuple[tuple[int | None, ...], tuple[int, ...]]
 
@@ -46,7 +47,7 @@ def operator(
     ``plain(*args)``, or else the composite, computes the same in PyTorch's own operators, for graphs that are to run
     without this library.
 
-    The function's ``prepared(*args)`` returns what eager calls of this :func:`signature` run: what ``prepare(*args)``
+    The function's ``prepared(*args)`` returns what eager calls that are :class:`Prepared` run: what ``prepare(*args)``
     returns, unless it is None, in place of ``forward``.
 
     ``forward`` may end in ``*tensors``, and then return any number of tensors, if it is said to return a list of them.
@@ -71,7 +72,7 @@ def operator(
         return registered(*args)
 
     def prepared(*args: Any) -> Callable:
-        """What eager calls of arguments with this signature run, given their arguments."""
+        """What eager calls of arguments like these run, given theirs."""
         run = (prepare and prepare(*args)) or forward
         return (lambda *args: apply(*args, run)) if is_differentiated(args) else run
 
@@ -324,20 +325,40 @@ def is_eager(args: Sequence[Any]) -> bool:
     return True
 
 
-def signature(tensors: Sequence[Tensor | None], *others: Any) -> tuple | None:
-    """All that a call depends on but where its tensors lie and what they hold; None unless it :func:`is_eager`."""
-    if _is_watched():
-        return None
-    key: list[Any] = [torch.is_grad_enabled(), *others]
-    for x in tensors:
-        if x is None:
-            key.append(None)
-            continue
-        keys = _dispatch_keys(x).raw_repr() if type(x) in _PLAIN_TYPES else None
-        if keys not in _PLAIN_KEYS:
+class Prepared:
+    """What calls run that are like one that was checked and prepared before: in all but where tensors lie and what they
+    hold."""
+
+    def __init__(self) -> None:
+        self._runs: dict[tuple, list[tuple[Callable, Any]]] = {}
+
+    def find(self, tensors: Sequence[Any], *settings: Any) -> Any:
+        """What was :meth:`add`-ed of tensors like these and these settings, if a call :func:`is_eager`; else None."""
+        if _is_watched():
             return None
-        key += keys, x.get_device(), x.dtype, x.shape, x.stride(), x.requires_grad
-    return tuple(key)
+        for x in tensors:
+            if (
+                type(x) not in _PLAIN_TYPES or x.is_nested
+            ):  # whose strides PyTorch's guards ask for, and end the process
+                return None
+        key = torch.is_grad_enabled(), len(tensors), tensors[0].shape, *settings
+        for is_like, run in self._runs.get(key, ()):
+            if is_like(*tensors):
+                return run
+        return None
+
+    def add(self, make: Callable[[], Any], tensors: Sequence[Tensor], *settings: Any) -> None:
+        """Remember what `make` returns, unless the call is none to be remembered."""
+        if not is_eager(tensors) or len(set(map(id, tensors))) < len(tensors):  # guards take two that are one for none
+            return
+        if len(self._runs) >= _MOST_PREPARED:
+            self._runs.clear()
+        runs = self._runs.setdefault((torch.is_grad_enabled(), len(tensors), tensors[0].shape, *settings), [])
+        if len(runs) >= _MOST_ALIKE:
+            runs.clear()
+        # Types, devices, dtypes, shapes, strides, who requires gradients and the dispatch keys, compared in one call.
+        guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+        runs.append((guards.check, make()))
 
 
 def _is_watched() -> bool:

@@ -13,6 +13,7 @@ from ostinato.kernels.persistent.cpu_entries import SLICE, Entries, backward_ent
 from ostinato.kernels.persistent.cpu_step import BATCH as MOST_OF_A_STEP
 from ostinato.kernels.persistent.cpu_step import DENSEST as DENSEST_STEP
 from ostinato.kernels.persistent.cpu_step import FrozenStep as FrozenStep
+from ostinato.kernels.persistent.cpu_step import StepOfLayers as StepOfLayers
 from ostinato.kernels.persistent.cpu_step import step_of as step_of
 from ostinato.kernels.persistent.masks import derived_from
 from ostinato.kernels.persistent.plan import GATES, Plan, no_kernel

@@ -7,6 +7,7 @@ Python's: all that depends on sizes and masks is prepared.  Dense layers are sha
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -50,12 +51,14 @@ class Work(ctypes.Structure):
 
     _fields_ = integers(
         *("next_piece", "pieces", "group", "batch", "hidden", "inputs", "not_finite"),
-        *("x", "h", "new_h", "c", "output", "projected", "sums"),
+        *("x", "h", "new_h", "c", "new_c", "output", "projected", "sums"),
         *(f"{name}_{matrix}" for matrix in ("ih", "hh") for name in _MATRIX),
     )
 
 
 _WORK = np.dtype(Work)
+
+empty: Any = torch._C._dynamo.guards._empty_strided_cpu  # type: ignore[attr-defined]  # sooner than by the dispatcher
 
 
 @intrinsic(prefer_literal=True)
@@ -142,7 +145,7 @@ def _product(kind, height, many, gates, units, weights, bias, entries, given, ou
 
 @functools.cache
 def _loop(dtype: type, cell: str, kind_ih: str, height_ih: int, kind_hh: str, height_hh: int, packed: bool) -> Any:
-    """`new_h` and `c` hold copies of the state, then the next one.  If `packed`, entries are values and not places."""
+    """Without a c, its addresses are h's.  If `packed`, entries are values and not places."""
     gates, largest, many = GATES[cell], dtype(np.finfo(dtype).max), ROWS
     place = dtype if packed else np.int32
 
@@ -150,7 +153,8 @@ def _loop(dtype: type, cell: str, kind_ih: str, height_ih: int, kind_hh: str, he
     def run(address):
         work = carray(address, 1, _WORK)[0]
         x, h = pointer_to(work.x, dtype), pointer_to(work.h, dtype)
-        new_h, c, output = pointer_to(work.new_h, dtype), pointer_to(work.c, dtype), pointer_to(work.output, dtype)
+        c, new_h, new_c = pointer_to(work.c, dtype), pointer_to(work.new_h, dtype), pointer_to(work.new_c, dtype)
+        output = pointer_to(work.output, dtype)
         projected, sums = pointer_to(work.projected, dtype), pointer_to(work.sums, dtype)
         batch, hidden, inputs, group = work.batch, work.hidden, work.inputs, work.group
         row_ih, row_hh, padded_ih, padded_hh = work.row_ih, work.row_hh, work.padded_ih, work.padded_hh
@@ -178,8 +182,10 @@ def _loop(dtype: type, cell: str, kind_ih: str, height_ih: int, kind_hh: str, he
             _product(kind_hh, height_hh, many, gates, units, weights_hh, bias_hh, entries_hh, given, out)
             for b in range(batch):
                 at = b * hidden
-                arrays = projected, b * row_ih, sums, b * row_hh, new_h, c, at, output, output, at
+                arrays = projected, b * row_ih, sums, b * row_hh, new_h, new_c, at, output, output, at
                 for j in range(begin, end):
+                    new_c[at + j] = c[at + j]
+                    new_h[at + j] = h[at + j]
                     forward_unit(cell, False, j, padded_ih, padded_hh, arrays)
             piece = take_piece(address)
 
@@ -260,14 +266,15 @@ class Step:
         self.rows = gates * hidden  # of weights
         self.scratch = batch * sum(rows)  # numbers that a call needs room for
 
-    def __call__(self, x: int, h: int, new_h: int, c: int, output: int, scratch: int, weights: list[Tensor]) -> bool:
+    def __call__(
+        self, x: int, h: int, c: int, new_h: int, new_c: int, output: int, scratch: int, weights: Sequence[Tensor]
+    ) -> bool:
         """Make the next state; all but the weights, in torch.nn's order, are addresses.
 
-        `new_h` and `c` have the state before.  False where something was not finite, which takes pruned weights too:
-        then nothing is to be used.
+        False where something was not finite, which takes pruned weights too: then nothing is to be used.
         """
         work = Work.from_buffer_copy(self._work)
-        work.x, work.h, work.new_h, work.c, work.output = x, h, new_h, c, output
+        work.x, work.h, work.c, work.new_h, work.new_c, work.output = x, h, c, new_h, new_c, output
         work.projected, work.sums = scratch, scratch + self._sums
         work.weights_ih, work.weights_hh = weights[0].data_ptr(), weights[1].data_ptr()
         if len(weights) == 4:
@@ -297,12 +304,49 @@ class FrozenStep(Step):
         if len(weights) == 4:
             work.bias_ih, work.bias_hh = weights[2].data_ptr(), weights[3].data_ptr()
 
-    def run(self, x: int, h: int, new_h: int, c: int, output: int) -> bool:
-        """As :meth:`Step.__call__`."""
+    def __call__(
+        self, x: int, h: int, c: int, new_h: int, new_c: int, output: int, scratch: int, weights: Sequence[Tensor]
+    ) -> bool:
+        """As a step's; room and weights it has already."""
         work = self._work
         work.next_piece = work.not_finite = 0
-        work.x, work.h, work.new_h, work.c, work.output = x, h, new_h, c, output
+        work.x, work.h, work.c, work.new_h, work.new_c, work.output = x, h, c, new_h, new_c, output
         return self._run(work)
+
+
+class StepOfLayers:
+    """One step through stacked layers, prepared for the shapes of an input and of states."""
+
+    def __init__(self, steps: Sequence[Step], x: Tensor, state_shape: tuple[int, ...], states: int) -> None:
+        hidden = state_shape[-1]
+        self._steps, self._states, self._zero = steps, range(states), x.new_zeros(state_shape)
+        self._width = x.numel() // x.shape[-1] * hidden * x.itemsize  # bytes of a layer's state
+        self._state = state_shape, self._zero.stride(), x.dtype
+        output = x.new_empty((*x.shape[:-1], hidden))
+        self._output = tuple(output.shape), output.stride(), x.dtype
+        self._room = (max(step.scratch for step in steps),), (1,), x.dtype
+
+    def __call__(self, x: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor]) -> Any:
+        """The output and the next states, given a contiguous input and states and all layers' weights.
+
+        None where something was not finite, as of a :class:`Step`.
+        """
+        output, room = empty(*self._output), empty(*self._room)
+        old, new = states or (self._zero,), [empty(*self._state) for _ in self._states]
+        h, c, new_h, new_c = old[0].data_ptr(), old[-1].data_ptr(), new[0].data_ptr(), new[-1].data_ptr()
+        source, target, scratch, size = (
+            x.data_ptr(),
+            output.data_ptr(),
+            room.data_ptr(),
+            len(weights) // len(self._steps),
+        )
+        for layer, step in enumerate(self._steps):
+            own = weights[layer * size : (layer + 1) * size]
+            if not step(source, h, c, new_h, new_c, target, scratch, own):  # the last output stays
+                return None
+            source, width = new_h, self._width
+            h, c, new_h, new_c = h + width, c + width, new_h + width, new_c + width
+        return output, new
 
 
 def _packed(weight: Tensor, mask: Tensor | None, gates: int) -> _Matrix:

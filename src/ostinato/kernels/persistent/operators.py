@@ -102,6 +102,11 @@ def frozen_step(*layer: Any) -> Any:
     return kernels_on(torch.device("cpu")).FrozenStep(*layer)
 
 
+def step_of_layers(*args: Any) -> Any:
+    """Steps, frozen or not, one after the other: of an input, the shape of a state, and how many states there are."""
+    return kernels_on(torch.device("cpu")).StepOfLayers(*args)
+
+
 def can_take(tensors: list[Tensor]) -> bool:
     """Whether the operator can be called: with plain tensors, or under a function transform that wants no tangent."""
     transformed = torch._C._functorch.peek_interpreter_stack() is not None and forward_ad._current_level < 0

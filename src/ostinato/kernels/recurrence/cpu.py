@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ostinato.kernels.numba_loops import NUMPY_DTYPES
 from ostinato.kernels.recurrence import cpu_loops
@@ -181,7 +182,7 @@ def layer_backward(
 
 
 class Step:
-    """One step of a recurrence without parameters, prepared for a number of sequences and channels."""
+    """One step of a layer whose pre-activations are a product, prepared for a number of sequences and channels."""
 
     def __init__(self, recurrence: str, batch: int, hidden: int, dtype: torch.dtype) -> None:
         layout = _Layout(1, batch, 1, hidden)
@@ -194,8 +195,9 @@ class Step:
         rows = {"x_b": gates * hidden, "out0": self._output.data_ptr(), "out_b": hidden}
         self._work = self._work_type(pieces=pieces, groups=groups, **sizes, **rows)
 
-    def __call__(self, pre: Tensor, h: Tensor | None) -> Tensor:
-        """The state after the step, (B, H), of contiguous pre-activations, (B, G*H), and the state before, or zero."""
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor | None) -> Tensor:
+        """The state after the step, of an input, (B, I), and the state before, or zero, as which it is shaped."""
+        pre = F.linear(x, weight, bias)
         state = torch.zeros_like(self._output) if h is None else h.clone(memory_format=torch.contiguous_format)
         work, first = self._work_type.from_buffer_copy(self._work), pre.data_ptr()
         work.state = state.data_ptr()

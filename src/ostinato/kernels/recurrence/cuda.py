@@ -1,14 +1,19 @@
 """Linear recurrences on NVIDIA GPUs: the scan's kernel around an element printed from a trace."""
 
 import functools
-from collections.abc import Sequence
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from ostinato.kernels import nvrtc
 from ostinato.kernels.recurrence.print_cuda import element_name, print_cuda
 from ostinato.kernels.recurrence.trace import parse
 from ostinato.kernels.scan.cuda import (
+    SCALARS,
     Problem,
     Scan,
     Strides,
@@ -18,6 +23,9 @@ from ostinato.kernels.scan.cuda import (
     last_state,
     prepare_scan,
 )
+
+MOST_SEQUENCES, STEP_WARPS = 8, 4  # of a step in one kernel, whose warps keep sums of all sequences; of a block
+MOST_16_BIT_WEIGHTS = 1 << 22  # of a step of more than 4 sequences: beyond, tensor cores are faster
 
 
 def scan(
@@ -163,32 +171,71 @@ def layer(
 
 
 class Step:
-    """One step of a recurrence without parameters, prepared for a number of sequences and channels."""
+    """One step of a layer whose pre-activations are a product, prepared for sizes; of few sequences in one kernel."""
 
-    def __init__(self, recurrence: str, batch: int, hidden: int, dtype: torch.dtype, device: int) -> None:
+    def __init__(self, recurrence: str, batch: int, inputs: int, hidden: int, dtype: torch.dtype, device: int) -> None:
+        self._recurrence, self._sizes, self._dtype, self._device = recurrence, (batch, inputs, hidden), dtype, device
+        self._shape, self._strides = (batch, hidden), (hidden, 1)
         gates = len(parse(recurrence).sequences)
-        layer = (1, batch, gates * hidden), (0, 0), False, 1, None, None
-        self._scan = _prepare_layer(recurrence, False, dtype, device, *layer)
-        self._offsets = range(0, gates * hidden * dtype.itemsize, hidden * dtype.itemsize)
-        self._shape, self._strides, self._dtype, self._device = (batch, hidden), (hidden, 1), dtype, device
+        self._starts: dict[int, Callable[..., None]] = {}  # by the low bits of the addresses
+        self._scan: Scan | None = None
+        large = batch > 4 and dtype.itemsize == 2 and gates * hidden * inputs > MOST_16_BIT_WEIGHTS
+        if batch > MOST_SEQUENCES or large:
+            layer = (1, batch, gates * hidden), (0, 0), False, 1, None, None
+            self._scan = _prepare_layer(recurrence, False, dtype, device, *layer)
 
-    def __call__(self, pre: Tensor, h: Tensor | None) -> Tensor:
-        """The state after the step, of contiguous pre-activations, (B, G*H), and the state before, or zero.
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor | None) -> Tensor:
+        """The state after the step, of an input, (B, I), contiguous weights, and the state before, or zero.
 
         It is shaped as the state before, or (B, H).
         """
         if torch._C._cuda_getDevice() != self._device:
             with torch.cuda.device(self._device):
-                return self(pre, h)
+                return self(x, weight, bias, h)
         if h is None:
             initial, state = 0, empty(self._shape, self._strides, self._dtype)
         else:
             h = h if h.is_contiguous() else h.contiguous()
             initial, state = h.data_ptr(), empty(tuple(h.shape), h.stride(), self._dtype)
-        first = pre.data_ptr()
-        gates = [first + offset for offset in self._offsets]
-        self._scan.launch(pre, (*gates, state.data_ptr(), 0, initial, 0, 0))
+        if self._scan is not None:
+            pre = F.linear(x, weight, bias)
+            gates = _gates(pre, len(self._scan.problem.inputs), self._sizes[-1])
+            self._scan.launch(pre, (*gates, state.data_ptr(), 0, initial, 0, 0))
+            return state
+        x = x if x.is_contiguous() else x.contiguous()
+        of_x, of_weight = x.data_ptr(), weight.data_ptr()
+        low = (of_x | of_weight) & 7
+        start = self._starts.get(low)
+        if start is None:
+            start = self._starts[low] = self._prepare(low)
+        start(of_x, of_weight, 0 if bias is None else bias.data_ptr(), initial, state.data_ptr())
         return state
+
+    def _prepare(self, low: int) -> Callable[..., None]:
+        """What starts the kernel on addresses with these low bits."""
+        batch, inputs, hidden = self._sizes
+        macros = step_macros(self._recurrence, self._dtype, batch, inputs, low)
+        kernel = nvrtc.load_kernel("projected_step", step_source(self._recurrence), macros, self._device)
+        rest = struct.pack("=2i", inputs // dict(macros)["VEC"], hidden)
+        blocks, pack = -(-hidden // STEP_WARPS), struct.Struct("=5Q").pack
+        return kernel.prepared(self._device, blocks, 32 * STEP_WARPS, 0, pack, rest)
+
+
+@functools.cache
+def step_source(recurrence: str) -> str:
+    """The CUDA file of a step."""
+    before, code = nvrtc.source("numeric.cuh", "scan/elements.cuh"), element_of(recurrence, False)[1]
+    return before + code + nvrtc.source("recurrence/projected_step.cu")
+
+
+def step_macros(
+    recurrence: str, dtype: torch.dtype, batch: int, inputs: int, low: int = 0
+) -> tuple[tuple[str, Any], ...]:
+    """The definitions that make it one kernel; `low` are the low bits of the addresses of inputs and weights."""
+    units = 8 // dtype.itemsize | inputs | low // dtype.itemsize
+    element = element_of(recurrence, False)[0]
+    macros = {"ELEMENT": element, "SCALAR": SCALARS[dtype], "VEC": units & -units, "BATCH": batch}
+    return (*macros.items(), ("WARPS", STEP_WARPS))
 
 
 def layer_backward(

@@ -44,15 +44,15 @@ def kernels_on(backend: str, device_type: str) -> Kernels | None:
 
 
 @functools.lru_cache(maxsize=1024)
-def step_of(recurrence: str, batch: int, hidden: int, dtype: torch.dtype, device: int) -> Any:
-    """What makes one step on a GPU, or for -1 on a CPU: ``Step`` of ``cuda.py`` or ``cpu.py``."""
+def step_of(recurrence: str, batch: int, inputs: int, hidden: int, dtype: torch.dtype, device: int) -> Any:
+    """What makes one step of a layer on a GPU, or for -1 on a CPU: ``Step`` of ``cuda.py`` or ``cpu.py``."""
     if device < 0:
         from ostinato.kernels.recurrence import cpu
 
         return cpu.Step(recurrence, batch, hidden, dtype)
     from ostinato.kernels.recurrence import cuda
 
-    return cuda.Step(recurrence, batch, hidden, dtype, device)
+    return cuda.Step(recurrence, batch, inputs, hidden, dtype, device)
 
 
 # layer_scan(pre, bias, h0, offsets, resets, recurrence, batch_first, directions, backend) -> h, h_last
