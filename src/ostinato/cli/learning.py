@@ -33,7 +33,13 @@ Quick = Annotated[bool, Option("--quick", help="A tiny model for a few steps: sh
 
 # For `--quick`.
 TINY_MODEL: dict[str, Any] = {"width": 32, "num_layers": 2}
-TINY_TRAINING: dict[str, Any] = {"batch_size": 4, "chunk_length": 32, "warmup_steps": 5, "held_out_limit": 4096}
+TINY_TRAINING: dict[str, Any] = {
+    "steps": 30,
+    "batch_size": 4,
+    "chunk_length": 32,
+    "warmup_steps": 5,
+    "held_out_limit": 4096,
+}
 
 app = typer.Typer(help="Train on tasks and texts, and draw what is learned.", no_args_is_help=True)
 
@@ -61,15 +67,15 @@ def characters(
     from ostinato.bench.learning.peers import TORCH_LAYERS, with_torch_layers
 
     chosen = [(cell, layer) for cell in _cells(cells) for layer in ("ostinato", "torch.nn")[: 1 + torch_too]]
-    with _Benchmark("characters", json, device) as run:
+    with _Benchmark("characters", json, device, seed, quick, precision) as run:
         sizes = {"width": width, "expansion": expansion, "num_layers": num_layers}
-        chunks = {"batch_size": batch_size, "chunk_length": chunk_length}
+        settings = {"steps": steps, "batch_size": batch_size, "chunk_length": chunk_length}
 
         def fresh_trainer(cell: str, layer: str) -> "Trainer":
             change = with_torch_layers if layer == "torch.nn" else None
-            return _language_trainer(text, cell, steps, seed, quick, run.device, precision, sizes, chunks, change)
+            return run.language_trainer(text, cell, sizes, settings, change)
 
-        run.content |= {"text": text.name, "seed": seed, "runs": []}
+        run.content |= {"text": text.name, "runs": []}
         for cell, layer in chosen:
             if layer == "torch.nn" and cell not in TORCH_LAYERS:
                 continue
@@ -113,10 +119,10 @@ def pruning(
     from ostinato.masks import block_named
 
     kept = [float(part) for part in densities.split(",")]
-    with _Benchmark("pruning", json, device) as run:
+    with _Benchmark("pruning", json, device, seed, quick, precision) as run:
         sizes = {"width": width, "num_layers": num_layers}
-        chunks = {"batch_size": batch_size, "chunk_length": chunk_length}
-        trainer = _language_trainer(text, "lstm", steps, seed, quick, run.device, precision, sizes, chunks)
+        chunks = {"steps": steps, "batch_size": batch_size, "chunk_length": chunk_length}
+        trainer = run.language_trainer(text, "lstm", sizes, chunks)
         run.console.print("dense")
         run.train(trainer, lambda point: None)
         dense, tokens = trainer.model, _tokens(text)[0]
@@ -147,7 +153,6 @@ def pruning(
 
         run.content |= {
             "text": text.name,
-            "seed": seed,
             "fine_tuning": asdict(settings),
             "dense": {
                 **_describe(trainer),
@@ -213,12 +218,11 @@ def copying(
     sequences, test_sequences = (32, 64) if quick else (128, 1024)
     task = SelectiveCopying(items)
     torch.set_float32_matmul_precision("high")  # tf32 on a GPU: the gates and the scan stay in float32
-    with _Benchmark("copying", json, device) as run:
+    with _Benchmark("copying", json, device, seed, quick) as run:
         run.content |= {
             "length": length,
             "items": items,
             "vocab_size": task.vocab_size,
-            "seed": seed,
             "learning_rate": learning_rate,
             "stages": [asdict(stage) for stage in stages],
             "float32_matmul_precision": torch.get_float32_matmul_precision(),
@@ -287,12 +291,11 @@ def bits(
     if not all(depth.isdecimal() and int(depth) > 0 for depth in depths.split(",")):
         raise ValueError(f"depths must be numbers from 1 on, with commas between; got {depths!r}")
     works = [(q, cell, int(depth)) for q in chosen for cell in _cells(cells) for depth in depths.split(",")]
-    with _Benchmark("bits", json, device) as run:
+    with _Benchmark("bits", json, device, seed, quick) as run:
         run.content |= {
             "trained_length": trained,
             "test_lengths": [trained + 1, longest],
             "test_sequences": sequences,
-            "seed": seed,
             "learning_rate": learning_rate,
             "stage": asdict(stage),
             "runs": [],
@@ -357,7 +360,9 @@ def plot(
 class _Benchmark:
     """One command's run: its file, which is written again as the run grows, its plot, and Ctrl-C."""
 
-    def __init__(self, name: str, path: Path | None, device: str) -> None:
+    def __init__(
+        self, name: str, path: Path | None, device: str, seed: int, quick: bool, precision: str = "auto"
+    ) -> None:
         from rich.console import Console
 
         from ostinato.bench.runs import environment, path_for
@@ -369,7 +374,8 @@ class _Benchmark:
         self.path = path_for(path or Path(f"runs/learning-{name}.json"), f"learning-{name}", self.device)
         check_file(self.path)
         self._to_stream = is_stream(self.path)
-        self.content: dict[str, Any] = {"benchmark": f"learning-{name}", **environment(self.device)}
+        self.seed, self.quick, self.precision = seed, quick, precision
+        self.content: dict[str, Any] = {"benchmark": f"learning-{name}", **environment(self.device), "seed": seed}
         self._interruptible = stop_on_interrupt()
         self._interrupted: Callable[[], bool]
 
@@ -405,6 +411,34 @@ class _Benchmark:
 
         show_progress(trainer, self.console, on_point, self._interrupted)
         self.stop_if_interrupted()
+
+    def language_trainer(
+        self,
+        text: Path,
+        cell: str,
+        sizes: dict[str, Any],
+        settings: dict[str, int],
+        change: "Callable[[LanguageModel], LanguageModel] | None" = None,
+    ) -> "Trainer":
+        """For a model of these sizes on a text, tiny and short if quick; the model changed before it is moved."""
+        import torch
+
+        from ostinato.models import LanguageModel
+        from ostinato.training import Trainer, TrainingSettings
+
+        tokens, vocab_size = _tokens(text)
+        if self.quick:
+            sizes, settings = TINY_MODEL, TINY_TRAINING
+        evaluate_every = max(settings["steps"] // 10, 10 if self.quick else 1)
+        torch.manual_seed(self.seed)
+        model = LanguageModel(vocab_size, cell=cell, **sizes)
+        return Trainer(
+            change(model) if change else model,
+            tokens,
+            TrainingSettings(evaluate_every=evaluate_every, seed=self.seed, **settings),
+            device=self.device,
+            precision=self.precision,
+        )
 
     def progress(self) -> "Progress":
         from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
@@ -445,35 +479,6 @@ def _tokens(text: Path) -> "tuple[torch.Tensor, int]":
     corpus = read_corpus(text)
     vocabulary = Vocabulary.of(corpus.text)
     return vocabulary.encode(corpus.text), len(vocabulary)
-
-
-def _language_trainer(
-    text: Path,
-    cell: str,
-    steps: int,
-    seed: int,
-    quick: bool,
-    device: "torch.device",
-    precision: str,
-    sizes: dict[str, Any],
-    chunks: dict[str, int],
-    change: "Callable[[LanguageModel], LanguageModel] | None" = None,
-) -> "Trainer":
-    """For a model of these sizes on chunks of these, both tiny if `quick`; the model changed before it is moved."""
-    import torch
-
-    from ostinato.models import LanguageModel
-    from ostinato.training import Trainer, TrainingSettings
-
-    tokens, vocab_size = _tokens(text)
-    settings = (
-        TrainingSettings(steps=30, evaluate_every=10, seed=seed, **TINY_TRAINING)
-        if quick
-        else TrainingSettings(steps=steps, evaluate_every=max(steps // 10, 1), seed=seed, **chunks)
-    )
-    torch.manual_seed(seed)
-    model = LanguageModel(vocab_size, cell=cell, **(TINY_MODEL if quick else sizes))
-    return Trainer(change(model) if change else model, tokens, settings, device=device, precision=precision)
 
 
 def _describe(trainer: "Trainer") -> dict[str, Any]:

@@ -146,7 +146,7 @@ def _copying(figure: Any, content: dict[str, Any]) -> None:
         axes.set(xlabel=label, ylim=(0, 1.02))
         axes.grid(alpha=0.3)
     figure.axes[0].set_ylabel(f"right tokens at length {content['length']:,}")
-    figure.axes[1].legend(loc="lower right")
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
 
 
 def _bits(figure: Any, content: dict[str, Any]) -> None:
