@@ -471,6 +471,16 @@ def reinforcement(name: str) -> str:
     return table(name, head, rows)
 
 
+def audio(name: str) -> str:
+    """The time of a frame in the example on audio, and the speed beside the first network's."""
+    results = load(name)["results"]
+    rows = []
+    for row in results:
+        microseconds = [f"{1e6 * row[key]:.0f}" for key in ("median", "slow")]
+        rows.append([row["network"], *microseconds, f"{results[0]['median'] / row['median']:.1f}×"])
+    return table(name, ["network", "µs a frame", "99 % below", "speed"], rows)
+
+
 def profile(name: str) -> str:
     """The kernels of a call, the longest first."""
     grid = report.profile(load(name), 6)
@@ -581,6 +591,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "inference-cpu": lambda: recurrences("training-cpu"),
     "exchange": lambda: exchange("exchange-simulated"),
     "reinforcement": lambda: reinforcement("reinforcement-cpu"),
+    "audio": lambda: audio("audio-cpu"),
     "several-gpus": lambda: several_gpus("distributed-gpu"),
     "capacity": lambda: capacities("seeds-capacity-cpu"),
     "bounds-scan": lambda: bounds("scan-gpu"),

@@ -1,5 +1,9 @@
 """Steps one at a time equal the whole sequence, by layers and by the stepper that keeps their state."""
 
+import gc
+import os
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -127,11 +131,12 @@ def modules():
     yield nn.Sequential(nn.Linear(5, 7), nn.ReLU(), ostinato.LSTM(7, 16), ostinato.MinGRU(16, 8), nn.Linear(8, 2))
 
 
+@pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("module", list(modules()), ids=lambda module: type(module).__name__)
-def test_the_stepper_keeps_the_state(module, device):
+def test_the_stepper_keeps_the_state(module, device, frozen):
     module.to(device)
-    stepper, x = ostinato.Stepper(module, 3), torch.randn(6, 3, 5, device=device)
+    stepper, x = ostinato.Stepper(module, 3, frozen=frozen), torch.randn(6, 3, 5, device=device)
     with torch.no_grad():
         whole = x
         for part in module if isinstance(module, nn.Sequential) else [module]:
@@ -152,12 +157,13 @@ def test_the_stepper_keeps_the_state(module, device):
     assert not y.requires_grad
 
 
+@pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("cell", ["mingru", "lstm"])
-def test_language_models(cell):
+def test_language_models(cell, frozen):
     torch.manual_seed(0)
     model = LanguageModel(11, width=8, num_layers=2, cell=cell, dropout=0.0)
     tokens = torch.randint(11, (3, 6))
-    stepper, whole = ostinato.Stepper(model, 3), model(tokens)[0]
+    stepper, whole = ostinato.Stepper(model, 3, frozen=frozen), model(tokens)[0]
     for t in range(6):
         torch.testing.assert_close(stepper(tokens[:, t]), whole[:, t], rtol=0, atol=1e-5)
     mask = torch.tensor([False, True, False])
@@ -202,6 +208,84 @@ def test_a_frozen_stepper_has_weights_of_its_own(cell, block, batch):
     x[0, 0, 1] = torch.inf  # pruned weights take it too
     expected = layer.__class__.forward(frozen._module, x[:1])[0][0]
     torch.testing.assert_close(frozen(x[0])[0], expected[0], rtol=0, atol=2e-6, equal_nan=True)
+
+
+class Network(nn.Module):
+    """Much that a step may do: views, parts, changes in place, and states that move to another's place or come out."""
+
+    def __init__(self, decide=lambda y, last: last):
+        super().__init__()
+        self.linear, self.gru, self.torchs, self.decide = nn.Linear(6, 8), ostinato.GRU(8, 8), nn.GRU(8, 8, 2), decide
+
+    def initial_state(self, batch_size):
+        shapes = (batch_size, 3), (batch_size, 3), (1, batch_size, 8), (2, batch_size, 8)
+        return [self.linear.weight.new_zeros(shape) for shape in shapes]
+
+    def step(self, x, state):
+        last, before, h, h2 = state
+        y, h = self.gru.step(torch.relu_(self.linear(torch.cat([last, before], 1))), h)
+        z, h2 = self.torchs(y[None], h2)
+        first, second = (z[0] + torch.full_like(y, 0.5)).chunk(2, 1)
+        y = nn.functional.layer_norm(first, (4,)).mul(second.softmax(1)).clamp_(-1, 1)
+        return self.decide(y, last), [x + y[:, :3], last, h, h2]
+
+
+def stepped(network, x):
+    """Its outputs and last state, without a stepper."""
+    state, outputs = network.initial_state(x.shape[1]), []
+    with torch.no_grad():
+        for x_t in x:
+            y, state = network.step(x_t, state)
+            outputs.append(y)
+    return torch.stack(outputs), state
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_step_is_recorded_and_repeated(device):
+    torch.manual_seed(0)
+    network, x = Network().to(device), torch.randn(7, 2, 3, device=device)
+    stepper, (expected, last) = ostinato.Stepper(network, 2, frozen=True), stepped(network, x)
+    outputs = [stepper(x_t) for x_t in x]
+    assert stepper._replay is not None
+    for ours, right in zip((torch.stack(outputs), *stepper.state), (expected, *last), strict=True):
+        torch.testing.assert_close(ours, right, rtol=0, atol=0 if device == "cpu" else 1e-6)
+    with pytest.raises(ValueError, match=r"first step, \(2, 3\) of torch.float32; got \(2, 1\) of torch.float32"):
+        stepper(x[0, :, :1])
+
+
+@pytest.mark.parametrize(
+    "decide",
+    [
+        lambda y, _: -y if y.sum() > 0 else y,
+        lambda y, _: y[y > 0].sum()[None],
+        lambda y, _: y * y.abs().max().item(),
+    ],
+)
+def test_a_step_that_looks_at_values_is_not_recorded(decide):
+    torch.manual_seed(0)
+    network, x = Network(decide), torch.randn(7, 2, 3)
+    stepper, (expected, _) = ostinato.Stepper(network, 2, frozen=True), stepped(network, x)
+    for x_t, right in zip(x, expected, strict=True):
+        assert torch.equal(stepper(x_t), right)
+    assert stepper._replay is None
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_memory_does_not_grow_with_steps(frozen, device):
+    layer = nn.Sequential(nn.Linear(5, 16), ostinato.GRU(16, 16, 2)).to(device)
+    stepper, x = ostinato.Stepper(layer, 1, frozen=frozen), torch.randn(1, 5, device=device)
+
+    def used_after(steps):
+        for _ in range(steps):
+            stepper(x)
+        gc.collect()
+        resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return resident, torch.cuda.memory_allocated() if device == "cuda" else 0
+
+    before, after = used_after(2_000), used_after(100_000)
+    assert after[0] - before[0] < 1 << 20
+    assert after[1] == before[1]
 
 
 def test_bad_input_is_refused():

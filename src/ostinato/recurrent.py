@@ -3,6 +3,7 @@
 import functools
 import operator
 import warnings
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -26,6 +27,7 @@ from ostinato.kernels.persistent.plan import Plan
 from ostinato.kernels.persistent.reference import previous
 from ostinato.kernels.streams import beside
 from ostinato.masks import keep_pruned, mask_name, mask_of, masked
+from ostinato.replay import recording
 from ostinato.scan import check_batch_sizes
 
 Hidden = Tensor | tuple[Tensor, Tensor]
@@ -89,6 +91,8 @@ class _Recurrent(nn.RNNBase):
             >>> torch.allclose(y, layer(x)[0][-1], atol=1e-6)
             True
         """
+        if (recorder := recording()) is not None:
+            return recorder.call(self.step, x, state, prepare=functools.partial(self._repeat_frozen, x, state))
         result = self._step(x, state, x.dim() if isinstance(x, Tensor) else 0)
         if result is not None:
             return result
@@ -394,6 +398,22 @@ class _Recurrent(nn.RNNBase):
             return None
         output, new = result
         return output, tuple(new) if self.mode == "LSTM" else new[0]
+
+    def _repeat_frozen(self, x: Tensor, state: Any, result: tuple[Tensor, Any]) -> Callable[[], None] | None:
+        """What makes a step from and into the same memory again, if the weights stay as they are."""
+        states, (output, after) = _states(state), result
+        new, run = _states(after), self._frozen and self._frozen.find([x, *states])
+        if not run:
+            return None
+
+        def repeat() -> None:
+            if run.into(output, new, x, states, ()):
+                return
+            y, right = self.step(x, state)  # something is not finite
+            for own, other in zip((output, *new), (y, *_states(right)), strict=True):
+                own.copy_(other)
+
+        return repeat
 
     def _freeze_step(self, x: Tensor, states: list[Tensor], batch: int) -> None:
         """Prepare :meth:`_step_frozen` for an input and states like these."""

@@ -1,6 +1,7 @@
 """One time step a call, with the state kept inside: environments, microphones, text."""
 
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -8,13 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from ostinato.recurrent import GRU, LSTM, RNN
+from ostinato.replay import Recorder, Unrepeatable
 
 
 class Stepper:
     """Runs a module one time step a call and keeps its state: ``y = stepper(x)``.
 
     On a GPU a step is one captured CUDA graph, replayed: the launches of its kernels would take longer than they do.
-    On other devices it is ``module.step``.  No gradients are taken.
+    On a CPU a frozen module's is likewise the list of what its first step called, and any other device's, or module's
+    is ``module.step``.  No gradients are taken.
 
     Args:
         module: RNN, GRU, LSTM, MinGRU or MinLSTM; a :class:`ostinato.models.LanguageModel`, whose inputs are tokens;
@@ -24,7 +27,8 @@ class Stepper:
             ``module.training`` nor parameters put in the place of others: then make a new stepper.
         batch_size: sequences a step, B.
         frozen: take a copy of the module, whose weights stay as they are now.  On CPUs the kept weights of pruned
-            layers are then packed once, and a step costs less.
+            layers are then packed once, and PyTorch's operators are called without the module's Python between them:
+            what that decides, it decides once, unless it looks at values.
 
     Raises:
         TypeError: a module without ``step``, or a mask that is no tensor of bool.
@@ -60,6 +64,7 @@ class Stepper:
         ]
         self._state = _mapped(Tensor.clone, self._first)
         self._replay: Callable[[Tensor], Tensor] | None = None
+        self._repeats = frozen  # on CPUs
 
     @torch.no_grad()
     def __call__(self, x: Tensor) -> Tensor:
@@ -69,9 +74,11 @@ class Stepper:
             raise ValueError(f"x must have {self.batch_size} rows, one a sequence; got {got}")
         if self._replay is not None:
             return self._replay(x)
-        if x.is_cuda:
-            self._replay = self._captured(x)
+        if x.is_cuda or (x.is_cpu and self._repeats):
+            self._replay = self._captured(x) if x.is_cuda else self._recorded(x)
+        if self._replay is not None:
             return self._replay(x)
+        self._repeats = False
         y, self._state = _step(self._module, x, self._state)
         return y
 
@@ -114,16 +121,31 @@ class Stepper:
         torch.cuda.current_stream(x.device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(x.device), torch.cuda.graph(graph):
-            y, after = _step(module, given, state)
-            for kept, new in zip(_tensors(state), _tensors(after), strict=True):
-                kept.copy_(new)
+            y = _advance(module, given, state)
+        return functools.partial(_replayed, graph.replay, given, y)
 
-        def replay(x: Tensor) -> Tensor:
-            given.copy_(x)
-            graph.replay()
-            return y.clone()
+    def _recorded(self, x: Tensor) -> Callable[[Tensor], Tensor] | None:
+        """The same on a CPU; None of a module that decides by values."""
+        given, module, state = x.clone(), self._module, self._state
+        _advance(module, given, _mapped(Tensor.clone, state))  # compiles, packs and chooses
+        before, recorder = _mapped(Tensor.clone, state), Recorder()
+        try:
+            with recorder:
+                y = _advance(module, given, state)
+        except Unrepeatable:
+            return None
+        for kept, old in zip(_tensors(state), _tensors(before), strict=True):
+            kept.copy_(old)
+        return functools.partial(_replayed, recorder.repeat, given, y)
 
-        return replay
+
+def _replayed(replay: Callable[[], None], given: Tensor, y: Tensor, x: Tensor) -> Tensor:
+    if x.shape != given.shape or x.dtype != given.dtype:
+        first, got = (f"{tuple(tensor.shape)} of {tensor.dtype}" for tensor in (given, x))
+        raise ValueError(f"x must be as at the first step, {first}; got {got}")
+    given.copy_(x)
+    replay()
+    return y.clone()
 
 
 def _initial_state(module: Any, batch_size: int) -> Any:
@@ -143,6 +165,17 @@ def _step(module: Any, x: Tensor, state: Any) -> tuple[Tensor, Any]:
         x, new = (part(x), None) if own is None else part.step(x, own)
         after.append(new)
     return x, after
+
+
+def _advance(module: Any, x: Tensor, state: Any) -> Tensor:
+    """The output of a step, after which the state's own memory holds the next one."""
+    y, after = _step(module, x, state)
+    own = {kept.untyped_storage().data_ptr() for kept in _tensors(state)}
+    # A state may move to another's place, and be an output: copies, before anything is overwritten.
+    y, *new = (x.clone() if x.untyped_storage().data_ptr() in own else x for x in (y, *_tensors(after)))
+    for kept, value in zip(_tensors(state), new, strict=True):
+        kept.copy_(value)
+    return y
 
 
 def _tensors(state: Any) -> Iterator[Tensor]:

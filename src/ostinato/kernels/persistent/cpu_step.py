@@ -183,9 +183,10 @@ def _loop(dtype: type, cell: str, kind_ih: str, height_ih: int, kind_hh: str, he
             for b in range(batch):
                 at = b * hidden
                 arrays = projected, b * row_ih, sums, b * row_hh, new_h, new_c, at, output, output, at
-                for j in range(begin, end):
+                for j in range(begin, end):  # by itself, or the gates would not be vectorised
                     new_c[at + j] = c[at + j]
                     new_h[at + j] = h[at + j]
+                for j in range(begin, end):
                     forward_unit(cell, False, j, padded_ih, padded_hh, arrays)
             piece = take_piece(address)
 
@@ -331,8 +332,19 @@ class StepOfLayers:
 
         None where something was not finite, as of a :class:`Step`.
         """
-        output, room = empty(*self._output), empty(*self._room)
-        old, new = states or (self._zero,), [empty(*self._state) for _ in self._states]
+        output, new = empty(*self._output), [empty(*self._state) for _ in self._states]
+        return (output, new) if self.into(output, new, x, states, weights) else None
+
+    def into(
+        self,
+        output: Tensor,
+        new: Sequence[Tensor],
+        x: Tensor,
+        states: Sequence[Tensor],
+        weights: Sequence[Tensor],
+    ) -> bool:
+        """The same into the memory of the results; False where something was not finite."""
+        old, room = states or (self._zero,), empty(*self._room)
         h, c, new_h, new_c = old[0].data_ptr(), old[-1].data_ptr(), new[0].data_ptr(), new[-1].data_ptr()
         source, target, scratch, size = (
             x.data_ptr(),
@@ -343,10 +355,10 @@ class StepOfLayers:
         for layer, step in enumerate(self._steps):
             own = weights[layer * size : (layer + 1) * size]
             if not step(source, h, c, new_h, new_c, target, scratch, own):  # the last output stays
-                return None
+                return False
             source, width = new_h, self._width
             h, c, new_h, new_c = h + width, c + width, new_h + width, new_c + width
-        return output, new
+        return True
 
 
 def _packed(weight: Tensor, mask: Tensor | None, gates: int) -> _Matrix:
