@@ -65,7 +65,7 @@ class Job:
         self.world = distributed.group.WORLD
         self.scale = scale  # shifts sizes to the right
 
-    def seconds(self, call: Callable[[], object], runs: int = 5) -> float:
+    def seconds(self, call: Callable[[], object], runs: int = 15) -> float:
         """The median of several calls, each as long as its slowest process, after two that do not count."""
         times = []
         for number in range(runs + 2):

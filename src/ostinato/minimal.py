@@ -265,13 +265,12 @@ class _MinimalLayers(DiagonalLayers):
             found = operators.projected_scan(x, weight, bias, h0, recurrence, batch_first, self.backend)
             if found is not None:
                 return found
-        pre = linear(x, weight)
         if self.sequence_group is not None:
             from ostinato import distributed
 
-            h0 = None if h0 is None else h0.to(pre.dtype)
             settings = self.cell, self.candidate, batch_first, self.backend
-            return distributed.minimal_scan(pre, bias, h0, *settings, group=self.sequence_group)
+            return distributed.minimal_layer(x, weight, bias, h0, *settings, group=self.sequence_group)
+        pre = linear(x, weight)
         resets = None if resets is None else self._of_directions(resets, offsets, batch_first)
         return self._scan(pre, bias, h0, offsets, resets, batch_first)
 

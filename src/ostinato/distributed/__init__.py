@@ -23,12 +23,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from ostinato import scan
+from ostinato.distributed import seam
 from ostinato.distributed.exchange import Gathered, Shared
 from ostinato.distributed.packed import PackedSeam
 from ostinato.distributed.seam import Seam
-from ostinato.distributed.steps import General, Linear, Logarithmic, Minimal
-from ostinato.kernels.recurrence.operators import layer_scan
-from ostinato.minimal import recurrence_of
+from ostinato.distributed.steps import General, Linear, Logarithmic, Minimal, ends
+from ostinato.kernels.gemm import linear
 from ostinato.recurrence import Recurrence
 
 
@@ -156,8 +156,9 @@ def run(
     return _seam(steps, group, cu_seqlens).run(None if h0 is None else h0.to(dtype))
 
 
-def minimal_scan(
-    pre: Tensor,
+def minimal_layer(
+    x: Tensor,
+    weight: Tensor,
     bias: Tensor | None,
     h0: Tensor | None,
     cell: str,
@@ -167,12 +168,18 @@ def minimal_scan(
     *,
     group: ProcessGroup,
 ) -> tuple[Tensor, Tensor]:
-    """As ``layer_scan`` of a minimal cell in one direction, of a part of ``pre``; h0 and h_last are (1, B, H)."""
-    if group.size() == 1:
-        recurrence = recurrence_of(cell, candidate, bias is not None)
-        return layer_scan(pre, bias, h0, None, None, recurrence, batch_first, 1, backend)
-    steps = Minimal(pre, bias, cell, candidate, batch_first, backend)
-    h, h_last = Seam(steps, group).run(None if h0 is None else h0[0])
+    """A minimal cell in one direction over a part of ``x``; h0 and h_last are (1, B, H)."""
+
+    def steps(x: Tensor) -> Minimal:
+        return Minimal(linear(x, weight), bias, cell, candidate, batch_first, backend)
+
+    time, forgets = 1 if batch_first else 0, None
+    if group.size() > 1 and seam.may_ask(x.shape[time], x.device):
+        with torch.no_grad():  # asked before the large product, behind which the host then has time for all else
+            forgets = steps(ends(x, time, seam.FIRST_REACH)).ask_whether_forgotten()
+    part = steps(x)
+    start = None if h0 is None else h0[0].to(part.dtype)
+    h, h_last = part.run(start) if group.size() == 1 else Seam(part, group, forgets).run(start)
     return h, h_last[None]
 
 

@@ -23,8 +23,9 @@ Gradients = tuple[Tensor | None, ...]
 class Seam:
     """Of a part that every row of the batch enters, and leaves."""
 
-    def __init__(self, steps: Linear, group: ProcessGroup) -> None:
-        self.steps, self.group, self.rank = steps, group, group.rank()
+    def __init__(self, steps: Linear, group: ProcessGroup, forgets: Callable[[], bool] | None = None) -> None:
+        """``forgets`` says whether the part does within FIRST_REACH, if that has been asked before."""
+        self.steps, self.group, self.rank, self.forgets = steps, group, group.rank(), forgets
         self.sequences = steps.batch
         self.head = self.tail = slice(0, steps.number)  # steps of the sequence that enters, and of the one that leaves
         self.reach = 0
@@ -91,12 +92,14 @@ class Seam:
     def find_reach(self) -> int:
         """Within how many steps a state is forgotten that enters from either end; 0 if not in few."""
         steps, reach = self.steps, FIRST_REACH
-        if not steps.forgets or (steps.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-            return 0  # a captured graph cannot ask
+        forgets, self.forgets = self.forgets, None
+        if not (steps.forgets and may_ask(steps.number, steps.device)):
+            return 0
         while reach <= min(steps.number * LONGEST_REACH, steps.most_at_once):
-            if steps.ends(reach).forget_all():
+            forgets = forgets or steps.ends(reach).ask_whether_forgotten()
+            if forgets():
                 return reach
-            reach *= GROWTH
+            forgets, reach = None, reach * GROWTH
         return 0
 
     def ends(self) -> tuple[slice, slice]:
@@ -233,3 +236,9 @@ class _InParts(torch.autograd.Function):
             return None, *(next(grads) if x is not None and x.requires_grad else None for x in (h0, *inputs))
         grad_h0, *of_inputs = seam.backward(h0, h, entering, grad_h, grad_last)
         return None, None if h0 is None else grad_h0, *of_inputs
+
+
+def may_ask(steps: int, device: torch.device) -> bool:
+    """Whether so many steps are enough to ask whether they forget; a CUDA graph that is being captured cannot."""
+    captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return steps * LONGEST_REACH >= FIRST_REACH and not captured

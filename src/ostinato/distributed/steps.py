@@ -54,7 +54,7 @@ class Linear:
 
     def ends(self, number: int) -> Self:
         """The first and the last steps, as (2, B, number, D)."""
-        return self.cut(lambda x, time: _ends(x, time, number))
+        return self.cut(lambda x, time: ends(x, time, number))
 
     def run(self, h0: Tensor | None) -> tuple[Tensor, Tensor]:
         """The scan itself: h and the last state."""
@@ -110,14 +110,22 @@ class Linear:
         back = (None, None, not self.reverse, self.backend)
         return operators.linear_scan(a, nothing, one, *back)[1], operators.linear_scan(a, a * b, None, *back)[1]
 
-    def forget_all(self) -> bool:
-        """Whether the product of the coefficients over time is zero in their dtype.
-
-        The host waits for the answer, so this is as few operations as can be.
-        """
+    def ask_whether_forgotten(self) -> Callable[[], bool]:
+        """What says, and waits till it can, whether the coefficients' product over time is zero in their dtype."""
         a = zeroed(self.coefficients()[0], self.resets)
         numbers = torch.finfo(a.dtype)
-        return a.abs().log().sum(-2).amax().item() < math.log(numbers.tiny) + math.log(numbers.eps)
+        zero = math.log(numbers.tiny) + math.log(numbers.eps)
+        largest = a.abs().log().sum(-2).amax()
+        if not largest.is_cuda:
+            return lambda: largest.item() < zero
+        told, done = largest.to("cpu", non_blocking=True), torch.cuda.Event()
+        done.record()
+
+        def answer() -> bool:
+            done.synchronize()  # and not what has been launched since
+            return told.item() < zero
+
+        return answer
 
     @property
     def has_kernel(self) -> bool:
@@ -197,7 +205,7 @@ class Minimal(Linear):
         self.function, self.time = RECURRENCES[cell][candidate].function, 1 if batch_first else 0
         self.settings = recurrence_of(cell, candidate, bias is not None), batch_first, 1, backend
         self.resets, self.reverse, self.backend = None, False, backend
-        self.batch, self.number, gates = pre.shape if batch_first else (pre.shape[1], pre.shape[0], pre.shape[2])
+        self.batch, self.number, gates = self.by_batch(pre).shape[-3:]
         self.channels = gates // GATES[cell]
         self.dtype, self.device = pre.dtype, pre.device
 
@@ -254,8 +262,8 @@ class General(Linear):
         return a.expand(shape), b.expand(shape)
 
 
-def _ends(x: Tensor, time: int, number: int) -> Tensor:
-    """The first steps, and the last, without a copy."""
+def ends(x: Tensor, time: int, number: int) -> Tensor:
+    """The first steps, and the last, (2, ...), without a copy."""
     shape, strides = list(x.shape), x.stride()
     between = (shape[time] - number) * strides[time]
     shape[time] = number
