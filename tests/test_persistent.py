@@ -128,9 +128,12 @@ def double(x):
 
 
 def errors(found, expected):
-    """Of all results that both have: of a GRU a kernel may keep what the reference has no use for."""
+    """Of all results that both have: of a GRU a kernel may keep what the reference has no use for.
+
+    They are relative, but for a result of one or a few numbers that have nearly cancelled each other.
+    """
     pairs = [(x, y) for x, y in zip(found, expected, strict=True) if x is not None and y is not None]
-    return [float((x.double() - y).norm() / y.norm().clamp(min=1e-30)) for x, y in pairs]
+    return [float((x.double() - y).norm() / y.norm().clamp(min=0.1)) for x, y in pairs]
 
 
 @pytest.fixture
@@ -530,13 +533,16 @@ def test_streams_graph_and_a_wait_given_up():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(16))
 def test_random_layers(seed):
-    """A tenth of OSTINATO_RANDOM_RUNS short runs forward and backward, 40 for each random layer."""
+    """A sixteenth of OSTINATO_RANDOM_RUNS short runs forward and backward, of one to six random layers."""
+    runs = int(os.environ.get("OSTINATO_RANDOM_RUNS", "400")) // 16
+    of_a_layer = -(-runs // max(1, min(6, runs // 25)))
     draw = random.Random(seed)
     torch.manual_seed(seed)
     random.seed(seed)
-    for _ in range(max(1, int(os.environ.get("OSTINATO_RANDOM_RUNS", "400")) // 400)):
+    done = 0
+    while done < runs:
         path = draw.choice(("dense", "dense", "block", "sparse"))
         hidden, batch = int(2 ** draw.uniform(0, 10.5)), int(2 ** draw.uniform(0, 6))
         layer = path, draw.choice(CELLS), hidden, batch, draw.choice((f16, bf16, f32))
@@ -546,7 +552,7 @@ def test_random_layers(seed):
             case = Case(*layer)
         except ValueError:  # no geometry fits
             continue
-        for _ in range(40):
+        for _ in range(of_a_layer):
             size, reverse = draw.randint(1, 64), draw.random() < 0.5
             shape = draw.randint(1, 8), size, draw.random() < 0.7, draw.random() < 0.4
             inputs = case.inputs(*shape, resets=draw.choice((0.0, 0.3)))
@@ -555,3 +561,4 @@ def test_random_layers(seed):
             worst = max(errors(found, case.both(inputs, gradients, reverse, reference, double)))
             assert worst < TOLERANCE[case.dtype], (layer, size, reverse, worst)
         case.check()
+        done += of_a_layer

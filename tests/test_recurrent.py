@@ -1044,6 +1044,24 @@ def test_gpu_changed_weights_are_noticed(change):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("path", ["dense", "block", "sparse"])
+def test_gpu_pruned_weights_count_as_zero_whatever_they_are(path):
+    torch.manual_seed(0)
+    layer = pruned("GRU", 5, 64, num_layers=2, device="cuda")
+    layer._path = path
+    x, hx = inputs(layer, 4, device="cuda")
+    assert layer.plan(4).path == path
+    with torch.no_grad():
+        expected = layer(x, hx)
+        assert_same(expected, twin(layer)(x, hx), 1e-3)
+    for name in ("weight_hh_l0", "weight_hh_l1"):
+        getattr(layer, name).data.masked_fill_(~getattr(layer, name.replace("weight", "mask")), torch.nan)
+    with torch.no_grad():
+        assert_same(layer(x, hx), expected, 0)
+    assert_same(layer(x, hx), expected, 1e-5)  # for gradients other kernels may be chosen
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("error", [MemoryError, RuntimeError])
 def test_gpu_runs_torchs_kernels_when_ours_cannot_be_made(monkeypatch, error):
     def fail(*_):

@@ -60,10 +60,11 @@ class _Recurrent(nn.RNNBase):
                 return result
             if 0 < steps < least_steps(input.device.type):
                 return self._forward_torch(input, hx, self._weights())
-        weights, states = self._weights(), _states(hx)
-        call = self._kernels_for(input, states, weights, resets)
+        states = _states(hx)
+        call = self._kernels_for(input, states, self._unmasked_weights(), resets)
         if call is not None:
-            return self._forward_kernels(input, states, weights, resets, *call)
+            return self._forward_kernels(input, states, resets, *call)
+        weights = self._weights()
         if resets is None or not resets.numel():
             return self._forward_torch(input, hx, weights)
         return self._forward_torch_by_episodes(input, hx, weights, resets)
@@ -175,12 +176,12 @@ class _Recurrent(nn.RNNBase):
         own: Any = self._parameters  # found faster than through the module, which knows parametrized ones too
         return [own[name] if name in own else getattr(self, name) for name in self._flat_weights_names]
 
-    def _weights(self) -> list[Tensor]:
-        """All parameters in torch.nn's order, zero where they are pruned."""
+    def _weights(self, recurrent: bool = True) -> list[Tensor]:
+        """All parameters in torch.nn's order, zero where they are pruned; the `recurrent` ones only if so."""
         weights = self._unmasked_weights()
         if self._buffers:
             for i, name in enumerate(self._flat_weights_names):
-                if mask_name(name) in self._buffers:
+                if mask_name(name) in self._buffers and (recurrent or "_hh_" not in name):
                     weights[i] = masked(self, name)
         return weights
 
@@ -252,7 +253,6 @@ class _Recurrent(nn.RNNBase):
         self,
         input: Any,
         states: list[Tensor],
-        weights: list[Tensor],
         resets: Tensor | None,
         batch: int,
         steps: int,
@@ -261,6 +261,7 @@ class _Recurrent(nn.RNNBase):
     ) -> tuple[Any, Any]:
         """As ``torch.nn``'s forward, one layer and direction after another."""
         x, batch_sizes, order, places = input if isinstance(input, PackedSequence) else (input, None, None, None)
+        weights = self._weights(recurrent=training or not x.is_cuda or torch.compiler.is_compiling())
         unbatched = batch_sizes is None and x.dim() == 2
         swapped = batch_sizes is None and self._is_swapped(x)
         offsets = None

@@ -113,6 +113,7 @@ def can_take(tensors: list[Tensor]) -> bool:
     return transformed or is_eager(tensors)
 
 
+# On a GPU weight_hh may be any number where mask_hh is False, unless it is trained.
 # recurrent_layer(x, h0, c0, weight_ih, weight_hh, bias_ih, bias_hh, mask_hh, offsets, resets, batch, cell, reverse,
 # training, path, directions) -> output, h_n, c_n, and what is kept for the backward, c and the gates' arguments; empty
 # where there is none
@@ -162,6 +163,8 @@ def _recurrent_layer(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     how = training, path, directions, resets is not None
     kernels, plan = _choose(x, mask_hh, offsets, batch, cell, weight_hh.shape[1], *how)
+    if mask_hh is not None and x.is_cuda and not training and plan.path not in ("block", "sparse"):
+        weight_hh = torch.where(mask_hh, weight_hh, 0.0)  # which these kernels need not, as they look weights up
     projected = linear(x, weight_ih, bias_ih)
     args = projected, h0, c0, weight_hh, bias_hh, mask_hh, offsets, resets, batch, cell, reverse, plan, training
     output, h_n, c_n, c = kernels.forward(*args)
