@@ -402,11 +402,11 @@ def exchange(name: str) -> str:
         f"{1e6 * inside['latency']:g} µs inside a machine",
         f"{1e6 * between['latency']:g} µs and {between['rate'] / 1e9:g} GB/s between two",
     ]
-    assumed.append(f"{1e3 * given['host_seconds']:g} ms a call on the host")
     return (
         f"{Grid([*head, 'log-step, µs', 'forward, of linear'], rows).markdown()}\n"
         f"Simulated. Measured: {1e6 * given['exchange_seconds']:g} µs for an exchange of a few bytes between two H200, "
-        f"{inside['rate'] / 1e9:g} GB/s that each of four receives in a large one, and the memory's rate, "
+        f"{inside['rate'] / 1e9:g} GB/s that each of four receives in a large one, "
+        f"{1e3 * given['host_seconds']:g} ms a call on the host, and the memory's rate, "
         f"{given['memory_rate'] / 1e12:g} TB/s. Assumed: {', '.join(assumed)}. "
         f"`benchmarks/results/{name}.json`.\n"
     )
