@@ -183,14 +183,6 @@ def ablation(name: str) -> str:
     return table(name, head, rows, "–: that kernel has no such thing.")
 
 
-def capacities(name: str) -> str:
-    """The largest hidden size on the chip, by the kernels' plans."""
-    sizes: dict[str, list[str]] = {}
-    for row in load(name)["results"]:
-        sizes.setdefault(capacity.shape_name(row), []).append(f"{row['hidden_size']:,}")
-    return table(name, ["weights kept", *capacity.CELLS], [[kept, *row] for kept, row in sizes.items()])
-
-
 def calls(name: str, *of: str) -> str:
     """Of the calls whose names begin alike."""
     return shown(name, report.calls([r for r in load(name)["results"] if r["workload"]["name"].startswith(of)]))
@@ -593,7 +585,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "reinforcement": lambda: reinforcement("reinforcement-cpu"),
     "audio": lambda: audio("audio-cpu"),
     "several-gpus": lambda: several_gpus("distributed-gpu"),
-    "capacity": lambda: capacities("seeds-capacity-cpu"),
+    "capacity": lambda: shown("seeds-capacity-cpu", capacity.table(load("seeds-capacity-cpu")["results"])),
     "bounds-scan": lambda: bounds("scan-gpu"),
     "bounds-layer": lambda: bounds("layer-gpu"),
     "profile": lambda: profile("profile-mingru-gpu"),

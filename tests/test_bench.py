@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 from ostinato.bench import calls, capacity, check, measure, peers, plots, profile, report, runs, shapes, sweeps, warm
-from ostinato.bench.workloads import OURS, Equation, Layer, ParaLayer, Recurrence, Run, Scan, Training
+from ostinato.bench.workloads import OURS, Equation, Layer, ParaLayer, Recurrence, Run, Scan, Training, Unavailable
 from ostinato.cli.bench import app as bench_app
 
 CPU = torch.device("cpu")
@@ -325,7 +325,7 @@ def test_the_rest_is_measured_where_a_result_is_wrong(monkeypatch, tmp_path):
         return dataclasses.replace(good, call=lambda: calls.append(1) or (good.call() if len(calls) < 2 else _fail()))
 
     monkeypatch.setitem(peers.CONTESTANTS["mingru"], OURS, late)
-    content = measured(small_lengths(), 10)
+    content = measured(small_lengths())
     assert [message.split(": ", 1)[1] for message in content["wrong"]] == ["failed: RuntimeError: no such luck"] * 2
     assert content["lines"] == {}
 
@@ -400,12 +400,6 @@ def test_a_kernel_can_be_asked_for():
     assert choose_geometry(*layer[:4], None, None, capacity.H100, path="sparse").path == "steps"
 
 
-def test_a_contestant_left_out_is_named_with_the_reason():
-    (record, _) = measure.measure(MINGRU, CPU, 0.01, {"torch.nn.GRU": "too slow"})
-    assert record["contestants"]["torch.nn.GRU"] == {"unavailable": "too slow"}
-    assert record["contestants"][OURS]["seconds"] > 0
-
-
 def test_a_slow_call_is_timed_once(monkeypatch):
     monkeypatch.setattr(measure, "SLOW", 0)
     calls = []
@@ -431,14 +425,14 @@ def small_lengths():
     return sweeps.lengths_sweep("mingru", 16, (8, 32))
 
 
-def measured(sweep, longest):
+def measured(sweep):
     """As its table shows it: from what its file holds."""
-    run = json.loads(json.dumps(sweeps.measure_sweep(sweep, [CPU], 0.01, longest)))
+    run = json.loads(json.dumps(sweeps.measure_sweep(sweep, [CPU], 0.01)))
     return sweeps.shown(sweep, run)
 
 
 def test_a_sweep_becomes_lines_and_ratios():
-    content = measured(small_lengths(), 10)
+    content = measured(small_lengths())
     loop, scan = (content["lines"][f"MinGRU, {way}, CPU"]["points"] for way in ("time loop", "scan"))
     assert [point["x"] for point in scan] == [8, 32]
     for record, point in zip(content["results"], scan, strict=True):
@@ -453,7 +447,7 @@ def test_a_sweep_becomes_lines_and_ratios():
     ratio = content["ratios"][0]
     assert ratio["name"] == "CPU: time loop / scan"
     assert [p["value"] for p in ratio["points"]] == [a["value"] / b["value"] for a, b in zip(loop, scan, strict=True)]
-    assert content["missing"] == ["GPU: this part of the table needs a CUDA device"]
+    assert content["notes"] == ["The GPU's part needs a CUDA device."]
     console = Console(record=True, width=150)
     console.print(report.sweep(content).rich())
     content["device"] = "somewhere"
@@ -467,7 +461,7 @@ def test_published_figures_stand_beside_and_are_compared():
         small_lengths(),
         published={"published: CPU scan": {8: 100.0, 64: 300.0}},
     )
-    content = measured(sweep, 10)
+    content = measured(sweep)
     assert report.sizes(content) == [8, 32, 64]
     (row,) = (row for row in report.sweep(content).markdown().splitlines() if "published" in row)
     assert row == "| published: CPU scan | 100 |  | 300 |  |"
@@ -479,11 +473,11 @@ def test_a_ratio_is_to_the_fastest_of_several():
     assert [point["value"] for point in found[0]["points"]] == [2.0, 3.0, 4.0]
 
 
-def test_what_would_take_too_long_is_left_out_from_there_on():
-    content = measured(sweeps.lengths_sweep("mingru", 16, (8, 32, 128)), 0)
-    for label, line in content["lines"].items():
-        assert [point["x"] for point in line["points"]] == ([8, 32, 128] if line["limit"] else [8]), label
-    assert "left out from length 32 on" in content["results"][1]["contestants"]["torch.nn.GRU"]["unavailable"]
+@pytest.mark.parametrize(("who", "length"), [(peers.TIME_LOOP, 16384), ("torch.nn.GRU", 65536)])
+def test_what_would_take_too_long_is_left_out(who, length):
+    work = Layer("mingru", 1, length + 1, 1, 1)
+    with pytest.raises(Unavailable, match=f"left out above T = {length:,}"):
+        peers.CONTESTANTS["mingru"][who](work, work.data(CPU))
 
 
 def test_a_kernel_that_the_plan_chooses_has_the_plans_time():
@@ -499,7 +493,7 @@ def test_a_kernel_that_the_plan_chooses_has_the_plans_time():
     (sweep,) = (sweep for sweep in sweeps.sweeps(True) if sweep.name == "density-rnn")
     lines = sweeps._lines(sweep, [record])
     assert [line["points"] for line in lines.values()] == [[{"x": 0.1, "value": pytest.approx(1.0)}]] * 2
-    assert sweeps._missing(sweep, [record]) == []
+    assert report.dashes([record]) == []
 
 
 def test_seeds_write_a_file_and_a_plot_a_table(tmp_path, monkeypatch, capsys):
@@ -522,8 +516,9 @@ def test_seeds_write_a_file_and_a_plot_a_table(tmp_path, monkeypatch, capsys):
     for name, path in written.items():
         content = json.loads(path.read_text())
         assert content["device_type"] == "cpu"
-        assert bool(content["results"]) == (name != "batch") == path.with_suffix(".png").exists()
-        if content["results"]:
+        assert bool(content["results"]) == (name != "batch")
+        assert path.with_suffix(".png").exists() == (name not in ("batch", "capacity"))
+        if path.with_suffix(".png").exists():
             assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     steps = sweeps.shown(tables[1], json.loads(written["steps"].read_text()))
     for record, ours, limit in zip(

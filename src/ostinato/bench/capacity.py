@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from ostinato.bench.report import Grid
 from ostinato.bench.workloads import name_of
 from ostinato.kernels.persistent.geometry import choose_geometry
 from ostinato.kernels.persistent.plan import GATES, Plan
@@ -74,24 +75,12 @@ def shape_name(row: Row) -> str:
     return "dense" if row["block"] is None else f"{row['density']:.0%} in {block_name(row['block'])}"
 
 
-def as_sweep(rows: list[Row]) -> dict[str, Any]:
-    """As the other tables: the largest size over density, one line a cell and block."""
-    lines: dict[str, Any] = {}
+def table(rows: list[Row]) -> Grid:
+    """The hidden sizes, one column a cell."""
+    sizes: dict[str, list[str]] = {}
     for row in rows:
-        for block in BLOCKS[::-1] if row["block"] is None else (row["block"],):
-            line = lines.setdefault(f"{row['cell']}, {block_name(block)}", {"limit": False, "points": []})
-            line["points"].append({"x": row["density"], "value": row["hidden_size"]})
-    first = rows[0]
-    return {
-        "title": f"the largest recurrent layers on the chip of an {first['device']}",
-        "subtitle": f"{first['dtype']}, batch {first['batch']}; by the kernels' plans, not by a run",
-        "axis": "density",
-        "axis_label": "density of the recurrent weights, pruned singly or in blocks",
-        "value_label": "largest hidden size",
-        "unit": "hidden units",
-        "lines": lines,
-        "published": {},
-        "ratios": [],
-        "note": "By the kernels' plans; no run. Published: more than 5 times larger models than dense ones.",
-        "missing": [],
-    }
+        sizes.setdefault(shape_name(row), []).append(f"{row['hidden_size']:,}")
+    title = (
+        f"the largest hidden size on the chip of an {rows[0]['device']}, {rows[0]['dtype']}, batch {rows[0]['batch']}"
+    )
+    return Grid(["weights kept", *CELLS], [[kept, *row] for kept, row in sizes.items()], title)

@@ -3,7 +3,7 @@
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
@@ -30,12 +30,10 @@ class WrongResult(RuntimeError):
     """Ostinato failed, or its result is not the reference's: its time would mean nothing."""
 
 
-def measure(
-    work: Workload, device: torch.device, seconds: float, left_out: Mapping[str, str] | None = None
-) -> list[Record]:
+def measure(work: Workload, device: torch.device, seconds: float) -> list[Record]:
     """One record a pass, of the limit and every contestant; `seconds` is what the CPU spends on a pass.
 
-    Contestants in `left_out` are not run, for the reason it gives.  The same random numbers at every call.
+    The same random numbers at every call.
     Raises WrongResult if Ostinato's own result is wrong.
     """
     torch.manual_seed(0)
@@ -45,17 +43,11 @@ def measure(
         builds = contestants(work)
         if limited(work):
             builds[work.limit_name] = lambda work, data: work.limit(data)
-        skipped = {name: (left_out or {}).get(name) for name in builds}
-        outcomes = {
-            name: {pass_name: {"unavailable": reason} for pass_name in work.passes}
-            for name, reason in skipped.items()
-            if reason
-        }
-        running = {name: build for name, build in builds.items() if not skipped[name]}
         if device.type == "cpu":
-            outcomes |= _measure_together(work, data, check, running, device, seconds)
+            outcomes = _measure_together(work, data, check, builds, device, seconds)
         else:  # one at a time, so that each has the memory to itself
-            for name, build in running.items():
+            outcomes = {}
+            for name, build in builds.items():
                 outcomes |= _measure_together(work, data, check, {name: build}, device, GPU_SECONDS)
                 if torch.cuda.memory_allocated(device) > COLLECT_ABOVE:
                     gc.collect()

@@ -122,6 +122,8 @@ def ostinato_layer(work: Layer, data: tuple[Tensor, ...]) -> Run:
 
 def ostinato_steps(work: Layer, data: tuple[Tensor, ...]) -> Run:
     """The same layer one time step at a time, as for decoding."""
+    if work.length > 16384:
+        raise Unavailable("left out above T = 16,384, where a call takes seconds")
     (x,), module = _leaves(data[0]), _minimal_layer(work, data)
 
     def loop() -> Tensor:
@@ -177,6 +179,8 @@ def min_rnn_pytorch(work: Layer, data: tuple[Tensor, ...], compiled: bool = Fals
 
 def torch_recurrent(layer_type: type[nn.GRU] | type[nn.LSTM], work: Layer, data: tuple[Tensor, ...]) -> Run:
     """PyTorch's recurrent layer of the same size, time first as cuDNN wants it: another function, the usual choice."""
+    if work.length > 65536:
+        raise Unavailable("left out above T = 65,536, where a call takes seconds")
     (x,) = _leaves(_time_first(data[0]).contiguous())
     module = layer_type(work.input_size, work.channels, device=x.device, dtype=work.dtype)
     return Run(lambda: module(x)[0], (x, *module.parameters()), _time_first, same_function=False)

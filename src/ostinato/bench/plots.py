@@ -54,8 +54,8 @@ def figure_of(content: Record) -> Any:
     for formatted in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
         formatted(Plain(labelOnlyBase=False, minor_thresholds=(1, 0.4)))
     axes.set_xlabel(content["axis_label"])
-    axes.set_ylabel(content.get("value_label") or f"{content['unit'].replace('us', 'µs')} (less is better)")
-    axes.set_title(f"{content['title']}\n{content.get('subtitle') or content['device']}", fontsize="medium")
+    axes.set_ylabel(f"{content['unit'].replace('us', 'µs')} (less is better)")
+    axes.set_title(f"{content['title']}\n{content['device']}", fontsize="medium")
     axes.grid(True, which="major", alpha=0.3)
     figure.legend(loc="outside right center", fontsize="small", frameon=False)
     return figure

@@ -120,17 +120,17 @@ def recurrences(records: list[Record], device_type: str, leave_out: Iterable[str
     return Grid([*head, "cuDNN's best / ours"], rows, notes=dashes(records, columns))
 
 
-def dashes(records: list[Record], columns: dict[str, str]) -> list[str]:
-    """Why some cells of some columns, which are given by contestant, are empty."""
+def dashes(records: list[Record], columns: dict[str, str] | None = None) -> list[str]:
+    """Why there is no value of some contestants, or of those with a column, which it is to be called by."""
     ran = {who for record in records for who, row in record["contestants"].items() if "seconds" in row}
-    columns = {who: column for who, column in columns.items() if who in ran}
+    names = {who: who for who in ran} if columns is None else {w: c for w, c in columns.items() if w in ran}
     reasons: dict[str, dict[str, None]] = {}
     for record in records:
         for who, row in record["contestants"].items():
-            if who in columns and "unavailable" in row:
-                reasons.setdefault(row["unavailable"].removeprefix("failed: "), {})[columns[who]] = None
-    found = [f"{' and '.join(names)}: {reason.rstrip('.')}" for reason, names in reasons.items() if reason != PLANNED]
-    if any(not columns.keys() <= record["contestants"].keys() for record in records):
+            if who in names and "unavailable" in row:
+                reasons.setdefault(row["unavailable"].removeprefix("failed: ").rstrip("."), {})[names[who]] = None
+    found = [f"{' and '.join(who)}: {reason}" for reason, who in reasons.items() if reason != PLANNED]
+    if columns and any(not names.keys() <= record["contestants"].keys() for record in records):
         found.append("not asked for at that shape")
     return [f"–: {'; '.join(found)}."] if found else []
 
@@ -191,14 +191,14 @@ def sweep(content: Record) -> Grid:
     columns = sizes(content)
     rows: list[list[str]] = []
 
-    def add(name: str, points: list[Record], shown: Callable[[float], str], key: str = "value") -> None:
+    def add(name: str, points: list[Record], shown: Callable[[float], str], key: str = "value", gap: str = "") -> None:
         by_x = {point["x"]: shown(point[key]) for point in points if key in point}
         errors = [point["max_error"] for point in points if key == "value" and "max_error" in point]
         if by_x:
-            rows.append([name, *(by_x.get(x, "") for x in columns), f"{max(errors):.0e}" if errors else ""])
+            rows.append([name, *(by_x.get(x, gap) for x in columns), f"{max(errors):.0e}" if errors else ""])
 
     for label, line in content["lines"].items():
-        add(label, line["points"], figures)
+        add(label, line["points"], figures, gap="–")
         if content["axis"] == "channels":
             add("  memory", line["points"], lambda size: scaled(size, "B"), "extra_memory_bytes")
     for label, values in content["published"].items():
@@ -206,10 +206,8 @@ def sweep(content: Record) -> Grid:
     for ratio in content["ratios"]:
         add(ratio["name"], ratio["points"], lambda value: f"{figures(value)}×")
         add("  published", ratio["published"], lambda value: f"{figures(value)}×")
-    unit = content.get("value_label") or content["unit"].replace("us", "µs")
-    notes = [f"Empty cells: {'; '.join(why.rstrip('.') for why in content['missing'])}."] if content["missing"] else []
-    notes += filter(None, [content["note"]])
-    return Grid([unit, *(size_name(content, x) for x in columns), "error"], rows, content["title"], notes)
+    unit = content["unit"].replace("us", "µs")
+    return Grid([unit, *(size_name(content, x) for x in columns), "error"], rows, content["title"], content["notes"])
 
 
 def short_name(record: Record) -> str:

@@ -11,13 +11,13 @@
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
 import torch
 
+from ostinato.bench import report
 from ostinato.bench.measure import Record, WrongResult, measure
 from ostinato.bench.peers import CELL_LOOPS, FROM_HOST, PLANNED, TIME_LOOP
 from ostinato.bench.shapes import GRAPHS, PLAIN, PRUNED, PRUNED_ON_HOST
@@ -56,42 +56,23 @@ class Sweep:
     small: float = math.inf  # the largest size of the quick tables, 0 for none
 
 
-Progress = Callable[[str], None]
-
-
-def measure_sweep(
-    sweep: Sweep, devices: list[torch.device], seconds: float, longest: float, progress: Progress = lambda _: None
-) -> dict[str, Any]:
+def measure_sweep(sweep: Sweep, devices: list[torch.device], seconds: float) -> dict[str, Any]:
     """The records of a sweep, and what was wrong.
 
     Args:
         devices: the CPU, and the GPU if there is one.
         seconds: that the CPU spends on the contestants of a workload.
-        longest: a contestant of which a call would take longer is left out from there on.
-        progress: told what is being measured.
     """
     results: list[Record] = []
     wrong: list[str] = []
-    for device in _running(sweep, devices):
-        last: dict[tuple[str, str], tuple[float, Workload]] = {}
+    running = [device for device in devices if device.type in sweep.on]
+    for device in running if sweep.together else running[-1:]:
         for work in sweep.on[device.type]:
-            progress(f"{sweep.name}: {work} on {device.type}")
             try:
-                records = measure(work, device, seconds, _left_out(work, sweep.axis, last, longest))
+                results += ({"device_type": device.type, **record} for record in measure(work, device, seconds))
             except WrongResult as error:
                 wrong.append(str(error))
-                continue
-            for record in records:
-                for name, row in record["contestants"].items():
-                    if "seconds" in row:
-                        last[work.cell, name] = row["seconds"], work
-                results.append({"device_type": device.type, **record})
     return {"table": sweep.name, "wrong": wrong, "results": results}
-
-
-def _running(sweep: Sweep, devices: list[torch.device]) -> list[torch.device]:
-    chosen = [device for device in devices if device.type in sweep.on]
-    return chosen if sweep.together else chosen[-1:]
 
 
 def shown(sweep: Sweep, run: Record) -> Record:
@@ -100,6 +81,7 @@ def shown(sweep: Sweep, run: Record) -> Record:
     lines = _lines(sweep, results)
     values: dict[str, Values] = {label: {p["x"]: p["value"] for p in line["points"]} for label, line in lines.items()}
     ran = dict.fromkeys(record["device_type"] for record in results)
+    unseen = ["The GPU's part needs a CUDA device."] if "cuda" in sweep.on and "cuda" not in ran else []
     return run | {
         "title": ": ".join([sweep.title, *(sweep.sizes[kind] for kind in ran if kind in sweep.sizes)]),
         "axis": sweep.axis,
@@ -108,22 +90,8 @@ def shown(sweep: Sweep, run: Record) -> Record:
         "lines": lines,
         "published": sweep.published,
         "ratios": _ratios(sweep.ratios, values),
-        "note": sweep.note,
-        "missing": _missing(sweep, results),
+        "notes": [*report.dashes(results), *unseen, *filter(None, [sweep.note])],
     }
-
-
-def _left_out(
-    work: Workload, axis: str, last: dict[tuple[str, str], tuple[float, Workload]], longest: float
-) -> dict[str, str]:
-    """Those whose next call would take too long, if its time grew as the number of time steps."""
-    reasons = {}
-    for (cell, name), (seconds, before) in last.items():
-        expected = seconds * work.length / before.length
-        if cell == work.cell and expected > longest:
-            value = getattr(work, axis)
-            reasons[name] = f"left out from {axis} {value:,} on, where a call would take about {expected:.0f} s"
-    return reasons
 
 
 def _lines(sweep: Sweep, results: list[Record]) -> dict[str, Any]:
@@ -172,19 +140,6 @@ def _ratios(ratios: tuple[Ratio, ...], values: dict[str, Values]) -> list[Record
             published = [{"x": x, "value": value} for x, value in ratio.published.items()]
             rows.append({"name": ratio.name, "points": points, "published": published})
     return rows
-
-
-def _missing(sweep: Sweep, results: list[Record]) -> list[str]:
-    """Why a contestant has no value, or not everywhere."""
-    reasons: dict[str, str] = {}
-    if "cuda" in sweep.on and not any(record["device_type"] == "cuda" for record in results):
-        reasons["GPU"] = "this part of the table needs a CUDA device"
-    for record in results:
-        for name, row in record["contestants"].items():
-            if "unavailable" in row and row["unavailable"] != PLANNED:
-                where = {"cpu": "CPU", "cuda": "GPU"}[record["device_type"]]
-                reasons.setdefault(f"{name} ({where})", row["unavailable"])
-    return [f"{name}: {reason}" for name, reason in reasons.items()]
 
 
 # The tables

@@ -107,19 +107,20 @@ def seeds(
     head = _content(console, "seeds", best, quick)
     wrong: list[str] = []
     for name in names:
-        with console.status(name) as status:
-            if name == "capacity":
-                content = head | {"table": name, "results": capacity.capacity(best)}
-                shown = content | capacity.as_sweep(content["results"])
-            else:
-                seconds, longest = (0.2, 1.0) if quick else (0.4, 1.2)
-                content = head | sweeps.measure_sweep(tables[name], devices, seconds, longest, status.update)
-                shown = sweeps.shown(tables[name], content)
-                wrong += content["wrong"]
-        console.print(report.sweep(shown).rich())
         path = runs.path_for(json, f"seeds-{name}", best)
+        written, content = [path], head | {"table": name}
+        with console.status(name):
+            if name == "capacity":
+                content |= {"results": capacity.capacity(best)}
+                console.print(capacity.table(content["results"]).rich())
+            else:
+                content |= sweeps.measure_sweep(tables[name], devices, 0.2 if quick else 0.4)
+                wrong += content["wrong"]
+                shown = sweeps.shown(tables[name], content)
+                console.print(report.sweep(shown).rich())
+                if shown["lines"] and (plot := _plot(console, shown, path)):
+                    written.append(plot)
         runs.write_json(path, content)
-        written = [path, *([plot] if shown["lines"] and (plot := _plot(console, shown, path)) else [])]
         console.print(f"wrote {', '.join(map(str, written))}\n", soft_wrap=True)
     _fail_if(wrong)
 

@@ -89,8 +89,8 @@ def _compare_times(console: "Console", device: "torch.device", output: Path) -> 
     if device.type not in ("cpu", "cuda"):
         device = torch.device("cpu")
     sweep = sweeps.lengths_sweep("mingru", 256, sweeps.DEMO_LENGTHS)
-    with console.status("measuring") as status:
-        content = runs.environment(device) | sweeps.measure_sweep(sweep, [device], 0.5, 2.0, status.update)
+    with console.status("measuring"):
+        content = runs.environment(device) | sweeps.measure_sweep(sweep, [device], 0.5)
     shown = sweeps.shown(sweep, content)
     table = report.sweep(shown)
     console.print(table.rich())
