@@ -5,7 +5,7 @@ Each gets its own layout, contiguous, with no transposes charged to it.  One tha
 """
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -60,6 +60,17 @@ def _time_first(x: Tensor) -> Tensor:
     return x.transpose(0, 1)
 
 
+def _over_time(
+    step: Callable[[Any, Any], tuple[Tensor, Any]], inputs: Iterable[Any], state: Any, dim: int = 0
+) -> Tensor:
+    """The outputs of a step from an input and a state to an output and the next state, taken in a loop."""
+    outputs = []
+    for x in inputs:
+        output, state = step(x, state)
+        outputs.append(output)
+    return torch.stack(outputs, dim)
+
+
 # Scans
 
 
@@ -102,14 +113,12 @@ def time_loop(work: Scan, data: tuple[Tensor, ...]) -> Run:
         raise Unavailable("left out above T = 4,096")
     a, b = _leaves(*(_time_first(x).contiguous() for x in data))
 
-    def loop() -> Tensor:
-        h, states = torch.zeros_like(a[0]), []
-        for a_t, b_t in zip(a.unbind(0), b.unbind(0), strict=True):
-            h = torch.addcmul(b_t, a_t, h)
-            states.append(h)
-        return torch.stack(states)
+    def step(coefficients: tuple[Tensor, Tensor], h: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.addcmul(coefficients[1], coefficients[0], h)
+        return h, h
 
-    return Run(loop, (a, b), _time_first)
+    loop = partial(_over_time, step)
+    return Run(lambda: loop(zip(a.unbind(0), b.unbind(0), strict=True), torch.zeros_like(a[0])), (a, b), _time_first)
 
 
 # Layers without a loop
@@ -125,15 +134,7 @@ def ostinato_steps(work: Layer, data: tuple[Tensor, ...]) -> Run:
     if work.length > 16384:
         raise Unavailable("left out above T = 16,384, where a call takes seconds")
     (x,), module = _leaves(data[0]), _minimal_layer(work, data)
-
-    def loop() -> Tensor:
-        h, outputs = None, []
-        for x_t in x.unbind(1):
-            y, h = module.step(x_t, h)
-            outputs.append(y)
-        return torch.stack(outputs, 1)
-
-    return Run(loop, (x, *module.parameters()), has_bias=True)
+    return Run(lambda: _over_time(module.step, x.unbind(1), None, 1), (x, *module.parameters()), has_bias=True)
 
 
 def ostinato_from_host(work: Layer, data: tuple[Tensor, ...]) -> Run:
@@ -191,14 +192,12 @@ def torch_cell_loop(cell_type: type[nn.GRUCell] | type[nn.LSTMCell], work: Layer
     (x,) = _leaves(_time_first(data[0]).contiguous())
     cell: Any = cell_type(work.input_size, work.channels, device=x.device, dtype=work.dtype)
 
-    def loop() -> Tensor:
-        state, outputs = None, []
-        for x_t in x.unbind(0):
-            state = cell(x_t, state)
-            outputs.append(state[0] if isinstance(state, tuple) else state)
-        return torch.stack(outputs)
+    def step(x_t: Tensor, state: Any) -> tuple[Tensor, Any]:
+        state = cell(x_t, state)
+        return (state[0] if isinstance(state, tuple) else state), state
 
-    return Run(loop, (x, *cell.parameters()), _time_first, same_function=False)
+    inputs = (x, *cell.parameters())
+    return Run(lambda: _over_time(step, x.unbind(0), None), inputs, _time_first, same_function=False)
 
 
 # Recurrences made of their equations
@@ -305,27 +304,22 @@ def loop_of_steps(sparse: bool, work: Recurrence, data: tuple[Tensor, ...]) -> R
     def multiply(h: Tensor) -> Tensor:
         return (weight @ h.t()).t().contiguous() if sparse else h @ transposed
 
-    def rnn() -> Tensor:
+    def gru(step: Tensor, state: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        h, _ = torch.ops.aten._thnn_fused_gru_cell(step, multiply(state[0]), state[0], bias_ih, bias_hh)
+        return h, [h]
+
+    def lstm(step: Tensor, state: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        h, c, _ = torch.ops.aten._thnn_fused_lstm_cell(step, multiply(state[0]), state[1], bias_ih, bias_hh)
+        return h, [h, c]
+
+    def steps() -> Tensor:
+        if work.cell != "RNN":
+            return _over_time(gru if work.cell == "GRU" else lstm, F.linear(x, weight_ih), first)
         steps, h = F.linear(x, weight_ih, bias_ih + bias_hh), first[0]
-        for step in steps:
+        for step in steps:  # each becomes the state after it
             h = torch.tanh_(step.add_(multiply(h)) if sparse else step.addmm_(h, transposed))
         return steps
 
-    def gru() -> Tensor:
-        h, states = first[0], []
-        for step in F.linear(x, weight_ih):
-            h, _ = torch.ops.aten._thnn_fused_gru_cell(step, multiply(h), h, bias_ih, bias_hh)
-            states.append(h)
-        return torch.stack(states)
-
-    def lstm() -> Tensor:
-        (h, c), states = first, []
-        for step in F.linear(x, weight_ih):
-            h, c, _ = torch.ops.aten._thnn_fused_lstm_cell(step, multiply(h), c, bias_ih, bias_hh)
-            states.append(h)
-        return torch.stack(states)
-
-    steps = {"RNN": rnn, "GRU": gru, "LSTM": lstm}[work.cell]
     if sparse:  # captured a second time in a process, cuSPARSE reads memory that is gone
         return Run(torch.no_grad()(steps))
     return Run(_captured(torch.no_grad()(steps)))

@@ -190,10 +190,6 @@ def copying(
     cells: Cells = "mingru,minlstm",
     length: Annotated[int, Option(help="Tokens to look for the data in, at the end of the curriculum.")] = 4096,
     items: Annotated[int, Option(help="Data tokens among them, to be remembered.")] = 16,
-    num_layers: Annotated[int, Option(help="Blocks.")] = 3,
-    width: Annotated[int, Option(help="Channels between the blocks.")] = 128,
-    expansion: Annotated[float, Option(help="Hidden size over width.")] = 2.0,
-    learning_rate: Annotated[float, Option(help="AdamW's, at its highest.")] = 4e-3,
     steps: Annotated[int, Option(help="Steps at the full length; those at shorter ones are in proportion.")] = 1000,
     seed: Seed = 0,
     quick: Quick = False,
@@ -207,6 +203,7 @@ def copying(
     from ostinato.bench.learning.tasks import SelectiveCopying
     from ostinato.models import LanguageModel
 
+    width, learning_rate = 128, 4e-3
     if quick:
         length, items, width, steps = 64, 2, 16, 20
     if not 0 < items <= length:
@@ -231,9 +228,7 @@ def copying(
         }
         for cell in _cells(cells):
             torch.manual_seed(seed)
-            model = LanguageModel(
-                task.vocab_size, width=width, num_layers=num_layers, cell=cell, expansion=expansion, dropout=0.0
-            )
+            model = LanguageModel(task.vocab_size, width=width, num_layers=3, cell=cell, expansion=2.0, dropout=0.0)
             remember(model, length)
             trainer = TaskTrainer(model, task, stages, learning_rate=learning_rate, seed=seed, device=run.device)
             row: dict[str, Any] = {"cell": cell, "model": model.settings, "parameters": _count(model), "curve": []}
@@ -265,7 +260,6 @@ def bits(
     questions: Annotated[str, Option(help="Which, with commas between.")] = "first,majority,parity",
     depths: Annotated[str, Option(help="Numbers of layers.")] = "1,2,3",
     steps: Annotated[int, Option(help="Steps to train each.")] = 500,
-    learning_rate: Annotated[float, Option(help="AdamW's, at its highest.")] = 5e-3,
     seed: Seed = 0,
     quick: Quick = False,
     device: Device = "auto",
@@ -281,7 +275,7 @@ def bits(
     from ostinato.bench.learning.tasks import QUESTIONS, Bits
     from ostinato.models import LanguageModel
 
-    trained, longest, width = 40, 256, 16 if quick else 32
+    trained, longest, width, learning_rate = 40, 256, 16 if quick else 32, 5e-3
     stage = Stage(trained, batch_size=8 if quick else 64, steps=10 if quick else steps)
     sequences = 16 if quick else 1024
     chosen = questions.split(",")
