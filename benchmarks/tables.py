@@ -237,7 +237,7 @@ def headlines() -> str:
         machine = (
             f"{run['threads']} CPU cores" if run["device_type"] == "cpu" else run["device"].removeprefix("NVIDIA ")
         )
-        rows.append([*row, machine.partition(" 80GB")[0], f"`bench {name.partition('-')[0]}`"])
+        rows.append([*row, machine.partition(" 80GB")[0], f"`ostinato bench {name.partition('-')[0]}`"])
         names.append(name)
     head = ["", OURS, "limit", "fastest of the others", "torch.nn at its best", "on", "command"]
     return f"{Grid(head, rows).markdown()}\n{source(*dict.fromkeys(names))}\n"
