@@ -4,7 +4,9 @@ import dataclasses
 import itertools
 import json
 import re
+import runpy
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -360,6 +362,21 @@ def test_the_largest_layer_fits_and_the_next_does_not():
             kept = None if row["block"] is None else int(row["density"] * gates * size**2)
             plan = choose_geometry(hidden_size=size, mask_nnz=kept, properties=capacity.H100, **arguments)
             assert (plan.path != "steps") == fits
+
+
+def test_what_the_ablation_replaces_stands_in_the_kernels():
+    from ostinato.kernels import nvrtc
+    from ostinato.kernels.persistent.cuda import files
+    from ostinato.kernels.persistent.geometry import choose_geometry
+
+    path = Path(__file__).parents[1] / "benchmarks" / "ablation.py"
+    ablation = runpy.run_path(str(path))
+    for kernel in ablation["ALL"]:
+        kept = None if kernel == "dense" else int(0.1 * 3 * 1024**2)
+        plan = choose_geometry("gru", 1024, 4, torch.float16, kept, (16, 1), capacity.H100, path=kernel)
+        text = nvrtc.source(*files(plan.geometry))
+        for kernels, replaced in ablation["SWITCHES"].values():
+            assert kernel not in kernels or all(old in text for old in replaced)
 
 
 def test_what_takes_longest_to_compile_comes_first_and_nothing_twice():
