@@ -49,7 +49,7 @@ class Seam:
         if not self.reach:
             entering, of_all = self.exchange(self.initial(h0), *self.composed())
             return steps.run(entering)[0], of_all, entering
-        h, last = steps.run(None)
+        h, last = steps.run(None)  # under way while the host sees to the exchange
         entering, of_all = self.exchange(self.initial(h0), torch.zeros_like(last), last)
         head, _ = self.ends()
         first = steps.part(head)
@@ -67,7 +67,7 @@ class Seam:
             return grad_h0, *steps.run_back(h, entering, grad_h, coming)[1:]
         of_start, *grads = steps.run_back(h, entering, grad_h, None)
         coming, grad_h0 = self.exchange_back(grad_last, torch.zeros_like(entering), cast(Tensor, of_start))
-        _, tail = self.ends()
+        _, tail = self.ends()  # gradients are linear: what the incoming one makes of these steps is added
         states, last = steps.by_batch(h), steps.part(tail)
         before = states[:, tail.stop if steps.reverse else tail.start - 1]
         _, *more = last.run_back(steps.by_batch(states[:, tail]).contiguous(), before, None, coming)
