@@ -53,16 +53,12 @@ def _minlstm(candidate: Callable[[Tensor], Tensor]) -> Recurrence:
 def _shares(f: Tensor, i: Tensor) -> tuple[Tensor, ...]:
     """sigmoid(f) and sigmoid(i) over their sum, and by what each is multiplied for its slopes."""
     f, i = f.clamp(min=-1e30), i.clamp(min=-1e30)  # a difference of infinities has no value
-    # f/(f+i) = (1+e^-i) / (2 + e^-i + e^-f), every term times e^min(f, i, 0), so that none overflows, one is 1, and
-    # two are left to compute.  No exponent is positive; the clamps say so to who prints a kernel.
-    first = f < i
-    low, high = torch.where(first, f, i), torch.where(first, i, f)
-    below = low < 0
-    small = torch.exp(torch.where(below, low, -low).clamp(max=0))
-    unit, of_low = torch.where(below, small, 1.0), torch.where(below, 1.0, small)
-    of_high = torch.exp((torch.where(below, low, 0.0) - high).clamp(max=0))
-    of_f, of_i = torch.where(first, of_low, of_high), torch.where(first, of_high, of_low)
-    p, q = unit + of_i, unit + of_f
+    low = torch.minimum(f, i).clamp(max=1e30)
+    # f/(f+i) = (1+e^-i) / (2 + e^-i + e^-f).  Where a gate is below e^-80, both are opened until it is not, which takes
+    # the ones away: what they add to a share is less than that.
+    opened, one = (-low).clamp(max=80), torch.where(low < -80, 0.0, 1.0)
+    of_f, of_i = torch.exp(opened + (low - f)), torch.exp(opened + (low - i))
+    p, q = one + of_i, one + of_f
     r = 1 / (p + q)
     return p * r, q * r, of_f * r, of_i * r
 

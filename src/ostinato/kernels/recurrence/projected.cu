@@ -443,27 +443,26 @@ __device__ inline void consume(const Parameters& p, Shared& shared, int rank, in
             states[c][0] = before[c].carry(state[c]);
             states[c][1] = run[c][0].carry(states[c][0]);
         }
+        constexpr int LANES = OWN / 8, AT_ONCE = WARPGROUP / LANES;  // that store a row; rows
+        const int piece = thread % LANES * 8, row = thread / LANES;
+        const int from = first_channel + piece < p.channels ? tile.skip : STEPS;  // the first step to be stored
+        Scalar* line = p.h + tile.line * p.line_stride + (tile.base + row) * p.row_stride + first_channel + piece;
         meet();  // nobody reads the last tile's any more
         Scalar* const h = shared.h[warpgroup];
         const unsigned to = address(h + lane % 8 * PADDED_RUN + lane / 8 * OWN + warp * 8 * HELD);
         if (between) steps.apply<true>(states, to);
         else steps.apply<false>(states, to);
         meet();
-        constexpr int LANES = OWN / 8, AT_ONCE = WARPGROUP / LANES;  // that store a row; rows
-        const int piece = thread % LANES * 8, row = thread / LANES;
         const auto eight = [&](int row) {
             return *reinterpret_cast<const uint4*>(h + row / RUN * PADDED_RUN + row % RUN * OWN + piece);
         };
-        if (first_channel + piece < p.channels) {
-            Scalar* line = p.h + tile.line * p.line_stride + (tile.base + row) * p.row_stride + first_channel + piece;
 #pragma unroll
-            for (int k = 0; k < STEPS; k += AT_ONCE, line += AT_ONCE * p.row_stride)
-                if (k + row >= tile.skip) *reinterpret_cast<uint4*>(line) = eight(k + row);
-            Index sequence = tile.line * sequences + begun;
-            for (int last = p.period - 1 - past; last < STEPS; last += p.period, ++sequence) {
-                if (last % AT_ONCE != row || last < tile.skip) continue;
-                *reinterpret_cast<uint4*>(p.final + sequence * p.channels + first_channel + piece) = eight(last);
-            }
+        for (int k = 0; k < STEPS; k += AT_ONCE, line += AT_ONCE * p.row_stride)
+            if (k + row >= from) *reinterpret_cast<uint4*>(line) = eight(k + row);
+        Index sequence = tile.line * sequences + begun;
+        for (int last = p.period - 1 - past; last < STEPS; last += p.period, ++sequence) {
+            if (last % AT_ONCE != row || last < from) continue;
+            *reinterpret_cast<uint4*>(p.final + sequence * p.channels + first_channel + piece) = eight(last);
         }
     }
 }
