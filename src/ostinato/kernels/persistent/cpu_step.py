@@ -246,7 +246,8 @@ class Step:
     ) -> None:
         gates = GATES[cell]
         dense = ih.kind == hh.kind == "dense"
-        self._threads = threads_for(gates * hidden * (inputs + hidden) * batch) if dense else 1
+        lines = gates * hidden * (inputs + hidden) * batch // 8  # of weights, which are multiplied at once
+        self._threads = threads_for(lines) if dense else 1
         self._loop = _loop(NUMPY_DTYPES[dtype], cell, ih.kind, ih.height, hh.kind, hh.height, packed)
         self._no_bias = torch.zeros(gates * hidden, dtype=dtype, device="cpu")
         self._kept_alive = ih, hh
