@@ -225,7 +225,9 @@ def headlines() -> str:
         others = {
             who: row["seconds"]
             for who, row in timed.items()
-            if not who.startswith((OURS, "torch.nn")) and row["max_error"] <= report.WRONG
+            if not who.startswith((OURS, "torch.nn"))
+            and row["max_error"] is not None
+            and row["max_error"] <= report.WRONG
         }
         other = min(others, key=lambda who: others[who], default=None)
         ours, limit = timed[OURS]["seconds"], record.get("limit")
