@@ -88,7 +88,8 @@ def nonlinear(cell, dtype):
             patch.setattr(steps_cuda, "SHORTEST", shortest)
             h, h_last = steps_cuda.steps(trace, sequences, parameters, initial, *how)
             gradients = h, [h_last[0], None][: len(h)]
-            steps_cuda.steps_backward(trace, sequences, parameters, initial, h, *gradients, *how)
+            results = [torch.empty_like(x) for x in sequences]
+            steps_cuda.steps_backward(trace, sequences, parameters, initial, h, *gradients, *how, results)
 
 
 def projections(cell, dtype):

@@ -205,6 +205,58 @@ def test_transforms_compilation_and_export(cell):
         assert torch.equal(y, w)
 
 
+@pytest.mark.parametrize("backend", ["cpu", "torch", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("time_first", [False, True])
+@pytest.mark.parametrize("cell", CELLS)
+def test_sequences_side_by_side(cell, time_first, backend):
+    """In one tensor, whose gradient lies as it does: the same, by every way of differentiating."""
+    torch.manual_seed(0)
+    device = "cuda" if backend == "cuda" else "cpu"
+    initial, arguments = inputs(cell, 3, 29, 7, device=device)
+    together = torch.cat(arguments[:3], -1)
+    if time_first:
+        together = together.transpose(0, 1).contiguous().transpose(0, 1)
+
+    text = traced(cell).text
+
+    def of_parts(*tensors):
+        states = [*tensors[: len(initial)], None][:2]
+        return nonlinear_recurrence(text, *states, None, None, True, backend, *tensors[len(initial) :])
+
+    def apart(*tensors):
+        states, gates, parameters = tensors[: len(initial)], tensors[len(initial)], tensors[len(initial) + 1 :]
+        return of_parts(*states, *gates.chunk(3, -1), *parameters)
+
+    leaves = [x.detach().requires_grad_() for x in (*initial, together, *arguments[3:])]
+    results = []
+    for function in (of_parts, apart):
+        y = function(*leaves)
+        results.append([*y, *torch.autograd.grad(y, leaves, [x.cos() for x in y])])
+    for ours, right in zip(*results, strict=True):
+        assert torch.equal(ours, right)
+    if backend != "torch":
+        assert results[0][-len(leaves) + len(initial)].stride() == together.stride()
+
+    def loss(function):
+        return lambda *tensors: sum(y.square().sum() for y in function(*tensors))
+
+    primals, everything = tuple(x.detach() for x in leaves), tuple(range(len(leaves)))
+    tangents = tuple(map(torch.cos, primals))
+    for ours, right in zip(
+        torch.func.jvp(torch.func.grad(loss(of_parts), everything), primals, tangents)[1],
+        torch.func.jvp(torch.func.grad(loss(apart), everything), primals, tangents)[1],
+        strict=True,
+    ):
+        assert (ours - right).abs().max() <= 1e-11 * right.abs().max()
+    samples = [torch.stack((x, x / 2)) for x in primals]
+    for ours, right in zip(torch.vmap(of_parts)(*samples), torch.vmap(apart)(*samples), strict=True):
+        assert torch.equal(ours, right)
+    compiled = torch.compile(loss(of_parts), fullgraph=True, backend="aot_eager")
+    compiled(*leaves).backward()
+    for leaf, right in zip(leaves, torch.func.grad(loss(apart), everything)(*primals), strict=True):
+        assert (leaf.grad - right).abs().max() <= 1e-12 * right.abs().max()
+
+
 def test_how_time_is_cut_into_chunks():
     assert steps_cuda.choose_chunks(1 << 14, 1 << 16) == 1  # channels enough
     assert steps_cuda.choose_chunks(1, 127) == 1  # too short to cut
@@ -223,8 +275,8 @@ def test_how_time_is_cut_into_chunks():
 )
 def test_kernels_compile_without_a_gpu(cell, architecture, dtype, backward, compose):
     pytest.importorskip("cuda.core")
-    for chunks in (1, 8):
-        macros = dict(steps_cuda.macros(dtype, backward, compose, chunks))
+    for resets, far in ((False, True), (True, False)):
+        macros = dict(steps_cuda.macros(dtype, backward, compose, resets, far))
         assert nvrtc.compile_cubin(steps_cuda.source(traced(cell)), architecture, macros)[:4] == b"\x7fELF"
 
 

@@ -48,7 +48,8 @@ class DiagonalLayers(StackedLayers):
         """The outputs and last states of one layer in one direction, from its parameters `p`, by name, and its input.
 
         ``run(recurrence, *arguments)`` calls the recurrence, time and batch laid out as in `x`, and returns the states
-        and the last ones.  A recurrence of two states in a layer of one starts both from it.
+        and the last ones; all its sequences may be one argument, side by side, before the parameters.  A recurrence of
+        two states in a layer of one starts both from it.
         """
         raise NotImplementedError
 
@@ -102,10 +103,13 @@ class DiagonalLayers(StackedLayers):
         h0 = options["h0"]
         if function.states == 2 and isinstance(h0, Tensor):
             options = {**options, "h0": (h0, h0)}
-        run: Run = function
+        run: Run = function.of_layer if len(arguments) < len(function.names) else function
         if self.sequence_group is not None:
             from ostinato import distributed
 
+            together, *parameters = arguments
+            if len(arguments) < len(function.names):
+                arguments = *together.chunk(len(function.names) - len(parameters), -1), *parameters
             run = functools.partial(distributed.run, function, group=self.sequence_group)
         if batch_first:
             return run(*arguments, **options, backend=self.backend)
@@ -547,10 +551,21 @@ class IndRNN(DiagonalLayers):
 
 
 @recurrence
-def para_gru(h: Tensor, z: Tensor, r: Tensor, c: Tensor, a_z: Tensor, a_r: Tensor, a_c: Tensor) -> Tensor:
-    z = torch.sigmoid(z + a_z * h)
-    r = torch.sigmoid(r + a_r * h)
-    c = torch.tanh(c + a_c * (h * r))
+def para_gru(
+    h: Tensor,
+    z: Tensor,
+    r: Tensor,
+    c: Tensor,
+    a_z: Tensor,
+    a_r: Tensor,
+    a_c: Tensor,
+    b_z: Tensor,
+    b_r: Tensor,
+    b_c: Tensor,
+) -> Tensor:
+    z = torch.sigmoid(a_z * h + z + b_z)
+    r = torch.sigmoid(a_r * h + r + b_r)
+    c = torch.tanh(a_c * (h * r) + c + b_c)
     return (1 - z) * h + z * c
 
 
@@ -563,17 +578,27 @@ def para_lstm(
     a_f: Tensor,
     a_o: Tensor,
     a_c: Tensor,
-    c_f: Tensor,
-    c_o: Tensor,
+    p_f: Tensor,
+    p_o: Tensor,
+    b_f: Tensor,
+    b_o: Tensor,
+    b_c: Tensor,
 ) -> tuple[Tensor, Tensor]:
     h_before, c_before = state
-    f = torch.sigmoid(f + a_f * h_before + c_f * c_before)
-    c = f * c_before + (1 - f) * torch.tanh(c + a_c * h_before)
-    return torch.sigmoid(o + a_o * h_before + c_o * c) * torch.tanh(c), c
+    f = torch.sigmoid(a_f * h_before + p_f * c_before + f + b_f)
+    c = f * c_before + (1 - f) * torch.tanh(a_c * h_before + c + b_c)
+    return torch.sigmoid(a_o * h_before + p_o * c + o + b_o) * torch.tanh(c), c
 
 
 class _ParaLayers(DiagonalLayers):
-    """How ParaGRU and ParaLSTM begin."""
+    """What ParaGRU and ParaLSTM share.
+
+    The recurrence adds the bias, not the product: its gradient is then summed where that of the gates is made.
+    """
+
+    def _gates_and_bias(self, p: Parameters, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        bias = torch.zeros_like(p["weight_hh"]) if p["bias_ih"] is None else p["bias_ih"]
+        return linear(x, p["weight_ih"]), bias.chunk(3)
 
     def reset_parameters(self) -> None:
         """Xavier's uniform weights of the input; N(0, 4 / (5 hidden_size)) of the state, as the authors' own code."""
@@ -616,7 +641,8 @@ class ParaGRU(_ParaLayers):
         return {"weight_ih": (rows, width), "weight_hh": (rows,), "bias_ih": (rows,)}
 
     def _cell(self, suffix: str, p: Parameters, x: Tensor, run: Run) -> tuple[Tensor, Hidden]:
-        return run(para_gru, *linear(x, p["weight_ih"], p["bias_ih"]).chunk(3, -1), *p["weight_hh"].chunk(3))
+        gates, bias = self._gates_and_bias(p, x)
+        return run(para_gru, gates, *p["weight_hh"].chunk(3), *bias)
 
 
 class ParaLSTM(_ParaLayers):
@@ -657,6 +683,6 @@ class ParaLSTM(_ParaLayers):
         }
 
     def _cell(self, suffix: str, p: Parameters, x: Tensor, run: Run) -> tuple[Tensor, Hidden]:
-        gates = linear(x, p["weight_ih"], p["bias_ih"]).chunk(3, -1)
-        (h, _), last = run(para_lstm, *gates, *p["weight_hh"].chunk(3), *p["weight_ch"].chunk(2))
+        gates, bias = self._gates_and_bias(p, x)
+        (h, _), last = run(para_lstm, gates, *p["weight_hh"].chunk(3), *p["weight_ch"].chunk(2), *bias)
         return h, last

@@ -117,19 +117,43 @@ class Recurrence:
         backend: str = "auto",
     ) -> tuple[Any, Any]:
         """All steps; see :func:`recurrence`."""
+        return self._run(arguments, None, h0, resets, reverse, cu_seqlens, backend)
+
+    def of_layer(self, together: Tensor, *parameters: Tensor, **options: Any) -> tuple[Any, Any]:
+        """As a call whose sequences are side by side in one tensor, (B, T, G * D), and come before the parameters.
+
+        A layer's product makes them so.  Their gradients are too, where the recurrence is not linear: nobody has to put
+        them together.
+        """
+        apart = together.chunk(len(self.names) - len(parameters), -1)
+        defaults = {"h0": None, "resets": None, "reverse": False, "cu_seqlens": None, "backend": "auto"}
+        return self._run((*apart, *parameters), together, **defaults | options)
+
+    def _run(
+        self,
+        arguments: tuple[Tensor, ...],
+        together: Tensor | None,
+        h0: Any,
+        resets: Tensor | None,
+        reverse: bool,
+        cu_seqlens: Tensor | None,
+        backend: str,
+    ) -> tuple[Any, Any]:
         first, dtype = self._check_arguments(arguments)
         given = self._check_states(h0)
         check_scan(self.names[first], arguments[first], given, resets, reverse, cu_seqlens, backend)
         if self._has_kernels(arguments, given, backend):
-            return self._by_kernels(arguments, dtype, list(given.values()), cu_seqlens, resets, reverse, backend)
+            options = cu_seqlens, resets, reverse, backend
+            return self._by_kernels(arguments, together, dtype, list(given.values()), *options)
         shape = arguments[first].shape
         double = backend == "reference" or dtype in (torch.float64, torch.complex128)
         arguments = _widened(arguments, double)
         initial = _widened([x if x.is_complex() or dtype.is_complex else x.to(dtype) for x in given.values()], double)
         if self.states == 0:
             a, b = self._results(2, self.function(*arguments), shape)
-            options: dict[str, Any] = {"resets": resets, "reverse": reverse, "cu_seqlens": cu_seqlens}
-            h, h_last = linear_scan(a, b, *initial, backend=backend, **options)
+            h, h_last = linear_scan(
+                a, b, *initial, resets=resets, reverse=reverse, cu_seqlens=cu_seqlens, backend=backend
+            )
             dtype = torch.promote_types(dtype, torch.complex64) if h.is_complex() else dtype
             return h.to(dtype), h_last.to(dtype)
         if not initial:
@@ -148,7 +172,12 @@ class Recurrence:
         return backend in ("cpu", "cuda") or (backend == "auto" and arguments[0].device.type in ("cpu", "cuda"))
 
     def _by_kernels(
-        self, arguments: tuple[Tensor, ...], dtype: torch.dtype, initial: list[Tensor], *options: Any
+        self,
+        arguments: tuple[Tensor, ...],
+        together: Tensor | None,
+        dtype: torch.dtype,
+        initial: list[Tensor],
+        *options: Any,
     ) -> tuple[Any, Any]:
         """All steps, by what the function was traced to."""
         sequences = tuple(x.dim() == 3 for x in arguments)
@@ -158,6 +187,8 @@ class Recurrence:
             start = initial[0].to(dtype) if initial else None
             return linear_recurrence(traced, start, *options, *arguments)
         starts = [x.to(torch.promote_types(dtype, torch.float32)) for x in initial] + [None, None]
+        if together is not None:
+            arguments = together, *arguments[sum(sequences) :]
         results = nonlinear_recurrence(traced, *starts[:2], *options, *arguments)
         states, last = tuple(results[: self.states]), tuple(results[self.states :])
         return (states, last) if self.states == 2 else (states[0], last[0])

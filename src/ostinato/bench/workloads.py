@@ -295,7 +295,7 @@ class ParaLayer(Layer):
         weight, bias = (part.unflatten(0, (3, -1))[:, channels].flatten(0, 1).to(x) for part in data[1:3])
         recurrent = [part[channels].to(x) for part in data[3:]]
         function = diagonal.para_gru if self.cell == "ParaGRU" else diagonal.para_lstm
-        h, _ = function(*F.linear(x, weight, bias).chunk(3, -1), *recurrent, backend="cpu")
+        h, _ = function(*F.linear(x, weight).chunk(3, -1), *recurrent, *bias.chunk(3), backend="cpu")
         return h if self.cell == "ParaGRU" else h[0]
 
 

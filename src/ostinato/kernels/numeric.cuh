@@ -86,7 +86,9 @@ __device__ inline float exponential(float x) { return NARROW_SCALAR ? fast_expon
 __device__ inline double exponential(double x) { return exp(x); }
 __device__ inline float reciprocal(float x) { return NARROW_SCALAR ? fast_reciprocal(x) : __frcp_rn(x); }
 __device__ inline double reciprocal(double x) { return 1.0 / x; }
-__device__ inline Compute sigmoid(Compute x) { return reciprocal(Compute(1) + exponential(-x)); }
+// Of a sum that is no less than 1, of which the hardware's reciprocal is off by one unit in the last place at most.
+__device__ inline float sigmoid(float x) { return fast_reciprocal(1.0f + exponential(-x)); }
+__device__ inline double sigmoid(double x) { return reciprocal(1.0 + exponential(-x)); }
 
 __device__ inline float hyperbolic_tangent(float x) {
     if (!NARROW_SCALAR) return tanhf(x);

@@ -21,8 +21,18 @@ from ostinato.kernels.scan.torch_ops import REFERENCE, shift, zeroed
 # nonlinear_recurrence(recurrence, h0, c0, cu_seqlens, resets, reverse, backend, *arguments) -> states, last states
 #
 # Of a recurrence's trace, as text, and its arguments, sequences (B, T, D) of one floating dtype and parameters (D,) of
-# any.  h0 and c0 are the initial states, (B, D) or (N, D), zero if absent; c0 is of the second state, where there are
-# two.  The rest is as in linear_scan.
+# any.  In place of G sequences there may be one tensor (B, T, G*D) of them side by side, as a layer's product makes
+# them, before the parameters: its gradient need not be put together then.  h0 and c0 are the initial states, (B, D) or
+# (N, D), zero if absent; c0 is of the second state, where there are two.  The rest is as in linear_scan.
+
+
+def _apart(trace: Trace, arguments: Sequence[Any]) -> list[Any]:
+    """The recurrence's own arguments, the sequences each by itself."""
+    if len(arguments) == len(trace.sequences):
+        return list(arguments)
+    together, *parameters = arguments
+    gates = sum(trace.sequences)
+    return _joined(trace, [None] * gates if together is None else together.chunk(gates, -1), parameters)
 
 
 def _parted(trace: Trace, arguments: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -55,6 +65,7 @@ def _forward(
     *arguments: Tensor,
 ) -> list[Tensor]:
     trace = parse(recurrence)
+    arguments = tuple(_apart(trace, arguments))
     sequences, parameters = _parted(trace, arguments)
     like = sequences[0]
     check_cu_seqlens(cu_seqlens, like.shape[1])
@@ -141,7 +152,7 @@ def _walk(
 
 def _fake(recurrence: str, h0: Any, c0: Any, cu_seqlens: Tensor | None, *others: Any) -> list[Tensor]:
     trace = parse(recurrence)
-    like = _parted(trace, others[3:])[0][0]
+    like = _parted(trace, _apart(trace, others[3:]))[0][0]
     shapes = [like.shape] * trace.states + [_last_shape(like, cu_seqlens)] * trace.states
     return [like.new_empty(shape) for shape in shapes]
 
@@ -192,13 +203,19 @@ def _backward_impl(
         with torch.no_grad():
             found = _composite(recurrence, h0, c0, cu_seqlens, resets, reverse, backend, *tensors)
             return [x.clone() for x in found]
-    sequences, parameters = _parted(trace, arguments)
+    apart = _apart(trace, arguments)
+    sequences, parameters = _parted(trace, apart)
     initial = _initial(trace, like, h0, c0, cu_seqlens)
-    of_sequences, of_parameters, of_initial = kernels.steps_backward(
-        trace, sequences, parameters, initial, states, *map(_or_none, (grads, grads_last)), cu_seqlens, resets, reverse
+    given = [_or_none(x) for x in (grads, grads_last)]
+    together = None if len(arguments) == len(apart) else torch.empty_like(arguments[0])
+    of_sequences = [x.new_empty(x.shape) for x in sequences]
+    if together is not None:
+        of_sequences = list(together.chunk(len(sequences), -1))
+    of_parameters, of_initial = kernels.steps_backward(
+        trace, sequences, parameters, initial, states, *given, cu_seqlens, resets, reverse, of_sequences
     )
     both = [*of_initial, absent][:2]
-    return [*both, *_joined(trace, of_sequences, of_parameters)]
+    return [*both, *(_joined(trace, of_sequences, of_parameters) if together is None else [together, *of_parameters])]
 
 
 def _or_none(grads: Sequence[Tensor]) -> list[Tensor | None]:
@@ -228,7 +245,9 @@ def _backward_fake(recurrence: str, h0: Any, c0: Any, cu_seqlens: Tensor | None,
     *_, states, arguments = _grouped(trace, others[3:])
     of_initial = [x.new_empty(_last_shape(x, cu_seqlens)) for x in states]
     of_initial += [states[0].new_empty(0)] * (2 - trace.states)
-    return [*of_initial, *(x.new_empty(x.shape) for x in arguments)]
+    if len(arguments) == len(trace.sequences):
+        return [*of_initial, *(x.new_empty(x.shape) for x in arguments)]
+    return [*of_initial, *map(torch.empty_like, arguments)]
 
 
 def _composite(
@@ -243,7 +262,8 @@ def _composite(
 ) -> tuple[Tensor, ...]:
     """As :func:`_backward_impl`, in differentiable operations."""
     trace = parse(recurrence)
-    grads, grads_last, states, arguments = _grouped(trace, tensors)
+    grads, grads_last, states, given = _grouped(trace, tensors)
+    arguments = _apart(trace, given)
     dtype = _compute_dtype(backend, states[0])
     before, jacobian = _linearised(trace, states, h0, c0, cu_seqlens, resets, reverse, arguments, dtype)
     transposed = [list(column) for column in zip(*jacobian, strict=True)]
@@ -257,6 +277,9 @@ def _composite(
     slopes = evaluate(trace.backward, [*before, *(x.to(dtype) for x in arguments), *total])[trace.states :]
     shape = states[0].shape
     of_arguments = [s.expand(shape).sum_to_size(x.shape).to(x.dtype) for s, x in zip(slopes, arguments, strict=True)]
+    if len(given) < len(arguments):
+        of_sequences, of_parameters = _parted(trace, of_arguments)
+        of_arguments = [torch.cat(of_sequences, -1), *of_parameters]
     of_initial = [x.to(states[0].dtype) for x in first] + [states[0].new_empty(0)] * (2 - trace.states)
     return *of_initial, *of_arguments
 
@@ -301,8 +324,9 @@ def _scan(
 
 
 def _jvp(args: tuple, results: tuple[Tensor, ...], tangents: tuple) -> tuple[Tensor, ...]:
-    recurrence, h0, c0, cu_seqlens, resets, reverse, backend, *arguments = args
+    recurrence, h0, c0, cu_seqlens, resets, reverse, backend, *given = args
     trace = parse(recurrence)
+    arguments, of_arguments = _apart(trace, given), _apart(trace, tangents[7:])
     states = results[: trace.states]
     dtype = _compute_dtype(backend, states[0])
     before, jacobian = _linearised(trace, states, h0, c0, cu_seqlens, resets, reverse, arguments, dtype)
@@ -312,7 +336,7 @@ def _jvp(args: tuple, results: tuple[Tensor, ...], tangents: tuple) -> tuple[Ten
     for k in range(trace.states):  # the function is elementwise: its gradient is its derivative
         chosen = [one if i == k else zero for i in range(trace.states)]
         slopes = evaluate(trace.backward, [*before, *wide, *chosen])[trace.states :]
-        moving = [s * x.to(dtype) for s, x in zip(slopes, tangents[7:], strict=True) if x is not None]
+        moving = [s * x.to(dtype) for s, x in zip(slopes, of_arguments, strict=True) if x is not None]
         offsets.append(sum(moving, torch.zeros_like(before[0])))
     initial = [
         torch.zeros_like(x) if d is None else d.to(dtype)
@@ -324,13 +348,18 @@ def _jvp(args: tuple, results: tuple[Tensor, ...], tangents: tuple) -> tuple[Ten
 
 def _groups(recurrence: str, *others: Any) -> Groups:
     trace = parse(recurrence)
-    return (None, 1, 1) + (None,) * 4 + (1,) * len(trace.sequences), (1, 1) * trace.states
+    return (None, 1, 1) + (None,) * 4 + _groups_of(trace, len(others) - 6), (1, 1) * trace.states
 
 
 def _backward_groups(recurrence: str, *others: Any) -> Groups:
     trace = parse(recurrence)
-    count = len(trace.sequences)
-    return (None, 1, 1) + (None,) * 4 + (1,) * (3 * trace.states + count), (1, 1) + (1,) * count
+    of_arguments = _groups_of(trace, len(others) - 6 - 3 * trace.states)
+    return (None, 1, 1) + (None,) * 4 + (1,) * (3 * trace.states) + of_arguments, (1, 1, *of_arguments)
+
+
+def _groups_of(trace: Trace, count: int) -> tuple[int, ...]:
+    """Of so many arguments."""
+    return (1 if count == len(trace.sequences) else sum(trace.sequences),) + (1,) * (count - 1)
 
 
 _backward = gradient("nonlinear_recurrence_backward", _backward_impl, _backward_fake, _backward_groups, _composite)

@@ -13,22 +13,28 @@
 // so one pass that composes and one that stores are exact, unless a derivative overflows.
 //
 // A warp's channels are neighbours, so it reads whole lines, and has the numbers of the next AHEAD steps on their way
-// while it takes the last ones: where warps are few, nobody else has work to hide that wait.
+// while it takes the last ones: where warps are few, nobody else has work to hide that wait.  Where they are many, it is
+// the instructions that take the time: tensors of a kind lie alike, so that one offset serves all, whole groups of steps
+// are taken without a question, and the first pass, whose states are only a guess, stores none.
 //
 // Steps are counted in the order in which the forward takes them; a backward walk counts its own from the last one.
 
 using Index = long long;
+using Offset = OFFSET;  // of an element from its tensor's first: int, or Index where there are too many
 constexpr int STATES = Cell::STATES, SEQUENCES = Cell::SEQUENCES, PARAMETERS = Cell::PARAMETERS;
 constexpr int THREADS = 32;
+constexpr int FLUSH = 64;  // steps whose gradients of parameters are summed in Compute before they join a float64
 
-struct Tensor {  // (batch, time, channels); channels are neighbours
-    Scalar* data;  // null: all zero
+template <int N> struct Tensors {  // (batch, time, channels); channels are neighbours, and all lie alike
+    Scalar* data[N];  // null: all zero, or not wanted
     Index batch, time;
 };
 
 struct Arguments {
-    Tensor x[SEQUENCES], h[STATES];
-    Tensor grad_h[BACKWARD ? STATES : 1], grad_x[BACKWARD ? SEQUENCES : 1];
+    Tensors<SEQUENCES> x;
+    Tensors<STATES> h;  // forward, null if not wanted yet
+    Tensors<BACKWARD ? STATES : 1> grad_h;
+    Tensors<BACKWARD ? SEQUENCES : 1> grad_x;
     const Scalar* first[STATES];  // states before the first step, (sequences, channels), or null
     Scalar* last[STATES];         // forward: those after the last
     const Scalar* grad_last[BACKWARD ? STATES : 1];
@@ -48,35 +54,28 @@ struct Arguments {
 
 // The steps of one sequence.
 struct Sequence {
-    int batch, begin, count;
-    bool reverse;
+    int batch, first, count, step;  // first in time as steps are taken
 
-    __device__ Sequence(const Arguments& p, int n) : batch(n), begin(0), count(p.steps), reverse(p.reverse) {
-        if (p.bounds) batch = 0, begin = p.bounds[n], count = p.bounds[n + 1] - begin;
+    __device__ Sequence(const Arguments& p, int n) : batch(n), first(0), count(p.steps), step(p.reverse ? -1 : 1) {
+        if (p.bounds) batch = 0, first = p.bounds[n], count = p.bounds[n + 1] - first;
+        if (p.reverse) first += count - 1;
     }
-    __device__ Index time(int i) const { return reverse ? begin + count - 1 - i : begin + i; }
-    __device__ Scalar* at(const Tensor& x, int channel, int i) const {
-        return x.data + batch * x.batch + time(i) * x.time + channel;
-    }
+};
+
+// Where a channel's steps are in tensors that lie alike.
+struct Row {
+    Offset first, step;
+
+    template <int N>
+    __device__ Row(const Tensors<N>& x, const Sequence& sequence, int channel)
+        : first(sequence.batch * x.batch + sequence.first * x.time + channel), step(sequence.step * x.time) {}
+    __device__ Offset at(int i) const { return first + i * step; }
 };
 
 // What is read of one step.
 struct Inputs {
     Scalar x[SEQUENCES], before[BACKWARD ? STATES : 1], grad[BACKWARD ? STATES : 1];
     bool reset;
-
-    __device__ void load(const Arguments& p, const Sequence& sequence, int channel, int i) {
-#pragma unroll
-        for (int k = 0; k < SEQUENCES; ++k) x[k] = *sequence.at(p.x[k], channel, i);
-        reset = p.resets && p.resets[sequence.batch * p.resets_batch + sequence.time(i) * p.resets_time];
-        if constexpr (BACKWARD) {
-#pragma unroll
-            for (int k = 0; k < STATES; ++k) {
-                if (i > 0) before[k] = *sequence.at(p.h[k], channel, i - 1);
-                if (p.grad_h[k].data) grad[k] = *sequence.at(p.grad_h[k], channel, i);
-            }
-        }
-    }
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS) steps(const __grid_constant__ Arguments p) {
@@ -90,66 +89,89 @@ extern "C" __global__ void __launch_bounds__(THREADS) steps(const __grid_constan
     if ((from >= sequence.count && chunk > 0) || (p.done && p.done[at] != p.chosen)) return;
     const auto of_chunk = [&](int count, int k) { return (Index(place) * count + k) * p.channels + channel; };
 
-    Compute parameter[PARAMETERS + 1], first[STATES];
+    Compute parameter[PARAMETERS + 1];
+    Scalar first[STATES];
 #pragma unroll
     for (int k = 0; k < PARAMETERS; ++k) parameter[k] = p.parameter[k][channel];
 #pragma unroll
-    for (int k = 0; k < STATES; ++k) first[k] = p.first[k] ? widen(p.first[k][at]) : Compute(0);
+    for (int k = 0; k < STATES; ++k) first[k] = p.first[k] ? p.first[k][at] : Scalar(0.0f);
 
     // The states, or the gradients that flow into the step before, and their derivatives by those at the beginning.
     Compute state[STATES], slope[STATES][STATES];
-    double sums[PARAMETERS + 1] = {};
 #pragma unroll
     for (int k = 0; k < STATES; ++k) {
         if (chunk > 0) state[k] = p.start ? p.start[of_chunk(STATES, k)] : Compute(0);
         else if constexpr (BACKWARD) state[k] = p.grad_last[k] ? widen(p.grad_last[k][at]) : Compute(0);
-        else state[k] = first[k];
+        else state[k] = widen(first[k]);
 #pragma unroll
         for (int j = 0; j < STATES; ++j) slope[k][j] = j == k;
     }
-    const auto step_of = [&](int j) { return BACKWARD ? sequence.count - 1 - j : j; };
+    const Row x_row(p.x, sequence, channel), h_row(p.h, sequence, channel);
+    const Row grad_row(p.grad_h, sequence, channel), result_row(p.grad_x, sequence, channel);
+    const unsigned char* const resets = p.resets + sequence.batch * p.resets_batch + sequence.first * p.resets_time;
 
-    Inputs inputs[AHEAD], later[AHEAD];
-    const auto fetch = [&](int begin) {
+    // Gradients of the parameters: of some steps, and of those before.
+    Compute partial[PARAMETERS + 1] = {};
+    __shared__ double sums[PARAMETERS + 1][THREADS];
 #pragma unroll
-        for (int u = 0; u < AHEAD; ++u)
-            if (begin + u < to) later[u].load(p, sequence, channel, step_of(begin + u));
+    for (int k = 0; k < PARAMETERS; ++k) sums[k][threadIdx.x] = 0;
+    const auto flush = [&] {
+#pragma unroll
+        for (int k = 0; k < PARAMETERS; ++k) sums[k][threadIdx.x] += partial[k], partial[k] = 0;
     };
-    const auto take = [&](const Inputs& input, int i, Compute (&partial)[PARAMETERS + 1]) {
+
+    // Steps in the order of this walk.
+    const auto fetch = [&](Inputs& input, int j) {
+        const int i = BACKWARD ? sequence.count - 1 - j : j;
+#pragma unroll
+        for (int k = 0; k < SEQUENCES; ++k) input.x[k] = p.x.data[k][x_row.at(i)];
+        if constexpr (RESETS) input.reset = resets[i * (sequence.step * p.resets_time)];
+        if constexpr (BACKWARD) {
+#pragma unroll
+            for (int k = 0; k < STATES; ++k) {
+                input.before[k] = first[k];
+                if (i > 0) input.before[k] = p.h.data[k][h_row.at(i - 1)];
+                if (p.grad_h.data[k]) input.grad[k] = p.grad_h.data[k][grad_row.at(i)];
+            }
+        }
+    };
+    const auto take = [&](const Inputs& input, int j) {
         Compute x[SEQUENCES], before[STATES];
+        const bool reset = RESETS && input.reset;
 #pragma unroll
         for (int k = 0; k < SEQUENCES; ++k) x[k] = widen(input.x[k]);
         if constexpr (BACKWARD) {
             Compute grad[STATES], grad_x[SEQUENCES], grad_parameter[PARAMETERS + 1];
 #pragma unroll
             for (int k = 0; k < STATES; ++k) {
-                before[k] = input.reset ? Compute(0) : i > 0 ? widen(input.before[k]) : first[k];
-                grad[k] = state[k] + (p.grad_h[k].data ? widen(input.grad[k]) : Compute(0));
+                before[k] = reset ? Compute(0) : widen(input.before[k]);
+                grad[k] = p.grad_h.data[k] ? state[k] + widen(input.grad[k]) : state[k];
             }
             Cell::backward(before, x, parameter, grad, state, grad_x, grad_parameter);
 #pragma unroll
-            for (int k = 0; k < STATES; ++k) state[k] = input.reset ? Compute(0) : state[k];
+            for (int k = 0; k < STATES; ++k) state[k] = reset ? Compute(0) : state[k];
             if constexpr (COMPOSE) {
                 Compute columns[STATES][STATES];
 #pragma unroll
-                for (int j = 0; j < STATES; ++j) {
+                for (int c = 0; c < STATES; ++c) {
 #pragma unroll
-                    for (int k = 0; k < STATES; ++k) grad[k] = slope[k][j];
-                    Cell::backward(before, x, parameter, grad, columns[j], grad_x, grad_parameter);
+                    for (int k = 0; k < STATES; ++k) grad[k] = slope[k][c];
+                    Cell::backward(before, x, parameter, grad, columns[c], grad_x, grad_parameter);
                 }
 #pragma unroll
                 for (int k = 0; k < STATES; ++k)
 #pragma unroll
-                    for (int j = 0; j < STATES; ++j) slope[k][j] = input.reset ? Compute(0) : columns[j][k];
+                    for (int c = 0; c < STATES; ++c) slope[k][c] = reset ? Compute(0) : columns[c][k];
             } else {
 #pragma unroll
-                for (int k = 0; k < SEQUENCES; ++k) *sequence.at(p.grad_x[k], channel, i) = Scalar(grad_x[k]);
+                for (int k = 0; k < SEQUENCES; ++k)
+                    p.grad_x.data[k][result_row.at(sequence.count - 1 - j)] = Scalar(grad_x[k]);
 #pragma unroll
                 for (int k = 0; k < PARAMETERS; ++k) partial[k] += grad_parameter[k];
             }
         } else {
 #pragma unroll
-            for (int k = 0; k < STATES; ++k) before[k] = input.reset ? Compute(0) : state[k];
+            for (int k = 0; k < STATES; ++k) before[k] = reset ? Compute(0) : state[k];
             Cell::forward(before, x, parameter, state);
             if constexpr (COMPOSE) {
                 Compute jacobian[STATES * STATES], product[STATES][STATES];
@@ -157,38 +179,46 @@ extern "C" __global__ void __launch_bounds__(THREADS) steps(const __grid_constan
 #pragma unroll
                 for (int k = 0; k < STATES; ++k)
 #pragma unroll
-                    for (int j = 0; j < STATES; ++j) {
-                        product[k][j] = 0;
+                    for (int c = 0; c < STATES; ++c) {
+                        product[k][c] = 0;
 #pragma unroll
-                        for (int i = 0; i < STATES; ++i) product[k][j] += jacobian[k * STATES + i] * slope[i][j];
+                        for (int i = 0; i < STATES; ++i) product[k][c] += jacobian[k * STATES + i] * slope[i][c];
                     }
 #pragma unroll
                 for (int k = 0; k < STATES; ++k)
 #pragma unroll
-                    for (int j = 0; j < STATES; ++j) slope[k][j] = input.reset ? Compute(0) : product[k][j];
+                    for (int c = 0; c < STATES; ++c) slope[k][c] = reset ? Compute(0) : product[k][c];
             }
 #pragma unroll
-            for (int k = 0; k < STATES; ++k) *sequence.at(p.h[k], channel, i) = Scalar(state[k]);
+            for (int k = 0; k < STATES; ++k)
+                if (p.h.data[k]) p.h.data[k][h_row.at(j)] = Scalar(state[k]);
         }
     };
 
-    fetch(from);
-    for (int begin = from; begin < to; begin += AHEAD) {
+    Inputs even[AHEAD], odd[AHEAD];
+    const auto fetch_all = [&](Inputs (&inputs)[AHEAD], int begin) {
 #pragma unroll
-        for (int u = 0; u < AHEAD; ++u) inputs[u] = later[u];
-        fetch(begin + AHEAD);
-        Compute partial[PARAMETERS + 1] = {};
-        if (begin + AHEAD <= to) {
+        for (int u = 0; u < AHEAD; ++u) fetch(inputs[u], begin + u);
+    };
+    const auto take_all = [&](const Inputs (&inputs)[AHEAD], int begin) {
 #pragma unroll
-            for (int u = 0; u < AHEAD; ++u) take(inputs[u], step_of(begin + u), partial);
-        } else {
-#pragma unroll
-            for (int u = 0; u < AHEAD; ++u)
-                if (begin + u < to) take(inputs[u], step_of(begin + u), partial);
-        }
-#pragma unroll
-        for (int k = 0; k < PARAMETERS; ++k) sums[k] += partial[k];
+        for (int u = 0; u < AHEAD; ++u) take(inputs[u], begin + u);
+    };
+    const int whole = from + (to - from) / (2 * AHEAD) * (2 * AHEAD);
+    if (from < whole) fetch_all(even, from);
+    for (int begin = from; begin < whole; begin += 2 * AHEAD) {
+        fetch_all(odd, begin + AHEAD);
+        take_all(even, begin);
+        if (begin + 2 * AHEAD < whole) fetch_all(even, begin + 2 * AHEAD);
+        take_all(odd, begin + AHEAD);
+        if ((begin - from) % FLUSH == 0) flush();
     }
+#pragma unroll 1
+    for (int j = whole; j < to; ++j) {
+        fetch(even[0], j);
+        take(even[0], j);
+    }
+    flush();
 
     const bool last = to == sequence.count;
     if constexpr (COMPOSE) {
@@ -208,7 +238,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) steps(const __grid_constan
         for (int k = 0; k < STATES; ++k)
             if (last && p.grad_first[k]) p.grad_first[k][at] = Scalar(state[k]);
 #pragma unroll
-        for (int k = 0; k < PARAMETERS; ++k) p.grad_parameters[of_chunk(PARAMETERS, k)] = Compute(sums[k]);
+        for (int k = 0; k < PARAMETERS; ++k) p.grad_parameters[of_chunk(PARAMETERS, k)] = Compute(sums[k][threadIdx.x]);
     }
 }
 
@@ -217,7 +247,8 @@ struct Links {
     const Compute *end, *slope;
     unsigned char* done;
     const int* bounds;
-    Compute tolerance;  // of a change, relative to what it is of or to 1; infinite where one link is exact
+    Compute tolerance;  // of a change, relative to what it is of or to 1; infinite where one link is exact, below 0 if
+                        // no channel is done yet
     int sequences, steps, channels, chunks, chunk;
 };
 
@@ -274,5 +305,5 @@ extern "C" __global__ void __launch_bounds__(THREADS) link(const __grid_constant
             }
         }
     }
-    if (met) p.done[at] = 1;
+    if (met && p.tolerance >= 0) p.done[at] = 1;
 }

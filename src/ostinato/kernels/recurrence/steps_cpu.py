@@ -210,13 +210,14 @@ def steps_backward(
     cu_seqlens: Tensor | None,
     resets: Tensor | None,
     reverse: bool,
-) -> tuple[list[Tensor], list[Tensor], list[Tensor] | None]:
-    """Gradients of the sequences, the parameters and the initial states (None if there are none)."""
+    of_sequences: Sequence[Tensor],
+) -> tuple[list[Tensor], list[Tensor] | None]:
+    """Gradients of the parameters and the initial states (None if there are none); writes those of the sequences."""
     like = sequences[0]
     dtype = torch.promote_types(like.dtype, torch.float32)
     state = [_states(trace, like, None if g is None else [g], cu_seqlens, dtype, 1)[0] for g in grads_last]
     absent = constant(0.0, state[0].shape, dtype)
-    results = [empty(like.shape, dtype) for _ in sequences]
+    results = of_sequences if like.dtype == dtype else [empty(like.shape, dtype) for _ in sequences]
     sums = [torch.zeros_like(state[0]) for _ in parameters]
     totals = [torch.zeros_like(x, dtype=torch.float64) for x in sums]
     extra = {
@@ -229,7 +230,10 @@ def steps_backward(
     _run(trace, True, dtype, cu_seqlens, resets, reverse, sequences, parameters, state, results, extra)
     of_parameters = [g.sum(0).to(x.dtype) for g, x in zip(totals, parameters, strict=True)]
     grad_h0 = None if h0 is None else [x.to(like.dtype) for x in state]
-    return [x.to(like.dtype) for x in results], of_parameters, grad_h0
+    if results is not of_sequences:
+        for own, x in zip(of_sequences, results, strict=True):
+            own.copy_(x)
+    return of_parameters, grad_h0
 
 
 def _states(

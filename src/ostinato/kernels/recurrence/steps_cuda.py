@@ -16,11 +16,12 @@ from ostinato.kernels.recurrence.trace import Trace
 from ostinato.kernels.scan.cuda import SCALARS, along_channels, last_state
 
 THREADS = 32  # of a block: one warp, so that few channels spread over all multiprocessors
-AHEAD = 8  # steps whose numbers are on their way; half of that for float64, or many chunks
+AHEAD = 4  # steps whose numbers are asked for at once, half of that for float64; twice as many are on their way
 CHANNELS = 1 << 14  # from which on all of time is one chunk
 PARALLEL = 1 << 17  # threads that the chunks of fewer channels make, if these are long enough
 SHORTEST = 64  # steps of a chunk
-PASSES = 6  # at most, before a channel whose chunks do not meet is taken as one
+PASSES = 5  # at most after the first, before a channel whose chunks do not meet is taken as one
+Macros = tuple[tuple[str, object], ...]
 _CELL = """
 struct Cell {{
     static constexpr int STATES = {states}, SEQUENCES = {sequences}, PARAMETERS = {parameters};
@@ -76,10 +77,11 @@ def source(trace: Trace) -> str:
     return nvrtc.source("numeric.cuh") + print_cell(trace) + nvrtc.source("recurrence/steps.cu")
 
 
-def macros(dtype: torch.dtype, backward: bool, compose: bool, chunks: int) -> tuple[tuple[str, object], ...]:
-    ahead = AHEAD if dtype.itemsize < 8 and chunks == 1 else AHEAD // 2
-    names = ("SCALAR", "VEC", "BACKWARD", "COMPOSE", "AHEAD")
-    return tuple(zip(names, (SCALARS[dtype], 1, int(backward), int(compose), ahead), strict=True))
+def macros(dtype: torch.dtype, backward: bool, compose: bool, resets: bool = False, far: bool = False) -> Macros:
+    names = ("SCALAR", "VEC", "BACKWARD", "COMPOSE", "RESETS", "OFFSET", "AHEAD")
+    ahead = AHEAD if dtype.itemsize < 8 else AHEAD // 2
+    values = SCALARS[dtype], 1, int(backward), int(compose), int(resets), "Index" if far else "int", ahead
+    return tuple(zip(names, values, strict=True))
 
 
 def choose_chunks(channels: int, steps: int) -> int:
@@ -99,22 +101,25 @@ def steps(
     reverse: bool,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """The states after every step, and those after the last."""
-    inputs = [along_channels(x) for x in sequences]
+    inputs = _alike(sequences)
     like = inputs[0]
     initial = [None] * trace.states if h0 is None else [x.to(like.dtype).contiguous() for x in h0]
     states = [like.new_empty(like.shape) for _ in range(trace.states)]
     last = [last_state(y, first, cu_seqlens, 0.0) for y, first in zip(states, initial, strict=True)]
     wide = _widened(parameters, like)
     walk = _Walk.of(trace, like, cu_seqlens, resets, reverse)
-    tensors = [*inputs, *states, None, None]
+    tensors = inputs, states, [None], [None]
     others = [*initial, *last, None, None, *wide, None]
     done = None
     if walk.chunks > 1:
         start, end, slope, done = walk.boundaries()
-        tolerance = torch.finfo(start.dtype).eps
+        # The first pass begins its chunks in zero, so that its states are no one's.
+        guessed = inputs, [None] * trace.states, [None], [None]
+        walk.launch(False, True, guessed, others, start, end, slope, done)
+        walk.link(start, end, slope, done, -1.0)
         for _ in range(PASSES):
             walk.launch(False, True, tensors, others, start, end, slope, done)
-            walk.link(start, end, slope, done, tolerance)
+            walk.link(start, end, slope, done, torch.finfo(start.dtype).eps)
     walk.one_chunk().launch(False, False, tensors, others, done=done)
     return states, last
 
@@ -130,20 +135,19 @@ def steps_backward(
     cu_seqlens: Tensor | None,
     resets: Tensor | None,
     reverse: bool,
-) -> tuple[list[Tensor], list[Tensor], list[Tensor] | None]:
-    """Gradients of the sequences, the parameters and the initial states (None if there are none)."""
-    inputs = [along_channels(x) for x in (*sequences, *states)]
+    of_sequences: Sequence[Tensor],
+) -> tuple[list[Tensor], list[Tensor] | None]:
+    """Gradients of the parameters and the initial states (None if there are none); writes those of the sequences."""
+    inputs = _alike(sequences)
     like = inputs[0]
-    given = [None if x is None else along_channels(x) for x in grads]
     given_last = [None if x is None else x.contiguous() for x in grads_last]
     initial = [None] * trace.states if h0 is None else [x.to(like.dtype).contiguous() for x in h0]
-    grad_inputs = [like.new_empty(like.shape) for _ in sequences]
     grad_initial = [
         None if x is None else last_state(like, g, cu_seqlens, 0.0) for x, g in zip(initial, given_last, strict=True)
     ]
     wide = _widened(parameters, like)
     walk = _Walk.of(trace, like, cu_seqlens, resets, reverse)
-    tensors = [*inputs, *given, *grad_inputs]
+    tensors = inputs, _alike(states), _alike(grads), of_sequences
     sums = []
 
     def store(walk: _Walk, *arguments: Any, **options: Any) -> None:
@@ -161,7 +165,15 @@ def steps_backward(
     store(walk.one_chunk(), done=done)
     total = torch.stack([x.sum(0) for x in sums]).sum(0)
     of_parameters = [g.to(x.dtype) for g, x in zip(total, parameters, strict=False)]  # there is a row if there are none
-    return grad_inputs, of_parameters, None if h0 is None else grad_initial  # type: ignore[return-value]
+    return of_parameters, None if h0 is None else grad_initial  # type: ignore[return-value]
+
+
+def _alike(tensors: Sequence[Any]) -> list[Any]:
+    """The same, all with the same strides, channels side by side."""
+    some = [x for x in tensors if x is not None]
+    if len({x.stride() for x in some}) == 1 and along_channels(some[0]) is some[0]:
+        return list(tensors)
+    return [None if x is None else x.contiguous() for x in tensors]
 
 
 def _compute(x: Tensor) -> torch.dtype:
@@ -210,7 +222,7 @@ class _Walk(NamedTuple):
         self,
         backward: bool,
         compose: bool,
-        tensors: Sequence[Tensor | None],
+        tensors: Sequence[Sequence[Tensor | None]],
         others: Sequence[Tensor | None],
         start: Tensor | None = None,
         end: Tensor | None = None,
@@ -220,15 +232,19 @@ class _Walk(NamedTuple):
     ) -> None:
         """Take all chunks through their steps: ``Arguments`` in their order, tensors with strides, others without."""
         numbers: list[int] = []
-        for x in tensors:
-            numbers += (0, 0, 0) if x is None else (x.data_ptr(), x.stride(0), x.stride(1))
+        for alike in tensors:
+            first = next((x for x in alike if x is not None), None)
+            numbers += map(_address, alike)
+            numbers += (0, 0) if first is None else first.stride()[:2]
         numbers += (_address(x) for x in (*others, self.cu_seqlens, self.resets))
         numbers += (0, 0) if self.resets is None else self.resets.stride()
         numbers += (_address(x) for x in (start, end, slope, done))
         _, length, channels = self.like.shape
         sizes = self.sequences, length, channels, int(self.reverse), self.chunks, self.chunk, chosen
         arguments = struct.pack(f"{len(numbers)}q7i", *numbers, *sizes)
-        self._launch("steps", backward, compose, self.sequences * self.chunks, arguments)
+        far = any(x is not None and _last_offset(x) >= 1 << 31 for alike in tensors for x in alike)
+        settings = macros(self.like.dtype, backward, compose, self.resets is not None, far)
+        self._launch("steps", settings, self.sequences * self.chunks, arguments)
 
     def link(self, start: Tensor, end: Tensor, slope: Tensor, done: Tensor, tolerance: float) -> None:
         """Correct what chunks begin in by what those before end in; mark channels as done that this hardly changes."""
@@ -237,12 +253,17 @@ class _Walk(NamedTuple):
         number = "d" if start.dtype == torch.float64 else "f"
         sizes = self.sequences, length, channels, self.chunks, self.chunk
         arguments = struct.pack(f"5Q{number}5i", *addresses, tolerance, *sizes)
-        self._launch("link", False, True, self.sequences, arguments)
+        self._launch("link", macros(self.like.dtype, False, True), self.sequences, arguments)
 
-    def _launch(self, name: str, backward: bool, compose: bool, places: int, arguments: bytes) -> None:
-        dtype, channels, device = self.like.dtype, self.like.shape[2], self.like.device.index
-        kernel = nvrtc.load_kernel(name, source(self.trace), macros(dtype, backward, compose, self.chunks), device)
+    def _launch(self, name: str, settings: Macros, places: int, arguments: bytes) -> None:
+        device, channels = self.like.get_device(), self.like.shape[2]
+        kernel = nvrtc.load_kernel(name, source(self.trace), settings, device)
         kernel.launch(device, places * -(-channels // THREADS), THREADS, arguments)
+
+
+def _last_offset(x: Tensor) -> int:
+    """Of its elements, from the first."""
+    return sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
 
 
 def _address(x: Tensor | None) -> int:
