@@ -20,6 +20,7 @@ import test_projected
 from minimal_layers import GATES, layer, layer_backward
 from ostinato.kernels.persistent import cuda as persistent
 from ostinato.kernels.persistent import packing
+from ostinato.kernels.recurrence import cuda as recurrence_cuda
 from ostinato.kernels.recurrence import projected, steps_cuda
 from ostinato.kernels.scan import choose_backend, compose
 from ostinato.minimal import recurrence_of
@@ -103,6 +104,16 @@ def projections(cell, dtype):
         projected.scan(recurrence_of(cell, "positive", False), x, weight, None, None, batch_first)
 
 
+def single_steps(cell, dtype):
+    trace = recurrence_of(cell, "positive", False)
+    for batch, inputs, hidden in ((1, 33, 5), (3, 6, 33), (8, 64, 130)):
+        shapes = (batch, inputs), (GATES[cell] * hidden, inputs), (GATES[cell] * hidden,), (batch, hidden)
+        x, weight, bias, h = (torch.randn(shape).to(dtype).cuda() for shape in shapes)
+        step = recurrence_cuda.Step(trace, batch, inputs, hidden, dtype, 0)
+        step(x, weight, bias, h)
+        step(x, weight, None, None)
+
+
 def recurrent(path, shape, clusters):
     pack = packing.pack
 
@@ -138,6 +149,10 @@ PARTS |= {
 PARTS |= {
     f"projected-{cell}-{dtype}": partial(projections, cell, dtype)
     for cell, dtype in itertools.product(GATES, test_projected.TOLERANCE)
+}
+PARTS |= {
+    f"single-steps-{cell}-{dtype}": partial(single_steps, cell, dtype)
+    for cell, dtype in itertools.product(GATES, test_cuda.TOLERANCE)
 }
 for kind, clusters in {"persistent": (1,), "clusters": (2, 4)}.items():
     for path, shape in test_persistent.LAYERS:
