@@ -562,6 +562,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "curve": lambda: f"{curve('tinyshakespeare-gpu')}\n{figure('tinyshakespeare-gpu', 'Loss', 'plots')}",
     "recurrence-gpu": lambda: comparison("recurrence-gpu", share, unit="bytes"),
     "recurrence-layers-gpu": lambda: comparison("recurrence-gpu", milliseconds, limit=True, unit="flops"),
+    "recurrence-cpu": lambda: comparison("recurrence-cpu", milliseconds),
     "recurrence-errors-gpu": lambda: comparison("recurrence-gpu", error),
     "persistent-pruned": lambda: recurrences(
         "persistent-gpu", lambda w: w["density"] < 1 and w["length"] == 256, leave_out=KERNELS

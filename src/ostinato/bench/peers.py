@@ -5,7 +5,7 @@ Each gets its own layout, contiguous, with no transposes charged to it.  One tha
 """
 
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -31,6 +31,7 @@ from ostinato.bench.workloads import (
 )
 
 Build = Callable[[Any, tuple[Tensor, ...]], Run]
+UNROLLED = 256  # steps of a compiled loop
 PLANNED = "is what the plan chooses"  # why another kernel is not asked for by name
 
 
@@ -50,6 +51,12 @@ def _import(module: str, package: str) -> Any:
 
 def _leaves(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.detach().requires_grad_() for x in tensors)
+
+
+def _compiled(function: Callable) -> Callable:
+    torch._dynamo.reset()
+    torch._functorch.config.donated_buffer = False  # the backward pass is timed many times over one graph
+    return torch.compile(function)
 
 
 def _time_last(x: Tensor) -> Tensor:
@@ -208,6 +215,61 @@ def ostinato_equation(work: Equation, data: tuple[Tensor, ...]) -> Run:
     return Run(lambda: function(*arguments)[0], arguments)
 
 
+def equation_loop(work: Equation, data: tuple[Tensor, ...]) -> Run:
+    """The coefficients of all steps, then one PyTorch operation a step."""
+    arguments, function = _leaves(*data), EQUATIONS[work.cell].function
+
+    def loop() -> Tensor:
+        a, b = function(*arguments)
+        return torch.stack(list(_states(a, b, torch.zeros_like(a[:, 0]))), 1)
+
+    return Run(loop, arguments)
+
+
+def _states(a: Tensor, b: Tensor, h: Tensor) -> Iterator[Tensor]:
+    for a_t, b_t in zip(a.unbind(1), b.unbind(1), strict=True):
+        h = torch.addcmul(b_t, a_t, h)
+        yield h
+
+
+def compiled_equation_loop(work: Equation, data: tuple[Tensor, ...]) -> Run:
+    """The same compiled, UNROLLED steps a call: the most of 16, 64 and 256, of which each was faster than the last."""
+    *sequences, parameter = data
+    function = EQUATIONS[work.cell].function
+
+    def chunk(h: Tensor, *arguments: Tensor) -> Tensor:
+        a, b = function(*arguments)
+        return torch.stack(list(_states(a, b, h)), 1)
+
+    compiled = _compiled(chunk)
+
+    def loop() -> Tensor:
+        h, parts = torch.zeros_like(sequences[0][:, 0]), []
+        for arguments in zip(*(x.split(UNROLLED, 1) for x in sequences), strict=True):
+            parts.append(compiled(h, *arguments, parameter))
+            h = parts[-1][:, -1]
+        return torch.cat(parts, 1)
+
+    slow = "left out, as it takes minutes to compile"
+    return Run(loop, (*sequences, parameter), forward_only=f"its backward pass is {slow}")
+
+
+def lrnnx(work: Equation, data: tuple[Tensor, ...]) -> Run:
+    """lrnnx's kernel, (B, D, T), which takes the gated input, the decay and its exponent: these by the compiler."""
+    _need_cuda(data[0])
+    if work.dtype is not torch.float32:
+        raise Unavailable("takes float32")
+    scan = _import("lrnnx.ops.rglru_scan", "lrnnx").rglru_scan_fn
+    *sequences, log_lambda = data
+    arguments = _leaves(*(_time_last(x).contiguous() for x in sequences), log_lambda)
+
+    def coefficients(x: Tensor, r: Tensor, i: Tensor, log_lambda: Tensor) -> tuple[Tensor, ...]:
+        return torch.sigmoid(i) * x, 8 * torch.sigmoid(r), torch.exp(-F.softplus(log_lambda))[:, None]
+
+    compiled = _compiled(coefficients)
+    return Run(lambda: scan(*compiled(*arguments)), arguments, _time_last)
+
+
 def fla_hgrn(_work: Equation, data: tuple[Tensor, ...]) -> Run:
     """flash-linear-attention's kernel, which takes the logarithm of the gate and what enters: these by the compiler."""
     _need_cuda(data[0])
@@ -218,9 +280,7 @@ def fla_hgrn(_work: Equation, data: tuple[Tensor, ...]) -> Run:
         a, b = EQUATIONS["HGRN"].function(*(x.float() for x in arguments))
         return b.to(data[0].dtype), a.log().to(data[0].dtype)
 
-    torch._dynamo.reset()
-    torch._functorch.config.donated_buffer = False  # the backward pass is timed many times over one graph
-    compiled = torch.compile(coefficients)
+    compiled = _compiled(coefficients)
     return Run(lambda: chunk_hgrn(*compiled(*arguments))[0], arguments)
 
 
@@ -389,7 +449,8 @@ def _need_cuda(x: Tensor) -> None:
 
 TIME_LOOP, FROM_HOST = "Ostinato, time loop", "Ostinato, with the transfer"
 CELL_LOOPS = {"mingru": "torch.nn.GRUCell, time loop", "minlstm": "torch.nn.LSTMCell, time loop"}
-ON_REQUEST = {TIME_LOOP, FROM_HOST, *CELL_LOOPS.values()}
+EQUATION_LOOPS = {"PyTorch loop": equation_loop, "PyTorch loop, compiled": compiled_equation_loop}
+ON_REQUEST = {TIME_LOOP, FROM_HOST, *CELL_LOOPS.values(), *EQUATION_LOOPS}
 
 
 def minimal(cell: str, name: str, layer_type: Any, cell_type: Any) -> dict[str, Build]:
@@ -429,7 +490,7 @@ CONTESTANTS: dict[str, dict[str, Build]] = {
     },
     "mingru": minimal("mingru", "minGRU", nn.GRU, nn.GRUCell),
     "minlstm": minimal("minlstm", "minLSTM", nn.LSTM, nn.LSTMCell),
-    "RG-LRU": {OURS: ostinato_equation},
+    "RG-LRU": {OURS: ostinato_equation, "lrnnx, compiled": lrnnx, **EQUATION_LOOPS},
     "invented": {OURS: ostinato_equation},
     "HGRN": {OURS: ostinato_equation, "flash-linear-attention, compiled": fla_hgrn},
     "ParaGRU": {OURS: ostinato_para_layer, "pararnn-torch": pararnn},

@@ -91,7 +91,10 @@ ON_CPU: dict[str, list[Workload]] = {
         *(Layer("mingru", *sizes, 256, 256) for sizes in ((1, 256), (1, 4096), (1, 16384), (16, 512))),
         Layer("minlstm", 1, 4096, 256, 256),
     ],
-    "recurrence": [Equation(cell, 1, 4096, 256) for cell in EQUATIONS],
+    "recurrence": [
+        Equation("RG-LRU", 1, 4096, 256, who=(OURS, "PyTorch loop", "PyTorch loop, compiled")),
+        *(Equation(cell, 1, 4096, 256) for cell in EQUATIONS if cell != "RG-LRU"),
+    ],
     "persistent": [
         *(Recurrence(cell, hidden, length=1000, **PRUNED_ON_HOST) for cell in CELLS for hidden in (384, 1024)),
         Recurrence("GRU", 384, length=1000, density=0.3, block=(16, 1), **HOST),
