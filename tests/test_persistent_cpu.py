@@ -119,22 +119,29 @@ def test_layers_equal_the_loop_over_time(cell, dtype, block, density, batch, hid
             close(got, want, TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("block", [None, (16, 1), (8, 4), (1, 1)])
+@pytest.mark.parametrize(
+    ("cell", "block"),
+    [("gru", None), ("lstm", None), ("rnn_tanh", None), ("gru", (16, 1)), ("gru", (8, 4)), ("gru", (1, 1))],
+)
 @pytest.mark.parametrize("batch", [1, 5, 16])
-def test_results_do_not_depend_on_the_number_of_threads(monkeypatch, block, batch):
+def test_results_do_not_depend_on_the_number_of_threads(monkeypatch, cell, block, batch):
+    """Sequences are shared out to them, or, if these are fewer and the layer is dense, units."""
     torch.manual_seed(0)
     monkeypatch.setattr(kernel_threads, "PARALLEL", 0)
-    layer = random_layer("gru", block, 0.3, batch, 48, 20, packed=True)
-    grads = torch.randn(len(layer[0]), 48, dtype=F64), None, None
-    before, results = torch.get_num_threads(), []
-    try:
-        for threads in (1, 2, 3, 7):
-            torch.set_num_threads(threads)
-            results.append(run(layer, grads, batch, "gru", True, plan_of(block), F32))
-    finally:
-        torch.set_num_threads(before)
-    for other in results[1:]:
-        assert all(x is y is None or torch.equal(x, y) for x, y in zip(results[0], other, strict=True))
+    monkeypatch.setattr(cpu, "PART", 1)
+    before = torch.get_num_threads()
+    for hidden, steps, reverse in ((48, 20, True), (37, 9, False)):
+        layer = random_layer(cell, block, 0.3, batch, hidden, steps, packed=reverse, resets=not reverse)
+        grads = [torch.randn(len(layer[0]), hidden, dtype=F64), *torch.randn(2, batch, hidden, dtype=F64)]
+        results = []
+        try:
+            for threads in (1, 2, 3, 7):
+                torch.set_num_threads(threads)
+                results.append(run(layer, grads, batch, cell, reverse, plan_of(block), F32))
+        finally:
+            torch.set_num_threads(before)
+        for other in results[1:]:
+            assert all(x is y is None or torch.equal(x, y) for x, y in zip(results[0], other, strict=True))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -197,23 +204,28 @@ PLANS = {  # cell, H, B, dtype, training, steps
     ("gru", 256, 1, F32, False, 1000): "dense",
     ("gru", 256, 16, F32, True, None): "dense",
     ("gru", 1024, 16, F32, True, 200): "dense",
-    ("gru", 1024, 1, F32, False, 200): "steps",
+    ("gru", 1024, 1, F32, False, 200): "dense",
+    ("gru", 1024, 1, F32, False, 50): "steps",
     ("gru", 64, 1, F32, False, 1): "dense",
     ("gru", 64, 1, F32, False, 11): "steps",
     ("gru", 64, 1, F32, True, 11): "dense",
     ("gru", 64, 1, F32, False, 12): "dense",
-    ("lstm", 256, 1, F32, True, 1000): "steps",
+    ("lstm", 256, 1, F32, True, 1000): "dense",
+    ("lstm", 256, 1, F32, False, 200): "steps",
+    ("lstm", 256, 2, F32, True, 1000): "steps",
+    ("lstm", 512, 1, F32, True, 1000): "steps",
     ("lstm", 256, 16, F32, False, 200): "steps",
     ("lstm", 256, 16, F32, True, 200): "dense",
     ("lstm", 256, 8, F32, True, 64): "steps",
     ("gru", 512, 4, F32, True, 200): "dense",
-    ("gru", 512, 4, F32, False, 200): "steps",
+    ("gru", 512, 4, F32, False, 200): "dense",
     ("lstm", 256, 1, F64, False, 1000): "dense",
     ("gru", 64, 1, torch.bfloat16, False, 100): "steps",
 }
 
 
-def test_plans():
+def test_plans(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     for (cell, hidden, batch, dtype, training, steps), path in PLANS.items():
         plan = cpu.make_plan(cell, hidden, batch, dtype, None, None, training, steps)
         assert plan.path == path, plan

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba import cfunc, types
+from numba.core import cgutils
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic, overload, register_jitable
@@ -145,6 +146,97 @@ def offset(typing_context, pointer, index):
         return builder.gep(arguments[0], [arguments[1]])
 
     return pointer(pointer, types.int64), generate
+
+
+# Steps that several threads take together, each a part.  In lines of their own lie how many parts of all steps are
+# done, and of each part the step that it is to be claimed for next and whether a thread has come for it.  A part is its
+# thread's alone; those that none has come for, or whose thread seems to have lost its processor, are taken by the
+# others, so that nobody waits for a thread that is not there.  What a step wrote is seen by whoever takes a part of the
+# next.
+
+COUNTERS = LINE // 8  # in a line
+_NEXT, _TAKEN = 0, 1
+_PATIENCE = 500  # looks for the others, some microseconds, before their parts are taken and the processor is yielded
+
+
+@intrinsic
+def _load_acquire(typing_context, count):
+    """What a counter is; what was written before it was counted up is there."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.load_atomic(arguments[0], "acquire", 8)
+
+    return types.int64(count), generate
+
+
+@intrinsic
+def _count_up(typing_context, count):
+    """Count up, atomically."""
+
+    def generate(context, builder, signature, arguments):
+        builder.atomic_rmw("add", arguments[0], ir.IntType(64)(1), "release")
+        return context.get_dummy_value()
+
+    return types.void(count), generate
+
+
+@intrinsic
+def _let_others_run(typing_context):
+    """Yield the processor to a thread that waits for it, of which there may be more than processors."""
+    name = "SwitchToThread" if sys.platform == "win32" else "sched_yield"
+
+    def generate(context, builder, signature, arguments):
+        function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(ir.IntType(32), []), name)
+        builder.call(function, [])
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@intrinsic
+def _claim(typing_context, count, step):
+    """Count up from `step`, atomically; whether no other thread had."""
+
+    def generate(context, builder, signature, arguments):
+        count, step = arguments
+        swapped = builder.cmpxchg(count, step, builder.add(step, ir.IntType(64)(1)), "acq_rel", "acquire")
+        return builder.extract_value(swapped, 1)
+
+    return types.boolean(count, types.int64), generate
+
+
+@inline
+def start_part(progress, part):
+    """A thread has come for the part."""
+    _claim(offset(progress, (1 + part) * COUNTERS + _TAKEN), 0)
+
+
+@inline
+def next_part(progress, parts, own, steps):
+    """The step and the part that a thread is to take next, once all before is done; `steps` when none is left."""
+    if parts == 1:  # a processor's atomic operation waits for all that it has written
+        return progress[0], np.int64(0)
+    looks = 0
+    while True:
+        step = _load_acquire(progress) // parts
+        if step >= steps:
+            return step, np.int64(0)
+        for part in range(parts):
+            counters = offset(progress, (1 + part) * COUNTERS)
+            is_mine = part == own or looks > _PATIENCE or _load_acquire(offset(counters, _TAKEN)) == 0
+            if is_mine and _claim(offset(counters, _NEXT), step):
+                return step, part
+        looks += 1
+        if looks > _PATIENCE:
+            _let_others_run()
+
+
+@inline
+def finish_part(progress, parts):
+    if parts == 1:
+        progress[0] += 1
+    else:
+        _count_up(progress)
 
 
 def streams(*names: str) -> tuple[Any, Any]:

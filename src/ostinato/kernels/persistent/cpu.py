@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ostinato.kernels.numba_loops import NUMPY_DTYPES
+from ostinato.kernels.numba_loops import COUNTERS, LINE, NUMPY_DTYPES
 from ostinato.kernels.persistent import cpu_loops
 from ostinato.kernels.persistent.cpu_entries import SLICE, Entries, backward_entries, forward_entries
 from ostinato.kernels.persistent.cpu_step import BATCH as MOST_OF_A_STEP
@@ -23,6 +23,7 @@ from ostinato.kernels.threads import run_loop, threads_for
 # gradients from half as many; up to which share of weights entries are faster than all weights in panels.
 FEW_STEPS = {"rnn_tanh": 24, "rnn_relu": 24, "gru": 8, "lstm": 32}
 DENSEST_BLOCKS = {False: 0.4, True: 0.3}  # by whether gradients are taken
+PART = 1 << 16  # weights from which on a part of a step is worth a thread of its own
 DENSEST_ROWS = {False: 0.15, True: 0.04}  # by whether there are several sequences
 
 
@@ -82,10 +83,9 @@ def _why_torch(
         return None
     if cell == "lstm" and dtype == torch.float32:
         large = batch >= 16 and 256 <= hidden_size <= 512 and (steps is None or batch * steps >= 3000)
-        if not (training and large):
+        shared = batch == 1 < torch.get_num_threads() and 128 < hidden_size <= 256 and (steps is None or steps >= 300)
+        if not ((training and large) or shared):
             return "oneDNN's LSTM, which torch calls, is faster"
-    if batch < (4 if training else 8) and hidden_size > 256:
-        return "a step of few sequences is mostly reading weights, which torch does in all threads"
     return None
 
 
@@ -124,7 +124,7 @@ def forward(
     if plan.path != "dense":
         entries = _entries(forward_entries, mask_hh, plan, gates)
         untouched = projected.clone() if keep else None
-    weights = _dense_panels(weight_hh, how.tile) if entries is None else _values(weight_hh, entries, gates)
+    weights = _dense_panels(weight_hh, gates, how) if entries is None else _values(weight_hh, entries, gates)
     arrays = {
         "bias": h.new_zeros(gates * hidden) if bias_hh is None else bias_hh.contiguous(),
         "sums": h.new_empty(batch, weights.row),
@@ -132,11 +132,14 @@ def forward(
         "resets": None if resets is None else resets.contiguous(),
         "projected": projected,
         "h": h,
+        "shown": h.expand(2, batch, hidden).contiguous() if weights.parts > 1 else None,
         "c": c,
         "output": output,
         "kept": kept,
     }
-    loop = cpu_loops.forward(NUMPY_DTYPES[h.dtype], cell, keep, weights.kind, weights.height, how.tile)
+    loop = cpu_loops.forward(
+        NUMPY_DTYPES[h.dtype], cell, keep, weights.kind, weights.height, how.tile, weights.parts > 1
+    )
     if not _run(loop, cpu_loops.ForwardWork, how, weights, arrays, batch=batch, hidden=hidden, reverse=reverse):
         # Zero times infinity is NaN: the pruned weights have a part in the result.
         if untouched is not None:
@@ -170,12 +173,13 @@ def backward(
     how = _share(weight_hh, batch, len(pre) // batch if offsets is None else len(offsets) - 1, plan)
     if plan.path == "dense":
         ordered = weight_hh.roll(hidden, 0) if cell == "gru" else weight_hh  # n, r, z as the gradients
-        weights = _dense_panels(ordered.T, how.tile)
+        weights = _dense_panels(ordered.T, 1, how)
     else:
         weights = _values(weight_hh, _entries(backward_entries, mask_hh, plan, gates), 1)
     dh = pre.new_zeros(batch, weights.row)
+    of_units = dh.view(batch, weights.parts, -1)[:, :, : weights.units]
     if grad_h_n is not None:
-        dh[:, :hidden] = grad_h_n
+        of_units.copy_(F.pad(grad_h_n, (0, of_units[0].numel() - hidden)).view_as(of_units))
     dc = _state(grad_c_n, batch if lstm else 0, hidden, pre)
     grads = pre.new_empty(len(pre), hidden * (1 if gates == 1 else 4))
     arrays = {
@@ -192,14 +196,14 @@ def backward(
         "dc": dc,
         "grads": grads,
     }
-    loop = cpu_loops.backward(NUMPY_DTYPES[pre.dtype], cell, weights.kind, weights.height, how.tile)
+    loop = cpu_loops.backward(NUMPY_DTYPES[pre.dtype], cell, weights.kind, weights.height, how.tile, weights.parts > 1)
     grad_row = 0 if grad_output is None else hidden
     sizes = {"batch": batch, "hidden": hidden, "reverse": reverse, "grad_row": grad_row}
     if not _run(loop, cpu_loops.BackwardWork, how, weights, arrays, **sizes):
         dense = plan._replace(path="dense")
         states, upstream = (c, c0, weight_hh, mask_hh), (grad_output, grad_h_n, grad_c_n)
         return backward(pre, candidate, h_prev, *states, *upstream, offsets, resets, batch, cell, reverse, dense)
-    return grads, dh[:, :hidden], dc if lstm else None
+    return grads, of_units.reshape(batch, -1)[:, :hidden], dc if lstm else None
 
 
 class _Weights(NamedTuple):
@@ -210,13 +214,16 @@ class _Weights(NamedTuple):
     row: int
     padded: int
     slices: int
+    parts: int
+    units: int
     arrays: dict[str, Tensor]
 
 
 class _Share(NamedTuple):
-    """How sequences are shared out."""
+    """How sequences are shared out, or the units of all."""
 
     threads: int
+    parts: int  # of the units
     group: int  # sequences of a piece
     tile: int
     length: int
@@ -226,17 +233,28 @@ def _share(weight_hh: Tensor, batch: int, length: int, plan: Plan) -> _Share:
     threads = threads_for(weight_hh.numel() * batch * length)
     group = -(-batch // threads)
     if plan.path == "dense":
-        return _Share(threads, group, max(tile for tile in cpu_loops.TILES if tile <= group), length)
+        parts = min(threads, weight_hh.numel() // PART) if batch < threads else 1
+        group = batch if parts > 1 else group
+        return _Share(threads, max(parts, 1), group, max(tile for tile in cpu_loops.TILES if tile <= group), length)
     # How many sums an entry is added to decides their order, which the number of threads must not.
-    return _Share(threads, group, cpu_loops.CHAINS if batch >= 2 * cpu_loops.CHAINS else 1, length)
+    return _Share(threads, 1, group, cpu_loops.CHAINS if batch >= 2 * cpu_loops.CHAINS else 1, length)
 
 
-def _dense_panels(weight: Tensor, tile: int) -> _Weights:
-    """A matrix cut into panels of rows, (panels, columns, rows of a panel)."""
-    rows = cpu_loops.panel_rows(NUMPY_DTYPES[weight.dtype], tile)
-    transposed = F.pad(weight.T.contiguous(), (0, -len(weight) % rows))  # two fast copies for a slow one
-    panels = transposed.view(weight.shape[1], -1, rows).transpose(0, 1).contiguous()
-    return _Weights("dense", 1, transposed.shape[1], min(weight.shape), 0, {"weights": panels})
+def _dense_panels(weight: Tensor, gates: int, how: _Share) -> _Weights:
+    """A matrix of `gates` rows a unit cut into panels of a part's rows, (parts, panels, columns, rows of a panel)."""
+    dtype, hidden, columns = NUMPY_DTYPES[weight.dtype], len(weight) // gates, weight.shape[1]
+    rows = cpu_loops.panel_rows(dtype, how.tile)
+    units, parts = hidden, how.parts
+    transposed = weight.T.contiguous()  # two fast copies for a slow one
+    if parts > 1:  # of whole cache lines, which no two threads write to
+        line = LINE // weight.itemsize
+        units = -(-hidden // (parts * line)) * line
+        parts = -(-hidden // units)
+        transposed = F.pad(transposed.view(columns, gates, hidden), (0, parts * units - hidden))
+        transposed = transposed.view(columns, gates, parts, units).transpose(1, 2)
+    transposed = F.pad(transposed.reshape(columns, parts, gates * units), (0, -gates * units % rows))
+    panels = transposed.view(columns, -1, rows).transpose(0, 1).contiguous()
+    return _Weights("dense", 1, transposed[0].numel(), units, 0, parts, units, {"weights": panels})
 
 
 def _entries(make: Callable[..., Entries], mask_hh: Tensor | None, plan: Plan, gates: int) -> Entries:
@@ -256,7 +274,8 @@ def _values(weight_hh: Tensor, entries: Entries, gates: int) -> _Weights:
         "rows": entries.rows,
     }
     row = gates * entries.padded + (SLICE if entries.kind == "own" else 0)
-    return _Weights(entries.kind, entries.height, row, entries.padded, len(entries.starts) - 1, arrays)
+    slices = len(entries.starts) - 1
+    return _Weights(entries.kind, entries.height, row, entries.padded, slices, 1, weight_hh.shape[1], arrays)
 
 
 def _state(initial: Tensor | None, batch: int, hidden: int, like: Tensor) -> Tensor:
@@ -270,9 +289,15 @@ def _run(
     loop: Any, structure: Any, how: _Share, weights: _Weights, arrays: dict[str, Tensor | None], **sizes: int
 ) -> bool:
     """Whether all that was multiplied with pruned weights was finite."""
+    pieces = -(-sizes["batch"] // how.group)
+    progress = torch.zeros(pieces, 1 + weights.parts, COUNTERS, dtype=torch.int64, device="cpu")
+    arrays = arrays | {"progress": progress}
     addresses = {name: 0 if x is None else x.data_ptr() for name, x in (arrays | weights.arrays).items()}
     work = structure(
-        pieces=-(-sizes["batch"] // how.group),
+        pieces=pieces * weights.parts,
+        parts=weights.parts,
+        units=weights.units,
+        part_row=weights.row // weights.parts,
         group=how.group,
         length=how.length,
         row=weights.row,

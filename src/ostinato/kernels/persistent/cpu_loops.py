@@ -2,9 +2,11 @@
 """Loops over time for recurrent layers on the CPU, compiled by Numba: forward and backward, dense and pruned.
 
 Sequences are cut into pieces, each of which one thread takes through all steps: no step waits for another thread.
-A step is a product of the recurrent weights with the states of a piece, then the gates, fused.  Dense weights are
-packed in panels, (panels, K, rows): the sums of a panel's rows with a tile of sequences stay in registers for all K.
-Of pruned ones there are the entries of ``cpu_entries.py``.  How sequences are cut never changes a result: each sum is
+Where there are fewer sequences than threads, the hidden units of all are cut into parts instead, of which each thread
+takes one through all steps, with its part of the weights in its cache; see ``next_part``.  A step is a product of the
+recurrent weights with the states of a piece, then the gates, fused.  Dense weights are packed in panels, (panels, K,
+rows): the sums of a panel's rows with a tile of sequences stay in registers for all K.
+Of pruned ones there are the entries of ``cpu_entries.py``.  How the work is cut never changes a result: each sum is
 made in one order.
 """
 
@@ -19,17 +21,22 @@ from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
 from ostinato.kernels.numba_loops import (
+    COUNTERS,
     LINE,
     cast,
     compiled_loop,
+    finish_part,
     inline,
     inline_options,
     inline_with_constants,
     integers,
     multiply_add,
+    next_part,
     offset,
     pointer_to,
+    prefetch,
     sigmoids,
+    start_part,
     streams,
     take_piece,
     tanh_slope,
@@ -59,17 +66,19 @@ def panel_rows(dtype: type, tile: int) -> int:
 _BOTH = (
     *("next_piece", "pieces", "group", "batch", "length", "hidden", "reverse", "offsets", "resets"),
     *("weights", "row", "padded", "columns", "starts", "rows", "slices", "diagonal", "not_finite"),
+    *("parts", "units", "part_row", "progress"),
 )
 
 
 class ForwardWork(ctypes.Structure):
     """What the forward loop is called with: sizes and addresses.
 
-    A sequence's sums are a `row`, in which gates lie `padded` apart.  `weights` are panels or the values of entries;
-    `columns` to `diagonal` are of entries.
+    A sequence's sums are a `row` of a `part_row` for each part, in which the gates of its `units` lie `padded` apart.
+    `weights` are panels or the values of entries; `columns` to `diagonal` are of entries.  `shown` are the states that
+    the parts read of each other, before even steps and before odd ones.
     """
 
-    _fields_ = integers(*_BOTH, "bias", "projected", "sums", "h", "c", "output", "kept")
+    _fields_ = integers(*_BOTH, "bias", "projected", "sums", "h", "shown", "c", "output", "kept")
 
 
 class BackwardWork(ctypes.Structure):
@@ -313,9 +322,9 @@ def _add_slice(
 
 
 @inline_with_constants
-def _add_panels(vectors, rows, tile, count, weights, x, x_b, sums, row, live):
+def _add_panels(vectors, rows, tile, panels, count, weights, x, x_b, sums, row, live):
     """Add the product of dense weights with the `count` numbers x of `live` sequences to the sums of each."""
-    for panel in range(row // rows):
+    for panel in range(panels):
         panel_weights = offset(weights, panel * rows * count)
         for b in range(0, live, tile):
             out = offset(sums, b * row + panel * rows)
@@ -386,6 +395,22 @@ def _relu(x):
     return cast(0.0, x) if x < 0 else x
 
 
+@inline
+def _rows_of(packed, offsets, t, batch, first, group):
+    """Where a step's rows begin, and how many of them are a piece's."""
+    begin, end = t * batch, (t + 1) * batch
+    if packed:
+        begin, end = np.int64(offsets[t]), np.int64(offsets[t + 1])
+    return begin, min(end - begin - first, group)
+
+
+@inline
+def _begin_sums(gates, hidden, padded, bias, sums, at, begin, end):
+    for g in range(gates):
+        for j in range(begin, end):
+            _store(sums, at + g * padded + j, _load(bias, g * hidden + j, "p0"), "s0")
+
+
 # One unit of one sequence.  `arrays` are pointers and where their rows begin; the gates of a row lie `pitch` apart, of
 # the sums `padded`.
 
@@ -424,7 +449,7 @@ def forward_unit(cell, keep, j, pitch, padded, arrays):
 
 
 @functools.cache
-def forward(dtype: type, cell: str, keep: bool, kind: str, height: int, tile: int) -> Any:
+def forward(dtype: type, cell: str, keep: bool, kind: str, height: int, tile: int, shared: bool) -> Any:
     """h and c hold the initial state, then the last one.  The weights are "dense", or entries of a kind and height.
 
     To keep what the backward needs is to leave the gates' arguments in `projected`, of a GRU's n only the input's
@@ -445,44 +470,58 @@ def forward(dtype: type, cell: str, keep: bool, kind: str, height: int, tile: in
         columns, starts = pointer_to(work.columns, np.int32), pointer_to(work.starts, np.int64)
         rows, diagonal = pointer_to(work.rows, np.int64), pointer_to(work.diagonal, dtype)
         entries = weights, weights, columns, starts, rows, work.slices, diagonal, padded
-        piece = take_piece(address)
-        while piece < work.pieces:
-            first = piece * group
+        parts, units, part_row = (work.parts, work.units, work.part_row) if shared else (1, hidden, row)
+        counters, shown = pointer_to(work.progress, np.int64), pointer_to(work.shown, dtype)
+        taken = take_piece(address)
+        while taken < work.pieces:
+            piece, own = taken // parts, taken % parts
+            progress, first = offset(counters, piece * (1 + parts) * COUNTERS), piece * group
+            start_part(progress, own)
             wrong = kind != "dense" and not are_finite(h, first * hidden, min(first + group, batch) * hidden, largest)
-            for step in range(length):
+            step, part = next_part(progress, parts, own, length)
+            while step < length:
                 t = length - 1 - step if work.reverse else step
-                at_step, live = t * batch, min(batch - first, group)
-                if work.offsets:
-                    at_step = np.int64(offsets[t])
-                    live = min(np.int64(offsets[t + 1]) - at_step - first, group)
-                if live <= 0 or wrong:
-                    continue
-                if work.resets:
+                at_step, live = _rows_of(work.offsets, offsets, t, batch, first, group)
+                begin, end = part * units, min((part + 1) * units, hidden)
+                mine = part * part_row - begin  # where the sums of the first unit would be
+                if live > 0 and not wrong:
                     for b in range(first, first + live):
-                        if resets[at_step + b]:
-                            for j in range(hidden):
+                        if work.resets and resets[at_step + b]:
+                            for j in range(begin, end):
                                 h[b * hidden + j] = 0
                                 if cell == "lstm":
                                     c[b * hidden + j] = 0
-                for b in range(first, first + live):
-                    for g in range(gates):
-                        for j in range(hidden):
-                            _store(sums, b * row + g * padded + j, _load(bias, g * hidden + j, "p0"), "s0")
-                x, piece_sums = offset(h, first * hidden), offset(sums, first * row)
-                if kind == "dense":
-                    _add_panels(vectors, panel, tile, hidden, weights, x, hidden, piece_sums, row, live)
-                else:
-                    add_entries(kind, height, tile, gates, hidden, hidden, entries, x, hidden, piece_sums, row, live)
-                for b in range(first, first + live):
-                    at, at_out = b * hidden, (at_step + b) * hidden
-                    arrays = projected, at_out * gates, sums, b * row, h, c, at, output, kept, at_out
-                    for j in range(hidden):
-                        forward_unit(cell, keep, j, hidden, padded, arrays)
-                if kind != "dense":
-                    wrong = not are_finite(h, first * hidden, (first + live) * hidden, largest)
+                        _begin_sums(gates, hidden, padded, bias, sums, b * row + mine, begin, end)
+                    x, piece_sums = offset(h, first * hidden), offset(sums, first * row)
+                    if kind == "dense":
+                        if parts > 1:
+                            x = offset(shown, (step % 2 * batch + first) * hidden)
+                            prefetch(x, 0, 0, live * hidden)  # from other processors' caches
+                        many, skipped = part_row // panel, part * part_row
+                        part_sums, part_weights = offset(piece_sums, skipped), offset(weights, skipped * hidden)
+                        _add_panels(vectors, panel, tile, many, hidden, part_weights, x, hidden, part_sums, row, live)
+                    else:
+                        add_entries(
+                            kind, height, tile, gates, hidden, hidden, entries, x, hidden, piece_sums, row, live
+                        )
+                    for b in range(first, first + live):
+                        if parts > 1 and work.resets and resets[at_step + b]:  # the others show what was before
+                            _begin_sums(gates, hidden, padded, bias, sums, b * row + mine, begin, end)
+                        at, at_out = b * hidden, (at_step + b) * hidden
+                        arrays = projected, at_out * gates, sums, b * row + mine, h, c, at, output, kept, at_out
+                        for j in range(begin, end):
+                            forward_unit(cell, keep, j, hidden, padded, arrays)
+                        if parts > 1:
+                            next_shown = ((step + 1) % 2 * batch + b) * hidden
+                            for j in range(begin, end):
+                                _store(shown, next_shown + j, _load(h, at + j, "h"), "before")
+                    if kind != "dense":
+                        wrong = not are_finite(h, first * hidden, (first + live) * hidden, largest)
+                finish_part(progress, parts)
+                step, part = next_part(progress, parts, own, length)
             if wrong:
                 work.not_finite = 1
-            piece = take_piece(address)
+            taken = take_piece(address)
 
     return run
 
@@ -533,7 +572,7 @@ def _backward_unit(cell, j, hidden, inputs, outputs):
 
 
 @functools.cache
-def backward(dtype: type, cell: str, kind: str, height: int, tile: int) -> Any:
+def backward(dtype: type, cell: str, kind: str, height: int, tile: int, shared: bool) -> Any:
     """dh and dc bring the last state's gradients and return the initial state's."""
     gates, vectors, panel, largest = GATES[cell], vectors_of(tile), panel_rows(dtype, tile), dtype(np.finfo(dtype).max)
     width = 1 if gates == 1 else 4  # gradients of a unit
@@ -552,54 +591,69 @@ def backward(dtype: type, cell: str, kind: str, height: int, tile: int) -> Any:
         columns, starts = pointer_to(work.columns, np.int32), pointer_to(work.starts, np.int64)
         rows, diagonal = pointer_to(work.rows, np.int64), pointer_to(work.diagonal, dtype)
         entries = weights, weights, columns, starts, rows, work.slices, diagonal, padded
-        grads_row = width * hidden
-        piece = take_piece(address)
-        while piece < work.pieces:
-            first = piece * group
+        grads_row, width_in = width * hidden, gates * hidden
+        parts, units, part_row = (work.parts, work.units, work.part_row) if shared else (1, hidden, row)
+        counters = pointer_to(work.progress, np.int64)
+        taken = take_piece(address)
+        while taken < work.pieces:
+            piece, own = taken // parts, taken % parts
+            progress, first = offset(counters, piece * (1 + parts) * COUNTERS), piece * group
+            start_part(progress, own)
             wrong = False
-            for step in range(length):
-                t, t_before = (step, step + 1) if work.reverse else (length - 1 - step, length - 2 - step)
-                at_step, live = t * batch, min(batch - first, group)
-                at_before_step, live_before = t_before * batch, batch
-                if work.offsets:
-                    at_step = np.int64(offsets[t])
-                    live = min(np.int64(offsets[t + 1]) - at_step - first, group)
+            # Between the gates' gradients and their product all parts meet: a step's product is made with the next's.
+            step, part = next_part(progress, parts, own, length + 1)
+            while step <= length:
+                begin, end = part * units, min((part + 1) * units, hidden)
+                mine = part * part_row - begin
+                if step > 0 and not wrong:
+                    t = step - 1 if work.reverse else length - step
+                    at_step, live = _rows_of(work.offsets, offsets, t, batch, first, group)
+                    if live > 0:
+                        x, sums = offset(grads, (at_step + first) * grads_row), offset(dh, first * row)
+                        if kind == "dense":
+                            many, skipped = part_row // panel, part * part_row
+                            part_sums, part_weights = offset(sums, skipped), offset(weights, skipped * width_in)
+                            _add_panels(
+                                vectors, panel, tile, many, width_in, part_weights, x, grads_row, part_sums, row, live
+                            )
+                        else:
+                            wrong = not are_finite(x, 0, live * grads_row, largest)
+                            add_entries(
+                                kind, height, tile, gates, hidden, hidden, entries, x, grads_row, sums, row, live
+                            )
+                        if work.resets:
+                            for b in range(first, first + live):
+                                if resets[at_step + b]:
+                                    for j in range(begin, end):
+                                        dh[b * row + mine + j] = 0
+                                        if cell == "lstm":
+                                            dc[b * hidden + j] = 0
+                if step < length and not wrong:
+                    t, t_before = (step, step + 1) if work.reverse else (length - 1 - step, length - 2 - step)
+                    at_step, live = _rows_of(work.offsets, offsets, t, batch, first, group)
+                    at_before_step, live_before = np.int64(0), np.int64(0)
                     if 0 <= t_before < length:
-                        at_before_step = np.int64(offsets[t_before])
-                        live_before = np.int64(offsets[t_before + 1]) - at_before_step
-                if not 0 <= t_before < length:
-                    live_before = 0
-                if live <= 0 or wrong:
-                    continue
-                for b in range(first, first + live):
-                    at_row = (at_step + b) * hidden
-                    before, at_before = h_prev, at_row
-                    if cell == "lstm":
-                        before, at_before = cells, (at_before_step + b) * hidden
-                        if b >= live_before:
-                            before, at_before = c0, b * hidden
-                        if work.resets and resets[at_step + b]:
-                            before, at_before = zeros, np.int64(0)
-                    at_grad = (at_step + b) * work.grad_row
-                    inputs = pre, at_row * gates, candidate, before, at_before, cells, at_row, grad_output, at_grad
-                    outputs = dh, b * row, dc, b * hidden, grads, at_row * width
-                    for j in range(hidden):
-                        _backward_unit(cell, j, hidden, inputs, outputs)
-                x, sums = offset(grads, (at_step + first) * grads_row), offset(dh, first * row)
-                if kind == "dense":
-                    _add_panels(vectors, panel, tile, gates * hidden, weights, x, grads_row, sums, row, live)
-                else:
-                    wrong = not are_finite(x, 0, live * grads_row, largest)
-                    add_entries(kind, height, tile, gates, hidden, hidden, entries, x, grads_row, sums, row, live)
-                if work.resets:
+                        at_before_step, live_before = _rows_of(work.offsets, offsets, t_before, batch, 0, batch)
                     for b in range(first, first + live):
-                        if resets[at_step + b]:
-                            for j in range(hidden):
-                                dh[b * row + j] = 0
-                                if cell == "lstm":
-                                    dc[b * hidden + j] = 0
+                        at_row = (at_step + b) * hidden
+                        before, at_before = h_prev, at_row
+                        if cell == "lstm":
+                            before, at_before = cells, (at_before_step + b) * hidden
+                            if b >= live_before:
+                                before, at_before = c0, b * hidden
+                            if work.resets and resets[at_step + b]:
+                                before, at_before = zeros, np.int64(0)
+                        at_grad = (at_step + b) * work.grad_row
+                        at_gates, at_before, at_grad = at_row * gates + begin, at_before + begin, at_grad + begin
+                        at_grads, at_row = at_row * width + begin, at_row + begin
+                        inputs = pre, at_gates, candidate, before, at_before, cells, at_row, grad_output, at_grad
+                        outputs = dh, b * row + part * part_row, dc, b * hidden + begin, grads, at_grads
+                        for j in range(end - begin):
+                            _backward_unit(cell, j, hidden, inputs, outputs)
+                finish_part(progress, parts)
+                step, part = next_part(progress, parts, own, length + 1)
             if wrong:
                 work.not_finite = 1
-            piece = take_piece(address)
+            taken = take_piece(address)
 
     return run
