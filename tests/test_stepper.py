@@ -248,7 +248,8 @@ def test_a_step_is_recorded_and_repeated(device):
     outputs = [stepper(x_t) for x_t in x]
     assert stepper._replay is not None
     for ours, right in zip((torch.stack(outputs), *stepper.state), (expected, *last), strict=True):
-        torch.testing.assert_close(ours, right, rtol=0, atol=0 if device == "cpu" else 1e-6)
+        # On a GPU cuDNN takes products in tf32, by other kernels for weights that were copied.
+        torch.testing.assert_close(ours, right, rtol=0, atol=0 if device == "cpu" else 1e-3)
     with pytest.raises(ValueError, match=r"first step, \(2, 3\) of torch.float32; got \(2, 1\) of torch.float32"):
         stepper(x[0, :, :1])
 

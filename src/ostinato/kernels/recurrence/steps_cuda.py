@@ -164,7 +164,8 @@ def steps_backward(
         store(walk, start, done=done, chosen=1)
     store(walk.one_chunk(), done=done)
     total = torch.stack([x.sum(0) for x in sums]).sum(0)
-    of_parameters = [g.to(x.dtype) for g, x in zip(total, parameters, strict=False)]  # there is a row if there are none
+    # A row is there if there are no parameters, too; copies, as what an operator returns must not share memory.
+    of_parameters = [g.to(x.dtype, copy=True) for g, x in zip(total, parameters, strict=False)]
     return of_parameters, None if h0 is None else grad_initial  # type: ignore[return-value]
 
 
