@@ -2,6 +2,7 @@
 
 import gc
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import ostinato
 from ostinato.kernels import threads
 from ostinato.kernels.persistent import cpu_step
 from ostinato.models import LanguageModel
+from ostinato.replay import Recorder
 
 LAYERS = ("RNN", "GRU", "LSTM", "MinGRU", "MinLSTM")
 F32, F64 = torch.float32, torch.float64
@@ -252,6 +254,20 @@ def test_a_step_is_recorded_and_repeated(device):
         torch.testing.assert_close(ours, right, rtol=0, atol=0 if device == "cpu" else 1e-3)
     with pytest.raises(ValueError, match=r"first step, \(2, 3\) of torch.float32; got \(2, 1\) of torch.float32"):
         stepper(x[0, :, :1])
+
+
+def test_other_threads_step_while_one_is_recorded():
+    torch.manual_seed(0)
+    layer, x = ostinato.GRU(3, 4), torch.randn(1, 3)
+    with torch.no_grad(), ThreadPoolExecutor(1) as other:
+        expected = layer.step(x)[0]
+        with Recorder() as recorder:
+            theirs = other.submit(torch.no_grad()(layer.step), x).result()[0]
+            assert not recorder._calls
+            ours = layer.step(x)[0]
+            assert len(recorder._calls) == 1
+        torch.testing.assert_close(theirs, expected, rtol=0, atol=1e-6)
+        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(

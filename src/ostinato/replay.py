@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
 _BY_VALUE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-_recording: "Recorder | None" = None
 
 
 class Unrepeatable(Exception):
@@ -31,16 +30,6 @@ class Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._calls: list[Callable[[], Any]] = []
-
-    def __enter__(self) -> "Recorder":
-        global _recording
-        _recording = self
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        global _recording
-        _recording = None
-        super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -74,8 +63,11 @@ class Recorder(TorchDispatchMode):
 
 
 def recording() -> Recorder | None:
-    """The recorder that is on."""
-    return _recording
+    """The recorder that is on, in this thread."""
+    if torch.compiler.is_compiling():
+        return None
+    mode = _get_current_dispatch_mode()
+    return mode if isinstance(mode, Recorder) else None
 
 
 def _into(result: Any, name: str, func: Any, args: tuple, kwargs: dict[str, Any]) -> Callable[[], Any]:
