@@ -337,9 +337,7 @@ class Prepared:
         if _is_watched():
             return None
         for x in tensors:
-            if (
-                type(x) not in _PLAIN_TYPES or x.is_nested
-            ):  # whose strides PyTorch's guards ask for, and end the process
+            if type(x) not in _PLAIN_TYPES or x.is_nested:  # nested: PyTorch's guards ask for strides, and crash
                 return None
         key = torch.is_grad_enabled(), len(tensors), tensors[0].shape, *settings
         for is_like, run in self._runs.get(key, ()):

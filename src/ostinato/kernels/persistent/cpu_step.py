@@ -347,12 +347,8 @@ class StepOfLayers:
         """The same into the memory of the results; False where something was not finite."""
         old, room = states or (self._zero,), empty(*self._room)
         h, c, new_h, new_c = old[0].data_ptr(), old[-1].data_ptr(), new[0].data_ptr(), new[-1].data_ptr()
-        source, target, scratch, size = (
-            x.data_ptr(),
-            output.data_ptr(),
-            room.data_ptr(),
-            len(weights) // len(self._steps),
-        )
+        source, target, scratch = x.data_ptr(), output.data_ptr(), room.data_ptr()
+        size = len(weights) // len(self._steps)
         for layer, step in enumerate(self._steps):
             own = weights[layer * size : (layer + 1) * size]
             if not step(source, h, c, new_h, new_c, target, scratch, own):  # the last output stays

@@ -21,8 +21,6 @@ from ostinato.kernels.recurrence.print_cpu import print_cpu
 from ostinato.kernels.recurrence.trace import Trace
 
 FLUSH = 64  # steps whose gradients of parameters are summed in the loop's dtype before they join the float64 total
-
-
 STRIDES = ("_t", "_b", "_d")  # of time, sequences and directions
 
 
@@ -79,20 +77,12 @@ def forward(trace: Trace, dtype: type) -> Any:
     def run(address):
         work = carray(address, 1, work_dtype)[0]
         offsets, bounds = pointer_to(work.offsets, np.int64), pointer_to(work.bounds, np.int64)
-        resets, out, state = (
-            pointer_to(work.resets, np.uint8),
-            pointer_to(work.out0, dtype),
-            pointer_to(work.state, dtype),
-        )
+        resets = pointer_to(work.resets, np.uint8)
+        out, state = pointer_to(work.out0, dtype), pointer_to(work.state, dtype)
         x, x_t, x_b, x_d, c, c_d = pointers_x(work), work.x_t, work.x_b, work.x_d, pointers_c(work), work.c_d
         out_t, out_b, out_d = work.out_t, work.out_b, work.out_d
-        groups, batch, hidden, together, directions = (
-            work.groups,
-            work.batch,
-            work.hidden,
-            work.together,
-            work.directions,
-        )
+        groups, directions, together = work.groups, work.directions, work.together
+        batch, hidden = work.batch, work.hidden
         resets_t, resets_b, resets_d = work.resets_t, work.resets_b, work.resets_d
         piece = take_piece(address)
         while piece < work.pieces:
@@ -111,10 +101,8 @@ def forward(trace: Trace, dtype: type) -> Any:
                         row_next = offsets[max(t_next, 0)]
                     for k in range(b_end - b_begin):
                         b = b_end - 1 - k if descending else b_begin + k
-                        at_x, at_out = (
-                            row * x_t + b * x_b + direction * x_d,
-                            row * out_t + b * out_b + direction * out_d,
-                        )
+                        at_x = row * x_t + b * x_b + direction * x_d
+                        at_out = row * out_t + b * out_b + direction * out_d
                         if together > 1:
                             prefetch(out, at_out + (row_next - row) * out_t, begin, end)
                             prefetch_x(x, at_x + (row_next - row) * x_t, begin, end)
@@ -155,13 +143,8 @@ def backward(trace: Trace, dtype: type) -> Any:
         grad, grad_t, grad_b, grad_d = pointers_grad(work), work.grad_t, work.grad_b, work.grad_d
         sums, h_t, h_b, h_d = pointers_sum(work), work.h_t, work.h_b, work.h_d
         grad_h_t, grad_h_b, grad_h_d = work.grad_h_t, work.grad_h_b, work.grad_h_d
-        groups, batch, hidden, together, directions = (
-            work.groups,
-            work.batch,
-            work.hidden,
-            work.together,
-            work.directions,
-        )
+        groups, directions, together = work.groups, work.directions, work.together
+        batch, hidden = work.batch, work.hidden
         resets_t, resets_b, resets_d = work.resets_t, work.resets_b, work.resets_d
         piece = take_piece(address)
         while piece < work.pieces:

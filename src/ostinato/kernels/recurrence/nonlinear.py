@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ostinato.kernels.dispatch import Groups, gradient, operator
 from ostinato.kernels.recurrence.graph import evaluate
+from ostinato.kernels.recurrence.operators import kernels_on
 from ostinato.kernels.recurrence.trace import Trace, parse
 from ostinato.kernels.scan import choose_backend
 from ostinato.kernels.scan.operators import check_cu_seqlens, linear_scan
@@ -69,7 +70,7 @@ def _forward(
     sequences, parameters = _parted(trace, arguments)
     like = sequences[0]
     check_cu_seqlens(cu_seqlens, like.shape[1])
-    kernels = _kernels(backend, like)
+    kernels = kernels_on(backend, like.device.type, "steps_")
     if like.numel() == 0:
         last = [x.to(like.dtype, copy=True) for x in _initial(trace, like, h0, c0, cu_seqlens)]
         return [like.new_empty(like.shape) for _ in last] + last
@@ -81,20 +82,6 @@ def _forward(
         return [x.to(like.dtype, copy=True) for x in stepped]
     states, last = kernels.steps(trace, sequences, parameters, initial, cu_seqlens, resets, reverse)
     return [*states, *last]
-
-
-def _kernels(backend: str, x: Tensor) -> Any:
-    """The module with kernels of its own; None for PyTorch operations."""
-    name = getattr(choose_backend(backend, x.device.type), "__name__", "")
-    if name.endswith(".cuda"):
-        from ostinato.kernels.recurrence import steps_cuda
-
-        return steps_cuda
-    if name.endswith(".cpu"):
-        from ostinato.kernels.recurrence import steps_cpu
-
-        return steps_cpu
-    return None
 
 
 def _compute_dtype(backend: str, x: Tensor) -> torch.dtype:
@@ -193,7 +180,7 @@ def _backward_impl(
     grads, grads_last, states, arguments = _grouped(trace, tensors)
     like = states[0]
     check_cu_seqlens(cu_seqlens, like.shape[1])
-    kernels = _kernels(backend, like)
+    kernels = kernels_on(backend, like.device.type, "steps_")
     absent = like.new_empty(0)
     if like.numel() == 0:
         of_initial = [x.clone() for x in _or_zeros(grads_last, _last_shape(like, cu_seqlens))]

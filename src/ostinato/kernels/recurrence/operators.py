@@ -5,8 +5,9 @@ a compiler kept, needs nothing else to run.
 """
 
 import functools
+import importlib
 from collections.abc import Sequence
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,30 +18,18 @@ from ostinato.kernels.recurrence import torch_ops
 from ostinato.kernels.recurrence.trace import parse
 from ostinato.kernels.scan import choose_backend
 from ostinato.kernels.scan.operators import check_cu_seqlens, initial_states
-
-
-class Kernels(Protocol):
-    """What a backend with kernels of its own provides, of non-empty inputs; see ``cpu.py`` and ``cuda.py``."""
-
-    scan: Any
-    scan_backward: Any
-    layer: Any
-    layer_backward: Any
+from ostinato.kernels.scan.torch_ops import TorchBackend
 
 
 @functools.cache
-def kernels_on(backend: str, device_type: str) -> Kernels | None:
-    """The kernels of the backend; None for one that consists of PyTorch operations."""
-    name = getattr(choose_backend(backend, device_type), "__name__", "")
-    if name.endswith(".cuda"):
-        from ostinato.kernels.recurrence import cuda
+def kernels_on(backend: str, device_type: str, prefix: str = "") -> Any:
+    """The module with the backend's kernels, of non-empty inputs; None for one that consists of PyTorch operations.
 
-        return cast(Kernels, cuda)
-    if name.endswith(".cpu"):
-        from ostinato.kernels.recurrence import cpu
-
-        return cast(Kernels, cpu)
-    return None
+    ``cpu.py`` or ``cuda.py``; of recurrences that are not linear, with the prefix "steps_".
+    """
+    if isinstance(choose_backend(backend, device_type), TorchBackend):
+        return None
+    return importlib.import_module(f"{__package__}.{prefix}{device_type}")
 
 
 @functools.lru_cache(maxsize=1024)

@@ -68,7 +68,7 @@ def print_cpu(trace: Trace, backward: bool) -> str:
     loads = [f'load(x[{k}], at_x + j, "x{k}")' for k in range(steps.sequences)]
     loads += [f'load(c[{k}], at_c + j, "c{k}")' for k in range(constants)]
     loads.append('load(h, at_h + j, "h")')
-    lines, names = _lines(steps.step, loads)
+    lines, names = lines_of(steps.step, loads)
     if backward:
         a, *factors = names
         code = _BACKWARD.format(body="\n".join(lines + _gradients(steps, factors)), a=a)
@@ -124,7 +124,7 @@ def _flushing(count: int) -> str:
     return "\ndef flush(work, totals, sum, at_sum, begin, end):\n    pass\n" + "".join(lines)
 
 
-def _lines(graph: Graph, inputs: list[str]) -> tuple[list[str], list[str]]:
+def lines_of(graph: Graph, inputs: list[str]) -> tuple[list[str], list[str]]:
     """Lines that compute the results, and what these are called in them."""
     lines = [f"    one = cast(1.0, {inputs[0]})"]
     uses = [0] * len(graph.nodes)

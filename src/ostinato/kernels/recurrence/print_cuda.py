@@ -93,12 +93,12 @@ def print_cuda(trace: Trace, backward: bool) -> str:
         "plain": steps.sequences,
         "parameters": steps.parameters,
         "fields": " ".join(f"{_type(constants.nodes[i])} c{k};" for k, i in enumerate(constants.outputs)),
-        "preparation": _lines(constants, [f"parameter[{k}]" for k in range(steps.parameters)]),
-        "constants": ", ".join(_name(constants, i) for i in constants.outputs),
-        "body": _lines(step, inputs),
+        "preparation": lines_of(constants, [f"parameter[{k}]" for k in range(steps.parameters)]),
+        "constants": ", ".join(name_of(constants, i) for i in constants.outputs),
+        "body": lines_of(step, inputs),
     }
     if not backward:
-        return _FORWARD.format(**texts, results=", ".join(_name(step, i) for i in step.outputs))
+        return _FORWARD.format(**texts, results=", ".join(name_of(step, i) for i in step.outputs))
     a, *factors = step.outputs
     chosen = sorted(set(factors), key=factors.index)  # equal gradients, as of a sum's terms, are one
     return _BACKWARD.format(
@@ -106,8 +106,8 @@ def print_cuda(trace: Trace, backward: bool) -> str:
         factors=len(chosen),
         of_outputs=_by_index([chosen.index(i) for i in factors[: steps.sequences]]),
         of_parameters=_by_index([chosen.index(i) for i in factors[steps.sequences :]]),
-        a=_name(step, a),
-        results=", ".join(_name(step, i) for i in chosen),
+        a=name_of(step, a),
+        results=", ".join(name_of(step, i) for i in chosen),
     )
 
 
@@ -115,7 +115,7 @@ def _by_index(values: Sequence[int]) -> str:
     return "".join(f"k == {k} ? {value} : " for k, value in enumerate(values[:-1])) + str(values[-1] if values else 0)
 
 
-def _lines(graph: Graph, inputs: Sequence[str]) -> str:
+def lines_of(graph: Graph, inputs: Sequence[str]) -> str:
     lines: dict[int, str] = {}  # in order
 
     def add(i: int) -> None:
@@ -128,8 +128,8 @@ def _lines(graph: Graph, inputs: Sequence[str]) -> str:
             form, operands = _form(graph, node)
             for k in operands:
                 add(k)
-            expression = form.format(*(_name(graph, k) for k in operands))
-        lines[i] = f"        const {_type(node)} {_name(graph, i)} = {expression};"
+            expression = form.format(*(name_of(graph, k) for k in operands))
+        lines[i] = f"        const {_type(node)} {name_of(graph, i)} = {expression};"
 
     for i in graph.outputs:
         add(i)
@@ -164,7 +164,7 @@ def _type(node: Node) -> str:
     return "bool" if node.name in LOGICAL else "Compute"
 
 
-def _name(graph: Graph, i: int) -> str:
+def name_of(graph: Graph, i: int) -> str:
     node = graph.nodes[i]
     if node.name != "constant":
         return f"v{i}"

@@ -116,7 +116,7 @@ def scan(
     """h and h_last of a layer: x is (B, T, I), or (T, B, I) unless `batch_first`, weight (G * H, I), bias (G * H,)."""
     dtype, device, shape, gates = x.dtype, x.get_device(), x.shape, gates_of(recurrence)
     channels = weight.shape[0] // gates
-    launch = _prepare(recurrence, dtype, bias is not None, device, shape, batch_first, channels)
+    launch = _prepare(recurrence, dtype, device, shape, batch_first, channels)
     h = x.new_empty(shape[0], shape[1], channels)
     h_last = x.new_empty(1, shape[0 if batch_first else 1], channels)
     biases = [0]
@@ -142,7 +142,6 @@ def scan(
 def _prepare(
     recurrence: str,
     dtype: torch.dtype,
-    bias: bool,
     device: int,
     shape: tuple[int, int, int],
     batch_first: bool,

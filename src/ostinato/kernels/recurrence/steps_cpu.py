@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ostinato.kernels import numba_loops
 from ostinato.kernels.numba_loops import NUMPY_DTYPES, compiled_loop, integers, streams
-from ostinato.kernels.recurrence.print_cpu import _lines
+from ostinato.kernels.recurrence.print_cpu import lines_of
 from ostinato.kernels.recurrence.trace import Trace
 from ostinato.kernels.scan.cpu import blocks_of, constant, empty, initial_state, rows
 from ostinato.kernels.threads import run_loop, threads_for
@@ -120,7 +120,7 @@ def print_loop(trace: Trace, backward: bool) -> str:
     zeros = [f"{x}[at + j] = 0" for x in arrays.states]
     if not backward:
         inputs = [_load(x, "at + j") for x in arrays.states] + arrays.arguments(trace)
-        lines, results = _lines(trace.forward, inputs)
+        lines, results = lines_of(trace.forward, inputs)
         stores = [f'store({x}, at + j, {y}, "{x}")' for x, y in zip(arrays.states, results, strict=True)]
         stores += [f'store({x}, at_{x} + j, {y}, "{x}")' for x, y in zip(arrays.results, results, strict=True)]
         body = _FORWARD.format(
@@ -138,7 +138,7 @@ def print_loop(trace: Trace, backward: bool) -> str:
     inputs += [
         f"{_load(x, f'at_{x} + j')} + {_load(y, 'at + j')}" for x, y in zip(arrays.grads, arrays.states, strict=True)
     ]
-    lines, results = _lines(trace.backward, inputs)
+    lines, results = lines_of(trace.backward, inputs)
     of = {True: iter(arrays.results), False: iter(arrays.sums)}
     stores = [f'store({x}, at + j, {y}, "{x}")' for x, y in zip(arrays.states, results, strict=False)]
     for sequence, y in zip(trace.sequences, results[trace.states :], strict=True):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ostinato.kernels import nvrtc
 from ostinato.kernels.recurrence.graph import Graph
-from ostinato.kernels.recurrence.print_cuda import _lines, _name
+from ostinato.kernels.recurrence.print_cuda import lines_of, name_of
 from ostinato.kernels.recurrence.trace import Trace
 from ostinato.kernels.scan.cuda import SCALARS, along_channels, last_state
 
@@ -68,8 +68,8 @@ def _places(trace: Trace, of_sequence: str, of_parameter: str) -> list[str]:
 
 
 def _body(graph: Graph, inputs: list[str], outputs: list[str]) -> str:
-    results = (f"        {y} = {_name(graph, i)};" for y, i in zip(outputs, graph.outputs, strict=True))
-    return "\n".join([_lines(graph, inputs), *results])
+    results = (f"        {y} = {name_of(graph, i)};" for y, i in zip(outputs, graph.outputs, strict=True))
+    return "\n".join([lines_of(graph, inputs), *results])
 
 
 @functools.cache
