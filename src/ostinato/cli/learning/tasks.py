@@ -1,0 +1,159 @@
+"""What is learned of tasks with one right answer: selective copying, and questions about strings of bits."""
+
+from dataclasses import asdict
+from typing import Annotated, Any
+
+from typer import Option
+
+from ostinato.cli.devices import Device
+from ostinato.cli.learning.run import Cells, Json, LearningRun, Quick, Seed, chosen_cells, parameters_of
+
+
+def copying(
+    cells: Cells = "mingru,minlstm",
+    length: Annotated[int, Option(help="Tokens to look for the data in, at the end of the curriculum.")] = 4096,
+    items: Annotated[int, Option(help="Data tokens among them, to be remembered.")] = 16,
+    steps: Annotated[int, Option(help="Steps at the full length; those at shorter ones are in proportion.")] = 1000,
+    seed: Seed = 0,
+    quick: Quick = False,
+    device: Device = "auto",
+    json: Json = None,
+) -> None:
+    """Selective copying: which tokens, among thousands of noise, in which order; lengths grow by stages."""
+    import torch
+
+    from ostinato.bench.learning.fit import Stage, TaskTrainer, remember
+    from ostinato.bench.learning.tasks import SelectiveCopying
+    from ostinato.models import LanguageModel
+
+    width, learning_rate = 128, 4e-3
+    if quick:
+        length, items, width, steps = 64, 2, 16, 20
+    if not 0 < items <= length:
+        raise ValueError(f"items must be at least 1 and at most length, {length}; got {items}")
+    stages = [Stage(length, batch_size=32, steps=steps)]
+    for shorter, batch_size, times in ((1024, 64, 1), (256, 256, 1), (64, 512, 3)):
+        if items < shorter < length:
+            stages.insert(0, Stage(shorter, batch_size, times * steps, accuracy=0.98))
+    sequences, test_sequences = (32, 64) if quick else (128, 1024)
+    task = SelectiveCopying(items)
+    torch.set_float32_matmul_precision("high")  # tf32 on a GPU: the gates and the scan stay in float32
+    with LearningRun("copying", json, device, seed, quick) as run:
+        run.content |= {
+            "length": length,
+            "items": items,
+            "vocab_size": task.vocab_size,
+            "learning_rate": learning_rate,
+            "stages": [asdict(stage) for stage in stages],
+            "float32_matmul_precision": torch.get_float32_matmul_precision(),
+            "test_sequences": test_sequences,
+            "runs": [],
+        }
+        for cell in chosen_cells(cells):
+            torch.manual_seed(seed)
+            model = LanguageModel(task.vocab_size, width=width, num_layers=3, cell=cell, expansion=2.0, dropout=0.0)
+            remember(model, length)
+            trainer = TaskTrainer(model, task, stages, learning_rate=learning_rate, seed=seed, device=run.device)
+            row: dict[str, Any] = {
+                "cell": cell,
+                "model": model.settings,
+                "parameters": parameters_of(model),
+                "curve": [],
+            }
+            run.content["runs"].append(row)
+            with run.progress() as progress:
+                bar = progress.add_task(cell, total=1.0)
+                while not trainer.finished:
+                    point = trainer.advance(10 if quick else 50)
+                    what = f"{cell}  length {point.length:,}  loss {point.train_loss:.3f}"
+                    progress.update(bar, completed=trainer.progress, description=what)
+                    run.stop_if_interrupted()
+                    if trainer.stage_step % (5 * 50) == 0:
+                        accuracy = trainer.evaluate(length, sequences, seed=seed + 1)[length:].mean().item()
+                        row["curve"].append({**asdict(point), "accuracy": accuracy})
+                        run.save()
+                        progress.console.print(
+                            f"{cell}  step {point.step:6,}  {point.seconds:4.0f} s  length {point.length:5,}: "
+                            f"loss {point.train_loss:.4f}, {point.train_accuracy:.2%} right; "
+                            f"length {length:,}: {accuracy:.2%}"
+                        )
+            row["accuracy"] = trainer.evaluate(length, test_sequences, seed=seed + 2)[length:].mean().item()
+            run.save()
+            run.console.print(f"{cell}: {row['accuracy']:.2%} of {test_sequences * items:,} tokens right")
+
+
+def bits(
+    cells: Cells = "mingru,minlstm,gru,lstm",
+    questions: Annotated[str, Option(help="Which, with commas between.")] = "first,majority,parity",
+    depths: Annotated[str, Option(help="Numbers of layers.")] = "1,2,3",
+    steps: Annotated[int, Option(help="Steps to train each.")] = 500,
+    seed: Seed = 0,
+    quick: Quick = False,
+    device: Device = "auto",
+    json: Json = None,
+) -> None:
+    """Questions about a string of bits, by depth: trained on 40 bits, asked about 41 to 256.
+
+    After every bit: is it equal to the first, are there more ones, is the number of ones odd?
+    """
+    import torch
+
+    from ostinato.bench.learning.fit import Stage, TaskTrainer, remember
+    from ostinato.bench.learning.tasks import QUESTIONS, Bits
+    from ostinato.models import LanguageModel
+
+    trained, longest, width, learning_rate = 40, 256, 16 if quick else 32, 5e-3
+    stage = Stage(trained, batch_size=8 if quick else 64, steps=10 if quick else steps)
+    sequences = 16 if quick else 1024
+    chosen = questions.split(",")
+    for question in chosen:
+        if question not in QUESTIONS:
+            raise ValueError(f"questions must be some of {', '.join(QUESTIONS)}; got {question!r}")
+    if not all(depth.isdecimal() and int(depth) > 0 for depth in depths.split(",")):
+        raise ValueError(f"depths must be numbers from 1 on, with commas between; got {depths!r}")
+    works = [(q, cell, int(depth)) for q in chosen for cell in chosen_cells(cells) for depth in depths.split(",")]
+    with LearningRun("bits", json, device, seed, quick) as run:
+        run.content |= {
+            "trained_length": trained,
+            "test_lengths": [trained + 1, longest],
+            "test_sequences": sequences,
+            "learning_rate": learning_rate,
+            "stage": asdict(stage),
+            "runs": [],
+        }
+        run.console.print(f"right answers             1 to {trained} bits    {trained + 1} to {longest} bits")
+        with run.progress() as progress:
+            bar = progress.add_task("", total=len(works))
+            for question, cell, depth in works:
+                what = f"{question:<9}{cell:<8}{depth} layer{'s' if depth > 1 else ' '}"
+                progress.update(bar, description=what)
+                torch.manual_seed(seed)
+                # Nothing but the recurrence may look back.
+                model = LanguageModel(
+                    2, width=width, num_layers=depth, cell=cell, expansion=1, conv_kernel=0, mlp_ratio=2, dropout=0.0
+                )
+                remember(model, trained)
+                task = Bits(question)
+                trainer = TaskTrainer(model, task, [stage], learning_rate=learning_rate, seed=seed, device=run.device)
+                curve = []
+                while not trainer.finished:
+                    curve.append(asdict(trainer.advance(100)))
+                    run.stop_if_interrupted()
+                right = trainer.evaluate(longest, sequences, seed=seed + 1, at_once=sequences)
+                within, beyond = right[:trained].mean().item(), right[trained:].mean().item()
+                run.content["runs"].append(
+                    {
+                        "question": question,
+                        "cell": cell,
+                        "num_layers": depth,
+                        "model": model.settings,
+                        "parameters": parameters_of(model),
+                        "curve": curve,
+                        "accuracy_within": within,
+                        "accuracy_beyond": beyond,
+                        "accuracy_by_8_lengths": [round(share.mean().item(), 4) for share in right.split(8)],
+                    }
+                )
+                run.save()
+                progress.console.print(f"{what:<25}{within:12.1%}{beyond:20.1%}")
+                progress.advance(bar)

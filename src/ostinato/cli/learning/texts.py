@@ -1,0 +1,217 @@
+"""What is learned of a text: characters by each layer, and by an LSTM that is pruned."""
+
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from typer import Option
+
+from ostinato.cli.devices import Device, Precision
+from ostinato.cli.learning.run import Cells, Json, LearningRun, Quick, Seed, chosen_cells, parameters_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from ostinato.models import LanguageModel
+    from ostinato.training import Trainer
+
+BLOCKS = ("1x1", "16x1")
+Text = Annotated[Path, Option(help="A UTF-8 file, or a folder of them: tinyshakespeare.txt for the published task.")]
+
+# For `--quick`.
+TINY_MODEL: dict[str, Any] = {"width": 32, "num_layers": 2}
+TINY_TRAINING: dict[str, Any] = {
+    "steps": 30,
+    "batch_size": 4,
+    "chunk_length": 32,
+    "warmup_steps": 5,
+    "held_out_limit": 4096,
+}
+
+
+def characters(
+    text: Text,
+    cells: Cells = "mingru,minlstm,gru,lstm",
+    torch_too: Annotated[
+        bool, Option("--torch", help="Train gru and lstm also in torch.nn's own layers: same weights, same data.")
+    ] = False,
+    steps: Annotated[int, Option(help="Steps to train each.")] = 1000,
+    width: Annotated[int, Option(help="Channels between the blocks.")] = 384,
+    expansion: Annotated[float, Option(help="Hidden size over width.")] = 1.5,
+    num_layers: Annotated[int, Option(help="Blocks.")] = 3,
+    batch_size: Annotated[int, Option(help="Chunks a step.")] = 64,
+    chunk_length: Annotated[int, Option(help="Characters a chunk.")] = 256,
+    seed: Seed = 0,
+    quick: Quick = False,
+    device: Device = "auto",
+    precision: Precision = "auto",
+    json: Json = None,
+) -> None:
+    """Character language models of each layer: held-out loss over characters and over seconds."""
+    from ostinato.bench.learning.peers import TORCH_LAYERS, with_torch_layers
+
+    chosen = [(cell, layer) for cell in chosen_cells(cells) for layer in ("ostinato", "torch.nn")[: 1 + torch_too]]
+    with LearningRun("characters", json, device, seed, quick) as run:
+        sizes = {"width": width, "expansion": expansion, "num_layers": num_layers}
+        settings = {"steps": steps, "batch_size": batch_size, "chunk_length": chunk_length}
+
+        def fresh_trainer(cell: str, layer: str) -> "Trainer":
+            change = with_torch_layers if layer == "torch.nn" else None
+            return _trainer(run, text, cell, sizes, settings, precision, change)
+
+        run.content |= {"text": text.name, "runs": []}
+        for cell, layer in chosen:
+            if layer == "torch.nn" and cell not in TORCH_LAYERS:
+                continue
+            fresh_trainer(cell, layer).advance(1)  # compiles what is compiled at first use, which is no learning
+            trainer = fresh_trainer(cell, layer)
+            row: dict[str, Any] = {"cell": cell, "layer": layer, **_describe(trainer)}
+            run.content["runs"].append(row)
+            run.console.print(f"{cell} of {layer}, {row['parameters']:,} parameters")
+
+            def keep(_point: object, row: dict[str, Any] = row, trainer: "Trainer" = trainer) -> None:
+                row["curve"] = [asdict(point) for point in trainer.curve]
+                row["lowest_held_out_loss"] = min(point.held_out_loss for point in trainer.curve)
+                run.save()
+
+            run.train(trainer, keep)
+
+
+def pruning(
+    text: Text,
+    densities: Annotated[str, Option(help="Parts of the recurrent weights to keep.")] = "0.5,0.3,0.2,0.1,0.05",
+    steps: Annotated[int, Option(help="Steps to train the dense model.")] = 1000,
+    finetune: Annotated[int, Option(help="Steps to train each pruned one; the first half prunes.")] = 300,
+    learning_rate: Annotated[float, Option(help="AdamW's for those, at its highest.")] = 1e-3,
+    width: Annotated[int, Option(help="Channels between the blocks.")] = 384,
+    num_layers: Annotated[int, Option(help="Blocks.")] = 3,
+    batch_size: Annotated[int, Option(help="Chunks a step.")] = 64,
+    chunk_length: Annotated[int, Option(help="Characters a chunk.")] = 256,
+    seed: Seed = 0,
+    quick: Quick = False,
+    device: Device = "auto",
+    precision: Precision = "auto",
+    json: Json = None,
+) -> None:
+    """A trained character LSTM, pruned to several densities: held-out loss beside the dense one's."""
+    from copy import deepcopy
+    from dataclasses import replace
+
+    import ostinato
+    from ostinato.bench.learning.pruning import fine_tune_pruning
+    from ostinato.masks import block_named
+
+    kept = [float(part) for part in densities.split(",")]
+    with LearningRun("pruning", json, device, seed, quick) as run:
+        sizes = {"width": width, "num_layers": num_layers}
+        chunks = {"steps": steps, "batch_size": batch_size, "chunk_length": chunk_length}
+        trainer = _trainer(run, text, "lstm", sizes, chunks, precision)
+        run.console.print("dense")
+        run.train(trainer, lambda point: None)
+        dense, tokens = trainer.model, _tokens(text)[0]
+        settings = replace(
+            trainer.settings,
+            steps=20 if quick else finetune,
+            learning_rate=learning_rate,
+            warmup_steps=min(100, finetune // 10),
+        )
+
+        def fine_tuned(density: float, block: tuple[int, int], what: str) -> "tuple[float, Trainer]":
+            from ostinato.training import Trainer
+
+            new = Trainer(deepcopy(dense), tokens, settings, device=run.device, precision=precision)
+            with run.progress() as progress:
+                task = progress.add_task(what, total=1.0)
+                for done in fine_tune_pruning(new, density, block):
+                    progress.update(task, completed=done)
+                    run.stop_if_interrupted()
+            return new.evaluate().held_out_loss, new
+
+        def pruned_at_once(density: float, block: tuple[int, int]) -> float:
+            from ostinato.training import Trainer
+
+            model = deepcopy(dense)
+            ostinato.prune(model, density, block=block)
+            return Trainer(model, tokens, settings, device=run.device, precision=precision).evaluate().held_out_loss
+
+        run.content |= {
+            "text": text.name,
+            "fine_tuning": asdict(settings),
+            "dense": {
+                **_describe(trainer),
+                "curve": [asdict(point) for point in trainer.curve],
+                "held_out_loss": trainer.curve[-1].held_out_loss,
+                "fine_tuned_loss": fine_tuned(1.0, (1, 1), "dense, fine-tuned alike")[0],
+            },
+            "runs": [],
+        }
+        run.console.print("held-out loss, nats    pruned    fine-tuned")
+        shown = run.content["dense"]
+        run.console.print(f"dense              {shown['held_out_loss']:10.4f}{shown['fine_tuned_loss']:14.4f}")
+        for name in BLOCKS:
+            block = block_named(name)
+            for density in kept:
+                what = f"{density:.0%} in {name}"
+                loss, new = fine_tuned(density, block, what)
+                masks = [mask for name, mask in new.model.named_buffers() if ".mask_" in name]
+                row = {
+                    "block": name,
+                    "density": density,
+                    "kept_weights": sum(int(mask.sum()) for mask in masks),
+                    "of_weights": sum(mask.numel() for mask in masks),
+                    "pruned_loss": pruned_at_once(density, block),
+                    "fine_tuned_loss": loss,
+                    "seconds": new.seconds,
+                }
+                run.content["runs"].append(row)
+                run.save()
+                run.console.print(f"{what:<19}{row['pruned_loss']:10.4f}{loss:14.4f}")
+
+
+def _trainer(
+    run: LearningRun,
+    text: Path,
+    cell: str,
+    sizes: dict[str, Any],
+    settings: dict[str, int],
+    precision: str,
+    change: "Callable[[LanguageModel], LanguageModel] | None" = None,
+) -> "Trainer":
+    """For a model of these sizes on a text, tiny and short if quick; the model changed before it is moved."""
+    import torch
+
+    from ostinato.models import LanguageModel
+    from ostinato.training import Trainer, TrainingSettings
+
+    tokens, vocab_size = _tokens(text)
+    if run.quick:
+        sizes, settings = TINY_MODEL, TINY_TRAINING
+    evaluate_every = max(settings["steps"] // 10, 10 if run.quick else 1)
+    torch.manual_seed(run.seed)
+    model = LanguageModel(vocab_size, cell=cell, **sizes)
+    return Trainer(
+        change(model) if change else model,
+        tokens,
+        TrainingSettings(evaluate_every=evaluate_every, seed=run.seed, **settings),
+        device=run.device,
+        precision=precision,
+    )
+
+
+def _tokens(text: Path) -> "tuple[torch.Tensor, int]":
+    """The text's characters as tokens, and how many there are to tell apart."""
+    from ostinato.text import Vocabulary, read_corpus
+
+    corpus = read_corpus(text)
+    vocabulary = Vocabulary.of(corpus.text)
+    return vocabulary.encode(corpus.text), len(vocabulary)
+
+
+def _describe(trainer: "Trainer") -> dict[str, Any]:
+    return {
+        "model": trainer.model.settings,
+        "parameters": parameters_of(trainer.model),
+        "precision": trainer.precision,
+        "training": asdict(trainer.settings),
+    }
