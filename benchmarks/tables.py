@@ -300,7 +300,9 @@ def claims() -> str:
         here = f"{figures(values(f'lengths-{cell}', f'{sweeps.NAMES[cell]}, scan, GPU')[65536])} ms (512 inputs, H 512)"
         what = f"{sweeps.NAMES[cell]} forward, T 65,536, on a GPU"
         rows.append([what, f"{published}, RTX 4090, sizes not stated [4]", here])
-    return table("seeds-training-512-gpu", ["claim", "published", "here"], rows)
+    names = [f"seeds-{name}-gpu" for name in SWEEPS if name not in ("batch", "steps")]
+    names += ["networks-gpu"] * measured("networks-gpu")
+    return f"{Grid(['claim', 'published', 'here'], rows).markdown()}\n{source(*names)}\n"
 
 
 # Learning
