@@ -1,21 +1,15 @@
 // Tiles between memory and shared memory.
 
-// 16 bytes of memory to shared memory, in the background.  The line that they are of comes to the L2 as a whole: where a
-// block's rows are half a line, the other half is a neighbour's.
-__device__ inline void copy_async_16(Pack* to, const Pack* from, bool exists = true) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(unsigned(__cvta_generic_to_shared(to))),
-                 "l"(from), "r"(exists ? 16 : 0) : "memory");
-}
-// Copies memory to shared memory in the background; where `exists` is false it reads nothing and leaves zeros.
-// 16 bytes go past the first-level cache: each copy through it keeps a line, of which there are too few.
-template <int BYTES = sizeof(Pack)> __device__ inline void copy_async(Pack* to, const Pack* from, bool exists) {
+// Copies BYTES of memory, of which the first `count` exist, to shared memory in the background; the others become zeros.
+// The line that they are of comes to the L2 as a whole: where a block's rows are half a line, the other half is a
+// neighbour's.  16 bytes go past the first-level cache: each copy through it keeps a line, of which there are too few.
+template <int BYTES> __device__ inline void copy_async(void* to, const void* from, int count = BYTES) {
+    const unsigned shared = unsigned(__cvta_generic_to_shared(to));
     if constexpr (BYTES == 16)
-        copy_async_16(to, from, exists);
-    else if constexpr (BYTES < 4)
-        *to = exists ? *from : 0;  // too small for the copy engine
+        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(from), "r"(count) : "memory");
     else
-        asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], %2, %3;" ::"r"(unsigned(__cvta_generic_to_shared(to))),
-                     "l"(from), "n"(BYTES), "r"(exists ? BYTES : 0) : "memory");
+        asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], %2, %3;" ::"r"(shared), "l"(from), "n"(BYTES),
+                     "r"(count) : "memory");
 }
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 __device__ inline void wait_for_oldest_copies() {
@@ -26,11 +20,13 @@ __device__ inline void wait_for_oldest_copies() {
 //
 // Mostly every thread keeps its own steps.  Narrow sequences lie in memory step after step without a gap (NARROW, their
 // number of channels): a warp copies its steps as one piece of memory, 16 bytes at a time from where these are aligned,
-// so the first element lies `shift` elements into the strip.
+// so the first element lies `shift` elements into the strip.  Single 16-bit channels are too small for the copy engine
+// and lie in four bytes each (HALVES).
 struct alignas(16) Strip {
     static constexpr int SIZE = NARROW ? STRIP * NARROW : 32 * ROWS, PER_PIECE = 16 / sizeof(Pack);
     static constexpr int PIECES = (SIZE + PER_PIECE - 1) / PER_PIECE + 1;
-    Pack element[NARROW ? PIECES * PER_PIECE + LANES : SIZE];
+    static constexpr bool HALVES = sizeof(Pack) < 4 && !EXCHANGED;
+    PackType<HALVES ? 4 : sizeof(Pack)>::type element[NARROW ? PIECES * PER_PIECE + LANES : SIZE];
 
     // Where the strip of a narrow sequence that begins at scanned step `i` begins in memory, in elements.
     static __device__ Index start(const Place& at, int i) {
@@ -71,20 +67,24 @@ struct alignas(16) Strip {
     __device__ void fetch(const Place& at, const Tensor& x, const Rows& rows, int chunk, int ahead) {
         if constexpr (NARROW) {
             pieces<CHECKED, false>(at, x, chunk, ahead, [&](int k, const Pack* from, int low, int high) {
-                Pack* const to = &element[k * PER_PIECE];
-                if (!CHECKED || high - low == PER_PIECE) copy_async_16(to, from);
+                if (!CHECKED || high - low == PER_PIECE) copy_async<16>(&element[k * PER_PIECE], from);
                 else {
 #pragma unroll 1
-                    for (int i = low; i < high; ++i) to[i] = from[i];
+                    for (int i = low; i < high; ++i) element[k * PER_PIECE + i] = from[i];
                 }
             });
         } else {
-#pragma unroll
+#pragma unroll(CHECKED && PACKING != OFFSETS ? 1 : ROWS)  // at the ends of sequences what counts is little code
             for (int u = 0; u < ROWS; u += TOGETHER) {
                 const bool exists = !CHECKED || rows.exists(at, chunk, u);
-                copy_async<TOGETHER * sizeof(Pack)>(
-                    &element[32 * u + at.lane * TOGETHER], exists ? rows(at, chunk, u) : nullptr, exists
-                );
+                const Pack* const from = exists ? rows(at, chunk, u) : nullptr;
+                auto* const to = &element[32 * u + at.lane * TOGETHER];
+                if constexpr (HALVES) {
+                    *to = exists ? *from : 0;
+                } else {
+                    constexpr int BYTES = TOGETHER * sizeof(Pack);
+                    copy_async<BYTES>(to, from, exists ? BYTES : 0);
+                }
             }
         }
     }

@@ -106,6 +106,7 @@ def _prepare(problem: Problem, parameter_dtype: torch.dtype, alignment: int) -> 
     gapless = problem.packing != "OFFSETS" and all(time == problem.channels for _, time, _ in strides)
     sequences = problem.batch * problem.directions
     device = describe_device(problem.device)
+    packed = problem.packing == "CU_SEQLENS"
     geometry = choose_geometry(
         problem.element,
         len(problem.inputs),
@@ -116,12 +117,11 @@ def _prepare(problem: Problem, parameter_dtype: torch.dtype, alignment: int) -> 
         problem.steps,
         problem.channels,
         device,
+        packed,
+        problem.resets is not None,
     )
-    packed = problem.packing == "CU_SEQLENS"
     tensors = (len(problem.inputs), problem.parameters if problem.backward else 0, itemsize, packed)
     most = min(device.shared_of_block, device.shared // (geometry.resident if geometry.chained else 1) - 1024)
-    if packed and geometry.rows > 32:
-        geometry = geometry._replace(rows=32)  # a bit each
     while (shared := geometry.shared_bytes(*tensors)) > most:
         fewer = geometry.rows - 4 if geometry.looks_back and geometry.rows > 4 else geometry.rows // 2
         geometry = geometry._replace(rows=fewer)

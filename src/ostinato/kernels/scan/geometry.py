@@ -1,6 +1,7 @@
 """How the scan kernel covers channels and time: the one place where its algorithm and shape are chosen."""
 
 import functools
+import itertools
 import math
 from typing import NamedTuple
 
@@ -53,13 +54,13 @@ class Geometry(NamedTuple):
     def shared_bytes(self, inputs: int, sums: int, itemsize: int, packed: bool = False) -> int:
         """Enough for ``Shared`` in ``scan.cu``, which checks it; `sums` are those of parameters' gradients."""
         pack, state = self.vec * itemsize, self.group * max(4, itemsize)
-        strip = 32 * self.rows * pack
+        strip = 32 * self.rows * max(4, pack)
         if self.narrow:
             strip = 32 // self.lanes * self.rows * self.narrow * itemsize + 48 + self.lanes * itemsize
         strips = self.stages * self.warps * inputs + (self.warps if self.narrow else 1)
         buffers = 3 if self.chained and not self.looks_back else 2
-        between_warps = (buffers + 1) * self.warps * (3 * state + 4)
-        boundaries = 2 * buffers * (4 * self.tile + 4 * (self.tile // 32 + 2)) if packed else 24
+        between_warps = (buffers + 1) * self.warps * (3 * state + self.lanes + 4)
+        boundaries = 2 * buffers * (4 * self.tile + 4 * (self.tile // 32 + 2)) + 4 * 2048 if packed else 28
         window = (max(32, self.warps * 32 // self.lanes) * (3 * state + 4) if self.looks_back else 4) + 4 * state
         sum_rows = (self.warps * sums if sums else 1) * state
         return strips * strip + between_warps + boundaries + sum_rows + window + 144
@@ -76,7 +77,7 @@ class Device(NamedTuple):
 
 LATENCY = 1.1e-6  # seconds from asking for memory until it comes while others ask, too
 STAGES = 2  # tiles that a block copies ahead
-WAITED_ROWS = 16  # that a tile could have had in the time that it waits for others
+SHORT, LONG = 4, 4096  # steps: between these, lengths do not matter, as each kernel takes its time to compile
 FEW_WAVES = 3  # of tiles: with fewer, none is left to be drawn by who is free
 FEW_COMPANIONS = 24  # blocks for each chain: with as few, a tile is better drawn by who is free
 THREADS = 384  # that a multiprocessor should hold, at least, with all the registers they want
@@ -93,6 +94,8 @@ def choose_geometry(
     steps: int,
     channels: int,
     device: Device,
+    packed: bool = False,
+    resets: bool = False,
 ) -> Geometry:
     """The one place where the algorithm is chosen.
 
@@ -109,14 +112,18 @@ def choose_geometry(
         sequences: independent sequences, times directions.
         steps, channels: the length of each and its width.
         device: the GPU.
+        packed: whether many sequences are packed in one: none waits for the state of another.
+        resets: whether a mask says where states are reset.
     """
     narrow = channels if gapless and channels < 8 else 0
     if narrow:
         geometry = _narrow_streaming(inputs, steps, channels)
     else:
         geometry = _streaming(element, inputs, itemsize, aligned, sequences, steps, channels, device)
-    if sequences * channels < 32 * device.processors and steps > 8 * geometry.tile:
-        return _chained(element, inputs, itemsize, aligned, sequences, steps, channels, narrow, device)
+    blocks = sequences * -(-channels // geometry.group)
+    few = sequences * channels < 32 * device.processors if narrow else blocks < device.processors
+    if few and steps > (8 if narrow else 4) * geometry.tile:
+        return _chained(element, inputs, itemsize, aligned, sequences, steps, channels, narrow, device, packed, resets)
     return geometry
 
 
@@ -140,29 +147,23 @@ def _streaming(
 ) -> Geometry:
     """Blocks of which those at work at once ask for as much memory as comes in the time it takes to come.
 
-    A lane moves up to eight bytes, so that a warp's row is two full lines; blocks become narrower, as long as a row of
-    one fills whole sectors, until there is one for each multiprocessor.  Rows of 16 bits are half a line at once:
+    A lane moves up to eight bytes, so that a warp's row is two full lines.  Rows of 16 bits are half a line at once:
     twice as much is computed of the same bytes then, which must be spread evenly, and copies of 16 bytes that bring
     whole lines to the L2 make up for it.
     """
     halved = itemsize == 2 and aligned >= 8
     vec = 2 if halved else min(aligned, 8 // itemsize)
     lanes = min(_lanes_across(channels, vec), 16 if halved else 32)
-
-    def blocks() -> int:
-        return sequences * -(-channels // (lanes * vec))
-
-    while lanes > 8 and not halved and blocks() < device.processors:
-        lanes //= 2
-    at_once = min(max(blocks() / device.processors, 0.5), 4)  # blocks of a multiprocessor
+    blocks = sequences * -(-channels // (lanes * vec))
+    at_once = min(max(blocks / device.processors, 1), 4)  # blocks of a multiprocessor
     wanted = device.bandwidth * LATENCY / device.processors / at_once
     tile = _power_of_two(wanted / (STAGES * inputs * lanes * vec * itemsize), 4, 64)
     segments = 32 // lanes
     warps = 4
     least, most = (4, 8) if element.endswith("Backward") else (8, 16)
     rows = _power_of_two(tile / (warps * segments), least, 4 if inputs > 3 else most)
-    while warps > 1 and (warps // 2) * segments * rows >= steps:
-        warps //= 2  # short sequences: no warps without a step
+    if steps <= min(SHORT, segments * rows) and blocks > 4 * device.processors:
+        warps = 1  # the others would be without a step
     threads = 512 if halved and rows * vec <= 8 else THREADS  # few steps need few registers
     return Geometry(vec, lanes, warps, rows, False, threads // (32 * warps), 0, STAGES)
 
@@ -189,19 +190,22 @@ def _chained(
     channels: int,
     narrow: int,
     device: Device,
+    packed: bool,
+    resets: bool,
 ) -> Geometry:
     """Blocks that fill the chip once, with as long tiles as their registers hold.
 
     A thread keeps the steps of two tiles, as they are in memory or computed, in half of the 128 registers that each of
     512 threads of a multiprocessor has.  Two blocks of these hide what the other waits for; one publishes half as much,
-    which counts where blocks have so much to read of each other that they cannot ask for it at once.
+    which counts where blocks have so much to read of each other that they cannot ask for it at once, and where many
+    look back along one chain.  Packed sequences settle the states that others would look back for.
     """
     backward, words = element.endswith("Backward"), max(1, itemsize // 4)
     if narrow:
         lanes, numbers = _lanes_across(channels, 1), (inputs if backward else 2) * words  # registers of a step
         if lanes == channels:  # odd, so that a warp's lanes read different banks of shared memory
-            return Geometry(1, lanes, 8, (38 // numbers - 1) | 1, True, 2, narrow, STAGES)
-        return Geometry(1, lanes, 16, 24 // numbers, True, 1, narrow, STAGES)
+            return Geometry(1, lanes, 8, (36 // numbers - 1) | 1, True, 2, narrow, STAGES)
+        return Geometry(1, lanes, 16, 26 // numbers, True, 1, narrow, STAGES)
     vec = min(aligned, 2) if itemsize == 2 else 1
     if element in ("LinearScan", "LinearScanBackward", "LogLinearScan"):
         numbers = inputs * words
@@ -209,21 +213,22 @@ def _chained(
         numbers = (inputs if backward else 2) * words * vec
     lanes = _lanes_across(channels, vec)
     chains = sequences * -(-channels // (lanes * vec))
-    if 2 * device.processors // chains <= FEW_COMPANIONS:
-        most = max(4, min(40, (80 if numbers == inputs * words else 64) // numbers // 4 * 4))
-        found = [Geometry(vec, lanes, 8, rows, True, 2, 0, 1, True) for rows in range(most, 0, -4)]
-        found = [g for g in found if g.shared_bytes(inputs, 3, itemsize) <= device.shared // g.resident - 1024]
-
-        def waves(g: Geometry) -> float:
-            return chains * -(-steps // g.tile) / (g.resident * device.processors)
-
-        best = min(found, key=lambda g: math.ceil(waves(g)) * (g.rows + WAITED_ROWS), default=None)
-        if best and waves(best) >= FEW_WAVES:
-            return best
     rows = max(4, 1 << (32 // numbers).bit_length() - 1)
     small, large = (Geometry(vec, lanes, w, rows, True, 16 // w, 0, STAGES) for w in (8, 16))
+    if steps <= LONG:
+        return small._replace(stages=1, looks_back=True) if itemsize == 2 else small
+    if packed or 2 * device.processors // chains <= FEW_COMPANIONS:
+        registers = (72 if vec == 1 else 60) if numbers == inputs * words else 64
+        most = max(4, min(32, registers // numbers // 4 * 4))
+        along_one_chain = 4 * chains <= device.processors and not packed and not resets
+        for warps, rows in itertools.product((16, 8) if along_one_chain else (8,), range(most, most // 2 - 1, -4)):
+            back = Geometry(vec, lanes, warps, rows, True, 16 // warps, 0, 1, True)
+            waves = chains * -(-steps // back.tile) / (back.resident * device.processors)
+            shared = back.shared_bytes(inputs, 0, itemsize, packed)
+            if waves >= FEW_WAVES * warps / 8 and shared <= device.shared // back.resident - 1024:
+                return back
     others = small.resident * device.processors // chains - 1
-    return small if 1 < others <= small.read_at_once(max(4, itemsize)) else large
+    return small if others <= small.read_at_once(max(4, itemsize)) else large
 
 
 def macros(

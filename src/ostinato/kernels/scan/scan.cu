@@ -77,21 +77,28 @@ __device__ inline void apply(
     const Place& at, const Memory& memory, Shared& shared, int buffer, int chunk, const Steps& steps,
     const Composition& before, Channels& state, Sums& sums
 ) {
-    Channels mine;  // the state that this thread's steps begin in
+    const Joint& tile = shared.tile[buffer];
+    Channels mine = state;  // that this thread's steps begin in
+    if constexpr (CHAINED) {
+        if (at.warp > 0) tile.of(at.warp).carry(mine);
+        tile.of(0).carry(state);
+    } else {
 #pragma unroll
-    for (int warp = 0; warp < WARPS; ++warp) {
-        if (warp == at.warp) mine = state;
-        shared.tile[buffer].of(warp).carry(state);
+        for (int warp = 0; warp < WARPS; ++warp) {
+            if (warp == at.warp) mine = state;
+            tile.of(warp).carry(state);
+        }
     }
     if (SEGMENTS > 1) before.carry(mine);
-    if (at.whole(chunk)) steps.apply<false>(at, memory, shared, buffer, chunk, mine, sums);
+    if (at.whole(chunk) && !steps.bounded) steps.apply<false>(at, memory, shared, buffer, chunk, mine, sums);
     else steps.apply<true>(at, memory, shared, buffer, chunk, mine, sums);
 }
 
 __device__ inline void read(
     const Place& at, const Shared& shared, int stage, int buffer, int chunk, const OfChannels& of_channels, Steps& steps
 ) {
-    if (at.whole(chunk)) steps.read<false>(at, shared, stage, buffer, chunk, of_channels);
+    steps.look_for_bounds(at, shared, buffer);
+    if (at.whole(chunk) && !(BACKWARD && steps.bounded)) steps.read<false>(at, shared, stage, buffer, chunk, of_channels);
     else steps.read<true>(at, shared, stage, buffer, chunk, of_channels);
     if (EXCHANGED) __syncwarp();
 }
@@ -108,10 +115,10 @@ __device__ inline void fetch(const Place& at, const Memory& memory, Shared& shar
 __device__ inline void stream(const Parameters& p, Shared& shared, int chunks) {
     const Place at(p, blockIdx.x);
     const Memory memory(at);
+    Resets resets, later;
+    later.load(at, 0);  // before the copies, which it would wait for
 #pragma unroll 1
     for (int stage = 0; stage < STAGES; ++stage) fetch(at, memory, shared, stage, stage, chunks);
-    Resets resets, later;
-    later.load(at, 0);
     OfChannels of_channels;
     prepare(at, of_channels);
     Channels state;
@@ -147,10 +154,13 @@ __device__ inline void chain(const Parameters& p, Shared& shared, int chunks) {
     const Memory memory(at);
     const Published published(p, blockIdx.x / companions, chunks);
     int next = blockIdx.x % companions;  // the tile to be composed
-#pragma unroll 1
-    for (int stage = 0; stage < STAGES; ++stage) fetch(at, memory, shared, stage, next + stage * companions, chunks);
+    // Of the tiles of others between two of the block each segment has a share, as far as they go.
+    const int share = (companions - 1 + WATCHERS - 1) / WATCHERS, of_warp = SEGMENTS * share;
+    const int parts = companions > 1 ? (companions - 1 + of_warp - 1) / of_warp : 0;
     Resets later;
     later.load(at, next);
+#pragma unroll 1
+    for (int stage = 0; stage < STAGES; ++stage) fetch(at, memory, shared, stage, next + stage * companions, chunks);
     OfChannels of_channels;
     prepare(at, of_channels);
     Channels state;
@@ -159,16 +169,15 @@ __device__ inline void chain(const Parameters& p, Shared& shared, int chunks) {
     Composition before;
     Sums sums = {};
     int sequence = -1;
+    // The sequences of a tile are found while there is something to wait for besides.
+    if (PACKING == CU_SEQLENS && next < chunks) shared.find_sequences(at, next, 0, sequence);
     for (int now = -1, since = 0, stage = 0, last = 0, buffer = 0;; since = now + 1, now = next, next += companions) {
-        // The tiles between the block's last and `now`: each segment has a share of them, as far as they go.
-        const int share = (now - since + WATCHERS - 1) / WATCHERS, of_warp = SEGMENTS * share;
         const int first = since + at.warp * of_warp + at.segment * share, end = first + share < now ? first + share : now;
         Asked asked;
         asked.ask(published, first, end);
         Steps coming;
         Composition composed;
         if (next < chunks) {
-            if (PACKING == CU_SEQLENS) shared.find_sequences(at, next, buffer, sequence);
             wait_for_oldest_copies();
             if (EXCHANGED) __syncwarp();
             later.share();
@@ -180,13 +189,17 @@ __device__ inline void chain(const Parameters& p, Shared& shared, int chunks) {
             composed = shared.tile[buffer].join(at, coming.compose(at, shared, buffer));
         }
         __syncthreads();
-        if (next < chunks && companions > 1 && at.warp == 0) {
-            const Composition all = shared.tile[buffer].all();
-            if (at.segment == 0) published.write(next, all);
+        // By the last warp, which has the least to read of other blocks.
+        if (next < chunks && at.warp == WARPS - 1 && at.segment == 0) {
+            const Composition all = shared.tile[buffer].accumulate();
+            if (companions > 1) published.write(next, all);
         }
+        const int following = buffer + 1 == BUFFERS ? 0 : buffer + 1;
+        if (PACKING == CU_SEQLENS && next + companions < chunks)
+            shared.find_sequences(at, next + companions, following, sequence);
         if (now >= 0) {
             if (now > since) {
-                if (since + at.warp * of_warp < now) {
+                if (at.warp < parts) {
                     Composition between = Composition::none();
                     asked.compose(published, first, end, between, true);
                     for (int i = first + Asked::SIZE; i < end; i += Asked::SIZE) {
@@ -197,15 +210,15 @@ __device__ inline void chain(const Parameters& p, Shared& shared, int chunks) {
                     shared.between.join(at, between);
                 }
                 __syncthreads();
-                for (int warp = 0, tile = since; tile < now; ++warp, tile += of_warp) shared.between.of(warp).carry(state);
+#pragma unroll 4
+                for (int warp = 0; warp < parts; ++warp) shared.between.of(warp).carry(state);
             }
             apply(at, memory, shared, last, now, steps, before, state, sums);
             if (PACKING != CU_SEQLENS && now == chunks - 1 && at.warp == 0 && at.segment == 0)
                 store_state(at, p.final, 0, state);
         }
         if (next >= chunks) break;
-        steps = coming, before = composed, last = buffer;
-        buffer = buffer + 1 == BUFFERS ? 0 : buffer + 1;
+        steps = coming, before = composed, last = buffer, buffer = following;
     }
     if constexpr (SUMS) store_sums(at, shared, blockIdx.x % companions, sums);
 }
@@ -223,12 +236,16 @@ __device__ inline void chain_looking_back(const Parameters& p, Shared& shared, i
     __syncthreads();
     Tile tile = drawn(1);
     Resets later;
+    int sequence = -1;
+    const auto find_sequences = [&](const Place& at, int chunk, int buffer) {
+        if (PACKING == CU_SEQLENS && chunk < chunks) shared.find_sequences(at, chunk, buffer, sequence);
+    };
     {
         const Place at(p, tile.chain);
-        fetch(at, Memory(at), shared, 0, tile.chunk, chunks);
         if (tile.chunk < chunks) later.load(at, tile.chunk);
+        fetch(at, Memory(at), shared, 0, tile.chunk, chunks);
+        find_sequences(at, tile.chunk, 0);
     }
-    int sequence = -1;
     for (int buffer = 0; tile.chunk < chunks; buffer ^= 1) {
         const Place at(p, tile.chain);
         const int chunk = tile.chunk, number = draw();
@@ -236,7 +253,6 @@ __device__ inline void chain_looking_back(const Parameters& p, Shared& shared, i
         prepare(at, of_channels);
         Channels state;
         load_state(at, PACKING == CU_SEQLENS ? nullptr : p.initial, 0, state);
-        if (PACKING == CU_SEQLENS) shared.find_sequences(at, chunk, buffer, sequence);
         wait_for_oldest_copies();
         if (EXCHANGED) __syncwarp();
         later.share();
@@ -249,17 +265,19 @@ __device__ inline void chain_looking_back(const Parameters& p, Shared& shared, i
         const Published published(p, tile.chain, chunks);
         Composition all;
         bool settled = false;
-        if (at.warp == 0) {
-            all = shared.tile[buffer].all();
+        if (threadIdx.x < LANES) {
+            all = shared.tile[buffer].accumulate();
             // Of a tile that resets the state, that after it is all there is to know.
             settled = chunk == 0 || all.reset;
             if (settled) published.write_after(chunk, all, state);
-            else if (threadIdx.x < LANES) published.write(chunk, all);
+            else published.write(chunk, all);
         }
         const Tile next = drawn(buffer);
         const Place there(p, next.chain);
         fetch(there, Memory(there), shared, 0, next.chunk, chunks);
+        find_sequences(there, next.chunk, buffer ^ 1);  // while others finish the tiles before
         if (chunk > 0) state = look_back(at, shared, published, chunk, all, settled);
+        else __syncthreads();
         if (next.chunk < chunks) later.load(there, next.chunk);
         Sums sums = {};
         apply(at, Memory(at), shared, buffer, chunk, steps, before, state, sums);

@@ -13,16 +13,30 @@ struct Known {
 // The compositions of a block's warps.
 struct Joint {
     Channels a[WARPS][LANES], low[EXTENDED ? WARPS : 1][LANES], b[WARPS][LANES];
-    int reset[WARPS];
+    bool reset[WARPS][LANES];
 
     __device__ Composition of(int warp) const {
         const int slot = threadIdx.x % LANES;
-        return {a[warp][slot], low[EXTENDED ? warp : 0][slot], b[warp][slot], FORGETS && reset[warp]};
+        return {a[warp][slot], low[EXTENDED ? warp : 0][slot], b[warp][slot], FORGETS && reset[warp][slot]};
     }
-    __device__ Composition all() const {
+    __device__ void put(int warp, const Composition& whole) {
+        const int slot = threadIdx.x % LANES;
+        a[warp][slot] = whole.a;
+        if (EXTENDED) low[warp][slot] = whole.low;
+        b[warp][slot] = whole.b;
+        if (FORGETS) reset[warp][slot] = whole.reset;
+    }
+    // The composition of all warps, by one segment.  It takes the place of the first's, that of those before a warp the
+    // place of each other's.
+    __device__ Composition accumulate() {
         Composition all = of(0);
 #pragma unroll
-        for (int warp = 1; warp < WARPS; ++warp) all = of(warp).after(all);
+        for (int warp = 1; warp < WARPS; ++warp) {
+            const Composition with_this = of(warp).after(all);
+            put(warp, all);
+            all = with_this;
+        }
+        put(0, all);
         return all;
     }
     // Put in what the warps' lanes composed, one segment after the other.  Returns that of this warp's earlier segments.
@@ -37,13 +51,7 @@ struct Joint {
             const Composition other = whole.from_lane_below(LANES);
             if (at.segment > 0) before = other;
         }
-        if (at.segment == SEGMENTS - 1) {
-            const int slot = at.lane % LANES;
-            a[at.warp][slot] = whole.a;
-            if (EXTENDED) low[at.warp][slot] = whole.low;
-            b[at.warp][slot] = whole.b;
-            if (FORGETS) reset[at.warp] = whole.reset;
-        }
+        if (at.segment == SEGMENTS - 1) put(at.warp, whole);
         return before;
     }
 };
@@ -51,6 +59,7 @@ struct Joint {
 // CU_SEQLENS: at which steps of a tile sequences begin, or end, and which.
 struct Boundaries {
     static constexpr int STEPS = PACKING == CU_SEQLENS ? TILE : 1, WORDS = STEPS / 32 + 2;
+    static constexpr int KEPT = PACKING == CU_SEQLENS ? 2048 : 1;
     unsigned bits[WORDS];
     int sequence[STEPS];  // where the bit is set
 
@@ -74,6 +83,7 @@ struct Shared {
     Channels found[LANES];
     int drawn[2];
     Boundaries begins[PACKING == CU_SEQLENS ? BUFFERS : 1], ends[PACKING == CU_SEQLENS ? BUFFERS : 1];
+    int bounds[Boundaries::KEPT];  // of the sequences, if they are so few
     Compute sums[SUMS ? WARPS : 1][SUMS ? PARAMETERS : 1][GROUP];
 
     // Note where sequences begin and end in a tile.  `first`, the sequence that holds the first of its steps in time, goes
@@ -84,24 +94,27 @@ struct Shared {
         const int from = at.descending ? p.steps - origin - count : origin;
         if (threadIdx.x < Boundaries::WORDS)
             begins[buffer].bits[threadIdx.x] = ends[buffer].bits[threadIdx.x] = 0;
+        const bool kept = p.sequences < Boundaries::KEPT;
+        const int* const bounds = kept ? this->bounds : p.bounds;
         if (first < 0) {
+            for (int n = threadIdx.x; kept && n <= p.sequences; n += THREADS) this->bounds[n] = p.bounds[n];
+            __syncthreads();
             first = 0;
             for (int high = p.sequences - 1; first < high;) {
                 const int middle = (first + high + 1) / 2;
-                if (p.bounds[middle] <= from) first = middle;
+                if (bounds[middle] <= from) first = middle;
                 else high = middle - 1;
             }
-            __syncthreads();
         } else {
             for (int passed = THREADS; passed == THREADS;) {
                 const int n = at.descending ? first - threadIdx.x : first + 1 + threadIdx.x;
-                const bool passes = n > 0 && n < p.sequences && (p.bounds[n] <= from) != at.descending;
+                const bool passes = n > 0 && n < p.sequences && (bounds[n] <= from) != at.descending;
                 passed = __syncthreads_count(passes);
                 first += at.descending ? -passed : passed;
             }
         }
         for (int n = first + threadIdx.x; n < p.sequences; n += THREADS) {
-            const int low = p.bounds[n] - from, high = p.bounds[n + 1] - 1 - from;  // its first and last step
+            const int low = bounds[n] - from, high = bounds[n + 1] - 1 - from;  // its first and last step
             if (low >= count) break;
             if (low > high) continue;
             if (low >= 0) (at.descending ? ends : begins)[buffer].note(at.descending ? count - 1 - low : low, n);

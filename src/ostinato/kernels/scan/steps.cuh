@@ -41,11 +41,12 @@ using Sums = Compute[OF_CHANNEL][VEC];     // of the gradients of the parameters
 struct Steps {
     static constexpr bool RAW = CHAINED && Element::RAW;
     Step step[RAW ? 1 : ROWS][VEC];
-    Pack raw[RAW ? ROWS : 1][INPUTS];
+    Bits raw[RAW ? ROWS : 1][INPUTS];
     Resets resets;
     unsigned begins, ends;  // CU_SEQLENS: bits of the steps with which sequences do
+    bool bounded;           // whether any does with a step of the warp
 
-    static __device__ void make(const Pack (&bits)[INPUTS], const OfChannels& of_channels, Step (&row)[VEC]) {
+    static __device__ void make(const Bits (&bits)[INPUTS], const OfChannels& of_channels, Step (&row)[VEC]) {
         Compute x[INPUTS][VEC];
 #pragma unroll
         for (int k = 0; k < INPUTS; ++k) unpack(bits[k], x[k]);
@@ -68,11 +69,20 @@ struct Steps {
     }
 
     // The sequence that begins, or ends, with the thread's step u, or -1.
+    template <bool CHECKED>
     __device__ int beginning(const Place& at, const Shared& shared, int buffer, int u) const {
-        return PACKING == CU_SEQLENS && begins >> u & 1 ? shared.begins[buffer].sequence[at.first(0) + u] : -1;
+        return CHECKED && PACKING == CU_SEQLENS && begins >> u & 1 ? shared.begins[buffer].sequence[at.first(0) + u] : -1;
     }
+    template <bool CHECKED>
     __device__ int ending(const Place& at, const Shared& shared, int buffer, int u) const {
-        return PACKING == CU_SEQLENS && ends >> u & 1 ? shared.ends[buffer].sequence[at.first(0) + u] : -1;
+        return CHECKED && PACKING == CU_SEQLENS && ends >> u & 1 ? shared.ends[buffer].sequence[at.first(0) + u] : -1;
+    }
+    __device__ void look_for_bounds(const Place& at, const Shared& shared, int buffer) {
+        bounded = false;
+        if (PACKING != CU_SEQLENS) return;
+        constexpr unsigned OWN = ROWS < 32 ? (1u << ROWS % 32) - 1 : ~0u;
+        begins = shared.begins[buffer].of(at.first(0)) & OWN, ends = shared.ends[buffer].of(at.first(0)) & OWN;
+        bounded = __any_sync(~0u, begins | ends);
     }
 
     template <bool CHECKED>
@@ -90,21 +100,19 @@ struct Steps {
         const Parameters& p = at.p;
         const Strip (&strips)[INPUTS] = shared.input[stage][at.warp];
         const int i = at.first(chunk);
-        if (PACKING == CU_SEQLENS)
-            begins = shared.begins[buffer].of(at.first(0)), ends = shared.ends[buffer].of(at.first(0));
         int shift[INPUTS];
 #pragma unroll
         for (int k = 0; k < INPUTS; ++k) shift[k] = Strip::shift(at, p.input(k), chunk, BACKWARD && k == PREVIOUS);
 #pragma unroll
         for (int u = 0; u < ROWS; ++u) {
-            Pack bits[INPUTS];
+            Bits bits[INPUTS];
 #pragma unroll
             for (int k = 0; k < INPUTS; ++k)
                 bits[k] = p.has_input(k) ? strips[k].element[Strip::place(at, u, shift[k])] : filled(0);
             const bool exists = !CHECKED || (at.inside && at.exists(i + u));
-            if (exists && BACKWARD && (CHECKED || PACKING == CU_SEQLENS)) {
-                const int n = ending(at, shared, buffer, u);
-                if ((CHECKED && !at.exists(i + u + 1)) || n >= 0)
+            if (CHECKED && exists && BACKWARD) {
+                const int n = ending<CHECKED>(at, shared, buffer, u);
+                if (!at.exists(i + u + 1) || n >= 0)
                     bits[INPUTS - 2] = p.h0 && at.inside ? load_pack(p.h0 + at.state(n)) : filled(Element::absent_state());
             }
             if (BACKWARD && resets[u]) bits[INPUTS - 2] = filled(Element::absent_state());
@@ -123,12 +131,15 @@ struct Steps {
 
     __device__ Composition compose(const Place& at, const Shared& shared, int buffer) const {
         Composition whole = Composition::none();
+        int from = 0;
+        if (PACKING == CU_SEQLENS && begins) {  // what is before the last sequence that begins does not matter
+            from = 31 - __clz(begins);
+            load_state(at, at.p.initial, beginning<true>(at, shared, buffer, from), whole.b);
+            whole.reset = true;
+        }
 #pragma unroll
         for (int u = 0; u < ROWS; ++u) {
-            if (const int n = beginning(at, shared, buffer, u); n >= 0) {
-                load_state(at, at.p.initial, n, whole.b);
-                whole.reset = true;
-            }
+            if (u < from) continue;
             if (!BACKWARD && resets[u]) whole.forget();
             Step row[VEC];
             get(u, row);
@@ -147,10 +158,10 @@ struct Steps {
     ) const {
         const Parameters& p = at.p;
         const int i = at.first(chunk);
-        Pack results[ROWS][OUTPUTS];
+        Bits results[ROWS][OUTPUTS];
 #pragma unroll
         for (int u = 0; u < ROWS; ++u) {
-            if (const int n = beginning(at, shared, buffer, u); n >= 0) load_state(at, p.initial, n, state);
+            if (const int n = beginning<CHECKED>(at, shared, buffer, u); n >= 0) load_state(at, p.initial, n, state);
             Compute out[OUTPUTS][VEC];
             Step row[VEC];
             get(u, row);
@@ -165,7 +176,7 @@ struct Steps {
 #pragma unroll
                 for (int k = 0; k < (SUMS ? PARAMETERS : 0); ++k) sums[k][v] += result[Element::parameter_factor(k)];
             }
-            if (const int n = ending(at, shared, buffer, u); n >= 0) store_state(at, p.final, n, state);
+            if (const int n = ending<CHECKED>(at, shared, buffer, u); n >= 0) store_state(at, p.final, n, state);
 #pragma unroll
             for (int k = 0; k < OUTPUTS; ++k) results[u][k] = pack(out[k]);
         }
@@ -175,8 +186,10 @@ struct Steps {
             const int shift = Strip::shift(at, p.output(k), chunk, 0);
 #pragma unroll
             for (int u = 0; u < ROWS; ++u)
-                if (!(CHECKED || (NARROW && NARROW < LANES)) || (at.inside && (!CHECKED || at.exists(i + u))))
-                    *(NARROW ? &strip.element[Strip::place(at, u, shift)] : memory.output[k](at, chunk, u)) = results[u][k];
+                if (at.inside && (!CHECKED || at.exists(i + u))) {
+                    if constexpr (NARROW) strip.element[Strip::place(at, u, shift)] = results[u][k];
+                    else *memory.output[k](at, chunk, u) = results[u][k];
+                }
             if constexpr (NARROW) strip.store<CHECKED>(at, p.output(k), chunk);
         }
     }

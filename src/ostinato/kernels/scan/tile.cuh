@@ -29,6 +29,8 @@ constexpr int INPUTS = PLAIN + (BACKWARD ? 2 : 0), OUTPUTS = Element::OUTPUTS, F
 constexpr int PARAMETERS = Element::PARAMETERS, OF_CHANNEL = PARAMETERS ? PARAMETERS : 1;  // no array is empty
 constexpr bool SUMS = BACKWARD && PARAMETERS;
 
+using Bits = PackType<sizeof(Pack) < 4 ? 4 : sizeof(Pack)>::type;  // a pack in a register: of shorts two would share one
+
 using Index = long long;
 #if FAR
 using Offset = Index;  // within a tile, in bytes
@@ -175,11 +177,8 @@ struct Place {
         const int t = time(i);
         return p.bounds[t] + batch < p.bounds[t + 1];
     }
-    // Whether all of a tile exists, so that nothing in it need be checked but, in narrow ones, the channel.
-    __device__ bool whole(int chunk) const {
-        return PACKING != OFFSETS && (NARROW || (group + 1) * GROUP <= p.channels) &&
-            (chunk + 1) * TILE + BACKWARD <= p.steps;
-    }
+    // Whether all steps of a tile exist, so that nothing in it need be checked but whether there is a lane's channel.
+    __device__ bool whole(int chunk) const { return PACKING != OFFSETS && (chunk + 1) * TILE + BACKWARD <= p.steps; }
     // Whether besides all that is copied for the sake of alignment exists.
     __device__ bool inner(int chunk) const {
         return whole(chunk) && (!NARROW || (chunk > 0 && (chunk + 1) * TILE + 16 < p.steps));
@@ -202,7 +201,8 @@ struct Rows {
     __device__ Rows(const Place& at, const Tensor& x, int ahead, int row = 0)
         : local(at.first(0) + ahead + row), inside(at.inside) {
         const Index step = PACKING == OFFSETS ? 0 : at.time(local);
-        first = reinterpret_cast<const char*>(at.sequence(x) + at.channel + step * x.time);
+        const int channel = inside ? at.channel : at.group * GROUP;  // a lane without channels may read the first's
+        first = reinterpret_cast<const char*>(at.sequence(x) + channel + step * x.time);
         stride = Offset(PACKING != OFFSETS && at.descending ? -x.time : x.time) * Offset(sizeof(Scalar));
     }
     __device__ bool exists(const Place& at, int chunk, int u) const { return inside && at.exists(chunk * TILE + local + u); }
