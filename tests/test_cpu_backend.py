@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from minimal_layers import layer, layer_backward
-from ostinato.kernels import gemm
+from ostinato.kernels import gemm, memory
 from ostinato.kernels import threads as kernel_threads
 from ostinato.kernels.scan import cpu, reference
 from ostinato.minimal import RECURRENCES
@@ -519,7 +519,7 @@ def test_many_threads_at_once(threads):
 
 
 def test_large_results_reuse_memory_only_when_it_is_free(monkeypatch):
-    monkeypatch.setattr(cpu, "LARGE", 1 << 12)
+    monkeypatch.setattr(memory, "LARGE", 1 << 12)
     expected = everything(0)
     kept = [everything(seed) for seed in (0, 1, 0)]
     addresses = {x.data_ptr() for x in kept[2] if x is not None}
@@ -535,18 +535,18 @@ def test_large_results_reuse_memory_only_when_it_is_free(monkeypatch):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="no memory is kept there")
 def test_memory_kept_for_reuse_follows_the_sizes_in_use(monkeypatch):
-    monkeypatch.setattr(cpu, "LARGE", 1 << 12)
-    monkeypatch.setattr(cpu, "SPARE", 1 << 16)
-    monkeypatch.setattr(cpu, "_kept", [])
+    monkeypatch.setattr(memory, "LARGE", 1 << 12)
+    monkeypatch.setattr(memory, "SPARE", 1 << 16)
+    monkeypatch.setattr(memory, "_kept", [])
 
     def make(kilobytes):
-        return cpu.empty((kilobytes << 8,), torch.float32)
+        return memory.empty((kilobytes << 8,), torch.float32)
 
     for size in (900, 20, 300, 100, 40, 900, 8, 2000, 50):  # none fits what the one before left
         held = make(size)
-        assert sum(map(len, cpu._kept)) <= 1 << 16
+        assert sum(map(len, memory._kept)) <= 1 << 16
         del held
-        assert len(cpu._kept[-1]) == size << 10
+        assert len(memory._kept[-1]) == size << 10
     small, large = make(400), make(700)
     addresses = small.data_ptr(), large.data_ptr()
     del large, small

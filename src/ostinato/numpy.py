@@ -165,10 +165,8 @@ class _CellCPU(_Cell):
 
     def _steps(self, x: Array, h: Array | None) -> Array:
         rows = 1 if x.ndim == 2 else len(x)
-        given, state = (
-            _tensor(x).view(rows, *x.shape[-2:]),
-            None if h is None else _tensor(h).view(rows, self.hidden_size),
-        )
+        given = _tensor(x).view(rows, *x.shape[-2:])
+        state = None if h is None else _tensor(h).view(rows, self.hidden_size)
         layer: Any = self._layer
         weight, bias = layer.weight_ih_l0, layer.bias_ih_l0
         states = np.empty((rows, x.shape[-2], self.hidden_size), self.dtype)

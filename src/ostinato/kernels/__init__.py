@@ -1,1 +1,1 @@
-"""The kernels by family, `scan` and `persistent`, and what every family uses."""
+"""The kernels by family, `scan`, `recurrence` and `persistent`, and what every family uses."""

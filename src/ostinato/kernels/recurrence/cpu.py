@@ -10,21 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ostinato.kernels.memory import empty, empty_like
 from ostinato.kernels.numba_loops import NUMPY_DTYPES
 from ostinato.kernels.recurrence import cpu_loops
 from ostinato.kernels.recurrence.graph import Graph, evaluate
 from ostinato.kernels.recurrence.linear import Steps, steps_of
 from ostinato.kernels.recurrence.trace import parse
-from ostinato.kernels.scan.cpu import (
-    as_dtype,
-    blocks_of,
-    compute_dtype,
-    constant,
-    empty,
-    empty_like,
-    initial_state,
-    rows,
-)
+from ostinato.kernels.scan.cpu import as_dtype, blocks_of, compute_dtype, constant, initial_state, rows
 from ostinato.kernels.threads import run_loop, threads_for
 
 WIDTH = 32  # channels a piece has at least

@@ -16,10 +16,11 @@ from numba import carray
 from torch import Tensor
 
 from ostinato.kernels import numba_loops
+from ostinato.kernels.memory import empty
 from ostinato.kernels.numba_loops import NUMPY_DTYPES, compiled_loop, integers, streams
 from ostinato.kernels.recurrence.print_cpu import lines_of
 from ostinato.kernels.recurrence.trace import Trace
-from ostinato.kernels.scan.cpu import blocks_of, constant, empty, initial_state, rows
+from ostinato.kernels.scan.cpu import blocks_of, constant, initial_state, rows
 from ostinato.kernels.threads import run_loop, threads_for
 
 WIDTH = 64  # channels that a block has at least

@@ -24,9 +24,9 @@ class Backend(Protocol):
 
     ``a``, ``b``, ``h`` are (B, T, D) with any strides, ``h0`` and ``h_last`` (B, D), or (N, D) with
     ``cu_seqlens``; an absent ``h0`` is the zero state, an absent gradient is zero; ``resets``, bool, (B, T), marks the
-    steps, in the order of scanning, before which the state is zero.  Results are contiguous, or those of linear scans
-    as :func:`states_like` makes them on GPUs, share no memory with anything, and have the inputs' dtype; float32 and
-    narrower accumulate in float32, float64 in float64.
+    steps, in the order of scanning, before which the state is zero.  Results are contiguous, or as a ``states_like`` of
+    the backend makes them, share no memory with anything, and have the inputs' dtype; float32 and narrower accumulate
+    in float32, float64 in float64.
     """
 
     def linear_scan(
@@ -106,16 +106,3 @@ def choose_backend(name: str, device_type: str) -> Backend:
     if name == "cuda" and (reason := nvrtc.why_no_cuda()):
         raise RuntimeError(f"backend 'cuda' cannot run: {reason}")
     return cast(Backend, importlib.import_module(f"ostinato.kernels.scan.{name}"))
-
-
-def is_time_contiguous(x: Tensor, cu_seqlens: Tensor | None, resets: Tensor | None) -> bool:
-    """Whether (B, T, D) lies on a GPU as (B, D, T), whose kernels take it as it is unless it is packed or reset."""
-    plain = x.is_cuda and cu_seqlens is None and resets is None
-    return plain and x.stride(1) == 1 and x.stride(2) != 1 and x.shape[1] > 1 and x.shape[2] > 1
-
-
-def states_like(x: Tensor, cu_seqlens: Tensor | None, resets: Tensor | None) -> Tensor:
-    """An empty tensor of the shape of `x`: time-contiguous if that is, else contiguous."""
-    if is_time_contiguous(x, cu_seqlens, resets):
-        return x.new_empty(x.shape[0], x.shape[2], x.shape[1]).transpose(1, 2)
-    return x.new_empty(x.shape)

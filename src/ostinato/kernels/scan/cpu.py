@@ -2,24 +2,18 @@
 
 import functools
 import math
-import mmap
-import sys
-import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from ostinato.kernels.memory import empty_like
 from ostinato.kernels.numba_loops import LINE, NUMPY_DTYPES
 from ostinato.kernels.scan import cpu_loops
 from ostinato.kernels.threads import run_loop, threads_for
 
 SCAN_WIDTH = 1024  # channels a piece has at least: a scan moves memory, fastest in long rows
-LARGE = 4 << 20  # bytes from which on memory is kept for reuse
-BLOCKS, SPARE = 16, 64 << 20  # how many blocks at most, and bytes of them that stay when none fits
 STREAMED = 32 << 20  # bytes from which on a scan's result does not stay in the caches until it is read
 
 
@@ -106,56 +100,6 @@ def initial_state(initial: Tensor | None, shape: tuple[int, ...], dtype: torch.d
 def constant(value: float, shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """A tensor that is the same everywhere, of which only one row exists."""
     return torch.full(shape[-1:], value, dtype=dtype, device="cpu").expand(shape)
-
-
-def empty(shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """An uninitialised tensor; a large one in a block of memory kept from an earlier one, if there is one that fits.
-
-    The C library returns large blocks to the system as soon as they are freed, and to get the pages anew takes
-    several times as long as the scan that fills them.  The kernel may have the blocks kept here whenever it is
-    short of memory; new ones are made of huge pages.
-    """
-    count = math.prod(shape)
-    size = count * dtype.itemsize
-    if size < LARGE or sys.platform != "linux":
-        return torch.empty(shape, dtype=dtype, device="cpu")
-    block = _take_block(size)
-    if block is None:
-        while sum(map(len, _kept)) > SPARE:  # those of other sizes
-            with suppress(IndexError):  # another thread was faster
-                _kept.pop(0)
-        block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with suppress(OSError):  # a kernel without huge pages
-            block.madvise(mmap.MADV_HUGEPAGE)
-    array = np.frombuffer(block, NUMPY_DTYPES[dtype], count)
-    weakref.finalize(array, _keep_block, block)  # when the last tensor over it is gone
-    return torch.from_numpy(array).view(shape)
-
-
-def empty_like(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The same of a tensor's shape; a small one is there sooner."""
-    if x.numel() * dtype.itemsize >= LARGE:
-        return empty(x.shape, dtype)
-    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
-
-
-_kept: list[mmap.mmap] = []  # each operation on it is atomic: a finalizer must not wait for a lock
-
-
-def _take_block(size: int) -> mmap.mmap | None:
-    for block in sorted(_kept, key=len):
-        if size <= len(block) <= 2 * size:
-            with suppress(ValueError):  # another thread was faster
-                _kept.remove(block)
-                return block
-    return None
-
-
-def _keep_block(block: mmap.mmap) -> None:
-    with suppress(OSError):  # a kernel that does not know how
-        block.madvise(mmap.MADV_FREE)
-    _kept.append(block)
-    del _kept[:-BLOCKS]
 
 
 def _state_shape(x: Tensor, cu_seqlens: Tensor | None) -> tuple[int, int]:

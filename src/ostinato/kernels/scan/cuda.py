@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from ostinato.kernels import nvrtc
-from ostinato.kernels.scan import is_time_contiguous, states_like
 from ostinato.kernels.scan.geometry import Device, choose_geometry, macros
 
 SCALARS = {
@@ -270,6 +269,19 @@ def _along_time(x: Tensor) -> Tensor:
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
+def _is_time_contiguous(x: Tensor, cu_seqlens: Tensor | None, resets: Tensor | None) -> bool:
+    """Whether (B, T, D) lies as (B, D, T), which the kernel takes as it is unless it is packed or reset."""
+    plain = cu_seqlens is None and resets is None
+    return plain and x.stride(1) == 1 and x.stride(2) != 1 and x.shape[1] > 1 and x.shape[2] > 1
+
+
+def states_like(x: Tensor, cu_seqlens: Tensor | None, resets: Tensor | None) -> Tensor:
+    """An empty tensor of the shape of `x`: time-contiguous if that is, else contiguous."""
+    if _is_time_contiguous(x, cu_seqlens, resets):
+        return x.new_empty(x.shape[0], x.shape[2], x.shape[1]).transpose(1, 2)
+    return x.new_empty(x.shape)
+
+
 def last_state(b: Tensor, h0: Tensor | None, cu_seqlens: Tensor | None, zero: float) -> Tensor:
     if cu_seqlens is None:
         return b.new_empty(b.shape[0], b.shape[2])
@@ -358,7 +370,7 @@ def _forward_scan(
     resets: Tensor | None,
     zero: float,
 ) -> tuple[Tensor, Tensor]:
-    by_time = is_time_contiguous(b, cu_seqlens, resets)
+    by_time = _is_time_contiguous(b, cu_seqlens, resets)
     lie = _along_time if by_time else along_channels
     a, b, h0 = lie(a), lie(b), None if h0 is None else h0.contiguous()
     h = torch.empty_like(b) if b.is_contiguous() else states_like(b, cu_seqlens, resets)  # new_empty costs more
@@ -400,7 +412,7 @@ def _backward_scan(
     cu_seqlens: Tensor | None,
     resets: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    by_time = is_time_contiguous(h, cu_seqlens, resets)
+    by_time = _is_time_contiguous(h, cu_seqlens, resets)
     h0 = None if h0 is None else h0.contiguous()
     grad_h_last = None if grad_h_last is None else grad_h_last.contiguous()
     inputs = [(_along_time if by_time else along_channels)(x) for x in (*plain, h, h if grad_h is None else grad_h)]
