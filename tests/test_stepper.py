@@ -256,6 +256,34 @@ def test_a_step_is_recorded_and_repeated(device):
         stepper(x[0, :, :1])
 
 
+class Counter(nn.Module):
+    """Changes its buffers in place, one of them as an operation's ``out``."""
+
+    def __init__(self):
+        super().__init__()
+        self.gru = ostinato.GRU(3, 8)
+        self.initial_state = self.gru.initial_state
+        self.register_buffer("steps", torch.zeros(()))
+        self.register_buffer("last", torch.zeros(2, 8))
+
+    def step(self, x, state):
+        y, state = self.gru.step(x, state)
+        self.steps += 1
+        before = self.last.clone()
+        torch.add(y, self.steps, out=self.last)
+        return self.last - before, state
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_buffers_change_once_a_step(device):
+    torch.manual_seed(0)
+    module, x = Counter().to(device), torch.randn(5, 2, 3, device=device)
+    stepper, expected = ostinato.Stepper(module, 2, frozen=True), stepped(module, x)[0]
+    outputs = [stepper(x_t) for x_t in x]
+    assert stepper._replay is not None
+    torch.testing.assert_close(torch.stack(outputs), expected, rtol=0, atol=1e-6 if device == "cpu" else 1e-3)
+
+
 def test_other_threads_step_while_one_is_recorded():
     torch.manual_seed(0)
     layer, x = ostinato.GRU(3, 4), torch.randn(1, 3)

@@ -37,8 +37,10 @@ class Recorder(TorchDispatchMode):
             raise Unrepeatable(str(func))
         result = func(*args, **kwargs)
         name = func.overloadpacket.__name__
-        if func._schema.is_mutable:
+        if func._schema.is_mutable and name.endswith("_"):
             self._calls.append(functools.partial(getattr(Tensor, name, func), *args, **kwargs))
+        elif func._schema.is_mutable:  # what it returns may be what it was given to write to, or not
+            self._calls.append(functools.partial(_copied, tree_leaves(result), func, args, kwargs))
         elif not func.is_view and not name.startswith(("empty", "new_empty")):
             self._calls.append(_into(result, name, func, args, kwargs))
         return result

@@ -2,7 +2,8 @@
 
 import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ class Stepper:
         batch_size: sequences a step, B.
         frozen: take a copy of the module, whose weights stay as they are now.  On CPUs the kept weights of pruned
             layers are then packed once, and PyTorch's operators are called without the module's Python between them:
-            what that decides, it decides once, unless it looks at values.
+            what that decides, unless it looks at values, assigns to attributes or computes by NumPy, it does once.
 
     Raises:
         TypeError: a module without ``step``, or a mask that is no tensor of bool.
@@ -116,7 +117,7 @@ class Stepper:
         given, module, state = x.clone(), self._module, self._state
         stream = torch.cuda.Stream(x.device)
         stream.wait_stream(torch.cuda.current_stream(x.device))
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream), _unchanged(module.buffers()):
             _step(module, given, state)  # compiles and chooses what a capture could not
         torch.cuda.current_stream(x.device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
@@ -126,17 +127,27 @@ class Stepper:
 
     def _recorded(self, x: Tensor) -> Callable[[Tensor], Tensor] | None:
         """The same on a CPU; None of a module that decides by values."""
-        given, module, state = x.clone(), self._module, self._state
-        _advance(module, given, _mapped(Tensor.clone, state))  # compiles, packs and chooses
-        before, recorder = _mapped(Tensor.clone, state), Recorder()
-        try:
-            with recorder:
-                y = _advance(module, given, state)
-        except Unrepeatable:
-            return None
-        for kept, old in zip(_tensors(state), _tensors(before), strict=True):
-            kept.copy_(old)
+        given, module, state, recorder = x.clone(), self._module, self._state, Recorder()
+        with _unchanged((*_tensors(state), *module.buffers())):
+            _advance(module, given, state)  # compiles, packs and chooses
+            try:
+                with recorder:
+                    y = _advance(module, given, state)
+            except Unrepeatable:
+                return None
         return functools.partial(_replayed, recorder.repeat, given, y)
+
+
+@contextmanager
+def _unchanged(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Have the tensors hold in the end what they hold now."""
+    before = [(x, x.clone()) for x in tensors]
+    try:
+        yield
+    finally:
+        for x, old in before:
+            if not torch.equal(x, old):  # a mask that is written to would be packed anew
+                x.copy_(old)
 
 
 def _replayed(replay: Callable[[], None], given: Tensor, y: Tensor, x: Tensor) -> Tensor:
