@@ -35,7 +35,7 @@ lint: $(READY)
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
 
-# Without a GPU the small shapes only.  The runs that the documentation shows: make bench RESULTS=benchmarks/results
+# Without a GPU the small shapes only.  The speeds that the documentation shows: make bench RESULTS=benchmarks/results
 # Each part writes its own files, so that one that fails leaves the others; what was compiled beforehand is not timed.
 RESULTS := bench
 KINDS := scan layer persistent training recurrence calls networks 'training --sweep'
@@ -47,6 +47,11 @@ bench: $(READY)
 	for kind in $(KINDS); do $(PYTHON) -m ostinato bench $$kind $$quick --json $(RESULTS) || failed=1; done; \
 	$(PYTHON) -m ostinato bench seeds $$quick --json $(RESULTS) || failed=1; \
 	$(PYTHON) -m ostinato bench profile $(LAYER) --json $(RESULTS) || failed=1; \
+	if [ $$gpu = 1 ]; then \
+		$(PYTHON) -m ostinato bench profile $(LAYER) --contestant 'Ostinato, time loop' \
+			--json $(RESULTS)/profile-loop-gpu.json || failed=1; \
+		$(PYTHON) benchmarks/ablation.py --output $(RESULTS)/ablation-gpu.json || failed=1; \
+	fi; \
 	test -z "$$failed"
 
 docs: $(READY)
