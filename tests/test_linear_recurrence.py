@@ -33,11 +33,16 @@ def constant_gate(x, rate):
     return torch.tanh(rate), x - x.detach() + 1.0
 
 
+def chosen_by_channel(x, y, which):  # by tests of a parameter alone
+    return torch.sigmoid(x), torch.where((which > 0) & (y > 0), x, y) * torch.relu(which)
+
+
 RECURRENCES = {
     rg_lru: (True, True, True, False),
     hgrn: (True, True),
     oscillating: (False, True, False, True),
     constant_gate: (True, False),
+    chosen_by_channel: (True, True, False),
 }
 
 

@@ -274,11 +274,11 @@ def _constants(
     wide = [as_dtype(x, state.dtype) for x in parameters]
     graph = _steps(recurrence, backward).constants
     if _is_nothing_but_inputs(graph):
-        constants: Sequence[Tensor] = [wide[int(graph.nodes[i].value)] for i in graph.outputs]
+        constants = [wide[int(graph.nodes[i].value)] for i in graph.outputs]
     else:
-        constants = evaluate(graph, wide)
+        constants = [as_dtype(x, state.dtype) for x in evaluate(graph, wide)]  # tests too, as 1 and 0
     if layout.directions > 1 and any(x.stride() != constants[0].stride() for x in constants):
-        constants = tuple(x.contiguous() for x in constants)
+        constants = [x.contiguous() for x in constants]
     return constants
 
 
