@@ -448,6 +448,8 @@ class _Recurrent(nn.RNNBase):
         """
         module = self
         if not torch.compiler.is_compiling():
+            if self.mode == "LSTM" and isinstance(input, Tensor):  # PyTorch's reads the memory that a zero may lack
+                input, hx = _in_memory(input), hx and tuple(map(_in_memory, hx))
             same = all(map(operator.is_, weights, self._flat_weights))
             if not same and weights[0].is_cuda:
                 _silence_copy_warning()
@@ -555,6 +557,10 @@ def _offsets(batch_sizes: Tensor, device: torch.device) -> Tensor:
         parts.append(torch.arange(first, first + batch * steps, batch, dtype=torch.int32, device=device))
         first += batch * steps
     return torch.cat([*parts, torch.full((1,), first, dtype=torch.int32, device=device)])
+
+
+def _in_memory(x: Any) -> Any:
+    return x.clone() if isinstance(x, Tensor) and x._is_zerotensor() else x
 
 
 def _states(hx: Hidden | None) -> list[Tensor]:

@@ -3,6 +3,7 @@
 import functools
 import platform
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +12,8 @@ from torch.nn import functional as F
 from ostinato.kernels.dispatch import is_eager
 
 GEMM_ROWS = 128  # rows from which on a convolution's overhead is made up for
+WHOLE_ROWS, ROUND = 2048, 128  # see _is_round
+PARTS = 2048, 1024, 512, 256  # rows of a part
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -27,19 +30,76 @@ def _linear_cpu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     does not (with one thread it takes MKL there too).  A 1x1 convolution along one line of pixels, channels last,
     is the same product of the same memory.
     """
-    width = weight.shape[0]
-    if x.dtype != weight.dtype or not _is_faster_convolved(x, width):
+    if x.dtype != weight.dtype or not _is_faster_convolved(x, weight.shape[0]):
         return F.linear(x, weight, bias)
-    product = F.conv2d(_pixels(x), weight[:, :, None, None], bias)
-    return product.permute(0, 2, 3, 1).reshape(*x.shape[:-1], width).contiguous()
+    rows = x.flatten(0, -2)
+    product = (_convolved if _is_round(len(rows)) else _InParts.apply)(rows, weight, bias)
+    return product.view(*x.shape[:-1], -1)
 
 
 def gradient_of_weight(grad: Tensor, x: Tensor) -> Tensor:
     """``grad.T @ x`` of (rows, width) and (rows, channels): what is :func:`linear`'s gradient, and as fast."""
-    width, channels = grad.shape[1], x.shape[1]
-    if x.device.type != "cpu" or grad.dtype != x.dtype or not _is_faster_convolved(x, width):
+    is_as_linear = x.device.type == "cpu" and is_eager([grad, x]) and grad.dtype == x.dtype
+    if not is_as_linear or not _is_faster_convolved(x, grad.shape[1]):
         return grad.T @ x
-    weight = x.new_empty(width, channels, 1, 1)  # of which only the shape is looked at
+    if _is_round(len(x)):
+        return _convolved_gradient(grad, x)
+    sizes = _parts(len(x))
+    products = (
+        _convolved_gradient(g, y) if len(y) in PARTS else g.T @ y
+        for g, y in zip(grad.split(sizes), x.split(sizes), strict=True)
+    )
+    return functools.reduce(Tensor.add_, products)
+
+
+class _InParts(torch.autograd.Function):
+    """:func:`linear` of (rows, channels) whose number of rows is not round.
+
+    oneDNN compiles a convolution for each number of rows and keeps it, in the heap, between what is freed later: where
+    lengths change, memory grows that nobody uses.  So there are a few numbers of rows only; the rest is MKL's.
+    """
+
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu")
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        product, weight, sizes = x.new_empty(len(x), len(weight)), weight.contiguous(), _parts(len(x))
+        for rows, result in zip(x.split(sizes), product.split(sizes), strict=True):
+            result.copy_((_convolved if len(rows) in PARTS else F.linear)(rows, weight, bias))
+        return product
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (x, weight), (of_x, of_weight, of_bias) = ctx.saved_tensors, ctx.needs_input_grad
+        return (
+            linear(grad, weight.T) if of_x else None,
+            gradient_of_weight(grad, x) if of_weight else None,
+            grad.sum(0) if of_bias else None,
+        )
+
+
+def _is_round(rows: int) -> bool:
+    """Whether the rows are few, or their number a small one times a power of two, as that of lengths which stay is."""
+    return rows < WHOLE_ROWS or rows <= ROUND * (rows & -rows)
+
+
+def _parts(rows: int) -> list[int]:
+    """The numbers of rows that are multiplied at once: of `PARTS`, and a smaller one, or none, last."""
+    sizes = []
+    for size in PARTS:
+        sizes += [size] * (rows // size)
+        rows %= size
+    return [*sizes, rows]
+
+
+def _convolved(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    product = F.conv2d(_pixels(x), weight[:, :, None, None], bias)
+    return product.permute(0, 2, 3, 1).reshape(-1, len(weight)).contiguous()
+
+
+def _convolved_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    weight = x.new_empty(grad.shape[1], x.shape[1], 1, 1)  # of which only the shape is looked at
     ones, zeros = [1, 1], [0, 0]
     convolution = None, ones, zeros, ones, False, zeros, 1, [False, True, False]
     return torch.ops.aten.convolution_backward(_pixels(grad), _pixels(x), weight, *convolution)[1][:, :, 0, 0]
@@ -58,7 +118,7 @@ def _is_faster_convolved(x: Tensor, width: int) -> bool:
 
 def _pixels(x: Tensor) -> Tensor:
     """Rows as pixels of one line, channels last."""
-    return x.reshape(1, 1, -1, x.shape[-1]).permute(0, 3, 1, 2)
+    return x[None, None].permute(0, 3, 1, 2)
 
 
 @functools.cache
