@@ -1074,3 +1074,26 @@ def test_gpu_runs_torchs_kernels_when_ours_cannot_be_made(monkeypatch, error):
     assert (plan.path, plan.reason, plan.blocks) == ("steps", "no room", 0)
     with torch.no_grad():
         assert_same(layer(x, hx), twin(layer)(x, hx), 1e-5)
+
+
+@pytest.mark.parametrize("kernels", ["as planned"], indirect=True)
+@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("layer", [ostinato.RNN, ostinato.GRU, ostinato.LSTM, ostinato.MinGRU])
+def test_zeros_without_memory_are_zeros(layer, packed, gradient):
+    torch.manual_seed(0)
+    layer, x, states = layer(3, 4), torch.randn(5, 2, 3), torch.randn(2, 1, 2, 4)
+
+    def outcome(x, *states):
+        x = pack_padded_sequence(x, [5, 3]) if packed else x
+        with torch.set_grad_enabled(gradient):
+            output, last = layer(x, states if isinstance(layer, ostinato.LSTM) else states[0])
+        return output.data if packed else output, *(last if isinstance(last, tuple) else [last])
+
+    for absent in range(3):
+        some = [x, *states]
+        some[absent] = torch.zeros_like(some[absent])
+        expected = outcome(*some)
+        some[absent] = torch._efficientzerotensor(some[absent].shape)
+        for got, wanted in zip(outcome(*some), expected, strict=True):
+            assert torch.allclose(got, wanted, atol=1e-6)

@@ -448,8 +448,8 @@ class _Recurrent(nn.RNNBase):
         """
         module = self
         if not torch.compiler.is_compiling():
-            if self.mode == "LSTM" and isinstance(input, Tensor):  # PyTorch's reads the memory that a zero may lack
-                input, hx = _in_memory(input), hx and tuple(map(_in_memory, hx))
+            if self.mode == "LSTM":  # PyTorch's reads the memory that zero tensors may lack
+                input, hx = _in_memory(input), tuple(map(_in_memory, hx)) if isinstance(hx, tuple) else hx
             same = all(map(operator.is_, weights, self._flat_weights))
             if not same and weights[0].is_cuda:
                 _silence_copy_warning()
