@@ -63,7 +63,7 @@ def linear_scan(
         run = _PREPARED.find(tensors, reverse, backend)
         if run is not None:
             return run(*given)
-    a, b, h0 = _checked(a, b, h0, ("a", "b", "h0"), resets, reverse, cu_seqlens, backend, FLOAT_DTYPES + COMPLEX_DTYPES)
+    a, b, h0 = checked(a, b, h0, ("a", "b", "h0"), resets, reverse, cu_seqlens, backend, FLOAT_DTYPES + COMPLEX_DTYPES)
     if b.is_complex():
         from ostinato.kernels.recurrence import complex
 
@@ -112,7 +112,7 @@ def log_linear_scan(
         200.0
     """
     names = ("log_a", "log_b", "log_h0")
-    log_a, log_b, log_h0 = _checked(log_a, log_b, log_h0, names, resets, reverse, cu_seqlens, backend)
+    log_a, log_b, log_h0 = checked(log_a, log_b, log_h0, names, resets, reverse, cu_seqlens, backend)
     dtype = log_b.dtype
     wide = torch.promote_types(dtype, torch.float32)  # differences of states rounded to 16 bits make no gradient
     log_a, log_b, log_h0 = log_a.to(wide), log_b.to(wide), None if log_h0 is None else log_h0.to(wide)
@@ -120,7 +120,7 @@ def log_linear_scan(
     return log_h.to(dtype), log_h_last.to(dtype)
 
 
-def _checked(
+def checked(
     a: Tensor,
     b: Tensor,
     h0: Tensor | None,

@@ -79,7 +79,7 @@ def linear_scan(
     group = _group_of(group)
     if group.size() == 1:
         return scan.linear_scan(a, b, h0, resets=resets, reverse=reverse, cu_seqlens=cu_seqlens, backend=backend)
-    a, b, h0 = scan._checked(a, b, h0, ("a", "b", "h0"), resets, reverse, cu_seqlens, backend)
+    a, b, h0 = scan.checked(a, b, h0, ("a", "b", "h0"), resets, reverse, cu_seqlens, backend)
     return _seam(Linear(a, b, resets, reverse, backend), group, cu_seqlens).run(h0)
 
 
@@ -110,7 +110,7 @@ def log_linear_scan(
     if group.size() == 1:
         return scan.log_linear_scan(log_a, log_b, log_h0, **options)
     names = ("log_a", "log_b", "log_h0")
-    log_a, log_b, log_h0 = scan._checked(log_a, log_b, log_h0, names, resets, reverse, cu_seqlens, backend)
+    log_a, log_b, log_h0 = scan.checked(log_a, log_b, log_h0, names, resets, reverse, cu_seqlens, backend)
     dtype = log_b.dtype
     wide = torch.promote_types(dtype, torch.float32)
     log_a, log_b, log_h0 = log_a.to(wide), log_b.to(wide), None if log_h0 is None else log_h0.to(wide)

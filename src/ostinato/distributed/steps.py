@@ -67,7 +67,7 @@ class Linear:
     ) -> tuple[Tensor | None, ...]:
         """Gradients of h0 and of the inputs, in memory of their own."""
         given = h, h0, grad_h, grad_last, self.cu_seqlens, self.resets, self.reverse, self.backend
-        grad_a, grad_b, grad_h0 = operators._linear_scan_backward(self.inputs[0], *given)
+        grad_a, grad_b, grad_h0 = operators.linear_scan_backward(self.inputs[0], *given)
         return grad_h0, grad_a, grad_b
 
     def coefficients(self) -> tuple[Tensor, Tensor]:
@@ -169,7 +169,7 @@ class Logarithmic(Linear):
         self, h: Tensor, h0: Tensor, grad_h: Tensor | None, grad_last: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         given = h, h0, grad_h, grad_last, self.cu_seqlens, self.resets, self.reverse, self.backend
-        grad_a, grad_b, grad_h0 = operators._log_linear_scan_backward(*self.inputs, *given)
+        grad_a, grad_b, grad_h0 = operators.log_linear_scan_backward(*self.inputs, *given)
         return grad_h0, grad_a, grad_b
 
     def scan(
@@ -219,7 +219,7 @@ class Minimal(Linear):
     ) -> tuple[Tensor | None, ...]:
         grad_last = None if grad_last is None else grad_last[None]
         given = *self.inputs, h0[None], h, grad_h, grad_last, None, None, *self.settings
-        grad_pre, grad_bias, grad_h0 = layers._layer_scan_backward(*given)
+        grad_pre, grad_bias, grad_h0 = layers.layer_scan_backward(*given)
         return grad_h0[0], grad_pre, None if self.inputs[1] is None else grad_bias
 
     def coefficients(self) -> tuple[Tensor, Tensor]:
@@ -252,7 +252,7 @@ class General(Linear):
         self, h: Tensor, h0: Tensor, grad_h: Tensor | None, grad_last: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         given = h0, h, grad_h, grad_last, self.cu_seqlens, self.resets, self.reverse, self.backend
-        return tuple(layers._linear_recurrence_backward(self.traced, *given, *self.inputs))
+        return tuple(layers.linear_recurrence_backward(self.traced, *given, *self.inputs))
 
     def coefficients(self) -> tuple[Tensor, Tensor]:
         wide = torch.promote_types(self.dtype, torch.float32)

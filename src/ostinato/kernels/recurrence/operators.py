@@ -115,7 +115,7 @@ def _layer_scan_grad(ctx: Any, grad_h: Tensor | None, grad_h_last: Tensor | None
     if grad_h is None and grad_h_last is None:
         return (None,) * 9
     pre, bias, h0, h, offsets, resets = ctx.saved_tensors
-    grads = _layer_scan_backward(pre, bias, h0, h, grad_h, grad_h_last, offsets, resets, *ctx.settings)
+    grads = layer_scan_backward(pre, bias, h0, h, grad_h, grad_h_last, offsets, resets, *ctx.settings)
     return (grads[0], None if bias is None else grads[1], None if h0 is None else grads[2]) + (None,) * 6
 
 
@@ -183,7 +183,7 @@ def _layer_scan_backward_groups(*args: Any) -> Groups:
     return (gates, gates, 1, directions, directions, 1) + (None,) * 6, (gates, gates, 1)
 
 
-_layer_scan_backward = gradient(
+layer_scan_backward = gradient(
     "layer_scan_backward",
     _layer_scan_backward_impl,
     _layer_scan_backward_fake,
@@ -280,7 +280,7 @@ def _linear_recurrence_grad(ctx: Any, grad_h: Tensor | None, grad_h_last: Tensor
     if grad_h is None and grad_h_last is None:
         return (None,) * (6 + len(arguments))
     given = h0, h, grad_h, grad_h_last, cu_seqlens, resets
-    grad_h0, *grads = _linear_recurrence_backward(ctx.recurrence, *given, ctx.reverse, ctx.backend, *arguments)
+    grad_h0, *grads = linear_recurrence_backward(ctx.recurrence, *given, ctx.reverse, ctx.backend, *arguments)
     return None, None if h0 is None else grad_h0, None, None, None, None, *grads
 
 
@@ -339,7 +339,7 @@ def _linear_recurrence_backward_groups(*args: Any) -> Groups:
     return (None, 1, 1, 1, 1) + (None,) * 4 + (1,) * count, (1,) * (1 + count)
 
 
-_linear_recurrence_backward = gradient(
+linear_recurrence_backward = gradient(
     "linear_recurrence_backward",
     _linear_recurrence_backward_impl,
     _linear_recurrence_backward_fake,

@@ -114,7 +114,7 @@ def _linear_scan_grad(ctx: Any, grad_h: Tensor | None, grad_h_last: Tensor | Non
     if grad_h is None and grad_h_last is None:
         return (None,) * 7
     a, h, h0, cu_seqlens, resets = ctx.saved_tensors
-    grads = _linear_scan_backward(a, h, h0, grad_h, grad_h_last, cu_seqlens, resets, ctx.reverse, ctx.backend)
+    grads = linear_scan_backward(a, h, h0, grad_h, grad_h_last, cu_seqlens, resets, ctx.reverse, ctx.backend)
     return grads[0], grads[1], None if h0 is None else grads[2], None, None, None, None
 
 
@@ -193,7 +193,7 @@ def _linear_scan_backward_groups(*_: Any) -> Groups:
     return (1, 1, 1, 1, 1, None, None, None, None), (1, 1, 1)
 
 
-_linear_scan_backward = gradient(
+linear_scan_backward = gradient(
     "linear_scan_backward",
     _linear_scan_backward_impl,
     _linear_scan_backward_fake,
@@ -243,7 +243,7 @@ def _log_linear_scan_grad(ctx: Any, grad_h: Tensor | None, grad_h_last: Tensor |
         return (None,) * 7
     log_a, log_b, log_h, log_h0, cu_seqlens, resets = ctx.saved_tensors
     args = (log_a, log_b, log_h, log_h0, grad_h, grad_h_last, cu_seqlens, resets, ctx.reverse, ctx.backend)
-    grads = _log_linear_scan_backward(*args)
+    grads = log_linear_scan_backward(*args)
     return grads[0], grads[1], None if log_h0 is None else grads[2], None, None, None, None
 
 
@@ -310,7 +310,7 @@ def _log_linear_scan_backward_groups(*_: Any) -> Groups:
     return (1, 1, 1, 1, 1, 1, None, None, None, None), (1, 1, 1)
 
 
-_log_linear_scan_backward = gradient(
+log_linear_scan_backward = gradient(
     "log_linear_scan_backward",
     _log_linear_scan_backward_impl,
     _log_linear_scan_backward_fake,
