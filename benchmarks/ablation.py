@@ -56,19 +56,14 @@ KERNEL = 'extern "C" __global__ void __launch_bounds__(THREADS, 1) recur('
 PATIENCE = "    Patience patience(p.failure);\n"
 PRODUCT = "        product(state, sequences, sums, patience);\n"
 UPDATE = "        units.update(rows, step_after(taken), product, sums, state + stride);\n"
+TAKE = "const int before = streamed_before(tile), i = tile - before;"
 WIDE = "@p ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%3];"
-WEIGHTS = "weights += (block * WARPS + warp_id()) * TILES * 32;"
-KEPT = "tile < EARLY ? early[tile] : is_held(tile) ? held[before] : kept[(tile - before) * THREADS]"
 ALL = ("dense", "block", "sparse")
 # What is switched off, of which kernels, and how: what stands in the source, and what is put in its place.
 SWITCHES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     "weights on the chip": (  # but in the second-level cache
         ("dense",),
-        {
-            KEPT: "load_weights(all + tile * 32)",
-            "uint4 held[HELD + 1];": "const uint4 *all; uint4 held[HELD + 1];",
-            WEIGHTS: f"all = {WEIGHTS}",
-        },
+        {TAKE: f"return __ldcg(weights + tile * 32); {TAKE}"},
     ),
     "states as their own flags": (  # but a counter, raised when a block's states are visible to the others
         ALL,

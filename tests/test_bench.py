@@ -7,6 +7,7 @@ import re
 import runpy
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -360,7 +361,8 @@ def test_the_largest_layer_fits_and_the_next_does_not():
         assert 2 * gates * row["density"] * hidden**2 < row["bytes_on_chip"] <= row["bytes_available"]
         for size, fits in ((hidden, True), (hidden + capacity.STEP, False)):
             kept = None if row["block"] is None else int(row["density"] * gates * size**2)
-            plan = choose_geometry(hidden_size=size, mask_nnz=kept, properties=capacity.H100, **arguments)
+            properties = SimpleNamespace(**vars(capacity.H100) | {"L2_cache_size": 0})
+            plan = choose_geometry(hidden_size=size, mask_nnz=kept, properties=properties, **arguments)
             assert (plan.path != "steps") == fits
 
 

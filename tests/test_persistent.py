@@ -19,7 +19,11 @@ f16, bf16, f32 = torch.float16, torch.bfloat16, torch.float32
 CELLS = ("rnn_tanh", "rnn_relu", "gru", "lstm")
 TOLERANCE = {f32: 2e-6, f16: 2e-3, bf16: 1.5e-2}
 H100 = SimpleNamespace(
-    multi_processor_count=132, shared_memory_per_block_optin=232448, regs_per_multiprocessor=65536, major=9
+    multi_processor_count=132,
+    shared_memory_per_block_optin=232448,
+    regs_per_multiprocessor=65536,
+    L2_cache_size=50 << 20,
+    major=9,
 )
 
 
@@ -212,6 +216,8 @@ def plan_of(cell, hidden, batch, dtype, tf32=(False, False), training=True):
         (("gru", 1024, 256, bf16), (False, False), False),  # 45.8, 33.2
         (("gru", 512, 256, f32), (True, True), True),  # 23.0, 45.6
         (("gru", 512, 256, f32), (False, False), True),  # 63.3, 95.2
+        (("gru", 2048, 4, f32), (True, True), True),  # 10.2, 49.8: a part of the weights comes from L2
+        (("lstm", 2048, 64, f32), (True, True), False),  # 111.1 in cuDNN's
         (("gru", 512, 256, f32), (False, True), False),  # 63.3, 45.6: by default cuDNN rounds and products do not
         (("lstm", 1024, 256, f32), (True, True), False),  # 108.6, 87.7
         (("gru", 128, 16, f32), (True, True), False),  # 2.2 in cuDNN's kernel for small layers
@@ -346,6 +352,20 @@ def test_plan_says_what_fits():
     assert plan("gru", 2304).bytes_on_chip >= 3 * 2304**2 * 2
 
 
+@pytest.mark.parametrize("backward", [False, True])
+def test_weights_for_which_there_is_no_room_are_read_from_l2(backward):
+    layer = "gru", 2048, 4, f32, None, None
+    without = SimpleNamespace(**{**vars(H100), "L2_cache_size": 0})
+    assert "do not fit on the chip" in geometry.choose_geometry(*layer, without, backward=backward).reason
+    plan = geometry.choose_geometry(*layer, H100, backward=backward)
+    chosen, share = plan.geometry, plan.geometry.bytes_streamed
+    assert 0 < share <= H100.L2_cache_size * 2 / 3
+    assert plan.bytes_on_chip + share == chosen.tiles * chosen.tile_bytes * chosen.blocks >= 3 * 2048**2 * 4
+    assert f"but for {share / 1e6:.1f} MB, read from L2 at every step" in plan.reason
+    pytest.importorskip("cuda.core")
+    assert nvrtc.compile_cubin(nvrtc.source(*geometry.files(chosen)), "sm_90", dict(chosen.macros()))
+
+
 @pytest.mark.parametrize("processors", [48, 58, 108, 132, 148])  # of an RTX 3070, an L4, an A100, an H100, a B200
 @pytest.mark.parametrize("cell", CELLS)
 def test_all_blocks_can_be_resident_and_cover_the_layer(cell, processors):
@@ -375,6 +395,9 @@ DENSE = [
     ("gru", 256, 4, f32),
     ("lstm", 1024, 16, f32),
     ("rnn_relu", 515, 23, f32),
+    ("lstm", 515, 1, f32),
+    ("gru", 2048, 3, f32),
+    ("gru", 2048, 1, f32),
 ]
 PRUNED = [
     ("rnn_tanh", 64, 4, f16, 0.3, (16, 1)),

@@ -16,6 +16,7 @@ H100 = SimpleNamespace(  # what CUDA reports of the SXM modules, alike of an H20
     multi_processor_count=132,
     shared_memory_per_block_optin=232_448,
     regs_per_multiprocessor=65_536,
+    L2_cache_size=50 << 20,
     major=9,
 )
 CELLS = {"RNN": "rnn_tanh", "GRU": "gru", "LSTM": "lstm"}
@@ -27,8 +28,12 @@ Row = dict[str, Any]
 
 
 def capacity(device: torch.device, batch: int = 4, dtype: torch.dtype = torch.float16) -> list[Row]:
-    """For each cell, density and block the largest hidden size that runs from the chip; on the CPU, an H100's."""
-    properties: Any = torch.cuda.get_device_properties(device) if device.type == "cuda" else H100
+    """For each cell, density and block the largest hidden size that runs from the chip, with no weight in a cache.
+
+    On the CPU, an H100's.
+    """
+    found: Any = torch.cuda.get_device_properties(device) if device.type == "cuda" else H100
+    properties = SimpleNamespace(**{name: getattr(found, name) for name in vars(H100)} | {"L2_cache_size": 0})
     shapes: list[tuple[float, tuple[int, int] | None]] = [(1.0, None)]
     shapes += [(density, block) for density in DENSITIES[1:] for block in BLOCKS[::-1]]
     rows = []

@@ -51,7 +51,7 @@ struct Product {
         const uint4 *weights = reinterpret_cast<const uint4 *>(p.packed) + warp * TILES * 32 + lane_id();
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile) {
-            const uint4 a = load_weights(weights + tile * 32);
+            const uint4 a = __ldcs(weights + tile * 32);
             if (is_held(tile)) held[held_before(tile)] = a;
             else kept[(tile - held_before(tile)) * THREADS] = a;
         }

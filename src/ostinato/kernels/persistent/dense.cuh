@@ -4,16 +4,19 @@
 // tile is free, so it is chosen such that the other operand is what lies in memory: a lane's word of the state is
 // its part of it.  State goes from memory to the tensor cores with nothing between.
 //
-// HELD of a warp's TILES tiles stay in registers and the others in shared memory.  If the block's last rows are no
-// more than 8, one tile has them for two column tiles, in its upper and its lower half: it is multiplied with the
-// state of both, and of either product only one half is used.
+// HELD of a warp's TILES tiles stay in registers and others in shared memory.  STREAMED tiles, for which there is no
+// room on the chip, are read from L2 at every step, some AHEAD of their use: the first while the block waits for the
+// state.  If the block's last rows are no more than 8, one tile has them for two column tiles, in its upper and its
+// lower half: it is multiplied with the state of both, and of either product only one half is used.
 
 constexpr int ROW_TILES = (ROWS + 15) / 16;
 constexpr bool HALF = (ROWS - 1) % 16 < 8;
 constexpr int FULL = ROW_TILES - HALF;
 constexpr int COLUMN_TILES = (ROW_BYTES + 32 * WARPS - 1) / (32 * WARPS);  // of a warp
 constexpr int TILES = FULL * COLUMN_TILES + HALF * ((COLUMN_TILES + 1) / 2);
-constexpr int EARLY = TILES - HELD < 4 ? TILES - HELD : 4;  // read from shared memory while waiting
+constexpr int ON_CHIP = TILES - STREAMED;
+constexpr int AHEAD = 4;
+constexpr int EARLY = STREAMED ? 0 : TILES - HELD < 4 ? TILES - HELD : 4;  // read from shared memory while waiting
 constexpr int PIECES = COLUMN_TILES / 2, ODD = COLUMN_TILES % 2;  // two tiles are read as a piece, an odd one as a word
 constexpr int SEQUENCE_TILES = (COLUMNS + 7) / 8;
 constexpr int PRODUCTS = ROW_TILES * SEQUENCE_TILES;
@@ -26,8 +29,14 @@ __device__ constexpr int tile_at(int column, int row) {
     return row < FULL ? column * FULL + HALF * ((column + 1) / 2) + row : column / 2 * (2 * FULL + 1) + FULL;
 }
 
-// How many tiles before this one are in registers: those in shared memory come first and then evenly spread.
-__device__ constexpr int held_before(int tile) { return tile <= EARLY ? 0 : (tile - EARLY) * HELD / (TILES - EARLY); }
+// The streamed ones are spread evenly among all tiles.
+__device__ constexpr int streamed_tile(int i) { return i * TILES / (STREAMED + !STREAMED); }
+__device__ constexpr int streamed_before(int tile) { return (tile * STREAMED + TILES - 1) / TILES; }
+__device__ constexpr bool is_streamed(int tile) { return streamed_before(tile + 1) > streamed_before(tile); }
+
+// How many of the ON_CHIP tiles before one of them are in registers: those in shared memory come first and then evenly
+// spread.
+__device__ constexpr int held_before(int tile) { return tile <= EARLY ? 0 : (tile - EARLY) * HELD / (ON_CHIP - EARLY); }
 __device__ constexpr bool is_held(int tile) { return held_before(tile + 1) > held_before(tile); }
 
 // The registers of a lane in one tile, from the matrix itself.
@@ -52,37 +61,72 @@ __device__ inline void pack_weights(const Parameters &p, int i) {
         const int in_warp = c / 2 < PIECES ? c / 2 * 64 + lane % 4 * 16 + c % 2 * 8 : PIECES * 64 + lane % 4 * 8;
         const int first = (warp * 32 * COLUMN_TILES + in_warp + r / 2 * 4) / int(sizeof(Scalar));
         const bool exists = c < COLUMN_TILES;
-        registers[r] = exists ? bits_of(weight_at(p, block, there, first)) : 0;
-        if (sizeof(Scalar) == 2 && exists) registers[r] |= bits_of(weight_at(p, block, there, first + 1)) << 16;
+        registers[r] = exists ? shown(widen(weight_at(p, block, there, first))) : 0;
+        if (sizeof(Scalar) == 2 && exists) registers[r] |= shown(widen(weight_at(p, block, there, first + 1))) << 16;
     }
     reinterpret_cast<uint4 *>(p.packed)[i] = {registers[0], registers[1], registers[2], registers[3]};
 }
 
+// Exact float32 of one sequence is multiplied by ordinary instructions, since tensor cores would take each number in
+// parts.  All lanes then have the one state, and each its columns' share of two rows' sums, in d[0] and d[2].
+constexpr bool ORDINARY = EXACT && COLUMNS == 1;
+
+__device__ inline void multiply(float (&d)[4], const uint4 &a, Word b) {
+    if constexpr (!ORDINARY) return mma(d, a, low(b), high(b), Scalar());
+    const float first = __uint_as_float(low(b)), second = __uint_as_float(high(b));
+    d[0] += __uint_as_float(a.x) * first + __uint_as_float(a.z) * second;
+    d[2] += __uint_as_float(a.y) * first + __uint_as_float(a.w) * second;
+}
+
+// The sum of a row, which the four lanes that have shares of it add up.
+__device__ inline float over_lanes(float sum) {
+    if (!ORDINARY) return sum;
+    sum += __shfl_xor_sync(~0u, sum, 1);
+    return sum + __shfl_xor_sync(~0u, sum, 2);
+}
+
 struct Product {
+    const uint4 *weights;  // this lane's part of the packed tiles: (BLOCKS, WARPS, TILES, 32 lanes) of 16 bytes
     uint4 held[HELD + 1];  // no array is empty
     uint4 *kept;           // this lane's part of the tiles in shared memory
-    unsigned offset;       // in bytes, of this lane's first word in a sequence's state
+    uint4 ahead[STREAMED ? AHEAD : 1], early[EARLY + 1];
+    unsigned offset;  // in bytes, of this lane's first word in a sequence's state
 
-    // weights: (BLOCKS, WARPS, TILES, 32 lanes) of 16 bytes
     __device__ Product(const Parameters &p, int block, uint4 *shared)
-        : kept(shared + threadIdx.x), offset(warp_id() * 32 * COLUMN_TILES + lane_id() % 4 * 16) {
-        const uint4 *weights = reinterpret_cast<const uint4 *>(p.packed) + lane_id();
-        weights += (block * WARPS + warp_id()) * TILES * 32;
+        : weights(reinterpret_cast<const uint4 *>(p.packed) + (block * WARPS + warp_id()) * TILES * 32 + lane_id()),
+          kept(shared + threadIdx.x), offset(warp_id() * 32 * COLUMN_TILES + lane_id() % 4 * 16) {
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile) {
-            const uint4 a = load_weights(weights + tile * 32);
-            if (is_held(tile)) held[held_before(tile)] = a;
-            else kept[(tile - held_before(tile)) * THREADS] = a;
+            if (is_streamed(tile)) continue;
+            const uint4 a = __ldcs(weights + tile * 32);
+            const int i = tile - streamed_before(tile);
+            if (is_held(i)) held[held_before(i)] = a;
+            else kept[(i - held_before(i)) * THREADS] = a;
         }
+#pragma unroll
+        for (int i = 0; i < AHEAD && i < STREAMED; ++i) ahead[i] = streamed(i);
+    }
+
+    __device__ uint4 streamed(int i) const { return __ldcg(weights + streamed_tile(i) * 32); }
+
+    // A tile; a streamed one's place is the next one's, of this step or of the step after.
+    __device__ uint4 take(int tile) {
+        const int before = streamed_before(tile), i = tile - before;
+        if (!is_streamed(tile)) {
+            if (i < EARLY) return early[i];
+            return is_held(i) ? held[held_before(i)] : kept[(i - held_before(i)) * THREADS];
+        }
+        const uint4 a = ahead[before % AHEAD];
+        ahead[before % AHEAD] = streamed(before + AHEAD < STREAMED ? before + AHEAD : before % AHEAD);
+        return a;
     }
 
     // sums[warp][sequence][row] = this warp's share of the recurrent matrix times the `state`.
     __device__ void operator()(const char *state, int columns, float *sums, Patience &patience) {
-        uint4 early[EARLY + 1];
 #pragma unroll
         for (int tile = 0; tile < EARLY; ++tile) early[tile] = kept[tile * THREADS];
 
-        const unsigned sequence = lane_id() / 4;
+        const unsigned sequence = ORDINARY ? 0 : lane_id() / 4;
         const unsigned odd_offset = warp_id() * 32 * COLUMN_TILES + PIECES * 64 + lane_id() % 4 * 8;
         const char *mine = state + place_in_slice(offset, sequence), *mine_odd = state + place_in_slice(odd_offset, sequence);
         Piece piece[SEQUENCE_TILES][PIECES + 1];
@@ -109,16 +153,19 @@ struct Product {
         __syncwarp();
 
         float d[CHAINS][FULL + 1][SEQUENCE_TILES][4] = {}, halves[2][SEQUENCE_TILES][4] = {};
+        uint4 half;  // the last tile that two column tiles share
 #pragma unroll
         for (int c = 0; c < COLUMN_TILES; ++c) {
 #pragma unroll
             for (int r = 0; r < ROW_TILES; ++r) {
-                const int tile = tile_at(c, r), before = held_before(tile);
-                const uint4 a = tile < EARLY ? early[tile] : is_held(tile) ? held[before] : kept[(tile - before) * THREADS];
+                const int tile = tile_at(c, r);
+                const bool taken = r == FULL && c % 2 && is_streamed(tile);
+                const uint4 a = taken ? half : take(tile);
+                if (r == FULL) half = a;
 #pragma unroll
                 for (int s = 0; s < SEQUENCE_TILES; ++s) {
                     const Word b = c / 2 < PIECES ? piece[s][c / 2].word[c % 2] : odd[s];
-                    mma(r < FULL ? d[c % CHAINS][r][s] : halves[c % 2][s], a, low(b), high(b), Scalar());
+                    multiply(r < FULL ? d[c % CHAINS][r][s] : halves[c % 2][s], a, b);
                 }
             }
         }
@@ -134,9 +181,10 @@ struct Product {
                     float sum = d[0][r][s][i];
 #pragma unroll
                     for (int chain = 1; chain < CHAINS; ++chain) sum += d[chain][r][s][i];
-                    store_if(wanted, mine + r * 16, sum);
+                    store_if(wanted, mine + r * 16, over_lanes(sum));
                 }
-                if (HALF && i < 2) store_if(wanted, mine + FULL * 16, halves[0][s][i] + halves[1][s][i + 2]);
+                const float half = halves[0][s][i % 2] + halves[1][s][i % 2 + 2];
+                if (HALF && i < 2) store_if(wanted, mine + FULL * 16, over_lanes(half));
             }
         }
     }

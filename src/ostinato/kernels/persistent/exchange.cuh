@@ -199,7 +199,7 @@ __device__ inline unsigned round_to_tf32(unsigned x) {
     return rounded;
 }
 
-// A number as the others multiply it.  Unless EXACT, float32 is rounded here, once, and not by each block that reads it.
+// A number as the others multiply it.  Unless EXACT, float32 is rounded here, once, and not where it is read.
 __device__ inline unsigned shown(float x) {
     return sizeof(Scalar) == 4 && !EXACT ? round_to_tf32(bits(x)) : bits(x);
 }

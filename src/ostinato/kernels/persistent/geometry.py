@@ -46,6 +46,7 @@ class Geometry(NamedTuple):
     cluster: int = 1  # blocks that add up their products, each with its slice of what is exchanged
     tiles: int = 0  # of a warp; of the sparse kernel: entries, two weights of a thread
     held: int = 0  # of them in registers, the others are in shared memory
+    streamed: int = 0  # of the dense kernel's: read from L2 at every step, as there is no room for them
     shares: int = 1  # of each strip of 16 rows of the block kernel; warps take one share after another
     share_tiles: tuple[int, ...] = ()  # of a warp's first share, of its second, ...
 
@@ -140,7 +141,7 @@ class Geometry(NamedTuple):
         sums = 2 * rows * self.columns * 4
         state = 0 if self.path == "dense" else (self.slice + ZERO_PLACES) * self.state_bytes
         mail = 2 * (self.cluster - 1) * self.units * self.columns * 8
-        return sums + state + mail + (self.tiles - self.held) * self.tile_bytes
+        return sums + state + mail + (self.tiles - self.held - self.streamed) * self.tile_bytes
 
     @property
     def tile_bytes(self) -> int:
@@ -150,10 +151,15 @@ class Geometry(NamedTuple):
     @property
     def bytes_on_chip(self) -> int:
         """Of weights, and of their places."""
-        block = self.tiles * self.tile_bytes
+        block = (self.tiles - self.streamed) * self.tile_bytes
         if self.path == "block":
             block += self.tiles * WARPS * self.tile_columns * 2
         return self.groups * self.blocks * block
+
+    @property
+    def bytes_streamed(self) -> int:
+        """Of weights that all blocks read from L2 at every step."""
+        return self.groups * self.blocks * self.streamed * self.tile_bytes
 
     def deal(self, strip_columns: Sequence[int], shared_limit: int) -> "Geometry | None":
         """The block kernel's, with so many columns in each strip, with as few accesses to shared memory as can be.
@@ -186,22 +192,29 @@ class Geometry(NamedTuple):
     def hold(self, shared_limit: int) -> "Geometry | None":
         """As many tiles in registers as they can hold beside all else, if the others fit into shared memory."""
         wide = self.dtype == torch.float32
+        streamed = 0
         if self.path == "dense":
             sequence_tiles = _ceil(self.columns, 8)
             states = 2 * self.column_tiles * sequence_tiles
             products = self.row_tiles * sequence_tiles
             sums = 4 * products * (1 if products >= 4 else 2 if products >= 2 else 4)
-            rest = 20 + 4 * sequence_tiles + 32 * wide + 24 * self.backward
             gates = _ceil(self.units * self.columns, THREADS) * GATES[self.cell]  # that a thread computes
+            rest = 20 + 4 * sequence_tiles + 32 * wide + max(24, 6 * gates) * self.backward
             if states > 128 or (self.backward and gates > 8):
                 return None
             free = (REGISTERS - states - sums - rest) // 4
+            room = (shared_limit - self._replace(tiles=0).shared_bytes) // self.tile_bytes
+            if room < 0:
+                return None
+            if self.tiles > max(0, free) + room:  # those on their way take registers, too
+                free -= 4
+                streamed = self.tiles - max(0, free) - room
         elif self.path == "block":
             words, places = 2 * self.columns * self.words_in_flight, self.tiles * self.tile_columns // 64
             free = (REGISTERS - places - words - 68 - 16 * wide - 24 * self.backward) // 4
         else:
             free = (REGISTERS - 92 - 24 * self.backward) // self.parts
-        geometry = self._replace(held=max(0, min(self.tiles, free)))
+        geometry = self._replace(held=max(0, min(self.tiles, free)), streamed=streamed)
         return geometry if geometry.shared_bytes <= shared_limit else None
 
     def macros(self, resets: bool = False) -> tuple[tuple[str, object], ...]:
@@ -221,7 +234,7 @@ class Geometry(NamedTuple):
             ("CLUSTER", self.cluster),
             ("RESETS", int(resets)),
             *{
-                "dense": (),
+                "dense": (("STREAMED", self.streamed),),
                 "block": (
                     ("TILES", self.tiles),
                     ("SHARES", self.shares),
@@ -275,6 +288,7 @@ _COSTS = {
     ("sparse", True): _Cost(0.80, 4.1, 0.0, 0.80, 2.10, 2.00, 0.0, 0.25),
 }
 _EXACT = {False: 4.5, True: 7.0}  # times a product takes if it is made of three, of numbers taken apart; backward
+_STREAMED = 0.9  # microseconds, for 100 kB of weights that a block of the dense kernel reads from L2
 _HALF_WORDS = 0.17  # microseconds, if blocks of the dense kernel publish their state in words of 4 bytes
 _SHARE = 0.054  # microseconds, for each share of a strip that a warp of the block kernel takes
 _ROUND_TRIP = 1.3  # microseconds, for each further time that the block kernel has to wait for a part of the state
@@ -283,10 +297,12 @@ _ROUND_TRIP = 1.3  # microseconds, for each further time that the block kernel h
 def microseconds(geometry: Geometry, batch: int) -> float:
     """A step of all sequences, estimated."""
     cost, row = _COSTS[geometry.path, geometry.backward], geometry.slice * geometry.dtype.itemsize
-    thrice = geometry.exact and geometry.dtype == torch.float32 and geometry.path != "sparse"
+    on_tensor_cores = geometry.path == "block" or (geometry.path == "dense" and geometry.columns > 1)
+    thrice = geometry.exact and geometry.dtype == torch.float32 and on_tensor_cores
     passes = _ceil(geometry.columns, 8) * (_EXACT[geometry.backward] if thrice else 1)
     step = cost.step + cost.read * geometry.columns * row / 1e5 + cost.row * row / 1e4
-    step += cost.kept * (geometry.tiles - geometry.held) * geometry.tile_bytes / 1e5
+    step += cost.kept * (geometry.tiles - geometry.held - geometry.streamed) * geometry.tile_bytes / 1e5
+    step += _STREAMED * geometry.streamed * geometry.tile_bytes / 1e5
     step += cost.multiplied * geometry.tiles * passes / 1e2
     step += cost.updated * _ceil(geometry.units * geometry.columns, THREADS) * GATES[geometry.cell] / 10
     step += cost.summed * geometry.row_tiles * geometry.columns / 64
@@ -387,7 +403,7 @@ def candidates(
             together = 1 if block is None else block[0] if start.backward else block[1]
             entries = _entries(geometry.rows, width, geometry.blocks, density, rows, together)
             held = geometry._replace(tiles=entries).hold(shared)
-        if held:
+        if held and held.bytes_streamed * share <= properties.L2_cache_size * 2 / 3:
             yield held
 
 
@@ -449,4 +465,6 @@ def choose_geometry(
         "sparse": "fit on the chip, each with its place",
     }
     reason = f"{kept} {how[geometry.path]}"
+    if geometry.streamed:
+        reason = f"{kept} fit on the chip but for {geometry.bytes_streamed / 1e6:.1f} MB, read from L2 at every step"
     return Plan(geometry.path, geometry.bytes_on_chip, available, geometry.blocks * geometry.groups, reason, geometry)

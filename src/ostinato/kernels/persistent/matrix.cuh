@@ -4,11 +4,6 @@
 // the units of the previous state.  Backward, the rows are the units of the block's cluster and the columns a slice of
 // the gates of all units: the matrix transposed.
 
-__device__ inline unsigned bits_of(Scalar x) {
-    if constexpr (sizeof(Scalar) == 4) return __float_as_uint(x);
-    else return reinterpret_cast<const unsigned short &>(x);
-}
-
 // A number of a block's part of the matrix; zero beyond its edges.
 __device__ inline Scalar weight_at(const Parameters &p, int block, int row, int column) {
     int gate = row / UNITS, unit = block * UNITS + row % UNITS, other = column;
@@ -23,5 +18,5 @@ __device__ inline Scalar weight_at(const Parameters &p, int block, int row, int 
 // A number of a pruned matrix, by its place in `index`.
 __device__ inline unsigned indexed_weight(const Parameters &p, size_t i) {
     const int index = p.index[i];
-    return index ? bits_of(p.weight[index - 1]) : 0;
+    return index ? shown(widen(p.weight[index - 1])) : 0;
 }

@@ -25,7 +25,7 @@ __device__ inline void split(unsigned x, unsigned &head, unsigned &tail) {
 }
 
 __device__ inline void mma(float (&d)[4], const uint4 &a, unsigned b0, unsigned b1, float) {
-    if (!EXACT) return mma_tf32(d, a, b0, b1);  // rounded when it was published
+    if (!EXACT) return mma_tf32(d, a, b0, b1);  // rounded when they were packed and published
     uint4 a_head, a_tail;
     unsigned b0_head, b0_tail, b1_head, b1_tail;
     split(a.x, a_head.x, a_tail.x);
@@ -40,13 +40,6 @@ __device__ inline void mma(float (&d)[4], const uint4 &a, unsigned b0, unsigned 
     mma_tf32(sum, a_head, b0_head, b1_head);
 #pragma unroll
     for (int i = 0; i < 4; ++i) d[i] += sum[i];
-}
-
-// This lane's part of a tile of weights, ready for mma.
-__device__ inline uint4 load_weights(const uint4 *address) {
-    const uint4 a = __ldcs(address);
-    if (sizeof(Scalar) == 2 || EXACT) return a;
-    return {round_to_tf32(a.x), round_to_tf32(a.y), round_to_tf32(a.z), round_to_tf32(a.w)};
 }
 
 // Stores to shared memory without a branch.
