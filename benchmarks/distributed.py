@@ -103,9 +103,9 @@ def gates(job: Job, *shape: int, kind: str, seed: int) -> Tensor:
 
 
 def relative(x: Tensor, y: Tensor) -> float:
-    return (
-        ((x.double() - y.double()).abs().max() / y.double().abs().max().clamp(min=1e-30)).item() if x.numel() else 0.0
-    )
+    if not x.numel():
+        return 0.0
+    return ((x.double() - y.double()).abs().max() / y.double().abs().max().clamp(min=1e-30)).item()
 
 
 def correctness(job: Job) -> Record:
@@ -255,10 +255,7 @@ def scans(job: Job) -> Record:
         all_together = functools.partial(ostinato.distributed.linear_scan, group=job.world)
         seconds: Record = {}
         for who, scan in (("alone", ostinato.linear_scan), ("all", all_together)):
-            forward, both = (
-                functools.partial(without_gradient, scan, a, b),
-                functools.partial(with_gradient, scan, a, b),
-            )
+            forward, both = (functools.partial(call, scan, a, b) for call in (without_gradient, with_gradient))
             seconds[who] = {"forward": job.seconds(forward), "forward and backward": job.seconds(both)}
         rows.append({"gates": kind, "steps": steps, "channels": 256, "seconds": seconds})
         del a, b, forward, both

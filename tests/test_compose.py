@@ -25,10 +25,8 @@ def test_it_compiles(dtype, vector, lanes):
 def test_it_gives_what_the_states_show(shape, reverse, dtype):
     torch.manual_seed(0)
     a = torch.rand(shape, dtype=torch.float64, device="cuda").mul_(2 / shape[1]).sub_(1 / shape[1]).add_(1)
-    b, h = (
-        torch.randn(shape, dtype=torch.float64, device="cuda"),
-        torch.randn(shape[0], shape[2], device="cuda").double(),
-    )
+    b = torch.randn(shape, dtype=torch.float64, device="cuda")
+    h = torch.randn(shape[0], shape[2], device="cuda").double()
     resets = torch.rand(shape[:2], device="cuda") < 1 / shape[1]
     for mask, before in ((None, False), (resets, False), (None, True)):
         expected = ostinato.linear_scan(a, a * b if before else b, h, resets=mask, reverse=reverse)[1]
@@ -49,11 +47,8 @@ def test_what_vanishes_in_the_dtype_is_zero():
 @pytest.mark.parametrize("reverse", [False, True])
 def test_a_state_passes_through_the_parts(reverse, dtype):
     message = torch.randn(5, 2 * 6 + 3, dtype=torch.float64, device="cuda")  # of five parts, with something else in it
-    P, L, start = (
-        message[:, :6].view(5, 2, 3),
-        message[:, 6:12].view(5, 2, 3),
-        torch.randn(2, 3, device="cuda").to(dtype),
-    )
+    P, L = message[:, :6].view(5, 2, 3), message[:, 6:12].view(5, 2, 3)
+    start = torch.randn(2, 3, device="cuda").to(dtype)
     state, states = start.double(), {}
     for part in reversed(range(5)) if reverse else range(5):
         states[part] = state
