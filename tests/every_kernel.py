@@ -18,6 +18,7 @@ import test_nonlinear_recurrence
 import test_persistent
 import test_projected
 from minimal_layers import GATES, layer, layer_backward
+from ostinato.kernels import gemm
 from ostinato.kernels.persistent import cuda as persistent
 from ostinato.kernels.persistent import packing
 from ostinato.kernels.recurrence import cuda as recurrence_cuda
@@ -114,6 +115,11 @@ def single_steps(cell, dtype):
         step(x, weight, None, None)
 
 
+def transpositions():
+    for shape in ((1, 1), (130, 31), (33, 257), (256, 64)):
+        gemm.transposed(torch.randn(shape).cuda())
+
+
 def recurrent(path, shape, clusters):
     pack = packing.pack
 
@@ -154,6 +160,7 @@ PARTS |= {
     f"single-steps-{cell}-{dtype}": partial(single_steps, cell, dtype)
     for cell, dtype in itertools.product(GATES, test_cuda.TOLERANCE)
 }
+PARTS["transposition"] = transpositions
 for kind, clusters in {"persistent": (1,), "clusters": (2, 4)}.items():
     for path, shape in test_persistent.LAYERS:
         PARTS["-".join(map(str, (kind, path, *shape))).replace(" ", "")] = partial(recurrent, path, shape, clusters)
