@@ -48,8 +48,8 @@ class DiagonalLayers(StackedLayers):
         """The outputs and last states of one layer in one direction, from its parameters `p`, by name, and its input.
 
         ``run(recurrence, *arguments)`` calls the recurrence, time and batch laid out as in `x`, and returns the states
-        and the last ones; all its sequences may be one argument, side by side, before the parameters.  A recurrence of
-        two states in a layer of one starts both from it.
+        and the last ones; its sequences may be one argument, side by side, and its parameters another.  A recurrence
+        of two states in a layer of one starts both from it.
         """
         raise NotImplementedError
 
@@ -107,9 +107,8 @@ class DiagonalLayers(StackedLayers):
         if self.sequence_group is not None:
             from ostinato import distributed
 
-            together, *parameters = arguments
             if len(arguments) < len(function.names):
-                arguments = *together.chunk(len(function.names) - len(parameters), -1), *parameters
+                arguments = function.apart(*arguments)
             run = functools.partial(distributed.run, function, group=self.sequence_group)
         if batch_first:
             return run(*arguments, **options, backend=self.backend)
@@ -596,9 +595,10 @@ class _ParaLayers(DiagonalLayers):
     The recurrence adds the bias, not the product: its gradient is then summed where that of the gates is made.
     """
 
-    def _gates_and_bias(self, p: Parameters, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def _gates_and_vectors(self, p: Parameters, x: Tensor) -> tuple[Tensor, Tensor]:
         bias = torch.zeros_like(p["weight_hh"]) if p["bias_ih"] is None else p["bias_ih"]
-        return linear(x, p["weight_ih"]), bias.chunk(3)
+        weights = (x for name, x in p.items() if name in ("weight_hh", "weight_ch"))
+        return linear(x, p["weight_ih"]), torch.cat((*weights, bias))
 
     def reset_parameters(self) -> None:
         """Xavier's uniform weights of the input; N(0, 4 / (5 hidden_size)) of the state, as the authors' own code."""
@@ -641,8 +641,7 @@ class ParaGRU(_ParaLayers):
         return {"weight_ih": (rows, width), "weight_hh": (rows,), "bias_ih": (rows,)}
 
     def _cell(self, suffix: str, p: Parameters, x: Tensor, run: Run) -> tuple[Tensor, Hidden]:
-        gates, bias = self._gates_and_bias(p, x)
-        return run(para_gru, gates, *p["weight_hh"].chunk(3), *bias)
+        return run(para_gru, *self._gates_and_vectors(p, x))
 
 
 class ParaLSTM(_ParaLayers):
@@ -683,6 +682,5 @@ class ParaLSTM(_ParaLayers):
         }
 
     def _cell(self, suffix: str, p: Parameters, x: Tensor, run: Run) -> tuple[Tensor, Hidden]:
-        gates, bias = self._gates_and_bias(p, x)
-        (h, _), last = run(para_lstm, gates, *p["weight_hh"].chunk(3), *p["weight_ch"].chunk(2), *bias)
+        (h, _), last = run(para_lstm, *self._gates_and_vectors(p, x))
         return h, last

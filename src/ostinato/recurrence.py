@@ -119,20 +119,25 @@ class Recurrence:
         """All steps; see :func:`recurrence`."""
         return self._run(arguments, None, h0, resets, reverse, cu_seqlens, backend)
 
-    def of_layer(self, together: Tensor, *parameters: Tensor, **options: Any) -> tuple[Any, Any]:
-        """As a call whose sequences are side by side in one tensor, (B, T, G * D), and come before the parameters.
+    def of_layer(self, sequences: Tensor, parameters: Tensor, **options: Any) -> tuple[Any, Any]:
+        """As a call whose sequences are side by side in one tensor, (B, T, G * D), and the parameters after them in
+        another, (P * D,).
 
         A layer's product makes them so.  Their gradients are too, where the recurrence is not linear: nobody has to put
         them together.
         """
-        apart = together.chunk(len(self.names) - len(parameters), -1)
         defaults = {"h0": None, "resets": None, "reverse": False, "cu_seqlens": None, "backend": "auto"}
-        return self._run((*apart, *parameters), together, **defaults | options)
+        return self._run(self.apart(sequences, parameters), (sequences, parameters), **defaults | options)
+
+    def apart(self, sequences: Tensor, parameters: Tensor) -> tuple[Tensor, ...]:
+        """The arguments of a call from those of :meth:`of_layer`."""
+        width = (sequences.shape[-1] + parameters.shape[-1]) // len(self.names)
+        return *sequences.split(width, -1), *parameters.split(width)
 
     def _run(
         self,
         arguments: tuple[Tensor, ...],
-        together: Tensor | None,
+        together: tuple[Tensor, Tensor] | None,
         h0: Any,
         resets: Tensor | None,
         reverse: bool,
@@ -174,7 +179,7 @@ class Recurrence:
     def _by_kernels(
         self,
         arguments: tuple[Tensor, ...],
-        together: Tensor | None,
+        together: tuple[Tensor, Tensor] | None,
         dtype: torch.dtype,
         initial: list[Tensor],
         *options: Any,
@@ -182,14 +187,13 @@ class Recurrence:
         """All steps, by what the function was traced to."""
         sequences = tuple(x.dim() == 3 for x in arguments)
         traced = _traced(id(self), sequences)
-        arguments = tuple(x.to(dtype) if x.dim() == 3 else x for x in arguments)
+        if together is None or self.states == 0:
+            arguments = tuple(x.to(dtype) if x.dim() == 3 else x for x in arguments)
         if self.states == 0:
             start = initial[0].to(dtype) if initial else None
             return linear_recurrence(traced, start, *options, *arguments)
         starts = [x.to(torch.promote_types(dtype, torch.float32)) for x in initial] + [None, None]
-        if together is not None:
-            arguments = together, *arguments[sum(sequences) :]
-        results = nonlinear_recurrence(traced, *starts[:2], *options, *arguments)
+        results = nonlinear_recurrence(traced, *starts[:2], *options, *(together or arguments))
         states, last = tuple(results[: self.states]), tuple(results[self.states :])
         return (states, last) if self.states == 2 else (states[0], last[0])
 

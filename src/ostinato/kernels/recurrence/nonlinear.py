@@ -22,8 +22,8 @@ from ostinato.kernels.scan.torch_ops import REFERENCE, shift, zeroed
 # nonlinear_recurrence(recurrence, h0, c0, cu_seqlens, resets, reverse, backend, *arguments) -> states, last states
 #
 # Of a recurrence's trace, as text, and its arguments, sequences (B, T, D) of one floating dtype and parameters (D,) of
-# any.  In place of G sequences there may be one tensor (B, T, G*D) of them side by side, as a layer's product makes
-# them, before the parameters: its gradient need not be put together then.  h0 and c0 are the initial states, (B, D) or
+# any.  In their place there may be two tensors: G sequences side by side, (B, T, G*D), as a layer's product makes them,
+# and P parameters, (P*D,); their gradients need not be put together then.  h0 and c0 are the initial states, (B, D) or
 # (N, D), zero if absent; c0 is of the second state, where there are two.  The rest is as in linear_scan.
 
 
@@ -31,9 +31,9 @@ def _apart(trace: Trace, arguments: Sequence[Any]) -> list[Any]:
     """The recurrence's own arguments, the sequences each by itself."""
     if len(arguments) == len(trace.sequences):
         return list(arguments)
-    together, *parameters = arguments
-    gates = sum(trace.sequences)
-    return _joined(trace, [None] * gates if together is None else together.chunk(gates, -1), parameters)
+    counts = sum(trace.sequences), trace.sequences.count(False)
+    both = ([None] * n if x is None else x.chunk(n, -1) for x, n in zip(arguments, counts, strict=True))
+    return _joined(trace, *both)
 
 
 def _parted(trace: Trace, arguments: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -74,13 +74,13 @@ def _forward(
     if like.numel() == 0:
         last = [x.to(like.dtype, copy=True) for x in _initial(trace, like, h0, c0, cu_seqlens)]
         return [like.new_empty(like.shape) for _ in last] + last
-    initial = None if h0 is None and c0 is None else _initial(trace, like, h0, c0, cu_seqlens)
     if kernels is None:
         initial = _initial(trace, like, h0, c0, cu_seqlens)
         wide = _compute_dtype(backend, like)
         stepped = _stepped(trace, [x.to(wide) for x in initial], cu_seqlens, resets, reverse, arguments, wide)
         return [x.to(like.dtype, copy=True) for x in stepped]
-    states, last = kernels.steps(trace, sequences, parameters, initial, cu_seqlens, resets, reverse)
+    given = None if h0 is None and c0 is None else _initial(trace, like, h0, c0, cu_seqlens)
+    states, last = kernels.steps(trace, sequences, parameters, given, cu_seqlens, resets, reverse)
     return [*states, *last]
 
 
@@ -172,7 +172,7 @@ def _backward_impl(
     backend: str,
     *tensors: Tensor,
 ) -> list[Tensor]:
-    """Gradients of h0, c0 and the arguments.
+    """Gradients of h0, c0 (empty if both are absent, as that of a second state where there is one) and the arguments.
 
     ``tensors`` are the gradients of states and of last states, an empty one of zeros, the states and the arguments.
     """
@@ -182,27 +182,31 @@ def _backward_impl(
     check_cu_seqlens(cu_seqlens, like.shape[1])
     kernels = kernels_on(backend, like.device.type, "steps_")
     absent = like.new_empty(0)
+    starts = h0 is not None or c0 is not None
     if like.numel() == 0:
-        of_initial = [x.clone() for x in _or_zeros(grads_last, _last_shape(like, cu_seqlens))]
-        of_initial += [absent] * (2 - trace.states)
-        return [*of_initial, *map(torch.zeros_like, arguments)]
+        of_initial = [x.clone() for x in _or_zeros(grads_last, _last_shape(like, cu_seqlens))] if starts else []
+        return [*of_initial, absent, absent][:2] + [torch.zeros_like(x) for x in arguments]
     if kernels is None:
         with torch.no_grad():
             found = _composite(recurrence, h0, c0, cu_seqlens, resets, reverse, backend, *tensors)
             return [x.clone() for x in found]
     apart = _apart(trace, arguments)
     sequences, parameters = _parted(trace, apart)
-    initial = _initial(trace, like, h0, c0, cu_seqlens)
+    initial = _initial(trace, like, h0, c0, cu_seqlens) if starts else None
     given = [_or_none(x) for x in (grads, grads_last)]
     together = None if len(arguments) == len(apart) else torch.empty_like(arguments[0])
     of_sequences = [x.new_empty(x.shape) for x in sequences]
     if together is not None:
         of_sequences = list(together.chunk(len(sequences), -1))
-    of_parameters, of_initial = kernels.steps_backward(
+    of_parameters, grad_initial = kernels.steps_backward(
         trace, sequences, parameters, initial, states, *given, cu_seqlens, resets, reverse, of_sequences
     )
-    both = [*of_initial, absent][:2]
-    return [*both, *(_joined(trace, of_sequences, of_parameters) if together is None else [together, *of_parameters])]
+    both = [*(grad_initial or ()), absent, absent][:2]
+    if together is not None:
+        return [*both, together, torch.cat(of_parameters).to(arguments[1].dtype)]
+    # Copies, as what an operator returns must not share memory.
+    copies = [g.to(x.dtype, copy=True) for g, x in zip(of_parameters, parameters, strict=True)]
+    return [*both, *_joined(trace, of_sequences, copies)]
 
 
 def _or_none(grads: Sequence[Tensor]) -> list[Tensor | None]:
@@ -230,11 +234,12 @@ def _grouped(trace: Trace, tensors: Sequence[Tensor]) -> tuple[list[Tensor], lis
 def _backward_fake(recurrence: str, h0: Any, c0: Any, cu_seqlens: Tensor | None, *others: Any) -> list[Tensor]:
     trace = parse(recurrence)
     *_, states, arguments = _grouped(trace, others[3:])
-    of_initial = [x.new_empty(_last_shape(x, cu_seqlens)) for x in states]
-    of_initial += [states[0].new_empty(0)] * (2 - trace.states)
+    absent = states[0].new_empty(0)
+    starts = h0 is not None or c0 is not None
+    of_initial = [x.new_empty(_last_shape(x, cu_seqlens)) for x in states] if starts else []
     if len(arguments) == len(trace.sequences):
-        return [*of_initial, *(x.new_empty(x.shape) for x in arguments)]
-    return [*of_initial, *map(torch.empty_like, arguments)]
+        return [*of_initial, absent, absent][:2] + [x.new_empty(x.shape) for x in arguments]
+    return [*of_initial, absent, absent][:2] + [torch.empty_like(x) for x in arguments]
 
 
 def _composite(
@@ -265,10 +270,10 @@ def _composite(
     shape = states[0].shape
     of_arguments = [s.expand(shape).sum_to_size(x.shape).to(x.dtype) for s, x in zip(slopes, arguments, strict=True)]
     if len(given) < len(arguments):
-        of_sequences, of_parameters = _parted(trace, of_arguments)
-        of_arguments = [torch.cat(of_sequences, -1), *of_parameters]
-    of_initial = [x.to(states[0].dtype) for x in first] + [states[0].new_empty(0)] * (2 - trace.states)
-    return *of_initial, *of_arguments
+        of_arguments = [torch.cat(x, -1) for x in _parted(trace, of_arguments)]
+    of_initial = [x.to(states[0].dtype) for x in first] if h0 is not None or c0 is not None else []
+    absent = states[0].new_empty(0)
+    return *[*of_initial, absent, absent][:2], *of_arguments
 
 
 def _linearised(
@@ -346,7 +351,7 @@ def _backward_groups(recurrence: str, *others: Any) -> Groups:
 
 def _groups_of(trace: Trace, count: int) -> tuple[int, ...]:
     """Of so many arguments."""
-    return (1 if count == len(trace.sequences) else sum(trace.sequences),) + (1,) * (count - 1)
+    return (1,) * count if count == len(trace.sequences) else (sum(trace.sequences), trace.sequences.count(False))
 
 
 _backward = gradient("nonlinear_recurrence_backward", _backward_impl, _backward_fake, _backward_groups, _composite)

@@ -9,20 +9,28 @@
 // by side, each from a guess of the state that it begins in (multiple shooting; Bock & Plitt 1984).  Each also makes the
 // derivative of its last state with respect to its first (COMPOSE), and `link` improves all guesses at once by Newton's
 // method, which is a linear recurrence over the chunks.  A channel is done when no guess changes by more than rounding
-// does, and later passes leave it alone; what is not done after some passes is taken as one chunk.  Backward is linear,
-// so one pass that composes and one that stores are exact, unless a derivative overflows.
+// does, and later passes leave it alone; what is not done after some passes is taken as one chunk.
+//
+// Backward is linear, so one pass that composes and one that stores are exact, unless a derivative overflows.  What
+// flows out of a chunk is the sum over its steps of their gradients, each times the derivative of the step's state with
+// respect to that before the chunk.  The pass that composes goes ahead in time for it, as forward does, and ends where
+// that derivative has VANISHED: most recurrences forget soon, and most of a chunk is not read.
 //
 // A warp's channels are neighbours, so it reads whole lines, and has the numbers of the next AHEAD steps on their way
 // while it takes the last ones: where warps are few, nobody else has work to hide that wait.  Where they are many, it is
 // the instructions that take the time: tensors of a kind lie alike, so that one offset serves all, whole groups of steps
 // are taken without a question, and the first pass, whose states are only a guess, stores none.
 //
-// Steps are counted in the order in which the forward takes them; a backward walk counts its own from the last one.
+// Steps are counted in the order in which the forward takes them; the backward walk that stores counts its own, and any
+// backward walk its chunks, from the last one.
 
 using Index = long long;
 using Offset = OFFSET;  // of an element from its tensor's first: int, or Index where there are too many
 constexpr int STATES = Cell::STATES, SEQUENCES = Cell::SEQUENCES, PARAMETERS = Cell::PARAMETERS;
-constexpr int THREADS = 32;
+constexpr int THREADS = 32;  // of a block, of which a multiprocessor is to hold RESIDENT
+constexpr bool BACK = BACKWARD && !COMPOSE, GATHER = BACKWARD && COMPOSE;
+constexpr Compute VANISHED = sizeof(Compute) == 4 ? 1e-10 : 1e-20;  // far below what rounding leaves
+constexpr int JOINTS = 8;  // of chunks, whose numbers are asked for at once
 constexpr int FLUSH = 64;  // steps whose gradients of parameters are summed in Compute before they join a float64
 
 template <int N> struct Tensors {  // (batch, time, channels); channels are neighbours, and all lie alike
@@ -78,15 +86,19 @@ struct Inputs {
     bool reset;
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS) steps(const __grid_constant__ Arguments p) {
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) steps(const __grid_constant__ Arguments p) {
     const int groups = (p.channels + THREADS - 1) / THREADS;
     const int channel = blockIdx.x % groups * THREADS + threadIdx.x, place = blockIdx.x / groups;
     const int n = place / p.chunks, chunk = place % p.chunks;
     if (channel >= p.channels) return;
     const Sequence sequence(p, n);
     const Index at = Index(n) * p.channels + channel;
-    const int from = chunk * p.chunk, to = min(sequence.count, from + p.chunk);
+    int from = chunk * p.chunk, to = min(sequence.count, from + p.chunk);
     if ((from >= sequence.count && chunk > 0) || (p.done && p.done[at] != p.chosen)) return;
+    if constexpr (GATHER) {
+        const int begin = sequence.count - to;
+        to = sequence.count - from, from = begin;
+    }
     const auto of_chunk = [&](int count, int k) { return (Index(place) * count + k) * p.channels + channel; };
 
     Compute parameter[PARAMETERS + 1];
@@ -96,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) steps(const __grid_constan
 #pragma unroll
     for (int k = 0; k < STATES; ++k) first[k] = p.first[k] ? p.first[k][at] : Scalar(0.0f);
 
-    // The states, or the gradients that flow into the step before, and their derivatives by those at the beginning.
+    // The states, or the gradients that flow into the step before, and the states' derivatives by those at the beginning.
     Compute state[STATES], slope[STATES][STATES];
 #pragma unroll
     for (int k = 0; k < STATES; ++k) {
@@ -120,9 +132,24 @@ extern "C" __global__ void __launch_bounds__(THREADS) steps(const __grid_constan
         for (int k = 0; k < PARAMETERS; ++k) sums[k][threadIdx.x] += partial[k], partial[k] = 0;
     };
 
+    Compute gathered[STATES] = {};  // what flows out of the chunk
+    const auto gather = [&](Compute grad, int k) {  // of a state after the step taken last
+#pragma unroll
+        for (int c = 0; c < STATES; ++c)
+            if (slope[k][c] != 0) gathered[c] += slope[k][c] * grad;  // not 0 * infinity
+    };
+    const auto vanished = [&] {
+        bool all = true;
+#pragma unroll
+        for (int k = 0; k < STATES; ++k)
+#pragma unroll
+            for (int c = 0; c < STATES; ++c) all &= slope[k][c] < VANISHED && slope[k][c] > -VANISHED;  // NaN has not
+        return all;
+    };
+
     // Steps in the order of this walk.
     const auto fetch = [&](Inputs& input, int j) {
-        const int i = BACKWARD ? sequence.count - 1 - j : j;
+        const int i = BACK ? sequence.count - 1 - j : j;
 #pragma unroll
         for (int k = 0; k < SEQUENCES; ++k) input.x[k] = p.x.data[k][x_row.at(i)];
         if constexpr (RESETS) input.reset = resets[i * (sequence.step * p.resets_time)];
@@ -140,55 +167,43 @@ extern "C" __global__ void __launch_bounds__(THREADS) steps(const __grid_constan
         const bool reset = RESETS && input.reset;
 #pragma unroll
         for (int k = 0; k < SEQUENCES; ++k) x[k] = widen(input.x[k]);
-        if constexpr (BACKWARD) {
+#pragma unroll
+        for (int k = 0; k < STATES; ++k) before[k] = reset ? Compute(0) : BACKWARD ? widen(input.before[k]) : state[k];
+        if constexpr (COMPOSE) {
+            Compute jacobian[STATES * STATES], product[STATES][STATES];
+            Cell::jacobian(before, x, parameter, jacobian);
+#pragma unroll
+            for (int k = 0; k < STATES; ++k)
+#pragma unroll
+                for (int c = 0; c < STATES; ++c) {
+                    product[k][c] = 0;
+#pragma unroll
+                    for (int i = 0; i < STATES; ++i) product[k][c] += jacobian[k * STATES + i] * slope[i][c];
+                }
+#pragma unroll
+            for (int k = 0; k < STATES; ++k)
+#pragma unroll
+                for (int c = 0; c < STATES; ++c) slope[k][c] = reset ? Compute(0) : product[k][c];
+        }
+        if constexpr (BACK) {
             Compute grad[STATES], grad_x[SEQUENCES], grad_parameter[PARAMETERS + 1];
 #pragma unroll
-            for (int k = 0; k < STATES; ++k) {
-                before[k] = reset ? Compute(0) : widen(input.before[k]);
+            for (int k = 0; k < STATES; ++k)
                 grad[k] = p.grad_h.data[k] ? state[k] + widen(input.grad[k]) : state[k];
-            }
             Cell::backward(before, x, parameter, grad, state, grad_x, grad_parameter);
 #pragma unroll
             for (int k = 0; k < STATES; ++k) state[k] = reset ? Compute(0) : state[k];
-            if constexpr (COMPOSE) {
-                Compute columns[STATES][STATES];
 #pragma unroll
-                for (int c = 0; c < STATES; ++c) {
+            for (int k = 0; k < SEQUENCES; ++k)
+                __stcs(p.grad_x.data[k] + result_row.at(sequence.count - 1 - j), Scalar(grad_x[k]));  // read much later
 #pragma unroll
-                    for (int k = 0; k < STATES; ++k) grad[k] = slope[k][c];
-                    Cell::backward(before, x, parameter, grad, columns[c], grad_x, grad_parameter);
-                }
+            for (int k = 0; k < PARAMETERS; ++k) partial[k] += grad_parameter[k];
+        } else if constexpr (GATHER) {
 #pragma unroll
-                for (int k = 0; k < STATES; ++k)
-#pragma unroll
-                    for (int c = 0; c < STATES; ++c) slope[k][c] = reset ? Compute(0) : columns[c][k];
-            } else {
-#pragma unroll
-                for (int k = 0; k < SEQUENCES; ++k)
-                    p.grad_x.data[k][result_row.at(sequence.count - 1 - j)] = Scalar(grad_x[k]);
-#pragma unroll
-                for (int k = 0; k < PARAMETERS; ++k) partial[k] += grad_parameter[k];
-            }
+            for (int k = 0; k < STATES; ++k)
+                if (p.grad_h.data[k]) gather(widen(input.grad[k]), k);
         } else {
-#pragma unroll
-            for (int k = 0; k < STATES; ++k) before[k] = reset ? Compute(0) : state[k];
             Cell::forward(before, x, parameter, state);
-            if constexpr (COMPOSE) {
-                Compute jacobian[STATES * STATES], product[STATES][STATES];
-                Cell::jacobian(before, x, parameter, jacobian);
-#pragma unroll
-                for (int k = 0; k < STATES; ++k)
-#pragma unroll
-                    for (int c = 0; c < STATES; ++c) {
-                        product[k][c] = 0;
-#pragma unroll
-                        for (int i = 0; i < STATES; ++i) product[k][c] += jacobian[k * STATES + i] * slope[i][c];
-                    }
-#pragma unroll
-                for (int k = 0; k < STATES; ++k)
-#pragma unroll
-                    for (int c = 0; c < STATES; ++c) slope[k][c] = reset ? Compute(0) : product[k][c];
-            }
 #pragma unroll
             for (int k = 0; k < STATES; ++k)
                 if (p.h.data[k]) p.h.data[k][h_row.at(j)] = Scalar(state[k]);
@@ -206,7 +221,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) steps(const __grid_constan
     };
     const int whole = from + (to - from) / (2 * AHEAD) * (2 * AHEAD);
     if (from < whole) fetch_all(even, from);
-    for (int begin = from; begin < whole; begin += 2 * AHEAD) {
+    for (int begin = from; begin < whole && !(GATHER && vanished()); begin += 2 * AHEAD) {
         fetch_all(odd, begin + AHEAD);
         take_all(even, begin);
         if (begin + 2 * AHEAD < whole) fetch_all(even, begin + 2 * AHEAD);
@@ -214,7 +229,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) steps(const __grid_constan
         if ((begin - from) % FLUSH == 0) flush();
     }
 #pragma unroll 1
-    for (int j = whole; j < to; ++j) {
+    for (int j = whole; j < to && !(GATHER && vanished()); ++j) {
         fetch(even[0], j);
         take(even[0], j);
     }
@@ -222,12 +237,18 @@ extern "C" __global__ void __launch_bounds__(THREADS) steps(const __grid_constan
 
     const bool last = to == sequence.count;
     if constexpr (COMPOSE) {
+        const bool forgotten = GATHER && vanished();
 #pragma unroll
         for (int k = 0; k < STATES; ++k) {
-            p.end[of_chunk(STATES, k)] = state[k];
+            if (GATHER && !forgotten) gather(state[k], k);
 #pragma unroll
-            for (int j = 0; j < STATES; ++j) p.slope[of_chunk(STATES * STATES, k * STATES + j)] = slope[k][j];
+            for (int j = 0; j < STATES; ++j) {
+                const Compute of_end = forgotten ? Compute(0) : GATHER ? slope[j][k] : slope[k][j];
+                p.slope[of_chunk(STATES * STATES, k * STATES + j)] = of_end;
+            }
         }
+#pragma unroll
+        for (int k = 0; k < STATES; ++k) p.end[of_chunk(STATES, k)] = GATHER ? gathered[k] : state[k];
     }
     if constexpr (!BACKWARD) {
 #pragma unroll
@@ -262,10 +283,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) link(const __grid_constant
     const int count = p.bounds ? p.bounds[n + 1] - p.bounds[n] : p.steps;
     const int joints = (count + p.chunk - 1) / p.chunk - 1;
 
-    struct Joint { Compute end[STATES], slope[STATES * STATES], start[STATES]; } later[AHEAD], joint[AHEAD];
+    struct Joint { Compute end[STATES], slope[STATES * STATES], start[STATES]; } later[JOINTS], joint[JOINTS];
     const auto fetch = [&](int begin) {
 #pragma unroll
-        for (int u = 0; u < AHEAD; ++u) {
+        for (int u = 0; u < JOINTS; ++u) {
             const Index k = Index(n) * p.chunks + begin + u;
             if (begin + u >= joints) continue;
 #pragma unroll
@@ -281,12 +302,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) link(const __grid_constant
     Compute change[STATES] = {};
     bool met = true;
     fetch(0);
-    for (int begin = 0; begin < joints; begin += AHEAD) {
+    for (int begin = 0; begin < joints; begin += JOINTS) {
 #pragma unroll
-        for (int u = 0; u < AHEAD; ++u) joint[u] = later[u];
-        fetch(begin + AHEAD);
+        for (int u = 0; u < JOINTS; ++u) joint[u] = later[u];
+        fetch(begin + JOINTS);
 #pragma unroll
-        for (int u = 0; u < AHEAD; ++u) {
+        for (int u = 0; u < JOINTS; ++u) {
             if (begin + u >= joints) continue;
             Compute next[STATES];
 #pragma unroll

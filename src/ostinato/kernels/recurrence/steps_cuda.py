@@ -17,6 +17,7 @@ from ostinato.kernels.scan.cuda import SCALARS, along_channels, last_state
 
 THREADS = 32  # of a block: one warp, so that few channels spread over all multiprocessors
 AHEAD = 4  # steps whose numbers are asked for at once, half of that for float64; twice as many are on their way
+RESIDENT = 32  # the most blocks that a multiprocessor holds, and about as many as PARALLEL threads make for each
 CHANNELS = 1 << 14  # from which on all of time is one chunk
 PARALLEL = 1 << 17  # threads that the chunks of fewer channels make, if these are long enough
 SHORTEST = 64  # steps of a chunk
@@ -77,10 +78,14 @@ def source(trace: Trace) -> str:
     return nvrtc.source("numeric.cuh") + print_cell(trace) + nvrtc.source("recurrence/steps.cu")
 
 
-def macros(dtype: torch.dtype, backward: bool, compose: bool, resets: bool = False, far: bool = False) -> Macros:
-    names = ("SCALAR", "VEC", "BACKWARD", "COMPOSE", "RESETS", "OFFSET", "AHEAD")
-    ahead = AHEAD if dtype.itemsize < 8 else AHEAD // 2
-    values = SCALARS[dtype], 1, int(backward), int(compose), int(resets), "Index" if far else "int", ahead
+def macros(
+    dtype: torch.dtype, backward: bool, compose: bool, resets: bool = False, far: bool = False, dense: bool = False
+) -> Macros:
+    """`dense` is for as many blocks as fit: in few registers, with fewer steps on their way, they all run at once."""
+    names = ("SCALAR", "VEC", "BACKWARD", "COMPOSE", "RESETS", "OFFSET", "AHEAD", "RESIDENT")
+    ahead = AHEAD // 2 if dense or dtype.itemsize == 8 else AHEAD
+    offset, resident = "Index" if far else "int", RESIDENT if dense else 0
+    values = SCALARS[dtype], 1, int(backward), int(compose), int(resets), offset, ahead, resident
     return tuple(zip(names, values, strict=True))
 
 
@@ -137,7 +142,8 @@ def steps_backward(
     reverse: bool,
     of_sequences: Sequence[Tensor],
 ) -> tuple[list[Tensor], list[Tensor] | None]:
-    """Gradients of the parameters and the initial states (None if there are none); writes those of the sequences."""
+    """Gradients of the parameters, widened, and the initial states (None if there are none); writes those of the
+    sequences."""
     inputs = _alike(sequences)
     like = inputs[0]
     given_last = [None if x is None else x.contiguous() for x in grads_last]
@@ -148,24 +154,19 @@ def steps_backward(
     wide = _widened(parameters, like)
     walk = _Walk.of(trace, like, cu_seqlens, resets, reverse)
     tensors = inputs, _alike(states), _alike(grads), of_sequences
-    sums = []
-
-    def store(walk: _Walk, *arguments: Any, **options: Any) -> None:
-        # Of the chunks that a short sequence lacks, and of channels that are not chosen, nobody writes a row.
-        sums.append(like.new_zeros(walk.sequences * walk.chunks, len(wide), like.shape[2], dtype=wide[0].dtype))
-        walk.launch(True, False, tensors, [*others, sums[-1]], *arguments, **options)
-
+    # Of each chunk, then of channels that are taken as one; zeros where nobody writes, as of chunks that a short
+    # sequence lacks.
+    rows = walk.sequences * (walk.chunks + (walk.chunks > 1))
+    sums = like.new_zeros(rows, len(wide), like.shape[2], dtype=wide[0].dtype)
     others = [*initial, *[None] * trace.states, *given_last, *grad_initial, *wide]
     done = None
     if walk.chunks > 1:
         start, end, slope, done = walk.boundaries()
         walk.launch(True, True, tensors, [*others, None], None, end, slope)
         walk.link(start, end, slope, done, math.inf)
-        store(walk, start, done=done, chosen=1)
-    store(walk.one_chunk(), done=done)
-    total = torch.stack([x.sum(0) for x in sums]).sum(0)
-    # A row is there if there are no parameters, too; copies, as what an operator returns must not share memory.
-    of_parameters = [g.to(x.dtype, copy=True) for g, x in zip(total, parameters, strict=False)]
+        walk.launch(True, False, tensors, [*others, sums], start, done=done, chosen=1)
+    walk.one_chunk().launch(True, False, tensors, [*others, sums[-walk.sequences :]], done=done)
+    of_parameters = list(sums.sum(0))[: len(parameters)]
     return of_parameters, None if h0 is None else grad_initial  # type: ignore[return-value]
 
 
@@ -182,7 +183,8 @@ def _compute(x: Tensor) -> torch.dtype:
 
 
 def _widened(parameters: Sequence[Tensor], like: Tensor) -> list[Tensor]:
-    return [x.to(_compute(like)).contiguous() for x in parameters] or [like]  # the kernel's array is never empty
+    wide = _compute(like)
+    return [x.to(wide).contiguous() for x in parameters] or [like]  # the kernel's array is never empty
 
 
 class _Walk(NamedTuple):
@@ -195,11 +197,14 @@ class _Walk(NamedTuple):
     reverse: bool
     sequences: int
     chunks: int
+    dense: bool
 
     @classmethod
     def of(cls, trace: Trace, like: Tensor, cu_seqlens: Tensor | None, resets: Tensor | None, reverse: bool) -> "_Walk":
         count = like.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        return cls(trace, like, cu_seqlens, resets, reverse, count, choose_chunks(count * like.shape[2], like.shape[1]))
+        chunks = choose_chunks(count * like.shape[2], like.shape[1])
+        dense = chunks > 1 and trace.states == 1 and like.dtype != torch.float64  # two states do not fit
+        return cls(trace, like, cu_seqlens, resets, reverse, count, chunks, dense)
 
     def one_chunk(self) -> "_Walk":
         return self._replace(chunks=1)
@@ -233,18 +238,19 @@ class _Walk(NamedTuple):
     ) -> None:
         """Take all chunks through their steps: ``Arguments`` in their order, tensors with strides, others without."""
         numbers: list[int] = []
+        far = False
         for alike in tensors:
             first = next((x for x in alike if x is not None), None)
             numbers += map(_address, alike)
             numbers += (0, 0) if first is None else first.stride()[:2]
+            far |= first is not None and _last_offset(first) >= 1 << 31
         numbers += (_address(x) for x in (*others, self.cu_seqlens, self.resets))
         numbers += (0, 0) if self.resets is None else self.resets.stride()
         numbers += (_address(x) for x in (start, end, slope, done))
         _, length, channels = self.like.shape
         sizes = self.sequences, length, channels, int(self.reverse), self.chunks, self.chunk, chosen
         arguments = struct.pack(f"{len(numbers)}q7i", *numbers, *sizes)
-        far = any(x is not None and _last_offset(x) >= 1 << 31 for alike in tensors for x in alike)
-        settings = macros(self.like.dtype, backward, compose, self.resets is not None, far)
+        settings = macros(self.like.dtype, backward, compose, self.resets is not None, far, self.dense)
         self._launch("steps", settings, self.sequences * self.chunks, arguments)
 
     def link(self, start: Tensor, end: Tensor, slope: Tensor, done: Tensor, tolerance: float) -> None:
@@ -254,7 +260,7 @@ class _Walk(NamedTuple):
         number = "d" if start.dtype == torch.float64 else "f"
         sizes = self.sequences, length, channels, self.chunks, self.chunk
         arguments = struct.pack(f"5Q{number}5i", *addresses, tolerance, *sizes)
-        self._launch("link", macros(self.like.dtype, False, True), self.sequences, arguments)
+        self._launch("link", macros(self.like.dtype, False, True, dense=self.dense), self.sequences, arguments)
 
     def _launch(self, name: str, settings: Macros, places: int, arguments: bytes) -> None:
         device, channels = self.like.get_device(), self.like.shape[2]
