@@ -163,12 +163,12 @@ ON_CUDA: dict[str, list[Workload]] = {
         *(Layer("mingru", 65536 // t, t, 1024, 1024, bf16, who=(OURS,)) for t in (256, 1024, 16384, 65536)),
     ],
     "recurrence": [
-        *(Equation(cell, 8, 4096, 1536, dtype) for dtype in (bf16, f32) for cell in EQUATIONS),
         *(
             ParaLayer(cell, *sizes)
             for cell in ("ParaGRU", "ParaLSTM")
             for sizes in ((8, 4096, 1024, 1024), (1, 65536, 1024, 1024), (64, 512, 512, 512))
         ),
+        *(Equation(cell, 8, 4096, 1536, dtype) for dtype in (bf16, f32) for cell in EQUATIONS),
     ],
     "persistent": [
         *(
