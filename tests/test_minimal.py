@@ -375,9 +375,10 @@ def test_a_gradient_penalty_trains_the_weights(cell):
     assert critic.weight_ih_l0.grad.abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("bias", [True, False])
-def test_a_step_that_was_checked_once_is_looked_at_again_where_it_differs(bias):
-    layer, x, h = ostinato.MinGRU(3, 4, bias=bias), torch.randn(2, 3), torch.rand(1, 2, 4)
+def test_a_step_that_was_checked_once_is_looked_at_again_where_it_differs(bias, layers):
+    layer, x, h = ostinato.MinGRU(3, 4, layers, bias=bias), torch.randn(2, 3), torch.rand(layers, 2, 4)
     with torch.no_grad():
         for _ in range(2):
             torch.testing.assert_close(layer.step(x, h)[0], layer(x[None], h)[0][0])
@@ -387,11 +388,21 @@ def test_a_step_that_was_checked_once_is_looked_at_again_where_it_differs(bias):
                 layer.step(*bad)
         torch.testing.assert_close(layer.step(x[0], h[:, 0])[0], layer.step(x, h)[0][0])
         with pytest.raises(ValueError, match="bidirectional"):
-            ostinato.MinGRU(3, 4, bias=bias, bidirectional=True).step(x, h)
-        layer.weight_ih_l0.mul_(2)
+            ostinato.MinGRU(3, 4, layers, bias=bias, bidirectional=True).step(x, h)
+        layer.get_parameter(f"weight_ih_l{layers - 1}").mul_(2)
         torch.testing.assert_close(layer.step(x, h)[0], layer(x[None], h)[0][0])
         with torch.autocast("cpu", torch.bfloat16):
             assert layer.step(x, h)[0].dtype == layer(x[None], h)[0].dtype
         layer.double()
         torch.testing.assert_close(layer.step(x.double(), h.double())[0], layer(x.double()[None], h.double())[0][0])
     assert layer.step(x.double(), h.double())[0].requires_grad
+
+
+def test_each_layer_of_a_stack_remembers_its_step(monkeypatch):
+    layer, x = ostinato.MinGRU(3, 4, 2), torch.randn(2, 3)
+    with torch.no_grad():
+        state = layer.step(x)[1]
+        expected = layer.step(x, state)
+        monkeypatch.setattr("ostinato.minimal.next_state", None)
+        for got, wanted in zip(layer.step(x, state), expected, strict=True):
+            assert torch.equal(got, wanted)

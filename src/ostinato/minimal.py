@@ -204,9 +204,13 @@ class _MinimalLayers(DiagonalLayers):
         return self.sequence_group is not None and (resets is not None or self.bidirectional)
 
     def _step_again(self, x: Any, h: Any) -> tuple[Tensor, Any] | None:
-        if self.num_layers > 1 or torch.is_grad_enabled():
+        return self._layer_again(0, x, h) if self.num_layers == 1 else None
+
+    def _layer_again(self, layer: int, x: Any, h: Any) -> tuple[Tensor, Any] | None:
+        """The step of a layer, if it is remembered."""
+        if torch.is_grad_enabled():
             return None
-        weight, bias = self._parameter("weight_ih_l0"), self._parameter("bias_ih_l0")
+        weight, bias = self._parameter(f"weight_ih_l{layer}"), self._parameter(f"bias_ih_l{layer}")
         step = _STEPS.find(*self._like_step(x, h, weight, bias))
         if step is None:
             return None
@@ -214,8 +218,8 @@ class _MinimalLayers(DiagonalLayers):
         return (state, state.unsqueeze(0)) if h is None else (state.squeeze(0), state)
 
     def _remember_step(self, x: Tensor, h: Tensor | None, weight: Tensor, bias: Tensor | None) -> None:
-        """For :meth:`_step_again`, of a layer that is alone."""
-        if self.num_layers > 1 or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        """For :meth:`_layer_again`."""
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
         if not _is_plain_step(GATES[self.cell], x, weight, bias, h):
             return
@@ -230,6 +234,10 @@ class _MinimalLayers(DiagonalLayers):
         return given, h is None, self.cell, self.candidate, self.backend
 
     def _step_of_layer(self, layer: int, x: Tensor, h0: Any) -> tuple[Tensor, Hidden]:
+        if self.num_layers > 1 and not torch.compiler.is_compiling():
+            again = self._layer_again(layer, x, h0)
+            if again is not None:
+                return again
         weight, bias = self._parameter(f"weight_ih_l{layer}"), self._parameter(f"bias_ih_l{layer}")
         if _steps_alone(x, weight, self.backend):
             state = next_state(self.cell, self.candidate, x, weight, bias, h0)
