@@ -286,7 +286,13 @@ def test_hessians(name, device):
     def of_two(*first):
         return loss(function, *first, *inputs[2:])
 
+    def of_sum(*first):  # the gradient of which comes in expanded
+        return function(*first, *inputs[2:])[0].sum()
+
     first = inputs[:2]
+    want = torch.autograd.functional.hessian(of_sum, first)
+    for row, wanted in zip(torch.func.hessian(of_sum, (0, 1))(*first), want, strict=True):
+        assert_close(row, wanted)
     want = torch.autograd.functional.hessian(of_two, first)
     for transform in (torch.func.hessian, lambda f, i: jacrev(jacrev(f, i), i), lambda f, i: jacfwd(jacfwd(f, i), i)):
         got = transform(of_two, (0, 1))(*first)

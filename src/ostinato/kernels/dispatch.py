@@ -155,7 +155,8 @@ def gradients(
 def _tangents_of(function: Callable, args: tuple, tangents: tuple) -> Any:
     """The tangents of a function's results, given those of its arguments, None for one that has none."""
     moving = [i for i, x in enumerate(tangents) if x is not None]
-    primals, directions = tuple(args[i] for i in moving), tuple(tangents[i] for i in moving)
+    # An expanded primal, as the gradient of a sum is, has no memory for a tangent that is not.
+    primals, directions = tuple(args[i].contiguous() for i in moving), tuple(tangents[i] for i in moving)
     return torch.func.jvp(_of_some(function, args, moving), primals, directions)[1]
 
 

@@ -305,20 +305,9 @@ def _add_slice(
                     builder.store(total, place, align=size)
         return context.get_dummy_value()
 
-    arrays = (
-        values,
-        places,
-        types.int64,
-        types.int64,
-        columns,
-        types.int64,
-        types.int64,
-        values,
-        types.int64,
-        values,
-        types.int64,
-    )
-    return types.void(*arrays, types.int64, kind, height, tile), generate
+    integer = types.int64
+    arrays = values, places, integer, integer, columns, integer, integer, values, integer, values, integer
+    return types.void(*arrays, integer, kind, height, tile), generate
 
 
 @inline_with_constants
