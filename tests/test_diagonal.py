@@ -349,3 +349,15 @@ def test_what_is_shown_of_a_module():
 def test_bad_input_is_named(call, kind, message):
     with pytest.raises(kind, match=message):
         call()
+
+
+@pytest.mark.parametrize("name", ["SRU", "ParaLSTM", "RGLRU"])
+@pytest.mark.parametrize("given", [False, True])
+def test_gradients_of_an_input_that_is_yet_to_be_negated(name, given):
+    torch.manual_seed(0)
+    layer, x = getattr(ostinato, name)(4, 4), torch.randn(5, 2, 4)
+    state = layer.initial_state(2) if given else None
+    expected = torch.autograd.grad(layer(x, state)[0].square().sum(), list(layer.parameters()))
+    found = torch.autograd.grad(layer(torch._neg_view(-x), state)[0].square().sum(), list(layer.parameters()))
+    for got, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(got, wanted)

@@ -1097,3 +1097,13 @@ def test_zeros_without_memory_are_zeros(layer, packed, gradient):
         some[absent] = torch._efficientzerotensor(some[absent].shape)
         for got, wanted in zip(outcome(*some), expected, strict=True):
             assert torch.allclose(got, wanted, atol=1e-6)
+
+
+@pytest.mark.parametrize("layer", [ostinato.RNN, ostinato.GRU, ostinato.LSTM, ostinato.MinGRU])
+def test_layers_without_memory_have_shapes(layer):
+    layer, x = layer(3, 4, 2, device="meta"), torch.randn(5, 2, 3, device="meta")
+    output, states = layer(x)
+    assert output.device.type == "meta"
+    assert output.shape == (5, 2, 4)
+    y, _ = layer.step(x[0], states)
+    assert y.shape == (2, 4)

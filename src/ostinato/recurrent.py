@@ -226,6 +226,8 @@ class _Recurrent(nn.RNNBase):
         else:
             return None
         device, dtype = weights[0].device, weights[0].dtype
+        if device.type == "meta":  # for which there is no autocast
+            return None
         autocast = torch.is_autocast_enabled(device.type)
         computed = torch.get_autocast_dtype(device.type) if autocast else dtype
         given = (torch.float32, torch.float16, torch.bfloat16) if autocast else (dtype,)

@@ -181,11 +181,11 @@ def _backward_impl(
     like = states[0]
     check_cu_seqlens(cu_seqlens, like.shape[1])
     kernels = kernels_on(backend, like.device.type, "steps_")
-    absent = like.new_empty(0)
+    absent = like.new_empty(0), like.new_empty(0)  # two, as what an operator returns must not share memory
     starts = h0 is not None or c0 is not None
     if like.numel() == 0:
         of_initial = [x.clone() for x in _or_zeros(grads_last, _last_shape(like, cu_seqlens))] if starts else []
-        return [*of_initial, absent, absent][:2] + [torch.zeros_like(x) for x in arguments]
+        return [*of_initial, *absent][:2] + [torch.zeros_like(x) for x in arguments]
     if kernels is None:
         with torch.no_grad():
             found = _composite(recurrence, h0, c0, cu_seqlens, resets, reverse, backend, *tensors)
@@ -201,10 +201,9 @@ def _backward_impl(
     of_parameters, grad_initial = kernels.steps_backward(
         trace, sequences, parameters, initial, states, *given, cu_seqlens, resets, reverse, of_sequences
     )
-    both = [*(grad_initial or ()), absent, absent][:2]
+    both = [*(grad_initial or ()), *absent][:2]
     if together is not None:
         return [*both, together, torch.cat(of_parameters).to(arguments[1].dtype)]
-    # Copies, as what an operator returns must not share memory.
     copies = [g.to(x.dtype, copy=True) for g, x in zip(of_parameters, parameters, strict=True)]
     return [*both, *_joined(trace, of_sequences, copies)]
 
