@@ -466,5 +466,6 @@ def choose_geometry(
     }
     reason = f"{kept} {how[geometry.path]}"
     if geometry.streamed:
-        reason = f"{kept} fit on the chip but for {geometry.bytes_streamed / 1e6:.1f} MB, read from L2 at every step"
+        missing = geometry.bytes_streamed / geometry.groups / 1e6  # of each copy
+        reason = f"{kept} fit on the chip but for {missing:.1f} MB, read from L2 at every step"
     return Plan(geometry.path, geometry.bytes_on_chip, available, geometry.blocks * geometry.groups, reason, geometry)
