@@ -151,7 +151,7 @@ def small(first_reach, longest_reach=0.5):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(seam, "FIRST_REACH", first_reach)
         patch.setattr(seam, "LONGEST_REACH", longest_reach)
-        patch.setattr(seam.Seam, "find_reach", lambda part: found.append(find(part)) or found[-1])
+        patch.setattr(seam.Seam, "find_reach", lambda *x: found.append(find(*x)) or found[-1])
         yield found
 
 

@@ -23,6 +23,8 @@ Gradients = tuple[Tensor | None, ...]
 class Seam:
     """Of a part that every row of the batch enters, and leaves."""
 
+    likely = True  # that a part forgets: the last one did
+
     def __init__(self, steps: Linear, group: ProcessGroup, forgets: Callable[[], bool] | None = None) -> None:
         """``forgets`` says whether the part does within FIRST_REACH, if that has been asked before."""
         self.steps, self.group, self.rank, self.forgets = steps, group, group.rank(), forgets
@@ -44,12 +46,14 @@ class Seam:
 
     def forward(self, h0: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """h of this part, the last state of all, and the state that enters."""
-        steps = self.steps
-        self.reach = self.find_reach()
+        steps, forgets = self.steps, self.forgets or self.ask(FIRST_REACH)
+        scanned = steps.run(None) if forgets and Seam.likely else None  # under way while the host hears the answer
+        self.reach = self.find_reach(forgets)
         if not self.reach:
+            del scanned
             entering, of_all = self.exchange(self.initial(h0), *self.composed())
             return steps.run(entering)[0], of_all, entering
-        h, last = steps.run(None)  # under way while the host sees to the exchange
+        h, last = scanned or steps.run(None)  # and while it sees to the exchange
         entering, of_all = self.exchange(self.initial(h0), torch.zeros_like(last), last)
         head, _ = self.ends()
         first = steps.part(head)
@@ -89,17 +93,23 @@ class Seam:
 
     # Which order
 
-    def find_reach(self) -> int:
-        """Within how many steps a state is forgotten that enters from either end; 0 if not in few."""
-        steps, reach = self.steps, FIRST_REACH
-        forgets, self.forgets = self.forgets, None
+    def ask(self, reach: int) -> Callable[[], bool] | None:
+        """What says whether a state is forgotten within so many steps from either end, if they are few enough."""
+        steps = self.steps
         if not (steps.forgets and may_ask(steps.number, steps.device)):
-            return 0
-        while reach <= min(steps.number * LONGEST_REACH, steps.most_at_once):
-            forgets = forgets or steps.ends(reach).ask_whether_forgotten()
-            if forgets():
+            return None
+        few = reach <= min(steps.number * LONGEST_REACH, steps.most_at_once)
+        return steps.ends(reach).ask_whether_forgotten() if few else None
+
+    def find_reach(self, forgets: Callable[[], bool] | None) -> int:
+        """Within how many steps that is; 0 if not in few."""
+        self.forgets, reach = None, FIRST_REACH
+        while forgets:
+            Seam.likely = forgets()
+            if Seam.likely:
                 return reach
-            forgets, reach = None, reach * GROWTH
+            reach *= GROWTH
+            forgets = self.ask(reach)
         return 0
 
     def ends(self) -> tuple[slice, slice]:
