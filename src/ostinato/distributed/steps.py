@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, Self, cast
 
@@ -24,7 +25,7 @@ class Linear:
     """Steps of ``h = a*h + b``: how they are run, and how they compose."""
 
     one, zero = 1.0, 0.0
-    forgets = True  # whether a product of few coefficients may underflow
+    forgets = True  # whether a product of few coefficients may be zero
     time = 1  # the dimension
     cu_seqlens: Tensor | None = None
 
@@ -110,18 +111,17 @@ class Linear:
         return operators.linear_scan(a, nothing, one, *back)[1], operators.linear_scan(a, a * b, None, *back)[1]
 
     def ask_whether_forgotten(self) -> Callable[[], bool]:
-        """What says, and waits till it can, whether the coefficients' product over time underflows in their dtype."""
-        a = zeroed(self.coefficients()[0], self.resets)
-        smallest = torch.finfo(a.dtype).tiny
-        largest = torch.linalg.vector_norm(a.prod(-2), torch.inf)
-        if not largest.is_cuda:
-            return lambda: largest.item() < smallest
-        told, done = largest.to("cpu", non_blocking=True), torch.cuda.Event()
-        done.record()
+        """What says, and waits till it can, whether the coefficients' product over time is zero in their dtype."""
+        logarithms = zeroed(self.coefficients()[0], self.resets).abs().log_().sum(-2)
+        told, done = logarithms.to("cpu", non_blocking=True), torch.cuda.Event() if logarithms.is_cuda else None
+        if done:
+            done.record()
+        numbers = torch.finfo(told.dtype)
 
         def answer() -> bool:
-            done.synchronize()  # and not what has been launched since
-            return told.item() < smallest
+            if done:
+                done.synchronize()  # and not what has been launched since
+            return told.amax().item() < math.log(numbers.tiny) + math.log(numbers.eps)
 
         return answer
 
