@@ -4,7 +4,7 @@ A part is to the others what a step is: it turns the state that enters it into t
 where P is the product of its coefficients and L its last state from zero.  So the processes exchange (P, L), all of
 them by one all-gather, and scan these: that gives each the state that enters its part, and the last of all.
 
-Gates forget.  Where P vanishes within the first steps of a part,
+Gates forget.  Where P underflows within the first steps of a part,
 
     1. the part is scanned from zero, and L is its last state, while the host still hears whether it does forget
     2. the processes exchange
@@ -51,7 +51,7 @@ def linear_scan(
     ranks, of any lengths, 0 included.  Gradients are those of the sum of all processes' losses; derivatives of any
     order can be taken.  In a group of one it is :func:`ostinato.linear_scan`, to the last bit.
 
-    The state that enters a part is followed until the product of the coefficients is zero in their dtype: a NaN or
+    The state that enters a part is followed until the product of the coefficients underflows in their dtype: a NaN or
     infinity need not reach the part's end.
 
     Args:

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, Self, cast
 
@@ -25,7 +24,7 @@ class Linear:
     """Steps of ``h = a*h + b``: how they are run, and how they compose."""
 
     one, zero = 1.0, 0.0
-    forgets = True  # whether a product of few coefficients may be zero
+    forgets = True  # whether a product of few coefficients may underflow
     time = 1  # the dimension
     cu_seqlens: Tensor | None = None
 
@@ -111,17 +110,13 @@ class Linear:
         return operators.linear_scan(a, nothing, one, *back)[1], operators.linear_scan(a, a * b, None, *back)[1]
 
     def ask_whether_forgotten(self) -> Callable[[], bool]:
-        """What says, and waits till it can, whether the coefficients' product over time is zero in their dtype."""
-        logarithms = zeroed(self.coefficients()[0], self.resets).abs().log_().sum(-2)
-        told, done = logarithms.to("cpu", non_blocking=True), torch.cuda.Event() if logarithms.is_cuda else None
-        if done:
-            done.record()
-        numbers = torch.finfo(told.dtype)
+        """What says, and waits till it can, whether the coefficients' product over time underflows in their dtype."""
+        products = zeroed(self.coefficients()[0], self.resets).prod(-2)
+        computed = torch.cuda.current_stream().record_event() if products.is_cuda else None
 
         def answer() -> bool:
-            if done:
-                done.synchronize()  # and not what has been launched since
-            return told.amax().item() < math.log(numbers.tiny) + math.log(numbers.eps)
+            told = products if computed is None else _read_beside(products, computed)
+            return told.abs().amax().item() < torch.finfo(told.dtype).tiny
 
         return answer
 
@@ -266,6 +261,13 @@ def ends(x: Tensor, time: int, number: int) -> Tensor:
     between = (shape[time] - number) * strides[time]
     shape[time] = number
     return x.as_strided((2, *shape), (between, *strides))
+
+
+def _read_beside(x: Tensor, computed: torch.cuda.Event) -> Tensor:
+    """x of a GPU, as soon as it is computed: what has been launched since goes on."""
+    with torch.cuda.stream(torch.cuda.Stream(x.device)):
+        computed.wait()
+        return x.cpu()
 
 
 @functools.cache
