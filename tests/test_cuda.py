@@ -323,6 +323,21 @@ def test_packed_sequences_of_all_lengths():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(
+    "shape", [(128, 300, 256), (2, 300, 64), (1, 9000, 64), (1, 9000, 3), (3, 5000, 1000)], ids=str
+)
+def test_a_state_that_has_diverged_ends_at_a_reset(shape):
+    torch.manual_seed(0)
+    a, b = torch.rand(shape).cuda(), torch.randn(shape).cuda()
+    b[:, 100] = torch.inf
+    resets = torch.zeros(shape[:2], dtype=torch.bool).cuda()
+    resets[:, 150] = True
+    got, _ = ostinato.linear_scan(a, b, resets=resets)
+    want, _ = ostinato.linear_scan(a[:, 150:].double(), b[:, 150:].double())
+    assert relative_error(got[:, 150:], want.cpu()) < 3e-6
+
+
+@pytest.mark.gpu
 def test_launches_of_many_shapes_and_streams_share_nothing():
     torch.manual_seed(0)
     shapes = [(1, 9000, 8), (1, 300000, 1), (2, 20000, 3), (1, 5000, 64)]

@@ -56,7 +56,7 @@ struct alignas(16) Strip {
             end = tail < end ? int(tail > 0 ? tail : 0) : end;
         }
         Pack* const memory = reinterpret_cast<Pack*>(at.sequence(x)) + (first - skipped) + at.lane * PER_PIECE;
-#pragma unroll
+#pragma unroll(CHECKED ? 1 : (PIECES + 31) / 32)  // at the ends of sequences what counts is little code
         for (int k = 0; k < (PIECES + 31) / 32; ++k) {
             const int piece = at.lane + 32 * k, low = begin - piece * PER_PIECE, high = end - piece * PER_PIECE;
             if (PIECES % 32 && piece >= PIECES) break;
@@ -74,10 +74,11 @@ struct alignas(16) Strip {
                 }
             });
         } else {
-#pragma unroll(CHECKED && PACKING != OFFSETS ? 1 : ROWS)  // at the ends of sequences what counts is little code
+            char* const tile = rows.tile(chunk);
+#pragma unroll(CHECKED && PACKING != OFFSETS ? 1 : ROWS)
             for (int u = 0; u < ROWS; u += TOGETHER) {
                 const bool exists = !CHECKED || rows.exists(at, chunk, u);
-                const Pack* const from = exists ? rows(at, chunk, u) : nullptr;
+                const Pack* const from = exists ? rows.row(at, chunk, tile, u) : nullptr;
                 auto* const to = &element[32 * u + at.lane * TOGETHER];
                 if constexpr (HALVES) {
                     *to = exists ? *from : 0;

@@ -117,7 +117,7 @@ def choose_geometry(
     """
     narrow = channels if gapless and channels < 8 else 0
     if narrow:
-        geometry = _narrow_streaming(inputs, steps, channels)
+        geometry = _narrow_streaming(steps, channels)
     else:
         geometry = _streaming(element, inputs, itemsize, aligned, sequences, steps, channels, device)
     blocks = sequences * -(-channels // geometry.group)
@@ -168,7 +168,7 @@ def _streaming(
     return Geometry(vec, lanes, warps, rows, False, threads // (32 * warps), 0, STAGES)
 
 
-def _narrow_streaming(inputs: int, steps: int, channels: int) -> Geometry:
+def _narrow_streaming(steps: int, channels: int) -> Geometry:
     """Two warps a sequence: what waits for what is then short, and blocks are many.
 
     An odd number of rows lets a warp's lanes read different banks of shared memory.

@@ -95,11 +95,10 @@ __device__ inline void apply(
 }
 
 __device__ inline void read(
-    const Place& at, const Shared& shared, int stage, int buffer, int chunk, const OfChannels& of_channels, Steps& steps
+    const Place& at, Shared& shared, int stage, int buffer, int chunk, const OfChannels& of_channels, Steps& steps
 ) {
     steps.look_for_bounds(at, shared, buffer);
-    if (at.whole(chunk) && !(BACKWARD && steps.bounded)) steps.read<false>(at, shared, stage, buffer, chunk, of_channels);
-    else steps.read<true>(at, shared, stage, buffer, chunk, of_channels);
+    steps.read(at, shared, stage, buffer, chunk, of_channels);
     if (EXCHANGED) __syncwarp();
 }
 
@@ -135,7 +134,7 @@ __device__ inline void stream(const Parameters& p, Shared& shared, int chunks) {
             resets.share();
             later.load(at, chunk + Resets::TILES);
         }
-        steps.resets = resets.of(chunk);
+        steps.resets = resets.of(at, chunk);
         read(at, shared, stage, buffer, chunk, of_channels, steps);
         fetch(at, memory, shared, stage, chunk + STAGES, chunks);
         stage = stage + 1 == STAGES ? 0 : stage + 1;
@@ -143,7 +142,6 @@ __device__ inline void stream(const Parameters& p, Shared& shared, int chunks) {
         __syncthreads();
         apply(at, memory, shared, buffer, chunk, steps, before, state, sums);
     }
-    if (PACKING != CU_SEQLENS && at.warp == 0 && at.segment == 0) store_state(at, p.final, 0, state);
     if constexpr (SUMS) store_sums(at, shared, 0, sums);
 }
 
@@ -181,7 +179,7 @@ __device__ inline void chain(const Parameters& p, Shared& shared, int chunks) {
             wait_for_oldest_copies();
             if (EXCHANGED) __syncwarp();
             later.share();
-            coming.resets = later;
+            coming.resets = later.of(at, next);
             later.load(at, next + companions);
             read(at, shared, stage, buffer, next, of_channels, coming);
             fetch(at, memory, shared, stage, next + STAGES * companions, chunks);
@@ -214,8 +212,6 @@ __device__ inline void chain(const Parameters& p, Shared& shared, int chunks) {
                 for (int warp = 0; warp < parts; ++warp) shared.between.of(warp).carry(state);
             }
             apply(at, memory, shared, last, now, steps, before, state, sums);
-            if (PACKING != CU_SEQLENS && now == chunks - 1 && at.warp == 0 && at.segment == 0)
-                store_state(at, p.final, 0, state);
         }
         if (next >= chunks) break;
         steps = coming, before = composed, last = buffer, buffer = following;
@@ -257,7 +253,7 @@ __device__ inline void chain_looking_back(const Parameters& p, Shared& shared, i
         if (EXCHANGED) __syncwarp();
         later.share();
         Steps steps;
-        steps.resets = later;
+        steps.resets = later.of(at, chunk);
         read(at, shared, 0, buffer, chunk, of_channels, steps);
         const Composition before = shared.tile[buffer].join(at, steps.compose(at, shared, buffer));
         tell(buffer, number);  // late, so that nobody waits for it
@@ -281,8 +277,6 @@ __device__ inline void chain_looking_back(const Parameters& p, Shared& shared, i
         if (next.chunk < chunks) later.load(there, next.chunk);
         Sums sums = {};
         apply(at, Memory(at), shared, buffer, chunk, steps, before, state, sums);
-        if (PACKING != CU_SEQLENS && chunk == chunks - 1 && at.warp == 0 && at.segment == 0)
-            store_state(at, p.final, 0, state);
         if constexpr (SUMS) store_sums(at, shared, chunk, sums);
         tile = next;
     }

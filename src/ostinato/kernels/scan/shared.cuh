@@ -15,28 +15,39 @@ struct Joint {
     Channels a[WARPS][LANES], low[EXTENDED ? WARPS : 1][LANES], b[WARPS][LANES];
     bool reset[WARPS][LANES];
 
-    __device__ Composition of(int warp) const {
+    __device__ bool is_reset(int warp) const { return FORGETS && reset[warp][threadIdx.x % LANES]; }
+    __device__ Composition of(int warp, bool is_reset) const {
         const int slot = threadIdx.x % LANES;
-        return {a[warp][slot], low[EXTENDED ? warp : 0][slot], b[warp][slot], FORGETS && reset[warp][slot]};
+        return {a[warp][slot], low[EXTENDED ? warp : 0][slot], b[warp][slot], is_reset};
     }
+    __device__ Composition of(int warp) const { return of(warp, is_reset(warp)); }
     __device__ void put(int warp, const Composition& whole) {
         const int slot = threadIdx.x % LANES;
         a[warp][slot] = whole.a;
         if (EXTENDED) low[warp][slot] = whole.low;
         b[warp][slot] = whole.b;
-        if (FORGETS) reset[warp][slot] = whole.reset;
+    }
+    __device__ void put_reset(int warp, bool is_reset) {
+        if (FORGETS) reset[warp][threadIdx.x % LANES] = is_reset;
     }
     // The composition of all warps, by one segment.  It takes the place of the first's, that of those before a warp the
     // place of each other's.
     __device__ Composition accumulate() {
-        Composition all = of(0);
+        // The resets first and last: the compiler does not know that bytes lie apart from what is loaded ahead.
+        unsigned resets = 0;
+#pragma unroll
+        for (int warp = 0; warp < WARPS; ++warp) resets |= unsigned(is_reset(warp)) << warp;
+        Composition all = of(0, resets & 1);
 #pragma unroll
         for (int warp = 1; warp < WARPS; ++warp) {
-            const Composition with_this = of(warp).after(all);
+            const Composition with_this = of(warp, resets >> warp & 1).after(all);
             put(warp, all);
             all = with_this;
         }
         put(0, all);
+        put_reset(0, all.reset);
+#pragma unroll
+        for (int warp = 1; warp < WARPS; ++warp) put_reset(warp, resets & ((1u << warp) - 1));
         return all;
     }
     // Put in what the warps' lanes composed, one segment after the other.  Returns that of this warp's earlier segments.
@@ -51,7 +62,7 @@ struct Joint {
             const Composition other = whole.from_lane_below(LANES);
             if (at.segment > 0) before = other;
         }
-        if (at.segment == SEGMENTS - 1) put(at.warp, whole);
+        if (at.segment == SEGMENTS - 1) put(at.warp, whole), put_reset(at.warp, whole.reset);
         return before;
     }
 };
@@ -70,7 +81,7 @@ struct Boundaries {
     // The bits of the steps from i on.
     __device__ unsigned of(int i) const { return __funnelshift_r(bits[i / 32], bits[i / 32 + 1], i % 32); }
 };
-static_assert(PACKING != CU_SEQLENS || (ROWS <= 32 && Boundaries::WORDS <= THREADS));
+static_assert(PACKING != CU_SEQLENS || Boundaries::WORDS <= THREADS);
 
 struct Shared {
     Strip input[STAGES][WARPS][INPUTS];

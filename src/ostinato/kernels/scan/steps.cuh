@@ -1,36 +1,44 @@
 // The steps of one thread in a tile: read, composed, and taken from the state they begin in.
 
-// Before which of a thread's steps the state is reset.  The lanes of a segment have the same steps: each loads some, long
-// before their use, as a load waits behind the copies, and they tell each other.
+// Before which steps the state is reset.  The lanes of a warp load those of its steps, neighbours in memory mostly, long
+// before their use, as a load waits behind the copies, and tell each other.
 struct Resets {
-    static constexpr int TILES = CHAINED || LANES < ROWS ? 1 : LANES / ROWS;  // loaded at once
-    static constexpr int WORDS = RESETS ? (TILES * ROWS + LANES - 1) / LANES : 1;
-    unsigned word[WORDS] = {};
+    static constexpr int TILES = CHAINED || STRIP > 32 ? 1 : 32 / STRIP;  // loaded at once
+    static constexpr int WORDS = RESETS ? (TILES * STRIP + 31) / 32 : 1;
+    unsigned word[WORDS] = {};  // a lane's steps, then a bit for each of the warp's
 
     __device__ void load(const Place& at, int chunk) {
         if (!RESETS) return;
+        const Parameters& p = at.p;
+        const int i = (chunk + at.lane / STRIP) * TILE + at.warp * STRIP + at.lane % STRIP;
+        const unsigned char* const resets = p.resets + at.batch * p.resets_batch + at.direction * p.resets_direction;
+        const unsigned char* const first = resets + at.time(i) * p.resets_time;
+        const Offset stride = at.descending ? -p.resets_time : p.resets_time;
 #pragma unroll
         for (int k = 0; k < WORDS; ++k) {
-            const int v = k * LANES + at.lane % LANES, i = at.first(chunk + v / ROWS) + v % ROWS;
             word[k] = 0;
-            if (v >= TILES * ROWS || !at.exists(i)) continue;
-            const Index row = PACKING == OFFSETS ? at.p.bounds[at.time(i)] : at.time(i);
-            const Index sequence = at.batch * at.p.resets_batch + at.direction * at.p.resets_direction;
-            word[k] = at.p.resets[sequence + row * at.p.resets_time];
+            if (k * 32 + at.lane >= TILES * STRIP || !at.exists(i + 32 * k)) continue;
+            word[k] = PACKING == OFFSETS ? resets[p.bounds[at.time(i + 32 * k)] * p.resets_time] : first[32 * k * stride];
         }
     }
     __device__ void share() {
         if (!RESETS) return;
 #pragma unroll
-        for (int k = 0; k < WORDS; ++k)
-            word[k] = __ballot_sync(~0u, word[k]) >> threadIdx.x % 32 / LANES * LANES;
+        for (int k = 0; k < WORDS; ++k) word[k] = __ballot_sync(~0u, word[k]);
     }
-    __device__ Resets of(int chunk) const {
-        Resets tile = *this;
-        if (TILES > 1) tile.word[0] >>= chunk % TILES * ROWS;
-        return tile;
+    // A bit for each step of a thread.
+    __device__ unsigned of(const Place& at, int chunk) const {
+        if (!RESETS) return 0;
+        const int first = (TILES > 1 ? chunk % TILES * STRIP : 0) + at.segment * ROWS;
+        return __funnelshift_r(pick(first / 32), pick(first / 32 + 1), first) & OF_ROWS;
     }
-    __device__ bool operator[](int u) const { return RESETS && word[u / LANES] >> u % LANES & 1; }
+
+  private:
+    // The word of this number.  Of a loop that looks for it the compiler makes an index, and keeps the words in memory.
+    template <int K = 0> __device__ unsigned pick(int which) const {
+        if constexpr (K < WORDS) return which == K ? word[K] : pick<K + 1>(which);
+        else return 0;
+    }
 };
 
 using OfChannels = Element::Channel[VEC];  // what the parameters make of a thread's channels
@@ -42,7 +50,7 @@ struct Steps {
     static constexpr bool RAW = CHAINED && Element::RAW;
     Step step[RAW ? 1 : ROWS][VEC];
     Bits raw[RAW ? ROWS : 1][INPUTS];
-    Resets resets;
+    unsigned resets;        // bits of the steps before which, as the forward scans them, the state is reset
     unsigned begins, ends;  // CU_SEQLENS: bits of the steps with which sequences do
     bool bounded;           // whether any does with a step of the warp
 
@@ -68,6 +76,7 @@ struct Steps {
         }
     }
 
+    __device__ bool is_reset(int u) const { return RESETS && resets >> u & 1; }
     // The sequence that begins, or ends, with the thread's step u, or -1.
     template <bool CHECKED>
     __device__ int beginning(const Place& at, const Shared& shared, int buffer, int u) const {
@@ -80,8 +89,7 @@ struct Steps {
     __device__ void look_for_bounds(const Place& at, const Shared& shared, int buffer) {
         bounded = false;
         if (PACKING != CU_SEQLENS) return;
-        constexpr unsigned OWN = ROWS < 32 ? (1u << ROWS % 32) - 1 : ~0u;
-        begins = shared.begins[buffer].of(at.first(0)) & OWN, ends = shared.ends[buffer].of(at.first(0)) & OWN;
+        begins = shared.begins[buffer].of(at.first(0)) & OF_ROWS, ends = shared.ends[buffer].of(at.first(0)) & OF_ROWS;
         bounded = __any_sync(~0u, begins | ends);
     }
 
@@ -93,16 +101,34 @@ struct Steps {
                 strips[k].fetch<CHECKED>(at, at.p.input(k), memory.input[k], chunk, BACKWARD && k == PREVIOUS);
     }
 
-    template <bool CHECKED>
-    __device__ void read(
-        const Place& at, const Shared& shared, int stage, int buffer, int chunk, const OfChannels& of_channels
-    ) {
+    // Backward: put h0 before a sequence's first step in time, and nothing before a reset, where the state is to be read.
+    __device__ void put_states_before(
+        const Place& at, const Shared& shared, int buffer, int chunk, Strip& strip, int shift
+    ) const {
         const Parameters& p = at.p;
-        const Strip (&strips)[INPUTS] = shared.input[stage][at.warp];
+        const unsigned last = p.steps - 1 - at.first(chunk);
+        const unsigned first = PACKING == CU_SEQLENS ? ends : last < ROWS ? 1u << last : 0;  // in time
+        for (unsigned left = at.inside ? first | resets : 0; left; left &= left - 1) {
+            const int u = __ffs(left) - 1;
+            const int n = PACKING == CU_SEQLENS && !is_reset(u) ? shared.ends[buffer].sequence[at.first(0) + u] : 0;
+            strip.element[Strip::place(at, u, shift)] =
+                p.h0 && !is_reset(u) ? load_pack(p.h0 + at.state(n)) : filled(Element::absent_state());
+        }
+    }
+
+    // Of OFFSETS steps that do not exist may come first, and leave the state alone; others come last, where it does not
+    // matter what is read.
+    __device__ void read(const Place& at, Shared& shared, int stage, int buffer, int chunk, const OfChannels& of_channels) {
+        constexpr bool CHECKED = PACKING == OFFSETS;
+        const Parameters& p = at.p;
+        Strip (&strips)[INPUTS] = shared.input[stage][at.warp];
         const int i = at.first(chunk);
         int shift[INPUTS];
 #pragma unroll
         for (int k = 0; k < INPUTS; ++k) shift[k] = Strip::shift(at, p.input(k), chunk, BACKWARD && k == PREVIOUS);
+        if constexpr (BACKWARD && !CHECKED)
+            put_states_before(at, shared, buffer, chunk, strips[PREVIOUS], shift[PREVIOUS]);
+        if (NARROW && BACKWARD) __syncwarp();  // a lane without a channel reads what is another's
 #pragma unroll
         for (int u = 0; u < ROWS; ++u) {
             Bits bits[INPUTS];
@@ -110,13 +136,9 @@ struct Steps {
             for (int k = 0; k < INPUTS; ++k)
                 bits[k] = p.has_input(k) ? strips[k].element[Strip::place(at, u, shift[k])] : filled(0);
             const bool exists = !CHECKED || (at.inside && at.exists(i + u));
-            if (CHECKED && exists && BACKWARD) {
-                const int n = ending<CHECKED>(at, shared, buffer, u);
-                if (!at.exists(i + u + 1) || n >= 0)
-                    bits[INPUTS - 2] = p.h0 && at.inside ? load_pack(p.h0 + at.state(n)) : filled(Element::absent_state());
-            }
-            if (BACKWARD && resets[u]) bits[INPUTS - 2] = filled(Element::absent_state());
-            if constexpr (RAW) {  // a step that does not exist leaves the state alone
+            if (CHECKED && BACKWARD && exists && (is_reset(u) || !at.exists(i + u + 1)))
+                bits[PREVIOUS] = p.h0 && !is_reset(u) ? load_pack(p.h0 + at.state(0)) : filled(Element::absent_state());
+            if constexpr (RAW) {
 #pragma unroll
                 for (int k = 0; k < INPUTS; ++k)
                     raw[u][k] = exists ? bits[k] : filled(k == 0 ? Ring::one() : Ring::zero());
@@ -131,21 +153,23 @@ struct Steps {
 
     __device__ Composition compose(const Place& at, const Shared& shared, int buffer) const {
         Composition whole = Composition::none();
-        int from = 0;
-        if (PACKING == CU_SEQLENS && begins) {  // what is before the last sequence that begins does not matter
+        int from = 0;  // what is before the last sequence that begins, or the last reset, does not matter
+        if (PACKING == CU_SEQLENS && begins) {
             from = 31 - __clz(begins);
             load_state(at, at.p.initial, beginning<true>(at, shared, buffer, from), whole.b);
             whole.reset = true;
         }
+        if (const int after = 32 - __clz(resets); RESETS && after > from) {
+            from = after - !BACKWARD;
+            whole.forget();
+        }
 #pragma unroll
         for (int u = 0; u < ROWS; ++u) {
             if (u < from) continue;
-            if (!BACKWARD && resets[u]) whole.forget();
             Step row[VEC];
             get(u, row);
 #pragma unroll
             for (int v = 0; v < VEC; ++v) whole.append(v, row[v]);
-            if (BACKWARD && resets[u]) whole.forget();
         }
         whole.settle();
         return whole;
@@ -159,36 +183,43 @@ struct Steps {
         const Parameters& p = at.p;
         const int i = at.first(chunk);
         Bits results[ROWS][OUTPUTS];
+        Channels last;  // the state after the last step that exists
+        bool any = false;
 #pragma unroll
         for (int u = 0; u < ROWS; ++u) {
             if (const int n = beginning<CHECKED>(at, shared, buffer, u); n >= 0) load_state(at, p.initial, n, state);
+            const bool exists = !CHECKED || at.exists(i + u);
             Compute out[OUTPUTS][VEC];
             Step row[VEC];
             get(u, row);
 #pragma unroll
             for (int v = 0; v < VEC; ++v) {
                 Compute result[FACTORS];
-                if (!BACKWARD && resets[u]) state.value[v] = Ring::zero();
+                if (!BACKWARD && is_reset(u)) state.value[v] = Ring::zero();
                 state.value[v] = row[v].apply(state.value[v], result);
-                if (BACKWARD && resets[u]) state.value[v] = Ring::zero();
+                if (BACKWARD && is_reset(u)) state.value[v] = Ring::zero();
 #pragma unroll
                 for (int k = 0; k < OUTPUTS; ++k) out[k][v] = result[Element::output_factor(k)];
 #pragma unroll
-                for (int k = 0; k < (SUMS ? PARAMETERS : 0); ++k) sums[k][v] += result[Element::parameter_factor(k)];
+                for (int k = 0; k < (SUMS ? PARAMETERS : 0); ++k) sums[k][v] += exists ? result[Element::parameter_factor(k)] : 0;
             }
+            if (CHECKED && exists) last = state, any = true;
             if (const int n = ending<CHECKED>(at, shared, buffer, u); n >= 0) store_state(at, p.final, n, state);
 #pragma unroll
             for (int k = 0; k < OUTPUTS; ++k) results[u][k] = pack(out[k]);
         }
+        if (CHECKED && PACKING != CU_SEQLENS && any && !at.exists(i + ROWS)) store_state(at, p.final, 0, last);
 #pragma unroll
         for (int k = 0; k < OUTPUTS; ++k) {
             Strip& strip = shared.output[NARROW ? at.warp : 0];
             const int shift = Strip::shift(at, p.output(k), chunk, 0);
+            const Rows& rows = memory.output[k];
+            char* const tile = rows.tile(chunk);
 #pragma unroll
             for (int u = 0; u < ROWS; ++u)
                 if (at.inside && (!CHECKED || at.exists(i + u))) {
                     if constexpr (NARROW) strip.element[Strip::place(at, u, shift)] = results[u][k];
-                    else *memory.output[k](at, chunk, u) = results[u][k];
+                    else *rows.row(at, chunk, tile, u) = results[u][k];
                 }
             if constexpr (NARROW) strip.store<CHECKED>(at, p.output(k), chunk);
         }

@@ -12,6 +12,8 @@ constexpr int THREADS = 32 * WARPS;
 constexpr int GROUP = LANES * VEC;
 constexpr int STRIP = SEGMENTS * ROWS;  // steps of a warp in a tile
 constexpr int TILE = WARPS * STRIP;
+constexpr unsigned OF_ROWS = ~0u >> (ROWS < 32 ? 32 - ROWS : 0);  // a bit for each of a thread's steps
+static_assert(ROWS <= 32);
 constexpr int WATCHERS = WARPS * SEGMENTS;  // that read what was published, each of some neighbouring tiles
 constexpr int WINDOW = WATCHERS < 32 ? 32 : WATCHERS;  // how far they look back at most
 static_assert(!LOOKS_BACK || (CHAINED && STAGES == 1 && WATCHERS <= 256), "a block draws one tile ahead");
@@ -132,10 +134,13 @@ struct Composition {
         for (int v = 0; v < VEC; ++v) b.value[v] = Ring::zero();
     }
     __device__ Composition after(const Composition& first) const {
-        if (FORGETS && reset) return *this;
         Composition both = first;
+        both.reset |= FORGETS && reset;
 #pragma unroll
-        for (int v = 0; v < VEC; ++v) both.append(v, a.value[v], low.value[v], b.value[v]);
+        for (int v = 0; v < VEC; ++v) {
+            both.append(v, a.value[v], low.value[v], b.value[v]);
+            if (FORGETS && reset) both.b.value[v] = b.value[v];  // and nobody asks for a
+        }
         return both;
     }
     __device__ Composition from_lane_below(int lanes) const {
@@ -177,11 +182,12 @@ struct Place {
         const int t = time(i);
         return p.bounds[t] + batch < p.bounds[t + 1];
     }
-    // Whether all steps of a tile exist, so that nothing in it need be checked but whether there is a lane's channel.
-    __device__ bool whole(int chunk) const { return PACKING != OFFSETS && (chunk + 1) * TILE + BACKWARD <= p.steps; }
-    // Whether besides all that is copied for the sake of alignment exists.
+    // Whether steps come after a tile, so that nothing in it need be checked but whether there is a lane's channel.
+    __device__ bool whole(int chunk) const { return PACKING != OFFSETS && (chunk + 1) * TILE < p.steps; }
+    // Whether all that is copied exists, for the sake of alignment, too.
     __device__ bool inner(int chunk) const {
-        return whole(chunk) && (!NARROW || (chunk > 0 && (chunk + 1) * TILE + 16 < p.steps));
+        if (NARROW) return PACKING != OFFSETS && chunk > 0 && (chunk + 1) * TILE + 16 < p.steps;
+        return PACKING != OFFSETS && (chunk + 1) * TILE + BACKWARD <= p.steps;
     }
     __device__ int first(int chunk) const { return chunk * TILE + warp * STRIP + segment * ROWS; }
     __device__ Scalar* sequence(const Tensor& x) const { return x.data + batch * x.batch + direction * x.direction; }
@@ -206,10 +212,13 @@ struct Rows {
         stride = Offset(PACKING != OFFSETS && at.descending ? -x.time : x.time) * Offset(sizeof(Scalar));
     }
     __device__ bool exists(const Place& at, int chunk, int u) const { return inside && at.exists(chunk * TILE + local + u); }
-    __device__ Pack* operator()(const Place& at, int chunk, int u) const {
+    __device__ char* tile(int chunk) const {
+        return const_cast<char*>(first) + (PACKING == OFFSETS ? 0 : Index(chunk) * Offset(TILE * stride));
+    }
+    // Row u, given where the tile is.
+    __device__ Pack* row(const Place& at, int chunk, char* tile, int u) const {
         const Index row = PACKING == OFFSETS ? at.p.bounds[at.time(chunk * TILE + local + u)] : u;
-        const Index tile = PACKING == OFFSETS ? 0 : Index(chunk) * Offset(TILE * stride);
-        return reinterpret_cast<Pack*>(const_cast<char*>(first) + tile + row * stride);
+        return reinterpret_cast<Pack*>(tile + row * stride);
     }
 };
 
