@@ -320,3 +320,13 @@ X, C = torch.randn(2, 5, 3), torch.randn(3)
 def test_bad_input_is_named(make, kind, message):
     with pytest.raises(kind, match=message):
         make()
+
+
+def test_last_states_may_be_changed_in_place():
+    torch.manual_seed(0)
+    a, b = torch.randn(2, 2, 5, 3, requires_grad=True)
+    function = ostinato.recurrence(lambda a, b: (torch.sigmoid(a), 2 * b))
+    expected = torch.autograd.grad((3 * function(a, b)[1]).square().sum(), (a, b))
+    found = torch.autograd.grad(function(a, b)[1].mul_(3).square().sum(), (a, b))
+    for got, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(got, wanted)

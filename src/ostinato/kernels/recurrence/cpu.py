@@ -65,10 +65,10 @@ def scan(
     like, dtype = sequences[0], sequences[0].dtype
     layout = _layout(like, cu_seqlens, resets, reverse)
     h = empty(like.shape, dtype)
-    state = initial_state(None if h0 is None else h0[None], (1, layout.batch, layout.hidden), dtype)
+    state = initial_state(h0, (layout.batch, layout.hidden), dtype)
     _run(recurrence, layout, parameters, state, _arrays(sequences, cu_seqlens), _arrays([h], cu_seqlens))
     result = arguments[parse(recurrence).sequences.index(True)].dtype
-    return h.to(result), state[0].to(result)
+    return h.to(result), state.to(result)
 
 
 def scan_backward(
@@ -85,13 +85,13 @@ def scan_backward(
     sequences, parameters = _parted(recurrence, arguments)
     dtype = sequences[0].dtype
     layout = _layout(sequences[0], cu_seqlens, resets, reverse)
-    state = initial_state(None if grad_h_last is None else grad_h_last[None], (1, layout.batch, layout.hidden), dtype)
+    state = initial_state(grad_h_last, (layout.batch, layout.hidden), dtype)
     grads = [empty(h.shape, dtype) for _ in sequences]
     given = rows(h, dtype), constant(0.0, h.shape, dtype) if grad_h is None else rows(grad_h, dtype)
     rest = [*_arrays(given[:1], cu_seqlens), *_arrays(given[1:], cu_seqlens), *_arrays(grads, cu_seqlens)]
     initial = None if h0 is None else h0.to(dtype).contiguous()
     sums = _run_backward(recurrence, layout, parameters, state, _arrays(sequences, cu_seqlens), rest, initial)
-    return [g.to(h.dtype) for g in grads], [x[0] for x in sums], None if h0 is None else state[0].to(h0.dtype)
+    return [g.to(h.dtype) for g in grads], [x[0] for x in sums], None if h0 is None else state.to(h0.dtype)
 
 
 def _parted(recurrence: str, arguments: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
