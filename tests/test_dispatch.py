@@ -299,6 +299,10 @@ def test_hessians(name, device):
         for row, wanted in zip(got, want, strict=True):
             assert_close(row, wanted)
     gradients = torch.func.grad(of_two, (0, 1))
+    leaves = tuple(x.detach().requires_grad_() for x in first)
+    kept = torch.autograd.grad(of_two(*leaves), leaves, create_graph=True)
+    want = torch.autograd.grad(sum(g.square().sum() for g in kept), leaves)
+    assert_close(grad(lambda *xs: sum(g.square().sum() for g in gradients(*xs)), (0, 1))(*first), want)
     step = [1e-6 * torch.randn_like(x) for x in first]
     ahead, behind = (gradients(*(x + sign * y for x, y in zip(first, step, strict=True))) for sign in (1, -1))
     moved = torch.func.jvp(gradients, first, tuple(step))[1]

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import DispatchKey, DispatchKeySet, Tensor
 from torch._C._dynamo.guards import TensorGuards
+from torch._functorch.utils import unwrap_dead_wrappers
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
@@ -145,6 +146,7 @@ def gradients(
     ``cotangents`` are the gradients of the function's results, None for zeros.
     """
     places = [i for i, chosen in enumerate(wanted) if chosen]
+    args = unwrap_dead_wrappers(tuple(args))  # of transforms that have ended, as PyTorch's own operators do
     function = _of_some(function, args, places)
     outputs, pull = torch.func.vjp(function, *(args[i] for i in places))  # type: ignore[misc]  # no third, aux
     found = pull(tuple(torch.zeros_like(y) if g is None else g for y, g in zip(outputs, cotangents, strict=True)))
