@@ -613,8 +613,8 @@ LEARNED: dict[str, Callable[[str], str]] = {
     "learning-characters-gpu": characters,
     "learning-recurrent-gpu": characters,
     "learning-pruning-gpu": pruned,
-    "learning-pruning-cpu": pruned,
-    "learning-bits-cpu": bits,
+    "learning-pruning-small-gpu": pruned,
+    "learning-bits-gpu": bits,
 }
 TABLES |= {
     name: lambda name=name, show=show: f"{show(name)}\n{figure(name, 'What is learned')}"
