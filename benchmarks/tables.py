@@ -351,7 +351,11 @@ def characters(name: str) -> str:
         row += [f"{best['tokens']:,}", f"{best['seconds']:.0f} s", f"{last['held_out_loss']:.3f}"]
         rows.append([*row, f"{last['seconds']:.0f} s"])
     head = ["layer", "lowest held-out loss", "published", "after characters", "and time", "at the end", "after"]
-    note = " Published: Feng et al. 2024, table 4; –: not published." if any(row[2] != "–" for row in rows) else ""
+    note = ""
+    if any(row[2] != "–" for row in rows):
+        others = learning_plots.PUBLISHED_LOSS_OF_OTHERS
+        rows += [[model, "–", f"{loss:.3f}", *"––––"] for model, loss in others.items()]
+        note = " Published: Feng et al. 2024, table 4; –: not published, or not trained here."
     return table(name, head, rows, f"Losses in nats per character.{note}")
 
 

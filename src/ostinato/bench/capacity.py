@@ -81,10 +81,12 @@ def shape_name(row: Row) -> str:
 
 
 def table(rows: list[Row]) -> Grid:
-    """The hidden sizes, one column a cell."""
+    """The hidden sizes, one column a cell, and the recurrent weights as a multiple of the largest dense layer's."""
+    dense = {row["cell"]: row["hidden_size"] for row in rows if row["block"] is None}
     sizes: dict[str, list[str]] = {}
     for row in rows:
-        sizes.setdefault(shape_name(row), []).append(f"{row['hidden_size']:,}")
+        weights = (row["hidden_size"] / dense[row["cell"]]) ** 2
+        sizes.setdefault(shape_name(row), []).append(f"{row['hidden_size']:,} ({weights:.1f}×)")
     title = (
         f"the largest hidden size on the chip of an {rows[0]['device']}, {rows[0]['dtype']}, batch {rows[0]['batch']}"
     )
