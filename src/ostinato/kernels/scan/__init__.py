@@ -1,4 +1,4 @@
-"""The backends, what each must provide, and the choice between them.
+"""The backends of the scan, their interface, and how one is chosen.
 
 =============  =============================================================
 ``reference``  the float64 recurrence, one step at a time, on any device
@@ -23,10 +23,10 @@ class Backend(Protocol):
     """Scans over checked, non-empty inputs of one floating dtype on one device.
 
     ``a``, ``b``, ``h`` are (B, T, D) with any strides, ``h0`` and ``h_last`` (B, D), or (N, D) with
-    ``cu_seqlens``; an absent ``h0`` is the zero state, an absent gradient is zero; ``resets``, bool, (B, T), marks the
-    steps, in the order of scanning, before which the state is zero.  Results are contiguous, or as a ``states_like`` of
-    the backend makes them, share no memory with anything, and have the inputs' dtype; float32 and narrower accumulate
-    in float32, float64 in float64.
+    ``cu_seqlens``; an absent ``h0`` is the zero state, an absent gradient is zero; ``resets``, bool, (B, T), is True
+    where, in scan order, the state is zero before the step.  Results are contiguous, or laid out as the backend's
+    ``states_like`` does, do not alias anything, and have the inputs' dtype; float32 and narrower accumulate in float32,
+    float64 in float64.
     """
 
     def linear_scan(

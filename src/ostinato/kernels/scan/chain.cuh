@@ -1,6 +1,6 @@
-// The state in which a tile of a chain begins, from what other blocks have published.
+// The carry into a tile, from the aggregates and inclusive prefixes that other blocks have published.
 
-// What is published of the tiles of one chain.
+// The published messages of one chain's tiles.
 struct Published {
     Message* messages;
     unsigned epoch;
@@ -29,12 +29,12 @@ struct Published {
             store_message(at(chunk, 0, v), {parts[0], MESSAGES == 1 ? 0 : parts[1], 0, epoch + KNOWN});
         }
     }
-    // Publish the state after a tile, given the one it begins in.
+    // Publish a tile's inclusive prefix, the state after it, from the carry into it.
     __device__ void write_after(int chunk, const Composition& tile, Channels state) const {
         tile.carry(state);
         if (threadIdx.x < LANES) write(chunk, state);
     }
-    // What is there of a tile: ABSENT as long as not all of it is marked alike; if it is KNOWN, b is the state.
+    // A tile's flag: ABSENT until all its messages carry the same one; if KNOWN, b is the inclusive prefix.
     __device__ unsigned read(int chunk, Known& tile) const {
         unsigned every = COMPOSED | KNOWN, any = 0;
 #pragma unroll
@@ -46,7 +46,7 @@ struct Published {
                 const Message message = load_message(at(chunk, k, v));
 #pragma unroll
                 for (int i = 0; i < 4 - MESSAGES; ++i) parts[2 * k + i] = message.parts[i];
-                if (k > 0 && every == KNOWN) continue;  // nobody needs the a of a double then
+                if (k > 0 && every == KNOWN) continue;  // a prefix has no a: the second message of a double is unused
                 const unsigned mark = message.since(epoch);
                 every &= mark, any |= mark;
             }
@@ -56,7 +56,7 @@ struct Published {
     }
 };
 
-// What is published of some neighbouring tiles, asked for long before it is needed.
+// The messages of a few consecutive tiles, loaded long before they are needed.
 struct Asked {
     static constexpr int SIZE = 4 / MESSAGES / VEC > 0 ? 4 / MESSAGES / VEC : 1;
     Message message[SIZE][MESSAGES][VEC];
@@ -70,7 +70,7 @@ struct Asked {
 #pragma unroll
                     for (int v = 0; v < VEC; ++v) message[i][k][v] = load_message(published.at(first + i, k, v));
     }
-    // Append the tiles, waiting for them; `alone`: to nothing.
+    // Wait for the tiles and compose them onto `whole`, or start from the first if `alone`.
     __device__ void compose(const Published& published, int first, int end, Composition& whole, bool alone) {
 #pragma unroll
         for (int i = 0; i < SIZE; ++i) {
@@ -98,21 +98,22 @@ struct Asked {
     }
 };
 
-// The state this tile begins in; publishes that after it, unless it is `settled`.  All threads of the block take part.
+// The carry into this tile, by decoupled look-back; publishes the inclusive prefix unless that is done (`settled`).
+// All threads of the block must call it.
 __device__ inline Channels look_back(
     const Place& at, Shared& shared, const Published& published, int chunk, const Composition& tile, bool settled
 ) {
     const int slot = at.lane % LANES, watcher = at.warp * SEGMENTS + at.segment;
-    // Whether all lanes of this segment agree; every lane of the warp must ask.
+    // Whether the predicate holds in all lanes of this segment; every lane of the warp must call it.
     const unsigned lanes = (LANES == 32 ? ~0u : (1u << LANES) - 1) << (at.segment * LANES);
     const auto all = [&](bool ready) { return (__ballot_sync(~0u, ready) & lanes) == lanes; };
     unsigned seen = ABSENT;
-    int nearest = -1;  // tile before this one whose state is known
+    int nearest = -1;  // distance to the nearest earlier tile with an inclusive prefix
     unsigned looks = 0;
     for (int first = 0;;) {
         const int other = chunk - 1 - first - watcher;
         Known there;
-        // One read for all of a tile, and none of a known one: while memory is busy, it waits in line.
+        // One poll per tile, and none once its prefix is known: under load every poll queues behind the copies.
         const unsigned mark = other >= 0 && seen != KNOWN ? published.read(other, there) : ABSENT;
         const bool composed = all(mark == COMPOSED), known = all(mark == KNOWN);
         if (known || (composed && seen == ABSENT)) {
@@ -121,7 +122,7 @@ __device__ inline Channels look_back(
         }
         shared.seen[watcher] = seen;
         __syncthreads();
-        // The nearest tile whose state is known, if of every tile between it and this one the composition is there.
+        // The nearest tile with an inclusive prefix, if every tile between has published its aggregate.
         bool gap = false;
 #pragma unroll
         for (int i = 0; i < WATCHERS; i += 32) {
@@ -136,7 +137,7 @@ __device__ inline Channels look_back(
         if (++looks == PATIENCE) __trap();
         __syncthreads();
     }
-    if (at.warp == 0) {  // the others would only wait for shared memory
+    if (at.warp == 0) {  // more warps would only contend for shared memory
         Channels state = shared.window[nearest][slot].b;
 #pragma unroll 4
         for (int back = nearest - 1; back >= 0; --back) shared.window[back][slot].carry(state);

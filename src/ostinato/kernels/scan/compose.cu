@@ -1,25 +1,24 @@
-// Many steps of h = a*h + b as one, P*h + L: P and L are read off a and b, and no state is written.
+// Reduces many steps of h = a*h + b to one, P*h + L, without writing states.
 //
-// A block takes a tile of the steps of GROUP neighbouring channels.  Each of its STRIPS strips of time composes its own
-// steps; then neighbouring strips meet, pair by pair.  Of several tiles the compositions are steps themselves, which a
-// second launch composes.
+// A block reduces a tile of time of GROUP adjacent channels.  It is split into STRIPS strips, each reduced serially by
+// LANES threads, then combined by a tree reduction.  With several tiles, a second launch reduces their results.
 
 using Scalar = SCALAR;
 using Index = long long;
 
-constexpr int STRIPS = THREADS / LANES;  // LANES threads of a strip lie along the channels, VEC to each
+constexpr int STRIPS = THREADS / LANES;  // a strip's LANES threads span the channels, VEC each
 constexpr int GROUP = LANES * VEC;
-constexpr bool EXTENDED = sizeof(Scalar) == 4;  // products of floats keep what rounding took, as in scan.cu
+constexpr bool EXTENDED = sizeof(Scalar) == 4;  // float products keep their rounding error, as in scan.cu
 
 struct alignas(sizeof(Scalar) * VEC) Pack { Scalar value[VEC]; };
 
 struct Parameters {
     const Scalar* a;
     const Scalar* b;
-    const unsigned char* resets;  // a byte for each step, whether the state before it counts as zero; or null
+    const unsigned char* resets;  // a byte per step, nonzero if the state before it is zero; or null
     double* P;  // (batch, tiles, channels)
     double* L;
-    double least;  // what Scalar takes for zero: a smaller P is one that has vanished
+    double least;  // a smaller |P| underflows in Scalar and becomes zero
     Index a_batch, a_time, b_batch, b_time, resets_batch, resets_time;
     int batch, steps, channels, tile, tiles, reverse;
     int before;  // b is added before a is multiplied: a * (h + b)
@@ -64,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) compose(const __grid_const
                 state[v] = p.before ? next * (state[v] + term) : fma(next, state[v], term);
                 const Scalar longer = next * product[v];
                 const Scalar rest = EXTENDED ? fma(next, low[v], fma(next, product[v], -longer)) : 0;
-                low[v] = rest - rest == 0 ? rest : 0;  // an infinite product has none
+                low[v] = rest - rest == 0 ? rest : 0;  // not finite after overflow
                 product[v] = longer;
             }
         }

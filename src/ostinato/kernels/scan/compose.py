@@ -1,7 +1,4 @@
-"""Many steps of a linear recurrence as one: what they make of a state, without the states between.
-
-Launches of ``compose.cu`` and ``pass_on.cu``.
-"""
+"""Reducing many steps of a linear recurrence to one, without writing states: ``compose.cu`` and ``pass_on.cu``."""
 
 import functools
 import struct
@@ -13,19 +10,19 @@ from ostinato.kernels import nvrtc
 from ostinato.kernels.scan.cuda import SCALARS, along_channels, describe_device
 
 THREADS = 512
-AHEAD = 4  # steps whose loads are under way at once
-SHORTEST = 8 * AHEAD  # steps of a strip, below which a tile is not worth its launch
-BLOCKS = 8  # a multiprocessor
-PASSING = 128  # threads of a block
+AHEAD = 4  # steps whose loads are in flight at once
+SHORTEST = 8 * AHEAD  # steps of a strip, below which more tiles are not worth a second launch
+BLOCKS = 8  # per multiprocessor
+PASSING = 128  # threads per block of pass_on
 
 
 def compose(
     a: Tensor, b: Tensor, resets: Tensor | None = None, *, reverse: bool = False, before: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """P and L, (B, D) of float64: ``P * h + L`` is the state after the steps a and b, (B, T, D), on a GPU, of h before.
+    """P and L, (B, D) in float64, such that the steps a and b, (B, T, D), on a GPU, take a state h to ``P * h + L``.
 
-    With ``before`` b is added before a is multiplied, ``a * (h + b)``.  The dtype is float32 or float64; a P that is
-    zero in the dtype is zero.
+    With ``before`` b is added before the product with a, ``a * (h + b)``.  a and b are float32 or float64; a P that
+    underflows in their dtype is zero.
     """
     a, b = along_channels(a), along_channels(b)
     batch, steps, channels = a.shape
@@ -33,7 +30,7 @@ def compose(
     lanes = min(32, _power_of_two(-(-channels // vector)))
     groups, strips = -(-channels // (lanes * vector)), THREADS // lanes
     wanted = max(BLOCKS * describe_device(a.device.index).processors // (groups * batch), 1)
-    wanted = min(wanted, strips * SHORTEST)  # which one block then composes
+    wanted = min(wanted, strips * SHORTEST)  # few enough for one block of the second launch
     tile = max(-(-steps // wanted), strips * SHORTEST, 1)
     tiles = max(-(-steps // tile), 1)
     P, L = torch.empty(2, batch, tiles, channels, dtype=torch.float64, device=a.device)
@@ -54,9 +51,9 @@ def compose(
 
 
 def pass_on(P: Tensor, L: Tensor, start: Tensor, of: int, reverse: bool) -> tuple[Tensor, Tensor]:
-    """The state from ``start``, (B, D), before the part ``of`` of those that P and L, (R, B, D), compose, and the last.
+    """Carry ``start``, (B, D), through shards reduced to P and L, (R, B, D): the state entering shard ``of``, the last.
 
-    P and L are float64, the states are of the dtype of ``start``; ``reverse`` begins with the last part.
+    P and L are float64, the states have the dtype of ``start``; ``reverse`` begins with the last shard.
     """
     start = start.contiguous()
     before, last = torch.empty_like(start), torch.empty_like(start)
@@ -74,7 +71,7 @@ def pass_on(P: Tensor, L: Tensor, start: Tensor, of: int, reverse: bool) -> tupl
 
 
 def _vector(a: Tensor, b: Tensor) -> int:
-    """How many neighbouring channels a thread loads at once: as many as lie aligned in all rows, of 16 bytes."""
+    """How many adjacent channels a thread loads at once: up to 16 bytes, as far as all rows are aligned."""
     units = a.shape[2] | 16 // a.element_size()
     for x in (a, b):
         units |= x.stride(0) | x.stride(1) | (x.data_ptr() & 15) // x.element_size()

@@ -1,8 +1,8 @@
-// Tiles between memory and shared memory.
+// Copies of tiles between global and shared memory.
 
-// Copies BYTES of memory, of which the first `count` exist, to shared memory in the background; the others become zeros.
-// The line that they are of comes to the L2 as a whole: where a block's rows are half a line, the other half is a
-// neighbour's.  16 bytes go past the first-level cache: each copy through it keeps a line, of which there are too few.
+// Asynchronous copy of BYTES from global to shared memory; bytes after the first `count` are zero-filled.
+// The whole 128-byte line is brought into L2: where a block's rows are half a line, another block uses the rest.
+// 16-byte copies bypass L1 (.cg), where every copy in flight would hold a line and lines run out.
 template <int BYTES> __device__ inline void copy_async(void* to, const void* from, int count = BYTES) {
     const unsigned shared = unsigned(__cvta_generic_to_shared(to));
     if constexpr (BYTES == 16)
@@ -16,19 +16,18 @@ __device__ inline void wait_for_oldest_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 1) : "memory");
 }
 
-// A warp's part of one tensor in a tile, in shared memory.
+// A warp's strip of one tensor's tile, in shared memory.
 //
-// Mostly every thread keeps its own steps.  Narrow sequences lie in memory step after step without a gap (NARROW, their
-// number of channels): a warp copies its steps as one piece of memory, 16 bytes at a time from where these are aligned,
-// so the first element lies `shift` elements into the strip.  Single 16-bit channels are too small for the copy engine
-// and lie in four bytes each (HALVES).
+// By default each thread copies its own steps.  Narrow sequences (NARROW is their number of channels) are contiguous in
+// time: a warp copies its steps as one range in aligned 16-byte pieces, so the first element is at offset `shift`.
+// Single 16-bit channels are below cp.async's minimum of 4 bytes, so each is stored in four bytes (HALVES).
 struct alignas(16) Strip {
     static constexpr int SIZE = NARROW ? STRIP * NARROW : 32 * ROWS, PER_PIECE = 16 / sizeof(Pack);
     static constexpr int PIECES = (SIZE + PER_PIECE - 1) / PER_PIECE + 1;
     static constexpr bool HALVES = sizeof(Pack) < 4 && !EXCHANGED;
     PackType<HALVES ? 4 : sizeof(Pack)>::type element[NARROW ? PIECES * PER_PIECE + LANES : SIZE];
 
-    // Where the strip of a narrow sequence that begins at scanned step `i` begins in memory, in elements.
+    // Offset in elements of the strip of a narrow sequence whose first scanned step is `i`.
     static __device__ Index start(const Place& at, int i) {
         return Index(at.descending ? at.p.steps - i - STRIP : i) * NARROW;
     }
@@ -42,21 +41,21 @@ struct alignas(16) Strip {
         const int row = at.segment * ROWS;
         return shift + (at.descending ? STRIP - 1 - row : row) * NARROW + at.channel + u * (at.descending ? -NARROW : NARROW);
     }
-    // Call move(k, from, low, high) for each piece k: its elements low to high of those at `from` are the sequence's,
-    // which is CHECKED where it may end, and, if OWN, the strip's.
+    // Call move(k, from, low, high) for each piece k: elements low to high of the piece at `from` are within the
+    // sequence (clipped only if CHECKED) and, if OWN, within the strip.
     template <bool CHECKED, bool OWN, typename Move>
     static __device__ void pieces(const Place& at, const Tensor& x, int chunk, int ahead, Move move) {
         constexpr Index ALL = PIECES * PER_PIECE;
         const Index first = start(at, at.first(chunk) + ahead - at.segment * ROWS);
         const int skipped = shift(at, x, chunk, ahead);
         int begin = OWN ? skipped : 0, end = OWN ? skipped + SIZE : int(ALL);
-        if (CHECKED) {  // where the sequence lies, counted from the first piece
+        if (CHECKED) {  // clip to the sequence, relative to the first piece
             const Index head = skipped - first, tail = head + Index(at.p.steps) * NARROW;
             begin = head > begin ? int(head < ALL ? head : ALL) : begin;
             end = tail < end ? int(tail > 0 ? tail : 0) : end;
         }
         Pack* const memory = reinterpret_cast<Pack*>(at.sequence(x)) + (first - skipped) + at.lane * PER_PIECE;
-#pragma unroll(CHECKED ? 1 : (PIECES + 31) / 32)  // at the ends of sequences what counts is little code
+#pragma unroll(CHECKED ? 1 : (PIECES + 31) / 32)  // the CHECKED path is rare: keep its code small
         for (int k = 0; k < (PIECES + 31) / 32; ++k) {
             const int piece = at.lane + 32 * k, low = begin - piece * PER_PIECE, high = end - piece * PER_PIECE;
             if (PIECES % 32 && piece >= PIECES) break;

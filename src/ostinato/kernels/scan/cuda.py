@@ -1,7 +1,7 @@
 """The CUDA backend: the scan kernel's launch.
 
-The kernel is in ``scan.cu``, what it scans in ``elements.cuh``, its shape in ``geometry.py``; every combination
-of operation, dtype and shape is compiled on first use (:mod:`ostinato.kernels.nvrtc`).
+The kernel is in ``scan.cu``, its operations in ``elements.cuh``, its launch geometry in ``geometry.py``; every
+combination of operation, dtype and geometry is compiled on first use (:mod:`ostinato.kernels.nvrtc`).
 """
 
 import functools
@@ -26,11 +26,11 @@ SCALARS = {
 }
 
 Strides = tuple[int, int, int]  # of batch, time and direction
-MAX_STEPS = (1 << 31) - (1 << 20)  # the kernel counts steps, with a tile's more, in 32 bits
+MAX_STEPS = (1 << 31) - (1 << 20)  # the kernel counts steps, up to a tile past the last, in 32 bits
 
 
 class Problem(NamedTuple):
-    """All that a launch depends on but the addresses."""
+    """Everything that a launch depends on except the addresses."""
 
     element: str
     dtype: torch.dtype
@@ -45,9 +45,9 @@ class Problem(NamedTuple):
     packing: str = "DENSE"
     sequences: int = 0  # packed in one by cu_seqlens
     resets: Strides | None = None  # of the mask
-    parameters: int = 0  # that each channel has
-    parameter_direction: int = 0  # from those of one direction to the other's
-    code: str = ""  # the element, if it is not one of ``elements.cuh``
+    parameters: int = 0  # of each channel
+    parameter_direction: int = 0  # their stride between directions
+    code: str = ""  # of a generated element, if it is not one of ``elements.cuh``
 
     @property
     def backward(self) -> bool:
@@ -61,19 +61,19 @@ class Problem(NamedTuple):
 class _Launch(NamedTuple):
     """How a problem is launched."""
 
-    start: Callable[..., None]  # from the first of ``Parameters`` in scan.cu: addresses, epoch, the counter's begin
-    words: int  # of 8 bytes, that chained blocks tell each other; 0 where blocks stream
-    draws: int  # what blocks that look back draw from their counter
+    start: Callable[..., None]  # given the addresses, epoch and initial counter that ``Parameters`` begins with
+    words: int  # of 8 bytes, for the messages of chained blocks; 0 if streaming
+    draws: int  # by how much look-back advances its counter
     sum_rows: int  # of partial sums in the gradients of the parameters
 
 
-# On the current device, as compiled PyTorch code allocates: without a dispatcher, which takes longer than a look-up.
+# Allocates on the current device without PyTorch's dispatcher, as compiled code does.
 empty: Callable[..., Tensor] = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
 
 
 @functools.cache
 def source(code: str = "") -> str:
-    """The CUDA file of the scan, with an element that is generated."""
+    """The source of the scan kernel, with a generated element's code."""
     before = nvrtc.source("numeric.cuh", "scan/elements.cuh", "scan/messages.cuh")
     parts = ("tile.cuh", "copies.cuh", "shared.cuh", "steps.cuh", "chain.cuh", "scan.cu")
     return before + code + nvrtc.source(*(f"scan/{name}" for name in parts))
@@ -98,7 +98,7 @@ def _prepare(problem: Problem, parameter_dtype: torch.dtype, alignment: int) -> 
         raise ValueError(f"a GPU scans sequences of at most {MAX_STEPS} steps; got {problem.steps}")
     strides = [*problem.inputs, *problem.outputs]
     itemsize = problem.dtype.itemsize
-    units = problem.channels | alignment // itemsize  # the lowest set bit of all that wide accesses must respect
+    units = problem.channels | alignment // itemsize  # its lowest set bit is the alignment of vector accesses
     for stride in (number for tensor in strides for number in tensor):
         units |= stride
     aligned = min(units & -units, 16 // itemsize)
@@ -143,7 +143,7 @@ def _prepare(problem: Problem, parameter_dtype: torch.dtype, alignment: int) -> 
     words = draws = 0
     if geometry.chained:
         tiles = chains * chunks
-        words = 2 * (1 + tiles * geometry.group * problem.compute.itemsize // 4)  # the last for a counter
+        words = 2 * (1 + tiles * geometry.group * problem.compute.itemsize // 4)  # the last is a counter
         blocks = min(tiles, geometry.resident * device.processors) if geometry.looks_back else chains * companions
         draws = tiles + blocks if geometry.looks_back else 0
     integers = [problem.parameter_direction, *(problem.resets or (0, 0, 0)), *itertools.chain(*strides)]
@@ -153,7 +153,7 @@ def _prepare(problem: Problem, parameter_dtype: torch.dtype, alignment: int) -> 
     first = struct.Struct(f"={addresses}Q2I")
     rest = struct.pack(f"={1 + len(integers)}q6i", companions, *integers, *counts)
     return _Launch(
-        # Blocks that wait for each other all run at once.
+        # Interleaved blocks wait for each other: a cooperative launch makes all of them resident.
         kernel.prepared(problem.device, blocks, 32 * geometry.warps, shared, first.pack, rest, companions > 1),
         words,
         draws,
@@ -162,16 +162,16 @@ def _prepare(problem: Problem, parameter_dtype: torch.dtype, alignment: int) -> 
 
 
 class _Workspace:
-    """Where the chained blocks of one stream's launches, one after the other, tell each other what they know."""
+    """The messages of chained blocks, reused by one stream's successive launches."""
 
     def __init__(self, words: int, device: int) -> None:
         self.memory = torch.zeros(words, dtype=torch.int64, device=torch.device("cuda", device))
         self.counter = self.memory.new_zeros(1)
         self.epoch = self.drawn = 0
-        self.drawing = False  # while a launch that draws is being made
+        self.drawing = False  # while a look-back launch is being made
 
 
-launching = threading.Lock()  # a launch's number and place on its stream go together
+launching = threading.Lock()  # launches must be queued on the stream in the order of their epochs
 _workspaces: dict[tuple[int, int], _Workspace] = {}
 _MARKS = 4  # kinds of ``Mark``
 
@@ -179,8 +179,8 @@ _MARKS = 4  # kinds of ``Mark``
 def published_of(device: int, words: int) -> tuple[int, int]:
     """The address of the current stream's workspace and the epoch of this launch.
 
-    A launch that is being captured begins anew whenever it is replayed: its own workspace is cleared before it.  A
-    workspace is given up if a launch that draws from its counter was interrupted: nobody knows how far it has counted.
+    A captured launch is replayed with the same epoch, so it gets a workspace of its own, cleared by a captured memset.
+    A workspace is discarded if a look-back launch was interrupted: its counter is then unknown.
     """
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(words, dtype=torch.int64, device=torch.device("cuda", device)).data_ptr(), _MARKS
@@ -198,9 +198,9 @@ def published_of(device: int, words: int) -> tuple[int, int]:
 
 
 def _start_drawing(device: int, launch: _Launch, published: int, epoch: int, given: Sequence[int]) -> None:
-    """Start blocks that draw their tiles from a counter, which goes on from the launch before.
+    """Launch look-back blocks, whose counter continues from the previous launch.
 
-    It is the workspace's; a launch that is being captured has it behind what is published.
+    The counter is the workspace's; that of a captured launch follows the messages.
     """
     if torch.cuda.is_current_stream_capturing():
         launch.start(*given, published, published + 8 * (launch.words - 2), epoch, 0)
@@ -226,12 +226,12 @@ class Scan:
     def launch(
         self, like: Tensor, addresses: Sequence[int], bounds: Tensor | None = None, resets: Tensor | None = None
     ) -> Tensor | None:
-        """Launch the kernel on what is at these addresses, 0 for what is absent.
+        """Launch the kernel on tensors given by address, 0 for an absent one.
 
-        They are those of the inputs, of which an absent one counts as zero, the outputs, the parameters, or 0 where
-        there are none, the state before the first step scanned, where to write the one after the last, and of a
-        backward pass the state before the first step in time.  Backward with parameters, returns their gradients,
-        (directions, parameters, channels), in the dtype of computation.
+        In this order: inputs (zero if absent), outputs, parameters (a single 0 if there are none), the state before
+        the first step in scan order, where to write that after the last, and, of a backward pass, the state before
+        the first step in time.  Backward with parameters, returns their gradients, (directions, parameters, channels),
+        in the dtype of computation.
         """
         alignment = functools.reduce(operator.or_, addresses) & 15
         launch = self._launches.get(alignment)
@@ -263,20 +263,20 @@ def along_channels(x: Tensor) -> Tensor:
 
 
 def _along_time(x: Tensor) -> Tensor:
-    """As (B, D, T) lies in memory, channels of neighbouring sequences as far apart as those of one."""
+    """With the strides of a (B, D, T) tensor whose batch and channel dimensions can be merged."""
     if x.stride(1) == 1 and x.stride(0) == x.shape[2] * x.stride(2):
         return x
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _is_time_contiguous(x: Tensor, cu_seqlens: Tensor | None, resets: Tensor | None) -> bool:
-    """Whether (B, T, D) lies as (B, D, T), which the kernel takes as it is unless it is packed or reset."""
+    """Whether (B, T, D) is stored as (B, D, T), which the kernel reads in place unless packed or with resets."""
     plain = cu_seqlens is None and resets is None
     return plain and x.stride(1) == 1 and x.stride(2) != 1 and x.shape[1] > 1 and x.shape[2] > 1
 
 
 def states_like(x: Tensor, cu_seqlens: Tensor | None, resets: Tensor | None) -> Tensor:
-    """An empty tensor of the shape of `x`: time-contiguous if that is, else contiguous."""
+    """An empty tensor of the shape of `x`: time-contiguous if `x` is, else contiguous."""
     if _is_time_contiguous(x, cu_seqlens, resets):
         return x.new_empty(x.shape[0], x.shape[2], x.shape[1]).transpose(1, 2)
     return x.new_empty(x.shape)
@@ -285,7 +285,7 @@ def states_like(x: Tensor, cu_seqlens: Tensor | None, resets: Tensor | None) -> 
 def last_state(b: Tensor, h0: Tensor | None, cu_seqlens: Tensor | None, zero: float) -> Tensor:
     if cu_seqlens is None:
         return b.new_empty(b.shape[0], b.shape[2])
-    # An empty sequence ends in the state it begins in, and no step of the kernel writes it.
+    # An empty sequence ends in its initial state, which the kernel does not write.
     return b.new_full((cu_seqlens.shape[0] - 1, b.shape[2]), zero) if h0 is None else h0.clone()
 
 
@@ -301,9 +301,9 @@ def prepare_scan(
     parameters: Sequence[Tensor] = (),
     by_time: bool = False,
 ) -> Scan:
-    """The scan over inputs of these strides like this one, (B, T, D); outputs are contiguous, by time as (B, D, T).
+    """The scan over inputs of the shape and dtype of `like`, (B, T, D), with the given strides.
 
-    ``code`` is the element's, unless it is one of ``elements.cuh``.
+    Outputs are contiguous, as (B, D, T) if ``by_time``.  ``code`` is that of an element not in ``elements.cuh``.
     """
     return _prepare_scan(
         element,
@@ -382,7 +382,7 @@ def _forward_scan(
 
 
 def prepare_linear_scan(a: Tensor, b: Tensor, h0: Tensor | None, reverse: bool) -> Callable | None:
-    """What scans tensors that lie as these do, in place, as ``linear_scan`` of any backend's operator; None if none."""
+    """A fast path with ``linear_scan``'s arguments for tensors laid out like these; None if they must be copied."""
     if not b.is_contiguous() or along_channels(a) is not a or (h0 is not None and not h0.is_contiguous()):
         return None
     scan = prepare_scan("LinearScan", "", b, (a.stride(), b.stride()), 1, reverse, None, None)

@@ -1,13 +1,13 @@
-// What is scanned: for each operation, how one time step's inputs become the step of a recurrence.
+// The scanned operations: how each turns one time step's inputs into a step of a linear recurrence.
 //
-// Forward, a step is (a, b) and the state goes h = a*h + b.  Backward, the state is the gradient s that flows into
-// the step before: with g = grad + s the whole gradient of h[t], every input's gradient is g times a factor, and
-// s = a*g.  That is again a scan, with b = a*grad, in the other direction.
+// Forward, a step is (a, b) and the state is h = a*h + b.  Backward, the state is the gradient s that flows to the
+// previous time step: with g = grad + s the total gradient of h[t], every input's gradient is g times a factor, and
+// s = a*g.  That is again a linear scan, with b = a*grad, in the opposite direction.
 //
-// An Element says how many tensors it reads (PLAIN, and backward also h[t-1] and grad) and writes, and how many
-// parameters a channel has.  `prepare` computes once what depends on these alone, and `read` turns the tensors' values
-// at one channel into a step.  A Step's `none` changes nothing.  The Elements here have no parameters; those that
-// recurrence/print_cuda.py prints may.
+// An Element states how many tensors it reads (PLAIN; backward also h[t-1] and grad) and writes, and how many
+// parameters a channel has.  `prepare` computes once what depends on the parameters alone; `read` makes a step from the
+// tensors' values at one channel.  Step::none() is the identity.  The Elements here have no parameters; those generated
+// by recurrence/print_cuda.py may.
 
 struct Linear {
     static constexpr bool LINEAR = true;
@@ -28,7 +28,7 @@ struct Logarithmic {
 struct NoParameters {};
 
 struct WithoutParameters {
-    static constexpr bool RAW = false;  // whether `read` computes so little that it may be done twice
+    static constexpr bool RAW = false;  // whether `read` is cheap enough to run twice
     static constexpr int PARAMETERS = 0;
     using Channel = NoParameters;
     static __device__ Channel prepare(const Compute*) { return {}; }
@@ -42,10 +42,10 @@ template <typename Ring_> struct Forward : WithoutParameters {
     static constexpr int OUTPUTS = 1, FACTORS = 1;
     static __device__ constexpr int output_factor(int) { return 0; }
     struct Step {
-        static constexpr bool EXACT = true;  // rounding took nothing from a
+        static constexpr bool EXACT = true;  // a has no rounding error
         Compute a, b;
         static __device__ Step none() { return {Ring::one(), Ring::zero()}; }
-        __device__ Compute low() const { return 0; }  // what rounding took from a
+        __device__ Compute low() const { return 0; }  // a's rounding error
         __device__ Compute offset() const { return b; }
         __device__ Compute apply(Compute state, Compute (&out)[FACTORS]) const {
             return out[0] = Ring::times_plus(a, state, b);
@@ -53,7 +53,7 @@ template <typename Ring_> struct Forward : WithoutParameters {
     };
 };
 
-// Gradients that are equal have one factor.
+// Outputs with equal gradients share a factor.
 template <int OUTPUTS_, int FACTORS_ = OUTPUTS_> struct Backward : WithoutParameters {
     using Ring = Linear;
     static constexpr bool BACKWARD = true;
@@ -97,8 +97,8 @@ struct LogLinearScan : Forward<Logarithmic> {
     static __device__ Step read(const Compute* x, NoParameters, Compute, Compute) { return {x[0], x[1]}; }
 };
 
-// carried and added, the shares of h[t] that a[t]*h[t-1] and b[t] have, add up to 1.  They are not made from log h: few
-// digits are left of the difference of large, rounded states.
+// carried and added, the shares of a[t]*h[t-1] and b[t] in h[t], sum to 1.  They are not computed from log h: the
+// difference of large, rounded states cancels.
 struct LogLinearScanBackward : Backward<2> {
     static constexpr int PLAIN = 2;  // log a, log b
     static __device__ Compute absent_state() { return -infinity(); }
@@ -111,7 +111,7 @@ struct LogLinearScanBackward : Backward<2> {
         const Compute kept = x[0] + previous, ratio = kept - x[1];
         const Compute odds = exponential(ratio < 0 ? ratio : -ratio);
         const Compute large = reciprocal(1 + odds), small = odds * large;
-        const bool nothing = kept == -infinity() && x[1] == -infinity();  // passes no gradient back: 0/0 is taken as 0
+        const bool nothing = kept == -infinity() && x[1] == -infinity();  // a state of zero has no gradient: 0/0 = 0
         const Compute carried = nothing ? 0 : ratio < 0 ? small : large;
         const Compute added = nothing ? 0 : ratio < 0 ? large : small;
         return {{carried, grad, {carried, added}}};

@@ -1,4 +1,4 @@
-"""How the scan kernel covers channels and time: the one place where its algorithm and shape are chosen."""
+"""The scan kernel's launch geometry: the one place where its algorithm and tile shape are chosen."""
 
 import functools
 import itertools
@@ -7,17 +7,17 @@ from typing import NamedTuple
 
 
 class Geometry(NamedTuple):
-    """How a block covers channels and time; see ``scan.cu``."""
+    """The algorithm and the shape of its tiles; see ``scan.cu``."""
 
     vec: int
     lanes: int
     warps: int
     rows: int
     chained: bool
-    resident: int  # blocks a multiprocessor should hold at once, which bounds a thread's registers
-    narrow: int  # channels, if a warp's steps are one piece of memory
-    stages: int  # tiles copied ahead
-    looks_back: bool = False  # chained: whether blocks look back to states, not to compositions alone
+    resident: int  # blocks per multiprocessor, as in __launch_bounds__, which limits registers
+    narrow: int  # channels, if a warp's steps are contiguous in memory, else 0
+    stages: int  # tiles prefetched
+    looks_back: bool = False  # chained: by decoupled look-back, not interleaved tiles
 
     @property
     def group(self) -> int:
@@ -28,10 +28,10 @@ class Geometry(NamedTuple):
         return self.warps * (32 // self.lanes) * self.rows
 
     def companions(self, chains: int, chunks: int, itemsize: int, processors: int) -> int:
-        """How many blocks share the channels of one, if all of the launch are to be on the chip at once.
+        """How many blocks share a chain such that all blocks of the launch are resident at once.
 
-        Each reads what the others published of the tiles since its own last, so many tiles at a time; a rest of few is
-        not worth a block.
+        Each reads the aggregates of the others' tiles in rounds of ``read_at_once``; a last round of few tiles is not
+        worth the extra blocks.
         """
         if not self.chained or self.looks_back:
             return 1
@@ -40,19 +40,19 @@ class Geometry(NamedTuple):
         return most - rest if 10 * rest <= most else most
 
     def read_at_once(self, itemsize: int) -> int:
-        """Of how many other tiles a block asks for the composition before it waits for any."""
+        """How many other tiles' aggregates a block loads before it waits for any."""
         return self.warps * (32 // self.lanes) * max(1, 16 // itemsize // self.vec)
 
     def copies_wide(self, itemsize: int, aligned: int) -> bool:
-        """Whether lanes copy 16 bytes each: rows consist of such pieces and lie so `aligned`, in channels.
+        """Whether lanes copy 16 bytes each, which needs rows of whole pieces, `aligned` (in channels) to 16 bytes.
 
-        Not where blocks stream wider numbers than 16 bits: a lane's own piece is as large as half of these then.
+        Not for streaming of 32 bits or more, where a lane's own steps already are 8 bytes.
         """
         pieces = self.lanes * self.vec * itemsize % 16 == 0 and self.rows * self.vec * itemsize % 16 == 0
         return (self.chained or itemsize == 2) and not self.narrow and pieces and aligned * itemsize >= 16
 
     def shared_bytes(self, inputs: int, sums: int, itemsize: int, packed: bool = False) -> int:
-        """Enough for ``Shared`` in ``scan.cu``, which checks it; `sums` are those of parameters' gradients."""
+        """An upper bound of ``sizeof(Shared)``, which shared.cuh asserts; `sums`: parameters with gradients."""
         pack, state = self.vec * itemsize, self.group * max(4, itemsize)
         strip = 32 * self.rows * max(4, pack)
         if self.narrow:
@@ -67,20 +67,20 @@ class Geometry(NamedTuple):
 
 
 class Device(NamedTuple):
-    """What the choice depends on of a GPU."""
+    """The properties of a GPU that the choice depends on."""
 
     processors: int
-    bandwidth: float  # bytes a second, of the memory
-    shared_of_block: int  # bytes that one block can have
-    shared: int  # bytes of a multiprocessor
+    bandwidth: float  # memory bandwidth, bytes a second
+    shared_of_block: int  # bytes of shared memory that one block can have
+    shared: int  # bytes of shared memory of a multiprocessor
 
 
-LATENCY = 1.1e-6  # seconds from asking for memory until it comes while others ask, too
-STAGES = 2  # tiles that a block copies ahead
-SHORT, LONG = 4, 4096  # steps: between these, lengths do not matter, as each kernel takes its time to compile
-FEW_WAVES = 3  # of tiles: with fewer, none is left to be drawn by who is free
-FEW_COMPANIONS = 24  # blocks for each chain: with as few, a tile is better drawn by who is free
-THREADS = 384  # that a multiprocessor should hold, at least, with all the registers they want
+LATENCY = 1.1e-6  # of memory under load, seconds
+STAGES = 2  # tiles that a block prefetches
+SHORT, LONG = 4, 4096  # steps: lengths between these share a geometry, as every kernel takes time to compile
+FEW_WAVES = 3  # waves of tiles: with fewer, drawing tiles from a counter balances nothing
+FEW_COMPANIONS = 24  # blocks per chain: with no more, look-back is faster than interleaved tiles
+THREADS = 384  # a multiprocessor's occupancy target, with as many registers as they need
 
 
 @functools.lru_cache(maxsize=4096)
@@ -97,23 +97,23 @@ def choose_geometry(
     packed: bool = False,
     resets: bool = False,
 ) -> Geometry:
-    """The one place where the algorithm is chosen.
+    """Choose the algorithm and the shape of its tiles.
 
-    Blocks that stream take the tiles of their channels one after the other, each in about a microsecond, however idle
-    the rest of the chip; chained ones take three, but every block at once.  So blocks stream where there are channels
-    enough to fill the chip, and where sequences are short.
+    A streaming block scans the tiles of its chain serially, about a microsecond each, even if the GPU is otherwise
+    idle; a chained tile takes three, but all blocks work in parallel.  So streaming is chosen where the chains fill
+    the GPU, and where sequences are short.
 
     Args:
         element: the operation, a struct of ``elements.cuh``, or GeneratedN(Backward) of N tensors.
         inputs: how many tensors it reads.
-        itemsize: bytes of a channel in memory.
-        aligned: how many neighbouring channels lie so aligned that they may be moved together, a power of two.
-        gapless: whether each sequence is one piece of memory, step after step.
+        itemsize: bytes of an element.
+        aligned: the widest vector access that alignment allows, in channels, a power of two.
+        gapless: whether each sequence is contiguous in memory.
         sequences: independent sequences, times directions.
         steps, channels: the length of each and its width.
         device: the GPU.
-        packed: whether many sequences are packed in one: none waits for the state of another.
-        resets: whether a mask says where states are reset.
+        packed: whether many sequences are packed in one by cu_seqlens.
+        resets: whether there is a mask of resets.
     """
     narrow = channels if gapless and channels < 8 else 0
     if narrow:
@@ -145,11 +145,11 @@ def _streaming(
     channels: int,
     device: Device,
 ) -> Geometry:
-    """Blocks of which those at work at once ask for as much memory as comes in the time it takes to come.
+    """Tiles such that the resident blocks have bandwidth times latency bytes in flight (Little's law).
 
-    A lane moves up to eight bytes, so that a warp's row is two full lines.  Rows of 16 bits are half a line at once:
-    twice as much is computed of the same bytes then, which must be spread evenly, and copies of 16 bytes that bring
-    whole lines to the L2 make up for it.
+    A lane moves up to eight bytes, so that a warp's row is two full lines.  16-bit rows are half a line: they need
+    twice the arithmetic per byte, which narrower vectors spread over more threads, and 16-byte copies that bring whole
+    lines into L2 make up for the half lines.
     """
     halved = itemsize == 2 and aligned >= 8
     vec = 2 if halved else min(aligned, 8 // itemsize)
@@ -163,15 +163,15 @@ def _streaming(
     least, most = (4, 8) if element.endswith("Backward") else (8, 16)
     rows = _power_of_two(tile / (warps * segments), least, 4 if inputs > 3 else most)
     if steps <= min(SHORT, segments * rows) and blocks > 4 * device.processors:
-        warps = 1  # the others would be without a step
+        warps = 1  # more would have no steps
     threads = 512 if halved and rows * vec <= 8 else THREADS  # few steps need few registers
     return Geometry(vec, lanes, warps, rows, False, threads // (32 * warps), 0, STAGES)
 
 
 def _narrow_streaming(steps: int, channels: int) -> Geometry:
-    """Two warps a sequence: what waits for what is then short, and blocks are many.
+    """Two warps per sequence: short barriers, and many blocks.
 
-    An odd number of rows lets a warp's lanes read different banks of shared memory.
+    With an odd number of rows a warp's shared-memory reads are free of bank conflicts.
     """
     lanes = _lanes_across(channels, 1)
     warps, rows = 2, 11
@@ -193,17 +193,17 @@ def _chained(
     packed: bool,
     resets: bool,
 ) -> Geometry:
-    """Blocks that fill the chip once, with as long tiles as their registers hold.
+    """One wave of blocks, with tiles as long as their registers hold.
 
-    A thread keeps the steps of two tiles, as they are in memory or computed, in half of the 128 registers that each of
-    512 threads of a multiprocessor has.  Two blocks of these hide what the other waits for; one publishes half as much,
-    which counts where blocks have so much to read of each other that they cannot ask for it at once, and where many
-    look back along one chain.  Packed sequences settle the states that others would look back for.
+    A thread keeps the steps of two tiles, raw or computed, in half of the 128 registers that 512 threads of a
+    multiprocessor have each.  Two blocks of 256 hide each other's waits; one of 512 publishes half as many messages,
+    which counts where a block cannot load all others' at once, and where many blocks look back along one chain.  With
+    packed sequences look-back is short: tiles in which a sequence begins publish a prefix at once.
     """
     backward, words = element.endswith("Backward"), max(1, itemsize // 4)
     if narrow:
         lanes, numbers = _lanes_across(channels, 1), (inputs if backward else 2) * words  # registers of a step
-        if lanes == channels:  # odd, so that a warp's lanes read different banks of shared memory
+        if lanes == channels:  # odd rows, against bank conflicts
             return Geometry(1, lanes, 8, (36 // numbers - 1) | 1, True, 2, narrow, STAGES)
         return Geometry(1, lanes, 16, 26 // numbers, True, 1, narrow, STAGES)
     vec = min(aligned, 2) if itemsize == 2 else 1
@@ -241,7 +241,7 @@ def macros(
     far: bool,
     wide: bool,
 ) -> tuple[tuple[str, object], ...]:
-    """The definitions that make ``scan.cu`` one kernel."""
+    """The preprocessor definitions with which ``scan.cu`` is compiled."""
     return (
         ("ELEMENT", element),
         ("SCALAR", scalar),

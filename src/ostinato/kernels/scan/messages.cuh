@@ -1,10 +1,10 @@
-// What blocks tell each other of tiles.
+// Messages between the blocks of a chain: a tile's aggregate or inclusive prefix.
 //
-// A message carries its own readiness: a mark in the same 16 bytes, which arrive whole, so nothing need be ordered and
-// no fence waited for.  The epoch of the launch in each mark tells it from those of earlier launches, so the memory need
-// not be cleared.
+// The flag (`mark`) shares one 16-byte word with the data, and 16-byte accesses are single-copy atomic, so no fence is
+// needed.  Flags include the launch's epoch, so those of earlier launches are ignored and the memory is never cleared.
 
-enum Mark : unsigned { ABSENT, COMPOSED, RESET, KNOWN, MARKS };  // RESET: the tiles before do not matter
+// COMPOSED: the aggregate; RESET: an aggregate that does not depend on earlier tiles; KNOWN: the inclusive prefix.
+enum Mark : unsigned { ABSENT, COMPOSED, RESET, KNOWN, MARKS };
 struct alignas(16) Message {
     union {
         struct { unsigned parts[3], mark; };
@@ -13,7 +13,7 @@ struct alignas(16) Message {
 
     __device__ Mark since(unsigned epoch) const { return mark - epoch < MARKS ? Mark(mark - epoch) : ABSENT; }
 };
-constexpr unsigned PATIENCE = 1 << 24;  // looks, of a microsecond each, before a wait ends in an error
+constexpr unsigned PATIENCE = 1 << 24;  // polls, about a microsecond each, before a wait traps
 
 __device__ inline void store_message(Message* to, const Message& message) {
     asm volatile("{ .reg .b128 m; mov.b128 m, {%1, %2}; st.relaxed.gpu.global.b128 [%0], m; }" ::"l"(to),

@@ -1,4 +1,4 @@
-"""The scans as differentiable operators, by whichever backend is asked for."""
+"""The scans as differentiable operators, each run by the backend that the caller names."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,8 +18,8 @@ _checked_cu_seqlens: WeakIdKeyDictionary = WeakIdKeyDictionary()
 def check_cu_seqlens(cu_seqlens: Tensor | None, length: int) -> None:
     """Raise ValueError unless the boundaries rise from 0 to `length`.
 
-    Reading them waits for the GPU, so a tensor there is read once for each version of its contents, if these are
-    counted, and not at all while a CUDA graph is being captured.
+    Reading them synchronises with the GPU, so a GPU tensor is read once per version of its contents (inference tensors
+    have none), and not at all while a CUDA graph is being captured.
     """
     if cu_seqlens is None or (cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing()):
         return
@@ -49,7 +49,7 @@ def initial_states(b: Tensor, h0: Tensor | None, cu_seqlens: Tensor | None, zero
 
 
 def _plain(implementation: Callable) -> Callable:
-    """The scan of (..., boundaries or None, ..., backend) as a loop that a graph can hold."""
+    """The scan's implementation with the "loop" backend, which an exported graph can contain."""
 
     def run(x: Tensor, y: Tensor | None, h0: Tensor | None, boundaries: Tensor | None, *how: Any) -> Any:
         if boundaries is not None:
@@ -179,7 +179,7 @@ def _carry_back(
     reverse: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    """The whole gradient of each state, by a scan in the other direction, and the initial state's."""
+    """The total gradient of each state, by a scan in the opposite direction, and the initial state's."""
     grad = torch.zeros_like(a) if grad_h is None else grad_h
     carried, first = linear_scan(a, a * grad, grad_h_last, cu_seqlens, None, not reverse, backend)
     return grad + shift(carried, grad_h_last, not reverse, cu_seqlens), first

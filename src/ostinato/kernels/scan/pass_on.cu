@@ -1,5 +1,4 @@
-// A state through the compositions of all parts, P*h + L each, one after the other: the state before one of them, and
-// that after all.
+// Carries a state through the reduced shards h -> P*h + L in order; returns the state entering shard `of` and the last.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -8,10 +7,10 @@ using Scalar = SCALAR;
 using Index = long long;
 
 struct Parameters {
-    const double* P;  // (parts, numbers), `stride` apart, and L
+    const double* P;  // (parts, numbers), rows `stride` apart, as are L's
     const double* L;
     const Scalar* start;  // (numbers), or null: zero
-    Scalar* before;       // before the part `of`
+    Scalar* before;       // the state entering shard `of`
     Scalar* last;
     Index stride;
     int parts, numbers, of, reverse;

@@ -1,42 +1,42 @@
 // One scan kernel for every operation in elements.cuh.
 //
-// A block owns GROUP neighbouring channels of one sequence and cuts its time into tiles.  In a tile every thread
-// takes ROWS consecutive steps of VEC channels; LANES lanes of a warp lie along the channels, so SEGMENTS = 32 / LANES
-// pieces of time share a warp, and WARPS warps lie along time:
+// A chain is GROUP adjacent channels of one sequence, cut along time into tiles.  In a tile every thread scans ROWS
+// consecutive steps of VEC channels; LANES lanes of a warp span the channels, so a warp covers SEGMENTS = 32 / LANES
+// segments of time, and a block's WARPS warps are consecutive in time:
 //
 //     tile = WARPS x SEGMENTS x ROWS steps,   GROUP = LANES * VEC channels
 //
-// A thread composes its own steps into one, these compositions meet through shuffles (within a warp) and shared
-// memory (between warps), and each thread then takes its steps again from the state they begin in.  Where the state
-// comes from when a tile begins is the only difference between the three ways to cover time:
+// Each thread reduces its steps to one composition (a, b); these are scanned by shuffles within a warp and through
+// shared memory between warps; then each thread replays its steps from the state they start in.  The three algorithms
+// differ only in where a tile's carry (the state before its first step) comes from:
 //
-//   streaming               a block takes the tiles of its channels in order and keeps the state.  Best where there are
-//   (CHAINED 0)             channels enough to fill the chip: nothing is exchanged between blocks.
-//   in turns                few channels: P blocks share them, each with every P-th tile.  A block publishes the composition
-//   (CHAINED 1)             of a tile before it goes through its last one; for the state in between it composes what the
-//                           others published of the tiles since its own last.
-//   looking back            in between: each block draws one tile after another, of any chain, and finds its state from what
-//   (CHAINED 1,             has been published of the tiles before (single-pass scan, decoupled look-back; Merrill & Garland
-//    LOOKS_BACK 1)          2016): the next tile goes to who is free.
+//   streaming        one block per chain scans its tiles in order and keeps the carry in registers.  Best with enough
+//   (CHAINED 0)      channels to fill the GPU: blocks do not communicate.
+//   interleaved      few channels: P blocks share a chain, each scanning every P-th tile.  A block publishes the
+//   (CHAINED 1)      aggregate of its next tile before it finishes the current one, and composes the aggregates of the
+//                    others' tiles since its own last to get its carry.
+//   look-back        in between: blocks draw tiles of any chain from a counter, which balances the load, and get the
+//   (CHAINED 1,      carry by decoupled look-back over the aggregates and inclusive prefixes of earlier tiles
+//    LOOKS_BACK 1)   (single-pass scan; Merrill & Garland 2016).
 //
-// Blocks that look back cannot deadlock, in whatever order they are scheduled: they draw tiles from a counter and finish
-// them in the order drawn, so every tile below a drawn one has been drawn, by a block that runs; a tile waits only on lower
-// tiles; and the lowest unfinished tile is the one its block is working on and waits on none.  They give the same bits
-// every time: however far back one has to look, the state goes forward through the same chain of multiply-adds.
+// Look-back cannot deadlock under any block scheduling: tiles are drawn in order and each block finishes them in that
+// order, so all tiles below a drawn one belong to running blocks; a tile waits only on lower ones; and the lowest
+// unfinished tile, which its block is working on, waits on none.  Results are deterministic: however far a block looks
+// back, the state runs forward through the same sequence of multiply-adds.
 //
-// Blocks in turns wait only on compositions, which wait on nothing but their inputs, so if all blocks of a launch run at
-// once (a cooperative launch), none waits for ever.  The order of every product and sum depends on the number of blocks
-// alone, so the same GPU gives the same bits every time.
+// Interleaved blocks wait only for aggregates, which depend only on inputs, so a cooperative launch, with all blocks
+// resident, cannot deadlock.  The order of all products and sums depends only on the number of blocks, so results are
+// deterministic on one GPU.
 //
-// Tiles are copied to shared memory while those before them are worked on, so that memory is never idle.
+// Later tiles are prefetched to shared memory while the current one is scanned.
 //
-// Steps are numbered in the order they are scanned.  Those outside the sequence (ragged ends, shorter packed
-// sequences) read as inputs that leave the state alone.
+// Steps are numbered in scan order.  Steps outside the sequence (ragged ends, shorter packed sequences) act as the
+// identity.
 //
-// The files before this one, in the order they are compiled in: elements.cuh (what is scanned), messages.cuh, tile.cuh,
-// copies.cuh, shared.cuh, steps.cuh and chain.cuh.
+// Compiled before this file, in this order: elements.cuh (the operations), messages.cuh, tile.cuh, copies.cuh,
+// shared.cuh, steps.cuh and chain.cuh.
 
-// Add up the gradients of the parameters over the block's segments, then warps, in order, into a row of their own.
+// Sum the parameters' gradients over the block's segments, then warps, in a fixed order, into the block's own row.
 __device__ inline void store_sums(const Place& at, Shared& shared, int part, Sums& sums) {
 #pragma unroll
     for (int k = 0; k < PARAMETERS; ++k)
@@ -72,13 +72,13 @@ __device__ inline void prepare(const Place& at, OfChannels& of_channels) {
     }
 }
 
-// Take a composed tile from `state`, which goes on to its end.
+// Replay a composed tile from `state`, the carry, which becomes the state after it.
 __device__ inline void apply(
     const Place& at, const Memory& memory, Shared& shared, int buffer, int chunk, const Steps& steps,
     const Composition& before, Channels& state, Sums& sums
 ) {
     const Joint& tile = shared.tile[buffer];
-    Channels mine = state;  // that this thread's steps begin in
+    Channels mine = state;  // before this thread's first step
     if constexpr (CHAINED) {
         if (at.warp > 0) tile.of(at.warp).carry(mine);
         tile.of(0).carry(state);
@@ -110,12 +110,12 @@ __device__ inline void fetch(const Place& at, const Memory& memory, Shared& shar
     commit_copies();
 }
 
-// A block takes the tiles of its chain one after the other.
+// Streaming: one block scans all tiles of its chain.
 __device__ inline void stream(const Parameters& p, Shared& shared, int chunks) {
     const Place at(p, blockIdx.x);
     const Memory memory(at);
     Resets resets, later;
-    later.load(at, 0);  // before the copies, which it would wait for
+    later.load(at, 0);  // before the copies, behind which it would queue
 #pragma unroll 1
     for (int stage = 0; stage < STAGES; ++stage) fetch(at, memory, shared, stage, stage, chunks);
     OfChannels of_channels;
@@ -145,14 +145,14 @@ __device__ inline void stream(const Parameters& p, Shared& shared, int chunks) {
     if constexpr (SUMS) store_sums(at, shared, 0, sums);
 }
 
-// Blocks share a chain and take every P-th tile of it.
+// Interleaved: P blocks (`companions`) share a chain, each scanning every P-th tile.
 __device__ inline void chain(const Parameters& p, Shared& shared, int chunks) {
     const int companions = p.companions;
     const Place at(p, blockIdx.x / companions);
     const Memory memory(at);
     const Published published(p, blockIdx.x / companions, chunks);
     int next = blockIdx.x % companions;  // the tile to be composed
-    // Of the tiles of others between two of the block each segment has a share, as far as they go.
+    // The other blocks' tiles between two of this block's are divided among its segments.
     const int share = (companions - 1 + WATCHERS - 1) / WATCHERS, of_warp = SEGMENTS * share;
     const int parts = companions > 1 ? (companions - 1 + of_warp - 1) / of_warp : 0;
     Resets later;
@@ -167,7 +167,7 @@ __device__ inline void chain(const Parameters& p, Shared& shared, int chunks) {
     Composition before;
     Sums sums = {};
     int sequence = -1;
-    // The sequences of a tile are found while there is something to wait for besides.
+    // A tile's sequences are looked up a tile ahead, to overlap with other waits.
     if (PACKING == CU_SEQLENS && next < chunks) shared.find_sequences(at, next, 0, sequence);
     for (int now = -1, since = 0, stage = 0, last = 0, buffer = 0;; since = now + 1, now = next, next += companions) {
         const int first = since + at.warp * of_warp + at.segment * share, end = first + share < now ? first + share : now;
@@ -187,7 +187,7 @@ __device__ inline void chain(const Parameters& p, Shared& shared, int chunks) {
             composed = shared.tile[buffer].join(at, coming.compose(at, shared, buffer));
         }
         __syncthreads();
-        // By the last warp, which has the least to read of other blocks.
+        // By the last warp, which has the fewest aggregates to read.
         if (next < chunks && at.warp == WARPS - 1 && at.segment == 0) {
             const Composition all = shared.tile[buffer].accumulate();
             if (companions > 1) published.write(next, all);
@@ -219,7 +219,7 @@ __device__ inline void chain(const Parameters& p, Shared& shared, int chunks) {
     if constexpr (SUMS) store_sums(at, shared, blockIdx.x % companions, sums);
 }
 
-// A block draws one tile after another, of any chain.
+// Look-back: a block draws tiles of any chain from a counter, one ahead.
 __device__ inline void chain_looking_back(const Parameters& p, Shared& shared, int chunks) {
     const int chains = (p.channels + GROUP - 1) / GROUP * p.batch * p.directions;
     struct Tile { int chain, chunk; };
@@ -256,14 +256,14 @@ __device__ inline void chain_looking_back(const Parameters& p, Shared& shared, i
         steps.resets = later.of(at, chunk);
         read(at, shared, 0, buffer, chunk, of_channels, steps);
         const Composition before = shared.tile[buffer].join(at, steps.compose(at, shared, buffer));
-        tell(buffer, number);  // late, so that nobody waits for it
+        tell(buffer, number);  // late, when the atomic has returned
         __syncthreads();
         const Published published(p, tile.chain, chunks);
         Composition all;
         bool settled = false;
         if (threadIdx.x < LANES) {
             all = shared.tile[buffer].accumulate();
-            // Of a tile that resets the state, that after it is all there is to know.
+            // The first tile, and one that resets the state, has its inclusive prefix without looking back.
             settled = chunk == 0 || all.reset;
             if (settled) published.write_after(chunk, all, state);
             else published.write(chunk, all);
@@ -271,7 +271,7 @@ __device__ inline void chain_looking_back(const Parameters& p, Shared& shared, i
         const Tile next = drawn(buffer);
         const Place there(p, next.chain);
         fetch(there, Memory(there), shared, 0, next.chunk, chunks);
-        find_sequences(there, next.chunk, buffer ^ 1);  // while others finish the tiles before
+        find_sequences(there, next.chunk, buffer ^ 1);  // while other blocks finish the earlier tiles
         if (chunk > 0) state = look_back(at, shared, published, chunk, all, settled);
         else __syncthreads();
         if (next.chunk < chunks) later.load(there, next.chunk);

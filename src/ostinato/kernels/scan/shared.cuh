@@ -1,6 +1,6 @@
-// What a block keeps in shared memory.
+// The layout of a block's shared memory.
 
-// A composition as it is published.
+// A composition as published: an aggregate or, in b, an inclusive prefix.
 struct Known {
     Channels a, low, b;
 
@@ -10,7 +10,7 @@ struct Known {
     }
 };
 
-// The compositions of a block's warps.
+// One composition per warp.
 struct Joint {
     Channels a[WARPS][LANES], low[EXTENDED ? WARPS : 1][LANES], b[WARPS][LANES];
     bool reset[WARPS][LANES];
@@ -30,10 +30,10 @@ struct Joint {
     __device__ void put_reset(int warp, bool is_reset) {
         if (FORGETS) reset[warp][threadIdx.x % LANES] = is_reset;
     }
-    // The composition of all warps, by one segment.  It takes the place of the first's, that of those before a warp the
-    // place of each other's.
+    // In-place exclusive scan over the warps, by one segment.  Slot 0 gets the total, every other slot the composition
+    // of the warps before it.
     __device__ Composition accumulate() {
-        // The resets first and last: the compiler does not know that bytes lie apart from what is loaded ahead.
+        // Resets are read first and written last: byte accesses may alias, and would keep the other loads from moving.
         unsigned resets = 0;
 #pragma unroll
         for (int warp = 0; warp < WARPS; ++warp) resets |= unsigned(is_reset(warp)) << warp;
@@ -50,7 +50,7 @@ struct Joint {
         for (int warp = 1; warp < WARPS; ++warp) put_reset(warp, resets & ((1u << warp) - 1));
         return all;
     }
-    // Put in what the warps' lanes composed, one segment after the other.  Returns that of this warp's earlier segments.
+    // Scan the lanes' compositions over the warp's segments and store the warp's.  Returns the exclusive prefix.
     __device__ Composition join(const Place& at, Composition whole) {
         Composition before = Composition::none();
         if constexpr (SEGMENTS > 1) {
@@ -67,7 +67,7 @@ struct Joint {
     }
 };
 
-// CU_SEQLENS: at which steps of a tile sequences begin, or end, and which.
+// CU_SEQLENS: the steps of a tile at which sequences begin, or end, and the sequences' numbers.
 struct Boundaries {
     static constexpr int STEPS = PACKING == CU_SEQLENS ? TILE : 1, WORDS = STEPS / 32 + 2;
     static constexpr int KEPT = PACKING == CU_SEQLENS ? 2048 : 1;
@@ -78,7 +78,7 @@ struct Boundaries {
         atomicOr(&bits[i / 32], 1u << i % 32);
         sequence[i] = n;
     }
-    // The bits of the steps from i on.
+    // The bits of steps i to i + 31.
     __device__ unsigned of(int i) const { return __funnelshift_r(bits[i / 32], bits[i / 32 + 1], i % 32); }
 };
 static_assert(PACKING != CU_SEQLENS || Boundaries::WORDS <= THREADS);
@@ -87,18 +87,18 @@ struct Shared {
     Strip input[STAGES][WARPS][INPUTS];
     Strip output[NARROW ? WARPS : 1];
     Joint tile[BUFFERS];
-    Joint between;  // chained: the tiles since the block's last
-    // Looking back: the tiles before, the nearest first, and their marks; the state found; the tiles drawn.
+    Joint between;  // interleaved: the tiles since the block's last
+    // Look-back: earlier tiles, nearest first, and their flags; the carry found; the tiles drawn.
     Known window[LOOKS_BACK ? WINDOW : 1][LANES];
     unsigned seen[LOOKS_BACK ? WATCHERS : 1];
     Channels found[LANES];
     int drawn[2];
     Boundaries begins[PACKING == CU_SEQLENS ? BUFFERS : 1], ends[PACKING == CU_SEQLENS ? BUFFERS : 1];
-    int bounds[Boundaries::KEPT];  // of the sequences, if they are so few
+    int bounds[Boundaries::KEPT];  // a copy of cu_seqlens, if it fits
     Compute sums[SUMS ? WARPS : 1][SUMS ? PARAMETERS : 1][GROUP];
 
-    // Note where sequences begin and end in a tile.  `first`, the sequence that holds the first of its steps in time, goes
-    // on from that of the block's tile before, or from -1.  All threads of the block take part.
+    // Find where sequences begin and end in a tile.  `first`, the sequence of the tile's first step in time, is
+    // searched from that of the block's previous tile, or from scratch if -1.  All threads of the block must call it.
     __device__ void find_sequences(const Place& at, int chunk, int buffer, int& first) {
         const Parameters& p = at.p;
         const int origin = chunk * TILE, count = p.steps - origin < TILE ? p.steps - origin : TILE;

@@ -1,11 +1,11 @@
-// The steps of one thread in a tile: read, composed, and taken from the state they begin in.
+// The steps of one thread in a tile: read, reduced to a composition, and replayed from their initial state.
 
-// Before which steps the state is reset.  The lanes of a warp load those of its steps, neighbours in memory mostly, long
-// before their use, as a load waits behind the copies, and tell each other.
+// The steps before which the state is reset.  A warp's lanes load the mask of its steps, mostly coalesced, long before
+// use, since loads queue behind the copies, and exchange it by ballots.
 struct Resets {
     static constexpr int TILES = CHAINED || STRIP > 32 ? 1 : 32 / STRIP;  // loaded at once
     static constexpr int WORDS = RESETS ? (TILES * STRIP + 31) / 32 : 1;
-    unsigned word[WORDS] = {};  // a lane's steps, then a bit for each of the warp's
+    unsigned word[WORDS] = {};  // a lane's steps; after share(), a bit for each of the warp's
 
     __device__ void load(const Place& at, int chunk) {
         if (!RESETS) return;
@@ -26,7 +26,7 @@ struct Resets {
 #pragma unroll
         for (int k = 0; k < WORDS; ++k) word[k] = __ballot_sync(~0u, word[k]);
     }
-    // A bit for each step of a thread.
+    // A bit for each of a thread's steps.
     __device__ unsigned of(const Place& at, int chunk) const {
         if (!RESETS) return 0;
         const int first = (TILES > 1 ? chunk % TILES * STRIP : 0) + at.segment * ROWS;
@@ -34,25 +34,25 @@ struct Resets {
     }
 
   private:
-    // The word of this number.  Of a loop that looks for it the compiler makes an index, and keeps the words in memory.
+    // word[which].  A loop would be compiled to dynamic indexing, which spills the array to local memory.
     template <int K = 0> __device__ unsigned pick(int which) const {
         if constexpr (K < WORDS) return which == K ? word[K] : pick<K + 1>(which);
         else return 0;
     }
 };
 
-using OfChannels = Element::Channel[VEC];  // what the parameters make of a thread's channels
+using OfChannels = Element::Channel[VEC];  // computed from the parameters of a thread's channels
 using Sums = Compute[OF_CHANNEL][VEC];     // of the gradients of the parameters
 
-// The steps of one thread in a tile.  Chained blocks keep two tiles' for long, as they are in memory if little need be
-// computed of them: 16-bit ones take half of the registers so.
+// The steps of one thread in a tile.  Chained blocks hold two tiles' in registers; if `read` is cheap they are kept as
+// loaded (RAW), which halves the registers of 16-bit types.
 struct Steps {
     static constexpr bool RAW = CHAINED && Element::RAW;
     Step step[RAW ? 1 : ROWS][VEC];
     Bits raw[RAW ? ROWS : 1][INPUTS];
-    unsigned resets;        // bits of the steps before which, as the forward scans them, the state is reset
-    unsigned begins, ends;  // CU_SEQLENS: bits of the steps with which sequences do
-    bool bounded;           // whether any does with a step of the warp
+    unsigned resets;        // bits of the steps before which, in the forward's order, the state is reset
+    unsigned begins, ends;  // CU_SEQLENS: bits of the first and last steps of sequences
+    bool bounded;           // whether the warp's steps have any
 
     static __device__ void make(const Bits (&bits)[INPUTS], const OfChannels& of_channels, Step (&row)[VEC]) {
         Compute x[INPUTS][VEC];
@@ -96,12 +96,12 @@ struct Steps {
     template <bool CHECKED>
     static __device__ void fetch(const Place& at, const Memory& memory, Strip (&strips)[INPUTS], int chunk) {
 #pragma unroll
-        for (int k = 0; k < INPUTS; ++k)  // backward, the step before in time is the one scanned after
+        for (int k = 0; k < INPUTS; ++k)  // backward, h[t-1] belongs to the next step in scan order
             if (at.p.has_input(k))
                 strips[k].fetch<CHECKED>(at, at.p.input(k), memory.input[k], chunk, BACKWARD && k == PREVIOUS);
     }
 
-    // Backward: put h0 before a sequence's first step in time, and nothing before a reset, where the state is to be read.
+    // Backward: write h0 as h[t-1] of a sequence's first step in time, and the zero state as that of a reset step.
     __device__ void put_states_before(
         const Place& at, const Shared& shared, int buffer, int chunk, Strip& strip, int shift
     ) const {
@@ -116,8 +116,8 @@ struct Steps {
         }
     }
 
-    // Of OFFSETS steps that do not exist may come first, and leave the state alone; others come last, where it does not
-    // matter what is read.
+    // Steps that do not exist come first only with OFFSETS, and act as the identity; elsewhere they come last, where
+    // what is read does not matter.
     __device__ void read(const Place& at, Shared& shared, int stage, int buffer, int chunk, const OfChannels& of_channels) {
         constexpr bool CHECKED = PACKING == OFFSETS;
         const Parameters& p = at.p;
@@ -128,7 +128,7 @@ struct Steps {
         for (int k = 0; k < INPUTS; ++k) shift[k] = Strip::shift(at, p.input(k), chunk, BACKWARD && k == PREVIOUS);
         if constexpr (BACKWARD && !CHECKED)
             put_states_before(at, shared, buffer, chunk, strips[PREVIOUS], shift[PREVIOUS]);
-        if (NARROW && BACKWARD) __syncwarp();  // a lane without a channel reads what is another's
+        if (NARROW && BACKWARD) __syncwarp();  // a lane without a channel reads another lane's elements
 #pragma unroll
         for (int u = 0; u < ROWS; ++u) {
             Bits bits[INPUTS];
@@ -153,7 +153,7 @@ struct Steps {
 
     __device__ Composition compose(const Place& at, const Shared& shared, int buffer) const {
         Composition whole = Composition::none();
-        int from = 0;  // what is before the last sequence that begins, or the last reset, does not matter
+        int from = 0;  // steps before the last sequence start or reset do not matter
         if (PACKING == CU_SEQLENS && begins) {
             from = 31 - __clz(begins);
             load_state(at, at.p.initial, beginning<true>(at, shared, buffer, from), whole.b);
@@ -175,7 +175,7 @@ struct Steps {
         return whole;
     }
 
-    // Take the steps from `state`, writing the results; `sums` gathers the gradients of the parameters.
+    // Replay the steps from `state` and write the results; `sums` accumulates the gradients of the parameters.
     template <bool CHECKED>
     __device__ void apply(
         const Place& at, const Memory& memory, Shared& shared, int buffer, int chunk, Channels& state, Sums& sums

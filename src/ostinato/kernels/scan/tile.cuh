@@ -1,7 +1,7 @@
-// How a block covers time in tiles: their shape, what the kernel is given, compositions of steps, and where a thread works.
+// The shape of tiles, the kernel's parameters, compositions of steps, and the indices of a thread.
 
 #ifndef RESETS
-#define RESETS 0  // 1: a mask says before which steps, as the forward scans them, the state is zero
+#define RESETS 0  // 1: a mask gives the steps before which, in the forward's order, the state is zero
 #endif
 
 enum { DENSE, CU_SEQLENS, OFFSETS };
@@ -14,13 +14,13 @@ constexpr int STRIP = SEGMENTS * ROWS;  // steps of a warp in a tile
 constexpr int TILE = WARPS * STRIP;
 constexpr unsigned OF_ROWS = ~0u >> (ROWS < 32 ? 32 - ROWS : 0);  // a bit for each of a thread's steps
 static_assert(ROWS <= 32);
-constexpr int WATCHERS = WARPS * SEGMENTS;  // that read what was published, each of some neighbouring tiles
-constexpr int WINDOW = WATCHERS < 32 ? 32 : WATCHERS;  // how far they look back at most
+constexpr int WATCHERS = WARPS * SEGMENTS;  // segments, which poll the messages of earlier tiles in parallel
+constexpr int WINDOW = WATCHERS < 32 ? 32 : WATCHERS;  // tiles of the look-back window
 static_assert(!LOOKS_BACK || (CHAINED && STAGES == 1 && WATCHERS <= 256), "a block draws one tile ahead");
-constexpr int TOGETHER = WIDE ? 16 / sizeof(Pack) : 1;  // neighbouring packs that a lane copies as one
-constexpr bool EXCHANGED = NARROW || WIDE;  // lanes copy what other lanes of the warp read
+constexpr int TOGETHER = WIDE ? 16 / sizeof(Pack) : 1;  // adjacent packs in one copy of a lane
+constexpr bool EXCHANGED = NARROW || WIDE;  // lanes copy elements that other lanes of the warp read
 static_assert(LANES % TOGETHER == 0 && ROWS % TOGETHER == 0);
-constexpr int BUFFERS = CHAINED && !LOOKS_BACK ? 3 : 2;  // of what is known of a tile, as that of one may be read when the next begins
+constexpr int BUFFERS = CHAINED && !LOOKS_BACK ? 3 : 2;  // of compositions: one may be read while the next is written
 
 using Element = ELEMENT;
 using Ring = Element::Ring;
@@ -31,7 +31,7 @@ constexpr int INPUTS = PLAIN + (BACKWARD ? 2 : 0), OUTPUTS = Element::OUTPUTS, F
 constexpr int PARAMETERS = Element::PARAMETERS, OF_CHANNEL = PARAMETERS ? PARAMETERS : 1;  // no array is empty
 constexpr bool SUMS = BACKWARD && PARAMETERS;
 
-using Bits = PackType<sizeof(Pack) < 4 ? 4 : sizeof(Pack)>::type;  // a pack in a register: of shorts two would share one
+using Bits = PackType<sizeof(Pack) < 4 ? 4 : sizeof(Pack)>::type;  // in registers: two shorts would share one
 
 using Index = long long;
 #if FAR
@@ -40,10 +40,10 @@ using Offset = Index;  // within a tile, in bytes
 using Offset = int;
 #endif
 
-// Of floats one message holds the composition of a tile, (b, a, low), of doubles the first holds b and the second a.
+// A composition is one message of floats, (b, a, low), or two of doubles, b and a.
 constexpr int MESSAGES = sizeof(Compute) / 4;
 
-struct Strides { Index batch, time, direction; };  // channels are neighbours
+struct Strides { Index batch, time, direction; };  // that of channels is 1
 
 struct Tensor : Strides {
     Scalar* data;  // null: all zero
@@ -51,8 +51,8 @@ struct Tensor : Strides {
 };
 
 struct Parameters {
-    // Addresses first: the rest is the same at every call with the same shapes.
-    Scalar* data[INPUTS + OUTPUTS];  // the element's plain inputs, then h, read a step earlier in time, grad; outputs
+    // Addresses first: the rest is the same for all calls with the same shapes.
+    Scalar* data[INPUTS + OUTPUTS];  // the element's plain inputs, then h (read one step earlier) and grad; outputs
     const PARAMETER* parameters[OF_CHANNEL];  // (channels) each, in each direction
     const Scalar* initial;  // the state before the first step scanned, (directions * batch, channels), or null
     Scalar* final;          // the state after the last one, or null
@@ -60,10 +60,10 @@ struct Parameters {
     Compute* sums;          // gradients of the parameters, one row for each block of a channel group
     const int* bounds;      // cu_seqlens or offsets
     const unsigned char* resets;  // with RESETS, a byte for each step of each sequence
-    Message* published;     // chained: what is known of each tile
-    unsigned* counter;      // looking back: of the tiles drawn
-    unsigned epoch, drawn;  // chained: the launch's number, a multiple of MARKS; what the counter begins at
-    Index companions;       // blocks that share their channels
+    Message* published;     // chained: the messages of each tile
+    unsigned* counter;      // look-back: counts the tiles drawn
+    unsigned epoch, drawn;  // chained: the launch's number, a multiple of MARKS; the counter's initial value
+    Index companions;       // interleaved: blocks per chain
     Index parameter_direction, resets_batch, resets_time, resets_direction;
     Strides strides[INPUTS + OUTPUTS];
     int batch, steps, channels, sequences, directions, reverse;
@@ -75,15 +75,15 @@ struct Parameters {
 
 struct alignas(sizeof(Compute) * VEC) Channels { Compute value[VEC]; };
 
-// Gates near 1 lie so close to each other in float that a product of a few is rounded the same way every time, which
-// a long memory adds up (4e-5 at T = 65,536 for gates within 1e-4 of 1).  So a product of floats keeps what rounding
-// took from it, as the sum a + low.
+// Floats are so coarse near 1 that products of gates there are all rounded in the same direction, and the bias
+// accumulates over time (4e-5 at T = 65,536 for gates within 1e-4 of 1).  So a product of floats keeps its rounding
+// error, as the unevaluated sum a + low.
 constexpr bool EXTENDED = sizeof(Scalar) == 4 && Ring::LINEAR;
 
 // The composition of consecutive steps.
 struct Composition {
     Channels a, low, b;
-    bool reset;  // a packed sequence begins within, or the state is reset: the one before does not matter
+    bool reset;  // a packed sequence begins within, or the state is reset: it does not depend on the state before
 
     __device__ static Composition none() {
         Composition c;
@@ -108,9 +108,9 @@ struct Composition {
         if (!EXTENDED) return;
 #pragma unroll
         for (int v = 0; v < VEC; ++v)
-            if (low.value[v] - low.value[v] != 0) low.value[v] = 0;  // an infinite product has none
+            if (low.value[v] - low.value[v] != 0) low.value[v] = 0;  // not finite after overflow
     }
-    // Append a composition of steps with its own low part.
+    // Append a composition that has a low part.
     __device__ void append(int v, Compute next_a, Compute next_low, Compute next_b) {
         const Compute product = Ring::times(next_a, a.value[v]);
         if (EXTENDED) {
@@ -139,7 +139,7 @@ struct Composition {
 #pragma unroll
         for (int v = 0; v < VEC; ++v) {
             both.append(v, a.value[v], low.value[v], b.value[v]);
-            if (FORGETS && reset) both.b.value[v] = b.value[v];  // and nobody asks for a
+            if (FORGETS && reset) both.b.value[v] = b.value[v];  // a is then unused
         }
         return both;
     }
@@ -156,12 +156,12 @@ struct Composition {
     }
 };
 
-// Where a thread works: which channels of which sequence, and in which direction time is scanned.
+// A thread's coordinates: its sequence, channels and position along time, and the direction of the scan.
 struct Place {
     const Parameters& p;
     int batch, direction, group, warp, lane, segment, channel;
     bool inside;      // this lane's channels exist
-    bool descending;  // the scan goes from the last step in time to the first
+    bool descending;  // the scan runs backward in time
 
     __device__ Place(const Parameters& p, int chain) : p(p) {
         const int groups = (p.channels + GROUP - 1) / GROUP;
@@ -169,7 +169,7 @@ struct Place {
         batch = chain / groups % p.batch;
         direction = chain / groups / p.batch;
         warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-        asm("" : "+r"(warp), "+r"(lane));  // or the compiler reads the slow register anew at every use
+        asm("" : "+r"(warp), "+r"(lane));  // or the compiler re-reads the slow special register at every use
         segment = lane / LANES;
         channel = group * GROUP + lane % LANES * VEC;
         inside = channel < p.channels;
@@ -182,9 +182,9 @@ struct Place {
         const int t = time(i);
         return p.bounds[t] + batch < p.bounds[t + 1];
     }
-    // Whether steps come after a tile, so that nothing in it need be checked but whether there is a lane's channel.
+    // Whether more steps follow the tile, so that all its steps exist and none is the last.
     __device__ bool whole(int chunk) const { return PACKING != OFFSETS && (chunk + 1) * TILE < p.steps; }
-    // Whether all that is copied exists, for the sake of alignment, too.
+    // Whether everything copied for the tile exists, including what alignment adds.
     __device__ bool inner(int chunk) const {
         if (NARROW) return PACKING != OFFSETS && chunk > 0 && (chunk + 1) * TILE + 16 < p.steps;
         return PACKING != OFFSETS && (chunk + 1) * TILE + BACKWARD <= p.steps;
@@ -196,18 +196,18 @@ struct Place {
     }
 };
 
-// This thread's rows of a tensor, `ahead` steps further.
+// This thread's rows of a tensor, `ahead` steps later.
 struct Rows {
-    const char* first;  // in the first tile; of OFFSETS, where the sequence would be if it were packed alone
+    const char* first;  // in the first tile; with OFFSETS, the address for a packed row number of 0
     Offset stride;
-    int local;  // the step of the first tile that the first is
+    int local;  // step of the first row within a tile
     bool inside;
 
     __device__ Rows() {}
     __device__ Rows(const Place& at, const Tensor& x, int ahead, int row = 0)
         : local(at.first(0) + ahead + row), inside(at.inside) {
         const Index step = PACKING == OFFSETS ? 0 : at.time(local);
-        const int channel = inside ? at.channel : at.group * GROUP;  // a lane without channels may read the first's
+        const int channel = inside ? at.channel : at.group * GROUP;  // lanes without channels may read the first
         first = reinterpret_cast<const char*>(at.sequence(x) + channel + step * x.time);
         stride = Offset(PACKING != OFFSETS && at.descending ? -x.time : x.time) * Offset(sizeof(Scalar));
     }
@@ -215,20 +215,20 @@ struct Rows {
     __device__ char* tile(int chunk) const {
         return const_cast<char*>(first) + (PACKING == OFFSETS ? 0 : Index(chunk) * Offset(TILE * stride));
     }
-    // Row u, given where the tile is.
+    // Row u of the tile.
     __device__ Pack* row(const Place& at, int chunk, char* tile, int u) const {
         const Index row = PACKING == OFFSETS ? at.p.bounds[at.time(chunk * TILE + local + u)] : u;
         return reinterpret_cast<Pack*>(tile + row * stride);
     }
 };
 
-// Where a thread's rows of all tensors are, which is the same in every tile.
+// Addresses of a thread's rows of all tensors, computed once for all tiles.
 struct Memory {
     Rows input[INPUTS], output[OUTPUTS];
 
     __device__ explicit Memory(const Place& at) {
         Place piece = at;
-        if (TOGETHER > 1) {  // a lane copies not its own steps, but a piece of a row; a warp, TOGETHER rows at once
+        if (TOGETHER > 1) {  // a lane copies 16 bytes of a row, not its own steps; a warp copies TOGETHER rows at once
             constexpr int PER_ROW = LANES / TOGETHER;
             piece.segment = at.lane / PER_ROW % SEGMENTS;
             piece.channel = at.group * GROUP + at.lane % PER_ROW * (TOGETHER * VEC);

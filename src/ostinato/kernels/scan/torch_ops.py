@@ -1,10 +1,9 @@
-"""Scans in plain PyTorch operations, for every device that has no kernel of its own.
+"""Scans in plain PyTorch operations, for devices without kernels here.
 
-The sequence is cut into chunks of 16 steps.  All chunks advance together, one
-step at a time, as if each began in the neutral state; the chunks' totals are
-scanned by the same function, a sixteenth as long; each chunk is then corrected
-for the state it really began in.  That is 16 * log16(T) short launches and
-2T compositions.
+The sequence is cut into chunks of 16 steps.  All chunks are scanned in parallel,
+one step at a time, from the neutral state; the chunks' aggregates are scanned by
+the same function, a sixteenth as long; each chunk is then corrected for its carry.
+That is 16 * log16(T) short launches and 2T compositions.
 """
 
 from collections.abc import Callable
@@ -21,7 +20,7 @@ CHUNK = 16
 
 
 class Semiring(NamedTuple):
-    """The two operations a scan is made of, and their neutral elements."""
+    """The operations of a scan and their neutral elements."""
 
     times: Callable[[Tensor, Tensor], Tensor]
     times_plus: Callable[[Tensor, Tensor, Tensor], Tensor]  # a*h + b
@@ -125,7 +124,7 @@ class TorchBackend:
         cu_seqlens: Tensor | None,
         resets: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """s[t] = a[t] * (grad[t] + s[t+1]), the gradient carried back over step t; s[T] is the last state's."""
+        """s[t] = a[t] * (grad[t] + s[t+1]), the gradient of h[t-1] through h[t]; s[T] is the last state's."""
         b = zeroed(a * grad, resets)
         return self._run(LINEAR, a, b, grad_h_last, not reverse, cu_seqlens, resets)
 
@@ -183,7 +182,7 @@ class TorchBackend:
 
 
 class Packing(NamedTuple):
-    """Where the steps of packed sequences lie: rows (N, L) of the packed tensor, and which are real."""
+    """Where the steps of packed sequences are stored: rows (N, L) of the packed tensor, and which are not padding."""
 
     rows: Tensor
     valid: Tensor
@@ -229,9 +228,9 @@ def shift(h: Tensor, h0: Tensor | None, reverse: bool, cu_seqlens: Tensor | None
 
 
 def shares(kept: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
-    """Of a state in log space, the shares that what was kept and what was added have, which add up to 1.
+    """exp(kept) and exp(added) as fractions of their sum, which is the new state.
 
-    Not ``exp(kept - log_h)``, as the state is rounded.  A state of exactly zero passes no gradient back.
+    Not ``exp(kept - log_h)``, as the state is rounded.  A state of exactly zero has no gradient.
     """
     nothing = (kept == LOG.zero) & (added == LOG.zero)
     ratio = torch.where(nothing, 0.0, kept) - torch.where(nothing, 0.0, added)
@@ -275,8 +274,7 @@ def at_least_float32(x: Tensor) -> torch.dtype:
 
 
 def _for_products(x: Tensor) -> torch.dtype:
-    # Products of float32 gates near 1 are rounded alike, which a long memory adds up.  Not every other device has
-    # float64.
+    # Rounding of float32 products near 1 is biased and accumulates over time.  Not every other device has float64.
     exact = x.dtype in (torch.float32, torch.complex64) and x.device.type in ("cpu", "cuda")
     return _double(x) if exact else at_least_float32(x)
 
