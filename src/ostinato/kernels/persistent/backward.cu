@@ -1,13 +1,13 @@
-// The gradients of one layer and direction of an RNN, GRU or LSTM: back through all its steps in one launch, the
-// recurrent weights on the chip throughout.
+// Backpropagation through time of one layer and direction of an RNN, GRU or LSTM in one launch, with the recurrent
+// weights kept on chip.
 //
-// At every step Units turns the gradients of its hidden units into those of their gates, and publishes them.  Product
-// multiplies the transposed matrix with the gates of all units: the gradients of the states before.  Pre-activations
-// were recomputed from exactly the states that the forward exchanged; an RNN's states say enough themselves.  Gradients
-// of states stay in float.
+// At every step Units computes the gradients of its hidden units' gates and publishes them; Product multiplies the
+// transposed matrix with the gate gradients of all units, which gives those of the previous states.  Pre-activations
+// were recomputed from the same rounded states that the forward exchanged; an RNN needs only its states.  Gradients of
+// states stay in float32.
 //
-// What a step needs beside the gradients is read from memory two steps ahead, and made into slopes one step ahead, while
-// the blocks wait for each other.
+// A step's other operands are loaded two steps ahead, and turned into derivatives one step ahead, while the blocks wait
+// for each other.
 
 constexpr int PREFETCH = 6;                          // steps
 constexpr int GRADS = CELL == GRU ? 4 : GATES;       // of a unit that are written
@@ -15,16 +15,16 @@ constexpr bool TAKES_STATE = CELL == GRU, TAKES_CELL = CELL == LSTM;
 
 struct Units : Block {
     const Parameters &p;
-    float dh[ITEMS], dc[ITEMS];  // gradients of the state after the next step to be taken
+    float dh[ITEMS], dc[ITEMS];  // gradients of the state after the next step to be processed
     float d[ITEMS][GRADS];       // of the gates at this step
     Span spans[ITEMS];
-    // What a step multiplies gradients with, known before they are.
+    // A step's derivatives, computed before the gradients that they multiply arrive.
     float slope[ITEMS][GATES], direct[ITEMS], gate[ITEMS], through[ITEMS], given[ITEMS];
-    // As read from memory.
+    // As loaded.
     Scalar pre[ITEMS][GATES], grad[ITEMS], candidate[ITEMS], before[ITEMS];
     float cell[ITEMS], cell_before[ITEMS];
     Resets resets;
-    bool begins[ITEMS], began[ITEMS];  // whether the next step to be taken, and the one before, begin from zero
+    bool begins[ITEMS], began[ITEMS];  // whether the next step to be processed, and the last, start from a zero state
 
     __device__ Units(const Parameters &p, const Product &product, int block, Block owned_by) : Block(owned_by), p(p) {
 #pragma unroll
@@ -37,7 +37,7 @@ struct Units : Block {
         }
     }
 
-    // earlier: the rows of the step before in time, if there is one
+    // earlier: the rows of the previous time step, if any
     __device__ void fetch(const Rows &rows, bool has_earlier, const Rows &earlier) {
         resets.read(p, *this, rows.step);
 #pragma unroll
@@ -60,7 +60,7 @@ struct Units : Block {
         }
     }
 
-    // A sequence that is not at this step hands its gradients on.
+    // The gradients of a sequence without this step pass through unchanged.
     __device__ void differentiate(const Rows &rows) {
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
@@ -182,13 +182,13 @@ struct Units : Block {
 #define IN_CLUSTERS
 #endif
 
-// grid: as many groups of BLOCKS blocks as there are groups of COLUMNS sequences, all resident at once
+// grid: BLOCKS blocks for each group of COLUMNS sequences, all resident at once
 extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const Parameters p) {
     extern __shared__ uint4 shared[];
     const int block = blockIdx.x % BLOCKS, group = p.first / COLUMNS + blockIdx.x / BLOCKS;
     const int sequences = min(COLUMNS, p.batch - group * COLUMNS);
 
-    float *all_sums = reinterpret_cast<float *>(shared);  // two, by the step's parity: one is read, the other written
+    float *all_sums = reinterpret_cast<float *>(shared);  // double-buffered by the step's parity
     uint4 *mailbox = shared + SUMS / 2;
     Product product(p, block, mailbox + 2 * (CLUSTER - 1) * UNITS * COLUMNS / 2);
     Units units(p, product, block, Block{block * UNITS, group * COLUMNS, sequences, int(threadIdx.x)});

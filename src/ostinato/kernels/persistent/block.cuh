@@ -1,10 +1,10 @@
-// A recurrent matrix pruned in blocks, on tensor cores: of each strip of 16 rows only the columns that are not zero.
+// A block-sparse recurrent matrix on tensor cores: of each strip of 16 rows only the nonzero columns are multiplied.
 //
-// A tile is 16 rows by 32 bytes of such columns, wherever they are; their state is gathered from shared memory, one
-// address for each column.  The tiles of each strip are dealt in SHARES, and the shares of all strips to the warps in
-// turn.  All warps have the same number of tiles in a turn, and LAST_TILES tells which are the last.  HELD of a warp's
-// TILES tiles stay in registers, spread evenly, the others in shared memory.
-// The columns of a strip are ordered such that a gather meets all banks.
+// A tile is 16 rows by 32 bytes of a strip's nonzero columns, in any order; their state is gathered from shared memory,
+// one address per column.  The tiles of each strip are split into SHARES, which are assigned to the warps round-robin.
+// All warps have the same number of tiles in a round; LAST_TILES marks the last tile of each share.  HELD of a warp's
+// TILES tiles stay in registers, spread evenly, the others in shared memory.  The columns of a strip are ordered such
+// that gathers are free of bank conflicts.
 
 __device__ constexpr bool ends_share(int tile) {
     constexpr unsigned long long last[] = {LAST_TILES};  // a bit for each tile
@@ -13,18 +13,18 @@ __device__ constexpr bool ends_share(int tile) {
 
 constexpr int AT_ONCE_SHARED = WARPS / SHARES;  // strips
 constexpr int SUM_ROWS = (ROWS / 16 + AT_ONCE_SHARED - 1) / AT_ONCE_SHARED * AT_ONCE_SHARED * 16;
-constexpr int SUM_PITCH = SUM_ROWS + 4;  // stores of the accumulators fall in different banks
-constexpr int PARTS = SHARES * (HALVES ? 2 : 1);  // of a sum
+constexpr int SUM_PITCH = SUM_ROWS + 4;  // padded: stores of the accumulators have no bank conflicts
+constexpr int PARTS = SHARES * (HALVES ? 2 : 1);  // partial sums per row
 constexpr int SUMS = PARTS * COLUMNS * SUM_PITCH;
-constexpr int CHAINS = 4;            // of sums, whose latency they hide
-constexpr int AT_ONCE_GATHERED = 8;  // tiles: one wait does for all
+constexpr int CHAINS = 4;            // independent accumulators, to hide the latency of mma
+constexpr int AT_ONCE_GATHERED = 8;  // tiles whose gathers are in flight together
 constexpr int TILE_COLUMNS = 32 / sizeof(Scalar);
-constexpr int GATHERS = (TILES * TILE_COLUMNS + 31) / 32;  // places that a lane holds, two in a register
+constexpr int GATHERS = (TILES * TILE_COLUMNS + 31) / 32;  // column indices that a lane holds, two in a register
 
 __device__ constexpr int held_before(int tile) { return tile * HELD / TILES; }
 __device__ constexpr bool is_held(int tile) { return held_before(tile + 1) > held_before(tile); }
 
-// The registers of a lane in one tile, from the matrix itself.
+// Packs one lane's registers of one tile.
 constexpr int PACKED = BLOCKS * WARPS * TILES * 32;
 
 __device__ inline void pack_weights(const Parameters &p, int i) {
@@ -43,8 +43,8 @@ struct Product {
     SharedState state;
 
     // packed:  (BLOCKS, WARPS, TILES, 32 lanes) of 16 bytes
-    // index:   (BLOCKS, WARPS, TILES, 32 lanes, numbers of 16 bytes), of the weights in the matrix from 1 on, 0 if none
-    // places:  (BLOCKS, WARPS, rounded up to even: GATHERS, 32 lanes), of the columns of consecutive tiles
+    // index:   (BLOCKS, WARPS, TILES, 32 lanes, elements in 16 bytes), 1-based indices into the matrix, 0 for padding
+    // places:  (BLOCKS, WARPS, GATHERS rounded up to even, 32 lanes), of the columns of consecutive tiles
     __device__ Product(const Parameters &p, int block, uint4 *shared)
         : kept(shared + STATE_PIECES + threadIdx.x), state(shared) {
         const int warp = block * WARPS + warp_id();
@@ -63,18 +63,18 @@ struct Product {
 
     __device__ int place(int gather) const {
         unsigned both = places[gather / 2];
-        asm volatile("" : "+r"(both));  // taken apart at every step anew, not kept in parts
+        asm volatile("" : "+r"(both));  // keeps the pair packed: the compiler would hoist the unpacking
         return gather % 2 ? both >> 16 : both & 0xffffu;
     }
 
-    // The state for some tiles.
+    // Gathers the state for AT_ONCE_GATHERED tiles.
     __device__ void gather(int first, unsigned (&b)[AT_ONCE_GATHERED][2]) const {
 #pragma unroll
         for (int i = 0; i < AT_ONCE_GATHERED; ++i) {
             const int tile = first + i;
             if (tile >= TILES) continue;
             if constexpr (sizeof(Scalar) == 2) {
-                if (i % 2) continue;  // two tiles at once; transposed on the way
+                if (i % 2) continue;  // ldmatrix loads two tiles, transposed
                 const unsigned address = __cvta_generic_to_shared(state.places + place(tile / 2) * STATE_BYTES);
                 asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                              : "=r"(b[i][0]), "=r"(b[i][1]), "=r"(b[i + 1][0]), "=r"(b[i + 1][1])
@@ -91,8 +91,8 @@ struct Product {
         }
     }
 
-    // sums[part][sequence][row] = a share of the row's strip times the state `from`, or times the places of it that
-    // have the batch in their lower or upper half: there it is in the product's columns, too.
+    // sums[part][sequence][row] = a share of the row's strip times the state `from`.  With HALVES, places that hold the
+    // batch in their lower and in their upper half have separate partial sums, from separate columns of the mma.
     __device__ void operator()(const char *from, int columns, float *sums, Patience &patience) {
         state.bring(from, columns, patience);
         __syncthreads();

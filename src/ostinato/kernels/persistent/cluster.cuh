@@ -1,9 +1,9 @@
-// Sums over the blocks of a cluster, through distributed shared memory.
+// Reduction over the blocks of a cluster, through distributed shared memory (split-K).
 //
-// Each block multiplies one slice of what is exchanged with the rows of all units of the cluster.  The sum of a row
-// that another block updates goes to that block's mailbox, together with the number of the step, as one word: it has
-// arrived when its number is the step's.  There are two mailboxes, by the step's parity.  A slot is written anew two
-// steps later, by a block that has by then read what was computed from the slot's content.
+// Each block multiplies one slice of the exchanged vector with the rows of all units of the cluster.  The partial sum
+// of a row that another block owns goes to that block's mailbox in one 64-bit word with the step's number as its flag.
+// Mailboxes are double-buffered by the step's parity.  Overwriting a slot two steps later is safe: by then the writer
+// has read values computed from the slot's content.
 
 struct Cluster {
     static constexpr int SHARE = UNITS * COLUMNS, MAIL = 2 * (CLUSTER - 1) * SHARE;  // words
@@ -24,7 +24,7 @@ struct Cluster {
         }
     }
 
-    // All blocks of the cluster are there, and stay until all have been here.
+    // Cluster barrier: all blocks have started, and none exits before all are done.
     __device__ static void meet() {
         if constexpr (CLUSTER > 1)
             asm volatile("barrier.cluster.arrive.aligned;\n\tbarrier.cluster.wait.aligned;" ::: "memory");
@@ -41,7 +41,7 @@ struct Cluster {
             const int item = number(i) % SHARE, sequence = item / UNITS;
             if (!sends(i) || sequence >= sequences) continue;
             const float sum = product.sum(sums, spans[i], row(i), sequence);
-            const int from = CLUSTER - 2 - number(i) / SHARE;  // how far this block is from that one, less one
+            const int from = CLUSTER - 2 - number(i) / SHARE;  // distance from the peer to this block, less one
             const Word *slot = mailbox + (step % 2 * (CLUSTER - 1) + from) * SHARE + item;
             unsigned address;
             asm("mapa.shared::cluster.u32 %0, %1, %2;"
@@ -51,7 +51,7 @@ struct Cluster {
         }
     }
 
-    // What the others have for an item, which is of no use if the wait was given up.
+    // The sum of the other blocks' partial sums of an item; garbage if the wait timed out.
     __device__ float receive(int item, int step, Patience &patience) const {
         float total = 0;
 #pragma unroll

@@ -1,13 +1,13 @@
 // A dense recurrent matrix on tensor cores.
 //
-// Each warp multiplies its eighth of the columns with all rows of the block.  The order of the columns within a
-// tile is free, so it is chosen such that the other operand is what lies in memory: a lane's word of the state is
-// its part of it.  State goes from memory to the tensor cores with nothing between.
+// Each warp multiplies its eighth of the columns with all rows of the block.  The order of columns within a tile is
+// free, and chosen such that a word of the state in memory is a lane's fragment of the B operand: state is loaded from
+// global memory straight into the registers of mma, without shared memory.
 //
-// HELD of a warp's TILES tiles stay in registers and others in shared memory.  STREAMED tiles, for which there is no
-// room on the chip, are read from L2 at every step, some AHEAD of their use: the first while the block waits for the
-// state.  If the block's last rows are no more than 8, one tile has them for two column tiles, in its upper and its
-// lower half: it is multiplied with the state of both, and of either product only one half is used.
+// HELD of a warp's TILES tiles stay in registers, others in shared memory.  STREAMED tiles, which do not fit on chip,
+// are read from L2 at every step, AHEAD tiles in advance: the first while the block waits for the state.  If the last
+// row tile has at most 8 rows (HALF), one tile holds them for two column tiles, in its upper and its lower half: it is
+// multiplied with the state of both, and of each product only one half is used.
 
 constexpr int ROW_TILES = (ROWS + 15) / 16;
 constexpr bool HALF = (ROWS - 1) % 16 < 8;
@@ -17,34 +17,34 @@ constexpr int TILES = FULL * COLUMN_TILES + HALF * ((COLUMN_TILES + 1) / 2);
 constexpr int ON_CHIP = TILES - STREAMED;
 constexpr int AHEAD = 4;
 constexpr int EARLY = STREAMED ? 0 : TILES - HELD < 4 ? TILES - HELD : 4;  // read from shared memory while waiting
-constexpr int PIECES = COLUMN_TILES / 2, ODD = COLUMN_TILES % 2;  // two tiles are read as a piece, an odd one as a word
+constexpr int PIECES = COLUMN_TILES / 2, ODD = COLUMN_TILES % 2;  // state of two tiles: 16 bytes; of an odd one: 8
 constexpr int SEQUENCE_TILES = (COLUMNS + 7) / 8;
 constexpr int PRODUCTS = ROW_TILES * SEQUENCE_TILES;
-constexpr int CHAINS = PRODUCTS >= 4 ? 1 : PRODUCTS >= 2 ? 2 : 4;  // hide latency
-constexpr int SUM_PITCH = 16 * ROW_TILES + 4;  // stores of the accumulators fall in different banks
+constexpr int CHAINS = PRODUCTS >= 4 ? 1 : PRODUCTS >= 2 ? 2 : 4;  // independent accumulators, to hide mma's latency
+constexpr int SUM_PITCH = 16 * ROW_TILES + 4;  // padded: stores of the accumulators have no bank conflicts
 constexpr int SUMS = WARPS * COLUMNS * SUM_PITCH;
 
-// Tiles are in the order of their columns, those for two of them after the other tiles of the first.
+// Tiles are ordered by column; one shared by two column tiles follows the others of the first.
 __device__ constexpr int tile_at(int column, int row) {
     return row < FULL ? column * FULL + HALF * ((column + 1) / 2) + row : column / 2 * (2 * FULL + 1) + FULL;
 }
 
-// The streamed ones are spread evenly among all tiles.
+// Streamed tiles are spread evenly among all.
 __device__ constexpr int streamed_tile(int i) { return i * TILES / (STREAMED + !STREAMED); }
 __device__ constexpr int streamed_before(int tile) { return (tile * STREAMED + TILES - 1) / TILES; }
 __device__ constexpr bool is_streamed(int tile) { return streamed_before(tile + 1) > streamed_before(tile); }
 
-// How many of the ON_CHIP tiles before one of them are in registers: those in shared memory come first and then evenly
-// spread.
+// How many of the ON_CHIP tiles before one are in registers: EARLY tiles in shared memory come first, then both kinds
+// are spread evenly.
 __device__ constexpr int held_before(int tile) { return tile <= EARLY ? 0 : (tile - EARLY) * HELD / (ON_CHIP - EARLY); }
 __device__ constexpr bool is_held(int tile) { return held_before(tile + 1) > held_before(tile); }
 
-// The registers of a lane in one tile, from the matrix itself.
+// Packs one lane's registers of one tile.
 constexpr int PACKED = BLOCKS * WARPS * TILES * 32;
 
 __device__ inline void pack_weights(const Parameters &p, int i) {
     const int lane = i % 32, tile = i / 32 % TILES, warp = i / (32 * TILES) % WARPS, block = i / (32 * TILES * WARPS);
-    int row, column = tile / ROW_TILES, beside = 0;  // how many column tiles on the lower half of the rows is from
+    int row, column = tile / ROW_TILES, beside = 0;  // 1 if the tile's lower half is from the next column tile
     if (!HALF) {
         row = tile % ROW_TILES * 16;
     } else {
@@ -56,7 +56,7 @@ __device__ inline void pack_weights(const Parameters &p, int i) {
     row += lane / 4;
     unsigned registers[4];
 #pragma unroll
-    for (int r = 0; r < 4; ++r) {  // the tile's upper and lower rows, of the first half of the columns; of the second
+    for (int r = 0; r < 4; ++r) {  // mma's order: upper and lower rows of the first half of the columns, of the second
         const int c = column + r % 2 * beside, there = row + (beside ? 0 : r % 2 * 8);
         const int in_warp = c / 2 < PIECES ? c / 2 * 64 + lane % 4 * 16 + c % 2 * 8 : PIECES * 64 + lane % 4 * 8;
         const int first = (warp * 32 * COLUMN_TILES + in_warp + r / 2 * 4) / int(sizeof(Scalar));
@@ -67,8 +67,8 @@ __device__ inline void pack_weights(const Parameters &p, int i) {
     reinterpret_cast<uint4 *>(p.packed)[i] = {registers[0], registers[1], registers[2], registers[3]};
 }
 
-// Exact float32 of one sequence is multiplied by ordinary instructions, since tensor cores would take each number in
-// parts.  All lanes then have the one state, and each its columns' share of two rows' sums, in d[0] and d[2].
+// Exact float32 of one sequence uses FMA instructions, since tensor cores would need three tf32 products.  All lanes
+// then hold the same state, and each accumulates its columns' share of two rows in d[0] and d[2].
 constexpr bool ORDINARY = EXACT && COLUMNS == 1;
 
 __device__ inline void multiply(float (&d)[4], const uint4 &a, Word b) {
@@ -78,7 +78,7 @@ __device__ inline void multiply(float (&d)[4], const uint4 &a, Word b) {
     d[2] += __uint_as_float(a.y) * first + __uint_as_float(a.w) * second;
 }
 
-// The sum of a row, which the four lanes that have shares of it add up.
+// Reduces a row's sum over the four lanes that hold shares of it.
 __device__ inline float over_lanes(float sum) {
     if (!ORDINARY) return sum;
     sum += __shfl_xor_sync(~0u, sum, 1);
@@ -109,7 +109,7 @@ struct Product {
 
     __device__ uint4 streamed(int i) const { return __ldcg(weights + streamed_tile(i) * 32); }
 
-    // A tile; a streamed one's place is the next one's, of this step or of the step after.
+    // A tile's registers.  A streamed tile's slot is refilled with a later one, of this step or the next.
     __device__ uint4 take(int tile) {
         const int before = streamed_before(tile), i = tile - before;
         if (!is_streamed(tile)) {
@@ -153,7 +153,7 @@ struct Product {
         __syncwarp();
 
         float d[CHAINS][FULL + 1][SEQUENCE_TILES][4] = {}, halves[2][SEQUENCE_TILES][4] = {};
-        uint4 half;  // the last tile that two column tiles share
+        uint4 half;  // the last tile shared by two column tiles
 #pragma unroll
         for (int c = 0; c < COLUMN_TILES; ++c) {
 #pragma unroll

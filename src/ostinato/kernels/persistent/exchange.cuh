@@ -1,24 +1,23 @@
-// What every persistent kernel shares: its parameters, and the exchange of a step's results between blocks.
+// Common to all persistent kernels: the parameters, and the exchange of a step's results between blocks.
 //
-// A block owns UNITS hidden units of COLUMNS sequences, a group, and updates them at every step.  Forward it needs the
-// group's whole previous state; backward the gradients of all gates at the step after.  What is exchanged at all steps
-// lies in memory that is first filled with a NaN which no block ever writes, and each of its words is written once.
-// So a word that is no longer that NaN has arrived: there is no flag, no barrier between blocks and no buffer that is
-// used twice.  A word is 8 or 4 aligned bytes, which the memory model keeps whole; it holds neighbouring numbers of one
-// sequence.
+// A block owns UNITS hidden units of COLUMNS sequences, a group, and updates them at every step.  Forward it reads the
+// group's whole previous state, backward the gradients of all gates at the step after.  Every step has its own buffer,
+// filled beforehand with a NaN that no block writes, and each of its words is written once.  So the data is its own
+// flag: a word that is no longer that NaN has arrived, and no fence, no barrier between blocks and no reuse of buffers
+// is needed.  A word is 8 or 4 aligned bytes, which are written atomically; it holds adjacent units of one sequence.
 //
-// Backward that is GATES times more than forward.  There CLUSTER blocks each multiply one slice of it with the rows of
-// all their units, and add up their products through distributed shared memory.
+// Backward exchanges GATES times as much.  There each of CLUSTER blocks multiplies one slice of it with the rows of all
+// the cluster's units, and the partial sums are reduced through distributed shared memory.
 
 enum CellKind { RNN_TANH, RNN_RELU, GRU, LSTM };
 constexpr int GATES = CELL == LSTM ? 4 : CELL == GRU ? 3 : 1;
 
-constexpr int WARPS = 8, THREADS = 32 * WARPS;  // 255 registers a thread: all that a multiprocessor has
+constexpr int WARPS = 8, THREADS = 32 * WARPS;  // with 255 registers each: all that a multiprocessor has
 constexpr int WORD = 8 / sizeof(Scalar);         // numbers in 8 bytes
-constexpr bool HALF_WORDS = UNITS % WORD != 0;   // blocks meet in the middle of 8 bytes: a word is 4
-constexpr int PITCH = (HIDDEN + 2 * WORD - 1) / (2 * WORD) * (2 * WORD);  // units, in whole pieces
-constexpr int WIDTH = BACKWARD ? GATES * PITCH : PITCH;  // numbers of a sequence that are exchanged: gate by gate
-constexpr int CHUNK = CHUNK_BYTES;  // of a sequence, beside that of the next sequence
+constexpr bool HALF_WORDS = UNITS % WORD != 0;   // two blocks share 8 bytes: a word is 4
+constexpr int PITCH = (HIDDEN + 2 * WORD - 1) / (2 * WORD) * (2 * WORD);  // units, padded to 16 bytes
+constexpr int WIDTH = BACKWARD ? GATES * PITCH : PITCH;  // numbers exchanged per sequence, gate by gate
+constexpr int CHUNK = CHUNK_BYTES;  // of one sequence, followed by the next sequence's
 constexpr int ALIGNED = 64 / sizeof(Scalar);
 constexpr int SLICE = CLUSTER == 1 ? WIDTH : (WIDTH + CLUSTER * ALIGNED - 1) / (CLUSTER * ALIGNED) * ALIGNED;
 constexpr int ROW_BYTES = SLICE * int(sizeof(Scalar));
@@ -26,17 +25,17 @@ constexpr int CHUNKS = (ROW_BYTES + CHUNK - 1) / CHUNK;  // of a slice
 constexpr int SLICE_BYTES = CHUNKS * COLUMNS * CHUNK;    // of a group's sequences
 constexpr int GROUP_BYTES = CLUSTER * SLICE_BYTES;
 constexpr int ROWS = BACKWARD ? CLUSTER * UNITS : GATES * UNITS;  // of a block's part of the matrix; see matrix.cuh
-constexpr int ITEMS = (UNITS * COLUMNS + THREADS - 1) / THREADS;  // of a unit and a sequence, that a thread updates
+constexpr int ITEMS = (UNITS * COLUMNS + THREADS - 1) / THREADS;  // (unit, sequence) pairs that a thread updates
 
 struct Parameters {
     const Scalar *weight;         // (GATES * HIDDEN, HIDDEN), the recurrent matrix
     const Scalar *bias;           // (GATES * HIDDEN), or null
     const int *index;             // of a pruned matrix, with the next two: see Product
     const unsigned short *places, *spans;
-    unsigned *packed;             // the weights as the blocks read them
+    unsigned *packed;             // the weights in the order in which the blocks load them
     char *states;                 // (steps, or forward one more, groups, CLUSTER, CHUNKS, COLUMNS, CHUNK bytes)
     const int *offsets;           // (steps + 1), of the rows of each step; or null: every step has `batch` rows
-    int *failure;                 // set to 1 if a wait was given up
+    int *failure;                 // set to 1 if a wait timed out
     const Scalar *pre;            // (rows, GATES * HIDDEN): forward the input's part; backward pre-activations, or an
                                   // RNN's states
     const Scalar *h0, *c0;        // (batch, HIDDEN), or null for zeros
@@ -51,15 +50,15 @@ struct Parameters {
     const Scalar *grad_h_n, *grad_c_n;  // (batch, HIDDEN), or null for zeros
     Pack *grads;                  // (rows, GRADS * HIDDEN), backward
     Pack *grad_h0, *grad_c0;      // (batch, HIDDEN), backward
-    const unsigned char *resets;  // (rows), with RESETS: whether the state before is zero, in the order of the launch
-    unsigned *marks;              // (words of 32 steps, batch): the same, a bit for each step
-    int steps, batch, groups, first, reverse;  // first: the sequence with which this launch begins
+    const unsigned char *resets;  // (rows), with RESETS: whether the state before the step is zero, in launch order
+    unsigned *marks;              // (words of 32 steps, batch): the same as bits
+    int steps, batch, groups, first, reverse;  // first: the first sequence of this launch
 };
 
 __device__ inline unsigned lane_id() { return threadIdx.x % 32; }
 __device__ inline unsigned warp_id() { return threadIdx.x / 32; }
 
-// The rows of a step: the first one, and how many sequences are at it.
+// The rows of a step: the first, and how many sequences have the step.
 struct Rows {
     size_t first;
     int live, step;
@@ -69,7 +68,7 @@ struct Rows {
           live(p.offsets ? p.offsets[step + 1] - p.offsets[step] : p.batch), step(step) {}
 };
 
-// The units and sequences of a block, and which of them are a thread's.
+// The units and sequences of a block, and a thread's items among them.
 struct Block {
     int unit, sequence, sequences;  // the first unit; the first sequence, and how many
     int thread;
@@ -78,12 +77,12 @@ struct Block {
     __device__ int unit_of(int i) const { return item(i) % UNITS; }
     __device__ int sequence_of(int i) const { return item(i) / UNITS; }
 
-    // Of a thread that has less to update.
+    // The items of thread THREADS - 1 - thread, for work that is to fall to threads with fewer updates.
     __device__ Block mirrored() const { return {unit, sequence, sequences, THREADS - 1 - thread}; }
     __device__ bool owned(int i) const { return sequence_of(i) < sequences && unit + unit_of(i) < HIDDEN; }
     __device__ bool live(int i, const Rows &rows) const { return owned(i) && sequence + sequence_of(i) < rows.live; }
 
-    // Where this thread's unit is in (rows, gates * HIDDEN), from the first row of a step on.
+    // Index of this thread's item i in (rows, gates * HIDDEN); `row` is the first of the step.
     __device__ size_t place(size_t row, int i, int gates = 1) const {
         return (row + sequence + sequence_of(i)) * (gates * HIDDEN) + unit + unit_of(i);
     }
@@ -94,15 +93,15 @@ struct Block {
     // Whether this warp has nothing to update in a round.
     __device__ static bool idle(int i) { return i * THREADS + warp_id() * 32 >= UNITS * COLUMNS; }
 
-    // Warps without units wait until the others have published theirs, which takes as long in other blocks.  A warp
-    // that looks for the state too early has to look again, and that takes as long once more.
+    // Warps without items wait until the others have published: other blocks take as long, and a poll that comes too
+    // early costs another round trip.
     __device__ static void wait_for_update() {
         if (UNITS * COLUMNS <= THREADS - 32) __syncthreads();
     }
 };
 
-// Before which steps the state of a thread's sequences is zero.  Of 32 steps at once and without a branch, since to look
-// in memory at each takes a twentieth of a step.
+// The steps before which the state of a thread's sequences is zero.  Loaded for 32 steps at once and predicated, since
+// a load at every step takes a twentieth of it.
 struct Resets {
     unsigned marks[ITEMS] = {};
     int word = -1;  // of the marks
@@ -121,7 +120,7 @@ struct Resets {
     __device__ bool before(int step, int i) const { return RESETS && marks[i] >> step % 32 & 1; }
 };
 
-// Where byte `k` of a sequence's slice is among those of its group, and where byte `k` of all that is exchanged is.
+// The offset of byte `k` of a sequence's slice in the group's slice; and of byte `k` of its whole exchanged vector.
 __device__ inline int place_in_slice(int k, int sequence) {
     return (k / CHUNK * COLUMNS + sequence) * CHUNK + k % CHUNK;
 }
@@ -140,7 +139,7 @@ __device__ inline unsigned high(Word word) { return unsigned(word >> 32); }
 __device__ inline bool absent(Word word) { return high(word) == ~0u || (HALF_WORDS && low(word) == ~0u); }
 __device__ inline bool absent(const Piece &piece) { return absent(piece.word[0]) || absent(piece.word[1]); }
 
-// Loads only what is absent, without a branch, so that many loads are in flight together.  True if it was absent.
+// Polls: loads only what is absent, predicated so that many loads are in flight together.  True if it was absent.
 __device__ inline bool look(Word &word, const char *address) {
     const bool wanted = absent(word);
     asm volatile("{ .reg .pred p; setp.ne.u32 p, %1, 0; @p ld.relaxed.gpu.global.b64 %0, [%2]; }"
@@ -155,7 +154,7 @@ __device__ inline bool look(Piece &piece, const char *address) {
     return wanted;
 }
 
-// Loads what exists, be it absent; the rest is zero.
+// The first load of a word, absent or not; zero if it does not exist.
 __device__ inline void read(Word &word, const char *address, bool exists) {
     asm volatile("{ .reg .pred p; setp.ne.u32 p, %1, 0; mov.b64 %0, 0; @p ld.relaxed.gpu.global.b64 %0, [%2]; }"
                  : "=&l"(word) : "r"(unsigned(exists)), "l"(address) : "memory");
@@ -167,8 +166,8 @@ __device__ inline void read(Piece &piece, const char *address, bool exists) {
                  : "=&l"(piece.word[0]), "=&l"(piece.word[1]) : "r"(unsigned(exists)), "l"(address) : "memory");
 }
 
-// How often a thread still looks for a word before it gives up: some seconds.  A count, not a clock, since the
-// GPU may be taken away for a while.  A thread that has given up waits no more, and computes on with NaN.
+// A timeout of some seconds, counted in polls, not by a clock, since the GPU may be preempted.  After it a thread no
+// longer waits, and computes on with NaN.
 struct Patience {
     static constexpr int LOOKS = 1 << 23;
     int limit = LOOKS, looks = 0;
@@ -187,7 +186,7 @@ struct Patience {
     }
 };
 
-// A number as it is published: any NaN as the one that is not ABSENT.
+// The bits of a number, with every NaN canonical and so different from ABSENT.
 __device__ inline Pack bits(float x) {
     const float one[1] = {x};
     return x != x ? Pack(sizeof(Scalar) == 4 ? 0x7fffffffu : 0x7fffu) : pack(one);
@@ -199,12 +198,12 @@ __device__ inline unsigned round_to_tf32(unsigned x) {
     return rounded;
 }
 
-// A number as the others multiply it.  Unless EXACT, float32 is rounded here, once, and not where it is read.
+// The bits of a number as an operand of mma.  Unless EXACT, float32 is rounded to tf32 here, once, not at every use.
 __device__ inline unsigned shown(float x) {
     return sizeof(Scalar) == 4 && !EXACT ? round_to_tf32(bits(x)) : bits(x);
 }
 
-// Publishes the units of a word, one from each of neighbouring lanes, the first at `address`; all lanes take part.
+// Publishes the units of a word, one from each of consecutive lanes, at the first's `address`; all lanes must call it.
 __device__ inline void publish(float x, bool first, char *address) {
     unsigned mine = shown(x);
     if (sizeof(Scalar) == 2) mine |= __shfl_down_sync(~0u, mine, 1) << 16;
@@ -214,6 +213,5 @@ __device__ inline void publish(float x, bool first, char *address) {
     else asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" :: "l"(address), "l"(word) : "memory");
 }
 
-// What a block will read or write at a later step comes into the cache.  Loads return in order: one that had to wait
-// for memory would keep those waiting that look for the state.
+// Brings the operands of a later step into L2.  Loads return in order: one that missed L2 would delay the polls.
 __device__ inline void prefetch(const void *address) { asm volatile("prefetch.global.L2 [%0];" :: "l"(address)); }

@@ -1,8 +1,8 @@
-// One layer and direction of an RNN, GRU or LSTM: all steps in one launch, recurrent weights on the chip throughout.
+// One layer and direction of an RNN, GRU or LSTM: all steps in one launch, with the recurrent weights kept on chip.
 //
 // Product multiplies the recurrent matrix with the previous state and leaves partial sums in shared memory; Units
-// adds them up, updates the block's own hidden units and publishes them.  With RESETS, a state that the next step is not
-// to see is published as zero.
+// reduces them, updates the block's own hidden units and publishes them.  With RESETS, a state that is reset before the
+// next step is published as zero.
 
 constexpr int PREFETCH = 4;  // steps
 
@@ -34,7 +34,7 @@ struct Units : Block {
         forget();
     }
 
-    // Leaves behind what the next step is not to see.
+    // Zeroes the states that are reset before the next step.
     __device__ void forget() {
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i)
@@ -80,7 +80,7 @@ struct Units : Block {
         return place_of((own.unit + own.unit_of(i)) * sizeof(Scalar), own.sequence_of(i));
     }
 
-    // The state of a sequence that is not at this step stays what it is.
+    // A sequence without this step keeps its state.
     __device__ void update(const Rows &rows, int next_step, const Product &product, const float *sums, char *state) {
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
@@ -125,13 +125,13 @@ struct Units : Block {
     }
 };
 
-// grid: as many groups of BLOCKS blocks as there are groups of COLUMNS sequences, all resident at once
+// grid: BLOCKS blocks for each group of COLUMNS sequences, all resident at once
 extern "C" __global__ void __launch_bounds__(THREADS, 1) recur(const Parameters p) {
     extern __shared__ uint4 shared[];
     const int block = blockIdx.x % BLOCKS, group = p.first / COLUMNS + blockIdx.x / BLOCKS;
     const int sequences = min(COLUMNS, p.batch - group * COLUMNS);
 
-    float *all_sums = reinterpret_cast<float *>(shared);  // two, by the step's parity: one is read, the other written
+    float *all_sums = reinterpret_cast<float *>(shared);  // double-buffered by the step's parity
     Product product(p, block, shared + SUMS / 2);
     Units units(p, product, block, Block{block * UNITS, group * COLUMNS, sequences, int(threadIdx.x)});
     Patience patience(p.failure);

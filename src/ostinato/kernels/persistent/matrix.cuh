@@ -4,7 +4,7 @@
 // the units of the previous state.  Backward, the rows are the units of the block's cluster and the columns a slice of
 // the gates of all units: the matrix transposed.
 
-// A number of a block's part of the matrix; zero beyond its edges.
+// An element of a block's part of the matrix; zero out of bounds.
 __device__ inline Scalar weight_at(const Parameters &p, int block, int row, int column) {
     int gate = row / UNITS, unit = block * UNITS + row % UNITS, other = column;
     if (BACKWARD) {
@@ -15,7 +15,7 @@ __device__ inline Scalar weight_at(const Parameters &p, int block, int row, int 
     return exists ? p.weight[size_t(gate * HIDDEN + unit) * HIDDEN + other] : Scalar(0.0f);
 }
 
-// A number of a pruned matrix, by its place in `index`.
+// A weight of a pruned matrix, by its position in `index`.
 __device__ inline unsigned indexed_weight(const Parameters &p, size_t i) {
     const int index = p.index[i];
     return index ? shown(widen(p.weight[index - 1])) : 0;

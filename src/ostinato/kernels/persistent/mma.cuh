@@ -17,9 +17,9 @@ __device__ inline void mma_tf32(float (&d)[4], const uint4 &a, unsigned b0, unsi
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
 }
 
-// float32, if EXACT: split into two tf32 numbers that hold all its bits but the last.
+// EXACT float32: split into two tf32 numbers that hold all bits but the last.
 __device__ inline void split(unsigned x, unsigned &head, unsigned &tail) {
-    asm volatile("" : "+r"(x));  // at every step anew: kept, the parts of the weights would take three times the registers
+    asm volatile("" : "+r"(x));  // split at every step: hoisted, the weights would take three times the registers
     head = (x + 0x1000u) & 0xffffe000u;
     tail = __float_as_uint(__uint_as_float(x) - __uint_as_float(head));  // NaN if x is not finite
 }
@@ -34,7 +34,7 @@ __device__ inline void mma(float (&d)[4], const uint4 &a, unsigned b0, unsigned 
     split(a.w, a_head.w, a_tail.w);
     split(b0, b0_head, b0_tail);
     split(b1, b1_head, b1_tail);
-    float sum[4] = {};  // tensor cores cut sums off, so the long one is made by ordinary additions, which round
+    float sum[4] = {};  // tensor cores truncate sums, so the long accumulation uses FP32 additions, which round
     mma_tf32(sum, a_tail, b0_head, b1_head);
     mma_tf32(sum, a_head, b0_tail, b1_tail);
     mma_tf32(sum, a_head, b0_head, b1_head);
@@ -42,13 +42,13 @@ __device__ inline void mma(float (&d)[4], const uint4 &a, unsigned b0, unsigned 
     for (int i = 0; i < 4; ++i) d[i] += sum[i];
 }
 
-// Stores to shared memory without a branch.
+// A predicated store to shared memory.
 __device__ inline void store_if(bool wanted, float *address, float x) {
     asm volatile("{ .reg .pred p; setp.ne.u32 p, %0, 0; @p st.shared.f32 [%1], %2; }"
                  :: "r"(unsigned(wanted)), "r"(unsigned(__cvta_generic_to_shared(address))), "f"(x) : "memory");
 }
 
-struct Span {};  // every row's sum is in as many parts
+struct Span {};  // empty: every row has the same number of partial sums
 
 template <int PARTS> __device__ inline float add(const float *sums, int pitch) {
     float total = 0;

@@ -1,7 +1,7 @@
-// The kernel that runs before: packs the weights and the resets, and fills what is exchanged with what no block writes;
-// forward, the first state is h0.
+// The kernel that runs before: packs the weights and the resets, and fills the exchange buffers with ABSENT, except for
+// the initial state in the first one of a forward pass.
 
-// 8 bytes of a group's, from the given byte on, of the first step.
+// The word at a byte offset of the first step's buffer.
 __device__ inline Word initial_word(const Parameters &p, size_t byte) {
     const int place = byte % SLICE_BYTES, line = place / CHUNK;
     const int k = (line / COLUMNS * CHUNK + place % CHUNK) / int(sizeof(Scalar));

@@ -1,9 +1,9 @@
-// A recurrent matrix pruned anywhere: pairs of a place and a weight, multiplied by ordinary instructions.
+// A recurrent matrix with unstructured sparsity: (index, weight) pairs, multiplied by FMA instructions.
 //
-// A thread works for one row of the block and a row has as many neighbouring threads as its weights need, so that
-// all threads have about equally many.  For each weight a thread gathers the batch of one unit from shared memory,
-// in one load; its weights are ordered such that the gathers of a warp meet all banks.  A thread's weights go in
-// ENTRIES entries of two, of which HELD stay in registers, spread evenly, the others in shared memory.
+// A thread works on one row of the block; a row has as many consecutive threads as its weights need, so the load is
+// about even.  For each weight a thread gathers the batch of one unit from shared memory in one load; weights are
+// ordered such that the gathers of a warp are free of bank conflicts.  A thread's weights are ENTRIES entries of two, of
+// which HELD stay in registers, spread evenly, the others in shared memory.
 
 constexpr int SUMS = COLUMNS * THREADS;
 constexpr int PARTS = sizeof(Scalar) == 2 ? 2 : 3;  // of an entry, 4 bytes each
@@ -11,7 +11,8 @@ constexpr int PARTS = sizeof(Scalar) == 2 ? 2 : 3;  // of an entry, 4 bytes each
 __device__ constexpr int held_before(int entry) { return entry * HELD / ENTRIES; }
 __device__ constexpr bool is_held(int entry) { return held_before(entry + 1) > held_before(entry); }
 
-// Two weights and their places: of 16 bits each a pair in one part, weights of 32 bits after both places.
+// Two weights and their places.  With 16-bit weights each part is a (place, weight) pair; with 32-bit ones the first
+// part holds both places.
 struct Entry {
     unsigned part[PARTS];
 
@@ -33,7 +34,7 @@ struct Entry {
     }
 };
 
-// Where the partial sums of a row are: first and last.
+// The first and the last thread with partial sums of a row.
 struct Span { unsigned char first, last; };
 
 __device__ inline Span load_span(const Parameters &p, int block, int row) {
@@ -41,7 +42,7 @@ __device__ inline Span load_span(const Parameters &p, int block, int row) {
     return {static_cast<unsigned char>(both), static_cast<unsigned char>(both >> 8)};
 }
 
-// An entry, from the matrix itself.
+// Packs one thread's entry.
 constexpr int PACKED = BLOCKS * ENTRIES * THREADS;
 
 __device__ inline void pack_weights(const Parameters &p, int i) {
@@ -61,7 +62,7 @@ struct Product {
     SharedState state;
 
     // packed: (BLOCKS, ENTRIES, PARTS, THREADS)
-    // index and places: (BLOCKS, ENTRIES, 2, THREADS), of the weights in the matrix from 1 on, 0 if none
+    // index and places: (BLOCKS, ENTRIES, 2, THREADS); index is 1-based into the matrix, 0 for padding
     __device__ Product(const Parameters &p, int block, uint4 *shared)
         : kept(reinterpret_cast<unsigned *>(shared + STATE_PIECES) + threadIdx.x), state(shared) {
         const unsigned *weights = p.packed + block * ENTRIES * PARTS * THREADS + threadIdx.x;
@@ -111,7 +112,7 @@ struct Product {
                 entry = held[held_before(i)];
 #pragma unroll
                 for (int j = 0; j < PARTS; ++j)
-                    asm volatile("" : "+r"(entry.part[j]));  // taken apart at every step anew, not kept in parts
+                    asm volatile("" : "+r"(entry.part[j]));  // keeps it packed: the unpacking would be hoisted
             } else {
 #pragma unroll
                 for (int j = 0; j < PARTS; ++j) entry.part[j] = kept[((i - held_before(i)) * PARTS + j) * THREADS];

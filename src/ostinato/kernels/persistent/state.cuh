@@ -1,18 +1,18 @@
-// The previous state in shared memory, for products that pick columns by their index.
+// The previous state in shared memory, for products that gather columns by index.
 //
-// The batch of one unit lies together, STATE_COLUMNS numbers.  Unit u of a word is at place u * WORDS + word, so
-// that neighbouring threads, which bring neighbouring words, store to neighbouring places.  After the state come
-// places that are always zero, one for each bank a gather may want.
+// A place holds the batch of one unit, STATE_COLUMNS numbers.  Unit u of a word is at place u * WORDS + word, so that
+// consecutive threads, which load consecutive words, store to consecutive places.  After the state come places that are
+// always zero, for padding, one per bank.
 //
-// If half a place is enough for the batch, eight places have it in their lower half, the next eight in their upper
-// half, and so on, so that stores meet all banks; the other halves are always zero.
+// If the batch fits in half a place (HALVES), eight places hold it in their lower half, the next eight in their upper
+// half, and so on, against bank conflicts of the stores; the other halves are always zero.
 
 constexpr int WORDS = SLICE / WORD;  // of a sequence's state
 constexpr int ZERO_PLACES = 16;
 constexpr int STATE_BYTES = STATE_COLUMNS * int(sizeof(Scalar));  // of a place
 constexpr bool HALVES = STATE_BYTES == 16 && sizeof(Scalar) == 2 && COLUMNS <= 4;
 constexpr int STATE_PIECES = (SLICE + ZERO_PLACES) * STATE_BYTES / 16;
-constexpr int ROUNDS = (WORDS + THREADS - 1) / THREADS;           // in which all words are brought
+constexpr int ROUNDS = (WORDS + THREADS - 1) / THREADS;           // of loads, a word per thread
 constexpr int AT_ONCE = ROUNDS * COLUMNS <= 32 ? ROUNDS : 32 / COLUMNS;  // rounds whose words are in flight together
 
 struct SharedState {
@@ -59,7 +59,7 @@ struct SharedState {
         }
     }
 
-    // Brings the whole state; the block's threads must meet before they use it.
+    // Loads the whole state, waiting for it; a barrier must follow before it is used.
     __device__ void bring(const char *state, int columns, Patience &patience) {
         patience.renew();
 #pragma unroll
