@@ -118,7 +118,8 @@ def ratios_of(content: Record) -> Any:
         for (hidden, batch), (ratio, own) in panel.items():
             place = widths.index(batch) + 0.5, heights.index(hidden) + 0.5
             style = "normal" if own else "italic"
-            axes.text(*place, f"{ratio:.2g}", ha="center", va="center", fontsize="small", fontstyle=style)
+            color = "black" if 1 / 5 < ratio < 5 else "white"
+            axes.text(*place, f"{ratio:.2g}", ha="center", va="center", fontsize="small", fontstyle=style, color=color)
         axes.set_xticks([index + 0.5 for index in range(len(widths))], widths)
         axes.set_yticks([index + 0.5 for index in range(len(heights))], heights)
         axes.set(title=name, xlabel="batch", ylabel="hidden size")
