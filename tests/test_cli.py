@@ -123,6 +123,8 @@ def after_three_steps(monkeypatch):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_resumed_equals_uninterrupted(run, after_three_steps, number):
+    if signal.getsignal(number) == signal.SIG_IGN:
+        pytest.skip(f"these tests were started with {number.name} ignored")
     assert train(run)[0] == 0
     previous = signal.getsignal(number)
     after_three_steps(lambda: os.kill(os.getpid(), number))
