@@ -1,17 +1,17 @@
-r"""One sequence over several processes, each of which holds a contiguous part of its steps.
+r"""Sequence parallelism: one sequence over several processes, each of which holds a contiguous shard of its steps.
 
-A part is to the others what a step is: it turns the state that enters it into the one that leaves, ``P * h + L``,
-where P is the product of its coefficients and L its last state from zero.  So the processes exchange (P, L), all of
-them by one all-gather, and scan these: that gives each the state that enters its part, and the last of all.
+A shard as a whole acts like one step: it takes the state that enters it to ``P * h + L``, where P is the product of
+its coefficients and L its last state from zero.  So the processes all-gather (P, L), and each scans these for its
+carry, the state that enters its shard, and for the last state of the sequence.
 
-Gates forget.  Where P underflows within the first steps of a part,
+Gates forget.  If P underflows within the first steps of a shard,
 
-    1. the part is scanned from zero, and L is its last state, while the host still hears whether it does forget
-    2. the processes exchange
-    3. the first steps are scanned again, from the state that enters
+    1. the shard is scanned from zero, so L is its last state, while the host waits to learn whether P underflows
+    2. the processes exchange L, with P = 0
+    3. the first steps are scanned again from the carry
 
-and the exchange, with all that it takes the host, is hidden behind the scan.  Elsewhere P and L are composed first, the
-processes exchange, and each scans its part once.  The gradient goes the same ways in the other direction.
+and the exchange, with its host overhead, overlaps with the scan.  Otherwise P and L are computed first, the processes
+exchange, and each scans its shard once.  Gradients take the same two ways in the opposite direction.
 """
 
 from typing import Any
@@ -43,28 +43,28 @@ def linear_scan(
     cu_seqlens: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    r"""As :func:`ostinato.linear_scan` of a sequence whose steps the processes of ``group`` hold part by part.
+    r"""As :func:`ostinato.linear_scan` of a sequence that is sharded along time over the processes of ``group``.
 
     .. math:: h_t = a_t \, h_{t-1} + b_t
 
-    Every process calls it, with the same options, and calls ``backward`` through it; parts are in the order of the
+    Every process calls it, with the same options, and calls ``backward`` through it; shards are in the order of the
     ranks, of any lengths, 0 included.  Gradients are those of the sum of all processes' losses; derivatives of any
     order can be taken.  In a group of one it is :func:`ostinato.linear_scan`, to the last bit.
 
-    The state that enters a part is followed until the product of the coefficients underflows in their dtype: a NaN or
-    infinity need not reach the part's end.
+    The carry into a shard is propagated until the product of the coefficients underflows in their dtype: a NaN or
+    infinity need not reach the shard's end.
 
     Args:
-        a, b: this process's part, (B, T, D); T may differ between processes.
+        a, b: this process's shard, (B, T, D); T may differ between processes.
         h0: initial state of the whole sequence, (B, D), or (N, D) with ``cu_seqlens``, the same on all processes; so
             is its gradient.
         group: a process group, or a device mesh of one dimension.
-        resets: bool, (B, T): of this part's steps.
-        cu_seqlens: boundaries in the whole sequence, the same on all processes.  Those between parts may be anywhere.
+        resets: bool, (B, T): of this shard's steps.
+        cu_seqlens: boundaries in the whole sequence, the same on all processes, independent of those of shards.
         reverse, backend: as in :func:`ostinato.linear_scan`.
 
     Returns:
-        h, (B, T, D), of this part, and h_last, (B, D) or (N, D), that of the whole sequence, the same on all
+        h, (B, T, D), of this shard, and h_last, (B, D) or (N, D), that of the whole sequence, the same on all
         processes.
 
     Raises:
@@ -94,11 +94,11 @@ def log_linear_scan(
     cu_seqlens: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    r"""As :func:`ostinato.log_linear_scan` of a sequence whose steps the processes of ``group`` hold part by part.
+    r"""As :func:`ostinato.log_linear_scan` of a sequence that is sharded along time over the processes of ``group``.
 
     .. math:: \log h_t = \operatorname{logaddexp}(\log a_t + \log h_{t-1}, \; \log b_t)
 
-    Args, results and errors as :func:`linear_scan` here, of the logarithms.
+    Args, results and errors as those of :func:`linear_scan` here, with logarithms.
 
     Example:
         >>> import torch, ostinato.distributed
@@ -128,10 +128,10 @@ def run(
     cu_seqlens: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """A linear recurrence (:func:`ostinato.recurrence`) over a sequence whose steps the processes hold part by part.
+    """A linear recurrence (:func:`ostinato.recurrence`) over a sequence that is sharded along time.
 
     Args, results and errors as those of the recurrence and of :func:`linear_scan` here.  Also raises ValueError for a
-    recurrence that is not linear in its state, whose steps can only be taken one after another, and for complex ones.
+    recurrence that is not linear in its state, which is inherently sequential, and for complex ones.
 
     Example:
         >>> import torch, ostinato, ostinato.distributed
@@ -168,14 +168,14 @@ def minimal_layer(
     *,
     group: ProcessGroup,
 ) -> tuple[Tensor, Tensor]:
-    """A minimal cell in one direction over a part of ``x``; h0 and h_last are (1, B, H)."""
+    """A minimal layer in one direction over this process's shard ``x``; h0 and h_last are (1, B, H)."""
 
     def steps(x: Tensor) -> Minimal:
         return Minimal(linear(x, weight), bias, cell, candidate, batch_first, backend)
 
     time, forgets = 1 if batch_first else 0, None
     if group.size() > 1 and seam.may_ask(x.shape[time], x.device):
-        with torch.no_grad():  # asked before the large product, behind which the host then has time for all else
+        with torch.no_grad():  # launched before the large GEMM, which then hides the host's work
             forgets = steps(ends(x, time, seam.FIRST_REACH)).ask_whether_forgotten()
     part = steps(x)
     start = None if h0 is None else h0[0].to(part.dtype)
@@ -184,14 +184,14 @@ def minimal_layer(
 
 
 def sequence_parallel(module: nn.Module, group: ProcessGroup | DeviceMesh) -> nn.Module:
-    """Have the layers in ``module`` take this process's part of each sequence, from now on; returns the module.
+    """Make the layers in ``module`` process sequences that are sharded along time; returns the module.
 
-    Inputs and outputs are then contiguous parts, in the order of the ranks, of any lengths; initial and last states
-    are those of the whole sequence, the same on all processes.  Weights get the gradient of their own process's use,
-    to be added up or averaged as in data parallelism.  The layers with a scan and the causal convolution of
-    :mod:`ostinato.models` can; what else in a module looks from one step to another is the caller's to see to.
+    Inputs and outputs are then contiguous shards, in the order of the ranks, of any lengths; initial and last states
+    are those of the whole sequence, the same on all processes.  Weights get their own process's gradient, to be summed
+    or averaged as in data parallelism.  Layers with a scan and the causal convolution of :mod:`ostinato.models`
+    communicate; for anything else in a module that mixes time steps the caller must provide.
 
-    Raises ValueError for a module with an ``RNN``, ``GRU`` or ``LSTM``, whose steps wait for each other.
+    Raises ValueError for a module with an ``RNN``, ``GRU`` or ``LSTM``, whose steps are inherently sequential.
 
     Example:
         >>> import torch, ostinato, ostinato.distributed
@@ -213,20 +213,20 @@ def sequence_parallel(module: nn.Module, group: ProcessGroup | DeviceMesh) -> nn
 
 
 def steps_before(x: Tensor, initial: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor]:
-    """Of parts x, (B, T, W), the steps just before this one, and the last of all; both as many as in ``initial``.
+    """The halo of the shards x, (B, T, W): the K steps before this one, and the last K of the sequence.
 
-    ``initial``, (B, K, W), are those before the whole sequence, the same on all processes.
+    ``initial``, (B, K, W), are the steps before the whole sequence, the same on all processes.
     """
     number = initial.shape[1]
     if not number:
         return initial, initial
-    marked = F.pad(x[:, -number:], (0, 1), value=1.0)  # a last channel tells steps from what fills up
+    marked = F.pad(x[:, -number:], (0, 1), value=1.0)  # an extra channel tells steps from padding
     tails = Gathered.apply(F.pad(marked, (0, 0, number - marked.shape[1], 0)), group)
     begin = F.pad(Shared.apply(initial, group), (0, 1), value=1.0).to(tails.dtype)
     steps = torch.cat((begin, *tails.unbind()), 1)
 
     def last(of: Tensor) -> Tensor:
-        order = of[:1, :, -1].argsort(dim=1, stable=True)[0]  # what fills up goes first
+        order = of[:1, :, -1].argsort(dim=1, stable=True)[0]  # padding first
         return of[:, order[-number:], :-1].to(x.dtype)
 
     return last(steps[:, : (group.rank() + 1) * number]), last(steps)

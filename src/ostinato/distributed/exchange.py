@@ -1,4 +1,4 @@
-"""Tensors of all processes, and the gradients of those."""
+"""Differentiable collectives."""
 
 import functools
 from typing import Any
@@ -11,7 +11,7 @@ _all_gather = getattr(distributed, "all_gather_single", None) or distributed.all
 
 
 class Sum(torch.autograd.Function):
-    """The sum of all processes' tensors; so is its gradient."""
+    """All-reduce, whose gradient is an all-reduce too."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
@@ -26,7 +26,7 @@ class Sum(torch.autograd.Function):
 
 
 class Gathered(torch.autograd.Function):
-    """All processes' tensors, (R, ...): each gets the gradient of all uses of its own."""
+    """All-gather to (R, ...); a process's tensor gets the sum of all processes' gradients of it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
@@ -39,7 +39,7 @@ class Gathered(torch.autograd.Function):
 
 
 class Shared(torch.autograd.Function):
-    """A tensor that is the same on all processes: each gets the gradient of all its uses."""
+    """The identity for a tensor that all processes share; its gradient is summed over them."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
@@ -53,7 +53,7 @@ class Shared(torch.autograd.Function):
 
 
 def gather(group: ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Each tensor of all processes, (R, ...), by one exchange in the widest dtype."""
+    """Each tensor of all processes, (R, ...), by one all-gather in the widest dtype."""
     dtype = functools.reduce(torch.promote_types, (x.dtype for x in tensors))
     mine = torch.cat([x.to(dtype).flatten() for x in tensors])
     gathered = mine.new_empty(group.size() * len(mine))

@@ -1,4 +1,4 @@
-"""Parts of sequences that lie end to end: which of them cross the seams."""
+"""Shards of packed sequences (``cu_seqlens``), some of which cross boundaries between shards."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -15,19 +15,19 @@ from ostinato.kernels.scan.operators import check_cu_seqlens
 
 
 class Part(NamedTuple):
-    """Of one process's steps those of the sequence that enters and of the one that leaves, in the order of scanning."""
+    """The steps of a shard that belong to the sequence entering it and to the one leaving it, in scan order."""
 
     head: slice = slice(0, 0)  # the entering sequence's steps
     tail: slice = slice(0, 0)  # the leaving sequence's
-    entering: int = 0  # which sequence that is
+    entering: int = 0  # that sequence's number
     leaving: int = 0
-    continues: bool = True  # the entering one has begun in a part before
-    through: bool = True  # and goes on in a part after
-    ended: slice = slice(0, 0)  # the sequences of which the last step is here
+    continues: bool = True  # the entering one has begun in an earlier shard
+    through: bool = True  # and continues in a later one
+    ended: slice = slice(0, 0)  # the sequences whose last step is in this shard
 
     @classmethod
     def between(cls, low: int, high: int, bounds: list[int], reverse: bool) -> "Part":
-        """The steps from ``low`` to ``high``; a part of none is one that all passes through."""
+        """The shard of the steps from ``low`` to ``high``; an empty one acts as the identity."""
         inside = [n for n, (begin, end) in enumerate(pairwise(bounds)) if max(begin, low) < min(end, high)]
         if not inside:
             return cls()
@@ -44,7 +44,7 @@ class Part(NamedTuple):
 
 
 class PackedSeam(Seam):
-    """Of a part that one sequence enters, if it has begun before, and another may leave."""
+    """The boundary of a shard of packed sequences: one may enter it, and the same or another leave it."""
 
     def __init__(self, steps: Linear, group: ProcessGroup, cu_seqlens: Tensor) -> None:
         super().__init__(steps, group)
@@ -64,13 +64,13 @@ class PackedSeam(Seam):
         self.leaves = self.rows(part.leaving if steps.number else slice(0))
 
     def rows(self, sequences: int | slice) -> Tensor:
-        """Which sequences these are, (N, 1)."""
+        """A mask (N, 1) of these sequences."""
         chosen = torch.zeros(self.sequences, 1, dtype=torch.bool)
         chosen[sequences] = True
         return chosen.to(self.steps.device)
 
     def each(self, what: Callable[[Part], bool]) -> Tensor:
-        """(R, 1): of each process's part."""
+        """A predicate of each process's shard, (R, 1)."""
         return torch.tensor([[what(part)] for part in self.parts], device=self.steps.device)
 
     def forward(self, h0: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -110,7 +110,7 @@ class PackedSeam(Seam):
         return h.to(steps.dtype), of_all.to(steps.dtype)
 
     def begun(self, P: Tensor, L: Tensor, initial: Tensor) -> tuple[Tensor, Tensor]:
-        """P and L, if the leaving sequence has begun in this part from that."""
+        """P and L; L starts from the initial state where the leaving sequence begins in this shard."""
         part = self.part
         begins = torch.tensor(not (part.continues and part.entering == part.leaving), device=P.device)
         return P, torch.where(begins, self.steps.times_plus(P, initial[part.leaving], L), L)
@@ -119,7 +119,7 @@ class PackedSeam(Seam):
         return super().enter(torch.full_like(P[0], self.steps.zero), P, L, *resets)
 
     def come_in(self, grad_last: Tensor, P: Tensor, L: Tensor, *resets: Tensor) -> tuple[Tensor, Tensor]:
-        """A sequence that ends in a part has its own last gradient come in there."""
+        """As without packing, but a sequence that ends in a shard gets the gradient of its last state there."""
         ends = self.each(lambda part: part.continues and not part.through)[..., None]
         at_end = grad_last.to(P.dtype)[[part.entering for part in self.parts]][:, None]
         L = L + torch.where(ends & ~resets[0] if resets else ends, P * at_end, 0.0)

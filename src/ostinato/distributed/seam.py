@@ -1,4 +1,4 @@
-"""What the process of a part tells the others, and hears."""
+"""The boundary between shards: the exchange of carries, forward and backward."""
 
 import copy
 from collections.abc import Callable
@@ -13,47 +13,51 @@ from ostinato.distributed.steps import Linear, Logarithmic
 from ostinato.kernels.scan import compose as kernel
 from ostinato.kernels.scan import operators
 
-FIRST_REACH = 1024  # steps before it is asked whether the state before them still counts
-GROWTH = 32  # the next time, as the host waits for the answer
-LONGEST_REACH = 1 / 8  # of a part, which may well be scanned twice
+FIRST_REACH = 1024  # steps over which the coefficients' product is first tested for underflow
+GROWTH = 32  # factor to the next number of steps: every test synchronises with the host
+LONGEST_REACH = 1 / 8  # of a shard, the largest fraction worth scanning twice
 
 Gradients = tuple[Tensor | None, ...]
 
 
 class Seam:
-    """Of a part that every row of the batch enters, and leaves."""
+    """The boundary of a shard that every sequence of the batch crosses.
 
-    likely = True  # that a part forgets: the last one did
+    If the state is forgotten within ``reach`` steps, these are scanned a second time, from the carry; a reach of 0
+    means that it is not, and that P and L are computed before the scan.
+    """
+
+    likely = True  # a prediction that shards forget: the last one did
 
     def __init__(self, steps: Linear, group: ProcessGroup, forgets: Callable[[], bool] | None = None) -> None:
-        """``forgets`` says whether the part does within FIRST_REACH, if that has been asked before."""
+        """``forgets`` returns the test's result for FIRST_REACH, if it has been launched already."""
         self.steps, self.group, self.rank, self.forgets = steps, group, group.rank(), forgets
         self.sequences = steps.batch
-        self.head = self.tail = slice(0, steps.number)  # steps of the sequence that enters, and of the one that leaves
+        self.head = self.tail = slice(0, steps.number)  # steps of the entering sequence, and of the leaving one
         self.reach = 0
 
     def of(self, inputs: tuple[Tensor | None, ...]) -> "Seam":
-        """The same of other inputs; of none, to be kept without their memory."""
+        """A copy with other inputs; with none, it can be saved for the backward without holding their memory."""
         other = copy.copy(self)
         other.steps = self.steps.of(inputs)
         return other
 
     def run(self, h0: Tensor | None) -> tuple[Tensor, Tensor]:
-        """h of this part and the last state of all."""
+        """h of this shard and the last state of the sequence."""
         if not self.sequences:
             return self.steps.run(self.initial(h0))
         return _InParts.apply(self, h0, *self.steps.inputs)
 
     def forward(self, h0: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """h of this part, the last state of all, and the state that enters."""
+        """h of this shard, the last state of the sequence, and the carry."""
         steps, forgets = self.steps, self.forgets or self.ask(FIRST_REACH)
-        scanned = steps.run(None) if forgets and Seam.likely else None  # under way while the host hears the answer
+        scanned = steps.run(None) if forgets and Seam.likely else None  # speculative, in flight during the test
         self.reach = self.find_reach(forgets)
         if not self.reach:
             del scanned
             entering, of_all = self.exchange(self.initial(h0), *self.composed())
             return steps.run(entering)[0], of_all, entering
-        h, last = scanned or steps.run(None)  # and while it sees to the exchange
+        h, last = scanned or steps.run(None)  # overlaps with the exchange
         entering, of_all = self.exchange(self.initial(h0), torch.zeros_like(last), last)
         head, _ = self.ends()
         first = steps.part(head)
@@ -71,7 +75,7 @@ class Seam:
             return grad_h0, *steps.run_back(h, entering, grad_h, coming)[1:]
         of_start, *grads = steps.run_back(h, entering, grad_h, None)
         coming, grad_h0 = self.exchange_back(grad_last, torch.zeros_like(entering), cast(Tensor, of_start))
-        _, tail = self.ends()  # gradients are linear: what the incoming one makes of these steps is added
+        _, tail = self.ends()  # gradients are linear: the contribution of the incoming one is added
         states, last = steps.by_batch(h), steps.part(tail)
         before = states[:, tail.stop if steps.reverse else tail.start - 1]
         _, *more = last.run_back(steps.by_batch(states[:, tail]).contiguous(), before, None, coming)
@@ -81,9 +85,9 @@ class Seam:
         return grad_h0, *grads
 
     def run_plainly(self, h0: Tensor | None) -> tuple[Tensor, Tensor]:
-        """h and the last state of all, of differentiable parts alone, for derivatives of higher order.
+        """As :meth:`run`, of differentiable operations only, for derivatives of higher order.
 
-        Without a branch: all processes must have the same graph, or their exchanges would be out of step.
+        No data-dependent branches: all processes must build the same graph, or their collectives would not match.
         """
         steps, initial = self.steps, Shared.apply(self.initial(h0), self.group)
         entering, of_all = self.exchange_plainly(initial, *steps.compose_by_scans())
@@ -91,10 +95,10 @@ class Seam:
         h, _ = steps.scan(a, b, entering.to(b.dtype), steps.resets)
         return steps.by_batch(h).to(steps.dtype), of_all.to(steps.dtype)
 
-    # Which order
+    # Whether the scan or the exchange comes first
 
     def ask(self, reach: int) -> Callable[[], bool] | None:
-        """What says whether a state is forgotten within so many steps from either end, if they are few enough."""
+        """Launch the test whether states are forgotten within ``reach`` steps of either end, if these are few."""
         steps = self.steps
         if not (steps.forgets and may_ask(steps.number, steps.device)):
             return None
@@ -102,7 +106,7 @@ class Seam:
         return steps.ends(reach).ask_whether_forgotten() if few else None
 
     def find_reach(self, forgets: Callable[[], bool] | None) -> int:
-        """Within how many steps that is; 0 if not in few."""
+        """The number of steps within which states are forgotten; 0 if it is too large."""
         self.forgets, reach = None, FIRST_REACH
         while forgets:
             Seam.likely = forgets()
@@ -113,11 +117,11 @@ class Seam:
         return 0
 
     def ends(self) -> tuple[slice, slice]:
-        """The steps within reach of where states enter, and of where they leave."""
+        """The first and the last ``reach`` steps in scan order."""
         low, high = slice(0, self.reach), slice(self.steps.number - self.reach, self.steps.number)
         return (high, low) if self.steps.reverse else (low, high)
 
-    # What is told
+    # What is sent
 
     def composed(self) -> tuple[Tensor, Tensor]:
         """P and L of the leaving sequence's steps."""
@@ -125,7 +129,7 @@ class Seam:
         return self.over(self.tail, lambda piece: steps.part(piece).compose(), type(steps), steps.reverse)
 
     def carried_back(self, grad_h: Tensor, h: Tensor, entering: Tensor) -> tuple[Tensor, Tensor]:
-        """P and L of the entering sequence's gradient, which goes in the other direction."""
+        """P and L of the entering sequence's gradient, which flows in the opposite direction."""
         steps = self.steps
         h, grad_h = steps.by_batch(h), steps.by_batch(grad_h)
 
@@ -137,7 +141,7 @@ class Seam:
     def over(
         self, steps: slice, compose: Callable[[slice], tuple[Tensor, Tensor]], ring: type[Linear], reverse: bool
     ) -> tuple[Tensor, Tensor]:
-        """P and L of steps, by pieces of which each may take memory."""
+        """P and L of steps, piece by piece to bound the temporary memory."""
         begins = range(steps.start, steps.stop, self.steps.largest_piece)
         P = L = None
         for begin in reversed(begins) if reverse else begins:
@@ -153,23 +157,23 @@ class Seam:
         return P, L
 
     def resets_in(self, steps: slice) -> tuple[Tensor, ...]:
-        """(B, 1): whether the state is zero before one of the steps; nothing to tell where it never is."""
+        """(B, 1): whether any of the steps is reset; empty without resets."""
         return () if self.steps.resets is None else (self.steps.resets[:, steps].any(1, keepdim=True),)
 
     def wide(self, x: Tensor) -> Tensor:
-        """Products of float32 coefficients near 1 are all rounded alike, and these numbers are few."""
+        """In float64 if possible: rounding of products near 1 is biased, and these tensors are small."""
         return x.to(torch.float64 if x.device.type in ("cpu", "cuda") else torch.float32)
 
-    # What is heard
+    # What is received
 
     def exchange(self, initial: Tensor, P: Tensor, L: Tensor) -> tuple[Tensor, Tensor]:
-        """The state that enters this part, and the last of all."""
+        """The carry into this shard, and the last state of the sequence."""
         told = gather(self.group, self.wide(P), self.wide(L), *self.resets_in(self.tail))
         entering, of_all = self.enter(initial, *told)
         return entering.to(self.steps.dtype), of_all.to(self.steps.dtype)
 
     def exchange_back(self, grad_last: Tensor | None, P: Tensor, L: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradient of the state that leaves this part, and that of the initial one."""
+        """The gradient of the state that leaves this shard, and that of the initial state."""
         steps = self.steps
         grad_last = torch.zeros_like(L, dtype=steps.dtype) if grad_last is None else grad_last
         *told, of_each = gather(self.group, self.wide(P), self.wide(L), *self.resets_in(self.head), grad_last)
@@ -183,7 +187,7 @@ class Seam:
         return self.enter(initial, *told.split([x.shape[1] for x in mine], -1))
 
     def enter(self, initial: Tensor, P: Tensor, L: Tensor, *resets: Tensor) -> tuple[Tensor, Tensor]:
-        """From all processes' P and L, (R, B, D)."""
+        """The carry and the last state, from all processes' P and L, (R, B, D)."""
         steps = self.steps
         if self.may_pass_on(resets) and type(steps) is not Logarithmic:
             return kernel.pass_on(P, L, initial, self.rank, steps.reverse)
@@ -192,7 +196,7 @@ class Seam:
         return self.before(start, after, steps.reverse), last
 
     def come_in(self, grad_last: Tensor, P: Tensor, L: Tensor, *resets: Tensor) -> tuple[Tensor, Tensor]:
-        """From all processes' P and L of the gradient."""
+        """The gradients of :meth:`exchange_back`, from all processes' P and L of the gradient."""
         reverse = not self.steps.reverse
         if self.may_pass_on(resets):
             return kernel.pass_on(P, L, grad_last, self.rank, reverse)
@@ -202,15 +206,15 @@ class Seam:
         return self.before(start, after, reverse), last
 
     def may_pass_on(self, resets: tuple[Tensor, ...]) -> bool:
-        """Whether a kernel takes a state through all parts' compositions, which is not differentiable."""
+        """Whether the kernel that carries a state through all shards can be used, which is not differentiable."""
         return self.steps.has_kernel and not (resets or torch.is_grad_enabled())
 
     def forgotten(self, resets: tuple[Tensor, ...]) -> Tensor | None:
-        """(B, R): in which processes' parts no state passes from end to end."""
+        """(B, R): the shards that no state crosses, because of a reset."""
         return resets[0][..., 0].bool().T.contiguous() if resets else None
 
     def before(self, start: Tensor, after: Tensor, reverse: bool) -> Tensor:
-        """Of the states after each process's part, (B, R, D), in the order of scanning, the one before this."""
+        """The state before this shard, from those after each shard, (B, R, D)."""
         states = (after, start[:, None]) if reverse else (start[:, None], after)
         return torch.cat(states, 1)[:, self.rank + 1 if reverse else self.rank]
 
@@ -223,7 +227,7 @@ class Seam:
 
 
 class _InParts(torch.autograd.Function):
-    """What :class:`Seam` makes of h0 and a part's inputs; derivatives of higher order are those of its plain form."""
+    """:meth:`Seam.run` as an autograd function; derivatives of higher order are those of ``run_plainly``."""
 
     @staticmethod
     def forward(ctx: Any, seam: Seam, h0: Tensor | None, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -249,6 +253,6 @@ class _InParts(torch.autograd.Function):
 
 
 def may_ask(steps: int, device: torch.device) -> bool:
-    """Whether so many steps are enough to ask whether they forget; a CUDA graph that is being captured cannot."""
+    """Whether a shard is long enough to test whether it forgets; not during CUDA graph capture, as the test syncs."""
     captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     return steps * LONGEST_REACH >= FIRST_REACH and not captured

@@ -1,4 +1,4 @@
-"""What a part consists of: the steps of one kind of recurrence, how they are run, and how they compose."""
+"""The steps of a shard, for each kind of recurrence: how they are run, and how they are reduced to P and L."""
 
 import copy
 import functools
@@ -17,15 +17,15 @@ from ostinato.kernels.scan.torch_ops import shares, zeroed
 from ostinato.minimal import GATES, RECURRENCES, recurrence_of
 from ostinato.recurrence import Recurrence, _traced
 
-MOST_AT_ONCE = 1 << 26  # elements, where working on them takes memory
+MOST_AT_ONCE = 1 << 26  # elements of a temporary tensor
 
 
 class Linear:
-    """Steps of ``h = a*h + b``: how they are run, and how they compose."""
+    """Steps of ``h = a*h + b``."""
 
     one, zero = 1.0, 0.0
     forgets = True  # whether a product of few coefficients may underflow
-    time = 1  # the dimension
+    time = 1  # the dimension of time
     cu_seqlens: Tensor | None = None
 
     def __init__(self, a: Tensor, b: Tensor, resets: Tensor | None, reverse: bool, backend: str) -> None:
@@ -35,13 +35,13 @@ class Linear:
         self.dtype, self.device = b.dtype, b.device
 
     def of(self, inputs: tuple[Tensor | None, ...]) -> Self:
-        """The same of other inputs; of none, to be kept without their memory."""
+        """A copy with other inputs; with none, it can be kept without holding their memory."""
         other = copy.copy(self)
         other.inputs = inputs
         return other
 
     def cut(self, cut: Callable[[Tensor, int], Tensor]) -> Self:
-        """The same of some of the steps; ``cut`` is given what has steps, and in which dimension."""
+        """A copy with some of the steps; ``cut`` gets each tensor that has steps, and its dimension of time."""
         other = self.of(tuple(x if x is None or x.dim() < 3 else cut(x, self.time) for x in self.inputs))
         other.resets = None if self.resets is None else cut(self.resets, 1)
         return other
@@ -52,25 +52,25 @@ class Linear:
         return other
 
     def ends(self, number: int) -> Self:
-        """The first and the last steps, as (2, B, number, D)."""
+        """The first and the last ``number`` steps, as (2, B, number, D)."""
         return self.cut(lambda x, time: ends(x, time, number))
 
     def run(self, h0: Tensor | None) -> tuple[Tensor, Tensor]:
         """The scan itself: h and the last state."""
         a, b = cast(tuple[Tensor, Tensor], self.inputs)
         options: dict[str, Any] = {"resets": self.resets, "reverse": self.reverse, "backend": self.backend}
-        return scan.linear_scan(a, b, h0, cu_seqlens=self.cu_seqlens, **options)  # it remembers what it has prepared
+        return scan.linear_scan(a, b, h0, cu_seqlens=self.cu_seqlens, **options)  # caches its launches
 
     def run_back(
         self, h: Tensor, h0: Tensor, grad_h: Tensor | None, grad_last: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        """Gradients of h0 and of the inputs, in memory of their own."""
+        """Gradients of h0 and of the inputs, which alias nothing."""
         given = h, h0, grad_h, grad_last, self.cu_seqlens, self.resets, self.reverse, self.backend
         grad_a, grad_b, grad_h0 = operators.linear_scan_backward(self.inputs[0], *given)
         return grad_h0, grad_a, grad_b
 
     def coefficients(self) -> tuple[Tensor, Tensor]:
-        """a and b, in float32 or wider: what is exchanged is not rounded to 16 bits."""
+        """a and b in float32 or wider, so that P and L are not rounded to 16 bits."""
         wide = torch.promote_types(self.dtype, torch.float32)
         a, b = (x.to(wide) for x in self.inputs if x is not None)
         return a, b
@@ -78,7 +78,7 @@ class Linear:
     def scan(
         self, a: Tensor, b: Tensor, h0: Tensor | None, resets: Tensor | None = None, cu_seqlens: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The same recurrence of other coefficients, differentiable."""
+        """The same recurrence with other coefficients, differentiable."""
         return operators.linear_scan(a, b, h0, cu_seqlens, resets, self.reverse, self.backend)
 
     @staticmethod
@@ -96,13 +96,13 @@ class Linear:
         return self.compose_by_scans()
 
     def compose_by_scans(self) -> tuple[Tensor, Tensor]:
-        """The same, differentiable: P by a scan, which keeps more digits of it than a product does."""
+        """P and L, differentiable; P by a scan, which is more accurate than ``prod``."""
         a, b = self.coefficients()
         nothing, one = a.new_full((1, 1, 1), self.zero).expand_as(a), a.new_full((a.shape[0], a.shape[2]), self.one)
         return self.scan(a, nothing, one, self.resets)[1], self.scan(a, b, None, self.resets)[1]
 
     def compose_back(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """P and L of steps ``h = a * (h + b)`` in the other direction."""
+        """P and L of steps ``h = a * (h + b)`` in the opposite direction."""
         if self.has_kernel:
             return kernel.compose(a, b.to(a.dtype), reverse=not self.reverse, before=True)
         nothing, one = a.new_zeros(1, 1, 1).expand_as(a), torch.ones_like(a[:, 0])
@@ -110,7 +110,7 @@ class Linear:
         return operators.linear_scan(a, nothing, one, *back)[1], operators.linear_scan(a, a * b, None, *back)[1]
 
     def ask_whether_forgotten(self) -> Callable[[], bool]:
-        """What says, and waits till it can, whether the coefficients' product over time underflows in their dtype."""
+        """Launch the test whether the coefficients' product over time underflows; the result waits when called."""
         products = zeroed(self.coefficients()[0], self.resets).prod(-2)
         computed = torch.cuda.current_stream().record_event() if products.is_cuda else None
 
@@ -122,22 +122,22 @@ class Linear:
 
     @property
     def has_kernel(self) -> bool:
-        """Whether a kernel composes steps without writing the states between."""
+        """Whether the reduction kernel can be used, which does not write the states in between."""
         return self.device.type == "cuda" and self.backend in ("auto", "cuda") and _can_launch()
 
     @property
     def most_at_once(self) -> int:
-        """Steps, where working on them takes memory."""
+        """Steps for which temporary tensors stay within MOST_AT_ONCE."""
         return max(MOST_AT_ONCE // max(self.batch * self.channels, 1), 1)
 
     @property
     def largest_piece(self) -> int:
-        """Steps to be composed at once."""
+        """Steps to be reduced at once."""
         as_they_are = type(self) is Linear and self.resets is None and self.dtype in (torch.float32, torch.float64)
         return max(self.number, 1) if self.has_kernel and as_they_are else self.most_at_once
 
     def carries(self, steps: slice, h: Tensor, entering: Tensor) -> Tensor:
-        """For some steps, how much of the gradient of the state after it each hands to the state before."""
+        """The derivative of the state after each step with respect to the state before it."""
         part = self.part(steps)
         return zeroed(part.coefficients()[0], part.resets)
 
@@ -189,7 +189,7 @@ class Logarithmic(Linear):
 
 
 class Minimal(Linear):
-    """Steps of a minimal layer in one direction, from their pre-activations."""
+    """Steps of a minimal layer in one direction, given its pre-activations."""
 
     def __init__(
         self, pre: Tensor, bias: Tensor | None, cell: str, candidate: str, batch_first: bool, backend: str
@@ -225,7 +225,7 @@ class Minimal(Linear):
 
 
 class General(Linear):
-    """Steps of a linear recurrence of the user's."""
+    """Steps of a user's linear recurrence."""
 
     def __init__(
         self, recurrence: Recurrence, arguments: tuple[Tensor, ...], resets: Tensor | None, reverse: bool, backend: str
@@ -256,7 +256,7 @@ class General(Linear):
 
 
 def ends(x: Tensor, time: int, number: int) -> Tensor:
-    """The first steps, and the last, (2, ...), without a copy."""
+    """The first and the last ``number`` steps, (2, ...), as a view."""
     shape, strides = list(x.shape), x.stride()
     between = (shape[time] - number) * strides[time]
     shape[time] = number
@@ -264,7 +264,7 @@ def ends(x: Tensor, time: int, number: int) -> Tensor:
 
 
 def _read_beside(x: Tensor, computed: torch.cuda.Event) -> Tensor:
-    """x of a GPU, as soon as it is computed: what has been launched since goes on."""
+    """Copy x to the host on a side stream as soon as it is computed, without waiting for later launches."""
     with torch.cuda.stream(torch.cuda.Stream(x.device)):
         computed.wait()
         return x.cpu()
