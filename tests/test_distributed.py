@@ -13,7 +13,7 @@ from torch import distributed
 
 import ostinato
 import ostinato.distributed
-from ostinato.distributed import seam, steps
+from ostinato.distributed import boundary, steps
 from ostinato.distributed.exchange import Gathered, Shared
 from ostinato.models import CausalConv, LanguageModel
 
@@ -147,11 +147,11 @@ def compare_of(whole, lengths, reverse, resets=None):
 def small(first_reach, longest_reach=0.5):
     """As if parts were long: the steps within which each was found to forget what enters it."""
     found = []
-    find = seam.Seam.find_reach
+    find = boundary.Boundary.find_reach
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(seam, "FIRST_REACH", first_reach)
-        patch.setattr(seam, "LONGEST_REACH", longest_reach)
-        patch.setattr(seam.Seam, "find_reach", lambda *x: found.append(find(*x)) or found[-1])
+        patch.setattr(boundary, "FIRST_REACH", first_reach)
+        patch.setattr(boundary, "LONGEST_REACH", longest_reach)
+        patch.setattr(boundary.Boundary, "find_reach", lambda *x: found.append(find(*x)) or found[-1])
         yield found
 
 
@@ -373,7 +373,7 @@ def test_what_cannot_be_done_is_said(processes):
     for messages in processes.run(2, refusals):
         assert messages["group"].startswith("group must be a process group or a device mesh that this process is in")
         assert "got blocks.0.recurrent, a LSTM" in messages["RNN"]
-        assert "a sequence in parts can be no PackedSequence" in messages["packed"]
+        assert "a sharded sequence cannot be a PackedSequence" in messages["packed"]
         assert messages["not linear"].endswith("relu is not")
         assert messages["boundaries"] == "cu_seqlens must rise from 0 to the number of time steps, 6; got [0, 3]"
         assert messages["shape"] == "h0 must have shape (1, 2); got (3, 2)"

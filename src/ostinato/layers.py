@@ -1,4 +1,4 @@
-"""What stacked recurrent layers have in common: :class:`torch.nn.GRU`'s contract, whatever the cell computes."""
+"""The base class of stacked recurrent layers: :class:`torch.nn.GRU`'s interface for any cell."""
 
 import inspect
 import math
@@ -22,16 +22,16 @@ Hidden = Tensor | tuple[Tensor, ...]
 
 
 class StackedLayers(nn.Module):
-    """Layers over time, one on another, each in one direction or two: everything but what a layer computes.
+    """Stacked layers in one direction or two, without the computation of a layer.
 
-    A subclass says which parameters a layer of some width has, in :meth:`_shapes`, and computes it in
-    :meth:`_layer`.  ``settings`` are the subclass's own arguments, kept as attributes.
+    A subclass defines the shapes of a layer's parameters in :meth:`_shapes` and its computation in :meth:`_layer`.
+    ``settings`` are the subclass's own arguments, kept as attributes.
     """
 
-    states = 1  # tensors that a state consists of; of more it is a tuple, as torch.nn.LSTM's
+    states = 1  # tensors per state; several are a tuple, as torch.nn.LSTM's
     weight_ih_l0: Tensor
     backend: str
-    sequence_group: ProcessGroup | None = None  # whose processes hold the parts of each sequence
+    sequence_group: ProcessGroup | None = None  # over whose processes sequences are sharded
     __prepare_scriptable__ = refuse_script
 
     def __init__(
@@ -71,7 +71,7 @@ class StackedLayers(nn.Module):
         self.reset_parameters()
 
     def _shapes(self, width: int) -> dict[str, tuple[int, ...]]:
-        """The parameters of a layer and direction whose input has `width` channels."""
+        """The shapes of the parameters of a layer and direction whose input has `width` channels."""
         raise NotImplementedError
 
     def _layer(
@@ -85,9 +85,9 @@ class StackedLayers(nn.Module):
     ) -> tuple[Tensor, Hidden]:
         """One layer in all its directions: the output, laid out as `x`, and the last states, as `h0`.
 
-        x is (B, T, width), or (T, B, width) unless ``batch_first``, or (rows, width) if ``offsets``, (T+1,), packs
-        it as ``PackedSequence`` does: step t of sequence b is row ``offsets[t] + b``.  h0 is (directions, B, hidden
-        size), given with packed rows.  ``resets`` are laid out as `x` is.
+        x is (B, T, width), or (T, B, width) unless ``batch_first``, or (rows, width) if ``offsets``, (T+1,), are given:
+        step t of sequence b is then row ``offsets[t] + b``, as in ``PackedSequence``.  h0 is (directions, B, hidden
+        size), never None with packed rows.  ``resets`` are laid out as `x`.
         """
         raise NotImplementedError
 
@@ -118,7 +118,7 @@ class StackedLayers(nn.Module):
             check_resets(resets, input.data if isinstance(input, PackedSequence) else input)
         in_parts, packed = self.sequence_group is not None, isinstance(input, PackedSequence)
         if in_parts and (packed or (resets is not None and self.bidirectional)):
-            raise ValueError("a sequence in parts can be no PackedSequence, nor have resets in a bidirectional module")
+            raise ValueError("a sharded sequence cannot be a PackedSequence, nor have resets if bidirectional")
         if isinstance(input, PackedSequence):
             return self._forward_packed(input, hx, resets)
         check_input(self, input, (2, 3), "(T, B, input_size), (B, T, input_size) if batch_first, or (T, input_size)")
@@ -166,7 +166,7 @@ class StackedLayers(nn.Module):
         return x, stacked(states)
 
     def _parameter(self, name: str) -> Any:
-        """The parameter or what parametrizes it; None if there is none.  PyTorch's own way to it takes longer."""
+        """The parameter, parametrized or not, or None; faster than ``getattr`` on a module."""
         found = self._parameters.get(name)
         return getattr(self, name, None) if found is None else found
 
@@ -191,8 +191,8 @@ class StackedLayers(nn.Module):
             y, (B, hidden_size), the last layer's output, and h, the new state of every layer.
 
         Raises:
-            TypeError: an input or state that is no tensor of the parameters' dtype.
-            ValueError: shapes that do not fit, or a bidirectional module, which needs the whole sequence.
+            TypeError: an input or state that is not a tensor of the parameters' dtype.
+            ValueError: shapes that do not match, or a bidirectional module, which needs the whole sequence.
 
         Example:
             >>> import torch, ostinato
@@ -226,7 +226,7 @@ class StackedLayers(nn.Module):
         return (y, new) if batched else (y[0], each(lambda state: state.squeeze(1), new))
 
     def _step_again(self, x: Any, h: Any) -> tuple[Tensor, Any] | None:
-        """:meth:`step` of what has been checked, if a layer remembers it."""
+        """The fast path of :meth:`step` for a call like one that was validated before, if the subclass caches these."""
         return None
 
     def _step_of_layer(self, layer: int, x: Tensor, h0: Any) -> tuple[Tensor, Hidden]:
@@ -260,12 +260,12 @@ class StackedLayers(nn.Module):
 
 
 def each(function: Callable[[Tensor], Tensor], hidden: Hidden) -> Hidden:
-    """The function of every tensor of a state."""
+    """Apply the function to every tensor of a state."""
     return tuple(map(function, hidden)) if isinstance(hidden, tuple) else function(hidden)
 
 
 def stacked(states: list[Any]) -> Hidden:
-    """The states of all layers as one."""
+    """The states of all layers concatenated."""
     if len(states) == 1:
         return states[0]
     return tuple(map(torch.cat, zip(*states, strict=True))) if isinstance(states[0], tuple) else torch.cat(states)
@@ -288,7 +288,7 @@ def check_sizes(**sizes: int) -> None:
 
 
 def check_input(module: Any, x: Tensor, ranks: tuple[int, ...], shape: str) -> None:
-    """Raise TypeError or ValueError unless `x` is an input for the layers or cell."""
+    """Raise TypeError or ValueError unless `x` is a valid input of the layers or cell."""
     check_floating("input", x)
     if x.dim() not in ranks:
         raise ValueError(f"input must have shape {shape}; got {tuple(x.shape)}")
@@ -299,7 +299,7 @@ def check_input(module: Any, x: Tensor, ranks: tuple[int, ...], shape: str) -> N
 
 
 def check_like_weight(name: str, x: Tensor, weight: Tensor) -> None:
-    """Raise ValueError or TypeError unless `x` is on the weight's device and, but under autocast, of its dtype."""
+    """Raise ValueError or TypeError unless `x` has the weight's device and, except under autocast, its dtype."""
     if x.device != weight.device:
         raise ValueError(f"{name} must be on the module's device, {weight.device}; got {x.device}")
     if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):

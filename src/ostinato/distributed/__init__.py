@@ -23,10 +23,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from ostinato import scan
-from ostinato.distributed import seam
+from ostinato.distributed import boundary
+from ostinato.distributed.boundary import Boundary
 from ostinato.distributed.exchange import Gathered, Shared
-from ostinato.distributed.packed import PackedSeam
-from ostinato.distributed.seam import Seam
+from ostinato.distributed.packed import PackedBoundary
 from ostinato.distributed.steps import General, Linear, Logarithmic, Minimal, ends
 from ostinato.kernels.gemm import linear
 from ostinato.recurrence import Recurrence
@@ -80,7 +80,7 @@ def linear_scan(
     if group.size() == 1:
         return scan.linear_scan(a, b, h0, resets=resets, reverse=reverse, cu_seqlens=cu_seqlens, backend=backend)
     a, b, h0 = scan.checked(a, b, h0, ("a", "b", "h0"), resets, reverse, cu_seqlens, backend)
-    return _seam(Linear(a, b, resets, reverse, backend), group, cu_seqlens).run(h0)
+    return _boundary(Linear(a, b, resets, reverse, backend), group, cu_seqlens).run(h0)
 
 
 def log_linear_scan(
@@ -114,7 +114,7 @@ def log_linear_scan(
     dtype = log_b.dtype
     wide = torch.promote_types(dtype, torch.float32)
     log_a, log_b, log_h0 = log_a.to(wide), log_b.to(wide), None if log_h0 is None else log_h0.to(wide)
-    log_h, log_h_last = _seam(Logarithmic(log_a, log_b, resets, reverse, backend), group, cu_seqlens).run(log_h0)
+    log_h, log_h_last = _boundary(Logarithmic(log_a, log_b, resets, reverse, backend), group, cu_seqlens).run(log_h0)
     return log_h.to(dtype), log_h_last.to(dtype)
 
 
@@ -147,13 +147,13 @@ def run(
         return recurrence(*arguments, h0=h0, **options)
     if recurrence.states or any(x.is_complex() for x in arguments):
         raise ValueError(
-            f"recurrence must be real and linear in its state for a sequence in parts; {recurrence} is not"
+            f"recurrence must be real and linear in its state to run over a sharded sequence; {recurrence} is not"
         )
     first, dtype = recurrence._check_arguments(arguments)
     states = recurrence._check_states(h0)
     scan.check_scan(recurrence.names[first], arguments[first], states, resets, reverse, cu_seqlens, backend)
     steps = General(recurrence, tuple(x.to(dtype) if x.dim() == 3 else x for x in arguments), resets, reverse, backend)
-    return _seam(steps, group, cu_seqlens).run(None if h0 is None else h0.to(dtype))
+    return _boundary(steps, group, cu_seqlens).run(None if h0 is None else h0.to(dtype))
 
 
 def minimal_layer(
@@ -174,12 +174,12 @@ def minimal_layer(
         return Minimal(linear(x, weight), bias, cell, candidate, batch_first, backend)
 
     time, forgets = 1 if batch_first else 0, None
-    if group.size() > 1 and seam.may_ask(x.shape[time], x.device):
+    if group.size() > 1 and boundary.may_ask(x.shape[time], x.device):
         with torch.no_grad():  # launched before the large GEMM, which then hides the host's work
-            forgets = steps(ends(x, time, seam.FIRST_REACH)).ask_whether_forgotten()
+            forgets = steps(ends(x, time, boundary.FIRST_REACH)).ask_whether_forgotten()
     part = steps(x)
     start = None if h0 is None else h0[0].to(part.dtype)
-    h, h_last = part.run(start) if group.size() == 1 else Seam(part, group, forgets).run(start)
+    h, h_last = part.run(start) if group.size() == 1 else Boundary(part, group, forgets).run(start)
     return h, h_last[None]
 
 
@@ -204,7 +204,7 @@ def sequence_parallel(module: nn.Module, group: ProcessGroup | DeviceMesh) -> nn
     for name, layer in module.named_modules():
         if isinstance(layer, nn.RNNBase):
             raise ValueError(
-                f"module must have no layer whose steps wait for each other; got {name or 'one'}, a "
+                f"module must not have a layer whose steps are inherently sequential; got {name or 'one'}, a "
                 f"{type(layer).__name__}"
             )
         if hasattr(layer, "sequence_group"):
@@ -240,5 +240,5 @@ def _group_of(group: ProcessGroup | DeviceMesh) -> ProcessGroup:
     return group
 
 
-def _seam(steps: Linear, group: ProcessGroup, cu_seqlens: Tensor | None) -> Seam:
-    return Seam(steps, group) if cu_seqlens is None else PackedSeam(steps, group, cu_seqlens)
+def _boundary(steps: Linear, group: ProcessGroup, cu_seqlens: Tensor | None) -> Boundary:
+    return Boundary(steps, group) if cu_seqlens is None else PackedBoundary(steps, group, cu_seqlens)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed import ProcessGroup
 
+from ostinato.distributed.boundary import Boundary, Gradients
 from ostinato.distributed.exchange import Shared, Sum, gather
-from ostinato.distributed.seam import Gradients, Seam
 from ostinato.distributed.steps import Linear
 from ostinato.kernels.scan.operators import check_cu_seqlens
 
@@ -43,7 +43,7 @@ class Part(NamedTuple):
         return cls(steps(first), steps(final), first, final, continues, through, ended)
 
 
-class PackedSeam(Seam):
+class PackedBoundary(Boundary):
     """The boundary of a shard of packed sequences: one may enter it, and the same or another leave it."""
 
     def __init__(self, steps: Linear, group: ProcessGroup, cu_seqlens: Tensor) -> None:
@@ -88,8 +88,8 @@ class PackedSeam(Seam):
         total = torch.zeros_like(initial) if grad_last is None else grad_last.clone()
         distributed.all_reduce(total, group=self.group)
         P, L = self.carried_back(grad_h, h, entering)
-        told = gather(self.group, self.wide(P), self.wide(L), *self.resets_in(self.head))
-        coming = self.come_in(total, *told)[0].to(self.steps.dtype)
+        gathered = gather(self.group, self.wide(P), self.wide(L), *self.resets_in(self.head))
+        coming = self.come_in(total, *gathered)[0].to(self.steps.dtype)
         coming = torch.where(self.leaves, coming, 0.0) + total.masked_fill(~self.ended, 0.0)
         start = torch.where(self.enters, entering, initial)
         of_start, *grads = self.steps.run_back(h, start, grad_h, coming)

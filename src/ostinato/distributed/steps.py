@@ -115,8 +115,8 @@ class Linear:
         computed = torch.cuda.current_stream().record_event() if products.is_cuda else None
 
         def answer() -> bool:
-            told = products if computed is None else _read_beside(products, computed)
-            return told.abs().amax().item() < torch.finfo(told.dtype).tiny
+            values = products if computed is None else _read_beside(products, computed)
+            return values.abs().amax().item() < torch.finfo(values.dtype).tiny
 
         return answer
 

@@ -20,7 +20,7 @@ LONGEST_REACH = 1 / 8  # of a shard, the largest fraction worth scanning twice
 Gradients = tuple[Tensor | None, ...]
 
 
-class Seam:
+class Boundary:
     """The boundary of a shard that every sequence of the batch crosses.
 
     If the state is forgotten within ``reach`` steps, these are scanned a second time, from the carry; a reach of 0
@@ -36,7 +36,7 @@ class Seam:
         self.head = self.tail = slice(0, steps.number)  # steps of the entering sequence, and of the leaving one
         self.reach = 0
 
-    def of(self, inputs: tuple[Tensor | None, ...]) -> "Seam":
+    def of(self, inputs: tuple[Tensor | None, ...]) -> "Boundary":
         """A copy with other inputs; with none, it can be saved for the backward without holding their memory."""
         other = copy.copy(self)
         other.steps = self.steps.of(inputs)
@@ -46,12 +46,12 @@ class Seam:
         """h of this shard and the last state of the sequence."""
         if not self.sequences:
             return self.steps.run(self.initial(h0))
-        return _InParts.apply(self, h0, *self.steps.inputs)
+        return _Sharded.apply(self, h0, *self.steps.inputs)
 
     def forward(self, h0: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """h of this shard, the last state of the sequence, and the carry."""
         steps, forgets = self.steps, self.forgets or self.ask(FIRST_REACH)
-        scanned = steps.run(None) if forgets and Seam.likely else None  # speculative, in flight during the test
+        scanned = steps.run(None) if forgets and Boundary.likely else None  # speculative, in flight during the test
         self.reach = self.find_reach(forgets)
         if not self.reach:
             del scanned
@@ -109,8 +109,8 @@ class Seam:
         """The number of steps within which states are forgotten; 0 if it is too large."""
         self.forgets, reach = None, FIRST_REACH
         while forgets:
-            Seam.likely = forgets()
-            if Seam.likely:
+            Boundary.likely = forgets()
+            if Boundary.likely:
                 return reach
             reach *= GROWTH
             forgets = self.ask(reach)
@@ -168,23 +168,23 @@ class Seam:
 
     def exchange(self, initial: Tensor, P: Tensor, L: Tensor) -> tuple[Tensor, Tensor]:
         """The carry into this shard, and the last state of the sequence."""
-        told = gather(self.group, self.wide(P), self.wide(L), *self.resets_in(self.tail))
-        entering, of_all = self.enter(initial, *told)
+        gathered = gather(self.group, self.wide(P), self.wide(L), *self.resets_in(self.tail))
+        entering, of_all = self.enter(initial, *gathered)
         return entering.to(self.steps.dtype), of_all.to(self.steps.dtype)
 
     def exchange_back(self, grad_last: Tensor | None, P: Tensor, L: Tensor) -> tuple[Tensor, Tensor]:
         """The gradient of the state that leaves this shard, and that of the initial state."""
         steps = self.steps
         grad_last = torch.zeros_like(L, dtype=steps.dtype) if grad_last is None else grad_last
-        *told, of_each = gather(self.group, self.wide(P), self.wide(L), *self.resets_in(self.head), grad_last)
-        coming, grad_h0 = self.come_in(of_each.sum(0), *told)
+        *gathered, of_each = gather(self.group, self.wide(P), self.wide(L), *self.resets_in(self.head), grad_last)
+        coming, grad_h0 = self.come_in(of_each.sum(0), *gathered)
         return coming.to(steps.dtype), grad_h0.to(steps.dtype)
 
     def exchange_plainly(self, initial: Tensor, P: Tensor, L: Tensor) -> tuple[Tensor, Tensor]:
         """As :meth:`exchange`, differentiable."""
         mine = (P, L, *self.resets_in(self.tail))
-        told = Gathered.apply(torch.cat([x.to(P.dtype) for x in mine], 1), self.group)
-        return self.enter(initial, *told.split([x.shape[1] for x in mine], -1))
+        gathered = Gathered.apply(torch.cat([x.to(P.dtype) for x in mine], 1), self.group)
+        return self.enter(initial, *gathered.split([x.shape[1] for x in mine], -1))
 
     def enter(self, initial: Tensor, P: Tensor, L: Tensor, *resets: Tensor) -> tuple[Tensor, Tensor]:
         """The carry and the last state, from all processes' P and L, (R, B, D)."""
@@ -226,13 +226,13 @@ class Seam:
         return torch.full((self.sequences, steps.channels), steps.zero, dtype=steps.dtype, device=steps.device)
 
 
-class _InParts(torch.autograd.Function):
-    """:meth:`Seam.run` as an autograd function; derivatives of higher order are those of ``run_plainly``."""
+class _Sharded(torch.autograd.Function):
+    """:meth:`Boundary.run` as an autograd function; derivatives of higher order are those of ``run_plainly``."""
 
     @staticmethod
-    def forward(ctx: Any, seam: Seam, h0: Tensor | None, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
-        h, of_all, entering = seam.forward(h0)
-        ctx.seam = seam.of(())
+    def forward(ctx: Any, boundary: Boundary, h0: Tensor | None, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
+        h, of_all, entering = boundary.forward(h0)
+        ctx.boundary = boundary.of(())
         ctx.save_for_backward(h0, h, entering, *inputs)
         ctx.set_materialize_grads(False)
         return h, of_all
@@ -240,15 +240,15 @@ class _InParts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_h: Tensor | None, grad_last: Tensor | None) -> Gradients:
         h0, h, entering, *inputs = ctx.saved_tensors
-        seam = ctx.seam.of(tuple(inputs))
+        boundary = ctx.boundary.of(tuple(inputs))
         grad_h = torch.zeros_like(h) if grad_h is None else grad_h
         if torch.is_grad_enabled():
             wanted = [x for x in (h0, *inputs) if x is not None and x.requires_grad]
-            results = seam.run_plainly(h0)
+            results = boundary.run_plainly(h0)
             grad_last = torch.zeros_like(results[1]) if grad_last is None else grad_last
             grads = iter(torch.autograd.grad(results, wanted, (grad_h, grad_last), create_graph=True))
             return None, *(next(grads) if x is not None and x.requires_grad else None for x in (h0, *inputs))
-        grad_h0, *of_inputs = seam.backward(h0, h, entering, grad_h, grad_last)
+        grad_h0, *of_inputs = boundary.backward(h0, h, entering, grad_h, grad_last)
         return None, None if h0 is None else grad_h0, *of_inputs
 
 
