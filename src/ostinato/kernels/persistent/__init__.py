@@ -1,1 +1,1 @@
-"""RNN, GRU and LSTM with their recurrent weights close to the processor for the whole sequence."""
+"""Persistent kernels of RNN, GRU and LSTM: recurrent weights stay on chip, or in cache, for the whole sequence."""

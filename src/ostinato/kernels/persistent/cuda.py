@@ -1,6 +1,6 @@
 """One layer and direction of an RNN, GRU or LSTM on an NVIDIA GPU, forward and backward in time.
 
-Weights are read from the parameters at every launch; what is kept between calls depends on masks and sizes alone.
+Weights are read from the parameters at every launch; only what depends on masks and sizes is cached between calls.
 """
 
 import functools
@@ -22,15 +22,15 @@ _POINTERS = (
     *("grads", "grad_h0", "grad_c0", "resets", "marks"),
 )
 _PARAMETERS = struct.Struct(f"{len(_POINTERS)}Q5i")
-LEAST_STEPS = 4  # whose launches cost the host as much as one of a kernel that takes all steps
-SMALL = 128  # units up to which cuDNN has kernels of their own
+LEAST_STEPS = 4  # below this, launches per step cost the host no more than a persistent kernel's
+SMALL = 128  # units up to which cuDNN has special kernels
 
 
 class Geometries(NamedTuple):
-    """What a plan of these kernels has to say to them."""
+    """``Plan.geometry`` of these kernels."""
 
     forward: Geometry
-    backward: Geometry | None  # of a layer that is trained
+    backward: Geometry | None  # None without training
 
 
 def make_plan(
@@ -54,19 +54,19 @@ def make_plan(
         hidden_size, batch, dtype: of the layer and its input.
         mask_hh: of the recurrent weights; None if the layer is dense.
         block: the shape of pruned blocks.
-        training: whether gradients will be taken.
+        training: whether gradients will be computed.
         steps: of the longest sequence; None if they are many.
         path: the only kernel to consider forward, "dense", "block" or "sparse"; None for the fastest.
         directions: how many such layers run at once.
         tf32: whether products of float32 may round to tf32, ours and those in cuDNN's layers.
-        resets: whether states are reset inside sequences, which torch's kernels know nothing of.
+        resets: whether states are reset inside sequences, which torch's kernels do not support.
     """
     if steps is not None and steps < LEAST_STEPS and not resets:
         return no_kernel(f"{steps} steps are too few to be worth a kernel of their own")
     index = torch.cuda.current_device() if device.index is None else device.index
     kept = None if mask_hh is None else derived_from(mask_hh, "kept", lambda: int(mask_hh.sum()))
     layer = cell, hidden_size, batch, dtype, kept, block
-    exact = not tf32[0] or hidden_size <= SMALL or batch == 1  # where cuDNN rounds nothing either
+    exact = not tf32[0] or hidden_size <= SMALL or batch == 1  # where cuDNN does not round either
     plan = min(
         (_plan_sizes(layer, index, path, training, exact, share) for share in {1, directions}),
         key=lambda plan: (plan.path == "steps", _microseconds(plan, batch, directions, index)),
@@ -77,7 +77,7 @@ def make_plan(
         torchs = directions * _torchs_microseconds(cell, hidden_size, batch, dtype, training, tf32[1])
         if ours > torchs:
             return no_kernel(f"about {ours:.0f} microseconds a step, where torch's kernels take about {torchs:.0f}")
-    try:  # only the device tells what it holds, and only packing what fits
+    try:  # residency is known only to the device, and sparse sizes only after packing
         for geometry in plan.geometry or ():
             if geometry is not None:
                 kernels(geometry if mask_hh is None else _packed(geometry, mask_hh), index)
@@ -88,7 +88,7 @@ def make_plan(
 
 @functools.lru_cache(4096)
 def _plan_sizes(layer: tuple, index: int, path: str | None, training: bool, exact: bool, share: int) -> Plan:
-    """The plan as far as sizes tell, on one of `share` parts of the device."""
+    """The plan by sizes alone, on a fraction 1 / `share` of the device."""
     choose: Any = choose_geometry
     layer = *layer, torch.cuda.get_device_properties(index), share
     forward: Plan = choose(*layer, path, exact=exact)
@@ -101,7 +101,7 @@ def _plan_sizes(layer: tuple, index: int, path: str | None, training: bool, exac
 
 
 def _microseconds(plan: Plan, batch: int, directions: int, index: int) -> float:
-    """A step of all directions, estimated: beside each other where they fit, else one after the other."""
+    """The estimated time of a step of all directions: concurrent if they fit, else serial."""
     processors, total = torch.cuda.get_device_properties(index).multi_processor_count, 0.0
     for geometry in plan.geometry or ():
         if geometry is not None:
@@ -111,16 +111,15 @@ def _microseconds(plan: Plan, batch: int, directions: int, index: int) -> float:
 
 
 class _TorchsCost(NamedTuple):
-    """Microseconds of a step in cuDNN beside the products over all steps, in a CUDA graph on an H200.
+    """Microseconds of a step in cuDNN without the GEMMs over all steps, in a CUDA graph on an H200.
 
-    Fitted to 190 GRUs and LSTMs of 128 to 2048 units with 1 to 512 sequences, nearly all within 25 %: what a step's
-    launches take, and what grows with the weights read, with the gates computed and with both.
+    Fitted to 190 GRUs and LSTMs of 128 to 2048 units with 1 to 512 sequences, nearly all within 25 %.
     """
 
-    step: float
-    weights: float  # a million
-    gates: float  # of all sequences, a hundred thousand
-    products: float  # a hundred million
+    step: float  # fixed, for launches
+    weights: float  # per million weights read
+    gates: float  # per hundred thousand gates of all sequences
+    products: float  # per hundred million multiplications
 
 
 # By "16" bits, "tf32" or exact "float32", and whether gradients are taken.
@@ -132,7 +131,7 @@ _TORCHS_COSTS = {
     ("float32", False): _TorchsCost(8.11, 1.52, 0.75, 4.03),
     ("float32", True): _TorchsCost(19.8, 4.3, 3.7, 6.63),
 }
-# Numbers times weights that cuBLAS multiplies in a microsecond, over all steps.
+# Multiply-adds per microsecond of cuBLAS in the GEMMs over all steps.
 _RATES = {"16": 300e6, "tf32": 110e6, "float32": 24e6}
 
 
@@ -143,9 +142,9 @@ def _precision(dtype: torch.dtype, tf32: bool) -> str:
 def _more_products(
     cell: str, hidden_size: int, batch: int, dtype: torch.dtype, training: bool, tf32: tuple[bool, bool]
 ) -> float:
-    """Microseconds of a step that our products over all steps take longer than those around cuDNN's layer.
+    """Microseconds per step by which our GEMMs over all steps take longer than those of cuDNN's layer.
 
-    Those that a backward makes again, and what exact ones take longer than rounded ones.
+    The backward recomputes some, and exact ones take longer than rounded ones.
     """
     one = GATES[cell] * batch * hidden_size**2
     own, torchs = (one / _RATES[_precision(dtype, rounds)] for rounds in tf32)
@@ -166,7 +165,7 @@ def _torchs_microseconds(
 
 
 def _packed(geometry: Geometry, mask: Tensor) -> Geometry:
-    """With as many tiles as the mask needs."""
+    """The geometry with as many tiles as the mask needs."""
     return geometry if geometry.path == "dense" else packing_of(mask, geometry).geometry
 
 
@@ -187,7 +186,7 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """All steps of a layer; see :mod:`ostinato.kernels.persistent.reference`.
 
-    In float32 `projected` becomes what the backward takes as `pre`, and c is a GRU's `candidate`, if they are kept.
+    With ``keep``, in float32, `projected` is overwritten with the backward's `pre`, and c is a GRU's `candidate`.
 
     Raises RuntimeError if an earlier launch on the device failed.
     """
@@ -209,10 +208,10 @@ def forward(
 
 
 def keeps_gates(dtype: torch.dtype) -> bool:
-    """Whether the forward keeps the arguments of all gates.
+    """Whether the forward saves all gates' pre-activations instead of recomputing them in the backward.
 
-    To make them anew takes two of a training's six large products.  In 16 bits these are a sixth of its time, and
-    what is kept would be three or four times as much; products of float32 are four to fifteen times slower.
+    Recomputation takes two of a training step's six large GEMMs.  In 16 bits these are a sixth of its time, and saving
+    them would take three or four times the memory; float32 GEMMs are four to fifteen times slower.
     """
     return dtype == torch.float32
 
@@ -261,7 +260,7 @@ class _Kernels(NamedTuple):
 
 @functools.cache
 def kernels(geometry: Geometry, device: int, resets: bool = False) -> _Kernels:
-    """The compiled kernels of a geometry; those for resets are others, so that nobody else pays for them.
+    """The compiled kernels of a geometry, specialised for calls with or without resets.
 
     Raises RuntimeError if the device cannot hold all blocks at once.
     """
@@ -276,15 +275,15 @@ def kernels(geometry: Geometry, device: int, resets: bool = False) -> _Kernels:
 
 
 def packing_of(mask: Tensor, geometry: Geometry) -> Packing:
-    """The packing of a mask for a geometry, kept as long as the mask is and does not change.
+    """The packing of a mask for a geometry, cached until the mask changes.
 
-    Raises MemoryError if the weights that it leaves do not fit on the chip, though their number would.
+    Raises MemoryError if the mask is so uneven that the weights do not fit on chip.
     """
 
     def make() -> Packing:
         properties: Any = torch.cuda.get_device_properties(mask.device)
         packing = pack(mask, geometry, properties.shared_memory_per_block_optin)
-        if not torch.cuda.is_current_stream_capturing():  # the next to use it may do so on another stream
+        if not torch.cuda.is_current_stream_capturing():  # the next use may be on another stream
             torch.cuda.current_stream(mask.device).synchronize()
         return packing
 
@@ -294,12 +293,12 @@ def packing_of(mask: Tensor, geometry: Geometry) -> Packing:
 
 @functools.cache
 def _failure(device: int) -> Tensor:
-    """Where a kernel says that it waited in vain; the host sees it without synchronizing."""
+    """A flag in pinned memory that a kernel sets on a timeout; the host reads it without synchronizing."""
     return torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)
 
 
 def check(geometry: Geometry, device: int) -> None:
-    """Raise RuntimeError if a launch before this gave up waiting for another block; does not synchronize."""
+    """Raise RuntimeError if an earlier launch timed out waiting for another block; does not synchronize."""
     failure = _failure(device)
     if failure.item():
         failure.zero_()

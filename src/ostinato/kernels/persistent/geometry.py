@@ -1,14 +1,13 @@
-"""How a persistent kernel covers a layer and its batch, and which of the ways is the fastest; needs no GPU.
+"""The launch geometry of persistent kernels, and a cost model to choose the fastest; needs no GPU.
 
 One cooperative launch runs all steps of one layer and direction, forward or backward in time.  Every block keeps its
-part of the recurrent matrix in registers and shared memory; what one step hands to the next goes from block to block
-through memory that is its own flag, see ``exchange.cuh``.  There are three ways to multiply, each with its Product in
-``<path>.cuh``:
+part of the recurrent matrix in registers and shared memory; states and gradients pass between blocks through global
+memory, see ``exchange.cuh``.  There are three kinds of matrix product, each the Product of ``<path>.cuh``:
 
 ==========  ==================================================================
 ``dense``   the whole matrix, on tensor cores
-``block``   of each strip of 16 rows the columns that are not zero, on tensor cores
-``sparse``  single weights with their places, by ordinary instructions
+``block``   the nonzero columns of each strip of 16 rows, on tensor cores
+``sparse``  single weights with their indices, by FMA instructions
 ==========  ==================================================================
 """
 
@@ -28,31 +27,31 @@ WARPS = 8
 THREADS = 32 * WARPS
 TILE_BYTES = 512  # of weights: 16 rows by 32 bytes of columns
 ZERO_PLACES = 16
-REGISTERS = 255  # that a thread can have
+REGISTERS = 255  # the limit per thread
 
 
 class Geometry(NamedTuple):
-    """How a persistent kernel covers the layer and the batch."""
+    """How the units and sequences of a layer are divided among the blocks of a persistent kernel."""
 
     path: str
     cell: str
     hidden_size: int
     dtype: torch.dtype
-    units: int  # that a block updates
-    columns: int  # sequences of a group of blocks
-    groups: int  # that run at once, each with its own sequences and its own copy of the weights
+    units: int  # hidden units per block
+    columns: int  # sequences per group of blocks
+    groups: int  # resident at once, each with its own sequences and its own copy of the weights
     backward: bool = False
-    exact: bool = True  # float32 is not rounded to tf32, as tensor cores ask
-    cluster: int = 1  # blocks that add up their products, each with its slice of what is exchanged
+    exact: bool = True  # float32 is not rounded to tf32 for the tensor cores
+    cluster: int = 1  # blocks that reduce their products, each over its slice of the exchanged vector
     tiles: int = 0  # of a warp; of the sparse kernel: entries, two weights of a thread
-    held: int = 0  # of them in registers, the others are in shared memory
-    streamed: int = 0  # of the dense kernel's: read from L2 at every step, as there is no room for them
-    shares: int = 1  # of each strip of 16 rows of the block kernel; warps take one share after another
-    share_tiles: tuple[int, ...] = ()  # of a warp's first share, of its second, ...
+    held: int = 0  # of these in registers; the others are in shared memory
+    streamed: int = 0  # of the dense kernel's: read from L2 at every step, as they do not fit on chip
+    shares: int = 1  # into which the block kernel splits each strip of 16 rows
+    share_tiles: tuple[int, ...] = ()  # tiles of a warp's first share, of its second, ...
 
     @property
     def rows(self) -> int:
-        """Of a block's part of the recurrent matrix; backward of the transposed one, for all units of the cluster."""
+        """Rows of a block's part of the matrix; backward of the transposed one, for all units of the cluster."""
         return self.cluster * self.units if self.backward else GATES[self.cell] * self.units
 
     @property
@@ -62,23 +61,23 @@ class Geometry(NamedTuple):
 
     @property
     def slice(self) -> int:
-        """Numbers of a sequence that a block multiplies: all that is exchanged, or the part of one of a cluster."""
+        """Numbers of a sequence that a block multiplies: the exchanged vector, or its slice of it in a cluster."""
         width = GATES[self.cell] * self.pitch if self.backward else self.pitch
         return width if self.cluster == 1 else _round_up(_ceil(width, self.cluster), 64 // self.dtype.itemsize)
 
     @property
     def chunk_bytes(self) -> int:
-        """Of a sequence's state beside that of the next sequence: what four lanes read, or all of a slice."""
+        """Bytes of a sequence's state before the next sequence's: what four lanes read, or a whole slice."""
         return 64 if self.path == "dense" else self.slice * self.dtype.itemsize
 
     @property
     def group_bytes(self) -> int:
-        """Of the state of a group's sequences."""
+        """Bytes of the state of a group's sequences."""
         return self.cluster * _round_up(self.slice * self.dtype.itemsize, self.chunk_bytes) * self.columns
 
     @property
     def blocks(self) -> int:
-        """Of a group."""
+        """Blocks per group."""
         return _ceil(self.pitch, self.units * self.cluster) * self.cluster
 
     @property
@@ -87,38 +86,38 @@ class Geometry(NamedTuple):
 
     @property
     def column_tiles(self) -> int:
-        """Of a warp of the dense kernel."""
+        """Column tiles of a warp of the dense kernel."""
         return _ceil(self.slice * self.dtype.itemsize, 32 * WARPS)
 
     @property
     def has_half_tiles(self) -> bool:
-        """Whether a block of the dense kernel has no more than 8 rows in the last tile."""
+        """Whether the last row tile of a block of the dense kernel has at most 8 rows."""
         return (self.rows - 1) % 16 < 8
 
     @property
     def state_bytes(self) -> int:
-        """Of a unit's batch in shared memory."""
+        """Bytes of a unit's batch in shared memory."""
         wide = self.columns > 4 or (self.path == "block" and self.dtype.itemsize == 2)
         return (8 if wide else 4) * self.dtype.itemsize
 
     @property
     def parts_of_sums(self) -> int:
-        """In which the block kernel leaves a row's sum: for each share one, or one for each half of the places."""
+        """Partial sums of a row in the block kernel: one per share, or one per share and half of the places."""
         return self.shares * (2 if self.columns <= 4 and self.dtype.itemsize == 2 else 1)
 
     @property
     def banks(self) -> int:
-        """Units whose batches a warp can gather from shared memory at once."""
+        """Units whose batches a warp can gather from shared memory without bank conflicts."""
         return 128 // self.state_bytes
 
     @property
     def words(self) -> int:
-        """Of 8 bytes, that a thread brings to shared memory of each sequence's state."""
+        """Words of 8 bytes of each sequence's state that a thread copies to shared memory."""
         return _ceil(self.slice * self.dtype.itemsize, 8 * THREADS)
 
     @property
     def words_in_flight(self) -> int:
-        """Of each sequence: no more than registers can hold."""
+        """Words of each sequence whose loads are in flight together, limited by registers."""
         return min(self.words, 32 // self.columns)
 
     @property
@@ -145,12 +144,12 @@ class Geometry(NamedTuple):
 
     @property
     def tile_bytes(self) -> int:
-        """Of all warps' tiles, or of all threads' entries."""
+        """Bytes of one tile of every warp, or one entry of every thread."""
         return self.parts * 4 * THREADS if self.path == "sparse" else WARPS * TILE_BYTES
 
     @property
     def bytes_on_chip(self) -> int:
-        """Of weights, and of their places."""
+        """Bytes of weights, and of their indices."""
         block = (self.tiles - self.streamed) * self.tile_bytes
         if self.path == "block":
             block += self.tiles * WARPS * self.tile_columns * 2
@@ -158,13 +157,13 @@ class Geometry(NamedTuple):
 
     @property
     def bytes_streamed(self) -> int:
-        """Of weights that all blocks read from L2 at every step."""
+        """Bytes of weights that all blocks read from L2 at every step."""
         return self.groups * self.blocks * self.streamed * self.tile_bytes
 
     def deal(self, strip_columns: Sequence[int], shared_limit: int) -> "Geometry | None":
-        """The block kernel's, with so many columns in each strip, with as few accesses to shared memory as can be.
+        """The geometry of the block kernel with the fewest accesses to shared memory, given the columns of each strip.
 
-        Or None if the weights do not fit on the chip.
+        None if the weights do not fit on chip.
         """
         strip_tiles = [max(1, _ceil(n, self.tile_columns)) for n in strip_columns]
 
@@ -175,7 +174,7 @@ class Geometry(NamedTuple):
             return self._replace(tiles=sum(tiles), shares=shares, share_tiles=tiles).hold(shared_limit)
 
         def accesses(geometry: Geometry) -> float:
-            """A warp's: two to gather a tile, four if it is not in registers, four for a sum; and reads of sums."""
+            """Two to gather a tile, four to load one that is not in registers, four for a sum; and reads of sums."""
             kept = geometry.tiles - geometry.held
             of_warps = WARPS * (2 * geometry.tiles + 4 * kept + 4 * len(geometry.share_tiles))
             return of_warps + geometry.parts_of_sums * geometry.rows * geometry.columns / 32
@@ -185,12 +184,12 @@ class Geometry(NamedTuple):
 
     @property
     def last_tiles(self) -> str:
-        """A bit for each of a warp's tiles in the block kernel, set if it ends a share, as 64-bit numbers."""
+        """A bit for each of a warp's tiles in the block kernel, set for the last of a share, as 64-bit literals."""
         bits = sum(1 << end - 1 for end in itertools.accumulate(self.share_tiles))
         return ",".join(f"{bits >> first & 2**64 - 1}ull" for first in range(0, self.tiles, 64))
 
     def hold(self, shared_limit: int) -> "Geometry | None":
-        """As many tiles in registers as they can hold beside all else, if the others fit into shared memory."""
+        """Keep as many tiles as possible in registers; None if the others do not fit into shared memory."""
         wide = self.dtype == torch.float32
         streamed = 0
         if self.path == "dense":
@@ -206,7 +205,7 @@ class Geometry(NamedTuple):
             room = (shared_limit - self._replace(tiles=0).shared_bytes) // self.tile_bytes
             if room < 0:
                 return None
-            if self.tiles > max(0, free) + room:  # those on their way take registers, too
+            if self.tiles > max(0, free) + room:  # prefetched tiles take registers, too
                 free -= 4
                 streamed = self.tiles - max(0, free) - room
         elif self.path == "block":
@@ -218,7 +217,7 @@ class Geometry(NamedTuple):
         return geometry if geometry.shared_bytes <= shared_limit else None
 
     def macros(self, resets: bool = False) -> tuple[tuple[str, object], ...]:
-        """The definitions that make the CUDA files one kernel, and whether that looks for resets."""
+        """The preprocessor definitions with which the CUDA files are compiled, with or without resets."""
         return (
             ("SCALAR", SCALARS[self.dtype]),
             ("VEC", 1),
@@ -269,14 +268,14 @@ def _round_up(a: int, b: int) -> int:
 class _Cost(NamedTuple):
     """Microseconds of a step on a Hopper GPU, fitted to some hundred layers, nearly all within 20 %."""
 
-    step: float  # with nothing to do
-    read: float  # 100 kB of state
-    row: float  # 10 kB of a sequence's state, which takes a lane so many loads
-    kept: float  # 100 kB of weights read from shared memory
-    multiplied: float  # a hundred tiles of a warp or entries of a thread
-    updated: float  # ten gates that a thread computes
-    summed: float  # the partial sums of 64 row tiles of a sequence
-    cluster: float = 0.0  # each doubling of a cluster, whose blocks add up their products
+    step: float  # fixed
+    read: float  # per 100 kB of state
+    row: float  # per 10 kB of a sequence's state, for a lane's number of loads
+    kept: float  # per 100 kB of weights read from shared memory
+    multiplied: float  # per hundred tiles of a warp or entries of a thread
+    updated: float  # per ten gates that a thread computes
+    summed: float  # per 64 row tiles of a sequence, for the reduction of partial sums
+    cluster: float = 0.0  # per doubling of the cluster, for the reduction over its blocks
 
 
 _COSTS = {
@@ -287,15 +286,15 @@ _COSTS = {
     ("sparse", False): _Cost(0.80, 4.1, 0.0, 0.80, 2.10, 2.00, 0.0),
     ("sparse", True): _Cost(0.80, 4.1, 0.0, 0.80, 2.10, 2.00, 0.0, 0.25),
 }
-_EXACT = {False: 4.5, True: 7.0}  # times a product takes if it is made of three, of numbers taken apart; backward
-_STREAMED = 0.9  # microseconds, for 100 kB of weights that a block of the dense kernel reads from L2
+_EXACT = {False: 4.5, True: 7.0}  # the cost factor of exact products, three of split numbers; by backward
+_STREAMED = 0.9  # microseconds per 100 kB of weights that a block of the dense kernel reads from L2
 _HALF_WORDS = 0.17  # microseconds, if blocks of the dense kernel publish their state in words of 4 bytes
-_SHARE = 0.054  # microseconds, for each share of a strip that a warp of the block kernel takes
-_ROUND_TRIP = 1.3  # microseconds, for each further time that the block kernel has to wait for a part of the state
+_SHARE = 0.054  # microseconds per share of a strip of a warp of the block kernel
+_ROUND_TRIP = 1.3  # microseconds per additional round of loads in which the block kernel waits for the state
 
 
 def microseconds(geometry: Geometry, batch: int) -> float:
-    """A step of all sequences, estimated."""
+    """The estimated time of a step of all sequences."""
     cost, row = _COSTS[geometry.path, geometry.backward], geometry.slice * geometry.dtype.itemsize
     on_tensor_cores = geometry.path == "block" or (geometry.path == "dense" and geometry.columns > 1)
     thrice = geometry.exact and geometry.dtype == torch.float32 and on_tensor_cores
@@ -316,7 +315,7 @@ def microseconds(geometry: Geometry, batch: int) -> float:
 
 
 def _coverings(start: Geometry, batch: int, properties: Any, share: int) -> Iterator[Geometry]:
-    """Ways to give units and sequences to blocks that can all be resident at once."""
+    """All divisions of units and sequences among blocks that can be resident at once."""
     word, pitch = 4 // start.dtype.itemsize, start.pitch
     dense, largest = start.path == "dense", batch if start.path == "dense" else min(batch, 8)
     clusters = (1, 2, 4) if start.backward and properties.major >= 9 else (1,)
@@ -329,14 +328,14 @@ def _coverings(start: Geometry, batch: int, properties: Any, share: int) -> Iter
                 least = _ceil(pitch, blocks)
                 if start.path == "block":
                     choices = {_round_up(least * parts, 16) // parts if start.backward else _round_up(least, 16)}
-                elif not dense:  # every row has threads of its own
+                elif not dense:  # a thread works on one row only
                     choices = {units for units in (_round_up(least, word),) if parts * units <= THREADS}
-                else:  # as many units as fill half a tile, in both sizes of a word: fewer blocks
+                else:  # enough units to fill half a row tile, for both word sizes: fewer blocks
                     rows = range(_round_up(parts * least, 8), _round_up(parts * least, 8) + 24, 8)
                     choices = {n // parts // w * w for n in rows for w in (word, 2 * word)}
                 for units in sorted(choices):
                     covering = start._replace(units=units, columns=columns, groups=groups, cluster=cluster)
-                    # Blocks of a cluster keep in step only if the slice of each has something that others write.
+                    # Blocks of a cluster stay in step only if each one's slice contains data that others write.
                     is_whole = (cluster - 1) * covering.slice < GATES[start.cell] * pitch
                     if units >= least and covering.blocks <= blocks and is_whole:
                         yield covering
@@ -344,10 +343,10 @@ def _coverings(start: Geometry, batch: int, properties: Any, share: int) -> Iter
 
 @functools.lru_cache(maxsize=4096)
 def _entries(height: int, width: int, blocks: int, density: float, rows: int, columns: int) -> int:
-    """Pairs of weights that a thread of the sparse kernel has, for parts of a matrix of `height` rows and this width.
+    """The likely number of entries (pairs of weights) per thread of the sparse kernel, for blocks' parts of this size.
 
-    The matrix is pruned evenly in blocks of `rows` by `columns`.  A thread takes weights of one row only, which leaves
-    some with few or none: the fewest with which, likely, no part needs more threads than there are.
+    The matrix is pruned evenly in blocks of `rows` by `columns`.  A thread takes weights of one row only, so some have
+    few or none: the result is the smallest with which, likely, the threads of every part suffice.
     """
     strips, mean = height / rows, width * density
     deviation = math.sqrt(columns * width * density * (1 - density)) + 1e-9
@@ -355,12 +354,12 @@ def _entries(height: int, width: int, blocks: int, density: float, rows: int, co
     unlikely = NormalDist().inv_cdf(1 - 0.01 / blocks)
 
     def fits(weights: int) -> bool:
-        """Whether the threads of each part are likely enough, with so many weights each."""
-        alike = 1 - row.cdf(THREADS // height * weights + 0.5)  # the chance that they are not, shared out alike
+        """Whether the threads of each part likely suffice, with this many weights each."""
+        alike = 1 - row.cdf(THREADS // height * weights + 0.5)  # the probability that an equal number per row does not
         if strips * blocks * alike < 0.2:
             return True
         most = math.ceil((mean + 6 * deviation) / weights)
-        more = [1 - row.cdf(n * weights + 0.5) for n in range(1, most)]  # that a row needs more than n
+        more = [1 - row.cdf(n * weights + 0.5) for n in range(1, most)]  # P(a row needs more than n threads)
         expected = 1 + sum(more)
         variance = sum((2 * n + 1) * p for n, p in enumerate(more, 1)) + 1 - expected**2
         return rows * (strips * expected + unlikely * math.sqrt(strips * max(variance, 0.0))) <= THREADS
@@ -373,10 +372,10 @@ def _entries(height: int, width: int, blocks: int, density: float, rows: int, co
 
 
 def resident_blocks(properties: Any, cluster: int) -> int:
-    """That fit on the device at once, one a multiprocessor.
+    """The number of blocks that can be resident at once, one per multiprocessor.
 
-    The multiprocessors of a GPU come in groups, not all of one size, and a cluster lies within one of them: an H200
-    has 120 of its 132 in clusters of 4.
+    A cluster must fit within one GPC, and GPCs differ in their number of multiprocessors: an H200 can use 120 of its
+    132 with clusters of 4.
     """
     processors: int = properties.multi_processor_count
     return (processors if cluster <= 2 else processors * 10 // 11) // cluster * cluster
@@ -385,7 +384,7 @@ def resident_blocks(properties: Any, cluster: int) -> int:
 def candidates(
     start: Geometry, batch: int, density: float, block: tuple[int, int] | None, properties: Any, share: int = 1
 ) -> Iterator[Geometry]:
-    """The geometries that fit a layer, estimated for a matrix pruned evenly in such blocks."""
+    """The geometries that fit a layer, assuming that the matrix is pruned evenly in such blocks."""
     shared = properties.shared_memory_per_block_optin
     rows = 1 if block is None else block[1] if start.backward else block[0]
     for geometry in _coverings(start, batch, properties, share):
@@ -396,7 +395,7 @@ def candidates(
             held = geometry._replace(tiles=tiles).hold(shared)
         elif geometry.path == "block":
             some, strips = 1 - (1 - density) ** _ceil(16, rows), geometry.rows // 16  # some of a strip's columns
-            deviations = NormalDist().inv_cdf(1 - 0.05 / (strips * geometry.blocks))  # no strip has more, likely
+            deviations = NormalDist().inv_cdf(1 - 0.05 / (strips * geometry.blocks))  # a likely bound for all strips
             most = width * some + deviations * math.sqrt(width * some * (1 - some))
             held = geometry.deal([math.ceil(most)] * strips, shared)
         else:
@@ -428,10 +427,10 @@ def choose_geometry(
         mask_nnz: recurrent weights left by pruning; None if the layer is dense.
         block: the shape of pruned blocks.
         properties: what ``torch.cuda.get_device_properties`` returns.
-        share: how many such layers share the device.
+        share: how many such layers share the device at the same time.
         path: the only kernel to consider, "dense", "block" or "sparse"; None for the fastest.
         backward: whether the gradients go back through time, or the states forward.
-        exact: whether float32 is computed as such, and not rounded to tf32.
+        exact: whether float32 products must not be rounded to tf32.
     """
     processors, shared = properties.multi_processor_count, properties.shared_memory_per_block_optin
     available = processors * (properties.regs_per_multiprocessor * 4 + shared)

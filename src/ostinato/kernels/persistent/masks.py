@@ -1,4 +1,4 @@
-"""What a mask of pruned weights consists of, and what is computed from it once, as long as it stays as it is."""
+"""The block structure of pruning masks, and a cache of what is computed from a mask until it changes."""
 
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -8,15 +8,15 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.weak import WeakIdKeyDictionary
 
-BLOCKS = ((16, 1), (8, 4), (1, 1))  # rows by columns of what is pruned as one
+BLOCKS = ((16, 1), (8, 4), (1, 1))  # rows by columns that are pruned as a unit
 
-_derived: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of masks: what they were, and what was computed from them
+_derived: WeakIdKeyDictionary = WeakIdKeyDictionary()  # from masks to their version (or a copy) and the results
 
 
 def derived_from(mask: Tensor, key: Hashable, compute: Callable[[], Any]) -> Any:
-    """``compute()``, or what it returned the last time for this key and this mask, if that has not changed since.
+    """``compute()``, cached by mask and key until the mask changes.
 
-    A tensor made in inference mode counts no changes and is compared with a copy.
+    Inference tensors have no version counter and are compared with a copy.
     """
     uncounted = mask.is_inference()
     seen = _derived.get(mask)
@@ -30,7 +30,7 @@ def derived_from(mask: Tensor, key: Hashable, compute: Callable[[], Any]) -> Any
 def cut(matrix: Tensor, block: tuple[int, int], fill: float = 0.0) -> Tensor:
     """(gates, R, C) cut into blocks, (gates, blocks down, blocks across, rows * columns of a block).
 
-    The blocks of a gate begin at its first row and column; what the last ones lack is ``fill``.
+    Each gate is padded with ``fill`` to whole blocks.
     """
     gates, rows, columns = matrix.shape
     height, width = block
@@ -40,9 +40,9 @@ def cut(matrix: Tensor, block: tuple[int, int], fill: float = 0.0) -> Tensor:
 
 
 def block_of(mask: Tensor, gates: int) -> tuple[int, int]:
-    """The blocks that a (gates * H, inputs) mask consists of; (1, 1) if of none.
+    """The block size in which a (gates * H, inputs) mask is pruned; (1, 1) if unstructured.
 
-    Whatever it has on the diagonal, if it is square.
+    The diagonal of square gates is ignored.
     """
     mask = mask.view(gates, -1, mask.shape[1])
     free = torch.zeros_like(mask)

@@ -1,8 +1,8 @@
 """One recurrent layer and direction as a differentiable operator, by the kernels of its device.
 
-Of the forward only its inputs, the states h and an LSTM's c are kept.  With every h known there is no chain left in
-the gates: the backward computes all their arguments again in two products over all steps, walks through time once,
-and gets the weights' gradients from products again.  What a layer and its tensors are: see ``reference.py``.
+The forward saves only its inputs, the states h and an LSTM's c.  With every h known the gates are no longer
+sequential: the backward recomputes all pre-activations by two GEMMs over all steps, runs through time once, and gets
+the weights' gradients by GEMMs.  The layer and its tensors are defined in ``reference.py``.
 """
 
 import functools
@@ -24,18 +24,18 @@ from ostinato.kernels.persistent.plan import GATES, Plan, no_kernel
 
 
 def kernels_on(device: torch.device) -> Any:
-    """The module with a device's kernels, imported when there is use for them; the loop that defines them elsewhere."""
+    """The module with a device's kernels, imported lazily; the reference on other devices."""
     return _kernels_on(device.type)
 
 
-@functools.cache  # to look a module up costs more than a step's loop
+@functools.cache  # import_module costs more than a step
 def _kernels_on(device_type: str) -> Any:
     has_kernels = device_type in ("cpu", "cuda")
     return importlib.import_module(f"ostinato.kernels.persistent.{device_type}") if has_kernels else reference
 
 
 def plan_layer(mask_hh: Tensor | None, *layer: Any) -> Plan:
-    """How a layer and direction runs; made once for each mask, and once for all layers without one.
+    """How a layer and direction runs, cached per mask, or for all layers without one.
 
     ``layer``: device, cell, hidden_size, batch, dtype, training (whether gradients will be taken), steps (of the
     longest sequence, None if that is not known), path (the only kernel to consider, None for the fastest),
@@ -53,7 +53,7 @@ def _tf32(device: torch.device, dtype: torch.dtype) -> tuple[bool, bool]:
     layers: Any = torch.backends.cudnn
     try:
         return products.allow_tf32, layers.allow_tf32
-    except RuntimeError:  # set by the newer names, and not alike for all that the older ones stand for
+    except RuntimeError:  # set by the newer options, which the older ones cannot express
         return products.fp32_precision == "tf32", layers.rnn.fp32_precision == "tf32"
 
 
@@ -84,7 +84,7 @@ _plan_dense = functools.lru_cache(4096)(functools.partial(_plan, None))
 
 @functools.cache
 def least_steps(device_type: str) -> int:
-    """Of fewer, without resets, no plan makes more than torch's own."""
+    """Fewer steps, without resets, are always left to torch's kernels."""
     return getattr(kernels_on(torch.device(device_type)), "LEAST_STEPS", 0)
 
 
@@ -130,7 +130,7 @@ def _choose(
 
 
 def _as_given(function: Callable) -> Callable:
-    """Computing in the dtypes that are given: a layer has converted what autocast asks for."""
+    """Disables autocast: a layer has already converted its tensors."""
 
     @functools.wraps(function)
     def run(x: Tensor, *args: Any) -> Any:
@@ -176,11 +176,11 @@ def _recurrent_layer(
 
 
 def _kept_widths(x: Tensor, cell: str, hidden: int, training: bool) -> tuple[int, int]:
-    """How wide what is kept for the backward is: c, and the arguments of the gates.
+    """The widths of the saved c and the saved pre-activations.
 
     Where those are kept, so is for a GRU in c's place the recurrent part of its candidate's.
     """
-    if not training or cell.startswith("rnn"):  # whose states say enough
+    if not training or cell.startswith("rnn"):  # needs only its states
         return 0, 0
     keeps_gates = kernels_on(x.device).keeps_gates(x.dtype)
     return hidden if cell == "lstm" or keeps_gates else 0, GATES[cell] * hidden if keeps_gates else 0
@@ -220,8 +220,8 @@ def _grad(ctx: Any, *grads: Tensor | None) -> tuple:
 def _differentiable_gradients(
     tensors: Sequence[Any], grads: Sequence[Tensor | None], needed: Sequence[bool], *how: Any
 ) -> list[Tensor | None]:
-    """The gradients through the loop over time, which have gradients themselves."""
-    # Views are told apart where two inputs are one tensor.
+    """The gradients through the reference's loop, which are differentiable themselves."""
+    # Views distinguish two inputs that are the same tensor.
     own = [x.view_as(x) if need else x for x, need in zip(tensors, [*needed, False, False, False], strict=True)]
     x, h0, c0, weight_ih, weight_hh, bias_ih, bias_hh, mask_hh, offsets, resets = own
     projected = F.linear(x, weight_ih, bias_ih)
@@ -258,7 +258,7 @@ def _recurrent_layer_backward(
     directions: int,
     needed: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Of each of the first seven tensors its gradient, empty unless its bit is set in `needed`."""
+    """The gradients of the first seven tensors, each empty unless its bit is set in `needed`."""
     hidden, gru = weight_hh.shape[1], cell == "gru"
     how = True, path, directions, resets is not None
     kernels, plan = _choose(x, mask_hh, offsets, batch, cell, hidden, *how)
@@ -303,7 +303,7 @@ def _arguments(
     bias_hh: Tensor | None,
     cell: str,
 ) -> tuple[Tensor, Tensor | None]:
-    """The arguments of all gates, and of a GRU the recurrent part of its candidate's, which is not in them."""
+    """All gates' pre-activations; of a GRU's candidate the two parts separately."""
     hidden, gru = weight_hh.shape[1], cell == "gru"
     added = (2 if gru else 4) * hidden  # gates whose argument is a sum of both products
     bias = bias_hh if bias_hh is None or not gru else F.pad(bias_hh[:added], (0, hidden))

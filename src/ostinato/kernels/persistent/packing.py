@@ -1,4 +1,4 @@
-"""Where the kernels of pruned layers find each weight: index arrays that depend on the mask alone.
+"""Sparse formats of pruned layers: index arrays that depend only on the mask.
 
 The weights themselves are read from the parameter at every launch.
 """
@@ -15,16 +15,16 @@ from ostinato.kernels.persistent.geometry import THREADS, WARPS, ZERO_PLACES, Ge
 class Packing(NamedTuple):
     """How a kernel reads a pruned matrix; see its Product."""
 
-    geometry: Geometry  # how many tiles there really are
-    indices: Tensor  # int32: of each packed number its place in the matrix, from 1 on; 0 where there is none
-    places: Tensor  # int16, as are the spans: of each packed number or column its place in the state
+    geometry: Geometry  # with the actual number of tiles
+    indices: Tensor  # int32: the 1-based index into the matrix of each packed weight, 0 for padding
+    places: Tensor  # int16, as are the spans: the index into the state of each packed weight or column
     spans: Tensor | None = None
 
 
 def pack(mask: Tensor, geometry: Geometry, shared_limit: int) -> Packing:
     """The packing of the weights that a (gates * H, H) mask keeps, for the geometry's "block" or "sparse" kernel.
 
-    Raises MemoryError if the mask is so uneven that the weights do not fit after all.
+    Raises MemoryError if the mask is so uneven that the weights do not fit.
     """
     numbers = torch.arange(1, mask.numel() + 1, dtype=torch.int32, device=mask.device).view(mask.shape)
     rows = _rows_of_blocks(torch.where(mask.bool(), numbers, 0), geometry)
@@ -52,7 +52,7 @@ def _rows_of_blocks(matrix: Tensor, geometry: Geometry) -> Tensor:
 
 
 def _pack_block(rows: Tensor, geometry: Geometry, shared_limit: int) -> Packing:
-    """Strips of 16 rows, each with the columns it needs, in shares of equal numbers of tiles, dealt to the warps."""
+    """Strips of 16 rows with their nonzero columns, split into shares of equal numbers of tiles, assigned to warps."""
     blocks, width, banks, pitch = rows.shape[0], geometry.tile_columns, geometry.banks, geometry.slice
     column = _column_of_place(geometry).to(rows.device)
     strips = rows.view(blocks, -1, 16, pitch)[..., column]
@@ -60,7 +60,7 @@ def _pack_block(rows: Tensor, geometry: Geometry, shared_limit: int) -> Packing:
     counts = needed.sum(2)
     geometry = _fitting(geometry.deal(counts.amax(0).tolist(), shared_limit), "block")
 
-    # Places in the order in which their rank among those of the same bank rises: runs of different banks.
+    # Sorted by rank within the bank, so that consecutive places are in different banks.
     ranks = F.pad(needed, (0, -pitch % banks)).unflatten(2, (-1, banks)).cumsum(2).flatten(2)[..., :pitch]
     bank = torch.arange(pitch, device=rows.device) % banks
     order = (ranks * banks + bank).masked_fill(~needed, pitch * banks * 2).argsort(2)
@@ -76,7 +76,7 @@ def _pack_block(rows: Tensor, geometry: Geometry, shared_limit: int) -> Packing:
     numbers, places = F.pad(numbers, (0, 0) * 2 + (0, missing)), F.pad(places, (0, 0, 0, missing), value=pitch)
 
     def deal(turn: int, tiles: int) -> tuple[Tensor, Tensor]:
-        """The warps' shares of the strips that are their turn: (blocks, WARPS, tiles, 16, width), and their places."""
+        """The warps' shares of a round's strips, (blocks, WARPS, tiles, 16, width), and their places."""
         mine, columns = slice(turn * at_once, (turn + 1) * at_once), slice(0, geometry.shares * tiles * width)
         dealt = numbers[:, mine, :, columns].unflatten(3, (geometry.shares, tiles, width)).permute(0, 1, 3, 4, 2, 5)
         return dealt.flatten(1, 2), places[:, mine, columns].reshape(blocks, WARPS, tiles * width)
@@ -91,7 +91,7 @@ def _pack_block(rows: Tensor, geometry: Geometry, shared_limit: int) -> Packing:
 
 
 def _pack_sparse(rows: Tensor, geometry: Geometry, shared_limit: int) -> Packing:
-    """Each row's weights dealt to as many neighbouring threads as it needs."""
+    """Each row's weights, distributed over as many consecutive threads as it needs."""
     blocks, banks, pitch, device = rows.shape[0], geometry.banks, geometry.slice, rows.device
     column = _column_of_place(geometry).to(device)
     rows = rows[..., column]
@@ -102,8 +102,8 @@ def _pack_sparse(rows: Tensor, geometry: Geometry, shared_limit: int) -> Packing
     threads = (counts + size - 1) // size
     starts = threads.cumsum(1) - threads
 
-    # A row's weights in rounds over the banks, dealt in turn: its threads, side by side, meet different banks, and
-    # so do those of the next row, whose rounds begin as many banks later as there are threads before it.
+    # A row's weights are sorted in rounds over the banks and assigned to its threads round-robin, so adjacent threads
+    # read different banks; the next row's rounds start at the bank that follows.
     block, row, place = kept.nonzero(as_tuple=True)
     line, first, share = block * kept.shape[1] + row, starts[block, row], threads[block, row]
     turn = (place - first) % banks
@@ -119,7 +119,7 @@ def _pack_sparse(rows: Tensor, geometry: Geometry, shared_limit: int) -> Packing
     all_places[slot] = place
     of_entries = (blocks, THREADS, -1, 2)
     packed, places = (x.view(of_entries).permute(0, 2, 3, 1).contiguous() for x in (all_weights, all_places))
-    spans = torch.where(threads > 0, starts + (starts + threads - 1 << 8), 1)  # of no threads: from 1 to 0
+    spans = torch.where(threads > 0, starts + (starts + threads - 1 << 8), 1)  # an empty span is from 1 to 0
     return Packing(geometry, packed, _narrow(places), _narrow(spans))
 
 
@@ -130,8 +130,8 @@ def _column_of_place(geometry: Geometry) -> Tensor:
 
 
 def _weights_of_a_thread(counts: Tensor) -> int:
-    """The smallest even number with which no block needs more threads than it has; `counts`: (blocks, rows)."""
-    low, high = 1, int(counts.max()) // 2 + 1  # in twos
+    """The smallest even number for which every block's threads suffice; `counts`: (blocks, rows)."""
+    low, high = 1, int(counts.max()) // 2 + 1  # pairs
     while low < high:
         middle = (low + high) // 2
         enough = int(((counts + 2 * middle - 1) // (2 * middle)).sum(1).max()) <= THREADS
@@ -140,7 +140,7 @@ def _weights_of_a_thread(counts: Tensor) -> int:
 
 
 def _rank_within(group: Tensor, key: Tensor | None = None) -> Tensor:
-    """The number of elements of the same group before each, in the order of their keys."""
+    """The rank of each element within its group, ordered by key."""
     order = group.argsort(stable=True)
     if key is not None:
         order = key.argsort(stable=True)
@@ -156,5 +156,5 @@ def _rank_within(group: Tensor, key: Tensor | None = None) -> Tensor:
 
 
 def _narrow(numbers: Tensor) -> Tensor:
-    """Unsigned numbers of 16 bits, as the signed type of that size."""
+    """Unsigned 16-bit numbers, reinterpreted as int16."""
     return (numbers - ((numbers >> 15) << 16)).to(torch.int16).contiguous()

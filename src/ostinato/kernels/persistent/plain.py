@@ -1,4 +1,4 @@
-"""One recurrent layer and direction in operators that exported graphs may hold: PyTorch's ``scan``, or ONNX's own."""
+"""One recurrent layer and direction in operators for exported graphs: PyTorch's ``scan``, or ONNX's own."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from ostinato.kernels.export import loop, refuse_packed
 from ostinato.kernels.persistent.plan import GATES
 from ostinato.kernels.persistent.reference import advance
 
-# ONNX's operator of a cell, and its gates by their places in torch.nn's order.
+# ONNX's operator of a cell, and its gates as indices into torch.nn's order.
 _ONNX: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
     "rnn_tanh": ("RNN", (0,), {"activations": ["Tanh"]}),
     "rnn_relu": ("RNN", (0,), {"activations": ["Relu"]}),
@@ -37,12 +37,12 @@ def recurrent_layer(
     path: str | None,
     directions: int,
 ) -> tuple[Tensor, ...]:
-    """The operator of that name; nothing is kept for a backward."""
+    """The operator of that name, without a backward."""
     if offsets is not None:
         refuse_packed()
     steps = x.shape[0] // batch
     layer = _owned(x).view(steps, batch, x.shape[1]), h0, c0, weight_ih, weight_hh, bias_ih, bias_hh, cell, reverse
-    if torch.onnx.is_in_onnx_export() and resets is None:  # which ONNX's operators do not know
+    if torch.onnx.is_in_onnx_export() and resets is None:  # ONNX's operators do not support resets
         output, h_n, *c_n = _in_onnx(*layer)
     else:
         output, h_n, *c_n = _looped(*layer, None if resets is None else resets.view(steps, batch, 1))
@@ -51,7 +51,7 @@ def recurrent_layer(
 
 
 def _owned(x: Tensor) -> Tensor:
-    """A copy: the strides of a view of dynamic sizes are such that ``torch.export`` takes these for bounded."""
+    """A contiguous copy: from a view's strides ``torch.export`` would infer bounds on dynamic sizes."""
     return x.clone(memory_format=torch.contiguous_format)
 
 

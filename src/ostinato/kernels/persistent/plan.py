@@ -1,4 +1,4 @@
-"""How a recurrent layer is run: what the CPU's and the GPU's kernels plan alike."""
+"""How a recurrent layer is run: the plan, common to CPU and GPU kernels."""
 
 from typing import Any, NamedTuple
 
@@ -8,12 +8,12 @@ GATES = {"rnn_tanh": 1, "rnn_relu": 1, "gru": 3, "lstm": 4}
 class Plan(NamedTuple):
     """How a layer will be run, and why."""
 
-    path: str  # "dense", "sparse" or "block": a kernel of our own; "steps": torch's
-    bytes_on_chip: int  # recurrent weights in registers and shared memory, all blocks together
+    path: str  # "dense", "sparse" or "block": a persistent kernel; "steps": torch's
+    bytes_on_chip: int  # recurrent weights in registers and shared memory, summed over all blocks
     bytes_available: int
     blocks: int
     reason: str
-    geometry: Any = None  # what else the kernel has to know
+    geometry: Any = None  # the kernel's launch geometry
 
 
 def no_kernel(reason: str) -> Plan:

@@ -1,12 +1,12 @@
-"""One recurrent layer and direction as a loop over time, forward and backward: what every kernel computes.
+"""One recurrent layer and direction as a loop over time, forward and backward: the specification of every kernel.
 
 The rows of a tensor are time-major: all sequences at the first step, then at the second, and so on.  Packed
-sequences end one after another: ``offsets`` (T + 1,) has the first row of each step, and sequence b at step t is
-row offsets[t] + b if that is below offsets[t + 1].  A sequence that is not live at a step keeps its state, so in
-reverse it joins at its own last step with the initial state.
+sequences are sorted by length: ``offsets`` (T + 1,) has the first row of each step, and sequence b at step t is
+row offsets[t] + b if that is below offsets[t + 1].  A sequence without a step keeps its state there, so in reverse it
+starts at its own last step with the initial state.
 
-Where ``resets`` (rows,) is True, the state before that row's step is zero, in the order of the recurrence, and no
-gradient goes further.
+Where ``resets`` (rows,) is True, the state before that row's step is zero, in scan order, and no gradient flows
+across.
 
 Everything is computed in float32, in float64 for float64; a state is rounded to its dtype after every step.
 """
@@ -20,7 +20,7 @@ from ostinato.kernels.persistent.plan import Plan
 
 
 def keeps_gates(_: torch.dtype) -> bool:
-    """Whether forward turns `projected` into what backward takes as `pre`: no."""
+    """Whether forward overwrites `projected` with the pre-activations that backward takes as `pre`: no."""
     return False
 
 
@@ -53,8 +53,8 @@ def forward(
         h0, c0: (B, H), the initial state, None for zeros; c0 for an LSTM.
         weight_hh: (gates * H, H), the gates in torch.nn's order, zero where `mask_hh` (bool) is False.
         bias_hh: (gates * H,) or None.
-        offsets, batch: of the rows; offsets None where every sequence has all steps.
-        resets: before which steps the state is zero, None for none.
+        offsets, batch: of the rows; offsets None if every sequence has all steps.
+        resets: the steps before which the state is zero, None for none.
         reverse: from the last step to the first.
         plan: for kernels.
         keep_cell: whether to return an LSTM's c.
@@ -86,7 +86,7 @@ def forward(
 
 
 def advance(p: Tensor, q: Tensor, h: Tensor, c: Tensor, cell: str) -> tuple[Tensor, ...]:
-    """The states after a step, h and an LSTM's c, from those before it and both parts of the gates' arguments."""
+    """The states after a step, h and an LSTM's c, from those before it and the gates' pre-activations p and q."""
     if cell == "lstm":
         i, f, g, o = (p + q).chunk(4, 1)
         c = f.sigmoid() * c + i.sigmoid() * g.tanh()
@@ -117,17 +117,17 @@ def backward(
     reverse: bool,
     plan: Plan | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Through all steps of :func:`forward`, last one first.
+    """Backpropagation through all steps of :func:`forward`.
 
     Args:
-        pre: (rows, gates * H), p + q; of a GRU's n only p; of an RNN h itself, which says all that matters of them.
+        pre: (rows, gates * H), p + q; for a GRU's n only p; of an RNN h itself, which determines the derivative.
         candidate: (rows, H), a GRU's q of n; else None.
         h_prev: (rows, H), the state before each step, see :func:`previous`.
         c, c0: an LSTM's cell state after each step and before the first.
         grad_output, grad_h_n, grad_c_n: gradients of what forward returned, None for zeros.
 
     Returns:
-        The gradient of each gate's argument, (rows, gates * H), in `pre`'s dtype, of an RNN and an LSTM in the
+        The gradient of each gate's pre-activation, (rows, gates * H), in `pre`'s dtype, of an RNN and an LSTM in the
         order of the gates; of a GRU (rows, 4 * H), those of q of n, of r, of z and of p of n.
         grad_h0 (B, H) and, of an LSTM, grad_c0 (B, H).
     """
@@ -144,7 +144,7 @@ def backward(
         d_t = dh[:live] if grad_output is None else dh[:live] + grad_output[step].to(wide)
         a = pre[step].to(wide)
         parts: tuple[Tensor, ...]
-        past: Tensor | float = 0.0  # what goes to the step before without the weights
+        past: Tensor | float = 0.0  # the gradient of the previous state that does not pass through the weights
         if cell == "lstm":
             assert c is not None
             assert c_prev is not None
