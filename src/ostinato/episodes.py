@@ -1,4 +1,4 @@
-"""Sequences in which episodes end: cut there, for layers that take whole sequences only."""
+"""Sequences with several episodes, split at resets for layers that do not support these."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -9,7 +9,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 
 def check_resets(resets: Tensor, x: Tensor) -> None:
-    """Raise TypeError or ValueError unless there is a bool for each step of the input, on its device."""
+    """Raise TypeError or ValueError unless ``resets`` is a bool tensor over the input's steps, on its device."""
     if not isinstance(resets, Tensor) or resets.dtype != torch.bool:
         got = resets.dtype if isinstance(resets, Tensor) else type(resets).__name__
         raise TypeError(f"resets must be a tensor of torch.bool; got {got}")
@@ -23,14 +23,14 @@ def check_resets(resets: Tensor, x: Tensor) -> None:
 class Episodes(NamedTuple):
     """The episodes of some sequences as a PackedSequence, longest first."""
 
-    rows: Tensor  # which row of the sequences each row of the episodes is
+    rows: Tensor  # the row in the sequences of each row of the episodes
     batch_sizes: Tensor  # (steps of the longest,), on the CPU
     first: Tensor  # (B,): the first episode of each sequence
     last: Tensor
 
 
 def cut(batch_sizes: Tensor, resets: Tensor) -> Episodes:
-    """Cut sequences with ``batch_sizes`` (T,) rows a step where ``resets`` (rows,) says that an episode begins."""
+    """Split sequences, ``batch_sizes`` (T,) rows per step, before each row where ``resets`` (rows,) is True."""
     device, sizes = resets.device, batch_sizes.to(resets.device)
     steps = len(sizes)
     step = torch.arange(steps, device=device).repeat_interleave(sizes)
@@ -56,10 +56,10 @@ def forward_by_episodes(
     resets: Tensor,
     directions: int,
 ) -> tuple[Tensor, list[Tensor]]:
-    """``forward`` of each episode by itself: the sequences' first have their states, in reverse the last.
+    """Run ``forward`` on each episode; a sequence's first one (in reverse, its last) starts from the given state.
 
     Args:
-        forward: of a PackedSequence and a list of states, zero if it is empty; returns as it is called.
+        forward: takes and returns a PackedSequence and a list of states, zero if the list is empty.
         x: (rows, features), time-major: the rows of the first step, then of the second.
         states: each (layers * directions, B, H), or none.
         batch_sizes, resets: see :func:`cut`.

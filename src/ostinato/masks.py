@@ -1,4 +1,4 @@
-"""Masks of pruned layers: a pruned weight counts as zero, gets no gradient, and is zero again after every step.
+"""Masks of pruned layers: a pruned weight counts as zero, gets no gradient, and is zeroed after every optimiser step.
 
 The mask of a parameter such as ``weight_hh_l0`` is a buffer of its module, ``mask_hh_l0``, True where the weight
 is kept, so that it is saved, moved and copied with the module.  Layers read their weights through :func:`masked`.
@@ -17,16 +17,16 @@ from ostinato.kernels.dispatch import is_eager
 from ostinato.kernels.persistent.masks import BLOCKS, derived_from
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
-_owners: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of pruned parameters: their modules and names
+_owners: WeakIdKeyDictionary = WeakIdKeyDictionary()  # from pruned parameters to their modules and names
 
 
 def block_name(block: tuple[int, int]) -> str:
-    """Such as "16x1" of (16, 1)."""
+    """(16, 1) as "16x1"."""
     return f"{block[0]}x{block[1]}"
 
 
 def block_named(name: str) -> tuple[int, int]:
-    """Such as (16, 1) of "16x1".  Raises ValueError for a block that is none of ``BLOCKS``."""
+    """The block of a name, (16, 1) of "16x1".  Raises ValueError for a block that is not in ``BLOCKS``."""
     blocks = {block_name(block): block for block in BLOCKS}
     if name not in blocks:
         raise ValueError(f"block must be one of {', '.join(blocks)}; got {name!r}")
@@ -43,7 +43,7 @@ def mask_of(module: nn.Module, name: str) -> Tensor | None:
 
 
 def masked(module: nn.Module, name: str) -> Tensor:
-    """The weight with zeros where it is pruned, which get no gradient."""
+    """The weight with zeros where it is pruned; these get no gradient."""
     weight, mask = getattr(module, name), mask_of(module, name)
     if mask is None:
         return weight
@@ -51,7 +51,7 @@ def masked(module: nn.Module, name: str) -> Tensor:
         if not torch.compiler.is_compiling():
             keep_pruned(module, name)
     elif weight.device.type == "cpu" and is_eager([weight, mask]):
-        # Many numbers at a time, where torch.where takes one, and longer than a step of the layer does.
+        # Vectorised, unlike torch.where, which here takes longer than a step of the layer.
         integers = _INTEGERS[weight.itemsize]
         bits = derived_from(mask, integers, lambda: -mask.to(integers))  # all ones where a weight is kept
         return torch.bitwise_and(weight.view(integers), bits).view(weight.dtype)
@@ -59,7 +59,7 @@ def masked(module: nn.Module, name: str) -> Tensor:
 
 
 def keep_pruned(module: nn.Module, name: str) -> None:
-    """Set the pruned weights to zero after each step of any optimiser, whose momentum may be older than the mask."""
+    """Zero the pruned weights after each optimiser step, as momentum from before pruning would update them."""
     _owners[getattr(module, name)] = weakref.ref(module), name
     _watch_optimizers()
 

@@ -1,4 +1,4 @@
-"""MinGRU and MinLSTM, layers and cells: gates that do not look at the previous state, so time is a scan."""
+"""MinGRU and MinLSTM, layers and cells: gates do not depend on the previous state, so a layer is a scan over time."""
 
 import functools
 from collections.abc import Callable
@@ -51,11 +51,11 @@ def _minlstm(candidate: Callable[[Tensor], Tensor]) -> Recurrence:
 
 
 def _shares(f: Tensor, i: Tensor) -> tuple[Tensor, ...]:
-    """sigmoid(f) and sigmoid(i) over their sum, and by what each is multiplied for its slopes."""
-    f, i = f.clamp(min=-1e30), i.clamp(min=-1e30)  # a difference of infinities has no value
+    """sigmoid(f) and sigmoid(i) over their sum, and the factors of their derivatives."""
+    f, i = f.clamp(min=-1e30), i.clamp(min=-1e30)  # inf - inf is NaN
     low = torch.minimum(f, i).clamp(max=1e30)
-    # f/(f+i) = (1+e^-i) / (2 + e^-i + e^-f).  Where a gate is below e^-80, both are opened until it is not, which takes
-    # the ones away: what they add to a share is less than that.
+    # sigmoid(f) / (sigmoid(f) + sigmoid(i)) = (1 + e^-i) / (2 + e^-i + e^-f).  Where a gate is below e^-80, numerator
+    # and denominator are scaled down to avoid overflow; the ones, which then are negligible, are dropped.
     opened, one = (-low).clamp(max=80), torch.where(low < -80, 0.0, 1.0)
     of_f, of_i = torch.exp(opened + (low - f)), torch.exp(opened + (low - i))
     p, q = one + of_i, one + of_f
@@ -64,7 +64,7 @@ def _shares(f: Tensor, i: Tensor) -> tuple[Tensor, ...]:
 
 
 class _Shares(torch.autograd.Function):
-    """The shares of two sigmoids in their sum, with a derivative in which nothing cancels, as in a quotient's does."""
+    """Two sigmoids divided by their sum, with derivatives free of the cancellation in those of the quotient."""
 
     generate_vmap_rule = True
 
@@ -85,7 +85,7 @@ class _Shares(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor) -> tuple[Tensor, Tensor]:
-        with forward_ad._set_fwd_grad_enabled(True):  # PyTorch turns it off, and with it the tangents of tangents
+        with forward_ad._set_fwd_grad_enabled(True):  # PyTorch disables it here, which would drop nested tangents
             keep, mix, slope_f, slope_i = _shares(*(forward_ad.unpack_dual(x)[0] for x in ctx.saved_tensors))
             change = keep * slope_f * tangents[0] - mix * slope_i * tangents[1]
             return change, -change
@@ -95,12 +95,12 @@ RECURRENCES = {
     "mingru": {name: _mingru(candidate) for name, candidate in CANDIDATES.items()},
     "minlstm": {name: _minlstm(candidate) for name, candidate in CANDIDATES.items()},
 }
-GATES = {cell: len(variants["linear"].names) for cell, variants in RECURRENCES.items()}  # pre-activations of a channel
+GATES = {cell: len(variants["linear"].names) for cell, variants in RECURRENCES.items()}  # pre-activations per channel
 
 
 @constant_to_compilers
 def recurrence_of(cell: str, candidate: str, bias: bool) -> str:
-    """The traced recurrence of a cell, as operators take it; with a bias, from pre-activations that lack theirs."""
+    """The traced recurrence of a cell, in the operators' format; with ``bias``, it adds the bias to pre-activations."""
     return _traced(cell, candidate, bias)
 
 
@@ -115,7 +115,7 @@ def _traced(cell: str, candidate: str, bias: bool) -> str:
 
 
 def _steps_alone(x: Tensor, weight: Tensor, backend: str) -> bool:
-    """Whether one step goes by :func:`next_state`: what leads to a layer's kernel takes longer than it."""
+    """Whether one step is computed by :func:`next_state`: the layer's usual host overhead exceeds its run time."""
     if x.dtype is not weight.dtype or backend != "auto":
         return False
     if x.is_cpu:
@@ -126,9 +126,9 @@ def _steps_alone(x: Tensor, weight: Tensor, backend: str) -> bool:
 
 
 def next_state(cell: str, candidate: str, x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor | None) -> Tensor:
-    """The state after one step, in the layer's kernel, or by the equation as it stands if it is to be traced.
+    """The state after one step, by the fused kernel, or in PyTorch operations if it is traced or differentiated.
 
-    The state before is (B, H), or has a dimension of 1 more, and so does the result.
+    The state before is (B, H) or (1, B, H), as is the result.
     """
     tensors = [y for y in (x, weight, bias, h) if y is not None]
     if is_eager(tensors) and not is_differentiated(tensors) and _is_plain_step(GATES[cell], x, weight, bias, h):
@@ -139,7 +139,7 @@ def next_state(cell: str, candidate: str, x: Tensor, weight: Tensor, bias: Tenso
 
 
 def _is_plain_step(gates: int, x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor | None) -> bool:
-    """Whether sizes, dtypes, devices and weights are as a layer's; what is not is for PyTorch, or its complaints."""
+    """Whether shapes, dtypes, devices and layout suit the kernel; all else, errors included, is left to PyTorch."""
     rows = weight.shape[0]
     return (
         x.numel() > 0
@@ -153,7 +153,7 @@ def _is_plain_step(gates: int, x: Tensor, weight: Tensor, bias: Tensor | None, h
     )
 
 
-_STEPS = Prepared()  # by what they are given, and the weights
+_STEPS = Prepared()  # keyed by inputs and weights
 
 
 class _MinimalLayers(DiagonalLayers):
@@ -200,14 +200,14 @@ class _MinimalLayers(DiagonalLayers):
         return StackedLayers._layers(self, x, hx, offsets, resets, batch_first)
 
     def _is_apart(self, resets: Tensor | None) -> bool:
-        """Whether the sequence is in parts, and such that each direction must be run by itself."""
+        """Whether the sequence is sharded and each direction must be run separately."""
         return self.sequence_group is not None and (resets is not None or self.bidirectional)
 
     def _step_again(self, x: Any, h: Any) -> tuple[Tensor, Any] | None:
         return self._layer_again(0, x, h) if self.num_layers == 1 else None
 
     def _layer_again(self, layer: int, x: Any, h: Any) -> tuple[Tensor, Any] | None:
-        """The step of a layer, if it is remembered."""
+        """The step of a layer, if one like it is cached."""
         if torch.is_grad_enabled():
             return None
         weight, bias = self._parameter(f"weight_ih_l{layer}"), self._parameter(f"bias_ih_l{layer}")
@@ -218,7 +218,7 @@ class _MinimalLayers(DiagonalLayers):
         return (state, state.unsqueeze(0)) if h is None else (state.squeeze(0), state)
 
     def _remember_step(self, x: Tensor, h: Tensor | None, weight: Tensor, bias: Tensor | None) -> None:
-        """For :meth:`_layer_again`."""
+        """Cache a step for :meth:`_layer_again`."""
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
         if not _is_plain_step(GATES[self.cell], x, weight, bias, h):
@@ -228,7 +228,7 @@ class _MinimalLayers(DiagonalLayers):
         _STEPS.add(lambda: operators.step_of(*step), *self._like_step(x, h, weight, bias))
 
     def _like_step(self, x: Tensor, h: Tensor | None, weight: Tensor, bias: Tensor | None) -> tuple:
-        """The tensors of a step, and what else it depends on."""
+        """The cache key of a step: its tensors and settings."""
         given = (x, weight) if h is None else (x, weight, h)
         given = given if bias is None else (*given, bias)
         return given, h is None, self.cell, self.candidate, self.backend
@@ -257,7 +257,7 @@ class _MinimalLayers(DiagonalLayers):
         resets: Tensor | None,
         batch_first: bool,
     ) -> tuple[Tensor, Tensor]:
-        """One GEMM for all gates and directions, then one fused pass; the bias is added in the latter."""
+        """One GEMM for all gates and directions, then one fused kernel, which also adds the bias."""
         if self._is_apart(resets):
             return super()._layer(layer, x, h0, offsets, resets, batch_first)
         weights = [getattr(self, f"weight_ih_{suffix}") for suffix in self._suffixes(layer)]
@@ -287,14 +287,14 @@ class _MinimalLayers(DiagonalLayers):
         resets: Tensor | None,
         batch_first: bool,
     ) -> tuple[Tensor, Tensor]:
-        if h0 is not None and h0.dtype is not pre.dtype:  # even a call that changes nothing costs
+        if h0 is not None and h0.dtype is not pre.dtype:  # even a no-op .to() costs
             h0 = h0.to(pre.dtype)
         recurrence = recurrence_of(self.cell, self.candidate, self.bias)
         directions, backend = self.num_directions, self.backend
         return operators.layer_scan(pre, bias, h0, offsets, resets, recurrence, batch_first, directions, backend)
 
     def _of_directions(self, resets: Tensor, offsets: Tensor | None, batch_first: bool) -> Tensor:
-        """The mask of each direction: what begins before a step has, in reverse, ended after the step before it."""
+        """The mask of each direction: in reverse, an episode starts at the step before the next one's first."""
         if not self.bidirectional:
             return resets[None]
         packing = None if offsets is None else Packing.from_offsets(offsets)
@@ -311,7 +311,7 @@ class MinGRU(_MinimalLayers):
         z_t = \sigma(W_z x_t + b_z), \quad c_t = \phi(W_h x_t + b_h), \quad
         h_t = (1 - z_t) \odot h_{t-1} + z_t \odot c_t
 
-    Neither the update gate z nor the candidate c sees the previous state, so the whole sequence is one matrix
+    Neither the update gate z nor the candidate c depends on the previous state, so the whole sequence is one matrix
     product and one scan.  Arguments, shapes and results are :class:`torch.nn.GRU`'s; the parallel forward,
     :meth:`step` and a sequence split in two with the state carried over compute the same function.
 
@@ -325,8 +325,8 @@ class MinGRU(_MinimalLayers):
 
     Inputs: ``input``, (T, B, input_size), (B, T, input_size) with ``batch_first``, (T, input_size) unbatched, or a
     ``PackedSequence``; ``hx``, (num_layers * D, B, hidden_size), D = 2 if bidirectional, zero if absent; ``resets``,
-    by name, bool, laid out as ``input`` without its channels: where True, an episode begins at that step.  The state
-    is zero before it; backwards, before the step that ends the episode before.
+    keyword-only, bool, of ``input``'s shape without channels: where True, an episode begins at that step.  The state
+    is zero before it; in the reverse direction, before the last step of the previous episode.
 
     Outputs: ``output``, the last layer's states, D * hidden_size channels laid out as ``input``; ``h_n``, the
     last state of every layer and direction, shaped as ``hx``.
@@ -335,8 +335,8 @@ class MinGRU(_MinimalLayers):
     appended for the second direction.
 
     Raises:
-        TypeError: an input or state that is no tensor of the parameters' dtype.
-        ValueError: sizes, shapes or devices that do not fit, a ``proj_size``, or an unknown candidate or backend.
+        TypeError: an input or state that is not a tensor of the parameters' dtype.
+        ValueError: sizes, shapes or devices that do not match, a ``proj_size``, or an unknown candidate or backend.
 
     Example:
         >>> import torch, ostinato
@@ -356,8 +356,8 @@ class MinLSTM(_MinimalLayers):
         f_t = \sigma(W_f x_t + b_f), \quad i_t = \sigma(W_i x_t + b_i), \quad c_t = \phi(W_h x_t + b_h), \quad
         h_t = \frac{f_t}{f_t + i_t} \odot h_{t-1} + \frac{i_t}{f_t + i_t} \odot c_t
 
-    The normalised gates are computed without the division of 0 by 0 that two closed gates would bring.
-    Everything else is as :class:`MinGRU`; there is one state, so ``hx`` and ``h_n`` are single tensors.
+    The normalised gates are computed without the 0/0 of two closed gates.  Everything else is as in :class:`MinGRU`;
+    there is one state, so ``hx`` and ``h_n`` are single tensors.
 
     Parameters: ``weight_ih_l{k}``, (3 * hidden_size, in), and ``bias_ih_l{k}``, rows f, i, h.
 
@@ -376,21 +376,21 @@ class MinLSTM(_MinimalLayers):
 
 
 class HighwayMinGRU(DiagonalLayers):
-    r"""Stacked minimal GRU layers, each beside a highway around it, as PufferLib's policies have them.
+    r"""Stacked minimal GRU layers, each with a highway connection, as in PufferLib's policies.
 
     .. math::
         h_t = (1 - z_t) \odot h_{t-1} + z_t \odot g(W_h x_t + b_h), \quad z_t = \sigma(W_z x_t + b_z)
 
         y_t = r_t \odot h_t + (1 - r_t) \odot x_t, \quad r_t = \sigma(W_r x_t + b_r)
 
-    with the :math:`g` of :class:`MinGRU` (Feng et al. 2024, arXiv 2410.01201, appendix B.3).  Where the input
-    has not ``hidden_size`` channels, a product with a matrix of its own takes the place of the last x.  The output is
-    y, the state h.  PufferLib's have no bias.
+    with the :math:`g` of :class:`MinGRU` (Feng et al. 2024, arXiv 2410.01201, appendix B.3).  Where the input's width
+    is not ``hidden_size``, a linear projection of x replaces the last x.  The output is y, the state h.  PufferLib's
+    layers have no bias.
 
     Args, inputs and outputs: as :class:`MinGRU`, but for ``candidate``.
 
-    Parameters: ``weight_ih_l{k}``, (3 * hidden_size, in), and ``bias_ih_l{k}``, rows z, h, r, and after them those of
-    the highway's input where it has any.
+    Parameters: ``weight_ih_l{k}``, (3 * hidden_size, in), and ``bias_ih_l{k}``, rows z, h, r, followed by those of the
+    projection of x if there is one.
 
     Raises:
         TypeError, ValueError: as :class:`ostinato.RGLRU`.
@@ -447,7 +447,7 @@ class _MinimalCell(nn.Module):
         return f"{self.input_size}, {self.hidden_size}, bias={self.bias}, candidate={self.candidate!r}"
 
     def forward(self, input: Tensor, hx: Tensor | None = None) -> Tensor:
-        """The next state, (B, hidden_size) or (hidden_size,), from the input and the state before it."""
+        """The next state, (B, hidden_size) or (hidden_size,), from the input and the previous state."""
         check_input(self, input, (1, 2), "(B, input_size) or (input_size,)")
         if hx is not None:
             check_floating("hx", hx)

@@ -1,4 +1,4 @@
-"""A recurrence of your own: its equation once, as a PyTorch function, and the passes over time from it."""
+"""User-defined recurrences: forward and backward kernels generated from one elementwise PyTorch function."""
 
 import functools
 import inspect
@@ -16,47 +16,46 @@ from ostinato.kernels.recurrence.operators import linear_recurrence
 from ostinato.kernels.recurrence.trace import trace
 from ostinato.scan import check_scan, describe, linear_scan
 
-STATES = {"h": 1, "state": 2}  # what a first parameter of that name holds; any other makes a linear recurrence
+STATES = {"h": 1, "state": 2}  # states, by the name of the first parameter; none, a linear recurrence, for any other
 OPTIONS = ("h0", "resets", "reverse", "cu_seqlens", "backend")
 
 
 def recurrence(function: Callable) -> "Recurrence":
-    r"""Make a recurrence over time of the elementwise function that is its equation: a decorator.
+    r"""Decorator: make a recurrence over time from the elementwise function of one step.
 
     .. math:: h_t = a(x_t) \, h_{t-1} + b(x_t) \qquad \text{or} \qquad h_t = f(h_{t-1}, x_t)
 
-    The function is written in PyTorch operations that treat every element by itself.  Its first parameter's name
-    says which of the two it is:
+    The function is written in elementwise PyTorch operations.  The name of its first parameter selects the kind:
 
-    - ``h``: the state before the step; the function returns the next state.
-    - ``state``: two states before the step, ``h, c = state``; the function returns the next two, ``h, c``.
-    - any other: the function sees no state, and returns the coefficients ``a, b`` of the linear recurrence.
+    - ``h``: the previous state; the function returns the next state.
+    - ``state``: two previous states, ``h, c = state``; the function returns the next two, ``h, c``.
+    - any other: the function takes no state, and returns the coefficients ``a, b`` of the linear recurrence.
 
-    A linear recurrence is an associative scan, see :func:`ostinato.linear_scan`; others take one step after the other.
-    On CPUs and NVIDIA GPUs both run in kernels generated from the function and its derivatives, which keep nothing but
-    inputs and states; elsewhere, and by ``backend="torch"`` and ``"reference"``, the function itself runs in PyTorch.
-    Channels do not see each other's states: what mixes them, as a matrix does, stands before the recurrence or after.
+    A linear recurrence is an associative scan, see :func:`ostinato.linear_scan`; others run sequentially.  On CPUs and
+    NVIDIA GPUs both run in kernels generated from the function and its derivatives, which save only inputs and states;
+    elsewhere, and with ``backend="torch"`` and ``"reference"``, the function itself runs in PyTorch.  Channels are
+    independent: whatever mixes them, such as a matrix product, comes before the recurrence or after.
 
     The result is called as ``h, h_last = f(*arguments, h0=None, resets=None, reverse=False, cu_seqlens=None,
     backend="auto")`` and differentiable in the arguments and ``h0``.
 
     Args:
-        function: of the state, if any, and of its arguments, each of which is given as a tensor (B, T, D), or
-            (D,), the same for every sequence and step.  It must not look at their shapes or values.
+        function: of the state, if any, and of its arguments, each of which is called with a tensor (B, T, D), or
+            (D,), the same for every sequence and step.  It must not depend on their shapes, nor branch on their values.
 
     Inputs: the ``arguments``; those of (B, T, D) are promoted to one dtype, which is the results'.  float16 and
     bfloat16 are computed in float32.  ``h0``, the initial state, (B, D), a pair of them for two states, zero if absent.
-    ``resets``, bool, (B, T): where True, the state is zero before that step, in the order in which steps are taken.
+    ``resets``, bool, (B, T): where True, the state is zero before that step, in scan order.
     ``reverse``, ``cu_seqlens`` and ``backend`` as in :func:`ostinato.linear_scan`.
 
     Outputs: ``h``, (B, T, D), the state after every step, and ``h_last``, (B, D), or (N, D) with ``cu_seqlens``, that
-    after the last step taken; each a pair for two states.
+    after the last step in scan order; each a pair for two states.
 
     Raises:
-        TypeError: a function with parameters that are not positional, or named as an option is; in a call, a wrong
-            number of arguments, one of another type or dtype, or a function that returns something else.
-        ValueError: shapes, devices or boundaries that do not fit, a function that is not elementwise or does what
-            no kernel can be generated for, with the line where it does, or an unknown backend.
+        TypeError: a function with parameters that are not positional, or that have an option's name; in a call, a
+            wrong number of arguments, one of a wrong type or dtype, or a wrong return type of the function.
+        ValueError: shapes, devices or boundaries that do not match, a function that is not elementwise or has an
+            operation that no kernel can be generated for, with its line, or an unknown backend.
 
     Example:
         >>> import torch, ostinato
@@ -80,7 +79,7 @@ def recurrence(function: Callable) -> "Recurrence":
 
 
 class Recurrence:
-    """What :func:`recurrence` makes of a function, which is called in its place."""
+    """The callable that :func:`recurrence` returns."""
 
     __qualname__: str
 
@@ -105,7 +104,7 @@ class Recurrence:
         return getattr(self, "__name__", "the recurrence")
 
     def __reduce__(self) -> str:
-        return self.__qualname__  # the function's own name leads here, not to the function
+        return self.__qualname__  # pickled by name, which refers to this object, not to the function
 
     def __call__(
         self,
@@ -120,17 +119,16 @@ class Recurrence:
         return self._run(arguments, None, h0, resets, reverse, cu_seqlens, backend)
 
     def of_layer(self, sequences: Tensor, parameters: Tensor, **options: Any) -> tuple[Any, Any]:
-        """As a call whose sequences are side by side in one tensor, (B, T, G * D), and the parameters after them in
-        another, (P * D,).
+        """A call with all sequences concatenated in one tensor, (B, T, G * D), and all parameters in another, (P * D,).
 
-        A layer's product makes them so.  Their gradients are too, where the recurrence is not linear: nobody has to put
-        them together.
+        A layer's GEMM produces the former.  Where the recurrence is not linear, gradients come concatenated too, which
+        saves a copy.
         """
         defaults = {"h0": None, "resets": None, "reverse": False, "cu_seqlens": None, "backend": "auto"}
         return self._run(self.apart(sequences, parameters), (sequences, parameters), **defaults | options)
 
     def apart(self, sequences: Tensor, parameters: Tensor) -> tuple[Tensor, ...]:
-        """The arguments of a call from those of :meth:`of_layer`."""
+        """Split the arguments of :meth:`of_layer` into those of a call."""
         width = (sequences.shape[-1] + parameters.shape[-1]) // len(self.names)
         return *sequences.split(width, -1), *parameters.split(width)
 
@@ -184,7 +182,7 @@ class Recurrence:
         initial: list[Tensor],
         *options: Any,
     ) -> tuple[Any, Any]:
-        """All steps, by what the function was traced to."""
+        """All steps, by the generated kernels."""
         sequences = tuple(x.dim() == 3 for x in arguments)
         traced = _traced(id(self), sequences)
         if together is None or self.states == 0:
@@ -205,7 +203,7 @@ class Recurrence:
         reverse: bool,
         shape: torch.Size,
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """The definition: one step after the other."""
+        """The definition: a loop over time."""
         batch, length, channels = shape
         each = [x.unbind(1) if x.dim() == 3 else (x,) * length for x in arguments]
         states: list[tuple[Tensor, ...]] = [()] * length
@@ -227,7 +225,7 @@ class Recurrence:
         bounds: list[int],
         shape: torch.Size,
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """As :meth:`_steps`, of each sequence by itself."""
+        """As :meth:`_steps`, for each packed sequence separately."""
         if bounds[0] != 0 or bounds[-1] != shape[1] or bounds != sorted(bounds):
             raise ValueError(f"cu_seqlens must rise from 0 to the number of time steps, {shape[1]}; got {bounds}")
         parts = []
@@ -242,7 +240,7 @@ class Recurrence:
         return tuple(torch.cat(x, 1) for x in zip(*states, strict=True)), tuple(map(torch.cat, zip(*last, strict=True)))
 
     def _results(self, count: int, results: Any, shape: tuple[int, ...]) -> tuple[Tensor, ...]:
-        """What the function has returned, every one of the shape, or the error that says what is wrong."""
+        """The function's results, validated and expanded to the shape."""
         expected = ("the next state", "the next two states")[count - 1] if self.states else "the coefficients a and b"
         results = (results,) if count == 1 else results
         if not isinstance(results, tuple | list) or len(results) != count:
@@ -256,7 +254,7 @@ class Recurrence:
         return tuple(x.expand(shape) for x in results)
 
     def _check_arguments(self, arguments: tuple[Tensor, ...]) -> tuple[int, torch.dtype]:
-        """The place of the first sequence, (B, T, D), and the dtype that all sequences are promoted to."""
+        """The index of the first sequence, (B, T, D), and the dtype that all sequences are promoted to."""
         if len(arguments) != len(self.names):
             takes = f"{len(self.names)} argument{'s' if len(self.names) != 1 else ''} ({', '.join(self.names)})"
             raise TypeError(f"{self} takes {takes}; got {len(arguments)}")
@@ -282,7 +280,7 @@ class Recurrence:
         return sequences[0], functools.reduce(torch.promote_types, (arguments[k].dtype for k in sequences))
 
     def _check_states(self, h0: Any) -> dict[str, Tensor]:
-        """The initial states by what to call them."""
+        """The initial states, by their names in error messages."""
         if h0 is None:
             return {}
         if self.states == 2 and not (isinstance(h0, tuple | list) and len(h0) == 2):
@@ -299,7 +297,7 @@ _recurrences: weakref.WeakValueDictionary[int, Recurrence] = weakref.WeakValueDi
 
 @export.constant_to_compilers
 def _traced(key: int, sequences: tuple[bool, ...]) -> str:
-    """The trace of a recurrence by its id, as operators take it, for arguments that are sequences or not."""
+    """The trace of a recurrence, by its id, for arguments that are sequences (True) or parameters."""
     function = _recurrences[key]
     if sequences not in function.traces:
         function.traces[sequences] = trace(function.function, sequences, function.states).text

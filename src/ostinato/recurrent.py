@@ -1,4 +1,4 @@
-"""RNN, GRU and LSTM: torch.nn's layers, dense or pruned, run and trained by kernels of our own where these fit."""
+"""RNN, GRU and LSTM: torch.nn's layers, dense or pruned, run and trained by persistent kernels where these fit."""
 
 import functools
 import operator
@@ -31,19 +31,19 @@ from ostinato.replay import recording
 from ostinato.scan import check_batch_sizes
 
 Hidden = Tensor | tuple[Tensor, Tensor]
-_STEPS = Prepared()  # by input, weights and states
+_STEPS = Prepared()  # keyed by input, weights and states
 _TORCHS = {mode: getattr(torch._VF, mode.lower()) for mode in ("RNN_TANH", "RNN_RELU", "GRU", "LSTM")}
 
 
 class _Recurrent(nn.RNNBase):
-    """What ``torch.nn``'s layers lack: masks, and the choice of who computes.
+    """Adds masks, resets and the choice of kernels to ``torch.nn``'s layers.
 
-    Every call reads the parameters as they are then: ``torch.nn``'s own list of them can be behind.
+    Every call reads the current parameters: ``torch.nn``'s own list of them can be stale.
     """
 
     weight_hh_l0: Tensor
     __prepare_scriptable__ = refuse_script
-    _frozen: Prepared | None = None  # steps with packed weights, of layers whose weights never change
+    _frozen: Prepared | None = None  # steps with packed weights, of layers with constant weights
     _path: str | None = None  # the only kernel to consider on a GPU; None for the fastest
 
     def forward(
@@ -126,14 +126,14 @@ class _Recurrent(nn.RNNBase):
 
         Args:
             batch: number of sequences.
-            dtype: what is computed in; the parameters' if absent, which autocast overrides.
-            training: whether gradients are to be taken.
+            dtype: the compute dtype; the parameters' if absent, though autocast overrides it.
+            training: whether gradients will be computed.
             steps: of the longest sequence; many if absent.
 
         Returns:
-            ``path``, "dense", "sparse" or "block" for a kernel of our own and "steps" for torch's;
-            ``bytes_on_chip`` of recurrent weights, of ``bytes_available``; ``blocks`` of threads; and the
-            ``reason``.  Torch's kernels run all layers and directions or none; this is the largest one's plan.
+            ``path``, "dense", "sparse" or "block" for a persistent kernel and "steps" for torch's; ``bytes_on_chip``
+            of recurrent weights, of ``bytes_available``; ``blocks``, of threads; and the ``reason``.  If any layer or
+            direction needs torch's kernels, all use them; otherwise this is the plan of the largest one.
 
         Raises:
             ValueError: a batch below 1, or steps.
@@ -160,11 +160,11 @@ class _Recurrent(nn.RNNBase):
                 stacklevel=2,
             )
 
-    # torch.ao.quantization sets one on every module, and passes over those whose very class it does not know.
+    # torch.ao.quantization sets a qconfig on every module, and skips those whose exact class it does not know.
     qconfig = property(None, _warn_unquantised)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Make room for the masks of a pruned layer, which a new one lacks."""
+        """Register the mask buffers of a pruned layer, which a new one lacks."""
         for name in self._flat_weights_names:
             if "weight" in name and prefix + mask_name(name) in state_dict and mask_of(self, name) is None:
                 self.register_buffer(mask_name(name), torch.ones_like(getattr(self, name), dtype=torch.bool))
@@ -173,11 +173,11 @@ class _Recurrent(nn.RNNBase):
 
     def _unmasked_weights(self) -> list[Tensor]:
         """All parameters in torch.nn's order."""
-        own: Any = self._parameters  # found faster than through the module, which knows parametrized ones too
+        own: Any = self._parameters  # faster than getattr, which also finds parametrized ones
         return [own[name] if name in own else getattr(self, name) for name in self._flat_weights_names]
 
     def _weights(self, recurrent: bool = True) -> list[Tensor]:
-        """All parameters in torch.nn's order, zero where they are pruned; the `recurrent` ones only if so."""
+        """All parameters in torch.nn's order, with zeros where pruned; recurrent weights only if ``recurrent``."""
         weights = self._unmasked_weights()
         if self._buffers:
             for i, name in enumerate(self._flat_weights_names):
@@ -205,9 +205,9 @@ class _Recurrent(nn.RNNBase):
     def _kernels_for(
         self, input: Any, states: list[Tensor], weights: list[Tensor], resets: Tensor | None
     ) -> tuple[int, int, torch.dtype | None, bool] | None:
-        """Sequences and steps of a call for the kernels, the dtype that autocast asks for, and whether to train.
+        """Batch size and steps of a call, autocast's dtype, and whether gradients are needed; None for torch's kernels.
 
-        None leaves a call, and complaints about it, to torch.
+        Torch also raises the errors of invalid calls.
         """
         packed = isinstance(input, PackedSequence)
         x = input.data if packed else input
@@ -226,14 +226,14 @@ class _Recurrent(nn.RNNBase):
         else:
             return None
         device, dtype = weights[0].device, weights[0].dtype
-        if device.type == "meta":  # for which there is no autocast
+        if device.type == "meta":  # has no autocast
             return None
         autocast = torch.is_autocast_enabled(device.type)
         computed = torch.get_autocast_dtype(device.type) if autocast else dtype
         given = (torch.float32, torch.float16, torch.bfloat16) if autocast else (dtype,)
         tensors = [*weights, x, *states]
         training = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-        if not torch.compiler.is_compiling() and batch * steps > 0:  # what is compiled is planned when it runs
+        if not torch.compiler.is_compiling() and batch * steps > 0:  # compiled calls are planned at run time
             plan = self._plan(device, batch, computed, training, steps, resets is not None)
             if plan.path == "steps" or not can_take(tensors):
                 return None
@@ -277,7 +277,7 @@ class _Recurrent(nn.RNNBase):
         begins: list[Tensor | None] = [None, None]
         if resets is not None:
             begins[0] = mine = (resets.t() if swapped else resets).reshape(-1)
-            if self.bidirectional:  # in reverse an episode begins at the step before which the next one does
+            if self.bidirectional:  # in reverse an episode starts at the step before the next one's first
                 begins[1] = previous(mine[:, None], None, offsets, batch, reverse=True)[:, 0]
         if autocast is not None:
             rows, *states = (x.to(autocast) for x in (rows, *states))
@@ -301,7 +301,7 @@ class _Recurrent(nn.RNNBase):
             last += [(h_n, c_n) if lstm else (h_n,) for _, h_n, c_n, *_ in results]
             rows = torch.cat([output for output, *_ in results], 1) if both else results[0][0]
 
-        alone = len(last) == 1  # with nothing to copy
+        alone = len(last) == 1  # a view is enough
         states = [x[0].unsqueeze(0) if alone else torch.stack(x) for x in zip(*last, strict=True)]
         if places is not None:
             states = [state.index_select(1, places) for state in states]
@@ -314,10 +314,10 @@ class _Recurrent(nn.RNNBase):
         return output.transpose(0, 1) if swapped else output, hidden
 
     def _step(self, x: Any, state: Any, rank: int) -> tuple[Tensor, Any] | None:
-        """:meth:`step` by the shortest way; None where that cannot be taken.
+        """The fast path of :meth:`step`; None where it does not apply.
 
-        `rank` is x's without a dimension of time, in which it has one step.  What a call costs beside the loop is then
-        most of it, so nothing is looked up or copied that need not be.
+        `rank` is that of x without its time dimension, if any.  Host overhead dominates here, so look-ups and copies
+        are avoided.
         """
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or not isinstance(x, Tensor) or not x.is_cpu:
             return None
@@ -342,9 +342,9 @@ class _Recurrent(nn.RNNBase):
         return output, tuple(new) if self.mode == "LSTM" else new[0]
 
     def _prepared_step(self, x: Tensor, state: Any, own: list[Tensor], rank: int) -> Any:
-        """What makes a step of tensors like these; `own` gets what it is to be given as weights.
+        """A function that computes a step of tensors like these, or None where the fast path does not apply.
 
-        None where the shortest way cannot be taken.
+        `own` is updated to the weights that the function takes.
         """
         layers, hidden, dtype, masks = self.num_layers, self.hidden_size, x.dtype, self._buffers
         states, count = _states(state), 2 if self.mode == "LSTM" else 1
@@ -375,7 +375,7 @@ class _Recurrent(nn.RNNBase):
             if masks:
                 mask_ih, mask_hh = masks.get(f"mask_ih_l{layer}"), masks.get(f"mask_hh_l{layer}")
             step = step_of(x.device, self.mode.lower(), dtype, hidden, inputs, batch, mask_ih, mask_hh, self._path)
-            if step is None and mask_ih is not None:  # too dense to look up each of its weights
+            if step is None and mask_ih is not None:  # too dense for a sparse product
                 own[layer * size] = masked(self, f"weight_ih_l{layer}")
                 step = step_of(x.device, self.mode.lower(), dtype, hidden, inputs, batch, None, mask_hh, self._path)
             if (
@@ -389,7 +389,7 @@ class _Recurrent(nn.RNNBase):
         return step_of_layers(steps, x, shape, count)
 
     def freeze(self) -> None:
-        """Take the weights to stay as they are, for :meth:`step` in one thread: as in a frozen stepper's own copy."""
+        """Assume constant weights in :meth:`step`, for use by one thread: for a frozen stepper's own copy."""
         self._frozen = Prepared()
 
     def _step_frozen(self, x: Tensor, state: Any) -> tuple[Tensor, Any] | None:
@@ -403,7 +403,7 @@ class _Recurrent(nn.RNNBase):
         return output, tuple(new) if self.mode == "LSTM" else new[0]
 
     def _repeat_frozen(self, x: Tensor, state: Any, result: tuple[Tensor, Any]) -> Callable[[], None] | None:
-        """What makes a step from and into the same memory again, if the weights stay as they are."""
+        """A function that repeats the step from and into the same memory, if weights are frozen, else None."""
         states, (output, after) = _states(state), result
         new, run = _states(after), self._frozen and self._frozen.find([x, *states])
         if not run:
@@ -412,7 +412,7 @@ class _Recurrent(nn.RNNBase):
         def repeat() -> None:
             if run.into(output, new, x, states, ()):
                 return
-            y, right = self.step(x, state)  # something is not finite
+            y, right = self.step(x, state)  # the packed kernel refuses values that are not finite
             for own, other in zip((output, *new), (y, *_states(right)), strict=True):
                 own.copy_(other)
 
@@ -429,7 +429,7 @@ class _Recurrent(nn.RNNBase):
         frozen.add(lambda: step_of_layers(steps, x, tuple(states[0].shape), len(states)), [x, *states])
 
     def _step_by_cells(self, x: Tensor, states: list[Tensor]) -> tuple[Tensor, Any]:
-        """:meth:`step` by two products and a kernel a layer, for CUDA graphs: outside, cuDNN's fewer launches count."""
+        """:meth:`step` by two GEMMs and a kernel per layer, for CUDA graphs; elsewhere cuDNN's fewer launches win."""
         weights, last = self._weights(), []
         size = len(weights) // self.num_layers
         for layer, before in enumerate(zip(*(state.unbind(0) for state in states), strict=True)):
@@ -444,13 +444,13 @@ class _Recurrent(nn.RNNBase):
         return x, tuple(new) if self.mode == "LSTM" else new[0]
 
     def _forward_torch(self, input: Any, hx: Any, weights: list[Tensor]) -> tuple[Any, Any]:
-        """``torch.nn``'s own forward; it reads the weights from the module, or from a stand-in with others.
+        """``torch.nn``'s own forward, which reads the weights from the module, or from a copy with other weights.
 
-        It is left out where it would find nothing to complain of, which takes as long as it takes to say so.
+        Its slow argument checks are skipped if our faster one has passed.
         """
         module = self
         if not torch.compiler.is_compiling():
-            if self.mode == "LSTM":  # PyTorch's reads the memory that zero tensors may lack
+            if self.mode == "LSTM":  # PyTorch's reads memory that autograd's zero tensors do not have
                 input, hx = _in_memory(input), tuple(map(_in_memory, hx)) if isinstance(hx, tuple) else hx
             same = all(map(operator.is_, weights, self._flat_weights))
             if not same and weights[0].is_cuda:
@@ -479,7 +479,7 @@ class _Recurrent(nn.RNNBase):
         return result[0], result[1:] if lstm else result[1]
 
     def _forward_torch_by_episodes(self, input: Any, hx: Any, weights: list[Tensor], resets: Tensor) -> tuple[Any, Any]:
-        """As ``torch.nn``'s forward, which knows no resets, of each episode by itself."""
+        """``torch.nn``'s forward of each episode separately, as it does not support resets."""
         lstm, swapped = self.mode == "LSTM", isinstance(input, Tensor) and self._is_swapped(input)
         states, order, places = _states(hx), None, None
         if isinstance(input, PackedSequence):
@@ -491,7 +491,7 @@ class _Recurrent(nn.RNNBase):
         unbatched = isinstance(input, Tensor) and input.dim() == 2
         expected = (len(self._all_weights), *(() if unbatched else (int(batch_sizes[0]),)), self.hidden_size)
         if any(state.shape != expected for state in states):
-            return self._forward_torch(input, hx, weights)  # which says so
+            return self._forward_torch(input, hx, weights)  # which raises
         if unbatched:
             states = [state.unsqueeze(1) for state in states]
         if order is not None:
@@ -518,18 +518,18 @@ class _Recurrent(nn.RNNBase):
         return self.batch_first and x.dim() == 3
 
     def _begun(self, hx: Any, resets: Tensor) -> Any:
-        """The state that one step of the sequences is to see; the other direction's comes from after it."""
+        """The state before a single step; resets do not affect the reverse direction, whose state is a later one."""
         if hx is None or not isinstance(hx, Tensor):
             return hx if hx is None else tuple(self._begun(state, resets) for state in hx)
         keep = ~resets[:, None] if hx.dim() == 3 else ~resets
         if hx.dim() == 3 and hx.shape[1] != len(resets):
-            return hx  # for torch to complain of
+            return hx  # torch raises
         if not self.bidirectional:
             return hx.where(keep, 0.0)
         return torch.stack([hx[0::2].where(keep, 0.0), hx[1::2]], 1).flatten(0, 1)
 
     def _update_flat_weights(self) -> None:
-        """Nothing: :meth:`_weights` does not need it, and ``torch.nn`` would look at every parameter in each call."""
+        """Do nothing: ``torch.nn`` would check every parameter at each call, and :meth:`_weights` does not need it."""
 
 
 @functools.lru_cache(4096)
@@ -544,15 +544,15 @@ def _shapes_fit(
 
 @functools.cache
 def _silence_copy_warning() -> None:
-    """cuDNN copies weights that do not lie side by side at each call, as masked ones cannot help; torch would warn."""
+    """Masked weights are never one contiguous chunk, so cuDNN copies them at each call; torch would warn."""
     warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk of memory")
 
 
 def _offsets(batch_sizes: Tensor, device: torch.device) -> Tensor:
-    """The first row of each step of a PackedSequence, and after them how many rows there are: (T + 1,), int32."""
+    """The first row of each step of a PackedSequence, then the number of rows: (T + 1,), int32."""
     if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
         return F.pad(batch_sizes.cumsum(0, dtype=torch.int32), (1, 0)).to(device)
-    parts, first = [], 0  # a graph can hold numbers, but not memory of the host
+    parts, first = [], 0  # a CUDA graph can capture constants, but not host memory
     for batch, steps in zip(
         *(x.tolist() for x in torch.unique_consecutive(batch_sizes, return_counts=True)), strict=True
     ):
@@ -575,20 +575,20 @@ class RNN(_Recurrent, nn.RNN):
     .. math:: h_t = \phi(W_{ih} x_t + b_{ih} + W_{hh} h_{t-1} + b_{hh}), \quad \phi = \tanh \text{ or relu}
 
     Arguments, parameters, ``state_dict``, inputs, outputs, gradients and errors are :class:`torch.nn.RNN`'s.  On
-    CPUs and NVIDIA GPUs layers run and train in kernels that keep the recurrent weights close to the processor
-    for the whole sequence (Zhu et al. 2018, "Sparse Persistent RNNs", arXiv 1804.10223), where one fits;
-    :meth:`plan` tells.  The parameters are read at every call.  See :func:`ostinato.prune`, which adds a buffer
+    CPUs and NVIDIA GPUs layers run and train in kernels that keep the recurrent weights on chip or in cache
+    for the whole sequence (Zhu et al. 2018, "Sparse Persistent RNNs", arXiv 1804.10223), where one fits; see
+    :meth:`plan`.  The parameters are read at every call.  See :func:`ostinato.prune`, which adds a buffer
     with the mask of each pruned weight, ``mask_hh_l{k}`` and ``mask_ih_l{k}``; ``load_state_dict`` makes them as
     needed.
 
-    Episodes that end inside a sequence: ``forward(input, hx=None, *, resets=None)`` takes a bool tensor laid out as
-    the input without its features, (T, B), (B, T) with ``batch_first``, (T,) unbatched, or (rows,) as the data of a
+    Episodes that end inside a sequence: ``forward(input, hx=None, *, resets=None)`` takes a bool tensor of
+    the input's shape without features, (T, B), (B, T) with ``batch_first``, (T,) unbatched, or (rows,) as the data of a
     PackedSequence.  Where it is True an episode begins with that step: the state before the step is zero, an LSTM's
-    c too, and neither states nor gradients pass between it and the step before, in either direction of a
-    bidirectional layer.  True at the first step means that ``hx`` is not seen.
+    c too, and neither states nor gradients flow between it and the previous step, in either direction of a
+    bidirectional layer.  True at the first step means that ``hx`` is ignored.
 
     Raises:
-        TypeError: ``resets`` that are no tensor of bool.
+        TypeError: ``resets`` that are not a bool tensor.
         ValueError: ``resets`` of another shape or on another device than the input.
 
     Example:

@@ -1,7 +1,7 @@
-"""A function's PyTorch calls on the CPU, recorded once and repeated on the same memory: what a CUDA graph is on a GPU.
+"""Record the PyTorch operator calls of a function on the CPU and replay them on the same memory, as a CUDA graph does.
 
-Where tensors are small, the way to the kernels takes longer than they do: modules, checks, views, memory for every
-result.  Repeated, a call is one of PyTorch's, or of ours, into memory that is there already, and a view is nothing.
+With small tensors the overhead of modules, checks, views and allocation exceeds the kernels' run time.  A replay only
+calls the operators, into preallocated outputs; views cost nothing.
 """
 
 import functools
@@ -17,14 +17,13 @@ _BY_VALUE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 class Unrepeatable(Exception):
-    """An operation whose result's shape, or what follows, depends on values."""
+    """Raised for an operation whose output shape, or whose following control flow, depends on tensor values."""
 
 
 class Recorder(TorchDispatchMode):
-    """While it is on, remembers what is done to tensors; :meth:`repeat` does it again.
+    """A context that records operator calls; :meth:`repeat` replays them.
 
-    What is read from outside, as inputs, weights and states, is read anew; what a program decides in between is not
-    decided again.
+    A replay reads the current contents of inputs, weights and states, but does not run the program's control flow.
     """
 
     def __init__(self) -> None:
@@ -39,7 +38,7 @@ class Recorder(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if func._schema.is_mutable and name.endswith("_"):
             self._calls.append(functools.partial(getattr(Tensor, name, func), *args, **kwargs))
-        elif func._schema.is_mutable:  # what it returns may be what it was given to write to, or not
+        elif func._schema.is_mutable:  # its results may or may not alias the arguments that it writes
             self._calls.append(functools.partial(_copied, tree_leaves(result), func, args, kwargs))
         elif not func.is_view and not name.startswith(("empty", "new_empty")):
             self._calls.append(_into(result, name, func, args, kwargs))
@@ -48,7 +47,7 @@ class Recorder(TorchDispatchMode):
     def call(
         self, function: Callable, *args: Any, prepare: Callable[[Any], Callable[[], Any] | None] = lambda _: None
     ) -> Any:
-        """What the function returns, its insides unseen: repeated by what ``prepare`` makes of the result, or as is."""
+        """Record a function as one call, replayed by ``prepare(result)``, or by the function itself if that is None."""
         self.__exit__(None, None, None)
         try:
             result = function(*args)
@@ -59,13 +58,13 @@ class Recorder(TorchDispatchMode):
         return result
 
     def repeat(self) -> None:
-        """All calls again, in their order."""
+        """Replay all calls in order."""
         for call in self._calls:
             call()
 
 
 def recording() -> Recorder | None:
-    """The recorder that is on, in this thread."""
+    """The active recorder of this thread, if any."""
     if torch.compiler.is_compiling():
         return None
     mode = _get_current_dispatch_mode()
@@ -73,7 +72,7 @@ def recording() -> Recorder | None:
 
 
 def _into(result: Any, name: str, func: Any, args: tuple, kwargs: dict[str, Any]) -> Callable[[], Any]:
-    """The call again, into the memory of its result: by ``torch.name``, or the operator's own form, if one takes it."""
+    """A replay of the call into the memory of its result: an out= variant if there is one, else with a copy."""
     for function in (getattr(torch, name, None), getattr(func.overloadpacket, "out", None)):
         if function is None or not isinstance(result, Tensor):
             continue

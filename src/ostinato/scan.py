@@ -1,4 +1,4 @@
-"""The linear scan, in real and in log space: the primitive every minimal layer is made of."""
+"""The linear scan, in real and in log space: the primitive behind every minimal layer."""
 
 import torch
 from torch import Tensor
@@ -35,20 +35,20 @@ def linear_scan(
         b: offsets, of the same shape; where dtypes differ, both are promoted.
         h0: initial state, (B, D), or (N, D) with ``cu_seqlens``; zero if absent.  Taken in the dtype of a and b.
         resets: bool, (B, T), (1, T) with ``cu_seqlens``: where True, the state is zero before that step, and no
-            gradient crosses to what was scanned before it, ``h0`` included.
+            gradient flows to the steps scanned before it, nor to ``h0``.
         reverse: run from the last step to the first, ``h[t] = a[t] * h[t+1] + b[t]``.
-        cu_seqlens: int32, (N+1,): N sequences laid end to end in a batch of one, sequence n being the steps
+        cu_seqlens: int32, (N+1,): N sequences concatenated in a batch of one, sequence n being the steps
             ``cu_seqlens[n]`` to ``cu_seqlens[n+1]``; each starts from its own ``h0[n]``.  On a GPU its values
             are read back once, to check them.
         backend: "auto", "cpu" (Numba), "cuda", "torch" (PyTorch operations) or "reference" (float64 loop).
 
     Returns:
-        h, (B, T, D), and h_last, (B, D) or (N, D), the state after the last step taken.
+        h, (B, T, D), and h_last, (B, D) or (N, D), the state after the last step in scan order.
 
     Raises:
-        TypeError: an argument that is no tensor, or of an integer dtype; a complex ``h0`` of a real recurrence.
-        ValueError: ranks, shapes, devices or boundaries that do not fit, or an unknown backend.
-        RuntimeError: a backend asked for by name that cannot run here.
+        TypeError: an argument that is not a tensor, or of an integer dtype; a complex ``h0`` of a real recurrence.
+        ValueError: ranks, shapes, devices or boundaries that do not match, or an unknown backend.
+        RuntimeError: the requested backend cannot run here.
 
     Example:
         >>> import torch, ostinato
@@ -83,20 +83,20 @@ def log_linear_scan(
     cu_seqlens: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    r"""The linear recurrence over positive numbers given by their logarithms.
+    r"""The linear recurrence in log space: coefficients, offsets and states are given as logarithms.
 
     .. math:: \log h_t = \operatorname{logaddexp}(\log a_t + \log h_{t-1}, \; \log b_t)
 
     For states that leave the range of their dtype; :func:`linear_scan` is faster and at least as accurate
     where they do not.  Unlike the ``cumsum`` and ``logcumsumexp`` form of Feng et al. 2024 (appendix B), whose
-    float32 error grows with T, it combines neighbouring steps and stays accurate at any length.  float16 and bfloat16
-    are computed, and kept for the gradient, in float32.
+    float32 error grows with T, it composes adjacent steps and stays accurate at any length.  float16 and bfloat16
+    are computed, and saved for the gradient, in float32.
 
     Args:
         log_a: logarithms of the coefficients, (B, T, D).
         log_b: logarithms of the offsets, (B, T, D); ``-inf`` adds nothing.
         log_h0: logarithm of the initial state, (B, D), or (N, D) with ``cu_seqlens``; ``-inf`` (a state of
-            zero) if absent.  A state of zero passes no gradient back.
+            zero) if absent.  No gradient flows through a state of zero.
         resets, reverse, cu_seqlens, backend: as in :func:`linear_scan`.
 
     Returns:
@@ -114,7 +114,7 @@ def log_linear_scan(
     names = ("log_a", "log_b", "log_h0")
     log_a, log_b, log_h0 = checked(log_a, log_b, log_h0, names, resets, reverse, cu_seqlens, backend)
     dtype = log_b.dtype
-    wide = torch.promote_types(dtype, torch.float32)  # differences of states rounded to 16 bits make no gradient
+    wide = torch.promote_types(dtype, torch.float32)  # the gradient takes differences, too coarse in 16 bits
     log_a, log_b, log_h0 = log_a.to(wide), log_b.to(wide), None if log_h0 is None else log_h0.to(wide)
     log_h, log_h_last = operators.log_linear_scan(log_a, log_b, log_h0, cu_seqlens, resets, reverse, backend)
     return log_h.to(dtype), log_h_last.to(dtype)
@@ -131,7 +131,7 @@ def checked(
     backend: str,
     dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The inputs in one dtype, or the error that says which of them does not fit."""
+    """The inputs, validated and promoted to one dtype."""
     check_floating(names[0], a, dtypes)
     check_floating(names[1], b, dtypes)
     if h0 is not None:
@@ -148,7 +148,7 @@ def checked(
         dtype = torch.promote_types(dtype, b.dtype)
         a, b = a.to(dtype), b.to(dtype)
     if h0 is None or h0.dtype is dtype:
-        return a, b, h0  # even a call that changes nothing costs
+        return a, b, h0  # even a no-op .to() costs
     if h0.is_complex() and not dtype.is_complex:
         raise TypeError(f"{names[2]} must be real as {names[0]} and {names[1]} are; got {describe(h0)}")
     return a, b, h0.to(dtype)
@@ -200,7 +200,7 @@ def check_floating(name: str, x: object, dtypes: tuple[torch.dtype, ...] = FLOAT
 
 
 def check_batch_sizes(batch_sizes: Tensor, rows: int) -> None:
-    """Raise ValueError unless they are what ``PackedSequence`` promises: kernels find their rows by them."""
+    """Raise ValueError unless they are valid for a ``PackedSequence``: kernels index rows by them."""
     falls = len(batch_sizes) > 0 and batch_sizes[-1] >= 1 and not (batch_sizes[1:] > batch_sizes[:-1]).any()
     if not falls or batch_sizes.sum() != rows:
         raise ValueError(
@@ -216,5 +216,5 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
 
 
 def describe(x: object) -> str:
-    """What came, for an error message."""
+    """The type of an argument, for an error message."""
     return f"a tensor of {x.dtype}" if isinstance(x, Tensor) else f"{type(x).__name__}"

@@ -1,4 +1,4 @@
-"""One time step a call, with the state kept inside: environments, microphones, text."""
+"""Streaming inference: one time step per call, with the state kept inside."""
 
 import copy
 import functools
@@ -14,25 +14,25 @@ from ostinato.replay import Recorder, Unrepeatable
 
 
 class Stepper:
-    """Runs a module one time step a call and keeps its state: ``y = stepper(x)``.
+    """Runs a module one time step per call and keeps its state: ``y = stepper(x)``.
 
-    On a GPU a step is one captured CUDA graph, replayed: the launches of its kernels would take longer than they do.
-    On a CPU a frozen module's is likewise the list of what its first step called, and any other device's, or module's
-    is ``module.step``.  No gradients are taken.
+    On a GPU a step is captured in a CUDA graph and replayed, since launching its kernels takes longer than running
+    them.  On a CPU the operator calls of a frozen module's first step are recorded and replayed likewise.  Otherwise a
+    step calls ``module.step``.  No gradients are computed.
 
     Args:
         module: RNN, GRU, LSTM, MinGRU or MinLSTM; a :class:`ostinato.models.LanguageModel`, whose inputs are tokens;
             any module with ``y, state = module.step(x, state)`` and ``state = module.initial_state(batch_size)``; or a
-            ``torch.nn.Sequential`` of such modules and of others, which have no state.  Weights that an optimiser
-            changes are seen by the next step.  A graph is captured at the first step and knows neither a change of
-            ``module.training`` nor parameters put in the place of others: then make a new stepper.
-        batch_size: sequences a step, B.
-        frozen: take a copy of the module, whose weights stay as they are now.  On CPUs the kept weights of pruned
-            layers are then packed once, and PyTorch's operators are called without the module's Python between them:
-            what that decides, unless it looks at values, assigns to attributes or computes by NumPy, it does once.
+            ``torch.nn.Sequential`` of such modules and stateless ones.  In-place updates of weights, such as an
+            optimiser's, take effect at the next step.  A graph is captured at the first step; after a change of
+            ``module.training`` or a replacement of parameters make a new stepper.
+        batch_size: the number of sequences, B.
+        frozen: copy the module and keep its weights constant.  On CPUs the nonzero weights of pruned layers are then
+            packed once, and PyTorch's operators are called without the module's Python code in between: that runs only
+            once, along with its branches (on anything but tensor values), attribute assignments and NumPy calls.
 
     Raises:
-        TypeError: a module without ``step``, or a mask that is no tensor of bool.
+        TypeError: a module without ``step``, or a mask that is not a bool tensor.
         ValueError: a ``batch_size`` below 1, or a mask that is not (B,).
 
     Example:
@@ -85,7 +85,7 @@ class Stepper:
 
     @property
     def state(self) -> Any:
-        """A copy of the state after the last step, as ``module.step`` returns it; what is assigned is copied."""
+        """A copy of the state after the last step, as ``module.step`` returns it; assignment copies, too."""
         return _mapped(Tensor.clone, self._state)
 
     @state.setter
@@ -99,7 +99,7 @@ class Stepper:
 
     @torch.no_grad()
     def reset(self, mask: Tensor | None = None) -> None:
-        """Begin anew: all sequences, or those where the mask (B,) is True."""
+        """Restore the initial state of all sequences, or of those where the mask (B,) is True."""
         if mask is not None:
             if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
                 raise TypeError(f"mask must be a tensor of torch.bool; got {getattr(mask, 'dtype', type(mask))}")
@@ -113,12 +113,12 @@ class Stepper:
                 kept.copy_(torch.where(at, first, kept))
 
     def _captured(self, x: Tensor) -> Callable[[Tensor], Tensor]:
-        """A step as a CUDA graph, which reads and writes the same memory at every replay."""
+        """Capture a step in a CUDA graph, which reads and writes the same memory at every replay."""
         given, module, state = x.clone(), self._module, self._state
         stream = torch.cuda.Stream(x.device)
         stream.wait_stream(torch.cuda.current_stream(x.device))
         with torch.cuda.stream(stream), _unchanged(module.buffers()):
-            _step(module, given, state)  # compiles and chooses what a capture could not
+            _step(module, given, state)  # warm-up: compilation and autotuning cannot be captured
         torch.cuda.current_stream(x.device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(x.device), torch.cuda.graph(graph):
@@ -126,10 +126,10 @@ class Stepper:
         return functools.partial(_replayed, graph.replay, given, y)
 
     def _recorded(self, x: Tensor) -> Callable[[Tensor], Tensor] | None:
-        """The same on a CPU; None of a module that decides by values."""
+        """The same on a CPU; None for a module that branches on tensor values."""
         given, module, state, recorder = x.clone(), self._module, self._state, Recorder()
         with _unchanged((*_tensors(state), *module.buffers())):
-            _advance(module, given, state)  # compiles, packs and chooses
+            _advance(module, given, state)  # warm-up: compiles and packs
             try:
                 with recorder:
                     y = _advance(module, given, state)
@@ -140,13 +140,13 @@ class Stepper:
 
 @contextmanager
 def _unchanged(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Have the tensors hold in the end what they hold now."""
+    """Restore the tensors' contents on exit."""
     before = [(x, x.clone()) for x in tensors]
     try:
         yield
     finally:
         for x, old in before:
-            if not torch.equal(x, old):  # a mask that is written to would be packed anew
+            if not torch.equal(x, old):  # writing to a mask would invalidate its packing
                 x.copy_(old)
 
 
@@ -179,10 +179,10 @@ def _step(module: Any, x: Tensor, state: Any) -> tuple[Tensor, Any]:
 
 
 def _advance(module: Any, x: Tensor, state: Any) -> Tensor:
-    """The output of a step, after which the state's own memory holds the next one."""
+    """Run a step in place: returns the output, and leaves the next state in the memory of the state."""
     y, after = _step(module, x, state)
     own = {kept.untyped_storage().data_ptr() for kept in _tensors(state)}
-    # A state may move to another's place, and be an output: copies, before anything is overwritten.
+    # The output and new states may alias states: copy them before any is overwritten.
     y, *new = (x.clone() if x.untyped_storage().data_ptr() in own else x for x in (y, *_tensors(after)))
     for kept, value in zip(_tensors(state), new, strict=True):
         kept.copy_(value)

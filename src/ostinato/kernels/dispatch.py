@@ -1,11 +1,11 @@
 """Differentiable operators: eager calls go straight to a backend, traced ones through ``torch.library``.
 
-A registered operator lets ``torch.compile``, ``torch.export`` and ``opcheck`` see one opaque node, at some
-tens of microseconds a call.  Eager mode needs none of that and takes an ``autograd.Function`` over the same
-implementation, context and gradient; so do the transforms of ``torch.func``, each of which sees one such function.
+A registered operator is one opaque node to ``torch.compile``, ``torch.export`` and ``opcheck``, at some tens of
+microseconds a call.  Eager mode bypasses it and uses an ``autograd.Function`` with the same implementation, context
+and gradient; so do the transforms of ``torch.func``.
 
-Derivatives of higher order, and those in forward mode, come from what an operator does written in differentiable
-operations (``composite``), some of which are operators again.  It runs only where such a derivative is taken.
+Derivatives of higher order, and those in forward mode, come from a second implementation in differentiable operations
+(``composite``), some of which are operators again.  It runs only where such a derivative is taken.
 """
 
 import functools
@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from ostinato.kernels import export
 
-_MOST_PREPARED, _MOST_ALIKE = 4096, 8  # calls that are remembered, of first tensors of one shape
+_MOST_PREPARED, _MOST_ALIKE = 4096, 8  # cache sizes: keys, and entries per key
 
 Groups = tuple[tuple[int | None, ...], tuple[int, ...]]
 
@@ -40,18 +40,18 @@ def operator(
     jvp: Callable | None = None,
     prepare: Callable | None = None,
 ) -> Callable:
-    """Register ``ostinato::name`` and return the function that calls it, or goes round it where it can.
+    """Register ``ostinato::name`` and return a function that calls it, or bypasses it where possible.
 
-    ``groups(*args)`` lets ``torch.vmap`` make one call of many: see :func:`_vmap_rule`.  In forward mode
-    ``composite(*args)`` runs in place of the operator; or, where the operator is itself what composites are made of,
-    ``jvp(args, results, tangents)`` returns the results' tangents, with None for an input's that has none.
-    ``plain(*args)``, or else the composite, computes the same in PyTorch's own operators, for graphs that are to run
+    ``groups(*args)`` lets ``torch.vmap`` batch calls into one: see :func:`_vmap_rule`.  In forward mode
+    ``composite(*args)`` runs in place of the operator; or, where composites themselves are made of the operator,
+    ``jvp(args, results, tangents)`` returns the results' tangents, given None for inputs without one.
+    ``plain(*args)``, or else the composite, computes the same in PyTorch's own operators, for graphs that must run
     without this library.
 
-    The function's ``prepared(*args)`` returns what eager calls that are :class:`Prepared` run: what ``prepare(*args)``
-    returns, unless it is None, in place of ``forward``.
+    The function's ``prepared(*args)`` returns the function that :class:`Prepared` calls run: ``prepare(*args)`` or, if
+    that is None, ``forward``.
 
-    ``forward`` may end in ``*tensors``, and then return any number of tensors, if it is said to return a list of them.
+    ``forward`` may end in ``*tensors``, and return any number of tensors if it is annotated as ``list[Tensor]``.
     """
     plain = plain or composite
     registered = _registered(name, forward, fake, setup_context, backward, groups)
@@ -64,7 +64,7 @@ def operator(
             return export.write(plain, name, args)
         if torch.compiler.is_compiling():
             if forward_ad._current_level >= 0:
-                torch._dynamo.graph_break()  # a compiler would lose the tangents
+                torch._dynamo.graph_break()  # compiled, the tangents would be lost
             return registered(*args)
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return transformed.apply(*args)
@@ -73,11 +73,11 @@ def operator(
         return registered(*args)
 
     def prepared(*args: Any) -> Callable:
-        """What eager calls of arguments like these run, given theirs."""
+        """The function that eager calls with arguments like these run."""
         run = (prepare and prepare(*args)) or forward
         return (lambda *args: apply(*args, run)) if is_differentiated(args) else run
 
-    def run_and_keep(ctx: Any, *args: Any) -> Any:  # a setup_context of its own costs more than the call
+    def run_and_keep(ctx: Any, *args: Any) -> Any:  # a separate setup_context costs more than the call
         args, run = args[:-1], args[-1]
         output = _tuple(run(*args))
         setup_context(ctx, args, output)
@@ -92,7 +92,7 @@ def operator(
         ctx.save_for_forward(*(x for x in args if isinstance(x, Tensor)), *output)
 
     def push_forward(ctx: Any, *tangents: Tensor | None) -> Any:
-        with forward_ad._set_fwd_grad_enabled(True):  # PyTorch turns it off, and with it the tangents of tangents
+        with forward_ad._set_fwd_grad_enabled(True):  # PyTorch disables it here, which would drop nested tangents
             saved = (forward_ad.unpack_dual(x)[0] for x in ctx.saved_tensors)
             args = _with_tensors(ctx.forward_args, saved)
             if jvp is not None:
@@ -102,7 +102,7 @@ def operator(
         raise NotImplementedError(f"{name} has no forward-mode derivative: take gradients by backward()")
 
     function = _autograd_function(name, forward=run_and_keep, backward=backward_of_all)
-    apply = super(torch.autograd.Function, function).apply  # without the look for transforms, of which there are none
+    apply = super(torch.autograd.Function, function).apply  # skips the check for transforms: there are none
     call.prepared = prepared  # type: ignore[attr-defined]
     transformed = _autograd_function(
         name,
@@ -122,7 +122,7 @@ def gradient(
     groups: Callable[..., Groups] | None = None,
     composite: Callable | None = None,
 ) -> Callable:
-    """As :func:`operator`, for a gradient, whose own derivatives are those of ``composite``, if there is one."""
+    """:func:`operator` for a gradient, whose own derivatives are those of ``composite``, if given."""
 
     def keep(ctx: Any, inputs: tuple, output: Any) -> None:
         if composite is not None:
@@ -141,7 +141,7 @@ def gradient(
 def gradients(
     function: Callable, args: Sequence[Any], cotangents: Sequence[Tensor | None], wanted: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of the arguments that are wanted, None of the others, which can be differentiated again.
+    """Differentiable gradients of the arguments that are ``wanted``, None for the others.
 
     ``cotangents`` are the gradients of the function's results, None for zeros.
     """
@@ -155,15 +155,15 @@ def gradients(
 
 
 def _tangents_of(function: Callable, args: tuple, tangents: tuple) -> Any:
-    """The tangents of a function's results, given those of its arguments, None for one that has none."""
+    """The tangents of a function's results, given those of its arguments, None for an argument without one."""
     moving = [i for i, x in enumerate(tangents) if x is not None]
-    # An expanded primal, as the gradient of a sum is, has no memory for a tangent that is not.
+    # An expanded primal, such as the gradient of a sum, cannot hold a tangent that is not expanded.
     primals, directions = tuple(args[i].contiguous() for i in moving), tuple(tangents[i] for i in moving)
     return torch.func.jvp(_of_some(function, args, moving), primals, directions)[1]
 
 
 def _of_some(function: Callable, args: Sequence[Any], places: Sequence[int]) -> Callable:
-    """The function of the arguments at these places, the others being as given."""
+    """The function of the arguments at these positions, with the others fixed."""
 
     def of_some(*tensors: Any) -> Any:
         given = list(args)
@@ -182,7 +182,7 @@ def _registered(
     backward: Callable,
     groups: Callable[..., Groups] | None,
 ) -> Callable:
-    """The operator in ``torch.library``, to which ``*tensors``, or a list of results, are one list."""
+    """Register the operator in ``torch.library``, where ``*tensors``, or a list of results, are one list."""
     signature = inspect.signature(forward)
     *first, last = signature.parameters.values()
     variadic = last.kind is inspect.Parameter.VAR_POSITIONAL
@@ -221,7 +221,7 @@ def _registered(
 
 
 def _tuple(output: Any) -> Any:
-    """Of a list, which an ``autograd.Function`` would return as it is, without gradients."""
+    """A list as a tuple: an ``autograd.Function`` would not track the tensors of a list."""
     return tuple(output) if isinstance(output, list) else output
 
 
@@ -229,7 +229,7 @@ def _flat(args: Sequence[Any]) -> list[Any]:
     return [y for x in args for y in (x if isinstance(x, list | tuple) else (x,))]
 
 
-_TENSOR = object()  # the place of a tensor that is kept elsewhere
+_TENSOR = object()  # a placeholder for tensors, which ctx saves separately
 
 
 def _without_tensors(args: tuple) -> tuple:
@@ -245,11 +245,11 @@ def _autograd_function(name: str, **members: Callable) -> Any:
 
 
 def _vmap_rule(name: str, call: Callable, groups: Callable[..., Groups] | None) -> Callable:
-    """How ``torch.vmap`` runs an operator on tensors that have one more dimension, that of the samples.
+    """How ``torch.vmap`` runs an operator on tensors with an additional dimension of samples.
 
-    An operator that treats each channel, the last dimension of its tensors, by itself takes those of all samples side
-    by side.  ``groups(*args)`` returns of how many groups the channels of each argument consist (a layer's directions
-    and gates), and those of each result; None for what has none.  Otherwise there is a call for each sample.
+    If the operator treats channels, the last dimension, independently, the channels of all samples are concatenated.
+    ``groups(*args)`` returns the number of channel groups (a layer's directions and gates) of each argument and of each
+    result, None for those without channels.  Otherwise there is a call for each sample.
     """
 
     def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
@@ -287,16 +287,16 @@ def _unfolded(size: int, x: Tensor, groups: int) -> Tensor:
 
 def is_differentiated(args: Sequence[Any]) -> bool:
     if torch.is_grad_enabled():
-        for x in args:  # a generator costs more than what it asks
+        for x in args:  # a generator costs more than the check
             if type(x) in _PLAIN_TYPES and x.requires_grad:
                 return True
     return False
 
 
 def _plain_keys() -> frozenset[int]:
-    """The dispatch keys of tensors that lie in their device's memory as they are, as bits.
+    """The dispatch key sets of plain dense tensors, as bits: per device, with autograd's keys and without.
 
-    Each device's with those of autograd, and without, as in inference mode.
+    Those without are of inference mode.
     """
     keys = set()
     for device in ("CPU", "CUDA", "MPS", "XPU"):
@@ -308,14 +308,16 @@ def _plain_keys() -> frozenset[int]:
 
 _PLAIN_KEYS = _plain_keys()
 _PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter))
-_OTHER_TYPES = frozenset((type(None), bool, int, str))  # of most arguments that are no tensors: faster than isinstance
+_OTHER_TYPES = frozenset((type(None), bool, int, str))  # of most other arguments: faster than isinstance
 _dispatch_keys = torch._C._dispatch_keys
 
 
 def is_eager(args: Sequence[Any]) -> bool:
-    """Whether nobody is watching: no compiler, no tracer, no dispatch mode, no function transform, no tangent; and
-    whether the memory of the tensors among the arguments holds what they stand for: no subclass, wrapper, zero without
-    memory, or negation or conjugation left to do."""
+    """Whether a call runs in plain eager mode on plain tensors.
+
+    That is, without a compiler, tracer, dispatch mode, function transform or tangents, and without tensor subclasses,
+    wrappers, zero tensors without memory, and lazy negation or conjugation.
+    """
     if _is_watched():
         return False
     for x in args:
@@ -329,18 +331,17 @@ def is_eager(args: Sequence[Any]) -> bool:
 
 
 class Prepared:
-    """What calls run that are like one that was checked and prepared before: in all but where tensors lie and what they
-    hold."""
+    """A cache of functions for calls that differ from an earlier, validated one only in addresses and values."""
 
     def __init__(self) -> None:
         self._runs: dict[tuple, list[tuple[Callable, Any]]] = {}
 
     def find(self, tensors: Sequence[Any], *settings: Any) -> Any:
-        """What was :meth:`add`-ed of tensors like these and these settings, if a call :func:`is_eager`; else None."""
+        """The function added for tensors like these and these settings, if the call :func:`is_eager`; else None."""
         if _is_watched():
             return None
         for x in tensors:
-            if type(x) not in _PLAIN_TYPES or x.is_nested:  # nested: PyTorch's guards ask for strides, and crash
+            if type(x) not in _PLAIN_TYPES or x.is_nested:  # PyTorch's guards read strides, and crash on nested ones
                 return None
         key = torch.is_grad_enabled(), len(tensors), tensors[0].shape, *settings
         for is_like, run in self._runs.get(key, ()):
@@ -349,15 +350,15 @@ class Prepared:
         return None
 
     def add(self, make: Callable[[], Any], tensors: Sequence[Tensor], *settings: Any) -> None:
-        """Remember what `make` returns, unless the call is none to be remembered."""
-        if not is_eager(tensors) or len(set(map(id, tensors))) < len(tensors):  # guards take two that are one for none
+        """Cache what `make` returns, unless the call is not cacheable."""
+        if not is_eager(tensors) or len(set(map(id, tensors))) < len(tensors):  # guards reject duplicate tensors
             return
         if len(self._runs) >= _MOST_PREPARED:
             self._runs.clear()
         runs = self._runs.setdefault((torch.is_grad_enabled(), len(tensors), tensors[0].shape, *settings), [])
         if len(runs) >= _MOST_ALIKE:
             runs.clear()
-        # Types, devices, dtypes, shapes, strides, who requires gradients and the dispatch keys, compared in one call.
+        # Compares types, devices, dtypes, shapes, strides, requires_grad and dispatch keys in one call.
         guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
         runs.append((guards.check, make()))
 
@@ -377,5 +378,5 @@ def _has_tangent(x: Tensor) -> bool:
 
 
 def or_empty(grad: Tensor | None, like: Tensor) -> Tensor:
-    """Operators return tensors: an empty one stands for the gradient of an absent input."""
+    """The gradient, or an empty tensor for that of an absent input, as operators must return tensors."""
     return like.new_empty(0) if grad is None else grad
