@@ -1,7 +1,7 @@
-// Storage and arithmetic types, and the functions of them that the scans need.
+// Storage and compute types, and the math functions of kernels.
 //
-// Scalar is what lies in memory, Compute what is computed with: float for everything up to 32 bits, double for
-// double.  A lane moves VEC neighbouring channels as one Pack of raw bits, so that 16-bit channels go two at a time.
+// Scalar is the storage type, Compute the compute type: float for everything up to 32 bits, double for double.  A lane
+// loads and stores VEC adjacent channels as one Pack of raw bits, so that 16-bit channels go two at a time.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -44,7 +44,7 @@ template <int N> __device__ inline void unpack(Pack bits, float (&x)[N]) {
     }
 }
 
-// Two neighbouring 16-bit numbers take one instruction.
+// Two adjacent 16-bit numbers are converted by one instruction.
 __device__ inline unsigned pack_pair(float low, float high) {
     if constexpr (BFLOAT16) {
         const __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
@@ -69,9 +69,9 @@ template <int N> __device__ inline Pack pack(const float (&x)[N]) {
 
 __device__ inline Compute infinity() { return Compute(__longlong_as_double(0x7ff0000000000000)); }
 
-// 16-bit results cannot show the last bits of a float, so they take the hardware's approximations: those whose relative
-// error is a small part of half a unit in the last place of a 16-bit number, wherever the result is.  tanh.approx is none
-// of them: its error, 2^-11, is that of a gate near 1, which decides how long it remembers.
+// 16-bit results do not need float's last bits, so they use the hardware's approximations if their relative error is
+// everywhere a small fraction of half a 16-bit ulp.  tanh.approx is not: its error of 2^-11 would change a gate near 1,
+// and so the length of its memory.
 __device__ inline float fast_exponential(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.4426950408889634f));
@@ -86,7 +86,7 @@ __device__ inline float exponential(float x) { return NARROW_SCALAR ? fast_expon
 __device__ inline double exponential(double x) { return exp(x); }
 __device__ inline float reciprocal(float x) { return NARROW_SCALAR ? fast_reciprocal(x) : __frcp_rn(x); }
 __device__ inline double reciprocal(double x) { return 1.0 / x; }
-// Of a sum that is no less than 1, of which the hardware's reciprocal is off by one unit in the last place at most.
+// The sum is at least 1, where rcp.approx is off by at most one ulp.
 __device__ inline float sigmoid(float x) { return fast_reciprocal(1.0f + exponential(-x)); }
 __device__ inline double sigmoid(double x) { return reciprocal(1.0 + exponential(-x)); }
 
@@ -105,7 +105,7 @@ __device__ inline float fast_logarithm(float x) {
 __device__ inline float logarithm(float x) { return NARROW_SCALAR ? fast_logarithm(x) : logf(x); }
 __device__ inline double logarithm(double x) { return log(x); }
 
-// Near 0 a few terms of the series have more digits than the sum with 1 has.
+// Near 0 a few terms of the series are more accurate than the logarithm of the rounded sum.
 __device__ inline float log_one_plus(float x) {
     if (!NARROW_SCALAR) return log1pf(x);
     return fabsf(x) < 0.015625f ? fmaf(-0.5f * x, x, x) : fast_logarithm(1.0f + x);
@@ -117,7 +117,7 @@ __device__ inline float exponential_less_one(float x) {
     return fabsf(x) < 0.015625f ? fmaf(0.5f * x, x, x) : fast_exponential(x) - 1.0f;
 }
 __device__ inline double exponential_less_one(double x) { return expm1(x); }
-// The same where the exponential of half of x, the root of that of x, is there already.
+// The same given `root`, exp(x / 2).
 __device__ inline float exponential_less_one(float x, float root) {
     if (!NARROW_SCALAR) return expm1f(x);
     return fabsf(x) < 0.015625f ? fmaf(0.5f * x, x, x) : fmaf(root, root, -1.0f);
@@ -157,7 +157,7 @@ __device__ inline Compute hyperbolic_tangent_slope(Compute x) {
     return (1 - t) * (1 + t);
 }
 
-// As PyTorch's, NaN if either is.
+// As in PyTorch, NaN if either operand is.
 __device__ inline float minimum(float x, float y) {
     float z;
     asm("min.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
@@ -172,7 +172,7 @@ __device__ inline double minimum(double x, double y) { return x < y || x != x ? 
 __device__ inline double maximum(double x, double y) { return x > y || x != x ? x : y; }
 
 __device__ inline Compute log_add_exp(Compute x, Compute y) {
-    if (x == y) return x + Compute(0.69314718055994530942);  // two equal infinities too
+    if (x == y) return x + Compute(0.69314718055994530942);  // also avoids inf - inf
     const Compute low = x < y ? x : y, high = x < y ? y : x;
     return high + log_one_plus(exponential(low - high));
 }

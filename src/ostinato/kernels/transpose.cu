@@ -1,5 +1,5 @@
-// y[c][r] = x[r][c] of float32: a block transposes a tile, ROWS by COLUMNS, through shared memory, so that whole lines are
-// read and written.
+// y[c][r] = x[r][c] of float32: a block transposes a tile, ROWS by COLUMNS, through shared memory, so that loads and
+// stores are coalesced.
 
 constexpr int WARPS = 8;
 
@@ -10,7 +10,7 @@ struct Arguments {
 };
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS) transpose(const __grid_constant__ Arguments p) {
-    __shared__ float tile[COLUMNS][ROWS + 1];  // one more, so that neighbouring columns are in different banks
+    __shared__ float tile[COLUMNS][ROWS + 1];  // padded against bank conflicts
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const long long across = (p.columns + COLUMNS - 1) / COLUMNS;
     const long long row = blockIdx.x / across * ROWS, column = blockIdx.x % across * COLUMNS;

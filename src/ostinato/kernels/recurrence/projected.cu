@@ -1,36 +1,34 @@
-// A linear recurrence of a few inputs that are matrix products, as z = x Wz' and h = x Wh': products, gates and scan in
-// one.
+// A linear recurrence whose inputs are matrix products, such as z = x Wz' and h = x Wh': GEMM, gates and scan fused.
 //
-// The products never reach memory.  A tile is STEPS time steps of CHANNELS channels.  The weight is the left factor of
-// the tensor cores' product and x the right one, so that an accumulator's rows are channels and its columns are time:
-// x is copied to shared memory in such an order of its steps (see `RUN`), and the weight in such an order of its rows
-// (see `Steps`), that a thread holds all products of one or two channels at two runs of consecutive steps.  It computes
-// its gates and composes its steps in registers; four lanes make a tile of a channel, and what is before it comes from
-// the tiles before through memory, as in scan.cu.
+// The products stay in registers.  A tile is STEPS time steps of CHANNELS channels.  The weight is the A operand of
+// wgmma and x the B operand, so an accumulator's rows are channels and its columns are time.  The order of x's steps in
+// shared memory (see `RUN`) and of the weight's rows (see `Steps`) is such that a thread holds all products of one or
+// two channels at two runs of consecutive steps.  It computes their gates and reduces its steps in registers; four lanes
+// cover a channel's tile, whose carry comes from earlier tiles by decoupled look-back, as in scan.cu.
 //
-// A block is a producer warp, which has the copy engine fetch slices of x and the weight into a ring of stages, and two
-// warpgroups of consumers, each with half of the channels.  The two blocks of a cluster share the larger factor, of
-// which each fetches a half for both: they take neighbouring channels at the same steps, or the same channels.
+// A block has a producer warp, which fetches slices of x and the weight by TMA into a ring of stages, and two consumer
+// warpgroups, each with half of the channels.  The two blocks of a cluster share the larger operand by multicast, half
+// fetched by each: they work on adjacent channels at the same steps, or on the same channels.
 //
-// Tried, and no faster: one warpgroup some slices ahead of the other, so that they are at their gates in turn (what
-// the ring holds then is held for longer than it takes to fetch); every other reciprocal from multiply-adds.
+// Tried without gain: staggering the warpgroups such that their gates alternate (stages are then occupied for longer
+// than it takes to fetch them); every other reciprocal from multiply-adds.
 //
-// Blocks take tiles in a fixed order, later steps last, and all blocks are on the chip at once (a cooperative launch),
-// so a tile waits only for tiles that are done or being worked on.
+// Blocks take tiles in a fixed order, later steps last, and all blocks are resident (a cooperative launch), so a tile
+// waits only for tiles that are finished or in progress.
 
 using Element = ELEMENT;
 using Index = long long;
 static_assert(sizeof(Scalar) == 2);
 constexpr int GATES = Element::PLAIN, PARAMETERS = Element::PARAMETERS, OF_CHANNEL = PARAMETERS ? PARAMETERS : 1;
 
-constexpr int HELD = GATES % 2 ? 2 : 1;   // channels of a thread, which has two rows of each block of products
+constexpr int HELD = GATES % 2 ? 2 : 1;   // channels of a thread, which holds two rows of each accumulator block
 constexpr int BLOCKS = GATES * HELD / 2;  // of 64 rows
 constexpr int SLICE = 64;                 // input channels of a stage, 128 bytes
 constexpr int CONSUMERS = 2, WARPGROUP = 128, THREADS = (CONSUMERS + 1) * WARPGROUP;
 constexpr int OWN = 32 * HELD, CHANNELS = CONSUMERS * OWN;  // channels of a warpgroup, of a tile
 constexpr int ROWS = GATES * OWN;                           // of the weight, of a warpgroup
 constexpr int RUN = STEPS / 8;             // column n of an accumulator is step n % 8 * RUN + n / 8
-constexpr int PADDED_RUN = RUN * OWN + 8;  // scalars, so that stores of steps RUN apart fall in different banks
+constexpr int PADDED_RUN = RUN * OWN + 8;  // scalars, padded against bank conflicts of stores to steps RUN apart
 constexpr bool SHARE_WEIGHT = CONSUMERS * ROWS > STEPS;
 
 struct alignas(64) TensorMap { unsigned char bytes[128]; };
@@ -44,12 +42,12 @@ struct Parameters {
     Message* published;
     Index line_stride, row_stride;  // of h
     unsigned epoch;  // the launch's number, a multiple of MARKS
-    int lines, rows;  // rows of a line are neighbours in time, or the first of a sequence after the last of another
+    int lines, rows;  // a line is one sequence, or several concatenated
     int period;       // rows of a sequence
     int channels, depth;
 };
 
-// The composition of consecutive steps; if the state is given anew within, the one before does not matter.
+// The composition of consecutive steps; with `reset` it does not depend on the state before.
 struct Composition {
     float a, b;
     bool reset;
@@ -99,7 +97,7 @@ __device__ inline void expect(unsigned long long* barrier, unsigned bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
                  ::"r"(address(barrier)), "r"(bytes) : "memory");
 }
-// To the same place in every block of the cluster, or in this one.
+// TMA copy to this block, or multicast to the same address in every block of the cluster.
 template <bool TO_ALL>
 __device__ inline void copy(
     void* to, const TensorMap& map, unsigned long long* barrier, int c0, int c1, int c2, int c3
@@ -116,7 +114,7 @@ __device__ inline void copy(
                      : "memory");
 }
 
-// How the tensor cores find a matrix whose rows are 128 bytes, swizzled in groups of eight.
+// The wgmma descriptor of a matrix with rows of 128 bytes, swizzled in groups of eight.
 __device__ inline unsigned long long describe(const Scalar* matrix) {
     constexpr unsigned long long SWIZZLE_128 = 1ull << 62, GROUP = 1024 >> 4;
     return SWIZZLE_128 | GROUP << 32 | 1ull << 16 | (address(matrix) & 0x3ffff) >> 4;
@@ -145,7 +143,7 @@ __device__ inline unsigned long long describe(const Scalar* matrix) {
     MULTIPLY("256", TYPE, FIRST_128, "%128", "%129", "%130", SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), SIXTEEN(48), \
              SIXTEEN(64), SIXTEEN(80), SIXTEEN(96), SIXTEEN(112))
 
-// d = 64 rows of `a` times as many rows of `b` as d has columns, added to d or in its place.
+// d = a b', or d += a b' if `add`: 64 rows of `a`, and as many of `b` as d has columns.
 __device__ inline void multiply(float (&d)[64], unsigned long long a, unsigned long long b, int add) {
     if constexpr (BFLOAT16) MULTIPLY_128("bf16");
     else MULTIPLY_128("f16");
@@ -166,7 +164,7 @@ struct Tile {
         if (SHARE_WEIGHT) place = place * CLUSTER + rank;
         channel = (SHARE_WEIGHT ? group : group * CLUSTER + rank) * CHANNELS;
         line = place % p.lines;
-        chunk = place / p.lines;  // one too far where a cluster's last block has nothing to do: it skips all steps
+        chunk = place / p.lines;  // past the end for a cluster's idle last block, which then skips all steps
         base = min(chunk * STEPS, p.rows - STEPS);
         skip = chunk * STEPS - base;
     }
@@ -183,7 +181,7 @@ struct Tile {
 __device__ inline void produce(const Parameters& p, Shared& shared, int rank) {
     const int slices = (p.depth + SLICE - 1) / SLICE;
     int stage = 0;
-    unsigned phase = 1;  // the ring begins empty
+    unsigned phase = 1;  // the ring starts empty
     for (int number = blockIdx.x / CLUSTER; number < Tile::count(p); number += gridDim.x / CLUSTER) {
         const Tile tile(p, number, rank);
         for (int slice = 0; slice < slices; ++slice) {
@@ -206,30 +204,30 @@ __device__ inline void produce(const Parameters& p, Shared& shared, int rank) {
     }
 }
 
-// What is published of a warp's eight channels of the tiles before one: {b, a} of a composition, or {state, state}.
-// The four lanes of a channel each read every fourth of the last ones.
+// The messages of earlier tiles for a warp's eight channels: an aggregate {b, a} or an inclusive prefix {state, state}.
+// Each of a channel's four lanes reads every fourth of the latest tiles.
 struct Published {
     const Message* here;
     Index pitch;
     int chunk;
     unsigned epoch;
-    int behind;  // tiles before this one that may be in work at the same time
+    int behind;  // earlier tiles of the line that may be in progress at the same time
 
-    // Four bits: those of the lanes of a channel for which, at any channel, this holds.
+    // Four bits, one per lane of a channel: whether the predicate holds for that lane of any channel.
     static __device__ unsigned any(bool holds) {
         unsigned lanes = __ballot_sync(~0u, holds);
         lanes |= lanes >> 16, lanes |= lanes >> 8;
         return (lanes | lanes >> 4) & 15;
     }
-    // The state after the last tile, whose message was read some time ago.  All its bytes are looked at, as the compiler
-    // reads those that are needed alone, one after the other.
+    // The carry, given the previous tile's message, which was loaded early.  All its parts are tested: the compiler
+    // would split the load into one for each part that is used.
     __device__ float look_back(const Message& last) const {
         const bool known = last.mark == epoch + KNOWN && last.parts[2] == 0 && last.parts[0] == last.parts[1];
-        if (!any(!known)) return __uint_as_float(last.parts[0]);  // mostly it is long done
+        if (!any(!known)) return __uint_as_float(last.parts[0]);  // the common case
         return behind <= 8 ? walk_back<2>() : walk_back<8>();
     }
-    // Forward from the nearest known state it is the same chain of multiply-adds, however far back that is.  Before the
-    // first tile the first is read again, and nothing is read within a branch: all loads are under way at once.
+    // Deterministic: from the nearest prefix on, however far back, it is the same sequence of multiply-adds.  Loads are
+    // unconditional, to be in flight at once; those past the first tile repeat it.
     template <int ROUNDS> __device__ float walk_back() const {
         const int lane = threadIdx.x % 32, first = lane & ~3;
         for (unsigned looks = 0; looks < PATIENCE; ++looks) {
@@ -237,7 +235,7 @@ struct Published {
 #pragma unroll
             for (int round = 0; round < ROUNDS; ++round)
                 messages[round] = load_message(here - min(4 * round + lane % 4 + 1, chunk) * pitch);
-            unsigned known = 0, missing = 0;  // missing: not there, or known at some channels only
+            unsigned known = 0, missing = 0;  // missing: absent, or a prefix for some channels only
 #pragma unroll
             for (int round = 0; round < ROUNDS; ++round) {
                 const Mark mark = messages[round].since(epoch);
@@ -261,21 +259,20 @@ struct Published {
     }
 };
 
-// A thread's steps, of its channels in two runs.  Its rows, two of each block, are those of the first gate's channels,
-// then of the second's; what takes the place of the products are a in the rows of the first gate and b in the second's.
+// A thread's steps, two runs for each channel.  Its rows, two of each accumulator block, are the first gate's channels,
+// then the second's.  compose() overwrites the first gate's products with a and the second's with b.
 struct Steps {
     float (&d)[BLOCKS][STEPS / 2];
-    int begins[2];         // at which step of each run a sequence begins, RUN for none
-    float begin[HELD][2];  // and in what state, of each channel and run
-    int skipped[2];        // how many steps of each run change nothing
+    int begins[2];         // the step of each run at which a sequence begins, RUN for none
+    float begin[HELD][2];  // its initial state, for each channel and run
+    int skipped[2];        // leading steps of each run that are skipped
 
-    // Of a gate and channel, at step j of run i.
+    // The product of a gate and channel at step j of run i.
     __device__ float& at(int gate, int c, int j, int i) const {
         const int row = gate * HELD + c;
         return d[row / 2][4 * j + row % 2 * 2 + i];
     }
-    // The products' gates, and the composition of each channel's runs.  With BETWEEN, sequences and tiles begin
-    // anywhere, else only where runs do.
+    // Applies the gates and reduces each channel's runs.  With BETWEEN, sequences and tiles may begin within a run.
     template <bool BETWEEN>
     __device__ void compose(const Element::Channel (&channel)[HELD], Composition (&run)[HELD][2]) const {
 #pragma unroll
@@ -300,7 +297,7 @@ struct Steps {
                     all.b = fma(a, all.b, b);
                 }
     }
-    // The states, into shared memory.
+    // Computes the states and stores them to shared memory.
     template <bool BETWEEN> __device__ void apply(float (&state)[HELD][2], unsigned to) const {
 #pragma unroll
         for (int c = 0; c < HELD; ++c) {
@@ -353,7 +350,7 @@ __device__ inline void consume(const Parameters& p, Shared& shared, int rank, in
         };
         multiply_slice(false);
 
-        // While the tensor cores are at work, which of the tiles this is.
+        // Overlapped with the wgmmas in flight: the tile's coordinates.
         const Tile tile(p, number, rank);
         const int first_channel = tile.channel + warpgroup * OWN;
         const int channel = first_channel + warp * 8 * HELD + lane / 4;  // and the eighth after it
@@ -369,9 +366,9 @@ __device__ inline void consume(const Parameters& p, Shared& shared, int rank, in
             for (int k = 0; k < PARAMETERS; ++k)
                 if (inside[c]) parameters[c][k] = widen(p.parameters[k][channel + 8 * c]);
         }
-        const int begun = tile.base / p.period, past = tile.base % p.period;  // sequences, and rows of the last, before
+        const int begun = tile.base / p.period, past = tile.base % p.period;  // whole sequences before, and rows since
         const bool continues = past > 0 || tile.skip > 0;
-        const bool ends = past + STEPS > p.period;  // a sequence, and another begins
+        const bool ends = past + STEPS > p.period;  // a sequence ends within, and another begins
         const bool between = tile.skip > 0 || (ends && (past % RUN > 0 || p.period % RUN > 0));
         Steps steps = {d, {RUN, RUN}, {}, {}};
 #pragma unroll
@@ -398,7 +395,7 @@ __device__ inline void consume(const Parameters& p, Shared& shared, int rank, in
         asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
         release(stage == 0 ? STAGES - 1 : stage - 1);
         Message last_tile[HELD];
-        // Its own, if none is before it: without a branch, nothing waits for it yet.
+        // An early, unconditional load; the first tile loads its own message instead.
 #pragma unroll
         for (int c = 0; c < HELD; ++c)
             last_tile[c] = load_message(inside[c] && tile.chunk > 0 ? here[c] - pitch : here[c]);
@@ -410,7 +407,7 @@ __device__ inline void consume(const Parameters& p, Shared& shared, int rank, in
         if (between) steps.compose<true>(of_channel, run);
         else steps.compose<false>(of_channel, run);
 
-        Composition before[HELD], whole[HELD];  // of the lanes before this one; of all
+        Composition before[HELD], whole[HELD];  // exclusive prefix over the four lanes; aggregate
 #pragma unroll
         for (int c = 0; c < HELD; ++c) {
             const Composition mine = run[c][0].then(run[c][1]);
@@ -443,11 +440,11 @@ __device__ inline void consume(const Parameters& p, Shared& shared, int rank, in
             states[c][0] = before[c].carry(state[c]);
             states[c][1] = run[c][0].carry(states[c][0]);
         }
-        constexpr int LANES = OWN / 8, AT_ONCE = WARPGROUP / LANES;  // that store a row; rows
+        constexpr int LANES = OWN / 8, AT_ONCE = WARPGROUP / LANES;  // lanes that store a row; rows at once
         const int piece = thread % LANES * 8, row = thread / LANES;
         const int from = first_channel + piece < p.channels ? tile.skip : STEPS;  // the first step to be stored
         Scalar* line = p.h + tile.line * p.line_stride + (tile.base + row) * p.row_stride + first_channel + piece;
-        meet();  // nobody reads the last tile's any more
+        meet();  // the previous tile's states have been read
         Scalar* const h = shared.h[warpgroup];
         const unsigned to = address(h + lane % 8 * PADDED_RUN + lane / 8 * OWN + warp * 8 * HELD);
         if (between) steps.apply<true>(states, to);
@@ -490,5 +487,5 @@ projected(const __grid_constant__ Parameters p) {
         if (threadIdx.x == CONSUMERS * WARPGROUP) produce(p, shared, rank);
         __syncwarp();
     }
-    meet_cluster();  // nobody leaves while another writes to its memory
+    meet_cluster();  // no block may exit while the other writes to its shared memory
 }

@@ -1,14 +1,14 @@
-// One step of a layer whose gates look at the input alone: their products with it and the next state, in one launch.
+// One step of a layer whose gates depend only on the input: GEMV and the next state, in one launch.
 //
-// A warp makes one channel of all sequences; its lanes share out the inputs.  x is (BATCH, inputs), the weights
-// (gates * channels, inputs), the states (BATCH, channels), all contiguous.  A lane reads VEC numbers at once.
+// A warp computes one channel of all sequences; its lanes split the inputs.  x is (BATCH, inputs), the weights
+// (gates * channels, inputs), the states (BATCH, channels), all contiguous.  A lane loads VEC numbers at once.
 
 using Element = ELEMENT;
 constexpr int GATES = Element::PLAIN;
 
 struct Parameters {
     const Pack *x, *weight;
-    const Scalar *bias, *before;  // 0 where there is none
+    const Scalar *bias, *before;  // null if absent
     Scalar* next;
     int packs, channels;  // packs: of a row's inputs
 };
@@ -17,7 +17,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) projected_step(const Pa
     const int lane = threadIdx.x % 32, channel = blockIdx.x * WARPS + threadIdx.x / 32;
     if (channel >= p.channels) return;
     const Pack* row[GATES];
-    Compute gate[GATES];  // of the sequence that is the lane's in the end
+    Compute gate[GATES];  // of sequence `lane`, whose state this lane computes
 #pragma unroll
     for (int g = 0; g < GATES; ++g) {
         const size_t at = size_t(g) * p.channels + channel;

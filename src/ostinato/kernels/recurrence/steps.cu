@@ -1,46 +1,45 @@
-// A recurrence whose next state is any function of the one before: a thread takes one channel of one sequence through
-// time, or through one chunk of it, one step after the other.
+// A non-linear recurrence: each thread runs one channel of one sequence, or one chunk of its time, step by step.
 //
-// What a step computes is the Cell, printed from the trace of a function: `forward` makes the next states, `jacobian`
-// their derivatives with respect to those before, `backward` the gradients of the states before, of the step's inputs and
-// of the channel's parameters, from those of its states.  Nothing is kept for backward but inputs and states.
+// A step is the Cell, generated from the trace of a function: `forward` computes the next states, `jacobian` their
+// derivatives with respect to the previous ones, `backward` the gradients of the previous states, of the step's inputs
+// and of the channel's parameters.  Only inputs and states are saved for backward.
 //
-// Where there are channels enough to fill the chip, a chunk is all of time.  Else the chunks of a channel are taken side
-// by side, each from a guess of the state that it begins in (multiple shooting; Bock & Plitt 1984).  Each also makes the
-// derivative of its last state with respect to its first (COMPOSE), and `link` improves all guesses at once by Newton's
-// method, which is a linear recurrence over the chunks.  A channel is done when no guess changes by more than rounding
-// does, and later passes leave it alone; what is not done after some passes is taken as one chunk.
+// With enough channels to fill the GPU there is one chunk, the whole sequence.  Otherwise a channel's chunks run in
+// parallel, each from a guess of its initial state (multiple shooting; Bock & Plitt 1984).  Each also computes the
+// derivative of its last state with respect to its first (COMPOSE), and `link` improves all guesses by a Newton
+// iteration, which is a linear recurrence over the chunks.  A channel has converged when no guess changes by more than
+// rounding, and later passes skip it; one that has not after some passes is run as one chunk.
 //
-// Backward is linear, so one pass that composes and one that stores are exact, unless a derivative overflows.  What
-// flows out of a chunk is the sum over its steps of their gradients, each times the derivative of the step's state with
-// respect to that before the chunk.  The pass that composes goes ahead in time for it, as forward does, and ends where
-// that derivative has VANISHED: most recurrences forget soon, and most of a chunk is not read.
+// Backward is linear, so one COMPOSE pass and one that stores are exact, unless a derivative overflows.  The gradient
+// that leaves a chunk is the sum over its steps of their gradients, each times the derivative of the step's state with
+// respect to that before the chunk.  So the COMPOSE pass runs forward in time, and stops where that derivative has
+// VANISHED: most recurrences forget soon, and most of a chunk is not read.
 //
-// A warp's channels are neighbours, so it reads whole lines, and has the numbers of the next AHEAD steps on their way
-// while it takes the last ones: where warps are few, nobody else has work to hide that wait.  Where they are many, it is
-// the instructions that take the time: tensors of a kind lie alike, so that one offset serves all, whole groups of steps
-// are taken without a question, and the first pass, whose states are only a guess, stores none.
+// A warp's channels are adjacent, so loads are coalesced, and those of the next AHEAD steps are in flight while it
+// computes the current ones: with few warps nothing else hides their latency.  With many warps instructions are the
+// limit: tensors of a kind have the same strides and share offsets, whole groups of steps run without checks, and the
+// first pass, whose states are only a guess, stores none.
 //
-// Steps are counted in the order in which the forward takes them; the backward walk that stores counts its own, and any
-// backward walk its chunks, from the last one.
+// Steps are numbered in the forward's order; the backward pass that stores numbers steps, and all backward passes
+// chunks, from the last one.
 
 using Index = long long;
-using Offset = OFFSET;  // of an element from its tensor's first: int, or Index where there are too many
+using Offset = OFFSET;  // of an element within its tensor: int, or Index for large tensors
 constexpr int STATES = Cell::STATES, SEQUENCES = Cell::SEQUENCES, PARAMETERS = Cell::PARAMETERS;
-constexpr int THREADS = 32;  // of a block, of which a multiprocessor is to hold RESIDENT
+constexpr int THREADS = 32;  // per block; RESIDENT blocks per multiprocessor
 constexpr bool BACK = BACKWARD && !COMPOSE, GATHER = BACKWARD && COMPOSE;
-constexpr Compute VANISHED = sizeof(Compute) == 4 ? 1e-10 : 1e-20;  // far below what rounding leaves
-constexpr int JOINTS = 8;  // of chunks, whose numbers are asked for at once
-constexpr int FLUSH = 64;  // steps whose gradients of parameters are summed in Compute before they join a float64
+constexpr Compute VANISHED = sizeof(Compute) == 4 ? 1e-10 : 1e-20;  // far below rounding errors
+constexpr int JOINTS = 8;  // boundaries between chunks whose loads are in flight at once
+constexpr int FLUSH = 64;  // steps over which parameter gradients are summed in Compute, before float64
 
-template <int N> struct Tensors {  // (batch, time, channels); channels are neighbours, and all lie alike
-    Scalar* data[N];  // null: all zero, or not wanted
+template <int N> struct Tensors {  // (batch, time, channels) with the same strides, that of channels 1
+    Scalar* data[N];  // null: all zero, or not needed
     Index batch, time;
 };
 
 struct Arguments {
     Tensors<SEQUENCES> x;
-    Tensors<STATES> h;  // forward, null if not wanted yet
+    Tensors<STATES> h;  // forward, null if not stored in this pass
     Tensors<BACKWARD ? STATES : 1> grad_h;
     Tensors<BACKWARD ? SEQUENCES : 1> grad_x;
     const Scalar* first[STATES];  // states before the first step, (sequences, channels), or null
@@ -52,17 +51,17 @@ struct Arguments {
     const int* bounds;         // cu_seqlens, or null
     const unsigned char* resets;
     Index resets_batch, resets_time;
-    const Compute* start;   // of each chunk but the first, (sequences, chunks, STATES, channels), or null: all zero
-    Compute* end;           // COMPOSE: of each chunk
-    Compute* slope;         // COMPOSE: its derivative, (sequences, chunks, STATES, STATES, channels)
-    unsigned char* done;    // (sequences, channels), or null: take all
+    const Compute* start;   // states before each chunk but the first, (sequences, chunks, STATES, channels), or null: 0
+    Compute* end;           // COMPOSE: last states of all chunks
+    Compute* slope;         // COMPOSE: their derivatives, (sequences, chunks, STATES, STATES, channels)
+    unsigned char* done;    // (sequences, channels), or null: run all
     int sequences, steps, channels, reverse, chunks, chunk;
-    int chosen;  // channels for which done is this
+    int chosen;  // run the channels whose `done` has this value
 };
 
 // The steps of one sequence.
 struct Sequence {
-    int batch, first, count, step;  // first in time as steps are taken
+    int batch, first, count, step;  // first: in scan order
 
     __device__ Sequence(const Arguments& p, int n) : batch(n), first(0), count(p.steps), step(p.reverse ? -1 : 1) {
         if (p.bounds) batch = 0, first = p.bounds[n], count = p.bounds[n + 1] - first;
@@ -70,7 +69,7 @@ struct Sequence {
     }
 };
 
-// Where a channel's steps are in tensors that lie alike.
+// Offsets of a channel's steps, common to tensors with the same strides.
 struct Row {
     Offset first, step;
 
@@ -80,7 +79,7 @@ struct Row {
     __device__ Offset at(int i) const { return first + i * step; }
 };
 
-// What is read of one step.
+// The operands loaded for one step.
 struct Inputs {
     Scalar x[SEQUENCES], before[BACKWARD ? STATES : 1], grad[BACKWARD ? STATES : 1];
     bool reset;
@@ -108,7 +107,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) steps(const __gr
 #pragma unroll
     for (int k = 0; k < STATES; ++k) first[k] = p.first[k] ? p.first[k][at] : Scalar(0.0f);
 
-    // The states, or the gradients that flow into the step before, and the states' derivatives by those at the beginning.
+    // The states, or the gradients of the previous step's states; and the derivatives by the chunk's initial states.
     Compute state[STATES], slope[STATES][STATES];
 #pragma unroll
     for (int k = 0; k < STATES; ++k) {
@@ -122,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) steps(const __gr
     const Row grad_row(p.grad_h, sequence, channel), result_row(p.grad_x, sequence, channel);
     const unsigned char* const resets = p.resets + sequence.batch * p.resets_batch + sequence.first * p.resets_time;
 
-    // Gradients of the parameters: of some steps, and of those before.
+    // Gradients of the parameters: of the latest steps, and of all earlier ones in float64.
     Compute partial[PARAMETERS + 1] = {};
     __shared__ double sums[PARAMETERS + 1][THREADS];
 #pragma unroll
@@ -132,8 +131,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) steps(const __gr
         for (int k = 0; k < PARAMETERS; ++k) sums[k][threadIdx.x] += partial[k], partial[k] = 0;
     };
 
-    Compute gathered[STATES] = {};  // what flows out of the chunk
-    const auto gather = [&](Compute grad, int k) {  // of a state after the step taken last
+    Compute gathered[STATES] = {};  // the gradient that leaves the chunk
+    const auto gather = [&](Compute grad, int k) {  // grad: of state k after the last step
 #pragma unroll
         for (int c = 0; c < STATES; ++c)
             if (slope[k][c] != 0) gathered[c] += slope[k][c] * grad;  // not 0 * infinity
@@ -147,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) steps(const __gr
         return all;
     };
 
-    // Steps in the order of this walk.
+    // j counts steps in the order of this pass.
     const auto fetch = [&](Inputs& input, int j) {
         const int i = BACK ? sequence.count - 1 - j : j;
 #pragma unroll
@@ -268,12 +267,12 @@ struct Links {
     const Compute *end, *slope;
     unsigned char* done;
     const int* bounds;
-    Compute tolerance;  // of a change, relative to what it is of or to 1; infinite where one link is exact, below 0 if
-                        // no channel is done yet
+    Compute tolerance;  // of a change, relative to max(|state|, 1); infinite where one link is exact, below 0 if
+                        // no channel can have converged yet
     int sequences, steps, channels, chunks, chunk;
 };
 
-// One thread takes a channel from chunk to chunk, correcting the state that each begins in.
+// A thread corrects the initial states of one channel's chunks, in order.
 extern "C" __global__ void __launch_bounds__(THREADS) link(const __grid_constant__ Links p) {
     const int groups = (p.channels + THREADS - 1) / THREADS;
     const int n = blockIdx.x / groups, channel = blockIdx.x % groups * THREADS + threadIdx.x;
