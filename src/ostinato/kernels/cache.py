@@ -1,4 +1,4 @@
-"""Compiled kernels kept between processes, in files of their own that are written whole and checked when read."""
+"""The disk cache of compiled kernels: one file each, written atomically and verified when read."""
 
 import hashlib
 import os
@@ -12,12 +12,12 @@ _DIGEST_SIZE = hashlib.sha256().digest_size
 
 
 def key_of(*parts: str) -> str:
-    """A name for what is compiled of these parts: sources, options, versions, whatever it depends on."""
+    """The cache key of what is compiled from these parts: sources, options, versions."""
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
 def load(name: str) -> bytes | None:
-    """What was stored by this name; None if nothing was, or what is there is damaged or cannot be read."""
+    """The data stored under this name; None if there is none, or it is damaged or unreadable."""
     try:
         stored = (_folder() / name).read_bytes()
     except (OSError, RuntimeError):
@@ -27,7 +27,7 @@ def load(name: str) -> bytes | None:
 
 
 def store(name: str, data: bytes) -> None:
-    """Keep the data if they can be written: else another process compiles anew, no more."""
+    """Store the data if possible; if not, other processes only compile again."""
     try:
         with replacing(_folder() / name) as temporary:
             temporary.write_bytes(hashlib.sha256(data).digest() + data)
@@ -37,9 +37,9 @@ def store(name: str, data: bytes) -> None:
 
 @contextmanager
 def alone(name: str) -> Iterator[None]:
-    """For the block, the one process here that makes what has this name: others wait, and find it stored.
+    """A lock per name between this machine's processes: one compiles, the others wait and load the result.
 
-    Where there are no locks nobody waits, and some compile the same.
+    Without file locks nobody waits, and several may compile the same.
     """
     try:
         descriptor = _lock(_folder() / f".{name}.lock")
@@ -49,7 +49,7 @@ def alone(name: str) -> Iterator[None]:
     try:
         yield
     finally:
-        # Who waits for this very file goes on when it is closed; who comes later makes a new one, and finds it stored.
+        # Waiters on this file continue when it is closed; later ones create a new file, and find the data stored.
         with suppress(OSError, RuntimeError):
             (_folder() / f".{name}.lock").unlink()
         os.close(descriptor)

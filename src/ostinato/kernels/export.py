@@ -1,4 +1,4 @@
-"""What operators are traced into when a graph is to run without this library: PyTorch's own, or ONNX's."""
+"""Exporting graphs that run without this library: operators become PyTorch's own, or ONNX's."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -26,12 +26,12 @@ def portable() -> Iterator[None]:
 
 
 def is_portable() -> bool:
-    """Whether what is traced now is to run without this library."""
+    """Whether the current trace must run without this library."""
     return _is_portable or torch.onnx.is_in_onnx_export()
 
 
 def write(plain: Callable, name: str, args: tuple) -> Any:
-    """``plain(*args)`` in the graph that is traced, for the operator of that name."""
+    """Trace ``plain(*args)`` into the graph in place of the operator."""
     if not torch.compiler.is_compiling() or torch.compiler.is_dynamo_compiling():
         exporters = "torch.export.export(strict=False) and torch.onnx.export(dynamo=True)"
         raise NotImplementedError(f"{name} is written in PyTorch's own operators by {exporters} alone")
@@ -56,8 +56,7 @@ def loop(
 ) -> tuple[list[Tensor], Tensor]:
     """``states, output[t] = step(states, inputs[t], constants)`` for every t of the inputs' first dimension.
 
-    One node of the graph, PyTorch's ``scan``, whatever the number of steps.  What the step uses comes in by its
-    arguments.
+    One node of the graph, PyTorch's ``scan``, for any number of steps.  The step may use only its arguments.
 
     Returns:
         The last states, and all outputs, (T, ...).
@@ -68,7 +67,7 @@ def loop(
         rest = iter(given)
         with _Elementary():  # which is off inside the functions that it lets pass
             new, output = step(*(list(islice(rest, len(group))) for group in (states, inputs, constants)))
-        return [*new, output.clone()]  # nothing that is returned may share its memory
+        return [*new, output.clone()]  # results must not alias each other
 
     sizes = _symbols(*states, *inputs, *constants)
     *last, outputs = scan_op(body, states, inputs, (*constants, *sizes))
@@ -105,9 +104,9 @@ def _log_add_exp(x: Tensor, y: Tensor) -> Tensor:
 
 
 def constant_to_compilers(function: Callable) -> Callable:
-    """Have a compiler call the function and not look into it: ``torch.compiler.assume_constant_result``.
+    """``torch.compiler.assume_constant_result`` without importing the compiler, which takes several seconds.
 
-    Which does as much, but imports the compiler, several seconds of it.
+    A compiler calls the function instead of tracing it.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function

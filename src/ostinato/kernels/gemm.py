@@ -1,4 +1,4 @@
-"""The matrix product that feeds every layer: torch's, by the fastest way to it."""
+"""The GEMM before every layer: the fastest of torch's implementations."""
 
 import functools
 import platform
@@ -13,15 +13,15 @@ from torch.nn import functional as F
 from ostinato.kernels import nvrtc
 from ostinato.kernels.dispatch import is_eager
 
-LONG, WIDE = 8192, 1024  # rows and width from which on a transposition is made up for
+LONG, WIDE = 8192, 1024  # rows and width from which a transposition pays off
 TILE = 128, 32  # rows and columns that a block transposes
-GEMM_ROWS = 128  # rows from which on a convolution's overhead is made up for
+GEMM_ROWS = 128  # rows from which a convolution's overhead pays off
 WHOLE_ROWS, ROUND = 2048, 128  # see _is_round
 PARTS = 2048, 1024, 512, 256  # rows of a part
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``F.linear(x, weight, bias)``, eager by the kernels' own choice of how."""
+    """``F.linear(x, weight, bias)``; eager calls choose the fastest implementation."""
     if is_eager([x, weight]):
         if x.device.type == "cpu":
             return _linear_cpu(x, weight, bias)
@@ -31,7 +31,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 class _Transposing(torch.autograd.Function):
-    """:func:`linear` rounded to tf32, the products of whose gradients read what the hardware takes as it lies."""
+    """:func:`linear` in tf32; operands of the gradients' GEMMs are transposed to the layout that the hardware takes."""
 
     @staticmethod
     @torch.amp.custom_fwd(device_type="cuda")
@@ -52,10 +52,10 @@ class _Transposing(torch.autograd.Function):
 
 
 def _is_faster_transposed(x: Tensor, width: int) -> bool:
-    """Whether the product for the gradient of a weight of that width is, with the transposition.
+    """Whether transposing pays off in the GEMM for the gradient of a weight of that width.
 
-    Hopper's tensor cores take tf32 operands only with the numbers side by side that are multiplied and summed.
-    cuBLAS's kernels for a product in which both lie the other way reach half of the speed.
+    Hopper's tensor cores take tf32 operands only if K-major (contiguous along the summed dimension).  cuBLAS's kernels
+    for two operands in the other layout reach half of the speed.
     """
     return (
         x.is_cuda
@@ -100,7 +100,7 @@ def _linear_cpu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 
 def gradient_of_weight(grad: Tensor, x: Tensor) -> Tensor:
-    """``grad.T @ x`` of (rows, width) and (rows, channels): what is :func:`linear`'s gradient, and as fast."""
+    """``grad.T @ x`` of (rows, width) and (rows, channels), the weight's gradient of :func:`linear`, and as fast."""
     eager = is_eager([grad, x]) and grad.dtype == x.dtype
     if eager and not torch.is_grad_enabled() and _is_faster_transposed(x, grad.shape[1]):
         return grad.T @ transposed(x).T
@@ -119,8 +119,8 @@ def gradient_of_weight(grad: Tensor, x: Tensor) -> Tensor:
 class _InParts(torch.autograd.Function):
     """:func:`linear` of (rows, channels) whose number of rows is not round.
 
-    oneDNN compiles a convolution for each number of rows and keeps it, in the heap, between what is freed later: where
-    lengths change, memory grows that nobody uses.  So there are a few numbers of rows only; the rest is MKL's.
+    oneDNN compiles a convolution for each number of rows and caches it, which fragments the heap: with varying lengths
+    unused memory grows.  So only a few numbers of rows are used for convolutions; the rest is left to MKL.
     """
 
     @staticmethod

@@ -1,8 +1,8 @@
-"""Memory for the results of the CPU's loops, large blocks of which are kept for reuse.
+"""An allocator for results of the CPU's loops, which caches large blocks.
 
-The C library returns large blocks to the system as soon as they are freed, and to get the pages anew takes several
-times as long as the scan that fills them.  The kernel may have the blocks kept here whenever it is short of memory;
-new ones are made of huge pages.
+The C library returns large blocks to the system as soon as they are freed, and faulting the pages in again takes
+several times as long as the scan that fills them.  The operating system may reclaim cached blocks when it is short of
+memory; new ones use huge pages.
 """
 
 import math
@@ -17,13 +17,13 @@ from torch import Tensor
 
 from ostinato.kernels.numba_loops import NUMPY_DTYPES
 
-LARGE = 4 << 20  # bytes from which on memory is kept
-BLOCKS, SPARE = 16, 64 << 20  # how many blocks at most, and bytes of them that stay when none fits
+LARGE = 4 << 20  # bytes from which blocks are cached
+BLOCKS, SPARE = 16, 64 << 20  # the most cached blocks, and bytes of them that stay when none fits
 _kept: list[mmap.mmap] = []  # each operation on it is atomic: a finalizer must not wait for a lock
 
 
 def empty(shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """An uninitialised tensor on the CPU; a large one in a kept block, if there is one that fits."""
+    """An uninitialised tensor on the CPU; a large one reuses a cached block, if one fits."""
     count = math.prod(shape)
     size = count * dtype.itemsize
     if size < LARGE or sys.platform != "linux":

@@ -1,6 +1,6 @@
-"""CUDA C++ to running kernels: compiled by NVRTC at first use, kept on disk, launched through the driver.
+"""CUDA kernels: compiled by NVRTC at first use, cached on disk, launched through the driver API.
 
-Compiling needs ``cuda-core`` but no GPU; launching needs only ``cuda-bindings``, which PyTorch's CUDA builds bring.
+Compiling needs ``cuda-core`` but no GPU; launching needs only ``cuda-bindings``, a dependency of PyTorch's CUDA builds.
 """
 
 import ctypes
@@ -66,7 +66,7 @@ def compile_cubin(code: str, arch: str, macros: Mapping[str, object]) -> bytes:
 
 
 def cached_cubin(code: str, arch: str, macros: Mapping[str, object]) -> bytes:
-    """As :func:`compile_cubin`, from the folder of compiled kernels where it is there and whole."""
+    """As :func:`compile_cubin`, from the disk cache if it has an intact copy."""
     name = cache.key_of(code, arch, repr(sorted(macros.items())), _compiler_version()) + ".cubin"
     cubin = cache.load(name)
     if cubin is None:
@@ -107,14 +107,14 @@ class Kernel:
         self._kernel = _succeeded(driver.cuLibraryGetKernel(self._module, name.encode()))
         self._function = driver.CUfunction(int(self._kernel))
         self._launch, self._launch_together = driver.cuLaunchKernel, driver.cuLaunchCooperativeKernel
-        self._shared_limit = 48 * 1024  # what a kernel may take without asking
+        self._shared_limit = 48 * 1024  # the default maximum, beyond which a kernel must opt in
 
     def launch(
         self, device: int, grid: int, block: int, parameters: bytes, shared: int = 0, cooperative: bool = False
     ) -> None:
         """Start `grid` blocks of `block` threads, `shared` bytes each, on the current stream of `device`.
 
-        A cooperative launch has all its blocks on the chip at once, or fails.
+        In a cooperative launch all blocks are resident at once, or it fails.
         """
         if torch._C._cuda_getDevice() != device:
             with torch.cuda.device(device):
@@ -144,7 +144,7 @@ class Kernel:
         rest: bytes,
         cooperative: bool = False,
     ) -> Callable[..., None]:
-        """What launches as :meth:`launch` does, given what :func:`pack` makes the parameters of but for the `rest`."""
+        """A function like :meth:`launch` that takes the arguments of :func:`pack`, for all parameters but `rest`."""
         current_device, current_stream = torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream
         launch, function = self._launch, self._function
 

@@ -1,4 +1,4 @@
-"""Two computations beside each other on a GPU, which neither fills alone."""
+"""Two computations in parallel on a GPU that neither fills alone."""
 
 import functools
 from collections.abc import Callable
@@ -16,7 +16,7 @@ def beside(function: Callable[..., Results], first: tuple, second: tuple) -> tup
     if device.type != "cuda" or torch.compiler.is_compiling():
         return function(*first), function(*second)
     here, side = torch.cuda.current_stream(device), _side_stream(device)
-    # Gradients of parameters are to arrive on the stream that the parameters are used on: through views made there.
+    # Views made on the current stream make autograd deliver the parameters' gradients on it.
     arguments = [x.view_as(x) if isinstance(x, Tensor) and x.requires_grad else x for x in second]
     side.wait_stream(here)
     with torch.cuda.stream(side):
@@ -29,7 +29,7 @@ def beside(function: Callable[..., Results], first: tuple, second: tuple) -> tup
 
 
 def _used_on(stream: torch.cuda.Stream, values: Any) -> None:
-    """Keep memory from being given away on another stream while it is in use on this one."""
+    """Keep the allocator from reusing memory while this stream still uses it."""
     for x in values:
         if isinstance(x, Tensor) and x.is_cuda:
             x.record_stream(stream)

@@ -1,6 +1,6 @@
-"""Threads for the CPU loops: PyTorch's where they can be had, else our own.
+"""Threads for the CPU loops: PyTorch's OpenMP team if available, else our own.
 
-Numba's are no choice: they abort the process when two Python threads use them at once.
+Not Numba's, which abort the process when two Python threads use them at once.
 """
 
 import ctypes
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-PARALLEL = 1 << 15  # loop iterations that are worth waking threads for
+PARALLEL = 1 << 15  # loop iterations from which threads pay off
 
 
 def threads_for(iterations: int) -> int:
@@ -60,7 +60,7 @@ _forked = False
 
 
 def _after_fork() -> None:
-    """No thread survives a fork, and OpenMP would wait for its own for ever."""
+    """Threads do not survive a fork, and OpenMP would wait for its own forever."""
     global _forked
     _forked = True
     _helpers.cache_clear()

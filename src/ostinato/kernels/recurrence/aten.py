@@ -1,4 +1,4 @@
-"""What PyTorch's operations do to one element: a rule for each, from its arguments to operations of the graph."""
+"""Lowering of PyTorch's elementwise operations to scalar operations of a graph: one rule for each."""
 
 import math
 from collections.abc import Callable
@@ -10,14 +10,14 @@ from ostinato.kernels.recurrence.graph import OPERATIONS, Builder
 
 
 class Place(int):
-    """A node of the graph, told from a number."""
+    """A node's index in the graph, as distinct from a number."""
 
 
 Operand = Place | float
 
 
 class Unsupported(Exception):
-    """What of an operation has no scalar form."""
+    """Raised for an operation without a scalar form."""
 
 
 class Scalars:

@@ -1,4 +1,4 @@
-"""The complex linear scan: a real recurrence of two states, the real part and the imaginary one."""
+"""The complex linear scan as a real recurrence of two states, the real and the imaginary part."""
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ def linear_scan(
     """As the operator for real numbers; differentiable as the recurrence is."""
     if not torch.compiler.is_compiling() and b.numel() > 0:
         kernels = choose_backend(backend, b.device.type)
-        if isinstance(kernels, TorchBackend):  # whose operations take complex numbers, and are differentiable
+        if isinstance(kernels, TorchBackend):  # supports complex numbers, differentiably
             check_cu_seqlens(cu_seqlens, b.shape[1])
             return kernels.linear_scan(a, b, h0, reverse, cu_seqlens, resets)
     initial = (None, None) if h0 is None else _parts(h0)

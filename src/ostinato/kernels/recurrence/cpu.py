@@ -1,4 +1,4 @@
-"""Linear recurrences on CPUs: tensors in and out around the loops of :mod:`~ostinato.kernels.recurrence.cpu_loops`."""
+"""Linear recurrences on CPUs: the calls of the loops of :mod:`~ostinato.kernels.recurrence.cpu_loops`."""
 
 import ctypes
 import functools
@@ -19,21 +19,21 @@ from ostinato.kernels.recurrence.trace import parse
 from ostinato.kernels.scan.cpu import as_dtype, blocks_of, compute_dtype, constant, initial_state, rows
 from ostinato.kernels.threads import run_loop, threads_for
 
-WIDTH = 32  # channels a piece has at least
-GROUPS = 16  # of sequences, each of which sums its gradients of the parameters alone, whatever the threads
+WIDTH = 32  # the least channels of a piece of work
+GROUPS = 16  # of sequences with separate sums of parameter gradients, so that results do not depend on threads
 
 Strides = tuple[int, int, int]  # of time, sequences and directions
 Arrays = list[int]  # addresses of arrays that are laid out alike, then their strides
 
 
 class _Layout(NamedTuple):
-    """Where the steps of sequences are; see :func:`~ostinato.kernels.recurrence.cpu_loops.work_type`."""
+    """The memory layout of sequences; see :func:`~ostinato.kernels.recurrence.cpu_loops.work_type`."""
 
     directions: int
     batch: int
     length: int
     hidden: int
-    together: int = 1  # sequences that are taken through time side by side
+    together: int = 1  # sequences that advance through time together
     reverse: bool = False
     offsets: Tensor | None = None
     bounds: Tensor | None = None
@@ -95,7 +95,7 @@ def scan_backward(
 
 
 def _parted(recurrence: str, arguments: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """The sequences, laid out alike and in the dtype of computation, and the parameters, (1, D)."""
+    """The sequences, with equal strides and in the compute dtype, and the parameters, (1, D)."""
     kinds = parse(recurrence).sequences
     dtype = compute_dtype(arguments[kinds.index(True)])
     sequences = [rows(x, dtype) for x, sequence in zip(arguments, kinds, strict=True) if sequence]
@@ -174,7 +174,7 @@ def layer_backward(
 
 
 class Step:
-    """One step of a layer whose pre-activations are a product, prepared for a number of sequences and channels."""
+    """One step of a layer: GEMM and loop, prepared for a number of sequences and channels."""
 
     def __init__(self, recurrence: str, batch: int, hidden: int, dtype: torch.dtype) -> None:
         layout = _Layout(1, batch, 1, hidden)
@@ -188,7 +188,7 @@ class Step:
         self._work = self._work_type(pieces=pieces, groups=groups, **sizes, **rows)
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor | None) -> Tensor:
-        """The state after the step, of an input, (B, I), and the state before, or zero, as which it is shaped."""
+        """The state after the step, from an input, (B, I), and the previous state, whose shape it has, or None."""
         pre = F.linear(x, weight, bias)
         state = torch.zeros_like(self._output) if h is None else h.clone(memory_format=torch.contiguous_format)
         work, first = self._work_type.from_buffer_copy(self._work), pre.data_ptr()
@@ -202,7 +202,7 @@ class Step:
 def _layer_layout(
     gates: int, pre: Tensor, offsets: Tensor | None, resets: Tensor | None, batch_first: bool, directions: int
 ) -> tuple[_Layout, tuple[int, int]]:
-    """The layout, and how many rows lie between steps and between sequences."""
+    """The layout, and the strides of steps and of sequences in rows."""
     hidden = pre.shape[-1] // (directions * gates)
     if offsets is not None:
         offsets = offsets.to(torch.int64).contiguous()
@@ -218,7 +218,7 @@ def _layer_layout(
 
 
 def _gates(x: Tensor, gates: int, layout: _Layout, row: tuple[int, int]) -> Arrays:
-    """The gates side by side in a contiguous tensor."""
+    """The arrays of the gates, which are concatenated in a contiguous tensor."""
     width, size, first = x.shape[-1], layout.hidden * x.element_size(), x.data_ptr()
     return [*(first + k * size for k in range(gates)), row[0] * width, row[1] * width, gates * layout.hidden]
 
@@ -230,7 +230,7 @@ def _of_gates(bias: Tensor | None, layout: _Layout) -> Sequence[Tensor]:
 def _run(
     recurrence: str, layout: _Layout, parameters: Sequence[Tensor], state: Tensor, inputs: Arrays, rest: Arrays
 ) -> None:
-    """Call the loop that goes forward; `rest` is of the result."""
+    """Call the forward loop; `rest` are the arrays of the result."""
     loop, work_type = _loop(recurrence, False, state.dtype)
     constants = _constants(recurrence, False, layout, parameters, state)
     threads, pieces, groups, width = _parts(recurrence, layout)
@@ -248,9 +248,9 @@ def _run_backward(
     rest: Arrays,
     h0: Tensor | None,
 ) -> Tensor:
-    """Call the loop that goes back; returns the gradients of the parameters, (parameters, directions, D), in float64.
+    """Call the backward loop; returns the gradients of the parameters, (parameters, directions, D), in float64.
 
-    `rest` is of the states, their gradients, and the gradients of the inputs.
+    `rest` are the arrays of the states, of their gradients, and of the gradients of the inputs.
     """
     loop, work_type = _loop(recurrence, True, state.dtype)
     constants = _constants(recurrence, True, layout, parameters, state)
@@ -270,7 +270,7 @@ def _run_backward(
 def _constants(
     recurrence: str, backward: bool, layout: _Layout, parameters: Sequence[Tensor], state: Tensor
 ) -> Sequence[Tensor]:
-    """What the steps need of the parameters, (directions, D), laid out alike."""
+    """What steps need of the parameters, precomputed: (directions, D) each, with equal strides."""
     wide = [as_dtype(x, state.dtype) for x in parameters]
     graph = _steps(recurrence, backward).constants
     if _is_nothing_but_inputs(graph):

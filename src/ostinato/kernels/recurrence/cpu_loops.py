@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def"
 """The CPU's loops over time around the steps of generated recurrences, compiled by Numba.
 
-The work of a loop is cut into directions, groups of sequences, and blocks of channels.  Time is the middle loop;
-channels are the inner one, contiguous, vectorised by LLVM.  Between two steps the state lives in ``state``: the initial
-state on entry, the last one on return; backward the gradient that goes back through time.
+The work of a loop is divided into directions, groups of sequences, and blocks of channels.  Time is the middle loop;
+channels are the inner one, contiguous, vectorised by LLVM.  ``state`` carries the state from step to step: the initial
+one on entry, the last one on return; backward, its gradient.
 """
 
 import ctypes
@@ -26,7 +26,7 @@ STRIDES = ("_t", "_b", "_d")  # of time, sequences and directions
 
 @functools.cache
 def work_type(sequences: int, constants: int, sums: int, backward: bool) -> type[ctypes.Structure]:
-    """What a loop is called with.
+    """The structure of a loop's arguments.
 
     Step t of sequence b in a direction is at ``t * x_t + b * x_b + direction * x_d`` in each array x; of packed
     sequences, t is ``offsets[t]``, or starts at ``bounds[b]``.
@@ -123,9 +123,9 @@ def forward(trace: Trace, dtype: type) -> Any:
 
 @functools.cache
 def backward(trace: Trace, dtype: type) -> Any:
-    """The gradients, with a and b made again; state brings that of the last state and returns that of the initial one.
+    """The gradients, recomputing a and b; ``state`` takes the last state's and returns the initial state's.
 
-    Each group of sequences adds up its own gradients of the parameters, in ``totals``.
+    Each group of sequences sums its own gradients of the parameters, in ``totals``.
     """
     source, functions = _generated(trace, True, dtype)
     step, prefetch_x = functions["step"], functions["prefetch_x"]

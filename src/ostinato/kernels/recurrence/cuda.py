@@ -24,8 +24,8 @@ from ostinato.kernels.scan.cuda import (
     prepare_scan,
 )
 
-MOST_SEQUENCES, STEP_WARPS = 8, 4  # of a step in one kernel, whose warps keep sums of all sequences; of a block
-MOST_16_BIT_WEIGHTS = 1 << 22  # of a step of more than 4 sequences: beyond, tensor cores are faster
+MOST_SEQUENCES, STEP_WARPS = 8, 4  # of the one-kernel step: sequences, whose sums a warp accumulates; warps per block
+MOST_16_BIT_WEIGHTS = 1 << 22  # for more than 4 sequences: beyond, tensor cores are faster
 
 
 def scan(
@@ -76,7 +76,7 @@ def scan_backward(
 
 
 def _parted(recurrence: str, arguments: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """The sequences, channels side by side, and the parameters, in one dtype."""
+    """The sequences, with contiguous channels, and the parameters, in one dtype."""
     kinds = parse(recurrence).sequences
     parameters = [x.contiguous() for x, sequence in zip(arguments, kinds, strict=True) if not sequence]
     if len({x.dtype for x in parameters}) > 1:
@@ -171,7 +171,7 @@ def layer(
 
 
 class Step:
-    """One step of a layer whose pre-activations are a product, prepared for sizes; of few sequences in one kernel."""
+    """One step of a layer, prepared for sizes: one fused kernel for few sequences, else GEMM and scan."""
 
     def __init__(self, recurrence: str, batch: int, inputs: int, hidden: int, dtype: torch.dtype, device: int) -> None:
         self._recurrence, self._sizes, self._dtype, self._device = recurrence, (batch, inputs, hidden), dtype, device
@@ -185,9 +185,9 @@ class Step:
             self._scan = _prepare_layer(recurrence, False, dtype, device, *layer)
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor | None) -> Tensor:
-        """The state after the step, of an input, (B, I), contiguous weights, and the state before, or zero.
+        """The state after the step, from an input, (B, I), contiguous weights, and the previous state, or None.
 
-        It is shaped as the state before, or (B, H).
+        It has the shape of the previous state, or (B, H).
         """
         if torch._C._cuda_getDevice() != self._device:
             with torch.cuda.device(self._device):
@@ -212,7 +212,7 @@ class Step:
         return state
 
     def _prepare(self, low: int) -> Callable[..., None]:
-        """What starts the kernel on addresses with these low bits."""
+        """A function that launches the kernel for addresses with these low bits."""
         batch, inputs, hidden = self._sizes
         macros = step_macros(self._recurrence, self._dtype, batch, inputs, low)
         kernel = nvrtc.load_kernel("projected_step", step_source(self._recurrence), macros, self._device)
@@ -231,7 +231,7 @@ def step_source(recurrence: str) -> str:
 def step_macros(
     recurrence: str, dtype: torch.dtype, batch: int, inputs: int, low: int = 0
 ) -> tuple[tuple[str, Any], ...]:
-    """The definitions that make it one kernel; `low` are the low bits of the addresses of inputs and weights."""
+    """Its preprocessor definitions; `low` are the low bits of the addresses of inputs and weights."""
     units = 8 // dtype.itemsize | inputs | low // dtype.itemsize
     element = element_of(recurrence, False)[0]
     macros = {"ELEMENT": element, "SCALAR": SCALARS[dtype], "VEC": units & -units, "BATCH": batch}

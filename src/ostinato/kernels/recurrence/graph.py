@@ -1,8 +1,7 @@
-"""Graphs of scalar operations: what a traced function computes, simplified as it is built.
+"""Graphs of scalar operations, simplified as they are built.
 
-A graph lists its nodes in an order in which they can be computed.  Equal nodes are one node, constants are folded,
-and the idle operations that differentiation leaves behind (times 1, plus 0, twice negated, a product with the zero
-branch of a choice) are gone.
+Nodes are in topological order.  Common subexpressions are shared, constants folded, and trivial operations left over
+from differentiation (times 1, plus 0, double negation, a product with a branch that is zero) removed.
 """
 
 import functools
@@ -117,14 +116,14 @@ def joined(*graphs: Graph) -> Graph:
 
 
 class Builder:
-    """Nodes so far; each method returns the place of a node, an earlier one if there is one that does."""
+    """A graph under construction; methods return a node's index, of an equal node if there is one."""
 
     def __init__(self) -> None:
         self._nodes: list[Node] = []
         self._places: dict[str, int] = {}
 
     def graph(self, outputs: Sequence[int]) -> Graph:
-        """The nodes that these need, and they."""
+        """The subgraph that computes these nodes."""
         needed = set()
         stack = list(outputs)
         while stack:
@@ -180,7 +179,7 @@ class Builder:
         return self._nodes[i]
 
     def value(self, i: int) -> Number | None:
-        """The number that a node is, if it is a constant."""
+        """The value of a node, if it is a constant."""
         return self._nodes[i].value if self._nodes[i].name == "constant" else None
 
     def is_logical(self, i: int) -> bool:
@@ -191,7 +190,7 @@ class Builder:
         return self.add("where", i, self.constant(1.0), self.constant(0.0)) if self.is_logical(i) else i
 
     def _place(self, node: Node) -> int:
-        key = repr(node)  # tells True from 1.0, and nan from itself no more than once
+        key = repr(node)  # distinguishes True from 1.0, and equates NaNs
         if key not in self._places:
             self._places[key] = len(self._nodes)
             self._nodes.append(node)
@@ -234,7 +233,7 @@ class Builder:
         return self._factored("sub", x, y)
 
     def _factored(self, name: str, x: int, y: int) -> int | None:
-        """The sum or difference of two products of the same factor: one product, which rounds less."""
+        """The sum or difference of two products with a common factor, factored: it rounds less."""
         if self._nodes[x].name == self._nodes[y].name == "mul":
             factors, others = self._nodes[x].operands, self._nodes[y].operands
             for i in range(2):
@@ -319,7 +318,7 @@ class Builder:
         return None
 
     def _within_branch(self, x: int, change: Callable[[int], int]) -> int | None:
-        """``change`` of the other branch of a choice between zero and something, for a change that leaves zero so."""
+        """``change``, which must map zero to zero, applied to the other branch of a ``where`` with a zero branch."""
         node = self._nodes[x]
         if node.name == "where":
             test, yes, no = node.operands

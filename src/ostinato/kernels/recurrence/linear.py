@@ -1,4 +1,4 @@
-"""A linear recurrence's trace, cut into what is computed once for each channel and what for each step."""
+"""A linear recurrence's trace, split into per-channel and per-step computation."""
 
 import functools
 from collections import Counter
@@ -10,7 +10,7 @@ from ostinato.kernels.recurrence.trace import Trace
 
 
 class Steps(NamedTuple):
-    """What a kernel computes.
+    """The graphs that a kernel computes.
 
     Attributes:
         sequences, parameters: how many arguments are (B, T, D), and how many (D,).
@@ -39,7 +39,7 @@ def steps_of(trace: Trace, backward: bool) -> Steps:
         factors = factors._replace(outputs=tuple(factors.outputs[k] for k in sequences + parameters))
         graph = joined(graph._replace(outputs=graph.outputs[:1]), factors)
         sequences = [*sequences, count]
-    for _ in range(2):  # once more for factors whose other uses have gone
+    for _ in range(2):  # again, for factors that have lost their other uses
         graph = _gathered(graph, graph.made_of(parameters))
     of_channel = graph.made_of(parameters)
     used = {i for node, alone in zip(graph.nodes, of_channel, strict=True) if not alone for i in node.operands}
@@ -52,12 +52,12 @@ def steps_of(trace: Trace, backward: bool) -> Steps:
 
 
 def _gathered(graph: Graph, of_channel: Sequence[bool]) -> Graph:
-    """The same with what products have of their channels' and constant factors made one, which no step multiplies."""
+    """The graph with per-channel and constant factors of products merged, so that they leave the steps."""
     uses = Counter(i for node in graph.nodes for i in node.operands) + Counter(graph.outputs)
     builder = Builder()
     one, less = builder.constant(1.0), builder.constant(-1.0)
     places: list[int] = []
-    products: dict[int, tuple[list[int], int]] = {}  # their factors: those of the step, and the rest as one
+    products: dict[int, tuple[list[int], int]] = {}  # their factors: per step, and the merged rest
     for i, node in enumerate(graph.nodes):
         if node.name not in ("mul", "neg") or of_channel[i]:
             places.append(builder.repeat(node, places))

@@ -1,7 +1,7 @@
-"""Non-linear recurrences of one or two states as a differentiable operator, by whichever backend is asked for.
+"""Non-linear recurrences of one or two states as a differentiable operator, run by the backend that the caller names.
 
-With all states known, each step's Jacobian is, and the rest is linear: the gradient is a scan back through time, a
-derivative in forward mode is one ahead, and both can be differentiated again.
+With all states known, so is each step's Jacobian, and derivatives are linear scans: the gradient backward in time,
+forward-mode derivatives forward, and both can be differentiated again.
 """
 
 import itertools
@@ -21,14 +21,14 @@ from ostinato.kernels.scan.torch_ops import REFERENCE, shift, zeroed
 
 # nonlinear_recurrence(recurrence, h0, c0, cu_seqlens, resets, reverse, backend, *arguments) -> states, last states
 #
-# Of a recurrence's trace, as text, and its arguments, sequences (B, T, D) of one floating dtype and parameters (D,) of
-# any.  In their place there may be two tensors: G sequences side by side, (B, T, G*D), as a layer's product makes them,
-# and P parameters, (P*D,); their gradients need not be put together then.  h0 and c0 are the initial states, (B, D) or
-# (N, D), zero if absent; c0 is of the second state, where there are two.  The rest is as in linear_scan.
+# recurrence is a trace, as text; the arguments are sequences (B, T, D) of one floating dtype and parameters (D,) of
+# any, or two tensors: G concatenated sequences, (B, T, G*D), as a layer's GEMM produces them, and P parameters, (P*D,),
+# which saves concatenating their gradients.  h0 and c0 are the initial states, (B, D) or (N, D), zero if absent; c0 is
+# that of the second state, if there are two.  The rest is as in linear_scan.
 
 
 def _apart(trace: Trace, arguments: Sequence[Any]) -> list[Any]:
-    """The recurrence's own arguments, the sequences each by itself."""
+    """The recurrence's own arguments, split if concatenated."""
     if len(arguments) == len(trace.sequences):
         return list(arguments)
     counts = sum(trace.sequences), trace.sequences.count(False)

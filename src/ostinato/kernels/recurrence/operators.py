@@ -1,7 +1,7 @@
-"""Linear recurrences as differentiable operators, by whichever backend is asked for.
+"""Linear recurrences as differentiable operators, run by the backend that the caller names.
 
-A recurrence passes through an operator as the text of its trace, so that a program that was exported, or a graph that
-a compiler kept, needs nothing else to run.
+An operator takes a recurrence as the text of its trace, so that exported programs and compiled graphs are
+self-contained.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Prints a traced linear recurrence as the functions that the CPU's loops call, forward and backward."""
+"""Generates the functions that the CPU's loops call from a traced linear recurrence, forward and backward."""
 
 import functools
 import math

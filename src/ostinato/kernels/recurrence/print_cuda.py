@@ -1,4 +1,4 @@
-"""Prints a traced linear recurrence as the Elements that ``scan.cu`` scans, forward and backward."""
+"""Generates the Elements of ``scan.cu`` from a traced linear recurrence, forward and backward."""
 
 import functools
 import math

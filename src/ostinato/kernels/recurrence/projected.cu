@@ -3,8 +3,8 @@
 // The products stay in registers.  A tile is STEPS time steps of CHANNELS channels.  The weight is the A operand of
 // wgmma and x the B operand, so an accumulator's rows are channels and its columns are time.  The order of x's steps in
 // shared memory (see `RUN`) and of the weight's rows (see `Steps`) is such that a thread holds all products of one or
-// two channels at two runs of consecutive steps.  It computes their gates and reduces its steps in registers; four lanes
-// cover a channel's tile, whose carry comes from earlier tiles by decoupled look-back, as in scan.cu.
+// two channels at two runs of consecutive steps.  It computes their gates and reduces its steps in registers; four
+// lanes cover a channel's tile, whose carry comes from earlier tiles by decoupled look-back, as in scan.cu.
 //
 // A block has a producer warp, which fetches slices of x and the weight by TMA into a ring of stages, and two consumer
 // warpgroups, each with half of the channels.  The two blocks of a cluster share the larger operand by multicast, half

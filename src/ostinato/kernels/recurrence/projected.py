@@ -1,6 +1,6 @@
-"""Linear recurrences of two matrix products on Hopper GPUs: products, gates and scan as one kernel.
+"""Linear recurrences of two matrix products on Hopper GPUs: GEMM, gates and scan in one kernel, ``projected.cu``.
 
-The kernel is in ``projected.cu``.  It reads x and writes h, and what is between them never reaches memory.
+It reads x and writes h; pre-activations never leave the chip.
 """
 
 import ctypes

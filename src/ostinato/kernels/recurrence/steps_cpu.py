@@ -1,8 +1,8 @@
-"""Non-linear recurrences on CPUs, one step after the other: loops printed from a trace, compiled by Numba.
+"""Non-linear recurrences on CPUs: sequential loops generated from a trace, compiled by Numba.
 
-The work is cut into groups of sequences by blocks of channels.  Time is the middle loop; channels are the inner one,
-contiguous, vectorised by LLVM.  Between two steps the states live in ``state0``, ``state1``: the initial ones on entry,
-the last ones on return; backward the gradients that go back through time.
+The work is divided into groups of sequences by blocks of channels.  Time is the middle loop; channels are the inner
+one, contiguous, vectorised by LLVM.  ``state0`` and ``state1`` carry the states from step to step: the initial ones on
+entry, the last ones on return; backward, their gradients.
 """
 
 import ctypes

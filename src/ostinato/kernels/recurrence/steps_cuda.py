@@ -1,4 +1,4 @@
-"""Non-linear recurrences on NVIDIA GPUs: the kernels of ``steps.cu`` around a printed cell."""
+"""Non-linear recurrences on NVIDIA GPUs: the kernels of ``steps.cu`` around a generated cell."""
 
 import functools
 import math
@@ -16,7 +16,7 @@ from ostinato.kernels.recurrence.trace import Trace
 from ostinato.kernels.scan.cuda import SCALARS, along_channels, last_state
 
 THREADS = 32  # of a block: one warp, so that few channels spread over all multiprocessors
-AHEAD = 4  # steps whose numbers are asked for at once, half of that for float64; twice as many are on their way
+AHEAD = 4  # steps whose loads are issued at once, half of that for float64; twice as many are in flight
 RESIDENT = 32  # the most blocks that a multiprocessor holds, and about as many as PARALLEL threads make for each
 CHANNELS = 1 << 14  # from which on all of time is one chunk
 PARALLEL = 1 << 17  # threads that the chunks of fewer channels make, if these are long enough

@@ -1,8 +1,8 @@
-"""A recurrence's function, traced to graphs of scalar operations: its values and its derivatives.
+"""Traces a recurrence's function to graphs of scalar operations, of its values and its derivatives.
 
-The function runs once on small tensors.  Every PyTorch operation that it calls is recorded by what it does to one
-element, then those that autograd calls for its derivatives.  What treats elements differently, looks at their values
-or their shape, or has no scalar form, is refused by name and line.
+The function runs once on small tensors.  Every PyTorch operation that it calls is recorded as operations on one
+element, then those that autograd calls for its derivatives.  Operations that are not elementwise, depend on values or
+shapes, or have no scalar form, raise an error with their name and line.
 """
 
 import functools
@@ -28,7 +28,7 @@ _CREATING = (
     *("zeros", "ones", "full", "scalar_tensor", "lift_fresh", "lift_fresh_copy"),
     *("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"),
 )
-_FILLING = ("fill", "copy", "zero")  # whatever was there before
+_FILLING = ("fill", "copy", "zero")  # overwrite all previous values
 _SETTINGS = ("device", "layout", "pin_memory", "memory_format", "non_blocking", "copy")
 
 
@@ -56,7 +56,7 @@ class Trace(NamedTuple):
 
     @property
     def text(self) -> str:
-        """All of it, for :func:`parse`: a recurrence's identity in operators, whichever process reads it."""
+        """A serialisation for :func:`parse`, by which operators identify a recurrence, in any process."""
         return json.dumps(self)
 
 
@@ -82,10 +82,10 @@ def trace(function: Callable, sequences: Sequence[bool], states: int = 0) -> Tra
         states: 0, 1 or 2.
 
     Raises:
-        TypeError: a result that is no tensor, or not as many as it should be.
+        TypeError: a result that is not a tensor, or a wrong number of results.
         ValueError: an operation that cannot be generated, with its line.
     """
-    with ThreadPoolExecutor(1) as alone:  # a thread where no mode, transform or autocast of the caller's is on
+    with ThreadPoolExecutor(1) as alone:  # another thread, without the caller's modes, transforms and autocast
         return alone.submit(_trace, function, tuple(map(bool, sequences)), states).result()
 
 
@@ -131,7 +131,7 @@ def _gradients(
 
 
 class _Calls(TorchFunctionMode):
-    """Refuses to tell shapes, which a kernel does not know, and remembers the line that a derivative belongs to."""
+    """Raises on access to shapes, which kernels do not know, and records the source lines of derivatives."""
 
     _VALUES = ("item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__contains__", "equal")
     _SHAPES = ("shape", "size", "numel", "nelement", "stride", "__len__")
@@ -158,7 +158,7 @@ class _Calls(TorchFunctionMode):
 
 
 class _Recorder(TorchDispatchMode):
-    """Runs every operation, and records what it does to an element."""
+    """Runs every operation, and records it as scalar operations."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -186,7 +186,7 @@ class _Recorder(TorchDispatchMode):
         return self._places[id(x)][1]
 
     def line(self) -> str:
-        """Where in the function we are: the innermost line of its file."""
+        """The current source line of the function: the innermost of its file."""
         frame = sys._getframe(1)
         while frame is not None:
             file, number = frame.f_code.co_filename, frame.f_lineno
@@ -243,7 +243,7 @@ class _Recorder(TorchDispatchMode):
         return made
 
     def _decomposed(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Record what the operation consists of, if PyTorch says so."""
+        """Record PyTorch's decomposition of the operation, if there is one."""
         from torch._decomp import decomposition_table
 
         refusal = self.refusal(f"{func.overloadpacket} is not one of the elementwise operations that can be generated")
