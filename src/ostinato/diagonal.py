@@ -434,7 +434,7 @@ class SRU(DiagonalLayers):
         r_t = \sigma(W_r x_t + v_r \odot c_{t-1} + b_r), \quad h_t = r_t \odot c_t + (1 - r_t) \odot \alpha x_t
 
     with :math:`\alpha = \sqrt 3`, that of a highway gate whose bias begins at 0.  Where the input has not
-    ``hidden_size`` channels, a product with a matrix of its own takes the place of the last x.  The output is h, the
+    ``hidden_size`` channels, a linear projection of x replaces the last x.  The output is h, the
     state c.
 
     Args, inputs and outputs: as :class:`ostinato.MinGRU`.

@@ -32,7 +32,7 @@ class CausalConv(nn.Module):
     size of 0 it passes its input on.
     """
 
-    sequence_group: ProcessGroup | None = None  # whose processes hold the parts of each sequence
+    sequence_group: ProcessGroup | None = None  # over whose processes sequences are sharded
 
     def __init__(self, channels: int, kernel_size: int) -> None:
         super().__init__()

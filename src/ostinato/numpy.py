@@ -27,7 +27,7 @@ Array = NDArray[Any]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "CUDA_AVAILABLE":  # looked up when asked for: the answer takes the CUDA driver
+    if name == "CUDA_AVAILABLE":  # evaluated lazily: it needs the CUDA driver
         return torch.cuda.is_available()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
@@ -180,7 +180,7 @@ class _CellCPU(_Cell):
 
 
 class _CellCUDA(_Cell):
-    """A cell on the current GPU.  Data goes there and back through pinned memory on a stream of the cell's own."""
+    """A cell on the current GPU.  Data is copied through pinned memory on a stream of the cell's own."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         if not torch.cuda.is_available():

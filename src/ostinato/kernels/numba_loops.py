@@ -41,7 +41,7 @@ class Loop:
     """A compiled loop: the ``address`` of a C function, and ``ctypes``, which calls it without the GIL."""
 
     def __init__(self, name: str, library: Any) -> None:
-        self._library = library  # whose memory the code is in
+        self._library = library  # owns the code's memory
         self.address: int = library.get_pointer_to_function(name)
         self.ctypes = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.address)
 
@@ -128,7 +128,7 @@ def pointer_to(typing_context, address, dtype):
 
 @intrinsic
 def take_piece(typing_context, work):
-    """Count up the structure's first field and return what it was, atomically."""
+    """Atomic fetch-and-add of 1 on the structure's first field."""
 
     def generate(context, builder, signature, arguments):
         int64 = ir.IntType(64)
@@ -156,12 +156,12 @@ def offset(typing_context, pointer, index):
 
 COUNTERS = LINE // 8  # in a line
 _NEXT, _TAKEN = 0, 1
-_PATIENCE = 500  # looks for the others, some microseconds, before their parts are taken and the processor is yielded
+_PATIENCE = 500  # polls, some microseconds, before the others' parts are taken over and the processor is yielded
 
 
 @intrinsic
 def _load_acquire(typing_context, count):
-    """What a counter is; what was written before it was counted up is there."""
+    """Load a counter with acquire semantics."""
 
     def generate(context, builder, signature, arguments):
         return builder.load_atomic(arguments[0], "acquire", 8)
@@ -182,7 +182,7 @@ def _count_up(typing_context, count):
 
 @intrinsic
 def _let_others_run(typing_context):
-    """Yield the processor to a thread that waits for it, of which there may be more than processors."""
+    """Yield the processor to a waiting thread, as there may be more threads than processors."""
     name = "SwitchToThread" if sys.platform == "win32" else "sched_yield"
 
     def generate(context, builder, signature, arguments):

@@ -22,7 +22,7 @@ from ostinato.kernels.threads import run_loop, threads_for
 # Measured on two cores of a Zen 5: from how many steps on a call of few units is faster than torch's, and with
 # gradients from half as many; up to which share of weights entries are faster than all weights in panels.
 FEW_STEPS = {"rnn_tanh": 24, "rnn_relu": 24, "gru": 8, "lstm": 32}
-DENSEST_BLOCKS = {False: 0.4, True: 0.3}  # by whether gradients are taken
+DENSEST_BLOCKS = {False: 0.4, True: 0.3}  # by whether gradients are computed
 PART = 1 << 16  # weights from which on a part of a step is worth a thread of its own
 DENSEST_ROWS = {False: 0.15, True: 0.04}  # by whether there are several sequences
 
@@ -75,7 +75,7 @@ def make_plan(
 def _why_torch(
     cell: str, hidden_size: int, batch: int, dtype: torch.dtype, dense: bool, training: bool, steps: int | None
 ) -> str | None:
-    """Why a layer is faster in torch's kernels, if it is; what was measured is in FEW_STEPS."""
+    """Why torch's kernels are faster for a layer, if they are, by the measured FEW_STEPS."""
     few = (FEW_STEPS[cell] + hidden_size // 16) // (2 if training else 1)
     if steps is not None and steps < few:
         return f"{steps} steps a call are not worth preparing the weights; {few} are"
@@ -90,7 +90,7 @@ def _why_torch(
 
 
 def keeps_gates(_: torch.dtype) -> bool:
-    """Whether the forward keeps the arguments of all gates: to make them anew are two large products of six."""
+    """Whether the forward saves all gates' pre-activations: recomputing them takes two of six large GEMMs."""
     return True
 
 

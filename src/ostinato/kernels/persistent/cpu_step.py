@@ -35,7 +35,7 @@ from ostinato.kernels.persistent.plan import GATES
 from ostinato.kernels.threads import run_loop, threads_for
 
 BATCH = 8  # the most sequences: from there on a matrix product over all of them is faster
-GROUP = 32  # units that a thread takes at once
+GROUP = 32  # units that a thread claims at once
 ROWS = 8 if binding.get_host_cpu_features().get("avx512f") else 4  # whose sums are made together, in registers
 # Densities up to which reading the kept weights alone is faster than all of them with zeros, by kind of block.
 DENSEST = {"block": 0.6, "sparse": 0.25}
@@ -292,7 +292,7 @@ class Step:
 
 
 class FrozenStep(Step):
-    """A step of a layer whose weights never change, pruned ones packed; of one thread at a time."""
+    """A step of a layer with constant weights, pruned ones packed; for one thread at a time."""
 
     def __init__(
         self, cell: str, batch: int, weights: list[Tensor], mask_ih: Tensor | None, mask_hh: Tensor | None
@@ -359,7 +359,7 @@ class StepOfLayers:
 
 
 def _packed(weight: Tensor, mask: Tensor | None, gates: int) -> _Matrix:
-    """A matrix and what it keeps, side by side in the order in which it is read."""
+    """A matrix's entries: of a pruned one its kept weights, contiguous in the order in which they are read."""
     if mask is None or bool(mask.all()):
         return _Matrix(weights=weight)
     entries = forward_entries(mask, block_of(mask, gates), gates)

@@ -157,7 +157,7 @@ def _prepare(
     line, row = (rows, 1) if batch_first else (1, count)  # what they are apart, in rows of x and h
     across, chunks = -(-channels // tile.channels), -(-rows // tile.steps)
     along = count * chunks
-    if share_weight:  # a cluster's tiles lie along time, else across the channels
+    if share_weight:  # a cluster's tiles are adjacent in time, else in channels
         along += along % CLUSTER
     else:
         across += across % CLUSTER
@@ -206,7 +206,7 @@ def macros(recurrence: str, dtype: torch.dtype) -> tuple[tuple[str, object], ...
 
 @functools.lru_cache(maxsize=4096)
 def _tensor_map(address: int, dtype: torch.dtype, layout: Layout) -> bytes:
-    """What tells the copy engine how a tensor of 16-bit numbers lies; outside it reads zeros."""
+    """The TMA descriptor of a tensor of 16-bit numbers; reads out of bounds are zero."""
     from cuda.bindings import driver
 
     sizes, strides, box = layout

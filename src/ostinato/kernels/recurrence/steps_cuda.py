@@ -21,7 +21,7 @@ RESIDENT = 32  # the most blocks that a multiprocessor holds, and about as many 
 CHANNELS = 1 << 14  # from which on all of time is one chunk
 PARALLEL = 1 << 17  # threads that the chunks of fewer channels make, if these are long enough
 SHORTEST = 64  # steps of a chunk
-PASSES = 5  # at most after the first, before a channel whose chunks do not meet is taken as one
+PASSES = 5  # at most after the first, before a channel that has not converged is run as one chunk
 Macros = tuple[tuple[str, object], ...]
 _CELL = """
 struct Cell {{
@@ -90,7 +90,7 @@ def macros(
 
 
 def choose_chunks(channels: int, steps: int) -> int:
-    """Into how many chunks to cut the time of so many channels, of all sequences together."""
+    """The number of chunks along time, given the channels of all sequences in total."""
     if channels >= CHANNELS:
         return 1
     return max(1, min(PARALLEL // max(channels, 1), steps // SHORTEST))
@@ -171,7 +171,7 @@ def steps_backward(
 
 
 def _alike(tensors: Sequence[Any]) -> list[Any]:
-    """The same, all with the same strides, channels side by side."""
+    """The same tensors with equal strides and contiguous channels."""
     some = [x for x in tensors if x is not None]
     if len({x.stride() for x in some}) == 1 and along_channels(some[0]) is some[0]:
         return list(tensors)
@@ -254,7 +254,7 @@ class _Walk(NamedTuple):
         self._launch("steps", settings, self.sequences * self.chunks, arguments)
 
     def link(self, start: Tensor, end: Tensor, slope: Tensor, done: Tensor, tolerance: float) -> None:
-        """Correct what chunks begin in by what those before end in; mark channels as done that this hardly changes."""
+        """One Newton update of the chunks' initial states; marks converged channels as done."""
         addresses = [_address(x) for x in (start, end, slope, done, self.cu_seqlens)]
         _, length, channels = self.like.shape
         number = "d" if start.dtype == torch.float64 else "f"

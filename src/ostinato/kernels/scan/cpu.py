@@ -32,7 +32,7 @@ def linear_scan(
 
 
 def prepare_linear_scan(a: Tensor, b: Tensor, h0: Tensor | None, reverse: bool) -> Callable:
-    """What scans tensors that lie as these do, as :func:`linear_scan` would, by the shortest way."""
+    """A fast path of :func:`linear_scan` for tensors laid out like these."""
     if b.shape[1] == 1 and h0 is None and b.is_contiguous() and b.dtype in NUMPY_DTYPES:
         return lambda a, b, *_: (b.clone(), b.squeeze(1).clone())
     return lambda a, b, h0, *_: linear_scan(a, b, h0, reverse, None)
@@ -85,7 +85,7 @@ def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def rows(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor in a dtype, neighbouring channels side by side."""
+    """The tensor in a dtype, with contiguous channels."""
     x = as_dtype(x, dtype)
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 

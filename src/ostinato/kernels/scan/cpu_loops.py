@@ -59,7 +59,7 @@ _load, _store = streams("a", "b", "h", "before", "grad_h", "state", "grad_a", "g
 
 @intrinsic
 def _stream_line(typing_context, target, to, source, at):
-    """Copy a cache line to an aligned one past the caches, which then need not first read what it replaces.
+    """Copy a cache line to an aligned one by non-temporal stores, which avoid reading the line first.
 
     Such a store waits in a buffer, which the next atomic operation empties.
     """
@@ -159,7 +159,7 @@ def _scan_backward_step(log, j, inputs, outputs):
         # The shares of the state that what was kept and what was added have: not exp(kept - h), as h is rounded.  The
         # smaller is exact to its own last digits, and both make up the whole.
         b_j, kept_j = _load(b, at_b + j, "b"), a_j + before_j
-        nothing = kept_j == b_j == -math.inf  # a state of exactly zero passes no gradient back: 0/0 is taken as 0
+        nothing = kept_j == b_j == -math.inf  # a state of exactly zero has no gradient: 0/0 = 0
         total = cast(0.0, total) if nothing else total
         share = cast(min(sigmoids(cast(0.0, a_j) if nothing else kept_j - b_j)), total)
         smaller, larger = total * share, total * (cast(1.0, total) - share)
