@@ -302,7 +302,7 @@ def layer(job: Job) -> Record:
 
 
 def long_sequence(job: Job) -> Record:
-    """10^8 steps of 64 channels in all, forward and backward, against float64 on samples, also at the seams."""
+    """10^8 steps of 64 channels in all, forward and backward, against float64 on samples, also where parts meet."""
     total, channels, reach = 10**8 >> job.scale, 64, 2000
     own = part(total, job.rank, job.size)
     steps = own.stop - own.start
@@ -315,7 +315,7 @@ def long_sequence(job: Job) -> Record:
     grads = torch.autograd.grad(h, (a, b), b.detach())  # of the loss sum(h * b)
     job.wait()
     seconds = time.perf_counter() - begin
-    # At the seam: the end of each part, on its own process, and the beginning of the next part.
+    # Where parts meet: the end of each part, on its own process, and the beginning of the next part.
     a, b, h = (x.detach() for x in (a, b, h))
     ends = torch.stack([torch.cat((x[0, :reach], x[0, -reach:])) for x in (a, b, h, *grads)])
     everyone = [torch.empty_like(ends) for _ in range(job.size)]

@@ -451,7 +451,7 @@ def several_gpus(name: str) -> str:
         rows,
         f"{long['steps']:,} steps of {long['channels']} channels, float32, forward and backward, once: "
         f"{1e3 * long['seconds']:.0f} ms, with relative errors up to {long['max_relative_error']:.0e} in samples, the "
-        "seams among them.",
+        "boundaries between parts among them.",
         "Errors in parts, in float32 against one process in float64 and relative to the largest value: "
         f"{', '.join(f'{what} {error:.0e}' for what, error in errors.items())}.",
         f"After four steps of AdamW by DDP and FSDP2 the outputs of {layers} kinds of layers are within {as_one:.0e} "

@@ -72,7 +72,7 @@ def kinds(lengths):
     bounds = {
         "packed": [0, 2, 2, total - 1, total],
         "one long": [0, 0, total],
-        "at the seams": [0, *itertools.accumulate(lengths)],
+        "at the boundaries": [0, *itertools.accumulate(lengths)],
     }
     packed = {kind: {"cu_seqlens": torch.tensor(ends, dtype=torch.int32)} for kind, ends in bounds.items()}
     return {"dense": {}, "resets": {"resets": resets}, **packed, "both": {**packed["packed"], "resets": resets[:1]}}
@@ -222,7 +222,7 @@ def errors_where_coefficients_are_zero(reverse, resets):
 
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("resets", [False, True])
-def test_the_gradient_at_a_seam_is_of_the_state_that_came_late(processes, reverse, resets):
+def test_the_gradient_at_a_boundary_is_of_the_state_that_came_late(processes, reverse, resets):
     for error, reaches in processes.run(2, errors_where_coefficients_are_zero, reverse, resets):
         assert error < 1e-12
         assert reaches == [8]
@@ -339,7 +339,7 @@ def errors_in_16_bits():
     ]
 
 
-def test_16_bits_round_at_the_seams_no_more_than_elsewhere(processes):
+def test_16_bits_round_at_the_boundaries_no_more_than_elsewhere(processes):
     for one, several in processes.run(4, errors_in_16_bits):
         assert several < 1.5 * one
 
