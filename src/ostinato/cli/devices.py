@@ -1,6 +1,7 @@
 """The device a command runs on."""
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
 
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
 Precision = Annotated[str, typer.Option(help="float32, bfloat16 (autocast), or auto: bfloat16 on a GPU that has it.")]
+
+LEAVING = 0.2  # seconds in which a job's threads let go of its tensors
 
 
 def choose_device(name: str) -> "torch.device":
@@ -64,7 +67,18 @@ def joined_job(name: str) -> "Iterator[torch.device]":
     try:
         yield device
     except typer.Exit:
-        distributed.destroy_process_group()
+        _leave_job()
         raise
     # After any other error the rest of the job may be gone, and would be waited for.
+    _leave_job()
+
+
+def _leave_job() -> None:
+    """Destroy the process group, and let gloo's threads release the tensors of the last collectives.
+
+    They need the interpreter for it, are not waited for, and abort the process if the interpreter is ending by then.
+    """
+    from torch import distributed
+
     distributed.destroy_process_group()
+    time.sleep(LEAVING)
