@@ -23,6 +23,7 @@ Json = Annotated[
         show_default="runs/learning-COMMAND.json",
     ),
 ]
+Steps = Annotated[int, Option(help="Steps to train each.")]
 Seed = Annotated[int, Option(help="Seed of all that is random.")]
 Quick = Annotated[bool, Option("--quick", help="A tiny model for a few steps: shows in seconds that all parts run.")]
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 from typer import Option
 
 from ostinato.cli.devices import Device
-from ostinato.cli.learning.run import Cells, Json, LearningRun, Quick, Seed, chosen_cells, parameters_of
+from ostinato.cli.learning.run import Cells, Json, LearningRun, Quick, Seed, Steps, chosen_cells, parameters_of
 
 
 def copying(
@@ -86,7 +86,7 @@ def bits(
     cells: Cells = "mingru,minlstm,gru,lstm",
     questions: Annotated[str, Option(help="Which, with commas between.")] = "first,majority,parity",
     depths: Annotated[str, Option(help="Numbers of layers.")] = "1,2,3",
-    steps: Annotated[int, Option(help="Steps to train each.")] = 500,
+    steps: Steps = 500,
     seed: Seed = 0,
     quick: Quick = False,
     device: Device = "auto",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Option
 
 from ostinato.cli.devices import Device, Precision
-from ostinato.cli.learning.run import Cells, Json, LearningRun, Quick, Seed, chosen_cells, parameters_of
+from ostinato.cli.learning.run import Cells, Json, LearningRun, Quick, Seed, Steps, chosen_cells, parameters_of
 
 if TYPE_CHECKING:
     import torch
@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 
 BLOCKS = ("1x1", "16x1")
 Text = Annotated[Path, Option(help="A UTF-8 file, or a folder of them: tinyshakespeare.txt for the published task.")]
+Width = Annotated[int, Option(help="Channels between the blocks.")]
+Blocks = Annotated[int, Option(help="Blocks.")]
+BatchSize = Annotated[int, Option(help="Chunks a step.")]
+ChunkLength = Annotated[int, Option(help="Characters a chunk.")]
 
 # For `--quick`.
 TINY_MODEL: dict[str, Any] = {"width": 32, "num_layers": 2}
@@ -36,12 +40,12 @@ def characters(
     torch_too: Annotated[
         bool, Option("--torch", help="Train gru and lstm also in torch.nn's own layers: same weights, same data.")
     ] = False,
-    steps: Annotated[int, Option(help="Steps to train each.")] = 1000,
-    width: Annotated[int, Option(help="Channels between the blocks.")] = 384,
+    steps: Steps = 1000,
+    width: Width = 384,
     expansion: Annotated[float, Option(help="Hidden size over width.")] = 1.5,
-    num_layers: Annotated[int, Option(help="Blocks.")] = 3,
-    batch_size: Annotated[int, Option(help="Chunks a step.")] = 64,
-    chunk_length: Annotated[int, Option(help="Characters a chunk.")] = 256,
+    num_layers: Blocks = 3,
+    batch_size: BatchSize = 64,
+    chunk_length: ChunkLength = 256,
     seed: Seed = 0,
     quick: Quick = False,
     device: Device = "auto",
@@ -84,10 +88,10 @@ def pruning(
     steps: Annotated[int, Option(help="Steps to train the dense model.")] = 1000,
     finetune: Annotated[int, Option(help="Steps to train each pruned one; the first half prunes.")] = 300,
     learning_rate: Annotated[float, Option(help="AdamW's for those, at its highest.")] = 1e-3,
-    width: Annotated[int, Option(help="Channels between the blocks.")] = 384,
-    num_layers: Annotated[int, Option(help="Blocks.")] = 3,
-    batch_size: Annotated[int, Option(help="Chunks a step.")] = 64,
-    chunk_length: Annotated[int, Option(help="Characters a chunk.")] = 256,
+    width: Width = 384,
+    num_layers: Blocks = 3,
+    batch_size: BatchSize = 64,
+    chunk_length: ChunkLength = 256,
     seed: Seed = 0,
     quick: Quick = False,
     device: Device = "auto",
