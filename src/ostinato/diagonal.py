@@ -103,12 +103,12 @@ class DiagonalLayers(StackedLayers):
         h0 = options["h0"]
         if function.states == 2 and isinstance(h0, Tensor):
             options = {**options, "h0": (h0, h0)}
-        concatenated = len(arguments) < len(function.names)
-        run: Run = function.of_layer if concatenated else function
+        run: Run = function.of_layer if len(arguments) < len(function.names) else function
         if self.sequence_group is not None:
             from ostinato import distributed
 
-            arguments = function.split(*arguments) if concatenated else arguments
+            if len(arguments) < len(function.names):
+                arguments = function.apart(*arguments)
             run = functools.partial(distributed.run, function, group=self.sequence_group)
         if batch_first:
             return run(*arguments, **options, backend=self.backend)

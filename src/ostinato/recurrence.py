@@ -125,9 +125,9 @@ class Recurrence:
         saves a copy.
         """
         defaults = {"h0": None, "resets": None, "reverse": False, "cu_seqlens": None, "backend": "auto"}
-        return self._run(self.split(sequences, parameters), (sequences, parameters), **defaults | options)
+        return self._run(self.apart(sequences, parameters), (sequences, parameters), **defaults | options)
 
-    def split(self, sequences: Tensor, parameters: Tensor) -> tuple[Tensor, ...]:
+    def apart(self, sequences: Tensor, parameters: Tensor) -> tuple[Tensor, ...]:
         """Split the arguments of :meth:`of_layer` into those of a call."""
         width = (sequences.shape[-1] + parameters.shape[-1]) // len(self.names)
         return *sequences.split(width, -1), *parameters.split(width)

@@ -3,7 +3,6 @@
 import functools
 import platform
 import struct
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,21 +42,13 @@ class _Transposing(torch.autograd.Function):
     @staticmethod
     @torch.amp.custom_bwd(device_type="cuda")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        def of_input(grad: Tensor, weight: Tensor) -> Tensor:
-            return grad @ (weight if torch.is_grad_enabled() else transposed(weight).T)  # or differentiable again
-
-        return _gradients(ctx, grad, of_input)
-
-
-def _gradients(ctx: Any, grad: Tensor, of_input: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor | None, ...]:
-    """Those of x, weight and bias of :func:`linear`, of which ctx saved the first two."""
-    (x, weight), (of_x, of_weight, of_bias) = ctx.saved_tensors, ctx.needs_input_grad
-    rows = grad.flatten(0, -2)
-    return (
-        of_input(grad, weight) if of_x else None,
-        gradient_of_weight(rows, x.flatten(0, -2)) if of_weight else None,
-        rows.sum(0) if of_bias else None,
-    )
+        (x, weight), (of_x, of_weight, of_bias) = ctx.saved_tensors, ctx.needs_input_grad
+        rows, again = grad.flatten(0, -2), torch.is_grad_enabled()  # to be differentiated again
+        return (
+            grad @ (weight if again else transposed(weight).T) if of_x else None,
+            gradient_of_weight(rows, x.flatten(0, -2)) if of_weight else None,
+            rows.sum(0) if of_bias else None,
+        )
 
 
 def _is_faster_transposed(x: Tensor, width: int) -> bool:
@@ -144,7 +135,12 @@ class _InParts(torch.autograd.Function):
     @staticmethod
     @torch.amp.custom_bwd(device_type="cpu")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _gradients(ctx, grad, lambda grad, weight: linear(grad, weight.T))
+        (x, weight), (of_x, of_weight, of_bias) = ctx.saved_tensors, ctx.needs_input_grad
+        return (
+            linear(grad, weight.T) if of_x else None,
+            gradient_of_weight(grad, x) if of_weight else None,
+            grad.sum(0) if of_bias else None,
+        )
 
 
 def _is_round(rows: int) -> bool:
