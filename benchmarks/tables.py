@@ -481,6 +481,23 @@ def audio(name: str) -> str:
     return table(name, ["network", "µs a frame", "99 % below", "speed"], rows)
 
 
+def recurrent_gemma(*names: str) -> str:
+    """Seconds of RecurrentGemma with its loop, and milliseconds with a recurrence in its place."""
+    rows = [
+        [
+            row["work"],
+            "GPU" if load(name)["device_type"] == "cuda" else "CPU",
+            f"{row['loop']:.2f} s",
+            f"{1e3 * row['recurrence']:.1f} ms",
+            f"{row['loop'] / row['recurrence']:.1f}×",
+        ]
+        for name in names
+        for row in load(name)["results"]
+    ]
+    grid = Grid(["forward and backward", "on", "with its loop", "with a recurrence", "speedup"], rows)
+    return f"{grid.markdown()}\n{source(*names)}\n"
+
+
 def profile(name: str) -> str:
     """The kernels of a call, the longest first."""
     grid = report.profile(load(name), 6)
@@ -594,6 +611,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "exchange": lambda: exchange("exchange-simulated"),
     "reinforcement": lambda: reinforcement("reinforcement-cpu"),
     "audio": lambda: audio("audio-cpu"),
+    "recurrent-gemma": lambda: recurrent_gemma("recurrent-gemma-cpu", "recurrent-gemma-gpu"),
     "several-gpus": lambda: several_gpus("distributed-gpu"),
     "capacity": lambda: shown("seeds-capacity-cpu", capacity.table(load("seeds-capacity-cpu")["results"])),
     "bounds-scan": lambda: bounds("scan-gpu"),

@@ -16,7 +16,7 @@ import torch
 import ostinato
 from ostinato.files import replacing
 
-PACKAGES = ("numpy", "numba", "triton", "cuda-core", "accelerated-scan", "minGRU-pytorch", "torchrl")
+PACKAGES = ("numpy", "numba", "triton", "cuda-core", "accelerated-scan", "minGRU-pytorch", "torchrl", "transformers")
 
 
 def environment(device: torch.device) -> dict[str, Any]:
