@@ -68,7 +68,7 @@ def folder(tmp_path, monkeypatch):
 def test_each_variant_and_each_revision_has_a_file_of_its_own(folder, tmp_path):
     newer = tmp_path / "newer"
     shutil.copytree(SOURCE / "ostinato", newer / "ostinato", ignore=shutil.ignore_patterns("__pycache__"))
-    inlined = newer / "ostinato" / "kernels" / "numba_loops.py"  # not the file that the loops are in
+    inlined = newer / "ostinato" / "kernels" / "numba_math.py"  # not the file that the loops are in
     old = "return large if x >= 0 else small"
     inlined.write_text(inlined.read_text().replace(old, "return cast(0.25, x), cast(0.75, x)\n    " + old))
     assert finish(start(["positive"])) == pytest.approx([STEPS["positive"]])

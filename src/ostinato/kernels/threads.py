@@ -19,8 +19,8 @@ def threads_for(iterations: int) -> int:
 
 
 def run_loop(loop: Any, work: ctypes.Structure, threads: int) -> None:
-    """Call the loop in the caller's thread, and in others that join for as long as there are pieces left."""
-    address, threads = ctypes.addressof(work), min(threads, work.pieces)
+    """Call the loop in the caller's thread, and in others that join for as long as there are tasks left."""
+    address, threads = ctypes.addressof(work), min(threads, work.tasks)
     openmp = _openmp_parallel()
     if threads <= 1:
         loop.ctypes(address)

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ostinato.kernels.numba_loops import COUNTERS, LINE, NUMPY_DTYPES
+from ostinato.kernels.numba_loops import LINE, NUMPY_DTYPES
 from ostinato.kernels.persistent import cpu_loops
+from ostinato.kernels.persistent.cpu_barrier import COUNTERS
 from ostinato.kernels.persistent.cpu_entries import SLICE, Entries, backward_entries, forward_entries
 from ostinato.kernels.persistent.cpu_step import BATCH as MOST_OF_A_STEP
 from ostinato.kernels.persistent.cpu_step import DENSEST as DENSEST_STEP
@@ -224,7 +225,7 @@ class _Share(NamedTuple):
 
     threads: int
     parts: int  # of the units
-    group: int  # sequences of a piece
+    group: int  # sequences of a chunk
     tile: int
     length: int
 
@@ -289,12 +290,12 @@ def _run(
     loop: Any, structure: Any, how: _Share, weights: _Weights, arrays: dict[str, Tensor | None], **sizes: int
 ) -> bool:
     """Whether all that was multiplied with pruned weights was finite."""
-    pieces = -(-sizes["batch"] // how.group)
-    progress = torch.zeros(pieces, 1 + weights.parts, COUNTERS, dtype=torch.int64, device="cpu")
+    chunks = -(-sizes["batch"] // how.group)
+    progress = torch.zeros(chunks, 1 + weights.parts, COUNTERS, dtype=torch.int64, device="cpu")
     arrays = arrays | {"progress": progress}
     addresses = {name: 0 if x is None else x.data_ptr() for name, x in (arrays | weights.arrays).items()}
     work = structure(
-        pieces=pieces * weights.parts,
+        tasks=chunks * weights.parts,
         parts=weights.parts,
         units=weights.units,
         part_row=weights.row // weights.parts,

@@ -1,13 +1,14 @@
 # mypy: disable-error-code="no-untyped-def"
 """Loops over time for recurrent layers on the CPU, compiled by Numba: forward and backward, dense and pruned.
 
-Sequences are cut into pieces, each of which one thread takes through all steps: no step waits for another thread.
-Where there are fewer sequences than threads, the hidden units of all are cut into parts instead, of which each thread
-takes one through all steps, with its part of the weights in its cache; see ``next_part``.  A step is a product of the
-recurrent weights with the states of a piece, then the gates, fused.  Dense weights are packed in panels, (panels, K,
-rows): the sums of a panel's rows with a tile of sequences stay in registers for all K.
-Of pruned ones there are the entries of ``cpu_entries.py``.  How the work is cut never changes a result: each sum is
-made in one order.
+The batch is divided into chunks of sequences, each of which one thread takes through all steps: no step waits for
+another thread.  Where there are fewer sequences than threads, the hidden units of all are divided into parts instead,
+one a thread, which keeps that part of the weights in its cache; a barrier separates the steps (``cpu_barrier.py``).
+
+A step multiplies the recurrent weights with the states of a chunk and computes the gates, fused.  Dense weights are
+packed in panels, (panels, K, rows): the sums of a panel's rows for a tile of sequences stay in registers for all K.
+Pruned ones are the entries of ``cpu_entries.py``.  How the work is divided never changes a result: the order of each
+sum is fixed.
 """
 
 import ctypes
@@ -21,26 +22,20 @@ from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
 from ostinato.kernels.numba_loops import (
-    COUNTERS,
     LINE,
-    cast,
     compiled_loop,
-    finish_part,
     inline,
     inline_options,
     inline_with_constants,
     integers,
-    multiply_add,
-    next_part,
     offset,
     pointer_to,
     prefetch,
-    sigmoids,
-    start_part,
     streams,
-    take_piece,
-    tanh_slope,
+    take_task,
 )
+from ostinato.kernels.numba_math import cast, multiply_add, sigmoids, tanh_slope
+from ostinato.kernels.persistent.cpu_barrier import COUNTERS, arrive, claim_part, finish_part
 from ostinato.kernels.persistent.plan import GATES
 
 TILES = (1, 2, 4, 8)  # sequences whose sums are made together
@@ -64,7 +59,7 @@ def panel_rows(dtype: type, tile: int) -> int:
 
 
 _BOTH = (
-    *("next_piece", "pieces", "group", "batch", "length", "hidden", "reverse", "offsets", "resets"),
+    *("next_task", "tasks", "group", "batch", "length", "hidden", "reverse", "offsets", "resets"),
     *("weights", "row", "padded", "columns", "starts", "rows", "slices", "diagonal", "not_finite"),
     *("parts", "units", "part_row", "progress"),
 )
@@ -386,7 +381,7 @@ def _relu(x):
 
 @inline
 def _rows_of(packed, offsets, t, batch, first, group):
-    """Where a step's rows begin, and how many of them are a piece's."""
+    """Where a step's rows begin, and how many of them are a chunk's."""
     begin, end = t * batch, (t + 1) * batch
     if packed:
         begin, end = np.int64(offsets[t]), np.int64(offsets[t + 1])
@@ -461,13 +456,13 @@ def forward(dtype: type, cell: str, keep: bool, kind: str, height: int, tile: in
         entries = weights, weights, columns, starts, rows, work.slices, diagonal, padded
         parts, units, part_row = (work.parts, work.units, work.part_row) if shared else (1, hidden, row)
         counters, shown = pointer_to(work.progress, np.int64), pointer_to(work.shown, dtype)
-        taken = take_piece(address)
-        while taken < work.pieces:
-            piece, own = taken // parts, taken % parts
-            progress, first = offset(counters, piece * (1 + parts) * COUNTERS), piece * group
-            start_part(progress, own)
+        task = take_task(address)
+        while task < work.tasks:
+            chunk, own = task // parts, task % parts
+            progress, first = offset(counters, chunk * (1 + parts) * COUNTERS), chunk * group
+            arrive(progress, own)
             wrong = kind != "dense" and not are_finite(h, first * hidden, min(first + group, batch) * hidden, largest)
-            step, part = next_part(progress, parts, own, length)
+            step, part = claim_part(progress, parts, own, length)
             while step < length:
                 t = length - 1 - step if work.reverse else step
                 at_step, live = _rows_of(work.offsets, offsets, t, batch, first, group)
@@ -481,17 +476,17 @@ def forward(dtype: type, cell: str, keep: bool, kind: str, height: int, tile: in
                                 if cell == "lstm":
                                     c[b * hidden + j] = 0
                         _begin_sums(gates, hidden, padded, bias, sums, b * row + mine, begin, end)
-                    x, piece_sums = offset(h, first * hidden), offset(sums, first * row)
+                    x, chunk_sums = offset(h, first * hidden), offset(sums, first * row)
                     if kind == "dense":
                         if parts > 1:
                             x = offset(shown, (step % 2 * batch + first) * hidden)
                             prefetch(x, 0, 0, live * hidden)  # from other processors' caches
                         many, skipped = part_row // panel, part * part_row
-                        part_sums, part_weights = offset(piece_sums, skipped), offset(weights, skipped * hidden)
+                        part_sums, part_weights = offset(chunk_sums, skipped), offset(weights, skipped * hidden)
                         _add_panels(vectors, panel, tile, many, hidden, part_weights, x, hidden, part_sums, row, live)
                     else:
                         add_entries(
-                            kind, height, tile, gates, hidden, hidden, entries, x, hidden, piece_sums, row, live
+                            kind, height, tile, gates, hidden, hidden, entries, x, hidden, chunk_sums, row, live
                         )
                     for b in range(first, first + live):
                         if parts > 1 and work.resets and resets[at_step + b]:  # the others show what was before
@@ -507,10 +502,10 @@ def forward(dtype: type, cell: str, keep: bool, kind: str, height: int, tile: in
                     if kind != "dense":
                         wrong = not are_finite(h, first * hidden, (first + live) * hidden, largest)
                 finish_part(progress, parts)
-                step, part = next_part(progress, parts, own, length)
+                step, part = claim_part(progress, parts, own, length)
             if wrong:
                 work.not_finite = 1
-            taken = take_piece(address)
+            task = take_task(address)
 
     return run
 
@@ -583,14 +578,14 @@ def backward(dtype: type, cell: str, kind: str, height: int, tile: int, shared: 
         grads_row, width_in = width * hidden, gates * hidden
         parts, units, part_row = (work.parts, work.units, work.part_row) if shared else (1, hidden, row)
         counters = pointer_to(work.progress, np.int64)
-        taken = take_piece(address)
-        while taken < work.pieces:
-            piece, own = taken // parts, taken % parts
-            progress, first = offset(counters, piece * (1 + parts) * COUNTERS), piece * group
-            start_part(progress, own)
+        task = take_task(address)
+        while task < work.tasks:
+            chunk, own = task // parts, task % parts
+            progress, first = offset(counters, chunk * (1 + parts) * COUNTERS), chunk * group
+            arrive(progress, own)
             wrong = False
             # Between the gates' gradients and their product all parts meet: a step's product is made with the next's.
-            step, part = next_part(progress, parts, own, length + 1)
+            step, part = claim_part(progress, parts, own, length + 1)
             while step <= length:
                 begin, end = part * units, min((part + 1) * units, hidden)
                 mine = part * part_row - begin
@@ -640,9 +635,9 @@ def backward(dtype: type, cell: str, kind: str, height: int, tile: int, shared: 
                         for j in range(end - begin):
                             _backward_unit(cell, j, hidden, inputs, outputs)
                 finish_part(progress, parts)
-                step, part = next_part(progress, parts, own, length + 1)
+                step, part = claim_part(progress, parts, own, length + 1)
             if wrong:
                 work.not_finite = 1
-            taken = take_piece(address)
+            task = take_task(address)
 
     return run

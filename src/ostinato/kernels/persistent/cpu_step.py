@@ -26,7 +26,7 @@ from ostinato.kernels.numba_loops import (
     integers,
     offset,
     pointer_to,
-    take_piece,
+    take_task,
 )
 from ostinato.kernels.persistent.cpu_entries import SLICE, forward_entries
 from ostinato.kernels.persistent.cpu_loops import BLOCK_WIDTH, add_entries, are_finite, forward_unit
@@ -50,7 +50,7 @@ class Work(ctypes.Structure):
     """
 
     _fields_ = integers(
-        *("next_piece", "pieces", "group", "batch", "hidden", "inputs", "not_finite"),
+        *("next_task", "tasks", "group", "batch", "hidden", "inputs", "not_finite"),
         *("x", "h", "new_h", "c", "new_c", "output", "projected", "sums"),
         *(f"{name}_{matrix}" for matrix in ("ih", "hh") for name in _MATRIX),
     )
@@ -171,9 +171,9 @@ def _loop(dtype: type, cell: str, kind_ih: str, height_ih: int, kind_hh: str, he
         wrong |= kind_hh != "dense" and not are_finite(h, 0, batch * hidden, largest)
         if wrong:
             work.not_finite = 1
-        piece = take_piece(address)
-        while piece < work.pieces and not wrong:
-            begin = piece * group
+        task = take_task(address)
+        while task < work.tasks and not wrong:
+            begin = task * group
             end = min(begin + group, hidden)
             units = begin, end, hidden
             given, out = (x, inputs, batch), (projected, row_ih, padded_ih)
@@ -188,7 +188,7 @@ def _loop(dtype: type, cell: str, kind_ih: str, height_ih: int, kind_hh: str, he
                     new_h[at + j] = h[at + j]
                 for j in range(begin, end):
                     forward_unit(cell, False, j, padded_ih, padded_hh, arrays)
-            piece = take_piece(address)
+            task = take_task(address)
 
     return run
 
@@ -251,9 +251,9 @@ class Step:
         self._loop = _loop(NUMPY_DTYPES[dtype], cell, ih.kind, ih.height, hh.kind, hh.height, packed)
         self._no_bias = torch.zeros(gates * hidden, dtype=dtype, device="cpu")
         self._kept_alive = ih, hh
-        sizes = {"pieces": 1, "group": hidden, "batch": batch, "hidden": hidden, "inputs": inputs}
+        sizes = {"tasks": 1, "group": hidden, "batch": batch, "hidden": hidden, "inputs": inputs}
         if dense and self._threads > 1:
-            sizes |= {"pieces": -(-hidden // GROUP), "group": GROUP}
+            sizes |= {"tasks": -(-hidden // GROUP), "group": GROUP}
         rows = []
         for name, matrix in (("ih", ih), ("hh", hh)):
             padded = matrix.padded or hidden
@@ -311,7 +311,7 @@ class FrozenStep(Step):
     ) -> bool:
         """As a step's; room and weights it has already."""
         work = self._work
-        work.next_piece = work.not_finite = 0
+        work.next_task = work.not_finite = 0
         work.x, work.h, work.c, work.new_h, work.new_c, work.output = x, h, c, new_h, new_c, output
         return self._run(work)
 

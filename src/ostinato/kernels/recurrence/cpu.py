@@ -19,7 +19,7 @@ from ostinato.kernels.recurrence.trace import parse
 from ostinato.kernels.scan.cpu import as_dtype, blocks_of, compute_dtype, constant, initial_state, rows
 from ostinato.kernels.threads import run_loop, threads_for
 
-WIDTH = 32  # the least channels of a piece of work
+WIDTH = 32  # the least channels of a task
 GROUPS = 16  # of sequences with separate sums of parameter gradients, so that results do not depend on threads
 
 Strides = tuple[int, int, int]  # of time, sequences and directions
@@ -179,13 +179,13 @@ class Step:
     def __init__(self, recurrence: str, batch: int, hidden: int, dtype: torch.dtype) -> None:
         layout = _Layout(1, batch, 1, hidden)
         self._loop, self._work_type = _loop(recurrence, False, dtype)
-        self._threads, pieces, groups, width = _parts(recurrence, layout)
+        self._threads, tasks, groups, width = _parts(recurrence, layout)
         gates = _steps(recurrence, False).sequences
         self._gates = [(f"x{k}", k * hidden * dtype.itemsize) for k in range(gates)]
         self._output = empty((batch, hidden), dtype)  # of all steps: here the state, which the loop keeps as well
         sizes = {"together": 1, "width": width, "directions": 1, "batch": batch, "length": 1, "hidden": hidden}
         rows = {"x_b": gates * hidden, "out0": self._output.data_ptr(), "out_b": hidden}
-        self._work = self._work_type(pieces=pieces, groups=groups, **sizes, **rows)
+        self._work = self._work_type(tasks=tasks, groups=groups, **sizes, **rows)
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor | None) -> Tensor:
         """The state after the step, from an input, (B, I), and the previous state, whose shape it has, or None."""
@@ -233,10 +233,10 @@ def _run(
     """Call the forward loop; `rest` are the arrays of the result."""
     loop, work_type = _loop(recurrence, False, state.dtype)
     constants = _constants(recurrence, False, layout, parameters, state)
-    threads, pieces, groups, width = _parts(recurrence, layout)
+    threads, tasks, groups, width = _parts(recurrence, layout)
     addresses = [x.data_ptr() for x in constants]
     of_channel = [*addresses, constants[0].stride(0) if constants else 0]
-    run_loop(loop, work_type(0, pieces, groups, *_sizes(layout, width, state), *inputs, *of_channel, *rest), threads)
+    run_loop(loop, work_type(0, tasks, groups, *_sizes(layout, width, state), *inputs, *of_channel, *rest), threads)
 
 
 def _run_backward(
@@ -254,7 +254,7 @@ def _run_backward(
     """
     loop, work_type = _loop(recurrence, True, state.dtype)
     constants = _constants(recurrence, True, layout, parameters, state)
-    threads, pieces, groups, width = _parts(recurrence, layout)
+    threads, tasks, groups, width = _parts(recurrence, layout)
     addresses = [x.data_ptr() for x in constants]
     of_channel = [*addresses, constants[0].stride(0) if constants else 0]
     zeros = state.new_zeros(layout.hidden)
@@ -263,7 +263,7 @@ def _run_backward(
     totals = torch.zeros_like(sums, dtype=torch.float64)
     of_sums = [x.data_ptr() for x in sums]
     rest = [*rest, *before, zeros.data_ptr(), *of_sums, totals.data_ptr()]
-    run_loop(loop, work_type(0, pieces, groups, *_sizes(layout, width, state), *inputs, *of_channel, *rest), threads)
+    run_loop(loop, work_type(0, tasks, groups, *_sizes(layout, width, state), *inputs, *of_channel, *rest), threads)
     return totals.sum(1)
 
 
@@ -288,7 +288,7 @@ def _is_nothing_but_inputs(graph: Graph) -> bool:
 
 
 def _parts(recurrence: str, layout: _Layout) -> tuple[int, int, int, int]:
-    """Threads, pieces, groups of sequences, and the width of a piece."""
+    """Threads, tasks, groups of sequences, and the width of a task."""
     threads = threads_for(_steps(recurrence, False).sequences * math.prod(layout[:4]))
     groups = min(layout.batch, GROUPS)
     blocks, width = blocks_of(layout.hidden, WIDTH, threads, layout.directions * groups)

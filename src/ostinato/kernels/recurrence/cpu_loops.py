@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numba import carray
 
-from ostinato.kernels import numba_loops
-from ostinato.kernels.numba_loops import compiled_loop, inline, integers, pointer_to, prefetch, streams, take_piece
+from ostinato.kernels import numba_math
+from ostinato.kernels.numba_loops import compiled_loop, inline, integers, pointer_to, prefetch, streams, take_task
 from ostinato.kernels.recurrence.linear import steps_of
 from ostinato.kernels.recurrence.print_cpu import print_cpu
 from ostinato.kernels.recurrence.trace import Trace
@@ -36,7 +36,7 @@ def work_type(sequences: int, constants: int, sums: int, backward: bool) -> type
         return integers(*(f"{name}{k}" for k in range(count)), *(name + of for of in STRIDES))
 
     fields = [
-        *integers("next_piece", "pieces", "groups", "together", "width", "directions", "batch", "length", "hidden"),
+        *integers("next_task", "tasks", "groups", "together", "width", "directions", "batch", "length", "hidden"),
         *integers("reverse", "offsets", "bounds", "state", "resets", *("resets" + of for of in STRIDES)),
         *strided("x", sequences),
         *integers(*(f"c{k}" for k in range(constants)), "c_d"),
@@ -54,7 +54,14 @@ def _generated(trace: Trace, backward: bool, dtype: type) -> tuple[str, dict[str
     source = print_cpu(trace, backward)
     numbered = [f"{name}{k}" for name in ("x", "c", "grad", "sum") for k in range(64)]
     load, store = streams("state", "out", "h", "grad_h", *(name for name in numbered if name in source))
-    names: dict[str, Any] = {**vars(numba_loops), "load": load, "store": store, "dtype": dtype}
+    names: dict[str, Any] = {
+        **vars(numba_math),
+        "pointer_to": pointer_to,
+        "prefetch": prefetch,
+        "load": load,
+        "store": store,
+        "dtype": dtype,
+    }
     existing = set(names)
     exec(compile(source, f"<{trace.name}>", "exec"), names)
     return source, {name: inline(f) for name, f in names.items() if name not in existing and callable(f)}
@@ -84,9 +91,9 @@ def forward(trace: Trace, dtype: type) -> Any:
         groups, directions, together = work.groups, work.directions, work.together
         batch, hidden = work.batch, work.hidden
         resets_t, resets_b, resets_d = work.resets_t, work.resets_b, work.resets_d
-        piece = take_piece(address)
-        while piece < work.pieces:
-            block, group, direction = piece // (groups * directions), piece % groups, piece // groups % directions
+        task = take_task(address)
+        while task < work.tasks:
+            block, group, direction = task // (groups * directions), task % groups, task // groups % directions
             begin, end = block * work.width, min((block + 1) * work.width, hidden)
             descending = direction != work.reverse
             at_c = direction * c_d
@@ -116,7 +123,7 @@ def forward(trace: Trace, dtype: type) -> Any:
                         else:
                             for j in range(begin, end):
                                 step(j, x, at_x, c, at_c, state, at, out, at_out)
-            piece = take_piece(address)
+            task = take_task(address)
 
     return compiled_loop(run, source)
 
@@ -146,9 +153,9 @@ def backward(trace: Trace, dtype: type) -> Any:
         groups, directions, together = work.groups, work.directions, work.together
         batch, hidden = work.batch, work.hidden
         resets_t, resets_b, resets_d = work.resets_t, work.resets_b, work.resets_d
-        piece = take_piece(address)
-        while piece < work.pieces:
-            block, group, direction = piece // (groups * directions), piece % groups, piece // groups % directions
+        task = take_task(address)
+        while task < work.tasks:
+            block, group, direction = task // (groups * directions), task % groups, task // groups % directions
             begin, end = block * work.width, min((block + 1) * work.width, hidden)
             descending = direction != work.reverse  # of the forward: this one goes the other way
             at_c, at_sum = direction * c_d, (group * directions + direction) * hidden
@@ -193,6 +200,6 @@ def backward(trace: Trace, dtype: type) -> Any:
                                 state[at + j] = 0
                     if i % FLUSH == FLUSH - 1 or i == last - first - 1:
                         flush(work, totals, sums, at_sum, begin, end)
-            piece = take_piece(address)
+            task = take_task(address)
 
     return compiled_loop(run, source)

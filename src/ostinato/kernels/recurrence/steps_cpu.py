@@ -15,9 +15,9 @@ import torch
 from numba import carray
 from torch import Tensor
 
-from ostinato.kernels import numba_loops
+from ostinato.kernels import numba_math
 from ostinato.kernels.memory import empty
-from ostinato.kernels.numba_loops import NUMPY_DTYPES, compiled_loop, integers, streams
+from ostinato.kernels.numba_loops import NUMPY_DTYPES, compiled_loop, integers, pointer_to, streams, take_task
 from ostinato.kernels.recurrence.print_cpu import lines_of
 from ostinato.kernels.recurrence.trace import Trace
 from ostinato.kernels.scan.cpu import blocks_of, constant, initial_state, rows
@@ -31,16 +31,16 @@ def run(address):
     work = carray(address, 1, WORK)[0]
     bounds, resets = pointer_to(work.bounds, int64), pointer_to(work.resets, uint8)
 {pointers}
-    piece = take_piece(address)
-    while piece < work.pieces:
-        block, part = divmod(piece, work.parts)
+    task = take_task(address)
+    while task < work.tasks:
+        block, part = divmod(task, work.parts)
         begin, end = block * work.width, min((block + 1) * work.width, work.channels)
         for n in range(part * work.sequences // work.parts, (part + 1) * work.sequences // work.parts):
             first, last = (bounds[n], bounds[n + 1]) if work.bounds else (0, work.length)
             at = n * work.channels
             for i in range(last - first):
 {body}
-        piece = take_piece(address)
+        task = take_task(address)
 """
 
 _FORWARD = """\
@@ -168,7 +168,7 @@ def _loop(trace: Trace, backward: bool, dtype: type) -> tuple[Any, type[ctypes.S
     """The compiled loop, and the structure that it is called with."""
     arrays = _Arrays(trace, backward)
     fields = [
-        *integers("next_piece", "pieces", "parts", "width", "sequences", "length", "channels", "reverse"),
+        *integers("next_task", "tasks", "parts", "width", "sequences", "length", "channels", "reverse"),
         *integers("bounds", "resets", "resets_n", "resets_t", *arrays.plain, *arrays.totals),
         *(field for x in arrays.of_steps for field in integers(x, f"{x}_n", f"{x}_t")),
         *(field for x in arrays.first for field in integers(x, f"{x}_n")),
@@ -176,7 +176,8 @@ def _loop(trace: Trace, backward: bool, dtype: type) -> tuple[Any, type[ctypes.S
     work = type("Work", (ctypes.Structure,), {"_fields_": fields})
     load, store = streams(*arrays.of_steps, *arrays.first, *arrays.plain)
     source = print_loop(trace, backward)
-    names: dict[str, Any] = {**vars(numba_loops), "load": load, "store": store, "dtype": dtype, "FLUSH": FLUSH}
+    names: dict[str, Any] = {**vars(numba_math), "load": load, "store": store, "dtype": dtype, "FLUSH": FLUSH}
+    names |= {"pointer_to": pointer_to, "take_task": take_task}
     names |= {"carray": carray, "WORK": np.dtype(work), "int64": np.int64, "uint8": np.uint8, "float64": np.float64}
     exec(compile(source, f"<{trace.name}>", "exec"), names)
     return compiled_loop(names["run"], f"{np.dtype(dtype)}{source}"), work
@@ -290,7 +291,7 @@ def _run(
     parts = min(count, 4 * threads)
     blocks, width = blocks_of(channels, WIDTH, threads, parts)
     work = work_type(
-        pieces=parts * blocks,
+        tasks=parts * blocks,
         parts=parts,
         width=width,
         sequences=count,

@@ -13,7 +13,7 @@ from ostinato.kernels.numba_loops import LINE, NUMPY_DTYPES
 from ostinato.kernels.scan import cpu_loops
 from ostinato.kernels.threads import run_loop, threads_for
 
-SCAN_WIDTH = 1024  # channels a piece has at least: a scan moves memory, fastest in long rows
+SCAN_WIDTH = 1024  # channels a task has at least: a scan moves memory, fastest in long rows
 STREAMED = 32 << 20  # bytes from which on a scan's result does not stay in the caches until it is read
 
 
@@ -208,7 +208,7 @@ def _prepared(
     if marks is not None:
         fields |= {"resets_n": 0 if packed else marks[0], "resets_t": marks[1]}
     return cpu_loops.ScanWork(
-        pieces=parts * blocks,
+        tasks=parts * blocks,
         parts=parts,
         width=width,
         sequences=sequences,

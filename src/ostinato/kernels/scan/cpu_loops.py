@@ -21,18 +21,14 @@ from numba.extending import intrinsic
 
 from ostinato.kernels.numba_loops import (
     LINE,
-    cast,
     compiled_loop,
-    exp,
     inline,
     integers,
-    log1p,
-    multiply_add,
     pointer_to,
-    sigmoids,
     streams,
-    take_piece,
+    take_task,
 )
+from ostinato.kernels.numba_math import cast, exp, log1p, multiply_add, sigmoids
 
 
 class ScanWork(ctypes.Structure):
@@ -42,7 +38,7 @@ class ScanWork(ctypes.Structure):
     """
 
     _fields_ = [
-        *integers("next_piece", "pieces", "parts", "width", "sequences", "length", "channels"),
+        *integers("next_task", "tasks", "parts", "width", "sequences", "length", "channels"),
         *integers("reverse", "bounds", "state"),
         *integers("a", "a_n", "a_t", "b", "b_n", "b_t", "out", "out_n", "out_t"),
         *integers("h", "h_n", "h_t", "h0", "h0_n", "grad_h", "grad_h_n", "grad_h_t"),
@@ -120,9 +116,9 @@ def scan(dtype: type, log: bool) -> Any:
         state = pointer_to(work.state, np.float64)
         resets, resets_n, resets_t = pointer_to(work.resets, np.uint8), work.resets_n, work.resets_t
         parts, sequences, channels = work.parts, work.sequences, work.channels
-        piece = take_piece(address)
-        while piece < work.pieces:
-            block, part = divmod(piece, parts)
+        task = take_task(address)
+        while task < work.tasks:
+            block, part = divmod(task, parts)
             begin, end = block * work.width, min((block + 1) * work.width, channels)
             for n in range(part * sequences // parts, (part + 1) * sequences // parts):
                 first, last = (bounds[n], bounds[n + 1]) if work.bounds else (0, work.length)
@@ -143,7 +139,7 @@ def scan(dtype: type, log: bool) -> Any:
                             _scan_step(log, j, arrays)
                     if work.out_row:
                         _stream(out, at_out + begin, row, at + begin, end - begin, line)
-            piece = take_piece(address)
+            task = take_task(address)
 
     return run
 
@@ -194,9 +190,9 @@ def scan_backward(dtype: type, log: bool) -> Any:
         out_n, out_t = work.grad_a_n, work.grad_a_t  # grad_b's too
         row_a, row_b = pointer_to(work.grad_a_row, dtype), pointer_to(work.grad_b_row, dtype)
         parts, sequences, channels = work.parts, work.sequences, work.channels
-        piece = take_piece(address)
-        while piece < work.pieces:
-            block, part = divmod(piece, parts)
+        task = take_task(address)
+        while task < work.tasks:
+            block, part = divmod(task, parts)
             begin, end = block * work.width, min((block + 1) * work.width, channels)
             for n in range(part * sequences // parts, (part + 1) * sequences // parts):
                 first, last = (bounds[n], bounds[n + 1]) if work.bounds else (0, work.length)
@@ -226,6 +222,6 @@ def scan_backward(dtype: type, log: bool) -> Any:
                     if work.grad_a_row:
                         _stream(grad_a, at_out + begin, row_a, at + begin, end - begin, line)
                         _stream(grad_b, at_out + begin, row_b, at + begin, end - begin, line)
-            piece = take_piece(address)
+            task = take_task(address)
 
     return run
