@@ -132,6 +132,23 @@ class Recurrence:
         width = (sequences.shape[-1] + parameters.shape[-1]) // len(self.names)
         return *sequences.split(width, -1), *parameters.split(width)
 
+    def traced(self, arguments: Sequence[Tensor]) -> str:
+        """The trace for arguments with these dimensions, in the operators' format."""
+        return _traced(id(self), tuple(x.dim() == 3 for x in arguments))
+
+    def check(
+        self, arguments: tuple[Tensor, ...], h0: Any, *options: Any
+    ) -> tuple[int, torch.dtype, dict[str, Tensor]]:
+        """Raise TypeError or ValueError unless a call is valid; `options` are those of a scan, in their order.
+
+        Returns the index of the first sequence, (B, T, D), the dtype that all sequences are promoted to, and the
+        initial states, by their names in error messages.
+        """
+        first, dtype = self._check_arguments(arguments)
+        states = self._check_states(h0)
+        check_scan(self.names[first], arguments[first], states, *options)
+        return first, dtype, states
+
     def _run(
         self,
         arguments: tuple[Tensor, ...],
@@ -142,9 +159,7 @@ class Recurrence:
         cu_seqlens: Tensor | None,
         backend: str,
     ) -> tuple[Any, Any]:
-        first, dtype = self._check_arguments(arguments)
-        given = self._check_states(h0)
-        check_scan(self.names[first], arguments[first], given, resets, reverse, cu_seqlens, backend)
+        first, dtype, given = self.check(arguments, h0, resets, reverse, cu_seqlens, backend)
         if self._has_kernels(arguments, given, backend):
             options = cu_seqlens, resets, reverse, backend
             return self._by_kernels(arguments, together, dtype, list(given.values()), *options)
@@ -183,8 +198,7 @@ class Recurrence:
         *options: Any,
     ) -> tuple[Any, Any]:
         """All steps, by the generated kernels."""
-        sequences = tuple(x.dim() == 3 for x in arguments)
-        traced = _traced(id(self), sequences)
+        traced = self.traced(arguments)
         if together is None or self.states == 0:
             arguments = tuple(x.to(dtype) if x.dim() == 3 else x for x in arguments)
         if self.states == 0:
@@ -297,7 +311,7 @@ _recurrences: weakref.WeakValueDictionary[int, Recurrence] = weakref.WeakValueDi
 
 @export.constant_to_compilers
 def _traced(key: int, sequences: tuple[bool, ...]) -> str:
-    """The trace of a recurrence, by its id, for arguments that are sequences (True) or parameters."""
+    """:meth:`Recurrence.traced` by the recurrence's id, which compilers take for a constant."""
     function = _recurrences[key]
     if sequences not in function.traces:
         function.traces[sequences] = trace(function.function, sequences, function.states).text

@@ -149,9 +149,7 @@ def run(
         raise ValueError(
             f"recurrence must be real and linear in its state to run over a sharded sequence; {recurrence} is not"
         )
-    first, dtype = recurrence._check_arguments(arguments)
-    states = recurrence._check_states(h0)
-    scan.check_scan(recurrence.names[first], arguments[first], states, resets, reverse, cu_seqlens, backend)
+    _, dtype, _ = recurrence.check(arguments, h0, resets, reverse, cu_seqlens, backend)
     steps = General(recurrence, tuple(x.to(dtype) if x.dim() == 3 else x for x in arguments), resets, reverse, backend)
     return _boundary(steps, group, cu_seqlens).run(None if h0 is None else h0.to(dtype))
 

@@ -15,7 +15,7 @@ from ostinato.kernels.scan import compose as kernel
 from ostinato.kernels.scan import operators
 from ostinato.kernels.scan.torch_ops import shares, zeroed
 from ostinato.minimal import GATES, RECURRENCES, recurrence_of
-from ostinato.recurrence import Recurrence, _traced
+from ostinato.recurrence import Recurrence
 
 MOST_AT_ONCE = 1 << 26  # elements of a temporary tensor
 
@@ -231,7 +231,7 @@ class General(Linear):
         self, recurrence: Recurrence, arguments: tuple[Tensor, ...], resets: Tensor | None, reverse: bool, backend: str
     ) -> None:
         self.function, self.inputs = recurrence.function, arguments
-        self.traced = _traced(id(recurrence), tuple(x.dim() == 3 for x in arguments))
+        self.traced = recurrence.traced(arguments)
         self.resets, self.reverse, self.backend = resets, reverse, backend
         sequences = [x for x in arguments if x.dim() == 3]
         self.batch, self.number, self.channels = sequences[0].shape
