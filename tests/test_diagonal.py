@@ -255,6 +255,18 @@ def test_shapes_are_those_of_torch_nn(name):
 
 
 @every_layer
+@pytest.mark.parametrize("shape", [(0, 3, 4), (3, 0, 4), (0, 4)], ids=str)
+def test_nothing_to_do_with_resets_in_both_directions(name, shape):
+    cls, _, settings = LAYERS[name]
+    for batch_first in (False, True):
+        module = cls(4, 6, 2, batch_first=batch_first, bidirectional=True, **settings)
+        output, h_n = module(torch.zeros(shape), resets=torch.zeros(shape[:-1], dtype=torch.bool))
+        want, want_n = module(torch.zeros(shape))
+        assert output.shape == want.shape == (*shape[:-1], 12)
+        assert all(torch.equal(*pair) for pair in zip(as_tuple(h_n), as_tuple(want_n), strict=True))
+
+
+@every_layer
 def test_a_new_layer_keeps_its_signal(name):
     torch.manual_seed(0)
     cls = LAYERS[name][0]
@@ -328,6 +340,8 @@ def test_what_is_shown_of_a_module():
         (lambda: ostinato.LRU(4, 6, radius=(0.9, 1.1)), ValueError, r"radius must be .* got \(0.9, 1.1\)"),
         (lambda: ostinato.LRU(4, 6, max_phase=7.0), ValueError, "max_phase must be above 0, to 2 pi; got 7.0"),
         (lambda: ostinato.IndRNN(4, 6, nonlinearity="elu"), ValueError, "nonlinearity must be one of .* got 'elu'"),
+        (lambda: ostinato.SRU(4, 6, batch_first="yes"), TypeError, "batch_first must be a bool; got str"),
+        (lambda: ostinato.QRNN(4, 6, candidate="tanh"), TypeError, "unexpected keyword argument 'candidate'"),
         (lambda: ostinato.QRNN(4, 6)(torch.randn(5, 3)), ValueError, r"input_size = 4 .* got shape \(5, 3\)"),
         (
             lambda: ostinato.ParaLSTM(4, 6)(torch.randn(5, 4), torch.zeros(1, 6)),

@@ -39,10 +39,9 @@ class DiagonalLayers(StackedLayers):
         backend: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        **settings: Any,
     ) -> None:
         sizes = input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional
-        super().__init__(*sizes, backend=backend, device=device, dtype=dtype, **settings)
+        super().__init__(*sizes, backend=backend, device=device, dtype=dtype)
 
     def _cell(self, suffix: str, p: Parameters, x: Tensor, run: Run) -> tuple[Tensor, Hidden]:
         """The outputs and last states of one layer in one direction, from its parameters `p`, by name, and its input.
@@ -119,7 +118,7 @@ class DiagonalLayers(StackedLayers):
 
 def _seen_in_reverse(resets: Tensor, bounds: Tensor | None) -> Tensor:
     """The steps before which a scan from the last to the first enters another episode, each at its own last step."""
-    begins = F.pad(resets[:, 1:], (0, 1))
+    begins = F.pad(resets, (0, 1))[:, 1:]
     return begins if bounds is None else begins.index_fill(1, bounds[1:].long() - 1, False)
 
 
@@ -188,7 +187,7 @@ class RGLRU(DiagonalLayers):
         if hidden_size % blocks:
             raise ValueError(f"num_blocks must divide hidden_size, {hidden_size}; got {blocks}")
         sizes = input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional
-        super().__init__(*sizes, backend=backend, device=device, dtype=dtype, num_blocks=blocks)
+        StackedLayers.__init__(self, *sizes, backend=backend, device=device, dtype=dtype, num_blocks=blocks)
 
     def _shapes(self, width: int) -> dict[str, tuple[int, ...]]:
         hidden, block = self.hidden_size, self.hidden_size // self.num_blocks
@@ -338,7 +337,7 @@ class LRU(DiagonalLayers):
             raise ValueError(f"max_phase must be above 0, to 2 pi; got {max_phase}")
         sizes = input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional
         options: dict[str, Any] = {"backend": backend, "device": device, "dtype": dtype}
-        super().__init__(*sizes, **options, radius=radius, max_phase=max_phase)
+        StackedLayers.__init__(self, *sizes, **options, radius=radius, max_phase=max_phase)
 
     def _shapes(self, width: int) -> dict[str, tuple[int, ...]]:
         hidden = self.hidden_size
@@ -531,7 +530,7 @@ class IndRNN(DiagonalLayers):
     ) -> None:
         check_choice("nonlinearity", nonlinearity, ("relu", "tanh"))
         sizes = input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional
-        super().__init__(*sizes, backend=backend, device=device, dtype=dtype, nonlinearity=nonlinearity)
+        StackedLayers.__init__(self, *sizes, backend=backend, device=device, dtype=dtype, nonlinearity=nonlinearity)
 
     def _shapes(self, width: int) -> dict[str, tuple[int, ...]]:
         hidden = self.hidden_size

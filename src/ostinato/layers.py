@@ -51,6 +51,7 @@ class StackedLayers(nn.Module):
     ) -> None:
         super().__init__()
         check_sizes(input_size=input_size, hidden_size=hidden_size, num_layers=num_layers)
+        check_flags(bias=bias, batch_first=batch_first, bidirectional=bidirectional)
         check_choice("backend", backend, BACKENDS)
         if isinstance(dropout, bool) or not isinstance(dropout, int | float) or not 0 <= dropout <= 1:
             raise ValueError(f"dropout must be a probability, 0 to 1; got {dropout!r}")
@@ -285,6 +286,13 @@ def check_sizes(**sizes: int) -> None:
             raise TypeError(f"{name} must be an integer; got {type(value).__name__}")
         if value <= 0:
             raise ValueError(f"{name} must be positive; got {value}")
+
+
+def check_flags(**flags: bool) -> None:
+    """Raise TypeError unless all are True or False."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be a bool; got {type(value).__name__}")
 
 
 def check_input(module: Any, x: Tensor, ranks: tuple[int, ...], shape: str) -> None:

@@ -17,7 +17,15 @@ from ostinato.kernels.recurrence import operators
 from ostinato.kernels.recurrence.trace import trace
 from ostinato.kernels.scan import BACKENDS
 from ostinato.kernels.scan.torch_ops import Packing
-from ostinato.layers import Hidden, StackedLayers, check_input, check_like_weight, check_sizes, draw_parameters
+from ostinato.layers import (
+    Hidden,
+    StackedLayers,
+    check_flags,
+    check_input,
+    check_like_weight,
+    check_sizes,
+    draw_parameters,
+)
 from ostinato.recurrence import Recurrence, recurrence
 from ostinato.scan import check_choice, check_floating
 
@@ -182,7 +190,7 @@ class _MinimalLayers(DiagonalLayers):
             raise ValueError(f"proj_size must be 0, projections are not supported; got {proj_size!r}")
         check_choice("candidate", candidate, tuple(CANDIDATES))
         sizes = input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional
-        super().__init__(*sizes, backend=backend, device=device, dtype=dtype, candidate=candidate)
+        StackedLayers.__init__(self, *sizes, backend=backend, device=device, dtype=dtype, candidate=candidate)
 
     def _shapes(self, width: int) -> dict[str, tuple[int, ...]]:
         rows = GATES[self.cell] * self.hidden_size
@@ -300,7 +308,7 @@ class _MinimalLayers(DiagonalLayers):
         packing = None if offsets is None else Packing.from_offsets(offsets)
         marks = resets if packing is None else packing.unpack(resets[:, None], False)[..., 0]
         dim = 0 if packing is None and not batch_first else 1
-        ended = torch.cat((marks.narrow(dim, 1, marks.shape[dim] - 1), torch.zeros_like(marks.narrow(dim, 0, 1))), dim)
+        ended = F.pad(marks, (0, 1) if dim == 1 else (0, 0, 0, 1)).narrow(dim, 1, marks.shape[dim])
         return torch.stack((resets, ended if packing is None else packing.pack(ended[..., None])[:, 0]))
 
 
@@ -430,6 +438,7 @@ class _MinimalCell(nn.Module):
     ) -> None:
         super().__init__()
         check_sizes(input_size=input_size, hidden_size=hidden_size)
+        check_flags(bias=bias)
         check_choice("candidate", candidate, tuple(CANDIDATES))
         check_choice("backend", backend, BACKENDS)
         self.input_size, self.hidden_size, self.bias = input_size, hidden_size, bias
