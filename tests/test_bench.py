@@ -168,8 +168,10 @@ def test_a_wrong_result_of_ours_is_not_timed(monkeypatch, flaw):
         measure.measure(SCAN, CPU, 0.01)
 
 
-@pytest.mark.parametrize("work", [Scan(2, 64, 8, time_contiguous=True), Scan(9, 100, 3, shortest=1)])
-def test_scans_in_other_layouts_are_checked(monkeypatch, work):
+@pytest.mark.parametrize(
+    "work", [Scan(2, 64, 8, time_contiguous=True), Scan(9, 100, 3, shortest=1), Scan(2, 64, 8, resets=0.1)]
+)
+def test_scans_in_other_layouts_and_with_resets_are_checked(monkeypatch, work):
     monkeypatch.setattr(check, "CHECKED_STEPS", 400)
     (forward, backward) = measure.measure(dataclasses.replace(work, who=(OURS,)), CPU, 0.01)
     for record in (forward, backward):

@@ -82,8 +82,8 @@ def _over_time(
 
 
 def ostinato_scan(work: Scan, data: tuple[Tensor, ...]) -> Run:
-    (a, b), cu_seqlens = _leaves(*data), work.cu_seqlens(data[0].device)
-    return Run(lambda: ostinato.linear_scan(a, b, cu_seqlens=cu_seqlens)[0], (a, b))
+    (a, b), resets, cu_seqlens = _leaves(*data[:2]), work.resets_of(data), work.cu_seqlens(data[0].device)
+    return Run(lambda: ostinato.linear_scan(a, b, cu_seqlens=cu_seqlens, resets=resets)[0], (a, b))
 
 
 def accelerated_scan(variant: str, work: Scan, data: tuple[Tensor, ...]) -> Run:

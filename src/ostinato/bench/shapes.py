@@ -135,6 +135,10 @@ TRAINED_LAYERS = [
     Training("GRU", 2304, 4, 512, dtype=f16, who=TRAINED, **PRUNED),
     Training("LSTM", 512, 32, 512, dtype=bf16, layers=2, bidirectional=True, shortest=50, who=TRAINED),
 ]
+RESET = [
+    *((8, 4096, 1536), (2, 100000, 384), (128, 512, 256), (3, 5000, 1000)),
+    *((1, 65536, 256), (1, 2**20, 64), (1, 2**18, 16), (4, 2**20, 8), (1, 3_000_000, 7), (1, 2**24, 1)),
+]
 ON_CUDA: dict[str, list[Workload]] = {
     "scan": [
         *(Scan(8, 4096, 1536, dtype) for dtype in (f32, bf16)),
@@ -147,6 +151,9 @@ ON_CUDA: dict[str, list[Workload]] = {
         Scan(8, 2048, 255, bf16, who=(OURS,)),
         *(Scan(8, 4096, 1536, dtype, who=(OURS,), time_contiguous=True) for dtype in (f32, bf16)),
         *(Scan(1000, 400, 512, dtype, who=(OURS,), shortest=1) for dtype in (f32, bf16)),
+        # What resets cost, beside the same without.
+        *(Scan(*sizes, who=(OURS,), resets=0.01) for sizes in RESET),
+        *(Scan(*sizes, bf16, who=(OURS,), resets=0.01) for sizes in ((8, 4096, 1536), (8, 2048, 255))),
     ],
     "layer": [
         Layer("mingru", 16, 4096, 1024, 1024, bf16),

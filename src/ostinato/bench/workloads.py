@@ -107,14 +107,16 @@ class Scan(MemoryBound):
     who: tuple[str, ...] = ()  # the contestants' names; all usual ones if empty
     time_contiguous: bool = False  # (B, D, T) in memory
     shortest: int = 0  # steps of the shortest of sequences laid end to end, whose lengths are evenly spaced; 0 for none
+    resets: float = 0.0  # share of the steps before which the state is zero
 
     kind = cell = "scan"
     inputs: ClassVar[tuple[str, ...]] = ("a", "b")
 
     def __str__(self) -> str:
         length = f"{self.shortest} to {self.length}" if self.shortest else f"{self.length}"
-        layout = ", time-contiguous" * self.time_contiguous + ", packed" * bool(self.shortest)
-        return f"linear_scan ({self.batch}, {length}, {self.channels}) {name_of(self.dtype)}{layout}"
+        more = ", time-contiguous" * self.time_contiguous + ", packed" * bool(self.shortest)
+        more += f", {self.resets:.0%} resets" * bool(self.resets)
+        return f"linear_scan ({self.batch}, {length}, {self.channels}) {name_of(self.dtype)}{more}"
 
     @cached_property
     def lengths(self) -> Tensor:
@@ -136,16 +138,21 @@ class Scan(MemoryBound):
         return F.pad(self.lengths.cumsum(0, dtype=torch.int32), (1, 0)).to(device)
 
     def data(self, device: torch.device) -> tuple[Tensor, ...]:
-        """a in (0, 1) and b, normal."""
+        """a in (0, 1), b, normal, and resets, (B, T)."""
         batch, length = (1, self.steps) if self.shortest else (self.batch, self.length)
         shape = (batch, self.channels, length) if self.time_contiguous else (batch, length, self.channels)
         a = torch.rand(shape, device=device, dtype=self.dtype)
         b = torch.randn(shape, device=device, dtype=self.dtype)
-        return (a.mT, b.mT) if self.time_contiguous else (a, b)
+        resets = [torch.rand(batch, length, device=device) < self.resets] if self.resets else []
+        return (a.mT, b.mT, *resets) if self.time_contiguous else (a, b, *resets)
 
-    def reference(self, inputs: list[Tensor], _data: tuple[Tensor, ...], _channels: list[int], _bias: bool) -> Tensor:
-        a, b = inputs
-        begins, starts = torch.zeros(1, self.steps, dtype=torch.bool), self.cu_seqlens(a.device)
+    def resets_of(self, data: tuple[Tensor, ...]) -> Tensor | None:
+        """Before which steps of :meth:`data` the state is zero; None for none."""
+        return data[2] if self.resets else None
+
+    def reference(self, inputs: list[Tensor], data: tuple[Tensor, ...], _channels: list[int], _bias: bool) -> Tensor:
+        (a, b), resets, starts = inputs, self.resets_of(data), self.cu_seqlens(inputs[0].device)
+        begins = torch.zeros(1, data[0].shape[1], dtype=torch.bool) if resets is None else resets[-1:].cpu()
         if starts is not None:
             begins[0, starts[:-1].long()] = True
         return reference.linear_scan(a, b, torch.zeros_like(a[:, 0]), resets=begins[:, -a.shape[1] :])[0]
