@@ -66,7 +66,7 @@ class Linear:
     ) -> tuple[Tensor | None, ...]:
         """Gradients of h0 and of the inputs, which alias nothing."""
         given = h, h0, grad_h, grad_last, self.cu_seqlens, self.resets, self.reverse, self.backend
-        grad_a, grad_b, grad_h0 = operators.linear_scan_backward(self.inputs[0], *given)
+        grad_a, grad_b, grad_h0 = operators.linear_scan_backward(self.inputs[0], None, *given)
         return grad_h0, grad_a, grad_b
 
     def coefficients(self) -> tuple[Tensor, Tensor]:
