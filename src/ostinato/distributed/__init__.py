@@ -172,9 +172,9 @@ def minimal_layer(
         return Minimal(linear(x, weight), bias, cell, candidate, batch_first, backend)
 
     time, forgets = 1 if batch_first else 0, None
-    if group.size() > 1 and boundary.may_ask(x.shape[time], x.device):
+    if group.size() > 1 and boundary.can_test(x.shape[time], x.device):
         with torch.no_grad():  # launched before the large GEMM, which then hides the host's work
-            forgets = steps(ends(x, time, boundary.FIRST_REACH)).ask_whether_forgotten()
+            forgets = steps(ends(x, time, boundary.FIRST_REACH)).launch_test()
     part = steps(x)
     start = None if h0 is None else h0[0].to(part.dtype)
     h, h_last = part.run(start) if group.size() == 1 else Boundary(part, group, forgets).run(start)

@@ -33,7 +33,7 @@ class Boundary:
         """``forgets`` returns the test's result for FIRST_REACH, if it has been launched already."""
         self.steps, self.group, self.rank, self.forgets = steps, group, group.rank(), forgets
         self.sequences = steps.batch
-        self.head = self.tail = slice(0, steps.number)  # steps of the entering sequence, and of the leaving one
+        self.head = self.tail = slice(0, steps.length)  # steps of the entering sequence, and of the leaving one
         self.reach = 0
 
     def of(self, inputs: tuple[Tensor | None, ...]) -> "Boundary":
@@ -45,65 +45,65 @@ class Boundary:
     def run(self, h0: Tensor | None) -> tuple[Tensor, Tensor]:
         """h of this shard and the last state of the sequence."""
         if not self.sequences:
-            return self.steps.run(self.initial(h0))
+            return self.steps.run(self.initial_state(h0))
         return _Sharded.apply(self, h0, *self.steps.inputs)
 
     def forward(self, h0: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """h of this shard, the last state of the sequence, and the carry."""
-        steps, forgets = self.steps, self.forgets or self.ask(FIRST_REACH)
+        steps, forgets = self.steps, self.forgets or self.launch_test(FIRST_REACH)
         scanned = steps.run(None) if forgets and Boundary.likely else None  # speculative, in flight during the test
         self.reach = self.find_reach(forgets)
         if not self.reach:
             del scanned
-            entering, of_all = self.exchange(self.initial(h0), *self.composed())
-            return steps.run(entering)[0], of_all, entering
+            carry, h_last = self.exchange(self.initial_state(h0), *self.reduced())
+            return steps.run(carry)[0], h_last, carry
         h, last = scanned or steps.run(None)  # overlaps with the exchange
-        entering, of_all = self.exchange(self.initial(h0), torch.zeros_like(last), last)
+        carry, h_last = self.exchange(self.initial_state(h0), torch.zeros_like(last), last)
         head, _ = self.ends()
         first = steps.part(head)
-        steps.by_batch(h)[:, head] = first.by_batch(first.run(entering)[0])
-        return h, of_all, entering
+        steps.by_batch(h)[:, head] = first.by_batch(first.run(carry)[0])
+        return h, h_last, carry
 
     def backward(
-        self, h0: Tensor | None, h: Tensor, entering: Tensor, grad_h: Tensor, grad_last: Tensor | None
+        self, h0: Tensor | None, h: Tensor, carry: Tensor, grad_h: Tensor, grad_last: Tensor | None
     ) -> Gradients:
         """Gradients of h0 and of the inputs."""
         steps = self.steps
         if not self.reach:
-            composed = self.carried_back(grad_h, h, entering)
-            coming, grad_h0 = self.exchange_back(grad_last, *composed)
-            return grad_h0, *steps.run_back(h, entering, grad_h, coming)[1:]
-        of_start, *grads = steps.run_back(h, entering, grad_h, None)
-        coming, grad_h0 = self.exchange_back(grad_last, torch.zeros_like(entering), cast(Tensor, of_start))
+            composed = self.reduced_backward(grad_h, h, carry)
+            incoming, grad_h0 = self.exchange_backward(grad_last, *composed)
+            return grad_h0, *steps.run_backward(h, carry, grad_h, incoming)[1:]
+        grad_start, *grads = steps.run_backward(h, carry, grad_h, None)
+        incoming, grad_h0 = self.exchange_backward(grad_last, torch.zeros_like(carry), cast(Tensor, grad_start))
         _, tail = self.ends()  # gradients are linear: the contribution of the incoming one is added
         states, last = steps.by_batch(h), steps.part(tail)
         before = states[:, tail.stop if steps.reverse else tail.start - 1]
-        _, *more = last.run_back(steps.by_batch(states[:, tail]).contiguous(), before, None, coming)
+        _, *more = last.run_backward(steps.by_batch(states[:, tail]).contiguous(), before, None, incoming)
         for grad, rest in zip(steps.of(tuple(grads)).part(tail).inputs, more, strict=True):
             if grad is not None and rest is not None:
                 grad += rest
         return grad_h0, *grads
 
-    def run_plainly(self, h0: Tensor | None) -> tuple[Tensor, Tensor]:
+    def run_differentiable(self, h0: Tensor | None) -> tuple[Tensor, Tensor]:
         """As :meth:`run`, of differentiable operations only, for derivatives of higher order.
 
         No data-dependent branches: all processes must build the same graph, or their collectives would not match.
         """
-        steps, initial = self.steps, Shared.apply(self.initial(h0), self.group)
-        entering, of_all = self.exchange_plainly(initial, *steps.compose_by_scans())
+        steps, initial = self.steps, Shared.apply(self.initial_state(h0), self.group)
+        carry, h_last = self.exchange_differentiable(initial, *steps.compose_by_scans())
         a, b = steps.coefficients()
-        h, _ = steps.scan(a, b, entering.to(b.dtype), steps.resets)
-        return steps.by_batch(h).to(steps.dtype), of_all.to(steps.dtype)
+        h, _ = steps.scan(a, b, carry.to(b.dtype), steps.resets)
+        return steps.by_batch(h).to(steps.dtype), h_last.to(steps.dtype)
 
     # Whether the scan or the exchange comes first
 
-    def ask(self, reach: int) -> Callable[[], bool] | None:
+    def launch_test(self, reach: int) -> Callable[[], bool] | None:
         """Launch the test whether states are forgotten within ``reach`` steps of either end, if these are few."""
         steps = self.steps
-        if not (steps.forgets and may_ask(steps.number, steps.device)):
+        if not (steps.forgets and can_test(steps.length, steps.device)):
             return None
-        few = reach <= min(steps.number * LONGEST_REACH, steps.most_at_once)
-        return steps.ends(reach).ask_whether_forgotten() if few else None
+        few = reach <= min(steps.length * LONGEST_REACH, steps.most_at_once)
+        return steps.ends(reach).launch_test() if few else None
 
     def find_reach(self, forgets: Callable[[], bool] | None) -> int:
         """The number of steps within which states are forgotten; 0 if it is too large."""
@@ -113,54 +113,54 @@ class Boundary:
             if Boundary.likely:
                 return reach
             reach *= GROWTH
-            forgets = self.ask(reach)
+            forgets = self.launch_test(reach)
         return 0
 
     def ends(self) -> tuple[slice, slice]:
         """The first and the last ``reach`` steps in scan order."""
-        low, high = slice(0, self.reach), slice(self.steps.number - self.reach, self.steps.number)
+        low, high = slice(0, self.reach), slice(self.steps.length - self.reach, self.steps.length)
         return (high, low) if self.steps.reverse else (low, high)
 
     # What is sent
 
-    def composed(self) -> tuple[Tensor, Tensor]:
+    def reduced(self) -> tuple[Tensor, Tensor]:
         """P and L of the leaving sequence's steps."""
         steps = self.steps
-        return self.over(self.tail, lambda piece: steps.part(piece).compose(), type(steps), steps.reverse)
+        return self.reduce(self.tail, lambda chunk: steps.part(chunk).compose(), type(steps), steps.reverse)
 
-    def carried_back(self, grad_h: Tensor, h: Tensor, entering: Tensor) -> tuple[Tensor, Tensor]:
+    def reduced_backward(self, grad_h: Tensor, h: Tensor, carry: Tensor) -> tuple[Tensor, Tensor]:
         """P and L of the entering sequence's gradient, which flows in the opposite direction."""
         steps = self.steps
         h, grad_h = steps.by_batch(h), steps.by_batch(grad_h)
 
-        def compose(piece: slice) -> tuple[Tensor, Tensor]:
-            return steps.compose_back(steps.carries(piece, h, entering), grad_h[:, piece])
+        def compose(chunk: slice) -> tuple[Tensor, Tensor]:
+            return steps.compose_backward(steps.derivatives(chunk, h, carry), grad_h[:, chunk])
 
-        return self.over(self.head, compose, Linear, not steps.reverse)
+        return self.reduce(self.head, compose, Linear, not steps.reverse)
 
-    def over(
+    def reduce(
         self, steps: slice, compose: Callable[[slice], tuple[Tensor, Tensor]], ring: type[Linear], reverse: bool
     ) -> tuple[Tensor, Tensor]:
-        """P and L of steps, piece by piece to bound the temporary memory."""
-        begins = range(steps.start, steps.stop, self.steps.largest_piece)
+        """P and L of steps, chunk by chunk to bound the temporary memory."""
+        begins = range(steps.start, steps.stop, self.steps.largest_chunk)
         P = L = None
         for begin in reversed(begins) if reverse else begins:
-            piece = slice(begin, min(begin + self.steps.largest_piece, steps.stop))
-            next_P, next_L = (self.wide(x) for x in compose(piece))
+            chunk = slice(begin, min(begin + self.steps.largest_chunk, steps.stop))
+            next_P, next_L = (self.widened(x) for x in compose(chunk))
             if P is None or L is None:
                 P, L = next_P, next_L
             else:
                 P, L = ring.times(next_P, P), ring.times_plus(next_P, L, next_L)
         if P is None or L is None:
             none = torch.zeros(self.steps.batch, self.steps.channels, device=self.steps.device)
-            return self.wide(none + ring.one), self.wide(none + ring.zero)
+            return self.widened(none + ring.one), self.widened(none + ring.zero)
         return P, L
 
     def resets_in(self, steps: slice) -> tuple[Tensor, ...]:
         """(B, 1): whether any of the steps is reset; empty without resets."""
         return () if self.steps.resets is None else (self.steps.resets[:, steps].any(1, keepdim=True),)
 
-    def wide(self, x: Tensor) -> Tensor:
+    def widened(self, x: Tensor) -> Tensor:
         """In float64 if possible: rounding of products near 1 is biased, and these tensors are small."""
         return x.to(torch.float64 if x.device.type in ("cpu", "cuda") else torch.float32)
 
@@ -168,19 +168,19 @@ class Boundary:
 
     def exchange(self, initial: Tensor, P: Tensor, L: Tensor) -> tuple[Tensor, Tensor]:
         """The carry into this shard, and the last state of the sequence."""
-        gathered = gather(self.group, self.wide(P), self.wide(L), *self.resets_in(self.tail))
-        entering, of_all = self.enter(initial, *gathered)
-        return entering.to(self.steps.dtype), of_all.to(self.steps.dtype)
+        gathered = gather(self.group, self.widened(P), self.widened(L), *self.resets_in(self.tail))
+        carry, h_last = self.enter(initial, *gathered)
+        return carry.to(self.steps.dtype), h_last.to(self.steps.dtype)
 
-    def exchange_back(self, grad_last: Tensor | None, P: Tensor, L: Tensor) -> tuple[Tensor, Tensor]:
+    def exchange_backward(self, grad_last: Tensor | None, P: Tensor, L: Tensor) -> tuple[Tensor, Tensor]:
         """The gradient of the state that leaves this shard, and that of the initial state."""
         steps = self.steps
         grad_last = torch.zeros_like(L, dtype=steps.dtype) if grad_last is None else grad_last
-        *gathered, of_each = gather(self.group, self.wide(P), self.wide(L), *self.resets_in(self.head), grad_last)
-        coming, grad_h0 = self.come_in(of_each.sum(0), *gathered)
-        return coming.to(steps.dtype), grad_h0.to(steps.dtype)
+        *gathered, of_each = gather(self.group, self.widened(P), self.widened(L), *self.resets_in(self.head), grad_last)
+        incoming, grad_h0 = self.enter_backward(of_each.sum(0), *gathered)
+        return incoming.to(steps.dtype), grad_h0.to(steps.dtype)
 
-    def exchange_plainly(self, initial: Tensor, P: Tensor, L: Tensor) -> tuple[Tensor, Tensor]:
+    def exchange_differentiable(self, initial: Tensor, P: Tensor, L: Tensor) -> tuple[Tensor, Tensor]:
         """As :meth:`exchange`, differentiable."""
         mine = (P, L, *self.resets_in(self.tail))
         gathered = Gathered.apply(torch.cat([x.to(P.dtype) for x in mine], 1), self.group)
@@ -189,23 +189,23 @@ class Boundary:
     def enter(self, initial: Tensor, P: Tensor, L: Tensor, *resets: Tensor) -> tuple[Tensor, Tensor]:
         """The carry and the last state, from all processes' P and L, (R, B, D)."""
         steps = self.steps
-        if self.may_pass_on(resets) and type(steps) is not Logarithmic:
+        if self.can_pass_on(resets) and type(steps) is not Logarithmic:
             return kernel.pass_on(P, L, initial, self.rank, steps.reverse)
         start = initial.to(P.dtype)
         after, last = steps.scan(P.transpose(0, 1), L.transpose(0, 1), start, self.forgotten(resets))
         return self.before(start, after, steps.reverse), last
 
-    def come_in(self, grad_last: Tensor, P: Tensor, L: Tensor, *resets: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradients of :meth:`exchange_back`, from all processes' P and L of the gradient."""
+    def enter_backward(self, grad_last: Tensor, P: Tensor, L: Tensor, *resets: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradients of :meth:`exchange_backward`, from all processes' P and L of the gradient."""
         reverse = not self.steps.reverse
-        if self.may_pass_on(resets):
+        if self.can_pass_on(resets):
             return kernel.pass_on(P, L, grad_last, self.rank, reverse)
         start = grad_last.to(P.dtype)
         back = (None, self.forgotten(resets), reverse, self.steps.backend)
         after, last = operators.linear_scan(P.transpose(0, 1), L.transpose(0, 1), start, *back)
         return self.before(start, after, reverse), last
 
-    def may_pass_on(self, resets: tuple[Tensor, ...]) -> bool:
+    def can_pass_on(self, resets: tuple[Tensor, ...]) -> bool:
         """Whether the kernel that carries a state through all shards can be used, which is not differentiable."""
         return self.steps.has_kernel and not (resets or torch.is_grad_enabled())
 
@@ -218,7 +218,7 @@ class Boundary:
         states = (after, start[:, None]) if reverse else (start[:, None], after)
         return torch.cat(states, 1)[:, self.rank + 1 if reverse else self.rank]
 
-    def initial(self, h0: Tensor | None) -> Tensor:
+    def initial_state(self, h0: Tensor | None) -> Tensor:
         """The initial states, (B, D) or (N, D)."""
         steps = self.steps
         if h0 is not None:
@@ -227,32 +227,32 @@ class Boundary:
 
 
 class _Sharded(torch.autograd.Function):
-    """:meth:`Boundary.run` as an autograd function; derivatives of higher order are those of ``run_plainly``."""
+    """:meth:`Boundary.run` as an autograd function; derivatives of higher order are those of ``run_differentiable``."""
 
     @staticmethod
     def forward(ctx: Any, boundary: Boundary, h0: Tensor | None, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
-        h, of_all, entering = boundary.forward(h0)
+        h, h_last, carry = boundary.forward(h0)
         ctx.boundary = boundary.of(())
-        ctx.save_for_backward(h0, h, entering, *inputs)
+        ctx.save_for_backward(h0, h, carry, *inputs)
         ctx.set_materialize_grads(False)
-        return h, of_all
+        return h, h_last
 
     @staticmethod
     def backward(ctx: Any, grad_h: Tensor | None, grad_last: Tensor | None) -> Gradients:
-        h0, h, entering, *inputs = ctx.saved_tensors
+        h0, h, carry, *inputs = ctx.saved_tensors
         boundary = ctx.boundary.of(tuple(inputs))
         grad_h = torch.zeros_like(h) if grad_h is None else grad_h
         if torch.is_grad_enabled():
             wanted = [x for x in (h0, *inputs) if x is not None and x.requires_grad]
-            results = boundary.run_plainly(h0)
+            results = boundary.run_differentiable(h0)
             grad_last = torch.zeros_like(results[1]) if grad_last is None else grad_last
             grads = iter(torch.autograd.grad(results, wanted, (grad_h, grad_last), create_graph=True))
             return None, *(next(grads) if x is not None and x.requires_grad else None for x in (h0, *inputs))
-        grad_h0, *of_inputs = boundary.backward(h0, h, entering, grad_h, grad_last)
+        grad_h0, *of_inputs = boundary.backward(h0, h, carry, grad_h, grad_last)
         return None, None if h0 is None else grad_h0, *of_inputs
 
 
-def may_ask(steps: int, device: torch.device) -> bool:
+def can_test(steps: int, device: torch.device) -> bool:
     """Whether a shard is long enough to test whether it forgets; not during CUDA graph capture, as the test syncs."""
     captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     return steps * LONGEST_REACH >= FIRST_REACH and not captured

@@ -48,7 +48,7 @@ class PackedBoundary(Boundary):
 
     def __init__(self, steps: Linear, group: ProcessGroup, cu_seqlens: Tensor) -> None:
         super().__init__(steps, group)
-        lengths = gather(group, torch.tensor([steps.number], device=steps.device))[0]
+        lengths = gather(group, torch.tensor([steps.length], device=steps.device))[0]
         ends = [0, *lengths.flatten().cumsum(0).tolist()]
         check_cu_seqlens(cu_seqlens, ends[-1])
         bounds = cu_seqlens.tolist()
@@ -60,8 +60,8 @@ class PackedBoundary(Boundary):
         steps.cu_seqlens = cu_seqlens.clamp(low, high) - low
         self.empty = cu_seqlens.diff()[:, None] == 0
         self.ended = self.rows(part.ended) & ~self.empty
-        self.enters = self.rows(part.entering if part.continues and steps.number else slice(0))
-        self.leaves = self.rows(part.leaving if steps.number else slice(0))
+        self.enters = self.rows(part.entering if part.continues and steps.length else slice(0))
+        self.leaves = self.rows(part.leaving if steps.length else slice(0))
 
     def rows(self, sequences: int | slice) -> Tensor:
         """A mask (N, 1) of these sequences."""
@@ -74,40 +74,40 @@ class PackedBoundary(Boundary):
         return torch.tensor([[what(part)] for part in self.parts], device=self.steps.device)
 
     def forward(self, h0: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        initial = self.initial(h0)
-        entering, _ = self.exchange(initial, *self.begun(*self.composed(), initial))
-        h, last = self.steps.run(torch.where(self.enters, entering, initial))
+        initial = self.initial_state(h0)
+        carry, _ = self.exchange(initial, *self.begun(*self.reduced(), initial))
+        h, last = self.steps.run(torch.where(self.enters, carry, initial))
         ended = last.masked_fill(~self.ended, 0.0)
         distributed.all_reduce(ended, group=self.group)
-        return h, torch.where(self.empty, initial, ended), entering
+        return h, torch.where(self.empty, initial, ended), carry
 
     def backward(
-        self, h0: Tensor | None, h: Tensor, entering: Tensor, grad_h: Tensor, grad_last: Tensor | None
+        self, h0: Tensor | None, h: Tensor, carry: Tensor, grad_h: Tensor, grad_last: Tensor | None
     ) -> Gradients:
-        initial = self.initial(h0)
+        initial = self.initial_state(h0)
         total = torch.zeros_like(initial) if grad_last is None else grad_last.clone()
         distributed.all_reduce(total, group=self.group)
-        P, L = self.carried_back(grad_h, h, entering)
-        gathered = gather(self.group, self.wide(P), self.wide(L), *self.resets_in(self.head))
-        coming = self.come_in(total, *gathered)[0].to(self.steps.dtype)
-        coming = torch.where(self.leaves, coming, 0.0) + total.masked_fill(~self.ended, 0.0)
-        start = torch.where(self.enters, entering, initial)
-        of_start, *grads = self.steps.run_back(h, start, grad_h, coming)
+        P, L = self.reduced_backward(grad_h, h, carry)
+        gathered = gather(self.group, self.widened(P), self.widened(L), *self.resets_in(self.head))
+        incoming = self.enter_backward(total, *gathered)[0].to(self.steps.dtype)
+        incoming = torch.where(self.leaves, incoming, 0.0) + total.masked_fill(~self.ended, 0.0)
+        start = torch.where(self.enters, carry, initial)
+        grad_start, *grads = self.steps.run_backward(h, start, grad_h, incoming)
         if h0 is None:
             return None, *grads
-        grad_h0 = torch.where(self.enters, 0.0, cast(Tensor, of_start))
+        grad_h0 = torch.where(self.enters, 0.0, cast(Tensor, grad_start))
         distributed.all_reduce(grad_h0, group=self.group)
         return grad_h0 + total.masked_fill(~self.empty, 0.0), *grads
 
-    def run_plainly(self, h0: Tensor | None) -> tuple[Tensor, Tensor]:
-        steps, initial = self.steps, Shared.apply(self.initial(h0), self.group)
+    def run_differentiable(self, h0: Tensor | None) -> tuple[Tensor, Tensor]:
+        steps, initial = self.steps, Shared.apply(self.initial_state(h0), self.group)
         composed = steps.part(self.tail).compose_by_scans()
-        entering, _ = self.exchange_plainly(initial, *self.begun(*composed, initial))
+        carry, _ = self.exchange_differentiable(initial, *self.begun(*composed, initial))
         a, b = steps.coefficients()
-        start = torch.where(self.enters, entering, initial).to(b.dtype)
+        start = torch.where(self.enters, carry, initial).to(b.dtype)
         h, last = steps.scan(a, b, start, steps.resets, steps.cu_seqlens)
-        of_all = torch.where(self.empty, initial, Sum.apply(last.masked_fill(~self.ended, 0.0), self.group))
-        return h.to(steps.dtype), of_all.to(steps.dtype)
+        h_last = torch.where(self.empty, initial, Sum.apply(last.masked_fill(~self.ended, 0.0), self.group))
+        return h.to(steps.dtype), h_last.to(steps.dtype)
 
     def begun(self, P: Tensor, L: Tensor, initial: Tensor) -> tuple[Tensor, Tensor]:
         """P and L; L starts from the initial state where the leaving sequence begins in this shard."""
@@ -118,15 +118,15 @@ class PackedBoundary(Boundary):
     def enter(self, initial: Tensor, P: Tensor, L: Tensor, *resets: Tensor) -> tuple[Tensor, Tensor]:
         return super().enter(torch.full_like(P[0], self.steps.zero), P, L, *resets)
 
-    def come_in(self, grad_last: Tensor, P: Tensor, L: Tensor, *resets: Tensor) -> tuple[Tensor, Tensor]:
+    def enter_backward(self, grad_last: Tensor, P: Tensor, L: Tensor, *resets: Tensor) -> tuple[Tensor, Tensor]:
         """As without packing, but a sequence that ends in a shard gets the gradient of its last state there."""
         ends = self.each(lambda part: part.continues and not part.through)[..., None]
         at_end = grad_last.to(P.dtype)[[part.entering for part in self.parts]][:, None]
         L = L + torch.where(ends & ~resets[0] if resets else ends, P * at_end, 0.0)
         L = torch.where(self.each(lambda part: part.continues)[..., None], L, 0.0)
-        return super().come_in(torch.zeros_like(P[0]), P, L, *resets)
+        return super().enter_backward(torch.zeros_like(P[0]), P, L, *resets)
 
-    def may_pass_on(self, resets: tuple[Tensor, ...]) -> bool:
+    def can_pass_on(self, resets: tuple[Tensor, ...]) -> bool:
         return False
 
     def forgotten(self, resets: tuple[Tensor, ...]) -> Tensor:

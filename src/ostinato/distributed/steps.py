@@ -31,7 +31,7 @@ class Linear:
     def __init__(self, a: Tensor, b: Tensor, resets: Tensor | None, reverse: bool, backend: str) -> None:
         self.inputs: tuple[Tensor | None, ...] = (a, b)
         self.resets, self.reverse, self.backend = resets, reverse, backend
-        self.batch, self.number, self.channels = b.shape
+        self.batch, self.length, self.channels = b.shape
         self.dtype, self.device = b.dtype, b.device
 
     def of(self, inputs: tuple[Tensor | None, ...]) -> Self:
@@ -48,7 +48,7 @@ class Linear:
 
     def part(self, steps: slice) -> Self:
         other = self.cut(lambda x, time: x.narrow(time, steps.start, steps.stop - steps.start))
-        other.number = steps.stop - steps.start
+        other.length = steps.stop - steps.start
         return other
 
     def ends(self, number: int) -> Self:
@@ -61,7 +61,7 @@ class Linear:
         options: dict[str, Any] = {"resets": self.resets, "reverse": self.reverse, "backend": self.backend}
         return scan.linear_scan(a, b, h0, cu_seqlens=self.cu_seqlens, **options)  # caches its launches
 
-    def run_back(
+    def run_backward(
         self, h: Tensor, h0: Tensor, grad_h: Tensor | None, grad_last: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         """Gradients of h0 and of the inputs, which alias nothing."""
@@ -101,7 +101,7 @@ class Linear:
         nothing, one = a.new_full((1, 1, 1), self.zero).expand_as(a), a.new_full((a.shape[0], a.shape[2]), self.one)
         return self.scan(a, nothing, one, self.resets)[1], self.scan(a, b, None, self.resets)[1]
 
-    def compose_back(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    def compose_backward(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """P and L of steps ``h = a * (h + b)`` in the opposite direction."""
         if self.has_kernel:
             return kernel.compose(a, b.to(a.dtype), reverse=not self.reverse, before=True)
@@ -109,7 +109,7 @@ class Linear:
         back = (None, None, not self.reverse, self.backend)
         return operators.linear_scan(a, nothing, one, *back)[1], operators.linear_scan(a, a * b, None, *back)[1]
 
-    def ask_whether_forgotten(self) -> Callable[[], bool]:
+    def launch_test(self) -> Callable[[], bool]:
         """Launch the test whether the coefficients' product over time underflows; the result waits when called."""
         products = zeroed(self.coefficients()[0], self.resets).prod(-2)
         computed = torch.cuda.current_stream().record_event() if products.is_cuda else None
@@ -131,12 +131,12 @@ class Linear:
         return max(MOST_AT_ONCE // max(self.batch * self.channels, 1), 1)
 
     @property
-    def largest_piece(self) -> int:
+    def largest_chunk(self) -> int:
         """Steps to be reduced at once."""
         as_they_are = type(self) is Linear and self.resets is None and self.dtype in (torch.float32, torch.float64)
-        return max(self.number, 1) if self.has_kernel and as_they_are else self.most_at_once
+        return max(self.length, 1) if self.has_kernel and as_they_are else self.most_at_once
 
-    def carries(self, steps: slice, h: Tensor, entering: Tensor) -> Tensor:
+    def derivatives(self, steps: slice, h: Tensor, carry: Tensor) -> Tensor:
         """The derivative of the state after each step with respect to the state before it."""
         part = self.part(steps)
         return zeroed(part.coefficients()[0], part.resets)
@@ -158,7 +158,7 @@ class Logarithmic(Linear):
     def run(self, h0: Tensor | None) -> tuple[Tensor, Tensor]:
         return operators.log_linear_scan(*self.inputs, h0, self.cu_seqlens, self.resets, self.reverse, self.backend)
 
-    def run_back(
+    def run_backward(
         self, h: Tensor, h0: Tensor, grad_h: Tensor | None, grad_last: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         given = h, h0, grad_h, grad_last, self.cu_seqlens, self.resets, self.reverse, self.backend
@@ -178,11 +178,11 @@ class Logarithmic(Linear):
     def times_plus(a: Tensor, h: Tensor, b: Tensor) -> Tensor:
         return torch.logaddexp(a + h, b)
 
-    def carries(self, steps: slice, h: Tensor, entering: Tensor) -> Tensor:
+    def derivatives(self, steps: slice, h: Tensor, carry: Tensor) -> Tensor:
         if self.reverse:
-            before = torch.cat((h, entering[:, None]), 1)[:, steps.start + 1 : steps.stop + 1]
+            before = torch.cat((h, carry[:, None]), 1)[:, steps.start + 1 : steps.stop + 1]
         else:
-            before = torch.cat((entering[:, None], h), 1)[:, steps]
+            before = torch.cat((carry[:, None], h), 1)[:, steps]
         part = self.part(steps)
         a, b = part.coefficients()
         return shares(a + zeroed(before, part.resets, self.zero), b)[0]
@@ -198,7 +198,7 @@ class Minimal(Linear):
         self.function, self.time = RECURRENCES[cell][candidate].function, 1 if batch_first else 0
         self.settings = recurrence_of(cell, candidate, bias is not None), batch_first, 1, backend
         self.resets, self.reverse, self.backend = None, False, backend
-        self.batch, self.number, gates = self.by_batch(pre).shape[-3:]
+        self.batch, self.length, gates = self.by_batch(pre).shape[-3:]
         self.channels = gates // GATES[cell]
         self.dtype, self.device = pre.dtype, pre.device
 
@@ -207,7 +207,7 @@ class Minimal(Linear):
         h, h_last = layers.layer_scan(*self.inputs, start, None, None, *self.settings)
         return h, h_last[0]
 
-    def run_back(
+    def run_backward(
         self, h: Tensor, h0: Tensor, grad_h: Tensor | None, grad_last: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         grad_last = None if grad_last is None else grad_last[None]
@@ -234,14 +234,14 @@ class General(Linear):
         self.traced = recurrence.traced(arguments)
         self.resets, self.reverse, self.backend = resets, reverse, backend
         sequences = [x for x in arguments if x.dim() == 3]
-        self.batch, self.number, self.channels = sequences[0].shape
+        self.batch, self.length, self.channels = sequences[0].shape
         self.dtype, self.device = sequences[0].dtype, sequences[0].device
 
     def run(self, h0: Tensor | None) -> tuple[Tensor, Tensor]:
         given = h0, self.cu_seqlens, self.resets, self.reverse, self.backend
         return layers.linear_recurrence(self.traced, *given, *self.inputs)
 
-    def run_back(
+    def run_backward(
         self, h: Tensor, h0: Tensor, grad_h: Tensor | None, grad_last: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         given = h0, h, grad_h, grad_last, self.cu_seqlens, self.resets, self.reverse, self.backend
