@@ -232,7 +232,7 @@ ON_CUDA: dict[str, list[Workload]] = {
     ],
     "networks": networks(f16, CUDNN),
     "training-sweep": [
-        Training(cell, hidden, batch, 256, dtype=dtype, tf32=dtype == f32, who=TRAINED)
+        Training(cell, hidden, batch, 512, dtype=dtype, tf32=dtype == f32, who=TRAINED)
         for cell, dtype in (("GRU", bf16), ("GRU", f32), ("LSTM", bf16), ("LSTM", f32), ("LSTM", f16))
         for hidden in (128, 256, 512, 1024, 2048)
         for batch in (1, 4, 16, 64)
