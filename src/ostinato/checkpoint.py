@@ -1,4 +1,4 @@
-"""Checkpoints: one safetensors file of a model's weights, settings and vocabulary, and of its training's state."""
+"""Checkpoints: a safetensors file with a model's weights, settings and vocabulary, and the state of its training."""
 
 import json
 from dataclasses import dataclass, field
@@ -20,9 +20,12 @@ FORMAT = "ostinato language model 1"
 
 @dataclass
 class Checkpoint:
-    """A model and what it takes to use it; with ``training_tensors``, also to go on training it.
+    """A model with its vocabulary, and optionally the state of its training.
 
-    ``training`` is a JSON object, free to whoever trains.
+    Attributes:
+        model, vocabulary: what is needed to use the model.
+        training: a JSON object with whatever the training stores.
+        training_tensors: the training's tensors by name; without them training cannot be resumed.
     """
 
     model: LanguageModel
@@ -32,9 +35,16 @@ class Checkpoint:
 
 
 def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
-    """Write ``checkpoint`` to ``path``, whole or not at all.
+    """Write a checkpoint atomically.
 
-    Of several processes each must call it: what is sharded is gathered, and the first process writes.
+    A collective: sharded tensors are gathered, and the first process writes.
+
+    Args:
+        path: the file; its folder is created if needed.
+        checkpoint: what to write.
+
+    Raises:
+        OSError: the file cannot be written.
     """
     tensors = {f"model.{name}": tensor for name, tensor in checkpoint.model.state_dict().items()}
     tensors |= {f"training.{name}": tensor for name, tensor in checkpoint.training_tensors.items()}
@@ -59,8 +69,10 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
 def load_checkpoint(path: Path) -> Checkpoint:
     """Read a checkpoint onto the CPU.
 
-    Raises OSError if there is no readable file at ``path``, and ValueError if it is truncated, is not a
-    checkpoint of this project, or its weights are no floating-point ones of the model that its settings say.
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: a truncated file, one that is not a checkpoint of this library, or weights that do not match the
+            model of its settings.
     """
     metadata, tensors = _read(path)
     if metadata.get("format") != FORMAT:
@@ -92,7 +104,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
 
 
 def _without_memory(settings: dict[str, Any], tensors: int) -> LanguageModel:
-    """The model, on "meta": what a damaged file declares may be larger than the machine, and so may its blocks."""
+    """The model, on "meta", as a damaged file may declare one that is larger than the machine."""
     num_layers = settings.get("num_layers", 0)
     if num_layers > tensors:
         raise ValueError(f"num_layers is {num_layers} in a file of {tensors} tensors")

@@ -1,4 +1,4 @@
-"""A language model of recurrent layers: every cell behind one interface, so that they can be compared."""
+"""A language model with any of the recurrent layers in its blocks, so that they can be compared."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -19,17 +19,16 @@ CELLS: dict[str, Any] = {
     for cell in (MinGRU, MinLSTM, GRU, LSTM, HighwayMinGRU, RGLRU, HGRN, LRU, QRNN, SRU, IndRNN, ParaGRU, ParaLSTM)
 }
 
-# What a block remembers: the last inputs of its convolution (B, K-1, W) and its hidden state, laid out as
-# the cell's module returns it: (1, B, H), or a pair of them for the LSTM.
+# A block's state: the last inputs of its convolution, (B, K-1, W), and that of its recurrent layer, (1, B, H), or a
+# pair of them for the LSTM.
 BlockState = tuple[Tensor, Any]
 State = list[BlockState]
 
 
 class CausalConv(nn.Module):
-    """Depthwise convolution over the present and the ``kernel_size - 1`` steps before it.
+    r"""Causal depthwise convolution over time; the identity if ``kernel_size`` is 0.
 
-    ``y[t] = bias + sum_k weight[k] * x[t - (kernel_size - 1) + k]``, each channel by itself.  With a kernel
-    size of 0 it passes its input on.
+    .. math:: y_t = b + \sum_{k=0}^{K-1} w_k \odot x_{t-K+1+k}
     """
 
     sequence_group: ProcessGroup | None = None  # over whose processes sequences are sharded
@@ -43,7 +42,7 @@ class CausalConv(nn.Module):
             self.bias = nn.Parameter(torch.zeros(channels))
 
     def forward(self, x: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
-        """From x (B, T, W) and the inputs before it (B, K-1, W): y (B, T, W), and the inputs to pass on."""
+        """y, (B, T, W), and the last K - 1 inputs, from x, (B, T, W), and the K - 1 inputs before it."""
         if not self.kernel_size:
             return x, last
         steps, after = x.size(1), None
@@ -51,7 +50,7 @@ class CausalConv(nn.Module):
             from ostinato import distributed
 
             last, after = distributed.steps_before(x, last, self.sequence_group)
-        # Sums of shifted inputs, because the convolutions of PyTorch want time last and would transpose twice.
+        # A sum of shifted inputs: PyTorch's convolutions take time last, which would need two transpositions.
         x = torch.cat([last, x], dim=1)
         y: Tensor = self.bias
         for k in range(self.kernel_size):
@@ -60,7 +59,7 @@ class CausalConv(nn.Module):
 
 
 class Block(nn.Module):
-    """``x + recurrence(norm(x))``, then ``x + mlp(norm(x))``.
+    """A pre-norm residual block: ``x + recurrence(norm(x))``, then ``x + mlp(norm(x))``.
 
     The recurrence is a short causal convolution, the recurrent layer, and a projection back to the width.
     """
@@ -99,26 +98,37 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module, HubMixin, library_name="ostinato", pipeline_tag="text-generation"):
-    """Predicts the next token: embedding, blocks, norm, and a linear head.
+    """Autoregressive language model: embedding, residual blocks with a recurrent layer each, norm, and linear head.
 
-    ``cell`` names the recurrent layer of every block in small letters, as ``"mingru"`` or ``"lstm"``; ``CELLS`` has
-    them all.  ``expansion`` is its hidden size, and ``mlp_ratio`` the MLP's inner size, over ``width``; a
-    ``conv_kernel`` of 0 leaves the convolution out.  ``settings`` holds all arguments, to build the model again.
+    ``save_pretrained(folder)``, ``from_pretrained(name)`` and ``push_to_hub(name)`` store and load a model, its
+    arguments and its pruning masks in the format of the Hugging Face hub; they need the extra ``hub``.
 
-    ``save_pretrained(folder)``, ``from_pretrained(name)`` and ``push_to_hub(name)`` keep a model, its arguments
-    and the masks of what is pruned as the Hugging Face hub does; they come with the extra ``hub``.
+    Args:
+        vocab_size: number of tokens, V.
+        width: channels between the blocks, W.
+        num_layers: number of blocks.
+        cell: the recurrent layer of every block, a key of ``CELLS`` such as "mingru" or "lstm".
+        expansion: the recurrent layer's hidden size, as a multiple of ``width``.
+        conv_kernel: steps of the causal convolution before each recurrent layer, K; 0 for none.
+        mlp_ratio: the MLP's inner size, as a multiple of ``width``.
+        dropout: probability, in [0, 1), after the embedding, each recurrence and each MLP.
 
-    Raises ValueError if a size is below 1, ``cell`` is unknown, or ``dropout`` is outside [0, 1).
+    Attributes:
+        settings: all arguments by name: ``LanguageModel(**model.settings)`` is a new model like this one.
 
-    >>> import torch
-    >>> from ostinato.models import LanguageModel
-    >>> model = LanguageModel(vocab_size=65, width=32, num_layers=2)
-    >>> logits, state = model(torch.randint(65, (8, 100)))
-    >>> logits.shape
-    torch.Size([8, 100, 65])
-    >>> logits, state = model.step(logits[:, -1].argmax(-1), state)  # time step 101
-    >>> logits.shape
-    torch.Size([8, 65])
+    Raises:
+        ValueError: a size below 1, an unknown cell, or a dropout outside [0, 1).
+
+    Example:
+        >>> import torch
+        >>> from ostinato.models import LanguageModel
+        >>> model = LanguageModel(vocab_size=65, width=32, num_layers=2)
+        >>> logits, state = model(torch.randint(65, (8, 100)))
+        >>> logits.shape
+        torch.Size([8, 100, 65])
+        >>> logits, state = model.step(logits[:, -1].argmax(-1), state)  # time step 101
+        >>> logits.shape
+        torch.Size([8, 65])
     """
 
     def __init__(
@@ -160,7 +170,7 @@ class LanguageModel(nn.Module, HubMixin, library_name="ostinato", pipeline_tag="
             "dropout": dropout,
         }
         self.hidden_size = hidden_size
-        # As nn.Embedding draws it, whose way on "meta" imports PyTorch's compiler.
+        # The initialisation of nn.Embedding, which on "meta" would import PyTorch's compiler.
         self.embedding = nn.Embedding.from_pretrained(torch.randn(vocab_size, width), freeze=False)
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.ModuleList(
@@ -178,9 +188,14 @@ class LanguageModel(nn.Module, HubMixin, library_name="ostinato", pipeline_tag="
         return [(last, (hidden, hidden) if pair else hidden) for _ in self.blocks]
 
     def forward(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:
-        """Logits (B, T, V) of the token after each of ``tokens`` (B, T), and the state after the last.
+        """The logits of every next token.
 
-        Giving that state to the next call continues the text: two halves equal the whole.
+        Args:
+            tokens: (B, T), integers below V.
+            state: the state before the first token, from an earlier call; zero if absent.
+
+        Returns:
+            logits, (B, T, V), and the state after the last token: a text in two calls gives the logits of one call.
         """
         if state is None:
             state = self.initial_state(tokens.size(0))
@@ -192,10 +207,9 @@ class LanguageModel(nn.Module, HubMixin, library_name="ostinato", pipeline_tag="
         return self.head(self.norm(x)), after
 
     def step(self, token: Tensor, state: State) -> tuple[Tensor, State]:
-        """One time step: logits (B, V) of the token after ``token`` (B,), and the new state.
+        """One time step in constant time and memory: the logits, (B, V), after ``token``, (B,), and the new state.
 
-        Its time and memory are the same at every position.  Shapes are static and nothing waits for the
-        device, so that a CUDA graph can capture it.
+        Shapes are static and nothing synchronises with the device, so a CUDA graph can capture it.
         """
         logits, state = self(token[:, None], state)
         return logits[:, 0], state
@@ -209,10 +223,27 @@ class LanguageModel(nn.Module, HubMixin, library_name="ostinato", pipeline_tag="
         top_k: int | None = None,
         generator: torch.Generator | None = None,
     ) -> Iterator[Tensor]:
-        """Continues ``prompt`` (B, T), T >= 1, by ``length`` tokens, yielding each (B,) as it is drawn.
+        """Sample a continuation of a prompt, one token at a time; dropout is off meanwhile.
 
-        Tokens are drawn from softmax(logits / temperature), at temperature 0 the likeliest, with ``top_k``
-        among the k likeliest.  Dropout is off for the duration.
+        Args:
+            prompt: (B, T), T >= 1.
+            length: number of tokens to generate.
+            temperature: tokens are drawn from softmax(logits / temperature), at 0 the likeliest one.
+            top_k: draw among the k likeliest tokens only; among all if absent.
+            generator: random numbers, on the model's device; PyTorch's own if absent.
+
+        Yields:
+            Each token as it is drawn, (B,).
+
+        Raises:
+            ValueError: an empty prompt, a negative length or temperature, or a ``top_k`` below 1.
+
+        Example:
+            >>> import torch
+            >>> from ostinato.models import LanguageModel
+            >>> model = LanguageModel(vocab_size=65, width=8, num_layers=1)
+            >>> torch.stack([*model.generate(torch.zeros(2, 1, dtype=torch.int64), 5)], 1).shape
+            torch.Size([2, 5])
         """
         if prompt.ndim != 2 or prompt.size(1) == 0:
             raise ValueError(f"prompt must be (batch, time) with at least one token; got shape {tuple(prompt.shape)}")
@@ -242,13 +273,13 @@ class LanguageModel(nn.Module, HubMixin, library_name="ostinato", pipeline_tag="
 
 
 def draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
-    """A token (B,) for each row of logits (B, V), from softmax(logits / temperature) over the ``top_k`` likeliest."""
+    """Sample tokens, (B,), from logits, (B, V); see :meth:`LanguageModel.generate`."""
     if temperature == 0:
         return logits.argmax(dim=-1)
     logits = logits.float()
     if top_k is not None and top_k < logits.size(-1):
         least = logits.topk(top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < least, float("-inf"))
-    # The largest logit is taken off first: a small temperature would overflow the quotient otherwise.
+    # The largest logit is subtracted first: with a small temperature the quotient could overflow.
     logits = (logits - logits.amax(dim=-1, keepdim=True)) / temperature
     return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator)[:, 0]

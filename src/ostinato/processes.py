@@ -1,4 +1,4 @@
-"""The processes of one training: how they are laid out, what each takes, and who writes."""
+"""The processes of a distributed training: their mesh, the shard of the data of each, and collectives on small data."""
 
 from typing import NamedTuple
 
@@ -11,10 +11,23 @@ AXES = ("dp_replicate", "dp_shard", "cp")
 
 
 def make_mesh(device_type: str, *, shard: bool = False, sequence_parallel: int = 1) -> DeviceMesh | None:
-    """All processes of the default group, as ("dp_replicate", "dp_shard", "cp"); None if there is one process alone.
+    """All processes of the default group, as a mesh ("dp_replicate", "dp_shard", "cp").
 
-    ``sequence_parallel`` neighbours share each sequence ("cp"); the others are copies of the model, or hold a shard of
-    it each with ``shard``.  Raises ValueError if the processes cannot be divided so.
+    Args:
+        device_type: "cpu" or "cuda", say.
+        shard: shard the model over the processes ("dp_shard") instead of replicating it ("dp_replicate").
+        sequence_parallel: neighbouring processes that shard each sequence ("cp").
+
+    Returns:
+        The mesh; None if there is a single process.
+
+    Raises:
+        ValueError: a ``sequence_parallel`` that does not divide the number of processes.
+
+    Example:
+        >>> from ostinato.processes import make_mesh
+        >>> make_mesh("cpu") is None  # without torchrun
+        True
     """
     processes = distributed.get_world_size() if distributed.is_initialized() else 1
     if sequence_parallel < 1 or processes % sequence_parallel:
@@ -27,7 +40,7 @@ def make_mesh(device_type: str, *, shard: bool = False, sequence_parallel: int =
 
 
 class Share(NamedTuple):
-    """What this process takes: of the rows of a batch, and of the steps of a sequence."""
+    """This process's shard of a batch's rows and of a sequence's steps."""
 
     rows_rank: int = 0
     rows_of: int = 1
@@ -69,7 +82,7 @@ class Share(NamedTuple):
 
 
 def part(number: int, rank: int, of: int) -> slice:
-    """The contiguous part of ``number`` things that falls to ``rank``: as many as to the others, or one fewer."""
+    """The contiguous shard of ``number`` items that belongs to ``rank``; shards differ in size by at most one."""
     return slice(number * rank // of, number * (rank + 1) // of)
 
 
@@ -79,12 +92,12 @@ def is_first() -> bool:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The tensor of which this process may hold a shard; then every process must ask."""
+    """The tensor, gathered if it is sharded: then every process must call it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """This process's part of a whole tensor that is sharded as ``like`` is, on its device."""
+    """This process's shard of a whole tensor, sharded as ``like`` is and on its device."""
     if not isinstance(like, DTensor):
         return tensor
     return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)

@@ -1,4 +1,4 @@
-"""Text as a language model sees it: files, the vocabulary of their characters, and windows of tokens."""
+"""Text for a language model: reading files, the vocabulary of their characters, and windows of tokens."""
 
 import platform
 import sysconfig
@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Corpus:
-    """A text, where it came from, and how many files were read or left out because they are not UTF-8."""
+    """A text, its source, and how many files were read, and skipped because they are not UTF-8."""
 
     text: str
     source: str
@@ -22,9 +22,14 @@ class Corpus:
 
 
 def read_corpus(path: Path) -> Corpus:
-    """The text of a UTF-8 file, or of all the UTF-8 files in a folder that are not hidden, in the order of their paths.
+    """The text of a UTF-8 file, or of all UTF-8 files in a folder that are not hidden, sorted by path.
 
-    Raises OSError if nothing can be read there, and ValueError if the file is not UTF-8 or there is no text.
+    Args:
+        path: the file or folder.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: a file that is not UTF-8, or no text.
     """
     if path.is_dir():
         files = (file for file in sorted(path.rglob("*")) if file.is_file())
@@ -36,7 +41,11 @@ def read_corpus(path: Path) -> Corpus:
 
 
 def standard_library(max_bytes: int = 4_000_000) -> Corpus:
-    """The top modules of this Python's own standard library, up to ``max_bytes``: real text that is always there."""
+    """The top-level modules of Python's standard library: real text that is always available.
+
+    Args:
+        max_bytes: the largest total size.
+    """
     folder, files, total = Path(sysconfig.get_path("stdlib")), [], 0
     for file in sorted(folder.glob("[!_]*.py")):
         total += file.stat().st_size
@@ -73,12 +82,16 @@ def _read(path: Path) -> str:
 
 
 class Vocabulary:
-    """The characters of a text, in the order of their code points; a character's token is its place there.
+    """A vocabulary of characters: the token of a character is its index.
 
-    >>> from ostinato.text import Vocabulary
-    >>> vocabulary = Vocabulary.of("banana")
-    >>> vocabulary.encode("ban").tolist(), vocabulary.decode([1, 0, 2])
-    ([1, 0, 2], 'ban')
+    Args:
+        characters: all of them, sorted by code point; ``Vocabulary.of(text)`` takes those of a text.
+
+    Example:
+        >>> from ostinato.text import Vocabulary
+        >>> vocabulary = Vocabulary.of("banana")
+        >>> vocabulary.encode("ban").tolist(), vocabulary.decode([1, 0, 2])
+        ([1, 0, 2], 'ban')
     """
 
     def __init__(self, characters: str) -> None:
@@ -93,7 +106,11 @@ class Vocabulary:
         return len(self.characters)
 
     def encode(self, text: str) -> Tensor:
-        """Tokens, (len(text),) int32.  Raises ValueError naming the first character that is not in the vocabulary."""
+        """The tokens of a text, (len(text),) int32.
+
+        Raises:
+            ValueError: a character that is not in the vocabulary; names the first.
+        """
         codes = _code_points(text)
         tokens = np.searchsorted(self._codes, codes).clip(max=len(self) - 1)
         unknown = np.flatnonzero(self._codes[tokens] != codes)
@@ -105,7 +122,11 @@ class Vocabulary:
         return torch.from_numpy(tokens.astype(np.int32))
 
     def decode(self, tokens: list[int]) -> str:
-        """The characters of ``tokens``.  Raises ValueError for one outside the vocabulary."""
+        """The text of ``tokens``.
+
+        Raises:
+            ValueError: a token outside the vocabulary.
+        """
         for token in tokens:
             if not 0 <= token < len(self):
                 raise ValueError(f"tokens must be from 0 to {len(self) - 1}; got {token}")
@@ -118,9 +139,9 @@ def _code_points(text: str) -> np.ndarray:
 
 
 def random_windows(tokens: Tensor, batch_size: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Inputs and the targets one step after them, both (batch_size, length) int64, from random places of ``tokens``.
+    """Inputs and targets, both (batch_size, length) int64, at random positions of ``tokens``; targets are a step later.
 
-    All on the tokens' device, where ``generator`` must be too, so that nothing waits for the host.
+    On the tokens' device, which must be that of ``generator``, without synchronisation.
     """
     starts = torch.randint(len(tokens) - length, (batch_size, 1), generator=generator, device=tokens.device)
     windows = tokens[starts + torch.arange(length + 1, device=tokens.device)].long()
@@ -128,6 +149,6 @@ def random_windows(tokens: Tensor, batch_size: int, length: int, generator: torc
 
 
 def streams(tokens: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets, both (rows, steps): ``tokens`` cut into equal rows, a rest shorter than one step left out."""
+    """Inputs and targets, both (rows, steps): ``tokens`` as equal contiguous rows, without the remainder."""
     steps = (len(tokens) - 1) // rows
     return tokens[: rows * steps].view(rows, steps), tokens[1 : rows * steps + 1].view(rows, steps).long()

@@ -1,4 +1,4 @@
-"""Training a language model: the loop, its state, and the held-out loss."""
+"""The training loop of a language model, its state for checkpoints, and the held-out loss."""
 
 import math
 import time
@@ -25,12 +25,24 @@ PRECISIONS = ("auto", "float32", "bfloat16")
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """How to train: AdamW, a linear warm-up, then a cosine down to ``final_rate`` of the learning rate.
+    """Hyperparameters: AdamW with a linear warm-up, then a cosine decay to ``final_rate`` of the learning rate.
 
-    ``seconds`` limits the time in place of ``steps``, and the cosine follows the time.  ``held_out`` is the
-    share of the text, at its end, that is never trained on; the held-out loss is taken over its first
-    ``held_out_limit`` tokens.  Raises ValueError for a value outside its range, TypeError for a count or seed that is
-    no integer.
+    Args:
+        steps: optimiser steps.
+        seconds: a time limit in place of ``steps``, which the cosine then follows.
+        batch_size, chunk_length: chunks of the text per step, and tokens per chunk.
+        learning_rate, final_rate, warmup_steps: the highest rate, the fraction of it that is left at the end, and the
+            steps of the warm-up.
+        weight_decay, beta2: AdamW's; only matrices decay.
+        clip_norm: the largest norm of the gradient.
+        held_out, held_out_limit: the fraction of the text, at its end, that is never trained on, and of how many of its
+            tokens, from its beginning, the held-out loss is taken.
+        evaluate_every: steps between evaluations.
+        seed: of the random chunks.
+
+    Raises:
+        TypeError: a count or seed that is not an integer.
+        ValueError: a value outside its range.
     """
 
     steps: int = 3000
@@ -83,32 +95,42 @@ class Point:
 
 
 class Trainer:
-    """Trains ``model`` on ``tokens``, a 1-D tensor of a whole text, on ``device``.
+    """Trains a language model on a text, in one process or several.
 
-    Every chunk begins with a zero state at a random place of the text.  The tokens live on the device and the
-    loss is read only at the end of :meth:`advance`, so that the device is never waited for in between.
-    ``precision`` "auto" is bfloat16 autocast on a GPU that has it, float32 elsewhere.  Dropout draws from
-    PyTorch's own generator, whose seed is the caller's to set.
+    Every chunk begins with a zero state at a random position of the text.  Tokens stay on the device, and the loss is
+    read only at the end of :meth:`advance`, so that steps do not synchronise with the device.  Dropout draws from
+    PyTorch's global generator, which the caller seeds.
 
-    Several processes train one model on a ``mesh`` (:func:`ostinato.processes.make_mesh`), each with the same text,
-    settings and first weights.  The batch is the whole job's: all draw the same chunks, and each takes its rows, so
-    that any number of processes gives the same curve (with dropout, of which each draws its own, the same in the
-    mean).  They hold a copy of the model each, or with ``shard`` a part of its weights, gradients and momenta.
-    Along the mesh's "cp" they share each chunk, part by part (:mod:`ostinato.distributed`).
-    ``accumulate`` cuts each process's rows into that many parts, whose gradients are added up before one exchange.
+    Several processes each get the same text, settings and initial weights.  All draw the same chunks and each takes
+    its rows of the batch, so the loss curve does not depend on their number (with dropout, which differs between
+    processes, in expectation).
 
-    Raises ValueError if the tokens are not one row of integers, if the text is too short for its held-out part to hold
-    one chunk, for an unknown precision, or if the batch has not a row for each part.
+    Args:
+        model: trained in place.
+        tokens: the whole text, (N,), integers.
+        settings: the hyperparameters; the batch is that of all processes together.
+        device: where to train.
+        precision: "float32", "bfloat16" (autocast), or "auto": bfloat16 on a GPU that supports it.
+        compile: whether to compile the model with ``torch.compile``.
+        mesh: the processes (:func:`ostinato.processes.make_mesh`); along "cp" they shard each chunk over time
+            (:mod:`ostinato.distributed`).
+        shard: shard weights, gradients and momenta over the processes (FSDP2) instead of replicating them (DDP).
+        accumulate: micro-batches per step, whose gradients are summed before they are all-reduced.
 
-    >>> import torch
-    >>> from ostinato.models import LanguageModel
-    >>> from ostinato.training import Trainer, TrainingSettings
-    >>> model = LanguageModel(vocab_size=2, width=8, num_layers=1)
-    >>> settings = TrainingSettings(steps=50, batch_size=4, chunk_length=16, warmup_steps=5)
-    >>> trainer = Trainer(model, torch.arange(4000) % 2, settings)
-    >>> loss = trainer.advance(50)
-    >>> trainer.evaluate().held_out_loss < 0.6931  # log(2), what a guess costs
-    True
+    Raises:
+        ValueError: tokens that are not (N,) integers, a text too short for a held-out chunk, an unknown precision, or
+            a batch or chunk too small for the processes.
+
+    Example:
+        >>> import torch
+        >>> from ostinato.models import LanguageModel
+        >>> from ostinato.training import Trainer, TrainingSettings
+        >>> model = LanguageModel(vocab_size=2, width=8, num_layers=1)
+        >>> settings = TrainingSettings(steps=50, batch_size=4, chunk_length=16, warmup_steps=5)
+        >>> trainer = Trainer(model, torch.arange(4000) % 2, settings)
+        >>> loss = trainer.advance(50)
+        >>> trainer.evaluate().held_out_loss < 0.6931  # log(2), that of a random guess
+        True
     """
 
     def __init__(
@@ -161,7 +183,7 @@ class Trainer:
         self._replica = _spread(self.model, mesh, shard)
         self.train_tokens = tokens[:train_size].to(self.device)
         self.held_out_tokens = tokens[train_size:][: settings.held_out_limit].to(self.device)
-        # Only matrices decay: norms and biases set scales that have no reason to be small.
+        # Only matrices decay: norms and biases are scales and offsets, with no reason to be small.
         parameters = list(model.parameters())
         groups = [
             {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": settings.weight_decay},
@@ -174,7 +196,7 @@ class Trainer:
         self.curve: list[Point] = []
         self._loss_sum = torch.zeros((), device=self.device)
         self._loss = torch.compile(self._chunk_loss) if compile else self._chunk_loss
-        if self._rank > 0:  # the first goes on as one alone would
+        if self._rank > 0:  # the first process draws what a single one would
             self._draw_own_dropout()
 
     @property
@@ -183,12 +205,12 @@ class Trainer:
 
     @property
     def spread(self) -> str:
-        """Such as "4 x ", of several processes: to be followed by the name of each one's device."""
+        """A prefix to the device's name, "4 x " with four processes; empty with one."""
         return f"{self._processes} x " if self._processes > 1 else ""
 
     @property
     def progress(self) -> float:
-        """The part of the training that is done, 0 to 1."""
+        """The fraction of the training that is done, 0 to 1."""
         if self.settings.seconds is not None:
             return min(self.seconds / self.settings.seconds, 1.0)
         return min(self.step / self.settings.steps, 1.0)
@@ -202,9 +224,13 @@ class Trainer:
         return settings.learning_rate * warm_up * (settings.final_rate + (1 - settings.final_rate) * cosine)
 
     def advance(self, steps: int) -> float:
-        """Take ``steps`` steps; returns the mean training loss since the last evaluation, in nats.
+        """Take optimiser steps.
 
-        Raises FloatingPointError if it is not finite.
+        Returns:
+            The mean training loss since the last evaluation, in nats per token.
+
+        Raises:
+            FloatingPointError: a loss that is not finite.
         """
         settings, before, start = self.settings, self.seconds, time.perf_counter()
         self.model.train()
@@ -212,23 +238,27 @@ class Trainer:
             for group in self.optimizer.param_groups:
                 group["lr"] = self.learning_rate
             self.optimizer.zero_grad()
-            parts = self._draw()
-            for number, (inputs, targets) in enumerate(parts):
-                with self._exchanging(number == len(parts) - 1):
+            batches = self._draw()
+            for index, (inputs, targets) in enumerate(batches):
+                with self._reducing(index == len(batches) - 1):
                     loss = self._loss(inputs, targets) * (inputs.numel() / self.tokens_per_step)
-                    (loss * self._processes).backward()  # the exchange takes the mean over the processes
+                    (loss * self._processes).backward()  # the all-reduce takes the mean over the processes
                 self._loss_sum += loss.detach()
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), settings.clip_norm)
             self.optimizer.step()
             self.step += 1
             self.seconds = before + time.perf_counter() - start
-        mean = self._mean_loss()  # waits for the device, which the time must include
+        mean = self._mean_loss()  # synchronises with the device, which the time must include
         self.seconds = before + time.perf_counter() - start
         self._check("training", mean)
         return mean
 
     def evaluate(self) -> Point:
-        """Take the held-out loss and add a point to the curve.  Raises FloatingPointError if it is not finite."""
+        """Compute the held-out loss, and append a point to ``curve``.
+
+        Raises:
+            FloatingPointError: a loss that is not finite.
+        """
         with self._autocast():
             held_out_loss = held_out(self.model, self.held_out_tokens, self.tokens_per_step, self._share)
         self._check("held-out", held_out_loss)
@@ -238,9 +268,12 @@ class Trainer:
         return point
 
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """All that a new trainer of the same model and text needs to continue: a part for JSON, and tensors.
+        """All that :meth:`restore` needs to resume with the same model and text.
 
-        Of several processes each must ask; sharded tensors are given as they are.
+        A collective: every process must call it.  Sharded tensors are not gathered.
+
+        Returns:
+            A JSON object, and tensors by name.
         """
         tensors = {"loss_sum": self._share.total(self._loss_sum), "windows": self.generator.get_state()}
         tensors |= {_dropout_name(rank): state for rank, state in enumerate(self._share.of_each(self._dropout_state()))}
@@ -255,10 +288,15 @@ class Trainer:
         }, tensors
 
     def restore(self, state: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        """Continue from what :meth:`state` gave: on the same kind of device, as if never interrupted.
+        """Resume from what :meth:`state` returned: on the same type of device, as if never interrupted.
 
-        On any number of processes; those that were not there draw another dropout.
-        Raises ValueError if something is missing or has not the shape and dtype that this trainer's model gives it.
+        The number of processes may differ; additional ones draw other dropout masks.
+
+        Args:
+            state, tensors: of :meth:`state`.
+
+        Raises:
+            ValueError: something is missing, or not of the shape and dtype that this trainer's model gives it.
         """
         try:
             self.step, self.seconds = int(state["step"]), float(state["seconds"])
@@ -294,7 +332,7 @@ class Trainer:
             self._draw_own_dropout()
 
     def _state_layout(self, tensors: dict[str, Tensor], same_device: bool) -> dict[str, str]:
-        """Of the tensors that :meth:`state` gives and :meth:`restore` needs, of this model at this step."""
+        """Shape and dtype of each tensor that :meth:`restore` needs, for this model at this step."""
         layout = {"loss_sum": _layout(self._loss_sum)}
         if self.step:
             for number, parameter in enumerate(self._parameters()):
@@ -308,11 +346,11 @@ class Trainer:
         return layout
 
     def _parameters(self) -> list[Tensor]:
-        """In the order of the optimiser's numbers."""
+        """All parameters, in the order of the optimiser's indices."""
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def _draw(self) -> list[tuple[Tensor, Tensor]]:
-        """This process's part of the next chunks, (rows, steps) of inputs and targets, for each exchange's parts."""
+        """This process's shard of the next chunks, as micro-batches of inputs and targets, (rows, steps)."""
         settings, share = self.settings, self._share
         inputs, targets = random_windows(self.train_tokens, settings.batch_size, settings.chunk_length, self.generator)
         mine = share.rows(settings.batch_size), share.steps(settings.chunk_length)
@@ -321,8 +359,8 @@ class Trainer:
         return [(inputs[some], targets[some]) for some in rows]
 
     @contextmanager
-    def _exchanging(self, last: bool) -> Iterator[None]:
-        """Have the gradients exchanged by the last part's backward, and only added up by those before."""
+    def _reducing(self, last: bool) -> Iterator[None]:
+        """Reduce gradients over the processes in the last micro-batch's backward only; accumulate them before."""
         replica = self._replica
         if isinstance(replica, FSDPModule):
             replica.set_requires_gradient_sync(last)
@@ -366,12 +404,12 @@ class Trainer:
 
 
 def _spread(model: LanguageModel, mesh: DeviceMesh | None, shard: bool) -> nn.Module:
-    """The model as the processes train it: a copy in each, or every process with a shard of each block's weights."""
+    """The model wrapped for training in several processes: replicated, or sharded block by block."""
     if mesh is None:
         return model
     if not shard:
         return DistributedDataParallel(model, gradient_as_bucket_view=True)
-    # A view of a block's output changed in place would go past the hooks; nothing here does that.
+    # Changes in place of a view of a block's output would bypass the hooks; there are none here.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     shards = mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
     for block in model.blocks:
@@ -390,10 +428,10 @@ def _layout(tensor: Tensor) -> str:
 
 @torch.no_grad()
 def held_out(model: LanguageModel, tokens: Tensor, tokens_at_once: int = 1 << 14, share: Share | None = None) -> float:
-    """Mean loss of ``model`` over a text, ``tokens`` (N,), in nats per token, dropout off.
+    """Mean loss of ``model`` over a text, ``tokens`` (N,), in nats per token, without dropout.
 
-    The text is read as 16 streams from end to end, the state carried, as it would be in use.  Several processes each
-    read their ``share``.  Raises ValueError if there are fewer than two tokens.
+    The text is read as up to 16 parallel streams, each from end to end with its state carried along, and sharded over
+    processes by ``share``.  Raises ValueError if there are fewer than two tokens.
     """
     if len(tokens) < 2:
         raise ValueError(f"tokens must be at least two; got {len(tokens)}")
@@ -402,7 +440,7 @@ def held_out(model: LanguageModel, tokens: Tensor, tokens_at_once: int = 1 << 14
     inputs, targets = streams(tokens, rows)
     counted, steps = targets.numel(), max(tokens_at_once // rows, 1)
     mine = share.rows(rows)
-    # Who has no row reads one that does not count: sharded weights are gathered by all processes together.
+    # A process without rows reads one with weight 0, as gathering sharded weights is a collective.
     weight = 1.0 if mine.start < mine.stop else 0.0
     inputs, targets = (x[mine] if weight else x[:1] for x in (inputs, targets))
     loss_sum, state = torch.zeros((), dtype=torch.float64, device="cpu"), None
