@@ -316,6 +316,11 @@ def test_resume_refuses_what_would_change_the_run(run):
     Path("text.txt").write_text(TEXT.replace("fox", "ox"))
     assert "text.txt: expected the text that out/last.safetensors was trained on" in error(run(*last, "--steps", 10))
     assert "it holds weights only" in error(run("train", "--resume", "out/best.safetensors"))
+    Path("text.txt").rename("moved.txt")
+    message = "text.txt: expected the text that out/last.safetensors was trained on; --text may say where it is now"
+    assert error(run(*last, "--steps", 10)) == message
+    Path("moved.txt").write_text(TEXT)
+    assert run(*last, "--steps", 10, "--text", "moved.txt")[0] == 0
 
 
 def test_does_not_overwrite_another_run(run):

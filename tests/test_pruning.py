@@ -420,6 +420,7 @@ def test_command_complains(checkpoint, capsys, tmp_path):
     for cell, training, message in (
         ("mingru", {}, "expected a gru or lstm to prune; got a mingru"),
         ("gru", {"digest": "another"}, "expected the text that"),
+        ("gru", {"text": "gone.txt"}, "gone.txt: expected the text that"),
     ):
         code, _, err = run(capsys, "prune", checkpoint(cell, **training), "--density", 0.1, "--device", "cpu")
         assert code == 1

@@ -9,7 +9,7 @@ import typer
 from typer import Option
 
 from ostinato.cli.devices import Device, Precision, choose_device
-from ostinato.cli.train import bits, digest_of, read_text, train_or_save
+from ostinato.cli.train import bits, digest_of, place_of_text, read_text, train_or_save
 
 if TYPE_CHECKING:
     from ostinato.checkpoint import Checkpoint
@@ -112,8 +112,7 @@ def _settings(loaded: "Checkpoint") -> "TrainingSettings":
 
 def _text_of(path: Path, loaded: "Checkpoint", text: Path | None) -> str:
     """The text to take the held-out loss of: by default the very one of the training."""
-    saved = loaded.training.get("text")
-    corpus = read_text(text or (Path(saved) if saved else None))
+    corpus = read_text(text or place_of_text(path, loaded.training.get("text")))
     if text is None and "digest" in loaded.training and digest_of(corpus) != loaded.training["digest"]:
         raise ValueError(f"{corpus.source}: expected the text that {path} was trained on; it differs")
     return corpus.text

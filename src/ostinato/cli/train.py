@@ -264,8 +264,8 @@ def _resume(context: typer.Context, path: Path, text: Path | None, machine: dict
         settings = replace(settings, steps=context.params["steps"])
         if step >= settings.steps:
             raise ValueError(f"steps must be above the {step} that {path} has done; got {settings.steps}")
-    if text is None and source:
-        text = Path(source)
+    if text is None:
+        text = place_of_text(path, source)
     corpus = read_text(text)
     if digest_of(corpus) != digest:
         raise ValueError(f"{corpus.source}: expected the text that {path} was trained on; it differs")
@@ -284,6 +284,16 @@ def read_text(text: Path | None) -> "Corpus":
     from ostinato.text import read_corpus, standard_library
 
     return read_corpus(text) if text else standard_library()
+
+
+def place_of_text(checkpoint: Path, saved: str | None) -> Path | None:
+    """Where a checkpoint says that its training's text is; None for the standard library.
+
+    Raises ValueError if nothing is there, as in another working directory.
+    """
+    if saved and not Path(saved).exists():
+        raise ValueError(f"{saved}: expected the text that {checkpoint} was trained on; --text may say where it is now")
+    return Path(saved) if saved else None
 
 
 def digest_of(corpus: "Corpus") -> str:
