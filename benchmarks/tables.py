@@ -481,21 +481,13 @@ def audio(name: str) -> str:
     return table(name, ["network", "µs a frame", "99 % below", "speed"], rows)
 
 
-def recurrent_gemma(*names: str) -> str:
-    """Seconds of RecurrentGemma with its loop, and milliseconds with a recurrence in its place."""
-    rows = [
-        [
-            row["work"],
-            "GPU" if load(name)["device_type"] == "cuda" else "CPU",
-            f"{row['loop']:.2f} s",
-            f"{1e3 * row['recurrence']:.1f} ms",
-            f"{row['loop'] / row['recurrence']:.1f}×",
-        ]
-        for name in names
-        for row in load(name)["results"]
-    ]
-    grid = Grid(["forward and backward", "on", "with its loop", "with a recurrence", "speedup"], rows)
-    return f"{grid.markdown()}\n{source(*names)}\n"
+def recurrent_gemma(name: str) -> str:
+    """Milliseconds of RecurrentGemma with its loop, and with a recurrence in its place."""
+    rows = []
+    for row in load(name)["results"]:
+        loop, recurrence = row["loop"], row["recurrence"]
+        rows.append([row["work"], figures(1e3 * loop), figures(1e3 * recurrence), f"{loop / recurrence:.1f}×"])
+    return table(name, ["ms, forward and backward", "with its loop", "with a recurrence", "speed"], rows)
 
 
 def profile(name: str) -> str:
@@ -611,7 +603,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "exchange": lambda: exchange("exchange-simulated"),
     "reinforcement": lambda: reinforcement("reinforcement-cpu"),
     "audio": lambda: audio("audio-cpu"),
-    "recurrent-gemma": lambda: recurrent_gemma("recurrent-gemma-cpu", "recurrent-gemma-gpu"),
+    "recurrent-gemma-cpu": lambda: recurrent_gemma("recurrent-gemma-cpu"),
+    "recurrent-gemma-gpu": lambda: recurrent_gemma("recurrent-gemma-gpu"),
     "several-gpus": lambda: several_gpus("distributed-gpu"),
     "capacity": lambda: shown("seeds-capacity-cpu", capacity.table(load("seeds-capacity-cpu")["results"])),
     "bounds-scan": lambda: bounds("scan-gpu"),
