@@ -17,7 +17,7 @@ LONG, WIDE = 8192, 1024  # rows and width from which a transposition pays off
 TILE = 128, 32  # rows and columns that a block transposes
 GEMM_ROWS = 128  # rows from which a convolution's overhead pays off
 WHOLE_ROWS, ROUND = 2048, 128  # see _is_round
-PARTS = 2048, 1024, 512, 256  # rows of a part
+PARTS = 2048, 1024, 512, 256  # rows of a convolution, where their number is not round
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -119,8 +119,8 @@ def gradient_of_weight(grad: Tensor, x: Tensor) -> Tensor:
 class _InParts(torch.autograd.Function):
     """:func:`linear` of (rows, channels) whose number of rows is not round.
 
-    oneDNN compiles a convolution for each number of rows and caches it, which fragments the heap: with varying lengths
-    unused memory grows.  So only a few numbers of rows are used for convolutions; the rest is left to MKL.
+    oneDNN compiles and caches a convolution for each number of rows, which fragments the heap when lengths vary.  So
+    convolutions are used with a few numbers of rows only, and the rest is left to MKL.
     """
 
     @staticmethod
@@ -144,12 +144,12 @@ class _InParts(torch.autograd.Function):
 
 
 def _is_round(rows: int) -> bool:
-    """Whether the rows are few, or their number a small one times a power of two, as that of lengths which stay is."""
+    """Whether a number of rows is likely to recur: small, or a small multiple of a power of two, as of fixed lengths."""
     return rows < WHOLE_ROWS or rows <= ROUND * (rows & -rows)
 
 
 def _parts(rows: int) -> list[int]:
-    """The numbers of rows that are multiplied at once: of `PARTS`, and a smaller one, or none, last."""
+    """The sizes of the parts in which rows are multiplied: of `PARTS`, then the remainder, possibly 0."""
     sizes = []
     for size in PARTS:
         sizes += [size] * (rows // size)

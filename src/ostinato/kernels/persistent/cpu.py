@@ -1,4 +1,4 @@
-"""Recurrent layers on the CPU, dense and pruned: tensors in and out around the loops of ``cpu_loops.py``."""
+"""Recurrent layers on the CPU, dense and pruned: plans, and the calls of the loops of ``cpu_loops.py``."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -20,12 +20,11 @@ from ostinato.kernels.persistent.masks import derived_from
 from ostinato.kernels.persistent.plan import GATES, Plan, no_kernel
 from ostinato.kernels.threads import run_loop, threads_for
 
-# Measured on two cores of a Zen 5: from how many steps on a call of few units is faster than torch's, and with
-# gradients from half as many; up to which share of weights entries are faster than all weights in panels.
-FEW_STEPS = {"rnn_tanh": 24, "rnn_relu": 24, "gru": 8, "lstm": 32}
-DENSEST_BLOCKS = {False: 0.4, True: 0.3}  # by whether gradients are computed
-PART = 1 << 16  # weights from which on a part of a step is worth a thread of its own
-DENSEST_ROWS = {False: 0.15, True: 0.04}  # by whether there are several sequences
+# Measured on two cores of a Zen 5.
+FEW_STEPS = {"rnn_tanh": 24, "rnn_relu": 24, "gru": 8, "lstm": 32}  # below, torch is faster; half with gradients
+DENSEST_BLOCKS = {False: 0.4, True: 0.3}  # above, dense loops are faster; by whether gradients are computed
+DENSEST_ROWS = {False: 0.15, True: 0.04}  # the same without blocks, by whether there are several sequences
+PART = 1 << 16  # weights of a part of a step that pay off a thread
 
 
 def make_plan(
@@ -43,7 +42,7 @@ def make_plan(
     tf32: tuple[bool, bool] = (False, False),
     resets: bool = False,
 ) -> Plan:
-    """How a layer runs on the CPU, whose caches hold what they can; see the GPU's for the arguments.
+    """How a layer runs on the CPU; arguments as those of ``cuda.make_plan``.
 
     Raises ValueError for a `path` that the layer's weights do not allow.
     """
@@ -64,7 +63,7 @@ def make_plan(
             densest /= 2 if entries == "block" else 4
         path = entries if entries is not None and density <= densest else "dense"
         reason = _why_torch(cell, hidden_size, batch, dtype, path == "dense", training, steps)
-        if reason and not resets:  # which torch's kernels know none of
+        if reason and not resets:  # torch's kernels do not support resets
             return no_kernel(reason)
     elif path not in ("dense", entries):
         raise ValueError(f"path must be 'dense'{f' or {entries!r}' if entries else ''}; got {path!r}")
@@ -110,15 +109,15 @@ def forward(
     plan: Plan,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """As the reference's; but to keep what the backward needs is more here.
+    """As ``reference.forward``; with ``keep``, all that :func:`backward` takes is saved.
 
-    ``projected`` then becomes the arguments of the gates, and the last result is an LSTM's c or a GRU's candidate,
-    as :func:`backward` takes them.
+    ``projected`` is then overwritten with the gates' pre-activations, and the last result is an LSTM's c or a GRU's
+    `candidate`.
     """
     hidden, gates, lstm = weight_hh.shape[1], GATES[cell], cell == "lstm"
     h, c = _state(h0, batch, hidden, projected), _state(c0, batch if lstm else 0, hidden, projected)
     output = projected.new_empty(len(projected), hidden)
-    keep = keep and gates > 1  # an RNN's output says enough
+    keep = keep and gates > 1  # an RNN's backward needs only the output
     kept = torch.empty_like(output) if keep else None
     how = _share(weight_hh, batch, len(projected) // batch if offsets is None else len(offsets) - 1, plan)
     entries, untouched = None, None
@@ -142,7 +141,7 @@ def forward(
         NUMPY_DTYPES[h.dtype], cell, keep, weights.kind, weights.height, how.tile, weights.parts > 1
     )
     if not _run(loop, cpu_loops.ForwardWork, how, weights, arrays, batch=batch, hidden=hidden, reverse=reverse):
-        # Zero times infinity is NaN: the pruned weights have a part in the result.
+        # Zero times infinity is NaN: pruned weights count, and only the dense loop reads them.
         if untouched is not None:
             projected.copy_(untouched)
         dense = plan._replace(path="dense")
@@ -169,7 +168,7 @@ def backward(
     reverse: bool,
     plan: Plan,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """As the reference's."""
+    """As ``reference.backward``."""
     hidden, gates, lstm = weight_hh.shape[1], GATES[cell], cell == "lstm"
     how = _share(weight_hh, batch, len(pre) // batch if offsets is None else len(offsets) - 1, plan)
     if plan.path == "dense":
@@ -208,7 +207,7 @@ def backward(
 
 
 class _Weights(NamedTuple):
-    """What the loops multiply with; see the structures that they are called with."""
+    """The weights as the loops read them; see ``cpu_loops.ForwardWork``."""
 
     kind: str
     height: int
@@ -221,13 +220,13 @@ class _Weights(NamedTuple):
 
 
 class _Share(NamedTuple):
-    """How sequences are shared out, or the units of all."""
+    """How the work is divided among threads."""
 
     threads: int
-    parts: int  # of the units
+    parts: int  # of the hidden units
     group: int  # sequences of a chunk
-    tile: int
-    length: int
+    tile: int  # sequences whose sums are computed together
+    length: int  # time steps
 
 
 def _share(weight_hh: Tensor, batch: int, length: int, plan: Plan) -> _Share:
@@ -237,17 +236,17 @@ def _share(weight_hh: Tensor, batch: int, length: int, plan: Plan) -> _Share:
         parts = min(threads, weight_hh.numel() // PART) if batch < threads else 1
         group = batch if parts > 1 else group
         return _Share(threads, max(parts, 1), group, max(tile for tile in cpu_loops.TILES if tile <= group), length)
-    # How many sums an entry is added to decides their order, which the number of threads must not.
+    # The tile determines the order of sums, so it must not depend on the number of threads.
     return _Share(threads, 1, group, cpu_loops.CHAINS if batch >= 2 * cpu_loops.CHAINS else 1, length)
 
 
 def _dense_panels(weight: Tensor, gates: int, how: _Share) -> _Weights:
-    """A matrix of `gates` rows a unit cut into panels of a part's rows, (parts, panels, columns, rows of a panel)."""
+    """A matrix of `gates` rows per unit in panels of each part's rows, (parts, panels, columns, rows of a panel)."""
     dtype, hidden, columns = NUMPY_DTYPES[weight.dtype], len(weight) // gates, weight.shape[1]
     rows = cpu_loops.panel_rows(dtype, how.tile)
     units, parts = hidden, how.parts
-    transposed = weight.T.contiguous()  # two fast copies for a slow one
-    if parts > 1:  # of whole cache lines, which no two threads write to
+    transposed = weight.T.contiguous()  # two fast copies instead of a slow one
+    if parts > 1:  # in whole cache lines, so that no two threads write to one
         line = LINE // weight.itemsize
         units = -(-hidden // (parts * line)) * line
         parts = -(-hidden // units)
@@ -259,13 +258,13 @@ def _dense_panels(weight: Tensor, gates: int, how: _Share) -> _Weights:
 
 
 def _entries(make: Callable[..., Entries], mask_hh: Tensor | None, plan: Plan, gates: int) -> Entries:
-    """Made once for a mask."""
+    """The entries of a mask, cached."""
     assert mask_hh is not None
     return derived_from(mask_hh, make, lambda: make(mask_hh, plan.geometry, gates))
 
 
 def _values(weight_hh: Tensor, entries: Entries, gates: int) -> _Weights:
-    """The weights as they are now at the places of a mask."""
+    """The current weights, gathered in the order of the entries."""
     flat = weight_hh.reshape(-1)
     arrays = {
         "weights": flat[entries.places],
@@ -289,7 +288,7 @@ def _state(initial: Tensor | None, batch: int, hidden: int, like: Tensor) -> Ten
 def _run(
     loop: Any, structure: Any, how: _Share, weights: _Weights, arrays: dict[str, Tensor | None], **sizes: int
 ) -> bool:
-    """Whether all that was multiplied with pruned weights was finite."""
+    """Run a loop; whether all that pruned weights were multiplied with was finite."""
     chunks = -(-sizes["batch"] // how.group)
     progress = torch.zeros(chunks, 1 + weights.parts, COUNTERS, dtype=torch.int64, device="cpu")
     arrays = arrays | {"progress": progress}

@@ -1,12 +1,12 @@
-"""Where the kept weights of a pruned layer lie, for the CPU's loops: indices that depend on the mask alone.
+"""The sparse format of pruned layers on CPUs: indices that depend on the mask only.
 
-The recurrent weights are read in slices of 8 or 16 rows (sliced ELLPACK; Kreutzer et al. 2014, arXiv 1307.6209); an
-entry of a slice has one weight for each of its rows.  In blocks the rows of an entry share its column: it costs a
-broadcast and one vector multiply-add, and nothing is gathered.  Otherwise each row has a column of its own, and rows
-are sorted by how many weights they keep, so that the slices have little to pad.
+Forward, the format is sliced ELLPACK (Kreutzer et al. 2014, arXiv 1307.6209): weights are stored in slices of 8 or 16
+rows, and an entry of a slice has one weight for each of its rows.  With blocks, the rows of an entry share a column: an
+entry is a broadcast and one vector multiply-add, without gathers.  Without, each row has its own columns, and rows are
+sorted by their number of weights, so that slices need little padding.
 
-The backward multiplies with the transposed weights.  There a block is a short row: an entry costs one load of
-neighbouring gradients and one vector multiply-add, and a sum's lanes are added at its end.
+Backward, the weights are transposed, and a block is part of a row: an entry is one load of adjacent gradients and one
+vector multiply-add, and the lanes of a sum are added at its end.
 """
 
 from typing import NamedTuple
@@ -15,26 +15,26 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-SLICE = 16  # rows of a slice that is not cut by blocks
+SLICE = 16  # rows of a slice without blocks
 
 
 class Entries(NamedTuple):
-    """Of the weights (gates * H, H) as they lie in memory; `padded` is how far the gates' sums lie apart."""
+    """The kept weights of a matrix, (gates * H, inputs), as indices into it; padding is the index of a pruned one."""
 
-    kind: str  # "shared": a column an entry; "own": a column a weight; "dots": an entry is part of a row
-    height: int  # weights of an entry
-    padded: int
-    places: Tensor  # (entries, height): where each weight lies, or one that is pruned, and so 0, where there is none
-    columns: Tensor  # (entries,) or (entries, height), int32: what the weights are multiplied with; of "dots" the first
+    kind: str  # "shared": one column per entry; "own": one per weight; "dots": an entry is part of a row
+    height: int  # weights per entry
+    padded: int  # rows of the sums from one gate to the next
+    places: Tensor  # (entries, height): the index of each weight
+    columns: Tensor  # (entries,) or (entries, height), int32: what weights are multiplied with; the first, of "dots"
     starts: Tensor  # (slices + 1,): each slice's first entry
-    rows: Tensor  # (slices * height,): where the sums of "own" go
-    diagonal: Tensor  # (gates, padded): places of weights on the diagonal that are in no entry
+    rows: Tensor  # (slices * height,): the row of each sum of "own"
+    diagonal: Tensor  # (gates, padded): indices of weights on the diagonal that are in no entry
 
 
 def forward_entries(mask: Tensor, block: tuple[int, int], gates: int) -> Entries:
-    """For a mask (gates * H, inputs) with at least one weight pruned, in blocks of `block`.
+    """The entries of a mask (gates * H, inputs) with at least one weight pruned, in blocks of `block`.
 
-    Apart from the diagonal, if it is of recurrent weights, or looks so.
+    In square gates, as of recurrent weights, the diagonal is not part of the blocks.
     """
     hidden, inputs = len(mask) // gates, mask.shape[1]
     places, pruned = _places(mask, gates)
@@ -52,7 +52,7 @@ def forward_entries(mask: Tensor, block: tuple[int, int], gates: int) -> Entries
 
 
 def backward_entries(mask: Tensor, block: tuple[int, int], gates: int) -> Entries:
-    """The same of the transposed weights, (H, gates * H), a GRU's gates in the order of their gradients: n, r, z."""
+    """The entries of the transposed weights, (H, gates * H), a GRU's gates in the order of their gradients: n, r, z."""
     hidden = mask.shape[1]
     places, pruned = _places(mask, gates)
     order = [2, 0, 1] if gates == 3 else list(range(gates))
@@ -74,14 +74,14 @@ def backward_entries(mask: Tensor, block: tuple[int, int], gates: int) -> Entrie
 
 
 def _places(mask: Tensor, gates: int) -> tuple[Tensor, int]:
-    """Where each weight lies, (gates, H, H), for a pruned one the same for all; and where that is."""
+    """The index of each weight, (gates, H, H), that of one pruned weight for all pruned ones; and that index."""
     pruned = int((~mask).flatten().to(torch.uint8).argmax())
     places = torch.arange(mask.numel(), device="cpu").view(mask.shape).masked_fill(~mask, pruned)
     return places.view(gates, -1, mask.shape[1]), pruned
 
 
 def _blocks(mask: Tensor, height: int) -> tuple[Tensor, Tensor]:
-    """The columns of each slice with a weight off the diagonal, (gates, slices, H), and the weights in no such one."""
+    """The columns of each slice with a weight off the diagonal, (gates, slices, H), and the other weights."""
     hidden, inputs = mask.shape[1:]
     eye = torch.eye(hidden, dtype=torch.bool, device="cpu") if hidden == inputs else torch.zeros_like(mask[0])
     kept = F.pad(mask & ~eye, (0, 0, 0, -hidden % height)).unflatten(1, (-1, height)).any(2)
@@ -93,7 +93,7 @@ def _alone_on_diagonal(alone: Tensor, places: Tensor, pruned: int) -> Tensor:
 
 
 def _own_columns(mask: Tensor, places: Tensor, pruned: int, sums: int, padded: int, gates: int) -> Entries:
-    """Rows with the most weights first; entry k of a slice has the k-th weight of each row, or none past its last."""
+    """Rows sorted by their number of weights, descending; entry k of a slice has the k-th weight of each row."""
     counts, order = mask.sum(1).sort(descending=True, stable=True)
     slices = -(-len(order) // SLICE)
     starts = F.pad(counts[::SLICE].cumsum(0), (1, 0))
@@ -104,6 +104,6 @@ def _own_columns(mask: Tensor, places: Tensor, pruned: int, sums: int, padded: i
     columns = torch.zeros_like(entries, dtype=torch.int32)
     entries[at] = places.view(mask.shape)[order][row, column]
     columns[at] = column.to(torch.int32)
-    spare = order.new_full((slices * SLICE - len(order),), sums)  # where nobody reads
+    spare = order.new_full((slices * SLICE - len(order),), sums)  # sums that nobody reads
     diagonal = torch.full((gates, 0), pruned, device="cpu")
     return Entries("own", SLICE, padded, entries, columns, starts, torch.cat([order, spare]), diagonal)

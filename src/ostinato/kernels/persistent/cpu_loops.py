@@ -38,16 +38,16 @@ from ostinato.kernels.numba_math import cast, multiply_add, sigmoids, tanh_slope
 from ostinato.kernels.persistent.cpu_barrier import COUNTERS, arrive, claim_part, finish_part
 from ostinato.kernels.persistent.plan import GATES
 
-TILES = (1, 2, 4, 8)  # sequences whose sums are made together
+TILES = (1, 2, 4, 8)  # sequences whose sums are computed together
 BLOCK_WIDTH = 4  # columns of blocks whose rows are read as vectors
-CHAINS = 4  # sums of a pruned row or tile kept at once, so that none waits for its own last addition
+CHAINS = 4  # independent partial sums of a pruned row or tile, which hide the latency of additions
 
 
 @functools.cache
 def vectors_of(tile: int) -> int:
-    """Vectors of rows that a panel has, so that its sums with a tile fill the registers.
+    """The vectors of rows in a panel, such that its sums for a tile fill the registers.
 
-    AVX-512 has 32 registers and so has NEON; AVX2 has 16.  Some are for weights and states.
+    AVX-512 and NEON have 32 registers, AVX2 has 16; some of them hold weights and states.
     """
     features = binding.get_host_cpu_features()
     sums = 8 if features.get("avx") and not features.get("avx512f") else 16
@@ -66,18 +66,18 @@ _BOTH = (
 
 
 class ForwardWork(ctypes.Structure):
-    """What the forward loop is called with: sizes and addresses.
+    """The forward loop's arguments: sizes and addresses.
 
-    A sequence's sums are a `row` of a `part_row` for each part, in which the gates of its `units` lie `padded` apart.
-    `weights` are panels or the values of entries; `columns` to `diagonal` are of entries.  `shown` are the states that
-    the parts read of each other, before even steps and before odd ones.
+    A sequence's sums are a `row`: for each part a `part_row`, in which the gates of its `units` start `padded` apart.
+    `weights` are panels or the values of entries; `columns` to `diagonal` belong to entries.  `shown` are the states
+    published to the other parts, double-buffered by step.
     """
 
     _fields_ = integers(*_BOTH, "bias", "projected", "sums", "h", "shown", "c", "output", "kept")
 
 
 class BackwardWork(ctypes.Structure):
-    """What the backward loop is called with, as the forward's; the sums are dh."""
+    """The backward loop's arguments, as the forward's; the sums are dh."""
 
     _fields_ = integers(
         *(*_BOTH, "pre", "candidate", "h_prev", "cells", "c0", "zeros", "grad_output", "grad_row"),
@@ -97,8 +97,8 @@ _load, _store = streams(
 def _add_panel(typing_context, weights, count, x, x_b, out, out_b, live, vectors, tile):
     """``out[b, i] += sum_k weights[k, i] * x[b, k]`` for a panel's rows i and the `live` of a tile of sequences b.
 
-    The sums stay in registers: a loop over memory would store them.  Those of sequences that are not live are made
-    of the last live one and dropped.
+    The sums stay in registers: a loop over memory would store them.  Those beyond the live sequences are computed from
+    the last live one and dropped.
     """
     many, sequences = vectors.literal_value, tile.literal_value
 
@@ -173,9 +173,9 @@ def _add_slice(
     own:    ``out[b, i]  = sum_k values[k, i] * x[b, columns[k, i]]``
     dots:   ``out[b]    += sum_k sum_i values[k, i] * x[b, columns[k] + i]``
 
-    If places are integers, values are all weights as they lie in memory, and entry k has those at ``places[k, i]``, 0
-    where that place is below 0; of "shared" those at ``places[k] + i * stride``, up to the last: what more an entry
-    has then adds to sums that nobody reads.  So read, entries of a block's columns may be one, of kind "blocks":
+    If places are integers, values are the whole matrix, and entry k has the weights at ``places[k, i]``, 0 where that
+    is below 0; of "shared" those at ``places[k] + i * stride``, up to the last: rows beyond it add to sums that nobody
+    reads.  Read so, the entries of a block's columns can be one, of kind "blocks":
 
     blocks: ``out[i]    += sum_k sum_j values[places[k] + i * stride + j] * x[columns[k] + j]``
     """
@@ -316,7 +316,7 @@ def _add_panels(vectors, rows, tile, panels, count, weights, x, x_b, sums, row, 
 
 
 def _weight_at(values, places, index):
-    """``values[places[index]]``, or 0 where that place is below 0; ``places[index]`` if it is a weight itself."""
+    """``values[places[index]]``, or 0 where that place is below 0; ``places[index]`` if places are weights."""
 
 
 @overload(_weight_at, jit_options=inline_options)
@@ -333,9 +333,9 @@ def _weight_at_of(values, places, index):
 
 @inline_with_constants
 def add_entries(kind, height, tile, gates, hidden, inputs, entries, x, x_b, sums, row, live):
-    """The same with pruned weights; those of kind "own" are summed in the last of a row before they are.
+    """The same with pruned weights; the sums of kind "own" are computed at the end of a row, then scattered.
 
-    Of a matrix that is not square, `inputs` columns wide, nothing is on the diagonal.
+    The diagonal is that of a square matrix only: `inputs` is the number of columns.
     """
     values, places, columns, starts, rows, slices, diagonal, padded = entries
     spare, last = row - height, gates * hidden * inputs - 1
@@ -381,7 +381,7 @@ def _relu(x):
 
 @inline
 def _rows_of(packed, offsets, t, batch, first, group):
-    """Where a step's rows begin, and how many of them are a chunk's."""
+    """The first row of a step, and the number of its rows that belong to a chunk."""
     begin, end = t * batch, (t + 1) * batch
     if packed:
         begin, end = np.int64(offsets[t]), np.int64(offsets[t + 1])
@@ -395,8 +395,8 @@ def _begin_sums(gates, hidden, padded, bias, sums, at, begin, end):
             _store(sums, at + g * padded + j, _load(bias, g * hidden + j, "p0"), "s0")
 
 
-# One unit of one sequence.  `arrays` are pointers and where their rows begin; the gates of a row lie `pitch` apart, of
-# the sums `padded`.
+# One unit of one sequence.  `arrays` are pointers and the offsets of their rows; gates are `pitch` apart in a row, and
+# `padded` apart in the sums.
 
 
 @inline
@@ -434,10 +434,10 @@ def forward_unit(cell, keep, j, pitch, padded, arrays):
 
 @functools.cache
 def forward(dtype: type, cell: str, keep: bool, kind: str, height: int, tile: int, shared: bool) -> Any:
-    """h and c hold the initial state, then the last one.  The weights are "dense", or entries of a kind and height.
+    """The forward loop for weights that are "dense", or entries of a kind and height.
 
-    To keep what the backward needs is to leave the gates' arguments in `projected`, of a GRU's n only the input's
-    part, and in `kept` an LSTM's c after every step and the other part of a GRU's n.
+    h and c hold the initial state, then the last one.  For the backward, ``keep`` leaves the gates' pre-activations in
+    `projected`, of a GRU's n only the input's part, and in `kept` an LSTM's c or the other part of a GRU's n.
     """
     gates, vectors, panel, largest = GATES[cell], vectors_of(tile), panel_rows(dtype, tile), dtype(np.finfo(dtype).max)
 
@@ -512,9 +512,9 @@ def forward(dtype: type, cell: str, keep: bool, kind: str, height: int, tile: in
 
 @inline
 def _backward_unit(cell, j, hidden, inputs, outputs):
-    """The gradients of the gates' arguments; in dh is left what goes back without the weights.
+    """The gradients of the gates' pre-activations; dh keeps the part that does not pass through the weights.
 
-    Of an RNN `pre` is its output.
+    For an RNN, `pre` is its output.
     """
     pre, at_pre, candidate, before, at_before, cells, at_row, grad, at_grad = inputs
     dh, at_dh, dc, at_dc, grads, at = outputs
@@ -557,7 +557,7 @@ def _backward_unit(cell, j, hidden, inputs, outputs):
 
 @functools.cache
 def backward(dtype: type, cell: str, kind: str, height: int, tile: int, shared: bool) -> Any:
-    """dh and dc bring the last state's gradients and return the initial state's."""
+    """The backward loop; dh and dc hold the last state's gradients, then the initial state's."""
     gates, vectors, panel, largest = GATES[cell], vectors_of(tile), panel_rows(dtype, tile), dtype(np.finfo(dtype).max)
     width = 1 if gates == 1 else 4  # gradients of a unit
 
@@ -584,7 +584,7 @@ def backward(dtype: type, cell: str, kind: str, height: int, tile: int, shared: 
             progress, first = offset(counters, chunk * (1 + parts) * COUNTERS), chunk * group
             arrive(progress, own)
             wrong = False
-            # Between the gates' gradients and their product all parts meet: a step's product is made with the next's.
+            # The product of a step needs all parts' gradients, so it is computed after the barrier, in the next step.
             step, part = claim_part(progress, parts, own, length + 1)
             while step <= length:
                 begin, end = part * units, min((part + 1) * units, hidden)

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def"
-"""One step of a layer on the CPU: both products and the gates in one loop, the weights read where the parameters are.
+"""One step of a layer on the CPU: both products and the gates in one loop, which reads the parameters in place.
 
-Each weight is used once, so that nothing is packed or copied, and most of what a call costs beside reading weights is
-Python's: all that depends on sizes and masks is prepared.  Dense layers are shared out by units.
+Each weight is used once, so packing would not pay off.  Beyond reading the weights, a call costs mostly Python's time:
+all that depends on sizes and masks only is prepared.  Dense layers are divided among threads by hidden units.
 """
 
 import ctypes
@@ -34,8 +34,8 @@ from ostinato.kernels.persistent.masks import block_of, derived_from
 from ostinato.kernels.persistent.plan import GATES
 from ostinato.kernels.threads import run_loop, threads_for
 
-BATCH = 8  # the most sequences: from there on a matrix product over all of them is faster
-GROUP = 32  # units that a thread claims at once
+BATCH = 8  # the most sequences; beyond, a GEMM over all of them is faster
+GROUP = 32  # units of a task
 ROWS = 8 if binding.get_host_cpu_features().get("avx512f") else 4  # whose sums are made together, in registers
 # Densities up to which reading the kept weights alone is faster than all of them with zeros, by kind of block.
 DENSEST = {"block": 0.6, "sparse": 0.25}
@@ -44,9 +44,9 @@ _MATRIX = ("weights", "bias", "row", "padded", "columns", "starts", "rows", "sli
 
 
 class Work(ctypes.Structure):
-    """What the loop is called with: sizes, addresses, and of both matrices what their entries are; see ``cpu.py``.
+    """The loop's arguments: sizes, addresses, and the entries of both matrices; see ``cpu_entries.py``.
 
-    `places` and `diagonal` say which of the weights are the values of entries, int32, below 0 for none.
+    `places` and `diagonal` are the int32 indices of the entries' weights, below 0 for none.
     """
 
     _fields_ = integers(
@@ -58,7 +58,7 @@ class Work(ctypes.Structure):
 
 _WORK = np.dtype(Work)
 
-empty: Any = torch._C._dynamo.guards._empty_strided_cpu  # type: ignore[attr-defined]  # sooner than by the dispatcher
+empty: Any = torch._C._dynamo.guards._empty_strided_cpu  # type: ignore[attr-defined]  # faster than through the dispatcher
 
 
 @intrinsic(prefer_literal=True)
@@ -90,9 +90,6 @@ def _dot_rows(typing_context, weights, bias, first, last, count, x, out, rows):
         sums = [cgutils.alloca_once_value(builder, ir.Constant(vector, [0.0] * width)) for _ in starts]
         rests = [cgutils.alloca_once_value(builder, builder.load(builder.gep(bias, [row]))) for row in which]
         whole = builder.and_(count, int64(-width))
-        for i, (row, rest) in enumerate(zip(which, rests, strict=True)):
-            builder.store(builder.load(builder.gep(bias, [row])), rest)
-            builder.store(ir.Constant(vector, [0.0] * width), sums[i])
         with cgutils.for_range_slice(builder, int64(0), whole, int64(width), int64) as (k, _):
             some = vector_at(x, k)
             for start, total in zip(starts, sums, strict=True):
@@ -128,7 +125,7 @@ def _multiply(rows, weights, bias, begin, end, count, x, batch, out, row):
 
 @inline_with_constants
 def _product(kind, height, many, gates, units, weights, bias, entries, given, out):
-    """Bias and product of the gates of some units, dense, or of all units of one sequence."""
+    """Bias and product for the gates of some units, or, of pruned weights, of all units of one sequence."""
     begin, end, hidden = units
     x, count, batch = given
     sums, row, padded = out
@@ -145,7 +142,7 @@ def _product(kind, height, many, gates, units, weights, bias, entries, given, ou
 
 @functools.cache
 def _loop(dtype: type, cell: str, kind_ih: str, height_ih: int, kind_hh: str, height_hh: int, packed: bool) -> Any:
-    """Without a c, its addresses are h's.  If `packed`, entries are values and not places."""
+    """The loop; addresses of c are those of h where there is none.  If `packed`, places are the values themselves."""
     gates, largest, many = GATES[cell], dtype(np.finfo(dtype).max), ROWS
     place = dtype if packed else np.int32
 
@@ -183,7 +180,7 @@ def _loop(dtype: type, cell: str, kind_ih: str, height_ih: int, kind_hh: str, he
             for b in range(batch):
                 at = b * hidden
                 arrays = projected, b * row_ih, sums, b * row_hh, new_h, new_c, at, output, output, at
-                for j in range(begin, end):  # by itself, or the gates would not be vectorised
+                for j in range(begin, end):  # a loop of its own, or the gates would not be vectorised
                     new_c[at + j] = c[at + j]
                     new_h[at + j] = h[at + j]
                 for j in range(begin, end):
@@ -194,7 +191,7 @@ def _loop(dtype: type, cell: str, kind_ih: str, height_ih: int, kind_hh: str, he
 
 
 class _Matrix:
-    """How a matrix is read: all of it, or by entries."""
+    """How a matrix is read: dense, or by entries."""
 
     def __init__(self, kind: str = "dense", height: int = 1, padded: int = 0, **arrays: Tensor) -> None:
         self.kind, self.height, self.padded, self.arrays = kind, height, padded, arrays
@@ -204,7 +201,7 @@ _DENSE = _Matrix()
 
 
 def _matrix_of(mask: Tensor, gates: int, path: str | None) -> _Matrix | None:
-    """None where few weights are pruned, and for blocks that a pruned weight on the diagonal has made a hole in."""
+    """None if reading all weights is faster, or a pruned weight on the diagonal is inside a block."""
     block = derived_from(mask, "block", lambda: block_of(mask, gates))
     kind, kept, inputs = "sparse" if block == (1, 1) else "block", int(mask.sum()), mask.shape[1]
     if kept == mask.numel() or (kept > DENSEST[kind] * mask.numel() if path is None else path != kind):
@@ -221,7 +218,7 @@ def _matrix_of(mask: Tensor, gates: int, path: str | None) -> _Matrix | None:
             entries = entries._replace(kind="blocks", places=places, columns=columns, starts=starts)
 
     def kept_places(places: Tensor) -> Tensor:
-        """Below 0 where the weight is pruned, and so stands for none."""
+        """With -1 for those that are pruned."""
         return torch.where(mask.flatten()[places], places, -1).to(torch.int32)
 
     places = kept_places(entries.places) if entries.kind == "own" else entries.places[:, 0].to(torch.int32)
@@ -264,16 +261,16 @@ class Step:
             if "starts" in matrix.arrays:
                 sizes[f"slices_{name}"] = len(matrix.arrays["starts"]) - 1
         self._work = Work(**sizes)
-        self._sums = batch * rows[0] * dtype.itemsize  # bytes after the input's part
+        self._sums = batch * rows[0] * dtype.itemsize  # their offset in the scratch memory, in bytes
         self.rows = gates * hidden  # of weights
-        self.scratch = batch * sum(rows)  # numbers that a call needs room for
+        self.scratch = batch * sum(rows)  # numbers of scratch memory that a call needs
 
     def __call__(
         self, x: int, h: int, c: int, new_h: int, new_c: int, output: int, scratch: int, weights: Sequence[Tensor]
     ) -> bool:
-        """Make the next state; all but the weights, in torch.nn's order, are addresses.
+        """Compute the next state; all but the weights, in torch.nn's order, are addresses.
 
-        False where something was not finite, which takes pruned weights too: then nothing is to be used.
+        False if something was not finite, to which pruned weights contribute: the results are then invalid.
         """
         work = Work.from_buffer_copy(self._work)
         work.x, work.h, work.c, work.new_h, work.new_c, work.output = x, h, c, new_h, new_c, output
@@ -309,7 +306,7 @@ class FrozenStep(Step):
     def __call__(
         self, x: int, h: int, c: int, new_h: int, new_c: int, output: int, scratch: int, weights: Sequence[Tensor]
     ) -> bool:
-        """As a step's; room and weights it has already."""
+        """As a step's, which has scratch memory and weights already."""
         work = self._work
         work.next_task = work.not_finite = 0
         work.x, work.h, work.c, work.new_h, work.new_c, work.output = x, h, c, new_h, new_c, output
@@ -331,7 +328,7 @@ class StepOfLayers:
     def __call__(self, x: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor]) -> Any:
         """The output and the next states, given a contiguous input and states and all layers' weights.
 
-        None where something was not finite, as of a :class:`Step`.
+        None if something was not finite, as for a :class:`Step`.
         """
         output, new = empty(*self._output), [empty(*self._state) for _ in self._states]
         return (output, new) if self.into(output, new, x, states, weights) else None
@@ -344,7 +341,7 @@ class StepOfLayers:
         states: Sequence[Tensor],
         weights: Sequence[Tensor],
     ) -> bool:
-        """The same into the memory of the results; False where something was not finite."""
+        """The same into the memory of the results; False if something was not finite."""
         old, room = states or (self._zero,), empty(*self._room)
         h, c, new_h, new_c = old[0].data_ptr(), old[-1].data_ptr(), new[0].data_ptr(), new[-1].data_ptr()
         source, target, scratch = x.data_ptr(), output.data_ptr(), room.data_ptr()
@@ -359,7 +356,7 @@ class StepOfLayers:
 
 
 def _packed(weight: Tensor, mask: Tensor | None, gates: int) -> _Matrix:
-    """A matrix's entries: of a pruned one its kept weights, contiguous in the order in which they are read."""
+    """How a matrix with constant weights is read; those of a pruned one are packed in the order of the entries."""
     if mask is None or bool(mask.all()):
         return _Matrix(weights=weight)
     entries = forward_entries(mask, block_of(mask, gates), gates)
@@ -382,9 +379,9 @@ def step_of(
     mask_hh: Tensor | None,
     path: str | None,
 ) -> Step | None:
-    """What makes a step of a layer, prepared once for its sizes and masks; None where that would be no faster.
+    """A layer's step, prepared once for its sizes and masks; None where that would not be faster.
 
-    A mask of the input weights stands for weights that are read by it; None for weights to be read as they are.
+    Without ``mask_ih`` all input weights are read.
     """
     if dtype not in NUMPY_DTYPES or batch > BATCH:
         return None
