@@ -262,23 +262,14 @@ class _Recurrent(nn.RNNBase):
         training: bool,
     ) -> tuple[Any, Any]:
         """As ``torch.nn``'s forward, one layer and direction after another."""
-        x, batch_sizes, order, places = input if isinstance(input, PackedSequence) else (input, None, None, None)
-        weights = self._weights(recurrent=training or not x.is_cuda or torch.compiler.is_compiling())
-        unbatched = batch_sizes is None and x.dim() == 2
-        swapped = batch_sizes is None and self._is_swapped(x)
+        rows, states, resets = _in_rows(input, states, resets, self.batch_first)
+        weights = self._weights(recurrent=training or not rows.is_cuda or torch.compiler.is_compiling())
         offsets = None
-        if batch_sizes is not None and batch * steps != len(x):
-            offsets = _offsets(batch_sizes, x.device)
-        if unbatched:
-            states = [state.unsqueeze(1) for state in states]
-        if order is not None:
-            states = [state.index_select(1, order) for state in states]
-        rows = (x.transpose(0, 1) if swapped else x).reshape(-1, self.input_size)
-        begins: list[Tensor | None] = [None, None]
-        if resets is not None:
-            begins[0] = mine = (resets.t() if swapped else resets).reshape(-1)
-            if self.bidirectional:  # in reverse an episode starts at the step before the next one's first
-                begins[1] = previous(mine[:, None], None, offsets, batch, reverse=True)[:, 0]
+        if isinstance(input, PackedSequence) and batch * steps != len(rows):
+            offsets = _offsets(input.batch_sizes, rows.device)
+        begins: list[Tensor | None] = [resets, None]
+        if resets is not None and self.bidirectional:  # in reverse an episode starts before the next one's first step
+            begins[1] = previous(resets[:, None], None, offsets, batch, reverse=True)[:, 0]
         if autocast is not None:
             rows, *states = (x.to(autocast) for x in (rows, *states))
             weights = [x.to(autocast) for x in weights]
@@ -303,15 +294,7 @@ class _Recurrent(nn.RNNBase):
 
         alone = len(last) == 1  # a view is enough
         states = [x[0].unsqueeze(0) if alone else torch.stack(x) for x in zip(*last, strict=True)]
-        if places is not None:
-            states = [state.index_select(1, places) for state in states]
-        if unbatched:
-            states = [state.squeeze(1) for state in states]
-        hidden = tuple(states) if lstm else states[0]
-        if batch_sizes is not None:
-            return PackedSequence(rows, batch_sizes, order, places), hidden
-        output = rows if unbatched else rows.view(steps, batch, -1)
-        return output.transpose(0, 1) if swapped else output, hidden
+        return _as_given(input, rows, states, self.batch_first)
 
     def _step(self, x: Any, state: Any, rank: int) -> tuple[Tensor, Any] | None:
         """The fast path of :meth:`step`; None where it does not apply.
@@ -480,39 +463,26 @@ class _Recurrent(nn.RNNBase):
 
     def _forward_torch_by_episodes(self, input: Any, hx: Any, weights: list[Tensor], resets: Tensor) -> tuple[Any, Any]:
         """``torch.nn``'s forward of each episode separately, as it does not support resets."""
-        lstm, swapped = self.mode == "LSTM", isinstance(input, Tensor) and self._is_swapped(input)
-        states, order, places = _states(hx), None, None
-        if isinstance(input, PackedSequence):
-            x, batch_sizes, order, places = input
-        else:
-            x = input.transpose(0, 1) if swapped else input
-            shape = x.shape[:-1]
-            batch_sizes = torch.full((shape[0],), shape[1] if len(shape) == 2 else 1, device="cpu")
         unbatched = isinstance(input, Tensor) and input.dim() == 2
+        if isinstance(input, PackedSequence):
+            batch_sizes = input.batch_sizes
+        else:
+            steps, batch = (len(input), 1) if unbatched else input.shape[1::-1] if self.batch_first else input.shape[:2]
+            batch_sizes = torch.full((steps,), batch, device="cpu")
+        states = _states(hx)
         expected = (len(self._all_weights), *(() if unbatched else (int(batch_sizes[0]),)), self.hidden_size)
         if any(state.shape != expected for state in states):
             return self._forward_torch(input, hx, weights)  # which raises
-        if unbatched:
-            states = [state.unsqueeze(1) for state in states]
-        if order is not None:
-            states = [state.index_select(1, order) for state in states]
 
         def forward(packed: PackedSequence, states: list[Tensor]) -> tuple[Any, list[Tensor]]:
-            hx = None if not states else tuple(states) if lstm else states[0]
+            hx = None if not states else tuple(states) if self.mode == "LSTM" else states[0]
             output, last = self._forward_torch(packed, hx, weights)
             return output, _states(last)
 
-        rows, begins = x.reshape(-1, x.shape[-1]), (resets.t() if swapped else resets).reshape(-1)
-        output, last = forward_by_episodes(forward, rows, states, batch_sizes, begins, 2 if self.bidirectional else 1)
-        if places is not None:
-            last = [state.index_select(1, places) for state in last]
-        if unbatched:
-            last = [state.squeeze(1) for state in last]
-        hidden = tuple(last) if lstm else last[0]
-        if isinstance(input, PackedSequence):
-            return PackedSequence(output, batch_sizes, order, places), hidden
-        output = output.view(*shape, -1)
-        return output.transpose(0, 1) if swapped else output, hidden
+        rows, states, begins = _in_rows(input, states, resets, self.batch_first)
+        directions = 2 if self.bidirectional else 1
+        output, last = forward_by_episodes(forward, rows, states, batch_sizes, cast(Tensor, begins), directions)
+        return _as_given(input, output, last, self.batch_first)
 
     def _is_swapped(self, x: Tensor) -> bool:
         return self.batch_first and x.dim() == 3
@@ -559,6 +529,36 @@ def _offsets(batch_sizes: Tensor, device: torch.device) -> Tensor:
         parts.append(torch.arange(first, first + batch * steps, batch, dtype=torch.int32, device=device))
         first += batch * steps
     return torch.cat([*parts, torch.full((1,), first, dtype=torch.int32, device=device)])
+
+
+def _in_rows(
+    input: Any, states: list[Tensor], resets: Tensor | None, batch_first: bool
+) -> tuple[Tensor, list[Tensor], Tensor | None]:
+    """The input and resets as time-major rows, as in a PackedSequence, and the states batched and sorted like them."""
+    if isinstance(input, PackedSequence):
+        order = input.sorted_indices
+        return input.data, states if order is None else [x.index_select(1, order) for x in states], resets
+    if input.dim() == 2:
+        return input, [x.unsqueeze(1) for x in states], resets
+    if batch_first:
+        input, resets = input.transpose(0, 1), None if resets is None else resets.t()
+    return input.flatten(0, 1), states, None if resets is None else resets.flatten()
+
+
+def _as_given(input: Any, rows: Tensor, states: list[Tensor], batch_first: bool) -> tuple[Any, Hidden]:
+    """The output and last states, laid out as the input and its initial states: the inverse of :func:`_in_rows`."""
+    output: Any = rows
+    if isinstance(input, PackedSequence):
+        output = PackedSequence(rows, *input[1:])
+        if input.unsorted_indices is not None:
+            states = [x.index_select(1, input.unsorted_indices) for x in states]
+    elif input.dim() == 2:
+        states = [x.squeeze(1) for x in states]
+    elif batch_first:
+        output = rows.view(input.shape[1], input.shape[0], -1).transpose(0, 1)
+    else:
+        output = rows.view(*input.shape[:2], -1)
+    return output, (states[0], states[1]) if len(states) == 2 else states[0]
 
 
 def _in_memory(x: Any) -> Any:

@@ -144,7 +144,7 @@ class _InParts(torch.autograd.Function):
 
 
 def _is_round(rows: int) -> bool:
-    """Whether a number of rows is likely to recur: small, or a small multiple of a power of two, as of fixed lengths."""
+    """Whether a number of rows is likely to recur: small, or a small multiple of a power of two, as of fixed sizes."""
     return rows < WHOLE_ROWS or rows <= ROUND * (rows & -rows)
 
 
