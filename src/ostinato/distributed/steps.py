@@ -13,7 +13,7 @@ from ostinato.kernels import nvrtc
 from ostinato.kernels.recurrence import operators as layers
 from ostinato.kernels.scan import compose as kernel
 from ostinato.kernels.scan import operators
-from ostinato.kernels.scan.torch_ops import shares, zeroed
+from ostinato.kernels.scan.torch_ops import LOG, zeroed
 from ostinato.minimal import GATES, RECURRENCES, recurrence_of
 from ostinato.recurrence import Recurrence
 
@@ -185,7 +185,7 @@ class Logarithmic(Linear):
             before = torch.cat((carry[:, None], h), 1)[:, steps]
         part = self.part(steps)
         a, b = part.coefficients()
-        return shares(a + zeroed(before, part.resets, self.zero), b)[0]
+        return LOG.partials(a, b, zeroed(before, part.resets, self.zero))[0]
 
 
 class Minimal(Linear):

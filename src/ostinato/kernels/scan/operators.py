@@ -14,7 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ostinato.kernels.dispatch import Groups, gradient, operator, or_empty
 from ostinato.kernels.export import refuse_packed
 from ostinato.kernels.scan import choose_backend
-from ostinato.kernels.scan.torch_ops import LINEAR, LOG, Semiring, shares, shift, zeroed
+from ostinato.kernels.scan.torch_ops import LINEAR, LOG, Semiring, shift, zeroed
 
 _checked_cu_seqlens: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
@@ -55,14 +55,6 @@ def initial_states(b: Tensor, h0: Tensor | None, cu_seqlens: Tensor | None, zero
 def _states_like(x: Tensor, cu_seqlens: Tensor | None, resets: Tensor | None, backend: str) -> Tensor:
     laid_out = getattr(choose_backend(backend, x.device.type), "states_like", None)  # contiguous of most backends
     return laid_out(x, cu_seqlens, resets) if laid_out else x.new_empty(x.shape)
-
-
-def _partials(ring: Semiring, a: Tensor, b: Tensor | None, before: Tensor) -> tuple[Tensor, Tensor, Tensor | float]:
-    """The derivatives of a step's state with respect to the state before, a, and b."""
-    if b is None or ring is LINEAR:
-        return a, before, 1.0
-    carried, added = shares(a + before, b)
-    return carried, carried, added
 
 
 def _operators(ring: Semiring, name: str) -> tuple[Callable, Callable]:
@@ -150,7 +142,7 @@ def _operators(ring: Semiring, name: str) -> tuple[Callable, Callable]:
     def jvp(args: tuple, results: tuple[Tensor, Tensor], tangents: tuple) -> tuple[Tensor, Tensor]:
         a, b, h0, cu_seqlens, resets, reverse, backend = args
         before = zeroed(shift(results[0], h0, reverse, cu_seqlens, ring.zero), resets, ring.zero)
-        carry, *slopes = _partials(ring, a, b, before)
+        carry, *slopes = ring.partials(a, b, before)
         offsets = [slope * x for slope, x in zip(slopes, tangents[:2], strict=True) if x is not None]
         total = sum(offsets, torch.zeros_like(b))
         return linear_scan(carry, total, tangents[2], cu_seqlens, resets, reverse, backend)
@@ -168,7 +160,7 @@ def _operators(ring: Semiring, name: str) -> tuple[Callable, Callable]:
         backend: str,
     ) -> tuple[Tensor, Tensor, Tensor]:
         before = zeroed(shift(h, h0, reverse, cu_seqlens, ring.zero), resets, ring.zero)
-        carry, of_a, of_b = _partials(ring, a, b, before)
+        carry, of_a, of_b = ring.partials(a, b, before)
         carry, grad = zeroed(carry, resets), torch.zeros_like(h) if grad_h is None else grad_h
         # The gradient that each state passes on to the one before, by a scan in the opposite direction.
         passed, grad_h0 = linear_scan(carry, carry * grad, grad_h_last, cu_seqlens, None, not reverse, backend)

@@ -6,8 +6,9 @@ the same function, a sixteenth as long; each chunk is then corrected for its car
 That is 16 * log16(T) short launches and 2T compositions.
 """
 
+import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,17 +21,35 @@ CHUNK = 16
 
 
 class Semiring(NamedTuple):
-    """The operations of a scan and their neutral elements."""
+    """The operations of a scan, their neutral elements, and the derivatives of a step, ``a*h + b``."""
 
     times: Callable[[Tensor, Tensor], Tensor]
     times_plus: Callable[[Tensor, Tensor, Tensor], Tensor]  # a*h + b
     one: float
     zero: float
     sequential: Callable[..., tuple[Tensor, Tensor]]
+    partials: Callable[[Tensor, Any, Tensor], tuple[Tensor, Tensor, Tensor | float]]  # to h, a and b, of a, b and h
 
 
-LINEAR = Semiring(torch.mul, lambda a, h, b: torch.addcmul(b, a, h), 1.0, 0.0, reference.linear_scan)
-LOG = Semiring(torch.add, lambda a, h, b: torch.logaddexp(a + h, b), 0.0, float("-inf"), reference.log_linear_scan)
+def _log_partials(a: Tensor, b: Tensor, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """exp(a + h), twice, and exp(b) as fractions of their sum, which is the new state.
+
+    Not ``exp(a + h - log_h)``, as the state is rounded.  A state of exactly zero has no gradient.
+    """
+    nothing = (a + h == -math.inf) & (b == -math.inf)
+    ratio = torch.where(nothing, 0.0, a + h) - torch.where(nothing, 0.0, b)
+    carried, added = ratio.sigmoid().masked_fill(nothing, 0.0), (-ratio).sigmoid().masked_fill(nothing, 0.0)
+    return carried, carried, added
+
+
+LINEAR = Semiring(
+    *(torch.mul, lambda a, h, b: torch.addcmul(b, a, h), 1.0, 0.0),
+    *(reference.linear_scan, lambda a, _, h: (a, h, 1.0)),
+)
+LOG = Semiring(
+    *(torch.add, lambda a, h, b: torch.logaddexp(a + h, b), 0.0, -math.inf),
+    *(reference.log_linear_scan, _log_partials),
+)
 
 
 def chunked_scan(
@@ -115,19 +134,6 @@ class TorchBackend:
         h, h_last = self._run(LINEAR, a, b, h0, reverse, cu_seqlens, resets)
         return owned(h, b.dtype), owned(h_last, b.dtype)
 
-    def _carry_back(
-        self,
-        a: Tensor,
-        grad: Tensor,
-        grad_h_last: Tensor | None,
-        reverse: bool,
-        cu_seqlens: Tensor | None,
-        resets: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """s[t] = a[t] * (grad[t] + s[t+1]), the gradient of h[t-1] through h[t]; s[T] is the last state's."""
-        b = zeroed(a * grad, resets)
-        return self._run(LINEAR, a, b, grad_h_last, not reverse, cu_seqlens, resets)
-
     def linear_scan_backward(
         self,
         a: Tensor,
@@ -139,13 +145,7 @@ class TorchBackend:
         cu_seqlens: Tensor | None,
         resets: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        dtype = self.compute_dtype(a)
-        wide_a = a.to(dtype)
-        grad = torch.zeros_like(wide_a) if grad_h is None else grad_h.to(dtype)
-        s, grad_h0 = self._carry_back(wide_a, grad, grad_h_last, reverse, cu_seqlens, resets)
-        grad_b = grad + shift(s, grad_h_last, not reverse, cu_seqlens)
-        grad_a = grad_b * zeroed(shift(h.to(dtype), h0, reverse, cu_seqlens), resets)
-        return owned(grad_a, a.dtype), owned(grad_b, a.dtype), None if h0 is None else owned(grad_h0, h0.dtype)
+        return self._run_backward(LINEAR, a, None, h, h0, grad_h, grad_h_last, reverse, cu_seqlens, resets)
 
     def log_linear_scan(
         self,
@@ -171,14 +171,31 @@ class TorchBackend:
         cu_seqlens: Tensor | None,
         resets: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        dtype = self.compute_dtype(log_a)
-        kept = log_a.to(dtype) + zeroed(shift(log_h.to(dtype), log_h0, reverse, cu_seqlens, LOG.zero), resets, LOG.zero)
-        carried, added = shares(kept, log_b.to(dtype))
-        grad = torch.zeros_like(kept) if grad_h is None else grad_h.to(dtype)
-        s, grad_h0 = self._carry_back(carried, grad, grad_h_last, reverse, cu_seqlens, resets)
-        total = grad + shift(s, grad_h_last, not reverse, cu_seqlens)
-        grad_a, grad_b = owned(total * carried, log_a.dtype), owned(total * added, log_b.dtype)
-        return grad_a, grad_b, None if log_h0 is None else owned(grad_h0, log_h0.dtype)
+        return self._run_backward(LOG, log_a, log_b, log_h, log_h0, grad_h, grad_h_last, reverse, cu_seqlens, resets)
+
+    def _run_backward(
+        self,
+        ring: Semiring,
+        a: Tensor,
+        b: Tensor | None,
+        h: Tensor,
+        h0: Tensor | None,
+        grad_h: Tensor | None,
+        grad_h_last: Tensor | None,
+        reverse: bool,
+        cu_seqlens: Tensor | None,
+        resets: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        dtype = self.compute_dtype(a)
+        before = zeroed(shift(h.to(dtype), h0, reverse, cu_seqlens, ring.zero), resets, ring.zero)
+        carry, of_a, of_b = ring.partials(a.to(dtype), None if b is None else b.to(dtype), before)
+        grad = torch.zeros_like(carry) if grad_h is None else grad_h.to(dtype)
+        # The gradient that each state passes on to the one before, by a scan in the opposite direction.
+        passed = zeroed(carry * grad, resets)
+        passed, grad_h0 = self._run(LINEAR, carry, passed, grad_h_last, not reverse, cu_seqlens, resets)
+        total = grad + shift(passed, grad_h_last, not reverse, cu_seqlens)
+        grads = owned(total * of_a, a.dtype), owned(total * of_b, a.dtype)
+        return *grads, None if h0 is None else owned(grad_h0, h0.dtype)
 
 
 class Packing(NamedTuple):
@@ -225,16 +242,6 @@ def shift(h: Tensor, h0: Tensor | None, reverse: bool, cu_seqlens: Tensor | None
     sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), steps, right=True)  # that a step belongs to
     first = steps == (cu_seqlens[1:][sequence] - 1 if reverse else cu_seqlens[:-1][sequence])
     return torch.where(first[:, None], start if h0 is None else start[sequence, 0], before)
-
-
-def shares(kept: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
-    """exp(kept) and exp(added) as fractions of their sum, which is the new state.
-
-    Not ``exp(kept - log_h)``, as the state is rounded.  A state of exactly zero has no gradient.
-    """
-    nothing = (kept == LOG.zero) & (added == LOG.zero)
-    ratio = torch.where(nothing, 0.0, kept) - torch.where(nothing, 0.0, added)
-    return ratio.sigmoid().masked_fill(nothing, 0.0), (-ratio).sigmoid().masked_fill(nothing, 0.0)
 
 
 def zeroed(x: Tensor, resets: Tensor | None, zero: float = 0.0) -> Tensor:
