@@ -143,6 +143,12 @@ def test_bad_settings(settings, message):
         LanguageModel(**{"vocab_size": 5, "width": 8, **settings})
 
 
+@pytest.mark.parametrize("name", ["vocab_size", "width", "num_layers", "conv_kernel"])
+def test_sizes_are_integers(name):
+    with pytest.raises(TypeError, match=f"{name} must be an integer; got float"):
+        LanguageModel(**{"vocab_size": 5, "width": 8, name: 2.0})
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

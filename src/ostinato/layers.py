@@ -281,11 +281,17 @@ def draw_parameters(module: nn.Module, hidden_size: int) -> None:
 
 def check_sizes(**sizes: int) -> None:
     """Raise TypeError or ValueError unless all are positive integers."""
+    check_integers(**sizes)
     for name, value in sizes.items():
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} must be an integer; got {type(value).__name__}")
         if value <= 0:
             raise ValueError(f"{name} must be positive; got {value}")
+
+
+def check_integers(**numbers: int) -> None:
+    """Raise TypeError unless all are integers."""
+    for name, value in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name} must be an integer; got {type(value).__name__}")
 
 
 def check_flags(**flags: bool) -> None:

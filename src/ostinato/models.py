@@ -10,6 +10,7 @@ from torch.distributed import ProcessGroup
 
 from ostinato.diagonal import HGRN, LRU, QRNN, RGLRU, SRU, IndRNN, ParaGRU, ParaLSTM
 from ostinato.hub import HubMixin
+from ostinato.layers import check_integers
 from ostinato.minimal import HighwayMinGRU, MinGRU, MinLSTM
 from ostinato.recurrent import GRU, LSTM
 from ostinato.stepper import Stepper
@@ -117,6 +118,7 @@ class LanguageModel(nn.Module, HubMixin, library_name="ostinato", pipeline_tag="
         settings: all arguments by name: ``LanguageModel(**model.settings)`` is a new model like this one.
 
     Raises:
+        TypeError: a size that is not an integer.
         ValueError: a size below 1, an unknown cell, or a dropout outside [0, 1).
 
     Example:
@@ -144,6 +146,7 @@ class LanguageModel(nn.Module, HubMixin, library_name="ostinato", pipeline_tag="
         dropout: float = 0.3,
     ) -> None:
         super().__init__()
+        check_integers(vocab_size=vocab_size, width=width, num_layers=num_layers, conv_kernel=conv_kernel)
         for name, ratio in (("expansion", expansion), ("mlp_ratio", mlp_ratio)):
             if not 0 < ratio < math.inf:
                 raise ValueError(f"{name} must be above 0 and finite; got {ratio}")
