@@ -1,7 +1,9 @@
 """Steps one at a time equal the whole sequence, by layers and by the stepper that keeps their state."""
 
+import copy
 import gc
 import os
+import pickle
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -352,3 +354,48 @@ def test_bad_input_is_refused():
         ostinato.GRU(5, 16, bidirectional=True).step(torch.randn(2, 5))
     with pytest.raises(ValueError, match=r"x must have shape \(B, 5\) or \(5,\), one step; got \(1, 2, 5\)"):
         gru.step(torch.randn(1, 2, 5))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("name", ["GRU", "MinGRU", "SRU"])
+def test_inside_and_outside_of_inference_mode(name, frozen):
+    torch.manual_seed(0)
+    layer, x = getattr(ostinato, name)(3, 5), torch.randn(4, 2, 3)
+    whole = layer(x)[0]
+    for made_inside in (False, True):
+        with torch.inference_mode(made_inside):
+            stepper = ostinato.Stepper(layer, 2, frozen=frozen)
+        for inside in (True, False, True):
+            with torch.inference_mode(inside):
+                stepper(x[3])
+            stepper.reset()
+            stepper.reset(torch.tensor([True, False]))
+            stepper.state = stepper.state
+        found = [stepper(x_t) for x_t in x]
+        torch.testing.assert_close(torch.stack(found), whole)
+        assert not found[0].is_inference()  # may be multiplied with weights that are trained
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("name", ["GRU", "MinGRU", "SRU"])
+def test_a_copy_goes_on_by_itself(name, frozen):
+    torch.manual_seed(0)
+    layer, x = getattr(ostinato, name)(3, 5), torch.randn(6, 2, 3)
+    whole = layer(x)[0]
+    stepper = ostinato.Stepper(layer, 2, frozen=frozen)
+    for x_t in x[:3]:
+        stepper(x_t)
+    for copied in (copy.deepcopy(stepper), pickle.loads(pickle.dumps(stepper))):
+        for x_t, expected in zip(x[3:], whole[3:], strict=True):
+            torch.testing.assert_close(copied(x_t), expected)
+    torch.testing.assert_close(stepper(x[3]), whole[3])
+
+
+def test_sequences_within_a_sequence_keep_their_state_too():
+    torch.manual_seed(0)
+    gru, head, x = ostinato.GRU(3, 5), nn.Linear(5, 2), torch.randn(4, 2, 3)
+    stepper = ostinato.Stepper(nn.Sequential(nn.Sequential(nn.Identity(), gru), head), 2)
+    torch.testing.assert_close(torch.stack([stepper(x_t) for x_t in x]), head(gru(x)[0]))
+    for other in (nn.GRU(3, 5), nn.GRUCell(3, 5)):
+        with pytest.raises(TypeError, match=f"module must have step and initial_state; got {type(other).__name__}"):
+            ostinato.Stepper(nn.Sequential(nn.Linear(3, 3), other), 2)

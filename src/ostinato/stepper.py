@@ -13,6 +13,11 @@ from ostinato.recurrent import GRU, LSTM, RNN
 from ostinato.replay import Recorder, Unrepeatable
 
 
+def _outside_inference_mode(function: Callable) -> Callable:
+    """Without gradients, but outside of inference mode, whose tensors could not be written to when it has ended."""
+    return torch.inference_mode(False)(torch.no_grad()(function))
+
+
 class Stepper:
     """Runs a module one time step per call and keeps its state: ``y = stepper(x)``.
 
@@ -48,6 +53,7 @@ class Stepper:
         True
     """
 
+    @_outside_inference_mode
     def __init__(self, module: nn.Module, batch_size: int, *, frozen: bool = False) -> None:
         if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
             raise ValueError(f"batch_size must be at least 1; got {batch_size!r}")
@@ -83,21 +89,25 @@ class Stepper:
         y, self._state = _step(self._module, x, self._state)
         return y
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy captures or records a step of its own."""
+        return {**self.__dict__, "_replay": None}
+
     @property
     def state(self) -> Any:
         """A copy of the state after the last step, as ``module.step`` returns it; assignment copies, too."""
         return _mapped(Tensor.clone, self._state)
 
     @state.setter
+    @torch.inference_mode()  # which may have made the state
     def state(self, value: Any) -> None:
         own, others = list(_tensors(self._state)), list(_tensors(value))
         if [x.shape for x in own] != [x.shape for x in others]:
             raise ValueError(f"state must have the shapes {_shapes(own)}; got {_shapes(others)}")
-        with torch.no_grad():
-            for kept, new in zip(own, others, strict=True):
-                kept.copy_(new)
+        for kept, new in zip(own, others, strict=True):
+            kept.copy_(new)
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def reset(self, mask: Tensor | None = None) -> None:
         """Restore the initial state of all sequences, or of those where the mask (B,) is True."""
         if mask is not None:
@@ -112,6 +122,7 @@ class Stepper:
                 at = mask.to(kept.device).view(*(-1 if i == dim else 1 for i in range(kept.dim())))
                 kept.copy_(torch.where(at, first, kept))
 
+    @_outside_inference_mode
     def _captured(self, x: Tensor) -> Callable[[Tensor], Tensor]:
         """Capture a step in a CUDA graph, which reads and writes the same memory at every replay."""
         given, module, state = x.clone(), self._module, self._state
@@ -125,6 +136,7 @@ class Stepper:
             y = _advance(module, given, state)
         return functools.partial(_replayed, graph.replay, given, y)
 
+    @_outside_inference_mode
     def _recorded(self, x: Tensor) -> Callable[[Tensor], Tensor] | None:
         """The same on a CPU; None for a module that branches on tensor values."""
         given, module, state, recorder = x.clone(), self._module, self._state, Recorder()
@@ -161,10 +173,14 @@ def _replayed(replay: Callable[[], None], given: Tensor, y: Tensor, x: Tensor) -
 
 def _initial_state(module: Any, batch_size: int) -> Any:
     if isinstance(module, nn.Sequential):
-        return [_initial_state(part, batch_size) if hasattr(part, "step") else None for part in module]
+        return [None if _is_stateless(part) else _initial_state(part, batch_size) for part in module]
     if not (hasattr(module, "step") and hasattr(module, "initial_state")):
         raise TypeError(f"module must have step and initial_state; got {type(module).__name__}")
     return module.initial_state(batch_size)
+
+
+def _is_stateless(part: nn.Module) -> bool:
+    return not (hasattr(part, "step") or isinstance(part, nn.Sequential | nn.RNNBase | nn.RNNCellBase))
 
 
 def _step(module: Any, x: Tensor, state: Any) -> tuple[Tensor, Any]:
@@ -173,7 +189,7 @@ def _step(module: Any, x: Tensor, state: Any) -> tuple[Tensor, Any]:
     parts: Any = module
     after = []
     for part, own in zip(parts, state, strict=True):
-        x, new = (part(x), None) if own is None else part.step(x, own)
+        x, new = (part(x), None) if own is None else _step(part, x, own)
         after.append(new)
     return x, after
 

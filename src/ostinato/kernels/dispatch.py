@@ -336,6 +336,9 @@ class Prepared:
     def __init__(self) -> None:
         self._runs: dict[tuple, list[tuple[Callable, Any]]] = {}
 
+    def __reduce__(self) -> tuple:
+        return Prepared, ()  # a copy begins empty
+
     def find(self, tensors: Sequence[Any], *settings: Any) -> Any:
         """The function added for tensors like these and these settings, if the call :func:`is_eager`; else None."""
         if _is_watched():
