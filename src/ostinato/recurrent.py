@@ -1,7 +1,6 @@
 """RNN, GRU and LSTM: torch.nn's layers, dense or pruned, run and trained by persistent kernels where these fit."""
 
 import functools
-import operator
 import warnings
 from collections.abc import Callable
 from typing import Any, cast
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 
-from ostinato.episodes import check_resets, forward_by_episodes
+from ostinato.episodes import check_resets
 from ostinato.kernels.dispatch import Prepared, is_eager
 from ostinato.kernels.export import refuse_script
 from ostinato.kernels.persistent.operators import (
@@ -29,13 +28,12 @@ from ostinato.kernels.streams import beside
 from ostinato.masks import keep_pruned, mask_name, mask_of, masked
 from ostinato.replay import recording
 from ostinato.scan import check_batch_sizes
+from ostinato.torch_layers import Hidden, TorchLayers, as_given, in_rows, states_of
 
-Hidden = Tensor | tuple[Tensor, Tensor]
 _STEPS = Prepared()  # keyed by input, weights and states
-_TORCHS = {mode: getattr(torch._VF, mode.lower()) for mode in ("RNN_TANH", "RNN_RELU", "GRU", "LSTM")}
 
 
-class _Recurrent(nn.RNNBase):
+class _Recurrent(TorchLayers):
     """Adds masks, resets and the choice of kernels to ``torch.nn``'s layers.
 
     Every call reads the current parameters: ``torch.nn``'s own list of them can be stale.
@@ -60,7 +58,7 @@ class _Recurrent(nn.RNNBase):
                 return result
             if 0 < steps < least_steps(input.device.type):
                 return self._forward_torch(input, hx, self._weights())
-        states = _states(hx)
+        states = states_of(hx)
         call = self._kernels_for(input, states, self._unmasked_weights(), resets)
         if call is not None:
             return self._forward_kernels(input, states, resets, *call)
@@ -105,7 +103,7 @@ class _Recurrent(nn.RNNBase):
             raise ValueError(
                 f"x must have shape (B, {self.input_size}) or ({self.input_size},), one step; got {tuple(x.shape)}"
             )
-        states = _states(state)
+        states = states_of(state)
         captured = x.is_cuda and not torch.is_autocast_enabled("cuda") and torch.cuda.is_current_stream_capturing()
         if captured and x.dim() == 2 and states:
             return self._step_by_cells(x, states)
@@ -262,7 +260,7 @@ class _Recurrent(nn.RNNBase):
         training: bool,
     ) -> tuple[Any, Any]:
         """As ``torch.nn``'s forward, one layer and direction after another."""
-        rows, states, resets = _in_rows(input, states, resets, self.batch_first)
+        rows, states, resets = in_rows(input, states, resets, self.batch_first)
         weights = self._weights(recurrent=training or not rows.is_cuda or torch.compiler.is_compiling())
         offsets = None
         if isinstance(input, PackedSequence) and batch * steps != len(rows):
@@ -294,7 +292,7 @@ class _Recurrent(nn.RNNBase):
 
         alone = len(last) == 1  # a view is enough
         states = [x[0].unsqueeze(0) if alone else torch.stack(x) for x in zip(*last, strict=True)]
-        return _as_given(input, rows, states, self.batch_first)
+        return as_given(input, rows, states, self.batch_first)
 
     def _step(self, x: Any, state: Any, rank: int) -> tuple[Tensor, Any] | None:
         """The fast path of :meth:`step`; None where it does not apply.
@@ -306,7 +304,7 @@ class _Recurrent(nn.RNNBase):
             return None
         if self._frozen is not None and (result := self._step_frozen(x, state)) is not None:
             return result
-        states, own = _states(state), self._unmasked_weights()
+        states, own = states_of(state), self._unmasked_weights()
         like = [x, *own, *states], rank, state is None, self.mode, self.num_layers, self._path
         changing = self.training and self.dropout > 0 and self.num_layers > 1
         run = None if self._buffers or changing else _STEPS.find(*like)
@@ -330,7 +328,7 @@ class _Recurrent(nn.RNNBase):
         `own` is updated to the weights that the function takes.
         """
         layers, hidden, dtype, masks = self.num_layers, self.hidden_size, x.dtype, self._buffers
-        states, count = _states(state), 2 if self.mode == "LSTM" else 1
+        states, count = states_of(state), 2 if self.mode == "LSTM" else 1
         tensors = [x, *own, *states]
         if (
             (rank != 2 and rank != 1)
@@ -377,7 +375,7 @@ class _Recurrent(nn.RNNBase):
 
     def _step_frozen(self, x: Tensor, state: Any) -> tuple[Tensor, Any] | None:
         frozen: Any = self._frozen
-        states = _states(state)
+        states = states_of(state)
         run = frozen.find([x, *states])
         result = None if run is None else run(x, states, ())
         if result is None:
@@ -387,8 +385,8 @@ class _Recurrent(nn.RNNBase):
 
     def _repeat_frozen(self, x: Tensor, state: Any, result: tuple[Tensor, Any]) -> Callable[[], None] | None:
         """A function that repeats the step from and into the same memory, if weights are frozen, else None."""
-        states, (output, after) = _states(state), result
-        new, run = _states(after), self._frozen and self._frozen.find([x, *states])
+        states, (output, after) = states_of(state), result
+        new, run = states_of(after), self._frozen and self._frozen.find([x, *states])
         if not run:
             return None
 
@@ -396,7 +394,7 @@ class _Recurrent(nn.RNNBase):
             if run.into(output, new, x, states, ()):
                 return
             y, right = self.step(x, state)  # the packed kernel refuses values that are not finite
-            for own, other in zip((output, *new), (y, *_states(right)), strict=True):
+            for own, other in zip((output, *new), (y, *states_of(right)), strict=True):
                 own.copy_(other)
 
         return repeat
@@ -426,64 +424,6 @@ class _Recurrent(nn.RNNBase):
         new = [torch.stack(parts) for parts in zip(*last, strict=True)]
         return x, tuple(new) if self.mode == "LSTM" else new[0]
 
-    def _forward_torch(self, input: Any, hx: Any, weights: list[Tensor]) -> tuple[Any, Any]:
-        """``torch.nn``'s own forward, which reads the weights from the module, or from a copy with other weights.
-
-        Its slow argument checks are skipped if our faster one has passed.
-        """
-        module = self
-        if not torch.compiler.is_compiling():
-            if self.mode == "LSTM":  # PyTorch's reads memory that autograd's zero tensors do not have
-                input, hx = _in_memory(input), tuple(map(_in_memory, hx)) if isinstance(hx, tuple) else hx
-            same = all(map(operator.is_, weights, self._flat_weights))
-            if not same and weights[0].is_cuda:
-                _silence_copy_warning()
-            if isinstance(input, Tensor) and self._fits(input, hx, weights[0]):
-                return self._call_torch(input, hx, weights)
-            if not same:
-                module = object.__new__(type(self))
-                module.__dict__.update(self.__dict__, _flat_weights=weights)
-        return super(_Recurrent, module).forward(input, hx)
-
-    def _fits(self, input: Tensor, hx: Any, weight: Tensor) -> bool:
-        """Whether the input and the states, if there are any, are batched and of the layer's dtype and sizes."""
-        states = None if hx is None else hx.shape if isinstance(hx, Tensor) else tuple([state.shape for state in hx])
-        layer = len(self._all_weights), self.input_size, self.hidden_size, self.batch_first, self.mode == "LSTM"
-        return input.dtype is weight.dtype and _shapes_fit(input.shape, states, *layer)
-
-    def _call_torch(self, input: Tensor, hx: Any, weights: list[Tensor]) -> tuple[Tensor, Any]:
-        lstm = self.mode == "LSTM"
-        if hx is None:
-            batch = input.shape[0 if self.batch_first else 1]
-            zero = input.new_zeros(len(self._all_weights), batch, self.hidden_size)
-            hx = (zero, zero) if lstm else zero
-        how = self.bias, self.num_layers, self.dropout, self.training, self.bidirectional, self.batch_first
-        result = _TORCHS[self.mode](input, hx, weights, *how)
-        return result[0], result[1:] if lstm else result[1]
-
-    def _forward_torch_by_episodes(self, input: Any, hx: Any, weights: list[Tensor], resets: Tensor) -> tuple[Any, Any]:
-        """``torch.nn``'s forward of each episode separately, as it does not support resets."""
-        unbatched = isinstance(input, Tensor) and input.dim() == 2
-        if isinstance(input, PackedSequence):
-            batch_sizes = input.batch_sizes
-        else:
-            steps, batch = (len(input), 1) if unbatched else input.shape[1::-1] if self.batch_first else input.shape[:2]
-            batch_sizes = torch.full((steps,), batch, device="cpu")
-        states = _states(hx)
-        expected = (len(self._all_weights), *(() if unbatched else (int(batch_sizes[0]),)), self.hidden_size)
-        if any(state.shape != expected for state in states):
-            return self._forward_torch(input, hx, weights)  # which raises
-
-        def forward(packed: PackedSequence, states: list[Tensor]) -> tuple[Any, list[Tensor]]:
-            hx = None if not states else tuple(states) if self.mode == "LSTM" else states[0]
-            output, last = self._forward_torch(packed, hx, weights)
-            return output, _states(last)
-
-        rows, states, begins = _in_rows(input, states, resets, self.batch_first)
-        directions = 2 if self.bidirectional else 1
-        output, last = forward_by_episodes(forward, rows, states, batch_sizes, cast(Tensor, begins), directions)
-        return _as_given(input, output, last, self.batch_first)
-
     def _is_swapped(self, x: Tensor) -> bool:
         return self.batch_first and x.dim() == 3
 
@@ -498,25 +438,6 @@ class _Recurrent(nn.RNNBase):
             return hx.where(keep, 0.0)
         return torch.stack([hx[0::2].where(keep, 0.0), hx[1::2]], 1).flatten(0, 1)
 
-    def _update_flat_weights(self) -> None:
-        """Do nothing: ``torch.nn`` would check every parameter at each call, and :meth:`_weights` does not need it."""
-
-
-@functools.lru_cache(4096)
-def _shapes_fit(
-    shape: torch.Size, states: Any, layers: int, input_size: int, hidden_size: int, batch_first: bool, lstm: bool
-) -> bool:
-    if len(shape) != 3 or shape[2] != input_size:
-        return False
-    expected = (layers, shape[0 if batch_first else 1], hidden_size)
-    return states is None or states == ((expected, expected) if lstm else expected)
-
-
-@functools.cache
-def _silence_copy_warning() -> None:
-    """Masked weights are never one contiguous chunk, so cuDNN copies them at each call; torch would warn."""
-    warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk of memory")
-
 
 def _offsets(batch_sizes: Tensor, device: torch.device) -> Tensor:
     """The first row of each step of a PackedSequence, then the number of rows: (T + 1,), int32."""
@@ -529,44 +450,6 @@ def _offsets(batch_sizes: Tensor, device: torch.device) -> Tensor:
         parts.append(torch.arange(first, first + batch * steps, batch, dtype=torch.int32, device=device))
         first += batch * steps
     return torch.cat([*parts, torch.full((1,), first, dtype=torch.int32, device=device)])
-
-
-def _in_rows(
-    input: Any, states: list[Tensor], resets: Tensor | None, batch_first: bool
-) -> tuple[Tensor, list[Tensor], Tensor | None]:
-    """The input and resets as time-major rows, as in a PackedSequence, and the states batched and sorted like them."""
-    if isinstance(input, PackedSequence):
-        order = input.sorted_indices
-        return input.data, states if order is None else [x.index_select(1, order) for x in states], resets
-    if input.dim() == 2:
-        return input, [x.unsqueeze(1) for x in states], resets
-    if batch_first:
-        input, resets = input.transpose(0, 1), None if resets is None else resets.t()
-    return input.flatten(0, 1), states, None if resets is None else resets.flatten()
-
-
-def _as_given(input: Any, rows: Tensor, states: list[Tensor], batch_first: bool) -> tuple[Any, Hidden]:
-    """The output and last states, laid out as the input and its initial states: the inverse of :func:`_in_rows`."""
-    output: Any = rows
-    if isinstance(input, PackedSequence):
-        output = PackedSequence(rows, *input[1:])
-        if input.unsorted_indices is not None:
-            states = [x.index_select(1, input.unsorted_indices) for x in states]
-    elif input.dim() == 2:
-        states = [x.squeeze(1) for x in states]
-    elif batch_first:
-        output = rows.view(input.shape[1], input.shape[0], -1).transpose(0, 1)
-    else:
-        output = rows.view(*input.shape[:2], -1)
-    return output, (states[0], states[1]) if len(states) == 2 else states[0]
-
-
-def _in_memory(x: Any) -> Any:
-    return x.clone() if isinstance(x, Tensor) and x._is_zerotensor() else x
-
-
-def _states(hx: Hidden | None) -> list[Tensor]:
-    return [] if hx is None else [hx] if isinstance(hx, Tensor) else list(hx)
 
 
 class RNN(_Recurrent, nn.RNN):

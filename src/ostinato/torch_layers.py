@@ -1,0 +1,134 @@
+"""``torch.nn``'s own forward of RNN, GRU and LSTM with weights that are passed in, also by episodes; input layouts."""
+
+import functools
+import operator
+import warnings
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from ostinato.episodes import forward_by_episodes
+
+Hidden = Tensor | tuple[Tensor, Tensor]
+_FUNCTIONS = {mode: getattr(torch._VF, mode.lower()) for mode in ("RNN_TANH", "RNN_RELU", "GRU", "LSTM")}
+
+
+class TorchLayers(nn.RNNBase):
+    """``torch.nn``'s forward with weights that are passed in: the module's own list of them can be stale."""
+
+    def _forward_torch(self, input: Any, hx: Any, weights: list[Tensor]) -> tuple[Any, Any]:
+        """The forward itself, without its slow argument checks if our faster one has passed.
+
+        Otherwise it reads the weights from the module, or from a copy of the module if they are others.
+        """
+        module = self
+        if not torch.compiler.is_compiling():
+            if self.mode == "LSTM":  # PyTorch's reads memory that autograd's zero tensors do not have
+                input, hx = _in_memory(input), tuple(map(_in_memory, hx)) if isinstance(hx, tuple) else hx
+            same = all(map(operator.is_, weights, self._flat_weights))
+            if not same and weights[0].is_cuda:
+                _silence_copy_warning()
+            if isinstance(input, Tensor) and self._fits(input, hx, weights[0]):
+                return self._call_torch(input, hx, weights)
+            if not same:
+                module = object.__new__(type(self))
+                module.__dict__.update(self.__dict__, _flat_weights=weights)
+        return super(TorchLayers, module).forward(input, hx)
+
+    def _fits(self, input: Tensor, hx: Any, weight: Tensor) -> bool:
+        """Whether the input and the states, if there are any, are batched and of the layer's dtype and sizes."""
+        states = None if hx is None else hx.shape if isinstance(hx, Tensor) else tuple([state.shape for state in hx])
+        layer = len(self._all_weights), self.input_size, self.hidden_size, self.batch_first, self.mode == "LSTM"
+        return input.dtype is weight.dtype and _shapes_fit(input.shape, states, *layer)
+
+    def _call_torch(self, input: Tensor, hx: Any, weights: list[Tensor]) -> tuple[Tensor, Any]:
+        lstm = self.mode == "LSTM"
+        if hx is None:
+            batch = input.shape[0 if self.batch_first else 1]
+            zero = input.new_zeros(len(self._all_weights), batch, self.hidden_size)
+            hx = (zero, zero) if lstm else zero
+        how = self.bias, self.num_layers, self.dropout, self.training, self.bidirectional, self.batch_first
+        result = _FUNCTIONS[self.mode](input, hx, weights, *how)
+        return result[0], result[1:] if lstm else result[1]
+
+    def _forward_torch_by_episodes(self, input: Any, hx: Any, weights: list[Tensor], resets: Tensor) -> tuple[Any, Any]:
+        """The forward of each episode separately, as ``torch.nn`` does not support resets."""
+        unbatched = isinstance(input, Tensor) and input.dim() == 2
+        if isinstance(input, PackedSequence):
+            batch_sizes = input.batch_sizes
+        else:
+            steps, batch = (len(input), 1) if unbatched else input.shape[1::-1] if self.batch_first else input.shape[:2]
+            batch_sizes = torch.full((steps,), batch, device="cpu")
+        states = states_of(hx)
+        expected = (len(self._all_weights), *(() if unbatched else (int(batch_sizes[0]),)), self.hidden_size)
+        if any(state.shape != expected for state in states):
+            return self._forward_torch(input, hx, weights)  # which raises
+
+        def forward(packed: PackedSequence, states: list[Tensor]) -> tuple[Any, list[Tensor]]:
+            hx = None if not states else tuple(states) if self.mode == "LSTM" else states[0]
+            output, last = self._forward_torch(packed, hx, weights)
+            return output, states_of(last)
+
+        rows, states, begins = in_rows(input, states, resets, self.batch_first)
+        directions = 2 if self.bidirectional else 1
+        output, last = forward_by_episodes(forward, rows, states, batch_sizes, cast(Tensor, begins), directions)
+        return as_given(input, output, last, self.batch_first)
+
+    def _update_flat_weights(self) -> None:
+        """Do nothing: ``torch.nn`` would check every parameter at each call."""
+
+
+@functools.lru_cache(4096)
+def _shapes_fit(
+    shape: torch.Size, states: Any, layers: int, input_size: int, hidden_size: int, batch_first: bool, lstm: bool
+) -> bool:
+    if len(shape) != 3 or shape[2] != input_size:
+        return False
+    expected = (layers, shape[0 if batch_first else 1], hidden_size)
+    return states is None or states == ((expected, expected) if lstm else expected)
+
+
+@functools.cache
+def _silence_copy_warning() -> None:
+    """Masked weights are never one contiguous chunk, so cuDNN copies them at each call; torch would warn."""
+    warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk of memory")
+
+
+def in_rows(
+    input: Any, states: list[Tensor], resets: Tensor | None, batch_first: bool
+) -> tuple[Tensor, list[Tensor], Tensor | None]:
+    """The input and resets as time-major rows, as in a PackedSequence, and the states batched and sorted like them."""
+    if isinstance(input, PackedSequence):
+        order = input.sorted_indices
+        return input.data, states if order is None else [x.index_select(1, order) for x in states], resets
+    if input.dim() == 2:
+        return input, [x.unsqueeze(1) for x in states], resets
+    if batch_first:
+        input, resets = input.transpose(0, 1), None if resets is None else resets.t()
+    return input.flatten(0, 1), states, None if resets is None else resets.flatten()
+
+
+def as_given(input: Any, rows: Tensor, states: list[Tensor], batch_first: bool) -> tuple[Any, Hidden]:
+    """The output and last states, laid out as the input and its initial states: the inverse of :func:`in_rows`."""
+    output: Any = rows
+    if isinstance(input, PackedSequence):
+        output = PackedSequence(rows, *input[1:])
+        if input.unsorted_indices is not None:
+            states = [x.index_select(1, input.unsorted_indices) for x in states]
+    elif input.dim() == 2:
+        states = [x.squeeze(1) for x in states]
+    elif batch_first:
+        output = rows.view(input.shape[1], input.shape[0], -1).transpose(0, 1)
+    else:
+        output = rows.view(*input.shape[:2], -1)
+    return output, (states[0], states[1]) if len(states) == 2 else states[0]
+
+
+def _in_memory(x: Any) -> Any:
+    return x.clone() if isinstance(x, Tensor) and x._is_zerotensor() else x
+
+
+def states_of(hx: Hidden | None) -> list[Tensor]:
+    return [] if hx is None else [hx] if isinstance(hx, Tensor) else list(hx)
