@@ -1,17 +1,17 @@
-"""Benchmarks that anyone can repeat: every speed a ratio taken in one run, its correctness beside it.
+"""Reproducible benchmarks: speeds are ratios within one run, and every result is checked.
 
 =============  ================================================================
-``workloads``  what is computed: inputs, least work, limit
-``shapes``     in which sizes, on a CPU and on a GPU
-``peers``      who computes it: Ostinato and every other implementation
-``check``      what each result is held against: float64
-``measure``    checks each contestant, then times it
-``warm``       compiles beforehand, in many processes, what they would compile
-``sweeps``     workloads that differ in one size: the source documents' tables
-``calls``      what small calls and single steps cost the host
+``workloads``  what is computed: inputs, minimal work, hardware limit
+``shapes``     the sizes measured on CPUs and on GPUs
+``peers``      the implementations: Ostinato and its peers
+``check``      correctness: results against float64
+``measure``    checks each implementation, then times it
+``warm``       compiles all kernels beforehand, in parallel
+``sweeps``     workloads over one size: the source documents' tables
+``calls``      host overhead of small calls and single steps
 ``capacity``   the largest recurrent layers that fit on a chip
-``profile``    the kernels of one layer, and how near their limits they come
-``runs``       JSON files, and the machine they are of
+``profile``    the kernels of one layer against their limits
+``runs``       JSON files, with their environment
 ``report``     tables, for the console and the documentation
 ``plots``      pictures
 ``learning``   what the layers learn

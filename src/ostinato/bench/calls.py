@@ -1,4 +1,4 @@
-"""What a small call costs, most of which is the host's time: short scans and single steps."""
+"""The host overhead of small calls: short scans and single steps."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -11,14 +11,14 @@ from torch import Tensor, nn
 import ostinato
 from ostinato.bench.measure import Record
 
-CALLS, ROUNDS = 50, 20  # calls are issued one after the other, fewer than a GPU's queue takes; rounds in turn
+CALLS, ROUNDS = 50, 20  # calls per sample, fewer than fill a GPU's queue; samples, interleaved over contestants
 UNIT = "torch.add(out=)"
 
 Call = Callable[[], Any]
 
 
 def calls(device: torch.device, rounds: int = ROUNDS) -> list[Record]:
-    """One record a kind of call: each contestant's seconds, of Ostinato first and then of what else there is."""
+    """One record per kind of call, with the seconds of each contestant, Ostinato first."""
     torch.manual_seed(0)
     x, y, out = (torch.randn(2, 16, 64, device=device) for _ in range(3))
     unit: dict[str, Call] = {UNIT: partial(torch.add, x, y, out=out)}
@@ -31,7 +31,7 @@ def calls(device: torch.device, rounds: int = ROUNDS) -> list[Record]:
 
 
 def _seconds(contestants: dict[str, Call], device: torch.device, rounds: int) -> dict[str, float]:
-    """Of issuing a call: the least of the rounds, which are taken in turn, as others on the host only add to it."""
+    """The time to issue a call: the minimum over interleaved rounds, as noise on the host only adds to it."""
     wait: Call = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     samples: dict[str, list[float]] = {who: [] for who in contestants}
     for call in contestants.values():

@@ -1,4 +1,4 @@
-"""What each contestant's result is held against: the recurrence in float64."""
+"""Correctness of the contestants' results, against the recurrence in float64."""
 
 from functools import partial
 from typing import Protocol
@@ -10,7 +10,7 @@ from ostinato.bench.workloads import Equation, Layer, Recurrence, Run, Scan, Wor
 
 CHECKED_STEPS = 8192
 CHECKED_CHANNELS = 8
-FORGOTTEN_AFTER = 256  # steps: random gates leave nothing of a state older than this, to float64's last bit
+FORGOTTEN_AFTER = 256  # steps after which random gates have decayed a state below float64's resolution
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 
 
@@ -33,7 +33,7 @@ def check_of(work: Workload, data: tuple[Tensor, ...]) -> "Check":
 class RecurrenceCheck:
     """The output, or every gradient, of ``torch.nn``'s layer in float64, on the workload's device.
 
-    Of pruned weights those that are left: to ``torch.nn`` the others are zeros with gradients of their own.
+    Gradients of pruned weights are not compared: to ``torch.nn`` these are trainable zeros.
     """
 
     def __init__(self, work: Recurrence, data: tuple[Tensor, ...]) -> None:
@@ -64,7 +64,7 @@ class RecurrenceCheck:
 class MinimalCheck:
     """Some channels of the last sequence, in float64 on the CPU, over the end of the time axis.
 
-    Gradients are taken of the same window: the gradient that comes in is zero outside it.
+    Gradients are compared in the same window, outside of which the incoming gradient is zero.
     """
 
     def __init__(self, work: Scan | Layer | Equation, data: tuple[Tensor, ...]) -> None:
@@ -90,7 +90,7 @@ class MinimalCheck:
         return self._expected[bias]
 
     def errors(self, run: Run) -> Errors:
-        """The errors of each pass, relative in the Euclidean norm; of the forward alone without a graph."""
+        """The errors of each pass, relative in the Euclidean norm."""
         begin = self.start + self.skip
         if self.work.passes == ("forward",) or run.forward_only:
             with torch.no_grad():

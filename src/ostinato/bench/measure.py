@@ -16,25 +16,24 @@ from ostinato.bench.peers import Build, contestants
 from ostinato.bench.workloads import OURS, ParaLayer, Recurrence, Run, Unavailable, Workload, name_of
 
 MIN_ROUNDS, MAX_ROUNDS = 3, 50
-SLOW = 0.5  # seconds: a call of which is made once more, and no more often
-GPU_SECONDS = 0.02  # of calls whose median is taken
+SLOW = 0.5  # seconds; slower calls are not repeated
+GPU_SECONDS = 0.02  # spent on the repetitions of a GPU pass
 FLUSH_BYTES = 512 << 20  # several times any cache
-FLUSHES = 4  # while the GPU is busy with them, even a hindered host comes to launch what is timed
-OF_GRADIENTS = 5  # times the tolerance: those of weights and biases are sums over all steps, rounded at each
-COLLECT_ABOVE = 1 << 30  # bytes in use at which cycles of dead objects are worth looking for
+FLUSHES = 4  # long enough for the host to launch what is timed while the GPU is busy with them
+OF_GRADIENTS = 5  # factor on the tolerance: gradients of weights are sums over all steps, rounded at each
+COLLECT_ABOVE = 1 << 30  # bytes in use above which garbage is collected
 
 Record = dict[str, Any]
 
 
 class WrongResult(RuntimeError):
-    """Ostinato failed, or its result is not the reference's: its time would mean nothing."""
+    """Ostinato failed, or its result differs from the reference: its time would be meaningless."""
 
 
 def measure(work: Workload, device: torch.device, seconds: float) -> list[Record]:
-    """One record a pass, of the limit and every contestant; `seconds` is what the CPU spends on a pass.
+    """One record per pass, with the limit and every contestant; on a CPU a pass takes about `seconds`.
 
-    The same random numbers at every call.
-    Raises WrongResult if Ostinato's own result is wrong.
+    The inputs are the same random numbers at every call.  Raises WrongResult if Ostinato's own result is wrong.
     """
     torch.manual_seed(0)
     with _precision(work):
@@ -56,13 +55,13 @@ def measure(work: Workload, device: torch.device, seconds: float) -> list[Record
 
 
 def limited(work: Workload) -> bool:
-    """Whether the limit is measured too: for recurrences, whose limit is a kernel of its own, only if it is named."""
+    """Whether the limit is measured: that of recurrences, a layer of its own, only if the workload names it."""
     return not isinstance(work, Recurrence) or work.limit_name in work.who
 
 
 @contextmanager
 def _precision(work: Workload) -> Iterator[None]:
-    """Let float32 products of recurrent layers be rounded to tf32, in all libraries, or in none."""
+    """Allow or forbid tf32 for float32 products of recurrent layers, in all libraries alike."""
     if not isinstance(work, Recurrence | ParaLayer):
         yield
         return
@@ -85,7 +84,7 @@ def _measure_together(
     device: torch.device,
     seconds: float,
 ) -> dict[str, dict[str, Record]]:
-    """For each name and pass its time and error, or why there is none."""
+    """Time and error of each contestant and pass, or why it is unavailable."""
     outcomes: dict[str, dict[str, Record]] = {name: {} for name in builds}
     runs: dict[str, Run] = {}
     for name, build in builds.items():
@@ -115,14 +114,14 @@ def _measure_together(
 
 
 def _shown(errors: dict[str, float] | None) -> Record:
-    """The largest, and all if there are several."""
+    """The largest error, and all if there are several."""
     if errors is None:
         return {"max_error": None}
     return {"max_error": _largest(errors)} | ({"errors": errors} if len(errors) > 1 else {})
 
 
 def _largest(errors: dict[str, float]) -> float:
-    """NaN where any of them is, which Python's maximum is not."""
+    """The maximum; NaN if any is, unlike Python's."""
     return float(torch.tensor(list(errors.values()), dtype=torch.float64).max())
 
 
@@ -155,7 +154,7 @@ def _timings(runs: dict[str, Run], pass_name: str, device: torch.device, seconds
     quick = [name for name in functions if name not in samples]
     rounds = max(MIN_ROUNDS, min(MAX_ROUNDS, int(seconds / sum(estimates[name] for name in quick)))) if quick else 0
     samples |= {name: [] for name in quick}
-    for _ in range(rounds):  # in turn, so that whatever else the machine does meets all of them alike
+    for _ in range(rounds):  # interleaved, so that noise affects all alike
         for name in quick:
             runs[name].refresh()
             samples[name].append(_elapsed(functions[name]))
@@ -170,18 +169,15 @@ def _elapsed(function: Callable[[], object], wait: Callable[[], object] = lambda
 
 
 def _gpu_timing(function: Callable[[], object], run: Run, seconds: float) -> Record:
-    """Medians of the GPU's time with cold caches and of the time until a call's result is there, launches included.
-
-    And the most memory taken beside what there was before the call.
-    """
-    gc.collect()  # or what earlier calls have left may be freed during this one
+    """The median GPU time with cold caches, the median latency of a call, and its peak additional memory."""
+    gc.collect()  # so that garbage of earlier calls is not freed during this one
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     samples = latencies = [_gpu_elapsed(function, run)]
     memory = torch.cuda.max_memory_allocated() - before
     if samples[0] <= SLOW:
-        estimate = min(samples[0], _gpu_elapsed(function, run))  # one alone may have met a hindered host
+        estimate = min(samples[0], _gpu_elapsed(function, run))  # a single one may be an outlier
         rounds = max(MIN_ROUNDS, min(MAX_ROUNDS, int(seconds / estimate)))
         flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
         samples = [_gpu_elapsed(function, run, flush) for _ in range(rounds)]
@@ -194,7 +190,7 @@ def _gpu_timing(function: Callable[[], object], run: Run, seconds: float) -> Rec
 
 
 def _gpu_elapsed(function: Callable[[], object], run: Run, flush: Tensor | None = None) -> float:
-    """Seconds of one call with weights that have just changed, and nothing of its data in the caches if flushed."""
+    """Seconds of one call with fresh weights, and with cold caches if flushed."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     run.refresh()
     if flush is not None:
@@ -208,7 +204,7 @@ def _gpu_elapsed(function: Callable[[], object], run: Run, flush: Tensor | None 
 
 
 def _record(work: Workload, pass_name: str, outcomes: dict[str, Record]) -> Record:
-    """The figures of one pass, and the ratios that follow from them."""
+    """The record of one pass, with rates and ratios."""
     limit = outcomes.pop(work.limit_name, {}).get("seconds")
     limit = limit and limit * work.limit_share(pass_name)
     ours = outcomes.get(OURS, {}).get("seconds")

@@ -1,7 +1,7 @@
-"""Who computes it: one function a contestant, which makes it ready for a workload at its own best setting.
+"""The contestants: Ostinato and its peers, one function each, which prepares a workload in its best configuration.
 
-Each gets its own layout, contiguous, with no transposes charged to it.  One that cannot run here raises
-:class:`Unavailable` with the reason; one that fails is reported and does not stop the rest.
+Each gets contiguous tensors in its own layout; transpositions are not timed.  One that cannot run here raises
+:class:`Unavailable` with the reason; a failure is reported and does not stop the others.
 """
 
 import importlib
@@ -32,11 +32,11 @@ from ostinato.bench.workloads import (
 
 Build = Callable[[Any, tuple[Tensor, ...]], Run]
 UNROLLED = 256  # steps of a compiled loop
-PLANNED = "is what the plan chooses"  # why another kernel is not asked for by name
+PLANNED = "is what the plan chooses"  # why a kernel is not measured under its own name
 
 
 def contestants(work: Workload) -> dict[str, Build]:
-    """Those that the workload names, or all usual ones."""
+    """The contestants that the workload names, or all but those on request."""
     everyone = CONTESTANTS[work.cell]
     names = work.who or [name for name in everyone if name not in ON_REQUEST]
     return {name: everyone[name] for name in names if name in everyone}
@@ -70,7 +70,7 @@ def _time_first(x: Tensor) -> Tensor:
 def _over_time(
     step: Callable[[Any, Any], tuple[Tensor, Any]], inputs: Iterable[Any], state: Any, dim: int = 0
 ) -> Tensor:
-    """The outputs of a step from an input and a state to an output and the next state, taken in a loop."""
+    """The outputs of a loop of ``output, state = step(input, state)``."""
     outputs = []
     for x in inputs:
         output, state = step(x, state)
@@ -91,7 +91,7 @@ def accelerated_scan(variant: str, work: Scan, data: tuple[Tensor, ...]) -> Run:
     _need_cuda(data[0])
     if variant == "warp" and (work.length & (work.length - 1) or not 32 <= work.length <= 65536):
         raise Unavailable("T must be a power of two from 32 to 65,536")
-    if work.dtype is torch.bfloat16:  # it would take the run down with it: a CUDA context does not survive that
+    if work.dtype is torch.bfloat16:  # the error would corrupt the CUDA context
         raise Unavailable("left out in bfloat16, where a run with it ended in an illegal memory access")
     scan = _import(f"accelerated_scan.{variant}", "accelerated-scan").scan
     a, b = _leaves(*(_time_last(x).contiguous() for x in data))
@@ -194,7 +194,7 @@ def torch_recurrent(layer_type: type[nn.GRU] | type[nn.LSTM], work: Layer, data:
 
 
 def torch_cell_loop(cell_type: type[nn.GRUCell] | type[nn.LSTMCell], work: Layer, data: tuple[Tensor, ...]) -> Run:
-    """PyTorch's cell in a loop over time: what is left to write where the layer's kernels do not fit."""
+    """PyTorch's cell in a loop over time, as one writes where no layer's kernel fits."""
     (x,) = _leaves(_time_first(data[0]).contiguous())
     cell: Any = cell_type(work.input_size, work.channels, device=x.device, dtype=work.dtype)
 
@@ -232,7 +232,7 @@ def _states(a: Tensor, b: Tensor, h: Tensor) -> Iterator[Tensor]:
 
 
 def compiled_equation_loop(work: Equation, data: tuple[Tensor, ...]) -> Run:
-    """The same compiled, UNROLLED steps a call: the most of 16, 64 and 256, of which each was faster than the last."""
+    """The same, compiled for UNROLLED steps per call: 256, which was faster than 16 and 64."""
     *sequences, parameter = data
     function = EQUATIONS[work.cell].function
 
@@ -254,7 +254,7 @@ def compiled_equation_loop(work: Equation, data: tuple[Tensor, ...]) -> Run:
 
 
 def lrnnx(work: Equation, data: tuple[Tensor, ...]) -> Run:
-    """lrnnx's kernel, (B, D, T), which takes the gated input, the decay and its exponent: these by the compiler."""
+    """lrnnx's kernel, (B, D, T), on the gated input, the decay and its exponent, which are computed compiled."""
     _need_cuda(data[0])
     if work.dtype is not torch.float32:
         raise Unavailable("takes float32")
@@ -270,7 +270,7 @@ def lrnnx(work: Equation, data: tuple[Tensor, ...]) -> Run:
 
 
 def fla_hgrn(_work: Equation, data: tuple[Tensor, ...]) -> Run:
-    """flash-linear-attention's kernel, which takes the logarithm of the gate and what enters: these by the compiler."""
+    """flash-linear-attention's kernel, on the input and the logarithm of the gate, which are computed compiled."""
     _need_cuda(data[0])
     chunk_hgrn = _import("fla.ops.hgrn", "flash-linear-attention").chunk_hgrn
     arguments = _leaves(*data)
@@ -294,7 +294,7 @@ def pararnn(work: ParaLayer, data: tuple[Tensor, ...]) -> Run:
     module = _import("pararnn", "pararnn-torch")
     x, weight, bias, *recurrent = data
     cell = getattr(module, work.cell)(work.input_size, work.channels, device=x.device)
-    order = [0, 1, 2] if work.cell == "ParaGRU" else [0, 2, 1]  # its LSTM's candidate stands before the output gate
+    order = [0, 1, 2] if work.cell == "ParaGRU" else [0, 2, 1]  # its LSTM has the candidate before the output gate
     names = ("a_z", "a_r", "a_n") if work.cell == "ParaGRU" else ("a_f", "a_o", "a_z", "c_f", "c_o")
     with torch.no_grad():
         cell.W_x.weight.copy_(weight.unflatten(0, (3, -1))[order].flatten(0, 1))
@@ -309,7 +309,7 @@ def pararnn(work: ParaLayer, data: tuple[Tensor, ...]) -> Run:
 
 
 def ostinato_recurrence(path: str | None, work: Recurrence, data: tuple[Tensor, ...]) -> Run:
-    """Our own layer, by the kernel its plan chooses or by another one."""
+    """Our layer, by the kernel that its plan chooses, or that of a given path."""
     layer = work.layer(data)
     asked = partial(layer.plan, work.batch, training=work.trained, steps=work.length)
     plan = asked()
@@ -327,11 +327,10 @@ def ostinato_recurrence(path: str | None, work: Recurrence, data: tuple[Tensor, 
 
 
 def torch_recurrence(work: Recurrence, data: tuple[Tensor, ...]) -> Run:
-    """``torch.nn``'s layer; on an NVIDIA GPU that is cuDNN's, its batch padded where that makes it persistent.
+    """``torch.nn``'s layer; on NVIDIA GPUs cuDNN's, with the batch padded if that enables its persistent kernels.
 
-    Its persistent kernels take float16, multiples of 8 sequences, and no GRU.  Of a pruned layer the dense one with
-    zeros, which is what else there is to train it with; where episodes end, cut at every call, as no two batches end
-    alike.
+    These take float16, multiples of 8 sequences, and no GRU.  Pruned layers are dense ones with zeros.  Sequences with
+    resets are split into episodes at every call, as resets differ between batches.
     """
     layer = work.torch_layer(data, work.dtype)
     persistent = data[0].is_cuda and work.dtype is torch.float16 and work.cell != "GRU" and work.is_plain
@@ -347,7 +346,7 @@ def torch_recurrence(work: Recurrence, data: tuple[Tensor, ...]) -> Run:
 
 
 def loop_of_steps(sparse: bool, work: Recurrence, data: tuple[Tensor, ...]) -> Run:
-    """A loop over time of a product and PyTorch's fused gates; captured once, it has no launches."""
+    """A loop over time of a product and PyTorch's fused gates, in a CUDA graph unless sparse."""
     x, first = data[0], [state[0] for state in data[1 : 1 + work.states]]
     _need_cuda(x)
     if work.trained or not work.is_plain:
@@ -375,17 +374,17 @@ def loop_of_steps(sparse: bool, work: Recurrence, data: tuple[Tensor, ...]) -> R
         if work.cell != "RNN":
             return _over_time(gru if work.cell == "GRU" else lstm, F.linear(x, weight_ih), first)
         steps, h = F.linear(x, weight_ih, bias_ih + bias_hh), first[0]
-        for step in steps:  # each becomes the state after it
+        for step in steps:  # in place: each becomes the state after it
             h = torch.tanh_(step.add_(multiply(h)) if sparse else step.addmm_(h, transposed))
         return steps
 
-    if sparse:  # captured a second time in a process, cuSPARSE reads memory that is gone
+    if sparse:  # captured twice in a process, cuSPARSE reads freed memory
         return Run(torch.no_grad()(steps))
     return Run(_captured(torch.no_grad()(steps)))
 
 
 def _captured(function: Callable[[], Any]) -> Callable[[], Any]:
-    """The function as a CUDA graph, which always writes to the same tensors."""
+    """The function as a CUDA graph, whose replays write to the same tensors."""
     current, stream = torch.cuda.current_stream(), torch.cuda.Stream()
     stream.wait_stream(current)
     with torch.cuda.stream(stream):
@@ -395,9 +394,9 @@ def _captured(function: Callable[[], Any]) -> Callable[[], Any]:
     try:
         with torch.cuda.graph(graph, pool=pool):
             output = function()
-    except Exception:  # what cannot be captured leaves PyTorch in the middle of it, where no memory is ever freed
+    except Exception:  # a failed capture leaves PyTorch's allocator in capture mode, in which it frees no memory
         torch.cuda.set_stream(current)
-        with suppress(RuntimeError):  # unless the capture came to its end
+        with suppress(RuntimeError):  # the capture had ended
             torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
             torch._C._cuda_releasePool(torch.cuda.current_device(), pool)
         raise
@@ -410,7 +409,7 @@ def _captured(function: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def torchrl(work: Recurrence, data: tuple[Tensor, ...]) -> Run:
-    """torchrl's Triton functions, made for episodes: (B, T, H), with a state for every step that one may begin at."""
+    """torchrl's Triton functions, which support resets: (B, T, H), with an initial state for every step."""
     _need_cuda(data[0])
     functions = _import("torchrl.modules.tensordict_module._rnn_triton", "torchrl")
     plain = replace(work, resets=0.0).is_plain and work.trained
@@ -424,7 +423,7 @@ def torchrl(work: Recurrence, data: tuple[Tensor, ...]) -> Run:
 
     def call(x: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
         first = [F.pad(state[0][:, None], (0, 0, 0, work.length - 1)) for state in states]
-        if resets is not None:  # before which not even the given state is seen
+        if resets is not None:  # at the first step it hides the given state, too
             first = [state.where(~begins[..., None], 0.0) for state in first]
         results = function(x.transpose(0, 1), *first, *weights, begins, input_precision=precision)
         return results[0].transpose(0, 1), *(state[None] for state in results[-len(states) :])
@@ -433,7 +432,7 @@ def torchrl(work: Recurrence, data: tuple[Tensor, ...]) -> Run:
 
 
 def in_a_graph(build: Build, work: Recurrence, data: tuple[Tensor, ...]) -> Run:
-    """Another contestant's pass, captured once and replayed."""
+    """Another contestant's pass as a CUDA graph."""
     _need_cuda(data[0])
     run = build(work, data)
     if run.gradients is None:
@@ -453,7 +452,7 @@ ON_REQUEST = {TIME_LOOP, FROM_HOST, *CELL_LOOPS.values(), *EQUATION_LOOPS}
 
 
 def minimal(cell: str, name: str, layer_type: Any, cell_type: Any) -> dict[str, Build]:
-    """Of minGRU or minLSTM."""
+    """The contestants of minGRU or minLSTM."""
     return {
         OURS: ostinato_layer,
         f"{name}-pytorch": min_rnn_pytorch,

@@ -1,4 +1,4 @@
-"""Where a layer's time goes: its kernels, what each must move or multiply at least, and how near it comes."""
+"""Where a layer's time goes: its kernels, their minimal work, and the fraction of the hardware's limit they reach."""
 
 import re
 import statistics
@@ -25,7 +25,7 @@ OWN = re.compile(rf"^(scan|recur|{PROJECTED}|{PREPARE}|ostinato::.*)$")
 
 
 def profile(work: Layer | Recurrence, device: torch.device, name: str = OURS, trace: Path | None = None) -> Record:
-    """The kernels of one call of a contestant, which is its pass with the most work.
+    """The kernels of one call of a contestant.
 
     Args:
         work: a layer and its shape; the last of its passes is profiled.
@@ -87,7 +87,7 @@ def measure_limits(device: torch.device, dtype: torch.dtype) -> dict[str, float]
 
 
 def _wall(call: Callable[[], object], wait: Callable[[], None]) -> float:
-    """The median time until the result is there, of as many calls as take half a second, one at least."""
+    """The median latency of the calls that fit into half a second, at least one."""
     samples: list[float] = []
     call()
     wait()
@@ -101,7 +101,7 @@ def _wall(call: Callable[[], object], wait: Callable[[], None]) -> float:
 
 @contextmanager
 def _own_kernels_named() -> Iterator[None]:
-    """Let the profiler see the CPU's kernels of our own, which are no operators of PyTorch."""
+    """Show our own CPU kernels, which are not PyTorch operators, to the profiler."""
     from ostinato.kernels.persistent import cpu as persistent
     from ostinato.kernels.recurrence import cpu as minimal
     from ostinato.kernels.scan import cpu
@@ -124,7 +124,7 @@ def _own_kernels_named() -> Iterator[None]:
 
 
 def _times(profiler: Any, device_type: str) -> Iterator[tuple[str, int, float]]:
-    """The name of each kernel, or operator on the CPU, its launches and all their seconds."""
+    """The name, launches and total seconds of each kernel, or operator on the CPU."""
     if device_type == "cpu":
         for row in profiler.key_averages():
             if row.self_cpu_time_total > 0:
@@ -163,7 +163,7 @@ def _row(
 
 
 def least_work(work: Layer | Recurrence, kernel: str, launches: int) -> dict[str, int]:
-    """Bytes that a kernel of ours must move in a call, or operations of the products beside it; {} of others."""
+    """The bytes that our kernel must move in a call, or the operations of a product; {} for other kernels."""
     if isinstance(work, Layer):
         gates, states = GATES[work.cell], work.batch * work.length * work.channels
         if PRODUCT.search(kernel):  # for the gates; and in the backward pass one for the input, one for the weight
@@ -176,7 +176,7 @@ def least_work(work: Layer | Recurrence, kernel: str, launches: int) -> dict[str
         gates, states = work.gates, work.batch * work.length * work.hidden
         if PRODUCT.search(kernel):
             return {"flops": launches * 2 * states * gates * work.hidden}
-    # Pre-activations in, states out; and backwards pre-activations, states and gradient in, gradients out.
+    # Forward reads pre-activations and writes states; backward reads both and a gradient, and writes gradients.
     forward, backward, trained = gates + 1, 2 * gates + 2, work.passes[-1] != "forward"
     if kernel == PREPARE:
         tensors = 1 + gates * trained
@@ -199,7 +199,7 @@ def workload(
     density: float = 1.0,
     block: tuple[int, int] = (1, 1),
 ) -> Layer | Recurrence:
-    """The workload of these sizes.  Raises ValueError for a cell, dtype or size that there is none of."""
+    """The workload of these sizes.  Raises ValueError for an unknown cell or dtype, or a size below 1."""
     dtypes = {name_of(kind): kind for kind in (torch.float32, torch.float16, torch.bfloat16)}
     cells = ("mingru", "minlstm", "rnn", "gru", "lstm")
     if cell not in cells:

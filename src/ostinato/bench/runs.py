@@ -1,4 +1,4 @@
-"""A run's JSON file, and the machine it was made on."""
+"""JSON files of runs, with the environment in which they were measured."""
 
 import json
 import math
@@ -20,7 +20,7 @@ PACKAGES = ("numpy", "numba", "triton", "cuda-core", "accelerated-scan", "minGRU
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """What a figure depends on: device, versions, commit and date."""
+    """What measurements depend on: device, versions, commit and date."""
     versions = {
         "ostinato": ostinato.__version__,
         "python": platform.python_version(),
@@ -58,9 +58,9 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit of the checkout this package is in, "-dirty" if its files have changed; None outside one.
+    """The commit of this package's checkout, with "-dirty" if files have changed, or None outside a checkout.
 
-    Where the files were copied without their history, what ``OSTINATO_COMMIT`` says.
+    The environment variable ``OSTINATO_COMMIT`` overrides it, for copies without history.
     """
     source = Path(__file__).parents[1]
     if commit := os.environ.get("OSTINATO_COMMIT"):
@@ -78,12 +78,12 @@ def _commit() -> str | None:
 
 
 def path_for(path: Path, name: str, device: torch.device) -> Path:
-    """Where a run's file goes: `path` itself, or in that folder a file named after the run and the kind of device."""
+    """The file of a run: `path`, or if that is a folder, a file in it named after the run and the type of device."""
     return path / f"{name}-{'gpu' if device.type == 'cuda' else device.type}.json" if path.is_dir() else path
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write the file whole or not at all; a number that is not finite, which JSON lacks, as null."""
+    """Write the file atomically; numbers that are not finite, which JSON lacks, become null."""
     with replacing(path) as temporary:
         temporary.write_text(json.dumps(_finite(content), indent=1, allow_nan=False) + "\n")
 

@@ -1,4 +1,4 @@
-"""Compiles in many processes, before anything is timed, what the benchmarks would compile one after the other."""
+"""Compiles all kernels of the benchmarks beforehand, in parallel processes, into the caches on disk."""
 
 import multiprocessing
 import os
@@ -13,19 +13,19 @@ from ostinato.bench.shapes import ON_CUDA
 from ostinato.bench.sweeps import sweeps
 from ostinato.bench.workloads import OURS, Workload
 
-# The names of those who are.
+# Contestants that compile kernels.
 COMPILED = re.compile(rf"^{OURS}$|kernel$|^accelerated-scan|associative_scan$|compiled|^pararnn|^torchrl")
-EXTENSION = "accelerated-scan warp"  # built once, whatever the workload
-LARGE = 1 << 30  # bytes of an input: several at once would not fit on the GPU
+EXTENSION = "accelerated-scan warp"  # built once for all workloads
+LARGE = 1 << 30  # bytes of an input, of which several would not fit on the GPU
 
 Task = tuple[Workload, str, tuple[str, ...]]  # with the passes
 
 
 def tasks(kinds: Sequence[str] = ()) -> list[Task]:
-    """Each workload of the GPU's benchmarks, or of some, with each contestant that is compiled, the longest first.
+    """Each workload of the GPU benchmarks, or of some kinds, with each contestant that compiles, longest first.
 
-    PyTorch's compiler takes half a minute for a pass of some peers: each of their passes is a task of its own.
-    Raises ValueError for a kind that there is none of.
+    PyTorch's compiler takes half a minute for a pass of some peers, so their passes are separate tasks.
+    Raises ValueError for an unknown kind.
     """
     every_kind = ON_CUDA | {"seeds": [work for sweep in sweeps(quick=False) for work in sweep.on.get("cuda", [])]}
     if not set(kinds) <= every_kind.keys():
@@ -41,7 +41,7 @@ def tasks(kinds: Sequence[str] = ()) -> list[Task]:
 
 
 def call_once(task: Task) -> None:
-    """For the caches on disk; what cannot run is reported when it is measured."""
+    """Run a task to fill the caches; errors are left to the benchmark to report."""
     work, name, passes = task
     torch.set_num_threads(1)
     torch.manual_seed(0)  # as when it is measured: kernels of pruned layers are made for their mask
