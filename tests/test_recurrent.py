@@ -869,6 +869,15 @@ def test_graph_breaks_and_traces(fresh_compiler):
 
 
 @by("as planned")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("cell", ["RNN", "GRU", "LSTM"])
+def test_a_trace_is_planned(cell):
+    layer = getattr(ostinato, cell)(5, 8, 2, bidirectional=True)
+    traced, x = torch.jit.trace(layer, (torch.randn(5, 2, 5),)), torch.randn(9, 3, 5)
+    assert_same(traced(x), layer(x), 1e-6)
+
+
+@by("as planned")
 def test_narrow_dtypes_are_torchs():
     for dtype in (torch.bfloat16, torch.float16):
         layer = pruned("GRU", 5, 32).to(dtype)

@@ -263,7 +263,7 @@ class Recurrence:
         for x in results:
             if not isinstance(x, Tensor) or not (x.is_floating_point() or x.is_complex()):
                 raise TypeError(f"{self} must return {expected}, floating-point tensors; got {describe(x)}")
-            if x.shape not in (shape, shape[-1:], ()):
+            if x.dim() not in (len(shape), 1, 0) or x.shape != shape[len(shape) - x.dim() :]:
                 raise ValueError(f"{self} must be elementwise; of arguments {shape} it made {tuple(x.shape)}")
         return tuple(x.expand(shape) for x in results)
 
@@ -285,7 +285,8 @@ class Recurrence:
         first = arguments[sequences[0]]
         shape, device = tuple(first.shape), first.device
         for name, x in zip(self.names, arguments, strict=True):
-            if x.shape not in (shape, shape[2:]):
+            # By rank, as comparing (D,) with (B, T, D) would compare D with B, which export must not know.
+            if x.shape != (shape if x.dim() == 3 else shape[2:]):
                 raise ValueError(f"{name} must have shape {shape} or {shape[2:]}; got {tuple(x.shape)}")
             if x.device != device:
                 raise ValueError(

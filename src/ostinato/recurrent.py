@@ -232,7 +232,7 @@ class _Recurrent(TorchLayers):
         tensors = [*weights, x, *states]
         training = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
         if not torch.compiler.is_compiling() and batch * steps > 0:  # compiled calls are planned at run time
-            plan = self._plan(device, batch, computed, training, steps, resets is not None)
+            plan = self._plan(device, int(batch), computed, training, int(steps), resets is not None)
             if plan.path == "steps" or not can_take(tensors):
                 return None
         shape = (len(self._all_weights), *(() if rank == 2 and not packed else (batch,)), self.hidden_size)
