@@ -106,11 +106,17 @@ def test_streaming_blocks_ask_for_as_much_memory_as_is_on_its_way():
 @pytest.mark.parametrize("gpu", ["H200", "H100"])
 @pytest.mark.parametrize("shape", [(8, 4096, 1536), (8, 65536, 1536), (128, 512, 256), (16, 4096, 1024)], ids=str)
 def test_16_bit_scans_take_what_was_measured_fastest(gpu, shape):
-    for element, inputs in (("LinearScan", 2), ("Generated2", 2), ("Generated3", 3)):
-        forward = choose_geometry(element, inputs, 2, 8, False, *shape, GPUS[gpu])
-        assert forward[:8] == (2, 16, 4, 8, False, 3, 0, 2)
-        backward = choose_geometry(f"{element}Backward", inputs + 2, 2, 8, False, *shape, GPUS[gpu])
-        assert backward[:8] == (2, 16, 4, 4, False, 4, 0, 2)
+    whole = (4, 32, 8, 8), (4, 32, 8, 4)  # rows of two lines
+    split = (2, 16, 4, 8), (2, 16, 4, 4)
+    for element, inputs, want in (
+        ("LinearScan", (2, 3), whole),
+        ("Generated2", (2, 4), split),
+        ("Generated3", (3, 5), split),
+    ):
+        forward = choose_geometry(element, inputs[0], 2, 8, False, *shape, GPUS[gpu])
+        backward = choose_geometry(f"{element}Backward", inputs[1], 2, 8, False, *shape, GPUS[gpu])
+        assert (forward[:4], backward[:4]) == want
+        assert not forward.chained
         assert forward.copies_wide(2, 8)
         assert backward.copies_wide(2, 8)
         assert not forward.copies_wide(2, 4)
@@ -146,7 +152,7 @@ def test_what_was_measured_to_be_best_is_chosen(name):
         ((3, 5000, 1000), 4): (32, 8, 32, "looks back"),
         ((3, 5000, 1000), 2): (32, 8, 28, "looks back"),
         ((2, 100000, 384), 4): (32, 16, 32, "looks back"),
-        ((2, 100000, 384), 2): (32, 16, 28, "looks back"),
+        ((2, 100000, 384), 2): (32, 16, 32, "looks back"),
         ((8, 4096, 1536), 4): (32, 4, 8, "streams"),
     }
     for (shape, itemsize), want in measured.items():
@@ -232,6 +238,43 @@ def boundaries(steps, sequences=5):
     return torch.cat((torch.tensor([0]), inner, torch.tensor([steps]))).int()
 
 
+def check_scans(batch, steps, channels, dtype, reverse, packed):
+    batch = 1 if packed else batch
+    cu_seqlens = boundaries(steps) if packed else None
+    sequences = 5 if packed else batch
+    a = torch.rand(batch, steps, channels).to(dtype)
+    b, grad = (torch.randn(batch, steps, channels).to(dtype) for _ in range(2))
+    h0, grad_last = (torch.randn(sequences, channels).to(dtype) for _ in range(2))
+    kernels, reference = choose_backend("cuda", "cuda"), torch_ops.REFERENCE
+    mask = (torch.rand(steps, batch) < 0.1).t()
+    cases = ((h0, grad, grad_last, None), (None, grad, None, mask), (h0, None, grad_last, None))
+    for initial, dh, dlast, resets in (*cases, (h0, grad, grad_last, mask)):
+        for scan, backward, x, y in (
+            ("linear_scan", "linear_scan_backward", a, b),
+            ("log_linear_scan", "log_linear_scan_backward", a.log(), b),
+        ):
+            want = getattr(reference, scan)(
+                *(z if z is None else z.double() for z in (x, y, initial)), reverse, cu_seqlens, resets
+            )
+            bounds = None if cu_seqlens is None else cu_seqlens.cuda()
+            marks = None if resets is None else mask.cuda()
+            got = getattr(kernels, scan)(*gpu(x, y, initial), reverse, bounds, marks)
+            for g, w in zip(got, want, strict=True):
+                assert not g.isnan().any()
+                finite = w.isfinite()
+                assert torch.equal(g.isfinite().cpu(), finite)
+                assert relative_error(g[finite.cuda()], w[finite]) < TOLERANCE[dtype]
+            h = want[0].to(dtype)
+            inputs = (x, h) if scan == "linear_scan" else (x, y, h)
+            arguments = (*inputs, initial, dh, dlast)
+            wide = [z if z is None else z.double() for z in arguments]
+            want = getattr(reference, backward)(*wide, reverse, cu_seqlens, resets)
+            got = getattr(kernels, backward)(*gpu(*arguments), reverse, bounds, marks)
+            for g, w in zip(got, want, strict=True):
+                assert (g is None) == (w is None)
+                assert g is None or relative_error(g, w) < TOLERANCE[dtype]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("geometry", GEOMETRIES)
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
@@ -240,41 +283,16 @@ def boundaries(steps, sequences=5):
 def test_scans_match_the_reference(dtype, reverse, packed, geometry, poisoned, monkeypatch):
     force(monkeypatch, geometry)
     torch.manual_seed(0)
-    for batch, steps, channels in SHAPES:
-        batch = 1 if packed else batch
-        cu_seqlens = boundaries(steps) if packed else None
-        sequences = 5 if packed else batch
-        a = torch.rand(batch, steps, channels).to(dtype)
-        b, grad = (torch.randn(batch, steps, channels).to(dtype) for _ in range(2))
-        h0, grad_last = (torch.randn(sequences, channels).to(dtype) for _ in range(2))
-        kernels, reference = choose_backend("cuda", "cuda"), torch_ops.REFERENCE
-        mask = (torch.rand(steps, batch) < 0.1).t()
-        cases = ((h0, grad, grad_last, None), (None, grad, None, mask), (h0, None, grad_last, None))
-        for initial, dh, dlast, resets in (*cases, (h0, grad, grad_last, mask)):
-            for scan, backward, x, y in (
-                ("linear_scan", "linear_scan_backward", a, b),
-                ("log_linear_scan", "log_linear_scan_backward", a.log(), b),
-            ):
-                want = getattr(reference, scan)(
-                    *(z if z is None else z.double() for z in (x, y, initial)), reverse, cu_seqlens, resets
-                )
-                bounds = None if cu_seqlens is None else cu_seqlens.cuda()
-                marks = None if resets is None else mask.cuda()
-                got = getattr(kernels, scan)(*gpu(x, y, initial), reverse, bounds, marks)
-                for g, w in zip(got, want, strict=True):
-                    assert not g.isnan().any()
-                    finite = w.isfinite()
-                    assert torch.equal(g.isfinite().cpu(), finite)
-                    assert relative_error(g[finite.cuda()], w[finite]) < TOLERANCE[dtype]
-                h = want[0].to(dtype)
-                inputs = (x, h) if scan == "linear_scan" else (x, y, h)
-                arguments = (*inputs, initial, dh, dlast)
-                wide = [z if z is None else z.double() for z in arguments]
-                want = getattr(reference, backward)(*wide, reverse, cu_seqlens, resets)
-                got = getattr(kernels, backward)(*gpu(*arguments), reverse, bounds, marks)
-                for g, w in zip(got, want, strict=True):
-                    assert (g is None) == (w is None)
-                    assert g is None or relative_error(g, w) < TOLERANCE[dtype]
+    for shape in SHAPES:
+        check_scans(*shape, dtype, reverse, packed)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("reverse", [False, True], ids=["ahead", "reverse"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_16_bit_scans_of_many_channels_match_the_reference(dtype, reverse, poisoned):
+    torch.manual_seed(0)
+    check_scans(148, 150, 136, dtype, reverse, packed=False)
 
 
 @pytest.mark.gpu
@@ -465,8 +483,9 @@ def test_an_interrupted_launch_leaves_no_counter_behind(monkeypatch):
 @pytest.mark.gpu
 def test_same_bits_every_time():
     torch.manual_seed(0)
-    for shape in ((1, 20000, 40), (1, 300000, 1), (64, 300, 256)):
-        a, b = torch.rand(shape, device="cuda"), torch.randn(shape, device="cuda")
+    shapes = (1, 20000, 40), (1, 300000, 1), (64, 300, 256)
+    for shape, dtype in itertools.product(shapes, (torch.float32, torch.bfloat16)):
+        a, b = torch.rand(shape, device="cuda", dtype=dtype), torch.randn(shape, device="cuda", dtype=dtype)
         first = operators.linear_scan(a, b, None, None, None, False, "cuda")
         for _ in range(20):
             again = operators.linear_scan(a, b, None, None, None, False, "cuda")

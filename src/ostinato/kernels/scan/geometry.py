@@ -78,6 +78,7 @@ class Device(NamedTuple):
 LATENCY = 1.1e-6  # of memory under load, seconds
 STAGES = 2  # tiles that a block prefetches
 SHORT, LONG = 4, 4096  # steps: lengths between these share a geometry, as every kernel takes time to compile
+FILLED = 0.7  # of the multiprocessors need a block of eight warps
 FEW_WAVES = 3  # waves of tiles: with fewer, drawing tiles from a counter balances nothing
 FEW_COMPANIONS = 24  # blocks per chain: with no more, look-back is faster than interleaved tiles
 THREADS = 384  # a multiprocessor's occupancy target, with as many registers as they need
@@ -121,7 +122,8 @@ def choose_geometry(
     else:
         geometry = _streaming(element, inputs, itemsize, aligned, sequences, steps, channels, device)
     blocks = sequences * -(-channels // geometry.group)
-    few = sequences * channels < 32 * device.processors if narrow else blocks < device.processors
+    least = FILLED * device.processors if geometry.warps == 8 else device.processors
+    few = sequences * channels < 32 * device.processors if narrow else blocks < least
     if few and steps > (8 if narrow else 4) * geometry.tile:
         return _chained(element, inputs, itemsize, aligned, sequences, steps, channels, narrow, device, packed, resets)
     return geometry
@@ -147,11 +149,17 @@ def _streaming(
 ) -> Geometry:
     """Tiles such that the resident blocks have bandwidth times latency bytes in flight (Little's law).
 
-    A lane moves up to eight bytes, so that a warp's row is two full lines.  16-bit rows are half a line: they need
-    twice the arithmetic per byte, which narrower vectors spread over more threads, and 16-byte copies that bring whole
-    lines into L2 make up for the half lines.
+    A lane moves up to eight bytes, so that a warp's row is two full lines.  16-bit rows of that size need twice the
+    warps for their arithmetic.  Where these would be too few blocks, or an operation computes much besides, narrower
+    vectors spread it over more threads, and 16-byte copies that bring whole lines into L2 make up for rows of half a
+    line; but over a long sequence blocks drift apart, and L2 has lost the other half before it is used.
     """
     halved = itemsize == 2 and aligned >= 8
+    if halved and element in ("LinearScan", "LinearScanBackward") and channels > 64 and steps > SHORT:
+        whole = Geometry(4, 32, 8, 4 if element.endswith("Backward") else 8, False, 2, 0, STAGES)
+        filled = sequences * -(-channels // whole.group) >= FILLED * device.processors
+        if (filled or steps > LONG) and whole.shared_bytes(inputs, 0, itemsize) <= device.shared_of_block:
+            return whole
     vec = 2 if halved else min(aligned, 8 // itemsize)
     lanes = min(_lanes_across(channels, vec), 16 if halved else 32)
     blocks = sequences * -(-channels // (lanes * vec))
@@ -218,9 +226,9 @@ def _chained(
     if steps <= LONG:
         return small._replace(stages=1, looks_back=True) if itemsize == 2 else small
     if packed or 2 * device.processors // chains <= FEW_COMPANIONS:
-        registers = (72 if vec == 1 else 60) if numbers == inputs * words else 64
-        most = max(4, min(32, registers // numbers // 4 * 4))
         along_one_chain = 4 * chains <= device.processors and not packed and not resets
+        registers = 64 if numbers > inputs * words else 72 if along_one_chain or vec == 1 else 56
+        most = max(4, min(32, registers // numbers // 4 * 4))
         for warps, rows in itertools.product((16, 8) if along_one_chain else (8,), range(most, most // 2 - 1, -4)):
             back = Geometry(vec, lanes, warps, rows, True, 16 // warps, 0, 1, True)
             waves = chains * -(-steps // back.tile) / (back.resident * device.processors)
