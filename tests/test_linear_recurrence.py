@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from ostinato.kernels.recurrence.operators import linear_recurrence
+from ostinato.kernels.recurrence.print_cuda import print_cuda
 from ostinato.kernels.recurrence.trace import trace
 
 BACKENDS = ("reference", "torch", "cpu")
@@ -147,6 +148,17 @@ def test_operator_is_well_formed_and_compiles():
     assert torch.equal(got[0], expected[0])
 
 
+def test_sigmoids_are_computed_in_pairs():
+    def code(function):
+        return print_cuda(trace(function, (True, True, True)), False)
+
+    independent = code(lambda x, y, z: (torch.sigmoid(x), torch.sigmoid(y) * torch.sigmoid(z) * torch.sigmoid(-y)))
+    assert independent.count("= sigmoid(") == independent.count(" sigmoids(") == 1
+    assert "sigmoids(" not in code(lambda x, y, z: (torch.sigmoid(x), torch.sigmoid(y + z * torch.sigmoid(x))))
+    masked = code(lambda x, y, z: (torch.sigmoid(x), torch.where(z > 0, torch.sigmoid(y), 0.0)))  # y may be NaN
+    assert "sigmoids(" not in masked
+
+
 def test_vmap_takes_samples_as_channels():
     torch.manual_seed(0)
     recurrence = trace(rg_lru, RECURRENCES[rg_lru]).text
@@ -169,19 +181,46 @@ ELEMENTARY = (
 )
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("function", ELEMENTARY, ids=lambda f: f.__name__)
-def test_approximations_are_lost_in_the_rounding_to_16_bits(function, dtype):
-    """Of every 16-bit number: all error together is less than three quarters of a unit in the last place."""
-    recurrence = trace(lambda x: (torch.zeros_like(x), function(x)), (True,)).text
-    x = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype)
-    want = function(x.double())
-    limits = torch.finfo(dtype)
+HALVES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+
+
+def all_of(dtype):
+    """Every 16-bit number."""
+    return torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype)
+
+
+def check_rounding(got, want, x):
+    """All error together is less than three quarters of a unit in the last place."""
+    limits = torch.finfo(x.dtype)
     shown = want.isfinite() & (want.abs() < limits.max) & (want.abs() > max(limits.smallest_normal, 2.0**-100))
     shown &= x.double().abs() >= torch.finfo(torch.float32).smallest_normal  # below, numbers count as zero
-    got = linear_recurrence(recurrence, None, None, None, False, "cuda", x[None, None].cuda())[0][0, 0]
     unit = limits.eps * 2 ** want.abs().log2().floor()
-    error = ((got.double().cpu() - want).abs() / unit)[shown]
+    error = ((got.double().cpu() - want).abs() / unit)[..., shown]
     assert shown.sum() > 5000
     assert error.max() < 0.75
+
+
+@pytest.mark.gpu
+@HALVES
+@pytest.mark.parametrize("function", ELEMENTARY, ids=lambda f: f.__name__)
+def test_approximations_are_lost_in_the_rounding_to_16_bits(function, dtype):
+    recurrence = trace(lambda x: (torch.zeros_like(x), function(x)), (True,)).text
+    x = all_of(dtype)
+    got = linear_recurrence(recurrence, None, None, None, False, "cuda", x[None, None].cuda())[0][0, 0]
+    check_rounding(got, function(x.double()), x)
+
+
+@pytest.mark.gpu
+@HALVES
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["first", "second"])
+def test_a_sigmoid_does_not_depend_on_the_one_computed_with_it(order, dtype):
+    def function(*arguments):
+        x, y = (torch.sigmoid(arguments[k]) for k in order)
+        return y, x
+
+    recurrence = trace(function, (True, True)).text
+    x = all_of(dtype)
+    others = torch.tensor([-torch.inf, -1e4, -80.0, -1.0, 0.0, 20.0, 1e4, torch.inf], dtype=dtype)
+    arguments = [x.repeat(len(others), 1)[:, None].cuda(), others[:, None, None].expand(-1, 1, len(x)).cuda()]
+    got, _ = linear_recurrence(recurrence, None, None, None, False, "cuda", *(arguments[k] for k in order))
+    check_rounding(got[:, 0], torch.sigmoid(x.double()), x)

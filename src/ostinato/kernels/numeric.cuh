@@ -69,14 +69,30 @@ template <int N> __device__ inline Pack pack(const float (&x)[N]) {
 
 __device__ inline Compute infinity() { return Compute(__longlong_as_double(0x7ff0000000000000)); }
 
+// As in PyTorch, NaN if either operand is.
+__device__ inline float minimum(float x, float y) {
+    float z;
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+    return z;
+}
+__device__ inline float maximum(float x, float y) {
+    float z;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+    return z;
+}
+__device__ inline double minimum(double x, double y) { return x < y || x != x ? x : y; }
+__device__ inline double maximum(double x, double y) { return x > y || x != x ? x : y; }
+
 // 16-bit results do not need float's last bits, so they use the hardware's approximations if their relative error is
 // everywhere a small fraction of half a 16-bit ulp.  tanh.approx is not: its error of 2^-11 would change a gate near 1,
 // and so the length of its memory.
-__device__ inline float fast_exponential(float x) {
+constexpr float LOG2_E = 1.4426950408889634f;
+__device__ inline float fast_power_of_two(float x) {
     float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.4426950408889634f));
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
+__device__ inline float fast_exponential(float x) { return fast_power_of_two(x * LOG2_E); }
 __device__ inline float fast_reciprocal(float x) {
     float y;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -89,6 +105,23 @@ __device__ inline double reciprocal(double x) { return 1.0 / x; }
 // The sum is at least 1, where rcp.approx is off by at most one ulp.
 __device__ inline float sigmoid(float x) { return fast_reciprocal(1.0f + exponential(-x)); }
 __device__ inline double sigmoid(double x) { return reciprocal(1.0 + exponential(-x)); }
+
+// Two at once.  16-bit ones share the reciprocal of the product of both denominators: gates are limited by the unit of
+// exponentials and reciprocals, which has an eighth of the rate of multiplications.  For the product to be in range, the
+// first denominator is scaled, and both inputs are held at -79, where a sigmoid is 5e-35.
+__device__ inline void sigmoids(float x, float y, float& of_x, float& of_y) {
+    if (!NARROW_SCALAR) {
+        of_x = sigmoid(x), of_y = sigmoid(y);
+        return;
+    }
+    constexpr float SCALE = 0x1p-102f;
+    const float a = SCALE + fast_power_of_two(fmaf(maximum(x, -79.0f), -LOG2_E, -102.0f));
+    const float b = 1.0f + fast_exponential(-maximum(y, -79.0f)), r = fast_reciprocal(a * b);
+    of_x = b * r * SCALE, of_y = a * r;
+}
+__device__ inline void sigmoids(double x, double y, double& of_x, double& of_y) {
+    of_x = sigmoid(x), of_y = sigmoid(y);
+}
 
 __device__ inline float hyperbolic_tangent(float x) {
     if (!NARROW_SCALAR) return tanhf(x);
@@ -156,20 +189,6 @@ __device__ inline Compute hyperbolic_tangent_slope(Compute x) {
     const Compute t = hyperbolic_tangent(x);
     return (1 - t) * (1 + t);
 }
-
-// As in PyTorch, NaN if either operand is.
-__device__ inline float minimum(float x, float y) {
-    float z;
-    asm("min.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
-    return z;
-}
-__device__ inline float maximum(float x, float y) {
-    float z;
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
-    return z;
-}
-__device__ inline double minimum(double x, double y) { return x < y || x != x ? x : y; }
-__device__ inline double maximum(double x, double y) { return x > y || x != x ? x : y; }
 
 __device__ inline Compute log_add_exp(Compute x, Compute y) {
     if (x == y) return x + Compute(0.69314718055994530942);  // also avoids inf - inf

@@ -2,7 +2,8 @@
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from ostinato.kernels.recurrence.graph import LOGICAL, Graph, Node
 from ostinato.kernels.recurrence.linear import steps_of
@@ -95,7 +96,7 @@ def print_cuda(trace: Trace, backward: bool) -> str:
         "fields": " ".join(f"{_type(constants.nodes[i])} c{k};" for k, i in enumerate(constants.outputs)),
         "preparation": lines_of(constants, [f"parameter[{k}]" for k in range(steps.parameters)]),
         "constants": ", ".join(name_of(constants, i) for i in constants.outputs),
-        "body": lines_of(step, inputs),
+        "body": lines_of(step, inputs, _paired_sigmoids(step)),
     }
     if not backward:
         return _FORWARD.format(**texts, results=", ".join(name_of(step, i) for i in step.outputs))
@@ -115,12 +116,22 @@ def _by_index(values: Sequence[int]) -> str:
     return "".join(f"k == {k} ? {value} : " for k, value in enumerate(values[:-1])) + str(values[-1] if values else 0)
 
 
-def lines_of(graph: Graph, inputs: Sequence[str]) -> str:
+def lines_of(graph: Graph, inputs: Sequence[str], paired: Mapping[int, int] = MappingProxyType({})) -> str:
+    """The definitions of what the results need; ``paired`` nodes are computed together, each with the other."""
     lines: dict[int, str] = {}  # in order
 
     def add(i: int) -> None:
         node = graph.nodes[i]
         if i in lines or node.name == "constant":
+            return
+        if i in paired:
+            first, second = sorted((i, paired[i]))
+            x, y = graph.nodes[first].operands + graph.nodes[second].operands
+            add(x)
+            add(y)
+            names = [name_of(graph, k) for k in (x, y, first, second)]
+            lines[first] = f"        Compute {names[2]}, {names[3]};"
+            lines[second] = f"        sigmoids({', '.join(names)});"
             return
         if node.name == "input":
             expression = inputs[int(node.value)]
@@ -146,6 +157,31 @@ def _form(graph: Graph, node: Node) -> tuple[str, tuple[int, ...]]:
     if node.name == "tanh_slope" and (tanh := _find(graph, "tanh", node.operands)):
         return "(1 - {0}) * (1 + {0})", tanh
     return _FORMS[node.name], node.operands
+
+
+def _paired_sigmoids(graph: Graph) -> dict[int, int]:
+    """Sigmoids to be computed together, each with the other.
+
+    None in a graph with a ``where``, which may mask a NaN: of a pair, both are NaN if either is.
+    """
+    if any(node.name == "where" for node in graph.nodes):
+        return {}
+    pairs: dict[int, int] = {}
+    alone: int | None = None
+    for i, node in enumerate(graph.nodes):
+        if node.name != "sigmoid" or _form(graph, node)[0] != _FORMS["sigmoid"]:
+            continue
+        if alone is None or _depends(graph, i, alone):
+            alone = i
+        else:
+            pairs |= {i: alone, alone: i}
+            alone = None
+    return pairs
+
+
+def _depends(graph: Graph, i: int, k: int) -> bool:
+    """Whether node `i` is `k`, or made of it."""
+    return i == k or (i > k and any(_depends(graph, operand, k) for operand in graph.nodes[i].operands))
 
 
 def _find(graph: Graph, name: str, operands: tuple[int, ...]) -> tuple[int, ...]:
