@@ -160,6 +160,8 @@ def test_what_was_measured_to_be_best_is_chosen(name):
         g = choose_geometry("LinearScan", 2, itemsize, aligned, True, *shape, GPUS[name])
         kind = "streams" if not g.chained else "looks back" if g.looks_back else "turns"
         assert (g.lanes, g.warps, g.rows, kind) == want
+    backward = choose_geometry("LinearScanBackward", 3, 2, 8, True, 4, 2000, 1024, GPUS[name])
+    assert (backward.rows, backward.looks_back) == (16, True)
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])

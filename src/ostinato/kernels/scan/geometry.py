@@ -223,8 +223,10 @@ def _chained(
     chains = sequences * -(-channels // (lanes * vec))
     rows = max(4, 1 << (32 // numbers).bit_length() - 1)
     small, large = (Geometry(vec, lanes, w, rows, True, 16 // w, 0, STAGES) for w in (8, 16))
+    if steps <= LONG and itemsize == 2:  # look-back keeps one tile: a backward pass uses the other's registers
+        return small._replace(rows=2 * rows if backward else rows, stages=1, looks_back=True)
     if steps <= LONG:
-        return small._replace(stages=1, looks_back=True) if itemsize == 2 else small
+        return small
     if packed or 2 * device.processors // chains <= FEW_COMPANIONS:
         along_one_chain = 4 * chains <= device.processors and not packed and not resets
         registers = 64 if numbers > inputs * words else 72 if along_one_chain or vec == 1 else 56
