@@ -54,7 +54,7 @@ __device__ inline void raise(int group) {
 """
 KERNEL = 'extern "C" __global__ void __launch_bounds__(THREADS, 1) recur('
 PATIENCE = "    Patience patience(p.failure);\n"
-PRODUCT = "        product(state, sequences, sums, patience);\n"
+ASK = "        product.ask(state);\n"
 UPDATE = "        units.update(rows, step_after(taken), product, sums, state + stride);\n"
 TAKE = "const int before = streamed_before(tile), i = tile - before;"
 WIDE = "@p ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%3];"
@@ -70,7 +70,7 @@ SWITCHES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
         {
             KERNEL: COUNTER + KERNEL,
             PATIENCE: PATIENCE + "    const unsigned begun = count(group) / BLOCKS * BLOCKS;\n",
-            PRODUCT: f"        await(group, begun + unsigned(taken) * BLOCKS);\n{PRODUCT}",
+            ASK: f"        await(group, begun + unsigned(taken) * BLOCKS);\n{ASK}",
             UPDATE: f"{UPDATE}        raise(group);\n",
         },
     ),

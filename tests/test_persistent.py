@@ -164,7 +164,7 @@ def test_kernels_compile_without_a_gpu(path, architecture, backward):
             if path == "sparse":
                 chosen = chosen._replace(tiles=20).hold(H100.shared_memory_per_block_optin)
             code = nvrtc.source(*geometry.files(chosen))
-            macros = dict(chosen.macros(resets=path != "sparse"))
+            macros = dict(chosen.macros(resets=path != "sparse", packed=backward))
             assert nvrtc.compile_cubin(code, architecture, macros)[:4] == b"\x7fELF"
 
 

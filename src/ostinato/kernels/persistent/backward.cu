@@ -30,6 +30,7 @@ struct Units : Block {
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
             dh[i] = dc[i] = 0;
+            grad[i] = 0.0f;
             if (!owned(i)) continue;
             spans[i] = product.span(p, block, block % CLUSTER * UNITS + unit_of(i));
             if (p.grad_h_n) dh[i] = widen(p.grad_h_n[place(0, i)]);
@@ -46,7 +47,7 @@ struct Units : Block {
             const size_t at = place(rows.first, i);
 #pragma unroll
             for (int g = 0; g < GATES; ++g) pre[i][g] = __ldcs(p.pre + place(rows.first, i, GATES) + g * HIDDEN);
-            grad[i] = p.grad_output ? __ldcs(p.grad_output + at) : Scalar(0.0f);
+            if (p.grad_output) grad[i] = __ldcs(p.grad_output + at);
             if (TAKES_STATE) {
                 candidate[i] = __ldcs(p.candidate + at);
                 before[i] = __ldcs(p.h_prev + at);
@@ -211,14 +212,17 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const
     for (int taken = 0; taken < p.steps; ++taken, state += stride, mine += stride) {
         units.update(state);
         units.wait_for_update();
-        units.write(rows);
+        const Rows written = rows;
         rows = next;
         units.differentiate(rows);
         if (taken + 2 < p.steps) next = fetch(taken + 2);
         if (taken + PREFETCH < p.steps)
             units.prefetch_step(Rows(p, step_of(taken + PREFETCH)), state + PREFETCH * stride);
+        units.pause();
+        product.ask(mine);
+        units.write(written);
         float *sums = all_sums + taken % 2 * SUMS;
-        product(mine, sequences, sums, patience);
+        product(sums, patience);
         __syncthreads();
         cluster.send(product, sums, sequences, taken);
         units.add(product, sums, cluster, taken, patience);

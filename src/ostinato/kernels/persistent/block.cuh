@@ -29,10 +29,14 @@ constexpr int PACKED = BLOCKS * WARPS * TILES * 32;
 
 __device__ inline void pack_weights(const Parameters &p, int i) {
     constexpr int NUMBERS = 16 / sizeof(Scalar);
+    alignas(16) int index[NUMBERS];
+#pragma unroll
+    for (int j = 0; j < NUMBERS / 4; ++j)
+        reinterpret_cast<int4 *>(index)[j] = reinterpret_cast<const int4 *>(p.index)[size_t(i) * (NUMBERS / 4) + j];
     unsigned registers[4] = {};
 #pragma unroll
     for (int j = 0; j < NUMBERS; ++j)
-        registers[j * 4 / NUMBERS] |= indexed_weight(p, size_t(i) * NUMBERS + j) << j * 32 / (NUMBERS / 4) % 32;
+        registers[j * 4 / NUMBERS] |= indexed_weight(p, index[j]) << j * 32 / (NUMBERS / 4) % 32;
     reinterpret_cast<uint4 *>(p.packed)[i] = {registers[0], registers[1], registers[2], registers[3]};
 }
 
@@ -91,10 +95,13 @@ struct Product {
         }
     }
 
-    // sums[part][sequence][row] = a share of the row's strip times the state `from`.  With HALVES, places that hold the
-    // batch in their lower and in their upper half have separate partial sums, from separate columns of the mma.
-    __device__ void operator()(const char *from, int columns, float *sums, Patience &patience) {
-        state.bring(from, columns, patience);
+    __device__ void ask(const char *from) { state.ask(from); }
+
+    // sums[part][sequence][row] = a share of the row's strip times the state that was asked for.  With HALVES, places
+    // that hold the batch in their lower and in their upper half have separate partial sums, from separate columns of
+    // the mma.
+    __device__ void operator()(float *sums, Patience &patience) {
+        state.bring(patience);
         __syncthreads();
         unsigned b[2][AT_ONCE_GATHERED][2];  // the next are gathered while these are multiplied
         gather(0, b[0]);

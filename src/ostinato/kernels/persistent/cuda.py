@@ -259,13 +259,13 @@ class _Kernels(NamedTuple):
 
 
 @functools.cache
-def kernels(geometry: Geometry, device: int, resets: bool = False) -> _Kernels:
-    """The compiled kernels of a geometry, specialised for calls with or without resets.
+def kernels(geometry: Geometry, device: int, resets: bool = False, packed: bool = False) -> _Kernels:
+    """The compiled kernels of a geometry, specialised for calls with or without resets and packed sequences.
 
     Raises RuntimeError if the device cannot hold all blocks at once.
     """
     properties: Any = torch.cuda.get_device_properties(device)
-    compiled = (nvrtc.source(*files(geometry)), geometry.macros(resets), device)
+    compiled = (nvrtc.source(*files(geometry)), geometry.macros(resets, packed), device)
     prepare, recur = nvrtc.load_kernel("prepare", *compiled), nvrtc.load_kernel("recur", *compiled)
     resident = recur.resident_blocks(device, THREADS, geometry.shared_bytes, geometry.cluster)
     blocks = geometry.blocks * geometry.groups
@@ -325,7 +325,7 @@ def _launch(
     steps = pre.shape[0] // batch if offsets is None else len(offsets) - 1
     packing = None if mask is None or geometry.path == "dense" else packing_of(mask, geometry)
     geometry = geometry if packing is None else packing.geometry
-    prepare, recur, processors = kernels(geometry, device, given["resets"] is not None)
+    prepare, recur, processors = kernels(geometry, device, given["resets"] is not None, offsets is not None)
     groups = -(-batch // geometry.columns)
     packed_bytes = geometry.tiles * geometry.tile_bytes * geometry.blocks
     states_bytes = (steps + (not geometry.backward)) * groups * geometry.group_bytes

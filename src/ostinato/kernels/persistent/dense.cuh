@@ -90,11 +90,15 @@ struct Product {
     uint4 held[HELD + 1];  // no array is empty
     uint4 *kept;           // this lane's part of the tiles in shared memory
     uint4 ahead[STREAMED ? AHEAD : 1], early[EARLY + 1];
-    unsigned offset;  // in bytes, of this lane's first word in a sequence's state
+    unsigned offset, odd_offset;  // in bytes, of this lane's first word in a sequence's state, and of an odd tile's
+    const char *mine, *mine_odd;  // the same of the state that was asked for
+    Piece piece[SEQUENCE_TILES][PIECES + 1];
+    Word odd[SEQUENCE_TILES];
 
     __device__ Product(const Parameters &p, int block, uint4 *shared)
         : weights(reinterpret_cast<const uint4 *>(p.packed) + (block * WARPS + warp_id()) * TILES * 32 + lane_id()),
-          kept(shared + threadIdx.x), offset(warp_id() * 32 * COLUMN_TILES + lane_id() % 4 * 16) {
+          kept(shared + threadIdx.x), offset(warp_id() * 32 * COLUMN_TILES + lane_id() % 4 * 16),
+          odd_offset(warp_id() * 32 * COLUMN_TILES + PIECES * 64 + lane_id() % 4 * 8) {
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile) {
             if (is_streamed(tile)) continue;
@@ -121,24 +125,26 @@ struct Product {
         return a;
     }
 
-    // sums[warp][sequence][row] = this warp's share of the recurrent matrix times the `state`.
-    __device__ void operator()(const char *state, int columns, float *sums, Patience &patience) {
+    // Starts to load the `state`, whether it is there or not.  Lanes beyond the last sequence load one twice.
+    __device__ void ask(const char *state) {
+        const unsigned sequence = lane_id() / 4 % COLUMNS;
+        mine = state + place_in_slice(offset, sequence), mine_odd = state + place_in_slice(odd_offset, sequence);
+#pragma unroll
+        for (int s = 0; s < SEQUENCE_TILES; ++s) {
+            const bool there = COLUMNS <= 8 || COLUMNS % 8 == 0 || s * 8 + sequence < COLUMNS;
+            constexpr bool WHOLE = ROW_BYTES % (32 * WARPS) == 0;
+#pragma unroll
+            for (int i = 0; i < PIECES; ++i)
+                read(piece[s][i], mine + (i * COLUMNS + s * 8) * CHUNK, there && (WHOLE || offset + i * 64 < ROW_BYTES));
+            if (ODD) read(odd[s], mine_odd + s * 8 * CHUNK, there && (WHOLE || odd_offset < ROW_BYTES));
+        }
+    }
+
+    // sums[warp][sequence][row] = this warp's share of the recurrent matrix times the state that was asked for.
+    __device__ void operator()(float *sums, Patience &patience) {
 #pragma unroll
         for (int tile = 0; tile < EARLY; ++tile) early[tile] = kept[tile * THREADS];
 
-        const unsigned sequence = ORDINARY ? 0 : lane_id() / 4;
-        const unsigned odd_offset = warp_id() * 32 * COLUMN_TILES + PIECES * 64 + lane_id() % 4 * 8;
-        const char *mine = state + place_in_slice(offset, sequence), *mine_odd = state + place_in_slice(odd_offset, sequence);
-        Piece piece[SEQUENCE_TILES][PIECES + 1];
-        Word odd[SEQUENCE_TILES];
-#pragma unroll
-        for (int s = 0; s < SEQUENCE_TILES; ++s) {
-            const bool live = s * 8 + sequence < columns;
-#pragma unroll
-            for (int i = 0; i < PIECES; ++i)
-                read(piece[s][i], mine + (i * COLUMNS + s * 8) * CHUNK, live && offset + i * 64 < ROW_BYTES);
-            if (ODD) read(odd[s], mine_odd + s * 8 * CHUNK, live && odd_offset < ROW_BYTES);
-        }
         patience.renew();
         bool waiting;
         do {

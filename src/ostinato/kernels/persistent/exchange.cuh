@@ -34,7 +34,7 @@ struct Parameters {
     const unsigned short *places, *spans;
     unsigned *packed;             // the weights in the order in which the blocks load them
     char *states;                 // (steps, or forward one more, groups, CLUSTER, CHUNKS, COLUMNS, CHUNK bytes)
-    const int *offsets;           // (steps + 1), of the rows of each step; or null: every step has `batch` rows
+    const int *offsets;           // (steps + 1), with OFFSETS: of the rows of each step; else every step has `batch` rows
     int *failure;                 // set to 1 if a wait timed out
     const Scalar *pre;            // (rows, GATES * HIDDEN): forward the input's part; backward pre-activations, or an
                                   // RNN's states
@@ -64,8 +64,8 @@ struct Rows {
     int live, step;
 
     __device__ Rows(const Parameters &p, int step)
-        : first(p.offsets ? p.offsets[step] : size_t(step) * p.batch),
-          live(p.offsets ? p.offsets[step + 1] - p.offsets[step] : p.batch), step(step) {}
+        : first(OFFSETS ? p.offsets[step] : size_t(step) * p.batch),
+          live(OFFSETS ? p.offsets[step + 1] - p.offsets[step] : p.batch), step(step) {}
 };
 
 // The units and sequences of a block, and a thread's items among them.
@@ -87,7 +87,7 @@ struct Block {
         return (row + sequence + sequence_of(i)) * (gates * HIDDEN) + unit + unit_of(i);
     }
     __device__ bool begins_word(int i) const {
-        const bool exists = sequence_of(i) < sequences && unit + unit_of(i) < PITCH;
+        const bool exists = sequence_of(i) < COLUMNS && unit + unit_of(i) < PITCH;
         return exists && unit_of(i) % (HALF_WORDS ? WORD / 2 : WORD) == 0;
     }
     // Whether this warp has nothing to update in a round.
@@ -97,6 +97,11 @@ struct Block {
     // early costs another round trip.
     __device__ static void wait_for_update() {
         if (UNITS * COLUMNS <= THREADS - 32) __syncthreads();
+    }
+    // What one sequence exchanges is a few lines, for which all blocks look: looks too early delay it.
+    __device__ static void pause() {
+        constexpr unsigned CYCLES = COLUMNS == 1 ? 80 : 0;
+        for (const unsigned since = clock(); CYCLES && unsigned(clock()) - since < CYCLES;) {}
     }
 };
 

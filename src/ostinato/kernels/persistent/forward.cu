@@ -4,7 +4,7 @@
 // reduces them, updates the block's own hidden units and publishes them.  With RESETS, a state that is reset before the
 // next step is published as zero.
 
-constexpr int PREFETCH = 4;  // steps
+constexpr int PREFETCH = 3;  // steps
 
 struct Units : Block {
     const Parameters &p;
@@ -31,7 +31,6 @@ struct Units : Block {
             if (p.h0) h[i] = widen(p.h0[place(0, i)]);
             if (p.c0) c[i] = widen(p.c0[place(0, i)]);
         }
-        forget();
     }
 
     // Zeroes the states that are reset before the next step.
@@ -57,6 +56,8 @@ struct Units : Block {
             x[g] = widen(projected[i][g]);
             s[g] = product.sum(sums, spans[i][g], g * UNITS + unit_of(i), sequence_of(i)) + bias[i][g];
         }
+#pragma unroll
+        for (int g = 0; g < GATES; ++g) asm volatile("" : "+f"(s[g]));  // all sums at once, then the gates
         if constexpr (CELL == RNN_TANH) return hyperbolic_tangent(x[0] + s[0]);
         if constexpr (CELL == RNN_RELU) return x[0] + s[0] < 0 ? 0 : x[0] + s[0];
         if constexpr (sizeof(Scalar) == 4) {  // for the backward
@@ -140,26 +141,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) recur(const Parameters 
     const auto step_of = [&](int taken) { return p.reverse ? p.steps - 1 - taken : taken; };
     const auto step_after = [&](int taken) { return step_of(min(taken + 1, p.steps - 1)); };
 
-    const auto fetch = [&](int taken) {
-        const Rows rows(p, step_of(taken));
+    Rows rows(p, step_of(0));
+    for (int taken = 0; taken < p.steps; ++taken, state += stride) {
+        if (taken) units.write(rows);
+        units.forget();
+        rows = Rows(p, step_of(taken));
         units.fetch(rows);
         units.resets.read(p, units, step_after(taken));
-        return rows;
-    };
-
-    Rows rows = fetch(0);
-    for (int taken = 0; taken < p.steps; ++taken, state += stride) {
+        if (taken + PREFETCH < p.steps)
+            units.prefetch_step(Rows(p, step_of(taken + PREFETCH)), state + (PREFETCH + 1) * stride);
+        units.pause();
+        product.ask(state);
         float *sums = all_sums + taken % 2 * SUMS;
-        product(state, sequences, sums, patience);
+        product(sums, patience);
         __syncthreads();
         units.update(rows, step_after(taken), product, sums, state + stride);
         units.wait_for_update();
-        units.write(rows);
-        if (taken + 1 == p.steps) break;
-        units.forget();
-        rows = fetch(taken + 1);
-        if (taken + PREFETCH < p.steps)
-            units.prefetch_step(Rows(p, step_of(taken + PREFETCH)), state + PREFETCH * stride);
     }
+    units.write(rows);
     units.finish();
 }

@@ -216,8 +216,8 @@ class Geometry(NamedTuple):
         geometry = self._replace(held=max(0, min(self.tiles, free)), streamed=streamed)
         return geometry if geometry.shared_bytes <= shared_limit else None
 
-    def macros(self, resets: bool = False) -> tuple[tuple[str, object], ...]:
-        """The preprocessor definitions with which the CUDA files are compiled, with or without resets."""
+    def macros(self, resets: bool = False, packed: bool = False) -> tuple[tuple[str, object], ...]:
+        """The preprocessor definitions for CUDA files, for calls with or without resets and packed sequences."""
         return (
             ("SCALAR", SCALARS[self.dtype]),
             ("VEC", 1),
@@ -232,6 +232,7 @@ class Geometry(NamedTuple):
             ("BACKWARD", int(self.backward)),
             ("CLUSTER", self.cluster),
             ("RESETS", int(resets)),
+            ("OFFSETS", int(packed)),
             *{
                 "dense": (("STREAMED", self.streamed),),
                 "block": (

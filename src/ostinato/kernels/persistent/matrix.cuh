@@ -3,6 +3,9 @@
 // Forward, row g * UNITS + u of a block's part of the recurrent matrix is gate g of its unit u, and its columns are
 // the units of the previous state.  Backward, the rows are the units of the block's cluster and the columns a slice of
 // the gates of all units: the matrix transposed.
+//
+// A weight that does not exist is not branched around, but another loaded in its place: so the loads of a thread are
+// in flight together.
 
 // An element of a block's part of the matrix; zero out of bounds.
 __device__ inline Scalar weight_at(const Parameters &p, int block, int row, int column) {
@@ -12,11 +15,12 @@ __device__ inline Scalar weight_at(const Parameters &p, int block, int row, int 
         gate = k / PITCH, unit = k % PITCH, other = block / CLUSTER * ROWS + row;
     }
     const bool exists = row < ROWS && column < SLICE && gate < GATES && unit < HIDDEN && other < HIDDEN;
-    return exists ? p.weight[size_t(gate * HIDDEN + unit) * HIDDEN + other] : Scalar(0.0f);
+    const Scalar weight = p.weight[exists ? size_t(gate * HIDDEN + unit) * HIDDEN + other : 0];
+    return exists ? weight : Scalar(0.0f);
 }
 
-// A weight of a pruned matrix, by its position in `index`.
-__device__ inline unsigned indexed_weight(const Parameters &p, size_t i) {
-    const int index = p.index[i];
-    return index ? shown(widen(p.weight[index - 1])) : 0;
+// A weight of a pruned matrix, by its 1-based index; 0 is padding.
+__device__ inline unsigned indexed_weight(const Parameters &p, int index) {
+    const unsigned weight = shown(widen(p.weight[max(index - 1, 0)]));
+    return index ? weight : 0;
 }

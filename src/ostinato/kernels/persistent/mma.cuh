@@ -51,8 +51,6 @@ __device__ inline void store_if(bool wanted, float *address, float x) {
 struct Span {};  // empty: every row has the same number of partial sums
 
 template <int PARTS> __device__ inline float add(const float *sums, int pitch) {
-    float total = 0;
-#pragma unroll
-    for (int part = 0; part < PARTS; ++part) total += sums[part * pitch];
-    return total;
+    if constexpr (PARTS == 1) return sums[0];
+    else return add<PARTS / 2>(sums, pitch) + add<PARTS - PARTS / 2>(sums + PARTS / 2 * pitch, pitch);
 }

@@ -48,7 +48,7 @@ constexpr int PACKED = BLOCKS * ENTRIES * THREADS;
 __device__ inline void pack_weights(const Parameters &p, int i) {
     const size_t entry = i / THREADS, thread = i % THREADS, first = 2 * entry * THREADS + thread;
     const unsigned place[2] = {p.places[first], p.places[first + THREADS]};
-    const unsigned weight[2] = {indexed_weight(p, first), indexed_weight(p, first + THREADS)};
+    const unsigned weight[2] = {indexed_weight(p, p.index[first]), indexed_weight(p, p.index[first + THREADS])};
     unsigned *packed = p.packed + PARTS * entry * THREADS + thread;
     if (sizeof(Scalar) == 4) packed[0] = place[0] | place[1] << 16;
 #pragma unroll
@@ -100,9 +100,11 @@ struct Product {
         }
     }
 
-    // sums[sequence][thread] = this thread's share of its row of the matrix times the state `from`.
-    __device__ void operator()(const char *from, int columns, float *sums, Patience &patience) {
-        state.bring(from, columns, patience);
+    __device__ void ask(const char *from) { state.ask(from); }
+
+    // sums[sequence][thread] = this thread's share of its row of the matrix times the state that was asked for.
+    __device__ void operator()(float *sums, Patience &patience) {
+        state.bring(patience);
         __syncthreads();
         float d[STATE_COLUMNS] = {};
 #pragma unroll

@@ -17,6 +17,8 @@ constexpr int AT_ONCE = ROUNDS * COLUMNS <= 32 ? ROUNDS : 32 / COLUMNS;  // roun
 
 struct SharedState {
     char *places;
+    const char *mine;  // this thread's first word of the state that was asked for
+    Word words[AT_ONCE][COLUMNS];
 
     __device__ static int half(int place) { return HALVES ? place & 8 : 0; }  // in bytes
 
@@ -59,31 +61,47 @@ struct SharedState {
         }
     }
 
-    // Loads the whole state, waiting for it; a barrier must follow before it is used.
-    __device__ void bring(const char *state, int columns, Patience &patience) {
+    // The address of this thread's word in a round; the last of all where it has none.
+    __device__ const char *address(int round, int sequence) const {
+        const int first = round * THREADS;
+        const bool all = first + THREADS <= WORDS;
+        return mine + sequence * ROW_BYTES + (all ? first : min(first, WORDS - 1 - int(threadIdx.x))) * 8;
+    }
+
+    __device__ void load(int round) {
+#pragma unroll
+        for (int i = 0; i < AT_ONCE && round + i < ROUNDS; ++i) {
+#pragma unroll
+            for (int c = 0; c < COLUMNS; ++c) read(words[i][c], address(round + i, c), true);
+        }
+    }
+
+    // Starts to load a state, whether it is there or not.
+    __device__ void ask(const char *state) {
+        mine = state + threadIdx.x * 8;
+        load(0);
+    }
+
+    // Stores the whole state that was asked for, waiting for it; a barrier must follow before it is used.
+    __device__ void bring(Patience &patience) {
         patience.renew();
 #pragma unroll
-        for (int from = 0; from < ROUNDS; from += AT_ONCE) {
-            Word words[AT_ONCE][COLUMNS];
-            const char *mine = state + (from * THREADS + threadIdx.x) * 8;
-            const auto exists = [&](int i) { return (from + i) * THREADS + threadIdx.x < WORDS; };
-#pragma unroll
-            for (int i = 0; i < AT_ONCE; ++i) {
-#pragma unroll
-                for (int c = 0; c < COLUMNS; ++c) words[i][c] = c < columns && exists(i) ? ABSENT : 0;
-            }
+        for (int round = 0; round < ROUNDS; round += AT_ONCE) {
+            if (round) load(round);
             bool waiting;
             do {
                 waiting = false;
 #pragma unroll
-                for (int i = 0; i < AT_ONCE; ++i) {
+                for (int i = 0; i < AT_ONCE && round + i < ROUNDS; ++i) {
 #pragma unroll
-                    for (int c = 0; c < COLUMNS; ++c) waiting |= look(words[i][c], mine + c * ROW_BYTES + i * THREADS * 8);
+                    for (int c = 0; c < COLUMNS; ++c) waiting |= look(words[i][c], address(round + i, c));
                 }
             } while (waiting && patience.lasts());
 #pragma unroll
-            for (int i = 0; i < AT_ONCE; ++i)
-                if (exists(i)) store((from + i) * THREADS + threadIdx.x, words[i]);
+            for (int i = 0; i < AT_ONCE && round + i < ROUNDS; ++i) {
+                const int index = (round + i) * THREADS + threadIdx.x;
+                if (index < WORDS) store(index, words[i]);
+            }
         }
     }
 };
