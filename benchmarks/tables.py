@@ -618,7 +618,7 @@ for kind in ("gpu", "cpu"):
     TABLES |= {
         f"calls-scan-{kind}": functools.partial(calls, f"calls-{kind}", "linear_scan"),
         f"calls-step-{kind}": functools.partial(calls, f"calls-{kind}", "step of"),
-        f"calls-layer-{kind}": functools.partial(calls, f"calls-{kind}", "GRU", "LSTM", "Stepper"),
+        f"calls-layer-{kind}": functools.partial(calls, f"calls-{kind}", "GRU", "LSTM", "Stepper", "2 layers of"),
         f"scan-{kind}": functools.partial(comparison, f"scan-{kind}", share),
         f"scan-{kind}-errors": functools.partial(comparison, f"scan-{kind}", error),
         f"layer-{kind}": functools.partial(comparison, f"layer-{kind}", milliseconds, limit=True),

@@ -212,6 +212,19 @@ def test_both_directions_packed_with_resets(name):
             assert_close(module(x, state, resets=resets[n] if with_resets else None)[0], want)
 
 
+@pytest.mark.parametrize("batch", [1, 3])
+@every_layer
+def test_a_frozen_stepper_repeats_the_loops(name, batch):
+    module, _ = make(name, 4, 6, 2)
+    module.float()
+    stepper, x = ostinato.Stepper(module, batch, frozen=True), torch.randn(5, batch, 4)
+    outputs = [stepper(x_t) for x_t in x]
+    assert stepper._replay is not None
+    assert_close(torch.stack(outputs), module(x)[0], 1e-5)
+    stepper.reset(torch.arange(batch) == 0)
+    assert_close(stepper(x[0])[0], outputs[0][0], 1e-5)
+
+
 @every_layer
 def test_step_halves_and_layouts_compute_the_same(name):
     module, hx = make(name, 4, 6, 2, batch_first=True)
@@ -223,6 +236,16 @@ def test_step_halves_and_layouts_compute_the_same(name):
         steps.append(y)
     assert_close(torch.stack(steps, 1), output)
     assert_close(h, h_n)
+    h, steps = hx, []
+    with torch.no_grad():  # on a CPU by loops of a single step
+        for t in range(8):
+            y, h = module.step(x[:, t], h)
+            steps.append(y)
+        assert_close(torch.stack(steps, 1), output)
+        assert_close(h, h_n)
+        assert_close(module.step(x[:, 0])[0], module(x[:, :1])[0][:, 0])
+        assert_close(module.step(x[0, 0])[0], module(x[0, :1])[0][0])
+        assert_close(module.step(x[:, 0].t().contiguous().t(), hx)[0], steps[0])
     first, state = module(x[:, :3], hx)
     second, state = module(x[:, 3:], state)
     assert_close(torch.cat((first, second), 1), output)

@@ -14,9 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ostinato.kernels.dispatch import is_eager
 from ostinato.kernels.gemm import linear
+from ostinato.kernels.recurrence.operators import kernels_on
 from ostinato.layers import Hidden, StackedLayers, check_sizes, draw_parameters, each, stacked
 from ostinato.recurrence import Recurrence, recurrence
+from ostinato.replay import recording
 from ostinato.scan import check_choice
 
 Run = Callable[..., tuple[Any, Any]]
@@ -96,6 +99,32 @@ class DiagonalLayers(StackedLayers):
             lasts.append(each(lambda state: state[None], h_last))
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)), stacked(lasts)
 
+    def _step_of_layer(self, layer: int, x: Tensor, h0: Any) -> tuple[Tensor, Hidden]:
+        """On a CPU without gradients, :meth:`_cell` of tensors without a dimension of time."""
+        parameters = {name: self._parameter(f"{name}_l{layer}") for name in self._shapes(x.shape[-1])}
+        states = [] if h0 is None else [state[0] for state in (h0 if isinstance(h0, tuple) else (h0,))]
+        if not self._steps_alone([x, *states, *(y for y in parameters.values() if y is not None)]):
+            step, recorder = super()._step_of_layer, recording()
+            return step(layer, x, h0) if recorder is None else recorder.call(step, layer, x, h0)
+        states = states or [x.new_zeros(len(x), self.hidden_size)] * self.states
+        y, after = self._cell(f"l{layer}", parameters, x, functools.partial(_run_step, states))
+        return y, each(lambda state: state[None], after)
+
+    def _steps_alone(self, tensors: list[Tensor]) -> bool:
+        """Whether a recurrence's prepared steps take the tensors of a layer."""
+        x = tensors[0]
+        return (
+            x.is_cpu
+            and x.dtype in (torch.float32, torch.float64)
+            and x.numel() > 0
+            and not torch.is_grad_enabled()
+            and not torch.is_autocast_enabled("cpu")
+            and (is_eager(tensors) or recording() is not None)
+            and {(y.dtype, y.is_contiguous()) for y in tensors} == {(x.dtype, True)}
+            and self.sequence_group is None
+            and kernels_on(self.backend, "cpu") is not None
+        )
+
     def _run(
         self, options: dict[str, Any], batch_first: bool, function: Recurrence, *arguments: Tensor
     ) -> tuple[Any, Any]:
@@ -114,6 +143,16 @@ class DiagonalLayers(StackedLayers):
         arguments = tuple(x.transpose(0, 1) if x.dim() == 3 else x for x in arguments)
         h, h_last = run(*arguments, **options, backend=self.backend)
         return each(lambda x: x.transpose(0, 1), h), h_last
+
+
+def _run_step(states: list[Tensor], function: Recurrence, *arguments: Tensor) -> tuple[Any, Any]:
+    if len(arguments) < len(function.names):
+        arguments = function.apart(*arguments)
+    if function.states == 2 and len(states) == 1:
+        states = states * 2
+    after = function.step(arguments, states)
+    result = tuple(after) if function.states == 2 else after[0]
+    return result, result
 
 
 def _seen_in_reverse(resets: Tensor, bounds: Tensor | None) -> Tensor:
@@ -196,7 +235,11 @@ class RGLRU(DiagonalLayers):
 
     def _cell(self, suffix: str, p: Parameters, x: Tensor, run: Run) -> tuple[Tensor, Hidden]:
         u = linear(x, p["weight_ih"], p["bias_ih"])
-        gates = torch.einsum("...nj,gnij->...gni", u.unflatten(-1, (self.num_blocks, -1)), p["weight_gate"]).flatten(-3)
+        blocks, weight = u.unflatten(-1, (self.num_blocks, -1)), p["weight_gate"]
+        if u.dim() == 2:  # one step, in which einsum would take longer than its product
+            gates = (blocks.transpose(0, 1) @ weight.mT).permute(2, 0, 1, 3).flatten(1)
+        else:
+            gates = torch.einsum("...nj,gnij->...gni", blocks, weight).flatten(-3)
         r, i = (gates if p["bias_gate"] is None else gates + p["bias_gate"].to(u.dtype)).chunk(2, -1)
         return run(rg_lru, u, r, i, p["log_lambda"])
 

@@ -15,7 +15,6 @@ from torch.nn.utils.rnn import PackedSequence
 from ostinato.episodes import check_resets
 from ostinato.kernels.export import refuse_script
 from ostinato.kernels.scan import BACKENDS
-from ostinato.replay import recording
 from ostinato.scan import check_batch_sizes, check_choice, check_floating
 
 Hidden = Tensor | tuple[Tensor, ...]
@@ -206,8 +205,6 @@ class StackedLayers(nn.Module):
         """
         if self.bidirectional:
             raise ValueError("step needs a module that runs forward in time; this one is bidirectional")
-        if (recorder := recording()) is not None:
-            return recorder.call(self.step, x, h)
         again = None if torch.compiler.is_compiling() else self._step_again(x, h)
         if again is not None:
             return again

@@ -27,6 +27,7 @@ from ostinato.layers import (
     draw_parameters,
 )
 from ostinato.recurrence import Recurrence, recurrence
+from ostinato.replay import recording
 from ostinato.scan import check_choice, check_floating
 
 
@@ -242,6 +243,8 @@ class _MinimalLayers(DiagonalLayers):
         return given, h is None, self.cell, self.candidate, self.backend
 
     def _step_of_layer(self, layer: int, x: Tensor, h0: Any) -> tuple[Tensor, Hidden]:
+        if recording() is not None:
+            return super()._step_of_layer(layer, x, h0)
         if self.num_layers > 1 and not torch.compiler.is_compiling():
             again = self._layer_again(layer, x, h0)
             if again is not None:

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from ostinato.kernels import export
-from ostinato.kernels.recurrence.nonlinear import nonlinear_recurrence
+from ostinato.kernels.recurrence.nonlinear import nonlinear_recurrence, step_of
 from ostinato.kernels.recurrence.operators import linear_recurrence
 from ostinato.kernels.recurrence.trace import trace
+from ostinato.replay import recording
 from ostinato.scan import check_scan, describe, linear_scan
 
 STATES = {"h": 1, "state": 2}  # states, by the name of the first parameter; none, a linear recurrence, for any other
@@ -130,11 +131,11 @@ class Recurrence:
     def apart(self, sequences: Tensor, parameters: Tensor) -> tuple[Tensor, ...]:
         """Split the arguments of :meth:`of_layer` into those of a call."""
         width = (sequences.shape[-1] + parameters.shape[-1]) // len(self.names)
-        return *sequences.split(width, -1), *parameters.split(width)
+        return *sequences.chunk(sequences.shape[-1] // width, -1), *parameters.chunk(parameters.shape[0] // width)
 
     def traced(self, arguments: Sequence[Tensor]) -> str:
         """The trace for arguments with these dimensions, in the operators' format."""
-        return _traced(id(self), tuple(x.dim() == 3 for x in arguments))
+        return _traced(id(self), tuple([x.dim() > 1 for x in arguments]))
 
     def check(
         self, arguments: tuple[Tensor, ...], h0: Any, *options: Any
@@ -148,6 +149,16 @@ class Recurrence:
         states = self._check_states(h0)
         check_scan(self.names[first], arguments[first], states, *options)
         return first, dtype, states
+
+    def step(self, arguments: Sequence[Tensor], states: Sequence[Tensor]) -> list[Tensor]:
+        """The states after one step on a CPU, without gradients or checks.
+
+        Arguments are (B, D) or (D,), states (B, D), all of one dtype, float32 or float64, with contiguous channels.
+        """
+        step = step_of(self.traced(arguments), *states[0].shape, states[0].dtype)
+        if (recorder := recording()) is not None:
+            return recorder.call(step, arguments, states, prepare=functools.partial(step.again, arguments, states))
+        return step(arguments, states)
 
     def _run(
         self,

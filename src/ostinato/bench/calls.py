@@ -1,5 +1,6 @@
 """The host overhead of small calls: short scans and single steps."""
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -23,7 +24,7 @@ def calls(device: torch.device, rounds: int = ROUNDS) -> list[Record]:
     x, y, out = (torch.randn(2, 16, 64, device=device) for _ in range(3))
     unit: dict[str, Call] = {UNIT: partial(torch.add, x, y, out=out)}
     results = []
-    for name, contestants in (*_scans(device), *_steps(device), *_trained(device), *_stacks(device)):
+    for name, contestants in itertools.chain(*(kind(device) for kind in KINDS)):
         seconds = _seconds(contestants | unit, device, rounds)
         rows = {who: {"seconds": value, "times_unit": value / seconds[UNIT]} for who, value in seconds.items()}
         results.append({"workload": {"kind": "calls", "name": name}, "contestants": rows})
@@ -76,6 +77,10 @@ PEERS: dict[str, tuple[Any, Any, Any]] = {
     "GRU": (ostinato.GRU, nn.GRU, nn.GRUCell),
     "LSTM": (ostinato.LSTM, nn.LSTM, nn.LSTMCell),
 }
+DIAGONAL = (
+    *(ostinato.MinGRU, ostinato.RGLRU, ostinato.HGRN, ostinato.LRU, ostinato.QRNN, ostinato.SRU, ostinato.IndRNN),
+    *(ostinato.ParaGRU, ostinato.ParaLSTM),
+)
 
 
 def _steps(device: torch.device) -> Iterator[tuple[str, dict[str, Call]]]:
@@ -94,6 +99,22 @@ def _steps(device: torch.device) -> Iterator[tuple[str, dict[str, Call]]]:
                 "torch.nn's cell": partial(cell, x, given),
             }
             yield f"step of {name} {hidden}", {who: without_gradient(call) for who, call in contestants.items()}
+
+
+def _diagonal(device: torch.device) -> Iterator[tuple[str, dict[str, Call]]]:
+    """Steps of two diagonal layers, beside two of torch.nn's GRU."""
+    x, without_gradient = torch.randn(1, 256, device=device), torch.no_grad()
+    peer = nn.GRU(256, 256, 2, device=device)
+    for kind in DIAGONAL:
+        layers = kind(256, 256, 2, device=device)
+        state = without_gradient(layers.step)(x)[1]
+        contestants: dict[str, Call] = {
+            "Ostinato": partial(layers.step, x, state),
+            "Ostinato, frozen Stepper": partial(ostinato.Stepper(layers, batch_size=1, frozen=True), x),
+            "torch.nn's GRU, T = 1": partial(peer, x[None], torch.zeros(2, 1, 256, device=device)),
+        }
+        title = f"2 layers of {kind.__name__} 256"
+        yield title, {who: without_gradient(call) for who, call in contestants.items()}
 
 
 def _trained(device: torch.device) -> Iterator[tuple[str, dict[str, Call]]]:
@@ -120,3 +141,6 @@ def _stacks(device: torch.device) -> Iterator[tuple[str, dict[str, Call]]]:
 
     yield "Stepper of GRU 256, 2 layers", contestants
     yield "Stepper of GRU 256, 2 layers, awaited", {who: awaited(call) for who, call in contestants.items()}
+
+
+KINDS = _scans, _steps, _diagonal, _trained, _stacks

@@ -22,6 +22,8 @@ PARTS = 2048, 1024, 512, 256  # rows of a convolution, where their number is not
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``F.linear(x, weight, bias)``; eager calls choose the fastest implementation."""
+    if x.dim() == 2 and not torch.compiler.is_compiling() and x.shape[0] < GEMM_ROWS:
+        return F.linear(x, weight, bias)  # sooner than by the checks of what needs more rows
     if is_eager([x, weight]):
         if x.device.type == "cpu":
             return _linear_cpu(x, weight, bias)

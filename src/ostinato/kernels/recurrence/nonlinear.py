@@ -4,6 +4,7 @@ With all states known, so is each step's Jacobian, and derivatives are linear sc
 forward-mode derivatives forward, and both can be differentiated again.
 """
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -53,6 +54,12 @@ def _initial(
 ) -> list[Tensor]:
     given = (h0, c0)[: trace.states]
     return [like.new_zeros(_last_shape(like, cu_seqlens)) if x is None else x for x in given]
+
+
+@functools.lru_cache(maxsize=1024)
+def step_of(recurrence: str, batch: int, channels: int, dtype: torch.dtype) -> Any:
+    """What makes one step on a CPU; see ``Step`` of ``steps_cpu.py``."""
+    return kernels_on("cpu", "cpu", "steps_").Step(recurrence, batch, channels, dtype)
 
 
 def _forward(

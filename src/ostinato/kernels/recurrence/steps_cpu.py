@@ -7,7 +7,7 @@ entry, the last ones on return; backward, their gradients.
 
 import ctypes
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from ostinato.kernels import numba_math
 from ostinato.kernels.memory import empty
 from ostinato.kernels.numba_loops import NUMPY_DTYPES, compiled_loop, integers, pointer_to, streams, take_task
 from ostinato.kernels.recurrence.print_cpu import lines_of
-from ostinato.kernels.recurrence.trace import Trace
+from ostinato.kernels.recurrence.trace import Trace, parse, with_state
 from ostinato.kernels.scan.cpu import blocks_of, constant, initial_state, rows
 from ostinato.kernels.threads import run_loop, threads_for
 
@@ -95,11 +95,14 @@ class _Arrays:
             self.first, self.sums, self.totals = [], [], []
         self.plain = [*self.parameters, *self.states, *self.sums, "absent"]
 
+    def names(self, trace: Trace) -> list[str]:
+        """Those of the function's arguments, in its order."""
+        own = {True: iter(self.sequences), False: iter(self.parameters)}
+        return [next(own[sequence]) for sequence in trace.sequences]
+
     def arguments(self, trace: Trace) -> list[str]:
         """The function's own, in its order, at channel j."""
-        own = {True: iter(self.sequences), False: iter(self.parameters)}
-        names = [next(own[sequence]) for sequence in trace.sequences]
-        return [_load(x, "j" if x in self.parameters else f"at_{x} + j") for x in names]
+        return [_load(x, "j" if x in self.parameters else f"at_{x} + j") for x in self.names(trace)]
 
 
 def _load(name: str, place: str, stream: str = "") -> str:
@@ -199,6 +202,53 @@ def steps(
     outs = [empty(like.shape, dtype) for _ in state]
     _run(trace, False, dtype, cu_seqlens, resets, reverse, sequences, parameters, state, outs)
     return [x.to(like.dtype) for x in outs], [x.to(like.dtype) for x in state]
+
+
+class Step:
+    """One step of any recurrence, prepared for a number of sequences and channels."""
+
+    def __init__(self, recurrence: str, batch: int, channels: int, dtype: torch.dtype) -> None:
+        trace = with_state(parse(recurrence))
+        arrays = _Arrays(trace, False)
+        self._loop, self._work_type = _loop(trace, False, NUMPY_DTYPES[dtype])
+        self._arguments, self._states = [*zip(arrays.names(trace), trace.sequences, strict=True)], arrays.states
+        self._out = empty((batch, channels), dtype)  # of all steps: here the state, which the loop keeps as well
+        self._work = self._work_type(tasks=1, parts=1, width=channels, sequences=batch, length=1, channels=channels)
+        for name in arrays.results:
+            setattr(self._work, name, self._out.data_ptr())
+
+    def __call__(self, arguments: Sequence[Tensor], states: Sequence[Tensor]) -> list[Tensor]:
+        """The states after the step, (B, D), from arguments, (B, D) or (D,), and the states before, in one dtype."""
+        following = [x.clone(memory_format=torch.contiguous_format) for x in states]
+        self._run(self._work_on(arguments, following))
+        return following
+
+    def again(
+        self, arguments: Sequence[Tensor], states: Sequence[Tensor], following: Sequence[Tensor]
+    ) -> Callable[[], None]:
+        """A function that repeats a call from and into the same memory."""
+        prepared = self._work_on(arguments, following)
+
+        def repeat(_: Any = arguments) -> None:  # whose memory it keeps
+            for own, x in zip(following, states, strict=True):
+                own.copy_(x)
+            self._run(prepared)
+
+        return repeat
+
+    def _run(self, prepared: ctypes.Structure) -> None:
+        work = self._work_type.from_buffer_copy(prepared)  # the loop counts in it
+        self._loop.ctypes(ctypes.addressof(work))
+
+    def _work_on(self, arguments: Sequence[Tensor], states: Sequence[Tensor]) -> ctypes.Structure:
+        work = self._work_type.from_buffer_copy(self._work)
+        for (name, sequence), x in zip(self._arguments, arguments, strict=True):
+            setattr(work, name, x.data_ptr())
+            if sequence:
+                setattr(work, f"{name}_n", x.stride(0))
+        for name, x in zip(self._states, states, strict=True):
+            setattr(work, name, x.data_ptr())
+        return work
 
 
 def steps_backward(

@@ -72,6 +72,20 @@ def _graph(parts: list) -> Graph:
     return Graph(tuple(Node(name, tuple(operands), value) for name, operands, value in nodes), tuple(outputs))
 
 
+def with_state(trace: Trace) -> Trace:
+    """The same recurrence as a function of the state; of one that is linear, without derivatives."""
+    if trace.states:
+        return trace
+    builder, places = Builder(), list[int]()
+    for node in trace.forward.nodes:
+        is_input = node.name == "input"
+        places.append(builder.input(int(node.value) + 1) if is_input else builder.repeat(node, places))
+    a, b = (places[i] for i in trace.forward.outputs)
+    following = builder.add("add", builder.add("mul", a, builder.input(0)), b)
+    nothing = builder.graph([])
+    return trace._replace(states=1, forward=builder.graph([following]), backward=nothing, jacobian=nothing)
+
+
 def trace(function: Callable, sequences: Sequence[bool], states: int = 0) -> Trace:
     """Trace an elementwise function of (B, T, D) and per-channel tensors, and its derivatives.
 
