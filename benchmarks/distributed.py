@@ -1,9 +1,9 @@
-"""What several GPUs of a machine do, beside one of them, into a JSON file.
+"""Correctness and speed of several GPUs of a machine beside one of them, into a JSON file.
 
     torchrun --standalone --nproc-per-node 2 benchmarks/distributed.py --output distributed-nvidia-h200.json
 
-First that the results are those of one process, then how long they take.  Times are medians of runs, each of the
-slowest process; "alone" is a process that does the same without the others.
+Results are compared with one process's, then timed.  Times are medians over runs of the slowest process's time;
+"alone" is a process that does the same without the others.
 """
 
 import argparse
@@ -120,7 +120,7 @@ def correctness(job: Job) -> Record:
 
 
 def uneven(job: Job) -> list[int]:
-    """The steps of each process's part, the last one's too few to be scanned before the exchange."""
+    """The steps of each process's shard, the last one's too few to be scanned before the exchange."""
     lengths = [10_007] * job.size
     lengths[0], lengths[-1] = lengths[0] + 9001, lengths[-1] - 9001
     return lengths
@@ -168,7 +168,7 @@ def error_of_layer(job: Job, cell: str) -> float:
 
 
 def training(job: Job) -> Record:
-    """How far each layer's outputs are from one process's after four steps of AdamW, by DDP and by FSDP2."""
+    """The error of each layer's outputs against one process's after four steps of AdamW, by DDP and by FSDP2."""
     found = {}
     for cell, wrap in itertools.product(TRAINED, WRAPS):
         error, moved = error_of_training(job, cell, wrap)
@@ -177,7 +177,7 @@ def training(job: Job) -> Record:
 
 
 def error_of_training(job: Job, cell: str, wrap: str) -> tuple[float, float]:
-    """The error of the outputs, and how much the training has changed them, both relative to the largest output."""
+    """The error of the outputs, and their change by the training, both relative to the largest output."""
     rows = 16 * job.size
     x = job.random(5, rows, 40, 32, seed=8)
 
@@ -223,7 +223,7 @@ def curves(job: Job) -> Record:
 
 
 def exchanges(job: Job) -> Record:
-    """Seconds of the collectives by bytes a process gives, for the plan of larger jobs."""
+    """Seconds of the collectives by bytes per process, to plan larger jobs."""
     found: dict[str, dict[int, float]] = {"all_gather": {}, "all_reduce": {}}
     for number in (1 << shift for shift in range(9, 28 - job.scale, 3)):
         x = torch.ones(number, device=job.device)
@@ -273,7 +273,7 @@ def with_gradient(scan: Callable, a: Tensor, b: Tensor) -> None:
 
 
 def layer(job: Job) -> Record:
-    """Strong scaling: a bfloat16 layer of 1,024 channels over 2^20 steps in all, and its gradients added up."""
+    """Strong scaling: a bfloat16 layer of 1,024 channels over 2^20 steps in all, with all-reduced gradients."""
     steps = 1 << 20 - job.scale
     torch.manual_seed(0)
     seconds: Record = {}
@@ -302,7 +302,7 @@ def layer(job: Job) -> Record:
 
 
 def long_sequence(job: Job) -> Record:
-    """10^8 steps of 64 channels in all, forward and backward, against float64 on samples, also where parts meet."""
+    """10^8 steps of 64 channels in all, forward and backward, against float64 on samples, also around boundaries."""
     total, channels, reach = 10**8 >> job.scale, 64, 2000
     own = part(total, job.rank, job.size)
     steps = own.stop - own.start
@@ -315,7 +315,7 @@ def long_sequence(job: Job) -> Record:
     grads = torch.autograd.grad(h, (a, b), b.detach())  # of the loss sum(h * b)
     job.wait()
     seconds = time.perf_counter() - begin
-    # Where parts meet: the end of each part, on its own process, and the beginning of the next part.
+    # Around the boundaries: the end of each shard and the beginning of the next.
     a, b, h = (x.detach() for x in (a, b, h))
     ends = torch.stack([torch.cat((x[0, :reach], x[0, -reach:])) for x in (a, b, h, *grads)])
     everyone = [torch.empty_like(ends) for _ in range(job.size)]

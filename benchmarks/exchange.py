@@ -1,17 +1,16 @@
-"""What the exchange between the parts of a sequence costs on many GPUs: a simulation, message by message.
+"""The cost of the exchange between the shards of a sequence on many GPUs: a simulation, message by message.
 
     python benchmarks/exchange.py --output benchmarks/results/exchange-simulated.json
 
-Every process has P and L of its part and needs the state that enters it.  Three ways to get it:
+Every process has P and L of its shard and needs its carry.  Three algorithms:
 
-    ring       an all-gather that passes each process's message on to the next, R - 1 times
-    doubling   an all-gather in log2(R) rounds, whose messages double
-    log-step   a scan over the processes in log2(R) rounds, whose messages do not grow, as they are composed
+    ring       an all-gather that passes messages around a ring, R - 1 times
+    doubling   an all-gather by recursive doubling: log2(R) rounds, whose messages double
+    log-step   a scan over the processes by recursive doubling, whose messages are composed and so do not grow
 
-The messages of the last are really composed, and the states compared with those of one process.  What a message costs
-is a model, ``latency + bytes / rate``, of another latency and rate inside a machine than between two; every exchange
-has a fixed cost besides, which is what was measured: an all-gather of 2 x 256 floats on two H200 took 32 microseconds.
-All else in INPUTS is taken from data sheets or assumed.
+The last is computed, too, and compared with a scan in one process.  A message costs ``latency + bytes / rate``, with
+one latency and rate inside a machine and another between machines.  An exchange also has a fixed cost, which was
+measured: an all-gather of 2 x 256 floats on two H200 took 32 microseconds.  INPUTS says what else is measured.
 """
 
 import argparse
@@ -79,12 +78,12 @@ def log_step(processes: int, size: int) -> tuple[float, int]:
 
 
 def log_step_states(P: Tensor, L: Tensor) -> Tensor:
-    """The states after each of R parts, (R, D), by rounds in which every process composes what it hears."""
+    """The states after each of R shards, (R, D), by recursive doubling: a Hillis-Steele scan over the processes."""
     reach = 1
     while reach < len(P):
-        heard_P = torch.cat((torch.ones_like(P[:reach]), P[:-reach]))
-        heard_L = torch.cat((torch.zeros_like(L[:reach]), L[:-reach]))
-        P, L = P * heard_P, P * heard_L + L
+        received_P = torch.cat((torch.ones_like(P[:reach]), P[:-reach]))
+        received_L = torch.cat((torch.zeros_like(L[:reach]), L[:-reach]))
+        P, L = P * received_P, P * received_L + L
         reach *= 2
     return L
 

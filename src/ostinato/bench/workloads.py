@@ -1,4 +1,4 @@
-"""What is computed: random inputs, the least work it takes, and its float64 reference."""
+"""The workloads: random inputs, minimal work, hardware limit, and float64 reference of what is computed."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -22,12 +22,12 @@ OURS = "Ostinato"
 
 
 class Unavailable(Exception):
-    """Why a contestant cannot run on this machine, or not this workload."""
+    """Raised with the reason why a contestant cannot run a workload on this machine."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A computation made ready: what is timed, and how its tensors map to (B, T, channels)."""
+    """A prepared computation: what is timed, and how its tensors map to (B, T, channels)."""
 
     call: Callable[[], Tensor]  # the output
     inputs: tuple[Tensor, ...] = ()  # what gradients are taken of: the data, then parameters
@@ -36,8 +36,10 @@ class Run:
     same_function: bool = True  # False for a layer that computes something else, such as nn.GRU
     plan: dict[str, Any] = field(default_factory=dict)  # how our own layer runs
     forward_only: str = ""  # why no other pass is measured
-    gradients: Callable[[], tuple[Tensor, ...]] | None = None  # a forward and backward pass of its own
-    weights: tuple[Tensor, ...] = ()  # what an optimiser would change between two calls
+    gradients: Callable[[], tuple[Tensor, ...]] | None = (
+        None  # the forward and backward pass, if not autograd's of call
+    )
+    weights: tuple[Tensor, ...] = ()  # which change between calls, as in training
 
     def prepare(self, pass_name: str) -> Callable[[], Any]:
         """The function to time; without inputs to differentiate, every pass is the call itself."""
@@ -55,13 +57,13 @@ class Run:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Change all weights, as an optimiser would: nothing that was made from them may serve the next call."""
+        """Change all weights, as an optimiser would, which invalidates all that was derived from them."""
         for weight in self.weights:
-            weight.neg_()  # random weights stay as random, and as large
+            weight.neg_()  # keeps their distribution
 
 
 class MemoryBound:
-    """What reads and writes tensors of (B, T, D) once: the memory's speed, that of an addition, is its limit."""
+    """Reads and writes tensors of (B, T, D) once each; the limit is the memory bandwidth that an addition reaches."""
 
     passes = ("forward", "backward")
     unit = "bytes"
@@ -71,11 +73,11 @@ class MemoryBound:
 
     @property
     def steps(self) -> int:
-        """Of all sequences."""
+        """Time steps of all sequences."""
         raise NotImplementedError
 
     def tensors(self, pass_name: str) -> int:
-        """How many of them a pass must read or write."""
+        """The number of such tensors that a pass must read or write."""
         raise NotImplementedError
 
     def work(self, pass_name: str) -> int:
@@ -88,7 +90,7 @@ class MemoryBound:
         return Run(lambda: torch.add(data[0], data[1], out=output))
 
     def limit_share(self, pass_name: str) -> float:
-        """How many times the limit's time the pass takes at least."""
+        """The least time of the pass, as a multiple of the limit's."""
         return self.tensors(pass_name) / 3
 
     def window(self, x: Tensor, start: int, channels: list[int]) -> Tensor:
@@ -128,11 +130,11 @@ class Scan(MemoryBound):
         return int(self.lengths.sum())
 
     def tensors(self, pass_name: str) -> int:
-        """Forward a, b and h; backward a, h and the gradient in, two gradients out."""
+        """Forward a, b and h; backward a, h and three gradients."""
         return 3 if pass_name == "forward" else 5
 
     def cu_seqlens(self, device: torch.device) -> Tensor | None:
-        """Where packed sequences begin, and the last ends."""
+        """The boundaries of packed sequences; None without packing."""
         if not self.shortest:
             return None
         return F.pad(self.lengths.cumsum(0, dtype=torch.int32), (1, 0)).to(device)
@@ -160,7 +162,7 @@ class Scan(MemoryBound):
 
 @ostinato.recurrence
 def invented(x: Tensor, r: Tensor, i: Tensor, rate: Tensor) -> tuple[Tensor, Tensor]:
-    """One that no library has, of as many tensors as RG-LRU."""
+    """A recurrence that no library has, with as many tensors as RG-LRU."""
     a = torch.exp(-rate * F.softplus(r))
     return a, (1 - a) * torch.tanh(i) * x
 
@@ -170,7 +172,7 @@ EQUATIONS = {"RG-LRU": diagonal.rg_lru, "HGRN": diagonal.hgrn, "invented": inven
 
 @dataclass(frozen=True)
 class Equation(MemoryBound):
-    """A recurrence made of its equation, over (B, T, D)."""
+    """A linear recurrence given by its equation, over (B, T, D)."""
 
     cell: str
     batch: int
@@ -186,7 +188,7 @@ class Equation(MemoryBound):
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """The names of the arguments of (B, T, D); that of the channels comes after them."""
+        """The names of the arguments (B, T, D), without the last, a parameter (D,)."""
         return EQUATIONS[self.cell].names[:-1]
 
     @property
@@ -211,7 +213,7 @@ class Equation(MemoryBound):
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer of minGRU or minLSTM, bounded by the matrix product that makes its pre-activations."""
+    """A layer of minGRU or minLSTM, whose limit is the GEMM of its pre-activations."""
 
     cell: str
     batch: int
@@ -249,7 +251,7 @@ class Layer:
         return products * 2 * self.batch * self.length * self.input_size * rows
 
     def limit(self, data: tuple[Tensor, ...]) -> Run:
-        """The same pass of the matrix product and nothing else."""
+        """The same pass of the GEMM alone."""
         x, weight = (tensor.detach().requires_grad_() for tensor in data[:2])
         return Run(lambda: linear(x, weight), (x, weight))
 
@@ -263,7 +265,7 @@ class Layer:
         gates, x = GATES[self.cell], inputs[0]
         weight, offset = (part.unflatten(0, (gates, -1))[:, channels].flatten(0, 1).to(x) for part in data[1:])
         pre = F.linear(x, weight)
-        # Pre-activations are stored in the layer's dtype; g's derivative jumps at 0, which they must not cross here.
+        # Rounded to the layer's dtype, as the layer stores them: the derivative of the candidate jumps at 0.
         pre = pre + (pre.to(self.dtype).to(pre) - pre).detach()
         function = RECURRENCES[self.cell]["positive"].function
         a, b = function(*(pre + offset if bias else pre).chunk(gates, -1))
@@ -272,7 +274,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class ParaLayer(Layer):
-    """One ParaGRU or ParaLSTM with the product that makes its pre-activations, rounded to tf32."""
+    """A layer of ParaGRU or ParaLSTM, with a GEMM in tf32."""
 
     kind = "recurrence"
     tf32: ClassVar[bool] = True
@@ -282,13 +284,13 @@ class ParaLayer(Layer):
         return f"{self.cell} ({self.batch}, {self.length}, {self.input_size}) to {self.channels} tf32"
 
     def data(self, device: torch.device) -> tuple[Tensor, ...]:
-        """And the weights of the state: of each gate, and of an LSTM's peepholes."""
+        """As a layer's, and the diagonal recurrent weights of each gate, and of an LSTM's peepholes."""
         vectors = 3 if self.cell == "ParaGRU" else 5
         recurrent = torch.randn(vectors, self.channels, device=device) * self.channels**-0.5
         return *super().data(device), *recurrent
 
     def layer(self, data: tuple[Tensor, ...]) -> Any:
-        """Ours."""
+        """Our layer."""
         x, weight, bias, *recurrent = data
         layer = getattr(ostinato, self.cell)(self.input_size, self.channels, batch_first=True, device=x.device)
         weights = {"weight_ih_l0": weight, "bias_ih_l0": bias, "weight_hh_l0": torch.cat(recurrent[:3])}
@@ -311,9 +313,9 @@ RECURRENT = {"RNN": (ostinato.RNN, nn.RNN), "GRU": (ostinato.GRU, nn.GRU), "LSTM
 
 @dataclass(frozen=True)
 class Recurrence:
-    """Stacked RNNs, GRUs or LSTMs over (T, B, H), the input as wide as the state, with or without gradients.
+    """Stacked RNNs, GRUs or LSTMs over (T, B, H), with as many inputs as hidden units, with or without gradients.
 
-    These are of the input, the initial states and all parameters, through the output and the last states.
+    Gradients are those of the input, the initial states and all parameters, given those of the output and last states.
     """
 
     cell: str
@@ -323,7 +325,7 @@ class Recurrence:
     density: float = 1.0
     block: tuple[int, int] = (1, 1)
     dtype: torch.dtype = torch.float16
-    tf32: bool = False  # whether float32 may be rounded to it, by us and by the peers
+    tf32: bool = False  # whether float32 products may be rounded to tf32, ours and the peers'
     passes: tuple[str, ...] = ("forward",)
     who: tuple[str, ...] = ()
     layers: int = 1
@@ -350,12 +352,12 @@ class Recurrence:
 
     @property
     def trained(self) -> bool:
-        """Whether gradients are taken."""
+        """Whether gradients are computed."""
         return self.passes != ("forward",)
 
     @property
     def is_plain(self) -> bool:
-        """One layer and direction, no packing, no episodes that end."""
+        """Whether it is one layer and direction, without packing and resets."""
         return (self.layers, self.bidirectional, self.shortest, self.resets) == (1, False, 0, 0.0)
 
     @property
@@ -364,7 +366,7 @@ class Recurrence:
 
     @property
     def states(self) -> int:
-        """h, and c of an LSTM."""
+        """The number of states: h, and an LSTM's c."""
         return 2 if self.cell == "LSTM" else 1
 
     @property
@@ -373,20 +375,20 @@ class Recurrence:
 
     @property
     def names(self) -> list[str]:
-        """Of the parameters, and of the masks if pruned."""
+        """The names of the parameters, and of the masks if pruned."""
         suffixes = [f"l{k}{end}" for k in range(self.layers) for end in ("", "_reverse")[: self.directions]]
         names = [f"{part}_{end}" for end in suffixes for part in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")]
         return names + [f"mask_hh_{end}" for end in suffixes if self.density != 1]
 
     @property
     def differentiable(self) -> list[str]:
-        """What gradients are taken of, in the order of :meth:`run`."""
+        """The names of all tensors with a gradient, in the order of :meth:`run`."""
         parameters = [name for name in self.names if not name.startswith("mask")]
         return ["input", *("h0", "c0")[: self.states], *parameters]
 
     @cached_property
     def batch_sizes(self) -> Tensor | None:
-        """How many sequences reach each step, if they are packed."""
+        """The number of sequences at each step, if they are packed."""
         if not self.shortest:
             return None
         lengths = torch.linspace(self.length, self.shortest, self.batch).round()
@@ -409,21 +411,21 @@ class Recurrence:
         return *inputs, *resets, *weights
 
     def state_dict(self, data: tuple[Tensor, ...]) -> dict[str, Tensor]:
-        """Of the layer of :meth:`data`."""
+        """The layer's state dict, from :meth:`data`."""
         return dict(zip(self.names, data[-len(self.names) :], strict=True))
 
     def resets_of(self, data: tuple[Tensor, ...]) -> Tensor | None:
-        """Before which steps of :meth:`data` the state is zero, (T, B); None for none."""
+        """The reset mask of :meth:`data`, (T, B); None without resets."""
         return data[-len(self.names) - 1] if self.resets else None
 
     def layer(self, data: tuple[Tensor, ...]) -> Any:
-        """Ours."""
+        """Our layer."""
         layer = self._make(RECURRENT[self.cell][0], data[0].device, self.dtype)
         layer.load_state_dict(self.state_dict(data))
         return layer
 
     def torch_layer(self, data: tuple[Tensor, ...], dtype: torch.dtype) -> Any:
-        """``torch.nn``'s, with the same weights, zeros included; on the GPU side by side in memory, as cuDNN wants."""
+        """``torch.nn``'s, with the same weights, zeros included, in one contiguous buffer for cuDNN."""
         layer = self._make(RECURRENT[self.cell][1], data[0].device, dtype)
         layer.load_state_dict(self.state_dict(data), strict=False)
         return layer
@@ -439,7 +441,7 @@ class Recurrence:
         return output if sizes is None else output.data, *(last if lstm else (last,))
 
     def apply_torch(self, layer: Any, data: tuple[Tensor, ...], x: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
-        """As :meth:`apply`, of one of ``torch.nn``'s, which is given the episodes by themselves where some end."""
+        """As :meth:`apply` for one of ``torch.nn``'s layers, which runs each episode separately if there are resets."""
         resets, lstm = self.resets_of(data), self.cell == "LSTM"
         if resets is None:
             return self.apply(layer, x, *states)
@@ -455,7 +457,7 @@ class Recurrence:
         return output.unflatten(0, (self.length, self.batch)), *last
 
     def run(self, call: Callable[..., tuple[Tensor, ...]], data: tuple[Tensor, ...], weights: Iterable[Tensor]) -> Run:
-        """Of a function from x and the initial states to the output and the last ones, and its weights."""
+        """The run of a function from x and the initial states to the output and last states, and of its weights."""
         count, weights = self.states, tuple(weights)
         inputs = tuple(tensor.detach().requires_grad_(self.trained) for tensor in data[: 1 + count])
         grads = data[1 + count : 2 + 2 * count]
@@ -470,7 +472,7 @@ class Recurrence:
         return self.length
 
     def limit(self, data: tuple[Tensor, ...]) -> Run:
-        """Our own layer with one weight a row left: the input's product, the exchange of states, the gates."""
+        """Our own layer with one weight left per row: the input's GEMM, the exchange of states, and the gates."""
         layer = self.layer(data)
         ostinato.prune(layer, 1 / self.hidden, block=self.block)
         return Run(lambda: layer(data[0])[0])
