@@ -40,6 +40,12 @@ def test_round_trip(path):
     assert torch.equal(loaded.training_tensors["windows"], torch.arange(5, dtype=torch.uint8))
 
 
+def test_paths_may_be_strings(path, tmp_path):
+    again = str(tmp_path / "again.safetensors")
+    save_checkpoint(again, load_checkpoint(str(path)))
+    assert load_checkpoint(again).training == {"step": 3}
+
+
 def test_truncated_anywhere(path):
     content = path.read_bytes()
     for size in (0, 4, 100, len(content) // 2, len(content) - 1):

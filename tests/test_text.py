@@ -16,7 +16,7 @@ def test_folder_is_read_in_order_without_hidden_and_binary_files(tmp_path):
     corpus = read_corpus(tmp_path)
     assert corpus.text == "one\nzweite\nZeile ü"
     assert (corpus.files, corpus.skipped) == (2, 1)
-    assert read_corpus(tmp_path / "b" / "c.md").text == "zweite\nZeile ü"
+    assert read_corpus(str(tmp_path / "b" / "c.md")).text == "zweite\nZeile ü"
 
 
 def test_unreadable_text(tmp_path):

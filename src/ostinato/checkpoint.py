@@ -34,7 +34,7 @@ class Checkpoint:
     training_tensors: dict[str, Tensor] = field(default_factory=dict)
 
 
-def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
+def save_checkpoint(path: Path | str, checkpoint: Checkpoint) -> None:
     """Write a checkpoint atomically.
 
     A collective: sharded tensors are gathered, and the first process writes.
@@ -62,11 +62,11 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
         "training": json.dumps(checkpoint.training),
     }
     content = save(gathered, metadata)
-    with replacing(path) as temporary:
+    with replacing(Path(path)) as temporary:
         temporary.write_bytes(content)
 
 
-def load_checkpoint(path: Path) -> Checkpoint:
+def load_checkpoint(path: Path | str) -> Checkpoint:
     """Read a checkpoint onto the CPU.
 
     Raises:
@@ -74,7 +74,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
         ValueError: a truncated file, one that is not a checkpoint of this library, or weights that do not match the
             model of its settings.
     """
-    metadata, tensors = _read(path)
+    metadata, tensors = _read(Path(path))
     if metadata.get("format") != FORMAT:
         raise ValueError(f"{path}: expected a checkpoint of format {FORMAT!r}; got {metadata.get('format', 'none')!r}")
     try:

@@ -21,7 +21,7 @@ class Corpus:
     skipped: int = 0
 
 
-def read_corpus(path: Path) -> Corpus:
+def read_corpus(path: Path | str) -> Corpus:
     """The text of a UTF-8 file, or of all UTF-8 files in a folder that are not hidden, sorted by path.
 
     Args:
@@ -31,6 +31,7 @@ def read_corpus(path: Path) -> Corpus:
         OSError: it cannot be read.
         ValueError: a file that is not UTF-8, or no text.
     """
+    path = Path(path)
     if path.is_dir():
         files = (file for file in sorted(path.rglob("*")) if file.is_file())
         return _join((file for file in files if not _is_hidden(file.relative_to(path))), str(path))
