@@ -43,6 +43,7 @@ def recurrence(function: Callable) -> "Recurrence":
     Args:
         function: of the state, if any, and of its arguments, each of which is called with a tensor (B, T, D), or
             (D,), the same for every sequence and step.  It must not depend on their shapes, nor branch on their values.
+            Kernels are made of it at its first call, so numbers from around it stay what they are then.
 
     Inputs: the ``arguments``; those of (B, T, D) are promoted to one dtype, which is the results'.  float16 and
     bfloat16 are computed in float32.  ``h0``, the initial state, (B, D), a pair of them for two states, zero if absent.
