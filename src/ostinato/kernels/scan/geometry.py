@@ -126,7 +126,11 @@ def choose_geometry(
     least = FILLED * device.processors if geometry.warps == 8 else device.processors
     few = sequences * channels < 32 * device.processors if narrow else blocks < least
     if few and steps > (8 if narrow else 4) * geometry.tile:
-        return _chained(element, inputs, itemsize, aligned, sequences, steps, channels, narrow, device, packed, resets)
+        geometry = _chained(
+            element, inputs, itemsize, aligned, sequences, steps, channels, narrow, device, packed, resets
+        )
+    if resets:  # a warp's lanes load 16 steps of the mask each, the first of which may be before its own
+        return geometry._replace(rows=min(geometry.rows, 31 * 16 * geometry.lanes // 32))
     return geometry
 
 

@@ -1,43 +1,81 @@
 // The steps of one thread in a tile: read, reduced to a composition, and replayed from their initial state.
 
-// The steps before which the state is reset.  A warp's lanes load the mask of its steps, mostly coalesced, long before
-// use, since loads queue behind the copies, and exchange it by ballots.
+// The steps before which the state is reset.  A warp's lanes load the mask of its steps long before use, since loads
+// queue behind the copies, and make bits of it: of few steps a lane loads single bytes, of many an aligned piece of 16.
 struct Resets {
-    static constexpr int TILES = CHAINED || STRIP > 32 ? 1 : 32 / STRIP;  // loaded at once
-    static constexpr int WORDS = RESETS ? (TILES * STRIP + 31) / 32 : 1;
-    unsigned word[WORDS] = {};  // a lane's steps; after share(), a bit for each of the warp's
+    static constexpr bool FEW = STRIP <= 64;
+    static constexpr int TILES = STRIP <= 32 && !CHAINED ? 32 / STRIP : 1;  // loaded at once
+    static_assert(!RESETS || STRIP + 15 <= 16 * 32);
+    unsigned word[STRIP <= 32 ? 1 : FEW ? 2 : 4] = {};  // bytes; after share(), bits
 
     __device__ void load(const Place& at, int chunk) {
-        if (!RESETS) return;
-        const Parameters& p = at.p;
-        const int i = (chunk + at.lane / STRIP) * TILE + at.warp * STRIP + at.lane % STRIP;
-        const unsigned char* const resets = p.resets + at.batch * p.resets_batch + at.direction * p.resets_direction;
-        const unsigned char* const first = resets + at.time(i) * p.resets_time;
-        const Offset stride = at.descending ? -p.resets_time : p.resets_time;
+        if constexpr (RESETS && FEW) {
+            const int i = (chunk + at.lane / STRIP) * TILE + at.warp * STRIP + at.lane % STRIP;
+            word[0] = at.lane < TILES * STRIP && at.exists(i) ? byte(at, at.time(i)) : 0;
+            if constexpr (STRIP > 32) word[1] = at.lane < STRIP - 32 && at.exists(i + 32) ? byte(at, at.time(i + 32)) : 0;
+        } else if constexpr (RESETS) {
+            const int t = start(at, chunk) - shift(at, chunk) + 16 * at.lane, steps = at.p.steps;
+            const bool wide = PACKING != OFFSETS && at.p.resets_time == 1;
+            if (wide && t >= 0 && t + 16 <= steps) {
+                const uint4 piece = *reinterpret_cast<const uint4*>(mask(at) + t);
+                word[0] = piece.x, word[1] = piece.y, word[2] = piece.z, word[3] = piece.w;
+                return;
+            }
 #pragma unroll
-        for (int k = 0; k < WORDS; ++k) {
-            word[k] = 0;
-            if (k * 32 + at.lane >= TILES * STRIP || !at.exists(i + 32 * k)) continue;
-            word[k] = PACKING == OFFSETS ? resets[p.bounds[at.time(i + 32 * k)] * p.resets_time] : first[32 * k * stride];
+            for (int k = 0; k < 4; ++k) {
+                word[k] = 0;
+#pragma unroll 1
+                for (int j = 0; j < 4; ++j) {
+                    const int i = at.time(t + 4 * k + j);
+                    if (i >= 0 && at.exists(i)) word[k] |= byte(at, t + 4 * k + j) << 8 * j;
+                }
+            }
         }
     }
     __device__ void share() {
-        if (!RESETS) return;
+        if constexpr (RESETS && FEW) {
+            word[0] = __ballot_sync(~0u, word[0]);
+            if constexpr (STRIP > 32) word[1] = __ballot_sync(~0u, word[1]);
+        } else if constexpr (RESETS) {
+            unsigned bits[4];
 #pragma unroll
-        for (int k = 0; k < WORDS; ++k) word[k] = __ballot_sync(~0u, word[k]);
+            for (int k = 0; k < 4; ++k) {
+                const unsigned nonzero = ((word[k] & 0x7f7f7f7f) + 0x7f7f7f7f | word[k]) >> 7 & 0x01010101;
+                bits[k] = __dp4a(nonzero, k % 2 ? 0x80402010u : 0x08040201u, k % 2 ? bits[k - 1] : 0u);
+            }
+            word[0] = bits[1] | bits[3] << 8;
+        }
     }
     // A bit for each of a thread's steps.
     __device__ unsigned of(const Place& at, int chunk) const {
-        if (!RESETS) return 0;
-        const int first = (TILES > 1 ? chunk % TILES * STRIP : 0) + at.segment * ROWS;
-        return __funnelshift_r(pick(first / 32), pick(first / 32 + 1), first) & OF_ROWS;
+        if constexpr (!RESETS) return 0;
+        else if constexpr (STRIP <= 32) return word[0] >> chunk % TILES * STRIP + at.segment * ROWS & OF_ROWS;
+        else if constexpr (FEW) {
+            const auto bits = static_cast<unsigned long long>(word[1]) << 32 | word[0];
+            return unsigned(bits >> at.segment * ROWS) & OF_ROWS;
+        } else {
+            const int first = shift(at, chunk) + (at.descending ? STRIP - (at.segment + 1) * ROWS : at.segment * ROWS);
+            const auto from = [&](int lane) { return __shfl_sync(~0u, word[0], lane); };
+            const unsigned low = from(first / 16) | from(first / 16 + 1) << 16;
+            const unsigned bits = ROWS > 17 ? __funnelshift_r(low, from(first / 16 + 2), first % 16) : low >> first % 16;
+            return (at.descending ? __brev(bits) >> 32 - ROWS : bits) & OF_ROWS;
+        }
     }
 
   private:
-    // word[which].  A loop would be compiled to dynamic indexing, which spills the array to local memory.
-    template <int K = 0> __device__ unsigned pick(int which) const {
-        if constexpr (K < WORDS) return which == K ? word[K] : pick<K + 1>(which);
-        else return 0;
+    static __device__ const unsigned char* mask(const Place& at) {
+        return at.p.resets + at.batch * at.p.resets_batch + at.direction * at.p.resets_direction;
+    }
+    static __device__ unsigned byte(const Place& at, int t) {
+        return mask(at)[(PACKING == OFFSETS ? at.p.bounds[t] : t) * at.p.resets_time];
+    }
+    // The first of the warp's steps in time, and its offset in an aligned piece.
+    static __device__ int start(const Place& at, int chunk) {
+        const int i = chunk * TILE + at.warp * STRIP;
+        return at.descending ? at.p.steps - i - STRIP : i;
+    }
+    static __device__ int shift(const Place& at, int chunk) {
+        return int(reinterpret_cast<unsigned long long>(mask(at)) + start(at, chunk)) & (at.p.resets_time == 1 ? 15 : 0);
     }
 };
 
