@@ -39,9 +39,9 @@ def scans(dtype, kernels):
         cu_seqlens = test_cuda.boundaries(steps).cuda() if packed else None
         tensors = torch.rand(3, batch, steps, channels).to(dtype), torch.rand(2, sequences, channels).to(dtype)
         (a, b, grad), (h0, grad_last) = (x.cuda() for x in tensors)
-        for initial in (h0, None):
-            kernels.linear_scan(a, b, initial, reverse, cu_seqlens)
-            kernels.linear_scan_backward(a, b, initial, grad, grad_last, reverse, cu_seqlens)
+        for initial, resets in ((h0, None), (None, (torch.rand(batch, steps) < 0.1).cuda())):
+            kernels.linear_scan(a, b, initial, reverse, cu_seqlens, resets)
+            kernels.linear_scan_backward(a, b, initial, grad, grad_last, reverse, cu_seqlens, resets)
             kernels.log_linear_scan(a, b, initial, reverse, cu_seqlens)
             kernels.log_linear_scan_backward(a, b, b, initial, grad, None, reverse, cu_seqlens)
 

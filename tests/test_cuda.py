@@ -147,7 +147,7 @@ def test_what_was_measured_to_be_best_is_chosen(name):
     measured = {
         ((1, 65536, 256), 4): (32, 8, 16, "turns"),
         ((1, 1 << 20, 64), 4): (32, 16, 16, "turns"),
-        ((4, 1 << 20, 8), 4): (8, 8, 16, "turns"),
+        ((4, 1 << 20, 8), 4): (8, 8, 17, "turns"),
         ((1, 1 << 24, 1), 4): (1, 8, 17, "turns"),
         ((1, 3000000, 7), 4): (8, 16, 13, "turns"),
         ((1, 1 << 18, 16), 4): (16, 16, 16, "turns"),
@@ -157,11 +157,18 @@ def test_what_was_measured_to_be_best_is_chosen(name):
         ((2, 100000, 384), 2): (32, 16, 32, "looks back"),
         ((8, 4096, 1536), 4): (32, 4, 8, "streams"),
     }
-    for (shape, itemsize), want in measured.items():
-        aligned = min(16 // itemsize, shape[2] & -shape[2])
-        g = choose_geometry("LinearScan", 2, itemsize, aligned, True, *shape, GPUS[name])
-        kind = "streams" if not g.chained else "looks back" if g.looks_back else "turns"
-        assert (g.lanes, g.warps, g.rows, kind) == want
+    with_resets = {
+        ((1, 65536, 256), 4): (32, 8, 32, "looks back"),
+        ((1, 1 << 20, 64), 4): (32, 8, 32, "looks back"),
+        ((4, 1 << 20, 8), 4): (8, 8, 16, "turns"),
+        ((1, 1 << 24, 1), 4): (1, 8, 15, "turns"),
+    }
+    for resets, cases in ((False, measured), (True, with_resets)):
+        for (shape, itemsize), want in cases.items():
+            aligned = min(16 // itemsize, shape[2] & -shape[2])
+            g = choose_geometry("LinearScan", 2, itemsize, aligned, True, *shape, GPUS[name], resets=resets)
+            kind = "streams" if not g.chained else "looks back" if g.looks_back else "turns"
+            assert (g.lanes, g.warps, g.rows, kind) == want
     backward = choose_geometry("LinearScanBackward", 3, 2, 8, True, 4, 2000, 1024, GPUS[name])
     assert (backward.rows, backward.looks_back) == (16, True)
 
@@ -323,6 +330,31 @@ def test_time_contiguous_tensors_are_scanned_in_place(dtype, poisoned):
             got = kernels.linear_scan_backward(x, h, h0.cuda(), z, grad_last.cuda(), reverse, None)
             for g, w in zip(got, want, strict=True):
                 assert relative_error(g, w) < TOLERANCE[dtype]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("channels", [1, 2, 7, 8])
+@pytest.mark.parametrize("geometry", ["chosen", "streaming", "chained", "looking back"])
+def test_masks_lie_at_any_address(geometry, channels, poisoned, monkeypatch):
+    force(monkeypatch, geometry)
+    torch.manual_seed(0)
+    kernels, reference = choose_backend("cuda", "cuda"), torch_ops.REFERENCE
+    a, b, grad = torch.rand(2, 3000, channels), torch.randn(2, 3000, channels), torch.randn(2, 3000, channels)
+    mask = torch.rand(2, 6001) < 0.05
+    for resets in (None, mask[:, :3000], mask[:, 5:3005], mask[:, 1::2], mask[:1, 3:3003].expand(2, 3000)):
+        marks = None
+        if resets is not None:
+            marks = mask.cuda().as_strided(resets.shape, resets.stride(), resets.storage_offset())
+        for reverse in (False, True):
+            want = reference.linear_scan(a.double(), b.double(), None, reverse, None, resets)
+            got = kernels.linear_scan(a.cuda(), b.cuda(), None, reverse, None, marks)
+            for g, w in zip(got, want, strict=True):
+                assert relative_error(g, w) < TOLERANCE[torch.float32]
+            h = want[0]
+            want = reference.linear_scan_backward(a.double(), h, None, grad.double(), None, reverse, None, resets)
+            got = kernels.linear_scan_backward(*gpu(a, h.float(), None, grad, None), reverse, None, marks)
+            for g, w in zip(got[:2], want[:2], strict=True):
+                assert relative_error(g, w) < TOLERANCE[torch.float32]
 
 
 @pytest.mark.gpu

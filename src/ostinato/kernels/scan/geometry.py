@@ -126,6 +126,8 @@ def choose_geometry(
     least = FILLED * device.processors if geometry.warps == 8 else device.processors
     few = sequences * channels < 32 * device.processors if narrow else blocks < least
     if few and steps > (8 if narrow else 4) * geometry.tile:
+        if gapless and channels == 8 and itemsize == 4 and not packed and not resets:
+            narrow = 8  # stored in pieces of 16 bytes, as narrower sequences are
         geometry = _chained(
             element, inputs, itemsize, aligned, sequences, steps, channels, narrow, device, packed, resets
         )
@@ -216,13 +218,16 @@ def _chained(
     A thread keeps the steps of two tiles, raw or computed, in half of the 128 registers that 512 threads of a
     multiprocessor have each.  Two blocks of 256 hide each other's waits; one of 512 publishes half as many messages,
     which counts where a block cannot load all others' at once, and where many blocks look back along one chain.  With
-    packed sequences look-back is short: tiles in which a sequence begins publish a prefix at once.
+    packed sequences and resets look-back is short: tiles in which a sequence begins publish a prefix at once.
     """
     backward, words = element.endswith("Backward"), max(1, itemsize // 4)
     if narrow:
         lanes, numbers = _lanes_across(channels, 1), (inputs if backward else 2) * words  # registers of a step
         if lanes == channels:  # odd rows, against bank conflicts
-            return Geometry(1, lanes, 8, (36 // numbers - 1) | 1, True, 2, narrow, STAGES)
+            stages = 1 if backward and lanes == 8 else STAGES  # by registers
+            return Geometry(1, lanes, 8, (36 // numbers - 1) | 1, True, 2, narrow, stages)
+        if resets and backward:
+            return Geometry(1, lanes, 8, 72 // numbers, True, 2, narrow, 1, True)
         return Geometry(1, lanes, 16, 26 // numbers, True, 1, narrow, STAGES)
     vec = min(aligned, 2) if itemsize == 2 else 1
     if element in ("LinearScan", "LinearScanBackward", "LogLinearScan"):
@@ -237,9 +242,11 @@ def _chained(
         return small._replace(rows=2 * rows if backward else rows, stages=1, looks_back=True)
     if steps <= LONG:
         return small
-    if packed or 2 * device.processors // chains <= FEW_COMPANIONS:
+    if packed or (resets and lanes > 8) or 2 * device.processors // chains <= FEW_COMPANIONS:
         along_one_chain = 4 * chains <= device.processors and not packed and not resets
-        registers = 64 if numbers > inputs * words else 72 if along_one_chain or vec == 1 else 56
+        registers = 72 if along_one_chain or vec == 1 else 56
+        if numbers > inputs * words or (resets and vec == 1):
+            registers = 64
         most = max(4, min(32, registers // numbers // 4 * 4))
         for warps, rows in itertools.product((16, 8) if along_one_chain else (8,), range(most, most // 2 - 1, -4)):
             back = Geometry(vec, lanes, warps, rows, True, 16 // warps, 0, 1, True)
