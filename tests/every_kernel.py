@@ -14,13 +14,14 @@ import pytest
 import torch
 
 import test_cuda
+import test_cuda_step
 import test_nonlinear_recurrence
 import test_persistent
 import test_projected
 from minimal_layers import GATES, layer, layer_backward
 from ostinato.kernels import gemm
 from ostinato.kernels.persistent import cuda as persistent
-from ostinato.kernels.persistent import packing
+from ostinato.kernels.persistent import packing, plan
 from ostinato.kernels.recurrence import cuda as recurrence_cuda
 from ostinato.kernels.recurrence import projected, steps_cuda
 from ostinato.kernels.scan import choose_backend, compose
@@ -117,6 +118,11 @@ def single_steps(cell, dtype):
         step(x, weight, None, None)
 
 
+def recurrent_steps(cell, dtype):
+    for batch, inputs, hidden in ((1, 33, 5), (3, 6, 34), (8, 64, 130)):
+        test_cuda_step.on_gpu(cell, *test_cuda_step.tensors(cell, batch, inputs, hidden, dtype, bias=hidden % 2 == 0))
+
+
 def transpositions():
     for shape in ((1, 1), (130, 31), (33, 257), (256, 64)):
         gemm.transposed(torch.randn(shape).cuda())
@@ -161,6 +167,10 @@ PARTS |= {
 PARTS |= {
     f"single-steps-{cell}-{dtype}": partial(single_steps, cell, dtype)
     for cell, dtype in itertools.product(GATES, test_cuda.TOLERANCE)
+}
+PARTS |= {
+    f"recurrent-steps-{cell}-{dtype}": partial(recurrent_steps, cell, dtype)
+    for cell, dtype in itertools.product(plan.GATES, test_cuda.TOLERANCE)
 }
 PARTS["transposition"] = transpositions
 for kind, clusters in {"persistent": (1,), "clusters": (2, 4)}.items():

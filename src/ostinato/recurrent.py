@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import PackedSequence
 from ostinato.episodes import check_resets
 from ostinato.kernels.dispatch import Prepared, is_eager
 from ostinato.kernels.export import refuse_script
+from ostinato.kernels.persistent.cuda_step import BATCH as MOST_SEQUENCES
 from ostinato.kernels.persistent.operators import (
     can_take,
     frozen_step,
@@ -300,7 +301,9 @@ class _Recurrent(TorchLayers):
         `rank` is that of x without its time dimension, if any.  Host overhead dominates here, so look-ups and copies
         are avoided.
         """
-        if torch.is_grad_enabled() or torch.compiler.is_compiling() or not isinstance(x, Tensor) or not x.is_cpu:
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or not isinstance(x, Tensor):
+            return None
+        if not x.is_cpu and (not x.is_cuda or self._buffers or x.numel() > MOST_SEQUENCES * self.input_size):
             return None
         if self._frozen is not None and (result := self._step_frozen(x, state)) is not None:
             return result
@@ -317,7 +320,7 @@ class _Recurrent(TorchLayers):
         result = run(x, states, own)
         if result is None:
             return None
-        if self._frozen is not None and states:
+        if self._frozen is not None and states and x.is_cpu:
             self._freeze_step(x, states, x.numel() // self.input_size)
         output, new = result
         return output, tuple(new) if self.mode == "LSTM" else new[0]
@@ -337,12 +340,12 @@ class _Recurrent(TorchLayers):
             or self.bidirectional
             or (self.training and self.dropout and layers > 1)
             or len(states) != (0 if state is None else count)
-            or torch.is_autocast_enabled("cpu")
+            or torch.is_autocast_enabled(x.device.type)
             or not is_eager(tensors)
         ):
             return None
         for tensor in tensors:
-            if tensor.dtype != dtype or not tensor.is_cpu or not tensor.is_contiguous():
+            if tensor.dtype != dtype or tensor.device != x.device or not tensor.is_contiguous():
                 return None
         batch = x.numel() // self.input_size
         shape = (layers, batch, hidden) if rank == 2 else (layers, hidden)
@@ -367,7 +370,7 @@ class _Recurrent(TorchLayers):
                 return None
             steps.append(step)
             inputs = hidden
-        return step_of_layers(steps, x, shape, count)
+        return step_of_layers(x.device, steps, x, shape, count)
 
     def freeze(self) -> None:
         """Assume constant weights in :meth:`step`, for use by one thread: for a frozen stepper's own copy."""
@@ -407,10 +410,11 @@ class _Recurrent(TorchLayers):
             masks = (self._buffers.get(f"mask_{which}_l{layer}") for which in ("ih", "hh"))
             own = [weight.contiguous() for weight in weights[layer * size : (layer + 1) * size]]
             steps.append(frozen_step(self.mode.lower(), batch, own, *masks))
-        frozen.add(lambda: step_of_layers(steps, x, tuple(states[0].shape), len(states)), [x, *states])
+        frozen.add(lambda: step_of_layers(x.device, steps, x, tuple(states[0].shape), len(states)), [x, *states])
 
     def _step_by_cells(self, x: Tensor, states: list[Tensor]) -> tuple[Tensor, Any]:
-        """:meth:`step` by two GEMMs and a kernel per layer, for CUDA graphs; elsewhere cuDNN's fewer launches win."""
+        """:meth:`step` of many sequences in CUDA graphs, by two GEMMs and a kernel per layer; elsewhere cuDNN's fewer
+        launches win."""
         weights, last = self._weights(), []
         size = len(weights) // self.num_layers
         for layer, before in enumerate(zip(*(state.unbind(0) for state in states), strict=True)):

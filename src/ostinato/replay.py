@@ -58,9 +58,14 @@ class Recorder(TorchDispatchMode):
         return result
 
     def repeat(self) -> None:
-        """Replay all calls in order."""
-        for call in self._calls:
-            call()
+        """Replay all calls in order, without gradients."""
+        grad = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)  # the context manager costs as much as a call
+        try:
+            for call in self._calls:
+                call()
+        finally:
+            torch._C._set_grad_enabled(grad)
 
 
 def recording() -> Recorder | None:

@@ -73,14 +73,16 @@ class Stepper:
         self._replay: Callable[[Tensor], Tensor] | None = None
         self._repeats = frozen  # on CPUs
 
-    @torch.no_grad()
     def __call__(self, x: Tensor) -> Tensor:
         """The module's output at this step, from its input (B, ...)."""
+        return self._begun(x) if self._replay is None else self._replay(x)
+
+    @torch.no_grad()
+    def _begun(self, x: Tensor) -> Tensor:
+        """A step that is not replayed, or the first that is."""
         if not isinstance(x, Tensor) or x.dim() == 0 or x.shape[0] != self.batch_size:
             got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(f"x must have {self.batch_size} rows, one a sequence; got {got}")
-        if self._replay is not None:
-            return self._replay(x)
         if x.is_cuda or (x.is_cpu and self._repeats):
             self._replay = self._captured(x) if x.is_cuda else self._recorded(x)
         if self._replay is not None:
@@ -130,11 +132,12 @@ class Stepper:
         stream.wait_stream(torch.cuda.current_stream(x.device))
         with torch.cuda.stream(stream), _unchanged(module.buffers()):
             _step(module, given, state)  # warm-up: compilation and autotuning cannot be captured
+            torch.cuda.current_blas_handle()  # nor can its creation, where the warm-up did without
         torch.cuda.current_stream(x.device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(x.device), torch.cuda.graph(graph):
             y = _advance(module, given, state)
-        return functools.partial(_replayed, graph.replay, given, y)
+        return functools.partial(_replayed, graph.replay, given, (given.shape, given.dtype), y)
 
     @_outside_inference_mode
     def _recorded(self, x: Tensor) -> Callable[[Tensor], Tensor] | None:
@@ -147,7 +150,7 @@ class Stepper:
                     y = _advance(module, given, state)
             except Unrepeatable:
                 return None
-        return functools.partial(_replayed, recorder.repeat, given, y)
+        return functools.partial(_replayed, recorder.repeat, given, (given.shape, given.dtype), y)
 
 
 @contextmanager
@@ -162,11 +165,11 @@ def _unchanged(tensors: Iterable[Tensor]) -> Iterator[None]:
                 x.copy_(old)
 
 
-def _replayed(replay: Callable[[], None], given: Tensor, y: Tensor, x: Tensor) -> Tensor:
-    if x.shape != given.shape or x.dtype != given.dtype:
-        first, got = (f"{tuple(tensor.shape)} of {tensor.dtype}" for tensor in (given, x))
-        raise ValueError(f"x must be as at the first step, {first}; got {got}")
-    given.copy_(x)
+def _replayed(replay: Callable[[], None], given: Tensor, like: tuple, y: Tensor, x: Tensor) -> Tensor:
+    if not isinstance(x, Tensor) or (x.shape, x.dtype) != like:
+        got = f"{tuple(x.shape)} of {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"x must be as at the first step, {tuple(given.shape)} of {given.dtype}; got {got}")
+    given.copy_(x.detach() if x.requires_grad else x)
     replay()
     return y.clone()
 

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from ostinato.kernels import nvrtc
+from ostinato.kernels.persistent.cuda_step import StepOfLayers as StepOfLayers
+from ostinato.kernels.persistent.cuda_step import step_of as step_of
 from ostinato.kernels.persistent.geometry import THREADS, Geometry, choose_geometry, files, microseconds
 from ostinato.kernels.persistent.masks import derived_from
 from ostinato.kernels.persistent.packing import Packing, pack

@@ -102,9 +102,9 @@ def frozen_step(*layer: Any) -> Any:
     return kernels_on(torch.device("cpu")).FrozenStep(*layer)
 
 
-def step_of_layers(*args: Any) -> Any:
+def step_of_layers(device: torch.device, *args: Any) -> Any:
     """Steps, frozen or not, one after the other: of an input, the shape of a state, and how many states there are."""
-    return kernels_on(torch.device("cpu")).StepOfLayers(*args)
+    return kernels_on(device).StepOfLayers(*args)
 
 
 def can_take(tensors: list[Tensor]) -> bool:

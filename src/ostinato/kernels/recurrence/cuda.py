@@ -224,7 +224,7 @@ class Step:
 @functools.cache
 def step_source(recurrence: str) -> str:
     """The CUDA file of a step."""
-    before, code = nvrtc.source("numeric.cuh", "scan/elements.cuh"), element_of(recurrence, False)[1]
+    before, code = nvrtc.source("numeric.cuh", "gemv.cuh", "scan/elements.cuh"), element_of(recurrence, False)[1]
     return before + code + nvrtc.source("recurrence/projected_step.cu")
 
 

@@ -1,0 +1,122 @@
+"""One step of RNN, GRU or LSTM layers for few sequences on NVIDIA GPUs: one kernel per layer, ``step.cu``.
+
+A step of cuDNN's is more launches, and two GEMMs and a kernel for the gates take longer to start than to run.
+"""
+
+import functools
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ostinato.kernels import nvrtc
+from ostinato.kernels.persistent.plan import GATES
+from ostinato.kernels.scan.cuda import SCALARS, empty
+
+BATCH, WARPS = 8, 4  # the most sequences, whose sums a warp accumulates; warps of a block
+MOST_WEIGHTS = 1 << 22  # of a layer, for more than 2 sequences: beyond, tensor cores are faster
+
+
+class Step:
+    """One step of a layer of some sizes."""
+
+    def __init__(self, cell: str, dtype: torch.dtype, hidden: int, inputs: int, batch: int) -> None:
+        self._layer = cell, dtype, batch, inputs, hidden
+        self.rows = GATES[cell] * hidden  # of weights
+        self._starts: dict[tuple[int, int], Callable[..., None]] = {}  # by device and the addresses' low bits
+
+    def __call__(
+        self, device: int, x: int, h: int, c: int, new_h: int, new_c: int, output: int, weights: Sequence[Tensor]
+    ) -> None:
+        """Write the next state, and h to the output, too.
+
+        All but the device and the weights, in torch.nn's order, are addresses; 0 of h and c stands for zeros.
+        """
+        addresses = [weight.data_ptr() for weight in weights]
+        low = (x | h | addresses[0] | addresses[1]) & 7
+        start = self._starts.get((device, low))
+        if start is None:
+            start = self._starts[device, low] = self._prepare(device, low)
+        biases = addresses[2:] or (0, 0)
+        start(x, h, *addresses[:2], *biases, c, new_h, new_c, output)
+
+    def _prepare(self, device: int, low: int) -> Callable[..., None]:
+        """A function that launches the kernel for addresses with these low bits."""
+        *_, inputs, hidden = self._layer
+        kernel = nvrtc.load_kernel("step", source(), macros(*self._layer, low), device)
+        pack, sizes = struct.Struct("=10Q").pack, struct.pack("=2i", inputs, hidden)
+        return kernel.prepared(device, -(-hidden // WARPS), 32 * WARPS, 0, pack, sizes)
+
+
+class StepOfLayers:
+    """The steps of a stack of layers, one after the other; as that of ``cpu_step.py``."""
+
+    def __init__(self, steps: Sequence[Step], x: Tensor, state_shape: tuple[int, ...], count: int) -> None:
+        hidden = state_shape[-1]
+        self._steps, self._count, self._device = steps, count, x.get_device()
+        self._width = x.numel() // x.shape[-1] * hidden * x.itemsize  # bytes of a layer's state
+        self._state, self._output = (
+            (tuple(y.shape), y.stride(), y.dtype)
+            for y in (x.new_empty(state_shape), x.new_empty((*x.shape[:-1], hidden)))
+        )
+
+    def __call__(self, x: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """The output and the next states, given a contiguous input and states, if any, and all layers' weights."""
+        if torch._C._cuda_getDevice() != self._device:
+            with torch.cuda.device(self._device):
+                return self(x, states, weights)
+        output, new = empty(*self._output), [empty(*self._state) for _ in range(self._count)]
+        h, c = (states[0].data_ptr(), states[-1].data_ptr()) if states else (0, 0)
+        new_h, new_c = new[0].data_ptr(), new[-1].data_ptr()
+        source, target, size = x.data_ptr(), output.data_ptr(), len(weights) // len(self._steps)
+        for layer, step in enumerate(self._steps):
+            own = weights[layer * size : (layer + 1) * size]
+            step(self._device, source, h, c, new_h, new_c, target, own)  # the last output stays
+            source, width = new_h, self._width
+            new_h, new_c = new_h + width, new_c + width
+            if states:
+                h, c = h + width, c + width
+        return output, new
+
+
+_make = functools.lru_cache(256)(Step)
+
+
+def step_of(
+    cell: str,
+    dtype: torch.dtype,
+    hidden: int,
+    inputs: int,
+    batch: int,
+    mask_ih: Tensor | None,
+    mask_hh: Tensor | None,
+    path: str | None,
+) -> Step | None:
+    """What makes a step of a layer, prepared once for its sizes; None where that would be no faster."""
+    large = batch > 2 and GATES[cell] * hidden * (inputs + hidden) > MOST_WEIGHTS
+    pruned = mask_ih is not None or mask_hh is not None
+    if batch > BATCH or large or pruned or dtype not in SCALARS or not _compiles():
+        return None
+    return _make(cell, dtype, hidden, inputs, batch)
+
+
+@functools.cache
+def _compiles() -> bool:
+    return nvrtc.why_no_cuda() is None
+
+
+@functools.cache
+def source() -> str:
+    """The CUDA file."""
+    return nvrtc.source("numeric.cuh", "gemv.cuh", "persistent/step.cu")
+
+
+def macros(
+    cell: str, dtype: torch.dtype, batch: int, inputs: int, hidden: int, low: int = 0
+) -> tuple[tuple[str, Any], ...]:
+    """Its preprocessor definitions; `low` are the low bits of the addresses of inputs, states and weights."""
+    sizes = 8 // dtype.itemsize | inputs | hidden | low // dtype.itemsize
+    names = {"CELL": cell.upper(), "SCALAR": SCALARS[dtype], "VEC": sizes & -sizes, "BATCH": batch, "WARPS": WARPS}
+    return tuple(names.items())

@@ -1,0 +1,52 @@
+// One step of an RNN, GRU or LSTM layer for few sequences: both products and the gates, in one launch.
+//
+// A warp computes one unit of all sequences; its lanes split the inputs and the state.  x is (BATCH, inputs), states and
+// cells (BATCH, units), the weights (GATES * units, inputs or units), all contiguous.  A lane loads VEC numbers at once.
+
+enum CellKind { RNN_TANH, RNN_RELU, GRU, LSTM };
+constexpr int GATES = CELL == LSTM ? 4 : CELL == GRU ? 3 : 1;
+
+struct Parameters {
+    const Pack *x, *h, *weight_ih, *weight_hh;
+    const Scalar *bias_ih, *bias_hh;  // null if absent, as h and c are if zero
+    const Scalar* c;                  // of an LSTM, as next_c
+    Scalar *next_h, *next_c, *output;
+    int inputs, units;
+};
+
+__device__ inline Compute state_at(const Scalar* state, size_t at) { return state ? widen(state[at]) : Compute(0); }
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS) step(const Parameters p) {
+    const int lane = threadIdx.x % 32, unit = blockIdx.x * WARPS + threadIdx.x / 32;
+    if (unit >= p.units) return;
+    const int packs_ih = p.inputs / VEC, packs_hh = p.units / VEC;
+    Compute from_state[GATES][BATCH] = {}, from_input[GATES][BATCH] = {};
+    if (p.h) add_products(from_state, p.weight_hh + size_t(unit) * packs_hh, size_t(p.units) * packs_hh, p.h, packs_hh);
+    add_products(from_input, p.weight_ih + size_t(unit) * packs_ih, size_t(p.units) * packs_ih, p.x, packs_ih);
+    Compute x[GATES], s[GATES];
+#pragma unroll
+    for (int g = 0; g < GATES; ++g) {
+        x[g] = p.bias_ih ? widen(p.bias_ih[g * p.units + unit]) : Compute(0);
+        s[g] = p.bias_hh ? widen(p.bias_hh[g * p.units + unit]) : Compute(0);
+    }
+    reduce(from_state, s);
+    reduce(from_input, x);
+    if (lane >= BATCH) return;
+
+    const size_t at = size_t(lane) * p.units + unit;
+    Compute h;
+    if constexpr (CELL == RNN_TANH) h = hyperbolic_tangent(x[0] + s[0]);
+    if constexpr (CELL == RNN_RELU) h = x[0] + s[0] < 0 ? 0 : x[0] + s[0];
+    if constexpr (CELL == GRU) {
+        const Compute reset = sigmoid(x[0] + s[0]), update = sigmoid(x[1] + s[1]);
+        const Compute candidate = hyperbolic_tangent(x[2] + reset * s[2]);
+        h = candidate + update * (state_at(reinterpret_cast<const Scalar*>(p.h), at) - candidate);
+    }
+    if constexpr (CELL == LSTM) {
+        const Compute input = sigmoid(x[0] + s[0]), forget = sigmoid(x[1] + s[1]);
+        const Compute c = forget * state_at(p.c, at) + input * hyperbolic_tangent(x[2] + s[2]);
+        p.next_c[at] = Scalar(c);
+        h = sigmoid(x[3] + s[3]) * hyperbolic_tangent(c);
+    }
+    p.next_h[at] = p.output[at] = Scalar(h);
+}
