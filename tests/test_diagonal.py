@@ -323,6 +323,16 @@ def test_lru_begins_on_the_ring():
     assert 0.999 < layer.log_theta_l0.exp().max() <= 1.0 + 1e-6
 
 
+@pytest.mark.parametrize("num_blocks", [1, 2, 4, 8])
+@pytest.mark.parametrize("bias", [True, False])
+@torch.no_grad()
+def test_rg_lru_steps_by_blocks_of_any_size(bias, num_blocks):
+    torch.manual_seed(0)
+    layer, x = ostinato.RGLRU(6, 8, bias=bias, num_blocks=num_blocks), torch.randn(1, 3, 6)
+    h = torch.randn(1, 3, 8)
+    assert_close(layer.step(x[0], h)[0], layer(x, h)[0][0], 1e-6)
+
+
 def test_hgrn_bounds_rise_from_layer_to_layer():
     layer = ostinato.HGRN(4, 6, 4)
     with torch.no_grad():

@@ -238,6 +238,7 @@ class RGLRU(DiagonalLayers):
         blocks, weight = u.unflatten(-1, (self.num_blocks, -1)), p["weight_gate"]
         if u.dim() == 2:  # one step, in which einsum would take longer than its product
             gates = (blocks.transpose(0, 1) @ weight.mT).permute(2, 0, 1, 3).flatten(1)
+            gates = gates.contiguous()  # where a block is one channel, flattening is a view whose channels lie apart
         else:
             gates = torch.einsum("...nj,gnij->...gni", blocks, weight).flatten(-3)
         r, i = (gates if p["bias_gate"] is None else gates + p["bias_gate"].to(u.dtype)).chunk(2, -1)
