@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,9 +10,10 @@ import torch
 from torch import Tensor
 
 from ostinato.kernels import export
-from ostinato.kernels.recurrence.nonlinear import nonlinear_recurrence, step_of
+from ostinato.kernels.recurrence.nonlinear import nonlinear_recurrence, sequential, step_of
 from ostinato.kernels.recurrence.operators import linear_recurrence
 from ostinato.kernels.recurrence.trace import trace
+from ostinato.kernels.scan.operators import check_cu_seqlens
 from ostinato.replay import recording
 from ostinato.scan import check_scan, describe, linear_scan
 
@@ -189,12 +189,14 @@ class Recurrence:
         if not initial:
             sequences = shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
             initial = (arguments[0].new_zeros(sequences, shape[2]),) * self.states
-        if cu_seqlens is None:
-            states, last = self._steps(arguments, initial, resets, reverse, shape)
-        else:
-            states, last = self._packed_steps(arguments, initial, resets, reverse, cu_seqlens.tolist(), shape)
-        results = tuple(x.to(dtype) for x in states), tuple(x.to(dtype) for x in last)
-        return results if self.states == 2 else (results[0][0], results[1][0])
+        check_cu_seqlens(cu_seqlens, shape[1])
+
+        def step(state: list[Tensor], of_step: list[Tensor]) -> tuple[Tensor, ...]:
+            following = self.function(tuple(state) if self.states == 2 else state[0], *of_step)
+            return self._results(self.states, following, (shape[0], shape[2]))
+
+        results = [x.to(dtype) for x in sequential(step, initial, arguments, cu_seqlens, resets, reverse)]
+        return (tuple(results[:2]), tuple(results[2:])) if self.states == 2 else (results[0], results[1])
 
     def _has_kernels(self, arguments: tuple[Tensor, ...], given: dict[str, Tensor], backend: str) -> bool:
         if any(x.is_complex() for x in (*arguments, *given.values())) or (self.states and export.is_portable()):
@@ -220,50 +222,6 @@ class Recurrence:
         results = nonlinear_recurrence(traced, *starts[:2], *options, *(together or arguments))
         states, last = tuple(results[: self.states]), tuple(results[self.states :])
         return (states, last) if self.states == 2 else (states[0], last[0])
-
-    def _steps(
-        self,
-        arguments: Sequence[Tensor],
-        state: tuple[Tensor, ...],
-        resets: Tensor | None,
-        reverse: bool,
-        shape: torch.Size,
-    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """The definition: a loop over time."""
-        batch, length, channels = shape
-        each = [x.unbind(1) if x.dim() == 3 else (x,) * length for x in arguments]
-        states: list[tuple[Tensor, ...]] = [()] * length
-        for t in reversed(range(length)) if reverse else range(length):
-            if resets is not None:
-                state = tuple(x.masked_fill(resets[:, t, None], 0.0) for x in state)
-            following = self.function(state if self.states == 2 else state[0], *(x[t] for x in each))
-            state = states[t] = self._results(self.states, following, (batch, channels))
-        if length == 0:
-            return tuple(x.new_empty(shape) for x in state), state
-        return tuple(torch.stack(x, 1) for x in zip(*states, strict=True)), state
-
-    def _packed_steps(
-        self,
-        arguments: Sequence[Tensor],
-        initial: tuple[Tensor, ...],
-        resets: Tensor | None,
-        reverse: bool,
-        bounds: list[int],
-        shape: torch.Size,
-    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """As :meth:`_steps`, for each packed sequence separately."""
-        if bounds[0] != 0 or bounds[-1] != shape[1] or bounds != sorted(bounds):
-            raise ValueError(f"cu_seqlens must rise from 0 to the number of time steps, {shape[1]}; got {bounds}")
-        parts = []
-        for n, (first, end) in enumerate(itertools.pairwise(bounds)):
-            own = [x[:, first:end] if x.dim() == 3 else x for x in arguments]
-            reset = None if resets is None else resets[:, first:end]
-            start = tuple(x[n : n + 1] for x in initial)
-            parts.append(self._steps(own, start, reset, reverse, torch.Size((1, end - first, shape[2]))))
-        if not parts:
-            return tuple(x.new_empty(shape) for x in initial), initial
-        states, last = zip(*parts, strict=True)
-        return tuple(torch.cat(x, 1) for x in zip(*states, strict=True)), tuple(map(torch.cat, zip(*last, strict=True)))
 
     def _results(self, count: int, results: Any, shape: tuple[int, ...]) -> tuple[Tensor, ...]:
         """The function's results, validated and expanded to the shape."""

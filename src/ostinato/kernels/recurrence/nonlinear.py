@@ -6,7 +6,7 @@ forward-mode derivatives forward, and both can be differentiated again.
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -84,7 +84,12 @@ def _forward(
     if kernels is None:
         initial = _initial(trace, like, h0, c0, cu_seqlens)
         wide = _compute_dtype(backend, like)
-        stepped = _stepped(trace, [x.to(wide) for x in initial], cu_seqlens, resets, reverse, arguments, wide)
+
+        def step(before: list[Tensor], of_step: list[Tensor]) -> Sequence[Tensor]:
+            return evaluate(trace.forward, [*before, *of_step])
+
+        initial, widened = [x.to(wide) for x in initial], [x.to(wide) for x in arguments]
+        stepped = sequential(step, initial, widened, cu_seqlens, resets, reverse)
         return [x.to(like.dtype, copy=True) for x in stepped]
     given = None if h0 is None and c0 is None else _initial(trace, like, h0, c0, cu_seqlens)
     states, last = kernels.steps(trace, sequences, parameters, given, cu_seqlens, resets, reverse)
@@ -96,52 +101,37 @@ def _compute_dtype(backend: str, x: Tensor) -> torch.dtype:
     return torch.float64 if wide else torch.promote_types(x.dtype, torch.float32)
 
 
-def _stepped(
-    trace: Trace,
-    state: Sequence[Tensor],
-    cu_seqlens: Tensor | None,
-    resets: Tensor | None,
-    reverse: bool,
-    arguments: Sequence[Tensor],
-    dtype: torch.dtype,
-) -> list[Tensor]:
-    """The definition: one step after the other."""
-    wide = [x.to(dtype) for x in arguments]
-
-    def step(before: list[Tensor], of_step: Any) -> list[Tensor]:
-        return list(evaluate(trace.forward, [*before, *(x[of_step] if x.dim() == 3 else x for x in wide)]))
-
-    return _walk(step, state, cu_seqlens, resets, reverse, arguments[trace.sequences.index(True)].shape)
-
-
-def _walk(
-    step: Any,
+def sequential(
+    step: Callable[[list[Tensor], list[Tensor]], Sequence[Tensor]],
     initial: Sequence[Tensor],
+    arguments: Sequence[Tensor],
     cu_seqlens: Tensor | None,
     resets: Tensor | None,
     reverse: bool,
-    shape: Sequence[int],
 ) -> list[Tensor]:
-    """All states, (B, T, D) each, and the last ones; ``step(states, place)`` takes the step at a place of a tensor."""
-    batch, length, _ = shape
-    spans = [(slice(None), 0, length)]
-    if cu_seqlens is not None:
-        spans = [(slice(0, 1), i, j) for i, j in itertools.pairwise(cu_seqlens.tolist())]
+    """The definition, one step after the other: all states, (B, T, D) each, and the last ones, (B, D) or (N, D).
+
+    ``step(states, arguments)`` takes one: from states and arguments of (B, D), or (D,) if they are parameters.
+    """
+    batch, length, channels = shape = next(x.shape for x in arguments if x.dim() == 3)
+    columns = [x.unbind(1) if x.dim() == 3 else (x,) * length for x in arguments]
+    bounds = [0, length] if cu_seqlens is None else cu_seqlens.tolist()
     rows: list[list[Tensor]] = [[] for _ in initial]
     ends: list[list[Tensor]] = [[] for _ in initial]
-    for n, (which, begin, end) in enumerate(spans):
+    for n, (begin, end) in enumerate(itertools.pairwise(bounds)):
         state = [x if cu_seqlens is None else x[n : n + 1] for x in initial]
         steps: list[list[Tensor]] = [[] for _ in initial]
         for t in reversed(range(begin, end)) if reverse else range(begin, end):
             if resets is not None:
-                state = [x.masked_fill(resets[which, t, None], 0.0) for x in state]
-            state = [x.expand(batch, shape[2]) for x in step(state, (which, t))]
+                state = [x.masked_fill(resets[:, t, None], 0.0) for x in state]
+            state = [x.expand(batch, channels) for x in step(state, [x[t] for x in columns])]
             for own, x in zip(steps, state, strict=True):
                 own.append(x)
         for k, own in enumerate(steps):
             rows[k] += reversed(own) if reverse else own
             ends[k].append(state[k])
-    return [torch.stack(x, 1) if x else initial[0].new_empty(shape) for x in rows] + [torch.cat(x) for x in ends]
+    states = [torch.stack(own, 1) if own else x.new_empty(shape) for own, x in zip(rows, initial, strict=True)]
+    return states + [torch.cat(own) if own else x for own, x in zip(ends, initial, strict=True)]
 
 
 def _fake(recurrence: str, h0: Any, c0: Any, cu_seqlens: Tensor | None, *others: Any) -> list[Tensor]:
@@ -315,10 +305,11 @@ def _scan(
     if len(b) == 1:
         return list(linear_scan(a[0][0], b[0], initial[0], cu_seqlens, None, reverse, backend))
 
-    def step(before: list[Tensor], at: Any) -> list[Tensor]:
-        return [x[at] * before[0] + y[at] * before[1] + z[at] for (x, y), z in zip(a, b, strict=True)]
+    def step(before: list[Tensor], row: list[Tensor]) -> list[Tensor]:
+        return [x * before[0] + y * before[1] + z for x, y, z in (row[:3], row[3:])]
 
-    return _walk(step, initial, cu_seqlens, None, reverse, b[0].shape)
+    rows = [*a[0], b[0], *a[1], b[1]]
+    return sequential(step, initial, rows, cu_seqlens, None, reverse)
 
 
 def _jvp(args: tuple, results: tuple[Tensor, ...], tangents: tuple) -> tuple[Tensor, ...]:
