@@ -82,7 +82,8 @@ def _forgetting(ring: Semiring) -> Semiring:
     """The semiring in which zero times any state, NaN and infinity too, is zero."""
 
     def times_plus(a: Tensor, h: Tensor, b: Tensor) -> Tensor:
-        return ring.times_plus(a, h.masked_fill(a == ring.zero, ring.zero), b)
+        lost = (a == ring.zero) & ~h.isfinite()  # a finite state stays, as the gradient of a zero that is no reset
+        return ring.times_plus(a, h.masked_fill(lost, ring.zero), b)
 
     def sequential(a: Tensor, b: Tensor, h0: Tensor) -> tuple[Tensor, Tensor]:
         steps = [h0]
