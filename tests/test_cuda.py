@@ -156,12 +156,14 @@ def test_what_was_measured_to_be_best_is_chosen(name):
         ((2, 100000, 384), 4): (32, 16, 32, "looks back"),
         ((2, 100000, 384), 2): (32, 16, 32, "looks back"),
         ((8, 4096, 1536), 4): (32, 4, 8, "streams"),
+        ((8, 4096, 1536), 2): (32, 8, 8, "streams"),
     }
     with_resets = {
         ((1, 65536, 256), 4): (32, 8, 32, "looks back"),
         ((1, 1 << 20, 64), 4): (32, 8, 32, "looks back"),
         ((4, 1 << 20, 8), 4): (8, 8, 16, "turns"),
         ((1, 1 << 24, 1), 4): (1, 8, 15, "turns"),
+        ((8, 4096, 1536), 2): (16, 4, 8, "streams"),
     }
     for resets, cases in ((False, measured), (True, with_resets)):
         for (shape, itemsize), want in cases.items():

@@ -121,7 +121,7 @@ def choose_geometry(
     if narrow:
         geometry = _narrow_streaming(steps, channels)
     else:
-        geometry = _streaming(element, inputs, itemsize, aligned, sequences, steps, channels, device)
+        geometry = _streaming(element, inputs, itemsize, aligned, sequences, steps, channels, device, resets)
     blocks = sequences * -(-channels // geometry.group)
     least = FILLED * device.processors if geometry.warps == 8 else device.processors
     few = sequences * channels < 32 * device.processors if narrow else blocks < least
@@ -153,20 +153,21 @@ def _streaming(
     steps: int,
     channels: int,
     device: Device,
+    resets: bool,
 ) -> Geometry:
     """Tiles such that the resident blocks have bandwidth times latency bytes in flight (Little's law).
 
     A lane moves up to eight bytes, so that a warp's row is two full lines.  16-bit rows of that size need twice the
-    warps for their arithmetic.  Where these would fill the GPU badly, or an operation computes much besides, narrower
-    vectors spread it over more threads, and 16-byte copies that bring whole lines into L2 make up for rows of half a
-    line; but over a long sequence blocks drift apart, and L2 has lost the other half before it is used.
+    warps for their arithmetic.  Where these would fill the GPU badly, or an operation computes or tests much besides,
+    narrower vectors spread it over more threads, and 16-byte copies that bring whole lines into L2 make up for rows of
+    half a line; but over a long sequence blocks drift apart, and L2 has lost the other half before it is used.
     """
     halved = itemsize == 2 and aligned >= 8
     backward = element.endswith("Backward")
     whole = Geometry(4, 32, 8, 4 if backward else 8, False, 2, 0, STAGES)
     waves = sequences * -(-channels // whole.group) / device.processors
     fits = whole.shared_bytes(inputs, 0, itemsize) <= device.shared_of_block
-    if halved and channels > 64 and steps > SHORT and fits:
+    if halved and not resets and channels > 64 and steps > SHORT and fits:
         if element in ("LinearScan", "LinearScanBackward") and (waves >= FILLED or steps > LONG):
             return whole
         alone = element.startswith("Generated") and backward and inputs <= 5 and steps >= LONG
