@@ -450,6 +450,17 @@ def test_weights_put_in_the_parameters_place(kernel, monkeypatch):
     assert_same(copy.deepcopy(layer)(x, hx), twin(layer)(x, hx), 1e-12)
 
 
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("name", ["weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0"])
+def test_a_parameter_replaced_by_a_smaller_one_is_an_error(cell, name):
+    """Kernels would read beyond its end."""
+    layer = make(cell, 5, 8)
+    setattr(layer, name, nn.Parameter(getattr(layer, name)[:3].detach()))
+    for run in (layer.step, lambda x: layer(x[None]), lambda x: layer(x.expand(40, 2, 5))):
+        with torch.no_grad(), pytest.raises(ValueError, match=f"{name} must have shape"):
+            run(torch.randn(2, 5))
+
+
 @by("the CPU's")
 @pytest.mark.parametrize("cell", CELLS)
 def test_tensors_that_are_not_contiguous(cell):

@@ -23,7 +23,7 @@ from ostinato.kernels.persistent.operators import (
     step_of,
     step_of_layers,
 )
-from ostinato.kernels.persistent.plan import Plan
+from ostinato.kernels.persistent.plan import GATES, Plan
 from ostinato.kernels.persistent.reference import previous
 from ostinato.kernels.streams import beside
 from ostinato.masks import keep_pruned, mask_name, mask_of, masked
@@ -175,9 +175,21 @@ class _Recurrent(TorchLayers):
         own: Any = self._parameters  # faster than getattr, which also finds parametrized ones
         return [own[name] if name in own else getattr(self, name) for name in self._flat_weights_names]
 
+    def _shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Those of all parameters, in torch.nn's order."""
+        directions = 2 if self.bidirectional else 1
+        return _shapes_of(self.mode, self.input_size, self.hidden_size, self.num_layers, directions, self.bias)
+
     def _weights(self, recurrent: bool = True) -> list[Tensor]:
-        """All parameters in torch.nn's order, with zeros where pruned; recurrent weights only if ``recurrent``."""
+        """All parameters in torch.nn's order, with zeros where pruned; recurrent weights only if ``recurrent``.
+
+        Raises ValueError for one that was replaced by a tensor of another shape.
+        """
         weights = self._unmasked_weights()
+        if not torch.compiler.is_compiling():
+            for name, weight, shape in zip(self._flat_weights_names, weights, self._shapes(), strict=True):
+                if weight.shape != shape:
+                    raise ValueError(f"{name} must have shape {shape}; got {tuple(weight.shape)}")
         if self._buffers:
             for i, name in enumerate(self._flat_weights_names):
                 if mask_name(name) in self._buffers and (recurrent or "_hh_" not in name):
@@ -352,6 +364,9 @@ class _Recurrent(TorchLayers):
         for tensor in states:
             if tensor.shape != shape:
                 return None
+        for tensor, expected in zip(own, self._shapes(), strict=True):
+            if tensor.shape != expected:
+                return None
 
         size, inputs, steps = len(own) // layers, self.input_size, []
         for layer in range(layers):
@@ -362,11 +377,7 @@ class _Recurrent(TorchLayers):
             if step is None and mask_ih is not None:  # too dense for a sparse product
                 own[layer * size] = masked(self, f"weight_ih_l{layer}")
                 step = step_of(x.device, self.mode.lower(), dtype, hidden, inputs, batch, None, mask_hh, self._path)
-            if (
-                step is None
-                or own[layer * size].shape != (step.rows, inputs)
-                or own[layer * size + 1].shape[1] != hidden
-            ):
+            if step is None:
                 return None
             steps.append(step)
             inputs = hidden
@@ -441,6 +452,17 @@ class _Recurrent(TorchLayers):
         if not self.bidirectional:
             return hx.where(keep, 0.0)
         return torch.stack([hx[0::2].where(keep, 0.0), hx[1::2]], 1).flatten(0, 1)
+
+
+@functools.lru_cache(4096)
+def _shapes_of(
+    mode: str, input_size: int, hidden_size: int, layers: int, directions: int, bias: bool
+) -> tuple[tuple[int, ...], ...]:
+    rows = GATES[mode.lower()] * hidden_size
+    widths = [input_size] * directions + [directions * hidden_size] * (directions * (layers - 1))
+    return tuple(
+        shape for width in widths for shape in ((rows, width), (rows, hidden_size), *([(rows,)] * 2 if bias else ()))
+    )
 
 
 def _offsets(batch_sizes: Tensor, device: torch.device) -> Tensor:
