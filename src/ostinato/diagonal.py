@@ -92,16 +92,15 @@ class DiagonalLayers(StackedLayers):
             begins = _seen_in_reverse(resets, offsets) if reverse and resets is not None else resets
             start = h0 if h0 is None else each(operator.itemgetter(direction), h0)
             options = {"h0": start, "resets": begins, "reverse": reverse, "cu_seqlens": offsets}
-            parameters = {name: getattr(self, f"{name}_{suffix}", None) for name in self._shapes(x.shape[-1])}
             run = functools.partial(self._run, options, batch_first)
-            y, h_last = self._cell(suffix, parameters, x, run)
+            y, h_last = self._cell(suffix, self._parameters_of(suffix, x.shape[-1]), x, run)
             outputs.append(y)
             lasts.append(each(lambda state: state[None], h_last))
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)), stacked(lasts)
 
     def _step_of_layer(self, layer: int, x: Tensor, h0: Any) -> tuple[Tensor, Hidden]:
         """On a CPU without gradients, :meth:`_cell` of tensors without a dimension of time."""
-        parameters = {name: self._parameter(f"{name}_l{layer}") for name in self._shapes(x.shape[-1])}
+        parameters = self._parameters_of(f"l{layer}", x.shape[-1])
         states = [] if h0 is None else [state[0] for state in (h0 if isinstance(h0, tuple) else (h0,))]
         if not self._steps_alone([x, *states, *(y for y in parameters.values() if y is not None)]):
             step, recorder = super()._step_of_layer, recording()

@@ -170,6 +170,18 @@ class StackedLayers(nn.Module):
         found = self._parameters.get(name)
         return getattr(self, name, None) if found is None else found
 
+    def _parameters_of(self, suffix: str, width: int) -> dict[str, Any]:
+        """The parameters of a layer and direction whose input has `width` channels, by name; None for an absent bias.
+
+        Raises ValueError for one that was replaced by a tensor of another shape.
+        """
+        found = {}
+        for name, shape in self._shapes(width).items():
+            found[name] = parameter = self._parameter(f"{name}_{suffix}")
+            if parameter is not None and parameter.shape != shape:
+                raise ValueError(f"{name}_{suffix} must have shape {shape}; got {tuple(parameter.shape)}")
+        return found
+
     def _of_layer(self, hx: Hidden, layer: int) -> Hidden:
         if self.num_layers == 1:
             return hx

@@ -249,7 +249,7 @@ class _MinimalLayers(DiagonalLayers):
             again = self._layer_again(layer, x, h0)
             if again is not None:
                 return again
-        weight, bias = self._parameter(f"weight_ih_l{layer}"), self._parameter(f"bias_ih_l{layer}")
+        weight, bias = self._parameters_of(f"l{layer}", x.shape[-1]).values()
         if _steps_alone(x, weight, self.backend):
             state = next_state(self.cell, self.candidate, x, weight, bias, h0)
             self._remember_step(x, h0, weight, bias)
@@ -271,10 +271,10 @@ class _MinimalLayers(DiagonalLayers):
         """One GEMM for all gates and directions, then one fused kernel, which also adds the bias."""
         if self._is_apart(resets):
             return super()._layer(layer, x, h0, offsets, resets, batch_first)
-        weights = [getattr(self, f"weight_ih_{suffix}") for suffix in self._suffixes(layer)]
-        biases = [getattr(self, f"bias_ih_{suffix}") for suffix in self._suffixes(layer)] if self.bias else []
+        own = [self._parameters_of(suffix, x.shape[-1]).values() for suffix in self._suffixes(layer)]
+        weights, biases = zip(*own, strict=True)
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-        bias = None if not biases else biases[0] if len(biases) == 1 else torch.cat(biases)
+        bias = None if not self.bias else biases[0] if len(biases) == 1 else torch.cat(biases)
         if x.is_cuda and not self.bidirectional and self.sequence_group is None and offsets is None and resets is None:
             recurrence = recurrence_of(self.cell, self.candidate, self.bias)
             found = operators.projected_scan(x, weight, bias, h0, recurrence, batch_first, self.backend)
