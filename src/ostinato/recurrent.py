@@ -26,6 +26,7 @@ from ostinato.kernels.persistent.operators import (
 from ostinato.kernels.persistent.plan import GATES, Plan
 from ostinato.kernels.persistent.reference import previous
 from ostinato.kernels.streams import beside
+from ostinato.layers import check_integers
 from ostinato.masks import keep_pruned, mask_name, mask_of, masked
 from ostinato.replay import recording
 from ostinato.scan import check_batch_sizes
@@ -136,14 +137,16 @@ class _Recurrent(TorchLayers):
 
         Raises:
             ValueError: a batch below 1, or steps.
-            TypeError: a dtype that is none.
+            TypeError: a dtype that is none; a batch, or steps, that are no integer.
 
         Example:
             >>> import torch, ostinato
             >>> ostinato.GRU(8, 16).plan(batch=1, dtype=torch.float16, training=True).path  # on a CPU
             'steps'
         """
-        for name, number in (("batch", batch), ("steps", 1 if steps is None else steps)):
+        sizes = {"batch": batch, "steps": 1 if steps is None else steps}
+        check_integers(**sizes)
+        for name, number in sizes.items():
             if number < 1:
                 raise ValueError(f"{name} must be at least 1; got {number}")
         if dtype is not None and not isinstance(dtype, torch.dtype):

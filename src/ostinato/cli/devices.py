@@ -28,7 +28,10 @@ def choose_device(name: str) -> "torch.device":
     if name == "auto":
         return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     try:
-        return torch.empty(0, device=name).device
+        device = torch.empty(0, device=name).device
+        if device.type != "meta":
+            return device
+        reason = "it holds no numbers"
     except NotImplementedError:  # torch lists all its backends
         reason = "this PyTorch was built without it"
     except (RuntimeError, AssertionError, ImportError) as error:
