@@ -178,21 +178,22 @@ class _Recurrent(TorchLayers):
         own: Any = self._parameters  # faster than getattr, which also finds parametrized ones
         return [own[name] if name in own else getattr(self, name) for name in self._flat_weights_names]
 
-    def _shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Those of all parameters, in torch.nn's order."""
+    def _check_shapes(self, weights: list[Tensor]) -> None:
+        """Raise ValueError for a parameter that was replaced by a tensor of another shape."""
         directions = 2 if self.bidirectional else 1
-        return _shapes_of(self.mode, self.input_size, self.hidden_size, self.num_layers, directions, self.bias)
+        sizes = self.input_size, self.hidden_size, self.num_layers, directions, self.bias
+        for name, weight, shape in zip(self._flat_weights_names, weights, _shapes_of(self.mode, *sizes), strict=True):
+            if weight.shape != shape:
+                raise ValueError(f"{name} must have shape {shape}; got {tuple(weight.shape)}")
 
     def _weights(self, recurrent: bool = True) -> list[Tensor]:
         """All parameters in torch.nn's order, with zeros where pruned; recurrent weights only if ``recurrent``.
 
-        Raises ValueError for one that was replaced by a tensor of another shape.
+        Raises ValueError for one of another shape.
         """
         weights = self._unmasked_weights()
         if not torch.compiler.is_compiling():
-            for name, weight, shape in zip(self._flat_weights_names, weights, self._shapes(), strict=True):
-                if weight.shape != shape:
-                    raise ValueError(f"{name} must have shape {shape}; got {tuple(weight.shape)}")
+            self._check_shapes(weights)
         if self._buffers:
             for i, name in enumerate(self._flat_weights_names):
                 if mask_name(name) in self._buffers and (recurrent or "_hh_" not in name):
@@ -367,9 +368,7 @@ class _Recurrent(TorchLayers):
         for tensor in states:
             if tensor.shape != shape:
                 return None
-        for tensor, expected in zip(own, self._shapes(), strict=True):
-            if tensor.shape != expected:
-                return None
+        self._check_shapes(own)
 
         size, inputs, steps = len(own) // layers, self.input_size, []
         for layer in range(layers):
