@@ -11,7 +11,8 @@ from torch import nn
 
 import ostinato
 from ostinato.kernels import nvrtc
-from ostinato.kernels.persistent import cuda, geometry, operators, packing, reference
+from ostinato.kernels.persistent import cuda, geometry, operators, packing, reference, search
+from ostinato.kernels.persistent.costs import microseconds
 from ostinato.kernels.persistent.geometry import Geometry
 from ostinato.kernels.persistent.plan import GATES, Plan
 
@@ -29,13 +30,13 @@ H100 = SimpleNamespace(
 
 def candidates(path, cell, hidden, batch, dtype, density=1.0, block=None, *, properties=H100, backward=False):
     start = Geometry(path, cell, hidden, dtype, 0, 0, 0, backward)
-    return list(geometry.candidates(start, batch, density, block, properties))
+    return list(search.candidates(start, batch, density, block, properties))
 
 
 def candidate(path, cell, hidden, batch, *others, **options):
     """The geometry that the plan would choose if there were only this path."""
     found = candidates(path, cell, hidden, batch, *others, **options)
-    return min(found, key=lambda g: geometry.microseconds(g, batch))
+    return min(found, key=lambda g: microseconds(g, batch))
 
 
 def random_mask(cell, hidden, density, block, device="cpu"):
@@ -68,7 +69,7 @@ class Case:
         if back is None:  # what is kept in strips forward may not fit in strips of the transposed matrix
             paths = (path, "dense") if path == "block" else (path,)
             ways = (candidates(name, *layer, properties=properties, backward=True) for name in paths)
-            back = min(itertools.chain(*ways), key=lambda g: geometry.microseconds(g, batch), default=None)
+            back = min(itertools.chain(*ways), key=lambda g: microseconds(g, batch), default=None)
         self.is_trained = back is not None
         self.plan = Plan(path, 0, 0, 0, "", cuda.Geometries(forward, back))
 
@@ -231,7 +232,7 @@ def test_a_layer_is_left_to_torch_where_that_is_faster(planned_for_an_h100, laye
 def test_a_thread_of_the_backward_updates_no_more_than_its_registers_hold(cell):
     """With more they were spilled, and 256 sequences took a third longer than in two turns (H200)."""
     for hidden, batch in itertools.product((256, 512, 1024), (16, 256, 512)):
-        chosen = geometry.choose_geometry(cell, hidden, batch, bf16, None, None, H100, backward=True).geometry
+        chosen = search.choose_geometry(cell, hidden, batch, bf16, None, None, H100, backward=True).geometry
         assert -(-chosen.units * chosen.columns // geometry.THREADS) * GATES[cell] <= 8
 
 
@@ -279,7 +280,7 @@ def test_a_packing_is_the_matrix(path, cell, hidden, density, processors, turns,
         hidden //= 2
     mask = random_mask(cell, hidden, density, block)
     found = candidates(path, cell, hidden, 3, dtype, density, block, properties=device, backward=backward)
-    chosen = min((g for g in found if g.cluster == found[-1].cluster), key=lambda g: geometry.microseconds(g, 3))
+    chosen = min((g for g in found if g.cluster == found[-1].cluster), key=lambda g: microseconds(g, 3))
     pack, matrix = packed_matrix(mask, chosen)
     chosen = pack.geometry
     assert path == "sparse" or backward or len(chosen.share_tiles) >= turns
@@ -317,8 +318,8 @@ def test_the_sparse_kernel_holds_what_its_estimate_says(cell, block):
     fitting = [n for n in range(512, 3000, 16) if candidates("sparse", cell, n, 4, f16, 0.1, block, properties=small)]
     largest = max(fitting)
     for hidden, fits in ((16 * (largest * 94 // 1600), True), (16 * (largest * 11 // 160), False)):
-        start = geometry.Geometry("sparse", cell, hidden, f16, 0, 0, 0, False, True)
-        coverings = [g for g in geometry._coverings(start, 4, small, 1) if g.columns == 4 and g.groups == 1]
+        start = Geometry("sparse", cell, hidden, f16, 0, 0, 0, False, True)
+        coverings = [g for g in search._coverings(start, 4, small, 1) if g.columns == 4 and g.groups == 1]
         assert coverings or not fits
         mask = random_mask(cell, hidden, 0.1, block)
         for chosen in coverings[:1]:
@@ -334,7 +335,7 @@ def test_the_sparse_kernel_holds_what_its_estimate_says(cell, block):
 def test_plan_says_what_fits():
     def plan(cell, hidden, batch=4, dtype=f16, density=None, block=None):
         nnz = None if density is None else int(density * GATES[cell] * hidden**2)
-        return geometry.choose_geometry(cell, hidden, batch, dtype, nnz, block, H100)
+        return search.choose_geometry(cell, hidden, batch, dtype, nnz, block, H100)
 
     for layer, path in {
         ("gru", 2304): "dense",
@@ -356,8 +357,8 @@ def test_plan_says_what_fits():
 def test_weights_for_which_there_is_no_room_are_read_from_l2(backward):
     layer = "gru", 2048, 4, f32, None, None
     without = SimpleNamespace(**{**vars(H100), "L2_cache_size": 0})
-    assert "do not fit on the chip" in geometry.choose_geometry(*layer, without, backward=backward).reason
-    plan = geometry.choose_geometry(*layer, H100, backward=backward)
+    assert "do not fit on the chip" in search.choose_geometry(*layer, without, backward=backward).reason
+    plan = search.choose_geometry(*layer, H100, backward=backward)
     chosen, share = plan.geometry, plan.geometry.bytes_streamed
     assert 0 < share <= H100.L2_cache_size * 2 / 3
     assert plan.bytes_on_chip + share == chosen.tiles * chosen.tile_bytes * chosen.blocks >= 3 * 2048**2 * 4
@@ -372,7 +373,7 @@ def test_all_blocks_can_be_resident_and_cover_the_layer(cell, processors):
     device = SimpleNamespace(**{**vars(H100), "multi_processor_count": processors})
     for hidden, batch, backward in itertools.product((1, 130, 1024), (1, 17), (False, True)):
         for chosen in candidates("dense", cell, hidden, batch, bf16, properties=device, backward=backward):
-            assert chosen.blocks * chosen.groups <= geometry.resident_blocks(device, chosen.cluster) <= processors
+            assert chosen.blocks * chosen.groups <= search.resident_blocks(device, chosen.cluster) <= processors
             assert chosen.blocks % chosen.cluster == 0
             assert chosen.blocks * chosen.units >= hidden
             assert chosen.shared_bytes <= H100.shared_memory_per_block_optin

@@ -11,12 +11,19 @@ import torch
 from torch import Tensor
 
 from ostinato.kernels import nvrtc
+from ostinato.kernels.persistent.costs import (
+    SMALL,
+    microseconds,
+    microseconds_of_more_products,
+    torchs_microseconds,
+)
 from ostinato.kernels.persistent.cuda_step import StepOfLayers as StepOfLayers
 from ostinato.kernels.persistent.cuda_step import step_of as step_of
-from ostinato.kernels.persistent.geometry import THREADS, Geometry, choose_geometry, files, microseconds
+from ostinato.kernels.persistent.geometry import THREADS, Geometry, files
 from ostinato.kernels.persistent.masks import derived_from
 from ostinato.kernels.persistent.packing import Packing, pack
-from ostinato.kernels.persistent.plan import GATES, Plan, no_kernel
+from ostinato.kernels.persistent.plan import Plan, no_kernel
+from ostinato.kernels.persistent.search import choose_geometry
 
 _POINTERS = (
     *("weight", "bias", "index", "places", "spans", "packed", "states", "offsets", "failure", "pre", "h0", "c0"),
@@ -25,7 +32,6 @@ _POINTERS = (
 )
 _PARAMETERS = struct.Struct(f"{len(_POINTERS)}Q5i")
 LEAST_STEPS = 4  # below this, launches per step cost the host no more than a persistent kernel's
-SMALL = 128  # units up to which cuDNN has special kernels
 
 
 class Geometries(NamedTuple):
@@ -75,8 +81,9 @@ def make_plan(
     )
     if plan.path != "steps" and path is None and not resets:
         ours = _microseconds(plan, batch, directions, index)
-        ours += directions * _more_products(cell, hidden_size, batch, dtype, training, tf32)
-        torchs = directions * _torchs_microseconds(cell, hidden_size, batch, dtype, training, tf32[1])
+        products = cell, hidden_size, batch, dtype, training, tf32, keeps_gates(dtype)
+        ours += directions * microseconds_of_more_products(*products)
+        torchs = directions * torchs_microseconds(cell, hidden_size, batch, dtype, training, tf32[1])
         if ours > torchs:
             return no_kernel(f"about {ours:.0f} microseconds a step, where torch's kernels take about {torchs:.0f}")
     try:  # residency is known only to the device, and sparse sizes only after packing
@@ -110,60 +117,6 @@ def _microseconds(plan: Plan, batch: int, directions: int, index: int) -> float:
             together = geometry.blocks * geometry.groups * directions <= processors
             total += microseconds(geometry, batch) * (1 if together else directions)
     return total
-
-
-class _TorchsCost(NamedTuple):
-    """Microseconds of a step in cuDNN without the GEMMs over all steps, in a CUDA graph on an H200.
-
-    Fitted to 190 GRUs and LSTMs of 128 to 2048 units with 1 to 512 sequences, nearly all within 25 %.
-    """
-
-    step: float  # fixed, for launches
-    weights: float  # per million weights read
-    gates: float  # per hundred thousand gates of all sequences
-    products: float  # per hundred million multiplications
-
-
-# By "16" bits, "tf32" or exact "float32", and whether gradients are taken.
-_TORCHS_COSTS = {
-    ("16", False): _TorchsCost(5.54, 0.35, 0.25, 0.07),
-    ("16", True): _TorchsCost(11.4, 0.63, 1.29, 0.0),
-    ("tf32", False): _TorchsCost(7.31, 1.09, 0.08, 0.77),
-    ("tf32", True): _TorchsCost(22.2, 2.08, 1.97, 0.0),
-    ("float32", False): _TorchsCost(8.11, 1.52, 0.75, 4.03),
-    ("float32", True): _TorchsCost(19.8, 4.3, 3.7, 6.63),
-}
-# Multiply-adds per microsecond of cuBLAS in the GEMMs over all steps.
-_RATES = {"16": 300e6, "tf32": 110e6, "float32": 24e6}
-
-
-def _precision(dtype: torch.dtype, tf32: bool) -> str:
-    return "16" if dtype.itemsize == 2 else "tf32" if tf32 else "float32"
-
-
-def _more_products(
-    cell: str, hidden_size: int, batch: int, dtype: torch.dtype, training: bool, tf32: tuple[bool, bool]
-) -> float:
-    """Microseconds per step by which our GEMMs over all steps take longer than those of cuDNN's layer.
-
-    The backward recomputes some, and exact ones take longer than rounded ones.
-    """
-    one = GATES[cell] * batch * hidden_size**2
-    own, torchs = (one / _RATES[_precision(dtype, rounds)] for rounds in tf32)
-    again = training and not cell.startswith("rnn") and not keeps_gates(dtype)
-    return (4 if training else 1) * (own - torchs) + 2 * own * again
-
-
-def _torchs_microseconds(
-    cell: str, hidden_size: int, batch: int, dtype: torch.dtype, training: bool, tf32: bool
-) -> float:
-    if training and cell == "gru" and dtype == torch.float32 and hidden_size <= SMALL:
-        return 1.6 + 0.03 * batch
-    cost = _TORCHS_COSTS[_precision(dtype, tf32), training]
-    gates = GATES[cell] * hidden_size
-    weights = gates * hidden_size
-    step = cost.step + cost.weights * weights / 1e6
-    return step + cost.gates * batch * gates / 1e5 + cost.products * batch * weights / 1e8
 
 
 def _packed(geometry: Geometry, mask: Tensor) -> Geometry:

@@ -1,0 +1,125 @@
+"""The estimated time of one step of a layer, in microseconds: of a geometry's kernel, and of cuDNN's.
+
+The models are linear in what a step reads, computes and waits for, with coefficients fitted to measurements; they rank
+geometries, and decide whether a layer is left to torch.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from ostinato.kernels.persistent.geometry import THREADS, Geometry, ceil_div
+from ostinato.kernels.persistent.plan import GATES
+
+SMALL = 128  # units up to which cuDNN has special kernels
+
+
+class _Cost(NamedTuple):
+    """Microseconds of a step on a Hopper GPU, fitted to some hundred layers, nearly all within 20 %."""
+
+    step: float  # fixed
+    read: float  # per 100 kB of state
+    row: float  # per 10 kB of a sequence's state, for a lane's number of loads
+    kept: float  # per 100 kB of weights read from shared memory
+    multiplied: float  # per hundred tiles of a warp or entries of a thread
+    updated: float  # per ten gates that a thread computes
+    summed: float  # per 64 row tiles of a sequence, for the reduction of partial sums
+    cluster: float = 0.0  # per doubling of the cluster, for the reduction over its blocks
+
+
+_COSTS = {
+    ("dense", False): _Cost(0.87, 0.69, 0.0, 0.14, 0.98, 0.59, 0.34),
+    ("dense", True): _Cost(0.23, 0.22, 0.66, 0.22, 0.41, 3.08, 2.18, 0.33),
+    ("block", False): _Cost(0.85, 1.9, 0.0, 0.37, 1.45, 0.26, 0.0),
+    ("block", True): _Cost(0.85, 1.9, 0.0, 0.37, 1.45, 0.26, 0.0, 0.25),
+    ("sparse", False): _Cost(0.80, 4.1, 0.0, 0.80, 2.10, 2.00, 0.0),
+    ("sparse", True): _Cost(0.80, 4.1, 0.0, 0.80, 2.10, 2.00, 0.0, 0.25),
+}
+_EXACT = {False: 4.5, True: 7.0}  # the cost factor of exact products, three of split numbers; by backward
+_STREAMED = 0.9  # microseconds per 100 kB of weights that a block of the dense kernel reads from L2
+_HALF_WORDS = 0.17  # microseconds, if blocks of the dense kernel publish their state in words of 4 bytes
+_SHARE = 0.054  # microseconds per share of a strip of a warp of the block kernel
+_ROUND_TRIP = 1.3  # microseconds per additional round of loads in which the block kernel waits for the state
+
+
+def microseconds(geometry: Geometry, batch: int) -> float:
+    """The estimated time of a step of all sequences."""
+    cost, row = _COSTS[geometry.path, geometry.backward], geometry.slice * geometry.dtype.itemsize
+    on_tensor_cores = geometry.path == "block" or (geometry.path == "dense" and geometry.columns > 1)
+    thrice = geometry.exact and geometry.dtype == torch.float32 and on_tensor_cores
+    passes = ceil_div(geometry.columns, 8) * (_EXACT[geometry.backward] if thrice else 1)
+    step = cost.step + cost.read * geometry.columns * row / 1e5 + cost.row * row / 1e4
+    step += cost.kept * (geometry.tiles - geometry.held - geometry.streamed) * geometry.tile_bytes / 1e5
+    step += _STREAMED * geometry.streamed * geometry.tile_bytes / 1e5
+    step += cost.multiplied * geometry.tiles * passes / 1e2
+    step += cost.updated * ceil_div(geometry.units * geometry.columns, THREADS) * GATES[geometry.cell] / 10
+    step += cost.summed * geometry.row_tiles * geometry.columns / 64
+    step += cost.cluster * math.log2(geometry.cluster)
+    if geometry.path == "dense":
+        step += _HALF_WORDS if geometry.units * geometry.dtype.itemsize % 8 and not geometry.backward else 0
+    if geometry.path == "block":
+        step += _SHARE * len(geometry.share_tiles)
+        step += _ROUND_TRIP * (ceil_div(geometry.words, geometry.words_in_flight) - 1)
+    return step * ceil_div(batch, geometry.columns * geometry.groups)
+
+
+class _TorchsCost(NamedTuple):
+    """Microseconds of a step in cuDNN without the GEMMs over all steps, in a CUDA graph on an H200.
+
+    Fitted to 190 GRUs and LSTMs of 128 to 2048 units with 1 to 512 sequences, nearly all within 25 %.
+    """
+
+    step: float  # fixed, for launches
+    weights: float  # per million weights read
+    gates: float  # per hundred thousand gates of all sequences
+    products: float  # per hundred million multiplications
+
+
+# By "16" bits, "tf32" or exact "float32", and whether gradients are taken.
+_TORCHS_COSTS = {
+    ("16", False): _TorchsCost(5.54, 0.35, 0.25, 0.07),
+    ("16", True): _TorchsCost(11.4, 0.63, 1.29, 0.0),
+    ("tf32", False): _TorchsCost(7.31, 1.09, 0.08, 0.77),
+    ("tf32", True): _TorchsCost(22.2, 2.08, 1.97, 0.0),
+    ("float32", False): _TorchsCost(8.11, 1.52, 0.75, 4.03),
+    ("float32", True): _TorchsCost(19.8, 4.3, 3.7, 6.63),
+}
+# Multiply-adds per microsecond of cuBLAS in the GEMMs over all steps.
+_RATES = {"16": 300e6, "tf32": 110e6, "float32": 24e6}
+
+
+def _precision(dtype: torch.dtype, tf32: bool) -> str:
+    return "16" if dtype.itemsize == 2 else "tf32" if tf32 else "float32"
+
+
+def microseconds_of_more_products(
+    cell: str,
+    hidden_size: int,
+    batch: int,
+    dtype: torch.dtype,
+    training: bool,
+    tf32: tuple[bool, bool],
+    keeps_gates: bool,
+) -> float:
+    """Microseconds per step by which our GEMMs over all steps take longer than those of cuDNN's layer.
+
+    The backward recomputes some unless it `keeps_gates`, and exact ones take longer than rounded ones.
+    """
+    one = GATES[cell] * batch * hidden_size**2
+    own, torchs = (one / _RATES[_precision(dtype, rounds)] for rounds in tf32)
+    again = training and not cell.startswith("rnn") and not keeps_gates
+    return (4 if training else 1) * (own - torchs) + 2 * own * again
+
+
+def torchs_microseconds(
+    cell: str, hidden_size: int, batch: int, dtype: torch.dtype, training: bool, tf32: bool
+) -> float:
+    """The estimated time of a step in cuDNN, without the GEMMs over all steps."""
+    if training and cell == "gru" and dtype == torch.float32 and hidden_size <= SMALL:
+        return 1.6 + 0.03 * batch
+    cost = _TORCHS_COSTS[_precision(dtype, tf32), training]
+    gates = GATES[cell] * hidden_size
+    weights = gates * hidden_size
+    step = cost.step + cost.weights * weights / 1e6
+    return step + cost.gates * batch * gates / 1e5 + cost.products * batch * weights / 1e8

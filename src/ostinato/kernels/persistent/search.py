@@ -1,0 +1,169 @@
+"""The search for the geometry with the least estimated time among all that fit a layer; needs no GPU."""
+
+import functools
+import math
+from collections.abc import Iterator
+from statistics import NormalDist
+from typing import Any
+
+import torch
+
+from ostinato.kernels.persistent.costs import microseconds
+from ostinato.kernels.persistent.geometry import SCALARS, THREADS, ZERO_PLACES, Geometry, ceil_div, round_up
+from ostinato.kernels.persistent.plan import GATES, Plan
+
+
+def _coverings(start: Geometry, batch: int, properties: Any, share: int) -> Iterator[Geometry]:
+    """All divisions of units and sequences among blocks that can be resident at once."""
+    word, pitch = 4 // start.dtype.itemsize, start.pitch
+    dense, largest = start.path == "dense", batch if start.path == "dense" else min(batch, 8)
+    clusters = (1, 2, 4) if start.backward and properties.major >= 9 else (1,)
+    for cluster in clusters:
+        resident = resident_blocks(properties, cluster) // share
+        parts = cluster if start.backward else GATES[start.cell]  # rows of a block for each of its units
+        for columns in sorted({ceil_div(batch, n) for n in range(ceil_div(batch, largest), batch + 1)}):
+            for groups in range(1, min(ceil_div(batch, columns), resident // cluster) + 1):
+                blocks = resident // cluster // groups * cluster
+                least = ceil_div(pitch, blocks)
+                if start.path == "block":
+                    choices = {round_up(least * parts, 16) // parts if start.backward else round_up(least, 16)}
+                elif not dense:  # a thread works on one row only
+                    choices = {units for units in (round_up(least, word),) if parts * units <= THREADS}
+                else:  # enough units to fill half a row tile, for both word sizes: fewer blocks
+                    rows = range(round_up(parts * least, 8), round_up(parts * least, 8) + 24, 8)
+                    choices = {n // parts // w * w for n in rows for w in (word, 2 * word)}
+                for units in sorted(choices):
+                    covering = start._replace(units=units, columns=columns, groups=groups, cluster=cluster)
+                    # Blocks of a cluster stay in step only if each one's slice contains data that others write.
+                    is_whole = (cluster - 1) * covering.slice < GATES[start.cell] * pitch
+                    if units >= least and covering.blocks <= blocks and is_whole:
+                        yield covering
+
+
+@functools.lru_cache(maxsize=4096)
+def _entries(height: int, width: int, blocks: int, density: float, rows: int, columns: int) -> int:
+    """The likely number of entries (pairs of weights) per thread of the sparse kernel, for blocks' parts of this size.
+
+    The matrix is pruned evenly in blocks of `rows` by `columns`.  A thread takes weights of one row only, so some have
+    few or none: the result is the smallest with which, likely, the threads of every part suffice.
+    """
+    strips, mean = height / rows, width * density
+    deviation = math.sqrt(columns * width * density * (1 - density)) + 1e-9
+    row = NormalDist(mean, deviation)
+    unlikely = NormalDist().inv_cdf(1 - 0.01 / blocks)
+
+    def fits(weights: int) -> bool:
+        """Whether the threads of each part likely suffice, with this many weights each."""
+        alike = 1 - row.cdf(THREADS // height * weights + 0.5)  # the probability that an equal number per row does not
+        if strips * blocks * alike < 0.2:
+            return True
+        most = math.ceil((mean + 6 * deviation) / weights)
+        more = [1 - row.cdf(n * weights + 0.5) for n in range(1, most)]  # P(a row needs more than n threads)
+        expected = 1 + sum(more)
+        variance = sum((2 * n + 1) * p for n, p in enumerate(more, 1)) + 1 - expected**2
+        return rows * (strips * expected + unlikely * math.sqrt(strips * max(variance, 0.0))) <= THREADS
+
+    low, high = 1, math.ceil((mean + 6 * deviation) / 2) + 1
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(2 * middle) else (middle + 1, high)
+    return low
+
+
+def resident_blocks(properties: Any, cluster: int) -> int:
+    """The number of blocks that can be resident at once, one per multiprocessor.
+
+    A cluster must fit within one GPC, and GPCs differ in their number of multiprocessors: an H200 can use 120 of its
+    132 with clusters of 4.
+    """
+    processors: int = properties.multi_processor_count
+    return (processors if cluster <= 2 else processors * 10 // 11) // cluster * cluster
+
+
+def candidates(
+    start: Geometry, batch: int, density: float, block: tuple[int, int] | None, properties: Any, share: int = 1
+) -> Iterator[Geometry]:
+    """The geometries that fit a layer, assuming that the matrix is pruned evenly in such blocks."""
+    shared = properties.shared_memory_per_block_optin
+    rows = 1 if block is None else block[1] if start.backward else block[0]
+    for geometry in _coverings(start, batch, properties, share):
+        width = geometry.slice
+        if geometry.path == "dense":
+            half = geometry.has_half_tiles
+            tiles = (geometry.row_tiles - half) * geometry.column_tiles + half * ceil_div(geometry.column_tiles, 2)
+            held = geometry._replace(tiles=tiles).hold(shared)
+        elif geometry.path == "block":
+            some, strips = 1 - (1 - density) ** ceil_div(16, rows), geometry.rows // 16  # some of a strip's columns
+            deviations = NormalDist().inv_cdf(1 - 0.05 / (strips * geometry.blocks))  # a likely bound for all strips
+            most = width * some + deviations * math.sqrt(width * some * (1 - some))
+            held = geometry.deal([math.ceil(most)] * strips, shared)
+        else:
+            together = 1 if block is None else block[0] if start.backward else block[1]
+            entries = _entries(geometry.rows, width, geometry.blocks, density, rows, together)
+            held = geometry._replace(tiles=entries).hold(shared)
+        if held and held.bytes_streamed * share <= properties.L2_cache_size * 2 / 3:
+            yield held
+
+
+def choose_geometry(
+    cell: str,
+    hidden_size: int,
+    batch: int,
+    dtype: torch.dtype,
+    mask_nnz: int | None,
+    block: tuple[int, int] | None,
+    properties: Any,
+    share: int = 1,
+    path: str | None = None,
+    *,
+    backward: bool = False,
+    exact: bool = True,
+) -> Plan:
+    """The fastest way to run a layer of `cell` ("rnn_tanh", "rnn_relu", "gru", "lstm") in one direction of time.
+
+    Args:
+        hidden_size, batch, dtype: of the layer and its input.
+        mask_nnz: recurrent weights left by pruning; None if the layer is dense.
+        block: the shape of pruned blocks.
+        properties: what ``torch.cuda.get_device_properties`` returns.
+        share: how many such layers share the device at the same time.
+        path: the only kernel to consider, "dense", "block" or "sparse"; None for the fastest.
+        backward: whether the gradients go back through time, or the states forward.
+        exact: whether float32 products must not be rounded to tf32.
+    """
+    processors, shared = properties.multi_processor_count, properties.shared_memory_per_block_optin
+    available = processors * (properties.regs_per_multiprocessor * 4 + shared)
+
+    def steps(reason: str) -> Plan:
+        return Plan("steps", 0, available, 0, reason)
+
+    if dtype not in SCALARS:
+        return steps(f"persistent kernels compute in float32, float16 and bfloat16, not in {dtype}")
+    if properties.major < 8:
+        return steps("persistent kernels need compute capability 8.0")
+    weights = GATES[cell] * hidden_size**2
+    density = 1.0 if mask_nnz is None else mask_nnz / weights
+    paths = ["dense"]
+    if mask_nnz is not None and hidden_size < 2**16 - ZERO_PLACES:
+        paths += ["sparse"] if block in (None, (1, 1)) else ["block", "sparse"]
+    starts = [
+        Geometry(name, cell, hidden_size, dtype, 0, 0, 0, backward, exact) for name in paths if path in (None, name)
+    ]
+    geometry = min(
+        (geometry for start in starts for geometry in candidates(start, batch, density, block, properties, share)),
+        key=lambda geometry: microseconds(geometry, batch),
+        default=None,
+    )
+    kept = f"{weights * dtype.itemsize * density / 1e6:.1f} MB of recurrent weights"
+    if geometry is None:
+        return steps(f"{kept} do not fit on the chip" + (" beside their gradients" if backward else ""))
+    how = {
+        "dense": "fit on the chip" if mask_nnz is None else "fit on the chip with their zeros, fastest on tensor cores",
+        "block": "fit on the chip in strips of 16 rows",
+        "sparse": "fit on the chip, each with its place",
+    }
+    reason = f"{kept} {how[geometry.path]}"
+    if geometry.streamed:
+        missing = geometry.bytes_streamed / geometry.groups / 1e6  # of each copy
+        reason = f"{kept} fit on the chip but for {missing:.1f} MB, read from L2 at every step"
+    return Plan(geometry.path, geometry.bytes_on_chip, available, geometry.blocks * geometry.groups, reason, geometry)
