@@ -14,7 +14,7 @@ from ostinato.kernels import nvrtc
 from ostinato.kernels.persistent import cuda, geometry, operators, packing, reference, search
 from ostinato.kernels.persistent.costs import microseconds
 from ostinato.kernels.persistent.geometry import Geometry
-from ostinato.kernels.persistent.plan import GATES, Plan
+from ostinato.kernels.persistent.plan import GATES, Call, Plan
 
 f16, bf16, f32 = torch.float16, torch.bfloat16, torch.float32
 CELLS = ("rnn_tanh", "rnn_relu", "gru", "lstm")
@@ -204,8 +204,8 @@ def planned_for_an_h100(monkeypatch):
 
 
 def plan_of(cell, hidden, batch, dtype, tf32=(False, False), training=True):
-    layer = cell, hidden, batch, dtype, None, None, training, None
-    return cuda.make_plan(*layer, torch.device("cuda", 0), tf32=tf32)
+    call = Call(torch.device("cuda", 0), cell, hidden, batch, dtype, training, steps=None)
+    return cuda.make_plan(call, None, None, tf32)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 import ostinato
 from ostinato.kernels import threads as kernel_threads
 from ostinato.kernels.persistent import cpu, cpu_loops, operators, reference
-from ostinato.kernels.persistent.plan import GATES, Plan
+from ostinato.kernels.persistent.plan import GATES, Call, Plan
 
 F32, F64 = torch.float32, torch.float64
 DENSE = Plan("dense", 0, 0, 0, "a test")
@@ -227,19 +227,19 @@ PLANS = {  # cell, H, B, dtype, training, steps
 def test_plans(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     for (cell, hidden, batch, dtype, training, steps), path in PLANS.items():
-        plan = cpu.make_plan(cell, hidden, batch, dtype, None, None, training, steps)
+        plan = cpu.make_plan(Call(torch.device("cpu"), cell, hidden, batch, dtype, training, steps), None, None)
         assert plan.path == path, plan
         assert plan.reason
     mask = random_mask(3, 64, (16, 1), 0.1)
-    layer = "gru", 64, 4, F32, mask
-    assert cpu.make_plan(*layer, (16, 1), True, 100)[::5] == ("block", (16, 1))
-    assert cpu.make_plan(*layer, (1, 1), True, 100).path == "dense"
-    assert cpu.make_plan(*layer, (16, 1), False, 1).path == "steps"
-    assert cpu.make_plan(*layer, (1, 1), True, 1, None, "sparse")[::5] == ("sparse", (1, 1))
-    assert cpu.make_plan(*layer, (1, 1), True, 1, None, "dense").path == "dense"
-    assert cpu.make_plan("gru", 64, 4, F32, torch.ones_like(mask), (16, 1), True, 100).path == "dense"
+    call = Call(torch.device("cpu"), "gru", 64, 4, F32, training=True, steps=100)
+    assert cpu.make_plan(call, mask, (16, 1))[::5] == ("block", (16, 1))
+    assert cpu.make_plan(call, mask, (1, 1)).path == "dense"
+    assert cpu.make_plan(call._replace(training=False, steps=1), mask, (16, 1)).path == "steps"
+    assert cpu.make_plan(call._replace(steps=1, path="sparse"), mask, (1, 1))[::5] == ("sparse", (1, 1))
+    assert cpu.make_plan(call._replace(steps=1, path="dense"), mask, (1, 1)).path == "dense"
+    assert cpu.make_plan(call, torch.ones_like(mask), (16, 1)).path == "dense"
     with pytest.raises(ValueError, match="path must be 'dense' or 'sparse'; got 'block'"):
-        cpu.make_plan(*layer, (1, 1), True, 100, None, "block")
+        cpu.make_plan(call._replace(path="block"), mask, (1, 1))
 
 
 def test_tiles_fill_the_registers():

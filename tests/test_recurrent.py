@@ -43,8 +43,8 @@ def kernels(request, monkeypatch):
 
 
 def use_kernels(monkeypatch, module):
-    def make_plan(cell, hidden_size, batch, dtype, mask_hh, block, *_):
-        if module is cpu and dtype not in (torch.float32, torch.float64):
+    def make_plan(call, mask_hh, block, *_):
+        if module is cpu and call.dtype not in (torch.float32, torch.float64):
             return no_kernel("another dtype")
         path = "dense" if block is None or mask_hh.all() else "sparse" if block == (1, 1) else "block"
         return Plan(path, 1, 1, 1, "a test", block)
@@ -934,7 +934,7 @@ def test_plan():
 
 
 def test_torch_runs_all_layers_or_none(monkeypatch):
-    def make_plan(cell, hidden_size, batch, dtype, mask_hh, *_):
+    def make_plan(call, mask_hh, *_):
         return Plan("dense", 1, 1, 1, "dense") if mask_hh is None else no_kernel("pruned")
 
     monkeypatch.setattr(operators.kernels_on(torch.device("cpu")), "make_plan", make_plan)

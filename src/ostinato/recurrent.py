@@ -23,7 +23,7 @@ from ostinato.kernels.persistent.operators import (
     step_of,
     step_of_layers,
 )
-from ostinato.kernels.persistent.plan import GATES, Plan
+from ostinato.kernels.persistent.plan import GATES, Call, Plan
 from ostinato.kernels.persistent.reference import previous
 from ostinato.kernels.streams import beside
 from ostinato.layers import check_integers
@@ -211,10 +211,10 @@ class _Recurrent(TorchLayers):
     ) -> Plan:
         directions = 2 if self.bidirectional else 1
         sizes = self.hidden_size, batch, dtype
-        layer = device, self.mode.lower(), *sizes, training, steps, self._path, directions, resets
+        call = Call(device, self.mode.lower(), *sizes, training, steps, self._path, directions, resets)
         if not self._buffers:
-            return plan_layer(None, *layer)
-        plans = [plan_layer(mask_of(self, names[1]), *layer) for names in self._all_weights]
+            return plan_layer(None, call)
+        plans = [plan_layer(mask_of(self, names[1]), call) for names in self._all_weights]
         return max(plans, key=lambda plan: (plan.path == "steps", plan.bytes_on_chip))
 
     def _kernels_for(

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from ostinato.kernels.persistent.geometry import THREADS, Geometry, ceil_div
-from ostinato.kernels.persistent.plan import GATES
+from ostinato.kernels.persistent.plan import GATES, Call
 
 SMALL = 128  # units up to which cuDNN has special kernels
 
@@ -93,33 +93,23 @@ def _precision(dtype: torch.dtype, tf32: bool) -> str:
     return "16" if dtype.itemsize == 2 else "tf32" if tf32 else "float32"
 
 
-def microseconds_of_more_products(
-    cell: str,
-    hidden_size: int,
-    batch: int,
-    dtype: torch.dtype,
-    training: bool,
-    tf32: tuple[bool, bool],
-    keeps_gates: bool,
-) -> float:
+def microseconds_of_more_products(call: Call, tf32: tuple[bool, bool], keeps_gates: bool) -> float:
     """Microseconds per step by which our GEMMs over all steps take longer than those of cuDNN's layer.
 
     The backward recomputes some unless it `keeps_gates`, and exact ones take longer than rounded ones.
     """
-    one = GATES[cell] * batch * hidden_size**2
-    own, torchs = (one / _RATES[_precision(dtype, rounds)] for rounds in tf32)
-    again = training and not cell.startswith("rnn") and not keeps_gates
-    return (4 if training else 1) * (own - torchs) + 2 * own * again
+    one = GATES[call.cell] * call.batch * call.hidden_size**2
+    own, torchs = (one / _RATES[_precision(call.dtype, rounds)] for rounds in tf32)
+    again = call.training and not call.cell.startswith("rnn") and not keeps_gates
+    return (4 if call.training else 1) * (own - torchs) + 2 * own * again
 
 
-def torchs_microseconds(
-    cell: str, hidden_size: int, batch: int, dtype: torch.dtype, training: bool, tf32: bool
-) -> float:
+def torchs_microseconds(call: Call, tf32: bool) -> float:
     """The estimated time of a step in cuDNN, without the GEMMs over all steps."""
-    if training and cell == "gru" and dtype == torch.float32 and hidden_size <= SMALL:
-        return 1.6 + 0.03 * batch
-    cost = _TORCHS_COSTS[_precision(dtype, tf32), training]
-    gates = GATES[cell] * hidden_size
-    weights = gates * hidden_size
+    if call.training and call.cell == "gru" and call.dtype == torch.float32 and call.hidden_size <= SMALL:
+        return 1.6 + 0.03 * call.batch
+    cost = _TORCHS_COSTS[_precision(call.dtype, tf32), call.training]
+    gates = GATES[call.cell] * call.hidden_size
+    weights = gates * call.hidden_size
     step = cost.step + cost.weights * weights / 1e6
-    return step + cost.gates * batch * gates / 1e5 + cost.products * batch * weights / 1e8
+    return step + cost.gates * call.batch * gates / 1e5 + cost.products * call.batch * weights / 1e8

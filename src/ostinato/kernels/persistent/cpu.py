@@ -17,7 +17,7 @@ from ostinato.kernels.persistent.cpu_step import FrozenStep as FrozenStep
 from ostinato.kernels.persistent.cpu_step import StepOfLayers as StepOfLayers
 from ostinato.kernels.persistent.cpu_step import step_of as step_of
 from ostinato.kernels.persistent.masks import derived_from
-from ostinato.kernels.persistent.plan import GATES, Plan, no_kernel
+from ostinato.kernels.persistent.plan import GATES, Call, Plan, no_kernel
 from ostinato.kernels.threads import run_loop, threads_for
 
 # Measured on two cores of a Zen 5.
@@ -28,24 +28,13 @@ PART = 1 << 16  # weights of a part of a step that pay off a thread
 
 
 def make_plan(
-    cell: str,
-    hidden_size: int,
-    batch: int,
-    dtype: torch.dtype,
-    mask_hh: Tensor | None,
-    block: tuple[int, int] | None,
-    training: bool,
-    steps: int | None,
-    device: torch.device | None = None,
-    path: str | None = None,
-    directions: int = 1,
-    tf32: tuple[bool, bool] = (False, False),
-    resets: bool = False,
+    call: Call, mask_hh: Tensor | None, block: tuple[int, int] | None, tf32: tuple[bool, bool] = (False, False)
 ) -> Plan:
     """How a layer runs on the CPU; arguments as those of ``cuda.make_plan``.
 
     Raises ValueError for a `path` that the layer's weights do not allow.
     """
+    _, cell, hidden_size, batch, dtype, training, steps, path, directions, resets = call
     if dtype not in NUMPY_DTYPES:
         return no_kernel(f"layers on the CPU compute in float32 and float64, not in {dtype}")
     entries, density = None, 1.0

@@ -22,7 +22,7 @@ from ostinato.kernels.persistent.cuda_step import step_of as step_of
 from ostinato.kernels.persistent.geometry import THREADS, Geometry, files
 from ostinato.kernels.persistent.masks import derived_from
 from ostinato.kernels.persistent.packing import Packing, pack
-from ostinato.kernels.persistent.plan import Plan, no_kernel
+from ostinato.kernels.persistent.plan import Call, Plan, no_kernel
 from ostinato.kernels.persistent.search import choose_geometry
 
 _POINTERS = (
@@ -42,33 +42,17 @@ class Geometries(NamedTuple):
 
 
 def make_plan(
-    cell: str,
-    hidden_size: int,
-    batch: int,
-    dtype: torch.dtype,
-    mask_hh: Tensor | None,
-    block: tuple[int, int] | None,
-    training: bool,
-    steps: int | None,
-    device: torch.device,
-    path: str | None = None,
-    directions: int = 1,
-    tf32: tuple[bool, bool] = (False, False),
-    resets: bool = False,
+    call: Call, mask_hh: Tensor | None, block: tuple[int, int] | None, tf32: tuple[bool, bool] = (False, False)
 ) -> Plan:
-    """How to run a layer of `cell` ("rnn_tanh", "rnn_relu", "gru", "lstm").
+    """How to run a layer.
 
     Args:
-        hidden_size, batch, dtype: of the layer and its input.
+        call: of the layer.
         mask_hh: of the recurrent weights; None if the layer is dense.
         block: the shape of pruned blocks.
-        training: whether gradients will be computed.
-        steps: of the longest sequence; None if they are many.
-        path: the only kernel to consider forward, "dense", "block" or "sparse"; None for the fastest.
-        directions: how many such layers run at once.
         tf32: whether products of float32 may round to tf32, ours and those in cuDNN's layers.
-        resets: whether states are reset inside sequences, which torch's kernels do not support.
     """
+    device, cell, hidden_size, batch, dtype, training, steps, path, directions, resets = call
     if steps is not None and steps < LEAST_STEPS and not resets:
         return no_kernel(f"{steps} steps are too few to be worth a kernel of their own")
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -81,9 +65,8 @@ def make_plan(
     )
     if plan.path != "steps" and path is None and not resets:
         ours = _microseconds(plan, batch, directions, index)
-        products = cell, hidden_size, batch, dtype, training, tf32, keeps_gates(dtype)
-        ours += directions * microseconds_of_more_products(*products)
-        torchs = directions * torchs_microseconds(cell, hidden_size, batch, dtype, training, tf32[1])
+        ours += directions * microseconds_of_more_products(call, tf32, keeps_gates(dtype))
+        torchs = directions * torchs_microseconds(call, tf32[1])
         if ours > torchs:
             return no_kernel(f"about {ours:.0f} microseconds a step, where torch's kernels take about {torchs:.0f}")
     try:  # residency is known only to the device, and sparse sizes only after packing

@@ -20,7 +20,7 @@ from ostinato.kernels.dispatch import gradient, is_eager, operator, or_empty
 from ostinato.kernels.gemm import gradient_of_weight, linear
 from ostinato.kernels.persistent import plain, reference
 from ostinato.kernels.persistent.masks import block_of, derived_from
-from ostinato.kernels.persistent.plan import GATES, Plan, no_kernel
+from ostinato.kernels.persistent.plan import GATES, Call, Plan, no_kernel
 
 
 def kernels_on(device: torch.device) -> Any:
@@ -34,14 +34,9 @@ def _kernels_on(device_type: str) -> Any:
     return importlib.import_module(f"ostinato.kernels.persistent.{device_type}") if has_kernels else reference
 
 
-def plan_layer(mask_hh: Tensor | None, *layer: Any) -> Plan:
-    """How a layer and direction runs, cached per mask, or for all layers without one.
-
-    ``layer``: device, cell, hidden_size, batch, dtype, training (whether gradients will be taken), steps (of the
-    longest sequence, None if that is not known), path (the only kernel to consider, None for the fastest),
-    directions (how many such layers run at once) and resets (whether there are any).
-    """
-    key = _tf32(layer[0], layer[4]), *layer
+def plan_layer(mask_hh: Tensor | None, call: Call) -> Plan:
+    """How a layer and direction runs, cached per mask, or for all layers without one."""
+    key = call, _tf32(call.device, call.dtype)
     return _plan_dense(*key) if mask_hh is None else derived_from(mask_hh, key, lambda: _plan(mask_hh, *key))
 
 
@@ -57,26 +52,17 @@ def _tf32(device: torch.device, dtype: torch.dtype) -> tuple[bool, bool]:
         return products.fp32_precision == "tf32", layers.rnn.fp32_precision == "tf32"
 
 
-def _plan(
-    mask_hh: Tensor | None,
-    tf32: tuple[bool, bool],
-    device: torch.device,
-    cell: str,
-    hidden_size: int,
-    batch: int,
-    dtype: torch.dtype,
-    *how: Any,
-) -> Plan:
+def _plan(mask_hh: Tensor | None, call: Call, tf32: tuple[bool, bool]) -> Plan:
+    device = call.device
     if device.type not in ("cpu", "cuda"):
         return no_kernel(f"layers on {device.type} run in torch's own kernels")
     if device.type == "cuda" and (reason := nvrtc.why_no_cuda()):
         return no_kernel(reason)
     block = None
     if mask_hh is not None:
-        block = derived_from(mask_hh, "block", lambda: block_of(mask_hh, GATES[cell]))
-    training, steps, path, directions, resets = how
-    layer = cell, hidden_size, batch, dtype, mask_hh, block
-    return kernels_on(device).make_plan(*layer, training, steps, device, path, directions, tf32, resets)
+        block = derived_from(mask_hh, "block", lambda: block_of(mask_hh, GATES[call.cell]))
+    plan: Plan = kernels_on(device).make_plan(call, mask_hh, block, tf32)
+    return plan
 
 
 _plan_dense = functools.lru_cache(4096)(functools.partial(_plan, None))
@@ -125,7 +111,8 @@ def _choose(
     """The kernels and the plan of a layer; the loop over time where none fits."""
     training, path, directions, resets = how
     steps = len(x) // batch if offsets is None else len(offsets) - 1
-    plan = plan_layer(mask_hh, x.device, cell, hidden, batch, x.dtype, training, steps, path, directions, resets)
+    call = Call(x.device, cell, hidden, batch, x.dtype, training, steps, path, directions, resets)
+    plan = plan_layer(mask_hh, call)
     return reference if plan.path == "steps" else kernels_on(x.device), plan
 
 

@@ -1,8 +1,25 @@
-"""How a recurrent layer is run: the plan, common to CPU and GPU kernels."""
+"""How a recurrent layer is run: what is asked of the kernels of a device, and what they answer."""
 
 from typing import Any, NamedTuple
 
+import torch
+
 GATES = {"rnn_tanh": 1, "rnn_relu": 1, "gru": 3, "lstm": 4}
+
+
+class Call(NamedTuple):
+    """A call of one layer and direction, as far as its plan depends on it."""
+
+    device: torch.device
+    cell: str  # of GATES
+    hidden_size: int
+    batch: int
+    dtype: torch.dtype
+    training: bool  # whether gradients will be computed
+    steps: int | None  # of the longest sequence; None if they are many
+    path: str | None = None  # the only kernel to consider, "dense", "block" or "sparse"; None for the fastest
+    directions: int = 1  # such layers that run at once
+    resets: bool = False  # inside sequences, which torch's kernels do not support
 
 
 class Plan(NamedTuple):
