@@ -13,7 +13,7 @@ import ostinato
 from ostinato import recurrent
 from ostinato.kernels.persistent import cpu, operators, reference
 from ostinato.kernels.persistent.plan import no_kernel
-from test_recurrent import use_kernels
+from recurrent_layers import use_kernels
 
 CELLS = ("RNN", "GRU", "LSTM")
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 0.03, torch.float16: 0.004}

@@ -1,0 +1,119 @@
+"""Which kernels a call of RNN, GRU or LSTM is planned for, and which calls are refused."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.rnn import PackedSequence
+
+import ostinato
+from ostinato.kernels.persistent import operators
+from ostinato.kernels.persistent.plan import Plan, no_kernel
+from recurrent_layers import CELLS, assert_same, by, inputs, make, pruned, twin
+
+
+@by("as planned")
+def test_plan():
+    layer = ostinato.GRU(5, 32)
+    assert layer.plan(1) == Plan("dense", 0, 0, 0, "the weights stay in the CPU's caches for all steps")
+    for block, path in (((16, 1), "block"), ((8, 4), "block"), ((1, 1), "sparse")):
+        for training in (False, True):
+            plan = ostinato.prune(layer, 0.03, block=block).plan(1, training=training, steps=100)
+            assert plan.path == path
+            assert plan.reason.endswith("% of the weights are left, and only these are read")
+        assert layer.plan(1, steps=1).path == path
+        assert layer.plan(2, steps=1).path == layer.plan(1, steps=2).path == "steps"
+        assert layer.plan(1, steps=1, training=True).path == "steps"
+    for dtype in (torch.bfloat16, torch.float16):
+        plan = layer.plan(1, dtype)
+        assert plan.path == "steps"
+        assert str(dtype) in plan.reason
+    assert layer.to("meta").plan(1).reason == "layers on meta run in torch's own kernels"
+    layer = pruned("GRU", 5, 32)
+    with torch.device("meta"), torch.no_grad():  # a default device is for the user's tensors
+        layer(torch.zeros(30, 1, 5, device="cpu"))
+    assert ostinato.prune(ostinato.GRU(5, 32), 0.9).plan(1).path == "dense"
+    with pytest.raises(ValueError, match="batch must be at least 1; got 0"):
+        layer.plan(0)
+    with pytest.raises(TypeError, match="batch must be an integer; got float"):
+        layer.plan(1.5)
+    with pytest.raises(ValueError, match="steps must be at least 1; got -2"):
+        layer.plan(1, steps=-2)
+    with pytest.raises(TypeError, match=r"dtype must be a torch\.dtype; got 'float32'"):
+        layer.plan(1, "float32")
+
+
+def test_torch_runs_all_layers_or_none(monkeypatch):
+    def make_plan(call, mask_hh, *_):
+        return Plan("dense", 1, 1, 1, "dense") if mask_hh is None else no_kernel("pruned")
+
+    monkeypatch.setattr(operators.kernels_on(torch.device("cpu")), "make_plan", make_plan)
+    layer = ostinato.GRU(5, 8, 2)
+    assert layer.plan(1).reason == "dense"
+    layer.register_buffer("mask_hh_l1", torch.ones_like(layer.weight_hh_l1, dtype=torch.bool))
+    assert layer.plan(1).reason == "pruned"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("error", [MemoryError, RuntimeError])
+def test_gpu_runs_torchs_kernels_when_ours_cannot_be_made(monkeypatch, error):
+    def fail(*_):
+        raise error("no room\nat all")
+
+    monkeypatch.setattr("ostinato.kernels.persistent.cuda.kernels", fail)
+    layer = pruned("GRU", 5, 64, device="cuda")
+    x, hx = inputs(layer, 4, device="cuda")
+    plan = layer.plan(4)
+    assert (plan.path, plan.reason, plan.blocks) == ("steps", "no room", 0)
+    with torch.no_grad():
+        assert_same(layer(x, hx), twin(layer)(x, hx), 1e-5)
+
+
+BAD = {
+    "rank": lambda: (torch.randn(2, 3, 4, 5),),
+    "width": lambda: (torch.randn(3, 2, 6),),
+    "dtype": lambda: (torch.randn(3, 2, 5).double(),),
+    "integers": lambda: (torch.ones(3, 2, 5).long(),),
+    "no steps": lambda: (torch.randn(0, 2, 5),),
+    "state of another batch": lambda: (torch.randn(3, 2, 5), torch.zeros(1, 3, 32)),
+    "state without a batch": lambda: (torch.randn(3, 2, 5), torch.zeros(1, 32)),
+    "state of another dtype": lambda: (torch.randn(3, 2, 5), torch.zeros(1, 2, 32).double()),
+    "state on another device": lambda: (torch.randn(3, 2, 5), torch.zeros(1, 2, 32, device="meta")),
+    "two states": lambda: (torch.randn(3, 2, 5), (torch.zeros(1, 2, 32),) * 2),
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_bad_input_is_refused_as_by_torch(bad):
+    layer = pruned("GRU", 5, 32)
+    arguments = BAD[bad]()
+    with torch.no_grad():
+        with pytest.raises(Exception) as theirs:  # noqa: PT011
+            twin(layer)(*arguments)
+        with pytest.raises(theirs.type) as ours:
+            layer(*arguments)
+    assert str(ours.value).replace("tuple", "") == str(theirs.value).replace("tuple", "")
+
+
+def test_projections_are_refused():
+    with pytest.raises(ValueError, match="proj_size must be 0, projections are not supported; got 8"):
+        ostinato.LSTM(5, 16, proj_size=8)
+    with pytest.raises(ValueError, match="proj_size"):
+        ostinato.GRU(5, 16, proj_size=8)
+
+
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("name", ["weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0"])
+def test_a_parameter_replaced_by_a_smaller_one_is_an_error(cell, name):
+    """Kernels would read beyond its end."""
+    layer = make(cell, 5, 8)
+    setattr(layer, name, nn.Parameter(getattr(layer, name)[:3].detach()))
+    for run in (layer.step, lambda x: layer(x[None]), lambda x: layer(x.expand(40, 2, 5))):
+        with torch.no_grad(), pytest.raises(ValueError, match=f"{name} must have shape"):
+            run(torch.randn(2, 5))
+
+
+@pytest.mark.parametrize("sizes", [[2, 3], [3, 1], [3, 2, 2], [2, 0, 3]])
+def test_a_packed_sequence_that_does_not_fit_its_rows(sizes):
+    packed = PackedSequence(torch.randn(5, 7), torch.tensor(sizes))
+    with torch.no_grad(), pytest.raises(ValueError, match=r"input\.batch_sizes must be positive, never rise"):
+        pruned("GRU", 7, 32)(packed)

@@ -1,0 +1,199 @@
+"""What PyTorch does to modules, it does to RNN, GRU and LSTM: compilers, transforms, copies, several processes."""
+
+import copy
+import io
+import os
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.func import functional_call
+
+import ostinato
+from ostinato.kernels.persistent import cpu
+from ostinato.kernels.persistent.plan import no_kernel
+from recurrent_layers import (
+    CELLS,
+    assert_same,
+    assert_same_gradients,
+    assert_uses_kernel,
+    by,
+    gradients,
+    inputs,
+    pruned,
+    twin,
+    use_kernels,
+)
+
+
+@by("the CPU's")
+@pytest.mark.parametrize("options", [{}, {"num_layers": 2, "bidirectional": True, "batch_first": True}])
+@pytest.mark.parametrize("cell", CELLS)
+def test_compiled_in_one_graph(cell, options, fresh_compiler):
+    """Which PyTorch allows for these classes where its ``allow_rnn`` says so."""
+    torch.manual_seed(0)
+    layer = pruned(cell, 5, 16, **options)
+    x, hx = inputs(layer, 3)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="allow_rnn"):
+        compiled(x, hx)
+    with torch._dynamo.config.patch(allow_rnn=True):
+        for ours, expected in zip(gradients(compiled, x, hx), gradients(layer, x, hx), strict=True):
+            torch.testing.assert_close(ours, expected, rtol=0, atol=1e-6)
+        with torch.no_grad():
+            assert_same(compiled(x, hx), layer(x, hx), 1e-6)
+
+
+@pytest.mark.filterwarnings("ignore")  # tracing is deprecated, and warns of every branch
+def test_graph_breaks_and_traces(fresh_compiler):
+    layer = pruned("GRU", 5, 32)
+    other, (x, _) = twin(layer), inputs(layer, 2)
+    with torch.no_grad():
+        expected = other(x)
+        assert_same(torch.compile(layer, backend="eager")(x), expected, 1e-6)
+        assert_same(torch.jit.trace(layer, (x,))(x), expected, 1e-6)
+
+
+@by("as planned")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("cell", ["RNN", "GRU", "LSTM"])
+def test_a_trace_is_planned(cell):
+    layer = getattr(ostinato, cell)(5, 8, 2, bidirectional=True)
+    traced, x = torch.jit.trace(layer, (torch.randn(5, 2, 5),)), torch.randn(9, 3, 5)
+    assert_same(traced(x), layer(x), 1e-6)
+
+
+@by("the CPU's")
+def test_export():
+    layer = pruned("LSTM", 5, 16, bidirectional=True)
+    auto = torch.export.Dim.AUTO
+    exported = torch.export.export(layer, (inputs(layer, 3)[0],), dynamic_shapes=({0: auto, 1: auto},))
+    nodes = [node for node in exported.graph.nodes if node.op == "call_function"]
+    assert sum("recurrent_layer" in str(node.target) for node in nodes) == 2
+    x = torch.randn(9, 2, 5)
+    assert_same(exported.module()(x), layer(x), 1e-6)
+
+
+def test_functional_call_and_function_transforms():
+    torch.manual_seed(0)
+    layer = ostinato.LSTM(5, 8, 2, bidirectional=True, dtype=torch.float64)
+    other = twin(layer)
+    x = torch.randn(2, 4, 3, 5, dtype=torch.float64)
+
+    def loss(module):
+        return lambda weights, x: functional_call(module, weights, (x,))[0].square().sum()
+
+    weights = {name: 1.5 * parameter.detach() for name, parameter in layer.named_parameters()}
+    ours = torch.vmap(torch.func.grad(loss(layer)), (None, 0))(weights, x)
+    for name, theirs in torch.func.grad(loss(other))(weights, x[1]).items():
+        torch.testing.assert_close(ours[name][1], theirs, rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(torch.vmap(lambda x: layer(x)[0])(x)[1], other(x[1])[0], rtol=0, atol=1e-13)
+    row = x[0].clone().requires_grad_()
+    jacobians = [
+        torch.autograd.functional.jacobian(lambda x, module=module: module(x)[1][0].sum(1), row, vectorize=vectorize)
+        for module, vectorize in ((layer, True), (other, False))
+    ]
+    torch.testing.assert_close(*jacobians, rtol=1e-11, atol=1e-12)
+
+
+def test_parametrized_weights():
+    torch.manual_seed(0)
+    layer = ostinato.GRU(5, 8, dtype=torch.float64)
+    other = twin(layer)
+    x, hx = inputs(layer, 3)
+    for module in (layer, other):
+        nn.utils.parametrizations.weight_norm(module, "weight_hh_l0")
+        nn.utils.parametrizations.spectral_norm(module.eval(), "weight_ih_l0")
+    other.load_state_dict(layer.state_dict())
+    assert_same_gradients(layer, other, x, hx)
+
+
+@pytest.mark.parametrize("kernel", [True, False])
+def test_weights_put_in_the_parameters_place(kernel, monkeypatch):
+    """As FSDP2 does, which leaves torch.nn's list of them behind."""
+    if not kernel:
+        monkeypatch.setattr(ostinato.GRU, "_plan", lambda *_: no_kernel("a test"))
+    layer = ostinato.GRU(5, 8, 2, dtype=torch.float64)
+    x, hx = inputs(layer, 3)
+    for name in layer._flat_weights_names:
+        layer._parameters[name] = nn.Parameter(1.5 * layer._parameters[name].detach())
+    assert_same_gradients(layer, twin(layer), x, hx)
+    assert_same(copy.deepcopy(layer)(x, hx), twin(layer)(x, hx), 1e-12)
+
+
+def train(module, x):
+    optimizer = torch.optim.AdamW(module.parameters(), 0.05)
+    for batch in x:
+        optimizer.zero_grad()
+        module(batch)[0].square().mean().backward()
+        optimizer.step()
+
+
+def models():
+    for make_dense in (False, True):
+        torch.manual_seed(0)
+        layer = ostinato.GRU(5, 8, 2, bidirectional=True)
+        yield layer if make_dense else ostinato.prune(layer, 0.3, block=(8, 4))
+
+
+def in_one_of_two_processes(rank, file, by_torch, errors):
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+    with pytest.MonkeyPatch.context() as patch:
+        if by_torch:
+            patch.setattr(ostinato.GRU, "_plan", lambda *_: no_kernel("a test"))
+        else:
+            use_kernels(patch, cpu)
+        x = torch.randn(5, 6, 4, 5, generator=torch.Generator().manual_seed(1))
+        mesh = init_device_mesh("cpu", (2,))
+        for wrap in (nn.parallel.DistributedDataParallel, lambda layer: fully_shard(layer, mesh=mesh)):
+            for single, shared in zip(models(), models(), strict=True):
+                train(single, x[:4])
+                module = wrap(shared)
+                train(module, x[:4, :, 2 * rank : 2 * rank + 2])
+                with torch.no_grad():
+                    errors.put((module(x[4])[0] - single(x[4])[0]).abs().max().item())
+    distributed.barrier()
+    os._exit(0)  # what is left of gloo's threads at an ordinary end now and then aborts the process
+
+
+@pytest.mark.parametrize("by_torch", [False, True])
+def test_data_parallel_and_sharded_training_is_one_process_s(tmp_path, by_torch):
+    context = torch.multiprocessing.get_context("spawn")
+    errors = context.SimpleQueue()
+    torch.multiprocessing.start_processes(in_one_of_two_processes, (tmp_path / "store", by_torch, errors), 2)
+    found = [errors.get() for _ in range(8)]
+    assert max(found) < 2e-6
+
+
+def test_copies_and_pickles_after_use():
+    layer = pruned("LSTM", 5, 32)
+    x, hx = inputs(layer, 2)
+    with torch.no_grad():
+        expected = layer(x, hx)
+        file = io.BytesIO()
+        torch.save(layer, file)
+        file.seek(0)
+        for other in (copy.deepcopy(layer), copy.copy(layer), torch.load(file, weights_only=False)):
+            assert_same(other(x, hx), expected, 0)
+            assert_uses_kernel(other)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_dynamic_quantisation_says_that_it_passes_over_a_layer():
+    from torch.ao.quantization import quantize_dynamic
+
+    model = nn.Sequential(nn.Linear(8, 8), pruned("GRU", 8, 16))
+    message = r"leaves ostinato's GRU as it is; .* load them into a torch\.nn\.GRU first, with strict=False$"
+    for spec in (None, {nn.Linear, ostinato.GRU}):
+        with pytest.warns(UserWarning, match=message):
+            quantised = quantize_dynamic(model, spec)
+        assert type(quantised[0]) is torch.ao.nn.quantized.dynamic.Linear
+        assert type(quantised[1]) is ostinato.GRU
+    assert not hasattr(quantised[1], "qconfig")
+    other = nn.GRU(8, 16)
+    other.load_state_dict(model[1].state_dict(), strict=False)
+    quantised, x = quantize_dynamic(nn.Sequential(other)), torch.randn(5, 3, 8)
+    assert (quantised(x)[0] - model[1](x)[0]).abs().max() < 0.05

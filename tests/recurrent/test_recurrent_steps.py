@@ -1,0 +1,104 @@
+"""RNN, GRU and LSTM one step at a time."""
+
+import threading
+
+import pytest
+import torch
+
+from recurrent_layers import BLOCKS, CELLS, assert_same, by, flat, inputs, pruned, twin
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_steps_one_at_a_time_equal_the_whole(cell):
+    torch.manual_seed(0)
+    layer = pruned(cell, 5, 40, num_layers=2)
+    x, hx = inputs(layer, 2)
+    with torch.no_grad():
+        output, last = layer(x, hx)
+        outputs = []
+        for x_t in x:
+            y, hx = layer(x_t[None], hx)
+            outputs.append(y)
+    assert_same((torch.cat(outputs), hx), (output, last), 1e-6)
+
+
+@by("as planned")
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("hidden", [37, 48])
+def test_pruned_layers_one_step_at_a_time(cell, block, hidden):
+    """What the parameters have at pruned places is not looked at, and what is written past autograd is seen."""
+    torch.manual_seed(0)
+    layer = pruned(
+        *(cell, 5, hidden, 2),
+        block=block,
+        keep_diagonal=block != (1, 1),
+        dtype=torch.float64,
+        bias=hidden == 48,
+    )
+    other, (x, hx) = twin(layer), inputs(layer, 1, 3)
+    exact = twin(layer)
+    with torch.no_grad():
+        assert layer.plan(1, steps=1).path == ("sparse" if block == (1, 1) else "block")
+        for module in (layer, other):
+            for n in range(2):
+                module.get_parameter(f"weight_hh_l{n}").data.mul_(1.5)
+        for n in range(2):
+            layer.get_parameter(f"weight_hh_l{n}")[~layer.get_buffer(f"mask_hh_l{n}")] = torch.nan
+        assert layer._step(x[0], hx, x.dim() - 1) is not None
+        before = [state.clone() for state in flat((x, hx))]
+        assert_same(layer(x[:1]), other(x[:1]), 1e-13)
+        ours, theirs = hx, hx
+        for x_t in x:
+            y, ours = layer(x_t[None], ours)
+            z, theirs = other(x_t[None], theirs)
+            assert_same((y, ours), (z, theirs), 1e-13)
+        assert all(map(torch.equal, before, flat((x, hx))))
+        assert (exact(x, hx)[0][-1] - y[0]).abs().max() > 1e-4
+
+
+@by("as planned")
+@pytest.mark.parametrize("block", BLOCKS)
+def test_steps_in_several_threads_have_the_bits_of_one(block):
+    torch.manual_seed(0)
+    layer = pruned("GRU", 5, 48, block=block)
+    xs, results = torch.randn(4, 200, 1, 1, 5), {}
+
+    def walk(name, sequence):
+        hx = torch.zeros(1, 1, 48)
+        with torch.no_grad():
+            for x in sequence:
+                hx = layer(x, hx)[1]
+        results[name] = hx
+
+    threads = [threading.Thread(target=walk, args=(i, x)) for i, x in enumerate(xs)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i, x in enumerate(xs):
+        walk("alone", x)
+        assert torch.equal(results[i], results["alone"])
+
+
+@by("as planned")
+def test_a_hole_that_a_mask_has_on_the_diagonal_of_a_block():
+    torch.manual_seed(0)
+    layer = pruned("GRU", 5, 48, block=(8, 4), density=0.3)
+    layer.mask_hh_l0 &= ~torch.eye(48, dtype=torch.bool).repeat(3, 1)
+    x, hx = inputs(layer, 1, 1)
+    with torch.no_grad():
+        other = twin(layer)
+        other.weight_hh_l0 *= layer.mask_hh_l0
+        assert layer.plan(1, steps=1).path == "block"
+        assert (layer(x, hx)[0] - twin(layer)(x, hx)[0]).abs().max() > 1e-6
+        assert_same(layer(x, hx), other(x, hx), 1e-6)
+
+
+@by("as planned")
+def test_one_step_with_a_state_that_is_not_finite():
+    layer = pruned("GRU", 5, 48)
+    x, hx = inputs(layer, 1, 1)
+    hx[0, 0, 3] = torch.inf
+    with torch.no_grad():
+        assert_same(layer(x, hx), twin(layer)(x, hx), 1e-6)

@@ -1,0 +1,182 @@
+"""Every call of RNN, GRU and LSTM reads the weights as they are, and none that is pruned."""
+
+import copy
+import multiprocessing
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import ostinato
+from ostinato.masks import masked
+from recurrent_layers import assert_close_to_exact, assert_same, by, flat, inputs, pruned, twin
+
+
+def step_of_optimiser(layer, x):
+    layer(x)[0].sum().backward()
+    torch.optim.SGD(layer.parameters(), 0.1).step()
+
+
+def step_of_fused_optimiser(layer, x):
+    """Which leaves the count of changes that PyTorch keeps of each tensor as it is."""
+    layer(x)[0].sum().backward()
+    with torch.no_grad():
+        layer(x)  # packs the weights anew
+    version = layer.weight_ih_l0._version
+    torch.optim.AdamW(layer.parameters(), 0.1, fused=True).step()
+    assert layer.weight_ih_l0._version == version
+
+
+def assign_data(layer, x):
+    layer.weight_hh_l0.data = layer.weight_hh_l0.data * 1.5
+
+
+def edit_data(layer, x):
+    """As moving averages and soft updates do; PyTorch counts no change."""
+    version = layer.weight_hh_l0._version
+    layer.weight_hh_l0.data.mul_(1.5)
+    assert layer.weight_hh_l0._version == version
+
+
+def edit_in_another_process(layer, x):
+    layer.share_memory()
+    child = multiprocessing.get_context("fork").Process(target=edit_bytes, args=(layer.bias_ih_l0.detach().numpy(),))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        child.start()
+    child.join(60)
+
+
+def edit_bytes(array):
+    array += 0.5
+
+
+CHANGES = {
+    "optimiser": step_of_optimiser,
+    "fused optimiser": step_of_fused_optimiser,
+    "load_state_dict": lambda layer, x: layer.load_state_dict({k: v / 2 for k, v in layer.state_dict().items()}),
+    "in place": torch.no_grad()(lambda layer, x: layer.weight_hh_l0.mul_(1.5)),
+    "bias in place": torch.no_grad()(lambda layer, x: layer.bias_hh_l0.add_(0.5)),
+    "input weight in place": torch.no_grad()(lambda layer, x: layer.weight_ih_l0.mul_(1.5)),
+    "other parameter": lambda layer, x: setattr(layer, "weight_hh_l0", nn.Parameter(layer.weight_hh_l0 * 1.5)),
+    "data assigned": assign_data,
+    "data edited": edit_data,
+    "another process": edit_in_another_process,
+    "rounded": lambda layer, x: layer.to(torch.bfloat16).to(torch.float32),
+    "mask in place": lambda layer, x: layer.mask_hh_l0.logical_and_(layer.mask_hh_l0.roll(16, 1)),
+    "pruned again": lambda layer, x: ostinato.prune(layer, 0.02),
+}
+
+
+def without_inference(change):
+    return "optimiser" in change or change in ("data edited", "another process")
+
+
+@by("the CPU's")
+@pytest.mark.parametrize(
+    ("change", "inference"),
+    [(change, mode) for change in CHANGES for mode in (False, True) if not mode or not without_inference(change)],
+)
+def test_changed_weights_are_noticed(change, inference):
+    torch.manual_seed(0)
+    with torch.inference_mode(inference):
+        layer = pruned("GRU", 5, 32)
+        x, hx = inputs(layer, 2)
+    with torch.inference_mode():
+        before = layer(x, hx)[0]
+    with torch.inference_mode(inference):
+        CHANGES[change](layer, x)
+        layer_zeros = copy.deepcopy(layer)
+        with torch.no_grad():
+            layer_zeros.weight_hh_l0.masked_fill_(~layer_zeros.mask_hh_l0, 0)
+        expected = twin(layer_zeros)(x, hx)
+    with torch.inference_mode():
+        after = layer(x, hx)
+    assert_same(after, expected, 1e-6)
+    assert (after[0] - before).abs().max() > 1e-4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "change", [change for change in CHANGES if change != "another process"]
+)  # shares no GPU memory
+def test_gpu_changed_weights_are_noticed(change):
+    torch.manual_seed(0)
+    layer = pruned("GRU", 5, 32, device="cuda")
+    x, hx = inputs(layer, 2, device="cuda")
+    with torch.no_grad():
+        layer(x, hx)
+    CHANGES[change](layer, x)
+    with torch.no_grad():
+        layer.weight_hh_l0.masked_fill_(~layer.mask_hh_l0, 0)
+        assert_same(layer(x, hx), twin(layer)(x, hx), 1e-3)
+
+
+@pytest.mark.gpu
+def test_gpu_dense_weights_changed_by_a_fused_optimiser_are_noticed():
+    torch.manual_seed(0)
+    layer = ostinato.LSTM(5, 32, device="cuda")
+    x, hx = inputs(layer, 2, device="cuda")
+    for _ in range(3):
+        layer(x, hx)[0].sum().backward()
+        with torch.no_grad():
+            layer(x, hx)
+        torch.optim.AdamW(layer.parameters(), 0.1, fused=True).step()
+        with torch.no_grad():
+            exact = twin(layer).double()(x.double(), tuple(state.double() for state in hx))
+            assert_close_to_exact(layer(x, hx), exact, 1e-5)
+
+
+def test_memory_of_an_old_weight_is_not_mistaken_for_it():
+    layer = pruned("RNN", 5, 32)
+    x, hx = inputs(layer, 1)
+    with torch.no_grad():
+        for factor in range(1, 20):  # the allocator would give back an address it has given before
+            layer.weight_hh_l0.data = torch.full_like(layer.weight_hh_l0, factor / 100) * layer.mask_hh_l0
+            assert_same(layer(x, hx), twin(layer)(x, hx), 1e-6)
+
+
+def test_a_pruned_weight_does_not_count_whatever_it_holds():
+    torch.manual_seed(0)
+    layer = pruned("GRU", 5, 32)
+    x, hx = inputs(layer, 3)
+    expected = flat(twin(layer)(x, hx))
+    with torch.no_grad():
+        layer.weight_hh_l0[~layer.mask_hh_l0] = float("nan")
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            for ours, theirs in zip(flat(layer(x, hx)), expected, strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("path", ["dense", "block", "sparse"])
+def test_gpu_pruned_weights_count_as_zero_whatever_they_are(path):
+    torch.manual_seed(0)
+    layer = pruned("GRU", 5, 64, num_layers=2, device="cuda")
+    layer._path = path
+    x, hx = inputs(layer, 4, device="cuda")
+    assert layer.plan(4).path == path
+    with torch.no_grad():
+        expected = layer(x, hx)
+        assert_same(expected, twin(layer)(x, hx), 1e-3)
+    for name in ("weight_hh_l0", "weight_hh_l1"):
+        getattr(layer, name).data.masked_fill_(~getattr(layer, name.replace("weight", "mask")), torch.nan)
+    with torch.no_grad():
+        assert_same(layer(x, hx), expected, 0)
+    assert_same(layer(x, hx), expected, 1e-5)  # for gradients other kernels may be chosen
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_masked_weights_are_the_same_with_and_without_gradient(dtype):
+    layer = pruned("GRU", 5, 32).to(dtype)
+    with torch.no_grad():
+        odd = torch.tensor([float("nan"), float("inf"), -0.0, 1.5], dtype=dtype)
+        layer.weight_hh_l0.copy_(odd.repeat(layer.weight_hh_l0.numel() // 4).view_as(layer.weight_hh_l0))
+        ours = masked(layer, "weight_hh_l0")
+        assert not ours.requires_grad
+    expected = masked(layer, "weight_hh_l0")
+    assert expected.requires_grad
+    torch.testing.assert_close(ours, expected.detach(), rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(ours[~layer.mask_hh_l0], torch.zeros_like(ours[~layer.mask_hh_l0]))
