@@ -8,7 +8,7 @@ import torch
 
 import ostinato
 from ostinato.kernels import threads as kernel_threads
-from ostinato.kernels.persistent import cpu, cpu_loops, operators, reference
+from ostinato.kernels.persistent import cpu, cpu_products, operators, reference
 from ostinato.kernels.persistent.plan import GATES, Call, Plan
 
 F32, F64 = torch.float32, torch.float64
@@ -243,6 +243,6 @@ def test_plans(monkeypatch):
 
 
 def test_tiles_fill_the_registers():
-    for tile, dtype in itertools.product(cpu_loops.TILES, (F32, F64)):
-        assert cpu_loops.panel_rows(cpu.NUMPY_DTYPES[dtype], tile) * dtype.itemsize % 64 == 0
-        assert 1 <= cpu_loops.vectors_of(tile) * tile <= 16
+    for tile, dtype in itertools.product(cpu_products.TILES, (F32, F64)):
+        assert cpu_products.panel_rows(cpu.NUMPY_DTYPES[dtype], tile) * dtype.itemsize % 64 == 0
+        assert 1 <= cpu_products.vectors_of(tile) * tile <= 16

@@ -1,1 +1,32 @@
-"""Persistent kernels of RNN, GRU and LSTM: recurrent weights stay on chip, or in cache, for the whole sequence."""
+"""Persistent kernels of RNN, GRU and LSTM: recurrent weights stay on chip, or in cache, for the whole sequence.
+
+===================  ======================================================================
+``reference.py``     one layer and direction as a loop over time, which defines the kernels
+``plan.py``          what is asked of the kernels of a device, and what they answer
+``operators.py``     the layer as a differentiable operator, and the choice of its kernels
+``plain.py``         the same for exported programs
+``masks.py``         the blocks of a pruned matrix; what is computed once per mask
+``cuda.py``          NVIDIA GPUs: plans, and launches of ``forward.cu`` and ``backward.cu``
+``geometry.py``      how a layer is divided among blocks of threads
+``costs.py``         the estimated time of a step
+``search.py``        the fastest geometry that fits
+``packing.py``       pruned weights in the order in which those kernels read them
+``cuda_step.py``     one step, by ``step.cu``
+``cpu.py``           CPUs: plans, and calls of the loops
+``cpu_loops.py``     the loops over time, compiled by Numba
+``cpu_products.py``  their products of weights with states
+``cpu_entries.py``   pruned weights in the order in which those read them
+``cpu_barrier.py``   the barrier between threads that divide a layer's units
+``cpu_step.py``      one step
+===================  ======================================================================
+
+A device's module, ``cpu.py`` or ``cuda.py``, provides
+
+- ``make_plan(call, mask_hh, block, tf32)``: the :class:`~ostinato.kernels.persistent.plan.Plan` of a call, given the
+  mask of its recurrent weights, if any, the shape of the mask's blocks, and whether products may round to tf32;
+- ``forward`` and ``backward``: those of ``reference.py``, for a plan;
+- ``keeps_gates(dtype)``: whether ``forward`` leaves the gates' pre-activations for ``backward``;
+- ``step_of(cell, dtype, hidden_size, input_size, batch, mask_ih, mask_hh, path)``: one step of a layer, without
+  gradients, or None where no kernel is faster than torch's; and ``StepOfLayers(steps, x, state_shape, states)``, those
+  of a stack, called with an input, its states and all weights in torch.nn's order, for the output and the next states.
+"""

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ostinato.kernels.numba_loops import LINE, NUMPY_DTYPES
-from ostinato.kernels.persistent import cpu_loops
+from ostinato.kernels.persistent import cpu_loops, cpu_products
 from ostinato.kernels.persistent.cpu_barrier import COUNTERS
 from ostinato.kernels.persistent.cpu_entries import SLICE, Entries, backward_entries, forward_entries
 from ostinato.kernels.persistent.cpu_step import BATCH as MOST_OF_A_STEP
@@ -224,15 +224,15 @@ def _share(weight_hh: Tensor, batch: int, length: int, plan: Plan) -> _Share:
     if plan.path == "dense":
         parts = min(threads, weight_hh.numel() // PART) if batch < threads else 1
         group = batch if parts > 1 else group
-        return _Share(threads, max(parts, 1), group, max(tile for tile in cpu_loops.TILES if tile <= group), length)
+        return _Share(threads, max(parts, 1), group, max(tile for tile in cpu_products.TILES if tile <= group), length)
     # The tile determines the order of sums, so it must not depend on the number of threads.
-    return _Share(threads, 1, group, cpu_loops.CHAINS if batch >= 2 * cpu_loops.CHAINS else 1, length)
+    return _Share(threads, 1, group, cpu_products.CHAINS if batch >= 2 * cpu_products.CHAINS else 1, length)
 
 
 def _dense_panels(weight: Tensor, gates: int, how: _Share) -> _Weights:
     """A matrix of `gates` rows per unit in panels of each part's rows, (parts, panels, columns, rows of a panel)."""
     dtype, hidden, columns = NUMPY_DTYPES[weight.dtype], len(weight) // gates, weight.shape[1]
-    rows = cpu_loops.panel_rows(dtype, how.tile)
+    rows = cpu_products.panel_rows(dtype, how.tile)
     units, parts = hidden, how.parts
     transposed = weight.T.contiguous()  # two fast copies instead of a slow one
     if parts > 1:  # in whole cache lines, so that no two threads write to one

@@ -16,17 +16,11 @@ import functools
 from typing import Any
 
 import numpy as np
-from llvmlite import binding, ir
-from numba import carray, types
-from numba.core import cgutils
-from numba.extending import intrinsic, overload
+from numba import carray
 
 from ostinato.kernels.numba_loops import (
-    LINE,
     compiled_loop,
     inline,
-    inline_options,
-    inline_with_constants,
     integers,
     offset,
     pointer_to,
@@ -36,27 +30,8 @@ from ostinato.kernels.numba_loops import (
 )
 from ostinato.kernels.numba_math import cast, multiply_add, sigmoids, tanh_slope
 from ostinato.kernels.persistent.cpu_barrier import COUNTERS, arrive, claim_part, finish_part
+from ostinato.kernels.persistent.cpu_products import add_entries, add_panels, are_finite, panel_rows, vectors_of
 from ostinato.kernels.persistent.plan import GATES
-
-TILES = (1, 2, 4, 8)  # sequences whose sums are computed together
-BLOCK_WIDTH = 4  # columns of blocks whose rows are read as vectors
-CHAINS = 4  # independent partial sums of a pruned row or tile, which hide the latency of additions
-
-
-@functools.cache
-def vectors_of(tile: int) -> int:
-    """The vectors of rows in a panel, such that its sums for a tile fill the registers.
-
-    AVX-512 and NEON have 32 registers, AVX2 has 16; some of them hold weights and states.
-    """
-    features = binding.get_host_cpu_features()
-    sums = 8 if features.get("avx") and not features.get("avx512f") else 16
-    return max(1, min(8, sums // tile))
-
-
-def panel_rows(dtype: type, tile: int) -> int:
-    return vectors_of(tile) * (LINE // np.dtype(dtype).itemsize)
-
 
 _BOTH = (
     *("next_task", "tasks", "group", "batch", "length", "hidden", "reverse", "offsets", "resets"),
@@ -91,287 +66,6 @@ _load, _store = streams(
     *("p0", "p1", "p2", "p3", "s0", "s1", "s2", "s3", "h", "c", "out", "kept"),
     *("q", "before", "grad", "dh", "dc", "g0", "g1", "g2", "g3"),
 )
-
-
-@intrinsic(prefer_literal=True)
-def _add_panel(typing_context, weights, count, x, x_b, out, out_b, live, vectors, tile):
-    """``out[b, i] += sum_k weights[k, i] * x[b, k]`` for a panel's rows i and the `live` of a tile of sequences b.
-
-    The sums stay in registers: a loop over memory would store them.  Those beyond the live sequences are computed from
-    the last live one and dropped.
-    """
-    many, sequences = vectors.literal_value, tile.literal_value
-
-    def generate(context, builder, signature, arguments):
-        weights, count, x, x_b, out, out_b, live = arguments[:7]
-        int32, int64 = ir.IntType(32), ir.IntType(64)
-        number = context.get_value_type(signature.args[0].dtype)
-        size = context.get_abi_sizeof(number)
-        width = LINE // size
-        vector = ir.VectorType(number, width)
-        name = f"llvm.fma.v{width}f{8 * size}"
-        fused = cgutils.get_or_insert_function(builder.module, ir.FunctionType(vector, [vector] * 3), name)
-        everywhere = ir.Constant(ir.VectorType(int32, width), [0] * width)
-
-        def vector_at(pointer, index):
-            return builder.bitcast(builder.gep(pointer, [index]), vector.as_pointer())
-
-        last = builder.sub(live, int64(1))
-        which = [
-            builder.select(builder.icmp_signed("<", int64(b), live), int64(b), last) if b else int64(0)
-            for b in range(sequences)
-        ]
-        rows = [builder.gep(x, [builder.mul(x_b, b)]) for b in which]
-        sums = []
-        for b in which:
-            begin = builder.gep(out, [builder.mul(out_b, b)])
-            first = [builder.load(vector_at(begin, int64(v * width)), align=size) for v in range(many)]
-            sums.append([cgutils.alloca_once_value(builder, value) for value in first])
-        with cgutils.for_range(builder, count, intp=int64) as loop:
-            at = builder.mul(loop.index, int64(many * width))
-            panel = [
-                builder.load(vector_at(weights, builder.add(at, int64(v * width))), align=size) for v in range(many)
-            ]
-            for row, totals in zip(rows, sums, strict=True):
-                one = builder.load(builder.gep(row, [loop.index]))
-                one = builder.insert_element(ir.Constant(vector, ir.Undefined), one, int32(0))
-                one = builder.shuffle_vector(one, one, everywhere)
-                for weight, total in zip(panel, totals, strict=True):
-                    builder.store(builder.call(fused, [weight, one, builder.load(total)]), total)
-        for b, totals in enumerate(sums):
-            with builder.if_then(builder.icmp_signed("<", int64(b), live)):
-                end = builder.gep(out, [builder.mul(out_b, int64(b))])
-                for v, total in enumerate(totals):
-                    builder.store(builder.load(total), vector_at(end, int64(v * width)), align=size)
-        return context.get_dummy_value()
-
-    return types.void(*(weights, types.int64) * 3, types.int64, vectors, tile), generate
-
-
-@intrinsic(prefer_literal=True)
-def _add_slice(
-    typing_context,
-    values,
-    places,
-    stride,
-    last_place,
-    columns,
-    begin,
-    end,
-    x,
-    x_b,
-    out,
-    out_b,
-    live,
-    kind,
-    height,
-    tile,
-):
-    """Entries of pruned weights times the `live` of a tile of sequences b, for the kinds of ``cpu_entries.py``:
-
-    shared: ``out[b, i] += sum_k values[k, i] * x[b, columns[k]]``
-    own:    ``out[b, i]  = sum_k values[k, i] * x[b, columns[k, i]]``
-    dots:   ``out[b]    += sum_k sum_i values[k, i] * x[b, columns[k] + i]``
-
-    If places are integers, values are the whole matrix, and entry k has the weights at ``places[k, i]``, 0 where that
-    is below 0; of "shared" those at ``places[k] + i * stride``, up to the last: rows beyond it add to sums that nobody
-    reads.  Read so, the entries of a block's columns can be one, of kind "blocks":
-
-    blocks: ``out[i]    += sum_k sum_j values[places[k] + i * stride + j] * x[columns[k] + j]``
-    """
-    direct = isinstance(places.dtype, types.Integer)
-    what, rows, sequences = kind.literal_value, height.literal_value, tile.literal_value
-
-    def generate(context, builder, signature, arguments):
-        values, places, stride, last_place, columns, begin, end, x, x_b, out, out_b, live = arguments[:12]
-        int32, int64 = ir.IntType(32), ir.IntType(64)
-        number = context.get_value_type(signature.args[0].dtype)
-        vector = ir.VectorType(number, rows)
-        size = context.get_abi_sizeof(number)
-        name = f"llvm.fma.v{rows}f{8 * size}"
-        fused = cgutils.get_or_insert_function(builder.module, ir.FunctionType(vector, [vector] * 3), name)
-        zero = ir.Constant(vector, [0.0] * rows)
-
-        def vector_at(pointer, index, kind=vector):
-            return builder.bitcast(builder.gep(pointer, [index]), kind.as_pointer())
-
-        def weights(k):
-            """Entry k."""
-            first = builder.mul(k, int64(rows))
-            if not direct:
-                return builder.load(vector_at(values, first), align=size)
-            result = ir.Constant(vector, ir.Undefined)
-            if what == "shared":
-                start = builder.sext(builder.load(builder.gep(places, [k])), int64)
-                for i in range(rows):
-                    place = builder.add(start, builder.mul(stride, int64(i)))
-                    place = builder.select(builder.icmp_signed(">", place, last_place), last_place, place)
-                    one = builder.load(builder.gep(values, [place]))
-                    result = builder.insert_element(result, one, int32(i))
-                return result
-            for i in range(rows):
-                place = builder.load(builder.gep(places, [builder.add(first, int64(i))]))
-                place = builder.select(builder.icmp_signed("<", place, int32(0)), int32(0), place)
-                one = builder.load(builder.gep(values, [builder.sext(place, int64)]))
-                result = builder.insert_element(result, one, int32(i))
-            indices = ir.VectorType(int32, rows)
-            absent = builder.load(vector_at(places, first, indices), align=4)
-            absent = builder.icmp_signed("<", absent, ir.Constant(indices, [0] * rows))
-            return builder.select(absent, zero, result)
-
-        def column(index):
-            return builder.sext(builder.load(builder.gep(columns, [index])), int64)
-
-        def states(k, row):
-            """The vector of states that entry k is multiplied with."""
-            if what == "dots":
-                return builder.load(vector_at(row, column(k)), align=size)
-            result = ir.Constant(vector, ir.Undefined)
-            for i in range(rows if what == "own" else 1):
-                at = builder.add(builder.mul(k, int64(rows)), int64(i)) if what == "own" else k
-                result = builder.insert_element(result, builder.load(builder.gep(row, [column(at)])), int32(i))
-            if what == "own":
-                return result
-            return builder.shuffle_vector(result, result, ir.Constant(ir.VectorType(int32, rows), [0] * rows))
-
-        def add_blocks():
-            """A vector of sums for each row, whose lanes are added at the end."""
-            part = ir.VectorType(number, BLOCK_WIDTH)
-            name = f"llvm.fma.v{BLOCK_WIDTH}f{8 * size}"
-            fused = cgutils.get_or_insert_function(builder.module, ir.FunctionType(part, [part] * 3), name)
-            nothing = ir.Constant(part, [0.0] * BLOCK_WIDTH)
-            sums = [cgutils.alloca_once_value(builder, nothing) for _ in range(rows)]
-            last = builder.sub(last_place, int64(BLOCK_WIDTH - 1))
-            with cgutils.for_range_slice(builder, begin, end, int64(1), int64) as (k, _):
-                start = builder.sext(builder.load(builder.gep(places, [k])), int64)
-                states = builder.load(vector_at(x, column(k), part), align=size)
-                for i, total in enumerate(sums):
-                    place = builder.add(start, builder.mul(stride, int64(i)))
-                    place = builder.select(builder.icmp_signed(">", place, last), last, place)
-                    block_row = builder.load(vector_at(values, place, part), align=size)
-                    builder.store(builder.call(fused, [block_row, states, builder.load(total)]), total)
-            for i, total in enumerate(sums):
-                target, lanes = builder.gep(out, [int64(i)]), builder.load(total)
-                lanes = [builder.extract_element(lanes, int32(j)) for j in range(BLOCK_WIDTH)]
-                while len(lanes) > 1:
-                    lanes = [builder.fadd(y, z) for y, z in zip(lanes[::2], lanes[1::2], strict=True)]
-                builder.store(builder.fadd(lanes[0], builder.load(target)), target)
-
-        if what == "blocks":
-            add_blocks()
-            return context.get_dummy_value()
-
-        last = builder.sub(live, int64(1))
-        which = [builder.select(builder.icmp_signed("<", int64(b), live), int64(b), last) for b in range(sequences)]
-        x_rows = [builder.gep(x, [builder.mul(x_b, b)]) for b in which]
-        chains = [
-            [cgutils.alloca_once_value(builder, zero) for _ in range(sequences)] for _ in range(CHAINS // sequences)
-        ]
-
-        def add(k, sums):
-            entry = weights(k)
-            for row, total in zip(x_rows, sums, strict=True):
-                builder.store(builder.call(fused, [entry, states(k, row), builder.load(total)]), total)
-
-        many = int64(len(chains))
-        odd = builder.sub(end, builder.srem(builder.sub(end, begin), many))
-        with cgutils.for_range_slice(builder, begin, odd, many, int64) as (k, _):
-            for ahead, sums in enumerate(chains):
-                add(builder.add(k, int64(ahead)), sums)
-        with cgutils.for_range_slice(builder, odd, end, int64(1), int64) as (k, _):
-            add(k, chains[0])
-        for b in range(sequences):
-            with builder.if_then(builder.icmp_signed("<", int64(b), live)):
-                target = builder.gep(out, [builder.mul(out_b, int64(b))])
-                parts = [builder.load(sums[b]) for sums in chains]
-                while len(parts) > 1:
-                    parts = [builder.fadd(y, z) for y, z in zip(parts[::2], parts[1::2], strict=True)]
-                (total,) = parts
-                if what == "dots":
-                    lanes = [builder.extract_element(total, int32(i)) for i in range(rows)]
-                    while len(lanes) > 1:  # halves onto each other, which stay vectors
-                        half = len(lanes) // 2
-                        lanes = [builder.fadd(y, z) for y, z in zip(lanes[:half], lanes[half:], strict=True)]
-                    builder.store(builder.fadd(lanes[0], builder.load(target)), target)
-                else:
-                    place = vector_at(target, int64(0))
-                    if what == "shared":
-                        total = builder.fadd(total, builder.load(place, align=size))
-                    builder.store(total, place, align=size)
-        return context.get_dummy_value()
-
-    integer = types.int64
-    arrays = values, places, integer, integer, columns, integer, integer, values, integer, values, integer
-    return types.void(*arrays, integer, kind, height, tile), generate
-
-
-@inline_with_constants
-def _add_panels(vectors, rows, tile, panels, count, weights, x, x_b, sums, row, live):
-    """Add the product of dense weights with the `count` numbers x of `live` sequences to the sums of each."""
-    for panel in range(panels):
-        panel_weights = offset(weights, panel * rows * count)
-        for b in range(0, live, tile):
-            out = offset(sums, b * row + panel * rows)
-            _add_panel(panel_weights, count, offset(x, b * x_b), x_b, out, row, live - b, vectors, tile)
-
-
-def _weight_at(values, places, index):
-    """``values[places[index]]``, or 0 where that place is below 0; ``places[index]`` if places are weights."""
-
-
-@overload(_weight_at, jit_options=inline_options)
-def _weight_at_of(values, places, index):
-    if isinstance(places.dtype, types.Float):
-        return lambda values, places, index: _load(places, index, "p0")
-
-    def look_up(values, places, index):
-        place = places[index]
-        return values[place] if place >= 0 else cast(0.0, values[0])
-
-    return look_up
-
-
-@inline_with_constants
-def add_entries(kind, height, tile, gates, hidden, inputs, entries, x, x_b, sums, row, live):
-    """The same with pruned weights; the sums of kind "own" are computed at the end of a row, then scattered.
-
-    The diagonal is that of a square matrix only: `inputs` is the number of columns.
-    """
-    values, places, columns, starts, rows, slices, diagonal, padded = entries
-    spare, last = row - height, gates * hidden * inputs - 1
-    for s in range(slices):
-        for b in range(0, live, tile):
-            out = offset(sums, b * row + (spare if kind == "own" else s if kind == "dots" else s * height))
-            states = offset(x, b * x_b)
-            begin, end = starts[s], starts[s + 1]
-            rest = live - b
-            _add_slice(
-                values, places, inputs, last, columns, begin, end, states, x_b, out, row, rest, kind, height, tile
-            )
-        if kind == "own":
-            for b in range(live):
-                for i in range(height):
-                    sums[b * row + rows[s * height + i]] += sums[b * row + spare + i]
-    if kind != "own" and inputs == hidden:
-        for b in range(live):
-            for g in range(gates):
-                at, at_x = b * row, b * x_b
-                if kind == "dots":
-                    at_x += g * hidden
-                else:
-                    at += g * padded
-                for j in range(hidden):
-                    weight = _weight_at(values, diagonal, g * padded + j)
-                    new = multiply_add(weight, _load(x, at_x + j, "h"), _load(sums, at + j, "dh"))
-                    _store(sums, at + j, new, "dh")
-
-
-@inline
-def are_finite(x, begin, end, largest):
-    wrong = 0
-    for j in range(begin, end):
-        wrong += 0 if abs(x[j]) <= largest else 1
-    return wrong == 0
 
 
 @inline
@@ -483,7 +177,7 @@ def forward(dtype: type, cell: str, keep: bool, kind: str, height: int, tile: in
                             prefetch(x, 0, 0, live * hidden)  # from other processors' caches
                         many, skipped = part_row // panel, part * part_row
                         part_sums, part_weights = offset(chunk_sums, skipped), offset(weights, skipped * hidden)
-                        _add_panels(vectors, panel, tile, many, hidden, part_weights, x, hidden, part_sums, row, live)
+                        add_panels(vectors, panel, tile, many, hidden, part_weights, x, hidden, part_sums, row, live)
                     else:
                         add_entries(
                             kind, height, tile, gates, hidden, hidden, entries, x, hidden, chunk_sums, row, live
@@ -597,7 +291,7 @@ def backward(dtype: type, cell: str, kind: str, height: int, tile: int, shared: 
                         if kind == "dense":
                             many, skipped = part_row // panel, part * part_row
                             part_sums, part_weights = offset(sums, skipped), offset(weights, skipped * width_in)
-                            _add_panels(
+                            add_panels(
                                 vectors, panel, tile, many, width_in, part_weights, x, grads_row, part_sums, row, live
                             )
                         else:

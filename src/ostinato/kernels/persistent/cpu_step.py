@@ -12,14 +12,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from llvmlite import binding, ir
-from numba import carray, types
-from numba.core import cgutils
-from numba.extending import intrinsic
+from numba import carray
 from torch import Tensor
 
 from ostinato.kernels.numba_loops import (
-    LINE,
     NUMPY_DTYPES,
     compiled_loop,
     inline_with_constants,
@@ -29,14 +25,14 @@ from ostinato.kernels.numba_loops import (
     take_task,
 )
 from ostinato.kernels.persistent.cpu_entries import SLICE, forward_entries
-from ostinato.kernels.persistent.cpu_loops import BLOCK_WIDTH, add_entries, are_finite, forward_unit
+from ostinato.kernels.persistent.cpu_loops import forward_unit
+from ostinato.kernels.persistent.cpu_products import BLOCK_WIDTH, ROWS, add_entries, are_finite, multiply_rows
 from ostinato.kernels.persistent.masks import block_of, derived_from
 from ostinato.kernels.persistent.plan import GATES
 from ostinato.kernels.threads import run_loop, threads_for
 
 BATCH = 8  # the most sequences; beyond, a GEMM over all of them is faster
 GROUP = 32  # units of a task
-ROWS = 8 if binding.get_host_cpu_features().get("avx512f") else 4  # whose sums are made together, in registers
 # Densities up to which reading the kept weights alone is faster than all of them with zeros, by kind of block.
 DENSEST = {"block": 0.6, "sparse": 0.25}
 
@@ -61,68 +57,6 @@ _WORK = np.dtype(Work)
 empty: Any = torch._C._dynamo.guards._empty_strided_cpu  # type: ignore[attr-defined]  # faster than through the dispatcher
 
 
-@intrinsic(prefer_literal=True)
-def _dot_rows(typing_context, weights, bias, first, last, count, x, out, rows):
-    """``out[i] = bias[i] + sum_k weights[i, k] * x[k]`` for `rows` rows from `first` on, none after `last`."""
-    many = rows.literal_value
-
-    def generate(context, builder, signature, arguments):
-        weights, bias, first, last, count, x, out = arguments[:7]
-        int32, int64 = ir.IntType(32), ir.IntType(64)
-        number = context.get_value_type(signature.args[0].dtype)
-        size = context.get_abi_sizeof(number)
-        width = LINE // size
-        vector = ir.VectorType(number, width)
-
-        def fused(kind, suffix):
-            name = f"llvm.fma.{suffix}f{8 * size}"
-            return cgutils.get_or_insert_function(builder.module, ir.FunctionType(kind, [kind] * 3), name)
-
-        def vector_at(pointer, index):
-            return builder.load(builder.bitcast(builder.gep(pointer, [index]), vector.as_pointer()), align=size)
-
-        wide, narrow = fused(vector, f"v{width}"), fused(number, "")
-        which = []
-        for i in range(many):
-            row = builder.add(first, int64(i))
-            which.append(builder.select(builder.icmp_signed("<", row, last), row, last))
-        starts = [builder.gep(weights, [builder.mul(row, count)]) for row in which]
-        sums = [cgutils.alloca_once_value(builder, ir.Constant(vector, [0.0] * width)) for _ in starts]
-        rests = [cgutils.alloca_once_value(builder, builder.load(builder.gep(bias, [row]))) for row in which]
-        whole = builder.and_(count, int64(-width))
-        with cgutils.for_range_slice(builder, int64(0), whole, int64(width), int64) as (k, _):
-            some = vector_at(x, k)
-            for start, total in zip(starts, sums, strict=True):
-                builder.store(builder.call(wide, [vector_at(start, k), some, builder.load(total)]), total)
-        with cgutils.for_range_slice(builder, whole, count, int64(1), int64) as (k, _):
-            one = builder.load(builder.gep(x, [k]))
-            for start, rest in zip(starts, rests, strict=True):
-                weight = builder.load(builder.gep(start, [k]))
-                builder.store(builder.call(narrow, [weight, one, builder.load(rest)]), rest)
-        for row, total, rest in zip(which, sums, rests, strict=True):
-            lanes, left = builder.load(total), width
-            while left > 1:
-                left //= 2
-                halves = [
-                    builder.shuffle_vector(lanes, lanes, ir.Constant(ir.VectorType(int32, left), list(which_lanes)))
-                    for which_lanes in (range(left), range(left, 2 * left))
-                ]
-                lanes = builder.fadd(*halves)
-            value = builder.fadd(builder.extract_element(lanes, int32(0)), builder.load(rest))
-            builder.store(value, builder.gep(out, [row]))
-        return context.get_dummy_value()
-
-    return types.void(weights, weights, *(types.int64,) * 3, weights, weights, rows), generate
-
-
-@inline_with_constants
-def _multiply(rows, weights, bias, begin, end, count, x, batch, out, row):
-    """``out[b, i] = bias[i] + sum_k weights[i, k] * x[b, k]`` for rows `begin` to `end` of `count` weights."""
-    for first in range(begin, end, rows):
-        for b in range(batch):
-            _dot_rows(weights, bias, first, end - 1, count, offset(x, b * count), offset(out, b * row), rows)
-
-
 @inline_with_constants
 def _product(kind, height, many, gates, units, weights, bias, entries, given, out):
     """Bias and product for the gates of some units, or, of pruned weights, of all units of one sequence."""
@@ -132,7 +66,7 @@ def _product(kind, height, many, gates, units, weights, bias, entries, given, ou
     for g in range(gates):
         at, own = offset(sums, g * padded), offset(bias, g * hidden)
         if kind == "dense":
-            _multiply(many, offset(weights, g * hidden * count), own, begin, end, count, x, batch, at, row)
+            multiply_rows(many, offset(weights, g * hidden * count), own, begin, end, count, x, batch, at, row)
         else:
             for j in range(hidden):
                 at[j] = own[j]
