@@ -11,11 +11,12 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
+import typer
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -24,7 +25,7 @@ from ostinato.bench import report
 from ostinato.checkpoint import load_checkpoint, save_checkpoint
 from ostinato.cli import app, main
 from ostinato.cli.devices import choose_device
-from ostinato.cli.train import CELLS, MODEL_OPTIONS, TRAINING_OPTIONS
+from ostinato.cli.train import CELLS
 from ostinato.files import locked
 from ostinato.models import LanguageModel
 from ostinato.training import TrainingSettings
@@ -69,13 +70,11 @@ def test_help_and_version(run):
 
 
 def test_defaults_are_the_librarys(run):
-    (command,) = (command for command in app.registered_commands if command.callback.__name__ == "train")
-    arguments = command.callback.__defaults__
-    names = command.callback.__code__.co_varnames[1 : 1 + len(arguments)]
-    defaults = dict(zip(names, arguments, strict=True))
-    assert {name: defaults[name] for name in MODEL_OPTIONS} == LanguageModel.__init__.__kwdefaults__
-    library = {name: getattr(TrainingSettings(), name) for name in TRAINING_OPTIONS}
-    assert {name: defaults[name] for name in TRAINING_OPTIONS} == library
+    panels = {"Model": {}, "Training": {}}
+    for option in typer.main.get_command(app).commands["train"].params:
+        panels.get(option.rich_help_panel, {})[option.name] = option.default
+    assert panels["Model"] == LanguageModel.__init__.__kwdefaults__
+    assert panels["Training"] | {"seconds": None} == asdict(TrainingSettings())
     assert tuple(models.CELLS) == CELLS
 
 

@@ -37,22 +37,6 @@ CELLS = (  # those of ostinato.models, which is too slow to import for a help te
 Files, Model, Training, Machine = (
     partial(Option, rich_help_panel=panel) for panel in ("Files", "Model", "Training", "Machine")
 )
-MODEL_OPTIONS = ("cell", "width", "num_layers", "expansion", "conv_kernel", "mlp_ratio", "dropout")
-TRAINING_OPTIONS = (
-    "steps",
-    "batch_size",
-    "chunk_length",
-    "learning_rate",
-    "final_rate",
-    "warmup_steps",
-    "weight_decay",
-    "beta2",
-    "clip_norm",
-    "held_out",
-    "held_out_limit",
-    "evaluate_every",
-    "seed",
-)
 
 
 def train(
@@ -235,11 +219,11 @@ def _start(context: typer.Context, text: Path | None, machine: dict[str, Any]) -
     from ostinato.text import Vocabulary
     from ostinato.training import Trainer, TrainingSettings
 
-    settings = TrainingSettings(**{name: context.params[name] for name in TRAINING_OPTIONS})
+    settings = TrainingSettings(**_options(context, "Training"))
     corpus = read_text(text)
     vocabulary = Vocabulary.of(corpus.text)
     torch.manual_seed(settings.seed)
-    model = LanguageModel(len(vocabulary), **{name: context.params[name] for name in MODEL_OPTIONS})
+    model = LanguageModel(len(vocabulary), **_options(context, "Model"))
     return Run(Trainer(model, vocabulary.encode(corpus.text), settings, **machine), vocabulary, corpus, text)
 
 
@@ -273,6 +257,12 @@ def _resume(context: typer.Context, path: Path, text: Path | None, machine: dict
     trainer = Trainer(checkpoint.model, tokens, settings, **machine)
     trainer.restore(saved["trainer"], checkpoint.training_tensors)
     return Run(trainer, checkpoint.vocabulary, corpus, text)
+
+
+def _options(context: typer.Context, panel: str) -> dict[str, Any]:
+    """The values of a help panel's options: those of "Model" are LanguageModel's, of "Training" TrainingSettings'."""
+    names = [option.name for option in context.command.params if getattr(option, "rich_help_panel", None) == panel]
+    return {name: context.params[name] for name in names if name}
 
 
 def _is_given(context: typer.Context, option: str) -> bool:
