@@ -21,7 +21,8 @@ import ostinato
 @ostinato.recurrence
 def rg_lru(x: Tensor, i: Tensor, r: Tensor, position: Tensor, log_lambda: Tensor) -> tuple[Tensor, Tensor]:
     log_a = -8 * torch.sigmoid(r) * F.softplus(log_lambda)
-    scale = torch.where(position == 0, 1.0, torch.sqrt(-torch.expm1(2 * log_a)))  # the first input comes as it is
+    root = torch.sqrt(1e-37 - torch.expm1(2 * log_a))  # never of 0, where its derivative is infinite
+    scale = torch.where(position == 0, 1.0, root)  # the first input comes as it is
     return torch.exp(log_a), scale * torch.sigmoid(i) * x
 
 

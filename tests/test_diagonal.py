@@ -312,6 +312,15 @@ def test_rg_lru_begins_with_the_papers_decays():
     assert layer.num_blocks == 16
 
 
+def test_rg_lru_has_gradients_for_inputs_of_any_size():
+    torch.manual_seed(0)
+    layer = ostinato.RGLRU(4, 32)
+    x = 1e4 * torch.randn(20, 4)
+    layer(x)[0].square().mean().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in layer.parameters())
+    assert layer.weight_gate_l0.grad.abs().max() > 0
+
+
 def test_lru_begins_on_the_ring():
     torch.manual_seed(0)
     layer = ostinato.LRU(4, 4096, radius=(0.6, 0.9), max_phase=1.0)

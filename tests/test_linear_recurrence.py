@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from ostinato import diagonal
 from ostinato.kernels.recurrence.operators import linear_recurrence
 from ostinato.kernels.recurrence.print_cuda import print_cuda
 from ostinato.kernels.recurrence.trace import trace
@@ -76,6 +77,32 @@ def relative_error(got, want):
 @pytest.mark.parametrize("function", RECURRENCES, ids=lambda f: f.__name__)
 def test_states_and_gradients_equal_a_loop(function, backend, packed):
     check_against_loop(function, backend, packed, 37, 21)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("backend", ON_DEVICES)
+def test_rg_lru_has_gradients_where_its_gate_is_shut(backend, dtype):
+    """There a is 1, where the root of 1 - a * a has no derivative, but the gate's is zero."""
+    torch.manual_seed(0)
+    r = torch.tensor([-1e4, -1e3, -200, -100, -90, -40, -20, -5, 0, 5, 1e4]).to(dtype)
+    x, i, log_lambda = torch.randn(3, len(r)).to(dtype)
+    given = [y.clone()[None, None] for y in (x, r, i)] + [log_lambda]
+    given = [y.to("cuda" if backend == "cuda" else "cpu").requires_grad_() for y in given]
+    h, _ = diagonal.rg_lru(*given, backend=backend)
+    got = torch.autograd.grad(h.sum(), given)
+
+    x, r, i, log_lambda = (y.double() for y in (x, r, i, log_lambda))
+    log_a = -8 * torch.sigmoid(r) * torch.nn.functional.softplus(log_lambda)
+    scale, gate = torch.sqrt(-torch.expm1(2 * log_a)), torch.sigmoid(i)
+    slope = torch.where(log_a == 0, 0.0, -torch.exp(2 * log_a) / scale) * gate * x  # by log_a
+    want = (
+        *(scale * gate, slope * log_a * torch.sigmoid(-r), scale * gate * torch.sigmoid(-i) * x),
+        slope * -8 * torch.sigmoid(r) * torch.sigmoid(log_lambda),
+    )
+    assert scale[0] == 0
+    assert relative_error(h.flatten(), scale * gate * x) < TOLERANCE[dtype]
+    for one, other in zip(got, want, strict=True):
+        assert relative_error(one.flatten(), other) < TOLERANCE[dtype]
 
 
 @pytest.mark.gpu

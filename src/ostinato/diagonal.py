@@ -160,10 +160,13 @@ def _seen_in_reverse(resets: Tensor, bounds: Tensor | None) -> Tensor:
     return begins if bounds is None else begins.index_fill(1, bounds[1:].long() - 1, False)
 
 
+TINY = 1e-37  # too small to change any other number; added under a root, whose derivative at 0 is infinite
+
+
 @recurrence
 def rg_lru(x: Tensor, r: Tensor, i: Tensor, log_lambda: Tensor) -> tuple[Tensor, Tensor]:
     log_a = -8 * torch.sigmoid(r) * F.softplus(log_lambda)
-    return torch.exp(log_a), torch.sqrt(-torch.expm1(2 * log_a)) * torch.sigmoid(i) * x
+    return torch.exp(log_a), torch.sqrt(TINY - torch.expm1(2 * log_a)) * torch.sigmoid(i) * x
 
 
 class RGLRU(DiagonalLayers):
