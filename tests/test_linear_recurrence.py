@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from ostinato import diagonal
+from ostinato.diagonal import rg_lru as griffin
 from ostinato.kernels.recurrence.operators import linear_recurrence
 from ostinato.kernels.recurrence.print_cuda import print_cuda
 from ostinato.kernels.recurrence.trace import trace
@@ -88,7 +88,7 @@ def test_rg_lru_has_gradients_where_its_gate_is_shut(backend, dtype):
     x, i, log_lambda = torch.randn(3, len(r)).to(dtype)
     given = [y.clone()[None, None] for y in (x, r, i)] + [log_lambda]
     given = [y.to("cuda" if backend == "cuda" else "cpu").requires_grad_() for y in given]
-    h, _ = diagonal.rg_lru(*given, backend=backend)
+    h, _ = griffin.rg_lru(*given, backend=backend)
     got = torch.autograd.grad(h.sum(), given)
 
     x, r, i, log_lambda = (y.double() for y in (x, r, i, log_lambda))

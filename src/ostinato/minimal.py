@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn import functional as F
 
-from ostinato.diagonal import DiagonalLayers, Parameters, Run
+from ostinato.diagonal.layers import DiagonalLayers, Parameters, Run
 from ostinato.kernels.dispatch import Prepared, is_differentiated, is_eager
 from ostinato.kernels.export import constant_to_compilers, refuse_script
 from ostinato.kernels.gemm import linear

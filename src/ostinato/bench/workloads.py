@@ -11,7 +11,9 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 
 import ostinato
-from ostinato import diagonal
+from ostinato.diagonal.hgrn import hgrn
+from ostinato.diagonal.para import para_gru, para_lstm
+from ostinato.diagonal.rg_lru import rg_lru
 from ostinato.episodes import forward_by_episodes
 from ostinato.kernels.gemm import linear
 from ostinato.kernels.scan import reference
@@ -167,7 +169,7 @@ def invented(x: Tensor, r: Tensor, i: Tensor, rate: Tensor) -> tuple[Tensor, Ten
     return a, (1 - a) * torch.tanh(i) * x
 
 
-EQUATIONS = {"RG-LRU": diagonal.rg_lru, "HGRN": diagonal.hgrn, "invented": invented}
+EQUATIONS = {"RG-LRU": rg_lru, "HGRN": hgrn, "invented": invented}
 
 
 @dataclass(frozen=True)
@@ -303,7 +305,7 @@ class ParaLayer(Layer):
         x = inputs[0]
         weight, bias = (part.unflatten(0, (3, -1))[:, channels].flatten(0, 1).to(x) for part in data[1:3])
         recurrent = [part[channels].to(x) for part in data[3:]]
-        function = diagonal.para_gru if self.cell == "ParaGRU" else diagonal.para_lstm
+        function = para_gru if self.cell == "ParaGRU" else para_lstm
         h, _ = function(*F.linear(x, weight).chunk(3, -1), *recurrent, *bias.chunk(3), backend="cpu")
         return h if self.cell == "ParaGRU" else h[0]
 

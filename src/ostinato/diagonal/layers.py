@@ -1,0 +1,153 @@
+"""What all layers share whose channels do not see each other's states: a recurrence run in each layer and direction."""
+
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ostinato.kernels.dispatch import is_eager
+from ostinato.kernels.recurrence.operators import kernels_on
+from ostinato.layers import Hidden, StackedLayers, each, stacked
+from ostinato.recurrence import Recurrence
+from ostinato.replay import recording
+
+Run = Callable[..., tuple[Any, Any]]
+Parameters = dict[str, Any]  # tensors by name, None for an absent bias
+
+
+class DiagonalLayers(StackedLayers):
+    """Layers that run a :func:`ostinato.recurrence`; see :meth:`_cell`."""
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        *,
+        backend: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        sizes = input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional
+        super().__init__(*sizes, backend=backend, device=device, dtype=dtype)
+
+    def _cell(self, suffix: str, p: Parameters, x: Tensor, run: Run) -> tuple[Tensor, Hidden]:
+        """The outputs and last states of one layer in one direction, from its parameters `p`, by name, and its input.
+
+        ``run(recurrence, *arguments)`` calls the recurrence, time and batch laid out as in `x`, and returns the states
+        and the last ones; its sequences may be one argument, side by side, and its parameters another.  A recurrence
+        of two states in a layer of one starts both from it.
+        """
+        raise NotImplementedError
+
+    def _layers(
+        self, x: Tensor, hx: Hidden | None, offsets: Tensor | None, resets: Tensor | None, batch_first: bool
+    ) -> tuple[Tensor, Hidden]:
+        if offsets is None:
+            return super()._layers(x, hx, None, resets, batch_first)
+        # Recurrences take sequences one after another where a PackedSequence has its steps one after another.
+        rows = torch.arange(x.shape[0], device=x.device)
+        step = torch.searchsorted(offsets, rows, right=True) - 1
+        sequence = rows - offsets[step]
+        order = torch.argsort(sequence, stable=True)
+        batch = (hx[0] if isinstance(hx, tuple) else hx).shape[1]  # type: ignore[union-attr]
+        lengths = torch.zeros(batch, dtype=torch.int32, device=x.device).index_add_(
+            0, sequence, torch.ones_like(sequence, dtype=torch.int32)
+        )
+        bounds = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+        resets = None if resets is None else resets[order][None]
+        y, h_n = super()._layers(x[order][None], hx, bounds, resets, True)
+        return y[0, torch.argsort(order)], h_n
+
+    def _layer(
+        self,
+        layer: int,
+        x: Tensor,
+        h0: Any,
+        offsets: Tensor | None,
+        resets: Tensor | None,
+        batch_first: bool,
+    ) -> tuple[Tensor, Any]:
+        """``offsets`` are ``cu_seqlens`` here, of sequences one after another."""
+        resets = None if resets is None else resets if batch_first else resets.t()
+        outputs: list[Tensor] = []
+        lasts: list[Any] = []
+        for direction, suffix in enumerate(self._suffixes(layer)):
+            reverse = direction == 1
+            begins = _seen_in_reverse(resets, offsets) if reverse and resets is not None else resets
+            start = h0 if h0 is None else each(operator.itemgetter(direction), h0)
+            options = {"h0": start, "resets": begins, "reverse": reverse, "cu_seqlens": offsets}
+            run = functools.partial(self._run, options, batch_first)
+            y, h_last = self._cell(suffix, self._parameters_of(suffix, x.shape[-1]), x, run)
+            outputs.append(y)
+            lasts.append(each(lambda state: state[None], h_last))
+        return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)), stacked(lasts)
+
+    def _step_of_layer(self, layer: int, x: Tensor, h0: Any) -> tuple[Tensor, Hidden]:
+        """On a CPU without gradients, :meth:`_cell` of tensors without a dimension of time."""
+        parameters = self._parameters_of(f"l{layer}", x.shape[-1])
+        states = [] if h0 is None else [state[0] for state in (h0 if isinstance(h0, tuple) else (h0,))]
+        if not self._steps_alone([x, *states, *(y for y in parameters.values() if y is not None)]):
+            step, recorder = super()._step_of_layer, recording()
+            return step(layer, x, h0) if recorder is None else recorder.call(step, layer, x, h0)
+        states = states or [x.new_zeros(len(x), self.hidden_size)] * self.states
+        y, after = self._cell(f"l{layer}", parameters, x, functools.partial(_run_step, states))
+        return y, each(lambda state: state[None], after)
+
+    def _steps_alone(self, tensors: list[Tensor]) -> bool:
+        """Whether a recurrence's prepared steps take the tensors of a layer."""
+        x = tensors[0]
+        return (
+            x.is_cpu
+            and x.dtype in (torch.float32, torch.float64)
+            and x.numel() > 0
+            and not torch.is_grad_enabled()
+            and not torch.is_autocast_enabled("cpu")
+            and (is_eager(tensors) or recording() is not None)
+            and {(y.dtype, y.is_contiguous()) for y in tensors} == {(x.dtype, True)}
+            and self.sequence_group is None
+            and kernels_on(self.backend, "cpu") is not None
+        )
+
+    def _run(
+        self, options: dict[str, Any], batch_first: bool, function: Recurrence, *arguments: Tensor
+    ) -> tuple[Any, Any]:
+        h0 = options["h0"]
+        if function.states == 2 and isinstance(h0, Tensor):
+            options = {**options, "h0": (h0, h0)}
+        run: Run = function.of_layer if len(arguments) < len(function.names) else function
+        if self.sequence_group is not None:
+            from ostinato import distributed
+
+            if len(arguments) < len(function.names):
+                arguments = function.apart(*arguments)
+            run = functools.partial(distributed.run, function, group=self.sequence_group)
+        if batch_first:
+            return run(*arguments, **options, backend=self.backend)
+        arguments = tuple(x.transpose(0, 1) if x.dim() == 3 else x for x in arguments)
+        h, h_last = run(*arguments, **options, backend=self.backend)
+        return each(lambda x: x.transpose(0, 1), h), h_last
+
+
+def _run_step(states: list[Tensor], function: Recurrence, *arguments: Tensor) -> tuple[Any, Any]:
+    if len(arguments) < len(function.names):
+        arguments = function.apart(*arguments)
+    if function.states == 2 and len(states) == 1:
+        states = states * 2
+    after = function.step(arguments, states)
+    result = tuple(after) if function.states == 2 else after[0]
+    return result, result
+
+
+def _seen_in_reverse(resets: Tensor, bounds: Tensor | None) -> Tensor:
+    """The steps before which a scan from the last to the first enters another episode, each at its own last step."""
+    begins = F.pad(resets, (0, 1))[:, 1:]
+    return begins if bounds is None else begins.index_fill(1, bounds[1:].long() - 1, False)

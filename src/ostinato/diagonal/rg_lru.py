@@ -1,0 +1,110 @@
+"""RG-LRU, the real-gated linear recurrent unit of Griffin."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ostinato.diagonal.layers import DiagonalLayers, Parameters, Run
+from ostinato.kernels.gemm import linear
+from ostinato.layers import Hidden, StackedLayers, check_sizes
+from ostinato.recurrence import recurrence
+
+TINY = 1e-37  # too small to change any other number; added under a root, whose derivative at 0 is infinite
+
+
+@recurrence
+def rg_lru(x: Tensor, r: Tensor, i: Tensor, log_lambda: Tensor) -> tuple[Tensor, Tensor]:
+    log_a = -8 * torch.sigmoid(r) * F.softplus(log_lambda)
+    return torch.exp(log_a), torch.sqrt(TINY - torch.expm1(2 * log_a)) * torch.sigmoid(i) * x
+
+
+class RGLRU(DiagonalLayers):
+    r"""Stacked real-gated linear recurrent units (section 2.4 of De et al. 2024, Griffin, arXiv 2402.19427).
+
+    .. math::
+        u_t = W_x x_t + b_x, \quad r_t = \sigma(W_r u_t + b_r), \quad i_t = \sigma(W_i u_t + b_i), \quad
+        \log a_t = -8 \, r_t \odot \operatorname{softplus}(\Lambda)
+
+        h_t = a_t \odot h_{t-1} + \sqrt{1 - a_t^2} \odot i_t \odot u_t
+
+    The gates' matrices are block-diagonal.  The first product is the layer before the recurrence in Griffin's block;
+    its convolution and output gate are not here.
+
+    Args:
+        input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional: as ``torch.nn.GRU``.
+        num_blocks: blocks of each gate's matrix, a divisor of ``hidden_size``; if absent, the paper's 16 or the
+            largest power of 2 below it that is one.
+        backend, device, dtype: as :class:`ostinato.MinGRU`.
+
+    Inputs, outputs and ``resets``: as :class:`ostinato.MinGRU`.
+
+    Parameters: ``weight_ih_l{k}``, (hidden_size, in), ``weight_gate_l{k}``, (2, num_blocks, hidden_size / num_blocks,
+    hidden_size / num_blocks), those of r and of i, ``log_lambda_l{k}``, (hidden_size,), ``bias_ih_l{k}``,
+    (hidden_size,), and ``bias_gate_l{k}``, (2 * hidden_size,); ``_reverse`` appended for the second direction.
+
+    Raises:
+        TypeError: an input or state that is no tensor of the parameters' dtype.
+        ValueError: sizes, shapes or devices that do not fit, or an unknown backend.
+
+    Example:
+        >>> import torch, ostinato
+        >>> layer = ostinato.RGLRU(8, 32, batch_first=True)
+        >>> output, h_n = layer(torch.randn(4, 100, 8))
+        >>> output.shape, h_n.shape
+        (torch.Size([4, 100, 32]), torch.Size([1, 4, 32]))
+    """
+
+    num_blocks: int
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        *,
+        num_blocks: int | None = None,
+        backend: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        check_sizes(hidden_size=hidden_size)
+        blocks = math.gcd(hidden_size, 16) if num_blocks is None else num_blocks
+        check_sizes(num_blocks=blocks)
+        if hidden_size % blocks:
+            raise ValueError(f"num_blocks must divide hidden_size, {hidden_size}; got {blocks}")
+        sizes = input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional
+        StackedLayers.__init__(self, *sizes, backend=backend, device=device, dtype=dtype, num_blocks=blocks)
+
+    def _shapes(self, width: int) -> dict[str, tuple[int, ...]]:
+        hidden, block = self.hidden_size, self.hidden_size // self.num_blocks
+        gates = {"weight_gate": (2, self.num_blocks, block, block), "bias_gate": (2 * hidden,)}
+        return {"weight_ih": (hidden, width), "bias_ih": (hidden,), **gates, "log_lambda": (hidden,)}
+
+    def _cell(self, suffix: str, p: Parameters, x: Tensor, run: Run) -> tuple[Tensor, Hidden]:
+        u = linear(x, p["weight_ih"], p["bias_ih"])
+        blocks, weight = u.unflatten(-1, (self.num_blocks, -1)), p["weight_gate"]
+        if u.dim() == 2:  # one step, in which einsum would take longer than its product
+            gates = (blocks.transpose(0, 1) @ weight.mT).permute(2, 0, 1, 3).flatten(1)
+            gates = gates.contiguous()  # where a block is one channel, flattening is a view whose channels lie apart
+        else:
+            gates = torch.einsum("...nj,gnij->...gni", blocks, weight).flatten(-3)
+        r, i = (gates if p["bias_gate"] is None else gates + p["bias_gate"].to(u.dtype)).chunk(2, -1)
+        return run(rg_lru, u, r, i, p["log_lambda"])
+
+    def reset_parameters(self) -> None:
+        """LeCun's initialisation of the weights, zero biases, and a decay, where r is 1, from U(0.9, 0.999)."""
+        for name, parameter in self.named_parameters():
+            if name.startswith("weight"):
+                nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+            elif name.startswith("bias"):
+                nn.init.zeros_(parameter)
+            else:  # softplus(log_lambda) = -log(decay) / 8
+                nn.init.uniform_(parameter, 0.9, 0.999)
+                with torch.no_grad():
+                    parameter.copy_(torch.log(torch.expm1(-torch.log(parameter.double()) / 8)))
