@@ -10,9 +10,9 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import ostinato
-from ostinato import recurrent
 from ostinato.kernels.persistent import cpu, operators, reference
 from ostinato.kernels.persistent.plan import no_kernel
+from ostinato.recurrent import sequences
 from recurrent_layers import use_kernels
 
 CELLS = ("RNN", "GRU", "LSTM")
@@ -74,7 +74,7 @@ def twin(layer):
 def kernels(request, monkeypatch):
     if request.param == "torch":
         monkeypatch.setattr(operators, "_plan", lambda *_: no_kernel("a test"))
-        monkeypatch.setattr(recurrent, "plan_layer", lambda *_: no_kernel("a test"))
+        monkeypatch.setattr(sequences, "plan_layer", lambda *_: no_kernel("a test"))
     else:
         use_kernels(monkeypatch, {"reference": reference, "the CPU's": cpu}[request.param])
     yield request.param

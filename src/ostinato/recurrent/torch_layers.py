@@ -1,4 +1,4 @@
-"""``torch.nn``'s own forward of RNN, GRU and LSTM with weights that are passed in, also by episodes; input layouts."""
+"""The forward of ``torch.nn``'s RNN, GRU and LSTM with weights that are passed in, also by episodes; input layouts."""
 
 import functools
 import operator

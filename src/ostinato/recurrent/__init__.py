@@ -1,0 +1,14 @@
+"""RNN, GRU and LSTM: torch.nn's layers, dense or pruned, run and trained by persistent kernels where these fit.
+
+===================  ==========================================================
+``layers.py``        the layers: their contract, and who computes a call
+``sequences.py``     whole sequences by persistent kernels
+``steps.py``         one step at a time
+``weights.py``       the parameters, as they are at a call, and their masks
+``torch_layers.py``  ``torch.nn``'s own forward
+===================  ==========================================================
+"""
+
+from ostinato.recurrent.layers import GRU, LSTM, RNN
+
+__all__ = ["RNN", "GRU", "LSTM"]

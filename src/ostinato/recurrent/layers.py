@@ -1,0 +1,188 @@
+"""RNN, GRU and LSTM themselves: their contract, and who computes a call."""
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from ostinato.episodes import check_resets
+from ostinato.kernels.export import refuse_script
+from ostinato.kernels.persistent.operators import least_steps
+from ostinato.kernels.persistent.plan import Plan
+from ostinato.layers import check_integers
+from ostinato.recurrent.sequences import SequenceLayers
+from ostinato.recurrent.steps import StepLayers
+from ostinato.recurrent.torch_layers import Hidden, states_of
+
+
+class _Recurrent(SequenceLayers, StepLayers):
+    """Adds resets, and the choice of who computes, to ``torch.nn``'s layers."""
+
+    __prepare_scriptable__ = refuse_script
+
+    def forward(
+        self, input: Tensor | PackedSequence, hx: Hidden | None = None, *, resets: Tensor | None = None
+    ) -> tuple[Any, Any]:
+        """Run the whole sequence; see the class."""
+        if resets is not None:
+            check_resets(resets, input.data if isinstance(input, PackedSequence) else input)
+            if isinstance(input, Tensor) and input.dim() > 1 and input.shape[1 if self._is_swapped(input) else 0] == 1:
+                hx, resets = self._begun(hx, resets.flatten()), None
+        if resets is None and isinstance(input, Tensor) and input.dim() > 1 and not torch.compiler.is_compiling():
+            steps = input.shape[1 if self._is_swapped(input) else 0]
+            if steps == 1 and (result := self._step(input, hx, input.dim() - 1)) is not None:
+                return result
+            if 0 < steps < least_steps(input.device.type):
+                return self._forward_torch(input, hx, self._weights())
+        states = states_of(hx)
+        call = self._kernels_for(input, states, self._unmasked_weights(), resets)
+        if call is not None:
+            return self._forward_kernels(input, states, resets, *call)
+        weights = self._weights()
+        if resets is None or not resets.numel():
+            return self._forward_torch(input, hx, weights)
+        return self._forward_torch_by_episodes(input, hx, weights, resets)
+
+    def plan(
+        self, batch: int, dtype: torch.dtype | None = None, training: bool = False, steps: int | None = None
+    ) -> Plan:
+        """How a call with ``batch`` sequences runs.
+
+        Args:
+            batch: number of sequences.
+            dtype: the compute dtype; the parameters' if absent, though autocast overrides it.
+            training: whether gradients will be computed.
+            steps: of the longest sequence; many if absent.
+
+        Returns:
+            ``path``, "dense", "sparse" or "block" for a persistent kernel and "steps" for torch's; ``bytes_on_chip``
+            of recurrent weights, of ``bytes_available``; ``blocks``, of threads; and the ``reason``.  If any layer or
+            direction needs torch's kernels, all use them; otherwise this is the plan of the largest one.
+
+        Raises:
+            ValueError: a batch below 1, or steps.
+            TypeError: a dtype that is none; a batch, or steps, that are no integer.
+
+        Example:
+            >>> import torch, ostinato
+            >>> ostinato.GRU(8, 16).plan(batch=1, dtype=torch.float16, training=True).path  # on a CPU
+            'steps'
+        """
+        sizes = {"batch": batch, "steps": 1 if steps is None else steps}
+        check_integers(**sizes)
+        for name, number in sizes.items():
+            if number < 1:
+                raise ValueError(f"{name} must be at least 1; got {number}")
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise TypeError(f"dtype must be a torch.dtype; got {dtype!r}")
+        weight = self.weight_hh_l0
+        return self._plan(weight.device, batch, dtype or weight.dtype, training, steps)
+
+    def _warn_unquantised(self, _: object) -> None:
+        if self.mode in ("GRU", "LSTM"):  # torch.nn's RNN is left as it is too
+            warnings.warn(
+                f"torch.ao.quantization leaves ostinato's {type(self).__name__} as it is; to quantise its weights, "
+                f"load them into a torch.nn.{self.mode} first, with strict=False",
+                stacklevel=2,
+            )
+
+    # torch.ao.quantization sets a qconfig on every module, and skips those whose exact class it does not know.
+    qconfig = property(None, _warn_unquantised)
+
+    def _is_swapped(self, x: Tensor) -> bool:
+        return self.batch_first and x.dim() == 3
+
+    def _begun(self, hx: Any, resets: Tensor) -> Any:
+        """The state before a single step; resets do not affect the reverse direction, whose state is a later one."""
+        if hx is None or not isinstance(hx, Tensor):
+            return hx if hx is None else tuple(self._begun(state, resets) for state in hx)
+        keep = ~resets[:, None] if hx.dim() == 3 else ~resets
+        if hx.dim() == 3 and hx.shape[1] != len(resets):
+            return hx  # torch raises
+        if not self.bidirectional:
+            return hx.where(keep, 0.0)
+        return torch.stack([hx[0::2].where(keep, 0.0), hx[1::2]], 1).flatten(0, 1)
+
+
+class RNN(_Recurrent, nn.RNN):
+    r"""Stacked Elman layers, a drop-in for :class:`torch.nn.RNN` that can be pruned.
+
+    .. math:: h_t = \phi(W_{ih} x_t + b_{ih} + W_{hh} h_{t-1} + b_{hh}), \quad \phi = \tanh \text{ or relu}
+
+    Arguments, parameters, ``state_dict``, inputs, outputs, gradients and errors are :class:`torch.nn.RNN`'s.  On
+    CPUs and NVIDIA GPUs layers run and train in kernels that keep the recurrent weights on chip or in cache
+    for the whole sequence (Zhu et al. 2018, "Sparse Persistent RNNs", arXiv 1804.10223), where one fits; see
+    :meth:`plan`.  The parameters are read at every call.  See :func:`ostinato.prune`, which adds a buffer
+    with the mask of each pruned weight, ``mask_hh_l{k}`` and ``mask_ih_l{k}``; ``load_state_dict`` makes them as
+    needed.
+
+    Episodes that end inside a sequence: ``forward(input, hx=None, *, resets=None)`` takes a bool tensor of
+    the input's shape without features, (T, B), (B, T) with ``batch_first``, (T,) unbatched, or (rows,) as the data of a
+    PackedSequence.  Where it is True an episode begins with that step: the state before the step is zero, an LSTM's
+    c too, and neither states nor gradients flow between it and the previous step, in either direction of a
+    bidirectional layer.  True at the first step means that ``hx`` is ignored.
+
+    Raises:
+        TypeError: ``resets`` that are not a bool tensor.
+        ValueError: ``resets`` of another shape or on another device than the input.
+
+    Example:
+        >>> import torch, ostinato
+        >>> trained = torch.nn.RNN(8, 16, nonlinearity="relu")
+        >>> rnn = ostinato.RNN(8, 16, nonlinearity="relu")
+        >>> rnn.load_state_dict(trained.state_dict())
+        <All keys matched successfully>
+        >>> x = torch.randn(100, 4, 8)
+        >>> torch.allclose(rnn(x)[0], trained(x)[0], atol=1e-6)
+        True
+        >>> resets = torch.arange(100).eq(60)[:, None].expand(100, 4)  # in all sequences, before step 60
+        >>> torch.allclose(rnn(x, resets=resets)[0][60:], trained(x[60:])[0], atol=1e-6)
+        True
+    """
+
+
+class GRU(_Recurrent, nn.GRU):
+    r"""Stacked gated recurrent units, a drop-in for :class:`torch.nn.GRU` that can be pruned; see :class:`RNN`.
+
+    .. math::
+        r_t = \sigma(W_{ir} x_t + b_{ir} + W_{hr} h_{t-1} + b_{hr}), \quad
+        z_t = \sigma(W_{iz} x_t + b_{iz} + W_{hz} h_{t-1} + b_{hz})
+
+        n_t = \tanh(W_{in} x_t + b_{in} + r_t \odot (W_{hn} h_{t-1} + b_{hn})), \quad
+        h_t = (1 - z_t) \odot n_t + z_t \odot h_{t-1}
+
+    Example:
+        >>> import torch, ostinato
+        >>> gru = ostinato.GRU(8, 16, num_layers=2, batch_first=True)
+        >>> output, h_n = gru(torch.randn(4, 100, 8))
+        >>> output.shape, h_n.shape
+        (torch.Size([4, 100, 16]), torch.Size([2, 4, 16]))
+    """
+
+
+class LSTM(_Recurrent, nn.LSTM):
+    r"""Stacked LSTM layers, a drop-in for :class:`torch.nn.LSTM` that can be pruned; see :class:`RNN`.
+
+    .. math::
+        i_t, f_t, o_t = \sigma(W_i x_t + b_i + W_h h_{t-1} + b_h), \quad
+        g_t = \tanh(W_{ig} x_t + b_{ig} + W_{hg} h_{t-1} + b_{hg})
+
+        c_t = f_t \odot c_{t-1} + i_t \odot g_t, \quad h_t = o_t \odot \tanh(c_t)
+
+    Raises:
+        ValueError: ``proj_size`` above 0, which has no kernels here.
+
+    Example:
+        >>> import torch, ostinato
+        >>> lstm = ostinato.LSTM(8, 16, bidirectional=True)
+        >>> output, (h_n, c_n) = lstm(torch.randn(100, 4, 8))
+        >>> output.shape, c_n.shape
+        (torch.Size([100, 4, 32]), torch.Size([2, 4, 16]))
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.proj_size:
+            raise ValueError(f"proj_size must be 0, projections are not supported; got {self.proj_size}")

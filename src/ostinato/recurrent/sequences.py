@@ -1,0 +1,145 @@
+"""Whole sequences through RNN, GRU and LSTM by persistent kernels: which of them, and their calls."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.utils.rnn import PackedSequence
+
+from ostinato.kernels.persistent.operators import can_take, plan_layer, recurrent_layer
+from ostinato.kernels.persistent.plan import Call, Plan
+from ostinato.kernels.persistent.reference import previous
+from ostinato.kernels.streams import beside
+from ostinato.masks import mask_of
+from ostinato.recurrent.torch_layers import as_given, in_rows
+from ostinato.recurrent.weights import MaskedLayers
+from ostinato.scan import check_batch_sizes
+
+
+class SequenceLayers(MaskedLayers):
+    """Adds plans, and the forward of layers and directions for which there is one."""
+
+    def _plan(
+        self,
+        device: torch.device,
+        batch: int,
+        dtype: torch.dtype,
+        training: bool,
+        steps: int | None,
+        resets: bool = False,
+    ) -> Plan:
+        directions = 2 if self.bidirectional else 1
+        sizes = self.hidden_size, batch, dtype
+        call = Call(device, self.mode.lower(), *sizes, training, steps, self._path, directions, resets)
+        if not self._buffers:
+            return plan_layer(None, call)
+        plans = [plan_layer(mask_of(self, names[1]), call) for names in self._all_weights]
+        return max(plans, key=lambda plan: (plan.path == "steps", plan.bytes_on_chip))
+
+    def _kernels_for(
+        self, input: Any, states: list[Tensor], weights: list[Tensor], resets: Tensor | None
+    ) -> tuple[int, int, torch.dtype | None, bool] | None:
+        """Batch size and steps of a call, autocast's dtype, and whether gradients are needed; None for torch's kernels.
+
+        Torch also raises the errors of invalid calls.
+        """
+        packed = isinstance(input, PackedSequence)
+        x = input.data if packed else input
+        rank = x.dim() if isinstance(x, Tensor) else 0
+        if packed:
+            batch_sizes = input.batch_sizes
+            if not torch.compiler.is_compiling():
+                check_batch_sizes(batch_sizes, len(x))
+            batch, steps = int(batch_sizes[0]), len(batch_sizes)
+        elif rank == 3:
+            steps, batch, _ = x.shape
+            if self.batch_first:
+                steps, batch = batch, steps
+        elif rank == 2:
+            steps, batch = x.shape[0], 1
+        else:
+            return None
+        device, dtype = weights[0].device, weights[0].dtype
+        if device.type == "meta":  # has no autocast
+            return None
+        autocast = torch.is_autocast_enabled(device.type)
+        computed = torch.get_autocast_dtype(device.type) if autocast else dtype
+        given = (torch.float32, torch.float16, torch.bfloat16) if autocast else (dtype,)
+        tensors = [*weights, x, *states]
+        training = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+        if not torch.compiler.is_compiling() and batch * steps > 0:  # compiled calls are planned at run time
+            plan = self._plan(device, int(batch), computed, training, int(steps), resets is not None)
+            if plan.path == "steps" or not can_take(tensors):
+                return None
+        shape = (len(self._all_weights), *(() if rank == 2 and not packed else (batch,)), self.hidden_size)
+        fits = (
+            x.numel() > 0
+            and (rank == 2 or not packed)
+            and x.shape[-1] == self.input_size
+            and len(states) in (0, 2 if self.mode == "LSTM" else 1)
+            and x.dtype in given
+            and all(state.shape == shape and state.dtype in given for state in states)
+            and all(x.dtype == dtype for x in weights)
+            and all(x.device == device for x in tensors)
+            and (dtype == torch.float32 or not autocast)
+        )
+        return (batch, steps, computed if autocast else None, training) if fits else None
+
+    def _forward_kernels(
+        self,
+        input: Any,
+        states: list[Tensor],
+        resets: Tensor | None,
+        batch: int,
+        steps: int,
+        autocast: torch.dtype | None,
+        training: bool,
+    ) -> tuple[Any, Any]:
+        """As ``torch.nn``'s forward, one layer and direction after another."""
+        rows, states, resets = in_rows(input, states, resets, self.batch_first)
+        weights = self._weights(recurrent=training or not rows.is_cuda or torch.compiler.is_compiling())
+        offsets = None
+        if isinstance(input, PackedSequence) and batch * steps != len(rows):
+            offsets = _offsets(input.batch_sizes, rows.device)
+        begins: list[Tensor | None] = [resets, None]
+        if resets is not None and self.bidirectional:  # in reverse an episode starts before the next one's first step
+            begins[1] = previous(resets[:, None], None, offsets, batch, reverse=True)[:, 0]
+        if autocast is not None:
+            rows, *states = (x.to(autocast) for x in (rows, *states))
+            weights = [x.to(autocast) for x in weights]
+
+        cell, lstm, directions = self.mode.lower(), self.mode == "LSTM", 2 if self.bidirectional else 1
+        size, initial, last = len(self._all_weights[0]), [state.unbind(0) for state in states], []
+        for first in range(0, len(self._all_weights), directions):
+            if first and self.training and self.dropout:
+                rows = F.dropout(rows, self.dropout)
+            arguments: list[tuple] = []
+            for index in range(first, first + directions):
+                h0, c0, *_ = *(state[index] for state in initial), None, None
+                weight_ih, weight_hh, *biases = weights[index * size : (index + 1) * size]
+                bias_ih, bias_hh = biases or (None, None)
+                mask = mask_of(self, self._all_weights[index][1]) if self._buffers else None
+                tensors = rows, h0, c0, weight_ih, weight_hh, bias_ih, bias_hh, mask, offsets, begins[index - first]
+                arguments.append((*tensors, batch, cell, index > first, training, self._path, directions))
+            both = directions == 2
+            results = beside(recurrent_layer, *arguments) if both else (recurrent_layer(*arguments[0]),)
+            last += [(h_n, c_n) if lstm else (h_n,) for _, h_n, c_n, *_ in results]
+            rows = torch.cat([output for output, *_ in results], 1) if both else results[0][0]
+
+        alone = len(last) == 1  # a view is enough
+        states = [x[0].unsqueeze(0) if alone else torch.stack(x) for x in zip(*last, strict=True)]
+        return as_given(input, rows, states, self.batch_first)
+
+
+def _offsets(batch_sizes: Tensor, device: torch.device) -> Tensor:
+    """The first row of each step of a PackedSequence, then the number of rows: (T + 1,), int32."""
+    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        return F.pad(batch_sizes.cumsum(0, dtype=torch.int32), (1, 0)).to(device)
+    parts, first = [], 0  # a CUDA graph can capture constants, but not host memory
+    for batch, steps in zip(
+        *(x.tolist() for x in torch.unique_consecutive(batch_sizes, return_counts=True)), strict=True
+    ):
+        parts.append(torch.arange(first, first + batch * steps, batch, dtype=torch.int32, device=device))
+        first += batch * steps
+    return torch.cat([*parts, torch.full((1,), first, dtype=torch.int32, device=device)])

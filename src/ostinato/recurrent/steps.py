@@ -1,0 +1,205 @@
+"""RNN, GRU and LSTM one step at a time: what depends on sizes only is prepared once."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ostinato.kernels.dispatch import Prepared, is_eager
+from ostinato.kernels.persistent.cuda_step import BATCH as MOST_SEQUENCES
+from ostinato.kernels.persistent.operators import frozen_step, step_of, step_of_layers
+from ostinato.masks import masked
+from ostinato.recurrent.torch_layers import Hidden, states_of
+from ostinato.recurrent.weights import MaskedLayers
+from ostinato.replay import recording
+
+_STEPS = Prepared()  # keyed by input, weights and states
+
+
+class StepLayers(MaskedLayers):
+    """Adds :meth:`step` and its fast paths."""
+
+    _frozen: Prepared | None = None  # steps with packed weights, of layers with constant weights
+
+    def step(self, x: Tensor, state: Hidden | None = None) -> tuple[Tensor, Any]:
+        """One time step, in constant memory: ``y, state = layer.step(x, state)``.
+
+        Args:
+            x: the input at this step, (B, input_size) or (input_size,).
+            state: the state so far, as ``forward`` takes it: (num_layers, B, hidden_size), without B if x has none, of
+                an LSTM two of them; zero if absent.
+
+        Returns:
+            y, (B, hidden_size), the last layer's h, and the next state.
+
+        Raises:
+            ValueError: an input that does not fit, or a bidirectional layer, which needs the whole sequence.
+
+        Example:
+            >>> import torch, ostinato
+            >>> layer, x = ostinato.LSTM(3, 5), torch.randn(7, 2, 3)
+            >>> state = None
+            >>> for x_t in x:
+            ...     y, state = layer.step(x_t, state)
+            >>> torch.allclose(y, layer(x)[0][-1], atol=1e-6)
+            True
+        """
+        if (recorder := recording()) is not None:
+            return recorder.call(self.step, x, state, prepare=functools.partial(self._repeat_frozen, x, state))
+        result = self._step(x, state, x.dim() if isinstance(x, Tensor) else 0)
+        if result is not None:
+            return result
+        if self.bidirectional:
+            raise ValueError("step needs a layer that runs forward in time; this one is bidirectional")
+        if not isinstance(x, Tensor):
+            raise TypeError(f"x must be a tensor; got {type(x).__name__}")
+        if x.dim() not in (1, 2) or x.shape[-1] != self.input_size:
+            raise ValueError(
+                f"x must have shape (B, {self.input_size}) or ({self.input_size},), one step; got {tuple(x.shape)}"
+            )
+        states = states_of(state)
+        captured = x.is_cuda and not torch.is_autocast_enabled("cuda") and torch.cuda.is_current_stream_capturing()
+        if captured and x.dim() == 2 and states:
+            return self._step_by_cells(x, states)
+        time = 1 if self.batch_first and x.dim() == 2 else 0
+        output, state = self.forward(x.unsqueeze(time), state)
+        return output.squeeze(time), state
+
+    def initial_state(self, batch_size: int) -> Any:
+        """The state before the first step, all zeros, as ``forward`` and :meth:`step` take it."""
+        shape = len(self._all_weights), batch_size, self.hidden_size
+        zeros = self.weight_hh_l0.new_zeros(shape)
+        return (zeros, torch.zeros_like(zeros)) if self.mode == "LSTM" else zeros
+
+    def _step(self, x: Any, state: Any, rank: int) -> tuple[Tensor, Any] | None:
+        """The fast path of :meth:`step`; None where it does not apply.
+
+        `rank` is that of x without its time dimension, if any.  Host overhead dominates here, so look-ups and copies
+        are avoided.
+        """
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or not isinstance(x, Tensor):
+            return None
+        if not x.is_cpu and (not x.is_cuda or self._buffers or x.numel() > MOST_SEQUENCES * self.input_size):
+            return None
+        if self._frozen is not None and (result := self._step_frozen(x, state)) is not None:
+            return result
+        states, own = states_of(state), self._unmasked_weights()
+        like = [x, *own, *states], rank, state is None, self.mode, self.num_layers, self._path
+        changing = self.training and self.dropout > 0 and self.num_layers > 1
+        run = None if self._buffers or changing else _STEPS.find(*like)
+        if run is None:
+            run = self._prepared_step(x, state, own, rank)
+            if run is None:
+                return None
+            if not self._buffers:
+                _STEPS.add(lambda: run, *like)
+        result = run(x, states, own)
+        if result is None:
+            return None
+        if self._frozen is not None and states and x.is_cpu:
+            self._freeze_step(x, states, x.numel() // self.input_size)
+        output, new = result
+        return output, tuple(new) if self.mode == "LSTM" else new[0]
+
+    def _prepared_step(self, x: Tensor, state: Any, own: list[Tensor], rank: int) -> Any:
+        """A function that computes a step of tensors like these, or None where the fast path does not apply.
+
+        `own` is updated to the weights that the function takes.
+        """
+        layers, hidden, dtype, masks = self.num_layers, self.hidden_size, x.dtype, self._buffers
+        states, count = states_of(state), 2 if self.mode == "LSTM" else 1
+        tensors = [x, *own, *states]
+        if (
+            (rank != 2 and rank != 1)
+            or x.numel() == 0
+            or x.shape[-1] != self.input_size
+            or self.bidirectional
+            or (self.training and self.dropout and layers > 1)
+            or len(states) != (0 if state is None else count)
+            or torch.is_autocast_enabled(x.device.type)
+            or not is_eager(tensors)
+        ):
+            return None
+        for tensor in tensors:
+            if tensor.dtype != dtype or tensor.device != x.device or not tensor.is_contiguous():
+                return None
+        batch = x.numel() // self.input_size
+        shape = (layers, batch, hidden) if rank == 2 else (layers, hidden)
+        for tensor in states:
+            if tensor.shape != shape:
+                return None
+        self._check_shapes(own)
+
+        size, inputs, steps = len(own) // layers, self.input_size, []
+        for layer in range(layers):
+            mask_ih = mask_hh = None
+            if masks:
+                mask_ih, mask_hh = masks.get(f"mask_ih_l{layer}"), masks.get(f"mask_hh_l{layer}")
+            step = step_of(x.device, self.mode.lower(), dtype, hidden, inputs, batch, mask_ih, mask_hh, self._path)
+            if step is None and mask_ih is not None:  # too dense for a sparse product
+                own[layer * size] = masked(self, f"weight_ih_l{layer}")
+                step = step_of(x.device, self.mode.lower(), dtype, hidden, inputs, batch, None, mask_hh, self._path)
+            if step is None:
+                return None
+            steps.append(step)
+            inputs = hidden
+        return step_of_layers(x.device, steps, x, shape, count)
+
+    def freeze(self) -> None:
+        """Assume constant weights in :meth:`step`, for use by one thread: for a frozen stepper's own copy."""
+        self._frozen = Prepared()
+
+    def _step_frozen(self, x: Tensor, state: Any) -> tuple[Tensor, Any] | None:
+        frozen: Any = self._frozen
+        states = states_of(state)
+        run = frozen.find([x, *states])
+        result = None if run is None else run(x, states, ())
+        if result is None:
+            return None
+        output, new = result
+        return output, tuple(new) if self.mode == "LSTM" else new[0]
+
+    def _repeat_frozen(self, x: Tensor, state: Any, result: tuple[Tensor, Any]) -> Callable[[], None] | None:
+        """A function that repeats the step from and into the same memory, if weights are frozen, else None."""
+        states, (output, after) = states_of(state), result
+        new, run = states_of(after), self._frozen and self._frozen.find([x, *states])
+        if not run:
+            return None
+
+        def repeat() -> None:
+            if run.into(output, new, x, states, ()):
+                return
+            y, right = self.step(x, state)  # the packed kernel refuses values that are not finite
+            for own, other in zip((output, *new), (y, *states_of(right)), strict=True):
+                own.copy_(other)
+
+        return repeat
+
+    def _freeze_step(self, x: Tensor, states: list[Tensor], batch: int) -> None:
+        """Prepare :meth:`_step_frozen` for an input and states like these."""
+        weights, steps, frozen = self._weights(), [], cast(Any, self._frozen)
+        size = len(weights) // self.num_layers
+        for layer in range(self.num_layers):
+            masks = (self._buffers.get(f"mask_{which}_l{layer}") for which in ("ih", "hh"))
+            own = [weight.contiguous() for weight in weights[layer * size : (layer + 1) * size]]
+            steps.append(frozen_step(self.mode.lower(), batch, own, *masks))
+        frozen.add(lambda: step_of_layers(x.device, steps, x, tuple(states[0].shape), len(states)), [x, *states])
+
+    def _step_by_cells(self, x: Tensor, states: list[Tensor]) -> tuple[Tensor, Any]:
+        """:meth:`step` of many sequences in CUDA graphs, by two GEMMs and a kernel per layer; elsewhere cuDNN's fewer
+        launches win."""
+        weights, last = self._weights(), []
+        size = len(weights) // self.num_layers
+        for layer, before in enumerate(zip(*(state.unbind(0) for state in states), strict=True)):
+            if layer and self.training and self.dropout:
+                x = F.dropout(x, self.dropout)
+            own = weights[layer * size : (layer + 1) * size]
+            cell: Any = getattr(torch, f"{self.mode.lower()}_cell")
+            after = cell(x, before if self.mode == "LSTM" else before[0], *own)
+            last.append(after if self.mode == "LSTM" else (after,))
+            x = last[-1][0]
+        new = [torch.stack(parts) for parts in zip(*last, strict=True)]
+        return x, tuple(new) if self.mode == "LSTM" else new[0]

@@ -1,0 +1,67 @@
+"""The parameters of RNN, GRU and LSTM, as they are at a call, with their masks."""
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ostinato.kernels.persistent.plan import GATES
+from ostinato.masks import keep_pruned, mask_name, mask_of, masked
+from ostinato.recurrent.torch_layers import TorchLayers
+
+
+class MaskedLayers(TorchLayers):
+    """Adds masks to ``torch.nn``'s layers.
+
+    Every call reads the current parameters: ``torch.nn``'s own list of them can be stale.
+    """
+
+    weight_hh_l0: Tensor
+    _path: str | None = None  # the only kernel to consider on a GPU; None for the fastest
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Register the mask buffers of a pruned layer, which a new one lacks."""
+        for name in self._flat_weights_names:
+            if "weight" in name and prefix + mask_name(name) in state_dict and mask_of(self, name) is None:
+                self.register_buffer(mask_name(name), torch.ones_like(getattr(self, name), dtype=torch.bool))
+                keep_pruned(self, name)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _unmasked_weights(self) -> list[Tensor]:
+        """All parameters in torch.nn's order."""
+        own: Any = self._parameters  # faster than getattr, which also finds parametrized ones
+        return [own[name] if name in own else getattr(self, name) for name in self._flat_weights_names]
+
+    def _check_shapes(self, weights: list[Tensor]) -> None:
+        """Raise ValueError for a parameter that was replaced by a tensor of another shape."""
+        directions = 2 if self.bidirectional else 1
+        sizes = self.input_size, self.hidden_size, self.num_layers, directions, self.bias
+        for name, weight, shape in zip(self._flat_weights_names, weights, _shapes_of(self.mode, *sizes), strict=True):
+            if weight.shape != shape:
+                raise ValueError(f"{name} must have shape {shape}; got {tuple(weight.shape)}")
+
+    def _weights(self, recurrent: bool = True) -> list[Tensor]:
+        """All parameters in torch.nn's order, with zeros where pruned; recurrent weights only if ``recurrent``.
+
+        Raises ValueError for one of another shape.
+        """
+        weights = self._unmasked_weights()
+        if not torch.compiler.is_compiling():
+            self._check_shapes(weights)
+        if self._buffers:
+            for i, name in enumerate(self._flat_weights_names):
+                if mask_name(name) in self._buffers and (recurrent or "_hh_" not in name):
+                    weights[i] = masked(self, name)
+        return weights
+
+
+@functools.lru_cache(4096)
+def _shapes_of(
+    mode: str, input_size: int, hidden_size: int, layers: int, directions: int, bias: bool
+) -> tuple[tuple[int, ...], ...]:
+    rows = GATES[mode.lower()] * hidden_size
+    widths = [input_size] * directions + [directions * hidden_size] * (directions * (layers - 1))
+    return tuple(
+        shape for width in widths for shape in ((rows, width), (rows, hidden_size), *([(rows,)] * 2 if bias else ()))
+    )
