@@ -25,7 +25,7 @@ from ostinato.kernels.persistent import packing, plan
 from ostinato.kernels.recurrence import cuda as recurrence_cuda
 from ostinato.kernels.recurrence import projected, steps_cuda
 from ostinato.kernels.scan import choose_backend, compose
-from ostinato.minimal import recurrence_of
+from ostinato.minimal.recurrences import recurrence_of
 
 FLAGS = (False, True)
 

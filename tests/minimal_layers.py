@@ -1,7 +1,7 @@
 """The passes of minimal layers, by each backend, as the tests of kernels call them."""
 
 from ostinato.kernels.recurrence import operators
-from ostinato.minimal import GATES, recurrence_of
+from ostinato.minimal.recurrences import GATES, recurrence_of
 
 __all__ = ["GATES", "layer", "layer_backward"]
 

@@ -18,7 +18,7 @@ from minimal_layers import layer, layer_backward
 from ostinato.kernels import gemm, memory
 from ostinato.kernels import threads as kernel_threads
 from ostinato.kernels.scan import cpu, reference
-from ostinato.minimal import RECURRENCES
+from ostinato.minimal.recurrences import RECURRENCES
 
 INF = math.inf
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}

@@ -18,7 +18,7 @@ from ostinato.kernels.recurrence.print_cuda import element_name, print_cuda
 from ostinato.kernels.recurrence.trace import parse
 from ostinato.kernels.scan import choose_backend, cuda, operators, torch_ops
 from ostinato.kernels.scan.geometry import Device, choose_geometry, macros
-from ostinato.minimal import recurrence_of
+from ostinato.minimal.recurrences import recurrence_of
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}

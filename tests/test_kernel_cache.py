@@ -13,13 +13,13 @@ import torch
 from ostinato.kernels import numba_loops
 from ostinato.kernels.recurrence import cpu, cpu_loops
 from ostinato.kernels.recurrence.trace import parse
-from ostinato.minimal import recurrence_of
+from ostinato.minimal.recurrences import recurrence_of
 
 SOURCE = pathlib.Path(numba_loops.__file__).parents[2]
 STEP = """
 import sys, torch
 from ostinato.kernels.recurrence import cpu
-from ostinato.minimal import recurrence_of
+from ostinato.minimal.recurrences import recurrence_of
 pre = torch.tensor([[[0.0, 3.0]]])
 recurrences = (recurrence_of("mingru", candidate, False) for candidate in sys.argv[1:])
 print(*(cpu.layer(recurrence, pre, None, None, None, None, True, 1)[0].item() for recurrence in recurrences))

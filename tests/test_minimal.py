@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence
 
 import ostinato
-from ostinato.minimal import recurrence_of
+from ostinato.minimal.recurrences import recurrence_of
 
 LAYERS = {"mingru": ostinato.MinGRU, "minlstm": ostinato.MinLSTM}
 CELLS = {"mingru": ostinato.MinGRUCell, "minlstm": ostinato.MinLSTMCell}
@@ -408,6 +408,6 @@ def test_each_layer_of_a_stack_remembers_its_step(monkeypatch):
     with torch.no_grad():
         state = layer.step(x)[1]
         expected = layer.step(x, state)
-        monkeypatch.setattr("ostinato.minimal.next_state", None)
+        monkeypatch.setattr("ostinato.minimal.layers.next_state", None)
         for got, wanted in zip(layer.step(x, state), expected, strict=True):
             assert torch.equal(got, wanted)

@@ -6,7 +6,7 @@ import torch
 import ostinato
 from ostinato.kernels import nvrtc
 from ostinato.kernels.recurrence import projected
-from ostinato.minimal import CANDIDATES, GATES, recurrence_of
+from ostinato.minimal.recurrences import CANDIDATES, GATES, recurrence_of
 
 TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 4e-3}
 RUNS = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)

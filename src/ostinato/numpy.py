@@ -17,7 +17,8 @@ import torch
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 from torch import Tensor
 
-from ostinato.minimal import MinGRU, MinLSTM, next_state
+from ostinato.minimal import MinGRU, MinLSTM
+from ostinato.minimal.steps import next_state
 
 __all__ = ["CUDA_AVAILABLE", "MinGRUCell", "MinGRUCellCUDA", "MinLSTMCell", "MinLSTMCellCUDA"]
 

@@ -15,7 +15,7 @@ from ostinato.bench.measure import Record
 from ostinato.bench.peers import CONTESTANTS
 from ostinato.bench.workloads import OURS, Layer, Recurrence, name_of
 from ostinato.files import replacing
-from ostinato.minimal import GATES
+from ostinato.minimal.recurrences import GATES
 
 PRODUCT = re.compile(r"gemm|cutlass|nvjet|xmma|::mm$|addmm$|_linear_pointwise|mkldnn_convolution|convolution_backward$")
 PREPARE = "prepare"  # fills the buffer in which the blocks of a persistent kernel exchange states, or gates

@@ -18,7 +18,7 @@ from ostinato.episodes import forward_by_episodes
 from ostinato.kernels.gemm import linear
 from ostinato.kernels.scan import reference
 from ostinato.masks import block_name
-from ostinato.minimal import GATES, RECURRENCES
+from ostinato.minimal.recurrences import GATES, RECURRENCES
 
 OURS = "Ostinato"
 

@@ -14,7 +14,7 @@ from ostinato.kernels.recurrence import operators as layers
 from ostinato.kernels.scan import compose as kernel
 from ostinato.kernels.scan import operators
 from ostinato.kernels.scan.torch_ops import LOG, zeroed
-from ostinato.minimal import GATES, RECURRENCES, recurrence_of
+from ostinato.minimal.recurrences import GATES, RECURRENCES, recurrence_of
 from ostinato.recurrence import Recurrence
 
 MOST_AT_ONCE = 1 << 26  # elements of a temporary tensor

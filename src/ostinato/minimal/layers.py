@@ -1,0 +1,241 @@
+"""MinGRU and MinLSTM: gates do not depend on the previous state, so a layer is a scan over time."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ostinato.diagonal.layers import DiagonalLayers, Parameters, Run
+from ostinato.kernels.dispatch import Prepared
+from ostinato.kernels.gemm import linear
+from ostinato.kernels.recurrence import operators
+from ostinato.kernels.scan.torch_ops import Packing
+from ostinato.layers import Hidden, StackedLayers
+from ostinato.minimal.recurrences import CANDIDATES, GATES, RECURRENCES, recurrence_of
+from ostinato.minimal.steps import is_plain_step, next_state, steps_alone
+from ostinato.replay import recording
+from ostinato.scan import check_choice
+
+_STEPS = Prepared()  # keyed by inputs and weights
+
+
+class _MinimalLayers(DiagonalLayers):
+    """Stacked layers of one minimal cell, around ``operators.layer_scan``."""
+
+    cell: str
+    candidate: str
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        *,
+        proj_size: int = 0,
+        candidate: str = "positive",
+        backend: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if proj_size != 0:
+            raise ValueError(f"proj_size must be 0, projections are not supported; got {proj_size!r}")
+        check_choice("candidate", candidate, tuple(CANDIDATES))
+        sizes = input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional
+        StackedLayers.__init__(self, *sizes, backend=backend, device=device, dtype=dtype, candidate=candidate)
+
+    def _shapes(self, width: int) -> dict[str, tuple[int, ...]]:
+        rows = GATES[self.cell] * self.hidden_size
+        return {"weight_ih": (rows, width), "bias_ih": (rows,)}
+
+    def _cell(self, suffix: str, p: Parameters, x: Tensor, run: Run) -> tuple[Tensor, Hidden]:
+        gates = linear(x, p["weight_ih"], p["bias_ih"]).chunk(GATES[self.cell], -1)
+        return run(RECURRENCES[self.cell][self.candidate], *gates)
+
+    def _layers(
+        self, x: Tensor, hx: Hidden | None, offsets: Tensor | None, resets: Tensor | None, batch_first: bool
+    ) -> tuple[Tensor, Hidden]:
+        if self._is_apart(resets):
+            return super()._layers(x, hx, offsets, resets, batch_first)
+        return StackedLayers._layers(self, x, hx, offsets, resets, batch_first)
+
+    def _is_apart(self, resets: Tensor | None) -> bool:
+        """Whether the sequence is sharded and each direction must be run separately."""
+        return self.sequence_group is not None and (resets is not None or self.bidirectional)
+
+    def _step_again(self, x: Any, h: Any) -> tuple[Tensor, Any] | None:
+        return self._layer_again(0, x, h) if self.num_layers == 1 else None
+
+    def _layer_again(self, layer: int, x: Any, h: Any) -> tuple[Tensor, Any] | None:
+        """The step of a layer, if one like it is cached."""
+        if torch.is_grad_enabled():
+            return None
+        weight, bias = self._parameter(f"weight_ih_l{layer}"), self._parameter(f"bias_ih_l{layer}")
+        step = _STEPS.find(*self._like_step(x, h, weight, bias))
+        if step is None:
+            return None
+        state = step(x, weight, bias, h)
+        return (state, state.unsqueeze(0)) if h is None else (state.squeeze(0), state)
+
+    def _remember_step(self, x: Tensor, h: Tensor | None, weight: Tensor, bias: Tensor | None) -> None:
+        """Cache a step for :meth:`_layer_again`."""
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return
+        if not is_plain_step(GATES[self.cell], x, weight, bias, h):
+            return
+        recurrence = recurrence_of(self.cell, self.candidate, False)
+        step = recurrence, *x.shape, self.hidden_size, x.dtype, x.get_device()
+        _STEPS.add(lambda: operators.step_of(*step), *self._like_step(x, h, weight, bias))
+
+    def _like_step(self, x: Tensor, h: Tensor | None, weight: Tensor, bias: Tensor | None) -> tuple:
+        """The cache key of a step: its tensors and settings."""
+        given = (x, weight) if h is None else (x, weight, h)
+        given = given if bias is None else (*given, bias)
+        return given, h is None, self.cell, self.candidate, self.backend
+
+    def _step_of_layer(self, layer: int, x: Tensor, h0: Any) -> tuple[Tensor, Hidden]:
+        if recording() is not None:
+            return super()._step_of_layer(layer, x, h0)
+        if self.num_layers > 1 and not torch.compiler.is_compiling():
+            again = self._layer_again(layer, x, h0)
+            if again is not None:
+                return again
+        weight, bias = self._parameters_of(f"l{layer}", x.shape[-1]).values()
+        if steps_alone(x, weight, self.backend):
+            state = next_state(self.cell, self.candidate, x, weight, bias, h0)
+            self._remember_step(x, h0, weight, bias)
+            return (state, state.unsqueeze(0)) if h0 is None else (state.squeeze(0), state)
+        if self.sequence_group is not None:
+            return super()._step_of_layer(layer, x, h0)
+        h, h_last = self._scan(linear(x, weight).unsqueeze(0), bias, h0, None, None, batch_first=False)
+        return h.squeeze(0), h_last
+
+    def _layer(
+        self,
+        layer: int,
+        x: Tensor,
+        h0: Any,
+        offsets: Tensor | None,
+        resets: Tensor | None,
+        batch_first: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """One GEMM for all gates and directions, then one fused kernel, which also adds the bias."""
+        if self._is_apart(resets):
+            return super()._layer(layer, x, h0, offsets, resets, batch_first)
+        own = [self._parameters_of(suffix, x.shape[-1]).values() for suffix in self._suffixes(layer)]
+        weights, biases = zip(*own, strict=True)
+        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+        bias = None if not self.bias else biases[0] if len(biases) == 1 else torch.cat(biases)
+        if x.is_cuda and not self.bidirectional and self.sequence_group is None and offsets is None and resets is None:
+            recurrence = recurrence_of(self.cell, self.candidate, self.bias)
+            found = operators.projected_scan(x, weight, bias, h0, recurrence, batch_first, self.backend)
+            if found is not None:
+                return found
+        if self.sequence_group is not None:
+            from ostinato import distributed
+
+            settings = self.cell, self.candidate, batch_first, self.backend
+            return distributed.minimal_layer(x, weight, bias, h0, *settings, group=self.sequence_group)
+        pre = linear(x, weight)
+        resets = None if resets is None else self._of_directions(resets, offsets, batch_first)
+        return self._scan(pre, bias, h0, offsets, resets, batch_first)
+
+    def _scan(
+        self,
+        pre: Tensor,
+        bias: Tensor | None,
+        h0: Tensor | None,
+        offsets: Tensor | None,
+        resets: Tensor | None,
+        batch_first: bool,
+    ) -> tuple[Tensor, Tensor]:
+        if h0 is not None and h0.dtype is not pre.dtype:  # even a no-op .to() costs
+            h0 = h0.to(pre.dtype)
+        recurrence = recurrence_of(self.cell, self.candidate, self.bias)
+        directions, backend = self.num_directions, self.backend
+        return operators.layer_scan(pre, bias, h0, offsets, resets, recurrence, batch_first, directions, backend)
+
+    def _of_directions(self, resets: Tensor, offsets: Tensor | None, batch_first: bool) -> Tensor:
+        """The mask of each direction: in reverse, an episode starts at the step before the next one's first."""
+        if not self.bidirectional:
+            return resets[None]
+        packing = None if offsets is None else Packing.from_offsets(offsets)
+        marks = resets if packing is None else packing.unpack(resets[:, None], False)[..., 0]
+        dim = 0 if packing is None and not batch_first else 1
+        ended = F.pad(marks, (0, 1) if dim == 1 else (0, 0, 0, 1)).narrow(dim, 1, marks.shape[dim])
+        return torch.stack((resets, ended if packing is None else packing.pack(ended[..., None])[:, 0]))
+
+
+class MinGRU(_MinimalLayers):
+    r"""Stacked minimal GRU layers (section 3.1 of Feng et al. 2024, arXiv 2410.01201).
+
+    .. math::
+        z_t = \sigma(W_z x_t + b_z), \quad c_t = \phi(W_h x_t + b_h), \quad
+        h_t = (1 - z_t) \odot h_{t-1} + z_t \odot c_t
+
+    Neither the update gate z nor the candidate c depends on the previous state, so the whole sequence is one matrix
+    product and one scan.  Arguments, shapes and results are :class:`torch.nn.GRU`'s; the parallel forward,
+    :meth:`step` and a sequence split in two with the state carried over compute the same function.
+
+    Args:
+        input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional: as ``torch.nn.GRU``.
+        proj_size: 0, as ``torch.nn.LSTM``'s default; there are no projections.
+        candidate: :math:`\phi`.  "positive" is the paper's g, x + 0.5 for x >= 0 and sigmoid(x) below, which keeps
+            the state positive (appendix B.3); "linear" the identity of section 3.1; "tanh" a bounded state.
+        backend: see :func:`ostinato.linear_scan`.
+        device, dtype: of the parameters.
+
+    Inputs: ``input``, (T, B, input_size), (B, T, input_size) with ``batch_first``, (T, input_size) unbatched, or a
+    ``PackedSequence``; ``hx``, (num_layers * D, B, hidden_size), D = 2 if bidirectional, zero if absent; ``resets``,
+    keyword-only, bool, of ``input``'s shape without channels: where True, an episode begins at that step.  The state
+    is zero before it; in the reverse direction, before the last step of the previous episode.
+
+    Outputs: ``output``, the last layer's states, D * hidden_size channels laid out as ``input``; ``h_n``, the
+    last state of every layer and direction, shaped as ``hx``.
+
+    Parameters: ``weight_ih_l{k}``, (2 * hidden_size, in), and ``bias_ih_l{k}``, rows z then h; ``_reverse``
+    appended for the second direction.
+
+    Raises:
+        TypeError: an input or state that is not a tensor of the parameters' dtype.
+        ValueError: sizes, shapes or devices that do not match, a ``proj_size``, or an unknown candidate or backend.
+
+    Example:
+        >>> import torch, ostinato
+        >>> gru = ostinato.MinGRU(input_size=8, hidden_size=16, num_layers=2, batch_first=True)
+        >>> output, h_n = gru(torch.randn(4, 100, 8))
+        >>> output.shape, h_n.shape
+        (torch.Size([4, 100, 16]), torch.Size([2, 4, 16]))
+    """
+
+    cell = "mingru"
+
+
+class MinLSTM(_MinimalLayers):
+    r"""Stacked minimal LSTM layers (section 3.2 of Feng et al. 2024, arXiv 2410.01201).
+
+    .. math::
+        f_t = \sigma(W_f x_t + b_f), \quad i_t = \sigma(W_i x_t + b_i), \quad c_t = \phi(W_h x_t + b_h), \quad
+        h_t = \frac{f_t}{f_t + i_t} \odot h_{t-1} + \frac{i_t}{f_t + i_t} \odot c_t
+
+    The normalised gates are computed without the 0/0 of two closed gates.  Everything else is as in :class:`MinGRU`;
+    there is one state, so ``hx`` and ``h_n`` are single tensors.
+
+    Parameters: ``weight_ih_l{k}``, (3 * hidden_size, in), and ``bias_ih_l{k}``, rows f, i, h.
+
+    Raises:
+        TypeError, ValueError: as :class:`MinGRU`.
+
+    Example:
+        >>> import torch, ostinato
+        >>> lstm = ostinato.MinLSTM(8, 16, bidirectional=True)
+        >>> output, h_n = lstm(torch.randn(100, 4, 8))
+        >>> output.shape, h_n.shape
+        (torch.Size([100, 4, 32]), torch.Size([2, 4, 16]))
+    """
+
+    cell = "minlstm"

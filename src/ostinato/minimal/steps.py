@@ -1,0 +1,48 @@
+"""One step of a minimal layer or cell: a product and the gates, fused where a kernel fits."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ostinato.kernels.dispatch import is_differentiated, is_eager
+from ostinato.kernels.recurrence import operators
+from ostinato.minimal.recurrences import GATES, RECURRENCES, recurrence_of
+
+
+def steps_alone(x: Tensor, weight: Tensor, backend: str) -> bool:
+    """Whether one step is computed by :func:`next_state`: the layer's usual host overhead exceeds its run time."""
+    if x.dtype is not weight.dtype or backend != "auto":
+        return False
+    if x.is_cpu:
+        return x.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled("cpu")
+    if not x.is_cuda or torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.is_autocast_enabled("cuda"):
+        return False
+    return operators.kernels_on("auto", "cuda") is not None
+
+
+def next_state(cell: str, candidate: str, x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor | None) -> Tensor:
+    """The state after one step, by the fused kernel, or in PyTorch operations if it is traced or differentiated.
+
+    The state before is (B, H) or (1, B, H), as is the result.
+    """
+    tensors = [y for y in (x, weight, bias, h) if y is not None]
+    if is_eager(tensors) and not is_differentiated(tensors) and is_plain_step(GATES[cell], x, weight, bias, h):
+        layer = recurrence_of(cell, candidate, False), *x.shape, weight.shape[0] // GATES[cell], x.dtype
+        return operators.step_of(*layer, x.get_device())(x, weight, bias, h)
+    a, b = RECURRENCES[cell][candidate].function(*F.linear(x, weight, bias).chunk(GATES[cell], -1))
+    return b if h is None else torch.addcmul(b, a, h)
+
+
+def is_plain_step(gates: int, x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor | None) -> bool:
+    """Whether shapes, dtypes, devices and layout suit the kernel; all else, errors included, is left to PyTorch."""
+    rows = weight.shape[0]
+    return (
+        x.numel() > 0
+        and weight.shape == (rows, x.shape[1])
+        and rows % gates == 0
+        and (bias is None or bias.shape == (rows,))
+        and (h is None or h.numel() == len(x) * rows // gates)
+        and all(y is None or (y.dtype is x.dtype and y.device == x.device) for y in (weight, bias, h))
+        and weight.is_contiguous()
+        and (bias is None or bias.is_contiguous())
+    )
