@@ -39,6 +39,7 @@ def mask_name(name: str) -> str:
 
 
 def mask_of(module: nn.Module, name: str) -> Tensor | None:
+    """The mask of the parameter called ``name``, if it is pruned."""
     return module._buffers.get(mask_name(name))
 
 

@@ -1,1 +1,16 @@
-"""The kernels by family, `scan`, `recurrence` and `persistent`, and what every family uses."""
+"""The kernels by family, `scan`, `recurrence` and `persistent`, and what every family uses:
+
+==================  ==================================================================
+``dispatch.py``     differentiable operators, and which calls may bypass their registration
+``export.py``       programs that run without this library
+``gemm.py``         matrix products over all steps
+``nvrtc.py``        CUDA kernels: compiled, loaded, launched
+``numeric.cuh``     their arithmetic; ``gemv.cuh`` and ``transpose.cu`` are products' parts
+``streams.py``      two computations in parallel on a GPU
+``numba_loops.py``  the CPU's loops: compiled, and how they access memory
+``numba_math.py``   their arithmetic
+``threads.py``      the threads that run them
+``memory.py``       memory for their results
+``cache.py``        what was compiled, on disk
+==================  ==================================================================
+"""

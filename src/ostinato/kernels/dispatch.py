@@ -286,6 +286,7 @@ def _unfolded(size: int, x: Tensor, groups: int) -> Tensor:
 
 
 def is_differentiated(args: Sequence[Any]) -> bool:
+    """Whether gradients of the call will be taken: those of torch's own tensors and parameters."""
     if torch.is_grad_enabled():
         for x in args:  # a generator costs more than the check
             if type(x) in _PLAIN_TYPES and x.requires_grad:

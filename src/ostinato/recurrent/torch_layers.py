@@ -131,4 +131,5 @@ def _in_memory(x: Any) -> Any:
 
 
 def states_of(hx: Hidden | None) -> list[Tensor]:
+    """The tensors of a state: h, an LSTM's c too, or none."""
     return [] if hx is None else [hx] if isinstance(hx, Tensor) else list(hx)

@@ -13,4 +13,14 @@
 ``nonlinear.py``   that of non-linear ones, by ``steps_cuda.py`` and ``steps_cpu.py``
 ``complex.py``     the complex linear scan, a recurrence of two states
 =================  ===========================================================================
+
+A device's modules provide, for checked and non-empty tensors that are on it,
+
+- of linear recurrences, ``cpu.py`` and ``cuda.py``: ``scan`` and ``scan_backward`` for the operator
+  ``linear_recurrence``, ``layer`` and ``layer_backward`` for ``layer_scan``, and ``Step``, one step of a layer with its
+  matrix product;
+- of others, ``steps_cpu.py`` and ``steps_cuda.py``: ``steps`` and ``steps_backward`` for ``nonlinear_recurrence``, and
+  on a CPU ``Step``, one step of a recurrence alone.
+
+The arguments are the operators', which a comment above each describes.
 """
