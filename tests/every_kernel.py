@@ -128,6 +128,11 @@ def transpositions():
         gemm.transposed(torch.randn(shape).cuda())
 
 
+def shifts():
+    for given in test_persistent.states_to_shift():
+        persistent.previous(*(x.cuda() if isinstance(x, torch.Tensor) else x for x in given))
+
+
 def recurrent(path, shape, clusters):
     pack = packing.pack
 
@@ -173,6 +178,7 @@ PARTS |= {
     for cell, dtype in itertools.product(plan.GATES, test_cuda.TOLERANCE)
 }
 PARTS["transposition"] = transpositions
+PARTS["previous"] = shifts
 for kind, clusters in {"persistent": (1,), "clusters": (2, 4)}.items():
     for path, shape in test_persistent.LAYERS:
         PARTS["-".join(map(str, (kind, path, *shape))).replace(" ", "")] = partial(recurrent, path, shape, clusters)

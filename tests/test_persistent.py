@@ -442,6 +442,36 @@ def test_match_the_reference(path, layer, nan_memory):
         assert max(errors(found, expected)) < TOLERANCE[case.dtype]
 
 
+def states_to_shift():
+    """Arguments of ``previous``: of widths that are multiples of 2 to 16 bytes, and of one part of a step or many."""
+    for (hidden, dtype), flags in itertools.product(
+        ((1, bf16), (6, f16), (515, bf16), (1024, f16), (33, f32), (64, f32)),
+        itertools.product((False, True), repeat=4),
+    ):
+        packed, reverse, with_first, resets = flags
+        lengths = torch.tensor([9] * 20 + [4] * 10 + [3, 1] if packed else [7] * 32)
+        sizes = (lengths > torch.arange(lengths[0])[:, None]).sum(1)
+        offsets = torch.cat([torch.zeros(1), sizes.cumsum(0)]).int() if packed else None
+        rows, first = torch.randn(int(lengths.sum()), hidden).to(dtype), torch.randn(2, 32, hidden).to(dtype)[1]
+        marks = torch.rand(len(rows)) < 0.3 if resets else None
+        yield rows, first if with_first else None, offsets, 32, reverse, marks
+
+
+@pytest.mark.gpu
+def test_the_state_before_each_step_equals_the_reference(nan_memory):
+    torch.manual_seed(0)
+    for given in states_to_shift():
+        on_gpu = [x.cuda() if isinstance(x, torch.Tensor) else x for x in given]
+        assert torch.equal(cuda.previous(*on_gpu).cpu(), reference.previous(*given))
+
+
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_100"])
+def test_the_copy_of_states_compiles_without_a_gpu(architecture):
+    pytest.importorskip("cuda.core")
+    for macros in cuda.UNITS.values():
+        assert nvrtc.compile_cubin(nvrtc.source("persistent/previous.cu"), architecture, dict(macros))[:4] == b"\x7fELF"
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("cluster", [1, 2, 4])
 @pytest.mark.parametrize("layer", [("lstm", 515, 23, f16), ("gru", 1024, 16, bf16), ("rnn_tanh", 256, 3, f32)])

@@ -135,7 +135,8 @@ class SequenceLayers(MaskedLayers):
 def _offsets(batch_sizes: Tensor, device: torch.device) -> Tensor:
     """The first row of each step of a PackedSequence, then the number of rows: (T + 1,), int32."""
     if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
-        return F.pad(batch_sizes.cumsum(0, dtype=torch.int32), (1, 0)).to(device)
+        # Without waiting for the GPU: the driver has read the host's memory when the copy returns.
+        return F.pad(batch_sizes.cumsum(0, dtype=torch.int32), (1, 0)).to(device, non_blocking=True)
     parts, first = [], 0  # a CUDA graph can capture constants, but not host memory
     for batch, steps in zip(
         *(x.tolist() for x in torch.unique_consecutive(batch_sizes, return_counts=True)), strict=True

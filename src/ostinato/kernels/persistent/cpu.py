@@ -18,6 +18,7 @@ from ostinato.kernels.persistent.cpu_step import StepOfLayers as StepOfLayers
 from ostinato.kernels.persistent.cpu_step import step_of as step_of
 from ostinato.kernels.persistent.masks import derived_from
 from ostinato.kernels.persistent.plan import GATES, Call, Plan, no_kernel
+from ostinato.kernels.persistent.reference import previous as previous
 from ostinato.kernels.threads import run_loop, threads_for
 
 # Measured on two cores of a Zen 5.

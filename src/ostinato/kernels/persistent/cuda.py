@@ -4,6 +4,7 @@ Weights are read from the parameters at every launch; only what depends on masks
 """
 
 import functools
+import operator
 import struct
 from typing import Any, NamedTuple
 
@@ -31,6 +32,9 @@ _POINTERS = (
     *("grads", "grad_h0", "grad_c0", "resets", "marks"),
 )
 _PARAMETERS = struct.Struct(f"{len(_POINTERS)}Q5i")
+COPIERS, COPIED = 256, 1024  # threads of a block that copies states, and units that each of its rounds copies
+_TYPES = {16: "uint4", 8: "uint2", 4: "unsigned", 2: "unsigned short", 1: "unsigned char"}
+UNITS = {unit: (("UNIT", name),) for unit, name in _TYPES.items()}  # of a copy, by bytes
 LEAST_STEPS = 4  # below this, launches per step cost the host no more than a persistent kernel's
 
 
@@ -188,6 +192,30 @@ def backward(
     given |= {"offsets": offsets, "resets": resets}
     _launch(geometry, mask_hh, batch, reverse, given, results)
     return tuple(results.values())  # type: ignore[return-value]
+
+
+def previous(
+    rows: Tensor,
+    first: Tensor | None,
+    offsets: Tensor | None,
+    batch: int,
+    reverse: bool,
+    resets: Tensor | None = None,
+) -> Tensor:
+    """The state before each step, in one launch; see :mod:`ostinato.kernels.persistent.reference`."""
+    rows, first = rows.contiguous(), None if first is None else first.to(rows.dtype).contiguous()
+    resets = None if resets is None else resets.contiguous()
+    steps = len(rows) // batch if offsets is None else len(offsets) - 1
+    before = torch.empty_like(rows)
+    addresses = [0 if x is None else x.data_ptr() for x in (rows, first, before, offsets, resets)]
+    size = rows.shape[1] * rows.itemsize
+    unit = functools.reduce(operator.or_, addresses[:3], size | max(UNITS))
+    unit &= -unit  # the bytes that all are multiples of
+    parts = -(-batch * size // (unit * COPIED))
+    kernel = nvrtc.load_kernel("previous", nvrtc.source("persistent/previous.cu"), UNITS[unit], rows.get_device())
+    parameters = struct.pack("5Q5i", *addresses, steps, batch, size // unit, parts, int(reverse))
+    kernel.launch(rows.get_device(), steps * parts, COPIERS, parameters)
+    return before
 
 
 class _Kernels(NamedTuple):

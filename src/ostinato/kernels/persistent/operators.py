@@ -249,7 +249,7 @@ def _recurrent_layer_backward(
     hidden, gru = weight_hh.shape[1], cell == "gru"
     how = True, path, directions, resets is not None
     kernels, plan = _choose(x, mask_hh, offsets, batch, cell, hidden, *how)
-    h_prev = reference.previous(h, h0, offsets, batch, reverse, resets)
+    h_prev = kernels.previous(h, h0, offsets, batch, reverse, resets)
     if cell.startswith("rnn"):
         pre, candidate = h, None
     elif kernels is not reference and gates.numel():
