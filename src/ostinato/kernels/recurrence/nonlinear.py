@@ -200,7 +200,7 @@ def _backward_impl(
     )
     both = [*(grad_initial or ()), *absent][:2]
     if together is not None:
-        return [*both, together, torch.cat(of_parameters).to(arguments[1].dtype)]
+        return [*both, together, of_parameters.flatten().to(arguments[1].dtype)]
     copies = [g.to(x.dtype, copy=True) for g, x in zip(of_parameters, parameters, strict=True)]
     return [*both, *_joined(trace, of_sequences, copies)]
 

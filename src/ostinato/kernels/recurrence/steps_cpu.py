@@ -263,8 +263,9 @@ def steps_backward(
     resets: Tensor | None,
     reverse: bool,
     of_sequences: Sequence[Tensor],
-) -> tuple[list[Tensor], list[Tensor] | None]:
-    """Gradients of the parameters and the initial states (None if there are none); writes those of the sequences."""
+) -> tuple[Tensor, list[Tensor] | None]:
+    """Gradients of the parameters, (parameters, D), widened, and of the initial states (None if there are none); writes
+    those of the sequences."""
     like = sequences[0]
     dtype = torch.promote_types(like.dtype, torch.float32)
     state = [_states(trace, like, None if g is None else [g], cu_seqlens, dtype, 1)[0] for g in grads_last]
@@ -280,7 +281,7 @@ def steps_backward(
         "total": totals,
     }
     _run(trace, True, dtype, cu_seqlens, resets, reverse, sequences, parameters, state, results, extra)
-    of_parameters = [g.sum(0).to(x.dtype) for g, x in zip(totals, parameters, strict=True)]
+    of_parameters = torch.stack(totals).sum(1) if totals else state[0].new_empty(0, like.shape[2])
     grad_h0 = None if h0 is None else [x.to(like.dtype) for x in state]
     if results is not of_sequences:
         for own, x in zip(of_sequences, results, strict=True):

@@ -3,7 +3,7 @@
 import functools
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from ostinato.kernels import nvrtc
 from ostinato.kernels.recurrence.graph import Graph
 from ostinato.kernels.recurrence.print_cuda import lines_of, name_of
 from ostinato.kernels.recurrence.trace import Trace
-from ostinato.kernels.scan.cuda import SCALARS, along_channels, last_state
+from ostinato.kernels.scan.cuda import SCALARS, address, along_channels, last_state
 
 THREADS = 32  # of a block: one warp, so that few channels spread over all multiprocessors
 AHEAD = 4  # steps whose loads are issued at once, half of that for float64; twice as many are in flight
@@ -112,20 +112,22 @@ def steps(
     states = [like.new_empty(like.shape) for _ in range(trace.states)]
     last = [last_state(y, first, cu_seqlens, 0.0) for y, first in zip(states, initial, strict=True)]
     wide = _widened(parameters, like)
-    walk = _Walk.of(trace, like, cu_seqlens, resets, reverse)
-    tensors = inputs, states, [None], [None]
-    others = [*initial, *last, None, None, *wide, None]
-    done = None
+    walk = _Walk(trace, like, cu_seqlens, resets, reverse, (like, states[0]))
+    given, absent = _tensors(inputs), _tensors([None]) * 2
+    others = [*absent, *map(address, (*initial, *last, None, None, *wide, None))]
+    arguments = [*given, *_tensors(states), *others]
+    done = 0
     if walk.chunks > 1:
-        start, end, slope, done = walk.boundaries()
+        joints = walk.joints()
         # The first pass begins its chunks in zero, so that its states are no one's.
-        guessed = inputs, [None] * trace.states, [None], [None]
-        walk.launch(False, True, guessed, others, start, end, slope, done)
-        walk.link(start, end, slope, done, -1.0)
+        walk.steps(False, True, [*given, *_tensors([None] * trace.states), *others], joints)()
+        walk.link(joints, -1.0)()
+        passes = walk.steps(False, True, arguments, joints), walk.link(joints, torch.finfo(walk.compute).eps)
         for _ in range(PASSES):
-            walk.launch(False, True, tensors, others, start, end, slope, done)
-            walk.link(start, end, slope, done, torch.finfo(start.dtype).eps)
-    walk.one_chunk().launch(False, False, tensors, others, done=done)
+            for launch in passes:
+                launch()
+        done = joints.done
+    walk.steps(False, False, arguments, _NOWHERE._replace(done=done), chunks=1)()
     return states, last
 
 
@@ -141,9 +143,9 @@ def steps_backward(
     resets: Tensor | None,
     reverse: bool,
     of_sequences: Sequence[Tensor],
-) -> tuple[list[Tensor], list[Tensor] | None]:
-    """Gradients of the parameters, widened, and the initial states (None if there are none); writes those of the
-    sequences."""
+) -> tuple[Tensor, list[Tensor] | None]:
+    """Gradients of the parameters, (parameters, D), widened, and of the initial states (None if there are none); writes
+    those of the sequences."""
     inputs = _alike(sequences)
     like = inputs[0]
     given_last = [None if x is None else x.contiguous() for x in grads_last]
@@ -151,23 +153,24 @@ def steps_backward(
     grad_initial = [
         None if x is None else last_state(like, g, cu_seqlens, 0.0) for x, g in zip(initial, given_last, strict=True)
     ]
-    wide = _widened(parameters, like)
-    walk = _Walk.of(trace, like, cu_seqlens, resets, reverse)
-    tensors = inputs, _alike(states), _alike(grads), of_sequences
+    wide, states, grads = _widened(parameters, like), _alike(states), _alike(grads)
+    walk = _Walk(trace, like, cu_seqlens, resets, reverse, (like, states[0], *grads, of_sequences[0]))
     # Of each chunk, then of channels that are taken as one; zeros where nobody writes, as of chunks that a short
     # sequence lacks.
     rows = walk.sequences * (walk.chunks + (walk.chunks > 1))
     sums = like.new_zeros(rows, len(wide), like.shape[2], dtype=wide[0].dtype)
-    others = [*initial, *[None] * trace.states, *given_last, *grad_initial, *wide]
-    done = None
+    arguments = [number for alike in (inputs, states, grads, of_sequences) for number in _tensors(alike)]
+    arguments += map(address, (*initial, *[None] * trace.states, *given_last, *grad_initial, *wide))
+    done = 0
     if walk.chunks > 1:
-        start, end, slope, done = walk.boundaries()
-        walk.launch(True, True, tensors, [*others, None], None, end, slope)
-        walk.link(start, end, slope, done, math.inf)
-        walk.launch(True, False, tensors, [*others, sums], start, done=done, chosen=1)
-    walk.one_chunk().launch(True, False, tensors, [*others, sums[-walk.sequences :]], done=done)
-    of_parameters = list(sums.sum(0))[: len(parameters)]
-    return of_parameters, None if h0 is None else grad_initial  # type: ignore[return-value]
+        joints = walk.joints()
+        walk.steps(True, True, [*arguments, 0], joints._replace(start=0, done=0))()
+        walk.link(joints, math.inf)()
+        walk.steps(True, False, [*arguments, sums.data_ptr()], joints, chosen=1)()
+        done = joints.done
+    of_whole = sums[-walk.sequences :].data_ptr()
+    walk.steps(True, False, [*arguments, of_whole], _NOWHERE._replace(done=done), chunks=1)()
+    return sums.sum(0)[: len(parameters)], None if h0 is None else grad_initial  # type: ignore[return-value]
 
 
 def _alike(tensors: Sequence[Any]) -> list[Any]:
@@ -178,100 +181,97 @@ def _alike(tensors: Sequence[Any]) -> list[Any]:
     return [None if x is None else x.contiguous() for x in tensors]
 
 
-def _compute(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
-
-
 def _widened(parameters: Sequence[Tensor], like: Tensor) -> list[Tensor]:
-    wide = _compute(like)
+    wide = torch.promote_types(like.dtype, torch.float32)
     return [x.to(wide).contiguous() for x in parameters] or [like]  # the kernel's array is never empty
 
 
-class _Walk(NamedTuple):
-    """How sequences are walked along, and the kernels that do."""
+class _Joints(NamedTuple):
+    """What chunks share, by address: see ``Arguments`` in ``steps.cu``."""
 
-    trace: Trace
-    like: Tensor  # a sequence
-    cu_seqlens: Tensor | None
-    resets: Tensor | None
-    reverse: bool
-    sequences: int
-    chunks: int
-    dense: bool
+    start: int
+    end: int
+    slope: int
+    done: int
+    memory: Tensor | None  # of all of them
 
-    @classmethod
-    def of(cls, trace: Trace, like: Tensor, cu_seqlens: Tensor | None, resets: Tensor | None, reverse: bool) -> "_Walk":
-        count = like.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        chunks = choose_chunks(count * like.shape[2], like.shape[1])
-        dense = chunks > 1 and trace.states == 1 and like.dtype != torch.float64  # two states do not fit
-        return cls(trace, like, cu_seqlens, resets, reverse, count, chunks, dense)
 
-    def one_chunk(self) -> "_Walk":
-        return self._replace(chunks=1)
+_NOWHERE = _Joints(0, 0, 0, 0, None)
 
-    @property
-    def chunk(self) -> int:
-        """Steps of a chunk."""
-        return -(-self.like.shape[1] // self.chunks)
 
-    def boundaries(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What chunks begin and end in, the derivatives of the one with respect to the other, and which are done."""
-        states, channels = self.trace.states, self.like.shape[2]
-        shape = self.sequences, self.chunks, states, channels
-        dtype = _compute(self.like)
-        start = self.like.new_zeros(shape, dtype=dtype)
-        slope = self.like.new_empty((*shape[:3], states, channels), dtype=dtype)
-        done = start.new_zeros(self.sequences, channels, dtype=torch.uint8)
-        return start, torch.empty_like(start), slope, done
+class _Walk:
+    """How sequences are walked along, and the launches that do.
 
-    def launch(
+    ``tensors`` are some of each kind: their offsets are counted in 64 bits where one is large.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        like: Tensor,
+        cu_seqlens: Tensor | None,
+        resets: Tensor | None,
+        reverse: bool,
+        tensors: Sequence[Tensor | None],
+    ) -> None:
+        batch, self.length, self.channels = like.shape
+        self.sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        self.chunks = choose_chunks(self.sequences * self.channels, self.length)
+        self.compute = torch.promote_types(like.dtype, torch.float32)
+        self._trace, self._like, self._reverse = trace, like, int(reverse)
+        self._resets, self._bounds = resets is not None, address(cu_seqlens)
+        self._marks = address(resets), *((0, 0) if resets is None else resets.stride())
+        self._far = any(x is not None and _is_far(x) for x in tensors)
+        # Two states do not fit.
+        self._dense = self.chunks > 1 and trace.states == 1 and like.dtype != torch.float64
+
+    def joints(self) -> _Joints:
+        """Memory for all chunks, zero: their first and last states, the derivatives of the latter with respect to the
+        former, and which channels are done."""
+        states = self._trace.states
+        size = self.sequences * self.chunks * states * self.channels
+        marks = -(-self.sequences * self.channels // self.compute.itemsize)
+        memory = self._like.new_zeros((2 + states) * size + marks, dtype=self.compute)
+        start, size = memory.data_ptr(), size * self.compute.itemsize
+        return _Joints(start, start + size, start + 2 * size, start + (2 + states) * size, memory)
+
+    def steps(
         self,
         backward: bool,
         compose: bool,
-        tensors: Sequence[Sequence[Tensor | None]],
-        others: Sequence[Tensor | None],
-        start: Tensor | None = None,
-        end: Tensor | None = None,
-        slope: Tensor | None = None,
-        done: Tensor | None = None,
+        arguments: Sequence[int],
+        joints: _Joints,
+        chunks: int | None = None,
         chosen: int = 0,
-    ) -> None:
-        """Take all chunks through their steps: ``Arguments`` in their order, tensors with strides, others without."""
-        numbers: list[int] = []
-        far = False
-        for alike in tensors:
-            first = next((x for x in alike if x is not None), None)
-            numbers += map(_address, alike)
-            numbers += (0, 0) if first is None else first.stride()[:2]
-            far |= first is not None and _last_offset(first) >= 1 << 31
-        numbers += (_address(x) for x in (*others, self.cu_seqlens, self.resets))
-        numbers += (0, 0) if self.resets is None else self.resets.stride()
-        numbers += (_address(x) for x in (start, end, slope, done))
-        _, length, channels = self.like.shape
-        sizes = self.sequences, length, channels, int(self.reverse), self.chunks, self.chunk, chosen
-        arguments = struct.pack(f"{len(numbers)}q7i", *numbers, *sizes)
-        settings = macros(self.like.dtype, backward, compose, self.resets is not None, far, self.dense)
-        self._launch("steps", settings, self.sequences * self.chunks, arguments)
+    ) -> Callable[[], None]:
+        """A function that takes all chunks through their steps; ``Arguments`` down to the gradients of parameters."""
+        chunks = chunks or self.chunks
+        numbers = *arguments, self._bounds, *self._marks, *joints[:4]
+        sizes = self.sequences, self.length, self.channels, self._reverse, chunks, -(-self.length // chunks), chosen
+        settings = macros(self._like.dtype, backward, compose, self._resets, self._far, self._dense)
+        packed = struct.pack(f"{len(numbers)}q7i", *numbers, *sizes)
+        return self._launch("steps", settings, self.sequences * chunks, packed)
 
-    def link(self, start: Tensor, end: Tensor, slope: Tensor, done: Tensor, tolerance: float) -> None:
-        """One Newton update of the chunks' initial states; marks converged channels as done."""
-        addresses = [_address(x) for x in (start, end, slope, done, self.cu_seqlens)]
-        _, length, channels = self.like.shape
-        number = "d" if start.dtype == torch.float64 else "f"
-        sizes = self.sequences, length, channels, self.chunks, self.chunk
-        arguments = struct.pack(f"5Q{number}5i", *addresses, tolerance, *sizes)
-        self._launch("link", macros(self.like.dtype, False, True, dense=self.dense), self.sequences, arguments)
+    def link(self, joints: _Joints, tolerance: float) -> Callable[[], None]:
+        """A function for one Newton update of the chunks' initial states, which marks converged channels as done."""
+        number = "d" if self.compute == torch.float64 else "f"
+        sizes = self.sequences, self.length, self.channels, self.chunks, -(-self.length // self.chunks)
+        packed = struct.pack(f"5Q{number}5i", *joints[:4], self._bounds, tolerance, *sizes)
+        settings = macros(self._like.dtype, False, True, dense=self._dense)
+        return self._launch("link", settings, self.sequences, packed)
 
-    def _launch(self, name: str, settings: Macros, places: int, arguments: bytes) -> None:
-        device, channels = self.like.get_device(), self.like.shape[2]
-        kernel = nvrtc.load_kernel(name, source(self.trace), settings, device)
-        kernel.launch(device, places * -(-channels // THREADS), THREADS, arguments)
+    def _launch(self, name: str, settings: Macros, places: int, packed: bytes) -> Callable[[], None]:
+        device = self._like.get_device()
+        kernel = nvrtc.load_kernel(name, source(self._trace), settings, device)
+        return functools.partial(kernel.launch, device, places * -(-self.channels // THREADS), THREADS, packed)
 
 
-def _last_offset(x: Tensor) -> int:
-    """Of its elements, from the first."""
-    return sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+def _tensors(alike: Sequence[Tensor | None]) -> list[int]:
+    """``Tensors``: the addresses of tensors with the same strides, and these."""
+    first = next((x for x in alike if x is not None), None)
+    return [*map(address, alike), *((0, 0) if first is None else first.stride()[:2])]
 
 
-def _address(x: Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()
+def _is_far(x: Tensor) -> bool:
+    """Whether 32 bits are too few for the offset of the last element."""
+    return sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) >= 1 << 31
