@@ -15,7 +15,7 @@ from ostinato.kernels.recurrence.operators import linear_recurrence
 from ostinato.kernels.recurrence.trace import trace
 from ostinato.kernels.scan.operators import check_cu_seqlens
 from ostinato.replay import recording
-from ostinato.scan import check_scan, describe, linear_scan
+from ostinato.scan import check_floating, check_scan, describe, linear_scan
 
 STATES = {"h": 1, "state": 2}  # states, by the name of the first parameter; none, a linear recurrence, for any other
 OPTIONS = ("h0", "resets", "reverse", "cu_seqlens", "backend")
@@ -118,21 +118,58 @@ class Recurrence:
         backend: str = "auto",
     ) -> tuple[Any, Any]:
         """All steps; see :func:`recurrence`."""
-        return self._run(arguments, None, h0, resets, reverse, cu_seqlens, backend)
+        first, dtype, given = self.check(arguments, h0, resets, reverse, cu_seqlens, backend)
+        if self._has_kernels(arguments, given, backend):
+            options = cu_seqlens, resets, reverse, backend
+            arguments = tuple(x.to(dtype) if x.dim() == 3 else x for x in arguments)
+            return self._by_kernels(self.traced(arguments), dtype, given, options, arguments)
+        return self._by_torch(arguments, arguments[first].shape, dtype, given, resets, reverse, cu_seqlens, backend)
 
-    def of_layer(self, sequences: Tensor, parameters: Tensor, **options: Any) -> tuple[Any, Any]:
+    def of_layer(
+        self,
+        sequences: Tensor,
+        parameters: Tensor,
+        *,
+        h0: Any = None,
+        resets: Tensor | None = None,
+        reverse: bool = False,
+        cu_seqlens: Tensor | None = None,
+        backend: str = "auto",
+    ) -> tuple[Any, Any]:
         """A call with all sequences concatenated in one tensor, (B, T, G * D), and all parameters in another, (P * D,).
 
         A layer's GEMM produces the former.  Where the recurrence is not linear, gradients come concatenated too, which
         saves a copy.
         """
-        defaults = {"h0": None, "resets": None, "reverse": False, "cu_seqlens": None, "backend": "auto"}
-        return self._run(self.apart(sequences, parameters), (sequences, parameters), **defaults | options)
+        given, together = self._check_states(h0), (sequences, parameters)
+        if self.states == 0 or not self._has_kernels(together, given, backend):
+            options: dict[str, Any] = {"resets": resets, "reverse": reverse, "cu_seqlens": cu_seqlens}
+            return self(*self.apart(*together), h0=h0, **options, backend=backend)
+        check_floating("sequences", sequences)
+        check_floating("parameters", parameters)
+        count, width = len(self.names), self._width(*together)
+        gates = sequences.shape[-1] // max(width, 1)
+        if sequences.dim() != 3 or together[1].shape != ((count - gates) * width,):
+            raise ValueError(
+                f"the arguments of {self} must be concatenated as (B, T, G * D) and ({count} - G) * D; "
+                f"got {tuple(sequences.shape)} and {tuple(parameters.shape)}"
+            )
+        if parameters.device != sequences.device:
+            raise ValueError(
+                f"parameters must be on the device of sequences, {sequences.device}; got {parameters.device}"
+            )
+        check_scan("sequences", sequences[..., :width], given, resets, reverse, cu_seqlens, backend)
+        traced = _traced(id(self), (True,) * gates + (False,) * (count - gates))
+        return self._by_kernels(traced, sequences.dtype, given, (cu_seqlens, resets, reverse, backend), together)
 
     def apart(self, sequences: Tensor, parameters: Tensor) -> tuple[Tensor, ...]:
         """Split the arguments of :meth:`of_layer` into those of a call."""
-        width = (sequences.shape[-1] + parameters.shape[-1]) // len(self.names)
+        width = self._width(sequences, parameters)
         return *sequences.chunk(sequences.shape[-1] // width, -1), *parameters.chunk(parameters.shape[0] // width)
+
+    def _width(self, sequences: Tensor, parameters: Tensor) -> int:
+        """The channels of each argument of :meth:`of_layer`."""
+        return (sequences.shape[-1] + parameters.shape[-1]) // len(self.names)
 
     def traced(self, arguments: Sequence[Tensor]) -> str:
         """The trace for arguments with these dimensions, in the operators' format."""
@@ -161,21 +198,18 @@ class Recurrence:
             return recorder.call(step, arguments, states, prepare=functools.partial(step.again, arguments, states))
         return step(arguments, states)
 
-    def _run(
+    def _by_torch(
         self,
         arguments: tuple[Tensor, ...],
-        together: tuple[Tensor, Tensor] | None,
-        h0: Any,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        given: dict[str, Tensor],
         resets: Tensor | None,
         reverse: bool,
         cu_seqlens: Tensor | None,
         backend: str,
     ) -> tuple[Any, Any]:
-        first, dtype, given = self.check(arguments, h0, resets, reverse, cu_seqlens, backend)
-        if self._has_kernels(arguments, given, backend):
-            options = cu_seqlens, resets, reverse, backend
-            return self._by_kernels(arguments, together, dtype, list(given.values()), *options)
-        shape = arguments[first].shape
+        """All steps, by the function itself."""
         double = backend == "reference" or dtype in (torch.float64, torch.complex128)
         arguments = _widened(arguments, double)
         initial = _widened([x if x.is_complex() or dtype.is_complex else x.to(dtype) for x in given.values()], double)
@@ -204,22 +238,15 @@ class Recurrence:
         return backend in ("cpu", "cuda") or (backend == "auto" and arguments[0].device.type in ("cpu", "cuda"))
 
     def _by_kernels(
-        self,
-        arguments: tuple[Tensor, ...],
-        together: tuple[Tensor, Tensor] | None,
-        dtype: torch.dtype,
-        initial: list[Tensor],
-        *options: Any,
+        self, traced: str, dtype: torch.dtype, given: dict[str, Tensor], options: tuple, arguments: tuple[Tensor, ...]
     ) -> tuple[Any, Any]:
         """All steps, by the generated kernels."""
-        traced = self.traced(arguments)
-        if together is None or self.states == 0:
-            arguments = tuple(x.to(dtype) if x.dim() == 3 else x for x in arguments)
         if self.states == 0:
-            start = initial[0].to(dtype) if initial else None
+            start = next((x.to(dtype) for x in given.values()), None)
             return linear_recurrence(traced, start, *options, *arguments)
-        starts = [x.to(torch.promote_types(dtype, torch.float32)) for x in initial] + [None, None]
-        results = nonlinear_recurrence(traced, *starts[:2], *options, *(together or arguments))
+        wide = torch.promote_types(dtype, torch.float32)
+        h0, c0, *_ = *(x.to(wide) for x in given.values()), None, None
+        results = nonlinear_recurrence(traced, h0, c0, *options, *arguments)
         states, last = tuple(results[: self.states]), tuple(results[self.states :])
         return (states, last) if self.states == 2 else (states[0], last[0])
 
