@@ -14,7 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ostinato.kernels.dispatch import Groups, gradient, operator, or_empty
 from ostinato.kernels.export import refuse_packed
 from ostinato.kernels.scan import choose_backend
-from ostinato.kernels.scan.torch_ops import LINEAR, LOG, Semiring, shift, zeroed
+from ostinato.kernels.scan.torch_ops import LINEAR, LOG, Semiring, gradients_of_scan, shift, zeroed
 
 _checked_cu_seqlens: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
@@ -159,13 +159,12 @@ def _operators(ring: Semiring, name: str) -> tuple[Callable, Callable]:
         reverse: bool,
         backend: str,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        before = zeroed(shift(h, h0, reverse, cu_seqlens, ring.zero), resets, ring.zero)
-        carry, of_a, of_b = ring.partials(a, b, before)
-        carry, grad = zeroed(carry, resets), torch.zeros_like(h) if grad_h is None else grad_h
-        # The gradient that each state passes on to the one before, by a scan in the opposite direction.
-        passed, grad_h0 = linear_scan(carry, carry * grad, grad_h_last, cu_seqlens, None, not reverse, backend)
-        total = grad + shift(passed, grad_h_last, not reverse, cu_seqlens)
-        return total * of_a, total * of_b, or_empty(None if h0 is None else grad_h0, h)
+        def scan(a: Tensor, b: Tensor, h0: Tensor | None, reverse: bool, *layout: Tensor | None) -> Any:
+            return linear_scan(a, b, h0, *layout, reverse, backend)
+
+        tensors = a, b, h, h0, grad_h, grad_h_last
+        *grads, grad_h0 = gradients_of_scan(ring, scan, *tensors, reverse, cu_seqlens, resets)
+        return grads[0], grads[1], or_empty(None if h0 is None else grad_h0, h)
 
     def plain(
         a: Tensor, b: Tensor, h0: Tensor | None, cu_seqlens: Any, resets: Tensor | None, reverse: bool, _backend: str

@@ -6,6 +6,7 @@ the same function, a sixteenth as long; each chunk is then corrected for its car
 That is 16 * log16(T) short launches and 2T compositions.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -188,15 +189,14 @@ class TorchBackend:
         resets: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         dtype = self.compute_dtype(a)
-        before = zeroed(shift(h.to(dtype), h0, reverse, cu_seqlens, ring.zero), resets, ring.zero)
-        carry, of_a, of_b = ring.partials(a.to(dtype), None if b is None else b.to(dtype), before)
-        grad = torch.zeros_like(carry) if grad_h is None else grad_h.to(dtype)
-        # The gradient that each state passes on to the one before, by a scan in the opposite direction.
-        passed = zeroed(carry * grad, resets)
-        passed, grad_h0 = self._run(LINEAR, carry, passed, grad_h_last, not reverse, cu_seqlens, resets)
-        total = grad + shift(passed, grad_h_last, not reverse, cu_seqlens)
-        grads = owned(total * of_a, a.dtype), owned(total * of_b, a.dtype)
-        return *grads, None if h0 is None else owned(grad_h0, h0.dtype)
+
+        def wide(x: Any) -> Any:
+            return None if x is None else x.to(dtype)
+
+        tensors = wide(a), wide(b), wide(h), wide(h0), wide(grad_h), wide(grad_h_last)
+        scan = functools.partial(self._run, LINEAR)
+        *grads, grad_h0 = gradients_of_scan(ring, scan, *tensors, reverse, cu_seqlens, resets)
+        return owned(grads[0], a.dtype), owned(grads[1], a.dtype), None if h0 is None else owned(grad_h0, h0.dtype)
 
 
 class Packing(NamedTuple):
@@ -243,6 +243,30 @@ def shift(h: Tensor, h0: Tensor | None, reverse: bool, cu_seqlens: Tensor | None
     sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), steps, right=True)  # that a step belongs to
     first = steps == (cu_seqlens[1:][sequence] - 1 if reverse else cu_seqlens[:-1][sequence])
     return torch.where(first[:, None], start if h0 is None else start[sequence, 0], before)
+
+
+def gradients_of_scan(
+    ring: Semiring,
+    scan: Callable[..., tuple[Tensor, Tensor]],
+    a: Tensor,
+    b: Tensor | None,
+    h: Tensor,
+    h0: Tensor | None,
+    grad_h: Tensor | None,
+    grad_h_last: Tensor | None,
+    reverse: bool,
+    cu_seqlens: Tensor | None,
+    resets: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of a, b and h0, by ``scan``: a linear one, with the arguments of a backend's."""
+    before = zeroed(shift(h, h0, reverse, cu_seqlens, ring.zero), resets, ring.zero)
+    carry, of_a, of_b = ring.partials(a, b, before)
+    grad = torch.zeros_like(carry) if grad_h is None else grad_h
+    # The gradient that each state passes on to the one before, by a scan in the opposite direction.
+    offsets = zeroed(carry * grad, resets)
+    passed, grad_h0 = scan(carry, offsets, grad_h_last, not reverse, cu_seqlens, resets)
+    total = grad + shift(passed, grad_h_last, not reverse, cu_seqlens)
+    return total * of_a, total * of_b, grad_h0
 
 
 def zeroed(x: Tensor, resets: Tensor | None, zero: float = 0.0) -> Tensor:
