@@ -197,7 +197,7 @@ def packed_matrix(mask, chosen):
 def planned_for_an_h100(monkeypatch):
     """As if there were one, with all kernels compiled."""
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: H100)
-    monkeypatch.setattr(cuda, "kernels", lambda *_: None)
+    monkeypatch.setattr(cuda, "kernels", lambda *_, **__: None)
     cuda._plan_sizes.cache_clear()
     yield
     cuda._plan_sizes.cache_clear()
@@ -524,6 +524,49 @@ def test_error_is_no_larger_than_cudnns():
             expected = results(exact)
         for mine, cudnns, right in zip(results(ours), results(theirs), expected, strict=True):
             assert (mine - right).norm() <= 1.5 * (cudnns - right).norm() + 2e-7 * right.norm(), (kind, dtype)
+
+
+@pytest.mark.parametrize(
+    ("layer", "keeps"),
+    [
+        ((bf16, "gru", 1024, 64), True),
+        ((f16, "lstm", 2048, 8), True),
+        ((bf16, "gru", 512, 16), False),
+        ((bf16, "rnn_tanh", 2048, 64), False),
+        ((f32, "gru", 2, 1), True),
+        ((f32, "rnn_relu", 2048, 64), False),
+    ],
+)
+def test_gates_are_kept_where_their_products_are_large(layer, keeps):
+    assert cuda.keeps_gates(*layer) == keeps
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM])
+@pytest.mark.parametrize("dtype", [f16, bf16])
+@pytest.mark.parametrize("resets", [None, 0.2])
+def test_gradients_by_kept_gates_are_as_exact_as_by_recomputed_ones(kind, dtype, resets, monkeypatch):
+    torch.manual_seed(0)
+    layer = getattr(ostinato, kind.__name__)(64, 133).cuda().to(dtype)
+    exact = getattr(ostinato, kind.__name__)(64, 133).cuda().double()
+    exact.load_state_dict(layer.state_dict())
+    x, grad = torch.randn(50, 9, 64).cuda().to(dtype), torch.randn(50, 9, 133).cuda().to(dtype)
+    begins = None if resets is None else (torch.rand(50, 9) < resets).cuda()
+
+    def results(layer):
+        inputs = x.to(layer.weight_hh_l0.dtype).requires_grad_()
+        layer.zero_grad()
+        output = layer(inputs, resets=begins)[0]
+        output.backward(grad.to(output.dtype))
+        return [y.double().clone() for y in (output, inputs.grad, *(p.grad for p in layer.parameters()))]
+
+    expected, errors = results(exact), {}
+    for keeps in (True, False):
+        monkeypatch.setattr(cuda, "keeps_gates", lambda *_, keeps=keeps: keeps)
+        found = [results(layer) for _ in range(2)]
+        assert all(map(torch.equal, *found))
+        errors[keeps] = [(y - right).norm() / right.norm() for y, right in zip(found[0], expected, strict=True)]
+    assert all(kept < 1.2 * recomputed < TOLERANCE[dtype] for kept, recomputed in zip(*errors.values(), strict=True))
 
 
 @pytest.mark.gpu

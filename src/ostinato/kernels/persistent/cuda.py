@@ -23,13 +23,13 @@ from ostinato.kernels.persistent.cuda_step import step_of as step_of
 from ostinato.kernels.persistent.geometry import THREADS, Geometry, files
 from ostinato.kernels.persistent.masks import derived_from
 from ostinato.kernels.persistent.packing import Packing, pack
-from ostinato.kernels.persistent.plan import Call, Plan, no_kernel
+from ostinato.kernels.persistent.plan import GATES, Call, Plan, no_kernel
 from ostinato.kernels.persistent.search import choose_geometry
 
 _POINTERS = (
     *("weight", "bias", "index", "places", "spans", "packed", "states", "offsets", "failure", "pre", "h0", "c0"),
-    *("output", "cells", "gates", "h_n", "c_n", "candidate", "h_prev", "grad_output", "grad_h_n", "grad_c_n"),
-    *("grads", "grad_h0", "grad_c0", "resets", "marks"),
+    *("output", "cells", "gates", "candidates", "h_n", "c_n", "candidate", "h_prev", "grad_output", "grad_h_n"),
+    *("grad_c_n", "grads", "grad_h0", "grad_c0", "resets", "marks"),
 )
 _PARAMETERS = struct.Struct(f"{len(_POINTERS)}Q5i")
 COPIERS, COPIED = 256, 1024  # threads of a block that copies states, and units that each of its rounds copies
@@ -67,16 +67,18 @@ def make_plan(
         (_plan_sizes(layer, index, path, training, exact, share) for share in {1, directions}),
         key=lambda plan: (plan.path == "steps", _microseconds(plan, batch, directions, index)),
     )
+    keeps = training and keeps_gates(dtype, cell, hidden_size, batch)
     if plan.path != "steps" and path is None and not resets:
         ours = _microseconds(plan, batch, directions, index)
-        ours += directions * microseconds_of_more_products(call, tf32, keeps_gates(dtype))
+        ours += directions * microseconds_of_more_products(call, tf32, keeps)
         torchs = directions * torchs_microseconds(call, tf32[1])
         if ours > torchs:
             return no_kernel(f"about {ours:.0f} microseconds a step, where torch's kernels take about {torchs:.0f}")
     try:  # residency is known only to the device, and sparse sizes only after packing
         for geometry in plan.geometry or ():
             if geometry is not None:
-                kernels(geometry if mask_hh is None else _packed(geometry, mask_hh), index)
+                geometry = geometry if mask_hh is None else _packed(geometry, mask_hh)
+                kernels(geometry, index, keeps=keeps and not geometry.backward)
     except (MemoryError, RuntimeError) as error:
         return no_kernel(str(error).partition("\n")[0])._replace(bytes_available=plan.bytes_available)
     return plan
@@ -128,7 +130,8 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """All steps of a layer; see :mod:`ostinato.kernels.persistent.reference`.
 
-    With ``keep``, in float32, `projected` is overwritten with the backward's `pre`, and c is a GRU's `candidate`.
+    With ``keep``, where :func:`keeps_gates`, `projected` is overwritten with the backward's `pre`, and c is a GRU's
+    `candidate`.
 
     Raises RuntimeError if an earlier launch on the device failed.
     """
@@ -140,22 +143,23 @@ def forward(
         "c_n": projected.new_empty(batch, hidden) if lstm else None,
         "cells": None,
     }
-    gates = projected if keep and keeps_gates(projected.dtype) and not cell.startswith("rnn") else None
+    gates = projected if keep and keeps_gates(projected.dtype, cell, hidden, batch) else None
     if keep and (lstm or gates is not None):
-        results["cells"] = projected.new_empty(rows, hidden, dtype=torch.float32)
+        results["cells"] = projected.new_empty(rows, hidden, dtype=torch.float32 if lstm else projected.dtype)
     given = {"pre": projected, "h0": h0, "c0": c0, "weight": weight_hh, "bias": bias_hh}
-    given |= {"gates": gates, "offsets": offsets, "resets": resets}
+    given |= {"gates": gates, "candidates": results["cells"], "offsets": offsets, "resets": resets}
     _launch(geometry, mask_hh, batch, reverse, given, results)
     return tuple(results.values())  # type: ignore[return-value]
 
 
-def keeps_gates(dtype: torch.dtype) -> bool:
+def keeps_gates(dtype: torch.dtype, cell: str, hidden_size: int, batch: int) -> bool:
     """Whether the forward saves all gates' pre-activations instead of recomputing them in the backward.
 
-    Recomputation takes two of a training step's six large GEMMs.  In 16 bits these are a sixth of its time, and saving
-    them would take three or four times the memory; float32 GEMMs are four to fifteen times slower.
+    Recomputation takes two of a training step's six large GEMMs and saves more than half of what is kept.  In 16 bits
+    GEMMs of this size make it a tenth of a layer's time; those of float32 take four to fifteen times as long.  An RNN
+    needs only its states.
     """
-    return dtype == torch.float32
+    return GATES[cell] > 1 and (dtype == torch.float32 or GATES[cell] * batch * hidden_size**2 >= 1e8)
 
 
 def backward(
@@ -225,13 +229,15 @@ class _Kernels(NamedTuple):
 
 
 @functools.cache
-def kernels(geometry: Geometry, device: int, resets: bool = False, packed: bool = False) -> _Kernels:
-    """The compiled kernels of a geometry, specialised for calls with or without resets and packed sequences.
+def kernels(
+    geometry: Geometry, device: int, resets: bool = False, packed: bool = False, keeps: bool = False
+) -> _Kernels:
+    """The compiled kernels of a geometry, specialised as its :meth:`~Geometry.macros`.
 
     Raises RuntimeError if the device cannot hold all blocks at once.
     """
     properties: Any = torch.cuda.get_device_properties(device)
-    compiled = (nvrtc.source(*files(geometry)), geometry.macros(resets, packed), device)
+    compiled = (nvrtc.source(*files(geometry)), geometry.macros(resets, packed, keeps), device)
     prepare, recur = nvrtc.load_kernel("prepare", *compiled), nvrtc.load_kernel("recur", *compiled)
     resident = recur.resident_blocks(device, THREADS, geometry.shared_bytes, geometry.cluster)
     blocks = geometry.blocks * geometry.groups
@@ -291,7 +297,8 @@ def _launch(
     steps = pre.shape[0] // batch if offsets is None else len(offsets) - 1
     packing = None if mask is None or geometry.path == "dense" else packing_of(mask, geometry)
     geometry = geometry if packing is None else packing.geometry
-    prepare, recur, processors = kernels(geometry, device, given["resets"] is not None, offsets is not None)
+    special = given["resets"] is not None, offsets is not None, given.get("gates") is not None
+    prepare, recur, processors = kernels(geometry, device, *special)
     groups = -(-batch // geometry.columns)
     packed_bytes = geometry.tiles * geometry.tile_bytes * geometry.blocks
     states_bytes = (steps + (not geometry.backward)) * groups * geometry.group_bytes

@@ -40,9 +40,9 @@ struct Parameters {
                                   // RNN's states
     const Scalar *h0, *c0;        // (batch, HIDDEN), or null for zeros
     Pack *output;                 // (rows, HIDDEN), forward
-    float *cells;                 // (rows, HIDDEN), an LSTM's cell states: forward written if not null, backward read;
-                                  // forward of a GRU, what the backward takes as `candidate`
-    Scalar *gates;                // (rows, GATES * HIDDEN), forward, float32: what the backward takes as `pre`; or null
+    float *cells;                 // (rows, HIDDEN), an LSTM's cell states: forward written if not null, backward read
+    Scalar *gates;                // (rows, GATES * HIDDEN), forward, with KEEPS: what the backward takes as `pre`
+    Pack *candidates;             // (rows, HIDDEN), of a GRU, with KEEPS: what the backward takes as `candidate`
     Pack *h_n, *c_n;              // (batch, HIDDEN), forward
     const Scalar *candidate;      // (rows, HIDDEN), backward: the recurrent part of a GRU's candidate
     const Scalar *h_prev;         // (rows, HIDDEN), backward: the states before each step, of a GRU

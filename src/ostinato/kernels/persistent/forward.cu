@@ -60,7 +60,7 @@ struct Units : Block {
         for (int g = 0; g < GATES; ++g) asm volatile("" : "+f"(s[g]));  // all sums at once, then the gates
         if constexpr (CELL == RNN_TANH) return hyperbolic_tangent(x[0] + s[0]);
         if constexpr (CELL == RNN_RELU) return x[0] + s[0] < 0 ? 0 : x[0] + s[0];
-        if constexpr (sizeof(Scalar) == 4) {  // for the backward
+        if constexpr (KEEPS) {
 #pragma unroll
             for (int g = 0; g < GATES; ++g) projected[i][g] = CELL == GRU && g == 2 ? x[g] : x[g] + s[g];
         }
@@ -97,8 +97,9 @@ struct Units : Block {
         for (int i = 0; i < ITEMS; ++i) {
             if (!live(i, rows)) continue;
             p.output[place(rows.first, i)] = bits(h[i]);
-            if (p.cells) p.cells[place(rows.first, i)] = c[i];
-            if (sizeof(Scalar) == 4 && p.gates) {
+            if (CELL == LSTM && p.cells) p.cells[place(rows.first, i)] = c[i];
+            if constexpr (KEEPS) {
+                if (CELL == GRU) p.candidates[place(rows.first, i)] = bits(c[i]);
 #pragma unroll
                 for (int g = 0; g < GATES; ++g) p.gates[place(rows.first, i, GATES) + g * HIDDEN] = projected[i][g];
             }

@@ -223,8 +223,13 @@ class Geometry(NamedTuple):
         geometry = self._replace(held=max(0, min(self.tiles, free)), streamed=streamed)
         return geometry if geometry.shared_bytes <= shared_limit else None
 
-    def macros(self, resets: bool = False, packed: bool = False) -> tuple[tuple[str, object], ...]:
-        """The preprocessor definitions for CUDA files, for calls with or without resets and packed sequences."""
+    def macros(self, resets: bool = False, packed: bool = False, keeps: bool = False) -> tuple[tuple[str, object], ...]:
+        """The preprocessor definitions for CUDA files.
+
+        Args:
+            resets, packed: whether calls are with resets, with packed sequences.
+            keeps: whether the forward saves the gates' pre-activations.
+        """
         return (
             ("SCALAR", SCALARS[self.dtype]),
             ("VEC", 1),
@@ -240,6 +245,7 @@ class Geometry(NamedTuple):
             ("CLUSTER", self.cluster),
             ("RESETS", int(resets)),
             ("OFFSETS", int(packed)),
+            ("KEEPS", int(keeps)),
             *{
                 "dense": (("STREAMED", self.streamed),),
                 "block": (
