@@ -218,7 +218,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const
         if (taken + 2 < p.steps) next = fetch(taken + 2);
         if (taken + PREFETCH < p.steps)
             units.prefetch_step(Rows(p, step_of(taken + PREFETCH)), state + PREFETCH * stride);
-        units.pause();
+        units.pause<PAUSE>();
         product.ask(mine);
         units.write(written);
         float *sums = all_sums + taken % 2 * SUMS;

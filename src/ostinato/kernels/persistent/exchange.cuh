@@ -98,10 +98,9 @@ struct Block {
     __device__ static void wait_for_update() {
         if (UNITS * COLUMNS <= THREADS - 32) __syncthreads();
     }
-    // What one sequence exchanges is a few lines, for which all blocks look: looks too early delay it.
-    __device__ static void pause() {
-        constexpr unsigned CYCLES = COLUMNS == 1 ? 80 : 0;
-        for (const unsigned since = clock(); CYCLES && unsigned(clock()) - since < CYCLES;) {}
+    // Looks too early delay what they look for, where all blocks look for a few lines or a look is many loads.
+    template <int CYCLES> __device__ static void pause() {
+        for (const unsigned since = clock(); CYCLES && unsigned(clock()) - since < unsigned(CYCLES);) {}
     }
 };
 

@@ -151,7 +151,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) recur(const Parameters 
         units.resets.read(p, units, step_after(taken));
         if (taken + PREFETCH < p.steps)
             units.prefetch_step(Rows(p, step_of(taken + PREFETCH)), state + (PREFETCH + 1) * stride);
-        units.pause();
+        units.pause<PAUSE>();
         product.ask(state);
         float *sums = all_sums + taken % 2 * SUMS;
         product(sums, patience);
