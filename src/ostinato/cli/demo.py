@@ -42,7 +42,8 @@ def demo(
 def _train_and_write(console: "Console", device: "torch.device", seconds: float, path: Path) -> None:
     import torch
 
-    from ostinato.cli.train import Run, show_progress
+    from ostinato.cli.progress import show_progress
+    from ostinato.cli.train import Run
     from ostinato.models import LanguageModel
     from ostinato.text import Vocabulary, standard_library
     from ostinato.training import Trainer, TrainingSettings

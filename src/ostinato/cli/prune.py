@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Option
 
+from ostinato.cli.corpus import digest_of, place_of_text, read_text
 from ostinato.cli.devices import Device, Precision, choose_device
-from ostinato.cli.train import bits, digest_of, place_of_text, read_text, train_or_save
+from ostinato.cli.progress import bits, train_or_save
 
 if TYPE_CHECKING:
     from ostinato.checkpoint import Checkpoint

@@ -35,7 +35,7 @@ class LearningRun:
         from rich.console import Console
 
         from ostinato.bench.runs import environment, path_for
-        from ostinato.cli.train import stop_on_interrupt
+        from ostinato.cli.progress import stop_on_interrupt
         from ostinato.files import check_file, is_stream
 
         self.console = Console(highlight=False, soft_wrap=True)
@@ -76,7 +76,7 @@ class LearningRun:
             raise typer.Exit(130)
 
     def train(self, trainer: "Trainer", on_point: Callable[[Any], None]) -> None:
-        from ostinato.cli.train import show_progress
+        from ostinato.cli.progress import show_progress
 
         show_progress(trainer, self.console, on_point, self._interrupted)
         self.stop_if_interrupted()
