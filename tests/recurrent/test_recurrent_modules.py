@@ -22,6 +22,7 @@ from recurrent_layers import (
     by,
     gradients,
     inputs,
+    make,
     pruned,
     twin,
     use_kernels,
@@ -96,6 +97,26 @@ def test_functional_call_and_function_transforms():
         for module, vectorize in ((layer, True), (other, False))
     ]
     torch.testing.assert_close(*jacobians, rtol=1e-11, atol=1e-12)
+
+
+@by("reference", "the CPU's")
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_gradient_may_be_asked_for_after_its_transform_has_ended(cell):
+    """As the function that ``vjp`` returns does, and ``jacrev`` with it; the layer's own weights are others'."""
+    torch.manual_seed(0)
+    layer = make(cell, 3, 4, 2, dtype=torch.float64)
+    other = twin(layer)
+    x = torch.randn(12, 2, 3, dtype=torch.float64)
+    assert_uses_kernel(layer, 2)
+    jacobian, expected = (torch.func.jacrev(lambda x, m=m: m(x)[0][-1].sum(0))(x) for m in (layer, other))
+    torch.testing.assert_close(jacobian, expected, rtol=0, atol=1e-13)
+
+    leaf = x.clone().requires_grad_()  # a penalty on the Jacobian, row by row
+    rows = [torch.autograd.grad(y, leaf, create_graph=True)[0] for y in layer(leaf)[0][-1].sum(0)]
+    weights = list(layer.parameters())
+    got = torch.autograd.grad(jacobian.square().sum(), weights, materialize_grads=True)
+    want = torch.autograd.grad(torch.stack(rows).square().sum(), weights, materialize_grads=True)
+    torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-12)
 
 
 def test_parametrized_weights():

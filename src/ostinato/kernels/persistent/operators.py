@@ -213,13 +213,20 @@ def _differentiable_gradients(
     """The gradients through the reference's loop, which are differentiable themselves."""
     # Views distinguish two inputs that are the same tensor.
     own = [x.view_as(x) if need else x for x, need in zip(tensors, [*needed, False, False, False], strict=True)]
-    x, h0, c0, weight_ih, weight_hh, bias_ih, bias_hh, mask_hh, offsets, resets = own
-    projected = F.linear(x, weight_ih, bias_ih)
-    results: Any = reference.forward(projected, h0, c0, weight_hh, bias_hh, mask_hh, offsets, resets, *how)[:3]
-    outputs = [y for y, grad in zip(results, grads, strict=True) if grad is not None]
-    inputs = [x for x, need in zip(own, needed, strict=False) if need]
-    given = [grad for grad in grads if grad is not None]
-    found = iter(torch.autograd.grad(outputs, inputs, given, create_graph=True, allow_unused=True))
+    places = [k for k, need in enumerate(needed) if need]
+
+    def forward(*inputs: Tensor) -> tuple[Tensor, ...]:
+        every = dict(enumerate(own)) | dict(zip(places, inputs, strict=True))
+        x, h0, c0, weight_ih, weight_hh, bias_ih, bias_hh, mask_hh, offsets, resets = every.values()
+        projected = F.linear(x, weight_ih, bias_ih)
+        results: Any = reference.forward(projected, h0, c0, weight_hh, bias_hh, mask_hh, offsets, resets, *how)[:3]
+        return tuple(y for y, grad in zip(results, grads, strict=True) if grad is not None)
+
+    inputs, given = [own[k] for k in places], tuple(grad for grad in grads if grad is not None)
+    if all(x.requires_grad for x in inputs):
+        found = iter(torch.autograd.grad(forward(*inputs), inputs, given, create_graph=True, allow_unused=True))
+    else:  # of a transform that has ended: vjp's function is called after it
+        found = iter(torch.func.vjp(forward, *inputs)[1](given))
     return [next(found) if need else None for need in needed]
 
 
