@@ -1,12 +1,12 @@
 """Persistent kernels of RNN, GRU and LSTM: recurrent weights stay on chip, or in cache, for the whole sequence.
 
-===================  ======================================================================
+===================  ====================================================================================
 ``reference.py``     one layer and direction as a loop over time, which defines the kernels
 ``plan.py``          what is asked of the kernels of a device, and what they answer
 ``operators.py``     the layer as a differentiable operator, and the choice of its kernels
 ``plain.py``         the same for exported programs
 ``masks.py``         the blocks of a pruned matrix; what is computed once per mask
-``cuda.py``          NVIDIA GPUs: plans, and launches of ``forward.cu`` and ``backward.cu``
+``cuda.py``          NVIDIA GPUs: plans, and launches of ``forward.cu``, ``backward.cu``, ``previous.cu``
 ``geometry.py``      how a layer is divided among blocks of threads
 ``costs.py``         the estimated time of a step
 ``search.py``        the fastest geometry that fits
@@ -18,7 +18,7 @@
 ``cpu_entries.py``   pruned weights in the order in which those read them
 ``cpu_barrier.py``   the barrier between threads that divide a layer's units
 ``cpu_step.py``      one step
-===================  ======================================================================
+===================  ====================================================================================
 
 A device's module, ``cpu.py`` or ``cuda.py``, provides
 
