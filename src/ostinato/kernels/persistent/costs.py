@@ -4,7 +4,6 @@ The models are linear in what a step reads, computes and waits for, with coeffic
 geometries, and decide whether a layer is left to torch.
 """
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -20,21 +19,21 @@ class _Cost(NamedTuple):
 
     step: float  # fixed
     read: float  # per 100 kB of state
-    row: float  # per 10 kB of a sequence's state, for a lane's number of loads
+    row: float  # per 10 kB of a sequence's state for every eight sequences, for a lane's number of loads
     kept: float  # per 100 kB of weights read from shared memory
     multiplied: float  # per hundred tiles of a warp or entries of a thread
     updated: float  # per ten gates that a thread computes
     summed: float  # per 64 row tiles of a sequence, for the reduction of partial sums
-    cluster: float = 0.0  # per doubling of the cluster, for the reduction over its blocks
+    cluster: float = 0.0  # per other block of the cluster, for the reduction over its blocks
 
 
 _COSTS = {
-    ("dense", False): _Cost(0.87, 0.69, 0.0, 0.14, 0.98, 0.59, 0.34),
-    ("dense", True): _Cost(0.23, 0.22, 0.66, 0.22, 0.41, 3.08, 2.18, 0.33),
+    ("dense", False): _Cost(0.91, 0.20, 0.96, 0.13, 0.37, 0.98, 0.22),
+    ("dense", True): _Cost(0.77, 0.22, 1.17, 0.16, 0.19, 1.29, 0.53, 0.51),
     ("block", False): _Cost(0.85, 1.9, 0.0, 0.37, 1.45, 0.26, 0.0),
-    ("block", True): _Cost(0.85, 1.9, 0.0, 0.37, 1.45, 0.26, 0.0, 0.25),
+    ("block", True): _Cost(0.85, 1.9, 0.0, 0.37, 1.45, 0.26, 0.0, 0.20),
     ("sparse", False): _Cost(0.80, 4.1, 0.0, 0.80, 2.10, 2.00, 0.0),
-    ("sparse", True): _Cost(0.80, 4.1, 0.0, 0.80, 2.10, 2.00, 0.0, 0.25),
+    ("sparse", True): _Cost(0.80, 4.1, 0.0, 0.80, 2.10, 2.00, 0.0, 0.20),
 }
 _EXACT = {False: 4.5, True: 7.0}  # the cost factor of exact products, three of split numbers; by backward
 _STREAMED = 0.9  # microseconds per 100 kB of weights that a block of the dense kernel reads from L2
@@ -49,13 +48,14 @@ def microseconds(geometry: Geometry, batch: int) -> float:
     on_tensor_cores = geometry.path == "block" or (geometry.path == "dense" and geometry.columns > 1)
     thrice = geometry.exact and geometry.dtype == torch.float32 and on_tensor_cores
     passes = ceil_div(geometry.columns, 8) * (_EXACT[geometry.backward] if thrice else 1)
-    step = cost.step + cost.read * geometry.columns * row / 1e5 + cost.row * row / 1e4
+    step = cost.step + cost.read * geometry.columns * row / 1e5
+    step += cost.row * ceil_div(geometry.columns, 8) * row / 1e4
     step += cost.kept * (geometry.tiles - geometry.held - geometry.streamed) * geometry.tile_bytes / 1e5
     step += _STREAMED * geometry.streamed * geometry.tile_bytes / 1e5
     step += cost.multiplied * geometry.tiles * passes / 1e2
     step += cost.updated * ceil_div(geometry.units * geometry.columns, THREADS) * GATES[geometry.cell] / 10
     step += cost.summed * geometry.row_tiles * geometry.columns / 64
-    step += cost.cluster * math.log2(geometry.cluster)
+    step += cost.cluster * (geometry.cluster - 1)
     if geometry.path == "dense":
         step += _HALF_WORDS if geometry.units * geometry.dtype.itemsize % 8 and not geometry.backward else 0
     if geometry.path == "block":
