@@ -90,7 +90,7 @@ struct Steps {
     Bits raw[RAW ? ROWS : 1][INPUTS];
     unsigned resets;        // bits of the steps before which, in the forward's order, the state is reset
     unsigned begins, ends;  // CU_SEQLENS: bits of the first and last steps of sequences
-    bool bounded;           // whether the warp's steps have any
+    bool bounded;           // whether the warp's steps have any, of a short strip also whether any is reset
 
     static __device__ void make(const Bits (&bits)[INPUTS], const OfChannels& of_channels, Step (&row)[VEC]) {
         Compute x[INPUTS][VEC];
@@ -114,7 +114,11 @@ struct Steps {
         }
     }
 
-    __device__ bool is_reset(int u) const { return RESETS && resets >> u & 1; }
+    // A short strip seldom has a reset: the warp then takes a path without tests for them.
+    static constexpr bool SELDOM_RESET = RESETS && STRIP <= 32;
+    template <bool CHECKED = true> __device__ bool is_reset(int u) const {
+        return RESETS && (CHECKED || !SELDOM_RESET) && resets >> u & 1;
+    }
     // The sequence that begins, or ends, with the thread's step u, or -1.
     template <bool CHECKED>
     __device__ int beginning(const Place& at, const Shared& shared, int buffer, int u) const {
@@ -125,10 +129,10 @@ struct Steps {
         return CHECKED && PACKING == CU_SEQLENS && ends >> u & 1 ? shared.ends[buffer].sequence[at.first(0) + u] : -1;
     }
     __device__ void look_for_bounds(const Place& at, const Shared& shared, int buffer) {
-        bounded = false;
+        bounded = SELDOM_RESET && __any_sync(~0u, resets);
         if (PACKING != CU_SEQLENS) return;
         begins = shared.begins[buffer].of(at.first(0)) & OF_ROWS, ends = shared.ends[buffer].of(at.first(0)) & OF_ROWS;
-        bounded = __any_sync(~0u, begins | ends);
+        bounded |= __any_sync(~0u, begins | ends) != 0;
     }
 
     template <bool CHECKED>
@@ -191,6 +195,19 @@ struct Steps {
 
     __device__ Composition compose(const Place& at, const Shared& shared, int buffer) const {
         Composition whole = Composition::none();
+        const auto append_from = [&](int from) {
+#pragma unroll
+            for (int u = 0; u < ROWS; ++u) {
+                if (u < from) continue;
+                Step row[VEC];
+                get(u, row);
+#pragma unroll
+                for (int v = 0; v < VEC; ++v) whole.append(v, row[v]);
+            }
+            whole.settle();
+            return whole;
+        };
+        if (SELDOM_RESET && !bounded) return append_from(0);
         int from = 0;  // steps before the last sequence start or reset do not matter
         if (PACKING == CU_SEQLENS && begins) {
             from = 31 - __clz(begins);
@@ -201,16 +218,7 @@ struct Steps {
             from = after - !BACKWARD;
             whole.forget();
         }
-#pragma unroll
-        for (int u = 0; u < ROWS; ++u) {
-            if (u < from) continue;
-            Step row[VEC];
-            get(u, row);
-#pragma unroll
-            for (int v = 0; v < VEC; ++v) whole.append(v, row[v]);
-        }
-        whole.settle();
-        return whole;
+        return append_from(from);
     }
 
     // Replay the steps from `state` and write the results; `sums` accumulates the gradients of the parameters.
@@ -233,9 +241,9 @@ struct Steps {
 #pragma unroll
             for (int v = 0; v < VEC; ++v) {
                 Compute result[FACTORS];
-                if (!BACKWARD && is_reset(u)) state.value[v] = Ring::zero();
+                if (!BACKWARD && is_reset<CHECKED>(u)) state.value[v] = Ring::zero();
                 state.value[v] = row[v].apply(state.value[v], result);
-                if (BACKWARD && is_reset(u)) state.value[v] = Ring::zero();
+                if (BACKWARD && is_reset<CHECKED>(u)) state.value[v] = Ring::zero();
 #pragma unroll
                 for (int k = 0; k < OUTPUTS; ++k) out[k][v] = result[Element::output_factor(k)];
 #pragma unroll
