@@ -93,7 +93,7 @@ def test_kernels_compile_without_a_gpu(element, architecture):
 def test_streaming_blocks_ask_for_as_much_memory_as_is_on_its_way():
     for name, device in GPUS.items():
         for element, inputs, itemsize in (("LinearScan", 2, 4), ("LinearScanBackward", 3, 4), ("LinearScan", 2, 2)):
-            for shape in ((8, 4096, 1536), (128, 512, 256), (64, 2048, 512), (512, 1000, 64)):
+            for shape in ((8, 2048, 1536), (128, 512, 256), (64, 2048, 512), (512, 1000, 64)):
                 geometry = choose_geometry(element, inputs, itemsize, 8, False, *shape, device)
                 assert not geometry.chained
                 blocks = shape[0] * -(-shape[2] // geometry.group)
@@ -122,6 +122,36 @@ def test_16_bit_scans_take_what_was_measured_fastest(gpu, shape):
         assert forward.copies_wide(2, 8)
         assert backward.copies_wide(2, 8)
         assert not forward.copies_wide(2, 4)
+
+
+def test_a_long_scan_of_unevenly_many_chains_looks_back():
+    def looks_back(batch, steps, channels, gpu="H200", aligned=4, packed=False):
+        arguments = (True, batch, steps, channels, GPUS[gpu], packed)
+        return choose_geometry("LinearScan", 2, 4, aligned, *arguments).looks_back
+
+    assert looks_back(8, 4096, 1536)  # 192 chains on 132 multiprocessors
+    assert not looks_back(8, 2048, 1536)
+    assert not looks_back(11, 4096, 768)  # 132
+    assert not looks_back(64, 4096, 512)  # 512 are near four for each
+    assert not looks_back(300, 4096, 32)  # which have half the channels of a tile
+    assert not looks_back(8, 4096, 1536, aligned=1)
+    assert not looks_back(8, 4096, 1536, packed=True)
+    assert not looks_back(8, 4096, 1536, "L4")  # whose shared memory does not hold two such tiles
+
+
+def test_a_block_with_a_multiprocessor_to_itself_has_all_registers():
+    for (batch, channels), resident in {(8, 1536): 1, (16, 1536): 2}.items():
+        for resets in (False, True):
+            arguments = (2, 2, 8, True, batch, 4096, channels, GPUS["H200"], False, resets)
+            assert choose_geometry("LinearScan", *arguments).resident == resident
+
+
+def test_aligned_rows_are_copied_in_pieces_of_16_bytes():
+    for itemsize in (2, 4, 8):
+        geometry = choose_geometry("LinearScan", 2, itemsize, 16 // itemsize, True, 128, 512, 256, GPUS["H200"])
+        assert not geometry.chained
+        assert geometry.copies_wide(itemsize, 16 // itemsize)
+        assert not geometry.copies_wide(itemsize, 8 // itemsize)
 
 
 def test_geometries_fit_the_gpu():
@@ -155,7 +185,10 @@ def test_what_was_measured_to_be_best_is_chosen(name):
         ((3, 5000, 1000), 2): (32, 8, 28, "looks back"),
         ((2, 100000, 384), 4): (32, 16, 32, "looks back"),
         ((2, 100000, 384), 2): (32, 16, 32, "looks back"),
-        ((8, 4096, 1536), 4): (32, 4, 8, "streams"),
+        ((8, 4096, 1536), 4): (32, 8, 16, "looks back"),
+        ((8, 65536, 1536), 4): (32, 8, 16, "looks back"),
+        ((8, 512, 1536), 4): (32, 4, 8, "streams"),
+        ((128, 512, 256), 4): (32, 4, 8, "streams"),
         ((8, 4096, 1536), 2): (32, 8, 8, "streams"),
     }
     with_resets = {
@@ -163,7 +196,10 @@ def test_what_was_measured_to_be_best_is_chosen(name):
         ((1, 1 << 20, 64), 4): (32, 8, 32, "looks back"),
         ((4, 1 << 20, 8), 4): (8, 8, 16, "turns"),
         ((1, 1 << 24, 1), 4): (1, 8, 15, "turns"),
-        ((8, 4096, 1536), 2): (16, 4, 8, "streams"),
+        ((8, 4096, 1536), 4): (32, 8, 16, "looks back"),
+        ((8, 4096, 1536), 2): (32, 8, 8, "streams"),
+        ((2, 100000, 384), 2): (32, 16, 32, "looks back"),
+        ((1, 65536, 256), 2): (32, 8, 28, "looks back"),
     }
     for resets, cases in ((False, measured), (True, with_resets)):
         for (shape, itemsize), want in cases.items():
@@ -173,6 +209,8 @@ def test_what_was_measured_to_be_best_is_chosen(name):
             assert (g.lanes, g.warps, g.rows, kind) == want
     backward = choose_geometry("LinearScanBackward", 3, 2, 8, True, 4, 2000, 1024, GPUS[name])
     assert (backward.rows, backward.looks_back) == (16, True)
+    backward = choose_geometry("LinearScanBackward", 3, 4, 4, True, 2, 100000, 384, GPUS[name])
+    assert (backward.vec, backward.warps, backward.rows, backward.looks_back) == (1, 16, 20, True)
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])

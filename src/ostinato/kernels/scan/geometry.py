@@ -46,10 +46,10 @@ class Geometry(NamedTuple):
     def copies_wide(self, itemsize: int, aligned: int) -> bool:
         """Whether lanes copy 16 bytes each, which needs rows of whole pieces, `aligned` (in channels) to 16 bytes.
 
-        Not for streaming of 32 bits or more, where a lane's own steps already are 8 bytes.
+        Smaller copies go through L1, and as many are on their way as it has lines beside the shared memory.
         """
         pieces = self.lanes * self.vec * itemsize % 16 == 0 and self.rows * self.vec * itemsize % 16 == 0
-        return (self.chained or itemsize == 2) and not self.narrow and pieces and aligned * itemsize >= 16
+        return not self.narrow and pieces and aligned * itemsize >= 16
 
     def shared_bytes(self, inputs: int, sums: int, itemsize: int, packed: bool = False) -> int:
         """An upper bound of ``sizeof(Shared)``, which shared.cuh asserts; `sums`: parameters with gradients."""
@@ -59,7 +59,7 @@ class Geometry(NamedTuple):
             strip = 32 // self.lanes * self.rows * self.narrow * itemsize + 48 + self.lanes * itemsize
         strips = self.stages * self.warps * inputs + (self.warps if self.narrow else 1)
         buffers = 3 if self.chained and not self.looks_back else 2
-        between_warps = (buffers + 1) * self.warps * (3 * state + self.lanes + 4)
+        between_warps = (buffers + (not self.looks_back)) * self.warps * (3 * state + self.lanes + 4)
         boundaries = 2 * buffers * (4 * self.tile + 4 * (self.tile // 32 + 2)) + 4 * 2048 if packed else 28
         window = (max(32, self.warps * 32 // self.lanes) * (3 * state + 4) if self.looks_back else 4) + 4 * state
         sum_rows = (self.warps * sums if sums else 1) * state
@@ -103,7 +103,8 @@ def choose_geometry(
 
     A streaming block scans the tiles of its chain serially, about a microsecond each, even if the GPU is otherwise
     idle; a chained tile takes three, but all blocks work in parallel.  So streaming is chosen where the chains fill
-    the GPU, and where sequences are short.
+    the GPU, and where sequences are short.  Where it leaves some multiprocessors with more chains than others, a long
+    forward pass of 32 bits draws tiles of whole steps by look-back, which keeps all busy to the end.
 
     Args:
         element: the operation, a struct of ``elements.cuh``, or GeneratedN(Backward) of N tensors.
@@ -123,6 +124,7 @@ def choose_geometry(
     else:
         geometry = _streaming(element, inputs, itemsize, aligned, sequences, steps, channels, device, resets)
     blocks = sequences * -(-channels // geometry.group)
+    waves = blocks / device.processors
     least = FILLED * device.processors if geometry.warps == 8 else device.processors
     few = sequences * channels < 32 * device.processors if narrow else blocks < least
     if few and steps > (8 if narrow else 4) * geometry.tile:
@@ -131,6 +133,11 @@ def choose_geometry(
         geometry = _chained(
             element, inputs, itemsize, aligned, sequences, steps, channels, narrow, device, packed, resets
         )
+    elif waves < FULL * math.ceil(waves) and steps >= LONG and element == "LinearScan" and itemsize == 4 and not packed:
+        back = Geometry(2, 32, 8, 16, True, 2, 0, 1, True)
+        fits = back.shared_bytes(inputs, 0, itemsize) <= device.shared // back.resident - 1024
+        if fits and geometry.group == back.group:
+            geometry = back
     if resets:  # a warp's lanes load 16 steps of the mask each, the first of which may be before its own
         return geometry._replace(rows=min(geometry.rows, 31 * 16 * geometry.lanes // 32))
     return geometry
@@ -167,10 +174,10 @@ def _streaming(
     whole = Geometry(4, 32, 8, 4 if backward else 8, False, 2, 0, STAGES)
     waves = sequences * -(-channels // whole.group) / device.processors
     fits = whole.shared_bytes(inputs, 0, itemsize) <= device.shared_of_block
-    if halved and not resets and channels > 64 and steps > SHORT and fits:
+    if halved and channels > 64 and steps > SHORT and fits:
         if element in ("LinearScan", "LinearScanBackward") and (waves >= FILLED or steps > LONG):
-            return whole
-        alone = element.startswith("Generated") and backward and inputs <= 5 and steps >= LONG
+            return whole._replace(resident=1 if waves <= 1 else 2)  # alone, with all the registers that it can use
+        alone = element.startswith("Generated") and backward and inputs <= 5 and steps >= LONG and not resets
         if alone and waves >= FULL * math.ceil(waves):
             return whole._replace(resident=1)  # its factors take more than 128 registers
     vec = 2 if halved else min(aligned, 8 // itemsize)
@@ -243,11 +250,12 @@ def _chained(
         return small._replace(rows=2 * rows if backward else rows, stages=1, looks_back=True)
     if steps <= LONG:
         return small
-    if packed or (resets and lanes > 8) or 2 * device.processors // chains <= FEW_COMPANIONS:
-        along_one_chain = 4 * chains <= device.processors and not packed and not resets
+    few_companions = 2 * device.processors // chains <= FEW_COMPANIONS
+    if packed or (resets and lanes > 8) or few_companions:
+        along_one_chain = 4 * chains <= device.processors and few_companions and not packed
         registers = 72 if along_one_chain or vec == 1 else 56
-        if numbers > inputs * words or (resets and vec == 1):
-            registers = 64
+        if numbers > inputs * words or (along_one_chain and vec == 1) or (resets and (along_one_chain or vec == 1)):
+            registers = 64  # with more, some are spilled
         most = max(4, min(32, registers // numbers // 4 * 4))
         for warps, rows in itertools.product((16, 8) if along_one_chain else (8,), range(most, most // 2 - 1, -4)):
             back = Geometry(vec, lanes, warps, rows, True, 16 // warps, 0, 1, True)

@@ -205,11 +205,11 @@ __device__ inline void chain(const Parameters& p, Shared& shared, int chunks) {
                         asked.compose(published, i, end, between, false);
                     }
                     __syncwarp();
-                    shared.between.join(at, between);
+                    shared.tile[BUFFERS].join(at, between);
                 }
                 __syncthreads();
 #pragma unroll 4
-                for (int warp = 0; warp < parts; ++warp) shared.between.of(warp).carry(state);
+                for (int warp = 0; warp < parts; ++warp) shared.tile[BUFFERS].of(warp).carry(state);
             }
             apply(at, memory, shared, last, now, steps, before, state, sums);
         }

@@ -86,8 +86,7 @@ static_assert(PACKING != CU_SEQLENS || Boundaries::WORDS <= THREADS);
 struct Shared {
     Strip input[STAGES][WARPS][INPUTS];
     Strip output[NARROW ? WARPS : 1];
-    Joint tile[BUFFERS];
-    Joint between;  // interleaved: the tiles since the block's last
+    Joint tile[BUFFERS + !LOOKS_BACK];  // interleaved, the last one is that of the tiles since the block's own
     // Look-back: earlier tiles, nearest first, and their flags; the carry found; the tiles drawn.
     Known window[LOOKS_BACK ? WINDOW : 1][LANES];
     unsigned seen[LOOKS_BACK ? WATCHERS : 1];
