@@ -554,7 +554,7 @@ def test_gradients_by_kept_gates_are_as_exact_as_by_recomputed_ones(kind, dtype,
     begins = None if resets is None else (torch.rand(50, 9) < resets).cuda()
 
     def results(layer):
-        inputs = x.to(layer.weight_hh_l0.dtype).requires_grad_()
+        inputs = x.to(layer.weight_hh_l0.dtype, copy=True).requires_grad_()
         layer.zero_grad()
         output = layer(inputs, resets=begins)[0]
         output.backward(grad.to(output.dtype))
