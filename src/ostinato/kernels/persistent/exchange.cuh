@@ -74,17 +74,22 @@ struct Block {
     int thread;
 
     __device__ int item(int i) const { return i * THREADS + thread; }
-    __device__ int unit_of(int i) const { return item(i) % UNITS; }
-    __device__ int sequence_of(int i) const { return item(i) / UNITS; }
+    // Where all items of a thread are of one unit, their addresses differ by constants.
+    static constexpr bool ONE_UNIT = THREADS % UNITS == 0;
+    __device__ int unit_of(int i) const { return unsigned(ONE_UNIT ? thread : item(i)) % UNITS; }
+    __device__ int sequence_of(int i) const {
+        return ONE_UNIT ? unsigned(thread) / UNITS + i * (THREADS / UNITS) : unsigned(item(i)) / UNITS;
+    }
 
     // The items of thread THREADS - 1 - thread, for work that is to fall to threads with fewer updates.
     __device__ Block mirrored() const { return {unit, sequence, sequences, THREADS - 1 - thread}; }
     __device__ bool owned(int i) const { return sequence_of(i) < sequences && unit + unit_of(i) < HIDDEN; }
     __device__ bool live(int i, const Rows &rows) const { return owned(i) && sequence + sequence_of(i) < rows.live; }
 
-    // Index of this thread's item i in (rows, gates * HIDDEN); `row` is the first of the step.
+    // Index of this thread's item i in (rows, gates * HIDDEN); `row` is the first of the step.  Only what all threads
+    // share takes 64 bits: of offsets of its own, which live through all steps, a thread would need too many registers.
     __device__ size_t place(size_t row, int i, int gates = 1) const {
-        return (row + sequence + sequence_of(i)) * (gates * HIDDEN) + unit + unit_of(i);
+        return (row + sequence) * (gates * HIDDEN) + unit + unsigned(sequence_of(i) * (gates * HIDDEN) + unit_of(i));
     }
     __device__ bool begins_word(int i) const {
         const bool exists = sequence_of(i) < COLUMNS && unit + unit_of(i) < PITCH;
