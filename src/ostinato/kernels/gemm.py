@@ -47,7 +47,7 @@ class _Transposing(torch.autograd.Function):
         (x, weight), (of_x, of_weight, of_bias) = ctx.saved_tensors, ctx.needs_input_grad
         rows, again = grad.flatten(0, -2), torch.is_grad_enabled()  # to be differentiated again
         return (
-            grad @ (weight if again else transposed(weight).T) if of_x else None,
+            (grad @ weight if again else gradient_of_input(grad, weight)) if of_x else None,
             gradient_of_weight(rows, x.flatten(0, -2)) if of_weight else None,
             rows.sum(0) if of_bias else None,
         )
@@ -101,6 +101,13 @@ def _linear_cpu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     return product.view(*x.shape[:-1], -1)
 
 
+def gradient_of_input(grad: Tensor, weight: Tensor) -> Tensor:
+    """``grad @ weight`` of (..., width) and (width, channels), the input's gradient of :func:`linear`, and as fast."""
+    if is_eager([grad, weight]) and not torch.is_grad_enabled() and _is_faster_transposed(grad, weight.shape[0]):
+        return grad @ transposed(weight).T
+    return linear(grad, weight.T)
+
+
 def gradient_of_weight(grad: Tensor, x: Tensor) -> Tensor:
     """``grad.T @ x`` of (rows, width) and (rows, channels), the weight's gradient of :func:`linear`, and as fast."""
     eager = is_eager([grad, x]) and grad.dtype == x.dtype
@@ -139,7 +146,7 @@ class _InParts(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x, weight), (of_x, of_weight, of_bias) = ctx.saved_tensors, ctx.needs_input_grad
         return (
-            linear(grad, weight.T) if of_x else None,
+            gradient_of_input(grad, weight) if of_x else None,
             gradient_of_weight(grad, x) if of_weight else None,
             grad.sum(0) if of_bias else None,
         )

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from ostinato.kernels import nvrtc
 from ostinato.kernels.dispatch import gradient, is_eager, operator, or_empty
-from ostinato.kernels.gemm import gradient_of_weight, linear
+from ostinato.kernels.gemm import gradient_of_input, gradient_of_weight, linear
 from ostinato.kernels.persistent import plain, reference
 from ostinato.kernels.persistent.masks import block_of, derived_from
 from ostinato.kernels.persistent.plan import GATES, Call, Plan, no_kernel
@@ -279,7 +279,7 @@ def _recurrent_layer_backward(
         return rows.roll(-hidden, 0) if gru else rows
 
     compute: tuple[Callable[[], Any], ...] = (
-        lambda: linear(inputs, weight_ih.T),
+        lambda: gradient_of_input(inputs, weight_ih),
         lambda: grad_h0,
         lambda: grad_c0,
         lambda: gradient_of_weight(inputs, x),
