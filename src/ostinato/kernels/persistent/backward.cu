@@ -99,8 +99,8 @@ struct Units : Block {
         }
     }
 
-    __device__ static int state_place(const Block &own, int i, int g) {
-        return place_of((g * PITCH + own.unit + own.unit_of(i)) * sizeof(Scalar), own.sequence_of(i));
+    __device__ static int state_place(int unit, int sequence, int g) {
+        return place_of((g * PITCH + unit) * sizeof(Scalar), sequence);
     }
 
     __device__ void update(char *state) {
@@ -126,7 +126,7 @@ struct Units : Block {
             dh[i] = total * direct[i];
 #pragma unroll
             for (int g = 0; g < GATES; ++g)
-                publish(owned(i) ? published[g] : 0, begins_word(i), state + state_place(*this, i, g));
+                publish(owned(i) ? published[g] : 0, begins_word(i), state + state_place(unit + unit_of(i), sequence_of(i), g));
         }
     }
 
@@ -151,20 +151,19 @@ struct Units : Block {
     }
 
     __device__ void prefetch_step(const Rows &rows, const char *state) const {
-        const Block own = mirrored();
-#pragma unroll
-        for (int i = 0; i < ITEMS; ++i) {
+        each_sector([&](int s, int u) {
+            const size_t row = rows.first + sequence + s, at = row * HIDDEN + u;
+            const bool live = sequence + s < rows.live;
 #pragma unroll
             for (int g = 0; g < GATES; ++g) {
-                if (own.begins_word(i)) prefetch(state + state_place(own, i, g));
-                if (own.live(i, rows)) prefetch(p.pre + own.place(rows.first, i, GATES) + g * HIDDEN);
+                prefetch(state + state_place(u, s, g));
+                if (live) prefetch(p.pre + row * (GATES * HIDDEN) + g * HIDDEN + u);
             }
-            if (!own.live(i, rows)) continue;
-            const size_t at = own.place(rows.first, i);
+            if (!live) return;
             if (p.grad_output) prefetch(p.grad_output + at);
             if (TAKES_STATE) prefetch(p.candidate + at), prefetch(p.h_prev + at);
             if (TAKES_CELL) prefetch(p.cells + at);
-        }
+        });
     }
 
     __device__ void finish() const {

@@ -81,8 +81,6 @@ struct Block {
         return ONE_UNIT ? unsigned(thread) / UNITS + i * (THREADS / UNITS) : unsigned(item(i)) / UNITS;
     }
 
-    // The items of thread THREADS - 1 - thread, for work that is to fall to threads with fewer updates.
-    __device__ Block mirrored() const { return {unit, sequence, sequences, THREADS - 1 - thread}; }
     __device__ bool owned(int i) const { return sequence_of(i) < sequences && unit + unit_of(i) < HIDDEN; }
     __device__ bool live(int i, const Rows &rows) const { return owned(i) && sequence + sequence_of(i) < rows.live; }
 
@@ -94,6 +92,15 @@ struct Block {
     __device__ bool begins_word(int i) const {
         const bool exists = sequence_of(i) < COLUMNS && unit + unit_of(i) < PITCH;
         return exists && unit_of(i) % (HALF_WORDS ? WORD / 2 : WORD) == 0;
+    }
+    // Calls a function with a sequence and a unit in each sector of 32 bytes of the block's results, for prefetches: a
+    // multiprocessor takes 8 cycles for each of a warp.  The last threads, which have fewer updates, are the first.
+    template <typename Function> __device__ void each_sector(Function take) const {
+        constexpr int WIDTH = 32 / sizeof(Scalar), SECTORS = UNITS / WIDTH + (UNITS % WIDTH ? 2 : 0);  // two not aligned
+        for (int i = THREADS - 1 - thread; i < SECTORS * sequences; i += THREADS) {
+            const int u = min(i % SECTORS * WIDTH, UNITS - 1);
+            if (unit + u < HIDDEN) take(i / SECTORS, unit + u);
+        }
     }
     // Whether this warp has nothing to update in a round.
     __device__ static bool idle(int i) { return i * THREADS + warp_id() * 32 >= UNITS * COLUMNS; }

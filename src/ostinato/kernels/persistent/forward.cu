@@ -77,10 +77,6 @@ struct Units : Block {
         }
     }
 
-    __device__ static int state_place(const Block &own, int i) {
-        return place_of((own.unit + own.unit_of(i)) * sizeof(Scalar), own.sequence_of(i));
-    }
-
     // A sequence without this step keeps its state.
     __device__ void update(const Rows &rows, int next_step, const Product &product, const float *sums, char *state) {
 #pragma unroll
@@ -88,7 +84,7 @@ struct Units : Block {
             if (idle(i)) continue;
             if (live(i, rows)) h[i] = next(i, product, sums);
             ends[i] = resets.before(next_step, i);
-            publish(ends[i] ? 0 : h[i], begins_word(i), state + state_place(*this, i));
+            publish(ends[i] ? 0 : h[i], begins_word(i), state + place_of((unit + unit_of(i)) * sizeof(Scalar), sequence_of(i)));
         }
     }
 
@@ -107,14 +103,13 @@ struct Units : Block {
     }
 
     __device__ void prefetch_step(const Rows &rows, const char *state) const {
-        const Block own = mirrored();
+        each_sector([&](int s, int u) {
+            prefetch(state + place_of(u * sizeof(Scalar), s));
+            if (sequence + s >= rows.live) return;
+            const Scalar *pre = p.pre + (rows.first + sequence + s) * (GATES * HIDDEN) + u;
 #pragma unroll
-        for (int i = 0; i < ITEMS; ++i) {
-            if (own.begins_word(i)) prefetch(state + state_place(own, i));
-            if (!own.live(i, rows)) continue;
-#pragma unroll
-            for (int g = 0; g < GATES; ++g) prefetch(p.pre + own.place(rows.first, i, GATES) + g * HIDDEN);
-        }
+            for (int g = 0; g < GATES; ++g) prefetch(pre + g * HIDDEN);
+        });
     }
 
     __device__ void finish() const {
