@@ -17,7 +17,7 @@ from ostinato.kernels.recurrence import cuda as recurrence_cuda
 from ostinato.kernels.recurrence.print_cuda import element_name, print_cuda
 from ostinato.kernels.recurrence.trace import parse
 from ostinato.kernels.scan import choose_backend, cuda, operators, torch_ops
-from ostinato.kernels.scan.geometry import Device, choose_geometry, macros
+from ostinato.kernels.scan.geometry import Device, Geometry, choose_geometry, macros
 from ostinato.minimal.recurrences import recurrence_of
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
@@ -87,7 +87,8 @@ def test_kernels_compile_without_a_gpu(element, architecture):
     chosen = sorted({v for name, v in variants() if name == element}, key=str)
     for i, definitions in enumerate(chosen[ARCHITECTURES.index(architecture) :: 24]):
         _, code = code_of(element, ("positive", "linear", "tanh")[i % 3])
-        assert nvrtc.compile_cubin(code, architecture, {**dict(definitions), "RESETS": i % 2})[:4] == b"\x7fELF"
+        known = {"DESCENDING": i % 2, "ALIGNED": i // 2 % 2} if dict(definitions)["NARROW"] and i % 4 else {}
+        assert nvrtc.compile_cubin(code, architecture, {**dict(definitions), "RESETS": i % 2, **known})[:4] == b"\x7fELF"
 
 
 def test_streaming_blocks_ask_for_as_much_memory_as_is_on_its_way():
@@ -152,6 +153,27 @@ def test_aligned_rows_are_copied_in_pieces_of_16_bytes():
         assert not geometry.chained
         assert geometry.copies_wide(itemsize, 16 // itemsize)
         assert not geometry.copies_wide(itemsize, 8 // itemsize)
+
+
+def test_pieces_are_known_to_be_aligned_only_where_all_are():
+    strides, batch = ((7 * 4000, 7, 0),) * 2, 3
+    problem = cuda.Problem("LinearScan", torch.float32, 0, batch, 4000, 7, strides, strides[:1])
+    geometry = Geometry(1, 8, 16, 16, True, 1, 7, 2)
+    backward = {"element": "LinearScanBackward", "inputs": strides[:1] * 3, "outputs": strides}
+    for changes, alignment, known in (
+        ({}, 0, (0, 1)),
+        ({"reverse": True}, 0, (1, 1)),
+        (backward, 0, (1, 1)),
+        ({"steps": 4001}, 0, (0, 1)),  # each sequence begins 4000 steps after the last
+        ({"steps": 4001, **backward}, 0, (1, 0)),  # but the strips begin at its end
+        ({"inputs": ((7 * 4001, 7, 0),) * 2}, 0, (0, 0)),
+        ({"inputs": ((7 * 4001, 7, 0),) * 2, "batch": 1}, 0, (0, 1)),
+        ({}, 4, (0, 0)),
+    ):
+        found = cuda._addressing(problem._replace(**changes), geometry, alignment)
+        assert found == (("DESCENDING", known[0]), ("ALIGNED", known[1]))
+    assert cuda._addressing(problem, geometry._replace(rows=15), 0)[1] == ("ALIGNED", 1)
+    assert cuda._addressing(problem._replace(channels=1), geometry._replace(rows=1, lanes=32), 0)[1] == ("ALIGNED", 0)
 
 
 def test_geometries_fit_the_gpu():

@@ -33,6 +33,7 @@ struct alignas(16) Strip {
     }
     static __device__ int shift(const Place& at, const Tensor& x, int chunk, int ahead) {
         if (!NARROW) return 0;
+        if (ALIGNED) return (at.descending ? -ahead : ahead) * NARROW & (PER_PIECE - 1);
         const Index first = start(at, at.first(chunk) + ahead - at.segment * ROWS);
         return unsigned(reinterpret_cast<unsigned long long>(at.sequence(x) + first) % 16) / sizeof(Pack);
     }
@@ -58,7 +59,7 @@ struct alignas(16) Strip {
 #pragma unroll(CHECKED ? 1 : (PIECES + 31) / 32)  // the CHECKED path is rare: keep its code small
         for (int k = 0; k < (PIECES + 31) / 32; ++k) {
             const int piece = at.lane + 32 * k, low = begin - piece * PER_PIECE, high = end - piece * PER_PIECE;
-            if (PIECES % 32 && piece >= PIECES) break;
+            if (32 * k + 32 > PIECES && piece >= PIECES) break;
             move(piece, memory + 32 * k * PER_PIECE, low > 0 ? low : 0, high < PER_PIECE ? high : PER_PIECE);
         }
     }
@@ -92,7 +93,9 @@ struct alignas(16) Strip {
         __syncwarp();
         pieces<CHECKED, true>(at, x, chunk, 0, [&](int k, Pack* to, int low, int high) {
             const Pack* const from = &element[k * PER_PIECE];
-            if (low == 0 && high == PER_PIECE) *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
+            const bool whole = ALIGNED && !CHECKED ? k < SIZE / PER_PIECE : low == 0 && high == PER_PIECE;
+            if (whole) *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
+            else if (ALIGNED && !CHECKED) return;
             else {
 #pragma unroll 1
                 for (int i = low; i < high; ++i) to[i] = from[i];

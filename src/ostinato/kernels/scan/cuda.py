@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ostinato.kernels import nvrtc
-from ostinato.kernels.scan.geometry import Device, choose_geometry, macros
+from ostinato.kernels.scan.geometry import Device, Geometry, choose_geometry, macros
 
 SCALARS = {
     torch.float32: "float",
@@ -137,6 +137,8 @@ def _prepare(problem: Problem, parameter_dtype: torch.dtype, alignment: int) -> 
     )
     if problem.resets is not None:
         definitions += (("RESETS", 1),)
+    if geometry.narrow and problem.directions == 1:
+        definitions += _addressing(problem, geometry, alignment)
     chunks = -(-problem.steps // geometry.tile)
     blocks = chains = sequences * -(-problem.channels // geometry.group)
     companions = geometry.companions(chains, chunks, problem.compute.itemsize, device.processors)
@@ -159,6 +161,15 @@ def _prepare(problem: Problem, parameter_dtype: torch.dtype, alignment: int) -> 
         draws,
         problem.batch * (chunks if geometry.looks_back else companions),
     )
+
+
+def _addressing(problem: Problem, geometry: Geometry, alignment: int) -> tuple[tuple[str, object], ...]:
+    """What the kernel knows about the addresses of a narrow sequence, most of whose instructions compute them."""
+    itemsize, descending = problem.dtype.itemsize, problem.reverse != problem.backward
+    offsets = [geometry.tile // geometry.warps * problem.channels, problem.steps * problem.channels if descending else 0]
+    offsets += [batch for batch, _, _ in (*problem.inputs, *problem.outputs)] if problem.batch > 1 else []
+    aligned = geometry.chained and alignment == 0 and all(offset * itemsize % 16 == 0 for offset in offsets)
+    return ("DESCENDING", int(descending)), ("ALIGNED", int(aligned))
 
 
 class _Workspace:

@@ -18,6 +18,9 @@ constexpr int WATCHERS = WARPS * SEGMENTS;  // segments, which poll the messages
 constexpr int WINDOW = WATCHERS < 32 ? 32 : WATCHERS;  // tiles of the look-back window
 static_assert(!LOOKS_BACK || (CHAINED && STAGES == 1 && WATCHERS <= 256), "a block draws one tile ahead");
 constexpr int TOGETHER = WIDE ? 16 / sizeof(Pack) : 1;  // adjacent packs in one copy of a lane
+#ifndef ALIGNED
+#define ALIGNED 0  // 1: with NARROW, the pieces of all tensors begin with a warp's steps
+#endif
 constexpr bool EXCHANGED = NARROW || WIDE;  // lanes copy elements that other lanes of the warp read
 static_assert(LANES % TOGETHER == 0 && ROWS % TOGETHER == 0);
 constexpr int BUFFERS = CHAINED && !LOOKS_BACK ? 3 : 2;  // of compositions: one may be read while the next is written
@@ -164,16 +167,23 @@ struct Place {
     bool descending;  // the scan runs backward in time
 
     __device__ Place(const Parameters& p, int chain) : p(p) {
-        const int groups = (p.channels + GROUP - 1) / GROUP;
+        const int groups = NARROW ? 1 : (p.channels + GROUP - 1) / GROUP;
         group = chain % groups;
-        batch = chain / groups % p.batch;
-        direction = chain / groups / p.batch;
+#ifdef DESCENDING
+        batch = chain / groups, direction = 0;
+#else
+        batch = chain / groups % p.batch, direction = chain / groups / p.batch;
+#endif
         warp = threadIdx.x / 32, lane = threadIdx.x % 32;
         asm("" : "+r"(warp), "+r"(lane));  // or the compiler re-reads the slow special register at every use
         segment = lane / LANES;
         channel = group * GROUP + lane % LANES * VEC;
-        inside = channel < p.channels;
+        inside = channel < (NARROW ? NARROW : p.channels);
+#ifdef DESCENDING
+        descending = DESCENDING;
+#else
         descending = (p.reverse != (direction == 1)) != BACKWARD;
+#endif
     }
     __device__ int time(int i) const { return descending ? p.steps - 1 - i : i; }
     __device__ bool exists(int i) const {
