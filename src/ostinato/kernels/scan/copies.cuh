@@ -104,3 +104,75 @@ struct alignas(16) Strip {
         __syncwarp();
     }
 };
+
+// A warp's steps of the mask of resets, in shared memory if they are many: a byte each, in the order of time.
+struct alignas(16) Mask {
+    static constexpr bool COPIED = RESETS && STRIP > 96;
+    static constexpr int PIECES = (STRIP + 36) / 16;  // the first at most 15 bytes early; a thread reads 6 beyond its own
+    unsigned char byte[COPIED ? 16 * PIECES : 1];
+
+    static __device__ const unsigned char* sequence(const Place& at) {
+        return at.p.resets + at.batch * at.p.resets_batch + at.direction * at.p.resets_direction;
+    }
+    // Of step `i` in the order of the scan.
+    static __device__ unsigned of_step(const Place& at, int i) {
+        const int t = at.time(i);
+        return sequence(at)[(PACKING == OFFSETS ? at.p.bounds[t] : t) * at.p.resets_time];
+    }
+    static __device__ bool gapless(const Place& at) { return PACKING != OFFSETS && at.p.resets_time == 1; }
+    // The first of the warp's steps in time, and its offset in an aligned piece.
+    static __device__ int start(const Place& at, int chunk) {
+        const int i = chunk * TILE + at.warp * STRIP;
+        return at.descending ? at.p.steps - i - STRIP : i;
+    }
+    static __device__ int shift(const Place& at, int chunk) {
+        return gapless(at) ? unsigned(reinterpret_cast<unsigned long long>(sequence(at)) + start(at, chunk)) % 16 : 0;
+    }
+    __device__ void fetch(const Place& at, int chunk) {
+        const int first = start(at, chunk), skipped = shift(at, chunk);
+#pragma unroll
+        for (int k = 0; k < PIECES; k += 32) {
+            const int piece = k + at.lane, t = first - skipped + 16 * piece;
+            if (piece >= PIECES) break;
+            if (gapless(at) && t >= 0 && t + 16 <= at.p.steps) {
+                copy_async<16>(&byte[16 * piece], sequence(at) + t);
+                continue;
+            }
+#pragma unroll 1
+            for (int j = 0; j < 16; ++j) {
+                const int i = at.time(t + j);
+                byte[16 * piece + j] = i >= 0 && at.exists(i) ? of_step(at, i) : 0;
+            }
+        }
+    }
+    // A bit for each of a thread's steps.
+    __device__ unsigned of(const Place& at, int chunk) const {
+        const int row = at.segment * ROWS, skipped = shift(at, chunk);
+        unsigned bits = 0;
+        if constexpr (LANES < 4) {  // a thread reads its bytes
+            constexpr int WORDS = (ROWS + 6) / 4;
+            const int first = skipped + (at.descending ? STRIP - ROWS - row : row);
+            const unsigned* const words = reinterpret_cast<const unsigned*>(byte) + first / 4;
+            unsigned word[WORDS], eight = 0;
+#pragma unroll
+            for (int k = 0; k < WORDS; ++k) word[k] = words[k];
+#pragma unroll
+            for (int k = 0; 4 * k < ROWS; ++k) {
+                const unsigned bytes = __funnelshift_r(word[k], word[k + 1 < WORDS ? k + 1 : k], first % 4 * 8);
+                const unsigned high = ((bytes & 0x7f7f7f7f) + 0x7f7f7f7f | bytes) & 0x80808080;  // of bytes not zero
+                eight = __dp4a(high, k % 2 ? 0x80402010u : 0x08040201u, k % 2 ? eight : 0u);
+                if (k % 2 || 4 * k + 4 >= ROWS) bits |= k < 2 ? eight >> 7 : eight << (4 * (k / 2 * 2) - 7);
+            }
+            if (at.descending) bits = __brev(bits) >> 32 - ROWS;
+        } else {  // a segment's lanes vote
+#pragma unroll
+            for (int u = 0; u < ROWS; u += LANES) {
+                const int step = row + u + at.lane % LANES;
+                const bool mine = (ROWS % LANES == 0 || u + at.lane % LANES < ROWS);
+                const unsigned votes = __ballot_sync(~0u, mine && byte[skipped + (at.descending ? STRIP - 1 - step : step)]);
+                bits |= (votes >> at.segment * LANES & ~0u >> 32 - LANES) << u;
+            }
+        }
+        return bits & OF_ROWS;
+    }
+};

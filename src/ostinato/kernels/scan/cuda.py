@@ -119,7 +119,8 @@ def _prepare(problem: Problem, parameter_dtype: torch.dtype, alignment: int) -> 
         packed,
         problem.resets is not None,
     )
-    tensors = (len(problem.inputs), problem.parameters if problem.backward else 0, itemsize, packed)
+    sums = problem.parameters if problem.backward else 0
+    tensors = len(problem.inputs), sums, itemsize, packed, problem.resets is not None
     most = min(device.shared_of_block, device.shared // (geometry.resident if geometry.chained else 1) - 1024)
     while (shared := geometry.shared_bytes(*tensors)) > most:
         fewer = geometry.rows - 4 if geometry.looks_back and geometry.rows > 4 else geometry.rows // 2
@@ -166,8 +167,11 @@ def _prepare(problem: Problem, parameter_dtype: torch.dtype, alignment: int) -> 
 def _addressing(problem: Problem, geometry: Geometry, alignment: int) -> tuple[tuple[str, object], ...]:
     """What the kernel knows about the addresses of a narrow sequence, most of whose instructions compute them."""
     itemsize, descending = problem.dtype.itemsize, problem.reverse != problem.backward
-    offsets = [geometry.tile // geometry.warps * problem.channels, problem.steps * problem.channels if descending else 0]
-    offsets += [batch for batch, _, _ in (*problem.inputs, *problem.outputs)] if problem.batch > 1 else []
+    offsets = [geometry.tile // geometry.warps * problem.channels]
+    if descending:
+        offsets.append(problem.steps * problem.channels)
+    if problem.batch > 1:
+        offsets += [batch for batch, _, _ in (*problem.inputs, *problem.outputs)]
     aligned = geometry.chained and alignment == 0 and all(offset * itemsize % 16 == 0 for offset in offsets)
     return ("DESCENDING", int(descending)), ("ALIGNED", int(aligned))
 

@@ -51,7 +51,7 @@ class Geometry(NamedTuple):
         pieces = self.lanes * self.vec * itemsize % 16 == 0 and self.rows * self.vec * itemsize % 16 == 0
         return not self.narrow and pieces and aligned * itemsize >= 16
 
-    def shared_bytes(self, inputs: int, sums: int, itemsize: int, packed: bool = False) -> int:
+    def shared_bytes(self, inputs: int, sums: int, itemsize: int, packed: bool = False, resets: bool = False) -> int:
         """An upper bound of ``sizeof(Shared)``, which shared.cuh asserts; `sums`: parameters with gradients."""
         pack, state = self.vec * itemsize, self.group * max(4, itemsize)
         strip = 32 * self.rows * max(4, pack)
@@ -63,7 +63,9 @@ class Geometry(NamedTuple):
         boundaries = 2 * buffers * (4 * self.tile + 4 * (self.tile // 32 + 2)) + 4 * 2048 if packed else 28
         window = (max(32, self.warps * 32 // self.lanes) * (3 * state + 4) if self.looks_back else 4) + 4 * state
         sum_rows = (self.warps * sums if sums else 1) * state
-        return strips * strip + between_warps + boundaries + sum_rows + window + 144
+        steps = 32 // self.lanes * self.rows
+        mask = self.stages * self.warps * (steps + 36) if resets and steps > 96 else 16
+        return strips * strip + between_warps + boundaries + sum_rows + window + mask + 144
 
 
 class Device(NamedTuple):
@@ -138,8 +140,6 @@ def choose_geometry(
         fits = back.shared_bytes(inputs, 0, itemsize) <= device.shared // back.resident - 1024
         if fits and geometry.group == back.group:
             geometry = back
-    if resets:  # a warp's lanes load 16 steps of the mask each, the first of which may be before its own
-        return geometry._replace(rows=min(geometry.rows, 31 * 16 * geometry.lanes // 32))
     return geometry
 
 

@@ -79,14 +79,15 @@ __device__ inline void apply(
 ) {
     const Joint& tile = shared.tile[buffer];
     Channels mine = state;  // before this thread's first step
+    const unsigned resets = tile.resets();
     if constexpr (CHAINED) {
-        if (at.warp > 0) tile.of(at.warp).carry(mine);
-        tile.of(0).carry(state);
+        if (at.warp > 0) tile.of(at.warp, resets & (1u << at.warp) - 1).carry(mine);
+        tile.of(0, resets).carry(state);
     } else {
 #pragma unroll
         for (int warp = 0; warp < WARPS; ++warp) {
             if (warp == at.warp) mine = state;
-            tile.of(warp).carry(state);
+            tile.of(warp, resets >> warp & 1).carry(state);
         }
     }
     if (SEGMENTS > 1) before.carry(mine);
@@ -99,11 +100,12 @@ __device__ inline void read(
 ) {
     steps.look_for_bounds(at, shared, buffer);
     steps.read(at, shared, stage, buffer, chunk, of_channels);
-    if (EXCHANGED) __syncwarp();
+    if (EXCHANGED || Mask::COPIED) __syncwarp();
 }
 
 __device__ inline void fetch(const Place& at, const Memory& memory, Shared& shared, int stage, int chunk, int chunks) {
     if (chunk < chunks) {
+        if (Mask::COPIED) shared.mask[stage][at.warp].fetch(at, chunk);
         if (at.inner(chunk)) Steps::fetch<false>(at, memory, shared.input[stage][at.warp], chunk);
         else Steps::fetch<true>(at, memory, shared.input[stage][at.warp], chunk);
     }
@@ -127,14 +129,14 @@ __device__ inline void stream(const Parameters& p, Shared& shared, int chunks) {
     for (int chunk = 0, stage = 0, buffer = 0; chunk < chunks; ++chunk, buffer ^= 1) {
         if (PACKING == CU_SEQLENS) shared.find_sequences(at, chunk, buffer, sequence);
         wait_for_oldest_copies();
-        if (EXCHANGED) __syncwarp();
+        if (EXCHANGED || Mask::COPIED) __syncwarp();
         Steps steps;
         if (chunk % Resets::TILES == 0) {
             resets = later;
             resets.share();
             later.load(at, chunk + Resets::TILES);
         }
-        steps.resets = resets.of(at, chunk);
+        steps.resets = resets.of(at, shared, stage, chunk);
         read(at, shared, stage, buffer, chunk, of_channels, steps);
         fetch(at, memory, shared, stage, chunk + STAGES, chunks);
         stage = stage + 1 == STAGES ? 0 : stage + 1;
@@ -177,9 +179,9 @@ __device__ inline void chain(const Parameters& p, Shared& shared, int chunks) {
         Composition composed;
         if (next < chunks) {
             wait_for_oldest_copies();
-            if (EXCHANGED) __syncwarp();
+            if (EXCHANGED || Mask::COPIED) __syncwarp();
             later.share();
-            coming.resets = later.of(at, next);
+            coming.resets = later.of(at, shared, stage, next);
             later.load(at, next + companions);
             read(at, shared, stage, buffer, next, of_channels, coming);
             fetch(at, memory, shared, stage, next + STAGES * companions, chunks);
@@ -208,8 +210,9 @@ __device__ inline void chain(const Parameters& p, Shared& shared, int chunks) {
                     shared.tile[BUFFERS].join(at, between);
                 }
                 __syncthreads();
+                const unsigned resets = shared.tile[BUFFERS].resets();
 #pragma unroll 4
-                for (int warp = 0; warp < parts; ++warp) shared.tile[BUFFERS].of(warp).carry(state);
+                for (int warp = 0; warp < parts; ++warp) shared.tile[BUFFERS].of(warp, resets >> warp & 1).carry(state);
             }
             apply(at, memory, shared, last, now, steps, before, state, sums);
         }
@@ -250,10 +253,10 @@ __device__ inline void chain_looking_back(const Parameters& p, Shared& shared, i
         Channels state;
         load_state(at, PACKING == CU_SEQLENS ? nullptr : p.initial, 0, state);
         wait_for_oldest_copies();
-        if (EXCHANGED) __syncwarp();
+        if (EXCHANGED || Mask::COPIED) __syncwarp();
         later.share();
         Steps steps;
-        steps.resets = later.of(at, chunk);
+        steps.resets = later.of(at, shared, 0, chunk);
         read(at, shared, 0, buffer, chunk, of_channels, steps);
         const Composition before = shared.tile[buffer].join(at, steps.compose(at, shared, buffer));
         tell(buffer, number);  // late, when the atomic has returned

@@ -13,30 +13,30 @@ struct Known {
 // One composition per warp.
 struct Joint {
     Channels a[WARPS][LANES], low[EXTENDED ? WARPS : 1][LANES], b[WARPS][LANES];
-    bool reset[WARPS][LANES];
+    alignas(4) bool reset[(WARPS + 3) / 4 * 4];
 
-    __device__ bool is_reset(int warp) const { return FORGETS && reset[warp][threadIdx.x % LANES]; }
+    // A bit for each warp whose composition has a reset.
+    __device__ unsigned resets() const {
+        unsigned bits = 0;
+#pragma unroll
+        for (int warp = 0; FORGETS && warp < WARPS; warp += 4)
+            bits |= __dp4a(*reinterpret_cast<const unsigned*>(&reset[warp]), 0x08040201u, 0u) << warp;
+        return WARPS < 4 ? bits & (1u << WARPS) - 1 : bits;
+    }
     __device__ Composition of(int warp, bool is_reset) const {
         const int slot = threadIdx.x % LANES;
         return {a[warp][slot], low[EXTENDED ? warp : 0][slot], b[warp][slot], is_reset};
     }
-    __device__ Composition of(int warp) const { return of(warp, is_reset(warp)); }
     __device__ void put(int warp, const Composition& whole) {
         const int slot = threadIdx.x % LANES;
         a[warp][slot] = whole.a;
         if (EXTENDED) low[warp][slot] = whole.low;
         b[warp][slot] = whole.b;
     }
-    __device__ void put_reset(int warp, bool is_reset) {
-        if (FORGETS) reset[warp][threadIdx.x % LANES] = is_reset;
-    }
     // In-place exclusive scan over the warps, by one segment.  Slot 0 gets the total, every other slot the composition
-    // of the warps before it.
+    // of the warps before it; the resets stay those of each warp.
     __device__ Composition accumulate() {
-        // Resets are read first and written last: byte accesses may alias, and would keep the other loads from moving.
-        unsigned resets = 0;
-#pragma unroll
-        for (int warp = 0; warp < WARPS; ++warp) resets |= unsigned(is_reset(warp)) << warp;
+        const unsigned resets = this->resets();
         Composition all = of(0, resets & 1);
 #pragma unroll
         for (int warp = 1; warp < WARPS; ++warp) {
@@ -45,24 +45,27 @@ struct Joint {
             all = with_this;
         }
         put(0, all);
-        put_reset(0, all.reset);
-#pragma unroll
-        for (int warp = 1; warp < WARPS; ++warp) put_reset(warp, resets & ((1u << warp) - 1));
         return all;
     }
     // Scan the lanes' compositions over the warp's segments and store the warp's.  Returns the exclusive prefix.
     __device__ Composition join(const Place& at, Composition whole) {
         Composition before = Composition::none();
         if constexpr (SEGMENTS > 1) {
+            // Bits of the lanes with a reset, this segment's highest: nothing is composed across the nearest.
+            const unsigned resets = FORGETS ? __ballot_sync(~0u, whole.reset) << (SEGMENTS - 1 - at.segment) * LANES : 0;
+            const int since = __clz(resets), reach = FORGETS && since < at.lane ? since : at.lane;
+            whole.reset = false;
 #pragma unroll
             for (int lanes = LANES; lanes < 32; lanes *= 2) {
                 const Composition other = whole.from_lane_below(lanes);
-                if (at.lane >= lanes) whole = whole.after(other);
+                if (reach >= lanes) whole = whole.after(other);
             }
             const Composition other = whole.from_lane_below(LANES);
             if (at.segment > 0) before = other;
+            whole.reset = resets, before.reset = resets << LANES;
         }
-        if (at.segment == SEGMENTS - 1) put(at.warp, whole), put_reset(at.warp, whole.reset);
+        if (at.segment == SEGMENTS - 1) put(at.warp, whole);
+        if (FORGETS && at.lane == 31) reset[at.warp] = whole.reset;
         return before;
     }
 };
@@ -86,6 +89,7 @@ static_assert(PACKING != CU_SEQLENS || Boundaries::WORDS <= THREADS);
 struct Shared {
     Strip input[STAGES][WARPS][INPUTS];
     Strip output[NARROW ? WARPS : 1];
+    Mask mask[Mask::COPIED ? STAGES : 1][Mask::COPIED ? WARPS : 1];
     Joint tile[BUFFERS + !LOOKS_BACK];  // interleaved, the last one is that of the tiles since the block's own
     // Look-back: earlier tiles, nearest first, and their flags; the carry found; the tiles drawn.
     Known window[LOOKS_BACK ? WINDOW : 1][LANES];

@@ -1,81 +1,39 @@
 // The steps of one thread in a tile: read, reduced to a composition, and replayed from their initial state.
 
-// The steps before which the state is reset.  A warp's lanes load the mask of its steps long before use, since loads
-// queue behind the copies, and make bits of it: of few steps a lane loads single bytes, of many an aligned piece of 16.
+// The steps before which the state is reset.  A warp's lanes load the bytes of its steps long before use, since loads queue
+// behind the copies, and a vote makes bits of them; of many steps they are copied with the tile.
 struct Resets {
-    static constexpr bool FEW = STRIP <= 64;
+    static constexpr bool LOADED = RESETS && !Mask::COPIED;
     static constexpr int TILES = STRIP <= 32 && !CHAINED ? 32 / STRIP : 1;  // loaded at once
-    static_assert(!RESETS || STRIP + 15 <= 16 * 32);
-    unsigned word[STRIP <= 32 ? 1 : FEW ? 2 : 4] = {};  // bytes; after share(), bits
+    static constexpr int WORDS = LOADED ? (STRIP + 31) / 32 : 1;
+    unsigned word[WORDS] = {};  // bytes; after share(), bits
 
     __device__ void load(const Place& at, int chunk) {
-        if constexpr (RESETS && FEW) {
+        if constexpr (LOADED) {
             const int i = (chunk + at.lane / STRIP) * TILE + at.warp * STRIP + at.lane % STRIP;
-            word[0] = at.lane < TILES * STRIP && at.exists(i) ? byte(at, at.time(i)) : 0;
-            if constexpr (STRIP > 32) word[1] = at.lane < STRIP - 32 && at.exists(i + 32) ? byte(at, at.time(i + 32)) : 0;
-        } else if constexpr (RESETS) {
-            const int t = start(at, chunk) - shift(at, chunk) + 16 * at.lane, steps = at.p.steps;
-            const bool wide = PACKING != OFFSETS && at.p.resets_time == 1;
-            if (wide && t >= 0 && t + 16 <= steps) {
-                const uint4 piece = *reinterpret_cast<const uint4*>(mask(at) + t);
-                word[0] = piece.x, word[1] = piece.y, word[2] = piece.z, word[3] = piece.w;
-                return;
-            }
+            word[0] = at.lane < TILES * STRIP && at.exists(i) ? Mask::of_step(at, i) : 0;
 #pragma unroll
-            for (int k = 0; k < 4; ++k) {
-                word[k] = 0;
-#pragma unroll 1
-                for (int j = 0; j < 4; ++j) {
-                    const int i = at.time(t + 4 * k + j);
-                    if (i >= 0 && at.exists(i)) word[k] |= byte(at, t + 4 * k + j) << 8 * j;
-                }
-            }
+            for (int w = 1; w < WORDS; ++w)
+                word[w] = at.lane < STRIP - 32 * w && at.exists(i + 32 * w) ? Mask::of_step(at, i + 32 * w) : 0;
         }
     }
     __device__ void share() {
-        if constexpr (RESETS && FEW) {
-            word[0] = __ballot_sync(~0u, word[0]);
-            if constexpr (STRIP > 32) word[1] = __ballot_sync(~0u, word[1]);
-        } else if constexpr (RESETS) {
-            unsigned bits[4];
 #pragma unroll
-            for (int k = 0; k < 4; ++k) {
-                const unsigned nonzero = ((word[k] & 0x7f7f7f7f) + 0x7f7f7f7f | word[k]) >> 7 & 0x01010101;
-                bits[k] = __dp4a(nonzero, k % 2 ? 0x80402010u : 0x08040201u, k % 2 ? bits[k - 1] : 0u);
-            }
-            word[0] = bits[1] | bits[3] << 8;
-        }
+        for (int w = 0; LOADED && w < WORDS; ++w) word[w] = __ballot_sync(~0u, word[w]);
     }
     // A bit for each of a thread's steps.
-    __device__ unsigned of(const Place& at, int chunk) const {
+    __device__ unsigned of(const Place& at, const Shared& shared, int stage, int chunk) const {
         if constexpr (!RESETS) return 0;
-        else if constexpr (STRIP <= 32) return word[0] >> chunk % TILES * STRIP + at.segment * ROWS & OF_ROWS;
-        else if constexpr (FEW) {
-            const auto bits = static_cast<unsigned long long>(word[1]) << 32 | word[0];
-            return unsigned(bits >> at.segment * ROWS) & OF_ROWS;
-        } else {
-            const int first = shift(at, chunk) + (at.descending ? STRIP - (at.segment + 1) * ROWS : at.segment * ROWS);
-            const auto from = [&](int lane) { return __shfl_sync(~0u, word[0], lane); };
-            const unsigned low = from(first / 16) | from(first / 16 + 1) << 16;
-            const unsigned bits = ROWS > 17 ? __funnelshift_r(low, from(first / 16 + 2), first % 16) : low >> first % 16;
-            return (at.descending ? __brev(bits) >> 32 - ROWS : bits) & OF_ROWS;
+        else if constexpr (!LOADED) return shared.mask[stage][at.warp].of(at, chunk);
+        else if constexpr (WORDS == 1) return word[0] >> chunk % TILES * STRIP + at.segment * ROWS & OF_ROWS;
+        else {
+            const int first = at.segment * ROWS;
+            unsigned low = word[0], high = word[1];
+#pragma unroll
+            for (int w = 1; w < WORDS; ++w)
+                if (first >= 32 * w) low = word[w], high = w + 1 < WORDS ? word[w + 1] : 0;
+            return __funnelshift_r(low, high, first) & OF_ROWS;
         }
-    }
-
-  private:
-    static __device__ const unsigned char* mask(const Place& at) {
-        return at.p.resets + at.batch * at.p.resets_batch + at.direction * at.p.resets_direction;
-    }
-    static __device__ unsigned byte(const Place& at, int t) {
-        return mask(at)[(PACKING == OFFSETS ? at.p.bounds[t] : t) * at.p.resets_time];
-    }
-    // The first of the warp's steps in time, and its offset in an aligned piece.
-    static __device__ int start(const Place& at, int chunk) {
-        const int i = chunk * TILE + at.warp * STRIP;
-        return at.descending ? at.p.steps - i - STRIP : i;
-    }
-    static __device__ int shift(const Place& at, int chunk) {
-        return int(reinterpret_cast<unsigned long long>(mask(at)) + start(at, chunk)) & (at.p.resets_time == 1 ? 15 : 0);
     }
 };
 

@@ -146,9 +146,10 @@ struct Composition {
         }
         return both;
     }
+    // Of the lane below, but for `reset`.
     __device__ Composition from_lane_below(int lanes) const {
         Composition other;
-        other.reset = FORGETS && __shfl_up_sync(~0u, int(reset), lanes);
+        other.reset = false;
 #pragma unroll
         for (int v = 0; v < VEC; ++v) {
             other.a.value[v] = __shfl_up_sync(~0u, a.value[v], lanes);
