@@ -130,7 +130,7 @@ def choose_geometry(
     least = FILLED * device.processors if geometry.warps == 8 else device.processors
     few = sequences * channels < 32 * device.processors if narrow else blocks < least
     if few and steps > (8 if narrow else 4) * geometry.tile:
-        if gapless and channels == 8 and itemsize == 4 and not packed and not resets:
+        if gapless and channels == 8 and itemsize == 4 and not packed:
             narrow = 8  # stored in pieces of 16 bytes, as narrower sequences are
         geometry = _chained(
             element, inputs, itemsize, aligned, sequences, steps, channels, narrow, device, packed, resets
@@ -226,17 +226,16 @@ def _chained(
     A thread keeps the steps of two tiles, raw or computed, in half of the 128 registers that 512 threads of a
     multiprocessor have each.  Two blocks of 256 hide each other's waits; one of 512 publishes half as many messages,
     which counts where a block cannot load all others' at once, and where many blocks look back along one chain.  With
-    packed sequences and resets look-back is short: tiles in which a sequence begins publish a prefix at once.
+    packed sequences look-back is short: tiles in which a sequence begins publish a prefix at once.  So do those with a
+    reset, but a mask may have none.
     """
     backward, words = element.endswith("Backward"), max(1, itemsize // 4)
     if narrow:
         lanes, numbers = _lanes_across(channels, 1), (inputs if backward else 2) * words  # registers of a step
         if lanes == channels:  # odd rows, against bank conflicts
-            stages = 1 if backward and lanes == 8 else STAGES  # by registers
+            stages = 1 if lanes == 1 or (backward and lanes == 8) else STAGES  # by registers
             return Geometry(1, lanes, 8, (36 // numbers - 1) | 1, True, 2, narrow, stages)
-        if resets and backward:
-            return Geometry(1, lanes, 8, 72 // numbers, True, 2, narrow, 1, True)
-        return Geometry(1, lanes, 16, 26 // numbers, True, 1, narrow, STAGES)
+        return Geometry(1, lanes, 16, (33 // numbers - 1) | 1, True, 1, narrow, 1)
     vec = min(aligned, 2) if itemsize == 2 else 1
     if element in ("LinearScan", "LinearScanBackward", "LogLinearScan"):
         numbers = inputs * words
@@ -251,7 +250,8 @@ def _chained(
     if steps <= LONG:
         return small
     few_companions = 2 * device.processors // chains <= FEW_COMPANIONS
-    if packed or (resets and lanes > 8) or few_companions:
+    back_at_resets = resets and lanes == 32 and (backward or chains > 2 or itemsize == 2)
+    if packed or back_at_resets or few_companions:
         along_one_chain = 4 * chains <= device.processors and few_companions and not packed
         registers = 72 if along_one_chain or vec == 1 else 56
         if numbers > inputs * words or (along_one_chain and vec == 1) or (resets and (along_one_chain or vec == 1)):
