@@ -72,6 +72,23 @@ struct Asked {
     }
     // Wait for the tiles and compose them onto `whole`, or start from the first if `alone`.
     __device__ void compose(const Published& published, int first, int end, Composition& whole, bool alone) {
+        // What is missing is asked for again all at once: one after the other, each would take as long as all.
+        bool missing = true;
+        for (unsigned looks = 0; missing;) {
+            missing = false;
+#pragma unroll
+            for (int i = 0; i < SIZE; ++i)
+#pragma unroll
+                for (int k = 0; k < MESSAGES; ++k)
+#pragma unroll
+                    for (int v = 0; v < VEC; ++v) {
+                        Message& got = message[i][k][v];
+                        if (first + i >= end || got.mark - published.epoch - 1 < MARKS - 1) continue;
+                        got = load_message(published.at(first + i, k, v));
+                        missing = true;
+                    }
+            if (++looks == PATIENCE) __trap();
+        }
 #pragma unroll
         for (int i = 0; i < SIZE; ++i) {
             if (first + i >= end) break;
@@ -82,11 +99,7 @@ struct Asked {
                 unsigned* const parts = reinterpret_cast<unsigned*>(numbers);
 #pragma unroll
                 for (int k = 0; k < MESSAGES; ++k) {
-                    Message& got = message[i][k][v];
-                    for (unsigned looks = 0; got.mark - published.epoch - 1 >= MARKS - 1;) {
-                        if (++looks == PATIENCE) __trap();
-                        got = load_message(published.at(first + i, k, v));
-                    }
+                    const Message& got = message[i][k][v];
 #pragma unroll
                     for (int j = 0; j < 4 - MESSAGES; ++j) parts[2 * k + j] = got.parts[j];
                     tile.reset = FORGETS && got.mark - published.epoch == RESET;

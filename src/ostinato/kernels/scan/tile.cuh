@@ -111,14 +111,14 @@ struct Composition {
         if (!EXTENDED) return;
 #pragma unroll
         for (int v = 0; v < VEC; ++v)
-            if (low.value[v] - low.value[v] != 0) low.value[v] = 0;  // not finite after overflow
+            if (!(absolute(low.value[v]) < infinity())) low.value[v] = 0;  // not finite after overflow
     }
     // Append a composition that has a low part.
     __device__ void append(int v, Compute next_a, Compute next_low, Compute next_b) {
         const Compute product = Ring::times(next_a, a.value[v]);
         if (EXTENDED) {
             const Compute rest = fma(next_low, a.value[v], fma(next_a, low.value[v], fma(next_a, a.value[v], -product)));
-            low.value[v] = rest - rest == 0 ? rest : 0;
+            low.value[v] = absolute(rest) < infinity() ? rest : 0;
             next_b = fma(next_low, b.value[v], next_b);
         }
         a.value[v] = product;
