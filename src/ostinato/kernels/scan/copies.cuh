@@ -107,7 +107,7 @@ struct alignas(16) Strip {
 
 // A warp's steps of the mask of resets, in shared memory if they are many: a byte each, in the order of time.
 struct alignas(16) Mask {
-    static constexpr bool COPIED = RESETS && STRIP > 96;
+    static constexpr bool COPIED = RESETS && STRIP > 96, GAPLESS = RESETS == 2 && PACKING != OFFSETS;
     static constexpr int PIECES = (STRIP + 36) / 16;  // the first at most 15 bytes early; a thread reads 6 beyond its own
     unsigned char byte[COPIED ? 16 * PIECES : 1];
 
@@ -117,16 +117,15 @@ struct alignas(16) Mask {
     // Of step `i` in the order of the scan.
     static __device__ unsigned of_step(const Place& at, int i) {
         const int t = at.time(i);
-        return sequence(at)[(PACKING == OFFSETS ? at.p.bounds[t] : t) * at.p.resets_time];
+        return sequence(at)[GAPLESS ? t : (PACKING == OFFSETS ? at.p.bounds[t] : t) * at.p.resets_time];
     }
-    static __device__ bool gapless(const Place& at) { return PACKING != OFFSETS && at.p.resets_time == 1; }
     // The first of the warp's steps in time, and its offset in an aligned piece.
     static __device__ int start(const Place& at, int chunk) {
         const int i = chunk * TILE + at.warp * STRIP;
         return at.descending ? at.p.steps - i - STRIP : i;
     }
     static __device__ int shift(const Place& at, int chunk) {
-        return gapless(at) ? unsigned(reinterpret_cast<unsigned long long>(sequence(at)) + start(at, chunk)) % 16 : 0;
+        return GAPLESS ? unsigned(reinterpret_cast<unsigned long long>(sequence(at)) + start(at, chunk)) % 16 : 0;
     }
     __device__ void fetch(const Place& at, int chunk) {
         const int first = start(at, chunk), skipped = shift(at, chunk);
@@ -134,7 +133,7 @@ struct alignas(16) Mask {
         for (int k = 0; k < PIECES; k += 32) {
             const int piece = k + at.lane, t = first - skipped + 16 * piece;
             if (piece >= PIECES) break;
-            if (gapless(at) && t >= 0 && t + 16 <= at.p.steps) {
+            if (GAPLESS && t >= 0 && t + 16 <= at.p.steps) {
                 copy_async<16>(&byte[16 * piece], sequence(at) + t);
                 continue;
             }

@@ -137,7 +137,7 @@ def _prepare(problem: Problem, parameter_dtype: torch.dtype, alignment: int) -> 
         geometry.copies_wide(itemsize, aligned),
     )
     if problem.resets is not None:
-        definitions += (("RESETS", 1),)
+        definitions += (("RESETS", 2 if problem.resets[1] == 1 else 1),)
     if geometry.narrow and problem.directions == 1:
         definitions += _addressing(problem, geometry, alignment)
     chunks = -(-problem.steps // geometry.tile)

@@ -41,7 +41,8 @@ class Geometry(NamedTuple):
 
     def read_at_once(self, itemsize: int) -> int:
         """How many other tiles' aggregates a block loads before it waits for any."""
-        return self.warps * (32 // self.lanes) * max(1, 16 // itemsize // self.vec)
+        watchers = self.warps * (32 // self.lanes)
+        return watchers * max(1, (16 if watchers < 256 else 8) // itemsize // self.vec)
 
     def copies_wide(self, itemsize: int, aligned: int) -> bool:
         """Whether lanes copy 16 bytes each, which needs rows of whole pieces, `aligned` (in channels) to 16 bytes.

@@ -210,9 +210,14 @@ __device__ inline void chain(const Parameters& p, Shared& shared, int chunks) {
                     shared.tile[BUFFERS].join(at, between);
                 }
                 __syncthreads();
-                const unsigned resets = shared.tile[BUFFERS].resets();
+                const Joint& others = shared.tile[BUFFERS];
+                int part = 0;
+                if (const unsigned resets = others.resets() & (1u << parts) - 1) {  // nothing before the last counts
+                    part = 32 - __clz(resets);
+                    state = others.of(part - 1, true).b;
+                }
 #pragma unroll 4
-                for (int warp = 0; warp < parts; ++warp) shared.tile[BUFFERS].of(warp, resets >> warp & 1).carry(state);
+                for (; part < parts; ++part) others.of(part, false).carry(state);
             }
             apply(at, memory, shared, last, now, steps, before, state, sums);
         }

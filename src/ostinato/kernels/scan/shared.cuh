@@ -13,14 +13,16 @@ struct Known {
 // One composition per warp.
 struct Joint {
     Channels a[WARPS][LANES], low[EXTENDED ? WARPS : 1][LANES], b[WARPS][LANES];
-    alignas(4) bool reset[(WARPS + 3) / 4 * 4];
+    alignas(WARPS % 16 ? 4 : 16) bool reset[(WARPS + 3) / 4 * 4];
 
     // A bit for each warp whose composition has a reset.
     __device__ unsigned resets() const {
+        if constexpr (!FORGETS) return 0;
+        struct alignas(WARPS % 16 ? 4 : 16) Words { unsigned word[(WARPS + 3) / 4]; };
+        const Words words = *reinterpret_cast<const Words*>(reset);
         unsigned bits = 0;
 #pragma unroll
-        for (int warp = 0; FORGETS && warp < WARPS; warp += 4)
-            bits |= __dp4a(*reinterpret_cast<const unsigned*>(&reset[warp]), 0x08040201u, 0u) << warp;
+        for (int warp = 0; warp < WARPS; warp += 4) bits |= __dp4a(words.word[warp / 4], 0x08040201u, 0u) << warp;
         return WARPS < 4 ? bits & (1u << WARPS) - 1 : bits;
     }
     __device__ Composition of(int warp, bool is_reset) const {

@@ -1,7 +1,7 @@
 // The shape of tiles, the kernel's parameters, compositions of steps, and the indices of a thread.
 
 #ifndef RESETS
-#define RESETS 0  // 1: a mask gives the steps before which, in the forward's order, the state is zero
+#define RESETS 0  // 1: a mask gives the steps before which, in the forward's order, the state is zero; 2: without gaps
 #endif
 
 enum { DENSE, CU_SEQLENS, OFFSETS };
