@@ -6,6 +6,7 @@ import json
 import re
 import runpy
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -395,6 +396,13 @@ def test_what_takes_longest_to_compile_comes_first_and_nothing_twice():
     assert {work for work, _, _ in warm.tasks(["scan"])} == set(shapes.ON_CUDA["scan"])
     with pytest.raises(ValueError, match="kinds must be some of scan, layer"):
         warm.tasks(["scam"])
+
+
+def test_compiling_beforehand_does_not_wait_for_a_compiler_that_hangs(monkeypatch):
+    monkeypatch.setattr(warm, "tasks", lambda kinds: [0.0, 600.0])
+    monkeypatch.setattr(warm, "call_once", time.sleep)
+    monkeypatch.setattr(warm, "PATIENCE", 10.0)
+    assert list(warm.warm(2)) == [2, 1]
 
 
 def test_calls_are_compared_with_an_addition(tmp_path, monkeypatch):

@@ -56,7 +56,7 @@ def test_torch_runs_all_layers_or_none(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("error", [MemoryError, RuntimeError])
 def test_gpu_runs_torchs_kernels_when_ours_cannot_be_made(monkeypatch, error):
-    def fail(*_):
+    def fail(*_, **__):
         raise error("no room\nat all")
 
     monkeypatch.setattr("ostinato.kernels.persistent.cuda.kernels", fail)

@@ -17,6 +17,7 @@ from ostinato.bench.workloads import OURS, Workload
 COMPILED = re.compile(rf"^{OURS}$|kernel$|^accelerated-scan|associative_scan$|compiled|^pararnn|^torchrl")
 EXTENSION = "accelerated-scan warp"  # built once for all workloads
 LARGE = 1 << 30  # bytes of an input, of which several would not fit on the GPU
+PATIENCE = 240.0  # seconds without a finished task: the compilers of some peers hang
 
 Task = tuple[Workload, str, tuple[str, ...]]  # with the passes
 
@@ -57,9 +58,18 @@ def call_once(task: Task) -> None:
 
 
 def warm(processes: int, kinds: Sequence[str] = ()) -> Iterator[int]:
-    """Make each task's first call; yields how many tasks are left."""
+    """Make each task's first call; yields how many tasks are left, at first and after each.
+
+    Ends early if none is done for PATIENCE: what is left is compiled when it is measured.
+    """
     waiting = tasks(kinds)
     os.environ["OMP_NUM_THREADS"] = os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # of each
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
-        for done, _ in enumerate(pool.imap_unordered(call_once, waiting), 1):
-            yield len(waiting) - done
+        done = pool.imap_unordered(call_once, waiting)
+        yield len(waiting)
+        for left in reversed(range(len(waiting))):
+            try:
+                done.next(PATIENCE)
+            except multiprocessing.TimeoutError:
+                return
+            yield left

@@ -136,9 +136,12 @@ def warm(
     console = _console()
     if _device("auto").type != "cuda":
         raise ValueError("only what runs on a GPU is compiled beforehand, and there is none here")
+    left = 0
     for left in compile_all(processes, kinds or ()):
         if left % 50 == 0:
             console.print(f"compiling: {left} left")
+    if left:
+        console.print(f"{left} left, as their compilers do not end: compiled when they are measured")
 
 
 @app.command()
