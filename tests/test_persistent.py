@@ -302,6 +302,7 @@ def test_a_packing_is_the_matrix(path, cell, hidden, density, processors, turns,
 @pytest.mark.parametrize("cell", CELLS)
 @pytest.mark.parametrize("backward", [False, True])
 def test_whatever_a_plan_may_choose_can_be_packed(cell, path, block, backward):
+    torch.manual_seed(0)  # the choice goes by what masks nearly always need
     small = SimpleNamespace(**{**vars(H100), "multi_processor_count": 9})
     mask = random_mask(cell, 200, 0.1, block)
     found = candidates(path, cell, 200, 12, f32, 0.1, block, properties=small, backward=backward)
@@ -314,6 +315,7 @@ def test_whatever_a_plan_may_choose_can_be_packed(cell, path, block, backward):
 @pytest.mark.parametrize(("cell", "block"), [("lstm", (1, 1)), ("gru", (1, 1)), ("rnn_tanh", (8, 4)), ("gru", (8, 4))])
 def test_the_sparse_kernel_holds_what_its_estimate_says(cell, block):
     """Evenly random masks of a small GPU's largest layer fit, and of one a tenth wider do not."""
+    torch.manual_seed(0)
     small = SimpleNamespace(**{**vars(H100), "multi_processor_count": 9})
     fitting = [n for n in range(512, 3000, 16) if candidates("sparse", cell, n, 4, f16, 0.1, block, properties=small)]
     largest = max(fitting)
