@@ -59,6 +59,12 @@ def weights(path):
     return load_checkpoint(Path(path)).model.state_dict()
 
 
+def test_a_run_is_named_after_its_text_even_where_that_is_the_current_folder(run):
+    code, _, err = run("train", "--text", ".", *SMALL)
+    assert code == 0, err
+    assert Path(f"runs/mingru-{Path.cwd().name}/last.safetensors").exists()
+
+
 def test_help_and_version(run):
     from ostinato import __version__
 

@@ -113,6 +113,22 @@ def test_equals_a_loop_over_steps(case, layout, reverse, backend):
     assert_same(got, loop(step, arguments, h0, resets, reverse, bounds), [*arguments, *h0])
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("memory", [lambda u: u[:1].expand(3), lambda u: torch.stack([u, -u], 1)[:, 0]])
+def test_arguments_of_channels_may_have_any_stride(memory, backend):
+    @ostinato.recurrence
+    def decaying(x, decay, gain):  # from a parameter as it is
+        return decay, x * gain
+
+    torch.manual_seed(0)
+    x, decay, gain = (x.requires_grad_() for x in (torch.randn(2, 9, 3).double(), *torch.rand(2, 3).double()))
+    arguments = [x, memory(decay), memory(gain)]
+    want = loop(
+        lambda state, x, a, gain: (a * state[0] + x * gain,), arguments, [torch.zeros(2, 3).double()], None, False, None
+    )
+    assert_same(call(decaying, arguments, [None], backend=backend), want, [x, decay, gain])
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_gradients(case):
     function = CASES[case][0]

@@ -94,7 +94,7 @@ def refused(message, kind=ValueError):
     return decorate
 
 
-elsewhere = torch.randn(4)
+elsewhere = torch.randn(7)  # of a size that no traced tensor has
 
 
 @refused(r"aten.sum is not one of .*test_trace.py:\d+: return x / x.sum\(-1, keepdim=True\), y")
@@ -127,7 +127,17 @@ def closes_over(x, y):
     return x * elsewhere, y
 
 
-@refused("aten.rand_like")
+@refused("aten._to_copy to torch.bfloat16 cannot be generated")
+def rounds(x, y):
+    return x.bfloat16().float(), y
+
+
+@refused("aten.mul with a complex number cannot be generated")
+def turns(x, y):
+    return x * 1j, y
+
+
+@refused("aten.rand_like .*backend='torch' runs it as it is")
 def draws(x, y):
     return torch.rand_like(x), y
 
@@ -147,7 +157,8 @@ def returns_a_number(x, y):
     return x, 0.5
 
 
-REFUSED = (reduces, shifts, scales_by_width, works_in_place, closes_over, draws, has_no_derivative, returns_one)
+ELEMENTWISE = (closes_over, rounds, turns, draws, has_no_derivative, returns_one)
+REFUSED = (reduces, shifts, scales_by_width, works_in_place, *ELEMENTWISE)
 
 
 @pytest.mark.parametrize(("function", "message", "kind"), [*REFUSED, branches, returns_a_number])

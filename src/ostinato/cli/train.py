@@ -98,7 +98,8 @@ def train(
         machine |= {"mesh": mesh, "shard": shard, "accumulate": accumulate}
         run = _start(context, text, machine) if resume is None else _resume(context, resume, text, machine)
         if output is None:
-            output = resume.parent if resume else Path("runs") / f"{cell}-{text.stem if text else 'standard-library'}"
+            named = text.resolve().stem if text else "standard-library"
+            output = resume.parent if resume else Path("runs") / f"{cell}-{named}"
         console = Console(highlight=False, soft_wrap=True, quiet=not is_first())
         _train(run, console, output, resume, overwrite, curve)
 

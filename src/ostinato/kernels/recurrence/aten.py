@@ -27,6 +27,8 @@ class Scalars:
         self.builder = builder
 
     def __call__(self, name: str, *operands: Operand) -> Place:
+        if any(isinstance(x, complex) for x in operands):
+            raise Unsupported("with a complex number")
         places = (int(x) if isinstance(x, Place) else self.builder.constant(x) for x in operands)
         return Place(self.builder.add(name, *places))
 
@@ -70,8 +72,8 @@ def _filled(s: Scalars, value: Operand = 0.0, *_: Any) -> Place:
 
 @_rule("_to_copy", "to")
 def _cast(s: Scalars, x: Place, *_: Any, dtype: torch.dtype | None = None) -> Place:
-    if dtype is None or dtype.is_floating_point:
-        return x  # kernels compute in one dtype
+    if dtype in (None, torch.float32, torch.float64):
+        return x  # kernels compute in one dtype, and could not round to another
     if dtype == torch.bool:
         return s("ne", x, 0.0)
     raise Unsupported(f"to {dtype}")

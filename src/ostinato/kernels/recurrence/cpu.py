@@ -270,8 +270,8 @@ def _run_backward(
 def _constants(
     recurrence: str, backward: bool, layout: _Layout, parameters: Sequence[Tensor], state: Tensor
 ) -> Sequence[Tensor]:
-    """What steps need of the parameters, precomputed: (directions, D) each, with equal strides."""
-    wide = [as_dtype(x, state.dtype) for x in parameters]
+    """What steps need of the parameters, precomputed: (directions, D), with equal strides and contiguous channels."""
+    wide = [rows(x, state.dtype) for x in parameters]
     graph = _steps(recurrence, backward).constants
     if _is_nothing_but_inputs(graph):
         constants = [wide[int(graph.nodes[i].value)] for i in graph.outputs]

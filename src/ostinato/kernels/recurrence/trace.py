@@ -217,7 +217,7 @@ class _Recorder(TorchDispatchMode):
         where = self.line()
         if self.differentiating:
             where = self.lines.get(torch._C._current_autograd_node(), "in its derivative")
-        return ValueError(f"no kernel can be made of {self.name}: {reason} ({where})")
+        return ValueError(f"no kernel can be made of {self.name}: {reason} ({where}); backend='torch' runs it as it is")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunction():
@@ -235,13 +235,14 @@ class _Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         if name not in RULES:
             return self._decomposed(func, args, kwargs)
+        settings = {key: self._operand(value) for key, value in kwargs.items() if key not in _SETTINGS}
+        operands = [self._operand(value) for value in args[in_place and name in _FILLING :]]
         result = func(*args, **kwargs)
         results = result if isinstance(result, tuple) else (result,)
         if results[0].shape not in (_SHAPE, ()):
             raise self.refusal(f"{func.overloadpacket} makes a tensor of another shape: it is not elementwise")
-        settings = {key: self._operand(value) for key, value in kwargs.items() if key not in _SETTINGS}
         try:
-            place = RULES[name](self._scalars, *map(self._operand, args[in_place and name in _FILLING :]), **settings)
+            place = RULES[name](self._scalars, *operands, **settings)
         except Unsupported as error:
             raise self.refusal(f"{func.overloadpacket} {error} cannot be generated") from None
         for y in results:
