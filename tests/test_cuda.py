@@ -16,7 +16,7 @@ from ostinato.kernels import nvrtc
 from ostinato.kernels.recurrence import cuda as recurrence_cuda
 from ostinato.kernels.recurrence.print_cuda import element_name, print_cuda
 from ostinato.kernels.recurrence.trace import parse
-from ostinato.kernels.scan import choose_backend, cuda, operators, torch_ops
+from ostinato.kernels.scan import choose_backend, cuda, launch, operators, torch_ops
 from ostinato.kernels.scan.geometry import Device, Geometry, choose_geometry, macros
 from ostinato.minimal.recurrences import recurrence_of
 
@@ -37,10 +37,10 @@ ELEMENTS = (
 def code_of(element, candidate):
     """The name of an element and the kernel's code around it."""
     if "Scan" in element:
-        return element, cuda.source()
+        return element, launch.source()
     trace = parse(recurrence_of(element.removesuffix("Backward"), candidate, bias=True))
     backward = element.endswith("Backward")
-    return element_name(trace, backward), cuda.source(print_cuda(trace, backward))
+    return element_name(trace, backward), launch.source(print_cuda(trace, backward))
 
 
 def inputs_of(element):
@@ -60,7 +60,7 @@ GPUS = {
 
 def variants():
     """Kernels of every kind that the choice of geometry can ask for, of which the test below compiles a part."""
-    for element, dtype in itertools.product(ELEMENTS, cuda.SCALARS):
+    for element, dtype in itertools.product(ELEMENTS, nvrtc.SCALARS):
         minimal = element.startswith("min")
         name, _ = code_of(element, "linear")
         for packing in ("DENSE", "OFFSETS" if minimal else "CU_SEQLENS"):
@@ -72,7 +72,7 @@ def variants():
                 (64, 1, 64),
             ):
                 aligned = min(16 // dtype.itemsize, channels & -channels)
-                scalar = cuda.SCALARS[dtype]
+                scalar = nvrtc.SCALARS[dtype]
                 inputs, shape = inputs_of(element), (sequences, steps, channels)
                 geometry = choose_geometry(name, inputs, dtype.itemsize, aligned, not minimal, *shape, GPUS["H100"])
                 shared = geometry.shared_bytes(inputs, 3 if minimal else 0, dtype.itemsize, True, True)
@@ -158,7 +158,7 @@ def test_aligned_rows_are_copied_in_pieces_of_16_bytes():
 
 def test_pieces_are_known_to_be_aligned_only_where_all_are():
     strides, batch = ((7 * 4000, 7, 0),) * 2, 3
-    problem = cuda.Problem("LinearScan", torch.float32, 0, batch, 4000, 7, strides, strides[:1])
+    problem = launch.Problem("LinearScan", torch.float32, 0, batch, 4000, 7, strides, strides[:1])
     geometry = Geometry(1, 8, 16, 16, True, 1, 7, 2)
     backward = {"element": "LinearScanBackward", "inputs": strides[:1] * 3, "outputs": strides}
     for changes, alignment, known in (
@@ -171,10 +171,10 @@ def test_pieces_are_known_to_be_aligned_only_where_all_are():
         ({"inputs": ((7 * 4001, 7, 0),) * 2, "batch": 1}, 0, (0, 1)),
         ({}, 4, (0, 0)),
     ):
-        found = cuda._addressing(problem._replace(**changes), geometry, alignment)
+        found = launch._addressing(problem._replace(**changes), geometry, alignment)
         assert found == (("DESCENDING", known[0]), ("ALIGNED", known[1]))
-    assert cuda._addressing(problem, geometry._replace(rows=15), 0)[1] == ("ALIGNED", 1)
-    assert cuda._addressing(problem._replace(channels=1), geometry._replace(rows=1, lanes=32), 0)[1] == ("ALIGNED", 0)
+    assert launch._addressing(problem, geometry._replace(rows=15), 0)[1] == ("ALIGNED", 1)
+    assert launch._addressing(problem._replace(channels=1), geometry._replace(rows=1, lanes=32), 0)[1] == ("ALIGNED", 0)
 
 
 def test_geometries_fit_the_gpu():
@@ -253,9 +253,9 @@ def test_a_training_over_changing_lengths_compiles_four_kernels(gpu, hidden, ite
 
 def test_more_steps_than_the_kernel_counts_are_refused():
     strides = ((1, 1, 0),) * 2
-    problem = cuda.Problem("LinearScan", torch.float32, 0, 1, 1 << 31, 1, strides, strides[:1])
+    problem = launch.Problem("LinearScan", torch.float32, 0, 1, 1 << 31, 1, strides, strides[:1])
     with pytest.raises(ValueError, match="a GPU scans sequences of at most 2146435072 steps; got 2147483648"):
-        cuda._prepare(problem, torch.float32, 0)
+        launch._prepare(problem, torch.float32, 0)
 
 
 def test_compiler_errors_are_reported():
@@ -286,17 +286,17 @@ SHAPES = [(2, 1, 5), (1, 777, 1), (2, 300, 8), (3, 130, 33), (1, 1000, 64), (2, 
 
 
 def force(monkeypatch, name):
-    for prepared in (cuda._prepare, cuda._prepare_scan, recurrence_cuda._prepare_layer):
+    for prepared in (launch._prepare, cuda._prepare_scan, recurrence_cuda._prepare_layer):
         prepared.cache_clear()  # with another geometry
     changes = GEOMETRIES[name]
     if changes is None:
         return
-    choose = cuda.choose_geometry
+    choose = launch.choose_geometry
 
     def forced(*args):
         return choose(*args)._replace(**changes)
 
-    monkeypatch.setattr(cuda, "choose_geometry", forced)
+    monkeypatch.setattr(launch, "choose_geometry", forced)
 
 
 def relative_error(got, want):
@@ -565,12 +565,12 @@ def test_an_interrupted_launch_leaves_no_counter_behind(monkeypatch):
         if len(begins) == 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(cuda, "_Workspace", Workspace)
-    monkeypatch.setattr(cuda, "_workspaces", {})
-    monkeypatch.setattr(cuda, "_prepare", lambda *_: cuda._Launch(start, 4, 100, 1))
+    monkeypatch.setattr(launch, "_Workspace", Workspace)
+    monkeypatch.setattr(launch, "_workspaces", {})
+    monkeypatch.setattr(launch, "_prepare", lambda *_: launch._Launch(start, 4, 100, 1))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
-    scan = cuda.Scan(cuda.Problem("LinearScan", torch.float32, 0, 1, 8, 1, ((8, 1, 0),) * 2, ((8, 1, 0),)))
+    scan = launch.Scan(launch.Problem("LinearScan", torch.float32, 0, 1, 8, 1, ((8, 1, 0),) * 2, ((8, 1, 0),)))
     like = torch.zeros(1, 8, 1)
     for _ in range(2):
         scan.launch(like, (16, 32))
@@ -701,7 +701,7 @@ def test_compiled_captured_exported_and_autocast_agree(cell):
 def test_steps_compile_without_a_gpu(cell):
     pytest.importorskip("cuda.core")
     for architecture, dtype, (batch, inputs) in zip(
-        ARCHITECTURES, cuda.SCALARS, ((1, 64), (3, 33), (8, 6)), strict=False
+        ARCHITECTURES, nvrtc.SCALARS, ((1, 64), (3, 33), (8, 6)), strict=False
     ):
         recurrence = recurrence_of(cell, "positive", False)
         code, definitions = (

@@ -11,8 +11,19 @@ from importlib import metadata, resources
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ostinato.kernels import cache
+
+SCALARS = {
+    torch.float32: "float",
+    torch.float64: "double",
+    torch.float16: "__half",
+    torch.bfloat16: "__nv_bfloat16",
+}
+
+# Allocates on the current device, without PyTorch's dispatcher, as compiled code does.
+empty: Callable[..., Tensor] = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
 
 _compiling = threading.Lock()
 
@@ -204,6 +215,10 @@ def load_kernel(name: str, code: str, macros: tuple[tuple[str, object], ...], de
         major, minor = torch.cuda.get_device_capability(device)
         torch.cuda.current_stream(device)  # the driver must be up before code is loaded
         return Kernel(cached_cubin(code, f"sm_{major}{minor}{feature}", dict(macros)), name)
+
+
+def address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
 
 
 def _succeeded(result: Any) -> Any:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ostinato.kernels import nvrtc
+from ostinato.kernels.nvrtc import SCALARS, empty
 from ostinato.kernels.persistent.plan import GATES
-from ostinato.kernels.scan.cuda import SCALARS, empty
 
 BATCH, WARPS = 8, 4  # the most sequences, whose sums a warp accumulates; warps of a block
 MOST_WEIGHTS = 1 << 22  # of a layer, for more than 2 sequences: beyond, tensor cores are faster

@@ -10,19 +10,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ostinato.kernels import nvrtc
+from ostinato.kernels.nvrtc import SCALARS, address, empty
 from ostinato.kernels.recurrence.print_cuda import element_name, print_cuda
 from ostinato.kernels.recurrence.trace import parse
-from ostinato.kernels.scan.cuda import (
-    SCALARS,
-    Problem,
-    Scan,
-    Strides,
-    address,
-    along_channels,
-    empty,
-    last_state,
-    prepare_scan,
-)
+from ostinato.kernels.scan.cuda import along_channels, last_state, prepare_scan
+from ostinato.kernels.scan.launch import Problem, Scan, Strides
 
 MOST_SEQUENCES, STEP_WARPS = 8, 4  # of the one-kernel step: sequences, whose sums a warp accumulates; warps per block
 MOST_16_BIT_WEIGHTS = 1 << 22  # for more than 4 sequences: beyond, tensor cores are faster

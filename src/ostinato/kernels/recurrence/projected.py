@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from ostinato.kernels import nvrtc
+from ostinato.kernels.nvrtc import SCALARS
 from ostinato.kernels.recurrence.cuda import element_of
 from ostinato.kernels.recurrence.trace import parse
-from ostinato.kernels.scan.cuda import SCALARS, launching, published_of
+from ostinato.kernels.scan.launch import launching, published_of
 
 SLICE, CLUSTER, CONSUMERS, THREADS = 64, 2, 2, 384  # SLICE: input channels of a stage
 

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from ostinato.kernels import nvrtc
+from ostinato.kernels.nvrtc import SCALARS, address
 from ostinato.kernels.recurrence.graph import Graph
 from ostinato.kernels.recurrence.print_cuda import lines_of, name_of
 from ostinato.kernels.recurrence.trace import Trace
-from ostinato.kernels.scan.cuda import SCALARS, address, along_channels, last_state
+from ostinato.kernels.scan.cuda import along_channels, last_state
 
 THREADS = 32  # of a block: one warp, so that few channels spread over all multiprocessors
 AHEAD = 4  # steps whose loads are issued at once, half of that for float64; twice as many are in flight

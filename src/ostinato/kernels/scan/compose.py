@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from ostinato.kernels import nvrtc
-from ostinato.kernels.scan.cuda import SCALARS, along_channels, describe_device
+from ostinato.kernels.nvrtc import SCALARS
+from ostinato.kernels.scan.cuda import along_channels
+from ostinato.kernels.scan.launch import describe_device
 
 THREADS = 512
 AHEAD = 4  # steps whose loads are in flight at once

@@ -1,0 +1,259 @@
+"""The scan kernel's launch: its parameters, and the memory in which chained blocks tell each other their states.
+
+The kernel is in ``scan.cu``, its operations in ``elements.cuh``, its launch geometry in ``geometry.py``; every
+combination of operation, dtype and geometry is compiled on first use (:mod:`ostinato.kernels.nvrtc`).
+"""
+
+import functools
+import itertools
+import operator
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ostinato.kernels import nvrtc
+from ostinato.kernels.nvrtc import SCALARS, address
+from ostinato.kernels.scan.geometry import Device, Geometry, choose_geometry, macros
+
+Strides = tuple[int, int, int]  # of batch, time and direction
+MAX_STEPS = (1 << 31) - (1 << 20)  # the kernel counts steps, up to a tile past the last, in 32 bits
+
+
+class Problem(NamedTuple):
+    """Everything that a launch depends on except the addresses."""
+
+    element: str
+    dtype: torch.dtype
+    device: int
+    batch: int
+    steps: int
+    channels: int
+    inputs: tuple[Strides, ...]
+    outputs: tuple[Strides, ...]
+    directions: int = 1
+    reverse: bool = False
+    packing: str = "DENSE"
+    sequences: int = 0  # packed in one by cu_seqlens
+    resets: Strides | None = None  # of the mask
+    parameters: int = 0  # of each channel
+    parameter_direction: int = 0  # their stride between directions
+    code: str = ""  # of a generated element, if it is not one of ``elements.cuh``
+
+    @property
+    def backward(self) -> bool:
+        return self.element.endswith("Backward")
+
+    @property
+    def compute(self) -> torch.dtype:
+        return torch.promote_types(self.dtype, torch.float32)
+
+
+class _Launch(NamedTuple):
+    """How a problem is launched."""
+
+    start: Callable[..., None]  # given the addresses, epoch and initial counter that ``Parameters`` begins with
+    words: int  # of 8 bytes, for the messages of chained blocks; 0 if streaming
+    draws: int  # by how much look-back advances its counter
+    sum_rows: int  # of partial sums in the gradients of the parameters
+
+
+@functools.cache
+def source(code: str = "") -> str:
+    """The source of the scan kernel, with a generated element's code."""
+    before = nvrtc.source("numeric.cuh", "scan/elements.cuh", "scan/messages.cuh")
+    parts = ("tile.cuh", "copies.cuh", "shared.cuh", "steps.cuh", "chain.cuh", "scan.cu")
+    return before + code + nvrtc.source(*(f"scan/{name}" for name in parts))
+
+
+@functools.cache
+def describe_device(index: int) -> Device:
+    """The GPU of this index."""
+    properties: Any = torch.cuda.get_device_properties(index)
+    return Device(
+        properties.multi_processor_count,
+        nvrtc.memory_bandwidth(index),
+        properties.shared_memory_per_block_optin,
+        properties.shared_memory_per_multiprocessor,
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _prepare(problem: Problem, parameter_dtype: torch.dtype, alignment: int) -> _Launch:
+    """Choose and compile the kernel; `alignment` has the low bits of every address."""
+    if problem.steps > MAX_STEPS:
+        raise ValueError(f"a GPU scans sequences of at most {MAX_STEPS} steps; got {problem.steps}")
+    strides = [*problem.inputs, *problem.outputs]
+    itemsize = problem.dtype.itemsize
+    units = problem.channels | alignment // itemsize  # its lowest set bit is the alignment of vector accesses
+    for stride in (number for tensor in strides for number in tensor):
+        units |= stride
+    aligned = min(units & -units, 16 // itemsize)
+    gapless = problem.packing != "OFFSETS" and all(time == problem.channels for _, time, _ in strides)
+    sequences = problem.batch * problem.directions
+    device = describe_device(problem.device)
+    packed = problem.packing == "CU_SEQLENS"
+    geometry = choose_geometry(
+        problem.element,
+        len(problem.inputs),
+        itemsize,
+        aligned,
+        gapless,
+        sequences,
+        problem.steps,
+        problem.channels,
+        device,
+        packed,
+        problem.resets is not None,
+    )
+    sums = problem.parameters if problem.backward else 0
+    tensors = len(problem.inputs), sums, itemsize, packed, problem.resets is not None
+    most = min(device.shared_of_block, device.shared // (geometry.resident if geometry.chained else 1) - 1024)
+    while (shared := geometry.shared_bytes(*tensors)) > most:
+        fewer = geometry.rows - 4 if geometry.looks_back and geometry.rows > 4 else geometry.rows // 2
+        geometry = geometry._replace(rows=fewer)
+    far = geometry.tile * itemsize * max(time for _, time, _ in strides) >= 1 << 31
+    definitions = macros(
+        problem.element,
+        SCALARS[problem.dtype],
+        SCALARS[parameter_dtype],
+        problem.packing,
+        geometry,
+        shared,
+        far,
+        geometry.copies_wide(itemsize, aligned),
+    )
+    if problem.resets is not None:
+        definitions += (("RESETS", 2 if problem.resets[1] == 1 else 1),)
+    if geometry.narrow and problem.directions == 1:
+        definitions += _addressing(problem, geometry, alignment)
+    chunks = -(-problem.steps // geometry.tile)
+    blocks = chains = sequences * -(-problem.channels // geometry.group)
+    companions = geometry.companions(chains, chunks, problem.compute.itemsize, device.processors)
+    words = draws = 0
+    if geometry.chained:
+        tiles = chains * chunks
+        words = 2 * (1 + tiles * geometry.group * problem.compute.itemsize // 4)  # the last is a counter
+        blocks = min(tiles, geometry.resident * device.processors) if geometry.looks_back else chains * companions
+        draws = tiles + blocks if geometry.looks_back else 0
+    integers = [problem.parameter_direction, *(problem.resets or (0, 0, 0)), *itertools.chain(*strides)]
+    counts = problem.batch, problem.steps, problem.channels, problem.sequences, problem.directions, problem.reverse
+    addresses = len(strides) + max(1, problem.parameters) + 8
+    kernel = nvrtc.load_kernel("scan", source(problem.code), definitions, problem.device)
+    first = struct.Struct(f"={addresses}Q2I")
+    rest = struct.pack(f"={1 + len(integers)}q6i", companions, *integers, *counts)
+    return _Launch(
+        # Interleaved blocks wait for each other: a cooperative launch makes all of them resident.
+        kernel.prepared(problem.device, blocks, 32 * geometry.warps, shared, first.pack, rest, companions > 1),
+        words,
+        draws,
+        problem.batch * (chunks if geometry.looks_back else companions),
+    )
+
+
+def _addressing(problem: Problem, geometry: Geometry, alignment: int) -> tuple[tuple[str, object], ...]:
+    """What the kernel knows about the addresses of a narrow sequence, most of whose instructions compute them."""
+    itemsize, descending = problem.dtype.itemsize, problem.reverse != problem.backward
+    offsets = [geometry.tile // geometry.warps * problem.channels]
+    if descending:
+        offsets.append(problem.steps * problem.channels)
+    if problem.batch > 1:
+        offsets += [batch for batch, _, _ in (*problem.inputs, *problem.outputs)]
+    aligned = geometry.chained and alignment == 0 and all(offset * itemsize % 16 == 0 for offset in offsets)
+    return ("DESCENDING", int(descending)), ("ALIGNED", int(aligned))
+
+
+class _Workspace:
+    """The messages of chained blocks, reused by one stream's successive launches."""
+
+    def __init__(self, words: int, device: int) -> None:
+        self.memory = torch.zeros(words, dtype=torch.int64, device=torch.device("cuda", device))
+        self.counter = self.memory.new_zeros(1)
+        self.epoch = self.drawn = 0
+        self.drawing = False  # while a look-back launch is being made
+
+
+launching = threading.Lock()  # launches must be queued on the stream in the order of their epochs
+_workspaces: dict[tuple[int, int], _Workspace] = {}
+_MARKS = 4  # kinds of ``Mark``
+
+
+def published_of(device: int, words: int) -> tuple[int, int]:
+    """The address of the current stream's workspace and the epoch of this launch.
+
+    A captured launch is replayed with the same epoch, so it gets a workspace of its own, cleared by a captured memset.
+    A workspace is discarded if a look-back launch was interrupted: its counter is then unknown.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(words, dtype=torch.int64, device=torch.device("cuda", device)).data_ptr(), _MARKS
+    key = device, torch._C._cuda_getCurrentRawStream(device)
+    workspace = _workspaces.get(key)
+    if (
+        workspace is None
+        or len(workspace.memory) < words
+        or workspace.drawing
+        or workspace.epoch >= (1 << 32) - 2 * _MARKS
+    ):
+        workspace = _workspaces[key] = _Workspace(words, device)
+    workspace.epoch += _MARKS
+    return workspace.memory.data_ptr(), workspace.epoch
+
+
+def _start_drawing(device: int, launch: _Launch, published: int, epoch: int, given: Sequence[int]) -> None:
+    """Launch look-back blocks, whose counter continues from the previous launch.
+
+    The counter is the workspace's; that of a captured launch follows the messages.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        launch.start(*given, published, published + 8 * (launch.words - 2), epoch, 0)
+        return
+    workspace = _workspaces[device, torch._C._cuda_getCurrentRawStream(device)]
+    workspace.drawing = True
+    launch.start(*given, published, workspace.counter.data_ptr(), epoch, workspace.drawn)
+    workspace.drawn = (workspace.drawn + launch.draws) % (1 << 32)
+    workspace.drawing = False
+
+
+class Scan:
+    """A problem's launches: the kernel is chosen once for each alignment of the addresses."""
+
+    def __init__(self, problem: Problem, parameter_dtype: torch.dtype | None = None) -> None:
+        self.problem = problem
+        self._parameter_dtype = parameter_dtype or problem.dtype
+        self._launches: dict[int, _Launch] = {}
+        self._sums: tuple[int, ...] = ()  # their shape
+        if problem.parameters and problem.backward:
+            self._sums = problem.directions, problem.parameters, problem.channels
+
+    def launch(
+        self, like: Tensor, addresses: Sequence[int], bounds: Tensor | None = None, resets: Tensor | None = None
+    ) -> Tensor | None:
+        """Launch the kernel on tensors given by address, 0 for an absent one.
+
+        In this order: inputs (zero if absent), outputs, parameters (a single 0 if there are none), the state before
+        the first step in scan order, where to write that after the last, and, of a backward pass, the state before
+        the first step in time.  Backward with parameters, returns their gradients, (directions, parameters, channels),
+        in the dtype of computation.
+        """
+        alignment = functools.reduce(operator.or_, addresses) & 15
+        launch = self._launches.get(alignment)
+        if launch is None:
+            launch = self._launches[alignment] = _prepare(self.problem, self._parameter_dtype, alignment)
+        sums, others = None, (0, 0, 0)
+        if self._sums:
+            sums = like.new_empty((launch.sum_rows, *self._sums), dtype=self.problem.compute)
+        if sums is not None or bounds is not None or resets is not None:
+            others = address(sums), address(bounds), address(resets)
+        if not launch.words:
+            launch.start(*addresses, *others, 0, 0, 0, 0)
+        else:
+            with launching:
+                published, epoch = published_of(self.problem.device, launch.words)
+                if launch.draws:
+                    _start_drawing(self.problem.device, launch, published, epoch, (*addresses, *others))
+                else:
+                    launch.start(*addresses, *others, published, 0, epoch, 0)
+        return None if sums is None else sums.sum(0)
