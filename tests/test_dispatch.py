@@ -10,7 +10,8 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.flop_counter import FlopCounterMode
 
 import ostinato
-from ostinato.kernels.dispatch import Prepared, gradient, is_eager, operator
+from ostinato.kernels.dispatch import gradient, operator
+from ostinato.kernels.eager import Prepared, is_eager
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SCANS = [ostinato.linear_scan, ostinato.log_linear_scan]

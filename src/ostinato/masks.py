@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ostinato.kernels.dispatch import is_eager
+from ostinato.kernels.eager import is_eager
 from ostinato.kernels.persistent.masks import BLOCKS, derived_from
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes

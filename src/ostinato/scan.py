@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ostinato.kernels.dispatch import Prepared
+from ostinato.kernels.eager import Prepared
 from ostinato.kernels.scan import BACKENDS, operators
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ostinato.kernels.dispatch import is_eager
+from ostinato.kernels.eager import is_eager
 from ostinato.kernels.recurrence.operators import kernels_on
 from ostinato.layers import Hidden, StackedLayers, each, stacked
 from ostinato.recurrence import Recurrence

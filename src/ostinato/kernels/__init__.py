@@ -1,7 +1,8 @@
 """The kernels by family, `scan`, `recurrence` and `persistent`, and what every family uses:
 
 ==================  ==================================================================
-``dispatch.py``     differentiable operators, and which calls may bypass their registration
+``dispatch.py``     differentiable operators
+``eager.py``        which calls may bypass their registration, and functions prepared for them
 ``export.py``       programs that run without this library
 ``gemm.py``         matrix products over all steps
 ``nvrtc.py``        CUDA kernels: compiled, loaded, launched

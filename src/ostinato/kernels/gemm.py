@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ostinato.kernels import nvrtc
-from ostinato.kernels.dispatch import is_eager
+from ostinato.kernels.eager import is_eager
 
 LONG, WIDE = 8192, 1024  # rows and width from which a transposition pays off
 TILE = 128, 32  # rows and columns that a block transposes

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ostinato.diagonal.layers import DiagonalLayers, Parameters, Run
-from ostinato.kernels.dispatch import Prepared
+from ostinato.kernels.eager import Prepared
 from ostinato.kernels.gemm import linear
 from ostinato.kernels.recurrence import operators
 from ostinato.kernels.scan.torch_ops import Packing

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ostinato.kernels.dispatch import is_differentiated, is_eager
+from ostinato.kernels.eager import is_differentiated, is_eager
 from ostinato.kernels.recurrence import operators
 from ostinato.minimal.recurrences import GATES, RECURRENCES, recurrence_of
 

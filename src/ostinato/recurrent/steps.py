@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ostinato.kernels.dispatch import Prepared, is_eager
+from ostinato.kernels.eager import Prepared, is_eager
 from ostinato.kernels.persistent.cuda_step import BATCH as MOST_SEQUENCES
 from ostinato.kernels.persistent.operators import frozen_step, step_of, step_of_layers
 from ostinato.masks import masked

@@ -16,7 +16,8 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from ostinato.kernels import nvrtc
-from ostinato.kernels.dispatch import gradient, is_eager, operator, or_empty
+from ostinato.kernels.dispatch import gradient, operator, or_empty
+from ostinato.kernels.eager import is_eager
 from ostinato.kernels.gemm import gradient_of_input, gradient_of_weight, linear
 from ostinato.kernels.persistent import plain, reference
 from ostinato.kernels.persistent.masks import block_of, derived_from

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ostinato.kernels.dispatch import Groups, gradient, gradients, is_eager, operator, or_empty
+from ostinato.kernels.dispatch import Groups, gradient, gradients, operator, or_empty
+from ostinato.kernels.eager import is_eager
 from ostinato.kernels.export import refuse_packed
 from ostinato.kernels.recurrence import torch_ops
 from ostinato.kernels.recurrence.trace import parse

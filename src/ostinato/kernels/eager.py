@@ -1,0 +1,108 @@
+"""Which calls run in plain eager mode, and what was prepared for calls like them.
+
+A list of the tensors that need PyTorch's dispatcher would never be complete: only those whose types and dispatch keys
+are the expected ones are known not to.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import DispatchKey, DispatchKeySet, Tensor
+from torch._C._dynamo.guards import TensorGuards
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+_MOST_PREPARED, _MOST_ALIKE = 4096, 8  # cache sizes: keys, and entries per key
+
+
+def is_differentiated(args: Sequence[Any]) -> bool:
+    """Whether gradients of the call will be taken: those of torch's own tensors and parameters."""
+    if torch.is_grad_enabled():
+        for x in args:  # a generator costs more than the check
+            if type(x) in _PLAIN_TYPES and x.requires_grad:
+                return True
+    return False
+
+
+def _plain_keys() -> frozenset[int]:
+    """The dispatch key sets of plain dense tensors, as bits: per device, with autograd's keys and without.
+
+    Those without are of inference mode.
+    """
+    keys = set()
+    for device in ("CPU", "CUDA", "MPS", "XPU"):
+        bare = DispatchKeySet(getattr(DispatchKey, device)).add(getattr(DispatchKey, f"Autocast{device}"))
+        tracked = bare.add(getattr(DispatchKey, f"Autograd{device}")).add(DispatchKey.ADInplaceOrView)
+        keys |= {bare.raw_repr(), tracked.raw_repr()}
+    return frozenset(keys)
+
+
+_PLAIN_KEYS = _plain_keys()
+_PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter))
+_OTHER_TYPES = frozenset((type(None), bool, int, str))  # of most other arguments: faster than isinstance
+_dispatch_keys = torch._C._dispatch_keys
+
+
+def is_eager(args: Sequence[Any]) -> bool:
+    """Whether a call runs in plain eager mode on plain tensors.
+
+    That is, without a compiler, tracer, dispatch mode, function transform or tangents, and without tensor subclasses,
+    wrappers, zero tensors without memory, and lazy negation or conjugation.
+    """
+    if _is_watched():
+        return False
+    for x in args:
+        kind = type(x)
+        if kind in _PLAIN_TYPES:
+            if _dispatch_keys(x).raw_repr() not in _PLAIN_KEYS:
+                return False
+        elif kind not in _OTHER_TYPES and isinstance(x, Tensor):
+            return False
+    return True
+
+
+class Prepared:
+    """A cache of functions for calls that differ from an earlier, validated one only in addresses and values."""
+
+    def __init__(self) -> None:
+        self._runs: dict[tuple, list[tuple[Callable, Any]]] = {}
+
+    def __reduce__(self) -> tuple:
+        return Prepared, ()  # a copy begins empty
+
+    def find(self, tensors: Sequence[Any], *settings: Any) -> Any:
+        """The function added for tensors like these and these settings, if the call :func:`is_eager`; else None."""
+        if _is_watched():
+            return None
+        for x in tensors:
+            if type(x) not in _PLAIN_TYPES or x.is_nested:  # PyTorch's guards read strides, and crash on nested ones
+                return None
+        key = torch.is_grad_enabled(), len(tensors), tensors[0].shape, *settings
+        for is_like, run in self._runs.get(key, ()):
+            if is_like(*tensors):
+                return run
+        return None
+
+    def add(self, make: Callable[[], Any], tensors: Sequence[Tensor], *settings: Any) -> None:
+        """Cache what `make` returns, unless the call is not cacheable."""
+        if not is_eager(tensors) or len(set(map(id, tensors))) < len(tensors):  # guards reject duplicate tensors
+            return
+        if len(self._runs) >= _MOST_PREPARED:
+            self._runs.clear()
+        runs = self._runs.setdefault((torch.is_grad_enabled(), len(tensors), tensors[0].shape, *settings), [])
+        if len(runs) >= _MOST_ALIKE:
+            runs.clear()
+        # Compares types, devices, dtypes, shapes, strides, requires_grad and dispatch keys in one call.
+        guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+        runs.append((guards.check, make()))
+
+
+def _is_watched() -> bool:
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._is_tracing()
+        or is_in_torch_dispatch_mode()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+    )
