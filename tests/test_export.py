@@ -1,5 +1,6 @@
 """Exported programs: in PyTorch's own operators, in ONNX's, and what is said where neither can be."""
 
+import math
 import shutil
 import subprocess
 import sys
@@ -163,6 +164,30 @@ def test_onnx_stays_finite_where_gates_are_shut(tmp_path):
     torch.onnx.export(layer, (x,), tmp_path / "layer.onnx", dynamo=True, verbose=False)
     (output, _) = runtime.InferenceSession(tmp_path / "layer.onnx").run(None, {"input": x.numpy()})
     assert_same(output, layer(x)[0])
+
+
+@torch.no_grad()
+def test_onnx_functions_keep_small_results(tmp_path):
+    runtime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+
+    @ostinato.recurrence
+    def small(x):
+        return torch.expm1(x), torch.log1p(x)
+
+    class Small(nn.Module):
+        def forward(self, x):
+            return small(x)[0]
+
+    x = torch.cat([torch.logspace(-30, 0, 40), -torch.logspace(-30, -0.5, 40), torch.tensor([0.0, 50.0])])
+    x = torch.stack([torch.zeros_like(x), x])[None]  # the second state is b[1]
+    torch.onnx.export(Small(), (x,), tmp_path / "small.onnx", dynamo=True, verbose=False)
+    (h,) = runtime.InferenceSession(tmp_path / "small.onnx").run(None, {"x": x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(h)[0, 1].double(), x[0, 1].double().log1p(), rtol=5e-7, atol=0.0)
+    begun = torch.stack([x[0, 1] * 0.0 + 1.0, x[0, 1]])[None]
+    (h,) = runtime.InferenceSession(tmp_path / "small.onnx").run(None, {"x": begun.numpy()})
+    exact = begun[0, 1].double().expm1() * math.log(2.0) + begun[0, 1].double().log1p()
+    torch.testing.assert_close(torch.from_numpy(h)[0, 1].double(), exact, rtol=1e-6, atol=0.0)
 
 
 def test_what_cannot_be_exported_says_so():

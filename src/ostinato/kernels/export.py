@@ -86,21 +86,41 @@ def _symbols(*tensors: Tensor) -> list[SymInt]:
 
 
 class _Elementary(TorchFunctionMode):
-    """Functions that ONNX has only as the logarithm of something that overflows, in ones that stay finite."""
+    """Functions that PyTorch writes into ONNX by formulas that overflow or cancel, by ones that do not."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        if func in (F.logsigmoid, torch.logaddexp) and torch.onnx.is_in_onnx_export():
-            func = _log_sigmoid if func is F.logsigmoid else _log_add_exp
+        if torch.onnx.is_in_onnx_export():
+            func = _STABLE.get(func, func)
         return func(*args, **(kwargs or {}))
 
 
 def _log_sigmoid(x: Tensor) -> Tensor:
-    return x.clamp(max=0.0) - torch.log1p(torch.exp(-x.abs()))
+    return x.clamp(max=0.0) - _log1p(torch.exp(-x.abs()))
 
 
 def _log_add_exp(x: Tensor, y: Tensor) -> Tensor:
-    differ = torch.maximum(x, y) + torch.log1p(torch.exp(-(x - y).abs()))
+    differ = torch.maximum(x, y) + _log1p(torch.exp(-(x - y).abs()))
     return torch.where(x == y, x + math.log(2.0), differ)  # two infinities have no difference
+
+
+def _expm1(x: Tensor) -> Tensor:
+    return torch.tanh(0.5 * x) * (torch.exp(x) + 1.0)
+
+
+def _log1p(x: Tensor) -> Tensor:
+    rounded = (x + 1.0) - 1.0  # the logarithm's own argument, for which x / rounded corrects
+    corrected = torch.log(x + 1.0) * torch.where(rounded == x, 1.0, x / rounded)
+    return torch.where(rounded == 0.0, x, corrected)
+
+
+_STABLE: dict[Any, Callable] = {
+    F.logsigmoid: _log_sigmoid,
+    torch.logaddexp: _log_add_exp,
+    torch.expm1: _expm1,
+    Tensor.expm1: _expm1,
+    torch.log1p: _log1p,
+    Tensor.log1p: _log1p,
+}
 
 
 def constant_to_compilers(function: Callable) -> Callable:
