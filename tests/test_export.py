@@ -1,5 +1,6 @@
 """Exported programs: in PyTorch's own operators, in ONNX's, and what is said where neither can be."""
 
+import copy
 import math
 import shutil
 import subprocess
@@ -164,6 +165,78 @@ def test_onnx_stays_finite_where_gates_are_shut(tmp_path):
     torch.onnx.export(layer, (x,), tmp_path / "layer.onnx", dynamo=True, verbose=False)
     (output, _) = runtime.InferenceSession(tmp_path / "layer.onnx").run(None, {"input": x.numpy()})
     assert_same(output, layer(x)[0])
+
+
+@ostinato.recurrence
+def doubling(h, x, u):
+    return torch.clamp(2.0 * u * h, -1.0, 1.0) + x
+
+
+DIAGONAL = {
+    "RGLRU": (ostinato.RGLRU, {"batch_first": True}),
+    "SRU": (ostinato.SRU, {"bidirectional": True}),
+}
+
+
+class FromStates(nn.Module):
+    """A layer, and again from its own last states with resets."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x, begins):
+        output, state = self.layer(x)
+        return output, self.layer(x, state, resets=begins)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", DIAGONAL)
+def test_diagonal_layers_are_exported_for_any_number_of_steps(name, tmp_path):
+    runtime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    torch.manual_seed(0)
+    kind, options = DIAGONAL[name]
+    model = FromStates(kind(6, 8, **options)).eval()
+
+    def given(steps, batch):
+        shape = (batch, steps) if model.layer.batch_first else (steps, batch)
+        return torch.randn(*shape, 6), torch.rand(shape) < 0.3
+
+    with ostinato.portable():
+        program = torch.export.export(model, given(20, 2), dynamic_shapes=(DYNAMIC, DYNAMIC))
+    assert not [target for target in targets(program) if "ostinato" in target]
+    shapes = {"dynamic_shapes": (DYNAMIC, DYNAMIC), "dynamo": True, "verbose": False}
+    torch.onnx.export(model, given(20, 2), tmp_path / "layer.onnx", **shapes)
+    session = runtime.InferenceSession(tmp_path / "layer.onnx")
+    for size in (*SIZES, (1, 1)):
+        x, begins = given(*size)
+        expected = tree_leaves(copy.deepcopy(model).double()(x.double(), begins))
+        names = [argument.name for argument in session.get_inputs()]
+        arrays = dict(zip(names, (x.numpy(), begins.numpy()), strict=True))
+        for results in (program.module()(x, begins), session.run(None, arrays)):
+            results = [torch.as_tensor(y) for y in tree_leaves(results)]
+            for y, exact in zip(results, expected, strict=True):
+                torch.testing.assert_close(y.double(), exact, rtol=1e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch", "reference"])
+def test_recurrences_are_exported_for_any_number_of_steps(backend):
+    class Recurrences(nn.Module):
+        def forward(self, x, u):
+            h, last = doubling(x, u, h0=x[:, 0], reverse=True, backend=backend)
+            scanned, end = ostinato.linear_scan(torch.polar(x.sigmoid(), x), x, backend=backend)
+            return h, last, torch.view_as_real(scanned), torch.view_as_real(end)
+
+    def given(batch, steps):
+        return torch.randn(batch, steps, 4), torch.rand(4)
+
+    with ostinato.portable():
+        program = torch.export.export(Recurrences(), given(2, 20), dynamic_shapes=(DYNAMIC, None))
+    assert not [target for target in targets(program) if "ostinato" in target]
+    for size in ((1, 1), (3, 7), (2, 60)):
+        x, u = given(*size)
+        assert_same(program.module()(x, u), Recurrences()(x, u))
 
 
 @torch.no_grad()

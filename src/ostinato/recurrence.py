@@ -227,13 +227,13 @@ class Recurrence:
 
         def step(state: list[Tensor], of_step: list[Tensor]) -> tuple[Tensor, ...]:
             following = self.function(tuple(state) if self.states == 2 else state[0], *of_step)
-            return self._results(self.states, following, (shape[0], shape[2]))
+            return self._results(self.states, following, tuple(state[0].shape))
 
         results = [x.to(dtype) for x in sequential(step, initial, arguments, cu_seqlens, resets, reverse)]
         return (tuple(results[:2]), tuple(results[2:])) if self.states == 2 else (results[0], results[1])
 
     def _has_kernels(self, arguments: tuple[Tensor, ...], given: dict[str, Tensor], backend: str) -> bool:
-        if any(x.is_complex() for x in (*arguments, *given.values())) or (self.states and export.is_portable()):
+        if any(x.is_complex() for x in (*arguments, *given.values())):
             return False
         return backend in ("cpu", "cuda") or (backend == "auto" and arguments[0].device.type in ("cpu", "cuda"))
 

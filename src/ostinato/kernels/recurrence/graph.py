@@ -97,7 +97,7 @@ def evaluate(graph: Graph, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         elif node.name == "constant":
             like = inputs[0]
             dtype = torch.bool if isinstance(node.value, bool) else like.dtype
-            values.append(torch.tensor(node.value, dtype=dtype, device=like.device))
+            values.append(torch.full((), node.value, dtype=dtype, device=like.device))  # not a constant of the graph
         else:
             values.append(OPERATIONS[node.name](*(values[i] for i in node.operands)))
     return tuple(values[i] for i in graph.outputs)

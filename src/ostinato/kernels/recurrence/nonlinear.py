@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ostinato.kernels import export
 from ostinato.kernels.dispatch import Groups, gradient, operator
 from ostinato.kernels.recurrence.graph import evaluate
 from ostinato.kernels.recurrence.operators import kernels_on
@@ -82,18 +83,35 @@ def _forward(
         last = [x.to(like.dtype, copy=True) for x in _initial(trace, like, h0, c0, cu_seqlens)]
         return [like.new_empty(like.shape) for _ in last] + last
     if kernels is None:
-        initial = _initial(trace, like, h0, c0, cu_seqlens)
-        wide = _compute_dtype(backend, like)
-
-        def step(before: list[Tensor], of_step: list[Tensor]) -> Sequence[Tensor]:
-            return evaluate(trace.forward, [*before, *of_step])
-
-        initial, widened = [x.to(wide) for x in initial], [x.to(wide) for x in arguments]
-        stepped = sequential(step, initial, widened, cu_seqlens, resets, reverse)
-        return [x.to(like.dtype, copy=True) for x in stepped]
+        stepped = _by_steps(recurrence, h0, c0, cu_seqlens, resets, reverse, backend, *arguments)
+        return [x.clone() for x in stepped]
     given = None if h0 is None and c0 is None else _initial(trace, like, h0, c0, cu_seqlens)
     states, last = kernels.steps(trace, sequences, parameters, given, cu_seqlens, resets, reverse)
     return [*states, *last]
+
+
+def _by_steps(
+    recurrence: str,
+    h0: Tensor | None,
+    c0: Tensor | None,
+    cu_seqlens: Tensor | None,
+    resets: Tensor | None,
+    reverse: bool,
+    backend: str,
+    *arguments: Tensor,
+) -> list[Tensor]:
+    """As :func:`_forward`, in PyTorch operations."""
+    trace = parse(recurrence)
+    arguments = tuple(_apart(trace, arguments))
+    like = _parted(trace, arguments)[0][0]
+    wide = _compute_dtype(backend, like)
+
+    def step(before: list[Tensor], of_step: list[Tensor]) -> Sequence[Tensor]:
+        return evaluate(trace.forward, [*before, *of_step])
+
+    initial = [x.to(wide) for x in _initial(trace, like, h0, c0, cu_seqlens)]
+    stepped = sequential(step, initial, [x.to(wide) for x in arguments], cu_seqlens, resets, reverse)
+    return [x.to(like.dtype) for x in stepped]
 
 
 def _compute_dtype(backend: str, x: Tensor) -> torch.dtype:
@@ -113,6 +131,10 @@ def sequential(
 
     ``step(states, arguments)`` takes one: from states and arguments of (B, D), or (D,) if they are parameters.
     """
+    if export.is_portable():
+        if cu_seqlens is not None:
+            export.refuse_packed()
+        return _in_a_loop(step, initial, arguments, resets, reverse)
     batch, length, channels = shape = next(x.shape for x in arguments if x.dim() == 3)
     columns = [x.unbind(1) if x.dim() == 3 else (x,) * length for x in arguments]
     bounds = [0, length] if cu_seqlens is None else cu_seqlens.tolist()
@@ -132,6 +154,37 @@ def sequential(
             ends[k].append(state[k])
     states = [torch.stack(own, 1) if own else x.new_empty(shape) for own, x in zip(rows, initial, strict=True)]
     return states + [torch.cat(own) if own else x for own, x in zip(ends, initial, strict=True)]
+
+
+def _in_a_loop(
+    step: Callable[[list[Tensor], list[Tensor]], Sequence[Tensor]],
+    initial: Sequence[Tensor],
+    arguments: Sequence[Tensor],
+    resets: Tensor | None,
+    reverse: bool,
+) -> list[Tensor]:
+    """The same as one node of a graph that is to run without this library, whatever the number of steps."""
+    kinds = [x.dim() == 3 for x in arguments]
+    sequences = [x.transpose(0, 1) for x in itertools.compress(arguments, kinds)]
+    parameters = list(itertools.compress(arguments, (not kind for kind in kinds)))
+    if resets is not None:
+        sequences.append(resets.t()[..., None])
+    if reverse:
+        sequences = [x.flip(0) for x in sequences]
+
+    def of_loop(states: list[Tensor], rows: list[Tensor], constants: list[Tensor]) -> tuple[list[Tensor], Tensor]:
+        if resets is not None:
+            *rows, begins = rows
+            states = [x.masked_fill(begins, 0.0) for x in states]
+        of_step = {True: iter(rows), False: iter(constants)}
+        after = [x.expand_as(states[0]) for x in step(states, [next(of_step[kind]) for kind in kinds])]
+        return after, torch.stack(after)
+
+    # Copied, as PyTorch allows no views of one tensor here: a layer's parameters are, and the same state given twice.
+    initial, parameters = [x.clone() for x in initial], [x.clone() for x in parameters]
+    last, outputs = export.loop(of_loop, initial, sequences, parameters)
+    states = outputs.flip(0) if reverse else outputs
+    return [*states.permute(1, 2, 0, 3), *last]
 
 
 def _fake(recurrence: str, h0: Any, c0: Any, cu_seqlens: Tensor | None, *others: Any) -> list[Tensor]:
@@ -352,4 +405,6 @@ def _groups_of(trace: Trace, count: int) -> tuple[int, ...]:
 
 
 _backward = gradient("nonlinear_recurrence_backward", _backward_impl, _backward_fake, _backward_groups, _composite)
-nonlinear_recurrence = operator("nonlinear_recurrence", _forward, _fake, _context, _grad, _groups, jvp=_jvp)
+nonlinear_recurrence = operator(
+    "nonlinear_recurrence", _forward, _fake, _context, _grad, _groups, plain=_by_steps, jvp=_jvp
+)
