@@ -13,11 +13,9 @@ from functools import partial
 import pytest
 import torch
 
-import test_cuda
-import test_cuda_step
-import test_nonlinear_recurrence
-import test_persistent
-import test_projected
+from kernels.persistent import test_cuda_step, test_persistent
+from kernels.recurrence import test_nonlinear_recurrence, test_projected
+from kernels.scan import test_cuda
 from minimal_layers import GATES, layer, layer_backward
 from ostinato.kernels import gemm
 from ostinato.kernels.persistent import cuda as persistent

@@ -12,8 +12,8 @@ import ostinato
 from ostinato.kernels import nvrtc
 from ostinato.kernels.persistent import cuda_step
 from ostinato.kernels.persistent.plan import GATES
-from test_cuda import ARCHITECTURES, TOLERANCE
 
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 SIZES = ((1, 33, 5), (1, 256, 256), (3, 6, 34), (8, 600, 130), (2, 1030, 516))  # sequences, inputs, units
 
 
@@ -39,7 +39,7 @@ def on_gpu(cell, x, states, weights):
 @pytest.mark.parametrize("cell", GATES)
 def test_compiles_without_a_gpu(cell):
     pytest.importorskip("cuda.core")
-    for architecture, dtype, sizes in zip(ARCHITECTURES, TOLERANCE, SIZES, strict=False):
+    for architecture, dtype, sizes in zip(("sm_80", "sm_90", "sm_100"), TOLERANCE, SIZES, strict=False):
         macros = dict(cuda_step.macros(cell, dtype, *sizes))
         assert nvrtc.compile_cubin(cuda_step.source(), architecture, macros)[:4] == b"\x7fELF"
 

@@ -374,7 +374,7 @@ def test_what_the_ablation_replaces_stands_in_the_kernels():
     from ostinato.kernels.persistent.cuda import files
     from ostinato.kernels.persistent.search import choose_geometry
 
-    path = Path(__file__).parents[1] / "benchmarks" / "ablation.py"
+    path = Path(__file__).parents[2] / "benchmarks" / "ablation.py"
     ablation = runpy.run_path(str(path))
     for kernel in ablation["ALL"]:
         kept = None if kernel == "dense" else int(0.1 * 3 * 1024**2)
