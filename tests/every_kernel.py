@@ -24,6 +24,7 @@ from ostinato.kernels.recurrence import cuda as recurrence_cuda
 from ostinato.kernels.recurrence import projected, steps_cuda
 from ostinato.kernels.scan import choose_backend, compose
 from ostinato.minimal.recurrences import recurrence_of
+from persistent_layers import candidates
 
 FLAGS = (False, True)
 
@@ -140,7 +141,7 @@ def recurrent(path, shape, clusters):
 
     persistent.pack = pack_on_cpu
     properties = torch.cuda.get_device_properties(0)
-    back = test_persistent.candidates(path, *shape, properties=properties, backward=True)
+    back = candidates(path, *shape, properties=properties, backward=True)
     for chosen in {g.cluster: g for g in back if g.cluster in clusters}.values():
         case = test_persistent.Case(path, *shape, back=chosen)
         for steps, reverse, with_state, resets in ((6, False, True, 0), (2, True, False, 0), (6, True, True, 0.3)):

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import ostinato
+from gpus import ARCHITECTURES
 from ostinato.kernels import nvrtc
 from ostinato.kernels.persistent import cuda_step
 from ostinato.kernels.persistent.plan import GATES
@@ -39,7 +40,7 @@ def on_gpu(cell, x, states, weights):
 @pytest.mark.parametrize("cell", GATES)
 def test_compiles_without_a_gpu(cell):
     pytest.importorskip("cuda.core")
-    for architecture, dtype, sizes in zip(("sm_80", "sm_90", "sm_100"), TOLERANCE, SIZES, strict=False):
+    for architecture, dtype, sizes in zip(ARCHITECTURES, TOLERANCE, SIZES, strict=False):
         macros = dict(cuda_step.macros(cell, dtype, *sizes))
         assert nvrtc.compile_cubin(cuda_step.source(), architecture, macros)[:4] == b"\x7fELF"
 

@@ -10,40 +10,16 @@ import torch
 from torch import nn
 
 import ostinato
+from gpus import ARCHITECTURES, H100
 from ostinato.kernels import nvrtc
-from ostinato.kernels.persistent import cuda, geometry, operators, packing, reference, search
+from ostinato.kernels.persistent import cuda, geometry, reference
 from ostinato.kernels.persistent.costs import microseconds
-from ostinato.kernels.persistent.geometry import Geometry
-from ostinato.kernels.persistent.plan import GATES, Call, Plan
+from ostinato.kernels.persistent.plan import GATES, Plan
+from persistent_layers import candidate, candidates, random_mask
 
 f16, bf16, f32 = torch.float16, torch.bfloat16, torch.float32
 CELLS = ("rnn_tanh", "rnn_relu", "gru", "lstm")
 TOLERANCE = {f32: 2e-6, f16: 2e-3, bf16: 1.5e-2}
-H100 = SimpleNamespace(
-    multi_processor_count=132,
-    shared_memory_per_block_optin=232448,
-    regs_per_multiprocessor=65536,
-    L2_cache_size=50 << 20,
-    major=9,
-)
-
-
-def candidates(path, cell, hidden, batch, dtype, density=1.0, block=None, *, properties=H100, backward=False):
-    start = Geometry(path, cell, hidden, dtype, 0, 0, 0, backward)
-    return list(search.candidates(start, batch, density, block, properties))
-
-
-def candidate(path, cell, hidden, batch, *others, **options):
-    """The geometry that the plan would choose if there were only this path."""
-    found = candidates(path, cell, hidden, batch, *others, **options)
-    return min(found, key=lambda g: microseconds(g, batch))
-
-
-def random_mask(cell, hidden, density, block, device="cpu"):
-    down, across = -(-hidden // block[0]), -(-hidden // block[1])
-    kept = torch.rand(GATES[cell], down, across, device=device) < density
-    kept = kept.repeat_interleave(block[0], 1).repeat_interleave(block[1], 2)
-    return kept[:, :hidden, :hidden].reshape(-1, hidden)
 
 
 class Case:
@@ -150,12 +126,12 @@ def nan_memory():
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("path", ["dense", "block", "sparse"])
 @pytest.mark.parametrize("backward", [False, True])
 def test_kernels_compile_without_a_gpu(path, architecture, backward):
     pytest.importorskip("cuda.core")
-    index = ("sm_80", "sm_90", "sm_100").index(architecture)
+    index = ARCHITECTURES.index(architecture)
     properties = SimpleNamespace(**{**vars(H100), "major": int(architecture[3:]) // 10})
     for cell, dtype in itertools.islice(zip(CELLS, (f16, f32, bf16, f32), strict=True), index, None, 2):
         found = candidates(path, cell, 130 + index, 5, dtype, 0.3, (16, 1), properties=properties, backward=backward)
@@ -167,220 +143,6 @@ def test_kernels_compile_without_a_gpu(path, architecture, backward):
             code = nvrtc.source(*geometry.files(chosen))
             macros = dict(chosen.macros(resets=path != "sparse", packed=backward))
             assert nvrtc.compile_cubin(code, architecture, macros)[:4] == b"\x7fELF"
-
-
-def packed_matrix(mask, chosen):
-    """The rows of each block as its packing has them, the columns in order, of the numbers of the mask's places."""
-    pack = packing.pack(mask, chosen, H100.shared_memory_per_block_optin)
-    chosen, numbers = pack.geometry, pack.indices
-    places = pack.places.long() & 0xFFFF
-    order = torch.cat((packing._column_of_place(chosen), torch.full((packing.ZERO_PLACES,), chosen.slice)))
-    matrix = torch.zeros(chosen.blocks, chosen.rows + 128, chosen.slice + 1, dtype=torch.int64)
-    if chosen.path == "sparse":
-        spans = pack.spans.int() & 0xFFFF
-        for block, row in itertools.product(range(chosen.blocks), range(chosen.rows)):
-            first, last = int(spans[block, row]) & 255, int(spans[block, row]) >> 8
-            mine = (block, slice(None), slice(None), slice(first, last + 1))
-            matrix[block, row].index_add_(0, order[places[mine].flatten()], numbers[mine].flatten().long())
-        return pack, matrix
-    tiles = numbers.permute(0, 1, 2, 6, 3, 5, 4, 7).flatten(5).flatten(3, 4)  # (blocks, warps, tiles, 16, columns)
-    columns = order[places.flatten(2)[..., : chosen.tiles * chosen.tile_columns]].view(*tiles.shape[:3], -1)
-    for block, warp, tile in itertools.product(*map(range, tiles.shape[:3])):
-        turn = sum(end <= tile for end in itertools.accumulate(chosen.share_tiles))
-        strip = (turn * packing.WARPS + warp) // chosen.shares
-        rows = matrix[block, strip * 16 : strip * 16 + 16]
-        rows.index_add_(1, columns[block, warp, tile], tiles[block, warp, tile].long())
-    return pack, matrix
-
-
-@pytest.fixture
-def planned_for_an_h100(monkeypatch):
-    """As if there were one, with all kernels compiled."""
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: H100)
-    monkeypatch.setattr(cuda, "kernels", lambda *_, **__: None)
-    cuda._plan_sizes.cache_clear()
-    yield
-    cuda._plan_sizes.cache_clear()
-
-
-def plan_of(cell, hidden, batch, dtype, tf32=(False, False), training=True):
-    call = Call(torch.device("cuda", 0), cell, hidden, batch, dtype, training, steps=None)
-    return cuda.make_plan(call, None, None, tf32)
-
-
-@pytest.mark.parametrize(
-    ("layer", "tf32", "ours"),  # measured on an H200, microseconds a step with all products, ours and cuDNN's
-    [
-        (("gru", 1024, 16, bf16), (False, False), True),  # 4.0, 16.6
-        (("gru", 512, 256, bf16), (False, False), True),  # 14.7, 21.7
-        (("lstm", 512, 256, bf16), (False, False), True),  # 18.1, 19.8
-        (("gru", 1024, 256, bf16), (False, False), False),  # 45.8, 33.2
-        (("gru", 512, 256, f32), (True, True), True),  # 23.0, 45.6
-        (("gru", 512, 256, f32), (False, False), True),  # 63.3, 95.2
-        (("gru", 2048, 4, f32), (True, True), True),  # 10.2, 49.8: a part of the weights comes from L2
-        (("lstm", 2048, 64, f32), (True, True), False),  # 111.1 in cuDNN's
-        (("gru", 512, 256, f32), (False, True), False),  # 63.3, 45.6: by default cuDNN rounds and products do not
-        (("lstm", 1024, 256, f32), (True, True), False),  # 108.6, 87.7
-        (("gru", 128, 16, f32), (True, True), False),  # 2.2 in cuDNN's kernel for small layers
-    ],
-)
-def test_a_layer_is_left_to_torch_where_that_is_faster(planned_for_an_h100, layer, tf32, ours):
-    assert (plan_of(*layer, tf32).path != "steps") == ours
-
-
-@pytest.mark.parametrize("cell", ["rnn_tanh", "gru", "lstm"])
-def test_a_thread_of_the_backward_updates_no_more_than_its_registers_hold(cell):
-    """With more they were spilled, and 256 sequences took a third longer than in two turns (H200)."""
-    for hidden, batch in itertools.product((256, 512, 1024), (16, 256, 512)):
-        chosen = search.choose_geometry(cell, hidden, batch, bf16, None, None, H100, backward=True).geometry
-        assert -(-chosen.units * chosen.columns // geometry.THREADS) * GATES[cell] <= 8
-
-
-@pytest.mark.parametrize(("hidden", "batch", "exact"), [(128, 64, True), (512, 1, True), (256, 4, False)])
-def test_products_are_rounded_where_cudnn_rounds_them(planned_for_an_h100, hidden, batch, exact):
-    plan = plan_of("lstm", hidden, batch, f32, (True, True))
-    assert [geometry.exact for geometry in plan.geometry] == [exact, exact]
-
-
-def test_what_may_be_rounded_is_asked_of_torch_by_old_and_new_names():
-    device, products, layers = torch.device("cuda"), torch.backends.cuda.matmul, torch.backends.cudnn
-    assert operators._tf32(torch.device("cpu"), f32) == operators._tf32(device, bf16) == (False, False)
-    before = products.allow_tf32, layers.allow_tf32
-    try:
-        products.allow_tf32, layers.allow_tf32 = True, False
-        assert operators._tf32(device, f32) == (True, False)
-        products.allow_tf32, layers.allow_tf32 = False, True
-        assert operators._tf32(device, f32) == (False, True)
-        if hasattr(layers, "rnn"):
-            conv, rnn = layers.conv.fp32_precision, layers.rnn.fp32_precision
-            layers.conv.fp32_precision, layers.rnn.fp32_precision = "tf32", "ieee"  # the old name cannot say that
-            assert operators._tf32(device, f32) == (False, False)
-            layers.conv.fp32_precision, layers.rnn.fp32_precision = conv, rnn
-    finally:
-        products.allow_tf32, layers.allow_tf32 = before
-
-
-@pytest.mark.parametrize(
-    ("path", "cell", "hidden", "density", "processors", "turns"),
-    [
-        ("block", "rnn_tanh", 100, 0.2, 132, 1),
-        ("block", "gru", 400, 0.1, 132, 1),
-        ("block", "lstm", 400, 0.3, 132, 1),
-        ("block", "lstm", 400, 0.1, 8, 2),
-        ("sparse", "gru", 133, 0.2, 132, 1),
-        ("sparse", "lstm", 70, 0.1, 8, 1),
-    ],
-)
-@pytest.mark.parametrize("dtype", [f16, f32])
-@pytest.mark.parametrize("backward", [False, True])
-def test_a_packing_is_the_matrix(path, cell, hidden, density, processors, turns, dtype, backward):
-    device = SimpleNamespace(**{**vars(H100), "multi_processor_count": processors})
-    block = (16, 1) if path == "block" else (1, 1)
-    if backward:  # blocks of 16 rows and 1 column lie across the strips: nearly all columns of a strip have a weight
-        hidden //= 2
-    mask = random_mask(cell, hidden, density, block)
-    found = candidates(path, cell, hidden, 3, dtype, density, block, properties=device, backward=backward)
-    chosen = min((g for g in found if g.cluster == found[-1].cluster), key=lambda g: microseconds(g, 3))
-    pack, matrix = packed_matrix(mask, chosen)
-    chosen = pack.geometry
-    assert path == "sparse" or backward or len(chosen.share_tiles) >= turns
-    numbers = torch.where(mask, torch.arange(1, mask.numel() + 1).view(mask.shape), 0)
-    at, row, column = torch.meshgrid(*map(torch.arange, (chosen.blocks, chosen.rows, chosen.slice)), indexing="ij")
-    if backward:  # the definition, see matrix.cuh
-        k = at % chosen.cluster * chosen.slice + column
-        gate, unit, other = k // chosen.pitch, k % chosen.pitch, at // chosen.cluster * chosen.rows + row
-    else:
-        gate, unit, other = row // chosen.units, at * chosen.units + row % chosen.units, column
-    exists = (gate < GATES[cell]) & (unit < hidden) & (other < hidden)
-    expected = torch.where(exists, numbers.flatten()[((gate * hidden + unit) * hidden + other).where(exists, 0)], 0)
-    assert torch.equal(matrix[:, : chosen.rows, : chosen.slice], expected)
-    assert not matrix[:, chosen.rows :].any()
-    assert not matrix[..., chosen.slice].any()
-
-
-@pytest.mark.parametrize(("path", "block"), [("sparse", (1, 1)), ("block", (16, 1)), ("block", (8, 4))])
-@pytest.mark.parametrize("cell", CELLS)
-@pytest.mark.parametrize("backward", [False, True])
-def test_whatever_a_plan_may_choose_can_be_packed(cell, path, block, backward):
-    torch.manual_seed(0)  # the choice goes by what masks nearly always need
-    small = SimpleNamespace(**{**vars(H100), "multi_processor_count": 9})
-    mask = random_mask(cell, 200, 0.1, block)
-    found = candidates(path, cell, 200, 12, f32, 0.1, block, properties=small, backward=backward)
-    assert found
-    for chosen in found:
-        packed = packing.pack(mask, chosen, small.shared_memory_per_block_optin)
-        assert packed.geometry.blocks * chosen.groups <= 9
-
-
-@pytest.mark.parametrize(("cell", "block"), [("lstm", (1, 1)), ("gru", (1, 1)), ("rnn_tanh", (8, 4)), ("gru", (8, 4))])
-def test_the_sparse_kernel_holds_what_its_estimate_says(cell, block):
-    """Evenly random masks of a small GPU's largest layer fit, and of one a tenth wider do not."""
-    torch.manual_seed(0)
-    small = SimpleNamespace(**{**vars(H100), "multi_processor_count": 9})
-    fitting = [n for n in range(512, 3000, 16) if candidates("sparse", cell, n, 4, f16, 0.1, block, properties=small)]
-    largest = max(fitting)
-    for hidden, fits in ((16 * (largest * 94 // 1600), True), (16 * (largest * 11 // 160), False)):
-        start = Geometry("sparse", cell, hidden, f16, 0, 0, 0, False, True)
-        coverings = [g for g in search._coverings(start, 4, small, 1) if g.columns == 4 and g.groups == 1]
-        assert coverings or not fits
-        mask = random_mask(cell, hidden, 0.1, block)
-        for chosen in coverings[:1]:
-            if not fits:
-                with pytest.raises(MemoryError, match="do not fit on the chip in the sparse kernel"):
-                    packing.pack(mask, chosen, small.shared_memory_per_block_optin)
-                continue
-            packed = packing.pack(mask, chosen, small.shared_memory_per_block_optin)
-            estimate = candidates("sparse", cell, hidden, 4, f16, 0.1, block, properties=small)[0].tiles
-            assert 0.85 * estimate <= packed.geometry.tiles <= 1.02 * estimate
-
-
-def test_plan_says_what_fits():
-    def plan(cell, hidden, batch=4, dtype=f16, density=None, block=None):
-        nnz = None if density is None else int(density * GATES[cell] * hidden**2)
-        return search.choose_geometry(cell, hidden, batch, dtype, nnz, block, H100)
-
-    for layer, path in {
-        ("gru", 2304): "dense",
-        ("lstm", 2304, 4, f16, 0.3, (1, 1)): "dense",
-        ("lstm", 4608, 4, f16, 0.1, (16, 1)): "block",
-        ("rnn_tanh", 8192, 4, f16, 0.1, (1, 1)): "sparse",
-        ("lstm", 8192): "steps",
-    }.items():
-        chosen = plan(*layer)
-        assert chosen.path == path, chosen.reason
-        assert 0 <= chosen.bytes_on_chip <= chosen.bytes_available == 132 * (4 * 65536 + 232448)
-        assert chosen.blocks <= 132
-    assert "do not fit on the chip" in plan("lstm", 8192).reason
-    assert "not in torch.float64" in plan("gru", 64, dtype=torch.float64).reason
-    assert plan("gru", 2304).bytes_on_chip >= 3 * 2304**2 * 2
-
-
-@pytest.mark.parametrize("backward", [False, True])
-def test_weights_for_which_there_is_no_room_are_read_from_l2(backward):
-    layer = "gru", 2048, 4, f32, None, None
-    without = SimpleNamespace(**{**vars(H100), "L2_cache_size": 0})
-    assert "do not fit on the chip" in search.choose_geometry(*layer, without, backward=backward).reason
-    plan = search.choose_geometry(*layer, H100, backward=backward)
-    chosen, share = plan.geometry, plan.geometry.bytes_streamed
-    assert 0 < share <= H100.L2_cache_size * 2 / 3
-    assert plan.bytes_on_chip + share == chosen.tiles * chosen.tile_bytes * chosen.blocks >= 3 * 2048**2 * 4
-    assert f"but for {share / 1e6:.1f} MB, read from L2 at every step" in plan.reason
-    pytest.importorskip("cuda.core")
-    assert nvrtc.compile_cubin(nvrtc.source(*geometry.files(chosen)), "sm_90", dict(chosen.macros()))
-
-
-@pytest.mark.parametrize("processors", [48, 58, 108, 132, 148])  # of an RTX 3070, an L4, an A100, an H100, a B200
-@pytest.mark.parametrize("cell", CELLS)
-def test_all_blocks_can_be_resident_and_cover_the_layer(cell, processors):
-    device = SimpleNamespace(**{**vars(H100), "multi_processor_count": processors})
-    for hidden, batch, backward in itertools.product((1, 130, 1024), (1, 17), (False, True)):
-        for chosen in candidates("dense", cell, hidden, batch, bf16, properties=device, backward=backward):
-            assert chosen.blocks * chosen.groups <= search.resident_blocks(device, chosen.cluster) <= processors
-            assert chosen.blocks % chosen.cluster == 0
-            assert chosen.blocks * chosen.units >= hidden
-            assert chosen.shared_bytes <= H100.shared_memory_per_block_optin
-            width = GATES[cell] * chosen.pitch if backward else chosen.pitch
-            assert (chosen.cluster - 1) * chosen.slice < width <= chosen.cluster * chosen.slice
 
 
 DENSE = [
@@ -526,21 +288,6 @@ def test_error_is_no_larger_than_cudnns():
             expected = results(exact)
         for mine, cudnns, right in zip(results(ours), results(theirs), expected, strict=True):
             assert (mine - right).norm() <= 1.5 * (cudnns - right).norm() + 2e-7 * right.norm(), (kind, dtype)
-
-
-@pytest.mark.parametrize(
-    ("layer", "keeps"),
-    [
-        ((bf16, "gru", 1024, 64), True),
-        ((f16, "lstm", 2048, 8), True),
-        ((bf16, "gru", 512, 16), False),
-        ((bf16, "rnn_tanh", 2048, 64), False),
-        ((f32, "gru", 2, 1), True),
-        ((f32, "rnn_relu", 2048, 64), False),
-    ],
-)
-def test_gates_are_kept_where_their_products_are_large(layer, keeps):
-    assert cuda.keeps_gates(*layer) == keeps
 
 
 @pytest.mark.gpu

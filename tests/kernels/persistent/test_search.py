@@ -1,0 +1,146 @@
+"""Which layers the persistent kernels compute, and by which geometry."""
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from gpus import H100
+from ostinato.kernels import nvrtc
+from ostinato.kernels.persistent import cuda, geometry, operators, search
+from ostinato.kernels.persistent.plan import GATES, Call
+from persistent_layers import candidates
+
+f16, bf16, f32 = torch.float16, torch.bfloat16, torch.float32
+
+
+@pytest.fixture
+def planned_for_an_h100(monkeypatch):
+    """As if there were one, with all kernels compiled."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: H100)
+    monkeypatch.setattr(cuda, "kernels", lambda *_, **__: None)
+    cuda._plan_sizes.cache_clear()
+    yield
+    cuda._plan_sizes.cache_clear()
+
+
+def plan_of(cell, hidden, batch, dtype, tf32=(False, False), training=True):
+    call = Call(torch.device("cuda", 0), cell, hidden, batch, dtype, training, steps=None)
+    return cuda.make_plan(call, None, None, tf32)
+
+
+@pytest.mark.parametrize(
+    ("layer", "tf32", "ours"),  # measured on an H200, microseconds a step with all products, ours and cuDNN's
+    [
+        (("gru", 1024, 16, bf16), (False, False), True),  # 4.0, 16.6
+        (("gru", 512, 256, bf16), (False, False), True),  # 14.7, 21.7
+        (("lstm", 512, 256, bf16), (False, False), True),  # 18.1, 19.8
+        (("gru", 1024, 256, bf16), (False, False), False),  # 45.8, 33.2
+        (("gru", 512, 256, f32), (True, True), True),  # 23.0, 45.6
+        (("gru", 512, 256, f32), (False, False), True),  # 63.3, 95.2
+        (("gru", 2048, 4, f32), (True, True), True),  # 10.2, 49.8: a part of the weights comes from L2
+        (("lstm", 2048, 64, f32), (True, True), False),  # 111.1 in cuDNN's
+        (("gru", 512, 256, f32), (False, True), False),  # 63.3, 45.6: by default cuDNN rounds and products do not
+        (("lstm", 1024, 256, f32), (True, True), False),  # 108.6, 87.7
+        (("gru", 128, 16, f32), (True, True), False),  # 2.2 in cuDNN's kernel for small layers
+    ],
+)
+def test_a_layer_is_left_to_torch_where_that_is_faster(planned_for_an_h100, layer, tf32, ours):
+    assert (plan_of(*layer, tf32).path != "steps") == ours
+
+
+@pytest.mark.parametrize("cell", ["rnn_tanh", "gru", "lstm"])
+def test_a_thread_of_the_backward_updates_no_more_than_its_registers_hold(cell):
+    """With more they were spilled, and 256 sequences took a third longer than in two turns (H200)."""
+    for hidden, batch in itertools.product((256, 512, 1024), (16, 256, 512)):
+        chosen = search.choose_geometry(cell, hidden, batch, bf16, None, None, H100, backward=True).geometry
+        assert -(-chosen.units * chosen.columns // geometry.THREADS) * GATES[cell] <= 8
+
+
+@pytest.mark.parametrize(("hidden", "batch", "exact"), [(128, 64, True), (512, 1, True), (256, 4, False)])
+def test_products_are_rounded_where_cudnn_rounds_them(planned_for_an_h100, hidden, batch, exact):
+    plan = plan_of("lstm", hidden, batch, f32, (True, True))
+    assert [geometry.exact for geometry in plan.geometry] == [exact, exact]
+
+
+def test_what_may_be_rounded_is_asked_of_torch_by_old_and_new_names():
+    device, products, layers = torch.device("cuda"), torch.backends.cuda.matmul, torch.backends.cudnn
+    assert operators._tf32(torch.device("cpu"), f32) == operators._tf32(device, bf16) == (False, False)
+    before = products.allow_tf32, layers.allow_tf32
+    try:
+        products.allow_tf32, layers.allow_tf32 = True, False
+        assert operators._tf32(device, f32) == (True, False)
+        products.allow_tf32, layers.allow_tf32 = False, True
+        assert operators._tf32(device, f32) == (False, True)
+        if hasattr(layers, "rnn"):
+            conv, rnn = layers.conv.fp32_precision, layers.rnn.fp32_precision
+            layers.conv.fp32_precision, layers.rnn.fp32_precision = "tf32", "ieee"  # the old name cannot say that
+            assert operators._tf32(device, f32) == (False, False)
+            layers.conv.fp32_precision, layers.rnn.fp32_precision = conv, rnn
+    finally:
+        products.allow_tf32, layers.allow_tf32 = before
+
+
+def test_plan_says_what_fits():
+    def plan(cell, hidden, batch=4, dtype=f16, density=None, block=None):
+        nnz = None if density is None else int(density * GATES[cell] * hidden**2)
+        return search.choose_geometry(cell, hidden, batch, dtype, nnz, block, H100)
+
+    for layer, path in {
+        ("gru", 2304): "dense",
+        ("lstm", 2304, 4, f16, 0.3, (1, 1)): "dense",
+        ("lstm", 4608, 4, f16, 0.1, (16, 1)): "block",
+        ("rnn_tanh", 8192, 4, f16, 0.1, (1, 1)): "sparse",
+        ("lstm", 8192): "steps",
+    }.items():
+        chosen = plan(*layer)
+        assert chosen.path == path, chosen.reason
+        assert 0 <= chosen.bytes_on_chip <= chosen.bytes_available == 132 * (4 * 65536 + 232448)
+        assert chosen.blocks <= 132
+    assert "do not fit on the chip" in plan("lstm", 8192).reason
+    assert "not in torch.float64" in plan("gru", 64, dtype=torch.float64).reason
+    assert plan("gru", 2304).bytes_on_chip >= 3 * 2304**2 * 2
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_weights_for_which_there_is_no_room_are_read_from_l2(backward):
+    layer = "gru", 2048, 4, f32, None, None
+    without = SimpleNamespace(**{**vars(H100), "L2_cache_size": 0})
+    assert "do not fit on the chip" in search.choose_geometry(*layer, without, backward=backward).reason
+    plan = search.choose_geometry(*layer, H100, backward=backward)
+    chosen, share = plan.geometry, plan.geometry.bytes_streamed
+    assert 0 < share <= H100.L2_cache_size * 2 / 3
+    assert plan.bytes_on_chip + share == chosen.tiles * chosen.tile_bytes * chosen.blocks >= 3 * 2048**2 * 4
+    assert f"but for {share / 1e6:.1f} MB, read from L2 at every step" in plan.reason
+    pytest.importorskip("cuda.core")
+    assert nvrtc.compile_cubin(nvrtc.source(*geometry.files(chosen)), "sm_90", dict(chosen.macros()))
+
+
+@pytest.mark.parametrize("processors", [48, 58, 108, 132, 148])  # of an RTX 3070, an L4, an A100, an H100, a B200
+@pytest.mark.parametrize("cell", GATES)
+def test_all_blocks_can_be_resident_and_cover_the_layer(cell, processors):
+    device = SimpleNamespace(**{**vars(H100), "multi_processor_count": processors})
+    for hidden, batch, backward in itertools.product((1, 130, 1024), (1, 17), (False, True)):
+        for chosen in candidates("dense", cell, hidden, batch, bf16, properties=device, backward=backward):
+            assert chosen.blocks * chosen.groups <= search.resident_blocks(device, chosen.cluster) <= processors
+            assert chosen.blocks % chosen.cluster == 0
+            assert chosen.blocks * chosen.units >= hidden
+            assert chosen.shared_bytes <= H100.shared_memory_per_block_optin
+            width = GATES[cell] * chosen.pitch if backward else chosen.pitch
+            assert (chosen.cluster - 1) * chosen.slice < width <= chosen.cluster * chosen.slice
+
+
+@pytest.mark.parametrize(
+    ("layer", "keeps"),
+    [
+        ((bf16, "gru", 1024, 64), True),
+        ((f16, "lstm", 2048, 8), True),
+        ((bf16, "gru", 512, 16), False),
+        ((bf16, "rnn_tanh", 2048, 64), False),
+        ((f32, "gru", 2, 1), True),
+        ((f32, "rnn_relu", 2048, 64), False),
+    ],
+)
+def test_gates_are_kept_where_their_products_are_large(layer, keeps):
+    assert cuda.keeps_gates(*layer) == keeps

@@ -1,0 +1,156 @@
+"""The geometry chosen for scans on NVIDIA GPUs: what was measured to be fastest, and what fits."""
+
+import itertools
+
+import pytest
+
+from gpus import GPUS
+from ostinato.kernels.scan.geometry import choose_geometry
+
+INPUTS = {  # tensors read by each element
+    "LinearScan": 2,
+    "LinearScanBackward": 3,
+    "LogLinearScan": 2,
+    "LogLinearScanBackward": 4,
+    "Generated2": 2,
+    "Generated2Backward": 4,
+    "Generated3": 3,
+    "Generated3Backward": 5,
+}
+
+
+def test_streaming_blocks_ask_for_as_much_memory_as_is_on_its_way():
+    for name, device in GPUS.items():
+        for element, inputs, itemsize in (("LinearScan", 2, 4), ("LinearScanBackward", 3, 4), ("LinearScan", 2, 2)):
+            for shape in ((8, 2048, 1536), (128, 512, 256), (64, 2048, 512), (512, 1000, 64)):
+                geometry = choose_geometry(element, inputs, itemsize, 8, False, *shape, device)
+                assert not geometry.chained
+                blocks = shape[0] * -(-shape[2] // geometry.group)
+                of_block = geometry.stages * inputs * geometry.tile * geometry.group * itemsize
+                flying = min(blocks, 4 * device.processors) * of_block
+                assert flying >= 0.6e-6 * device.bandwidth, name
+                assert geometry.shared_bytes(inputs, 0, itemsize) <= device.shared_of_block
+
+
+@pytest.mark.parametrize("gpu", ["H200", "H100"])
+@pytest.mark.parametrize("shape", [(8, 4096, 1536), (8, 65536, 1536), (128, 512, 256), (16, 4096, 1024)], ids=str)
+def test_16_bit_scans_take_what_was_measured_fastest(gpu, shape):
+    whole = (4, 32, 8, 8), (4, 32, 8, 4)  # rows of two lines
+    split = (2, 16, 4, 8), (2, 16, 4, 4)
+    for element, inputs, want in (
+        ("LinearScan", (2, 3), whole),
+        ("Generated2", (2, 4), split),
+        ("Generated3", (3, 5), split),
+    ):
+        forward = choose_geometry(element, inputs[0], 2, 8, False, *shape, GPUS[gpu])
+        backward = choose_geometry(f"{element}Backward", inputs[1], 2, 8, False, *shape, GPUS[gpu])
+        if shape == (16, 4096, 1024):  # blocks of 128 channels fill a wave
+            want = want[0], whole[1]
+        assert (forward[:4], backward[:4]) == want
+        assert not forward.chained
+        assert forward.copies_wide(2, 8)
+        assert backward.copies_wide(2, 8)
+        assert not forward.copies_wide(2, 4)
+
+
+def test_a_long_scan_of_unevenly_many_chains_looks_back():
+    def looks_back(batch, steps, channels, gpu="H200", aligned=4, packed=False):
+        arguments = (True, batch, steps, channels, GPUS[gpu], packed)
+        return choose_geometry("LinearScan", 2, 4, aligned, *arguments).looks_back
+
+    assert looks_back(8, 4096, 1536)  # 192 chains on 132 multiprocessors
+    assert not looks_back(8, 2048, 1536)
+    assert not looks_back(11, 4096, 768)  # 132
+    assert not looks_back(64, 4096, 512)  # 512 are near four for each
+    assert not looks_back(300, 4096, 32)  # which have half the channels of a tile
+    assert not looks_back(8, 4096, 1536, aligned=1)
+    assert not looks_back(8, 4096, 1536, packed=True)
+    assert not looks_back(8, 4096, 1536, "L4")  # whose shared memory does not hold two such tiles
+
+
+def test_a_block_with_a_multiprocessor_to_itself_has_all_registers():
+    for (batch, channels), resident in {(8, 1536): 1, (16, 1536): 2}.items():
+        for resets in (False, True):
+            arguments = (2, 2, 8, True, batch, 4096, channels, GPUS["H200"], False, resets)
+            assert choose_geometry("LinearScan", *arguments).resident == resident
+
+
+def test_aligned_rows_are_copied_in_pieces_of_16_bytes():
+    for itemsize in (2, 4, 8):
+        geometry = choose_geometry("LinearScan", 2, itemsize, 16 // itemsize, True, 128, 512, 256, GPUS["H200"])
+        assert not geometry.chained
+        assert geometry.copies_wide(itemsize, 16 // itemsize)
+        assert not geometry.copies_wide(itemsize, 8 // itemsize)
+
+
+def test_geometries_fit_the_gpu():
+    for device in GPUS.values():
+        for (element, inputs), itemsize, shape in itertools.product(
+            INPUTS.items(),
+            (2, 4, 8),
+            ((8, 4096, 1536), (1, 1 << 20, 64), (1, 1 << 24, 1), (3, 5000, 1000), (1, 1, 1), (9999, 7, 3)),
+        ):
+            for gapless in (False, True):
+                geometry = choose_geometry(element, inputs, itemsize, 1, gapless, *shape, device)
+                assert geometry.narrow in (0, shape[2])
+                assert geometry.lanes * geometry.vec >= min(geometry.narrow, shape[2])
+                assert 32 * geometry.warps <= 1024
+                if shape[0] * shape[2] >= 64 * device.processors:
+                    assert not geometry.chained
+
+
+@pytest.mark.parametrize("name", ["H100", "H200"])
+def test_what_was_measured_to_be_best_is_chosen(name):
+    """Lanes, warps and rows of the fastest on an H200, and how blocks find their state."""
+    measured = {
+        ((1, 65536, 256), 4): (32, 8, 16, "turns"),
+        ((1, 1 << 20, 64), 4): (32, 16, 16, "turns"),
+        ((4, 1 << 20, 8), 4): (8, 8, 17, "turns"),
+        ((1, 1 << 24, 1), 4): (1, 8, 17, "turns"),
+        ((1, 3000000, 7), 4): (8, 16, 15, "turns"),
+        ((1, 1 << 18, 16), 4): (16, 16, 16, "turns"),
+        ((3, 5000, 1000), 4): (32, 8, 32, "looks back"),
+        ((3, 5000, 1000), 2): (32, 8, 28, "looks back"),
+        ((2, 100000, 384), 4): (32, 16, 32, "looks back"),
+        ((2, 100000, 384), 2): (32, 16, 32, "looks back"),
+        ((8, 4096, 1536), 4): (32, 8, 16, "looks back"),
+        ((8, 65536, 1536), 4): (32, 8, 16, "looks back"),
+        ((8, 512, 1536), 4): (32, 4, 8, "streams"),
+        ((128, 512, 256), 4): (32, 4, 8, "streams"),
+        ((8, 4096, 1536), 2): (32, 8, 8, "streams"),
+    }
+    with_resets = {
+        ((1, 65536, 256), 4): (32, 8, 32, "looks back"),
+        ((1, 1 << 20, 64), 4): (32, 16, 16, "turns"),
+        ((4, 1 << 20, 8), 4): (8, 8, 17, "turns"),
+        ((1, 3000000, 7), 4): (8, 16, 15, "turns"),
+        ((1, 1 << 18, 16), 4): (16, 16, 16, "turns"),
+        ((1, 1 << 24, 1), 4): (1, 8, 17, "turns"),
+        ((8, 4096, 1536), 4): (32, 8, 16, "looks back"),
+        ((8, 4096, 1536), 2): (32, 8, 8, "streams"),
+        ((2, 100000, 384), 2): (32, 16, 32, "looks back"),
+        ((1, 65536, 256), 2): (32, 8, 28, "looks back"),
+    }
+    for resets, cases in ((False, measured), (True, with_resets)):
+        for (shape, itemsize), want in cases.items():
+            aligned = min(16 // itemsize, shape[2] & -shape[2])
+            g = choose_geometry("LinearScan", 2, itemsize, aligned, True, *shape, GPUS[name], resets=resets)
+            kind = "streams" if not g.chained else "looks back" if g.looks_back else "turns"
+            assert (g.lanes, g.warps, g.rows, kind) == want
+    backward = choose_geometry("LinearScanBackward", 3, 2, 8, True, 4, 2000, 1024, GPUS[name])
+    assert (backward.rows, backward.looks_back) == (16, True)
+    backward = choose_geometry("LinearScanBackward", 3, 4, 4, True, 2, 100000, 384, GPUS[name])
+    assert (backward.vec, backward.warps, backward.rows, backward.looks_back) == (1, 16, 20, True)
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("hidden", [64, 256, 1024])
+@pytest.mark.parametrize("gpu", ["H100", "H200"])
+def test_a_training_over_changing_lengths_compiles_four_kernels(gpu, hidden, itemsize):
+    chosen = {
+        (element, choose_geometry(element, inputs, itemsize, 8, False, batch, steps, hidden, GPUS[gpu]))
+        for element, inputs in (("Generated2", 2), ("Generated2Backward", 4))
+        for batch in range(1, 65, 7)
+        for steps in range(5, 2049, 31)
+    }
+    assert len(chosen) <= 4

@@ -1,0 +1,53 @@
+"""Compiling CUDA kernels, and keeping what was compiled."""
+
+import subprocess
+import sys
+
+import pytest
+
+from ostinato.kernels import nvrtc
+
+
+def test_compiler_errors_are_reported():
+    pytest.importorskip("cuda.core")
+    with pytest.raises(RuntimeError, match="undefined"):
+        nvrtc.compile_cubin('extern "C" __global__ void f() { undefined_name(); }', "sm_90", {})
+
+
+FIRST_CALL = """
+import time, torch, ostinato
+torch.manual_seed(0)
+a = torch.rand(2, 100, 64, device="cuda")
+torch.cuda.synchronize()
+start = time.perf_counter()
+h, _ = ostinato.linear_scan(a, a)
+torch.cuda.synchronize()
+print(time.perf_counter() - start, h.double().sum().item())
+"""
+
+
+@pytest.mark.gpu
+def test_compiled_kernels_are_kept_and_mended(tmp_path, monkeypatch):
+    monkeypatch.setenv("OSTINATO_CACHE_DIR", str(tmp_path))
+
+    def first_call():
+        output = subprocess.run(
+            [sys.executable, "-c", FIRST_CALL],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return [float(word) for word in output.stdout.split()]
+
+    cold, result = first_call()
+    (cubin,) = (tmp_path / "ostinato").iterdir()
+    whole = cubin.read_bytes()
+    warm, again = first_call()
+    assert again == result
+    print(f"first call: {cold:.2f} s cold, {warm:.2f} s warm")
+    for damaged in (b"", whole[: len(whole) // 2], whole[:-1] + b"\0"):
+        cubin.write_bytes(damaged)
+        assert first_call()[1] == result
+        assert cubin.read_bytes() == whole
+    monkeypatch.setenv("OSTINATO_CACHE_DIR", "/dev/null/nowhere")
+    assert first_call()[1] == result
