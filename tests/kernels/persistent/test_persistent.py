@@ -139,7 +139,7 @@ def test_kernels_compile_without_a_gpu(path, architecture, backward):
         assert {1, 2} <= set(clusters) <= {1, 2, 4} if backward and properties.major >= 9 else set(clusters) == {1}
         for chosen in clusters.values():
             if path == "sparse":
-                chosen = chosen._replace(tiles=20).hold(H100.shared_memory_per_block_optin)
+                chosen = chosen._replace(tiles=20).fill_registers(H100.shared_memory_per_block_optin)
             code = nvrtc.source(*geometry.files(chosen))
             macros = dict(chosen.macros(resets=path != "sparse", packed=backward))
             assert nvrtc.compile_cubin(code, architecture, macros)[:4] == b"\x7fELF"
@@ -232,7 +232,7 @@ def test_the_state_before_each_step_equals_the_reference(nan_memory):
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_100"])
 def test_the_copy_of_states_compiles_without_a_gpu(architecture):
     pytest.importorskip("cuda.core")
-    for macros in cuda.UNITS.values():
+    for macros in map(cuda.macros_of_copy, cuda.UNITS):
         assert nvrtc.compile_cubin(nvrtc.source("persistent/previous.cu"), architecture, dict(macros))[:4] == b"\x7fELF"
 
 

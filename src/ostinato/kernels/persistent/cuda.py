@@ -32,9 +32,8 @@ _POINTERS = (
     *("grad_c_n", "grads", "grad_h0", "grad_c0", "resets", "marks"),
 )
 _PARAMETERS = struct.Struct(f"{len(_POINTERS)}Q5i")
-COPIERS, COPIED = 256, 1024  # threads of a block that copies states, and units that each of its rounds copies
-_TYPES = {16: "uint4", 8: "uint2", 4: "unsigned", 2: "unsigned short", 1: "unsigned char"}
-UNITS = {unit: (("UNIT", name),) for unit, name in _TYPES.items()}  # of a copy, by bytes
+UNITS = {16: "uint4", 8: "uint2", 4: "unsigned", 2: "unsigned short", 1: "unsigned char"}  # of a copy, by bytes
+UNITS_OF_THREAD = 4  # of a copy, at once
 LEAST_STEPS = 4  # below this, launches per step cost the host no more than a persistent kernel's
 
 
@@ -215,11 +214,17 @@ def previous(
     size = rows.shape[1] * rows.itemsize
     unit = functools.reduce(operator.or_, addresses[:3], size | max(UNITS))
     unit &= -unit  # the bytes that all are multiples of
-    parts = -(-batch * size // (unit * COPIED))
-    kernel = nvrtc.load_kernel("previous", nvrtc.source("persistent/previous.cu"), UNITS[unit], rows.get_device())
+    parts = -(-batch * size // (unit * THREADS * UNITS_OF_THREAD))
+    source, device = nvrtc.source("persistent/previous.cu"), rows.get_device()
+    kernel = nvrtc.load_kernel("previous", source, macros_of_copy(unit), device)
     parameters = struct.pack("5Q5i", *addresses, steps, batch, size // unit, parts, int(reverse))
-    kernel.launch(rows.get_device(), steps * parts, COPIERS, parameters)
+    kernel.launch(device, steps * parts, THREADS, parameters)
     return before
+
+
+def macros_of_copy(unit: int) -> tuple[tuple[str, object], ...]:
+    """The preprocessor definitions for ``previous.cu``."""
+    return ("UNIT", UNITS[unit]), ("THREADS", THREADS), ("AHEAD", UNITS_OF_THREAD)
 
 
 class _Kernels(NamedTuple):

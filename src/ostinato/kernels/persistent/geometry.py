@@ -167,18 +167,18 @@ class Geometry(NamedTuple):
         """Bytes of weights that all blocks read from L2 at every step."""
         return self.groups * self.blocks * self.streamed * self.tile_bytes
 
-    def deal(self, strip_columns: Sequence[int], shared_limit: int) -> "Geometry | None":
+    def split_strips(self, strip_columns: Sequence[int], shared_limit: int) -> "Geometry | None":
         """The geometry of the block kernel with the fewest accesses to shared memory, given the columns of each strip.
 
         None if the weights do not fit on chip.
         """
         strip_tiles = [max(1, ceil_div(n, self.tile_columns)) for n in strip_columns]
 
-        def dealt(shares: int) -> Geometry | None:
+        def split(shares: int) -> Geometry | None:
             at_once = WARPS // shares  # strips
             first = range(0, len(strip_tiles), at_once)
             tiles = tuple(ceil_div(max(strip_tiles[i : i + at_once]), shares) for i in first)
-            return self._replace(tiles=sum(tiles), shares=shares, share_tiles=tiles).hold(shared_limit)
+            return self._replace(tiles=sum(tiles), shares=shares, share_tiles=tiles).fill_registers(shared_limit)
 
         def accesses(geometry: Geometry) -> float:
             """Two to gather a tile, four to load one that is not in registers, four for a sum; and reads of sums."""
@@ -186,7 +186,7 @@ class Geometry(NamedTuple):
             of_warps = WARPS * (2 * geometry.tiles + 4 * kept + 4 * len(geometry.share_tiles))
             return of_warps + geometry.parts_of_sums * geometry.rows * geometry.columns / 32
 
-        ways = (dealt(shares) for shares in (1, 2, 4, 8))
+        ways = (split(shares) for shares in (1, 2, 4, 8))
         return min((way for way in ways if way), key=accesses, default=None)
 
     @property
@@ -195,7 +195,7 @@ class Geometry(NamedTuple):
         bits = sum(1 << end - 1 for end in itertools.accumulate(self.share_tiles))
         return ",".join(f"{bits >> first & 2**64 - 1}ull" for first in range(0, self.tiles, 64))
 
-    def hold(self, shared_limit: int) -> "Geometry | None":
+    def fill_registers(self, shared_limit: int) -> "Geometry | None":
         """Keep as many tiles as possible in registers; None if the others do not fit into shared memory."""
         wide = self.dtype == torch.float32
         streamed = 0

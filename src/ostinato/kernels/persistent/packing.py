@@ -58,7 +58,7 @@ def _pack_block(rows: Tensor, geometry: Geometry, shared_limit: int) -> Packing:
     strips = rows.view(blocks, -1, 16, pitch)[..., column]
     needed = (strips > 0).any(2)
     counts = needed.sum(2)
-    geometry = _fitting(geometry.deal(counts.amax(0).tolist(), shared_limit), "block")
+    geometry = _fitting(geometry.split_strips(counts.amax(0).tolist(), shared_limit), "block")
 
     # Sorted by rank within the bank, so that consecutive places are in different banks.
     ranks = F.pad(needed, (0, -pitch % banks)).unflatten(2, (-1, banks)).cumsum(2).flatten(2)[..., :pitch]
@@ -75,14 +75,14 @@ def _pack_block(rows: Tensor, geometry: Geometry, shared_limit: int) -> Packing:
     missing = -strips.shape[1] % at_once
     numbers, places = F.pad(numbers, (0, 0) * 2 + (0, missing)), F.pad(places, (0, 0, 0, missing), value=pitch)
 
-    def deal(turn: int, tiles: int) -> tuple[Tensor, Tensor]:
+    def of_warps(turn: int, tiles: int) -> tuple[Tensor, Tensor]:
         """The warps' shares of a round's strips, (blocks, WARPS, tiles, 16, width), and their places."""
         mine, columns = slice(turn * at_once, (turn + 1) * at_once), slice(0, geometry.shares * tiles * width)
-        dealt = numbers[:, mine, :, columns].unflatten(3, (geometry.shares, tiles, width)).permute(0, 1, 3, 4, 2, 5)
-        return dealt.flatten(1, 2), places[:, mine, columns].reshape(blocks, WARPS, tiles * width)
+        shares = numbers[:, mine, :, columns].unflatten(3, (geometry.shares, tiles, width)).permute(0, 1, 3, 4, 2, 5)
+        return shares.flatten(1, 2), places[:, mine, columns].reshape(blocks, WARPS, tiles * width)
 
-    dealt = [deal(turn, tiles) for turn, tiles in enumerate(geometry.share_tiles)]
-    packed, all_places = torch.cat([w for w, _ in dealt], 2), torch.cat([p for _, p in dealt], 2)
+    rounds = [of_warps(turn, tiles) for turn, tiles in enumerate(geometry.share_tiles)]
+    packed, all_places = torch.cat([w for w, _ in rounds], 2), torch.cat([p for _, p in rounds], 2)
     all_places = F.pad(all_places, (0, -all_places.shape[2] % 64), value=pitch)  # an even number for each lane
     number = 4 // geometry.dtype.itemsize
     packed = packed.reshape(blocks, WARPS, geometry.tiles, 2, 8, 2, 4, number)  # row half, row, column half, lane
@@ -98,7 +98,7 @@ def _pack_sparse(rows: Tensor, geometry: Geometry, shared_limit: int) -> Packing
     kept = rows > 0
     counts = kept.sum(2)
     size = _weights_of_a_thread(counts)
-    geometry = _fitting(geometry._replace(tiles=size // 2).hold(shared_limit), "sparse")
+    geometry = _fitting(geometry._replace(tiles=size // 2).fill_registers(shared_limit), "sparse")
     threads = (counts + size - 1) // size
     starts = threads.cumsum(1) - threads
 

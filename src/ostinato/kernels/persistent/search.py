@@ -91,18 +91,18 @@ def candidates(
         if geometry.path == "dense":
             half = geometry.has_half_tiles
             tiles = (geometry.row_tiles - half) * geometry.column_tiles + half * ceil_div(geometry.column_tiles, 2)
-            held = geometry._replace(tiles=tiles).hold(shared)
+            filled = geometry._replace(tiles=tiles).fill_registers(shared)
         elif geometry.path == "block":
             some, strips = 1 - (1 - density) ** ceil_div(16, rows), geometry.rows // 16  # some of a strip's columns
             deviations = NormalDist().inv_cdf(1 - 0.05 / (strips * geometry.blocks))  # a likely bound for all strips
             most = width * some + deviations * math.sqrt(width * some * (1 - some))
-            held = geometry.deal([math.ceil(most)] * strips, shared)
+            filled = geometry.split_strips([math.ceil(most)] * strips, shared)
         else:
             together = 1 if block is None else block[0] if start.backward else block[1]
             entries = _entries(geometry.rows, width, geometry.blocks, density, rows, together)
-            held = geometry._replace(tiles=entries).hold(shared)
-        if held and held.bytes_streamed * share <= properties.L2_cache_size * 2 / 3:
-            yield held
+            filled = geometry._replace(tiles=entries).fill_registers(shared)
+        if filled and filled.bytes_streamed * share <= properties.L2_cache_size * 2 / 3:
+            yield filled
 
 
 def choose_geometry(
