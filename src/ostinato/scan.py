@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from ostinato.kernels.eager import Prepared
+from ostinato.kernels.persistent.masks import derived_from
 from ostinato.kernels.scan import BACKENDS, operators
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -201,6 +202,10 @@ def check_floating(name: str, x: object, dtypes: tuple[torch.dtype, ...] = FLOAT
 
 def check_batch_sizes(batch_sizes: Tensor, rows: int) -> None:
     """Raise ValueError unless they are valid for a ``PackedSequence``: kernels index rows by them."""
+    derived_from(batch_sizes, ("rows", rows), lambda: _check_batch_sizes(batch_sizes, rows), by_value=True)
+
+
+def _check_batch_sizes(batch_sizes: Tensor, rows: int) -> None:
     falls = len(batch_sizes) > 0 and batch_sizes[-1] >= 1 and not (batch_sizes[1:] > batch_sizes[:-1]).any()
     if not falls or batch_sizes.sum() != rows:
         raise ValueError(

@@ -8,7 +8,7 @@ from torch.nn.utils.rnn import PackedSequence
 import ostinato
 from ostinato.kernels.persistent import operators
 from ostinato.kernels.persistent.plan import Plan, no_kernel
-from recurrent_layers import CELLS, assert_same, by, inputs, make, pruned, twin
+from recurrent_layers import CELLS, assert_same, by, flat, inputs, make, pruned, twin
 
 
 @by("as planned")
@@ -117,3 +117,20 @@ def test_a_packed_sequence_that_does_not_fit_its_rows(sizes):
     packed = PackedSequence(torch.randn(5, 7), torch.tensor(sizes))
     with torch.no_grad(), pytest.raises(ValueError, match=r"input\.batch_sizes must be positive, never rise"):
         pruned("GRU", 7, 32)(packed)
+
+
+@by("reference", "the CPU's")
+@pytest.mark.parametrize("cell", [ostinato.GRU, ostinato.MinGRU])
+def test_batch_sizes_that_change_between_calls(cell, kernels):
+    """What is computed from them is computed once, until they change."""
+    torch.manual_seed(0)
+    layer, sizes = cell(7, 32, bidirectional=True), torch.tensor([3, 3, 2])
+    x = torch.randn(8, 7)
+    for now in ([3, 3, 2], [4, 2, 2], [3, 3, 2]):
+        sizes.copy_(torch.tensor(now))
+        found = layer(PackedSequence(x, sizes))
+        expected = layer(PackedSequence(x, torch.tensor(now)))
+        assert all(map(torch.equal, flat(found), flat(expected)))
+    sizes.numpy()[2] = 3  # which no version counter tells
+    with pytest.raises(ValueError, match=r"add up to its 8 rows; got \[3, 3, 3\]"):
+        layer(PackedSequence(x, sizes))

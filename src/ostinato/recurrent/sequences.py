@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 
+from ostinato.kernels.persistent.masks import derived_from
 from ostinato.kernels.persistent.operators import can_take, plan_layer, recurrent_layer
 from ostinato.kernels.persistent.plan import Call, Plan
 from ostinato.kernels.persistent.reference import previous
@@ -134,10 +135,23 @@ class SequenceLayers(MaskedLayers):
 
 def _offsets(batch_sizes: Tensor, device: torch.device) -> Tensor:
     """The first row of each step of a PackedSequence, then the number of rows: (T + 1,), int32."""
-    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
-        # Without waiting for the GPU: the driver has read the host's memory when the copy returns.
+    on_gpu = device.type == "cuda"
+    if on_gpu and torch.cuda.is_current_stream_capturing():
+        return _constant_offsets(batch_sizes, device)
+
+    def copied() -> Tensor:  # without waiting for the GPU: the driver has read the host's memory when the copy returns
         return F.pad(batch_sizes.cumsum(0, dtype=torch.int32), (1, 0)).to(device, non_blocking=True)
-    parts, first = [], 0  # a CUDA graph can capture constants, but not host memory
+
+    if torch.compiler.is_compiling():
+        return copied()
+    stream = torch.cuda.current_stream(device).cuda_stream if on_gpu else None  # another may be ahead of the copy
+    found: Tensor = derived_from(batch_sizes, ("offsets", device, stream), copied, by_value=True)
+    return found
+
+
+def _constant_offsets(batch_sizes: Tensor, device: torch.device) -> Tensor:
+    """The same made of constants, which a CUDA graph can capture, unlike the host's memory."""
+    parts, first = [], 0
     for batch, steps in zip(
         *(x.tolist() for x in torch.unique_consecutive(batch_sizes, return_counts=True)), strict=True
     ):

@@ -1,4 +1,4 @@
-"""The block structure of pruning masks, and a cache of what is computed from a mask until it changes."""
+"""The block structure of pruning masks, and a cache of what is computed from a tensor until it changes."""
 
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -10,18 +10,19 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 BLOCKS = ((16, 1), (8, 4), (1, 1))  # rows by columns that are pruned as a unit
 
-_derived: WeakIdKeyDictionary = WeakIdKeyDictionary()  # from masks to their version (or a copy) and the results
+_derived: WeakIdKeyDictionary = WeakIdKeyDictionary()  # from tensors to their version (or a copy) and the results
 
 
-def derived_from(mask: Tensor, key: Hashable, compute: Callable[[], Any]) -> Any:
-    """``compute()``, cached by mask and key until the mask changes.
+def derived_from(x: Tensor, key: Hashable, compute: Callable[[], Any], by_value: bool = False) -> Any:
+    """``compute()``, cached by tensor and key until the tensor changes: a mask, or a packed sequence's batch sizes.
 
-    Inference tensors have no version counter and are compared with a copy.
+    ``by_value`` it is compared with a copy, as inference tensors are, which have no version counter: NumPy's changes
+    are not counted.
     """
-    uncounted = mask.is_inference()
-    seen = _derived.get(mask)
-    if seen is None or not (torch.equal(mask, seen[0]) if uncounted else mask._version == seen[0]):
-        seen = _derived[mask] = (mask.clone() if uncounted else mask._version, {})
+    uncounted = by_value or x.is_inference()
+    seen = _derived.get(x)
+    if seen is None or not (torch.equal(x, seen[0]) if uncounted else x._version == seen[0]):
+        seen = _derived[x] = (x.clone() if uncounted else x._version, {})
     if key not in seen[1]:
         seen[1][key] = compute()
     return seen[1][key]
