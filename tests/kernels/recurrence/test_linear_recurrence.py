@@ -31,6 +31,12 @@ def oscillating(scale, x, shift, y):  # of operations that nothing ready-made us
     return 0.9 * turn, torch.where(y > 0, torch.log1p(y.abs()), torch.log(1 + x * x)) * scale / (1 + torch.exp(x))
 
 
+def winding(x, y, width):  # of angles and remainders
+    angle = torch.atan2(x, y) + torch.hypot(x, width)
+    turns = torch.fmod(angle, 1 + width.abs()) + torch.remainder(x, 0.75) + (2 * y).floor() * x.ceil()
+    return 0.9 * torch.cos(angle), turns + (4 * x).round() / 4 + y.trunc()
+
+
 def constant_gate(x, rate):
     return torch.tanh(rate), x - x.detach() + 1.0
 
@@ -43,6 +49,7 @@ RECURRENCES = {
     rg_lru: (True, True, True, False),
     hgrn: (True, True),
     oscillating: (False, True, False, True),
+    winding: (True, True, False),
     constant_gate: (True, False),
     chosen_by_channel: (True, True, False),
 }
@@ -108,7 +115,7 @@ def test_rg_lru_has_gradients_where_its_gate_is_shut(backend, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize(("steps", "channels"), [(1100, 64), (150, 5)])
-@pytest.mark.parametrize("function", [rg_lru, oscillating], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("function", [rg_lru, oscillating, winding], ids=lambda f: f.__name__)
 def test_every_kind_of_kernel_equals_a_loop(function, steps, channels, packed):
     check_against_loop(function, "cuda", packed, steps, channels)
 

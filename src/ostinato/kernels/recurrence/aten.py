@@ -60,6 +60,11 @@ RULES.update(sgn=_direct("sign"), bitwise_and=_direct("and"), bitwise_or=_direct
 RULES.update(multiply=_direct("mul"), true_divide=_direct("div"), special_expit=_direct("sigmoid"))
 
 
+@_rule("_efficientzerotensor")
+def _zero(s: Scalars, *_: Any, **__: Any) -> Place:
+    return s("add", 0.0, 0.0)
+
+
 @_rule("detach", "alias", "clone", "contiguous", "positive")
 def _same(s: Scalars, x: Place, **_: Any) -> Place:
     return x
@@ -96,9 +101,107 @@ def _rsub(s: Scalars, x: Operand, y: Operand, alpha: float = 1) -> Place:
 
 @_rule("div", "divide")
 def _div(s: Scalars, x: Operand, y: Operand, rounding_mode: str | None = None) -> Place:
-    if rounding_mode is not None:
-        raise Unsupported(f"with rounding_mode={rounding_mode!r}")
-    return s("div", x, y)
+    if rounding_mode is None:
+        return s("div", x, y)
+    rest = s("fmod", x, y) if rounding_mode == "trunc" else _remainder(s, x, y)
+    whole = s("round", s("div", s("sub", x, rest), y))  # also of a quotient that is a little too small
+    return s("where", s("eq", y, 0.0), s("div", x, y), whole)
+
+
+@_rule("floor_divide")
+def _floor_divide(s: Scalars, x: Operand, y: Operand) -> Place:
+    return _div(s, x, y, "floor")
+
+
+@_rule("remainder")
+def _remainder(s: Scalars, x: Operand, y: Operand) -> Place:
+    """With the sign of y, where that of fmod has the sign of x."""
+    rest = s("fmod", x, y)
+    negative, positive = (
+        s("and", s(test, rest, 0.0), s(other, y, 0.0)) for test, other in (("lt", "gt"), ("gt", "lt"))
+    )
+    return s("where", s("or", negative, positive), s("add", rest, y), rest)
+
+
+@_rule("round")
+def _round(s: Scalars, x: Place, decimals: int = 0) -> Place:
+    if decimals:
+        raise Unsupported(f"with decimals={decimals}")
+    return s("round", x)
+
+
+@_rule("frac")
+def _frac(s: Scalars, x: Place) -> Place:
+    return s("sub", x, s("trunc", x))
+
+
+@_rule("fmax")
+def _fmax(s: Scalars, x: Place, y: Place) -> Place:
+    return s("where", s("or", s("ge", x, y), s("ne", y, y)), x, y)
+
+
+@_rule("fmin")
+def _fmin(s: Scalars, x: Place, y: Place) -> Place:
+    return s("where", s("or", s("le", x, y), s("ne", y, y)), x, y)
+
+
+@_rule("logical_xor", "bitwise_xor")
+def _xor(s: Scalars, x: Place, y: Place) -> Place:
+    return s("and", s("or", x, y), s("not", s("and", x, y)))
+
+
+@_rule("tan")
+def _tan(s: Scalars, x: Place) -> Place:
+    return s("div", s("sin", x), s("cos", x))
+
+
+@_rule("atan")
+def _atan(s: Scalars, x: Place) -> Place:
+    return s("atan2", x, 1.0)
+
+
+@_rule("asin")
+def _asin(s: Scalars, x: Place) -> Place:
+    return s("atan2", x, _leg(s, x))
+
+
+@_rule("acos")
+def _acos(s: Scalars, x: Place) -> Place:
+    return s("atan2", _leg(s, x), x)
+
+
+def _leg(s: Scalars, x: Place) -> Place:
+    """The root of 1 - x * x, precise where x is near 1."""
+    return s("sqrt", s("mul", s("sub", 1.0, x), s("add", 1.0, x)))
+
+
+@_rule("sinh")
+def _sinh(s: Scalars, x: Place) -> Place:
+    return s("mul", s("sub", s("expm1", x), s("expm1", s("neg", x))), 0.5)
+
+
+@_rule("cosh")
+def _cosh(s: Scalars, x: Place) -> Place:
+    return s("mul", s("add", s("exp", x), s("exp", s("neg", x))), 0.5)
+
+
+@_rule("asinh")
+def _asinh(s: Scalars, x: Place) -> Place:
+    size = s("abs", x)
+    inverse = s("reciprocal", size)
+    share = s("reciprocal", s("add", inverse, s("hypot", inverse, 1.0)))
+    return s("mul", s("sign", x), s("log1p", s("add", size, s("mul", size, share))))
+
+
+@_rule("acosh")
+def _acosh(s: Scalars, x: Place) -> Place:
+    beyond = s("sub", x, 1.0)
+    return s("log1p", s("add", beyond, s("mul", s("sqrt", beyond), s("sqrt", s("add", x, 1.0)))))
+
+
+@_rule("atanh")
+def _atanh(s: Scalars, x: Place) -> Place:
+    return s("mul", s("sub", s("log1p", x), s("log1p", s("neg", x))), 0.5)
 
 
 @_rule("square")
@@ -200,6 +303,22 @@ def _hardsigmoid(s: Scalars, x: Place) -> Place:
 @_rule("hardsigmoid_backward")
 def _hardsigmoid_backward(s: Scalars, grad: Place, x: Place) -> Place:
     return s("mul", _hardtanh_backward(s, grad, x, -3.0, 3.0), 1 / 6)
+
+
+@_rule("hardswish")
+def _hardswish(s: Scalars, x: Place) -> Place:
+    return s("mul", x, _hardsigmoid(s, x))
+
+
+@_rule("hardswish_backward")
+def _hardswish_backward(s: Scalars, grad: Place, x: Place) -> Place:
+    slope = s("add", s("mul", x, 1 / 3), 0.5)
+    return s("mul", grad, s("where", s("gt", s("abs", x), 3.0), s("gt", x, 0.0), slope))
+
+
+@_rule("hardshrink_backward", "softshrink_backward")
+def _shrink_backward(s: Scalars, grad: Place, x: Place, bound: float) -> Place:
+    return s("where", s("gt", s("abs", x), bound), grad, 0.0)
 
 
 @_rule("elu")

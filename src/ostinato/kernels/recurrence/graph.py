@@ -56,6 +56,11 @@ OPERATIONS: dict[str, Callable] = {
     "neg": torch.neg,
     "abs": torch.abs,
     "sign": torch.sign,
+    "floor": torch.floor,
+    "ceil": torch.ceil,
+    "trunc": torch.trunc,
+    "round": torch.round,
+    "fmod": torch.fmod,
     "exp": torch.exp,
     "expm1": torch.expm1,
     "log": torch.log,
@@ -65,6 +70,8 @@ OPERATIONS: dict[str, Callable] = {
     "reciprocal": torch.reciprocal,
     "sin": torch.sin,
     "cos": torch.cos,
+    "atan2": torch.atan2,
+    "hypot": torch.hypot,
     "erf": torch.erf,
     "tanh": torch.tanh,
     "tanh_slope": tanh_slope,
@@ -85,7 +92,7 @@ OPERATIONS: dict[str, Callable] = {
 }
 LOGICAL = frozenset(("lt", "le", "gt", "ge", "eq", "ne", "and", "or", "not"))  # whose result is true or false
 _OF_LOGICAL = frozenset(("and", "or", "not"))
-_SYMMETRIC = frozenset(("add", "mul", "minimum", "maximum", "eq", "ne", "and", "or"))
+_SYMMETRIC = frozenset(("add", "mul", "minimum", "maximum", "hypot", "eq", "ne", "and", "or"))
 
 
 def evaluate(graph: Graph, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
