@@ -10,6 +10,7 @@ from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.func import functional_call
+from torch.utils._pytree import tree_map
 
 import ostinato
 from ostinato.kernels.persistent import cpu
@@ -97,6 +98,21 @@ def test_functional_call_and_function_transforms():
         for module, vectorize in ((layer, True), (other, False))
     ]
     torch.testing.assert_close(*jacobians, rtol=1e-11, atol=1e-12)
+
+
+@by("as planned")
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("sizes", [(1, 3, 4), (6, 3, 4), (50, 32, 64)])
+def test_vmap_of_layers_that_torchs_kernels_run(cell, sizes):
+    """Torch's kernels have no rule for ``vmap``: whether there is one of ours depends on the sizes."""
+    torch.manual_seed(0)
+    steps, width, hidden = sizes
+    layer, x = make(cell, width, hidden), torch.randn(3, steps, 2, width)
+    weights = [{name: scale * p.detach() for name, p in layer.named_parameters()} for scale in (1.0, 0.5, 2.0)]
+    many = {name: torch.stack([own[name] for own in weights]) for name in weights[0]}
+    result = torch.vmap(lambda own, x: functional_call(layer, own, (x,)))(many, x)
+    for k, own in enumerate(weights):
+        assert_same(tree_map(lambda y, k=k: y[k], result), functional_call(layer, own, (x[k],)), 1e-5)
 
 
 @by("reference", "the CPU's")

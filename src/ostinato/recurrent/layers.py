@@ -9,7 +9,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ostinato.episodes import check_resets
 from ostinato.kernels.export import refuse_script
-from ostinato.kernels.persistent.operators import least_steps
+from ostinato.kernels.persistent.operators import is_vmapped, least_steps
 from ostinato.kernels.persistent.plan import Plan
 from ostinato.layers import check_integers
 from ostinato.recurrent.sequences import SequenceLayers
@@ -26,6 +26,7 @@ class _Recurrent(SequenceLayers, StepLayers):
         self, input: Tensor | PackedSequence, hx: Hidden | None = None, *, resets: Tensor | None = None
     ) -> tuple[Any, Any]:
         """Run the whole sequence; see the class."""
+        _check_types(input, hx, self.mode == "LSTM")
         if resets is not None:
             check_resets(resets, input.data if isinstance(input, PackedSequence) else input)
             if isinstance(input, Tensor) and input.dim() > 1 and input.shape[1 if self._is_swapped(input) else 0] == 1:
@@ -34,7 +35,7 @@ class _Recurrent(SequenceLayers, StepLayers):
             steps = input.shape[1 if self._is_swapped(input) else 0]
             if steps == 1 and (result := self._step(input, hx, input.dim() - 1)) is not None:
                 return result
-            if 0 < steps < least_steps(input.device.type):
+            if 0 < steps < least_steps(input.device.type) and not is_vmapped():
                 return self._forward_torch(input, hx, self._weights())
         states = states_of(hx)
         call = self._kernels_for(input, states, self._unmasked_weights(), resets)
@@ -104,6 +105,22 @@ class _Recurrent(SequenceLayers, StepLayers):
         if not self.bidirectional:
             return hx.where(keep, 0.0)
         return torch.stack([hx[0::2].where(keep, 0.0), hx[1::2]], 1).flatten(0, 1)
+
+
+def _check_types(input: Any, hx: Any, lstm: bool) -> None:
+    """Raise TypeError for what ``torch.nn`` would look for a tensor's attributes in."""
+    if not isinstance(input, (Tensor, PackedSequence)):
+        raise TypeError(f"input must be a tensor or a PackedSequence; got {type(input).__name__}")
+    if hx is None or (isinstance(hx, Tensor) and not lstm):
+        return
+    if not (lstm and isinstance(hx, (tuple, list)) and len(hx) == 2 and all(isinstance(x, Tensor) for x in hx)):
+        raise TypeError(f"hx must be {'a tuple of two tensors, h and c' if lstm else 'a tensor'}; got {_described(hx)}")
+
+
+def _described(x: Any) -> str:
+    if isinstance(x, (tuple, list)):
+        return f"a {type(x).__name__} of {', '.join(type(part).__name__ for part in x) or 'nothing'}"
+    return type(x).__name__
 
 
 class RNN(_Recurrent, nn.RNN):

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 
 from ostinato.kernels.persistent.masks import derived_from
-from ostinato.kernels.persistent.operators import can_take, plan_layer, recurrent_layer
+from ostinato.kernels.persistent.operators import can_take, is_vmapped, plan_layer, recurrent_layer
 from ostinato.kernels.persistent.plan import Call, Plan
 from ostinato.kernels.persistent.reference import previous
 from ostinato.kernels.streams import beside
@@ -71,7 +71,7 @@ class SequenceLayers(MaskedLayers):
         training = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
         if not torch.compiler.is_compiling() and batch * steps > 0:  # compiled calls are planned at run time
             plan = self._plan(device, int(batch), computed, training, int(steps), resets is not None)
-            if plan.path == "steps" or not can_take(tensors):
+            if (plan.path == "steps" and not is_vmapped()) or not can_take(tensors):
                 return None
         shape = (len(self._all_weights), *(() if rank == 2 and not packed else (batch,)), self.hidden_size)
         fits = (

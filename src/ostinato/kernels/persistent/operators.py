@@ -100,6 +100,12 @@ def can_take(tensors: list[Tensor]) -> bool:
     return transformed or is_eager(tensors)
 
 
+def is_vmapped() -> bool:
+    """Whether ``torch.vmap`` is the innermost function transform: torch's kernels have no rule for it."""
+    innermost = torch._C._functorch.peek_interpreter_stack()
+    return innermost is not None and innermost.key() == torch._C._functorch.TransformType.Vmap
+
+
 # On a GPU weight_hh may be any number where mask_hh is False, unless it is trained.
 # recurrent_layer(x, h0, c0, weight_ih, weight_hh, bias_ih, bias_hh, mask_hh, offsets, resets, batch, cell, reverse,
 # training, path, directions) -> output, h_n, c_n, and what is kept for the backward, c and the gates' arguments; empty
