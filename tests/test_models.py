@@ -149,6 +149,18 @@ def test_sizes_are_integers(name):
         LanguageModel(**{"vocab_size": 5, "width": 8, name: 2.0})
 
 
+def test_bad_tokens():
+    model, _ = make()
+    with pytest.raises(TypeError, match=r"tokens must be a tensor of torch\.int64 or torch\.int32; got str"):
+        model("text")
+    with pytest.raises(TypeError, match=r"got a tensor of torch\.float32"):
+        model(torch.zeros(2, 3))
+    with pytest.raises(ValueError, match=r"tokens must have shape \(B, T\); got \(3,\)"):
+        model(torch.zeros(3, dtype=torch.long))
+    with pytest.raises(TypeError, match="length must be an integer; got str"):
+        model.generate(torch.zeros(1, 1, dtype=torch.long), "5")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

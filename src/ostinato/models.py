@@ -13,6 +13,7 @@ from ostinato.hub import HubMixin
 from ostinato.layers import check_integers
 from ostinato.minimal import HighwayMinGRU, MinGRU, MinLSTM
 from ostinato.recurrent import GRU, LSTM
+from ostinato.scan import describe
 from ostinato.stepper import Stepper
 
 CELLS: dict[str, Any] = {
@@ -199,7 +200,15 @@ class LanguageModel(nn.Module, HubMixin, library_name="ostinato", pipeline_tag="
 
         Returns:
             logits, (B, T, V), and the state after the last token: a text in two calls gives the logits of one call.
+
+        Raises:
+            TypeError: tokens that are not a tensor of torch.int64 or torch.int32.
+            ValueError: tokens that are not (B, T).
         """
+        if not isinstance(tokens, Tensor) or tokens.dtype not in (torch.int64, torch.int32):
+            raise TypeError(f"tokens must be a tensor of torch.int64 or torch.int32; got {describe(tokens)}")
+        if tokens.dim() != 2:
+            raise ValueError(f"tokens must have shape (B, T); got {tuple(tokens.shape)}")
         if state is None:
             state = self.initial_state(tokens.size(0))
         x = self.dropout(self.embedding(tokens))
@@ -239,6 +248,7 @@ class LanguageModel(nn.Module, HubMixin, library_name="ostinato", pipeline_tag="
             Each token as it is drawn, (B,).
 
         Raises:
+            TypeError: a length that is not an integer.
             ValueError: an empty prompt, a negative length or temperature, or a ``top_k`` below 1.
 
         Example:
@@ -250,6 +260,7 @@ class LanguageModel(nn.Module, HubMixin, library_name="ostinato", pipeline_tag="
         """
         if prompt.ndim != 2 or prompt.size(1) == 0:
             raise ValueError(f"prompt must be (batch, time) with at least one token; got shape {tuple(prompt.shape)}")
+        check_integers(length=length)
         if length < 0:
             raise ValueError(f"length must be at least 0; got {length}")
         if not 0 <= temperature < float("inf"):

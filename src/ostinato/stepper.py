@@ -38,7 +38,7 @@ class Stepper:
 
     Raises:
         TypeError: a module without ``step``, or a mask that is not a bool tensor.
-        ValueError: a ``batch_size`` below 1, or a mask that is not (B,).
+        ValueError: a ``batch_size`` below 1, a bidirectional layer, or a mask that is not (B,).
 
     Example:
         >>> import torch, ostinato
@@ -104,6 +104,9 @@ class Stepper:
     @torch.inference_mode()  # which may have made the state
     def state(self, value: Any) -> None:
         own, others = list(_tensors(self._state)), list(_tensors(value))
+        for x in others:
+            if not isinstance(x, Tensor):
+                raise TypeError(f"state must be made of tensors; got {type(x).__name__}")
         if [x.shape for x in own] != [x.shape for x in others]:
             raise ValueError(f"state must have the shapes {_shapes(own)}; got {_shapes(others)}")
         for kept, new in zip(own, others, strict=True):
@@ -178,7 +181,11 @@ def _initial_state(module: Any, batch_size: int) -> Any:
     if isinstance(module, nn.Sequential):
         return [None if _is_stateless(part) else _initial_state(part, batch_size) for part in module]
     if not (hasattr(module, "step") and hasattr(module, "initial_state")):
-        raise TypeError(f"module must have step and initial_state; got {type(module).__name__}")
+        raise TypeError(
+            f"module must have step and initial_state; got {type(module).__module__}.{type(module).__name__}"
+        )
+    if getattr(module, "bidirectional", False):
+        raise ValueError(f"module must run forward in time; got a bidirectional {type(module).__name__}")
     return module.initial_state(batch_size)
 
 
@@ -209,11 +216,11 @@ def _advance(module: Any, x: Tensor, state: Any) -> Tensor:
 
 
 def _tensors(state: Any) -> Iterator[Tensor]:
-    if isinstance(state, Tensor):
-        yield state
-    elif state is not None:
+    if isinstance(state, (tuple, list)):
         for part in state:
             yield from _tensors(part)
+    elif state is not None:
+        yield state
 
 
 def _mapped(function: Callable[[Tensor], Tensor], state: Any) -> Any:
