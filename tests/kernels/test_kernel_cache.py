@@ -136,6 +136,11 @@ def test_loops_of_sources_that_cannot_be_read_are_not_kept(folder, monkeypatch):
     assert not folder.exists()
 
 
+def test_loops_are_compiled_where_numba_compiles_no_functions(folder, monkeypatch):
+    monkeypatch.setenv("NUMBA_DISABLE_JIT", "1")
+    assert finish(start(["linear"], before="import numba; assert numba.config.DISABLE_JIT")) == [STEPS["linear"]]
+
+
 @pytest.mark.parametrize("how", ["a file system", "a stand-in"])
 def test_a_full_disk_costs_a_compilation(folder, monkeypatch, how):
     folder.parent.mkdir()

@@ -71,7 +71,11 @@ def compiled_loop(function: Callable, generated: str = "") -> Loop:
 
 
 def _compiled(function: Callable) -> tuple[str, Any]:
-    compiled = cfunc("void(voidptr)", error_model="numpy")(function)
+    disabled, numba.config.DISABLE_JIT = numba.config.DISABLE_JIT, 0  # of functions that can run without: not of these
+    try:
+        compiled = cfunc("void(voidptr)", error_model="numpy")(function)
+    finally:
+        numba.config.DISABLE_JIT = disabled
     return compiled.native_name, compiled._library
 
 
