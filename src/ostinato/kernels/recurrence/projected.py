@@ -189,7 +189,7 @@ def _prepare(
 def source(recurrence: str) -> str:
     """The CUDA file."""
     shared = nvrtc.source("numeric.cuh", "scan/elements.cuh", "scan/messages.cuh")
-    return shared + element_of(recurrence, False)[1] + nvrtc.source("recurrence/projected.cu")
+    return shared + element_of(recurrence, False)[1] + nvrtc.source("recurrence/hopper.cuh", "recurrence/projected.cu")
 
 
 def macros(recurrence: str, dtype: torch.dtype) -> tuple[tuple[str, object], ...]:
