@@ -14,7 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ostinato.kernels.dispatch import Groups, gradient, operator, or_empty
 from ostinato.kernels.export import refuse_packed
 from ostinato.kernels.scan import choose_backend
-from ostinato.kernels.scan.torch_ops import LINEAR, LOG, Semiring, gradients_of_scan, shift, zeroed
+from ostinato.kernels.scan.torch_ops import LINEAR, LOG, Semiring, gradients_of_scan, partials_of_steps
 
 _checked_cu_seqlens: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
@@ -141,8 +141,7 @@ def _operators(ring: Semiring, name: str) -> tuple[Callable, Callable]:
 
     def jvp(args: tuple, results: tuple[Tensor, Tensor], tangents: tuple) -> tuple[Tensor, Tensor]:
         a, b, h0, cu_seqlens, resets, reverse, backend = args
-        before = zeroed(shift(results[0], h0, reverse, cu_seqlens, ring.zero), resets, ring.zero)
-        carry, *slopes = ring.partials(a, b, before)
+        carry, *slopes = partials_of_steps(ring, a, b, results[0], h0, reverse, cu_seqlens, resets)
         offsets = [slope * x for slope, x in zip(slopes, tangents[:2], strict=True) if x is not None]
         total = sum(offsets, torch.zeros_like(b))
         return linear_scan(carry, total, tangents[2], cu_seqlens, resets, reverse, backend)

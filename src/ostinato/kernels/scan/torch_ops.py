@@ -245,6 +245,21 @@ def shift(h: Tensor, h0: Tensor | None, reverse: bool, cu_seqlens: Tensor | None
     return torch.where(first[:, None], start if h0 is None else start[sequence, 0], before)
 
 
+def partials_of_steps(
+    ring: Semiring,
+    a: Tensor,
+    b: Tensor | None,
+    h: Tensor,
+    h0: Tensor | None,
+    reverse: bool,
+    cu_seqlens: Tensor | None,
+    resets: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor | float]:
+    """The derivatives of every step of a scan, to the state before it, a and b."""
+    before = zeroed(shift(h, h0, reverse, cu_seqlens, ring.zero), resets, ring.zero)
+    return ring.partials(a, b, before)
+
+
 def gradients_of_scan(
     ring: Semiring,
     scan: Callable[..., tuple[Tensor, Tensor]],
@@ -259,8 +274,7 @@ def gradients_of_scan(
     resets: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of a, b and h0, by ``scan``: a linear one, with the arguments of a backend's."""
-    before = zeroed(shift(h, h0, reverse, cu_seqlens, ring.zero), resets, ring.zero)
-    carry, of_a, of_b = ring.partials(a, b, before)
+    carry, of_a, of_b = partials_of_steps(ring, a, b, h, h0, reverse, cu_seqlens, resets)
     grad = torch.zeros_like(carry) if grad_h is None else grad_h
     # The gradient that each state passes on to the one before, by a scan in the opposite direction.
     offsets = zeroed(carry * grad, resets)
