@@ -162,6 +162,51 @@ def layer(
     return h, h_last
 
 
+def layer_backward(
+    recurrence: str,
+    pre: Tensor,
+    bias: Tensor | None,
+    h0: Tensor | None,
+    h: Tensor,
+    grad_h: Tensor | None,
+    grad_h_last: Tensor | None,
+    offsets: Tensor | None,
+    resets: Tensor | None,
+    batch_first: bool,
+    directions: int,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    scan = _prepare_layer(recurrence, True, *_layer_key(pre, bias, h0, offsets, resets, batch_first, directions))
+    gates, channels = len(scan.problem.outputs), scan.problem.channels
+    h0 = None if h0 is None else h0.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    grad_h = None if grad_h is None else grad_h.contiguous()
+    grad_h_last = None if grad_h_last is None else grad_h_last.contiguous()
+    grad_pre = torch.empty_like(pre)
+    grad_h0 = None if h0 is None else torch.empty_like(h0)
+    inputs = *_gates(pre, gates, channels), h.data_ptr(), address(grad_h)
+    addresses = *inputs, *_gates(grad_pre, gates, channels), *_gates(bias, gates, channels)
+    sums = scan.launch(pre, (*addresses, address(grad_h_last), address(grad_h0), address(h0)), offsets, resets)
+    return grad_pre, None if bias is None or sums is None else sums.flatten().to(bias.dtype), grad_h0
+
+
+def _layer_key(
+    pre: Tensor,
+    bias: Tensor | None,
+    h0: Tensor | None,
+    offsets: Tensor | None,
+    resets: Tensor | None,
+    batch_first: bool,
+    directions: int,
+) -> tuple:
+    packed = (0, 0) if offsets is None or h0 is None else (h0.shape[1], offsets.shape[0] - 1)
+    marks = None
+    if resets is not None:  # for each direction laid out as pre is, of which a packed one has no dimension of sequences
+        direction, *rows = resets.stride()
+        marks = (*(rows * 2 if packed[0] else rows if batch_first else rows[::-1]), direction)
+    bias_dtype = None if bias is None else bias.dtype
+    return pre.dtype, pre.get_device(), pre.shape, packed, batch_first, directions, marks, bias_dtype
+
+
 class Step:
     """One step of a layer, prepared for sizes: one fused kernel for few sequences, else GEMM and scan."""
 
@@ -228,48 +273,3 @@ def step_macros(
     element = element_of(recurrence, False)[0]
     macros = {"ELEMENT": element, "SCALAR": SCALARS[dtype], "VEC": units & -units, "BATCH": batch}
     return (*macros.items(), ("WARPS", STEP_WARPS))
-
-
-def layer_backward(
-    recurrence: str,
-    pre: Tensor,
-    bias: Tensor | None,
-    h0: Tensor | None,
-    h: Tensor,
-    grad_h: Tensor | None,
-    grad_h_last: Tensor | None,
-    offsets: Tensor | None,
-    resets: Tensor | None,
-    batch_first: bool,
-    directions: int,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    scan = _prepare_layer(recurrence, True, *_layer_key(pre, bias, h0, offsets, resets, batch_first, directions))
-    gates, channels = len(scan.problem.outputs), scan.problem.channels
-    h0 = None if h0 is None else h0.contiguous()
-    bias = None if bias is None else bias.contiguous()
-    grad_h = None if grad_h is None else grad_h.contiguous()
-    grad_h_last = None if grad_h_last is None else grad_h_last.contiguous()
-    grad_pre = torch.empty_like(pre)
-    grad_h0 = None if h0 is None else torch.empty_like(h0)
-    inputs = *_gates(pre, gates, channels), h.data_ptr(), 0 if grad_h is None else grad_h.data_ptr()
-    addresses = *inputs, *_gates(grad_pre, gates, channels), *_gates(bias, gates, channels)
-    sums = scan.launch(pre, (*addresses, address(grad_h_last), address(grad_h0), address(h0)), offsets, resets)
-    return grad_pre, None if bias is None or sums is None else sums.flatten().to(bias.dtype), grad_h0
-
-
-def _layer_key(
-    pre: Tensor,
-    bias: Tensor | None,
-    h0: Tensor | None,
-    offsets: Tensor | None,
-    resets: Tensor | None,
-    batch_first: bool,
-    directions: int,
-) -> tuple:
-    packed = (0, 0) if offsets is None or h0 is None else (h0.shape[1], offsets.shape[0] - 1)
-    marks = None
-    if resets is not None:  # for each direction laid out as pre is, of which a packed one has no dimension of sequences
-        direction, *rows = resets.stride()
-        marks = (*(rows * 2 if packed[0] else rows if batch_first else rows[::-1]), direction)
-    bias_dtype = None if bias is None else bias.dtype
-    return pre.dtype, pre.get_device(), pre.shape, packed, batch_first, directions, marks, bias_dtype

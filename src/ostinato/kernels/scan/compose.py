@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ostinato.kernels import nvrtc
-from ostinato.kernels.nvrtc import SCALARS
+from ostinato.kernels.nvrtc import SCALARS, address
 from ostinato.kernels.scan.cuda import along_channels
 from ostinato.kernels.scan.launch import describe_device
 
@@ -40,7 +40,7 @@ def compose(
     strides = a.stride()[:2], b.stride()[:2], (0, 0) if resets is None else resets.stride()
     parameters = struct.pack(
         "5Qd6q7i",
-        *(0 if x is None else x.data_ptr() for x in (a, b, resets, P, L)),
+        *map(address, (a, b, resets, P, L)),
         least,
         *(number for of_tensor in strides for number in of_tensor),
         *(batch, steps, channels, tile, tiles, reverse, before),
