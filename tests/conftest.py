@@ -34,3 +34,15 @@ def processes(tmp_path_factory):
     pool = Pool(4, tmp_path_factory.mktemp("processes"))
     yield pool
     pool.close()
+
+
+@pytest.fixture
+def few_rounds(monkeypatch):
+    """Benchmarks of few rounds, without compiled peers: the compiler takes longer than everything else together."""
+    from ostinato.bench import measure, peers
+
+    monkeypatch.setattr(measure, "MIN_ROUNDS", 2)
+    monkeypatch.setattr(measure, "MAX_ROUNDS", 2)
+    for cell, everyone in peers.CONTESTANTS.items():
+        kept = {name: build for name, build in everyone.items() if "compiled" not in name}
+        monkeypatch.setitem(peers.CONTESTANTS, cell, kept)

@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import json
-import re
 import runpy
 import sys
 import time
@@ -14,7 +13,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from ostinato.bench import calls, capacity, check, measure, peers, plots, profile, report, runs, shapes, sweeps, warm
+from ostinato.bench import calls, capacity, check, measure, peers, plots, report, runs, shapes, sweeps, warm
 from ostinato.bench.workloads import OURS, Equation, Layer, ParaLayer, Recurrence, Run, Scan, Training, Unavailable
 from ostinato.cli.bench import app as bench_app
 
@@ -27,10 +26,8 @@ PRUNED = Training("GRU", 32, 2, 20, density=0.2, block=(16, 1), dtype=torch.floa
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch):
-    """Tiny workloads, and no compiled peers: the compiler takes longer than everything else together."""
-    monkeypatch.setattr(measure, "MIN_ROUNDS", 2)
-    monkeypatch.setattr(measure, "MAX_ROUNDS", 2)
+def small(monkeypatch, few_rounds):
+    """Tiny workloads."""
     quick = {"scan": [SCAN], "layer": [MINGRU, MINLSTM], "persistent": [GRU], "training": [TRAINED, PRUNED]}
     quick["recurrence"] = [
         Equation("invented", 2, 64, 8),
@@ -39,9 +36,6 @@ def small(monkeypatch):
     ]
     quick["training-sweep"] = [Training("GRU", hidden, who=shapes.TRAINED) for hidden in (8, 16)]
     monkeypatch.setattr(shapes, "QUICK", quick)
-    for cell, everyone in peers.CONTESTANTS.items():
-        kept = {name: build for name, build in everyone.items() if "compiled" not in name}
-        monkeypatch.setitem(peers.CONTESTANTS, cell, kept)
 
 
 def run(command, path):
@@ -331,7 +325,8 @@ def test_the_rest_is_measured_where_a_result_is_wrong(monkeypatch, tmp_path):
         return dataclasses.replace(good, call=lambda: calls.append(1) or (good.call() if len(calls) < 2 else _fail()))
 
     monkeypatch.setitem(peers.CONTESTANTS["mingru"], OURS, late)
-    content = measured(small_lengths())
+    sweep = sweeps.lengths_sweep("mingru", 16, (8, 32))
+    content = sweeps.shown(sweep, sweeps.measure_sweep(sweep, [CPU], 0.01))
     assert [message.split(": ", 1)[1] for message in content["wrong"]] == ["failed: RuntimeError: no such luck"] * 2
     assert content["lines"] == {}
 
@@ -450,194 +445,11 @@ def test_all_contestants_named_exist_and_ours_is_measured_first():
         assert next(iter(peers.contestants(work))) in (OURS, peers.TIME_LOOP), work
 
 
-def small_lengths():
-    return sweeps.lengths_sweep("mingru", 16, (8, 32))
-
-
-def measured(sweep):
-    """As its table shows it: from what its file holds."""
-    run = json.loads(json.dumps(sweeps.measure_sweep(sweep, [CPU], 0.01)))
-    return sweeps.shown(sweep, run)
-
-
-def test_a_sweep_becomes_lines_and_ratios():
-    content = measured(small_lengths())
-    loop, scan = (content["lines"][f"MinGRU, {way}, CPU"]["points"] for way in ("time loop", "scan"))
-    assert [point["x"] for point in scan] == [8, 32]
-    for record, point in zip(content["results"], scan, strict=True):
-        row = record["contestants"][OURS]
-        assert point == {
-            "x": record["workload"]["length"],
-            "value": 1e3 * row["seconds"],
-            "max_error": row["max_error"],
-        }
-        assert 0 < row["max_error"] < 1e-5
-    assert content["lines"]["MinGRU's GEMM alone, CPU"]["limit"]
-    ratio = content["ratios"][0]
-    assert ratio["name"] == "CPU: time loop / scan"
-    assert [p["value"] for p in ratio["points"]] == [a["value"] / b["value"] for a, b in zip(loop, scan, strict=True)]
-    assert content["notes"] == ["The GPU's part needs a CUDA device."]
-    console = Console(record=True, width=150)
-    console.print(report.sweep(content).rich())
-    content["device"] = "somewhere"
-    text = console.export_text()
-    for line in report.sweep(content).markdown().partition("\n\n")[0].splitlines()[2:]:
-        assert re.search(" +".join(map(re.escape, re.split(r"[ |]+", line.strip("| ")))), text), line
-
-
-def test_published_figures_stand_beside_and_are_compared():
-    sweep = dataclasses.replace(
-        small_lengths(),
-        published={"published: CPU scan": {8: 100.0, 64: 300.0}},
-    )
-    content = measured(sweep)
-    assert report.sizes(content) == [8, 32, 64]
-    (row,) = (row for row in report.sweep(content).markdown().splitlines() if "published" in row)
-    assert row == "| published: CPU scan | 100 |  | 300 |  |"
-
-
-def test_a_ratio_is_to_the_fastest_of_several():
-    lines = {"a": {8: 4.0, 16: 9.0}, "b": {8: 5.0, 16: 6.0, 32: 8.0}, "ours": {8: 2.0, 16: 2.0, 32: 2.0}}
-    found = sweeps._ratios((sweeps.Ratio("next best / ours", ("a", "b", "absent"), "ours"),), lines)
-    assert [point["value"] for point in found[0]["points"]] == [2.0, 3.0, 4.0]
-
-
 @pytest.mark.parametrize(("who", "length"), [(peers.TIME_LOOP, 16384), ("torch.nn.GRU", 65536)])
 def test_what_would_take_too_long_is_left_out(who, length):
     work = Layer("mingru", 1, length + 1, 1, 1)
     with pytest.raises(Unavailable, match=f"left out above T = {length:,}"):
         peers.CONTESTANTS["mingru"][who](work, work.data(CPU))
-
-
-def test_a_kernel_that_the_plan_chooses_has_the_plans_time():
-    record = {
-        "device_type": "cuda",
-        "workload": {"kind": "persistent", "cell": "RNN", "density": 0.1, "block": (1, 1)},
-        "steps": 10,
-        "contestants": {
-            OURS: {"seconds": 1e-5},
-            "Ostinato, sparse kernel": {"unavailable": "is what the plan chooses"},
-        },
-    }
-    (sweep,) = (sweep for sweep in sweeps.sweeps(True) if sweep.name == "density-rnn")
-    lines = sweeps._lines(sweep, [record])
-    assert [line["points"] for line in lines.values()] == [[{"x": 0.1, "value": pytest.approx(1.0)}]] * 2
-    assert report.dashes([record]) == []
-
-
-def test_seeds_write_a_file_and_a_plot_a_table(tmp_path, monkeypatch, capsys):
-    tables = [
-        small_lengths(),
-        sweeps.Sweep(
-            "steps",
-            "GRU",
-            "length",
-            "steps",
-            {"cpu": [dataclasses.replace(GRU, length=n, who=(*shapes.PLAIN, GRU.limit_name)) for n in (5, 20)]},
-            unit="us a step",
-        ),
-        sweeps.Sweep("batch", "on a GPU", "batch", "B", {"cuda": [GRU]}, unit="us a step"),
-    ]
-    monkeypatch.setattr(sweeps, "sweeps", lambda quick: tables)
-    bench_app(["seeds", "--device", "cpu", "--json", str(tmp_path)], standalone_mode=False)
-    written = {path.name.removeprefix("seeds-").split("-")[0]: path for path in tmp_path.glob("*.json")}
-    assert set(written) == {"lengths", "steps", "batch", "capacity"}
-    for name, path in written.items():
-        content = json.loads(path.read_text())
-        assert content["device_type"] == "cpu"
-        assert bool(content["results"]) == (name != "batch")
-        assert path.with_suffix(".png").exists() == (name not in ("batch", "capacity"))
-        if path.with_suffix(".png").exists():
-            assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-    steps = sweeps.shown(tables[1], json.loads(written["steps"].read_text()))
-    for record, ours, limit in zip(
-        steps["results"],
-        steps["lines"]["Ostinato in 16x1 blocks"]["points"],
-        steps["lines"]["the limit: hardly any recurrent weights"]["points"],
-        strict=True,
-    ):
-        length = record["workload"]["length"]
-        assert ours["value"] == pytest.approx(1e6 * record["contestants"][OURS]["seconds"] / length)
-        assert limit["value"] == pytest.approx(1e6 * record["limit"]["seconds"] / length)
-    assert "needs a CUDA device" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="only must be part of one of lengths-mingru, steps, batch, capacity; got 'x'"):
-        bench_app(["seeds", "--only", "x", "--json", str(tmp_path)], standalone_mode=False)
-
-
-def test_a_profile_accounts_for_the_time(tmp_path, capsys):
-    sizes = ["--batch", "2", "--length", "300", "--hidden-size", "64", "--device", "cpu"]
-    trace, path = tmp_path / "trace.json", tmp_path / "profile.json"
-    for arguments, own, moved in (
-        (["mingru"], "ostinato::minimal", 3 * 600 * 64 * 4),
-        (["minlstm", "--backward"], "ostinato::minimal_backward", 8 * 600 * 64 * 4),
-        (["gru", "--density", "0.1", "--block", "16x1"], "ostinato::recurrence", 4 * 600 * 64 * 4),
-        (["gru", "--backward"], "ostinato::recurrence_backward", 8 * 600 * 64 * 4),
-    ):
-        files = ["--trace", str(trace), "--json", str(path)]
-        bench_app(["profile", *arguments, *sizes, *files], standalone_mode=False)
-        content = json.loads(path.read_text())
-        rows = {row["kernel"]: row for row in content["kernels"]}
-        assert rows[own]["bytes"] == moved
-        assert rows[own]["launches_a_call"] == 1
-        assert rows[own]["fraction_of_limit"] == pytest.approx(
-            moved / rows[own]["seconds_a_call"] / content["limits"]["bytes_per_second"]
-        )
-        names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
-        assert own in names
-        assert own in capsys.readouterr().out
-
-
-def test_the_products_of_a_training_step_are_three():
-    work = Layer("mingru", 2, 48, 4, 8, passes=("forward", "forward+backward"))
-    for kernels in (["nvjet_hsh_64x32", "nvjet_hsh_128x8", "cutlass_80"], ["aten::mm", "aten::mm", "aten::addmm"]):
-        flops = sum(profile.least_work(work, kernel, 1)["flops"] for kernel in kernels)
-        assert flops == work.work("forward+backward")
-    assert profile.least_work(work, "aten::mm", 3)["flops"] == work.work("forward+backward")
-    assert profile.least_work(work, "aten::add", 1) == {}
-    assert profile.least_work(work, "scan", 2) == {"bytes": (3 + 6) * 96 * 8 * 4}
-    assert profile.least_work(work, "projected", 1) == {
-        "bytes": (96 * (4 + 8) + 16 * 4) * 4,
-        "flops": work.work("forward"),
-    }
-    lstm = Recurrence("LSTM", 32, 2, 20)
-    assert profile.least_work(lstm, "recur", 1) == {"bytes": 5 * 40 * 32 * 2}
-    assert profile.least_work(lstm, "prepare", 1) == {"bytes": 40 * 32 * 2}
-    trained = Training("LSTM", 32, 2, 20)
-    assert profile.least_work(trained, "recur", 2) == {"bytes": (5 + 10) * 40 * 32 * 2}
-    assert profile.least_work(trained, "prepare", 2) == {"bytes": 5 * 40 * 32 * 2}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["rwkv"], "cell must be one of mingru, minlstm, rnn, gru, lstm; got 'rwkv'"),
-        (["gru", "--block", "2x2"], "block must be one of 16x1, 8x4, 1x1; got '2x2'"),
-        (["mingru", "--hidden-size", "0"], "input_size must be at least 1; got 0"),
-        (["mingru", "--dtype", "int8"], "dtype must be one of float32, float16, bfloat16; got 'int8'"),
-        (
-            ["mingru", "--contestant", "x"],
-            "contestant must be one of Ostinato; minGRU-pytorch; minGRU-pytorch, autocast; torch.nn.GRU; ",
-        ),
-        (["gru", "--contestant", "cuSPARSE"], "cuSPARSE: needs a CUDA device"),
-    ],
-)
-def test_a_profile_of_what_there_is_not(arguments, message, tmp_path):
-    trace = tmp_path / "trace.json"
-    with pytest.raises(ValueError, match=message):
-        bench_app(["profile", *arguments, "--device", "cpu", "--trace", str(trace)], standalone_mode=False)
-    assert not trace.exists()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("cell", ["mingru", "lstm"])
-def test_a_profile_on_a_gpu(cell, tmp_path):
-    work = profile.workload(cell, batch=2, length=300, input_size=64, hidden_size=64, dtype="float16")
-    content = profile.profile(work, torch.device("cuda"), trace=tmp_path / "trace.json")
-    rows = {row["kernel"]: row for row in content["kernels"]}
-    own = {"mingru": {"scan", "projected"}, "lstm": {"recur"}}[cell] & rows.keys()
-    assert [rows[kernel]["launches_a_call"] for kernel in own] == [1]
-    assert any("flops" in row for row in content["kernels"])
-    assert sum(row["share"] for row in content["kernels"]) < 1.5
 
 
 @pytest.mark.gpu

@@ -1,9 +1,16 @@
-"""Products whose gradients take a way of their own."""
+"""Products over all steps: by convolution on CPUs, with transposed inputs on GPUs."""
+
+import contextlib
+import math
+import subprocess
+import sys
+import textwrap
 
 import pytest
 import torch
 from torch.nn import functional as F
 
+from comparisons import assert_close, assert_same, strided
 from ostinato.kernels import gemm, nvrtc
 
 TILE = {"ROWS": gemm.TILE[0], "COLUMNS": gemm.TILE[1]}
@@ -53,3 +60,139 @@ def test_gradients_rounded_to_tf32(shape, monkeypatch):
         found = torch.autograd.grad(y, (x, weight), grad, retain_graph=True, create_graph=again)
         for ours, right in zip(found, want, strict=True):
             assert (ours - right).norm() < 1e-3 * right.norm()
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(256, 10), (10, 256)])
+def test_products_too_large_to_be_a_convolution_are_none(inputs, outputs, monkeypatch):
+    called = []
+    monkeypatch.setattr(gemm, "_is_amd", lambda: True)
+    monkeypatch.setattr(gemm.F, "linear", lambda *_: called.append("linear"))
+    monkeypatch.setattr(gemm.F, "conv2d", lambda *_: called.append("conv2d") or torch.zeros(0))
+    number = torch.zeros(1)
+    for rows in (2**23, 2**23 + 1):  # of one number in memory
+        with contextlib.suppress(RuntimeError):  # the stand-in's result has another shape
+            gemm.linear(number.expand(rows, inputs), number.expand(outputs, inputs))
+    assert called == ["conv2d", "linear"]
+
+
+@pytest.fixture
+def by_convolution(monkeypatch):
+    """Whatever the processor and the size; the list grows with each product that was a convolution."""
+    calls, conv2d = [], F.conv2d
+    monkeypatch.setattr(gemm, "_is_amd", lambda: True)
+    monkeypatch.setattr(gemm, "GEMM_ROWS", 1)
+    monkeypatch.setattr(F, "conv2d", lambda *args: calls.append(args) or conv2d(*args))
+    return calls
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "time-major", "channels apart", "part of a row", "packed"])
+@pytest.mark.parametrize(
+    ("batch", "length", "channels", "width"),
+    [(1, 1, 1, 1), (1, 7, 3, 5), (2, 150, 1, 2), (1, 5, 300, 1), (2, 129, 33, 17), (21, 5, 16, 48), (1, 1031, 65, 130)],
+)
+def test_a_product_by_convolution(by_convolution, batch, length, channels, width, layout):
+    torch.manual_seed(0)
+    x = strided(torch.randn(batch, length, channels), layout)
+    x = (x.flatten(0, 1) if layout == "packed" else x).requires_grad_()
+    weight = torch.randn(channels, width).t().requires_grad_()
+    bias = torch.randn(width).requires_grad_() if layout != "packed" else None
+    inputs = [y for y in (x, weight, bias) if y is not None]
+    got = gemm.linear(*inputs)
+    assert len(by_convolution) == 1
+    assert got.is_contiguous()
+    exact = [y.detach().double().requires_grad_() for y in inputs]
+    expected = F.linear(*exact)
+    grad = torch.randn_like(got)
+    found = got, *torch.autograd.grad(got, inputs, grad)
+    for y, z in zip(found, (expected, *torch.autograd.grad(expected, exact, grad.double())), strict=True):
+        assert_close(y, z.float(), 1e-6)
+    with torch.no_grad():
+        assert torch.equal(gemm.linear(*inputs), got)
+
+
+@pytest.mark.parametrize("rows", [2049, 2304 + 3, 5631])
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_product_of_rows_that_are_not_round_is_one_of_parts(by_convolution, rows, bias):
+    torch.manual_seed(0)
+    inputs = [torch.randn(shape, requires_grad=True) for shape in [(3, rows // 3, 5), (7, 5), (7,)][: 2 + bias]]
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    got, expected = gemm.linear(*inputs), F.linear(*exact)
+    assert {x.shape[3] for x, *_ in by_convolution} <= set(gemm.PARTS)
+    assert_close(got, expected.float(), 3e-6)
+    grad = torch.randn_like(got)
+    first, second = (
+        torch.autograd.grad(y, leaves, g, create_graph=True)
+        for y, leaves, g in [(got, inputs, grad), (expected, exact, grad.double())]
+    )
+    for y, z in zip(first, second, strict=True):
+        assert_close(y.detach(), z.detach().float(), 3e-6)
+    again = [
+        torch.autograd.grad(sum(y.square().sum() for y in grads[:2]), leaves[:2])
+        for grads, leaves in [(first, inputs), (second, exact)]
+    ]
+    for y, z in zip(*again, strict=True):
+        assert_close(y, z.float(), 1e-5)
+    together = torch.autograd.grad(gemm.linear(*inputs), inputs, torch.stack((grad, 2 * grad)), is_grads_batched=True)
+    for y, z in zip(together, first, strict=True):
+        assert_close(y[1], 2 * z.detach(), 3e-6)
+    with torch.no_grad():
+        assert torch.equal(gemm.linear(*inputs), got)
+
+
+def test_changing_numbers_of_rows_are_few_to_the_convolution(by_convolution):
+    weight = torch.ones(1, 1)
+    for rows in range(2048, 20480, 16 * 7):
+        gemm.linear(torch.ones(rows, 1), weight)
+    assert len({x.shape[3] for x, *_ in by_convolution}) <= len(gemm.PARTS) + 40
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_training_on_changing_lengths_leaves_little_memory():
+    """A process that trained MinGRU(256) grew by 400 to 450 MB when each length was a convolution of its own."""
+    program = """
+        import random, torch, ostinato
+        random.seed(0)
+        layer = ostinato.MinGRU(256, 256)
+        def resident(steps):
+            for length in random.choices(range(100, 1001), k=steps):
+                layer.zero_grad()
+                layer(torch.randn(length, 16, 256))[0].square().mean().backward()
+            return int(open("/proc/self/statm").read().split()[1]) * 4096 / 1e6
+        resident(2)
+        print(-resident(2) + resident(40))
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 320
+
+
+def test_a_product_by_convolution_keeps_what_is_not_finite_or_tiny_in_its_row(by_convolution):
+    torch.manual_seed(0)
+    x, weight = torch.rand(200, 37), torch.rand(19, 37) + 2
+    expected = F.linear(x, weight)
+    special = {3: math.nan, 5: math.inf, 190: -math.inf, 199: 3.4e38}
+    for row, value in special.items():
+        x[row, row % 37] = value
+    x[100] = 1e-40
+    got = gemm.linear(x, weight)
+    assert len(by_convolution) == 1
+    others = [row for row in range(200) if row not in special and row != 100]
+    assert_close(got[others], expected[others], 1e-6)
+    exact = x.double() @ weight.double().t()
+    assert_same(got[list(special)], exact[list(special)].float())
+    assert_close(got[100] * 1e38, exact[100].float() * 1e38, 1e-4)
+
+
+@pytest.mark.parametrize("why", ["float64", "few rows", "no rows", "autocast", "oneDNN is off", "another processor"])
+def test_other_products_are_torchs(by_convolution, monkeypatch, why):
+    torch.manual_seed(0)
+    inputs = torch.randn(0 if why == "no rows" else 200, 16), torch.randn(24, 16), torch.randn(24)
+    if why == "float64":
+        inputs = tuple(y.double() for y in inputs)
+    monkeypatch.setattr(gemm, "GEMM_ROWS", 201 if why == "few rows" else 1)
+    monkeypatch.setattr(gemm, "_is_amd", lambda: why != "another processor")
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", why != "oneDNN is off")
+    with torch.autocast("cpu", torch.bfloat16, enabled=why == "autocast"):
+        got, expected = gemm.linear(*inputs), F.linear(*inputs)
+    assert not by_convolution
+    assert got.dtype == expected.dtype
+    assert torch.equal(got, expected)

@@ -1,0 +1,88 @@
+"""Profiles: which kernels a call launches, for how long, and what they must do at least."""
+
+import json
+
+import pytest
+import torch
+
+from ostinato.bench import profile
+from ostinato.bench.workloads import Layer, Recurrence, Training
+from ostinato.cli.bench import app as bench_app
+
+pytestmark = pytest.mark.usefixtures("few_rounds")
+
+
+def test_a_profile_accounts_for_the_time(tmp_path, capsys):
+    sizes = ["--batch", "2", "--length", "300", "--hidden-size", "64", "--device", "cpu"]
+    trace, path = tmp_path / "trace.json", tmp_path / "profile.json"
+    for arguments, own, moved in (
+        (["mingru"], "ostinato::minimal", 3 * 600 * 64 * 4),
+        (["minlstm", "--backward"], "ostinato::minimal_backward", 8 * 600 * 64 * 4),
+        (["gru", "--density", "0.1", "--block", "16x1"], "ostinato::recurrence", 4 * 600 * 64 * 4),
+        (["gru", "--backward"], "ostinato::recurrence_backward", 8 * 600 * 64 * 4),
+    ):
+        files = ["--trace", str(trace), "--json", str(path)]
+        bench_app(["profile", *arguments, *sizes, *files], standalone_mode=False)
+        content = json.loads(path.read_text())
+        rows = {row["kernel"]: row for row in content["kernels"]}
+        assert rows[own]["bytes"] == moved
+        assert rows[own]["launches_a_call"] == 1
+        assert rows[own]["fraction_of_limit"] == pytest.approx(
+            moved / rows[own]["seconds_a_call"] / content["limits"]["bytes_per_second"]
+        )
+        names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
+        assert own in names
+        assert own in capsys.readouterr().out
+
+
+def test_the_products_of_a_training_step_are_three():
+    work = Layer("mingru", 2, 48, 4, 8, passes=("forward", "forward+backward"))
+    for kernels in (["nvjet_hsh_64x32", "nvjet_hsh_128x8", "cutlass_80"], ["aten::mm", "aten::mm", "aten::addmm"]):
+        flops = sum(profile.least_work(work, kernel, 1)["flops"] for kernel in kernels)
+        assert flops == work.work("forward+backward")
+    assert profile.least_work(work, "aten::mm", 3)["flops"] == work.work("forward+backward")
+    assert profile.least_work(work, "aten::add", 1) == {}
+    assert profile.least_work(work, "scan", 2) == {"bytes": (3 + 6) * 96 * 8 * 4}
+    assert profile.least_work(work, "projected", 1) == {
+        "bytes": (96 * (4 + 8) + 16 * 4) * 4,
+        "flops": work.work("forward"),
+    }
+    lstm = Recurrence("LSTM", 32, 2, 20)
+    assert profile.least_work(lstm, "recur", 1) == {"bytes": 5 * 40 * 32 * 2}
+    assert profile.least_work(lstm, "prepare", 1) == {"bytes": 40 * 32 * 2}
+    trained = Training("LSTM", 32, 2, 20)
+    assert profile.least_work(trained, "recur", 2) == {"bytes": (5 + 10) * 40 * 32 * 2}
+    assert profile.least_work(trained, "prepare", 2) == {"bytes": 5 * 40 * 32 * 2}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["rwkv"], "cell must be one of mingru, minlstm, rnn, gru, lstm; got 'rwkv'"),
+        (["gru", "--block", "2x2"], "block must be one of 16x1, 8x4, 1x1; got '2x2'"),
+        (["mingru", "--hidden-size", "0"], "input_size must be at least 1; got 0"),
+        (["mingru", "--dtype", "int8"], "dtype must be one of float32, float16, bfloat16; got 'int8'"),
+        (
+            ["mingru", "--contestant", "x"],
+            "contestant must be one of Ostinato; minGRU-pytorch; minGRU-pytorch, autocast; torch.nn.GRU; ",
+        ),
+        (["gru", "--contestant", "cuSPARSE"], "cuSPARSE: needs a CUDA device"),
+    ],
+)
+def test_a_profile_of_what_there_is_not(arguments, message, tmp_path):
+    trace = tmp_path / "trace.json"
+    with pytest.raises(ValueError, match=message):
+        bench_app(["profile", *arguments, "--device", "cpu", "--trace", str(trace)], standalone_mode=False)
+    assert not trace.exists()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cell", ["mingru", "lstm"])
+def test_a_profile_on_a_gpu(cell, tmp_path):
+    work = profile.workload(cell, batch=2, length=300, input_size=64, hidden_size=64, dtype="float16")
+    content = profile.profile(work, torch.device("cuda"), trace=tmp_path / "trace.json")
+    rows = {row["kernel"]: row for row in content["kernels"]}
+    own = {"mingru": {"scan", "projected"}, "lstm": {"recur"}}[cell] & rows.keys()
+    assert [rows[kernel]["launches_a_call"] for kernel in own] == [1]
+    assert any("flops" in row for row in content["kernels"])
+    assert sum(row["share"] for row in content["kernels"]) < 1.5

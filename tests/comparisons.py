@@ -1,0 +1,36 @@
+"""How results of the CPU's loops are compared, and the layouts of their inputs."""
+
+import torch
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+
+
+def assert_close(got, expected, tolerance=None):
+    """Equal shapes, dtypes and, relative to the largest element, values."""
+    if expected is None:
+        assert got is None
+        return
+    assert got.shape == expected.shape
+    assert got.dtype == expected.dtype
+    # Inputs are of order 1: a lone result near 0 is what their cancellation left, and no scale for its own error.
+    scale = expected.double().abs().amax().clamp(min=0.1) if expected.numel() else 1.0
+    error = (got.double() - expected.double()).abs() / scale
+    assert error.numel() == 0 or error.max() <= (tolerance or TOLERANCE[got.dtype])
+
+
+def assert_same(got, expected):
+    """Equal bits, but for the sign of zero and of NaN."""
+    for x, y in zip(got, expected, strict=True):
+        assert (x is None) == (y is None)
+        assert x is None or torch.equal(torch.nan_to_num(x, nan=7e7), torch.nan_to_num(y, nan=7e7))
+
+
+def strided(x, layout):
+    """The same (B, T, D) values, otherwise in memory."""
+    if layout == "time-major":
+        return x.transpose(0, 1).contiguous().transpose(0, 1)
+    if layout == "channels apart":
+        return x.repeat_interleave(2, 2)[..., ::2]
+    if layout == "part of a row":
+        return torch.cat((x, x), 2)[..., x.shape[2] :]
+    return x
