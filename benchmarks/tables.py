@@ -214,12 +214,13 @@ def sweep(name: str) -> str:
     return f"**{content['title']}.**\n\n{shown(f'seeds-{name}-gpu', grid)}\n{plot}"
 
 
-def headlines() -> str:
-    """One row each of HEADLINES, with the machine's limit and the fastest of the others whose result is right."""
+def headlines(kind: str) -> str:
+    """One row each of HEADLINES of a kind of run, with the limit and the fastest of the others that is right."""
     rows, names = [], []
     for what, name, workload, pass_name in HEADLINES:
-        run = load(name)
-        (record,) = (r for r in run["results"] if (r["workload"]["name"], r["pass"]) == (workload, pass_name))
+        if not name.endswith(kind):
+            continue
+        (record,) = (r for r in load(name)["results"] if (r["workload"]["name"], r["pass"]) == (workload, pass_name))
         timed = {who: row for who, row in record["contestants"].items() if "seconds" in row}
         theirs = {who: row["seconds"] for who, row in timed.items() if who.startswith("torch.nn")}
         others = {
@@ -236,12 +237,9 @@ def headlines() -> str:
         row.append(
             f"{figures(1e3 * min(theirs.values()))} ({report.times(min(theirs.values()) / ours)})" if theirs else "–"
         )
-        machine = (
-            f"{run['threads']} CPU cores" if run["device_type"] == "cpu" else run["device"].removeprefix("NVIDIA ")
-        )
-        rows.append([*row, machine.partition(" 80GB")[0], f"`ostinato bench {name.partition('-')[0]}`"])
+        rows.append([*row, f"`ostinato bench {name.partition('-')[0]}`"])
         names.append(name)
-    head = ["", OURS, "limit", "fastest of the others", "torch.nn at its best", "on", "command"]
+    head = ["", OURS, "limit", "fastest of the others", "torch.nn at its best", "command"]
     return f"{Grid(head, rows).markdown()}\n{source(*dict.fromkeys(names))}\n"
 
 
@@ -254,8 +252,10 @@ def cpu_or_gpu(cell: str) -> str:
         [f"{points[0]['x']:,}", *(figures(1e3 * point["value"]) for point in points)]
         for points in zip(*lines, strict=True)
     ]
+    run = f"seeds-transfer-{cell}-gpu"
     what = f"Microseconds of {content['title'].partition(':')[0]}."
-    return table(f"seeds-transfer-{cell}-gpu", ["steps", *labels], rows, what)
+    processor = f"CPU: {load(run)['processor']}, {load(run)['threads']} threads."
+    return table(run, ["steps", *labels], rows, what, processor)
 
 
 def claims() -> str:
@@ -573,7 +573,6 @@ KERNELS = tuple(f"Ostinato, {path} kernel" for path in ("dense", "sparse", "bloc
 TABLES: dict[str, Callable[[], str]] = {
     "claims": claims,
     "cpu-or-gpu": lambda: cpu_or_gpu("mingru"),
-    "headlines": headlines,
     "learning": lambda: learned("tinyshakespeare-gpu"),
     "curve": lambda: f"{curve('tinyshakespeare-gpu')}\n{figure('tinyshakespeare-gpu', 'Loss', 'plots')}",
     "recurrence-gpu": lambda: comparison("recurrence-gpu", share, unit="bytes"),
@@ -616,6 +615,7 @@ TABLES: dict[str, Callable[[], str]] = {
 }
 for kind in ("gpu", "cpu"):
     TABLES |= {
+        f"headlines-{kind}": functools.partial(headlines, kind),
         f"calls-scan-{kind}": functools.partial(calls, f"calls-{kind}", "linear_scan"),
         f"calls-step-{kind}": functools.partial(calls, f"calls-{kind}", "step of"),
         f"calls-layer-{kind}": functools.partial(calls, f"calls-{kind}", "GRU", "LSTM", "Stepper", "2 layers of"),
