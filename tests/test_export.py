@@ -263,6 +263,27 @@ def test_onnx_functions_keep_small_results(tmp_path):
     torch.testing.assert_close(torch.from_numpy(h)[0, 1].double(), exact, rtol=1e-6, atol=0.0)
 
 
+@torch.no_grad()
+def test_onnx_has_angles_and_remainders(tmp_path):
+    runtime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+
+    @ostinato.recurrence
+    def winding(x, y):
+        return torch.hypot(x, y) / 8 - x.round() / 8, torch.atan2(x, y) + torch.remainder(x, 0.75) + y.floor()
+
+    class Winding(nn.Module):
+        def forward(self, x, y):
+            return winding(x, y)[0]
+
+    torch.manual_seed(0)
+    x, y = 2 * torch.randn(2, 1, 6, 40)
+    x[0, :, 0], y[0, :, :2] = 0.0, 0.0
+    torch.onnx.export(Winding(), (x, y), tmp_path / "winding.onnx", dynamo=True, verbose=False)
+    (h,) = runtime.InferenceSession(tmp_path / "winding.onnx").run(None, {"x": x.numpy(), "y": y.numpy()})
+    torch.testing.assert_close(torch.from_numpy(h), winding(x, y, backend="reference")[0])
+
+
 def test_what_cannot_be_exported_says_so():
     layer = ostinato.MinGRU(3, 4)
 

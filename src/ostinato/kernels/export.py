@@ -86,11 +86,11 @@ def _symbols(*tensors: Tensor) -> list[SymInt]:
 
 
 class _Elementary(TorchFunctionMode):
-    """Functions that PyTorch writes into ONNX by formulas that overflow or cancel, by ones that do not."""
+    """Functions that PyTorch writes into ONNX by formulas that overflow or cancel, or not at all, by others."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         if torch.onnx.is_in_onnx_export():
-            func = _STABLE.get(func, func)
+            func = _FORMULAS.get(func, func)
         return func(*args, **(kwargs or {}))
 
 
@@ -113,13 +113,20 @@ def _log1p(x: Tensor) -> Tensor:
     return torch.where(rounded == 0.0, x, corrected)
 
 
-_STABLE: dict[Any, Callable] = {
+def _hypot(x: Tensor, y: Tensor) -> Tensor:
+    low, high = torch.minimum(x.abs(), y.abs()), torch.maximum(x.abs(), y.abs())
+    share = torch.where(low == high, 1.0, low / high)  # two zeros or infinities have no ratio
+    return high * torch.sqrt(1.0 + share * share)
+
+
+_FORMULAS: dict[Any, Callable] = {
     F.logsigmoid: _log_sigmoid,
     torch.logaddexp: _log_add_exp,
     torch.expm1: _expm1,
     Tensor.expm1: _expm1,
     torch.log1p: _log1p,
     Tensor.log1p: _log1p,
+    torch.hypot: _hypot,
 }
 
 

@@ -189,7 +189,7 @@ def _cosh(s: Scalars, x: Place) -> Place:
 def _asinh(s: Scalars, x: Place) -> Place:
     size = s("abs", x)
     inverse = s("reciprocal", size)
-    share = s("reciprocal", s("add", inverse, s("hypot", inverse, 1.0)))
+    share = s("reciprocal", s("add", inverse, s("sqrt", s("add", s("mul", inverse, inverse), 1.0))))
     return s("mul", s("sign", x), s("log1p", s("add", size, s("mul", size, share))))
 
 
