@@ -17,6 +17,7 @@ struct Units : Block {
     const Parameters &p;
     float dh[ITEMS], dc[ITEMS];  // gradients of the state after the next step to be processed
     float d[ITEMS][GRADS];       // of the gates at this step
+    float totals[ONE_UNIT ? 1 : ITEMS][GRADS] = {};  // of the gates over all steps, of a unit's items in one
     Span spans[ITEMS];
     // A step's derivatives, computed before the gradients that they multiply arrive.
     float slope[ITEMS][GATES], direct[ITEMS], gate[ITEMS], through[ITEMS], given[ITEMS];
@@ -130,12 +131,15 @@ struct Units : Block {
         }
     }
 
-    __device__ void write(const Rows &rows) const {
+    __device__ void write(const Rows &rows) {
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
             if (!live(i, rows)) continue;
 #pragma unroll
-            for (int g = 0; g < GRADS; ++g) p.grads[place(rows.first, i, GRADS) + g * HIDDEN] = bits(d[i][g]);
+            for (int g = 0; g < GRADS; ++g) {
+                p.grads[place(rows.first, i, GRADS) + g * HIDDEN] = bits(d[i][g]);
+                totals[ONE_UNIT ? 0 : i][g] += d[i][g];
+            }
         }
     }
 
@@ -172,6 +176,9 @@ struct Units : Block {
             if (!owned(i)) continue;
             p.grad_h0[place(0, i)] = bits(dh[i]);
             if (CELL == LSTM) p.grad_c0[place(0, i)] = bits(dc[i]);
+#pragma unroll
+            for (int g = 0; g < GRADS; ++g)
+                p.totals[place(0, i, GRADS) + g * HIDDEN] = ONE_UNIT && i ? 0 : totals[ONE_UNIT ? 0 : i][g];
         }
     }
 };

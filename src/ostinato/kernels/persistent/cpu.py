@@ -157,7 +157,7 @@ def backward(
     cell: str,
     reverse: bool,
     plan: Plan,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """As ``reference.backward``."""
     hidden, gates, lstm = weight_hh.shape[1], GATES[cell], cell == "lstm"
     how = _share(weight_hh, batch, len(pre) // batch if offsets is None else len(offsets) - 1, plan)
@@ -193,7 +193,7 @@ def backward(
         dense = plan._replace(path="dense")
         states, upstream = (c, c0, weight_hh, mask_hh), (grad_output, grad_h_n, grad_c_n)
         return backward(pre, candidate, h_prev, *states, *upstream, offsets, resets, batch, cell, reverse, dense)
-    return grads, of_units.reshape(batch, -1)[:, :hidden], dc if lstm else None
+    return grads, of_units.reshape(batch, -1)[:, :hidden], dc if lstm else None, grads
 
 
 class _Weights(NamedTuple):

@@ -29,7 +29,7 @@ from ostinato.kernels.persistent.search import choose_geometry
 _POINTERS = (
     *("weight", "bias", "index", "places", "spans", "packed", "states", "offsets", "failure", "pre", "h0", "c0"),
     *("output", "cells", "gates", "candidates", "h_n", "c_n", "candidate", "h_prev", "grad_output", "grad_h_n"),
-    *("grad_c_n", "grads", "grad_h0", "grad_c0", "resets", "marks"),
+    *("grad_c_n", "grads", "grad_h0", "grad_c0", "resets", "marks", "totals"),
 )
 _PARAMETERS = struct.Struct(f"{len(_POINTERS)}Q5i")
 UNITS = {16: "uint4", 8: "uint2", 4: "unsigned", 2: "unsigned short", 1: "unsigned char"}  # of a copy, by bytes
@@ -178,17 +178,19 @@ def backward(
     cell: str,
     reverse: bool,
     plan: Plan,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """The gradients of all steps; see :mod:`ostinato.kernels.persistent.reference`.
 
     Raises RuntimeError if an earlier launch on the device failed.
     """
     geometry, rows, lstm = plan.geometry.backward, pre.shape[0], cell == "lstm"
     hidden = geometry.hidden_size
+    width = (1 if cell.startswith("rnn") else 4) * hidden
     results = {
-        "grads": pre.new_empty(rows, (1 if cell.startswith("rnn") else 4) * hidden),
+        "grads": pre.new_empty(rows, width),
         "grad_h0": pre.new_empty(batch, hidden),
         "grad_c0": pre.new_empty(batch, hidden) if lstm else None,
+        "totals": pre.new_empty(batch, width, dtype=torch.float32),
     }
     given = {"pre": pre, "weight": weight_hh, "c0": c0, "candidate": candidate, "h_prev": h_prev, "cells": c}
     given |= {"grad_output": grad_output, "grad_h_n": grad_h_n, "grad_c_n": grad_c_n}

@@ -52,6 +52,7 @@ struct Parameters {
     Pack *grad_h0, *grad_c0;      // (batch, HIDDEN), backward
     const unsigned char *resets;  // (rows), with RESETS: whether the state before the step is zero, in launch order
     unsigned *marks;              // (words of 32 steps, batch): the same as bits
+    float *totals;                // (batch, GRADS * HIDDEN), backward: sums of grads over steps, and over sequences
     int steps, batch, groups, first, reverse;  // first: the first sequence of this launch
 };
 

@@ -274,13 +274,13 @@ def _recurrent_layer_backward(
     else:
         pre, candidate = _arguments(x, h_prev, weight_ih, weight_hh, bias_ih, bias_hh, cell)
     args = pre, candidate, h_prev, c if cell == "lstm" else None, c0, weight_hh, mask_hh
-    grads, grad_h0, grad_c0 = kernels.backward(
+    grads, grad_h0, grad_c0, totals = kernels.backward(
         *args, grad_output, grad_h_n, grad_c_n, offsets, resets, batch, cell, reverse, plan
     )
 
     # A GRU's grads are n's share of the hidden product, r, z, n's share of the input's: three neighbours for each.
     inputs, recurrent = (grads[:, hidden:], grads[:, : 3 * hidden]) if gru else (grads, grads)
-    totals = grads.sum(0) if needed >> 5 else grads.new_zeros(grads.shape[1])
+    totals = totals.sum(0).to(grads.dtype) if needed >> 5 else grads.new_zeros(grads.shape[1])
 
     def in_order(rows: Tensor) -> Tensor:
         return rows.roll(-hidden, 0) if gru else rows

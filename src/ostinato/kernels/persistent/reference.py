@@ -116,7 +116,7 @@ def backward(
     cell: str,
     reverse: bool,
     plan: Plan | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """Backpropagation through all steps of :func:`forward`.
 
     Args:
@@ -130,6 +130,7 @@ def backward(
         The gradient of each gate's pre-activation, (rows, gates * H), in `pre`'s dtype, of an RNN and an LSTM in the
         order of the gates; of a GRU (rows, 4 * H), those of q of n, of r, of z and of p of n.
         grad_h0 (B, H) and, of an LSTM, grad_c0 (B, H).
+        Rows with the sum of those of the first result, for the biases: that itself, or the kernel's partial sums.
     """
     dtype, hidden = pre.dtype, weight_hh.shape[1]
     wide = torch.promote_types(dtype, torch.float32)
@@ -174,7 +175,7 @@ def backward(
         dh = torch.cat([past + exchanged @ weight, dh[live:]])
         if resets is not None:
             dh, dc = (torch.cat([x[:live].where(~resets[step, None], 0.0), x[live:]]) for x in (dh, dc))
-    return grads, dh.to(dtype), dc.to(dtype) if cell == "lstm" else None
+    return grads, dh.to(dtype), dc.to(dtype) if cell == "lstm" else None, grads
 
 
 def previous(
