@@ -195,8 +195,8 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const
     const int block = blockIdx.x % BLOCKS, group = p.first / COLUMNS + blockIdx.x / BLOCKS;
     const int sequences = min(COLUMNS, p.batch - group * COLUMNS);
 
-    float *all_sums = reinterpret_cast<float *>(shared);  // double-buffered by the step's parity
-    uint4 *mailbox = shared + SUMS / 2;
+    float *all_sums = reinterpret_cast<float *>(shared);  // double-buffered by the step's parity, if there is room
+    uint4 *mailbox = shared + SUM_BUFFERS * SUMS / 4;
     Product product(p, block, mailbox + 2 * (CLUSTER - 1) * UNITS * COLUMNS / 2);
     Units units(p, product, block, Block{block * UNITS, group * COLUMNS, sequences, int(threadIdx.x)});
     Cluster cluster(p, product, block, mailbox);
@@ -227,7 +227,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const
         units.pause<PAUSE>();
         product.ask(mine);
         units.write(written);
-        float *sums = all_sums + taken % 2 * SUMS;
+        float *sums = all_sums + taken % SUM_BUFFERS * SUMS;
         product(sums, patience);
         __syncthreads();
         cluster.send(product, sums, sequences, taken);

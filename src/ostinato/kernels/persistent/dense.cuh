@@ -176,6 +176,7 @@ struct Product {
                 }
             }
         }
+        if (SUM_BUFFERS == 1) __syncthreads();  // the last step's sums have been read
 #pragma unroll
         for (int s = 0; s < SEQUENCE_TILES; ++s) {
 #pragma unroll

@@ -128,8 +128,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) recur(const Parameters 
     const int block = blockIdx.x % BLOCKS, group = p.first / COLUMNS + blockIdx.x / BLOCKS;
     const int sequences = min(COLUMNS, p.batch - group * COLUMNS);
 
-    float *all_sums = reinterpret_cast<float *>(shared);  // double-buffered by the step's parity
-    Product product(p, block, shared + SUMS / 2);
+    float *all_sums = reinterpret_cast<float *>(shared);  // double-buffered by the step's parity, if there is room
+    Product product(p, block, shared + SUM_BUFFERS * SUMS / 4);
     Units units(p, product, block, Block{block * UNITS, group * COLUMNS, sequences, int(threadIdx.x)});
     Patience patience(p.failure);
     const size_t stride = size_t(p.groups) * GROUP_BYTES;
@@ -148,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) recur(const Parameters 
             units.prefetch_step(Rows(p, step_of(taken + PREFETCH)), state + (PREFETCH + 1) * stride);
         units.pause<PAUSE>();
         product.ask(state);
-        float *sums = all_sums + taken % 2 * SUMS;
+        float *sums = all_sums + taken % SUM_BUFFERS * SUMS;
         product(sums, patience);
         __syncthreads();
         units.update(rows, step_after(taken), product, sums, state + stride);

@@ -53,6 +53,7 @@ class Geometry(NamedTuple):
     tiles: int = 0  # of a warp; of the sparse kernel: entries, two weights of a thread
     held: int = 0  # of these in registers; the others are in shared memory
     streamed: int = 0  # of the dense kernel's: read from L2 at every step, as they do not fit on chip
+    sum_buffers: int = 2  # for the partial sums of a step; with one, warps wait for each other before they write theirs
     shares: int = 1  # into which the block kernel splits each strip of 16 rows
     share_tiles: tuple[int, ...] = ()  # tiles of a warp's first share, of its second, ...
 
@@ -144,7 +145,7 @@ class Geometry(NamedTuple):
             rows = WARPS * (16 * self.row_tiles + 4)
         else:
             rows = self.parts_of_sums * (16 * len(self.share_tiles) * WARPS // self.shares + 4)
-        sums = 2 * rows * self.columns * 4
+        sums = self.sum_buffers * rows * self.columns * 4
         state = 0 if self.path == "dense" else (self.slice + ZERO_PLACES) * self.state_bytes
         mail = 2 * (self.cluster - 1) * self.units * self.columns * 8
         return sums + state + mail + (self.tiles - self.held - self.streamed) * self.tile_bytes
@@ -205,7 +206,7 @@ class Geometry(NamedTuple):
             products = self.row_tiles * sequence_tiles
             sums = 4 * products * (1 if products >= 4 else 2 if products >= 2 else 4)
             gates = ceil_div(self.units * self.columns, THREADS) * GATES[self.cell]  # that a thread computes
-            rest = 20 + 4 * sequence_tiles + 32 * wide + max(24, 6 * gates) * self.backward
+            rest = 20 + 4 * sequence_tiles + (32 if self.exact else 20) * wide + max(24, 6 * gates) * self.backward
             if states > 128 or (self.backward and gates > 8):
                 return None
             free = (REGISTERS - states - sums - rest) // 4
@@ -243,6 +244,7 @@ class Geometry(NamedTuple):
             ("CHUNK_BYTES", self.chunk_bytes),
             ("BACKWARD", int(self.backward)),
             ("CLUSTER", self.cluster),
+            ("SUM_BUFFERS", self.sum_buffers),
             ("RESETS", int(resets)),
             ("OFFSETS", int(packed)),
             ("KEEPS", int(keeps)),

@@ -92,6 +92,8 @@ def candidates(
             half = geometry.has_half_tiles
             tiles = (geometry.row_tiles - half) * geometry.column_tiles + half * ceil_div(geometry.column_tiles, 2)
             filled = geometry._replace(tiles=tiles).fill_registers(shared)
+            if filled is None or filled.streamed:
+                filled = geometry._replace(tiles=tiles, sum_buffers=1).fill_registers(shared) or filled
         elif geometry.path == "block":
             some, strips = 1 - (1 - density) ** ceil_div(16, rows), geometry.rows // 16  # some of a strip's columns
             deviations = NormalDist().inv_cdf(1 - 0.05 / (strips * geometry.blocks))  # a likely bound for all strips
