@@ -104,7 +104,7 @@ struct Units : Block {
         return place_of((g * PITCH + unit) * sizeof(Scalar), sequence);
     }
 
-    __device__ void update(char *state) {
+    __device__ void update(char *state, int taken) {
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
             if (idle(i)) continue;
@@ -127,7 +127,8 @@ struct Units : Block {
             dh[i] = total * direct[i];
 #pragma unroll
             for (int g = 0; g < GATES; ++g)
-                publish(owned(i) ? published[g] : 0, begins_word(i), state + state_place(unit + unit_of(i), sequence_of(i), g));
+                publish(owned(i) ? published[g] : 0, begins_word(i), state + state_place(unit + unit_of(i), sequence_of(i), g),
+                        taken);
         }
     }
 
@@ -160,7 +161,7 @@ struct Units : Block {
             const bool live = sequence + s < rows.live;
 #pragma unroll
             for (int g = 0; g < GATES; ++g) {
-                prefetch(state + state_place(u, s, g));
+                if (!TAGGED) prefetch(state + state_place(u, s, g));
                 if (live) prefetch(p.pre + row * (GATES * HIDDEN) + g * HIDDEN + u);
             }
             if (!live) return;
@@ -202,8 +203,8 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const
     Cluster cluster(p, product, block, mailbox);
     Patience patience(p.failure);
     const size_t stride = size_t(p.groups) * GROUP_BYTES;
-    char *state = p.states + size_t(group) * GROUP_BYTES;
-    const char *mine = state + block % CLUSTER * SLICE_BYTES;
+    char *states = p.states + size_t(group) * GROUP_BYTES;
+    const char *mine = states + block % CLUSTER * SLICE_BYTES;
     const auto step_of = [&](int taken) { return p.reverse ? taken : p.steps - 1 - taken; };
     const auto fetch = [&](int taken) {
         const bool has_earlier = taken + 1 < p.steps;
@@ -215,17 +216,17 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const
     Rows rows = fetch(0), next = rows;
     units.differentiate(rows);
     if (p.steps > 1) next = fetch(1);
-    for (int taken = 0; taken < p.steps; ++taken, state += stride, mine += stride) {
-        units.update(state);
+    for (int taken = 0; taken < p.steps; ++taken) {
+        units.update(states + buffer(taken, stride), taken);
         units.wait_for_update();
         const Rows written = rows;
         rows = next;
         units.differentiate(rows);
         if (taken + 2 < p.steps) next = fetch(taken + 2);
         if (taken + PREFETCH < p.steps)
-            units.prefetch_step(Rows(p, step_of(taken + PREFETCH)), state + PREFETCH * stride);
+            units.prefetch_step(Rows(p, step_of(taken + PREFETCH)), states + buffer(taken + PREFETCH, stride));
         units.pause<PAUSE>();
-        product.ask(mine);
+        product.ask(mine + buffer(taken, stride), taken);
         units.write(written);
         float *sums = all_sums + taken % SUM_BUFFERS * SUMS;
         product(sums, patience);

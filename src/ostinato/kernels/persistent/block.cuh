@@ -96,7 +96,7 @@ struct Product {
         }
     }
 
-    __device__ void ask(const char *from) { state.ask(from); }
+    __device__ void ask(const char *from, unsigned step) { state.ask(from, step); }
 
     // sums[part][sequence][row] = a share of the row's strip times the state that was asked for.  With HALVES, places
     // that hold the batch in their lower and in their upper half have separate partial sums, from separate columns of

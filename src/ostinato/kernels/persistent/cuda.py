@@ -308,7 +308,7 @@ def _launch(
     prepare, recur, processors = kernels(geometry, device, *special)
     groups = -(-batch // geometry.columns)
     packed_bytes = geometry.tiles * geometry.tile_bytes * geometry.blocks
-    states_bytes = (steps + (not geometry.backward)) * groups * geometry.group_bytes
+    states_bytes = (geometry.state_buffers or steps + (not geometry.backward)) * groups * geometry.group_bytes
     tensors = {name: None if x is None else x.contiguous() for name, x in given.items()} | results
     tensors["packed"] = pre.new_empty(packed_bytes, dtype=torch.uint8)
     tensors["states"] = pre.new_empty(states_bytes, dtype=torch.uint8)

@@ -93,6 +93,7 @@ struct Product {
     uint4 ahead[STREAMED ? AHEAD : 1], early[EARLY + 1];
     unsigned offset, odd_offset;  // in bytes, of this lane's first word in a sequence's state, and of an odd tile's
     const char *mine, *mine_odd;  // the same of the state that was asked for
+    unsigned step;                // of that
     Piece piece[SEQUENCE_TILES][PIECES + 1];
     Word odd[SEQUENCE_TILES];
 
@@ -127,7 +128,8 @@ struct Product {
     }
 
     // Starts to load the `state`, whether it is there or not.  Lanes beyond the last sequence load one twice.
-    __device__ void ask(const char *state) {
+    __device__ void ask(const char *state, unsigned of_step) {
+        step = of_step;
         const unsigned sequence = lane_id() / 4 % COLUMNS;
         mine = state + place_in_slice(offset, sequence), mine_odd = state + place_in_slice(odd_offset, sequence);
 #pragma unroll
@@ -136,8 +138,8 @@ struct Product {
             constexpr bool WHOLE = ROW_BYTES % (32 * WARPS) == 0;
 #pragma unroll
             for (int i = 0; i < PIECES; ++i)
-                read(piece[s][i], mine + (i * COLUMNS + s * 8) * CHUNK, there && (WHOLE || offset + i * 64 < ROW_BYTES));
-            if (ODD) read(odd[s], mine_odd + s * 8 * CHUNK, there && (WHOLE || odd_offset < ROW_BYTES));
+                read(piece[s][i], mine + (i * COLUMNS + s * 8) * CHUNK, there && (WHOLE || offset + i * 64 < ROW_BYTES), step);
+            if (ODD) read(odd[s], mine_odd + s * 8 * CHUNK, there && (WHOLE || odd_offset < ROW_BYTES), step);
         }
     }
 
@@ -153,8 +155,8 @@ struct Product {
 #pragma unroll
             for (int s = 0; s < SEQUENCE_TILES; ++s) {
 #pragma unroll
-                for (int i = 0; i < PIECES; ++i) waiting |= look(piece[s][i], mine + (i * COLUMNS + s * 8) * CHUNK);
-                if (ODD) waiting |= look(odd[s], mine_odd + s * 8 * CHUNK);
+                for (int i = 0; i < PIECES; ++i) waiting |= look(piece[s][i], mine + (i * COLUMNS + s * 8) * CHUNK, step);
+                if (ODD) waiting |= look(odd[s], mine_odd + s * 8 * CHUNK, step);
             }
         } while (waiting && patience.lasts());
         __syncwarp();

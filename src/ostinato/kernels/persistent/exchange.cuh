@@ -33,7 +33,8 @@ struct Parameters {
     const int *index;             // of a pruned matrix, with the next two: see Product
     const unsigned short *places, *spans;
     unsigned *packed;             // the weights in the order in which the blocks load them
-    char *states;                 // (steps, or forward one more, groups, CLUSTER, CHUNKS, COLUMNS, CHUNK bytes)
+    char *states;                 // (buffers, groups, CLUSTER, CHUNKS, COLUMNS, CHUNK bytes): of each step, and forward
+                                  // the first state, or STATE_BUFFERS
     const int *offsets;           // (steps + 1), with OFFSETS: of the rows of each step; else every step has `batch` rows
     int *failure;                 // set to 1 if a wait timed out
     const Scalar *pre;            // (rows, GATES * HIDDEN): forward the input's part; backward pre-activations, or an
@@ -150,37 +151,53 @@ using Word = unsigned long long;
 struct Piece { Word word[2]; };
 
 constexpr Word ABSENT = ~0ull;
+// Numbers rounded to tf32 have spare bits, which mma ignores: there each holds the step that it belongs to.  Then few
+// buffers, taken in turn, are enough, which stay in L2 and need not be filled for every step.  Two would do but for
+// clusters, of which a thread without a state to update may be one step ahead of those who wait for all the others.
+constexpr bool TAGGED = STATE_BUFFERS > 0;
+constexpr unsigned TAG = TAGGED ? 0x1fff : 0;
 
 __device__ inline unsigned low(Word word) { return unsigned(word); }
 __device__ inline unsigned high(Word word) { return unsigned(word >> 32); }
-__device__ inline bool absent(Word word) { return high(word) == ~0u || (HALF_WORDS && low(word) == ~0u); }
-__device__ inline bool absent(const Piece &piece) { return absent(piece.word[0]) || absent(piece.word[1]); }
+__device__ inline bool absent(unsigned half, unsigned step) { return TAGGED ? (half ^ step) & TAG : half == ~0u; }
+__device__ inline bool absent(Word word, unsigned step) {
+    return absent(high(word), step) || (HALF_WORDS && absent(low(word), step));
+}
+__device__ inline bool absent(const Piece &piece, unsigned step) {
+    return absent(piece.word[0], step) || absent(piece.word[1], step);
+}
+
+// The buffer of a step, of those of STRIDE bytes.
+__device__ inline size_t buffer(int step, size_t stride) {
+    return (TAGGED ? unsigned(step) % (STATE_BUFFERS + !TAGGED) : step) * stride;
+}
 
 // Polls: loads only what is absent, predicated so that many loads are in flight together.  True if it was absent.
-__device__ inline bool look(Word &word, const char *address) {
-    const bool wanted = absent(word);
+__device__ inline bool look(Word &word, const char *address, unsigned step) {
+    const bool wanted = absent(word, step);
     asm volatile("{ .reg .pred p; setp.ne.u32 p, %1, 0; @p ld.relaxed.gpu.global.b64 %0, [%2]; }"
                  : "+l"(word) : "r"(unsigned(wanted)), "l"(address) : "memory");
     return wanted;
 }
 
-__device__ inline bool look(Piece &piece, const char *address) {
-    const bool wanted = absent(piece);
+__device__ inline bool look(Piece &piece, const char *address, unsigned step) {
+    const bool wanted = absent(piece, step);
     asm volatile("{ .reg .pred p; setp.ne.u32 p, %2, 0; @p ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%3]; }"
                  : "+l"(piece.word[0]), "+l"(piece.word[1]) : "r"(unsigned(wanted)), "l"(address) : "memory");
     return wanted;
 }
 
-// The first load of a word, absent or not; zero if it does not exist.
-__device__ inline void read(Word &word, const char *address, bool exists) {
-    asm volatile("{ .reg .pred p; setp.ne.u32 p, %1, 0; mov.b64 %0, 0; @p ld.relaxed.gpu.global.b64 %0, [%2]; }"
-                 : "=&l"(word) : "r"(unsigned(exists)), "l"(address) : "memory");
+// The first load of a word, absent or not; zero, of any step, if it does not exist.
+__device__ inline void read(Word &word, const char *address, bool exists, unsigned step) {
+    asm volatile("{ .reg .pred p; setp.ne.u32 p, %1, 0; mov.b64 %0, {%3, %3}; @p ld.relaxed.gpu.global.b64 %0, [%2]; }"
+                 : "=&l"(word) : "r"(unsigned(exists)), "l"(address), "r"(step & TAG) : "memory");
 }
 
-__device__ inline void read(Piece &piece, const char *address, bool exists) {
-    asm volatile("{ .reg .pred p; setp.ne.u32 p, %2, 0; mov.b64 %0, 0; mov.b64 %1, 0;"
+__device__ inline void read(Piece &piece, const char *address, bool exists, unsigned step) {
+    asm volatile("{ .reg .pred p; setp.ne.u32 p, %2, 0; mov.b64 %0, {%4, %4}; mov.b64 %1, {%4, %4};"
                  " @p ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%3]; }"
-                 : "=&l"(piece.word[0]), "=&l"(piece.word[1]) : "r"(unsigned(exists)), "l"(address) : "memory");
+                 : "=&l"(piece.word[0]), "=&l"(piece.word[1])
+                 : "r"(unsigned(exists)), "l"(address), "r"(step & TAG) : "memory");
 }
 
 // A timeout of some seconds, counted in polls, not by a clock, since the GPU may be preempted.  After it a thread no
@@ -221,8 +238,8 @@ __device__ inline unsigned shown(float x) {
 }
 
 // Publishes the units of a word, one from each of consecutive lanes, at the first's `address`; all lanes must call it.
-__device__ inline void publish(float x, bool first, char *address) {
-    unsigned mine = shown(x);
+__device__ inline void publish(float x, bool first, char *address, unsigned step) {
+    unsigned mine = (shown(x) & ~TAG) | (step & TAG);
     if (sizeof(Scalar) == 2) mine |= __shfl_down_sync(~0u, mine, 1) << 16;
     const Word word = HALF_WORDS ? mine : mine | Word(__shfl_down_sync(~0u, mine, WORD / 2)) << 32;
     if (!first) return;

@@ -78,13 +78,15 @@ struct Units : Block {
     }
 
     // A sequence without this step keeps its state.
-    __device__ void update(const Rows &rows, int next_step, const Product &product, const float *sums, char *state) {
+    __device__ void update(const Rows &rows, int next_step, const Product &product, const float *sums, char *state,
+                           int taken) {
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
             if (idle(i)) continue;
             if (live(i, rows)) h[i] = next(i, product, sums);
             ends[i] = resets.before(next_step, i);
-            publish(ends[i] ? 0 : h[i], begins_word(i), state + place_of((unit + unit_of(i)) * sizeof(Scalar), sequence_of(i)));
+            char *address = state + place_of((unit + unit_of(i)) * sizeof(Scalar), sequence_of(i));
+            publish(ends[i] ? 0 : h[i], begins_word(i), address, taken + 1);
         }
     }
 
@@ -104,7 +106,7 @@ struct Units : Block {
 
     __device__ void prefetch_step(const Rows &rows, const char *state) const {
         each_sector([&](int s, int u) {
-            prefetch(state + place_of(u * sizeof(Scalar), s));
+            if (!TAGGED) prefetch(state + place_of(u * sizeof(Scalar), s));
             if (sequence + s >= rows.live) return;
             const Scalar *pre = p.pre + (rows.first + sequence + s) * (GATES * HIDDEN) + u;
 #pragma unroll
@@ -133,25 +135,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) recur(const Parameters 
     Units units(p, product, block, Block{block * UNITS, group * COLUMNS, sequences, int(threadIdx.x)});
     Patience patience(p.failure);
     const size_t stride = size_t(p.groups) * GROUP_BYTES;
-    char *state = p.states + size_t(group) * GROUP_BYTES;
+    char *states = p.states + size_t(group) * GROUP_BYTES;
     const auto step_of = [&](int taken) { return p.reverse ? p.steps - 1 - taken : taken; };
     const auto step_after = [&](int taken) { return step_of(min(taken + 1, p.steps - 1)); };
 
     Rows rows(p, step_of(0));
-    for (int taken = 0; taken < p.steps; ++taken, state += stride) {
+    for (int taken = 0; taken < p.steps; ++taken) {
         if (taken) units.write(rows);
         units.forget();
         rows = Rows(p, step_of(taken));
         units.fetch(rows);
         units.resets.read(p, units, step_after(taken));
         if (taken + PREFETCH < p.steps)
-            units.prefetch_step(Rows(p, step_of(taken + PREFETCH)), state + (PREFETCH + 1) * stride);
+            units.prefetch_step(Rows(p, step_of(taken + PREFETCH)), states + buffer(taken + PREFETCH + 1, stride));
         units.pause<PAUSE>();
-        product.ask(state);
+        product.ask(states + buffer(taken, stride), taken);
         float *sums = all_sums + taken % SUM_BUFFERS * SUMS;
         product(sums, patience);
         __syncthreads();
-        units.update(rows, step_after(taken), product, sums, state + stride);
+        units.update(rows, step_after(taken), product, sums, states + buffer(taken + 1, stride), taken);
         units.wait_for_update();
     }
     units.write(rows);

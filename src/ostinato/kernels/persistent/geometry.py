@@ -84,6 +84,12 @@ class Geometry(NamedTuple):
         return self.cluster * round_up(self.slice * self.dtype.itemsize, self.chunk_bytes) * self.columns
 
     @property
+    def state_buffers(self) -> int:
+        """Buffers that the exchanged states take in turn, where tf32 numbers hold their step; 0 if each has its own."""
+        padded = self.backward and self.cluster * self.slice > GATES[self.cell] * self.pitch  # with what nobody writes
+        return 4 if self.dtype == torch.float32 and not self.exact and self.path != "sparse" and not padded else 0
+
+    @property
     def blocks(self) -> int:
         """Blocks per group."""
         return ceil_div(self.pitch, self.units * self.cluster) * self.cluster
@@ -245,6 +251,7 @@ class Geometry(NamedTuple):
             ("BACKWARD", int(self.backward)),
             ("CLUSTER", self.cluster),
             ("SUM_BUFFERS", self.sum_buffers),
+            ("STATE_BUFFERS", self.state_buffers),
             ("RESETS", int(resets)),
             ("OFFSETS", int(packed)),
             ("KEEPS", int(keeps)),

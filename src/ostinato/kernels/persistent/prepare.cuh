@@ -12,7 +12,7 @@ __device__ inline Word initial_word(const Parameters &p, size_t byte) {
     if (RESETS && sequence < rows.live && p.resets[rows.first + sequence]) return 0;
     Word word = 0;
     for (int j = 0; p.h0 && sequence < p.batch && j < WORD && unit + j < HIDDEN; ++j)
-        word |= Word(shown(widen(p.h0[size_t(sequence) * HIDDEN + unit + j]))) << (j * 8 * sizeof(Scalar));
+        word |= Word(shown(widen(p.h0[size_t(sequence) * HIDDEN + unit + j])) & ~TAG) << (j * 8 * sizeof(Scalar));
     return word;
 }
 
@@ -33,7 +33,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) prepare(const Parameters p
     }
 
     constexpr bool PADDED = BACKWARD && WIDTH < CLUSTER * SLICE;
-    const size_t row = size_t(p.groups) * GROUP_BYTES / 16, pieces = (p.steps + size_t(!BACKWARD)) * row;
+    const size_t row = size_t(p.groups) * GROUP_BYTES / 16;
+    const size_t pieces = (TAGGED ? STATE_BUFFERS : p.steps + size_t(!BACKWARD)) * row;
     for (size_t i = thread; i < pieces; i += stride) {
         Piece piece = {ABSENT, ABSENT};
         if (PADDED || (!BACKWARD && i < row)) {

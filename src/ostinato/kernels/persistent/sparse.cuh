@@ -101,7 +101,7 @@ struct Product {
         }
     }
 
-    __device__ void ask(const char *from) { state.ask(from); }
+    __device__ void ask(const char *from, unsigned step) { state.ask(from, step); }
 
     // sums[sequence][thread] = this thread's share of its row of the matrix times the state that was asked for.
     __device__ void operator()(float *sums, Patience &patience) {

@@ -18,6 +18,7 @@ constexpr int AT_ONCE = ROUNDS * COLUMNS <= 32 ? ROUNDS : 32 / COLUMNS;  // roun
 struct SharedState {
     char *places;
     const char *mine;  // this thread's first word of the state that was asked for
+    unsigned step;     // of that
     Word words[AT_ONCE][COLUMNS];
 
     __device__ static int half(int place) { return HALVES ? place & 8 : 0; }  // in bytes
@@ -72,12 +73,13 @@ struct SharedState {
 #pragma unroll
         for (int i = 0; i < AT_ONCE && round + i < ROUNDS; ++i) {
 #pragma unroll
-            for (int c = 0; c < COLUMNS; ++c) read(words[i][c], address(round + i, c), true);
+            for (int c = 0; c < COLUMNS; ++c) read(words[i][c], address(round + i, c), true, step);
         }
     }
 
     // Starts to load a state, whether it is there or not.
-    __device__ void ask(const char *state) {
+    __device__ void ask(const char *state, unsigned of_step) {
+        step = of_step;
         mine = state + threadIdx.x * 8;
         load(0);
     }
@@ -94,7 +96,7 @@ struct SharedState {
 #pragma unroll
                 for (int i = 0; i < AT_ONCE && round + i < ROUNDS; ++i) {
 #pragma unroll
-                    for (int c = 0; c < COLUMNS; ++c) waiting |= look(words[i][c], address(round + i, c));
+                    for (int c = 0; c < COLUMNS; ++c) waiting |= look(words[i][c], address(round + i, c), step);
                 }
             } while (waiting && patience.lasts());
 #pragma unroll
