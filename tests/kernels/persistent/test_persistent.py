@@ -81,6 +81,7 @@ class Case:
             states if rnn else projected,
             self.uniform(*states.shape) if gru else None,
             states,
+            h,
             torch.randn_like(states, dtype=torch.float32) if lstm else None,
             c,
             self.weight,

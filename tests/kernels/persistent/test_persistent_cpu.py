@@ -96,7 +96,7 @@ def run(layer, grads, batch, cell, reverse, plan, dtype=F64, kernels=cpu):
         arguments[:, 2 * hidden :] = projected[:, 2 * hidden :]
         candidate = h_prev @ weight[2 * hidden :].T + bias[2 * hidden :]
     pre = exact[0] if cell.startswith("rnn") else arguments
-    saved = to(dtype, [pre, candidate, h_prev, exact[3], c0, weight, mask, *grads])
+    saved = to(dtype, [pre, candidate, exact[0], h0, exact[3], c0, weight, mask, *grads])
     gradients = kernels.backward(*saved, offsets, resets, batch, cell, reverse, plan)
     kept = [args[0], forward[3]] if kernels is cpu else [arguments, candidate if cell == "gru" else exact[3]]
     return *forward[:3], *([] if cell.startswith("rnn") else kept), *gradients

@@ -51,7 +51,9 @@ struct Units : Block {
             if (p.grad_output) grad[i] = __ldcs(p.grad_output + at);
             if (TAKES_STATE) {
                 candidate[i] = __ldcs(p.candidate + at);
-                before[i] = __ldcs(p.h_prev + at);
+                before[i] = 0.0f;
+                if (has_earlier && live(i, earlier)) before[i] = __ldcs(p.h + place(earlier.first, i));
+                else if (p.h0) before[i] = p.h0[place(0, i)];
             }
             if (TAKES_CELL) {
                 cell[i] = p.cells[at];
@@ -68,6 +70,7 @@ struct Units : Block {
         for (int i = 0; i < ITEMS; ++i) {
             if (idle(i)) continue;
             begins[i] = resets.before(rows.step, i);
+            if (TAKES_STATE && begins[i]) before[i] = 0.0f;
             if (TAKES_CELL && begins[i]) cell_before[i] = 0;
             float x[GATES];
 #pragma unroll
@@ -166,7 +169,7 @@ struct Units : Block {
             }
             if (!live) return;
             if (p.grad_output) prefetch(p.grad_output + at);
-            if (TAKES_STATE) prefetch(p.candidate + at), prefetch(p.h_prev + at);
+            if (TAKES_STATE) prefetch(p.candidate + at), prefetch(p.h + at);
             if (TAKES_CELL) prefetch(p.cells + at);
         });
     }

@@ -143,7 +143,8 @@ def forward(
 def backward(
     pre: Tensor,
     candidate: Tensor | None,
-    h_prev: Tensor,
+    h: Tensor,
+    h0: Tensor | None,
     c: Tensor | None,
     c0: Tensor | None,
     weight_hh: Tensor,
@@ -175,7 +176,8 @@ def backward(
     arrays = {
         "pre": pre.contiguous(),
         "candidate": candidate,
-        "h_prev": h_prev.contiguous(),
+        "h": h.contiguous(),
+        "h0": _state(h0, batch if cell == "gru" else 0, hidden, pre),
         "cells": c,
         "c0": _state(c0, batch if lstm else 0, hidden, pre),
         "zeros": None if resets is None else pre.new_zeros(hidden),
@@ -191,8 +193,8 @@ def backward(
     sizes = {"batch": batch, "hidden": hidden, "reverse": reverse, "grad_row": grad_row}
     if not _run(loop, cpu_loops.BackwardWork, how, weights, arrays, **sizes):
         dense = plan._replace(path="dense")
-        states, upstream = (c, c0, weight_hh, mask_hh), (grad_output, grad_h_n, grad_c_n)
-        return backward(pre, candidate, h_prev, *states, *upstream, offsets, resets, batch, cell, reverse, dense)
+        states, upstream = (h, h0, c, c0, weight_hh, mask_hh), (grad_output, grad_h_n, grad_c_n)
+        return backward(pre, candidate, *states, *upstream, offsets, resets, batch, cell, reverse, dense)
     return grads, of_units.reshape(batch, -1)[:, :hidden], dc if lstm else None, grads
 
 

@@ -55,7 +55,7 @@ class BackwardWork(ctypes.Structure):
     """The backward loop's arguments, as the forward's; the sums are dh."""
 
     _fields_ = integers(
-        *(*_BOTH, "pre", "candidate", "h_prev", "cells", "c0", "zeros", "grad_output", "grad_row"),
+        *(*_BOTH, "pre", "candidate", "h", "h0", "cells", "c0", "zeros", "grad_output", "grad_row"),
         *("dh", "dc", "grads"),
     )
 
@@ -261,7 +261,9 @@ def backward(dtype: type, cell: str, kind: str, height: int, tile: int, shared: 
         offsets, weights = pointer_to(work.offsets, np.int32), pointer_to(work.weights, dtype)
         resets, zeros = pointer_to(work.resets, np.uint8), pointer_to(work.zeros, dtype)
         pre, candidate = pointer_to(work.pre, dtype), pointer_to(work.candidate, dtype)
-        h_prev, cells, c0 = pointer_to(work.h_prev, dtype), pointer_to(work.cells, dtype), pointer_to(work.c0, dtype)
+        h, h0 = pointer_to(work.h, dtype), pointer_to(work.h0, dtype)
+        cells, c0 = pointer_to(work.cells, dtype), pointer_to(work.c0, dtype)
+        states, initial = (cells, c0) if cell == "lstm" else (h, h0)
         grad_output, grads = pointer_to(work.grad_output, dtype), pointer_to(work.grads, dtype)
         dh, dc = pointer_to(work.dh, dtype), pointer_to(work.dc, dtype)
         batch, length, hidden, group = work.batch, work.length, work.hidden, work.group
@@ -314,13 +316,11 @@ def backward(dtype: type, cell: str, kind: str, height: int, tile: int, shared: 
                         at_before_step, live_before = _rows_of(work.offsets, offsets, t_before, batch, 0, batch)
                     for b in range(first, first + live):
                         at_row = (at_step + b) * hidden
-                        before, at_before = h_prev, at_row
-                        if cell == "lstm":
-                            before, at_before = cells, (at_before_step + b) * hidden
-                            if b >= live_before:
-                                before, at_before = c0, b * hidden
-                            if work.resets and resets[at_step + b]:
-                                before, at_before = zeros, np.int64(0)
+                        before, at_before = states, (at_before_step + b) * hidden
+                        if b >= live_before:
+                            before, at_before = initial, b * hidden
+                        if work.resets and resets[at_step + b]:
+                            before, at_before = zeros, np.int64(0)
                         at_grad = (at_step + b) * work.grad_row
                         at_gates, at_before, at_grad = at_row * gates + begin, at_before + begin, at_grad + begin
                         at_grads, at_row = at_row * width + begin, at_row + begin

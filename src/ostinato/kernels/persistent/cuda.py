@@ -28,7 +28,7 @@ from ostinato.kernels.persistent.search import choose_geometry
 
 _POINTERS = (
     *("weight", "bias", "index", "places", "spans", "packed", "states", "offsets", "failure", "pre", "h0", "c0"),
-    *("output", "cells", "gates", "candidates", "h_n", "c_n", "candidate", "h_prev", "grad_output", "grad_h_n"),
+    *("output", "cells", "gates", "candidates", "h_n", "c_n", "candidate", "h", "grad_output", "grad_h_n"),
     *("grad_c_n", "grads", "grad_h0", "grad_c0", "resets", "marks", "totals"),
 )
 _PARAMETERS = struct.Struct(f"{len(_POINTERS)}Q5i")
@@ -164,7 +164,8 @@ def keeps_gates(dtype: torch.dtype, cell: str, hidden_size: int, batch: int) -> 
 def backward(
     pre: Tensor,
     candidate: Tensor | None,
-    h_prev: Tensor | None,
+    h: Tensor | None,
+    h0: Tensor | None,
     c: Tensor | None,
     c0: Tensor | None,
     weight_hh: Tensor,
@@ -192,7 +193,7 @@ def backward(
         "grad_c0": pre.new_empty(batch, hidden) if lstm else None,
         "totals": pre.new_empty(batch, width, dtype=torch.float32),
     }
-    given = {"pre": pre, "weight": weight_hh, "c0": c0, "candidate": candidate, "h_prev": h_prev, "cells": c}
+    given = {"pre": pre, "weight": weight_hh, "h0": h0, "c0": c0, "candidate": candidate, "h": h, "cells": c}
     given |= {"grad_output": grad_output, "grad_h_n": grad_h_n, "grad_c_n": grad_c_n}
     given |= {"offsets": offsets, "resets": resets}
     _launch(geometry, mask_hh, batch, reverse, given, results)

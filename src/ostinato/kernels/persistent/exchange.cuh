@@ -46,7 +46,7 @@ struct Parameters {
     Pack *candidates;             // (rows, HIDDEN), of a GRU, with KEEPS: what the backward takes as `candidate`
     Pack *h_n, *c_n;              // (batch, HIDDEN), forward
     const Scalar *candidate;      // (rows, HIDDEN), backward: the recurrent part of a GRU's candidate
-    const Scalar *h_prev;         // (rows, HIDDEN), backward: the states before each step, of a GRU
+    const Scalar *h;              // (rows, HIDDEN), backward: the states after each step, of a GRU
     const Scalar *grad_output;    // (rows, HIDDEN), or null for zeros
     const Scalar *grad_h_n, *grad_c_n;  // (batch, HIDDEN), or null for zeros
     Pack *grads;                  // (rows, GRADS * HIDDEN), backward

@@ -266,14 +266,15 @@ def _recurrent_layer_backward(
     hidden, gru = weight_hh.shape[1], cell == "gru"
     how = True, path, directions, resets is not None
     kernels, plan = _choose(x, mask_hh, offsets, batch, cell, hidden, *how)
-    h_prev = kernels.previous(h, h0, offsets, batch, reverse, resets)
-    if cell.startswith("rnn"):
-        pre, candidate = h, None
-    elif kernels is not reference and gates.numel():
-        pre, candidate = gates, c if gru else None
-    else:
+    recomputes = not cell.startswith("rnn") and (kernels is reference or not gates.numel())
+    # Whether the states before all steps but the first are simply rows of h; on CPUs their number would not be round.
+    shifts = x.is_cuda and offsets is None and resets is None and not recomputes
+    h_prev: Any = None if shifts else kernels.previous(h, h0, offsets, batch, reverse, resets)
+    if recomputes:
         pre, candidate = _arguments(x, h_prev, weight_ih, weight_hh, bias_ih, bias_hh, cell)
-    args = pre, candidate, h_prev, c if cell == "lstm" else None, c0, weight_hh, mask_hh
+    else:
+        pre, candidate = (h, None) if cell.startswith("rnn") else (gates, c if gru else None)
+    args = pre, candidate, h, h0, c if cell == "lstm" else None, c0, weight_hh, mask_hh
     grads, grad_h0, grad_c0, totals = kernels.backward(
         *args, grad_output, grad_h_n, grad_c_n, offsets, resets, batch, cell, reverse, plan
     )
@@ -285,12 +286,19 @@ def _recurrent_layer_backward(
     def in_order(rows: Tensor) -> Tensor:
         return rows.roll(-hidden, 0) if gru else rows
 
+    def of_weight_hh() -> Tensor:
+        if h_prev is not None:
+            return gradient_of_weight(recurrent, h_prev)
+        first, others = (slice(-batch, None), slice(-batch)) if reverse else (slice(batch), slice(batch, None))
+        found = gradient_of_weight(recurrent[others], h[batch:] if reverse else h[:-batch])
+        return found if h0 is None else found.addmm_(recurrent[first].T, h0)
+
     compute: tuple[Callable[[], Any], ...] = (
         lambda: gradient_of_input(inputs, weight_ih),
         lambda: grad_h0,
         lambda: grad_c0,
         lambda: gradient_of_weight(inputs, x),
-        lambda: in_order(gradient_of_weight(recurrent, h_prev)),
+        lambda: in_order(of_weight_hh()),
         lambda: totals[hidden:].clone() if gru else totals,
         lambda: in_order(totals[: 3 * hidden]) if gru else totals.clone(),
     )

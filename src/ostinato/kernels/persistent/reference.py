@@ -102,7 +102,8 @@ def advance(p: Tensor, q: Tensor, h: Tensor, c: Tensor, cell: str) -> tuple[Tens
 def backward(
     pre: Tensor,
     candidate: Tensor | None,
-    h_prev: Tensor,
+    h: Tensor,
+    h0: Tensor | None,
     c: Tensor | None,
     c0: Tensor | None,
     weight_hh: Tensor,
@@ -122,8 +123,8 @@ def backward(
     Args:
         pre: (rows, gates * H), p + q; for a GRU's n only p; of an RNN h itself, which determines the derivative.
         candidate: (rows, H), a GRU's q of n; else None.
-        h_prev: (rows, H), the state before each step, see :func:`previous`.
-        c, c0: an LSTM's cell state after each step and before the first.
+        h, h0: (rows, H) and (B, H), the state after each step and before the first, which a GRU's needs.
+        c, c0: the same of an LSTM's cell state.
         grad_output, grad_h_n, grad_c_n: gradients of what forward returned, None for zeros.
 
     Returns:
@@ -137,6 +138,7 @@ def backward(
     weight = weight_hh.to(wide)
     if cell == "gru":  # in the order of its gradients
         weight = torch.cat([weight[2 * hidden :], weight[: 2 * hidden]])
+    h_prev = previous(h, h0, offsets, batch, reverse, resets) if cell == "gru" else None
     c_prev = None if c is None else previous(c, c0, offsets, batch, reverse, resets)
     dh, dc = (weight.new_zeros(batch, hidden) if x is None else x.to(wide) for x in (grad_h_n, grad_c_n))
     grads = pre.new_empty(len(pre), hidden * (1 if cell.startswith("rnn") else 4))
@@ -161,12 +163,12 @@ def backward(
             )
             dc = torch.cat([dc_t * f, dc[live:]])
         elif cell == "gru":
-            assert candidate is not None
+            assert candidate is not None and h_prev is not None
             r, z = a[:, : 2 * hidden].sigmoid().chunk(2, 1)
-            q_n, h = candidate[step].to(wide), h_prev[step].to(wide)
+            q_n, before = candidate[step].to(wide), h_prev[step].to(wide)
             n = (a[:, 2 * hidden :] + r * q_n).tanh()
             d_n = d_t * (1 - z) * (1 - n**2)
-            parts = d_n * r, d_n * q_n * r * (1 - r), d_t * (h - n) * z * (1 - z), d_n
+            parts = d_n * r, d_n * q_n * r * (1 - r), d_t * (before - n) * z * (1 - z), d_n
             past = d_t * z
         else:
             parts = (d_t * (a > 0) if cell == "rnn_relu" else d_t * (1 - a**2),)
