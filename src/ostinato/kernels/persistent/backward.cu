@@ -24,7 +24,7 @@ struct Units : Block {
     // As loaded.
     Scalar pre[ITEMS][GATES], grad[ITEMS], candidate[ITEMS], before[ITEMS];
     float cell[ITEMS], cell_before[ITEMS];
-    Resets resets;
+    Resets resets;  // before the step that is differentiated next
     bool begins[ITEMS], began[ITEMS];  // whether the next step to be processed, and the last, start from a zero state
 
     __device__ Units(const Parameters &p, const Product &product, int block, Block owned_by) : Block(owned_by), p(p) {
@@ -41,7 +41,6 @@ struct Units : Block {
 
     // earlier: the rows of the previous time step, if any
     __device__ void fetch(const Rows &rows, bool has_earlier, const Rows &earlier) {
-        resets.read(p, *this, rows.step);
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
             if (!live(i, rows)) continue;
@@ -69,7 +68,7 @@ struct Units : Block {
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
             if (idle(i)) continue;
-            begins[i] = resets.before(rows.step, i);
+            begins[i] = resets.before[i];
             if (TAKES_STATE && begins[i]) before[i] = 0.0f;
             if (TAKES_CELL && begins[i]) cell_before[i] = 0;
             float x[GATES];
@@ -206,8 +205,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const
     Cluster cluster(p, product, block, mailbox);
     Patience patience(p.failure);
     const size_t stride = size_t(p.groups) * GROUP_BYTES;
-    char *states = p.states + size_t(group) * GROUP_BYTES;
-    const char *mine = states + block % CLUSTER * SLICE_BYTES;
+    char *state = p.states + size_t(group) * GROUP_BYTES;
     const auto step_of = [&](int taken) { return p.reverse ? taken : p.steps - 1 - taken; };
     const auto fetch = [&](int taken) {
         const bool has_earlier = taken + 1 < p.steps;
@@ -217,19 +215,23 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const
     };
 
     Rows rows = fetch(0), next = rows;
+    units.resets.look_up(p, units, rows.step);
     units.differentiate(rows);
     if (p.steps > 1) next = fetch(1);
+    units.resets.look_up(p, units, next.step);
     for (int taken = 0; taken < p.steps; ++taken) {
-        units.update(states + buffer(taken, stride), taken);
+        units.update(state, taken);
         units.wait_for_update();
         const Rows written = rows;
         rows = next;
         units.differentiate(rows);
         if (taken + 2 < p.steps) next = fetch(taken + 2);
         if (taken + PREFETCH < p.steps)
-            units.prefetch_step(Rows(p, step_of(taken + PREFETCH)), states + buffer(taken + PREFETCH, stride));
+            units.prefetch_step(Rows(p, step_of(taken + PREFETCH)), state + PREFETCH * stride);
         units.pause<PAUSE>();
-        product.ask(mine + buffer(taken, stride), taken);
+        product.ask(state + block % CLUSTER * SLICE_BYTES, taken);
+        units.resets.look_up(p, units, next.step);
+        state += buffers_to(taken, taken + 1) * ptrdiff_t(stride);
         units.write(written);
         float *sums = all_sums + taken % SUM_BUFFERS * SUMS;
         product(sums, patience);

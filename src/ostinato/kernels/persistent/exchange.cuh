@@ -118,13 +118,14 @@ struct Block {
     }
 };
 
-// The steps before which the state of a thread's sequences is zero.  Loaded for 32 steps at once and predicated, since
-// a load at every step takes a twentieth of it.
+// Whether the states of a thread's sequences are zero before a step.  Marks are loaded for 32 steps at once and
+// predicated, since a load at every step takes a twentieth of it; they are looked up while the block waits.
 struct Resets {
     unsigned marks[ITEMS] = {};
     int word = -1;  // of the marks
+    bool before[ITEMS] = {};
 
-    __device__ void read(const Parameters &p, const Block &own, int step) {
+    __device__ void look_up(const Parameters &p, const Block &own, int step) {
         if (!RESETS) return;
         const bool wanted = step / 32 != word;
         word = step / 32;
@@ -133,9 +134,9 @@ struct Resets {
             const unsigned *mine = p.marks + size_t(word) * p.batch + own.sequence + own.sequence_of(i);
             asm volatile("{ .reg .pred p; setp.ne.u32 p, %1, 0; @p ld.global.b32 %0, [%2]; }"
                          : "+r"(marks[i]) : "r"(unsigned(wanted && own.owned(i))), "l"(mine) : "memory");
+            before[i] = marks[i] >> step % 32 & 1;
         }
     }
-    __device__ bool before(int step, int i) const { return RESETS && marks[i] >> step % 32 & 1; }
 };
 
 // The offset of byte `k` of a sequence's slice in the group's slice; and of byte `k` of its whole exchanged vector.
@@ -167,9 +168,9 @@ __device__ inline bool absent(const Piece &piece, unsigned step) {
     return absent(piece.word[0], step) || absent(piece.word[1], step);
 }
 
-// The buffer of a step, of those of STRIDE bytes.
-__device__ inline size_t buffer(int step, size_t stride) {
-    return (TAGGED ? unsigned(step) % (STATE_BUFFERS + !TAGGED) : step) * stride;
+// The offset from the buffer of a step to that of a later one, in buffers.
+__device__ inline int buffers_to(int step, int later) {
+    return TAGGED ? later % (STATE_BUFFERS + !TAGGED) - step % (STATE_BUFFERS + !TAGGED) : later - step;
 }
 
 // Polls: loads only what is absent, predicated so that many loads are in flight together.  True if it was absent.

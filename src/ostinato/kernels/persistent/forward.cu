@@ -9,17 +9,15 @@ constexpr int PREFETCH = 3;  // steps
 struct Units : Block {
     const Parameters &p;
     float h[ITEMS], c[ITEMS], bias[ITEMS][GATES];
-    Resets resets;
-    bool ends[ITEMS];  // whether the next step begins from zero
+    Resets resets;  // before this step; from the update on before the next
     Scalar projected[ITEMS][GATES];
     Span spans[ITEMS][GATES];
 
     __device__ Units(const Parameters &p, const Product &product, int block, Block owned_by) : Block(owned_by), p(p) {
-        resets.read(p, *this, p.reverse ? p.steps - 1 : 0);
+        resets.look_up(p, *this, p.reverse ? p.steps - 1 : 0);
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
             h[i] = c[i] = 0;
-            ends[i] = resets.before(p.reverse ? p.steps - 1 : 0, i);
 #pragma unroll
             for (int g = 0; g < GATES; ++g) bias[i][g] = 0;
             if (!owned(i)) continue;
@@ -37,7 +35,7 @@ struct Units : Block {
     __device__ void forget() {
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i)
-            if (ends[i]) h[i] = c[i] = 0;
+            if (resets.before[i]) h[i] = c[i] = 0;
     }
 
     __device__ void fetch(const Rows &rows) {
@@ -78,15 +76,13 @@ struct Units : Block {
     }
 
     // A sequence without this step keeps its state.
-    __device__ void update(const Rows &rows, int next_step, const Product &product, const float *sums, char *state,
-                           int taken) {
+    __device__ void update(const Rows &rows, const Product &product, const float *sums, char *state, int taken) {
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
             if (idle(i)) continue;
             if (live(i, rows)) h[i] = next(i, product, sums);
-            ends[i] = resets.before(next_step, i);
             char *address = state + place_of((unit + unit_of(i)) * sizeof(Scalar), sequence_of(i));
-            publish(ends[i] ? 0 : h[i], begins_word(i), address, taken + 1);
+            publish(resets.before[i] ? 0 : h[i], begins_word(i), address, taken + 1);
         }
     }
 
@@ -135,7 +131,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) recur(const Parameters 
     Units units(p, product, block, Block{block * UNITS, group * COLUMNS, sequences, int(threadIdx.x)});
     Patience patience(p.failure);
     const size_t stride = size_t(p.groups) * GROUP_BYTES;
-    char *states = p.states + size_t(group) * GROUP_BYTES;
+    char *state = p.states + size_t(group) * GROUP_BYTES;
     const auto step_of = [&](int taken) { return p.reverse ? p.steps - 1 - taken : taken; };
     const auto step_after = [&](int taken) { return step_of(min(taken + 1, p.steps - 1)); };
 
@@ -145,15 +141,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) recur(const Parameters 
         units.forget();
         rows = Rows(p, step_of(taken));
         units.fetch(rows);
-        units.resets.read(p, units, step_after(taken));
         if (taken + PREFETCH < p.steps)
-            units.prefetch_step(Rows(p, step_of(taken + PREFETCH)), states + buffer(taken + PREFETCH + 1, stride));
+            units.prefetch_step(Rows(p, step_of(taken + PREFETCH)), state + (PREFETCH + 1) * stride);
         units.pause<PAUSE>();
-        product.ask(states + buffer(taken, stride), taken);
+        product.ask(state, taken);
+        units.resets.look_up(p, units, step_after(taken));
         float *sums = all_sums + taken % SUM_BUFFERS * SUMS;
         product(sums, patience);
         __syncthreads();
-        units.update(rows, step_after(taken), product, sums, states + buffer(taken + 1, stride), taken);
+        state += buffers_to(taken, taken + 1) * ptrdiff_t(stride);
+        units.update(rows, product, sums, state, taken);
         units.wait_for_update();
     }
     units.write(rows);
