@@ -155,6 +155,18 @@ def recurrent(path, shape, clusters):
         case.check()
 
 
+def rounded():
+    layer = "gru", 130, 20
+    case, properties = test_persistent.Case("dense", *layer, torch.float32), torch.cuda.get_device_properties(0)
+    forwards, backwards = (test_persistent.rounded(*layer, back, properties) for back in FLAGS)
+    for forward, back in itertools.zip_longest(forwards, backwards, fillvalue=forwards[0]):
+        case.plan = case.plan._replace(geometry=persistent.Geometries(forward, back))
+        inputs = case.inputs(6, resets=0.3)
+        case.forward(inputs, False)
+        persistent.backward(*case.gradients(inputs, False))
+        case.check()
+
+
 PARTS = {
     f"scan-{geometry}-{dtype}".replace(" ", "-"): partial(scans_and_layers, geometry, dtype)
     for geometry, dtype in itertools.product(test_cuda.GEOMETRIES, test_cuda.TOLERANCE)
@@ -178,6 +190,7 @@ PARTS |= {
 }
 PARTS["transposition"] = transpositions
 PARTS["previous"] = shifts
+PARTS["rounded"] = rounded
 for kind, clusters in {"persistent": (1,), "clusters": (2, 4)}.items():
     for path, shape in test_persistent.LAYERS:
         PARTS["-".join(map(str, (kind, path, *shape))).replace(" ", "")] = partial(recurrent, path, shape, clusters)

@@ -12,8 +12,9 @@ from torch import nn
 import ostinato
 from gpus import ARCHITECTURES, H100
 from ostinato.kernels import nvrtc
-from ostinato.kernels.persistent import cuda, geometry, reference
+from ostinato.kernels.persistent import cuda, geometry, reference, search
 from ostinato.kernels.persistent.costs import microseconds
+from ostinato.kernels.persistent.geometry import Geometry
 from ostinato.kernels.persistent.plan import GATES, Plan
 from persistent_layers import candidate, candidates, random_mask
 
@@ -148,6 +149,28 @@ def test_kernels_compile_without_a_gpu(path, architecture, backward):
             assert nvrtc.compile_cubin(code, architecture, macros)[:4] == b"\x7fELF"
 
 
+@pytest.mark.parametrize("backward", [False, True])
+def test_kernels_of_rounded_numbers_compile_without_a_gpu(backward):
+    pytest.importorskip("cuda.core")
+    for chosen in rounded("gru", 130, 20, backward):
+        code, macros = nvrtc.source(*geometry.files(chosen)), dict(chosen.macros())
+        assert nvrtc.compile_cubin(code, "sm_90", macros)[:4] == b"\x7fELF"
+
+
+def rounded(cell, hidden, batch, backward, properties=H100):
+    """Geometries in tf32, with one and with two buffers of partial sums."""
+    start = Geometry("dense", cell, hidden, f32, 0, 0, 0, backward, exact=False)
+    found = {g.cluster: g for g in search.candidates(start, batch, 1.0, None, properties)}
+    return [g._replace(sum_buffers=n) for g in found.values() for n in (1, 2)]
+
+
+def test_rounded_states_take_buffers_in_turn_unless_slices_are_padded():
+    for cluster, hidden, buffers in ((1, 130, 4), (2, 128, 4), (2, 130, 0)):
+        start = Geometry("dense", "gru", hidden, f32, 16, 8, 1, True, exact=False, cluster=cluster)
+        assert start.state_buffers == buffers
+        assert start._replace(exact=True).state_buffers == start._replace(dtype=f16).state_buffers == 0
+
+
 DENSE = [
     ("rnn_tanh", 2304, 4, f16),
     ("gru", 2304, 4, f16),
@@ -253,6 +276,37 @@ def test_clusters_match_the_reference(layer, cluster, nan_memory):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("layer", [("gru", 512, 37), ("lstm", 130, 23), ("rnn_tanh", 101, 5)])
+def test_rounded_states_match_the_reference(layer, nan_memory):
+    torch.manual_seed(0)
+    properties = torch.cuda.get_device_properties(0)
+    forwards, backwards = (rounded(*layer, backward, properties) for backward in (False, True))
+    case = Case("dense", *layer, f32)
+    for k, ((steps, packed, resets), backward) in enumerate(
+        itertools.product(((19, False, 0.0), (7, True, 0.2)), backwards)
+    ):
+        case.plan = case.plan._replace(geometry=cuda.Geometries(forwards[k % len(forwards)], backward))
+        inputs = case.inputs(steps, packed=packed, resets=resets)
+        gradients = case.gradients(inputs, packed)
+        found, expected = (case.both(inputs, gradients, packed, *how) for how in ((), (reference, double)))
+        case.check()
+        assert max(errors(found, expected)) < 1e-3, case.plan.geometry
+
+
+@pytest.mark.gpu
+def test_a_step_that_no_longer_fits_into_the_spare_bits(nan_memory):
+    torch.manual_seed(0)
+    case = Case("dense", "gru", 8, 2, f32)
+    forward, backward = (rounded("gru", 8, 2, back, torch.cuda.get_device_properties(0))[0] for back in (False, True))
+    case.plan = case.plan._replace(geometry=cuda.Geometries(forward, backward))
+    inputs = case.inputs(2**13 + 6)
+    gradients = case.gradients(inputs, False)
+    found, expected = (case.both(inputs, gradients, False, *how) for how in ((), (reference, double)))
+    case.check()
+    assert max(errors(found, expected)) < 1e-3
+
+
+@pytest.mark.gpu
 def test_tf32_only_where_it_is_allowed():
     torch.manual_seed(0)
     for exact, least, most in ((True, 0, 2e-6), (False, 1e-5, 1e-3)):
@@ -334,7 +388,7 @@ def test_what_is_not_finite_hangs_nothing(bad):
         inputs = case.inputs(20)
         inputs[0].view(20, 4, -1)[7, 2, 5] = bad
         gradients = list(case.gradients(inputs, False))
-        gradients[7].view(20, 4, -1)[7, 2, 5] = bad
+        gradients[8].view(20, 4, -1)[7, 2, 5] = bad
         output, grads = (x[0].view(20, 4, -1) for x in (case.forward(inputs, False), cuda.backward(*gradients)))
         case.check()
         others = [0, 1, 3]  # sequences

@@ -231,7 +231,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const
         units.pause<PAUSE>();
         product.ask(state + block % CLUSTER * SLICE_BYTES, taken);
         units.resets.look_up(p, units, next.step);
-        state += buffers_to(taken, taken + 1) * ptrdiff_t(stride);
+        state += to_next_buffer(taken) * ptrdiff_t(stride);
         units.write(written);
         float *sums = all_sums + taken % SUM_BUFFERS * SUMS;
         product(sums, patience);

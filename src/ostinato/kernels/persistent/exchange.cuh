@@ -6,6 +6,11 @@
 // flag: a word that is no longer that NaN has arrived, and no fence, no barrier between blocks and no reuse of buffers
 // is needed.  A word is 8 or 4 aligned bytes, which are written atomically; it holds adjacent units of one sequence.
 //
+// Numbers rounded to tf32 have spare bits, which mma ignores.  There each holds the number of its step (TAGGED): a word
+// has arrived when that is the one waited for, and a few buffers are enough, taken in turn, which stay in L2 and need not
+// be filled for every step.  By the time a block writes a step, all have read the last but one, as it needs what they
+// made of that; in a cluster, threads without a state of their own may be a step ahead of this, so two are too few.
+//
 // Backward exchanges GATES times as much.  There each of CLUSTER blocks multiplies one slice of it with the rows of all
 // the cluster's units, and the partial sums are reduced through distributed shared memory.
 
@@ -152,9 +157,6 @@ using Word = unsigned long long;
 struct Piece { Word word[2]; };
 
 constexpr Word ABSENT = ~0ull;
-// Numbers rounded to tf32 have spare bits, which mma ignores: there each holds the step that it belongs to.  Then few
-// buffers, taken in turn, are enough, which stay in L2 and need not be filled for every step.  Two would do but for
-// clusters, of which a thread without a state to update may be one step ahead of those who wait for all the others.
 constexpr bool TAGGED = STATE_BUFFERS > 0;
 constexpr unsigned TAG = TAGGED ? 0x1fff : 0;
 
@@ -168,9 +170,9 @@ __device__ inline bool absent(const Piece &piece, unsigned step) {
     return absent(piece.word[0], step) || absent(piece.word[1], step);
 }
 
-// The offset from the buffer of a step to that of a later one, in buffers.
-__device__ inline int buffers_to(int step, int later) {
-    return TAGGED ? later % (STATE_BUFFERS + !TAGGED) - step % (STATE_BUFFERS + !TAGGED) : later - step;
+// From the buffer of a step to that of the next.
+__device__ inline int to_next_buffer(int step) {
+    return TAGGED && (step + 1) % (STATE_BUFFERS + !TAGGED) == 0 ? 1 - STATE_BUFFERS : 1;
 }
 
 // Polls: loads only what is absent, predicated so that many loads are in flight together.  True if it was absent.

@@ -149,7 +149,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) recur(const Parameters 
         float *sums = all_sums + taken % SUM_BUFFERS * SUMS;
         product(sums, patience);
         __syncthreads();
-        state += buffers_to(taken, taken + 1) * ptrdiff_t(stride);
+        state += to_next_buffer(taken) * ptrdiff_t(stride);
         units.update(rows, product, sums, state, taken);
         units.wait_for_update();
     }

@@ -163,7 +163,8 @@ def backward(
             )
             dc = torch.cat([dc_t * f, dc[live:]])
         elif cell == "gru":
-            assert candidate is not None and h_prev is not None
+            assert candidate is not None
+            assert h_prev is not None
             r, z = a[:, : 2 * hidden].sigmoid().chunk(2, 1)
             q_n, before = candidate[step].to(wide), h_prev[step].to(wide)
             n = (a[:, 2 * hidden :] + r * q_n).tanh()
