@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils.rnn import PackedSequence
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 import ostinato
 from ostinato.kernels.persistent import operators
@@ -115,11 +115,31 @@ def test_arguments_of_other_types_are_named(wrong):
             make(cell, 5, 8)(x, hx, resets=resets)
 
 
-def test_projections_are_refused():
-    with pytest.raises(ValueError, match="proj_size must be 0, projections are not supported; got 8"):
-        ostinato.LSTM(5, 16, proj_size=8)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("frozen", [True, False])
+def test_projections_run_in_torchs_kernels(bias, frozen):
+    torch.manual_seed(0)
+    arguments = {"num_layers": 2, "bias": bias, "proj_size": 6, "dtype": torch.float64}
+    layer, other = ostinato.LSTM(5, 16, **arguments), nn.LSTM(5, 16, **arguments)
+    layer.load_state_dict(other.state_dict())
+    assert layer.plan(4).reason == "layers with projections run in torch's own kernels"
+    x, hx = torch.randn(9, 4, 5).double(), (torch.randn(2, 4, 6).double(), torch.randn(2, 4, 16).double())
+    for call in ((x,), (x, hx), (x[:1], hx), (x[:, 0],), (pack_sequence([x[:7, 0], x[:3, 1]]),)):
+        assert_same(layer(*call), other(*call), 1e-12)
+        with torch.no_grad():
+            assert_same(layer(*call), other(*call), 1e-12)
+    resets = torch.zeros(9, 4, dtype=torch.bool)
+    resets[5] = True
+    torch.testing.assert_close(layer(x, hx, resets=resets)[0][5:], other(x[5:])[0])
+    stepper = ostinato.Stepper(layer, 4, frozen=frozen)
+    torch.testing.assert_close(torch.stack([stepper(x_t) for x_t in x]), other(x)[0])
+    with pytest.raises(ValueError, match="proj_size must be 0"):
+        ostinato.prune(layer, 0.5)
     with pytest.raises(ValueError, match="proj_size"):
         ostinato.GRU(5, 16, proj_size=8)
+    layer.weight_hr_l1 = nn.Parameter(layer.weight_hr_l1[:, :3].detach())
+    with pytest.raises(ValueError, match=r"weight_hr_l1 must have shape \(6, 16\); got \(6, 3\)"):
+        layer(x)
 
 
 @pytest.mark.parametrize("cell", CELLS)

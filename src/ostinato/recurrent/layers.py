@@ -188,8 +188,7 @@ class LSTM(_Recurrent, nn.LSTM):
 
         c_t = f_t \odot c_{t-1} + i_t \odot g_t, \quad h_t = o_t \odot \tanh(c_t)
 
-    Raises:
-        ValueError: ``proj_size`` above 0, which has no kernels here.
+    With ``proj_size`` it runs in ``torch.nn``'s kernels, and cannot be pruned.
 
     Example:
         >>> import torch, ostinato
@@ -198,8 +197,3 @@ class LSTM(_Recurrent, nn.LSTM):
         >>> output.shape, c_n.shape
         (torch.Size([100, 4, 32]), torch.Size([2, 4, 16]))
     """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        if self.proj_size:
-            raise ValueError(f"proj_size must be 0, projections are not supported; got {self.proj_size}")

@@ -9,7 +9,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ostinato.kernels.persistent.masks import derived_from
 from ostinato.kernels.persistent.operators import can_take, is_vmapped, plan_layer, recurrent_layer
-from ostinato.kernels.persistent.plan import Call, Plan
+from ostinato.kernels.persistent.plan import Call, Plan, no_kernel
 from ostinato.kernels.persistent.reference import previous
 from ostinato.kernels.streams import beside
 from ostinato.masks import mask_of
@@ -30,6 +30,8 @@ class SequenceLayers(MaskedLayers):
         steps: int | None,
         resets: bool = False,
     ) -> Plan:
+        if self.proj_size:
+            return no_kernel("layers with projections run in torch's own kernels")
         directions = 2 if self.bidirectional else 1
         sizes = self.hidden_size, batch, dtype
         call = Call(device, self.mode.lower(), *sizes, training, steps, self._path, directions, resets)
@@ -45,6 +47,8 @@ class SequenceLayers(MaskedLayers):
 
         Torch also raises the errors of invalid calls.
         """
+        if self.proj_size:
+            return None
         packed = isinstance(input, PackedSequence)
         x = input.data if packed else input
         rank = x.dim() if isinstance(x, Tensor) else 0

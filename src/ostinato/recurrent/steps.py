@@ -62,7 +62,7 @@ class StepLayers(MaskedLayers):
             )
         states = states_of(state)
         captured = x.is_cuda and not torch.is_autocast_enabled("cuda") and torch.cuda.is_current_stream_capturing()
-        if captured and x.dim() == 2 and states:
+        if captured and x.dim() == 2 and states and not self.proj_size:
             return self._step_by_cells(x, states)
         time = 1 if self.batch_first and x.dim() == 2 else 0
         output, state = self.forward(x.unsqueeze(time), state)
@@ -70,9 +70,9 @@ class StepLayers(MaskedLayers):
 
     def initial_state(self, batch_size: int) -> Any:
         """The state before the first step, all zeros, as ``forward`` and :meth:`step` take it."""
-        shape = len(self._all_weights), batch_size, self.hidden_size
-        zeros = self.weight_hh_l0.new_zeros(shape)
-        return (zeros, torch.zeros_like(zeros)) if self.mode == "LSTM" else zeros
+        shape = len(self._all_weights), batch_size
+        h, c = (self.weight_hh_l0.new_zeros(*shape, size) for size in self._state_sizes())
+        return (h, c) if self.mode == "LSTM" else h
 
     def _step(self, x: Any, state: Any, rank: int) -> tuple[Tensor, Any] | None:
         """The fast path of :meth:`step`; None where it does not apply.
@@ -80,7 +80,7 @@ class StepLayers(MaskedLayers):
         `rank` is that of x without its time dimension, if any.  Host overhead dominates here, so look-ups and copies
         are avoided.
         """
-        if torch.is_grad_enabled() or torch.compiler.is_compiling() or not isinstance(x, Tensor):
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or not isinstance(x, Tensor) or self.proj_size:
             return None
         if not x.is_cpu and (not x.is_cuda or self._buffers or x.numel() > MOST_SEQUENCES * self.input_size):
             return None

@@ -41,7 +41,7 @@ class TorchLayers(nn.RNNBase):
         """Whether the input and the states, if there are any, are batched and of the layer's dtype and sizes."""
         states = None if hx is None else hx.shape if isinstance(hx, Tensor) else tuple([state.shape for state in hx])
         layer = len(self._all_weights), self.input_size, self.hidden_size, self.batch_first, self.mode == "LSTM"
-        return input.dtype is weight.dtype and _shapes_fit(input.shape, states, *layer)
+        return input.dtype is weight.dtype and not self.proj_size and _shapes_fit(input.shape, states, *layer)
 
     def _call_torch(self, input: Tensor, hx: Any, weights: list[Tensor]) -> tuple[Tensor, Any]:
         lstm = self.mode == "LSTM"
@@ -62,8 +62,8 @@ class TorchLayers(nn.RNNBase):
             steps, batch = (len(input), 1) if unbatched else input.shape[1::-1] if self.batch_first else input.shape[:2]
             batch_sizes = torch.full((steps,), batch, device="cpu")
         states = states_of(hx)
-        expected = (len(self._all_weights), *(() if unbatched else (int(batch_sizes[0]),)), self.hidden_size)
-        if any(state.shape != expected for state in states):
+        lead = (len(self._all_weights), *(() if unbatched else (int(batch_sizes[0]),)))
+        if any(state.shape != (*lead, size) for state, size in zip(states, self._state_sizes(), strict=False)):
             return self._forward_torch(input, hx, weights)  # which raises
 
         def forward(packed: PackedSequence, states: list[Tensor]) -> tuple[Any, list[Tensor]]:
@@ -75,6 +75,10 @@ class TorchLayers(nn.RNNBase):
         directions = 2 if self.bidirectional else 1
         output, last = forward_by_episodes(forward, rows, states, batch_sizes, cast(Tensor, begins), directions)
         return as_given(input, output, last, self.batch_first)
+
+    def _state_sizes(self) -> tuple[int, int]:
+        """The channels of h and of an LSTM's c."""
+        return self.proj_size or self.hidden_size, self.hidden_size
 
     def _update_flat_weights(self) -> None:
         """Do nothing: ``torch.nn`` would check every parameter at each call."""

@@ -36,7 +36,7 @@ class MaskedLayers(TorchLayers):
     def _check_shapes(self, weights: list[Tensor]) -> None:
         """Raise ValueError for a parameter that was replaced by a tensor of another shape."""
         directions = 2 if self.bidirectional else 1
-        sizes = self.input_size, self.hidden_size, self.num_layers, directions, self.bias
+        sizes = self.input_size, self.hidden_size, self.proj_size, self.num_layers, directions, self.bias
         for name, weight, shape in zip(self._flat_weights_names, weights, _shapes_of(self.mode, *sizes), strict=True):
             if weight.shape != shape:
                 raise ValueError(f"{name} must have shape {shape}; got {tuple(weight.shape)}")
@@ -58,10 +58,9 @@ class MaskedLayers(TorchLayers):
 
 @functools.lru_cache(4096)
 def _shapes_of(
-    mode: str, input_size: int, hidden_size: int, layers: int, directions: int, bias: bool
+    mode: str, input_size: int, hidden_size: int, proj_size: int, layers: int, directions: int, bias: bool
 ) -> tuple[tuple[int, ...], ...]:
-    rows = GATES[mode.lower()] * hidden_size
-    widths = [input_size] * directions + [directions * hidden_size] * (directions * (layers - 1))
-    return tuple(
-        shape for width in widths for shape in ((rows, width), (rows, hidden_size), *([(rows,)] * 2 if bias else ()))
-    )
+    rows, output = GATES[mode.lower()] * hidden_size, proj_size or hidden_size
+    widths = [input_size] * directions + [directions * output] * (directions * (layers - 1))
+    others = (rows, output), *([(rows,)] * 2 if bias else ()), *([(proj_size, hidden_size)] if proj_size else ())
+    return tuple(shape for width in widths for shape in ((rows, width), *others))
