@@ -60,8 +60,9 @@ def operator(
         if plain is not None and export.is_portable():
             return export.write(plain, name, args)
         if torch.compiler.is_compiling():
-            if forward_ad._current_level >= 0:
-                torch._dynamo.graph_break()  # compiled, the tangents would be lost
+            if forward_ad._current_level >= 0:  # compiled, the tangents would be lost
+                torch._dynamo.graph_break()
+                return torch._dynamo.disable(call)(*args)
             return registered(*args)
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return transformed.apply(*args)
