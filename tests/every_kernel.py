@@ -46,6 +46,14 @@ def scans(dtype, kernels):
             kernels.log_linear_scan_backward(a, b, b, initial, grad, None, reverse, cu_seqlens)
 
 
+def odd_rows(dtype):
+    for reverse, (batch, steps, channels) in itertools.product(FLAGS, test_cuda.ODD):
+        a, b, grad = (torch.rand(batch, steps, channels).to(dtype).cuda() for _ in range(3))
+        for resets in (None, (torch.rand(batch, steps) < 0.1).cuda()):
+            choose_backend("cuda", "cuda").linear_scan(a, b, None, reverse, None, resets)
+            choose_backend("cuda", "cuda").linear_scan_backward(a, b, None, grad, None, reverse, None, resets)
+
+
 def layers(dtype):
     bounds = torch.tensor([0, 4, 8, 11, 13, 15, 16], dtype=torch.int32).cuda()
     rows = {"batch": (4, 70), "time": (70, 4), "offsets": (16,)}
@@ -171,6 +179,7 @@ PARTS = {
     f"scan-{geometry}-{dtype}".replace(" ", "-"): partial(scans_and_layers, geometry, dtype)
     for geometry, dtype in itertools.product(test_cuda.GEOMETRIES, test_cuda.TOLERANCE)
 }
+PARTS["odd-rows"] = partial(odd_rows, torch.bfloat16)
 PARTS |= {f"compose-{dtype}": partial(compositions, dtype) for dtype in (torch.float32, torch.float64)}
 PARTS |= {
     f"steps-{cell}-{dtype}": partial(nonlinear, cell, dtype)

@@ -59,14 +59,17 @@ def variants():
                 (1, 65536, 64),
                 (1, 65536, 3),
                 (64, 1, 64),
+                (8, 2048, 255),
             ):
                 aligned = min(16 // dtype.itemsize, channels & -channels)
                 scalar = nvrtc.SCALARS[dtype]
                 inputs, shape = inputs_of(element), (sequences, steps, channels)
-                geometry = choose_geometry(name, inputs, dtype.itemsize, aligned, not minimal, *shape, GPUS["H100"])
-                shared = geometry.shared_bytes(inputs, 3 if minimal else 0, dtype.itemsize, True, True)
+                case = dtype.itemsize, aligned, not minimal, *shape, GPUS["H100"], packing == "CU_SEQLENS"
+                geometry = choose_geometry(name, inputs, *case)
                 far, wide = steps == 1, geometry.copies_wide(dtype.itemsize, aligned)
-                yield element, macros(name, scalar, scalar, packing, geometry, shared, far, wide)
+                pitch = 0 if minimal else geometry.pitch(dtype.itemsize, aligned, [channels])
+                shared = geometry.shared_bytes(inputs, 3 if minimal else 0, dtype.itemsize, True, True, pitch)
+                yield element, macros(name, scalar, scalar, packing, geometry, shared, far, wide, pitch)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -127,6 +130,8 @@ GEOMETRIES = {
     "wide copies": {"lanes": 8, "vec": 1, "warps": 2, "rows": 8, "chained": True, "narrow": 0, "stages": 1},
     "one warp": {"warps": 1, "rows": 1},
 }
+# Rows of 16-bit channels that begin anywhere: in one wave of tiles by one warp, three and 32; by look-back; streamed.
+ODD = [(1, 300, 31), (2, 1100, 65), (1, 700, 1023), (1, 1100, 1025), (150, 70, 33)]
 SHAPES = [(2, 1, 5), (1, 777, 1), (2, 300, 8), (3, 130, 33), (1, 1000, 64), (2, 257, 6), (2, 190, 12)]
 
 
@@ -214,6 +219,41 @@ def test_scans_match_the_reference(dtype, reverse, packed, geometry, poisoned, m
 def test_16_bit_scans_of_many_channels_match_the_reference(dtype, reverse, poisoned):
     torch.manual_seed(0)
     check_scans(148, 150, 136, dtype, reverse, packed=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("reverse", [False, True], ids=["ahead", "reverse"])
+@pytest.mark.parametrize("shape", ODD, ids=str)
+def test_odd_numbers_of_16_bit_channels_match_the_reference(shape, reverse, packed, poisoned):
+    torch.manual_seed(0)
+    check_scans(*shape, torch.bfloat16, reverse, packed)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gapless", [False, True], ids=["gaps", "gapless"])
+@pytest.mark.parametrize("shape", ODD, ids=str)
+def test_16_bit_rows_begin_at_any_address(shape, gapless, poisoned):
+    torch.manual_seed(0)
+    kernels, reference = choose_backend("cuda", "cuda"), torch_ops.REFERENCE
+    a, b, grad = (torch.rand(shape).half() for _ in range(3))
+    wide = [x.double() for x in (a, b, grad)]
+    want = reference.linear_scan(wide[0], wide[1], None, False, None)
+    h = want[0].half()
+    want += reference.linear_scan_backward(wide[0], h.double(), None, wide[2], None, False, None)
+
+    def moved(x, start):
+        if gapless:
+            return torch.cat((x.new_zeros(start), x.flatten())).cuda()[start:].view(shape)
+        return torch.nn.functional.pad(x, (start, 8 - start)).cuda()[..., start : start + shape[2]]
+
+    for first, second, third in ((1, 1, 1), (3, 0, 6), (0, 7, 2)):
+        x, y, z = moved(a, first), moved(h, second), moved(grad, third)
+        got = kernels.linear_scan(x, moved(b, second), None, False, None)
+        got += kernels.linear_scan_backward(x, y, None, z, None, False, None)
+        for g, w in zip(got, want, strict=True):
+            assert (g is None) == (w is None)
+            assert g is None or relative_error(g, w) < TOLERANCE[torch.float16]
 
 
 @pytest.mark.gpu

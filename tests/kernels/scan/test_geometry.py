@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from gpus import GPUS
-from ostinato.kernels.scan.geometry import choose_geometry
+from ostinato.kernels.scan.geometry import Geometry, choose_geometry
 
 INPUTS = {  # tensors read by each element
     "LinearScan": 2,
@@ -141,6 +141,35 @@ def test_what_was_measured_to_be_best_is_chosen(name):
     assert (backward.rows, backward.looks_back) == (16, True)
     backward = choose_geometry("LinearScanBackward", 3, 4, 4, True, 2, 100000, 384, GPUS[name])
     assert (backward.vec, backward.warps, backward.rows, backward.looks_back) == (1, 16, 20, True)
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_tiles_stay_in_shared_memory_where_it_holds_all(gpu):
+    device, found = GPUS[gpu], []
+    for sequences, steps, channels in ((8, 2048, 255), (1, 1100, 65), (3, 5000, 1001), (64, 2048, 255), (2, 900, 1023)):
+        for element, inputs in (("LinearScan", 2), ("LinearScanBackward", 3)):
+            g = choose_geometry(element, inputs, 2, 1, True, sequences, steps, channels, device)
+            if g.stays:
+                found.append((sequences, channels))
+                assert g.narrow == channels <= g.lanes
+                assert g.threads <= 1024
+                assert sequences * -(-steps // g.tile) <= g.resident * device.processors
+                assert g.resident * (g.shared_bytes(inputs, 0, 2) + 1024) <= device.shared
+                assert g.companions(sequences, -(-steps // g.tile), 4, device.processors) == -(-steps // g.tile)
+    assert (1, 65) in found
+    assert ((8, 255) in found) == (gpu in ("H100", "H200", "B200"))
+    assert not {(3, 1001), (64, 255)} & set(found)
+
+
+def test_rows_copied_in_pieces_do_not_share_any():
+    for lanes, stride in itertools.product((32, 64), range(33, 300)):
+        g = Geometry(1, lanes, 8, 16, True, 2, 0, 1, True)
+        pitch = g.pitch(2, 1, [stride, stride + 8])
+        assert (pitch - 2 * stride) % 16 == 0
+        for first in range(0, 16, 2):
+            end = -(-(first + g.group * 2) // 16) * 16  # of the row's last piece
+            assert (first + pitch) // 16 * 16 >= end
+        assert g.pitch(2, 1, [stride, stride + 1]) == g.pitch(2, 2, [stride]) == g.pitch(4, 1, [stride]) == 0
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])

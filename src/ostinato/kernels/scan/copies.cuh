@@ -2,77 +2,127 @@
 
 // Asynchronous copy of BYTES from global to shared memory; bytes after the first `count` are zero-filled.
 // The whole 128-byte line is brought into L2: where a block's rows are half a line, another block uses the rest.
-// 16-byte copies bypass L1 (.cg), where every copy in flight would hold a line and lines run out.
+// 16-byte copies bypass L1 (.cg), where every copy in flight would hold a line and lines run out.  Those of tiles that stay
+// read whole lines once, which give way to the next ones: L2 then writes back less of what is there meanwhile.
 template <int BYTES> __device__ inline void copy_async(void* to, const void* from, int count = BYTES) {
     const unsigned shared = unsigned(__cvta_generic_to_shared(to));
-    if constexpr (BYTES == 16)
+    if constexpr (BYTES == 16 && STAYS) {
+        unsigned long long policy;
+        asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
+        asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(shared), "l"(from),
+                     "r"(count), "l"(policy) : "memory");
+    } else if constexpr (BYTES == 16)
         asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(from), "r"(count) : "memory");
     else
         asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], %2, %3;" ::"r"(shared), "l"(from), "n"(BYTES),
                      "r"(count) : "memory");
 }
+// Copy the first `count` bytes of an aligned piece of 16, of which the others are beyond the tensor.
+__device__ inline void copy_part(char* to, const char* from, int count) {
+#pragma unroll 1
+    for (int i = 0; i + 4 <= count; i += 4) copy_async<4>(to + i, from + i);
+    if (count % 4) *reinterpret_cast<short*>(to + count - 2) = *reinterpret_cast<const short*>(from + count - 2);
+}
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-__device__ inline void wait_for_oldest_copies() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 1) : "memory");
+// Wait for all copies but those of the last LATER commits.
+template <int LATER = STAGES - 1> __device__ inline void wait_for_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(LATER) : "memory");
 }
 
-// A warp's strip of one tensor's tile, in shared memory.
+// Wait for the other threads of the warp, or of the warps abreast.
+__device__ inline void sync_abreast() {
+    if constexpr (ABREAST == 32) __syncwarp();
+    else asm volatile("bar.sync %0, %1;" ::"r"(1 + threadIdx.x / ABREAST), "n"(ABREAST) : "memory");
+}
+
+// A strip of one tensor's tile, in shared memory: the steps of a warp, or of the warps abreast.
 //
 // By default each thread copies its own steps.  Narrow sequences (NARROW is their number of channels) are contiguous in
 // time: a warp copies its steps as one range in aligned 16-byte pieces, so the first element is at offset `shift`.
 // Single 16-bit channels are below cp.async's minimum of 4 bytes, so each is stored in four bytes (HALVES).
+//
+// Other rows of such channels are copied in aligned pieces, too, of which the first begins before the row and the last
+// ends after it.  In shared memory rows are PITCH bytes apart, which is congruent to their distance in memory, so a row
+// has the same offset in its first piece here as there.
 struct alignas(16) Strip {
-    static constexpr int SIZE = NARROW ? STRIP * NARROW : 32 * ROWS, PER_PIECE = 16 / sizeof(Pack);
+    static constexpr int APART = NARROW ? NARROW : PITCH / int(sizeof(Pack));
+    static constexpr int SIZE = NARROW || PITCH ? STRIP * APART : 32 * ROWS, PER_PIECE = 16 / sizeof(Pack);
     static constexpr int PIECES = (SIZE + PER_PIECE - 1) / PER_PIECE + 1;
     static constexpr bool HALVES = sizeof(Pack) < 4 && !EXCHANGED;
-    PackType<HALVES ? 4 : sizeof(Pack)>::type element[NARROW ? PIECES * PER_PIECE + LANES : SIZE];
+    PackType<HALVES ? 4 : sizeof(Pack)>::type element[NARROW || PITCH ? PIECES * PER_PIECE + LANES : SIZE];
 
-    // Offset in elements of the strip of a narrow sequence whose first scanned step is `i`.
-    static __device__ Index start(const Place& at, int i) {
-        return Index(at.descending ? at.p.steps - i - STRIP : i) * NARROW;
+    // The first of the strip's steps in time, and where it is in memory.
+    static __device__ int start(const Place& at, int chunk, int ahead) {
+        const int i = at.first(chunk) + ahead - at.segment * ROWS;
+        return at.descending ? at.p.steps - i - STRIP : i;
+    }
+    static __device__ Pack* memory(const Place& at, const Tensor& x, int chunk, int ahead) {
+        const Index row = Index(start(at, chunk, ahead)) * (NARROW ? NARROW : x.time);
+        return reinterpret_cast<Pack*>(at.sequence(x) + row + at.group * GROUP);
     }
     static __device__ int shift(const Place& at, const Tensor& x, int chunk, int ahead) {
-        if (!NARROW) return 0;
+        if (!NARROW && !PITCH) return 0;
         if (ALIGNED) return (at.descending ? -ahead : ahead) * NARROW & (PER_PIECE - 1);
-        const Index first = start(at, at.first(chunk) + ahead - at.segment * ROWS);
-        return unsigned(reinterpret_cast<unsigned long long>(at.sequence(x) + first) % 16) / sizeof(Pack);
+        return unsigned(reinterpret_cast<unsigned long long>(memory(at, x, chunk, ahead)) % 16) / sizeof(Pack);
     }
     static __device__ int place(const Place& at, int u, int shift) {
-        if (!NARROW) return 32 * u + at.lane;
-        const int row = at.segment * ROWS;
-        return shift + (at.descending ? STRIP - 1 - row : row) * NARROW + at.channel + u * (at.descending ? -NARROW : NARROW);
+        if (!NARROW && !PITCH) return 32 * u + at.lane;
+        const int row = at.segment * ROWS, first = at.descending ? STRIP - 1 - row : row;
+        return shift + first * APART + at.lane % LANES + u * (at.descending ? -APART : APART);
     }
-    // Call move(k, from, low, high) for each piece k: elements low to high of the piece at `from` are within the
+    // Call move(k, from, low, high) for each piece k of a part: elements low to high of the piece at `from` are within the
     // sequence (clipped only if CHECKED) and, if OWN, within the strip.
     template <bool CHECKED, bool OWN, typename Move>
-    static __device__ void pieces(const Place& at, const Tensor& x, int chunk, int ahead, Move move) {
+    static __device__ void pieces(const Place& at, const Tensor& x, int chunk, int ahead, int part, Move move) {
         constexpr Index ALL = PIECES * PER_PIECE;
-        const Index first = start(at, at.first(chunk) + ahead - at.segment * ROWS);
+        constexpr int OF_PART = STRIP / PARTS * NARROW, MOST = (OF_PART - 1) / PER_PIECE + 2;
         const int skipped = shift(at, x, chunk, ahead);
         int begin = OWN ? skipped : 0, end = OWN ? skipped + SIZE : int(ALL);
         if (CHECKED) {  // clip to the sequence, relative to the first piece
-            const Index head = skipped - first, tail = head + Index(at.p.steps) * NARROW;
+            const Index head = skipped - Index(start(at, chunk, ahead)) * NARROW, tail = head + Index(at.p.steps) * NARROW;
             begin = head > begin ? int(head < ALL ? head : ALL) : begin;
             end = tail < end ? int(tail > 0 ? tail : 0) : end;
         }
-        Pack* const memory = reinterpret_cast<Pack*>(at.sequence(x)) + (first - skipped) + at.lane * PER_PIECE;
-#pragma unroll(CHECKED ? 1 : (PIECES + 31) / 32)  // the CHECKED path is rare: keep its code small
-        for (int k = 0; k < (PIECES + 31) / 32; ++k) {
-            const int piece = at.lane + 32 * k, low = begin - piece * PER_PIECE, high = end - piece * PER_PIECE;
-            if (32 * k + 32 > PIECES && piece >= PIECES) break;
-            move(piece, memory + 32 * k * PER_PIECE, low > 0 ? low : 0, high < PER_PIECE ? high : PER_PIECE);
+        // The piece between two parts is copied with the part scanned first, and stored with the other.
+        const int place = at.descending ? PARTS - 1 - part : part, rest = at.descending == OWN ? PER_PIECE - 1 : 0;
+        const int origin = place == 0 ? 0 : (skipped + place * OF_PART + rest) / PER_PIECE;
+        const int bound = (skipped + (place + 1) * OF_PART + (place == PARTS - 1 ? PER_PIECE - 1 : rest)) / PER_PIECE;
+        Pack* const first = memory(at, x, chunk, ahead) - skipped + (origin + at.lane) * PER_PIECE;
+#pragma unroll(CHECKED ? 1 : (MOST + ABREAST - 1) / ABREAST)  // the CHECKED path is rare: keep its code small
+        for (int k = 0; k < (MOST + ABREAST - 1) / ABREAST; ++k) {
+            const int piece = origin + at.lane + ABREAST * k, low = begin - piece * PER_PIECE, high = end - piece * PER_PIECE;
+            if (ABREAST * k + ABREAST >= MOST - 1 && piece >= bound) break;
+            move(piece, first + ABREAST * k * PER_PIECE, low > 0 ? low : 0, high < PER_PIECE ? high : PER_PIECE);
         }
     }
     template <bool CHECKED>
-    __device__ void fetch(const Place& at, const Tensor& x, const Rows& rows, int chunk, int ahead) {
+    __device__ void fetch(const Place& at, const Tensor& x, const Rows& rows, int chunk, int ahead, int part) {
         if constexpr (NARROW) {
-            pieces<CHECKED, false>(at, x, chunk, ahead, [&](int k, const Pack* from, int low, int high) {
-                if (!CHECKED || high - low == PER_PIECE) copy_async<16>(&element[k * PER_PIECE], from);
-                else {
-#pragma unroll 1
-                    for (int i = low; i < high; ++i) element[k * PER_PIECE + i] = from[i];
-                }
+            // A piece may begin before the sequence, as it is within its tensor's memory, but not end after it.
+            pieces<CHECKED, false>(at, x, chunk, ahead, part, [&](int k, const Pack* from, int low, int high) {
+                auto* const to = &element[k * PER_PIECE];
+                if (!CHECKED || (low < PER_PIECE && high == PER_PIECE)) copy_async<16>(to, from);
+                else if (high > low)
+                    copy_part(reinterpret_cast<char*>(to), reinterpret_cast<const char*>(from), high * int(sizeof(Pack)));
             });
+        } else if constexpr (PITCH) {
+            constexpr int ROW = GROUP * int(sizeof(Scalar)), OF_ROW = (ROW + 15 + 15) / 16, COPIES = STRIP * OF_ROW;
+            const int rest = (at.p.channels - at.group * GROUP) * int(sizeof(Scalar)), width = rest < ROW ? rest : ROW;
+            const int time = start(at, chunk, ahead), skipped = shift(at, x, chunk, ahead) * int(sizeof(Pack));
+            const char* const from = reinterpret_cast<const char*>(memory(at, x, chunk, ahead));
+            const Index apart = x.time * Index(sizeof(Scalar));
+            const auto* const end = reinterpret_cast<const char*>(at.sequence(x) + Index(at.p.steps - 1) * x.time + at.p.channels);
+#pragma unroll(CHECKED ? 1 : (COPIES + ABREAST - 1) / ABREAST)
+            for (int k = 0; k < (COPIES + ABREAST - 1) / ABREAST; ++k) {
+                const int n = at.lane + ABREAST * k, row = n / OF_ROW;
+                const int to = skipped + row * PITCH, offset = n % OF_ROW * 16 - to % 16;
+                if (offset >= width || (COPIES % ABREAST && n >= COPIES)) continue;
+                if (CHECKED && unsigned(time + row) >= unsigned(at.p.steps)) continue;
+                char* const there = reinterpret_cast<char*>(element) + to + offset;
+                const char* const piece = from + row * apart + offset;
+                if (!CHECKED || piece + 16 <= end) copy_async<16>(there, piece);
+                else copy_part(there, piece, int(end - piece));
+            }
         } else {
             char* const tile = rows.tile(chunk);
 #pragma unroll(CHECKED && PACKING != OFFSETS ? 1 : ROWS)
@@ -89,11 +139,13 @@ struct alignas(16) Strip {
             }
         }
     }
-    template <bool CHECKED> __device__ void store(const Place& at, const Tensor& x, int chunk) {
-        __syncwarp();
-        pieces<CHECKED, true>(at, x, chunk, 0, [&](int k, Pack* to, int low, int high) {
-            const Pack* const from = &element[k * PER_PIECE];
-            const bool whole = ALIGNED && !CHECKED ? k < SIZE / PER_PIECE : low == 0 && high == PER_PIECE;
+    // Store a part of the strip, whose first element is at `offset`.
+    template <bool CHECKED> __device__ void store(const Place& at, const Tensor& x, int chunk, int part, int offset) {
+        const int later = ALIGNED ? 0 : offset - shift(at, x, chunk, 0);  // than in memory, relative to a piece
+        sync_abreast();
+        pieces<CHECKED, true>(at, x, chunk, 0, part, [&](int k, Pack* to, int low, int high) {
+            const Pack* const from = &element[k * PER_PIECE + later];
+            const bool whole = ALIGNED && !CHECKED ? k < SIZE / PER_PIECE : low == 0 && high == PER_PIECE && later == 0;
             if (whole) *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
             else if (ALIGNED && !CHECKED) return;
             else {
@@ -101,7 +153,7 @@ struct alignas(16) Strip {
                 for (int i = low; i < high; ++i) to[i] = from[i];
             }
         });
-        __syncwarp();
+        if (!STAYS) sync_abreast();  // before the next tile's results
     }
 };
 

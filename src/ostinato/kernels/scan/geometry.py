@@ -3,6 +3,7 @@
 import functools
 import itertools
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 
@@ -18,14 +19,23 @@ class Geometry(NamedTuple):
     narrow: int  # channels, if a warp's steps are contiguous in memory, else 0
     stages: int  # tiles prefetched
     looks_back: bool = False  # chained: by decoupled look-back, not interleaved tiles
+    stays: bool = False  # chained: every block has one tile, which stays in shared memory
 
     @property
     def group(self) -> int:
         return self.lanes * self.vec
 
     @property
+    def segments(self) -> int:
+        return max(1, 32 // self.lanes)
+
+    @property
     def tile(self) -> int:
-        return self.warps * (32 // self.lanes) * self.rows
+        return self.warps * self.segments * self.rows
+
+    @property
+    def threads(self) -> int:
+        return self.warps * max(32, self.lanes)
 
     def companions(self, chains: int, chunks: int, itemsize: int, processors: int) -> int:
         """How many blocks share a chain such that all blocks of the launch are resident at once.
@@ -35,13 +45,15 @@ class Geometry(NamedTuple):
         """
         if not self.chained or self.looks_back:
             return 1
+        if self.stays:
+            return chunks
         most = max(1, min(chunks, self.resident * processors // chains))
         rest = (most - 1) % self.read_at_once(itemsize)
         return most - rest if 10 * rest <= most else most
 
     def read_at_once(self, itemsize: int) -> int:
         """How many other tiles' aggregates a block loads before it waits for any."""
-        watchers = self.warps * (32 // self.lanes)
+        watchers = self.warps * self.segments
         return watchers * max(1, (16 if watchers < 256 else 8) // itemsize // self.vec)
 
     def copies_wide(self, itemsize: int, aligned: int) -> bool:
@@ -52,19 +64,37 @@ class Geometry(NamedTuple):
         pieces = self.lanes * self.vec * itemsize % 16 == 0 and self.rows * self.vec * itemsize % 16 == 0
         return not self.narrow and pieces and aligned * itemsize >= 16
 
-    def shared_bytes(self, inputs: int, sums: int, itemsize: int, packed: bool = False, resets: bool = False) -> int:
+    def pitch(self, itemsize: int, aligned: int, strides: Iterable[int]) -> int:
+        """Bytes between rows in shared memory if they are copied in pieces of 16 wherever they begin, else 0.
+
+        That is for single 16-bit channels (`aligned` to one), which are below the 4 bytes of an asynchronous copy; rows
+        are `strides` apart in the tensors.  No piece has elements of two rows.
+        """
+        offsets = {itemsize * stride % 16 for stride in strides}
+        streaming = not self.chained and self.lanes <= 32
+        if itemsize * aligned >= 4 or self.narrow or self.group < 32 or len(offsets) > 1 or streaming:
+            return 0
+        least = self.group * itemsize + 2 * 15
+        return least + (offsets.pop() - least) % 16
+
+    def shared_bytes(
+        self, inputs: int, sums: int, itemsize: int, packed: bool = False, resets: bool = False, pitch: int = 0
+    ) -> int:
         """An upper bound of ``sizeof(Shared)``, which shared.cuh asserts; `sums`: parameters with gradients."""
         pack, state = self.vec * itemsize, self.group * max(4, itemsize)
         strip = 32 * self.rows * max(4, pack)
         if self.narrow:
-            strip = 32 // self.lanes * self.rows * self.narrow * itemsize + 48 + self.lanes * itemsize
-        strips = self.stages * self.warps * inputs + (self.warps if self.narrow else 1)
-        buffers = 3 if self.chained and not self.looks_back else 2
-        between_warps = (buffers + (not self.looks_back)) * self.warps * (3 * state + self.lanes + 4)
+            strip = self.segments * self.rows * self.narrow * itemsize + 48 + self.lanes * itemsize
+        elif pitch:
+            strip = self.segments * self.rows * pitch + 48 + self.lanes * self.vec * itemsize
+        strips = self.stages * self.warps * inputs + (self.warps if self.narrow and not self.stays else 0)
+        buffers = 1 if self.stays else 3 if self.chained and not self.looks_back else 2
+        numbers = 3 if itemsize == 4 else 2  # of a composition: with the rounding errors of float32's products
+        between_warps = (buffers + (not self.looks_back)) * self.warps * (numbers * state + 4)
         boundaries = 2 * buffers * (4 * self.tile + 4 * (self.tile // 32 + 2)) + 4 * 2048 if packed else 28
-        window = (max(32, self.warps * 32 // self.lanes) * (3 * state + 4) if self.looks_back else 4) + 4 * state
-        sum_rows = (self.warps * sums if sums else 1) * state
-        steps = 32 // self.lanes * self.rows
+        window = (max(32, self.warps * self.segments) * (3 * state + 4) if self.looks_back else 16 * self.vec) + state
+        sum_rows = self.warps * sums * state
+        steps = self.segments * self.rows
         mask = self.stages * self.warps * (steps + 36) if resets and steps > 96 else 16
         return strips * strip + between_warps + boundaries + sum_rows + window + mask + 144
 
@@ -85,6 +115,7 @@ FILLED = 0.7  # of the multiprocessors need a block of eight warps
 FULL = 0.9  # of the last wave, where a block has a multiprocessor to itself
 FEW_WAVES = 3  # waves of tiles: with fewer, drawing tiles from a counter balances nothing
 FEW_COMPANIONS = 24  # blocks per chain: with no more, look-back is faster than interleaved tiles
+CHEAP = ("LinearScan", "LinearScanBackward", "LogLinearScan")  # to read twice
 THREADS = 384  # a multiprocessor's occupancy target, with as many registers as they need
 
 
@@ -131,6 +162,10 @@ def choose_geometry(
     least = FILLED * device.processors if geometry.warps == 8 else device.processors
     few = sequences * channels < 32 * device.processors if narrow else blocks < least
     if few and steps > (8 if narrow else 4) * geometry.tile:
+        if gapless and element in CHEAP and itemsize * aligned < 4 and channels > 16 and not packed:
+            staying = _staying(inputs, itemsize, sequences, steps, channels, device)
+            if staying:
+                return staying
         if gapless and channels == 8 and itemsize == 4 and not packed:
             narrow = 8  # stored in pieces of 16 bytes, as narrower sequences are
         geometry = _chained(
@@ -169,9 +204,13 @@ def _streaming(
     warps for their arithmetic.  Where these would fill the GPU badly, or an operation computes or tests much besides,
     narrower vectors spread it over more threads, and 16-byte copies that bring whole lines into L2 make up for rows of
     half a line; but over a long sequence blocks drift apart, and L2 has lost the other half before it is used.
+
+    Rows of 16 bits that begin anywhere are copied whole, by two warps abreast.
     """
     halved = itemsize == 2 and aligned >= 8
     backward = element.endswith("Backward")
+    if itemsize * aligned < 4 and channels > 32 and element in ("LinearScan", "LinearScanBackward"):
+        return Geometry(1, 64, 2 if backward else 4, 8, False, 4 if backward else 2, 0, STAGES)
     whole = Geometry(4, 32, 8, 4 if backward else 8, False, 2, 0, STAGES)
     waves = sequences * -(-channels // whole.group) / device.processors
     fits = whole.shared_bytes(inputs, 0, itemsize) <= device.shared_of_block
@@ -209,6 +248,19 @@ def _narrow_streaming(steps: int, channels: int) -> Geometry:
     return Geometry(1, lanes, warps, rows, False, 512 // (32 * warps), channels, 1)
 
 
+def _staying(inputs: int, itemsize: int, sequences: int, steps: int, channels: int, device: Device) -> Geometry | None:
+    """A tile for each block, of whole rows, if the shared memory of all multiprocessors holds them all at once."""
+    lanes = 32 * -(-channels // 32)
+    for most, warps in itertools.product((8, 32), range(1, min(1024 // lanes, 15) + 1)):  # by the number of barriers
+        geometry = Geometry(1, lanes, warps, 32, True, 1, channels, 1, stays=True)
+        chunks = -(-steps // geometry.tile)
+        fits = geometry.shared_bytes(inputs, 0, itemsize) <= device.shared_of_block
+        # Each warp reads a part of the others' messages.
+        if fits and sequences * chunks <= device.processors and chunks - 1 <= most * warps:
+            return geometry
+    return None
+
+
 def _chained(
     element: str,
     inputs: int,
@@ -238,10 +290,7 @@ def _chained(
             return Geometry(1, lanes, 8, (36 // numbers - 1) | 1, True, 2, narrow, stages)
         return Geometry(1, lanes, 16, (33 // numbers - 1) | 1, True, 1, narrow, 1)
     vec = min(aligned, 2) if itemsize == 2 else 1
-    if element in ("LinearScan", "LinearScanBackward", "LogLinearScan"):
-        numbers = inputs * words
-    else:
-        numbers = (inputs if backward else 2) * words * vec
+    numbers = inputs * words if element in CHEAP else (inputs if backward else 2) * words * vec
     lanes = _lanes_across(channels, vec)
     chains = sequences * -(-channels // (lanes * vec))
     rows = max(4, 1 << (32 // numbers).bit_length() - 1)
@@ -277,6 +326,7 @@ def macros(
     shared: int,
     far: bool,
     wide: bool,
+    pitch: int,
 ) -> tuple[tuple[str, object], ...]:
     """The preprocessor definitions with which ``scan.cu`` is compiled."""
     return (
@@ -296,4 +346,6 @@ def macros(
         ("SHARED_BYTES", shared),
         ("FAR", int(far)),
         ("WIDE", int(wide)),
+        ("PITCH", pitch),
+        ("STAYS", int(geometry.stays)),
     )

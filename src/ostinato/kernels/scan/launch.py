@@ -109,8 +109,9 @@ def _prepare(problem: Problem, parameter_dtype: torch.dtype, alignment: int) -> 
         packed,
         problem.resets is not None,
     )
+    pitch = 0 if problem.packing == "OFFSETS" else geometry.pitch(itemsize, aligned, [time for _, time, _ in strides])
     sums = problem.parameters if problem.backward else 0
-    tensors = len(problem.inputs), sums, itemsize, packed, problem.resets is not None
+    tensors = len(problem.inputs), sums, itemsize, packed, problem.resets is not None, pitch
     most = min(device.shared_of_block, device.shared // (geometry.resident if geometry.chained else 1) - 1024)
     while (shared := geometry.shared_bytes(*tensors)) > most:
         fewer = geometry.rows - 4 if geometry.looks_back and geometry.rows > 4 else geometry.rows // 2
@@ -125,11 +126,15 @@ def _prepare(problem: Problem, parameter_dtype: torch.dtype, alignment: int) -> 
         shared,
         far,
         geometry.copies_wide(itemsize, aligned),
+        pitch,
     )
     if problem.resets is not None:
         definitions += (("RESETS", 2 if problem.resets[1] == 1 else 1),)
-    if geometry.narrow and problem.directions == 1:
-        definitions += _addressing(problem, geometry, alignment)
+    if problem.directions == 1:
+        if geometry.narrow:
+            definitions += _addressing(problem, geometry, alignment)
+        elif pitch:  # for the addresses of rows to be constants
+            definitions += (("DESCENDING", int(problem.reverse != problem.backward)),)
     chunks = -(-problem.steps // geometry.tile)
     blocks = chains = sequences * -(-problem.channels // geometry.group)
     companions = geometry.companions(chains, chunks, problem.compute.itemsize, device.processors)
@@ -147,7 +152,7 @@ def _prepare(problem: Problem, parameter_dtype: torch.dtype, alignment: int) -> 
     rest = struct.pack(f"={1 + len(integers)}q6i", companions, *integers, *counts)
     return _Launch(
         # Interleaved blocks wait for each other: a cooperative launch makes all of them resident.
-        kernel.prepared(problem.device, blocks, 32 * geometry.warps, shared, first.pack, rest, companions > 1),
+        kernel.prepared(problem.device, blocks, geometry.threads, shared, first.pack, rest, companions > 1),
         words,
         draws,
         problem.batch * (chunks if geometry.looks_back else companions),

@@ -6,6 +6,8 @@
 //
 //     tile = WARPS x SEGMENTS x ROWS steps,   GROUP = LANES * VEC channels
 //
+// More than 32 LANES are several warps abreast, which count as one.
+//
 // Each thread reduces its steps to one composition (a, b); these are scanned by shuffles within a warp and through
 // shared memory between warps; then each thread replays its steps from the state they start in.  The three algorithms
 // differ only in where a tile's carry (the state before its first step) comes from:
@@ -14,7 +16,8 @@
 //   (CHAINED 0)      channels to fill the GPU: blocks do not communicate.
 //   interleaved      few channels: P blocks share a chain, each scanning every P-th tile.  A block publishes the
 //   (CHAINED 1)      aggregate of its next tile before it finishes the current one, and composes the aggregates of the
-//                    others' tiles since its own last to get its carry.
+//                    others' tiles since its own last to get its carry.  If there are as many blocks as tiles, these
+//                    stay in shared memory, where they are read twice and the results are put (STAYS 1).
 //   look-back        in between: blocks draw tiles of any chain from a counter, which balances the load, and get the
 //   (CHAINED 1,      carry by decoupled look-back over the aggregates and inclusive prefixes of earlier tiles
 //    LOOKS_BACK 1)   (single-pass scan; Merrill & Garland 2016).
@@ -91,8 +94,11 @@ __device__ inline void apply(
         }
     }
     if (SEGMENTS > 1) before.carry(mine);
-    if (at.whole(chunk) && !steps.bounded) steps.apply<false>(at, memory, shared, buffer, chunk, mine, sums);
-    else steps.apply<true>(at, memory, shared, buffer, chunk, mine, sums);
+#pragma unroll 1
+    for (int part = 0; part < PARTS; ++part) {
+        if (at.whole(chunk) && !steps.bounded) steps.apply<false>(at, memory, shared, buffer, chunk, part, mine, sums);
+        else steps.apply<true>(at, memory, shared, buffer, chunk, part, mine, sums);
+    }
 }
 
 __device__ inline void read(
@@ -100,16 +106,19 @@ __device__ inline void read(
 ) {
     steps.look_for_bounds(at, shared, buffer);
     steps.read(at, shared, stage, buffer, chunk, of_channels);
-    if (EXCHANGED || Mask::COPIED) __syncwarp();
+    if (!STAYS && (EXCHANGED || Mask::COPIED)) sync_abreast();
 }
 
 __device__ inline void fetch(const Place& at, const Memory& memory, Shared& shared, int stage, int chunk, int chunks) {
-    if (chunk < chunks) {
-        if (Mask::COPIED) shared.mask[stage][at.warp].fetch(at, chunk);
-        if (at.inner(chunk)) Steps::fetch<false>(at, memory, shared.input[stage][at.warp], chunk);
-        else Steps::fetch<true>(at, memory, shared.input[stage][at.warp], chunk);
+    if (Mask::COPIED && chunk < chunks) shared.mask[stage][at.warp].fetch(at, chunk);
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) {
+        if (chunk < chunks) {
+            if (at.inner(chunk)) Steps::fetch<false>(at, memory, shared.input[stage][at.warp], chunk, part);
+            else Steps::fetch<true>(at, memory, shared.input[stage][at.warp], chunk, part);
+        }
+        commit_copies();
     }
-    commit_copies();
 }
 
 // Streaming: one block scans all tiles of its chain.
@@ -128,8 +137,8 @@ __device__ inline void stream(const Parameters& p, Shared& shared, int chunks) {
     int sequence = -1;
     for (int chunk = 0, stage = 0, buffer = 0; chunk < chunks; ++chunk, buffer ^= 1) {
         if (PACKING == CU_SEQLENS) shared.find_sequences(at, chunk, buffer, sequence);
-        wait_for_oldest_copies();
-        if (EXCHANGED || Mask::COPIED) __syncwarp();
+        wait_for_copies();
+        if (EXCHANGED || Mask::COPIED) sync_abreast();
         Steps steps;
         if (chunk % Resets::TILES == 0) {
             resets = later;
@@ -140,7 +149,7 @@ __device__ inline void stream(const Parameters& p, Shared& shared, int chunks) {
         read(at, shared, stage, buffer, chunk, of_channels, steps);
         fetch(at, memory, shared, stage, chunk + STAGES, chunks);
         stage = stage + 1 == STAGES ? 0 : stage + 1;
-        const Composition before = shared.tile[buffer].join(at, steps.compose(at, shared, buffer));
+        const Composition before = shared.tile[buffer].join(at, steps.compose(at, shared, buffer, chunk));
         __syncthreads();
         apply(at, memory, shared, buffer, chunk, steps, before, state, sums);
     }
@@ -178,15 +187,17 @@ __device__ inline void chain(const Parameters& p, Shared& shared, int chunks) {
         Steps coming;
         Composition composed;
         if (next < chunks) {
-            wait_for_oldest_copies();
-            if (EXCHANGED || Mask::COPIED) __syncwarp();
+            if (!STAYS) {  // else they are waited for in parts
+                wait_for_copies();
+                if (EXCHANGED || Mask::COPIED) sync_abreast();
+            }
             later.share();
             coming.resets = later.of(at, shared, stage, next);
             later.load(at, next + companions);
             read(at, shared, stage, buffer, next, of_channels, coming);
-            fetch(at, memory, shared, stage, next + STAGES * companions, chunks);
+            if (!STAYS) fetch(at, memory, shared, stage, next + STAGES * companions, chunks);
             stage = stage + 1 == STAGES ? 0 : stage + 1;
-            composed = shared.tile[buffer].join(at, coming.compose(at, shared, buffer));
+            composed = shared.tile[buffer].join(at, coming.compose(at, shared, buffer, next));
         }
         __syncthreads();
         // By the last warp, which has the fewest aggregates to read.
@@ -257,13 +268,13 @@ __device__ inline void chain_looking_back(const Parameters& p, Shared& shared, i
         prepare(at, of_channels);
         Channels state;
         load_state(at, PACKING == CU_SEQLENS ? nullptr : p.initial, 0, state);
-        wait_for_oldest_copies();
-        if (EXCHANGED || Mask::COPIED) __syncwarp();
+        wait_for_copies();
+        if (EXCHANGED || Mask::COPIED) sync_abreast();
         later.share();
         Steps steps;
         steps.resets = later.of(at, shared, 0, chunk);
         read(at, shared, 0, buffer, chunk, of_channels, steps);
-        const Composition before = shared.tile[buffer].join(at, steps.compose(at, shared, buffer));
+        const Composition before = shared.tile[buffer].join(at, steps.compose(at, shared, buffer, chunk));
         tell(buffer, number);  // late, when the atomic has returned
         __syncthreads();
         const Published published(p, tile.chain, chunks);

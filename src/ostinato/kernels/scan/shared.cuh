@@ -12,7 +12,7 @@ struct Known {
 
 // One composition per warp.
 struct Joint {
-    Channels a[WARPS][LANES], low[EXTENDED ? WARPS : 1][LANES], b[WARPS][LANES];
+    Channels a[WARPS][LANES], low[EXTENDED ? WARPS : 1][EXTENDED ? LANES : 1], b[WARPS][LANES];
     alignas(WARPS % 16 ? 4 : 16) bool reset[(WARPS + 3) / 4 * 4];
 
     // A bit for each warp whose composition has a reset.
@@ -27,7 +27,7 @@ struct Joint {
     }
     __device__ Composition of(int warp, bool is_reset) const {
         const int slot = threadIdx.x % LANES;
-        return {a[warp][slot], low[EXTENDED ? warp : 0][slot], b[warp][slot], is_reset};
+        return {a[warp][slot], low[EXTENDED ? warp : 0][EXTENDED ? slot : 0], b[warp][slot], is_reset};
     }
     __device__ void put(int warp, const Composition& whole) {
         const int slot = threadIdx.x % LANES;
@@ -67,7 +67,7 @@ struct Joint {
             whole.reset = resets, before.reset = resets << LANES;
         }
         if (at.segment == SEGMENTS - 1) put(at.warp, whole);
-        if (FORGETS && at.lane == 31) reset[at.warp] = whole.reset;
+        if (FORGETS && at.lane == (SEGMENTS - 1) * LANES) reset[at.warp] = whole.reset;
         return before;
     }
 };
@@ -88,19 +88,28 @@ struct Boundaries {
 };
 static_assert(PACKING != CU_SEQLENS || Boundaries::WORDS <= THREADS);
 
+// An array that may have no elements, and then takes no memory to speak of.
+template <typename T, int COUNT> struct Array {
+    T item[COUNT];
+    __device__ T& operator[](int i) { return item[i]; }
+};
+template <typename T> struct Array<T, 0> {
+    __device__ T& operator[](int) { return *reinterpret_cast<T*>(this); }
+};
+
 struct Shared {
     Strip input[STAGES][WARPS][INPUTS];
-    Strip output[NARROW ? WARPS : 1];
+    Array<Strip, NARROW && !STAYS ? WARPS : 0> output;
     Mask mask[Mask::COPIED ? STAGES : 1][Mask::COPIED ? WARPS : 1];
     Joint tile[BUFFERS + !LOOKS_BACK];  // interleaved, the last one is that of the tiles since the block's own
     // Look-back: earlier tiles, nearest first, and their flags; the carry found; the tiles drawn.
-    Known window[LOOKS_BACK ? WINDOW : 1][LANES];
+    Known window[LOOKS_BACK ? WINDOW : 1][LOOKS_BACK ? LANES : 1];
     unsigned seen[LOOKS_BACK ? WATCHERS : 1];
     Channels found[LANES];
     int drawn[2];
     Boundaries begins[PACKING == CU_SEQLENS ? BUFFERS : 1], ends[PACKING == CU_SEQLENS ? BUFFERS : 1];
     int bounds[Boundaries::KEPT];  // a copy of cu_seqlens, if it fits
-    Compute sums[SUMS ? WARPS : 1][SUMS ? PARAMETERS : 1][GROUP];
+    Compute sums[SUMS ? WARPS : 1][SUMS ? PARAMETERS : 1][SUMS ? GROUP : 1];
 
     // Find where sequences begin and end in a tile.  `first`, the sequence of the tile's first step in time, is
     // searched from that of the block's previous tile, or from scratch if -1.  All threads of the block must call it.

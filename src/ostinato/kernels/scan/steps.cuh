@@ -10,8 +10,8 @@ struct Resets {
 
     __device__ void load(const Place& at, int chunk) {
         if constexpr (LOADED) {
-            const int i = (chunk + at.lane / STRIP) * TILE + at.warp * STRIP + at.lane % STRIP;
-            word[0] = at.lane < TILES * STRIP && at.exists(i) ? Mask::of_step(at, i) : 0;
+            const int lane = at.lane % 32, i = (chunk + lane / STRIP) * TILE + at.warp * STRIP + lane % STRIP;
+            word[0] = lane < TILES * STRIP && at.exists(i) ? Mask::of_step(at, i) : 0;
 #pragma unroll
             for (int w = 1; w < WORDS; ++w)
                 word[w] = at.lane < STRIP - 32 * w && at.exists(i + 32 * w) ? Mask::of_step(at, i + 32 * w) : 0;
@@ -44,8 +44,10 @@ using Sums = Compute[OF_CHANNEL][VEC];     // of the gradients of the parameters
 // loaded (RAW), which halves the registers of 16-bit types.
 struct Steps {
     static constexpr bool RAW = CHAINED && Element::RAW;
+    static_assert(!STAYS || Element::RAW);
     Step step[RAW ? 1 : ROWS][VEC];
-    Bits raw[RAW ? ROWS : 1][INPUTS];
+    Bits raw[RAW && !STAYS ? ROWS : 1][INPUTS];
+    int shift[INPUTS];      // of the strips
     unsigned resets;        // bits of the steps before which, in the forward's order, the state is reset
     unsigned begins, ends;  // CU_SEQLENS: bits of the first and last steps of sequences
     bool bounded;           // whether the warp's steps have any, of a short strip also whether any is reset
@@ -62,9 +64,16 @@ struct Steps {
             row[v] = Element::read(plain, of_channels[v], x[BACKWARD ? PREVIOUS : 0][v], x[BACKWARD ? GRAD : 0][v]);
         }
     }
-    __device__ void get(int u, Step (&row)[VEC]) const {
-        if constexpr (RAW) {
-            const OfChannels nothing = {};
+    static __device__ constexpr int replaced(int output) { return output < PLAIN ? output : GRAD; }  // STAYS: input
+    __device__ void get(const Place& at, const Shared& shared, int u, Step (&row)[VEC]) const {
+        const OfChannels nothing = {};
+        if constexpr (STAYS) {
+            Bits bits[INPUTS];
+#pragma unroll
+            for (int k = 0; k < INPUTS; ++k)
+                bits[k] = at.p.has_input(k) ? shared.input[0][at.warp][k].element[Strip::place(at, u, shift[k])] : filled(0);
+            make(bits, nothing, row);
+        } else if constexpr (RAW) {
             make(raw[u], nothing, row);
         } else {
 #pragma unroll
@@ -73,7 +82,7 @@ struct Steps {
     }
 
     // A short strip seldom has a reset: the warp then takes a path without tests for them.
-    static constexpr bool SELDOM_RESET = RESETS && STRIP <= 32;
+    static constexpr bool SELDOM_RESET = RESETS && STRIP <= 32 && !STAYS;
     template <bool CHECKED = true> __device__ bool is_reset(int u) const {
         return RESETS && (CHECKED || !SELDOM_RESET) && resets >> u & 1;
     }
@@ -94,21 +103,22 @@ struct Steps {
     }
 
     template <bool CHECKED>
-    static __device__ void fetch(const Place& at, const Memory& memory, Strip (&strips)[INPUTS], int chunk) {
+    static __device__ void fetch(const Place& at, const Memory& memory, Strip (&strips)[INPUTS], int chunk, int part) {
 #pragma unroll
         for (int k = 0; k < INPUTS; ++k)  // backward, h[t-1] belongs to the next step in scan order
             if (at.p.has_input(k))
-                strips[k].fetch<CHECKED>(at, at.p.input(k), memory.input[k], chunk, BACKWARD && k == PREVIOUS);
+                strips[k].fetch<CHECKED>(at, at.p.input(k), memory.input[k], chunk, BACKWARD && k == PREVIOUS, part);
     }
 
-    // Backward: write h0 as h[t-1] of a sequence's first step in time, and the zero state as that of a reset step.
+    // Backward, of some rows: write h0 as h[t-1] of a sequence's first step in time, and the zero state as that of a
+    // reset step.
     __device__ void put_states_before(
-        const Place& at, const Shared& shared, int buffer, int chunk, Strip& strip, int shift
+        const Place& at, const Shared& shared, int buffer, int chunk, Strip& strip, int shift, unsigned rows = OF_ROWS
     ) const {
         const Parameters& p = at.p;
         const unsigned last = p.steps - 1 - at.first(chunk);
         const unsigned first = PACKING == CU_SEQLENS ? ends : last < ROWS ? 1u << last : 0;  // in time
-        for (unsigned left = at.inside ? first | resets : 0; left; left &= left - 1) {
+        for (unsigned left = at.inside ? (first | resets) & rows : 0; left; left &= left - 1) {
             const int u = __ffs(left) - 1;
             const int n = PACKING == CU_SEQLENS && !is_reset(u) ? shared.ends[buffer].sequence[at.first(0) + u] : 0;
             strip.element[Strip::place(at, u, shift)] =
@@ -123,12 +133,12 @@ struct Steps {
         const Parameters& p = at.p;
         Strip (&strips)[INPUTS] = shared.input[stage][at.warp];
         const int i = at.first(chunk);
-        int shift[INPUTS];
 #pragma unroll
         for (int k = 0; k < INPUTS; ++k) shift[k] = Strip::shift(at, p.input(k), chunk, BACKWARD && k == PREVIOUS);
+        if (STAYS) return;
         if constexpr (BACKWARD && !CHECKED)
             put_states_before(at, shared, buffer, chunk, strips[PREVIOUS], shift[PREVIOUS]);
-        if (NARROW && BACKWARD) __syncwarp();  // a lane without a channel reads another lane's elements
+        if (NARROW && BACKWARD) sync_abreast();  // a lane without a channel reads another lane's elements
 #pragma unroll
         for (int u = 0; u < ROWS; ++u) {
             Bits bits[INPUTS];
@@ -138,11 +148,11 @@ struct Steps {
             const bool exists = !CHECKED || (at.inside && at.exists(i + u));
             if (CHECKED && BACKWARD && exists && (is_reset(u) || !at.exists(i + u + 1)))
                 bits[PREVIOUS] = p.h0 && !is_reset(u) ? load_pack(p.h0 + at.state(0)) : filled(Element::absent_state());
-            if constexpr (RAW) {
+            if constexpr (RAW && !STAYS) {
 #pragma unroll
                 for (int k = 0; k < INPUTS; ++k)
                     raw[u][k] = exists ? bits[k] : filled(k == 0 ? Ring::one() : Ring::zero());
-            } else {
+            } else if constexpr (!RAW) {
                 make(bits, of_channels, step[u]);
 #pragma unroll
                 for (int v = 0; v < VEC; ++v)
@@ -151,21 +161,33 @@ struct Steps {
         }
     }
 
-    __device__ Composition compose(const Place& at, const Shared& shared, int buffer) const {
-        Composition whole = Composition::none();
-        const auto append_from = [&](int from) {
+    // Append the steps of a part and later ones, from step `from`; with STAYS, as they arrive.
+    template <int N = 0>
+    __device__ Composition append(const Place& at, Shared& shared, int chunk, int from, Composition whole) const {
+        if constexpr (STAYS) {
+            wait_for_copies<PARTS - 1 - N>();
+            sync_abreast();
+            constexpr unsigned OF_PART = (OF_ROWS >> ROWS - PART) << N * PART;
+            if constexpr (BACKWARD)
+                put_states_before(at, shared, 0, chunk, shared.input[0][at.warp][PREVIOUS], shift[PREVIOUS], OF_PART);
+        }
+        if (!STAYS || at.inside)  // others would read what lanes inside write
 #pragma unroll
-            for (int u = 0; u < ROWS; ++u) {
+            for (int u = N * PART; u < (N + 1) * PART; ++u) {
                 if (u < from) continue;
                 Step row[VEC];
-                get(u, row);
+                get(at, shared, u, row);
 #pragma unroll
                 for (int v = 0; v < VEC; ++v) whole.append(v, row[v]);
             }
-            whole.settle();
-            return whole;
-        };
-        if (SELDOM_RESET && !bounded) return append_from(0);
+        if constexpr (N + 1 < PARTS) return append<N + 1>(at, shared, chunk, from, whole);
+        whole.settle();
+        return whole;
+    }
+
+    __device__ Composition compose(const Place& at, Shared& shared, int buffer, int chunk) const {
+        Composition whole = Composition::none();
+        if (SELDOM_RESET ? !bounded : STAYS && !resets) return append(at, shared, chunk, 0, whole);
         int from = 0;  // steps before the last sequence start or reset do not matter
         if (PACKING == CU_SEQLENS && begins) {
             from = 31 - __clz(begins);
@@ -176,26 +198,28 @@ struct Steps {
             from = after - !BACKWARD;
             whole.forget();
         }
-        return append_from(from);
+        return append(at, shared, chunk, from, whole);
     }
 
     // Replay the steps from `state` and write the results; `sums` accumulates the gradients of the parameters.
     template <bool CHECKED>
     __device__ void apply(
-        const Place& at, const Memory& memory, Shared& shared, int buffer, int chunk, Channels& state, Sums& sums
+        const Place& at, const Memory& memory, Shared& shared, int buffer, int chunk, int part, Channels& state, Sums& sums
     ) const {
         const Parameters& p = at.p;
         const int i = at.first(chunk);
-        Bits results[ROWS][OUTPUTS];
+        Bits results[STAYS ? 1 : ROWS][OUTPUTS];
         Channels last;  // the state after the last step that exists
         bool any = false;
 #pragma unroll
-        for (int u = 0; u < ROWS; ++u) {
+        for (int row_of_part = 0; row_of_part < PART; ++row_of_part) {
+            if (STAYS && !at.inside) break;
+            const int u = part * PART + row_of_part;
             if (const int n = beginning<CHECKED>(at, shared, buffer, u); n >= 0) load_state(at, p.initial, n, state);
             const bool exists = !CHECKED || at.exists(i + u);
             Compute out[OUTPUTS][VEC];
             Step row[VEC];
-            get(u, row);
+            get(at, shared, u, row);
 #pragma unroll
             for (int v = 0; v < VEC; ++v) {
                 Compute result[FACTORS];
@@ -210,11 +234,25 @@ struct Steps {
             if (CHECKED && exists) last = state, any = true;
             if (const int n = ending<CHECKED>(at, shared, buffer, u); n >= 0) store_state(at, p.final, n, state);
 #pragma unroll
-            for (int k = 0; k < OUTPUTS; ++k) results[u][k] = pack(out[k]);
+            for (int k = 0; k < OUTPUTS; ++k) {
+                if constexpr (STAYS) {
+                    Strip& strip = shared.input[0][at.warp][replaced(k)];
+                    if (exists) strip.element[Strip::place(at, u, shift[replaced(k)])] = pack(out[k]);
+                } else {
+                    results[u][k] = pack(out[k]);
+                }
+            }
         }
-        if (CHECKED && PACKING != CU_SEQLENS && any && !at.exists(i + ROWS)) store_state(at, p.final, 0, last);
+        const int end = i + (part + 1) * PART;
+        if (PACKING != CU_SEQLENS && (CHECKED ? any && !at.exists(end) : end == p.steps))
+            store_state(at, p.final, 0, CHECKED ? last : state);
 #pragma unroll
         for (int k = 0; k < OUTPUTS; ++k) {
+            if constexpr (STAYS) {
+                const int j = replaced(k);
+                shared.input[0][at.warp][j].store<CHECKED>(at, p.output(k), chunk, part, shift[j]);
+                continue;
+            }
             Strip& strip = shared.output[NARROW ? at.warp : 0];
             const int shift = Strip::shift(at, p.output(k), chunk, 0);
             const Rows& rows = memory.output[k];
@@ -225,7 +263,7 @@ struct Steps {
                     if constexpr (NARROW) strip.element[Strip::place(at, u, shift)] = results[u][k];
                     else *rows.row(at, chunk, tile, u) = results[u][k];
                 }
-            if constexpr (NARROW) strip.store<CHECKED>(at, p.output(k), chunk);
+            if constexpr (NARROW) strip.store<CHECKED>(at, p.output(k), chunk, part, shift);
         }
     }
 };

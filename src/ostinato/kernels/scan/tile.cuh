@@ -7,8 +7,9 @@
 enum { DENSE, CU_SEQLENS, OFFSETS };
 constexpr bool FORGETS = PACKING == CU_SEQLENS || RESETS;
 
-constexpr int SEGMENTS = 32 / LANES;
-constexpr int THREADS = 32 * WARPS;
+constexpr int ABREAST = LANES > 32 ? LANES : 32;  // threads of a warp, or of the warps that span the channels together
+constexpr int SEGMENTS = ABREAST / LANES;
+constexpr int THREADS = ABREAST * WARPS;
 constexpr int GROUP = LANES * VEC;
 constexpr int STRIP = SEGMENTS * ROWS;  // steps of a warp in a tile
 constexpr int TILE = WARPS * STRIP;
@@ -21,9 +22,14 @@ constexpr int TOGETHER = WIDE ? 16 / sizeof(Pack) : 1;  // adjacent packs in one
 #ifndef ALIGNED
 #define ALIGNED 0  // 1: with NARROW, the pieces of all tensors begin with a warp's steps
 #endif
-constexpr bool EXCHANGED = NARROW || WIDE;  // lanes copy elements that other lanes of the warp read
+constexpr bool EXCHANGED = NARROW || WIDE || PITCH;  // lanes copy elements that other lanes of the warp read
 static_assert(LANES % TOGETHER == 0 && ROWS % TOGETHER == 0);
-constexpr int BUFFERS = CHAINED && !LOOKS_BACK ? 3 : 2;  // of compositions: one may be read while the next is written
+static_assert(LANES <= 32 || (LANES % 32 == 0 && !LOOKS_BACK && !WIDE), "look-back and wide copies are a warp's");
+// Of compositions: one may be read while the next is written.
+constexpr int BUFFERS = STAYS ? 1 : CHAINED && !LOOKS_BACK ? 3 : 2;
+constexpr int PARTS = STAYS ? 2 : 1;  // of a tile, copied one after the other and composed as they come
+constexpr int PART = ROWS / PARTS;    // of a thread's rows
+static_assert(!STAYS || (CHAINED && !LOOKS_BACK && STAGES == 1 && NARROW && PACKING == DENSE && SEGMENTS == 1));
 
 using Element = ELEMENT;
 using Ring = Element::Ring;
@@ -175,7 +181,7 @@ struct Place {
 #else
         batch = chain / groups % p.batch, direction = chain / groups / p.batch;
 #endif
-        warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        warp = threadIdx.x / ABREAST, lane = threadIdx.x % ABREAST;
         asm("" : "+r"(warp), "+r"(lane));  // or the compiler re-reads the slow special register at every use
         segment = lane / LANES;
         channel = group * GROUP + lane % LANES * VEC;
@@ -193,11 +199,13 @@ struct Place {
         const int t = time(i);
         return p.bounds[t] + batch < p.bounds[t + 1];
     }
-    // Whether more steps follow the tile, so that all its steps exist and none is the last.
-    __device__ bool whole(int chunk) const { return PACKING != OFFSETS && (chunk + 1) * TILE < p.steps; }
-    // Whether everything copied for the tile exists, including what alignment adds.
+    // Whether all steps of the tile exist.
+    __device__ bool whole(int chunk) const { return PACKING != OFFSETS && (chunk + 1) * TILE <= p.steps; }
+    // Whether everything copied for the tile exists, including what alignment adds after it.
     __device__ bool inner(int chunk) const {
-        if (NARROW) return PACKING != OFFSETS && chunk > 0 && (chunk + 1) * TILE + 16 < p.steps;
+        const bool last = descending ? chunk == 0 : (chunk + 1) * TILE + 16 >= p.steps;  // in time
+        const bool exact = ALIGNED && (descending || !BACKWARD);  // no piece ends after the tile
+        if ((NARROW || PITCH) && last && !exact) return false;
         return PACKING != OFFSETS && (chunk + 1) * TILE + BACKWARD <= p.steps;
     }
     __device__ int first(int chunk) const { return chunk * TILE + warp * STRIP + segment * ROWS; }
