@@ -58,6 +58,13 @@ def test_a_thread_of_the_backward_updates_no_more_than_its_registers_hold(cell):
         assert -(-chosen.units * chosen.columns // geometry.THREADS) * GATES[cell] <= 8
 
 
+@pytest.mark.parametrize(("columns", "fits"), [(32, True), (64, False)])
+def test_states_and_sums_of_a_block_fit_into_registers(columns, fits):
+    """With room for no weight, 1,172 bytes a thread were spilled."""
+    chosen = geometry.Geometry("dense", "gru", 1024, bf16, 32, columns, 4, sum_buffers=1, tiles=48)
+    assert (chosen.fill_registers(H100.shared_memory_per_block_optin) is not None) == fits
+
+
 @pytest.mark.parametrize(("hidden", "batch", "exact"), [(128, 64, True), (512, 1, True), (256, 4, False)])
 def test_products_are_rounded_where_cudnn_rounds_them(planned_for_an_h100, hidden, batch, exact):
     plan = plan_of("lstm", hidden, batch, f32, (True, True))

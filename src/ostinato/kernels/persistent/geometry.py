@@ -217,7 +217,7 @@ class Geometry(NamedTuple):
                 return None
             free = (REGISTERS - states - sums - rest) // 4
             room = (shared_limit - self._replace(tiles=0).shared_bytes) // self.tile_bytes
-            if room < 0:
+            if room < 0 or free < 0:  # even without weights the compiler would spill
                 return None
             if self.tiles > max(0, free) + room:  # prefetched tiles take registers, too
                 free -= 4
