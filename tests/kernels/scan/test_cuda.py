@@ -15,7 +15,7 @@ from ostinato.kernels import nvrtc
 from ostinato.kernels.recurrence import cuda as recurrence_cuda
 from ostinato.kernels.recurrence.print_cuda import element_name, print_cuda
 from ostinato.kernels.recurrence.trace import parse
-from ostinato.kernels.scan import choose_backend, cuda, launch, operators, torch_ops
+from ostinato.kernels.scan import choose_backend, cuda, geometry, launch, operators, torch_ops
 from ostinato.kernels.scan.geometry import Geometry, choose_geometry, macros
 from ostinato.minimal.recurrences import recurrence_of
 
@@ -254,6 +254,26 @@ def test_16_bit_rows_begin_at_any_address(shape, gapless, poisoned):
         for g, w in zip(got, want, strict=True):
             assert (g is None) == (w is None)
             assert g is None or relative_error(g, w) < TOLERANCE[torch.float16]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("long", [4096, 32])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(110, 150, 128), (150, 300, 128), (16, 12000, 64), (1, 5000, 64)], ids=str)
+def test_scans_of_many_channels_or_steps_match_the_reference(dtype, shape, long, poisoned, monkeypatch):
+    monkeypatch.setattr(geometry, "LONG", long)
+    monkeypatch.setattr(launch, "choose_geometry", choose_geometry.__wrapped__)
+    force(monkeypatch, "chosen")
+    torch.manual_seed(0)
+    a, b, grad = (x.to(dtype) for x in (0.8 + 0.2 * torch.rand(shape), torch.randn(shape), torch.randn(shape)))
+    kernels, reference = choose_backend("cuda", "cuda"), torch_ops.REFERENCE
+    want = reference.linear_scan(a.double(), b.double(), None, False, None, None)
+    h = want[0].to(dtype)
+    got = kernels.linear_scan(*gpu(a, b), None, False, None, None)
+    want += reference.linear_scan_backward(a.double(), h.double(), None, grad.double(), None, False, None, None)[:2]
+    got += kernels.linear_scan_backward(*gpu(a, h), None, grad.cuda(), None, False, None, None)[:2]
+    for g, w in zip(got, want, strict=True):
+        assert relative_error(g, w) < TOLERANCE[dtype]
 
 
 @pytest.mark.gpu
