@@ -63,6 +63,20 @@ def test_a_block_alone_asks_for_as_much_as_is_on_its_way_and_little_more():
             assert flying <= 1.5 * 1.1e-6 * device.bandwidth or g.stages * g.rows == 8, name  # the least there is
 
 
+def test_long_32_bit_backward_passes():
+    def chosen(gpu, *shape):
+        g = choose_geometry("LinearScanBackward", 3, 4, 4, True, *shape, GPUS[gpu])
+        return g.vec, g.warps, g.rows, g.stages, "looks back" if g.looks_back else "streams"
+
+    looks_back = 2, 8, 8, 1, "looks back"
+    assert chosen("H200", 8, 4096, 1536) == (2, 4, 4, 2, "streams")
+    assert chosen("H100", 8, 4096, 1536) == (2, 4, 8, 1, "streams")  # whose memory has less on its way
+    assert chosen("H100", 8, 2048, 1536) == chosen("H100", 128, 4096, 256) == (2, 4, 4, 2, "streams")
+    for gpu in ("H100", "H200"):
+        assert chosen(gpu, 8, 65536, 1536) == looks_back
+        assert chosen(gpu, 9, 16384, 1024) == looks_back  # 144 blocks on 132 multiprocessors
+
+
 def test_a_long_scan_of_unevenly_many_chains_looks_back():
     def looks_back(batch, steps, channels, gpu="H200", aligned=4, packed=False):
         arguments = (True, batch, steps, channels, GPUS[gpu], packed)

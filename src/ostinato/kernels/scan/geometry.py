@@ -171,12 +171,23 @@ def choose_geometry(
         geometry = _chained(
             element, inputs, itemsize, aligned, sequences, steps, channels, narrow, device, packed, resets
         )
-    elif waves < FULL * math.ceil(waves) and steps >= LONG and element == "LinearScan" and itemsize == 4 and not packed:
-        back = Geometry(2, 32, 8, 16, True, 2, 0, 1, True)
+    elif _spreads_unevenly(element, waves, steps) and itemsize == 4 and not packed:
+        back = Geometry(2, 32, 8, 8 if element.endswith("Backward") else 16, True, 2, 0, 1, True)
         fits = back.shared_bytes(inputs, 0, itemsize) <= device.shared // back.resident - 1024
         if fits and geometry.group == back.group:
             geometry = back
     return geometry
+
+
+def _spreads_unevenly(element: str, waves: float, steps: int) -> bool:
+    """Whether a scan streamed by so many waves of blocks is slower than by look-back.
+
+    Backward, whose blocks read half as much again at a step, it is where the last wave is emptier or time longer still.
+    """
+    filled, long = waves / math.ceil(waves), steps // LONG
+    if element == "LinearScanBackward":
+        return (long >= 8 and filled < FULL) or (long >= 1 and filled < FILLED)
+    return element == "LinearScan" and long >= 1 and filled < FULL
 
 
 def _lanes_across(channels: int, vec: int) -> int:
@@ -234,6 +245,10 @@ def _streaming(
     if steps <= min(SHORT, segments * rows) and blocks > 4 * device.processors:
         warps = 1  # more would have no steps
     threads = 512 if halved and rows * vec <= 8 else THREADS  # few steps need few registers
+    longer = Geometry(vec, lanes, warps, most, False, 2, 0, 1)
+    enough = longer.tile * longer.group * inputs * itemsize >= wanted  # one tile on its way
+    if element == "LinearScanBackward" and itemsize == 4 and steps >= LONG and at_once < FULL * 2 and enough:
+        return longer
     return Geometry(vec, lanes, warps, rows, False, threads // (32 * warps), 0, STAGES)
 
 
