@@ -77,6 +77,24 @@ def test_long_32_bit_backward_passes():
         assert chosen(gpu, 9, 16384, 1024) == looks_back  # 144 blocks on 132 multiprocessors
 
 
+def test_chained_blocks_of_whole_rows():
+    def chosen(gpu, *shape, **settings):
+        g = choose_geometry("LinearScanBackward", 3, 4, 4, True, *shape, GPUS[gpu], **settings)
+        return g.vec, g.warps, g.rows, g.stages, g.looks_back
+
+    for gpu in ("H100", "H200"):
+        assert chosen(gpu, 2, 100000, 384) == (2, 16, 14, 1, True)
+        assert chosen(gpu, 2, 100000, 384, resets=True)[:3] == (1, 16, 20)
+        assert chosen(gpu, 2, 100000, 352)[0] == 1  # pairs would leave half of a block without channels
+        assert chosen(gpu, 1, 65536, 256) == (1, 8, 12, 2, False)
+        forward = choose_geometry("LinearScan", 2, 4, 4, True, 1, 65536, 256, GPUS[gpu])
+        assert (forward.rows, forward.stages, forward.looks_back) == (16, 1, False)
+        for element, inputs, rows in (("LinearScan", 2, 28), ("LinearScanBackward", 3, 16)):
+            halves = choose_geometry(element, inputs, 2, 8, True, 1, 1 << 20, 64, GPUS[gpu])
+            assert (halves.vec, halves.warps, halves.rows, halves.looks_back) == (2, 8, rows, True)
+    assert chosen("A100", 2, 100000, 384)[0] == 1  # whose shared memory does not hold such a tile
+
+
 def test_a_long_scan_of_unevenly_many_chains_looks_back():
     def looks_back(batch, steps, channels, gpu="H200", aligned=4, packed=False):
         arguments = (True, batch, steps, channels, GPUS[gpu], packed)
@@ -161,8 +179,6 @@ def test_what_was_measured_to_be_best_is_chosen(name):
             assert (g.lanes, g.warps, g.rows, kind) == want
     backward = choose_geometry("LinearScanBackward", 3, 2, 8, True, 4, 2000, 1024, GPUS[name])
     assert (backward.rows, backward.looks_back) == (16, True)
-    backward = choose_geometry("LinearScanBackward", 3, 4, 4, True, 2, 100000, 384, GPUS[name])
-    assert (backward.vec, backward.warps, backward.rows, backward.looks_back) == (1, 16, 20, True)
 
 
 @pytest.mark.parametrize("gpu", GPUS)

@@ -318,7 +318,8 @@ def _chained(
             return Geometry(1, lanes, 8, (36 // numbers - 1) | 1, True, 2, narrow, stages)
         return Geometry(1, lanes, 16, (33 // numbers - 1) | 1, True, 1, narrow, 1)
     vec = min(aligned, 2) if itemsize == 2 else 1
-    numbers = inputs * words if element in CHEAP else (inputs if backward else 2) * words * vec
+    raw = element in CHEAP
+    numbers = inputs * words if raw else (inputs if backward else 2) * words * vec
     lanes = _lanes_across(channels, vec)
     chains = sequences * -(-channels // (lanes * vec))
     rows = max(4, 1 << (32 // numbers).bit_length() - 1)
@@ -328,12 +329,19 @@ def _chained(
     if steps <= LONG:
         return small
     few_companions = 2 * device.processors // chains <= FEW_COMPANIONS
+    crowded = raw and itemsize == 2 and lanes == 32 and chains == 1  # 16-bit aggregates are twice as long as others
     back_at_resets = resets and lanes == 32 and (backward or chains > 2 or itemsize == 2)
-    if packed or back_at_resets or few_companions:
+    if packed or back_at_resets or few_companions or crowded:
         along_one_chain = 4 * chains <= device.processors and few_companions and not packed
         registers = 72 if along_one_chain or vec == 1 else 56
         if numbers > inputs * words or (along_one_chain and vec == 1) or (resets and (along_one_chain or vec == 1)):
             registers = 64  # with more, some are spilled
+        pairs = Geometry(2, 32, 16, 14, True, 1, 0, 1, True)  # of channels: longer rows, and more on its way
+        even = aligned > 1 and chains == 2 * sequences * -(-channels // pairs.group)
+        waves = chains / 2 * -(-steps // pairs.tile) / device.processors
+        fits = pairs.shared_bytes(inputs, 0, itemsize) <= device.shared - 1024 and waves >= 2 * FEW_WAVES
+        if element == "LinearScanBackward" and itemsize == 4 and along_one_chain and even and fits and not resets:
+            return pairs
         most = max(4, min(32, registers // numbers // 4 * 4))
         for warps, rows in itertools.product((16, 8) if along_one_chain else (8,), range(most, most // 2 - 1, -4)):
             back = Geometry(vec, lanes, warps, rows, True, 16 // warps, 0, 1, True)
@@ -341,6 +349,9 @@ def _chained(
             shared = back.shared_bytes(inputs, 0, itemsize, packed)
             if waves >= FEW_WAVES * warps / 8 and shared <= device.shared // back.resident - 1024:
                 return back
+    if raw and lanes == 32 and words == 1:  # forward, the longer tiles of one stage are enough on their way
+        rows, stages = (36 // numbers // 4 * 4, STAGES) if backward else (small.rows, 1)
+        small, large = (g._replace(rows=rows, stages=stages) for g in (small, large))
     others = small.resident * device.processors // chains - 1
     return small if others <= small.read_at_once(max(4, itemsize)) else large
 
