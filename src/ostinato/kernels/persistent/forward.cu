@@ -128,9 +128,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) recur(const Parameters 
 
     float *all_sums = reinterpret_cast<float *>(shared);  // double-buffered by the step's parity, if there is room
     Product product(p, block, shared + SUM_BUFFERS * SUMS / 4);
-    Units units(p, product, block, Block{block * UNITS, group * COLUMNS, sequences, int(threadIdx.x)});
+    const Block own{in_register(block * UNITS), in_register(group * COLUMNS), in_register(sequences), in_register(int(threadIdx.x))};
+    Units units(p, product, block, own);
     Patience patience(p.failure);
-    const size_t stride = size_t(p.groups) * GROUP_BYTES;
+    const size_t stride = in_register(size_t(p.groups) * GROUP_BYTES);
     char *state = p.states + size_t(group) * GROUP_BYTES;
     const auto step_of = [&](int taken) { return p.reverse ? p.steps - 1 - taken : taken; };
     const auto step_after = [&](int taken) { return step_of(min(taken + 1, p.steps - 1)); };
