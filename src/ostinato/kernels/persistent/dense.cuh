@@ -17,7 +17,8 @@ constexpr int TILES = FULL * COLUMN_TILES + HALF * ((COLUMN_TILES + 1) / 2);
 constexpr int ON_CHIP = TILES - STREAMED;
 constexpr int AHEAD = 4;
 constexpr int EARLY = STREAMED ? 0 : TILES - HELD < 4 ? TILES - HELD : 4;  // read from shared memory while waiting
-constexpr int PAUSE = COLUMNS == 1 ? 80 : 0;  // cycles; see Block::pause
+constexpr int PAUSE_OF_ONE = !BACKWARD && BLOCKS > 64 ? 200 : 80;  // the more blocks, the more look for the same lines
+constexpr int PAUSE = COLUMNS == 1 ? PAUSE_OF_ONE : COLUMNS < 8 && !BACKWARD ? 60 : 0;  // cycles; see Block::pause
 constexpr int PIECES = COLUMN_TILES / 2, ODD = COLUMN_TILES % 2;  // state of two tiles: 16 bytes; of an odd one: 8
 constexpr int SEQUENCE_TILES = (COLUMNS + 7) / 8;
 constexpr int PRODUCTS = ROW_TILES * SEQUENCE_TILES;
