@@ -100,7 +100,7 @@ def test_pieces_are_known_to_be_aligned_only_where_all_are():
         ({}, 4, (0, 0)),
     ):
         found = launch._addressing(problem._replace(**changes), geometry, alignment)
-        assert found == (("DESCENDING", known[0]), ("ALIGNED", known[1]))
+        assert found == (("DESCENDING", known[0]), ("ALIGNED", known[1]), ("SINGLE", int("batch" in changes)))
     assert launch._addressing(problem, geometry._replace(rows=15), 0)[1] == ("ALIGNED", 1)
     assert launch._addressing(problem._replace(channels=1), geometry._replace(rows=1, lanes=32), 0)[1] == ("ALIGNED", 0)
 
@@ -359,6 +359,13 @@ def test_a_state_that_has_diverged_ends_at_a_reset(shape):
     got, _ = ostinato.linear_scan(a, b, resets=resets)
     want, _ = ostinato.linear_scan(a[:, 150:].double(), b[:, 150:].double())
     assert relative_error(got[:, 150:], want.cpu()) < 3e-6
+    b, grad = torch.randn(shape).cuda(), torch.randn(shape).cuda()
+    grad[:, 200] = torch.inf  # which ends there on its way back
+    inputs, before = [a.requires_grad_(), b.requires_grad_()], [x[:, :150].double() for x in (a, b)]
+    got = torch.autograd.grad(ostinato.linear_scan(*inputs, resets=resets)[0], inputs, grad)
+    want = torch.autograd.grad(ostinato.linear_scan(*before)[0], before, grad[:, :150].double())
+    for g, w in zip(got, want, strict=True):
+        assert relative_error(g[:, :150], w.cpu()) < 3e-6
 
 
 @pytest.mark.gpu

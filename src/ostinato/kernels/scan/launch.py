@@ -168,7 +168,7 @@ def _addressing(problem: Problem, geometry: Geometry, alignment: int) -> tuple[t
     if problem.batch > 1:
         offsets += [batch for batch, _, _ in (*problem.inputs, *problem.outputs)]
     aligned = geometry.chained and alignment == 0 and all(offset * itemsize % 16 == 0 for offset in offsets)
-    return ("DESCENDING", int(descending)), ("ALIGNED", int(aligned))
+    return ("DESCENDING", int(descending)), ("ALIGNED", int(aligned)), ("SINGLE", int(problem.batch == 1))
 
 
 class _Workspace:

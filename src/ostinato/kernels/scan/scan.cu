@@ -109,12 +109,14 @@ __device__ inline void read(
     if (!STAYS && (EXCHANGED || Mask::COPIED)) sync_abreast();
 }
 
+// Copy a tile.  A narrow sequence's first is copied with checks: one copy of the faster path's code is enough.
+template <bool FIRST = false>
 __device__ inline void fetch(const Place& at, const Memory& memory, Shared& shared, int stage, int chunk, int chunks) {
     if (Mask::COPIED && chunk < chunks) shared.mask[stage][at.warp].fetch(at, chunk);
 #pragma unroll
     for (int part = 0; part < PARTS; ++part) {
         if (chunk < chunks) {
-            if (at.inner(chunk)) Steps::fetch<false>(at, memory, shared.input[stage][at.warp], chunk, part);
+            if (!(FIRST && NARROW && !STAYS) && at.inner(chunk)) Steps::fetch<false>(at, memory, shared.input[stage][at.warp], chunk, part);
             else Steps::fetch<true>(at, memory, shared.input[stage][at.warp], chunk, part);
         }
         commit_copies();
@@ -128,7 +130,7 @@ __device__ inline void stream(const Parameters& p, Shared& shared, int chunks) {
     Resets resets, later;
     later.load(at, 0);  // before the copies, behind which it would queue
 #pragma unroll 1
-    for (int stage = 0; stage < STAGES; ++stage) fetch(at, memory, shared, stage, stage, chunks);
+    for (int stage = 0; stage < STAGES; ++stage) fetch<true>(at, memory, shared, stage, stage, chunks);
     OfChannels of_channels;
     prepare(at, of_channels);
     Channels state;
@@ -159,17 +161,18 @@ __device__ inline void stream(const Parameters& p, Shared& shared, int chunks) {
 // Interleaved: P blocks (`companions`) share a chain, each scanning every P-th tile.
 __device__ inline void chain(const Parameters& p, Shared& shared, int chunks) {
     const int companions = p.companions;
-    const Place at(p, blockIdx.x / companions);
+    const int number = SINGLE ? 0 : blockIdx.x / companions, first_tile = blockIdx.x - number * companions;
+    const Place at(p, number);
     const Memory memory(at);
-    const Published published(p, blockIdx.x / companions, chunks);
-    int next = blockIdx.x % companions;  // the tile to be composed
+    const Published published(p, number, chunks);
+    int next = first_tile;  // the tile to be composed
     // The other blocks' tiles between two of this block's are divided among its segments.
     const int share = (companions - 1 + WATCHERS - 1) / WATCHERS, of_warp = SEGMENTS * share;
     const int parts = companions > 1 ? (companions - 1 + of_warp - 1) / of_warp : 0;
     Resets later;
     later.load(at, next);
 #pragma unroll 1
-    for (int stage = 0; stage < STAGES; ++stage) fetch(at, memory, shared, stage, next + stage * companions, chunks);
+    for (int stage = 0; stage < STAGES; ++stage) fetch<true>(at, memory, shared, stage, next + stage * companions, chunks);
     OfChannels of_channels;
     prepare(at, of_channels);
     Channels state;
@@ -212,10 +215,19 @@ __device__ inline void chain(const Parameters& p, Shared& shared, int chunks) {
             if (now > since) {
                 if (at.warp < parts) {
                     Composition between = Composition::none();
-                    asked.compose(published, first, end, between, true);
-                    for (int i = first + Asked::SIZE; i < end; i += Asked::SIZE) {
-                        asked.ask(published, i, end);
-                        asked.compose(published, i, end, between, false);
+                    if constexpr (NARROW && !STAYS) {  // one copy of the code, as it compiles faster
+#pragma unroll 1
+                        for (int i = first;;) {
+                            asked.compose(published, i, end, between, i == first);
+                            if ((i += Asked::SIZE) >= end) break;
+                            asked.ask(published, i, end);
+                        }
+                    } else {  // in which the compiler would not see what is the same for all threads
+                        asked.compose(published, first, end, between, true);
+                        for (int i = first + Asked::SIZE; i < end; i += Asked::SIZE) {
+                            asked.ask(published, i, end);
+                            asked.compose(published, i, end, between, false);
+                        }
                     }
                     __syncwarp();
                     shared.tile[BUFFERS].join(at, between);
@@ -235,7 +247,7 @@ __device__ inline void chain(const Parameters& p, Shared& shared, int chunks) {
         if (next >= chunks) break;
         steps = coming, before = composed, last = buffer, buffer = following;
     }
-    if constexpr (SUMS) store_sums(at, shared, blockIdx.x % companions, sums);
+    if constexpr (SUMS) store_sums(at, shared, first_tile, sums);
 }
 
 // Look-back: a block draws tiles of any chain from a counter, one ahead.

@@ -151,6 +151,7 @@ struct Shared {
 static_assert(sizeof(Shared) <= SHARED_BYTES);
 
 __device__ inline Pack filled(Compute x) {
+    if (x == 0) return 0;  // a constant, which conversion to 16 bits would not be
     Compute all[VEC];
 #pragma unroll
     for (int v = 0; v < VEC; ++v) all[v] = x;

@@ -81,11 +81,10 @@ struct Steps {
         }
     }
 
-    // A short strip seldom has a reset: the warp then takes a path without tests for them.
-    static constexpr bool SELDOM_RESET = RESETS && STRIP <= 32 && !STAYS;
-    template <bool CHECKED = true> __device__ bool is_reset(int u) const {
-        return RESETS && (CHECKED || !SELDOM_RESET) && resets >> u & 1;
-    }
+    // A short strip seldom has a reset: the warp then takes a path without tests for them, as long as sequences are not
+    // packed, whose ends have such paths already.
+    static constexpr bool SELDOM_RESET = RESETS && STRIP <= 32 && !STAYS && PACKING != CU_SEQLENS;
+    template <bool TESTED = true> __device__ bool is_reset(int u) const { return RESETS && TESTED && resets >> u & 1; }
     // The sequence that begins, or ends, with the thread's step u, or -1.
     template <bool CHECKED>
     __device__ int beginning(const Place& at, const Shared& shared, int buffer, int u) const {
@@ -104,21 +103,21 @@ struct Steps {
 
     template <bool CHECKED>
     static __device__ void fetch(const Place& at, const Memory& memory, Strip (&strips)[INPUTS], int chunk, int part) {
-#pragma unroll
+#pragma unroll(CHECKED && NARROW && !STAYS ? 1 : INPUTS)  // the CHECKED path is rare: keep its code small
         for (int k = 0; k < INPUTS; ++k)  // backward, h[t-1] belongs to the next step in scan order
             if (at.p.has_input(k))
                 strips[k].fetch<CHECKED>(at, at.p.input(k), memory.input[k], chunk, BACKWARD && k == PREVIOUS, part);
     }
 
     // Backward, of some rows: write h0 as h[t-1] of a sequence's first step in time, and the zero state as that of a
-    // reset step.
+    // reset step unless `read` selects it.
     __device__ void put_states_before(
         const Place& at, const Shared& shared, int buffer, int chunk, Strip& strip, int shift, unsigned rows = OF_ROWS
     ) const {
         const Parameters& p = at.p;
         const unsigned last = p.steps - 1 - at.first(chunk);
         const unsigned first = PACKING == CU_SEQLENS ? ends : last < ROWS ? 1u << last : 0;  // in time
-        for (unsigned left = at.inside ? (first | resets) & rows : 0; left; left &= left - 1) {
+        for (unsigned left = at.inside ? (first | (STAYS || SELDOM_RESET ? resets : 0)) & rows : 0; left; left &= left - 1) {
             const int u = __ffs(left) - 1;
             const int n = PACKING == CU_SEQLENS && !is_reset(u) ? shared.ends[buffer].sequence[at.first(0) + u] : 0;
             strip.element[Strip::place(at, u, shift)] =
@@ -148,6 +147,7 @@ struct Steps {
             const bool exists = !CHECKED || (at.inside && at.exists(i + u));
             if (CHECKED && BACKWARD && exists && (is_reset(u) || !at.exists(i + u + 1)))
                 bits[PREVIOUS] = p.h0 && !is_reset(u) ? load_pack(p.h0 + at.state(0)) : filled(Element::absent_state());
+            if (BACKWARD && !SELDOM_RESET && is_reset(u)) bits[PREVIOUS] = filled(Element::absent_state());
             if constexpr (RAW && !STAYS) {
 #pragma unroll
                 for (int k = 0; k < INPUTS; ++k)
@@ -161,8 +161,9 @@ struct Steps {
         }
     }
 
-    // Append the steps of a part and later ones, from step `from`; with STAYS, as they arrive.
-    template <int N = 0>
+    // Append the steps of a part and later ones, from step `from`; TESTED, those that are reset lose the state before.
+    // With STAYS, as they arrive.
+    template <bool TESTED, int N = 0>
     __device__ Composition append(const Place& at, Shared& shared, int chunk, int from, Composition whole) const {
         if constexpr (STAYS) {
             wait_for_copies<PARTS - 1 - N>();
@@ -174,31 +175,35 @@ struct Steps {
         if (!STAYS || at.inside)  // others would read what lanes inside write
 #pragma unroll
             for (int u = N * PART; u < (N + 1) * PART; ++u) {
-                if (u < from) continue;
+                if ((STAYS || PACKING == CU_SEQLENS) && u < from) continue;
                 Step row[VEC];
                 get(at, shared, u, row);
 #pragma unroll
-                for (int v = 0; v < VEC; ++v) whole.append(v, row[v]);
+                for (int v = 0; v < VEC; ++v) {
+                    if (!BACKWARD && is_reset<TESTED && !STAYS>(u)) whole.b.value[v] = Ring::zero();
+                    whole.append(v, row[v]);
+                    if (BACKWARD && is_reset<TESTED && !STAYS>(u)) whole.b.value[v] = Ring::zero();
+                }
             }
-        if constexpr (N + 1 < PARTS) return append<N + 1>(at, shared, chunk, from, whole);
+        if constexpr (N + 1 < PARTS) return append<TESTED, N + 1>(at, shared, chunk, from, whole);
         whole.settle();
         return whole;
     }
 
     __device__ Composition compose(const Place& at, Shared& shared, int buffer, int chunk) const {
         Composition whole = Composition::none();
-        if (SELDOM_RESET ? !bounded : STAYS && !resets) return append(at, shared, chunk, 0, whole);
-        int from = 0;  // steps before the last sequence start or reset do not matter
+        if (SELDOM_RESET ? !bounded : STAYS && !resets) return append<false>(at, shared, chunk, 0, whole);
+        int from = 0;  // steps before the last sequence start, or with STAYS reset, do not matter
         if (PACKING == CU_SEQLENS && begins) {
             from = 31 - __clz(begins);
             load_state(at, at.p.initial, beginning<true>(at, shared, buffer, from), whole.b);
             whole.reset = true;
         }
-        if (const int after = 32 - __clz(resets); RESETS && after > from) {
-            from = after - !BACKWARD;
-            whole.forget();
+        if (RESETS && resets) {
+            whole.reset = true;  // its a then does not matter
+            if (STAYS) from = 32 - __clz(resets) - !BACKWARD;
         }
-        return append(at, shared, chunk, from, whole);
+        return append<true>(at, shared, chunk, from, whole);
     }
 
     // Replay the steps from `state` and write the results; `sums` accumulates the gradients of the parameters.
@@ -223,9 +228,9 @@ struct Steps {
 #pragma unroll
             for (int v = 0; v < VEC; ++v) {
                 Compute result[FACTORS];
-                if (!BACKWARD && is_reset<CHECKED>(u)) state.value[v] = Ring::zero();
+                if (!BACKWARD && is_reset<CHECKED || !SELDOM_RESET>(u)) state.value[v] = Ring::zero();
                 state.value[v] = row[v].apply(state.value[v], result);
-                if (BACKWARD && is_reset<CHECKED>(u)) state.value[v] = Ring::zero();
+                if (BACKWARD && is_reset<CHECKED || !SELDOM_RESET>(u)) state.value[v] = Ring::zero();
 #pragma unroll
                 for (int k = 0; k < OUTPUTS; ++k) out[k][v] = result[Element::output_factor(k)];
 #pragma unroll
@@ -259,7 +264,7 @@ struct Steps {
             char* const tile = rows.tile(chunk);
 #pragma unroll
             for (int u = 0; u < ROWS; ++u)
-                if (at.inside && (!CHECKED || at.exists(i + u))) {
+                if (at.inside && (NARROW || !CHECKED || at.exists(i + u))) {  // of a strip, what exists is stored
                     if constexpr (NARROW) strip.element[Strip::place(at, u, shift)] = results[u][k];
                     else *rows.row(at, chunk, tile, u) = results[u][k];
                 }

@@ -19,6 +19,9 @@ constexpr int WATCHERS = WARPS * SEGMENTS;  // segments, which poll the messages
 constexpr int WINDOW = WATCHERS < 32 ? 32 : WATCHERS;  // tiles of the look-back window
 static_assert(!LOOKS_BACK || (CHAINED && STAGES == 1 && WATCHERS <= 256), "a block draws one tile ahead");
 constexpr int TOGETHER = WIDE ? 16 / sizeof(Pack) : 1;  // adjacent packs in one copy of a lane
+#ifndef SINGLE
+#define SINGLE 0  // 1: with NARROW, there is one sequence
+#endif
 #ifndef ALIGNED
 #define ALIGNED 0  // 1: with NARROW, the pieces of all tensors begin with a warp's steps
 #endif
@@ -137,11 +140,6 @@ struct Composition {
             state.value[v] = FORGETS && reset ? b.value[v] : carried;
         }
     }
-    __device__ void forget() {
-        reset = true;
-#pragma unroll
-        for (int v = 0; v < VEC; ++v) b.value[v] = Ring::zero();
-    }
     __device__ Composition after(const Composition& first) const {
         Composition both = first;
         both.reset |= FORGETS && reset;
@@ -177,7 +175,7 @@ struct Place {
         const int groups = NARROW ? 1 : (p.channels + GROUP - 1) / GROUP;
         group = chain % groups;
 #ifdef DESCENDING
-        batch = chain / groups, direction = 0;
+        batch = SINGLE ? 0 : chain / groups, direction = 0;
 #else
         batch = chain / groups % p.batch, direction = chain / groups / p.batch;
 #endif
