@@ -84,7 +84,7 @@ def test_chained_blocks_of_whole_rows():
 
     for gpu in ("H100", "H200"):
         assert chosen(gpu, 2, 100000, 384) == (2, 16, 14, 1, True)
-        assert chosen(gpu, 2, 100000, 384, resets=True)[:3] == (1, 16, 20)
+        assert chosen(gpu, 2, 100000, 384, resets=True)[:3] == (1, 16, 24)
         assert chosen(gpu, 2, 100000, 352)[0] == 1  # pairs would leave half of a block without channels
         assert chosen(gpu, 1, 65536, 256) == (1, 8, 12, 2, False)
         forward = choose_geometry("LinearScan", 2, 4, 4, True, 1, 65536, 256, GPUS[gpu])
@@ -148,8 +148,11 @@ def test_what_was_measured_to_be_best_is_chosen(name):
         ((1, 65536, 256), 4): (32, 8, 16, "turns"),
         ((1, 1 << 20, 64), 4): (32, 16, 16, "turns"),
         ((4, 1 << 20, 8), 4): (8, 8, 17, "turns"),
-        ((1, 1 << 24, 1), 4): (1, 8, 17, "turns"),
-        ((1, 3000000, 7), 4): (8, 16, 15, "turns"),
+        ((1, 1 << 24, 1), 4): (1, 8, 19, "turns"),
+        ((1, 1 << 24, 1), 2): (1, 8, 19, "turns"),
+        ((1, 3000000, 7), 2): (8, 16, 16, "turns"),
+        ((4, 1 << 20, 8), 2): (8, 8, 17, "turns"),
+        ((1, 3000000, 7), 4): (8, 16, 17, "turns"),
         ((1, 1 << 18, 16), 4): (16, 16, 16, "turns"),
         ((3, 5000, 1000), 4): (32, 8, 32, "looks back"),
         ((3, 5000, 1000), 2): (32, 8, 28, "looks back"),
@@ -164,11 +167,11 @@ def test_what_was_measured_to_be_best_is_chosen(name):
         ((1, 65536, 256), 4): (32, 8, 32, "looks back"),
         ((1, 1 << 20, 64), 4): (32, 16, 16, "turns"),
         ((4, 1 << 20, 8), 4): (8, 8, 17, "turns"),
-        ((1, 3000000, 7), 4): (8, 16, 15, "turns"),
+        ((1, 3000000, 7), 4): (8, 16, 17, "turns"),
         ((1, 1 << 18, 16), 4): (16, 16, 16, "turns"),
-        ((1, 1 << 24, 1), 4): (1, 8, 17, "turns"),
+        ((1, 1 << 24, 1), 4): (1, 8, 19, "turns"),
         ((8, 4096, 1536), 4): (32, 8, 16, "looks back"),
-        ((2, 100000, 384), 2): (32, 16, 32, "looks back"),
+        ((2, 100000, 384), 2): (32, 16, 28, "looks back"),
         ((1, 65536, 256), 2): (32, 8, 28, "looks back"),
     }
     for resets, cases in ((False, measured), (True, with_resets)):

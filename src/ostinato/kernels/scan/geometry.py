@@ -166,7 +166,7 @@ def choose_geometry(
             staying = _staying(inputs, itemsize, sequences, steps, channels, device)
             if staying:
                 return staying
-        if gapless and channels == 8 and itemsize == 4 and not packed:
+        if gapless and channels == 8 and itemsize <= 4 and not packed:
             narrow = 8  # stored in pieces of 16 bytes, as narrower sequences are
         geometry = _chained(
             element, inputs, itemsize, aligned, sequences, steps, channels, narrow, device, packed, resets
@@ -314,9 +314,12 @@ def _chained(
     if narrow:
         lanes, numbers = _lanes_across(channels, 1), (inputs if backward else 2) * words  # registers of a step
         if lanes == channels:  # odd rows, against bank conflicts
-            stages = 1 if lanes == 1 or (backward and lanes == 8) else STAGES  # by registers
-            return Geometry(1, lanes, 8, (36 // numbers - 1) | 1, True, 2, narrow, stages)
-        return Geometry(1, lanes, 16, (33 // numbers - 1) | 1, True, 1, narrow, 1)
+            stages = 1 if lanes <= 2 or (backward and lanes == 8) else STAGES  # by registers
+            return Geometry(1, lanes, 8, ((40 if lanes <= 2 else 36) // numbers - 1) | 1, True, 2, narrow, stages)
+        rows = (36 // numbers - 1) | 1
+        if itemsize == 2 and channels in (5, 7):  # segments begin in whole words, each in other banks
+            rows = max(4, 36 // numbers // 4 * 4)
+        return Geometry(1, lanes, 16, rows, True, 1, narrow, 1)
     vec = min(aligned, 2) if itemsize == 2 else 1
     raw = element in CHEAP
     numbers = inputs * words if raw else (inputs if backward else 2) * words * vec
@@ -334,8 +337,10 @@ def _chained(
     if packed or back_at_resets or few_companions or crowded:
         along_one_chain = 4 * chains <= device.processors and few_companions and not packed
         registers = 72 if along_one_chain or vec == 1 else 56
-        if numbers > inputs * words or (along_one_chain and vec == 1) or (resets and (along_one_chain or vec == 1)):
+        if numbers > inputs * words or (vec == 1 and along_one_chain != resets):
             registers = 64  # with more, some are spilled
+        elif along_one_chain and resets and vec == 2:
+            registers = 60
         pairs = Geometry(2, 32, 16, 14, True, 1, 0, 1, True)  # of channels: longer rows, and more on its way
         even = aligned > 1 and chains == 2 * sequences * -(-channels // pairs.group)
         waves = chains / 2 * -(-steps // pairs.tile) / device.processors
