@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
 import ostinato
+from ostinato.kernels.persistent import operators
 from recurrent_layers import (
     BLOCKS,
     CELLS,
@@ -251,3 +252,25 @@ def test_gpu(cell, block, dtype):
                 theirs = exact(wide_x, wide_hx) if with_state else exact(wide_x)
             assert all(y.dtype == dtype for y in flat(ours))
             assert_close_to_exact(ours, theirs, tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cell", ["GRU", "LSTM"])
+def test_both_directions_at_once_are_those_in_turn(cell, monkeypatch):
+    """Memory of the direction that runs beside is not given to the other one meanwhile."""
+    torch.manual_seed(0)
+    layer = make(cell, 64, 256, 2, bidirectional=True, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(200, 8, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    assert_uses_kernel(layer, 8)
+
+    def both():
+        results = flat(layer(x))
+        return *results, *torch.autograd.grad(sum(y.float().sum() for y in results), [x, *layer.parameters()])
+
+    with monkeypatch.context() as context:
+        context.setattr(operators, "beside", lambda call, *directions: [call(*args) for args in directions])
+        expected = both()
+    for _ in range(20):
+        poison = [torch.full((1 << n,), float("nan"), device="cuda") for n in range(10, 25)]
+        del poison
+        assert all(map(torch.equal, both(), expected))

@@ -11,6 +11,7 @@ Derivatives of higher order, and those in forward mode, come from a second imple
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -111,6 +112,58 @@ def operator(
         vmap=_vmap_rule(name, call, groups),
     )
     return call
+
+
+class _Part(SimpleNamespace):
+    """What one of two calls keeps of the context that they share."""
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        self.saved_tensors = tensors
+
+    def set_materialize_grads(self, _: bool) -> None:
+        """Those of two calls never are."""
+
+
+def of_two(name: str, call: Callable, forward: Callable, setup_context: Callable, backward: Callable) -> Callable:
+    """A function of two calls' arguments that returns what an operator, ``call``, returns for each.
+
+    In eager mode both are one node of autograd: ``forward(first, second)`` returns both results, and
+    ``backward(contexts, grads)``, given those of each, the gradients of both.
+    """
+
+    def run_and_keep(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
+        calls = _halves(args)
+        results, ctx.parts, saved = forward(*calls), [_Part(), _Part()], []
+        for part, inputs, output in zip(ctx.parts, calls, results, strict=True):
+            setup_context(part, inputs, output)
+            saved += part.__dict__.pop("saved_tensors")
+        ctx.save_for_backward(*saved)
+        ctx.set_materialize_grads(False)
+        return *results[0], *results[1]
+
+    def backward_of_both(ctx: Any, *grads: Tensor | None) -> tuple:
+        each = zip(ctx.parts, _halves(ctx.saved_tensors), _halves(ctx.needs_input_grad), strict=True)
+        parts = [_Part(**vars(part), saved_tensors=saved, needs_input_grad=needed) for part, saved, needed in each]
+        first, second = backward(parts, _halves(grads))
+        return *first, *second
+
+    function = _autograd_function(name, forward=run_and_keep, backward=backward_of_both)
+    apply = super(torch.autograd.Function, function).apply
+
+    def both(first: tuple, second: tuple) -> tuple[Any, Any]:
+        args = *first, *second
+        if not is_eager(args):
+            return call(*first), call(*second)
+        if not is_differentiated(args):
+            found: tuple[Any, Any] = forward(first, second)
+            return found
+        return _halves(apply(*args))
+
+    return both
+
+
+def _halves(x: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    return x[: len(x) // 2], x[len(x) // 2 :]
 
 
 def gradient(

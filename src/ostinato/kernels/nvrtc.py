@@ -121,21 +121,29 @@ class Kernel:
         self._shared_limit = 48 * 1024  # the default maximum, beyond which a kernel must opt in
 
     def launch(
-        self, device: int, grid: int, block: int, parameters: bytes, shared: int = 0, cooperative: bool = False
+        self,
+        device: int,
+        grid: int,
+        block: int,
+        parameters: bytes,
+        shared: int = 0,
+        cooperative: bool = False,
+        stream: int | None = None,
     ) -> None:
-        """Start `grid` blocks of `block` threads, `shared` bytes each, on the current stream of `device`.
+        """Start `grid` blocks of `block` threads, `shared` bytes each, on a stream, the current one if None.
 
         In a cooperative launch all blocks are resident at once, or it fails.
         """
         if torch._C._cuda_getDevice() != device:
             with torch.cuda.device(device):
-                self.launch(device, grid, block, parameters, shared, cooperative)
+                self.launch(device, grid, block, parameters, shared, cooperative, stream)
             return
         if _thread.device != device:
             self._enter(device)
         if shared > self._shared_limit:
             self._raise_shared_limit(device, shared)
-        stream = torch._C._cuda_getCurrentRawStream(device)  # current_stream() builds an object at every call
+        if stream is None:
+            stream = torch._C._cuda_getCurrentRawStream(device)  # current_stream() builds an object at every call
         pointer = _Pointer(parameters)
         address = _address_of(pointer)
         if cooperative:

@@ -8,10 +8,15 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 
 from ostinato.kernels.persistent.masks import derived_from
-from ostinato.kernels.persistent.operators import can_take, is_vmapped, plan_layer, recurrent_layer
+from ostinato.kernels.persistent.operators import (
+    can_take,
+    is_vmapped,
+    plan_layer,
+    recurrent_layer,
+    recurrent_layers,
+)
 from ostinato.kernels.persistent.plan import Call, Plan, no_kernel
 from ostinato.kernels.persistent.reference import previous
-from ostinato.kernels.streams import beside
 from ostinato.masks import mask_of
 from ostinato.recurrent.torch_layers import as_given, in_rows
 from ostinato.recurrent.weights import MaskedLayers
@@ -128,7 +133,7 @@ class SequenceLayers(MaskedLayers):
                 tensors = rows, h0, c0, weight_ih, weight_hh, bias_ih, bias_hh, mask, offsets, begins[index - first]
                 arguments.append((*tensors, batch, cell, index > first, training, self._path, directions))
             both = directions == 2
-            results = beside(recurrent_layer, *arguments) if both else (recurrent_layer(*arguments[0]),)
+            results = recurrent_layers(*arguments) if both else (recurrent_layer(*arguments[0]),)
             last += [(h_n, c_n) if lstm else (h_n,) for _, h_n, c_n, *_ in results]
             rows = torch.cat([output for output, *_ in results], 1) if both else results[0][0]
 

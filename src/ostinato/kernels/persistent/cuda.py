@@ -25,6 +25,7 @@ from ostinato.kernels.persistent.masks import derived_from
 from ostinato.kernels.persistent.packing import Packing, pack
 from ostinato.kernels.persistent.plan import GATES, Call, Plan, no_kernel
 from ostinato.kernels.persistent.search import choose_geometry
+from ostinato.kernels.streams import launch_stream
 
 _POINTERS = (
     *("weight", "bias", "index", "places", "spans", "packed", "states", "offsets", "failure", "pre", "h0", "c0"),
@@ -320,9 +321,10 @@ def _launch(
         tensors |= {"index": packing.indices, "places": packing.places, "spans": packing.spans}
     addresses = [0 if (x := tensors.get(name)) is None else x.data_ptr() for name in _POINTERS]
     fill = min(-(-max(states_bytes, packed_bytes) // (32 * THREADS)), 8 * processors)
+    stream = launch_stream(device, tensors)
     for first in range(0, batch, geometry.columns * geometry.groups):
         parameters = _PARAMETERS.pack(*addresses, steps, batch, groups, first, int(reverse))
         if first == 0:
-            prepare.launch(device, fill, THREADS, parameters)
+            prepare.launch(device, fill, THREADS, parameters, stream=stream)
         blocks = geometry.blocks * min(geometry.groups, -(-(batch - first) // geometry.columns))
-        recur.launch(device, blocks, THREADS, parameters, geometry.shared_bytes, cooperative=True)
+        recur.launch(device, blocks, THREADS, parameters, geometry.shared_bytes, True, stream)

@@ -8,6 +8,7 @@ the weights' gradients by GEMMs.  The layer and its tensors are defined in ``ref
 import functools
 import importlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,12 +17,13 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from ostinato.kernels import nvrtc
-from ostinato.kernels.dispatch import gradient, operator, or_empty
+from ostinato.kernels.dispatch import gradient, of_two, operator, or_empty
 from ostinato.kernels.eager import is_eager
 from ostinato.kernels.gemm import gradient_of_input, gradient_of_weight, linear
 from ostinato.kernels.persistent import plain, reference
 from ostinato.kernels.persistent.masks import block_of, derived_from
 from ostinato.kernels.persistent.plan import GATES, Call, Plan, no_kernel
+from ostinato.kernels.streams import beside
 
 
 def kernels_on(device: torch.device) -> Any:
@@ -127,13 +129,16 @@ def _as_given(function: Callable) -> Callable:
     """Disables autocast: a layer has already converted its tensors."""
 
     @functools.wraps(function)
-    def run(x: Tensor, *args: Any) -> Any:
-        if not torch.is_autocast_enabled(x.device.type):
-            return function(x, *args)
-        with torch.autocast(x.device.type, enabled=False):
-            return function(x, *args)
+    def run(*args: Any) -> Any:
+        with _without_autocast(args[0].device.type):
+            return function(*args)
 
     return run
+
+
+def _without_autocast(device_type: str) -> AbstractContextManager:
+    is_on = torch.is_autocast_enabled(device_type)
+    return torch.autocast(device_type, enabled=False) if is_on else nullcontext()
 
 
 @_as_given
@@ -203,15 +208,21 @@ def _context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
 
 
 def _grad(ctx: Any, *grads: Tensor | None) -> tuple:
-    *tensors, h, c, gates = ctx.saved_tensors
-    needed = ctx.needs_input_grad[:7]
-    how = ctx.batch, ctx.cell, ctx.reverse
     if torch.is_grad_enabled():
-        found = _differentiable_gradients(tensors, grads[:3], needed, *how)
-    else:
-        bits = sum(1 << i for i, need in enumerate(needed) if need)
-        found = recurrent_layer_backward(*tensors, h, c, gates, *grads[:3], *how, ctx.path, ctx.directions, bits)
-    return *(grad if need else None for grad, need in zip(found, needed, strict=True)), *[None] * 9
+        *tensors, _, _, _ = ctx.saved_tensors
+        how = ctx.batch, ctx.cell, ctx.reverse
+        return _in_place(ctx, _differentiable_gradients(tensors, grads[:3], ctx.needs_input_grad[:7], *how))
+    return _in_place(ctx, recurrent_layer_backward(*_backward_arguments(ctx, grads)))
+
+
+def _backward_arguments(ctx: Any, grads: Sequence[Tensor | None]) -> tuple:
+    needed = sum(1 << i for i, need in enumerate(ctx.needs_input_grad[:7]) if need)
+    return *ctx.saved_tensors, *grads[:3], ctx.batch, ctx.cell, ctx.reverse, ctx.path, ctx.directions, needed
+
+
+def _in_place(ctx: Any, found: Sequence[Tensor | None]) -> tuple:
+    """Gradients of the first arguments as those of all, None where they are not needed."""
+    return *(grad if need else None for grad, need in zip(found, ctx.needs_input_grad[:7], strict=True)), *[None] * 9
 
 
 def _differentiable_gradients(
@@ -263,47 +274,62 @@ def _recurrent_layer_backward(
     needed: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of the first seven tensors, each empty unless its bit is set in `needed`."""
+    tensors = x, h0, c0, weight_ih, weight_hh, bias_ih, bias_hh, mask_hh, offsets, resets, h, c, gates
+    grads = grad_output, grad_h_n, grad_c_n
+    found: Any = _back_through_time(*tensors, *grads, batch, cell, reverse, path, directions, needed)()
+    return found
+
+
+def _back_through_time(*args: Any) -> Callable[[], tuple[Tensor, ...]]:
+    """The sequential part of the backward; the function that it returns computes the gradients."""
+    x, h0, c0, weight_ih, weight_hh, bias_ih, bias_hh, mask_hh, offsets, resets, h, c, gates = args[:13]
+    *grads_of_results, batch, cell, reverse, path, directions, needed = args[13:]
     hidden, gru = weight_hh.shape[1], cell == "gru"
     how = True, path, directions, resets is not None
     kernels, plan = _choose(x, mask_hh, offsets, batch, cell, hidden, *how)
     recomputes = not cell.startswith("rnn") and (kernels is reference or not gates.numel())
-    # Whether the states before all steps but the first are simply rows of h; on CPUs their number would not be round.
-    shifts = x.is_cuda and offsets is None and resets is None and not recomputes
-    h_prev: Any = None if shifts else kernels.previous(h, h0, offsets, batch, reverse, resets)
+
+    def before() -> Tensor:
+        states: Tensor = kernels.previous(h, h0, offsets, batch, reverse, resets)
+        return states
+
     if recomputes:
-        pre, candidate = _arguments(x, h_prev, weight_ih, weight_hh, bias_ih, bias_hh, cell)
+        pre, candidate = _arguments(x, before(), weight_ih, weight_hh, bias_ih, bias_hh, cell)
     else:
         pre, candidate = (h, None) if cell.startswith("rnn") else (gates, c if gru else None)
-    args = pre, candidate, h, h0, c if cell == "lstm" else None, c0, weight_hh, mask_hh
+    through = pre, candidate, h, h0, c if cell == "lstm" else None, c0, weight_hh, mask_hh
     grads, grad_h0, grad_c0, totals = kernels.backward(
-        *args, grad_output, grad_h_n, grad_c_n, offsets, resets, batch, cell, reverse, plan
+        *through, *grads_of_results, offsets, resets, batch, cell, reverse, plan
     )
 
-    # A GRU's grads are n's share of the hidden product, r, z, n's share of the input's: three neighbours for each.
-    inputs, recurrent = (grads[:, hidden:], grads[:, : 3 * hidden]) if gru else (grads, grads)
-    totals = totals.sum(0).to(grads.dtype) if needed >> 5 else grads.new_zeros(grads.shape[1])
+    def gradients() -> tuple[Tensor, ...]:
+        # A GRU's grads are n's share of the hidden product, r, z, n's share of the input's: three neighbours for each.
+        inputs, recurrent = (grads[:, hidden:], grads[:, : 3 * hidden]) if gru else (grads, grads)
+        of_biases = totals.sum(0).to(grads.dtype) if needed >> 5 else grads.new_zeros(grads.shape[1])
 
-    def in_order(rows: Tensor) -> Tensor:
-        return rows.roll(-hidden, 0) if gru else rows
+        def in_order(rows: Tensor) -> Tensor:
+            return rows.roll(-hidden, 0) if gru else rows
 
-    def of_weight_hh() -> Tensor:
-        if h_prev is not None:
-            return gradient_of_weight(recurrent, h_prev)
-        first, others = (slice(-batch, None), slice(-batch)) if reverse else (slice(batch), slice(batch, None))
-        found = gradient_of_weight(recurrent[others], h[batch:] if reverse else h[:-batch])
-        return found if h0 is None else found.addmm_(recurrent[first].T, h0)
+        def of_weight_hh() -> Tensor:
+            if not x.is_cuda or offsets is not None or resets is not None:
+                return gradient_of_weight(recurrent, before())
+            # The states before all steps but the first are simply rows of h; on CPUs their number would not be round.
+            first, others = (slice(-batch, None), slice(-batch)) if reverse else (slice(batch), slice(batch, None))
+            found = gradient_of_weight(recurrent[others], h[batch:] if reverse else h[:-batch])
+            return found if h0 is None else found.addmm_(recurrent[first].T, h0)
 
-    compute: tuple[Callable[[], Any], ...] = (
-        lambda: gradient_of_input(inputs, weight_ih),
-        lambda: grad_h0,
-        lambda: grad_c0,
-        lambda: gradient_of_weight(inputs, x),
-        lambda: in_order(of_weight_hh()),
-        lambda: totals[hidden:].clone() if gru else totals,
-        lambda: in_order(totals[: 3 * hidden]) if gru else totals.clone(),
-    )
-    found: Any = tuple(one() if needed >> i & 1 else x.new_empty(0) for i, one in enumerate(compute))
-    return found
+        compute: tuple[Callable[[], Any], ...] = (
+            lambda: gradient_of_input(inputs, weight_ih),
+            lambda: grad_h0,
+            lambda: grad_c0,
+            lambda: gradient_of_weight(inputs, x),
+            lambda: in_order(of_weight_hh()),
+            lambda: of_biases[hidden:].clone() if gru else of_biases,
+            lambda: in_order(of_biases[: 3 * hidden]) if gru else of_biases.clone(),
+        )
+        return tuple(one() if needed >> i & 1 else x.new_empty(0) for i, one in enumerate(compute))
+
+    return gradients
 
 
 def _arguments(
@@ -339,3 +365,20 @@ recurrent_layer_backward = gradient(
 recurrent_layer = operator(
     "recurrent_layer", _recurrent_layer, _recurrent_layer_fake, _context, _grad, plain=plain.recurrent_layer
 )
+
+
+def _both_forward(first: tuple, second: tuple) -> tuple[Any, Any]:
+    return beside(_recurrent_layer, first, second)
+
+
+def _both_backward(contexts: Sequence[Any], grads: Sequence[Sequence[Tensor | None]]) -> list[tuple]:
+    calls = tuple(map(_backward_arguments, contexts, grads))
+    if torch.is_grad_enabled() or not is_eager([*calls[0], *calls[1]]):
+        return [_grad(ctx, *given) for ctx, given in zip(contexts, grads, strict=True)]
+    with _without_autocast(calls[0][0].device.type):
+        found = [gradients() for gradients in beside(_back_through_time, *calls)]
+    return list(map(_in_place, contexts, found))
+
+
+recurrent_layers = of_two("recurrent_layers", recurrent_layer, _both_forward, _context, _both_backward)
+"""Both directions' ``recurrent_layer``, given the arguments of each, beside each other on a GPU."""
