@@ -24,7 +24,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``F.linear(x, weight, bias)``; eager calls choose the fastest implementation."""
     if x.dim() == 2 and not torch.compiler.is_compiling() and x.shape[0] < GEMM_ROWS:
         return F.linear(x, weight, bias)  # sooner than by the checks of what needs more rows
-    if is_eager([x, weight]):
+    if not _is_torchs_fastest(x) and is_eager([x, weight]):
         if x.device.type == "cpu":
             return _linear_cpu(x, weight, bias)
         if weight.requires_grad and torch.is_grad_enabled() and _is_faster_transposed(x, weight.shape[0]):
@@ -70,6 +70,11 @@ def _is_faster_transposed(x: Tensor, width: int) -> bool:
     )
 
 
+def _is_torchs_fastest(x: Tensor) -> bool:
+    """Whether there is no other product to choose, which is told sooner than which to choose."""
+    return x.is_cuda and x.dtype != torch.float32
+
+
 @functools.cache
 def _can_transpose(device: int) -> bool:
     return torch.cuda.get_device_capability(device)[0] == 9 and nvrtc.why_no_cuda() is None
@@ -103,6 +108,8 @@ def _linear_cpu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 def gradient_of_input(grad: Tensor, weight: Tensor) -> Tensor:
     """``grad @ weight`` of (..., width) and (width, channels), the input's gradient of :func:`linear`, and as fast."""
+    if _is_torchs_fastest(grad):
+        return grad @ weight
     if is_eager([grad, weight]) and not torch.is_grad_enabled() and _is_faster_transposed(grad, weight.shape[0]):
         return grad @ transposed(weight).T
     return linear(grad, weight.T)
@@ -110,7 +117,7 @@ def gradient_of_input(grad: Tensor, weight: Tensor) -> Tensor:
 
 def gradient_of_weight(grad: Tensor, x: Tensor) -> Tensor:
     """``grad.T @ x`` of (rows, width) and (rows, channels), the weight's gradient of :func:`linear`, and as fast."""
-    eager = is_eager([grad, x]) and grad.dtype == x.dtype
+    eager = not _is_torchs_fastest(x) and is_eager([grad, x]) and grad.dtype == x.dtype
     if eager and not torch.is_grad_enabled() and _is_faster_transposed(x, grad.shape[1]):
         return grad.T @ transposed(x).T
     if not eager or x.device.type != "cpu" or not _is_faster_convolved(x, grad.shape[1]):

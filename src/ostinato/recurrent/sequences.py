@@ -120,8 +120,11 @@ class SequenceLayers(MaskedLayers):
             weights = [x.to(autocast) for x in weights]
 
         cell, lstm, directions = self.mode.lower(), self.mode == "LSTM", 2 if self.bidirectional else 1
-        size, initial, last = len(self._all_weights[0]), [state.unbind(0) for state in states], []
-        for first in range(0, len(self._all_weights), directions):
+        layers, size = len(self._all_weights), len(self._all_weights[0])
+        alone = layers == 1  # for whose states views are enough, also backward
+        initial: list[Any] = [[x.squeeze(0)] if alone else x.unbind(0) for x in states]
+        last: list[tuple[Tensor, ...]] = []
+        for first in range(0, layers, directions):
             if first and self.training and self.dropout:
                 rows = F.dropout(rows, self.dropout)
             arguments: list[tuple] = []
@@ -137,7 +140,6 @@ class SequenceLayers(MaskedLayers):
             last += [(h_n, c_n) if lstm else (h_n,) for _, h_n, c_n, *_ in results]
             rows = torch.cat([output for output, *_ in results], 1) if both else results[0][0]
 
-        alone = len(last) == 1  # a view is enough
         states = [x[0].unsqueeze(0) if alone else torch.stack(x) for x in zip(*last, strict=True)]
         return as_given(input, rows, states, self.batch_first)
 

@@ -32,6 +32,7 @@ _POINTERS = (
     *("output", "cells", "gates", "candidates", "h_n", "c_n", "candidate", "h", "grad_output", "grad_h_n"),
     *("grad_c_n", "grads", "grad_h0", "grad_c0", "resets", "marks", "totals"),
 )
+_NOWHERE = dict.fromkeys(_POINTERS, 0)
 _PARAMETERS = struct.Struct(f"{len(_POINTERS)}Q5i")
 UNITS = {16: "uint4", 8: "uint2", 4: "unsigned", 2: "unsigned short", 1: "unsigned char"}  # of a copy, by bytes
 UNITS_OF_THREAD = 4  # of a copy, at once
@@ -137,7 +138,7 @@ def forward(
     """
     geometry, rows, lstm = plan.geometry.forward, projected.shape[0], cell == "lstm"
     hidden = geometry.hidden_size
-    results = {
+    tensors = {
         "output": projected.new_empty(rows, hidden),
         "h_n": projected.new_empty(batch, hidden),
         "c_n": projected.new_empty(batch, hidden) if lstm else None,
@@ -145,11 +146,12 @@ def forward(
     }
     gates = projected if keep and keeps_gates(projected.dtype, cell, hidden, batch) else None
     if keep and (lstm or gates is not None):
-        results["cells"] = projected.new_empty(rows, hidden, dtype=torch.float32 if lstm else projected.dtype)
-    given = {"pre": projected, "h0": h0, "c0": c0, "weight": weight_hh, "bias": bias_hh}
-    given |= {"gates": gates, "candidates": results["cells"], "offsets": offsets, "resets": resets}
-    _launch(geometry, mask_hh, batch, reverse, given, results)
-    return tuple(results.values())  # type: ignore[return-value]
+        tensors["cells"] = projected.new_empty(rows, hidden, dtype=torch.float32 if lstm else projected.dtype)
+    results = tuple(tensors.values())
+    tensors |= {"pre": projected, "h0": h0, "c0": c0, "weight": weight_hh, "bias": bias_hh}
+    tensors |= {"gates": gates, "candidates": tensors["cells"], "offsets": offsets, "resets": resets}
+    _launch(geometry, mask_hh, batch, reverse, tensors)
+    return results  # type: ignore[return-value]
 
 
 def keeps_gates(dtype: torch.dtype, cell: str, hidden_size: int, batch: int) -> bool:
@@ -188,17 +190,18 @@ def backward(
     geometry, rows, lstm = plan.geometry.backward, pre.shape[0], cell == "lstm"
     hidden = geometry.hidden_size
     width = (1 if cell.startswith("rnn") else 4) * hidden
-    results = {
+    tensors = {
         "grads": pre.new_empty(rows, width),
         "grad_h0": pre.new_empty(batch, hidden),
         "grad_c0": pre.new_empty(batch, hidden) if lstm else None,
         "totals": pre.new_empty(batch, width, dtype=torch.float32),
     }
-    given = {"pre": pre, "weight": weight_hh, "h0": h0, "c0": c0, "candidate": candidate, "h": h, "cells": c}
-    given |= {"grad_output": grad_output, "grad_h_n": grad_h_n, "grad_c_n": grad_c_n}
-    given |= {"offsets": offsets, "resets": resets}
-    _launch(geometry, mask_hh, batch, reverse, given, results)
-    return tuple(results.values())  # type: ignore[return-value]
+    results = tuple(tensors.values())
+    tensors |= {"pre": pre, "weight": weight_hh, "h0": h0, "c0": c0, "candidate": candidate, "h": h, "cells": c}
+    tensors |= {"grad_output": grad_output, "grad_h_n": grad_h_n, "grad_c_n": grad_c_n}
+    tensors |= {"offsets": offsets, "resets": resets}
+    _launch(geometry, mask_hh, batch, reverse, tensors)
+    return results  # type: ignore[return-value]
 
 
 def previous(
@@ -291,40 +294,57 @@ def _name(geometry: Geometry) -> str:
     return f"persistent {geometry.path} {geometry.cell} {direction} kernel of {geometry.hidden_size} hidden units"
 
 
-def _launch(
-    geometry: Geometry,
-    mask: Tensor | None,
-    batch: int,
-    reverse: bool,
-    given: dict[str, Tensor | None],
-    results: dict[str, Tensor | None],
-) -> None:
-    pre, offsets = given["pre"], given["offsets"]
-    assert pre is not None
+class _Launch(NamedTuple):
+    """What of a launch depends only on sizes."""
+
+    kernels: _Kernels
+    bytes: dict[str, int]  # of memory for the launch alone
+    fill: int  # blocks that prepare
+    shared: int  # bytes of a block
+    parts: tuple[tuple[int, int], ...]  # of the batch, one after the other: the first sequence, and blocks
+    sizes: tuple[int, int, int]  # steps, batch and groups
+
+
+@functools.lru_cache(4096)
+def _launch_of(geometry: Geometry, device: int, steps: int, batch: int, *special: bool) -> _Launch:
+    found, groups = kernels(geometry, device, *special), -(-batch // geometry.columns)
+    sizes = {
+        "packed": geometry.tiles * geometry.tile_bytes * geometry.blocks,
+        "states": (geometry.state_buffers or steps + (not geometry.backward)) * groups * geometry.group_bytes,
+    }
+    fill = min(-(-max(sizes.values()) // (32 * THREADS)), 8 * found.processors)
+    if special[0]:
+        sizes["marks"] = 4 * -(-steps // 32) * batch
+    parts = [
+        (first, geometry.blocks * min(geometry.groups, -(-(batch - first) // geometry.columns)))
+        for first in range(0, batch, geometry.columns * geometry.groups)
+    ]
+    return _Launch(found, sizes, fill, geometry.shared_bytes, tuple(parts), (steps, batch, groups))
+
+
+def _launch(geometry: Geometry, mask: Tensor | None, batch: int, reverse: bool, tensors: dict[str, Any]) -> None:
+    """Run the kernel on tensors by the names of ``_POINTERS``, None for absent ones."""
+    pre, offsets = tensors["pre"], tensors["offsets"]
     device = pre.device.index
     check(geometry, device)
-    steps = pre.shape[0] // batch if offsets is None else len(offsets) - 1
-    packing = None if mask is None or geometry.path == "dense" else packing_of(mask, geometry)
-    geometry = geometry if packing is None else packing.geometry
-    special = given["resets"] is not None, offsets is not None, given.get("gates") is not None
-    prepare, recur, processors = kernels(geometry, device, *special)
-    groups = -(-batch // geometry.columns)
-    packed_bytes = geometry.tiles * geometry.tile_bytes * geometry.blocks
-    states_bytes = (geometry.state_buffers or steps + (not geometry.backward)) * groups * geometry.group_bytes
-    tensors = {name: None if x is None else x.contiguous() for name, x in given.items()} | results
-    tensors["packed"] = pre.new_empty(packed_bytes, dtype=torch.uint8)
-    tensors["states"] = pre.new_empty(states_bytes, dtype=torch.uint8)
-    tensors["failure"] = _failure(device)
-    if given["resets"] is not None:
-        tensors["marks"] = pre.new_empty(-(-steps // 32) * batch, dtype=torch.int32)
-    if packing is not None:
+    steps = len(pre) // batch if offsets is None else len(offsets) - 1
+    if mask is not None and geometry.path != "dense":
+        packing = packing_of(mask, geometry)
+        geometry = packing.geometry
         tensors |= {"index": packing.indices, "places": packing.places, "spans": packing.spans}
-    addresses = [0 if (x := tensors.get(name)) is None else x.data_ptr() for name in _POINTERS]
-    fill = min(-(-max(states_bytes, packed_bytes) // (32 * THREADS)), 8 * processors)
-    stream = launch_stream(device, tensors)
-    for first in range(0, batch, geometry.columns * geometry.groups):
-        parameters = _PARAMETERS.pack(*addresses, steps, batch, groups, first, int(reverse))
+    special = tensors["resets"] is not None, offsets is not None, tensors.get("gates") is not None
+    prepared = _launch_of(geometry, device, steps, batch, *special)
+    for name, size in prepared.bytes.items():
+        tensors[name] = pre.new_empty(size, dtype=torch.uint8)
+    tensors["failure"] = _failure(device)
+    addresses = _NOWHERE.copy()
+    for name, x in tensors.items():
+        if x is not None:
+            tensors[name] = x = x.contiguous()
+            addresses[name] = x.data_ptr()
+    stream, (prepare, recur, _) = launch_stream(device, tensors), prepared.kernels
+    for first, blocks in prepared.parts:
+        parameters = _PARAMETERS.pack(*addresses.values(), *prepared.sizes, first, int(reverse))
         if first == 0:
-            prepare.launch(device, fill, THREADS, parameters, stream=stream)
-        blocks = geometry.blocks * min(geometry.groups, -(-(batch - first) // geometry.columns))
-        recur.launch(device, blocks, THREADS, parameters, geometry.shared_bytes, True, stream)
+            prepare.launch(device, prepared.fill, THREADS, parameters, stream=stream)
+        recur.launch(device, blocks, THREADS, parameters, prepared.shared, True, stream)
