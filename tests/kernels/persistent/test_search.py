@@ -136,18 +136,3 @@ def test_all_blocks_can_be_resident_and_cover_the_layer(cell, processors):
             assert chosen.shared_bytes <= H100.shared_memory_per_block_optin
             width = GATES[cell] * chosen.pitch if backward else chosen.pitch
             assert (chosen.cluster - 1) * chosen.slice < width <= chosen.cluster * chosen.slice
-
-
-@pytest.mark.parametrize(
-    ("layer", "keeps"),
-    [
-        ((bf16, "gru", 1024, 64), True),
-        ((f16, "lstm", 2048, 8), True),
-        ((bf16, "gru", 512, 16), False),
-        ((bf16, "rnn_tanh", 2048, 64), False),
-        ((f32, "gru", 2, 1), True),
-        ((f32, "rnn_relu", 2048, 64), False),
-    ],
-)
-def test_gates_are_kept_where_their_products_are_large(layer, keeps):
-    assert cuda.keeps_gates(*layer) == keeps

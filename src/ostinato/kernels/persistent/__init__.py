@@ -25,8 +25,7 @@ A device's module, ``cpu.py`` or ``cuda.py``, provides
 - ``make_plan(call, mask_hh, block, tf32)``: the :class:`~ostinato.kernels.persistent.plan.Plan` of a call, given the
   mask of its recurrent weights, if any, the shape of the mask's blocks, and whether products may round to tf32;
 - ``forward``, ``backward`` and ``previous``: those of ``reference.py``, the first two for a plan;
-- ``keeps_gates(dtype, cell, hidden_size, batch)``: whether ``forward`` leaves the gates' pre-activations for
-  ``backward``;
+- ``keeps_gates(cell)``: whether ``forward`` leaves the gates' pre-activations for ``backward``;
 - ``step_of(cell, dtype, hidden_size, input_size, batch, mask_ih, mask_hh, path)``: one step of a layer, without
   gradients, or None where no kernel is faster than torch's; and ``StepOfLayers(steps, x, state_shape, states)``, those
   of a stack, called with an input, its states and all weights in torch.nn's order, for the output and the next states.

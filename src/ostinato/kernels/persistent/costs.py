@@ -93,15 +93,14 @@ def _precision(dtype: torch.dtype, tf32: bool) -> str:
     return "16" if dtype.itemsize == 2 else "tf32" if tf32 else "float32"
 
 
-def microseconds_of_more_products(call: Call, tf32: tuple[bool, bool], keeps_gates: bool) -> float:
+def microseconds_of_more_products(call: Call, tf32: tuple[bool, bool]) -> float:
     """Microseconds per step by which our GEMMs over all steps take longer than those of cuDNN's layer.
 
-    The backward recomputes some unless it `keeps_gates`, and exact ones take longer than rounded ones.
+    Exact ones take longer than rounded ones.
     """
     one = GATES[call.cell] * call.batch * call.hidden_size**2
     own, torchs = (one / _RATES[_precision(call.dtype, rounds)] for rounds in tf32)
-    again = call.training and not call.cell.startswith("rnn") and not keeps_gates
-    return (4 if call.training else 1) * (own - torchs) + 2 * own * again
+    return (4 if call.training else 1) * (own - torchs)
 
 
 def torchs_microseconds(call: Call, tf32: bool) -> float:

@@ -79,7 +79,7 @@ def _why_torch(
     return None
 
 
-def keeps_gates(_: torch.dtype, cell: str, *sizes: int) -> bool:
+def keeps_gates(cell: str) -> bool:
     """Whether the forward saves all gates' pre-activations: recomputing them takes two of six large GEMMs."""
     return GATES[cell] > 1
 

@@ -68,10 +68,10 @@ def make_plan(
         (_plan_sizes(layer, index, path, training, exact, share) for share in {1, directions}),
         key=lambda plan: (plan.path == "steps", _microseconds(plan, batch, directions, index)),
     )
-    keeps = training and keeps_gates(dtype, cell, hidden_size, batch)
+    keeps = training and keeps_gates(cell)
     if plan.path != "steps" and path is None and not resets:
         ours = _microseconds(plan, batch, directions, index)
-        ours += directions * microseconds_of_more_products(call, tf32, keeps)
+        ours += directions * microseconds_of_more_products(call, tf32)
         torchs = directions * torchs_microseconds(call, tf32[1])
         if ours > torchs:
             return no_kernel(f"about {ours:.0f} microseconds a step, where torch's kernels take about {torchs:.0f}")
@@ -144,7 +144,7 @@ def forward(
         "c_n": projected.new_empty(batch, hidden) if lstm else None,
         "cells": None,
     }
-    gates = projected if keep and keeps_gates(projected.dtype, cell, hidden, batch) else None
+    gates = projected if keep and keeps_gates(cell) else None
     if keep and (lstm or gates is not None):
         tensors["cells"] = projected.new_empty(rows, hidden, dtype=torch.float32 if lstm else projected.dtype)
     results = tuple(tensors.values())
@@ -154,14 +154,13 @@ def forward(
     return results  # type: ignore[return-value]
 
 
-def keeps_gates(dtype: torch.dtype, cell: str, hidden_size: int, batch: int) -> bool:
+def keeps_gates(cell: str) -> bool:
     """Whether the forward saves all gates' pre-activations instead of recomputing them in the backward.
 
-    Recomputation takes two of a training step's six large GEMMs and saves more than half of what is kept.  In 16 bits
-    GEMMs of this size make it a tenth of a layer's time; those of float32 take four to fifteen times as long.  An RNN
+    Recomputation takes two of a training step's six large GEMMs, or, in small layers, of the host's launches.  An RNN
     needs only its states.
     """
-    return GATES[cell] > 1 and (dtype == torch.float32 or GATES[cell] * batch * hidden_size**2 >= 1e8)
+    return GATES[cell] > 1
 
 
 def backward(

@@ -1,8 +1,9 @@
 """One recurrent layer and direction as a differentiable operator, by the kernels of its device.
 
-The forward saves only its inputs, the states h and an LSTM's c.  With every h known the gates are no longer
-sequential: the backward recomputes all pre-activations by two GEMMs over all steps, runs through time once, and gets
-the weights' gradients by GEMMs.  The layer and its tensors are defined in ``reference.py``.
+The forward saves its inputs, the states h, an LSTM's c and, where kernels keep them, the gates' pre-activations.  With
+every h known these are no longer sequential, and elsewhere the backward recomputes them by two GEMMs over all steps.
+It runs through time once, and gets the weights' gradients by GEMMs.  The layer and its tensors are defined in
+``reference.py``.
 """
 
 import functools
@@ -167,7 +168,7 @@ def _recurrent_layer(
     projected = linear(x, weight_ih, bias_ih)
     args = projected, h0, c0, weight_hh, bias_hh, mask_hh, offsets, resets, batch, cell, reverse, plan, training
     output, h_n, c_n, c = kernels.forward(*args)
-    c_width, gates_width = _kept_widths(x, cell, weight_hh.shape[1], batch, training)
+    c_width, gates_width = _kept_widths(x, cell, weight_hh.shape[1], training)
     if c is None or not c_width:
         c = x.new_empty(len(x), c_width, dtype=_dtype_of_c(x, cell))
     return output, h_n, or_empty(c_n, x), c, projected if gates_width else x.new_empty(len(x), 0)
@@ -177,14 +178,14 @@ def _dtype_of_c(x: Tensor, cell: str) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32) if cell == "lstm" else x.dtype
 
 
-def _kept_widths(x: Tensor, cell: str, hidden: int, batch: int, training: bool) -> tuple[int, int]:
+def _kept_widths(x: Tensor, cell: str, hidden: int, training: bool) -> tuple[int, int]:
     """The widths of the saved c and the saved pre-activations.
 
     Where those are kept, so is for a GRU in c's place the recurrent part of its candidate's.
     """
     if not training:
         return 0, 0
-    keeps_gates = kernels_on(x.device).keeps_gates(x.dtype, cell, hidden, batch)
+    keeps_gates = kernels_on(x.device).keeps_gates(cell)
     return hidden if cell == "lstm" or keeps_gates else 0, GATES[cell] * hidden if keeps_gates else 0
 
 
@@ -194,7 +195,7 @@ def _recurrent_layer_fake(
     batch, cell, _, training, *_ = others[-6:]
     hidden = weight_hh.shape[1]
     output, h_n = x.new_empty(x.shape[0], hidden), x.new_empty(batch, hidden)
-    c_width, gates_width = _kept_widths(x, cell, hidden, batch, training)
+    c_width, gates_width = _kept_widths(x, cell, hidden, training)
     c = x.new_empty(x.shape[0], c_width, dtype=_dtype_of_c(x, cell))
     c_n = torch.empty_like(h_n) if cell == "lstm" else x.new_empty(0)
     return output, h_n, c_n, c, x.new_empty(x.shape[0], gates_width)

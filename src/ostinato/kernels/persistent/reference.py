@@ -19,7 +19,7 @@ from torch import Tensor
 from ostinato.kernels.persistent.plan import Plan
 
 
-def keeps_gates(*_: object) -> bool:
+def keeps_gates(_: str) -> bool:
     """Whether forward overwrites `projected` with the pre-activations that backward takes as `pre`: no."""
     return False
 
