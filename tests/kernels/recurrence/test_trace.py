@@ -43,6 +43,7 @@ FUNCTIONS = {
         torch.where(torch.logical_xor(x > y, y > 0), y, x),
     ),
     "smooth": lambda x, y: (F.silu(x) + F.gelu(y), F.gelu(x, approximate="tanh") + F.elu(y)),
+    "mish": lambda x, y: (F.mish(x), F.mish(8 * y)),
     "constants": lambda x, y: (torch.full_like(x, 0.5), torch.tensor(2.0) * y.detach() + (x > 0) * y),
     "fused": lambda x, y: (torch.lerp(x, y, 0.3), torch.addcmul(x, y, x, value=2).addcdiv(x, y * y + 1)),
 }
@@ -166,9 +167,19 @@ def draws(x, y):
     return torch.rand_like(x), y
 
 
-@refused("aten.mish_backward .*the derivative of .*mish, .*return F.mish")
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return torch.lgamma(grad)
+
+
+@refused("aten.lgamma .*in its derivative")
 def has_no_derivative(x, y):
-    return F.mish(x), y
+    return Doubled.apply(x), y
 
 
 @refused("must return the coefficients .a, b.; got Tensor", TypeError)

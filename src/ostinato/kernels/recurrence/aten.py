@@ -378,6 +378,13 @@ def _softplus_backward(s: Scalars, grad: Place, x: Place, beta: float, threshold
     return s("mul", grad, s("where", s("gt", scaled, threshold), 1.0, s("sigmoid", scaled)))
 
 
+@_rule("mish_backward")
+def _mish_backward(s: Scalars, grad: Place, x: Place) -> Place:
+    inner = _log_one_plus_exp(s, x)
+    slope = s("mul", s("tanh_slope", inner), s("mul", x, s("sigmoid", x)))
+    return s("mul", grad, s("add", s("tanh", inner), slope))
+
+
 @_rule("log_sigmoid_forward", "log_sigmoid")
 def _log_sigmoid(s: Scalars, x: Place) -> Place:
     return s("sub", s("minimum", x, 0.0), s("log1p", s("exp", s("neg", s("abs", x)))))
