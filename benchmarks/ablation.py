@@ -54,8 +54,8 @@ __device__ inline void raise(int group) {
 """
 KERNEL = 'extern "C" __global__ void __launch_bounds__(THREADS, 1) recur('
 PATIENCE = "    Patience patience(p.failure);\n"
-ASK = "        product.ask(state);\n"
-UPDATE = "        units.update(rows, step_after(taken), product, sums, state + stride);\n"
+ASK = "        product.ask(state, taken);\n"
+UPDATE = "        units.update(rows, product, sums, state, taken);\n"
 TAKE = "const int before = streamed_before(tile), i = tile - before;"
 WIDE = "@p ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%3];"
 ALL = ("dense", "block", "sparse")
