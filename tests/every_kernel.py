@@ -163,10 +163,11 @@ def recurrent(path, shape, clusters):
         case.check()
 
 
-def rounded():
+def rounded(clusters):
     layer = "gru", 130, 20
     case, properties = test_persistent.Case("dense", *layer, torch.float32), torch.cuda.get_device_properties(0)
     forwards, backwards = (test_persistent.rounded(*layer, back, properties) for back in FLAGS)
+    backwards = [back for back in backwards if back.cluster in clusters]
     for forward, back in itertools.zip_longest(forwards, backwards, fillvalue=forwards[0]):
         case.plan = case.plan._replace(geometry=persistent.Geometries(forward, back))
         inputs = case.inputs(6, resets=0.3)
@@ -199,8 +200,8 @@ PARTS |= {
 }
 PARTS["transposition"] = transpositions
 PARTS["previous"] = shifts
-PARTS["rounded"] = rounded
 for kind, clusters in {"persistent": (1,), "clusters": (2, 4)}.items():
+    PARTS[f"{kind}-rounded"] = partial(rounded, clusters)
     for path, shape in test_persistent.LAYERS:
         PARTS["-".join(map(str, (kind, path, *shape))).replace(" ", "")] = partial(recurrent, path, shape, clusters)
 
