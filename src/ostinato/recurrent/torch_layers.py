@@ -39,9 +39,15 @@ class TorchLayers(nn.RNNBase):
 
     def _fits(self, input: Tensor, hx: Any, weight: Tensor) -> bool:
         """Whether the input and the states, if there are any, are batched and of the layer's dtype and sizes."""
-        states = None if hx is None else hx.shape if isinstance(hx, Tensor) else tuple([state.shape for state in hx])
-        layer = len(self._all_weights), self.input_size, self.hidden_size, self.batch_first, self.mode == "LSTM"
-        return input.dtype is weight.dtype and not self.proj_size and _shapes_fit(input.shape, states, *layer)
+        shape = input.shape
+        if input.dtype is not weight.dtype or self.proj_size or len(shape) != 3 or shape[2] != self.input_size:
+            return False
+        if hx is None:
+            return True
+        expected = len(self._all_weights), shape[0 if self.batch_first else 1], self.hidden_size
+        if self.mode == "LSTM":
+            return hx[0].shape == expected and hx[1].shape == expected
+        return hx.shape == expected
 
     def _call_torch(self, input: Tensor, hx: Any, weights: list[Tensor]) -> tuple[Tensor, Any]:
         lstm = self.mode == "LSTM"
@@ -82,16 +88,6 @@ class TorchLayers(nn.RNNBase):
 
     def _update_flat_weights(self) -> None:
         """Do nothing: ``torch.nn`` would check every parameter at each call."""
-
-
-@functools.lru_cache(4096)
-def _shapes_fit(
-    shape: torch.Size, states: Any, layers: int, input_size: int, hidden_size: int, batch_first: bool, lstm: bool
-) -> bool:
-    if len(shape) != 3 or shape[2] != input_size:
-        return False
-    expected = (layers, shape[0 if batch_first else 1], hidden_size)
-    return states is None or states == ((expected, expected) if lstm else expected)
 
 
 @functools.cache

@@ -37,7 +37,10 @@ class MaskedLayers(TorchLayers):
         """Raise ValueError for a parameter that was replaced by a tensor of another shape."""
         directions = 2 if self.bidirectional else 1
         sizes = self.input_size, self.hidden_size, self.proj_size, self.num_layers, directions, self.bias
-        for name, weight, shape in zip(self._flat_weights_names, weights, _shapes_of(self.mode, *sizes), strict=True):
+        shapes = _shapes_of(self.mode, *sizes)
+        if [weight.shape for weight in weights] == shapes:
+            return
+        for name, weight, shape in zip(self._flat_weights_names, weights, shapes, strict=True):
             if weight.shape != shape:
                 raise ValueError(f"{name} must have shape {shape}; got {tuple(weight.shape)}")
 
@@ -59,8 +62,8 @@ class MaskedLayers(TorchLayers):
 @functools.lru_cache(4096)
 def _shapes_of(
     mode: str, input_size: int, hidden_size: int, proj_size: int, layers: int, directions: int, bias: bool
-) -> tuple[tuple[int, ...], ...]:
+) -> list[tuple[int, ...]]:
     rows, output = GATES[mode.lower()] * hidden_size, proj_size or hidden_size
     widths = [input_size] * directions + [directions * output] * (directions * (layers - 1))
     others = (rows, output), *([(rows,)] * 2 if bias else ()), *([(proj_size, hidden_size)] if proj_size else ())
-    return tuple(shape for width in widths for shape in ((rows, width), *others))
+    return [shape for width in widths for shape in ((rows, width), *others)]
