@@ -1,5 +1,7 @@
 """Which kernels a call of RNN, GRU or LSTM is planned for, and which calls are refused."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -91,6 +93,20 @@ def test_bad_input_is_refused_as_by_torch(bad):
         with pytest.raises(theirs.type) as ours:
             layer(*arguments)
     assert str(ours.value) == str(theirs.value)
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("shape", [(1, 3, 32), (2, 2, 32), (1, 2, 33)])
+def test_a_state_of_an_lstm_of_another_shape_is_refused_as_by_torch(steps, which, shape):
+    layer, states = ostinato.LSTM(5, 32), [torch.zeros(1, 2, 32), torch.zeros(1, 2, 32)]
+    states[which] = torch.zeros(shape)
+    x = torch.randn(steps, 2, 5)
+    with pytest.raises(RuntimeError) as theirs:
+        nn.LSTM(5, 32)(x, tuple(states))
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad), pytest.raises(RuntimeError, match=re.escape(str(theirs.value))):
+            layer(x, tuple(states))
 
 
 STATE = torch.zeros(1, 2, 8)
