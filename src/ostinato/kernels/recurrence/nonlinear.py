@@ -35,19 +35,18 @@ def _apart(trace: Trace, arguments: Sequence[Any]) -> list[Any]:
         return list(arguments)
     counts = sum(trace.sequences), trace.sequences.count(False)
     both = ([None] * n if x is None else x.chunk(n, -1) for x, n in zip(arguments, counts, strict=True))
-    return _joined(trace, *both)
+    return _joined(trace.sequences, *both)
 
 
-def _parted(trace: Trace, arguments: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+def _parted(kinds: Sequence[bool], arguments: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """The sequences and the parameters."""
-    kinds = trace.sequences
     return list(itertools.compress(arguments, kinds)), list(itertools.compress(arguments, (not k for k in kinds)))
 
 
-def _joined(trace: Trace, sequences: Sequence[Any], parameters: Sequence[Any]) -> list[Any]:
+def _joined(kinds: Sequence[bool], sequences: Sequence[Any], parameters: Sequence[Any]) -> list[Any]:
     """The inverse."""
     of = {True: iter(sequences), False: iter(parameters)}
-    return [next(of[kind]) for kind in trace.sequences]
+    return [next(of[kind]) for kind in kinds]
 
 
 def _initial(
@@ -75,7 +74,7 @@ def _forward(
 ) -> list[Tensor]:
     trace = parse(recurrence)
     arguments = tuple(_apart(trace, arguments))
-    sequences, parameters = _parted(trace, arguments)
+    sequences, parameters = _parted(trace.sequences, arguments)
     like = sequences[0]
     check_cu_seqlens(cu_seqlens, like.shape[1])
     kernels = kernels_on(backend, like.device.type, "steps_")
@@ -103,7 +102,7 @@ def _by_steps(
     """As :func:`_forward`, in PyTorch operations."""
     trace = parse(recurrence)
     arguments = tuple(_apart(trace, arguments))
-    like = _parted(trace, arguments)[0][0]
+    like = _parted(trace.sequences, arguments)[0][0]
     wide = _compute_dtype(backend, like)
 
     def step(before: list[Tensor], of_step: list[Tensor]) -> Sequence[Tensor]:
@@ -165,8 +164,8 @@ def _in_a_loop(
 ) -> list[Tensor]:
     """The same as one node of a graph that is to run without this library, whatever the number of steps."""
     kinds = [x.dim() == 3 for x in arguments]
-    sequences = [x.transpose(0, 1) for x in itertools.compress(arguments, kinds)]
-    parameters = list(itertools.compress(arguments, (not kind for kind in kinds)))
+    sequences, parameters = _parted(kinds, arguments)
+    sequences = [x.transpose(0, 1) for x in sequences]
     if resets is not None:
         sequences.append(resets.t()[..., None])
     if reverse:
@@ -176,8 +175,7 @@ def _in_a_loop(
         if resets is not None:
             *rows, begins = rows
             states = [x.masked_fill(begins, 0.0) for x in states]
-        of_step = {True: iter(rows), False: iter(constants)}
-        after = [x.expand_as(states[0]) for x in step(states, [next(of_step[kind]) for kind in kinds])]
+        after = [x.expand_as(states[0]) for x in step(states, _joined(kinds, rows, constants))]
         return after, torch.stack(after)
 
     # Copied, as PyTorch allows no views of one tensor here: a layer's parameters are, and the same state given twice.
@@ -189,7 +187,7 @@ def _in_a_loop(
 
 def _fake(recurrence: str, h0: Any, c0: Any, cu_seqlens: Tensor | None, *others: Any) -> list[Tensor]:
     trace = parse(recurrence)
-    like = _parted(trace, _apart(trace, others[3:]))[0][0]
+    like = _parted(trace.sequences, _apart(trace, others[3:]))[0][0]
     shapes = [like.shape] * trace.states + [_last_shape(like, cu_seqlens)] * trace.states
     return [like.new_empty(shape) for shape in shapes]
 
@@ -241,7 +239,7 @@ def _backward_impl(
             found = _composite(recurrence, h0, c0, cu_seqlens, resets, reverse, backend, *tensors)
             return [x.clone() for x in found]
     apart = _apart(trace, arguments)
-    sequences, parameters = _parted(trace, apart)
+    sequences, parameters = _parted(trace.sequences, apart)
     initial = _initial(trace, like, h0, c0, cu_seqlens) if starts else None
     given = [_or_none(x) for x in (grads, grads_last)]
     together = None if len(arguments) == len(apart) else torch.empty_like(arguments[0])
@@ -255,7 +253,7 @@ def _backward_impl(
     if together is not None:
         return [*both, together, of_parameters.flatten().to(arguments[1].dtype)]
     copies = [g.to(x.dtype, copy=True) for g, x in zip(of_parameters, parameters, strict=True)]
-    return [*both, *_joined(trace, of_sequences, copies)]
+    return [*both, *_joined(trace.sequences, of_sequences, copies)]
 
 
 def _or_none(grads: Sequence[Tensor]) -> list[Tensor | None]:
@@ -319,7 +317,7 @@ def _composite(
     shape = states[0].shape
     of_arguments = [s.expand(shape).sum_to_size(x.shape).to(x.dtype) for s, x in zip(slopes, arguments, strict=True)]
     if len(given) < len(arguments):
-        of_arguments = [torch.cat(x, -1) for x in _parted(trace, of_arguments)]
+        of_arguments = [torch.cat(x, -1) for x in _parted(trace.sequences, of_arguments)]
     of_initial = [x.to(states[0].dtype) for x in first] if h0 is not None or c0 is not None else []
     absent = states[0].new_empty(0)
     return *[*of_initial, absent, absent][:2], *of_arguments
