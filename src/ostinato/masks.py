@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ostinato.kernels.derived import derived_from
 from ostinato.kernels.eager import is_eager
-from ostinato.kernels.persistent.masks import BLOCKS, derived_from
+from ostinato.kernels.persistent.masks import BLOCKS
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()  # from pruned parameters to their modules and names

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from ostinato.kernels.derived import derived_from
 from ostinato.kernels.eager import Prepared
-from ostinato.kernels.persistent.masks import derived_from
 from ostinato.kernels.scan import BACKENDS, operators
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

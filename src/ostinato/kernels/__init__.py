@@ -3,6 +3,7 @@
 ==================  ==================================================================
 ``dispatch.py``     differentiable operators
 ``eager.py``        which calls may bypass their registration, and functions prepared for them
+``derived.py``      what is computed from a tensor, until it changes
 ``export.py``       programs that run without this library
 ``gemm.py``         matrix products over all steps
 ``nvrtc.py``        CUDA kernels: compiled, loaded, launched

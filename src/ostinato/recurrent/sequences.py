@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 
-from ostinato.kernels.persistent.masks import derived_from
+from ostinato.kernels.derived import derived_from
 from ostinato.kernels.persistent.operators import (
     can_take,
     is_vmapped,

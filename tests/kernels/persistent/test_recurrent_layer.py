@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ostinato.kernels.derived import derived_from
 from ostinato.kernels.persistent import operators, reference
-from ostinato.kernels.persistent.masks import derived_from
 from ostinato.kernels.persistent.plan import GATES, Plan
 
 NAMES = ("x", "h0", "c0", "weight_ih", "weight_hh", "bias_ih", "bias_hh")

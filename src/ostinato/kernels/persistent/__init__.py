@@ -5,7 +5,7 @@
 ``plan.py``          what is asked of the kernels of a device, and what they answer
 ``operators.py``     the layer as a differentiable operator, and the choice of its kernels
 ``plain.py``         the same for exported programs
-``masks.py``         the blocks of a pruned matrix; what is computed once per mask
+``masks.py``         the blocks of a pruned matrix
 ``cuda.py``          NVIDIA GPUs: plans, and launches of ``forward.cu``, ``backward.cu``, ``previous.cu``
 ``geometry.py``      how a layer is divided among blocks of threads
 ``costs.py``         the estimated time of a step

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ostinato.kernels.derived import derived_from
 from ostinato.kernels.numba_loops import LINE, NUMPY_DTYPES
 from ostinato.kernels.persistent import cpu_loops, cpu_products
 from ostinato.kernels.persistent.cpu_barrier import COUNTERS
@@ -16,7 +17,6 @@ from ostinato.kernels.persistent.cpu_step import DENSEST as DENSEST_STEP
 from ostinato.kernels.persistent.cpu_step import FrozenStep as FrozenStep
 from ostinato.kernels.persistent.cpu_step import StepOfLayers as StepOfLayers
 from ostinato.kernels.persistent.cpu_step import step_of as step_of
-from ostinato.kernels.persistent.masks import derived_from
 from ostinato.kernels.persistent.plan import GATES, Call, Plan, no_kernel
 from ostinato.kernels.persistent.reference import previous as previous
 from ostinato.kernels.threads import run_loop, threads_for

@@ -15,6 +15,7 @@ import torch
 from numba import carray
 from torch import Tensor
 
+from ostinato.kernels.derived import derived_from
 from ostinato.kernels.numba_loops import (
     NUMPY_DTYPES,
     compiled_loop,
@@ -27,7 +28,7 @@ from ostinato.kernels.numba_loops import (
 from ostinato.kernels.persistent.cpu_entries import SLICE, forward_entries
 from ostinato.kernels.persistent.cpu_loops import forward_unit
 from ostinato.kernels.persistent.cpu_products import BLOCK_WIDTH, ROWS, add_entries, are_finite, multiply_rows
-from ostinato.kernels.persistent.masks import block_of, derived_from
+from ostinato.kernels.persistent.masks import block_of
 from ostinato.kernels.persistent.plan import GATES
 from ostinato.kernels.threads import run_loop, threads_for
 

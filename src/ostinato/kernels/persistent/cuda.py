@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ostinato.kernels import nvrtc
+from ostinato.kernels.derived import derived_from
 from ostinato.kernels.persistent.costs import (
     SMALL,
     microseconds,
@@ -21,7 +22,6 @@ from ostinato.kernels.persistent.costs import (
 from ostinato.kernels.persistent.cuda_step import StepOfLayers as StepOfLayers
 from ostinato.kernels.persistent.cuda_step import step_of as step_of
 from ostinato.kernels.persistent.geometry import THREADS, Geometry, files
-from ostinato.kernels.persistent.masks import derived_from
 from ostinato.kernels.persistent.packing import Packing, pack
 from ostinato.kernels.persistent.plan import GATES, Call, Plan, no_kernel
 from ostinato.kernels.persistent.search import choose_geometry

@@ -18,11 +18,12 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from ostinato.kernels import nvrtc
+from ostinato.kernels.derived import derived_from
 from ostinato.kernels.dispatch import gradient, of_two, operator, or_empty
 from ostinato.kernels.eager import is_eager
 from ostinato.kernels.gemm import gradient_of_input, gradient_of_weight, linear
 from ostinato.kernels.persistent import plain, reference
-from ostinato.kernels.persistent.masks import block_of, derived_from
+from ostinato.kernels.persistent.masks import block_of
 from ostinato.kernels.persistent.plan import GATES, Call, Plan, no_kernel
 from ostinato.kernels.streams import beside
 
