@@ -2,15 +2,14 @@
 
 import copy
 import functools
-import importlib.util
 import itertools
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
 from torch import distributed
 
+import exchange
 import ostinato
 import ostinato.distributed
 from ostinato.distributed import boundary, steps
@@ -380,10 +379,6 @@ def test_what_cannot_be_done_is_said(processes):
 
 
 def test_the_simulated_exchange_composes_the_states_of_one_process():
-    path = Path(__file__).parents[1] / "benchmarks" / "exchange.py"
-    spec = importlib.util.spec_from_file_location("exchange", path)
-    exchange = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(exchange)
     for processes in (1, 2, 1000, 1024):
         P, L = torch.rand(2, processes, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
         states, _ = ostinato.linear_scan(P[None], L[None])

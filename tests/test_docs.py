@@ -1,6 +1,5 @@
 """The documentation says what is so: its code runs, its figures are those of the committed runs."""
 
-import importlib.util
 import re
 import shlex
 from pathlib import Path
@@ -9,27 +8,19 @@ import pytest
 import torch
 import typer
 
+import tables
 from ostinato.bench.measure import measure
 from ostinato.bench.report import Grid, dashes, figures
 from ostinato.bench.runs import environment, write_json
 from ostinato.bench.workloads import Training
 from ostinato.cli import app
+from rendering import papers, runs
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MEASURED = re.compile(
     r"\d\s?(ms|µs|us|ns|seconds?|minutes?|[KMGT]B/s|[GT]FLOP|nats|bits per)\b|\d\s?×(?!\s?\d)|\btimes (as fast|faster)"
 )
-
-
-def load_tables():
-    spec = importlib.util.spec_from_file_location("tables", ROOT / "benchmarks" / "tables.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-tables = load_tables()
 
 
 def name_of(path):
@@ -51,14 +42,14 @@ def test_no_measured_figure_stands_outside_the_tables(path):
 def test_every_table_and_plot_is_shown():
     text = "".join(path.read_text() for path in PAGES)
     assert set(tables.TABLES) == {match[2] for match in tables.BLOCK.finditer(text)}
-    assert {name for name in tables.PLOTS if tables.measured(name)} == set(re.findall(r"plots/([a-z0-9-]+)\.svg", text))
+    assert {name for name in tables.PLOTS if runs.measured(name)} == set(re.findall(r"plots/([a-z0-9-]+)\.svg", text))
 
 
 def test_every_published_figure_appears():
-    pages = {name: tables.table_of(f"seeds-{name}") for name in tables.SWEEPS}
+    pages = {name: tables.table_of(f"seeds-{name}") for name in papers.SWEEPS}
     published = [
         (name, label, value)
-        for name, sweep in tables.SWEEPS.items()
+        for name, sweep in papers.SWEEPS.items()
         for label, values in [*sweep.published.items(), *((r.name, r.published) for r in sweep.ratios if r.published)]
         for value in values.values()
     ]
@@ -70,11 +61,11 @@ def test_every_published_figure_appears():
 
 def test_every_run_is_shown(monkeypatch):
     shown = set()
-    load_run = tables.load
-    monkeypatch.setattr(tables, "load", lambda name: shown.add(name) or load_run(name))
+    load_run = runs.load
+    monkeypatch.setattr(runs, "load", lambda name: shown.add(name) or load_run(name))
     for name in tables.TABLES:
         tables.table_of(name)
-    assert {path.stem for path in tables.RESULTS.glob("*.json")} - {"training-sweep-gpu"} <= shown
+    assert {path.stem for path in runs.RESULTS.glob("*.json")} - {"training-sweep-gpu"} <= shown
 
 
 def test_what_is_not_measured_is_explained_and_empty_columns_are_dropped():
@@ -100,26 +91,26 @@ def test_a_table_is_of_one_device(name, monkeypatch):
         devices.add(content.get("environment", content)["device"])
         return content
 
-    load_run = tables.load
-    monkeypatch.setattr(tables, "load", load)
+    load_run = runs.load
+    monkeypatch.setattr(runs, "load", load)
     tables.table_of(name)
     assert len(devices) <= 1  # none of a run that is still to be made
 
 
 @pytest.fixture
-def runs(tmp_path, monkeypatch):
+def results(tmp_path, monkeypatch):
     """A folder of results, empty at first."""
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    tables.load.cache_clear()
+    monkeypatch.setattr(runs, "RESULTS", tmp_path)
+    runs.load.cache_clear()
     yield tmp_path
-    tables.load.cache_clear()
+    runs.load.cache_clear()
 
 
-def test_training_is_shown_once_it_is_measured(runs):
+def test_training_is_shown_once_it_is_measured(results):
     work = Training("LSTM", 16, 2, 10, dtype=torch.float32, who=("Ostinato", "torch.nn"))
     (record,) = measure(work, torch.device("cpu"), 0.01)
     names = ["training", "training-errors", "training-sweep", "training-cpu", "inference-cpu"]
-    assert [tables.table_of(name) for name in names] == [tables.UNMEASURED] * 5
+    assert [tables.table_of(name) for name in names] == [runs.UNMEASURED] * 5
 
     ours, theirs = (record["contestants"][name] for name in ("Ostinato", "torch.nn"))
     ours |= {"microseconds_a_step": 2.0, "seconds": 2.0, "extra_memory_bytes": 3e6}
@@ -131,7 +122,7 @@ def test_training_is_shown_once_it_is_measured(runs):
     theirs["errors"] |= {"h0": 5e-7, "c0": 4e-7}
     content = {**environment(torch.device("cpu")), "commit": "0" * 40, "results": [record]}
     for name in ("training-gpu", "training-sweep-gpu"):
-        write_json(runs / f"{name}.json", content)
+        write_json(results / f"{name}.json", content)
     head, _, row, *rest = tables.TABLES["training"]().splitlines()
     assert "torchrl" not in head
     assert row.startswith("| LSTM 16 B2 T10 dense fp32 |")
@@ -142,10 +133,10 @@ def test_training_is_shown_once_it_is_measured(runs):
     assert "**3e-07** / 5e-07" in row
     assert "**3** / 7" in row
     assert "plots/training-sweep-gpu.svg" in tables.table_of("training-sweep")
-    assert tables.table_of("training-cpu") == tables.UNMEASURED
+    assert tables.table_of("training-cpu") == runs.UNMEASURED
 
 
-@pytest.mark.parametrize("name", [name for name in tables.PLOTS if tables.measured(name)])
+@pytest.mark.parametrize("name", [name for name in tables.PLOTS if runs.measured(name)])
 def test_plots_are_those_of_the_runs(name):
     matplotlib = pytest.importorskip("matplotlib")
     committed = (ROOT / "docs" / "plots" / f"{name}.svg").read_text()

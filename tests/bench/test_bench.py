@@ -3,16 +3,15 @@
 import dataclasses
 import itertools
 import json
-import runpy
 import sys
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from rich.console import Console
 
+import ablation
 from ostinato.bench import calls, capacity, check, measure, peers, plots, report, runs, shapes, sweeps, warm
 from ostinato.bench.workloads import OURS, Equation, Layer, ParaLayer, Recurrence, Run, Scan, Training, Unavailable
 from ostinato.cli.bench import app as bench_app
@@ -369,13 +368,11 @@ def test_what_the_ablation_replaces_stands_in_the_kernels():
     from ostinato.kernels.persistent.cuda import files
     from ostinato.kernels.persistent.search import choose_geometry
 
-    path = Path(__file__).parents[2] / "benchmarks" / "ablation.py"
-    ablation = runpy.run_path(str(path))
-    for kernel in ablation["ALL"]:
+    for kernel in ablation.ALL:
         kept = None if kernel == "dense" else int(0.1 * 3 * 1024**2)
         plan = choose_geometry("gru", 1024, 4, torch.float16, kept, (16, 1), capacity.H100, path=kernel)
         text = nvrtc.source(*files(plan.geometry))
-        for kernels, replaced in ablation["SWITCHES"].values():
+        for kernels, replaced in ablation.SWITCHES.values():
             assert kernel not in kernels or all(old in text for old in replaced)
 
 

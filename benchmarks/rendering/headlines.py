@@ -1,0 +1,88 @@
+"""The rows of README.md: what a reader may ask first, of several runs."""
+
+from ostinato.bench import report
+from ostinato.bench.report import Grid, figures
+from ostinato.bench.workloads import OURS
+from rendering import runs
+from rendering.runs import Record
+from rendering.speeds import milliseconds
+
+# By kind of device: what it is, its kind of run, its workload and pass.
+HEADLINES = {
+    "gpu": (
+        (
+            "minGRU trained, 16 × 4,096 steps, 1,024 units, bf16",
+            "layer",
+            "mingru (16, 4096, 1024) to 1024 bfloat16",
+            "forward+backward",
+        ),
+        ("the scan alone, (8, 4096, 1536), fp32", "scan", "linear_scan (8, 4096, 1536) float32", "forward"),
+        (
+            "GRU trained, 16 × 512 steps, 1,024 units, bf16",
+            "training",
+            "GRU 1024 B16 T512 dense bfloat16",
+            "forward+backward",
+        ),
+        ("GRU, 16 × 256 steps, 1,024 units, bf16", "persistent", "GRU 1024 B16 T256 dense bfloat16", "forward"),
+        (
+            "LSTM, 4 × 256 steps, 4,608 units, a tenth kept, fp16",
+            "persistent",
+            "LSTM 4608 B4 T256 10% 16x1 float16",
+            "forward",
+        ),
+    ),
+    "cpu": (
+        (
+            "minGRU trained, 4,096 steps, 256 units, fp32",
+            "layer",
+            "mingru (1, 4096, 256) to 256 float32",
+            "forward+backward",
+        ),
+        (
+            "GRU trained, 16 × 200 steps, 256 units, fp32",
+            "training",
+            "GRU 256 B16 T200 dense float32",
+            "forward+backward",
+        ),
+        (
+            "LSTM, 1,000 steps, 1,024 units, a tenth kept, fp32",
+            "persistent",
+            "LSTM 1024 B1 T1000 10% 16x1 float32",
+            "forward",
+        ),
+    ),
+}
+
+
+def headlines(device: str) -> str:
+    """One row each of HEADLINES, with the limit and the fastest of the others whose result is right."""
+    rows, names = [], []
+    for what, kind, workload, pass_name in HEADLINES[device]:
+        name = f"{kind}-{device}"
+        (record,) = (
+            r for r in runs.load(name)["results"] if (r["workload"]["name"], r["pass"]) == (workload, pass_name)
+        )
+        timed = {who: row for who, row in record["contestants"].items() if "seconds" in row}
+        ours, limit = timed[OURS]["seconds"], record.get("limit")
+        theirs = [row["seconds"] for who, row in timed.items() if who.startswith("torch.nn")]
+        others = [
+            (row["seconds"], who)
+            for who, row in timed.items()
+            if not who.startswith((OURS, "torch.nn")) and is_right(row)
+        ]
+        cells = ["–", "–", "–"]
+        if limit:
+            cells[0] = milliseconds(limit)
+        if others:
+            seconds, who = min(others)
+            cells[1] = f"{figures(1e3 * seconds)}, {who}"
+        if theirs:
+            cells[2] = f"{figures(1e3 * min(theirs))} ({report.times(min(theirs) / ours)})"
+        rows.append([what, f"**{milliseconds(timed[OURS])} ms**", *cells, f"`ostinato bench {kind}`"])
+        names.append(name)
+    head = ["", OURS, "limit", "fastest of the others", "torch.nn at its best", "command"]
+    return runs.sourced(Grid(head, rows), *dict.fromkeys(names))
+
+
+def is_right(row: Record) -> bool:
+    return row["max_error"] is not None and row["max_error"] <= report.WRONG

@@ -1,0 +1,113 @@
+"""Sweeps beside what was published, and every published claim beside what a run here makes of it."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ostinato.bench import capacity, plots, report, sweeps
+from ostinato.bench.report import Grid, figures, speedup
+from ostinato.bench.workloads import OURS
+from rendering import runs
+from rendering.runs import Record
+
+SWEEPS = {sweep.name: sweep for sweep in sweeps.sweeps(quick=False)}
+
+
+def swept(name: str) -> Record:
+    """A run of the sweep of this name, with what is said of it."""
+    return sweeps.shown(SWEEPS[name], runs.load(f"seeds-{name}-gpu"))
+
+
+def sweep(name: str) -> str:
+    content = swept(name)
+    grid = report.sweep(content)
+    if SWEEPS[name].together:
+        grid.notes.append(f"CPU: {content.get('processor', 'of that machine')}, {content['threads']} threads.")
+    plot = runs.plot(f"seeds-{name}-gpu", name)
+    return f"**{content['title']}.**\n\n{runs.sourced(grid, f'seeds-{name}-gpu')}\n{plot}"
+
+
+def cpu_or_gpu(cell: str) -> str:
+    """One layer where its input is, and with the transfer."""
+    content, name = swept(f"transfer-{cell}"), sweeps.NAMES[cell]
+    labels = {"CPU": "scan, CPU", "GPU": "scan, GPU", "GPU, from and to the host": "scan and transfer, GPU"}
+    lines = [content["lines"][f"{name}, {label}"]["points"] for label in labels.values()]
+    rows = [
+        [f"{points[0]['x']:,}", *(figures(1e3 * point["value"]) for point in points)]
+        for points in zip(*lines, strict=True)
+    ]
+    run = f"seeds-transfer-{cell}-gpu"
+    what = f"Microseconds of {content['title'].partition(':')[0]}."
+    processor = f"CPU: {runs.load(run)['processor']}, {runs.load(run)['threads']} threads."
+    return runs.table(run, ["steps", *labels], rows, what, processor)
+
+
+def plot_of(name: str, run: Record) -> Any:
+    return plots.figure_of(sweeps.shown(SWEEPS[name], run))
+
+
+def capacities(name: str) -> str:
+    """The largest layers that fit on a chip, by the plans alone."""
+    return runs.sourced(capacity.table(runs.load(name)["results"]), name)
+
+
+Claims = Iterator[list[str]]  # what is claimed, what was published, and what a run here makes of it
+
+
+def claims() -> str:
+    """Every claim of the documents that Ostinato goes back to, by the number that its page gives them."""
+    rows = [*_of_min_rnns(), *_of_sparse_persistent_rnns(), *_of_cuda_rnn(), *_of_the_course_project()]
+    names = [f"seeds-{name}-gpu" for name in SWEEPS if name not in ("batch", "steps")]
+    names += ["networks-gpu"] * runs.measured("networks-gpu")
+    return runs.sourced(Grid(["claim", "published", "here"], rows), *names)
+
+
+def _of_min_rnns() -> Claims:
+    for cell, other, at_512 in (("MinGRU", "GRU", "175×"), ("MinLSTM", "LSTM", "235×")):
+        for length, published in ((512, at_512), (4096, "over 1,300×")):
+            for by in (f"torch.nn.{other}", f"torch.nn.{other}Cell, time loop"):
+                here = _ratios_by_size(_values(f"training-{length}", f"{by} / {cell}"))
+                yield [f"training step, B 64, T {length:,}: {by} / {cell}", f"{published}, T4 [1]", here]
+
+
+def _of_sparse_persistent_rnns() -> Claims:
+    for cell in ("RNN", "LSTM"):
+        for label, what in (("Ostinato, sparse kernel", "our kernel of single weights"), (OURS, "our plan's choice")):
+            here = _values(f"density-{cell.lower()}", f"next best / {label}").get(0.3)
+            if here:
+                yield [f"{cell} 2304, B 4, 30 %: next best / {what}", "over 6× [2]", f"{figures(here)}×"]
+    larger = _values("hidden", f"next best / {sweeps.IN_BLOCKS}")
+    here = _ratios_by_size({hidden: larger[hidden] for hidden in (4608, 8192) if hidden in larger})
+    yield ["RNN beyond what fits dense, B 4, 10 % in blocks: next best / ours", "2× at 5 times the size [2]", here]
+    for record in runs.load("networks-gpu")["results"] if runs.measured("networks-gpu") else ():
+        work, best = record["workload"], speedup(record)
+        if work["network"] in ("GNMT", "Deep Speech 2") and work["density"] < 1 and best:
+            layers = f"{work['layers']} × {work['cell']} {work['hidden']:,}, 10 % in blocks"
+            what = f"{work['network']}, {layers}: cuDNN's best / ours"
+            yield [what, "up to 3× over the next best [2]", f"{figures(best)}×"]
+
+
+def _of_cuda_rnn() -> Claims:
+    for cell, ratio in (("mingru", "6.31×"), ("minlstm", "9.44×")):
+        here = f"{figures(_values(f'transfer-{cell}', 'CPU / GPU with the transfer')[1024])}×"
+        what = f"{sweeps.NAMES[cell]}, 64 inputs, H 128, T 1,024: CPU / GPU with the transfer"
+        yield [what, f"{ratio}, RTX 3070 Laptop [3]", here]
+
+
+def _of_the_course_project() -> Claims:
+    for cell, published in (("mingru", "5,330 ms"), ("minlstm", "6,709.8 ms")):
+        milliseconds = _values(f"lengths-{cell}", f"{sweeps.NAMES[cell]}, scan, GPU")[65536]
+        what = f"{sweeps.NAMES[cell]} forward, T 65,536, on a GPU"
+        here = f"{figures(milliseconds)} ms (512 inputs, H 512)"
+        yield [what, f"{published}, RTX 4090, sizes not stated [4]", here]
+
+
+def _values(name: str, label: str) -> dict[float, float]:
+    """A line or ratio of a sweep, by size."""
+    content = swept(name)
+    lines = {label: line["points"] for label, line in content["lines"].items()}
+    lines |= {ratio["name"]: ratio["points"] for ratio in content["ratios"]}
+    return {point["x"]: point["value"] for point in lines.get(label, ())}
+
+
+def _ratios_by_size(found: Mapping[float, float]) -> str:
+    return ", ".join(f"{figures(value)}× (H {hidden:,})" for hidden, value in found.items())

@@ -1,0 +1,49 @@
+"""The committed runs, and what every table of one has: its figures, notes, and where they come from."""
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+from ostinato.bench.report import Grid
+
+RESULTS = Path(__file__).parents[1] / "results"
+UNMEASURED = "Still to be measured.\n"  # in place of a table
+
+Record = dict[str, Any]
+
+
+@functools.cache
+def load(name: str) -> Record:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def measured(name: str) -> bool:
+    return (RESULTS / f"{name}.json").exists()
+
+
+def source(*names: str) -> str:
+    """Where the figures come from: devices and commits, and of each the files."""
+    files: dict[str, list[str]] = {}
+    for name in names:
+        run = load(name)
+        run = run.get("environment", run)
+        threads = f", {run['threads']} thread{'s' * (run['threads'] > 1)}" if run["device_type"] == "cpu" else ""
+        versions = f"PyTorch {run['versions']['torch']}, {run['date'][:10]}, commit `{run['commit'][:7]}`"
+        files.setdefault(f"{run['device']}{threads}, {versions}", []).append(f"`benchmarks/results/{name}.json`")
+    return "; ".join(f"{run}: {', '.join(paths)}" for run, paths in files.items()) + "."
+
+
+def sourced(grid: Grid, *names: str) -> str:
+    """A table, and the runs that its figures come from."""
+    return f"{grid.markdown()}\n{source(*names)}\n"
+
+
+def table(name: str, head: list[str], rows: list[list[str]], *notes: str) -> str:
+    """A table of one run, with the notes that are not empty."""
+    return sourced(Grid(head, rows, notes=list(filter(None, notes))), name)
+
+
+def plot(name: str, what: str, folder: str = "../plots") -> str:
+    """The plot of a run, on a page beside which `folder` lies."""
+    return f"![{what}]({folder}/{name}.svg)\n"
