@@ -18,17 +18,17 @@ import torch
 from ostinato.bench.measure import measure
 from ostinato.bench.runs import environment, write_json
 from ostinato.bench.shapes import KERNELS, PRUNED
-from ostinato.bench.workloads import OURS, Recurrence
+from ostinato.bench.workloads import OURS, RecurrentLayer
 from ostinato.kernels import nvrtc
 from ostinato.kernels.persistent import cuda
 from ostinato.kernels.persistent.geometry import Geometry
 
 LAYERS = (  # and the kernel that runs them
-    (Recurrence("GRU", 1024, 16, dtype=torch.bfloat16, who=(OURS,)), "dense"),
-    (Recurrence("LSTM", 768, 16, who=(OURS,)), "dense"),
-    (Recurrence("LSTM", 2304, 4, who=(OURS,), **PRUNED), "block"),
-    (Recurrence("RNN", 8192, 4, who=(OURS,), **PRUNED), "block"),
-    (Recurrence("LSTM", 2304, 4, density=0.1, who=(OURS, KERNELS[1])), "sparse"),
+    (RecurrentLayer("GRU", 1024, 16, dtype=torch.bfloat16, who=(OURS,)), "dense"),
+    (RecurrentLayer("LSTM", 768, 16, who=(OURS,)), "dense"),
+    (RecurrentLayer("LSTM", 2304, 4, who=(OURS,), **PRUNED), "block"),
+    (RecurrentLayer("RNN", 8192, 4, who=(OURS,), **PRUNED), "block"),
+    (RecurrentLayer("LSTM", 2304, 4, density=0.1, who=(OURS, KERNELS[1])), "sparse"),
 )
 COUNTER = """
 __device__ unsigned arrived[1024];  // blocks of a group, of all steps and launches so far
@@ -102,7 +102,7 @@ def switched_off(name: str) -> Iterator[None]:
     cuda.kernels.cache_clear()
 
 
-def variant(work: Recurrence, path: str, name: str) -> float:
+def variant(work: RecurrentLayer, path: str, name: str) -> float:
     """Microseconds a step of a layer without an optimisation."""
     with switched_off(name):
         (record,) = measure(work, torch.device("cuda"), 1.0)

@@ -64,7 +64,7 @@ def layers(
     records = [r for r in run["results"] if r["pass"] == pass_name and only(r["workload"])]
     if not records:
         return runs.UNMEASURED
-    return runs.sourced(report.recurrences(records, run["device_type"], leave_out), name)
+    return runs.sourced(report.recurrent_layers(records, run["device_type"], leave_out), name)
 
 
 def gradients(name: str) -> str:

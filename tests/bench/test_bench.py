@@ -13,11 +13,12 @@ from rich.console import Console
 
 import ablation
 from ostinato.bench import calls, capacity, check, measure, peers, plots, report, runs, shapes, sweeps, warm
-from ostinato.bench.workloads import OURS, Equation, Layer, ParaLayer, Recurrence, Run, Scan, Training, Unavailable
+from ostinato.bench.peers.prepare import captured
+from ostinato.bench.workloads import OURS, Equation, Layer, ParaLayer, RecurrentLayer, Run, Scan, Training, Unavailable
 from ostinato.cli.bench import app as bench_app
 
 CPU = torch.device("cpu")
-GRU = Recurrence("GRU", 32, 2, 20, density=0.2, block=(16, 1), dtype=torch.float32)
+GRU = RecurrentLayer("GRU", 32, 2, 20, density=0.2, block=(16, 1), dtype=torch.float32)
 SCAN, MINGRU, MINLSTM = Scan(2, 64, 8), Layer("mingru", 2, 48, 4, 8), Layer("minlstm", 2, 48, 4, 8)
 STACKED = {"layers": 2, "bidirectional": True, "shortest": 8}
 TRAINED = Training("LSTM", 16, 3, 20, dtype=torch.float32, who=shapes.TRAINED, **STACKED)
@@ -143,7 +144,7 @@ def _fail():
 @pytest.mark.parametrize("flaw", ["output", "gradient", "nan"])
 def test_a_wrong_result_of_ours_is_not_timed(monkeypatch, flaw):
     def wrong(work, data):
-        right = peers.ostinato_scan(work, data)
+        right = peers.scan.ours(work, data)
         damage = {
             "output": lambda h: h + late(h, 1e-2),
             "gradient": lambda h: h.detach() + 0.9 * (h - h.detach()),
@@ -209,7 +210,7 @@ def test_recurrences_state_steps_plan_and_error(tmp_path):
 
 def test_a_wrong_recurrence_is_not_timed(monkeypatch):
     def wrong(work, data):
-        right = peers.ostinato_recurrence(None, work, data)
+        right = peers.recurrent.ours(None, work, data)
         return dataclasses.replace(right, call=lambda: right.call() * 1.001)
 
     monkeypatch.setitem(peers.CONTESTANTS["GRU"], OURS, wrong)
@@ -265,7 +266,7 @@ def test_gradients_are_those_of_backward(work):
 @pytest.mark.parametrize("which", [0, 1, -1])
 def test_a_wrong_gradient_is_not_timed(monkeypatch, which):
     def wrong(work, data):
-        right = peers.ostinato_recurrence(None, work, data)
+        right = peers.recurrent.ours(None, work, data)
 
         def gradients():
             results = list(right.gradients())
@@ -341,7 +342,7 @@ def test_float32_is_rounded_to_tf32_only_where_the_workload_says_so(monkeypatch)
     monkeypatch.setitem(peers.CONTESTANTS, "GRU", {"any": note})
     before = [library.allow_tf32 for library in libraries]
     for tf32 in (True, False):
-        measure.measure(Recurrence("GRU", 4, tf32=tf32, dtype=torch.float32), CPU, 0.01)
+        measure.measure(RecurrentLayer("GRU", 4, tf32=tf32, dtype=torch.float32), CPU, 0.01)
     assert seen == [[True, True], [False, False]]
     assert [library.allow_tf32 for library in libraries] == before
 
@@ -463,7 +464,7 @@ def test_transfer_and_time_loop_on_a_gpu():
 @pytest.mark.parametrize("cell", shapes.CELLS)
 def test_recurrences_on_a_gpu(cell):
     who = (*shapes.SPARSE, *shapes.KERNELS)
-    work = Recurrence(cell, 256, 3, 40, density=0.2, block=(16, 1), who=who)
+    work = RecurrentLayer(cell, 256, 3, 40, density=0.2, block=(16, 1), who=who)
     (record,) = measure.measure(work, torch.device("cuda"), 0.01)
     chosen = record["contestants"][OURS]["plan"]["path"]
     for name, row in record["contestants"].items():
@@ -502,10 +503,10 @@ def test_training_on_a_gpu(work):
 def test_what_cannot_be_captured_leaves_no_trace():
     before = torch.cuda.current_stream()
     with pytest.raises(RuntimeError):
-        peers._captured(torch.cuda.synchronize)
+        captured(torch.cuda.synchronize)
     assert torch.cuda.current_stream() == before
     torch.cuda.empty_cache()
-    assert peers._captured(lambda: torch.ones(3, device="cuda"))().tolist() == [1, 1, 1]
+    assert captured(lambda: torch.ones(3, device="cuda"))().tolist() == [1, 1, 1]
 
 
 @pytest.mark.gpu

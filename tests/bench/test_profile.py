@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ostinato.bench import profile
-from ostinato.bench.workloads import Layer, Recurrence, Training
+from ostinato.bench.workloads import Layer, RecurrentLayer, Training
 from ostinato.cli.bench import app as bench_app
 
 pytestmark = pytest.mark.usefixtures("few_rounds")
@@ -47,7 +47,7 @@ def test_the_products_of_a_training_step_are_three():
         "bytes": (96 * (4 + 8) + 16 * 4) * 4,
         "flops": work.work("forward"),
     }
-    lstm = Recurrence("LSTM", 32, 2, 20)
+    lstm = RecurrentLayer("LSTM", 32, 2, 20)
     assert profile.least_work(lstm, "recur", 1) == {"bytes": 5 * 40 * 32 * 2}
     assert profile.least_work(lstm, "prepare", 1) == {"bytes": 40 * 32 * 2}
     trained = Training("LSTM", 32, 2, 20)

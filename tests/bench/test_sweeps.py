@@ -9,12 +9,12 @@ import torch
 from rich.console import Console
 
 from ostinato.bench import report, shapes, sweeps
-from ostinato.bench.workloads import OURS, Recurrence
+from ostinato.bench.workloads import OURS, RecurrentLayer
 from ostinato.cli.bench import app as bench_app
 
 pytestmark = pytest.mark.usefixtures("few_rounds")
 CPU = torch.device("cpu")
-GRU = Recurrence("GRU", 32, 2, 20, density=0.2, block=(16, 1), dtype=torch.float32)
+GRU = RecurrentLayer("GRU", 32, 2, 20, density=0.2, block=(16, 1), dtype=torch.float32)
 
 
 def small_lengths():

@@ -1,9 +1,9 @@
 """Reproducible benchmarks: speeds are ratios within one run, and every result is checked.
 
-=============  ================================================================
+=============  =========================================================================
 ``workloads``  what is computed: inputs, minimal work, hardware limit
 ``shapes``     the sizes measured on CPUs and on GPUs
-``peers``      the implementations: Ostinato and its peers
+``peers``      the implementations: Ostinato and its peers, a file for each of ``workloads``
 ``check``      correctness: results against float64
 ``measure``    checks each implementation, then times it
 ``warm``       compiles all kernels beforehand, in parallel
@@ -15,5 +15,5 @@
 ``report``     tables, for the console and the documentation
 ``plots``      pictures
 ``learning``   what the layers learn
-=============  ================================================================
+=============  =========================================================================
 """

@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ostinato.bench.workloads import Equation, Layer, Recurrence, Run, Scan, Workload
+from ostinato.bench.workloads import Equation, Layer, RecurrentLayer, Run, Scan, Workload
 
 CHECKED_STEPS = 8192
 CHECKED_CHANNELS = 8
@@ -27,16 +27,16 @@ class Check(Protocol):
 
 
 def check_of(work: Workload, data: tuple[Tensor, ...]) -> "Check":
-    return RecurrenceCheck(work, data) if isinstance(work, Recurrence) else MinimalCheck(work, data)
+    return RecurrentCheck(work, data) if isinstance(work, RecurrentLayer) else MinimalCheck(work, data)
 
 
-class RecurrenceCheck:
+class RecurrentCheck:
     """The output, or every gradient, of ``torch.nn``'s layer in float64, on the workload's device.
 
     Gradients of pruned weights are not compared: to ``torch.nn`` these are trainable zeros.
     """
 
-    def __init__(self, work: Recurrence, data: tuple[Tensor, ...]) -> None:
+    def __init__(self, work: RecurrentLayer, data: tuple[Tensor, ...]) -> None:
         self.work = work
         masks = {name: mask for name, mask in work.state_dict(data).items() if name.startswith("mask")}
         self.kept = {name: masks.get(name.replace("weight", "mask")) for name in work.differentiable}

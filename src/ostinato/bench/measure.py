@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ostinato.bench.check import TOLERANCE, Check, Errors, check_of
 from ostinato.bench.peers import Build, contestants
-from ostinato.bench.workloads import OURS, ParaLayer, Recurrence, Run, Unavailable, Workload, name_of
+from ostinato.bench.workloads import OURS, ParaLayer, RecurrentLayer, Run, Unavailable, Workload, name_of
 
 MIN_ROUNDS, MAX_ROUNDS = 3, 50
 SLOW = 0.5  # seconds; slower calls are not repeated
@@ -56,13 +56,13 @@ def measure(work: Workload, device: torch.device, seconds: float) -> list[Record
 
 def limited(work: Workload) -> bool:
     """Whether the limit is measured: that of recurrences, a layer of its own, only if the workload names it."""
-    return not isinstance(work, Recurrence) or work.limit_name in work.who
+    return not isinstance(work, RecurrentLayer) or work.limit_name in work.who
 
 
 @contextmanager
 def _precision(work: Workload) -> Iterator[None]:
     """Allow or forbid tf32 for float32 products of recurrent layers, in all libraries alike."""
-    if not isinstance(work, Recurrence | ParaLayer):
+    if not isinstance(work, RecurrentLayer | ParaLayer):
         yield
         return
     libraries: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
@@ -126,8 +126,8 @@ def _largest(errors: dict[str, float]) -> float:
 
 
 def _require_right(work: Workload, errors: Errors) -> None:
-    tolerance = TOLERANCE[torch.float16 if isinstance(work, Recurrence | ParaLayer) and work.tf32 else work.dtype]
-    if isinstance(work, Recurrence) and work.trained:
+    tolerance = TOLERANCE[torch.float16 if isinstance(work, RecurrentLayer | ParaLayer) and work.tf32 else work.dtype]
+    if isinstance(work, RecurrentLayer) and work.trained:
         tolerance *= OF_GRADIENTS
     for error in map(_largest, errors.values()):
         if not error <= tolerance:
@@ -211,7 +211,7 @@ def _record(work: Workload, pass_name: str, outcomes: dict[str, Record]) -> Reco
     for outcome in outcomes.values():
         if seconds := outcome.get("seconds"):
             outcome[f"{work.unit}_per_second"] = work.work(pass_name) / seconds
-            if isinstance(work, Recurrence):
+            if isinstance(work, RecurrentLayer):
                 outcome["microseconds_a_step"] = 1e6 * seconds / work.length
             if limit:
                 outcome["fraction_of_limit"] = limit / seconds

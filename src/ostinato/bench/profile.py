@@ -13,7 +13,7 @@ import torch
 
 from ostinato.bench.measure import Record
 from ostinato.bench.peers import CONTESTANTS
-from ostinato.bench.workloads import OURS, Layer, Recurrence, name_of
+from ostinato.bench.workloads import OURS, Layer, RecurrentLayer, name_of
 from ostinato.files import replacing
 from ostinato.minimal.recurrences import GATES
 
@@ -24,7 +24,7 @@ PROJECTED = "projected"  # product, gates and scan in one
 OWN = re.compile(rf"^(scan|recur|{PROJECTED}|{PREPARE}|ostinato::.*)$")
 
 
-def profile(work: Layer | Recurrence, device: torch.device, name: str = OURS, trace: Path | None = None) -> Record:
+def profile(work: Layer | RecurrentLayer, device: torch.device, name: str = OURS, trace: Path | None = None) -> Record:
     """The kernels of one call of a contestant.
 
     Args:
@@ -139,7 +139,7 @@ def _times(profiler: Any, device_type: str) -> Iterator[tuple[str, int, float]]:
 
 
 def _row(
-    work: Layer | Recurrence,
+    work: Layer | RecurrentLayer,
     own: bool,
     name: str,
     launches: int,
@@ -162,7 +162,7 @@ def _row(
     return row
 
 
-def least_work(work: Layer | Recurrence, kernel: str, launches: int) -> dict[str, int]:
+def least_work(work: Layer | RecurrentLayer, kernel: str, launches: int) -> dict[str, int]:
     """The bytes that our kernel must move in a call, or the operations of a product; {} for other kernels."""
     if isinstance(work, Layer):
         gates, states = GATES[work.cell], work.batch * work.length * work.channels
@@ -198,7 +198,7 @@ def workload(
     backward: bool = False,
     density: float = 1.0,
     block: tuple[int, int] = (1, 1),
-) -> Layer | Recurrence:
+) -> Layer | RecurrentLayer:
     """The workload of these sizes.  Raises ValueError for an unknown cell or dtype, or a size below 1."""
     dtypes = {name_of(kind): kind for kind in (torch.float32, torch.float16, torch.bfloat16)}
     cells = ("mingru", "minlstm", "rnn", "gru", "lstm")
@@ -213,4 +213,4 @@ def workload(
         passes = ("forward", "forward+backward") if backward else ("forward",)
         return Layer(cell, batch, length, input_size, hidden_size, dtypes[dtype], passes=passes)
     passes = ("forward+backward" if backward else "forward",)
-    return Recurrence(cell.upper(), hidden_size, batch, length, density, block, dtypes[dtype], passes=passes)
+    return RecurrentLayer(cell.upper(), hidden_size, batch, length, density, block, dtypes[dtype], passes=passes)

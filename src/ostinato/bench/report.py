@@ -95,7 +95,7 @@ def workload(records: list[Record]) -> Grid:
     return Grid(head, rows, records[0]["workload"]["name"], [f"{name}: {note}" for name, note in notes.items()])
 
 
-def recurrences(records: list[Record], device_type: str, leave_out: Iterable[str] = ()) -> Grid:
+def recurrent_layers(records: list[Record], device_type: str, leave_out: Iterable[str] = ()) -> Grid:
     """Microseconds a step, and each peer's as a multiple of ours; one row a layer."""
     ran = {who for record in records for who, row in record["contestants"].items() if "seconds" in row}
     columns = {who: column for who, column in PEERS.items() if who in ran and who not in leave_out}

@@ -12,7 +12,7 @@ from ostinato.bench.workloads import (
     Equation,
     Layer,
     ParaLayer,
-    Recurrence,
+    RecurrentLayer,
     Scan,
     Training,
     Workload,
@@ -63,7 +63,7 @@ def networks(dtype: torch.dtype, who: tuple[str, ...], *names: str) -> list[Work
         "RNNoise": ("GRU", 256, 1, 1000, 3),
     }
     return [
-        Recurrence(cell, hidden, batch, length, dtype=dtype, who=who, layers=layers, network=name, **pruned)
+        RecurrentLayer(cell, hidden, batch, length, dtype=dtype, who=who, layers=layers, network=name, **pruned)
         for name, (cell, hidden, batch, length, layers) in stacks.items()
         for pruned in ({}, PRUNED)
         if name in names or not names
@@ -74,7 +74,7 @@ QUICK: dict[str, list[Workload]] = {
     "scan": [Scan(1, 4096, 256)],
     "layer": [Layer("mingru", 1, 1024, 256, 256), Layer("minlstm", 1, 1024, 256, 256)],
     "recurrence": [*(Equation(cell, 1, 1024, 256) for cell in EQUATIONS), ParaLayer("ParaGRU", 1, 1024, 64, 64)],
-    "persistent": [Recurrence(cell, 384, length=1000, **PRUNED_ON_HOST) for cell in ("GRU", "LSTM")],
+    "persistent": [RecurrentLayer(cell, 384, length=1000, **PRUNED_ON_HOST) for cell in ("GRU", "LSTM")],
     "training": [
         *(Training(cell, 256, 1, 200, dtype=f32, who=TRAINED) for cell in ("GRU", "LSTM")),
         Training("LSTM", 64, 4, 50, dtype=f32, layers=2, bidirectional=True, shortest=10, who=TRAINED),
@@ -96,19 +96,19 @@ ON_CPU: dict[str, list[Workload]] = {
         *(Equation(cell, 1, 4096, 256) for cell in EQUATIONS if cell != "RG-LRU"),
     ],
     "persistent": [
-        *(Recurrence(cell, hidden, length=1000, **PRUNED_ON_HOST) for cell in CELLS for hidden in (384, 1024)),
-        Recurrence("GRU", 384, length=1000, density=0.3, block=(16, 1), **HOST),
-        Recurrence("GRU", 384, length=1000, density=0.1, block=(8, 4), **HOST),
-        Recurrence("GRU", 384, length=1000, density=0.1, **HOST),
-        *(Recurrence(cell, 384, 16, 200, **PRUNED_ON_HOST) for cell in ("GRU", "LSTM")),
-        Recurrence("GRU", 384, length=1, **PRUNED_ON_HOST),
+        *(RecurrentLayer(cell, hidden, length=1000, **PRUNED_ON_HOST) for cell in CELLS for hidden in (384, 1024)),
+        RecurrentLayer("GRU", 384, length=1000, density=0.3, block=(16, 1), **HOST),
+        RecurrentLayer("GRU", 384, length=1000, density=0.1, block=(8, 4), **HOST),
+        RecurrentLayer("GRU", 384, length=1000, density=0.1, **HOST),
+        *(RecurrentLayer(cell, 384, 16, 200, **PRUNED_ON_HOST) for cell in ("GRU", "LSTM")),
+        RecurrentLayer("GRU", 384, length=1, **PRUNED_ON_HOST),
     ],
     "training": [
         *(Training(cell, 256, *sizes, **HOST) for cell in CELLS for sizes in ((1, 1000), (16, 200))),
         Training("GRU", 256, 1, 1000, **PRUNED_ON_HOST),
         # Dense layers without gradient, over hidden size.
         *(
-            Recurrence(cell, hidden, *sizes, **HOST)
+            RecurrentLayer(cell, hidden, *sizes, **HOST)
             for cell in CELLS
             for hidden in (64, 128, 256, 512, 1024)
             for sizes in ((1, 1000), (16, 200))
@@ -179,25 +179,25 @@ ON_CUDA: dict[str, list[Workload]] = {
     ],
     "persistent": [
         *(
-            Recurrence(cell, 2304, 4, density=density, block=block, who=SPARSE + KERNELS)
+            RecurrentLayer(cell, 2304, 4, density=density, block=block, who=SPARSE + KERNELS)
             for density, block in ((0.3, (1, 1)), (0.1, (1, 1)), (0.1, (16, 1)), (0.1, (8, 4)))
             for cell in CELLS
         ),
-        *(Recurrence(cell, 1024, 16, dtype=bf16, who=GRAPHS) for cell in CELLS),
+        *(RecurrentLayer(cell, 1024, 16, dtype=bf16, who=GRAPHS) for cell in CELLS),
         *(
-            Recurrence(cell, hidden, 4, density=0.1, block=block, who=SPARSE + KERNELS)
+            RecurrentLayer(cell, hidden, 4, density=0.1, block=block, who=SPARSE + KERNELS)
             for cell, hidden in (("RNN", 8192), ("LSTM", 4608))
             for block in ((1, 1), (16, 1))
         ),
         # Over hidden size and batch: dense where it can fit, pruned beyond.
         *(
-            Recurrence(cell, hidden, batch, who=GRAPHS)
+            RecurrentLayer(cell, hidden, batch, who=GRAPHS)
             for cell in CELLS
             for hidden in (256, 768, 1024, 2304)
             for batch in (1, 4, 16)
         ),
         *(
-            Recurrence(cell, hidden, batch, who=CUDNN, **PRUNED)
+            RecurrentLayer(cell, hidden, batch, who=CUDNN, **PRUNED)
             for cell in CELLS
             for hidden in (4608, 8192)
             for batch in (1, 4, 16)
@@ -205,16 +205,16 @@ ON_CUDA: dict[str, list[Workload]] = {
         ),
         # float32 exact and rounded to tf32; then errors over more steps.
         *(
-            Recurrence(cell, hidden, batch, dtype=f32, tf32=tf32, who=GRAPHS)
+            RecurrentLayer(cell, hidden, batch, dtype=f32, tf32=tf32, who=GRAPHS)
             for cell in CELLS
             for hidden, batch in ((1024, 16), (2304, 4))
             for tf32 in (False, True)
         ),
-        *(Recurrence("LSTM", 1024, 16, 2000, dtype=dtype, who=PLAIN) for dtype in (f32, f16, bf16)),
-        Recurrence("LSTM", 1024, 16, 2000, dtype=f32, tf32=True, who=PLAIN),
-        Recurrence("GRU", 1024, 16, 2000, dtype=bf16, who=PLAIN),
-        Recurrence("LSTM", 2304, 4, 2000, density=0.3, who=PLAIN),
-        Recurrence("LSTM", 2304, 4, 2000, who=PLAIN, **PRUNED),
+        *(RecurrentLayer("LSTM", 1024, 16, 2000, dtype=dtype, who=PLAIN) for dtype in (f32, f16, bf16)),
+        RecurrentLayer("LSTM", 1024, 16, 2000, dtype=f32, tf32=True, who=PLAIN),
+        RecurrentLayer("GRU", 1024, 16, 2000, dtype=bf16, who=PLAIN),
+        RecurrentLayer("LSTM", 2304, 4, 2000, density=0.3, who=PLAIN),
+        RecurrentLayer("LSTM", 2304, 4, 2000, who=PLAIN, **PRUNED),
     ],
     "training": [
         *TRAINED_LAYERS,

@@ -21,7 +21,7 @@ from ostinato.bench import report
 from ostinato.bench.measure import Record, WrongResult, measure
 from ostinato.bench.peers import CELL_LOOPS, FROM_HOST, PLANNED, TIME_LOOP
 from ostinato.bench.shapes import GRAPHS, PLAIN, PRUNED, PRUNED_ON_HOST
-from ostinato.bench.workloads import OURS, Layer, Recurrence, Workload
+from ostinato.bench.workloads import OURS, Layer, RecurrentLayer, Workload
 from ostinato.masks import block_name
 
 Values = dict[int | float, float]
@@ -189,8 +189,8 @@ PUBLISHED_RATIOS: dict[str, Values] = {
 }
 
 # On the CPU, where persistent layers are pruned ones.
-ON_CPU = PRUNED_ON_HOST | {"who": (*PLAIN, Recurrence.limit_name)}
-ON_GPU = (*GRAPHS, "cuSPARSE", Recurrence.limit_name)
+ON_CPU = PRUNED_ON_HOST | {"who": (*PLAIN, RecurrentLayer.limit_name)}
+ON_GPU = (*GRAPHS, "cuSPARSE", RecurrentLayer.limit_name)
 OTHERS = ("torch.nn", "torch.nn in a CUDA graph", "GEMMs in a CUDA graph", "cuSPARSE")
 SPARSE_KERNEL, IN_BLOCKS = "Ostinato, sparse kernel", f"{OURS} in 16x1 blocks"
 
@@ -212,9 +212,10 @@ def sweeps(quick: bool) -> list[Sweep]:
             "hidden",
             "hidden size H",
             {
-                "cpu": [Recurrence("RNN", hidden, **ON_CPU) for hidden in (256, 512, 1024, 2304)],
+                "cpu": [RecurrentLayer("RNN", hidden, **ON_CPU) for hidden in (256, 512, 1024, 2304)],
                 "cuda": [
-                    Recurrence("RNN", hidden, 4, who=ON_GPU, **PRUNED) for hidden in (256, 768, 1024, 2304, 4608, 8192)
+                    RecurrentLayer("RNN", hidden, 4, who=ON_GPU, **PRUNED)
+                    for hidden in (256, 768, 1024, 2304, 4608, 8192)
                 ],
             },
             unit="us a step",
@@ -228,9 +229,9 @@ def sweeps(quick: bool) -> list[Sweep]:
             "batch",
             "batch size B",
             {
-                "cpu": [Recurrence("LSTM", 384, batch, 100, **ON_CPU) for batch in (1, 4, 16, 64)],
+                "cpu": [RecurrentLayer("LSTM", 384, batch, 100, **ON_CPU) for batch in (1, 4, 16, 64)],
                 "cuda": [
-                    Recurrence("LSTM", 2304, batch, density=0.3, who=(*ON_GPU, SPARSE_KERNEL))
+                    RecurrentLayer("LSTM", 2304, batch, density=0.3, who=(*ON_GPU, SPARSE_KERNEL))
                     for batch in (1, 2, 4, 8, 16, 32, 64)
                 ],
             },
@@ -245,9 +246,10 @@ def sweeps(quick: bool) -> list[Sweep]:
             "length",
             "time steps T",
             {
-                "cpu": [Recurrence("LSTM", 384, 1, length, **ON_CPU) for length in (1, 16, 256, 4096)],
+                "cpu": [RecurrentLayer("LSTM", 384, 1, length, **ON_CPU) for length in (1, 16, 256, 4096)],
                 "cuda": [
-                    Recurrence("LSTM", 2304, 4, length, density=0.3, who=ON_GPU) for length in (16, 64, 256, 1024, 4096)
+                    RecurrentLayer("LSTM", 2304, 4, length, density=0.3, who=ON_GPU)
+                    for length in (16, 64, 256, 1024, 4096)
                 ],
             },
             unit="us a step",
@@ -334,10 +336,13 @@ def _density(cell: str) -> Sweep:
         "density",
         "density of the recurrent weights",
         {
-            "cpu": [Recurrence(cell, 1024, **ON_CPU | {"density": density}) for density in DENSITIES],
+            "cpu": [RecurrentLayer(cell, 1024, **ON_CPU | {"density": density}) for density in DENSITIES],
             "cuda": [
-                *(Recurrence(cell, 2304, 4, density=density, who=singly) for density in DENSITIES),
-                *(Recurrence(cell, 2304, 4, density=density, block=(16, 1), who=blocks) for density in DENSITIES[:-1]),
+                *(RecurrentLayer(cell, 2304, 4, density=density, who=singly) for density in DENSITIES),
+                *(
+                    RecurrentLayer(cell, 2304, 4, density=density, block=(16, 1), who=blocks)
+                    for density in DENSITIES[:-1]
+                ),
             ],
         },
         unit="us a step",

@@ -234,7 +234,7 @@ def _measure(kind: str, device_name: str, quick: bool, only: str, json: Path | N
                     continue
                 results += records
                 if "steps" in records[0]:
-                    tables = [report.recurrences(results, device.type).rich()]
+                    tables = [report.recurrent_layers(results, device.type).rich()]
                 else:
                     tables.append(report.workload(records).rich())
                 # At once, so that what is measured outlives an interruption; a stream takes but one content.

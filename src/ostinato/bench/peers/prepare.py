@@ -1,0 +1,79 @@
+"""What several contestants need: their package, their layout, a loop over time, a CUDA graph."""
+
+import importlib
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ostinato.bench.workloads import Run, Unavailable
+
+Build = Callable[[Any, tuple[Tensor, ...]], Run]
+
+
+def import_peer(module: str, package: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise Unavailable(f"{package} is not installed ({error})") from error
+
+
+def leaves(*tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(x.detach().requires_grad_() for x in tensors)
+
+
+def compile_anew(function: Callable) -> Callable:
+    torch._dynamo.reset()
+    torch._functorch.config.donated_buffer = False  # the backward pass is timed many times over one graph
+    return torch.compile(function)
+
+
+def time_last(x: Tensor) -> Tensor:
+    return x.transpose(1, 2)
+
+
+def time_first(x: Tensor) -> Tensor:
+    return x.transpose(0, 1)
+
+
+def over_time(
+    step: Callable[[Any, Any], tuple[Tensor, Any]], inputs: Iterable[Any], state: Any, dim: int = 0
+) -> Tensor:
+    """The outputs of a loop of ``output, state = step(input, state)``."""
+    outputs = []
+    for x in inputs:
+        output, state = step(x, state)
+        outputs.append(output)
+    return torch.stack(outputs, dim)
+
+
+def need_cuda(x: Tensor) -> None:
+    if x.device.type != "cuda":
+        raise Unavailable("needs a CUDA device")
+
+
+def captured(function: Callable[[], Any]) -> Callable[[], Any]:
+    """The function as a CUDA graph, whose replays write to the same tensors."""
+    current, stream = torch.cuda.current_stream(), torch.cuda.Stream()
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        function()
+    current.wait_stream(stream)
+    graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+    try:
+        with torch.cuda.graph(graph, pool=pool):
+            output = function()
+    except Exception:  # a failed capture leaves PyTorch's allocator in capture mode, in which it frees no memory
+        torch.cuda.set_stream(current)
+        with suppress(RuntimeError):  # the capture had ended
+            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+            torch._C._cuda_releasePool(torch.cuda.current_device(), pool)
+        raise
+
+    def replay() -> Any:
+        graph.replay()
+        return output
+
+    return replay

@@ -1,0 +1,136 @@
+"""Contestants of an RNN, GRU or LSTM."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ostinato.bench.peers.prepare import Build, captured, import_peer, need_cuda, over_time
+from ostinato.bench.workloads import OURS, RECURRENT, RecurrentLayer, Run, Unavailable
+
+PLANNED = "is what the plan chooses"  # why a kernel is not measured under its own name
+
+
+def ours(path: str | None, work: RecurrentLayer, data: tuple[Tensor, ...]) -> Run:
+    """Our layer, by the kernel that its plan chooses, or that of a given path."""
+    layer = work.layer(data)
+    asked = partial(layer.plan, work.batch, training=work.trained, steps=work.length)
+    plan = asked()
+    if path is not None:
+        need_cuda(data[0])
+        if plan.path == path:
+            raise Unavailable(PLANNED)
+        layer._path = path
+        plan = asked()
+        if plan.path != path:
+            raise Unavailable(plan.reason)
+    resets: dict[str, Any] = {"resets": work.resets_of(data)} if work.resets else {}
+    shown = {name: getattr(plan, name) for name in ("path", "bytes_on_chip", "bytes_available", "blocks", "reason")}
+    return replace(work.run(partial(work.apply, layer, **resets), data, layer.parameters()), plan=shown)
+
+
+def torch_layer(work: RecurrentLayer, data: tuple[Tensor, ...]) -> Run:
+    """``torch.nn``'s layer; on NVIDIA GPUs cuDNN's, with the batch padded if that enables its persistent kernels.
+
+    These take float16, multiples of 8 sequences, and no GRU.  Pruned layers are dense ones with zeros.  Sequences with
+    resets are split into episodes at every call, as resets differ between batches.
+    """
+    layer = work.torch_layer(data, work.dtype)
+    persistent = data[0].is_cuda and work.dtype is torch.float16 and work.cell != "GRU" and work.is_plain
+    missing = -work.batch % 8 if persistent and work.hidden <= 1024 and work.hidden % 128 == 0 else 0
+    if not missing:
+        return work.run(partial(work.apply_torch, layer, data), data, layer.parameters())
+
+    def padded(x: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
+        results = work.apply(layer, *(F.pad(tensor, (0, 0, 0, missing)) for tensor in (x, *states)))
+        return tuple(result[:, : work.batch] for result in results)
+
+    return replace(work.run(padded, data, layer.parameters()), plan={"padded_batch": work.batch + missing})
+
+
+def loop_of_steps(sparse: bool, work: RecurrentLayer, data: tuple[Tensor, ...]) -> Run:
+    """A loop over time of a product and PyTorch's fused gates, in a CUDA graph unless sparse."""
+    x, first = data[0], [state[0] for state in data[1 : 1 + work.states]]
+    need_cuda(x)
+    if work.trained or not work.is_plain:
+        raise Unavailable("written for one layer and direction, without gradient")
+    if sparse and work.density == 1:
+        raise Unavailable("the layer is dense")
+    weight_ih, weight, bias_ih, bias_hh = (work.state_dict(data)[name] for name in work.names[:4])
+    transposed = weight.t()
+    if sparse:
+        csr = weight.to_sparse_csr()  # with 4-byte indices, the faster ones
+        weight = torch.sparse_csr_tensor(csr.crow_indices().int(), csr.col_indices().int(), csr.values(), csr.shape)
+
+    def multiply(h: Tensor) -> Tensor:
+        return (weight @ h.t()).t().contiguous() if sparse else h @ transposed
+
+    def gru(step: Tensor, state: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        h, _ = torch.ops.aten._thnn_fused_gru_cell(step, multiply(state[0]), state[0], bias_ih, bias_hh)
+        return h, [h]
+
+    def lstm(step: Tensor, state: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        h, c, _ = torch.ops.aten._thnn_fused_lstm_cell(step, multiply(state[0]), state[1], bias_ih, bias_hh)
+        return h, [h, c]
+
+    def steps() -> Tensor:
+        if work.cell != "RNN":
+            return over_time(gru if work.cell == "GRU" else lstm, F.linear(x, weight_ih), first)
+        steps, h = F.linear(x, weight_ih, bias_ih + bias_hh), first[0]
+        for step in steps:  # in place: each becomes the state after it
+            h = torch.tanh_(step.add_(multiply(h)) if sparse else step.addmm_(h, transposed))
+        return steps
+
+    if sparse:  # captured twice in a process, cuSPARSE reads freed memory
+        return Run(torch.no_grad()(steps))
+    return Run(captured(torch.no_grad()(steps)))
+
+
+def torchrl(work: RecurrentLayer, data: tuple[Tensor, ...]) -> Run:
+    """torchrl's Triton functions, which support resets: (B, T, H), with an initial state for every step."""
+    need_cuda(data[0])
+    functions = import_peer("torchrl.modules.tensordict_module._rnn_triton", "torchrl")
+    plain = replace(work, resets=0.0).is_plain and work.trained
+    if work.cell == "RNN" or not plain or work.dtype is not torch.float32:
+        raise Unavailable("has GRU and LSTM of one layer and direction, not packed, trained in float32")
+    function = {"GRU": functions.gru_triton, "LSTM": functions.lstm_triton}[work.cell]
+    weights = tuple(work.torch_layer(data, work.dtype).parameters())
+    resets = work.resets_of(data)
+    begins = torch.zeros_like(data[0][..., 0], dtype=torch.bool) if resets is None else resets
+    begins, precision = begins.t().contiguous(), "tf32" if work.tf32 else "ieee"
+
+    def call(x: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
+        first = [F.pad(state[0][:, None], (0, 0, 0, work.length - 1)) for state in states]
+        if resets is not None:  # at the first step it hides the given state, too
+            first = [state.where(~begins[..., None], 0.0) for state in first]
+        results = function(x.transpose(0, 1), *first, *weights, begins, input_precision=precision)
+        return results[0].transpose(0, 1), *(state[None] for state in results[-len(states) :])
+
+    return work.run(call, data, weights)
+
+
+def in_a_graph(build: Build, work: RecurrentLayer, data: tuple[Tensor, ...]) -> Run:
+    """Another contestant's pass as a CUDA graph."""
+    need_cuda(data[0])
+    run = build(work, data)
+    if run.gradients is None:
+        return replace(run, call=captured(torch.no_grad()(run.call)))
+    return replace(run, gradients=captured(run.gradients))
+
+
+EVERYONE: dict[str, Build] = {
+    OURS: partial(ours, None),
+    "Ostinato in a CUDA graph": partial(in_a_graph, partial(ours, None)),
+    "torch.nn": torch_layer,
+    "torch.nn in a CUDA graph": partial(in_a_graph, torch_layer),
+    "GEMMs in a CUDA graph": partial(loop_of_steps, False),
+    "cuSPARSE": partial(loop_of_steps, True),
+    "torchrl": torchrl,
+    "Ostinato, dense kernel": partial(ours, "dense"),
+    "Ostinato, sparse kernel": partial(ours, "sparse"),
+    "Ostinato, block kernel": partial(ours, "block"),
+}
+CONTESTANTS = dict.fromkeys(RECURRENT, EVERYONE)

@@ -1,0 +1,53 @@
+"""What a contestant prepares: a computation to be timed and checked."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+OURS = "Ostinato"
+
+
+class Unavailable(Exception):
+    """Raised with the reason why a contestant cannot run a workload on this machine."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A prepared computation: what is timed, and how its tensors map to (B, T, channels)."""
+
+    call: Callable[[], Tensor]  # the output
+    inputs: tuple[Tensor, ...] = ()  # what gradients are taken of: the data, then parameters
+    layout: Callable[[Tensor], Tensor] = lambda x: x  # from its own layout to (B, T, channels) and back
+    has_bias: bool = False
+    same_function: bool = True  # False for a layer that computes something else, such as nn.GRU
+    plan: dict[str, Any] = field(default_factory=dict)  # how our own layer runs
+    forward_only: str = ""  # why no other pass is measured
+    gradients: Callable[[], tuple[Tensor, ...]] | None = None  # forward and backward pass, if not autograd's of call
+    weights: tuple[Tensor, ...] = ()  # which change between calls, as in training
+
+    def prepare(self, pass_name: str) -> Callable[[], Any]:
+        """The function to time; without inputs to differentiate, every pass is the call itself."""
+        if pass_name == "forward+backward" and self.gradients is not None:
+            return self.gradients
+        if pass_name == "forward" or not self.inputs:
+            return torch.no_grad()(self.call)
+        if self.forward_only:
+            raise Unavailable(self.forward_only)
+        grad = torch.randn_like(self.call())
+        if pass_name == "forward+backward":
+            return lambda: torch.autograd.grad(self.call(), self.inputs, grad)
+        output = self.call()
+        return lambda: torch.autograd.grad(output, self.inputs, grad, retain_graph=True)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Change all weights, as an optimiser would, which invalidates all that was derived from them."""
+        for weight in self.weights:
+            weight.neg_()  # keeps their distribution
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
