@@ -1,11 +1,13 @@
 """Steps one at a time equal the whole sequence, by layers and by the stepper that keeps their state."""
 
 import copy
+import functools
 import gc
 import os
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -352,8 +354,10 @@ def test_bad_input_is_refused():
         stepper.reset(torch.zeros(3, dtype=torch.bool))
     with pytest.raises(ValueError, match=r"state must have the shapes \(1, 2, 16\); got \(1, 3, 16\)"):
         stepper.state = torch.zeros(1, 3, 16)
-    with pytest.raises(TypeError, match="state must be made of tensors; got str"):
+    with pytest.raises(TypeError, match="state must be made of tensors, in tuples and lists; got str"):
         stepper.state = "zero"
+    with pytest.raises(TypeError, match=r"module must have step and initial_state; got .*MinGRUCell"):
+        ostinato.Stepper(nn.Sequential(ostinato.MinGRUCell(5, 16)), 2)  # which would forget every step
     with pytest.raises(ValueError, match="module must run forward in time; got a bidirectional SRU"):
         ostinato.Stepper(nn.Sequential(nn.Linear(5, 5), ostinato.SRU(5, 16, bidirectional=True)), 2)
     with pytest.raises(ValueError, match="this one is bidirectional"):
@@ -395,6 +399,89 @@ def test_a_copy_goes_on_by_itself(name, frozen):
         for x_t, expected in zip(x[3:], whole[3:], strict=True):
             torch.testing.assert_close(copied(x_t), expected)
     torch.testing.assert_close(stepper(x[3]), whole[3])
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("name", ["GRU", "MinGRU", "IndRNN", "ParaLSTM"])
+def test_outputs_and_inputs_are_the_caller_s(name, frozen):
+    """Neither does a reset write to them, nor a write to them change the state."""
+
+    class Difference(nn.Module):
+        def initial_state(self, batch_size):
+            return torch.zeros(batch_size, 3)
+
+        def step(self, x, last):
+            return x - last, x
+
+    torch.manual_seed(0)
+    network, x = nn.Sequential(Difference(), getattr(ostinato, name)(3, 5)), torch.randn(4, 2, 3)
+    stepper, other = (ostinato.Stepper(network, 2, frozen=frozen) for _ in range(2))
+    expected = [stepper(x_t).clone() for x_t in x]
+    buffer = torch.empty(2, 3)
+    for x_t, right in zip(x, expected, strict=True):
+        y = other(buffer.copy_(x_t))
+        torch.testing.assert_close(y, right, rtol=0, atol=0)
+        y.zero_()
+    for change in (other.reset, functools.partial(setattr, other, "state", stepper.state)):
+        y = other(buffer)
+        before = y.clone()
+        change()
+        assert torch.equal(y, before)
+        assert torch.equal(buffer, x[-1])
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("name", ["MinGRU", "RGLRU", "ParaGRU", "ParaLSTM", "LSTM"])
+def test_a_part_that_works_in_place_leaves_states_alone(name, frozen):
+    torch.manual_seed(0)
+    layer, x = getattr(ostinato, name)(3, 5), torch.randn(6, 2, 3)
+    stepper = ostinato.Stepper(nn.Sequential(layer, nn.Hardtanh(-0.05, 0.05, inplace=True)), 2, frozen=frozen)
+    found = torch.stack([stepper(x_t) for x_t in x])
+    torch.testing.assert_close(found, layer(x)[0].clamp(-0.05, 0.05))
+
+
+class Pair(NamedTuple):
+    h: torch.Tensor
+    c: torch.Tensor
+
+
+@pytest.mark.parametrize("kind", [tuple, list, Pair._make])
+def test_states_of_a_module_s_own_kind(kind):
+    class Cell(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cell = nn.LSTMCell(3, 5)
+
+        def initial_state(self, batch_size):
+            return kind([torch.zeros(batch_size, 5)] * 2)
+
+        def step(self, x, state):
+            h, c = self.cell(x, tuple(state))
+            return h, kind([h, c])
+
+    module = Cell()
+    stepper, x = ostinato.Stepper(module, 2), torch.randn(2, 3)
+    first = stepper(x)
+    assert type(stepper.state) is type(module.initial_state(2))
+    stepper.reset(torch.tensor([True, False]))
+    second = stepper(x)
+    assert torch.equal(second[0], first[0])
+    assert not torch.equal(second[1], first[1])
+
+
+@pytest.mark.parametrize(
+    ("state", "error", "message"),
+    [
+        (lambda batch: {"h": torch.zeros(batch, 3)}, TypeError, "made of tensors, in tuples and lists; got dict"),
+        (lambda batch: (torch.zeros(batch, 3), 0), TypeError, "made of tensors, in tuples and lists; got int"),
+        (lambda batch: torch.zeros(3), ValueError, r"with a row for each sequence; got \(3,\)"),
+    ],
+)
+def test_a_state_that_cannot_be_kept_is_named(state, error, message):
+    module = nn.Linear(3, 3)
+    module.step, module.initial_state = (lambda x, state: (x, state)), state
+    with pytest.raises(error, match=message):
+        ostinato.Stepper(module, 2)
 
 
 def test_sequences_within_a_sequence_keep_their_state_too():

@@ -200,7 +200,8 @@ class StackedLayers(nn.Module):
             h: the state so far, (num_layers, B, hidden_size), without B if x has none; zero if absent.
 
         Returns:
-            y, (B, hidden_size), the last layer's output, and h, the new state of every layer.
+            y, (B, hidden_size), the last layer's output, and h, the new state of every layer.  They may share memory:
+            change neither in place.
 
         Raises:
             TypeError: an input or state that is not a tensor of the parameters' dtype.

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ostinato.minimal import MinGRUCell, MinLSTMCell
 from ostinato.recurrent import GRU, LSTM, RNN
 from ostinato.replay import Recorder, Unrepeatable
 
@@ -27,8 +28,9 @@ class Stepper:
 
     Args:
         module: RNN, GRU, LSTM, MinGRU or MinLSTM; a :class:`ostinato.models.LanguageModel`, whose inputs are tokens;
-            any module with ``y, state = module.step(x, state)`` and ``state = module.initial_state(batch_size)``; or a
-            ``torch.nn.Sequential`` of such modules and stateless ones.  In-place updates of weights, such as an
+            any module with ``y, state = module.step(x, state)`` and ``state = module.initial_state(batch_size)``, a
+            tensor or tuples and lists of them, each with a dimension of sequences; or a ``torch.nn.Sequential`` of such
+            modules and stateless ones.  In-place updates of weights, such as an
             optimiser's, take effect at the next step.  A graph is captured at the first step; after a change of
             ``module.training`` or a replacement of parameters make a new stepper.
         batch_size: the number of sequences, B.
@@ -37,8 +39,9 @@ class Stepper:
             once, along with its branches (on anything but tensor values), attribute assignments and NumPy calls.
 
     Raises:
-        TypeError: a module without ``step``, or a mask that is not a bool tensor.
-        ValueError: a ``batch_size`` below 1, a bidirectional layer, or a mask that is not (B,).
+        TypeError: a module without ``step``, a state that is not made of tensors, or a mask that is not a bool tensor.
+        ValueError: a ``batch_size`` below 1, a bidirectional layer, an initial state without a dimension of sequences,
+            or a mask that is not (B,).
 
     Example:
         >>> import torch, ostinato
@@ -65,10 +68,7 @@ class Stepper:
         self._module, self.batch_size = module, batch_size
         self._first = _initial_state(module, batch_size)
         more = _initial_state(module, batch_size + 1)
-        self._batch_dims = [
-            next(i for i, (n, m) in enumerate(zip(own.shape, other.shape, strict=True)) if n != m)
-            for own, other in zip(_tensors(self._first), _tensors(more), strict=True)
-        ]
+        self._batch_dims = [_batch_dim(*pair) for pair in zip(_tensors(self._first), _tensors(more), strict=True)]
         self._state = _mapped(Tensor.clone, self._first)
         self._replay: Callable[[Tensor], Tensor] | None = None
         self._repeats = frozen  # on CPUs
@@ -88,7 +88,8 @@ class Stepper:
         if self._replay is not None:
             return self._replay(x)
         self._repeats = False
-        y, self._state = _step(self._module, x, self._state)
+        y, after = _step(self._module, x, self._state)
+        self._state = _mapped(Tensor.clone, after)  # `after` may alias the output or the input, which are the caller's
         return y
 
     def __getstate__(self) -> dict[str, Any]:
@@ -104,9 +105,6 @@ class Stepper:
     @torch.inference_mode()  # which may have made the state
     def state(self, value: Any) -> None:
         own, others = list(_tensors(self._state)), list(_tensors(value))
-        for x in others:
-            if not isinstance(x, Tensor):
-                raise TypeError(f"state must be made of tensors; got {type(x).__name__}")
         if [x.shape for x in own] != [x.shape for x in others]:
             raise ValueError(f"state must have the shapes {_shapes(own)}; got {_shapes(others)}")
         for kept, new in zip(own, others, strict=True):
@@ -190,7 +188,16 @@ def _initial_state(module: Any, batch_size: int) -> Any:
 
 
 def _is_stateless(part: nn.Module) -> bool:
-    return not (hasattr(part, "step") or isinstance(part, nn.Sequential | nn.RNNBase | nn.RNNCellBase))
+    stateful = nn.Sequential, nn.RNNBase, nn.RNNCellBase, MinGRUCell, MinLSTMCell
+    return not (hasattr(part, "step") or isinstance(part, stateful))
+
+
+def _batch_dim(own: Tensor, other: Tensor) -> int:
+    """The dimension in which the states of two batches differ."""
+    found = [i for i, (n, m) in enumerate(zip(own.shape, other.shape, strict=True)) if n != m]
+    if not found:
+        raise ValueError(f"initial_state must return tensors with a row for each sequence; got {_shapes([own])}")
+    return found[0]
 
 
 def _step(module: Any, x: Tensor, state: Any) -> tuple[Tensor, Any]:
@@ -200,6 +207,8 @@ def _step(module: Any, x: Tensor, state: Any) -> tuple[Tensor, Any]:
     after = []
     for part, own in zip(parts, state, strict=True):
         x, new = (part(x), None) if own is None else _step(part, x, own)
+        if _lies_in(x, new):  # the next part may work in place
+            x = x.clone()
         after.append(new)
     return x, after
 
@@ -207,12 +216,17 @@ def _step(module: Any, x: Tensor, state: Any) -> tuple[Tensor, Any]:
 def _advance(module: Any, x: Tensor, state: Any) -> Tensor:
     """Run a step in place: returns the output, and leaves the next state in the memory of the state."""
     y, after = _step(module, x, state)
-    own = {kept.untyped_storage().data_ptr() for kept in _tensors(state)}
     # The output and new states may alias states: copy them before any is overwritten.
-    y, *new = (x.clone() if x.untyped_storage().data_ptr() in own else x for x in (y, *_tensors(after)))
+    y, *new = (x.clone() if _lies_in(x, state) else x for x in (y, *_tensors(after)))
     for kept, value in zip(_tensors(state), new, strict=True):
         kept.copy_(value)
     return y
+
+
+def _lies_in(x: Tensor, state: Any) -> bool:
+    """Whether `x` is in the memory of a tensor of the state."""
+    memory = x.untyped_storage().data_ptr()
+    return any(memory == own.untyped_storage().data_ptr() for own in _tensors(state))
 
 
 def _tensors(state: Any) -> Iterator[Tensor]:
@@ -220,13 +234,18 @@ def _tensors(state: Any) -> Iterator[Tensor]:
         for part in state:
             yield from _tensors(part)
     elif state is not None:
+        if not isinstance(state, Tensor):
+            raise TypeError(f"state must be made of tensors, in tuples and lists; got {type(state).__name__}")
         yield state
 
 
 def _mapped(function: Callable[[Tensor], Tensor], state: Any) -> Any:
     if isinstance(state, Tensor):
         return function(state)
-    return None if state is None else type(state)(_mapped(function, part) for part in state)
+    if state is None:
+        return None
+    parts = [_mapped(function, part) for part in state]
+    return type(state)(*parts) if hasattr(state, "_fields") else type(state)(parts)
 
 
 def _shapes(tensors: list[Tensor]) -> str:
