@@ -2,6 +2,7 @@
 
 =================  ===========================================================================
 ``graph.py``       scalar operations, simplified as they are added
+``scalar.py``      nodes of a graph, written as formulas
 ``aten.py``        PyTorch's operations as scalar operations
 ``trace.py``       a function traced to graphs of its values and derivatives
 ``linear.py``      the graphs of a linear recurrence, as steps of a scan

@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ostinato.kernels.recurrence.aten import RULES, Place, Scalars, Unsupported
+from ostinato.kernels.recurrence.aten import RULES
 from ostinato.kernels.recurrence.graph import Builder, Graph, Node
+from ostinato.kernels.recurrence.scalar import Operand, Scalar, Unsupported
 
 _SHAPE = (2, 3, 4)
 _VALUES = ("_local_scalar_dense", "equal", "nonzero")
@@ -187,7 +188,6 @@ class _Recorder(TorchDispatchMode):
         self.name = getattr(function, "__name__", type(function).__name__)
         self.differentiating = False
         self.lines: dict[Any, str] = {}  # where the operations of autograd's graph were called
-        self._scalars = Scalars(self.builder)
         self._file = getattr(getattr(function, "__code__", None), "co_filename", None)
         self._places: dict[int, tuple[Tensor, int]] = {}  # by id; with the tensor, so that no other gets its id
 
@@ -242,15 +242,18 @@ class _Recorder(TorchDispatchMode):
         if results[0].shape not in (_SHAPE, ()):
             raise self.refusal(f"{func.overloadpacket} makes a tensor of another shape: it is not elementwise")
         try:
-            place = RULES[name](self._scalars, *operands, **settings)
+            found = self._place_of(RULES[name](*operands, **settings))
         except Unsupported as error:
             raise self.refusal(f"{func.overloadpacket} {error} cannot be generated") from None
         for y in results:
-            self._places[id(y)] = y, int(place)
+            self._places[id(y)] = y, found
         return result
 
+    def _place_of(self, result: Operand) -> int:
+        return result.place if isinstance(result, Scalar) else self.builder.constant(result)
+
     def _operand(self, x: Any) -> Any:
-        return Place(self.place(x)) if isinstance(x, Tensor) else x
+        return Scalar(self.builder, self.place(x)) if isinstance(x, Tensor) else x
 
     def _created(self, func: Any, made: Tensor) -> Tensor:
         """Record a tensor of one number."""
