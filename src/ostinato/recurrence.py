@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from ostinato.kernels import export
-from ostinato.kernels.recurrence.nonlinear import nonlinear_recurrence, sequential, step_of
+from ostinato.kernels.recurrence.nonlinear import nonlinear_recurrence, step_of
 from ostinato.kernels.recurrence.operators import linear_recurrence
+from ostinato.kernels.recurrence.sequential import sequential
 from ostinato.kernels.recurrence.trace import trace
 from ostinato.kernels.scan.operators import check_cu_seqlens
 from ostinato.replay import recording

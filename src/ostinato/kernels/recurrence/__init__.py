@@ -12,6 +12,9 @@
 ``torch_ops.py``   linear recurrences in PyTorch operations, with derivatives of any order
 ``operators.py``   the differentiable operators of linear recurrences
 ``nonlinear.py``   that of non-linear ones, by ``steps_cuda.py`` and ``steps_cpu.py``
+``arguments.py``   how those operators are given their tensors
+``sequential.py``  the definition of a non-linear one, step by step in PyTorch operations
+``linearised.py``  its derivatives of any order, as linear scans
 ``complex.py``     the complex linear scan, a recurrence of two states
 =================  ===========================================================================
 

@@ -1,0 +1,59 @@
+"""How the operators of non-linear recurrences are given their tensors."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ostinato.kernels.recurrence.trace import Trace
+
+
+def split(trace: Trace, arguments: Sequence[Any]) -> list[Any]:
+    """The recurrence's own arguments, split if concatenated."""
+    if len(arguments) == len(trace.sequences):
+        return list(arguments)
+    counts = sum(trace.sequences), trace.sequences.count(False)
+    both = ([None] * n if x is None else x.chunk(n, -1) for x, n in zip(arguments, counts, strict=True))
+    return in_order(trace.sequences, *both)
+
+
+def by_kind(kinds: Sequence[bool], arguments: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """The sequences, and the parameters."""
+    return list(itertools.compress(arguments, kinds)), list(itertools.compress(arguments, (not k for k in kinds)))
+
+
+def in_order(kinds: Sequence[bool], sequences: Sequence[Any], parameters: Sequence[Any]) -> list[Any]:
+    """The inverse of :func:`by_kind`."""
+    of = {True: iter(sequences), False: iter(parameters)}
+    return [next(of[kind]) for kind in kinds]
+
+
+def initial_states(
+    trace: Trace, like: Tensor, h0: Tensor | None, c0: Tensor | None, cu_seqlens: Tensor | None
+) -> list[Tensor]:
+    """Those given, and zeros for those that are not."""
+    given = (h0, c0)[: trace.states]
+    return [like.new_zeros(last_shape(like, cu_seqlens)) if x is None else x for x in given]
+
+
+def last_shape(x: Tensor, cu_seqlens: Tensor | None) -> torch.Size:
+    """Of the states after the last steps, one row a sequence."""
+    return torch.Size((x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1, x.shape[2]))
+
+
+def grouped(trace: Trace, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
+    """Gradients of states, those of last states, the states, and the arguments."""
+    count = trace.states
+    return (
+        list(tensors[:count]),
+        list(tensors[count : 2 * count]),
+        list(tensors[2 * count : 3 * count]),
+        list(tensors[3 * count :]),
+    )
+
+
+def or_zeros(grads: Sequence[Tensor], shape: Sequence[int]) -> list[Tensor]:
+    """Gradients of this shape, where an empty one stands for zeros."""
+    return [g if g.shape == shape else g.new_zeros(shape) for g in grads]

@@ -1,0 +1,114 @@
+"""Derivatives of non-linear recurrences in PyTorch operations, which can be differentiated again.
+
+With all states known, so is each step's Jacobian, and derivatives are linear scans: the gradient backward in time,
+forward-mode derivatives forward.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ostinato.kernels.recurrence.arguments import by_kind, grouped, last_shape, or_zeros, split
+from ostinato.kernels.recurrence.graph import evaluate
+from ostinato.kernels.recurrence.sequential import compute_dtype, sequential
+from ostinato.kernels.recurrence.trace import Trace, parse
+from ostinato.kernels.scan.operators import linear_scan
+from ostinato.kernels.scan.torch_ops import shift, zeroed
+
+
+def composite(
+    recurrence: str,
+    h0: Tensor | None,
+    c0: Tensor | None,
+    cu_seqlens: Tensor | None,
+    resets: Tensor | None,
+    reverse: bool,
+    backend: str,
+    *tensors: Tensor,
+) -> tuple[Tensor, ...]:
+    """The gradient, as ``nonlinear_recurrence_backward`` returns it."""
+    trace = parse(recurrence)
+    grads, grads_last, states, given = grouped(trace, tensors)
+    arguments = split(trace, given)
+    dtype = compute_dtype(backend, states[0])
+    before, jacobian = _linearised(trace, states, h0, c0, cu_seqlens, resets, reverse, arguments, dtype)
+    transposed = [list(column) for column in zip(*jacobian, strict=True)]
+    wide = [g.to(dtype) for g in or_zeros(grads, states[0].shape)]
+    last = [g.to(dtype) for g in or_zeros(grads_last, last_shape(states[0], cu_seqlens))]
+    # s[t] = J[t]^T (grad[t] + s[t+1]) goes back over step t.
+    offsets = [sum((j * g for j, g in zip(row, wide, strict=True)), torch.zeros_like(wide[0])) for row in transposed]
+    found = _scan(transposed, offsets, last, cu_seqlens, not reverse, backend)
+    carried, first = found[: trace.states], found[trace.states :]
+    total = [g + shift(s, end, not reverse, cu_seqlens) for g, s, end in zip(wide, carried, last, strict=True)]
+    slopes = evaluate(trace.backward, [*before, *(x.to(dtype) for x in arguments), *total])[trace.states :]
+    shape = states[0].shape
+    of_arguments = [s.expand(shape).sum_to_size(x.shape).to(x.dtype) for s, x in zip(slopes, arguments, strict=True)]
+    if len(given) < len(arguments):
+        of_arguments = [torch.cat(x, -1) for x in by_kind(trace.sequences, of_arguments)]
+    of_initial = [x.to(states[0].dtype) for x in first] if h0 is not None or c0 is not None else []
+    absent = states[0].new_empty(0)
+    return *[*of_initial, absent, absent][:2], *of_arguments
+
+
+def jvp(args: tuple, results: tuple[Tensor, ...], tangents: tuple) -> tuple[Tensor, ...]:
+    recurrence, h0, c0, cu_seqlens, resets, reverse, backend, *given = args
+    trace = parse(recurrence)
+    arguments, of_arguments = split(trace, given), split(trace, tangents[7:])
+    states = results[: trace.states]
+    dtype = compute_dtype(backend, states[0])
+    before, jacobian = _linearised(trace, states, h0, c0, cu_seqlens, resets, reverse, arguments, dtype)
+    wide = [x.to(dtype) for x in arguments]
+    one, zero = wide[0].new_ones(()), wide[0].new_zeros(())
+    offsets = []
+    for k in range(trace.states):  # the function is elementwise: its gradient is its derivative
+        chosen = [one if i == k else zero for i in range(trace.states)]
+        slopes = evaluate(trace.backward, [*before, *wide, *chosen])[trace.states :]
+        moving = [s * x.to(dtype) for s, x in zip(slopes, of_arguments, strict=True) if x is not None]
+        offsets.append(sum(moving, torch.zeros_like(before[0])))
+    initial = [
+        torch.zeros_like(x) if d is None else d.to(dtype)
+        for x, d in zip(results[trace.states :], tangents[1:3], strict=False)
+    ]
+    moved = _scan(jacobian, offsets, [x.to(dtype) for x in initial], cu_seqlens, reverse, backend)
+    return tuple(x.to(states[0].dtype) for x in moved)
+
+
+def _linearised(
+    trace: Trace,
+    states: Sequence[Tensor],
+    h0: Tensor | None,
+    c0: Tensor | None,
+    cu_seqlens: Tensor | None,
+    resets: Tensor | None,
+    reverse: bool,
+    arguments: Sequence[Tensor],
+    dtype: torch.dtype,
+) -> tuple[list[Tensor], list[list[Tensor]]]:
+    """The states before each step, and the derivatives of those after it, which do not cross a reset."""
+    before = [
+        zeroed(shift(x.to(dtype), first, reverse, cu_seqlens), resets)
+        for x, first in zip(states, (h0, c0), strict=False)
+    ]
+    slopes = evaluate(trace.jacobian, [*before, *(x.to(dtype) for x in arguments)])
+    flat = [zeroed(x.expand(before[0].shape), resets) for x in slopes]
+    return before, [flat[k : k + trace.states] for k in range(0, len(flat), trace.states)]
+
+
+def _scan(
+    a: Sequence[Sequence[Tensor]],
+    b: Sequence[Tensor],
+    initial: Sequence[Tensor],
+    cu_seqlens: Tensor | None,
+    reverse: bool,
+    backend: str,
+) -> list[Tensor]:
+    """The linear recurrence of one state, or of two by their matrix; all states, and the last."""
+    if len(b) == 1:
+        return list(linear_scan(a[0][0], b[0], initial[0], cu_seqlens, None, reverse, backend))
+
+    def step(before: list[Tensor], row: list[Tensor]) -> list[Tensor]:
+        return [x * before[0] + y * before[1] + z for x, y, z in (row[:3], row[3:])]
+
+    rows = [*a[0], b[0], *a[1], b[1]]
+    return sequential(step, initial, rows, cu_seqlens, None, reverse)
