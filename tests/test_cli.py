@@ -343,10 +343,10 @@ def test_does_not_overwrite_another_run(run):
 
 
 def test_a_run_that_goes_on_elsewhere_names_the_best_checkpoint_there_is(run, monkeypatch):
-    from ostinato import training
+    from ostinato.training import trainer
 
     losses = iter([1.0, 2.0, 3.0, 4.0])
-    monkeypatch.setattr(training, "held_out", lambda *_: next(losses))
+    monkeypatch.setattr(trainer, "held_out", lambda *_: next(losses))
     run("train", "--text", "text.txt", "--output", "first", *SMALL)
     on = ("train", "--resume", "first/last.safetensors", "--device", "cpu", "--steps", 8, "--output", "second")
     code, out, _ = run(*on)
@@ -456,7 +456,7 @@ def test_diverged_training_keeps_the_checkpoint_before(run):
 
 def test_best_is_the_lowest_held_out_loss(run, monkeypatch):
     losses = iter([3.0, 1.0, 2.0])
-    monkeypatch.setattr("ostinato.training.held_out", lambda *_: next(losses))
+    monkeypatch.setattr("ostinato.training.trainer.held_out", lambda *_: next(losses))
     assert "Lowest held-out loss: 1.0000 nats" in train(run)[1]
     assert load_checkpoint(Path("out/best.safetensors")).training["trainer"]["step"] == 4
     assert load_checkpoint(Path("out/last.safetensors")).training["trainer"]["step"] == 6

@@ -1,4 +1,4 @@
-"""The training loop of a language model, its state for checkpoints, and the held-out loss."""
+"""The training loop of a language model, and its state for checkpoints."""
 
 import math
 import time
@@ -18,69 +18,11 @@ from torch.nn.parallel import DistributedDataParallel
 from ostinato.distributed import sequence_parallel
 from ostinato.models import LanguageModel
 from ostinato.processes import Share, part, shard_like
-from ostinato.text import random_windows, streams
+from ostinato.text import random_windows
+from ostinato.training.evaluation import held_out
+from ostinato.training.settings import TrainingSettings
 
 PRECISIONS = ("auto", "float32", "bfloat16")
-
-
-@dataclass(frozen=True)
-class TrainingSettings:
-    """Hyperparameters: AdamW with a linear warm-up, then a cosine decay to ``final_rate`` of the learning rate.
-
-    Args:
-        steps: optimiser steps.
-        seconds: a time limit in place of ``steps``, which the cosine then follows.
-        batch_size, chunk_length: chunks of the text per step, and tokens per chunk.
-        learning_rate, final_rate, warmup_steps: the highest rate, the fraction of it that is left at the end, and the
-            steps of the warm-up.
-        weight_decay, beta2: AdamW's; only matrices decay.
-        clip_norm: the largest norm of the gradient.
-        held_out, held_out_limit: the fraction of the text, at its end, that is never trained on, and of how many of its
-            tokens, from its beginning, the held-out loss is taken.
-        evaluate_every: steps between evaluations.
-        seed: of the random chunks.
-
-    Raises:
-        TypeError: a count or seed that is not an integer.
-        ValueError: a value outside its range.
-    """
-
-    steps: int = 3000
-    seconds: float | None = None
-    batch_size: int = 64
-    chunk_length: int = 256
-    learning_rate: float = 4e-3
-    final_rate: float = 0.05
-    warmup_steps: int = 100
-    weight_decay: float = 0.1
-    beta2: float = 0.98
-    clip_norm: float = 1.0
-    held_out: float = 0.1
-    held_out_limit: int = 1 << 17
-    evaluate_every: int = 250
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        least = {"steps": 1, "batch_size": 1, "chunk_length": 1, "held_out_limit": 2, "evaluate_every": 1, "seed": 0}
-        for name, lowest in least.items():
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name} must be an integer; got {value!r}")
-            if value < lowest:
-                raise ValueError(f"{name} must be at least {lowest}; got {value}")
-            if value >= 1 << 63:
-                raise ValueError(f"{name} must be below 2**63; got {value}")
-        for name in ("learning_rate", "clip_norm"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be above 0 and finite; got {getattr(self, name)}")
-        for name in ("warmup_steps", "weight_decay", "final_rate"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be at least 0 and finite; got {getattr(self, name)}")
-        for name in ("held_out", "beta2"):
-            if not 0 < getattr(self, name) < 1:
-                raise ValueError(f"{name} must be between 0 and 1; got {getattr(self, name)}")
-        if self.seconds is not None and not 0 < self.seconds < math.inf:
-            raise ValueError(f"seconds must be above 0 and finite; got {self.seconds}")
 
 
 @dataclass(frozen=True)
@@ -118,8 +60,8 @@ class Trainer:
         accumulate: micro-batches per step, whose gradients are summed before they are all-reduced.
 
     Raises:
-        ValueError: tokens that are not (N,) integers, a text too short for a held-out chunk, an unknown precision, or
-            a batch or chunk too small for the processes.
+        ValueError: tokens that are not (N,) integers, a text too short for a held-out chunk, an unknown precision, a
+            batch or chunk too small for the processes, or a limit in seconds for several of them.
 
     Example:
         >>> import torch
@@ -201,6 +143,7 @@ class Trainer:
 
     @property
     def tokens_per_step(self) -> int:
+        """Of all processes together."""
         return self.settings.batch_size * self.settings.chunk_length
 
     @property
@@ -424,35 +367,3 @@ def _dropout_name(rank: int) -> str:
 
 def _layout(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)} of {tensor.dtype}"
-
-
-@torch.no_grad()
-def held_out(model: LanguageModel, tokens: Tensor, tokens_at_once: int = 1 << 14, share: Share | None = None) -> float:
-    """Mean loss of ``model`` over a text, ``tokens`` (N,), in nats per token, without dropout.
-
-    The text is read as up to 16 parallel streams, each from end to end with its state carried along, and sharded over
-    processes by ``share``.  Raises ValueError if there are fewer than two tokens.
-    """
-    if len(tokens) < 2:
-        raise ValueError(f"tokens must be at least two; got {len(tokens)}")
-    share = share or Share()
-    rows = min(16, max(len(tokens) // 256, 1))
-    inputs, targets = streams(tokens, rows)
-    counted, steps = targets.numel(), max(tokens_at_once // rows, 1)
-    mine = share.rows(rows)
-    # A process without rows reads one with weight 0, as gathering sharded weights is a collective.
-    weight = 1.0 if mine.start < mine.stop else 0.0
-    inputs, targets = (x[mine] if weight else x[:1] for x in (inputs, targets))
-    loss_sum, state = torch.zeros((), dtype=torch.float64, device="cpu"), None
-    training = model.training
-    model.eval()
-    for begin in range(0, inputs.size(1), steps):
-        chunk = inputs[:, begin : begin + steps]
-        some = share.steps(chunk.size(1))
-        logits, state = model(chunk[:, some], state)
-        loss = F.cross_entropy(
-            logits.flatten(0, 1).float(), targets[:, begin : begin + steps][:, some].flatten(), reduction="sum"
-        )
-        loss_sum += weight * loss.cpu()
-    model.train(training)
-    return share.total(loss_sum).item() / counted

@@ -1,0 +1,64 @@
+"""The hyperparameters of a training, and what they may be."""
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class TrainingSettings:
+    """Hyperparameters: AdamW with a linear warm-up, then a cosine decay to ``final_rate`` of the learning rate.
+
+    Args:
+        steps: optimiser steps.
+        seconds: a time limit in place of ``steps``, which the cosine then follows.
+        batch_size, chunk_length: chunks of the text per step, and tokens per chunk.
+        learning_rate, final_rate, warmup_steps: the highest rate, the fraction of it that is left at the end, and the
+            steps of the warm-up.
+        weight_decay, beta2: AdamW's; only matrices decay.
+        clip_norm: the largest norm of the gradient.
+        held_out, held_out_limit: the fraction of the text, at its end, that is never trained on, and of how many of its
+            tokens, from its beginning, the held-out loss is taken.
+        evaluate_every: steps between evaluations.
+        seed: of the random chunks.
+
+    Raises:
+        TypeError: a count or seed that is not an integer.
+        ValueError: a value outside its range.
+    """
+
+    steps: int = 3000
+    seconds: float | None = None
+    batch_size: int = 64
+    chunk_length: int = 256
+    learning_rate: float = 4e-3
+    final_rate: float = 0.05
+    warmup_steps: int = 100
+    weight_decay: float = 0.1
+    beta2: float = 0.98
+    clip_norm: float = 1.0
+    held_out: float = 0.1
+    held_out_limit: int = 1 << 17
+    evaluate_every: int = 250
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        least = {"steps": 1, "batch_size": 1, "chunk_length": 1, "held_out_limit": 2, "evaluate_every": 1, "seed": 0}
+        for name, lowest in least.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name} must be an integer; got {value!r}")
+            if value < lowest:
+                raise ValueError(f"{name} must be at least {lowest}; got {value}")
+            if value >= 1 << 63:
+                raise ValueError(f"{name} must be below 2**63; got {value}")
+        for name in ("learning_rate", "clip_norm"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be above 0 and finite; got {getattr(self, name)}")
+        for name in ("warmup_steps", "weight_decay", "final_rate"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be at least 0 and finite; got {getattr(self, name)}")
+        for name in ("held_out", "beta2"):
+            if not 0 < getattr(self, name) < 1:
+                raise ValueError(f"{name} must be between 0 and 1; got {getattr(self, name)}")
+        if self.seconds is not None and not 0 < self.seconds < math.inf:
+            raise ValueError(f"seconds must be above 0 and finite; got {self.seconds}")
