@@ -143,6 +143,12 @@ def test_bad_settings(settings, message):
         LanguageModel(**{"vocab_size": 5, "width": 8, **settings})
 
 
+@pytest.mark.parametrize("name", ["expansion", "mlp_ratio", "dropout"])
+def test_ratios_that_are_no_numbers(name):
+    with pytest.raises(TypeError, match=f"{name} must be a number; got str"):
+        LanguageModel(**{"vocab_size": 5, name: "0.5"})
+
+
 @pytest.mark.parametrize("name", ["vocab_size", "width", "num_layers", "conv_kernel"])
 def test_sizes_are_integers(name):
     with pytest.raises(TypeError, match=f"{name} must be an integer; got float"):
@@ -150,13 +156,21 @@ def test_sizes_are_integers(name):
 
 
 def test_bad_tokens():
-    model, _ = make()
+    model, tokens = make()
     with pytest.raises(TypeError, match=r"tokens must be a tensor of torch\.int64 or torch\.int32; got str"):
         model("text")
     with pytest.raises(TypeError, match=r"got a tensor of torch\.float32"):
         model(torch.zeros(2, 3))
     with pytest.raises(ValueError, match=r"tokens must have shape \(B, T\); got \(3,\)"):
         model(torch.zeros(3, dtype=torch.long))
+    with pytest.raises(ValueError, match="state must have a part for each of 2 blocks; got 1"):
+        model(tokens, model.initial_state(3)[:1])
+    with pytest.raises(TypeError, match="prompt must be a tensor; got list"):
+        model.generate([[1]], 1)
+    with pytest.raises(TypeError, match="top_k must be an integer; got float"):
+        model.generate(tokens, 1, top_k=2.0)
+    with pytest.raises(TypeError, match="temperature must be a number; got str"):
+        model.generate(tokens, 1, temperature="hot")
     with pytest.raises(TypeError, match="length must be an integer; got str"):
         model.generate(torch.zeros(1, 1, dtype=torch.long), "5")
 

@@ -225,6 +225,8 @@ def test_cubic_density():
         ostinato.cubic_density(0, 0.1, begin=5, end=5)
     with pytest.raises(ValueError, match="final must be above 0 and at most 1; got 0"):
         ostinato.cubic_density(0, 0, end=5)
+    with pytest.raises(TypeError, match="end must be a number; got str"):
+        ostinato.cubic_density(5, 0.1, end="9")
     with pytest.raises(ValueError, match="step must be finite; got nan"):
         ostinato.cubic_density(float("nan"), 0.1, end=5)
 
@@ -317,6 +319,7 @@ class OwnGRU(nn.GRU):
         (nn.GRU(4, 8), {"density": {"r": 0.1}}, ValueError, "density must name the gates r, z, n; got r"),
         (nn.GRU(4, 8), {"density": 0.1, "block": (2, 2)}, ValueError, r"block must be one of .*; got \(2, 2\)"),
         (nn.GRU(4, 8), {"density": 0.1, "block": "16x1"}, ValueError, "block must be one of .*; got '16x1'"),
+        (nn.GRU(4, 8), {"density": 0.1, "keep_diagonal": 1}, TypeError, "keep_diagonal must be a bool; got int"),
         (nn.LSTM(4, 8, proj_size=4), {"density": 0.1}, ValueError, "proj_size must be 0"),
         (ostinato.MinGRU(4, 8), {"density": 0.1}, ValueError, "contain an RNN, GRU or LSTM; got MinGRU without one"),
         (OwnGRU(4, 8), {"density": 0.1}, TypeError, "got OwnGRU"),

@@ -339,6 +339,8 @@ def test_memory_does_not_grow_with_steps(frozen, device):
 
 def test_bad_input_is_refused():
     gru = ostinato.GRU(5, 16)
+    with pytest.raises(TypeError, match="frozen must be a bool; got str"):
+        ostinato.Stepper(gru, 1, frozen="no")
     with pytest.raises(ValueError, match="batch_size must be at least 1; got 0"):
         ostinato.Stepper(gru, 0)
     with pytest.raises(

@@ -149,6 +149,19 @@ def test_settings_that_are_no_integers(settings):
         TrainingSettings(**settings)
 
 
+@pytest.mark.parametrize("settings", [{"learning_rate": "1e-3"}, {"held_out": True}, {"seconds": "1"}])
+def test_settings_that_are_no_numbers(settings):
+    with pytest.raises(TypeError, match=f"{next(iter(settings))} must be a number; got"):
+        TrainingSettings(**settings)
+
+
+def test_arguments_of_wrong_types():
+    with pytest.raises(TypeError, match="tokens must be a tensor; got list"):
+        make([0, 1], 2)
+    with pytest.raises(TypeError, match="accumulate must be an integer; got float"):
+        Trainer(LanguageModel(2, width=8), torch.zeros(500).long(), TrainingSettings(**SMALL), accumulate=2.0)
+
+
 def test_one_token_has_no_loss():
     with pytest.raises(ValueError, match="tokens must be at least two; got 1"):
         held_out(LanguageModel(5, width=8, num_layers=1), torch.tensor([1]))

@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 
+from ostinato.checks import check_flags, check_sizes
 from ostinato.episodes import check_resets
 from ostinato.kernels.export import refuse_script
 from ostinato.kernels.scan import BACKENDS
@@ -287,28 +288,6 @@ def draw_parameters(module: nn.Module, hidden_size: int) -> None:
     bound = 1 / math.sqrt(hidden_size)
     for parameter in module.parameters():
         nn.init.uniform_(parameter, -bound, bound)
-
-
-def check_sizes(**sizes: int) -> None:
-    """Raise TypeError or ValueError unless all are positive integers."""
-    check_integers(**sizes)
-    for name, value in sizes.items():
-        if value <= 0:
-            raise ValueError(f"{name} must be positive; got {value}")
-
-
-def check_integers(**numbers: int) -> None:
-    """Raise TypeError unless all are integers."""
-    for name, value in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} must be an integer; got {type(value).__name__}")
-
-
-def check_flags(**flags: bool) -> None:
-    """Raise TypeError unless all are True or False."""
-    for name, value in flags.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"{name} must be a bool; got {type(value).__name__}")
 
 
 def check_input(module: Any, x: Tensor, ranks: tuple[int, ...], shape: str) -> None:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from ostinato.checks import check_integers, check_numbers
 from ostinato.diagonal import HGRN, LRU, QRNN, RGLRU, SRU, IndRNN, ParaGRU, ParaLSTM
 from ostinato.hub import HubMixin
-from ostinato.layers import check_integers
 from ostinato.minimal import HighwayMinGRU, MinGRU, MinLSTM
 from ostinato.recurrent import GRU, LSTM
 from ostinato.scan import describe
@@ -119,7 +119,7 @@ class LanguageModel(nn.Module, HubMixin, library_name="ostinato", pipeline_tag="
         settings: all arguments by name: ``LanguageModel(**model.settings)`` is a new model like this one.
 
     Raises:
-        TypeError: a size that is not an integer.
+        TypeError: a size that is not an integer, or a ratio or dropout that is not a number.
         ValueError: a size below 1, an unknown cell, or a dropout outside [0, 1).
 
     Example:
@@ -148,6 +148,7 @@ class LanguageModel(nn.Module, HubMixin, library_name="ostinato", pipeline_tag="
     ) -> None:
         super().__init__()
         check_integers(vocab_size=vocab_size, width=width, num_layers=num_layers, conv_kernel=conv_kernel)
+        check_numbers(expansion=expansion, mlp_ratio=mlp_ratio, dropout=dropout)
         for name, ratio in (("expansion", expansion), ("mlp_ratio", mlp_ratio)):
             if not 0 < ratio < math.inf:
                 raise ValueError(f"{name} must be above 0 and finite; got {ratio}")
@@ -203,7 +204,7 @@ class LanguageModel(nn.Module, HubMixin, library_name="ostinato", pipeline_tag="
 
         Raises:
             TypeError: tokens that are not a tensor of torch.int64 or torch.int32.
-            ValueError: tokens that are not (B, T).
+            ValueError: tokens that are not (B, T), or a state of another number of blocks.
         """
         if not isinstance(tokens, Tensor) or tokens.dtype not in (torch.int64, torch.int32):
             raise TypeError(f"tokens must be a tensor of torch.int64 or torch.int32; got {describe(tokens)}")
@@ -211,6 +212,8 @@ class LanguageModel(nn.Module, HubMixin, library_name="ostinato", pipeline_tag="
             raise ValueError(f"tokens must have shape (B, T); got {tuple(tokens.shape)}")
         if state is None:
             state = self.initial_state(tokens.size(0))
+        if len(state) != len(self.blocks):
+            raise ValueError(f"state must have a part for each of {len(self.blocks)} blocks; got {len(state)}")
         x = self.dropout(self.embedding(tokens))
         after = []
         for block, before in zip(self.blocks, state, strict=True):
@@ -248,7 +251,8 @@ class LanguageModel(nn.Module, HubMixin, library_name="ostinato", pipeline_tag="
             Each token as it is drawn, (B,).
 
         Raises:
-            TypeError: a length that is not an integer.
+            TypeError: a prompt that is not a tensor, a length or ``top_k`` that is not an integer, a temperature that
+                is not a number.
             ValueError: an empty prompt, a negative length or temperature, or a ``top_k`` below 1.
 
         Example:
@@ -258,9 +262,12 @@ class LanguageModel(nn.Module, HubMixin, library_name="ostinato", pipeline_tag="
             >>> torch.stack([*model.generate(torch.zeros(2, 1, dtype=torch.int64), 5)], 1).shape
             torch.Size([2, 5])
         """
+        if not isinstance(prompt, Tensor):
+            raise TypeError(f"prompt must be a tensor; got {type(prompt).__name__}")
         if prompt.ndim != 2 or prompt.size(1) == 0:
             raise ValueError(f"prompt must be (batch, time) with at least one token; got shape {tuple(prompt.shape)}")
-        check_integers(length=length)
+        check_integers(length=length, **({} if top_k is None else {"top_k": top_k}))
+        check_numbers(temperature=temperature)
         if length < 0:
             raise ValueError(f"length must be at least 0; got {length}")
         if not 0 <= temperature < float("inf"):

@@ -7,6 +7,7 @@ from numbers import Real
 import torch
 from torch import Tensor, nn
 
+from ostinato.checks import check_flags, check_numbers
 from ostinato.kernels.persistent.masks import BLOCKS, cut
 from ostinato.masks import keep_pruned, mask_name, masked
 from ostinato.recurrent import GRU, LSTM, RNN
@@ -53,7 +54,8 @@ def prune(
         ``module``, changed in place.
 
     Raises:
-        TypeError: no module, or a layer of a class derived from ``torch.nn``'s own, which cannot become ours.
+        TypeError: no module, a flag that is not a bool, or a layer of a class derived from ``torch.nn``'s own, which
+            cannot become ours.
         ValueError: no recurrent layer in it, a density, gate or block that does not fit, or an LSTM with
             ``proj_size``.
 
@@ -73,6 +75,7 @@ def prune(
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be a torch.nn.Module; got {type(module).__name__}")
+    check_flags(keep_diagonal=keep_diagonal, input_weights=input_weights)
     if block not in BLOCKS:
         raise ValueError(f"block must be one of {', '.join(map(str, BLOCKS))}; got {block!r}")
     layers = [layer for layer in module.modules() if isinstance(layer, nn.RNNBase)]
@@ -103,6 +106,7 @@ def cubic_density(step: int, final: float, *, begin: int = 0, end: int, initial:
         begin, end: the steps between which it falls.
 
     Raises:
+        TypeError: a step that is not a number.
         ValueError: ``end`` not after ``begin``, a step that is not finite, or a density out of range.
 
     Example:
@@ -117,6 +121,7 @@ def cubic_density(step: int, final: float, *, begin: int = 0, end: int, initial:
     """
     _check_density("final", final)
     _check_density("initial", initial)
+    check_numbers(step=step, begin=begin, end=end)
     if not math.isfinite(step):
         raise ValueError(f"step must be finite; got {step}")
     if not begin < end:

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ostinato.checks import check_sizes
 from ostinato.diagonal.layers import DiagonalLayers, Parameters, Run
 from ostinato.kernels.gemm import linear
-from ostinato.layers import Hidden, StackedLayers, check_sizes
+from ostinato.layers import Hidden, StackedLayers
 from ostinato.recurrence import recurrence
 
 TINY = 1e-37  # too small to change any other number; added under a root, whose derivative at 0 is infinite

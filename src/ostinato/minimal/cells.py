@@ -3,11 +3,12 @@
 import torch
 from torch import Tensor, nn
 
+from ostinato.checks import check_flags, check_sizes
 from ostinato.kernels.export import refuse_script
 from ostinato.kernels.gemm import linear
 from ostinato.kernels.recurrence import operators
 from ostinato.kernels.scan import BACKENDS
-from ostinato.layers import check_flags, check_input, check_like_weight, check_sizes, draw_parameters
+from ostinato.layers import check_input, check_like_weight, draw_parameters
 from ostinato.minimal.recurrences import CANDIDATES, GATES, recurrence_of
 from ostinato.minimal.steps import next_state, steps_alone
 from ostinato.scan import check_choice, check_floating

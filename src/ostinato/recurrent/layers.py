@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from ostinato.checks import check_integers
 from ostinato.episodes import check_resets
 from ostinato.kernels.export import refuse_script
 from ostinato.kernels.persistent.operators import is_vmapped, least_steps
 from ostinato.kernels.persistent.plan import Plan
-from ostinato.layers import check_integers
 from ostinato.recurrent.sequences import SequenceLayers
 from ostinato.recurrent.steps import StepLayers
 from ostinato.recurrent.torch_layers import Hidden, states_of

@@ -3,6 +3,8 @@
 import math
 from dataclasses import dataclass
 
+from ostinato.checks import check_integers, check_numbers
+
 
 @dataclass(frozen=True)
 class TrainingSettings:
@@ -22,7 +24,7 @@ class TrainingSettings:
         seed: of the random chunks.
 
     Raises:
-        TypeError: a count or seed that is not an integer.
+        TypeError: a count or seed that is not an integer, or another value that is not a number.
         ValueError: a value outside its range.
     """
 
@@ -45,12 +47,13 @@ class TrainingSettings:
         least = {"steps": 1, "batch_size": 1, "chunk_length": 1, "held_out_limit": 2, "evaluate_every": 1, "seed": 0}
         for name, lowest in least.items():
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name} must be an integer; got {value!r}")
+            check_integers(**{name: value})
             if value < lowest:
                 raise ValueError(f"{name} must be at least {lowest}; got {value}")
             if value >= 1 << 63:
                 raise ValueError(f"{name} must be below 2**63; got {value}")
+        for name in ("learning_rate", "clip_norm", "warmup_steps", "weight_decay", "final_rate", "held_out", "beta2"):
+            check_numbers(**{name: getattr(self, name)})
         for name in ("learning_rate", "clip_norm"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be above 0 and finite; got {getattr(self, name)}")
@@ -60,5 +63,7 @@ class TrainingSettings:
         for name in ("held_out", "beta2"):
             if not 0 < getattr(self, name) < 1:
                 raise ValueError(f"{name} must be between 0 and 1; got {getattr(self, name)}")
+        if self.seconds is not None:
+            check_numbers(seconds=self.seconds)
         if self.seconds is not None and not 0 < self.seconds < math.inf:
             raise ValueError(f"seconds must be above 0 and finite; got {self.seconds}")

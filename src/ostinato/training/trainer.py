@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+from ostinato.checks import check_integers
 from ostinato.distributed import sequence_parallel
 from ostinato.models import LanguageModel
 from ostinato.processes import Share, part, shard_like
@@ -60,6 +61,7 @@ class Trainer:
         accumulate: micro-batches per step, whose gradients are summed before they are all-reduced.
 
     Raises:
+        TypeError: tokens that are not a tensor, or micro-batches of no integer number.
         ValueError: tokens that are not (N,) integers, a text too short for a held-out chunk, an unknown precision, a
             batch or chunk too small for the processes, or a limit in seconds for several of them.
 
@@ -90,6 +92,9 @@ class Trainer:
     ) -> None:
         if precision not in PRECISIONS:
             raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}; got {precision!r}")
+        if not isinstance(tokens, Tensor):
+            raise TypeError(f"tokens must be a tensor; got {type(tokens).__name__}")
+        check_integers(accumulate=accumulate)
         if tokens.dim() != 1 or tokens.is_floating_point():
             raise ValueError(f"tokens must be integers, (N,); got {tuple(tokens.shape)} of {tokens.dtype}")
         train_size = len(tokens) - int(len(tokens) * settings.held_out)
