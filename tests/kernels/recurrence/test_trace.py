@@ -44,6 +44,9 @@ FUNCTIONS = {
     ),
     "smooth": lambda x, y: (F.silu(x) + F.gelu(y), F.gelu(x, approximate="tanh") + F.elu(y)),
     "mish": lambda x, y: (F.mish(x), F.mish(8 * y)),
+    "other bases": lambda x, y: (torch.exp2(x) + torch.log2(y * y + 1), torch.log10(x * x + 1) * y.square()),
+    "bounds": lambda x, y: (x.clamp_min(-0.5) * y.clamp_max(0.3), x + (3 * y).floor_divide(0.7).detach()),
+    "copies": lambda x, y: (x.clone() * y, torch.where((x > 1) | (x != y), y, x)),
     "constants": lambda x, y: (torch.full_like(x, 0.5), torch.tensor(2.0) * y.detach() + (x > 0) * y),
     "fused": lambda x, y: (torch.lerp(x, y, 0.3), torch.addcmul(x, y, x, value=2).addcdiv(x, y * y + 1)),
 }
@@ -62,6 +65,16 @@ def test_graphs_compute_what_pytorch_does(name):
     expected = torch.autograd.grad(outputs, [x, y], given, materialize_grads=True)
     for got, want in zip(evaluate(traced.backward, [x, y, *cotangents]), expected, strict=True):
         torch.testing.assert_close(got.expand_as(want), want, rtol=1e-12, atol=1e-12)
+
+
+def test_a_hard_sigmoid_is_pytorchs_but_for_its_sixth():
+    """Which PyTorch rounds to float32."""
+    x = (4 * torch.randn(50, dtype=torch.float64)).requires_grad_()
+    traced = trace(lambda x: (F.hardsigmoid(x), x), (True,))
+    expected = F.hardsigmoid(x)
+    torch.testing.assert_close(evaluate(traced.forward, [x])[0], expected, rtol=1e-7, atol=1e-7)
+    (found,) = evaluate(traced.backward, [x, torch.ones_like(x), torch.zeros_like(x)])
+    torch.testing.assert_close(found, torch.autograd.grad(expected.sum(), x)[0], rtol=1e-7, atol=1e-7)
 
 
 def test_states_have_a_jacobian():

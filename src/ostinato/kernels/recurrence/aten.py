@@ -54,7 +54,6 @@ def _direct(name: str) -> Rule:
 _OTHER_NAMES = {"and": "logical_and", "or": "logical_or", "not": "logical_not"}
 RULES.update({_OTHER_NAMES.get(name, name): _direct(name) for name in OPERATIONS if name != "tanh_slope"})
 RULES.update(sgn=_direct("sign"), bitwise_and=_direct("and"), bitwise_or=_direct("or"), bitwise_not=_direct("not"))
-RULES.update(multiply=_direct("mul"), true_divide=_direct("div"), special_expit=_direct("sigmoid"))
 
 
 @_rule("_efficientzerotensor")
@@ -62,7 +61,7 @@ def _zero(*_: Any, **__: Any) -> float:
     return 0.0
 
 
-@_rule("detach", "alias", "clone", "contiguous", "positive")
+@_rule("detach", "alias", "clone")
 def _same(x: Scalar, **_: Any) -> Scalar:
     return x
 
@@ -72,7 +71,7 @@ def _filled(value: Operand = 0.0, *_: Any) -> Operand:
     return value + 0.0
 
 
-@_rule("_to_copy", "to")
+@_rule("_to_copy")
 def _cast(x: Scalar, *_: Any, dtype: torch.dtype | None = None) -> Scalar:
     if dtype in (None, torch.float32, torch.float64):
         return x  # kernels compute in one dtype, and could not round to another
@@ -86,7 +85,7 @@ def _add(x: Operand, y: Operand, alpha: float = 1) -> Operand:
     return x + y * alpha
 
 
-@_rule("sub", "subtract")
+@_rule("sub")
 def _sub(x: Operand, y: Operand, alpha: float = 1) -> Operand:
     return x - y * alpha
 
@@ -96,7 +95,7 @@ def _rsub(x: Operand, y: Operand, alpha: float = 1) -> Operand:
     return y - x * alpha
 
 
-@_rule("div", "divide")
+@_rule("div")
 def _div(x: Operand, y: Operand, rounding_mode: str | None = None) -> Operand:
     if rounding_mode is None:
         return x / y
@@ -200,11 +199,6 @@ def _atanh(x: Scalar) -> Scalar:
     return (log1p(x) - log1p(-x)) * 0.5
 
 
-@_rule("square")
-def _square(x: Scalar) -> Scalar:
-    return x * x
-
-
 @_rule("addcmul")
 def _addcmul(x: Scalar, y: Scalar, z: Scalar, value: float = 1) -> Scalar:
     return x + y * z * value
@@ -240,7 +234,7 @@ def _isnan(x: Scalar) -> Scalar:
     return x != x
 
 
-@_rule("clamp", "clip")
+@_rule("clamp")
 def _clamp(x: Scalar, min: Operand | None = None, max: Operand | None = None) -> Scalar:
     x = x if min is None else maximum(x, min)
     return x if max is None else minimum(x, max)
@@ -379,7 +373,7 @@ def _mish_backward(grad: Scalar, x: Scalar) -> Scalar:
     return grad * (tanh(inner) + slope)
 
 
-@_rule("log_sigmoid_forward", "log_sigmoid")
+@_rule("log_sigmoid_forward")
 def _log_sigmoid(x: Scalar) -> Scalar:
     return minimum(x, 0.0) - log1p(exp(-abs(x)))
 
