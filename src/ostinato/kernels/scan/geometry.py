@@ -70,12 +70,12 @@ class Geometry(NamedTuple):
         That is for single 16-bit channels (`aligned` to one), which are below the 4 bytes of an asynchronous copy; rows
         are `strides` apart in the tensors.  No piece has elements of two rows.
         """
-        offsets = {itemsize * stride % 16 for stride in strides}
+        offset = row_offset(itemsize, strides)
         streaming = not self.chained and self.lanes <= 32
-        if itemsize * aligned >= 4 or self.narrow or self.group < 32 or len(offsets) > 1 or streaming:
+        if itemsize * aligned >= 4 or self.narrow or self.group < 32 or offset is None or streaming:
             return 0
         least = self.group * itemsize + 2 * 15
-        return least + (offsets.pop() - least) % 16
+        return least + (offset - least) % 16
 
     def shared_bytes(
         self, inputs: int, sums: int, itemsize: int, packed: bool = False, resets: bool = False, pitch: int = 0
@@ -97,6 +97,12 @@ class Geometry(NamedTuple):
         steps = self.segments * self.rows
         mask = self.stages * self.warps * (steps + 36) if resets and steps > 96 else 16
         return strips * strip + between_warps + boundaries + sum_rows + window + mask + 144
+
+
+def row_offset(itemsize: int, strides: Iterable[int]) -> int | None:
+    """By how many bytes of a piece of 16 each row of a tensor begins after the last; None if that differs by tensor."""
+    offsets = {itemsize * stride % 16 for stride in strides}
+    return offsets.pop() if len(offsets) == 1 else None
 
 
 class Device(NamedTuple):
@@ -132,6 +138,7 @@ def choose_geometry(
     device: Device,
     packed: bool = False,
     resets: bool = False,
+    congruent: bool = True,
 ) -> Geometry:
     """Choose the algorithm and the shape of its tiles.
 
@@ -151,12 +158,13 @@ def choose_geometry(
         device: the GPU.
         packed: whether many sequences are packed in one by cu_seqlens.
         resets: whether there is a mask of resets.
+        congruent: whether all tensors have the same :func:`row_offset`, and rows are not found by offsets.
     """
     narrow = channels if gapless and channels < 8 else 0
     if narrow:
         geometry = _narrow_streaming(steps, channels)
     else:
-        geometry = _streaming(element, inputs, itemsize, aligned, sequences, steps, channels, device, resets)
+        geometry = _streaming(element, inputs, itemsize, aligned, sequences, steps, channels, device, resets, congruent)
     blocks = sequences * -(-channels // geometry.group)
     waves = blocks / device.processors
     least = FILLED * device.processors if geometry.warps == 8 else device.processors
@@ -208,6 +216,7 @@ def _streaming(
     channels: int,
     device: Device,
     resets: bool,
+    congruent: bool,
 ) -> Geometry:
     """Tiles such that the resident blocks have bandwidth times latency bytes in flight (Little's law).
 
@@ -216,11 +225,11 @@ def _streaming(
     narrower vectors spread it over more threads, and 16-byte copies that bring whole lines into L2 make up for rows of
     half a line; but over a long sequence blocks drift apart, and L2 has lost the other half before it is used.
 
-    Rows of 16 bits that begin anywhere are copied whole, by two warps abreast.
+    Rows of 16 bits that begin anywhere, but in all tensors alike, are copied whole, by two warps abreast.
     """
     halved = itemsize == 2 and aligned >= 8
     backward = element.endswith("Backward")
-    if itemsize * aligned < 4 and channels > 32 and element in ("LinearScan", "LinearScanBackward"):
+    if congruent and itemsize * aligned < 4 and channels > 32 and element in ("LinearScan", "LinearScanBackward"):
         return Geometry(1, 64, 2 if backward else 4, 8, False, 4 if backward else 2, 0, STAGES)
     whole = Geometry(4, 32, 8, 4 if backward else 8, False, 2, 0, STAGES)
     small = whole._replace(warps=4, rows=8)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ostinato.kernels import nvrtc
 from ostinato.kernels.nvrtc import SCALARS, address
-from ostinato.kernels.scan.geometry import Device, Geometry, choose_geometry, macros
+from ostinato.kernels.scan.geometry import Device, Geometry, choose_geometry, macros, row_offset
 
 Strides = tuple[int, int, int]  # of batch, time and direction
 MAX_STEPS = (1 << 31) - (1 << 20)  # the kernel counts steps, up to a tile past the last, in 32 bits
@@ -96,6 +96,8 @@ def _prepare(problem: Problem, parameter_dtype: torch.dtype, alignment: int) -> 
     sequences = problem.batch * problem.directions
     device = describe_device(problem.device)
     packed = problem.packing == "CU_SEQLENS"
+    rows = [time for _, time, _ in strides]
+    congruent = problem.packing != "OFFSETS" and row_offset(itemsize, rows) is not None
     geometry = choose_geometry(
         problem.element,
         len(problem.inputs),
@@ -108,15 +110,16 @@ def _prepare(problem: Problem, parameter_dtype: torch.dtype, alignment: int) -> 
         device,
         packed,
         problem.resets is not None,
+        congruent,
     )
-    pitch = 0 if problem.packing == "OFFSETS" else geometry.pitch(itemsize, aligned, [time for _, time, _ in strides])
+    pitch = geometry.pitch(itemsize, aligned, rows) if congruent else 0
     sums = problem.parameters if problem.backward else 0
     tensors = len(problem.inputs), sums, itemsize, packed, problem.resets is not None, pitch
     most = min(device.shared_of_block, device.shared // (geometry.resident if geometry.chained else 1) - 1024)
     while (shared := geometry.shared_bytes(*tensors)) > most:
         fewer = geometry.rows - 4 if geometry.looks_back and geometry.rows > 4 else geometry.rows // 2
         geometry = geometry._replace(rows=fewer)
-    far = geometry.tile * itemsize * max(time for _, time, _ in strides) >= 1 << 31
+    far = geometry.tile * itemsize * max(rows) >= 1 << 31
     definitions = macros(
         problem.element,
         SCALARS[problem.dtype],

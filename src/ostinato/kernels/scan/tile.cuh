@@ -28,6 +28,7 @@ constexpr int TOGETHER = WIDE ? 16 / sizeof(Pack) : 1;  // adjacent packs in one
 constexpr bool EXCHANGED = NARROW || WIDE || PITCH;  // lanes copy elements that other lanes of the warp read
 static_assert(LANES % TOGETHER == 0 && ROWS % TOGETHER == 0);
 static_assert(LANES <= 32 || (LANES % 32 == 0 && !LOOKS_BACK && !WIDE), "look-back and wide copies are a warp's");
+static_assert(LANES <= 32 || NARROW || PITCH, "warps abreast copy their steps in pieces");
 // Of compositions: one may be read while the next is written.
 constexpr int BUFFERS = STAYS ? 1 : CHAINED && !LOOKS_BACK ? 3 : 2;
 constexpr int PARTS = STAYS ? 2 : 1;  // of a tile, copied one after the other and composed as they come
