@@ -270,14 +270,21 @@ def test_it_stands_for_its_function():
     assert (rg_lru.names, peephole.names) == (("x", "r", "i", "log_lambda"), ("x", "f", "w"))
 
 
+X, C = torch.randn(2, 5, 3), torch.randn(3)
+
+
+def test_arguments_by_name():
+    want = rotated(X, C, C + 1)
+    calls = (lambda: rotated(X, v=C + 1, u=C), lambda: rotated(u=C, x=X, v=C + 1))
+    for call in (*calls, torch.compile(calls[1], fullgraph=True, backend="aot_eager")):
+        assert all(map(torch.equal, call(), want))
+
+
 def returns(value):
     def function(x, y):
         return value(x)
 
     return ostinato.recurrence(function)
-
-
-X, C = torch.randn(2, 5, 3), torch.randn(3)
 
 
 @pytest.mark.parametrize(
@@ -288,6 +295,9 @@ X, C = torch.randn(2, 5, 3), torch.randn(3)
         (lambda: ostinato.recurrence(lambda x, *, y: x), TypeError, "positional parameters.* got y"),
         (lambda: ostinato.recurrence(lambda x, resets: x), TypeError, "cannot have a parameter resets"),
         (lambda: rotated(X, C), TypeError, r"rotated takes 3 arguments \(x, u, v\); got 2"),
+        (lambda: rotated(X, C, w=C), TypeError, "rotated takes the arguments x, u, v; got 2 by position and w by name"),
+        (lambda: rotated(X, u=C), TypeError, "takes the arguments x, u, v; got 1 by position and u by name"),
+        (lambda: rotated(X, C, C, v=C), TypeError, "got 3 by position and v by name"),
         (lambda: rotated(X, C, 1.0), TypeError, "v must be a floating-point tensor; got float"),
         (lambda: rotated(X.int(), C, C), TypeError, "x must be a floating-point tensor; got a tensor of torch.int32"),
         (lambda: rotated(X.to(torch.complex64), C, C), TypeError, "x must be real"),

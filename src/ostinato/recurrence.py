@@ -46,8 +46,9 @@ def recurrence(function: Callable) -> "Recurrence":
             (D,), the same for every sequence and step.  It must not depend on their shapes, nor branch on their values.
             Kernels are made of it at its first call, so numbers from around it stay what they are then.
 
-    Inputs: the ``arguments``; those of (B, T, D) are promoted to one dtype, which is the results'.  float16 and
-    bfloat16 are computed in float32.  ``h0``, the initial state, (B, D), a pair of them for two states, zero if absent.
+    Inputs: the ``arguments``, by position or by name; those of (B, T, D) are promoted to one dtype, which is the
+    results'.  float16 and bfloat16 are computed in float32.
+    ``h0``, the initial state, (B, D), a pair of them for two states, zero if absent.
     ``resets``, bool, (B, T): where True, the state is zero before that step, in scan order.
     ``reverse``, ``cu_seqlens`` and ``backend`` as in :func:`ostinato.linear_scan`.
 
@@ -55,8 +56,8 @@ def recurrence(function: Callable) -> "Recurrence":
     after the last step in scan order; each a pair for two states.
 
     Raises:
-        TypeError: a function with parameters that are not positional, or that have an option's name; in a call, a
-            wrong number of arguments, one of a wrong type or dtype, or a wrong return type of the function.
+        TypeError: a function with parameters that are not positional, or that have an option's name; in a call,
+            missing or unknown arguments, one of a wrong type or dtype, or a wrong return type of the function.
         ValueError: shapes, devices or boundaries that do not match, a function that is not elementwise or has an
             operation that no kernel can be generated for, with its line, or an unknown backend.
 
@@ -111,14 +112,18 @@ class Recurrence:
 
     def __call__(
         self,
+        /,
         *arguments: Tensor,
         h0: Any = None,
         resets: Tensor | None = None,
         reverse: bool = False,
         cu_seqlens: Tensor | None = None,
         backend: str = "auto",
+        **named: Tensor,
     ) -> tuple[Any, Any]:
         """All steps; see :func:`recurrence`."""
+        if named:
+            arguments = self._in_order(arguments, named)
         first, dtype, given = self.check(arguments, h0, resets, reverse, cu_seqlens, backend)
         if self._has_kernels(arguments, given, backend):
             options = cu_seqlens, resets, reverse, backend
@@ -264,6 +269,14 @@ class Recurrence:
             if x.dim() not in (len(shape), 1, 0) or x.shape != shape[len(shape) - x.dim() :]:
                 raise ValueError(f"{self} must be elementwise; of arguments {shape} it made {tuple(x.shape)}")
         return tuple(x.expand(shape) for x in results)
+
+    def _in_order(self, arguments: tuple[Tensor, ...], named: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        """All arguments by position, given some by position and the others by name."""
+        others = self.names[len(arguments) :]
+        if named.keys() != set(others):
+            given = f"{len(arguments)} by position and {', '.join(named)} by name"
+            raise TypeError(f"{self} takes the arguments {', '.join(self.names)}; got {given}")
+        return *arguments, *(named[name] for name in others)
 
     def _check_arguments(self, arguments: tuple[Tensor, ...]) -> tuple[int, torch.dtype]:
         """The index of the first sequence, (B, T, D), and the dtype that all sequences are promoted to."""
