@@ -58,8 +58,7 @@ def _forward(
         last = [x.to(like.dtype, copy=True) for x in initial_states(trace, like, h0, c0, cu_seqlens)]
         return [like.new_empty(like.shape) for _ in last] + last
     if kernels is None:
-        stepped = _by_steps(recurrence, h0, c0, cu_seqlens, resets, reverse, backend, *arguments)
-        return [x.clone() for x in stepped]
+        return _by_steps(recurrence, h0, c0, cu_seqlens, resets, reverse, backend, *arguments)
     given = None if h0 is None and c0 is None else initial_states(trace, like, h0, c0, cu_seqlens)
     states, last = kernels.steps(trace, sequences, parameters, given, cu_seqlens, resets, reverse)
     return [*states, *last]
