@@ -1,6 +1,7 @@
 """Where the time of a kernel goes, and what each of its optimisations is worth."""
 
-from ostinato.bench import report, sweeps
+from ostinato.bench import report
+from ostinato.bench.peers import PLANNED
 from ostinato.bench.report import Grid, figures, short_name
 from ostinato.bench.workloads import OURS
 from rendering import runs
@@ -50,7 +51,7 @@ def ladder(name: str) -> str:
         outcomes, row = record["contestants"], [short_name(record)]
         for who in steps.values():
             found = outcomes.get(who, {})
-            if found.get("unavailable") == sweeps.PLANNED:
+            if found.get("unavailable") == PLANNED:
                 found = outcomes[OURS]
             row.append(report.step(found) if "seconds" in found else "–")
         rows.append(row)

@@ -3,18 +3,18 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ostinato.bench import capacity, plots, report, sweeps
+from ostinato.bench import capacity, documents, plots, report
 from ostinato.bench.report import Grid, figures, speedup
 from ostinato.bench.workloads import OURS
 from rendering import runs
 from rendering.runs import Record
 
-SWEEPS = {sweep.name: sweep for sweep in sweeps.sweeps(quick=False)}
+SWEEPS = {sweep.name: sweep for sweep in documents.sweeps(quick=False)}
 
 
 def swept(name: str) -> Record:
     """A run of the sweep of this name, with what is said of it."""
-    return sweeps.shown(SWEEPS[name], runs.load(f"seeds-{name}-gpu"))
+    return SWEEPS[name].shown(runs.load(f"seeds-{name}-gpu"))
 
 
 def sweep(name: str) -> str:
@@ -28,7 +28,7 @@ def sweep(name: str) -> str:
 
 def cpu_or_gpu(cell: str) -> str:
     """One layer where its input is, and with the transfer."""
-    content, name = swept(f"transfer-{cell}"), sweeps.NAMES[cell]
+    content, name = swept(f"transfer-{cell}"), documents.NAMES[cell]
     labels = {"CPU": "scan, CPU", "GPU": "scan, GPU", "GPU, from and to the host": "scan and transfer, GPU"}
     lines = [content["lines"][f"{name}, {label}"]["points"] for label in labels.values()]
     rows = [
@@ -42,7 +42,7 @@ def cpu_or_gpu(cell: str) -> str:
 
 
 def plot_of(name: str, run: Record) -> Any:
-    return plots.figure_of(sweeps.shown(SWEEPS[name], run))
+    return plots.figure_of(SWEEPS[name].shown(run))
 
 
 def capacities(name: str) -> str:
@@ -75,7 +75,7 @@ def _of_sparse_persistent_rnns() -> Claims:
             here = _values(f"density-{cell.lower()}", f"next best / {label}").get(0.3)
             if here:
                 yield [f"{cell} 2304, B 4, 30 %: next best / {what}", "over 6× [2]", f"{figures(here)}×"]
-    larger = _values("hidden", f"next best / {sweeps.IN_BLOCKS}")
+    larger = _values("hidden", f"next best / {documents.IN_BLOCKS}")
     here = _ratios_by_size({hidden: larger[hidden] for hidden in (4608, 8192) if hidden in larger})
     yield ["RNN beyond what fits dense, B 4, 10 % in blocks: next best / ours", "2× at 5 times the size [2]", here]
     for record in runs.load("networks-gpu")["results"] if runs.measured("networks-gpu") else ():
@@ -89,14 +89,14 @@ def _of_sparse_persistent_rnns() -> Claims:
 def _of_cuda_rnn() -> Claims:
     for cell, ratio in (("mingru", "6.31×"), ("minlstm", "9.44×")):
         here = f"{figures(_values(f'transfer-{cell}', 'CPU / GPU with the transfer')[1024])}×"
-        what = f"{sweeps.NAMES[cell]}, 64 inputs, H 128, T 1,024: CPU / GPU with the transfer"
+        what = f"{documents.NAMES[cell]}, 64 inputs, H 128, T 1,024: CPU / GPU with the transfer"
         yield [what, f"{ratio}, RTX 3070 Laptop [3]", here]
 
 
 def _of_the_course_project() -> Claims:
     for cell, published in (("mingru", "5,330 ms"), ("minlstm", "6,709.8 ms")):
-        milliseconds = _values(f"lengths-{cell}", f"{sweeps.NAMES[cell]}, scan, GPU")[65536]
-        what = f"{sweeps.NAMES[cell]} forward, T 65,536, on a GPU"
+        milliseconds = _values(f"lengths-{cell}", f"{documents.NAMES[cell]}, scan, GPU")[65536]
+        what = f"{documents.NAMES[cell]} forward, T 65,536, on a GPU"
         here = f"{figures(milliseconds)} ms (512 inputs, H 512)"
         yield [what, f"{published}, RTX 4090, sizes not stated [4]", here]
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from ostinato.bench import report, shapes, sweeps
+from ostinato.bench import documents, report, shapes
+from ostinato.bench.sweep import Ratio, Sweep, _lines, _ratios
 from ostinato.bench.workloads import OURS, RecurrentLayer
 from ostinato.cli.bench import app as bench_app
 
@@ -18,13 +19,13 @@ GRU = RecurrentLayer("GRU", 32, 2, 20, density=0.2, block=(16, 1), dtype=torch.f
 
 
 def small_lengths():
-    return sweeps.lengths_sweep("mingru", 16, (8, 32))
+    return documents.lengths_sweep("mingru", 16, (8, 32))
 
 
 def measured(sweep):
     """As its table shows it: from what its file holds."""
-    run = json.loads(json.dumps(sweeps.measure_sweep(sweep, [CPU], 0.01)))
-    return sweeps.shown(sweep, run)
+    run = json.loads(json.dumps(sweep.measure([CPU], 0.01)))
+    return sweep.shown(run)
 
 
 def test_a_sweep_becomes_lines_and_ratios():
@@ -65,7 +66,7 @@ def test_published_figures_stand_beside_and_are_compared():
 
 def test_a_ratio_is_to_the_fastest_of_several():
     lines = {"a": {8: 4.0, 16: 9.0}, "b": {8: 5.0, 16: 6.0, 32: 8.0}, "ours": {8: 2.0, 16: 2.0, 32: 2.0}}
-    found = sweeps._ratios((sweeps.Ratio("next best / ours", ("a", "b", "absent"), "ours"),), lines)
+    found = _ratios((Ratio("next best / ours", ("a", "b", "absent"), "ours"),), lines)
     assert [point["value"] for point in found[0]["points"]] == [2.0, 3.0, 4.0]
 
 
@@ -79,8 +80,8 @@ def test_a_kernel_that_the_plan_chooses_has_the_plans_time():
             "Ostinato, sparse kernel": {"unavailable": "is what the plan chooses"},
         },
     }
-    (sweep,) = (sweep for sweep in sweeps.sweeps(True) if sweep.name == "density-rnn")
-    lines = sweeps._lines(sweep, [record])
+    (sweep,) = (sweep for sweep in documents.sweeps(True) if sweep.name == "density-rnn")
+    lines = _lines(sweep, [record])
     assert [line["points"] for line in lines.values()] == [[{"x": 0.1, "value": pytest.approx(1.0)}]] * 2
     assert report.dashes([record]) == []
 
@@ -88,7 +89,7 @@ def test_a_kernel_that_the_plan_chooses_has_the_plans_time():
 def test_seeds_write_a_file_and_a_plot_a_table(tmp_path, monkeypatch, capsys):
     tables = [
         small_lengths(),
-        sweeps.Sweep(
+        Sweep(
             "steps",
             "GRU",
             "length",
@@ -96,9 +97,9 @@ def test_seeds_write_a_file_and_a_plot_a_table(tmp_path, monkeypatch, capsys):
             {"cpu": [dataclasses.replace(GRU, length=n, who=(*shapes.PLAIN, GRU.limit_name)) for n in (5, 20)]},
             unit="us a step",
         ),
-        sweeps.Sweep("batch", "on a GPU", "batch", "B", {"cuda": [GRU]}, unit="us a step"),
+        Sweep("batch", "on a GPU", "batch", "B", {"cuda": [GRU]}, unit="us a step"),
     ]
-    monkeypatch.setattr(sweeps, "sweeps", lambda quick: tables)
+    monkeypatch.setattr(documents, "sweeps", lambda quick: tables)
     bench_app(["seeds", "--device", "cpu", "--json", str(tmp_path)], standalone_mode=False)
     written = {path.name.removeprefix("seeds-").split("-")[0]: path for path in tmp_path.glob("*.json")}
     assert set(written) == {"lengths", "steps", "batch", "capacity"}
@@ -109,7 +110,7 @@ def test_seeds_write_a_file_and_a_plot_a_table(tmp_path, monkeypatch, capsys):
         assert path.with_suffix(".png").exists() == (name not in ("batch", "capacity"))
         if path.with_suffix(".png").exists():
             assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-    steps = sweeps.shown(tables[1], json.loads(written["steps"].read_text()))
+    steps = tables[1].shown(json.loads(written["steps"].read_text()))
     for record, ours, limit in zip(
         steps["results"],
         steps["lines"]["Ostinato in 16x1 blocks"]["points"],

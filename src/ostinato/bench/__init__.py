@@ -1,13 +1,14 @@
 """Reproducible benchmarks: speeds are ratios within one run, and every result is checked.
 
-=============  =========================================================================
+=============  =================================================================================
 ``workloads``  what is computed: inputs, minimal work, hardware limit
 ``shapes``     the sizes measured on CPUs and on GPUs
 ``peers``      the implementations: Ostinato and its peers, a file for each of ``workloads``
 ``check``      correctness: results against float64
 ``measure``    checks each implementation, then times it
 ``warm``       compiles all kernels beforehand, in parallel
-``sweeps``     workloads over one size: the source documents' tables
+``sweep``      one size grown over many contestants
+``documents``  the sweeps of the documents this project comes from, with their published figures
 ``calls``      host overhead of small calls and single steps
 ``capacity``   the largest recurrent layers that fit on a chip
 ``profile``    the kernels of one layer against their limits
@@ -15,5 +16,5 @@
 ``report``     tables, for the console and the documentation
 ``plots``      pictures
 ``learning``   what the layers learn
-=============  =========================================================================
+=============  =================================================================================
 """

@@ -8,9 +8,9 @@ from contextlib import suppress
 
 import torch
 
+from ostinato.bench.documents import sweeps
 from ostinato.bench.peers import contestants
 from ostinato.bench.shapes import ON_CUDA
-from ostinato.bench.sweeps import sweeps
 from ostinato.bench.workloads import OURS, Workload
 
 # Contestants that compile kernels.

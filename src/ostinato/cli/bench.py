@@ -94,12 +94,12 @@ def seeds(
     """
     import torch
 
-    from ostinato.bench import capacity, report, runs, sweeps
+    from ostinato.bench import capacity, documents, report, runs
     from ostinato.files import check_folder
 
     best, console = _device(device), _console()
     devices = [torch.device("cpu"), *([best] if best.type == "cuda" else [])]
-    tables = {sweep.name: sweep for sweep in sweeps.sweeps(quick)}
+    tables = {sweep.name: sweep for sweep in documents.sweeps(quick)}
     names = [name for name in (*tables, "capacity") if any(part in name for part in only.split(","))]
     if not names:
         raise ValueError(f"only must be part of one of {', '.join((*tables, 'capacity'))}; got {only!r}")
@@ -114,9 +114,9 @@ def seeds(
                 content |= {"results": capacity.capacity(best)}
                 console.print(capacity.table(content["results"]).rich())
             else:
-                content |= sweeps.measure_sweep(tables[name], devices, 0.2 if quick else 0.4)
+                content |= tables[name].measure(devices, 0.2 if quick else 0.4)
                 wrong += content["wrong"]
-                shown = sweeps.shown(tables[name], content)
+                shown = tables[name].shown(content)
                 console.print(report.sweep(shown).rich())
                 if shown["lines"] and (plot := _plot(console, shown, path)):
                     written.append(plot)

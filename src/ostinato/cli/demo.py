@@ -83,16 +83,16 @@ def _train_and_write(console: "Console", device: "torch.device", seconds: float,
 def _compare_times(console: "Console", device: "torch.device", output: Path) -> None:
     import torch
 
-    from ostinato.bench import plots, report, runs, sweeps
+    from ostinato.bench import documents, plots, report, runs
     from ostinato.files import replacing
 
     console.rule("One layer at growing lengths")
     if device.type not in ("cpu", "cuda"):
         device = torch.device("cpu")
-    sweep = sweeps.lengths_sweep("mingru", 256, sweeps.DEMO_LENGTHS)
+    sweep = documents.lengths_sweep("mingru", 256, documents.DEMO_LENGTHS)
     with console.status("measuring"):
-        content = runs.environment(device) | sweeps.measure_sweep(sweep, [device], 0.5)
-    shown = sweeps.shown(sweep, content)
+        content = runs.environment(device) | sweep.measure([device], 0.5)
+    shown = sweep.shown(content)
     table = report.sweep(shown)
     console.print(table.rich())
     with replacing(output / "times.md") as temporary:
