@@ -16,6 +16,7 @@ constexpr int SUM_ROWS = (ROWS / 16 + AT_ONCE_SHARED - 1) / AT_ONCE_SHARED * AT_
 constexpr int SUM_PITCH = SUM_ROWS + 4;  // padded: stores of the accumulators have no bank conflicts
 constexpr int PARTS = SHARES * (HALVES ? 2 : 1);  // partial sums per row
 constexpr int SUMS = PARTS * COLUMNS * SUM_PITCH;
+constexpr bool CROWDED = HELD < TILES;  // not all weights are in registers
 constexpr int PAUSE = 200;           // cycles; see Block::pause
 constexpr int CHAINS = 4;            // independent accumulators, to hide the latency of mma
 constexpr int AT_ONCE_GATHERED = 8;  // tiles whose gathers are in flight together

@@ -15,10 +15,12 @@ constexpr int FULL = ROW_TILES - HALF;
 constexpr int COLUMN_TILES = (ROW_BYTES + 32 * WARPS - 1) / (32 * WARPS);  // of a warp
 constexpr int TILES = FULL * COLUMN_TILES + HALF * ((COLUMN_TILES + 1) / 2);
 constexpr int ON_CHIP = TILES - STREAMED;
+constexpr bool CROWDED = HELD < TILES;  // not all weights are in registers
 constexpr int AHEAD = 4;
 constexpr int EARLY = STREAMED ? 0 : TILES - HELD < 4 ? TILES - HELD : 4;  // read from shared memory while waiting
-constexpr int PAUSE_OF_ONE = !BACKWARD && BLOCKS > 64 ? 200 : 80;  // the more blocks, the more look for the same lines
-constexpr int PAUSE = COLUMNS == 1 ? PAUSE_OF_ONE : COLUMNS < 8 && !BACKWARD ? 60 : 0;  // cycles; see Block::pause
+// Cycles; see Block::pause.  The more blocks, the more look for the same lines.
+constexpr int FORWARD_PAUSE = BLOCKS <= 64 || COLUMNS >= 8 ? 0 : COLUMNS == 1 ? 200 : 80;
+constexpr int PAUSE = !BACKWARD ? FORWARD_PAUSE : COLUMNS == 1 ? 80 : 0;
 constexpr int PIECES = COLUMN_TILES / 2, ODD = COLUMN_TILES % 2;  // state of two tiles: 16 bytes; of an odd one: 8
 constexpr int SEQUENCE_TILES = (COLUMNS + 7) / 8;
 constexpr int PRODUCTS = ROW_TILES * SEQUENCE_TILES;

@@ -75,15 +75,6 @@ struct Rows {
           live(OFFSETS ? p.offsets[step + 1] - p.offsets[step] : p.batch), step(step) {}
 };
 
-// Keeps a number in a register: the compiler would compute it again where it is used, from special registers and the
-// parameters, while other blocks wait for what is published next.  With more sequences, registers are scarce.
-template <typename T> __device__ inline T in_register(T x) {
-    if constexpr (COLUMNS > 8) return x;
-    else if constexpr (sizeof(T) == 8) asm volatile("" : "+l"(x));
-    else asm volatile("" : "+r"(x));
-    return x;
-}
-
 // The units and sequences of a block, and a thread's items among them.
 struct Block {
     int unit, sequence, sequences;  // the first unit; the first sequence, and how many

@@ -6,12 +6,22 @@
 
 constexpr int PREFETCH = 3;  // steps
 
+// Keeps a number in a register: the compiler would compute it again where it is used, from special registers and the
+// parameters, while other blocks wait for what is published next.  Weights that did not all find a register, or more
+// sequences, need them more.
+template <typename T> __device__ inline T in_register(T x) {
+    if constexpr (COLUMNS > 8 || CROWDED) return x;
+    else if constexpr (sizeof(T) == 8) asm volatile("" : "+l"(x));
+    else asm volatile("" : "+r"(x));
+    return x;
+}
+
 struct Units : Block {
     const Parameters &p;
     float h[ITEMS], c[ITEMS], bias[ITEMS][GATES];
     Resets resets;  // before this step; from the update on before the next
     Scalar projected[ITEMS][GATES];
-    Span spans[ITEMS][GATES];
+    Span spans[ITEMS][GATES] = {};
 
     __device__ Units(const Parameters &p, const Product &product, int block, Block owned_by) : Block(owned_by), p(p) {
         resets.look_up(p, *this, p.reverse ? p.steps - 1 : 0);
@@ -47,12 +57,14 @@ struct Units : Block {
         }
     }
 
-    __device__ float next(int i, const Product &product, const float *sums) {
+    // The next state, from the last cell state to the next.
+    __device__ float next(int i, const Product &product, const float *sums, float &cell) {
+        const int sequence = UNITS * COLUMNS % 32 ? min(sequence_of(i), COLUMNS - 1) : sequence_of(i);
         float x[GATES], s[GATES];
 #pragma unroll
         for (int g = 0; g < GATES; ++g) {
             x[g] = widen(projected[i][g]);
-            s[g] = product.sum(sums, spans[i][g], g * UNITS + unit_of(i), sequence_of(i)) + bias[i][g];
+            s[g] = product.sum(sums, spans[i][g], g * UNITS + unit_of(i), sequence) + bias[i][g];
         }
 #pragma unroll
         for (int g = 0; g < GATES; ++g) asm volatile("" : "+f"(s[g]));  // all sums at once, then the gates
@@ -63,24 +75,26 @@ struct Units : Block {
             for (int g = 0; g < GATES; ++g) projected[i][g] = CELL == GRU && g == 2 ? x[g] : x[g] + s[g];
         }
         if constexpr (CELL == GRU) {
-            c[i] = s[2];
+            cell = s[2];
             const float reset = sigmoid(x[0] + s[0]), update = sigmoid(x[1] + s[1]);
             const float candidate = hyperbolic_tangent(x[2] + reset * s[2]);
             return candidate + update * (h[i] - candidate);
         }
         if constexpr (CELL == LSTM) {
             const float input = sigmoid(x[0] + s[0]), forget = sigmoid(x[1] + s[1]);
-            c[i] = forget * c[i] + input * hyperbolic_tangent(x[2] + s[2]);
-            return sigmoid(x[3] + s[3]) * hyperbolic_tangent(c[i]);
+            cell = forget * cell + input * hyperbolic_tangent(x[2] + s[2]);
+            return sigmoid(x[3] + s[3]) * hyperbolic_tangent(cell);
         }
     }
 
-    // A sequence without this step keeps its state.
+    // A sequence without this step keeps its state.  All threads of a warp compute one, as a branch would part them.
     __device__ void update(const Rows &rows, const Product &product, const float *sums, char *state, int taken) {
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
             if (idle(i)) continue;
-            if (live(i, rows)) h[i] = next(i, product, sums);
+            float cell = c[i];
+            const float after = next(i, product, sums, cell);
+            if (live(i, rows)) h[i] = after, c[i] = cell;
             char *address = state + place_of((unit + unit_of(i)) * sizeof(Scalar), sequence_of(i));
             publish(resets.before[i] ? 0 : h[i], begins_word(i), address, taken + 1);
         }
