@@ -36,6 +36,7 @@ _COSTS = {
     ("sparse", True): _Cost(0.80, 4.1, 0.0, 0.80, 2.10, 2.00, 0.0, 0.20),
 }
 _EXACT = {False: 4.5, True: 7.0}  # the cost factor of exact products, three of split numbers; by backward
+_LINES = 0.2  # microseconds per 100 blocks, beyond 32, that read the few lines of one sequence
 _STREAMED = 0.9  # microseconds per 100 kB of weights that a block of the dense kernel reads from L2
 _HALF_WORDS = 0.17  # microseconds, if blocks of the dense kernel publish their state in words of 4 bytes
 _SHARE = 0.054  # microseconds per share of a strip of a warp of the block kernel
@@ -58,6 +59,8 @@ def microseconds(geometry: Geometry, batch: int) -> float:
     step += cost.cluster * (geometry.cluster - 1)
     if geometry.path == "dense":
         step += _HALF_WORDS if geometry.units * geometry.dtype.itemsize % 8 and not geometry.backward else 0
+        if geometry.columns == 1 and not geometry.backward:
+            step += _LINES * max(0, geometry.blocks - 32) / 1e2
     if geometry.path == "block":
         step += _SHARE * len(geometry.share_tiles)
         step += _ROUND_TRIP * (ceil_div(geometry.words, geometry.words_in_flight) - 1)

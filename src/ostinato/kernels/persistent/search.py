@@ -1,6 +1,7 @@
 """The search for the geometry with the least estimated time among all that fit a layer; needs no GPU."""
 
 import functools
+import itertools
 import math
 from collections.abc import Iterator
 from statistics import NormalDist
@@ -22,8 +23,13 @@ def _coverings(start: Geometry, batch: int, properties: Any, share: int) -> Iter
         resident = resident_blocks(properties, cluster) // share
         parts = cluster if start.backward else GATES[start.cell]  # rows of a block for each of its units
         for columns in sorted({ceil_div(batch, n) for n in range(ceil_div(batch, largest), batch + 1)}):
-            for groups in range(1, min(ceil_div(batch, columns), resident // cluster) + 1):
-                blocks = resident // cluster // groups * cluster
+            most = min(ceil_div(batch, columns), resident // cluster)
+            # Of one sequence, fewer blocks may be faster, as all read the same few lines of its state.
+            portions = (1, 2, 3) if dense and columns == 1 and not start.backward else (1,)
+            for groups, portion in itertools.product(range(1, most + 1), portions):
+                blocks = resident // cluster // (groups * portion) * cluster
+                if not blocks:
+                    continue
                 least = ceil_div(pitch, blocks)
                 if start.path == "block":
                     choices = {round_up(least * parts, 16) // parts if start.backward else round_up(least, 16)}
