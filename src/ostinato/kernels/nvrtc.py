@@ -192,6 +192,9 @@ class Kernel:
                 occupancy = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor
                 processors = torch.cuda.get_device_properties(device).multi_processor_count
                 return int(_succeeded(occupancy(self._function, block, shared))) * processors
+            if cluster > 8:
+                attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+                _succeeded(driver.cuKernelSetAttribute(attribute, 1, self._kernel, device))
             size = driver.CUlaunchAttribute()
             size.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
             size.value.clusterDim.x, size.value.clusterDim.y, size.value.clusterDim.z = cluster, 1, 1

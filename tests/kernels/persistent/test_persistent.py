@@ -26,7 +26,7 @@ TOLERANCE = {f32: 2e-6, f16: 2e-3, bf16: 1.5e-2}
 class Case:
     """A layer with random weights, and its inputs."""
 
-    def __init__(self, path, cell, hidden, batch, dtype, density=1.0, block=None, back=None):
+    def __init__(self, path, cell, hidden, batch, dtype, density=1.0, block=None, forward=None, back=None):
         self.cell, self.hidden, self.batch, self.dtype, self.device = (
             cell,
             hidden,
@@ -42,7 +42,7 @@ class Case:
             self.mask = random_mask(cell, hidden, density, block, self.device)
             self.weight = self.weight * self.mask
         layer, properties = (cell, hidden, batch, dtype, density, block), torch.cuda.get_device_properties(0)
-        forward = candidate(path, *layer, properties=properties)
+        forward = forward or candidate(path, *layer, properties=properties)
         if back is None:  # what is kept in strips forward may not fit in strips of the transposed matrix
             paths = (path, "dense") if path == "block" else (path,)
             ways = (candidates(name, *layer, properties=properties, backward=True) for name in paths)
@@ -164,7 +164,7 @@ def test_kernels_of_rounded_numbers_compile_without_a_gpu(backward):
 def rounded(cell, hidden, batch, backward, properties=H100):
     """Geometries in tf32, with one and with two buffers of partial sums."""
     start = Geometry("dense", cell, hidden, f32, 0, 0, 0, backward, exact=False)
-    found = {g.cluster: g for g in search.candidates(start, batch, 1.0, None, properties)}
+    found = {g.cluster: g for g in search.candidates(start, batch, 1.0, None, properties) if not g.distributed}
     return [g._replace(sum_buffers=n) for g in found.values() for n in (1, 2)]
 
 
@@ -277,6 +277,50 @@ def test_clusters_match_the_reference(layer, cluster, nan_memory):
             gradients = case.gradients(case.inputs(9), False)
             found, expected = case.backward(gradients), case.backward(gradients, reference, double)
             assert max(errors(found, expected)) < TOLERANCE[case.dtype], back
+
+
+def within_clusters(cell, hidden, batch, dtype, exact=True, properties=H100):
+    """Geometries that keep states within clusters, of all sizes, with few and with many columns."""
+    start = Geometry("dense", cell, hidden, dtype, 0, 0, 0, exact=exact)
+    found = [g for g in search.candidates(start, batch, 1.0, None, properties) if g.distributed]
+    sizes = {g.blocks: [x for x in found if x.blocks == g.blocks] for g in found}
+    return [of_size[k] for of_size in sizes.values() for k in (0, -1)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        ("gru", 256, 5, f16),
+        ("lstm", 130, 23, bf16),
+        ("rnn_tanh", 101, 16, f32),
+        ("lstm", 512, 3, f16),
+        ("gru", 200, 1, f32),
+        ("rnn_relu", 3, 40, f16),
+    ],
+)
+def test_states_within_clusters_match_the_reference(layer, exact, nan_memory):
+    torch.manual_seed(0)
+    if not exact and layer[3] != f32:
+        pytest.skip("only float32 is rounded")
+    tolerance = TOLERANCE[layer[3]] if exact else 1e-3
+    for forward in within_clusters(*layer, exact, torch.cuda.get_device_properties(0)):
+        case = Case("dense", *layer, forward=forward)
+        for steps, reverse, packed, resets in ((17, False, False, 0.0), (12, True, True, 0.2), (1, False, False, 0.0)):
+            inputs = case.inputs(steps, packed=packed, resets=resets)
+            found, again = (case.forward(inputs, reverse) for _ in range(2))
+            case.check()
+            assert all(x is None or torch.equal(x, y) for x, y in zip(found, again, strict=True))
+            assert max(errors(found, case.expected(inputs, reverse))) < tolerance, forward
+
+
+@pytest.mark.parametrize("layer", [("gru", 256, 5, f16), ("lstm", 130, 23, bf16), ("rnn_tanh", 101, 16, f32)])
+def test_kernels_within_clusters_compile_without_a_gpu(layer):
+    pytest.importorskip("cuda.core")
+    for chosen in within_clusters(*layer):
+        code, macros = nvrtc.source(*geometry.files(chosen)), dict(chosen.macros(resets=True, keeps=True))
+        assert nvrtc.compile_cubin(code, "sm_90", macros)[:4] == b"\x7fELF"
 
 
 @pytest.mark.gpu

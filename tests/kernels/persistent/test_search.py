@@ -50,6 +50,35 @@ def test_a_layer_is_left_to_torch_where_that_is_faster(planned_for_an_h100, laye
     assert (plan_of(*layer, tf32).path != "steps") == ours
 
 
+@pytest.mark.parametrize(
+    ("layer", "blocks", "distributed"),  # the fastest measured on an H200
+    [
+        (("gru", 256, 1, f16), 8, True),
+        (("gru", 128, 16, f16), 4, True),
+        (("lstm", 512, 1, f16), 16, True),
+        (("gru", 512, 64, f16), 16, False),  # as many products within clusters take longer than the exchange
+        (("gru", 1024, 1, f16), 64, False),  # of 128, all would read the same few lines
+        (("gru", 1024, 4, f16), 128, False),
+    ],
+)
+def test_blocks_of_small_layers_form_clusters(layer, blocks, distributed):
+    chosen = search.choose_geometry(*layer, None, None, H100).geometry
+    assert (chosen.blocks, chosen.distributed) == (blocks, distributed)
+
+
+def test_blocks_form_no_clusters_where_the_device_cannot_hold_them(planned_for_an_h100, monkeypatch):
+    assert plan_of("gru", 256, 4, bf16, training=False).geometry.forward.distributed
+
+    def kernels(geometry, *_, **__):
+        if geometry.distributed:
+            raise RuntimeError("needs 64 resident blocks; the device holds 48")
+
+    monkeypatch.setattr(cuda, "kernels", kernels)
+    plan = plan_of("gru", 256, 4, bf16, training=False)
+    assert plan.path == "dense"
+    assert not plan.geometry.forward.distributed
+
+
 @pytest.mark.parametrize("cell", ["rnn_tanh", "gru", "lstm"])
 def test_a_thread_of_the_backward_updates_no_more_than_its_registers_hold(cell):
     """With more they were spilled, and 256 sequences took a third longer than in two turns (H200)."""
@@ -130,7 +159,9 @@ def test_all_blocks_can_be_resident_and_cover_the_layer(cell, processors):
     device = SimpleNamespace(**{**vars(H100), "multi_processor_count": processors})
     for hidden, batch, backward in itertools.product((1, 130, 1024), (1, 17), (False, True)):
         for chosen in candidates("dense", cell, hidden, batch, bf16, properties=device, backward=backward):
-            assert chosen.blocks * chosen.groups <= search.resident_blocks(device, chosen.cluster) <= processors
+            size = chosen.blocks_of_a_cluster
+            assert size <= (16 if chosen.distributed else 4)
+            assert chosen.blocks * chosen.groups <= search.resident_blocks(device, size) <= processors
             assert chosen.blocks % chosen.cluster == 0
             assert chosen.blocks * chosen.units >= hidden
             assert chosen.shared_bytes <= H100.shared_memory_per_block_optin

@@ -129,8 +129,8 @@ struct Units : Block {
             dh[i] = total * direct[i];
 #pragma unroll
             for (int g = 0; g < GATES; ++g)
-                publish(owned(i) ? published[g] : 0, begins_word(i), state + state_place(unit + unit_of(i), sequence_of(i), g),
-                        taken);
+                publish(owned(i) ? published[g] : 0, in_word(i), begins_word(i),
+                        state + state_place(unit + unit_of(i), sequence_of(i), g), taken);
         }
     }
 
@@ -186,12 +186,6 @@ struct Units : Block {
     }
 };
 
-#if CLUSTER > 1
-#define IN_CLUSTERS __cluster_dims__(CLUSTER, 1, 1)
-#else
-#define IN_CLUSTERS
-#endif
-
 // grid: BLOCKS blocks for each group of COLUMNS sequences, all resident at once
 extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const Parameters p) {
     extern __shared__ uint4 shared[];
@@ -240,5 +234,5 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const
         units.add(product, sums, cluster, taken, patience);
     }
     units.finish();
-    cluster.meet();
+    meet();
 }

@@ -24,12 +24,6 @@ struct Cluster {
         }
     }
 
-    // Cluster barrier: all blocks have started, and none exits before all are done.
-    __device__ static void meet() {
-        if constexpr (CLUSTER > 1)
-            asm volatile("barrier.cluster.arrive.aligned;\n\tbarrier.cluster.wait.aligned;" ::: "memory");
-    }
-
     __device__ static int number(int i) { return i * THREADS + threadIdx.x; }
     __device__ static bool sends(int i) { return number(i) < (CLUSTER - 1) * SHARE; }
     __device__ int peer(int i) const { return (rank + 1 + number(i) / SHARE) % CLUSTER; }

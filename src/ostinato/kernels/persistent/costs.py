@@ -24,7 +24,7 @@ class _Cost(NamedTuple):
     multiplied: float  # per hundred tiles of a warp or entries of a thread
     updated: float  # per ten gates that a thread computes
     summed: float  # per 64 row tiles of a sequence, for the reduction of partial sums
-    cluster: float = 0.0  # per other block of the cluster, for the reduction over its blocks
+    cluster: float = 0.0  # per other block of the cluster, for what its blocks hand each other
 
 
 _COSTS = {
@@ -35,7 +35,9 @@ _COSTS = {
     ("sparse", False): _Cost(0.80, 4.1, 0.0, 0.80, 2.10, 2.00, 0.0),
     ("sparse", True): _Cost(0.80, 4.1, 0.0, 0.80, 2.10, 2.00, 0.0, 0.20),
 }
+_WITHIN_CLUSTERS = _Cost(0.89, 3.67, 0.0, 0.22, 0.41, 0.39, 0.32, 0.007)  # of states that stay there
 _EXACT = {False: 4.5, True: 7.0}  # the cost factor of exact products, three of split numbers; by backward
+_BY_FMA = 1.5  # the cost factor of exact products of one sequence within clusters
 _LINES = 0.2  # microseconds per 100 blocks, beyond 32, that read the few lines of one sequence
 _STREAMED = 0.9  # microseconds per 100 kB of weights that a block of the dense kernel reads from L2
 _HALF_WORDS = 0.17  # microseconds, if blocks of the dense kernel publish their state in words of 4 bytes
@@ -46,9 +48,12 @@ _ROUND_TRIP = 1.3  # microseconds per additional round of loads in which the blo
 def microseconds(geometry: Geometry, batch: int) -> float:
     """The estimated time of a step of all sequences."""
     cost, row = _COSTS[geometry.path, geometry.backward], geometry.slice * geometry.dtype.itemsize
+    if geometry.distributed:
+        cost = _WITHIN_CLUSTERS
     on_tensor_cores = geometry.path == "block" or (geometry.path == "dense" and geometry.columns > 1)
-    thrice = geometry.exact and geometry.dtype == torch.float32 and on_tensor_cores
-    passes = ceil_div(geometry.columns, 8) * (_EXACT[geometry.backward] if thrice else 1)
+    passes = float(ceil_div(geometry.columns, 8))
+    if geometry.exact and geometry.dtype == torch.float32:
+        passes *= _EXACT[geometry.backward] if on_tensor_cores else _BY_FMA if geometry.distributed else 1
     step = cost.step + cost.read * geometry.columns * row / 1e5
     step += cost.row * ceil_div(geometry.columns, 8) * row / 1e4
     step += cost.kept * (geometry.tiles - geometry.held - geometry.streamed) * geometry.tile_bytes / 1e5
@@ -56,10 +61,10 @@ def microseconds(geometry: Geometry, batch: int) -> float:
     step += cost.multiplied * geometry.tiles * passes / 1e2
     step += cost.updated * ceil_div(geometry.units * geometry.columns, THREADS) * GATES[geometry.cell] / 10
     step += cost.summed * geometry.row_tiles * geometry.columns / 64
-    step += cost.cluster * (geometry.cluster - 1)
+    step += cost.cluster * (geometry.blocks_of_a_cluster - 1)
     if geometry.path == "dense":
         step += _HALF_WORDS if geometry.units * geometry.dtype.itemsize % 8 and not geometry.backward else 0
-        if geometry.columns == 1 and not geometry.backward:
+        if geometry.columns == 1 and not geometry.distributed and not geometry.backward:
             step += _LINES * max(0, geometry.blocks - 32) / 1e2
     if geometry.path == "block":
         step += _SHARE * len(geometry.share_tiles)

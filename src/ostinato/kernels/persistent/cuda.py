@@ -47,7 +47,11 @@ class Geometries(NamedTuple):
 
 
 def make_plan(
-    call: Call, mask_hh: Tensor | None, block: tuple[int, int] | None, tf32: tuple[bool, bool] = (False, False)
+    call: Call,
+    mask_hh: Tensor | None,
+    block: tuple[int, int] | None,
+    tf32: tuple[bool, bool] = (False, False),
+    distributed: bool = True,
 ) -> Plan:
     """How to run a layer.
 
@@ -56,6 +60,7 @@ def make_plan(
         mask_hh: of the recurrent weights; None if the layer is dense.
         block: the shape of pruned blocks.
         tf32: whether products of float32 may round to tf32, ours and those in cuDNN's layers.
+        distributed: whether states may stay in the shared memory of clusters.
     """
     device, cell, hidden_size, batch, dtype, training, steps, path, directions, resets = call
     if steps is not None and steps < LEAST_STEPS and not resets:
@@ -65,7 +70,7 @@ def make_plan(
     layer = cell, hidden_size, batch, dtype, kept, block
     exact = not tf32[0] or hidden_size <= SMALL or batch == 1  # where cuDNN does not round either
     plan = min(
-        (_plan_sizes(layer, index, path, training, exact, share) for share in {1, directions}),
+        (_plan_sizes(layer, index, path, training, exact, share, distributed) for share in {1, directions}),
         key=lambda plan: (plan.path == "steps", _microseconds(plan, batch, directions, index)),
     )
     keeps = training and keeps_gates(cell)
@@ -81,19 +86,24 @@ def make_plan(
                 geometry = geometry if mask_hh is None else _packed(geometry, mask_hh)
                 kernels(geometry, index, keeps=keeps and not geometry.backward)
     except (MemoryError, RuntimeError) as error:
+        if distributed and any(geometry and geometry.distributed for geometry in plan.geometry):
+            return make_plan(call, mask_hh, block, tf32, distributed=False)
         return no_kernel(str(error).partition("\n")[0])._replace(bytes_available=plan.bytes_available)
     return plan
 
 
 @functools.lru_cache(4096)
-def _plan_sizes(layer: tuple, index: int, path: str | None, training: bool, exact: bool, share: int) -> Plan:
+def _plan_sizes(
+    layer: tuple, index: int, path: str | None, training: bool, exact: bool, share: int, distributed: bool
+) -> Plan:
     """The plan by sizes alone, on a fraction 1 / `share` of the device."""
     choose: Any = choose_geometry
     layer = *layer, torch.cuda.get_device_properties(index), share
-    forward: Plan = choose(*layer, path, exact=exact)
+    how = {"exact": exact, "distributed": distributed}
+    forward: Plan = choose(*layer, path, **how)
     if forward.path == "steps" or not training:
         return forward._replace(geometry=forward.geometry and Geometries(forward.geometry, None))
-    backward: Plan = choose(*layer, backward=True, exact=exact)
+    backward: Plan = choose(*layer, backward=True, **how)
     if backward.path == "steps":
         return backward
     return forward._replace(geometry=Geometries(forward.geometry, backward.geometry))
@@ -250,7 +260,7 @@ def kernels(
     properties: Any = torch.cuda.get_device_properties(device)
     compiled = (nvrtc.source(*files(geometry)), geometry.macros(resets, packed, keeps), device)
     prepare, recur = nvrtc.load_kernel("prepare", *compiled), nvrtc.load_kernel("recur", *compiled)
-    resident = recur.resident_blocks(device, THREADS, geometry.shared_bytes, geometry.cluster)
+    resident = recur.resident_blocks(device, THREADS, geometry.shared_bytes, geometry.blocks_of_a_cluster)
     blocks = geometry.blocks * geometry.groups
     if resident < blocks:
         raise RuntimeError(f"the {_name(geometry)} needs {blocks} resident blocks; the device holds {resident}")

@@ -20,7 +20,7 @@ constexpr int AHEAD = 4;
 constexpr int EARLY = STREAMED ? 0 : TILES - HELD < 4 ? TILES - HELD : 4;  // read from shared memory while waiting
 // Cycles; see Block::pause.  The more blocks, the more look for the same lines.
 constexpr int FORWARD_PAUSE = BLOCKS <= 64 || COLUMNS >= 8 ? 0 : COLUMNS == 1 ? 200 : 80;
-constexpr int PAUSE = !BACKWARD ? FORWARD_PAUSE : COLUMNS == 1 ? 80 : 0;
+constexpr int PAUSE = DISTRIBUTED ? 0 : !BACKWARD ? FORWARD_PAUSE : COLUMNS == 1 ? 80 : 0;
 constexpr int PIECES = COLUMN_TILES / 2, ODD = COLUMN_TILES % 2;  // state of two tiles: 16 bytes; of an odd one: 8
 constexpr int SEQUENCE_TILES = (COLUMNS + 7) / 8;
 constexpr int PRODUCTS = ROW_TILES * SEQUENCE_TILES;
@@ -130,20 +130,31 @@ struct Product {
         return a;
     }
 
-    // Starts to load the `state`, whether it is there or not.  Lanes beyond the last sequence load one twice.
+    // Calls a function for each piece of the state that this lane multiplies, the odd tile's word being the last of a
+    // sequence tile: with the tile, its number there, its address and whether it exists.  Lanes beyond the last sequence
+    // have the pieces of another.
+    template <typename Function> __device__ void each(Function take) const {
+        const unsigned sequence = lane_id() / 4 % COLUMNS;
+        constexpr bool WHOLE = ROW_BYTES % (32 * WARPS) == 0;
+#pragma unroll
+        for (int s = 0; s < SEQUENCE_TILES; ++s) {
+            const bool there = COLUMNS <= 8 || COLUMNS % 8 == 0 || s * 8 + sequence < COLUMNS;
+#pragma unroll
+            for (int i = 0; i < PIECES; ++i)
+                take(s, i, mine + (i * COLUMNS + s * 8) * CHUNK, there && (WHOLE || offset + i * 64 < ROW_BYTES));
+            if (ODD) take(s, PIECES, mine_odd + s * 8 * CHUNK, there && (WHOLE || odd_offset < ROW_BYTES));
+        }
+    }
+
+    // Starts to load the `state`, whether it is there or not.
     __device__ void ask(const char *state, unsigned of_step) {
         step = of_step;
         const unsigned sequence = lane_id() / 4 % COLUMNS;
         mine = state + place_in_slice(offset, sequence), mine_odd = state + place_in_slice(odd_offset, sequence);
-#pragma unroll
-        for (int s = 0; s < SEQUENCE_TILES; ++s) {
-            const bool there = COLUMNS <= 8 || COLUMNS % 8 == 0 || s * 8 + sequence < COLUMNS;
-            constexpr bool WHOLE = ROW_BYTES % (32 * WARPS) == 0;
-#pragma unroll
-            for (int i = 0; i < PIECES; ++i)
-                read(piece[s][i], mine + (i * COLUMNS + s * 8) * CHUNK, there && (WHOLE || offset + i * 64 < ROW_BYTES), step);
-            if (ODD) read(odd[s], mine_odd + s * 8 * CHUNK, there && (WHOLE || odd_offset < ROW_BYTES), step);
-        }
+        each([&](int s, int i, const char *address, bool exists) {
+            if (i < PIECES) read(piece[s][i], address, exists, step);
+            else read(odd[s], address, exists, step);
+        });
     }
 
     // sums[warp][sequence][row] = this warp's share of the recurrent matrix times the state that was asked for.
@@ -155,14 +166,14 @@ struct Product {
         bool waiting;
         do {
             waiting = false;
-#pragma unroll
-            for (int s = 0; s < SEQUENCE_TILES; ++s) {
-#pragma unroll
-                for (int i = 0; i < PIECES; ++i) waiting |= look(piece[s][i], mine + (i * COLUMNS + s * 8) * CHUNK, step);
-                if (ODD) waiting |= look(odd[s], mine_odd + s * 8 * CHUNK, step);
-            }
+            each([&](int s, int i, const char *address, bool) {
+                waiting |= i < PIECES ? look(piece[s][i], address, step) : look(odd[s], address, step);
+            });
         } while (waiting && patience.lasts());
         __syncwarp();
+        if constexpr (DISTRIBUTED) each([&](int, int i, const char *address, bool exists) {
+            if (exists) erase(address, i < PIECES ? 2 : 1);
+        });
 
         float d[CHAINS][FULL + 1][SEQUENCE_TILES][4] = {}, halves[2][SEQUENCE_TILES][4] = {};
         uint4 half;  // the last tile shared by two column tiles

@@ -11,6 +11,11 @@
 // be filled for every step.  By the time a block writes a step, all have read the last but one, as it needs what they
 // made of that; in a cluster, threads without a state of their own may be a step ahead of this, so two are too few.
 //
+// With DISTRIBUTED all blocks of a group are one cluster, and each has two buffers of the group's states in its shared
+// memory, taken in turn.  A block stores its words in those of all others, and makes words absent again once it has read
+// them.  By the time a word is written again, two steps later, it is: what the writer has read of the step between, this
+// block published after that.
+//
 // Backward exchanges GATES times as much.  There each of CLUSTER blocks multiplies one slice of it with the rows of all
 // the cluster's units, and the partial sums are reduced through distributed shared memory.
 
@@ -29,6 +34,7 @@ constexpr int ROW_BYTES = SLICE * int(sizeof(Scalar));
 constexpr int CHUNKS = (ROW_BYTES + CHUNK - 1) / CHUNK;  // of a slice
 constexpr int SLICE_BYTES = CHUNKS * COLUMNS * CHUNK;    // of a group's sequences
 constexpr int GROUP_BYTES = CLUSTER * SLICE_BYTES;
+constexpr int SHARED_STATES = DISTRIBUTED ? STATE_BUFFERS * GROUP_BYTES : 0;  // bytes
 constexpr int ROWS = BACKWARD ? CLUSTER * UNITS : GATES * UNITS;  // of a block's part of the matrix; see matrix.cuh
 constexpr int ITEMS = (UNITS * COLUMNS + THREADS - 1) / THREADS;  // (unit, sequence) pairs that a thread updates
 
@@ -96,10 +102,8 @@ struct Block {
     __device__ size_t place(size_t row, int i, int gates = 1) const {
         return (row + sequence) * (gates * HIDDEN) + unit + unsigned(sequence_of(i) * (gates * HIDDEN) + unit_of(i));
     }
-    __device__ bool begins_word(int i) const {
-        const bool exists = sequence_of(i) < COLUMNS && unit + unit_of(i) < PITCH;
-        return exists && unit_of(i) % (HALF_WORDS ? WORD / 2 : WORD) == 0;
-    }
+    __device__ bool in_word(int i) const { return sequence_of(i) < COLUMNS && unit + unit_of(i) < PITCH; }
+    __device__ bool begins_word(int i) const { return in_word(i) && unit_of(i) % (HALF_WORDS ? WORD / 2 : WORD) == 0; }
     // Calls a function with a sequence and a unit in each sector of 32 bytes of the block's results, for prefetches: a
     // multiprocessor takes 8 cycles for each of a warp.  The last threads, which have fewer updates, are the first.
     template <typename Function> __device__ void each_sector(Function take) const {
@@ -115,7 +119,8 @@ struct Block {
     // Warps without items wait until the others have published: other blocks take as long, and a poll that comes too
     // early costs another round trip.
     __device__ static void wait_for_update() {
-        if (UNITS * COLUMNS <= THREADS - 32) __syncthreads();
+        constexpr bool LOOKS = DISTRIBUTED && HELD <= 12;  // in shared memory, where little else is loaded, it costs less
+        if (UNITS * COLUMNS <= THREADS - 32 && !LOOKS) __syncthreads();
     }
     // Looks too early delay what they look for, where all blocks look for a few lines or a look is many loads.
     template <int CYCLES> __device__ static void pause() {
@@ -157,7 +162,7 @@ using Word = unsigned long long;
 struct Piece { Word word[2]; };
 
 constexpr Word ABSENT = ~0ull;
-constexpr bool TAGGED = STATE_BUFFERS > 0;
+constexpr bool TAGGED = STATE_BUFFERS > 0 && !DISTRIBUTED;
 constexpr unsigned TAG = TAGGED ? 0x1fff : 0;
 
 __device__ inline unsigned low(Word word) { return unsigned(word); }
@@ -170,37 +175,66 @@ __device__ inline bool absent(const Piece &piece, unsigned step) {
     return absent(piece.word[0], step) || absent(piece.word[1], step);
 }
 
+// Cluster barrier: all blocks have started, and none exits before all are done.
+__device__ inline void meet() {
+    if constexpr (CLUSTER > 1 || DISTRIBUTED)
+        asm volatile("barrier.cluster.arrive.aligned;\n\tbarrier.cluster.wait.aligned;" ::: "memory");
+}
+
 // From the buffer of a step to that of the next.
 __device__ inline int to_next_buffer(int step) {
-    return TAGGED && (step + 1) % (STATE_BUFFERS + !TAGGED) == 0 ? 1 - STATE_BUFFERS : 1;
+    return STATE_BUFFERS && (step + 1) % (STATE_BUFFERS + !STATE_BUFFERS) == 0 ? 1 - STATE_BUFFERS : 1;
+}
+
+#if CLUSTER > 1 || DISTRIBUTED
+#define IN_CLUSTERS __cluster_dims__(DISTRIBUTED ? BLOCKS : CLUSTER, 1, 1)
+#else
+#define IN_CLUSTERS
+#endif
+
+#if DISTRIBUTED
+#define LOAD_STATE "ld.relaxed.cluster.shared::cta"
+#else
+#define LOAD_STATE "ld.relaxed.gpu.global"
+#endif
+
+__device__ inline size_t state_address(const char *address) {
+    return DISTRIBUTED ? __cvta_generic_to_shared(address) : reinterpret_cast<size_t>(address);
 }
 
 // Polls: loads only what is absent, predicated so that many loads are in flight together.  True if it was absent.
 __device__ inline bool look(Word &word, const char *address, unsigned step) {
     const bool wanted = absent(word, step);
-    asm volatile("{ .reg .pred p; setp.ne.u32 p, %1, 0; @p ld.relaxed.gpu.global.b64 %0, [%2]; }"
-                 : "+l"(word) : "r"(unsigned(wanted)), "l"(address) : "memory");
+    asm volatile("{ .reg .pred p; setp.ne.u32 p, %1, 0; @p " LOAD_STATE ".b64 %0, [%2]; }"
+                 : "+l"(word) : "r"(unsigned(wanted)), "l"(state_address(address)) : "memory");
     return wanted;
 }
 
 __device__ inline bool look(Piece &piece, const char *address, unsigned step) {
     const bool wanted = absent(piece, step);
-    asm volatile("{ .reg .pred p; setp.ne.u32 p, %2, 0; @p ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%3]; }"
-                 : "+l"(piece.word[0]), "+l"(piece.word[1]) : "r"(unsigned(wanted)), "l"(address) : "memory");
+    asm volatile("{ .reg .pred p; setp.ne.u32 p, %2, 0; @p " LOAD_STATE ".v2.b64 {%0, %1}, [%3]; }"
+                 : "+l"(piece.word[0]), "+l"(piece.word[1]) : "r"(unsigned(wanted)), "l"(state_address(address)) : "memory");
     return wanted;
 }
 
 // The first load of a word, absent or not; zero, of any step, if it does not exist.
 __device__ inline void read(Word &word, const char *address, bool exists, unsigned step) {
-    asm volatile("{ .reg .pred p; setp.ne.u32 p, %1, 0; mov.b64 %0, {%3, %3}; @p ld.relaxed.gpu.global.b64 %0, [%2]; }"
-                 : "=&l"(word) : "r"(unsigned(exists)), "l"(address), "r"(step & TAG) : "memory");
+    asm volatile("{ .reg .pred p; setp.ne.u32 p, %1, 0; mov.b64 %0, {%3, %3}; @p " LOAD_STATE ".b64 %0, [%2]; }"
+                 : "=&l"(word) : "r"(unsigned(exists)), "l"(state_address(address)), "r"(step & TAG) : "memory");
 }
 
 __device__ inline void read(Piece &piece, const char *address, bool exists, unsigned step) {
     asm volatile("{ .reg .pred p; setp.ne.u32 p, %2, 0; mov.b64 %0, {%4, %4}; mov.b64 %1, {%4, %4};"
-                 " @p ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%3]; }"
+                 " @p " LOAD_STATE ".v2.b64 {%0, %1}, [%3]; }"
                  : "=&l"(piece.word[0]), "=&l"(piece.word[1])
-                 : "r"(unsigned(exists)), "l"(address), "r"(step & TAG) : "memory");
+                 : "r"(unsigned(exists)), "l"(state_address(address)), "r"(step & TAG) : "memory");
+}
+
+// Makes words of the block's own buffers absent again.
+__device__ inline void erase(const char *address, int words) {
+    for (int i = 0; i < words; ++i)
+        asm volatile("st.relaxed.cluster.shared::cta.b64 [%0], %1;"
+                     :: "l"(state_address(address + i * 8)), "l"(ABSENT) : "memory");
 }
 
 // A timeout of some seconds, counted in polls, not by a clock, since the GPU may be preempted.  After it a thread no
@@ -241,9 +275,23 @@ __device__ inline unsigned shown(float x) {
 }
 
 // Publishes the units of a word, one from each of consecutive lanes, at the first's `address`; all lanes must call it.
-__device__ inline void publish(float x, bool first, char *address, unsigned step) {
+// To the blocks of a cluster each lane of a word stores it for some of them.
+__device__ inline void publish(float x, bool within, bool first, char *address, unsigned step) {
     unsigned mine = (shown(x) & ~TAG) | (step & TAG);
     if (sizeof(Scalar) == 2) mine |= __shfl_down_sync(~0u, mine, 1) << 16;
+    if constexpr (DISTRIBUTED) {
+        const unsigned lane = lane_id() / WORD * WORD;
+        const unsigned lower = __shfl_sync(~0u, mine, lane), upper = __shfl_sync(~0u, mine, lane + WORD / 2);
+        if (!within) return;
+        const size_t here = reinterpret_cast<size_t>(address) & ~size_t(7);
+#pragma unroll
+        for (unsigned peer = lane_id() % WORD; peer < BLOCKS; peer += WORD) {
+            size_t there;
+            asm("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(here), "r"(peer));
+            asm volatile("st.relaxed.cluster.b64 [%0], %1;" :: "l"(there), "l"(lower | Word(upper) << 32) : "memory");
+        }
+        return;
+    }
     const Word word = HALF_WORDS ? mine : mine | Word(__shfl_down_sync(~0u, mine, WORD / 2)) << 32;
     if (!first) return;
     if (HALF_WORDS) asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" :: "l"(address), "r"(mine) : "memory");

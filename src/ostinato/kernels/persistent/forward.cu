@@ -96,7 +96,7 @@ struct Units : Block {
             const float after = next(i, product, sums, cell);
             if (live(i, rows)) h[i] = after, c[i] = cell;
             char *address = state + place_of((unit + unit_of(i)) * sizeof(Scalar), sequence_of(i));
-            publish(resets.before[i] ? 0 : h[i], begins_word(i), address, taken + 1);
+            publish(resets.before[i] ? 0 : h[i], in_word(i), begins_word(i), address, taken + 1);
         }
     }
 
@@ -116,7 +116,7 @@ struct Units : Block {
 
     __device__ void prefetch_step(const Rows &rows, const char *state) const {
         each_sector([&](int s, int u) {
-            if (!TAGGED) prefetch(state + place_of(u * sizeof(Scalar), s));
+            if (!STATE_BUFFERS) prefetch(state + place_of(u * sizeof(Scalar), s));
             if (sequence + s >= rows.live) return;
             const Scalar *pre = p.pre + (rows.first + sequence + s) * (GATES * HIDDEN) + u;
 #pragma unroll
@@ -134,19 +134,31 @@ struct Units : Block {
     }
 };
 
+// The first of a group's buffers of states: in global memory, or in the block's shared memory, to which all are copied.
+__device__ inline char *first_state(const Parameters &p, int group, void *shared) {
+    char *first = p.states + size_t(group) * GROUP_BYTES;
+    if (!DISTRIBUTED) return first;
+    for (int i = threadIdx.x; i < SHARED_STATES / 16; i += THREADS)
+        static_cast<uint4 *>(shared)[i] = reinterpret_cast<const uint4 *>(
+            first + i * 16 / GROUP_BYTES * size_t(p.groups) * GROUP_BYTES)[i % (GROUP_BYTES / 16)];
+    return static_cast<char *>(shared);
+}
+
 // grid: BLOCKS blocks for each group of COLUMNS sequences, all resident at once
-extern "C" __global__ void __launch_bounds__(THREADS, 1) recur(const Parameters p) {
+extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const Parameters p) {
     extern __shared__ uint4 shared[];
     const int block = blockIdx.x % BLOCKS, group = p.first / COLUMNS + blockIdx.x / BLOCKS;
     const int sequences = min(COLUMNS, p.batch - group * COLUMNS);
 
     float *all_sums = reinterpret_cast<float *>(shared);  // double-buffered by the step's parity, if there is room
-    Product product(p, block, shared + SUM_BUFFERS * SUMS / 4);
+    uint4 *states = shared + SUM_BUFFERS * SUMS / 4;
+    Product product(p, block, states + SHARED_STATES / 16);
     const Block own{in_register(block * UNITS), in_register(group * COLUMNS), in_register(sequences), in_register(int(threadIdx.x))};
     Units units(p, product, block, own);
     Patience patience(p.failure);
-    const size_t stride = in_register(size_t(p.groups) * GROUP_BYTES);
-    char *state = p.states + size_t(group) * GROUP_BYTES;
+    const size_t stride = in_register(DISTRIBUTED ? size_t(GROUP_BYTES) : size_t(p.groups) * GROUP_BYTES);
+    char *state = first_state(p, group, states);
+    meet();
     const auto step_of = [&](int taken) { return p.reverse ? p.steps - 1 - taken : taken; };
     const auto step_after = [&](int taken) { return step_of(min(taken + 1, p.steps - 1)); };
 
@@ -170,4 +182,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) recur(const Parameters 
     }
     units.write(rows);
     units.finish();
+    meet();
 }

@@ -52,6 +52,7 @@ class Geometry(NamedTuple):
     cluster: int = 1  # blocks that reduce their products, each over its slice of the exchanged vector
     tiles: int = 0  # of a warp; of the sparse kernel: entries, two weights of a thread
     held: int = 0  # of these in registers; the others are in shared memory
+    distributed: bool = False  # states stay in the shared memory of a cluster of all blocks of a group
     streamed: int = 0  # of the dense kernel's: read from L2 at every step, as they do not fit on chip
     sum_buffers: int = 2  # for the partial sums of a step; with one, warps wait for each other before they write theirs
     shares: int = 1  # into which the block kernel splits each strip of 16 rows
@@ -85,7 +86,12 @@ class Geometry(NamedTuple):
 
     @property
     def state_buffers(self) -> int:
-        """Buffers that the exchanged states take in turn, where tf32 numbers hold their step; 0 if each has its own."""
+        """Buffers that the exchanged states take in turn; 0 if each step has its own.
+
+        In shared memory each is cleared when it has been read; else it must show which step's numbers it holds.
+        """
+        if self.distributed:
+            return 2
         padded = self.backward and self.cluster * self.slice > GATES[self.cell] * self.pitch  # with what nobody writes
         return 4 if self.dtype == torch.float32 and not self.exact and self.path != "sparse" and not padded else 0
 
@@ -93,6 +99,10 @@ class Geometry(NamedTuple):
     def blocks(self) -> int:
         """Blocks per group."""
         return ceil_div(self.pitch, self.units * self.cluster) * self.cluster
+
+    @property
+    def blocks_of_a_cluster(self) -> int:
+        return self.blocks if self.distributed else self.cluster
 
     @property
     def row_tiles(self) -> int:
@@ -154,6 +164,7 @@ class Geometry(NamedTuple):
         sums = self.sum_buffers * rows * self.columns * 4
         state = 0 if self.path == "dense" else (self.slice + ZERO_PLACES) * self.state_bytes
         mail = 2 * (self.cluster - 1) * self.units * self.columns * 8
+        state += self.distributed * self.state_buffers * self.group_bytes
         return sums + state + mail + (self.tiles - self.held - self.streamed) * self.tile_bytes
 
     @property
@@ -252,6 +263,7 @@ class Geometry(NamedTuple):
             ("CLUSTER", self.cluster),
             ("SUM_BUFFERS", self.sum_buffers),
             ("STATE_BUFFERS", self.state_buffers),
+            ("DISTRIBUTED", int(self.distributed)),
             ("RESETS", int(resets)),
             ("OFFSETS", int(packed)),
             ("KEEPS", int(keeps)),

@@ -46,6 +46,17 @@ def _coverings(start: Geometry, batch: int, properties: Any, share: int) -> Iter
                         yield covering
 
 
+def _clusters(start: Geometry, batch: int, properties: Any, share: int) -> Iterator[Geometry]:
+    """The divisions of units and sequences among blocks in which all that share a sequence are one cluster."""
+    for units in {round_up(ceil_div(start.pitch, most), 8 // start.dtype.itemsize) for most in (4, 8, 16)}:
+        cluster = start._replace(units=units, distributed=True)
+        size = 1 << (cluster.blocks - 1).bit_length()  # another leaves as much of a GPC unused
+        resident = resident_blocks(properties, size) // share // size
+        for columns in sorted({ceil_div(batch, n) for n in range(ceil_div(batch, 8), batch + 1)}):
+            if resident:
+                yield cluster._replace(columns=columns, groups=min(resident, ceil_div(batch, columns)))
+
+
 @functools.lru_cache(maxsize=4096)
 def _entries(height: int, width: int, blocks: int, density: float, rows: int, columns: int) -> int:
     """The likely number of entries (pairs of weights) per thread of the sparse kernel, for blocks' parts of this size.
@@ -92,7 +103,10 @@ def candidates(
     """The geometries that fit a layer, assuming that the matrix is pruned evenly in such blocks."""
     shared = properties.shared_memory_per_block_optin
     rows = 1 if block is None else block[1] if start.backward else block[0]
-    for geometry in _coverings(start, batch, properties, share):
+    coverings = _coverings(start, batch, properties, share)
+    if start.path == "dense" and not start.backward and properties.major >= 9:
+        coverings = itertools.chain(coverings, _clusters(start, batch, properties, share))
+    for geometry in coverings:
         width = geometry.slice
         if geometry.path == "dense":
             half = geometry.has_half_tiles
@@ -126,6 +140,7 @@ def choose_geometry(
     *,
     backward: bool = False,
     exact: bool = True,
+    distributed: bool = True,
 ) -> Plan:
     """The fastest way to run a layer of `cell` ("rnn_tanh", "rnn_relu", "gru", "lstm") in one direction of time.
 
@@ -138,6 +153,7 @@ def choose_geometry(
         path: the only kernel to consider, "dense", "block" or "sparse"; None for the fastest.
         backward: whether the gradients go back through time, or the states forward.
         exact: whether float32 products must not be rounded to tf32.
+        distributed: whether states may stay in the shared memory of clusters.
     """
     processors, shared = properties.multi_processor_count, properties.shared_memory_per_block_optin
     available = processors * (properties.regs_per_multiprocessor * 4 + shared)
@@ -158,7 +174,12 @@ def choose_geometry(
         Geometry(name, cell, hidden_size, dtype, 0, 0, 0, backward, exact) for name in paths if path in (None, name)
     ]
     geometry = min(
-        (geometry for start in starts for geometry in candidates(start, batch, density, block, properties, share)),
+        (
+            geometry
+            for start in starts
+            for geometry in candidates(start, batch, density, block, properties, share)
+            if distributed or not geometry.distributed
+        ),
         key=lambda geometry: microseconds(geometry, batch),
         default=None,
     )
