@@ -5,7 +5,8 @@ import threading
 import pytest
 import torch
 
-from recurrent_layers import BLOCKS, CELLS, assert_same, by, flat, inputs, pruned, twin
+from ostinato.recurrent.cells import by_cells, differentiable
+from recurrent_layers import BLOCKS, CELLS, assert_same, assert_same_gradients, by, flat, inputs, make, pruned, twin
 
 
 @pytest.mark.parametrize("cell", CELLS)
@@ -102,3 +103,67 @@ def test_one_step_with_a_state_that_is_not_finite():
     hx[0, 0, 3] = torch.inf
     with torch.no_grad():
         assert_same(layer(x, hx), twin(layer)(x, hx), 1e-6)
+
+
+@by("as planned")
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("batch", [None, 1, 3, 20])
+@pytest.mark.parametrize("cell", CELLS)
+def test_one_step_with_gradients(cell, batch, device):
+    torch.manual_seed(0)
+    for options in ({}, {"num_layers": 2, "bias": False, "batch_first": True}):
+        layer = make(cell, 5, 16, **options, device=device, dtype=torch.float64)
+        other = twin(layer)
+        x, hx = inputs(layer, batch, 1, device=device)
+        given = [None, hx, (hx[0],) * 2 if cell == "LSTM" else hx]
+        if batch is not None:
+            given.append(tuple(h.mT.clone().mT for h in hx) if cell == "LSTM" else hx.mT.clone().mT)  # not contiguous
+        for state in given:
+            for _ in range(2):  # validated, then prepared
+                assert_same(layer(x, state), other(x, state), 1e-12)
+                assert_same_gradients(layer, other, x, state)
+            output, *last = flat(layer(x, state))
+            before = [h.clone() for h in last]
+            output.detach().zero_()
+            assert all(map(torch.equal, last, before))
+        launched = device == "cuda" and batch != 20
+        assert type(layer(x, hx)[0].grad_fn).__name__.startswith("_Differentiable") == launched
+
+
+@by("as planned")
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_kernels_step_has_the_gradients_of_another(cell):
+    """As few sequences take one on a GPU."""
+    torch.manual_seed(0)
+    layer = make(cell, 5, 16, num_layers=2, dtype=torch.float64)
+    x, hx = inputs(layer, 3, 1)
+    states, weights, shapes = flat((x, hx))[1:], list(layer.parameters()), ((1, 3, 16), (2, 3, 16))
+    cells = by_cells(layer.mode, 2, *shapes)
+    with torch.no_grad():
+        kernel = layer._prepared_step(x, hx, weights, 2)
+    for leaves in ([x, *states, *weights], [x, *states[:1] * len(states), *weights]):
+        leaves = [leaf.requires_grad_() for leaf in leaves]
+        split = 1 + len(states)
+        results = []
+        for step in (differentiable(kernel, cells), cells):
+            output, new = step(leaves[0], leaves[1:split], leaves[split:])
+            loss = (output * output).sum() + sum(y.sum() for y in new[-1:])
+            first = torch.autograd.grad(loss, leaves, create_graph=True)
+            second = torch.autograd.grad(first[0].square().sum(), weights, allow_unused=True)
+            results.append([output, *new, *first, *(y for y in second if y is not None)])
+        for ours, theirs in zip(*results, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+        unused = torch.autograd.grad(_Stopped.apply(results[0][0]).sum(), weights, allow_unused=True)
+        assert unused == (None,) * len(weights)
+
+
+class _Stopped(torch.autograd.Function):
+    """Lets no gradient through."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None

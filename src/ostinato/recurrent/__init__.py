@@ -4,6 +4,7 @@
 ``layers.py``        the layers: their contract, and who computes a call
 ``sequences.py``     whole sequences by persistent kernels
 ``steps.py``         one step at a time
+``cells.py``         one step by torch's cells, which have gradients
 ``weights.py``       the parameters, as they are at a call, and their masks
 ``torch_layers.py``  ``torch.nn``'s own forward
 ===================  ==========================================================

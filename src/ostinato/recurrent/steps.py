@@ -6,12 +6,12 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from ostinato.kernels.eager import Prepared, is_eager
+from ostinato.kernels.eager import Prepared, is_differentiated, is_eager
 from ostinato.kernels.persistent.cuda_step import BATCH as MOST_SEQUENCES
 from ostinato.kernels.persistent.operators import frozen_step, step_of, step_of_layers
 from ostinato.masks import masked
+from ostinato.recurrent.cells import by_cells, differentiable
 from ostinato.recurrent.torch_layers import Hidden, states_of
 from ostinato.recurrent.weights import MaskedLayers
 from ostinato.replay import recording
@@ -63,7 +63,10 @@ class StepLayers(MaskedLayers):
         states = states_of(state)
         captured = x.is_cuda and not torch.is_autocast_enabled("cuda") and torch.cuda.is_current_stream_capturing()
         if captured and x.dim() == 2 and states and not self.proj_size:
-            return self._step_by_cells(x, states)
+            # Elsewhere cuDNN's fewer launches win.
+            run = by_cells(self.mode, self.num_layers, (len(x), self.hidden_size), states[0].shape, self._dropout())
+            output, new = run(x, states, self._weights())
+            return output, tuple(new) if self.mode == "LSTM" else new[0]
         time = 1 if self.batch_first and x.dim() == 2 else 0
         output, state = self.forward(x.unsqueeze(time), state)
         return output.squeeze(time), state
@@ -80,16 +83,18 @@ class StepLayers(MaskedLayers):
         `rank` is that of x without its time dimension, if any.  Host overhead dominates here, so look-ups and copies
         are avoided.
         """
-        if torch.is_grad_enabled() or torch.compiler.is_compiling() or not isinstance(x, Tensor) or self.proj_size:
+        if torch.compiler.is_compiling() or not isinstance(x, Tensor) or self.proj_size or self.bidirectional:
             return None
-        if not x.is_cpu and (not x.is_cuda or self._buffers or x.numel() > MOST_SEQUENCES * self.input_size):
+        trained = torch.is_grad_enabled()
+        few = x.numel() <= MOST_SEQUENCES * self.input_size
+        if not x.is_cpu and (not x.is_cuda or self._buffers or not (few or trained)):
             return None
-        if self._frozen is not None and (result := self._step_frozen(x, state)) is not None:
+        if self._frozen is not None and not trained and (result := self._step_frozen(x, state)) is not None:
             return result
         states, own = states_of(state), self._unmasked_weights()
-        like = [x, *own, *states], rank, state is None, self.mode, self.num_layers, self._path
-        changing = self.training and self.dropout > 0 and self.num_layers > 1
-        run = None if self._buffers or changing else _STEPS.find(*like)
+        distinct = states[:1] if len(states) == 2 and states[0] is states[1] else states  # what is prepared needs that
+        like = [x, *own, *distinct], rank, state is None, self.mode, self.num_layers, self._path
+        run = None if self._buffers or self._dropout() else _STEPS.find(*like)
         if run is None:
             run = self._prepared_step(x, state, own, rank)
             if run is None:
@@ -99,7 +104,7 @@ class StepLayers(MaskedLayers):
         result = run(x, states, own)
         if result is None:
             return None
-        if self._frozen is not None and states and x.is_cpu:
+        if self._frozen is not None and not trained and states and x.is_cpu:
             self._freeze_step(x, states, x.numel() // self.input_size)
         output, new = result
         return output, tuple(new) if self.mode == "LSTM" else new[0]
@@ -107,6 +112,7 @@ class StepLayers(MaskedLayers):
     def _prepared_step(self, x: Tensor, state: Any, own: list[Tensor], rank: int) -> Any:
         """A function that computes a step of tensors like these, or None where the fast path does not apply.
 
+        With gradients it is torch's cells, and on a GPU, for few sequences, the kernel with the cells' gradients.
         `own` is updated to the weights that the function takes.
         """
         layers, hidden, dtype, masks = self.num_layers, self.hidden_size, x.dtype, self._buffers
@@ -116,15 +122,14 @@ class StepLayers(MaskedLayers):
             (rank != 2 and rank != 1)
             or x.numel() == 0
             or x.shape[-1] != self.input_size
-            or self.bidirectional
-            or (self.training and self.dropout and layers > 1)
+            or self._dropout()
             or len(states) != (0 if state is None else count)
             or torch.is_autocast_enabled(x.device.type)
             or not is_eager(tensors)
         ):
             return None
         for tensor in tensors:
-            if tensor.dtype != dtype or tensor.device != x.device or not tensor.is_contiguous():
+            if tensor.dtype != dtype or tensor.device != x.device:
                 return None
         batch = x.numel() // self.input_size
         shape = (layers, batch, hidden) if rank == 2 else (layers, hidden)
@@ -132,6 +137,10 @@ class StepLayers(MaskedLayers):
             if tensor.shape != shape:
                 return None
         self._check_shapes(own)
+        trained, is_contiguous = is_differentiated(tensors), all(tensor.is_contiguous() for tensor in tensors)
+        cells = by_cells(self.mode, layers, (*x.shape[:-1], hidden), shape) if trained and not masks else None
+        if not is_contiguous or (trained and (masks or x.is_cpu)):
+            return cells
 
         size, inputs, steps = len(own) // layers, self.input_size, []
         for layer in range(layers):
@@ -143,10 +152,11 @@ class StepLayers(MaskedLayers):
                 own[layer * size] = masked(self, f"weight_ih_l{layer}")
                 step = step_of(x.device, self.mode.lower(), dtype, hidden, inputs, batch, None, mask_hh, self._path)
             if step is None:
-                return None
+                return cells
             steps.append(step)
             inputs = hidden
-        return step_of_layers(x.device, steps, x, shape, count)
+        run = step_of_layers(x.device, steps, x, shape, count)
+        return run if cells is None else differentiable(run, cells)
 
     def freeze(self) -> None:
         """Assume constant weights in :meth:`step`, for use by one thread: for a frozen stepper's own copy."""
@@ -188,18 +198,6 @@ class StepLayers(MaskedLayers):
             steps.append(frozen_step(self.mode.lower(), batch, own, *masks))
         frozen.add(lambda: step_of_layers(x.device, steps, x, tuple(states[0].shape), len(states)), [x, *states])
 
-    def _step_by_cells(self, x: Tensor, states: list[Tensor]) -> tuple[Tensor, Any]:
-        """:meth:`step` of many sequences in CUDA graphs, by two GEMMs and a kernel per layer; elsewhere cuDNN's fewer
-        launches win."""
-        weights, last = self._weights(), []
-        size = len(weights) // self.num_layers
-        for layer, before in enumerate(zip(*(state.unbind(0) for state in states), strict=True)):
-            if layer and self.training and self.dropout:
-                x = F.dropout(x, self.dropout)
-            own = weights[layer * size : (layer + 1) * size]
-            cell: Any = getattr(torch, f"{self.mode.lower()}_cell")
-            after = cell(x, before if self.mode == "LSTM" else before[0], *own)
-            last.append(after if self.mode == "LSTM" else (after,))
-            x = last[-1][0]
-        new = [torch.stack(parts) for parts in zip(*last, strict=True)]
-        return x, tuple(new) if self.mode == "LSTM" else new[0]
+    def _dropout(self) -> float:
+        """What is dropped between layers now."""
+        return self.dropout if self.training and self.num_layers > 1 else 0.0

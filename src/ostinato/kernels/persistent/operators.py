@@ -132,13 +132,14 @@ def _as_given(function: Callable) -> Callable:
 
     @functools.wraps(function)
     def run(*args: Any) -> Any:
-        with _without_autocast(args[0].device.type):
+        with without_autocast(args[0].device.type):
             return function(*args)
 
     return run
 
 
-def _without_autocast(device_type: str) -> AbstractContextManager:
+def without_autocast(device_type: str) -> AbstractContextManager:
+    """Disables autocast, if it is enabled."""
     is_on = torch.is_autocast_enabled(device_type)
     return torch.autocast(device_type, enabled=False) if is_on else nullcontext()
 
@@ -377,7 +378,7 @@ def _both_backward(contexts: Sequence[Any], grads: Sequence[Sequence[Tensor | No
     calls = tuple(map(_backward_arguments, contexts, grads))
     if torch.is_grad_enabled() or not is_eager([*calls[0], *calls[1]]):
         return [_grad(ctx, *given) for ctx, given in zip(contexts, grads, strict=True)]
-    with _without_autocast(calls[0][0].device.type):
+    with without_autocast(calls[0][0].device.type):
         found = [gradients() for gradients in beside(_back_through_time, *calls)]
     return list(map(_in_place, contexts, found))
 
