@@ -31,8 +31,9 @@ static_assert(LANES <= 32 || (LANES % 32 == 0 && !LOOKS_BACK && !WIDE), "look-ba
 static_assert(LANES <= 32 || NARROW || PITCH, "warps abreast copy their steps in pieces");
 // Of compositions: one may be read while the next is written.
 constexpr int BUFFERS = STAYS ? 1 : CHAINED && !LOOKS_BACK ? 3 : 2;
-constexpr int PARTS = STAYS ? 2 : 1;  // of a tile, copied one after the other and composed as they come
+constexpr int PARTS = STAYS ? 4 : 1;  // of a tile, copied one after the other and composed as they come
 constexpr int PART = ROWS / PARTS;    // of a thread's rows
+static_assert(ROWS % PARTS == 0);
 static_assert(!STAYS || (CHAINED && !LOOKS_BACK && STAGES == 1 && NARROW && PACKING == DENSE && SEGMENTS == 1));
 
 using Element = ELEMENT;
