@@ -146,7 +146,7 @@ def _prepare(problem: Problem, parameter_dtype: torch.dtype, alignment: int) -> 
         tiles = chains * chunks
         words = 2 * (1 + tiles * geometry.group * problem.compute.itemsize // 4)  # the last is a counter
         blocks = min(tiles, geometry.resident * device.processors) if geometry.looks_back else chains * companions
-        draws = tiles + blocks if geometry.looks_back else 0
+        draws = tiles if geometry.looks_back else 0  # one for each tile, the last ones in vain
     integers = [problem.parameter_direction, *(problem.resets or (0, 0, 0)), *itertools.chain(*strides)]
     counts = problem.batch, problem.steps, problem.channels, problem.sequences, problem.directions, problem.reverse
     addresses = len(strides) + max(1, problem.parameters) + 8
@@ -154,8 +154,16 @@ def _prepare(problem: Problem, parameter_dtype: torch.dtype, alignment: int) -> 
     first = struct.Struct(f"={addresses}Q2I")
     rest = struct.pack(f"={1 + len(integers)}q6i", companions, *integers, *counts)
     return _Launch(
-        # Interleaved blocks wait for each other: a cooperative launch makes all of them resident.
-        kernel.prepared(problem.device, blocks, geometry.threads, shared, first.pack, rest, companions > 1),
+        # Blocks of one chain wait for each other: a cooperative launch makes all of them resident.
+        kernel.prepared(
+            problem.device,
+            blocks,
+            geometry.threads,
+            shared,
+            first.pack,
+            rest,
+            cooperative=geometry.looks_back or companions > 1,
+        ),
         words,
         draws,
         problem.batch * (chunks if geometry.looks_back else companions),

@@ -18,18 +18,19 @@
 //   (CHAINED 1)      aggregate of its next tile before it finishes the current one, and composes the aggregates of the
 //                    others' tiles since its own last to get its carry.  If there are as many blocks as tiles, these
 //                    stay in shared memory, where they are read twice and the results are put (STAYS 1).
-//   look-back        in between: blocks draw tiles of any chain from a counter, which balances the load, and get the
-//   (CHAINED 1,      carry by decoupled look-back over the aggregates and inclusive prefixes of earlier tiles
-//    LOOKS_BACK 1)   (single-pass scan; Merrill & Garland 2016).
+//   look-back        in between: blocks begin with the tile of their own number and draw others, of any chain, from a
+//   (CHAINED 1,      counter, which balances the load; they get the carry by decoupled look-back over the aggregates and
+//    LOOKS_BACK 1)   inclusive prefixes of earlier tiles (single-pass scan; Merrill & Garland 2016).
 //
-// Look-back cannot deadlock under any block scheduling: tiles are drawn in order and each block finishes them in that
-// order, so all tiles below a drawn one belong to running blocks; a tile waits only on lower ones; and the lowest
-// unfinished tile, which its block is working on, waits on none.  Results are deterministic: however far a block looks
-// back, the state runs forward through the same sequence of multiply-adds.
+// A cooperative launch makes all blocks of a chain resident, as they wait for each other.
 //
-// Interleaved blocks wait only for aggregates, which depend only on inputs, so a cooperative launch, with all blocks
-// resident, cannot deadlock.  The order of all products and sums depends only on the number of blocks, so results are
-// deterministic on one GPU.
+// Look-back cannot deadlock then: every block begins with its first tile at once, the others are drawn in order, and each
+// block finishes its tiles in order, so all tiles below one that is begun belong to running blocks; a tile waits only on
+// lower ones; and the lowest unfinished tile, which its block is working on, waits on none.  Results are deterministic:
+// however far a block looks back, the state runs forward through the same sequence of multiply-adds.
+//
+// Interleaved blocks wait only for aggregates, which depend only on inputs, so they cannot deadlock.  The order of all
+// products and sums depends only on the number of blocks, so results are deterministic on one GPU.
 //
 // Later tiles are prefetched to shared memory while the current one is scanned.
 //
@@ -250,18 +251,13 @@ __device__ inline void chain(const Parameters& p, Shared& shared, int chunks) {
     if constexpr (SUMS) store_sums(at, shared, first_tile, sums);
 }
 
-// Look-back: a block draws tiles of any chain from a counter, one ahead.
+// Look-back: after the tile of its own number, a block draws tiles of any chain from a counter, one ahead.
 __device__ inline void chain_looking_back(const Parameters& p, Shared& shared, int chunks) {
     const int chains = (p.channels + GROUP - 1) / GROUP * p.batch * p.directions;
     struct Tile { int chain, chunk; };
-    const auto draw = [&] { return threadIdx.x == 0 ? int(atomicAdd(p.counter, 1u) - p.drawn) : 0; };
-    const auto tell = [&](int buffer, int number) { if (threadIdx.x == 0) shared.drawn[buffer] = number; };
-    const auto drawn = [&](int buffer) -> Tile {
-        return {shared.drawn[buffer] % chains, shared.drawn[buffer] / chains};
-    };
-    tell(1, draw());
-    __syncthreads();
-    Tile tile = drawn(1);
+    const auto tile_of = [&](int number) -> Tile { return {number % chains, number / chains}; };
+    const auto draw = [&] { return threadIdx.x == 0 ? int(gridDim.x + atomicAdd(p.counter, 1u) - p.drawn) : 0; };
+    Tile tile = tile_of(blockIdx.x);
     Resets later;
     int sequence = -1;
     const auto find_sequences = [&](const Place& at, int chunk, int buffer) {
@@ -287,7 +283,7 @@ __device__ inline void chain_looking_back(const Parameters& p, Shared& shared, i
         steps.resets = later.of(at, shared, 0, chunk);
         read(at, shared, 0, buffer, chunk, of_channels, steps);
         const Composition before = shared.tile[buffer].join(at, steps.compose(at, shared, buffer, chunk));
-        tell(buffer, number);  // late, when the atomic has returned
+        if (threadIdx.x == 0) shared.drawn[buffer] = number;  // late, when the atomic has returned
         __syncthreads();
         const Published published(p, tile.chain, chunks);
         Composition all;
@@ -299,7 +295,7 @@ __device__ inline void chain_looking_back(const Parameters& p, Shared& shared, i
             if (settled) published.write_after(chunk, all, state);
             else published.write(chunk, all);
         }
-        const Tile next = drawn(buffer);
+        const Tile next = tile_of(shared.drawn[buffer]);
         const Place there(p, next.chain);
         fetch(there, Memory(there), shared, 0, next.chunk, chunks);
         find_sequences(there, next.chunk, buffer ^ 1);  // while other blocks finish the earlier tiles
