@@ -182,6 +182,8 @@ def test_what_was_measured_to_be_best_is_chosen(name):
             assert (g.lanes, g.warps, g.rows, kind) == want
     backward = choose_geometry("LinearScanBackward", 3, 2, 8, True, 4, 2000, 1024, GPUS[name])
     assert (backward.rows, backward.looks_back) == (16, True)
+    backward = choose_geometry("LinearScanBackward", 3, 4, 4, True, 3, 5000, 1000, GPUS[name])
+    assert (backward.warps, backward.rows, backward.looks_back) == (8, 20, True)
 
 
 @pytest.mark.parametrize("gpu", GPUS)

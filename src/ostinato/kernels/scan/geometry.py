@@ -346,7 +346,8 @@ def _chained(
     if packed or back_at_resets or few_companions or crowded:
         along_one_chain = 4 * chains <= device.processors and few_companions and not packed
         registers = 72 if along_one_chain or vec == 1 else 56
-        if numbers > inputs * words or (vec == 1 and along_one_chain != resets):
+        plain_backward = backward and itemsize == 4 and not (packed or resets)
+        if numbers > inputs * words or (vec == 1 and (along_one_chain != resets or plain_backward)):
             registers = 64  # with more, some are spilled
         elif along_one_chain and resets and vec == 2:
             registers = 60
