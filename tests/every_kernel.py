@@ -112,8 +112,9 @@ def projections(cell, dtype):
         x = torch.randn(first, second, inputs).to(dtype).cuda()
         weight, bias = (torch.randn(GATES[cell] * hidden, *rest).to(dtype).cuda() for rest in ((inputs,), ()))
         h0 = torch.randn(first if batch_first else second, hidden).to(dtype).cuda()
-        projected.scan(recurrence_of(cell, "positive", True), x, weight, bias, h0, batch_first)
-        projected.scan(recurrence_of(cell, "positive", False), x, weight, None, None, batch_first)
+        resets = (torch.rand(first, second) < 0.1).cuda()
+        projected.scan(recurrence_of(cell, "positive", True), x, weight, bias, h0, None, batch_first)
+        projected.scan(recurrence_of(cell, "positive", False), x, weight, None, None, resets, batch_first)
 
 
 def single_steps(cell, dtype):

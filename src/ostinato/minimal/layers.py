@@ -130,9 +130,9 @@ class _MinimalLayers(DiagonalLayers):
         weights, biases = zip(*own, strict=True)
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
         bias = None if not self.bias else biases[0] if len(biases) == 1 else torch.cat(biases)
-        if x.is_cuda and not self.bidirectional and self.sequence_group is None and offsets is None and resets is None:
+        if x.is_cuda and not self.bidirectional and self.sequence_group is None and offsets is None:
             recurrence = recurrence_of(self.cell, self.candidate, self.bias)
-            found = operators.projected_scan(x, weight, bias, h0, recurrence, batch_first, self.backend)
+            found = operators.projected_scan(x, weight, bias, h0, resets, recurrence, batch_first, self.backend)
             if found is not None:
                 return found
         if self.sequence_group is not None:

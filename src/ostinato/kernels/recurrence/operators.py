@@ -213,18 +213,25 @@ layer_scan = operator(
 
 
 def projected_scan(
-    x: Tensor, weight: Tensor, bias: Tensor | None, h0: Tensor | None, recurrence: str, batch_first: bool, backend: str
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    h0: Tensor | None,
+    resets: Tensor | None,
+    recurrence: str,
+    batch_first: bool,
+    backend: str,
 ) -> tuple[Tensor, Tensor] | None:
     """``layer_scan`` of ``x @ weight.T``, where there is a kernel for both that is faster; None elsewhere."""
     if not x.is_cuda or x.dtype.itemsize != 2 or backend not in ("auto", "cuda"):
         return None
-    if not is_eager((x, weight, bias, h0)) or kernels_on(backend, "cuda") is None:
+    if not is_eager((x, weight, bias, h0, resets)) or kernels_on(backend, "cuda") is None:
         return None
     from ostinato.kernels.recurrence import projected
 
     if not projected.covers(recurrence, x, weight, bias, h0, batch_first):
         return None
-    return projected.scan(recurrence, x, weight, bias, h0, batch_first)
+    return projected.scan(recurrence, x, weight, bias, h0, resets, batch_first)
 
 
 # linear_recurrence(recurrence, h0, cu_seqlens, resets, reverse, backend, *arguments) -> h, h_last

@@ -37,8 +37,9 @@ struct Parameters {
     const Scalar* initial;  // (sequences, channels), or null
     Scalar* h;
     Scalar* final;  // (sequences, channels)
+    const unsigned char* resets;  // with RESETS, a byte for each row: whether the state before it is zero
     Message* published;
-    Index line_stride, row_stride;  // of h
+    Index line_stride, row_stride;  // in rows, of h and of the resets
     unsigned epoch;  // the launch's number, a multiple of MARKS
     int lines, rows;  // a line is one sequence, or several concatenated
     int period;       // rows of a sequence
@@ -81,6 +82,10 @@ struct Tile {
         chunk = place / p.lines;  // past the end for a cluster's idle last block, which then skips all steps
         base = min(chunk * STEPS, p.rows - STEPS);
         skip = chunk * STEPS - base;
+    }
+    // Where a step is in h and among the resets.
+    __device__ Index row(const Parameters& p, int step) const {
+        return line * p.line_stride + (base + step) * p.row_stride;
     }
     static __device__ int count_groups(const Parameters& p) {
         constexpr int WIDTH = SHARE_WEIGHT ? CHANNELS : CHANNELS * CLUSTER;
@@ -173,6 +178,35 @@ struct Published {
     }
 };
 
+// The steps before which the state is reset.  A warp's lanes load the bytes of a tile's steps long before use, and a vote
+// makes bits of them.
+struct Resets {
+    static constexpr int WORDS = RESETS ? STEPS / 32 : 1;
+    unsigned word[WORDS] = {};  // bytes; after share(), bits
+
+    __device__ void load(const Parameters& p, const Tile& tile) {
+        if constexpr (RESETS)
+#pragma unroll
+            for (int w = 0; w < WORDS; ++w) {
+                const int step = 32 * w + threadIdx.x % 32;
+                word[w] = step >= tile.skip && tile.skip < STEPS ? p.resets[tile.row(p, step)] : 0;
+            }
+    }
+    __device__ void share() {
+#pragma unroll
+        for (int w = 0; RESETS && w < WORDS; ++w) word[w] = __ballot_sync(~0u, word[w]);
+    }
+    // A bit for each step of a run.
+    __device__ unsigned of(int run) const {
+        constexpr int RUNS = 32 / RUN;  // of a word
+        unsigned bits = 0;
+#pragma unroll
+        for (int w = 0; RESETS && w < WORDS; ++w)
+            if (run / RUNS == w) bits = word[w] >> run % RUNS * RUN;
+        return bits & ~0u >> 32 - RUN;
+    }
+};
+
 // A thread's steps, two runs for each channel.  Its rows, two of each accumulator block, are the first gate's channels,
 // then the second's.  compose() overwrites the first gate's products with a and the second's with b.
 struct Steps {
@@ -180,19 +214,21 @@ struct Steps {
     int begins[2];         // the step of each run at which a sequence begins, RUN for none
     float begin[HELD][2];  // its initial state, for each channel and run
     int skipped[2];        // leading steps of each run that are skipped
+    unsigned resets[2];    // bits of the steps before which the state is zero
 
     // The product of a gate and channel at step j of run i.
     __device__ float& at(int gate, int c, int j, int i) const {
         const int row = gate * HELD + c;
         return d[row / 2][4 * j + row % 2 * 2 + i];
     }
+    __device__ bool is_reset(int j, int i) const { return RESETS && resets[i] >> j & 1; }
     // Applies the gates and reduces each channel's runs.  With BETWEEN, sequences and tiles may begin within a run.
     template <bool BETWEEN>
     __device__ void compose(const Element::Channel (&channel)[HELD], Composition (&run)[HELD][2]) const {
 #pragma unroll
         for (int c = 0; c < HELD; ++c)
 #pragma unroll
-            for (int i = 0; i < 2; ++i) run[c][i] = {1, begin[c][i], begins[i] < RUN};
+            for (int i = 0; i < 2; ++i) run[c][i] = {1, begin[c][i], begins[i] < RUN || (RESETS && resets[i])};
 #pragma unroll
         for (int j = 0; j < RUN; ++j)
 #pragma unroll
@@ -207,6 +243,7 @@ struct Steps {
                     const float a = at(0, c, j, i) = skip ? 1 : step.a, b = at(1, c, j, i) = skip ? 0 : step.b;
                     Composition& all = run[c][i];
                     if (BETWEEN && j == begins[i]) all.b = begin[c][i];
+                    if (is_reset(j, i)) all.b = 0;
                     all.a *= a;
                     all.b = fma(a, all.b, b);
                 }
@@ -226,6 +263,7 @@ struct Steps {
 #pragma unroll
                     for (int i = 0; i < 2; ++i) {
                         if (BETWEEN && k == begins[i]) state[c][i] = begin[c][i];
+                        if (is_reset(k, i)) state[c][i] = 0;
                         state[c][i] = fma(at(0, c, k, i), state[c][i], at(1, c, k, i));
                     }
                     pairs[k - j] = pack_pair(state[c][0], state[c][1]);
@@ -284,7 +322,9 @@ __device__ inline void consume(const Parameters& p, Shared& shared, int rank, in
         const bool continues = past > 0 || tile.skip > 0;
         const bool ends = past + STEPS > p.period;  // a sequence ends within, and another begins
         const bool between = tile.skip > 0 || (ends && (past % RUN > 0 || p.period % RUN > 0));
-        Steps steps = {d, {RUN, RUN}, {}, {}};
+        Steps steps = {d, {RUN, RUN}, {}, {}, {}};
+        Resets resets;
+        resets.load(p, tile);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int local = (2 * part + i) * RUN, row = past + local;
@@ -314,6 +354,9 @@ __device__ inline void consume(const Parameters& p, Shared& shared, int rank, in
         for (int c = 0; c < HELD; ++c)
             last_tile[c] = load_message(inside[c] && tile.chunk > 0 ? here[c] - pitch : here[c]);
 
+        resets.share();
+#pragma unroll
+        for (int i = 0; i < 2; ++i) steps.resets[i] = resets.of(2 * part + i);
         Element::Channel of_channel[HELD];
 #pragma unroll
         for (int c = 0; c < HELD; ++c) of_channel[c] = Element::prepare(parameters[c]);
@@ -357,7 +400,7 @@ __device__ inline void consume(const Parameters& p, Shared& shared, int rank, in
         constexpr int LANES = OWN / 8, AT_ONCE = WARPGROUP / LANES;  // lanes that store a row; rows at once
         const int piece = thread % LANES * 8, row = thread / LANES;
         const int from = first_channel + piece < p.channels ? tile.skip : STEPS;  // the first step to be stored
-        Scalar* line = p.h + tile.line * p.line_stride + (tile.base + row) * p.row_stride + first_channel + piece;
+        Scalar* line = p.h + tile.row(p, row) * p.channels + first_channel + piece;
         meet();  // the previous tile's states have been read
         Scalar* const h = shared.h[warpgroup];
         const unsigned to = address(h + lane % 8 * PADDED_RUN + lane / 8 * OWN + warp * 8 * HELD);
@@ -368,7 +411,7 @@ __device__ inline void consume(const Parameters& p, Shared& shared, int rank, in
             return *reinterpret_cast<const uint4*>(h + row / RUN * PADDED_RUN + row % RUN * OWN + piece);
         };
 #pragma unroll
-        for (int k = 0; k < STEPS; k += AT_ONCE, line += AT_ONCE * p.row_stride)
+        for (int k = 0; k < STEPS; k += AT_ONCE, line += AT_ONCE * p.row_stride * p.channels)
             if (k + row >= from) *reinterpret_cast<uint4*>(line) = eight(k + row);
         Index sequence = tile.line * sequences + begun;
         for (int last = p.period - 1 - past; last < STEPS; last += p.period, ++sequence) {

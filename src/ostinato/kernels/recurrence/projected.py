@@ -112,12 +112,21 @@ def lines_of(first: int, second: int, batch_first: bool, tile: int) -> tuple[int
 
 
 def scan(
-    recurrence: str, x: Tensor, weight: Tensor, bias: Tensor | None, h0: Tensor | None, batch_first: bool
+    recurrence: str,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    h0: Tensor | None,
+    resets: Tensor | None,
+    batch_first: bool,
 ) -> tuple[Tensor, Tensor]:
-    """h and h_last of a layer: x is (B, T, I), or (T, B, I) unless `batch_first`, weight (G * H, I), bias (G * H,)."""
+    """h and h_last of a layer: x is (B, T, I), or (T, B, I) unless `batch_first`, weight (G * H, I), bias (G * H,).
+
+    ``resets``, bool, is laid out as x: where True, the state is zero before that step.
+    """
     dtype, device, shape, gates = x.dtype, x.get_device(), x.shape, gates_of(recurrence)
     channels = weight.shape[0] // gates
-    launch = _prepare(recurrence, dtype, device, shape, batch_first, channels)
+    launch = _prepare(recurrence, dtype, device, shape, batch_first, channels, resets is not None)
     h = x.new_empty(shape[0], shape[1], channels)
     h_last = x.new_empty(1, shape[0 if batch_first else 1], channels)
     biases = [0]
@@ -128,8 +137,12 @@ def scan(
     if h0 is not None:
         h0 = h0.contiguous()
         initial = h0.data_ptr()
+    marks = 0
+    if resets is not None:
+        resets = resets.contiguous()
+        marks = resets.data_ptr()
     maps = _tensor_map(x.data_ptr(), dtype, launch.x) + _tensor_map(weight.data_ptr(), dtype, launch.weight)
-    addresses = struct.pack(f"{len(biases) + 3}Q", *biases, initial, h.data_ptr(), h_last.data_ptr())
+    addresses = struct.pack(f"{len(biases) + 4}Q", *biases, initial, h.data_ptr(), h_last.data_ptr(), marks)
     with launching:
         memory, epoch = published_of(device, launch.words)
         rest = struct.pack("Q", memory) + launch.strides + struct.pack("I", epoch) + launch.counts
@@ -147,6 +160,7 @@ def _prepare(
     shape: tuple[int, int, int],
     batch_first: bool,
     channels: int,
+    resets: bool,
 ) -> _Launch:
     gates = gates_of(recurrence)
     tile = TILES[gates]
@@ -155,14 +169,14 @@ def _prepare(
     lines = lines_of(*shape[:2], batch_first, tile.steps)
     assert lines is not None
     (count, rows), steps, depth = lines, shape[1 if batch_first else 0], shape[2]
-    line, row = (rows, 1) if batch_first else (1, count)  # what they are apart, in rows of x and h
+    line, row = (rows, 1) if batch_first else (1, count)  # what they are apart, in rows of x, h and resets
     across, chunks = -(-channels // tile.channels), -(-rows // tile.steps)
     along = count * chunks
     if share_weight:  # a cluster's tiles are adjacent in time, else in channels
         along += along % CLUSTER
     else:
         across += across % CLUSTER
-    kernel = nvrtc.load_kernel("projected", source(recurrence), macros(recurrence, dtype), device, "a")
+    kernel = nvrtc.load_kernel("projected", source(recurrence), macros(recurrence, dtype, resets), device, "a")
     stage, states = (tile.steps + gates * tile.channels) * SLICE * 2, CONSUMERS * 8 * (run * own + 8) * 2
     shared = tile.stages * (stage + 16) + states + 1024
     # Of eight channels, the same of the next eight, and those of the next product; or the other way around.
@@ -180,7 +194,7 @@ def _prepare(
             (SLICE, 8, run if share_weight else run // CLUSTER, 1),
         ),
         ((depth, 8, third[0], fourth[0]), (depth, third[1], fourth[1]), (SLICE, 8, third[2], fourth[2])),
-        struct.pack("2q", line * channels, row * channels),
+        struct.pack("2q", line, row),
         struct.pack("5i", count, rows, steps, channels, depth),
     )
 
@@ -192,7 +206,7 @@ def source(recurrence: str) -> str:
     return shared + element_of(recurrence, False)[1] + nvrtc.source("recurrence/hopper.cuh", "recurrence/projected.cu")
 
 
-def macros(recurrence: str, dtype: torch.dtype) -> tuple[tuple[str, object], ...]:
+def macros(recurrence: str, dtype: torch.dtype, resets: bool = False) -> tuple[tuple[str, object], ...]:
     """The definitions that make it one kernel."""
     tile = TILES[gates_of(recurrence)]
     return (
@@ -202,6 +216,7 @@ def macros(recurrence: str, dtype: torch.dtype) -> tuple[tuple[str, object], ...
         ("STEPS", tile.steps),
         ("STAGES", tile.stages),
         ("CLUSTER", CLUSTER),
+        ("RESETS", int(resets)),
     )
 
 
