@@ -81,9 +81,10 @@ struct Steps {
         }
     }
 
-    // A short strip seldom has a reset: the warp then takes a path without tests for them, as long as sequences are not
-    // packed, whose ends have such paths already.
-    static constexpr bool SELDOM_RESET = RESETS && STRIP <= 32 && !STAYS && PACKING != CU_SEQLENS;
+    // A short strip seldom has a reset: the warp then takes a path without tests for them, unless sequences are packed,
+    // whose ends have such paths already, or registers are too few for two paths.
+    static constexpr bool TWO_PATHS = LOOKS_BACK ? !(RAW && BACKWARD && NARROW_SCALAR) : !CHAINED;
+    static constexpr bool SELDOM_RESET = RESETS && STRIP <= 32 && TWO_PATHS && PACKING != CU_SEQLENS;
     template <bool TESTED = true> __device__ bool is_reset(int u) const { return RESETS && TESTED && resets >> u & 1; }
     // The sequence that begins, or ends, with the thread's step u, or -1.
     template <bool CHECKED>
