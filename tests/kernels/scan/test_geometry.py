@@ -90,8 +90,14 @@ def test_chained_blocks_of_whole_rows():
         forward = choose_geometry("LinearScan", 2, 4, 4, True, 1, 65536, 256, GPUS[gpu])
         assert (forward.rows, forward.stages, forward.looks_back) == (16, 1, False)
         for element, inputs, rows in (("LinearScan", 2, 28), ("LinearScanBackward", 3, 16)):
-            halves = choose_geometry(element, inputs, 2, 8, True, 1, 1 << 20, 64, GPUS[gpu])
+            arguments = (element, inputs, 2, 8, True, 1, 1 << 20, 64, GPUS[gpu])
+            halves = choose_geometry(*arguments, resets=True)
             assert (halves.vec, halves.warps, halves.rows, halves.looks_back) == (2, 8, rows, True)
+            halves = choose_geometry(*arguments)  # no reset cuts the way of the carry short
+            assert (halves.vec, halves.warps, halves.rows, halves.looks_back) == (2, 16, max(rows, 20), True)
+            for itemsize in (2, 4):  # rows that begin anywhere
+                odd = choose_geometry(element, inputs, itemsize, 1, True, 2, 60000, 129, GPUS[gpu])
+                assert (odd.vec, odd.warps, odd.rows, odd.looks_back) == (1, 8, 20 if inputs == 3 else 32, True)
     assert chosen("A100", 2, 100000, 384)[0] == 1  # whose shared memory does not hold such a tile
 
 

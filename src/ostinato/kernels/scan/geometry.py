@@ -328,6 +328,8 @@ def _chained(
         rows = (36 // numbers - 1) | 1
         if itemsize == 2 and channels in (5, 7):  # segments begin in whole words, each in other banks
             rows = max(4, 36 // numbers // 4 * 4)
+        elif channels in (3, 6) and itemsize <= 4 and (backward or itemsize == 2):  # so do even rows of these
+            rows = 36 // numbers
         return Geometry(1, lanes, 16, rows, True, 1, narrow, 1)
     vec = min(aligned, 2) if itemsize == 2 else 1
     raw = element in CHEAP
@@ -342,14 +344,18 @@ def _chained(
         return small
     few_companions = 2 * device.processors // chains <= FEW_COMPANIONS
     crowded = raw and itemsize == 2 and lanes == 32 and chains == 1  # 16-bit aggregates are twice as long as others
-    back_at_resets = resets and lanes == 32 and (backward or chains > 2 or itemsize == 2)
-    if packed or back_at_resets or few_companions or crowded:
+    starts_anywhere = raw and aligned == 1 and itemsize <= 4
+    delayed = resets or starts_anywhere  # by tests, or by small copies
+    back_if_delayed = delayed and lanes == 32 and (backward or chains > 2 or itemsize == 2)
+    if packed or back_if_delayed or few_companions or crowded:
         along_one_chain = 4 * chains <= device.processors and few_companions and not packed
+        # A carry goes along a single chain in fewer round trips if tiles are longer; resets cut its way short.
+        longer = crowded and vec == 2 and steps > (4 if backward else 32) * LONG and not packed and not resets
         registers = 72 if along_one_chain or vec == 1 else 56
         plain_backward = backward and itemsize == 4 and not (packed or resets)
-        if numbers > inputs * words or (vec == 1 and (along_one_chain != resets or plain_backward)):
+        if numbers > inputs * words or (vec == 1 and (along_one_chain != delayed or plain_backward)):
             registers = 64  # with more, some are spilled
-        elif along_one_chain and resets and vec == 2:
+        elif vec == 2 and (longer or (along_one_chain and resets)):
             registers = 60
         pairs = Geometry(2, 32, 16, 14, True, 1, 0, 1, True)  # of channels: longer rows, and more on its way
         even = aligned > 1 and chains == 2 * sequences * -(-channels // pairs.group)
@@ -358,11 +364,12 @@ def _chained(
         if element == "LinearScanBackward" and itemsize == 4 and along_one_chain and even and fits and not resets:
             return pairs
         most = max(4, min(32, registers // numbers // 4 * 4))
-        for warps, rows in itertools.product((16, 8) if along_one_chain else (8,), range(most, most // 2 - 1, -4)):
+        many = (16, 8) if along_one_chain or longer else (8,)
+        for warps, rows in itertools.product(many, range(most, most // 2 - 1, -4)):
             back = Geometry(vec, lanes, warps, rows, True, 16 // warps, 0, 1, True)
             waves = chains * -(-steps // back.tile) / (back.resident * device.processors)
             shared = back.shared_bytes(inputs, 0, itemsize, packed)
-            if waves >= FEW_WAVES * warps / 8 and shared <= device.shared // back.resident - 1024:
+            if (longer or waves >= FEW_WAVES * warps / 8) and shared <= device.shared // back.resident - 1024:
                 return back
     if raw and lanes == 32 and words == 1:  # forward, the longer tiles of one stage are enough on their way
         rows, stages = (36 // numbers // 4 * 4, STAGES) if backward else (small.rows, 1)
