@@ -18,7 +18,7 @@ struct Units : Block {
     float dh[ITEMS], dc[ITEMS];  // gradients of the state after the next step to be processed
     float d[ITEMS][GRADS];       // of the gates at this step
     float totals[ONE_UNIT ? 1 : ITEMS][GRADS] = {};  // of the gates over all steps, of a unit's items in one
-    Span spans[ITEMS];
+    Span spans[ITEMS] = {};
     // A step's derivatives, computed before the gradients that they multiply arrive.
     float slope[ITEMS][GATES], direct[ITEMS], gate[ITEMS], through[ITEMS], given[ITEMS];
     // As loaded.
@@ -50,9 +50,10 @@ struct Units : Block {
             if (p.grad_output) grad[i] = __ldcs(p.grad_output + at);
             if (TAKES_STATE) {
                 candidate[i] = __ldcs(p.candidate + at);
+                const bool begins_here = !has_earlier || !live(i, earlier);
+                const Scalar *state = begins_here ? p.h0 : p.h;
                 before[i] = 0.0f;
-                if (has_earlier && live(i, earlier)) before[i] = __ldcs(p.h + place(earlier.first, i));
-                else if (p.h0) before[i] = p.h0[place(0, i)];
+                if (state) before[i] = __ldcs(state + place(begins_here ? 0 : earlier.first, i));
             }
             if (TAKES_CELL) {
                 cell[i] = p.cells[at];
@@ -148,11 +149,14 @@ struct Units : Block {
 
     __device__ void add(const Product &product, const float *sums, const Cluster &cluster, int step,
                         Patience &patience) {
+        float sum[ITEMS];
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i)
+            sum[i] = product.sum(sums, spans[i], cluster.rank * UNITS + unit_of(i), sequence_of_sums(i));
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
             if (!owned(i)) continue;
-            const float sum = product.sum(sums, spans[i], cluster.rank * UNITS + unit_of(i), sequence_of(i));
-            dh[i] += sum + cluster.receive(item(i), step, patience);
+            dh[i] += sum[i] + cluster.receive(item(i), step, patience);
             if (began[i]) dh[i] = dc[i] = 0;
         }
     }

@@ -11,7 +11,7 @@ struct Cluster {
 
     Word *mailbox;
     int rank;
-    Span spans[SENDS + 1];  // no array is empty
+    Span spans[SENDS + 1] = {};  // no array is empty
 
     __device__ Cluster(const Parameters &p, const Product &product, int block, uint4 *shared)
         : mailbox(reinterpret_cast<Word *>(shared)), rank(block % CLUSTER) {
@@ -30,18 +30,20 @@ struct Cluster {
     __device__ int row(int i) const { return peer(i) * UNITS + number(i) % SHARE % UNITS; }
 
     __device__ void send(const Product &product, const float *sums, int sequences, int step) {
+        float sum[SENDS + 1];
+#pragma unroll
+        for (int i = 0; i < SENDS; ++i) sum[i] = product.sum(sums, spans[i], row(i), number(i) % SHARE / UNITS);
 #pragma unroll
         for (int i = 0; i < SENDS; ++i) {
             const int item = number(i) % SHARE, sequence = item / UNITS;
             if (!sends(i) || sequence >= sequences) continue;
-            const float sum = product.sum(sums, spans[i], row(i), sequence);
             const int from = CLUSTER - 2 - number(i) / SHARE;  // distance from the peer to this block, less one
             const Word *slot = mailbox + (step % 2 * (CLUSTER - 1) + from) * SHARE + item;
             unsigned address;
             asm("mapa.shared::cluster.u32 %0, %1, %2;"
                 : "=r"(address) : "r"(unsigned(__cvta_generic_to_shared(slot))), "r"(unsigned(peer(i))));
             asm volatile("st.relaxed.cluster.shared::cluster.b64 [%0], %1;"
-                         :: "r"(address), "l"(Word(unsigned(step + 1)) << 32 | __float_as_uint(sum)) : "memory");
+                         :: "r"(address), "l"(Word(unsigned(step + 1)) << 32 | __float_as_uint(sum[i])) : "memory");
         }
     }
 

@@ -37,6 +37,8 @@ constexpr int GROUP_BYTES = CLUSTER * SLICE_BYTES;
 constexpr int SHARED_STATES = DISTRIBUTED ? STATE_BUFFERS * GROUP_BYTES : 0;  // bytes
 constexpr int ROWS = BACKWARD ? CLUSTER * UNITS : GATES * UNITS;  // of a block's part of the matrix; see matrix.cuh
 constexpr int ITEMS = (UNITS * COLUMNS + THREADS - 1) / THREADS;  // (unit, sequence) pairs that a thread updates
+constexpr int WHOLE = UNITS * COLUMNS / THREADS;  // of these every thread has: what comes of them is computed without a
+                                                  // branch, which would make each item wait for the one before
 
 struct Parameters {
     const Scalar *weight;         // (GATES * HIDDEN, HIDDEN), the recurrent matrix
@@ -94,8 +96,12 @@ struct Block {
         return ONE_UNIT ? unsigned(thread) / UNITS + i * (THREADS / UNITS) : unsigned(item(i)) / UNITS;
     }
 
-    __device__ bool owned(int i) const { return sequence_of(i) < sequences && unit + unit_of(i) < HIDDEN; }
-    __device__ bool live(int i, const Rows &rows) const { return owned(i) && sequence + sequence_of(i) < rows.live; }
+    __device__ bool owned(int i) const {
+        return sequence_of(i) < sequences && (BLOCKS * UNITS == HIDDEN || unit + unit_of(i) < HIDDEN);
+    }
+    __device__ bool live(int i, const Rows &rows) const {
+        return owned(i) && (!OFFSETS || sequence + sequence_of(i) < rows.live);
+    }
 
     // Index of this thread's item i in (rows, gates * HIDDEN); `row` is the first of the step.  Only what all threads
     // share takes 64 bits: of offsets of its own, which live through all steps, a thread would need too many registers.
@@ -108,13 +114,17 @@ struct Block {
     // multiprocessor takes 8 cycles for each of a warp.  The last threads, which have fewer updates, are the first.
     template <typename Function> __device__ void each_sector(Function take) const {
         constexpr int WIDTH = 32 / sizeof(Scalar), SECTORS = UNITS / WIDTH + (UNITS % WIDTH ? 2 : 0);  // two not aligned
-        for (int i = THREADS - 1 - thread; i < SECTORS * sequences; i += THREADS) {
-            const int u = min(i % SECTORS * WIDTH, UNITS - 1);
-            if (unit + u < HIDDEN) take(i / SECTORS, unit + u);
+#pragma unroll
+        for (int first = 0; first < SECTORS * COLUMNS; first += THREADS) {
+            const unsigned i = first + THREADS - 1 - thread;
+            const int s = i / SECTORS, u = min(int(i % SECTORS) * WIDTH, UNITS - 1);
+            if (s < sequences && (BLOCKS * UNITS == HIDDEN || unit + u < HIDDEN)) take(s, unit + u);
         }
     }
     // Whether this warp has nothing to update in a round.
-    __device__ static bool idle(int i) { return i * THREADS + warp_id() * 32 >= UNITS * COLUMNS; }
+    __device__ static bool idle(int i) { return i >= WHOLE && i * THREADS + warp_id() * 32 >= UNITS * COLUMNS; }
+    // The sequence of an item, whose sums are then read: the last where there is no item.
+    __device__ int sequence_of_sums(int i) const { return i < WHOLE ? sequence_of(i) : min(sequence_of(i), COLUMNS - 1); }
 
     // Warps without items wait until the others have published: other blocks take as long, and a poll that comes too
     // early costs another round trip.
@@ -293,9 +303,12 @@ __device__ inline void publish(float x, bool within, bool first, char *address, 
         return;
     }
     const Word word = HALF_WORDS ? mine : mine | Word(__shfl_down_sync(~0u, mine, WORD / 2)) << 32;
-    if (!first) return;
-    if (HALF_WORDS) asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" :: "l"(address), "r"(mine) : "memory");
-    else asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" :: "l"(address), "l"(word) : "memory");
+    if (HALF_WORDS)
+        asm volatile("{ .reg .pred p; setp.ne.u32 p, %0, 0; @p st.relaxed.gpu.global.b32 [%1], %2; }"
+                     :: "r"(unsigned(first)), "l"(address), "r"(mine) : "memory");
+    else
+        asm volatile("{ .reg .pred p; setp.ne.u32 p, %0, 0; @p st.relaxed.gpu.global.b64 [%1], %2; }"
+                     :: "r"(unsigned(first)), "l"(address), "l"(word) : "memory");
 }
 
 // Brings the operands of a later step into L2.  Loads return in order: one that missed L2 would delay the polls.

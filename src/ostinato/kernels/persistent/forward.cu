@@ -57,17 +57,11 @@ struct Units : Block {
         }
     }
 
-    // The next state, from the last cell state to the next.
-    __device__ float next(int i, const Product &product, const float *sums, float &cell) {
-        const int sequence = UNITS * COLUMNS % 32 ? min(sequence_of(i), COLUMNS - 1) : sequence_of(i);
-        float x[GATES], s[GATES];
+    // The state after a step, and the cell state or, of a GRU, the candidate's recurrent part.
+    __device__ float next(int i, const float (&s)[GATES], float &cell) {
+        float x[GATES];
 #pragma unroll
-        for (int g = 0; g < GATES; ++g) {
-            x[g] = widen(projected[i][g]);
-            s[g] = product.sum(sums, spans[i][g], g * UNITS + unit_of(i), sequence) + bias[i][g];
-        }
-#pragma unroll
-        for (int g = 0; g < GATES; ++g) asm volatile("" : "+f"(s[g]));  // all sums at once, then the gates
+        for (int g = 0; g < GATES; ++g) x[g] = widen(projected[i][g]);
         if constexpr (CELL == RNN_TANH) return hyperbolic_tangent(x[0] + s[0]);
         if constexpr (CELL == RNN_RELU) return x[0] + s[0] < 0 ? 0 : x[0] + s[0];
         if constexpr (KEEPS) {
@@ -87,14 +81,35 @@ struct Units : Block {
         }
     }
 
-    // A sequence without this step keeps its state.  All threads of a warp compute one, as a branch would part them.
     __device__ void update(const Rows &rows, const Product &product, const float *sums, char *state, int taken) {
+        update<0, WHOLE>(rows, product, sums, state, taken);
+        if (WHOLE < ITEMS && !idle(WHOLE)) update<WHOLE, ITEMS>(rows, product, sums, state, taken);
+    }
+
+    // Of some items.  A sequence without this step keeps its state.
+    template <int FIRST, int END>
+    __device__ void update(const Rows &rows, const Product &product, const float *sums, char *state, int taken) {
+        float s[ITEMS][GATES];
 #pragma unroll
-        for (int i = 0; i < ITEMS; ++i) {
-            if (idle(i)) continue;
+        for (int i = FIRST; i < END; ++i) {
+#pragma unroll
+            for (int g = 0; g < GATES; ++g)
+                s[i][g] = product.sum(sums, spans[i][g], g * UNITS + unit_of(i), sequence_of_sums(i)) + bias[i][g];
+        }
+#pragma unroll
+        for (int i = FIRST; i < END; ++i) {
+#pragma unroll
+            for (int g = 0; g < GATES; ++g) asm volatile("" : "+f"(s[i][g]));  // all sums at once, then the gates
+        }
+#pragma unroll
+        for (int i = FIRST; i < END; ++i) {
             float cell = c[i];
-            const float after = next(i, product, sums, cell);
-            if (live(i, rows)) h[i] = after, c[i] = cell;
+            const float after = next(i, s[i], cell);
+            if (!live(i, rows)) continue;
+            h[i] = after, c[i] = cell;
+        }
+#pragma unroll
+        for (int i = FIRST; i < END; ++i) {
             char *address = state + place_of((unit + unit_of(i)) * sizeof(Scalar), sequence_of(i));
             publish(resets.before[i] ? 0 : h[i], in_word(i), begins_word(i), address, taken + 1);
         }
