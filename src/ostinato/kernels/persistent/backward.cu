@@ -220,14 +220,16 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const
     for (int taken = 0; taken < p.steps; ++taken) {
         units.update(state, taken);
         units.wait_for_update();
+        const auto ask = [&] { product.ask(state + block % CLUSTER * SLICE_BYTES, taken); };
         const Rows written = rows;
         rows = next;
         units.differentiate(rows);
+        if (ASKS_EARLY) ask();
         if (taken + 2 < p.steps) next = fetch(taken + 2);
         if (taken + PREFETCH < p.steps)
             units.prefetch_step(Rows(p, step_of(taken + PREFETCH)), state + PREFETCH * stride);
         units.pause<PAUSE>();
-        product.ask(state + block % CLUSTER * SLICE_BYTES, taken);
+        if (!ASKS_EARLY) ask();
         units.resets.look_up(p, units, next.step);
         state += to_next_buffer(taken) * ptrdiff_t(stride);
         units.write(written);

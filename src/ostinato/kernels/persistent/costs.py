@@ -39,6 +39,7 @@ _WITHIN_CLUSTERS = _Cost(0.89, 3.67, 0.0, 0.22, 0.41, 0.39, 0.32, 0.007)  # of s
 _EXACT = {False: 4.5, True: 7.0}  # the cost factor of exact products, three of split numbers; by backward
 _BY_FMA = 1.5  # the cost factor of exact products of one sequence within clusters
 _LINES = 0.2  # microseconds per 100 blocks, beyond 32, that read the few lines of one sequence
+_ASKS_EARLY = 0.4  # microseconds that the dense kernel saves
 _STREAMED = 0.9  # microseconds per 100 kB of weights that a block of the dense kernel reads from L2
 _HALF_WORDS = 0.17  # microseconds, if blocks of the dense kernel publish their state in words of 4 bytes
 _SHARE = 0.054  # microseconds per share of a strip of a warp of the block kernel
@@ -63,6 +64,7 @@ def microseconds(geometry: Geometry, batch: int) -> float:
     step += cost.summed * geometry.row_tiles * geometry.columns / 64
     step += cost.cluster * (geometry.blocks_of_a_cluster - 1)
     if geometry.path == "dense":
+        step -= _ASKS_EARLY * geometry.asks_early
         step += _HALF_WORDS if geometry.units * geometry.dtype.itemsize % 8 and not geometry.backward else 0
         if geometry.columns == 1 and not geometry.distributed and not geometry.backward:
             step += _LINES * max(0, geometry.blocks - 32) / 1e2

@@ -25,6 +25,7 @@ THREADS = 32 * WARPS
 TILE_BYTES = 512  # of weights: 16 rows by 32 bytes of columns
 ZERO_PLACES = 16
 REGISTERS = 255  # the limit per thread
+MANY_BYTES = 64 << 10  # see Geometry.asks_early
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -94,6 +95,16 @@ class Geometry(NamedTuple):
             return 2
         padded = self.backward and self.cluster * self.slice > GATES[self.cell] * self.pitch  # with what nobody writes
         return 4 if self.dtype == torch.float32 and not self.exact and self.path != "sparse" and not padded else 0
+
+    @property
+    def asks_early(self) -> bool:
+        """Whether a backward block asks for what is exchanged before it loads the other operands of later steps.
+
+        Elsewhere a look so early finds nothing; so many bytes of so many sequences are on their way for as long.
+        """
+        size = self.slice * self.columns * self.dtype.itemsize
+        many = self.columns >= 16 and size > MANY_BYTES
+        return self.backward and self.path == "dense" and self.cluster == 1 and self.state_buffers > 0 and many
 
     @property
     def blocks(self) -> int:
@@ -261,6 +272,7 @@ class Geometry(NamedTuple):
             ("CHUNK_BYTES", self.chunk_bytes),
             ("BACKWARD", int(self.backward)),
             ("CLUSTER", self.cluster),
+            ("ASKS_EARLY", int(self.asks_early)),
             ("SUM_BUFFERS", self.sum_buffers),
             ("STATE_BUFFERS", self.state_buffers),
             ("DISTRIBUTED", int(self.distributed)),
