@@ -135,6 +135,7 @@ def recurrent_steps(cell, dtype):
 def transpositions():
     for shape in ((1, 1), (130, 31), (33, 257), (256, 64)):
         gemm.transposed(torch.randn(shape).cuda())
+        gemm.transposed(torch.randn(shape).cuda(), (torch.rand(shape[0]) < 0.5).cuda())
 
 
 def shifts():

@@ -22,7 +22,7 @@ def test_transposition_compiles_without_a_gpu():
 
 
 def test_derivatives_of_a_linear_layer(monkeypatch):
-    monkeypatch.setattr(gemm, "transposed", lambda x: x.T.contiguous())
+    monkeypatch.setattr(gemm, "transposed", lambda x, zeroed=None: x.T.contiguous())
     monkeypatch.setattr(gemm, "_is_faster_transposed", lambda *_: True)
     torch.manual_seed(0)
     inputs = [torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((2, 3, 4), (5, 4), (5,))]
@@ -33,12 +33,24 @@ def test_derivatives_of_a_linear_layer(monkeypatch):
     assert torch.autograd.gradgradcheck(gemm._Transposing.apply, inputs)
 
 
+@pytest.mark.parametrize("rows", [5, 200])
+def test_gradient_of_a_weight_without_the_zeroed_rows(rows):
+    grad, x = torch.randn(rows, 7, dtype=torch.float64), torch.randn(rows, 3, dtype=torch.float64)
+    zeroed = torch.rand(rows) < 0.5
+    x[zeroed] = torch.nan
+    want = grad[~zeroed].T @ x[~zeroed]
+    assert (gemm.gradient_of_weight(grad, x, zeroed) - want).abs().max() < 1e-12
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(1, 1), (130, 31), (33, 257), (1000, 64), (4096, 1000)])
 def test_transposition(shape):
     x = torch.randn(shape, device="cuda")
     assert torch.equal(gemm.transposed(x), x.T)
     assert torch.equal(gemm.transposed(x.T), x)
+    zeroed = torch.rand(2 * len(x), device="cuda").lt(0.3)[::2]
+    assert torch.equal(gemm.transposed(x, zeroed), torch.where(zeroed, 0.0, x.T))
+    assert torch.equal(gemm.transposed(x / 0, zeroed).isfinite().all(0), zeroed)
 
 
 @pytest.mark.gpu

@@ -80,15 +80,20 @@ def _can_transpose(device: int) -> bool:
     return torch.cuda.get_device_capability(device)[0] == 9 and nvrtc.why_no_cuda() is None
 
 
-def transposed(x: Tensor) -> Tensor:
-    """``x.T.contiguous()`` of float32 on a GPU, at the memory's speed; PyTorch's copy takes three times as long."""
+def transposed(x: Tensor, zeroed: Tensor | None = None) -> Tensor:
+    """``x.T.contiguous()`` of float32 on a GPU, at the memory's speed; PyTorch's copy takes three times as long.
+
+    Rows of x where `zeroed`, a bool tensor, count as zeros.
+    """
     x = x.contiguous()
     rows, columns = x.shape
     y = x.new_empty(columns, rows)
     blocks = -(-rows // TILE[0]) * -(-columns // TILE[1])
     macros = ("ROWS", TILE[0]), ("COLUMNS", TILE[1])
+    zeroed = None if zeroed is None else zeroed.contiguous()
+    addresses = x.data_ptr(), nvrtc.address(zeroed), y.data_ptr()
     kernel = nvrtc.load_kernel("transpose", nvrtc.source("transpose.cu"), macros, x.get_device())
-    kernel.launch(x.get_device(), blocks, 256, struct.pack("QQqq", x.data_ptr(), y.data_ptr(), rows, columns))
+    kernel.launch(x.get_device(), blocks, 256, struct.pack("QQQqq", *addresses, rows, columns))
     return y
 
 
@@ -115,11 +120,16 @@ def gradient_of_input(grad: Tensor, weight: Tensor) -> Tensor:
     return linear(grad, weight.T)
 
 
-def gradient_of_weight(grad: Tensor, x: Tensor) -> Tensor:
-    """``grad.T @ x`` of (rows, width) and (rows, channels), the weight's gradient of :func:`linear`, and as fast."""
+def gradient_of_weight(grad: Tensor, x: Tensor, zeroed: Tensor | None = None) -> Tensor:
+    """``grad.T @ x`` of (rows, width) and (rows, channels), the weight's gradient of :func:`linear`, and as fast.
+
+    Rows of x where `zeroed`, a bool tensor, count as zeros.
+    """
     eager = not _is_torchs_fastest(x) and is_eager([grad, x]) and grad.dtype == x.dtype
     if eager and not torch.is_grad_enabled() and _is_faster_transposed(x, grad.shape[1]):
-        return grad.T @ transposed(x).T
+        return grad.T @ transposed(x, zeroed).T
+    if zeroed is not None:
+        x = torch.where(zeroed[:, None], 0.0, x)
     if not eager or x.device.type != "cpu" or not _is_faster_convolved(x, grad.shape[1]):
         return grad.T @ x
     if _is_round(len(x)):

@@ -1,11 +1,12 @@
-// y[c][r] = x[r][c] of float32: a block transposes a tile, ROWS by COLUMNS, through shared memory, so that loads and
+// y[c][r] = x[r][c] of float32, 0 for the rows that are zeroed: a block transposes a tile, ROWS by COLUMNS, through shared memory, so that loads and
 // stores are coalesced.
 
 constexpr int WARPS = 8;
 
 struct Arguments {
-    const float* x;  // (rows, columns)
-    float* y;        // (columns, rows)
+    const float* x;               // (rows, columns)
+    const unsigned char* zeroed;  // (rows), or null
+    float* y;                     // (columns, rows)
     long long rows, columns;
 };
 
@@ -21,7 +22,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) transpose(const __grid_
         if (r < p.rows && c < p.columns) numbers[k] = p.x[r * p.columns + c];
     }
 #pragma unroll
-    for (int k = 0; k < ROWS / WARPS; ++k) tile[lane][warp + k * WARPS] = numbers[k];
+    for (int k = 0; k < ROWS / WARPS; ++k) {
+        const long long r = row + warp + k * WARPS;
+        tile[lane][warp + k * WARPS] = p.zeroed && r < p.rows && p.zeroed[r] ? 0.0f : numbers[k];
+    }
     __syncthreads();
 #pragma unroll
     for (int k = 0; k < COLUMNS / WARPS; ++k)

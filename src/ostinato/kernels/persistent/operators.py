@@ -314,12 +314,16 @@ def _back_through_time(*args: Any) -> Callable[[], tuple[Tensor, ...]]:
             return rows.roll(-hidden, 0) if gru else rows
 
         def of_weight_hh() -> Tensor:
-            if not x.is_cuda or offsets is not None or resets is not None:
+            if not x.is_cuda or offsets is not None:
                 return gradient_of_weight(recurrent, before())
             # The states before all steps but the first are simply rows of h; on CPUs their number would not be round.
             first, others = (slice(-batch, None), slice(-batch)) if reverse else (slice(batch), slice(batch, None))
-            found = gradient_of_weight(recurrent[others], h[batch:] if reverse else h[:-batch])
-            return found if h0 is None else found.addmm_(recurrent[first].T, h0)
+            earlier, zeroed = h[batch:] if reverse else h[:-batch], None if resets is None else resets[others]
+            found = gradient_of_weight(recurrent[others], earlier, zeroed)
+            if h0 is None:
+                return found
+            start = h0 if resets is None else torch.where(resets[first, None], 0.0, h0)
+            return found.addmm_(recurrent[first].T, start)
 
         compute: tuple[Callable[[], Any], ...] = (
             lambda: gradient_of_input(inputs, weight_ih),
