@@ -52,12 +52,12 @@ __device__ inline void raise(int group) {
 }
 
 """
-KERNEL = 'extern "C" __global__ void __launch_bounds__(THREADS, 1) recur('
+KERNEL = 'extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur('
 PATIENCE = "    Patience patience(p.failure);\n"
 ASK = "        product.ask(state, taken);\n"
 UPDATE = "        units.update(rows, product, sums, state, taken);\n"
 TAKE = "const int before = streamed_before(tile), i = tile - before;"
-WIDE = "@p ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%3];"
+WIDE = '@p " LOAD_STATE ".v2.b64 {%0, %1}, [%3];'
 ALL = ("dense", "block", "sparse")
 # What is switched off, of which kernels, and how: what stands in the source, and what is put in its place.
 SWITCHES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
@@ -76,10 +76,10 @@ SWITCHES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     ),
     "loads of 16 bytes": (
         ("dense",),
-        {WIDE: "@p ld.relaxed.gpu.global.b64 %0, [%3]; @p ld.relaxed.gpu.global.b64 %1, [%3+8];"},
+        {WIDE: '@p " LOAD_STATE ".b64 %0, [%3]; @p " LOAD_STATE ".b64 %1, [%3+8];'},
     ),
     "prefetches": (ALL, {"if (taken + PREFETCH < p.steps)": "if (false)"}),
-    "waiting before the first look": (ALL, {"if (UNITS * COLUMNS <= THREADS - 32) __syncthreads();": ""}),
+    "waiting before the first look": (ALL, {"if (UNITS * COLUMNS <= THREADS - 32 && !LOOKS) __syncthreads();": ""}),
     "columns in the order of banks": (("block", "sparse"), {}),  # which Python packs
 }
 

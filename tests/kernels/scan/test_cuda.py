@@ -114,7 +114,7 @@ def test_warps_abreast_need_rows_that_begin_alike_in_all_tensors(monkeypatch):
     def load_kernel(name, source, definitions, device):
         compiled.append(dict(definitions))
         assert nvrtc.compile_cubin(source, "sm_90", compiled[-1])
-        return SimpleNamespace(prepared=lambda *_: None)
+        return SimpleNamespace(prepared=lambda *_, **__: None)
 
     monkeypatch.setattr(launch, "describe_device", lambda index: GPUS["H200"])
     monkeypatch.setattr(nvrtc, "load_kernel", load_kernel)
