@@ -16,8 +16,9 @@ from ostinato.kernels import nvrtc
 from ostinato.kernels.recurrence import cuda as recurrence_cuda
 from ostinato.kernels.recurrence.print_cuda import element_name, print_cuda
 from ostinato.kernels.recurrence.trace import parse
-from ostinato.kernels.scan import choose_backend, cuda, geometry, launch, operators, torch_ops
-from ostinato.kernels.scan.geometry import Geometry, choose_geometry, macros
+from ostinato.kernels.scan import choice, choose_backend, cuda, launch, operators, torch_ops
+from ostinato.kernels.scan.choice import Criteria, choose_geometry
+from ostinato.kernels.scan.geometry import Geometry, macros
 from ostinato.minimal.recurrences import recurrence_of
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -66,7 +67,7 @@ def variants():
                 scalar = nvrtc.SCALARS[dtype]
                 inputs, shape = inputs_of(element), (sequences, steps, channels)
                 case = dtype.itemsize, aligned, not minimal, *shape, GPUS["H100"], packing == "CU_SEQLENS"
-                geometry = choose_geometry(name, inputs, *case)
+                geometry = choose_geometry(Criteria(name, inputs, *case))
                 far, wide = steps == 1, geometry.copies_wide(dtype.itemsize, aligned)
                 pitch = 0 if minimal else geometry.pitch(dtype.itemsize, aligned, [channels])
                 shared = geometry.shared_bytes(inputs, 3 if minimal else 0, dtype.itemsize, True, True, pitch)
@@ -162,10 +163,10 @@ def force(monkeypatch, name):
     if changes is None:
         return
     choose = launch.choose_geometry.__wrapped__
-    monkeypatch.setattr(geometry, "_staying", lambda *_: None)  # whose tiles have no other algorithm
+    monkeypatch.setattr(choice, "_staying", lambda *_: None)  # whose tiles have no other algorithm
 
-    def forced(*args):
-        return choose(*args)._replace(**changes)
+    def forced(scan):
+        return choose(scan)._replace(**changes)
 
     monkeypatch.setattr(launch, "choose_geometry", forced)
 
@@ -282,7 +283,7 @@ def test_16_bit_rows_begin_at_any_address(shape, gap, poisoned):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(110, 150, 128), (150, 300, 128), (16, 12000, 64), (1, 5000, 64)], ids=str)
 def test_scans_of_many_channels_or_steps_match_the_reference(dtype, shape, long, poisoned, monkeypatch):
-    monkeypatch.setattr(geometry, "LONG", long)
+    monkeypatch.setattr(choice, "LONG", long)
     monkeypatch.setattr(launch, "choose_geometry", choose_geometry.__wrapped__)
     force(monkeypatch, "chosen")
     torch.manual_seed(0)

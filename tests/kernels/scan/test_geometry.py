@@ -5,7 +5,8 @@ import itertools
 import pytest
 
 from gpus import GPUS
-from ostinato.kernels.scan.geometry import Geometry, choose_geometry
+from ostinato.kernels.scan.choice import Criteria, choose_geometry
+from ostinato.kernels.scan.geometry import Geometry
 
 INPUTS = {  # tensors read by each element
     "LinearScan": 2,
@@ -23,7 +24,7 @@ def test_streaming_blocks_ask_for_as_much_memory_as_is_on_its_way():
     for name, device in GPUS.items():
         for element, inputs, itemsize in (("LinearScan", 2, 4), ("LinearScanBackward", 3, 4), ("LinearScan", 2, 2)):
             for shape in ((8, 2048, 1536), (128, 512, 256), (64, 2048, 512), (512, 1000, 64)):
-                geometry = choose_geometry(element, inputs, itemsize, 8, False, *shape, device)
+                geometry = choose_geometry(Criteria(element, inputs, itemsize, 8, False, *shape, device))
                 assert not geometry.chained
                 blocks = shape[0] * -(-shape[2] // geometry.group)
                 of_block = geometry.stages * inputs * geometry.tile * geometry.group * itemsize
@@ -43,8 +44,8 @@ def test_16_bit_scans_take_what_was_measured_fastest(gpu, shape):
         ("Generated2", (2, 4), split),
         ("Generated3", (3, 5), split),
     ):
-        forward = choose_geometry(element, inputs[0], 2, 8, False, *shape, GPUS[gpu])
-        backward = choose_geometry(f"{element}Backward", inputs[1], 2, 8, False, *shape, GPUS[gpu])
+        forward = choose_geometry(Criteria(element, inputs[0], 2, 8, False, *shape, GPUS[gpu]))
+        backward = choose_geometry(Criteria(f"{element}Backward", inputs[1], 2, 8, False, *shape, GPUS[gpu]))
         assert tuple((*g[:4], g.stages) for g in (forward, backward)) == want
         assert not forward.chained
         assert forward.copies_wide(2, 8)
@@ -56,7 +57,7 @@ def test_a_block_alone_asks_for_as_much_as_is_on_its_way_and_little_more():
     for name in ("A100", "H100", "H200", "B200"):
         device = GPUS[name]
         for element, inputs in (("LinearScan", 2), ("LinearScanBackward", 3)):
-            g = choose_geometry(element, inputs, 2, 8, False, device.processors, 4096, 128, device)
+            g = choose_geometry(Criteria(element, inputs, 2, 8, False, device.processors, 4096, 128, device))
             assert (g.warps, g.resident) == (8, 1)
             flying = device.processors * g.stages * inputs * g.tile * g.group * 2
             assert flying >= 1.1e-6 * device.bandwidth
@@ -65,7 +66,7 @@ def test_a_block_alone_asks_for_as_much_as_is_on_its_way_and_little_more():
 
 def test_long_32_bit_backward_passes():
     def chosen(gpu, *shape):
-        g = choose_geometry("LinearScanBackward", 3, 4, 4, True, *shape, GPUS[gpu])
+        g = choose_geometry(Criteria("LinearScanBackward", 3, 4, 4, True, *shape, GPUS[gpu]))
         return g.vec, g.warps, g.rows, g.stages, "looks back" if g.looks_back else "streams"
 
     looks_back = 2, 8, 8, 1, "looks back"
@@ -79,7 +80,7 @@ def test_long_32_bit_backward_passes():
 
 def test_chained_blocks_of_whole_rows():
     def chosen(gpu, *shape, **settings):
-        g = choose_geometry("LinearScanBackward", 3, 4, 4, True, *shape, GPUS[gpu], **settings)
+        g = choose_geometry(Criteria("LinearScanBackward", 3, 4, 4, True, *shape, GPUS[gpu], **settings))
         return g.vec, g.warps, g.rows, g.stages, g.looks_back
 
     for gpu in ("H100", "H200"):
@@ -87,16 +88,16 @@ def test_chained_blocks_of_whole_rows():
         assert chosen(gpu, 2, 100000, 384, resets=True)[:3] == (1, 16, 24)
         assert chosen(gpu, 2, 100000, 352)[0] == 1  # pairs would leave half of a block without channels
         assert chosen(gpu, 1, 65536, 256) == (1, 8, 12, 2, False)
-        forward = choose_geometry("LinearScan", 2, 4, 4, True, 1, 65536, 256, GPUS[gpu])
+        forward = choose_geometry(Criteria("LinearScan", 2, 4, 4, True, 1, 65536, 256, GPUS[gpu]))
         assert (forward.rows, forward.stages, forward.looks_back) == (16, 1, False)
         for element, inputs, rows in (("LinearScan", 2, 28), ("LinearScanBackward", 3, 16)):
             arguments = (element, inputs, 2, 8, True, 1, 1 << 20, 64, GPUS[gpu])
-            halves = choose_geometry(*arguments, resets=True)
+            halves = choose_geometry(Criteria(*arguments, resets=True))
             assert (halves.vec, halves.warps, halves.rows, halves.looks_back) == (2, 8, rows, True)
-            halves = choose_geometry(*arguments)  # no reset cuts the way of the carry short
+            halves = choose_geometry(Criteria(*arguments))  # no reset cuts the way of the carry short
             assert (halves.vec, halves.warps, halves.rows, halves.looks_back) == (2, 16, max(rows, 20), True)
             for itemsize in (2, 4):  # rows that begin anywhere
-                odd = choose_geometry(element, inputs, itemsize, 1, True, 2, 60000, 129, GPUS[gpu])
+                odd = choose_geometry(Criteria(element, inputs, itemsize, 1, True, 2, 60000, 129, GPUS[gpu]))
                 assert (odd.vec, odd.warps, odd.rows, odd.looks_back) == (1, 8, 20 if inputs == 3 else 32, True)
     assert chosen("A100", 2, 100000, 384)[0] == 1  # whose shared memory does not hold such a tile
 
@@ -104,7 +105,7 @@ def test_chained_blocks_of_whole_rows():
 def test_a_long_scan_of_unevenly_many_chains_looks_back():
     def looks_back(batch, steps, channels, gpu="H200", aligned=4, packed=False):
         arguments = (True, batch, steps, channels, GPUS[gpu], packed)
-        return choose_geometry("LinearScan", 2, 4, aligned, *arguments).looks_back
+        return choose_geometry(Criteria("LinearScan", 2, 4, aligned, *arguments)).looks_back
 
     assert looks_back(8, 4096, 1536)  # 192 chains on 132 multiprocessors
     assert not looks_back(8, 2048, 1536)
@@ -120,12 +121,14 @@ def test_a_block_with_a_multiprocessor_to_itself_has_all_registers():
     for (batch, channels), resident in {(8, 1536): 1, (16, 1536): 2}.items():
         for resets in (False, True):
             arguments = (2, 2, 8, True, batch, 4096, channels, GPUS["H200"], False, resets)
-            assert choose_geometry("LinearScan", *arguments).resident == resident
+            assert choose_geometry(Criteria("LinearScan", *arguments)).resident == resident
 
 
 def test_aligned_rows_are_copied_in_pieces_of_16_bytes():
     for itemsize in (2, 4, 8):
-        geometry = choose_geometry("LinearScan", 2, itemsize, 16 // itemsize, True, 128, 512, 256, GPUS["H200"])
+        geometry = choose_geometry(
+            Criteria("LinearScan", 2, itemsize, 16 // itemsize, True, 128, 512, 256, GPUS["H200"])
+        )
         assert not geometry.chained
         assert geometry.copies_wide(itemsize, 16 // itemsize)
         assert not geometry.copies_wide(itemsize, 8 // itemsize)
@@ -139,7 +142,7 @@ def test_geometries_fit_the_gpu():
             ((8, 4096, 1536), (1, 1 << 20, 64), (1, 1 << 24, 1), (3, 5000, 1000), (1, 1, 1), (9999, 7, 3)),
         ):
             for gapless in (False, True):
-                geometry = choose_geometry(element, inputs, itemsize, 1, gapless, *shape, device)
+                geometry = choose_geometry(Criteria(element, inputs, itemsize, 1, gapless, *shape, device))
                 assert geometry.narrow in (0, shape[2])
                 assert geometry.lanes * geometry.vec >= min(geometry.narrow, shape[2])
                 assert 32 * geometry.warps <= 1024
@@ -183,12 +186,12 @@ def test_what_was_measured_to_be_best_is_chosen(name):
     for resets, cases in ((False, measured), (True, with_resets)):
         for (shape, itemsize), want in cases.items():
             aligned = min(16 // itemsize, shape[2] & -shape[2])
-            g = choose_geometry("LinearScan", 2, itemsize, aligned, True, *shape, GPUS[name], resets=resets)
+            g = choose_geometry(Criteria("LinearScan", 2, itemsize, aligned, True, *shape, GPUS[name], resets=resets))
             kind = "streams" if not g.chained else "looks back" if g.looks_back else "turns"
             assert (g.lanes, g.warps, g.rows, kind) == want
-    backward = choose_geometry("LinearScanBackward", 3, 2, 8, True, 4, 2000, 1024, GPUS[name])
+    backward = choose_geometry(Criteria("LinearScanBackward", 3, 2, 8, True, 4, 2000, 1024, GPUS[name]))
     assert (backward.rows, backward.looks_back) == (16, True)
-    backward = choose_geometry("LinearScanBackward", 3, 4, 4, True, 3, 5000, 1000, GPUS[name])
+    backward = choose_geometry(Criteria("LinearScanBackward", 3, 4, 4, True, 3, 5000, 1000, GPUS[name]))
     assert (backward.warps, backward.rows, backward.looks_back) == (8, 20, True)
 
 
@@ -197,7 +200,7 @@ def test_tiles_stay_in_shared_memory_where_it_holds_all(gpu):
     device, found = GPUS[gpu], []
     for sequences, steps, channels in ((8, 2048, 255), (1, 1100, 65), (3, 5000, 1001), (64, 2048, 255), (2, 900, 1023)):
         for element, inputs in (("LinearScan", 2), ("LinearScanBackward", 3)):
-            g = choose_geometry(element, inputs, 2, 1, True, sequences, steps, channels, device)
+            g = choose_geometry(Criteria(element, inputs, 2, 1, True, sequences, steps, channels, device))
             if g.stays:
                 found.append((sequences, channels))
                 assert g.narrow == channels <= g.lanes
@@ -226,7 +229,7 @@ def test_rows_copied_in_pieces_do_not_share_any():
 @pytest.mark.parametrize("gpu", ["H100", "H200"])
 def test_a_training_over_changing_lengths_compiles_four_kernels(gpu, hidden, itemsize):
     chosen = {
-        (element, choose_geometry(element, inputs, itemsize, 8, False, batch, steps, hidden, GPUS[gpu]))
+        (element, choose_geometry(Criteria(element, inputs, itemsize, 8, False, batch, steps, hidden, GPUS[gpu])))
         for element, inputs in (("Generated2", 2), ("Generated2Backward", 4))
         for batch in range(1, 65, 7)
         for steps in range(5, 2049, 31)

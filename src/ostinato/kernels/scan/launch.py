@@ -1,6 +1,6 @@
 """The scan kernel's launch: its parameters, and the memory in which chained blocks tell each other their states.
 
-The kernel is in ``scan.cu``, its operations in ``elements.cuh``, its launch geometry in ``geometry.py``; every
+The kernel is in ``scan.cu``, its operations in ``elements.cuh``, its launch geometry in ``choice.py``; every
 combination of operation, dtype and geometry is compiled on first use (:mod:`ostinato.kernels.nvrtc`).
 """
 
@@ -17,7 +17,8 @@ from torch import Tensor
 
 from ostinato.kernels import nvrtc
 from ostinato.kernels.nvrtc import SCALARS, address
-from ostinato.kernels.scan.geometry import Device, Geometry, choose_geometry, macros, row_offset
+from ostinato.kernels.scan.choice import Criteria, Device, choose_geometry
+from ostinato.kernels.scan.geometry import Geometry, macros, row_offset
 
 Strides = tuple[int, int, int]  # of batch, time and direction
 MAX_STEPS = (1 << 31) - (1 << 20)  # the kernel counts steps, up to a tile past the last, in 32 bits
@@ -98,7 +99,7 @@ def _prepare(problem: Problem, parameter_dtype: torch.dtype, alignment: int) -> 
     packed = problem.packing == "CU_SEQLENS"
     rows = [time for _, time, _ in strides]
     congruent = problem.packing != "OFFSETS" and row_offset(itemsize, rows) is not None
-    geometry = choose_geometry(
+    criteria = Criteria(
         problem.element,
         len(problem.inputs),
         itemsize,
@@ -112,6 +113,7 @@ def _prepare(problem: Problem, parameter_dtype: torch.dtype, alignment: int) -> 
         problem.resets is not None,
         congruent,
     )
+    geometry = choose_geometry(criteria)
     pitch = geometry.pitch(itemsize, aligned, rows) if congruent else 0
     sums = problem.parameters if problem.backward else 0
     tensors = len(problem.inputs), sums, itemsize, packed, problem.resets is not None, pitch

@@ -1,0 +1,357 @@
+"""The one place where a scan's algorithm and the shape of its tiles are chosen, by rules in order of precedence.
+
+Each rule returns a geometry where it applies, else None.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ostinato.kernels.scan.geometry import Geometry
+
+LATENCY = 1.1e-6  # of memory under load, seconds
+STAGES = 2  # tiles that a block prefetches
+SHORT, LONG = 4, 4096  # steps: lengths between these share a geometry, as every kernel takes time to compile
+FILLED = 0.7  # of the multiprocessors need a block of eight warps
+FULL = 0.9  # of the last wave, where a block has a multiprocessor to itself
+FEW_WAVES = 3  # waves of tiles: with fewer, drawing tiles from a counter balances nothing
+FEW_COMPANIONS = 24  # blocks per chain: with no more, look-back is faster than interleaved tiles
+LINEAR = ("LinearScan", "LinearScanBackward")
+CHEAP = (*LINEAR, "LogLinearScan")  # to read twice
+THREADS = 384  # a multiprocessor's occupancy target, with as many registers as they need
+
+
+class Device(NamedTuple):
+    """The properties of a GPU that the choice depends on."""
+
+    processors: int
+    bandwidth: float  # memory bandwidth, bytes a second
+    shared_of_block: int  # bytes of shared memory that one block can have
+    shared: int  # bytes of shared memory of a multiprocessor
+
+    @property
+    def in_flight(self) -> float:
+        """Bytes that each multiprocessor has on their way when memory is busy (Little's law)."""
+        return self.bandwidth * LATENCY / self.processors
+
+
+class Criteria(NamedTuple):
+    """A scan as far as the choice depends on it."""
+
+    element: str  # the operation, a struct of ``elements.cuh``, or GeneratedN(Backward) of N tensors
+    inputs: int  # tensors that it reads
+    itemsize: int  # bytes of an element
+    aligned: int  # the widest vector access that alignment allows, in channels, a power of two
+    gapless: bool  # whether each sequence is contiguous in memory
+    sequences: int  # independent ones, times directions
+    steps: int
+    channels: int
+    device: Device
+    packed: bool = False  # whether many sequences are packed in one by cu_seqlens
+    resets: bool = False  # whether there is a mask of resets
+    congruent: bool = True  # whether all tensors have the same row_offset, and rows are not found by offsets
+
+    @property
+    def backward(self) -> bool:
+        return self.element.endswith("Backward")
+
+    @property
+    def words(self) -> int:
+        """Registers of a number."""
+        return max(1, self.itemsize // 4)
+
+    @property
+    def computed(self) -> int:
+        """Registers of what a channel's step composes."""
+        return (self.inputs if self.backward else 2) * self.words
+
+    def numbers(self, vec: int) -> int:
+        """Registers of a step of `vec` channels as a chained tile keeps it: its inputs, or what they compute."""
+        if self.element in CHEAP:
+            return self.inputs * self.words
+        return self.computed * vec
+
+    def chains(self, geometry: Geometry) -> int:
+        """Groups of channels that are scanned apart, each by a block or by several."""
+        return self.sequences * -(-self.channels // geometry.group)
+
+    def waves(self, geometry: Geometry) -> float:
+        """How many tiles each of the resident blocks has."""
+        tiles = self.chains(geometry) * -(-self.steps // geometry.tile)
+        return tiles / (geometry.resident * self.device.processors)
+
+    def fits(self, geometry: Geometry) -> bool:
+        """Whether a multiprocessor's shared memory holds all blocks that are to be resident."""
+        shared = geometry.shared_bytes(self.inputs, 0, self.itemsize, self.packed)
+        return shared <= self.device.shared // geometry.resident - 1024
+
+
+@functools.lru_cache(maxsize=4096)
+def choose_geometry(scan: Criteria) -> Geometry:
+    """Choose the algorithm and the shape of its tiles: what the first rule that applies returns.
+
+    A streaming block scans the tiles of its chain serially, about a microsecond each, even if the GPU is otherwise
+    idle; a chained tile takes three, but all blocks work in parallel.  So streaming is chosen where the chains fill
+    the GPU, and where sequences are short.
+    """
+    streaming = _first(scan, _stream_narrow, _stream_two_warps_abreast, _stream_halves, _stream)
+    if not _leaves_processors_idle(scan, streaming):
+        return _spread_evenly(scan, streaming) or streaming
+    return _first(scan, _staying, _chain_narrow, _look_back_shortly, _look_back_in_pairs, _look_back, _interleave)
+
+
+def _first(scan: Criteria, *rules: Callable[[Criteria], Geometry | None]) -> Geometry:
+    return next(geometry for rule in rules if (geometry := rule(scan)))
+
+
+def _leaves_processors_idle(scan: Criteria, streaming: Geometry) -> bool:
+    """Whether chains are too few for all multiprocessors, and so long that blocks had better share them."""
+    processors = scan.device.processors
+    if streaming.narrow:
+        return scan.sequences * scan.channels < 32 * processors and scan.steps > 8 * streaming.tile
+    least = FILLED * processors if streaming.warps == 8 else processors
+    return scan.chains(streaming) < least and scan.steps > 4 * streaming.tile
+
+
+def _lanes_across(channels: int, vec: int) -> int:
+    return min(32, 1 << (-(-channels // vec) - 1).bit_length())
+
+
+def _power_of_two(x: float, least: int, most: int) -> int:
+    return max(least, min(most, 1 << max(0, round(math.log2(max(x, 1))))))
+
+
+# Streaming: tiles such that the resident blocks have as many bytes on their way as Little's law asks for.
+
+
+def _stream_narrow(scan: Criteria) -> Geometry | None:
+    """Sequences of few channels: two warps each, for short barriers and many blocks.
+
+    With an odd number of rows a warp's shared-memory reads are free of bank conflicts.
+    """
+    if not scan.gapless or scan.channels >= 8:
+        return None
+    lanes = _lanes_across(scan.channels, 1)
+    warps, rows = 2, 11
+    while rows > 1 and (32 // lanes) * (rows - 2) * warps >= scan.steps:
+        rows -= 2
+    return Geometry(1, lanes, warps, rows, resident=512 // (32 * warps), narrow=scan.channels)
+
+
+def _stream_two_warps_abreast(scan: Criteria) -> Geometry | None:
+    """Rows of 16 bits that begin anywhere, but in all tensors alike, are copied whole, by two warps abreast."""
+    unaligned = scan.itemsize * scan.aligned < 4 and scan.channels > 32
+    if not (scan.element in LINEAR and unaligned and scan.congruent):
+        return None
+    warps, resident = (2, 4) if scan.backward else (4, 2)
+    return Geometry(1, 64, warps, 8, resident=resident, stages=STAGES)
+
+
+def _stream_halves(scan: Criteria) -> Geometry | None:
+    """Rows of two full lines of 16 bits, with twice the warps for their arithmetic, if they fill the GPU or are long.
+
+    Over a long sequence blocks drift apart, so that L2 would lose the other half of a line before it is used.
+    """
+    whole = Geometry(4, 32, 8, 4 if scan.backward else 8, resident=2, stages=STAGES)
+    fits = whole.shared_bytes(scan.inputs, 0, scan.itemsize) <= scan.device.shared_of_block
+    if not (_is_halved(scan) and scan.channels > 64 and scan.steps > SHORT and fits):
+        return None
+    waves = scan.chains(whole) / scan.device.processors
+    if scan.element in LINEAR and (waves >= FILLED or scan.steps > LONG):
+        return whole._replace(warps=4, rows=8) if waves > 1 else _alone(scan, whole, max(waves, FILLED))
+    generated = scan.element.startswith("Generated") and scan.backward and scan.inputs <= 5
+    if generated and scan.steps >= LONG and not scan.resets and waves >= FULL * math.ceil(waves):
+        return whole._replace(resident=1)  # its factors take more than 128 registers
+    return None
+
+
+def _is_halved(scan: Criteria) -> bool:
+    """Whether a lane's eight bytes are more 16-bit channels than its registers compute well."""
+    return scan.itemsize == 2 and scan.aligned >= 8
+
+
+def _alone(scan: Criteria, whole: Geometry, waves: float) -> Geometry:
+    """Tiles of a block that has a multiprocessor to itself, with all the registers that it can use.
+
+    It has as many stages as Little's law asks for, and no more: on an H100, half as much again on its way as that made
+    the memory a tenth slower.
+    """
+    row = scan.inputs * whole.warps * whole.group * scan.itemsize
+    wanted = scan.device.in_flight / waves / row
+    rows = whole.rows if wanted > 1.5 * whole.rows else 4
+    return whole._replace(resident=1, rows=rows, stages=max(STAGES, math.ceil(wanted / rows)))
+
+
+def _stream(scan: Criteria) -> Geometry:
+    """A lane moves up to eight bytes, so that a warp's row is two full lines.
+
+    Of 16 bits, narrower vectors spread a scan over more threads, where it would fill the GPU badly or computes or tests
+    much besides, and 16-byte copies that bring whole lines into L2 make up for rows of half a line.
+    """
+    halved, processors = _is_halved(scan), scan.device.processors
+    vec = 2 if halved else min(scan.aligned, 8 // scan.itemsize)
+    lanes = min(_lanes_across(scan.channels, vec), 16 if halved else 32)
+    segments, warps = 32 // lanes, 4
+    least, most = (4, 8) if scan.backward else (8, 16)
+    longer = Geometry(vec, lanes, warps, most, resident=2)
+    blocks = scan.chains(longer)
+    at_once = min(max(blocks / processors, 1), 4)  # blocks of a multiprocessor
+    wanted = scan.device.in_flight / at_once
+    enough = longer.tile * longer.group * scan.inputs * scan.itemsize >= wanted  # one tile on its way
+    long_backward = scan.element == "LinearScanBackward" and scan.itemsize == 4 and scan.steps >= LONG
+    if long_backward and at_once < FULL * 2 and enough:
+        return longer
+    tile = _power_of_two(wanted / (STAGES * scan.inputs * lanes * vec * scan.itemsize), 4, 64)
+    rows = _power_of_two(tile / (warps * segments), least, 4 if scan.inputs > 3 else most)
+    if scan.steps <= min(SHORT, segments * rows) and blocks > 4 * processors:
+        warps = 1  # more would have no steps
+    threads = 512 if halved and rows * vec <= 8 else THREADS  # few steps need few registers
+    return Geometry(vec, lanes, warps, rows, resident=threads // (32 * warps), stages=STAGES)
+
+
+def _spread_evenly(scan: Criteria, streaming: Geometry) -> Geometry | None:
+    """Tiles of whole steps drawn by look-back, which keeps all multiprocessors busy to the end of a long scan.
+
+    That is where streaming leaves some of them with more chains than others; backward, whose blocks read half as much
+    again at a step, where the last wave is emptier or time longer still.
+    """
+    if scan.element not in LINEAR or scan.itemsize != 4 or scan.packed:
+        return None
+    waves, long = scan.chains(streaming) / scan.device.processors, scan.steps // LONG
+    filled = waves / math.ceil(waves)
+    if scan.backward:
+        uneven = (long >= 8 and filled < FULL) or (long >= 1 and filled < FILLED)
+    else:
+        uneven = long >= 1 and filled < FULL
+    back = Geometry(2, 32, 8, 8 if scan.backward else 16, chained=True, resident=2, looks_back=True)
+    return back if uneven and scan.fits(back) and streaming.group == back.group else None
+
+
+# Chained: one wave of blocks, with tiles as long as their registers hold.
+
+
+def _staying(scan: Criteria) -> Geometry | None:
+    """A tile of whole rows for each block, if the shared memory of all multiprocessors holds them all at once."""
+    unaligned = scan.itemsize * scan.aligned < 4 and scan.channels > 16
+    if not (scan.gapless and scan.element in CHEAP and unaligned) or scan.packed:
+        return None
+    lanes = 32 * -(-scan.channels // 32)
+    for most, warps in itertools.product((8, 32), range(1, min(1024 // lanes, 15) + 1)):  # by the number of barriers
+        geometry = Geometry(1, lanes, warps, 32, chained=True, narrow=scan.channels, stays=True)
+        chunks = -(-scan.steps // geometry.tile)
+        fits = geometry.shared_bytes(scan.inputs, 0, scan.itemsize) <= scan.device.shared_of_block
+        # Each warp reads a part of the others' messages.
+        if fits and scan.sequences * chunks <= scan.device.processors and chunks - 1 <= most * warps:
+            return geometry
+    return None
+
+
+def _chain_narrow(scan: Criteria) -> Geometry | None:
+    """Sequences of few channels, or of eight that are stored in pieces of 16 bytes as narrower ones are."""
+    channels, numbers = scan.channels, scan.computed
+    eight = channels == 8 and scan.itemsize <= 4 and not scan.packed
+    if not scan.gapless or not (channels < 8 or eight):
+        return None
+    lanes = _lanes_across(channels, 1)
+    if lanes == channels:  # odd rows, against bank conflicts
+        stages = 1 if lanes <= 2 or (scan.backward and lanes == 8) else STAGES  # by registers
+        rows = ((40 if lanes <= 2 else 36) // numbers - 1) | 1
+        return Geometry(1, lanes, 8, rows, chained=True, resident=2, narrow=channels, stages=stages)
+    rows = (36 // numbers - 1) | 1
+    if scan.itemsize == 2 and channels in (5, 7):  # segments begin in whole words, each in other banks
+        rows = max(4, 36 // numbers // 4 * 4)
+    elif (
+        channels in (3, 6) and scan.itemsize <= 4 and (scan.backward or scan.itemsize == 2)
+    ):  # so do even rows of these
+        rows = 36 // numbers
+    return Geometry(1, lanes, 16, rows, chained=True, narrow=channels)
+
+
+def _chained_tile(scan: Criteria, warps: int = 8) -> Geometry:
+    """A tile of which a thread keeps two, raw or computed, in half of the 128 registers that each of 512 has."""
+    vec = min(scan.aligned, 2) if scan.itemsize == 2 else 1
+    rows = max(4, 1 << (32 // scan.numbers(vec)).bit_length() - 1)
+    lanes = _lanes_across(scan.channels, vec)
+    return Geometry(vec, lanes, warps, rows, chained=True, resident=16 // warps, stages=STAGES)
+
+
+def _look_back_shortly(scan: Criteria) -> Geometry | None:
+    """Short scans of 16 bits: look-back keeps one tile, so a backward pass has a longer one in the other's place."""
+    if scan.steps > LONG or scan.itemsize != 2:
+        return None
+    tile = _chained_tile(scan)
+    return tile._replace(rows=2 * tile.rows if scan.backward else tile.rows, stages=1, looks_back=True)
+
+
+def _look_back_in_pairs(scan: Criteria) -> Geometry | None:
+    """Pairs of 32-bit channels, of which rows are longer and more is on its way, where a pass has few chains."""
+    pairs = Geometry(2, 32, 16, 14, chained=True, looks_back=True)
+    long_backward = scan.element == "LinearScanBackward" and scan.itemsize == 4 and scan.steps > LONG
+    if not (long_backward and _has_single_chains(scan) and not scan.resets):
+        return None
+    even = scan.aligned > 1 and scan.chains(_chained_tile(scan)) == 2 * scan.chains(pairs)
+    return pairs if even and scan.fits(pairs) and scan.waves(pairs) >= 2 * FEW_WAVES else None
+
+
+def _has_few_companions(scan: Criteria) -> bool:
+    """Whether few blocks share a chain."""
+    return 2 * scan.device.processors // scan.chains(_chained_tile(scan)) <= FEW_COMPANIONS
+
+
+def _has_single_chains(scan: Criteria) -> bool:
+    """Whether a carry's way along one chain takes the time, rather than the tiles of many chains."""
+    few_chains = 4 * scan.chains(_chained_tile(scan)) <= scan.device.processors
+    return few_chains and _has_few_companions(scan) and not scan.packed
+
+
+def _look_back(scan: Criteria) -> Geometry | None:
+    """Long scans of few blocks a chain, and those whose blocks are kept from working in step.
+
+    With packed sequences look-back is short: tiles in which a sequence begins publish a prefix at once.  So do those
+    with a reset, but a mask may have none.  One block of 512 threads publishes half as many messages as two of 256,
+    which counts where many blocks look back along one chain.
+    """
+    tile = _chained_tile(scan)
+    vec, chains, whole_warps = tile.vec, scan.chains(tile), tile.lanes == 32
+    raw = scan.element in CHEAP
+    crowded = raw and scan.itemsize == 2 and whole_warps and chains == 1  # their aggregates are twice as long as others
+    delayed = scan.resets or (raw and scan.aligned == 1 and scan.itemsize <= 4)  # by tests, or by small copies
+    back_if_delayed = delayed and whole_warps and (scan.backward or chains > 2 or scan.itemsize == 2)
+    pays = scan.packed or back_if_delayed or _has_few_companions(scan) or crowded
+    if scan.steps <= LONG or not pays:
+        return None
+    # A carry goes along a single chain in fewer round trips if tiles are longer; resets cut its way short.
+    plain, single = not (scan.packed or scan.resets), _has_single_chains(scan)
+    longer = crowded and vec == 2 and scan.steps > (4 if scan.backward else 32) * LONG and plain
+    if scan.numbers(vec) > scan.inputs * scan.words:
+        registers = 64  # with more, some are spilled
+    elif vec == 1:
+        registers = 64 if single != delayed or (scan.backward and scan.itemsize == 4 and plain) else 72
+    elif longer or (single and scan.resets):
+        registers = 60
+    else:
+        registers = 72 if single else 56
+    most = max(4, min(32, registers // scan.numbers(vec) // 4 * 4))
+    for warps, rows in itertools.product((16, 8) if single or longer else (8,), range(most, most // 2 - 1, -4)):
+        back = tile._replace(warps=warps, rows=rows, resident=16 // warps, stages=1, looks_back=True)
+        if (longer or scan.waves(back) >= FEW_WAVES * warps / 8) and scan.fits(back):
+            return back
+    return None
+
+
+def _interleave(scan: Criteria) -> Geometry:
+    """Two blocks of 256 threads, which hide each other's waits, or one of 512, which publishes half as many messages.
+
+    That counts where a block cannot load all others' at once.
+    """
+    small, large = _chained_tile(scan), _chained_tile(scan, warps=16)
+    if scan.steps <= LONG:
+        return small
+    if scan.element in CHEAP and small.lanes == 32 and scan.words == 1:
+        # Forward, the longer tiles of one stage are enough on their way.
+        rows, stages = (36 // scan.inputs // 4 * 4, STAGES) if scan.backward else (small.rows, 1)
+        small, large = (g._replace(rows=rows, stages=stages) for g in (small, large))
+    others = small.resident * scan.device.processors // scan.chains(small) - 1
+    return small if others <= small.read_at_once(max(4, scan.itemsize)) else large
