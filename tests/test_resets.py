@@ -13,6 +13,7 @@ import ostinato
 from ostinato.kernels.persistent import cpu, operators, reference
 from ostinato.kernels.persistent.plan import no_kernel
 from ostinato.recurrent import sequences
+from ostinato.recurrent.torch_layers import states_of
 from recurrent_layers import use_kernels
 
 CELLS = ("RNN", "GRU", "LSTM")
@@ -267,3 +268,31 @@ def test_gpu_random_layers(seed):
     bound = {torch.float32: 3e-6, torch.float16: 8e-3, torch.bfloat16: 6e-2}[dtype] * options["num_layers"]
     for found, right in zip(*results, strict=True):
         assert (found.double().cpu() - right).norm() <= bound * right.norm() + 1e-6, (cell, hidden, dtype, options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_captured_call_that_no_kernel_takes_says_so_and_its_steps_can_be_captured(cell):
+    layer = getattr(ostinato, cell)(4, 8).double().cuda()  # which no kernel of a GPU takes
+    x, resets = torch.randn(5, 2, 4, dtype=torch.float64, device="cuda"), random_resets([5, 5]).cuda()
+
+    def by_steps():
+        outputs, states = [], states_of(layer.initial_state(2))
+        for x_t, begins in zip(x, resets, strict=True):
+            states = [state.where(~begins[:, None], 0.0) for state in states]
+            y, after = layer.step(x_t, tuple(states) if cell == "LSTM" else states[0])
+            outputs.append(y)
+            states = states_of(after)
+        return torch.stack(outputs)
+
+    with torch.no_grad():
+        want = layer(x, resets=resets)[0]
+        refused = pytest.raises(RuntimeError, match=f"cannot capture this {cell} with resets")
+        with refused, torch.cuda.graph(torch.cuda.CUDAGraph()):
+            layer(x, resets=resets)
+        by_steps()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            output = by_steps()
+        graph.replay()
+    torch.testing.assert_close(output, want)

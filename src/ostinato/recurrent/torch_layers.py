@@ -61,6 +61,12 @@ class TorchLayers(nn.RNNBase):
 
     def _forward_torch_by_episodes(self, input: Any, hx: Any, weights: list[Tensor], resets: Tensor) -> tuple[Any, Any]:
         """The forward of each episode separately, as ``torch.nn`` does not support resets."""
+        if resets.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"a CUDA graph cannot capture this {type(self).__name__} with resets: it runs in torch's kernels, each "
+                "episode apart, and where these begin is read on the host; call it outside of the graph, capture `step` "
+                "with a state that you reset, or see in `plan` why no kernel takes it"
+            )
         unbatched = isinstance(input, Tensor) and input.dim() == 2
         if isinstance(input, PackedSequence):
             batch_sizes = input.batch_sizes
