@@ -12,7 +12,7 @@ from ostinato.kernels.persistent.cuda_step import BATCH as MOST_SEQUENCES
 from ostinato.kernels.persistent.operators import frozen_step, step_of, step_of_layers
 from ostinato.masks import masked
 from ostinato.recurrent.cells import by_cells, differentiable
-from ostinato.recurrent.torch_layers import Hidden, states_of
+from ostinato.recurrent.torch_layers import Hidden, hidden_of, states_of
 from ostinato.recurrent.weights import MaskedLayers
 from ostinato.replay import recording
 
@@ -66,7 +66,7 @@ class StepLayers(MaskedLayers):
             # Elsewhere cuDNN's fewer launches win.
             run = by_cells(self.mode, self.num_layers, (len(x), self.hidden_size), states[0].shape, self._dropout())
             output, new = run(x, states, self._weights())
-            return output, tuple(new) if self.mode == "LSTM" else new[0]
+            return output, hidden_of(new)
         time = 1 if self.batch_first and x.dim() == 2 else 0
         output, state = self.forward(x.unsqueeze(time), state)
         return output.squeeze(time), state
@@ -107,7 +107,7 @@ class StepLayers(MaskedLayers):
         if self._frozen is not None and not trained and states and x.is_cpu:
             self._freeze_step(x, states, x.numel() // self.input_size)
         output, new = result
-        return output, tuple(new) if self.mode == "LSTM" else new[0]
+        return output, hidden_of(new)
 
     def _prepared_step(self, x: Tensor, state: Any, own: list[Tensor], rank: int) -> Any:
         """A function that computes a step of tensors like these, or None where the fast path does not apply.
@@ -170,7 +170,7 @@ class StepLayers(MaskedLayers):
         if result is None:
             return None
         output, new = result
-        return output, tuple(new) if self.mode == "LSTM" else new[0]
+        return output, hidden_of(new)
 
     def _repeat_frozen(self, x: Tensor, state: Any, result: tuple[Tensor, Any]) -> Callable[[], None] | None:
         """A function that repeats the step from and into the same memory, if weights are frozen, else None."""

@@ -3,6 +3,7 @@
 import functools
 import operator
 import warnings
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -63,8 +64,8 @@ class TorchLayers(nn.RNNBase):
         """The forward of each episode separately, as ``torch.nn`` does not support resets."""
         if resets.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                f"a CUDA graph cannot capture this {type(self).__name__} with resets: it runs in torch's kernels, each "
-                "episode apart, and where these begin is read on the host; call it outside of the graph, capture `step` "
+                f"a CUDA graph cannot capture this {type(self).__name__} with resets: torch's kernels run each episode "
+                "apart, and where these begin is read on the host; call the layer outside of the graph, capture `step` "
                 "with a state that you reset, or see in `plan` why no kernel takes it"
             )
         unbatched = isinstance(input, Tensor) and input.dim() == 2
@@ -79,8 +80,7 @@ class TorchLayers(nn.RNNBase):
             return self._forward_torch(input, hx, weights)  # which raises
 
         def forward(packed: PackedSequence, states: list[Tensor]) -> tuple[Any, list[Tensor]]:
-            hx = None if not states else tuple(states) if self.mode == "LSTM" else states[0]
-            output, last = self._forward_torch(packed, hx, weights)
+            output, last = self._forward_torch(packed, hidden_of(states), weights)
             return output, states_of(last)
 
         rows, states, begins = in_rows(input, states, resets, self.batch_first)
@@ -129,7 +129,7 @@ def as_given(input: Any, rows: Tensor, states: list[Tensor], batch_first: bool) 
         output = rows.view(input.shape[1], input.shape[0], -1).transpose(0, 1)
     else:
         output = rows.view(*input.shape[:2], -1)
-    return output, (states[0], states[1]) if len(states) == 2 else states[0]
+    return output, hidden_of(states)
 
 
 def _in_memory(x: Any) -> Any:
@@ -139,3 +139,8 @@ def _in_memory(x: Any) -> Any:
 def states_of(hx: Hidden | None) -> list[Tensor]:
     """The tensors of a state: h, an LSTM's c too, or none."""
     return [] if hx is None else [hx] if isinstance(hx, Tensor) else list(hx)
+
+
+def hidden_of(states: Sequence[Tensor]) -> Any:
+    """The state of these tensors: the inverse of :func:`states_of`."""
+    return tuple(states) if len(states) > 1 else states[0] if states else None
