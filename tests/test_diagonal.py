@@ -383,7 +383,7 @@ def test_what_is_shown_of_a_module():
     ("call", "kind", "message"),
     [
         (lambda: ostinato.RGLRU(4, 6, num_blocks=4), ValueError, "num_blocks must divide hidden_size, 6; got 4"),
-        (lambda: ostinato.RGLRU(4, 6, num_blocks=0), ValueError, "num_blocks must be positive; got 0"),
+        (lambda: ostinato.RGLRU(4, 6, num_blocks=0), ValueError, "num_blocks must be at least 1; got 0"),
         (lambda: ostinato.LRU(4, 6, radius=(0.9, 1.1)), ValueError, r"radius must be .* got \(0.9, 1.1\)"),
         (lambda: ostinato.LRU(4, 6, max_phase=7.0), ValueError, "max_phase must be above 0, to 2 pi; got 7.0"),
         (lambda: ostinato.IndRNN(4, 6, nonlinearity="elu"), ValueError, "nonlinearity must be one of .* got 'elu'"),

@@ -162,7 +162,7 @@ def test_bad_input_is_named():
         (lambda: cell.process_sequence(np.zeros(4)), ValueError, r"x_seq must have shape \(T, 4\) or \(B, T, 4\)"),
         (lambda: cell.process_sequence_parallel(np.zeros((5, 4)), np.zeros(4)), ValueError, r"h0 must have shape"),
         (lambda: cell.process_sequence(np.zeros((5, 4), int)), TypeError, "x_seq must be of a floating dtype; got int"),
-        (lambda: MinGRUCell(0, 6), ValueError, "input_size must be positive; got 0"),
+        (lambda: MinGRUCell(0, 6), ValueError, "input_size must be at least 1; got 0"),
         (lambda: MinGRUCell(4, 6, candidate="relu"), ValueError, "candidate must be one of"),
         (lambda: MinGRUCell(4, 6, dtype=np.int32), TypeError, "dtype must be float32 or float64; got int32"),
     ]

@@ -219,13 +219,13 @@ def test_wrong_resets_are_refused(layout):
         input, shape = pack_padded_sequence(x, [4, 2, 2]), (8,)
         right = torch.zeros(shape, dtype=torch.bool)
     layer(input, resets=right)
-    with pytest.raises(TypeError, match=r"resets must be a tensor of torch.bool; got torch.int64"):
+    with pytest.raises(TypeError, match=r"resets must be a bool tensor; got a tensor of torch.int64"):
         layer(input, resets=right.long())
-    with pytest.raises(TypeError, match=r"resets must be a tensor of torch.bool; got list"):
+    with pytest.raises(TypeError, match=r"resets must be a bool tensor; got list"):
         layer(input, resets=right.tolist())
     with pytest.raises(ValueError, match=r"resets must have shape \(.*; got \(5,\)"):
         layer(input, resets=torch.zeros(5, dtype=torch.bool))
-    with pytest.raises(ValueError, match="resets must be on the input's device, cpu; got meta"):
+    with pytest.raises(ValueError, match="resets must be on the device of input, cpu; got meta"):
         layer(input, resets=right.to("meta"))
     with pytest.raises(RuntimeError, match="hidden"):
         layer(input, torch.zeros(1, 2, 16), resets=right)

@@ -346,6 +346,8 @@ def test_bad_input_is_refused():
         ostinato.Stepper(gru, 1, frozen="no")
     with pytest.raises(ValueError, match="batch_size must be at least 1; got 0"):
         ostinato.Stepper(gru, 0)
+    with pytest.raises(TypeError, match="batch_size must be an integer; got float"):
+        ostinato.Stepper(gru, 2.0)
     with pytest.raises(
         TypeError, match=r"module must have step and initial_state; got torch\.nn\.modules\.linear\.Linear"
     ):

@@ -2,20 +2,22 @@
 
 from numbers import Real
 
+import torch
+from torch import Tensor
 
-def check_integers(**numbers: int) -> None:
-    """Raise TypeError unless all are integers."""
+from ostinato.kernels.derived import derived_from
+from ostinato.kernels.scan.operators import shortened
+
+FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def check_integers(least: int | None = None, /, **numbers: int) -> None:
+    """Raise TypeError unless all are integers, ValueError for one below ``least``."""
     for name, value in numbers.items():
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"{name} must be an integer; got {type(value).__name__}")
-
-
-def check_sizes(**sizes: int) -> None:
-    """Raise TypeError or ValueError unless all are positive integers."""
-    check_integers(**sizes)
-    for name, value in sizes.items():
-        if value <= 0:
-            raise ValueError(f"{name} must be positive; got {value}")
+        if least is not None and value < least:
+            raise ValueError(f"{name} must be at least {least}; got {value}")
 
 
 def check_numbers(**numbers: float) -> None:
@@ -30,3 +32,49 @@ def check_flags(**flags: bool) -> None:
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise TypeError(f"{name} must be a bool; got {type(value).__name__}")
+
+
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    """Raise ValueError unless `value` is one of `choices`."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}; got {value!r}")
+
+
+def check_floating(name: str, x: object, dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES) -> None:
+    """Raise TypeError unless `x` is a dense tensor of one of the dtypes."""
+    if not isinstance(x, Tensor) or x.dtype not in dtypes:
+        kind = "real floating" if dtypes == FLOAT_DTYPES else "floating"
+        raise TypeError(f"{name} must be a tensor of a {kind} dtype; got {describe(x)}")
+    if x.layout != torch.strided or x.is_nested:
+        kind = "nested" if x.is_nested else str(x.layout)
+        raise TypeError(f"{name} must be a dense tensor; got a {kind} one")
+
+
+def check_resets(resets: object, name: str, x: Tensor) -> None:
+    """Raise TypeError or ValueError unless they are a bool tensor over the steps of the input, on its device."""
+    if not isinstance(resets, Tensor) or resets.dtype != torch.bool:
+        raise TypeError(f"resets must be a bool tensor; got {describe(resets)}")
+    if resets.shape != x.shape[:-1]:
+        expected = f"{tuple(x.shape[:-1])}, that of {name} without its last dimension"
+        raise ValueError(f"resets must have shape {expected}; got {tuple(resets.shape)}")
+    if resets.device != x.device:
+        raise ValueError(f"resets must be on the device of {name}, {x.device}; got {resets.device}")
+
+
+def check_batch_sizes(batch_sizes: Tensor, rows: int) -> None:
+    """Raise ValueError unless they are valid for a ``PackedSequence``: kernels index rows by them."""
+    derived_from(batch_sizes, ("rows", rows), lambda: _check_batch_sizes(batch_sizes, rows), by_value=True)
+
+
+def _check_batch_sizes(batch_sizes: Tensor, rows: int) -> None:
+    falls = len(batch_sizes) > 0 and batch_sizes[-1] >= 1 and not (batch_sizes[1:] > batch_sizes[:-1]).any()
+    if not falls or batch_sizes.sum() != rows:
+        raise ValueError(
+            f"input.batch_sizes must be positive, never rise, and add up to its {rows} rows; "
+            f"got {shortened(batch_sizes)}"
+        )
+
+
+def describe(x: object) -> str:
+    """The type of an argument, for an error message."""
+    return f"a tensor of {x.dtype}" if isinstance(x, Tensor) else f"{type(x).__name__}"

@@ -8,18 +8,6 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 
-def check_resets(resets: Tensor, x: Tensor) -> None:
-    """Raise TypeError or ValueError unless ``resets`` is a bool tensor over the input's steps, on its device."""
-    if not isinstance(resets, Tensor) or resets.dtype != torch.bool:
-        got = resets.dtype if isinstance(resets, Tensor) else type(resets).__name__
-        raise TypeError(f"resets must be a tensor of torch.bool; got {got}")
-    if resets.shape != x.shape[:-1]:
-        expected = f"{tuple(x.shape[:-1])}, the input's without its features"
-        raise ValueError(f"resets must have shape {expected}; got {tuple(resets.shape)}")
-    if resets.device != x.device:
-        raise ValueError(f"resets must be on the input's device, {x.device}; got {resets.device}")
-
-
 class Episodes(NamedTuple):
     """The episodes of some sequences as a PackedSequence, longest first."""
 

@@ -12,11 +12,16 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 
-from ostinato.checks import check_flags, check_sizes
-from ostinato.episodes import check_resets
+from ostinato.checks import (
+    check_batch_sizes,
+    check_choice,
+    check_flags,
+    check_floating,
+    check_integers,
+    check_resets,
+)
 from ostinato.kernels.export import refuse_script
 from ostinato.kernels.scan import BACKENDS
-from ostinato.scan import check_batch_sizes, check_choice, check_floating
 
 Hidden = Tensor | tuple[Tensor, ...]
 
@@ -50,7 +55,7 @@ class StackedLayers(nn.Module):
         **settings: Any,
     ) -> None:
         super().__init__()
-        check_sizes(input_size=input_size, hidden_size=hidden_size, num_layers=num_layers)
+        check_integers(1, input_size=input_size, hidden_size=hidden_size, num_layers=num_layers)
         check_flags(bias=bias, batch_first=batch_first, bidirectional=bidirectional)
         check_choice("backend", backend, BACKENDS)
         if isinstance(dropout, bool) or not isinstance(dropout, int | float) or not 0 <= dropout <= 1:
@@ -116,7 +121,7 @@ class StackedLayers(nn.Module):
     ) -> tuple[Any, Any]:
         """Run the whole sequence; see the class."""
         if resets is not None:
-            check_resets(resets, input.data if isinstance(input, PackedSequence) else input)
+            check_resets(resets, "input", input.data if isinstance(input, PackedSequence) else input)
         in_parts, packed = self.sequence_group is not None, isinstance(input, PackedSequence)
         if in_parts and (packed or (resets is not None and self.bidirectional)):
             raise ValueError("a sharded sequence cannot be a PackedSequence, nor have resets if bidirectional")

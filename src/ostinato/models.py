@@ -8,12 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from ostinato.checks import check_integers, check_numbers
+from ostinato.checks import check_integers, check_numbers, describe
 from ostinato.diagonal import HGRN, LRU, QRNN, RGLRU, SRU, IndRNN, ParaGRU, ParaLSTM
 from ostinato.hub import HubMixin
 from ostinato.minimal import HighwayMinGRU, MinGRU, MinLSTM
 from ostinato.recurrent import GRU, LSTM
-from ostinato.scan import describe
 from ostinato.stepper import Stepper
 
 CELLS: dict[str, Any] = {
@@ -147,19 +146,15 @@ class LanguageModel(nn.Module, HubMixin, library_name="ostinato", pipeline_tag="
         dropout: float = 0.3,
     ) -> None:
         super().__init__()
-        check_integers(vocab_size=vocab_size, width=width, num_layers=num_layers, conv_kernel=conv_kernel)
+        check_integers(1, vocab_size=vocab_size, width=width, num_layers=num_layers)
+        check_integers(0, conv_kernel=conv_kernel)
         check_numbers(expansion=expansion, mlp_ratio=mlp_ratio, dropout=dropout)
         for name, ratio in (("expansion", expansion), ("mlp_ratio", mlp_ratio)):
             if not 0 < ratio < math.inf:
                 raise ValueError(f"{name} must be above 0 and finite; got {ratio}")
         hidden_size = round(expansion * width)
-        sizes = {"vocab_size": vocab_size, "width": width, "num_layers": num_layers}
-        sizes |= {"hidden_size, expansion * width,": hidden_size, "mlp_ratio * width": round(mlp_ratio * width)}
-        for name, size in sizes.items():
-            if size < 1:
-                raise ValueError(f"{name} must be at least 1; got {size}")
-        if conv_kernel < 0:
-            raise ValueError(f"conv_kernel must be at least 0; got {conv_kernel}")
+        sizes = {"hidden_size, expansion * width,": hidden_size, "mlp_ratio * width": round(mlp_ratio * width)}
+        check_integers(1, **sizes)
         if cell not in CELLS:
             raise ValueError(f"cell must be one of {', '.join(CELLS)}; got {cell!r}")
         if not 0 <= dropout < 1:
@@ -266,14 +261,11 @@ class LanguageModel(nn.Module, HubMixin, library_name="ostinato", pipeline_tag="
             raise TypeError(f"prompt must be a tensor; got {type(prompt).__name__}")
         if prompt.ndim != 2 or prompt.size(1) == 0:
             raise ValueError(f"prompt must be (batch, time) with at least one token; got shape {tuple(prompt.shape)}")
-        check_integers(length=length, **({} if top_k is None else {"top_k": top_k}))
+        check_integers(0, length=length)
+        check_integers(1, top_k=1 if top_k is None else top_k)
         check_numbers(temperature=temperature)
-        if length < 0:
-            raise ValueError(f"length must be at least 0; got {length}")
         if not 0 <= temperature < float("inf"):
             raise ValueError(f"temperature must be finite and at least 0; got {temperature}")
-        if top_k is not None and top_k < 1:
-            raise ValueError(f"top_k must be at least 1; got {top_k}")
         return self._continue(prompt, length, lambda logits: draw(logits, temperature, top_k, generator))
 
     @torch.no_grad()

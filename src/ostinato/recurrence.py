@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ostinato.checks import check_floating, describe
 from ostinato.kernels import export
 from ostinato.kernels.recurrence.nonlinear import nonlinear_recurrence, step_of
 from ostinato.kernels.recurrence.operators import linear_recurrence
@@ -16,7 +17,7 @@ from ostinato.kernels.recurrence.sequential import sequential
 from ostinato.kernels.recurrence.trace import trace
 from ostinato.kernels.scan.operators import check_cu_seqlens
 from ostinato.replay import recording
-from ostinato.scan import check_floating, check_scan, describe, linear_scan
+from ostinato.scan import check_scan, linear_scan
 
 STATES = {"h": 1, "state": 2}  # states, by the name of the first parameter; none, a linear recurrence, for any other
 OPTIONS = ("h0", "resets", "reverse", "cu_seqlens", "backend")

@@ -3,11 +3,10 @@
 import torch
 from torch import Tensor
 
-from ostinato.kernels.derived import derived_from
+from ostinato.checks import FLOAT_DTYPES, check_choice, check_floating, check_resets, describe
 from ostinato.kernels.eager import Prepared
 from ostinato.kernels.scan import BACKENDS, operators
 
-FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 COMPLEX_DTYPES = (torch.complex64, torch.complex128)
 _PREPARED = Prepared()
 
@@ -178,48 +177,10 @@ def check_scan(
         if state.shape != (sequences, x.shape[2]):
             raise ValueError(f"{of_state} must have shape {(sequences, x.shape[2])}; got {tuple(state.shape)}")
     if resets is not None:
-        if not isinstance(resets, Tensor) or resets.dtype != torch.bool:
-            raise TypeError(f"resets must be a bool tensor; got {describe(resets)}")
-        if resets.shape != x.shape[:2]:
-            raise ValueError(f"resets must have shape {tuple(x.shape[:2])}; got {tuple(resets.shape)}")
-    for of_other, other in {**states, "resets": resets, "cu_seqlens": cu_seqlens}.items():
+        check_resets(resets, name, x)
+    for of_other, other in {**states, "cu_seqlens": cu_seqlens}.items():
         if other is not None and other.device != x.device:
             raise ValueError(f"{of_other} must be on the device of {name}, {x.device}; got {other.device}")
     if not isinstance(reverse, bool):
         raise TypeError(f"reverse must be a bool; got {describe(reverse)}")
     check_choice("backend", backend, BACKENDS)
-
-
-def check_floating(name: str, x: object, dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES) -> None:
-    """Raise TypeError unless `x` is a dense tensor of one of the dtypes."""
-    if not isinstance(x, Tensor) or x.dtype not in dtypes:
-        kind = "real floating" if dtypes == FLOAT_DTYPES else "floating"
-        raise TypeError(f"{name} must be a tensor of a {kind} dtype; got {describe(x)}")
-    if x.layout != torch.strided or x.is_nested:
-        kind = "nested" if x.is_nested else str(x.layout)
-        raise TypeError(f"{name} must be a dense tensor; got a {kind} one")
-
-
-def check_batch_sizes(batch_sizes: Tensor, rows: int) -> None:
-    """Raise ValueError unless they are valid for a ``PackedSequence``: kernels index rows by them."""
-    derived_from(batch_sizes, ("rows", rows), lambda: _check_batch_sizes(batch_sizes, rows), by_value=True)
-
-
-def _check_batch_sizes(batch_sizes: Tensor, rows: int) -> None:
-    falls = len(batch_sizes) > 0 and batch_sizes[-1] >= 1 and not (batch_sizes[1:] > batch_sizes[:-1]).any()
-    if not falls or batch_sizes.sum() != rows:
-        raise ValueError(
-            f"input.batch_sizes must be positive, never rise, and add up to its {rows} rows; "
-            f"got {operators.shortened(batch_sizes)}"
-        )
-
-
-def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    """Raise ValueError unless `value` is one of `choices`."""
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}; got {value!r}")
-
-
-def describe(x: object) -> str:
-    """The type of an argument, for an error message."""
-    return f"a tensor of {x.dtype}" if isinstance(x, Tensor) else f"{type(x).__name__}"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ostinato.checks import check_flags
+from ostinato.checks import check_flags, check_integers
 from ostinato.minimal import MinGRUCell, MinLSTMCell
 from ostinato.recurrent import GRU, LSTM, RNN
 from ostinato.replay import Recorder, Unrepeatable
@@ -40,8 +40,8 @@ class Stepper:
             once, along with its branches (on anything but tensor values), attribute assignments and NumPy calls.
 
     Raises:
-        TypeError: a module without ``step``, ``frozen`` that is not a bool, a state that is not made of tensors, or a
-            mask that is not a bool tensor.
+        TypeError: a module without ``step``, a ``batch_size`` that is not an integer, ``frozen`` that is not a bool, a
+            state that is not made of tensors, or a mask that is not a bool tensor.
         ValueError: a ``batch_size`` below 1, a bidirectional layer, an initial state without a dimension of sequences,
             or a mask that is not (B,).
 
@@ -60,8 +60,7 @@ class Stepper:
 
     @_outside_inference_mode
     def __init__(self, module: nn.Module, batch_size: int, *, frozen: bool = False) -> None:
-        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1; got {batch_size!r}")
+        check_integers(1, batch_size=batch_size)
         check_flags(frozen=frozen)
         if frozen:
             module = copy.deepcopy(module)

@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor, nn
 
+from ostinato.checks import check_choice
 from ostinato.diagonal.layers import DiagonalLayers, Parameters, Run
 from ostinato.kernels.gemm import linear
 from ostinato.layers import Hidden, StackedLayers, draw_parameters
 from ostinato.recurrence import recurrence
-from ostinato.scan import check_choice
 
 
 @recurrence

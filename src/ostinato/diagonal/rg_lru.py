@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ostinato.checks import check_sizes
+from ostinato.checks import check_integers
 from ostinato.diagonal.layers import DiagonalLayers, Parameters, Run
 from ostinato.kernels.gemm import linear
 from ostinato.layers import Hidden, StackedLayers
@@ -74,9 +74,9 @@ class RGLRU(DiagonalLayers):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        check_sizes(hidden_size=hidden_size)
+        check_integers(1, hidden_size=hidden_size)
         blocks = math.gcd(hidden_size, 16) if num_blocks is None else num_blocks
-        check_sizes(num_blocks=blocks)
+        check_integers(1, num_blocks=blocks)
         if hidden_size % blocks:
             raise ValueError(f"num_blocks must divide hidden_size, {hidden_size}; got {blocks}")
         sizes = input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from ostinato.checks import check_flags, check_sizes
+from ostinato.checks import check_choice, check_flags, check_floating, check_integers
 from ostinato.kernels.export import refuse_script
 from ostinato.kernels.gemm import linear
 from ostinato.kernels.recurrence import operators
@@ -11,7 +11,6 @@ from ostinato.kernels.scan import BACKENDS
 from ostinato.layers import check_input, check_like_weight, draw_parameters
 from ostinato.minimal.recurrences import CANDIDATES, GATES, recurrence_of
 from ostinato.minimal.steps import next_state, steps_alone
-from ostinato.scan import check_choice, check_floating
 
 
 class _MinimalCell(nn.Module):
@@ -32,7 +31,7 @@ class _MinimalCell(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_sizes(input_size=input_size, hidden_size=hidden_size)
+        check_integers(1, input_size=input_size, hidden_size=hidden_size)
         check_flags(bias=bias)
         check_choice("candidate", candidate, tuple(CANDIDATES))
         check_choice("backend", backend, BACKENDS)

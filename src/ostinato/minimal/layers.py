@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ostinato.checks import check_choice
 from ostinato.diagonal.layers import DiagonalLayers, Parameters, Run
 from ostinato.kernels.eager import Prepared
 from ostinato.kernels.gemm import linear
@@ -15,7 +16,6 @@ from ostinato.layers import Hidden, StackedLayers
 from ostinato.minimal.recurrences import CANDIDATES, GATES, RECURRENCES, recurrence_of
 from ostinato.minimal.steps import is_plain_step, next_state, steps_alone
 from ostinato.replay import recording
-from ostinato.scan import check_choice
 
 _STEPS = Prepared()  # keyed by inputs and weights
 

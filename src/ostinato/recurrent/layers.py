@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from ostinato.checks import check_integers
-from ostinato.episodes import check_resets
+from ostinato.checks import check_integers, check_resets
 from ostinato.kernels.export import refuse_script
 from ostinato.kernels.persistent.operators import is_vmapped, least_steps
 from ostinato.kernels.persistent.plan import Plan
@@ -28,7 +27,7 @@ class _Recurrent(SequenceLayers, StepLayers):
         """Run the whole sequence; see the class."""
         _check_types(input, hx, self.mode == "LSTM")
         if resets is not None:
-            check_resets(resets, input.data if isinstance(input, PackedSequence) else input)
+            check_resets(resets, "input", input.data if isinstance(input, PackedSequence) else input)
             if isinstance(input, Tensor) and input.dim() > 1 and input.shape[1 if self._is_swapped(input) else 0] == 1:
                 hx, resets = self._begun(hx, resets.flatten()), None
         if resets is None and isinstance(input, Tensor) and input.dim() > 1 and not torch.compiler.is_compiling():
@@ -71,11 +70,7 @@ class _Recurrent(SequenceLayers, StepLayers):
             >>> ostinato.GRU(8, 16).plan(batch=1, dtype=torch.float16, training=True).path  # on a CPU
             'steps'
         """
-        sizes = {"batch": batch, "steps": 1 if steps is None else steps}
-        check_integers(**sizes)
-        for name, number in sizes.items():
-            if number < 1:
-                raise ValueError(f"{name} must be at least 1; got {number}")
+        check_integers(1, batch=batch, steps=1 if steps is None else steps)
         if dtype is not None and not isinstance(dtype, torch.dtype):
             raise TypeError(f"dtype must be a torch.dtype; got {dtype!r}")
         weight = self.weight_hh_l0

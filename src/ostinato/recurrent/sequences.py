@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 
+from ostinato.checks import check_batch_sizes
 from ostinato.kernels.derived import derived_from
 from ostinato.kernels.persistent.operators import (
     can_take,
@@ -20,7 +21,6 @@ from ostinato.kernels.persistent.reference import previous
 from ostinato.masks import mask_of
 from ostinato.recurrent.torch_layers import as_given, in_rows
 from ostinato.recurrent.weights import MaskedLayers
-from ostinato.scan import check_batch_sizes
 
 
 class SequenceLayers(MaskedLayers):
