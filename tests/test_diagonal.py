@@ -405,6 +405,11 @@ def test_what_is_shown_of_a_module():
             ValueError,
             r"resets must have shape \(5,\).* got \(4,\)",
         ),
+        (
+            lambda: ostinato.SRU(4, 6)([1.0], resets=torch.zeros(1, dtype=torch.bool)),
+            TypeError,
+            "input must be a tensor of a real floating dtype; got list",
+        ),
     ],
 )
 def test_bad_input_is_named(call, kind, message):

@@ -120,14 +120,14 @@ class StackedLayers(nn.Module):
         self, input: Tensor | PackedSequence, hx: Hidden | None = None, *, resets: Tensor | None = None
     ) -> tuple[Any, Any]:
         """Run the whole sequence; see the class."""
-        if resets is not None:
-            check_resets(resets, "input", input.data if isinstance(input, PackedSequence) else input)
         in_parts, packed = self.sequence_group is not None, isinstance(input, PackedSequence)
         if in_parts and (packed or (resets is not None and self.bidirectional)):
             raise ValueError("a sharded sequence cannot be a PackedSequence, nor have resets if bidirectional")
         if isinstance(input, PackedSequence):
             return self._forward_packed(input, hx, resets)
         check_input(self, input, (2, 3), "(T, B, input_size), (B, T, input_size) if batch_first, or (T, input_size)")
+        if resets is not None:
+            check_resets(resets, "input", input)
         batched = input.dim() == 3
         batch_dim = 0 if self.batch_first else 1
         x = input if batched else input.unsqueeze(batch_dim)
@@ -144,6 +144,8 @@ class StackedLayers(nn.Module):
     ) -> tuple[PackedSequence, Hidden]:
         data, batch_sizes, sorted_indices, unsorted_indices = packed
         check_input(self, data, (2,), "(total steps, input_size) in a PackedSequence")
+        if resets is not None:
+            check_resets(resets, "input.data", data)
         if not torch.compiler.is_compiling():
             check_batch_sizes(batch_sizes, data.shape[0])
         batch = int(batch_sizes[0])

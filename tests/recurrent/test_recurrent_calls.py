@@ -131,6 +131,13 @@ def test_arguments_of_other_types_are_named(wrong):
             make(cell, 5, 8)(x, hx, resets=resets)
 
 
+@pytest.mark.parametrize("cell", ["GRU", "LSTM"])
+def test_a_step_from_what_is_no_state_is_refused(cell):
+    for state in (3, "x"):
+        with pytest.raises(TypeError, match=f"^the state must be a tensor, or h and c .*; got {type(state).__name__}$"):
+            make(cell, 5, 8).step(torch.zeros(2, 5), state)
+
+
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("frozen", [True, False])
 def test_projections_run_in_torchs_kernels(bias, frozen):

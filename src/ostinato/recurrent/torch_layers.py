@@ -138,7 +138,13 @@ def _in_memory(x: Any) -> Any:
 
 def states_of(hx: Hidden | None) -> list[Tensor]:
     """The tensors of a state: h, an LSTM's c too, or none."""
-    return [] if hx is None else [hx] if isinstance(hx, Tensor) else list(hx)
+    if hx is None:
+        return []
+    if isinstance(hx, Tensor):
+        return [hx]
+    if not isinstance(hx, (tuple, list)):
+        raise TypeError(f"the state must be a tensor, or h and c in a tuple; got {type(hx).__name__}")
+    return list(hx)
 
 
 def hidden_of(states: Sequence[Tensor]) -> Any:
