@@ -24,6 +24,20 @@ CHAINS = 4  # independent partial sums of a pruned row or tile, which hide the l
 _load, _store = streams("weight", "state", "sum")
 
 
+def _fused_multiply_add(builder, number, size, width=1):
+    """LLVM's function of three numbers of `size` bytes, or of three vectors of them."""
+    kind, name = (number, "") if width == 1 else (ir.VectorType(number, width), f"v{width}")
+    function = ir.FunctionType(kind, [kind] * 3)
+    return cgutils.get_or_insert_function(builder.module, function, f"llvm.fma.{name}f{8 * size}")
+
+
+def _sum_of(builder, parts):
+    """The sum of values, neighbours first."""
+    while len(parts) > 1:
+        parts = [builder.fadd(y, z) for y, z in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0]
+
+
 @functools.cache
 def vectors_of(tile: int) -> int:
     """The vectors of rows in a panel, such that its sums for a tile fill the registers.
@@ -56,8 +70,7 @@ def _add_panel(typing_context, weights, count, x, x_b, out, out_b, live, vectors
         size = context.get_abi_sizeof(number)
         width = LINE // size
         vector = ir.VectorType(number, width)
-        name = f"llvm.fma.v{width}f{8 * size}"
-        fused = cgutils.get_or_insert_function(builder.module, ir.FunctionType(vector, [vector] * 3), name)
+        fused = _fused_multiply_add(builder, number, size, width)
         everywhere = ir.Constant(ir.VectorType(int32, width), [0] * width)
 
         def vector_at(pointer, index):
@@ -118,14 +131,10 @@ def _dot_rows(typing_context, weights, bias, first, last, count, x, out, rows):
         width = LINE // size
         vector = ir.VectorType(number, width)
 
-        def fused(kind, suffix):
-            name = f"llvm.fma.{suffix}f{8 * size}"
-            return cgutils.get_or_insert_function(builder.module, ir.FunctionType(kind, [kind] * 3), name)
-
         def vector_at(pointer, index):
             return builder.load(builder.bitcast(builder.gep(pointer, [index]), vector.as_pointer()), align=size)
 
-        wide, narrow = fused(vector, f"v{width}"), fused(number, "")
+        wide, narrow = _fused_multiply_add(builder, number, size, width), _fused_multiply_add(builder, number, size)
         which = []
         for i in range(many):
             row = builder.add(first, int64(i))
@@ -194,12 +203,20 @@ def _add_slice(
 
     If places are integers, values are the whole matrix, and entry k has the weights at ``places[k, i]``, 0 where that
     is below 0; of "shared" those at ``places[k] + i * stride``, up to the last: rows beyond it add to sums that nobody
-    reads.  Read so, the entries of a block's columns can be one, of kind "blocks":
+    reads.  Read so, the entries of a block's columns can be one, of kind "blocks", for one sequence:
 
     blocks: ``out[i]    += sum_k sum_j values[places[k] + i * stride + j] * x[columns[k] + j]``
     """
-    direct = isinstance(places.dtype, types.Integer)
     what, rows, sequences = kind.literal_value, height.literal_value, tile.literal_value
+    direct = isinstance(places.dtype, types.Integer)
+    integer = types.int64
+    arrays = values, places, integer, integer, columns, integer, integer, values, integer, values, integer
+    signature = types.void(*arrays, integer, kind, height, tile)
+    return signature, _block_adder(rows) if what == "blocks" else _entry_adder(what, rows, sequences, direct)
+
+
+def _entry_adder(what, rows, sequences, direct):
+    """The generator of :func:`_add_slice`, but for blocks."""
 
     def generate(context, builder, signature, arguments):
         values, places, stride, last_place, columns, begin, end, x, x_b, out, out_b, live = arguments[:12]
@@ -207,8 +224,7 @@ def _add_slice(
         number = context.get_value_type(signature.args[0].dtype)
         vector = ir.VectorType(number, rows)
         size = context.get_abi_sizeof(number)
-        name = f"llvm.fma.v{rows}f{8 * size}"
-        fused = cgutils.get_or_insert_function(builder.module, ir.FunctionType(vector, [vector] * 3), name)
+        fused = _fused_multiply_add(builder, number, size, rows)
         zero = ir.Constant(vector, [0.0] * rows)
 
         def vector_at(pointer, index, kind=vector):
@@ -253,33 +269,6 @@ def _add_slice(
                 return result
             return builder.shuffle_vector(result, result, ir.Constant(ir.VectorType(int32, rows), [0] * rows))
 
-        def add_blocks():
-            """A vector of sums for each row, whose lanes are added at the end."""
-            part = ir.VectorType(number, BLOCK_WIDTH)
-            name = f"llvm.fma.v{BLOCK_WIDTH}f{8 * size}"
-            fused = cgutils.get_or_insert_function(builder.module, ir.FunctionType(part, [part] * 3), name)
-            nothing = ir.Constant(part, [0.0] * BLOCK_WIDTH)
-            sums = [cgutils.alloca_once_value(builder, nothing) for _ in range(rows)]
-            last = builder.sub(last_place, int64(BLOCK_WIDTH - 1))
-            with cgutils.for_range_slice(builder, begin, end, int64(1), int64) as (k, _):
-                start = builder.sext(builder.load(builder.gep(places, [k])), int64)
-                states = builder.load(vector_at(x, column(k), part), align=size)
-                for i, total in enumerate(sums):
-                    place = builder.add(start, builder.mul(stride, int64(i)))
-                    place = builder.select(builder.icmp_signed(">", place, last), last, place)
-                    block_row = builder.load(vector_at(values, place, part), align=size)
-                    builder.store(builder.call(fused, [block_row, states, builder.load(total)]), total)
-            for i, total in enumerate(sums):
-                target, lanes = builder.gep(out, [int64(i)]), builder.load(total)
-                lanes = [builder.extract_element(lanes, int32(j)) for j in range(BLOCK_WIDTH)]
-                while len(lanes) > 1:
-                    lanes = [builder.fadd(y, z) for y, z in zip(lanes[::2], lanes[1::2], strict=True)]
-                builder.store(builder.fadd(lanes[0], builder.load(target)), target)
-
-        if what == "blocks":
-            add_blocks()
-            return context.get_dummy_value()
-
         last = builder.sub(live, int64(1))
         which = [builder.select(builder.icmp_signed("<", int64(b), live), int64(b), last) for b in range(sequences)]
         x_rows = [builder.gep(x, [builder.mul(x_b, b)]) for b in which]
@@ -302,10 +291,7 @@ def _add_slice(
         for b in range(sequences):
             with builder.if_then(builder.icmp_signed("<", int64(b), live)):
                 target = builder.gep(out, [builder.mul(out_b, int64(b))])
-                parts = [builder.load(sums[b]) for sums in chains]
-                while len(parts) > 1:
-                    parts = [builder.fadd(y, z) for y, z in zip(parts[::2], parts[1::2], strict=True)]
-                (total,) = parts
+                total = _sum_of(builder, [builder.load(sums[b]) for sums in chains])
                 if what == "dots":
                     lanes = [builder.extract_element(total, int32(i)) for i in range(rows)]
                     while len(lanes) > 1:  # halves onto each other, which stay vectors
@@ -319,9 +305,41 @@ def _add_slice(
                     builder.store(total, place, align=size)
         return context.get_dummy_value()
 
-    integer = types.int64
-    arrays = values, places, integer, integer, columns, integer, integer, values, integer, values, integer
-    return types.void(*arrays, integer, kind, height, tile), generate
+    return generate
+
+
+def _block_adder(rows):
+    """That for blocks: a row of a block is a vector, and so is the sum of a row, whose lanes are added at the end."""
+
+    def generate(context, builder, signature, arguments):
+        values, places, stride, last_place, columns, begin, end, x, _, out = arguments[:10]
+        int32, int64 = ir.IntType(32), ir.IntType(64)
+        number = context.get_value_type(signature.args[0].dtype)
+        vector = ir.VectorType(number, BLOCK_WIDTH)
+        size = context.get_abi_sizeof(number)
+        fused = _fused_multiply_add(builder, number, size, BLOCK_WIDTH)
+
+        def vector_at(pointer, index):
+            return builder.load(builder.bitcast(builder.gep(pointer, [index]), vector.as_pointer()), align=size)
+
+        def at(pointer, index):
+            return builder.sext(builder.load(builder.gep(pointer, [index])), int64)
+
+        sums = [cgutils.alloca_once_value(builder, ir.Constant(vector, [0.0] * BLOCK_WIDTH)) for _ in range(rows)]
+        last = builder.sub(last_place, int64(BLOCK_WIDTH - 1))
+        with cgutils.for_range_slice(builder, begin, end, int64(1), int64) as (k, _):
+            start, states = at(places, k), vector_at(x, at(columns, k))
+            for i, total in enumerate(sums):
+                place = builder.add(start, builder.mul(stride, int64(i)))
+                place = builder.select(builder.icmp_signed(">", place, last), last, place)
+                builder.store(builder.call(fused, [vector_at(values, place), states, builder.load(total)]), total)
+        for i, total in enumerate(sums):
+            target, lanes = builder.gep(out, [int64(i)]), builder.load(total)
+            row = _sum_of(builder, [builder.extract_element(lanes, int32(j)) for j in range(BLOCK_WIDTH)])
+            builder.store(builder.fadd(row, builder.load(target)), target)
+        return context.get_dummy_value()
+
+    return generate
 
 
 def _weight_at(values, places, index):
