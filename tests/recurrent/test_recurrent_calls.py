@@ -10,6 +10,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 import ostinato
 from ostinato.kernels.persistent import operators
 from ostinato.kernels.persistent.plan import Plan, no_kernel
+from ostinato.recurrent import sequences
 from recurrent_layers import CELLS, assert_same, by, flat, inputs, make, pruned, twin
 
 
@@ -53,6 +54,22 @@ def test_torch_runs_all_layers_or_none(monkeypatch):
     assert layer.plan(1).reason == "dense"
     layer.register_buffer("mask_hh_l1", torch.ones_like(layer.weight_hh_l1, dtype=torch.bool))
     assert layer.plan(1).reason == "pruned"
+
+
+def test_torch_runs_a_call_that_cannot_be_planned_and_the_next_is_planned_again(monkeypatch):
+    layer, answers = ostinato.GRU(5, 8), iter([True, False])
+    x, hx = inputs(layer, 2)
+    ours = layer(x, hx)
+
+    def plan_layer(*call):
+        if next(answers):
+            raise torch.OutOfMemoryError("no room\nat this moment")
+        return Plan("dense", 1, 1, 1, "dense")
+
+    monkeypatch.setattr(sequences, "plan_layer", plan_layer)
+    assert [layer.plan(1).reason for _ in range(2)] == ["no room", "dense"]
+    answers = iter([True])
+    assert_same(layer(x, hx), ours, 1e-6)
 
 
 @pytest.mark.gpu

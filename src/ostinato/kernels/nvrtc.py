@@ -28,6 +28,10 @@ empty: Callable[..., Tensor] = torch._C._dynamo.guards._empty_strided_cuda  # ty
 _compiling = threading.Lock()
 
 
+class DoesNotCompile(RuntimeError):
+    """The compiler's log."""
+
+
 class _Thread(threading.local):
     device: int | None = None  # whose context is the thread's
 
@@ -59,7 +63,7 @@ def source(*names: str) -> str:
 def compile_cubin(code: str, arch: str, macros: Mapping[str, object]) -> bytes:
     """Machine code of CUDA C++ for an architecture such as ``"sm_90"``; needs no GPU.
 
-    Raises RuntimeError with the compiler's log if the code does not compile.
+    Raises :class:`DoesNotCompile` with the compiler's log if the code does not compile.
     """
     from cuda.core import Program, ProgramOptions
     from cuda.pathfinder import find_nvidia_header_directory
@@ -73,7 +77,7 @@ def compile_cubin(code: str, arch: str, macros: Mapping[str, object]) -> bytes:
     try:
         return bytes(Program(code, "c++", options).compile("cubin").code)
     except Exception as error:  # the package's own class is private
-        raise RuntimeError(str(error)) from error
+        raise DoesNotCompile(str(error)) from error
 
 
 def cached_cubin(code: str, arch: str, macros: Mapping[str, object]) -> bytes:

@@ -40,9 +40,12 @@ class SequenceLayers(MaskedLayers):
         directions = 2 if self.bidirectional else 1
         sizes = self.hidden_size, batch, dtype
         call = Call(device, self.mode.lower(), *sizes, training, steps, self._path, directions, resets)
-        if not self._buffers:
-            return plan_layer(None, call)
-        plans = [plan_layer(mask_of(self, names[1]), call) for names in self._all_weights]
+        try:
+            if not self._buffers:
+                return plan_layer(None, call)
+            plans = [plan_layer(mask_of(self, names[1]), call) for names in self._all_weights]
+        except RuntimeError as error:  # the next call asks again
+            return no_kernel(str(error).partition("\n")[0])
         return max(plans, key=lambda plan: (plan.path == "steps", plan.bytes_on_chip))
 
     def _kernels_for(

@@ -20,9 +20,11 @@ def planned_for_an_h100(monkeypatch):
     """As if there were one, with all kernels compiled."""
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: H100)
     monkeypatch.setattr(cuda, "kernels", lambda *_, **__: None)
-    cuda._plan_sizes.cache_clear()
+    for cached in (cuda._plan_sizes, operators._plan_dense):
+        cached.cache_clear()
     yield
-    cuda._plan_sizes.cache_clear()
+    for cached in (cuda._plan_sizes, operators._plan_dense):
+        cached.cache_clear()
 
 
 def plan_of(cell, hidden, batch, dtype, tf32=(False, False), training=True):
@@ -71,12 +73,32 @@ def test_blocks_form_no_clusters_where_the_device_cannot_hold_them(planned_for_a
 
     def kernels(geometry, *_, **__):
         if geometry.distributed:
-            raise RuntimeError("needs 64 resident blocks; the device holds 48")
+            raise MemoryError("needs 64 resident blocks; the device holds 48")
 
     monkeypatch.setattr(cuda, "kernels", kernels)
     plan = plan_of("gru", 256, 4, bf16, training=False)
     assert plan.path == "dense"
     assert not plan.geometry.forward.distributed
+
+
+@pytest.mark.parametrize("lasts", [False, True])
+@pytest.mark.parametrize("pruned", [False, True])
+def test_only_a_refusal_that_lasts_is_kept(planned_for_an_h100, monkeypatch, pruned, lasts):
+    def refuse(*_, **__):
+        raise nvrtc.DoesNotCompile("by this compiler") if lasts else torch.OutOfMemoryError("at this moment")
+
+    monkeypatch.setattr(nvrtc, "why_no_cuda", lambda: None)
+    monkeypatch.setattr(cuda, "_packed", lambda geometry, _: geometry)
+    mask = torch.zeros(3 * 1024, 1024, dtype=torch.bool) if pruned else None
+    call = Call(torch.device("cuda", 0), "gru", 1024, 16, bf16, True, steps=None)
+    with monkeypatch.context() as patch:
+        patch.setattr(cuda, "kernels", refuse)
+        if lasts:
+            assert operators.plan_layer(mask, call).reason == "by this compiler"
+        else:
+            with pytest.raises(torch.OutOfMemoryError, match="at this moment"):
+                operators.plan_layer(mask, call)
+    assert (operators.plan_layer(mask, call).path == "steps") == lasts
 
 
 @pytest.mark.parametrize("cell", ["rnn_tanh", "gru", "lstm"])

@@ -61,6 +61,8 @@ def make_plan(
         block: the shape of pruned blocks.
         tf32: whether products of float32 may round to tf32, ours and those in cuDNN's layers.
         distributed: whether states may stay in the shared memory of clusters.
+
+    Raises RuntimeError for what another call may not meet, such as a lack of free memory.
     """
     device, cell, hidden_size, batch, dtype, training, steps, path, directions, resets = call
     if steps is not None and steps < LEAST_STEPS and not resets:
@@ -85,7 +87,7 @@ def make_plan(
             if geometry is not None:
                 geometry = geometry if mask_hh is None else _packed(geometry, mask_hh)
                 kernels(geometry, index, keeps=keeps and not geometry.backward)
-    except (MemoryError, RuntimeError) as error:
+    except (MemoryError, nvrtc.DoesNotCompile) as error:
         if distributed and any(geometry and geometry.distributed for geometry in plan.geometry):
             return make_plan(call, mask_hh, block, tf32, distributed=False)
         return no_kernel(str(error).partition("\n")[0])._replace(bytes_available=plan.bytes_available)
@@ -255,7 +257,7 @@ def kernels(
 ) -> _Kernels:
     """The compiled kernels of a geometry, specialised as its :meth:`~Geometry.macros`.
 
-    Raises RuntimeError if the device cannot hold all blocks at once.
+    Raises MemoryError if the device cannot hold all blocks at once.
     """
     properties: Any = torch.cuda.get_device_properties(device)
     compiled = (nvrtc.source(*files(geometry)), geometry.macros(resets, packed, keeps), device)
@@ -263,7 +265,7 @@ def kernels(
     resident = recur.resident_blocks(device, THREADS, geometry.shared_bytes, geometry.blocks_of_a_cluster)
     blocks = geometry.blocks * geometry.groups
     if resident < blocks:
-        raise RuntimeError(f"the {_name(geometry)} needs {blocks} resident blocks; the device holds {resident}")
+        raise MemoryError(f"the {_name(geometry)} needs {blocks} resident blocks; the device holds {resident}")
     return _Kernels(prepare, recur, properties.multi_processor_count)
 
 

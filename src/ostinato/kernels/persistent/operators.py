@@ -40,7 +40,10 @@ def _kernels_on(device_type: str) -> Any:
 
 
 def plan_layer(mask_hh: Tensor | None, call: Call) -> Plan:
-    """How a layer and direction runs, cached per mask, or for all layers without one."""
+    """How a layer and direction runs, cached per mask, or for all layers without one.
+
+    Raises RuntimeError, which is not cached, for what another call may not meet, such as a lack of free memory.
+    """
     key = call, _tf32(call.device, call.dtype)
     return _plan_dense(*key) if mask_hh is None else derived_from(mask_hh, key, lambda: _plan(mask_hh, *key))
 
