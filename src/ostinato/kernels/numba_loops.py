@@ -107,8 +107,9 @@ def _hash_sources() -> str | None:
 _SOURCES = _hash_sources()
 
 
-# Either would keep LLVM from vectorising a loop: a call left in it, a check for division by zero.
-inline_options = {"forceinline": True, "error_model": "numpy"}
+# Either would keep LLVM from vectorising a loop: a call left in it, a check for division by zero.  Nothing but loops
+# calls these functions, and a wrapper for C takes as long to compile as the function itself.
+inline_options = {"forceinline": True, "error_model": "numpy", "no_cfunc_wrapper": True}
 inline = register_jitable(**inline_options)
 
 
@@ -116,6 +117,16 @@ def inline_with_constants(function: Callable) -> Callable:
     """As ``inline``; arguments that are constants stay so, for an intrinsic that is made for their values."""
     overload(function, jit_options=inline_options, prefer_literal=True, strict=False)(lambda *_: function)
     return function
+
+
+@intrinsic
+def structure_at(typing_context, address, dtype):
+    """The structure at an address, as a record of a dtype."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.bitcast(arguments[0], context.get_value_type(signature.return_type))
+
+    return dtype.dtype(types.voidptr, dtype), generate
 
 
 @intrinsic

@@ -16,7 +16,6 @@ import functools
 from typing import Any
 
 import numpy as np
-from numba import carray
 
 from ostinato.kernels.numba_loops import (
     compiled_loop,
@@ -26,6 +25,7 @@ from ostinato.kernels.numba_loops import (
     pointer_to,
     prefetch,
     streams,
+    structure_at,
     take_task,
 )
 from ostinato.kernels.numba_math import cast, multiply_add, sigmoids, tanh_slope
@@ -137,7 +137,7 @@ def forward(dtype: type, cell: str, keep: bool, kind: str, height: int, tile: in
 
     @compiled_loop
     def run(address):
-        work = carray(address, 1, _FORWARD)[0]
+        work = structure_at(address, _FORWARD)
         offsets, resets = pointer_to(work.offsets, np.int32), pointer_to(work.resets, np.uint8)
         weights, bias = pointer_to(work.weights, dtype), pointer_to(work.bias, dtype)
         projected, sums = pointer_to(work.projected, dtype), pointer_to(work.sums, dtype)
@@ -257,7 +257,7 @@ def backward(dtype: type, cell: str, kind: str, height: int, tile: int, shared: 
 
     @compiled_loop
     def run(address):
-        work = carray(address, 1, _BACKWARD)[0]
+        work = structure_at(address, _BACKWARD)
         offsets, weights = pointer_to(work.offsets, np.int32), pointer_to(work.weights, dtype)
         resets, zeros = pointer_to(work.resets, np.uint8), pointer_to(work.zeros, dtype)
         pre, candidate = pointer_to(work.pre, dtype), pointer_to(work.candidate, dtype)

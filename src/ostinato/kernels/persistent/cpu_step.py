@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import carray
 from torch import Tensor
 
 from ostinato.kernels.derived import derived_from
@@ -23,6 +22,7 @@ from ostinato.kernels.numba_loops import (
     integers,
     offset,
     pointer_to,
+    structure_at,
     take_task,
 )
 from ostinato.kernels.persistent.cpu_entries import SLICE, forward_entries
@@ -83,7 +83,7 @@ def _loop(dtype: type, cell: str, kind_ih: str, height_ih: int, kind_hh: str, he
 
     @compiled_loop
     def run(address):
-        work = carray(address, 1, _WORK)[0]
+        work = structure_at(address, _WORK)
         x, h = pointer_to(work.x, dtype), pointer_to(work.h, dtype)
         c, new_h, new_c = pointer_to(work.c, dtype), pointer_to(work.new_h, dtype), pointer_to(work.new_c, dtype)
         output = pointer_to(work.output, dtype)

@@ -12,10 +12,18 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numba import carray
 
 from ostinato.kernels import numba_math
-from ostinato.kernels.numba_loops import compiled_loop, inline, integers, pointer_to, prefetch, streams, take_task
+from ostinato.kernels.numba_loops import (
+    compiled_loop,
+    inline,
+    integers,
+    pointer_to,
+    prefetch,
+    streams,
+    structure_at,
+    take_task,
+)
 from ostinato.kernels.recurrence.linear import steps_of
 from ostinato.kernels.recurrence.print_cpu import print_cpu
 from ostinato.kernels.recurrence.trace import Trace
@@ -82,7 +90,7 @@ def forward(trace: Trace, dtype: type) -> Any:
     work_dtype = np.dtype(work_of(trace, False))
 
     def run(address):
-        work = carray(address, 1, work_dtype)[0]
+        work = structure_at(address, work_dtype)
         offsets, bounds = pointer_to(work.offsets, np.int64), pointer_to(work.bounds, np.int64)
         resets = pointer_to(work.resets, np.uint8)
         out, state = pointer_to(work.out0, dtype), pointer_to(work.state, dtype)
@@ -141,7 +149,7 @@ def backward(trace: Trace, dtype: type) -> Any:
     work_dtype, flush = np.dtype(work_of(trace, True)), functions["flush"]
 
     def run(address):
-        work = carray(address, 1, work_dtype)[0]
+        work = structure_at(address, work_dtype)
         offsets, bounds = pointer_to(work.offsets, np.int64), pointer_to(work.bounds, np.int64)
         resets, totals = pointer_to(work.resets, np.uint8), pointer_to(work.totals, np.float64)
         h, h0, zeros = pointer_to(work.h0, dtype), pointer_to(work.before, dtype), pointer_to(work.zeros, dtype)

@@ -12,12 +12,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import carray
 from torch import Tensor
 
 from ostinato.kernels import numba_math
 from ostinato.kernels.memory import empty
-from ostinato.kernels.numba_loops import NUMPY_DTYPES, compiled_loop, integers, pointer_to, streams, take_task
+from ostinato.kernels.numba_loops import (
+    NUMPY_DTYPES,
+    compiled_loop,
+    integers,
+    pointer_to,
+    streams,
+    structure_at,
+    take_task,
+)
 from ostinato.kernels.recurrence.print_cpu import lines_of
 from ostinato.kernels.recurrence.trace import Trace, parse, with_state
 from ostinato.kernels.scan.cpu import blocks_of, constant, initial_state, rows
@@ -28,7 +35,7 @@ FLUSH = 64  # steps whose gradients of parameters are summed in the loop's dtype
 
 _LOOP = """
 def run(address):
-    work = carray(address, 1, WORK)[0]
+    work = structure_at(address, WORK)
     bounds, resets = pointer_to(work.bounds, int64), pointer_to(work.resets, uint8)
 {pointers}
     task = take_task(address)
@@ -180,8 +187,8 @@ def _loop(trace: Trace, backward: bool, dtype: type) -> tuple[Any, type[ctypes.S
     load, store = streams(*arrays.of_steps, *arrays.first, *arrays.plain)
     source = print_loop(trace, backward)
     names: dict[str, Any] = {**vars(numba_math), "load": load, "store": store, "dtype": dtype, "FLUSH": FLUSH}
-    names |= {"pointer_to": pointer_to, "take_task": take_task}
-    names |= {"carray": carray, "WORK": np.dtype(work), "int64": np.int64, "uint8": np.uint8, "float64": np.float64}
+    names |= {"pointer_to": pointer_to, "structure_at": structure_at, "take_task": take_task}
+    names |= {"WORK": np.dtype(work), "int64": np.int64, "uint8": np.uint8, "float64": np.float64}
     exec(compile(source, f"<{trace.name}>", "exec"), names)
     return compiled_loop(names["run"], f"{np.dtype(dtype)}{source}"), work
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, types
+from numba import types
 from numba.extending import intrinsic
 
 from ostinato.kernels.numba_loops import (
@@ -26,6 +26,7 @@ from ostinato.kernels.numba_loops import (
     integers,
     pointer_to,
     streams,
+    structure_at,
     take_task,
 )
 from ostinato.kernels.numba_math import cast, exp, log1p, multiply_add, sigmoids
@@ -107,7 +108,7 @@ def scan(dtype: type, log: bool) -> Any:
 
     @compiled_loop
     def run(address):
-        work = carray(address, 1, _SCAN_WORK)[0]
+        work = structure_at(address, _SCAN_WORK)
         bounds, reverse = pointer_to(work.bounds, np.int64), work.reverse
         a, a_n, a_t = pointer_to(work.a, dtype), work.a_n, work.a_t
         b, b_n, b_t = pointer_to(work.b, dtype), work.b_n, work.b_t
@@ -176,7 +177,7 @@ def scan_backward(dtype: type, log: bool) -> Any:
 
     @compiled_loop
     def run(address):
-        work = carray(address, 1, _SCAN_WORK)[0]
+        work = structure_at(address, _SCAN_WORK)
         bounds, reverse = pointer_to(work.bounds, np.int64), work.reverse
         a, a_n, a_t = pointer_to(work.a, dtype), work.a_n, work.a_t
         b, b_n, b_t = pointer_to(work.b, dtype), work.b_n, work.b_t
