@@ -105,6 +105,7 @@ def pruning(
     import ostinato
     from ostinato.bench.learning.pruning import fine_tune_pruning
     from ostinato.masks import block_named
+    from ostinato.training import Trainer
 
     kept = [float(part) for part in densities.split(",")]
     with LearningRun("pruning", json, device, seed, quick) as run:
@@ -121,23 +122,32 @@ def pruning(
             warmup_steps=min(100, finetune // 10),
         )
 
-        def fine_tuned(density: float, block: tuple[int, int], what: str) -> "tuple[float, Trainer]":
-            from ostinato.training import Trainer
+        def of_dense() -> "Trainer":
+            return Trainer(deepcopy(dense), tokens, settings, device=run.device, precision=precision)
 
-            new = Trainer(deepcopy(dense), tokens, settings, device=run.device, precision=precision)
+        def fine_tuned(density: float, block: tuple[int, int], what: str) -> "Trainer":
+            tuned = of_dense()
             with run.progress() as progress:
                 task = progress.add_task(what, total=1.0)
-                for done in fine_tune_pruning(new, density, block):
+                for done in fine_tune_pruning(tuned, density, block):
                     progress.update(task, completed=done)
                     run.stop_if_interrupted()
-            return new.evaluate().held_out_loss, new
+            return tuned
 
-        def pruned_at_once(density: float, block: tuple[int, int]) -> float:
-            from ostinato.training import Trainer
-
-            model = deepcopy(dense)
-            ostinato.prune(model, density, block=block)
-            return Trainer(model, tokens, settings, device=run.device, precision=precision).evaluate().held_out_loss
+        def pruned(density: float, name: str, what: str) -> dict[str, Any]:
+            at_once, block = of_dense(), block_named(name)
+            tuned = fine_tuned(density, block, what)
+            ostinato.prune(at_once.model, density, block=block)
+            masks = [mask for name, mask in tuned.model.named_buffers() if ".mask_" in name]
+            return {
+                "block": name,
+                "density": density,
+                "kept_weights": sum(int(mask.sum()) for mask in masks),
+                "of_weights": sum(mask.numel() for mask in masks),
+                "pruned_loss": at_once.evaluate().held_out_loss,
+                "fine_tuned_loss": tuned.evaluate().held_out_loss,
+                "seconds": tuned.seconds,
+            }
 
         run.content |= {
             "text": text.name,
@@ -146,31 +156,23 @@ def pruning(
                 **_describe(trainer),
                 "curve": [asdict(point) for point in trainer.curve],
                 "held_out_loss": trainer.curve[-1].held_out_loss,
-                "fine_tuned_loss": fine_tuned(1.0, (1, 1), "dense, fine-tuned alike")[0],
+                "fine_tuned_loss": fine_tuned(1.0, (1, 1), "dense, fine-tuned alike").evaluate().held_out_loss,
             },
             "runs": [],
         }
+
+        def show(what: str, before: float, after: float) -> None:
+            run.console.print(f"{what:<19}{before:10.4f}{after:14.4f}")
+
         run.console.print("held-out loss, nats    pruned    fine-tuned")
-        shown = run.content["dense"]
-        run.console.print(f"dense              {shown['held_out_loss']:10.4f}{shown['fine_tuned_loss']:14.4f}")
+        show("dense", run.content["dense"]["held_out_loss"], run.content["dense"]["fine_tuned_loss"])
         for name in BLOCKS:
-            block = block_named(name)
             for density in kept:
                 what = f"{density:.0%} in {name}"
-                loss, new = fine_tuned(density, block, what)
-                masks = [mask for name, mask in new.model.named_buffers() if ".mask_" in name]
-                row = {
-                    "block": name,
-                    "density": density,
-                    "kept_weights": sum(int(mask.sum()) for mask in masks),
-                    "of_weights": sum(mask.numel() for mask in masks),
-                    "pruned_loss": pruned_at_once(density, block),
-                    "fine_tuned_loss": loss,
-                    "seconds": new.seconds,
-                }
+                row = pruned(density, name, what)
                 run.content["runs"].append(row)
                 run.save()
-                run.console.print(f"{what:<19}{row['pruned_loss']:10.4f}{loss:14.4f}")
+                show(what, row["pruned_loss"], row["fine_tuned_loss"])
 
 
 def _trainer(
