@@ -155,11 +155,13 @@ def test_settings_that_are_no_numbers(settings):
         TrainingSettings(**settings)
 
 
-def test_arguments_of_wrong_types():
+def test_wrong_arguments_are_named():
     with pytest.raises(TypeError, match="tokens must be a tensor; got list"):
         make([0, 1], 2)
     with pytest.raises(TypeError, match="accumulate must be an integer; got float"):
         Trainer(LanguageModel(2, width=8), torch.zeros(500).long(), TrainingSettings(**SMALL), accumulate=2.0)
+    with pytest.raises(ValueError, match="accumulate must be at least 1; got 0"):
+        Trainer(LanguageModel(2, width=8), torch.zeros(500).long(), TrainingSettings(**SMALL), accumulate=0)
 
 
 def test_one_token_has_no_loss():

@@ -61,9 +61,9 @@ class Trainer:
         accumulate: micro-batches per step, whose gradients are summed before they are all-reduced.
 
     Raises:
-        TypeError: tokens that are not a tensor, or micro-batches of no integer number.
+        TypeError: tokens that are not a tensor, or an ``accumulate`` that is not an integer.
         ValueError: tokens that are not (N,) integers, a text too short for a held-out chunk, an unknown precision, a
-            batch or chunk too small for the processes, or a limit in seconds for several of them.
+            batch or chunk too small for the processes, no micro-batch, or a limit in seconds for several of them.
 
     Example:
         >>> import torch
@@ -92,30 +92,11 @@ class Trainer:
     ) -> None:
         if precision not in PRECISIONS:
             raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}; got {precision!r}")
-        if not isinstance(tokens, Tensor):
-            raise TypeError(f"tokens must be a tensor; got {type(tokens).__name__}")
-        check_integers(accumulate=accumulate)
-        if tokens.dim() != 1 or tokens.is_floating_point():
-            raise ValueError(f"tokens must be integers, (N,); got {tuple(tokens.shape)} of {tokens.dtype}")
-        train_size = len(tokens) - int(len(tokens) * settings.held_out)
-        if min(train_size, len(tokens) - train_size) <= settings.chunk_length:
-            least = math.ceil((settings.chunk_length + 1) / min(settings.held_out, 1 - settings.held_out))
-            raise ValueError(
-                f"the text is too short: a chunk of {settings.chunk_length} tokens, and a share of "
-                f"{settings.held_out} held out, need about {least} tokens; got {len(tokens)}"
-            )
+        check_integers(1, accumulate=accumulate)
+        train_size = _train_size(tokens, settings)
         self._share, self._accumulate = Share.on(mesh), accumulate
         self._processes, self._rank = (1, 0) if mesh is None else (mesh.size(), mesh.get_rank())
-        if not 1 <= accumulate * self._share.rows_of <= settings.batch_size:
-            raise ValueError(
-                f"batch_size must be at least {accumulate * self._share.rows_of}, a row for each of {accumulate} parts "
-                f"on {self._share.rows_of} processes; got {settings.batch_size}"
-            )
-        if self._share.steps_of > settings.chunk_length:
-            raise ValueError(
-                f"chunk_length must be at least {self._share.steps_of}, the processes that share a chunk; "
-                f"got {settings.chunk_length}"
-            )
+        _check_share(settings, self._share, accumulate)
         if settings.seconds is not None and mesh is not None:
             raise ValueError("seconds must be None for several processes, whose clocks differ; limit the steps")
         self.settings = settings
@@ -349,6 +330,37 @@ class Trainer:
             torch.set_rng_state(state)
         else:
             torch.get_device_module(self.device).set_rng_state(state, self.device)
+
+
+def _train_size(tokens: Tensor, settings: TrainingSettings) -> int:
+    """How many of the tokens, from the first on, are trained on."""
+    if not isinstance(tokens, Tensor):
+        raise TypeError(f"tokens must be a tensor; got {type(tokens).__name__}")
+    if tokens.dim() != 1 or tokens.is_floating_point():
+        raise ValueError(f"tokens must be integers, (N,); got {tuple(tokens.shape)} of {tokens.dtype}")
+    train_size = len(tokens) - int(len(tokens) * settings.held_out)
+    if min(train_size, len(tokens) - train_size) <= settings.chunk_length:
+        least = math.ceil((settings.chunk_length + 1) / min(settings.held_out, 1 - settings.held_out))
+        raise ValueError(
+            f"the text is too short: a chunk of {settings.chunk_length} tokens, and a share of "
+            f"{settings.held_out} held out, need about {least} tokens; got {len(tokens)}"
+        )
+    return train_size
+
+
+def _check_share(settings: TrainingSettings, share: Share, accumulate: int) -> None:
+    """Raise ValueError unless every process has a row of each micro-batch, and a step of each chunk."""
+    rows = accumulate * share.rows_of
+    if rows > settings.batch_size:
+        raise ValueError(
+            f"batch_size must be at least {rows}, a row for each of {accumulate} parts on {share.rows_of} processes; "
+            f"got {settings.batch_size}"
+        )
+    if share.steps_of > settings.chunk_length:
+        raise ValueError(
+            f"chunk_length must be at least {share.steps_of}, the processes that share a chunk; "
+            f"got {settings.chunk_length}"
+        )
 
 
 def _spread(model: LanguageModel, mesh: DeviceMesh | None, shard: bool) -> nn.Module:
