@@ -24,11 +24,11 @@ CHAINS = 4  # independent partial sums of a pruned row or tile, which hide the l
 _load, _store = streams("weight", "state", "sum")
 
 
-def _fused_multiply_add(builder, number, size, width=1):
-    """LLVM's function of three numbers of `size` bytes, or of three vectors of them."""
-    kind, name = (number, "") if width == 1 else (ir.VectorType(number, width), f"v{width}")
+def _fused_multiply_add(builder, kind, size):
+    """LLVM's function of three numbers of `size` bytes, or of three vectors of such."""
+    lanes = f"v{kind.count}" if isinstance(kind, ir.VectorType) else ""
     function = ir.FunctionType(kind, [kind] * 3)
-    return cgutils.get_or_insert_function(builder.module, function, f"llvm.fma.{name}f{8 * size}")
+    return cgutils.get_or_insert_function(builder.module, function, f"llvm.fma.{lanes}f{8 * size}")
 
 
 def _sum_of(builder, parts):
@@ -70,7 +70,7 @@ def _add_panel(typing_context, weights, count, x, x_b, out, out_b, live, vectors
         size = context.get_abi_sizeof(number)
         width = LINE // size
         vector = ir.VectorType(number, width)
-        fused = _fused_multiply_add(builder, number, size, width)
+        fused = _fused_multiply_add(builder, vector, size)
         everywhere = ir.Constant(ir.VectorType(int32, width), [0] * width)
 
         def vector_at(pointer, index):
@@ -134,7 +134,7 @@ def _dot_rows(typing_context, weights, bias, first, last, count, x, out, rows):
         def vector_at(pointer, index):
             return builder.load(builder.bitcast(builder.gep(pointer, [index]), vector.as_pointer()), align=size)
 
-        wide, narrow = _fused_multiply_add(builder, number, size, width), _fused_multiply_add(builder, number, size)
+        wide, narrow = (_fused_multiply_add(builder, kind, size) for kind in (vector, number))
         which = []
         for i in range(many):
             row = builder.add(first, int64(i))
@@ -224,7 +224,7 @@ def _entry_adder(what, rows, sequences, direct):
         number = context.get_value_type(signature.args[0].dtype)
         vector = ir.VectorType(number, rows)
         size = context.get_abi_sizeof(number)
-        fused = _fused_multiply_add(builder, number, size, rows)
+        fused = _fused_multiply_add(builder, vector, size)
         zero = ir.Constant(vector, [0.0] * rows)
 
         def vector_at(pointer, index, kind=vector):
@@ -317,7 +317,7 @@ def _block_adder(rows):
         number = context.get_value_type(signature.args[0].dtype)
         vector = ir.VectorType(number, BLOCK_WIDTH)
         size = context.get_abi_sizeof(number)
-        fused = _fused_multiply_add(builder, number, size, BLOCK_WIDTH)
+        fused = _fused_multiply_add(builder, vector, size)
 
         def vector_at(pointer, index):
             return builder.load(builder.bitcast(builder.gep(pointer, [index]), vector.as_pointer()), align=size)
