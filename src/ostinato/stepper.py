@@ -135,7 +135,6 @@ class Stepper:
         stream.wait_stream(torch.cuda.current_stream(x.device))
         with torch.cuda.stream(stream), _unchanged(module.buffers()):
             _step(module, given, state)  # warm-up: compilation and autotuning cannot be captured
-            torch.cuda.current_blas_handle()  # nor can its creation, where the warm-up did without
         torch.cuda.current_stream(x.device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(x.device), torch.cuda.graph(graph):

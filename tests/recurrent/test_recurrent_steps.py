@@ -1,5 +1,7 @@
 """RNN, GRU and LSTM one step at a time."""
 
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -167,3 +169,25 @@ class _Stopped(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         return None
+
+
+CAPTURED = """
+import torch, ostinato
+torch.set_default_dtype(torch.float64)  # cuDNN rounds float32 to tf32
+layer, x = ostinato.{cell}(16, 32, num_layers=2).cuda(), torch.randn(12, 16, device="cuda")
+state = layer.initial_state(12)
+with torch.no_grad():
+    want, _ = layer.step(x, state)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y, _ = layer.step(x, state)
+graph.replay()
+torch.testing.assert_close(y, want)
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cell", ["RNN", "GRU", "LSTM"])
+def test_a_step_is_captured_where_cublas_was_not_used_before(cell):
+    """In a new process: the step before the capture is cuDNN's, and leaves no handle of cuBLAS behind."""
+    subprocess.run([sys.executable, "-c", CAPTURED.format(cell=cell)], check=True)

@@ -61,12 +61,12 @@ class StepLayers(MaskedLayers):
                 f"x must have shape (B, {self.input_size}) or ({self.input_size},), one step; got {tuple(x.shape)}"
             )
         states = states_of(state)
-        captured = x.is_cuda and not torch.is_autocast_enabled("cuda") and torch.cuda.is_current_stream_capturing()
-        if captured and x.dim() == 2 and states and not self.proj_size:
-            # Elsewhere cuDNN's fewer launches win.
-            run = by_cells(self.mode, self.num_layers, (len(x), self.hidden_size), states[0].shape, self._dropout())
-            output, new = run(x, states, self._weights())
-            return output, hidden_of(new)
+        if x.is_cuda and x.dim() == 2 and states and not self.proj_size and not torch.is_autocast_enabled("cuda"):
+            if torch.cuda.is_current_stream_capturing():  # elsewhere cuDNN's fewer launches win
+                run = by_cells(self.mode, self.num_layers, (len(x), self.hidden_size), states[0].shape, self._dropout())
+                output, new = run(x, states, self._weights())
+                return output, hidden_of(new)
+            torch.cuda.current_blas_handle()  # which a later capture needs for the cells, and cannot create
         time = 1 if self.batch_first and x.dim() == 2 else 0
         output, state = self.forward(x.unsqueeze(time), state)
         return output.squeeze(time), state
