@@ -44,6 +44,12 @@ def mask_of(module: nn.Module, name: str) -> Tensor | None:
     return module._buffers.get(mask_name(name))
 
 
+def kept_weights(model: nn.Module) -> tuple[int, int]:
+    """How many weights a model's masks keep, and of how many."""
+    masks = [mask for name, mask in model.named_buffers() if ".mask_" in name]
+    return sum(int(mask.sum()) for mask in masks), sum(mask.numel() for mask in masks)
+
+
 def masked(module: nn.Module, name: str) -> Tensor:
     """The weight with zeros where it is pruned; these get no gradient."""
     weight, mask = getattr(module, name), mask_of(module, name)

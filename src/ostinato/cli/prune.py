@@ -44,7 +44,7 @@ def prune(
     import ostinato
     from ostinato.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
     from ostinato.files import check_file
-    from ostinato.masks import block_named
+    from ostinato.masks import block_named, kept_weights
     from ostinato.training import Trainer
 
     console = Console(highlight=False, soft_wrap=True)
@@ -86,8 +86,7 @@ def prune(
 
     show("before")
     ostinato.prune(loaded.model, **options)
-    kept = sum(int(mask.sum()) for name, mask in loaded.model.named_buffers() if ".mask_" in name)
-    of = sum(mask.numel() for name, mask in loaded.model.named_buffers() if ".mask_" in name)
+    kept, of = kept_weights(loaded.model)
     show(f"{kept / of:.1%} of {of:,} weights")
     save()
     if finetune:

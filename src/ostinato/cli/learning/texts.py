@@ -104,10 +104,10 @@ def pruning(
 
     import ostinato
     from ostinato.bench.learning.pruning import fine_tune_pruning
-    from ostinato.masks import block_named
+    from ostinato.masks import block_named, kept_weights
     from ostinato.training import Trainer
 
-    kept = [float(part) for part in densities.split(",")]
+    chosen = [float(part) for part in densities.split(",")]
     with LearningRun("pruning", json, device, seed, quick) as run:
         sizes = {"width": width, "num_layers": num_layers}
         chunks = {"steps": steps, "batch_size": batch_size, "chunk_length": chunk_length}
@@ -138,12 +138,12 @@ def pruning(
             at_once, block = of_dense(), block_named(name)
             tuned = fine_tuned(density, block, what)
             ostinato.prune(at_once.model, density, block=block)
-            masks = [mask for name, mask in tuned.model.named_buffers() if ".mask_" in name]
+            kept, of = kept_weights(tuned.model)
             return {
                 "block": name,
                 "density": density,
-                "kept_weights": sum(int(mask.sum()) for mask in masks),
-                "of_weights": sum(mask.numel() for mask in masks),
+                "kept_weights": kept,
+                "of_weights": of,
                 "pruned_loss": at_once.evaluate().held_out_loss,
                 "fine_tuned_loss": tuned.evaluate().held_out_loss,
                 "seconds": tuned.seconds,
@@ -167,7 +167,7 @@ def pruning(
         run.console.print("held-out loss, nats    pruned    fine-tuned")
         show("dense", run.content["dense"]["held_out_loss"], run.content["dense"]["fine_tuned_loss"])
         for name in BLOCKS:
-            for density in kept:
+            for density in chosen:
                 what = f"{density:.0%} in {name}"
                 row = pruned(density, name, what)
                 run.content["runs"].append(row)
