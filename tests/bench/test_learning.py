@@ -224,6 +224,8 @@ def test_pruned_losses_are_those_of_the_densities(tmp_path):
         (["copying", "--cells", "gruu"], "paralstm; got 'gruu'"),
         (["copying", "--items", "9", "--length", "8"], "items must be at least 1 and at most length, 8; got 9"),
         (["bits", "--questions", "parity,odd"], "questions must be some of first, majority, parity; got 'odd'"),
+        (["pruning", "--text", "other.json", "--densities", "0.5,a"], "with commas between; got '0.5,a'"),
+        (["pruning", "--text", "other.json", "--densities", "1.5"], "densities must be above 0 and at most 1, with"),
         (["plot", "other.json"], "benchmark must be one of characters, pruning, copying, bits; got 'scan'"),
     ],
 )

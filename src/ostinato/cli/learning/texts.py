@@ -107,7 +107,7 @@ def pruning(
     from ostinato.masks import block_named, kept_weights
     from ostinato.training import Trainer
 
-    chosen = [float(part) for part in densities.split(",")]
+    chosen = _densities(densities)  # complains before the work begins
     with LearningRun("pruning", json, device, seed, quick) as run:
         sizes = {"width": width, "num_layers": num_layers}
         chunks = {"steps": steps, "batch_size": batch_size, "chunk_length": chunk_length}
@@ -173,6 +173,16 @@ def pruning(
                 run.content["runs"].append(row)
                 run.save()
                 show(what, row["pruned_loss"], row["fine_tuned_loss"])
+
+
+def _densities(text: str) -> list[float]:
+    try:
+        values = [float(part) for part in text.split(",")]
+    except ValueError:
+        values = []
+    if not values or not all(0 < value <= 1 for value in values):
+        raise ValueError(f"densities must be above 0 and at most 1, with commas between; got {text!r}")
+    return values
 
 
 def _trainer(
