@@ -324,6 +324,70 @@ def test_kernels_within_clusters_compile_without_a_gpu(layer):
         assert nvrtc.compile_cubin(code, "sm_90", macros)[:4] == b"\x7fELF"
 
 
+PAIRS = [("gru", 1026, 64, bf16), ("lstm", 514, 64, f16), ("lstm", 1024, 64, bf16)]
+
+
+def in_pairs(cell, hidden, batch, dtype, backward, properties=H100):
+    """Geometries whose threads take adjacent units together, of each size of clusters."""
+    start = Geometry("dense", cell, hidden, dtype, 0, 0, 0, backward)
+    found = [g for g in search.candidates(start, batch, 1.0, None, properties) if g.adjacent == 2]
+    return list({g.cluster: g for g in sorted(found, key=lambda g: -microseconds(g, batch))}.values())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layer", PAIRS)
+def test_adjacent_units_match_the_reference(layer, nan_memory):
+    torch.manual_seed(0)
+    properties = torch.cuda.get_device_properties(0)
+    (forward,), backwards = (in_pairs(*layer, back, properties) for back in (False, True))
+    assert {g.cluster for g in backwards} >= {1, 2}
+    for back in backwards:
+        case = Case("dense", *layer, forward=forward, back=back)
+        for steps, reverse, packed, resets in ((9, False, False, 0.0), (7, True, True, 0.2), (1, False, False, 0.0)):
+            inputs = case.inputs(steps, packed=packed, resets=resets)
+            gradients = case.gradients(inputs, reverse)
+            found, again = (case.both(inputs, gradients, reverse) for _ in range(2))
+            case.check()
+            assert all(x is None or torch.equal(x, y) for x, y in zip(found, again, strict=True))
+            expected = case.both(inputs, gradients, reverse, reference, double)
+            assert max(errors(found, expected)) < TOLERANCE[case.dtype], back
+
+
+@pytest.mark.gpu
+def test_adjacent_units_of_tensors_that_are_not_aligned():
+    torch.manual_seed(0)
+    layer = "lstm", 512, 64, bf16
+    forward, backward = (in_pairs(*layer, back)[0] for back in (False, True))
+    case = Case("dense", *layer, forward=forward, back=backward)
+    inputs = case.inputs(5)
+    gradients = case.gradients(inputs, False)
+
+    def shifted(x):
+        if not isinstance(x, torch.Tensor) or not x.is_floating_point():
+            return x
+        return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+
+    right = case.both(inputs, gradients, False)
+    found = case.both(tuple(map(shifted, inputs)), tuple(map(shifted, gradients)), False)
+    assert all(x is None or torch.equal(x, y) for x, y in zip(found, right, strict=True))
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_kernels_of_adjacent_units_compile_without_a_gpu(backward):
+    pytest.importorskip("cuda.core")
+    for layer in PAIRS:
+        chosen = in_pairs(*layer, backward)[0]
+        code, macros = nvrtc.source(*geometry.files(chosen)), dict(chosen.macros(resets=True, packed=True))
+        assert nvrtc.compile_cubin(code, "sm_90", macros)[:4] == b"\x7fELF"
+
+
+def test_adjacent_units_where_every_thread_has_pairs_of_them():
+    whole = Geometry("dense", "gru", 1024, bf16, 32, 16, 4)
+    assert whole.adjacent == 2
+    others = {"hidden_size": 1023, "units": 31, "columns": 8, "dtype": f32, "cell": "rnn_tanh", "distributed": True}
+    assert all(whole._replace(**{name: x}).adjacent == 1 for name, x in others.items())
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("layer", [("gru", 512, 37), ("gru", 512, 32), ("lstm", 130, 23), ("rnn_tanh", 101, 5)])
 def test_rounded_states_match_the_reference(layer, nan_memory):

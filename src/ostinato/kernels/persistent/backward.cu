@@ -17,13 +17,14 @@ struct Units : Block {
     const Parameters &p;
     float dh[ITEMS], dc[ITEMS];  // gradients of the state after the next step to be processed
     float d[ITEMS][GRADS];       // of the gates at this step
-    float totals[ONE_UNIT ? 1 : ITEMS][GRADS] = {};  // of the gates over all steps, of a unit's items in one
+    float totals[ONE_UNIT ? ADJACENT : ITEMS][GRADS] = {};  // of the gates over all steps, of a unit's items in one
     Span spans[ITEMS] = {};
     // A step's derivatives, computed before the gradients that they multiply arrive.
     float slope[ITEMS][GATES], direct[ITEMS], gate[ITEMS], through[ITEMS], given[ITEMS];
     // As loaded.
-    Scalar pre[ITEMS][GATES], grad[ITEMS], candidate[ITEMS], before[ITEMS];
-    float cell[ITEMS], cell_before[ITEMS];
+    static constexpr int LOADS = ITEMS / ADJACENT;
+    Few<Scalar> pre[LOADS][GATES], grad[LOADS], candidate[LOADS], before[LOADS];
+    Few<float> cell[LOADS], cell_before[LOADS];
     Resets resets;  // before the step that is differentiated next
     bool begins[ITEMS], began[ITEMS];  // whether the next step to be processed, and the last, start from a zero state
 
@@ -31,7 +32,7 @@ struct Units : Block {
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
             dh[i] = dc[i] = 0;
-            grad[i] = 0.0f;
+            grad[i / ADJACENT] = {};
             if (!owned(i)) continue;
             spans[i] = product.span(p, block, block % CLUSTER * UNITS + unit_of(i));
             if (p.grad_h_n) dh[i] = widen(p.grad_h_n[place(0, i)]);
@@ -42,24 +43,30 @@ struct Units : Block {
     // earlier: the rows of the previous time step, if any
     __device__ void fetch(const Rows &rows, bool has_earlier, const Rows &earlier) {
 #pragma unroll
-        for (int i = 0; i < ITEMS; ++i) {
+        for (int i = 0; i < ITEMS; i += ADJACENT) {
             if (!live(i, rows)) continue;
+            const int k = i / ADJACENT;
             const size_t at = place(rows.first, i);
+            const Scalar *gates = p.pre + place(rows.first, i, GATES);
 #pragma unroll
-            for (int g = 0; g < GATES; ++g) pre[i][g] = __ldcs(p.pre + place(rows.first, i, GATES) + g * HIDDEN);
-            if (p.grad_output) grad[i] = __ldcs(p.grad_output + at);
+            for (int g = 0; g < GATES; ++g) pre[k][g] = Few<Scalar>::load_once(gates + g * HIDDEN);
+            if (p.grad_output) grad[k] = Few<Scalar>::load_once(p.grad_output + at);
             if (TAKES_STATE) {
-                candidate[i] = __ldcs(p.candidate + at);
+                candidate[k] = Few<Scalar>::load_once(p.candidate + at);
                 const bool begins_here = !has_earlier || !live(i, earlier);
                 const Scalar *state = begins_here ? p.h0 : p.h;
-                before[i] = 0.0f;
-                if (state) before[i] = __ldcs(state + place(begins_here ? 0 : earlier.first, i));
+                before[k] = {};
+                if (state) before[k] = Few<Scalar>::load_once(state + place(begins_here ? 0 : earlier.first, i));
             }
             if (TAKES_CELL) {
-                cell[i] = p.cells[at];
-                cell_before[i] = 0;
-                if (has_earlier && live(i, earlier)) cell_before[i] = p.cells[place(earlier.first, i)];
-                else if (p.c0) cell_before[i] = widen(p.c0[place(0, i)]);
+                cell[k] = Few<float>::load(p.cells + at);
+                cell_before[k] = {};
+                if (has_earlier && live(i, earlier)) {
+                    cell_before[k] = Few<float>::load(p.cells + place(earlier.first, i));
+                } else if (p.c0) {
+#pragma unroll
+                    for (int j = 0; j < ADJACENT; ++j) cell_before[k].x[j] = widen(p.c0[place(0, i + j)]);
+                }
             }
         }
     }
@@ -70,32 +77,33 @@ struct Units : Block {
         for (int i = 0; i < ITEMS; ++i) {
             if (idle(i)) continue;
             begins[i] = resets.before[i];
-            if (TAKES_STATE && begins[i]) before[i] = 0.0f;
-            if (TAKES_CELL && begins[i]) cell_before[i] = 0;
+            const int k = i / ADJACENT, j = i % ADJACENT;
+            if (TAKES_STATE && begins[i]) before[k].x[j] = 0.0f;
+            if (TAKES_CELL && begins[i]) cell_before[k].x[j] = 0;
             float x[GATES];
 #pragma unroll
-            for (int g = 0; g < GATES; ++g) x[g] = widen(pre[i][g]);
+            for (int g = 0; g < GATES; ++g) x[g] = widen(pre[k][g].x[j]);
             if constexpr (CELL == RNN_TANH) slope[i][0] = 1 - x[0] * x[0];
             if constexpr (CELL == RNN_RELU) slope[i][0] = x[0] > 0 ? 1 : x[0] <= 0 ? 0 : x[0];
             direct[i] = 0;
             if constexpr (CELL == GRU) {
-                const float reset = sigmoid(x[0]), update = sigmoid(x[1]), recurrent = widen(candidate[i]);
+                const float reset = sigmoid(x[0]), update = sigmoid(x[1]), recurrent = widen(candidate[k].x[j]);
                 const float n = hyperbolic_tangent(x[2] + reset * recurrent);
                 slope[i][0] = recurrent * reset * (1 - reset);
-                slope[i][1] = (widen(before[i]) - n) * update * (1 - update);
+                slope[i][1] = (widen(before[k].x[j]) - n) * update * (1 - update);
                 slope[i][2] = (1 - update) * (1 - n * n);
                 gate[i] = reset, direct[i] = update;
             }
             if constexpr (CELL == LSTM) {
                 const float input = sigmoid(x[0]), forget = sigmoid(x[1]), output = sigmoid(x[3]);
-                const float new_cell = hyperbolic_tangent(x[2]), shown = hyperbolic_tangent(cell[i]);
+                const float new_cell = hyperbolic_tangent(x[2]), shown = hyperbolic_tangent(cell[k].x[j]);
                 slope[i][0] = new_cell * input * (1 - input);
-                slope[i][1] = cell_before[i] * forget * (1 - forget);
+                slope[i][1] = cell_before[k].x[j] * forget * (1 - forget);
                 slope[i][2] = input * (1 - new_cell * new_cell);
                 slope[i][3] = shown * output * (1 - output);
                 gate[i] = forget, through[i] = output * (1 - shown * shown);
             }
-            given[i] = widen(grad[i]);
+            given[i] = widen(grad[k].x[j]);
             if (live(i, rows)) continue;
 #pragma unroll
             for (int g = 0; g < GATES; ++g) slope[i][g] = 0;
@@ -109,55 +117,71 @@ struct Units : Block {
 
     __device__ void update(char *state, int taken) {
 #pragma unroll
-        for (int i = 0; i < ITEMS; ++i) {
-            if (idle(i)) continue;
-            began[i] = begins[i];
-            const float total = dh[i] + given[i];
-            float published[GATES];
-            if constexpr (CELL == RNN_TANH || CELL == RNN_RELU) published[0] = d[i][0] = total * slope[i][0];
-            if constexpr (CELL == GRU) {
-                d[i][3] = total * slope[i][2];
-                d[i][0] = published[2] = d[i][3] * gate[i];
-                d[i][1] = published[0] = d[i][3] * slope[i][0];
-                d[i][2] = published[1] = total * slope[i][1];
-            }
-            if constexpr (CELL == LSTM) {
-                dc[i] += total * through[i];
+        for (int first = 0; first < ITEMS; first += ADJACENT) {
+            if (idle(first)) continue;
+            float published[GATES][ADJACENT];
 #pragma unroll
-                for (int g = 0; g < GATES; ++g) published[g] = d[i][g] = (g == 3 ? total : dc[i]) * slope[i][g];
-                dc[i] *= gate[i];
+            for (int j = 0; j < ADJACENT; ++j) {
+                const int i = first + j;
+                began[i] = begins[i];
+                const float total = dh[i] + given[i];
+                if constexpr (CELL == RNN_TANH || CELL == RNN_RELU) published[0][j] = d[i][0] = total * slope[i][0];
+                if constexpr (CELL == GRU) {
+                    d[i][3] = total * slope[i][2];
+                    d[i][0] = published[2][j] = d[i][3] * gate[i];
+                    d[i][1] = published[0][j] = d[i][3] * slope[i][0];
+                    d[i][2] = published[1][j] = total * slope[i][1];
+                }
+                if constexpr (CELL == LSTM) {
+                    dc[i] += total * through[i];
+#pragma unroll
+                    for (int g = 0; g < GATES; ++g) published[g][j] = d[i][g] = (g == 3 ? total : dc[i]) * slope[i][g];
+                    dc[i] *= gate[i];
+                }
+                dh[i] = total * direct[i];
+#pragma unroll
+                for (int g = 0; g < GATES; ++g) published[g][j] = owned(i) ? published[g][j] : 0;
             }
-            dh[i] = total * direct[i];
 #pragma unroll
             for (int g = 0; g < GATES; ++g)
-                publish(owned(i) ? published[g] : 0, in_word(i), begins_word(i),
-                        state + state_place(unit + unit_of(i), sequence_of(i), g), taken);
+                publish(published[g], in_word(first), begins_word(first),
+                        state + state_place(unit + unit_of(first), sequence_of(first), g), taken);
         }
     }
 
     __device__ void write(const Rows &rows) {
 #pragma unroll
-        for (int i = 0; i < ITEMS; ++i) {
+        for (int i = 0; i < ITEMS; i += ADJACENT) {
             if (!live(i, rows)) continue;
+            Pack *grads = p.grads + place(rows.first, i, GRADS);
 #pragma unroll
             for (int g = 0; g < GRADS; ++g) {
-                p.grads[place(rows.first, i, GRADS) + g * HIDDEN] = bits(d[i][g]);
-                totals[ONE_UNIT ? 0 : i][g] += d[i][g];
+                float of_gate[ADJACENT];
+#pragma unroll
+                for (int j = 0; j < ADJACENT; ++j) {
+                    of_gate[j] = d[i + j][g];
+                    totals[ONE_UNIT ? j : i + j][g] += of_gate[j];
+                }
+                few_bits(of_gate).store(grads + g * HIDDEN);
             }
         }
     }
 
     __device__ void add(const Product &product, const float *sums, const Cluster &cluster, int step,
                         Patience &patience) {
-        float sum[ITEMS];
+        Few<float> sum[LOADS];
 #pragma unroll
-        for (int i = 0; i < ITEMS; ++i)
-            sum[i] = product.sum(sums, spans[i], cluster.rank * UNITS + unit_of(i), sequence_of_sums(i));
+        for (int i = 0; i < ITEMS; i += ADJACENT)
+            sum[i / ADJACENT] = product.sum(sums, spans[i], cluster.rank * UNITS + unit_of(i), sequence_of_sums(i));
 #pragma unroll
-        for (int i = 0; i < ITEMS; ++i) {
+        for (int i = 0; i < ITEMS; i += ADJACENT) {
             if (!owned(i)) continue;
-            dh[i] += sum[i] + cluster.receive(item(i), step, patience);
-            if (began[i]) dh[i] = dc[i] = 0;
+            const Few<float> all = sum[i / ADJACENT] + cluster.receive(item(i), step, patience);
+#pragma unroll
+            for (int j = 0; j < ADJACENT; ++j) {
+                dh[i + j] += all.x[j];
+                if (began[i + j]) dh[i + j] = dc[i + j] = 0;
+            }
         }
     }
 
@@ -185,7 +209,8 @@ struct Units : Block {
             if (CELL == LSTM) p.grad_c0[place(0, i)] = bits(dc[i]);
 #pragma unroll
             for (int g = 0; g < GRADS; ++g)
-                p.totals[place(0, i, GRADS) + g * HIDDEN] = ONE_UNIT && i ? 0 : totals[ONE_UNIT ? 0 : i][g];
+                p.totals[place(0, i, GRADS) + g * HIDDEN] =
+                    ONE_UNIT && i >= ADJACENT ? 0 : totals[ONE_UNIT ? i % ADJACENT : i][g];
         }
     }
 };

@@ -7,7 +7,7 @@
 
 struct Cluster {
     static constexpr int SHARE = UNITS * COLUMNS, MAIL = 2 * (CLUSTER - 1) * SHARE;  // words
-    static constexpr int SENDS = ((CLUSTER - 1) * SHARE + THREADS - 1) / THREADS;
+    static constexpr int SENDS = ((CLUSTER - 1) * SHARE + THREADS * ADJACENT - 1) / (THREADS * ADJACENT);
 
     Word *mailbox;
     int rank;
@@ -24,13 +24,13 @@ struct Cluster {
         }
     }
 
-    __device__ static int number(int i) { return i * THREADS + threadIdx.x; }
+    __device__ static int number(int i) { return (i * THREADS + threadIdx.x) * ADJACENT; }
     __device__ static bool sends(int i) { return number(i) < (CLUSTER - 1) * SHARE; }
     __device__ int peer(int i) const { return (rank + 1 + number(i) / SHARE) % CLUSTER; }
     __device__ int row(int i) const { return peer(i) * UNITS + number(i) % SHARE % UNITS; }
 
     __device__ void send(const Product &product, const float *sums, int sequences, int step) {
-        float sum[SENDS + 1];
+        Few<float> sum[SENDS + 1];
 #pragma unroll
         for (int i = 0; i < SENDS; ++i) sum[i] = product.sum(sums, spans[i], row(i), number(i) % SHARE / UNITS);
 #pragma unroll
@@ -42,23 +42,38 @@ struct Cluster {
             unsigned address;
             asm("mapa.shared::cluster.u32 %0, %1, %2;"
                 : "=r"(address) : "r"(unsigned(__cvta_generic_to_shared(slot))), "r"(unsigned(peer(i))));
-            asm volatile("st.relaxed.cluster.shared::cluster.b64 [%0], %1;"
-                         :: "r"(address), "l"(Word(unsigned(step + 1)) << 32 | __float_as_uint(sum[i])) : "memory");
+            Word word[ADJACENT];
+#pragma unroll
+            for (int j = 0; j < ADJACENT; ++j) word[j] = Word(unsigned(step + 1)) << 32 | __float_as_uint(sum[i].x[j]);
+            if (ADJACENT == 2)
+                asm volatile("st.relaxed.cluster.shared::cluster.v2.b64 [%0], {%1, %2};"
+                             :: "r"(address), "l"(word[0]), "l"(word[ADJACENT - 1]) : "memory");
+            else
+                asm volatile("st.relaxed.cluster.shared::cluster.b64 [%0], %1;"
+                             :: "r"(address), "l"(word[0]) : "memory");
         }
     }
 
-    // The sum of the other blocks' partial sums of an item; garbage if the wait timed out.
-    __device__ float receive(int item, int step, Patience &patience) const {
-        float total = 0;
+    // The sums of the other blocks' partial sums of adjacent items; garbage if the wait timed out.
+    __device__ Few<float> receive(int item, int step, Patience &patience) const {
+        Few<float> total = {};
 #pragma unroll
         for (int from = 0; from < CLUSTER - 1; ++from) {
             const Word *slot = mailbox + (step % 2 * (CLUSTER - 1) + from) * SHARE + item;
             const unsigned address = __cvta_generic_to_shared(slot);
-            Word word;
+            Word word[ADJACENT];
+            const auto lacks = [&](int j) { return high(word[j]) != unsigned(step + 1); };
             patience.renew();
-            do asm volatile("ld.relaxed.cluster.shared::cta.b64 %0, [%1];" : "=l"(word) : "r"(address) : "memory");
-            while (high(word) != unsigned(step + 1) && patience.lasts());
-            total += __uint_as_float(low(word));
+            do {
+                if (ADJACENT == 2)
+                    asm volatile("ld.relaxed.cluster.shared::cta.v2.b64 {%0, %1}, [%2];"
+                                 : "=l"(word[0]), "=l"(word[ADJACENT - 1]) : "r"(address) : "memory");
+                else
+                    asm volatile("ld.relaxed.cluster.shared::cta.b64 %0, [%1];"
+                                 : "=l"(word[0]) : "r"(address) : "memory");
+            } while ((lacks(0) || lacks(ADJACENT - 1)) && patience.lasts());
+#pragma unroll
+            for (int j = 0; j < ADJACENT; ++j) total.x[j] += __uint_as_float(low(word[j]));
         }
         return total;
     }

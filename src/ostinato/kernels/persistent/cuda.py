@@ -33,6 +33,7 @@ _POINTERS = (
     *("grad_c_n", "grads", "grad_h0", "grad_c0", "resets", "marks", "totals"),
 )
 _NOWHERE = dict.fromkeys(_POINTERS, 0)
+_IN_PAIRS = {"pre", "h0", "cells", "candidate", "h", "grad_output"}  # loaded two numbers at a time, aligned
 _PARAMETERS = struct.Struct(f"{len(_POINTERS)}Q5i")
 UNITS = {16: "uint4", 8: "uint2", 4: "unsigned", 2: "unsigned short", 1: "unsigned char"}  # of a copy, by bytes
 UNITS_OF_THREAD = 4  # of a copy, at once
@@ -351,8 +352,10 @@ def _launch(geometry: Geometry, mask: Tensor | None, batch: int, reverse: bool, 
     addresses = _NOWHERE.copy()
     for name, x in tensors.items():
         if x is not None:
-            tensors[name] = x = x.contiguous()
-            addresses[name] = x.data_ptr()
+            x = x.contiguous()
+            if name in _IN_PAIRS and x.data_ptr() % (2 * x.itemsize):
+                x = x.clone()
+            tensors[name], addresses[name] = x, x.data_ptr()
     stream, (prepare, recur, _) = launch_stream(device, tensors), prepared.kernels
     for first, blocks in prepared.parts:
         parameters = _PARAMETERS.pack(*addresses.values(), *prepared.sizes, first, int(reverse))

@@ -239,7 +239,7 @@ struct Product {
 
     __device__ Span span(const Parameters &, int, int) const { return {}; }
 
-    __device__ static float sum(const float *sums, Span, int row, int sequence) {
+    __device__ static Few<float> sum(const float *sums, Span, int row, int sequence) {
         return add<WARPS>(sums + sequence * SUM_PITCH + row, COLUMNS * SUM_PITCH);
     }
 };

@@ -40,6 +40,8 @@ constexpr int ITEMS = (UNITS * COLUMNS + THREADS - 1) / THREADS;  // (unit, sequ
 constexpr int WHOLE = UNITS * COLUMNS / THREADS;  // of these every thread has: what comes of them is computed without a
                                                   // branch, which would make each item wait for the one before
 
+static_assert(ADJACENT == 1 || (sizeof(Scalar) == 2 && UNITS * COLUMNS % (2 * THREADS) == 0));
+
 struct Parameters {
     const Scalar *weight;         // (GATES * HIDDEN, HIDDEN), the recurrent matrix
     const Scalar *bias;           // (GATES * HIDDEN), or null
@@ -88,12 +90,15 @@ struct Block {
     int unit, sequence, sequences;  // the first unit; the first sequence, and how many
     int thread;
 
-    __device__ int item(int i) const { return i * THREADS + thread; }
-    // Where all items of a thread are of one unit, their addresses differ by constants.
-    static constexpr bool ONE_UNIT = THREADS % UNITS == 0;
-    __device__ int unit_of(int i) const { return unsigned(ONE_UNIT ? thread : item(i)) % UNITS; }
+    __device__ int item(int i) const { return (i / ADJACENT * THREADS + thread) * ADJACENT + i % ADJACENT; }
+    // Where a thread's items, but for those adjacent, are of one unit, their addresses differ by constants.
+    static constexpr bool ONE_UNIT = THREADS * ADJACENT % UNITS == 0;
+    __device__ int unit_of(int i) const {
+        return ONE_UNIT ? unsigned(thread * ADJACENT) % UNITS + i % ADJACENT : unsigned(item(i)) % UNITS;
+    }
     __device__ int sequence_of(int i) const {
-        return ONE_UNIT ? unsigned(thread) / UNITS + i * (THREADS / UNITS) : unsigned(item(i)) / UNITS;
+        if (!ONE_UNIT) return unsigned(item(i)) / UNITS;
+        return unsigned(thread * ADJACENT) / UNITS + i / ADJACENT * (THREADS * ADJACENT / UNITS);
     }
 
     __device__ bool owned(int i) const {
@@ -284,11 +289,12 @@ __device__ inline unsigned shown(float x) {
     return sizeof(Scalar) == 4 && !EXACT ? round_to_tf32(bits(x)) : bits(x);
 }
 
-// Publishes the units of a word, one from each of consecutive lanes, at the first's `address`; all lanes must call it.
-// To the blocks of a cluster each lane of a word stores it for some of them.
-__device__ inline void publish(float x, bool within, bool first, char *address, unsigned step) {
-    unsigned mine = (shown(x) & ~TAG) | (step & TAG);
-    if (sizeof(Scalar) == 2) mine |= __shfl_down_sync(~0u, mine, 1) << 16;
+// Publishes the units of a word, ADJACENT from each of consecutive lanes, at the first's `address`; all lanes must call
+// it.  To the blocks of a cluster each lane of a word stores it for some of them.
+__device__ inline void publish(const float (&x)[ADJACENT], bool within, bool first, char *address, unsigned step) {
+    unsigned mine = (shown(x[0]) & ~TAG) | (step & TAG);
+    if (ADJACENT == 2) mine |= shown(x[ADJACENT - 1]) << 16;
+    else if (sizeof(Scalar) == 2) mine |= __shfl_down_sync(~0u, mine, 1) << 16;
     if constexpr (DISTRIBUTED) {
         const unsigned lane = lane_id() / WORD * WORD;
         const unsigned lower = __shfl_sync(~0u, mine, lane), upper = __shfl_sync(~0u, mine, lane + WORD / 2);
@@ -302,13 +308,38 @@ __device__ inline void publish(float x, bool within, bool first, char *address, 
         }
         return;
     }
-    const Word word = HALF_WORDS ? mine : mine | Word(__shfl_down_sync(~0u, mine, WORD / 2)) << 32;
+    const Word word = HALF_WORDS ? mine : mine | Word(__shfl_down_sync(~0u, mine, WORD / 2 / ADJACENT)) << 32;
     if (HALF_WORDS)
         asm volatile("{ .reg .pred p; setp.ne.u32 p, %0, 0; @p st.relaxed.gpu.global.b32 [%1], %2; }"
                      :: "r"(unsigned(first)), "l"(address), "r"(mine) : "memory");
     else
         asm volatile("{ .reg .pred p; setp.ne.u32 p, %0, 0; @p st.relaxed.gpu.global.b64 [%1], %2; }"
                      :: "r"(unsigned(first)), "l"(address), "l"(word) : "memory");
+}
+
+// Numbers of ADJACENT units, loaded and stored together.
+template <typename T> struct Few {
+    using Bits = typename PackType<ADJACENT * sizeof(T)>::type;
+    T x[ADJACENT];
+
+    __device__ static Few of(Bits bits) { return reinterpret_cast<const Few &>(bits); }
+    __device__ static Few load(const T *address) { return of(*reinterpret_cast<const Bits *>(address)); }
+    __device__ static Few load_once(const T *address) { return of(__ldcs(reinterpret_cast<const Bits *>(address))); }
+    __device__ void store(T *address) const { *reinterpret_cast<Bits *>(address) = reinterpret_cast<const Bits &>(x); }
+
+    __device__ Few operator+(const Few &other) const {
+        Few sum;
+#pragma unroll
+        for (int j = 0; j < ADJACENT; ++j) sum.x[j] = x[j] + other.x[j];
+        return sum;
+    }
+};
+
+__device__ inline Few<Pack> few_bits(const float *x) {
+    Few<Pack> few;
+#pragma unroll
+    for (int j = 0; j < ADJACENT; ++j) few.x[j] = bits(x[j]);
+    return few;
 }
 
 // Brings the operands of a later step into L2.  Loads return in order: one that missed L2 would delay the polls.

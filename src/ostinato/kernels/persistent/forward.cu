@@ -20,7 +20,7 @@ struct Units : Block {
     const Parameters &p;
     float h[ITEMS], c[ITEMS], bias[ITEMS][GATES];
     Resets resets;  // before this step; from the update on before the next
-    Scalar projected[ITEMS][GATES];
+    Few<Scalar> projected[ITEMS / ADJACENT][GATES];
     Span spans[ITEMS][GATES] = {};
 
     __device__ Units(const Parameters &p, const Product &product, int block, Block owned_by) : Block(owned_by), p(p) {
@@ -50,10 +50,11 @@ struct Units : Block {
 
     __device__ void fetch(const Rows &rows) {
 #pragma unroll
-        for (int i = 0; i < ITEMS; ++i) {
+        for (int i = 0; i < ITEMS; i += ADJACENT) {
             if (!live(i, rows)) continue;
+            const Scalar *pre = p.pre + place(rows.first, i, GATES);
 #pragma unroll
-            for (int g = 0; g < GATES; ++g) projected[i][g] = __ldcs(p.pre + place(rows.first, i, GATES) + g * HIDDEN);
+            for (int g = 0; g < GATES; ++g) projected[i / ADJACENT][g] = Few<Scalar>::load_once(pre + g * HIDDEN);
         }
     }
 
@@ -61,12 +62,13 @@ struct Units : Block {
     __device__ float next(int i, const float (&s)[GATES], float &cell) {
         float x[GATES];
 #pragma unroll
-        for (int g = 0; g < GATES; ++g) x[g] = widen(projected[i][g]);
+        for (int g = 0; g < GATES; ++g) x[g] = widen(projected[i / ADJACENT][g].x[i % ADJACENT]);
         if constexpr (CELL == RNN_TANH) return hyperbolic_tangent(x[0] + s[0]);
         if constexpr (CELL == RNN_RELU) return x[0] + s[0] < 0 ? 0 : x[0] + s[0];
         if constexpr (KEEPS) {
 #pragma unroll
-            for (int g = 0; g < GATES; ++g) projected[i][g] = CELL == GRU && g == 2 ? x[g] : x[g] + s[g];
+            for (int g = 0; g < GATES; ++g)
+                projected[i / ADJACENT][g].x[i % ADJACENT] = CELL == GRU && g == 2 ? x[g] : x[g] + s[g];
         }
         if constexpr (CELL == GRU) {
             cell = s[2];
@@ -91,10 +93,13 @@ struct Units : Block {
     __device__ void update(const Rows &rows, const Product &product, const float *sums, char *state, int taken) {
         float s[ITEMS][GATES];
 #pragma unroll
-        for (int i = FIRST; i < END; ++i) {
+        for (int i = FIRST; i < END; i += ADJACENT) {
 #pragma unroll
-            for (int g = 0; g < GATES; ++g)
-                s[i][g] = product.sum(sums, spans[i][g], g * UNITS + unit_of(i), sequence_of_sums(i)) + bias[i][g];
+            for (int g = 0; g < GATES; ++g) {
+                const auto sum = product.sum(sums, spans[i][g], g * UNITS + unit_of(i), sequence_of_sums(i));
+#pragma unroll
+                for (int j = 0; j < ADJACENT; ++j) s[i + j][g] = sum.x[j] + bias[i + j][g];
+            }
         }
 #pragma unroll
         for (int i = FIRST; i < END; ++i) {
@@ -109,22 +114,32 @@ struct Units : Block {
             h[i] = after, c[i] = cell;
         }
 #pragma unroll
-        for (int i = FIRST; i < END; ++i) {
+        for (int i = FIRST; i < END; i += ADJACENT) {
             char *address = state + place_of((unit + unit_of(i)) * sizeof(Scalar), sequence_of(i));
-            publish(resets.before[i] ? 0 : h[i], in_word(i), begins_word(i), address, taken + 1);
+            float published[ADJACENT];
+#pragma unroll
+            for (int j = 0; j < ADJACENT; ++j) published[j] = resets.before[i] ? 0 : h[i + j];
+            publish(published, in_word(i), begins_word(i), address, taken + 1);
         }
     }
 
     __device__ void write(const Rows &rows) const {
 #pragma unroll
-        for (int i = 0; i < ITEMS; ++i) {
+        for (int i = 0; i < ITEMS; i += ADJACENT) {
             if (!live(i, rows)) continue;
-            p.output[place(rows.first, i)] = bits(h[i]);
-            if (CELL == LSTM && p.cells) p.cells[place(rows.first, i)] = c[i];
-            if constexpr (KEEPS) {
-                if (CELL == GRU) p.candidates[place(rows.first, i)] = bits(c[i]);
+            const size_t at = place(rows.first, i);
+            few_bits(h + i).store(p.output + at);
+            if (CELL == LSTM && p.cells) {
+                Few<float> cells;
 #pragma unroll
-                for (int g = 0; g < GATES; ++g) p.gates[place(rows.first, i, GATES) + g * HIDDEN] = projected[i][g];
+                for (int j = 0; j < ADJACENT; ++j) cells.x[j] = c[i + j];
+                cells.store(p.cells + at);
+            }
+            if constexpr (KEEPS) {
+                if (CELL == GRU) few_bits(c + i).store(p.candidates + at);
+                Scalar *gates = p.gates + place(rows.first, i, GATES);
+#pragma unroll
+                for (int g = 0; g < GATES; ++g) projected[i / ADJACENT][g].store(gates + g * HIDDEN);
             }
         }
     }

@@ -107,6 +107,16 @@ class Geometry(NamedTuple):
         return self.backward and self.path == "dense" and self.cluster == 1 and self.state_buffers > 0 and many
 
     @property
+    def adjacent(self) -> int:
+        """Adjacent units of a sequence that a thread updates, and loads and stores together.
+
+        In float32, and of an RNN, which has little to load, this was measured to take longer.
+        """
+        narrow = self.path == "dense" and self.dtype.itemsize == 2 and GATES[self.cell] > 1 and not self.distributed
+        even = self.hidden_size % 2 == self.units % 2 == self.units * self.columns % (2 * THREADS) == 0
+        return 2 if narrow and even else 1
+
+    @property
     def blocks(self) -> int:
         """Blocks per group."""
         return ceil_div(self.pitch, self.units * self.cluster) * self.cluster
@@ -267,6 +277,7 @@ class Geometry(NamedTuple):
             ("UNITS", self.units),
             ("COLUMNS", self.columns),
             ("BLOCKS", self.blocks),
+            ("ADJACENT", self.adjacent),
             ("HELD", self.held),
             ("EXACT", int(self.dtype == torch.float32 and (self.exact or self.path == "sparse"))),
             ("CHUNK_BYTES", self.chunk_bytes),

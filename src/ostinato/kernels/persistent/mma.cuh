@@ -50,7 +50,8 @@ __device__ inline void store_if(bool wanted, float *address, float x) {
 
 struct Span {};  // empty: every row has the same number of partial sums
 
-template <int PARTS> __device__ inline float add(const float *sums, int pitch) {
-    if constexpr (PARTS == 1) return sums[0];
+// The sums of parts of adjacent rows.
+template <int PARTS> __device__ inline Few<float> add(const float *sums, int pitch) {
+    if constexpr (PARTS == 1) return Few<float>::load(sums);
     else return add<PARTS / 2>(sums, pitch) + add<PARTS - PARTS / 2>(sums + PARTS / 2 * pitch, pitch);
 }
