@@ -15,7 +15,8 @@ class Pool:
         self.start()
 
     def start(self):
-        context = torch.multiprocessing.get_context("spawn")
+        context = torch.multiprocessing.get_context("forkserver")  # of which one process imports for all
+        context.set_forkserver_preload(["ostinato.models", "torch.distributed.fsdp"])
         self.members = []
         for rank in range(self.size):
             ours, theirs = context.Pipe()

@@ -2,7 +2,6 @@
 
 import copy
 import io
-import os
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
 import ostinato
-from ostinato.kernels.persistent import cpu
+from ostinato.kernels.persistent import cpu, operators
 from ostinato.kernels.persistent.plan import no_kernel
 from recurrent_layers import (
     CELLS,
@@ -175,9 +174,8 @@ def models():
         yield layer if make_dense else ostinato.prune(layer, 0.3, block=(8, 4))
 
 
-def in_one_of_two_processes(rank, file, by_torch, errors):
-    torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+def errors_of_training(by_torch):
+    rank, errors = distributed.get_rank(), []
     with pytest.MonkeyPatch.context() as patch:
         if by_torch:
             patch.setattr(ostinato.GRU, "_plan", lambda *_: no_kernel("a test"))
@@ -191,18 +189,15 @@ def in_one_of_two_processes(rank, file, by_torch, errors):
                 module = wrap(shared)
                 train(module, x[:4, :, 2 * rank : 2 * rank + 2])
                 with torch.no_grad():
-                    errors.put((module(x[4])[0] - single(x[4])[0]).abs().max().item())
-    distributed.barrier()
-    os._exit(0)  # what is left of gloo's threads at an ordinary end now and then aborts the process
+                    errors.append((module(x[4])[0] - single(x[4])[0]).abs().max().item())
+    operators._plan_dense.cache_clear()
+    return errors
 
 
 @pytest.mark.parametrize("by_torch", [False, True])
-def test_data_parallel_and_sharded_training_is_one_process_s(tmp_path, by_torch):
-    context = torch.multiprocessing.get_context("spawn")
-    errors = context.SimpleQueue()
-    torch.multiprocessing.start_processes(in_one_of_two_processes, (tmp_path / "store", by_torch, errors), 2)
-    found = [errors.get() for _ in range(8)]
-    assert max(found) < 2e-6
+def test_data_parallel_and_sharded_training_is_one_process_s(processes, by_torch):
+    for found in processes.run(2, errors_of_training, by_torch):
+        assert max(found) < 1e-9
 
 
 def test_copies_and_pickles_after_use():

@@ -159,7 +159,7 @@ def test_second_and_forward_mode_derivatives(cell, backend, packed):
         return call(cell, tensors[: len(initial)], tensors[len(initial) :], bounds, resets, packed, backend)
 
     torch.autograd.gradcheck(function, tensors, check_forward_ad=True, check_backward_ad=False)
-    torch.autograd.gradgradcheck(function, tensors)
+    torch.autograd.gradgradcheck(function, tensors, fast_mode=True)
 
 
 @pytest.mark.parametrize("cell", CELLS)
@@ -357,7 +357,7 @@ def test_complex_scans_and_their_gradients(backend, packed, device):
         assert (got[1].cpu() - torch.stack(last)).abs().max() < 1e-12
         torch.autograd.gradcheck(scan, tensors)
     if backend == "auto":
-        torch.autograd.gradgradcheck(scan, tensors)
+        torch.autograd.gradgradcheck(scan, tensors, fast_mode=True)
 
 
 def test_complex_dtypes_conjugates_and_compilation():
