@@ -194,8 +194,13 @@ def test_an_optimiser_s_changes_are_seen():
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("block", [None, (8, 4), (16, 1), (1, 1)])
-@pytest.mark.parametrize("cell", ["RNN", "GRU", "LSTM"])
+@pytest.mark.parametrize(
+    ("cell", "block"),  # products, which differ by blocks, know nothing of cells
+    [
+        *(("GRU", block) for block in (None, (8, 4), (16, 1), (1, 1))),
+        *(("RNN", None), ("RNN", (16, 1)), ("LSTM", None), ("LSTM", (8, 4))),
+    ],
+)
 def test_a_frozen_stepper_has_weights_of_its_own(cell, block, batch):
     torch.manual_seed(0)
     layer = getattr(ostinato, cell)(36, 37, 2)
@@ -335,8 +340,8 @@ def test_memory_does_not_grow_with_steps(frozen, device):
         resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
         return resident, torch.cuda.memory_allocated() if device == "cuda" else 0
 
-    before, after = used_after(2_000), used_after(100_000)
-    assert after[0] - before[0] < 1 << 20
+    before, after = used_after(2_000), used_after(40_000)
+    assert after[0] - before[0] < 1 << 20  # 26 bytes a step: less than any object
     assert after[1] == before[1]
 
 

@@ -145,7 +145,7 @@ def test_kernels_compile_without_a_gpu(path, architecture, backward):
         found = candidates(path, cell, 130 + index, 5, dtype, 0.3, (16, 1), properties=properties, backward=backward)
         clusters = {g.cluster: g for g in found}
         assert {1, 2} <= set(clusters) <= {1, 2, 4} if backward and properties.major >= 9 else set(clusters) == {1}
-        for chosen in clusters.values():
+        for chosen in (clusters[min(clusters)], clusters[max(clusters)])[: len(clusters)]:
             if path == "sparse":
                 chosen = chosen._replace(tiles=20).fill_registers(H100.shared_memory_per_block_optin)
             code = nvrtc.source(*geometry.files(chosen))

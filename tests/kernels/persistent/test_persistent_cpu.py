@@ -120,10 +120,12 @@ def test_layers_equal_the_loop_over_time(cell, dtype, block, density, batch, hid
 
 
 @pytest.mark.parametrize(
-    ("cell", "block"),
-    [("gru", None), ("lstm", None), ("rnn_tanh", None), ("gru", (16, 1)), ("gru", (8, 4)), ("gru", (1, 1))],
+    ("cell", "block", "batch"),  # who computes what depends on the batch, and on whether the layer is dense
+    [
+        *(("gru", block, batch) for block in (None, (16, 1)) for batch in (1, 5, 16)),
+        *(("lstm", None, 1), ("lstm", None, 16), ("rnn_tanh", None, 5), ("gru", (8, 4), 16), ("gru", (1, 1), 5)),
+    ],
 )
-@pytest.mark.parametrize("batch", [1, 5, 16])
 def test_results_do_not_depend_on_the_number_of_threads(monkeypatch, cell, block, batch):
     """Sequences are shared out to them, or, if these are fewer and the layer is dense, units."""
     torch.manual_seed(0)
