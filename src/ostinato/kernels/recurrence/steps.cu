@@ -79,10 +79,14 @@ struct Row {
     __device__ Offset at(int i) const { return first + i * step; }
 };
 
+// All bits of x, or none.  A predicate would be made as soon as a step's byte is loaded, for which all then waits.
+__device__ inline float masked(float x, unsigned bits) { return __uint_as_float(__float_as_uint(x) & bits); }
+__device__ inline double masked(double x, unsigned bits) { return __longlong_as_double(__double_as_longlong(x) & int(bits)); }
+
 // The operands loaded for one step.
 struct Inputs {
     Scalar x[SEQUENCES], before[BACKWARD ? STATES : 1], grad[BACKWARD ? STATES : 1];
-    bool reset;
+    unsigned reset;  // not zero if the state before is
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) steps(const __grid_constant__ Arguments p) {
@@ -163,11 +167,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) steps(const __gr
     };
     const auto take = [&](const Inputs& input, int j) {
         Compute x[SEQUENCES], before[STATES];
-        const bool reset = RESETS && input.reset;
+        const unsigned kept = RESETS ? int(input.reset) - 1 >> 31 : ~0u;
 #pragma unroll
         for (int k = 0; k < SEQUENCES; ++k) x[k] = widen(input.x[k]);
 #pragma unroll
-        for (int k = 0; k < STATES; ++k) before[k] = reset ? Compute(0) : BACKWARD ? widen(input.before[k]) : state[k];
+        for (int k = 0; k < STATES; ++k) before[k] = masked(BACKWARD ? widen(input.before[k]) : state[k], kept);
         if constexpr (COMPOSE) {
             Compute jacobian[STATES * STATES], product[STATES][STATES];
             Cell::jacobian(before, x, parameter, jacobian);
@@ -182,7 +186,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) steps(const __gr
 #pragma unroll
             for (int k = 0; k < STATES; ++k)
 #pragma unroll
-                for (int c = 0; c < STATES; ++c) slope[k][c] = reset ? Compute(0) : product[k][c];
+                for (int c = 0; c < STATES; ++c) slope[k][c] = masked(product[k][c], kept);
         }
         if constexpr (BACK) {
             Compute grad[STATES], grad_x[SEQUENCES], grad_parameter[PARAMETERS + 1];
@@ -191,7 +195,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) steps(const __gr
                 grad[k] = p.grad_h.data[k] ? state[k] + widen(input.grad[k]) : state[k];
             Cell::backward(before, x, parameter, grad, state, grad_x, grad_parameter);
 #pragma unroll
-            for (int k = 0; k < STATES; ++k) state[k] = reset ? Compute(0) : state[k];
+            for (int k = 0; k < STATES; ++k) state[k] = masked(state[k], kept);
 #pragma unroll
             for (int k = 0; k < SEQUENCES; ++k)
                 __stcs(p.grad_x.data[k] + result_row.at(sequence.count - 1 - j), Scalar(grad_x[k]));  // read much later
@@ -223,7 +227,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) steps(const __gr
     for (int begin = from; begin < whole && !(GATHER && vanished()); begin += 2 * AHEAD) {
         fetch_all(odd, begin + AHEAD);
         take_all(even, begin);
-        if (begin + 2 * AHEAD < whole) fetch_all(even, begin + 2 * AHEAD);
+        fetch_all(even, min(begin + 2 * AHEAD, whole - AHEAD));  // in vain at the end, as a branch would part what is in flight
         take_all(odd, begin + AHEAD);
         if ((begin - from) % FLUSH == 0) flush();
     }
