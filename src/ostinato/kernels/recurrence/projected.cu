@@ -185,25 +185,24 @@ struct Resets {
     unsigned word[WORDS] = {};  // bytes; after share(), bits
 
     __device__ void load(const Parameters& p, const Tile& tile) {
+        const int lane = threadIdx.x % 32, apart = 32 * int(p.row_stride);
+        const unsigned char* const from = p.resets + tile.row(p, lane);
         if constexpr (RESETS)
 #pragma unroll
-            for (int w = 0; w < WORDS; ++w) {
-                const int step = 32 * w + threadIdx.x % 32;
-                word[w] = step >= tile.skip && tile.skip < STEPS ? p.resets[tile.row(p, step)] : 0;
-            }
+            for (int w = 0; w < WORDS; ++w) word[w] = 32 * w + lane >= tile.skip ? from[w * apart] : 0;
     }
     __device__ void share() {
 #pragma unroll
         for (int w = 0; RESETS && w < WORDS; ++w) word[w] = __ballot_sync(~0u, word[w]);
     }
-    // A bit for each step of a run.
-    __device__ unsigned of(int run) const {
-        constexpr int RUNS = 32 / RUN;  // of a word
-        unsigned bits = 0;
-#pragma unroll
-        for (int w = 0; RESETS && w < WORDS; ++w)
-            if (run / RUNS == w) bits = word[w] >> run % RUNS * RUN;
-        return bits & ~0u >> 32 - RUN;
+    // A bit for each step of a part's run i.
+    __device__ unsigned of(int part, int i) const {
+        if constexpr (!RESETS) return 0;
+        constexpr int APART = WORDS / 4;  // the words of a part
+        const unsigned* const of_first = word + i * RUN / 32;
+        const unsigned early = part % 2 ? of_first[APART] : of_first[0];
+        const unsigned late = part % 2 ? of_first[3 * APART] : of_first[2 * APART];
+        return (part / 2 ? late : early) >> i * RUN % 32 & ~0u >> 32 - RUN;
     }
 };
 
@@ -323,8 +322,6 @@ __device__ inline void consume(const Parameters& p, Shared& shared, int rank, in
         const bool ends = past + STEPS > p.period;  // a sequence ends within, and another begins
         const bool between = tile.skip > 0 || (ends && (past % RUN > 0 || p.period % RUN > 0));
         Steps steps = {d, {RUN, RUN}, {}, {}, {}};
-        Resets resets;
-        resets.load(p, tile);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int local = (2 * part + i) * RUN, row = past + local;
@@ -339,10 +336,14 @@ __device__ inline void consume(const Parameters& p, Shared& shared, int rank, in
                 if (p.initial && inside[c])
                     steps.begin[c][i] = widen(p.initial[which * p.channels + channel + 8 * c]);
         }
+        Resets resets;
+        // Last, as loads return in order and those before are in the L1 cache, and with two slices in flight.
+        if (slices == 1) resets.load(p, tile);
 
         for (int slice = 1; slice < slices; ++slice) {
             const int before = stage == 0 ? STAGES - 1 : stage - 1;
             multiply_slice(true);
+            if (slice == 1) resets.load(p, tile);
             asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
             release(before);
         }
@@ -356,7 +357,7 @@ __device__ inline void consume(const Parameters& p, Shared& shared, int rank, in
 
         resets.share();
 #pragma unroll
-        for (int i = 0; i < 2; ++i) steps.resets[i] = resets.of(2 * part + i);
+        for (int i = 0; i < 2; ++i) steps.resets[i] = resets.of(part, i);
         Element::Channel of_channel[HELD];
 #pragma unroll
         for (int c = 0; c < HELD; ++c) of_channel[c] = Element::prepare(parameters[c]);
