@@ -120,6 +120,33 @@ def test_every_kind_of_kernel_equals_a_loop(function, steps, channels, packed):
     check_against_loop(function, "cuda", packed, steps, channels)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(128, 300, 256), (1, 9000, 64), (3, 5000, 1000)], ids=str)
+def test_a_state_that_has_diverged_ends_at_a_reset(shape, dtype):
+    torch.manual_seed(0)
+    recurrence = trace(oscillating, RECURRENCES[oscillating]).text
+    clean = [torch.randn(shape if sequence else shape[2:]).to(dtype) for sequence in RECURRENCES[oscillating]]
+    h0, grad = torch.zeros(shape[0], shape[2]).to(dtype), torch.randn(shape).to(dtype)
+    resets = torch.zeros(shape[:2], dtype=torch.bool)
+    resets[:, 150] = True
+    diverging = [x.clone().cuda() for x in clean]
+    diverging[1][:, 148] = torch.inf
+    got, _ = linear_recurrence(recurrence, h0.cuda(), None, resets.cuda(), False, "cuda", *diverging)
+    after = [x[:, 150:].double() if x.dim() == 3 else x.double() for x in clean]
+    want, _ = linear_recurrence(recurrence, h0.double(), None, None, False, "cpu", *after)
+    assert relative_error(got[:, 150:], want) < TOLERANCE[dtype]
+    assert not got[:, 149].isfinite().any()
+    inputs = [x.cuda().requires_grad_() for x in clean]
+    before = [(x[:, :150] if x.dim() == 3 else x).double().requires_grad_() for x in clean]
+    h, _ = linear_recurrence(recurrence, h0.double(), None, None, False, "cpu", *before)
+    (want,) = torch.autograd.grad(h, before[1], grad[:, :150].double())
+    grad[:, 151] = torch.inf  # which ends there on its way back
+    h, _ = linear_recurrence(recurrence, h0.cuda(), None, resets.cuda(), False, "cuda", *inputs)
+    (got,) = torch.autograd.grad(h, inputs[1], grad.cuda())
+    assert relative_error(got[:, :150], want) < 10 * TOLERANCE[dtype]
+
+
 def check_against_loop(function, backend, packed, steps, channels):
     """Everything that a recurrence gives, in every dtype, direction and with resets."""
     torch.manual_seed(0)

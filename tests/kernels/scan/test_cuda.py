@@ -369,25 +369,55 @@ def test_packed_sequences_of_all_lengths():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("steps_before", [1, 3, 50])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    "shape", [(128, 300, 256), (2, 300, 64), (1, 9000, 64), (1, 9000, 3), (3, 5000, 1000)], ids=str
+    "shape", [(128, 300, 256), (2, 300, 64), (1, 9000, 64), (1, 9000, 3), (1, 9000, 1), (3, 5000, 1000)], ids=str
 )
-def test_a_state_that_has_diverged_ends_at_a_reset(shape):
+def test_a_state_that_has_diverged_ends_at_a_reset(shape, dtype, steps_before):
+    """Also if it diverged in the same thread's steps, from infinite inputs or by growth."""
     torch.manual_seed(0)
-    a, b = torch.rand(shape).cuda(), torch.randn(shape).cuda()
-    b[:, 100] = torch.inf
+    a, b = torch.rand(shape).to(dtype).cuda(), torch.randn(shape).to(dtype).cuda()
     resets = torch.zeros(shape[:2], dtype=torch.bool).cuda()
     resets[:, 150] = True
-    got, _ = ostinato.linear_scan(a, b, resets=resets)
+    diverging, growing = b.clone(), a.clone()
+    diverging[:, 150 - steps_before, ::2] = torch.inf
+    diverging[:, 150 - steps_before, 1::2] = 1e38
+    growing[:, 151 - steps_before : 150, 1::2] = 100
+    got, last = ostinato.linear_scan(growing, diverging, resets=resets)
     want, _ = ostinato.linear_scan(a[:, 150:].double(), b[:, 150:].double())
-    assert relative_error(got[:, 150:], want.cpu()) < 3e-6
-    b, grad = torch.randn(shape).cuda(), torch.randn(shape).cuda()
-    grad[:, 200] = torch.inf  # which ends there on its way back
+    assert relative_error(got[:, 150:], want.cpu()) < TOLERANCE[dtype]
+    assert torch.equal(last, got[:, -1])
+    assert got[:, 150 - steps_before, ::2].isinf().all()
+    assert not got[:, 149, ::2].isfinite().any()
+    grad = torch.randn(shape).to(dtype).cuda()
+    wanted = grad[:, :150].double()
+    grad[:, 149 + steps_before] = torch.inf  # which ends there on its way back
     inputs, before = [a.requires_grad_(), b.requires_grad_()], [x[:, :150].double() for x in (a, b)]
     got = torch.autograd.grad(ostinato.linear_scan(*inputs, resets=resets)[0], inputs, grad)
-    want = torch.autograd.grad(ostinato.linear_scan(*before)[0], before, grad[:, :150].double())
+    want = torch.autograd.grad(ostinato.linear_scan(*before)[0], before, wanted)
     for g, w in zip(got, want, strict=True):
-        assert relative_error(g[:, :150], w.cpu()) < 3e-6
+        assert relative_error(g[:, :150], w.cpu()) < TOLERANCE[dtype]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("channels", [64, 512])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_state_that_has_diverged_ends_at_a_reset_of_a_packed_sequence(dtype, channels):
+    torch.manual_seed(0)
+    bounds = torch.tensor([0, 7, 1000, 5000, 12000, 20000], dtype=torch.int32)
+    a, b = torch.rand(1, 20000, channels).to(dtype), torch.randn(1, 20000, channels).to(dtype)
+    resets = torch.rand(1, 20000) < 0.01
+    resets[:, 4990] = resets[:, 998] = True
+    h0 = torch.randn(5, channels).to(dtype)
+    inputs = [x.double().requires_grad_() for x in (a, b, h0)]
+    want = ostinato.linear_scan(*inputs, cu_seqlens=bounds, resets=resets, backend="cpu")
+    b[:, [994, 997, 4985, 4989]] = torch.inf
+    got = ostinato.linear_scan(a.cuda(), b.cuda(), h0.cuda(), cu_seqlens=bounds.cuda(), resets=resets.cuda())
+    seen = torch.ones(20000, dtype=torch.bool)
+    seen[994:998] = seen[4985:4990] = False
+    assert relative_error(got[0][:, seen], want[0].detach()[:, seen]) < TOLERANCE[dtype]
+    assert relative_error(got[1], want[1].detach()) < TOLERANCE[dtype]
 
 
 @pytest.mark.gpu

@@ -97,8 +97,9 @@ __device__ inline void apply(
     if (SEGMENTS > 1) before.carry(mine);
 #pragma unroll 1
     for (int part = 0; part < PARTS; ++part) {
-        if (at.whole(chunk) && !steps.bounded) steps.apply<false>(at, memory, shared, buffer, chunk, part, mine, sums);
-        else steps.apply<true>(at, memory, shared, buffer, chunk, part, mine, sums);
+        const bool unchecked = at.whole(chunk) && !steps.bounded;
+        if (unchecked && steps.apply<false>(at, memory, shared, buffer, chunk, part, mine, sums)) continue;
+        steps.apply<true>(at, memory, shared, buffer, chunk, part, mine, sums);
     }
 }
 

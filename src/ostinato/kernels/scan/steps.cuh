@@ -40,6 +40,13 @@ struct Resets {
 using OfChannels = Element::Channel[VEC];  // computed from the parameters of a thread's channels
 using Sums = Compute[OF_CHANNEL][VEC];     // of the gradients of the parameters
 
+__device__ inline void copy(const Sums& from, Sums& to) {
+#pragma unroll
+    for (int k = 0; k < OF_CHANNEL; ++k)
+#pragma unroll
+        for (int v = 0; v < VEC; ++v) to[k][v] = from[k][v];
+}
+
 // The steps of one thread in a tile.  Chained blocks hold two tiles' in registers; if `read` is cheap they are kept as
 // loaded (RAW), which halves the registers of 16-bit types.
 struct Steps {
@@ -50,7 +57,7 @@ struct Steps {
     int shift[INPUTS];      // of the strips
     unsigned resets;        // bits of the steps before which, in the forward's order, the state is reset
     unsigned begins, ends;  // CU_SEQLENS: bits of the first and last steps of sequences
-    bool bounded;           // whether the warp's steps have any, of a short strip also whether any is reset
+    bool bounded;           // whether the warp's steps have any; of a short strip, if not FOLDED, also whether any is reset
 
     static __device__ void make(const Bits (&bits)[INPUTS], const OfChannels& of_channels, Step (&row)[VEC]) {
         Compute x[INPUTS][VEC];
@@ -85,7 +92,17 @@ struct Steps {
     // whose ends have such paths already, or registers are too few for two paths.
     static constexpr bool TWO_PATHS = LOOKS_BACK ? !(RAW && BACKWARD && NARROW_SCALAR) : !CHAINED;
     static constexpr bool SELDOM_RESET = RESETS && STRIP <= 32 && TWO_PATHS && PACKING != CU_SEQLENS;
+    // Looking back, a generated operation's steps get a coefficient of zero where they are reset: that forgets every state
+    // that is finite, and only where one is not, its warp takes the path with tests.
+    static constexpr bool FOLDED = SELDOM_RESET && LOOKS_BACK && !Element::RAW;
     template <bool TESTED = true> __device__ bool is_reset(int u) const { return RESETS && TESTED && resets >> u & 1; }
+    // Whether a coefficient of zero did not reset this state, or may not have.
+    __device__ bool remembers(const Channels& state) const {
+        bool finite = true;
+#pragma unroll
+        for (int v = 0; v < VEC; ++v) finite &= absolute(state.value[v]) < infinity();
+        return resets && !finite;
+    }
     // The sequence that begins, or ends, with the thread's step u, or -1.
     template <bool CHECKED>
     __device__ int beginning(const Place& at, const Shared& shared, int buffer, int u) const {
@@ -96,7 +113,7 @@ struct Steps {
         return CHECKED && PACKING == CU_SEQLENS && ends >> u & 1 ? shared.ends[buffer].sequence[at.first(0) + u] : -1;
     }
     __device__ void look_for_bounds(const Place& at, const Shared& shared, int buffer) {
-        bounded = SELDOM_RESET && __any_sync(~0u, resets);
+        bounded = SELDOM_RESET && !FOLDED && __any_sync(~0u, resets);
         if (PACKING != CU_SEQLENS) return;
         begins = shared.begins[buffer].of(at.first(0)) & OF_ROWS, ends = shared.ends[buffer].of(at.first(0)) & OF_ROWS;
         bounded |= __any_sync(~0u, begins | ends) != 0;
@@ -110,6 +127,10 @@ struct Steps {
                 strips[k].fetch<CHECKED>(at, at.p.input(k), memory.input[k], chunk, BACKWARD && k == PREVIOUS, part);
     }
 
+    // Whether the zero state before a reset step is written to shared memory, where there is one, and not selected at every
+    // step: a warp of many segments has several, one after the other.
+    static constexpr bool PUTS_RESETS = RESETS && (STAYS || SELDOM_RESET || LANES >= 4);
+
     // Backward, of some rows: write h0 as h[t-1] of a sequence's first step in time, and the zero state as that of a
     // reset step unless `read` selects it.
     __device__ void put_states_before(
@@ -118,7 +139,7 @@ struct Steps {
         const Parameters& p = at.p;
         const unsigned last = p.steps - 1 - at.first(chunk);
         const unsigned first = PACKING == CU_SEQLENS ? ends : last < ROWS ? 1u << last : 0;  // in time
-        for (unsigned left = at.inside ? (first | (STAYS || SELDOM_RESET ? resets : 0)) & rows : 0; left; left &= left - 1) {
+        for (unsigned left = at.inside ? (first | (PUTS_RESETS ? resets : 0)) & rows : 0; left; left &= left - 1) {
             const int u = __ffs(left) - 1;
             const int n = PACKING == CU_SEQLENS && !is_reset(u) ? shared.ends[buffer].sequence[at.first(0) + u] : 0;
             strip.element[Strip::place(at, u, shift)] =
@@ -148,7 +169,7 @@ struct Steps {
             const bool exists = !CHECKED || (at.inside && at.exists(i + u));
             if (CHECKED && BACKWARD && exists && (is_reset(u) || !at.exists(i + u + 1)))
                 bits[PREVIOUS] = p.h0 && !is_reset(u) ? load_pack(p.h0 + at.state(0)) : filled(Element::absent_state());
-            if (BACKWARD && !SELDOM_RESET && is_reset(u)) bits[PREVIOUS] = filled(Element::absent_state());
+            if (BACKWARD && !PUTS_RESETS && is_reset(u)) bits[PREVIOUS] = filled(Element::absent_state());
             if constexpr (RAW && !STAYS) {
 #pragma unroll
                 for (int k = 0; k < INPUTS; ++k)
@@ -159,6 +180,14 @@ struct Steps {
                 for (int v = 0; v < VEC; ++v)
                     if (!exists) step[u][v] = Step::none();
             }
+        }
+        if constexpr (FOLDED) {
+            if (!__any_sync(~0u, resets)) return;
+#pragma unroll
+            for (int u = 0; u < ROWS; ++u)
+#pragma unroll
+                for (int v = 0; v < VEC; ++v)
+                    if (is_reset(u)) step[u][v].a = Ring::zero();
         }
     }
 
@@ -193,7 +222,14 @@ struct Steps {
 
     __device__ Composition compose(const Place& at, Shared& shared, int buffer, int chunk) const {
         Composition whole = Composition::none();
-        if (SELDOM_RESET ? !bounded : STAYS && !resets) return append<false>(at, shared, chunk, 0, whole);
+        if (FOLDED) {
+            whole = append<false>(at, shared, chunk, 0, whole);
+            whole.reset = resets;
+            if (!remembers(whole.b)) return whole;
+            whole = Composition::none();
+        } else if (SELDOM_RESET ? !bounded : STAYS && !resets) {
+            return append<false>(at, shared, chunk, 0, whole);
+        }
         int from = 0;  // steps before the last sequence start, or with STAYS reset, do not matter
         if (PACKING == CU_SEQLENS && begins) {
             from = 31 - __clz(begins);
@@ -207,15 +243,19 @@ struct Steps {
         return append<true>(at, shared, chunk, from, whole);
     }
 
-    // Replay the steps from `state` and write the results; `sums` accumulates the gradients of the parameters.
+    // Replay the steps from `state` and write the results; `sums` accumulates the gradients of the parameters.  False, with
+    // nothing done, if that must be CHECKED.
     template <bool CHECKED>
-    __device__ void apply(
+    __device__ bool apply(
         const Place& at, const Memory& memory, Shared& shared, int buffer, int chunk, int part, Channels& state, Sums& sums
     ) const {
         const Parameters& p = at.p;
         const int i = at.first(chunk);
         Bits results[STAYS ? 1 : ROWS][OUTPUTS];
         Channels last;  // the state after the last step that exists
+        const Channels before = state;
+        Sums sums_before;
+        copy(sums, sums_before);
         bool any = false;
 #pragma unroll
         for (int row_of_part = 0; row_of_part < PART; ++row_of_part) {
@@ -249,6 +289,11 @@ struct Steps {
                 }
             }
         }
+        if (FOLDED && !CHECKED && __any_sync(~0u, remembers(state))) {
+            state = before;
+            copy(sums_before, sums);
+            return false;
+        }
         const int end = i + (part + 1) * PART;
         if (PACKING != CU_SEQLENS && (CHECKED ? any && !at.exists(end) : end == p.steps))
             store_state(at, p.final, 0, CHECKED ? last : state);
@@ -271,5 +316,6 @@ struct Steps {
                 }
             if constexpr (NARROW) strip.store<CHECKED>(at, p.output(k), chunk, part, shift);
         }
+        return true;
     }
 };
