@@ -167,6 +167,11 @@ def test_what_was_measured_to_be_best_is_chosen(name):
         ((3, 5000, 1000), 2): (32, 8, 28, "looks back"),
         ((2, 100000, 384), 4): (32, 16, 32, "looks back"),
         ((2, 100000, 384), 2): (32, 16, 32, "looks back"),
+        ((1, 60000, 1536), 2): (32, 16, 32, "looks back"),
+        ((1, 60000, 2000), 2): (32, 8, 28, "looks back"),  # of rows that share lines
+        ((1, 20000, 1000), 2): (32, 8, 28, "looks back"),
+        ((1, 20000, 1000), 4): (32, 8, 32, "looks back"),
+        ((2, 9001, 1000), 2): (32, 8, 28, "looks back"),
         ((8, 4096, 1536), 4): (32, 8, 16, "looks back"),
         ((8, 65536, 1536), 4): (32, 8, 16, "looks back"),
         ((8, 512, 1536), 4): (32, 4, 8, "streams"),
@@ -181,6 +186,7 @@ def test_what_was_measured_to_be_best_is_chosen(name):
         ((1, 1 << 24, 1), 4): (1, 8, 19, "turns"),
         ((8, 4096, 1536), 4): (32, 8, 16, "looks back"),
         ((2, 100000, 384), 2): (32, 16, 28, "looks back"),
+        ((2, 9001, 1000), 2): (32, 8, 28, "looks back"),
         ((1, 65536, 256), 2): (32, 8, 28, "looks back"),
     }
     for resets, cases in ((False, measured), (True, with_resets)):
@@ -193,6 +199,11 @@ def test_what_was_measured_to_be_best_is_chosen(name):
     assert (backward.rows, backward.looks_back) == (16, True)
     backward = choose_geometry(Criteria("LinearScanBackward", 3, 4, 4, True, 3, 5000, 1000, GPUS[name]))
     assert (backward.warps, backward.rows, backward.looks_back) == (8, 20, True)
+    for itemsize, want in ((2, (2, 8, 16)), (4, (1, 8, 20))):  # rows that share lines
+        for resets in (False, True)[: 4 // itemsize]:
+            scan = Criteria("LinearScanBackward", 3, itemsize, 8, True, 1, 20000, 1000, GPUS[name], resets=resets)
+            backward = choose_geometry(scan)
+            assert (backward.vec, backward.warps, backward.rows) == want
 
 
 @pytest.mark.parametrize("gpu", GPUS)

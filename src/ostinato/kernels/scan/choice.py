@@ -17,6 +17,7 @@ SHORT, LONG = 4, 4096  # steps: lengths between these share a geometry, as every
 FILLED = 0.7  # of the multiprocessors need a block of eight warps
 FULL = 0.9  # of the last wave, where a block has a multiprocessor to itself
 FEW_WAVES = 3  # waves of tiles: with fewer, drawing tiles from a counter balances nothing
+LINE = 128  # bytes of memory that are moved together
 FEW_COMPANIONS = 24  # blocks per chain: with no more, look-back is faster than interleaved tiles
 LINEAR = ("LinearScan", "LinearScanBackward")
 CHEAP = (*LINEAR, "LogLinearScan")  # to read twice
@@ -301,9 +302,16 @@ def _has_few_companions(scan: Criteria) -> bool:
 
 
 def _has_single_chains(scan: Criteria) -> bool:
-    """Whether a carry's way along one chain takes the time, rather than the tiles of many chains."""
-    few_chains = 4 * scan.chains(_chained_tile(scan)) <= scan.device.processors
-    return few_chains and _has_few_companions(scan) and not scan.packed
+    """Whether a carry's way along one chain takes the time, rather than the tiles of many chains.
+
+    Chains that share lines of memory wait for their copies instead, which two blocks of a multiprocessor hide.
+    """
+    tile = _chained_tile(scan)
+    few_chains = 4 * scan.chains(tile) <= scan.device.processors
+    cut = scan.channels > tile.group and scan.channels * scan.itemsize % LINE > 0  # rows, within lines
+    aligned = scan.aligned * scan.itemsize >= 16 and scan.itemsize <= 4
+    shares_lines = cut and aligned and scan.element in LINEAR
+    return few_chains and not shares_lines and _has_few_companions(scan) and not scan.packed
 
 
 def _look_back(scan: Criteria) -> Geometry | None:
