@@ -3,8 +3,55 @@
 // Scalar is the storage type, Compute the compute type: float for everything up to 32 bits, double for double.  A lane
 // loads and stores VEC adjacent channels as one Pack of raw bits, so that 16-bit channels go two at a time.
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
+// Numbers of 16 bits, with the conversions that kernels need.  CUDA's headers of them take as long to read as a small
+// kernel to compile.
+
+struct Half {
+    unsigned short bits;
+
+    Half() = default;
+    static __device__ Half of_bits(unsigned bits) {
+        Half x;
+        x.bits = bits;
+        return x;
+    }
+    __device__ Half(float x) { asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x)); }
+    __device__ operator float() const {
+        float x;
+        asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
+        return x;
+    }
+};
+
+struct BFloat16 {
+    unsigned short bits;
+
+    BFloat16() = default;
+    __device__ BFloat16(float x) { asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x)); }
+    __device__ operator float() const {
+        float x;
+#if __CUDA_ARCH__ >= 900
+        asm("cvt.f32.bf16 %0, %1;" : "=f"(x) : "h"(bits));
+#else
+        asm("mov.b32 %0, {0, %1};" : "=f"(x) : "h"(bits));
+#endif
+        return x;
+    }
+};
+
+// As those for other types: evicted first from the caches.
+template <typename T> __device__ inline T load_16_bits_once(const T* from) {
+    T x;
+    asm("ld.global.cs.b16 %0, [%1];" : "=h"(x.bits) : "l"(from));
+    return x;
+}
+__device__ inline Half __ldcs(const Half* from) { return load_16_bits_once(from); }
+__device__ inline BFloat16 __ldcs(const BFloat16* from) { return load_16_bits_once(from); }
+template <typename T> __device__ inline void store_16_bits_once(T* to, T x) {
+    asm("st.global.cs.b16 [%0], %1;" ::"l"(to), "h"(x.bits) : "memory");
+}
+__device__ inline void __stcs(Half* to, Half x) { store_16_bits_once(to, x); }
+__device__ inline void __stcs(BFloat16* to, BFloat16 x) { store_16_bits_once(to, x); }
 
 using Scalar = SCALAR;
 
@@ -14,7 +61,7 @@ using Compute = ComputeType<Scalar>::type;
 
 constexpr bool NARROW_SCALAR = sizeof(Scalar) == 2;
 template <typename T> constexpr bool is_bfloat16 = false;
-template <> constexpr bool is_bfloat16<__nv_bfloat16> = true;
+template <> constexpr bool is_bfloat16<BFloat16> = true;
 constexpr bool BFLOAT16 = is_bfloat16<Scalar>;
 
 template <int BYTES> struct PackType;
@@ -25,8 +72,8 @@ using Pack = PackType<sizeof(Scalar) * VEC>::type;
 
 __device__ inline double widen(double x) { return x; }
 __device__ inline float widen(float x) { return x; }
-__device__ inline float widen(__half x) { return __half2float(x); }
-__device__ inline float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
+__device__ inline float widen(Half x) { return x; }
+__device__ inline float widen(BFloat16 x) { return x; }
 
 __device__ inline void unpack(Pack bits, double (&x)[1]) { x[0] = __longlong_as_double(bits); }
 __device__ inline Pack pack(const double (&x)[1]) { return __double_as_longlong(x[0]); }
@@ -39,20 +86,17 @@ template <int N> __device__ inline void unpack(Pack bits, float (&x)[N]) {
         } else {
             const unsigned pair = unsigned(bits >> 16 * (v & ~1));
             if constexpr (BFLOAT16) x[v] = __uint_as_float(v % 2 ? pair & 0xffff0000u : pair << 16);
-            else x[v] = __half2float(__ushort_as_half(v % 2 ? pair >> 16 : pair & 0xffffu));
+            else x[v] = Half::of_bits(v % 2 ? pair >> 16 : pair);
         }
     }
 }
 
 // Two adjacent 16-bit numbers are converted by one instruction.
 __device__ inline unsigned pack_pair(float low, float high) {
-    if constexpr (BFLOAT16) {
-        const __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
-        return reinterpret_cast<const unsigned&>(both);
-    } else {
-        const __half2 both = __floats2half2_rn(low, high);
-        return reinterpret_cast<const unsigned&>(both);
-    }
+    unsigned both;
+    if (BFLOAT16) asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    else asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
 }
 
 template <int N> __device__ inline Pack pack(const float (&x)[N]) {

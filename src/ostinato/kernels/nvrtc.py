@@ -18,8 +18,8 @@ from ostinato.kernels import cache
 SCALARS = {
     torch.float32: "float",
     torch.float64: "double",
-    torch.float16: "__half",
-    torch.bfloat16: "__nv_bfloat16",
+    torch.float16: "Half",
+    torch.bfloat16: "BFloat16",
 }
 
 # Allocates on the current device, without PyTorch's dispatcher, as compiled code does.
@@ -66,12 +66,10 @@ def compile_cubin(code: str, arch: str, macros: Mapping[str, object]) -> bytes:
     Raises :class:`DoesNotCompile` with the compiler's log if the code does not compile.
     """
     from cuda.core import Program, ProgramOptions
-    from cuda.pathfinder import find_nvidia_header_directory
 
     options = ProgramOptions(
         arch=arch,
         std="c++17",
-        include_path=[find_nvidia_header_directory("cudart")],
         define_macro=[(name, str(value)) for name, value in macros.items()] or None,
     )
     try:

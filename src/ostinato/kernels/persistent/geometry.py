@@ -19,7 +19,7 @@ import torch
 
 from ostinato.kernels.persistent.plan import GATES
 
-SCALARS = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
+SCALARS = {torch.float32: "float", torch.float16: "Half", torch.bfloat16: "BFloat16"}
 WARPS = 8
 THREADS = 32 * WARPS
 TILE_BYTES = 512  # of weights: 16 rows by 32 bytes of columns

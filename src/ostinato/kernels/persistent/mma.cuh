@@ -2,12 +2,12 @@
 //
 // The tile has 32 bytes of columns: 16, or 8 of float32.
 
-__device__ inline void mma(float (&d)[4], const uint4 &a, unsigned b0, unsigned b1, __half) {
+__device__ inline void mma(float (&d)[4], const uint4 &a, unsigned b0, unsigned b1, Half) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
 }
 
-__device__ inline void mma(float (&d)[4], const uint4 &a, unsigned b0, unsigned b1, __nv_bfloat16) {
+__device__ inline void mma(float (&d)[4], const uint4 &a, unsigned b0, unsigned b1, BFloat16) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
 }

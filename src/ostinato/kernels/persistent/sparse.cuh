@@ -28,11 +28,11 @@ struct Entry {
     }
     __device__ static float upper(unsigned both) {
         if (BFLOAT16) return __uint_as_float(both & 0xffff0000u);
-        return __half2float(__ushort_as_half(both >> 16));
+        return Half::of_bits(both >> 16);
     }
     __device__ static float lower(unsigned both) {
         if (BFLOAT16) return __uint_as_float(both << 16);
-        return __half2float(__ushort_as_half(both & 0xffffu));
+        return Half::of_bits(both & 0xffffu);
     }
 };
 

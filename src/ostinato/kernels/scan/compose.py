@@ -97,8 +97,8 @@ def _kernel(dtype: torch.dtype, vector: int, lanes: int, device: int) -> nvrtc.K
 
 @functools.cache
 def _passing_kernel(dtype: torch.dtype, device: int) -> nvrtc.Kernel:
-    return nvrtc.load_kernel("pass_on", nvrtc.source("scan/pass_on.cu"), passing_macros(dtype), device)
+    return nvrtc.load_kernel("pass_on", nvrtc.source("numeric.cuh", "scan/pass_on.cu"), passing_macros(dtype), device)
 
 
 def passing_macros(dtype: torch.dtype) -> tuple[tuple[str, object], ...]:
-    return (("SCALAR", SCALARS[dtype]), ("THREADS", PASSING))
+    return (("SCALAR", SCALARS[dtype]), ("VEC", 1), ("THREADS", PASSING))

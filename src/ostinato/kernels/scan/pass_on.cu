@@ -1,9 +1,5 @@
 // Carries a state through the reduced shards h -> P*h + L in order; returns the state entering shard `of` and the last.
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
-using Scalar = SCALAR;
 using Index = long long;
 
 struct Parameters {
@@ -19,11 +15,11 @@ struct Parameters {
 extern "C" __global__ void __launch_bounds__(THREADS) pass_on(const __grid_constant__ Parameters p) {
     const int i = blockIdx.x * THREADS + threadIdx.x;
     if (i >= p.numbers) return;
-    double state = p.start ? double(p.start[i]) : 0;
+    double state = p.start ? double(widen(p.start[i])) : 0;
     for (int k = 0; k < p.parts; ++k) {
         const int part = p.reverse ? p.parts - 1 - k : k;
-        if (part == p.of) p.before[i] = Scalar(state);
+        if (part == p.of) p.before[i] = Scalar(Compute(state));
         state = fma(p.P[part * p.stride + i], state, p.L[part * p.stride + i]);
     }
-    p.last[i] = Scalar(state);
+    p.last[i] = Scalar(Compute(state));
 }
