@@ -25,7 +25,7 @@ SCALARS = {
 # Allocates on the current device, without PyTorch's dispatcher, as compiled code does.
 empty: Callable[..., Tensor] = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
 
-_compiling = threading.Lock()
+_loading = threading.Lock()
 
 
 class DoesNotCompile(RuntimeError):
@@ -222,12 +222,13 @@ class Kernel:
 def load_kernel(name: str, code: str, macros: tuple[tuple[str, object], ...], device: int, feature: str = "") -> Kernel:
     """The kernel `name` of CUDA C++, compiled for `device` with the given macros.
 
-    The feature "a" stands for what only GPUs of exactly this architecture have.
+    The feature "a" stands for what only GPUs of exactly this architecture have.  Threads may compile at the same time.
     """
-    with _compiling:
-        major, minor = torch.cuda.get_device_capability(device)
+    major, minor = torch.cuda.get_device_capability(device)
+    cubin = cached_cubin(code, f"sm_{major}{minor}{feature}", dict(macros))
+    with _loading:
         torch.cuda.current_stream(device)  # the driver must be up before code is loaded
-        return Kernel(cached_cubin(code, f"sm_{major}{minor}{feature}", dict(macros)), name)
+        return Kernel(cubin, name)
 
 
 def address(x: Tensor | None) -> int:

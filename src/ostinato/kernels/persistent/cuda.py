@@ -6,6 +6,7 @@ Weights are read from the parameters at every launch; only what depends on masks
 import functools
 import operator
 import struct
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -84,10 +85,10 @@ def make_plan(
         if ours > torchs:
             return no_kernel(f"about {ours:.0f} microseconds a step, where torch's kernels take about {torchs:.0f}")
     try:  # residency is known only to the device, and sparse sizes only after packing
-        for geometry in plan.geometry or ():
-            if geometry is not None:
-                geometry = geometry if mask_hh is None else _packed(geometry, mask_hh)
-                kernels(geometry, index, keeps=keeps and not geometry.backward)
+        used = [geometry for geometry in plan.geometry or () if geometry is not None]
+        if mask_hh is not None:
+            used = [_packed(geometry, mask_hh) for geometry in used]
+        _compile(index, resets, keeps, *used)
     except (MemoryError, nvrtc.DoesNotCompile) as error:
         if distributed and any(geometry and geometry.distributed for geometry in plan.geometry):
             return make_plan(call, mask_hh, block, tf32, distributed=False)
@@ -268,6 +269,14 @@ def kernels(
     if resident < blocks:
         raise MemoryError(f"the {_name(geometry)} needs {blocks} resident blocks; the device holds {resident}")
     return _Kernels(prepare, recur, properties.multi_processor_count)
+
+
+def _compile(device: int, resets: bool, keeps: bool, *geometries: Geometry) -> None:
+    """Compile the kernels of a layer at the same time; as :func:`kernels`."""
+    with ThreadPoolExecutor() as pool:
+        found = [pool.submit(kernels, g, device, resets, False, keeps and not g.backward) for g in geometries]
+    for kernel in found:
+        kernel.result()
 
 
 def packing_of(mask: Tensor, geometry: Geometry) -> Packing:
