@@ -1,0 +1,97 @@
+"""Prints the CPU seconds that NVRTC takes for each kernel of typical scans and layers, slowest first; needs no GPU.
+
+python benchmarks/compiling.py [PART OF A NAME]
+"""
+
+import sys
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from ostinato.kernels import nvrtc
+from ostinato.kernels.persistent import geometry, search
+from ostinato.kernels.recurrence import cuda, projected
+from ostinato.kernels.scan import launch
+from ostinato.kernels.scan.choice import Device
+from ostinato.minimal.recurrences import GATES, recurrence_of
+
+f32, bf16 = torch.float32, torch.bfloat16
+H200 = {"multi_processor_count": 132, "shared_memory_per_block_optin": 227 << 10, "regs_per_multiprocessor": 1 << 16}
+TIMES = 3
+SCANS = (
+    *((8, 4096, 1536), (2, 100000, 384), (3, 5000, 1000), (128, 512, 256), (1, 65536, 256), (8, 2048, 255)),
+    *((1, 2**20, 64), (1, 2**18, 16), (4, 2**20, 8), (1, 3_000_000, 7), (1, 2**24, 1)),
+)
+MINIMAL = (16, 4096, 1024), (64, 512, 512), (1, 65536, 256)
+RECURRENT = ("gru", 128, 64), ("gru", 512, 256), ("gru", 1024, 16), ("lstm", 256, 64), ("lstm", 1024, 16)
+
+Source = tuple[str, Any, str]  # code, macros, architecture
+
+
+def scans() -> Iterator[tuple[str, launch.Scan]]:
+    for batch, steps, channels in SCANS:
+        strides = ((steps * channels, channels, 0),)
+        for dtype, backward, masked in ((d, b, m) for d in (f32, bf16) for b in (False, True) for m in (False, True)):
+            problem = launch.Problem(
+                "LinearScan" + "Backward" * backward,
+                dtype,
+                0,
+                *(batch, steps, channels),
+                *(strides * n for n in ((3, 2) if backward else (2, 1))),
+                resets=(steps, 1, 0) if masked else None,
+            )
+            yield f"{problem.element} {dtype} {(batch, steps, channels)}{' resets' * masked}", launch.Scan(problem)
+
+
+def minimal() -> Iterator[tuple[str, launch.Scan]]:
+    for cell, (batch, steps, channels) in ((c, s) for c in ("mingru", "minlstm") for s in MINIMAL):
+        recurrence = recurrence_of(cell, "positive", True)
+        for dtype, backward in ((d, b) for d in (f32, bf16) for b in (False, True)):
+            shape = batch, steps, GATES[cell] * channels
+            scan = cuda._prepare_layer(recurrence, backward, dtype, 0, shape, (0, 0), True, 1, None, dtype)
+            yield f"{cell}{' backward' * backward} {dtype} {(batch, steps, channels)}", scan
+
+
+def sources() -> Iterator[tuple[str, Source]]:
+    """Every kernel by name, as it is chosen for an H200."""
+    caught: list[Source] = []
+
+    def load(name: str, code: str, macros: Any, device: int) -> Any:
+        caught.append((code, macros, "sm_90"))
+        return SimpleNamespace(prepared=lambda *_, **__: None)
+
+    nvrtc.load_kernel = load  # type: ignore[assignment]
+    launch.describe_device = lambda index: Device(132, 4.9e12, 227 << 10, 228 << 10)  # type: ignore[assignment]
+    for name, scan in (*scans(), *minimal()):
+        launch._prepare(scan.problem, scan.problem.dtype, 0)
+        yield name, caught[-1]
+    for cell in ("mingru", "minlstm"):
+        recurrence = recurrence_of(cell, "positive", False)
+        yield f"{cell} with its product", (projected.source(recurrence), projected.macros(recurrence, bf16), "sm_90a")
+    properties = SimpleNamespace(**H200, L2_cache_size=60 << 20, major=9)
+    for cell, hidden, batch in RECURRENT:
+        for dtype, backward in ((d, b) for d in (f32, bf16) for b in (False, True)):
+            plan = search.choose_geometry(cell, hidden, batch, dtype, None, None, properties, backward=backward)
+            code, macros = nvrtc.source(*geometry.files(plan.geometry)), plan.geometry.macros(keeps=not backward)
+            yield f"{cell} {hidden}{' backward' * backward} {dtype}, {batch} sequences", (code, macros, "sm_90")
+
+
+def seconds(source: Source) -> tuple[float, int]:
+    """The least of a few compilations, each with its own macro, as NVRTC keeps what it compiled; and bytes of code."""
+    code, macros, arch = source
+    least, size = float("inf"), 0
+    for _ in range(TIMES):
+        start = time.thread_time()
+        size = len(nvrtc.compile_cubin(code, arch, {**dict(macros), "UNIQUE": time.time_ns()}))
+        least = min(least, time.thread_time() - start)
+    return least, size
+
+
+if __name__ == "__main__":
+    part = sys.argv[1] if len(sys.argv) > 1 else ""
+    rows = [(*seconds(source), name) for name, source in sources() if part in name]
+    for row in sorted(rows, reverse=True):
+        print("{:5.2f} s {:6} bytes  {}".format(*row))
