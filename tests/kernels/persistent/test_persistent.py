@@ -3,6 +3,7 @@
 import itertools
 import os
 import random
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -151,6 +152,19 @@ def test_kernels_compile_without_a_gpu(path, architecture, backward):
             code = nvrtc.source(*geometry.files(chosen))
             macros = dict(chosen.macros(resets=path != "sparse", packed=backward))
             assert nvrtc.compile_cubin(code, architecture, macros)[:4] == b"\x7fELF"
+
+
+def test_both_kernels_of_a_layer_are_compiled_at_the_same_time(monkeypatch):
+    started, asked = threading.Barrier(2, timeout=20), []
+
+    def compiled(geometry, device, resets, packed, keeps):
+        asked.append((geometry.backward, device, resets, packed, keeps))
+        started.wait()
+
+    monkeypatch.setattr(cuda, "kernels", compiled)
+    layer = "dense", "gru", 130, 4, f32
+    cuda._compile(0, True, True, candidate(*layer), candidate(*layer, backward=True))
+    assert sorted(asked) == [(False, 0, True, False, True), (True, 0, True, False, False)]
 
 
 @pytest.mark.parametrize("backward", [False, True])
