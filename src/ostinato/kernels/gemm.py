@@ -120,17 +120,26 @@ def gradient_of_input(grad: Tensor, weight: Tensor) -> Tensor:
     return linear(grad, weight.T)
 
 
+def transposes(grad: Tensor, x: Tensor) -> bool:
+    """Whether :func:`gradient_of_weight` transposes x, and so leaves out rows of it without another copy."""
+    return _is_own(grad, x) and not torch.is_grad_enabled() and _is_faster_transposed(x, grad.shape[1])
+
+
+def _is_own(grad: Tensor, x: Tensor) -> bool:
+    """Whether another product than torch's may be chosen."""
+    return not _is_torchs_fastest(x) and is_eager([grad, x]) and grad.dtype == x.dtype
+
+
 def gradient_of_weight(grad: Tensor, x: Tensor, zeroed: Tensor | None = None) -> Tensor:
     """``grad.T @ x`` of (rows, width) and (rows, channels), the weight's gradient of :func:`linear`, and as fast.
 
     Rows of x where `zeroed`, a bool tensor, count as zeros.
     """
-    eager = not _is_torchs_fastest(x) and is_eager([grad, x]) and grad.dtype == x.dtype
-    if eager and not torch.is_grad_enabled() and _is_faster_transposed(x, grad.shape[1]):
+    if transposes(grad, x):
         return grad.T @ transposed(x, zeroed).T
     if zeroed is not None:
         x = torch.where(zeroed[:, None], 0.0, x)
-    if not eager or x.device.type != "cpu" or not _is_faster_convolved(x, grad.shape[1]):
+    if x.device.type != "cpu" or not _is_own(grad, x) or not _is_faster_convolved(x, grad.shape[1]):
         return grad.T @ x
     if _is_round(len(x)):
         return _convolved_gradient(grad, x)

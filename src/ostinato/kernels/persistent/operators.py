@@ -21,7 +21,7 @@ from ostinato.kernels import nvrtc
 from ostinato.kernels.derived import derived_from
 from ostinato.kernels.dispatch import gradient, of_two, operator, or_empty
 from ostinato.kernels.eager import is_eager
-from ostinato.kernels.gemm import gradient_of_input, gradient_of_weight, linear
+from ostinato.kernels.gemm import gradient_of_input, gradient_of_weight, linear, transposes
 from ostinato.kernels.persistent import plain, reference
 from ostinato.kernels.persistent.masks import block_of
 from ostinato.kernels.persistent.plan import GATES, Call, Plan, no_kernel
@@ -317,7 +317,7 @@ def _back_through_time(*args: Any) -> Callable[[], tuple[Tensor, ...]]:
             return rows.roll(-hidden, 0) if gru else rows
 
         def of_weight_hh() -> Tensor:
-            if not x.is_cuda or offsets is not None:
+            if not x.is_cuda or offsets is not None or (resets is not None and not transposes(recurrent, h)):
                 return gradient_of_weight(recurrent, before())
             # The states before all steps but the first are simply rows of h; on CPUs their number would not be round.
             first, others = (slice(-batch, None), slice(-batch)) if reverse else (slice(batch), slice(batch, None))
