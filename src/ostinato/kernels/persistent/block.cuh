@@ -18,7 +18,7 @@ constexpr int PARTS = SHARES * (HALVES ? 2 : 1);  // partial sums per row
 constexpr int SUMS = PARTS * COLUMNS * SUM_PITCH;
 constexpr bool CROWDED = HELD < TILES;  // not all weights are in registers
 // Cycles; see Block::pause.  The more blocks, the more look for the same lines.
-constexpr int FORWARD_PAUSE = COLUMNS > 2 ? 300 : BLOCKS > 72 ? 200 : 100;
+constexpr int FORWARD_PAUSE = BLOCKS > 72 || COLUMNS > 2 ? 200 : 100;
 constexpr int PAUSE = BACKWARD ? 200 : FORWARD_PAUSE;
 constexpr int CHAINS = 4;            // independent accumulators, to hide the latency of mma
 constexpr int AT_ONCE_GATHERED = 8;  // tiles whose gathers are in flight together

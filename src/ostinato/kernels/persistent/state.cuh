@@ -102,7 +102,8 @@ struct SharedState {
 #pragma unroll
             for (int i = 0; i < AT_ONCE && round + i < ROUNDS; ++i) {
                 const int index = (round + i) * THREADS + threadIdx.x;
-                if (index < WORDS) store(index, words[i]);
+                const bool all = (round + i + 1) * THREADS <= WORDS;  // no branches: each would wait for the one before
+                if (all || index < WORDS) store(index, words[i]);
             }
         }
     }
