@@ -229,19 +229,18 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const
     Patience patience(p.failure);
     const size_t stride = size_t(p.groups) * GROUP_BYTES;
     char *state = p.states + size_t(group) * GROUP_BYTES;
-    const auto step_of = [&](int taken) { return p.reverse ? taken : p.steps - 1 - taken; };
     const auto fetch = [&](int taken) {
         const bool has_earlier = taken + 1 < p.steps;
-        const Rows rows(p, step_of(taken));
-        units.fetch(rows, has_earlier, Rows(p, step_of(has_earlier ? taken + 1 : taken)));
+        const Rows rows(p, step_of(p, taken));
+        units.fetch(rows, has_earlier, Rows(p, step_of(p, has_earlier ? taken + 1 : taken)));
         return rows;
     };
 
     Rows rows = fetch(0), next = rows;
-    units.resets.look_up(p, units, rows.step);
+    units.resets.look_up(p, units, 0);
     units.differentiate(rows);
     if (p.steps > 1) next = fetch(1);
-    units.resets.look_up(p, units, next.step);
+    units.resets.look_up(p, units, 1);
     for (int taken = 0; taken < p.steps; ++taken) {
         units.update(state, taken);
         units.wait_for_update();
@@ -252,10 +251,10 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const
         if (ASKS_EARLY) ask();
         if (taken + 2 < p.steps) next = fetch(taken + 2);
         if (taken + PREFETCH < p.steps)
-            units.prefetch_step(Rows(p, step_of(taken + PREFETCH)), state + PREFETCH * stride);
+            units.prefetch_step(Rows(p, step_of(p, taken + PREFETCH)), state + PREFETCH * stride);
         units.pause<PAUSE>();
         if (!ASKS_EARLY) ask();
-        units.resets.look_up(p, units, next.step);
+        units.resets.look_up(p, units, taken + 2);
         state += to_next_buffer(taken) * ptrdiff_t(stride);
         units.write(written);
         float *sums = all_sums + taken % SUM_BUFFERS * SUMS;

@@ -67,7 +67,7 @@ struct Parameters {
     Pack *grads;                  // (rows, GRADS * HIDDEN), backward
     Pack *grad_h0, *grad_c0;      // (batch, HIDDEN), backward
     const unsigned char *resets;  // (rows), with RESETS: whether the state before the step is zero, in launch order
-    unsigned *marks;              // (words of 32 steps, batch): the same as bits
+    unsigned *marks;              // (words of 32 steps, batch): the same as bits, in the order in which steps are taken
     float *totals;                // (batch, GRADS * HIDDEN), backward: sums of grads over steps, and over sequences
     int steps, batch, groups, first, reverse;  // first: the first sequence of this launch
 };
@@ -78,12 +78,17 @@ __device__ inline unsigned warp_id() { return threadIdx.x / 32; }
 // The rows of a step: the first, and how many sequences have the step.
 struct Rows {
     size_t first;
-    int live, step;
+    int live;
 
     __device__ Rows(const Parameters &p, int step)
         : first(OFFSETS ? p.offsets[step] : size_t(step) * p.batch),
-          live(OFFSETS ? p.offsets[step + 1] - p.offsets[step] : p.batch), step(step) {}
+          live(OFFSETS ? p.offsets[step + 1] - p.offsets[step] : p.batch) {}
 };
+
+// The step that is taken as number `taken`; backward starts with the last.
+__device__ inline int step_of(const Parameters &p, int taken) {
+    return bool(p.reverse) != bool(BACKWARD) ? p.steps - 1 - taken : taken;
+}
 
 // The units and sequences of a block, and a thread's items among them.
 struct Block {
@@ -143,24 +148,22 @@ struct Block {
     }
 };
 
-// Whether the states of a thread's sequences are zero before a step.  Marks are loaded for 32 steps at once and
-// predicated, since a load at every step takes a twentieth of it; they are looked up while the block waits.
+// Whether the states of a thread's sequences are zero before a step.  Marks are loaded for 32 steps at once while the
+// block waits, since a load at every step takes a twentieth of it.
 struct Resets {
-    unsigned marks[ITEMS] = {};
-    int word = -1;  // of the marks
+    unsigned marks[ITEMS] = {};  // of this step and later ones, from the lowest bit on
     bool before[ITEMS] = {};
 
-    __device__ void look_up(const Parameters &p, const Block &own, int step) {
+    // taken: 0, then 1, and so on
+    __device__ void look_up(const Parameters &p, const Block &own, int taken) {
         if (!RESETS) return;
-        const bool wanted = step / 32 != word;
-        word = step / 32;
+        if (taken % 32 == 0 && taken < p.steps) {
 #pragma unroll
-        for (int i = 0; i < ITEMS; ++i) {
-            const unsigned *mine = p.marks + size_t(word) * p.batch + own.sequence + own.sequence_of(i);
-            asm volatile("{ .reg .pred p; setp.ne.u32 p, %1, 0; @p ld.global.b32 %0, [%2]; }"
-                         : "+r"(marks[i]) : "r"(unsigned(wanted && own.owned(i))), "l"(mine) : "memory");
-            before[i] = marks[i] >> step % 32 & 1;
+            for (int i = 0; i < ITEMS; ++i)
+                if (own.owned(i)) marks[i] = p.marks[taken / 32 * p.batch + own.sequence + own.sequence_of(i)];
         }
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i) before[i] = marks[i] & 1, marks[i] >>= 1;
     }
 };
 

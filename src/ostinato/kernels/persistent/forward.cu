@@ -24,7 +24,7 @@ struct Units : Block {
     Span spans[ITEMS][GATES] = {};
 
     __device__ Units(const Parameters &p, const Product &product, int block, Block owned_by) : Block(owned_by), p(p) {
-        resets.look_up(p, *this, p.reverse ? p.steps - 1 : 0);
+        resets.look_up(p, *this, 0);
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
             h[i] = c[i] = 0;
@@ -189,20 +189,18 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const
     const size_t stride = in_register(DISTRIBUTED ? size_t(GROUP_BYTES) : size_t(p.groups) * GROUP_BYTES);
     char *state = first_state(p, group, states);
     meet();
-    const auto step_of = [&](int taken) { return p.reverse ? p.steps - 1 - taken : taken; };
-    const auto step_after = [&](int taken) { return step_of(min(taken + 1, p.steps - 1)); };
 
-    Rows rows(p, step_of(0));
+    Rows rows(p, step_of(p, 0));
     for (int taken = 0; taken < p.steps; ++taken) {
         if (taken) units.write(rows);
         units.forget();
-        rows = Rows(p, step_of(taken));
+        rows = Rows(p, step_of(p, taken));
         units.fetch(rows);
         if (taken + PREFETCH < p.steps)
-            units.prefetch_step(Rows(p, step_of(taken + PREFETCH)), state + (PREFETCH + 1) * stride);
+            units.prefetch_step(Rows(p, step_of(p, taken + PREFETCH)), state + (PREFETCH + 1) * stride);
         units.pause<PAUSE>();
         product.ask(state, taken);
-        units.resets.look_up(p, units, step_after(taken));
+        units.resets.look_up(p, units, taken + 1);
         float *sums = all_sums + taken % SUM_BUFFERS * SUMS;
         product(sums, patience);
         __syncthreads();

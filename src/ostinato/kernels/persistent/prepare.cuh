@@ -8,7 +8,7 @@ __device__ inline Word initial_word(const Parameters &p, size_t byte) {
     const int unit = byte % GROUP_BYTES / SLICE_BYTES * SLICE + k;
     if (BACKWARD) return unit < WIDTH ? ABSENT : 0;
     const int sequence = byte / GROUP_BYTES * COLUMNS + line % COLUMNS;
-    const Rows rows(p, p.reverse ? p.steps - 1 : 0);
+    const Rows rows(p, step_of(p, 0));
     if (RESETS && sequence < rows.live && p.resets[rows.first + sequence]) return 0;
     Word word = 0;
     for (int j = 0; p.h0 && sequence < p.batch && j < WORD && unit + j < HIDDEN; ++j)
@@ -16,10 +16,10 @@ __device__ inline Word initial_word(const Parameters &p, size_t byte) {
     return word;
 }
 
-// Whether the state of a sequence is zero before a step.
-__device__ inline bool is_reset(const Parameters &p, int step, int sequence) {
-    if (step >= p.steps) return false;
-    const Rows rows(p, step);
+// Whether the state of a sequence is zero before the step that is taken as number `taken`.
+__device__ inline bool is_reset(const Parameters &p, int taken, int sequence) {
+    if (taken >= p.steps) return false;
+    const Rows rows(p, step_of(p, taken));
     return sequence < rows.live && p.resets[rows.first + sequence];
 }
 
