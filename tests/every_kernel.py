@@ -143,7 +143,7 @@ def shifts():
         persistent.previous(*(x.cuda() if isinstance(x, torch.Tensor) else x for x in given))
 
 
-def recurrent(path, shape, clusters):
+def recurrent(path, shape, in_clusters):
     pack = packing.pack
 
     def pack_on_cpu(mask, *rest):
@@ -154,8 +154,9 @@ def recurrent(path, shape, clusters):
     properties = torch.cuda.get_device_properties(0)
     back = candidates(path, *shape, properties=properties, backward=True)
     forwards = candidates(path, *shape, properties=properties)
-    forward = min(forwards, key=lambda g: (g.distributed != (1 not in clusters), microseconds(g, shape[2])))
-    for chosen in {g.cluster: g for g in back if g.cluster in clusters}.values():
+    forward = min(forwards, key=lambda g: (g.distributed != in_clusters, microseconds(g, shape[2])))
+    back = [g for g in back if (g.cluster > 1) == in_clusters]
+    for chosen in {(g.cluster, g.distributed): g for g in back}.values():
         case = test_persistent.Case(path, *shape, forward=forward, back=chosen)
         for steps, reverse, with_state, resets in ((6, False, True, 0), (2, True, False, 0), (6, True, True, 0.3)):
             inputs = case.inputs(steps, with_state=with_state, packed=reverse, resets=resets)
@@ -168,11 +169,11 @@ def recurrent(path, shape, clusters):
         case.check()
 
 
-def rounded(clusters):
+def rounded(in_clusters):
     layer = "gru", 130, 20
     case, properties = test_persistent.Case("dense", *layer, torch.float32), torch.cuda.get_device_properties(0)
     forwards, backwards = (test_persistent.rounded(*layer, back, properties) for back in FLAGS)
-    backwards = [back for back in backwards if back.cluster in clusters]
+    backwards = [back for back in backwards if (back.cluster > 1) == in_clusters]
     for forward, back in itertools.zip_longest(forwards, backwards, fillvalue=forwards[0]):
         case.plan = case.plan._replace(geometry=persistent.Geometries(forward, back))
         inputs = case.inputs(6, resets=0.3)
@@ -205,10 +206,10 @@ PARTS |= {
 }
 PARTS["transposition"] = transpositions
 PARTS["previous"] = shifts
-for kind, clusters in {"persistent": (1,), "clusters": (2, 4)}.items():
-    PARTS[f"{kind}-rounded"] = partial(rounded, clusters)
+for kind, in_clusters in {"persistent": False, "clusters": True}.items():
+    PARTS[f"{kind}-rounded"] = partial(rounded, in_clusters)
     for path, shape in test_persistent.LAYERS:
-        PARTS["-".join(map(str, (kind, path, *shape))).replace(" ", "")] = partial(recurrent, path, shape, clusters)
+        PARTS["-".join(map(str, (kind, path, *shape))).replace(" ", "")] = partial(recurrent, path, shape, in_clusters)
 
 
 if __name__ == "__main__":

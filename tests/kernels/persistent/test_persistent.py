@@ -4,6 +4,7 @@ import itertools
 import os
 import random
 import threading
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -144,7 +145,7 @@ def test_kernels_compile_without_a_gpu(path, architecture, backward):
     properties = SimpleNamespace(**{**vars(H100), "major": int(architecture[3:]) // 10})
     for cell, dtype in itertools.islice(zip(CELLS, (f16, f32, bf16, f32), strict=True), index, None, 2):
         found = candidates(path, cell, 130 + index, 5, dtype, 0.3, (16, 1), properties=properties, backward=backward)
-        clusters = {g.cluster: g for g in found}
+        clusters = {g.cluster: g for g in found if not g.distributed}
         assert {1, 2} <= set(clusters) <= {1, 2, 4} if backward and properties.major >= 9 else set(clusters) == {1}
         for chosen in (clusters[min(clusters)], clusters[max(clusters)])[: len(clusters)]:
             if path == "sparse":
@@ -294,12 +295,12 @@ def test_clusters_match_the_reference(layer, cluster, nan_memory):
             assert max(errors(found, expected)) < TOLERANCE[case.dtype], back
 
 
-def within_clusters(cell, hidden, batch, dtype, exact=True, properties=H100):
-    """Geometries that keep states within clusters, of all sizes, with few and with many columns."""
-    start = Geometry("dense", cell, hidden, dtype, 0, 0, 0, exact=exact)
+def within_clusters(cell, hidden, batch, dtype, exact=True, backward=False, properties=H100):
+    """Geometries that exchange everything within clusters, of all sizes, with few and with many columns."""
+    start = Geometry("dense", cell, hidden, dtype, 0, 0, 0, backward, exact)
     found = [g for g in search.candidates(start, batch, 1.0, None, properties) if g.distributed]
     sizes = {g.blocks: [x for x in found if x.blocks == g.blocks] for g in found}
-    return [of_size[k] for of_size in sizes.values() for k in (0, -1)]
+    return [of_size[k] for of_size in sizes.values() for k in {0, len(of_size) - 1}]
 
 
 @pytest.mark.gpu
@@ -315,26 +316,30 @@ def within_clusters(cell, hidden, batch, dtype, exact=True, properties=H100):
         ("rnn_relu", 3, 40, f16),
     ],
 )
-def test_states_within_clusters_match_the_reference(layer, exact, nan_memory):
+@pytest.mark.parametrize("backward", [False, True])
+def test_exchanges_within_clusters_match_the_reference(layer, exact, backward, nan_memory):
     torch.manual_seed(0)
     if not exact and layer[3] != f32:
         pytest.skip("only float32 is rounded")
     tolerance = TOLERANCE[layer[3]] if exact else 1e-3
-    for forward in within_clusters(*layer, exact, torch.cuda.get_device_properties(0)):
-        case = Case("dense", *layer, forward=forward)
+    for chosen in within_clusters(*layer, exact, backward, torch.cuda.get_device_properties(0)):
+        case = Case("dense", *layer, **{"back" if backward else "forward": chosen})
         for steps, reverse, packed, resets in ((17, False, False, 0.0), (34, True, True, 0.2), (1, False, False, 0.0)):
             inputs = case.inputs(steps, packed=packed, resets=resets)
-            found, again = (case.forward(inputs, reverse) for _ in range(2))
+            given = case.gradients(inputs, reverse)
+            run = partial(case.backward, given) if backward else partial(case.forward, inputs, reverse)
+            found, again = run(), run()
             case.check()
             assert all(x is None or torch.equal(x, y) for x, y in zip(found, again, strict=True))
-            assert max(errors(found, case.expected(inputs, reverse))) < tolerance, forward
+            assert max(errors(found, run(reference, double))) < tolerance, chosen
 
 
+@pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("layer", [("gru", 256, 5, f16), ("lstm", 130, 23, bf16), ("rnn_tanh", 101, 16, f32)])
-def test_kernels_within_clusters_compile_without_a_gpu(layer):
+def test_kernels_within_clusters_compile_without_a_gpu(layer, backward):
     pytest.importorskip("cuda.core")
-    for chosen in within_clusters(*layer):
-        code, macros = nvrtc.source(*geometry.files(chosen)), dict(chosen.macros(resets=True, keeps=True))
+    for chosen in within_clusters(*layer, backward=backward)[::2]:
+        code, macros = nvrtc.source(*geometry.files(chosen)), dict(chosen.macros(resets=True, keeps=not backward))
         assert nvrtc.compile_cubin(code, "sm_90", macros)[:4] == b"\x7fELF"
 
 

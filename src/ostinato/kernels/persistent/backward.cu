@@ -20,13 +20,13 @@ struct Units : Block {
     float totals[ONE_UNIT ? ADJACENT : ITEMS][GRADS] = {};  // of the gates over all steps, of a unit's items in one
     Span spans[ITEMS] = {};
     // A step's derivatives, computed before the gradients that they multiply arrive.
-    float slope[ITEMS][GATES], direct[ITEMS], gate[ITEMS], through[ITEMS], given[ITEMS];
+    float slope[ITEMS][GATES], direct[ITEMS] = {}, gate[ITEMS], through[ITEMS], given[ITEMS];
     // As loaded.
     static constexpr int LOADS = ITEMS / ADJACENT;
     Few<Scalar> pre[LOADS][GATES], grad[LOADS], candidate[LOADS], before[LOADS];
     Few<float> cell[LOADS], cell_before[LOADS];
     Resets resets;  // before the step that is differentiated next
-    bool begins[ITEMS], began[ITEMS];  // whether the next step to be processed, and the last, start from a zero state
+    bool begins[ITEMS] = {}, began[ITEMS];  // whether the next step to be processed, and the last, start from a zero state
 
     __device__ Units(const Parameters &p, const Product &product, int block, Block owned_by) : Block(owned_by), p(p) {
 #pragma unroll
@@ -40,8 +40,10 @@ struct Units : Block {
         }
     }
 
-    // earlier: the rows of the previous time step, if any
-    __device__ void fetch(const Rows &rows, bool has_earlier, const Rows &earlier) {
+    // Loads the operands of the step that is taken as number `taken`; its rows.
+    __device__ Rows fetch(int taken) {
+        const bool has_earlier = taken + 1 < p.steps;  // whether there is a previous time step
+        const Rows rows(p, step_of(p, taken)), earlier(p, step_of(p, has_earlier ? taken + 1 : taken));
 #pragma unroll
         for (int i = 0; i < ITEMS; i += ADJACENT) {
             if (!live(i, rows)) continue;
@@ -69,6 +71,7 @@ struct Units : Block {
                 }
             }
         }
+        return rows;
     }
 
     // The gradients of a sequence without this step pass through unchanged.
@@ -111,6 +114,22 @@ struct Units : Block {
         }
     }
 
+    // Calls a function with each of a step's derivatives.
+    template <typename Function> __device__ void each_derivative(Function take) {
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i) {
+#pragma unroll
+            for (int g = 0; g < GATES; ++g) take(slope[i][g]);
+            if (CELL == GRU || OFFSETS) take(direct[i]);
+            if (GATES > 1) take(gate[i]);
+            if (CELL == LSTM) take(through[i]);
+            take(given[i]);
+            float flag = begins[i];
+            if (RESETS) take(flag);
+            begins[i] = flag != 0;
+        }
+    }
+
     __device__ static int state_place(int unit, int sequence, int g) {
         return place_of((g * PITCH + unit) * sizeof(Scalar), sequence);
     }
@@ -143,9 +162,15 @@ struct Units : Block {
                 for (int g = 0; g < GATES; ++g) published[g][j] = owned(i) ? published[g][j] : 0;
             }
 #pragma unroll
-            for (int g = 0; g < GATES; ++g)
-                publish(published[g], in_word(first), begins_word(first),
-                        state + state_place(unit + unit_of(first), sequence_of(first), g), taken);
+            for (int g = 0; g < GATES; ++g) {
+                if constexpr (SCATTERS) {
+                    const int place = place_in_slice((g * UNITS + unit_of(first)) * sizeof(Scalar), sequence_of(first));
+                    if (owned(first)) *reinterpret_cast<Pack *>(state + place) = shown(published[g][0]);
+                } else {
+                    publish(published[g], in_word(first), begins_word(first),
+                            state + state_place(unit + unit_of(first), sequence_of(first), g), taken);
+                }
+            }
         }
     }
 
@@ -167,19 +192,19 @@ struct Units : Block {
         }
     }
 
-    __device__ void add(const Product &product, const float *sums, const Cluster &cluster, int step,
+    __device__ void add(const Product &product, const float *sums, const Mailbox &mailbox, int step,
                         Patience &patience) {
         Few<float> sum[LOADS];
 #pragma unroll
         for (int i = 0; i < ITEMS; i += ADJACENT)
-            sum[i / ADJACENT] = product.sum(sums, spans[i], cluster.rank * UNITS + unit_of(i), sequence_of_sums(i));
+            sum[i / ADJACENT] = product.sum(sums, spans[i], mailbox.rank * UNITS + unit_of(i), sequence_of_sums(i));
+        mailbox.add(sum, *this, step, patience);
 #pragma unroll
         for (int i = 0; i < ITEMS; i += ADJACENT) {
             if (!owned(i)) continue;
-            const Few<float> all = sum[i / ADJACENT] + cluster.receive(item(i), step, patience);
 #pragma unroll
             for (int j = 0; j < ADJACENT; ++j) {
-                dh[i + j] += all.x[j];
+                dh[i + j] += sum[i / ADJACENT].x[j];
                 if (began[i + j]) dh[i + j] = dc[i + j] = 0;
             }
         }
@@ -191,7 +216,7 @@ struct Units : Block {
             const bool live = sequence + s < rows.live;
 #pragma unroll
             for (int g = 0; g < GATES; ++g) {
-                if (!TAGGED) prefetch(state + state_place(u, s, g));
+                if (!STATE_BUFFERS) prefetch(state + state_place(u, s, g));
                 if (live) prefetch(p.pre + row * (GATES * HIDDEN) + g * HIDDEN + u);
             }
             if (!live) return;
@@ -201,12 +226,19 @@ struct Units : Block {
         });
     }
 
-    __device__ void finish() const {
+    __device__ void write_states() const {
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
             if (!owned(i)) continue;
             p.grad_h0[place(0, i)] = bits(dh[i]);
             if (CELL == LSTM) p.grad_c0[place(0, i)] = bits(dc[i]);
+        }
+    }
+
+    __device__ void write_totals() const {
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i) {
+            if (!owned(i)) continue;
 #pragma unroll
             for (int g = 0; g < GRADS; ++g)
                 p.totals[place(0, i, GRADS) + g * HIDDEN] =
@@ -215,6 +247,7 @@ struct Units : Block {
     }
 };
 
+#if !DISTRIBUTED  // scatter.cu has the kernel for those
 // grid: BLOCKS blocks for each group of COLUMNS sequences, all resident at once
 extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const Parameters p) {
     extern __shared__ uint4 shared[];
@@ -222,24 +255,19 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const
     const int sequences = min(COLUMNS, p.batch - group * COLUMNS);
 
     float *all_sums = reinterpret_cast<float *>(shared);  // double-buffered by the step's parity, if there is room
-    uint4 *mailbox = shared + SUM_BUFFERS * SUMS / 4;
-    Product product(p, block, mailbox + 2 * (CLUSTER - 1) * UNITS * COLUMNS / 2);
+    uint4 *mail = shared + SUM_BUFFERS * SUMS / 4, *rest = mail + Mailbox::WORDS / 2;
+    Mailbox mailbox(block, mail);
+    Product product(p, block, rest);
     Units units(p, product, block, Block{block * UNITS, group * COLUMNS, sequences, int(threadIdx.x)});
-    Cluster cluster(p, product, block, mailbox);
+    Sender sender(p, product, mailbox, block);
     Patience patience(p.failure);
     const size_t stride = size_t(p.groups) * GROUP_BYTES;
     char *state = p.states + size_t(group) * GROUP_BYTES;
-    const auto fetch = [&](int taken) {
-        const bool has_earlier = taken + 1 < p.steps;
-        const Rows rows(p, step_of(p, taken));
-        units.fetch(rows, has_earlier, Rows(p, step_of(p, has_earlier ? taken + 1 : taken)));
-        return rows;
-    };
 
-    Rows rows = fetch(0), next = rows;
+    Rows rows = units.fetch(0), next = rows;
     units.resets.look_up(p, units, 0);
     units.differentiate(rows);
-    if (p.steps > 1) next = fetch(1);
+    if (p.steps > 1) next = units.fetch(1);
     units.resets.look_up(p, units, 1);
     for (int taken = 0; taken < p.steps; ++taken) {
         units.update(state, taken);
@@ -249,7 +277,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const
         rows = next;
         units.differentiate(rows);
         if (ASKS_EARLY) ask();
-        if (taken + 2 < p.steps) next = fetch(taken + 2);
+        if (taken + 2 < p.steps) next = units.fetch(taken + 2);
         if (taken + PREFETCH < p.steps)
             units.prefetch_step(Rows(p, step_of(p, taken + PREFETCH)), state + PREFETCH * stride);
         units.pause<PAUSE>();
@@ -260,9 +288,11 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const
         float *sums = all_sums + taken % SUM_BUFFERS * SUMS;
         product(sums, patience);
         __syncthreads();
-        cluster.send(product, sums, sequences, taken);
-        units.add(product, sums, cluster, taken, patience);
+        sender.send(product, sums, sequences, taken);
+        units.add(product, sums, mailbox, taken, patience);
     }
-    units.finish();
+    units.write_states();
+    units.write_totals();
     meet();
 }
+#endif

@@ -1,80 +1,106 @@
 // Reduction over the blocks of a cluster, through distributed shared memory (split-K).
 //
-// Each block multiplies one slice of the exchanged vector with the rows of all units of the cluster.  The partial sum
-// of a row that another block owns goes to that block's mailbox in one 64-bit word with the step's number as its flag.
-// Mailboxes are double-buffered by the step's parity.  Overwriting a slot two steps later is safe: by then the writer
-// has read values computed from the slot's content.
+// Each block multiplies one slice of the gates' gradients with the rows of all units of the cluster.  The partial sum of
+// a row goes to the mailbox of the block that owns it, in one 64-bit word with the step's number as its flag, so none is
+// ever cleared.  Mailboxes are double-buffered by the step's parity.  Overwriting a slot two steps later is safe: by
+// then the writer has read values computed from the slot's content.
+//
+// Where the cluster is a whole group (DISTRIBUTED), a slice is what the block itself computed, and nothing else is
+// exchanged; see scatter.cuh.  Elsewhere it comes from all blocks of the group, and a block's own sums stay where they
+// are.
 
-struct Cluster {
-    static constexpr int SHARE = UNITS * COLUMNS, MAIL = 2 * (CLUSTER - 1) * SHARE;  // words
-    static constexpr int SENDS = ((CLUSTER - 1) * SHARE + THREADS * ADJACENT - 1) / (THREADS * ADJACENT);
+struct Mailbox {
+    static constexpr int SHARE = UNITS * COLUMNS;  // words from each sender
+    static constexpr int SENDERS = DISTRIBUTED ? CLUSTER : CLUSTER - 1;
+    static constexpr int WORDS = 2 * SENDERS * SHARE;
 
-    Word *mailbox;
+    Word *slots;
     int rank;
-    Span spans[SENDS + 1] = {};  // no array is empty
 
-    __device__ Cluster(const Parameters &p, const Product &product, int block, uint4 *shared)
-        : mailbox(reinterpret_cast<Word *>(shared)), rank(block % CLUSTER) {
-        if constexpr (CLUSTER > 1) {
-            for (int i = threadIdx.x; i < MAIL; i += THREADS) mailbox[i] = 0;
-#pragma unroll
-            for (int i = 0; i < SENDS; ++i)
-                if (sends(i)) spans[i] = product.span(p, block, row(i));
+    __device__ Mailbox(int block, uint4 *shared) : slots(reinterpret_cast<Word *>(shared)), rank(block % CLUSTER) {
+        if constexpr (SENDERS > 0) {
+            for (int i = threadIdx.x; i < WORDS; i += THREADS) slots[i] = 0;
             meet();
         }
     }
 
-    __device__ static int number(int i) { return (i * THREADS + threadIdx.x) * ADJACENT; }
-    __device__ static bool sends(int i) { return number(i) < (CLUSTER - 1) * SHARE; }
-    __device__ int peer(int i) const { return (rank + 1 + number(i) / SHARE) % CLUSTER; }
-    __device__ int row(int i) const { return peer(i) * UNITS + number(i) % SHARE % UNITS; }
-
-    __device__ void send(const Product &product, const float *sums, int sequences, int step) {
-        Few<float> sum[SENDS + 1];
-#pragma unroll
-        for (int i = 0; i < SENDS; ++i) sum[i] = product.sum(sums, spans[i], row(i), number(i) % SHARE / UNITS);
-#pragma unroll
-        for (int i = 0; i < SENDS; ++i) {
-            const int item = number(i) % SHARE, sequence = item / UNITS;
-            if (!sends(i) || sequence >= sequences) continue;
-            const int from = CLUSTER - 2 - number(i) / SHARE;  // distance from the peer to this block, less one
-            const Word *slot = mailbox + (step % 2 * (CLUSTER - 1) + from) * SHARE + item;
-            unsigned address;
-            asm("mapa.shared::cluster.u32 %0, %1, %2;"
-                : "=r"(address) : "r"(unsigned(__cvta_generic_to_shared(slot))), "r"(unsigned(peer(i))));
-            Word word[ADJACENT];
-#pragma unroll
-            for (int j = 0; j < ADJACENT; ++j) word[j] = Word(unsigned(step + 1)) << 32 | __float_as_uint(sum[i].x[j]);
-            if (ADJACENT == 2)
-                asm volatile("st.relaxed.cluster.shared::cluster.v2.b64 [%0], {%1, %2};"
-                             :: "r"(address), "l"(word[0]), "l"(word[ADJACENT - 1]) : "memory");
-            else
-                asm volatile("st.relaxed.cluster.shared::cluster.b64 [%0], %1;"
-                             :: "r"(address), "l"(word[0]) : "memory");
-        }
+    // Where this block's sums of an item of another block, or with DISTRIBUTED of any, go at even steps.
+    __device__ size_t address(int peer, int item) const {
+        const int from = DISTRIBUTED ? rank : (rank - peer + CLUSTER) % CLUSTER - 1;
+        size_t there;
+        asm("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(slots + from * SHARE + item), "r"(unsigned(peer)));
+        return there;
     }
 
-    // The sums of the other blocks' partial sums of adjacent items; garbage if the wait timed out.
-    __device__ Few<float> receive(int item, int step, Patience &patience) const {
-        Few<float> total = {};
+    __device__ static void send(bool wanted, size_t address, const Few<float> &sum, int step) {
+        Word word[ADJACENT];
 #pragma unroll
-        for (int from = 0; from < CLUSTER - 1; ++from) {
-            const Word *slot = mailbox + (step % 2 * (CLUSTER - 1) + from) * SHARE + item;
-            const unsigned address = __cvta_generic_to_shared(slot);
-            Word word[ADJACENT];
-            const auto lacks = [&](int j) { return high(word[j]) != unsigned(step + 1); };
-            patience.renew();
-            do {
-                if (ADJACENT == 2)
-                    asm volatile("ld.relaxed.cluster.shared::cta.v2.b64 {%0, %1}, [%2];"
-                                 : "=l"(word[0]), "=l"(word[ADJACENT - 1]) : "r"(address) : "memory");
-                else
-                    asm volatile("ld.relaxed.cluster.shared::cta.b64 %0, [%1];"
-                                 : "=l"(word[0]) : "r"(address) : "memory");
-            } while ((lacks(0) || lacks(ADJACENT - 1)) && patience.lasts());
+        for (int j = 0; j < ADJACENT; ++j) word[j] = Word(unsigned(step + 1)) << 32 | __float_as_uint(sum.x[j]);
+        const size_t there = address + step % 2 * unsigned(SENDERS * SHARE * sizeof(Word));
+        if (ADJACENT == 2)
+            asm volatile("{ .reg .pred p; setp.ne.u32 p, %0, 0; @p st.relaxed.cluster.v2.b64 [%1], {%2, %3}; }"
+                         :: "r"(unsigned(wanted)), "l"(there), "l"(word[0]), "l"(word[ADJACENT - 1]) : "memory");
+        else
+            asm volatile("{ .reg .pred p; setp.ne.u32 p, %0, 0; @p st.relaxed.cluster.b64 [%1], %2; }"
+                         :: "r"(unsigned(wanted)), "l"(there), "l"(word[0]) : "memory");
+    }
+
+    // Loads adjacent words unless they are there.  True if they were not.
+    __device__ static bool look(Word *word, unsigned address, unsigned flag) {
+        const bool wanted = high(word[0]) != flag || high(word[ADJACENT - 1]) != flag;
+        if (ADJACENT == 2)
+            asm volatile("{ .reg .pred p; setp.ne.u32 p, %2, 0;"
+                         " @p ld.relaxed.cluster.shared::cta.v2.b64 {%0, %1}, [%3]; }"
+                         : "+l"(word[0]), "+l"(word[ADJACENT - 1]) : "r"(unsigned(wanted)), "r"(address) : "memory");
+        else
+            asm volatile("{ .reg .pred p; setp.ne.u32 p, %1, 0; @p ld.relaxed.cluster.shared::cta.b64 %0, [%2]; }"
+                         : "+l"(word[0]) : "r"(unsigned(wanted)), "r"(address) : "memory");
+        return wanted;
+    }
+
+    // Adds what was sent of a thread's items; garbage if the wait timed out.
+    __device__ void add(Few<float> (&sum)[ITEMS / ADJACENT], const Block &own, int step, Patience &patience) const {
+        if (SENDERS == 0) return;
+        constexpr int LOADS = ITEMS / ADJACENT;
+        const unsigned flag = step + 1;
+        unsigned mine[LOADS];  // shared addresses
+        Word words[LOADS][SENDERS + 1][ADJACENT];
 #pragma unroll
-            for (int j = 0; j < ADJACENT; ++j) total.x[j] += __uint_as_float(low(word[j]));
+        for (int i = 0; i < LOADS; ++i) {
+            mine[i] = __cvta_generic_to_shared(slots + step % 2 * SENDERS * SHARE + own.item(i * ADJACENT));
+            asm volatile("" : "+r"(mine[i]));  // or else the address of each word would be computed at every look
+#pragma unroll
+            for (int from = 0; from < SENDERS; ++from) {
+#pragma unroll
+                for (Word &word : words[i][from]) word = own.owned(i * ADJACENT) ? 0 : Word(flag) << 32;
+            }
         }
-        return total;
+        patience.renew();
+        bool waiting;
+        do {
+            waiting = false;
+#pragma unroll
+            for (int i = 0; i < LOADS; ++i) {
+#pragma unroll
+                for (int from = 0; from < SENDERS; ++from)
+                    waiting |= look(words[i][from], mine[i] + from * unsigned(SHARE * sizeof(Word)), flag);
+            }
+        } while (waiting && patience.lasts());
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < LOADS; ++i) {
+            Few<float> x[SENDERS + 1] = {};
+#pragma unroll
+            for (int from = 0; from < SENDERS; ++from) {
+#pragma unroll
+                for (int j = 0; j < ADJACENT; ++j) x[from].x[j] = __uint_as_float(low(words[i][from][j]));
+            }
+#pragma unroll
+            for (int apart = 1; apart < SENDERS; apart *= 2) {
+#pragma unroll
+                for (int k = 0; k + apart < SENDERS; k += 2 * apart) x[k] = x[k] + x[k + apart];
+            }
+            sum[i] = sum[i] + x[0];
+        }
     }
 };

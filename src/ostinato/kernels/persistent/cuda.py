@@ -329,9 +329,10 @@ class _Launch(NamedTuple):
 @functools.lru_cache(4096)
 def _launch_of(geometry: Geometry, device: int, steps: int, batch: int, *special: bool) -> _Launch:
     found, groups = kernels(geometry, device, *special), -(-batch // geometry.columns)
+    buffers = 0 if geometry.scatters else geometry.state_buffers or steps + (not geometry.backward)
     sizes = {
         "packed": geometry.tiles * geometry.tile_bytes * geometry.blocks,
-        "states": (geometry.state_buffers or steps + (not geometry.backward)) * groups * geometry.group_bytes,
+        "states": buffers * groups * geometry.group_bytes,
     }
     fill = min(-(-max(sizes.values()) // (32 * THREADS)), 8 * found.processors)
     if special[0]:

@@ -11,13 +11,14 @@
 // be filled for every step.  By the time a block writes a step, all have read the last but one, as it needs what they
 // made of that; in a cluster, threads without a state of their own may be a step ahead of this, so two are too few.
 //
-// With DISTRIBUTED all blocks of a group are one cluster, and each has two buffers of the group's states in its shared
+// With DISTRIBUTED all blocks of a group are one cluster.  Forward each has two buffers of the group's states in its shared
 // memory, taken in turn.  A block stores its words in those of all others, and makes words absent again once it has read
 // them.  By the time a word is written again, two steps later, it is: what the writer has read of the step between, this
 // block published after that.
 //
 // Backward exchanges GATES times as much.  There each of CLUSTER blocks multiplies one slice of it with the rows of all
-// the cluster's units, and the partial sums are reduced through distributed shared memory.
+// the cluster's units, and the partial sums are reduced through distributed shared memory.  If the cluster is the whole
+// group, the slice is what the block computed itself, and the sums are all that is exchanged.
 
 enum CellKind { RNN_TANH, RNN_RELU, GRU, LSTM };
 constexpr int GATES = CELL == LSTM ? 4 : CELL == GRU ? 3 : 1;
@@ -29,11 +30,13 @@ constexpr int PITCH = (HIDDEN + 2 * WORD - 1) / (2 * WORD) * (2 * WORD);  // uni
 constexpr int WIDTH = BACKWARD ? GATES * PITCH : PITCH;  // numbers exchanged per sequence, gate by gate
 constexpr int CHUNK = CHUNK_BYTES;  // of one sequence, followed by the next sequence's
 constexpr int ALIGNED = 64 / sizeof(Scalar);
-constexpr int SLICE = CLUSTER == 1 ? WIDTH : (WIDTH + CLUSTER * ALIGNED - 1) / (CLUSTER * ALIGNED) * ALIGNED;
+constexpr int PART = CLUSTER == 1 ? WIDTH : (WIDTH + CLUSTER * ALIGNED - 1) / (CLUSTER * ALIGNED) * ALIGNED;
+constexpr bool SCATTERS = BACKWARD && DISTRIBUTED;  // multiplies the block's own gradients, and sends all sums
+constexpr int SLICE = SCATTERS ? GATES * UNITS : PART;
 constexpr int ROW_BYTES = SLICE * int(sizeof(Scalar));
 constexpr int CHUNKS = (ROW_BYTES + CHUNK - 1) / CHUNK;  // of a slice
 constexpr int SLICE_BYTES = CHUNKS * COLUMNS * CHUNK;    // of a group's sequences
-constexpr int GROUP_BYTES = CLUSTER * SLICE_BYTES;
+constexpr int GROUP_BYTES = SCATTERS ? SLICE_BYTES : CLUSTER * SLICE_BYTES;  // of what a block sees of it
 constexpr int SHARED_STATES = DISTRIBUTED ? STATE_BUFFERS * GROUP_BYTES : 0;  // bytes
 constexpr int ROWS = BACKWARD ? CLUSTER * UNITS : GATES * UNITS;  // of a block's part of the matrix; see matrix.cuh
 constexpr int ITEMS = (UNITS * COLUMNS + THREADS - 1) / THREADS;  // (unit, sequence) pairs that a thread updates
@@ -126,13 +129,15 @@ struct Block {
         constexpr int WIDTH = 32 / sizeof(Scalar), SECTORS = UNITS / WIDTH + (UNITS % WIDTH ? 2 : 0);  // two not aligned
 #pragma unroll
         for (int first = 0; first < SECTORS * COLUMNS; first += THREADS) {
-            const unsigned i = first + THREADS - 1 - thread;
+            const unsigned i = first + THREADS - 1 - (SCATTERS ? int(threadIdx.x) : thread);
             const int s = i / SECTORS, u = min(int(i % SECTORS) * WIDTH, UNITS - 1);
             if (s < sequences && (BLOCKS * UNITS == HIDDEN || unit + u < HIDDEN)) take(s, unit + u);
         }
     }
     // Whether this warp has nothing to update in a round.
-    __device__ static bool idle(int i) { return i >= WHOLE && i * THREADS + warp_id() * 32 >= UNITS * COLUMNS; }
+    __device__ static bool idle(int i) {
+        return !SCATTERS && i >= WHOLE && i * THREADS + warp_id() * 32 >= UNITS * COLUMNS;
+    }
     // The sequence of an item, whose sums are then read: the last where there is no item.
     __device__ int sequence_of_sums(int i) const { return i < WHOLE ? sequence_of(i) : min(sequence_of(i), COLUMNS - 1); }
 

@@ -70,8 +70,15 @@ class Geometry(NamedTuple):
         return round_up(self.hidden_size, 16 // self.dtype.itemsize)
 
     @property
+    def scatters(self) -> bool:
+        """Whether a block multiplies only the gradients that it computed itself, for all units of its group."""
+        return self.backward and self.distributed
+
+    @property
     def slice(self) -> int:
         """Numbers of a sequence that a block multiplies: the exchanged vector, or its slice of it in a cluster."""
+        if self.scatters:
+            return GATES[self.cell] * self.units
         width = GATES[self.cell] * self.pitch if self.backward else self.pitch
         return width if self.cluster == 1 else round_up(ceil_div(width, self.cluster), 64 // self.dtype.itemsize)
 
@@ -83,7 +90,8 @@ class Geometry(NamedTuple):
     @property
     def group_bytes(self) -> int:
         """Bytes of the state of a group's sequences."""
-        return self.cluster * round_up(self.slice * self.dtype.itemsize, self.chunk_bytes) * self.columns
+        slices = 1 if self.scatters else self.cluster
+        return slices * round_up(self.slice * self.dtype.itemsize, self.chunk_bytes) * self.columns
 
     @property
     def state_buffers(self) -> int:
@@ -119,6 +127,8 @@ class Geometry(NamedTuple):
     @property
     def blocks(self) -> int:
         """Blocks per group."""
+        if self.scatters:
+            return self.cluster
         return ceil_div(self.pitch, self.units * self.cluster) * self.cluster
 
     @property
@@ -182,10 +192,12 @@ class Geometry(NamedTuple):
             rows = WARPS * (16 * self.row_tiles + 4)
         else:
             rows = self.parts_of_sums * (16 * len(self.share_tiles) * WARPS // self.shares + 4)
-        sums = self.sum_buffers * rows * self.columns * 4
+        sums = 0 if self.scatters else self.sum_buffers * rows * self.columns * 4
         state = 0 if self.path == "dense" else (self.slice + ZERO_PLACES) * self.state_bytes
-        mail = 2 * (self.cluster - 1) * self.units * self.columns * 8
+        mail = 2 * (self.cluster - (not self.scatters)) * self.units * self.columns * 8
         state += self.distributed * self.state_buffers * self.group_bytes
+        if self.scatters:  # derivatives and gradients of gates, on their way from thread to thread
+            state += 2 * (GATES[self.cell] + 5 + 4) * round_up(self.units * self.columns, 32) * 4
         return sums + state + mail + (self.tiles - self.held - self.streamed) * self.tile_bytes
 
     @property
@@ -238,6 +250,13 @@ class Geometry(NamedTuple):
         """Keep as many tiles as possible in registers; None if the others do not fit into shared memory."""
         wide = self.dtype == torch.float32
         streamed = 0
+        if self.scatters:
+            rows = ceil_div(self.row_tiles, WARPS)
+            sums = rows * (8 + 4 * (1 if rows >= 4 else 2 if rows >= 2 else 4))
+            rest = 40 + 12 * GATES[self.cell] + 2 * self.cluster + (32 if self.exact else 0) * wide
+            if self.tiles > (REGISTERS - sums - rest) // 4 or self.units * self.columns > THREADS // 2:
+                return None
+            return self._replace(held=self.tiles)
         if self.path == "dense":
             sequence_tiles = ceil_div(self.columns, 8)
             states = 2 * self.column_tiles * sequence_tiles
@@ -310,6 +329,10 @@ def files(geometry: Geometry) -> tuple[str, ...]:
         "block": ("mma.cuh", "state.cuh"),
         "sparse": ("state.cuh",),
     }
-    direction = ("cluster.cuh", "backward.cu") if geometry.backward else ("forward.cu",)
-    names = ("exchange.cuh", "matrix.cuh", *needs[geometry.path], f"{geometry.path}.cuh", "prepare.cuh", *direction)
+    products: tuple[str, ...] = (f"{geometry.path}.cuh", "prepare.cuh", "forward.cu")
+    if geometry.backward:
+        products = ("cluster.cuh", f"{geometry.path}.cuh", "split.cuh", "prepare.cuh", "backward.cu")
+    if geometry.scatters:
+        products = ("cluster.cuh", "scatter.cuh", "prepare.cuh", "backward.cu", "scatter.cu")
+    names = ("exchange.cuh", "matrix.cuh", *needs[geometry.path], *products)
     return ("numeric.cuh", *(f"persistent/{name}" for name in names))

@@ -2,7 +2,7 @@
 //
 // Forward, row g * UNITS + u of a block's part of the recurrent matrix is gate g of its unit u, and its columns are
 // the units of the previous state.  Backward, the rows are the units of the block's cluster and the columns a slice of
-// the gates of all units: the matrix transposed.
+// the gates of all units, with SCATTERS the gates of the block's own: the matrix transposed.
 //
 // A weight that does not exist is not branched around, but another loaded in its place: so the loads of a thread are
 // in flight together.
@@ -13,6 +13,7 @@ __device__ inline Scalar weight_at(const Parameters &p, int block, int row, int 
     if (BACKWARD) {
         const int k = block % CLUSTER * SLICE + column;
         gate = k / PITCH, unit = k % PITCH, other = block / CLUSTER * ROWS + row;
+        if (SCATTERS) gate = column / UNITS, unit = block * UNITS + column % UNITS;
     }
     const bool exists = row < ROWS && column < SLICE && gate < GATES && unit < HIDDEN && other < HIDDEN;
     const Scalar weight = p.weight[exists ? size_t(gate * HIDDEN + unit) * HIDDEN + other : 0];

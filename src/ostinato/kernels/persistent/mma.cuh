@@ -42,6 +42,24 @@ __device__ inline void mma(float (&d)[4], const uint4 &a, unsigned b0, unsigned 
     for (int i = 0; i < 4; ++i) d[i] += sum[i];
 }
 
+// Exact float32 of one sequence uses FMA instructions, since tensor cores would need three tf32 products.  All lanes
+// then hold the same state, and each accumulates its columns' share of two rows in d[0] and d[2].
+constexpr bool ORDINARY = EXACT && COLUMNS == 1;
+
+__device__ inline void multiply(float (&d)[4], const uint4 &a, Word b) {
+    if constexpr (!ORDINARY) return mma(d, a, low(b), high(b), Scalar());
+    const float first = __uint_as_float(low(b)), second = __uint_as_float(high(b));
+    d[0] += __uint_as_float(a.x) * first + __uint_as_float(a.z) * second;
+    d[2] += __uint_as_float(a.y) * first + __uint_as_float(a.w) * second;
+}
+
+// Reduces a row's sum over the four lanes that hold shares of it.
+__device__ inline float over_lanes(float sum) {
+    if (!ORDINARY) return sum;
+    sum += __shfl_xor_sync(~0u, sum, 1);
+    return sum + __shfl_xor_sync(~0u, sum, 2);
+}
+
 // A predicated store to shared memory.
 __device__ inline void store_if(bool wanted, float *address, float x) {
     asm volatile("{ .reg .pred p; setp.ne.u32 p, %0, 0; @p st.shared.f32 [%1], %2; }"

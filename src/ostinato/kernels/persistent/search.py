@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ostinato.kernels.persistent.costs import microseconds
-from ostinato.kernels.persistent.geometry import SCALARS, THREADS, ZERO_PLACES, Geometry, ceil_div, round_up
+from ostinato.kernels.persistent.geometry import SCALARS, THREADS, WARPS, ZERO_PLACES, Geometry, ceil_div, round_up
 from ostinato.kernels.persistent.plan import GATES, Plan
 
 
@@ -48,11 +48,17 @@ def _coverings(start: Geometry, batch: int, properties: Any, share: int) -> Iter
 
 def _clusters(start: Geometry, batch: int, properties: Any, share: int) -> Iterator[Geometry]:
     """The divisions of units and sequences among blocks in which all that share a sequence are one cluster."""
-    for units in {round_up(ceil_div(start.pitch, most), 8 // start.dtype.itemsize) for most in (4, 8, 16)}:
+    sizes = (2, 4, 8, 16) if start.backward else (4, 8, 16)
+    for units in {round_up(ceil_div(start.pitch, most), 8 // start.dtype.itemsize) for most in sizes}:
         cluster = start._replace(units=units, distributed=True)
+        if start.backward:
+            cluster = cluster._replace(cluster=ceil_div(start.hidden_size, units))
         size = 1 << (cluster.blocks - 1).bit_length()  # another leaves as much of a GPC unused
         resident = resident_blocks(properties, size) // share // size
-        for columns in sorted({ceil_div(batch, n) for n in range(ceil_div(batch, 8), batch + 1)}):
+        most_columns = (
+            1 if start.backward and size == 16 else 8
+        )  # to sixteen, sums of more are sent as slowly as all else
+        for columns in sorted({ceil_div(batch, n) for n in range(ceil_div(batch, most_columns), batch + 1)}):
             if resident:
                 yield cluster._replace(columns=columns, groups=min(resident, ceil_div(batch, columns)))
 
@@ -104,11 +110,14 @@ def candidates(
     shared = properties.shared_memory_per_block_optin
     rows = 1 if block is None else block[1] if start.backward else block[0]
     coverings = _coverings(start, batch, properties, share)
-    if start.path == "dense" and not start.backward and properties.major >= 9:
+    if start.path == "dense" and properties.major >= 9:
         coverings = itertools.chain(coverings, _clusters(start, batch, properties, share))
     for geometry in coverings:
         width = geometry.slice
-        if geometry.path == "dense":
+        if geometry.scatters:
+            tiles = ceil_div(geometry.row_tiles, WARPS) * ceil_div(width * geometry.dtype.itemsize, 32)
+            filled = geometry._replace(tiles=tiles).fill_registers(shared)
+        elif geometry.path == "dense":
             half = geometry.has_half_tiles
             tiles = (geometry.row_tiles - half) * geometry.column_tiles + half * ceil_div(geometry.column_tiles, 2)
             filled = geometry._replace(tiles=tiles).fill_registers(shared)

@@ -1,0 +1,80 @@
+// Backpropagation through time within clusters, see scatter.cuh: warps that each do a part of the elementwise work.
+//
+// It would take one warp longer than the exchange.  So some threads only update units, others differentiate the step
+// after the next, and others write the last step's gradients; numbers pass between them through shared memory, in two
+// buffers taken in turn, and the barrier after each update separates who writes one from who reads it.
+
+constexpr int LANES = (UNITS * COLUMNS + 31) / 32 * 32;  // threads of a part, one for each item
+constexpr int DERIVATIVES = GATES + 5;                   // of an item, at most
+constexpr bool WRITES_APART = 3 * LANES <= THREADS;      // or else those who differentiate write, too
+static_assert(2 * LANES <= THREADS, "an item for each thread of a part");
+
+// grid: BLOCKS blocks for each group of COLUMNS sequences, all resident at once
+extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const Parameters p) {
+    extern __shared__ uint4 shared[];
+    const int block = blockIdx.x % BLOCKS, group = p.first / COLUMNS + blockIdx.x / BLOCKS;
+    const int sequences = min(COLUMNS, p.batch - group * COLUMNS);
+    const int part = threadIdx.x / LANES, thread = threadIdx.x % LANES;
+    const bool updates = part == 0, differentiates = part == 1, writes = part == 1 + WRITES_APART;
+
+    uint4 *states = shared + Mailbox::WORDS / 2;
+    float *derivatives = reinterpret_cast<float *>(states + SHARED_STATES / 16) + thread;
+    float *gradients = derivatives + 2 * DERIVATIVES * LANES;
+    Mailbox mailbox(block, shared);
+    Product product(p, block, states);
+    Units units(p, product, block, Block{block * UNITS, group * COLUMNS, sequences, thread});
+    const Sender sender(mailbox);
+    Patience patience(p.failure);
+    const auto fetch = [&](int taken) {
+        if (taken >= p.steps) return;
+        units.fetch(taken);
+        units.resets.look_up(p, units, taken);
+    };
+    const auto differentiate = [&](int taken) {
+        if (taken >= p.steps) return;
+        units.differentiate(Rows(p, step_of(p, taken)));
+        float *there = derivatives + taken % 2 * DERIVATIVES * LANES;
+        units.each_derivative([&](float &x) { *there = x, there += LANES; });
+    };
+    const auto take = [&](int taken) {
+        const float *there = derivatives + taken % 2 * DERIVATIVES * LANES;
+        units.each_derivative([&](float &x) { x = *there, there += LANES; });
+    };
+
+    if (differentiates) {
+        fetch(0);
+        differentiate(0);
+        fetch(1);
+        differentiate(1);
+        fetch(2);
+    }
+    __syncthreads();
+    if (updates) take(0);
+    for (int taken = 0; taken < p.steps; ++taken) {
+        char *state = reinterpret_cast<char *>(states) + taken % 2 * SLICE_BYTES;
+        float *d = gradients + taken % 2 * GRADS * LANES;
+        if (updates) {
+            units.update(state, taken);
+#pragma unroll
+            for (int g = 0; g < GRADS; ++g) d[g * LANES] = units.d[0][g];
+        }
+        __syncthreads();
+        product(state);
+        sender.send(product, sequences, taken);
+        if (updates) take(taken + 1);
+        if (differentiates) {
+            differentiate(taken + 2);
+            fetch(taken + 3);
+        }
+        if (writes) {
+#pragma unroll
+            for (int g = 0; g < GRADS; ++g) units.d[0][g] = d[g * LANES];
+            units.write(Rows(p, step_of(p, taken)));
+        }
+        if (taken + PREFETCH < p.steps) units.prefetch_step(Rows(p, step_of(p, taken + PREFETCH)), nullptr);
+        if (updates) units.add(product, nullptr, mailbox, taken, patience);
+    }
+    if (updates) units.write_states();
+    if (writes) units.write_totals();
+    meet();
+}
