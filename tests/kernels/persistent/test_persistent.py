@@ -313,7 +313,7 @@ def within_clusters(cell, hidden, batch, dtype, exact=True, backward=False, prop
         ("rnn_tanh", 101, 16, f32),
         ("lstm", 512, 3, f16),
         ("gru", 200, 1, f32),
-        ("rnn_relu", 3, 40, f16),
+        ("rnn_relu", 5, 40, f16),
     ],
 )
 @pytest.mark.parametrize("backward", [False, True])

@@ -213,6 +213,7 @@ def test_all_blocks_can_be_resident_and_cover_the_layer(cell, processors):
         for chosen in candidates("dense", cell, hidden, batch, bf16, properties=device, backward=backward):
             size = chosen.blocks_of_a_cluster
             assert size <= (16 if chosen.distributed else 4)
+            assert size > 1 or not chosen.distributed
             assert chosen.blocks * chosen.groups <= search.resident_blocks(device, size) <= processors
             assert chosen.blocks % chosen.cluster == 0
             assert chosen.blocks * chosen.units >= hidden

@@ -55,11 +55,10 @@ def _clusters(start: Geometry, batch: int, properties: Any, share: int) -> Itera
             cluster = cluster._replace(cluster=ceil_div(start.hidden_size, units))
         size = 1 << (cluster.blocks - 1).bit_length()  # another leaves as much of a GPC unused
         resident = resident_blocks(properties, size) // share // size
-        most_columns = (
-            1 if start.backward and size == 16 else 8
-        )  # to sixteen, sums of more are sent as slowly as all else
+        # To sixteen blocks, sums of several sequences are sent as slowly as all else takes.
+        most_columns = 1 if start.backward and size == 16 else 8
         for columns in sorted({ceil_div(batch, n) for n in range(ceil_div(batch, most_columns), batch + 1)}):
-            if resident:
+            if resident and size > 1:  # one block would exchange with itself
                 yield cluster._replace(columns=columns, groups=min(resident, ceil_div(batch, columns)))
 
 
