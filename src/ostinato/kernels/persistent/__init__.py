@@ -6,7 +6,7 @@
 ``operators.py``     the layer as a differentiable operator, and the choice of its kernels
 ``plain.py``         the same for exported programs
 ``masks.py``         the blocks of a pruned matrix
-``cuda.py``          NVIDIA GPUs: plans, and launches of ``forward.cu``, ``backward.cu``, ``previous.cu``
+``cuda.py``          NVIDIA GPUs: plans, and launches of ``forward.cu``, ``backward.cu`` or ``scatter.cu`` and others
 ``geometry.py``      how a layer is divided among blocks of threads
 ``costs.py``         the estimated time of a step
 ``search.py``        the fastest geometry that fits
