@@ -122,7 +122,7 @@ def gradient_of_input(grad: Tensor, weight: Tensor) -> Tensor:
 
 def transposes(grad: Tensor, x: Tensor) -> bool:
     """Whether :func:`gradient_of_weight` transposes x, and so leaves out rows of it without another copy."""
-    return _is_own(grad, x) and not torch.is_grad_enabled() and _is_faster_transposed(x, grad.shape[1])
+    return _is_own(grad, x) and _is_transposed(grad, x)
 
 
 def _is_own(grad: Tensor, x: Tensor) -> bool:
@@ -130,16 +130,22 @@ def _is_own(grad: Tensor, x: Tensor) -> bool:
     return not _is_torchs_fastest(x) and is_eager([grad, x]) and grad.dtype == x.dtype
 
 
+def _is_transposed(grad: Tensor, x: Tensor) -> bool:
+    """Whether the product is faster with x transposed, if it is ours to choose."""
+    return not torch.is_grad_enabled() and _is_faster_transposed(x, grad.shape[1])
+
+
 def gradient_of_weight(grad: Tensor, x: Tensor, zeroed: Tensor | None = None) -> Tensor:
     """``grad.T @ x`` of (rows, width) and (rows, channels), the weight's gradient of :func:`linear`, and as fast.
 
     Rows of x where `zeroed`, a bool tensor, count as zeros.
     """
-    if transposes(grad, x):
+    own = _is_own(grad, x)
+    if own and _is_transposed(grad, x):
         return grad.T @ transposed(x, zeroed).T
     if zeroed is not None:
         x = torch.where(zeroed[:, None], 0.0, x)
-    if x.device.type != "cpu" or not _is_own(grad, x) or not _is_faster_convolved(x, grad.shape[1]):
+    if not own or x.device.type != "cpu" or not _is_faster_convolved(x, grad.shape[1]):
         return grad.T @ x
     if _is_round(len(x)):
         return _convolved_gradient(grad, x)

@@ -17,9 +17,10 @@ from typing import NamedTuple
 
 import torch
 
+from ostinato.kernels import nvrtc
 from ostinato.kernels.persistent.plan import GATES
 
-SCALARS = {torch.float32: "float", torch.float16: "Half", torch.bfloat16: "BFloat16"}
+SCALARS = {dtype: nvrtc.SCALARS[dtype] for dtype in (torch.float32, torch.float16, torch.bfloat16)}
 WARPS = 8
 THREADS = 32 * WARPS
 TILE_BYTES = 512  # of weights: 16 rows by 32 bytes of columns

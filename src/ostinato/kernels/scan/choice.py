@@ -263,10 +263,8 @@ def _chain_narrow(scan: Criteria) -> Geometry | None:
     rows = (36 // numbers - 1) | 1
     if scan.itemsize == 2 and channels in (5, 7):  # segments begin in whole words, each in other banks
         rows = max(4, 36 // numbers // 4 * 4)
-    elif (
-        channels in (3, 6) and scan.itemsize <= 4 and (scan.backward or scan.itemsize == 2)
-    ):  # so do even rows of these
-        rows = 36 // numbers
+    elif channels in (3, 6) and scan.itemsize <= 4 and (scan.backward or scan.itemsize == 2):
+        rows = 36 // numbers  # so do even rows of these
     return Geometry(1, lanes, 16, rows, chained=True, narrow=channels)
 
 
