@@ -52,6 +52,11 @@ class Problem(NamedTuple):
     def compute(self) -> torch.dtype:
         return torch.promote_types(self.dtype, torch.float32)
 
+    @property
+    def row_strides(self) -> list[int]:
+        """Elements from one step of each tensor to the next."""
+        return [time for _, time, _ in (*self.inputs, *self.outputs)]
+
 
 class _Launch(NamedTuple):
     """How a problem is launched."""
@@ -82,46 +87,47 @@ def describe_device(index: int) -> Device:
     )
 
 
-@functools.lru_cache(maxsize=4096)
-def _prepare(problem: Problem, parameter_dtype: torch.dtype, alignment: int) -> _Launch:
-    """Choose and compile the kernel; `alignment` has the low bits of every address."""
-    if problem.steps > MAX_STEPS:
-        raise ValueError(f"a GPU scans sequences of at most {MAX_STEPS} steps; got {problem.steps}")
-    strides = [*problem.inputs, *problem.outputs]
-    itemsize = problem.dtype.itemsize
-    units = problem.channels | alignment // itemsize  # its lowest set bit is the alignment of vector accesses
-    for stride in (number for tensor in strides for number in tensor):
-        units |= stride
-    aligned = min(units & -units, 16 // itemsize)
-    gapless = problem.packing != "OFFSETS" and all(time == problem.channels for _, time, _ in strides)
-    sequences = problem.batch * problem.directions
-    device = describe_device(problem.device)
-    packed = problem.packing == "CU_SEQLENS"
-    rows = [time for _, time, _ in strides]
-    congruent = problem.packing != "OFFSETS" and row_offset(itemsize, rows) is not None
-    criteria = Criteria(
+def _criteria_of(problem: Problem, alignment: int) -> Criteria:
+    """What the choice of a geometry depends on; `alignment` has the low bits of every address."""
+    itemsize, rows = problem.dtype.itemsize, problem.row_strides
+    numbers = itertools.chain([problem.channels, alignment // itemsize], *problem.inputs, *problem.outputs)
+    units = functools.reduce(operator.or_, numbers)  # its lowest set bit is the alignment of vector accesses
+    plain = problem.packing != "OFFSETS"
+    return Criteria(
         problem.element,
         len(problem.inputs),
         itemsize,
-        aligned,
-        gapless,
-        sequences,
-        problem.steps,
-        problem.channels,
-        device,
-        packed,
-        problem.resets is not None,
-        congruent,
+        aligned=min(units & -units, 16 // itemsize),
+        gapless=plain and all(row == problem.channels for row in rows),
+        sequences=problem.batch * problem.directions,
+        steps=problem.steps,
+        channels=problem.channels,
+        device=describe_device(problem.device),
+        packed=problem.packing == "CU_SEQLENS",
+        resets=problem.resets is not None,
+        congruent=plain and row_offset(itemsize, rows) is not None,
     )
-    geometry = choose_geometry(criteria)
-    pitch = geometry.pitch(itemsize, aligned, rows) if congruent else 0
+
+
+class _Kernel(NamedTuple):
+    """What a problem is compiled to."""
+
+    geometry: Geometry
+    shared: int  # bytes of a block
+    definitions: tuple[tuple[str, object], ...]
+
+
+def _choose_kernel(problem: Problem, parameter_dtype: torch.dtype, alignment: int) -> _Kernel:
+    """Choose the kernel, with as many rows as shared memory holds; `alignment` has the low bits of every address."""
+    criteria = _criteria_of(problem, alignment)
+    geometry, device, itemsize = choose_geometry(criteria), criteria.device, criteria.itemsize
+    pitch = geometry.pitch(itemsize, criteria.aligned, problem.row_strides) if criteria.congruent else 0
     sums = problem.parameters if problem.backward else 0
-    tensors = len(problem.inputs), sums, itemsize, packed, problem.resets is not None, pitch
+    tensors = criteria.inputs, sums, itemsize, criteria.packed, criteria.resets, pitch
     most = min(device.shared_of_block, device.shared // (geometry.resident if geometry.chained else 1) - 1024)
     while (shared := geometry.shared_bytes(*tensors)) > most:
         fewer = geometry.rows - 4 if geometry.looks_back and geometry.rows > 4 else geometry.rows // 2
         geometry = geometry._replace(rows=fewer)
-    far = geometry.tile * itemsize * max(rows) >= 1 << 31
     definitions = macros(
         problem.element,
         SCALARS[problem.dtype],
@@ -129,9 +135,9 @@ def _prepare(problem: Problem, parameter_dtype: torch.dtype, alignment: int) -> 
         problem.packing,
         geometry,
         shared,
-        far,
-        geometry.copies_wide(itemsize, aligned),
-        pitch,
+        far=geometry.tile * itemsize * max(problem.row_strides) >= 1 << 31,
+        wide=geometry.copies_wide(itemsize, criteria.aligned),
+        pitch=pitch,
     )
     if problem.resets is not None:
         definitions += (("RESETS", 2 if problem.resets[1] == 1 else 1),)
@@ -140,15 +146,26 @@ def _prepare(problem: Problem, parameter_dtype: torch.dtype, alignment: int) -> 
             definitions += _addressing(problem, geometry, alignment)
         elif pitch:  # for the addresses of rows to be constants
             definitions += (("DESCENDING", int(problem.reverse != problem.backward)),)
+    return _Kernel(geometry, shared, definitions)
+
+
+@functools.lru_cache(maxsize=4096)
+def _prepare(problem: Problem, parameter_dtype: torch.dtype, alignment: int) -> _Launch:
+    """Choose and compile the kernel; `alignment` has the low bits of every address."""
+    if problem.steps > MAX_STEPS:
+        raise ValueError(f"a GPU scans sequences of at most {MAX_STEPS} steps; got {problem.steps}")
+    geometry, shared, definitions = _choose_kernel(problem, parameter_dtype, alignment)
+    itemsize, processors = problem.compute.itemsize, describe_device(problem.device).processors
     chunks = -(-problem.steps // geometry.tile)
-    blocks = chains = sequences * -(-problem.channels // geometry.group)
-    companions = geometry.companions(chains, chunks, problem.compute.itemsize, device.processors)
+    blocks = chains = problem.batch * problem.directions * -(-problem.channels // geometry.group)
+    companions = geometry.companions(chains, chunks, itemsize, processors)
     words = draws = 0
     if geometry.chained:
         tiles = chains * chunks
-        words = 2 * (1 + tiles * geometry.group * problem.compute.itemsize // 4)  # the last is a counter
-        blocks = min(tiles, geometry.resident * device.processors) if geometry.looks_back else chains * companions
+        words = 2 * (1 + tiles * geometry.group * itemsize // 4)  # the last is a counter
+        blocks = min(tiles, geometry.resident * processors) if geometry.looks_back else chains * companions
         draws = tiles if geometry.looks_back else 0  # one for each tile, the last ones in vain
+    strides = *problem.inputs, *problem.outputs
     integers = [problem.parameter_direction, *(problem.resets or (0, 0, 0)), *itertools.chain(*strides)]
     counts = problem.batch, problem.steps, problem.channels, problem.sequences, problem.directions, problem.reverse
     addresses = len(strides) + max(1, problem.parameters) + 8
