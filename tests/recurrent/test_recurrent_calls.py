@@ -72,6 +72,27 @@ def test_torch_runs_a_call_that_cannot_be_planned_and_the_next_is_planned_again(
     assert_same(layer(x, hx), ours, 1e-6)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("resets", [False, True])
+def test_a_call_and_its_gradients_have_one_plan(monkeypatch, packed, resets):
+    asked = []
+
+    def make_plan(call, *_):
+        asked.append(call)
+        return Plan("dense", 1, 1, 1, "dense")
+
+    monkeypatch.setattr(operators.kernels_on(torch.device("cpu")), "make_plan", make_plan)
+    operators._plan_dense.cache_clear()
+    layer = ostinato.GRU(5, 8)
+    x = torch.randn(7, 5, requires_grad=True)
+    x = pack_sequence([x[:4], x[4:]]) if packed else x[:, None]
+    marks = torch.zeros(7, dtype=torch.bool) if packed else torch.zeros(7, 1, dtype=torch.bool)
+    flat(layer(x, resets=marks if resets else None))[0].sum().backward()
+    operators._plan_dense.cache_clear()
+    (call,) = asked
+    assert (call.training, call.resets, call.packed) == (True, resets, packed)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("error", [MemoryError, RuntimeError])
 def test_gpu_runs_torchs_kernels_when_ours_cannot_be_made(monkeypatch, error):

@@ -34,12 +34,13 @@ class SequenceLayers(MaskedLayers):
         training: bool,
         steps: int | None,
         resets: bool = False,
+        packed: bool = False,
     ) -> Plan:
         if self.proj_size:
             return no_kernel("layers with projections run in torch's own kernels")
         directions = 2 if self.bidirectional else 1
         sizes = self.hidden_size, batch, dtype
-        call = Call(device, self.mode.lower(), *sizes, training, steps, self._path, directions, resets)
+        call = Call(device, self.mode.lower(), *sizes, training, steps, self._path, directions, resets, packed)
         try:
             if not self._buffers:
                 return plan_layer(None, call)
@@ -82,7 +83,7 @@ class SequenceLayers(MaskedLayers):
         tensors = [*weights, x, *states]
         training = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
         if not torch.compiler.is_compiling() and batch * steps > 0:  # compiled calls are planned at run time
-            plan = self._plan(device, int(batch), computed, training, int(steps), resets is not None)
+            plan = self._plan(device, int(batch), computed, training, int(steps), resets is not None, packed)
             if (plan.path == "steps" and not is_vmapped()) or not can_take(tensors):
                 return None
         shape = (len(self._all_weights), *(() if rank == 2 and not packed else (batch,)), self.hidden_size)

@@ -164,7 +164,7 @@ def test_both_kernels_of_a_layer_are_compiled_at_the_same_time(monkeypatch):
 
     monkeypatch.setattr(cuda, "kernels", compiled)
     layer = "dense", "gru", 130, 4, f32
-    cuda._compile(0, True, True, candidate(*layer), candidate(*layer, backward=True))
+    cuda._compile(0, True, False, True, candidate(*layer), candidate(*layer, backward=True))
     assert sorted(asked) == [(False, 0, True, False, True), (True, 0, True, False, False)]
 
 

@@ -100,6 +100,16 @@ def test_blocks_form_no_clusters_where_the_device_cannot_hold_them(planned_for_a
     assert not plan.geometry.forward.distributed
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("resets", [False, True])
+def test_only_the_kernels_that_a_call_launches_are_compiled(planned_for_an_h100, monkeypatch, packed, resets):
+    asked = []
+    monkeypatch.setattr(cuda, "kernels", lambda geometry, device, *special: asked.append((geometry.backward, *special)))
+    call = Call(torch.device("cuda", 0), "gru", 256, 4, bf16, True, steps=None, resets=resets, packed=packed)
+    assert cuda.make_plan(call, None, None).path == "dense"
+    assert sorted(asked) == [(False, resets, packed, True), (True, resets, packed, False)]
+
+
 @pytest.mark.parametrize("lasts", [False, True])
 @pytest.mark.parametrize("pruned", [False, True])
 def test_only_a_refusal_that_lasts_is_kept(planned_for_an_h100, monkeypatch, pruned, lasts):

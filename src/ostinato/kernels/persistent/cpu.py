@@ -35,7 +35,7 @@ def make_plan(
 
     Raises ValueError for a `path` that the layer's weights do not allow.
     """
-    _, cell, hidden_size, batch, dtype, training, steps, path, directions, resets = call
+    _, cell, hidden_size, batch, dtype, training, steps, path, directions, resets, _ = call
     if dtype not in NUMPY_DTYPES:
         return no_kernel(f"layers on the CPU compute in float32 and float64, not in {dtype}")
     entries, density = None, 1.0

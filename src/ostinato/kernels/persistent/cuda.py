@@ -66,7 +66,7 @@ def make_plan(
 
     Raises RuntimeError for what another call may not meet, such as a lack of free memory.
     """
-    device, cell, hidden_size, batch, dtype, training, steps, path, directions, resets = call
+    device, cell, hidden_size, batch, dtype, training, steps, path, directions, resets, packed = call
     if steps is not None and steps < LEAST_STEPS and not resets:
         return no_kernel(f"{steps} steps are too few to be worth a kernel of their own")
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -88,7 +88,7 @@ def make_plan(
         used = [geometry for geometry in plan.geometry or () if geometry is not None]
         if mask_hh is not None:
             used = [_packed(geometry, mask_hh) for geometry in used]
-        _compile(index, resets, keeps, *used)
+        _compile(index, resets, packed, keeps, *used)
     except (MemoryError, nvrtc.DoesNotCompile) as error:
         if distributed and any(geometry and geometry.distributed for geometry in plan.geometry):
             return make_plan(call, mask_hh, block, tf32, distributed=False)
@@ -271,10 +271,10 @@ def kernels(
     return _Kernels(prepare, recur, properties.multi_processor_count)
 
 
-def _compile(device: int, resets: bool, keeps: bool, *geometries: Geometry) -> None:
+def _compile(device: int, resets: bool, packed: bool, keeps: bool, *geometries: Geometry) -> None:
     """Compile the kernels of a layer at the same time; as :func:`kernels`."""
     with ThreadPoolExecutor() as pool:
-        found = [pool.submit(kernels, g, device, resets, False, keeps and not g.backward) for g in geometries]
+        found = [pool.submit(kernels, g, device, resets, packed, keeps and not g.backward) for g in geometries]
     for kernel in found:
         kernel.result()
 

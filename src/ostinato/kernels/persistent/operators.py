@@ -125,7 +125,8 @@ def _choose(
     """The kernels and the plan of a layer; the loop over time where none fits."""
     training, path, directions, resets = how
     steps = len(x) // batch if offsets is None else len(offsets) - 1
-    call = Call(x.device, cell, hidden, batch, x.dtype, training, steps, path, directions, resets)
+    sizes = hidden, batch, x.dtype
+    call = Call(x.device, cell, *sizes, training, steps, path, directions, resets, offsets is not None)
     plan = plan_layer(mask_hh, call)
     return reference if plan.path == "steps" else kernels_on(x.device), plan
 

@@ -20,6 +20,7 @@ class Call(NamedTuple):
     path: str | None = None  # the only kernel to consider, "dense", "block" or "sparse"; None for the fastest
     directions: int = 1  # such layers that run at once
     resets: bool = False  # inside sequences, which torch's kernels do not support
+    packed: bool = False  # sequences of different lengths
 
 
 class Plan(NamedTuple):
