@@ -23,10 +23,11 @@ def _coverings(start: Geometry, batch: int, properties: Any, share: int) -> Iter
         resident = resident_blocks(properties, cluster) // share
         parts = cluster if start.backward else GATES[start.cell]  # rows of a block for each of its units
         for columns in sorted({ceil_div(batch, n) for n in range(ceil_div(batch, largest), batch + 1)}):
-            most = min(ceil_div(batch, columns), resident // cluster)
+            all_groups = ceil_div(batch, columns)
+            fewest = {ceil_div(all_groups, launches) for launches in range(1, all_groups + 1)}
             # Of one sequence, fewer blocks may be faster, as all read the same few lines of its state.
             portions = (1, 2, 3) if dense and columns == 1 and not start.backward else (1,)
-            for groups, portion in itertools.product(range(1, most + 1), portions):
+            for groups, portion in itertools.product(sorted(fewest), portions):
                 blocks = resident // cluster // (groups * portion) * cluster
                 if not blocks:
                     continue
