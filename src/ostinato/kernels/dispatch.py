@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._functorch.utils import unwrap_dead_wrappers
 from torch.autograd import forward_ad
 
-from ostinato.kernels import export
+from ostinato.kernels import eager, export
 from ostinato.kernels.eager import is_differentiated, is_eager
 
 Groups = tuple[tuple[int | None, ...], tuple[int, ...]]
@@ -78,7 +78,11 @@ def operator(
 
     def run_and_keep(ctx: Any, *args: Any) -> Any:  # a separate setup_context costs more than the call
         args, run = args[:-1], args[-1]
-        output = _tuple(run(*args))
+        eager.call.differentiated = True
+        try:
+            output = _tuple(run(*args))
+        finally:
+            eager.call.differentiated = False
         setup_context(ctx, args, output)
         return output
 

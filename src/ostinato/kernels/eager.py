@@ -4,6 +4,7 @@ A list of the tensors that need PyTorch's dispatcher would never be complete: on
 are the expected ones are known not to.
 """
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,14 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 _MOST_PREPARED, _MOST_ALIKE = 4096, 8  # cache sizes: keys, and entries per key
+
+
+class _Call(threading.local):
+    differentiated = False
+
+
+call = _Call()
+"""What is known about the eager call that this thread is computing: whether gradients of it will be taken."""
 
 
 def is_differentiated(args: Sequence[Any]) -> bool:

@@ -7,6 +7,7 @@ import ctypes
 import functools
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata, resources
 from typing import Any
 
@@ -89,6 +90,22 @@ def cached_cubin(code: str, arch: str, macros: Mapping[str, object]) -> bytes:
                 cubin = compile_cubin(code, arch, macros)
                 cache.store(name, cubin)
     return cubin
+
+
+@functools.lru_cache(maxsize=1024)
+def compile_ahead(code: str, macros: tuple[tuple[str, object], ...], device: int) -> None:
+    """Begin to compile what :func:`load_kernel` will soon be asked for, beside what the caller compiles.
+
+    The disk cache hands it over; without one it is compiled again.
+    """
+    pool = ThreadPoolExecutor(1)
+    pool.submit(cached_cubin, code, _architecture(device), dict(macros))
+    pool.shutdown(wait=False)  # its thread ends with the work
+
+
+def _architecture(device: int) -> str:
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
 
 
 @functools.cache
@@ -224,8 +241,7 @@ def load_kernel(name: str, code: str, macros: tuple[tuple[str, object], ...], de
 
     The feature "a" stands for what only GPUs of exactly this architecture have.  Threads may compile at the same time.
     """
-    major, minor = torch.cuda.get_device_capability(device)
-    cubin = cached_cubin(code, f"sm_{major}{minor}{feature}", dict(macros))
+    cubin = cached_cubin(code, _architecture(device) + feature, dict(macros))
     with _loading:
         torch.cuda.current_stream(device)  # the driver must be up before code is loaded
         return Kernel(cubin, name)

@@ -13,7 +13,7 @@ from ostinato.kernels import nvrtc
 from ostinato.kernels.nvrtc import SCALARS, address, empty
 from ostinato.kernels.recurrence.print_cuda import element_name, print_cuda
 from ostinato.kernels.recurrence.trace import parse
-from ostinato.kernels.scan.cuda import along_channels, last_state, prepare_scan
+from ostinato.kernels.scan.cuda import Element, along_channels, last_state, prepare_scan
 from ostinato.kernels.scan.launch import Problem, Scan, Strides
 
 MOST_SEQUENCES, STEP_WARPS = 8, 4  # of the one-kernel step: sequences, whose sums a warp accumulates; warps per block
@@ -33,7 +33,7 @@ def scan(
     h = inputs[0].new_empty(inputs[0].shape)
     h_last = last_state(h, h0, cu_seqlens, 0.0)
     strides = tuple([x.stride() for x in inputs])
-    prepared = prepare_scan(*element_of(recurrence, False), h, strides, 1, reverse, cu_seqlens, resets, parameters)
+    prepared = prepare_scan(element_of(recurrence, False), h, strides, 1, reverse, cu_seqlens, resets, parameters)
     addresses = [x.data_ptr() for x in (*inputs, h, *parameters)] + [0] * (not parameters)
     prepared.launch(h, [*addresses, address(h0), h_last.data_ptr(), 0], cu_seqlens, resets)
     return h, h_last
@@ -58,7 +58,7 @@ def scan_backward(
     grad_h0 = None if h0 is None else last_state(h, grad_h_last, cu_seqlens, 0.0)
     strides = tuple([x.stride() for x in inputs])
     prepared = prepare_scan(
-        *element_of(recurrence, True), h, strides, len(grads), reverse, cu_seqlens, resets, parameters
+        element_of(recurrence, True), h, strides, len(grads), reverse, cu_seqlens, resets, parameters
     )
     addresses = [x.data_ptr() for x in (*inputs, *grads, *parameters)] + [0] * (not parameters)
     if grad_h is None:
@@ -78,10 +78,11 @@ def _parted(recurrence: str, arguments: Sequence[Tensor]) -> tuple[list[Tensor],
 
 
 @functools.lru_cache(maxsize=1024)
-def element_of(recurrence: str, backward: bool) -> tuple[str, str]:
-    """The name and the code of a struct."""
+def element_of(recurrence: str, backward: bool) -> Element:
+    """A recurrence as a scan's operation."""
     trace = parse(recurrence)
-    return element_name(trace, backward), print_cuda(trace, backward)
+    gradient = None if backward else functools.partial(element_of, recurrence, True)
+    return Element(element_name(trace, backward), print_cuda(trace, backward), gradient)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -99,7 +100,7 @@ def _prepare_layer(
 ) -> Scan:
     """The scan of a layer whose pre-activations have this shape; `packed` is (sequences, steps), or zeros."""
     kinds = parse(recurrence).sequences
-    name, code = element_of(recurrence, backward)
+    element = element_of(recurrence, backward)
     gates = sum(kinds)
     channels = shape[-1] // (gates * directions)
     if packed[0]:
@@ -115,7 +116,7 @@ def _prepare_layer(
         return ((batch_rows * width, time_rows * width, gates * channels),) * gates
 
     problem = Problem(
-        name,
+        element.name,
         dtype,
         device,
         batch,
@@ -128,9 +129,12 @@ def _prepare_layer(
         resets=resets,
         parameters=kinds.count(False),
         parameter_direction=gates * channels,
-        code=code,
+        code=element.code,
     )
-    return Scan(problem, bias_dtype)
+    if backward:
+        return Scan(problem, bias_dtype)
+    layer = dtype, device, shape, packed, batch_first, directions, resets, bias_dtype
+    return Scan(problem, bias_dtype, functools.partial(_prepare_layer, recurrence, True, *layer))
 
 
 def _gates(x: Tensor | None, gates: int, channels: int) -> Sequence[int]:
@@ -261,7 +265,7 @@ class Step:
 @functools.cache
 def step_source(recurrence: str) -> str:
     """The CUDA file of a step."""
-    before, code = nvrtc.source("numeric.cuh", "gemv.cuh", "scan/elements.cuh"), element_of(recurrence, False)[1]
+    before, code = nvrtc.source("numeric.cuh", "gemv.cuh", "scan/elements.cuh"), element_of(recurrence, False).code
     return before + code + nvrtc.source("recurrence/projected_step.cu")
 
 
@@ -270,6 +274,6 @@ def step_macros(
 ) -> tuple[tuple[str, Any], ...]:
     """Its preprocessor definitions; `low` are the low bits of the addresses of inputs and weights."""
     units = 8 // dtype.itemsize | inputs | low // dtype.itemsize
-    element = element_of(recurrence, False)[0]
+    element = element_of(recurrence, False).name
     macros = {"ELEMENT": element, "SCALAR": SCALARS[dtype], "VEC": units & -units, "BATCH": batch}
     return (*macros.items(), ("WARPS", STEP_WARPS))

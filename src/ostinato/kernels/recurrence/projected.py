@@ -203,14 +203,15 @@ def _prepare(
 def source(recurrence: str) -> str:
     """The CUDA file."""
     shared = nvrtc.source("numeric.cuh", "scan/elements.cuh", "scan/messages.cuh")
-    return shared + element_of(recurrence, False)[1] + nvrtc.source("recurrence/hopper.cuh", "recurrence/projected.cu")
+    code = element_of(recurrence, False).code
+    return shared + code + nvrtc.source("recurrence/hopper.cuh", "recurrence/projected.cu")
 
 
 def macros(recurrence: str, dtype: torch.dtype, resets: bool = False) -> tuple[tuple[str, object], ...]:
     """The definitions that make it one kernel."""
     tile = TILES[gates_of(recurrence)]
     return (
-        ("ELEMENT", element_of(recurrence, False)[0]),
+        ("ELEMENT", element_of(recurrence, False).name),
         ("SCALAR", SCALARS[dtype]),
         ("VEC", 2),
         ("STEPS", tile.steps),

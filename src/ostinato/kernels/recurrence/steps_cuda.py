@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ostinato.kernels import nvrtc
+from ostinato.kernels import eager, nvrtc
 from ostinato.kernels.nvrtc import SCALARS, address
 from ostinato.kernels.recurrence.graph import Graph
 from ostinato.kernels.recurrence.print_cuda import lines_of, name_of
@@ -90,6 +90,21 @@ def macros(
     return tuple(zip(names, values, strict=True))
 
 
+@functools.lru_cache(maxsize=4096)
+def _compile_ahead(
+    trace: Trace, device: int, chunked: bool, differentiated: bool, dtype: torch.dtype, *how: bool
+) -> None:
+    """Begin to compile all kernels of a call and its gradient but the first, which the caller compiles."""
+    of_steps = [
+        macros(dtype, backward, compose, *how)
+        for backward in ((False, True) if differentiated else (False,))
+        for compose in ((True, False) if chunked else (False,))
+    ]
+    of_links = [macros(dtype, False, True, dense=how[-1])] if chunked else []
+    for definitions in {*of_steps, *of_links} - {of_steps[0]}:
+        nvrtc.compile_ahead(source(trace), definitions, device)
+
+
 def choose_chunks(channels: int, steps: int) -> int:
     """The number of chunks along time, given the channels of all sequences in total."""
     if channels >= CHANNELS:
@@ -114,6 +129,7 @@ def steps(
     last = [last_state(y, first, cu_seqlens, 0.0) for y, first in zip(states, initial, strict=True)]
     wide = _widened(parameters, like)
     walk = _Walk(trace, like, cu_seqlens, resets, reverse, (like, states[0]))
+    walk.compile_ahead()
     given, absent = _tensors(inputs), _tensors([None]) * 2
     others = [*absent, *map(address, (*initial, *last, None, None, *wide, None))]
     arguments = [*given, *_tensors(states), *others]
@@ -225,6 +241,11 @@ class _Walk:
         self._far = any(x is not None and _is_far(x) for x in tensors)
         # Two states do not fit.
         self._dense = self.chunks > 1 and trace.states == 1 and like.dtype != torch.float64
+
+    def compile_ahead(self) -> None:
+        how = self._resets, self._far, self._dense
+        chunked, differentiated = self.chunks > 1, eager.call.differentiated
+        _compile_ahead(self._trace, self._like.get_device(), chunked, differentiated, self._like.dtype, *how)
 
     def joints(self) -> _Joints:
         """Memory for all chunks, zero: their first and last states, the derivatives of the latter with respect to the

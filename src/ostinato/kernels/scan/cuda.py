@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,9 +42,21 @@ def last_state(b: Tensor, h0: Tensor | None, cu_seqlens: Tensor | None, zero: fl
     return b.new_full((cu_seqlens.shape[0] - 1, b.shape[2]), zero) if h0 is None else h0.clone()
 
 
+class Element(NamedTuple):
+    """The operation of a scan: a struct of ``elements.cuh``, or of generated code."""
+
+    name: str
+    code: str = ""
+    gradient: "Callable[[], Element] | None" = None  # that of the backward pass
+
+
+_LINEAR_BACKWARD, _LOG_LINEAR_BACKWARD = Element("LinearScanBackward"), Element("LogLinearScanBackward")
+_LINEAR = Element("LinearScan", gradient=lambda: _LINEAR_BACKWARD)
+_LOG_LINEAR = Element("LogLinearScan", gradient=lambda: _LOG_LINEAR_BACKWARD)
+
+
 def prepare_scan(
-    element: str,
-    code: str,
+    element: Element,
     like: Tensor,
     strides: tuple[tuple[int, ...], ...],
     outputs: int,
@@ -56,11 +68,10 @@ def prepare_scan(
 ) -> Scan:
     """The scan over inputs of the shape and dtype of `like`, (B, T, D), with the given strides.
 
-    Outputs are contiguous, as (B, D, T) if ``by_time``.  ``code`` is that of an element not in ``elements.cuh``.
+    Outputs are contiguous, as (B, D, T) if ``by_time``.
     """
     return _prepare_scan(
         element,
-        code,
         like.dtype,
         like.get_device(),
         like.shape,
@@ -77,8 +88,7 @@ def prepare_scan(
 
 @functools.lru_cache(maxsize=4096)
 def _prepare_scan(
-    element: str,
-    code: str,
+    element: Element,
     dtype: torch.dtype,
     device: int,
     shape: tuple[int, int, int],
@@ -92,9 +102,18 @@ def _prepare_scan(
     by_time: bool,
 ) -> Scan:
     batch, steps, channels = shape
+
+    def gradient() -> Scan:
+        """For gradients laid out as the states."""
+        assert element.gradient is not None
+        states = (steps * channels, 1, steps) if by_time else (steps * channels, channels, 1)
+        read = *(strides[:1] if element is _LINEAR else strides), states, states
+        how = reverse, sequences, resets, parameters, parameter_dtype, by_time
+        return _prepare_scan(element.gradient(), dtype, device, shape, read, len(strides), *how)
+
     return Scan(
         Problem(
-            element,
+            element.name,
             dtype,
             device,
             batch * channels if by_time else batch,  # sequences of one channel each
@@ -107,14 +126,15 @@ def _prepare_scan(
             sequences=sequences or 0,
             resets=None if resets is None else (*resets, 0),
             parameters=parameters,
-            code=code,
+            code=element.code,
         ),
         parameter_dtype,
+        None if element.gradient is None else gradient,
     )
 
 
 def _forward_scan(
-    element: str,
+    element: Element,
     a: Tensor,
     b: Tensor,
     h0: Tensor | None,
@@ -128,7 +148,7 @@ def _forward_scan(
     a, b, h0 = lie(a), lie(b), None if h0 is None else h0.contiguous()
     h = torch.empty_like(b) if b.is_contiguous() else states_like(b, cu_seqlens, resets)  # new_empty costs more
     h_last = last_state(b, h0, cu_seqlens, zero)
-    scan = prepare_scan(element, "", b, (a.stride(), b.stride()), 1, reverse, cu_seqlens, resets, by_time=by_time)
+    scan = prepare_scan(element, b, (a.stride(), b.stride()), 1, reverse, cu_seqlens, resets, by_time=by_time)
     addresses = a.data_ptr(), b.data_ptr(), h.data_ptr(), 0, address(h0), h_last.data_ptr(), 0
     scan.launch(h, addresses, cu_seqlens, resets)
     return h, h_last
@@ -138,7 +158,7 @@ def prepare_linear_scan(a: Tensor, b: Tensor, h0: Tensor | None, reverse: bool) 
     """A fast path with ``linear_scan``'s arguments for tensors laid out like these; None if they must be copied."""
     if not b.is_contiguous() or along_channels(a) is not a or (h0 is not None and not h0.is_contiguous()):
         return None
-    scan = prepare_scan("LinearScan", "", b, (a.stride(), b.stride()), 1, reverse, None, None)
+    scan = prepare_scan(_LINEAR, b, (a.stride(), b.stride()), 1, reverse, None, None)
     device, dtype, shape = b.get_device(), b.dtype, tuple(b.shape)
     batch, steps, channels = shape
     strides, last = (steps * channels, channels, 1), (batch, channels)
@@ -155,7 +175,7 @@ def prepare_linear_scan(a: Tensor, b: Tensor, h0: Tensor | None, reverse: bool) 
 
 
 def _backward_scan(
-    element: str,
+    element: Element,
     plain: Sequence[Tensor],
     h: Tensor,
     h0: Tensor | None,
@@ -172,7 +192,7 @@ def _backward_scan(
     outputs = states_like(h, cu_seqlens, resets), states_like(h, cu_seqlens, resets)
     grad_h0 = None if h0 is None else last_state(h, grad_h_last, cu_seqlens, 0.0)
     strides = tuple([x.stride() for x in inputs])
-    scan = prepare_scan(element, "", h, strides, 2, reverse, cu_seqlens, resets, by_time=by_time)
+    scan = prepare_scan(element, h, strides, 2, reverse, cu_seqlens, resets, by_time=by_time)
     addresses = [x.data_ptr() for x in (*inputs, *outputs)]
     if grad_h is None:
         addresses[len(plain) + 1] = 0
@@ -189,7 +209,7 @@ def linear_scan(
     cu_seqlens: Tensor | None,
     resets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    return _forward_scan("LinearScan", a, b, h0, reverse, cu_seqlens, resets, 0.0)
+    return _forward_scan(_LINEAR, a, b, h0, reverse, cu_seqlens, resets, 0.0)
 
 
 def linear_scan_backward(
@@ -202,7 +222,7 @@ def linear_scan_backward(
     cu_seqlens: Tensor | None,
     resets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    return _backward_scan("LinearScanBackward", [a], h, h0, grad_h, grad_h_last, reverse, cu_seqlens, resets)
+    return _backward_scan(_LINEAR_BACKWARD, [a], h, h0, grad_h, grad_h_last, reverse, cu_seqlens, resets)
 
 
 def log_linear_scan(
@@ -213,7 +233,7 @@ def log_linear_scan(
     cu_seqlens: Tensor | None,
     resets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    return _forward_scan("LogLinearScan", log_a, log_b, log_h0, reverse, cu_seqlens, resets, float("-inf"))
+    return _forward_scan(_LOG_LINEAR, log_a, log_b, log_h0, reverse, cu_seqlens, resets, float("-inf"))
 
 
 def log_linear_scan_backward(
@@ -228,6 +248,4 @@ def log_linear_scan_backward(
     resets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     plain = [log_a, log_b]
-    return _backward_scan(
-        "LogLinearScanBackward", plain, log_h, log_h0, grad_h, grad_h_last, reverse, cu_seqlens, resets
-    )
+    return _backward_scan(_LOG_LINEAR_BACKWARD, plain, log_h, log_h0, grad_h, grad_h_last, reverse, cu_seqlens, resets)

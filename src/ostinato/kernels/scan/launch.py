@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ostinato.kernels import nvrtc
+from ostinato.kernels import eager, nvrtc
 from ostinato.kernels.nvrtc import SCALARS, address
 from ostinato.kernels.scan.choice import Criteria, Device, choose_geometry
 from ostinato.kernels.scan.geometry import Geometry, macros, row_offset
@@ -253,10 +253,18 @@ def _start_drawing(device: int, launch: _Launch, published: int, epoch: int, giv
 
 
 class Scan:
-    """A problem's launches: the kernel is chosen once for each alignment of the addresses."""
+    """A problem's launches: the kernel is chosen once for each alignment of the addresses.
 
-    def __init__(self, problem: Problem, parameter_dtype: torch.dtype | None = None) -> None:
-        self.problem = problem
+    ``gradient`` returns the scan that the backward pass will likely ask for.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        parameter_dtype: torch.dtype | None = None,
+        gradient: "Callable[[], Scan] | None" = None,
+    ) -> None:
+        self.problem, self._gradient = problem, gradient
         self._parameter_dtype = parameter_dtype or problem.dtype
         self._launches: dict[int, _Launch] = {}
         self._sums: tuple[int, ...] = ()  # their shape
@@ -276,6 +284,8 @@ class Scan:
         alignment = functools.reduce(operator.or_, addresses) & 15
         launch = self._launches.get(alignment)
         if launch is None:
+            if self._gradient is not None and eager.call.differentiated:
+                self._gradient().compile_ahead(alignment)
             launch = self._launches[alignment] = _prepare(self.problem, self._parameter_dtype, alignment)
         sums, others = None, (0, 0, 0)
         if self._sums:
@@ -292,3 +302,8 @@ class Scan:
                 else:
                     launch.start(*addresses, *others, published, 0, epoch, 0)
         return None if sums is None else sums.sum(0)
+
+    def compile_ahead(self, alignment: int) -> None:
+        """Begin to compile the kernel for addresses with these low bits."""
+        kernel = _choose_kernel(self.problem, self._parameter_dtype, alignment)
+        nvrtc.compile_ahead(source(self.problem.code), kernel.definitions, self.problem.device)
