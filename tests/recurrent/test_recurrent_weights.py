@@ -128,6 +128,35 @@ def test_gpu_dense_weights_changed_by_a_fused_optimiser_are_noticed():
             assert_close_to_exact(layer(x, hx), exact, 1e-5)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("settings", [{}, {"num_layers": 2, "bidirectional": True}, {"bias": False}, {"proj_size": 8}])
+def test_gpu_weights_lie_in_one_buffer(settings, dtype):
+    torch.manual_seed(0)
+    x = torch.randn(4, 2, 16, device="cuda", dtype=dtype)
+    for layer_type in (ostinato.LSTM,) if "proj_size" in settings else (ostinato.RNN, ostinato.GRU, ostinato.LSTM):
+        layer, made_there = (layer_type(16, 32, **settings, device=device, dtype=dtype) for device in ("cpu", "cuda"))
+        layer.to("cuda")
+        made_there.load_state_dict(layer.state_dict())
+        apart = copy.deepcopy(layer)
+        for name, weight in layer.named_parameters():
+            setattr(apart, name, nn.Parameter(weight.detach().clone()))
+        assert [buffers(module) for module in (layer, made_there, apart)] == [1, 1, len(list(layer.parameters()))]
+        for _ in range(2):  # with the weights as they are, and after a step in place
+            results = []
+            for module in (layer, made_there, apart):
+                output = module._forward_torch(x, None, module._weights())[0]
+                gradients = torch.autograd.grad(output.sum(), list(module.parameters()))
+                torch._foreach_add_([weight.detach() for weight in module.parameters()], gradients, alpha=-0.1)
+                results.append([output, *gradients])
+            assert all(map(torch.equal, results[0], results[1]))
+            assert all(map(torch.equal, results[0], results[2]))
+
+
+def buffers(layer):
+    return len({weight.untyped_storage().data_ptr() for weight in layer.parameters()})
+
+
 def test_memory_of_an_old_weight_is_not_mistaken_for_it():
     layer = pruned("RNN", 5, 32)
     x, hx = inputs(layer, 1)

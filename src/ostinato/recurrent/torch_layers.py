@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.backends.cudnn.rnn import get_cudnn_mode
 from torch.nn.utils.rnn import PackedSequence
 
 from ostinato.episodes import forward_by_episodes
@@ -94,6 +95,28 @@ class TorchLayers(nn.RNNBase):
 
     def _update_flat_weights(self) -> None:
         """Do nothing: ``torch.nn`` would check every parameter at each call."""
+
+    def flatten_parameters(self) -> None:
+        """Put the weights into one buffer for cuDNN; see :func:`flatten_weights`."""
+        flatten_weights(self)
+
+
+def flatten_weights(layer: nn.RNNBase) -> None:
+    """``torch.nn``'s ``flatten_parameters``, for bfloat16 too: weights apart are copied by cuDNN at every call."""
+    nn.RNNBase.flatten_parameters(layer)
+    weights: list[Any] = layer._flat_weights
+    if len(weights) != len(layer._flat_weights_names) or not all(_is_bfloat16_of_cudnn(weight) for weight in weights):
+        return
+    if len({weight.data_ptr() for weight in weights}) < len(weights):  # shared ones cannot lie in several places
+        return
+    first = len(layer._all_weights[0]), layer.input_size, get_cudnn_mode(layer.mode), layer.hidden_size
+    rest = layer.proj_size, layer.num_layers, layer.batch_first, bool(layer.bidirectional)
+    with torch.cuda.device_of(weights[0]), torch.no_grad():
+        torch._cudnn_rnn_flatten_weight(weights, *first, *rest)
+
+
+def _is_bfloat16_of_cudnn(weight: Any) -> bool:
+    return isinstance(weight, Tensor) and weight.dtype is torch.bfloat16 and torch.cudnn_is_acceptable(weight)
 
 
 @functools.cache

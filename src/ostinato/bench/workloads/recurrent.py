@@ -13,6 +13,7 @@ import ostinato
 from ostinato.bench.workloads.run import Run, name_of
 from ostinato.episodes import forward_by_episodes
 from ostinato.masks import block_name
+from ostinato.recurrent.torch_layers import flatten_weights
 
 RECURRENT = {"RNN": (ostinato.RNN, nn.RNN), "GRU": (ostinato.GRU, nn.GRU), "LSTM": (ostinato.LSTM, nn.LSTM)}
 
@@ -134,6 +135,7 @@ class RecurrentLayer:
         """``torch.nn``'s, with the same weights, zeros included, in one contiguous buffer for cuDNN."""
         layer = self._make(RECURRENT[self.cell][1], data[0].device, dtype)
         layer.load_state_dict(self.state_dict(data), strict=False)
+        flatten_weights(layer)
         return layer
 
     def _make(self, layer_type: Any, device: torch.device, dtype: torch.dtype) -> Any:
