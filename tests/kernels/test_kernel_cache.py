@@ -9,35 +9,45 @@ import sys
 import numpy as np
 import pytest
 import torch
+from torch import distributed
 
+import small_loop
 from ostinato.kernels import numba_loops
 from ostinato.kernels.recurrence import cpu, cpu_loops
 from ostinato.kernels.recurrence.trace import parse
 from ostinato.minimal.recurrences import recurrence_of
+from small_loop import result
 
-SOURCE = pathlib.Path(numba_loops.__file__).parents[2]
-STEP = """
-import sys, torch
-from ostinato.kernels.recurrence import cpu
-from ostinato.minimal.recurrences import recurrence_of
-pre = torch.tensor([[[0.0, 3.0]]])
-recurrences = (recurrence_of("mingru", candidate, False) for candidate in sys.argv[1:])
-print(*(cpu.layer(recurrence, pre, None, None, None, None, True, 1)[0].item() for recurrence in recurrences))
-"""
-STEPS = {"positive": 1.75, "linear": 1.5, "tanh": 0.5 * np.tanh(3.0)}  # of the layer in STEP: sigmoid(0) * candidate(3)
+SOURCE, TESTS = pathlib.Path(numba_loops.__file__).parents[2], pathlib.Path(small_loop.__file__).parent
+STEPS = {"positive": 1.75, "linear": 1.5, "tanh": 0.5 * np.tanh(3.0)}  # of the layer below: sigmoid(0) * candidate(3)
 
 
-def start(candidates, source=SOURCE, before=""):
-    """A process that prints the step with each candidate, of the package in a folder."""
-    environment = os.environ | {"PYTHONPATH": str(source)}
-    code = [sys.executable, "-c", before + STEP, *candidates]
-    return subprocess.Popen(code, env=environment, stdout=subprocess.PIPE, text=True)
+def in_fresh_process(*factors, source=SOURCE, before=""):
+    """The small loop's results, by the package in a folder."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (source, TESTS)))}
+    code = f"{before}\nfrom small_loop import result\nprint(*map(result, {factors}))"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    return [float(word) for word in done.stdout.split()]
 
 
-def finish(process):
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 0
-    return [float(word) for word in output.split()]
+def with_cache(folder, function, *arguments):
+    """What a function returns, and how many loops it compiled."""
+    count = 0
+
+    def counted(*args, **options):
+        nonlocal count
+        count += 1
+        return cfunc(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        cfunc = numba_loops.cfunc
+        patch.setattr(numba_loops, "cfunc", counted)
+        patch.setenv("OSTINATO_CACHE_DIR", str(folder.parent))
+        return function(*arguments), count
+
+
+def results(*factors):
+    return [result(factor) for factor in factors]
 
 
 def new_loop(candidate):
@@ -46,13 +56,18 @@ def new_loop(candidate):
     return cpu_loops.forward.__wrapped__(trace, np.float32), cpu_loops.work_of(trace, False)
 
 
-def step(candidate, loop=None):
-    """The step in this process, by a loop or by a new one."""
-    loop = loop or new_loop(candidate)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu, "_loop", lambda *_: loop)
-        recurrence, pre = recurrence_of("mingru", candidate, False), torch.tensor([[[0.0, 3.0]]])
-        return cpu.layer(recurrence, pre, None, None, None, None, True, 1)[0].item()
+def steps_of_layers(*candidates):
+    loops, steps = [(candidate, new_loop(candidate)) for candidate in candidates], []
+    for candidate, loop in loops:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cpu, "_loop", lambda *_, loop=loop: loop)
+            recurrence, pre = recurrence_of("mingru", candidate, False), torch.tensor([[[0.0, 3.0]]]).float()
+            steps.append(cpu.layer(recurrence, pre, None, None, None, None, True, 1)[0].item())
+    return steps
+
+
+def step_of_rank():
+    return steps_of_layers(list(STEPS)[distributed.get_rank()])
 
 
 def refuse(*_, **__):
@@ -65,61 +80,51 @@ def folder(tmp_path, monkeypatch):
     return tmp_path / "cache" / "ostinato"
 
 
-def test_each_variant_and_each_revision_has_a_file_of_its_own(folder, tmp_path):
+def test_each_variant_and_each_revision_has_a_file_of_its_own(folder, tmp_path, processes):
     newer = tmp_path / "newer"
     shutil.copytree(SOURCE / "ostinato", newer / "ostinato", ignore=shutil.ignore_patterns("__pycache__"))
     inlined = newer / "ostinato" / "kernels" / "numba_math.py"  # not the file that the loops are in
     old = "return large if x >= 0 else small"
     inlined.write_text(inlined.read_text().replace(old, "return cast(0.25, x), cast(0.75, x)\n    " + old))
-    assert finish(start(["positive"])) == pytest.approx([STEPS["positive"]])
+    assert processes.run(1, with_cache, folder, results, 2.0) == [([1.0], 1)]
     files = {file: file.read_bytes() for file in folder.iterdir()}
     assert len(files) == 1
-    assert finish(start(["positive", "linear"], newer)) == pytest.approx([0.875, 0.75])
-    assert finish(start(["tanh", "positive"])) == pytest.approx([STEPS["tanh"], STEPS["positive"]])
+    assert in_fresh_process(2.0, 3.0, source=newer) == [0.5, 0.75]
+    assert processes.run(1, with_cache, folder, results, 4.0, 2.0) == [([2.0, 1.0], 1)]
     assert len(list(folder.iterdir())) == 4
     assert all(file.read_bytes() == content for file, content in files.items())
 
 
-def test_processes_that_compile_at_once_leave_all_variants(folder, monkeypatch):
-    processes = {start([candidate]): expected for candidate, expected in STEPS.items()}
-    for process, expected in processes.items():
-        assert finish(process) == pytest.approx([expected])
+def test_processes_that_compile_at_once_leave_all_variants(folder, processes):
+    found = processes.run(len(STEPS), with_cache, folder, step_of_rank)
+    assert found == [([pytest.approx(expected)], 1) for expected in STEPS.values()]
     assert len(list(folder.iterdir())) == len(STEPS)
-    monkeypatch.setattr(numba_loops, "cfunc", refuse)
-    loops = [(candidate, new_loop(candidate)) for candidate in STEPS]  # each was its process's first
-    assert [step(*loop) for loop in loops] == pytest.approx(list(STEPS.values()))
+    here = with_cache(folder, steps_of_layers, *STEPS)  # each was its process's first
+    assert here == (pytest.approx(list(STEPS.values())), 0)
 
 
-def test_processes_that_need_the_same_loop_compile_it_once(folder, tmp_path):
-    counting = f"""
-from ostinato.kernels import numba_loops
-cfunc = numba_loops.cfunc
-def counted(*args, **options):
-    open({str(tmp_path / "compiled")!r}, "a").write("x")
-    return cfunc(*args, **options)
-numba_loops.cfunc = counted
-"""
-    processes = [start(["positive"], before=counting) for _ in range(2)]
-    assert [finish(process) for process in processes] == [pytest.approx([STEPS["positive"]])] * 2
-    assert (tmp_path / "compiled").read_text() == "x"
+def test_processes_that_need_the_same_loop_compile_it_once(folder, processes):
+    found = processes.run(3, with_cache, folder, result, 2.0)
+    assert sorted(count for _, count in found) == [0, 0, 1]
+    assert [value for value, _ in found] == [1.0] * 3
     assert len(list(folder.iterdir())) == 1
 
 
 def test_a_damaged_file_is_mended(folder):
-    expected = step("tanh")
+    assert result(2.0) == 1.0
     (file,) = folder.iterdir()
     whole = file.read_bytes()
     for damaged in (b"", whole[: len(whole) // 2], whole[:-1] + b"\0", b"\0" * len(whole)):
         file.write_bytes(damaged)
-        assert step("tanh") == expected
+        assert result(2.0) == 1.0
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(numba_loops, "cfunc", refuse)
-            assert step("tanh") == expected
+            assert result(2.0) == 1.0
 
 
 def test_a_folder_that_cannot_be_had_costs_a_compilation(monkeypatch):
     monkeypatch.setenv("OSTINATO_CACHE_DIR", "/dev/null/nowhere")
-    assert step("positive") == STEPS["positive"]
+    assert result(2.0) == 1.0
     monkeypatch.delenv("OSTINATO_CACHE_DIR")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
 
@@ -127,33 +132,33 @@ def test_a_folder_that_cannot_be_had_costs_a_compilation(monkeypatch):
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(pathlib.Path, "home", home)
-    assert step("linear") == STEPS["linear"]
+    assert result(3.0) == 1.5
 
 
 def test_loops_of_sources_that_cannot_be_read_are_not_kept(folder, monkeypatch):
     monkeypatch.setattr(numba_loops, "_SOURCES", None)
-    assert step("linear") == STEPS["linear"]
+    assert result(2.0) == 1.0
     assert not folder.exists()
 
 
 def test_loops_are_compiled_where_numba_compiles_no_functions(folder, monkeypatch):
     monkeypatch.setenv("NUMBA_DISABLE_JIT", "1")
-    assert finish(start(["linear"], before="import numba; assert numba.config.DISABLE_JIT")) == [STEPS["linear"]]
+    assert in_fresh_process(2.0, before="import numba; assert numba.config.DISABLE_JIT") == [1.0]
 
 
 @pytest.mark.parametrize("how", ["a file system", "a stand-in"])
 def test_a_full_disk_costs_a_compilation(folder, monkeypatch, how):
     folder.parent.mkdir()
     if how == "a file system":
-        mount = ["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", str(folder.parent)]
+        mount = ["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", str(folder.parent)]
         if sys.platform != "linux" or subprocess.run(mount, check=False, capture_output=True).returncode:
             pytest.skip("needs the right to mount a file system")
     else:
         monkeypatch.setattr(pathlib.Path, "write_bytes", fill_the_disk)
     try:
-        assert step("positive") == STEPS["positive"]
+        assert result(2.0) == 1.0
         assert list(folder.iterdir()) == []
-        assert step("linear") == STEPS["linear"]
+        assert result(3.0) == 1.5
     finally:
         if how == "a file system":
             subprocess.run(["umount", str(folder.parent)], check=True)

@@ -1,0 +1,20 @@
+"""A loop that compiles in a moment: a factor that is part of it, times what a function of another file returns."""
+
+import numpy as np
+
+from ostinato.kernels.numba_loops import compiled_loop, structure_at
+from ostinato.kernels.numba_math import sigmoids
+
+_WORK = np.dtype([("x", np.float64), ("y", np.float64)])
+
+
+def result(factor):
+    """Half the factor, by a loop that is compiled or loaded at each call."""
+
+    def loop(address):
+        work = structure_at(address, _WORK)
+        work.y = factor * sigmoids(work.x)[0]
+
+    work = np.zeros(1, _WORK)
+    compiled_loop(loop).ctypes(work.ctypes.data)
+    return work["y"].item()
