@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 
+import ostinato
 from ostinato.recurrent.cells import by_cells, differentiable
 from recurrent_layers import BLOCKS, CELLS, assert_same, assert_same_gradients, by, flat, inputs, make, pruned, twin
 
@@ -195,3 +196,19 @@ torch.testing.assert_close(y, want)
 def test_a_step_is_captured_where_cublas_was_not_used_before(cell):
     """In a new process: the step before the capture is cuDNN's, and leaves no handle of cuBLAS behind."""
     subprocess.run([sys.executable, "-c", CAPTURED.format(cell=cell)], check=True)
+
+
+@pytest.mark.parametrize("cell", ["GRU", "LSTM"])
+def test_a_step_names_what_is_wrong_with_a_state(cell):
+    layer, x, h = getattr(ostinato, cell)(4, 8), torch.randn(2, 4), torch.zeros(1, 2, 8)
+    right, others = ((h, h), (h, [h])) if cell == "LSTM" else (h, ((h, h), [h, h.clone()]))
+    layer.step(x, right)
+    for wrong in others:  # also where what was prepared for a right one takes the same tensors
+        with pytest.raises(TypeError, match="hx must be a t"):
+            layer.step(x, wrong)
+    for shape in ((2, 8), (1, 3, 8), (1, 2, 9), (2, 2, 8)):
+        state = torch.zeros(shape)
+        with pytest.raises(ValueError, match=r"a state must have shape \(1, 2, 8\); got \("):
+            layer.step(x, (h, state) if cell == "LSTM" else state)
+    with pytest.raises(ValueError, match=r"a state must have shape \(1, 8\); got \(1, 1, 8\)"):
+        layer.step(x[0], (h[:, :1], h[0]) if cell == "LSTM" else h[:, :1])

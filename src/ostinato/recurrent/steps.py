@@ -36,7 +36,7 @@ class StepLayers(MaskedLayers):
             y, (B, hidden_size), the last layer's h, and the next state.
 
         Raises:
-            ValueError: an input that does not fit, or a bidirectional layer, which needs the whole sequence.
+            ValueError: an input or a state that does not fit, or a bidirectional layer, which needs the whole sequence.
 
         Example:
             >>> import torch, ostinato
@@ -61,6 +61,10 @@ class StepLayers(MaskedLayers):
                 f"x must have shape (B, {self.input_size}) or ({self.input_size},), one step; got {tuple(x.shape)}"
             )
         states = states_of(state)
+        for tensor, size in zip(states, self._state_sizes(), strict=False):
+            shape = self.num_layers, *x.shape[:-1], size
+            if isinstance(tensor, Tensor) and tensor.shape != shape:  # torch would speak of sequences
+                raise ValueError(f"a state must have shape {shape}; got {tuple(tensor.shape)}")
         if x.is_cuda and x.dim() == 2 and states and not self.proj_size and not torch.is_autocast_enabled("cuda"):
             if torch.cuda.is_current_stream_capturing():  # elsewhere cuDNN's fewer launches win
                 run = by_cells(self.mode, self.num_layers, (len(x), self.hidden_size), states[0].shape, self._dropout())
@@ -93,7 +97,7 @@ class StepLayers(MaskedLayers):
             return result
         states, own = states_of(state), self._unmasked_weights()
         distinct = states[:1] if len(states) == 2 and states[0] is states[1] else states  # what is prepared needs that
-        like = [x, *own, *distinct], rank, state is None, self.mode, self.num_layers, self._path
+        like = [x, *own, *distinct], rank, len(states), self.mode, self.num_layers, self._path
         run = None if self._buffers or self._dropout() else _STEPS.find(*like)
         if run is None:
             run = self._prepared_step(x, state, own, rank)
