@@ -122,7 +122,7 @@ def _pruning(figure: Any, content: dict[str, Any]) -> None:
     highest = max(content["dense"]["held_out_loss"], *(run["fine_tuned_loss"] for run in content["runs"]))
     axes.set_ylim(lowest - 0.05, highest + max(0.25, highest - lowest))
     axes.grid(alpha=0.3)
-    axes.legend()
+    figure.legend(loc="outside right center", frameon=False)  # curves cross the whole of the axes
 
 
 def _copying(figure: Any, content: dict[str, Any]) -> None:
