@@ -24,11 +24,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``F.linear(x, weight, bias)``; eager calls choose the fastest implementation."""
     if x.dim() == 2 and not torch.compiler.is_compiling() and x.shape[0] < GEMM_ROWS:
         return F.linear(x, weight, bias)  # sooner than by the checks of what needs more rows
-    if not _is_torchs_fastest(x) and is_eager([x, weight]):
-        if x.device.type == "cpu":
+    if x.is_cpu:
+        if is_eager([x, weight]):
             return _linear_cpu(x, weight, bias)
-        if weight.requires_grad and torch.is_grad_enabled() and _is_faster_transposed(x, weight.shape[0]):
-            return _Transposing.apply(x, weight, bias)
+    elif torch.is_grad_enabled() and weight.requires_grad and _is_faster_transposed(x, weight, weight.shape[0]):
+        return _Transposing.apply(x, weight, bias)
     return F.linear(x, weight, bias)
 
 
@@ -53,26 +53,23 @@ class _Transposing(torch.autograd.Function):
         )
 
 
-def _is_faster_transposed(x: Tensor, width: int) -> bool:
-    """Whether transposing pays off in the GEMM for the gradient of a weight of that width.
+def _is_faster_transposed(x: Tensor, other: Tensor, width: int) -> bool:
+    """Whether transposing pays off in the GEMM for the gradient of a weight of that width, in an eager call.
 
     Hopper's tensor cores take tf32 operands only if K-major (contiguous along the summed dimension).  cuBLAS's kernels
     for two operands in the other layout reach half of the speed.
     """
     return (
-        x.is_cuda
+        not torch.compiler.is_compiling()
         and x.dtype == torch.float32
+        and x.is_cuda
+        and width >= WIDE
+        and x.shape[:-1].numel() >= LONG
+        and is_eager([x, other])
         and torch.backends.cuda.matmul.fp32_precision == "tf32"
         and not torch.is_autocast_enabled("cuda")
-        and x.shape[:-1].numel() >= LONG
-        and width >= WIDE
         and _can_transpose(x.get_device())
     )
-
-
-def _is_torchs_fastest(x: Tensor) -> bool:
-    """Whether there is no other product to choose, which is told sooner than which to choose."""
-    return x.is_cuda and x.dtype != torch.float32
 
 
 @functools.cache
@@ -113,26 +110,16 @@ def _linear_cpu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 def gradient_of_input(grad: Tensor, weight: Tensor) -> Tensor:
     """``grad @ weight`` of (..., width) and (width, channels), the input's gradient of :func:`linear`, and as fast."""
-    if _is_torchs_fastest(grad):
-        return grad @ weight
-    if is_eager([grad, weight]) and not torch.is_grad_enabled() and _is_faster_transposed(grad, weight.shape[0]):
+    if grad.is_cpu:
+        return linear(grad, weight.T)
+    if not torch.is_grad_enabled() and _is_faster_transposed(grad, weight, weight.shape[0]):
         return grad @ transposed(weight).T
-    return linear(grad, weight.T)
+    return grad @ weight
 
 
 def transposes(grad: Tensor, x: Tensor) -> bool:
     """Whether :func:`gradient_of_weight` transposes x, and so leaves out rows of it without another copy."""
-    return _is_own(grad, x) and _is_transposed(grad, x)
-
-
-def _is_own(grad: Tensor, x: Tensor) -> bool:
-    """Whether another product than torch's may be chosen."""
-    return not _is_torchs_fastest(x) and is_eager([grad, x]) and grad.dtype == x.dtype
-
-
-def _is_transposed(grad: Tensor, x: Tensor) -> bool:
-    """Whether the product is faster with x transposed, if it is ours to choose."""
-    return not torch.is_grad_enabled() and _is_faster_transposed(x, grad.shape[1])
+    return grad.dtype == x.dtype and not torch.is_grad_enabled() and _is_faster_transposed(x, grad, grad.shape[1])
 
 
 def gradient_of_weight(grad: Tensor, x: Tensor, zeroed: Tensor | None = None) -> Tensor:
@@ -140,12 +127,12 @@ def gradient_of_weight(grad: Tensor, x: Tensor, zeroed: Tensor | None = None) ->
 
     Rows of x where `zeroed`, a bool tensor, count as zeros.
     """
-    own = _is_own(grad, x)
-    if own and _is_transposed(grad, x):
+    if transposes(grad, x):
         return grad.T @ transposed(x, zeroed).T
     if zeroed is not None:
         x = torch.where(zeroed[:, None], 0.0, x)
-    if not own or x.device.type != "cpu" or not _is_faster_convolved(x, grad.shape[1]):
+    own = x.is_cpu and grad.dtype == x.dtype and is_eager([grad, x])
+    if not own or not _is_faster_convolved(x, grad.shape[1]):
         return grad.T @ x
     if _is_round(len(x)):
         return _convolved_gradient(grad, x)
