@@ -143,6 +143,12 @@ def shifts():
         persistent.previous(*(x.cuda() if isinstance(x, torch.Tensor) else x for x in given))
 
 
+def sums_of_biases():
+    for dtype, (batch, width) in itertools.product(test_persistent.TOLERANCE, ((1, 4), (3, 132), (17, 2060))):
+        for cell in ("lstm", "gru"):
+            persistent.gradients_of_biases(torch.randn(batch, width).cuda(), dtype, cell)
+
+
 def recurrent(path, shape, in_clusters):
     pack = packing.pack
 
@@ -206,6 +212,7 @@ PARTS |= {
 }
 PARTS["transposition"] = transpositions
 PARTS["previous"] = shifts
+PARTS["biases"] = sums_of_biases
 for kind, in_clusters in {"persistent": False, "clusters": True}.items():
     PARTS[f"{kind}-rounded"] = partial(rounded, in_clusters)
     for path, shape in test_persistent.LAYERS:

@@ -283,6 +283,26 @@ def test_the_copy_of_states_compiles_without_a_gpu(architecture):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [f32, f16, bf16])
+@pytest.mark.parametrize(("batch", "hidden"), [(1, 1), (3, 8), (17, 33), (200, 515)])
+@pytest.mark.parametrize("cell", ["rnn_tanh", "gru", "lstm"])
+def test_gradients_of_biases_equal_the_reference(cell, batch, hidden, dtype, nan_memory):
+    torch.manual_seed(0)
+    totals = torch.randn(batch, hidden * (1 if cell == "rnn_tanh" else 4), device="cuda")
+    exact = reference.gradients_of_biases(totals.double(), torch.float64, cell)
+    for ours, expected in zip(cuda.gradients_of_biases(totals, dtype, cell), exact, strict=True):
+        torch.testing.assert_close(ours.double(), expected, rtol=torch.finfo(dtype).eps, atol=batch * 1e-6)
+
+
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_100"])
+@pytest.mark.parametrize("dtype", [f32, f16, bf16])
+def test_the_sums_of_biases_compile_without_a_gpu(architecture, dtype):
+    pytest.importorskip("cuda.core")
+    code, macros = cuda.source_of_biases(dtype)
+    assert nvrtc.compile_cubin(code, architecture, dict(macros))[:4] == b"\x7fELF"
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("cluster", [1, 2, 4])
 @pytest.mark.parametrize("layer", [("lstm", 515, 23, f16), ("gru", 1024, 16, bf16), ("rnn_tanh", 256, 3, f32)])
 def test_clusters_match_the_reference(layer, cluster, nan_memory):
@@ -561,7 +581,7 @@ def test_streams_graph_and_a_wait_given_up():
     graph.replay()
     assert all(map(torch.equal, captured, both(*calls[0])))
 
-    cuda._failure(0).fill_(1)
+    cuda._failure(0).flag[0] = 1
     with pytest.raises(RuntimeError, match="persistent dense gru forward kernel of 515 hidden units waited in vain"):
         cases[0].forward(inputs[0], False)
 

@@ -24,7 +24,8 @@ A device's module, ``cpu.py`` or ``cuda.py``, provides
 
 - ``make_plan(call, mask_hh, block, tf32)``: the :class:`~ostinato.kernels.persistent.plan.Plan` of a call, given the
   mask of its recurrent weights, if any, the shape of the mask's blocks, and whether products may round to tf32;
-- ``forward``, ``backward`` and ``previous``: those of ``reference.py``, the first two for a plan;
+- ``forward``, ``backward``, ``gradients_of_biases`` and ``previous``: those of ``reference.py``, the first two for a
+  plan;
 - ``keeps_gates(cell)``: whether ``forward`` leaves the gates' pre-activations for ``backward``;
 - ``step_of(cell, dtype, hidden_size, input_size, batch, mask_ih, mask_hh, path)``: one step of a layer, without
   gradients, or None where no kernel is faster than torch's; and ``StepOfLayers(steps, x, state_shape, states)``, those

@@ -18,6 +18,7 @@ from ostinato.kernels.persistent.cpu_step import FrozenStep as FrozenStep
 from ostinato.kernels.persistent.cpu_step import StepOfLayers as StepOfLayers
 from ostinato.kernels.persistent.cpu_step import step_of as step_of
 from ostinato.kernels.persistent.plan import GATES, Call, Plan, no_kernel
+from ostinato.kernels.persistent.reference import gradients_of_biases as gradients_of_biases
 from ostinato.kernels.persistent.reference import previous as previous
 from ostinato.kernels.threads import run_loop, threads_for
 

@@ -9,6 +9,7 @@ import struct
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -247,6 +248,29 @@ def macros_of_copy(unit: int) -> tuple[tuple[str, object], ...]:
     return ("UNIT", UNITS[unit]), ("THREADS", THREADS), ("AHEAD", UNITS_OF_THREAD)
 
 
+def gradients_of_biases(totals: Tensor, dtype: torch.dtype, cell: str) -> tuple[Tensor, Tensor]:
+    """Both in one launch; see :mod:`ostinato.kernels.persistent.reference`."""
+    batch, width = totals.shape
+    shift = width // 4 if cell == "gru" else 0
+    of_ih, of_hh = (totals.new_empty(width - shift, dtype=dtype) for _ in range(2))
+    addresses = totals.data_ptr(), of_ih.data_ptr(), of_hh.data_ptr()
+    device = totals.get_device()
+    parameters = struct.pack("3Q3i", *addresses, batch, width, shift)
+    _kernel_of_biases(dtype, device).launch(device, -(-width // 32), 256, parameters)
+    return of_ih, of_hh
+
+
+@functools.cache
+def _kernel_of_biases(dtype: torch.dtype, device: int) -> nvrtc.Kernel:
+    return nvrtc.load_kernel("biases", *source_of_biases(dtype), device)
+
+
+def source_of_biases(dtype: torch.dtype) -> tuple[str, tuple[tuple[str, object], ...]]:
+    """CUDA C++ and its preprocessor definitions."""
+    macros = ("SCALAR", nvrtc.SCALARS[dtype]), ("VEC", 1)
+    return nvrtc.source("numeric.cuh", "persistent/biases.cu"), macros
+
+
 class _Kernels(NamedTuple):
     prepare: nvrtc.Kernel
     recur: nvrtc.Kernel
@@ -263,6 +287,8 @@ def kernels(
     """
     properties: Any = torch.cuda.get_device_properties(device)
     compiled = (nvrtc.source(*files(geometry)), geometry.macros(resets, packed, keeps), device)
+    if geometry.backward:
+        nvrtc.compile_ahead(*source_of_biases(geometry.dtype), device)
     prepare, recur = nvrtc.load_kernel("prepare", *compiled), nvrtc.load_kernel("recur", *compiled)
     resident = recur.resident_blocks(device, THREADS, geometry.shared_bytes, geometry.blocks_of_a_cluster)
     blocks = geometry.blocks * geometry.groups
@@ -296,17 +322,24 @@ def packing_of(mask: Tensor, geometry: Geometry) -> Packing:
     return found
 
 
-@functools.cache
-def _failure(device: int) -> Tensor:
+class _Failure(NamedTuple):
     """A flag in pinned memory that a kernel sets on a timeout; the host reads it without synchronizing."""
-    return torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)
+
+    flag: np.ndarray  # of one number
+    address: int
+
+
+@functools.cache
+def _failure(device: int) -> _Failure:
+    flag = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)
+    return _Failure(flag.numpy(), flag.data_ptr())
 
 
 def check(geometry: Geometry, device: int) -> None:
     """Raise RuntimeError if an earlier launch timed out waiting for another block; does not synchronize."""
-    failure = _failure(device)
-    if failure.item():
-        failure.zero_()
+    flag = _failure(device).flag
+    if flag[0]:
+        flag[0] = 0
         raise RuntimeError(f"a {_name(geometry)} waited in vain for another of its blocks; its output was NaN")
 
 
@@ -341,13 +374,14 @@ def _launch_of(geometry: Geometry, device: int, steps: int, batch: int, *special
         (first, geometry.blocks * min(geometry.groups, -(-(batch - first) // geometry.columns)))
         for first in range(0, batch, geometry.columns * geometry.groups)
     ]
+    sizes = {name: size for name, size in sizes.items() if size}
     return _Launch(found, sizes, fill, geometry.shared_bytes, tuple(parts), (steps, batch, groups))
 
 
 def _launch(geometry: Geometry, mask: Tensor | None, batch: int, reverse: bool, tensors: dict[str, Any]) -> None:
     """Run the kernel on tensors by the names of ``_POINTERS``, None for absent ones."""
     pre, offsets = tensors["pre"], tensors["offsets"]
-    device = pre.device.index
+    device = pre.get_device()
     check(geometry, device)
     steps = len(pre) // batch if offsets is None else len(offsets) - 1
     if mask is not None and geometry.path != "dense":
@@ -356,16 +390,18 @@ def _launch(geometry: Geometry, mask: Tensor | None, batch: int, reverse: bool, 
         tensors |= {"index": packing.indices, "places": packing.places, "spans": packing.spans}
     special = tensors["resets"] is not None, offsets is not None, tensors.get("gates") is not None
     prepared = _launch_of(geometry, device, steps, batch, *special)
-    for name, size in prepared.bytes.items():
-        tensors[name] = pre.new_empty(size, dtype=torch.uint8)
-    tensors["failure"] = _failure(device)
     addresses = _NOWHERE.copy()
     for name, x in tensors.items():
         if x is not None:
-            x = x.contiguous()
-            if name in _IN_PAIRS and x.data_ptr() % (2 * x.itemsize):
-                x = x.clone()
-            tensors[name], addresses[name] = x, x.data_ptr()
+            address = x.data_ptr()
+            if not x.is_contiguous() or (address & 7 and name in _IN_PAIRS and address % (2 * x.itemsize)):
+                tensors[name] = x = x.clone(memory_format=torch.contiguous_format)
+                address = x.data_ptr()
+            addresses[name] = address
+    for name, size in prepared.bytes.items():
+        tensors[name] = memory = pre.new_empty(size, dtype=torch.uint8)
+        addresses[name] = memory.data_ptr()
+    addresses["failure"] = _failure(device).address
     stream, (prepare, recur, _) = launch_stream(device, tensors), prepared.kernels
     for first, blocks in prepared.parts:
         parameters = _PARAMETERS.pack(*addresses.values(), *prepared.sizes, first, int(reverse))

@@ -312,10 +312,7 @@ def _back_through_time(*args: Any) -> Callable[[], tuple[Tensor, ...]]:
     def gradients() -> tuple[Tensor, ...]:
         # A GRU's grads are n's share of the hidden product, r, z, n's share of the input's: three neighbours for each.
         inputs, recurrent = (grads[:, hidden:], grads[:, : 3 * hidden]) if gru else (grads, grads)
-        of_biases = totals.sum(0).to(grads.dtype) if needed >> 5 else grads.new_zeros(grads.shape[1])
-
-        def in_order(rows: Tensor) -> Tensor:
-            return rows.roll(-hidden, 0) if gru else rows
+        of_biases: Any = kernels.gradients_of_biases(totals, grads.dtype, cell) if needed >> 5 else None
 
         def of_weight_hh() -> Tensor:
             if not x.is_cuda or offsets is not None or (resets is not None and not transposes(recurrent, h)):
@@ -334,9 +331,9 @@ def _back_through_time(*args: Any) -> Callable[[], tuple[Tensor, ...]]:
             lambda: grad_h0,
             lambda: grad_c0,
             lambda: gradient_of_weight(inputs, x),
-            lambda: in_order(of_weight_hh()),
-            lambda: of_biases[hidden:].clone() if gru else of_biases,
-            lambda: in_order(of_biases[: 3 * hidden]) if gru else of_biases.clone(),
+            lambda: of_weight_hh().roll(-hidden, 0) if gru else of_weight_hh(),
+            lambda: of_biases[0],
+            lambda: of_biases[1],
         )
         return tuple(one() if needed >> i & 1 else x.new_empty(0) for i, one in enumerate(compute))
 

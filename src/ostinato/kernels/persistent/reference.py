@@ -131,7 +131,8 @@ def backward(
         The gradient of each gate's pre-activation, (rows, gates * H), in `pre`'s dtype, of an RNN and an LSTM in the
         order of the gates; of a GRU (rows, 4 * H), those of q of n, of r, of z and of p of n.
         grad_h0 (B, H) and, of an LSTM, grad_c0 (B, H).
-        Rows with the sum of those of the first result, for the biases: that itself, or the kernel's partial sums.
+        Rows with the sum of those of the first result, for :func:`gradients_of_biases`: that itself, or the kernel's
+        partial sums.
     """
     dtype, hidden = pre.dtype, weight_hh.shape[1]
     wide = torch.promote_types(dtype, torch.float32)
@@ -179,6 +180,15 @@ def backward(
         if resets is not None:
             dh, dc = (torch.cat([x[:live].where(~resets[step, None], 0.0), x[live:]]) for x in (dh, dc))
     return grads, dh.to(dtype), dc.to(dtype) if cell == "lstm" else None, grads
+
+
+def gradients_of_biases(totals: Tensor, dtype: torch.dtype, cell: str) -> tuple[Tensor, Tensor]:
+    """Those of bias_ih and bias_hh, from the last result of :func:`backward`."""
+    sums = totals.sum(0).to(dtype)
+    if cell != "gru":
+        return sums, sums.clone()
+    hidden = len(sums) // 4
+    return sums[hidden:].clone(), sums[: 3 * hidden].roll(-hidden)
 
 
 def previous(
