@@ -8,8 +8,10 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 import ostinato
+from ostinato.kernels.eager import Prepared
 from ostinato.kernels.persistent import cpu, operators
 from ostinato.kernels.persistent.plan import Plan, no_kernel
+from ostinato.recurrent import sequences
 
 CELLS = {"RNN": {}, "relu": {"nonlinearity": "relu"}, "GRU": {}, "LSTM": {}}
 BLOCKS = [(1, 1), (16, 1), (8, 4)]
@@ -34,6 +36,12 @@ def use_kernels(monkeypatch, module):
     stand_in = SimpleNamespace(**(vars(module) | {"make_plan": make_plan}))
     monkeypatch.setattr(operators, "kernels_on", lambda device: stand_in)
     operators._plan_dense.cache_clear()
+    forget_calls(monkeypatch)
+
+
+def forget_calls(monkeypatch):
+    """Check and plan every call anew, until the end of the test."""
+    monkeypatch.setattr(sequences, "_CALLS", Prepared())
 
 
 def by(*which):

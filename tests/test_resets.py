@@ -14,7 +14,7 @@ from ostinato.kernels.persistent import cpu, operators, reference
 from ostinato.kernels.persistent.plan import no_kernel
 from ostinato.recurrent import sequences
 from ostinato.recurrent.torch_layers import states_of
-from recurrent_layers import use_kernels
+from recurrent_layers import forget_calls, use_kernels
 
 CELLS = ("RNN", "GRU", "LSTM")
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 0.03, torch.float16: 0.004}
@@ -74,6 +74,7 @@ def twin(layer):
 @pytest.fixture(params=["reference", "the CPU's", "torch"])
 def kernels(request, monkeypatch):
     if request.param == "torch":
+        forget_calls(monkeypatch)
         monkeypatch.setattr(operators, "_plan", lambda *_: no_kernel("a test"))
         monkeypatch.setattr(sequences, "plan_layer", lambda *_: no_kernel("a test"))
     else:

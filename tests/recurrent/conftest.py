@@ -4,12 +4,13 @@ import pytest
 import torch
 
 from ostinato.kernels.persistent import cpu, operators, reference
-from recurrent_layers import use_kernels
+from recurrent_layers import forget_calls, use_kernels
 
 
 @pytest.fixture(autouse=True, params=["reference"])
 def kernels(request, monkeypatch):
     """Who computes what a kernel fits: the loop over time that defines it, or the CPU's loops, whatever they plan."""
+    forget_calls(monkeypatch)
     if request.param != "as planned" and not request.node.get_closest_marker("gpu"):
         use_kernels(monkeypatch, {"reference": reference, "the CPU's": cpu}[request.param])
     yield

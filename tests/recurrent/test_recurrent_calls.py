@@ -59,7 +59,6 @@ def test_torch_runs_all_layers_or_none(monkeypatch):
 def test_torch_runs_a_call_that_cannot_be_planned_and_the_next_is_planned_again(monkeypatch):
     layer, answers = ostinato.GRU(5, 8), iter([True, False])
     x, hx = inputs(layer, 2)
-    ours = layer(x, hx)
 
     def plan_layer(*call):
         if next(answers):
@@ -69,7 +68,8 @@ def test_torch_runs_a_call_that_cannot_be_planned_and_the_next_is_planned_again(
     monkeypatch.setattr(sequences, "plan_layer", plan_layer)
     assert [layer.plan(1).reason for _ in range(2)] == ["no room", "dense"]
     answers = iter([True])
-    assert_same(layer(x, hx), ours, 1e-6)
+    assert_same(layer(x, hx), twin(layer)(x, hx), 1e-6)
+    assert next(answers, None) is None
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -236,3 +236,60 @@ def test_batch_sizes_that_change_between_calls(cell, kernels):
     sizes.numpy()[2] = 3  # which no version counter tells
     with pytest.raises(ValueError, match=r"add up to its 8 rows; got \[3, 3, 3\]"):
         layer(PackedSequence(x, sizes))
+
+
+@by("reference", "the CPU's")
+@pytest.mark.parametrize("options", [{}, {"num_layers": 3, "batch_first": True}, {"bidirectional": True}])
+@pytest.mark.parametrize("cell", CELLS)
+def test_calls_like_earlier_ones_are_torchs(cell, options):
+    """Each of several calls before one backward, kept for another, by weights that change, some of them frozen."""
+    layer = make(cell, 5, 8, dtype=torch.float64, **options)
+    x, hx = inputs(layer, 3)
+    for turn in range(4):
+        layer.weight_ih_l0.requires_grad_(turn < 3)
+        with torch.no_grad():
+            layer.weight_hh_l0.mul_(0.9)
+        module, gradients = twin(layer), []
+        module.weight_ih_l0.requires_grad_(turn < 3)
+        for each in (layer, module):
+            results = [flat(each(scale * x, None if turn == 2 else hx)) for scale in (1, 2)]
+            trained = [p for p in each.parameters() if p.requires_grad]
+            loss = sum(y.square().sum() for result in results for y in result)
+            torch.autograd.grad(loss, trained, retain_graph=True)
+            gradients.append([*results[0], *results[1], *torch.autograd.grad(loss, trained)])
+        for ours, theirs in zip(*gradients, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
+def test_a_call_is_checked_unless_one_like_it_was(monkeypatch):
+    layer, checked = ostinato.GRU(5, 8, batch_first=True), []
+    check = ostinato.GRU._checked
+    monkeypatch.setattr(ostinato.GRU, "_checked", lambda *args: checked.append(1) or check(*args))
+    x, hx = inputs(layer, 3)
+
+    def checks(x, hx):
+        checked.clear()
+        layer(x, hx)
+        first = len(checked)
+        assert_same(layer(x, hx), twin(layer)(x, hx), 1e-6)
+        assert len(checked) == first, "the second call is known"
+        return first
+
+    assert [checks(x, hx), checks(2 * x, hx)] == [1, 0]
+    assert checks(x[:2], hx[:, :2]) == 1
+    assert checks(x.clone().requires_grad_(), hx) == 1
+    assert checks(x, None) == 1
+    assert checks(x[:, ::2], hx) == 1
+    with torch.no_grad():
+        assert checks(x, hx) == 1
+    layer.bias_hh_l0.requires_grad_(False)
+    assert checks(x, hx) == 1
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype):
+            layer(x, hx)
+            assert layer(x, hx)[0].dtype == dtype
+    layer.batch_first, hx = False, hx[:, :1].expand(1, 12, 8)
+    assert checks(x, hx) == 1
+    layer.weight_hh_l0 = nn.Parameter(layer.weight_hh_l0.detach()[:23])
+    with pytest.raises(ValueError, match=r"weight_hh_l0 must have shape \(24, 8\)"):
+        layer(x, hx)

@@ -20,6 +20,7 @@ from recurrent_layers import (
     assert_same_gradients,
     assert_uses_kernel,
     by,
+    forget_calls,
     gradients,
     inputs,
     make,
@@ -177,6 +178,7 @@ def models():
 def errors_of_training(by_torch):
     rank, errors = distributed.get_rank(), []
     with pytest.MonkeyPatch.context() as patch:
+        forget_calls(patch)
         if by_torch:
             patch.setattr(ostinato.GRU, "_plan", lambda *_: no_kernel("a test"))
         else:

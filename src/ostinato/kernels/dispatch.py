@@ -77,10 +77,10 @@ def operator(
         return (lambda *args: apply(*args, run)) if is_differentiated(args) else run
 
     def run_and_keep(ctx: Any, *args: Any) -> Any:  # a separate setup_context costs more than the call
-        args, run = args[:-1], args[-1]
+        args, ctx.run = args[:-1], args[-1]
         eager.call.differentiated = True
         try:
-            output = _tuple(run(*args))
+            output = _tuple(ctx.run(*args))
         finally:
             eager.call.differentiated = False
         setup_context(ctx, args, output)

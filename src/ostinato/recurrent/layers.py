@@ -36,10 +36,10 @@ class _Recurrent(SequenceLayers, StepLayers):
                 return result
             if 0 < steps < least_steps(input.device.type) and not is_vmapped():
                 return self._forward_torch(input, hx, self._weights())
-        states = states_of(hx)
-        call = self._kernels_for(input, states, self._unmasked_weights(), resets)
+        states, own = states_of(hx), self._unmasked_weights()
+        call = self._kernels_for(input, states, own, resets)
         if call is not None:
-            return self._forward_kernels(input, states, resets, *call)
+            return self._forward_kernels(input, states, own, resets, call)
         weights = self._weights()
         if resets is None or not resets.numel():
             return self._forward_torch(input, hx, weights)

@@ -1,6 +1,7 @@
 """Whole sequences through RNN, GRU and LSTM by persistent kernels: which of them, and their calls."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,9 +10,11 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ostinato.checks import check_batch_sizes
 from ostinato.kernels.derived import derived_from
+from ostinato.kernels.eager import Prepared
 from ostinato.kernels.persistent.operators import (
     can_take,
     is_vmapped,
+    may_round,
     plan_layer,
     recurrent_layer,
     recurrent_layers,
@@ -21,6 +24,18 @@ from ostinato.kernels.persistent.reference import previous
 from ostinato.masks import mask_of
 from ostinato.recurrent.torch_layers import as_given, in_rows
 from ostinato.recurrent.weights import MaskedLayers
+
+_CALLS = Prepared()  # of dense layers, keyed by input, weights and states
+
+
+class KernelCall(NamedTuple):
+    """A call that kernels compute."""
+
+    batch: int
+    steps: int
+    autocast: torch.dtype | None
+    training: bool  # whether gradients are needed
+    layers: dict[int, Callable] | None = None  # by index, what computes a layer, of calls in :data:`_CALLS`
 
 
 class SequenceLayers(MaskedLayers):
@@ -51,11 +66,25 @@ class SequenceLayers(MaskedLayers):
 
     def _kernels_for(
         self, input: Any, states: list[Tensor], weights: list[Tensor], resets: Tensor | None
-    ) -> tuple[int, int, torch.dtype | None, bool] | None:
-        """Batch size and steps of a call, autocast's dtype, and whether gradients are needed; None for torch's kernels.
+    ) -> KernelCall | None:
+        """The call if kernels compute it; None for torch's, which also raise the errors of invalid calls."""
+        special = resets is not None or self._buffers or not isinstance(input, Tensor) or weights[0].is_meta
+        if special or torch.compiler.is_compiling():
+            return self._checked(input, states, weights, resets)
+        like, device, dtype = (input, *weights, *states), weights[0].device, weights[0].dtype
+        autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+        sizes = self.input_size, self.hidden_size, self.num_layers, self.bidirectional
+        how = *sizes, self.mode, self.batch_first, self._path, autocast, may_round(device, dtype)
+        found: KernelCall | None = _CALLS.find(like, *how)
+        if found is None and (found := self._checked(input, states, weights, resets)) is not None:
+            known = found._replace(layers={})
+            _CALLS.add(lambda: known, like, *how)
+        return found
 
-        Torch also raises the errors of invalid calls.
-        """
+    def _checked(
+        self, input: Any, states: list[Tensor], weights: list[Tensor], resets: Tensor | None
+    ) -> KernelCall | None:
+        """As :meth:`_kernels_for`, where no call like it was checked before."""
         if self.proj_size:
             return None
         packed = isinstance(input, PackedSequence)
@@ -98,21 +127,20 @@ class SequenceLayers(MaskedLayers):
             and all(x.device == device for x in tensors)
             and (dtype == torch.float32 or not autocast)
         )
-        return (batch, steps, computed if autocast else None, training) if fits else None
+        if not fits:
+            return None
+        if not torch.compiler.is_compiling():
+            self._check_shapes(weights)
+        return KernelCall(batch, steps, computed if autocast else None, training)
 
     def _forward_kernels(
-        self,
-        input: Any,
-        states: list[Tensor],
-        resets: Tensor | None,
-        batch: int,
-        steps: int,
-        autocast: torch.dtype | None,
-        training: bool,
+        self, input: Any, states: list[Tensor], weights: list[Tensor], resets: Tensor | None, call: KernelCall
     ) -> tuple[Any, Any]:
         """As ``torch.nn``'s forward, one layer and direction after another."""
+        batch, steps, autocast, training, known = call
         rows, states, resets = in_rows(input, states, resets, self.batch_first)
-        weights = self._weights(recurrent=training or not rows.is_cuda or torch.compiler.is_compiling())
+        if self._buffers:
+            weights = self._weights(recurrent=training or not rows.is_cuda or torch.compiler.is_compiling())
         offsets = None
         if isinstance(input, PackedSequence) and batch * steps != len(rows):
             offsets = _offsets(input.batch_sizes, rows.device)
@@ -140,7 +168,14 @@ class SequenceLayers(MaskedLayers):
                 tensors = rows, h0, c0, weight_ih, weight_hh, bias_ih, bias_hh, mask, offsets, begins[index - first]
                 arguments.append((*tensors, batch, cell, index > first, training, self._path, directions))
             both = directions == 2
-            results = recurrent_layers(*arguments) if both else (recurrent_layer(*arguments[0]),)
+            if both:
+                results = recurrent_layers(*arguments)
+            elif known is None:
+                results = (recurrent_layer(*arguments[0]),)
+            else:
+                if first not in known:
+                    known[first] = recurrent_layer.prepared(*arguments[0])  # type: ignore[attr-defined]
+                results = (known[first](*arguments[0]),)
             last += [(h_n, c_n) if lstm else (h_n,) for _, h_n, c_n, *_ in results]
             rows = torch.cat([output for output, *_ in results], 1) if both else results[0][0]
 

@@ -10,7 +10,8 @@ import functools
 import importlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from itertools import compress
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,11 +45,11 @@ def plan_layer(mask_hh: Tensor | None, call: Call) -> Plan:
 
     Raises RuntimeError, which is not cached, for what another call may not meet, such as a lack of free memory.
     """
-    key = call, _tf32(call.device, call.dtype)
+    key = call, may_round(call.device, call.dtype)
     return _plan_dense(*key) if mask_hh is None else derived_from(mask_hh, key, lambda: _plan(mask_hh, *key))
 
 
-def _tf32(device: torch.device, dtype: torch.dtype) -> tuple[bool, bool]:
+def may_round(device: torch.device, dtype: torch.dtype) -> tuple[bool, bool]:
     """Whether products of float32 may be rounded to tf32 on a GPU: torch's and ours, and those in cuDNN's layers."""
     if device.type != "cuda" or dtype != torch.float32:
         return False, False
@@ -119,27 +120,38 @@ def is_vmapped() -> bool:
 # where there is none
 
 
-def _choose(
-    x: Tensor, mask_hh: Tensor | None, offsets: Tensor | None, batch: int, cell: str, hidden: int, *how: Any
-) -> tuple[Any, Plan]:
-    """The kernels and the plan of a layer; the loop over time where none fits."""
-    training, path, directions, resets = how
+class _Layer(NamedTuple):
+    """Who computes a layer, which depends on sizes and mask only; called, the operator."""
+
+    kernels: Any
+    plan: Plan
+
+    def __call__(self, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        x, h0, c0, weight_ih, weight_hh, bias_ih, bias_hh, mask_hh, offsets, resets, batch, cell, reverse, training = (
+            args[:14]
+        )
+        if torch.is_autocast_enabled(x.device.type):  # the tensors are converted already
+            with torch.autocast(x.device.type, enabled=False):
+                return self(*args)
+        if mask_hh is not None and x.is_cuda and not training and self.plan.path not in ("block", "sparse"):
+            weight_hh = torch.where(mask_hh, weight_hh, 0.0)  # which these kernels need not, as they look weights up
+        projected = linear(x, weight_ih, bias_ih)
+        layer = projected, h0, c0, weight_hh, bias_hh, mask_hh, offsets, resets, batch, cell, reverse
+        output, h_n, c_n, c = self.kernels.forward(*layer, self.plan, training)
+        c_width, gates_width = _kept_widths(x, cell, weight_hh.shape[1], training)
+        if c is None or not c_width:
+            c = x.new_empty(len(x), c_width, dtype=_dtype_of_c(x, cell))
+        return output, h_n, or_empty(c_n, x), c, projected if gates_width else x.new_empty(len(x), 0)
+
+
+def _layer_of(*args: Any) -> _Layer:
+    """That of the operator's arguments: its kernels, or the loop over time where none fits."""
+    x, _, _, _, weight_hh, _, _, mask_hh, offsets, resets, batch, cell, _, training, path, directions = args
     steps = len(x) // batch if offsets is None else len(offsets) - 1
-    sizes = hidden, batch, x.dtype
-    call = Call(x.device, cell, *sizes, training, steps, path, directions, resets, offsets is not None)
+    sizes = weight_hh.shape[1], batch, x.dtype
+    call = Call(x.device, cell, *sizes, training, steps, path, directions, resets is not None, offsets is not None)
     plan = plan_layer(mask_hh, call)
-    return reference if plan.path == "steps" else kernels_on(x.device), plan
-
-
-def _as_given(function: Callable) -> Callable:
-    """Disables autocast: a layer has already converted its tensors."""
-
-    @functools.wraps(function)
-    def run(*args: Any) -> Any:
-        with without_autocast(args[0].device.type):
-            return function(*args)
-
-    return run
+    return _Layer(reference if plan.path == "steps" else kernels_on(x.device), plan)
 
 
 def without_autocast(device_type: str) -> AbstractContextManager:
@@ -148,7 +160,6 @@ def without_autocast(device_type: str) -> AbstractContextManager:
     return torch.autocast(device_type, enabled=False) if is_on else nullcontext()
 
 
-@_as_given
 def _recurrent_layer(
     x: Tensor,
     h0: Tensor | None,
@@ -167,17 +178,9 @@ def _recurrent_layer(
     path: str | None,
     directions: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    how = training, path, directions, resets is not None
-    kernels, plan = _choose(x, mask_hh, offsets, batch, cell, weight_hh.shape[1], *how)
-    if mask_hh is not None and x.is_cuda and not training and plan.path not in ("block", "sparse"):
-        weight_hh = torch.where(mask_hh, weight_hh, 0.0)  # which these kernels need not, as they look weights up
-    projected = linear(x, weight_ih, bias_ih)
-    args = projected, h0, c0, weight_hh, bias_hh, mask_hh, offsets, resets, batch, cell, reverse, plan, training
-    output, h_n, c_n, c = kernels.forward(*args)
-    c_width, gates_width = _kept_widths(x, cell, weight_hh.shape[1], training)
-    if c is None or not c_width:
-        c = x.new_empty(len(x), c_width, dtype=_dtype_of_c(x, cell))
-    return output, h_n, or_empty(c_n, x), c, projected if gates_width else x.new_empty(len(x), 0)
+    tensors = x, h0, c0, weight_ih, weight_hh, bias_ih, bias_hh, mask_hh, offsets, resets
+    args = *tensors, batch, cell, reverse, training, path, directions
+    return _layer_of(*args)(*args)
 
 
 def _dtype_of_c(x: Tensor, cell: str) -> torch.dtype:
@@ -219,11 +222,19 @@ def _grad(ctx: Any, *grads: Tensor | None) -> tuple:
         *tensors, _, _, _ = ctx.saved_tensors
         how = ctx.batch, ctx.cell, ctx.reverse
         return _in_place(ctx, _differentiable_gradients(tensors, grads[:3], ctx.needs_input_grad[:7], *how))
-    return _in_place(ctx, recurrent_layer_backward(*_backward_arguments(ctx, grads)))
+    args = _backward_arguments(ctx, grads)
+    layer = getattr(ctx, "run", None)
+    if not isinstance(layer, _Layer) or not is_eager(args[:16]):  # the others are no tensors
+        return _in_place(ctx, recurrent_layer_backward(*args))
+    with without_autocast(args[0].device.type):
+        return *_back_through_time(layer, *args)(), *[None] * 9
+
+
+_BITS = tuple(1 << i for i in range(7))
 
 
 def _backward_arguments(ctx: Any, grads: Sequence[Tensor | None]) -> tuple:
-    needed = sum(1 << i for i, need in enumerate(ctx.needs_input_grad[:7]) if need)
+    needed = sum(compress(_BITS, ctx.needs_input_grad))
     return *ctx.saved_tensors, *grads[:3], ctx.batch, ctx.cell, ctx.reverse, ctx.path, ctx.directions, needed
 
 
@@ -255,7 +266,6 @@ def _differentiable_gradients(
     return [next(found) if need else None for need in needed]
 
 
-@_as_given
 def _recurrent_layer_backward(
     x: Tensor,
     h0: Tensor | None,
@@ -283,17 +293,17 @@ def _recurrent_layer_backward(
     """The gradients of the first seven tensors, each empty unless its bit is set in `needed`."""
     tensors = x, h0, c0, weight_ih, weight_hh, bias_ih, bias_hh, mask_hh, offsets, resets, h, c, gates
     grads = grad_output, grad_h_n, grad_c_n
-    found: Any = _back_through_time(*tensors, *grads, batch, cell, reverse, path, directions, needed)()
-    return found
+    layer = _layer_of(*tensors[:10], batch, cell, reverse, True, path, directions)
+    with without_autocast(x.device.type):
+        found: Any = _back_through_time(layer, *tensors, *grads, batch, cell, reverse, path, directions, needed)()
+    return tuple(or_empty(grad, x) for grad in found)  # type: ignore[return-value]
 
 
-def _back_through_time(*args: Any) -> Callable[[], tuple[Tensor, ...]]:
-    """The sequential part of the backward; the function that it returns computes the gradients."""
+def _back_through_time(layer: _Layer, *args: Any) -> Callable[[], tuple[Tensor | None, ...]]:
+    """The sequential part of the backward; the function that it returns computes the gradients that are needed."""
     x, h0, c0, weight_ih, weight_hh, bias_ih, bias_hh, mask_hh, offsets, resets, h, c, gates = args[:13]
-    *grads_of_results, batch, cell, reverse, path, directions, needed = args[13:]
-    hidden, gru = weight_hh.shape[1], cell == "gru"
-    how = True, path, directions, resets is not None
-    kernels, plan = _choose(x, mask_hh, offsets, batch, cell, hidden, *how)
+    *grads_of_results, batch, cell, reverse, _, _, needed = args[13:]
+    (kernels, plan), hidden, gru = layer, weight_hh.shape[1], cell == "gru"
     recomputes = not cell.startswith("rnn") and (kernels is reference or not gates.numel())
 
     def before() -> Tensor:
@@ -309,7 +319,7 @@ def _back_through_time(*args: Any) -> Callable[[], tuple[Tensor, ...]]:
         *through, *grads_of_results, offsets, resets, batch, cell, reverse, plan
     )
 
-    def gradients() -> tuple[Tensor, ...]:
+    def gradients() -> tuple[Tensor | None, ...]:
         # A GRU's grads are n's share of the hidden product, r, z, n's share of the input's: three neighbours for each.
         inputs, recurrent = (grads[:, hidden:], grads[:, : 3 * hidden]) if gru else (grads, grads)
         of_biases: Any = kernels.gradients_of_biases(totals, grads.dtype, cell) if needed >> 5 else None
@@ -335,7 +345,7 @@ def _back_through_time(*args: Any) -> Callable[[], tuple[Tensor, ...]]:
             lambda: of_biases[0],
             lambda: of_biases[1],
         )
-        return tuple(one() if needed >> i & 1 else x.new_empty(0) for i, one in enumerate(compute))
+        return tuple(one() if needed >> i & 1 else None for i, one in enumerate(compute))
 
     return gradients
 
@@ -371,7 +381,13 @@ recurrent_layer_backward = gradient(
     "recurrent_layer_backward", _recurrent_layer_backward, _recurrent_layer_backward_fake
 )
 recurrent_layer = operator(
-    "recurrent_layer", _recurrent_layer, _recurrent_layer_fake, _context, _grad, plain=plain.recurrent_layer
+    "recurrent_layer",
+    _recurrent_layer,
+    _recurrent_layer_fake,
+    _context,
+    _grad,
+    plain=plain.recurrent_layer,
+    prepare=_layer_of,
 )
 
 
@@ -383,9 +399,10 @@ def _both_backward(contexts: Sequence[Any], grads: Sequence[Sequence[Tensor | No
     calls = tuple(map(_backward_arguments, contexts, grads))
     if torch.is_grad_enabled() or not is_eager([*calls[0], *calls[1]]):
         return [_grad(ctx, *given) for ctx, given in zip(contexts, grads, strict=True)]
+    layers = (_layer_of(*args[:10], *args[16:19], True, *args[19:21]) for args in calls)
+    first, second = ((layer, *args) for layer, args in zip(layers, calls, strict=True))
     with without_autocast(calls[0][0].device.type):
-        found = [gradients() for gradients in beside(_back_through_time, *calls)]
-    return list(map(_in_place, contexts, found))
+        return [(*gradients(), *[None] * 9) for gradients in beside(_back_through_time, first, second)]
 
 
 recurrent_layers = of_two("recurrent_layers", recurrent_layer, _both_forward, _context, _both_backward)
