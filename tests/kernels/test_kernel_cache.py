@@ -3,8 +3,10 @@
 import os
 import pathlib
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ import torch
 from torch import distributed
 
 import small_loop
-from ostinato.kernels import numba_loops
+from ostinato.kernels import cache, numba_loops
 from ostinato.kernels.recurrence import cpu, cpu_loops
 from ostinato.kernels.recurrence.trace import parse
 from ostinato.minimal.recurrences import recurrence_of
@@ -108,6 +110,31 @@ def test_processes_that_need_the_same_loop_compile_it_once(folder, processes):
     assert sorted(count for _, count in found) == [0, 0, 1]
     assert [value for value, _ in found] == [1.0] * 3
     assert len(list(folder.iterdir())) == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no processes are forked here")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_who_waits_for_a_kernel_does_not_wait_for_a_process_forked_meanwhile(folder, monkeypatch):
+    import fcntl
+
+    waiting, done, flock = threading.Event(), threading.Event(), fcntl.flock
+
+    def wait():
+        monkeypatch.setattr(fcntl, "flock", lambda *args: (waiting.set(), flock(*args)))
+        with cache.alone("kernel"):
+            done.set()
+
+    with cache.alone("kernel"):
+        threading.Thread(target=wait, daemon=True).start()
+        assert waiting.wait(20)  # for the lock
+        child = os.fork()
+        if child == 0:
+            signal.pause()
+    try:
+        assert done.wait(20)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def test_a_damaged_file_is_mended(folder):

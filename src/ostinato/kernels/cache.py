@@ -49,10 +49,18 @@ def alone(name: str) -> Iterator[None]:
     try:
         yield
     finally:
-        # Waiters on this file continue when it is closed; later ones create a new file, and find the data stored.
+        # Waiters on this file continue when it is unlocked; later ones create a new file, and find the data stored.
         with suppress(OSError, RuntimeError):
             (_folder() / f".{name}.lock").unlink()
-        os.close(descriptor)
+        _unlock(descriptor)
+
+
+def _unlock(descriptor: int) -> None:
+    from fcntl import LOCK_UN, flock
+
+    with suppress(OSError):
+        flock(descriptor, LOCK_UN)  # closing is not enough: a process forked meanwhile has the file open, too
+    os.close(descriptor)
 
 
 def _lock(path: Path) -> int:
