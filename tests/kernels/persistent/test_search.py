@@ -164,17 +164,17 @@ def test_products_are_rounded_where_cudnn_rounds_them(planned_for_an_h100, hidde
 
 def test_what_may_be_rounded_is_asked_of_torch_by_old_and_new_names():
     device, products, layers = torch.device("cuda"), torch.backends.cuda.matmul, torch.backends.cudnn
-    assert operators._tf32(torch.device("cpu"), f32) == operators._tf32(device, bf16) == (False, False)
+    assert operators.may_round(torch.device("cpu"), f32) == operators.may_round(device, bf16) == (False, False)
     before = products.allow_tf32, layers.allow_tf32
     try:
         products.allow_tf32, layers.allow_tf32 = True, False
-        assert operators._tf32(device, f32) == (True, False)
+        assert operators.may_round(device, f32) == (True, False)
         products.allow_tf32, layers.allow_tf32 = False, True
-        assert operators._tf32(device, f32) == (False, True)
+        assert operators.may_round(device, f32) == (False, True)
         if hasattr(layers, "rnn"):
             conv, rnn = layers.conv.fp32_precision, layers.rnn.fp32_precision
             layers.conv.fp32_precision, layers.rnn.fp32_precision = "tf32", "ieee"  # the old name cannot say that
-            assert operators._tf32(device, f32) == (False, False)
+            assert operators.may_round(device, f32) == (False, False)
             layers.conv.fp32_precision, layers.rnn.fp32_precision = conv, rnn
     finally:
         products.allow_tf32, layers.allow_tf32 = before
