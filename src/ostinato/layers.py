@@ -290,6 +290,11 @@ def stacked(states: list[Any]) -> Hidden:
     return tuple(map(torch.cat, zip(*states, strict=True))) if isinstance(states[0], tuple) else torch.cat(states)
 
 
+def seen_in_reverse(resets: Tensor, batch_first: bool) -> Tensor:
+    """Where a scan from the last step to the first enters another episode: before that one's own last step."""
+    return F.pad(resets, (0, 1))[:, 1:] if batch_first else F.pad(resets, (0, 0, 0, 1))[1:]
+
+
 def draw_parameters(module: nn.Module, hidden_size: int) -> None:
     """Draw every parameter from U(-1/sqrt(hidden_size), 1/sqrt(hidden_size))."""
     bound = 1 / math.sqrt(hidden_size)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from ostinato.kernels.eager import is_eager
 from ostinato.kernels.recurrence.operators import kernels_on
-from ostinato.layers import Hidden, StackedLayers, each, stacked
+from ostinato.layers import Hidden, StackedLayers, each, seen_in_reverse, stacked
 from ostinato.recurrence import Recurrence
 from ostinato.replay import recording
 
@@ -82,7 +82,11 @@ class DiagonalLayers(StackedLayers):
         lasts: list[Any] = []
         for direction, suffix in enumerate(self._suffixes(layer)):
             reverse = direction == 1
-            begins = _seen_in_reverse(resets, offsets) if reverse and resets is not None else resets
+            begins = resets
+            if reverse and resets is not None:
+                begins = seen_in_reverse(resets, batch_first=True)
+                if offsets is not None:
+                    begins = begins.index_fill(1, offsets[1:].long() - 1, False)
             start = h0 if h0 is None else each(operator.itemgetter(direction), h0)
             options = {"h0": start, "resets": begins, "reverse": reverse, "cu_seqlens": offsets}
             run = functools.partial(self._run, options, batch_first)
@@ -145,9 +149,3 @@ def _run_step(states: list[Tensor], function: Recurrence, *arguments: Tensor) ->
     after = function.step(arguments, states)
     result = tuple(after) if function.states == 2 else after[0]
     return result, result
-
-
-def _seen_in_reverse(resets: Tensor, bounds: Tensor | None) -> Tensor:
-    """The steps before which a scan from the last to the first enters another episode, each at its own last step."""
-    begins = F.pad(resets, (0, 1))[:, 1:]
-    return begins if bounds is None else begins.index_fill(1, bounds[1:].long() - 1, False)

@@ -4,15 +4,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from ostinato.checks import check_choice
 from ostinato.diagonal.layers import DiagonalLayers, Parameters, Run
 from ostinato.kernels.eager import Prepared
 from ostinato.kernels.gemm import linear
+from ostinato.kernels.persistent.reference import previous
 from ostinato.kernels.recurrence import operators
-from ostinato.kernels.scan.torch_ops import Packing
-from ostinato.layers import Hidden, StackedLayers
+from ostinato.layers import Hidden, StackedLayers, seen_in_reverse
 from ostinato.minimal.recurrences import CANDIDATES, GATES, RECURRENCES, recurrence_of
 from ostinato.minimal.steps import is_plain_step, next_state, steps_alone
 from ostinato.replay import recording
@@ -141,7 +140,7 @@ class _MinimalLayers(DiagonalLayers):
             settings = self.cell, self.candidate, batch_first, self.backend
             return distributed.minimal_layer(x, weight, bias, h0, *settings, group=self.sequence_group)
         pre = linear(x, weight)
-        resets = None if resets is None else self._of_directions(resets, offsets, batch_first)
+        resets = None if resets is None else self._of_directions(resets, h0, offsets, batch_first)
         return self._scan(pre, bias, h0, offsets, resets, batch_first)
 
     def _scan(
@@ -159,15 +158,14 @@ class _MinimalLayers(DiagonalLayers):
         directions, backend = self.num_directions, self.backend
         return operators.layer_scan(pre, bias, h0, offsets, resets, recurrence, batch_first, directions, backend)
 
-    def _of_directions(self, resets: Tensor, offsets: Tensor | None, batch_first: bool) -> Tensor:
-        """The mask of each direction: in reverse, an episode starts at the step before the next one's first."""
+    def _of_directions(self, resets: Tensor, h0: Tensor | None, offsets: Tensor | None, batch_first: bool) -> Tensor:
+        """The mask of each direction."""
         if not self.bidirectional:
             return resets[None]
-        packing = None if offsets is None else Packing.from_offsets(offsets)
-        marks = resets if packing is None else packing.unpack(resets[:, None], False)[..., 0]
-        dim = 0 if packing is None and not batch_first else 1
-        ended = F.pad(marks, (0, 1) if dim == 1 else (0, 0, 0, 1)).narrow(dim, 1, marks.shape[dim])
-        return torch.stack((resets, ended if packing is None else packing.pack(ended[..., None])[:, 0]))
+        if offsets is None:
+            return torch.stack((resets, seen_in_reverse(resets, batch_first)))
+        assert h0 is not None, "packed sequences come with an initial state, which says how many there are"
+        return torch.stack((resets, previous(resets[:, None], None, offsets, h0.shape[1], reverse=True)[:, 0]))
 
 
 class MinGRU(_MinimalLayers):
