@@ -297,3 +297,19 @@ def test_a_captured_call_that_no_kernel_takes_says_so_and_its_steps_can_be_captu
             output = by_steps()
         graph.replay()
     torch.testing.assert_close(output, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layer", ["MinGRU", "MinLSTM", "GRU"])
+def test_the_host_does_not_wait_for_packed_sequences_with_resets(layer):
+    lengths = [9, 7, 7, 2]
+    module = getattr(ostinato, layer)(8, 16, 2, bidirectional=True).cuda()
+    packed = pack_padded_sequence(torch.randn(9, 4, 8, device="cuda"), lengths)
+    marks = pack_padded_sequence(random_resets(lengths).cuda(), lengths).data
+    for mode in ("default", "error"):  # kernels are compiled and loaded first
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            output = module(packed, resets=marks)[0]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert output.data.shape == (25, 32)
