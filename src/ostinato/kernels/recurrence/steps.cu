@@ -49,7 +49,7 @@ struct Arguments {
     const Compute* parameter[PARAMETERS ? PARAMETERS : 1];
     Compute* grad_parameters;  // (sequences, PARAMETERS, channels)
     const int* bounds;         // cu_seqlens, or null
-    const unsigned char* resets;
+    const unsigned char* resets;  // with RESETS, a byte for each step of each sequence
     Index resets_batch, resets_time;
     const Compute* start;   // states before each chunk but the first, (sequences, chunks, STATES, channels), or null: 0
     Compute* end;           // COMPOSE: last states of all chunks
@@ -79,6 +79,8 @@ struct Row {
     __device__ Offset at(int i) const { return first + i * step; }
 };
 
+using Marks = PackType<AHEAD == 4 ? 4 : 2>::type;  // the bytes of AHEAD steps
+
 // All bits of x, or none.  A predicate would be made as soon as a step's byte is loaded, for which all then waits.
 __device__ inline float masked(float x, unsigned bits) { return __uint_as_float(__float_as_uint(x) & bits); }
 __device__ inline double masked(double x, unsigned bits) { return __longlong_as_double(__double_as_longlong(x) & int(bits)); }
@@ -86,7 +88,18 @@ __device__ inline double masked(double x, unsigned bits) { return __longlong_as_
 // The operands loaded for one step.
 struct Inputs {
     Scalar x[SEQUENCES], before[BACKWARD ? STATES : 1], grad[BACKWARD ? STATES : 1];
-    unsigned reset;  // not zero if the state before is
+};
+// Those of AHEAD steps, and their bytes of the mask: RESETS 1, each for itself; 2: adjacent and aligned, all in one load.
+struct Group {
+    Inputs step[AHEAD];
+    unsigned resets[RESETS == 2 ? 1 : AHEAD];
+
+    // No bits if the state before a step is zero, else all.
+    __device__ unsigned kept(int u) const {
+        if (RESETS == 0) return ~0u;
+        if (RESETS == 1) return int(resets[u]) - 1 >> 31;
+        return __byte_perm(__vcmpeq4(resets[0], 0), 0, 0x1111 * (BACK ? AHEAD - 1 - u : u));
+    }
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) steps(const __grid_constant__ Arguments p) {
@@ -155,7 +168,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) steps(const __gr
         const int i = BACK ? sequence.count - 1 - j : j;
 #pragma unroll
         for (int k = 0; k < SEQUENCES; ++k) input.x[k] = p.x.data[k][x_row.at(i)];
-        if constexpr (RESETS) input.reset = resets[i * (sequence.step * p.resets_time)];
         if constexpr (BACKWARD) {
 #pragma unroll
             for (int k = 0; k < STATES; ++k) {
@@ -165,9 +177,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) steps(const __gr
             }
         }
     };
-    const auto take = [&](const Inputs& input, int j) {
+    const auto take = [&](const Inputs& input, unsigned kept, int j) {
         Compute x[SEQUENCES], before[STATES];
-        const unsigned kept = RESETS ? int(input.reset) - 1 >> 31 : ~0u;
 #pragma unroll
         for (int k = 0; k < SEQUENCES; ++k) x[k] = widen(input.x[k]);
 #pragma unroll
@@ -213,14 +224,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) steps(const __gr
         }
     };
 
-    Inputs even[AHEAD], odd[AHEAD];
-    const auto fetch_all = [&](Inputs (&inputs)[AHEAD], int begin) {
-#pragma unroll
-        for (int u = 0; u < AHEAD; ++u) fetch(inputs[u], begin + u);
+    const auto reset_of = [&](int j) -> const unsigned char& {
+        return resets[(BACK ? sequence.count - 1 - j : j) * (sequence.step * p.resets_time)];
     };
-    const auto take_all = [&](const Inputs (&inputs)[AHEAD], int begin) {
+    Group even, odd;
+    const auto fetch_all = [&](Group& group, int begin) {
 #pragma unroll
-        for (int u = 0; u < AHEAD; ++u) take(inputs[u], begin + u);
+        for (int u = 0; u < AHEAD; ++u) {
+            fetch(group.step[u], begin + u);
+            if (RESETS == 1) group.resets[u] = reset_of(begin + u);
+        }
+        if constexpr (RESETS == 2)
+            group.resets[0] = *reinterpret_cast<const Marks*>(&reset_of(BACK ? begin + AHEAD - 1 : begin));
+    };
+    const auto take_all = [&](const Group& group, int begin) {
+#pragma unroll
+        for (int u = 0; u < AHEAD; ++u) take(group.step[u], group.kept(u), begin + u);
     };
     const int whole = from + (to - from) / (2 * AHEAD) * (2 * AHEAD);
     if (from < whole) fetch_all(even, from);
@@ -233,8 +252,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) steps(const __gr
     }
 #pragma unroll 1
     for (int j = whole; j < to && !(GATHER && vanished()); ++j) {
-        fetch(even[0], j);
-        take(even[0], j);
+        fetch(even.step[0], j);
+        take(even.step[0], RESETS ? int(reset_of(j)) - 1 >> 31 : ~0u, j);
     }
     flush();
 

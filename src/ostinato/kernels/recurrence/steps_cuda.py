@@ -80,27 +80,40 @@ def source(trace: Trace) -> str:
 
 
 def macros(
-    dtype: torch.dtype, backward: bool, compose: bool, resets: bool = False, far: bool = False, dense: bool = False
+    dtype: torch.dtype, backward: bool, compose: bool, resets: int = 0, far: bool = False, dense: bool = False
 ) -> Macros:
-    """`dense` is for as many blocks as fit: in few registers, with fewer steps on their way, they all run at once."""
+    """The definitions that make it one kernel.
+
+    `resets`: 0 without a mask, 2 where the bytes of AHEAD steps are adjacent, aligned and in order, else 1.  `dense` is
+    for as many blocks as fit: in few registers, with fewer steps on their way, they all run at once.
+    """
     names = ("SCALAR", "VEC", "BACKWARD", "COMPOSE", "RESETS", "OFFSET", "AHEAD", "RESIDENT")
     ahead = AHEAD // 2 if dense or dtype.itemsize == 8 else AHEAD
     offset, resident = "Index" if far else "int", RESIDENT if dense else 0
-    values = SCALARS[dtype], 1, int(backward), int(compose), int(resets), offset, ahead, resident
+    if dense and backward:  # where two bytes in one load were slower than two loads
+        resets = min(resets, 1)
+    values = SCALARS[dtype], 1, int(backward), int(compose), resets, offset, ahead, resident
     return tuple(zip(names, values, strict=True))
 
 
 @functools.lru_cache(maxsize=4096)
 def _compile_ahead(
-    trace: Trace, device: int, chunked: bool, differentiated: bool, dtype: torch.dtype, *how: bool
+    trace: Trace,
+    device: int,
+    chunked: bool,
+    differentiated: bool,
+    dtype: torch.dtype,
+    resets: int,
+    far: bool,
+    dense: bool,
 ) -> None:
     """Begin to compile all kernels of a call and its gradient but the first, which the caller compiles."""
     of_steps = [
-        macros(dtype, backward, compose, *how)
+        macros(dtype, backward, compose, resets, far, dense)
         for backward in ((False, True) if differentiated else (False,))
         for compose in ((True, False) if chunked else (False,))
     ]
-    of_links = [macros(dtype, False, True, dense=how[-1])] if chunked else []
+    of_links = [macros(dtype, False, True, dense=dense)] if chunked else []
     for definitions in {*of_steps, *of_links} - {of_steps[0]}:
         nvrtc.compile_ahead(source(trace), definitions, device)
 
@@ -236,8 +249,11 @@ class _Walk:
         self.chunks = choose_chunks(self.sequences * self.channels, self.length)
         self.compute = torch.promote_types(like.dtype, torch.float32)
         self._trace, self._like, self._reverse = trace, like, int(reverse)
-        self._resets, self._bounds = resets is not None, address(cu_seqlens)
+        self._bounds = address(cu_seqlens)
         self._marks = address(resets), *((0, 0) if resets is None else resets.stride())
+        starts = self._marks[0] | self._marks[1] | self.length | -(-self.length // self.chunks)  # of groups of steps
+        adjacent = self._marks[2] == 1 and not reverse and cu_seqlens is None and starts % AHEAD == 0
+        self._resets = 0 if resets is None else 1 + adjacent
         self._far = any(x is not None and _is_far(x) for x in tensors)
         # Two states do not fit.
         self._dense = self.chunks > 1 and trace.states == 1 and like.dtype != torch.float64
