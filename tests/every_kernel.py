@@ -188,6 +188,14 @@ def rounded(in_clusters):
         case.check()
 
 
+def in_turns(*layer):
+    for chosen in test_persistent.in_turns(*layer, torch.cuda.get_device_properties(0)):
+        case = test_persistent.Case("dense", *layer, forward=chosen)
+        for resets in (0, 0.3):
+            case.forward(case.inputs(6, resets=resets), False)
+        case.check()
+
+
 PARTS = {
     f"scan-{geometry}-{dtype}".replace(" ", "-"): partial(scans_and_layers, geometry, dtype)
     for geometry, dtype in itertools.product(test_cuda.GEOMETRIES, test_cuda.TOLERANCE)
@@ -210,6 +218,8 @@ PARTS |= {
     f"recurrent-steps-{cell}-{dtype}": partial(recurrent_steps, cell, dtype)
     for cell, dtype in itertools.product(plan.GATES, test_cuda.TOLERANCE)
 }
+PARTS["turns"] = partial(in_turns, "gru", 2048, 16, torch.float16)
+PARTS["turns-rounded"] = partial(in_turns, "lstm", 1024, 16, torch.float32)
 PARTS["transposition"] = transpositions
 PARTS["previous"] = shifts
 PARTS["biases"] = sums_of_biases

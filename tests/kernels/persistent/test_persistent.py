@@ -427,6 +427,39 @@ def test_adjacent_units_where_every_thread_has_pairs_of_them():
     assert all(whole._replace(**{name: x}).adjacent == 1 for name, x in others.items())
 
 
+IN_TURNS = [("gru", 2048, 16, bf16), ("lstm", 2048, 30, f16), ("lstm", 1024, 48, f32), ("gru", 1280, 32, f32)]
+
+
+def in_turns(cell, hidden, batch, dtype, properties=H100):
+    """Geometries whose blocks compute two groups in turn, of each size of groups and number of them at once."""
+    start = Geometry("dense", cell, hidden, dtype, 0, 0, 0, exact=False)
+    found = [g for g in search.candidates(start, batch, 1.0, None, properties) if g.turns == 2]
+    return list({(g.columns, g.groups): g for g in found}.values())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layer", IN_TURNS)
+def test_groups_in_turn_match_the_reference(layer, nan_memory):
+    torch.manual_seed(0)
+    tolerance = 1e-3 if layer[3] == f32 else TOLERANCE[layer[3]]  # float32 is rounded
+    for chosen in in_turns(*layer, torch.cuda.get_device_properties(0))[:2]:
+        case = Case("dense", *layer, forward=chosen)
+        for steps, batch, special in ((13, layer[2], False), (34, layer[2], True), (3, 5, False), (1, 9, True)):
+            inputs = case.inputs(steps, batch, packed=special, resets=0.2 * special)
+            found, again = (case.forward(inputs, special) for _ in range(2))
+            case.check()
+            assert all(x is None or torch.equal(x, y) for x, y in zip(found, again, strict=True))
+            assert max(errors(found, case.expected(inputs, special))) < tolerance, chosen
+
+
+def test_kernels_of_groups_in_turn_compile_without_a_gpu():
+    pytest.importorskip("cuda.core")
+    for layer in IN_TURNS:
+        chosen = in_turns(*layer)[0]
+        code, macros = nvrtc.source(*geometry.files(chosen)), dict(chosen.macros(resets=True, packed=True, keeps=True))
+        assert nvrtc.compile_cubin(code, "sm_90", macros)[:4] == b"\x7fELF"
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("layer", [("gru", 512, 37), ("gru", 512, 32), ("lstm", 130, 23), ("rnn_tanh", 101, 5)])
 def test_rounded_states_match_the_reference(layer, nan_memory):

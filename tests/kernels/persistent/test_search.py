@@ -87,6 +87,35 @@ def test_gradients_of_small_layers_are_reduced_within_clusters(layer, exact, blo
     assert (chosen.blocks, chosen.scatters) == (blocks, scatters)
 
 
+@pytest.mark.parametrize(
+    ("layer", "exact", "turns"),  # the faster as measured on an H200
+    [
+        (("gru", 2048, 16, bf16), True, 2),
+        (("lstm", 2048, 16, bf16), True, 2),
+        (("gru", 2048, 32, bf16), True, 2),
+        (("gru", 1536, 16, f32), False, 2),
+        (("gru", 1024, 64, f32), False, 2),
+        (("lstm", 1024, 64, f32), False, 2),
+        (("lstm", 1024, 64, f32), True, 1),
+        (("gru", 1280, 32, f32), False, 1),
+        (("lstm", 2048, 32, bf16), True, 1),  # two launches, of one
+        (("gru", 2304, 16, bf16), True, 1),
+        (("gru", 2048, 16, f32), False, 1),  # weights from L2 would be read twice
+        (("lstm", 1024, 64, bf16), True, 1),  # of such states too little is hidden
+        (("rnn_tanh", 2048, 16, bf16), True, 1),
+        (("gru", 2048, 8, bf16), True, 1),
+    ],
+)
+def test_blocks_take_two_groups_in_turn(layer, exact, turns):
+    chosen = search.choose_geometry(*layer, None, None, H100, exact=exact).geometry
+    assert chosen.turns == turns
+    assert chosen.columns % (8 if turns > 1 else 1) == 0
+    backward = search.choose_geometry(*layer, None, None, H100, backward=True, exact=exact).geometry
+    assert backward.turns == 1
+    before = SimpleNamespace(**{**vars(H100), "major": 8})  # without bulk copies
+    assert search.choose_geometry(*layer, None, None, before, exact=exact).geometry.turns == 1
+
+
 def test_blocks_form_no_clusters_where_the_device_cannot_hold_them(planned_for_an_h100, monkeypatch):
     assert plan_of("gru", 256, 4, bf16, training=False).geometry.forward.distributed
 

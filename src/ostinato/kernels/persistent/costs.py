@@ -41,6 +41,7 @@ _EXACT = {False: 4.5, True: 7.0}  # the cost factor of exact products, three of 
 _BY_FMA = 1.5  # the cost factor of exact products of one sequence within clusters
 _LINES = 0.2  # microseconds per 100 blocks, beyond 32, that read the few lines of one sequence
 _ASKS_EARLY = 0.4  # microseconds that the dense kernel saves
+_IN_TURNS = {2: 1.45, 4: 1.513}  # microseconds that a block hides of two groups in turn, by bytes of a number
 _STREAMED = 0.9  # microseconds per 100 kB of weights that a block of the dense kernel reads from L2
 _HALF_WORDS = 0.17  # microseconds, if blocks of the dense kernel publish their state in words of 4 bytes
 _SHARE = 0.054  # microseconds per share of a strip of a warp of the block kernel
@@ -75,7 +76,8 @@ def microseconds(geometry: Geometry, batch: int) -> float:
     if geometry.path == "block":
         step += _SHARE * len(geometry.share_tiles)
         step += _ROUND_TRIP * (ceil_div(geometry.words, geometry.words_in_flight) - 1)
-    return step * ceil_div(batch, geometry.columns * geometry.groups)
+    step = geometry.turns * step - _IN_TURNS[geometry.dtype.itemsize] * (geometry.turns - 1)
+    return step * ceil_div(batch, geometry.sequences_at_once)
 
 
 class _TorchsCost(NamedTuple):

@@ -361,7 +361,8 @@ class _Launch(NamedTuple):
 
 @functools.lru_cache(4096)
 def _launch_of(geometry: Geometry, device: int, steps: int, batch: int, *special: bool) -> _Launch:
-    found, groups = kernels(geometry, device, *special), -(-batch // geometry.columns)
+    found, of_block = kernels(geometry, device, *special), geometry.columns * geometry.turns
+    groups = -(-batch // of_block) * geometry.turns
     buffers = 0 if geometry.scatters else geometry.state_buffers or steps + (not geometry.backward)
     sizes = {
         "packed": geometry.tiles * geometry.tile_bytes * geometry.blocks,
@@ -371,8 +372,8 @@ def _launch_of(geometry: Geometry, device: int, steps: int, batch: int, *special
     if special[0]:
         sizes["marks"] = 4 * -(-steps // 32) * batch
     parts = [
-        (first, geometry.blocks * min(geometry.groups, -(-(batch - first) // geometry.columns)))
-        for first in range(0, batch, geometry.columns * geometry.groups)
+        (first, geometry.blocks * min(geometry.groups, -(-(batch - first) // of_block)))
+        for first in range(0, batch, geometry.sequences_at_once)
     ]
     sizes = {name: size for name, size in sizes.items() if size}
     return _Launch(found, sizes, fill, geometry.shared_bytes, tuple(parts), (steps, batch, groups))

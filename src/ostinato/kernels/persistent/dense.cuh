@@ -1,8 +1,7 @@
 // A dense recurrent matrix on tensor cores.
 //
 // Each warp multiplies its eighth of the columns with all rows of the block.  The order of columns within a tile is
-// free, and chosen such that a word of the state in memory is a lane's fragment of the B operand: state is loaded from
-// global memory straight into the registers of mma, without shared memory.
+// free, and chosen such that a word of the state in memory is a lane's fragment of the B operand; see operand.cuh.
 //
 // HELD of a warp's TILES tiles stay in registers, others in shared memory.  STREAMED tiles, which do not fit on chip,
 // are read from L2 at every step, AHEAD tiles in advance: the first while the block waits for the state.  If the last
@@ -12,22 +11,16 @@
 constexpr int ROW_TILES = (ROWS + 15) / 16;
 constexpr bool HALF = (ROWS - 1) % 16 < 8;
 constexpr int FULL = ROW_TILES - HALF;
-constexpr int COLUMN_TILES = (ROW_BYTES + 32 * WARPS - 1) / (32 * WARPS);  // of a warp
 constexpr int TILES = FULL * COLUMN_TILES + HALF * ((COLUMN_TILES + 1) / 2);
 constexpr int ON_CHIP = TILES - STREAMED;
 constexpr bool CROWDED = HELD < TILES;  // not all weights are in registers
 constexpr int AHEAD = 4;
-constexpr int EARLY = STREAMED ? 0 : TILES - HELD < 4 ? TILES - HELD : 4;  // read from shared memory while waiting
+constexpr int EARLY = STREAMED || TURNS > 1 ? 0 : TILES - HELD < 4 ? TILES - HELD : 4;  // read from shared memory while waiting
 // Cycles; see Block::pause.  The more blocks, the more look for the same lines.
 constexpr int FORWARD_PAUSE = BLOCKS <= 64 || COLUMNS >= 8 ? 0 : COLUMNS == 1 ? 200 : 80;
 constexpr int PAUSE = DISTRIBUTED ? 0 : !BACKWARD ? FORWARD_PAUSE : COLUMNS == 1 ? 80 : 0;
-constexpr int PIECES = COLUMN_TILES / 2, ODD = COLUMN_TILES % 2;  // state of two tiles: 16 bytes; of an odd one: 8
-constexpr int SEQUENCE_TILES = (COLUMNS + 7) / 8;
 constexpr int PRODUCTS = ROW_TILES * SEQUENCE_TILES;
 constexpr int CHAINS = PRODUCTS >= 4 ? 1 : PRODUCTS >= 2 ? 2 : 4;  // independent accumulators, to hide mma's latency
-// Nearly always all that was asked for is there, and looks at one word after the other only delay the product.  Less of
-// rounded float32 is, and there it is faster to ask for each word again at once.
-constexpr bool LOOKS_AT_ALL = sizeof(Scalar) == 2 && !DISTRIBUTED;
 constexpr int SUM_PITCH = 16 * ROW_TILES + 4;  // padded: stores of the accumulators have no bank conflicts
 constexpr int SUMS = WARPS * COLUMNS * SUM_PITCH;
 
@@ -79,16 +72,11 @@ struct Product {
     uint4 held[HELD + 1];  // no array is empty
     uint4 *kept;           // this lane's part of the tiles in shared memory
     uint4 ahead[STREAMED ? AHEAD : 1], early[EARLY + 1];
-    unsigned offset, odd_offset;  // in bytes, of this lane's first word in a sequence's state, and of an odd tile's
-    const char *mine, *mine_odd;  // the same of the state that was asked for
-    unsigned step;                // of that
-    Piece piece[SEQUENCE_TILES][PIECES + 1];
-    Word odd[SEQUENCE_TILES];
+    Operand operand;
 
     __device__ Product(const Parameters &p, int block, uint4 *shared)
         : weights(reinterpret_cast<const uint4 *>(p.packed) + (block * WARPS + warp_id()) * TILES * 32 + lane_id()),
-          kept(shared + threadIdx.x), offset(warp_id() * 32 * COLUMN_TILES + lane_id() % 4 * 16),
-          odd_offset(warp_id() * 32 * COLUMN_TILES + PIECES * 64 + lane_id() % 4 * 8) {
+          kept(shared + Operand::SHARED / 16 + threadIdx.x), operand(shared) {
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile) {
             if (is_streamed(tile)) continue;
@@ -115,46 +103,8 @@ struct Product {
         return a;
     }
 
-    // Calls a function for each piece of the state that this lane multiplies, the odd tile's word being the last of a
-    // sequence tile: with the tile, its number there, its address and whether it exists.  Lanes beyond the last sequence
-    // have the pieces of another.
-    template <typename Function> __device__ void each(Function take) const {
-        const unsigned sequence = lane_id() / 4 % COLUMNS;
-        constexpr bool WHOLE = ROW_BYTES % (32 * WARPS) == 0;
-#pragma unroll
-        for (int s = 0; s < SEQUENCE_TILES; ++s) {
-            const bool there = COLUMNS <= 8 || COLUMNS % 8 == 0 || s * 8 + sequence < COLUMNS;
-#pragma unroll
-            for (int i = 0; i < PIECES; ++i)
-                take(s, i, mine + (i * COLUMNS + s * 8) * CHUNK, there && (WHOLE || offset + i * 64 < ROW_BYTES));
-            if (ODD) take(s, PIECES, mine_odd + s * 8 * CHUNK, there && (WHOLE || odd_offset < ROW_BYTES));
-        }
-    }
-
-    // Starts to load the `state`, whether it is there or not.
-    __device__ void ask(const char *state, unsigned of_step) {
-        step = of_step;
-        const unsigned sequence = lane_id() / 4 % COLUMNS;
-        mine = state + place_in_slice(offset, sequence), mine_odd = state + place_in_slice(odd_offset, sequence);
-        each([&](int s, int i, const char *address, bool exists) {
-            if (i < PIECES) read(piece[s][i], address, exists, step);
-            else read(odd[s], address, exists, step);
-        });
-    }
-
-    // Whether any word has not arrived, by one instruction for each.
-    __device__ bool lacks_any() const {
-        unsigned largest = 0;
-        const auto include = [&](Word word) {
-            largest = max(largest, high(word));
-            if (HALF_WORDS) largest = max(largest, low(word));
-        };
-        each([&](int s, int i, const char *, bool) {
-            if (i < PIECES) include(piece[s][i].word[0]), include(piece[s][i].word[1]);
-            else include(odd[s]);
-        });
-        return largest == ~0u;
-    }
+    // Starts to bring the `state`, whether it is there or not.
+    __device__ void ask(const char *state, unsigned step) { operand.ask(state, step); }
 
     // sums[warp][sequence][row] = this warp's share of the recurrent matrix times the state that was asked for.
     __device__ void operator()(float *sums, Patience &patience) {
@@ -162,24 +112,7 @@ struct Product {
         for (int tile = 0; tile < EARLY; ++tile) early[tile] = kept[tile * THREADS];
 
         patience.renew();
-        const auto look_again = [&](int s, int i, const char *address, bool) {
-            return i < PIECES ? look(piece[s][i], address, step) : look(odd[s], address, step);
-        };
-        if constexpr (LOOKS_AT_ALL) {
-            while (lacks_any() && patience.lasts()) each(look_again);
-        } else {
-            bool waiting;
-            do {
-                waiting = false;
-                each([&](int s, int i, const char *address, bool exists) {
-                    waiting |= look_again(s, i, address, exists);
-                });
-            } while (waiting && patience.lasts());
-        }
-        __syncwarp();
-        if constexpr (DISTRIBUTED) each([&](int, int i, const char *address, bool exists) {
-            if (exists) erase(address, i < PIECES ? 2 : 1);
-        });
+        operand.wait(patience);
 
         float d[CHAINS][FULL + 1][SEQUENCE_TILES][4] = {}, halves[2][SEQUENCE_TILES][4] = {};
         uint4 half;  // the last tile shared by two column tiles
@@ -193,8 +126,7 @@ struct Product {
                 if (r == FULL) half = a;
 #pragma unroll
                 for (int s = 0; s < SEQUENCE_TILES; ++s) {
-                    const Word b = c / 2 < PIECES ? piece[s][c / 2].word[c % 2] : odd[s];
-                    multiply(r < FULL ? d[c % CHAINS][r][s] : halves[c % 2][s], a, b);
+                    multiply(r < FULL ? d[c % CHAINS][r][s] : halves[c % 2][s], a, operand.word(s, c));
                 }
             }
         }

@@ -16,6 +16,9 @@
 // them.  By the time a word is written again, two steps later, it is: what the writer has read of the step between, this
 // block published after that.
 //
+// With TURNS of 2 a block computes two groups of COLUMNS sequences each, one while the other's states are on their way; see
+// turns.cu.
+//
 // Backward exchanges GATES times as much.  There each of CLUSTER blocks multiplies one slice of it with the rows of all
 // the cluster's units, and the partial sums are reduced through distributed shared memory.  If the cluster is the whole
 // group, the slice is what the block computed itself, and the sums are all that is exchanged.

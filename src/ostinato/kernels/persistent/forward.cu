@@ -174,6 +174,7 @@ __device__ inline char *first_state(const Parameters &p, int group, void *shared
     return static_cast<char *>(shared);
 }
 
+#if TURNS == 1  // turns.cu has the kernel for two groups
 // grid: BLOCKS blocks for each group of COLUMNS sequences, all resident at once
 extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const Parameters p) {
     extern __shared__ uint4 shared[];
@@ -212,3 +213,4 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const
     units.finish();
     meet();
 }
+#endif

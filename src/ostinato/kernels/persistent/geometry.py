@@ -59,6 +59,7 @@ class Geometry(NamedTuple):
     sum_buffers: int = 2  # for the partial sums of a step; with one, warps wait for each other before they write theirs
     shares: int = 1  # into which the block kernel splits each strip of 16 rows
     share_tiles: tuple[int, ...] = ()  # tiles of a warp's first share, of its second, ...
+    turns: int = 1  # groups that a block of the dense forward computes, one while the other's states are on their way
 
     @property
     def rows(self) -> int:
@@ -124,6 +125,11 @@ class Geometry(NamedTuple):
         narrow = self.path == "dense" and self.dtype.itemsize == 2 and GATES[self.cell] > 1 and not self.distributed
         even = self.hidden_size % 2 == self.units % 2 == self.units * self.columns % (2 * THREADS) == 0
         return 2 if narrow and even else 1
+
+    @property
+    def sequences_at_once(self) -> int:
+        """Sequences of all groups that are resident at once."""
+        return self.groups * self.turns * self.columns
 
     @property
     def blocks(self) -> int:
@@ -197,6 +203,8 @@ class Geometry(NamedTuple):
         state = 0 if self.path == "dense" else (self.slice + ZERO_PLACES) * self.state_bytes
         mail = 2 * (self.cluster - (not self.scatters)) * self.units * self.columns * 8
         state += self.distributed * self.state_buffers * self.group_bytes
+        if self.turns > 1:  # what is multiplied is copied there, with a barrier for each warp
+            state += self.slice * self.columns * self.dtype.itemsize + 16 * WARPS
         if self.scatters:  # derivatives and gradients of gates, on their way from thread to thread
             state += 2 * (GATES[self.cell] + 5 + 4) * round_up(self.units * self.columns, 32) * 4
         return sums + state + mail + (self.tiles - self.held - self.streamed) * self.tile_bytes
@@ -263,8 +271,9 @@ class Geometry(NamedTuple):
             states = 2 * self.column_tiles * sequence_tiles
             products = self.row_tiles * sequence_tiles
             sums = 4 * products * (1 if products >= 4 else 2 if products >= 2 else 4)
-            gates = ceil_div(self.units * self.columns, THREADS) * GATES[self.cell]  # that a thread computes
+            gates = ceil_div(self.units * self.columns, THREADS) * GATES[self.cell]  # of a group that a thread computes
             rest = 20 + 4 * sequence_tiles + (32 if self.exact else 20) * wide + max(24, 6 * gates) * self.backward
+            rest += (12 + 3 * gates) * (self.turns - 1)  # of each group a thread has states, biases and inputs
             if states > 128 or (self.backward and gates > 8):
                 return None
             free = (REGISTERS - states - sums - rest) // 4
@@ -305,6 +314,7 @@ class Geometry(NamedTuple):
             ("CLUSTER", self.cluster),
             ("ASKS_EARLY", int(self.asks_early)),
             ("SUM_BUFFERS", self.sum_buffers),
+            ("TURNS", self.turns),
             ("STATE_BUFFERS", self.state_buffers),
             ("DISTRIBUTED", int(self.distributed)),
             ("RESETS", int(resets)),
@@ -330,9 +340,12 @@ def files(geometry: Geometry) -> tuple[str, ...]:
         "block": ("mma.cuh", "state.cuh"),
         "sparse": ("state.cuh",),
     }
-    products: tuple[str, ...] = (f"{geometry.path}.cuh", "prepare.cuh", "forward.cu")
+    product: tuple[str, ...] = ("operand.cuh", "dense.cuh") if geometry.path == "dense" else (f"{geometry.path}.cuh",)
+    products: tuple[str, ...] = (*product, "prepare.cuh", "forward.cu")
     if geometry.backward:
-        products = ("cluster.cuh", f"{geometry.path}.cuh", "split.cuh", "prepare.cuh", "backward.cu")
+        products = ("cluster.cuh", *product, "split.cuh", "prepare.cuh", "backward.cu")
+    if geometry.turns > 1:
+        products += ("turns.cu",)
     if geometry.scatters:
         products = ("cluster.cuh", "scatter.cuh", "prepare.cuh", "backward.cu", "scatter.cu")
     names = ("exchange.cuh", "matrix.cuh", *needs[geometry.path], *products)

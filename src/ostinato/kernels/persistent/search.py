@@ -13,6 +13,8 @@ from ostinato.kernels.persistent.costs import microseconds
 from ostinato.kernels.persistent.geometry import SCALARS, THREADS, WARPS, ZERO_PLACES, Geometry, ceil_div, round_up
 from ostinato.kernels.persistent.plan import GATES, Plan
 
+LEAST_COPIED = 4096  # bytes of a sequence's state; see _in_turns
+
 
 def _coverings(start: Geometry, batch: int, properties: Any, share: int) -> Iterator[Geometry]:
     """All divisions of units and sequences among blocks that can be resident at once."""
@@ -61,6 +63,18 @@ def _clusters(start: Geometry, batch: int, properties: Any, share: int) -> Itera
         for columns in sorted({ceil_div(batch, n) for n in range(ceil_div(batch, most_columns), batch + 1)}):
             if resident and size > 1:  # one block would exchange with itself
                 yield cluster._replace(columns=columns, groups=min(resident, ceil_div(batch, columns)))
+
+
+def _in_turns(start: Geometry, batch: int, properties: Any, share: int) -> Iterator[Geometry]:
+    """The divisions of units and sequences in which each block computes two groups in turn.
+
+    It was measured to pay for gated layers of which each sequence's state is many bytes, and products are not exact.
+    """
+    row, exact = start.slice * start.dtype.itemsize, start.exact and start.dtype == torch.float32
+    if GATES[start.cell] > 1 and not exact and row >= LEAST_COPIED and row % (128 * WARPS) == 0:  # whole pieces
+        for covering in _coverings(start._replace(turns=2), ceil_div(batch, 2), properties, share):
+            if covering.columns % 8 == start.hidden_size % covering.units == 0:
+                yield covering
 
 
 @functools.lru_cache(maxsize=4096)
@@ -112,6 +126,8 @@ def candidates(
     coverings = _coverings(start, batch, properties, share)
     if start.path == "dense" and properties.major >= 9:
         coverings = itertools.chain(coverings, _clusters(start, batch, properties, share))
+        if not start.backward:
+            coverings = itertools.chain(coverings, _in_turns(start, batch, properties, share))
     for geometry in coverings:
         width = geometry.slice
         if geometry.scatters:
@@ -121,7 +137,7 @@ def candidates(
             half = geometry.has_half_tiles
             tiles = (geometry.row_tiles - half) * geometry.column_tiles + half * ceil_div(geometry.column_tiles, 2)
             filled = geometry._replace(tiles=tiles).fill_registers(shared)
-            if filled is None or filled.streamed:
+            if geometry.turns == 1 and (filled is None or filled.streamed):
                 filled = geometry._replace(tiles=tiles, sum_buffers=1).fill_registers(shared) or filled
         elif geometry.path == "block":
             some, strips = 1 - (1 - density) ** ceil_div(16, rows), geometry.rows // 16  # some of a strip's columns
@@ -132,7 +148,8 @@ def candidates(
             together = 1 if block is None else block[0] if start.backward else block[1]
             entries = _entries(geometry.rows, width, geometry.blocks, density, rows, together)
             filled = geometry._replace(tiles=entries).fill_registers(shared)
-        if filled and filled.bytes_streamed * share <= properties.L2_cache_size * 2 / 3:
+        most_streamed = properties.L2_cache_size * 2 / 3 if geometry.turns == 1 else 0  # in turns: twice a step
+        if filled and filled.bytes_streamed * share <= most_streamed:
             yield filled
 
 

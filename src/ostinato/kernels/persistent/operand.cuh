@@ -1,0 +1,162 @@
+// The B operand of a warp's products: its eighth of the columns of the state, in pieces of 16 bytes, which are a lane's
+// fragments of two column tiles.
+
+constexpr int COLUMN_TILES = (ROW_BYTES + 32 * WARPS - 1) / (32 * WARPS);  // of a warp
+constexpr int PIECES = COLUMN_TILES / 2, ODD = COLUMN_TILES % 2;  // of two tiles: 16 bytes; of an odd one: 8
+constexpr int SEQUENCE_TILES = (COLUMNS + 7) / 8;
+// Nearly always all that was asked for is there, and looks at one word after the other only delay the product.  Less of
+// rounded float32 is, and there it is faster to ask for each word again at once.
+constexpr bool LOOKS_AT_ALL = sizeof(Scalar) == 2 && !DISTRIBUTED;
+
+// What words show together: one instruction for each tells whether any has not arrived.
+struct Seen {
+    unsigned all = 0;
+
+    __device__ void see(unsigned half, unsigned step) { all = TAGGED ? all | (half ^ step) : max(all, half); }
+    __device__ void see(Word word, unsigned step) {
+        see(high(word), step);
+        if (HALF_WORDS) see(low(word), step);
+    }
+    __device__ bool any_absent() const { return TAGGED ? all & TAG : all == ~0u; }
+};
+
+// Loaded from global memory straight into the registers of mma.
+struct LoadedOperand {
+    static constexpr int SHARED = 0;  // bytes of shared memory
+
+    unsigned offset, odd_offset;  // in bytes, of this lane's first word in a sequence's state, and of an odd tile's
+    const char *mine, *mine_odd;  // the same of the state that was asked for
+    unsigned step;                // of that
+    Piece piece[SEQUENCE_TILES][PIECES + 1];
+    Word odd[SEQUENCE_TILES];
+
+    __device__ explicit LoadedOperand(uint4 *)
+        : offset(warp_id() * 32 * COLUMN_TILES + lane_id() % 4 * 16),
+          odd_offset(warp_id() * 32 * COLUMN_TILES + PIECES * 64 + lane_id() % 4 * 8) {}
+
+    __device__ Word word(int s, int c) const { return c / 2 < PIECES ? piece[s][c / 2].word[c % 2] : odd[s]; }
+
+    // Calls a function for each piece of the state that this lane multiplies, the odd tile's word being the last of a
+    // sequence tile: with the tile, its number there, its address and whether it exists.  Lanes beyond the last sequence
+    // have the pieces of another.
+    template <typename Function> __device__ void each(Function take) const {
+        const unsigned sequence = lane_id() / 4 % COLUMNS;
+        constexpr bool WHOLE = ROW_BYTES % (32 * WARPS) == 0;
+#pragma unroll
+        for (int s = 0; s < SEQUENCE_TILES; ++s) {
+            const bool there = COLUMNS <= 8 || COLUMNS % 8 == 0 || s * 8 + sequence < COLUMNS;
+#pragma unroll
+            for (int i = 0; i < PIECES; ++i)
+                take(s, i, mine + (i * COLUMNS + s * 8) * CHUNK, there && (WHOLE || offset + i * 64 < ROW_BYTES));
+            if (ODD) take(s, PIECES, mine_odd + s * 8 * CHUNK, there && (WHOLE || odd_offset < ROW_BYTES));
+        }
+    }
+
+    // Starts to load the `state`, whether it is there or not.
+    __device__ void ask(const char *state, unsigned of_step) {
+        step = of_step;
+        const unsigned sequence = lane_id() / 4 % COLUMNS;
+        mine = state + place_in_slice(offset, sequence), mine_odd = state + place_in_slice(odd_offset, sequence);
+        each([&](int s, int i, const char *address, bool exists) {
+            if (i < PIECES) read(piece[s][i], address, exists, step);
+            else read(odd[s], address, exists, step);
+        });
+    }
+
+    __device__ bool lacks_any() const {
+        Seen seen;
+        each([&](int s, int i, const char *, bool) {
+            if (i < PIECES) seen.see(piece[s][i].word[0], step), seen.see(piece[s][i].word[1], step);
+            else seen.see(odd[s], step);
+        });
+        return seen.any_absent();
+    }
+
+    // Waits for all of it.
+    __device__ void wait(Patience &patience) {
+        const auto look_again = [&](int s, int i, const char *address, bool) {
+            return i < PIECES ? look(piece[s][i], address, step) : look(odd[s], address, step);
+        };
+        if constexpr (LOOKS_AT_ALL) {
+            while (lacks_any() && patience.lasts()) each(look_again);
+        } else {
+            bool waiting;
+            do {
+                waiting = false;
+                each([&](int s, int i, const char *address, bool exists) {
+                    waiting |= look_again(s, i, address, exists);
+                });
+            } while (waiting && patience.lasts());
+        }
+        __syncwarp();
+        if constexpr (DISTRIBUTED) each([&](int, int i, const char *address, bool exists) {
+            if (exists) erase(address, i < PIECES ? 2 : 1);
+        });
+    }
+};
+
+// Copied into shared memory by the asynchronous proxy, one bulk copy a warp: what is on its way takes no registers.
+struct CopiedOperand {
+    static constexpr int BYTES = PIECES * COLUMNS * CHUNK;  // of a warp
+    static constexpr int SHARED = WARPS * (BYTES + 16);     // with the barriers
+
+    char *copy;                   // this warp's
+    unsigned barrier, phase = 0;  // which a copy completes
+    const char *mine;             // this warp's part of the state that was asked for
+    unsigned step;                // of that
+    Piece piece[SEQUENCE_TILES][PIECES + 1];
+
+    __device__ explicit CopiedOperand(uint4 *shared) : copy(reinterpret_cast<char *>(shared) + warp_id() * BYTES) {
+        barrier = __cvta_generic_to_shared(shared + WARPS * BYTES / 16 + warp_id());
+        if (lane_id() == 0) {
+            asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(barrier) : "memory");
+            asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        }
+    }
+
+    __device__ Word word(int s, int c) const { return piece[s][c / 2].word[c % 2]; }
+
+    // Starts to copy the `state`, whether it is there or not.
+    __device__ void ask(const char *state, unsigned of_step) {
+        step = of_step, mine = state + warp_id() * BYTES;
+        ask_again();
+    }
+
+    __device__ void ask_again() const {
+        __syncwarp();  // all lanes have read the last copy
+        if (lane_id()) return;
+        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(BYTES) : "memory");
+        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                     :: "r"(unsigned(__cvta_generic_to_shared(copy))), "l"(mine), "r"(BYTES), "r"(barrier) : "memory");
+    }
+
+    // Waits for all of it, copied again while any of it has not arrived.
+    __device__ void wait(Patience &patience) {
+        while (true) {
+            for (unsigned done = 0; !done;)
+                asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                             : "=r"(done) : "r"(barrier), "r"(phase) : "memory");
+            phase ^= 1;
+            Seen seen;
+#pragma unroll
+            for (int s = 0; s < SEQUENCE_TILES; ++s) {
+#pragma unroll
+                for (int i = 0; i < PIECES; ++i) {
+                    const char *address = copy + (i * COLUMNS + s * 8) * CHUNK + lane_id() * 16;
+                    const ulonglong2 both = *reinterpret_cast<const ulonglong2 *>(address);
+                    seen.see(both.x, step), seen.see(both.y, step);
+                    piece[s][i] = {both.x, both.y};
+                }
+            }
+            if (!__any_sync(~0u, seen.any_absent()) || !patience.lasts()) return;
+            ask_again();
+        }
+    }
+};
+
+#if TURNS == 1
+using Operand = LoadedOperand;
+#else
+using Operand = CopiedOperand;
+static_assert(ROW_BYTES == WARPS * PIECES * 64 && COLUMNS % 8 == 0, "all that is copied is multiplied");
+#endif
