@@ -51,3 +51,21 @@ def test_compiled_kernels_are_kept_and_mended(tmp_path, monkeypatch):
         assert cubin.read_bytes() == whole
     monkeypatch.setenv("OSTINATO_CACHE_DIR", "/dev/null/nowhere")
     assert first_call()[1] == result
+
+
+AT_ONCE = """
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from ostinato.kernels import nvrtc
+together = threading.Barrier(4)
+def compile(k):
+    together.wait()
+    return nvrtc.compile_cubin(f'extern "C" __global__ void kernel{k}() {{}}', "sm_90", {})[:4]
+with ThreadPoolExecutor(4) as pool:
+    assert list(pool.map(compile, range(4))) == [b"\\x7fELF"] * 4
+"""
+
+
+def test_threads_may_compile_a_process_s_first_kernels_at_once():
+    pytest.importorskip("cuda.core")
+    subprocess.run([sys.executable, "-c", AT_ONCE], check=True, timeout=120)

@@ -61,12 +61,16 @@ def source(*names: str) -> str:
     return "".join(folder.joinpath(name).read_text(encoding="utf-8") for name in names)
 
 
+_importing = threading.Lock()  # cuda.core, whose first import must not be two threads'
+
+
 def compile_cubin(code: str, arch: str, macros: Mapping[str, object]) -> bytes:
     """Machine code of CUDA C++ for an architecture such as ``"sm_90"``; needs no GPU.
 
     Raises :class:`DoesNotCompile` with the compiler's log if the code does not compile.
     """
-    from cuda.core import Program, ProgramOptions
+    with _importing:
+        from cuda.core import Program, ProgramOptions
 
     options = ProgramOptions(
         arch=arch,
