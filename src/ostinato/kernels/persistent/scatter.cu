@@ -27,8 +27,8 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const
     Patience patience(p.failure);
     const auto fetch = [&](int taken) {
         if (taken >= p.steps) return;
+        units.resets.look_up(p, units, taken);  // first: it would wait for the other loads, too
         units.fetch(taken);
-        units.resets.look_up(p, units, taken);
     };
     const auto differentiate = [&](int taken) {
         if (taken >= p.steps) return;
