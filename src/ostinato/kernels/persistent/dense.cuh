@@ -17,7 +17,7 @@ constexpr bool CROWDED = HELD < TILES;  // not all weights are in registers
 constexpr int AHEAD = 4;
 constexpr int EARLY = STREAMED || TURNS > 1 ? 0 : TILES - HELD < 4 ? TILES - HELD : 4;  // read from shared memory while waiting
 // Cycles; see Block::pause.  The more blocks, the more look for the same lines.
-constexpr int FORWARD_PAUSE = BLOCKS <= 64 || COLUMNS >= 8 ? 0 : COLUMNS == 1 ? 200 : 80;
+constexpr int FORWARD_PAUSE = COLUMNS >= 8 ? 0 : BLOCKS <= 64 ? PAUSE_OF_FEW : COLUMNS == 1 ? 200 : 80;
 constexpr int PAUSE = DISTRIBUTED ? 0 : !BACKWARD ? FORWARD_PAUSE : COLUMNS == 1 ? 80 : 0;
 constexpr int PRODUCTS = ROW_TILES * SEQUENCE_TILES;
 constexpr int CHAINS = PRODUCTS >= 4 ? 1 : PRODUCTS >= 2 ? 2 : 4;  // independent accumulators, to hide mma's latency
