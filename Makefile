@@ -35,6 +35,7 @@ lint: $(READY)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
+	! grep -rnE --include='*.cu' --include='*.cuh' '.{121}' src  # lines as long as Python's
 
 # Without a GPU the small shapes only.  The speeds that the documentation shows: make bench RESULTS=benchmarks/results
 # Each part writes its own files, so that one that fails leaves the others; what was compiled beforehand is not timed.

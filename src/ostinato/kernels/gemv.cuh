@@ -4,7 +4,9 @@ constexpr int AT_ONCE = BATCH > 2 ? 2 : 8;  // packs of a row whose loads are in
 
 // Adds this lane's share of (first row + g * stride) . x[b] to sum[g][b].  A row has `packs` packs, as has each x.
 template <int ROWS>
-__device__ inline void add_products(Compute (&sum)[ROWS][BATCH], const Pack* first, size_t stride, const Pack* x, int packs) {
+__device__ inline void add_products(
+    Compute (&sum)[ROWS][BATCH], const Pack* first, size_t stride, const Pack* x, int packs
+) {
     for (int start = threadIdx.x % 32; start < packs; start += 32 * AT_ONCE) {
         Pack weights[AT_ONCE][ROWS], inputs[AT_ONCE][BATCH];
 #pragma unroll

@@ -151,8 +151,8 @@ __device__ inline float sigmoid(float x) { return fast_reciprocal(1.0f + exponen
 __device__ inline double sigmoid(double x) { return reciprocal(1.0 + exponential(-x)); }
 
 // Two at once.  16-bit ones share the reciprocal of the product of both denominators: gates are limited by the unit of
-// exponentials and reciprocals, which has an eighth of the rate of multiplications.  For the product to be in range, the
-// first denominator is scaled, and both inputs are held at -79, where a sigmoid is 5e-35.
+// exponentials and reciprocals, which has an eighth of the rate of multiplications.  For the product to be in range,
+// the first denominator is scaled, and both inputs are held at -79, where a sigmoid is 5e-35.
 __device__ inline void sigmoids(float x, float y, float& of_x, float& of_y) {
     if (!NARROW_SCALAR) {
         of_x = sigmoid(x), of_y = sigmoid(y);

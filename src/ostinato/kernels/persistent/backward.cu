@@ -26,7 +26,7 @@ struct Units : Block {
     Few<Scalar> pre[LOADS][GATES], grad[LOADS], candidate[LOADS], before[LOADS];
     Few<float> cell[LOADS], cell_before[LOADS];
     Resets resets;  // before the step that is differentiated next
-    bool begins[ITEMS] = {}, began[ITEMS];  // whether the next step to be processed, and the last, start from a zero state
+    bool begins[ITEMS] = {}, began[ITEMS];  // whether the next step to be processed, and the last, start from zero
 
     __device__ Units(const Parameters &p, const Product &product, int block, Block owned_by) : Block(owned_by), p(p) {
 #pragma unroll

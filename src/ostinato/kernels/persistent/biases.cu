@@ -15,7 +15,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) biases(const __grid_con
     __shared__ float sums[WARPS][32];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, column = blockIdx.x * 32 + lane;
     float sum = 0;
-    for (int row = warp; column < p.width && row < p.count; row += WARPS) sum += p.rows[(long long)row * p.width + column];
+    for (int row = warp; column < p.width && row < p.count; row += WARPS)
+        sum += p.rows[(long long)row * p.width + column];
     sums[warp][lane] = sum;
     __syncthreads();
     if (warp || column >= p.width) return;

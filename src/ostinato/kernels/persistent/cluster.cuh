@@ -1,9 +1,9 @@
 // Reduction over the blocks of a cluster, through distributed shared memory (split-K).
 //
-// Each block multiplies one slice of the gates' gradients with the rows of all units of the cluster.  The partial sum of
-// a row goes to the mailbox of the block that owns it, in one 64-bit word with the step's number as its flag, so none is
-// ever cleared.  Mailboxes are double-buffered by the step's parity.  Overwriting a slot two steps later is safe: by
-// then the writer has read values computed from the slot's content.
+// Each block multiplies one slice of the gates' gradients with the rows of all units of the cluster.  The partial sum
+// of a row goes to the mailbox of the block that owns it, in one 64-bit word with the step's number as its flag, so
+// none is ever cleared.  Mailboxes are double-buffered by the step's parity.  Overwriting a slot two steps later is
+// safe: by then the writer has read values computed from the slot's content.
 //
 // Where the cluster is a whole group (DISTRIBUTED), a slice is what the block itself computed, and nothing else is
 // exchanged; see scatter.cuh.  Elsewhere it comes from all blocks of the group, and a block's own sums stay where they

@@ -7,17 +7,18 @@
 // is needed.  A word is 8 or 4 aligned bytes, which are written atomically; it holds adjacent units of one sequence.
 //
 // Numbers rounded to tf32 have spare bits, which mma ignores.  There each holds the number of its step (TAGGED): a word
-// has arrived when that is the one waited for, and a few buffers are enough, taken in turn, which stay in L2 and need not
-// be filled for every step.  By the time a block writes a step, all have read the last but one, as it needs what they
-// made of that; in a cluster, threads without a state of their own may be a step ahead of this, so two are too few.
+// has arrived when that is the one waited for, and a few buffers are enough, taken in turn, which stay in L2 and need
+// not be filled for every step.  By the time a block writes a step, all have read the last but one, as it needs what
+// they made of that; in a cluster, threads without a state of their own may be a step ahead of this, so two are too
+// few.
 //
-// With DISTRIBUTED all blocks of a group are one cluster.  Forward each has two buffers of the group's states in its shared
-// memory, taken in turn.  A block stores its words in those of all others, and makes words absent again once it has read
-// them.  By the time a word is written again, two steps later, it is: what the writer has read of the step between, this
-// block published after that.
+// With DISTRIBUTED all blocks of a group are one cluster.  Forward each has two buffers of the group's states in its
+// shared memory, taken in turn.  A block stores its words in those of all others, and makes words absent again once it
+// has read them.  By the time a word is written again, two steps later, it is: what the writer has read of the step
+// between, this block published after that.
 //
-// With TURNS of 2 a block computes two groups of COLUMNS sequences each, one while the other's states are on their way; see
-// turns.cu.
+// With TURNS of 2 a block computes two groups of COLUMNS sequences each, one while the other's states are on their way;
+// see turns.cu.
 //
 // Backward exchanges GATES times as much.  There each of CLUSTER blocks multiplies one slice of it with the rows of all
 // the cluster's units, and the partial sums are reduced through distributed shared memory.  If the cluster is the whole
@@ -56,7 +57,7 @@ struct Parameters {
     unsigned *packed;             // the weights in the order in which the blocks load them
     char *states;                 // (buffers, groups, CLUSTER, CHUNKS, COLUMNS, CHUNK bytes): of each step, and forward
                                   // the first state, or STATE_BUFFERS
-    const int *offsets;           // (steps + 1), with OFFSETS: of the rows of each step; else every step has `batch` rows
+    const int *offsets;           // (steps + 1), with OFFSETS: of the rows of each step; else all have `batch` rows
     int *failure;                 // set to 1 if a wait timed out
     const Scalar *pre;            // (rows, GATES * HIDDEN): forward the input's part; backward pre-activations, or an
                                   // RNN's states
@@ -129,7 +130,8 @@ struct Block {
     // Calls a function with a sequence and a unit in each sector of 32 bytes of the block's results, for prefetches: a
     // multiprocessor takes 8 cycles for each of a warp.  The last threads, which have fewer updates, are the first.
     template <typename Function> __device__ void each_sector(Function take) const {
-        constexpr int WIDTH = 32 / sizeof(Scalar), SECTORS = UNITS / WIDTH + (UNITS % WIDTH ? 2 : 0);  // two not aligned
+        constexpr int WIDTH = 32 / sizeof(Scalar),
+                      SECTORS = UNITS / WIDTH + (UNITS % WIDTH ? 2 : 0);  // two not aligned
 #pragma unroll
         for (int first = 0; first < SECTORS * COLUMNS; first += THREADS) {
             const unsigned i = first + THREADS - 1 - (SCATTERS ? int(threadIdx.x) : thread);
@@ -142,12 +144,14 @@ struct Block {
         return !SCATTERS && i >= WHOLE && i * THREADS + warp_id() * 32 >= UNITS * COLUMNS;
     }
     // The sequence of an item, whose sums are then read: the last where there is no item.
-    __device__ int sequence_of_sums(int i) const { return i < WHOLE ? sequence_of(i) : min(sequence_of(i), COLUMNS - 1); }
+    __device__ int sequence_of_sums(int i) const {
+        return i < WHOLE ? sequence_of(i) : min(sequence_of(i), COLUMNS - 1);
+    }
 
     // Warps without items wait until the others have published: other blocks take as long, and a poll that comes too
     // early costs another round trip.
     __device__ static void wait_for_update() {
-        constexpr bool LOOKS = DISTRIBUTED && HELD <= 12;  // in shared memory, where little else is loaded, it costs less
+        constexpr bool LOOKS = DISTRIBUTED && HELD <= 12;  // in shared memory, with little else to load, it costs less
         if (UNITS * COLUMNS <= THREADS - 32 && !LOOKS) __syncthreads();
     }
     // Looks too early delay what they look for, where all blocks look for a few lines or a look is many loads.
@@ -239,7 +243,8 @@ __device__ inline bool look(Word &word, const char *address, unsigned step) {
 __device__ inline bool look(Piece &piece, const char *address, unsigned step) {
     const bool wanted = absent(piece, step);
     asm volatile("{ .reg .pred p; setp.ne.u32 p, %2, 0; @p " LOAD_STATE ".v2.b64 {%0, %1}, [%3]; }"
-                 : "+l"(piece.word[0]), "+l"(piece.word[1]) : "r"(unsigned(wanted)), "l"(state_address(address)) : "memory");
+                 : "+l"(piece.word[0]), "+l"(piece.word[1])
+                 : "r"(unsigned(wanted)), "l"(state_address(address)) : "memory");
     return wanted;
 }
 

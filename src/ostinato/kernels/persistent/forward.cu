@@ -184,7 +184,8 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const
     float *all_sums = reinterpret_cast<float *>(shared);  // double-buffered by the step's parity, if there is room
     uint4 *states = shared + SUM_BUFFERS * SUMS / 4;
     Product product(p, block, states + SHARED_STATES / 16);
-    const Block own{in_register(block * UNITS), in_register(group * COLUMNS), in_register(sequences), in_register(int(threadIdx.x))};
+    const Block own{in_register(block * UNITS), in_register(group * COLUMNS), in_register(sequences),
+                    in_register(int(threadIdx.x))};
     Units units(p, product, block, own);
     Patience patience(p.failure);
     const size_t stride = in_register(DISTRIBUTED ? size_t(GROUP_BYTES) : size_t(p.groups) * GROUP_BYTES);

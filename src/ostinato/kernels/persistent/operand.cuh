@@ -6,7 +6,8 @@ constexpr int PIECES = COLUMN_TILES / 2, ODD = COLUMN_TILES % 2;  // of two tile
 constexpr int SEQUENCE_TILES = (COLUMNS + 7) / 8;
 constexpr int PAUSE_OF_FEW = COLUMNS == 1 && sizeof(Scalar) == 2 ? 60 : 0;  // cycles; of up to 64 blocks, forward
 // Nearly always all that was asked for is there, and looks at one word after the other only delay the product.  Less of
-// rounded float32 is, or where few blocks look without a pause, and there it is faster to ask for each word again at once.
+// rounded float32 is, or where few blocks look without a pause, and there it is faster to ask for each word again at
+// once.
 constexpr bool FEW_LOOK_EARLY = !BACKWARD && BLOCKS <= 64 && COLUMNS < 8 && PAUSE_OF_FEW == 0;
 constexpr bool LOOKS_AT_ALL = !TAGGED && !DISTRIBUTED && !FEW_LOOK_EARLY;
 
@@ -39,8 +40,8 @@ struct LoadedOperand {
     __device__ Word word(int s, int c) const { return c / 2 < PIECES ? piece[s][c / 2].word[c % 2] : odd[s]; }
 
     // Calls a function for each piece of the state that this lane multiplies, the odd tile's word being the last of a
-    // sequence tile: with the tile, its number there, its address and whether it exists.  Lanes beyond the last sequence
-    // have the pieces of another.
+    // sequence tile: with the tile, its number there, its address and whether it exists.  Lanes beyond the last
+    // sequence have the pieces of another.
     template <typename Function> __device__ void each(Function take) const {
         const unsigned sequence = lane_id() / 4 % COLUMNS;
         constexpr bool WHOLE = ROW_BYTES % (32 * WARPS) == 0;

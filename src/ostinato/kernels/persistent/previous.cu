@@ -1,6 +1,6 @@
 // before[r] is the state before the step of row r: that of its sequence a step earlier in the scan's order, or the
-// first one; zero where it is reset.  A step's rows are adjacent, and so are the same sequences' a step earlier: a block
-// copies a part of a step, UNIT by UNIT, of which each of its THREADS copies AHEAD at once.
+// first one; zero where it is reset.  A step's rows are adjacent, and so are the same sequences' a step earlier: a
+// block copies a part of a step, UNIT by UNIT, of which each of its THREADS copies AHEAD at once.
 
 using Unit = UNIT;
 

@@ -12,8 +12,8 @@ constexpr int TILES = WARP_ROWS * COLUMN_TILES;
 constexpr int CHAINS = WARP_ROWS >= 4 ? 1 : WARP_ROWS >= 2 ? 2 : 4;  // independent accumulators, to hide mma's latency
 constexpr int PACKED = BLOCKS * WARPS * TILES * 32;
 
-// Packs one lane's registers of one tile.  The order of columns within a tile is free: as in dense.cuh, that of a lane's
-// 16 bytes of two tiles.
+// Packs one lane's registers of one tile.  The order of columns within a tile is free: as in dense.cuh, that of a
+// lane's 16 bytes of two tiles.
 __device__ inline void pack_weights(const Parameters &p, int i) {
     const int lane = i % 32, tile = i / 32 % TILES, warp = i / (32 * TILES) % WARPS, block = i / (32 * TILES * WARPS);
     const int row = (tile / COLUMN_TILES * WARPS + warp) * 16 + lane / 4, column = tile % COLUMN_TILES;

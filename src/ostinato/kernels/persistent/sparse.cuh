@@ -2,8 +2,8 @@
 //
 // A thread works on one row of the block; a row has as many consecutive threads as its weights need, so the load is
 // about even.  For each weight a thread gathers the batch of one unit from shared memory in one load; weights are
-// ordered such that the gathers of a warp are free of bank conflicts.  A thread's weights are ENTRIES entries of two, of
-// which HELD stay in registers, spread evenly, the others in shared memory.
+// ordered such that the gathers of a warp are free of bank conflicts.  A thread's weights are ENTRIES entries of two,
+// of which HELD stay in registers, spread evenly, the others in shared memory.
 
 constexpr int SUMS = COLUMNS * THREADS;
 constexpr bool CROWDED = HELD < ENTRIES;  // not all weights are in registers

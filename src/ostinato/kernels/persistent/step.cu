@@ -1,7 +1,8 @@
 // One step of an RNN, GRU or LSTM layer for few sequences: both products and the gates, in one launch.
 //
-// A warp computes one unit of all sequences; its lanes split the inputs and the state.  x is (BATCH, inputs), states and
-// cells (BATCH, units), the weights (GATES * units, inputs or units), all contiguous.  A lane loads VEC numbers at once.
+// A warp computes one unit of all sequences; its lanes split the inputs and the state.  x is (BATCH, inputs), states
+// and cells (BATCH, units), the weights (GATES * units, inputs or units), all contiguous.  A lane loads VEC numbers at
+// once.
 
 enum CellKind { RNN_TANH, RNN_RELU, GRU, LSTM };
 constexpr int GATES = CELL == LSTM ? 4 : CELL == GRU ? 3 : 1;

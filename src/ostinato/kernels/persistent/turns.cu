@@ -1,8 +1,8 @@
-// The forward kernel of blocks that compute two groups of sequences in turn: while the states of one are on their way from
-// block to block, the other is multiplied and updated.
+// The forward kernel of blocks that compute two groups of sequences in turn: while the states of one are on their way
+// from block to block, the other is multiplied and updated.
 //
-// Each group has its own sums and its own items in every thread; the weights serve both.  Before a group's sums are written
-// again, the other's barrier has come after they were read.
+// Each group has its own sums and its own items in every thread; the weights serve both.  Before a group's sums are
+// written again, the other's barrier has come after they were read.
 
 struct Turn {
     Units units;

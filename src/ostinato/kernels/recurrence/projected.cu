@@ -178,8 +178,8 @@ struct Published {
     }
 };
 
-// The steps before which the state is reset.  A warp's lanes load the bytes of a tile's steps long before use, and a vote
-// makes bits of them.
+// The steps before which the state is reset.  A warp's lanes load the bytes of a tile's steps long before use, and a
+// vote makes bits of them.
 struct Resets {
     static constexpr int WORDS = RESETS ? STEPS / 32 : 1;
     unsigned word[WORDS] = {};  // bytes; after share(), bits

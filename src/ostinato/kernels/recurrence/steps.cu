@@ -83,13 +83,16 @@ using Marks = PackType<AHEAD == 4 ? 4 : 2>::type;  // the bytes of AHEAD steps
 
 // All bits of x, or none.  A predicate would be made as soon as a step's byte is loaded, for which all then waits.
 __device__ inline float masked(float x, unsigned bits) { return __uint_as_float(__float_as_uint(x) & bits); }
-__device__ inline double masked(double x, unsigned bits) { return __longlong_as_double(__double_as_longlong(x) & int(bits)); }
+__device__ inline double masked(double x, unsigned bits) {
+    return __longlong_as_double(__double_as_longlong(x) & int(bits));
+}
 
 // The operands loaded for one step.
 struct Inputs {
     Scalar x[SEQUENCES], before[BACKWARD ? STATES : 1], grad[BACKWARD ? STATES : 1];
 };
-// Those of AHEAD steps, and their bytes of the mask: RESETS 1, each for itself; 2: adjacent and aligned, all in one load.
+// Those of AHEAD steps, and their bytes of the mask: RESETS 1, each for itself; 2: adjacent and aligned, all in one
+// load.
 struct Group {
     Inputs step[AHEAD];
     unsigned resets[RESETS == 2 ? 1 : AHEAD];
@@ -246,7 +249,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) steps(const __gr
     for (int begin = from; begin < whole && !(GATHER && vanished()); begin += 2 * AHEAD) {
         fetch_all(odd, begin + AHEAD);
         take_all(even, begin);
-        fetch_all(even, min(begin + 2 * AHEAD, whole - AHEAD));  // in vain at the end, as a branch would part what is in flight
+        // In vain at the end, as a branch would part what is in flight.
+        fetch_all(even, min(begin + 2 * AHEAD, whole - AHEAD));
         take_all(odd, begin + AHEAD);
         if ((begin - from) % FLUSH == 0) flush();
     }

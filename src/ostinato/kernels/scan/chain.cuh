@@ -104,7 +104,8 @@ struct Asked {
                     for (int j = 0; j < 4 - MESSAGES; ++j) parts[2 * k + j] = got.parts[j];
                     tile.reset = FORGETS && got.mark - published.epoch == RESET;
                 }
-                tile.b.value[v] = numbers[0], tile.a.value[v] = numbers[1], tile.low.value[v] = EXTENDED ? numbers[2] : 0;
+                tile.b.value[v] = numbers[0], tile.a.value[v] = numbers[1],
+                tile.low.value[v] = EXTENDED ? numbers[2] : 0;
             }
             whole = i == 0 && alone ? tile : tile.after(whole);
         }

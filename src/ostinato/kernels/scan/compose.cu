@@ -75,7 +75,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) compose(const __grid_const
     for (int apart = 1; apart < STRIPS; apart *= 2) {
         if (strip % (2 * apart) == apart) {
 #pragma unroll
-            for (int v = 0; v < VEC; ++v) shared_P[strip][lane * VEC + v] = P[v], shared_L[strip][lane * VEC + v] = L[v];
+            for (int v = 0; v < VEC; ++v)
+                shared_P[strip][lane * VEC + v] = P[v], shared_L[strip][lane * VEC + v] = L[v];
         }
         __syncthreads();
         if (strip % (2 * apart) == 0) {

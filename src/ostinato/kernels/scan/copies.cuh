@@ -2,17 +2,18 @@
 
 // Asynchronous copy of BYTES from global to shared memory; bytes after the first `count` are zero-filled.
 // The whole 128-byte line is brought into L2: where a block's rows are half a line, another block uses the rest.
-// 16-byte copies bypass L1 (.cg), where every copy in flight would hold a line and lines run out.  Those of tiles that stay
-// read whole lines once, which give way to the next ones: L2 then writes back less of what is there meanwhile.
+// 16-byte copies bypass L1 (.cg), where every copy in flight would hold a line and lines run out.  Those of tiles that
+// stay read whole lines once, which give way to the next ones: L2 then writes back less of what is there meanwhile.
 template <int BYTES> __device__ inline void copy_async(void* to, const void* from, int count = BYTES) {
     const unsigned shared = unsigned(__cvta_generic_to_shared(to));
     if constexpr (BYTES == 16 && STAYS) {
         unsigned long long policy;
         asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
-        asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(shared), "l"(from),
-                     "r"(count), "l"(policy) : "memory");
+        asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(shared),
+                     "l"(from), "r"(count), "l"(policy) : "memory");
     } else if constexpr (BYTES == 16)
-        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(from), "r"(count) : "memory");
+        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(from), "r"(count)
+                     : "memory");
     else
         asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], %2, %3;" ::"r"(shared), "l"(from), "n"(BYTES),
                      "r"(count) : "memory");
@@ -70,8 +71,8 @@ struct alignas(16) Strip {
         const int row = at.segment * ROWS, first = at.descending ? STRIP - 1 - row : row;
         return shift + first * APART + at.lane % LANES + u * (at.descending ? -APART : APART);
     }
-    // Call move(k, from, low, high) for each piece k of a part: elements low to high of the piece at `from` are within the
-    // sequence (clipped only if CHECKED) and, if OWN, within the strip.
+    // Call move(k, from, low, high) for each piece k of a part: elements low to high of the piece at `from` are within
+    // the sequence (clipped only if CHECKED) and, if OWN, within the strip.
     template <bool CHECKED, bool OWN, typename Move>
     static __device__ void pieces(const Place& at, const Tensor& x, int chunk, int ahead, int part, Move move) {
         constexpr Index ALL = PIECES * PER_PIECE;
@@ -79,7 +80,8 @@ struct alignas(16) Strip {
         const int skipped = shift(at, x, chunk, ahead);
         int begin = OWN ? skipped : 0, end = OWN ? skipped + SIZE : int(ALL);
         if (CHECKED) {  // clip to the sequence, relative to the first piece
-            const Index head = skipped - Index(start(at, chunk, ahead)) * NARROW, tail = head + Index(at.p.steps) * NARROW;
+            const Index head = skipped - Index(start(at, chunk, ahead)) * NARROW,
+                        tail = head + Index(at.p.steps) * NARROW;
             begin = head > begin ? int(head < ALL ? head : ALL) : begin;
             end = tail < end ? int(tail > 0 ? tail : 0) : end;
         }
@@ -90,7 +92,8 @@ struct alignas(16) Strip {
         Pack* const first = memory(at, x, chunk, ahead) - skipped + (origin + at.lane) * PER_PIECE;
 #pragma unroll(CHECKED ? 1 : (MOST + ABREAST - 1) / ABREAST)  // the CHECKED path is rare: keep its code small
         for (int k = 0; k < (MOST + ABREAST - 1) / ABREAST; ++k) {
-            const int piece = origin + at.lane + ABREAST * k, low = begin - piece * PER_PIECE, high = end - piece * PER_PIECE;
+            const int piece = origin + at.lane + ABREAST * k,
+                      low = begin - piece * PER_PIECE, high = end - piece * PER_PIECE;
             if (ABREAST * k + ABREAST >= MOST - 1 && piece >= bound) break;
             move(piece, first + ABREAST * k * PER_PIECE, low > 0 ? low : 0, high < PER_PIECE ? high : PER_PIECE);
         }
@@ -103,7 +106,8 @@ struct alignas(16) Strip {
                 auto* const to = &element[k * PER_PIECE];
                 if (!CHECKED || (low < PER_PIECE && high == PER_PIECE)) copy_async<16>(to, from);
                 else if (high > low)
-                    copy_part(reinterpret_cast<char*>(to), reinterpret_cast<const char*>(from), high * int(sizeof(Pack)));
+                    copy_part(reinterpret_cast<char*>(to), reinterpret_cast<const char*>(from),
+                              high * int(sizeof(Pack)));
             });
         } else if constexpr (PITCH) {
             constexpr int ROW = GROUP * int(sizeof(Scalar)), OF_ROW = (ROW + 15 + 15) / 16, COPIES = STRIP * OF_ROW;
@@ -111,7 +115,8 @@ struct alignas(16) Strip {
             const int time = start(at, chunk, ahead), skipped = shift(at, x, chunk, ahead) * int(sizeof(Pack));
             const char* const from = reinterpret_cast<const char*>(memory(at, x, chunk, ahead));
             const Index apart = x.time * Index(sizeof(Scalar));
-            const auto* const end = reinterpret_cast<const char*>(at.sequence(x) + Index(at.p.steps - 1) * x.time + at.p.channels);
+            const auto* const end =
+                reinterpret_cast<const char*>(at.sequence(x) + Index(at.p.steps - 1) * x.time + at.p.channels);
 #pragma unroll(CHECKED ? 1 : (COPIES + ABREAST - 1) / ABREAST)
             for (int k = 0; k < (COPIES + ABREAST - 1) / ABREAST; ++k) {
                 const int n = at.lane + ABREAST * k, row = n / OF_ROW;
@@ -160,7 +165,7 @@ struct alignas(16) Strip {
 // A warp's steps of the mask of resets, in shared memory if they are many: a byte each, in the order of time.
 struct alignas(16) Mask {
     static constexpr bool COPIED = RESETS && STRIP > 96, GAPLESS = RESETS == 2 && PACKING != OFFSETS;
-    static constexpr int PIECES = (STRIP + 36) / 16;  // the first at most 15 bytes early; a thread reads 6 beyond its own
+    static constexpr int PIECES = (STRIP + 36) / 16;  // the first at most 15 bytes early; a thread reads 6 past its own
     unsigned char byte[COPIED ? 16 * PIECES : 1];
 
     static __device__ const unsigned char* sequence(const Place& at) {
@@ -220,7 +225,8 @@ struct alignas(16) Mask {
             for (int u = 0; u < ROWS; u += LANES) {
                 const int step = row + u + at.lane % LANES;
                 const bool mine = (ROWS % LANES == 0 || u + at.lane % LANES < ROWS);
-                const unsigned votes = __ballot_sync(~0u, mine && byte[skipped + (at.descending ? STRIP - 1 - step : step)]);
+                const unsigned votes =
+                    __ballot_sync(~0u, mine && byte[skipped + (at.descending ? STRIP - 1 - step : step)]);
                 bits |= (votes >> at.segment * LANES & ~0u >> 32 - LANES) << u;
             }
         }

@@ -19,15 +19,15 @@
 //                    others' tiles since its own last to get its carry.  If there are as many blocks as tiles, these
 //                    stay in shared memory, where they are read twice and the results are put (STAYS 1).
 //   look-back        in between: blocks begin with the tile of their own number and draw others, of any chain, from a
-//   (CHAINED 1,      counter, which balances the load; they get the carry by decoupled look-back over the aggregates and
-//    LOOKS_BACK 1)   inclusive prefixes of earlier tiles (single-pass scan; Merrill & Garland 2016).
+//   (CHAINED 1,      counter, which balances the load; they get the carry by decoupled look-back over the aggregates
+//    LOOKS_BACK 1)   and inclusive prefixes of earlier tiles (single-pass scan; Merrill & Garland 2016).
 //
 // A cooperative launch makes all blocks of a chain resident, as they wait for each other.
 //
-// Look-back cannot deadlock then: every block begins with its first tile at once, the others are drawn in order, and each
-// block finishes its tiles in order, so all tiles below one that is begun belong to running blocks; a tile waits only on
-// lower ones; and the lowest unfinished tile, which its block is working on, waits on none.  Results are deterministic:
-// however far a block looks back, the state runs forward through the same sequence of multiply-adds.
+// Look-back cannot deadlock then: every block begins with its first tile at once, the others are drawn in order, and
+// each block finishes its tiles in order, so all tiles below one that is begun belong to running blocks; a tile waits
+// only on lower ones; and the lowest unfinished tile, which its block is working on, waits on none.  Results are
+// deterministic: however far a block looks back, the state runs forward through the same sequence of multiply-adds.
 //
 // Interleaved blocks wait only for aggregates, which depend only on inputs, so they cannot deadlock.  The order of all
 // products and sums depends only on the number of blocks, so results are deterministic on one GPU.
@@ -118,8 +118,10 @@ __device__ inline void fetch(const Place& at, const Memory& memory, Shared& shar
 #pragma unroll
     for (int part = 0; part < PARTS; ++part) {
         if (chunk < chunks) {
-            if (!(FIRST && NARROW && !STAYS) && at.inner(chunk)) Steps::fetch<false>(at, memory, shared.input[stage][at.warp], chunk, part);
-            else Steps::fetch<true>(at, memory, shared.input[stage][at.warp], chunk, part);
+            if (!(FIRST && NARROW && !STAYS) && at.inner(chunk))
+                Steps::fetch<false>(at, memory, shared.input[stage][at.warp], chunk, part);
+            else
+                Steps::fetch<true>(at, memory, shared.input[stage][at.warp], chunk, part);
         }
         commit_copies();
     }
@@ -174,7 +176,8 @@ __device__ inline void chain(const Parameters& p, Shared& shared, int chunks) {
     Resets later;
     later.load(at, next);
 #pragma unroll 1
-    for (int stage = 0; stage < STAGES; ++stage) fetch<true>(at, memory, shared, stage, next + stage * companions, chunks);
+    for (int stage = 0; stage < STAGES; ++stage)
+        fetch<true>(at, memory, shared, stage, next + stage * companions, chunks);
     OfChannels of_channels;
     prepare(at, of_channels);
     Channels state;
@@ -186,7 +189,8 @@ __device__ inline void chain(const Parameters& p, Shared& shared, int chunks) {
     // A tile's sequences are looked up a tile ahead, to overlap with other waits.
     if (PACKING == CU_SEQLENS && next < chunks) shared.find_sequences(at, next, 0, sequence);
     for (int now = -1, since = 0, stage = 0, last = 0, buffer = 0;; since = now + 1, now = next, next += companions) {
-        const int first = since + at.warp * of_warp + at.segment * share, end = first + share < now ? first + share : now;
+        const int first = since + at.warp * of_warp + at.segment * share,
+                  end = first + share < now ? first + share : now;
         Asked asked;
         asked.ask(published, first, end);
         Steps coming;

@@ -54,7 +54,8 @@ struct Joint {
         Composition before = Composition::none();
         if constexpr (SEGMENTS > 1) {
             // Bits of the lanes with a reset, this segment's highest: nothing is composed across the nearest.
-            const unsigned resets = FORGETS ? __ballot_sync(~0u, whole.reset) << (SEGMENTS - 1 - at.segment) * LANES : 0;
+            const unsigned resets =
+                FORGETS ? __ballot_sync(~0u, whole.reset) << (SEGMENTS - 1 - at.segment) * LANES : 0;
             const int since = __clz(resets), reach = FORGETS && since < at.lane ? since : at.lane;
             whole.reset = false;
 #pragma unroll

@@ -1,7 +1,7 @@
 // The steps of one thread in a tile: read, reduced to a composition, and replayed from their initial state.
 
-// The steps before which the state is reset.  A warp's lanes load the bytes of its steps long before use, since loads queue
-// behind the copies, and a vote makes bits of them; of many steps they are copied with the tile.
+// The steps before which the state is reset.  A warp's lanes load the bytes of its steps long before use, since loads
+// queue behind the copies, and a vote makes bits of them; of many steps they are copied with the tile.
 struct Resets {
     static constexpr bool LOADED = RESETS && !Mask::COPIED;
     static constexpr int TILES = STRIP <= 32 && !CHAINED ? 32 / STRIP : 1;  // loaded at once
@@ -57,7 +57,7 @@ struct Steps {
     int shift[INPUTS];      // of the strips
     unsigned resets;        // bits of the steps before which, in the forward's order, the state is reset
     unsigned begins, ends;  // CU_SEQLENS: bits of the first and last steps of sequences
-    bool bounded;           // whether the warp's steps have any; of a short strip, if not FOLDED, also whether any is reset
+    bool bounded;           // whether the warp's steps have any; of a short strip, if not FOLDED, also if any is reset
 
     static __device__ void make(const Bits (&bits)[INPUTS], const OfChannels& of_channels, Step (&row)[VEC]) {
         Compute x[INPUTS][VEC];
@@ -78,7 +78,8 @@ struct Steps {
             Bits bits[INPUTS];
 #pragma unroll
             for (int k = 0; k < INPUTS; ++k)
-                bits[k] = at.p.has_input(k) ? shared.input[0][at.warp][k].element[Strip::place(at, u, shift[k])] : filled(0);
+                bits[k] = at.p.has_input(k) ? shared.input[0][at.warp][k].element[Strip::place(at, u, shift[k])]
+                                            : filled(0);
             make(bits, nothing, row);
         } else if constexpr (RAW) {
             make(raw[u], nothing, row);
@@ -92,8 +93,8 @@ struct Steps {
     // whose ends have such paths already, or registers are too few for two paths.
     static constexpr bool TWO_PATHS = LOOKS_BACK ? !(RAW && BACKWARD && NARROW_SCALAR) : !CHAINED;
     static constexpr bool SELDOM_RESET = RESETS && STRIP <= 32 && TWO_PATHS && PACKING != CU_SEQLENS;
-    // Looking back, a generated operation's steps get a coefficient of zero where they are reset: that forgets every state
-    // that is finite, and only where one is not, its warp takes the path with tests.
+    // Looking back, a generated operation's steps get a coefficient of zero where they are reset: that forgets every
+    // state that is finite, and only where one is not, its warp takes the path with tests.
     static constexpr bool FOLDED = SELDOM_RESET && LOOKS_BACK && !Element::RAW;
     template <bool TESTED = true> __device__ bool is_reset(int u) const { return RESETS && TESTED && resets >> u & 1; }
     // Whether a coefficient of zero did not reset this state, or may not have.
@@ -106,7 +107,8 @@ struct Steps {
     // The sequence that begins, or ends, with the thread's step u, or -1.
     template <bool CHECKED>
     __device__ int beginning(const Place& at, const Shared& shared, int buffer, int u) const {
-        return CHECKED && PACKING == CU_SEQLENS && begins >> u & 1 ? shared.begins[buffer].sequence[at.first(0) + u] : -1;
+        return CHECKED && PACKING == CU_SEQLENS && begins >> u & 1 ? shared.begins[buffer].sequence[at.first(0) + u]
+                                                                   : -1;
     }
     template <bool CHECKED>
     __device__ int ending(const Place& at, const Shared& shared, int buffer, int u) const {
@@ -127,8 +129,8 @@ struct Steps {
                 strips[k].fetch<CHECKED>(at, at.p.input(k), memory.input[k], chunk, BACKWARD && k == PREVIOUS, part);
     }
 
-    // Whether the zero state before a reset step is written to shared memory, where there is one, and not selected at every
-    // step: a warp of many segments has several, one after the other.
+    // Whether the zero state before a reset step is written to shared memory, where there is one, and not selected at
+    // every step: a warp of many segments has several, one after the other.
     static constexpr bool PUTS_RESETS = RESETS && (STAYS || SELDOM_RESET || LANES >= 4);
 
     // Backward, of some rows: write h0 as h[t-1] of a sequence's first step in time, and the zero state as that of a
@@ -149,7 +151,9 @@ struct Steps {
 
     // Steps that do not exist come first only with OFFSETS, and act as the identity; elsewhere they come last, where
     // what is read does not matter.
-    __device__ void read(const Place& at, Shared& shared, int stage, int buffer, int chunk, const OfChannels& of_channels) {
+    __device__ void read(
+        const Place& at, Shared& shared, int stage, int buffer, int chunk, const OfChannels& of_channels
+    ) {
         constexpr bool CHECKED = PACKING == OFFSETS;
         const Parameters& p = at.p;
         Strip (&strips)[INPUTS] = shared.input[stage][at.warp];
@@ -243,11 +247,12 @@ struct Steps {
         return append<true>(at, shared, chunk, from, whole);
     }
 
-    // Replay the steps from `state` and write the results; `sums` accumulates the gradients of the parameters.  False, with
-    // nothing done, if that must be CHECKED.
+    // Replay the steps from `state` and write the results; `sums` accumulates the gradients of the parameters.  False,
+    // with nothing done, if that must be CHECKED.
     template <bool CHECKED>
     __device__ bool apply(
-        const Place& at, const Memory& memory, Shared& shared, int buffer, int chunk, int part, Channels& state, Sums& sums
+        const Place& at, const Memory& memory, Shared& shared, int buffer, int chunk, int part, Channels& state,
+        Sums& sums
     ) const {
         const Parameters& p = at.p;
         const int i = at.first(chunk);
@@ -275,7 +280,8 @@ struct Steps {
 #pragma unroll
                 for (int k = 0; k < OUTPUTS; ++k) out[k][v] = result[Element::output_factor(k)];
 #pragma unroll
-                for (int k = 0; k < (SUMS ? PARAMETERS : 0); ++k) sums[k][v] += exists ? result[Element::parameter_factor(k)] : 0;
+                for (int k = 0; k < (SUMS ? PARAMETERS : 0); ++k)
+                    sums[k][v] += exists ? result[Element::parameter_factor(k)] : 0;
             }
             if (CHECKED && exists) last = state, any = true;
             if (const int n = ending<CHECKED>(at, shared, buffer, u); n >= 0) store_state(at, p.final, n, state);

@@ -128,7 +128,8 @@ struct Composition {
     __device__ void append(int v, Compute next_a, Compute next_low, Compute next_b) {
         const Compute product = Ring::times(next_a, a.value[v]);
         if (EXTENDED) {
-            const Compute rest = fma(next_low, a.value[v], fma(next_a, low.value[v], fma(next_a, a.value[v], -product)));
+            const Compute rest =
+                fma(next_low, a.value[v], fma(next_a, low.value[v], fma(next_a, a.value[v], -product)));
             low.value[v] = absolute(rest) < infinity() ? rest : 0;
             next_b = fma(next_low, b.value[v], next_b);
         }
@@ -230,7 +231,9 @@ struct Rows {
         first = reinterpret_cast<const char*>(at.sequence(x) + channel + step * x.time);
         stride = Offset(PACKING != OFFSETS && at.descending ? -x.time : x.time) * Offset(sizeof(Scalar));
     }
-    __device__ bool exists(const Place& at, int chunk, int u) const { return inside && at.exists(chunk * TILE + local + u); }
+    __device__ bool exists(const Place& at, int chunk, int u) const {
+        return inside && at.exists(chunk * TILE + local + u);
+    }
     __device__ char* tile(int chunk) const {
         return const_cast<char*>(first) + (PACKING == OFFSETS ? 0 : Index(chunk) * Offset(TILE * stride));
     }
