@@ -9,6 +9,7 @@ import torch
 from gpus import H100
 from ostinato.kernels import nvrtc
 from ostinato.kernels.persistent import cuda, geometry, operators, search
+from ostinato.kernels.persistent.costs import microseconds
 from ostinato.kernels.persistent.plan import GATES, Call
 from persistent_layers import candidates
 
@@ -176,6 +177,27 @@ def test_a_block_asks_early_for_many_rounded_bytes_of_many_sequences():
         )
         assert (forward.asks_early, backward.asks_early) == (False, early)
         assert not early or backward.cluster == 1
+
+
+@pytest.mark.parametrize(
+    ("layer", "dtype", "exact", "most"),
+    [(("gru", 256), bf16, True, 7), (("gru", 256), f32, True, 9)],
+)
+def test_few_kernels_serve_the_batches_of_a_training(monkeypatch, layer, dtype, exact, most):
+    """With a geometry for each batch they were 9 and 22."""
+
+    def choose(batch, backward):
+        return search.choose_geometry(*layer, batch, dtype, None, None, H100, backward=backward, exact=exact).geometry
+
+    batches = itertools.product((*range(1, 20, 2), *range(20, 65, 5), 16, 64), (False, True))
+    chosen = {key: choose(*key) for key in batches}
+    assert len({(found.backward, found.macros()) for found in chosen.values()}) <= most
+    monkeypatch.setattr(search, "ROUNDED", 0)
+    for (batch, backward), found in chosen.items():
+        fastest = choose(batch, backward)
+        assert microseconds(found, batch) <= 1.08 * microseconds(fastest, batch)
+        assert found == fastest or batch not in (1, 4, 16, 64)
+        assert found.groups == -(-batch // found.columns)
 
 
 @pytest.mark.parametrize(("columns", "fits"), [(32, True), (64, False)])

@@ -5,7 +5,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from statistics import NormalDist
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,6 +14,18 @@ from ostinato.kernels.persistent.geometry import SCALARS, THREADS, WARPS, ZERO_P
 from ostinato.kernels.persistent.plan import GATES, Plan
 
 LEAST_COPIED = 4096  # bytes of a sequence's state; see _in_turns
+ROUNDED = 1.08  # times as long a step may take, so that a training of many batch sizes needs few kernels
+
+
+class Device(NamedTuple):
+    """What the search asks of ``torch.cuda.get_device_properties``."""
+
+    multi_processor_count: int
+    shared_memory_per_block_optin: int
+    regs_per_multiprocessor: int
+    L2_cache_size: int
+    major: int
+
 
 
 def _coverings(start: Geometry, batch: int, properties: Any, share: int) -> Iterator[Geometry]:
@@ -153,6 +165,41 @@ def candidates(
             yield filled
 
 
+@functools.lru_cache(maxsize=4096)
+def _fastest(
+    starts: tuple[Geometry, ...],
+    batch: int,
+    density: float,
+    block: tuple[int, int] | None,
+    device: Device,
+    share: int,
+    distributed: bool,
+) -> Geometry | None:
+    fitting = (
+        geometry
+        for start in starts
+        for geometry in candidates(start, batch, density, block, device, share)
+        if distributed or not geometry.distributed
+    )
+    return min(fitting, key=lambda geometry: microseconds(geometry, batch), default=None)
+
+
+def _rounded(batch: int) -> Iterator[set[int]]:
+    """Powers of four around a batch, then the numbers around it of one, two and three binary digits before zeros."""
+    digits = (batch - 1).bit_length()
+    yield {1 << (batch.bit_length() - 1) // 2 * 2, 1 << round_up(digits, 2)}
+    for kept in (1, 2, 3):
+        unit = 1 << max(0, digits - kept)
+        yield {batch // unit * unit, round_up(batch, unit)} - {0}
+
+
+def _for_batch(geometry: Geometry, batch: int, device: Device, share: int) -> Geometry:
+    """The geometry with as many groups as a batch needs, if the device holds them."""
+    size = 1 << (geometry.blocks_of_a_cluster - 1).bit_length()
+    most = resident_blocks(device, size) // share // max(size, geometry.blocks)
+    return geometry._replace(groups=min(most, ceil_div(batch, geometry.columns * geometry.turns)))
+
+
 def choose_geometry(
     cell: str,
     hidden_size: int,
@@ -168,7 +215,10 @@ def choose_geometry(
     exact: bool = True,
     distributed: bool = True,
 ) -> Plan:
-    """The fastest way to run a layer of `cell` ("rnn_tanh", "rnn_relu", "gru", "lstm") in one direction of time.
+    """A fast way to run a layer of `cell` ("rnn_tanh", "rnn_relu", "gru", "lstm") in one direction of time.
+
+    A kernel is compiled for the sequences of a group of blocks and runs any number of groups.  So the way that is the
+    fastest for a rounder batch is taken, if a step of this one then takes at most ``ROUNDED`` times as long.
 
     Args:
         hidden_size, batch, dtype: of the layer and its input.
@@ -196,22 +246,25 @@ def choose_geometry(
     paths = ["dense"]
     if mask_nnz is not None and hidden_size < 2**16 - ZERO_PLACES:
         paths += ["sparse"] if block in (None, (1, 1)) else ["block", "sparse"]
-    starts = [
+    starts = tuple(
         Geometry(name, cell, hidden_size, dtype, 0, 0, 0, backward, exact) for name in paths if path in (None, name)
-    ]
-    geometry = min(
-        (
-            geometry
-            for start in starts
-            for geometry in candidates(start, batch, density, block, properties, share)
-            if distributed or not geometry.distributed
-        ),
-        key=lambda geometry: microseconds(geometry, batch),
-        default=None,
     )
+    device = Device(*(getattr(properties, name) for name in Device._fields))
+
+    def fastest(batch: int) -> Geometry | None:
+        return _fastest(starts, batch, density, block, device, share, distributed)
+
+    geometry = fastest(batch)
     kept = f"{weights * dtype.itemsize * density / 1e6:.1f} MB of recurrent weights"
     if geometry is None:
         return steps(f"{kept} do not fit on the chip" + (" beside their gradients" if backward else ""))
+    longest = ROUNDED * microseconds(geometry, batch)
+    for sizes in _rounded(batch):
+        ways = (_for_batch(found, batch, device, share) for size in sizes if (found := fastest(size)))
+        rounder = min(ways, key=lambda way: microseconds(way, batch), default=geometry)
+        if microseconds(rounder, batch) <= longest:
+            geometry = rounder
+            break
     how = {
         "dense": "fit on the chip" if mask_nnz is None else "fit on the chip with their zeros, fastest on tensor cores",
         "block": "fit on the chip in strips of 16 rows",
