@@ -39,13 +39,14 @@ def plan_of(cell, hidden, batch, dtype, tf32=(False, False), training=True):
         (("gru", 1024, 16, bf16), (False, False), True),  # 4.0, 16.6
         (("gru", 512, 256, bf16), (False, False), True),  # 14.7, 21.7
         (("lstm", 512, 256, bf16), (False, False), True),  # 18.1, 19.8
-        (("gru", 1024, 256, bf16), (False, False), False),  # 45.8, 33.2
+        (("gru", 1024, 256, bf16), (False, False), True),  # 28.8, 34.0
+        (("lstm", 1024, 256, bf16), (False, False), True),  # 36.2, 37.5
+        (("lstm", 2048, 64, bf16), (False, False), True),  # 38.2, 39.6
         (("gru", 512, 256, f32), (True, True), True),  # 23.0, 45.6
         (("gru", 512, 256, f32), (False, False), True),  # 63.3, 95.2
         (("gru", 2048, 4, f32), (True, True), True),  # 10.2, 49.8: a part of the weights comes from L2
-        (("lstm", 2048, 64, f32), (True, True), False),  # 111.1 in cuDNN's
         (("gru", 512, 256, f32), (False, True), False),  # 63.3, 45.6: by default cuDNN rounds and products do not
-        (("lstm", 1024, 256, f32), (True, True), False),  # 108.6, 87.7
+        (("gru", 1024, 256, f32), (True, True), True),  # 54.8, 68.1
         (("gru", 128, 1, f32), (True, True), True),  # 1.26, 1.57: cuDNN's kernel for small layers
         (("gru", 128, 16, f32), (True, True), True),  # 1.40, 2.19
     ],
@@ -57,12 +58,12 @@ def test_a_layer_is_left_to_torch_where_that_is_faster(planned_for_an_h100, laye
 @pytest.mark.parametrize(
     ("layer", "blocks", "distributed"),  # the fastest measured on an H200
     [
-        (("gru", 256, 1, f16), 8, True),
+        (("gru", 256, 1, f16), 16, True),
         (("gru", 128, 16, f16), 4, True),
-        (("lstm", 512, 1, f16), 16, True),
+        (("rnn_tanh", 512, 1, f16), 16, True),
         (("gru", 512, 64, f16), 16, False),  # as many products within clusters take longer than the exchange
         (("gru", 1024, 1, f16), 64, False),  # of 128, all would read the same few lines
-        (("gru", 1024, 4, f16), 128, False),
+        (("gru", 1024, 4, f16), 64, False),
     ],
 )
 def test_blocks_of_small_layers_form_clusters(layer, blocks, distributed):
@@ -169,22 +170,22 @@ def test_a_thread_of_the_backward_updates_no_more_than_its_registers_hold(cell):
 
 
 def test_a_block_asks_early_for_many_rounded_bytes_of_many_sequences():
-    """At 256 sequences 5.4 microseconds a step for 5.9 in clusters; fewer bytes took a tenth longer so (H200)."""
+    """At 256 sequences 5.5 microseconds a step, as two blocks of a cluster take; fewer bytes took a tenth longer."""
     for batch, exact, early in ((256, False, True), (128, False, True), (16, False, False), (256, True, False)):
-        forward, backward = (
-            search.choose_geometry("gru", 512, batch, f32, None, None, H100, backward=back, exact=exact).geometry
-            for back in (False, True)
-        )
-        assert (forward.asks_early, backward.asks_early) == (False, early)
-        assert not early or backward.cluster == 1
+        for backward in (False, True):
+            start = geometry.Geometry("dense", "gru", 512, f32, 0, 0, 0, backward, exact)
+            found = search.candidates(start, batch, 1.0, None, H100)
+            alone = [g for g in found if g.cluster == 1 and not g.distributed]
+            fastest = min(alone, key=lambda g: microseconds(g, batch))
+            assert fastest.asks_early == (early and backward)
 
 
 @pytest.mark.parametrize(
     ("layer", "dtype", "exact", "most"),
-    [(("gru", 256), bf16, True, 7), (("gru", 256), f32, True, 9)],
+    [(("gru", 512), bf16, True, 9), (("gru", 256), f32, True, 13)],
 )
 def test_few_kernels_serve_the_batches_of_a_training(monkeypatch, layer, dtype, exact, most):
-    """With a geometry for each batch they were 9 and 22."""
+    """With a geometry for each batch they were 19 and 21."""
 
     def choose(batch, backward):
         return search.choose_geometry(*layer, batch, dtype, None, None, H100, backward=backward, exact=exact).geometry
@@ -195,7 +196,7 @@ def test_few_kernels_serve_the_batches_of_a_training(monkeypatch, layer, dtype, 
     monkeypatch.setattr(search, "ROUNDED", 0)
     for (batch, backward), found in chosen.items():
         fastest = choose(batch, backward)
-        assert microseconds(found, batch) <= 1.08 * microseconds(fastest, batch)
+        assert microseconds(found, batch) <= 1.1 * microseconds(fastest, batch)
         assert found == fastest or batch not in (1, 4, 16, 64)
         assert found.groups == -(-batch // found.columns)
 

@@ -15,35 +15,38 @@ SMALL = 128  # units up to which cuDNN has special kernels
 
 
 class _Cost(NamedTuple):
-    """Microseconds of a step on a Hopper GPU, fitted to some hundred layers, nearly all within 20 %."""
+    """Microseconds of a step on an H200, fitted to some thousand geometries, nine in ten within 15 %."""
 
     step: float  # fixed
     read: float  # per 100 kB of state
     row: float  # per 10 kB of a sequence's state for every eight sequences, for a lane's number of loads
     kept: float  # per 100 kB of weights read from shared memory
-    multiplied: float  # per hundred tiles of a warp or entries of a thread
+    multiplied: float  # per hundred tiles of a warp or entries of a thread, for every eight sequences
+    exact: float  # the same for products of split numbers on tensor cores
     updated: float  # per ten gates that a thread computes
     summed: float  # per 64 row tiles of a sequence, for the reduction of partial sums
-    cluster: float = 0.0  # per other block of the cluster, for what its blocks hand each other
+    cluster: float  # per other block of the cluster, for what its blocks hand each other
+    lines: float = 0.0  # per 100 blocks, beyond 32, that read the few lines of one sequence
+    uneven: float = 0.0  # fixed, if a thread's items are of different units; where roles are split, if lanes are idle
 
 
 _COSTS = {
-    ("dense", False): _Cost(0.91, 0.20, 0.96, 0.13, 0.37, 0.98, 0.22),
-    ("dense", True): _Cost(0.77, 0.22, 1.17, 0.16, 0.19, 1.29, 0.53, 0.51),
-    ("block", False): _Cost(0.85, 1.9, 0.0, 0.37, 1.45, 0.26, 0.0),
-    ("block", True): _Cost(0.85, 1.9, 0.0, 0.37, 1.45, 0.26, 0.0, 0.20),
-    ("sparse", False): _Cost(0.80, 4.1, 0.0, 0.80, 2.10, 2.00, 0.0),
-    ("sparse", True): _Cost(0.80, 4.1, 0.0, 0.80, 2.10, 2.00, 0.0, 0.20),
+    ("dense", False): _Cost(0.516, 1.03, 0.576, 0.214, 0.29, 2.56, 0.533, 0.406, 0.0, 0.23, 0.043),
+    ("dense", True): _Cost(0.485, 0.63, 0.565, 0.178, 0.375, 3.16, 0.717, 0.545, 0.40, 0.14, 0.083),
+    ("block", False): _Cost(0.85, 1.9, 0.0, 0.37, 1.45, 4.1, 0.26, 0.0, 0.0),
+    ("block", True): _Cost(0.85, 1.9, 0.0, 0.37, 1.45, 6.3, 0.26, 0.0, 0.20),
+    ("sparse", False): _Cost(0.80, 4.1, 0.0, 0.80, 2.10, 0.0, 2.00, 0.0, 0.0),
+    ("sparse", True): _Cost(0.80, 4.1, 0.0, 0.80, 2.10, 0.0, 2.00, 0.0, 0.20),
 }
-_WITHIN_CLUSTERS = _Cost(0.89, 3.67, 0.0, 0.22, 0.41, 0.39, 0.32, 0.007)  # of states that stay there
-_SCATTERING = _Cost(0.42, 0.0, 0.0, 0.0, 0.88, 0.56, 0.30, 0.022)  # of gradients of which only sums are exchanged
-_EXACT = {False: 4.5, True: 7.0}  # the cost factor of exact products, three of split numbers; by backward
-_BY_FMA = 1.5  # the cost factor of exact products of one sequence within clusters
-_LINES = 0.2  # microseconds per 100 blocks, beyond 32, that read the few lines of one sequence
-_ASKS_EARLY = 0.4  # microseconds that the dense kernel saves
-_IN_TURNS = {2: 1.45, 4: 1.513}  # microseconds that a block hides of two groups in turn, by bytes of a number
-_STREAMED = 0.9  # microseconds per 100 kB of weights that a block of the dense kernel reads from L2
-_HALF_WORDS = 0.17  # microseconds, if blocks of the dense kernel publish their state in words of 4 bytes
+_WITHIN_CLUSTERS = _Cost(0.385, 6.5, 0.0, 0.26, 0.555, 2.44, 0.378, 0.42, 0.002)  # of states that stay there
+# Of gradients of which only sums are exchanged.
+_SCATTERING = _Cost(0.282, 0.0, 0.0, 0.0, 0.493, 2.3, 0.365, 0.38, 0.007, uneven=0.035)
+_SMALL_CLUSTER = 8  # blocks, beyond which each counts twice
+_SPLIT = 0.6  # of what exact products of eight sequences cost, once for all, to split the weights
+_BY_FMA = 1.3  # the cost factor of the dense kernel's exact products of one sequence
+_IN_TURNS = {2: 0.95, 4: 1.15}  # microseconds that a block hides of two groups in turn, by bytes of a number
+_STREAMED = 0.7  # microseconds per 100 kB of weights that a block of the dense kernel reads from L2
+_SPLIT_STREAMED = 4.0  # times as much if these are split
 _SHARE = 0.054  # microseconds per share of a strip of a warp of the block kernel
 _ROUND_TRIP = 1.3  # microseconds per additional round of loads in which the block kernel waits for the state
 
@@ -51,28 +54,27 @@ _ROUND_TRIP = 1.3  # microseconds per additional round of loads in which the blo
 def microseconds(geometry: Geometry, batch: int) -> float:
     """The estimated time of a step of all sequences."""
     cost, row = _COSTS[geometry.path, geometry.backward], geometry.slice * geometry.dtype.itemsize
+    others, uneven = geometry.cluster - 1, THREADS * geometry.adjacent % geometry.units
     if geometry.distributed:
         cost = _SCATTERING if geometry.backward else _WITHIN_CLUSTERS
-    on_tensor_cores = geometry.path == "block" or (geometry.path == "dense" and geometry.columns > 1)
-    passes = float(ceil_div(geometry.columns, 8))
-    if geometry.exact and geometry.dtype == torch.float32:
-        if on_tensor_cores:
-            passes *= _EXACT[geometry.backward]
-        elif geometry.distributed and not geometry.backward:
-            passes *= _BY_FMA
+        others = geometry.blocks - 1 + max(0, geometry.blocks - _SMALL_CLUSTER)
+    if geometry.scatters:
+        uneven = geometry.units * geometry.columns % 32
+    passes, exact = ceil_div(geometry.columns, 8), geometry.exact and geometry.dtype == torch.float32
+    splits = exact and (geometry.path == "block" or (geometry.path == "dense" and geometry.columns > 1))
+    products = cost.exact * (passes + _SPLIT) if splits else cost.multiplied * passes
+    if exact and geometry.path == "dense" and not splits:
+        products *= _BY_FMA
     step = cost.step + cost.read * geometry.columns * row / 1e5
-    step += cost.row * ceil_div(geometry.columns, 8) * row / 1e4
+    step += cost.row * passes * row / 1e4
     step += cost.kept * (geometry.tiles - geometry.held - geometry.streamed) * geometry.tile_bytes / 1e5
-    step += _STREAMED * geometry.streamed * geometry.tile_bytes / 1e5
-    step += cost.multiplied * geometry.tiles * passes / 1e2
+    step += _STREAMED * (_SPLIT_STREAMED if splits else 1) * geometry.streamed * geometry.tile_bytes / 1e5
+    step += products * geometry.tiles / 1e2
     step += cost.updated * ceil_div(geometry.units * geometry.columns, THREADS) * GATES[geometry.cell] / 10
     step += cost.summed * geometry.row_tiles * geometry.columns / 64
-    step += cost.cluster * (geometry.blocks_of_a_cluster - 1)
-    if geometry.path == "dense":
-        step -= _ASKS_EARLY * geometry.asks_early
-        step += _HALF_WORDS if geometry.units * geometry.dtype.itemsize % 8 and not geometry.backward else 0
-        if geometry.columns == 1 and not geometry.distributed and not geometry.backward:
-            step += _LINES * max(0, geometry.blocks - 32) / 1e2
+    step += cost.cluster * others
+    step += cost.lines * max(0, geometry.blocks - 32) / geometry.columns / 1e2
+    step += cost.uneven if uneven else 0
     if geometry.path == "block":
         step += _SHARE * len(geometry.share_tiles)
         step += _ROUND_TRIP * (ceil_div(geometry.words, geometry.words_in_flight) - 1)
@@ -122,7 +124,7 @@ def microseconds_of_more_products(call: Call, tf32: tuple[bool, bool]) -> float:
 def torchs_microseconds(call: Call, tf32: bool) -> float:
     """The estimated time of a step in cuDNN, without the GEMMs over all steps."""
     if call.training and call.cell == "gru" and call.dtype == torch.float32 and call.hidden_size <= SMALL:
-        return 2.4 + 0.045 * call.batch  # too high by half, as the estimates of our kernels for such small layers are
+        return 1.5 + 0.046 * call.batch
     cost = _TORCHS_COSTS[_precision(call.dtype, tf32), call.training]
     gates = GATES[call.cell] * call.hidden_size
     weights = gates * call.hidden_size

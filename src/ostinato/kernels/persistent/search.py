@@ -14,7 +14,7 @@ from ostinato.kernels.persistent.geometry import SCALARS, THREADS, WARPS, ZERO_P
 from ostinato.kernels.persistent.plan import GATES, Plan
 
 LEAST_COPIED = 4096  # bytes of a sequence's state; see _in_turns
-ROUNDED = 1.08  # times as long a step may take, so that a training of many batch sizes needs few kernels
+ROUNDED = 1.1  # times as long a step may take, so that a training of many batch sizes needs few kernels
 
 
 class Device(NamedTuple):
@@ -25,7 +25,6 @@ class Device(NamedTuple):
     regs_per_multiprocessor: int
     L2_cache_size: int
     major: int
-
 
 
 def _coverings(start: Geometry, batch: int, properties: Any, share: int) -> Iterator[Geometry]:
