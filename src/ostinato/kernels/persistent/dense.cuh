@@ -15,7 +15,7 @@ constexpr int TILES = FULL * COLUMN_TILES + HALF * ((COLUMN_TILES + 1) / 2);
 constexpr int ON_CHIP = TILES - STREAMED;
 constexpr bool CROWDED = HELD < TILES;  // not all weights are in registers
 constexpr int AHEAD = 4;
-constexpr int EARLY = STREAMED || TURNS > 1 ? 0 : TILES - HELD < 4 ? TILES - HELD : 4;  // read from shared memory while waiting
+constexpr int EARLY = STREAMED || TURNS > 1 ? 0 : TILES - HELD < 4 ? TILES - HELD : 4;  // read while waiting
 // Cycles; see Block::pause.  The more blocks, the more look for the same lines.
 constexpr int FORWARD_PAUSE = COLUMNS >= 8 ? 0 : BLOCKS <= 64 ? PAUSE_OF_FEW : COLUMNS == 1 ? 200 : 80;
 constexpr int PAUSE = DISTRIBUTED ? 0 : !BACKWARD ? FORWARD_PAUSE : COLUMNS == 1 ? 80 : 0;

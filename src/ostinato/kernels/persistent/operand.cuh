@@ -137,7 +137,8 @@ struct CopiedOperand {
     __device__ void wait(Patience &patience) {
         while (true) {
             for (unsigned done = 0; !done;)
-                asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;"
+                             " selp.u32 %0, 1, 0, p; }"
                              : "=r"(done) : "r"(barrier), "r"(phase) : "memory");
             phase ^= 1;
             Seen seen;
