@@ -58,7 +58,7 @@ struct Published {
 
 // The messages of a few consecutive tiles, loaded long before they are needed.
 struct Asked {
-    static constexpr int MOST = (WATCHERS < 256 ? 4 : 2) / MESSAGES / VEC, SIZE = MOST > 0 ? MOST : 1;
+    static constexpr int MOST = (WATCHERS < 256 && KEPT_ROWS < ROWS ? 4 : 2) / MESSAGES / VEC, SIZE = MOST > 0 ? MOST : 1;
     Message message[SIZE][MESSAGES][VEC];
 
     __device__ void ask(const Published& published, int first, int end) {

@@ -17,7 +17,7 @@
 //   interleaved      few channels: P blocks share a chain, each scanning every P-th tile.  A block publishes the
 //   (CHAINED 1)      aggregate of its next tile before it finishes the current one, and composes the aggregates of the
 //                    others' tiles since its own last to get its carry.  If there are as many blocks as tiles, these
-//                    stay in shared memory, where they are read twice and the results are put (STAYS 1).
+//                    stay in shared memory, where the results are put, too (STAYS 1).
 //   look-back        in between: blocks begin with the tile of their own number and draw others, of any chain, from a
 //   (CHAINED 1,      counter, which balances the load; they get the carry by decoupled look-back over the aggregates
 //    LOOKS_BACK 1)   and inclusive prefixes of earlier tiles (single-pass scan; Merrill & Garland 2016).
@@ -95,7 +95,7 @@ __device__ inline void apply(
         }
     }
     if (SEGMENTS > 1) before.carry(mine);
-#pragma unroll 1
+#pragma unroll(KEPT_ROWS ? PARTS : 1)  // for the kept to be in registers
     for (int part = 0; part < PARTS; ++part) {
         const bool unchecked = at.whole(chunk) && !steps.bounded;
         if (unchecked && steps.apply<false>(at, memory, shared, buffer, chunk, part, mine, sums)) continue;
@@ -162,6 +162,56 @@ __device__ inline void stream(const Parameters& p, Shared& shared, int chunks) {
     if constexpr (SUMS) store_sums(at, shared, 0, sums);
 }
 
+// Carry a state over the first `parts` compositions of others' tiles.
+__device__ inline void carry_over(const Joint& others, int parts, Channels& state) {
+    int part = 0;
+    if (const unsigned resets = others.resets() & (1u << parts) - 1) {  // nothing before the last counts
+        part = 32 - __clz(resets);
+        state = others.of(part - 1, true).b;
+    }
+#pragma unroll 4
+    for (; part < parts; ++part) others.of(part, false).carry(state);
+}
+
+// Interleaved, with as many blocks as tiles.
+__device__ inline void stay(const Parameters& p, Shared& shared, int chunks) {
+    const int number = blockIdx.x / chunks, chunk = blockIdx.x - number * chunks;
+    const Place at(p, number);
+    const Memory memory(at);
+    const Published published(p, number, chunks);
+    Resets resets;
+    resets.load(at, chunk);  // before the copies, behind which it would queue
+    fetch(at, memory, shared, 0, chunk, chunks);
+    Channels state;
+    load_state(at, p.initial, 0, state);
+    Steps steps;
+    resets.share();
+    steps.resets = resets.of(at, shared, 0, chunk);
+    read(at, shared, 0, 0, chunk, {}, steps);
+    const Composition before = shared.tile[0].join(at, steps.compose(at, shared, 0, chunk));
+    __syncthreads();
+    if (at.warp == WARPS - 1) {  // which has the fewest aggregates to read
+        const Composition all = shared.tile[0].accumulate();
+        if (chunks > 1) published.write(chunk, all);
+    }
+    // The tiles before are divided among the warps.
+    const int share = (chunks - 1 + WARPS - 1) / WARPS, parts = chunk > 0 ? (chunks - 1 + share - 1) / share : 0;
+    const int first = at.warp * share, end = first + share < chunk ? first + share : chunk;
+    if (at.warp < parts) {
+        Composition between = Composition::none();
+        for (int i = first; i < end; i += Asked::SIZE) {
+            Asked asked;
+            asked.ask(published, i, end);
+            asked.compose(published, i, end, between, i == first);
+        }
+        shared.tile[1].join(at, between);
+    }
+    __syncthreads();
+    carry_over(shared.tile[1], parts, state);
+    Sums sums = {};
+    apply(at, memory, shared, 0, chunk, steps, before, state, sums);
+}
+
 // Interleaved: P blocks (`companions`) share a chain, each scanning every P-th tile.
 __device__ inline void chain(const Parameters& p, Shared& shared, int chunks) {
     const int companions = p.companions;
@@ -196,15 +246,13 @@ __device__ inline void chain(const Parameters& p, Shared& shared, int chunks) {
         Steps coming;
         Composition composed;
         if (next < chunks) {
-            if (!STAYS) {  // else they are waited for in parts
-                wait_for_copies();
-                if (EXCHANGED || Mask::COPIED) sync_abreast();
-            }
+            wait_for_copies();
+            if (EXCHANGED || Mask::COPIED) sync_abreast();
             later.share();
             coming.resets = later.of(at, shared, stage, next);
             later.load(at, next + companions);
             read(at, shared, stage, buffer, next, of_channels, coming);
-            if (!STAYS) fetch(at, memory, shared, stage, next + STAGES * companions, chunks);
+            fetch(at, memory, shared, stage, next + STAGES * companions, chunks);
             stage = stage + 1 == STAGES ? 0 : stage + 1;
             composed = shared.tile[buffer].join(at, coming.compose(at, shared, buffer, next));
         }
@@ -221,7 +269,7 @@ __device__ inline void chain(const Parameters& p, Shared& shared, int chunks) {
             if (now > since) {
                 if (at.warp < parts) {
                     Composition between = Composition::none();
-                    if constexpr (NARROW && !STAYS) {  // one copy of the code, as it compiles faster
+                    if constexpr (NARROW) {  // one copy of the code, as it compiles faster
 #pragma unroll 1
                         for (int i = first;;) {
                             asked.compose(published, i, end, between, i == first);
@@ -239,14 +287,7 @@ __device__ inline void chain(const Parameters& p, Shared& shared, int chunks) {
                     shared.tile[BUFFERS].join(at, between);
                 }
                 __syncthreads();
-                const Joint& others = shared.tile[BUFFERS];
-                int part = 0;
-                if (const unsigned resets = others.resets() & (1u << parts) - 1) {  // nothing before the last counts
-                    part = 32 - __clz(resets);
-                    state = others.of(part - 1, true).b;
-                }
-#pragma unroll 4
-                for (; part < parts; ++part) others.of(part, false).carry(state);
+                carry_over(shared.tile[BUFFERS], parts, state);
             }
             apply(at, memory, shared, last, now, steps, before, state, sums);
         }
@@ -319,6 +360,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) scan(const __gri
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     const int chunks = (p.steps + TILE - 1) / TILE;
     if constexpr (LOOKS_BACK) chain_looking_back(p, shared, chunks);
+    else if constexpr (STAYS) stay(p, shared, chunks);
     else if constexpr (CHAINED) chain(p, shared, chunks);
     else stream(p, shared, chunks);
 }

@@ -54,6 +54,7 @@ struct Steps {
     static_assert(!STAYS || Element::RAW);
     Step step[RAW ? 1 : ROWS][VEC];
     Bits raw[RAW && !STAYS ? ROWS : 1][INPUTS];
+    unsigned kept[KEPT_ROWS ? KEPT_ROWS : 1];  // both inputs of a row
     int shift[INPUTS];      // of the strips
     unsigned resets;        // bits of the steps before which, in the forward's order, the state is reset
     unsigned begins, ends;  // CU_SEQLENS: bits of the first and last steps of sequences
@@ -78,8 +79,9 @@ struct Steps {
             Bits bits[INPUTS];
 #pragma unroll
             for (int k = 0; k < INPUTS; ++k)
-                bits[k] = at.p.has_input(k) ? shared.input[0][at.warp][k].element[Strip::place(at, u, shift[k])]
-                                            : filled(0);
+                if (u < KEPT_ROWS) bits[k] = kept[u] >> 16 * k & 0xffff;
+                else bits[k] = at.p.has_input(k) ? shared.input[0][at.warp][k].element[Strip::place(at, u, shift[k])]
+                                                 : filled(0);
             make(bits, nothing, row);
         } else if constexpr (RAW) {
             make(raw[u], nothing, row);
@@ -198,7 +200,7 @@ struct Steps {
     // Append the steps of a part and later ones, from step `from`; TESTED, those that are reset lose the state before.
     // With STAYS, as they arrive.
     template <bool TESTED, int N = 0>
-    __device__ Composition append(const Place& at, Shared& shared, int chunk, int from, Composition whole) const {
+    __device__ Composition append(const Place& at, Shared& shared, int chunk, int from, Composition whole) {
         if constexpr (STAYS) {
             wait_for_copies<PARTS - 1 - N>();
             sync_abreast();
@@ -209,6 +211,12 @@ struct Steps {
         if (!STAYS || at.inside)  // others would read what lanes inside write
 #pragma unroll
             for (int u = N * PART; u < (N + 1) * PART; ++u) {
+                if (u < KEPT_ROWS) {
+                    kept[u] = 0;
+#pragma unroll
+                    for (int k = 0; k < INPUTS; ++k)
+                        kept[u] |= unsigned(shared.input[0][at.warp][k].element[Strip::place(at, u, shift[k])]) << 16 * k;
+                }
                 if ((STAYS || PACKING == CU_SEQLENS) && u < from) continue;
                 Step row[VEC];
                 get(at, shared, u, row);
@@ -224,7 +232,7 @@ struct Steps {
         return whole;
     }
 
-    __device__ Composition compose(const Place& at, Shared& shared, int buffer, int chunk) const {
+    __device__ Composition compose(const Place& at, Shared& shared, int buffer, int chunk) {
         Composition whole = Composition::none();
         if (FOLDED) {
             whole = append<false>(at, shared, chunk, 0, whole);

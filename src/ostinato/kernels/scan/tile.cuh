@@ -44,6 +44,9 @@ constexpr int PLAIN = Element::PLAIN, PREVIOUS = PLAIN, GRAD = PLAIN + 1;
 constexpr int INPUTS = PLAIN + (BACKWARD ? 2 : 0), OUTPUTS = Element::OUTPUTS, FACTORS = Element::FACTORS;
 constexpr int PARAMETERS = Element::PARAMETERS, OF_CHANNEL = PARAMETERS ? PARAMETERS : 1;  // no array is empty
 constexpr bool SUMS = BACKWARD && PARAMETERS;
+// With STAYS, rows of which a thread keeps both inputs of 16 bits in a register, and reads them only once.  With resets
+// there are too few registers.
+constexpr int KEPT_ROWS = STAYS && INPUTS == 2 && !RESETS ? ROWS : 0;
 
 using Bits = PackType<sizeof(Pack) < 4 ? 4 : sizeof(Pack)>::type;  // in registers: two shorts would share one
 
