@@ -45,7 +45,10 @@ __device__ inline void sync_abreast() {
 // Other rows of such channels are copied in aligned pieces, too, of which the first begins before the row and the last
 // ends after it.  In shared memory rows are PITCH bytes apart, which is congruent to their distance in memory, so a row
 // has the same offset in its first piece here as there.
-struct alignas(16) Strip {
+//
+// The halves of a sector of 32 bytes are copied in one transaction only if they are halves of one here, too: so strips
+// begin with one, as most do in memory.
+struct alignas(32) Strip {
     static constexpr int APART = NARROW ? NARROW : PITCH / int(sizeof(Pack));
     static constexpr int SIZE = NARROW || PITCH ? STRIP * APART : 32 * ROWS, PER_PIECE = 16 / sizeof(Pack);
     static constexpr int PIECES = (SIZE + PER_PIECE - 1) / PER_PIECE + 1;

@@ -81,9 +81,9 @@ class Geometry(NamedTuple):
         pack, state = self.vec * itemsize, self.group * max(4, itemsize)
         strip = 32 * self.rows * max(4, pack)
         if self.narrow:
-            strip = self.segments * self.rows * self.narrow * itemsize + 48 + self.lanes * itemsize
+            strip = self.segments * self.rows * self.narrow * itemsize + 64 + self.lanes * itemsize
         elif pitch:
-            strip = self.segments * self.rows * pitch + 48 + self.lanes * self.vec * itemsize
+            strip = self.segments * self.rows * pitch + 64 + self.lanes * self.vec * itemsize
         strips = self.stages * self.warps * inputs + (self.warps if self.narrow and not self.stays else 0)
         buffers = 1 if self.stays else 3 if self.chained and not self.looks_back else 2
         numbers = 3 if itemsize == 4 else 2  # of a composition: with the rounding errors of float32's products

@@ -356,7 +356,7 @@ __device__ inline void chain_looking_back(const Parameters& p, Shared& shared, i
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) scan(const __grid_constant__ Parameters p) {
-    extern __shared__ __align__(16) unsigned char memory[];
+    extern __shared__ __align__(32) unsigned char memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     const int chunks = (p.steps + TILE - 1) / TILE;
     if constexpr (LOOKS_BACK) chain_looking_back(p, shared, chunks);
