@@ -8,9 +8,9 @@ ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 GPUS = {
     "A100": Device(108, 1.94e12, 163 << 10, 164 << 10),
     "L4": Device(58, 0.3e12, 99 << 10, 100 << 10),
-    "H100": Device(132, 3.35e12, 227 << 10, 228 << 10),
-    "H200": Device(132, 4.9e12, 227 << 10, 228 << 10),
-    "B200": Device(148, 8e12, 227 << 10, 228 << 10),
+    "H100": Device(132, 3.35e12, 227 << 10, 228 << 10, True),
+    "H200": Device(132, 4.9e12, 227 << 10, 228 << 10, True),
+    "B200": Device(148, 8e12, 227 << 10, 228 << 10, True),
 }
 H100 = SimpleNamespace(  # its properties, of which torch knows
     multi_processor_count=132,

@@ -107,6 +107,19 @@ def test_pieces_are_known_to_be_aligned_only_where_all_are():
     assert launch._addressing(problem._replace(channels=1), geometry._replace(rows=1, lanes=32), 0)[1] == ("ALIGNED", 0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("element", ["LinearScan", "LinearScanBackward"])
+def test_kernels_of_clusters_compile_without_a_gpu(element, dtype):
+    pytest.importorskip("cuda.core")
+    inputs, scalar, aligned = inputs_of(element), nvrtc.SCALARS[dtype], 16 // dtype.itemsize
+    geometry = choose_geometry(Criteria(element, inputs, dtype.itemsize, aligned, True, 4, 4096, 1024, GPUS["H200"]))
+    assert geometry.cluster == 2
+    shared = geometry.shared_bytes(inputs, 0, dtype.itemsize, resets=True)
+    definitions = dict(macros(element, scalar, scalar, "DENSE", geometry, shared, False, True, 0))
+    cubin = nvrtc.compile_cubin(launch.source(), "sm_90", {**definitions, "RESETS": inputs % 2})
+    assert cubin[:4] == b"\x7fELF"
+
+
 def test_warps_abreast_need_rows_that_begin_alike_in_all_tensors(monkeypatch):
     """As they copy them in pieces: parts of longer rows, scanned into rows of their own, are left to single warps."""
     pytest.importorskip("cuda.core")
@@ -150,10 +163,11 @@ GEOMETRIES = {
     "lanes 8 chained": {"lanes": 8, "vec": 1, "warps": 4, "rows": 2, "chained": True, "narrow": 0, "stages": 1},
     "wide copies": {"lanes": 8, "vec": 1, "warps": 2, "rows": 8, "chained": True, "narrow": 0, "stages": 1},
     "one warp": {"warps": 1, "rows": 1},
+    "in clusters": {"chained": False, "looks_back": False, "warps": 2, "rows": 2, "stages": 1, "cluster": 3},
 }
 # Rows of 16-bit channels that begin anywhere: in one wave of tiles by one warp, three and 32; by look-back; streamed.
 ODD = [(1, 300, 31), (2, 1100, 65), (1, 700, 1023), (1, 1100, 1025), (150, 70, 33)]
-SHAPES = [(2, 1, 5), (1, 777, 1), (2, 300, 8), (3, 130, 33), (1, 1000, 64), (2, 257, 6), (2, 190, 12)]
+SHAPES = [(2, 1, 5), (1, 777, 1), (2, 300, 8), (3, 130, 33), (1, 1000, 72), (2, 257, 6), (2, 190, 12)]
 
 
 def force(monkeypatch, name):

@@ -102,6 +102,27 @@ def test_chained_blocks_of_whole_rows():
     assert chosen("A100", 2, 100000, 384)[0] == 1  # whose shared memory does not hold such a tile
 
 
+def test_two_blocks_of_a_cluster_share_a_chain_where_they_fill_the_gpu():
+    def cluster(*shape, gpu="H200", itemsize=2, **settings):
+        aligned = settings.pop("aligned", 16 // itemsize)
+        element, inputs = settings.pop("element", "LinearScan"), settings.pop("inputs", 2)
+        scan = Criteria(element, inputs, itemsize, aligned, True, *shape, GPUS[gpu], **settings)
+        return choose_geometry(scan).cluster
+
+    for itemsize, gpu in itertools.product((2, 4), ("H100", "H200")):
+        for element, inputs in (("LinearScan", 2), ("LinearScanBackward", 3)):
+            for shape in ((8, 2048, 512), (4, 4096, 1024), (1, 65536, 4096)):
+                assert cluster(*shape, gpu=gpu, itemsize=itemsize, element=element, inputs=inputs) == 2
+    assert cluster(9, 4096, 512, gpu="B200") == 2
+    for changes in ({"gpu": "A100"}, {"aligned": 2}, {"packed": True}, {"congruent": False}, {"itemsize": 8}):
+        assert cluster(4, 4096, 1024, **changes) == 1
+    assert cluster(4, 4096, 1024, element="LogLinearScan") == 1
+    assert cluster(4, 4096, 1088) == 1  # 68 chains on 132 multiprocessors
+    assert cluster(3, 5000, 1000) == 1  # 48
+    assert cluster(2, 30000, 2000) == 1  # whose rows share lines
+    assert cluster(4, 64, 1024) == 1  # so short that a block scans a chain sooner
+
+
 def test_a_long_scan_of_unevenly_many_chains_looks_back():
     def looks_back(batch, steps, channels, gpu="H200", aligned=4, packed=False):
         arguments = (True, batch, steps, channels, GPUS[gpu], packed)
@@ -195,7 +216,7 @@ def test_what_was_measured_to_be_best_is_chosen(name):
             g = choose_geometry(Criteria("LinearScan", 2, itemsize, aligned, True, *shape, GPUS[name], resets=resets))
             kind = "streams" if not g.chained else "looks back" if g.looks_back else "turns"
             assert (g.lanes, g.warps, g.rows, kind) == want
-    backward = choose_geometry(Criteria("LinearScanBackward", 3, 2, 8, True, 4, 2000, 1024, GPUS[name]))
+    backward = choose_geometry(Criteria("LinearScanBackward", 3, 2, 8, True, 3, 2000, 1024, GPUS[name]))
     assert (backward.rows, backward.looks_back) == (16, True)
     backward = choose_geometry(Criteria("LinearScanBackward", 3, 4, 4, True, 3, 5000, 1000, GPUS[name]))
     assert (backward.warps, backward.rows, backward.looks_back) == (8, 20, True)

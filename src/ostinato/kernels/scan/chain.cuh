@@ -15,11 +15,8 @@ struct Published {
         const unsigned mark = epoch + (tile.reset ? RESET : COMPOSED);
 #pragma unroll
         for (int v = 0; v < VEC; ++v) {
-            const Compute numbers[] = {tile.b.value[v], tile.a.value[v], EXTENDED ? tile.low.value[v] : 0};
-            const unsigned* const parts = reinterpret_cast<const unsigned*>(numbers);
 #pragma unroll
-            for (int k = 0; k < MESSAGES; ++k)
-                store_message(at(chunk, k, v), {parts[2 * k], parts[2 * k + 1], MESSAGES == 1 ? parts[2] : 0, mark});
+            for (int k = 0; k < MESSAGES; ++k) store_message(at(chunk, k, v), tile.message(v, k, mark));
         }
     }
     __device__ void write(int chunk, const Channels& after) const {
@@ -58,8 +55,9 @@ struct Published {
 
 // The messages of a few consecutive tiles, loaded long before they are needed.
 struct Asked {
-    static constexpr int MOST = (WATCHERS < 256 && KEPT_ROWS < ROWS ? 4 : 2) / MESSAGES / VEC, SIZE = MOST > 0 ? MOST : 1;
-    Message message[SIZE][MESSAGES][VEC];
+    static constexpr int MOST = (WATCHERS < 256 && KEPT_ROWS < ROWS ? 4 : 2) / MESSAGES / VEC;
+    static constexpr int SIZE = MOST > 0 ? MOST : 1;
+    Message message[SIZE][VEC][MESSAGES];
 
     __device__ void ask(const Published& published, int first, int end) {
 #pragma unroll
@@ -68,7 +66,7 @@ struct Asked {
 #pragma unroll
                 for (int k = 0; k < MESSAGES; ++k)
 #pragma unroll
-                    for (int v = 0; v < VEC; ++v) message[i][k][v] = load_message(published.at(first + i, k, v));
+                    for (int v = 0; v < VEC; ++v) message[i][v][k] = load_message(published.at(first + i, k, v));
     }
     // Wait for the tiles and compose them onto `whole`, or start from the first if `alone`.
     __device__ void compose(const Published& published, int first, int end, Composition& whole, bool alone) {
@@ -82,7 +80,7 @@ struct Asked {
                 for (int k = 0; k < MESSAGES; ++k)
 #pragma unroll
                     for (int v = 0; v < VEC; ++v) {
-                        Message& got = message[i][k][v];
+                        Message& got = message[i][v][k];
                         if (first + i >= end || got.mark - published.epoch - 1 < MARKS - 1) continue;
                         got = load_message(published.at(first + i, k, v));
                         missing = true;
@@ -95,17 +93,8 @@ struct Asked {
             Composition tile;
 #pragma unroll
             for (int v = 0; v < VEC; ++v) {
-                Compute numbers[3];
-                unsigned* const parts = reinterpret_cast<unsigned*>(numbers);
-#pragma unroll
-                for (int k = 0; k < MESSAGES; ++k) {
-                    const Message& got = message[i][k][v];
-#pragma unroll
-                    for (int j = 0; j < 4 - MESSAGES; ++j) parts[2 * k + j] = got.parts[j];
-                    tile.reset = FORGETS && got.mark - published.epoch == RESET;
-                }
-                tile.b.value[v] = numbers[0], tile.a.value[v] = numbers[1],
-                tile.low.value[v] = EXTENDED ? numbers[2] : 0;
+                tile.take(v, message[i][v]);
+                tile.reset = FORGETS && message[i][v][0].mark - published.epoch == RESET;
             }
             whole = i == 0 && alone ? tile : tile.after(whole);
         }

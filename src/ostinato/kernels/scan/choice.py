@@ -31,6 +31,7 @@ class Device(NamedTuple):
     bandwidth: float  # memory bandwidth, bytes a second
     shared_of_block: int  # bytes of shared memory that one block can have
     shared: int  # bytes of shared memory of a multiprocessor
+    clusters: bool = False  # whether blocks can send each other messages
 
     @property
     def in_flight(self) -> float:
@@ -100,7 +101,8 @@ def choose_geometry(scan: Criteria) -> Geometry:
     streaming = _first(scan, _stream_narrow, _stream_two_warps_abreast, _stream_halves, _stream)
     if not _leaves_processors_idle(scan, streaming):
         return _spread_evenly(scan, streaming) or streaming
-    return _first(scan, _staying, _chain_narrow, _look_back_shortly, _look_back_in_pairs, _look_back, _interleave)
+    looking_back = _look_back_shortly, _look_back_in_pairs, _look_back
+    return _first(scan, _staying, _chain_narrow, _stream_in_clusters, *looking_back, _interleave)
 
 
 def _first(scan: Criteria, *rules: Callable[[Criteria], Geometry | None]) -> Geometry:
@@ -228,6 +230,22 @@ def _spread_evenly(scan: Criteria, streaming: Geometry) -> Geometry | None:
         uneven = long >= 1 and filled < FULL
     back = Geometry(2, 32, 8, 8 if scan.backward else 16, chained=True, resident=2, looks_back=True)
     return back if uneven and scan.fits(back) and streaming.group == back.group else None
+
+
+def _stream_in_clusters(scan: Criteria) -> Geometry | None:
+    """Two blocks a chain where these fill the GPU, one on a multiprocessor.
+
+    A cluster must fit within a GPC: larger ones would leave more multiprocessors without a block.  Clusters drift
+    apart, so rows must not share lines.
+    """
+    words = scan.inputs * scan.itemsize // 2  # of a row of two channels, in registers
+    pair = Geometry(2, 32, 8, 1 << (64 // max(words, 2)).bit_length() - 1, resident=2, cluster=2)
+    lines = scan.itemsize <= 4 and scan.channels * scan.itemsize % LINE == 0
+    wide = lines and scan.aligned * scan.itemsize >= 16 and scan.congruent
+    if not (scan.device.clusters and scan.element in LINEAR and wide) or scan.packed:
+        return None
+    filled = scan.chains(pair) * pair.cluster / scan.device.processors
+    return pair if FULL <= filled <= 1 and scan.fits(pair) else None
 
 
 # Chained: one wave of blocks, with tiles as long as their registers hold.

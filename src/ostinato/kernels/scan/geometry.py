@@ -17,6 +17,7 @@ class Geometry(NamedTuple):
     stages: int = 1  # tiles prefetched
     looks_back: bool = False  # chained: by decoupled look-back, not interleaved tiles
     stays: bool = False  # chained: every block has one tile, which stays in shared memory
+    cluster: int = 1  # streaming: blocks of a cluster, which scan a chain's tiles in turn
 
     @property
     def group(self) -> int:
@@ -35,13 +36,13 @@ class Geometry(NamedTuple):
         return self.warps * max(32, self.lanes)
 
     def companions(self, chains: int, chunks: int, itemsize: int, processors: int) -> int:
-        """How many blocks share a chain such that all blocks of the launch are resident at once.
+        """How many blocks share a chain: a cluster's, or as many as are resident at once for all chains.
 
-        Each reads the aggregates of the others' tiles in rounds of ``read_at_once``; a last round of few tiles is not
+        Those read the aggregates of the others' tiles in rounds of ``read_at_once``; a last round of few tiles is not
         worth the extra blocks.
         """
         if not self.chained or self.looks_back:
-            return 1
+            return self.cluster
         if self.stays:
             return chunks
         most = max(1, min(chunks, self.resident * processors // chains))
@@ -91,9 +92,10 @@ class Geometry(NamedTuple):
         boundaries = 2 * buffers * (4 * self.tile + 4 * (self.tile // 32 + 2)) + 4 * 2048 if packed else 28
         window = (max(32, self.warps * self.segments) * (3 * state + 4) if self.looks_back else 16 * self.vec) + state
         sum_rows = self.warps * sums * state
+        inbox = 2 * (self.cluster * 4 * max(4, itemsize) * self.group + 16) if self.cluster > 1 else 16
         steps = self.segments * self.rows
         mask = self.stages * self.warps * (steps + 36) if resets and steps > 96 else 16
-        return strips * strip + between_warps + boundaries + sum_rows + window + mask + 144
+        return strips * strip + between_warps + boundaries + sum_rows + window + mask + inbox + 144
 
 
 def row_offset(itemsize: int, strides: Iterable[int]) -> int | None:
@@ -133,4 +135,5 @@ def macros(
         ("WIDE", int(wide)),
         ("PITCH", pitch),
         ("STAYS", int(geometry.stays)),
+        ("CLUSTER", geometry.cluster),
     )

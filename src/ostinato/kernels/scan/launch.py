@@ -71,7 +71,7 @@ class _Launch(NamedTuple):
 def source(code: str = "") -> str:
     """The source of the scan kernel, with a generated element's code."""
     before = nvrtc.source("numeric.cuh", "scan/elements.cuh", "scan/messages.cuh")
-    parts = ("tile.cuh", "copies.cuh", "shared.cuh", "steps.cuh", "chain.cuh", "scan.cu")
+    parts = ("tile.cuh", "copies.cuh", "cluster.cuh", "shared.cuh", "steps.cuh", "chain.cuh", "scan.cu")
     return before + code + nvrtc.source(*(f"scan/{name}" for name in parts))
 
 
@@ -84,6 +84,7 @@ def describe_device(index: int) -> Device:
         nvrtc.memory_bandwidth(index),
         properties.shared_memory_per_block_optin,
         properties.shared_memory_per_multiprocessor,
+        properties.major >= 9,
     )
 
 
@@ -157,14 +158,16 @@ def _prepare(problem: Problem, parameter_dtype: torch.dtype, alignment: int) -> 
     geometry, shared, definitions = _choose_kernel(problem, parameter_dtype, alignment)
     itemsize, processors = problem.compute.itemsize, describe_device(problem.device).processors
     chunks = -(-problem.steps // geometry.tile)
-    blocks = chains = problem.batch * problem.directions * -(-problem.channels // geometry.group)
+    chains = problem.batch * problem.directions * -(-problem.channels // geometry.group)
     companions = geometry.companions(chains, chunks, itemsize, processors)
+    blocks = chains * companions
     words = draws = 0
     if geometry.chained:
         tiles = chains * chunks
         words = 2 * (1 + tiles * geometry.group * itemsize // 4)  # the last is a counter
-        blocks = min(tiles, geometry.resident * processors) if geometry.looks_back else chains * companions
-        draws = tiles if geometry.looks_back else 0  # one for each tile, the last ones in vain
+    if geometry.looks_back:
+        blocks = min(tiles, geometry.resident * processors)
+        draws = tiles  # one for each, the last ones in vain
     strides = *problem.inputs, *problem.outputs
     integers = [problem.parameter_direction, *(problem.resets or (0, 0, 0)), *itertools.chain(*strides)]
     counts = problem.batch, problem.steps, problem.channels, problem.sequences, problem.directions, problem.reverse
@@ -181,7 +184,7 @@ def _prepare(problem: Problem, parameter_dtype: torch.dtype, alignment: int) -> 
             shared,
             first.pack,
             rest,
-            cooperative=geometry.looks_back or companions > 1,
+            cooperative=geometry.chained and (geometry.looks_back or companions > 1),
         ),
         words,
         draws,

@@ -13,7 +13,8 @@
 // differ only in where a tile's carry (the state before its first step) comes from:
 //
 //   streaming        one block per chain scans its tiles in order and keeps the carry in registers.  Best with enough
-//   (CHAINED 0)      channels to fill the GPU: blocks do not communicate.
+//   (CHAINED 0)      channels to fill the GPU: blocks do not communicate.  With half as many, the blocks of a cluster
+//                    take a chain's tiles in turn (CLUSTER blocks), and send each other the aggregates of every round.
 //   interleaved      few channels: P blocks share a chain, each scanning every P-th tile.  A block publishes the
 //   (CHAINED 1)      aggregate of its next tile before it finishes the current one, and composes the aggregates of the
 //                    others' tiles since its own last to get its carry.  If there are as many blocks as tiles, these
@@ -38,7 +39,7 @@
 // identity.
 //
 // Compiled before this file, in this order: elements.cuh (the operations), messages.cuh, tile.cuh, copies.cuh,
-// shared.cuh, steps.cuh and chain.cuh.
+// cluster.cuh, shared.cuh, steps.cuh and chain.cuh.
 
 // Sum the parameters' gradients over the block's segments, then warps, in a fixed order, into the block's own row.
 __device__ inline void store_sums(const Place& at, Shared& shared, int part, Sums& sums) {
@@ -84,7 +85,7 @@ __device__ inline void apply(
     const Joint& tile = shared.tile[buffer];
     Channels mine = state;  // before this thread's first step
     const unsigned resets = tile.resets();
-    if constexpr (CHAINED) {
+    if constexpr (CHAINED || CLUSTER > 1) {
         if (at.warp > 0) tile.of(at.warp, resets & (1u << at.warp) - 1).carry(mine);
         tile.of(0, resets).carry(state);
     } else {
@@ -127,21 +128,27 @@ __device__ inline void fetch(const Place& at, const Memory& memory, Shared& shar
     }
 }
 
-// Streaming: one block scans all tiles of its chain.
+// Streaming: one block scans all tiles of its chain, or the blocks of a cluster in turn.
 __device__ inline void stream(const Parameters& p, Shared& shared, int chunks) {
-    const Place at(p, blockIdx.x);
+    const Place at(p, blockIdx.x / CLUSTER);
+    const int rank = blockIdx.x % CLUSTER;
+    if constexpr (CLUSTER > 1) {
+        if (threadIdx.x == 0) shared.inbox[0].open();
+        arrive_in_cluster();
+    }
     const Memory memory(at);
     Resets resets, later;
-    later.load(at, 0);  // before the copies, behind which it would queue
+    later.load(at, rank);  // before the copies, behind which it would queue
 #pragma unroll 1
-    for (int stage = 0; stage < STAGES; ++stage) fetch<true>(at, memory, shared, stage, stage, chunks);
+    for (int stage = 0; stage < STAGES; ++stage) fetch<true>(at, memory, shared, stage, rank + stage * CLUSTER, chunks);
     OfChannels of_channels;
     prepare(at, of_channels);
     Channels state;
     load_state(at, PACKING == CU_SEQLENS ? nullptr : p.initial, 0, state);
     Sums sums = {};
-    int sequence = -1;
-    for (int chunk = 0, stage = 0, buffer = 0; chunk < chunks; ++chunk, buffer ^= 1) {
+    int sequence = -1, parity = 0;
+    if constexpr (CLUSTER > 1) wait_for_cluster();
+    for (int chunk = rank, stage = 0, buffer = 0; chunk < chunks; chunk += CLUSTER, parity ^= buffer, buffer ^= 1) {
         if (PACKING == CU_SEQLENS) shared.find_sequences(at, chunk, buffer, sequence);
         wait_for_copies();
         if (EXCHANGED || Mask::COPIED) sync_abreast();
@@ -149,17 +156,24 @@ __device__ inline void stream(const Parameters& p, Shared& shared, int chunks) {
         if (chunk % Resets::TILES == 0) {
             resets = later;
             resets.share();
-            later.load(at, chunk + Resets::TILES);
+            later.load(at, chunk + Resets::TILES * CLUSTER);
         }
         steps.resets = resets.of(at, shared, stage, chunk);
         read(at, shared, stage, buffer, chunk, of_channels, steps);
-        fetch(at, memory, shared, stage, chunk + STAGES, chunks);
+        fetch(at, memory, shared, stage, chunk + STAGES * CLUSTER, chunks);
         stage = stage + 1 == STAGES ? 0 : stage + 1;
         const Composition before = shared.tile[buffer].join(at, steps.compose(at, shared, buffer, chunk));
         __syncthreads();
+        const int left = chunks - (chunk - rank), count = left < CLUSTER ? left : CLUSTER;  // of blocks with a tile
+        if constexpr (CLUSTER > 1) {
+            Inbox& inbox = shared.inbox[0];
+            if (threadIdx.x < LANES) inbox.send(buffer, rank, count, shared.tile[buffer].accumulate());
+            inbox.carry_over_lower(buffer, parity, rank, state);
+        }
         apply(at, memory, shared, buffer, chunk, steps, before, state, sums);
+        if constexpr (CLUSTER > 1) shared.inbox[0].carry_over_higher(buffer, parity, rank, count, state);
     }
-    if constexpr (SUMS) store_sums(at, shared, 0, sums);
+    if constexpr (SUMS) store_sums(at, shared, rank, sums);
 }
 
 // Carry a state over the first `parts` compositions of others' tiles.
@@ -355,7 +369,12 @@ __device__ inline void chain_looking_back(const Parameters& p, Shared& shared, i
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) scan(const __grid_constant__ Parameters p) {
+#if CLUSTER > 1
+#define IN_CLUSTERS __cluster_dims__(CLUSTER)
+#else
+#define IN_CLUSTERS
+#endif
+extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, RESIDENT) scan(const __grid_constant__ Parameters p) {
     extern __shared__ __align__(32) unsigned char memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     const int chunks = (p.steps + TILE - 1) / TILE;

@@ -4,7 +4,7 @@
 // queue behind the copies, and a vote makes bits of them; of many steps they are copied with the tile.
 struct Resets {
     static constexpr bool LOADED = RESETS && !Mask::COPIED;
-    static constexpr int TILES = STRIP <= 32 && !CHAINED ? 32 / STRIP : 1;  // loaded at once
+    static constexpr int TILES = STRIP <= 32 && !CHAINED && CLUSTER == 1 ? 32 / STRIP : 1;  // loaded at once
     static constexpr int WORDS = LOADED ? (STRIP + 31) / 32 : 1;
     unsigned word[WORDS] = {};  // bytes; after share(), bits
 
@@ -50,7 +50,7 @@ __device__ inline void copy(const Sums& from, Sums& to) {
 // The steps of one thread in a tile.  Chained blocks hold two tiles' in registers; if `read` is cheap they are kept as
 // loaded (RAW), which halves the registers of 16-bit types.
 struct Steps {
-    static constexpr bool RAW = CHAINED && Element::RAW;
+    static constexpr bool RAW = (CHAINED || CLUSTER > 1) && Element::RAW;
     static_assert(!STAYS || Element::RAW);
     Step step[RAW ? 1 : ROWS][VEC];
     Bits raw[RAW && !STAYS ? ROWS : 1][INPUTS];
@@ -215,7 +215,8 @@ struct Steps {
                     kept[u] = 0;
 #pragma unroll
                     for (int k = 0; k < INPUTS; ++k)
-                        kept[u] |= unsigned(shared.input[0][at.warp][k].element[Strip::place(at, u, shift[k])]) << 16 * k;
+                        kept[u] |= unsigned(shared.input[0][at.warp][k].element[Strip::place(at, u, shift[k])])
+                                   << 16 * k;
                 }
                 if ((STAYS || PACKING == CU_SEQLENS) && u < from) continue;
                 Step row[VEC];

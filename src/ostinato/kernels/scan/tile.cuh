@@ -25,6 +25,7 @@ constexpr int TOGETHER = WIDE ? 16 / sizeof(Pack) : 1;  // adjacent packs in one
 #ifndef ALIGNED
 #define ALIGNED 0  // 1: with NARROW, the pieces of all tensors begin with a warp's steps
 #endif
+static_assert(CLUSTER == 1 || (!CHAINED && LANES <= 32), "the blocks of a cluster stream a chain of their own");
 constexpr bool EXCHANGED = NARROW || WIDE || PITCH;  // lanes copy elements that other lanes of the warp read
 static_assert(LANES % TOGETHER == 0 && ROWS % TOGETHER == 0);
 static_assert(LANES <= 32 || (LANES % 32 == 0 && !LOOKS_BACK && !WIDE), "look-back and wide copies are a warp's");
@@ -155,6 +156,21 @@ struct Composition {
             if (FORGETS && reset) both.b.value[v] = b.value[v];  // a is then unused
         }
         return both;
+    }
+    // A channel's numbers as messages, and back.
+    __device__ Message message(int v, int k, unsigned mark) const {
+        const Compute numbers[] = {b.value[v], a.value[v], EXTENDED ? low.value[v] : 0};
+        const unsigned* const parts = reinterpret_cast<const unsigned*>(numbers);
+        return {parts[2 * k], parts[2 * k + 1], MESSAGES == 1 ? parts[2] : 0, mark};
+    }
+    __device__ void take(int v, const Message (&messages)[MESSAGES]) {
+        Compute numbers[3];
+        unsigned* const parts = reinterpret_cast<unsigned*>(numbers);
+#pragma unroll
+        for (int k = 0; k < MESSAGES; ++k)
+#pragma unroll
+            for (int i = 0; i < 4 - MESSAGES; ++i) parts[2 * k + i] = messages[k].parts[i];
+        b.value[v] = numbers[0], a.value[v] = numbers[1], low.value[v] = EXTENDED ? numbers[2] : 0;
     }
     // Of the lane below, but for `reset`.
     __device__ Composition from_lane_below(int lanes) const {
