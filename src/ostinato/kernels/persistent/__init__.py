@@ -6,7 +6,8 @@
 ``operators.py``     the layer as a differentiable operator, and the choice of its kernels
 ``plain.py``         the same for exported programs
 ``masks.py``         the blocks of a pruned matrix
-``cuda.py``          NVIDIA GPUs: plans, and launches of ``forward.cu``, ``backward.cu`` or ``scatter.cu`` and others
+``cuda.py``          NVIDIA GPUs: plans, and launches of ``forward.cu``, ``backward.cu`` and others; within clusters of
+                     ``gather.cu`` and ``scatter.cu``
 ``geometry.py``      how a layer is divided among blocks of threads
 ``costs.py``         the estimated time of a step
 ``search.py``        the fastest geometry that fits

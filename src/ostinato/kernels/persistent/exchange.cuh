@@ -20,6 +20,9 @@
 // With TURNS of 2 a block computes two groups of COLUMNS sequences each, one while the other's states are on their way;
 // see turns.cu.
 //
+// With SHARES_WORK, where a block within clusters has few units, some of its warps only update them, and others do the
+// rest of the elementwise work; see gather.cu and scatter.cu.
+//
 // Backward exchanges GATES times as much.  There each of CLUSTER blocks multiplies one slice of it with the rows of all
 // the cluster's units, and the partial sums are reduced through distributed shared memory.  If the cluster is the whole
 // group, the slice is what the block computed itself, and the sums are all that is exchanged.
@@ -134,14 +137,14 @@ struct Block {
                       SECTORS = UNITS / WIDTH + (UNITS % WIDTH ? 2 : 0);  // two not aligned
 #pragma unroll
         for (int first = 0; first < SECTORS * COLUMNS; first += THREADS) {
-            const unsigned i = first + THREADS - 1 - (SCATTERS ? int(threadIdx.x) : thread);
+            const unsigned i = first + THREADS - 1 - (SHARES_WORK ? int(threadIdx.x) : thread);
             const int s = i / SECTORS, u = min(int(i % SECTORS) * WIDTH, UNITS - 1);
             if (s < sequences && (BLOCKS * UNITS == HIDDEN || unit + u < HIDDEN)) take(s, unit + u);
         }
     }
     // Whether this warp has nothing to update in a round.
     __device__ static bool idle(int i) {
-        return !SCATTERS && i >= WHOLE && i * THREADS + warp_id() * 32 >= UNITS * COLUMNS;
+        return !SHARES_WORK && i >= WHOLE && i * THREADS + warp_id() * 32 >= UNITS * COLUMNS;
     }
     // The sequence of an item, whose sums are then read: the last where there is no item.
     __device__ int sequence_of_sums(int i) const {
@@ -305,25 +308,56 @@ __device__ inline unsigned shown(float x) {
     return sizeof(Scalar) == 4 && !EXACT ? round_to_tf32(bits(x)) : bits(x);
 }
 
-// Publishes the units of a word, ADJACENT from each of consecutive lanes, at the first's `address`; all lanes must call
-// it.  To the blocks of a cluster each lane of a word stores it for some of them.
+// The copies of a word in the shared memory of all blocks of a cluster.  Each lane of a word stores it for some of
+// them.
+struct Copies {
+    static constexpr int COUNT = (BLOCKS + WORD - 1) / WORD;  // of a lane
+    unsigned there[COUNT], window;  // the lower halves of generic addresses, and the upper half of all
+
+    // Of the word in which this block has an address.
+    __device__ explicit Copies(const char *address) {
+        const size_t here = reinterpret_cast<size_t>(address) & ~size_t(7);
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) {
+            size_t copy;
+            asm("mapa.u64 %0, %1, %2;" : "=l"(copy) : "l"(here), "r"(min(lane_id() % WORD + i * WORD, BLOCKS - 1u)));
+            there[i] = low(copy), window = high(copy);
+            asm volatile("" : "+r"(there[i]), "+r"(window));  // computed here, not where others wait for the word
+        }
+    }
+
+    // Publishes a number of each of consecutive lanes, a word's; all lanes must call it.
+    __device__ void publish(float x, bool within) const {
+        const unsigned mine = shown(x), lane = lane_id() / WORD * WORD;
+        unsigned half[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            half[i] = __shfl_sync(~0u, mine, lane + i * WORD / 2);
+            if (WORD == 4) half[i] |= __shfl_sync(~0u, mine, lane + i * 2 + 1) << 16;
+        }
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) {
+            const bool wanted = within && (BLOCKS % WORD == 0 || lane_id() % WORD + i * WORD < BLOCKS);
+            asm volatile("{ .reg .pred p; setp.ne.u32 p, %0, 0; @p st.relaxed.cluster.b64 [%1], %2; }"
+                         :: "r"(unsigned(wanted)), "l"(Word(window) << 32 | there[i]),
+                            "l"(Word(half[1]) << 32 | half[0])
+                         : "memory");
+        }
+    }
+
+    __device__ void move(int bytes) {
+#pragma unroll
+        for (unsigned &address : there) address += bytes;
+    }
+};
+
+// Publishes the units of a word, ADJACENT from each of consecutive lanes, at the first's `address`, or its copies; all
+// lanes must call it.
 __device__ inline void publish(const float (&x)[ADJACENT], bool within, bool first, char *address, unsigned step) {
+    if constexpr (DISTRIBUTED) return Copies(address).publish(x[0], within);
     unsigned mine = (shown(x[0]) & ~TAG) | (step & TAG);
     if (ADJACENT == 2) mine |= shown(x[ADJACENT - 1]) << 16;
     else if (sizeof(Scalar) == 2) mine |= __shfl_down_sync(~0u, mine, 1) << 16;
-    if constexpr (DISTRIBUTED) {
-        const unsigned lane = lane_id() / WORD * WORD;
-        const unsigned lower = __shfl_sync(~0u, mine, lane), upper = __shfl_sync(~0u, mine, lane + WORD / 2);
-        if (!within) return;
-        const size_t here = reinterpret_cast<size_t>(address) & ~size_t(7);
-#pragma unroll
-        for (unsigned peer = lane_id() % WORD; peer < BLOCKS; peer += WORD) {
-            size_t there;
-            asm("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(here), "r"(peer));
-            asm volatile("st.relaxed.cluster.b64 [%0], %1;" :: "l"(there), "l"(lower | Word(upper) << 32) : "memory");
-        }
-        return;
-    }
     const Word word = HALF_WORDS ? mine : mine | Word(__shfl_down_sync(~0u, mine, WORD / 2 / ADJACENT)) << 32;
     if (HALF_WORDS)
         asm volatile("{ .reg .pred p; setp.ne.u32 p, %0, 0; @p st.relaxed.gpu.global.b32 [%1], %2; }"

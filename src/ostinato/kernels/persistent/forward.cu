@@ -83,14 +83,15 @@ struct Units : Block {
         }
     }
 
-    __device__ void update(const Rows &rows, const Product &product, const float *sums, char *state, int taken) {
+    template <typename State>
+    __device__ void update(const Rows &rows, const Product &product, const float *sums, State state, int taken) {
         update<0, WHOLE>(rows, product, sums, state, taken);
         if (WHOLE < ITEMS && !idle(WHOLE)) update<WHOLE, ITEMS>(rows, product, sums, state, taken);
     }
 
     // Of some items.  A sequence without this step keeps its state.
-    template <int FIRST, int END>
-    __device__ void update(const Rows &rows, const Product &product, const float *sums, char *state, int taken) {
+    template <int FIRST, int END, typename State>
+    __device__ void update(const Rows &rows, const Product &product, const float *sums, State state, int taken) {
         float s[ITEMS][GATES];
 #pragma unroll
         for (int i = FIRST; i < END; i += ADJACENT) {
@@ -115,11 +116,15 @@ struct Units : Block {
         }
 #pragma unroll
         for (int i = FIRST; i < END; i += ADJACENT) {
-            char *address = state + place_of((unit + unit_of(i)) * sizeof(Scalar), sequence_of(i));
             float published[ADJACENT];
 #pragma unroll
             for (int j = 0; j < ADJACENT; ++j) published[j] = resets.before[i] ? 0 : h[i + j];
-            publish(published, in_word(i), begins_word(i), address, taken + 1);
+            if constexpr (SHARES_WORK) {
+                state.publish(published[0], in_word(i));
+            } else {
+                char *address = state + place_of((unit + unit_of(i)) * sizeof(Scalar), sequence_of(i));
+                publish(published, in_word(i), begins_word(i), address, taken + 1);
+            }
         }
     }
 
@@ -141,6 +146,28 @@ struct Units : Block {
 #pragma unroll
                 for (int g = 0; g < GATES; ++g) projected[i / ADJACENT][g].store(gates + g * HIDDEN);
             }
+        }
+    }
+
+    // Calls a function with what a step needs of an item, and whether its state is reset before the next; with what is
+    // made of it.
+    template <typename Function> __device__ void each_operand(Function take) {
+        each_projected(take);
+        float flag = resets.before[0];
+        if (RESETS) take(flag);
+        resets.before[0] = flag != 0;
+    }
+    template <typename Function> __device__ void each_result(Function take) {
+        take(h[0]);
+        if (KEEPS || CELL == LSTM) take(c[0]);
+        if (KEEPS) each_projected(take);
+    }
+    template <typename Function> __device__ void each_projected(Function take) {
+#pragma unroll
+        for (int g = 0; g < GATES; ++g) {
+            float x = widen(projected[0][g].x[0]);
+            take(x);
+            projected[0][g].x[0] = x;
         }
     }
 
@@ -174,7 +201,7 @@ __device__ inline char *first_state(const Parameters &p, int group, void *shared
     return static_cast<char *>(shared);
 }
 
-#if TURNS == 1  // turns.cu has the kernel for two groups
+#if TURNS == 1 && !SHARES_WORK  // turns.cu has the kernel for two groups, gather.cu that of few units in clusters
 // grid: BLOCKS blocks for each group of COLUMNS sequences, all resident at once
 extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const Parameters p) {
     extern __shared__ uint4 shared[];

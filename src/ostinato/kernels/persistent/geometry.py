@@ -77,6 +77,11 @@ class Geometry(NamedTuple):
         return self.backward and self.distributed
 
     @property
+    def shares_work(self) -> bool:
+        """Whether some warps only update units, and others do the rest of the elementwise work; see ``gather.cu``."""
+        return self.distributed and self.units * self.columns <= THREADS // 2
+
+    @property
     def slice(self) -> int:
         """Numbers of a sequence that a block multiplies: the exchanged vector, or its slice of it in a cluster."""
         if self.scatters:
@@ -205,7 +210,7 @@ class Geometry(NamedTuple):
         state += self.distributed * self.state_buffers * self.group_bytes
         if self.turns > 1:  # what is multiplied is copied there, with a barrier for each warp
             state += self.slice * self.columns * self.dtype.itemsize + 16 * WARPS
-        if self.scatters:  # derivatives and gradients of gates, on their way from thread to thread
+        if self.shares_work:  # operands and results of updates, on their way from thread to thread
             state += 2 * (GATES[self.cell] + 5 + 4) * round_up(self.units * self.columns, 32) * 4
         return sums + state + mail + (self.tiles - self.held - self.streamed) * self.tile_bytes
 
@@ -263,7 +268,7 @@ class Geometry(NamedTuple):
             rows = ceil_div(self.row_tiles, WARPS)
             sums = rows * (8 + 4 * (1 if rows >= 4 else 2 if rows >= 2 else 4))
             rest = 40 + 12 * GATES[self.cell] + 2 * self.cluster + (32 if self.exact else 0) * wide
-            if self.tiles > (REGISTERS - sums - rest) // 4 or self.units * self.columns > THREADS // 2:
+            if self.tiles > (REGISTERS - sums - rest) // 4 or not self.shares_work:
                 return None
             return self._replace(held=self.tiles)
         if self.path == "dense":
@@ -317,6 +322,7 @@ class Geometry(NamedTuple):
             ("TURNS", self.turns),
             ("STATE_BUFFERS", self.state_buffers),
             ("DISTRIBUTED", int(self.distributed)),
+            ("SHARES_WORK", int(self.shares_work)),
             ("RESETS", int(resets)),
             ("OFFSETS", int(packed)),
             ("KEEPS", int(keeps)),
@@ -348,5 +354,7 @@ def files(geometry: Geometry) -> tuple[str, ...]:
         products += ("turns.cu",)
     if geometry.scatters:
         products = ("cluster.cuh", "scatter.cuh", "prepare.cuh", "backward.cu", "scatter.cu")
+    elif geometry.shares_work:
+        products += ("gather.cu",)
     names = ("exchange.cuh", "matrix.cuh", *needs[geometry.path], *products)
     return ("numeric.cuh", *(f"persistent/{name}" for name in names))

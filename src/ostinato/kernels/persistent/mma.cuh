@@ -49,8 +49,8 @@ constexpr bool ORDINARY = EXACT && COLUMNS == 1;
 __device__ inline void multiply(float (&d)[4], const uint4 &a, Word b) {
     if constexpr (!ORDINARY) return mma(d, a, low(b), high(b), Scalar());
     const float first = __uint_as_float(low(b)), second = __uint_as_float(high(b));
-    d[0] += __uint_as_float(a.x) * first + __uint_as_float(a.z) * second;
-    d[2] += __uint_as_float(a.y) * first + __uint_as_float(a.w) * second;
+    d[0] = fmaf(__uint_as_float(a.x), first, fmaf(__uint_as_float(a.z), second, d[0]));
+    d[2] = fmaf(__uint_as_float(a.y), first, fmaf(__uint_as_float(a.w), second, d[2]));
 }
 
 // Reduces a row's sum over the four lanes that hold shares of it.

@@ -4,7 +4,7 @@
 constexpr int COLUMN_TILES = (ROW_BYTES + 32 * WARPS - 1) / (32 * WARPS);  // of a warp
 constexpr int PIECES = COLUMN_TILES / 2, ODD = COLUMN_TILES % 2;  // of two tiles: 16 bytes; of an odd one: 8
 constexpr int SEQUENCE_TILES = (COLUMNS + 7) / 8;
-constexpr int PAUSE_OF_FEW = COLUMNS == 1 && sizeof(Scalar) == 2 ? 60 : 0;  // cycles; of up to 64 blocks, forward
+constexpr int PAUSE_OF_FEW = COLUMNS == 1 && !TAGGED ? 30 * sizeof(Scalar) : 0;  // cycles; of up to 64 blocks, forward
 // Nearly always all that was asked for is there, and looks at one word after the other only delay the product.  Less of
 // rounded float32 is, or where few blocks look without a pause, and there it is faster to ask for each word again at
 // once.

@@ -1,0 +1,96 @@
+// The forward within clusters, where a block has few units: warps that each do a part of the elementwise work, as in
+// scatter.cu.
+//
+// A warp that has updated units would write the step and fetch the next while all wait for its share of the product.
+// So some threads only update units, and others carry what those need, and what they made, from and to global memory.
+// Numbers pass between them through shared memory, in two buffers taken in turn, and the barrier after each product
+// separates who writes one from who reads it.
+
+constexpr int LANES = (UNITS * COLUMNS + 31) / 32 * 32;       // threads of a part, one for each item
+constexpr int OPERANDS = GATES + RESETS;                      // of an item, for a step
+constexpr int RESULTS = KEEPS ? 2 + GATES : CELL == LSTM ? 2 : 1;  // of a step
+constexpr int HANDED = 2 * (OPERANDS + RESULTS) * LANES * 4;  // bytes
+static_assert(2 * LANES <= THREADS, "an item for each thread of a part");
+
+// grid: BLOCKS blocks for each group of COLUMNS sequences, all resident at once
+extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const Parameters p) {
+    extern __shared__ uint4 shared[];
+    const int block = blockIdx.x % BLOCKS, group = p.first / COLUMNS + blockIdx.x / BLOCKS;
+    const int sequences = min(COLUMNS, p.batch - group * COLUMNS);
+    const int part = threadIdx.x / LANES, thread = threadIdx.x % LANES;
+    const bool updates = part == 0, carries = part == 1;
+
+    float *all_sums = reinterpret_cast<float *>(shared);  // double-buffered by the step's parity, if there is room
+    uint4 *states = shared + SUM_BUFFERS * SUMS / 4;
+    float *operands = reinterpret_cast<float *>(states + SHARED_STATES / 16) + thread;
+    float *results = operands + 2 * OPERANDS * LANES;
+    Product product(p, block, states + SHARED_STATES / 16 + HANDED / 16);
+    const Block own{in_register(block * UNITS), in_register(group * COLUMNS), in_register(sequences),
+                    in_register(thread)};
+    Units units(p, product, block, own), carrier = units;
+    Patience patience(p.failure);
+    char *state = reinterpret_cast<char *>(states);
+    Copies copies(state + GROUP_BYTES + place_of((own.unit + own.unit_of(0)) * sizeof(Scalar), own.sequence_of(0)));
+    for (int i = threadIdx.x; i < SHARED_STATES / 16; i += THREADS)
+        states[i] = reinterpret_cast<const uint4 *>(
+            p.states + (i * 16 / GROUP_BYTES * size_t(p.groups) + group) * GROUP_BYTES)[i % (GROUP_BYTES / 16)];
+
+    const auto fetch = [&](int taken) {
+        if (taken >= p.steps) return;
+        carrier.resets.look_up(p, carrier, taken + 1);  // first: it would wait for the other loads, too
+        carrier.fetch(Rows(p, step_of(p, taken)));
+    };
+    const auto hand_operands = [&](int taken) {
+        float *there = operands + taken % 2 * OPERANDS * LANES;
+        carrier.each_operand([&](float &x) { *there = x, there += LANES; });
+    };
+    const auto take_operands = [&](int taken) {
+        const float *there = operands + taken % 2 * OPERANDS * LANES;
+        units.each_operand([&](float &x) { x = *there, there += LANES; });
+    };
+    const auto hand_results = [&](int taken) {
+        float *there = results + taken % 2 * RESULTS * LANES;
+        units.each_result([&](float &x) { *there = x, there += LANES; });
+    };
+    const auto write = [&](int taken) {
+        const float *there = results + taken % 2 * RESULTS * LANES;
+        carrier.each_result([&](float &x) { x = *there, there += LANES; });
+        carrier.write(Rows(p, step_of(p, taken)));
+    };
+
+    if (carries) {
+        fetch(0);
+        hand_operands(0);
+        fetch(1);
+        hand_operands(1);
+        fetch(2);
+    }
+    meet();
+    if (updates) {
+        units.forget();
+        take_operands(0);
+    }
+    for (int taken = 0; taken < p.steps; ++taken) {
+        product.ask(state + taken % 2 * GROUP_BYTES, taken);
+        float *sums = all_sums + taken % SUM_BUFFERS * SUMS;
+        product(sums, patience);
+        __syncthreads();
+        if (updates) {
+            units.update(Rows(p, step_of(p, taken)), product, sums, copies, taken);
+            copies.move(taken % 2 ? GROUP_BYTES : -GROUP_BYTES);
+            hand_results(taken);
+            units.forget();
+            take_operands(taken + 1);
+        }
+        if (carries) {
+            hand_operands(taken + 2);
+            if (taken) write(taken - 1);
+            fetch(taken + 3);
+        }
+        if (!updates && taken + PREFETCH < p.steps) units.prefetch_step(Rows(p, step_of(p, taken + PREFETCH)), nullptr);
+    }
+    __syncthreads();
+    if (carries) write(p.steps - 1);
+    if (updates) units.finish();
+    meet();
+}
