@@ -99,6 +99,7 @@ def test_gradients_of_small_layers_are_reduced_within_clusters(layer, exact, blo
         (("gru", 1024, 64, f32), False, 2),
         (("lstm", 1024, 64, f32), False, 2),
         (("lstm", 1024, 64, f32), True, 1),
+        (("lstm", 1024, 16, f32), False, 1),
         (("gru", 1280, 32, f32), False, 1),
         (("lstm", 2048, 32, bf16), True, 1),  # two launches, of one
         (("gru", 2304, 16, bf16), True, 1),
@@ -116,6 +117,28 @@ def test_blocks_take_two_groups_in_turn(layer, exact, turns):
     assert backward.turns == 1
     before = SimpleNamespace(**{**vars(H100), "major": 8})  # without bulk copies
     assert search.choose_geometry(*layer, None, None, before, exact=exact).geometry.turns == 1
+
+
+@pytest.mark.parametrize(
+    (
+        "layer",
+        "block",
+        "path",
+    ),  # the faster as measured on an H200, masks applied
+    [
+        (("gru", 256, 1, f16), (16, 1), "dense"),
+        (("gru", 384, 1, f16), (16, 1), "dense"),
+        (("gru", 896, 1, f16), (16, 1), "dense"),
+        (("lstm", 1024, 8, f16), (16, 1), "block"),
+        (("gru", 2304, 4, f16), (16, 1), "block"),
+        (("gru", 2304, 4, f16), (8, 4), "block"),
+        (("gru", 2304, 4, f16), (1, 1), "dense"),
+    ],
+)
+def test_a_pruned_layer_takes_tensor_cores_where_that_is_faster(layer, block, path):
+    cell, hidden_size = layer[:2]
+    kept = GATES[cell] * hidden_size**2 // 10
+    assert search.choose_geometry(*layer, kept, block, H100).path == path
 
 
 def test_blocks_form_no_clusters_where_the_device_cannot_hold_them(planned_for_an_h100, monkeypatch):

@@ -31,7 +31,7 @@ class _Cost(NamedTuple):
 
 
 _COSTS = {
-    ("dense", False): _Cost(0.516, 1.03, 0.576, 0.214, 0.29, 2.56, 0.533, 0.406, 0.0, 0.23, 0.043),
+    ("dense", False): _Cost(0.516, 1.03, 0.576, 0.214, 0.29, 2.56, 0.533, 0.406, 0.0, 0.23, 0.055),
     ("dense", True): _Cost(0.485, 0.63, 0.565, 0.178, 0.375, 3.16, 0.717, 0.545, 0.40, 0.14, 0.083),
     ("block", False): _Cost(0.85, 1.9, 0.0, 0.37, 1.45, 4.1, 0.26, 0.0, 0.0),
     ("block", True): _Cost(0.85, 1.9, 0.0, 0.37, 1.45, 6.3, 0.26, 0.0, 0.20),
@@ -44,15 +44,16 @@ _SCATTERING = _Cost(0.282, 0.0, 0.0, 0.0, 0.493, 2.3, 0.365, 0.38, 0.007, uneven
 _SMALL_CLUSTER = 8  # blocks, beyond which each counts twice
 _SPLIT = 0.6  # of what exact products of eight sequences cost, once for all, to split the weights
 _BY_FMA = 1.3  # the cost factor of the dense kernel's exact products of one sequence
-_IN_TURNS = {2: 0.95, 4: 1.15}  # microseconds that a block hides of two groups in turn, by bytes of a number
+_IN_TURNS = {2: 0.95, 4: 1.11}  # microseconds that a block hides of two groups in turn, by bytes of a number
 _STREAMED = 0.7  # microseconds per 100 kB of weights that a block of the dense kernel reads from L2
 _SPLIT_STREAMED = 4.0  # times as much if these are split
 _SHARE = 0.054  # microseconds per share of a strip of a warp of the block kernel
+_MASKED = 1.14  # the cost factor of a dense kernel whose weights are multiplied by a mask at every call
 _ROUND_TRIP = 1.3  # microseconds per additional round of loads in which the block kernel waits for the state
 
 
-def microseconds(geometry: Geometry, batch: int) -> float:
-    """The estimated time of a step of all sequences."""
+def microseconds(geometry: Geometry, batch: int, pruned: bool = False) -> float:
+    """The estimated time of a step of all sequences, for a layer that may be `pruned`."""
     cost, row = _COSTS[geometry.path, geometry.backward], geometry.slice * geometry.dtype.itemsize
     others, uneven = geometry.cluster - 1, THREADS * geometry.adjacent % geometry.units
     if geometry.distributed:
@@ -78,6 +79,8 @@ def microseconds(geometry: Geometry, batch: int) -> float:
     if geometry.path == "block":
         step += _SHARE * len(geometry.share_tiles)
         step += _ROUND_TRIP * (ceil_div(geometry.words, geometry.words_in_flight) - 1)
+    if pruned and geometry.path == "dense":
+        step *= _MASKED
     step = geometry.turns * step - _IN_TURNS[geometry.dtype.itemsize] * (geometry.turns - 1)
     return step * ceil_div(batch, geometry.sequences_at_once)
 

@@ -180,7 +180,7 @@ def _fastest(
         for geometry in candidates(start, batch, density, block, device, share)
         if distributed or not geometry.distributed
     )
-    return min(fitting, key=lambda geometry: microseconds(geometry, batch), default=None)
+    return min(fitting, key=lambda geometry: microseconds(geometry, batch, density < 1), default=None)
 
 
 def _rounded(batch: int) -> Iterator[set[int]]:
@@ -257,11 +257,12 @@ def choose_geometry(
     kept = f"{weights * dtype.itemsize * density / 1e6:.1f} MB of recurrent weights"
     if geometry is None:
         return steps(f"{kept} do not fit on the chip" + (" beside their gradients" if backward else ""))
-    longest = ROUNDED * microseconds(geometry, batch)
+    pruned = density < 1
+    longest = ROUNDED * microseconds(geometry, batch, pruned)
     for sizes in _rounded(batch):
         ways = (_for_batch(found, batch, device, share) for size in sizes if (found := fastest(size)))
-        rounder = min(ways, key=lambda way: microseconds(way, batch), default=geometry)
-        if microseconds(rounder, batch) <= longest:
+        rounder = min(ways, key=lambda way: microseconds(way, batch, pruned), default=geometry)
+        if microseconds(rounder, batch, pruned) <= longest:
             geometry = rounder
             break
     how = {
