@@ -4,7 +4,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, overload
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,19 @@ from ostinato.kernels.scan import BACKENDS
 Hidden = Tensor | tuple[Tensor, ...]
 
 
+class LayerCall(Protocol):
+    """A call of a layer, as type checkers see it: ``torch.nn.Module``'s takes and returns anything."""
+
+    @overload
+    def __call__(
+        self, input: Tensor, hx: Hidden | None = None, *, resets: Tensor | None = None
+    ) -> tuple[Tensor, Any]: ...
+    @overload
+    def __call__(
+        self, input: PackedSequence, hx: Hidden | None = None, *, resets: Tensor | None = None
+    ) -> tuple[PackedSequence, Any]: ...
+
+
 class StackedLayers(nn.Module):
     """Stacked layers in one direction or two, without the computation of a layer.
 
@@ -37,6 +50,7 @@ class StackedLayers(nn.Module):
     weight_ih_l0: Tensor
     backend: str
     sequence_group: ProcessGroup | None = None  # over whose processes sequences are sharded
+    __call__: LayerCall
     __prepare_scriptable__ = refuse_script
 
     def __init__(

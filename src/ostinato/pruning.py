@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from numbers import Real
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,16 +17,17 @@ GATE_NAMES = {"RNN_TANH": ("h",), "RNN_RELU": ("h",), "GRU": ("r", "z", "n"), "L
 COUNTERPARTS: dict[type, type] = {nn.RNN: RNN, nn.GRU: GRU, nn.LSTM: LSTM}
 
 Density = float | Sequence[float] | Mapping[str, float]
+Module = TypeVar("Module", bound=nn.Module)
 
 
 def prune(
-    module: nn.Module,
+    module: Module,
     density: Density | None,
     *,
     block: tuple[int, int] = (1, 1),
     keep_diagonal: bool = False,
     input_weights: bool = False,
-) -> nn.Module:
+) -> Module:
     r"""Keep the largest recurrent weights of every RNN, GRU and LSTM in ``module``, and set the others to zero.
 
     Each gate's matrix is cut into blocks from its first row and column; those at its edges may be smaller.  The

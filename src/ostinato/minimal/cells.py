@@ -1,5 +1,7 @@
 """MinGRUCell and MinLSTMCell: one step, with the contract of ``torch.nn.GRUCell``."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -17,6 +19,7 @@ class _MinimalCell(nn.Module):
     """One step of a minimal layer: :class:`torch.nn.GRUCell`'s contract."""
 
     cell: str
+    __call__: Callable[..., Tensor]
     __prepare_scriptable__ = refuse_script
 
     def __init__(

@@ -11,6 +11,7 @@ from ostinato.checks import check_integers, check_resets
 from ostinato.kernels.export import refuse_script
 from ostinato.kernels.persistent.operators import is_vmapped, least_steps
 from ostinato.kernels.persistent.plan import Plan
+from ostinato.layers import LayerCall
 from ostinato.recurrent.sequences import SequenceLayers
 from ostinato.recurrent.steps import StepLayers
 from ostinato.recurrent.torch_layers import Hidden, states_of
@@ -19,6 +20,7 @@ from ostinato.recurrent.torch_layers import Hidden, states_of
 class _Recurrent(SequenceLayers, StepLayers):
     """Adds resets, and the choice of who computes, to ``torch.nn``'s layers."""
 
+    __call__: LayerCall
     __prepare_scriptable__ = refuse_script
 
     def forward(
