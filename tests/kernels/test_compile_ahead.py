@@ -8,7 +8,7 @@ import torch
 
 import ostinato
 from ostinato.kernels import cache, nvrtc
-from ostinato.kernels.recurrence import cuda, nonlinear, operators, steps_cuda
+from ostinato.kernels.recurrence import cuda, layer_scan, linear_recurrence, nonlinear, steps_cuda
 from ostinato.kernels.scan import cuda as scans
 from ostinato.kernels.scan import launch
 from ostinato.kernels.scan import operators as scan_operators
@@ -32,7 +32,8 @@ def asked(monkeypatch):
     monkeypatch.setattr(launch, "describe_device", lambda index: Device(132, 4.9e12, 227 << 10, 228 << 10))
     monkeypatch.setattr(scan_operators, "choose_backend", lambda *_: scans)
     monkeypatch.setattr(scans, "prepare_linear_scan", lambda *_: None)  # which allocates on a GPU
-    monkeypatch.setattr(operators, "kernels_on", lambda *_: cuda)
+    for module in (layer_scan, linear_recurrence):
+        monkeypatch.setattr(module, "kernels_on", lambda *_: cuda)
     monkeypatch.setattr(nonlinear, "kernels_on", lambda *_: steps_cuda)
     yield ahead, loaded
     for prepared in (launch._prepare, scans._prepare_scan, cuda._prepare_layer, steps_cuda._compile_ahead):

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ostinato.kernels.eager import is_eager
-from ostinato.kernels.recurrence.operators import kernels_on
+from ostinato.kernels.recurrence.backends import kernels_on
 from ostinato.layers import Hidden, StackedLayers, each, seen_in_reverse, stacked
 from ostinato.recurrence import Recurrence
 from ostinato.replay import recording

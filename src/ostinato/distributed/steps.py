@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ostinato import scan
 from ostinato.kernels import nvrtc
-from ostinato.kernels.recurrence import operators as layers
+from ostinato.kernels.recurrence.layer_scan import layer_scan, layer_scan_backward
+from ostinato.kernels.recurrence.linear_recurrence import linear_recurrence, linear_recurrence_backward
 from ostinato.kernels.scan import compose as kernel
 from ostinato.kernels.scan import operators
 from ostinato.kernels.scan.torch_ops import LOG, zeroed
@@ -204,7 +205,7 @@ class Minimal(Linear):
 
     def run(self, h0: Tensor | None) -> tuple[Tensor, Tensor]:
         start = None if h0 is None else h0[None]
-        h, h_last = layers.layer_scan(*self.inputs, start, None, None, *self.settings)
+        h, h_last = layer_scan(*self.inputs, start, None, None, *self.settings)
         return h, h_last[0]
 
     def run_backward(
@@ -212,7 +213,7 @@ class Minimal(Linear):
     ) -> tuple[Tensor | None, ...]:
         grad_last = None if grad_last is None else grad_last[None]
         given = *self.inputs, h0[None], h, grad_h, grad_last, None, None, *self.settings
-        grad_pre, grad_bias, grad_h0 = layers.layer_scan_backward(*given)
+        grad_pre, grad_bias, grad_h0 = layer_scan_backward(*given)
         return grad_h0[0], grad_pre, None if self.inputs[1] is None else grad_bias
 
     def coefficients(self) -> tuple[Tensor, Tensor]:
@@ -239,13 +240,13 @@ class General(Linear):
 
     def run(self, h0: Tensor | None) -> tuple[Tensor, Tensor]:
         given = h0, self.cu_seqlens, self.resets, self.reverse, self.backend
-        return layers.linear_recurrence(self.traced, *given, *self.inputs)
+        return linear_recurrence(self.traced, *given, *self.inputs)
 
     def run_backward(
         self, h: Tensor, h0: Tensor, grad_h: Tensor | None, grad_last: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         given = h0, h, grad_h, grad_last, self.cu_seqlens, self.resets, self.reverse, self.backend
-        return tuple(layers.linear_recurrence_backward(self.traced, *given, *self.inputs))
+        return tuple(linear_recurrence_backward(self.traced, *given, *self.inputs))
 
     def coefficients(self) -> tuple[Tensor, Tensor]:
         wide = torch.promote_types(self.dtype, torch.float32)

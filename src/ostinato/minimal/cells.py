@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from ostinato.checks import check_choice, check_flags, check_floating, check_integers
 from ostinato.kernels.export import refuse_script
 from ostinato.kernels.gemm import linear
-from ostinato.kernels.recurrence import operators
+from ostinato.kernels.recurrence.layer_scan import layer_scan
 from ostinato.kernels.scan import BACKENDS
 from ostinato.layers import check_input, check_like_weight, draw_parameters
 from ostinato.minimal.recurrences import CANDIDATES, GATES, recurrence_of
@@ -67,7 +67,7 @@ class _MinimalCell(nn.Module):
         pre = linear(input.view(-1, 1, self.input_size), self.weight_ih)
         h0 = None if hx is None else hx.to(pre.dtype).view(1, -1, self.hidden_size)
         recurrence = recurrence_of(self.cell, self.candidate, self.bias)
-        _, h = operators.layer_scan(pre, self.bias_ih, h0, None, None, recurrence, True, 1, self.backend)
+        _, h = layer_scan(pre, self.bias_ih, h0, None, None, recurrence, True, 1, self.backend)
         return h.view(*input.shape[:-1], self.hidden_size)
 
 

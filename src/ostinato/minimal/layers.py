@@ -10,7 +10,7 @@ from ostinato.diagonal.layers import DiagonalLayers, Parameters, Run
 from ostinato.kernels.eager import Prepared
 from ostinato.kernels.gemm import linear
 from ostinato.kernels.persistent.reference import previous
-from ostinato.kernels.recurrence import operators
+from ostinato.kernels.recurrence.layer_scan import layer_scan, projected_scan, step_of
 from ostinato.layers import Hidden, StackedLayers, seen_in_reverse
 from ostinato.minimal.recurrences import CANDIDATES, GATES, RECURRENCES, recurrence_of
 from ostinato.minimal.steps import is_plain_step, next_state, steps_alone
@@ -20,7 +20,7 @@ _STEPS = Prepared()  # keyed by inputs and weights
 
 
 class _MinimalLayers(DiagonalLayers):
-    """Stacked layers of one minimal cell, around ``operators.layer_scan``."""
+    """Stacked layers of one minimal cell, around ``layer_scan``."""
 
     cell: str
     candidate: str
@@ -88,7 +88,7 @@ class _MinimalLayers(DiagonalLayers):
             return
         recurrence = recurrence_of(self.cell, self.candidate, False)
         step = recurrence, *x.shape, self.hidden_size, x.dtype, x.get_device()
-        _STEPS.add(lambda: operators.step_of(*step), *self._like_step(x, h, weight, bias))
+        _STEPS.add(lambda: step_of(*step), *self._like_step(x, h, weight, bias))
 
     def _like_step(self, x: Tensor, h: Tensor | None, weight: Tensor, bias: Tensor | None) -> tuple:
         """The cache key of a step: its tensors and settings."""
@@ -131,7 +131,7 @@ class _MinimalLayers(DiagonalLayers):
         bias = None if not self.bias else biases[0] if len(biases) == 1 else torch.cat(biases)
         if x.is_cuda and not self.bidirectional and self.sequence_group is None and offsets is None:
             recurrence = recurrence_of(self.cell, self.candidate, self.bias)
-            found = operators.projected_scan(x, weight, bias, h0, resets, recurrence, batch_first, self.backend)
+            found = projected_scan(x, weight, bias, h0, resets, recurrence, batch_first, self.backend)
             if found is not None:
                 return found
         if self.sequence_group is not None:
@@ -156,7 +156,7 @@ class _MinimalLayers(DiagonalLayers):
             h0 = h0.to(pre.dtype)
         recurrence = recurrence_of(self.cell, self.candidate, self.bias)
         directions, backend = self.num_directions, self.backend
-        return operators.layer_scan(pre, bias, h0, offsets, resets, recurrence, batch_first, directions, backend)
+        return layer_scan(pre, bias, h0, offsets, resets, recurrence, batch_first, directions, backend)
 
     def _of_directions(self, resets: Tensor, h0: Tensor | None, offsets: Tensor | None, batch_first: bool) -> Tensor:
         """The mask of each direction."""

@@ -5,7 +5,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ostinato.kernels.eager import is_differentiated, is_eager
-from ostinato.kernels.recurrence import operators
+from ostinato.kernels.recurrence.backends import kernels_on
+from ostinato.kernels.recurrence.layer_scan import step_of
 from ostinato.minimal.recurrences import GATES, RECURRENCES, recurrence_of
 
 
@@ -17,7 +18,7 @@ def steps_alone(x: Tensor, weight: Tensor, backend: str) -> bool:
         return x.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled("cpu")
     if not x.is_cuda or torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.is_autocast_enabled("cuda"):
         return False
-    return operators.kernels_on("auto", "cuda") is not None
+    return kernels_on("auto", "cuda") is not None
 
 
 def next_state(cell: str, candidate: str, x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor | None) -> Tensor:
@@ -28,7 +29,7 @@ def next_state(cell: str, candidate: str, x: Tensor, weight: Tensor, bias: Tenso
     tensors = [y for y in (x, weight, bias, h) if y is not None]
     if is_eager(tensors) and not is_differentiated(tensors) and is_plain_step(GATES[cell], x, weight, bias, h):
         layer = recurrence_of(cell, candidate, False), *x.shape, weight.shape[0] // GATES[cell], x.dtype
-        return operators.step_of(*layer, x.get_device())(x, weight, bias, h)
+        return step_of(*layer, x.get_device())(x, weight, bias, h)
     a, b = RECURRENCES[cell][candidate].function(*F.linear(x, weight, bias).chunk(GATES[cell], -1))
     return b if h is None else torch.addcmul(b, a, h)
 

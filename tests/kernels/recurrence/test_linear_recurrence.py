@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from ostinato.diagonal import rg_lru as griffin
-from ostinato.kernels.recurrence.operators import linear_recurrence
+from ostinato.kernels.recurrence.linear_recurrence import linear_recurrence
 from ostinato.kernels.recurrence.print_cuda import print_cuda
 from ostinato.kernels.recurrence.trace import trace
 

@@ -1,22 +1,24 @@
 """Recurrences written as PyTorch functions: traced, differentiated, and printed as kernels.
 
-=================  ===========================================================================
-``graph.py``       scalar operations, simplified as they are added
-``scalar.py``      nodes of a graph, written as formulas
-``aten.py``        PyTorch's operations as scalar operations
-``trace.py``       a function traced to graphs of its values and derivatives
-``linear.py``      the graphs of a linear recurrence, as steps of a scan
-``print_cuda.py``  steps as an Element of the scan's kernel, which ``cuda.py`` launches
-``print_cpu.py``   steps as functions that the loops of ``cpu_loops.py`` call, ``cpu.py`` runs
-``projected.py``   a layer's GEMM, gates and scan in one kernel, on Hopper GPUs
-``torch_ops.py``   linear recurrences in PyTorch operations, with derivatives of any order
-``operators.py``   the differentiable operators of linear recurrences
-``nonlinear.py``   that of non-linear ones, by ``steps_cuda.py`` and ``steps_cpu.py``
-``arguments.py``   how those operators are given their tensors
-``sequential.py``  the definition of a non-linear one, step by step in PyTorch operations
-``linearised.py``  its derivatives of any order, as linear scans
-``complex.py``     the complex linear scan, a recurrence of two states
-=================  ===========================================================================
+========================  ===========================================================================
+``graph.py``              scalar operations, simplified as they are added
+``scalar.py``             nodes of a graph, written as formulas
+``aten.py``               PyTorch's operations as scalar operations
+``trace.py``              a function traced to graphs of its values and derivatives
+``linear.py``             the graphs of a linear recurrence, as steps of a scan
+``print_cuda.py``         steps as an Element of the scan's kernel, which ``cuda.py`` launches
+``print_cpu.py``          steps as functions that the loops of ``cpu_loops.py`` call, ``cpu.py`` runs
+``projected.py``          a layer's GEMM, gates and scan in one kernel, on Hopper GPUs
+``torch_ops.py``          linear recurrences in PyTorch operations, with derivatives of any order
+``linear_recurrence.py``  a linear recurrence as a differentiable operator
+``layer_scan.py``         that of a layer, whose gates lie side by side; and its single steps
+``nonlinear.py``          that of non-linear ones, by ``steps_cuda.py`` and ``steps_cpu.py``
+``arguments.py``          how those operators are given their tensors
+``sequential.py``         the definition of a non-linear one, step by step in PyTorch operations
+``linearised.py``         its derivatives of any order, as linear scans
+``complex.py``            the complex linear scan, a recurrence of two states
+``backends.py``           which of a device's modules computes a recurrence
+========================  ===========================================================================
 
 A device's modules provide, for checked and non-empty tensors that are on it,
 

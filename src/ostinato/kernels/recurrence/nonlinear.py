@@ -17,9 +17,9 @@ from ostinato.kernels.recurrence.arguments import (
     or_zeros,
     split,
 )
+from ostinato.kernels.recurrence.backends import kernels_on
 from ostinato.kernels.recurrence.graph import evaluate
 from ostinato.kernels.recurrence.linearised import composite, jvp
-from ostinato.kernels.recurrence.operators import kernels_on
 from ostinato.kernels.recurrence.sequential import compute_dtype, sequential
 from ostinato.kernels.recurrence.trace import Trace, parse
 from ostinato.kernels.scan.operators import check_cu_seqlens

@@ -85,7 +85,7 @@ def scan(
     backend: str,
     *arguments: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """As :func:`~ostinato.kernels.recurrence.operators.linear_recurrence`."""
+    """As :func:`~ostinato.kernels.recurrence.linear_recurrence.linear_recurrence`."""
     like = arguments[parse(recurrence).sequences.index(True)]
     dtype = _dtype(like, backend)
     make, run = (_coefficients, _in_a_loop) if backend == "loop" else (Coefficients.apply, operators.linear_scan)
@@ -106,7 +106,7 @@ def layer(
     directions: int,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    """As :func:`~ostinato.kernels.recurrence.operators.layer_scan`."""
+    """As :func:`~ostinato.kernels.recurrence.layer_scan.layer_scan`."""
     dtype = _dtype(pre, backend)
     gates = sum(parse(recurrence).sequences)
     packing = None if offsets is None else Packing.from_offsets(offsets)

@@ -1,12 +1,10 @@
-"""Linear recurrences as differentiable operators, run by the backend that the caller names.
+"""A layer of a linear recurrence as a differentiable operator, and its single steps.
 
-An operator takes a recurrence as the text of its trace, so that exported programs and compiled graphs are
+The operator takes the recurrence as the text of its trace, so that exported programs and compiled graphs are
 self-contained.
 """
 
 import functools
-import importlib
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,34 +14,8 @@ from ostinato.kernels.dispatch import Groups, gradient, gradients, operator, or_
 from ostinato.kernels.eager import is_eager
 from ostinato.kernels.export import refuse_packed
 from ostinato.kernels.recurrence import torch_ops
+from ostinato.kernels.recurrence.backends import kernels_on
 from ostinato.kernels.recurrence.trace import parse
-from ostinato.kernels.scan import choose_backend
-from ostinato.kernels.scan.operators import check_cu_seqlens, initial_states
-from ostinato.kernels.scan.torch_ops import TorchBackend
-
-
-@functools.cache
-def kernels_on(backend: str, device_type: str, prefix: str = "") -> Any:
-    """The module with the backend's kernels, of non-empty inputs; None for one that consists of PyTorch operations.
-
-    ``cpu.py`` or ``cuda.py``; of recurrences that are not linear, with the prefix "steps_".
-    """
-    if isinstance(choose_backend(backend, device_type), TorchBackend):
-        return None
-    return importlib.import_module(f"{__package__}.{prefix}{device_type}")
-
-
-@functools.lru_cache(maxsize=1024)
-def step_of(recurrence: str, batch: int, inputs: int, hidden: int, dtype: torch.dtype, device: int) -> Any:
-    """What makes one step of a layer on a GPU, or for -1 on a CPU: ``Step`` of ``cuda.py`` or ``cpu.py``."""
-    if device < 0:
-        from ostinato.kernels.recurrence import cpu
-
-        return cpu.Step(recurrence, batch, hidden, dtype)
-    from ostinato.kernels.recurrence import cuda
-
-    return cuda.Step(recurrence, batch, inputs, hidden, dtype, device)
-
 
 # layer_scan(pre, bias, h0, offsets, resets, recurrence, batch_first, directions, backend) -> h, h_last
 #
@@ -234,143 +206,13 @@ def projected_scan(
     return projected.scan(recurrence, x, weight, bias, h0, resets, batch_first)
 
 
-# linear_recurrence(recurrence, h0, cu_seqlens, resets, reverse, backend, *arguments) -> h, h_last
-#
-# The arguments are those of the recurrence: (B, T, D), any strides, of one dtype, or (D,), each of a dtype of its own.
-# The rest is as in linear_scan.
+@functools.lru_cache(maxsize=1024)
+def step_of(recurrence: str, batch: int, inputs: int, hidden: int, dtype: torch.dtype, device: int) -> Any:
+    """What makes one step of a layer on a GPU, or for -1 on a CPU: ``Step`` of ``cuda.py`` or ``cpu.py``."""
+    if device < 0:
+        from ostinato.kernels.recurrence import cpu
 
+        return cpu.Step(recurrence, batch, hidden, dtype)
+    from ostinato.kernels.recurrence import cuda
 
-def _like(recurrence: str, arguments: Sequence[Tensor]) -> Tensor:
-    return arguments[parse(recurrence).sequences.index(True)]
-
-
-def _linear_recurrence(
-    recurrence: str,
-    h0: Tensor | None,
-    cu_seqlens: Tensor | None,
-    resets: Tensor | None,
-    reverse: bool,
-    backend: str,
-    *arguments: Tensor,
-) -> tuple[Tensor, Tensor]:
-    like = _like(recurrence, arguments)
-    check_cu_seqlens(cu_seqlens, like.shape[1])
-    kernels = kernels_on(backend, like.device.type)
-    if like.numel() == 0:
-        return like.new_empty(like.shape), initial_states(like, h0, cu_seqlens, 0.0)
-    if kernels is None:
-        return torch_ops.scan(recurrence, h0, cu_seqlens, resets, reverse, backend, *arguments)
-    return kernels.scan(recurrence, h0, cu_seqlens, resets, reverse, *arguments)
-
-
-def _linear_recurrence_fake(
-    recurrence: str,
-    h0: Tensor | None,
-    cu_seqlens: Tensor | None,
-    resets: Tensor | None,
-    reverse: bool,
-    backend: str,
-    *arguments: Tensor,
-) -> tuple[Tensor, Tensor]:
-    like = _like(recurrence, arguments)
-    sequences = like.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    return like.new_empty(like.shape), like.new_empty(sequences, like.shape[2])
-
-
-def _linear_recurrence_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    ctx.recurrence, h0, cu_seqlens, resets, ctx.reverse, ctx.backend, *arguments = inputs
-    ctx.save_for_backward(h0, output[0], cu_seqlens, resets, *arguments)
-    ctx.set_materialize_grads(False)
-
-
-def _linear_recurrence_grad(ctx: Any, grad_h: Tensor | None, grad_h_last: Tensor | None) -> tuple:
-    h0, h, cu_seqlens, resets, *arguments = ctx.saved_tensors
-    if grad_h is None and grad_h_last is None:
-        return (None,) * (6 + len(arguments))
-    given = h0, h, grad_h, grad_h_last, cu_seqlens, resets
-    grad_h0, *grads = linear_recurrence_backward(ctx.recurrence, *given, ctx.reverse, ctx.backend, *arguments)
-    return None, None if h0 is None else grad_h0, None, None, None, None, *grads
-
-
-def _linear_recurrence_backward_impl(
-    recurrence: str,
-    h0: Tensor | None,
-    h: Tensor,
-    grad_h: Tensor | None,
-    grad_h_last: Tensor | None,
-    cu_seqlens: Tensor | None,
-    resets: Tensor | None,
-    reverse: bool,
-    backend: str,
-    *arguments: Tensor,
-) -> list[Tensor]:
-    check_cu_seqlens(cu_seqlens, h.shape[1])
-    given = h0, h, grad_h, grad_h_last, cu_seqlens, resets
-    if h.numel() == 0:
-        return [initial_states(h, grad_h_last, cu_seqlens, 0.0), *map(torch.zeros_like, arguments)]
-    kernels = kernels_on(backend, h.device.type)
-    if kernels is None:
-        with torch.no_grad():
-            found = _linear_recurrence_backward_composite(recurrence, *given, reverse, backend, *arguments)
-        return [x.clone() for x in found]
-    shared = h, h0, grad_h, grad_h_last, cu_seqlens, resets, reverse
-    of_sequences, of_parameters, grad_h0 = kernels.scan_backward(recurrence, *shared, *arguments)
-    rest = {True: iter(of_sequences), False: iter(of_parameters)}
-    kinds = zip(parse(recurrence).sequences, arguments, strict=True)
-    return [or_empty(grad_h0, h), *(next(rest[sequence]).to(x.dtype) for sequence, x in kinds)]
-
-
-def _linear_recurrence_backward_fake(recurrence: str, h0: Tensor | None, h: Tensor, *rest: Any) -> list[Tensor]:
-    return [h.new_empty(0 if h0 is None else h0.shape), *(x.new_empty(x.shape) for x in rest[6:])]
-
-
-def _linear_recurrence_backward_composite(
-    recurrence: str,
-    h0: Tensor | None,
-    h: Tensor,
-    grad_h: Tensor | None,
-    grad_h_last: Tensor | None,
-    *rest: Any,
-) -> tuple[Tensor, ...]:
-    args = recurrence, h0, *rest
-    wanted = [False, h0 is not None, False, False, False, False] + [True] * (len(args) - 6)
-    found = gradients(torch_ops.scan, args, (grad_h, grad_h_last), wanted)
-    return or_empty(found[1], h), *(g for g in found[6:] if g is not None)
-
-
-def _linear_recurrence_groups(*args: Any) -> Groups:
-    return (None, 1, None, None, None, None) + (1,) * (len(args) - 6), (1, 1)
-
-
-def _linear_recurrence_backward_groups(*args: Any) -> Groups:
-    count = len(args) - 9
-    return (None, 1, 1, 1, 1) + (None,) * 4 + (1,) * count, (1,) * (1 + count)
-
-
-linear_recurrence_backward = gradient(
-    "linear_recurrence_backward",
-    _linear_recurrence_backward_impl,
-    _linear_recurrence_backward_fake,
-    _linear_recurrence_backward_groups,
-    _linear_recurrence_backward_composite,
-)
-
-
-def _plain_recurrence(
-    recurrence: str, h0: Tensor | None, cu_seqlens: Tensor | None, resets: Tensor | None, reverse: bool, *rest: Any
-) -> tuple[Tensor, Tensor]:
-    if cu_seqlens is not None:
-        refuse_packed()
-    return torch_ops.scan(recurrence, h0, None, resets, reverse, "loop", *rest[1:])
-
-
-linear_recurrence = operator(
-    "linear_recurrence",
-    _linear_recurrence,
-    _linear_recurrence_fake,
-    _linear_recurrence_context,
-    _linear_recurrence_grad,
-    _linear_recurrence_groups,
-    plain=_plain_recurrence,
-    composite=torch_ops.scan,
-)
+    return cuda.Step(recurrence, batch, inputs, hidden, dtype, device)
