@@ -204,7 +204,8 @@ def source(recurrence: str) -> str:
     """The CUDA file."""
     shared = nvrtc.source("numeric.cuh", "scan/elements.cuh", "scan/messages.cuh")
     code = element_of(recurrence, False).code
-    return shared + code + nvrtc.source("recurrence/hopper.cuh", "recurrence/projected.cu")
+    files = "hopper.cuh", "projected_tile.cuh", "projected_scan.cuh", "projected.cu"
+    return shared + code + nvrtc.source(*(f"recurrence/{name}" for name in files))
 
 
 def macros(recurrence: str, dtype: torch.dtype, resets: bool = False) -> tuple[tuple[str, object], ...]:
