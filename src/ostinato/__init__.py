@@ -5,7 +5,7 @@ from ostinato.export import portable
 from ostinato.minimal import HighwayMinGRU, MinGRU, MinGRUCell, MinLSTM, MinLSTMCell
 from ostinato.pruning import cubic_density, prune
 from ostinato.recurrence import recurrence
-from ostinato.recurrent import GRU, LSTM, RNN
+from ostinato.recurrent import GRU, LSTM, RNN, convert
 from ostinato.scan import linear_scan, log_linear_scan
 from ostinato.stepper import Stepper
 
@@ -26,6 +26,7 @@ __all__ = [
     "RNN",
     "GRU",
     "LSTM",
+    "convert",
     "prune",
     "cubic_density",
     "linear_scan",

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping, Sequence
 from numbers import Real
-from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -11,13 +10,11 @@ from torch import Tensor, nn
 from ostinato.checks import check_flags, check_numbers
 from ostinato.kernels.persistent.masks import BLOCKS, cut
 from ostinato.masks import keep_pruned, mask_name, masked
-from ostinato.recurrent import GRU, LSTM, RNN
+from ostinato.recurrent.conversion import Module, convert, layers_of
 
 GATE_NAMES = {"RNN_TANH": ("h",), "RNN_RELU": ("h",), "GRU": ("r", "z", "n"), "LSTM": ("i", "f", "g", "o")}
-COUNTERPARTS: dict[type, type] = {nn.RNN: RNN, nn.GRU: GRU, nn.LSTM: LSTM}
 
 Density = float | Sequence[float] | Mapping[str, float]
-Module = TypeVar("Module", bound=nn.Module)
 
 
 def prune(
@@ -39,8 +36,8 @@ def prune(
     gradient, and every optimiser's step leaves them at zero.  Pruning again chooses anew among the weights as they
     are; what was pruned is zero by then.
 
-    Layers of ``torch.nn`` become this library's: their class is changed, and they stay the same objects with the
-    same parameters.  To bring one back, load its weights into a new ``torch.nn`` layer with ``strict=False``.
+    Layers of ``torch.nn`` become this library's, as by :func:`ostinato.convert`.  To bring one back, load its weights
+    into a new ``torch.nn`` layer with ``strict=False``.
 
     Args:
         module: a layer, or a model that contains some.
@@ -75,19 +72,15 @@ def prune(
         >>> torch.equal(ostinato.prune(sparse, None, block=(16, 1)).mask_hh_l0, gru.mask_hh_l0)
         True
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module must be a torch.nn.Module; got {type(module).__name__}")
+    layers = layers_of(module)
     check_flags(keep_diagonal=keep_diagonal, input_weights=input_weights)
     if block not in BLOCKS:
         raise ValueError(f"block must be one of {', '.join(map(str, BLOCKS))}; got {block!r}")
-    layers = [layer for layer in module.modules() if isinstance(layer, nn.RNNBase)]
-    if not layers:
-        raise ValueError(f"module must be or contain an RNN, GRU or LSTM; got {type(module).__name__} without one")
     densities = [_densities(layer, density) for layer in layers]
     for layer in layers:
         _check_layer(layer)
+    convert(module)
     for layer, per_gate in zip(layers, densities, strict=True):
-        layer.__class__ = COUNTERPARTS.get(type(layer), type(layer))
         for name in layer._flat_weights_names:
             if name.startswith("weight_hh") or (input_weights and name.startswith("weight_ih")):
                 _prune_weight(layer, name, per_gate, block, keep_diagonal and name.startswith("weight_hh"))
@@ -161,11 +154,6 @@ def _check_layer(layer: nn.RNNBase) -> None:
     if layer.proj_size:
         raise ValueError(
             f"proj_size must be 0, projections of the hidden state cannot be pruned; got {layer.proj_size}"
-        )
-    if type(layer) not in COUNTERPARTS and not isinstance(layer, RNN | GRU | LSTM):
-        raise TypeError(
-            "module must consist of torch.nn's or ostinato's RNN, GRU and LSTM, or of classes derived from ostinato's; "
-            f"got {type(layer).__name__}, whose forward would not know of pruned weights"
         )
 
 

@@ -7,9 +7,11 @@
 ``cells.py``         one step by torch's cells, which have gradients
 ``weights.py``       the parameters, as they are at a call, and their masks
 ``torch_layers.py``  ``torch.nn``'s own forward
+``conversion.py``    layers of ``torch.nn`` that become this library's
 ===================  ==========================================================
 """
 
+from ostinato.recurrent.conversion import convert
 from ostinato.recurrent.layers import GRU, LSTM, RNN
 
-__all__ = ["RNN", "GRU", "LSTM"]
+__all__ = ["RNN", "GRU", "LSTM", "convert"]

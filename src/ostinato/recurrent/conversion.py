@@ -1,0 +1,60 @@
+"""Layers of ``torch.nn`` that become this library's, where they are."""
+
+from typing import TypeVar
+
+from torch import nn
+
+from ostinato.recurrent.layers import GRU, LSTM, RNN
+
+Module = TypeVar("Module", bound=nn.Module)
+COUNTERPARTS: dict[type, type] = {nn.RNN: RNN, nn.GRU: GRU, nn.LSTM: LSTM}
+
+
+def convert(module: Module) -> Module:
+    """Have every ``torch.nn.RNN``, ``GRU`` and ``LSTM`` of a model run, and train, in this library's kernels.
+
+    Their class is changed.  They stay the same objects with the same parameters, so that optimisers, checkpoints and
+    whoever else refers to them notice nothing, and they compute the same function.  To bring one back, load its weights
+    into a new layer of ``torch.nn``.
+
+    Convert a model before ``torch.compile``, ``fully_shard`` or a parametrization, which change classes themselves.
+
+    Args:
+        module: a layer, or a model that contains some.  Those that are this library's already stay as they are.
+
+    Returns:
+        ``module``, changed in place.
+
+    Raises:
+        TypeError: no module, or one with a layer of a class derived from ``torch.nn``'s own, which cannot become ours.
+        ValueError: no recurrent layer in it.
+
+    Example:
+        >>> import torch, ostinato
+        >>> model = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.GRU(8, 16))
+        >>> x = torch.randn(100, 2, 3)
+        >>> expected = model(x)[0]
+        >>> torch.allclose(ostinato.convert(model)(x)[0], expected, atol=1e-6)
+        True
+        >>> type(model[1]) is ostinato.GRU
+        True
+    """
+    for layer in layers_of(module):
+        layer.__class__ = COUNTERPARTS.get(type(layer), type(layer))
+    return module
+
+
+def layers_of(module: nn.Module) -> list[nn.RNNBase]:
+    """The recurrent layers of a model; raises TypeError or ValueError unless there are some, and all can be ours."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module must be a torch.nn.Module; got {type(module).__name__}")
+    layers = [layer for layer in module.modules() if isinstance(layer, nn.RNNBase)]
+    if not layers:
+        raise ValueError(f"module must be or contain an RNN, GRU or LSTM; got {type(module).__name__} without one")
+    for layer in layers:
+        if type(layer) not in COUNTERPARTS and not isinstance(layer, RNN | GRU | LSTM):
+            raise TypeError(
+                "module must consist of torch.nn's or ostinato's RNN, GRU and LSTM, or of classes derived from "
+                f"ostinato's; got {type(layer).__name__}, derived from torch.nn's, which may have a forward of its own"
+            )
+    return layers
