@@ -267,15 +267,19 @@ def test_a_call_is_checked_unless_one_like_it_was(monkeypatch):
     monkeypatch.setattr(ostinato.GRU, "_checked", lambda *args: checked.append(1) or check(*args))
     x, hx = inputs(layer, 3)
 
-    def checks(x, hx):
+    def checks(x, hx, **resets):
         checked.clear()
-        layer(x, hx)
+        layer(x, hx, **resets)
         first = len(checked)
-        assert_same(layer(x, hx), twin(layer)(x, hx), 1e-6)
+        assert_same(layer(x, hx, **resets), twin(layer)(x, hx), 1e-6)
         assert len(checked) == first, "the second call is known"
         return first
 
     assert [checks(x, hx), checks(2 * x, hx)] == [1, 0]
+    never = torch.zeros(x.shape[:2], dtype=torch.bool)
+    assert [checks(x, hx, resets=never), checks(x, hx, resets=never.clone()), checks(x, hx)] == [1, 0, 0]
+    never[:, 3] = True
+    assert not torch.equal(layer(x, hx, resets=never)[0], layer(x, hx)[0])
     assert checks(x[:2], hx[:, :2]) == 1
     assert checks(x.clone().requires_grad_(), hx) == 1
     assert checks(x, None) == 1

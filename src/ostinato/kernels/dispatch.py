@@ -128,16 +128,17 @@ class _Part(SimpleNamespace):
         """Those of two calls never are."""
 
 
-def of_two(name: str, call: Callable, forward: Callable, setup_context: Callable, backward: Callable) -> Callable:
+def of_two(name: str, call: Callable, prepare: Callable, setup_context: Callable, backward: Callable) -> Callable:
     """A function of two calls' arguments that returns what an operator, ``call``, returns for each.
 
-    In eager mode both are one node of autograd: ``forward(first, second)`` returns both results, and
-    ``backward(contexts, grads)``, given those of each, the gradients of both.
+    In eager mode both are one node of autograd.  ``prepare(first, second)`` returns the function that computes both
+    results of calls like these, and ``backward(function, contexts, grads)`` the gradients of both, given those of each.
+    The function's ``prepared(first, second)`` is as that of :func:`operator`.
     """
 
     def run_and_keep(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
-        calls = _halves(args)
-        results, ctx.parts, saved = forward(*calls), [_Part(), _Part()], []
+        calls, ctx.run = _halves(args[:-1]), args[-1]
+        results, ctx.parts, saved = ctx.run(*calls), [_Part(), _Part()], []
         for part, inputs, output in zip(ctx.parts, calls, results, strict=True):
             setup_context(part, inputs, output)
             saved += part.__dict__.pop("saved_tensors")
@@ -146,23 +147,26 @@ def of_two(name: str, call: Callable, forward: Callable, setup_context: Callable
         return *results[0], *results[1]
 
     def backward_of_both(ctx: Any, *grads: Tensor | None) -> tuple:
-        each = zip(ctx.parts, _halves(ctx.saved_tensors), _halves(ctx.needs_input_grad), strict=True)
+        each = zip(ctx.parts, _halves(ctx.saved_tensors), _halves(ctx.needs_input_grad[:-1]), strict=True)
         parts = [_Part(**vars(part), saved_tensors=saved, needs_input_grad=needed) for part, saved, needed in each]
-        first, second = backward(parts, _halves(grads))
-        return *first, *second
+        first, second = backward(ctx.run, parts, _halves(grads))
+        return *first, *second, None
 
     function = _autograd_function(name, forward=run_and_keep, backward=backward_of_both)
     apply = super(torch.autograd.Function, function).apply
 
-    def both(first: tuple, second: tuple) -> tuple[Any, Any]:
-        args = *first, *second
-        if not is_eager(args):
-            return call(*first), call(*second)
-        if not is_differentiated(args):
-            found: tuple[Any, Any] = forward(first, second)
-            return found
-        return _halves(apply(*args))
+    def prepared(first: tuple, second: tuple) -> Callable:
+        run: Callable = prepare(first, second)
+        if not is_differentiated((*first, *second)):
+            return run
+        return lambda first, second: _halves(apply(*first, *second, run))
 
+    def both(first: tuple, second: tuple) -> Any:
+        if not is_eager((*first, *second)):
+            return call(*first), call(*second)
+        return prepared(first, second)(first, second)
+
+    both.prepared = prepared  # type: ignore[attr-defined]
     return both
 
 

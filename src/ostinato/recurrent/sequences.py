@@ -25,7 +25,7 @@ from ostinato.masks import mask_of
 from ostinato.recurrent.torch_layers import as_given, in_rows
 from ostinato.recurrent.weights import MaskedLayers
 
-_CALLS = Prepared()  # of dense layers, keyed by input, weights and states
+_CALLS = Prepared()  # of dense layers, keyed by input, weights, states and resets
 
 
 class KernelCall(NamedTuple):
@@ -68,13 +68,15 @@ class SequenceLayers(MaskedLayers):
         self, input: Any, states: list[Tensor], weights: list[Tensor], resets: Tensor | None
     ) -> KernelCall | None:
         """The call if kernels compute it; None for torch's, which also raise the errors of invalid calls."""
-        special = resets is not None or self._buffers or not isinstance(input, Tensor) or weights[0].is_meta
+        special = self._buffers or not isinstance(input, Tensor) or weights[0].is_meta
         if special or torch.compiler.is_compiling():
             return self._checked(input, states, weights, resets)
-        like, device, dtype = (input, *weights, *states), weights[0].device, weights[0].dtype
+        like, device, dtype = [input, *weights, *states], weights[0].device, weights[0].dtype
+        if resets is not None:
+            like.append(resets)
         autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
         sizes = self.input_size, self.hidden_size, self.num_layers, self.bidirectional
-        how = *sizes, self.mode, self.batch_first, self._path, autocast, may_round(device, dtype)
+        how = *sizes, self.mode, self.batch_first, self._path, autocast, may_round(device, dtype), resets is None
         found: KernelCall | None = _CALLS.find(like, *how)
         if found is None and (found := self._checked(input, states, weights, resets)) is not None:
             known = found._replace(layers={})
@@ -168,14 +170,13 @@ class SequenceLayers(MaskedLayers):
                 tensors = rows, h0, c0, weight_ih, weight_hh, bias_ih, bias_hh, mask, offsets, begins[index - first]
                 arguments.append((*tensors, batch, cell, index > first, training, self._path, directions))
             both = directions == 2
-            if both:
-                results = recurrent_layers(*arguments)
-            elif known is None:
-                results = (recurrent_layer(*arguments[0]),)
-            else:
+            run: Any = recurrent_layers if both else recurrent_layer
+            given = arguments if both else arguments[0]
+            if known is not None:
                 if first not in known:
-                    known[first] = recurrent_layer.prepared(*arguments[0])  # type: ignore[attr-defined]
-                results = (known[first](*arguments[0]),)
+                    known[first] = run.prepared(*given)
+                run = known[first]
+            results = run(*given) if both else (run(*given),)
             last += [(h_n, c_n) if lstm else (h_n,) for _, h_n, c_n, *_ in results]
             rows = torch.cat([output for output, *_ in results], 1) if both else results[0][0]
 

@@ -391,19 +391,30 @@ recurrent_layer = operator(
 )
 
 
-def _both_forward(first: tuple, second: tuple) -> tuple[Any, Any]:
-    return beside(_recurrent_layer, first, second)
+class _TwoLayers(NamedTuple):
+    """Who computes both directions; called with the arguments of each, their operators beside each other."""
+
+    first: _Layer
+    second: _Layer
+
+    def __call__(self, first: tuple, second: tuple) -> tuple[Any, Any]:
+        return beside(_Layer.__call__, (self.first, *first), (self.second, *second))
 
 
-def _both_backward(contexts: Sequence[Any], grads: Sequence[Sequence[Tensor | None]]) -> list[tuple]:
+def _layers_of(first: tuple, second: tuple) -> _TwoLayers:
+    return _TwoLayers(_layer_of(*first), _layer_of(*second))
+
+
+def _both_backward(
+    layers: _TwoLayers, contexts: Sequence[Any], grads: Sequence[Sequence[Tensor | None]]
+) -> list[tuple]:
     calls = tuple(map(_backward_arguments, contexts, grads))
     if torch.is_grad_enabled() or not is_eager([*calls[0], *calls[1]]):
         return [_grad(ctx, *given) for ctx, given in zip(contexts, grads, strict=True)]
-    layers = (_layer_of(*args[:10], *args[16:19], True, *args[19:21]) for args in calls)
     first, second = ((layer, *args) for layer, args in zip(layers, calls, strict=True))
     with without_autocast(calls[0][0].device.type):
         return [(*gradients(), *[None] * 9) for gradients in beside(_back_through_time, first, second)]
 
 
-recurrent_layers = of_two("recurrent_layers", recurrent_layer, _both_forward, _context, _both_backward)
+recurrent_layers = of_two("recurrent_layers", recurrent_layer, _layers_of, _context, _both_backward)
 """Both directions' ``recurrent_layer``, given the arguments of each, beside each other on a GPU."""
