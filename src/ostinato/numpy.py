@@ -1,4 +1,4 @@
-"""Minimal cells for NumPy: arrays in, arrays out, no PyTorch in sight.
+"""Minimal cells for NumPy: arrays in, arrays out; PyTorch works behind them.
 
 =================  =============================================
 MinGRUCell         on the CPU

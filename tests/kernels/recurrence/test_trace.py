@@ -165,6 +165,11 @@ def closes_over(x, y):
     return x * elsewhere, y
 
 
+@refused(r"aten.ones makes a tensor of shape \(4,\), where a number would do")
+def makes_a_row(x, y):
+    return x * torch.ones(4), y
+
+
 @refused("aten._to_copy to torch.bfloat16 cannot be generated")
 def rounds(x, y):
     return x.bfloat16().float(), y
@@ -206,7 +211,7 @@ def returns_a_number(x, y):
 
 
 ELEMENTWISE = (closes_over, rounds, turns, draws, has_no_derivative, returns_one)
-REFUSED = (reduces, shifts, scales_by_width, works_in_place, *ELEMENTWISE)
+REFUSED = (reduces, shifts, scales_by_width, works_in_place, makes_a_row, *ELEMENTWISE)
 
 
 @pytest.mark.parametrize(("function", "message", "kind"), [*REFUSED, branches, returns_a_number])

@@ -257,6 +257,9 @@ class _Recorder(TorchDispatchMode):
 
     def _created(self, func: Any, made: Tensor) -> Tensor:
         """Record a tensor of one number."""
+        if not self.differentiating and made.shape not in (_SHAPE, ()):
+            shape = tuple(made.shape)
+            raise self.refusal(f"{func.overloadpacket} makes a tensor of shape {shape}, where a number would do")
         first = made.flatten()[0].item() if made.numel() else None
         if not isinstance(first, int | float) or not bool(((made == first) | (made != made)).all()):
             raise self.refusal(f"{func.overloadpacket} makes a tensor that is not one real number everywhere")
