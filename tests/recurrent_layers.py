@@ -9,7 +9,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 import ostinato
 from ostinato.kernels.eager import Prepared
-from ostinato.kernels.persistent import cpu, operators
+from ostinato.kernels.persistent import backends, cpu
 from ostinato.kernels.persistent.plan import Plan, no_kernel
 from ostinato.recurrent import sequences
 
@@ -34,8 +34,8 @@ def use_kernels(monkeypatch, module):
         return Plan(path, 1, 1, 1, "a test", block)
 
     stand_in = SimpleNamespace(**(vars(module) | {"make_plan": make_plan}))
-    monkeypatch.setattr(operators, "kernels_on", lambda device: stand_in)
-    operators._plan_dense.cache_clear()
+    monkeypatch.setattr(backends, "_kernels_on", lambda device_type: stand_in)
+    backends._plan_dense.cache_clear()
     forget_calls(monkeypatch)
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import ostinato
-from ostinato.kernels.persistent import cpu, operators, reference
+from ostinato.kernels.persistent import backends, cpu, reference
 from ostinato.kernels.persistent.plan import no_kernel
 from ostinato.recurrent import sequences
 from ostinato.recurrent.torch_layers import states_of
@@ -75,12 +75,12 @@ def twin(layer):
 def kernels(request, monkeypatch):
     if request.param == "torch":
         forget_calls(monkeypatch)
-        monkeypatch.setattr(operators, "_plan", lambda *_: no_kernel("a test"))
+        monkeypatch.setattr(backends, "_plan", lambda *_: no_kernel("a test"))
         monkeypatch.setattr(sequences, "plan_layer", lambda *_: no_kernel("a test"))
     else:
         use_kernels(monkeypatch, {"reference": reference, "the CPU's": cpu}[request.param])
     yield request.param
-    operators._plan_dense.cache_clear()
+    backends._plan_dense.cache_clear()
 
 
 def make(cell, block=None, **options):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ostinato.kernels.persistent import cpu, operators, reference
+from ostinato.kernels.persistent import backends, cpu, reference
 from recurrent_layers import forget_calls, use_kernels
 
 
@@ -14,7 +14,7 @@ def kernels(request, monkeypatch):
     if request.param != "as planned" and not request.node.get_closest_marker("gpu"):
         use_kernels(monkeypatch, {"reference": reference, "the CPU's": cpu}[request.param])
     yield
-    operators._plan_dense.cache_clear()
+    backends._plan_dense.cache_clear()
 
 
 @pytest.fixture

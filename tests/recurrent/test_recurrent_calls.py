@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 import ostinato
-from ostinato.kernels.persistent import operators
+from ostinato.kernels.persistent import backends
 from ostinato.kernels.persistent.plan import Plan, no_kernel
 from ostinato.recurrent import sequences
 from recurrent_layers import CELLS, assert_same, by, flat, inputs, make, pruned, twin
@@ -49,7 +49,7 @@ def test_torch_runs_all_layers_or_none(monkeypatch):
     def make_plan(call, mask_hh, *_):
         return Plan("dense", 1, 1, 1, "dense") if mask_hh is None else no_kernel("pruned")
 
-    monkeypatch.setattr(operators.kernels_on(torch.device("cpu")), "make_plan", make_plan)
+    monkeypatch.setattr(backends.kernels_on(torch.device("cpu")), "make_plan", make_plan)
     layer = ostinato.GRU(5, 8, 2)
     assert layer.plan(1).reason == "dense"
     layer.register_buffer("mask_hh_l1", torch.ones_like(layer.weight_hh_l1, dtype=torch.bool))
@@ -81,14 +81,14 @@ def test_a_call_and_its_gradients_have_one_plan(monkeypatch, packed, resets):
         asked.append(call)
         return Plan("dense", 1, 1, 1, "dense")
 
-    monkeypatch.setattr(operators.kernels_on(torch.device("cpu")), "make_plan", make_plan)
-    operators._plan_dense.cache_clear()
+    monkeypatch.setattr(backends.kernels_on(torch.device("cpu")), "make_plan", make_plan)
+    backends._plan_dense.cache_clear()
     layer = ostinato.GRU(5, 8)
     x = torch.randn(7, 5, requires_grad=True)
     x = pack_sequence([x[:4], x[4:]]) if packed else x[:, None]
     marks = torch.zeros(7, dtype=torch.bool) if packed else torch.zeros(7, 1, dtype=torch.bool)
     flat(layer(x, resets=marks if resets else None))[0].sum().backward()
-    operators._plan_dense.cache_clear()
+    backends._plan_dense.cache_clear()
     (call,) = asked
     assert (call.training, call.resets, call.packed) == (True, resets, packed)
 

@@ -12,7 +12,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
 import ostinato
-from ostinato.kernels.persistent import cpu, operators
+from ostinato.kernels.persistent import backends, cpu
 from ostinato.kernels.persistent.plan import no_kernel
 from recurrent_layers import (
     CELLS,
@@ -192,7 +192,7 @@ def errors_of_training(by_torch):
                 train(module, x[:4, :, 2 * rank : 2 * rank + 2])
                 with torch.no_grad():
                     errors.append((module(x[4])[0] - single(x[4])[0]).abs().max().item())
-    operators._plan_dense.cache_clear()
+    backends._plan_dense.cache_clear()
     return errors
 
 

@@ -9,7 +9,8 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ostinato.checks import check_integers, check_resets
 from ostinato.kernels.export import refuse_script
-from ostinato.kernels.persistent.operators import is_vmapped, least_steps
+from ostinato.kernels.persistent.backends import least_steps
+from ostinato.kernels.persistent.operators import is_vmapped
 from ostinato.kernels.persistent.plan import Plan
 from ostinato.layers import LayerCall
 from ostinato.recurrent.sequences import SequenceLayers

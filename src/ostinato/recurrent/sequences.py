@@ -11,14 +11,8 @@ from torch.nn.utils.rnn import PackedSequence
 from ostinato.checks import check_batch_sizes
 from ostinato.kernels.derived import derived_from
 from ostinato.kernels.eager import Prepared
-from ostinato.kernels.persistent.operators import (
-    can_take,
-    is_vmapped,
-    may_round,
-    plan_layer,
-    recurrent_layer,
-    recurrent_layers,
-)
+from ostinato.kernels.persistent.backends import may_round, plan_layer
+from ostinato.kernels.persistent.operators import can_take, is_vmapped, recurrent_layer, recurrent_layers
 from ostinato.kernels.persistent.plan import Call, Plan, no_kernel
 from ostinato.kernels.persistent.reference import previous
 from ostinato.masks import mask_of

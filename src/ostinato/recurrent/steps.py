@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ostinato.kernels.eager import Prepared, is_differentiated, is_eager
+from ostinato.kernels.persistent.backends import frozen_step, step_of, step_of_layers
 from ostinato.kernels.persistent.cuda_step import BATCH as MOST_SEQUENCES
-from ostinato.kernels.persistent.operators import frozen_step, step_of, step_of_layers
 from ostinato.masks import masked
 from ostinato.recurrent.cells import by_cells, differentiable
 from ostinato.recurrent.torch_layers import Hidden, hidden_of, states_of

@@ -8,7 +8,7 @@ import torch
 
 import ostinato
 from ostinato.kernels import threads as kernel_threads
-from ostinato.kernels.persistent import cpu, cpu_products, operators, reference
+from ostinato.kernels.persistent import backends, cpu, cpu_products, reference
 from ostinato.kernels.persistent.plan import GATES, Call, Plan
 
 F32, F64 = torch.float32, torch.float64
@@ -180,7 +180,7 @@ def test_what_a_pruned_forward_has_overwritten_is_there_for_the_dense_one():
 @pytest.mark.parametrize("block", [(16, 1), (1, 1)])
 def test_weights_and_masks_are_those_of_the_call(monkeypatch, block):
     monkeypatch.setattr(cpu, "FEW_STEPS", dict.fromkeys(GATES, -100))
-    operators._plan_dense.cache_clear()
+    backends._plan_dense.cache_clear()
     torch.manual_seed(0)
     layer = ostinato.prune(ostinato.GRU(5, 32, dtype=F64), 0.1, block=block)
     x = torch.randn(9, 1, 5, dtype=F64)
@@ -199,7 +199,7 @@ def test_weights_and_masks_are_those_of_the_call(monkeypatch, block):
             other.weight_hh_l0 *= layer.mask_hh_l0
             close(got, other(x)[0], 1e-12)
             assert (got - before).abs().max() > 1e-6
-    operators._plan_dense.cache_clear()
+    backends._plan_dense.cache_clear()
 
 
 PLANS = {  # cell, H, B, dtype, training, steps

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ostinato.kernels.derived import derived_from
-from ostinato.kernels.persistent import operators, reference
+from ostinato.kernels.persistent import backends, operators, reference
 from ostinato.kernels.persistent.plan import GATES, Plan
 
 NAMES = ("x", "h0", "c0", "weight_ih", "weight_hh", "bias_ih", "bias_hh")
@@ -20,10 +20,10 @@ NAMES = ("x", "h0", "c0", "weight_ih", "weight_hh", "bias_ih", "bias_hh")
 @pytest.fixture(autouse=True, scope="module")
 def reference_kernels():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(operators, "kernels_on", lambda device: stand_in())
-        operators._plan_dense.cache_clear()
+        patch.setattr(backends, "_kernels_on", lambda device_type: stand_in())
+        backends._plan_dense.cache_clear()
         yield
-    operators._plan_dense.cache_clear()
+    backends._plan_dense.cache_clear()
 
 
 def stand_in():

@@ -8,7 +8,7 @@ import torch
 
 from gpus import H100
 from ostinato.kernels import nvrtc
-from ostinato.kernels.persistent import cuda, geometry, operators, search
+from ostinato.kernels.persistent import backends, cuda, geometry, search
 from ostinato.kernels.persistent.costs import microseconds
 from ostinato.kernels.persistent.plan import GATES, Call
 from persistent_layers import candidates
@@ -21,10 +21,10 @@ def planned_for_an_h100(monkeypatch):
     """As if there were one, with all kernels compiled."""
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: H100)
     monkeypatch.setattr(cuda, "kernels", lambda *_, **__: None)
-    for cached in (cuda._plan_sizes, operators._plan_dense):
+    for cached in (cuda._plan_sizes, backends._plan_dense):
         cached.cache_clear()
     yield
-    for cached in (cuda._plan_sizes, operators._plan_dense):
+    for cached in (cuda._plan_sizes, backends._plan_dense):
         cached.cache_clear()
 
 
@@ -177,11 +177,11 @@ def test_only_a_refusal_that_lasts_is_kept(planned_for_an_h100, monkeypatch, pru
     with monkeypatch.context() as patch:
         patch.setattr(cuda, "kernels", refuse)
         if lasts:
-            assert operators.plan_layer(mask, call).reason == "by this compiler"
+            assert backends.plan_layer(mask, call).reason == "by this compiler"
         else:
             with pytest.raises(torch.OutOfMemoryError, match="at this moment"):
-                operators.plan_layer(mask, call)
-    assert (operators.plan_layer(mask, call).path == "steps") == lasts
+                backends.plan_layer(mask, call)
+    assert (backends.plan_layer(mask, call).path == "steps") == lasts
 
 
 @pytest.mark.parametrize("cell", ["rnn_tanh", "gru", "lstm"])
@@ -239,17 +239,17 @@ def test_products_are_rounded_where_cudnn_rounds_them(planned_for_an_h100, hidde
 
 def test_what_may_be_rounded_is_asked_of_torch_by_old_and_new_names():
     device, products, layers = torch.device("cuda"), torch.backends.cuda.matmul, torch.backends.cudnn
-    assert operators.may_round(torch.device("cpu"), f32) == operators.may_round(device, bf16) == (False, False)
+    assert backends.may_round(torch.device("cpu"), f32) == backends.may_round(device, bf16) == (False, False)
     before = products.allow_tf32, layers.allow_tf32
     try:
         products.allow_tf32, layers.allow_tf32 = True, False
-        assert operators.may_round(device, f32) == (True, False)
+        assert backends.may_round(device, f32) == (True, False)
         products.allow_tf32, layers.allow_tf32 = False, True
-        assert operators.may_round(device, f32) == (False, True)
+        assert backends.may_round(device, f32) == (False, True)
         if hasattr(layers, "rnn"):
             conv, rnn = layers.conv.fp32_precision, layers.rnn.fp32_precision
             layers.conv.fp32_precision, layers.rnn.fp32_precision = "tf32", "ieee"  # the old name cannot say that
-            assert operators.may_round(device, f32) == (False, False)
+            assert backends.may_round(device, f32) == (False, False)
             layers.conv.fp32_precision, layers.rnn.fp32_precision = conv, rnn
     finally:
         products.allow_tf32, layers.allow_tf32 = before

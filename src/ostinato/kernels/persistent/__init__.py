@@ -3,7 +3,8 @@
 ===================  ====================================================================================
 ``reference.py``     one layer and direction as a loop over time, which defines the kernels
 ``plan.py``          what is asked of the kernels of a device, and what they answer
-``operators.py``     the layer as a differentiable operator, and the choice of its kernels
+``backends.py``      the kernels of a device, and how a layer runs there
+``operators.py``     the layer as a differentiable operator
 ``plain.py``         the same for exported programs
 ``masks.py``         the blocks of a pruned matrix
 ``cuda.py``          NVIDIA GPUs: plans, and launches of ``forward.cu``, ``backward.cu`` and others; within clusters of

@@ -6,8 +6,6 @@ It runs through time once, and gets the weights' gradients by GEMMs.  The layer 
 ``reference.py``.
 """
 
-import functools
-import importlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import compress
@@ -18,88 +16,13 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import functional as F
 
-from ostinato.kernels import nvrtc
-from ostinato.kernels.derived import derived_from
 from ostinato.kernels.dispatch import gradient, of_two, operator, or_empty
 from ostinato.kernels.eager import is_eager
 from ostinato.kernels.gemm import gradient_of_input, gradient_of_weight, linear, transposes
 from ostinato.kernels.persistent import plain, reference
-from ostinato.kernels.persistent.masks import block_of
-from ostinato.kernels.persistent.plan import GATES, Call, Plan, no_kernel
+from ostinato.kernels.persistent.backends import kernels_on, plan_layer
+from ostinato.kernels.persistent.plan import GATES, Call, Plan
 from ostinato.kernels.streams import beside
-
-
-def kernels_on(device: torch.device) -> Any:
-    """The module with a device's kernels, imported lazily; the reference on other devices."""
-    return _kernels_on(device.type)
-
-
-@functools.cache  # import_module costs more than a step
-def _kernels_on(device_type: str) -> Any:
-    has_kernels = device_type in ("cpu", "cuda")
-    return importlib.import_module(f"ostinato.kernels.persistent.{device_type}") if has_kernels else reference
-
-
-def plan_layer(mask_hh: Tensor | None, call: Call) -> Plan:
-    """How a layer and direction runs, cached per mask, or for all layers without one.
-
-    Raises RuntimeError, which is not cached, for what another call may not meet, such as a lack of free memory.
-    """
-    key = call, may_round(call.device, call.dtype)
-    return _plan_dense(*key) if mask_hh is None else derived_from(mask_hh, key, lambda: _plan(mask_hh, *key))
-
-
-def may_round(device: torch.device, dtype: torch.dtype) -> tuple[bool, bool]:
-    """Whether products of float32 may be rounded to tf32 on a GPU: torch's and ours, and those in cuDNN's layers."""
-    if device.type != "cuda" or dtype != torch.float32:
-        return False, False
-    products: Any = torch.backends.cuda.matmul
-    layers: Any = torch.backends.cudnn
-    try:
-        return products.allow_tf32, layers.allow_tf32
-    except RuntimeError:  # set by the newer options, which the older ones cannot express
-        return products.fp32_precision == "tf32", layers.rnn.fp32_precision == "tf32"
-
-
-def _plan(mask_hh: Tensor | None, call: Call, tf32: tuple[bool, bool]) -> Plan:
-    device = call.device
-    if device.type not in ("cpu", "cuda"):
-        return no_kernel(f"layers on {device.type} run in torch's own kernels")
-    if device.type == "cuda" and (reason := nvrtc.why_no_cuda()):
-        return no_kernel(reason)
-    block = None
-    if mask_hh is not None:
-        block = derived_from(mask_hh, "block", lambda: block_of(mask_hh, GATES[call.cell]))
-    plan: Plan = kernels_on(device).make_plan(call, mask_hh, block, tf32)
-    return plan
-
-
-_plan_dense = functools.lru_cache(4096)(functools.partial(_plan, None))
-
-
-@functools.cache
-def least_steps(device_type: str) -> int:
-    """Fewer steps, without resets, are always left to torch's kernels."""
-    return getattr(kernels_on(torch.device(device_type)), "LEAST_STEPS", 0)
-
-
-def step_of(device: torch.device, *layer: Any) -> Any:
-    """What makes one step of a layer without gradients where a device has a kernel for it, else None.
-
-    ``layer``: cell, dtype, hidden_size, input_size, batch, the masks of both weights and path.
-    """
-    make = getattr(_kernels_on(device.type), "step_of", None)
-    return None if make is None else make(*layer)
-
-
-def frozen_step(*layer: Any) -> Any:
-    """A step of a layer on the CPU whose weights never change: cell, batch, weights and the masks of both."""
-    return kernels_on(torch.device("cpu")).FrozenStep(*layer)
-
-
-def step_of_layers(device: torch.device, *args: Any) -> Any:
-    """Steps, frozen or not, one after the other: of an input, the shape of a state, and how many states there are."""
-    return kernels_on(device).StepOfLayers(*args)
 
 
 def can_take(tensors: list[Tensor]) -> bool:
