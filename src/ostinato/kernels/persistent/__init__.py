@@ -16,7 +16,8 @@
 ``cuda_step.py``     one step, by ``step.cu``
 ``cpu.py``           CPUs: plans, and calls of the loops
 ``cpu_loops.py``     the loops over time, compiled by Numba
-``cpu_products.py``  their products of weights with states
+``cpu_products.py``  their products of dense weights with states
+``cpu_pruned.py``    those of pruned weights
 ``cpu_entries.py``   pruned weights in the order in which those read them
 ``cpu_barrier.py``   the barrier between threads that divide a layer's units
 ``cpu_step.py``      one step

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from ostinato.kernels.derived import derived_from
 from ostinato.kernels.numba_loops import LINE, NUMPY_DTYPES
-from ostinato.kernels.persistent import cpu_loops, cpu_products
+from ostinato.kernels.persistent import cpu_loops, cpu_products, cpu_pruned
 from ostinato.kernels.persistent.cpu_barrier import COUNTERS
 from ostinato.kernels.persistent.cpu_entries import SLICE, Entries, backward_entries, forward_entries
 from ostinato.kernels.persistent.cpu_step import BATCH as MOST_OF_A_STEP
@@ -230,7 +230,8 @@ def _share(weight_hh: Tensor, batch: int, length: int, plan: Plan) -> _Share:
         group = batch if parts > 1 else group
         return _Share(threads, max(parts, 1), group, max(tile for tile in cpu_products.TILES if tile <= group), length)
     # The tile determines the order of sums, so it must not depend on the number of threads.
-    return _Share(threads, 1, group, cpu_products.CHAINS if batch >= 2 * cpu_products.CHAINS else 1, length)
+    tile = cpu_pruned.CHAINS if batch >= 2 * cpu_pruned.CHAINS else 1
+    return _Share(threads, 1, group, tile, length)
 
 
 def _dense_panels(weight: Tensor, gates: int, how: _Share) -> _Weights:

@@ -30,7 +30,8 @@ from ostinato.kernels.numba_loops import (
 )
 from ostinato.kernels.numba_math import cast, multiply_add, sigmoids, tanh_slope
 from ostinato.kernels.persistent.cpu_barrier import COUNTERS, arrive, claim_part, finish_part
-from ostinato.kernels.persistent.cpu_products import add_entries, add_panels, are_finite, panel_rows, vectors_of
+from ostinato.kernels.persistent.cpu_products import add_panels, are_finite, panel_rows, vectors_of
+from ostinato.kernels.persistent.cpu_pruned import add_entries
 from ostinato.kernels.persistent.plan import GATES
 
 _BOTH = (

@@ -27,7 +27,8 @@ from ostinato.kernels.numba_loops import (
 )
 from ostinato.kernels.persistent.cpu_entries import SLICE, forward_entries
 from ostinato.kernels.persistent.cpu_loops import forward_unit
-from ostinato.kernels.persistent.cpu_products import BLOCK_WIDTH, ROWS, add_entries, are_finite, multiply_rows
+from ostinato.kernels.persistent.cpu_products import ROWS, are_finite, multiply_rows
+from ostinato.kernels.persistent.cpu_pruned import BLOCK_WIDTH, add_entries
 from ostinato.kernels.persistent.masks import block_of
 from ostinato.kernels.persistent.plan import GATES
 from ostinato.kernels.threads import run_loop, threads_for
