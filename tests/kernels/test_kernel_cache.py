@@ -11,10 +11,12 @@ import threading
 import numpy as np
 import pytest
 import torch
+from numba.core.registry import cpu_target
 from torch import distributed
 
 import small_loop
 from ostinato.kernels import cache, numba_loops
+from ostinato.kernels.persistent import cpu_step
 from ostinato.kernels.recurrence import cpu, cpu_loops
 from ostinato.kernels.recurrence.trace import parse
 from ostinato.minimal.recurrences import recurrence_of
@@ -95,6 +97,15 @@ def test_each_variant_and_each_revision_has_a_file_of_its_own(folder, tmp_path, 
     assert processes.run(1, with_cache, folder, results, 4.0, 2.0) == [([2.0, 1.0], 1)]
     assert len(list(folder.iterdir())) == 4
     assert all(file.read_bytes() == content for file, content in files.items())
+
+
+def test_loops_that_differ_in_a_function_only_have_files_of_their_own(monkeypatch):
+    """Those of a step of RNNs, whose activation is a function of a function."""
+    keys, codegen = [], cpu_target.target_context.codegen()
+    monkeypatch.setattr(cpu_step, "compiled_loop", lambda loop: keys.append(numba_loops._cache_key(loop, codegen, "")))
+    for cell in ("rnn_tanh", "rnn_relu", "rnn_tanh"):
+        cpu_step._loop.__wrapped__(np.float32, cell, "dense", 1, "dense", 1, False)
+    assert keys[0] == keys[2] != keys[1]
 
 
 def test_processes_that_compile_at_once_leave_all_variants(folder, processes):

@@ -83,12 +83,17 @@ def _cache_key(function: Callable, codegen: Any, generated: str) -> str | None:
     """All that a loop's code depends on: its variant, the sources, the compiler and its options, the processor."""
     if _SOURCES is None:
         return None
-    outside = inspect.getclosurevars(function).nonlocals
-    variant = sorted((name, x) for name, x in outside.items() if not inspect.isfunction(x)), generated
     versions = sys.implementation.cache_tag, numba.__version__, llvmlite.__version__, numba.config.USING_SVML
     options = sorted(item for item in os.environ.items() if item[0].startswith("NUMBA_"))
-    parts = function.__module__, function.__qualname__, variant, _SOURCES, versions, options, codegen.magic_tuple()
+    parts = function.__module__, _variant(function), generated, _SOURCES, versions, options, codegen.magic_tuple()
     return f"{cache.key_of(*map(str, parts))}.loop"
+
+
+def _variant(function: Callable) -> tuple:
+    """A function's name and the constants around it, and so of the functions among these."""
+    outside = inspect.getclosurevars(function).nonlocals.items()
+    variants = ((name, _variant(x) if inspect.isfunction(x) else x) for name, x in outside)
+    return function.__qualname__, *sorted(variants)
 
 
 def _hash_sources() -> str | None:

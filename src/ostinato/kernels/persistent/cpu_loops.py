@@ -70,11 +70,6 @@ _load, _store = streams(
 
 
 @inline
-def _relu(x):
-    return cast(0.0, x) if x < 0 else x
-
-
-@inline
 def _rows_of(packed, offsets, t, batch, first, group):
     """The first row of a step, and the number of its rows that belong to a chunk."""
     begin, end = t * batch, (t + 1) * batch
@@ -90,41 +85,69 @@ def _begin_sums(gates, hidden, padded, bias, sums, at, begin, end):
             _store(sums, at + g * padded + j, _load(bias, g * hidden + j, "p0"), "s0")
 
 
-# One unit of one sequence.  `arrays` are pointers and the offsets of their rows; gates are `pitch` apart in a row, and
+# One unit of one sequence, by a function for each cell: of one for all, Numba would compile every branch, and how
+# strings are compared.  `arrays` are pointers and the offsets of their rows; gates are `pitch` apart in a row, and
 # `padded` apart in the sums.
 
 
 @inline
-def forward_unit(cell, keep, j, pitch, padded, arrays):
-    projected, at_p, sums, at_s, h, c, at, output, kept, at_out = arrays
+def _tanh(x):
+    return tanh_slope(x)[0]
+
+
+@inline
+def _relu(x):
+    return cast(0.0, x) if x < 0 else x
+
+
+def _rnn_unit(activation):
+    @inline
+    def unit(keep, j, pitch, padded, arrays):
+        projected, at_p, sums, at_s, h, _, at, output, _, at_out = arrays
+        new = activation(_load(projected, at_p + j, "p0") + _load(sums, at_s + j, "s0"))
+        _store(h, at + j, new, "h")
+        _store(output, at_out + j, new, "out")
+
+    return unit
+
+
+@inline
+def _gru_unit(keep, j, pitch, padded, arrays):
+    projected, at_p, sums, at_s, h, _, at, output, kept, at_out = arrays
     x0 = _load(projected, at_p + j, "p0") + _load(sums, at_s + j, "s0")
-    if cell == "rnn_tanh":
-        new = tanh_slope(x0)[0]
-    elif cell == "rnn_relu":
-        new = _relu(x0)
-    else:
-        x1 = _load(projected, at_p + pitch + j, "p1") + _load(sums, at_s + padded + j, "s1")
-        p2, s2 = _load(projected, at_p + 2 * pitch + j, "p2"), _load(sums, at_s + 2 * padded + j, "s2")
-        if keep:
-            _store(projected, at_p + j, x0, "p0")
-            _store(projected, at_p + pitch + j, x1, "p1")
-        if cell == "gru":
-            n = tanh_slope(multiply_add(sigmoids(x0)[0], s2, p2))[0]
-            new = multiply_add(sigmoids(x1)[0], _load(h, at + j, "h") - n, n)
-            if keep:
-                _store(kept, at_out + j, s2, "kept")
-        else:
-            x3 = _load(projected, at_p + 3 * pitch + j, "p3") + _load(sums, at_s + 3 * padded + j, "s3")
-            added = sigmoids(x0)[0] * tanh_slope(p2 + s2)[0]
-            c_j = multiply_add(sigmoids(x1)[0], _load(c, at + j, "c"), added)
-            _store(c, at + j, c_j, "c")
-            new = sigmoids(x3)[0] * tanh_slope(c_j)[0]
-            if keep:
-                _store(projected, at_p + 2 * pitch + j, p2 + s2, "p2")
-                _store(projected, at_p + 3 * pitch + j, x3, "p3")
-                _store(kept, at_out + j, c_j, "kept")
+    x1 = _load(projected, at_p + pitch + j, "p1") + _load(sums, at_s + padded + j, "s1")
+    p2, s2 = _load(projected, at_p + 2 * pitch + j, "p2"), _load(sums, at_s + 2 * padded + j, "s2")
+    if keep:
+        _store(projected, at_p + j, x0, "p0")
+        _store(projected, at_p + pitch + j, x1, "p1")
+        _store(kept, at_out + j, s2, "kept")
+    n = _tanh(multiply_add(sigmoids(x0)[0], s2, p2))
+    new = multiply_add(sigmoids(x1)[0], _load(h, at + j, "h") - n, n)
     _store(h, at + j, new, "h")
     _store(output, at_out + j, new, "out")
+
+
+@inline
+def _lstm_unit(keep, j, pitch, padded, arrays):
+    projected, at_p, sums, at_s, h, c, at, output, kept, at_out = arrays
+    x0 = _load(projected, at_p + j, "p0") + _load(sums, at_s + j, "s0")
+    x1 = _load(projected, at_p + pitch + j, "p1") + _load(sums, at_s + padded + j, "s1")
+    x2 = _load(projected, at_p + 2 * pitch + j, "p2") + _load(sums, at_s + 2 * padded + j, "s2")
+    x3 = _load(projected, at_p + 3 * pitch + j, "p3") + _load(sums, at_s + 3 * padded + j, "s3")
+    c_j = multiply_add(sigmoids(x1)[0], _load(c, at + j, "c"), sigmoids(x0)[0] * _tanh(x2))
+    new = sigmoids(x3)[0] * _tanh(c_j)
+    if keep:
+        _store(projected, at_p + j, x0, "p0")
+        _store(projected, at_p + pitch + j, x1, "p1")
+        _store(projected, at_p + 2 * pitch + j, x2, "p2")
+        _store(projected, at_p + 3 * pitch + j, x3, "p3")
+        _store(kept, at_out + j, c_j, "kept")
+    _store(c, at + j, c_j, "c")
+    _store(h, at + j, new, "h")
+    _store(output, at_out + j, new, "out")
+
+
+FORWARD_UNIT = {"rnn_tanh": _rnn_unit(_tanh), "rnn_relu": _rnn_unit(_relu), "gru": _gru_unit, "lstm": _lstm_unit}
 
 
 @functools.cache
@@ -135,6 +158,7 @@ def forward(dtype: type, cell: str, keep: bool, kind: str, height: int, tile: in
     `projected`, of a GRU's n only the input's part, and in `kept` an LSTM's c or the other part of a GRU's n.
     """
     gates, vectors, panel, largest = GATES[cell], vectors_of(tile), panel_rows(dtype, tile), dtype(np.finfo(dtype).max)
+    unit = FORWARD_UNIT[cell]
 
     @compiled_loop
     def run(address):
@@ -189,7 +213,7 @@ def forward(dtype: type, cell: str, keep: bool, kind: str, height: int, tile: in
                         at, at_out = b * hidden, (at_step + b) * hidden
                         arrays = projected, at_out * gates, sums, b * row + mine, h, c, at, output, kept, at_out
                         for j in range(begin, end):
-                            forward_unit(cell, keep, j, hidden, padded, arrays)
+                            unit(keep, j, hidden, padded, arrays)
                         if parts > 1:
                             next_shown = ((step + 1) % 2 * batch + b) * hidden
                             for j in range(begin, end):
@@ -205,55 +229,82 @@ def forward(dtype: type, cell: str, keep: bool, kind: str, height: int, tile: in
     return run
 
 
-@inline
-def _backward_unit(cell, j, hidden, inputs, outputs):
-    """The gradients of the gates' pre-activations; dh keeps the part that does not pass through the weights.
+# The gradients of the gates' pre-activations; dh keeps the part that does not pass through the weights.
 
-    For an RNN, `pre` is its output.
-    """
-    pre, at_pre, candidate, before, at_before, cells, at_row, grad, at_grad = inputs
-    dh, at_dh, dc, at_dc, grads, at = outputs
-    x0, zero = _load(pre, at_pre + j, "p0"), cast(0.0, _load(pre, at_pre + j, "p0"))
+
+@inline
+def _slope_of_tanh(d, y):
+    return multiply_add(-d * y, y, d)
+
+
+@inline
+def _slope_of_relu(d, y):
+    return cast(0.0, y) if y <= 0 else d
+
+
+def _rnn_backward_unit(slope):
+    @inline
+    def unit(j, hidden, inputs, outputs):
+        output, at_output, _, _, _, _, _, grad, at_grad = inputs
+        dh, at_dh, _, _, grads, at = outputs
+        y = _load(output, at_output + j, "p0")
+        d = _load(dh, at_dh + j, "dh") + _load(grad, at_grad + j, "grad")
+        _store(grads, at + j, slope(d, y), "g0")
+        _store(dh, at_dh + j, cast(0.0, y), "dh")
+
+    return unit
+
+
+@inline
+def _gru_backward_unit(j, hidden, inputs, outputs):
+    pre, at_pre, candidate, before, at_before, _, at_row, grad, at_grad = inputs
+    dh, at_dh, _, _, grads, at = outputs
     d = _load(dh, at_dh + j, "dh") + _load(grad, at_grad + j, "grad")
-    if cell == "rnn_tanh":
-        _store(grads, at + j, multiply_add(-d * x0, x0, d), "g0")
-        past = zero
-    elif cell == "rnn_relu":
-        _store(grads, at + j, zero if x0 <= 0 else d, "g0")
-        past = zero
-    else:
-        x1, x2 = _load(pre, at_pre + hidden + j, "p1"), _load(pre, at_pre + 2 * hidden + j, "p2")
-        if cell == "gru":
-            q = _load(candidate, at_row + j, "q")
-            r, not_r = sigmoids(x0)
-            z, not_z = sigmoids(x1)
-            n, slope = tanh_slope(multiply_add(r, q, x2))
-            d_n = d * not_z * slope
-            _store(grads, at + j, d_n * r, "g0")
-            _store(grads, at + hidden + j, d_n * q * (r * not_r), "g1")
-            _store(grads, at + 2 * hidden + j, d * (_load(before, at_before + j, "before") - n) * (z * not_z), "g2")
-            _store(grads, at + 3 * hidden + j, d_n, "g3")
-            past = d * z
-        else:
-            i, not_i = sigmoids(x0)
-            f, not_f = sigmoids(x1)
-            g, slope_g = tanh_slope(x2)
-            o, not_o = sigmoids(_load(pre, at_pre + 3 * hidden + j, "p3"))
-            tanh_c, slope_c = tanh_slope(_load(cells, at_row + j, "c"))
-            d_c = multiply_add(d * o, slope_c, _load(dc, at_dc + j, "dc"))
-            _store(grads, at + j, d_c * g * (i * not_i), "g0")
-            _store(grads, at + hidden + j, d_c * _load(before, at_before + j, "before") * (f * not_f), "g1")
-            _store(grads, at + 2 * hidden + j, d_c * i * slope_g, "g2")
-            _store(grads, at + 3 * hidden + j, d * tanh_c * (o * not_o), "g3")
-            _store(dc, at_dc + j, d_c * f, "dc")
-            past = zero
-    _store(dh, at_dh + j, past, "dh")
+    q = _load(candidate, at_row + j, "q")
+    r, not_r = sigmoids(_load(pre, at_pre + j, "p0"))
+    z, not_z = sigmoids(_load(pre, at_pre + hidden + j, "p1"))
+    n, slope = tanh_slope(multiply_add(r, q, _load(pre, at_pre + 2 * hidden + j, "p2")))
+    d_n = d * not_z * slope
+    _store(grads, at + j, d_n * r, "g0")
+    _store(grads, at + hidden + j, d_n * q * (r * not_r), "g1")
+    _store(grads, at + 2 * hidden + j, d * (_load(before, at_before + j, "before") - n) * (z * not_z), "g2")
+    _store(grads, at + 3 * hidden + j, d_n, "g3")
+    _store(dh, at_dh + j, d * z, "dh")
+
+
+@inline
+def _lstm_backward_unit(j, hidden, inputs, outputs):
+    pre, at_pre, _, before, at_before, cells, at_row, grad, at_grad = inputs
+    dh, at_dh, dc, at_dc, grads, at = outputs
+    d = _load(dh, at_dh + j, "dh") + _load(grad, at_grad + j, "grad")
+    x0 = _load(pre, at_pre + j, "p0")
+    i, not_i = sigmoids(x0)
+    f, not_f = sigmoids(_load(pre, at_pre + hidden + j, "p1"))
+    g, slope_g = tanh_slope(_load(pre, at_pre + 2 * hidden + j, "p2"))
+    o, not_o = sigmoids(_load(pre, at_pre + 3 * hidden + j, "p3"))
+    tanh_c, slope_c = tanh_slope(_load(cells, at_row + j, "c"))
+    d_c = multiply_add(d * o, slope_c, _load(dc, at_dc + j, "dc"))
+    _store(grads, at + j, d_c * g * (i * not_i), "g0")
+    _store(grads, at + hidden + j, d_c * _load(before, at_before + j, "before") * (f * not_f), "g1")
+    _store(grads, at + 2 * hidden + j, d_c * i * slope_g, "g2")
+    _store(grads, at + 3 * hidden + j, d * tanh_c * (o * not_o), "g3")
+    _store(dc, at_dc + j, d_c * f, "dc")
+    _store(dh, at_dh + j, cast(0.0, x0), "dh")
+
+
+_BACKWARD_UNIT = {
+    "rnn_tanh": _rnn_backward_unit(_slope_of_tanh),
+    "rnn_relu": _rnn_backward_unit(_slope_of_relu),
+    "gru": _gru_backward_unit,
+    "lstm": _lstm_backward_unit,
+}
 
 
 @functools.cache
 def backward(dtype: type, cell: str, kind: str, height: int, tile: int, shared: bool) -> Any:
     """The backward loop; dh and dc hold the last state's gradients, then the initial state's."""
     gates, vectors, panel, largest = GATES[cell], vectors_of(tile), panel_rows(dtype, tile), dtype(np.finfo(dtype).max)
+    unit = _BACKWARD_UNIT[cell]
     width = 1 if gates == 1 else 4  # gradients of a unit
 
     @compiled_loop
@@ -328,7 +379,7 @@ def backward(dtype: type, cell: str, kind: str, height: int, tile: int, shared: 
                         inputs = pre, at_gates, candidate, before, at_before, cells, at_row, grad_output, at_grad
                         outputs = dh, b * row + part * part_row, dc, b * hidden + begin, grads, at_grads
                         for j in range(end - begin):
-                            _backward_unit(cell, j, hidden, inputs, outputs)
+                            unit(j, hidden, inputs, outputs)
                 finish_part(progress, parts)
                 step, part = claim_part(progress, parts, own, length + 1)
             if wrong:

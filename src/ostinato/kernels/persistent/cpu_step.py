@@ -26,7 +26,7 @@ from ostinato.kernels.numba_loops import (
     take_task,
 )
 from ostinato.kernels.persistent.cpu_entries import SLICE, forward_entries
-from ostinato.kernels.persistent.cpu_loops import forward_unit
+from ostinato.kernels.persistent.cpu_loops import FORWARD_UNIT
 from ostinato.kernels.persistent.cpu_products import ROWS, are_finite, multiply_rows
 from ostinato.kernels.persistent.cpu_pruned import BLOCK_WIDTH, add_entries
 from ostinato.kernels.persistent.masks import block_of
@@ -80,6 +80,7 @@ def _product(kind, height, many, gates, units, weights, bias, entries, given, ou
 def _loop(dtype: type, cell: str, kind_ih: str, height_ih: int, kind_hh: str, height_hh: int, packed: bool) -> Any:
     """The loop; addresses of c are those of h where there is none.  If `packed`, places are the values themselves."""
     gates, largest, many = GATES[cell], dtype(np.finfo(dtype).max), ROWS
+    unit = FORWARD_UNIT[cell]
     place = dtype if packed else np.int32
 
     @compiled_loop
@@ -120,7 +121,7 @@ def _loop(dtype: type, cell: str, kind_ih: str, height_ih: int, kind_hh: str, he
                     new_c[at + j] = c[at + j]
                     new_h[at + j] = h[at + j]
                 for j in range(begin, end):
-                    forward_unit(cell, False, j, padded_ih, padded_hh, arrays)
+                    unit(False, j, padded_ih, padded_hh, arrays)
             task = take_task(address)
 
     return run

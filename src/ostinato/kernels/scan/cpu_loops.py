@@ -87,16 +87,25 @@ def _logaddexp(x, y, like):
 
 
 # The loops.  dtype and log are constants to the compiler: there is a loop for each combination in use, compiled when
-# first asked for.  Where time runs backwards so do the channels, because memory is fast
-# only where addresses keep going one way (measured: a third faster).
+# first asked for, and a step for each log, since Numba compiles all branches of a function that it inlines.  Where time
+# runs backwards so do the channels, because memory is fast only where addresses keep going one way (measured: a third
+# faster).
 
 
 @inline
-def _scan_step(log, j, arrays):
+def _linear_step(j, arrays):
     a, at_a, b, at_b, state, at, out, at_out = arrays
     a_j, b_j, h_j = _load(a, at_a + j, "a"), _load(b, at_b + j, "b"), _load(state, at + j, "state")
-    wide_a, wide_b = cast(a_j, h_j), cast(b_j, h_j)
-    h_j = _logaddexp(wide_a + h_j, wide_b, a_j) if log else multiply_add(wide_a, h_j, wide_b)
+    h_j = multiply_add(cast(a_j, h_j), h_j, cast(b_j, h_j))
+    _store(state, at + j, h_j, "state")
+    _store(out, at_out + j, cast(h_j, a_j), "out")
+
+
+@inline
+def _log_step(j, arrays):
+    a, at_a, b, at_b, state, at, out, at_out = arrays
+    a_j, b_j, h_j = _load(a, at_a + j, "a"), _load(b, at_b + j, "b"), _load(state, at + j, "state")
+    h_j = _logaddexp(cast(a_j, h_j) + h_j, cast(b_j, h_j), a_j)
     _store(state, at + j, h_j, "state")
     _store(out, at_out + j, cast(h_j, a_j), "out")
 
@@ -105,6 +114,7 @@ def _scan_step(log, j, arrays):
 def scan(dtype: type, log: bool) -> Any:
     """``state = a[t]*state + b[t]``, or ``logaddexp(a[t] + state, b[t])``; out[t] is the state after step t."""
     line = LINE // np.dtype(dtype).itemsize
+    step = _log_step if log else _linear_step
 
     @compiled_loop
     def run(address):
@@ -134,10 +144,10 @@ def scan(dtype: type, log: bool) -> Any:
                             state[at + j] = -math.inf if log else 0.0
                     if reverse:
                         for j in range(end - begin):
-                            _scan_step(log, end - 1 - j, arrays)
+                            step(end - 1 - j, arrays)
                     else:
                         for j in range(begin, end):
-                            _scan_step(log, j, arrays)
+                            step(j, arrays)
                     if work.out_row:
                         _stream(out, at_out + begin, row, at + begin, end - begin, line)
             task = take_task(address)
@@ -146,34 +156,40 @@ def scan(dtype: type, log: bool) -> Any:
 
 
 @inline
-def _scan_backward_step(log, j, inputs, outputs):
+def _linear_backward_step(j, inputs, outputs):
+    a, at_a, _, _, before, at_before, grad_h, at_grad = inputs
+    state, at, grad_a, grad_b, at_out = outputs
+    a_j, carried = _load(a, at_a + j, "a"), _load(state, at + j, "state")
+    total = cast(_load(grad_h, at_grad + j, "grad_h"), carried) + carried
+    _store(grad_a, at_out + j, cast(total, a_j) * _load(before, at_before + j, "before"), "grad_a")
+    _store(grad_b, at_out + j, cast(total, a_j), "grad_b")
+    _store(state, at + j, total * cast(a_j, total), "state")
+
+
+@inline
+def _log_backward_step(j, inputs, outputs):
     a, at_a, b, at_b, before, at_before, grad_h, at_grad = inputs
     state, at, grad_a, grad_b, at_out = outputs
-    a_j, before_j = _load(a, at_a + j, "a"), _load(before, at_before + j, "before")
-    carried = _load(state, at + j, "state")
+    a_j, carried = _load(a, at_a + j, "a"), _load(state, at + j, "state")
     total = cast(_load(grad_h, at_grad + j, "grad_h"), carried) + carried
-    if log:
-        # The shares of the state that what was kept and what was added have: not exp(kept - h), as h is rounded.  The
-        # smaller is exact to its own last digits, and both make up the whole.
-        b_j, kept_j = _load(b, at_b + j, "b"), a_j + before_j
-        nothing = kept_j == b_j == -math.inf  # a state of exactly zero has no gradient: 0/0 = 0
-        total = cast(0.0, total) if nothing else total
-        share = cast(min(sigmoids(cast(0.0, a_j) if nothing else kept_j - b_j)), total)
-        smaller, larger = total * share, total * (cast(1.0, total) - share)
-        carried, added = (larger, smaller) if kept_j >= b_j else (smaller, larger)
-        _store(grad_a, at_out + j, cast(carried, a_j), "grad_a")
-        _store(grad_b, at_out + j, cast(added, a_j), "grad_b")
-        _store(state, at + j, carried, "state")
-    else:
-        _store(grad_a, at_out + j, cast(total, a_j) * before_j, "grad_a")
-        _store(grad_b, at_out + j, cast(total, a_j), "grad_b")
-        _store(state, at + j, total * cast(a_j, total), "state")
+    # The shares of the state that what was kept and what was added have: not exp(kept - h), as h is rounded.  The
+    # smaller is exact to its own last digits, and both make up the whole.
+    b_j, kept_j = _load(b, at_b + j, "b"), a_j + _load(before, at_before + j, "before")
+    nothing = kept_j == b_j == -math.inf  # a state of exactly zero has no gradient: 0/0 = 0
+    total = cast(0.0, total) if nothing else total
+    share = cast(min(sigmoids(cast(0.0, a_j) if nothing else kept_j - b_j)), total)
+    smaller, larger = total * share, total * (cast(1.0, total) - share)
+    carried, added = (larger, smaller) if kept_j >= b_j else (smaller, larger)
+    _store(grad_a, at_out + j, cast(carried, a_j), "grad_a")
+    _store(grad_b, at_out + j, cast(added, a_j), "grad_b")
+    _store(state, at + j, carried, "state")
 
 
 @functools.cache
 def scan_backward(dtype: type, log: bool) -> Any:
     """The gradients of a scan; state brings the last state's and returns the initial state's."""
     line = LINE // np.dtype(dtype).itemsize
+    step = _log_backward_step if log else _linear_backward_step
 
     @compiled_loop
     def run(address):
@@ -213,10 +229,10 @@ def scan_backward(dtype: type, log: bool) -> Any:
                     outputs = state, at, *targets
                     if reverse:
                         for j in range(begin, end):
-                            _scan_backward_step(log, j, inputs, outputs)
+                            step(j, inputs, outputs)
                     else:
                         for j in range(end - begin):
-                            _scan_backward_step(log, end - 1 - j, inputs, outputs)
+                            step(end - 1 - j, inputs, outputs)
                     if reset:
                         for j in range(begin, end):
                             state[at + j] = 0.0
