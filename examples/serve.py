@@ -72,13 +72,13 @@ def serve(name: str, model: Forecaster, x: Tensor) -> None:
     )
 
 
-def main() -> None:
+def main(steps: int = 40) -> None:
     torch.manual_seed(0)
     x = recording()
     dense = Forecaster()
-    train(dense, x, steps=40, learning_rate=2e-3)
+    train(dense, x, steps=steps, learning_rate=2e-3)
     pruned = copy.deepcopy(dense)
-    train(pruned, x, steps=40, learning_rate=1e-3, density=DENSITY)
+    train(pruned, x, steps=steps, learning_rate=1e-3, density=DENSITY)
     print(f"the pruned layer: {pruned.lstm.plan(batch=1).reason}\n")
 
     served = x[TRAINED:]

@@ -21,7 +21,8 @@ OPTIONS = [
     {"num_layers": 2, "bias": False, "batch_first": True},
     {"bidirectional": True, "batch_first": True},
 ]
-SHAPES = [(1, False), (3, False), (9, False), (None, False), (4, True), (10, True)]  # batch, whether it is packed
+# Batch, whether it is packed.  On a CPU, one sequence and tiles of four, one of them not full: each tile is a loop.
+SHAPES = [(1, False), (5, False), (None, False), (6, True)]
 
 
 def use_kernels(monkeypatch, module):

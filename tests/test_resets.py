@@ -137,12 +137,18 @@ def check(layer, lengths, layout, dtype=torch.float64, with_state=True):
         assert (got.double() - truth).abs().max() <= TOLERANCE[dtype] * scale
 
 
-LAYOUTS = {"time first": (4, 4, 4), "batch_first": (6, 6), "packed": (3, 7, 1, 5), "unbatched": (8,)}
+LAYOUTS = {"time first": (4, 4, 4, 4, 4), "batch_first": (6, 6, 6, 6), "packed": (3, 7, 1, 5), "unbatched": (8,)}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("block", [None, (8, 4), (1, 1)], ids=str)
-@pytest.mark.parametrize(("cell", "options"), [(c, {}) for c in CELLS] + [("RNN", {"nonlinearity": "relu"})], ids=str)
+@pytest.mark.parametrize(
+    ("cell", "options", "block"),  # products, which differ by blocks, know nothing of cells
+    [
+        *((cell, {}, None) for cell in CELLS),
+        *(("RNN", {"nonlinearity": "relu"}, None), ("GRU", {}, (16, 1)), ("LSTM", {}, (1, 1))),
+    ],
+    ids=str,
+)
 def test_an_episode_is_computed_as_if_it_were_alone(cell, options, block, layout, kernels):
     options = options | {"batch_first": layout == "batch_first", "num_layers": 2, "bidirectional": True}
     check(make(cell, block, **options), LAYOUTS[layout], layout)

@@ -193,12 +193,12 @@ def test_an_optimiser_s_changes_are_seen():
     torch.testing.assert_close(after, layer(x[None])[0][0].detach(), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize(
-    ("cell", "block"),  # products, which differ by blocks, know nothing of cells
+    ("cell", "block", "batch"),  # products, which differ by blocks, know nothing of cells
     [
-        *(("GRU", block) for block in (None, (8, 4), (16, 1), (1, 1))),
-        *(("RNN", None), ("RNN", (16, 1)), ("LSTM", None), ("LSTM", (8, 4))),
+        *(("GRU", block, 1) for block in (None, (8, 4), (16, 1), (1, 1))),
+        *(("RNN", None, 1), ("LSTM", None, 1), ("LSTM", (8, 4), 1)),
+        *(("GRU", None, 3), ("GRU", (16, 1), 3), ("LSTM", None, 3)),
     ],
 )
 def test_a_frozen_stepper_has_weights_of_its_own(cell, block, batch):

@@ -20,7 +20,6 @@ from ostinato.minimal.recurrences import RECURRENCES
 
 INF = math.inf
 CELLS = {"mingru": 2, "minlstm": 3}
-CANDIDATES = ("positive", "linear", "tanh")
 
 few = settings(max_examples=40, deadline=None)
 dtypes = st.sampled_from([torch.float64, torch.float32, torch.float16, torch.bfloat16])
@@ -199,8 +198,13 @@ def layer_inputs(layout, batch, length, width, dtype):
     return 3 * torch.randn(*shape, width).to(dtype), None
 
 
-@pytest.mark.parametrize("candidate", CANDIDATES)
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize(
+    ("cell", "candidate", "with_bias"),  # which makes loops of its own
+    [
+        *(("mingru", "positive", True), ("mingru", "linear", False), ("mingru", "tanh", True)),
+        *(("minlstm", "positive", False), ("minlstm", "linear", True), ("minlstm", "tanh", False)),
+    ],
+)
 @settings(max_examples=25, deadline=None)
 @given(
     st.sampled_from(["batch-major", "time-major", "packed"]),
@@ -208,12 +212,11 @@ def layer_inputs(layout, batch, length, width, dtype):
     st.tuples(st.integers(1, 5), st.sampled_from([1, 2, 9, 70]), st.sampled_from([1, 5, 16, 35])),
     dtypes,
     st.booleans(),
-    st.booleans(),
     st.sampled_from(["both", "h", "h_last"]),
     seeds,
 )
 def test_layer_and_gradients_equal_the_reference(
-    cell, candidate, layout, directions, sizes, dtype, with_bias, with_h0, through, seed
+    cell, candidate, with_bias, layout, directions, sizes, dtype, with_h0, through, seed
 ):
     torch.manual_seed(seed)
     batch, length, hidden = sizes
