@@ -122,9 +122,7 @@ __device__ inline void consume(const Parameters& p, Shared& shared, int rank, in
         for (int c = 0; c < HELD; ++c)
             last_tile[c] = load_message(inside[c] && tile.chunk > 0 ? here[c] - pitch : here[c]);
 
-        resets.share();
-#pragma unroll
-        for (int i = 0; i < 2; ++i) steps.resets[i] = resets.of(part, i);
+        resets.share(part, steps.resets);
         Element::Channel of_channel[HELD];
 #pragma unroll
         for (int c = 0; c < HELD; ++c) of_channel[c] = Element::prepare(parameters[c]);

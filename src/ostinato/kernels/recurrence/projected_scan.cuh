@@ -80,31 +80,29 @@ struct Published {
     }
 };
 
-// The steps before which the state is reset.  A warp's lanes load the bytes of a tile's steps long before use, and a
-// vote makes bits of them.
+// The steps before which the state is reset.  A warp's lanes load the bytes of a tile's steps long before use, each
+// those of some consecutive steps, and share bits of them.
 struct Resets {
-    static constexpr int WORDS = RESETS ? STEPS / 32 : 1;
-    unsigned word[WORDS] = {};  // bytes; after share(), bits
+    static constexpr int EACH = STEPS / 32;
+    unsigned byte[EACH];
 
     __device__ void load(const Parameters& p, const Tile& tile) {
-        const int lane = threadIdx.x % 32, apart = 32 * int(p.row_stride);
-        const unsigned char* const from = p.resets + tile.row(p, lane);
-        if constexpr (RESETS)
+        const int first = threadIdx.x % 32 * EACH, apart = int(p.row_stride);
+        const unsigned char* const from = p.resets + tile.row(p, first);
 #pragma unroll
-            for (int w = 0; w < WORDS; ++w) word[w] = 32 * w + lane >= tile.skip ? from[w * apart] : 0;
+        for (int j = 0; RESETS && j < EACH; ++j) byte[j] = first + j >= tile.skip ? from[j * apart] : 0;
     }
-    __device__ void share() {
+    // A bit for each step of a part's two runs, of which each is four lanes'.
+    __device__ void share(int part, unsigned (&runs)[2]) const {
+        if (!RESETS) return;
+        unsigned bits = 0;
 #pragma unroll
-        for (int w = 0; RESETS && w < WORDS; ++w) word[w] = __ballot_sync(~0u, word[w]);
-    }
-    // A bit for each step of a part's run i.
-    __device__ unsigned of(int part, int i) const {
-        if constexpr (!RESETS) return 0;
-        constexpr int APART = WORDS / 4;  // the words of a part
-        const unsigned* const of_first = word + i * RUN / 32;
-        const unsigned early = part % 2 ? of_first[APART] : of_first[0];
-        const unsigned late = part % 2 ? of_first[3 * APART] : of_first[2 * APART];
-        return (part / 2 ? late : early) >> i * RUN % 32 & ~0u >> 32 - RUN;
+        for (int j = 0; j < EACH; ++j) bits |= unsigned(byte[j] != 0) << j;
+        bits <<= threadIdx.x % 4 * EACH;
+        bits |= __shfl_xor_sync(~0u, bits, 1);
+        bits |= __shfl_xor_sync(~0u, bits, 2);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) runs[i] = __shfl_sync(~0u, bits, (2 * part + i) * 4);
     }
 };
 
