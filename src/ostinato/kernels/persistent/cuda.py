@@ -368,9 +368,11 @@ def _launch_of(geometry: Geometry, device: int, steps: int, batch: int, *special
         "packed": geometry.tiles * geometry.tile_bytes * geometry.blocks,
         "states": buffers * groups * geometry.group_bytes,
     }
-    fill = min(-(-max(sizes.values()) // (32 * THREADS)), 8 * found.processors)
     if special[0]:
         sizes["marks"] = 4 * -(-steps // 32) * batch
+    # A thread prepares 32 bytes, or one of 32 steps of a mark's four.
+    fill = -(-max(sizes["packed"], sizes["states"], 256 * sizes.get("marks", 0)) // (32 * THREADS))
+    fill = min(fill, 8 * found.processors)
     parts = [
         (first, geometry.blocks * min(geometry.groups, -(-(batch - first) // of_block)))
         for first in range(0, batch, geometry.sequences_at_once)
