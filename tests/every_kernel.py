@@ -48,7 +48,7 @@ def scans(dtype, kernels):
 
 
 def odd_rows(dtype):
-    for reverse, (batch, steps, channels) in itertools.product(FLAGS, test_cuda.ODD):
+    for reverse, (batch, steps, channels) in itertools.product(FLAGS, test_cuda.ODD + test_cuda.FEW):
         a, b, grad = (torch.rand(batch, steps, channels).to(dtype).cuda() for _ in range(3))
         for resets in (None, (torch.rand(batch, steps) < 0.1).cuda()):
             choose_backend("cuda", "cuda").linear_scan(a, b, None, reverse, None, resets)
@@ -200,7 +200,7 @@ PARTS = {
     f"scan-{geometry}-{dtype}".replace(" ", "-"): partial(scans_and_layers, geometry, dtype)
     for geometry, dtype in itertools.product(test_cuda.GEOMETRIES, test_cuda.TOLERANCE)
 }
-PARTS["odd-rows"] = partial(odd_rows, torch.bfloat16)
+PARTS |= {f"odd-rows-{dtype}": partial(odd_rows, dtype) for dtype in (torch.float32, torch.bfloat16)}
 PARTS |= {f"compose-{dtype}": partial(compositions, dtype) for dtype in (torch.float32, torch.float64)}
 PARTS |= {
     f"steps-{cell}-{dtype}": partial(nonlinear, cell, dtype)

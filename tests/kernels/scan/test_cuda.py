@@ -133,8 +133,8 @@ def test_warps_abreast_need_rows_that_begin_alike_in_all_tensors(monkeypatch):
     monkeypatch.setattr(launch, "describe_device", lambda index: GPUS["H200"])
     monkeypatch.setattr(nvrtc, "load_kernel", load_kernel)
     for apart in (127, 135, 128, 254):
-        inputs, outputs = ((3 * apart, apart, 0),) * 2, ((3 * 127, 127, 0),)
-        problem = launch.Problem("LinearScan", torch.float16, 0, 11, 3, 127, inputs, outputs)
+        inputs, outputs = ((40 * apart, apart, 0),) * 2, ((40 * 127, 127, 0),)
+        problem = launch.Problem("LinearScan", torch.float16, 0, 11, 40, 127, inputs, outputs)
         launch._prepare.__wrapped__(problem, torch.float16, 2)
     assert [(found["LANES"], found["PITCH"] > 0) for found in compiled] == [(64, True)] * 2 + [(32, False)] * 2
 
@@ -165,8 +165,11 @@ GEOMETRIES = {
     "one warp": {"warps": 1, "rows": 1},
     "in clusters": {"chained": False, "looks_back": False, "warps": 2, "rows": 2, "stages": 1, "cluster": 3},
 }
-# Rows of 16-bit channels that begin anywhere: in one wave of tiles by one warp, three and 32; by look-back; streamed.
+# Rows that begin anywhere.  Of single 16-bit channels: in one wave of tiles by one warp, three and 32; by look-back;
+# streamed.
 ODD = [(1, 300, 31), (2, 1100, 65), (1, 700, 1023), (1, 1100, 1025), (150, 70, 33)]
+# Few channels or steps: by look-back over whole rows, by one wave of tiles of them, by a warp a sequence.
+FEW = [(12, 700, 5), (3, 900, 19), (1, 3000, 20), (600, 6, 24), (140, 3, 300), (600, 29, 33)]
 SHAPES = [(2, 1, 5), (1, 777, 1), (2, 300, 8), (3, 130, 33), (1, 1000, 72), (2, 257, 6), (2, 190, 12)]
 
 
@@ -264,6 +267,15 @@ def test_16_bit_scans_of_many_channels_match_the_reference(dtype, reverse, poiso
 def test_odd_numbers_of_16_bit_channels_match_the_reference(shape, reverse, packed, poisoned):
     torch.manual_seed(0)
     check_scans(*shape, torch.bfloat16, reverse, packed)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("reverse", [False, True], ids=["ahead", "reverse"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [*FEW, *ODD], ids=str)
+def test_few_or_odd_channels_or_steps_match_the_reference(shape, dtype, reverse, poisoned):
+    torch.manual_seed(0)
+    check_scans(*shape, dtype, reverse, packed=False)
 
 
 @pytest.mark.gpu

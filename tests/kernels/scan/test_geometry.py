@@ -133,9 +133,39 @@ def test_a_long_scan_of_unevenly_many_chains_looks_back():
     assert not looks_back(11, 4096, 768)  # 132
     assert not looks_back(64, 4096, 512)  # 512 are near four for each
     assert not looks_back(300, 4096, 32)  # which have half the channels of a tile
-    assert not looks_back(8, 4096, 1536, aligned=1)
+    assert not looks_back(8, 4096, 1536, aligned=1)  # whose rows two warps copy
     assert not looks_back(8, 4096, 1536, packed=True)
     assert not looks_back(8, 4096, 1536, "L4")  # whose shared memory does not hold two such tiles
+
+
+def test_many_sequences_of_few_steps_have_a_warp_each():
+    for gpu, itemsize in itertools.product(GPUS, (2, 4)):
+        for shape in ((3426, 7, 320), (680, 7, 1792), (2048, 32, 512), (4096, 4, 1024)):
+            for element, inputs in (("LinearScan", 2), ("LinearScanBackward", 3)):
+                g = choose_geometry(Criteria(element, inputs, itemsize, 16 // itemsize, True, *shape, GPUS[gpu]))
+                assert (g.vec * itemsize, g.lanes, g.warps, g.rows) == (8, 32, 1, 4)
+                assert g.stages == (1 if shape[1] == 4 else 2)
+
+
+@pytest.mark.parametrize("gpu", ["H100", "H200"])
+def test_a_block_for_each_multiprocessor_streams_lines_or_pairs_of_them(gpu):
+    def vec(itemsize, *shape):
+        g = choose_geometry(Criteria("LinearScan", 2, itemsize, 16 // itemsize, True, *shape, GPUS[gpu]))
+        return g.vec if not g.chained and (g.warps, g.resident, g.cluster) == (8, 1, 1) else None
+
+    assert vec(4, 8, 4096, 1024) == vec(4, 2, 2048, 4096) == 2
+    assert vec(2, 8, 4096, 1024) == vec(2, 2, 2048, 4096) == 2
+    assert vec(2, 8, 2048, 2048) == vec(2, 32, 2048, 512) == 4
+    assert vec(4, 64, 2048, 512) is vec(4, 2, 2048, 512) is vec(2, 2, 2048, 512) is None
+
+
+def test_several_sequences_of_few_channels_look_back_over_whole_rows():
+    for sequences, channels, itemsize in itertools.product((3, 20, 100), (11, 19, 24), (2, 4)):
+        for element, inputs, rows in (("LinearScan", 2, 31), ("LinearScanBackward", 3, 21)):
+            arguments = (inputs, itemsize, 1, True, sequences, 60000, channels, GPUS["H200"])
+            g = choose_geometry(Criteria(element, *arguments))
+            assert (g.narrow, g.rows, g.looks_back) == (channels, rows, True)
+            assert choose_geometry(Criteria(element, *arguments, packed=True)).narrow == 0
 
 
 def test_a_block_with_a_multiprocessor_to_itself_has_all_registers():
@@ -183,16 +213,19 @@ def test_what_was_measured_to_be_best_is_chosen(name):
         ((1, 3000000, 7), 2): (8, 16, 16, "turns"),
         ((4, 1 << 20, 8), 2): (8, 8, 17, "turns"),
         ((1, 3000000, 7), 4): (8, 16, 17, "turns"),
-        ((1, 1 << 18, 16), 4): (16, 16, 16, "turns"),
+        ((1, 1 << 18, 16), 4): (16, 16, 17, "turns"),
+        ((17, 154131, 24), 4): (32, 8, 31, "looks back"),
+        ((137, 36559, 4), 4): (4, 8, 31, "looks back"),
+        ((401, 80282, 4), 2): (4, 8, 31, "looks back"),
         ((3, 5000, 1000), 4): (32, 8, 32, "looks back"),
-        ((3, 5000, 1000), 2): (32, 8, 28, "looks back"),
+        ((3, 5000, 1000), 2): (32, 8, 32, "looks back"),
         ((2, 100000, 384), 4): (32, 16, 32, "looks back"),
         ((2, 100000, 384), 2): (32, 16, 32, "looks back"),
         ((1, 60000, 1536), 2): (32, 16, 32, "looks back"),
-        ((1, 60000, 2000), 2): (32, 8, 28, "looks back"),  # of rows that share lines
-        ((1, 20000, 1000), 2): (32, 8, 28, "looks back"),
+        ((1, 60000, 2000), 2): (32, 8, 32, "looks back"),  # of rows that share lines
+        ((1, 20000, 1000), 2): (32, 8, 32, "looks back"),
         ((1, 20000, 1000), 4): (32, 8, 32, "looks back"),
-        ((2, 9001, 1000), 2): (32, 8, 28, "looks back"),
+        ((2, 9001, 1000), 2): (32, 8, 32, "looks back"),
         ((8, 4096, 1536), 4): (32, 8, 16, "looks back"),
         ((8, 65536, 1536), 4): (32, 8, 16, "looks back"),
         ((8, 512, 1536), 4): (32, 4, 8, "streams"),
@@ -216,7 +249,7 @@ def test_what_was_measured_to_be_best_is_chosen(name):
             g = choose_geometry(Criteria("LinearScan", 2, itemsize, aligned, True, *shape, GPUS[name], resets=resets))
             kind = "streams" if not g.chained else "looks back" if g.looks_back else "turns"
             assert (g.lanes, g.warps, g.rows, kind) == want
-    backward = choose_geometry(Criteria("LinearScanBackward", 3, 2, 8, True, 3, 2000, 1024, GPUS[name]))
+    backward = choose_geometry(Criteria("LinearScanBackward", 3, 2, 8, True, 3, 2000, 960, GPUS[name]))
     assert (backward.rows, backward.looks_back) == (16, True)
     backward = choose_geometry(Criteria("LinearScanBackward", 3, 4, 4, True, 3, 5000, 1000, GPUS[name]))
     assert (backward.warps, backward.rows, backward.looks_back) == (8, 20, True)
@@ -253,7 +286,8 @@ def test_rows_copied_in_pieces_do_not_share_any():
         for first in range(0, 16, 2):
             end = -(-(first + g.group * 2) // 16) * 16  # of the row's last piece
             assert (first + pitch) // 16 * 16 >= end
-        assert g.pitch(2, 1, [stride, stride + 1]) == g.pitch(2, 2, [stride]) == g.pitch(4, 1, [stride]) == 0
+        assert g.pitch(2, 1, [stride, stride + 1]) == g.pitch(2, 2, [stride]) == g.pitch(8, 1, [stride]) == 0
+        assert (g.pitch(4, 1, [stride]) - 4 * stride) % 16 == 0
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])

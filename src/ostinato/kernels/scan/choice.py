@@ -14,6 +14,7 @@ from ostinato.kernels.scan.geometry import Geometry
 LATENCY = 1.1e-6  # of memory under load, seconds
 STAGES = 2  # tiles that a block prefetches
 SHORT, LONG = 4, 4096  # steps: lengths between these share a geometry, as every kernel takes time to compile
+FEW_STEPS = 32  # of which linear scans have a geometry of their own
 FILLED = 0.7  # of the multiprocessors need a block of eight warps
 FULL = 0.9  # of the last wave, where a block has a multiprocessor to itself
 FEW_WAVES = 3  # waves of tiles: with fewer, drawing tiles from a counter balances nothing
@@ -98,11 +99,12 @@ def choose_geometry(scan: Criteria) -> Geometry:
     idle; a chained tile takes three, but all blocks work in parallel.  So streaming is chosen where the chains fill
     the GPU, and where sequences are short.
     """
-    streaming = _first(scan, _stream_narrow, _stream_two_warps_abreast, _stream_halves, _stream)
+    aside = _stream_narrow, _stream_few_steps, _stream_two_warps_abreast
+    streaming = _first(scan, *aside, _stream_in_clusters, _stream_alone, _stream_halves, _stream)
     if not _leaves_processors_idle(scan, streaming):
         return _spread_evenly(scan, streaming) or streaming
-    looking_back = _look_back_shortly, _look_back_in_pairs, _look_back
-    return _first(scan, _staying, _chain_narrow, _stream_in_clusters, *looking_back, _interleave)
+    looking_back = _look_back_linearly, _look_back_shortly, _look_back_in_pairs, _look_back
+    return _first(scan, _staying, _chain_few_channels, _chain_narrow, *looking_back, _interleave)
 
 
 def _first(scan: Criteria, *rules: Callable[[Criteria], Geometry | None]) -> Geometry:
@@ -112,9 +114,11 @@ def _first(scan: Criteria, *rules: Callable[[Criteria], Geometry | None]) -> Geo
 def _leaves_processors_idle(scan: Criteria, streaming: Geometry) -> bool:
     """Whether chains are too few for all multiprocessors, and so long that blocks had better share them."""
     processors = scan.device.processors
+    if streaming.cluster > 1:
+        return False
     if streaming.narrow:
         return scan.sequences * scan.channels < 32 * processors and scan.steps > 8 * streaming.tile
-    least = FILLED * processors if streaming.warps == 8 else processors
+    least = (FILLED if streaming.warps == 8 else FULL if scan.itemsize == 4 else 1) * processors
     return scan.chains(streaming) < least and scan.steps > 4 * streaming.tile
 
 
@@ -143,9 +147,21 @@ def _stream_narrow(scan: Criteria) -> Geometry | None:
     return Geometry(1, lanes, warps, rows, resident=512 // (32 * warps), narrow=scan.channels)
 
 
+def _stream_few_steps(scan: Criteria) -> Geometry | None:
+    """Sequences of one tile of one warp, or many of few: further warps would have no steps, or leave blocks waiting."""
+    vec = min(scan.aligned, 8 // scan.itemsize)
+    warp = Geometry(vec, _lanes_across(scan.channels, vec), 1, 4, resident=12)
+    if scan.element not in LINEAR:
+        return None
+    if scan.steps <= min(warp.tile, FEW_STEPS):
+        return warp
+    many = scan.chains(warp) > 4 * scan.device.processors
+    return warp._replace(stages=STAGES) if many and scan.steps <= FEW_STEPS else None
+
+
 def _stream_two_warps_abreast(scan: Criteria) -> Geometry | None:
-    """Rows of 16 bits that begin anywhere, but in all tensors alike, are copied whole, by two warps abreast."""
-    unaligned = scan.itemsize * scan.aligned < 4 and scan.channels > 32
+    """Rows of single channels that begin anywhere, but in all tensors alike, are copied whole, by two warps abreast."""
+    unaligned = scan.aligned == 1 and scan.itemsize <= 4 and scan.channels > 32
     if not (scan.element in LINEAR and unaligned and scan.congruent):
         return None
     warps, resident = (2, 4) if scan.backward else (4, 2)
@@ -162,8 +178,10 @@ def _stream_halves(scan: Criteria) -> Geometry | None:
     if not (_is_halved(scan) and scan.channels > 64 and scan.steps > SHORT and fits):
         return None
     waves = scan.chains(whole) / scan.device.processors
-    if scan.element in LINEAR and (waves >= FILLED or scan.steps > LONG):
-        return whole._replace(warps=4, rows=8) if waves > 1 else _alone(scan, whole, max(waves, FILLED))
+    if scan.element in LINEAR and waves > 1:
+        return whole._replace(warps=4, rows=8)
+    if scan.element in LINEAR and scan.steps > LONG:
+        return _alone(scan, whole, max(waves, FILLED))
     generated = scan.element.startswith("Generated") and scan.backward and scan.inputs <= 5
     if generated and scan.steps >= LONG and not scan.resets and waves >= FULL * math.ceil(waves):
         return whole._replace(resident=1)  # its factors take more than 128 registers
@@ -173,6 +191,19 @@ def _stream_halves(scan: Criteria) -> Geometry | None:
 def _is_halved(scan: Criteria) -> bool:
     """Whether a lane's eight bytes are more 16-bit channels than its registers compute well."""
     return scan.itemsize == 2 and scan.aligned >= 8
+
+
+def _stream_alone(scan: Criteria) -> Geometry | None:
+    """A block on each multiprocessor, of two lines or of one."""
+    if scan.element not in LINEAR or scan.itemsize > 4 or scan.itemsize * scan.aligned < 16:
+        return None
+    for vec in (8 // scan.itemsize, 4 // scan.itemsize):
+        block = Geometry(vec, 32, 8, 8)
+        waves = scan.chains(block) / scan.device.processors
+        fills = FILLED <= waves <= 1 and scan.channels >= block.group
+        if fills and block.tile < scan.steps <= LONG:
+            return _alone(scan, block, waves)
+    return None
 
 
 def _alone(scan: Criteria, whole: Geometry, waves: float) -> Geometry:
@@ -220,7 +251,7 @@ def _spread_evenly(scan: Criteria, streaming: Geometry) -> Geometry | None:
     That is where streaming leaves some of them with more chains than others; backward, whose blocks read half as much
     again at a step, where the last wave is emptier or time longer still.
     """
-    if scan.element not in LINEAR or scan.itemsize != 4 or scan.packed:
+    if scan.element not in LINEAR or scan.itemsize != 4 or scan.packed or streaming.cluster > 1:
         return None
     waves, long = scan.chains(streaming) / scan.device.processors, scan.steps // LONG
     filled = waves / math.ceil(waves)
@@ -229,7 +260,7 @@ def _spread_evenly(scan: Criteria, streaming: Geometry) -> Geometry | None:
     else:
         uneven = long >= 1 and filled < FULL
     back = Geometry(2, 32, 8, 8 if scan.backward else 16, chained=True, resident=2, looks_back=True)
-    return back if uneven and scan.fits(back) and streaming.group == back.group else None
+    return back if uneven and scan.fits(back) and (streaming.vec, streaming.group) == (back.vec, back.group) else None
 
 
 def _stream_in_clusters(scan: Criteria) -> Geometry | None:
@@ -245,7 +276,8 @@ def _stream_in_clusters(scan: Criteria) -> Geometry | None:
     if not (scan.device.clusters and scan.element in LINEAR and wide) or scan.packed:
         return None
     filled = scan.chains(pair) * pair.cluster / scan.device.processors
-    return pair if FULL <= filled <= 1 and scan.fits(pair) else None
+    fills = FILLED <= filled <= 1 and scan.channels >= pair.group
+    return pair if fills and scan.steps > 4 * pair.tile and scan.fits(pair) else None
 
 
 # Chained: one wave of blocks, with tiles as long as their registers hold.
@@ -265,6 +297,20 @@ def _staying(scan: Criteria) -> Geometry | None:
         if fits and scan.sequences * chunks <= scan.device.processors and chunks - 1 <= most * warps:
             return geometry
     return None
+
+
+def _chain_few_channels(scan: Criteria) -> Geometry | None:
+    """Linear scans of few channels, by tiles of whole rows: several sequences look back, one or two take turns.
+
+    Very few channels take turns up to eight sequences, with the rows of the next rule.
+    """
+    few = 2 < scan.channels < 32 and scan.gapless and not (scan.packed or scan.resets)
+    if not few or scan.element not in LINEAR or scan.itemsize > 4:
+        return None
+    lanes, numbers = _lanes_across(scan.channels, 1), scan.numbers(1)
+    if scan.sequences > (2 if scan.channels > 8 else 8):
+        return Geometry(1, lanes, 8, 64 // numbers - 1 | 1, True, 2, scan.channels, looks_back=True)
+    return Geometry(1, lanes, 16, 36 // numbers - 1 | 1, True, 1, scan.channels) if scan.channels > 8 else None
 
 
 def _chain_narrow(scan: Criteria) -> Geometry | None:
@@ -292,6 +338,19 @@ def _chained_tile(scan: Criteria, warps: int = 8) -> Geometry:
     rows = max(4, 1 << (32 // scan.numbers(vec)).bit_length() - 1)
     lanes = _lanes_across(scan.channels, vec)
     return Geometry(vec, lanes, warps, rows, chained=True, resident=16 // warps, stages=STAGES)
+
+
+def _look_back_linearly(scan: Criteria) -> Geometry | None:
+    """Linear scans, but the longest of whole lines: tiles as long as registers hold, half as long if there are few."""
+    tile = _chained_tile(scan)
+    cut = tile.lanes == 32 and scan.channels * scan.itemsize % LINE > 0  # rows, within lines
+    halves = scan.itemsize * scan.aligned < 4 and not scan.congruent  # which no asynchronous copy can move
+    if scan.element not in LINEAR or scan.resets or halves or (scan.steps > 8 * LONG and not cut):
+        return None
+    most = 64 // scan.numbers(tile.vec)
+    rows = max(4, most // 16 * 16 if tile.vec == 2 else most // 4 * 4)
+    back = tile._replace(rows=rows, stages=1, looks_back=True)
+    return back._replace(rows=max(4, rows // 8 * 4)) if scan.steps <= 2 * back.tile else back
 
 
 def _look_back_shortly(scan: Criteria) -> Geometry | None:

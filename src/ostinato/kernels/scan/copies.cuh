@@ -42,9 +42,9 @@ __device__ inline void sync_abreast() {
 // time: a warp copies its steps as one range in aligned 16-byte pieces, so the first element is at offset `shift`.
 // Single 16-bit channels are below cp.async's minimum of 4 bytes, so each is stored in four bytes (HALVES).
 //
-// Other rows of such channels are copied in aligned pieces, too, of which the first begins before the row and the last
-// ends after it.  In shared memory rows are PITCH bytes apart, which is congruent to their distance in memory, so a row
-// has the same offset in its first piece here as there.
+// Other rows of single channels, of 32 bits too, are copied in aligned pieces as well, of which the first begins before
+// the row and the last ends after it.  In shared memory rows are PITCH bytes apart, which is congruent to their
+// distance in memory, so a row has the same offset in its first piece here as there.
 //
 // The halves of a sector of 32 bytes are copied in one transaction only if they are halves of one here, too: so strips
 // begin with one, as most do in memory.

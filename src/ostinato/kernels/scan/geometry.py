@@ -65,12 +65,12 @@ class Geometry(NamedTuple):
     def pitch(self, itemsize: int, aligned: int, strides: Iterable[int]) -> int:
         """Bytes between rows in shared memory if they are copied in pieces of 16 wherever they begin, else 0.
 
-        That is for single 16-bit channels (`aligned` to one), which are below the 4 bytes of an asynchronous copy; rows
-        are `strides` apart in the tensors.  No piece has elements of two rows.
+        That is for single channels (`aligned` to one), of which asynchronous copies are slow, or impossible below 4
+        bytes; rows are `strides` apart in the tensors.  No piece has elements of two rows.
         """
         offset = row_offset(itemsize, strides)
         streaming = not self.chained and self.lanes <= 32
-        if itemsize * aligned >= 4 or self.narrow or self.group < 32 or offset is None or streaming:
+        if aligned > 1 or itemsize > 4 or self.narrow or self.group < 32 or offset is None or streaming:
             return 0
         least = self.group * itemsize + 2 * 15
         return least + (offset - least) % 16
