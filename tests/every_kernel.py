@@ -188,11 +188,17 @@ def rounded(in_clusters):
         case.check()
 
 
-def in_turns(*layer):
-    for chosen in test_persistent.in_turns(*layer, torch.cuda.get_device_properties(0)):
-        case = test_persistent.Case("dense", *layer, forward=chosen)
+def in_turns(in_clusters, *layer):
+    properties = torch.cuda.get_device_properties(0)
+    forwards, backwards = (test_persistent.in_turns(*layer, back, properties) for back in FLAGS)
+    backwards = [back for back in backwards if (back.cluster > 1) == in_clusters]
+    for forward, back in itertools.zip_longest(forwards, backwards):
+        case = test_persistent.Case("dense", *layer, forward=forward, back=back)
         for resets in (0, 0.3):
-            case.forward(case.inputs(6, resets=resets), False)
+            inputs = case.inputs(6, resets=resets)
+            case.forward(inputs, False)
+            if back:
+                case.backward(case.gradients(inputs, False))
         case.check()
 
 
@@ -218,13 +224,13 @@ PARTS |= {
     f"recurrent-steps-{cell}-{dtype}": partial(recurrent_steps, cell, dtype)
     for cell, dtype in itertools.product(plan.GATES, test_cuda.TOLERANCE)
 }
-PARTS["turns"] = partial(in_turns, "gru", 2048, 16, torch.float16)
-PARTS["turns-rounded"] = partial(in_turns, "lstm", 1024, 16, torch.float32)
 PARTS["transposition"] = transpositions
 PARTS["previous"] = shifts
 PARTS["biases"] = sums_of_biases
 for kind, in_clusters in {"persistent": False, "clusters": True}.items():
     PARTS[f"{kind}-rounded"] = partial(rounded, in_clusters)
+    PARTS[f"{kind}-turns"] = partial(in_turns, in_clusters, "gru", 512, 128, torch.float16)
+    PARTS[f"{kind}-turns-rounded"] = partial(in_turns, in_clusters, "lstm", 512, 64, torch.float32)
     for path, shape in test_persistent.LAYERS:
         PARTS["-".join(map(str, (kind, path, *shape))).replace(" ", "")] = partial(recurrent, path, shape, in_clusters)
 

@@ -369,7 +369,7 @@ PAIRS = [("gru", 1026, 64, bf16), ("lstm", 514, 64, f16), ("lstm", 1024, 64, bf1
 def in_pairs(cell, hidden, batch, dtype, backward, properties=H100):
     """Geometries whose threads take adjacent units together, of each size of clusters."""
     start = Geometry("dense", cell, hidden, dtype, 0, 0, 0, backward)
-    found = [g for g in search.candidates(start, batch, 1.0, None, properties) if g.adjacent == 2]
+    found = [g for g in search.candidates(start, batch, 1.0, None, properties) if g.turns == 1 and g.adjacent == 2]
     return list({g.cluster: g for g in sorted(found, key=lambda g: -microseconds(g, batch))}.values())
 
 
@@ -427,14 +427,20 @@ def test_adjacent_units_where_every_thread_has_pairs_of_them():
     assert all(whole._replace(**{name: x}).adjacent == 1 for name, x in others.items())
 
 
-IN_TURNS = [("gru", 2048, 16, bf16), ("lstm", 2048, 30, f16), ("lstm", 1024, 48, f32), ("gru", 1280, 32, f32)]
+IN_TURNS = [
+    ("gru", 2048, 16, bf16),
+    ("lstm", 2048, 30, f16),
+    ("lstm", 1024, 48, f32),
+    ("gru", 1280, 32, f32),
+    ("gru", 1024, 64, bf16),
+]
 
 
-def in_turns(cell, hidden, batch, dtype, properties=H100):
-    """Geometries whose blocks compute two groups in turn, of each size of groups and number of them at once."""
-    start = Geometry("dense", cell, hidden, dtype, 0, 0, 0, exact=False)
+def in_turns(cell, hidden, batch, dtype, backward, properties=H100):
+    """Geometries whose blocks compute two groups in turn, of each size of groups and clusters and number at once."""
+    start = Geometry("dense", cell, hidden, dtype, 0, 0, 0, backward, exact=False)
     found = [g for g in search.candidates(start, batch, 1.0, None, properties) if g.turns == 2]
-    return list({(g.columns, g.groups): g for g in found}.values())
+    return list({(g.columns, g.groups, g.cluster): g for g in found}.values())
 
 
 @pytest.mark.gpu
@@ -442,22 +448,27 @@ def in_turns(cell, hidden, batch, dtype, properties=H100):
 def test_groups_in_turn_match_the_reference(layer, nan_memory):
     torch.manual_seed(0)
     tolerance = 1e-3 if layer[3] == f32 else TOLERANCE[layer[3]]  # float32 is rounded
-    for chosen in in_turns(*layer, torch.cuda.get_device_properties(0))[:2]:
-        case = Case("dense", *layer, forward=chosen)
+    properties = torch.cuda.get_device_properties(0)
+    forwards, backwards = (in_turns(*layer, back, properties)[:2] for back in (False, True))
+    for forward, back in itertools.zip_longest(forwards, backwards):
+        case = Case("dense", *layer, forward=forward, back=back)
         for steps, batch, special in ((13, layer[2], False), (34, layer[2], True), (3, 5, False), (1, 9, True)):
             inputs = case.inputs(steps, batch, packed=special, resets=0.2 * special)
-            found, again = (case.forward(inputs, special) for _ in range(2))
+            gradients = case.gradients(inputs, special)
+            found, again = (case.both(inputs, gradients, special) for _ in range(2))
             case.check()
             assert all(x is None or torch.equal(x, y) for x, y in zip(found, again, strict=True))
-            assert max(errors(found, case.expected(inputs, special))) < tolerance, chosen
+            expected = case.both(inputs, gradients, special, reference, double)
+            assert max(errors(found, expected)) < tolerance, (forward, back)
 
 
-def test_kernels_of_groups_in_turn_compile_without_a_gpu():
+@pytest.mark.parametrize("backward", [False, True])
+def test_kernels_of_groups_in_turn_compile_without_a_gpu(backward):
     pytest.importorskip("cuda.core")
     for layer in IN_TURNS:
-        chosen = in_turns(*layer)[0]
-        code, macros = nvrtc.source(*geometry.files(chosen)), dict(chosen.macros(resets=True, packed=True, keeps=True))
-        assert nvrtc.compile_cubin(code, "sm_90", macros)[:4] == b"\x7fELF"
+        for chosen in in_turns(*layer, backward)[:1]:
+            code, macros = nvrtc.source(*geometry.files(chosen)), chosen.macros(True, True, keeps=not backward)
+            assert nvrtc.compile_cubin(code, "sm_90" + chosen.feature, dict(macros))[:4] == b"\x7fELF"
 
 
 @pytest.mark.gpu

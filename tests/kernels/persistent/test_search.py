@@ -90,33 +90,36 @@ def test_gradients_of_small_layers_are_reduced_within_clusters(layer, exact, blo
 
 
 @pytest.mark.parametrize(
-    ("layer", "exact", "turns"),  # the faster as measured on an H200
+    ("layer", "exact", "turns"),  # forward and backward, the faster as measured on an H200
     [
-        (("gru", 2048, 16, bf16), True, 2),
-        (("lstm", 2048, 16, bf16), True, 2),
-        (("gru", 2048, 32, bf16), True, 2),
-        (("gru", 1536, 16, f32), False, 2),
-        (("gru", 1024, 64, f32), False, 2),
-        (("lstm", 1024, 64, f32), False, 2),
-        (("lstm", 1024, 64, f32), True, 1),
-        (("lstm", 1024, 16, f32), False, 1),
-        (("gru", 1280, 32, f32), False, 1),
-        (("lstm", 2048, 32, bf16), True, 1),  # two launches, of one
-        (("gru", 2304, 16, bf16), True, 1),
-        (("gru", 2048, 16, f32), False, 1),  # weights from L2 would be read twice
-        (("lstm", 1024, 64, bf16), True, 1),  # of such states too little is hidden
-        (("rnn_tanh", 2048, 16, bf16), True, 1),
-        (("gru", 2048, 8, bf16), True, 1),
+        (("gru", 2048, 16, bf16), True, (2, 2)),
+        (("lstm", 2048, 16, bf16), True, (2, 2)),
+        (("gru", 2048, 64, bf16), True, (2, 2)),
+        (("gru", 1024, 64, bf16), True, (2, 2)),
+        (("lstm", 1024, 64, bf16), True, (2, 2)),
+        (("gru", 512, 256, bf16), True, (2, 2)),
+        (("gru", 1536, 16, f32), False, (2, 2)),
+        (("gru", 1024, 64, f32), False, (2, 2)),
+        (("lstm", 1024, 64, f32), False, (2, 2)),
+        (("lstm", 1024, 64, f32), True, (1, 1)),
+        (("gru", 2048, 16, f32), False, (1, 1)),  # weights from L2 would be read twice
+        (("gru", 1024, 16, bf16), True, (1, 1)),  # too few products to hide an exchange behind
+        (("lstm", 512, 64, bf16), True, (1, 1)),
+        (("gru", 1280, 32, bf16), True, (2, 1)),
+        (("rnn_tanh", 2048, 16, bf16), True, (1, 1)),
+        (("gru", 2048, 4, bf16), True, (1, 1)),
     ],
 )
 def test_blocks_take_two_groups_in_turn(layer, exact, turns):
-    chosen = search.choose_geometry(*layer, None, None, H100, exact=exact).geometry
-    assert chosen.turns == turns
-    assert chosen.columns % (8 if turns > 1 else 1) == 0
-    backward = search.choose_geometry(*layer, None, None, H100, backward=True, exact=exact).geometry
-    assert backward.turns == 1
+    def choose(properties, backward):
+        found = search.choose_geometry(*layer, None, None, properties, backward=backward, exact=exact)
+        return found.geometry
+
+    chosen = [choose(H100, backward) for backward in (False, True)]
+    assert tuple(g.turns for g in chosen) == turns
+    assert all(g.columns % 8 == 0 for g in chosen if g.turns > 1)
     before = SimpleNamespace(**{**vars(H100), "major": 8})  # without bulk copies
-    assert search.choose_geometry(*layer, None, None, before, exact=exact).geometry.turns == 1
+    assert choose(before, False).turns == 1
 
 
 @pytest.mark.parametrize(
@@ -198,7 +201,7 @@ def test_a_block_asks_early_for_many_rounded_bytes_of_many_sequences():
         for backward in (False, True):
             start = geometry.Geometry("dense", "gru", 512, f32, 0, 0, 0, backward, exact)
             found = search.candidates(start, batch, 1.0, None, H100)
-            alone = [g for g in found if g.cluster == 1 and not g.distributed]
+            alone = [g for g in found if g.cluster == g.turns == 1 and not g.distributed]
             fastest = min(alone, key=lambda g: microseconds(g, batch))
             assert fastest.asks_early == (early and backward)
 
@@ -221,7 +224,7 @@ def test_few_kernels_serve_the_batches_of_a_training(monkeypatch, layer, dtype, 
         fastest = choose(batch, backward)
         assert microseconds(found, batch) <= 1.1 * microseconds(fastest, batch)
         assert found == fastest or batch not in (1, 4, 16, 64)
-        assert found.groups == -(-batch // found.columns)
+        assert found.groups == -(-batch // (found.columns * found.turns))
 
 
 @pytest.mark.parametrize(("columns", "fits"), [(32, True), (64, False)])

@@ -247,7 +247,7 @@ struct Units : Block {
     }
 };
 
-#if !DISTRIBUTED  // scatter.cu has the kernel for those
+#if TURNS == 1 && !DISTRIBUTED  // backward_turns.cu has the kernel for two groups, scatter.cu those of clusters
 // grid: BLOCKS blocks for each group of COLUMNS sequences, all resident at once
 extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const Parameters p) {
     extern __shared__ uint4 shared[];

@@ -17,9 +17,10 @@ struct Mailbox {
     Word *slots;
     int rank;
 
-    __device__ Mailbox(int block, uint4 *shared) : slots(reinterpret_cast<Word *>(shared)), rank(block % CLUSTER) {
+    __device__ Mailbox(int block, uint4 *shared)
+        : slots(reinterpret_cast<Word *>(shared) + own_turn() * WORDS), rank(block % CLUSTER) {
         if constexpr (SENDERS > 0) {
-            for (int i = threadIdx.x; i < WORDS; i += THREADS) slots[i] = 0;
+            for (int i = own_thread(); i < WORDS; i += OWNERS) slots[i] = 0;
             meet();
         }
     }

@@ -41,10 +41,14 @@ _COSTS = {
 _WITHIN_CLUSTERS = _Cost(0.385, 6.5, 0.0, 0.26, 0.555, 2.44, 0.378, 0.42, 0.002)  # of states that stay there
 # Of gradients of which only sums are exchanged.
 _SCATTERING = _Cost(0.282, 0.0, 0.0, 0.0, 0.493, 2.3, 0.365, 0.38, 0.007, uneven=0.035)
+# Of two groups in turn: the products of both, behind which all else is hidden.
+_IN_TURNS = {
+    False: _Cost(0.66, 0.958, 0.536, 0.653, 0.444, 0.0, 0.474, 0.272, 0.0, 0.196),
+    True: _Cost(0.66, 0.66, 0.593, 0.751, 0.0, 0.0, 0.652, 0.589, 0.204, 0.26),
+}
 _SMALL_CLUSTER = 8  # blocks, beyond which each counts twice
 _SPLIT = 0.6  # of what exact products of eight sequences cost, once for all, to split the weights
 _BY_FMA = 1.3  # the cost factor of the dense kernel's exact products of one sequence
-_IN_TURNS = {2: 0.95, 4: 1.11}  # microseconds that a block hides of two groups in turn, by bytes of a number
 _STREAMED = 0.7  # microseconds per 100 kB of weights that a block of the dense kernel reads from L2
 _SPLIT_STREAMED = 4.0  # times as much if these are split
 _SHARE = 0.054  # microseconds per share of a strip of a warp of the block kernel
@@ -59,6 +63,8 @@ def microseconds(geometry: Geometry, batch: int, pruned: bool = False) -> float:
     if geometry.distributed:
         cost = _SCATTERING if geometry.backward else _WITHIN_CLUSTERS
         others = geometry.blocks - 1 + max(0, geometry.blocks - _SMALL_CLUSTER)
+    if geometry.turns > 1:
+        cost = _IN_TURNS[geometry.backward]
     if geometry.scatters:
         uneven = geometry.units * geometry.columns % 32
     passes, exact = ceil_div(geometry.columns, 8), geometry.exact and geometry.dtype == torch.float32
@@ -71,7 +77,7 @@ def microseconds(geometry: Geometry, batch: int, pruned: bool = False) -> float:
     step += cost.kept * (geometry.tiles - geometry.held - geometry.streamed) * geometry.tile_bytes / 1e5
     step += _STREAMED * (_SPLIT_STREAMED if splits else 1) * geometry.streamed * geometry.tile_bytes / 1e5
     step += products * geometry.tiles / 1e2
-    step += cost.updated * ceil_div(geometry.units * geometry.columns, THREADS) * GATES[geometry.cell] / 10
+    step += cost.updated * geometry.gates / 10
     step += cost.summed * geometry.row_tiles * geometry.columns / 64
     step += cost.cluster * others
     step += cost.lines * max(0, geometry.blocks - 32) / geometry.columns / 1e2
@@ -81,7 +87,6 @@ def microseconds(geometry: Geometry, batch: int, pruned: bool = False) -> float:
         step += _ROUND_TRIP * (ceil_div(geometry.words, geometry.words_in_flight) - 1)
     if pruned and geometry.path == "dense":
         step *= _MASKED
-    step = geometry.turns * step - _IN_TURNS[geometry.dtype.itemsize] * (geometry.turns - 1)
     return step * ceil_div(batch, geometry.sequences_at_once)
 
 

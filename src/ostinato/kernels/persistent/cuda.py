@@ -289,8 +289,8 @@ def kernels(
     compiled = (nvrtc.source(*files(geometry)), geometry.macros(resets, packed, keeps), device)
     if geometry.backward:
         nvrtc.compile_ahead(*source_of_biases(geometry.dtype), device)
-    prepare, recur = nvrtc.load_kernel("prepare", *compiled), nvrtc.load_kernel("recur", *compiled)
-    resident = recur.resident_blocks(device, THREADS, geometry.shared_bytes, geometry.blocks_of_a_cluster)
+    prepare, recur = (nvrtc.load_kernel(name, *compiled, geometry.feature) for name in ("prepare", "recur"))
+    resident = recur.resident_blocks(device, geometry.threads, geometry.shared_bytes, geometry.blocks_of_a_cluster)
     blocks = geometry.blocks * geometry.groups
     if resident < blocks:
         raise MemoryError(f"the {_name(geometry)} needs {blocks} resident blocks; the device holds {resident}")
@@ -410,4 +410,4 @@ def _launch(geometry: Geometry, mask: Tensor | None, batch: int, reverse: bool, 
         parameters = _PARAMETERS.pack(*addresses.values(), *prepared.sizes, first, int(reverse))
         if first == 0:
             prepare.launch(device, prepared.fill, THREADS, parameters, stream=stream)
-        recur.launch(device, blocks, THREADS, parameters, prepared.shared, True, stream)
+        recur.launch(device, blocks, geometry.threads, parameters, prepared.shared, True, stream)

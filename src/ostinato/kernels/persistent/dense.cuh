@@ -67,6 +67,10 @@ __device__ inline void pack_weights(const Parameters &p, int i) {
     reinterpret_cast<uint4 *>(p.packed)[i] = {registers[0], registers[1], registers[2], registers[3]};
 }
 
+struct Accumulators {
+    float d[CHAINS][FULL + 1][SEQUENCE_TILES][4], halves[2][SEQUENCE_TILES][4];  // of whole tiles, and of shared ones
+};
+
 struct Product {
     const uint4 *weights;  // this lane's part of the packed tiles: (BLOCKS, WARPS, TILES, 32 lanes) of 16 bytes
     uint4 held[HELD + 1];  // no array is empty
@@ -74,6 +78,7 @@ struct Product {
     uint4 ahead[STREAMED ? AHEAD : 1], early[EARLY + 1];
     Operand operand;
 
+    Product() = default;  // of a thread that only adds sums
     __device__ Product(const Parameters &p, int block, uint4 *shared)
         : weights(reinterpret_cast<const uint4 *>(p.packed) + (block * WARPS + warp_id()) * TILES * 32 + lane_id()),
           kept(shared + Operand::SHARED / 16 + threadIdx.x), operand(shared) {
@@ -106,31 +111,38 @@ struct Product {
     // Starts to bring the `state`, whether it is there or not.
     __device__ void ask(const char *state, unsigned step) { operand.ask(state, step); }
 
-    // sums[warp][sequence][row] = this warp's share of the recurrent matrix times the state that was asked for.
-    __device__ void operator()(float *sums, Patience &patience) {
+    // sums[warp][sequence][row] = this warp's share of the recurrent matrix times the state that was asked for, after
+    // free(), which waits until the sums may be overwritten.
+    template <typename Free> __device__ void operator()(float *sums, Patience &patience, Free free) {
 #pragma unroll
         for (int tile = 0; tile < EARLY; ++tile) early[tile] = kept[tile * THREADS];
 
         patience.renew();
-        operand.wait(patience);
-
-        float d[CHAINS][FULL + 1][SEQUENCE_TILES][4] = {}, halves[2][SEQUENCE_TILES][4] = {};
-        uint4 half;  // the last tile shared by two column tiles
+        Accumulators accumulators;
+        auto &[d, halves] = accumulators;
+        do {
+            operand.wait(patience);
+            accumulators = {};
+            uint4 half;  // the last tile shared by two column tiles
+            Piece piece[SEQUENCE_TILES];
 #pragma unroll
-        for (int c = 0; c < COLUMN_TILES; ++c) {
+            for (int c = 0; c < COLUMN_TILES; ++c) {
 #pragma unroll
-            for (int r = 0; r < ROW_TILES; ++r) {
-                const int tile = tile_at(c, r);
-                const bool taken = r == FULL && c % 2 && is_streamed(tile);
-                const uint4 a = taken ? half : take(tile);
-                if (r == FULL) half = a;
+                for (int s = 0; s < SEQUENCE_TILES; ++s)
+                    if (c % 2 == 0) piece[s] = operand.piece(s, c / 2);
 #pragma unroll
-                for (int s = 0; s < SEQUENCE_TILES; ++s) {
-                    multiply(r < FULL ? d[c % CHAINS][r][s] : halves[c % 2][s], a, operand.word(s, c));
+                for (int r = 0; r < ROW_TILES; ++r) {
+                    const int tile = tile_at(c, r);
+                    const bool taken = r == FULL && c % 2 && is_streamed(tile);
+                    const uint4 a = taken ? half : take(tile);
+                    if (r == FULL) half = a;
+#pragma unroll
+                    for (int s = 0; s < SEQUENCE_TILES; ++s)
+                        multiply(r < FULL ? d[c % CHAINS][r][s] : halves[c % 2][s], a, piece[s].word[c % 2]);
                 }
             }
-        }
-        if (SUM_BUFFERS == 1) __syncthreads();  // the last step's sums have been read
+        } while (operand.lacked_any(patience));
+        free();
 #pragma unroll
         for (int s = 0; s < SEQUENCE_TILES; ++s) {
 #pragma unroll
@@ -149,6 +161,10 @@ struct Product {
                 if (HALF && i < 2) store_if(wanted, mine + FULL * 16, over_lanes(half));
             }
         }
+    }
+
+    __device__ void operator()(float *sums, Patience &patience) {
+        (*this)(sums, patience, [] { if (SUM_BUFFERS == 1) __syncthreads(); });  // the last step's have been read
     }
 
     __device__ Span span(const Parameters &, int, int) const { return {}; }

@@ -17,8 +17,8 @@
 // has read them.  By the time a word is written again, two steps later, it is: what the writer has read of the step
 // between, this block published after that.
 //
-// With TURNS of 2 a block computes two groups of COLUMNS sequences each, one while the other's states are on their way;
-// see turns.cu.
+// With TURNS of 2 a block computes two groups of COLUMNS sequences each, one while what the other exchanges is on its
+// way; see turns.cuh.
 //
 // With SHARES_WORK, where a block within clusters has few units, some of its warps only update them, and others do the
 // rest of the elementwise work; see gather.cu and scatter.cu.
@@ -46,11 +46,12 @@ constexpr int SLICE_BYTES = CHUNKS * COLUMNS * CHUNK;    // of a group's sequenc
 constexpr int GROUP_BYTES = SCATTERS ? SLICE_BYTES : CLUSTER * SLICE_BYTES;  // of what a block sees of it
 constexpr int SHARED_STATES = DISTRIBUTED ? STATE_BUFFERS * GROUP_BYTES : 0;  // bytes
 constexpr int ROWS = BACKWARD ? CLUSTER * UNITS : GATES * UNITS;  // of a block's part of the matrix; see matrix.cuh
-constexpr int ITEMS = (UNITS * COLUMNS + THREADS - 1) / THREADS;  // (unit, sequence) pairs that a thread updates
-constexpr int WHOLE = UNITS * COLUMNS / THREADS;  // of these every thread has: what comes of them is computed without a
+constexpr int OWNERS = THREADS / TURNS;  // threads that update a group's units: all, or half for each of two groups
+constexpr int ITEMS = (UNITS * COLUMNS + OWNERS - 1) / OWNERS;  // (unit, sequence) pairs that a thread updates
+constexpr int WHOLE = UNITS * COLUMNS / OWNERS;   // of these every thread has: what comes of them is computed without a
                                                   // branch, which would make each item wait for the one before
 
-static_assert(ADJACENT == 1 || (sizeof(Scalar) == 2 && UNITS * COLUMNS % (2 * THREADS) == 0));
+static_assert(ADJACENT == 1 || (sizeof(Scalar) == 2 && UNITS * COLUMNS % (2 * OWNERS) == 0));
 
 struct Parameters {
     const Scalar *weight;         // (GATES * HIDDEN, HIDDEN), the recurrent matrix
@@ -84,6 +85,9 @@ struct Parameters {
 
 __device__ inline unsigned lane_id() { return threadIdx.x % 32; }
 __device__ inline unsigned warp_id() { return threadIdx.x / 32; }
+// Which of the block's groups this thread updates, and its number among those that do.
+__device__ inline unsigned own_turn() { return TURNS == 1 ? 0 : threadIdx.x / OWNERS % TURNS; }
+__device__ inline unsigned own_thread() { return TURNS == 1 ? threadIdx.x : threadIdx.x % OWNERS; }
 
 // The rows of a step: the first, and how many sequences have the step.
 struct Rows {
@@ -105,15 +109,15 @@ struct Block {
     int unit, sequence, sequences;  // the first unit; the first sequence, and how many
     int thread;
 
-    __device__ int item(int i) const { return (i / ADJACENT * THREADS + thread) * ADJACENT + i % ADJACENT; }
+    __device__ int item(int i) const { return (i / ADJACENT * OWNERS + thread) * ADJACENT + i % ADJACENT; }
     // Where a thread's items, but for those adjacent, are of one unit, their addresses differ by constants.
-    static constexpr bool ONE_UNIT = THREADS * ADJACENT % UNITS == 0;
+    static constexpr bool ONE_UNIT = OWNERS * ADJACENT % UNITS == 0;
     __device__ int unit_of(int i) const {
         return ONE_UNIT ? unsigned(thread * ADJACENT) % UNITS + i % ADJACENT : unsigned(item(i)) % UNITS;
     }
     __device__ int sequence_of(int i) const {
         if (!ONE_UNIT) return unsigned(item(i)) / UNITS;
-        return unsigned(thread * ADJACENT) / UNITS + i / ADJACENT * (THREADS * ADJACENT / UNITS);
+        return unsigned(thread * ADJACENT) / UNITS + i / ADJACENT * (OWNERS * ADJACENT / UNITS);
     }
 
     __device__ bool owned(int i) const {
@@ -136,15 +140,15 @@ struct Block {
         constexpr int WIDTH = 32 / sizeof(Scalar),
                       SECTORS = UNITS / WIDTH + (UNITS % WIDTH ? 2 : 0);  // two not aligned
 #pragma unroll
-        for (int first = 0; first < SECTORS * COLUMNS; first += THREADS) {
-            const unsigned i = first + THREADS - 1 - (SHARES_WORK ? int(threadIdx.x) : thread);
+        for (int first = 0; first < SECTORS * COLUMNS; first += OWNERS) {
+            const unsigned i = first + OWNERS - 1 - (SHARES_WORK ? int(threadIdx.x) : thread);
             const int s = i / SECTORS, u = min(int(i % SECTORS) * WIDTH, UNITS - 1);
             if (s < sequences && (BLOCKS * UNITS == HIDDEN || unit + u < HIDDEN)) take(s, unit + u);
         }
     }
     // Whether this warp has nothing to update in a round.
     __device__ static bool idle(int i) {
-        return !SHARES_WORK && i >= WHOLE && i * THREADS + warp_id() * 32 >= UNITS * COLUMNS;
+        return !SHARES_WORK && i >= WHOLE && i * OWNERS + own_thread() / 32 * 32 >= UNITS * COLUMNS;
     }
     // The sequence of an item, whose sums are then read: the last where there is no item.
     __device__ int sequence_of_sums(int i) const {

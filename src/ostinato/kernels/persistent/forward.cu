@@ -201,7 +201,7 @@ __device__ inline char *first_state(const Parameters &p, int group, void *shared
     return static_cast<char *>(shared);
 }
 
-#if TURNS == 1 && !SHARES_WORK  // turns.cu has the kernel for two groups, gather.cu that of few units in clusters
+#if TURNS == 1 && !SHARES_WORK  // others: forward_turns.cu for two groups, gather.cu for few units in clusters
 // grid: BLOCKS blocks for each group of COLUMNS sequences, all resident at once
 extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const Parameters p) {
     extern __shared__ uint4 shared[];

@@ -59,7 +59,7 @@ class Geometry(NamedTuple):
     sum_buffers: int = 2  # for the partial sums of a step; with one, warps wait for each other before they write theirs
     shares: int = 1  # into which the block kernel splits each strip of 16 rows
     share_tiles: tuple[int, ...] = ()  # tiles of a warp's first share, of its second, ...
-    turns: int = 1  # groups that a block of the dense forward computes, one while the other's states are on their way
+    turns: int = 1  # groups that a block of the dense kernel computes in turn: some warps multiply, others update
 
     @property
     def rows(self) -> int:
@@ -128,8 +128,41 @@ class Geometry(NamedTuple):
         In float32, and of an RNN, which has little to load, this was measured to take longer.
         """
         narrow = self.path == "dense" and self.dtype.itemsize == 2 and GATES[self.cell] > 1 and not self.distributed
-        even = self.hidden_size % 2 == self.units % 2 == self.units * self.columns % (2 * THREADS) == 0
+        even = self.hidden_size % 2 == self.units % 2 == self.units * self.columns % (2 * self.owners) == 0
         return 2 if narrow and even else 1
+
+    @property
+    def threads(self) -> int:
+        """Of a block: those that multiply, and in turns as many that update."""
+        return THREADS * self.turns
+
+    @property
+    def feature(self) -> str:
+        """Of the architecture, see :func:`ostinato.kernels.nvrtc.load_kernel`: warps that give registers to others."""
+        return "a" if self.turns > 1 else ""
+
+    @property
+    def registers(self) -> int:
+        """Of a thread that multiplies: in turns what one that updates leaves of 256 for both."""
+        if self.turns == 1:
+            return REGISTERS
+        updating = 40 + 8 * self.gates if self.backward else 18 + 7 * self.gates
+        return 256 - round_up(updating + 8 * self.is_uneven, 8)
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether a thread's items, but for those adjacent, are of different units."""
+        return self.owners * self.adjacent % self.units > 0
+
+    @property
+    def gates(self) -> int:
+        """Gates that a thread computes."""
+        return ceil_div(self.units * self.columns, self.owners) * GATES[self.cell]
+
+    @property
+    def owners(self) -> int:
+        """Threads of a block that update a group's units."""
+        return THREADS // self.turns
 
     @property
     def sequences_at_once(self) -> int:
@@ -206,7 +239,7 @@ class Geometry(NamedTuple):
             rows = self.parts_of_sums * (16 * len(self.share_tiles) * WARPS // self.shares + 4)
         sums = 0 if self.scatters else self.sum_buffers * rows * self.columns * 4
         state = 0 if self.path == "dense" else (self.slice + ZERO_PLACES) * self.state_bytes
-        mail = 2 * (self.cluster - (not self.scatters)) * self.units * self.columns * 8
+        mail = self.turns * 2 * (self.cluster - (not self.scatters)) * self.units * self.columns * 8
         state += self.distributed * self.state_buffers * self.group_bytes
         if self.turns > 1:  # what is multiplied is copied there, with a barrier for each warp
             state += self.slice * self.columns * self.dtype.itemsize + 16 * WARPS
@@ -273,15 +306,16 @@ class Geometry(NamedTuple):
             return self._replace(held=self.tiles)
         if self.path == "dense":
             sequence_tiles = ceil_div(self.columns, 8)
-            states = 2 * self.column_tiles * sequence_tiles
+            states = (2 * self.column_tiles if self.turns == 1 else 8) * sequence_tiles  # in turns two at a time
             products = self.row_tiles * sequence_tiles
             sums = 4 * products * (1 if products >= 4 else 2 if products >= 2 else 4)
-            gates = ceil_div(self.units * self.columns, THREADS) * GATES[self.cell]  # of a group that a thread computes
-            rest = 20 + 4 * sequence_tiles + (32 if self.exact else 20) * wide + max(24, 6 * gates) * self.backward
-            rest += (12 + 3 * gates) * (self.turns - 1)  # of each group a thread has states, biases and inputs
-            if states > 128 or (self.backward and gates > 8):
+            rest = 20 + 4 * sequence_tiles + (32 if self.exact else 20) * wide
+            if self.backward and self.turns == 1:  # else others update
+                rest += max(24, 6 * self.gates)
+            most_gates = 6 if self.turns > 1 and self.is_uneven else 8  # with more those that update would spill
+            if states > 128 or (self.backward and self.gates > most_gates):
                 return None
-            free = (REGISTERS - states - sums - rest) // 4
+            free = (self.registers - states - sums - rest) // 4
             room = (shared_limit - self._replace(tiles=0).shared_bytes) // self.tile_bytes
             if room < 0 or free < 0:  # even without weights the compiler would spill
                 return None
@@ -320,6 +354,7 @@ class Geometry(NamedTuple):
             ("ASKS_EARLY", int(self.asks_early)),
             ("SUM_BUFFERS", self.sum_buffers),
             ("TURNS", self.turns),
+            ("REGISTERS", self.registers),
             ("STATE_BUFFERS", self.state_buffers),
             ("DISTRIBUTED", int(self.distributed)),
             ("SHARES_WORK", int(self.shares_work)),
@@ -351,7 +386,7 @@ def files(geometry: Geometry) -> tuple[str, ...]:
     if geometry.backward:
         products = ("cluster.cuh", *product, "split.cuh", "prepare.cuh", "backward.cu")
     if geometry.turns > 1:
-        products += ("turns.cu",)
+        products += ("turns.cuh", "backward_turns.cu" if geometry.backward else "forward_turns.cu")
     if geometry.scatters:
         products = ("cluster.cuh", "scatter.cuh", "prepare.cuh", "backward.cu", "scatter.cu")
     elif geometry.shares_work:

@@ -30,14 +30,12 @@ struct LoadedOperand {
     unsigned offset, odd_offset;  // in bytes, of this lane's first word in a sequence's state, and of an odd tile's
     const char *mine, *mine_odd;  // the same of the state that was asked for
     unsigned step;                // of that
-    Piece piece[SEQUENCE_TILES][PIECES + 1];
+    Piece pieces[SEQUENCE_TILES][PIECES + 1];
     Word odd[SEQUENCE_TILES];
 
     __device__ explicit LoadedOperand(uint4 *)
         : offset(warp_id() * 32 * COLUMN_TILES + lane_id() % 4 * 16),
           odd_offset(warp_id() * 32 * COLUMN_TILES + PIECES * 64 + lane_id() % 4 * 8) {}
-
-    __device__ Word word(int s, int c) const { return c / 2 < PIECES ? piece[s][c / 2].word[c % 2] : odd[s]; }
 
     // Calls a function for each piece of the state that this lane multiplies, the odd tile's word being the last of a
     // sequence tile: with the tile, its number there, its address and whether it exists.  Lanes beyond the last
@@ -61,7 +59,7 @@ struct LoadedOperand {
         const unsigned sequence = lane_id() / 4 % COLUMNS;
         mine = state + place_in_slice(offset, sequence), mine_odd = state + place_in_slice(odd_offset, sequence);
         each([&](int s, int i, const char *address, bool exists) {
-            if (i < PIECES) read(piece[s][i], address, exists, step);
+            if (i < PIECES) read(pieces[s][i], address, exists, step);
             else read(odd[s], address, exists, step);
         });
     }
@@ -69,7 +67,7 @@ struct LoadedOperand {
     __device__ bool lacks_any() const {
         Seen seen;
         each([&](int s, int i, const char *, bool) {
-            if (i < PIECES) seen.see(piece[s][i].word[0], step), seen.see(piece[s][i].word[1], step);
+            if (i < PIECES) seen.see(pieces[s][i].word[0], step), seen.see(pieces[s][i].word[1], step);
             else seen.see(odd[s], step);
         });
         return seen.any_absent();
@@ -78,7 +76,7 @@ struct LoadedOperand {
     // Waits for all of it.
     __device__ void wait(Patience &patience) {
         const auto look_again = [&](int s, int i, const char *address, bool) {
-            return i < PIECES ? look(piece[s][i], address, step) : look(odd[s], address, step);
+            return i < PIECES ? look(pieces[s][i], address, step) : look(odd[s], address, step);
         };
         if constexpr (LOOKS_AT_ALL) {
             while (lacks_any() && patience.lasts()) each(look_again);
@@ -96,9 +94,13 @@ struct LoadedOperand {
             if (exists) erase(address, i < PIECES ? 2 : 1);
         });
     }
+
+    __device__ Piece piece(int s, int i) const { return i < PIECES ? pieces[s][i] : Piece{odd[s], 0}; }
+    __device__ static bool lacked_any(Patience &) { return false; }  // it was waited for
 };
 
 // Copied into shared memory by the asynchronous proxy, one bulk copy a warp: what is on its way takes no registers.
+// Nearly always all that was asked for is there, so it is multiplied before that is known, and once more if it was not.
 struct CopiedOperand {
     static constexpr int BYTES = PIECES * COLUMNS * CHUNK;  // of a warp
     static constexpr int SHARED = WARPS * (BYTES + 16);     // with the barriers
@@ -107,8 +109,9 @@ struct CopiedOperand {
     unsigned barrier, phase = 0;  // which a copy completes
     const char *mine;             // this warp's part of the state that was asked for
     unsigned step;                // of that
-    Piece piece[SEQUENCE_TILES][PIECES + 1];
+    Seen seen;
 
+    CopiedOperand() = default;
     __device__ explicit CopiedOperand(uint4 *shared) : copy(reinterpret_cast<char *>(shared) + warp_id() * BYTES) {
         barrier = __cvta_generic_to_shared(shared + WARPS * BYTES / 16 + warp_id());
         if (lane_id() == 0) {
@@ -116,8 +119,6 @@ struct CopiedOperand {
             asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         }
     }
-
-    __device__ Word word(int s, int c) const { return piece[s][c / 2].word[c % 2]; }
 
     // Starts to copy the `state`, whether it is there or not.
     __device__ void ask(const char *state, unsigned of_step) {
@@ -133,28 +134,27 @@ struct CopiedOperand {
                      :: "r"(unsigned(__cvta_generic_to_shared(copy))), "l"(mine), "r"(BYTES), "r"(barrier) : "memory");
     }
 
-    // Waits for all of it, copied again while any of it has not arrived.
-    __device__ void wait(Patience &patience) {
-        while (true) {
-            for (unsigned done = 0; !done;)
-                asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;"
-                             " selp.u32 %0, 1, 0, p; }"
-                             : "=r"(done) : "r"(barrier), "r"(phase) : "memory");
-            phase ^= 1;
-            Seen seen;
-#pragma unroll
-            for (int s = 0; s < SEQUENCE_TILES; ++s) {
-#pragma unroll
-                for (int i = 0; i < PIECES; ++i) {
-                    const char *address = copy + (i * COLUMNS + s * 8) * CHUNK + lane_id() * 16;
-                    const ulonglong2 both = *reinterpret_cast<const ulonglong2 *>(address);
-                    seen.see(both.x, step), seen.see(both.y, step);
-                    piece[s][i] = {both.x, both.y};
-                }
-            }
-            if (!__any_sync(~0u, seen.any_absent()) || !patience.lasts()) return;
-            ask_again();
-        }
+    // Waits for the copy.
+    __device__ void wait(Patience &) {
+        for (unsigned done = 0; !done;)
+            asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;"
+                         " selp.u32 %0, 1, 0, p; }"
+                         : "=r"(done) : "r"(barrier), "r"(phase) : "memory");
+        phase ^= 1, seen = {};
+    }
+
+    __device__ Piece piece(int s, int i) {
+        const char *address = copy + (i * COLUMNS + s * 8) * CHUNK + lane_id() * 16;
+        const ulonglong2 both = *reinterpret_cast<const ulonglong2 *>(address);
+        seen.see(both.x, step), seen.see(both.y, step);
+        return {both.x, both.y};
+    }
+
+    // Whether any of it had not arrived; if so, asks for it again.
+    __device__ bool lacked_any(Patience &patience) {
+        const bool lacks = __any_sync(~0u, seen.any_absent()) && patience.lasts();
+        if (lacks) ask_again();
+        return lacks;
     }
 };
 

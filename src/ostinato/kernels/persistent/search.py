@@ -13,7 +13,7 @@ from ostinato.kernels.persistent.costs import microseconds
 from ostinato.kernels.persistent.geometry import SCALARS, THREADS, WARPS, ZERO_PLACES, Geometry, ceil_div, round_up
 from ostinato.kernels.persistent.plan import GATES, Plan
 
-LEAST_COPIED = 4096  # bytes of a sequence's state; see _in_turns
+LEAST_COPIED, LEAST_TILES = 1024, 24  # bytes of a sequence's state, and tiles of a warp, of groups in turn
 ROUNDED = 1.1  # times as long a step may take, so that a training of many batch sizes needs few kernels
 
 
@@ -79,12 +79,13 @@ def _clusters(start: Geometry, batch: int, properties: Any, share: int) -> Itera
 def _in_turns(start: Geometry, batch: int, properties: Any, share: int) -> Iterator[Geometry]:
     """The divisions of units and sequences in which each block computes two groups in turn.
 
-    It was measured to pay for gated layers of which each sequence's state is many bytes, and products are not exact.
+    It was measured to pay for gated layers, unless states are small or products exact.
     """
-    row, exact = start.slice * start.dtype.itemsize, start.exact and start.dtype == torch.float32
-    if GATES[start.cell] > 1 and not exact and row >= LEAST_COPIED and row % (128 * WARPS) == 0:  # whole pieces
-        for covering in _coverings(start._replace(turns=2), ceil_div(batch, 2), properties, share):
-            if covering.columns % 8 == start.hidden_size % covering.units == 0:
+    size, exact = start.dtype.itemsize, start.exact and start.dtype == torch.float32
+    if GATES[start.cell] > 1 and not exact and start.pitch * size >= LEAST_COPIED:
+        for covering in _coverings(start._replace(turns=2), round_up(ceil_div(batch, 2), 8), properties, share):
+            whole = covering.slice * size % (64 * WARPS) == 0  # pieces
+            if whole and covering.columns % 8 == start.hidden_size % covering.units == 0:
                 yield covering
 
 
@@ -137,8 +138,7 @@ def candidates(
     coverings = _coverings(start, batch, properties, share)
     if start.path == "dense" and properties.major >= 9:
         coverings = itertools.chain(coverings, _clusters(start, batch, properties, share))
-        if not start.backward:
-            coverings = itertools.chain(coverings, _in_turns(start, batch, properties, share))
+        coverings = itertools.chain(coverings, _in_turns(start, batch, properties, share))
     for geometry in coverings:
         width = geometry.slice
         if geometry.scatters:
@@ -160,7 +160,8 @@ def candidates(
             entries = _entries(geometry.rows, width, geometry.blocks, density, rows, together)
             filled = geometry._replace(tiles=entries).fill_registers(shared)
         most_streamed = properties.L2_cache_size * 2 / 3 if geometry.turns == 1 else 0  # in turns: twice a step
-        if filled and filled.bytes_streamed * share <= most_streamed:
+        enough = geometry.turns == 1 or tiles >= LEAST_TILES  # or else they hide little of an exchange
+        if filled and enough and filled.bytes_streamed * share <= most_streamed:
             yield filled
 
 

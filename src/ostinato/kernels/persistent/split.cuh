@@ -2,7 +2,7 @@
 
 struct Sender {
     static constexpr int COUNT = (CLUSTER - 1) * UNITS * COLUMNS;
-    static constexpr int SENDS = (COUNT + THREADS * ADJACENT - 1) / (THREADS * ADJACENT);
+    static constexpr int SENDS = (COUNT + OWNERS * ADJACENT - 1) / (OWNERS * ADJACENT);
 
     const Mailbox &mailbox;
     Span spans[SENDS + 1] = {};  // no array is empty
@@ -14,7 +14,7 @@ struct Sender {
             if (exists(i)) spans[i] = product.span(p, block, row(i));
     }
 
-    __device__ static int number(int i) { return (i * THREADS + threadIdx.x) * ADJACENT; }
+    __device__ static int number(int i) { return (i * OWNERS + own_thread()) * ADJACENT; }
     __device__ static bool exists(int i) { return number(i) < COUNT; }
     __device__ static int item(int i) { return number(i) % (UNITS * COLUMNS); }
     __device__ int peer(int i) const { return (mailbox.rank + 1 + number(i) / (UNITS * COLUMNS)) % CLUSTER; }

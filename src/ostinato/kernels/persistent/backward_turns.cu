@@ -1,0 +1,48 @@
+// The backward kernel of two groups in turn; see turns.cuh.
+
+// grid: BLOCKS blocks for each two groups of COLUMNS sequences, all resident at once
+extern "C" __global__ void IN_CLUSTERS __launch_bounds__(TURNS * THREADS, 1) recur(const Parameters p) {
+    extern __shared__ uint4 shared[];
+    const int block = blockIdx.x % BLOCKS, group = p.first / COLUMNS + blockIdx.x / BLOCKS * TURNS;
+    char *state = p.states + size_t(group) * GROUP_BYTES;
+    float *sums = reinterpret_cast<float *>(shared);
+    uint4 *mail = shared + TURNS * SUMS / 4, *weights = mail + TURNS * Mailbox::WORDS / 2;
+    Mailbox mailbox(block, mail);
+    if (threadIdx.x < THREADS) {
+        multiply_in_turns(p, block, weights, sums, state + block % CLUSTER * SLICE_BYTES);
+    } else {
+        give_registers();
+        const Product product{};
+        Units units(p, product, block, own_items(p, block, group));
+        Sender sender(p, product, mailbox, block);
+        Patience patience(p.failure);
+
+        Rows rows = units.fetch(0), next = rows;
+        units.resets.look_up(p, units, 0);
+        units.differentiate(rows);
+        if (p.steps > 1) next = units.fetch(1);
+        units.resets.look_up(p, units, 1);
+        const auto prepare = [&](int taken, const char *state) {
+            const Rows written = rows;
+            rows = next;
+            units.differentiate(rows);
+            if (taken + 2 < p.steps) next = units.fetch(taken + 2);
+            if (taken + PREFETCH < p.steps)
+                units.prefetch_step(Rows(p, step_of(p, taken + PREFETCH)),
+                                    state + PREFETCH * size_t(p.groups) * GROUP_BYTES);
+            units.resets.look_up(p, units, taken + 2);
+            units.write(written);
+        };
+        const auto update = [&](int taken, const float *sums, char *state) {
+            sender.send(product, sums, units.sequences, taken);
+            units.add(product, sums, mailbox, taken, patience);
+            if (taken + 1 < p.steps) units.update(state, taken + 1);
+        };
+        state += own_turn() * GROUP_BYTES;
+        units.update(state, 0);
+        update_in_turns(p, sums, state, update, prepare);
+        units.write_states();
+        units.write_totals();
+    }
+    meet();
+}

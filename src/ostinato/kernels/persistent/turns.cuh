@@ -1,0 +1,59 @@
+// Two groups of sequences in turn: half of a block's warps multiply what the one exchanges, then what the other does;
+// the weights serve both.  Of the other warps each half updates the units of one group.  So the elementwise work of a
+// group, and the way of what it exchanges to other blocks, are hidden behind the product of the other.
+//
+// Warps that update need few registers, and give the others up to those that multiply.
+
+// Barriers of the warps that multiply with those that update a group: its sums are written, and have been read.
+enum Meeting { WRITTEN = 1, READ = WRITTEN + TURNS };
+
+__device__ inline void wait_until(Meeting meeting, int turn) {
+    asm volatile("bar.sync %0, %1;" :: "r"(meeting + turn), "n"(THREADS + OWNERS) : "memory");
+}
+__device__ inline void announce(Meeting meeting, int turn) {
+    asm volatile("bar.arrive %0, %1;" :: "r"(meeting + turn), "n"(THREADS + OWNERS) : "memory");
+}
+
+// The units and sequences that an updating thread has, given the first of the block's groups.
+__device__ inline Block own_items(const Parameters &p, int block, int first_group) {
+    const int sequence = (first_group + own_turn()) * COLUMNS;
+    return {block * UNITS, sequence, min(COLUMNS, p.batch - sequence), int(own_thread())};
+}
+
+// What the updating threads keep of 256 registers for each two threads.
+__device__ inline void give_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(256 - REGISTERS));
+}
+
+// Multiplies in all steps.  Before the first, `state` is what the first group exchanges, or the block's slice of it.
+__device__ inline void multiply_in_turns(const Parameters &p, int block, uint4 *weights, float *sums,
+                                         const char *state) {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(REGISTERS));
+    Product product(p, block, weights);
+    Patience patience(p.failure);
+    product.ask(state, 0);
+    for (int taken = 0; taken < p.steps; ++taken) {
+        const char *next = state + to_next_buffer(taken) * ptrdiff_t(p.groups) * GROUP_BYTES;
+#pragma unroll
+        for (int turn = 0; turn < TURNS; ++turn) {
+            product(sums + turn * SUMS, patience, [&] { if (taken) wait_until(READ, turn); });
+            announce(WRITTEN, turn);
+            if (taken + turn < p.steps) product.ask((turn ? next : state) + (1 - turn) * GROUP_BYTES, taken + turn);
+        }
+        state = next;
+    }
+}
+
+// Updates a group in all steps.  Before the first, `state` is what it exchanges.  update(step, sums, next state) ends a
+// step; prepare(step, state) does what can be done before the sums are there.
+template <typename Update, typename Prepare>
+__device__ void update_in_turns(const Parameters &p, const float *sums, char *state, Update update, Prepare prepare) {
+    const int turn = own_turn();
+    for (int taken = 0; taken < p.steps; ++taken) {
+        prepare(taken, state);
+        state += to_next_buffer(taken) * ptrdiff_t(p.groups) * GROUP_BYTES;
+        wait_until(WRITTEN, turn);
+        update(taken, sums + turn * SUMS, state);
+        if (taken + 1 < p.steps) announce(READ, turn);
+    }
+}
