@@ -10,12 +10,13 @@ from ostinato.kernels.persistent.plan import GATES
 
 
 def candidates(path, cell, hidden, batch, dtype, density=1.0, block=None, *, properties=H100, backward=False):
+    """All but those of groups in turn, which have tests and sanitizer runs of their own."""
     start = Geometry(path, cell, hidden, dtype, 0, 0, 0, backward)
-    return list(search.candidates(start, batch, density, block, properties))
+    return [g for g in search.candidates(start, batch, density, block, properties) if g.turns == 1]
 
 
 def candidate(path, cell, hidden, batch, *others, **options):
-    """The geometry that the plan would choose if there were only this path."""
+    """The geometry that the plan would choose if there were only this path, and no groups in turn."""
     found = candidates(path, cell, hidden, batch, *others, **options)
     return min(found, key=lambda g: microseconds(g, batch))
 
