@@ -427,6 +427,54 @@ def test_adjacent_units_where_every_thread_has_pairs_of_them():
     assert all(whole._replace(**{name: x}).adjacent == 1 for name, x in others.items())
 
 
+FEW = [("gru", 515, bf16), ("lstm", 256, f16), ("rnn_tanh", 101, f32), ("gru", 384, f32)]
+
+
+def of_any_number(cell, hidden, dtype, backward, properties=H100):
+    """Geometries of each size of clusters, whose kernels take fewer sequences, too."""
+    start = Geometry("dense", cell, hidden, dtype, 0, 0, 0, backward, exact=False)
+    found = [g for g in search.candidates(start, 8, 1.0, None, properties) if g.takes_fewer and g.columns == 8]
+    return list({g.cluster: g for g in found}.values())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layer", FEW)
+def test_fewer_sequences_match_the_reference(layer, nan_memory):
+    torch.manual_seed(0)
+    tolerance, properties = 1e-3 if layer[2] == f32 else TOLERANCE[layer[2]], torch.cuda.get_device_properties(0)
+    for backward in (False, True):
+        for kernel, columns in itertools.product(of_any_number(*layer, backward, properties), (2, 3, 7)):
+            chosen = kernel._replace(columns=columns, groups=2)  # some of the sequences are of a later launch
+            case = Case("dense", *layer[:2], 11, layer[2], **{"back" if backward else "forward": chosen})
+            for steps, special in ((9, False), (34, True)):
+                inputs = case.inputs(steps, packed=special, resets=0.2 * special)
+                given = case.gradients(inputs, special)
+                run = partial(case.backward, given) if backward else partial(case.forward, inputs, special)
+                found, again = run(), run()
+                case.check()
+                assert all(x is None or torch.equal(x, y) for x, y in zip(found, again, strict=True))
+                assert max(errors(found, run(reference, double))) < tolerance, chosen
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("layer", FEW)
+def test_one_kernel_takes_two_to_eight_sequences(layer, backward):
+    found = of_any_number(*layer, backward)
+    assert {g.cluster for g in found} == ({1, 2, 4} if backward else {1})
+    for kernel, columns in itertools.product(found, range(2, 8)):
+        fewer = kernel._replace(columns=columns)
+        assert fewer.macros() == kernel.macros()
+        assert (fewer.shared_bytes, fewer.group_bytes) == (kernel.shared_bytes, kernel.group_bytes)
+    assert found[0]._replace(columns=1).macros() != found[0].macros()
+
+
+def test_weights_are_not_streamed_to_make_room_for_sequences_that_do_not_exist():
+    start = Geometry("dense", "lstm", 2048, f32, 16, 4, 1, exact=False, tiles=128, sum_buffers=1)
+    chosen = start.fill_registers(H100.shared_memory_per_block_optin)
+    assert chosen.capacity == 4
+    assert chosen.streamed < start._replace(columns=8).fill_registers(H100.shared_memory_per_block_optin).streamed
+
+
 IN_TURNS = [
     ("gru", 2048, 16, bf16),
     ("lstm", 2048, 30, f16),

@@ -47,6 +47,7 @@ def plan_of(cell, hidden, batch, dtype, tf32=(False, False), training=True):
         (("gru", 2048, 4, f32), (True, True), True),  # 10.2, 49.8: a part of the weights comes from L2
         (("gru", 512, 256, f32), (False, True), False),  # 63.3, 45.6: by default cuDNN rounds and products do not
         (("gru", 1024, 256, f32), (True, True), True),  # 54.8, 68.1
+        (("lstm", 1024, 256, f32), (True, True), True),  # 77.6, 87.3
         (("gru", 128, 1, f32), (True, True), True),  # 1.26, 1.57: cuDNN's kernel for small layers
         (("gru", 128, 16, f32), (True, True), True),  # 1.40, 2.19
     ],
@@ -208,7 +209,7 @@ def test_a_block_asks_early_for_many_rounded_bytes_of_many_sequences():
 
 @pytest.mark.parametrize(
     ("layer", "dtype", "exact", "most"),
-    [(("gru", 512), bf16, True, 9), (("gru", 256), f32, True, 13)],
+    [(("gru", 512), bf16, True, 7), (("gru", 256), f32, True, 11)],
 )
 def test_few_kernels_serve_the_batches_of_a_training(monkeypatch, layer, dtype, exact, most):
     """With a geometry for each batch they were 19 and 21."""
@@ -224,7 +225,7 @@ def test_few_kernels_serve_the_batches_of_a_training(monkeypatch, layer, dtype, 
         fastest = choose(batch, backward)
         assert microseconds(found, batch) <= 1.1 * microseconds(fastest, batch)
         assert found == fastest or batch not in (1, 4, 16, 64)
-        assert found.groups == -(-batch // (found.columns * found.turns))
+        assert found.groups <= -(-batch // (found.columns * found.turns))
 
 
 @pytest.mark.parametrize(("columns", "fits"), [(32, True), (64, False)])

@@ -194,6 +194,7 @@ struct Units : Block {
 
     __device__ void add(const Product &product, const float *sums, const Mailbox &mailbox, int step,
                         Patience &patience) {
+        if (idle(0)) return;
         Few<float> sum[LOADS];
 #pragma unroll
         for (int i = 0; i < ITEMS; i += ADJACENT)
@@ -248,17 +249,16 @@ struct Units : Block {
 };
 
 #if TURNS == 1 && !DISTRIBUTED  // backward_turns.cu has the kernel for two groups, scatter.cu those of clusters
-// grid: BLOCKS blocks for each group of COLUMNS sequences, all resident at once
+// grid: BLOCKS blocks for each group of sequences, all resident at once
 extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const Parameters p) {
     extern __shared__ uint4 shared[];
-    const int block = blockIdx.x % BLOCKS, group = p.first / COLUMNS + blockIdx.x / BLOCKS;
-    const int sequences = min(COLUMNS, p.batch - group * COLUMNS);
+    const int block = blockIdx.x % BLOCKS, group = group_of(p), sequences = sequences_of(p);
 
     float *all_sums = reinterpret_cast<float *>(shared);  // double-buffered by the step's parity, if there is room
     uint4 *mail = shared + SUM_BUFFERS * SUMS / 4, *rest = mail + Mailbox::WORDS / 2;
     Mailbox mailbox(block, mail);
     Product product(p, block, rest);
-    Units units(p, product, block, Block{block * UNITS, group * COLUMNS, sequences, int(threadIdx.x)});
+    Units units(p, product, block, Block{block * UNITS, group * p.columns, sequences, int(threadIdx.x)});
     Sender sender(p, product, mailbox, block);
     Patience patience(p.failure);
     const size_t stride = size_t(p.groups) * GROUP_BYTES;

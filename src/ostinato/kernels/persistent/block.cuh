@@ -16,10 +16,6 @@ constexpr int SUM_ROWS = (ROWS / 16 + AT_ONCE_SHARED - 1) / AT_ONCE_SHARED * AT_
 constexpr int SUM_PITCH = SUM_ROWS + 4;  // padded: stores of the accumulators have no bank conflicts
 constexpr int PARTS = SHARES * (HALVES ? 2 : 1);  // partial sums per row
 constexpr int SUMS = PARTS * COLUMNS * SUM_PITCH;
-constexpr bool CROWDED = HELD < TILES;  // not all weights are in registers
-// Cycles; see Block::pause.  The more blocks, the more look for the same lines.
-constexpr int FORWARD_PAUSE = BLOCKS > 72 || COLUMNS > 2 ? 200 : 100;
-constexpr int PAUSE = BACKWARD ? 200 : FORWARD_PAUSE;
 constexpr int CHAINS = 4;            // independent accumulators, to hide the latency of mma
 constexpr int AT_ONCE_GATHERED = 8;  // tiles whose gathers are in flight together
 constexpr int TILE_COLUMNS = 32 / sizeof(Scalar);

@@ -36,7 +36,7 @@ _POINTERS = (
 )
 _NOWHERE = dict.fromkeys(_POINTERS, 0)
 _IN_PAIRS = {"pre", "h0", "cells", "candidate", "h", "grad_output"}  # loaded two numbers at a time, aligned
-_PARAMETERS = struct.Struct(f"{len(_POINTERS)}Q5i")
+_PARAMETERS = struct.Struct(f"{len(_POINTERS)}Q6i")
 UNITS = {16: "uint4", 8: "uint2", 4: "unsigned", 2: "unsigned short", 1: "unsigned char"}  # of a copy, by bytes
 UNITS_OF_THREAD = 4  # of a copy, at once
 LEAST_STEPS = 4  # below this, launches per step cost the host no more than a persistent kernel's
@@ -356,7 +356,7 @@ class _Launch(NamedTuple):
     fill: int  # blocks that prepare
     shared: int  # bytes of a block
     parts: tuple[tuple[int, int], ...]  # of the batch, one after the other: the first sequence, and blocks
-    sizes: tuple[int, int, int]  # steps, batch and groups
+    sizes: tuple[int, int, int, int]  # steps, batch, groups, and sequences of a group
 
 
 @functools.lru_cache(4096)
@@ -378,7 +378,8 @@ def _launch_of(geometry: Geometry, device: int, steps: int, batch: int, *special
         for first in range(0, batch, geometry.sequences_at_once)
     ]
     sizes = {name: size for name, size in sizes.items() if size}
-    return _Launch(found, sizes, fill, geometry.shared_bytes, tuple(parts), (steps, batch, groups))
+    numbers = steps, batch, groups, geometry.columns
+    return _Launch(found, sizes, fill, geometry.shared_bytes, tuple(parts), numbers)
 
 
 def _launch(geometry: Geometry, mask: Tensor | None, batch: int, reverse: bool, tensors: dict[str, Any]) -> None:

@@ -13,12 +13,8 @@ constexpr bool HALF = (ROWS - 1) % 16 < 8;
 constexpr int FULL = ROW_TILES - HALF;
 constexpr int TILES = FULL * COLUMN_TILES + HALF * ((COLUMN_TILES + 1) / 2);
 constexpr int ON_CHIP = TILES - STREAMED;
-constexpr bool CROWDED = HELD < TILES;  // not all weights are in registers
 constexpr int AHEAD = 4;
 constexpr int EARLY = STREAMED || TURNS > 1 ? 0 : TILES - HELD < 4 ? TILES - HELD : 4;  // read while waiting
-// Cycles; see Block::pause.  The more blocks, the more look for the same lines.
-constexpr int FORWARD_PAUSE = COLUMNS >= 8 ? 0 : BLOCKS <= 64 ? PAUSE_OF_FEW : COLUMNS == 1 ? 200 : 80;
-constexpr int PAUSE = DISTRIBUTED ? 0 : !BACKWARD ? FORWARD_PAUSE : COLUMNS == 1 ? 80 : 0;
 constexpr int PRODUCTS = ROW_TILES * SEQUENCE_TILES;
 constexpr int CHAINS = PRODUCTS >= 4 ? 1 : PRODUCTS >= 2 ? 2 : 4;  // independent accumulators, to hide mma's latency
 constexpr int SUM_PITCH = 16 * ROW_TILES + 4;  // padded: stores of the accumulators have no bank conflicts
@@ -81,7 +77,7 @@ struct Product {
     Product() = default;  // of a thread that only adds sums
     __device__ Product(const Parameters &p, int block, uint4 *shared)
         : weights(reinterpret_cast<const uint4 *>(p.packed) + (block * WARPS + warp_id()) * TILES * 32 + lane_id()),
-          kept(shared + Operand::SHARED / 16 + threadIdx.x), operand(shared) {
+          kept(shared + Operand::SHARED / 16 + threadIdx.x), operand(p, shared) {
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile) {
             if (is_streamed(tile)) continue;

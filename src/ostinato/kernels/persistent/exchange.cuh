@@ -1,10 +1,11 @@
 // Common to all persistent kernels: the parameters, and the exchange of a step's results between blocks.
 //
-// A block owns UNITS hidden units of COLUMNS sequences, a group, and updates them at every step.  Forward it reads the
-// group's whole previous state, backward the gradients of all gates at the step after.  Every step has its own buffer,
-// filled beforehand with a NaN that no block writes, and each of its words is written once.  So the data is its own
-// flag: a word that is no longer that NaN has arrived, and no fence, no barrier between blocks and no reuse of buffers
-// is needed.  A word is 8 or 4 aligned bytes, which are written atomically; it holds adjacent units of one sequence.
+// A block owns UNITS hidden units of COLUMNS sequences, a group, or with FEWER of up to as many, and updates them at
+// every step.  Forward it reads the group's whole previous state, backward the gradients of all gates at the step
+// after.  Every step has its own buffer, filled beforehand with a NaN that no block writes, and each of its words is
+// written once.  So the data is its own flag: a word that is no longer that NaN has arrived, and no fence, no barrier
+// between blocks and no reuse of buffers is needed.  A word is 8 or 4 aligned bytes, which are written atomically; it
+// holds adjacent units of one sequence.
 //
 // Numbers rounded to tf32 have spare bits, which mma ignores.  There each holds the number of its step (TAGGED): a word
 // has arrived when that is the one waited for, and a few buffers are enough, taken in turn, which stay in L2 and need
@@ -80,8 +81,13 @@ struct Parameters {
     const unsigned char *resets;  // (rows), with RESETS: whether the state before the step is zero, in launch order
     unsigned *marks;              // (words of 32 steps, batch): the same as bits, in the order in which steps are taken
     float *totals;                // (batch, GRADS * HIDDEN), backward: sums of grads over steps, and over sequences
-    int steps, batch, groups, first, reverse;  // first: the first sequence of this launch
+    int steps, batch, groups, columns;  // columns: sequences of a group
+    int first, reverse;                 // the first sequence of this launch
 };
+
+// The group of this block, and how many sequences it has.
+__device__ inline int group_of(const Parameters &p) { return p.first / p.columns + blockIdx.x / BLOCKS; }
+__device__ inline int sequences_of(const Parameters &p) { return min(p.columns, p.batch - group_of(p) * p.columns); }
 
 __device__ inline unsigned lane_id() { return threadIdx.x % 32; }
 __device__ inline unsigned warp_id() { return threadIdx.x / 32; }
@@ -132,7 +138,8 @@ struct Block {
     __device__ size_t place(size_t row, int i, int gates = 1) const {
         return (row + sequence) * (gates * HIDDEN) + unit + unsigned(sequence_of(i) * (gates * HIDDEN) + unit_of(i));
     }
-    __device__ bool in_word(int i) const { return sequence_of(i) < COLUMNS && unit + unit_of(i) < PITCH; }
+    __device__ int exchanged() const { return FEWER ? sequences : COLUMNS; }  // sequences
+    __device__ bool in_word(int i) const { return sequence_of(i) < exchanged() && unit + unit_of(i) < PITCH; }
     __device__ bool begins_word(int i) const { return in_word(i) && unit_of(i) % (HALF_WORDS ? WORD / 2 : WORD) == 0; }
     // Calls a function with a sequence and a unit in each sector of 32 bytes of the block's results, for prefetches: a
     // multiprocessor takes 8 cycles for each of a warp.  The last threads, which have fewer updates, are the first.
@@ -146,9 +153,11 @@ struct Block {
             if (s < sequences && (BLOCKS * UNITS == HIDDEN || unit + u < HIDDEN)) take(s, unit + u);
         }
     }
-    // Whether this warp has nothing to update in a round.
-    __device__ static bool idle(int i) {
-        return !SHARES_WORK && i >= WHOLE && i * OWNERS + own_thread() / 32 * 32 >= UNITS * COLUMNS;
+    // Whether this warp has nothing to update in a round.  Backward, rounds in which a full group has work for all are
+    // not skipped: derivatives would no longer be computed while loads are in flight.
+    __device__ bool idle(int i) const {
+        if (SHARES_WORK || (i < WHOLE && (BACKWARD || !FEWER))) return false;
+        return (i / ADJACENT * OWNERS + own_thread() / 32 * 32) * ADJACENT >= UNITS * exchanged();
     }
     // The sequence of an item, whose sums are then read: the last where there is no item.
     __device__ int sequence_of_sums(int i) const {
@@ -157,9 +166,9 @@ struct Block {
 
     // Warps without items wait until the others have published: other blocks take as long, and a poll that comes too
     // early costs another round trip.
-    __device__ static void wait_for_update() {
+    __device__ void wait_for_update() const {
         constexpr bool LOOKS = DISTRIBUTED && HELD <= 12;  // in shared memory, with little else to load, it costs less
-        if (UNITS * COLUMNS <= THREADS - 32 && !LOOKS) __syncthreads();
+        if (UNITS * exchanged() <= THREADS - 32 && !LOOKS) __syncthreads();
     }
     // Looks too early delay what they look for, where all blocks look for a few lines or a look is many loads.
     template <int CYCLES> __device__ static void pause() {

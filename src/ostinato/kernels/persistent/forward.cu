@@ -85,6 +85,7 @@ struct Units : Block {
 
     template <typename State>
     __device__ void update(const Rows &rows, const Product &product, const float *sums, State state, int taken) {
+        if (idle(0)) return;
         update<0, WHOLE>(rows, product, sums, state, taken);
         if (WHOLE < ITEMS && !idle(WHOLE)) update<WHOLE, ITEMS>(rows, product, sums, state, taken);
     }
@@ -202,16 +203,15 @@ __device__ inline char *first_state(const Parameters &p, int group, void *shared
 }
 
 #if TURNS == 1 && !SHARES_WORK  // others: forward_turns.cu for two groups, gather.cu for few units in clusters
-// grid: BLOCKS blocks for each group of COLUMNS sequences, all resident at once
+// grid: BLOCKS blocks for each group of sequences, all resident at once
 extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const Parameters p) {
     extern __shared__ uint4 shared[];
-    const int block = blockIdx.x % BLOCKS, group = p.first / COLUMNS + blockIdx.x / BLOCKS;
-    const int sequences = min(COLUMNS, p.batch - group * COLUMNS);
+    const int block = blockIdx.x % BLOCKS, group = group_of(p);
 
     float *all_sums = reinterpret_cast<float *>(shared);  // double-buffered by the step's parity, if there is room
     uint4 *states = shared + SUM_BUFFERS * SUMS / 4;
     Product product(p, block, states + SHARED_STATES / 16);
-    const Block own{in_register(block * UNITS), in_register(group * COLUMNS), in_register(sequences),
+    const Block own{in_register(block * UNITS), in_register(group * p.columns), in_register(sequences_of(p)),
                     in_register(int(threadIdx.x))};
     Units units(p, product, block, own);
     Patience patience(p.failure);

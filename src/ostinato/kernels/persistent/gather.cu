@@ -12,11 +12,10 @@ constexpr int RESULTS = KEEPS ? 2 + GATES : CELL == LSTM ? 2 : 1;  // of a step
 constexpr int HANDED = 2 * (OPERANDS + RESULTS) * LANES * 4;  // bytes
 static_assert(2 * LANES <= THREADS, "an item for each thread of a part");
 
-// grid: BLOCKS blocks for each group of COLUMNS sequences, all resident at once
+// grid: BLOCKS blocks for each group of sequences, all resident at once
 extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const Parameters p) {
     extern __shared__ uint4 shared[];
-    const int block = blockIdx.x % BLOCKS, group = p.first / COLUMNS + blockIdx.x / BLOCKS;
-    const int sequences = min(COLUMNS, p.batch - group * COLUMNS);
+    const int block = blockIdx.x % BLOCKS, group = group_of(p);
     const int part = threadIdx.x / LANES, thread = threadIdx.x % LANES;
     const bool updates = part == 0, carries = part == 1;
 
@@ -25,7 +24,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const
     float *operands = reinterpret_cast<float *>(states + SHARED_STATES / 16) + thread;
     float *results = operands + 2 * OPERANDS * LANES;
     Product product(p, block, states + SHARED_STATES / 16 + HANDED / 16);
-    const Block own{in_register(block * UNITS), in_register(group * COLUMNS), in_register(sequences),
+    const Block own{in_register(block * UNITS), in_register(group * p.columns), in_register(sequences_of(p)),
                     in_register(thread)};
     Units units(p, product, block, own), carrier = units;
     Patience patience(p.failure);

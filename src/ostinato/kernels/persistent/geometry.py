@@ -47,7 +47,7 @@ class Geometry(NamedTuple):
     hidden_size: int
     dtype: torch.dtype
     units: int  # hidden units per block
-    columns: int  # sequences per group of blocks
+    columns: int  # sequences per group of blocks, at most its `capacity`
     groups: int  # resident at once, each with its own sequences and its own copy of the weights
     backward: bool = False
     exact: bool = True  # float32 is not rounded to tf32 for the tensor cores
@@ -77,9 +77,24 @@ class Geometry(NamedTuple):
         return self.backward and self.distributed
 
     @property
+    def takes_fewer(self) -> bool:
+        """Whether one kernel runs groups of any number of sequences up to its `capacity`, but of one alone.
+
+        A tile of the tensor cores has eight in any case; what has no room for sums of so many, or divides its threads
+        among them, is compiled for the number that it has.
+        """
+        whole = self.path == "dense" and self.turns == 1 and not self.distributed and not self.streamed
+        return whole and 1 < self.columns <= 8
+
+    @property
+    def capacity(self) -> int:
+        """Sequences per group that the kernel is compiled for."""
+        return 8 if self.takes_fewer else self.columns
+
+    @property
     def shares_work(self) -> bool:
         """Whether some warps only update units, and others do the rest of the elementwise work; see ``gather.cu``."""
-        return self.distributed and self.units * self.columns <= THREADS // 2
+        return self.distributed and self.units * self.capacity <= THREADS // 2
 
     @property
     def slice(self) -> int:
@@ -98,7 +113,7 @@ class Geometry(NamedTuple):
     def group_bytes(self) -> int:
         """Bytes of the state of a group's sequences."""
         slices = 1 if self.scatters else self.cluster
-        return slices * round_up(self.slice * self.dtype.itemsize, self.chunk_bytes) * self.columns
+        return slices * round_up(self.slice * self.dtype.itemsize, self.chunk_bytes) * self.capacity
 
     @property
     def state_buffers(self) -> int:
@@ -122,13 +137,29 @@ class Geometry(NamedTuple):
         return self.backward and self.path == "dense" and self.cluster == 1 and self.state_buffers > 0 and many
 
     @property
+    def pause(self) -> int:
+        """Cycles for which a block does not look for what others compute.
+
+        The more blocks there are, the more look for the same lines; looks too early delay what they look for.
+        """
+        if self.path == "sparse":
+            return 400
+        if self.path == "block":
+            return 200 if self.backward or self.blocks > 72 or self.columns > 2 else 100
+        if self.distributed or self.capacity > 1:
+            return 0
+        if self.backward:
+            return 80
+        return 200 if self.blocks > 64 else 0 if self.state_buffers else 30 * self.dtype.itemsize
+
+    @property
     def adjacent(self) -> int:
         """Adjacent units of a sequence that a thread updates, and loads and stores together.
 
         In float32, and of an RNN, which has little to load, this was measured to take longer.
         """
         narrow = self.path == "dense" and self.dtype.itemsize == 2 and GATES[self.cell] > 1 and not self.distributed
-        even = self.hidden_size % 2 == self.units % 2 == self.units * self.columns % (2 * self.owners) == 0
+        even = self.hidden_size % 2 == self.units % 2 == self.units * self.capacity % (2 * self.owners) == 0
         return 2 if narrow and even else 1
 
     @property
@@ -157,7 +188,7 @@ class Geometry(NamedTuple):
     @property
     def gates(self) -> int:
         """Gates that a thread computes."""
-        return ceil_div(self.units * self.columns, self.owners) * GATES[self.cell]
+        return ceil_div(self.units * self.capacity, self.owners) * GATES[self.cell]
 
     @property
     def owners(self) -> int:
@@ -237,14 +268,14 @@ class Geometry(NamedTuple):
             rows = WARPS * (16 * self.row_tiles + 4)
         else:
             rows = self.parts_of_sums * (16 * len(self.share_tiles) * WARPS // self.shares + 4)
-        sums = 0 if self.scatters else self.sum_buffers * rows * self.columns * 4
+        sums = 0 if self.scatters else self.sum_buffers * rows * self.capacity * 4
         state = 0 if self.path == "dense" else (self.slice + ZERO_PLACES) * self.state_bytes
-        mail = self.turns * 2 * (self.cluster - (not self.scatters)) * self.units * self.columns * 8
+        mail = self.turns * 2 * (self.cluster - (not self.scatters)) * self.units * self.capacity * 8
         state += self.distributed * self.state_buffers * self.group_bytes
         if self.turns > 1:  # what is multiplied is copied there, with a barrier for each warp
             state += self.slice * self.columns * self.dtype.itemsize + 16 * WARPS
         if self.shares_work:  # operands and results of updates, on their way from thread to thread
-            state += 2 * (GATES[self.cell] + 5 + 4) * round_up(self.units * self.columns, 32) * 4
+            state += 2 * (GATES[self.cell] + 5 + 4) * round_up(self.units * self.capacity, 32) * 4
         return sums + state + mail + (self.tiles - self.held - self.streamed) * self.tile_bytes
 
     @property
@@ -296,7 +327,7 @@ class Geometry(NamedTuple):
     def fill_registers(self, shared_limit: int) -> "Geometry | None":
         """Keep as many tiles as possible in registers; None if the others do not fit into shared memory."""
         wide = self.dtype == torch.float32
-        streamed = 0
+        streamed = self.streamed
         if self.scatters:
             rows = ceil_div(self.row_tiles, WARPS)
             sums = rows * (8 + 4 * (1 if rows >= 4 else 2 if rows >= 2 else 4))
@@ -305,7 +336,7 @@ class Geometry(NamedTuple):
                 return None
             return self._replace(held=self.tiles)
         if self.path == "dense":
-            sequence_tiles = ceil_div(self.columns, 8)
+            sequence_tiles = ceil_div(self.capacity, 8)
             states = (2 * self.column_tiles if self.turns == 1 else 8) * sequence_tiles  # in turns two at a time
             products = self.row_tiles * sequence_tiles
             sums = 4 * products * (1 if products >= 4 else 2 if products >= 2 else 4)
@@ -316,10 +347,12 @@ class Geometry(NamedTuple):
             if states > 128 or (self.backward and self.gates > most_gates):
                 return None
             free = (self.registers - states - sums - rest) // 4
-            room = (shared_limit - self._replace(tiles=0).shared_bytes) // self.tile_bytes
+            room = (shared_limit - self._replace(tiles=self.streamed).shared_bytes) // self.tile_bytes
             if room < 0 or free < 0:  # even without weights the compiler would spill
                 return None
             if self.tiles > max(0, free) + room:  # prefetched tiles take registers, too
+                if self.takes_fewer:
+                    return self._replace(streamed=1).fill_registers(shared_limit)
                 free -= 4
                 streamed = self.tiles - max(0, free) - room
         elif self.path == "block":
@@ -343,10 +376,13 @@ class Geometry(NamedTuple):
             ("CELL", self.cell.upper()),
             ("HIDDEN", self.hidden_size),
             ("UNITS", self.units),
-            ("COLUMNS", self.columns),
+            ("COLUMNS", self.capacity),
+            ("FEWER", int(self.takes_fewer)),
             ("BLOCKS", self.blocks),
             ("ADJACENT", self.adjacent),
             ("HELD", self.held),
+            ("CROWDED", int(self.held < self.tiles)),
+            ("PAUSE", self.pause),
             ("EXACT", int(self.dtype == torch.float32 and (self.exact or self.path == "sparse"))),
             ("CHUNK_BYTES", self.chunk_bytes),
             ("BACKWARD", int(self.backward)),

@@ -4,12 +4,10 @@
 constexpr int COLUMN_TILES = (ROW_BYTES + 32 * WARPS - 1) / (32 * WARPS);  // of a warp
 constexpr int PIECES = COLUMN_TILES / 2, ODD = COLUMN_TILES % 2;  // of two tiles: 16 bytes; of an odd one: 8
 constexpr int SEQUENCE_TILES = (COLUMNS + 7) / 8;
-constexpr int PAUSE_OF_FEW = COLUMNS == 1 && !TAGGED ? 30 * sizeof(Scalar) : 0;  // cycles; of up to 64 blocks, forward
+static_assert(COLUMNS <= 8 || COLUMNS % 8 == 0, "lanes beyond the last sequence have another's");
 // Nearly always all that was asked for is there, and looks at one word after the other only delay the product.  Less of
-// rounded float32 is, or where few blocks look without a pause, and there it is faster to ask for each word again at
-// once.
-constexpr bool FEW_LOOK_EARLY = !BACKWARD && BLOCKS <= 64 && COLUMNS < 8 && PAUSE_OF_FEW == 0;
-constexpr bool LOOKS_AT_ALL = !TAGGED && !DISTRIBUTED && !FEW_LOOK_EARLY;
+// rounded float32 is, and there it is faster to ask for each word again at once.
+constexpr bool LOOKS_AT_ALL = !TAGGED && !DISTRIBUTED;
 
 // What words show together: one instruction for each tells whether any has not arrived.
 struct Seen {
@@ -27,36 +25,34 @@ struct Seen {
 struct LoadedOperand {
     static constexpr int SHARED = 0;  // bytes of shared memory
 
+    unsigned sequence;            // of this lane in each tile of eight; lanes beyond the last have another's
     unsigned offset, odd_offset;  // in bytes, of this lane's first word in a sequence's state, and of an odd tile's
     const char *mine, *mine_odd;  // the same of the state that was asked for
     unsigned step;                // of that
     Piece pieces[SEQUENCE_TILES][PIECES + 1];
     Word odd[SEQUENCE_TILES];
 
-    __device__ explicit LoadedOperand(uint4 *)
-        : offset(warp_id() * 32 * COLUMN_TILES + lane_id() % 4 * 16),
+    __device__ LoadedOperand(const Parameters &p, uint4 *)
+        : sequence(lane_id() / 4 % (FEWER ? sequences_of(p) : COLUMNS)),
+          offset(warp_id() * 32 * COLUMN_TILES + lane_id() % 4 * 16),
           odd_offset(warp_id() * 32 * COLUMN_TILES + PIECES * 64 + lane_id() % 4 * 8) {}
 
     // Calls a function for each piece of the state that this lane multiplies, the odd tile's word being the last of a
-    // sequence tile: with the tile, its number there, its address and whether it exists.  Lanes beyond the last
-    // sequence have the pieces of another.
+    // sequence tile: with the tile, its number there, its address and whether it exists.
     template <typename Function> __device__ void each(Function take) const {
-        const unsigned sequence = lane_id() / 4 % COLUMNS;
         constexpr bool WHOLE = ROW_BYTES % (32 * WARPS) == 0;
 #pragma unroll
         for (int s = 0; s < SEQUENCE_TILES; ++s) {
-            const bool there = COLUMNS <= 8 || COLUMNS % 8 == 0 || s * 8 + sequence < COLUMNS;
 #pragma unroll
             for (int i = 0; i < PIECES; ++i)
-                take(s, i, mine + (i * COLUMNS + s * 8) * CHUNK, there && (WHOLE || offset + i * 64 < ROW_BYTES));
-            if (ODD) take(s, PIECES, mine_odd + s * 8 * CHUNK, there && (WHOLE || odd_offset < ROW_BYTES));
+                take(s, i, mine + (i * COLUMNS + s * 8) * CHUNK, WHOLE || offset + i * 64 < ROW_BYTES);
+            if (ODD) take(s, PIECES, mine_odd + s * 8 * CHUNK, WHOLE || odd_offset < ROW_BYTES);
         }
     }
 
     // Starts to load the `state`, whether it is there or not.
     __device__ void ask(const char *state, unsigned of_step) {
         step = of_step;
-        const unsigned sequence = lane_id() / 4 % COLUMNS;
         mine = state + place_in_slice(offset, sequence), mine_odd = state + place_in_slice(odd_offset, sequence);
         each([&](int s, int i, const char *address, bool exists) {
             if (i < PIECES) read(pieces[s][i], address, exists, step);
@@ -112,7 +108,8 @@ struct CopiedOperand {
     Seen seen;
 
     CopiedOperand() = default;
-    __device__ explicit CopiedOperand(uint4 *shared) : copy(reinterpret_cast<char *>(shared) + warp_id() * BYTES) {
+    __device__ CopiedOperand(const Parameters &, uint4 *shared)
+        : copy(reinterpret_cast<char *>(shared) + warp_id() * BYTES) {
         barrier = __cvta_generic_to_shared(shared + WARPS * BYTES / 16 + warp_id());
         if (lane_id() == 0) {
             asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(barrier) : "memory");

@@ -7,7 +7,7 @@ __device__ inline Word initial_word(const Parameters &p, size_t byte) {
     const int k = (line / COLUMNS * CHUNK + place % CHUNK) / int(sizeof(Scalar));
     const int unit = byte % GROUP_BYTES / SLICE_BYTES * SLICE + k;
     if (BACKWARD) return unit < WIDTH ? ABSENT : 0;
-    const int sequence = byte / GROUP_BYTES * COLUMNS + line % COLUMNS;
+    const int sequence = int(byte / GROUP_BYTES) * p.columns + line % COLUMNS;
     const Rows rows(p, step_of(p, 0));
     if (RESETS && sequence < rows.live && p.resets[rows.first + sequence]) return 0;
     Word word = 0;

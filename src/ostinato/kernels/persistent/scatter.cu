@@ -9,11 +9,10 @@ constexpr int DERIVATIVES = GATES + 5;                   // of an item, at most
 constexpr bool WRITES_APART = 3 * LANES <= THREADS;      // or else those who differentiate write, too
 static_assert(2 * LANES <= THREADS, "an item for each thread of a part");
 
-// grid: BLOCKS blocks for each group of COLUMNS sequences, all resident at once
+// grid: BLOCKS blocks for each group of sequences, all resident at once
 extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const Parameters p) {
     extern __shared__ uint4 shared[];
-    const int block = blockIdx.x % BLOCKS, group = p.first / COLUMNS + blockIdx.x / BLOCKS;
-    const int sequences = min(COLUMNS, p.batch - group * COLUMNS);
+    const int block = blockIdx.x % BLOCKS, group = group_of(p), sequences = sequences_of(p);
     const int part = threadIdx.x / LANES, thread = threadIdx.x % LANES;
     const bool updates = part == 0, differentiates = part == 1, writes = part == 1 + WRITES_APART;
 
@@ -22,7 +21,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const
     float *gradients = derivatives + 2 * DERIVATIVES * LANES;
     Mailbox mailbox(block, shared);
     Product product(p, block, states);
-    Units units(p, product, block, Block{block * UNITS, group * COLUMNS, sequences, thread});
+    Units units(p, product, block, Block{block * UNITS, group * p.columns, sequences, thread});
     const Sender sender(mailbox);
     Patience patience(p.failure);
     const auto fetch = [&](int taken) {

@@ -35,7 +35,8 @@ def _coverings(start: Geometry, batch: int, properties: Any, share: int) -> Iter
     for cluster in clusters:
         resident = resident_blocks(properties, cluster) // share
         parts = cluster if start.backward else GATES[start.cell]  # rows of a block for each of its units
-        for columns in sorted({ceil_div(batch, n) for n in range(ceil_div(batch, largest), batch + 1)}):
+        numbers = {ceil_div(batch, n) for n in range(ceil_div(batch, largest), batch + 1)}
+        for columns in sorted({n if n <= 8 else round_up(n, 8) for n in numbers}):  # beyond 8, whole tiles
             all_groups = ceil_div(batch, columns)
             fewest = {ceil_div(all_groups, launches) for launches in range(1, all_groups + 1)}
             # Of one sequence, fewer blocks may be faster, as all read the same few lines of its state.
@@ -185,19 +186,26 @@ def _fastest(
 
 
 def _rounded(batch: int) -> Iterator[set[int]]:
-    """Powers of four around a batch, then the numbers around it of one, two and three binary digits before zeros."""
+    """Powers of four from the one above a batch down, then the numbers around it of one to three binary digits."""
     digits = (batch - 1).bit_length()
-    yield {1 << (batch.bit_length() - 1) // 2 * 2, 1 << round_up(digits, 2)}
+    for half in range(ceil_div(digits, 2), -1, -1):
+        yield {4**half}
     for kept in (1, 2, 3):
         unit = 1 << max(0, digits - kept)
         yield {batch // unit * unit, round_up(batch, unit)} - {0}
 
 
-def _for_batch(geometry: Geometry, batch: int, device: Device, share: int) -> Geometry:
-    """The geometry with as many groups as a batch needs, if the device holds them."""
+def _for_batch(geometry: Geometry, batch: int, device: Device, share: int) -> Iterator[Geometry]:
+    """The ways in which a geometry's kernel runs a batch: in more groups, or in groups of more sequences."""
     size = 1 << (geometry.blocks_of_a_cluster - 1).bit_length()
     most = resident_blocks(device, size) // share // max(size, geometry.blocks)
-    return geometry._replace(groups=min(most, ceil_div(batch, geometry.columns * geometry.turns)))
+    all_groups = ceil_div(batch, geometry.capacity * geometry.turns)
+    launches = ceil_div(all_groups, most)
+    for groups in range(ceil_div(all_groups, launches), most + 1):
+        columns = ceil_div(batch, launches * groups * geometry.turns) if geometry.takes_fewer else geometry.columns
+        way = geometry._replace(columns=columns, groups=min(groups, ceil_div(batch, columns * geometry.turns)))
+        if way.capacity == geometry.capacity:
+            yield way
 
 
 def choose_geometry(
@@ -261,7 +269,7 @@ def choose_geometry(
     pruned = density < 1
     longest = ROUNDED * microseconds(geometry, batch, pruned)
     for sizes in _rounded(batch):
-        ways = (_for_batch(found, batch, device, share) for size in sizes if (found := fastest(size)))
+        ways = (way for size in sizes if (found := fastest(size)) for way in _for_batch(found, batch, device, share))
         rounder = min(ways, key=lambda way: microseconds(way, batch, pruned), default=geometry)
         if microseconds(rounder, batch, pruned) <= longest:
             geometry = rounder

@@ -6,8 +6,6 @@
 // of which HELD stay in registers, spread evenly, the others in shared memory.
 
 constexpr int SUMS = COLUMNS * THREADS;
-constexpr bool CROWDED = HELD < ENTRIES;  // not all weights are in registers
-constexpr int PAUSE = 400;  // cycles; see Block::pause
 constexpr int PARTS = sizeof(Scalar) == 2 ? 2 : 3;  // of an entry, 4 bytes each
 
 __device__ constexpr int held_before(int entry) { return entry * HELD / ENTRIES; }
