@@ -38,7 +38,7 @@ _COSTS = {
     ("sparse", False): _Cost(0.80, 4.1, 0.0, 0.80, 2.10, 0.0, 2.00, 0.0, 0.0),
     ("sparse", True): _Cost(0.80, 4.1, 0.0, 0.80, 2.10, 0.0, 2.00, 0.0, 0.20),
 }
-_WITHIN_CLUSTERS = _Cost(0.385, 6.5, 0.0, 0.26, 0.555, 2.44, 0.378, 0.42, 0.002)  # of states that stay there
+_WITHIN_CLUSTERS = _Cost(0.325, 3.62, 0.0, 0.0, 0.519, 2.38, 0.286, 0.671, 0.0028)  # of states that stay there
 # Of gradients of which only sums are exchanged.
 _SCATTERING = _Cost(0.282, 0.0, 0.0, 0.0, 0.493, 2.3, 0.365, 0.38, 0.007, uneven=0.035)
 # Of two groups in turn: the products of both, behind which all else is hidden.
@@ -50,7 +50,9 @@ _SMALL_CLUSTER = 8  # blocks, beyond which each counts twice
 _SPLIT = 0.6  # of what exact products of eight sequences cost, once for all, to split the weights
 _BY_FMA = 1.3  # the cost factor of the dense kernel's exact products of one sequence
 _STREAMED = 0.7  # microseconds per 100 kB of weights that a block of the dense kernel reads from L2
-_SPLIT_STREAMED = 4.0  # times as much if these are split
+_SPLIT_STREAMED = 3.5  # times as much if these are split
+_NARROW = 0.06  # microseconds more where blocks of the dense kernel share a word or a sector of what they exchange
+_SHORT = 0.21  # microseconds more per other block of a cluster, as products of 16 bits are too short to hide it
 _SHARE = 0.054  # microseconds per share of a strip of a warp of the block kernel
 _MASKED = 1.14  # the cost factor of a dense kernel whose weights are multiplied by a mask at every call
 _ROUND_TRIP = 1.3  # microseconds per additional round of loads in which the block kernel waits for the state
@@ -85,6 +87,10 @@ def microseconds(geometry: Geometry, batch: int, pruned: bool = False) -> float:
     if geometry.path == "block":
         step += _SHARE * len(geometry.share_tiles)
         step += _ROUND_TRIP * (ceil_div(geometry.words, geometry.words_in_flight) - 1)
+    elif geometry.path == "dense" and not geometry.distributed:
+        part = geometry.units * geometry.dtype.itemsize
+        step += _NARROW if part < 32 or part % 8 else 0
+        step += _SHORT * others if geometry.dtype.itemsize == 2 else 0
     if pruned and geometry.path == "dense":
         step *= _MASKED
     return step * ceil_div(batch, geometry.sequences_at_once)
@@ -106,13 +112,13 @@ class _TorchsCost(NamedTuple):
 _TORCHS_COSTS = {
     ("16", False): _TorchsCost(5.54, 0.35, 0.25, 0.07),
     ("16", True): _TorchsCost(11.4, 0.63, 1.29, 0.0),
-    ("tf32", False): _TorchsCost(7.31, 1.09, 0.08, 0.77),
-    ("tf32", True): _TorchsCost(22.2, 2.08, 1.97, 0.0),
+    ("tf32", False): _TorchsCost(7.31, 1.09, 0.08, 0.97),
+    ("tf32", True): _TorchsCost(22.2, 2.08, 1.97, 0.8),
     ("float32", False): _TorchsCost(8.11, 1.52, 0.75, 4.03),
     ("float32", True): _TorchsCost(19.8, 4.3, 3.7, 6.63),
 }
 # Multiply-adds per microsecond of cuBLAS in the GEMMs over all steps.
-_RATES = {"16": 300e6, "tf32": 110e6, "float32": 24e6}
+_RATES = {"16": 300e6, "tf32": 141e6, "float32": 24e6}
 
 
 def _precision(dtype: torch.dtype, tf32: bool) -> str:
