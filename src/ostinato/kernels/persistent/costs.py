@@ -52,7 +52,7 @@ _BY_FMA = 1.3  # the cost factor of the dense kernel's exact products of one seq
 _STREAMED = 0.7  # microseconds per 100 kB of weights that a block of the dense kernel reads from L2
 _SPLIT_STREAMED = 3.5  # times as much if these are split
 _NARROW = 0.06  # microseconds more where blocks of the dense kernel share a word or a sector of what they exchange
-_SHORT = 0.21  # microseconds more per other block of a cluster, as products of 16 bits are too short to hide it
+_SHORT = 0.21  # microseconds more per other block of a cluster, as products of 16 bits hide it only in turns
 _SHARE = 0.054  # microseconds per share of a strip of a warp of the block kernel
 _MASKED = 1.14  # the cost factor of a dense kernel whose weights are multiplied by a mask at every call
 _ROUND_TRIP = 1.3  # microseconds per additional round of loads in which the block kernel waits for the state
@@ -90,7 +90,7 @@ def microseconds(geometry: Geometry, batch: int, pruned: bool = False) -> float:
     elif geometry.path == "dense" and not geometry.distributed:
         part = geometry.units * geometry.dtype.itemsize
         step += _NARROW if part < 32 or part % 8 else 0
-        step += _SHORT * others if geometry.dtype.itemsize == 2 else 0
+        step += _SHORT * others if geometry.dtype.itemsize == 2 and geometry.turns == 1 else 0
     if pruned and geometry.path == "dense":
         step *= _MASKED
     return step * ceil_div(batch, geometry.sequences_at_once)
