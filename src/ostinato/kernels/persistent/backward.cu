@@ -124,7 +124,7 @@ struct Units : Block {
             if (GATES > 1) take(gate[i]);
             if (CELL == LSTM) take(through[i]);
             take(given[i]);
-            float flag = begins[i];
+            float flag = begins[i] ? 1.0f : 0.0f;
             if (RESETS) take(flag);
             begins[i] = flag != 0;
         }

@@ -141,18 +141,19 @@ struct Block {
     __device__ int exchanged() const { return FEWER ? sequences : COLUMNS; }  // sequences
     __device__ bool in_word(int i) const { return sequence_of(i) < exchanged() && unit + unit_of(i) < PITCH; }
     __device__ bool begins_word(int i) const { return in_word(i) && unit_of(i) % (HALF_WORDS ? WORD / 2 : WORD) == 0; }
+    static constexpr int SECTOR = 32 / sizeof(Scalar);                          // numbers
+    static constexpr int SECTORS = UNITS / SECTOR + (UNITS % SECTOR ? 2 : 0);  // of a sequence, two of them not aligned
     // Calls a function with a sequence and a unit in each sector of 32 bytes of the block's results, for prefetches: a
     // multiprocessor takes 8 cycles for each of a warp.  The last threads, which have fewer updates, are the first.
     template <typename Function> __device__ void each_sector(Function take) const {
-        constexpr int WIDTH = 32 / sizeof(Scalar),
-                      SECTORS = UNITS / WIDTH + (UNITS % WIDTH ? 2 : 0);  // two not aligned
 #pragma unroll
         for (int first = 0; first < SECTORS * COLUMNS; first += OWNERS) {
             const unsigned i = first + OWNERS - 1 - (SHARES_WORK ? int(threadIdx.x) : thread);
-            const int s = i / SECTORS, u = min(int(i % SECTORS) * WIDTH, UNITS - 1);
+            const int s = i / SECTORS, u = min(int(i % SECTORS) * SECTOR, UNITS - 1);
             if (s < sequences && (BLOCKS * UNITS == HIDDEN || unit + u < HIDDEN)) take(s, unit + u);
         }
     }
+    __device__ static bool has_sectors() { return warp_id() * 32 + 31 >= THREADS - SECTORS * COLUMNS; }
     // Whether this warp has nothing to update in a round.  Backward, rounds in which a full group has work for all are
     // not skipped: derivatives would no longer be computed while loads are in flight.
     __device__ bool idle(int i) const {
@@ -184,12 +185,20 @@ struct Resets {
 
     // taken: 0, then 1, and so on
     __device__ void look_up(const Parameters &p, const Block &own, int taken) {
+        load(p, own, taken);
+        take();
+    }
+    // Apart, where nobody is to wait for the marks.
+    __device__ void load(const Parameters &p, const Block &own, int taken) {
         if (!RESETS) return;
         if (taken % 32 == 0 && taken < p.steps) {
 #pragma unroll
             for (int i = 0; i < ITEMS; ++i)
                 if (own.owned(i)) marks[i] = p.marks[taken / 32 * p.batch + own.sequence + own.sequence_of(i)];
         }
+    }
+    __device__ void take() {
+        if (!RESETS) return;
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) before[i] = marks[i] & 1, marks[i] >>= 1;
     }

@@ -154,7 +154,7 @@ struct Units : Block {
     // made of it.
     template <typename Function> __device__ void each_operand(Function take) {
         each_projected(take);
-        float flag = resets.before[0];
+        float flag = resets.before[0] ? 1.0f : 0.0f;
         if (RESETS) take(flag);
         resets.before[0] = flag != 0;
     }

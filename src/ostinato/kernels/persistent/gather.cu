@@ -2,7 +2,7 @@
 // scatter.cu.
 //
 // A warp that has updated units would write the step and fetch the next while all wait for its share of the product.
-// So some threads only update units, and others carry what those need, and what they made, from and to global memory.
+// So some threads only update units, others bring what those need from global memory, and others write what they made.
 // Numbers pass between them through shared memory, in two buffers taken in turn, and the barrier after each product
 // separates who writes one from who reads it.
 
@@ -10,6 +10,7 @@ constexpr int LANES = (UNITS * COLUMNS + 31) / 32 * 32;       // threads of a pa
 constexpr int OPERANDS = GATES + RESETS;                      // of an item, for a step
 constexpr int RESULTS = KEEPS ? 2 + GATES : CELL == LSTM ? 2 : 1;  // of a step
 constexpr int HANDED = 2 * (OPERANDS + RESULTS) * LANES * 4;  // bytes
+constexpr bool WRITES_APART = 3 * LANES <= THREADS;           // or else those who carry operands write, too
 static_assert(2 * LANES <= THREADS, "an item for each thread of a part");
 
 // grid: BLOCKS blocks for each group of sequences, all resident at once
@@ -17,7 +18,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const
     extern __shared__ uint4 shared[];
     const int block = blockIdx.x % BLOCKS, group = group_of(p);
     const int part = threadIdx.x / LANES, thread = threadIdx.x % LANES;
-    const bool updates = part == 0, carries = part == 1;
+    const bool updates = part == 0, carries = part == 1, writes = part == 1 + WRITES_APART;
 
     float *all_sums = reinterpret_cast<float *>(shared);  // double-buffered by the step's parity, if there is room
     uint4 *states = shared + SUM_BUFFERS * SUMS / 4;
@@ -80,16 +81,16 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const
             hand_results(taken);
             units.forget();
             take_operands(taken + 1);
+            continue;
         }
-        if (carries) {
-            hand_operands(taken + 2);
-            if (taken) write(taken - 1);
-            fetch(taken + 3);
-        }
-        if (!updates && taken + PREFETCH < p.steps) units.prefetch_step(Rows(p, step_of(p, taken + PREFETCH)), nullptr);
+        if (carries) hand_operands(taken + 2);
+        if (writes && taken) write(taken - 1);
+        if (carries) fetch(taken + 3);
+        if (Block::has_sectors() && taken + PREFETCH < p.steps)
+            units.prefetch_step(Rows(p, step_of(p, taken + PREFETCH)), nullptr);
     }
     __syncthreads();
-    if (carries) write(p.steps - 1);
+    if (writes) write(p.steps - 1);
     if (updates) units.finish();
     meet();
 }

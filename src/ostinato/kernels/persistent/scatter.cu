@@ -26,11 +26,12 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const
     Patience patience(p.failure);
     const auto fetch = [&](int taken) {
         if (taken >= p.steps) return;
-        units.resets.look_up(p, units, taken);  // first: it would wait for the other loads, too
+        units.resets.load(p, units, taken);
         units.fetch(taken);
     };
     const auto differentiate = [&](int taken) {
         if (taken >= p.steps) return;
+        units.resets.take();
         units.differentiate(Rows(p, step_of(p, taken)));
         float *there = derivatives + taken % 2 * DERIVATIVES * LANES;
         units.each_derivative([&](float &x) { *there = x, there += LANES; });
@@ -60,7 +61,11 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const
         __syncthreads();
         product(state);
         sender.send(product, sequences, taken);
-        if (updates) take(taken + 1);
+        if (updates) {
+            take(taken + 1);
+            units.add(product, nullptr, mailbox, taken, patience);
+            continue;
+        }
         if (differentiates) {
             differentiate(taken + 2);
             fetch(taken + 3);
@@ -70,8 +75,8 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const
             for (int g = 0; g < GRADS; ++g) units.d[0][g] = d[g * LANES];
             units.write(Rows(p, step_of(p, taken)));
         }
-        if (taken + PREFETCH < p.steps) units.prefetch_step(Rows(p, step_of(p, taken + PREFETCH)), nullptr);
-        if (updates) units.add(product, nullptr, mailbox, taken, patience);
+        if (Block::has_sectors() && taken + PREFETCH < p.steps)
+            units.prefetch_step(Rows(p, step_of(p, taken + PREFETCH)), nullptr);
     }
     if (updates) units.write_states();
     if (writes) units.write_totals();
