@@ -19,6 +19,8 @@ constexpr int PRODUCTS = ROW_TILES * SEQUENCE_TILES;
 constexpr int CHAINS = PRODUCTS >= 4 ? 1 : PRODUCTS >= 2 ? 2 : 4;  // independent accumulators, to hide mma's latency
 constexpr int SUM_PITCH = 16 * ROW_TILES + 4;  // padded: stores of the accumulators have no bank conflicts
 constexpr int SUMS = WARPS * COLUMNS * SUM_PITCH;
+constexpr bool BY_FOUR = SHARES_WORK;  // where all wait for few loads, sums of a row are loaded by four
+constexpr int ROW_PITCH = BY_FOUR ? WARPS : 1;
 
 // Tiles are ordered by column; one shared by two column tiles follows the others of the first.
 __device__ constexpr int tile_at(int column, int row) {
@@ -67,6 +69,12 @@ struct Accumulators {
     float d[CHAINS][FULL + 1][SEQUENCE_TILES][4], halves[2][SEQUENCE_TILES][4];  // of whole tiles, and of shared ones
 };
 
+// Where four sums of a row are, in units of 16 bytes: eight rows that follow each other are in different banks.
+__device__ inline int place_of_four(int row, int four, int sequence) {
+    const int place = row * (WARPS / 4) + four;
+    return sequence * 16 * ROW_TILES * (WARPS / 4) + (place ^ (place / 8 % (32 / WARPS)));
+}
+
 struct Product {
     const uint4 *weights;  // this lane's part of the packed tiles: (BLOCKS, WARPS, TILES, 32 lanes) of 16 bytes
     uint4 held[HELD + 1];  // no array is empty
@@ -108,7 +116,8 @@ struct Product {
     __device__ void ask(const char *state, unsigned step) { operand.ask(state, step); }
 
     // sums[warp][sequence][row] = this warp's share of the recurrent matrix times the state that was asked for, after
-    // free(), which waits until the sums may be overwritten.
+    // free(), which waits until the sums may be overwritten; or, by four, one of those of sums[sequence][row], another
+    // where sequences are stored together.
     template <typename Free> __device__ void operator()(float *sums, Patience &patience, Free free) {
 #pragma unroll
         for (int tile = 0; tile < EARLY; ++tile) early[tile] = kept[tile * THREADS];
@@ -146,15 +155,19 @@ struct Product {
                 const int column = s * 8 + lane_id() % 4 * 2 + i % 2;
                 const bool wanted = COLUMNS % 8 == 0 || column < COLUMNS;
                 float *mine = sums + (warp_id() * COLUMNS + column) * SUM_PITCH + lane_id() / 4 + i / 2 * 8;
+                if constexpr (BY_FOUR) {
+                    const int place = place_of_four(lane_id() / 4 + i / 2 * 8, warp_id() / 4, column);
+                    mine = sums + place * 4 + (warp_id() ^ lane_id()) % 4;
+                }
 #pragma unroll
                 for (int r = 0; r < FULL; ++r) {
                     float sum = d[0][r][s][i];
 #pragma unroll
                     for (int chain = 1; chain < CHAINS; ++chain) sum += d[chain][r][s][i];
-                    store_if(wanted, mine + r * 16, over_lanes(sum));
+                    store_if(wanted, mine + r * 16 * ROW_PITCH, over_lanes(sum));
                 }
                 const float half = halves[0][s][i % 2] + halves[1][s][i % 2 + 2];
-                if (HALF && i < 2) store_if(wanted, mine + FULL * 16, over_lanes(half));
+                if (HALF && i < 2) store_if(wanted, mine + FULL * 16 * ROW_PITCH, over_lanes(half));
             }
         }
     }
@@ -166,6 +179,13 @@ struct Product {
     __device__ Span span(const Parameters &, int, int) const { return {}; }
 
     __device__ static Few<float> sum(const float *sums, Span, int row, int sequence) {
-        return add<WARPS>(sums + sequence * SUM_PITCH + row, COLUMNS * SUM_PITCH);
+        if constexpr (!BY_FOUR) return add<WARPS>(sums + sequence * SUM_PITCH + row, COLUMNS * SUM_PITCH);
+        float of_four[WARPS / 4];
+#pragma unroll
+        for (int i = 0; i < WARPS / 4; ++i) {
+            const float4 x = reinterpret_cast<const float4 *>(sums)[place_of_four(row, i, sequence)];
+            of_four[i] = (x.x + x.y) + (x.z + x.w);
+        }
+        return {{of_four[0] + of_four[1]}};
     }
 };
