@@ -37,6 +37,7 @@ lint: $(READY)
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
 	! grep -rnE --include='*.cu' --include='*.cuh' '.{121}' src  # lines as long as Python's
+	! grep -rnP --include='*.cu' --include='*.cuh' '(?<!return)(?<=[\w>]) [*&](?=\w)(?!.*, [*&]\w)' src  # T* x, but T *x, *y
 
 # Without a GPU the small shapes only.  The speeds that the documentation shows: make bench RESULTS=benchmarks/results
 # Each part writes its own files, so that one that fails leaves the others; what was compiled beforehand is not timed.

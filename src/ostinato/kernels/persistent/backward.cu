@@ -14,7 +14,7 @@ constexpr int GRADS = CELL == GRU ? 4 : GATES;       // of a unit that are writt
 constexpr bool TAKES_STATE = CELL == GRU, TAKES_CELL = CELL == LSTM;
 
 struct Units : Block {
-    const Parameters &p;
+    const Parameters& p;
     float dh[ITEMS], dc[ITEMS];  // gradients of the state after the next step to be processed
     float d[ITEMS][GRADS];       // of the gates at this step
     float totals[ONE_UNIT ? ADJACENT : ITEMS][GRADS] = {};  // of the gates over all steps, of a unit's items in one
@@ -28,7 +28,7 @@ struct Units : Block {
     Resets resets;  // before the step that is differentiated next
     bool begins[ITEMS] = {}, began[ITEMS];  // whether the next step to be processed, and the last, start from zero
 
-    __device__ Units(const Parameters &p, const Product &product, int block, Block owned_by) : Block(owned_by), p(p) {
+    __device__ Units(const Parameters& p, const Product& product, int block, Block owned_by) : Block(owned_by), p(p) {
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
             dh[i] = dc[i] = 0;
@@ -49,14 +49,14 @@ struct Units : Block {
             if (!live(i, rows)) continue;
             const int k = i / ADJACENT;
             const size_t at = place(rows.first, i);
-            const Scalar *gates = p.pre + place(rows.first, i, GATES);
+            const Scalar* gates = p.pre + place(rows.first, i, GATES);
 #pragma unroll
             for (int g = 0; g < GATES; ++g) pre[k][g] = Few<Scalar>::load_once(gates + g * HIDDEN);
             if (p.grad_output) grad[k] = Few<Scalar>::load_once(p.grad_output + at);
             if (TAKES_STATE) {
                 candidate[k] = Few<Scalar>::load_once(p.candidate + at);
                 const bool begins_here = !has_earlier || !live(i, earlier);
-                const Scalar *state = begins_here ? p.h0 : p.h;
+                const Scalar* state = begins_here ? p.h0 : p.h;
                 before[k] = {};
                 if (state) before[k] = Few<Scalar>::load_once(state + place(begins_here ? 0 : earlier.first, i));
             }
@@ -75,7 +75,7 @@ struct Units : Block {
     }
 
     // The gradients of a sequence without this step pass through unchanged.
-    __device__ void differentiate(const Rows &rows) {
+    __device__ void differentiate(const Rows& rows) {
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
             if (idle(i)) continue;
@@ -134,7 +134,7 @@ struct Units : Block {
         return place_of((g * PITCH + unit) * sizeof(Scalar), sequence);
     }
 
-    __device__ void update(char *state, int taken) {
+    __device__ void update(char* state, int taken) {
 #pragma unroll
         for (int first = 0; first < ITEMS; first += ADJACENT) {
             if (idle(first)) continue;
@@ -165,7 +165,7 @@ struct Units : Block {
             for (int g = 0; g < GATES; ++g) {
                 if constexpr (SCATTERS) {
                     const int place = place_in_slice((g * UNITS + unit_of(first)) * sizeof(Scalar), sequence_of(first));
-                    if (owned(first)) *reinterpret_cast<Pack *>(state + place) = shown(published[g][0]);
+                    if (owned(first)) *reinterpret_cast<Pack*>(state + place) = shown(published[g][0]);
                 } else {
                     publish(published[g], in_word(first), begins_word(first),
                             state + state_place(unit + unit_of(first), sequence_of(first), g), taken);
@@ -174,11 +174,11 @@ struct Units : Block {
         }
     }
 
-    __device__ void write(const Rows &rows) {
+    __device__ void write(const Rows& rows) {
 #pragma unroll
         for (int i = 0; i < ITEMS; i += ADJACENT) {
             if (!live(i, rows)) continue;
-            Pack *grads = p.grads + place(rows.first, i, GRADS);
+            Pack* grads = p.grads + place(rows.first, i, GRADS);
 #pragma unroll
             for (int g = 0; g < GRADS; ++g) {
                 float of_gate[ADJACENT];
@@ -192,8 +192,8 @@ struct Units : Block {
         }
     }
 
-    __device__ void add(const Product &product, const float *sums, const Mailbox &mailbox, int step,
-                        Patience &patience) {
+    __device__ void add(const Product& product, const float* sums, const Mailbox& mailbox, int step,
+                        Patience& patience) {
         if (idle(0)) return;
         Few<float> sum[LOADS];
 #pragma unroll
@@ -211,7 +211,7 @@ struct Units : Block {
         }
     }
 
-    __device__ void prefetch_step(const Rows &rows, const char *state) const {
+    __device__ void prefetch_step(const Rows& rows, const char* state) const {
         each_sector([&](int s, int u) {
             const size_t row = rows.first + sequence + s, at = row * HIDDEN + u;
             const bool live = sequence + s < rows.live;
@@ -254,7 +254,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const
     extern __shared__ uint4 shared[];
     const int block = blockIdx.x % BLOCKS, group = group_of(p), sequences = sequences_of(p);
 
-    float *all_sums = reinterpret_cast<float *>(shared);  // double-buffered by the step's parity, if there is room
+    float* all_sums = reinterpret_cast<float*>(shared);   // double-buffered by the step's parity, if there is room
     uint4 *mail = shared + SUM_BUFFERS * SUMS / 4, *rest = mail + Mailbox::WORDS / 2;
     Mailbox mailbox(block, mail);
     Product product(p, block, rest);
@@ -262,7 +262,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const
     Sender sender(p, product, mailbox, block);
     Patience patience(p.failure);
     const size_t stride = size_t(p.groups) * GROUP_BYTES;
-    char *state = p.states + size_t(group) * GROUP_BYTES;
+    char* state = p.states + size_t(group) * GROUP_BYTES;
 
     Rows rows = units.fetch(0), next = rows;
     units.resets.look_up(p, units, 0);
@@ -285,7 +285,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const
         units.resets.look_up(p, units, taken + 2);
         state += to_next_buffer(taken) * ptrdiff_t(stride);
         units.write(written);
-        float *sums = all_sums + taken % SUM_BUFFERS * SUMS;
+        float* sums = all_sums + taken % SUM_BUFFERS * SUMS;
         product(sums, patience);
         __syncthreads();
         sender.send(product, sums, sequences, taken);

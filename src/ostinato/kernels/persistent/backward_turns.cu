@@ -4,8 +4,8 @@
 extern "C" __global__ void IN_CLUSTERS __launch_bounds__(TURNS * THREADS, 1) recur(const Parameters p) {
     extern __shared__ uint4 shared[];
     const int block = blockIdx.x % BLOCKS, group = p.first / COLUMNS + blockIdx.x / BLOCKS * TURNS;
-    char *state = p.states + size_t(group) * GROUP_BYTES;
-    float *sums = reinterpret_cast<float *>(shared);
+    char* state = p.states + size_t(group) * GROUP_BYTES;
+    float* sums = reinterpret_cast<float*>(shared);
     uint4 *mail = shared + TURNS * SUMS / 4, *weights = mail + TURNS * Mailbox::WORDS / 2;
     Mailbox mailbox(block, mail);
     if (threadIdx.x < THREADS) {
@@ -22,7 +22,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(TURNS * THREADS, 1) rec
         units.differentiate(rows);
         if (p.steps > 1) next = units.fetch(1);
         units.resets.look_up(p, units, 1);
-        const auto prepare = [&](int taken, const char *state) {
+        const auto prepare = [&](int taken, const char* state) {
             const Rows written = rows;
             rows = next;
             units.differentiate(rows);
@@ -33,7 +33,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(TURNS * THREADS, 1) rec
             units.resets.look_up(p, units, taken + 2);
             units.write(written);
         };
-        const auto update = [&](int taken, const float *sums, char *state) {
+        const auto update = [&](int taken, const float* sums, char* state) {
             sender.send(product, sums, units.sequences, taken);
             units.add(product, sums, mailbox, taken, patience);
             if (taken + 1 < p.steps) units.update(state, taken + 1);

@@ -27,32 +27,32 @@ __device__ constexpr bool is_held(int tile) { return held_before(tile + 1) > hel
 // Packs one lane's registers of one tile.
 constexpr int PACKED = BLOCKS * WARPS * TILES * 32;
 
-__device__ inline void pack_weights(const Parameters &p, int i) {
+__device__ inline void pack_weights(const Parameters& p, int i) {
     constexpr int NUMBERS = 16 / sizeof(Scalar);
     alignas(16) int index[NUMBERS];
 #pragma unroll
     for (int j = 0; j < NUMBERS / 4; ++j)
-        reinterpret_cast<int4 *>(index)[j] = reinterpret_cast<const int4 *>(p.index)[size_t(i) * (NUMBERS / 4) + j];
+        reinterpret_cast<int4*>(index)[j] = reinterpret_cast<const int4*>(p.index)[size_t(i) * (NUMBERS / 4) + j];
     unsigned registers[4] = {};
 #pragma unroll
     for (int j = 0; j < NUMBERS; ++j)
         registers[j * 4 / NUMBERS] |= indexed_weight(p, index[j]) << j * 32 / (NUMBERS / 4) % 32;
-    reinterpret_cast<uint4 *>(p.packed)[i] = {registers[0], registers[1], registers[2], registers[3]};
+    reinterpret_cast<uint4*>(p.packed)[i] = {registers[0], registers[1], registers[2], registers[3]};
 }
 
 struct Product {
     uint4 held[HELD + 1];  // no array is empty
     unsigned places[(GATHERS + 1) / 2];
-    uint4 *kept;           // this lane's part of the tiles in shared memory
+    uint4* kept;           // this lane's part of the tiles in shared memory
     SharedState state;
 
     // packed:  (BLOCKS, WARPS, TILES, 32 lanes) of 16 bytes
     // index:   (BLOCKS, WARPS, TILES, 32 lanes, elements in 16 bytes), 1-based indices into the matrix, 0 for padding
     // places:  (BLOCKS, WARPS, GATHERS rounded up to even, 32 lanes), of the columns of consecutive tiles
-    __device__ Product(const Parameters &p, int block, uint4 *shared)
+    __device__ Product(const Parameters& p, int block, uint4* shared)
         : kept(shared + STATE_PIECES + threadIdx.x), state(shared) {
         const int warp = block * WARPS + warp_id();
-        const uint4 *weights = reinterpret_cast<const uint4 *>(p.packed) + warp * TILES * 32 + lane_id();
+        const uint4* weights = reinterpret_cast<const uint4*>(p.packed) + warp * TILES * 32 + lane_id();
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile) {
             const uint4 a = __ldcs(weights + tile * 32);
@@ -60,7 +60,7 @@ struct Product {
             else kept[(tile - held_before(tile)) * THREADS] = a;
         }
         constexpr int PAIRS = (GATHERS + 1) / 2;
-        const unsigned short *mine = p.places + warp * 2 * PAIRS * 32 + lane_id();
+        const unsigned short* mine = p.places + warp * 2 * PAIRS * 32 + lane_id();
 #pragma unroll
         for (int i = 0; i < PAIRS; ++i) places[i] = mine[2 * i * 32] | unsigned(mine[(2 * i + 1) * 32]) << 16;
     }
@@ -89,18 +89,18 @@ struct Product {
 #pragma unroll
                 for (int k = 0; k < 2; ++k) {
                     const int there = __shfl_sync(~0u, place(tile / 4), lane + k * 4);
-                    b[i][k] = reinterpret_cast<const unsigned *>(state.places + there * STATE_BYTES)[sequence];
+                    b[i][k] = reinterpret_cast<const unsigned*>(state.places + there * STATE_BYTES)[sequence];
                 }
             }
         }
     }
 
-    __device__ void ask(const char *from, unsigned step) { state.ask(from, step); }
+    __device__ void ask(const char* from, unsigned step) { state.ask(from, step); }
 
     // sums[part][sequence][row] = a share of the row's strip times the state that was asked for.  With HALVES, places
     // that hold the batch in their lower and in their upper half have separate partial sums, from separate columns of
     // the mma.
-    __device__ void operator()(float *sums, Patience &patience) {
+    __device__ void operator()(float* sums, Patience& patience) {
         state.bring(patience);
         __syncthreads();
         unsigned b[2][AT_ONCE_GATHERED][2];  // the next are gathered while these are multiplied
@@ -108,7 +108,7 @@ struct Product {
         float d[CHAINS][4] = {};
         const int column = lane_id() % 4 * 2, sequence = HALVES ? column % 4 : column;
         const int part = warp_id() % SHARES + (HALVES ? column / 4 * SHARES : 0);
-        float *mine = sums + (part * COLUMNS + sequence) * SUM_PITCH + warp_id() / SHARES * 16 + lane_id() / 4;
+        float* mine = sums + (part * COLUMNS + sequence) * SUM_PITCH + warp_id() / SHARES * 16 + lane_id() / 4;
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile) {
             const int turn = tile / AT_ONCE_GATHERED % 2, at = tile % AT_ONCE_GATHERED;
@@ -131,7 +131,7 @@ struct Product {
 
     __device__ Span span(const Parameters &, int, int) const { return {}; }
 
-    __device__ static Few<float> sum(const float *sums, Span, int row, int sequence) {
+    __device__ static Few<float> sum(const float* sums, Span, int row, int sequence) {
         return add<PARTS>(sums + sequence * SUM_PITCH + row, COLUMNS * SUM_PITCH);
     }
 };

@@ -14,11 +14,11 @@ struct Mailbox {
     static constexpr int SENDERS = DISTRIBUTED ? CLUSTER : CLUSTER - 1;
     static constexpr int WORDS = 2 * SENDERS * SHARE;
 
-    Word *slots;
+    Word* slots;
     int rank;
 
-    __device__ Mailbox(int block, uint4 *shared)
-        : slots(reinterpret_cast<Word *>(shared) + own_turn() * WORDS), rank(block % CLUSTER) {
+    __device__ Mailbox(int block, uint4* shared)
+        : slots(reinterpret_cast<Word*>(shared) + own_turn() * WORDS), rank(block % CLUSTER) {
         if constexpr (SENDERS > 0) {
             for (int i = own_thread(); i < WORDS; i += OWNERS) slots[i] = 0;
             meet();
@@ -33,7 +33,7 @@ struct Mailbox {
         return there;
     }
 
-    __device__ static void send(bool wanted, size_t address, const Few<float> &sum, int step) {
+    __device__ static void send(bool wanted, size_t address, const Few<float>& sum, int step) {
         Word word[ADJACENT];
 #pragma unroll
         for (int j = 0; j < ADJACENT; ++j) word[j] = Word(unsigned(step + 1)) << 32 | __float_as_uint(sum.x[j]);
@@ -47,7 +47,7 @@ struct Mailbox {
     }
 
     // Loads adjacent words unless they are there.  True if they were not.
-    __device__ static bool look(Word *word, unsigned address, unsigned flag) {
+    __device__ static bool look(Word* word, unsigned address, unsigned flag) {
         const bool wanted = high(word[0]) != flag || high(word[ADJACENT - 1]) != flag;
         if (ADJACENT == 2)
             asm volatile("{ .reg .pred p; setp.ne.u32 p, %2, 0;"
@@ -60,7 +60,7 @@ struct Mailbox {
     }
 
     // Adds what was sent of a thread's items; garbage if the wait timed out.
-    __device__ void add(Few<float> (&sum)[ITEMS / ADJACENT], const Block &own, int step, Patience &patience) const {
+    __device__ void add(Few<float> (&sum)[ITEMS / ADJACENT], const Block& own, int step, Patience& patience) const {
         if (SENDERS == 0) return;
         constexpr int LOADS = ITEMS / ADJACENT;
         const unsigned flag = step + 1;
@@ -73,7 +73,7 @@ struct Mailbox {
 #pragma unroll
             for (int from = 0; from < SENDERS; ++from) {
 #pragma unroll
-                for (Word &word : words[i][from]) word = own.owned(i * ADJACENT) ? 0 : Word(flag) << 32;
+                for (Word& word : words[i][from]) word = own.owned(i * ADJACENT) ? 0 : Word(flag) << 32;
             }
         }
         patience.renew();

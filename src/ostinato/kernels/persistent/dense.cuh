@@ -40,7 +40,7 @@ __device__ constexpr bool is_held(int tile) { return held_before(tile + 1) > hel
 // Packs one lane's registers of one tile.
 constexpr int PACKED = BLOCKS * WARPS * TILES * 32;
 
-__device__ inline void pack_weights(const Parameters &p, int i) {
+__device__ inline void pack_weights(const Parameters& p, int i) {
     const int lane = i % 32, tile = i / 32 % TILES, warp = i / (32 * TILES) % WARPS, block = i / (32 * TILES * WARPS);
     int row, column = tile / ROW_TILES, beside = 0;  // 1 if the tile's lower half is from the next column tile
     if (!HALF) {
@@ -62,7 +62,7 @@ __device__ inline void pack_weights(const Parameters &p, int i) {
         registers[r] = exists ? shown(widen(weight_at(p, block, there, first))) : 0;
         if (sizeof(Scalar) == 2 && exists) registers[r] |= shown(widen(weight_at(p, block, there, first + 1))) << 16;
     }
-    reinterpret_cast<uint4 *>(p.packed)[i] = {registers[0], registers[1], registers[2], registers[3]};
+    reinterpret_cast<uint4*>(p.packed)[i] = {registers[0], registers[1], registers[2], registers[3]};
 }
 
 struct Accumulators {
@@ -76,15 +76,15 @@ __device__ inline int place_of_four(int row, int four, int sequence) {
 }
 
 struct Product {
-    const uint4 *weights;  // this lane's part of the packed tiles: (BLOCKS, WARPS, TILES, 32 lanes) of 16 bytes
+    const uint4* weights;  // this lane's part of the packed tiles: (BLOCKS, WARPS, TILES, 32 lanes) of 16 bytes
     uint4 held[HELD + 1];  // no array is empty
-    uint4 *kept;           // this lane's part of the tiles in shared memory
+    uint4* kept;           // this lane's part of the tiles in shared memory
     uint4 ahead[STREAMED ? AHEAD : 1], early[EARLY + 1];
     Operand operand;
 
     Product() = default;  // of a thread that only adds sums
-    __device__ Product(const Parameters &p, int block, uint4 *shared)
-        : weights(reinterpret_cast<const uint4 *>(p.packed) + (block * WARPS + warp_id()) * TILES * 32 + lane_id()),
+    __device__ Product(const Parameters& p, int block, uint4* shared)
+        : weights(reinterpret_cast<const uint4*>(p.packed) + (block * WARPS + warp_id()) * TILES * 32 + lane_id()),
           kept(shared + Operand::SHARED / 16 + threadIdx.x), operand(p, shared) {
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile) {
@@ -113,12 +113,12 @@ struct Product {
     }
 
     // Starts to bring the `state`, whether it is there or not.
-    __device__ void ask(const char *state, unsigned step) { operand.ask(state, step); }
+    __device__ void ask(const char* state, unsigned step) { operand.ask(state, step); }
 
     // sums[warp][sequence][row] = this warp's share of the recurrent matrix times the state that was asked for, after
     // free(), which waits until the sums may be overwritten; or, by four, one of those of sums[sequence][row], another
     // where sequences are stored together.
-    template <typename Free> __device__ void operator()(float *sums, Patience &patience, Free free) {
+    template <typename Free> __device__ void operator()(float* sums, Patience& patience, Free free) {
 #pragma unroll
         for (int tile = 0; tile < EARLY; ++tile) early[tile] = kept[tile * THREADS];
 
@@ -154,7 +154,7 @@ struct Product {
             for (int i = 0; i < 4; ++i) {
                 const int column = s * 8 + lane_id() % 4 * 2 + i % 2;
                 const bool wanted = COLUMNS % 8 == 0 || column < COLUMNS;
-                float *mine = sums + (warp_id() * COLUMNS + column) * SUM_PITCH + lane_id() / 4 + i / 2 * 8;
+                float* mine = sums + (warp_id() * COLUMNS + column) * SUM_PITCH + lane_id() / 4 + i / 2 * 8;
                 if constexpr (BY_FOUR) {
                     const int place = place_of_four(lane_id() / 4 + i / 2 * 8, warp_id() / 4, column);
                     mine = sums + place * 4 + (warp_id() ^ lane_id()) % 4;
@@ -172,18 +172,18 @@ struct Product {
         }
     }
 
-    __device__ void operator()(float *sums, Patience &patience) {
+    __device__ void operator()(float* sums, Patience& patience) {
         (*this)(sums, patience, [] { if (SUM_BUFFERS == 1) __syncthreads(); });  // the last step's have been read
     }
 
     __device__ Span span(const Parameters &, int, int) const { return {}; }
 
-    __device__ static Few<float> sum(const float *sums, Span, int row, int sequence) {
+    __device__ static Few<float> sum(const float* sums, Span, int row, int sequence) {
         if constexpr (!BY_FOUR) return add<WARPS>(sums + sequence * SUM_PITCH + row, COLUMNS * SUM_PITCH);
         float of_four[WARPS / 4];
 #pragma unroll
         for (int i = 0; i < WARPS / 4; ++i) {
-            const float4 x = reinterpret_cast<const float4 *>(sums)[place_of_four(row, i, sequence)];
+            const float4 x = reinterpret_cast<const float4*>(sums)[place_of_four(row, i, sequence)];
             of_four[i] = (x.x + x.y) + (x.z + x.w);
         }
         return {{of_four[0] + of_four[1]}};

@@ -55,39 +55,39 @@ constexpr int WHOLE = UNITS * COLUMNS / OWNERS;   // of these every thread has: 
 static_assert(ADJACENT == 1 || (sizeof(Scalar) == 2 && UNITS * COLUMNS % (2 * OWNERS) == 0));
 
 struct Parameters {
-    const Scalar *weight;         // (GATES * HIDDEN, HIDDEN), the recurrent matrix
-    const Scalar *bias;           // (GATES * HIDDEN), or null
-    const int *index;             // of a pruned matrix, with the next two: see Product
+    const Scalar* weight;         // (GATES * HIDDEN, HIDDEN), the recurrent matrix
+    const Scalar* bias;           // (GATES * HIDDEN), or null
+    const int* index;             // of a pruned matrix, with the next two: see Product
     const unsigned short *places, *spans;
-    unsigned *packed;             // the weights in the order in which the blocks load them
-    char *states;                 // (buffers, groups, CLUSTER, CHUNKS, COLUMNS, CHUNK bytes): of each step, and forward
+    unsigned* packed;             // the weights in the order in which the blocks load them
+    char* states;                 // (buffers, groups, CLUSTER, CHUNKS, COLUMNS, CHUNK bytes): of each step, and forward
                                   // the first state, or STATE_BUFFERS
-    const int *offsets;           // (steps + 1), with OFFSETS: of the rows of each step; else all have `batch` rows
-    int *failure;                 // set to 1 if a wait timed out
-    const Scalar *pre;            // (rows, GATES * HIDDEN): forward the input's part; backward pre-activations, or an
+    const int* offsets;           // (steps + 1), with OFFSETS: of the rows of each step; else all have `batch` rows
+    int* failure;                 // set to 1 if a wait timed out
+    const Scalar* pre;            // (rows, GATES * HIDDEN): forward the input's part; backward pre-activations, or an
                                   // RNN's states
     const Scalar *h0, *c0;        // (batch, HIDDEN), or null for zeros
-    Pack *output;                 // (rows, HIDDEN), forward
-    float *cells;                 // (rows, HIDDEN), an LSTM's cell states: forward written if not null, backward read
-    Scalar *gates;                // (rows, GATES * HIDDEN), forward, with KEEPS: what the backward takes as `pre`
-    Pack *candidates;             // (rows, HIDDEN), of a GRU, with KEEPS: what the backward takes as `candidate`
+    Pack* output;                 // (rows, HIDDEN), forward
+    float* cells;                 // (rows, HIDDEN), an LSTM's cell states: forward written if not null, backward read
+    Scalar* gates;                // (rows, GATES * HIDDEN), forward, with KEEPS: what the backward takes as `pre`
+    Pack* candidates;             // (rows, HIDDEN), of a GRU, with KEEPS: what the backward takes as `candidate`
     Pack *h_n, *c_n;              // (batch, HIDDEN), forward
-    const Scalar *candidate;      // (rows, HIDDEN), backward: the recurrent part of a GRU's candidate
-    const Scalar *h;              // (rows, HIDDEN), backward: the states after each step, of a GRU
-    const Scalar *grad_output;    // (rows, HIDDEN), or null for zeros
+    const Scalar* candidate;      // (rows, HIDDEN), backward: the recurrent part of a GRU's candidate
+    const Scalar* h;              // (rows, HIDDEN), backward: the states after each step, of a GRU
+    const Scalar* grad_output;    // (rows, HIDDEN), or null for zeros
     const Scalar *grad_h_n, *grad_c_n;  // (batch, HIDDEN), or null for zeros
-    Pack *grads;                  // (rows, GRADS * HIDDEN), backward
+    Pack* grads;                  // (rows, GRADS * HIDDEN), backward
     Pack *grad_h0, *grad_c0;      // (batch, HIDDEN), backward
-    const unsigned char *resets;  // (rows), with RESETS: whether the state before the step is zero, in launch order
-    unsigned *marks;              // (words of 32 steps, batch): the same as bits, in the order in which steps are taken
-    float *totals;                // (batch, GRADS * HIDDEN), backward: sums of grads over steps, and over sequences
+    const unsigned char* resets;  // (rows), with RESETS: whether the state before the step is zero, in launch order
+    unsigned* marks;              // (words of 32 steps, batch): the same as bits, in the order in which steps are taken
+    float* totals;                // (batch, GRADS * HIDDEN), backward: sums of grads over steps, and over sequences
     int steps, batch, groups, columns;  // columns: sequences of a group
     int first, reverse;                 // the first sequence of this launch
 };
 
 // The group of this block, and how many sequences it has.
-__device__ inline int group_of(const Parameters &p) { return p.first / p.columns + blockIdx.x / BLOCKS; }
-__device__ inline int sequences_of(const Parameters &p) { return min(p.columns, p.batch - group_of(p) * p.columns); }
+__device__ inline int group_of(const Parameters& p) { return p.first / p.columns + blockIdx.x / BLOCKS; }
+__device__ inline int sequences_of(const Parameters& p) { return min(p.columns, p.batch - group_of(p) * p.columns); }
 
 __device__ inline unsigned lane_id() { return threadIdx.x % 32; }
 __device__ inline unsigned warp_id() { return threadIdx.x / 32; }
@@ -100,13 +100,13 @@ struct Rows {
     size_t first;
     int live;
 
-    __device__ Rows(const Parameters &p, int step)
+    __device__ Rows(const Parameters& p, int step)
         : first(OFFSETS ? p.offsets[step] : size_t(step) * p.batch),
           live(OFFSETS ? p.offsets[step + 1] - p.offsets[step] : p.batch) {}
 };
 
 // The step that is taken as number `taken`; backward starts with the last.
-__device__ inline int step_of(const Parameters &p, int taken) {
+__device__ inline int step_of(const Parameters& p, int taken) {
     return bool(p.reverse) != bool(BACKWARD) ? p.steps - 1 - taken : taken;
 }
 
@@ -129,7 +129,7 @@ struct Block {
     __device__ bool owned(int i) const {
         return sequence_of(i) < sequences && (BLOCKS * UNITS == HIDDEN || unit + unit_of(i) < HIDDEN);
     }
-    __device__ bool live(int i, const Rows &rows) const {
+    __device__ bool live(int i, const Rows& rows) const {
         return owned(i) && (!OFFSETS || sequence + sequence_of(i) < rows.live);
     }
 
@@ -184,12 +184,12 @@ struct Resets {
     bool before[ITEMS] = {};
 
     // taken: 0, then 1, and so on
-    __device__ void look_up(const Parameters &p, const Block &own, int taken) {
+    __device__ void look_up(const Parameters& p, const Block& own, int taken) {
         load(p, own, taken);
         take();
     }
     // Apart, where nobody is to wait for the marks.
-    __device__ void load(const Parameters &p, const Block &own, int taken) {
+    __device__ void load(const Parameters& p, const Block& own, int taken) {
         if (!RESETS) return;
         if (taken % 32 == 0 && taken < p.steps) {
 #pragma unroll
@@ -226,7 +226,7 @@ __device__ inline bool absent(unsigned half, unsigned step) { return TAGGED ? (h
 __device__ inline bool absent(Word word, unsigned step) {
     return absent(high(word), step) || (HALF_WORDS && absent(low(word), step));
 }
-__device__ inline bool absent(const Piece &piece, unsigned step) {
+__device__ inline bool absent(const Piece& piece, unsigned step) {
     return absent(piece.word[0], step) || absent(piece.word[1], step);
 }
 
@@ -253,19 +253,19 @@ __device__ inline int to_next_buffer(int step) {
 #define LOAD_STATE "ld.relaxed.gpu.global"
 #endif
 
-__device__ inline size_t state_address(const char *address) {
+__device__ inline size_t state_address(const char* address) {
     return DISTRIBUTED ? __cvta_generic_to_shared(address) : reinterpret_cast<size_t>(address);
 }
 
 // Polls: loads only what is absent, predicated so that many loads are in flight together.  True if it was absent.
-__device__ inline bool look(Word &word, const char *address, unsigned step) {
+__device__ inline bool look(Word& word, const char* address, unsigned step) {
     const bool wanted = absent(word, step);
     asm volatile("{ .reg .pred p; setp.ne.u32 p, %1, 0; @p " LOAD_STATE ".b64 %0, [%2]; }"
                  : "+l"(word) : "r"(unsigned(wanted)), "l"(state_address(address)) : "memory");
     return wanted;
 }
 
-__device__ inline bool look(Piece &piece, const char *address, unsigned step) {
+__device__ inline bool look(Piece& piece, const char* address, unsigned step) {
     const bool wanted = absent(piece, step);
     asm volatile("{ .reg .pred p; setp.ne.u32 p, %2, 0; @p " LOAD_STATE ".v2.b64 {%0, %1}, [%3]; }"
                  : "+l"(piece.word[0]), "+l"(piece.word[1])
@@ -274,12 +274,12 @@ __device__ inline bool look(Piece &piece, const char *address, unsigned step) {
 }
 
 // The first load of a word, absent or not; zero, of any step, if it does not exist.
-__device__ inline void read(Word &word, const char *address, bool exists, unsigned step) {
+__device__ inline void read(Word& word, const char* address, bool exists, unsigned step) {
     asm volatile("{ .reg .pred p; setp.ne.u32 p, %1, 0; mov.b64 %0, {%3, %3}; @p " LOAD_STATE ".b64 %0, [%2]; }"
                  : "=&l"(word) : "r"(unsigned(exists)), "l"(state_address(address)), "r"(step & TAG) : "memory");
 }
 
-__device__ inline void read(Piece &piece, const char *address, bool exists, unsigned step) {
+__device__ inline void read(Piece& piece, const char* address, bool exists, unsigned step) {
     asm volatile("{ .reg .pred p; setp.ne.u32 p, %2, 0; mov.b64 %0, {%4, %4}; mov.b64 %1, {%4, %4};"
                  " @p " LOAD_STATE ".v2.b64 {%0, %1}, [%3]; }"
                  : "=&l"(piece.word[0]), "=&l"(piece.word[1])
@@ -287,7 +287,7 @@ __device__ inline void read(Piece &piece, const char *address, bool exists, unsi
 }
 
 // Makes words of the block's own buffers absent again.
-__device__ inline void erase(const char *address, int words) {
+__device__ inline void erase(const char* address, int words) {
     for (int i = 0; i < words; ++i)
         asm volatile("st.relaxed.cluster.shared::cta.b64 [%0], %1;"
                      :: "l"(state_address(address + i * 8)), "l"(ABSENT) : "memory");
@@ -298,15 +298,15 @@ __device__ inline void erase(const char *address, int words) {
 struct Patience {
     static constexpr int LOOKS = 1 << 23;
     int limit = LOOKS, looks = 0;
-    int *failure;
+    int* failure;
 
-    __device__ explicit Patience(int *failure) : failure(failure) {}
+    __device__ explicit Patience(int* failure) : failure(failure) {}
     __device__ void renew() { looks = 0; }
     __device__ bool lasts() {
         if (looks++ < limit) return true;
         if (limit) {
             limit = 0;
-            *reinterpret_cast<volatile int *>(failure) = 1;
+            *reinterpret_cast<volatile int*>(failure) = 1;
             __threadfence_system();
         }
         return false;
@@ -337,7 +337,7 @@ struct Copies {
     unsigned there[COUNT], window;  // the lower halves of generic addresses, and the upper half of all
 
     // Of the word in which this block has an address.
-    __device__ explicit Copies(const char *address) {
+    __device__ explicit Copies(const char* address) {
         const size_t here = reinterpret_cast<size_t>(address) & ~size_t(7);
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) {
@@ -369,13 +369,13 @@ struct Copies {
 
     __device__ void move(int bytes) {
 #pragma unroll
-        for (unsigned &address : there) address += bytes;
+        for (unsigned& address : there) address += bytes;
     }
 };
 
 // Publishes the units of a word, ADJACENT from each of consecutive lanes, at the first's `address`, or its copies; all
 // lanes must call it.
-__device__ inline void publish(const float (&x)[ADJACENT], bool within, bool first, char *address, unsigned step) {
+__device__ inline void publish(const float (&x)[ADJACENT], bool within, bool first, char* address, unsigned step) {
     if constexpr (DISTRIBUTED) return Copies(address).publish(x[0], within);
     unsigned mine = (shown(x[0]) & ~TAG) | (step & TAG);
     if (ADJACENT == 2) mine |= shown(x[ADJACENT - 1]) << 16;
@@ -394,12 +394,12 @@ template <typename T> struct Few {
     using Bits = typename PackType<ADJACENT * sizeof(T)>::type;
     T x[ADJACENT];
 
-    __device__ static Few of(Bits bits) { return reinterpret_cast<const Few &>(bits); }
-    __device__ static Few load(const T *address) { return of(*reinterpret_cast<const Bits *>(address)); }
-    __device__ static Few load_once(const T *address) { return of(__ldcs(reinterpret_cast<const Bits *>(address))); }
-    __device__ void store(T *address) const { *reinterpret_cast<Bits *>(address) = reinterpret_cast<const Bits &>(x); }
+    __device__ static Few of(Bits bits) { return reinterpret_cast<const Few&>(bits); }
+    __device__ static Few load(const T* address) { return of(*reinterpret_cast<const Bits*>(address)); }
+    __device__ static Few load_once(const T* address) { return of(__ldcs(reinterpret_cast<const Bits*>(address))); }
+    __device__ void store(T* address) const { *reinterpret_cast<Bits*>(address) = reinterpret_cast<const Bits&>(x); }
 
-    __device__ Few operator+(const Few &other) const {
+    __device__ Few operator+(const Few& other) const {
         Few sum;
 #pragma unroll
         for (int j = 0; j < ADJACENT; ++j) sum.x[j] = x[j] + other.x[j];
@@ -407,7 +407,7 @@ template <typename T> struct Few {
     }
 };
 
-__device__ inline Few<Pack> few_bits(const float *x) {
+__device__ inline Few<Pack> few_bits(const float* x) {
     Few<Pack> few;
 #pragma unroll
     for (int j = 0; j < ADJACENT; ++j) few.x[j] = bits(x[j]);
@@ -415,4 +415,4 @@ __device__ inline Few<Pack> few_bits(const float *x) {
 }
 
 // Brings the operands of a later step into L2.  Loads return in order: one that missed L2 would delay the polls.
-__device__ inline void prefetch(const void *address) { asm volatile("prefetch.global.L2 [%0];" :: "l"(address)); }
+__device__ inline void prefetch(const void* address) { asm volatile("prefetch.global.L2 [%0];" :: "l"(address)); }

@@ -17,13 +17,13 @@ template <typename T> __device__ inline T in_register(T x) {
 }
 
 struct Units : Block {
-    const Parameters &p;
+    const Parameters& p;
     float h[ITEMS], c[ITEMS], bias[ITEMS][GATES];
     Resets resets;  // before this step; from the update on before the next
     Few<Scalar> projected[ITEMS / ADJACENT][GATES];
     Span spans[ITEMS][GATES] = {};
 
-    __device__ Units(const Parameters &p, const Product &product, int block, Block owned_by) : Block(owned_by), p(p) {
+    __device__ Units(const Parameters& p, const Product& product, int block, Block owned_by) : Block(owned_by), p(p) {
         resets.look_up(p, *this, 0);
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
@@ -48,18 +48,18 @@ struct Units : Block {
             if (resets.before[i]) h[i] = c[i] = 0;
     }
 
-    __device__ void fetch(const Rows &rows) {
+    __device__ void fetch(const Rows& rows) {
 #pragma unroll
         for (int i = 0; i < ITEMS; i += ADJACENT) {
             if (!live(i, rows)) continue;
-            const Scalar *pre = p.pre + place(rows.first, i, GATES);
+            const Scalar* pre = p.pre + place(rows.first, i, GATES);
 #pragma unroll
             for (int g = 0; g < GATES; ++g) projected[i / ADJACENT][g] = Few<Scalar>::load_once(pre + g * HIDDEN);
         }
     }
 
     // The state after a step, and the cell state or, of a GRU, the candidate's recurrent part.
-    __device__ float next(int i, const float (&s)[GATES], float &cell) {
+    __device__ float next(int i, const float (&s)[GATES], float& cell) {
         float x[GATES];
 #pragma unroll
         for (int g = 0; g < GATES; ++g) x[g] = widen(projected[i / ADJACENT][g].x[i % ADJACENT]);
@@ -84,7 +84,7 @@ struct Units : Block {
     }
 
     template <typename State>
-    __device__ void update(const Rows &rows, const Product &product, const float *sums, State state, int taken) {
+    __device__ void update(const Rows& rows, const Product& product, const float* sums, State state, int taken) {
         if (idle(0)) return;
         update<0, WHOLE>(rows, product, sums, state, taken);
         if (WHOLE < ITEMS && !idle(WHOLE)) update<WHOLE, ITEMS>(rows, product, sums, state, taken);
@@ -92,7 +92,7 @@ struct Units : Block {
 
     // Of some items.  A sequence without this step keeps its state.
     template <int FIRST, int END, typename State>
-    __device__ void update(const Rows &rows, const Product &product, const float *sums, State state, int taken) {
+    __device__ void update(const Rows& rows, const Product& product, const float* sums, State state, int taken) {
         float s[ITEMS][GATES];
 #pragma unroll
         for (int i = FIRST; i < END; i += ADJACENT) {
@@ -123,13 +123,13 @@ struct Units : Block {
             if constexpr (SHARES_WORK) {
                 state.publish(published[0], in_word(i));
             } else {
-                char *address = state + place_of((unit + unit_of(i)) * sizeof(Scalar), sequence_of(i));
+                char* address = state + place_of((unit + unit_of(i)) * sizeof(Scalar), sequence_of(i));
                 publish(published, in_word(i), begins_word(i), address, taken + 1);
             }
         }
     }
 
-    __device__ void write(const Rows &rows) const {
+    __device__ void write(const Rows& rows) const {
 #pragma unroll
         for (int i = 0; i < ITEMS; i += ADJACENT) {
             if (!live(i, rows)) continue;
@@ -143,7 +143,7 @@ struct Units : Block {
             }
             if constexpr (KEEPS) {
                 if (CELL == GRU) few_bits(c + i).store(p.candidates + at);
-                Scalar *gates = p.gates + place(rows.first, i, GATES);
+                Scalar* gates = p.gates + place(rows.first, i, GATES);
 #pragma unroll
                 for (int g = 0; g < GATES; ++g) projected[i / ADJACENT][g].store(gates + g * HIDDEN);
             }
@@ -172,11 +172,11 @@ struct Units : Block {
         }
     }
 
-    __device__ void prefetch_step(const Rows &rows, const char *state) const {
+    __device__ void prefetch_step(const Rows& rows, const char* state) const {
         each_sector([&](int s, int u) {
             if (!STATE_BUFFERS) prefetch(state + place_of(u * sizeof(Scalar), s));
             if (sequence + s >= rows.live) return;
-            const Scalar *pre = p.pre + (rows.first + sequence + s) * (GATES * HIDDEN) + u;
+            const Scalar* pre = p.pre + (rows.first + sequence + s) * (GATES * HIDDEN) + u;
 #pragma unroll
             for (int g = 0; g < GATES; ++g) prefetch(pre + g * HIDDEN);
         });
@@ -193,13 +193,13 @@ struct Units : Block {
 };
 
 // The first of a group's buffers of states: in global memory, or in the block's shared memory, to which all are copied.
-__device__ inline char *first_state(const Parameters &p, int group, void *shared) {
-    char *first = p.states + size_t(group) * GROUP_BYTES;
+__device__ inline char* first_state(const Parameters& p, int group, void* shared) {
+    char* first = p.states + size_t(group) * GROUP_BYTES;
     if (!DISTRIBUTED) return first;
     for (int i = threadIdx.x; i < SHARED_STATES / 16; i += THREADS)
-        static_cast<uint4 *>(shared)[i] = reinterpret_cast<const uint4 *>(
+        static_cast<uint4*>(shared)[i] = reinterpret_cast<const uint4*>(
             first + i * 16 / GROUP_BYTES * size_t(p.groups) * GROUP_BYTES)[i % (GROUP_BYTES / 16)];
-    return static_cast<char *>(shared);
+    return static_cast<char*>(shared);
 }
 
 #if TURNS == 1 && !SHARES_WORK  // others: forward_turns.cu for two groups, gather.cu for few units in clusters
@@ -208,15 +208,15 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const
     extern __shared__ uint4 shared[];
     const int block = blockIdx.x % BLOCKS, group = group_of(p);
 
-    float *all_sums = reinterpret_cast<float *>(shared);  // double-buffered by the step's parity, if there is room
-    uint4 *states = shared + SUM_BUFFERS * SUMS / 4;
+    float* all_sums = reinterpret_cast<float*>(shared);   // double-buffered by the step's parity, if there is room
+    uint4* states = shared + SUM_BUFFERS * SUMS / 4;
     Product product(p, block, states + SHARED_STATES / 16);
     const Block own{in_register(block * UNITS), in_register(group * p.columns), in_register(sequences_of(p)),
                     in_register(int(threadIdx.x))};
     Units units(p, product, block, own);
     Patience patience(p.failure);
     const size_t stride = in_register(DISTRIBUTED ? size_t(GROUP_BYTES) : size_t(p.groups) * GROUP_BYTES);
-    char *state = first_state(p, group, states);
+    char* state = first_state(p, group, states);
     meet();
 
     Rows rows(p, step_of(p, 0));
@@ -230,7 +230,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const
         units.pause<PAUSE>();
         product.ask(state, taken);
         units.resets.look_up(p, units, taken + 1);
-        float *sums = all_sums + taken % SUM_BUFFERS * SUMS;
+        float* sums = all_sums + taken % SUM_BUFFERS * SUMS;
         product(sums, patience);
         __syncthreads();
         state += to_next_buffer(taken) * ptrdiff_t(stride);

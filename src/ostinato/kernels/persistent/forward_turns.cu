@@ -4,15 +4,15 @@
 extern "C" __global__ void __launch_bounds__(TURNS * THREADS, 1) recur(const Parameters p) {
     extern __shared__ uint4 shared[];
     const int block = blockIdx.x % BLOCKS, group = p.first / COLUMNS + blockIdx.x / BLOCKS * TURNS;
-    char *state = p.states + size_t(group) * GROUP_BYTES;
-    float *sums = reinterpret_cast<float *>(shared);
+    char* state = p.states + size_t(group) * GROUP_BYTES;
+    float* sums = reinterpret_cast<float*>(shared);
     if (threadIdx.x < THREADS) return multiply_in_turns(p, block, shared + TURNS * SUMS / 4, sums, state);
 
     give_registers();
     const Product product{};
     Units units(p, product, block, own_items(p, block, group));
     Rows rows(p, step_of(p, 0));
-    const auto prepare = [&](int taken, const char *state) {
+    const auto prepare = [&](int taken, const char* state) {
         if (taken) units.write(rows);
         units.forget();
         rows = Rows(p, step_of(p, taken));
@@ -22,7 +22,7 @@ extern "C" __global__ void __launch_bounds__(TURNS * THREADS, 1) recur(const Par
                                 state + (PREFETCH + 1) * size_t(p.groups) * GROUP_BYTES);
         units.resets.look_up(p, units, taken + 1);
     };
-    const auto update = [&](int taken, const float *sums, char *next) {
+    const auto update = [&](int taken, const float* sums, char* next) {
         units.update(rows, product, sums, next, taken);
     };
     update_in_turns(p, sums, state + own_turn() * GROUP_BYTES, update, prepare);

@@ -20,19 +20,19 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const
     const int part = threadIdx.x / LANES, thread = threadIdx.x % LANES;
     const bool updates = part == 0, carries = part == 1, writes = part == 1 + WRITES_APART;
 
-    float *all_sums = reinterpret_cast<float *>(shared);  // double-buffered by the step's parity, if there is room
-    uint4 *states = shared + SUM_BUFFERS * SUMS / 4;
-    float *operands = reinterpret_cast<float *>(states + SHARED_STATES / 16) + thread;
-    float *results = operands + 2 * OPERANDS * LANES;
+    float* all_sums = reinterpret_cast<float*>(shared);   // double-buffered by the step's parity, if there is room
+    uint4* states = shared + SUM_BUFFERS * SUMS / 4;
+    float* operands = reinterpret_cast<float*>(states + SHARED_STATES / 16) + thread;
+    float* results = operands + 2 * OPERANDS * LANES;
     Product product(p, block, states + SHARED_STATES / 16 + HANDED / 16);
     const Block own{in_register(block * UNITS), in_register(group * p.columns), in_register(sequences_of(p)),
                     in_register(thread)};
     Units units(p, product, block, own), carrier = units;
     Patience patience(p.failure);
-    char *state = reinterpret_cast<char *>(states);
+    char* state = reinterpret_cast<char*>(states);
     Copies copies(state + GROUP_BYTES + place_of((own.unit + own.unit_of(0)) * sizeof(Scalar), own.sequence_of(0)));
     for (int i = threadIdx.x; i < SHARED_STATES / 16; i += THREADS)
-        states[i] = reinterpret_cast<const uint4 *>(
+        states[i] = reinterpret_cast<const uint4*>(
             p.states + (i * 16 / GROUP_BYTES * size_t(p.groups) + group) * GROUP_BYTES)[i % (GROUP_BYTES / 16)];
 
     const auto fetch = [&](int taken) {
@@ -41,20 +41,20 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const
         carrier.fetch(Rows(p, step_of(p, taken)));
     };
     const auto hand_operands = [&](int taken) {
-        float *there = operands + taken % 2 * OPERANDS * LANES;
-        carrier.each_operand([&](float &x) { *there = x, there += LANES; });
+        float* there = operands + taken % 2 * OPERANDS * LANES;
+        carrier.each_operand([&](float& x) { *there = x, there += LANES; });
     };
     const auto take_operands = [&](int taken) {
-        const float *there = operands + taken % 2 * OPERANDS * LANES;
-        units.each_operand([&](float &x) { x = *there, there += LANES; });
+        const float* there = operands + taken % 2 * OPERANDS * LANES;
+        units.each_operand([&](float& x) { x = *there, there += LANES; });
     };
     const auto hand_results = [&](int taken) {
-        float *there = results + taken % 2 * RESULTS * LANES;
-        units.each_result([&](float &x) { *there = x, there += LANES; });
+        float* there = results + taken % 2 * RESULTS * LANES;
+        units.each_result([&](float& x) { *there = x, there += LANES; });
     };
     const auto write = [&](int taken) {
-        const float *there = results + taken % 2 * RESULTS * LANES;
-        carrier.each_result([&](float &x) { x = *there, there += LANES; });
+        const float* there = results + taken % 2 * RESULTS * LANES;
+        carrier.each_result([&](float& x) { x = *there, there += LANES; });
         carrier.write(Rows(p, step_of(p, taken)));
     };
 
@@ -72,7 +72,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const
     }
     for (int taken = 0; taken < p.steps; ++taken) {
         product.ask(state + taken % 2 * GROUP_BYTES, taken);
-        float *sums = all_sums + taken % SUM_BUFFERS * SUMS;
+        float* sums = all_sums + taken % SUM_BUFFERS * SUMS;
         product(sums, patience);
         __syncthreads();
         if (updates) {

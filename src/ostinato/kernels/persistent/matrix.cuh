@@ -8,7 +8,7 @@
 // in flight together.
 
 // An element of a block's part of the matrix; zero out of bounds.
-__device__ inline Scalar weight_at(const Parameters &p, int block, int row, int column) {
+__device__ inline Scalar weight_at(const Parameters& p, int block, int row, int column) {
     int gate = row / UNITS, unit = block * UNITS + row % UNITS, other = column;
     if (BACKWARD) {
         const int k = block % CLUSTER * SLICE + column;
@@ -21,7 +21,7 @@ __device__ inline Scalar weight_at(const Parameters &p, int block, int row, int 
 }
 
 // A weight of a pruned matrix, by its 1-based index; 0 is padding.
-__device__ inline unsigned indexed_weight(const Parameters &p, int index) {
+__device__ inline unsigned indexed_weight(const Parameters& p, int index) {
     const unsigned weight = shown(widen(p.weight[max(index - 1, 0)]));
     return index ? weight : 0;
 }

@@ -2,29 +2,29 @@
 //
 // The tile has 32 bytes of columns: 16, or 8 of float32.
 
-__device__ inline void mma(float (&d)[4], const uint4 &a, unsigned b0, unsigned b1, Half) {
+__device__ inline void mma(float (&d)[4], const uint4& a, unsigned b0, unsigned b1, Half) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
 }
 
-__device__ inline void mma(float (&d)[4], const uint4 &a, unsigned b0, unsigned b1, BFloat16) {
+__device__ inline void mma(float (&d)[4], const uint4& a, unsigned b0, unsigned b1, BFloat16) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
 }
 
-__device__ inline void mma_tf32(float (&d)[4], const uint4 &a, unsigned b0, unsigned b1) {
+__device__ inline void mma_tf32(float (&d)[4], const uint4& a, unsigned b0, unsigned b1) {
     asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
 }
 
 // EXACT float32: split into two tf32 numbers that hold all bits but the last.
-__device__ inline void split(unsigned x, unsigned &head, unsigned &tail) {
+__device__ inline void split(unsigned x, unsigned& head, unsigned& tail) {
     asm volatile("" : "+r"(x));  // split at every step: hoisted, the weights would take three times the registers
     head = (x + 0x1000u) & 0xffffe000u;
     tail = __float_as_uint(__uint_as_float(x) - __uint_as_float(head));  // NaN if x is not finite
 }
 
-__device__ inline void mma(float (&d)[4], const uint4 &a, unsigned b0, unsigned b1, float) {
+__device__ inline void mma(float (&d)[4], const uint4& a, unsigned b0, unsigned b1, float) {
     if (!EXACT) return mma_tf32(d, a, b0, b1);  // rounded when they were packed and published
     uint4 a_head, a_tail;
     unsigned b0_head, b0_tail, b1_head, b1_tail;
@@ -46,7 +46,7 @@ __device__ inline void mma(float (&d)[4], const uint4 &a, unsigned b0, unsigned 
 // then hold the same state, and each accumulates its columns' share of two rows in d[0] and d[2].
 constexpr bool ORDINARY = EXACT && COLUMNS == 1;
 
-__device__ inline void multiply(float (&d)[4], const uint4 &a, Word b) {
+__device__ inline void multiply(float (&d)[4], const uint4& a, Word b) {
     if constexpr (!ORDINARY) return mma(d, a, low(b), high(b), Scalar());
     const float first = __uint_as_float(low(b)), second = __uint_as_float(high(b));
     d[0] = fmaf(__uint_as_float(a.x), first, fmaf(__uint_as_float(a.z), second, d[0]));
@@ -61,7 +61,7 @@ __device__ inline float over_lanes(float sum) {
 }
 
 // A predicated store to shared memory.
-__device__ inline void store_if(bool wanted, float *address, float x) {
+__device__ inline void store_if(bool wanted, float* address, float x) {
     asm volatile("{ .reg .pred p; setp.ne.u32 p, %0, 0; @p st.shared.f32 [%1], %2; }"
                  :: "r"(unsigned(wanted)), "r"(unsigned(__cvta_generic_to_shared(address))), "f"(x) : "memory");
 }
@@ -69,7 +69,7 @@ __device__ inline void store_if(bool wanted, float *address, float x) {
 struct Span {};  // empty: every row has the same number of partial sums
 
 // The sums of parts of adjacent rows.
-template <int PARTS> __device__ inline Few<float> add(const float *sums, int pitch) {
+template <int PARTS> __device__ inline Few<float> add(const float* sums, int pitch) {
     if constexpr (PARTS == 1) return Few<float>::load(sums);
     else return add<PARTS / 2>(sums, pitch) + add<PARTS - PARTS / 2>(sums + PARTS / 2 * pitch, pitch);
 }

@@ -32,7 +32,7 @@ struct LoadedOperand {
     Piece pieces[SEQUENCE_TILES][PIECES + 1];
     Word odd[SEQUENCE_TILES];
 
-    __device__ LoadedOperand(const Parameters &p, uint4 *)
+    __device__ LoadedOperand(const Parameters& p, uint4*)
         : sequence(lane_id() / 4 % (FEWER ? sequences_of(p) : COLUMNS)),
           offset(warp_id() * 32 * COLUMN_TILES + lane_id() % 4 * 16),
           odd_offset(warp_id() * 32 * COLUMN_TILES + PIECES * 64 + lane_id() % 4 * 8) {}
@@ -51,10 +51,10 @@ struct LoadedOperand {
     }
 
     // Starts to load the `state`, whether it is there or not.
-    __device__ void ask(const char *state, unsigned of_step) {
+    __device__ void ask(const char* state, unsigned of_step) {
         step = of_step;
         mine = state + place_in_slice(offset, sequence), mine_odd = state + place_in_slice(odd_offset, sequence);
-        each([&](int s, int i, const char *address, bool exists) {
+        each([&](int s, int i, const char* address, bool exists) {
             if (i < PIECES) read(pieces[s][i], address, exists, step);
             else read(odd[s], address, exists, step);
         });
@@ -70,8 +70,8 @@ struct LoadedOperand {
     }
 
     // Waits for all of it.
-    __device__ void wait(Patience &patience) {
-        const auto look_again = [&](int s, int i, const char *address, bool) {
+    __device__ void wait(Patience& patience) {
+        const auto look_again = [&](int s, int i, const char* address, bool) {
             return i < PIECES ? look(pieces[s][i], address, step) : look(odd[s], address, step);
         };
         if constexpr (LOOKS_AT_ALL) {
@@ -80,19 +80,19 @@ struct LoadedOperand {
             bool waiting;
             do {
                 waiting = false;
-                each([&](int s, int i, const char *address, bool exists) {
+                each([&](int s, int i, const char* address, bool exists) {
                     waiting |= look_again(s, i, address, exists);
                 });
             } while (waiting && patience.lasts());
         }
         __syncwarp();
-        if constexpr (DISTRIBUTED) each([&](int, int i, const char *address, bool exists) {
+        if constexpr (DISTRIBUTED) each([&](int, int i, const char* address, bool exists) {
             if (exists) erase(address, i < PIECES ? 2 : 1);
         });
     }
 
     __device__ Piece piece(int s, int i) const { return i < PIECES ? pieces[s][i] : Piece{odd[s], 0}; }
-    __device__ static bool lacked_any(Patience &) { return false; }  // it was waited for
+    __device__ static bool lacked_any(Patience&) { return false; }   // it was waited for
 };
 
 // Copied into shared memory by the asynchronous proxy, one bulk copy a warp: what is on its way takes no registers.
@@ -101,15 +101,15 @@ struct CopiedOperand {
     static constexpr int BYTES = PIECES * COLUMNS * CHUNK;  // of a warp
     static constexpr int SHARED = WARPS * (BYTES + 16);     // with the barriers
 
-    char *copy;                   // this warp's
+    char* copy;                   // this warp's
     unsigned barrier, phase = 0;  // which a copy completes
-    const char *mine;             // this warp's part of the state that was asked for
+    const char* mine;             // this warp's part of the state that was asked for
     unsigned step;                // of that
     Seen seen;
 
     CopiedOperand() = default;
-    __device__ CopiedOperand(const Parameters &, uint4 *shared)
-        : copy(reinterpret_cast<char *>(shared) + warp_id() * BYTES) {
+    __device__ CopiedOperand(const Parameters &, uint4* shared)
+        : copy(reinterpret_cast<char*>(shared) + warp_id() * BYTES) {
         barrier = __cvta_generic_to_shared(shared + WARPS * BYTES / 16 + warp_id());
         if (lane_id() == 0) {
             asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(barrier) : "memory");
@@ -118,7 +118,7 @@ struct CopiedOperand {
     }
 
     // Starts to copy the `state`, whether it is there or not.
-    __device__ void ask(const char *state, unsigned of_step) {
+    __device__ void ask(const char* state, unsigned of_step) {
         step = of_step, mine = state + warp_id() * BYTES;
         ask_again();
     }
@@ -132,7 +132,7 @@ struct CopiedOperand {
     }
 
     // Waits for the copy.
-    __device__ void wait(Patience &) {
+    __device__ void wait(Patience&) {
         for (unsigned done = 0; !done;)
             asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;"
                          " selp.u32 %0, 1, 0, p; }"
@@ -141,14 +141,14 @@ struct CopiedOperand {
     }
 
     __device__ Piece piece(int s, int i) {
-        const char *address = copy + (i * COLUMNS + s * 8) * CHUNK + lane_id() * 16;
-        const ulonglong2 both = *reinterpret_cast<const ulonglong2 *>(address);
+        const char* address = copy + (i * COLUMNS + s * 8) * CHUNK + lane_id() * 16;
+        const ulonglong2 both = *reinterpret_cast<const ulonglong2*>(address);
         seen.see(both.x, step), seen.see(both.y, step);
         return {both.x, both.y};
     }
 
     // Whether any of it had not arrived; if so, asks for it again.
-    __device__ bool lacked_any(Patience &patience) {
+    __device__ bool lacked_any(Patience& patience) {
         const bool lacks = __any_sync(~0u, seen.any_absent()) && patience.lasts();
         if (lacks) ask_again();
         return lacks;

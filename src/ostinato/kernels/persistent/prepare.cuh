@@ -2,7 +2,7 @@
 // the initial state in the first one of a forward pass.
 
 // The word at a byte offset of the first step's buffer.
-__device__ inline Word initial_word(const Parameters &p, size_t byte) {
+__device__ inline Word initial_word(const Parameters& p, size_t byte) {
     const int place = byte % SLICE_BYTES, line = place / CHUNK;
     const int k = (line / COLUMNS * CHUNK + place % CHUNK) / int(sizeof(Scalar));
     const int unit = byte % GROUP_BYTES / SLICE_BYTES * SLICE + k;
@@ -17,7 +17,7 @@ __device__ inline Word initial_word(const Parameters &p, size_t byte) {
 }
 
 // Whether the state of a sequence is zero before the step that is taken as number `taken`.
-__device__ inline bool is_reset(const Parameters &p, int taken, int sequence) {
+__device__ inline bool is_reset(const Parameters& p, int taken, int sequence) {
     if (taken >= p.steps) return false;
     const Rows rows(p, step_of(p, taken));
     return sequence < rows.live && p.resets[rows.first + sequence];
@@ -42,6 +42,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) prepare(const Parameters p
             const size_t byte = i % row * 16;
             piece = {initial_word(p, byte), initial_word(p, byte + 8)};
         }
-        reinterpret_cast<ulonglong2 *>(p.states)[i] = {piece.word[0], piece.word[1]};
+        reinterpret_cast<ulonglong2*>(p.states)[i] = {piece.word[0], piece.word[1]};
     }
 }

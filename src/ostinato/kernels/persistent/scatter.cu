@@ -16,9 +16,9 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const
     const int part = threadIdx.x / LANES, thread = threadIdx.x % LANES;
     const bool updates = part == 0, differentiates = part == 1, writes = part == 1 + WRITES_APART;
 
-    uint4 *states = shared + Mailbox::WORDS / 2;
-    float *derivatives = reinterpret_cast<float *>(states + SHARED_STATES / 16) + thread;
-    float *gradients = derivatives + 2 * DERIVATIVES * LANES;
+    uint4* states = shared + Mailbox::WORDS / 2;
+    float* derivatives = reinterpret_cast<float*>(states + SHARED_STATES / 16) + thread;
+    float* gradients = derivatives + 2 * DERIVATIVES * LANES;
     Mailbox mailbox(block, shared);
     Product product(p, block, states);
     Units units(p, product, block, Block{block * UNITS, group * p.columns, sequences, thread});
@@ -33,12 +33,12 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const
         if (taken >= p.steps) return;
         units.resets.take();
         units.differentiate(Rows(p, step_of(p, taken)));
-        float *there = derivatives + taken % 2 * DERIVATIVES * LANES;
-        units.each_derivative([&](float &x) { *there = x, there += LANES; });
+        float* there = derivatives + taken % 2 * DERIVATIVES * LANES;
+        units.each_derivative([&](float& x) { *there = x, there += LANES; });
     };
     const auto take = [&](int taken) {
-        const float *there = derivatives + taken % 2 * DERIVATIVES * LANES;
-        units.each_derivative([&](float &x) { x = *there, there += LANES; });
+        const float* there = derivatives + taken % 2 * DERIVATIVES * LANES;
+        units.each_derivative([&](float& x) { x = *there, there += LANES; });
     };
 
     if (differentiates) {
@@ -51,8 +51,8 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const
     __syncthreads();
     if (updates) take(0);
     for (int taken = 0; taken < p.steps; ++taken) {
-        char *state = reinterpret_cast<char *>(states) + taken % 2 * SLICE_BYTES;
-        float *d = gradients + taken % 2 * GRADS * LANES;
+        char* state = reinterpret_cast<char*>(states) + taken % 2 * SLICE_BYTES;
+        float* d = gradients + taken % 2 * GRADS * LANES;
         if (updates) {
             units.update(state, taken);
 #pragma unroll

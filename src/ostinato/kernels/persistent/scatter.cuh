@@ -14,7 +14,7 @@ constexpr int PACKED = BLOCKS * WARPS * TILES * 32;
 
 // Packs one lane's registers of one tile.  The order of columns within a tile is free: as in dense.cuh, that of a
 // lane's 16 bytes of two tiles.
-__device__ inline void pack_weights(const Parameters &p, int i) {
+__device__ inline void pack_weights(const Parameters& p, int i) {
     const int lane = i % 32, tile = i / 32 % TILES, warp = i / (32 * TILES) % WARPS, block = i / (32 * TILES * WARPS);
     const int row = (tile / COLUMN_TILES * WARPS + warp) * 16 + lane / 4, column = tile % COLUMN_TILES;
     unsigned registers[4];
@@ -26,7 +26,7 @@ __device__ inline void pack_weights(const Parameters &p, int i) {
         registers[r] = shown(widen(weight_at(p, block, there, first)));
         if (sizeof(Scalar) == 2) registers[r] |= shown(widen(weight_at(p, block, there, first + 1))) << 16;
     }
-    reinterpret_cast<uint4 *>(p.packed)[i] = {registers[0], registers[1], registers[2], registers[3]};
+    reinterpret_cast<uint4*>(p.packed)[i] = {registers[0], registers[1], registers[2], registers[3]};
 }
 
 struct Product {
@@ -34,23 +34,23 @@ struct Product {
     float total[WARP_ROWS][4];  // of this lane's rows and columns, as mma leaves them
 
     // shared: of the gradients, in two buffers; their padding stays zero
-    __device__ Product(const Parameters &p, int block, uint4 *shared) {
-        const uint4 *weights = reinterpret_cast<const uint4 *>(p.packed) + (block * WARPS + warp_id()) * TILES * 32;
+    __device__ Product(const Parameters& p, int block, uint4* shared) {
+        const uint4* weights = reinterpret_cast<const uint4*>(p.packed) + (block * WARPS + warp_id()) * TILES * 32;
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile) held[tile] = __ldcs(weights + tile * 32 + lane_id());
         for (int i = threadIdx.x; i < SHARED_STATES / 16; i += THREADS) shared[i] = {};
         __syncthreads();
     }
 
-    __device__ void operator()(const char *gradients) {
-        const char *own = gradients + place_in_slice(lane_id() % 4 * 16, lane_id() / 4 % COLUMNS);
+    __device__ void operator()(const char* gradients) {
+        const char* own = gradients + place_in_slice(lane_id() % 4 * 16, lane_id() / 4 % COLUMNS);
         float d[CHAINS][WARP_ROWS][4] = {};
 #pragma unroll
         for (int i = 0; i < PIECES + ODD; ++i) {
-            const char *address = own + i * COLUMNS * CHUNK;
+            const char* address = own + i * COLUMNS * CHUNK;
             ulonglong2 piece;
-            if (i < PIECES) piece = *reinterpret_cast<const ulonglong2 *>(address);
-            else piece.x = *reinterpret_cast<const Word *>(address - lane_id() % 4 * 8);
+            if (i < PIECES) piece = *reinterpret_cast<const ulonglong2*>(address);
+            else piece.x = *reinterpret_cast<const Word*>(address - lane_id() % 4 * 8);
 #pragma unroll
             for (int c = 2 * i; c < COLUMN_TILES && c < 2 * i + 2; ++c) {
 #pragma unroll
@@ -79,7 +79,7 @@ struct Product {
 struct Sender {
     size_t addresses[WARP_ROWS][2];  // where the sums of this lane's rows go, of its first column
 
-    __device__ explicit Sender(const Mailbox &mailbox) {
+    __device__ explicit Sender(const Mailbox& mailbox) {
 #pragma unroll
         for (int i = 0; i < 2 * WARP_ROWS; ++i) {
             const int there = min(row(i / 2, i % 2), ROWS - 1);
@@ -90,7 +90,7 @@ struct Sender {
     __device__ static int row(int tile, int half) { return (tile * WARPS + warp_id()) * 16 + lane_id() / 4 + half * 8; }
     __device__ static int column(int i) { return lane_id() % 4 * 2 + i; }
 
-    __device__ void send(const Product &product, int sequences, int step) const {
+    __device__ void send(const Product& product, int sequences, int step) const {
 #pragma unroll
         for (int i = 0; i < 4 * WARP_ROWS; ++i) {
             const int tile = i / 4, half = i / 2 % 2, second = i % 2;

@@ -37,7 +37,7 @@ struct Entry {
 // The first and the last thread with partial sums of a row.
 struct Span { unsigned char first, last; };
 
-__device__ inline Span load_span(const Parameters &p, int block, int row) {
+__device__ inline Span load_span(const Parameters& p, int block, int row) {
     const unsigned short both = p.spans[block * ROWS + row];
     return {static_cast<unsigned char>(both), static_cast<unsigned char>(both >> 8)};
 }
@@ -45,11 +45,11 @@ __device__ inline Span load_span(const Parameters &p, int block, int row) {
 // Packs one thread's entry.
 constexpr int PACKED = BLOCKS * ENTRIES * THREADS;
 
-__device__ inline void pack_weights(const Parameters &p, int i) {
+__device__ inline void pack_weights(const Parameters& p, int i) {
     const size_t entry = i / THREADS, thread = i % THREADS, first = 2 * entry * THREADS + thread;
     const unsigned place[2] = {p.places[first], p.places[first + THREADS]};
     const unsigned weight[2] = {indexed_weight(p, p.index[first]), indexed_weight(p, p.index[first + THREADS])};
-    unsigned *packed = p.packed + PARTS * entry * THREADS + thread;
+    unsigned* packed = p.packed + PARTS * entry * THREADS + thread;
     if (sizeof(Scalar) == 4) packed[0] = place[0] | place[1] << 16;
 #pragma unroll
     for (int j = 0; j < 2; ++j)
@@ -58,14 +58,14 @@ __device__ inline void pack_weights(const Parameters &p, int i) {
 
 struct Product {
     Entry held[HELD + 1];  // no array is empty
-    unsigned *kept;        // this thread's parts of the entries in shared memory
+    unsigned* kept;        // this thread's parts of the entries in shared memory
     SharedState state;
 
     // packed: (BLOCKS, ENTRIES, PARTS, THREADS)
     // index and places: (BLOCKS, ENTRIES, 2, THREADS); index is 1-based into the matrix, 0 for padding
-    __device__ Product(const Parameters &p, int block, uint4 *shared)
-        : kept(reinterpret_cast<unsigned *>(shared + STATE_PIECES) + threadIdx.x), state(shared) {
-        const unsigned *weights = p.packed + block * ENTRIES * PARTS * THREADS + threadIdx.x;
+    __device__ Product(const Parameters& p, int block, uint4* shared)
+        : kept(reinterpret_cast<unsigned*>(shared + STATE_PIECES) + threadIdx.x), state(shared) {
+        const unsigned* weights = p.packed + block * ENTRIES * PARTS * THREADS + threadIdx.x;
 #pragma unroll
         for (int entry = 0; entry < ENTRIES; ++entry) {
 #pragma unroll
@@ -80,14 +80,14 @@ struct Product {
     __device__ void add(float (&d)[STATE_COLUMNS], unsigned place, float weight) const {
         constexpr int LOADED = STATE_BYTES / 4;
         unsigned h[LOADED];
-        const char *address = state.places + place * STATE_BYTES;
+        const char* address = state.places + place * STATE_BYTES;
         if constexpr (STATE_BYTES == 8) {
-            const uint2 both = *reinterpret_cast<const uint2 *>(address);
+            const uint2 both = *reinterpret_cast<const uint2*>(address);
             h[0] = both.x, h[1] = both.y;
         } else {
 #pragma unroll
             for (int i = 0; i < LOADED; i += 4) {
-                const uint4 four = *reinterpret_cast<const uint4 *>(address + i * 4);
+                const uint4 four = *reinterpret_cast<const uint4*>(address + i * 4);
                 h[i] = four.x, h[i + 1] = four.y, h[i + 2] = four.z, h[i + 3] = four.w;
             }
         }
@@ -100,10 +100,10 @@ struct Product {
         }
     }
 
-    __device__ void ask(const char *from, unsigned step) { state.ask(from, step); }
+    __device__ void ask(const char* from, unsigned step) { state.ask(from, step); }
 
     // sums[sequence][thread] = this thread's share of its row of the matrix times the state that was asked for.
-    __device__ void operator()(float *sums, Patience &patience) {
+    __device__ void operator()(float* sums, Patience& patience) {
         state.bring(patience);
         __syncthreads();
         float d[STATE_COLUMNS] = {};
@@ -126,9 +126,9 @@ struct Product {
         for (int c = 0; c < COLUMNS; ++c) sums[c * THREADS + threadIdx.x] = d[c];
     }
 
-    __device__ Span span(const Parameters &p, int block, int row) const { return load_span(p, block, row); }
+    __device__ Span span(const Parameters& p, int block, int row) const { return load_span(p, block, row); }
 
-    __device__ static Few<float> sum(const float *sums, Span span, int, int sequence) {
+    __device__ static Few<float> sum(const float* sums, Span span, int, int sequence) {
         float total = 0;
         for (int thread = span.first; thread <= span.last; ++thread) total += sums[sequence * THREADS + thread];
         return {total};

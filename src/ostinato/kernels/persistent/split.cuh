@@ -4,10 +4,10 @@ struct Sender {
     static constexpr int COUNT = (CLUSTER - 1) * UNITS * COLUMNS;
     static constexpr int SENDS = (COUNT + OWNERS * ADJACENT - 1) / (OWNERS * ADJACENT);
 
-    const Mailbox &mailbox;
+    const Mailbox& mailbox;
     Span spans[SENDS + 1] = {};  // no array is empty
 
-    __device__ Sender(const Parameters &p, const Product &product, const Mailbox &mailbox, int block)
+    __device__ Sender(const Parameters& p, const Product& product, const Mailbox& mailbox, int block)
         : mailbox(mailbox) {
 #pragma unroll
         for (int i = 0; i < SENDS; ++i)
@@ -20,7 +20,7 @@ struct Sender {
     __device__ int peer(int i) const { return (mailbox.rank + 1 + number(i) / (UNITS * COLUMNS)) % CLUSTER; }
     __device__ int row(int i) const { return peer(i) * UNITS + item(i) % UNITS; }
 
-    __device__ void send(const Product &product, const float *sums, int sequences, int step) const {
+    __device__ void send(const Product& product, const float* sums, int sequences, int step) const {
         Few<float> sum[SENDS + 1];
 #pragma unroll
         for (int i = 0; i < SENDS; ++i) sum[i] = product.sum(sums, spans[i], row(i), item(i) / UNITS);

@@ -16,18 +16,18 @@ constexpr int ROUNDS = (WORDS + THREADS - 1) / THREADS;           // of loads, a
 constexpr int AT_ONCE = ROUNDS * COLUMNS <= 32 ? ROUNDS : 32 / COLUMNS;  // rounds whose words are in flight together
 
 struct SharedState {
-    char *places;
-    const char *mine;  // this thread's first word of the state that was asked for
+    char* places;
+    const char* mine;  // this thread's first word of the state that was asked for
     unsigned step;     // of that
     Word words[AT_ONCE][COLUMNS];
 
     __device__ static int half(int place) { return HALVES ? place & 8 : 0; }  // in bytes
 
-    __device__ explicit SharedState(void *shared) : places(static_cast<char *>(shared)) {
+    __device__ explicit SharedState(void* shared) : places(static_cast<char*>(shared)) {
         for (int place = threadIdx.x; HALVES && place < SLICE; place += THREADS)
-            *reinterpret_cast<Word *>(places + place * STATE_BYTES + 8 - half(place)) = 0;
+            *reinterpret_cast<Word*>(places + place * STATE_BYTES + 8 - half(place)) = 0;
         for (int i = threadIdx.x; i < ZERO_PLACES * STATE_BYTES / 8; i += THREADS)
-            reinterpret_cast<Word *>(places + SLICE * STATE_BYTES)[i] = 0;
+            reinterpret_cast<Word*>(places + SLICE * STATE_BYTES)[i] = 0;
     }
 
     // Number j of each of two words, side by side.
@@ -50,20 +50,20 @@ struct SharedState {
                 }
             }
             const int place = j * WORDS + index;
-            char *address = places + place * STATE_BYTES + half(place);
+            char* address = places + place * STATE_BYTES + half(place);
             if (BYTES == 8) {
-                *reinterpret_cast<uint2 *>(address) = {values[0], values[1]};
+                *reinterpret_cast<uint2*>(address) = {values[0], values[1]};
             } else {
 #pragma unroll
                 for (int i = 0; i < BYTES / 16; ++i)
-                    reinterpret_cast<uint4 *>(address)[i] = {values[4 * i], values[4 * i + 1], values[4 * i + 2],
+                    reinterpret_cast<uint4*>(address)[i] = {values[4 * i], values[4 * i + 1], values[4 * i + 2],
                                                              values[4 * i + 3]};
             }
         }
     }
 
     // The address of this thread's word in a round; the last of all where it has none.
-    __device__ const char *address(int round, int sequence) const {
+    __device__ const char* address(int round, int sequence) const {
         const int first = round * THREADS;
         const bool all = first + THREADS <= WORDS;
         return mine + sequence * ROW_BYTES + (all ? first : min(first, WORDS - 1 - int(threadIdx.x))) * 8;
@@ -78,14 +78,14 @@ struct SharedState {
     }
 
     // Starts to load a state, whether it is there or not.
-    __device__ void ask(const char *state, unsigned of_step) {
+    __device__ void ask(const char* state, unsigned of_step) {
         step = of_step;
         mine = state + threadIdx.x * 8;
         load(0);
     }
 
     // Stores the whole state that was asked for, waiting for it; a barrier must follow before it is used.
-    __device__ void bring(Patience &patience) {
+    __device__ void bring(Patience& patience) {
         patience.renew();
 #pragma unroll
         for (int round = 0; round < ROUNDS; round += AT_ONCE) {

@@ -15,7 +15,7 @@ __device__ inline void announce(Meeting meeting, int turn) {
 }
 
 // The units and sequences that an updating thread has, given the first of the block's groups.
-__device__ inline Block own_items(const Parameters &p, int block, int first_group) {
+__device__ inline Block own_items(const Parameters& p, int block, int first_group) {
     const int sequence = (first_group + own_turn()) * COLUMNS;
     return {block * UNITS, sequence, min(COLUMNS, p.batch - sequence), int(own_thread())};
 }
@@ -26,14 +26,14 @@ __device__ inline void give_registers() {
 }
 
 // Multiplies in all steps.  Before the first, `state` is what the first group exchanges, or the block's slice of it.
-__device__ inline void multiply_in_turns(const Parameters &p, int block, uint4 *weights, float *sums,
-                                         const char *state) {
+__device__ inline void multiply_in_turns(const Parameters& p, int block, uint4* weights, float* sums,
+                                         const char* state) {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(REGISTERS));
     Product product(p, block, weights);
     Patience patience(p.failure);
     product.ask(state, 0);
     for (int taken = 0; taken < p.steps; ++taken) {
-        const char *next = state + to_next_buffer(taken) * ptrdiff_t(p.groups) * GROUP_BYTES;
+        const char* next = state + to_next_buffer(taken) * ptrdiff_t(p.groups) * GROUP_BYTES;
 #pragma unroll
         for (int turn = 0; turn < TURNS; ++turn) {
             product(sums + turn * SUMS, patience, [&] { if (taken) wait_until(READ, turn); });
@@ -47,7 +47,7 @@ __device__ inline void multiply_in_turns(const Parameters &p, int block, uint4 *
 // Updates a group in all steps.  Before the first, `state` is what it exchanges.  update(step, sums, next state) ends a
 // step; prepare(step, state) does what can be done before the sums are there.
 template <typename Update, typename Prepare>
-__device__ void update_in_turns(const Parameters &p, const float *sums, char *state, Update update, Prepare prepare) {
+__device__ void update_in_turns(const Parameters& p, const float* sums, char* state, Update update, Prepare prepare) {
     const int turn = own_turn();
     for (int taken = 0; taken < p.steps; ++taken) {
         prepare(taken, state);

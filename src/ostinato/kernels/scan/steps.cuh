@@ -327,7 +327,7 @@ struct Steps {
             for (int u = 0; u < ROWS; ++u)
                 if (at.inside && (NARROW || !CHECKED || at.exists(i + u))) {  // of a strip, what exists is stored
                     if constexpr (NARROW) strip.element[Strip::place(at, u, shift)] = results[u][k];
-                    else *rows.row(at, chunk, tile, u) = results[u][k];
+                    else* rows.row(at, chunk, tile, u) = results[u][k];
                 }
             if constexpr (NARROW) strip.store<CHECKED>(at, p.output(k), chunk, part, shift);
         }
