@@ -79,7 +79,7 @@ SWITCHES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
         {WIDE: '@p " LOAD_STATE ".b64 %0, [%3]; @p " LOAD_STATE ".b64 %1, [%3+8];'},
     ),
     "prefetches": (ALL, {"if (taken + PREFETCH < p.steps)": "if (false)"}),
-    "waiting before the first look": (ALL, {"if (UNITS * COLUMNS <= THREADS - 32 && !LOOKS) __syncthreads();": ""}),
+    "waiting before the first look": (ALL, {"if (UNITS * exchanged() <= THREADS - 32 && !LOOKS) __syncthreads();": ""}),
     "columns in the order of banks": (("block", "sparse"), {}),  # which Python packs
 }
 
