@@ -105,6 +105,8 @@ def test_gradients_of_small_layers_are_reduced_within_clusters(layer, exact, blo
         (("lstm", 1024, 64, f32), True, (1, 1)),
         (("gru", 2048, 16, f32), False, (1, 1)),  # weights from L2 would be read twice
         (("gru", 1024, 16, bf16), True, (1, 1)),  # too few products to hide an exchange behind
+        (("lstm", 1024, 16, bf16), True, (1, 1)),  # both groups find multiprocessors of their own
+        (("lstm", 1024, 8, bf16), True, (1, 1)),
         (("lstm", 512, 64, bf16), True, (1, 1)),
         (("gru", 1280, 32, bf16), True, (2, 1)),
         (("rnn_tanh", 2048, 16, bf16), True, (1, 1)),

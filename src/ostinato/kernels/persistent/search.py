@@ -80,13 +80,16 @@ def _clusters(start: Geometry, batch: int, properties: Any, share: int) -> Itera
 def _in_turns(start: Geometry, batch: int, properties: Any, share: int) -> Iterator[Geometry]:
     """The divisions of units and sequences in which each block computes two groups in turn.
 
-    It was measured to pay for gated layers, unless states are small or products exact.
+    It was measured to pay for gated layers, unless states are small or products exact, and where both groups do not
+    find multiprocessors of their own.
     """
+    processors = properties.multi_processor_count // share
     size, exact = start.dtype.itemsize, start.exact and start.dtype == torch.float32
     if GATES[start.cell] > 1 and not exact and start.pitch * size >= LEAST_COPIED:
         for covering in _coverings(start._replace(turns=2), round_up(ceil_div(batch, 2), 8), properties, share):
             whole = covering.slice * size % (64 * WARPS) == 0  # pieces
-            if whole and covering.columns % 8 == start.hidden_size % covering.units == 0:
+            shared = covering.blocks * covering.groups * covering.turns > processors
+            if shared and whole and covering.columns % 8 == start.hidden_size % covering.units == 0:
                 yield covering
 
 
