@@ -1,4 +1,4 @@
-"""How the operators of non-linear recurrences are given their tensors."""
+"""How the operators of recurrences are given their tensors."""
 
 import itertools
 from collections.abc import Sequence
@@ -7,7 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ostinato.kernels.recurrence.trace import Trace
+from ostinato.kernels.recurrence.trace import Trace, parse
+
+
+def first_sequence(recurrence: str, arguments: Sequence[Tensor]) -> Tensor:
+    """The argument whose shape, dtype and device are those of the states over time."""
+    return arguments[parse(recurrence).sequences.index(True)]
 
 
 def split(trace: Trace, arguments: Sequence[Any]) -> list[Any]:

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from ostinato.kernels.memory import empty, empty_like
 from ostinato.kernels.numba_loops import NUMPY_DTYPES
 from ostinato.kernels.recurrence import cpu_loops
+from ostinato.kernels.recurrence.arguments import by_kind, first_sequence
 from ostinato.kernels.recurrence.graph import Graph, evaluate
 from ostinato.kernels.recurrence.linear import Steps, steps_of
 from ostinato.kernels.recurrence.trace import parse
@@ -67,7 +68,7 @@ def scan(
     h = empty(like.shape, dtype)
     state = initial_state(h0, (layout.batch, layout.hidden), dtype)
     _run(recurrence, layout, parameters, state, _arrays(sequences, cu_seqlens), _arrays([h], cu_seqlens))
-    result = arguments[parse(recurrence).sequences.index(True)].dtype
+    result = first_sequence(recurrence, arguments).dtype
     return h.to(result), state.to(result)
 
 
@@ -96,12 +97,12 @@ def scan_backward(
 
 def _parted(recurrence: str, arguments: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """The sequences, with equal strides and in the compute dtype, and the parameters, (1, D)."""
-    kinds = parse(recurrence).sequences
-    dtype = compute_dtype(arguments[kinds.index(True)])
-    sequences = [rows(x, dtype) for x, sequence in zip(arguments, kinds, strict=True) if sequence]
+    sequences, parameters = by_kind(parse(recurrence).sequences, arguments)
+    dtype = compute_dtype(sequences[0])
+    sequences = [rows(x, dtype) for x in sequences]
     if any(x.stride() != sequences[0].stride() for x in sequences):
         sequences = [x.contiguous() for x in sequences]
-    return sequences, [x[None] for x, sequence in zip(arguments, kinds, strict=True) if not sequence]
+    return sequences, [x[None] for x in parameters]
 
 
 def _layout(x: Tensor, cu_seqlens: Tensor | None, resets: Tensor | None, reverse: bool) -> _Layout:

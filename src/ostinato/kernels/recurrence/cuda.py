@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from ostinato.kernels import nvrtc
 from ostinato.kernels.nvrtc import SCALARS, address, empty
+from ostinato.kernels.recurrence.arguments import by_kind
 from ostinato.kernels.recurrence.print_cuda import element_name, print_cuda
 from ostinato.kernels.recurrence.trace import parse
 from ostinato.kernels.scan.cuda import Element, along_channels, last_state, prepare_scan
@@ -69,12 +70,12 @@ def scan_backward(
 
 def _parted(recurrence: str, arguments: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """The sequences, with contiguous channels, and the parameters, in one dtype."""
-    kinds = parse(recurrence).sequences
-    parameters = [x.contiguous() for x, sequence in zip(arguments, kinds, strict=True) if not sequence]
+    sequences, parameters = by_kind(parse(recurrence).sequences, arguments)
+    parameters = [x.contiguous() for x in parameters]
     if len({x.dtype for x in parameters}) > 1:
         dtype = functools.reduce(torch.promote_types, (x.dtype for x in parameters))
         parameters = [x.to(dtype) for x in parameters]
-    return [along_channels(x) for x, sequence in zip(arguments, kinds, strict=True) if sequence], parameters
+    return [along_channels(x) for x in sequences], parameters
 
 
 @functools.lru_cache(maxsize=1024)

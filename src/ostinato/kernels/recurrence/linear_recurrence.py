@@ -3,7 +3,6 @@
 The operator takes the recurrence as the text of its trace, as that of ``layer_scan.py`` does.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 from ostinato.kernels.dispatch import Groups, gradient, gradients, operator, or_empty
 from ostinato.kernels.export import refuse_packed
 from ostinato.kernels.recurrence import torch_ops
+from ostinato.kernels.recurrence.arguments import first_sequence, in_order
 from ostinato.kernels.recurrence.backends import kernels_on
 from ostinato.kernels.recurrence.trace import parse
 from ostinato.kernels.scan.operators import check_cu_seqlens, initial_states
@@ -20,10 +20,6 @@ from ostinato.kernels.scan.operators import check_cu_seqlens, initial_states
 #
 # The arguments are those of the recurrence: (B, T, D), any strides, of one dtype, or (D,), each of a dtype of its own.
 # The rest is as in linear_scan.
-
-
-def _like(recurrence: str, arguments: Sequence[Tensor]) -> Tensor:
-    return arguments[parse(recurrence).sequences.index(True)]
 
 
 def _linear_recurrence(
@@ -35,7 +31,7 @@ def _linear_recurrence(
     backend: str,
     *arguments: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    like = _like(recurrence, arguments)
+    like = first_sequence(recurrence, arguments)
     check_cu_seqlens(cu_seqlens, like.shape[1])
     kernels = kernels_on(backend, like.device.type)
     if like.numel() == 0:
@@ -54,7 +50,7 @@ def _linear_recurrence_fake(
     backend: str,
     *arguments: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    like = _like(recurrence, arguments)
+    like = first_sequence(recurrence, arguments)
     sequences = like.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     return like.new_empty(like.shape), like.new_empty(sequences, like.shape[2])
 
@@ -97,9 +93,8 @@ def _linear_recurrence_backward_impl(
         return [x.clone() for x in found]
     shared = h, h0, grad_h, grad_h_last, cu_seqlens, resets, reverse
     of_sequences, of_parameters, grad_h0 = kernels.scan_backward(recurrence, *shared, *arguments)
-    rest = {True: iter(of_sequences), False: iter(of_parameters)}
-    kinds = zip(parse(recurrence).sequences, arguments, strict=True)
-    return [or_empty(grad_h0, h), *(next(rest[sequence]).to(x.dtype) for sequence, x in kinds)]
+    grads = in_order(parse(recurrence).sequences, of_sequences, of_parameters)
+    return [or_empty(grad_h0, h), *(grad.to(x.dtype) for grad, x in zip(grads, arguments, strict=True))]
 
 
 def _linear_recurrence_backward_fake(recurrence: str, h0: Tensor | None, h: Tensor, *rest: Any) -> list[Tensor]:

@@ -25,6 +25,7 @@ from ostinato.kernels.numba_loops import (
     structure_at,
     take_task,
 )
+from ostinato.kernels.recurrence.arguments import in_order
 from ostinato.kernels.recurrence.print_cpu import lines_of
 from ostinato.kernels.recurrence.trace import Trace, parse, with_state
 from ostinato.kernels.scan.cpu import blocks_of, constant, initial_state, rows
@@ -104,8 +105,7 @@ class _Arrays:
 
     def names(self, trace: Trace) -> list[str]:
         """Those of the function's arguments, in its order."""
-        own = {True: iter(self.sequences), False: iter(self.parameters)}
-        return [next(own[sequence]) for sequence in trace.sequences]
+        return in_order(trace.sequences, self.sequences, self.parameters)
 
     def arguments(self, trace: Trace) -> list[str]:
         """The function's own, in its order, at channel j."""
@@ -150,10 +150,9 @@ def print_loop(trace: Trace, backward: bool) -> str:
         f"{_load(x, f'at_{x} + j')} + {_load(y, 'at + j')}" for x, y in zip(arrays.grads, arrays.states, strict=True)
     ]
     lines, results = lines_of(trace.backward, inputs)
-    of = {True: iter(arrays.results), False: iter(arrays.sums)}
     stores = [f'store({x}, at + j, {y}, "{x}")' for x, y in zip(arrays.states, results, strict=False)]
-    for sequence, y in zip(trace.sequences, results[trace.states :], strict=True):
-        x = next(of[sequence])
+    names = in_order(trace.sequences, arrays.results, arrays.sums)
+    for sequence, x, y in zip(trace.sequences, names, results[trace.states :], strict=True):
         place, value = (f"at_{x} + j", y) if sequence else ("at + j", f"{_load(x, 'at + j')} + {y}")
         stores.append(f'store({x}, {place}, {value}, "{x}")')
     flushes = [

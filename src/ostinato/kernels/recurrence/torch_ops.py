@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from ostinato.kernels.recurrence.arguments import first_sequence
 from ostinato.kernels.recurrence.graph import evaluate
 from ostinato.kernels.recurrence.trace import parse
 from ostinato.kernels.scan import choose_backend, operators
@@ -86,7 +87,7 @@ def scan(
     *arguments: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """As :func:`~ostinato.kernels.recurrence.linear_recurrence.linear_recurrence`."""
-    like = arguments[parse(recurrence).sequences.index(True)]
+    like = first_sequence(recurrence, arguments)
     dtype = _dtype(like, backend)
     make, run = (_coefficients, _in_a_loop) if backend == "loop" else (Coefficients.apply, operators.linear_scan)
     a, b = make(recurrence, *(x.to(dtype) for x in arguments))
