@@ -351,7 +351,7 @@ class Geometry(NamedTuple):
             if room < 0 or free < 0:  # even without weights the compiler would spill
                 return None
             if self.tiles > max(0, free) + room:  # prefetched tiles take registers, too
-                if self.takes_fewer:
+                if self.takes_fewer:  # what streams is compiled for the sequences that it has, and may not stream then
                     return self._replace(streamed=1).fill_registers(shared_limit)
                 free -= 4
                 streamed = self.tiles - max(0, free) - room

@@ -149,14 +149,13 @@ def _stream_narrow(scan: Criteria) -> Geometry | None:
 
 def _stream_few_steps(scan: Criteria) -> Geometry | None:
     """Sequences of one tile of one warp, or many of few: further warps would have no steps, or leave blocks waiting."""
+    if scan.element not in LINEAR or scan.steps > FEW_STEPS:
+        return None
     vec = min(scan.aligned, 8 // scan.itemsize)
     warp = Geometry(vec, _lanes_across(scan.channels, vec), 1, 4, resident=12)
-    if scan.element not in LINEAR:
-        return None
-    if scan.steps <= min(warp.tile, FEW_STEPS):
+    if scan.steps <= warp.tile:
         return warp
-    many = scan.chains(warp) > 4 * scan.device.processors
-    return warp._replace(stages=STAGES) if many and scan.steps <= FEW_STEPS else None
+    return warp._replace(stages=STAGES) if scan.chains(warp) > 4 * scan.device.processors else None
 
 
 def _stream_two_warps_abreast(scan: Criteria) -> Geometry | None:
