@@ -261,6 +261,22 @@ def test_calls_like_earlier_ones_are_torchs(cell, options):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
 
 
+@by("the CPU's")
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_a_call_runs_what_was_prepared_for_one_like_it(bidirectional, monkeypatch):
+    layer = ostinato.GRU(5, 8, bidirectional=bidirectional)
+    x, hx = inputs(layer, 3)
+    never = torch.zeros(x.shape[:2], dtype=torch.bool)
+    for _ in range(2):
+        layer(x, hx), layer(x, hx, resets=never)
+    for name in ("recurrent_layer", "recurrent_layers"):
+        monkeypatch.setattr(sequences, name, None)
+    for resets in (None, never):
+        assert_same(layer(2 * x, hx, resets=resets), twin(layer)(2 * x, hx), 1e-6)
+    with pytest.raises(TypeError, match="NoneType"):
+        layer(x[:2], hx)
+
+
 def test_a_call_is_checked_unless_one_like_it_was(monkeypatch):
     layer, checked = ostinato.GRU(5, 8, batch_first=True), []
     check = ostinato.GRU._checked
