@@ -18,11 +18,15 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # each of several processes: one thread
     os.environ["OMP_NUM_THREADS"] = "1"  # of processes that tests start
     torch.set_num_threads(1)
 
+# Numba styles the message of every overload that does not fit, of which there are a hundred a loop and none is shown.
+os.environ["NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING"] = "1"
+
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in a shell's background job: some tests press Ctrl-C
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: "processes" not in item.fixturenames)  # of several workers, one starts the pool
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

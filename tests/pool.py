@@ -16,7 +16,7 @@ class Pool:
 
     def start(self):
         context = torch.multiprocessing.get_context("forkserver")  # of which one process imports for all
-        context.set_forkserver_preload(["ostinato.models", "torch.distributed.fsdp"])
+        context.set_forkserver_preload(["ostinato.models", "torch.distributed.fsdp", "torch._dynamo", "numba"])
         self.members = []
         for rank in range(self.size):
             ours, theirs = context.Pipe()

@@ -1,5 +1,7 @@
 """Training on several processes: the curve of one, whole checkpoints, and an end when one of them dies."""
 
+import contextlib
+import io
 import os
 import re
 import signal
@@ -17,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 
 import ostinato
 from ostinato.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from ostinato.cli import main
 from ostinato.models import LanguageModel
 from ostinato.processes import Share, make_mesh, part
 from ostinato.text import Vocabulary
@@ -216,8 +219,7 @@ TRAIN += ["--evaluate-every", "2", "--device", "cpu"]
 
 
 def start(folder, processes, *arguments):
-    """`ostinato train` in a folder with text.txt, under torchrun."""
-    Path(folder, "text.txt").write_text(TEXT)
+    """`ostinato train` in a folder, under torchrun."""
     launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--rdzv-backend", "c10d"]
     launch += ["--rdzv-endpoint", "localhost:0"]  # a port of its own
     command = [sys.executable, *launch, "-m", "ostinato", "train", *arguments]
@@ -226,7 +228,21 @@ def start(folder, processes, *arguments):
     return subprocess.Popen(command, cwd=folder, **options)
 
 
-def test_a_killed_process_ends_the_job_whose_checkpoint_goes_on(tmp_path, monkeypatch):
+def train(folder, *arguments):
+    """`ostinato train` in a folder, by the processes of a group, which torchrun would start and join."""
+    torch.set_default_dtype(torch.float32)
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()):
+        patch.chdir(folder)
+        patch.setenv("WORLD_SIZE", str(distributed.get_world_size()))
+        patch.setattr(distributed, "init_process_group", lambda _: None)
+        patch.setattr(distributed, "destroy_process_group", lambda: None)
+        with pytest.raises(SystemExit) as stopped:
+            main(["train", *arguments])
+    return stopped.value.code
+
+
+def test_a_killed_process_ends_the_job_whose_checkpoint_goes_on(tmp_path, processes):
+    (tmp_path / "text.txt").write_text(TEXT)
     job = start(tmp_path, 2, "--text", "text.txt", "--output", "cut", *TRAIN, "--steps", "100000")
     last = tmp_path / "cut" / "last.safetensors"
     while not last.exists():
@@ -246,15 +262,10 @@ def test_a_killed_process_ends_the_job_whose_checkpoint_goes_on(tmp_path, monkey
     step = load_checkpoint(last).training["trainer"]["step"]
     assert step % 2 == 0
 
-    from ostinato.cli import main
-
-    monkeypatch.chdir(tmp_path)
-    more = ["--device", "cpu", "--steps", str(step + 4)]
-    with pytest.raises(SystemExit) as stopped:
-        main(["train", "--resume", str(last), "--output", "one", *more])
-    assert not stopped.value.code
-    two = start(tmp_path, 2, "--resume", str(last), "--output", "two", "--shard", "--sequence-parallel", "2", *more)
-    assert two.wait(60) == 0, two.stderr.read()
+    more = ["--resume", str(last), "--device", "cpu", "--steps", str(step + 4)]
+    assert processes.run(1, train, tmp_path, *more, "--output", "one") == [0]
+    more += ["--shard", "--sequence-parallel", "2"]
+    assert processes.run(2, train, tmp_path, *more, "--output", "two") == [0, 0]
     found = [load_checkpoint(tmp_path / folder / last.name).training["trainer"]["curve"] for folder in ("one", "two")]
     assert [point["step"] for point in found[0]] == [point["step"] for point in found[1]]
     for one, other in zip(*found, strict=True):
