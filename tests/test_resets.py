@@ -175,13 +175,13 @@ def test_one_step(cell, bidirectional):
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_what_is_not_finite_stays_in_its_episode(value, kernels):
     layer = make("LSTM", bidirectional=True).double()
-    x, resets = torch.randn(9, 2, 5, dtype=torch.float64), torch.zeros(9, 2, dtype=torch.bool)
+    x, resets = torch.randn(9, 4, 5, dtype=torch.float64), torch.zeros(9, 4, dtype=torch.bool)
     resets[3, 0] = resets[6, 0] = True
     clean = layer(x, resets=resets)[0]
     x[4, 0, 1] = value
     x.requires_grad_()
     output = layer(x, resets=resets)[0]
-    others = torch.ones(9, 2, dtype=torch.bool)
+    others = torch.ones(9, 4, dtype=torch.bool)
     others[3:6, 0] = False
     torch.testing.assert_close(output[others], clean[others], rtol=0, atol=1e-13)
     assert not torch.equal(output[4, 0], clean[4, 0])
@@ -192,8 +192,8 @@ def test_what_is_not_finite_stays_in_its_episode(value, kernels):
 @pytest.mark.parametrize("cell", CELLS)
 def test_gradients_and_their_gradients_by_differences(cell, kernels):
     layer = make(cell, bidirectional=True).double()
-    x, resets = torch.randn(4, 2, 5, dtype=torch.float64, requires_grad=True), random_resets((4, 4))
-    h = torch.randn(2, 2, 16, dtype=torch.float64, requires_grad=True)
+    x, resets = torch.randn(4, 4, 5, dtype=torch.float64, requires_grad=True), random_resets((4, 4, 4, 4))
+    h = torch.randn(2, 4, 16, dtype=torch.float64, requires_grad=True)
     hx = (h, h.detach() * 2) if cell == "LSTM" else h
 
     def function(x, h):

@@ -194,20 +194,20 @@ def test_an_optimiser_s_changes_are_seen():
 
 
 @pytest.mark.parametrize(
-    ("cell", "block", "batch"),  # products, which differ by blocks, know nothing of cells
+    ("cell", "block", "batch", "dtype"),  # products, which differ by blocks, know nothing of cells
     [
-        *(("GRU", block, 1) for block in (None, (8, 4), (16, 1), (1, 1))),
-        *(("RNN", None, 1), ("LSTM", None, 1), ("LSTM", (8, 4), 1)),
-        *(("GRU", None, 3), ("GRU", (16, 1), 3), ("LSTM", None, 3)),
+        *(("GRU", block, 1, F64) for block in (None, (8, 4), (16, 1), (1, 1))),
+        *(("RNN", None, 1, F64), ("LSTM", None, 1, F64), ("LSTM", (8, 4), 1, F32)),
+        *(("GRU", None, 3, F64), ("GRU", (16, 1), 3, F64), ("LSTM", None, 3, F64)),
     ],
 )
-def test_a_frozen_stepper_has_weights_of_its_own(cell, block, batch):
+def test_a_frozen_stepper_has_weights_of_its_own(cell, block, batch, dtype):
     torch.manual_seed(0)
-    layer = getattr(ostinato, cell)(36, 37, 2)
+    layer = getattr(ostinato, cell)(36, 37, 2, dtype=dtype)
     if block is not None:
         ostinato.prune(layer, 0.2, block=block, input_weights=True, keep_diagonal=True)
     live, frozen = ostinato.Stepper(layer, batch), ostinato.Stepper(layer, batch, frozen=True)
-    x = torch.randn(6, batch, 36)
+    x = torch.randn(6, batch, 36, dtype=dtype)
     whole = layer(x)[0].detach()
     for t in range(6):
         torch.testing.assert_close(frozen(x[t]), whole[t], rtol=0, atol=2e-6)

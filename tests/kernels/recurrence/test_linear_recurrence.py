@@ -159,6 +159,8 @@ def check_against_loop(function, backend, packed, steps, channels):
     for dtype, reverse, resetting in itertools.product(TOLERANCE, (False, True), (False, True)):
         if device == "cuda" and reverse != resetting:  # for each kernel once
             continue
+        if backend == "cpu" and dtype != torch.float64 and function not in (rg_lru, oscillating, winding):
+            continue  # of the others' operations float32 has no code of its own: another loop, and nothing new
         shapes = [(steps, batch, channels) if sequence else (channels,) for sequence in kinds]  # time-major in memory
         narrow = [torch.randn(shape).to(dtype) for shape in shapes]
         narrow = [x.transpose(0, 1) if x.dim() == 3 else x for x in narrow]

@@ -210,7 +210,7 @@ def layer_inputs(layout, batch, length, width, dtype):
     st.sampled_from(["batch-major", "time-major", "packed"]),
     st.integers(1, 2),
     st.tuples(st.integers(1, 5), st.sampled_from([1, 2, 9, 70]), st.sampled_from([1, 5, 16, 35])),
-    dtypes,
+    st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),  # float64 is compared with the papers' equations
     st.booleans(),
     st.sampled_from(["both", "h", "h_last"]),
     seeds,
