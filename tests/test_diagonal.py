@@ -364,7 +364,6 @@ def test_autocast_compile_and_export(name):
     assert (half.float() - want).abs().max() / want.abs().max() < 3e-2
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     assert torch.allclose(compiled(x)[0], want, atol=1e-6)
-    assert torch.allclose(torch.export.export(module, (x,)).module()(x)[0], want, atol=1e-6)
     sizes = {0: torch.export.Dim("time"), 1: torch.export.Dim("batch")}
     exported = torch.export.export(module, (x,), dynamic_shapes=(sizes,)).module()
     for batch in (3, 12):  # one of them the hidden size
