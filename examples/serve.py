@@ -21,7 +21,7 @@ DENSITY = 0.1
 
 
 class Forecaster(nn.Module):
-    def __init__(self, hidden_size: int = 384) -> None:
+    def __init__(self, hidden_size: int) -> None:
         super().__init__()
         self.lstm = nn.LSTM(1, hidden_size)
         self.head = nn.Linear(hidden_size, 1)
@@ -72,10 +72,10 @@ def serve(name: str, model: Forecaster, x: Tensor) -> None:
     )
 
 
-def main(steps: int = 40) -> None:
+def main(steps: int = 40, hidden_size: int = 384) -> None:
     torch.manual_seed(0)
     x = recording()
-    dense = Forecaster()
+    dense = Forecaster(hidden_size)
     train(dense, x, steps=steps, learning_rate=2e-3)
     pruned = copy.deepcopy(dense)
     train(pruned, x, steps=steps, learning_rate=1e-3, density=DENSITY)

@@ -58,7 +58,7 @@ def test_characters_learn_and_are_written(example):
 
 def test_serve_forecasts_with_a_tenth_of_the_weights(example):
     pytest.importorskip("matplotlib")
-    output = example("serve", 25)
+    output = example("serve", 25, 192)
     assert "10% of the weights are left" in output
     (last_value,) = numbers(output, "last value         error")
     for row in ("dense, torch.nn", "10% of its weights"):

@@ -64,7 +64,7 @@ def test_gradients(cell, candidate, backend):
     def call(x, hx, *parameters):
         return torch.func.functional_call(module, dict(zip(names, parameters, strict=True)), (x, hx))
 
-    assert torch.autograd.gradcheck(call, (x, hx, *module.parameters()), atol=1e-8)
+    assert torch.autograd.gradcheck(call, (x, hx, *module.parameters()), atol=1e-8, fast_mode=True)
 
 
 @settings(max_examples=25, deadline=None)
