@@ -42,8 +42,8 @@ class LayerCall(Protocol):
 class StackedLayers(nn.Module):
     """Stacked layers in one direction or two, without the computation of a layer.
 
-    A subclass defines the shapes of a layer's parameters in :meth:`_shapes` and its computation in :meth:`_layer`.
-    ``settings`` are the subclass's own arguments, kept as attributes.
+    A subclass defines the shapes of a layer's parameters in :meth:`_shapes` and its computation in :meth:`_layer`.  It
+    keeps arguments of its own as attributes before ``super().__init__``, which draws the parameters.
     """
 
     states = 1  # tensors per state; several are a tuple, as torch.nn.LSTM's
@@ -57,16 +57,15 @@ class StackedLayers(nn.Module):
         self,
         input_size: int,
         hidden_size: int,
-        num_layers: int,
-        bias: bool,
-        batch_first: bool,
-        dropout: float,
-        bidirectional: bool,
+        num_layers: int = 1,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
         *,
-        backend: str,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
-        **settings: Any,
+        backend: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         check_integers(1, input_size=input_size, hidden_size=hidden_size, num_layers=num_layers)
@@ -75,12 +74,11 @@ class StackedLayers(nn.Module):
         if isinstance(dropout, bool) or not isinstance(dropout, int | float) or not 0 <= dropout <= 1:
             raise ValueError(f"dropout must be a probability, 0 to 1; got {dropout!r}")
         if dropout > 0 and num_layers == 1:
-            warnings.warn("dropout acts between layers, and num_layers is 1: nothing will be dropped", stacklevel=3)
+            caller = 2 + (type(self).__init__ is not StackedLayers.__init__)
+            warnings.warn("dropout acts between layers, and num_layers is 1: nothing is dropped", stacklevel=caller)
         self.input_size, self.hidden_size, self.num_layers = input_size, hidden_size, num_layers
         self.bias, self.batch_first, self.dropout, self.bidirectional = bias, batch_first, float(dropout), bidirectional
         self.backend = backend
-        for name, value in settings.items():
-            setattr(self, name, value)
         for layer in range(num_layers):
             width = input_size if layer == 0 else hidden_size * self.num_directions
             for suffix in self._suffixes(layer):

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from ostinato.checks import check_choice
 from ostinato.diagonal.layers import DiagonalLayers, Parameters, Run
 from ostinato.kernels.gemm import linear
-from ostinato.layers import Hidden, StackedLayers, draw_parameters
+from ostinato.layers import Hidden, draw_parameters
 from ostinato.recurrence import recurrence
 
 
@@ -43,8 +43,6 @@ class IndRNN(DiagonalLayers):
         torch.Size([100, 4, 16])
     """
 
-    nonlinearity: str
-
     def __init__(
         self,
         input_size: int,
@@ -61,8 +59,9 @@ class IndRNN(DiagonalLayers):
         dtype: torch.dtype | None = None,
     ) -> None:
         check_choice("nonlinearity", nonlinearity, ("relu", "tanh"))
+        self.nonlinearity = nonlinearity
         sizes = input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional
-        StackedLayers.__init__(self, *sizes, backend=backend, device=device, dtype=dtype, nonlinearity=nonlinearity)
+        super().__init__(*sizes, backend=backend, device=device, dtype=dtype)
 
     def _shapes(self, width: int) -> dict[str, tuple[int, ...]]:
         hidden = self.hidden_size

@@ -22,22 +22,7 @@ Parameters = dict[str, Any]  # tensors by name, None for an absent bias
 class DiagonalLayers(StackedLayers):
     """Layers that run a :func:`ostinato.recurrence`; see :meth:`_cell`."""
 
-    def __init__(
-        self,
-        input_size: int,
-        hidden_size: int,
-        num_layers: int = 1,
-        bias: bool = True,
-        batch_first: bool = False,
-        dropout: float = 0.0,
-        bidirectional: bool = False,
-        *,
-        backend: str = "auto",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        sizes = input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional
-        super().__init__(*sizes, backend=backend, device=device, dtype=dtype)
+    reads_packed = False  # whether :meth:`_layer` takes the rows of a PackedSequence as they lie
 
     def _cell(self, suffix: str, p: Parameters, x: Tensor, run: Run) -> tuple[Tensor, Hidden]:
         """The outputs and last states of one layer in one direction, from its parameters `p`, by name, and its input.
@@ -51,8 +36,8 @@ class DiagonalLayers(StackedLayers):
     def _layers(
         self, x: Tensor, hx: Hidden | None, offsets: Tensor | None, resets: Tensor | None, batch_first: bool
     ) -> tuple[Tensor, Hidden]:
-        if offsets is None:
-            return super()._layers(x, hx, None, resets, batch_first)
+        if offsets is None or self.reads_packed:
+            return super()._layers(x, hx, offsets, resets, batch_first)
         # Recurrences take sequences one after another where a PackedSequence has its steps one after another.
         rows = torch.arange(x.shape[0], device=x.device)
         step = torch.searchsorted(offsets, rows, right=True) - 1

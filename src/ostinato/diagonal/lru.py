@@ -1,14 +1,13 @@
 """LRU, the linear recurrent unit of complex state."""
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ostinato.diagonal.layers import DiagonalLayers, Parameters, Run
 from ostinato.kernels.gemm import linear
-from ostinato.layers import Hidden, StackedLayers
+from ostinato.layers import Hidden
 from ostinato.recurrence import recurrence
 
 
@@ -56,8 +55,6 @@ class LRU(DiagonalLayers):
     """
 
     states = 2
-    radius: tuple[float, float]
-    max_phase: float
 
     def __init__(
         self,
@@ -79,9 +76,9 @@ class LRU(DiagonalLayers):
             raise ValueError(f"radius must be two numbers that rise, from 0 to 1; got {radius}")
         if not 0 < max_phase <= 2 * math.pi:
             raise ValueError(f"max_phase must be above 0, to 2 pi; got {max_phase}")
+        self.radius, self.max_phase = radius, max_phase
         sizes = input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional
-        options: dict[str, Any] = {"backend": backend, "device": device, "dtype": dtype}
-        StackedLayers.__init__(self, *sizes, **options, radius=radius, max_phase=max_phase)
+        super().__init__(*sizes, backend=backend, device=device, dtype=dtype)
 
     def _shapes(self, width: int) -> dict[str, tuple[int, ...]]:
         hidden = self.hidden_size

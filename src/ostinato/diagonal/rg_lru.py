@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from ostinato.checks import check_integers
 from ostinato.diagonal.layers import DiagonalLayers, Parameters, Run
 from ostinato.kernels.gemm import linear
-from ostinato.layers import Hidden, StackedLayers
+from ostinato.layers import Hidden
 from ostinato.recurrence import recurrence
 
 TINY = 1e-37  # too small to change any other number; added under a root, whose derivative at 0 is infinite
@@ -57,8 +57,6 @@ class RGLRU(DiagonalLayers):
         (torch.Size([4, 100, 32]), torch.Size([1, 4, 32]))
     """
 
-    num_blocks: int
-
     def __init__(
         self,
         input_size: int,
@@ -79,8 +77,9 @@ class RGLRU(DiagonalLayers):
         check_integers(1, num_blocks=blocks)
         if hidden_size % blocks:
             raise ValueError(f"num_blocks must divide hidden_size, {hidden_size}; got {blocks}")
+        self.num_blocks = blocks
         sizes = input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional
-        StackedLayers.__init__(self, *sizes, backend=backend, device=device, dtype=dtype, num_blocks=blocks)
+        super().__init__(*sizes, backend=backend, device=device, dtype=dtype)
 
     def _shapes(self, width: int) -> dict[str, tuple[int, ...]]:
         hidden, block = self.hidden_size, self.hidden_size // self.num_blocks

@@ -11,7 +11,7 @@ from ostinato.kernels.eager import Prepared
 from ostinato.kernels.gemm import linear
 from ostinato.kernels.persistent.reference import previous
 from ostinato.kernels.recurrence.layer_scan import layer_scan, projected_scan, step_of
-from ostinato.layers import Hidden, StackedLayers, seen_in_reverse
+from ostinato.layers import Hidden, seen_in_reverse
 from ostinato.minimal.recurrences import CANDIDATES, GATES, RECURRENCES, recurrence_of
 from ostinato.minimal.steps import is_plain_step, next_state, steps_alone
 from ostinato.replay import recording
@@ -23,7 +23,7 @@ class _MinimalLayers(DiagonalLayers):
     """Stacked layers of one minimal cell, around ``layer_scan``."""
 
     cell: str
-    candidate: str
+    reads_packed = True
 
     def __init__(
         self,
@@ -44,8 +44,9 @@ class _MinimalLayers(DiagonalLayers):
         if proj_size != 0:
             raise ValueError(f"proj_size must be 0, projections are not supported; got {proj_size!r}")
         check_choice("candidate", candidate, tuple(CANDIDATES))
+        self.candidate = candidate
         sizes = input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional
-        StackedLayers.__init__(self, *sizes, backend=backend, device=device, dtype=dtype, candidate=candidate)
+        super().__init__(*sizes, backend=backend, device=device, dtype=dtype)
 
     def _shapes(self, width: int) -> dict[str, tuple[int, ...]]:
         rows = GATES[self.cell] * self.hidden_size
@@ -54,13 +55,6 @@ class _MinimalLayers(DiagonalLayers):
     def _cell(self, suffix: str, p: Parameters, x: Tensor, run: Run) -> tuple[Tensor, Hidden]:
         gates = linear(x, p["weight_ih"], p["bias_ih"]).chunk(GATES[self.cell], -1)
         return run(RECURRENCES[self.cell][self.candidate], *gates)
-
-    def _layers(
-        self, x: Tensor, hx: Hidden | None, offsets: Tensor | None, resets: Tensor | None, batch_first: bool
-    ) -> tuple[Tensor, Hidden]:
-        if self._is_apart(resets):
-            return super()._layers(x, hx, offsets, resets, batch_first)
-        return StackedLayers._layers(self, x, hx, offsets, resets, batch_first)
 
     def _is_apart(self, resets: Tensor | None) -> bool:
         """Whether the sequence is sharded and each direction must be run separately."""
