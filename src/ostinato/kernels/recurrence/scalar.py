@@ -10,6 +10,18 @@ class Unsupported(Exception):
     """Raised for an operation without a scalar form."""
 
 
+def _unary(name: str) -> "Callable[[Scalar], Scalar]":
+    return lambda self: operation(name, self)
+
+
+def _binary(name: str) -> "Callable[[Scalar, Operand], Scalar]":
+    return lambda self, other: operation(name, self, other)
+
+
+def _reflected(name: str) -> "Callable[[Scalar, Operand], Scalar]":
+    return lambda self, other: operation(name, other, self)
+
+
 class Scalar:
     """A node; with a number beside it, that is a constant of the graph."""
 
@@ -22,71 +34,17 @@ class Scalar:
         node = self.builder.node(self.place)
         return Scalar(self.builder, node.operands[0]) if node.name == name else None
 
-    def __add__(self, other: "Operand") -> "Scalar":
-        return operation("add", self, other)
-
-    def __radd__(self, other: "Operand") -> "Scalar":
-        return operation("add", other, self)
-
-    def __sub__(self, other: "Operand") -> "Scalar":
-        return operation("sub", self, other)
-
-    def __rsub__(self, other: "Operand") -> "Scalar":
-        return operation("sub", other, self)
-
-    def __mul__(self, other: "Operand") -> "Scalar":
-        return operation("mul", self, other)
-
-    def __rmul__(self, other: "Operand") -> "Scalar":
-        return operation("mul", other, self)
-
-    def __truediv__(self, other: "Operand") -> "Scalar":
-        return operation("div", self, other)
-
-    def __rtruediv__(self, other: "Operand") -> "Scalar":
-        return operation("div", other, self)
-
-    def __neg__(self) -> "Scalar":
-        return operation("neg", self)
-
-    def __abs__(self) -> "Scalar":
-        return operation("abs", self)
-
-    def __round__(self) -> "Scalar":
-        return operation("round", self)
-
-    def __lt__(self, other: "Operand") -> "Scalar":
-        return operation("lt", self, other)
-
-    def __le__(self, other: "Operand") -> "Scalar":
-        return operation("le", self, other)
-
-    def __gt__(self, other: "Operand") -> "Scalar":
-        return operation("gt", self, other)
-
-    def __ge__(self, other: "Operand") -> "Scalar":
-        return operation("ge", self, other)
-
-    def __eq__(self, other: "Operand") -> "Scalar":  # type: ignore[override]
-        return operation("eq", self, other)
-
-    def __ne__(self, other: "Operand") -> "Scalar":  # type: ignore[override]
-        return operation("ne", self, other)
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __and__(self, other: "Operand") -> "Scalar":
-        return operation("and", self, other)
-
-    def __or__(self, other: "Operand") -> "Scalar":
-        return operation("or", self, other)
-
-    def __invert__(self) -> "Scalar":
-        return operation("not", self)
+    __add__, __radd__ = _binary("add"), _reflected("add")
+    __sub__, __rsub__ = _binary("sub"), _reflected("sub")
+    __mul__, __rmul__ = _binary("mul"), _reflected("mul")
+    __truediv__, __rtruediv__ = _binary("div"), _reflected("div")
+    __neg__, __abs__, __round__, __invert__ = _unary("neg"), _unary("abs"), _unary("round"), _unary("not")
+    __lt__, __le__, __gt__, __ge__ = _binary("lt"), _binary("le"), _binary("gt"), _binary("ge")
+    __eq__, __ne__ = _binary("eq"), _binary("ne")  # type: ignore[assignment]
+    __and__, __or__ = _binary("and"), _binary("or")
 
 
 Operand = Scalar | float  # at least one of an operation's is no number
-Operation = Callable[..., Scalar]
 
 
 def operation(name: str, *operands: Operand) -> Scalar:
@@ -98,26 +56,27 @@ def operation(name: str, *operands: Operand) -> Scalar:
     return Scalar(builder, builder.add(name, *places))
 
 
-def _named(name: str) -> Operation:
+def named(name: str) -> Callable[..., Scalar]:
+    """The operation as a function of its operands."""
     return functools.partial(operation, name)
 
 
-atan2 = _named("atan2")
-cos = _named("cos")
-erf = _named("erf")
-exp = _named("exp")
-expm1 = _named("expm1")
-fmod = _named("fmod")
-log = _named("log")
-log1p = _named("log1p")
-maximum = _named("maximum")
-minimum = _named("minimum")
-reciprocal = _named("reciprocal")
-sigmoid = _named("sigmoid")
-sign = _named("sign")
-sin = _named("sin")
-sqrt = _named("sqrt")
-tanh = _named("tanh")
-tanh_slope = _named("tanh_slope")
-trunc = _named("trunc")
-where = _named("where")
+atan2 = named("atan2")
+cos = named("cos")
+erf = named("erf")
+exp = named("exp")
+expm1 = named("expm1")
+fmod = named("fmod")
+log = named("log")
+log1p = named("log1p")
+maximum = named("maximum")
+minimum = named("minimum")
+reciprocal = named("reciprocal")
+sigmoid = named("sigmoid")
+sign = named("sign")
+sin = named("sin")
+sqrt = named("sqrt")
+tanh = named("tanh")
+tanh_slope = named("tanh_slope")
+trunc = named("trunc")
+where = named("where")
