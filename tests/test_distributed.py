@@ -13,7 +13,7 @@ import exchange
 import ostinato
 import ostinato.distributed
 from ostinato.distributed import boundary, steps
-from ostinato.distributed.exchange import Gathered, Shared
+from ostinato.distributed.collectives import Gathered, Shared
 from ostinato.models import CausalConv, LanguageModel
 
 LENGTHS = {2: [(7, 4), (0, 11), (10, 1)], 4: [(3, 0, 5, 2), (1, 1, 8, 1), (0, 0, 0, 10)]}

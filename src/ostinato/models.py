@@ -48,9 +48,9 @@ class CausalConv(nn.Module):
             return x, last
         steps, after = x.size(1), None
         if self.sequence_group is not None:
-            from ostinato import distributed
+            from ostinato.distributed.layers import steps_before
 
-            last, after = distributed.steps_before(x, last, self.sequence_group)
+            last, after = steps_before(x, last, self.sequence_group)
         # A sum of shifted inputs: PyTorch's convolutions take time last, which would need two transpositions.
         x = torch.cat([last, x], dim=1)
         y: Tensor = self.bias

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ostinato.distributed.exchange import Gathered, Shared, gather
+from ostinato.distributed.collectives import Gathered, Shared, gather
 from ostinato.distributed.steps import Linear, Logarithmic
 from ostinato.kernels.scan import compose as kernel
 from ostinato.kernels.scan import operators

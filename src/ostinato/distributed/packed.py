@@ -9,7 +9,7 @@ from torch import Tensor, distributed
 from torch.distributed import ProcessGroup
 
 from ostinato.distributed.boundary import Boundary, Gradients
-from ostinato.distributed.exchange import Shared, Sum, gather
+from ostinato.distributed.collectives import Shared, Sum, gather
 from ostinato.distributed.steps import Linear
 from ostinato.kernels.scan.operators import check_cu_seqlens
 

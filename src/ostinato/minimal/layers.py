@@ -129,10 +129,10 @@ class _MinimalLayers(DiagonalLayers):
             if found is not None:
                 return found
         if self.sequence_group is not None:
-            from ostinato import distributed
+            from ostinato.distributed.layers import minimal_layer
 
             settings = self.cell, self.candidate, batch_first, self.backend
-            return distributed.minimal_layer(x, weight, bias, h0, *settings, group=self.sequence_group)
+            return minimal_layer(x, weight, bias, h0, *settings, group=self.sequence_group)
         pre = linear(x, weight)
         resets = None if resets is None else self._of_directions(resets, h0, offsets, batch_first)
         return self._scan(pre, bias, h0, offsets, resets, batch_first)

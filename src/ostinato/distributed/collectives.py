@@ -1,4 +1,4 @@
-"""Differentiable collectives."""
+"""Differentiable collectives of a process group."""
 
 import functools
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 _all_gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor  # till PyTorch 2.12
 
@@ -60,3 +61,12 @@ def gather(group: ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
     _all_gather(gathered, mine, group=group)
     parts = gathered.view(group.size(), -1).split([x.numel() for x in tensors], 1)
     return tuple(part.reshape(-1, *x.shape).to(x.dtype) for part, x in zip(parts, tensors, strict=True))
+
+
+def group_of(group: ProcessGroup | DeviceMesh) -> ProcessGroup:
+    """The process group that is meant."""
+    if isinstance(group, DeviceMesh):
+        return group.get_group()  # raises if it has several dimensions
+    if not isinstance(group, ProcessGroup):
+        raise TypeError(f"group must be a process group or a device mesh that this process is in; got {group!r}")
+    return group

@@ -1,0 +1,89 @@
+"""Layers of a sequence that is sharded along time."""
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional as F
+
+from ostinato.distributed import boundary
+from ostinato.distributed.boundary import Boundary
+from ostinato.distributed.collectives import Gathered, Shared, group_of
+from ostinato.distributed.steps import Minimal, ends
+from ostinato.kernels.gemm import linear
+
+
+def sequence_parallel(module: nn.Module, group: ProcessGroup | DeviceMesh) -> nn.Module:
+    """Make the layers in ``module`` process sequences that are sharded along time; returns the module.
+
+    Inputs and outputs are then contiguous shards, in the order of the ranks, of any lengths; initial and last states
+    are those of the whole sequence, the same on all processes.  Weights get their own process's gradient, to be summed
+    or averaged as in data parallelism.  Layers with a scan and the causal convolution of :mod:`ostinato.models`
+    communicate; for anything else in a module that mixes time steps the caller must provide.
+
+    Raises ValueError for a module with an ``RNN``, ``GRU`` or ``LSTM``, whose steps are inherently sequential.
+
+    Example:
+        >>> import torch, ostinato, ostinato.distributed
+        >>> model = ostinato.MinGRU(8, 16, batch_first=True)
+        >>> group = torch.distributed.new_group([0, 1])  # doctest: +SKIP
+        >>> model = ostinato.distributed.sequence_parallel(model, group)  # doctest: +SKIP
+        >>> y, h_n = model(x)  # of this process's steps  # doctest: +SKIP
+    """
+    group = group_of(group)
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.RNNBase):
+            raise ValueError(
+                f"module must not have a layer whose steps are inherently sequential; got {name or 'one'}, a "
+                f"{type(layer).__name__}"
+            )
+        if hasattr(layer, "sequence_group"):
+            layer.sequence_group = group
+    return module
+
+
+def minimal_layer(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    h0: Tensor | None,
+    cell: str,
+    candidate: str,
+    batch_first: bool,
+    backend: str,
+    *,
+    group: ProcessGroup,
+) -> tuple[Tensor, Tensor]:
+    """A minimal layer in one direction over this process's shard ``x``; h0 and h_last are (1, B, H)."""
+
+    def steps(x: Tensor) -> Minimal:
+        return Minimal(linear(x, weight), bias, cell, candidate, batch_first, backend)
+
+    time, forgets = 1 if batch_first else 0, None
+    if group.size() > 1 and boundary.can_test(x.shape[time], x.device):
+        with torch.no_grad():  # launched before the large GEMM, which then hides the host's work
+            forgets = steps(ends(x, time, boundary.FIRST_REACH)).launch_test()
+    part = steps(x)
+    start = None if h0 is None else h0[0].to(part.dtype)
+    h, h_last = part.run(start) if group.size() == 1 else Boundary(part, group, forgets).run(start)
+    return h, h_last[None]
+
+
+def steps_before(x: Tensor, initial: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor]:
+    """The halo of the shards x, (B, T, W): the K steps before this one, and the last K of the sequence.
+
+    ``initial``, (B, K, W), are the steps before the whole sequence, the same on all processes.
+    """
+    number = initial.shape[1]
+    if not number:
+        return initial, initial
+    marked = F.pad(x[:, -number:], (0, 1), value=1.0)  # an extra channel tells steps from padding
+    tails = Gathered.apply(F.pad(marked, (0, 0, number - marked.shape[1], 0)), group)
+    begin = F.pad(Shared.apply(initial, group), (0, 1), value=1.0).to(tails.dtype)
+    steps = torch.cat((begin, *tails.unbind()), 1)
+
+    def last(of: Tensor) -> Tensor:
+        order = of[:1, :, -1].argsort(dim=1, stable=True)[0]  # padding first
+        return of[:, order[-number:], :-1].to(x.dtype)
+
+    return last(steps[:, : (group.rank() + 1) * number]), last(steps)
