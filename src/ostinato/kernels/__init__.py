@@ -2,6 +2,7 @@
 
 ==================  ==================================================================
 ``dispatch.py``     differentiable operators
+``vmap.py``         how ``torch.vmap`` batches their calls
 ``eager.py``        which calls may bypass their registration, and functions prepared for them
 ``derived.py``      what is computed from a tensor, until it changes
 ``export.py``       programs that run without this library

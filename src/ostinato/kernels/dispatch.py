@@ -8,7 +8,6 @@ Derivatives of higher order, and those in forward mode, come from a second imple
 (``composite``), some of which are operators again.  It runs only where such a derivative is taken.
 """
 
-import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
@@ -21,8 +20,7 @@ from torch.autograd import forward_ad
 
 from ostinato.kernels import eager, export
 from ostinato.kernels.eager import is_differentiated, is_eager
-
-Groups = tuple[tuple[int | None, ...], tuple[int, ...]]
+from ostinato.kernels.vmap import Groups, vmap_rule
 
 
 def operator(
@@ -40,8 +38,8 @@ def operator(
 ) -> Callable:
     """Register ``ostinato::name`` and return a function that calls it, or bypasses it where possible.
 
-    ``groups(*args)`` lets ``torch.vmap`` batch calls into one: see :func:`_vmap_rule`.  In forward mode
-    ``composite(*args)`` runs in place of the operator; or, where composites themselves are made of the operator,
+    ``groups(*args)`` lets ``torch.vmap`` batch calls into one: see ``vmap.py``.  In forward mode ``composite(*args)``
+    runs in place of the operator; or, where composites themselves are made of the operator,
     ``jvp(args, results, tangents)`` returns the results' tangents, given None for inputs without one.
     ``plain(*args)``, or else the composite, computes the same in PyTorch's own operators, for graphs that must run
     without this library.
@@ -113,7 +111,7 @@ def operator(
         setup_context=keep_for_both_modes,
         backward=backward,
         jvp=push_forward,
-        vmap=_vmap_rule(name, call, groups),
+        vmap=vmap_rule(name, call, groups),
     )
     return call
 
@@ -269,7 +267,7 @@ def _registered(
         result = operator(*args[: len(first)], list(args[len(first) :])) if variadic else operator(*args)
         return tuple(result) if returns_list else result
 
-    rule = _vmap_rule(name, call, groups)
+    rule = vmap_rule(name, call, groups)
 
     def vmap(info: Any, in_dims: tuple, *args: Any) -> Any:
         results, dims = rule(info, tuple(_flat(in_dims)), *_flat(args)) if variadic else rule(info, in_dims, *args)
@@ -301,47 +299,6 @@ def _with_tensors(args: tuple, tensors: Iterator[Tensor]) -> tuple:
 
 def _autograd_function(name: str, **members: Callable) -> Any:
     return type(name, (torch.autograd.Function,), {k: staticmethod(v) for k, v in members.items()})
-
-
-def _vmap_rule(name: str, call: Callable, groups: Callable[..., Groups] | None) -> Callable:
-    """How ``torch.vmap`` runs an operator on tensors with an additional dimension of samples.
-
-    If the operator treats channels, the last dimension, independently, the channels of all samples are concatenated.
-    ``groups(*args)`` returns the number of channel groups (a layer's directions and gates) of each argument and of each
-    result, None for those without channels.  Otherwise there is a call for each sample.
-    """
-
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        size = info.batch_size
-        if size == 0:
-            raise ValueError(f"vmap over {name} needs samples; got a dimension of size 0")
-        of_args, of_results = groups(*args) if groups else ((None,) * len(args), ())
-        if any(n is None and dim is not None for n, dim in zip(of_args, in_dims, strict=True)):
-            samples = [call(*map(functools.partial(_sample, i), args, in_dims)) for i in range(size)]
-            results = tuple(map(torch.stack, zip(*samples, strict=True)))
-        else:
-            folded = call(*map(functools.partial(_folded, size), args, in_dims, of_args))
-            results = tuple(map(functools.partial(_unfolded, size), folded, of_results))
-        return results, (0,) * len(results)
-
-    return vmap
-
-
-def _sample(i: int, x: Any, dim: int | None) -> Any:
-    return x if dim is None else x.select(dim, i)
-
-
-def _folded(size: int, x: Any, dim: int | None, groups: int | None) -> Any:
-    """(..., groups * channels), its samples along `dim` or all alike, to (..., groups * size * channels)."""
-    if groups is None or x is None:
-        return x
-    x = x.unsqueeze(0).expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
-    return x.unflatten(-1, (groups, x.shape[-1] // groups)).movedim(0, -2).flatten(-3)
-
-
-def _unfolded(size: int, x: Tensor, groups: int) -> Tensor:
-    """The inverse, samples first."""
-    return x.unflatten(-1, (groups, size, x.shape[-1] // (groups * size))).movedim(-2, 0).flatten(-2)
 
 
 def _has_tangent(x: Tensor) -> bool:

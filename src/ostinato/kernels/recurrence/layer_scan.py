@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ostinato.kernels.dispatch import Groups, gradient, gradients, operator, or_empty
+from ostinato.kernels.dispatch import gradient, gradients, operator, or_empty
 from ostinato.kernels.eager import is_eager
 from ostinato.kernels.export import refuse_packed
 from ostinato.kernels.recurrence import torch_ops
 from ostinato.kernels.recurrence.backends import kernels_on
 from ostinato.kernels.recurrence.trace import parse
+from ostinato.kernels.vmap import Groups
 
 # layer_scan(pre, bias, h0, offsets, resets, recurrence, batch_first, directions, backend) -> h, h_last
 #

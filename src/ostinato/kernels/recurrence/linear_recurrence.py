@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ostinato.kernels.dispatch import Groups, gradient, gradients, operator, or_empty
+from ostinato.kernels.dispatch import gradient, gradients, operator, or_empty
 from ostinato.kernels.export import refuse_packed
 from ostinato.kernels.recurrence import torch_ops
 from ostinato.kernels.recurrence.arguments import first_sequence, in_order
 from ostinato.kernels.recurrence.backends import kernels_on
 from ostinato.kernels.recurrence.trace import parse
 from ostinato.kernels.scan.operators import check_cu_seqlens, initial_states
+from ostinato.kernels.vmap import Groups
 
 # linear_recurrence(recurrence, h0, cu_seqlens, resets, reverse, backend, *arguments) -> h, h_last
 #

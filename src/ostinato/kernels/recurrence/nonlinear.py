@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ostinato.kernels.dispatch import Groups, gradient, operator
+from ostinato.kernels.dispatch import gradient, operator
 from ostinato.kernels.recurrence.arguments import (
     by_kind,
     grouped,
@@ -23,6 +23,7 @@ from ostinato.kernels.recurrence.linearised import composite, jvp
 from ostinato.kernels.recurrence.sequential import compute_dtype, sequential
 from ostinato.kernels.recurrence.trace import Trace, parse
 from ostinato.kernels.scan.operators import check_cu_seqlens
+from ostinato.kernels.vmap import Groups
 
 # nonlinear_recurrence(recurrence, h0, c0, cu_seqlens, resets, reverse, backend, *arguments) -> states, last states
 #

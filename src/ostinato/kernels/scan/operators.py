@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ostinato.kernels.dispatch import Groups, gradient, operator, or_empty
+from ostinato.kernels.dispatch import gradient, operator, or_empty
 from ostinato.kernels.export import refuse_packed
 from ostinato.kernels.scan import choose_backend
 from ostinato.kernels.scan.torch_ops import LINEAR, LOG, Semiring, gradients_of_scan, partials_of_steps
+from ostinato.kernels.vmap import Groups
 
 _checked_cu_seqlens: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
