@@ -15,11 +15,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ostinato.bench import plots
 from ostinato.bench.learning import plots as learning_plots
+from ostinato.bench.plots import ratios_of
 from ostinato.bench.shapes import KERNELS
 from ostinato.files import replacing
-from rendering import examples, gpus, kernels, learning, papers, runs
+from rendering import examples, gpus, kernels, learning, papers, plots, runs
 from rendering.headlines import headlines
 from rendering.runs import Record
 from rendering.speeds import calls, comparison, error, gradients, layers, milliseconds, share
@@ -38,10 +38,10 @@ LEARNED: dict[str, Callable[[str], str]] = {
 PLOTS: dict[str, Callable[[Record], Any]] = {
     **{f"seeds-{name}-gpu": partial(papers.plot_of, name) for name in papers.SWEEPS},
     **dict.fromkeys(LEARNED, learning_plots.figure_of),
-    "tinyshakespeare-gpu": learning_plots.curve_of,
+    "tinyshakespeare-gpu": plots.curve_of,
     "scan-gpu": plots.comparison_of,
     "layer-gpu": plots.comparison_of,
-    "training-sweep-gpu": plots.ratios_of,
+    "training-sweep-gpu": ratios_of,
 }
 
 

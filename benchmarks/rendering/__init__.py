@@ -9,5 +9,6 @@
 ``learning``    what the layers learned
 ``gpus``        several GPUs, measured and simulated
 ``examples``    what the programs of ``examples/`` return
+``plots``       the pictures that no command draws
 ==============  ======================================================================
 """

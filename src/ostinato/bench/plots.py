@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ostinato.bench.measure import Record
-from ostinato.bench.report import WRONG, short_name, size_name, sizes, speedup
+from ostinato.bench.report import size_name, sizes, speedup
 from ostinato.bench.workloads import OURS
 from ostinato.files import replacing
 
@@ -64,35 +64,6 @@ def figure_of(content: Record) -> Any:
 def _coordinates(points: list[Record]) -> tuple[list[float], list[float]]:
     ordered = sorted(points, key=lambda point: point["x"])
     return [point["x"] for point in ordered], [point["value"] for point in ordered]
-
-
-def comparison_of(content: Record) -> Any:
-    """The time of every contestant of a run as a multiple of the limit, which is drawn; wrong results are left out."""
-    from matplotlib.figure import Figure
-
-    records = content["results"]
-    figure = Figure(figsize=(8, 1.6 + 0.26 * len(records)), layout="constrained")
-    axes = figure.subplots()
-    axes.axvline(1, color="black", linewidth=1, label=f"the limit: {records[0]['limit']['name']}")
-    points: dict[str, list[tuple[float, int]]] = {}
-    for place, record in enumerate(records):
-        for who, row in record["contestants"].items():
-            if "seconds" in row and (row["max_error"] or 0) <= WRONG:
-                who = who.replace("minLSTM-", "minGRU-").replace("nn.LSTM", "nn.GRU")  # beside each other
-                points.setdefault(who, []).append((1 / row["fraction_of_limit"], place))
-    for (who, places), marker in zip(points.items(), MARKERS, strict=False):
-        x, y = zip(*places, strict=True)
-        axes.scatter(x, y, marker=marker, s=42 if who == OURS else 26, label=who, zorder=3)
-    axes.set_xscale("log")
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    names = [f"{short_name(record)}, {record['pass']}" for record in records]
-    axes.set_yticks(range(len(records)), names, fontsize="small")
-    axes.invert_yaxis()
-    axes.set_xlabel("time, as a multiple of the limit (less is better)")
-    axes.set_title(content["device"], fontsize="medium")
-    axes.grid(True, axis="x", alpha=0.25)
-    figure.legend(loc="outside lower center", ncols=3, fontsize="small", frameon=False)
-    return figure
 
 
 def ratios_of(content: Record) -> Any:

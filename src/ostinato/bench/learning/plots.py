@@ -8,7 +8,6 @@ from ostinato.files import replacing
 
 # As published for these tasks, to be drawn beside what is measured: arXiv 2410.01201, table 4.
 PUBLISHED_LOSS = {"mingru": 1.548, "minlstm": 1.555}
-PUBLISHED_LOSS_OF_OTHERS = {"Transformer": 1.547, "Mamba": 1.575}
 NAMES = {"mingru": "minGRU", "minlstm": "minLSTM", "gru": "GRU", "lstm": "LSTM"}
 COLORS = {"mingru": "C0", "minlstm": "C1", "gru": "C2", "lstm": "C3"}
 
@@ -38,26 +37,6 @@ def figure_of(content: dict[str, Any]) -> Any:
         raise ValueError(f"benchmark must be one of {', '.join(drawings)}; got {kind!r}")
     figure = Figure(figsize=(10, 4.2), layout="constrained")
     drawings[kind](figure, content)
-    return figure
-
-
-def curve_of(content: dict[str, Any]) -> Any:
-    """The curve of one training of the command line."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4), layout="constrained")
-    axes, points, model = figure.subplots(), content["curve"], content["model"]
-    tokens = [point["tokens"] / 1e6 for point in points]
-    for key, label in (("train_loss", "training"), ("held_out_loss", "held out")):
-        axes.plot(tokens, [point[key] for point in points], "o-", label=label)
-    best = min(points, key=lambda point: point["held_out_loss"])
-    place = best["tokens"] / 1e6, best["held_out_loss"]
-    axes.annotate(f"{place[1]:.3f}", place, xytext=(0, 8), textcoords="offset points", ha="center")
-    axes.set(xlabel="characters seen (millions)", ylabel=f"loss ({content['unit']})")
-    title = f"{content['text']}: {model['num_layers']} × {model['cell']}, width {model['width']}"
-    axes.set_title(title, fontsize="medium")
-    axes.grid(True, alpha=0.25)
-    axes.legend(frameon=False)
     return figure
 
 

@@ -1,0 +1,57 @@
+"""The pictures that no command draws; the others are ``ostinato.bench``'s."""
+
+from typing import Any
+
+from ostinato.bench.plots import MARKERS
+from ostinato.bench.report import WRONG, short_name
+from ostinato.bench.workloads import OURS
+from rendering.runs import Record
+
+
+def comparison_of(content: Record) -> Any:
+    """The time of every contestant of a run as a multiple of the limit, which is drawn; wrong results are left out."""
+    from matplotlib.figure import Figure
+
+    records = content["results"]
+    figure = Figure(figsize=(8, 1.6 + 0.26 * len(records)), layout="constrained")
+    axes = figure.subplots()
+    axes.axvline(1, color="black", linewidth=1, label=f"the limit: {records[0]['limit']['name']}")
+    points: dict[str, list[tuple[float, int]]] = {}
+    for place, record in enumerate(records):
+        for who, row in record["contestants"].items():
+            if "seconds" in row and (row["max_error"] or 0) <= WRONG:
+                who = who.replace("minLSTM-", "minGRU-").replace("nn.LSTM", "nn.GRU")  # beside each other
+                points.setdefault(who, []).append((1 / row["fraction_of_limit"], place))
+    for (who, places), marker in zip(points.items(), MARKERS, strict=False):
+        x, y = zip(*places, strict=True)
+        axes.scatter(x, y, marker=marker, s=42 if who == OURS else 26, label=who, zorder=3)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    names = [f"{short_name(record)}, {record['pass']}" for record in records]
+    axes.set_yticks(range(len(records)), names, fontsize="small")
+    axes.invert_yaxis()
+    axes.set_xlabel("time, as a multiple of the limit (less is better)")
+    axes.set_title(content["device"], fontsize="medium")
+    axes.grid(True, axis="x", alpha=0.25)
+    figure.legend(loc="outside lower center", ncols=3, fontsize="small", frameon=False)
+    return figure
+
+
+def curve_of(content: Record) -> Any:
+    """The curve of one training of the command line."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    axes, points, model = figure.subplots(), content["curve"], content["model"]
+    tokens = [point["tokens"] / 1e6 for point in points]
+    for key, label in (("train_loss", "training"), ("held_out_loss", "held out")):
+        axes.plot(tokens, [point[key] for point in points], "o-", label=label)
+    best = min(points, key=lambda point: point["held_out_loss"])
+    place = best["tokens"] / 1e6, best["held_out_loss"]
+    axes.annotate(f"{place[1]:.3f}", place, xytext=(0, 8), textcoords="offset points", ha="center")
+    axes.set(xlabel="characters seen (millions)", ylabel=f"loss ({content['unit']})")
+    title = f"{content['text']}: {model['num_layers']} × {model['cell']}, width {model['width']}"
+    axes.set_title(title, fontsize="medium")
+    axes.grid(True, alpha=0.25)
+    axes.legend(frameon=False)
+    return figure
