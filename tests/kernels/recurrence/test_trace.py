@@ -175,9 +175,24 @@ def rounds(x, y):
     return x.bfloat16().float(), y
 
 
-@refused("aten.mul with a complex number cannot be generated")
+@refused("aten.mul makes complex numbers: pass what is complex as an argument")
 def turns(x, y):
     return x * 1j, y
+
+
+@refused("aten.polar makes complex numbers: pass what is complex as an argument")
+def turns_by_an_angle(x, y):
+    return torch.polar(x, y), y
+
+
+@refused("matmul, which calls aten.view, is not one of the elementwise operations .*x @ elsewhere")
+def mixes_channels(x, y):
+    return x @ elsewhere, y
+
+
+@refused("linear, which calls aten.t, is not one of the elementwise operations")
+def has_a_layer(x, y):
+    return torch.nn.functional.linear(x, elsewhere), y
 
 
 @refused("aten.rand_like .*backend='torch' runs it as it is")
@@ -210,8 +225,8 @@ def returns_a_number(x, y):
     return x, 0.5
 
 
-ELEMENTWISE = (closes_over, rounds, turns, draws, has_no_derivative, returns_one)
-REFUSED = (reduces, shifts, scales_by_width, works_in_place, makes_a_row, *ELEMENTWISE)
+ELEMENTWISE = (closes_over, rounds, turns, turns_by_an_angle, draws, has_no_derivative, returns_one)
+REFUSED = (reduces, shifts, scales_by_width, works_in_place, makes_a_row, mixes_channels, has_a_layer, *ELEMENTWISE)
 
 
 @pytest.mark.parametrize(("function", "message", "kind"), [*REFUSED, branches, returns_a_number])

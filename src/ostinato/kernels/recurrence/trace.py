@@ -30,6 +30,7 @@ _CREATING = (
     *("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"),
 )
 _FILLING = ("fill", "copy", "zero")  # overwrite all previous values
+_COMPLEX = ("complex", "polar")  # make complex numbers of real ones
 _SETTINGS = ("device", "layout", "pin_memory", "memory_format", "non_blocking", "copy")
 
 
@@ -160,7 +161,9 @@ class _Calls(TorchFunctionMode):
         self._recorder = recorder
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        name = getattr(getattr(func, "__self__", None), "__name__", getattr(func, "__name__", ""))
+        name = getattr(func, "__name__", "")
+        if name == "__get__":
+            name = func.__self__.__name__
         if not self._recorder.differentiating and args and isinstance(args[0], Tensor):
             if name in self._VALUES:
                 raise self._recorder.refusal(_DECIDES)
@@ -168,6 +171,7 @@ class _Calls(TorchFunctionMode):
                 raise self._recorder.refusal(f"it asks for the {name} of a tensor, but must treat every element alike")
             if name in self._IN_PLACE or (name.endswith("_") and not name.endswith("__")):
                 raise self._recorder.refusal(f"{name} changes a tensor in place")
+            self._recorder.called = name
         result = func(*args, **(kwargs or {}))
         for y in result if isinstance(result, tuple) else (result,):
             if isinstance(y, Tensor) and y.grad_fn is not None:
@@ -187,6 +191,7 @@ class _Recorder(TorchDispatchMode):
         self.builder = Builder()
         self.name = getattr(function, "__name__", type(function).__name__)
         self.differentiating = False
+        self.called = ""  # the function of PyTorch's whose operations come
         self.lines: dict[Any, str] = {}  # where the operations of autograd's graph were called
         self._file = getattr(getattr(function, "__code__", None), "co_filename", None)
         self._places: dict[int, tuple[Tensor, int]] = {}  # by id; with the tensor, so that no other gets its id
@@ -229,6 +234,8 @@ class _Recorder(TorchDispatchMode):
         name = called[:-1] if in_place else called
         if name in _VALUES:
             raise self.refusal(_DECIDES)
+        if name in _COMPLEX or any(isinstance(x, complex) for x in args):
+            raise self.refusal(f"{func.overloadpacket} makes complex numbers: pass what is complex as an argument")
         if name in _CREATING:
             return self._created(func, func(*args, **kwargs))
         if name in ("empty_like", "empty") and self.differentiating:  # to be filled
@@ -270,7 +277,10 @@ class _Recorder(TorchDispatchMode):
         """Record PyTorch's decomposition of the operation, if there is one."""
         from torch._decomp import decomposition_table
 
-        refusal = self.refusal(f"{func.overloadpacket} is not one of the elementwise operations that can be generated")
+        name = str(func.overloadpacket)
+        if not self.differentiating and self.called.strip("_") not in name:
+            name = f"{self.called}, which calls {name},"
+        refusal = self.refusal(f"{name} is not one of the elementwise operations that can be generated")
         if func in decomposition_table and torch.Tag.pointwise in func.tags:
             with self:
                 try:
