@@ -54,11 +54,31 @@ class Own(nn.GRU):
         return super().forward(2 * input, hx)
 
 
+class Named(nn.RNN):
+    pass
+
+
+class Ours(Own, ostinato.GRU):
+    pass
+
+
+def test_a_class_of_both_keeps_its_own_forward_and_calls_ours(monkeypatch):
+    layer, x = Own(3, 4), torch.randn(20, 2, 3)
+    expected, calls = layer(x), []
+    layer.__class__ = Ours
+    monkeypatch.setattr(ostinato.GRU, "_kernels_for", lambda *args: calls.append(args))
+    assert ostinato.convert(layer) is layer
+    assert type(layer) is Ours
+    torch.testing.assert_close(layer(x), expected)
+    assert len(calls) == 1
+
+
 @pytest.mark.parametrize(
     ("module", "error", "message"),
     [
         (nn.Linear(3, 4), ValueError, "must be or contain an RNN, GRU or LSTM; got Linear without one"),
-        (nn.Sequential(nn.GRU(3, 4), Own(4, 4)), TypeError, "got Own, derived from torch.nn's"),
+        (nn.Sequential(nn.GRU(3, 4), Own(4, 4)), TypeError, r"got Own, .* class Ours\(Own, ostinato.GRU\)"),
+        (Named(3, 4), TypeError, r"class Ours\(Named, ostinato.RNN\)"),
         ("model", TypeError, r"must be a torch.nn.Module; got str"),
     ],
 )

@@ -19,14 +19,19 @@ def convert(module: Module) -> Module:
 
     Convert a model before ``torch.compile``, ``fully_shard`` or a parametrization, which change classes themselves.
 
+    A layer of a class of one's own, derived from ``torch.nn``'s, becomes ours by a class of both: after
+    ``class Ours(Theirs, ostinato.LSTM): pass`` and ``layer.__class__ = Ours`` its methods are still its own, and the
+    ``super().forward`` that they call is ours.
+
     Args:
-        module: a layer, or a model that contains some.  Those that are this library's already stay as they are.
+        module: a layer, or a model that contains some.  Those that are this library's already stay as they are, and so
+            do cells, such as ``torch.nn.GRUCell``.
 
     Returns:
         ``module``, changed in place.
 
     Raises:
-        TypeError: no module, or one with a layer of a class derived from ``torch.nn``'s own, which cannot become ours.
+        TypeError: no module, or one with a layer of a class derived from ``torch.nn``'s alone, see above.
         ValueError: no recurrent layer in it.
 
     Example:
@@ -53,8 +58,10 @@ def layers_of(module: nn.Module) -> list[nn.RNNBase]:
         raise ValueError(f"module must be or contain an RNN, GRU or LSTM; got {type(module).__name__} without one")
     for layer in layers:
         if type(layer) not in COUNTERPARTS and not isinstance(layer, RNN | GRU | LSTM):
+            kind, ours = type(layer).__name__, layer.mode.partition("_")[0]
             raise TypeError(
                 "module must consist of torch.nn's or ostinato's RNN, GRU and LSTM, or of classes derived from "
-                f"ostinato's; got {type(layer).__name__}, derived from torch.nn's, which may have a forward of its own"
+                f"ostinato's; got {kind}, derived from torch.nn's, which may have a forward of its own: to keep that, "
+                f"make the layer's __class__ a class of both, class Ours({kind}, ostinato.{ours})"
             )
     return layers
