@@ -148,10 +148,12 @@ def test_a_state_of_an_lstm_of_another_shape_is_refused_as_by_torch(steps, which
 
 
 STATE = torch.zeros(1, 2, 8)
+NESTED = torch.nested.nested_tensor([torch.randn(4, 3), torch.randn(7, 3)], layout=torch.jagged)
 ONE, TWO = "hx must be a tensor; got ", "hx must be a tuple of two tensors, h and c; got "
 WRONG_TYPES = {
     "text": ("GRU", "x", None, "input must be a tensor or a PackedSequence; got str"),
     "a list": ("LSTM", [STATE], None, "input must be a tensor or a PackedSequence; got list"),
+    "nested": ("GRU", NESTED, None, "input must be dense or packed; got a nested tensor, which pack_sequence.* packs"),
     "none": ("RNN", None, None, "input must be a tensor or a PackedSequence; got NoneType"),
     "a state of text": ("GRU", torch.zeros(3, 2, 5), "x", ONE + "str"),
     "a state in a tuple": ("GRU", torch.zeros(3, 2, 5), (STATE,), ONE + "a tuple of Tensor"),

@@ -109,6 +109,8 @@ def _check_types(input: Any, hx: Any, lstm: bool) -> None:
     """Raise TypeError for what ``torch.nn`` would look for a tensor's attributes in."""
     if not isinstance(input, (Tensor, PackedSequence)):
         raise TypeError(f"input must be a tensor or a PackedSequence; got {type(input).__name__}")
+    if isinstance(input, Tensor) and input.is_nested:
+        raise TypeError("input must be dense or packed; got a nested tensor, which pack_sequence(input.unbind()) packs")
     if hx is None or (isinstance(hx, Tensor) and not lstm):
         return
     if not (lstm and isinstance(hx, (tuple, list)) and len(hx) == 2 and all(isinstance(x, Tensor) for x in hx)):
