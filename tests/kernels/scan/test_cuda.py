@@ -67,11 +67,12 @@ def variants():
                 scalar = nvrtc.SCALARS[dtype]
                 inputs, shape = inputs_of(element), (sequences, steps, channels)
                 case = dtype.itemsize, aligned, not minimal, *shape, GPUS["H100"], packing == "CU_SEQLENS"
-                geometry = choose_geometry(Criteria(name, inputs, *case))
+                criteria = Criteria(name, inputs, *case, by_offsets=packing == "OFFSETS")
+                geometry = choose_geometry(criteria)
                 far, wide = steps == 1, geometry.copies_wide(dtype.itemsize, aligned)
-                pitch = 0 if minimal else geometry.pitch(dtype.itemsize, aligned, [channels])
-                shared = geometry.shared_bytes(inputs, 3 if minimal else 0, dtype.itemsize, True, True, pitch)
-                yield element, macros(name, scalar, scalar, packing, geometry, shared, far, wide, pitch)
+                pitches = geometry.pitches(dtype.itemsize, [channels] * inputs, criteria.anywhere)
+                shared = geometry.shared_bytes(inputs, 3 if minimal else 0, dtype.itemsize, True, True, pitches[0])
+                yield element, macros(name, scalar, scalar, packing, geometry, shared, far, wide, pitches)
 
 
 @pytest.mark.parametrize(("element", "architecture"), list(zip(ELEMENTS, itertools.cycle(ARCHITECTURES), strict=False)))
@@ -114,13 +115,13 @@ def test_kernels_of_clusters_compile_without_a_gpu(element, dtype):
     geometry = choose_geometry(Criteria(element, inputs, dtype.itemsize, aligned, True, 4, 4096, 1024, GPUS["H200"]))
     assert geometry.cluster == 2
     shared = geometry.shared_bytes(inputs, 0, dtype.itemsize, resets=True)
-    definitions = dict(macros(element, scalar, scalar, "DENSE", geometry, shared, False, True, 0))
+    definitions = dict(macros(element, scalar, scalar, "DENSE", geometry, shared, False, True, (0,) * inputs))
     cubin = nvrtc.compile_cubin(launch.source(), "sm_90", {**definitions, "RESETS": inputs % 2})
     assert cubin[:4] == b"\x7fELF"
 
 
-def test_warps_abreast_need_rows_that_begin_alike_in_all_tensors(monkeypatch):
-    """As they copy them in pieces: parts of longer rows, scanned into rows of their own, are left to single warps."""
+def test_rows_that_begin_anywhere_are_copied_in_pieces_of_each_tensor(monkeypatch):
+    """Rows of one tensor may be further apart than another's: parts of longer rows, scanned into rows of their own."""
     pytest.importorskip("cuda.core")
     compiled = []
 
@@ -131,11 +132,14 @@ def test_warps_abreast_need_rows_that_begin_alike_in_all_tensors(monkeypatch):
 
     monkeypatch.setattr(launch, "describe_device", lambda index: GPUS["H200"])
     monkeypatch.setattr(nvrtc, "load_kernel", load_kernel)
-    for apart in (127, 135, 128, 254):
-        inputs, outputs = ((40 * apart, apart, 0),) * 2, ((40 * 127, 127, 0),)
+    for apart in ((127, 135), (128, 254), (127, 127)):
+        inputs, outputs = tuple((40 * stride, stride, 0) for stride in apart), ((40 * 127, 127, 0),)
         problem = launch.Problem("LinearScan", torch.float16, 0, 11, 40, 127, inputs, outputs)
         launch._prepare.__wrapped__(problem, torch.float16, 2)
-    assert [(found["LANES"], found["PITCH"] > 0) for found in compiled] == [(64, True)] * 2 + [(32, False)] * 2
+        pitches = [int(pitch) for pitch in compiled[-1]["PITCHES"].split(", ")]
+        assert [(pitch - 2 * stride) % 16 for pitch, stride in zip(pitches, apart, strict=True)] == [0, 0]
+    launch._prepare.__wrapped__(problem._replace(packing="OFFSETS"), torch.float16, 2)
+    assert compiled[-1]["PITCHES"] == "0, 0"  # whose rows lie anywhere
 
 
 def test_more_steps_than_the_kernel_counts_are_refused():

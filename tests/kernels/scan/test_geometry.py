@@ -114,7 +114,7 @@ def test_two_blocks_of_a_cluster_share_a_chain_where_they_fill_the_gpu():
             for shape in ((8, 2048, 512), (4, 4096, 1024), (1, 65536, 4096)):
                 assert cluster(*shape, gpu=gpu, itemsize=itemsize, element=element, inputs=inputs) == 2
     assert cluster(9, 4096, 512, gpu="B200") == 2
-    for changes in ({"gpu": "A100"}, {"aligned": 2}, {"packed": True}, {"congruent": False}, {"itemsize": 8}):
+    for changes in ({"gpu": "A100"}, {"aligned": 2}, {"packed": True}, {"by_offsets": True}, {"itemsize": 8}):
         assert cluster(4, 4096, 1024, **changes) == 1
     assert cluster(4, 4096, 1024, element="LogLinearScan") == 1
     assert cluster(4, 4096, 1088) == 1  # 68 chains on 132 multiprocessors
@@ -133,9 +133,65 @@ def test_a_long_scan_of_unevenly_many_chains_looks_back():
     assert not looks_back(11, 4096, 768)  # 132
     assert not looks_back(64, 4096, 512)  # 512 are near four for each
     assert not looks_back(300, 4096, 32)  # which have half the channels of a tile
-    assert not looks_back(8, 4096, 1536, aligned=1)  # whose rows two warps copy
+    assert looks_back(8, 4096, 1536, aligned=1)
     assert not looks_back(8, 4096, 1536, packed=True)
     assert not looks_back(8, 4096, 1536, "L4")  # whose shared memory does not hold two such tiles
+
+
+def test_a_long_scan_of_rows_that_share_lines_looks_back():
+    def looks_back(itemsize, aligned, *shape, packed=False):
+        arguments = (2, itemsize, aligned, True, *shape, GPUS["H200"], packed)
+        return choose_geometry(Criteria("LinearScan", *arguments)).looks_back
+
+    assert looks_back(4, 4, 97, 1248, 216)
+    assert looks_back(4, 4, 1, 2044, 6444, packed=True)
+    assert not looks_back(4, 4, 97, 400, 216)
+    assert not looks_back(4, 4, 97, 1248, 224)  # whole lines
+    assert not looks_back(4, 2, 97, 1248, 218)  # whose copies are smaller
+    assert not looks_back(2, 4, 97, 1248, 732)
+    assert looks_back(2, 1, 97, 1248, 731)
+
+
+def test_lanes_have_several_channels_of_rows_that_begin_anywhere():
+    def chosen(itemsize, inputs, *shape, aligned=1, **settings):
+        element = "LinearScanBackward" if inputs == 3 else "LinearScan"
+        g = choose_geometry(Criteria(element, inputs, itemsize, aligned, True, *shape, GPUS["H200"], **settings))
+        return g.vec, g.lanes, g.warps, g.rows, "looks back" if g.looks_back else "turns" if g.chained else "streams"
+
+    assert chosen(2, 2, 3265, 3, 7937) == (4, 32, 1, 4, "streams")
+    assert chosen(2, 2, 2888, 61, 105)[:2] == (4, 32)
+    assert chosen(4, 3, 43, 111, 1663)[:2] == (2, 32)
+    for itemsize, rows in ((2, (16, 12)), (4, (12, 8))):  # putting single elements together takes registers
+        for inputs in (2, 3):
+            assert chosen(itemsize, inputs, 3, 5000, 1001) == (2, 32, 8, rows[inputs - 2], "looks back")
+    assert chosen(2, 2, 8, 4096, 1001) == chosen(2, 2, 32, 2048, 513) == (2, 32, 8, 16, "looks back")
+    assert chosen(2, 2, 1, 1 << 20, 33) == (1, 32, 8, 32, "looks back")  # a single chain, with longer tiles
+    assert chosen(2, 2, 1, 298775, 481, packed=True)[0] == 2  # which other sequences cut short
+    assert chosen(4, 2, 1, 193200, 49, packed=True)[0] == chosen(4, 2, 1806, 56, 29)[0] == 1
+    assert chosen(2, 2, 8, 4096, 1001, by_offsets=True)[0] == 1
+    assert chosen(8, 2, 8, 4096, 1001)[0] == 1
+
+
+def test_no_lanes_are_idle_where_half_as_wide_groups_have_none():
+    for shape, itemsize in (((1, 72578, 96), 2), ((4, 65536, 48), 4)):
+        g = choose_geometry(Criteria("LinearScan", 2, itemsize, 8, True, *shape, GPUS["H200"]))
+        assert (g.lanes, g.looks_back) == (16, True)
+
+
+@pytest.mark.parametrize("gpu", ["H100", "H200"])
+def test_16_bit_rows_of_two_lines_fill_the_last_wave(gpu):
+    def group(*shape):
+        return choose_geometry(Criteria("LinearScan", 2, 2, 8, True, *shape, GPUS[gpu])).group
+
+    assert group(64, 256, 512) == group(347, 113, 2048) == 128
+    assert group(70, 567, 448) == group(141, 3039, 224) == 32  # 280 and 282 groups of 128 for 264 blocks
+
+
+def test_16_bit_layers_look_back_with_tiles_as_long_as_registers_hold():
+    for resets in (False, True):
+        for steps, element, inputs, rows in ((1024, "Generated2", 2, 16), (1024, "Generated2Backward", 4, 8)):
+            g = choose_geometry(Criteria(element, inputs, 2, 8, False, 16, steps, 256, GPUS["H200"], resets=resets))
+            assert (g.rows, g.looks_back) == (rows, True)
 
 
 def test_many_sequences_of_few_steps_have_a_warp_each():
@@ -198,7 +254,7 @@ def test_geometries_fit_the_gpu():
                 assert geometry.lanes * geometry.vec >= min(geometry.narrow, shape[2])
                 assert 32 * geometry.warps <= 1024
                 if shape[0] * shape[2] >= 64 * device.processors:
-                    assert not geometry.chained
+                    assert not geometry.chained or geometry.looks_back
 
 
 @pytest.mark.parametrize("name", ["H100", "H200"])
@@ -281,13 +337,14 @@ def test_tiles_stay_in_shared_memory_where_it_holds_all(gpu):
 def test_rows_copied_in_pieces_do_not_share_any():
     for lanes, stride in itertools.product((32, 64), range(33, 300)):
         g = Geometry(1, lanes, 8, 16, True, 2, 0, 1, True)
-        pitch = g.pitch(2, 1, [stride, stride + 8])
-        assert (pitch - 2 * stride) % 16 == 0
+        pitch, same, other = g.pitches(2, [stride, stride + 8, stride + 3], True)
+        assert pitch == same
+        assert (pitch - 2 * stride) % 16 == (other - 2 * (stride + 3)) % 16 == 0
         for first in range(0, 16, 2):
             end = -(-(first + g.group * 2) // 16) * 16  # of the row's last piece
             assert (first + pitch) // 16 * 16 >= end
-        assert g.pitch(2, 1, [stride, stride + 1]) == g.pitch(2, 2, [stride]) == g.pitch(8, 1, [stride]) == 0
-        assert (g.pitch(4, 1, [stride]) - 4 * stride) % 16 == 0
+        assert g.pitches(2, [stride], False) == g._replace(narrow=stride).pitches(2, [stride], True) == (0,)
+        assert (g.pitches(4, [stride], True)[0] - 4 * stride) % 16 == 0
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])

@@ -54,11 +54,26 @@ class Criteria(NamedTuple):
     device: Device
     packed: bool = False  # whether many sequences are packed in one by cu_seqlens
     resets: bool = False  # whether there is a mask of resets
-    congruent: bool = True  # whether all tensors have the same row_offset, and rows are not found by offsets
+    by_offsets: bool = False  # whether rows are found by offsets
 
     @property
     def backward(self) -> bool:
         return self.element.endswith("Backward")
+
+    @property
+    def anywhere(self) -> bool:
+        """Whether rows begin anywhere, so that they are copied in aligned pieces (see ``Geometry.pitches``)."""
+        return self.aligned == 1 and self.itemsize <= 4 and self.channels > 16 and not self.by_offsets
+
+    @property
+    def vector(self) -> int:
+        """The most channels of a lane."""
+        return 8 // self.itemsize if self.anywhere and self.channels > 32 else self.aligned
+
+    @property
+    def shares_lines(self) -> bool:
+        """Whether lines of memory have channels of two groups."""
+        return self.channels > 32 and self.channels * self.itemsize % LINE > 0
 
     @property
     def words(self) -> int:
@@ -73,7 +88,7 @@ class Criteria(NamedTuple):
     def numbers(self, vec: int) -> int:
         """Registers of a step of `vec` channels as a chained tile keeps it: its inputs, or what they compute."""
         if self.element in CHEAP:
-            return self.inputs * self.words
+            return self.inputs * max(1, vec * self.itemsize // 4)
         return self.computed * vec
 
     def chains(self, geometry: Geometry) -> int:
@@ -99,11 +114,11 @@ def choose_geometry(scan: Criteria) -> Geometry:
     idle; a chained tile takes three, but all blocks work in parallel.  So streaming is chosen where the chains fill
     the GPU, and where sequences are short.
     """
-    aside = _stream_narrow, _stream_few_steps, _stream_two_warps_abreast
-    streaming = _first(scan, *aside, _stream_in_clusters, _stream_alone, _stream_halves, _stream)
+    aside = _stream_narrow, _stream_few_steps, _stream_in_clusters
+    streaming = _first(scan, *aside, _stream_alone, _stream_halves, _stream)
     if not _leaves_processors_idle(scan, streaming):
-        return _spread_evenly(scan, streaming) or streaming
-    looking_back = _look_back_linearly, _look_back_shortly, _look_back_in_pairs, _look_back
+        return _keep_in_step(scan, streaming) or streaming
+    looking_back = _look_back_soon, _look_back_in_pairs, _look_back
     return _first(scan, _staying, _chain_few_channels, _chain_narrow, *looking_back, _interleave)
 
 
@@ -151,26 +166,18 @@ def _stream_few_steps(scan: Criteria) -> Geometry | None:
     """Sequences of one tile of one warp, or many of few: further warps would have no steps, or leave blocks waiting."""
     if scan.element not in LINEAR or scan.steps > FEW_STEPS:
         return None
-    vec = min(scan.aligned, 8 // scan.itemsize)
+    vec = min(scan.vector, 8 // scan.itemsize)
     warp = Geometry(vec, _lanes_across(scan.channels, vec), 1, 4, resident=12)
     if scan.steps <= warp.tile:
         return warp
     return warp._replace(stages=STAGES) if scan.chains(warp) > 4 * scan.device.processors else None
 
 
-def _stream_two_warps_abreast(scan: Criteria) -> Geometry | None:
-    """Rows of single channels that begin anywhere, but in all tensors alike, are copied whole, by two warps abreast."""
-    unaligned = scan.aligned == 1 and scan.itemsize <= 4 and scan.channels > 32
-    if not (scan.element in LINEAR and unaligned and scan.congruent):
-        return None
-    warps, resident = (2, 4) if scan.backward else (4, 2)
-    return Geometry(1, 64, warps, 8, resident=resident, stages=STAGES)
-
-
 def _stream_halves(scan: Criteria) -> Geometry | None:
     """Rows of two full lines of 16 bits, with twice the warps for their arithmetic, if they fill the GPU or are long.
 
-    Over a long sequence blocks drift apart, so that L2 would lose the other half of a line before it is used.
+    Blocks of half the warps need a last wave that is filled.  Over a long sequence blocks drift apart, so that L2 would
+    lose the other half of a line before it is used.
     """
     whole = Geometry(4, 32, 8, 4 if scan.backward else 8, resident=2, stages=STAGES)
     fits = whole.shared_bytes(scan.inputs, 0, scan.itemsize) <= scan.device.shared_of_block
@@ -178,7 +185,8 @@ def _stream_halves(scan: Criteria) -> Geometry | None:
         return None
     waves = scan.chains(whole) / scan.device.processors
     if scan.element in LINEAR and waves > 1:
-        return whole._replace(warps=4, rows=8)
+        waves /= 2  # two blocks a multiprocessor
+        return whole._replace(warps=4, rows=8) if waves <= 1 or waves >= FILLED * math.ceil(waves) else None
     if scan.element in LINEAR and scan.steps > LONG:
         return _alone(scan, whole, max(waves, FILLED))
     generated = scan.element.startswith("Generated") and scan.backward and scan.inputs <= 5
@@ -224,7 +232,7 @@ def _stream(scan: Criteria) -> Geometry:
     much besides, and 16-byte copies that bring whole lines into L2 make up for rows of half a line.
     """
     halved, processors = _is_halved(scan), scan.device.processors
-    vec = 2 if halved else min(scan.aligned, 8 // scan.itemsize)
+    vec = 2 if halved else min(scan.vector, 8 // scan.itemsize)
     lanes = min(_lanes_across(scan.channels, vec), 16 if halved else 32)
     segments, warps = 32 // lanes, 4
     least, most = (4, 8) if scan.backward else (8, 16)
@@ -244,14 +252,20 @@ def _stream(scan: Criteria) -> Geometry:
     return Geometry(vec, lanes, warps, rows, resident=threads // (32 * warps), stages=STAGES)
 
 
-def _spread_evenly(scan: Criteria, streaming: Geometry) -> Geometry | None:
-    """Tiles of whole steps drawn by look-back, which keeps all multiprocessors busy to the end of a long scan.
+def _keep_in_step(scan: Criteria, streaming: Geometry) -> Geometry | None:
+    """Tiles drawn by look-back, where the blocks of a long scan, streaming, would end or work at different times.
 
-    That is where streaming leaves some of them with more chains than others; backward, whose blocks read half as much
-    again at a step, where the last wave is emptier or time longer still.
+    Streaming leaves some multiprocessors with more chains than others; a backward pass, whose blocks read half as much
+    again at a step, has to spread worse for that, or be longer still.  And blocks drift apart, so that L2 loses a line
+    before both groups of its channels are read: of rows that are copied in pieces of 16 bytes, but aligned ones of 16
+    bits stream as fast.
     """
-    if scan.element not in LINEAR or scan.itemsize != 4 or scan.packed or streaming.cluster > 1:
+    if scan.element not in LINEAR or scan.itemsize > 4 or streaming.cluster > 1:
         return None
+    in_pieces = scan.anywhere or (scan.itemsize == 4 and scan.aligned == 4)
+    drifts = scan.shares_lines and in_pieces and scan.steps >= LONG // 8
+    if scan.itemsize == 2:
+        return _look_back_tile(scan) if drifts else None
     waves, long = scan.chains(streaming) / scan.device.processors, scan.steps // LONG
     filled = waves / math.ceil(waves)
     if scan.backward:
@@ -259,7 +273,8 @@ def _spread_evenly(scan: Criteria, streaming: Geometry) -> Geometry | None:
     else:
         uneven = long >= 1 and filled < FULL
     back = Geometry(2, 32, 8, 8 if scan.backward else 16, chained=True, resident=2, looks_back=True)
-    return back if uneven and scan.fits(back) and (streaming.vec, streaming.group) == (back.vec, back.group) else None
+    pays = drifts or (uneven and not scan.packed)
+    return back if pays and scan.fits(back) and (streaming.vec, streaming.group) == (back.vec, back.group) else None
 
 
 def _stream_in_clusters(scan: Criteria) -> Geometry | None:
@@ -271,7 +286,7 @@ def _stream_in_clusters(scan: Criteria) -> Geometry | None:
     words = scan.inputs * scan.itemsize // 2  # of a row of two channels, in registers
     pair = Geometry(2, 32, 8, 1 << (64 // max(words, 2)).bit_length() - 1, resident=2, cluster=2)
     lines = scan.itemsize <= 4 and scan.channels * scan.itemsize % LINE == 0
-    wide = lines and scan.aligned * scan.itemsize >= 16 and scan.congruent
+    wide = lines and scan.aligned * scan.itemsize >= 16 and not scan.by_offsets
     if not (scan.device.clusters and scan.element in LINEAR and wide) or scan.packed:
         return None
     filled = scan.chains(pair) * pair.cluster / scan.device.processors
@@ -333,31 +348,44 @@ def _chain_narrow(scan: Criteria) -> Geometry | None:
 
 def _chained_tile(scan: Criteria, warps: int = 8) -> Geometry:
     """A tile of which a thread keeps two, raw or computed, in half of the 128 registers that each of 512 has."""
-    vec = min(scan.aligned, 2) if scan.itemsize == 2 else 1
+    pairs = scan.itemsize == 2 or (scan.anywhere and scan.element in LINEAR)
+    vec = min(scan.vector, 2) if pairs else 1
+    chains = scan.sequences * -(-scan.channels // 64)
+    many = FEW_COMPANIONS * chains >= 2 * scan.device.processors or (scan.packed and chains > 1)
+    if scan.anywhere and not many:
+        vec = 1  # longer tiles make a carry's way along a chain shorter
     rows = max(4, 1 << (32 // scan.numbers(vec)).bit_length() - 1)
     lanes = _lanes_across(scan.channels, vec)
     return Geometry(vec, lanes, warps, rows, chained=True, resident=16 // warps, stages=STAGES)
 
 
-def _look_back_linearly(scan: Criteria) -> Geometry | None:
-    """Linear scans, but the longest of whole lines: tiles as long as registers hold, half as long if there are few."""
+def _look_back_tile(scan: Criteria) -> Geometry:
+    """A tile of which a thread keeps one, as look-back does, as long as registers hold."""
     tile = _chained_tile(scan)
-    cut = tile.lanes == 32 and scan.channels * scan.itemsize % LINE > 0  # rows, within lines
-    halves = scan.itemsize * scan.aligned < 4 and not scan.congruent  # which no asynchronous copy can move
-    if scan.element not in LINEAR or scan.resets or halves or (scan.steps > 8 * LONG and not cut):
-        return None
-    most = 64 // scan.numbers(tile.vec)
-    rows = max(4, most // 16 * 16 if tile.vec == 2 else most // 4 * 4)
-    back = tile._replace(rows=rows, stages=1, looks_back=True)
-    return back._replace(rows=max(4, rows // 8 * 4)) if scan.steps <= 2 * back.tile else back
+    rows = 2 * tile.rows if tile.vec == 2 else max(4, 64 // scan.numbers(1) // 4 * 4)
+    if scan.anywhere and tile.vec == 2 and scan.element in LINEAR:  # putting single elements together takes registers
+        rows = (36 if scan.itemsize == 2 else 48) // scan.numbers(2) // 4 * 4
+    return tile._replace(rows=rows, stages=1, looks_back=True)
 
 
-def _look_back_shortly(scan: Criteria) -> Geometry | None:
-    """Short scans of 16 bits: look-back keeps one tile, so a backward pass has a longer one in the other's place."""
-    if scan.steps > LONG or scan.itemsize != 2:
+def _look_back_soon(scan: Criteria) -> Geometry | None:
+    """Linear scans and those of 16 bits, but the longest: half as long tiles if there are few.
+
+    The longest linear ones look back, too, if their rows share lines.  Where lanes would be idle in every other group,
+    groups are half as wide.
+    """
+    back = _look_back_tile(scan)
+    if scan.element in LINEAR and not scan.resets:
+        soon = scan.steps <= 8 * LONG or (back.lanes == 32 and scan.channels * scan.itemsize % LINE > 0)
+        if back.lanes == 32 and -(-2 * scan.channels // back.group) == 3 and not scan.anywhere:
+            back = back._replace(lanes=16)
+    else:
+        long = 8 * LONG if scan.element.startswith("Generated") and not scan.resets else LONG
+        soon = scan.itemsize == 2 and scan.steps <= long
+        back = back._replace(rows=min(back.rows, 16))
+    if not soon:
         return None
-    tile = _chained_tile(scan)
-    return tile._replace(rows=2 * tile.rows if scan.backward else tile.rows, stages=1, looks_back=True)
+    return back._replace(rows=max(4, back.rows // 8 * 4)) if scan.steps <= 2 * back.tile else back
 
 
 def _look_back_in_pairs(scan: Criteria) -> Geometry | None:
@@ -366,7 +394,7 @@ def _look_back_in_pairs(scan: Criteria) -> Geometry | None:
     long_backward = scan.element == "LinearScanBackward" and scan.itemsize == 4 and scan.steps > LONG
     if not (long_backward and _has_single_chains(scan) and not scan.resets):
         return None
-    even = scan.aligned > 1 and scan.chains(_chained_tile(scan)) == 2 * scan.chains(pairs)
+    even = scan.vector > 1 and scan.chains(_chained_tile(scan)) == 2 * scan.chains(pairs)
     return pairs if even and scan.fits(pairs) and scan.waves(pairs) >= 2 * FEW_WAVES else None
 
 

@@ -42,37 +42,51 @@ __device__ inline void sync_abreast() {
 // time: a warp copies its steps as one range in aligned 16-byte pieces, so the first element is at offset `shift`.
 // Single 16-bit channels are below cp.async's minimum of 4 bytes, so each is stored in four bytes (HALVES).
 //
-// Other rows of single channels, of 32 bits too, are copied in aligned pieces as well, of which the first begins before
-// the row and the last ends after it.  In shared memory rows are PITCH bytes apart, which is congruent to their
-// distance in memory, so a row has the same offset in its first piece here as there.
+// Other rows that begin anywhere are copied in aligned pieces as well, of which the first begins before the row and the
+// last ends after it.  In shared memory an input's rows are pitch() bytes apart, congruent to their distance in memory,
+// so a row has the same offset in its first piece here as there.
 //
 // The halves of a sector of 32 bytes are copied in one transaction only if they are halves of one here, too: so strips
 // begin with one, as most do in memory.
 struct alignas(32) Strip {
-    static constexpr int APART = NARROW ? NARROW : PITCH / int(sizeof(Pack));
-    static constexpr int SIZE = NARROW || PITCH ? STRIP * APART : 32 * ROWS, PER_PIECE = 16 / sizeof(Pack);
-    static constexpr int PIECES = (SIZE + PER_PIECE - 1) / PER_PIECE + 1;
-    static constexpr bool HALVES = sizeof(Pack) < 4 && !EXCHANGED;
-    PackType<HALVES ? 4 : sizeof(Pack)>::type element[NARROW || PITCH ? PIECES * PER_PIECE + LANES : SIZE];
+    static constexpr int APART = NARROW ? NARROW : widest_pitch() / int(sizeof(Item));
+    static constexpr int SIZE = NARROW || PITCHED ? STRIP * APART : 32 * ROWS;
+    static constexpr int PER_PIECE = 16 / sizeof(Item), PIECES = (SIZE + PER_PIECE - 1) / PER_PIECE + 1;
+    static constexpr bool HALVES = sizeof(Item) < 4 && !EXCHANGED;
+    PackType<HALVES ? 4 : sizeof(Item)>::type element[NARROW || PITCHED ? PIECES * PER_PIECE + LANES : SIZE];
 
     // The first of the strip's steps in time, and where it is in memory.
     static __device__ int start(const Place& at, int chunk, int ahead) {
         const int i = at.first(chunk) + ahead - at.segment * ROWS;
         return at.descending ? at.p.steps - i - STRIP : i;
     }
-    static __device__ Pack* memory(const Place& at, const Tensor& x, int chunk, int ahead) {
+    static __device__ Item* memory(const Place& at, const Tensor& x, int chunk, int ahead) {
         const Index row = Index(start(at, chunk, ahead)) * (NARROW ? NARROW : x.time);
-        return reinterpret_cast<Pack*>(at.sequence(x) + row + at.group * GROUP);
+        return reinterpret_cast<Item*>(at.sequence(x) + row + at.group * GROUP);
     }
     static __device__ int shift(const Place& at, const Tensor& x, int chunk, int ahead) {
-        if (!NARROW && !PITCH) return 0;
+        if (!NARROW && !PITCHED) return 0;
         if (ALIGNED) return (at.descending ? -ahead : ahead) * NARROW & (PER_PIECE - 1);
-        return unsigned(reinterpret_cast<unsigned long long>(memory(at, x, chunk, ahead)) % 16) / sizeof(Pack);
+        return unsigned(reinterpret_cast<unsigned long long>(memory(at, x, chunk, ahead)) % 16) / sizeof(Item);
     }
-    static __device__ int place(const Place& at, int u, int shift) {
-        if (!NARROW && !PITCH) return 32 * u + at.lane;
+    // Of this thread's row u of input k.
+    static __device__ int place(const Place& at, int u, int shift, int k = 0) {
+        if (!NARROW && !PITCHED) return 32 * u + at.lane;
         const int row = at.segment * ROWS, first = at.descending ? STRIP - 1 - row : row;
-        return shift + first * APART + at.lane % LANES + u * (at.descending ? -APART : APART);
+        const int apart = NARROW ? NARROW : pitch(k) / int(sizeof(Item));
+        return shift + first * apart + at.lane % LANES + u * (at.descending ? -apart : apart);
+    }
+    // This thread's channels there.
+    __device__ Bits get(int place) const {
+        Bits bits = element[place];
+#pragma unroll
+        for (int v = 1; v < ITEMS; ++v) bits |= Bits(element[place + v * NEXT]) << 8 * sizeof(Item) * v;
+        return bits;
+    }
+    __device__ void put(int place, Pack bits) {
+        element[place] = bits;
+#pragma unroll
+        for (int v = 1; v < ITEMS; ++v) element[place + v * NEXT] = bits >> 8 * sizeof(Item) * v;
     }
     // Call move(k, from, low, high) for each piece k of a part: elements low to high of the piece at `from` are within
     // the sequence (clipped only if CHECKED) and, if OWN, within the strip.
@@ -92,7 +106,7 @@ struct alignas(32) Strip {
         const int place = at.descending ? PARTS - 1 - part : part, rest = at.descending == OWN ? PER_PIECE - 1 : 0;
         const int origin = place == 0 ? 0 : (skipped + place * OF_PART + rest) / PER_PIECE;
         const int bound = (skipped + (place + 1) * OF_PART + (place == PARTS - 1 ? PER_PIECE - 1 : rest)) / PER_PIECE;
-        Pack* const first = memory(at, x, chunk, ahead) - skipped + (origin + at.lane) * PER_PIECE;
+        Item* const first = memory(at, x, chunk, ahead) - skipped + (origin + at.lane) * PER_PIECE;
 #pragma unroll(CHECKED ? 1 : (MOST + ABREAST - 1) / ABREAST)  // the CHECKED path is rare: keep its code small
         for (int k = 0; k < (MOST + ABREAST - 1) / ABREAST; ++k) {
             const int piece = origin + at.lane + ABREAST * k,
@@ -102,28 +116,30 @@ struct alignas(32) Strip {
         }
     }
     template <bool CHECKED>
-    __device__ void fetch(const Place& at, const Tensor& x, const Rows& rows, int chunk, int ahead, int part) {
+    __device__ void fetch(const Place& at, int k, const Rows& rows, int chunk, int part) {
+        const Tensor x = at.p.input(k);
+        const int ahead = BACKWARD && k == PREVIOUS;  // h[t-1] belongs to the next step in scan order
         if constexpr (NARROW) {
             // A piece may begin before the sequence, as it is within its tensor's memory, but not end after it.
-            pieces<CHECKED, false>(at, x, chunk, ahead, part, [&](int k, const Pack* from, int low, int high) {
-                auto* const to = &element[k * PER_PIECE];
+            pieces<CHECKED, false>(at, x, chunk, ahead, part, [&](int n, const Item* from, int low, int high) {
+                auto* const to = &element[n * PER_PIECE];
                 if (!CHECKED || (low < PER_PIECE && high == PER_PIECE)) copy_async<16>(to, from);
                 else if (high > low)
                     copy_part(reinterpret_cast<char*>(to), reinterpret_cast<const char*>(from),
-                              high * int(sizeof(Pack)));
+                              high * int(sizeof(Item)));
             });
-        } else if constexpr (PITCH) {
+        } else if constexpr (PITCHED) {
             constexpr int ROW = GROUP * int(sizeof(Scalar)), OF_ROW = (ROW + 15 + 15) / 16, COPIES = STRIP * OF_ROW;
             const int rest = (at.p.channels - at.group * GROUP) * int(sizeof(Scalar)), width = rest < ROW ? rest : ROW;
-            const int time = start(at, chunk, ahead), skipped = shift(at, x, chunk, ahead) * int(sizeof(Pack));
+            const int time = start(at, chunk, ahead), skipped = shift(at, x, chunk, ahead) * int(sizeof(Item));
             const char* const from = reinterpret_cast<const char*>(memory(at, x, chunk, ahead));
             const Index apart = x.time * Index(sizeof(Scalar));
             const auto* const end =
                 reinterpret_cast<const char*>(at.sequence(x) + Index(at.p.steps - 1) * x.time + at.p.channels);
 #pragma unroll(CHECKED ? 1 : (COPIES + ABREAST - 1) / ABREAST)
-            for (int k = 0; k < (COPIES + ABREAST - 1) / ABREAST; ++k) {
-                const int n = at.lane + ABREAST * k, row = n / OF_ROW;
-                const int to = skipped + row * PITCH, offset = n % OF_ROW * 16 - to % 16;
+            for (int i = 0; i < (COPIES + ABREAST - 1) / ABREAST; ++i) {
+                const int n = at.lane + ABREAST * i, row = n / OF_ROW;
+                const int to = skipped + row * pitch(k), offset = n % OF_ROW * 16 - to % 16;
                 if (offset >= width || (COPIES % ABREAST && n >= COPIES)) continue;
                 if (CHECKED && unsigned(time + row) >= unsigned(at.p.steps)) continue;
                 char* const there = reinterpret_cast<char*>(element) + to + offset;
@@ -136,7 +152,7 @@ struct alignas(32) Strip {
 #pragma unroll(CHECKED && PACKING != OFFSETS ? 1 : ROWS)
             for (int u = 0; u < ROWS; u += TOGETHER) {
                 const bool exists = !CHECKED || rows.exists(at, chunk, u);
-                const Pack* const from = exists ? rows.row(at, chunk, tile, u) : nullptr;
+                const auto* const from = reinterpret_cast<const Pack*>(exists ? rows.row(at, chunk, tile, u) : nullptr);
                 auto* const to = &element[32 * u + at.lane * TOGETHER];
                 if constexpr (HALVES) {
                     *to = exists ? *from : 0;
@@ -151,8 +167,8 @@ struct alignas(32) Strip {
     template <bool CHECKED> __device__ void store(const Place& at, const Tensor& x, int chunk, int part, int offset) {
         const int later = ALIGNED ? 0 : offset - shift(at, x, chunk, 0);  // than in memory, relative to a piece
         sync_abreast();
-        pieces<CHECKED, true>(at, x, chunk, 0, part, [&](int k, Pack* to, int low, int high) {
-            const Pack* const from = &element[k * PER_PIECE + later];
+        pieces<CHECKED, true>(at, x, chunk, 0, part, [&](int k, Item* to, int low, int high) {
+            const Item* const from = &element[k * PER_PIECE + later];
             const bool whole = ALIGNED && !CHECKED ? k < SIZE / PER_PIECE : low == 0 && high == PER_PIECE && later == 0;
             if (whole) *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
             else if (ALIGNED && !CHECKED) return;

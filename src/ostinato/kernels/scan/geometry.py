@@ -1,6 +1,6 @@
 """The scan kernel's launch geometry: what follows from its algorithm and the shape of its tiles."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import NamedTuple
 
 
@@ -62,18 +62,15 @@ class Geometry(NamedTuple):
         pieces = self.lanes * self.vec * itemsize % 16 == 0 and self.rows * self.vec * itemsize % 16 == 0
         return not self.narrow and pieces and aligned * itemsize >= 16
 
-    def pitch(self, itemsize: int, aligned: int, strides: Iterable[int]) -> int:
-        """Bytes between rows in shared memory if they are copied in pieces of 16 wherever they begin, else 0.
+    def pitches(self, itemsize: int, strides: Sequence[int], anywhere: bool) -> tuple[int, ...]:
+        """Bytes between an input's rows in shared memory if they begin `anywhere`, so that pieces are copied, else 0.
 
-        That is for single channels (`aligned` to one), of which asynchronous copies are slow, or impossible below 4
-        bytes; rows are `strides` apart in the tensors.  No piece has elements of two rows.
+        Asynchronous copies of single channels are slow, or impossible below 4 bytes.  In memory rows are `strides`
+        apart.  No piece has elements of two rows.
         """
-        offset = row_offset(itemsize, strides)
-        streaming = not self.chained and self.lanes <= 32
-        if aligned > 1 or itemsize > 4 or self.narrow or self.group < 32 or offset is None or streaming:
-            return 0
         least = self.group * itemsize + 2 * 15
-        return least + (offset - least) % 16
+        pitched = anywhere and not self.narrow and (self.chained or self.group > 32)
+        return tuple(least + (itemsize * stride - least) % 16 if pitched else 0 for stride in strides)
 
     def shared_bytes(
         self, inputs: int, sums: int, itemsize: int, packed: bool = False, resets: bool = False, pitch: int = 0
@@ -98,12 +95,6 @@ class Geometry(NamedTuple):
         return strips * strip + between_warps + boundaries + sum_rows + window + mask + inbox + 144
 
 
-def row_offset(itemsize: int, strides: Iterable[int]) -> int | None:
-    """By how many bytes of a piece of 16 each row of a tensor begins after the last; None if that differs by tensor."""
-    offsets = {itemsize * stride % 16 for stride in strides}
-    return offsets.pop() if len(offsets) == 1 else None
-
-
 def macros(
     element: str,
     scalar: str,
@@ -113,7 +104,7 @@ def macros(
     shared: int,
     far: bool,
     wide: bool,
-    pitch: int,
+    pitches: Sequence[int],
 ) -> tuple[tuple[str, object], ...]:
     """The preprocessor definitions with which ``scan.cu`` is compiled."""
     return (
@@ -133,7 +124,7 @@ def macros(
         ("SHARED_BYTES", shared),
         ("FAR", int(far)),
         ("WIDE", int(wide)),
-        ("PITCH", pitch),
+        ("PITCHES", ", ".join(map(str, pitches))),
         ("STAYS", int(geometry.stays)),
         ("CLUSTER", geometry.cluster),
     )

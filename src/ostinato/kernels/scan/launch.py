@@ -18,7 +18,7 @@ from torch import Tensor
 from ostinato.kernels import eager, nvrtc
 from ostinato.kernels.nvrtc import SCALARS, address
 from ostinato.kernels.scan.choice import Criteria, Device, choose_geometry
-from ostinato.kernels.scan.geometry import Geometry, macros, row_offset
+from ostinato.kernels.scan.geometry import Geometry, macros
 
 Strides = tuple[int, int, int]  # of batch, time and direction
 MAX_STEPS = (1 << 31) - (1 << 20)  # the kernel counts steps, up to a tile past the last, in 32 bits
@@ -54,7 +54,7 @@ class Problem(NamedTuple):
 
     @property
     def row_strides(self) -> list[int]:
-        """Elements from one step of each tensor to the next."""
+        """Elements from one step of each input and output to the next."""
         return [time for _, time, _ in (*self.inputs, *self.outputs)]
 
 
@@ -93,20 +93,19 @@ def _criteria_of(problem: Problem, alignment: int) -> Criteria:
     itemsize, rows = problem.dtype.itemsize, problem.row_strides
     numbers = itertools.chain([problem.channels, alignment // itemsize], *problem.inputs, *problem.outputs)
     units = functools.reduce(operator.or_, numbers)  # its lowest set bit is the alignment of vector accesses
-    plain = problem.packing != "OFFSETS"
     return Criteria(
         problem.element,
         len(problem.inputs),
         itemsize,
         aligned=min(units & -units, 16 // itemsize),
-        gapless=plain and all(row == problem.channels for row in rows),
+        gapless=problem.packing != "OFFSETS" and all(row == problem.channels for row in rows),
         sequences=problem.batch * problem.directions,
         steps=problem.steps,
         channels=problem.channels,
         device=describe_device(problem.device),
         packed=problem.packing == "CU_SEQLENS",
         resets=problem.resets is not None,
-        congruent=plain and row_offset(itemsize, rows) is not None,
+        by_offsets=problem.packing == "OFFSETS",
     )
 
 
@@ -122,9 +121,9 @@ def _choose_kernel(problem: Problem, parameter_dtype: torch.dtype, alignment: in
     """Choose the kernel, with as many rows as shared memory holds; `alignment` has the low bits of every address."""
     criteria = _criteria_of(problem, alignment)
     geometry, device, itemsize = choose_geometry(criteria), criteria.device, criteria.itemsize
-    pitch = geometry.pitch(itemsize, criteria.aligned, problem.row_strides) if criteria.congruent else 0
+    pitches = geometry.pitches(itemsize, problem.row_strides[: criteria.inputs], criteria.anywhere)
     sums = problem.parameters if problem.backward else 0
-    tensors = criteria.inputs, sums, itemsize, criteria.packed, criteria.resets, pitch
+    tensors = criteria.inputs, sums, itemsize, criteria.packed, criteria.resets, max(pitches)
     most = min(device.shared_of_block, device.shared // (geometry.resident if geometry.chained else 1) - 1024)
     while (shared := geometry.shared_bytes(*tensors)) > most:
         fewer = geometry.rows - 4 if geometry.looks_back and geometry.rows > 4 else geometry.rows // 2
@@ -138,14 +137,14 @@ def _choose_kernel(problem: Problem, parameter_dtype: torch.dtype, alignment: in
         shared,
         far=geometry.tile * itemsize * max(problem.row_strides) >= 1 << 31,
         wide=geometry.copies_wide(itemsize, criteria.aligned),
-        pitch=pitch,
+        pitches=pitches,
     )
     if problem.resets is not None:
         definitions += (("RESETS", 2 if problem.resets[1] == 1 else 1),)
     if problem.directions == 1:
         if geometry.narrow:
             definitions += _addressing(problem, geometry, alignment)
-        elif pitch:  # for the addresses of rows to be constants
+        elif pitches[0]:  # for the addresses of rows to be constants
             definitions += (("DESCENDING", int(problem.reverse != problem.backward)),)
     return _Kernel(geometry, shared, definitions)
 

@@ -1,8 +1,8 @@
 // One scan kernel for every operation in elements.cuh.
 //
 // A chain is GROUP adjacent channels of one sequence, cut along time into tiles.  In a tile every thread scans ROWS
-// consecutive steps of VEC channels; LANES lanes of a warp span the channels, so a warp covers SEGMENTS = 32 / LANES
-// segments of time, and a block's WARPS warps are consecutive in time:
+// consecutive steps of VEC channels, adjacent or, if rows begin anywhere, LANES apart; LANES lanes of a warp span the
+// channels, so a warp covers SEGMENTS = 32 / LANES segments of time, and a block's WARPS warps are consecutive in time:
 //
 //     tile = WARPS x SEGMENTS x ROWS steps,   GROUP = LANES * VEC channels
 //
@@ -49,7 +49,7 @@ __device__ inline void store_sums(const Place& at, Shared& shared, int part, Sum
         for (int v = 0; v < VEC; ++v) {
 #pragma unroll
             for (int lanes = LANES; lanes < 32; lanes *= 2) sums[k][v] += __shfl_down_sync(~0u, sums[k][v], lanes);
-            if (at.segment == 0) shared.sums[at.warp][k][at.lane * VEC + v] = sums[k][v];
+            if (at.segment == 0) shared.sums[at.warp][k][at.lane * NEXT_LANE + v * NEXT] = sums[k][v];
         }
     __syncthreads();
     const Parameters& p = at.p;
@@ -71,8 +71,8 @@ __device__ inline void prepare(const Place& at, OfChannels& of_channels) {
         Compute parameters[OF_CHANNEL] = {};
 #pragma unroll
         for (int k = 0; k < PARAMETERS; ++k)
-            if (at.inside)
-                parameters[k] = widen(p.parameters[k][at.direction * p.parameter_direction + at.channel + v]);
+            if (at.has(v))
+                parameters[k] = widen(p.parameters[k][at.direction * p.parameter_direction + at.channel + v * NEXT]);
         of_channels[v] = Element::prepare(parameters);
     }
 }

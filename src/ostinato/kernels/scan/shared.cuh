@@ -160,12 +160,27 @@ __device__ inline Pack filled(Compute x) {
     return pack(all);
 }
 
-__device__ inline Pack load_pack(const Scalar* from) { return *reinterpret_cast<const Pack*>(from); }
+// A lane's channels at one step, of which the first exists and is at `from`, or `to`.
+__device__ inline Pack load_pack(const Place& at, const Scalar* from) {
+    const Item* const items = reinterpret_cast<const Item*>(from);
+    Pack bits = items[0];
+#pragma unroll
+    for (int v = 1; v < ITEMS; ++v)
+        if (at.has(v)) bits |= Pack(items[v * NEXT]) << 8 * sizeof(Item) * v;
+    return bits;
+}
+__device__ inline void store_pack(const Place& at, Scalar* to, Pack bits) {
+    Item* const items = reinterpret_cast<Item*>(to);
+    items[0] = Item(bits);
+#pragma unroll
+    for (int v = 1; v < ITEMS; ++v)
+        if (at.has(v)) items[v * NEXT] = Item(bits >> 8 * sizeof(Item) * v);
+}
 
 __device__ inline void load_state(const Place& at, const Scalar* from, int n, Channels& state) {
-    unpack(from && at.inside ? load_pack(from + at.state(n)) : filled(Ring::zero()), state.value);
+    unpack(from && at.inside ? load_pack(at, from + at.state(n)) : filled(Ring::zero()), state.value);
 }
 
 __device__ inline void store_state(const Place& at, Scalar* to, int n, const Channels& state) {
-    if (to && at.inside) *reinterpret_cast<Pack*>(to + at.state(n)) = pack(state.value);
+    if (to && at.inside) store_pack(at, to + at.state(n), pack(state.value));
 }

@@ -126,9 +126,8 @@ struct Steps {
     template <bool CHECKED>
     static __device__ void fetch(const Place& at, const Memory& memory, Strip (&strips)[INPUTS], int chunk, int part) {
 #pragma unroll(CHECKED && NARROW && !STAYS ? 1 : INPUTS)  // the CHECKED path is rare: keep its code small
-        for (int k = 0; k < INPUTS; ++k)  // backward, h[t-1] belongs to the next step in scan order
-            if (at.p.has_input(k))
-                strips[k].fetch<CHECKED>(at, at.p.input(k), memory.input[k], chunk, BACKWARD && k == PREVIOUS, part);
+        for (int k = 0; k < INPUTS; ++k)
+            if (at.p.has_input(k)) strips[k].fetch<CHECKED>(at, k, memory.input[k], chunk, part);
     }
 
     // Whether the zero state before a reset step is written to shared memory, where there is one, and not selected at
@@ -146,8 +145,10 @@ struct Steps {
         for (unsigned left = at.inside ? (first | (PUTS_RESETS ? resets : 0)) & rows : 0; left; left &= left - 1) {
             const int u = __ffs(left) - 1;
             const int n = PACKING == CU_SEQLENS && !is_reset(u) ? shared.ends[buffer].sequence[at.first(0) + u] : 0;
-            strip.element[Strip::place(at, u, shift)] =
-                p.h0 && !is_reset(u) ? load_pack(p.h0 + at.state(n)) : filled(Element::absent_state());
+            strip.put(
+                Strip::place(at, u, shift, PREVIOUS),
+                p.h0 && !is_reset(u) ? load_pack(at, p.h0 + at.state(n)) : filled(Element::absent_state())
+            );
         }
     }
 
@@ -171,10 +172,11 @@ struct Steps {
             Bits bits[INPUTS];
 #pragma unroll
             for (int k = 0; k < INPUTS; ++k)
-                bits[k] = p.has_input(k) ? strips[k].element[Strip::place(at, u, shift[k])] : filled(0);
+                bits[k] = p.has_input(k) ? strips[k].get(Strip::place(at, u, shift[k], k)) : filled(0);
             const bool exists = !CHECKED || (at.inside && at.exists(i + u));
             if (CHECKED && BACKWARD && exists && (is_reset(u) || !at.exists(i + u + 1)))
-                bits[PREVIOUS] = p.h0 && !is_reset(u) ? load_pack(p.h0 + at.state(0)) : filled(Element::absent_state());
+                bits[PREVIOUS] =
+                    p.h0 && !is_reset(u) ? load_pack(at, p.h0 + at.state(0)) : filled(Element::absent_state());
             if (BACKWARD && !PUTS_RESETS && is_reset(u)) bits[PREVIOUS] = filled(Element::absent_state());
             if constexpr (RAW && !STAYS) {
 #pragma unroll
@@ -327,7 +329,7 @@ struct Steps {
             for (int u = 0; u < ROWS; ++u)
                 if (at.inside && (NARROW || !CHECKED || at.exists(i + u))) {  // of a strip, what exists is stored
                     if constexpr (NARROW) strip.element[Strip::place(at, u, shift)] = results[u][k];
-                    else* rows.row(at, chunk, tile, u) = results[u][k];
+                    else store_pack(at, rows.row(at, chunk, tile, u), results[u][k]);
                 }
             if constexpr (NARROW) strip.store<CHECKED>(at, p.output(k), chunk, part, shift);
         }

@@ -18,6 +18,23 @@ static_assert(ROWS <= 32);
 constexpr int WATCHERS = WARPS * SEGMENTS;  // segments, which poll the messages of earlier tiles in parallel
 constexpr int WINDOW = WATCHERS < 32 ? 32 : WATCHERS;  // tiles of the look-back window
 static_assert(!LOOKS_BACK || (CHAINED && STAGES == 1 && WATCHERS <= 256), "a block draws one tile ahead");
+// Bytes from one row of input k to the next in shared memory, if rows are copied in pieces wherever they begin, else 0.
+__device__ constexpr int pitch(int k) {
+    constexpr int all[] = {PITCHES};
+    return all[k];
+}
+__device__ constexpr int widest_pitch() {
+    int most = 0;
+    constexpr int all[] = {PITCHES};
+    for (int one : all) most = one > most ? one : most;
+    return most;
+}
+constexpr bool PITCHED = pitch(0) > 0;
+// From a lane's first channel to the next lane's, and to its own next: those of a vector are adjacent, and where rows
+// begin anywhere a lane accesses single elements beside its neighbours'.
+constexpr int NEXT_LANE = PITCHED ? 1 : VEC, NEXT = PITCHED ? LANES : 1;
+constexpr int ITEMS = PITCHED ? VEC : 1;  // vectors or elements that a lane accesses at a step
+using Item = PackType<PITCHED ? sizeof(Scalar) : sizeof(Pack)>::type;
 constexpr int TOGETHER = WIDE ? 16 / sizeof(Pack) : 1;  // adjacent packs in one copy of a lane
 #ifndef SINGLE
 #define SINGLE 0  // 1: with NARROW, there is one sequence
@@ -26,10 +43,10 @@ constexpr int TOGETHER = WIDE ? 16 / sizeof(Pack) : 1;  // adjacent packs in one
 #define ALIGNED 0  // 1: with NARROW, the pieces of all tensors begin with a warp's steps
 #endif
 static_assert(CLUSTER == 1 || (!CHAINED && LANES <= 32), "the blocks of a cluster stream a chain of their own");
-constexpr bool EXCHANGED = NARROW || WIDE || PITCH;  // lanes copy elements that other lanes of the warp read
+constexpr bool EXCHANGED = NARROW || WIDE || PITCHED;  // lanes copy elements that other lanes of the warp read
 static_assert(LANES % TOGETHER == 0 && ROWS % TOGETHER == 0);
 static_assert(LANES <= 32 || (LANES % 32 == 0 && !LOOKS_BACK && !WIDE), "look-back and wide copies are a warp's");
-static_assert(LANES <= 32 || NARROW || PITCH, "warps abreast copy their steps in pieces");
+static_assert(LANES <= 32 || NARROW, "warps abreast copy their steps in pieces");
 // Of compositions: one may be read while the next is written.
 constexpr int BUFFERS = STAYS ? 1 : CHAINED && !LOOKS_BACK ? 3 : 2;
 constexpr int PARTS = STAYS ? 4 : 1;  // of a tile, copied one after the other and composed as they come
@@ -190,7 +207,7 @@ struct Composition {
 struct Place {
     const Parameters& p;
     int batch, direction, group, warp, lane, segment, channel;
-    bool inside;      // this lane's channels exist
+    bool inside;      // this lane's first channel exists, and with it all of a vector
     bool descending;  // the scan runs backward in time
 
     __device__ Place(const Parameters& p, int chain) : p(p) {
@@ -204,7 +221,7 @@ struct Place {
         warp = threadIdx.x / ABREAST, lane = threadIdx.x % ABREAST;
         asm("" : "+r"(warp), "+r"(lane));  // or the compiler re-reads the slow special register at every use
         segment = lane / LANES;
-        channel = group * GROUP + lane % LANES * VEC;
+        channel = group * GROUP + lane % LANES * NEXT_LANE;
         inside = channel < (NARROW ? NARROW : p.channels);
 #ifdef DESCENDING
         descending = DESCENDING;
@@ -212,6 +229,8 @@ struct Place {
         descending = (p.reverse != (direction == 1)) != BACKWARD;
 #endif
     }
+    // Whether the lane's channel v exists.
+    __device__ bool has(int v) const { return PITCHED && v > 0 ? channel + v * NEXT < p.channels : inside; }
     __device__ int time(int i) const { return descending ? p.steps - 1 - i : i; }
     __device__ bool exists(int i) const {
         if (PACKING != OFFSETS) return i < p.steps;
@@ -225,7 +244,7 @@ struct Place {
     __device__ bool inner(int chunk) const {
         const bool last = descending ? chunk == 0 : (chunk + 1) * TILE + 16 >= p.steps;  // in time
         const bool exact = ALIGNED && (descending || !BACKWARD);  // no piece ends after the tile
-        if ((NARROW || PITCH) && last && !exact) return false;
+        if ((NARROW || PITCHED) && last && !exact) return false;
         return PACKING != OFFSETS && (chunk + 1) * TILE + BACKWARD <= p.steps;
     }
     __device__ int first(int chunk) const { return chunk * TILE + warp * STRIP + segment * ROWS; }
@@ -257,9 +276,9 @@ struct Rows {
         return const_cast<char*>(first) + (PACKING == OFFSETS ? 0 : Index(chunk) * Offset(TILE * stride));
     }
     // Row u of the tile.
-    __device__ Pack* row(const Place& at, int chunk, char* tile, int u) const {
+    __device__ Scalar* row(const Place& at, int chunk, char* tile, int u) const {
         const Index row = PACKING == OFFSETS ? at.p.bounds[at.time(chunk * TILE + local + u)] : u;
-        return reinterpret_cast<Pack*>(tile + row * stride);
+        return reinterpret_cast<Scalar*>(tile + row * stride);
     }
 };
 
