@@ -20,7 +20,7 @@ from ostinato.bench.runs import environment, write_json
 from ostinato.bench.shapes import KERNELS, PRUNED
 from ostinato.bench.workloads import OURS, RecurrentLayer
 from ostinato.kernels import nvrtc
-from ostinato.kernels.persistent import cuda
+from ostinato.kernels.persistent import cuda_launch
 from ostinato.kernels.persistent.geometry import Geometry
 
 LAYERS = (  # and the kernel that runs them
@@ -96,10 +96,10 @@ def switched_off(name: str) -> Iterator[None]:
         return text
 
     banks = property(lambda _: 1) if name and not substitutions else Geometry.banks
-    cuda.kernels.cache_clear()
+    cuda_launch.kernels.cache_clear()
     with mock.patch.object(nvrtc, "source", patched), mock.patch.object(Geometry, "banks", banks):
         yield
-    cuda.kernels.cache_clear()
+    cuda_launch.kernels.cache_clear()
 
 
 def variant(work: RecurrentLayer, path: str, name: str) -> float:

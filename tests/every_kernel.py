@@ -19,7 +19,7 @@ from kernels.scan import test_cuda
 from minimal_layers import GATES, layer, layer_backward
 from ostinato.kernels import gemm
 from ostinato.kernels.persistent import cuda as persistent
-from ostinato.kernels.persistent import packing, plan
+from ostinato.kernels.persistent import cuda_launch, cuda_plan, packing, plan
 from ostinato.kernels.persistent.costs import microseconds
 from ostinato.kernels.recurrence import cuda as recurrence_cuda
 from ostinato.kernels.recurrence import projected, steps_cuda
@@ -156,7 +156,7 @@ def recurrent(path, shape, in_clusters):
         packed = pack(mask.cpu(), *rest)
         return packed._replace(**{k: x.cuda() for k, x in packed._asdict().items() if isinstance(x, torch.Tensor)})
 
-    persistent.pack = pack_on_cpu
+    cuda_launch.pack = pack_on_cpu
     properties = torch.cuda.get_device_properties(0)
     back = candidates(path, *shape, properties=properties, backward=True)
     forwards = candidates(path, *shape, properties=properties)
@@ -181,7 +181,7 @@ def rounded(in_clusters):
     forwards, backwards = (test_persistent.rounded(*layer, back, properties) for back in FLAGS)
     backwards = [back for back in backwards if (back.cluster > 1) == in_clusters]
     for forward, back in itertools.zip_longest(forwards, backwards, fillvalue=forwards[0]):
-        case.plan = case.plan._replace(geometry=persistent.Geometries(forward, back))
+        case.plan = case.plan._replace(geometry=cuda_plan.Geometries(forward, back))
         inputs = case.inputs(6, resets=0.3)
         case.forward(inputs, False)
         persistent.backward(*case.gradients(inputs, False))

@@ -366,7 +366,7 @@ def test_the_largest_layer_fits_and_the_next_does_not():
 
 def test_what_the_ablation_replaces_stands_in_the_kernels():
     from ostinato.kernels import nvrtc
-    from ostinato.kernels.persistent.cuda import files
+    from ostinato.kernels.persistent.geometry import files
     from ostinato.kernels.persistent.search import choose_geometry
 
     for kernel in ablation.ALL:

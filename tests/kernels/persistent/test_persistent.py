@@ -14,7 +14,7 @@ from torch import nn
 import ostinato
 from gpus import ARCHITECTURES, H100
 from ostinato.kernels import nvrtc
-from ostinato.kernels.persistent import cuda, geometry, reference, search
+from ostinato.kernels.persistent import cuda, cuda_launch, cuda_plan, geometry, reference, search
 from ostinato.kernels.persistent.costs import microseconds
 from ostinato.kernels.persistent.geometry import Geometry
 from ostinato.kernels.persistent.plan import GATES, Plan
@@ -50,7 +50,7 @@ class Case:
             ways = (candidates(name, *layer, properties=properties, backward=True) for name in paths)
             back = min(itertools.chain(*ways), key=lambda g: microseconds(g, batch), default=None)
         self.is_trained = back is not None
-        self.plan = Plan(path, 0, 0, 0, "", cuda.Geometries(forward, back))
+        self.plan = Plan(path, 0, 0, 0, "", cuda_plan.Geometries(forward, back))
 
     def uniform(self, *shape):
         return (torch.rand(shape, device=self.device) * 2 - 1).to(self.dtype)
@@ -111,7 +111,7 @@ class Case:
 
     def check(self):
         torch.cuda.synchronize()
-        cuda.check(self.plan.geometry.forward, 0)
+        cuda_launch.check(self.plan.geometry.forward, 0)
 
 
 def double(x):
@@ -164,7 +164,7 @@ def test_both_kernels_of_a_layer_are_compiled_at_the_same_time(monkeypatch):
 
     monkeypatch.setattr(cuda, "kernels", compiled)
     layer = "dense", "gru", 130, 4, f32
-    cuda._compile(0, True, False, True, candidate(*layer), candidate(*layer, backward=True))
+    cuda_launch.compile_kernels(0, True, False, True, candidate(*layer), candidate(*layer, backward=True))
     assert sorted(asked) == [(False, 0, True, False, True), (True, 0, True, False, False)]
 
 
@@ -298,7 +298,7 @@ def test_gradients_of_biases_equal_the_reference(cell, batch, hidden, dtype, nan
 @pytest.mark.parametrize("dtype", [f32, f16, bf16])
 def test_the_sums_of_biases_compile_without_a_gpu(architecture, dtype):
     pytest.importorskip("cuda.core")
-    code, macros = cuda.source_of_biases(dtype)
+    code, macros = cuda_launch.source_of_biases(dtype)
     assert nvrtc.compile_cubin(code, architecture, dict(macros))[:4] == b"\x7fELF"
 
 
@@ -531,7 +531,7 @@ def test_rounded_states_match_the_reference(layer, nan_memory):
     for k, ((steps, packed, resets), backward) in enumerate(
         itertools.product(((19, False, 0.0), (7, True, 0.2)), backwards)
     ):
-        case.plan = case.plan._replace(geometry=cuda.Geometries(forwards[k % len(forwards)], backward))
+        case.plan = case.plan._replace(geometry=cuda_plan.Geometries(forwards[k % len(forwards)], backward))
         inputs = case.inputs(steps, packed=packed, resets=resets)
         gradients = case.gradients(inputs, packed)
         found, expected = (case.both(inputs, gradients, packed, *how) for how in ((), (reference, double)))
@@ -544,7 +544,7 @@ def test_a_step_that_no_longer_fits_into_the_spare_bits(nan_memory):
     torch.manual_seed(0)
     case = Case("dense", "gru", 8, 2, f32)
     forward, backward = (rounded("gru", 8, 2, back, torch.cuda.get_device_properties(0))[0] for back in (False, True))
-    case.plan = case.plan._replace(geometry=cuda.Geometries(forward, backward))
+    case.plan = case.plan._replace(geometry=cuda_plan.Geometries(forward, backward))
     inputs = case.inputs(2**13 + 6)
     gradients = case.gradients(inputs, False)
     found, expected = (case.both(inputs, gradients, False, *how) for how in ((), (reference, double)))
@@ -558,7 +558,7 @@ def test_tf32_only_where_it_is_allowed():
     for exact, least, most in ((True, 0, 2e-6), (False, 1e-5, 1e-3)):
         case = Case("dense", "lstm", 515, 5, f32)
         forward, backward = (g._replace(exact=exact) for g in case.plan.geometry)
-        case.plan = case.plan._replace(geometry=cuda.Geometries(forward, backward))
+        case.plan = case.plan._replace(geometry=cuda_plan.Geometries(forward, backward))
         inputs = case.inputs(33)
         gradients = case.gradients(inputs, False)
         assert least <= max(errors(case.forward(inputs, False), case.expected(inputs, False))) < most
@@ -675,7 +675,7 @@ def test_streams_graph_and_a_wait_given_up():
     graph.replay()
     assert all(map(torch.equal, captured, both(*calls[0])))
 
-    cuda._failure(0).flag[0] = 1
+    cuda_launch._failure(0).flag[0] = 1
     with pytest.raises(RuntimeError, match="persistent dense gru forward kernel of 515 hidden units waited in vain"):
         cases[0].forward(inputs[0], False)
 

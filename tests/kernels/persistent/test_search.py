@@ -8,7 +8,7 @@ import torch
 
 from gpus import H100
 from ostinato.kernels import nvrtc
-from ostinato.kernels.persistent import backends, cuda, geometry, search
+from ostinato.kernels.persistent import backends, cuda_launch, cuda_plan, geometry, search
 from ostinato.kernels.persistent.costs import microseconds
 from ostinato.kernels.persistent.plan import GATES, Call
 from persistent_layers import candidates
@@ -20,17 +20,17 @@ f16, bf16, f32 = torch.float16, torch.bfloat16, torch.float32
 def planned_for_an_h100(monkeypatch):
     """As if there were one, with all kernels compiled."""
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: H100)
-    monkeypatch.setattr(cuda, "kernels", lambda *_, **__: None)
-    for cached in (cuda._plan_sizes, backends._plan_dense):
+    monkeypatch.setattr(cuda_launch, "kernels", lambda *_, **__: None)
+    for cached in (cuda_plan._plan_sizes, backends._plan_dense):
         cached.cache_clear()
     yield
-    for cached in (cuda._plan_sizes, backends._plan_dense):
+    for cached in (cuda_plan._plan_sizes, backends._plan_dense):
         cached.cache_clear()
 
 
 def plan_of(cell, hidden, batch, dtype, tf32=(False, False), training=True):
     call = Call(torch.device("cuda", 0), cell, hidden, batch, dtype, training, steps=None)
-    return cuda.make_plan(call, None, None, tf32)
+    return cuda_plan.make_plan(call, None, None, tf32)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_blocks_form_no_clusters_where_the_device_cannot_hold_them(planned_for_a
         if geometry.distributed:
             raise MemoryError("needs 64 resident blocks; the device holds 48")
 
-    monkeypatch.setattr(cuda, "kernels", kernels)
+    monkeypatch.setattr(cuda_launch, "kernels", kernels)
     plan = plan_of("gru", 256, 4, bf16, training=False)
     assert plan.path == "dense"
     assert not plan.geometry.forward.distributed
@@ -164,9 +164,11 @@ def test_blocks_form_no_clusters_where_the_device_cannot_hold_them(planned_for_a
 @pytest.mark.parametrize("resets", [False, True])
 def test_only_the_kernels_that_a_call_launches_are_compiled(planned_for_an_h100, monkeypatch, packed, resets):
     asked = []
-    monkeypatch.setattr(cuda, "kernels", lambda geometry, device, *special: asked.append((geometry.backward, *special)))
+    monkeypatch.setattr(
+        cuda_launch, "kernels", lambda geometry, device, *special: asked.append((geometry.backward, *special))
+    )
     call = Call(torch.device("cuda", 0), "gru", 256, 4, bf16, True, steps=None, resets=resets, packed=packed)
-    assert cuda.make_plan(call, None, None).path == "dense"
+    assert cuda_plan.make_plan(call, None, None).path == "dense"
     assert sorted(asked) == [(False, resets, packed, True), (True, resets, packed, False)]
 
 
@@ -177,11 +179,11 @@ def test_only_a_refusal_that_lasts_is_kept(planned_for_an_h100, monkeypatch, pru
         raise nvrtc.DoesNotCompile("by this compiler") if lasts else torch.OutOfMemoryError("at this moment")
 
     monkeypatch.setattr(nvrtc, "why_no_cuda", lambda: None)
-    monkeypatch.setattr(cuda, "_packed", lambda geometry, _: geometry)
+    monkeypatch.setattr(cuda_plan, "_packed", lambda geometry, _: geometry)
     mask = torch.zeros(3 * 1024, 1024, dtype=torch.bool) if pruned else None
     call = Call(torch.device("cuda", 0), "gru", 1024, 16, bf16, True, steps=None)
     with monkeypatch.context() as patch:
-        patch.setattr(cuda, "kernels", refuse)
+        patch.setattr(cuda_launch, "kernels", refuse)
         if lasts:
             assert backends.plan_layer(mask, call).reason == "by this compiler"
         else:

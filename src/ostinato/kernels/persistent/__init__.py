@@ -7,8 +7,10 @@
 ``operators.py``     the layer as a differentiable operator
 ``plain.py``         the same for exported programs
 ``masks.py``         the blocks of a pruned matrix
-``cuda.py``          NVIDIA GPUs: plans, and launches of ``forward.cu``, ``backward.cu`` and others; within clusters of
-                     ``gather.cu`` and ``scatter.cu``
+``cuda.py``          NVIDIA GPUs: both passes, by ``forward.cu`` and ``backward.cu``; of two groups in turn by
+                     ``forward_turns.cu`` and ``backward_turns.cu``, within clusters by ``gather.cu`` and ``scatter.cu``
+``cuda_plan.py``     their geometries, or why torch's kernels run
+``cuda_launch.py``   the kernels of a geometry: compiled and launched
 ``geometry.py``      how a layer is divided among blocks of threads
 ``costs.py``         the estimated time of a step
 ``search.py``        the fastest geometry that fits

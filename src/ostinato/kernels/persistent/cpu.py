@@ -32,7 +32,7 @@ PART = 1 << 16  # weights of a part of a step that pay off a thread
 def make_plan(
     call: Call, mask_hh: Tensor | None, block: tuple[int, int] | None, tf32: tuple[bool, bool] = (False, False)
 ) -> Plan:
-    """How a layer runs on the CPU; arguments as those of ``cuda.make_plan``.
+    """How a layer runs on the CPU; arguments as those of ``cuda_plan.make_plan``.
 
     Raises ValueError for a `path` that the layer's weights do not allow.
     """

@@ -1,0 +1,174 @@
+"""The kernels of a geometry on an NVIDIA GPU: compiled, given their memory, launched, and checked."""
+
+import functools
+import struct
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ostinato.kernels import nvrtc
+from ostinato.kernels.derived import derived_from
+from ostinato.kernels.persistent.geometry import THREADS, Geometry, files
+from ostinato.kernels.persistent.packing import Packing, pack
+from ostinato.kernels.streams import launch_stream
+
+_POINTERS = (
+    *("weight", "bias", "index", "places", "spans", "packed", "states", "offsets", "failure", "pre", "h0", "c0"),
+    *("output", "cells", "gates", "candidates", "h_n", "c_n", "candidate", "h", "grad_output", "grad_h_n"),
+    *("grad_c_n", "grads", "grad_h0", "grad_c0", "resets", "marks", "totals"),
+)
+_NOWHERE = dict.fromkeys(_POINTERS, 0)
+_IN_PAIRS = {"pre", "h0", "cells", "candidate", "h", "grad_output"}  # loaded two numbers at a time, aligned
+_PARAMETERS = struct.Struct(f"{len(_POINTERS)}Q6i")
+
+
+class _Kernels(NamedTuple):
+    prepare: nvrtc.Kernel
+    recur: nvrtc.Kernel
+    processors: int
+
+
+@functools.cache
+def kernels(
+    geometry: Geometry, device: int, resets: bool = False, packed: bool = False, keeps: bool = False
+) -> _Kernels:
+    """The compiled kernels of a geometry, specialised as its :meth:`~Geometry.macros`.
+
+    Raises MemoryError if the device cannot hold all blocks at once.
+    """
+    properties: Any = torch.cuda.get_device_properties(device)
+    compiled = (nvrtc.source(*files(geometry)), geometry.macros(resets, packed, keeps), device)
+    if geometry.backward:
+        nvrtc.compile_ahead(*source_of_biases(geometry.dtype), device)
+    prepare, recur = (nvrtc.load_kernel(name, *compiled, geometry.feature) for name in ("prepare", "recur"))
+    resident = recur.resident_blocks(device, geometry.threads, geometry.shared_bytes, geometry.blocks_of_a_cluster)
+    blocks = geometry.blocks * geometry.groups
+    if resident < blocks:
+        raise MemoryError(f"the {_name(geometry)} needs {blocks} resident blocks; the device holds {resident}")
+    return _Kernels(prepare, recur, properties.multi_processor_count)
+
+
+def compile_kernels(device: int, resets: bool, packed: bool, keeps: bool, *geometries: Geometry) -> None:
+    """Compile the kernels of a layer at the same time; as :func:`kernels`."""
+    with ThreadPoolExecutor() as pool:
+        found = [pool.submit(kernels, g, device, resets, packed, keeps and not g.backward) for g in geometries]
+    for kernel in found:
+        kernel.result()
+
+
+def source_of_biases(dtype: torch.dtype) -> tuple[str, tuple[tuple[str, object], ...]]:
+    """CUDA C++ and its preprocessor definitions."""
+    macros = ("SCALAR", nvrtc.SCALARS[dtype]), ("VEC", 1)
+    return nvrtc.source("numeric.cuh", "persistent/biases.cu"), macros
+
+
+def packing_of(mask: Tensor, geometry: Geometry) -> Packing:
+    """The packing of a mask for a geometry, cached until the mask changes.
+
+    Raises MemoryError if the mask is so uneven that the weights do not fit on chip.
+    """
+
+    def make() -> Packing:
+        properties: Any = torch.cuda.get_device_properties(mask.device)
+        packing = pack(mask, geometry, properties.shared_memory_per_block_optin)
+        if not torch.cuda.is_current_stream_capturing():  # the next use may be on another stream
+            torch.cuda.current_stream(mask.device).synchronize()
+        return packing
+
+    found: Packing = derived_from(mask, geometry, make)
+    return found
+
+
+class _Failure(NamedTuple):
+    """A flag in pinned memory that a kernel sets on a timeout; the host reads it without synchronizing."""
+
+    flag: np.ndarray  # of one number
+    address: int
+
+
+@functools.cache
+def _failure(device: int) -> _Failure:
+    flag = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)
+    return _Failure(flag.numpy(), flag.data_ptr())
+
+
+def check(geometry: Geometry, device: int) -> None:
+    """Raise RuntimeError if an earlier launch timed out waiting for another block; does not synchronize."""
+    flag = _failure(device).flag
+    if flag[0]:
+        flag[0] = 0
+        raise RuntimeError(f"a {_name(geometry)} waited in vain for another of its blocks; its output was NaN")
+
+
+def _name(geometry: Geometry) -> str:
+    direction = "backward" if geometry.backward else "forward"
+    return f"persistent {geometry.path} {geometry.cell} {direction} kernel of {geometry.hidden_size} hidden units"
+
+
+class _Launch(NamedTuple):
+    """What of a launch depends only on sizes."""
+
+    kernels: _Kernels
+    bytes: dict[str, int]  # of memory for the launch alone
+    fill: int  # blocks that prepare
+    shared: int  # bytes of a block
+    parts: tuple[tuple[int, int], ...]  # of the batch, one after the other: the first sequence, and blocks
+    sizes: tuple[int, int, int, int]  # steps, batch, groups, and sequences of a group
+
+
+@functools.lru_cache(4096)
+def _launch_of(geometry: Geometry, device: int, steps: int, batch: int, *special: bool) -> _Launch:
+    found, of_block = kernels(geometry, device, *special), geometry.columns * geometry.turns
+    groups = -(-batch // of_block) * geometry.turns
+    buffers = 0 if geometry.scatters else geometry.state_buffers or steps + (not geometry.backward)
+    sizes = {
+        "packed": geometry.tiles * geometry.tile_bytes * geometry.blocks,
+        "states": buffers * groups * geometry.group_bytes,
+    }
+    if special[0]:
+        sizes["marks"] = 4 * -(-steps // 32) * batch
+    # A thread prepares 32 bytes, or one of 32 steps of a mark's four.
+    fill = -(-max(sizes["packed"], sizes["states"], 256 * sizes.get("marks", 0)) // (32 * THREADS))
+    fill = min(fill, 8 * found.processors)
+    parts = [
+        (first, geometry.blocks * min(geometry.groups, -(-(batch - first) // of_block)))
+        for first in range(0, batch, geometry.sequences_at_once)
+    ]
+    sizes = {name: size for name, size in sizes.items() if size}
+    numbers = steps, batch, groups, geometry.columns
+    return _Launch(found, sizes, fill, geometry.shared_bytes, tuple(parts), numbers)
+
+
+def launch(geometry: Geometry, mask: Tensor | None, batch: int, reverse: bool, tensors: dict[str, Any]) -> None:
+    """Run the kernel on tensors by the names of ``_POINTERS``, None for absent ones."""
+    pre, offsets = tensors["pre"], tensors["offsets"]
+    device = pre.get_device()
+    check(geometry, device)
+    steps = len(pre) // batch if offsets is None else len(offsets) - 1
+    if mask is not None and geometry.path != "dense":
+        packing = packing_of(mask, geometry)
+        geometry = packing.geometry
+        tensors |= {"index": packing.indices, "places": packing.places, "spans": packing.spans}
+    special = tensors["resets"] is not None, offsets is not None, tensors.get("gates") is not None
+    prepared = _launch_of(geometry, device, steps, batch, *special)
+    addresses = _NOWHERE.copy()
+    for name, x in tensors.items():
+        if x is not None:
+            address = x.data_ptr()
+            if not x.is_contiguous() or (address & 7 and name in _IN_PAIRS and address % (2 * x.itemsize)):
+                tensors[name] = x = x.clone(memory_format=torch.contiguous_format)
+                address = x.data_ptr()
+            addresses[name] = address
+    for name, size in prepared.bytes.items():
+        tensors[name] = memory = pre.new_empty(size, dtype=torch.uint8)
+        addresses[name] = memory.data_ptr()
+    addresses["failure"] = _failure(device).address
+    stream, (prepare, recur, _) = launch_stream(device, tensors), prepared.kernels
+    for first, blocks in prepared.parts:
+        parameters = _PARAMETERS.pack(*addresses.values(), *prepared.sizes, first, int(reverse))
+        if first == 0:
+            prepare.launch(device, prepared.fill, THREADS, parameters, stream=stream)
+        recur.launch(device, blocks, geometry.threads, parameters, prepared.shared, True, stream)

@@ -1,0 +1,118 @@
+"""How a layer runs on an NVIDIA GPU: the geometries of its passes, or that torch's kernels are faster."""
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ostinato.kernels import nvrtc
+from ostinato.kernels.derived import derived_from
+from ostinato.kernels.persistent.costs import (
+    SMALL,
+    microseconds,
+    microseconds_of_more_products,
+    torchs_microseconds,
+)
+from ostinato.kernels.persistent.cuda_launch import compile_kernels, packing_of
+from ostinato.kernels.persistent.geometry import Geometry
+from ostinato.kernels.persistent.plan import GATES, Call, Plan, no_kernel
+from ostinato.kernels.persistent.search import choose_geometry
+
+LEAST_STEPS = 4  # below this, launches per step cost the host no more than a persistent kernel's
+
+
+class Geometries(NamedTuple):
+    """``Plan.geometry`` of these kernels."""
+
+    forward: Geometry
+    backward: Geometry | None  # None without training
+
+
+def make_plan(
+    call: Call,
+    mask_hh: Tensor | None,
+    block: tuple[int, int] | None,
+    tf32: tuple[bool, bool] = (False, False),
+    distributed: bool = True,
+) -> Plan:
+    """How to run a layer.
+
+    Args:
+        call: of the layer.
+        mask_hh: of the recurrent weights; None if the layer is dense.
+        block: the shape of pruned blocks.
+        tf32: whether products of float32 may round to tf32, ours and those in cuDNN's layers.
+        distributed: whether states may stay in the shared memory of clusters.
+
+    Raises RuntimeError for what another call may not meet, such as a lack of free memory.
+    """
+    device, cell, hidden_size, batch, dtype, training, steps, path, directions, resets, packed = call
+    if steps is not None and steps < LEAST_STEPS and not resets:
+        return no_kernel(f"{steps} steps are too few to be worth a kernel of their own")
+    index = torch.cuda.current_device() if device.index is None else device.index
+    kept = None if mask_hh is None else derived_from(mask_hh, "kept", lambda: int(mask_hh.sum()))
+    layer = cell, hidden_size, batch, dtype, kept, block
+    exact = not tf32[0] or hidden_size <= SMALL or batch == 1  # where cuDNN does not round either
+    plan = min(
+        (_plan_sizes(layer, index, path, training, exact, share, distributed) for share in {1, directions}),
+        key=lambda plan: (plan.path == "steps", _microseconds(plan, batch, directions, index)),
+    )
+    keeps = training and keeps_gates(cell)
+    if plan.path != "steps" and path is None and not resets:
+        ours = _microseconds(plan, batch, directions, index)
+        ours += directions * microseconds_of_more_products(call, tf32)
+        torchs = directions * torchs_microseconds(call, tf32[1])
+        if ours > torchs:
+            return no_kernel(f"about {ours:.0f} microseconds a step, where torch's kernels take about {torchs:.0f}")
+    try:  # residency is known only to the device, and sparse sizes only after packing
+        used = [geometry for geometry in plan.geometry or () if geometry is not None]
+        if mask_hh is not None:
+            used = [_packed(geometry, mask_hh) for geometry in used]
+        compile_kernels(index, resets, packed, keeps, *used)
+    except (MemoryError, nvrtc.DoesNotCompile) as error:
+        if distributed and any(geometry and geometry.distributed for geometry in plan.geometry):
+            return make_plan(call, mask_hh, block, tf32, distributed=False)
+        return no_kernel(str(error).partition("\n")[0])._replace(bytes_available=plan.bytes_available)
+    return plan
+
+
+@functools.lru_cache(4096)
+def _plan_sizes(
+    layer: tuple, index: int, path: str | None, training: bool, exact: bool, share: int, distributed: bool
+) -> Plan:
+    """The plan by sizes alone, on a fraction 1 / `share` of the device."""
+    choose: Any = choose_geometry
+    layer = *layer, torch.cuda.get_device_properties(index), share
+    how = {"exact": exact, "distributed": distributed}
+    forward: Plan = choose(*layer, path, **how)
+    if forward.path == "steps" or not training:
+        return forward._replace(geometry=forward.geometry and Geometries(forward.geometry, None))
+    backward: Plan = choose(*layer, backward=True, **how)
+    if backward.path == "steps":
+        return backward
+    return forward._replace(geometry=Geometries(forward.geometry, backward.geometry))
+
+
+def _microseconds(plan: Plan, batch: int, directions: int, index: int) -> float:
+    """The estimated time of a step of all directions: concurrent if they fit, else serial."""
+    processors, total = torch.cuda.get_device_properties(index).multi_processor_count, 0.0
+    for geometry in plan.geometry or ():
+        if geometry is not None:
+            together = geometry.blocks * geometry.groups * directions <= processors
+            total += microseconds(geometry, batch) * (1 if together else directions)
+    return total
+
+
+def _packed(geometry: Geometry, mask: Tensor) -> Geometry:
+    """The geometry with as many tiles as the mask needs."""
+    return geometry if geometry.path == "dense" else packing_of(mask, geometry).geometry
+
+
+def keeps_gates(cell: str) -> bool:
+    """Whether the forward saves all gates' pre-activations instead of recomputing them in the backward.
+
+    Recomputation takes two of a training step's six large GEMMs, or, in small layers, of the host's launches.  An RNN
+    needs only its states.
+    """
+    return GATES[cell] > 1
