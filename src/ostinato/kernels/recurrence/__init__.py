@@ -6,13 +6,15 @@
 ``aten.py``               PyTorch's operations as scalar operations
 ``trace.py``              a function traced to graphs of its values and derivatives
 ``linear.py``             the graphs of a linear recurrence, as steps of a scan
-``print_cuda.py``         steps as an Element of the scan's kernel, which ``cuda.py`` launches
-``print_cpu.py``          steps as functions that the loops of ``cpu_loops.py`` call, ``cpu.py`` runs
+``print_cuda.py``         a recurrence as a struct of CUDA C++, around which there are kernels
+``print_cpu.py``          a linear one's steps as functions that the CPU's loops call
+``print_loop.py``         those of others, with the loop around them
+``cuda.py``, ``cpu.py``   the linear ones: launches of the scan's kernel, calls of the loops of ``cpu_loops.py``
 ``projected.py``          a layer's GEMM, gates and scan in one kernel, on Hopper GPUs
 ``torch_ops.py``          linear recurrences in PyTorch operations, with derivatives of any order
 ``linear_recurrence.py``  a linear recurrence as a differentiable operator
 ``layer_scan.py``         that of a layer, whose gates lie side by side; and its single steps
-``nonlinear.py``          that of non-linear ones, by ``steps_cuda.py`` and ``steps_cpu.py``
+``nonlinear.py``          that of non-linear ones, by ``steps_cuda.py``, ``steps_cpu.py``
 ``arguments.py``          how those operators are given their tensors
 ``sequential.py``         the definition of a non-linear one, step by step in PyTorch operations
 ``linearised.py``         its derivatives of any order, as linear scans

@@ -1,4 +1,4 @@
-"""Generates the Elements of ``scan.cu`` from a traced linear recurrence, forward and backward."""
+"""Generates CUDA C++ from a trace: Elements of ``scan.cu`` for linear recurrences, Cells of ``steps.cu`` for others."""
 
 import functools
 import math
@@ -84,6 +84,24 @@ struct {name} : Backward<{plain}, {factors}> {{
 }};
 """
 
+_CELL = """
+struct Cell {{
+    static constexpr int STATES = {states}, SEQUENCES = {sequences}, PARAMETERS = {parameters};
+    static __device__ void forward(const Compute* h, const Compute* x, const Compute* parameter, Compute* next) {{
+{forward}
+    }}
+    static __device__ void jacobian(const Compute* h, const Compute* x, const Compute* parameter, Compute* result) {{
+{jacobian}
+    }}
+    static __device__ void backward(
+        const Compute* h, const Compute* x, const Compute* parameter, const Compute* grad,
+        Compute* grad_h, Compute* grad_x, Compute* grad_parameter
+    ) {{
+{backward}
+    }}
+}};
+"""
+
 
 def element_name(trace: Trace, backward: bool) -> str:
     """The name of the struct, by which its geometry is looked up: that of a step that moves as many tensors."""
@@ -116,6 +134,22 @@ def print_cuda(trace: Trace, backward: bool) -> str:
         of_parameters=_by_index([chosen.index(i) for i in factors[steps.sequences :]]),
         a=name_of(step, a),
         results=", ".join(name_of(step, i) for i in chosen),
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def print_cell(trace: Trace) -> str:
+    """The struct that ``steps.cu`` walks along."""
+    arguments = _places(trace, "x", "parameter")
+    given = [f"h[{k}]" for k in range(trace.states)] + arguments
+    gradients = [f"grad_h[{k}]" for k in range(trace.states)] + _places(trace, "grad_x", "grad_parameter")
+    return _CELL.format(
+        states=trace.states,
+        sequences=sum(trace.sequences),
+        parameters=trace.sequences.count(False),
+        forward=_body(trace.forward, given, [f"next[{k}]" for k in range(trace.states)]),
+        jacobian=_body(trace.jacobian, given, [f"result[{k}]" for k in range(trace.states**2)]),
+        backward=_body(trace.backward, [*given, *(f"grad[{k}]" for k in range(trace.states))], gradients),
     )
 
 
@@ -218,3 +252,18 @@ def name_of(graph: Graph, i: int) -> str:
     if math.isinf(node.value):
         return "infinity()" if node.value > 0 else "(-infinity())"
     return f"Compute({node.value!r})"
+
+
+def _places(trace: Trace, of_sequence: str, of_parameter: str) -> list[str]:
+    """What each argument is called."""
+    counts = {True: 0, False: 0}
+    names = []
+    for sequence in trace.sequences:
+        names.append(f"{of_sequence if sequence else of_parameter}[{counts[sequence]}]")
+        counts[sequence] += 1
+    return names
+
+
+def _body(graph: Graph, inputs: list[str], outputs: list[str]) -> str:
+    results = (f"        {y} = {name_of(graph, i)};" for y, i in zip(outputs, graph.outputs, strict=True))
+    return "\n".join([lines_of(graph, inputs), *results])

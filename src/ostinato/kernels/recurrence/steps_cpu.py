@@ -1,9 +1,4 @@
-"""Non-linear recurrences on CPUs: sequential loops generated from a trace, compiled by Numba.
-
-The work is divided into groups of sequences by blocks of channels.  Time is the middle loop; channels are the inner
-one, contiguous, vectorised by LLVM.  ``state0`` and ``state1`` carry the states from step to step: the initial ones on
-entry, the last ones on return; backward, their gradients.
-"""
+"""Non-linear recurrences on CPUs: sequential loops generated from a trace, compiled by Numba, and their calls."""
 
 import ctypes
 import functools
@@ -25,8 +20,7 @@ from ostinato.kernels.numba_loops import (
     structure_at,
     take_task,
 )
-from ostinato.kernels.recurrence.arguments import in_order
-from ostinato.kernels.recurrence.print_cpu import lines_of
+from ostinato.kernels.recurrence.print_loop import Arrays, print_loop
 from ostinato.kernels.recurrence.trace import Trace, parse, with_state
 from ostinato.kernels.scan.cpu import blocks_of, constant, initial_state, rows
 from ostinato.kernels.threads import run_loop, threads_for
@@ -34,148 +28,11 @@ from ostinato.kernels.threads import run_loop, threads_for
 WIDTH = 64  # channels that a block has at least
 FLUSH = 64  # steps whose gradients of parameters are summed in the loop's dtype before they join the float64 total
 
-_LOOP = """
-def run(address):
-    work = structure_at(address, WORK)
-    bounds, resets = pointer_to(work.bounds, int64), pointer_to(work.resets, uint8)
-{pointers}
-    task = take_task(address)
-    while task < work.tasks:
-        block, part = divmod(task, work.parts)
-        begin, end = block * work.width, min((block + 1) * work.width, work.channels)
-        for n in range(part * work.sequences // work.parts, (part + 1) * work.sequences // work.parts):
-            first, last = (bounds[n], bounds[n + 1]) if work.bounds else (0, work.length)
-            at = n * work.channels
-            for i in range(last - first):
-{body}
-        task = take_task(address)
-"""
-
-_FORWARD = """\
-                t = last - 1 - i if work.reverse else first + i
-                if work.resets and resets[n * work.resets_n + t * work.resets_t]:
-                    for j in range(begin, end):
-{zeros}
-{places}
-                for j in range(begin, end):
-{lines}
-{stores}"""
-
-_BACKWARD = """\
-                t = first + i if work.reverse else last - 1 - i
-                t_before = t + 1 if work.reverse else t - 1
-                reset = work.resets and resets[n * work.resets_n + t * work.resets_t]
-{places}
-                if i == last - first - 1:
-{firsts}
-                if reset:
-{absents}
-                for j in range(begin, end):
-{lines}
-{stores}
-                if reset:
-                    for j in range(begin, end):
-{zeros}
-                if i % FLUSH == FLUSH - 1 or i == last - first - 1:
-                    for j in range(begin, end):
-{flushes}"""
-
-
-class _Arrays:
-    """The names of a loop's arrays: those with a row for each step, those with one for each sequence, and others."""
-
-    def __init__(self, trace: Trace, backward: bool) -> None:
-        states, count = range(trace.states), sum(trace.sequences)
-        self.parameters = [f"p{k}" for k in range(len(trace.sequences) - count)]
-        self.states = [f"state{k}" for k in states]
-        self.sequences = [f"x{k}" for k in range(count)]
-        if backward:
-            self.before = [f"h{k}" for k in states]
-            self.first = [f"first{k}" for k in states]
-            self.grads = [f"grad_h{k}" for k in states]
-            self.results = [f"grad_x{k}" for k in range(count)]
-            self.sums = [f"sum{k}" for k in range(len(self.parameters))]
-            self.of_steps = [*self.sequences, *self.before, *self.grads, *self.results]
-            self.totals = [f"total{k}" for k in range(len(self.parameters))]
-        else:
-            self.results = [f"out{k}" for k in states]
-            self.of_steps = [*self.sequences, *self.results]
-            self.first, self.sums, self.totals = [], [], []
-        self.plain = [*self.parameters, *self.states, *self.sums, "absent"]
-
-    def names(self, trace: Trace) -> list[str]:
-        """Those of the function's arguments, in its order."""
-        return in_order(trace.sequences, self.sequences, self.parameters)
-
-    def arguments(self, trace: Trace) -> list[str]:
-        """The function's own, in its order, at channel j."""
-        return [_load(x, "j" if x in self.parameters else f"at_{x} + j") for x in self.names(trace)]
-
-
-def _load(name: str, place: str, stream: str = "") -> str:
-    return f'load({name}, {place}, "{stream or name}")'
-
-
-def _indented(depth: int, lines: Sequence[str]) -> str:
-    return "\n".join("    " * depth + line for line in lines or ["pass"])
-
-
-@functools.lru_cache(maxsize=1024)
-def print_loop(trace: Trace, backward: bool) -> str:
-    """The source of ``run(address)``."""
-    arrays = _Arrays(trace, backward)
-    pointers = [f"{x} = pointer_to(work.{x}, dtype)" for x in [*arrays.of_steps, *arrays.first, *arrays.plain]]
-    pointers += [f"{x} = pointer_to(work.{x}, float64)" for x in arrays.totals]
-    time = {x: "t_before" if backward and x in arrays.before else "t" for x in arrays.of_steps}
-    places = [f"at_{x} = n * work.{x}_n + {time[x]} * work.{x}_t" for x in arrays.of_steps]
-    zeros = [f"{x}[at + j] = 0" for x in arrays.states]
-    if not backward:
-        inputs = [_load(x, "at + j") for x in arrays.states] + arrays.arguments(trace)
-        lines, results = lines_of(trace.forward, inputs)
-        stores = [f'store({x}, at + j, {y}, "{x}")' for x, y in zip(arrays.states, results, strict=True)]
-        stores += [f'store({x}, at_{x} + j, {y}, "{x}")' for x, y in zip(arrays.results, results, strict=True)]
-        body = _FORWARD.format(
-            zeros=_indented(6, zeros),
-            places=_indented(4, places),
-            lines=_indented(4, lines),
-            stores=_indented(5, stores),
-        )
-        return _LOOP.format(pointers=_indented(1, pointers), body=body)
-    pointers += [f"before_{x} = {x}" for x in arrays.before]
-    places += [f"before_{x} = {x}" for x in arrays.before]
-    firsts = [f"before_{x}, at_{x} = {y}, n * work.{y}_n" for x, y in zip(arrays.before, arrays.first, strict=True)]
-    absents = [f"before_{x}, at_{x} = absent, 0" for x in arrays.before]
-    inputs = [_load(f"before_{x}", f"at_{x} + j", x) for x in arrays.before] + arrays.arguments(trace)
-    inputs += [
-        f"{_load(x, f'at_{x} + j')} + {_load(y, 'at + j')}" for x, y in zip(arrays.grads, arrays.states, strict=True)
-    ]
-    lines, results = lines_of(trace.backward, inputs)
-    stores = [f'store({x}, at + j, {y}, "{x}")' for x, y in zip(arrays.states, results, strict=False)]
-    names = in_order(trace.sequences, arrays.results, arrays.sums)
-    for sequence, x, y in zip(trace.sequences, names, results[trace.states :], strict=True):
-        place, value = (f"at_{x} + j", y) if sequence else ("at + j", f"{_load(x, 'at + j')} + {y}")
-        stores.append(f'store({x}, {place}, {value}, "{x}")')
-    flushes = [
-        line
-        for x, total in zip(arrays.sums, arrays.totals, strict=True)
-        for line in (f"{total}[at + j] += {x}[at + j]", f"{x}[at + j] = 0")
-    ]
-    body = _BACKWARD.format(
-        places=_indented(4, places),
-        firsts=_indented(5, firsts),
-        absents=_indented(5, absents),
-        lines=_indented(4, lines),
-        stores=_indented(5, stores),
-        zeros=_indented(6, zeros),
-        flushes=_indented(6, flushes),
-    )
-    return _LOOP.format(pointers=_indented(1, pointers), body=body)
-
 
 @functools.cache
 def _loop(trace: Trace, backward: bool, dtype: type) -> tuple[Any, type[ctypes.Structure]]:
     """The compiled loop, and the structure that it is called with."""
-    arrays = _Arrays(trace, backward)
+    arrays = Arrays(trace, backward)
     fields = [
         *integers("next_task", "tasks", "parts", "width", "sequences", "length", "channels", "reverse"),
         *integers("bounds", "resets", "resets_n", "resets_t", *arrays.plain, *arrays.totals),
@@ -215,7 +72,7 @@ class Step:
 
     def __init__(self, recurrence: str, batch: int, channels: int, dtype: torch.dtype) -> None:
         trace = with_state(parse(recurrence))
-        arrays = _Arrays(trace, False)
+        arrays = Arrays(trace, False)
         self._loop, self._work_type = _loop(trace, False, NUMPY_DTYPES[dtype])
         self._arguments, self._states = [*zip(arrays.names(trace), trace.sequences, strict=True)], arrays.states
         self._out = empty((batch, channels), dtype)  # of all steps: here the state, which the loop keeps as well
