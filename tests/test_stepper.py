@@ -15,7 +15,7 @@ from torch import nn
 
 import ostinato
 from ostinato.kernels import threads
-from ostinato.kernels.persistent import cpu_step
+from ostinato.kernels.persistent.cpu import step as cpu_step
 from ostinato.models import LanguageModel
 from ostinato.recurrent.cells import by_cells
 from ostinato.replay import Recorder

@@ -11,7 +11,7 @@ import inspect
 import os
 import pickle
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import resources
 from typing import Any
 
@@ -99,13 +99,18 @@ def _variant(function: Callable) -> tuple:
 def _hash_sources() -> str | None:
     """None where they cannot be read, as in a frozen application: then nothing is cached."""
     try:
-        folder = resources.files(__package__)
-        places = [place for place in (folder, *folder.iterdir()) if place.is_dir()]
-        files = [(place, file) for place in places for file in place.iterdir() if file.name.endswith(".py")]
-        texts = sorted(f"{place.name}/{file.name}\n{file.read_text('utf-8')}" for place, file in files)
+        texts = sorted(_texts(resources.files(__package__)))
     except OSError:
         return None
     return cache.key_of(*texts) if texts else None
+
+
+def _texts(folder: Any) -> Iterator[str]:
+    for place in folder.iterdir():
+        if place.is_dir():
+            yield from _texts(place)
+        elif place.name.endswith(".py"):
+            yield f"{place.name}\n{place.read_text('utf-8')}"
 
 
 # Read now and not when a loop is compiled: the files may then be a newer release's, and what runs the older's.

@@ -162,7 +162,7 @@ def test_both_kernels_of_a_layer_are_compiled_at_the_same_time(monkeypatch):
         asked.append((geometry.backward, device, resets, packed, keeps))
         started.wait()
 
-    monkeypatch.setattr(cuda, "kernels", compiled)
+    monkeypatch.setattr(cuda_launch, "kernels", compiled)
     layer = "dense", "gru", 130, 4, f32
     cuda_launch.compile_kernels(0, True, False, True, candidate(*layer), candidate(*layer, backward=True))
     assert sorted(asked) == [(False, 0, True, False, True), (True, 0, True, False, False)]

@@ -8,7 +8,9 @@ import torch
 
 import ostinato
 from ostinato.kernels import threads as kernel_threads
-from ostinato.kernels.persistent import backends, cpu, cpu_products, reference
+from ostinato.kernels.numba_loops import NUMPY_DTYPES
+from ostinato.kernels.persistent import backends, cpu, reference
+from ostinato.kernels.persistent.cpu import passes, products
 from ostinato.kernels.persistent.plan import GATES, Call, Plan
 
 F32, F64 = torch.float32, torch.float64
@@ -130,7 +132,7 @@ def test_results_do_not_depend_on_the_number_of_threads(monkeypatch, cell, block
     """Sequences are shared out to them, or, if these are fewer and the layer is dense, units."""
     torch.manual_seed(0)
     monkeypatch.setattr(kernel_threads, "PARALLEL", 0)
-    monkeypatch.setattr(cpu, "PART", 1)
+    monkeypatch.setattr(passes, "PART", 1)
     for hidden, steps, reverse in ((48, 20, True), (37, 9, False)):
         layer = random_layer(cell, block, 0.3, batch, hidden, steps, packed=reverse, resets=not reverse)
         grads = [torch.randn(len(layer[0]), hidden, dtype=F64), *torch.randn(2, batch, hidden, dtype=F64)]
@@ -175,7 +177,7 @@ def test_what_a_pruned_forward_has_overwritten_is_there_for_the_dense_one():
 
 @pytest.mark.parametrize("block", [(16, 1), (1, 1)])
 def test_weights_and_masks_are_those_of_the_call(monkeypatch, block):
-    monkeypatch.setattr(cpu, "FEW_STEPS", dict.fromkeys(GATES, -100))
+    monkeypatch.setattr("ostinato.kernels.persistent.cpu.plan.FEW_STEPS", dict.fromkeys(GATES, -100))
     backends._plan_dense.cache_clear()
     torch.manual_seed(0)
     layer = ostinato.prune(ostinato.GRU(5, 32, dtype=F64), 0.1, block=block)
@@ -241,6 +243,6 @@ def test_plans(monkeypatch):
 
 
 def test_tiles_fill_the_registers():
-    for tile, dtype in itertools.product(cpu_products.TILES, (F32, F64)):
-        assert cpu_products.panel_rows(cpu.NUMPY_DTYPES[dtype], tile) * dtype.itemsize % 64 == 0
-        assert 1 <= cpu_products.vectors_of(tile) * tile <= 16
+    for tile, dtype in itertools.product(products.TILES, (F32, F64)):
+        assert products.panel_rows(NUMPY_DTYPES[dtype], tile) * dtype.itemsize % 64 == 0
+        assert 1 <= products.vectors_of(tile) * tile <= 16

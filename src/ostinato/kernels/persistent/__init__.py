@@ -16,16 +16,10 @@
 ``search.py``        the fastest geometry that fits
 ``packing.py``       pruned weights in the order in which those kernels read them
 ``cuda_step.py``     one step, by ``step.cu``
-``cpu.py``           CPUs: plans, and calls of the loops
-``cpu_loops.py``     the loops over time, compiled by Numba
-``cpu_products.py``  their products of dense weights with states
-``cpu_pruned.py``    those of pruned weights
-``cpu_entries.py``   pruned weights in the order in which those read them
-``cpu_barrier.py``   the barrier between threads that divide a layer's units
-``cpu_step.py``      one step
+``cpu/``             CPUs
 ===================  ====================================================================================
 
-A device's module, ``cpu.py`` or ``cuda.py``, provides
+A device's module, ``cpu`` or ``cuda.py``, provides
 
 - ``make_plan(call, mask_hh, block, tf32)``: the :class:`~ostinato.kernels.persistent.plan.Plan` of a call, given the
   mask of its recurrent weights, if any, the shape of the mask's blocks, and whether products may round to tf32;

@@ -51,7 +51,7 @@ class Step:
 
 
 class StepOfLayers:
-    """The steps of a stack of layers, one after the other; as that of ``cpu_step.py``."""
+    """The steps of a stack of layers, one after the other; as that of ``cpu/step.py``."""
 
     def __init__(self, steps: Sequence[Step], x: Tensor, state_shape: tuple[int, ...], count: int) -> None:
         hidden = state_shape[-1]

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Products of pruned weights with states, as ``cpu_products.py``: read as the entries of ``cpu_entries.py``."""
+"""Products of pruned weights with states, as ``products.py``: read as the entries of ``entries.py``."""
 
 from llvmlite import ir
 from numba import types
@@ -8,7 +8,7 @@ from numba.extending import intrinsic, overload
 
 from ostinato.kernels.numba_loops import inline_options, inline_with_constants, offset, streams
 from ostinato.kernels.numba_math import cast, multiply_add
-from ostinato.kernels.persistent.cpu_products import fused_multiply_add
+from ostinato.kernels.persistent.cpu.products import fused_multiply_add
 
 BLOCK_WIDTH = 4  # columns of blocks whose rows are read as vectors
 CHAINS = 4  # independent partial sums of a row or tile, which hide the latency of additions
@@ -42,7 +42,7 @@ def _add_slice(
     height,
     tile,
 ):
-    """Entries of pruned weights times the `live` of a tile of sequences b, for the kinds of ``cpu_entries.py``:
+    """Entries of pruned weights times the `live` of a tile of sequences b, for the kinds of ``entries.py``:
 
     shared: ``out[b, i] += sum_k values[k, i] * x[b, columns[k]]``
     own:    ``out[b, i]  = sum_k values[k, i] * x[b, columns[k, i]]``

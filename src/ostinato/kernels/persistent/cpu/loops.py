@@ -3,11 +3,11 @@
 
 The batch is divided into chunks of sequences, each of which one thread takes through all steps: no step waits for
 another thread.  Where there are fewer sequences than threads, the hidden units of all are divided into parts instead,
-one a thread, which keeps that part of the weights in its cache; a barrier separates the steps (``cpu_barrier.py``).
+one a thread, which keeps that part of the weights in its cache; a barrier separates the steps (``barrier.py``).
 
 A step multiplies the recurrent weights with the states of a chunk and computes the gates, fused.  Dense weights are
 packed in panels, (panels, K, rows): the sums of a panel's rows for a tile of sequences stay in registers for all K.
-Pruned ones are the entries of ``cpu_entries.py``.  How the work is divided never changes a result: the order of each
+Pruned ones are the entries of ``entries.py``.  How the work is divided never changes a result: the order of each
 sum is fixed.
 """
 
@@ -24,14 +24,13 @@ from ostinato.kernels.numba_loops import (
     offset,
     pointer_to,
     prefetch,
-    streams,
     structure_at,
     take_task,
 )
-from ostinato.kernels.numba_math import cast, multiply_add, sigmoids, tanh_slope
-from ostinato.kernels.persistent.cpu_barrier import COUNTERS, arrive, claim_part, finish_part
-from ostinato.kernels.persistent.cpu_products import add_panels, are_finite, panel_rows, vectors_of
-from ostinato.kernels.persistent.cpu_pruned import add_entries
+from ostinato.kernels.persistent.cpu.barrier import COUNTERS, arrive, claim_part, finish_part
+from ostinato.kernels.persistent.cpu.cells import BACKWARD_UNIT, FORWARD_UNIT, load, store
+from ostinato.kernels.persistent.cpu.products import add_panels, are_finite, panel_rows, vectors_of
+from ostinato.kernels.persistent.cpu.pruned import add_entries
 from ostinato.kernels.persistent.plan import GATES
 
 _BOTH = (
@@ -63,11 +62,6 @@ class BackwardWork(ctypes.Structure):
 
 _FORWARD, _BACKWARD = np.dtype(ForwardWork), np.dtype(BackwardWork)
 
-_load, _store = streams(
-    *("p0", "p1", "p2", "p3", "s0", "s1", "s2", "s3", "h", "c", "out", "kept"),
-    *("q", "before", "grad", "dh", "dc", "g0", "g1", "g2", "g3"),
-)
-
 
 @inline
 def _rows_of(packed, offsets, t, batch, first, group):
@@ -82,72 +76,7 @@ def _rows_of(packed, offsets, t, batch, first, group):
 def _begin_sums(gates, hidden, padded, bias, sums, at, begin, end):
     for g in range(gates):
         for j in range(begin, end):
-            _store(sums, at + g * padded + j, _load(bias, g * hidden + j, "p0"), "s0")
-
-
-# One unit of one sequence, by a function for each cell: of one for all, Numba would compile every branch, and how
-# strings are compared.  `arrays` are pointers and the offsets of their rows; gates are `pitch` apart in a row, and
-# `padded` apart in the sums.
-
-
-@inline
-def _tanh(x):
-    return tanh_slope(x)[0]
-
-
-@inline
-def _relu(x):
-    return cast(0.0, x) if x < 0 else x
-
-
-def _rnn_unit(activation):
-    @inline
-    def unit(keep, j, pitch, padded, arrays):
-        projected, at_p, sums, at_s, h, _, at, output, _, at_out = arrays
-        new = activation(_load(projected, at_p + j, "p0") + _load(sums, at_s + j, "s0"))
-        _store(h, at + j, new, "h")
-        _store(output, at_out + j, new, "out")
-
-    return unit
-
-
-@inline
-def _gru_unit(keep, j, pitch, padded, arrays):
-    projected, at_p, sums, at_s, h, _, at, output, kept, at_out = arrays
-    x0 = _load(projected, at_p + j, "p0") + _load(sums, at_s + j, "s0")
-    x1 = _load(projected, at_p + pitch + j, "p1") + _load(sums, at_s + padded + j, "s1")
-    p2, s2 = _load(projected, at_p + 2 * pitch + j, "p2"), _load(sums, at_s + 2 * padded + j, "s2")
-    if keep:
-        _store(projected, at_p + j, x0, "p0")
-        _store(projected, at_p + pitch + j, x1, "p1")
-        _store(kept, at_out + j, s2, "kept")
-    n = _tanh(multiply_add(sigmoids(x0)[0], s2, p2))
-    new = multiply_add(sigmoids(x1)[0], _load(h, at + j, "h") - n, n)
-    _store(h, at + j, new, "h")
-    _store(output, at_out + j, new, "out")
-
-
-@inline
-def _lstm_unit(keep, j, pitch, padded, arrays):
-    projected, at_p, sums, at_s, h, c, at, output, kept, at_out = arrays
-    x0 = _load(projected, at_p + j, "p0") + _load(sums, at_s + j, "s0")
-    x1 = _load(projected, at_p + pitch + j, "p1") + _load(sums, at_s + padded + j, "s1")
-    x2 = _load(projected, at_p + 2 * pitch + j, "p2") + _load(sums, at_s + 2 * padded + j, "s2")
-    x3 = _load(projected, at_p + 3 * pitch + j, "p3") + _load(sums, at_s + 3 * padded + j, "s3")
-    c_j = multiply_add(sigmoids(x1)[0], _load(c, at + j, "c"), sigmoids(x0)[0] * _tanh(x2))
-    new = sigmoids(x3)[0] * _tanh(c_j)
-    if keep:
-        _store(projected, at_p + j, x0, "p0")
-        _store(projected, at_p + pitch + j, x1, "p1")
-        _store(projected, at_p + 2 * pitch + j, x2, "p2")
-        _store(projected, at_p + 3 * pitch + j, x3, "p3")
-        _store(kept, at_out + j, c_j, "kept")
-    _store(c, at + j, c_j, "c")
-    _store(h, at + j, new, "h")
-    _store(output, at_out + j, new, "out")
-
-
-FORWARD_UNIT = {"rnn_tanh": _rnn_unit(_tanh), "rnn_relu": _rnn_unit(_relu), "gru": _gru_unit, "lstm": _lstm_unit}
+            store(sums, at + g * padded + j, load(bias, g * hidden + j, "p0"), "s0")
 
 
 @functools.cache
@@ -217,7 +146,7 @@ def forward(dtype: type, cell: str, keep: bool, kind: str, height: int, tile: in
                         if parts > 1:
                             next_shown = ((step + 1) % 2 * batch + b) * hidden
                             for j in range(begin, end):
-                                _store(shown, next_shown + j, _load(h, at + j, "h"), "before")
+                                store(shown, next_shown + j, load(h, at + j, "h"), "before")
                     if kind != "dense":
                         wrong = not are_finite(h, first * hidden, (first + live) * hidden, largest)
                 finish_part(progress, parts)
@@ -229,82 +158,11 @@ def forward(dtype: type, cell: str, keep: bool, kind: str, height: int, tile: in
     return run
 
 
-# The gradients of the gates' pre-activations; dh keeps the part that does not pass through the weights.
-
-
-@inline
-def _slope_of_tanh(d, y):
-    return multiply_add(-d * y, y, d)
-
-
-@inline
-def _slope_of_relu(d, y):
-    return cast(0.0, y) if y <= 0 else d
-
-
-def _rnn_backward_unit(slope):
-    @inline
-    def unit(j, hidden, inputs, outputs):
-        output, at_output, _, _, _, _, _, grad, at_grad = inputs
-        dh, at_dh, _, _, grads, at = outputs
-        y = _load(output, at_output + j, "p0")
-        d = _load(dh, at_dh + j, "dh") + _load(grad, at_grad + j, "grad")
-        _store(grads, at + j, slope(d, y), "g0")
-        _store(dh, at_dh + j, cast(0.0, y), "dh")
-
-    return unit
-
-
-@inline
-def _gru_backward_unit(j, hidden, inputs, outputs):
-    pre, at_pre, candidate, before, at_before, _, at_row, grad, at_grad = inputs
-    dh, at_dh, _, _, grads, at = outputs
-    d = _load(dh, at_dh + j, "dh") + _load(grad, at_grad + j, "grad")
-    q = _load(candidate, at_row + j, "q")
-    r, not_r = sigmoids(_load(pre, at_pre + j, "p0"))
-    z, not_z = sigmoids(_load(pre, at_pre + hidden + j, "p1"))
-    n, slope = tanh_slope(multiply_add(r, q, _load(pre, at_pre + 2 * hidden + j, "p2")))
-    d_n = d * not_z * slope
-    _store(grads, at + j, d_n * r, "g0")
-    _store(grads, at + hidden + j, d_n * q * (r * not_r), "g1")
-    _store(grads, at + 2 * hidden + j, d * (_load(before, at_before + j, "before") - n) * (z * not_z), "g2")
-    _store(grads, at + 3 * hidden + j, d_n, "g3")
-    _store(dh, at_dh + j, d * z, "dh")
-
-
-@inline
-def _lstm_backward_unit(j, hidden, inputs, outputs):
-    pre, at_pre, _, before, at_before, cells, at_row, grad, at_grad = inputs
-    dh, at_dh, dc, at_dc, grads, at = outputs
-    d = _load(dh, at_dh + j, "dh") + _load(grad, at_grad + j, "grad")
-    x0 = _load(pre, at_pre + j, "p0")
-    i, not_i = sigmoids(x0)
-    f, not_f = sigmoids(_load(pre, at_pre + hidden + j, "p1"))
-    g, slope_g = tanh_slope(_load(pre, at_pre + 2 * hidden + j, "p2"))
-    o, not_o = sigmoids(_load(pre, at_pre + 3 * hidden + j, "p3"))
-    tanh_c, slope_c = tanh_slope(_load(cells, at_row + j, "c"))
-    d_c = multiply_add(d * o, slope_c, _load(dc, at_dc + j, "dc"))
-    _store(grads, at + j, d_c * g * (i * not_i), "g0")
-    _store(grads, at + hidden + j, d_c * _load(before, at_before + j, "before") * (f * not_f), "g1")
-    _store(grads, at + 2 * hidden + j, d_c * i * slope_g, "g2")
-    _store(grads, at + 3 * hidden + j, d * tanh_c * (o * not_o), "g3")
-    _store(dc, at_dc + j, d_c * f, "dc")
-    _store(dh, at_dh + j, cast(0.0, x0), "dh")
-
-
-_BACKWARD_UNIT = {
-    "rnn_tanh": _rnn_backward_unit(_slope_of_tanh),
-    "rnn_relu": _rnn_backward_unit(_slope_of_relu),
-    "gru": _gru_backward_unit,
-    "lstm": _lstm_backward_unit,
-}
-
-
 @functools.cache
 def backward(dtype: type, cell: str, kind: str, height: int, tile: int, shared: bool) -> Any:
     """The backward loop; dh and dc hold the last state's gradients, then the initial state's."""
     gates, vectors, panel, largest = GATES[cell], vectors_of(tile), panel_rows(dtype, tile), dtype(np.finfo(dtype).max)
-    unit = _BACKWARD_UNIT[cell]
+    unit = BACKWARD_UNIT[cell]
     width = 1 if gates == 1 else 4  # gradients of a unit
 
     @compiled_loop

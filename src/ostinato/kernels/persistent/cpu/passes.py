@@ -1,4 +1,4 @@
-"""Recurrent layers on the CPU, dense and pruned: plans, and the calls of the loops of ``cpu_loops.py``."""
+"""One layer and direction on the CPU, forward and backward in time, dense and pruned: the calls of ``loops.py``."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -9,80 +9,13 @@ from torch.nn import functional as F
 
 from ostinato.kernels.derived import derived_from
 from ostinato.kernels.numba_loops import LINE, NUMPY_DTYPES
-from ostinato.kernels.persistent import cpu_loops, cpu_products, cpu_pruned
-from ostinato.kernels.persistent.cpu_barrier import COUNTERS
-from ostinato.kernels.persistent.cpu_entries import SLICE, Entries, backward_entries, forward_entries
-from ostinato.kernels.persistent.cpu_step import BATCH as MOST_OF_A_STEP
-from ostinato.kernels.persistent.cpu_step import DENSEST as DENSEST_STEP
-from ostinato.kernels.persistent.cpu_step import FrozenStep as FrozenStep
-from ostinato.kernels.persistent.cpu_step import StepOfLayers as StepOfLayers
-from ostinato.kernels.persistent.cpu_step import step_of as step_of
-from ostinato.kernels.persistent.plan import GATES, Call, Plan, no_kernel
-from ostinato.kernels.persistent.reference import gradients_of_biases as gradients_of_biases
-from ostinato.kernels.persistent.reference import previous as previous
+from ostinato.kernels.persistent.cpu import loops, products, pruned
+from ostinato.kernels.persistent.cpu.barrier import COUNTERS
+from ostinato.kernels.persistent.cpu.entries import SLICE, Entries, backward_entries, forward_entries
+from ostinato.kernels.persistent.plan import GATES, Plan
 from ostinato.kernels.threads import run_loop, threads_for
 
-# Measured on two cores of a Zen 5.
-FEW_STEPS = {"rnn_tanh": 24, "rnn_relu": 24, "gru": 8, "lstm": 32}  # below, torch is faster; half with gradients
-DENSEST_BLOCKS = {False: 0.4, True: 0.3}  # above, dense loops are faster; by whether gradients are computed
-DENSEST_ROWS = {False: 0.15, True: 0.04}  # the same without blocks, by whether there are several sequences
 PART = 1 << 16  # weights of a part of a step that pay off a thread
-
-
-def make_plan(
-    call: Call, mask_hh: Tensor | None, block: tuple[int, int] | None, tf32: tuple[bool, bool] = (False, False)
-) -> Plan:
-    """How a layer runs on the CPU; arguments as those of ``cuda_plan.make_plan``.
-
-    Raises ValueError for a `path` that the layer's weights do not allow.
-    """
-    _, cell, hidden_size, batch, dtype, training, steps, path, directions, resets, _ = call
-    if dtype not in NUMPY_DTYPES:
-        return no_kernel(f"layers on the CPU compute in float32 and float64, not in {dtype}")
-    entries, density = None, 1.0
-    if mask_hh is not None and block is not None:
-        density = int(mask_hh.sum()) / mask_hh.numel()
-        entries = None if density == 1 else "sparse" if block == (1, 1) else "block"
-    if path is None:
-        if steps == directions == 1 and not training and not resets:
-            if entries and batch == 1 and density <= DENSEST_STEP[entries]:
-                return Plan(entries, 0, 0, 0, f"{density:.0%} of the weights are left, and only these are read", block)
-            if entries is None and batch <= MOST_OF_A_STEP:
-                return Plan("dense", 0, 0, 0, "one step reads the weights once, where they are")
-        densest = DENSEST_BLOCKS[training] if entries == "block" else DENSEST_ROWS[batch > 1]
-        if cell == "lstm" and dtype == torch.float32:  # against oneDNN's and not our own dense loops
-            densest /= 2 if entries == "block" else 4
-        path = entries if entries is not None and density <= densest else "dense"
-        reason = _why_torch(cell, hidden_size, batch, dtype, path == "dense", training, steps)
-        if reason and not resets:  # torch's kernels do not support resets
-            return no_kernel(reason)
-    elif path not in ("dense", entries):
-        raise ValueError(f"path must be 'dense'{f' or {entries!r}' if entries else ''}; got {path!r}")
-    if path == "dense":
-        return Plan(path, 0, 0, 0, "the weights stay in the CPU's caches for all steps")
-    return Plan(path, 0, 0, 0, f"{density:.0%} of the weights are left, and only these are read", block)
-
-
-def _why_torch(
-    cell: str, hidden_size: int, batch: int, dtype: torch.dtype, dense: bool, training: bool, steps: int | None
-) -> str | None:
-    """Why torch's kernels are faster for a layer, if they are, by the measured FEW_STEPS."""
-    few = (FEW_STEPS[cell] + hidden_size // 16) // (2 if training else 1)
-    if steps is not None and steps < few:
-        return f"{steps} steps a call are not worth preparing the weights; {few} are"
-    if not dense:
-        return None
-    if cell == "lstm" and dtype == torch.float32:
-        large = batch >= 16 and 256 <= hidden_size <= 512 and (steps is None or batch * steps >= 3000)
-        shared = batch == 1 < torch.get_num_threads() and 128 < hidden_size <= 256 and (steps is None or steps >= 300)
-        if not ((training and large) or shared):
-            return "oneDNN's LSTM, which torch calls, is faster"
-    return None
-
-
-def keeps_gates(cell: str) -> bool:
-    """Whether the forward saves all gates' pre-activations: recomputing them takes two of six large GEMMs."""
-    return GATES[cell] > 1
 
 
 def forward(
@@ -128,10 +61,8 @@ def forward(
         "output": output,
         "kept": kept,
     }
-    loop = cpu_loops.forward(
-        NUMPY_DTYPES[h.dtype], cell, keep, weights.kind, weights.height, how.tile, weights.parts > 1
-    )
-    if not _run(loop, cpu_loops.ForwardWork, how, weights, arrays, batch=batch, hidden=hidden, reverse=reverse):
+    loop = loops.forward(NUMPY_DTYPES[h.dtype], cell, keep, weights.kind, weights.height, how.tile, weights.parts > 1)
+    if not _run(loop, loops.ForwardWork, how, weights, arrays, batch=batch, hidden=hidden, reverse=reverse):
         # Zero times infinity is NaN: pruned weights count, and only the dense loop reads them.
         if untouched is not None:
             projected.copy_(untouched)
@@ -189,10 +120,10 @@ def backward(
         "dc": dc,
         "grads": grads,
     }
-    loop = cpu_loops.backward(NUMPY_DTYPES[pre.dtype], cell, weights.kind, weights.height, how.tile, weights.parts > 1)
+    loop = loops.backward(NUMPY_DTYPES[pre.dtype], cell, weights.kind, weights.height, how.tile, weights.parts > 1)
     grad_row = 0 if grad_output is None else hidden
     sizes = {"batch": batch, "hidden": hidden, "reverse": reverse, "grad_row": grad_row}
-    if not _run(loop, cpu_loops.BackwardWork, how, weights, arrays, **sizes):
+    if not _run(loop, loops.BackwardWork, how, weights, arrays, **sizes):
         dense = plan._replace(path="dense")
         states, upstream = (h, h0, c, c0, weight_hh, mask_hh), (grad_output, grad_h_n, grad_c_n)
         return backward(pre, candidate, *states, *upstream, offsets, resets, batch, cell, reverse, dense)
@@ -200,7 +131,7 @@ def backward(
 
 
 class _Weights(NamedTuple):
-    """The weights as the loops read them; see ``cpu_loops.ForwardWork``."""
+    """The weights as the loops read them; see ``loops.ForwardWork``."""
 
     kind: str
     height: int
@@ -228,16 +159,16 @@ def _share(weight_hh: Tensor, batch: int, length: int, plan: Plan) -> _Share:
     if plan.path == "dense":
         parts = min(threads, weight_hh.numel() // PART) if batch < threads else 1
         group = batch if parts > 1 else group
-        return _Share(threads, max(parts, 1), group, max(tile for tile in cpu_products.TILES if tile <= group), length)
+        return _Share(threads, max(parts, 1), group, max(tile for tile in products.TILES if tile <= group), length)
     # The tile determines the order of sums, so it must not depend on the number of threads.
-    tile = cpu_pruned.CHAINS if batch >= 2 * cpu_pruned.CHAINS else 1
+    tile = pruned.CHAINS if batch >= 2 * pruned.CHAINS else 1
     return _Share(threads, 1, group, tile, length)
 
 
 def _dense_panels(weight: Tensor, gates: int, how: _Share) -> _Weights:
     """A matrix of `gates` rows per unit in panels of each part's rows, (parts, panels, columns, rows of a panel)."""
     dtype, hidden, columns = NUMPY_DTYPES[weight.dtype], len(weight) // gates, weight.shape[1]
-    rows = cpu_products.panel_rows(dtype, how.tile)
+    rows = products.panel_rows(dtype, how.tile)
     units, parts = hidden, how.parts
     transposed = weight.T.contiguous()  # two fast copies instead of a slow one
     if parts > 1:  # in whole cache lines, so that no two threads write to one

@@ -25,10 +25,10 @@ from ostinato.kernels.numba_loops import (
     structure_at,
     take_task,
 )
-from ostinato.kernels.persistent.cpu_entries import SLICE, forward_entries
-from ostinato.kernels.persistent.cpu_loops import FORWARD_UNIT
-from ostinato.kernels.persistent.cpu_products import ROWS, are_finite, multiply_rows
-from ostinato.kernels.persistent.cpu_pruned import BLOCK_WIDTH, add_entries
+from ostinato.kernels.persistent.cpu.cells import FORWARD_UNIT
+from ostinato.kernels.persistent.cpu.entries import SLICE, forward_entries
+from ostinato.kernels.persistent.cpu.products import ROWS, are_finite, multiply_rows
+from ostinato.kernels.persistent.cpu.pruned import BLOCK_WIDTH, add_entries
 from ostinato.kernels.persistent.masks import block_of
 from ostinato.kernels.persistent.plan import GATES
 from ostinato.kernels.threads import run_loop, threads_for
@@ -42,7 +42,7 @@ _MATRIX = ("weights", "bias", "row", "padded", "columns", "starts", "rows", "sli
 
 
 class Work(ctypes.Structure):
-    """The loop's arguments: sizes, addresses, and the entries of both matrices; see ``cpu_entries.py``.
+    """The loop's arguments: sizes, addresses, and the entries of both matrices; see ``entries.py``.
 
     `places` and `diagonal` are the int32 indices of the entries' weights, below 0 for none.
     """

@@ -1,0 +1,70 @@
+"""How a layer runs on a CPU: by loops over all or the kept weights, or that torch's kernels are faster."""
+
+import torch
+from torch import Tensor
+
+from ostinato.kernels.numba_loops import NUMPY_DTYPES
+from ostinato.kernels.persistent.cpu.step import BATCH as MOST_OF_A_STEP
+from ostinato.kernels.persistent.cpu.step import DENSEST as DENSEST_STEP
+from ostinato.kernels.persistent.plan import GATES, Call, Plan, no_kernel
+
+# Measured on two cores of a Zen 5.
+FEW_STEPS = {"rnn_tanh": 24, "rnn_relu": 24, "gru": 8, "lstm": 32}  # below, torch is faster; half with gradients
+DENSEST_BLOCKS = {False: 0.4, True: 0.3}  # above, dense loops are faster; by whether gradients are computed
+DENSEST_ROWS = {False: 0.15, True: 0.04}  # the same without blocks, by whether there are several sequences
+
+
+def make_plan(
+    call: Call, mask_hh: Tensor | None, block: tuple[int, int] | None, tf32: tuple[bool, bool] = (False, False)
+) -> Plan:
+    """How a layer runs on the CPU; arguments as those of ``cuda_plan.make_plan``.
+
+    Raises ValueError for a `path` that the layer's weights do not allow.
+    """
+    _, cell, hidden_size, batch, dtype, training, steps, path, directions, resets, _ = call
+    if dtype not in NUMPY_DTYPES:
+        return no_kernel(f"layers on the CPU compute in float32 and float64, not in {dtype}")
+    entries, density = None, 1.0
+    if mask_hh is not None and block is not None:
+        density = int(mask_hh.sum()) / mask_hh.numel()
+        entries = None if density == 1 else "sparse" if block == (1, 1) else "block"
+    if path is None:
+        if steps == directions == 1 and not training and not resets:
+            if entries and batch == 1 and density <= DENSEST_STEP[entries]:
+                return Plan(entries, 0, 0, 0, f"{density:.0%} of the weights are left, and only these are read", block)
+            if entries is None and batch <= MOST_OF_A_STEP:
+                return Plan("dense", 0, 0, 0, "one step reads the weights once, where they are")
+        densest = DENSEST_BLOCKS[training] if entries == "block" else DENSEST_ROWS[batch > 1]
+        if cell == "lstm" and dtype == torch.float32:  # against oneDNN's and not our own dense loops
+            densest /= 2 if entries == "block" else 4
+        path = entries if entries is not None and density <= densest else "dense"
+        reason = _why_torch(cell, hidden_size, batch, dtype, path == "dense", training, steps)
+        if reason and not resets:  # torch's kernels do not support resets
+            return no_kernel(reason)
+    elif path not in ("dense", entries):
+        raise ValueError(f"path must be 'dense'{f' or {entries!r}' if entries else ''}; got {path!r}")
+    if path == "dense":
+        return Plan(path, 0, 0, 0, "the weights stay in the CPU's caches for all steps")
+    return Plan(path, 0, 0, 0, f"{density:.0%} of the weights are left, and only these are read", block)
+
+
+def _why_torch(
+    cell: str, hidden_size: int, batch: int, dtype: torch.dtype, dense: bool, training: bool, steps: int | None
+) -> str | None:
+    """Why torch's kernels are faster for a layer, if they are, by the measured FEW_STEPS."""
+    few = (FEW_STEPS[cell] + hidden_size // 16) // (2 if training else 1)
+    if steps is not None and steps < few:
+        return f"{steps} steps a call are not worth preparing the weights; {few} are"
+    if not dense:
+        return None
+    if cell == "lstm" and dtype == torch.float32:
+        large = batch >= 16 and 256 <= hidden_size <= 512 and (steps is None or batch * steps >= 3000)
+        shared = batch == 1 < torch.get_num_threads() and 128 < hidden_size <= 256 and (steps is None or steps >= 300)
+        if not ((training and large) or shared):
+            return "oneDNN's LSTM, which torch calls, is faster"
+    return None
+
+
+def keeps_gates(cell: str) -> bool:
+    """Whether the forward saves all gates' pre-activations: recomputing them takes two of six large GEMMs."""
+    return GATES[cell] > 1
