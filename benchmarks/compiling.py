@@ -13,7 +13,7 @@ import torch
 
 from ostinato.kernels import nvrtc
 from ostinato.kernels.persistent import geometry, search
-from ostinato.kernels.recurrence import cuda, projected
+from ostinato.kernels.recurrence.linear import cuda, projected
 from ostinato.kernels.scan import launch
 from ostinato.kernels.scan.choice import Device
 from ostinato.minimal.recurrences import GATES, recurrence_of

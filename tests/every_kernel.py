@@ -21,8 +21,9 @@ from ostinato.kernels import gemm
 from ostinato.kernels.persistent import cuda as persistent
 from ostinato.kernels.persistent import cuda_launch, cuda_plan, packing, plan
 from ostinato.kernels.persistent.costs import microseconds
-from ostinato.kernels.recurrence import cuda as recurrence_cuda
-from ostinato.kernels.recurrence import projected, steps_cuda
+from ostinato.kernels.recurrence.linear import cuda as recurrence_cuda
+from ostinato.kernels.recurrence.linear import projected
+from ostinato.kernels.recurrence.nonlinear import cuda as steps_cuda
 from ostinato.kernels.scan import choose_backend, compose
 from ostinato.minimal.recurrences import recurrence_of
 from persistent_layers import candidates

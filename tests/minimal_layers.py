@@ -1,6 +1,6 @@
 """The passes of minimal layers, by each backend, as the tests of kernels call them."""
 
-from ostinato.kernels.recurrence.layer_scan import layer_scan, layer_scan_backward
+from ostinato.kernels.recurrence.linear.layer import layer_scan, layer_scan_backward
 from ostinato.minimal.recurrences import GATES, recurrence_of
 
 __all__ = ["GATES", "layer", "layer_backward"]

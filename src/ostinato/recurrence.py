@@ -11,10 +11,10 @@ from torch import Tensor
 
 from ostinato.checks import check_floating, describe
 from ostinato.kernels import export
-from ostinato.kernels.recurrence.linear_recurrence import linear_recurrence
-from ostinato.kernels.recurrence.nonlinear import nonlinear_recurrence, step_of
-from ostinato.kernels.recurrence.sequential import sequential
-from ostinato.kernels.recurrence.trace import trace
+from ostinato.kernels.recurrence.linear.operator import linear_recurrence
+from ostinato.kernels.recurrence.nonlinear.operator import nonlinear_recurrence, step_of
+from ostinato.kernels.recurrence.nonlinear.sequential import sequential
+from ostinato.kernels.recurrence.symbolic.trace import trace
 from ostinato.kernels.scan.operators import check_cu_seqlens
 from ostinato.replay import recording
 from ostinato.scan import check_scan, linear_scan

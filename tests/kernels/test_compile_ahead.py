@@ -8,7 +8,11 @@ import torch
 
 import ostinato
 from ostinato.kernels import cache, nvrtc
-from ostinato.kernels.recurrence import cuda, layer_scan, linear_recurrence, nonlinear, steps_cuda
+from ostinato.kernels.recurrence.linear import cuda
+from ostinato.kernels.recurrence.linear import layer as layer_scan
+from ostinato.kernels.recurrence.linear import operator as linear_recurrence
+from ostinato.kernels.recurrence.nonlinear import cuda as steps_cuda
+from ostinato.kernels.recurrence.nonlinear import operator as nonlinear
 from ostinato.kernels.scan import cuda as scans
 from ostinato.kernels.scan import launch
 from ostinato.kernels.scan import operators as scan_operators

@@ -17,8 +17,8 @@ from torch import distributed
 import small_loop
 from ostinato.kernels import cache, numba_loops
 from ostinato.kernels.persistent.cpu import step as cpu_step
-from ostinato.kernels.recurrence import cpu, cpu_loops
-from ostinato.kernels.recurrence.trace import parse
+from ostinato.kernels.recurrence.linear import cpu, cpu_loops
+from ostinato.kernels.recurrence.symbolic.trace import parse
 from ostinato.minimal.recurrences import recurrence_of
 from small_loop import result
 

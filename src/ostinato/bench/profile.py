@@ -103,7 +103,7 @@ def _wall(call: Callable[[], object], wait: Callable[[], None]) -> float:
 def _own_kernels_named() -> Iterator[None]:
     """Show our own CPU kernels, which are not PyTorch operators, to the profiler."""
     from ostinato.kernels.persistent import cpu as persistent
-    from ostinato.kernels.recurrence import cpu as minimal
+    from ostinato.kernels.recurrence.linear import cpu as minimal
     from ostinato.kernels.scan import cpu
 
     def named(function: Any, name: str) -> Any:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from ostinato.checks import check_choice, check_flags, check_floating, check_integers
 from ostinato.kernels.export import refuse_script
 from ostinato.kernels.gemm import linear
-from ostinato.kernels.recurrence.layer_scan import layer_scan
+from ostinato.kernels.recurrence.linear.layer import layer_scan
 from ostinato.kernels.scan import BACKENDS
 from ostinato.layers import check_input, check_like_weight, draw_parameters
 from ostinato.minimal.recurrences import CANDIDATES, GATES, recurrence_of

@@ -10,7 +10,7 @@ from ostinato.diagonal.layers import DiagonalLayers, Parameters, Run
 from ostinato.kernels.eager import Prepared
 from ostinato.kernels.gemm import linear
 from ostinato.kernels.persistent.reference import previous
-from ostinato.kernels.recurrence.layer_scan import layer_scan, projected_scan, step_of
+from ostinato.kernels.recurrence.linear.layer import layer_scan, projected_scan, step_of
 from ostinato.layers import Hidden, seen_in_reverse
 from ostinato.minimal.recurrences import CANDIDATES, GATES, RECURRENCES, recurrence_of
 from ostinato.minimal.steps import is_plain_step, next_state, steps_alone

@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from ostinato.kernels.eager import is_differentiated, is_eager
 from ostinato.kernels.recurrence.backends import kernels_on
-from ostinato.kernels.recurrence.layer_scan import step_of
+from ostinato.kernels.recurrence.linear.layer import step_of
 from ostinato.minimal.recurrences import GATES, RECURRENCES, recurrence_of
 
 

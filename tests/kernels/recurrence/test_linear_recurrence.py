@@ -7,9 +7,9 @@ import torch
 from torch.nn import functional as F
 
 from ostinato.diagonal import rg_lru as griffin
-from ostinato.kernels.recurrence.linear_recurrence import linear_recurrence
-from ostinato.kernels.recurrence.print_cuda import print_cuda
-from ostinato.kernels.recurrence.trace import trace
+from ostinato.kernels.recurrence.linear.element import print_element
+from ostinato.kernels.recurrence.linear.operator import linear_recurrence
+from ostinato.kernels.recurrence.symbolic.trace import trace
 
 BACKENDS = ("reference", "torch", "cpu")
 ON_DEVICES = (*BACKENDS, pytest.param("cuda", marks=pytest.mark.gpu))
@@ -213,7 +213,7 @@ def test_operator_is_well_formed_and_compiles():
 
 def test_sigmoids_are_computed_in_pairs():
     def code(function):
-        return print_cuda(trace(function, (True, True, True)), False)
+        return print_element(trace(function, (True, True, True)), False)
 
     independent = code(lambda x, y, z: (torch.sigmoid(x), torch.sigmoid(y) * torch.sigmoid(z) * torch.sigmoid(-y)))
     assert independent.count("= sigmoid(") == independent.count(" sigmoids(") == 1

@@ -7,7 +7,7 @@ import torch
 
 import ostinato
 from ostinato.kernels import nvrtc
-from ostinato.kernels.recurrence import projected
+from ostinato.kernels.recurrence.linear import projected
 from ostinato.minimal.recurrences import CANDIDATES, GATES, recurrence_of
 
 TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 4e-3}

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from ostinato.kernels.recurrence.graph import evaluate
-from ostinato.kernels.recurrence.trace import parse, trace
+from ostinato.kernels.recurrence.symbolic.graph import evaluate
+from ostinato.kernels.recurrence.symbolic.trace import parse, trace
 
 FUNCTIONS = {
     "arithmetic": lambda x, y: (x + 2 * y - 1, (1 - x) / (y * y + 1)),

@@ -13,9 +13,9 @@ import ostinato
 from gpus import ARCHITECTURES, GPUS
 from minimal_layers import GATES, layer, layer_backward
 from ostinato.kernels import nvrtc
-from ostinato.kernels.recurrence import cuda as recurrence_cuda
-from ostinato.kernels.recurrence.print_cuda import element_name, print_cuda
-from ostinato.kernels.recurrence.trace import parse
+from ostinato.kernels.recurrence.linear import cuda as recurrence_cuda
+from ostinato.kernels.recurrence.linear.element import element_name, print_element
+from ostinato.kernels.recurrence.symbolic.trace import parse
 from ostinato.kernels.scan import choice, choose_backend, cuda, launch, operators, torch_ops
 from ostinato.kernels.scan.choice import Criteria, choose_geometry
 from ostinato.kernels.scan.geometry import Geometry, macros
@@ -40,7 +40,7 @@ def code_of(element, candidate):
         return element, launch.source()
     trace = parse(recurrence_of(element.removesuffix("Backward"), candidate, bias=True))
     backward = element.endswith("Backward")
-    return element_name(trace, backward), launch.source(print_cuda(trace, backward))
+    return element_name(trace, backward), launch.source(print_element(trace, backward))
 
 
 def inputs_of(element):

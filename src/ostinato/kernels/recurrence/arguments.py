@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ostinato.kernels.recurrence.trace import Trace, parse
+from ostinato.kernels.recurrence.symbolic.trace import Trace, parse
 
 
 def first_sequence(recurrence: str, arguments: Sequence[Tensor]) -> Tensor:

@@ -9,11 +9,11 @@ from ostinato.kernels.scan.torch_ops import TorchBackend
 
 
 @functools.cache
-def kernels_on(backend: str, device_type: str, prefix: str = "") -> Any:
+def kernels_on(backend: str, device_type: str, family: str = "linear") -> Any:
     """The module with the backend's kernels, of non-empty inputs; None for one that consists of PyTorch operations.
 
-    ``cpu.py`` or ``cuda.py``; of recurrences that are not linear, with the prefix "steps_".
+    ``cpu.py`` or ``cuda.py`` of the family of recurrences, "linear" or "nonlinear".
     """
     if isinstance(choose_backend(backend, device_type), TorchBackend):
         return None
-    return importlib.import_module(f"{__package__}.{prefix}{device_type}")
+    return importlib.import_module(f"{__package__}.{family}.{device_type}")

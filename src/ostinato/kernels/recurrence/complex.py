@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from ostinato.kernels.recurrence.nonlinear import nonlinear_recurrence
-from ostinato.kernels.recurrence.trace import trace
+from ostinato.kernels.recurrence.nonlinear.operator import nonlinear_recurrence
+from ostinato.kernels.recurrence.symbolic.trace import trace
 from ostinato.kernels.scan import choose_backend
 from ostinato.kernels.scan.operators import check_cu_seqlens
 from ostinato.kernels.scan.torch_ops import TorchBackend

@@ -7,7 +7,7 @@
 // An Element states how many tensors it reads (PLAIN; backward also h[t-1] and grad) and writes, and how many
 // parameters a channel has.  `prepare` computes once what depends on the parameters alone; `read` makes a step from the
 // tensors' values at one channel.  Step::none() is the identity.  The Elements here have no parameters; those generated
-// by recurrence/print_cuda.py may.
+// by recurrence/linear/element.py may.
 
 struct Linear {
     static constexpr bool LINEAR = true;

@@ -1,6 +1,6 @@
 """A linear recurrence as a differentiable operator, run by the backend that the caller names.
 
-The operator takes the recurrence as the text of its trace, as that of ``layer_scan.py`` does.
+The operator takes the recurrence as the text of its trace, as that of ``layer.py`` does.
 """
 
 from typing import Any
@@ -10,10 +10,10 @@ from torch import Tensor
 
 from ostinato.kernels.dispatch import gradient, gradients, operator, or_empty
 from ostinato.kernels.export import refuse_packed
-from ostinato.kernels.recurrence import torch_ops
 from ostinato.kernels.recurrence.arguments import first_sequence, in_order
 from ostinato.kernels.recurrence.backends import kernels_on
-from ostinato.kernels.recurrence.trace import parse
+from ostinato.kernels.recurrence.linear import torch_ops
+from ostinato.kernels.recurrence.symbolic.trace import parse
 from ostinato.kernels.scan.operators import check_cu_seqlens, initial_states
 from ostinato.kernels.vmap import Groups
 

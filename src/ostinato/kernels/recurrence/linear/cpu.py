@@ -1,4 +1,4 @@
-"""Linear recurrences on CPUs: the calls of the loops of :mod:`~ostinato.kernels.recurrence.cpu_loops`."""
+"""Linear recurrences on CPUs: the calls of the loops of :mod:`~ostinato.kernels.recurrence.linear.cpu_loops`."""
 
 import ctypes
 import functools
@@ -12,11 +12,11 @@ from torch.nn import functional as F
 
 from ostinato.kernels.memory import empty, empty_like
 from ostinato.kernels.numba_loops import NUMPY_DTYPES
-from ostinato.kernels.recurrence import cpu_loops
 from ostinato.kernels.recurrence.arguments import by_kind, first_sequence
-from ostinato.kernels.recurrence.graph import Graph, evaluate
-from ostinato.kernels.recurrence.linear import Steps, steps_of
-from ostinato.kernels.recurrence.trace import parse
+from ostinato.kernels.recurrence.linear import cpu_loops
+from ostinato.kernels.recurrence.linear.steps import Steps, steps_of
+from ostinato.kernels.recurrence.symbolic.graph import Graph, evaluate
+from ostinato.kernels.recurrence.symbolic.trace import parse
 from ostinato.kernels.scan.cpu import as_dtype, blocks_of, compute_dtype, constant, initial_state, rows
 from ostinato.kernels.threads import run_loop, threads_for
 
@@ -28,7 +28,7 @@ Arrays = list[int]  # addresses of arrays that are laid out alike, then their st
 
 
 class _Layout(NamedTuple):
-    """The memory layout of sequences; see :func:`~ostinato.kernels.recurrence.cpu_loops.work_type`."""
+    """The memory layout of sequences; see :func:`~ostinato.kernels.recurrence.linear.cpu_loops.work_type`."""
 
     directions: int
     batch: int

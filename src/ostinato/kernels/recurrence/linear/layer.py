@@ -13,9 +13,9 @@ from torch import Tensor
 from ostinato.kernels.dispatch import gradient, gradients, operator, or_empty
 from ostinato.kernels.eager import is_eager
 from ostinato.kernels.export import refuse_packed
-from ostinato.kernels.recurrence import torch_ops
 from ostinato.kernels.recurrence.backends import kernels_on
-from ostinato.kernels.recurrence.trace import parse
+from ostinato.kernels.recurrence.linear import torch_ops
+from ostinato.kernels.recurrence.symbolic.trace import parse
 from ostinato.kernels.vmap import Groups
 
 # layer_scan(pre, bias, h0, offsets, resets, recurrence, batch_first, directions, backend) -> h, h_last
@@ -200,7 +200,7 @@ def projected_scan(
         return None
     if not is_eager((x, weight, bias, h0, resets)) or kernels_on(backend, "cuda") is None:
         return None
-    from ostinato.kernels.recurrence import projected
+    from ostinato.kernels.recurrence.linear import projected
 
     if not projected.covers(recurrence, x, weight, bias, h0, batch_first):
         return None
@@ -211,9 +211,9 @@ def projected_scan(
 def step_of(recurrence: str, batch: int, inputs: int, hidden: int, dtype: torch.dtype, device: int) -> Any:
     """What makes one step of a layer on a GPU, or for -1 on a CPU: ``Step`` of ``cuda.py`` or ``cpu.py``."""
     if device < 0:
-        from ostinato.kernels.recurrence import cpu
+        from ostinato.kernels.recurrence.linear import cpu
 
         return cpu.Step(recurrence, batch, hidden, dtype)
-    from ostinato.kernels.recurrence import cuda
+    from ostinato.kernels.recurrence.linear import cuda
 
     return cuda.Step(recurrence, batch, inputs, hidden, dtype, device)

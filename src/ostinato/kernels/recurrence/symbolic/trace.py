@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ostinato.kernels.recurrence.aten import RULES
-from ostinato.kernels.recurrence.graph import Builder, Graph, Node
-from ostinato.kernels.recurrence.scalar import Operand, Scalar, Unsupported
+from ostinato.kernels.recurrence.symbolic.aten import RULES
+from ostinato.kernels.recurrence.symbolic.graph import Builder, Graph, Node
+from ostinato.kernels.recurrence.symbolic.scalar import Operand, Scalar, Unsupported
 
 _SHAPE = (2, 3, 4)
 _VALUES = ("_local_scalar_dense", "equal", "nonzero")

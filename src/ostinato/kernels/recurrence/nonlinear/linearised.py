@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ostinato.kernels.recurrence.arguments import by_kind, grouped, last_shape, or_zeros, split
-from ostinato.kernels.recurrence.graph import evaluate
-from ostinato.kernels.recurrence.sequential import compute_dtype, sequential
-from ostinato.kernels.recurrence.trace import Trace, parse
+from ostinato.kernels.recurrence.nonlinear.sequential import compute_dtype, sequential
+from ostinato.kernels.recurrence.symbolic.graph import evaluate
+from ostinato.kernels.recurrence.symbolic.trace import Trace, parse
 from ostinato.kernels.scan.operators import linear_scan
 from ostinato.kernels.scan.torch_ops import shift, zeroed
 

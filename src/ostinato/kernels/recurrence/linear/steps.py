@@ -5,8 +5,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from ostinato.kernels.recurrence.graph import Builder, Graph, joined, with_constants
-from ostinato.kernels.recurrence.trace import Trace
+from ostinato.kernels.recurrence.symbolic.graph import Builder, Graph, joined, with_constants
+from ostinato.kernels.recurrence.symbolic.trace import Trace
 
 
 class Steps(NamedTuple):

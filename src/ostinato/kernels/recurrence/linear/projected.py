@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ostinato.kernels import nvrtc
 from ostinato.kernels.nvrtc import SCALARS
-from ostinato.kernels.recurrence.cuda import element_of
-from ostinato.kernels.recurrence.trace import parse
+from ostinato.kernels.recurrence.linear.cuda import element_of
+from ostinato.kernels.recurrence.symbolic.trace import parse
 from ostinato.kernels.scan.launch import launching, published_of
 
 SLICE, CLUSTER, CONSUMERS, THREADS = 64, 2, 2, 384  # SLICE: input channels of a stage
@@ -205,7 +205,7 @@ def source(recurrence: str) -> str:
     shared = nvrtc.source("numeric.cuh", "scan/elements.cuh", "scan/messages.cuh")
     code = element_of(recurrence, False).code
     files = "hopper.cuh", "projected_tile.cuh", "projected_scan.cuh", "projected.cu"
-    return shared + code + nvrtc.source(*(f"recurrence/{name}" for name in files))
+    return shared + code + nvrtc.source(*(f"recurrence/linear/{name}" for name in files))
 
 
 def macros(recurrence: str, dtype: torch.dtype, resets: bool = False) -> tuple[tuple[str, object], ...]:

@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import torch
 
-from ostinato.kernels.recurrence.graph import OPERATIONS
-from ostinato.kernels.recurrence.scalar import (
+from ostinato.kernels.recurrence.symbolic.graph import OPERATIONS
+from ostinato.kernels.recurrence.symbolic.scalar import (
     Operand,
     Scalar,
     Unsupported,

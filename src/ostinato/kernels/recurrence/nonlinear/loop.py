@@ -9,8 +9,8 @@ import functools
 from collections.abc import Sequence
 
 from ostinato.kernels.recurrence.arguments import in_order
-from ostinato.kernels.recurrence.print_cpu import lines_of
-from ostinato.kernels.recurrence.trace import Trace
+from ostinato.kernels.recurrence.symbolic.print_cpu import lines_of
+from ostinato.kernels.recurrence.symbolic.trace import Trace
 
 _LOOP = """
 def run(address):

@@ -24,9 +24,9 @@ from ostinato.kernels.numba_loops import (
     structure_at,
     take_task,
 )
-from ostinato.kernels.recurrence.linear import steps_of
-from ostinato.kernels.recurrence.print_cpu import print_cpu
-from ostinato.kernels.recurrence.trace import Trace
+from ostinato.kernels.recurrence.linear.cpu_step import print_step
+from ostinato.kernels.recurrence.linear.steps import steps_of
+from ostinato.kernels.recurrence.symbolic.trace import Trace
 
 FLUSH = 64  # steps whose gradients of parameters are summed in the loop's dtype before they join the float64 total
 STRIDES = ("_t", "_b", "_d")  # of time, sequences and directions
@@ -59,7 +59,7 @@ def work_type(sequences: int, constants: int, sums: int, backward: bool) -> type
 
 def _generated(trace: Trace, backward: bool, dtype: type) -> tuple[str, dict[str, Callable]]:
     """The functions printed for a recurrence, with their source."""
-    source = print_cpu(trace, backward)
+    source = print_step(trace, backward)
     numbered = [f"{name}{k}" for name in ("x", "c", "grad", "sum") for k in range(64)]
     load, store = streams("state", "out", "h", "grad_h", *(name for name in numbered if name in source))
     names: dict[str, Any] = {

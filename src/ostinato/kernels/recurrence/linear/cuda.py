@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from ostinato.kernels import nvrtc
 from ostinato.kernels.nvrtc import SCALARS, address, empty
 from ostinato.kernels.recurrence.arguments import by_kind
-from ostinato.kernels.recurrence.print_cuda import element_name, print_cuda
-from ostinato.kernels.recurrence.trace import parse
+from ostinato.kernels.recurrence.linear.element import element_name, print_element
+from ostinato.kernels.recurrence.symbolic.trace import parse
 from ostinato.kernels.scan.cuda import Element, along_channels, last_state, prepare_scan
 from ostinato.kernels.scan.launch import Problem, Scan, Strides
 
@@ -83,7 +83,7 @@ def element_of(recurrence: str, backward: bool) -> Element:
     """A recurrence as a scan's operation."""
     trace = parse(recurrence)
     gradient = None if backward else functools.partial(element_of, recurrence, True)
-    return Element(element_name(trace, backward), print_cuda(trace, backward), gradient)
+    return Element(element_name(trace, backward), print_element(trace, backward), gradient)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -267,7 +267,7 @@ class Step:
 def step_source(recurrence: str) -> str:
     """The CUDA file of a step."""
     before, code = nvrtc.source("numeric.cuh", "gemv.cuh", "scan/elements.cuh"), element_of(recurrence, False).code
-    return before + code + nvrtc.source("recurrence/projected_step.cu")
+    return before + code + nvrtc.source("recurrence/linear/projected_step.cu")
 
 
 def step_macros(

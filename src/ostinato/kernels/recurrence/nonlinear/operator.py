@@ -18,10 +18,10 @@ from ostinato.kernels.recurrence.arguments import (
     split,
 )
 from ostinato.kernels.recurrence.backends import kernels_on
-from ostinato.kernels.recurrence.graph import evaluate
-from ostinato.kernels.recurrence.linearised import composite, jvp
-from ostinato.kernels.recurrence.sequential import compute_dtype, sequential
-from ostinato.kernels.recurrence.trace import Trace, parse
+from ostinato.kernels.recurrence.nonlinear.linearised import composite, jvp
+from ostinato.kernels.recurrence.nonlinear.sequential import compute_dtype, sequential
+from ostinato.kernels.recurrence.symbolic.graph import evaluate
+from ostinato.kernels.recurrence.symbolic.trace import Trace, parse
 from ostinato.kernels.scan.operators import check_cu_seqlens
 from ostinato.kernels.vmap import Groups
 
@@ -35,8 +35,8 @@ from ostinato.kernels.vmap import Groups
 
 @functools.lru_cache(maxsize=1024)
 def step_of(recurrence: str, batch: int, channels: int, dtype: torch.dtype) -> Any:
-    """What makes one step on a CPU; see ``Step`` of ``steps_cpu.py``."""
-    return kernels_on("cpu", "cpu", "steps_").Step(recurrence, batch, channels, dtype)
+    """What makes one step on a CPU; see ``Step`` of ``cpu.py``."""
+    return kernels_on("cpu", "cpu", "nonlinear").Step(recurrence, batch, channels, dtype)
 
 
 def _forward(
@@ -54,7 +54,7 @@ def _forward(
     sequences, parameters = by_kind(trace.sequences, arguments)
     like = sequences[0]
     check_cu_seqlens(cu_seqlens, like.shape[1])
-    kernels = kernels_on(backend, like.device.type, "steps_")
+    kernels = kernels_on(backend, like.device.type, "nonlinear")
     if like.numel() == 0:
         last = [x.to(like.dtype, copy=True) for x in initial_states(trace, like, h0, c0, cu_seqlens)]
         return [like.new_empty(like.shape) for _ in last] + last
@@ -132,7 +132,7 @@ def _backward_impl(
     grads, grads_last, states, arguments = grouped(trace, tensors)
     like = states[0]
     check_cu_seqlens(cu_seqlens, like.shape[1])
-    kernels = kernels_on(backend, like.device.type, "steps_")
+    kernels = kernels_on(backend, like.device.type, "nonlinear")
     absent = like.new_empty(0), like.new_empty(0)  # two, as what an operator returns must not share memory
     starts = h0 is not None or c0 is not None
     if like.numel() == 0:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ostinato.kernels import eager, nvrtc
 from ostinato.kernels.nvrtc import SCALARS, address
-from ostinato.kernels.recurrence.print_cuda import print_cell
-from ostinato.kernels.recurrence.trace import Trace
+from ostinato.kernels.recurrence.nonlinear.cell import print_cell
+from ostinato.kernels.recurrence.symbolic.trace import Trace
 from ostinato.kernels.scan.cuda import along_channels, last_state
 
 THREADS = 32  # of a block: one warp, so that few channels spread over all multiprocessors
@@ -27,7 +27,7 @@ Macros = tuple[tuple[str, object], ...]
 
 @functools.cache
 def source(trace: Trace) -> str:
-    return nvrtc.source("numeric.cuh") + print_cell(trace) + nvrtc.source("recurrence/steps.cu")
+    return nvrtc.source("numeric.cuh") + print_cell(trace) + nvrtc.source("recurrence/nonlinear/steps.cu")
 
 
 def macros(

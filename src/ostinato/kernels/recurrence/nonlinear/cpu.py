@@ -20,8 +20,8 @@ from ostinato.kernels.numba_loops import (
     structure_at,
     take_task,
 )
-from ostinato.kernels.recurrence.print_loop import Arrays, print_loop
-from ostinato.kernels.recurrence.trace import Trace, parse, with_state
+from ostinato.kernels.recurrence.nonlinear.loop import Arrays, print_loop
+from ostinato.kernels.recurrence.symbolic.trace import Trace, parse, with_state
 from ostinato.kernels.scan.cpu import blocks_of, constant, initial_state, rows
 from ostinato.kernels.threads import run_loop, threads_for
 

@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ostinato.kernels.recurrence.arguments import first_sequence
-from ostinato.kernels.recurrence.graph import evaluate
-from ostinato.kernels.recurrence.trace import parse
+from ostinato.kernels.recurrence.symbolic.graph import evaluate
+from ostinato.kernels.recurrence.symbolic.trace import parse
 from ostinato.kernels.scan import choose_backend, operators
 from ostinato.kernels.scan.torch_ops import LINEAR, Packing, TorchBackend
 
@@ -86,7 +86,7 @@ def scan(
     backend: str,
     *arguments: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """As :func:`~ostinato.kernels.recurrence.linear_recurrence.linear_recurrence`."""
+    """As :func:`~ostinato.kernels.recurrence.linear.operator.linear_recurrence`."""
     like = first_sequence(recurrence, arguments)
     dtype = _dtype(like, backend)
     make, run = (_coefficients, _in_a_loop) if backend == "loop" else (Coefficients.apply, operators.linear_scan)
@@ -107,7 +107,7 @@ def layer(
     directions: int,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    """As :func:`~ostinato.kernels.recurrence.layer_scan.layer_scan`."""
+    """As :func:`~ostinato.kernels.recurrence.linear.layer.layer_scan`."""
     dtype = _dtype(pre, backend)
     gates = sum(parse(recurrence).sequences)
     packing = None if offsets is None else Packing.from_offsets(offsets)
