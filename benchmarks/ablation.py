@@ -20,8 +20,8 @@ from ostinato.bench.runs import environment, write_json
 from ostinato.bench.shapes import KERNELS, PRUNED
 from ostinato.bench.workloads import OURS, RecurrentLayer
 from ostinato.kernels import nvrtc
-from ostinato.kernels.persistent import cuda_launch
-from ostinato.kernels.persistent.geometry import Geometry
+from ostinato.kernels.persistent.cuda import launch as cuda_launch
+from ostinato.kernels.persistent.cuda.geometry import Geometry
 
 LAYERS = (  # and the kernel that runs them
     (RecurrentLayer("GRU", 1024, 16, dtype=torch.bfloat16, who=(OURS,)), "dense"),

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ostinato.kernels import nvrtc
-from ostinato.kernels.persistent import geometry, search
+from ostinato.kernels.persistent.cuda import geometry, search
 from ostinato.kernels.recurrence.linear import cuda, projected
 from ostinato.kernels.scan import launch
 from ostinato.kernels.scan.choice import Device

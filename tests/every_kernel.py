@@ -19,8 +19,11 @@ from kernels.scan import test_cuda
 from minimal_layers import GATES, layer, layer_backward
 from ostinato.kernels import gemm
 from ostinato.kernels.persistent import cuda as persistent
-from ostinato.kernels.persistent import cuda_launch, cuda_plan, packing, plan
-from ostinato.kernels.persistent.costs import microseconds
+from ostinato.kernels.persistent import plan
+from ostinato.kernels.persistent.cuda import launch as cuda_launch
+from ostinato.kernels.persistent.cuda import packing
+from ostinato.kernels.persistent.cuda import plan as cuda_plan
+from ostinato.kernels.persistent.cuda.costs import microseconds
 from ostinato.kernels.recurrence.linear import cuda as recurrence_cuda
 from ostinato.kernels.recurrence.linear import projected
 from ostinato.kernels.recurrence.nonlinear import cuda as steps_cuda

@@ -3,9 +3,9 @@
 import torch
 
 from gpus import H100
-from ostinato.kernels.persistent import search
-from ostinato.kernels.persistent.costs import microseconds
-from ostinato.kernels.persistent.geometry import Geometry
+from ostinato.kernels.persistent.cuda import search
+from ostinato.kernels.persistent.cuda.costs import microseconds
+from ostinato.kernels.persistent.cuda.geometry import Geometry
 from ostinato.kernels.persistent.plan import GATES
 
 

@@ -99,7 +99,7 @@ def test_gpu_runs_torchs_kernels_when_ours_cannot_be_made(monkeypatch, error):
     def fail(*_, **__):
         raise error("no room\nat all")
 
-    monkeypatch.setattr("ostinato.kernels.persistent.cuda_launch.kernels", fail)
+    monkeypatch.setattr("ostinato.kernels.persistent.cuda.launch.kernels", fail)
     layer = pruned("GRU", 5, 64, device="cuda")
     x, hx = inputs(layer, 4, device="cuda")
     plan = layer.plan(4)

@@ -7,8 +7,8 @@ import torch
 
 from ostinato.bench.report import Grid
 from ostinato.bench.workloads import name_of
+from ostinato.kernels.persistent.cuda.search import choose_geometry
 from ostinato.kernels.persistent.plan import GATES, Plan
-from ostinato.kernels.persistent.search import choose_geometry
 from ostinato.masks import BLOCKS, block_name
 
 H100 = SimpleNamespace(  # what CUDA reports of the SXM modules, alike of an H200's; for machines without a GPU

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ostinato.kernels.eager import Prepared, is_differentiated, is_eager
 from ostinato.kernels.persistent.backends import frozen_step, step_of, step_of_layers
-from ostinato.kernels.persistent.cuda_step import BATCH as MOST_SEQUENCES
+from ostinato.kernels.persistent.plan import STEP_BATCH
 from ostinato.masks import masked
 from ostinato.recurrent.cells import by_cells, differentiable
 from ostinato.recurrent.torch_layers import Hidden, hidden_of, states_of
@@ -90,7 +90,7 @@ class StepLayers(MaskedLayers):
         if torch.compiler.is_compiling() or not isinstance(x, Tensor) or self.proj_size or self.bidirectional:
             return None
         trained = torch.is_grad_enabled()
-        few = x.numel() <= MOST_SEQUENCES * self.input_size
+        few = x.numel() <= STEP_BATCH * self.input_size
         if not x.is_cpu and (not x.is_cuda or self._buffers or not (few or trained)):
             return None
         if self._frozen is not None and not trained and (result := self._step_frozen(x, state)) is not None:

@@ -11,7 +11,7 @@ from torch import nn
 import ostinato
 from gpus import ARCHITECTURES
 from ostinato.kernels import nvrtc
-from ostinato.kernels.persistent import cuda_step
+from ostinato.kernels.persistent.cuda import step as cuda_step
 from ostinato.kernels.persistent.plan import GATES
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}

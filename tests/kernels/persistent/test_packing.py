@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from gpus import H100
-from ostinato.kernels.persistent import packing, search
-from ostinato.kernels.persistent.costs import microseconds
-from ostinato.kernels.persistent.geometry import Geometry
+from ostinato.kernels.persistent.cuda import packing, search
+from ostinato.kernels.persistent.cuda.costs import microseconds
+from ostinato.kernels.persistent.cuda.geometry import Geometry
 from ostinato.kernels.persistent.plan import GATES
 from persistent_layers import candidates, random_mask
 

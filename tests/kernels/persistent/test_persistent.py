@@ -14,9 +14,12 @@ from torch import nn
 import ostinato
 from gpus import ARCHITECTURES, H100
 from ostinato.kernels import nvrtc
-from ostinato.kernels.persistent import cuda, cuda_launch, cuda_plan, geometry, reference, search
-from ostinato.kernels.persistent.costs import microseconds
-from ostinato.kernels.persistent.geometry import Geometry
+from ostinato.kernels.persistent import cuda, reference
+from ostinato.kernels.persistent.cuda import geometry, passes, search
+from ostinato.kernels.persistent.cuda import launch as cuda_launch
+from ostinato.kernels.persistent.cuda import plan as cuda_plan
+from ostinato.kernels.persistent.cuda.costs import microseconds
+from ostinato.kernels.persistent.cuda.geometry import Geometry
 from ostinato.kernels.persistent.plan import GATES, Plan
 from persistent_layers import candidate, candidates, random_mask
 
@@ -278,8 +281,9 @@ def test_the_state_before_each_step_equals_the_reference(nan_memory):
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_100"])
 def test_the_copy_of_states_compiles_without_a_gpu(architecture):
     pytest.importorskip("cuda.core")
-    for macros in map(cuda.macros_of_copy, cuda.UNITS):
-        assert nvrtc.compile_cubin(nvrtc.source("persistent/previous.cu"), architecture, dict(macros))[:4] == b"\x7fELF"
+    for macros in map(passes.macros_of_copy, passes.UNITS):
+        code = nvrtc.source("persistent/cuda/previous.cu")
+        assert nvrtc.compile_cubin(code, architecture, dict(macros))[:4] == b"\x7fELF"
 
 
 @pytest.mark.gpu
@@ -613,7 +617,8 @@ def test_gradients_by_kept_gates_are_as_exact_as_by_recomputed_ones(kind, dtype,
 
     expected, errors = results(exact), {}
     for keeps in (True, False):
-        monkeypatch.setattr(cuda, "keeps_gates", lambda *_, keeps=keeps: keeps)
+        for module in (cuda, passes):
+            monkeypatch.setattr(module, "keeps_gates", lambda *_, keeps=keeps: keeps)
         found = [results(layer) for _ in range(2)]
         assert all(map(torch.equal, *found))
         errors[keeps] = [(y - right).norm() / right.norm() for y, right in zip(found[0], expected, strict=True)]

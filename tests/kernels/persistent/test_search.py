@@ -8,8 +8,11 @@ import torch
 
 from gpus import H100
 from ostinato.kernels import nvrtc
-from ostinato.kernels.persistent import backends, cuda_launch, cuda_plan, geometry, search
-from ostinato.kernels.persistent.costs import microseconds
+from ostinato.kernels.persistent import backends
+from ostinato.kernels.persistent.cuda import geometry, search
+from ostinato.kernels.persistent.cuda import launch as cuda_launch
+from ostinato.kernels.persistent.cuda import plan as cuda_plan
+from ostinato.kernels.persistent.cuda.costs import microseconds
 from ostinato.kernels.persistent.plan import GATES, Call
 from persistent_layers import candidates
 

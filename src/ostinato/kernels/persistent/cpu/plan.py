@@ -4,9 +4,8 @@ import torch
 from torch import Tensor
 
 from ostinato.kernels.numba_loops import NUMPY_DTYPES
-from ostinato.kernels.persistent.cpu.step import BATCH as MOST_OF_A_STEP
 from ostinato.kernels.persistent.cpu.step import DENSEST as DENSEST_STEP
-from ostinato.kernels.persistent.plan import GATES, Call, Plan, no_kernel
+from ostinato.kernels.persistent.plan import GATES, STEP_BATCH, Call, Plan, no_kernel
 
 # Measured on two cores of a Zen 5.
 FEW_STEPS = {"rnn_tanh": 24, "rnn_relu": 24, "gru": 8, "lstm": 32}  # below, torch is faster; half with gradients
@@ -17,7 +16,7 @@ DENSEST_ROWS = {False: 0.15, True: 0.04}  # the same without blocks, by whether 
 def make_plan(
     call: Call, mask_hh: Tensor | None, block: tuple[int, int] | None, tf32: tuple[bool, bool] = (False, False)
 ) -> Plan:
-    """How a layer runs on the CPU; arguments as those of ``cuda_plan.make_plan``.
+    """How a layer runs on the CPU; arguments as those of ``cuda.make_plan``.
 
     Raises ValueError for a `path` that the layer's weights do not allow.
     """
@@ -32,7 +31,7 @@ def make_plan(
         if steps == directions == 1 and not training and not resets:
             if entries and batch == 1 and density <= DENSEST_STEP[entries]:
                 return Plan(entries, 0, 0, 0, f"{density:.0%} of the weights are left, and only these are read", block)
-            if entries is None and batch <= MOST_OF_A_STEP:
+            if entries is None and batch <= STEP_BATCH:
                 return Plan("dense", 0, 0, 0, "one step reads the weights once, where they are")
         densest = DENSEST_BLOCKS[training] if entries == "block" else DENSEST_ROWS[batch > 1]
         if cell == "lstm" and dtype == torch.float32:  # against oneDNN's and not our own dense loops

@@ -30,10 +30,9 @@ from ostinato.kernels.persistent.cpu.entries import SLICE, forward_entries
 from ostinato.kernels.persistent.cpu.products import ROWS, are_finite, multiply_rows
 from ostinato.kernels.persistent.cpu.pruned import BLOCK_WIDTH, add_entries
 from ostinato.kernels.persistent.masks import block_of
-from ostinato.kernels.persistent.plan import GATES
+from ostinato.kernels.persistent.plan import GATES, STEP_BATCH
 from ostinato.kernels.threads import run_loop, threads_for
 
-BATCH = 8  # the most sequences; beyond, a GEMM over all of them is faster
 GROUP = 32  # units of a task
 # Densities up to which reading the kept weights alone is faster than all of them with zeros, by kind of block.
 DENSEST = {"block": 0.6, "sparse": 0.25}
@@ -320,7 +319,7 @@ def step_of(
 
     Without ``mask_ih`` all input weights are read.
     """
-    if dtype not in NUMPY_DTYPES or batch > BATCH:
+    if dtype not in NUMPY_DTYPES or batch > STEP_BATCH:
         return None
     matrices = []
     for mask in (mask_ih, mask_hh):

@@ -428,4 +428,4 @@ def files(geometry: Geometry) -> tuple[str, ...]:
     elif geometry.shares_work:
         products += ("gather.cu",)
     names = ("exchange.cuh", "matrix.cuh", *needs[geometry.path], *products)
-    return ("numeric.cuh", *(f"persistent/{name}" for name in names))
+    return ("numeric.cuh", *(f"persistent/cuda/{name}" for name in names))

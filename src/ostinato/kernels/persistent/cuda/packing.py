@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ostinato.kernels.persistent.geometry import THREADS, WARPS, ZERO_PLACES, Geometry
+from ostinato.kernels.persistent.cuda.geometry import THREADS, WARPS, ZERO_PLACES, Geometry
 
 
 class Packing(NamedTuple):

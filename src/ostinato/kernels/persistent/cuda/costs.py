@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from ostinato.kernels.persistent.geometry import THREADS, Geometry, ceil_div
+from ostinato.kernels.persistent.cuda.geometry import THREADS, Geometry, ceil_div
 from ostinato.kernels.persistent.plan import GATES, Call
 
 SMALL = 128  # units up to which cuDNN has special kernels

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ostinato.kernels.persistent.costs import microseconds
-from ostinato.kernels.persistent.geometry import SCALARS, THREADS, WARPS, ZERO_PLACES, Geometry, ceil_div, round_up
+from ostinato.kernels.persistent.cuda.costs import microseconds
+from ostinato.kernels.persistent.cuda.geometry import SCALARS, THREADS, WARPS, ZERO_PLACES, Geometry, ceil_div, round_up
 from ostinato.kernels.persistent.plan import GATES, Plan
 
 LEAST_COPIED, LEAST_TILES = 1024, 24  # bytes of a sequence's state, and tiles of a warp, of groups in turn

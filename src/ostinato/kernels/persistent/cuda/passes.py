@@ -11,13 +11,9 @@ import torch
 from torch import Tensor
 
 from ostinato.kernels import nvrtc
-from ostinato.kernels.persistent.cuda_launch import launch, source_of_biases
-from ostinato.kernels.persistent.cuda_plan import LEAST_STEPS as LEAST_STEPS
-from ostinato.kernels.persistent.cuda_plan import keeps_gates as keeps_gates
-from ostinato.kernels.persistent.cuda_plan import make_plan as make_plan
-from ostinato.kernels.persistent.cuda_step import StepOfLayers as StepOfLayers
-from ostinato.kernels.persistent.cuda_step import step_of as step_of
-from ostinato.kernels.persistent.geometry import THREADS
+from ostinato.kernels.persistent.cuda.geometry import THREADS
+from ostinato.kernels.persistent.cuda.launch import launch, source_of_biases
+from ostinato.kernels.persistent.cuda.plan import keeps_gates
 from ostinato.kernels.persistent.plan import Plan
 
 UNITS = {16: "uint4", 8: "uint2", 4: "unsigned", 2: "unsigned short", 1: "unsigned char"}  # of a copy, by bytes
@@ -122,7 +118,7 @@ def previous(
     unit = functools.reduce(operator.or_, addresses[:3], size | max(UNITS))
     unit &= -unit  # the bytes that all are multiples of
     parts = -(-batch * size // (unit * THREADS * UNITS_OF_THREAD))
-    source, device = nvrtc.source("persistent/previous.cu"), rows.get_device()
+    source, device = nvrtc.source("persistent/cuda/previous.cu"), rows.get_device()
     kernel = nvrtc.load_kernel("previous", source, macros_of_copy(unit), device)
     parameters = struct.pack("5Q5i", *addresses, steps, batch, size // unit, parts, int(reverse))
     kernel.launch(device, steps * parts, THREADS, parameters)

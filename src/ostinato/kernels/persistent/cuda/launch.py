@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ostinato.kernels import nvrtc
 from ostinato.kernels.derived import derived_from
-from ostinato.kernels.persistent.geometry import THREADS, Geometry, files
-from ostinato.kernels.persistent.packing import Packing, pack
+from ostinato.kernels.persistent.cuda.geometry import THREADS, Geometry, files
+from ostinato.kernels.persistent.cuda.packing import Packing, pack
 from ostinato.kernels.streams import launch_stream
 
 _POINTERS = (
@@ -62,7 +62,7 @@ def compile_kernels(device: int, resets: bool, packed: bool, keeps: bool, *geome
 def source_of_biases(dtype: torch.dtype) -> tuple[str, tuple[tuple[str, object], ...]]:
     """CUDA C++ and its preprocessor definitions."""
     macros = ("SCALAR", nvrtc.SCALARS[dtype]), ("VEC", 1)
-    return nvrtc.source("numeric.cuh", "persistent/biases.cu"), macros
+    return nvrtc.source("numeric.cuh", "persistent/cuda/biases.cu"), macros
 
 
 def packing_of(mask: Tensor, geometry: Geometry) -> Packing:

@@ -8,16 +8,16 @@ from torch import Tensor
 
 from ostinato.kernels import nvrtc
 from ostinato.kernels.derived import derived_from
-from ostinato.kernels.persistent.costs import (
+from ostinato.kernels.persistent.cuda.costs import (
     SMALL,
     microseconds,
     microseconds_of_more_products,
     torchs_microseconds,
 )
-from ostinato.kernels.persistent.cuda_launch import compile_kernels, packing_of
-from ostinato.kernels.persistent.geometry import Geometry
+from ostinato.kernels.persistent.cuda.geometry import Geometry
+from ostinato.kernels.persistent.cuda.launch import compile_kernels, packing_of
+from ostinato.kernels.persistent.cuda.search import choose_geometry
 from ostinato.kernels.persistent.plan import GATES, Call, Plan, no_kernel
-from ostinato.kernels.persistent.search import choose_geometry
 
 LEAST_STEPS = 4  # below this, launches per step cost the host no more than a persistent kernel's
 

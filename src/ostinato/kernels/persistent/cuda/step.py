@@ -13,9 +13,9 @@ from torch import Tensor
 
 from ostinato.kernels import nvrtc
 from ostinato.kernels.nvrtc import SCALARS, empty
-from ostinato.kernels.persistent.plan import GATES
+from ostinato.kernels.persistent.plan import GATES, STEP_BATCH
 
-BATCH, WARPS = 8, 4  # the most sequences, whose sums a warp accumulates; warps of a block
+WARPS = 4  # of a block
 MOST_WEIGHTS = 1 << 22  # of a layer, for more than 2 sequences: beyond, tensor cores are faster
 
 
@@ -51,7 +51,7 @@ class Step:
 
 
 class StepOfLayers:
-    """The steps of a stack of layers, one after the other; as that of ``cpu/step.py``."""
+    """The steps of a stack of layers, one after the other; as that of the CPU."""
 
     def __init__(self, steps: Sequence[Step], x: Tensor, state_shape: tuple[int, ...], count: int) -> None:
         hidden = state_shape[-1]
@@ -97,7 +97,7 @@ def step_of(
     """What makes a step of a layer, prepared once for its sizes; None where that would be no faster."""
     large = batch > 2 and GATES[cell] * hidden * (inputs + hidden) > MOST_WEIGHTS
     pruned = mask_ih is not None or mask_hh is not None
-    if batch > BATCH or large or pruned or dtype not in SCALARS or not _compiles():
+    if batch > STEP_BATCH or large or pruned or dtype not in SCALARS or not _compiles():
         return None
     return _make(cell, dtype, hidden, inputs, batch)
 
@@ -110,7 +110,7 @@ def _compiles() -> bool:
 @functools.cache
 def source() -> str:
     """The CUDA file."""
-    return nvrtc.source("numeric.cuh", "gemv.cuh", "persistent/step.cu")
+    return nvrtc.source("numeric.cuh", "gemv.cuh", "persistent/cuda/step.cu")
 
 
 def macros(

@@ -1,0 +1,33 @@
+"""RNN, GRU and LSTM on NVIDIA GPUs, by kernels that NVRTC compiles.
+
+================  ===========================================================================================
+``plan.py``       the geometries of a layer's passes, or why torch's kernels run
+``passes.py``     both passes: ``forward.cu`` and ``backward.cu``, of two groups in turn ``forward_turns.cu`` and
+                  ``backward_turns.cu``, within clusters ``gather.cu`` and ``scatter.cu``; ``previous.cu`` and
+                  ``biases.cu`` around them
+``launch.py``     the kernels of a geometry: compiled and launched
+``geometry.py``   how a layer is divided among blocks of threads
+``costs.py``      the estimated time of a step
+``search.py``     the fastest geometry that fits
+``packing.py``    pruned weights in the order in which the kernels read them
+``step.py``       one step, by ``step.cu``
+``exchange.cuh``  what all kernels share: parameters, and the exchange between blocks; the product of a matrix with
+                  states is in ``dense.cuh``, ``block.cuh`` or ``sparse.cuh``
+================  ===========================================================================================
+"""
+
+from ostinato.kernels.persistent.cuda.passes import backward, forward, gradients_of_biases, previous
+from ostinato.kernels.persistent.cuda.plan import LEAST_STEPS, keeps_gates, make_plan
+from ostinato.kernels.persistent.cuda.step import StepOfLayers, step_of
+
+__all__ = [
+    "make_plan",
+    "LEAST_STEPS",
+    "keeps_gates",
+    "forward",
+    "backward",
+    "gradients_of_biases",
+    "previous",
+    "step_of",
+    "StepOfLayers",
+]
