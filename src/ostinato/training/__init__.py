@@ -1,4 +1,4 @@
-"""Training of a language model: hyperparameters, the loop, and the held-out loss."""
+"""Training of a language model: hyperparameters, the loop, the model in several processes, and the held-out loss."""
 
 from ostinato.training.evaluation import held_out
 from ostinato.training.settings import TrainingSettings

@@ -2,18 +2,13 @@
 
 import math
 import time
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
 
 from ostinato.checks import check_integers
 from ostinato.distributed import sequence_parallel
@@ -21,6 +16,7 @@ from ostinato.models import LanguageModel
 from ostinato.processes import Share, part, shard_like
 from ostinato.text import random_windows
 from ostinato.training.evaluation import held_out
+from ostinato.training.replicas import reducing, replica_of
 from ostinato.training.settings import TrainingSettings
 
 PRECISIONS = ("auto", "float32", "bfloat16")
@@ -108,7 +104,7 @@ class Trainer:
         if mesh is not None and self._share.steps_of > 1:
             sequence_parallel(model, mesh["cp"])
         self.model = model.to(self.device)
-        self._replica = _spread(self.model, mesh, shard)
+        self._replica = replica_of(self.model, mesh, shard)
         self.train_tokens = tokens[:train_size].to(self.device)
         self.held_out_tokens = tokens[train_size:][: settings.held_out_limit].to(self.device)
         # Only matrices decay: norms and biases are scales and offsets, with no reason to be small.
@@ -169,7 +165,7 @@ class Trainer:
             self.optimizer.zero_grad()
             batches = self._draw()
             for index, (inputs, targets) in enumerate(batches):
-                with self._reducing(index == len(batches) - 1):
+                with reducing(self._replica, index == len(batches) - 1):
                     loss = self._loss(inputs, targets) * (inputs.numel() / self.tokens_per_step)
                     (loss * self._processes).backward()  # the all-reduce takes the mean over the processes
                 self._loss_sum += loss.detach()
@@ -287,18 +283,6 @@ class Trainer:
         rows = [part(len(inputs), number, self._accumulate) for number in range(self._accumulate)]
         return [(inputs[some], targets[some]) for some in rows]
 
-    @contextmanager
-    def _reducing(self, last: bool) -> Iterator[None]:
-        """Reduce gradients over the processes in the last micro-batch's backward only; accumulate them before."""
-        replica = self._replica
-        if isinstance(replica, FSDPModule):
-            replica.set_requires_gradient_sync(last)
-        if isinstance(replica, DistributedDataParallel) and not last:
-            with replica.no_sync():
-                yield
-        else:
-            yield
-
     def _draw_own_dropout(self) -> None:
         torch.manual_seed((self.settings.seed * 1_000_003 + self.step * 8191 + self._rank) % (1 << 63))
 
@@ -361,21 +345,6 @@ def _check_share(settings: TrainingSettings, share: Share, accumulate: int) -> N
             f"chunk_length must be at least {share.steps_of}, the processes that share a chunk; "
             f"got {settings.chunk_length}"
         )
-
-
-def _spread(model: LanguageModel, mesh: DeviceMesh | None, shard: bool) -> nn.Module:
-    """The model wrapped for training in several processes: replicated, or sharded block by block."""
-    if mesh is None:
-        return model
-    if not shard:
-        return DistributedDataParallel(model, gradient_as_bucket_view=True)
-    # Changes in place of a view of a block's output would bypass the hooks; there are none here.
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
-    shards = mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
-    for block in model.blocks:
-        fully_shard(block, mesh=shards)
-    fully_shard(model, mesh=shards)
-    return model
 
 
 def _dropout_name(rank: int) -> str:
