@@ -19,6 +19,11 @@ def rg_lru(x, r, i, log_lambda):
 
 
 @ostinato.recurrence
+def unnamed(before, x):
+    return before + x
+
+
+@ostinato.recurrence
 def rotated(h, x, u, v):
     return torch.sin(u * h + v) + 0.5 * x
 
@@ -298,6 +303,7 @@ def returns(value):
         (lambda: rotated(X, C, w=C), TypeError, "rotated takes the arguments x, u, v; got 2 by position and w by name"),
         (lambda: rotated(X, u=C), TypeError, "takes the arguments x, u, v; got 1 by position and u by name"),
         (lambda: rotated(X, C, C, v=C), TypeError, "got 3 by position and v by name"),
+        (lambda: unnamed(X), TypeError, r"\(before, x\), a state only if before were named h or state; got 1"),
         (lambda: rotated(X, C, 1.0), TypeError, "v must be a floating-point tensor; got float"),
         (lambda: rotated(X.int(), C, C), TypeError, "x must be a floating-point tensor; got a tensor of torch.int32"),
         (lambda: rotated(X.to(torch.complex64), C, C), TypeError, "x must be real"),

@@ -283,7 +283,9 @@ class Recurrence:
         """The index of the first sequence, (B, T, D), and the dtype that all sequences are promoted to."""
         if len(arguments) != len(self.names):
             takes = f"{len(self.names)} argument{'s' if len(self.names) != 1 else ''} ({', '.join(self.names)})"
-            raise TypeError(f"{self} takes {takes}; got {len(arguments)}")
+            named = not self.states and len(arguments) == len(self.names) - 1
+            hint = f", a state only if {self.names[0]} were named h or state" if named else ""
+            raise TypeError(f"{self} takes {takes}{hint}; got {len(arguments)}")
         for name, x in zip(self.names, arguments, strict=True):
             if not isinstance(x, Tensor) or not (x.is_floating_point() or x.is_complex()):
                 raise TypeError(f"{name} must be a floating-point tensor; got {describe(x)}")
