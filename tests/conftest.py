@@ -26,7 +26,8 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in a shell's backgro
 
 
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: "processes" not in item.fixturenames)  # of several workers, one starts the pool
+    # Together, that one worker starts the pool, and at the end: most loops are compiled, for which all would wait.
+    items.sort(key=lambda item: "processes" in item.fixturenames)
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
