@@ -1,6 +1,7 @@
 """What PyTorch does to modules, it does to RNN, GRU and LSTM: compilers, transforms, copies, several processes."""
 
 import copy
+import importlib
 import io
 
 import pytest
@@ -54,6 +55,23 @@ def test_compiled_in_one_graph(cell, options, fresh_compiler):
 
 
 @pytest.mark.filterwarnings("ignore")  # tracing is deprecated, and warns of every branch
+@by("as planned")
+def test_the_compiler_does_not_follow_the_import_of_kernels(monkeypatch, fresh_compiler):
+    compilers = {}
+
+    def load(name):
+        compilers[name] = torch._C._dynamo.eval_frame.get_eval_frame_callback()
+
+    @torch.compile(backend="eager")
+    def compiled():
+        torch._dynamo.graph_break()
+        return backends._kernels_on.__wrapped__("cpu")
+
+    monkeypatch.setattr(importlib, "import_module", load)
+    compiled()
+    assert compilers["ostinato.kernels.persistent.cpu"] is None
+
+
 def test_graph_breaks_and_traces(fresh_compiler):
     layer = pruned("GRU", 5, 32)
     other, (x, _) = twin(layer), inputs(layer, 2)
