@@ -361,7 +361,7 @@ def test_masks_lie_at_any_address(geometry, channels, poisoned, monkeypatch):
     torch.manual_seed(0)
     kernels, reference = choose_backend("cuda", "cuda"), torch_ops.REFERENCE
     a, b, grad = torch.rand(2, 3000, channels), torch.randn(2, 3000, channels), torch.randn(2, 3000, channels)
-    mask = torch.rand(2, 6001) < 0.05
+    mask = torch.rand(2, 6001) < torch.tensor([[0.05], [0.5]])
     for resets in (None, mask[:, :3000], mask[:, 5:3005], mask[:, 1::2], mask[:1, 3:3003].expand(2, 3000)):
         marks = None
         if resets is not None:
@@ -427,6 +427,31 @@ def test_a_state_that_has_diverged_ends_at_a_reset(shape, dtype, steps_before):
     want = torch.autograd.grad(ostinato.linear_scan(*before)[0], before, wanted)
     for g, w in zip(got, want, strict=True):
         assert relative_error(g[:, :150], w.cpu()) < TOLERANCE[dtype]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_infinite_states_end_at_the_next_of_many_resets(dtype, poisoned):
+    """In tiles that look back over whole rows."""
+    torch.manual_seed(0)
+    shape = 300, 2000, 3
+    kernels, reference = choose_backend("cuda", "cuda"), torch_ops.REFERENCE
+    a, b, grad = torch.rand(shape).to(dtype), torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
+    h = torch.randn(shape).to(dtype)
+    for x in (b, grad):
+        x[torch.rand(shape) < 0.02] = torch.inf
+    resets = torch.rand(shape[:2]) < 0.2
+    for reverse in (False, True):
+        wide = a.double(), h.double(), None, grad.double()
+        want = reference.linear_scan_backward(*wide, None, reverse, None, resets)[:2]
+        want += (reference.linear_scan(a.double(), b.double(), None, reverse, None, resets)[0],)
+        marks = resets.cuda()
+        got = kernels.linear_scan_backward(*gpu(a, h, None, grad, None), reverse, None, marks)[:2]
+        got += (kernels.linear_scan(a.cuda(), b.cuda(), None, reverse, None, marks)[0],)
+        for g, w in zip(got, want, strict=True):
+            finite = w.isfinite()
+            assert torch.equal(g.isfinite().cpu(), finite)
+            assert relative_error(g[finite.cuda()], w[finite]) < TOLERANCE[dtype]
 
 
 @pytest.mark.gpu

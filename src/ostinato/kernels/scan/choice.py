@@ -318,13 +318,15 @@ def _chain_few_channels(scan: Criteria) -> Geometry | None:
 
     Very few channels take turns up to eight sequences, with the rows of the next rule.
     """
-    few = 2 < scan.channels < 32 and scan.gapless and not (scan.packed or scan.resets)
+    few = 2 < scan.channels < 32 and scan.gapless and not scan.packed
     if not few or scan.element not in LINEAR or scan.itemsize > 4:
         return None
     lanes, numbers = _lanes_across(scan.channels, 1), scan.numbers(1)
     if scan.sequences > (2 if scan.channels > 8 else 8):
         return Geometry(1, lanes, 8, 64 // numbers - 1 | 1, True, 2, scan.channels, looks_back=True)
-    return Geometry(1, lanes, 16, 36 // numbers - 1 | 1, True, 1, scan.channels) if scan.channels > 8 else None
+    if scan.channels <= 8 or scan.resets:
+        return None
+    return Geometry(1, lanes, 16, 36 // numbers - 1 | 1, True, 1, scan.channels)
 
 
 def _chain_narrow(scan: Criteria) -> Geometry | None:

@@ -183,7 +183,7 @@ struct alignas(32) Strip {
 
 // A warp's steps of the mask of resets, in shared memory if they are many: a byte each, in the order of time.
 struct alignas(16) Mask {
-    static constexpr bool COPIED = RESETS && STRIP > 96, GAPLESS = RESETS == 2 && PACKING != OFFSETS;
+    static constexpr bool COPIED = RESETS && STRIP > 96 && !ZEROES, GAPLESS = RESETS == 2 && PACKING != OFFSETS;
     static constexpr int PIECES = (STRIP + 36) / 16;  // the first at most 15 bytes early; a thread reads 6 past its own
     unsigned char byte[COPIED ? 16 * PIECES : 1];
 
@@ -200,8 +200,8 @@ struct alignas(16) Mask {
         const int i = chunk * TILE + at.warp * STRIP;
         return at.descending ? at.p.steps - i - STRIP : i;
     }
-    static __device__ int shift(const Place& at, int chunk) {
-        return GAPLESS ? unsigned(reinterpret_cast<unsigned long long>(sequence(at)) + start(at, chunk)) % 16 : 0;
+    template <int BYTES = 16> static __device__ int shift(const Place& at, int chunk) {
+        return GAPLESS ? unsigned(reinterpret_cast<unsigned long long>(sequence(at)) + start(at, chunk)) % BYTES : 0;
     }
     __device__ void fetch(const Place& at, int chunk) {
         const int first = start(at, chunk), skipped = shift(at, chunk);

@@ -96,12 +96,14 @@ __device__ inline void apply(
         }
     }
     if (SEGMENTS > 1) before.carry(mine);
+    const Channels first = mine;
 #pragma unroll(KEPT_ROWS ? PARTS : 1)  // for the kept to be in registers
     for (int part = 0; part < PARTS; ++part) {
         const bool unchecked = at.whole(chunk) && !steps.bounded;
         if (unchecked && steps.apply<false>(at, memory, shared, buffer, chunk, part, mine, sums)) continue;
         steps.apply<true>(at, memory, shared, buffer, chunk, part, mine, sums);
     }
+    if (steps.is_lost(at, mine)) Steps::rescan(at.p, at.chain(), chunk, steps.resets, first);
 }
 
 __device__ inline void read(
@@ -336,11 +338,12 @@ __device__ inline void chain_looking_back(const Parameters& p, Shared& shared, i
         prepare(at, of_channels);
         Channels state;
         load_state(at, PACKING == CU_SEQLENS ? nullptr : p.initial, 0, state);
-        wait_for_copies();
-        if (EXCHANGED || Mask::COPIED) sync_abreast();
         later.share();
         Steps steps;
-        steps.resets = later.of(at, shared, 0, chunk);
+        if (!Mask::COPIED) steps.resets = later.of(at, shared, 0, chunk);
+        wait_for_copies();
+        if (EXCHANGED || Mask::COPIED) sync_abreast();
+        if (Mask::COPIED) steps.resets = later.of(at, shared, 0, chunk);
         read(at, shared, 0, buffer, chunk, of_channels, steps);
         const Composition before = shared.tile[buffer].join(at, steps.compose(at, shared, buffer, chunk));
         if (threadIdx.x == 0) shared.drawn[buffer] = number;  // late, when the atomic has returned

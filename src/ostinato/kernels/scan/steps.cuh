@@ -1,11 +1,13 @@
 // The steps of one thread in a tile: read, reduced to a composition, and replayed from their initial state.
 
 // The steps before which the state is reset.  A warp's lanes load the bytes of its steps long before use, since loads
-// queue behind the copies, and a vote makes bits of them; of many steps they are copied with the tile.
+// queue behind the copies, and a vote makes bits of them; of many steps they are copied with the tile, or with ZEROES
+// loaded by eight and the bits passed on by shuffles.
 struct Resets {
-    static constexpr bool LOADED = RESETS && !Mask::COPIED;
+    static constexpr bool EIGHT = ZEROES && STRIP > 32, LOADED = RESETS && !Mask::COPIED && !EIGHT;
     static constexpr int TILES = STRIP <= 32 && !CHAINED && CLUSTER == 1 ? 32 / STRIP : 1;  // loaded at once
-    static constexpr int WORDS = LOADED ? (STRIP + 31) / 32 : 1;
+    static constexpr int WORDS = LOADED ? (STRIP + 31) / 32 : EIGHT ? 2 : 1;
+    static_assert(!EIGHT || STRIP + 7 <= 32 * 8);
     unsigned word[WORDS] = {};  // bytes; after share(), bits
 
     __device__ void load(const Place& at, int chunk) {
@@ -15,16 +17,46 @@ struct Resets {
 #pragma unroll
             for (int w = 1; w < WORDS; ++w)
                 word[w] = at.lane < STRIP - 32 * w && at.exists(i + 32 * w) ? Mask::of_step(at, i + 32 * w) : 0;
+        } else if constexpr (EIGHT) {
+            if (chunk * TILE >= at.p.steps) return;
+            const int skipped = Mask::shift<8>(at, chunk), first = 8 * at.lane;
+            const int t = Mask::start(at, chunk) - skipped + first;
+            if (first >= skipped + STRIP) return;
+            if (Mask::GAPLESS && t >= 0 && t + 8 <= at.p.steps) {
+                const uint2 eight = *reinterpret_cast<const uint2*>(Mask::sequence(at) + t);
+                word[0] = eight.x, word[1] = eight.y;
+                return;
+            }
+#pragma unroll 1
+            for (int j = 0; j < 8; ++j) {
+                const int i = at.time(t + j);
+                const unsigned byte = i >= 0 && at.exists(i) ? Mask::of_step(at, i) : 0;
+                word[0] = __funnelshift_r(word[0], word[1], 8), word[1] = __funnelshift_r(word[1], byte, 8);
+            }
         }
     }
     __device__ void share() {
 #pragma unroll
         for (int w = 0; LOADED && w < WORDS; ++w) word[w] = __ballot_sync(~0u, word[w]);
+        if constexpr (EIGHT) {
+            // The highest bits of bytes that are not zero.
+            const auto high = [](unsigned x) { return ((x & 0x7f7f7f7f) + 0x7f7f7f7f | x) & 0x80808080; };
+            word[0] = __dp4a(high(word[1]), 0x80402010u, __dp4a(high(word[0]), 0x08040201u, 0u)) >> 7;
+        }
     }
     // A bit for each of a thread's steps.
     __device__ unsigned of(const Place& at, const Shared& shared, int stage, int chunk) const {
         if constexpr (!RESETS) return 0;
-        else if constexpr (!LOADED) return shared.mask[stage][at.warp].of(at, chunk);
+        else if constexpr (EIGHT) {
+            const int row = at.segment * ROWS;
+            const int first = Mask::shift<8>(at, chunk) + (at.descending ? STRIP - ROWS - row : row);
+            unsigned long long bits = 0;
+#pragma unroll
+            for (int n = 0; 8 * n < ROWS + 7; ++n)
+                bits |= (unsigned long long)(__shfl_sync(~0u, word[0], first / 8 + n)) << 8 * n;
+            const unsigned mine = unsigned(bits >> first % 8);
+            return (at.descending ? __brev(mine) >> 32 - ROWS : mine) & OF_ROWS;
+        } else if constexpr (!LOADED) return shared.mask[stage][at.warp].of(at, chunk);
         else if constexpr (WORDS == 1) return word[0] >> chunk % TILES * STRIP + at.segment * ROWS & OF_ROWS;
         else {
             const int first = at.segment * ROWS;
@@ -58,6 +90,7 @@ struct Steps {
     int shift[INPUTS];      // of the strips
     unsigned resets;        // bits of the steps before which, in the forward's order, the state is reset
     unsigned begins, ends;  // CU_SEQLENS: bits of the first and last steps of sequences
+    bool lost = false;      // ZEROES: to be scanned again
     bool bounded;           // whether the warp's steps have any; of a short strip, if not FOLDED, also if any is reset
 
     static __device__ void make(const Bits (&bits)[INPUTS], const OfChannels& of_channels, Step (&row)[VEC]) {
@@ -94,11 +127,12 @@ struct Steps {
     // A short strip seldom has a reset: the warp then takes a path without tests for them, unless sequences are packed,
     // whose ends have such paths already, or registers are too few for two paths.
     static constexpr bool TWO_PATHS = LOOKS_BACK ? !(RAW && BACKWARD && NARROW_SCALAR) : !CHAINED;
-    static constexpr bool SELDOM_RESET = RESETS && STRIP <= 32 && TWO_PATHS && PACKING != CU_SEQLENS;
+    static constexpr bool TESTS = RESETS && !ZEROES;
+    static constexpr bool SELDOM_RESET = TESTS && STRIP <= 32 && TWO_PATHS && PACKING != CU_SEQLENS;
     // Looking back, a generated operation's steps get a coefficient of zero where they are reset: that forgets every
     // state that is finite, and only where one is not, its warp takes the path with tests.
     static constexpr bool FOLDED = SELDOM_RESET && LOOKS_BACK && !Element::RAW;
-    template <bool TESTED = true> __device__ bool is_reset(int u) const { return RESETS && TESTED && resets >> u & 1; }
+    template <bool TESTED = true> __device__ bool is_reset(int u) const { return TESTS && TESTED && resets >> u & 1; }
     // Whether a coefficient of zero did not reset this state, or may not have.
     __device__ bool remembers(const Channels& state) const {
         bool finite = true;
@@ -132,7 +166,7 @@ struct Steps {
 
     // Whether the zero state before a reset step is written to shared memory, where there is one, and not selected at
     // every step: a warp of many segments has several, one after the other.
-    static constexpr bool PUTS_RESETS = RESETS && (STAYS || SELDOM_RESET || LANES >= 4);
+    static constexpr bool PUTS_RESETS = RESETS && (ZEROES || STAYS || SELDOM_RESET || LANES >= 4);
 
     // Backward, of some rows: write h0 as h[t-1] of a sequence's first step in time, and the zero state as that of a
     // reset step unless `read` selects it.
@@ -145,10 +179,70 @@ struct Steps {
         for (unsigned left = at.inside ? (first | (PUTS_RESETS ? resets : 0)) & rows : 0; left; left &= left - 1) {
             const int u = __ffs(left) - 1;
             const int n = PACKING == CU_SEQLENS && !is_reset(u) ? shared.ends[buffer].sequence[at.first(0) + u] : 0;
+            const bool reset = resets >> u & PUTS_RESETS;
             strip.put(
                 Strip::place(at, u, shift, PREVIOUS),
-                p.h0 && !is_reset(u) ? load_pack(at, p.h0 + at.state(n)) : filled(Element::absent_state())
+                p.h0 && !reset ? load_pack(at, p.h0 + at.state(n)) : filled(Element::absent_state())
             );
+        }
+    }
+
+    // ZEROES: whether a coefficient of zero met a state that was not finite, which made it and all after it NaN.
+    __device__ bool is_lost(const Place& at, const Channels& state) const {
+        bool numbers = true;
+#pragma unroll
+        for (int v = 0; v < VEC; ++v) numbers &= state.value[v] == state.value[v];
+        return ZEROES && resets && at.inside && (lost || !numbers);
+    }
+    // Then, to compose its steps again, a thread takes away all that is before the last reset.
+    __device__ void forget() {
+        const int kept = 32 - __clz(resets) - !BACKWARD;
+#pragma unroll
+        for (int u = 0; u < ROWS; ++u) {
+            if (u >= kept) continue;
+            Bits nothing[INPUTS];
+#pragma unroll
+            for (int k = 0; k < INPUTS; ++k) nothing[k] = filled(Ring::zero());
+#pragma unroll
+            for (int k = 0; k < INPUTS; ++k) raw[u][k] = nothing[k];
+        }
+        lost = true;
+    }
+    // And, when the others have stored theirs, it computes the results from memory, with a test for each step: not
+    // inlined, as what is hardly ever needed would cost registers.
+    static __device__ __noinline__ void rescan(
+        const Parameters& p, int chain, int chunk, unsigned resets, Channels state
+    ) {
+        const Place at(p, chain);
+#pragma unroll 1
+        for (int u = 0; u < ROWS; ++u, resets >>= 1) {
+            const int i = at.first(chunk) + u;
+            if (!at.exists(i)) break;
+            const bool reset = resets & 1, last = !at.exists(i + 1);
+            const auto element = [&](const Tensor& x, int step) {
+                return at.sequence(x) + Index(at.time(step)) * x.time + at.channel;
+            };
+            Bits bits[INPUTS];
+#pragma unroll
+            for (int k = 0; k < INPUTS; ++k)
+                if (BACKWARD && k == PREVIOUS && (reset || last))
+                    bits[k] = p.h0 && !reset ? load_pack(at, p.h0 + at.state(0)) : filled(Element::absent_state());
+                else bits[k] = p.has_input(k) ? load_pack(at, element(p.input(k), i + (BACKWARD && k == PREVIOUS))) : 0;
+            Step row[VEC];
+            make(bits, {}, row);
+            Compute out[OUTPUTS][VEC];
+#pragma unroll
+            for (int v = 0; v < VEC; ++v) {
+                Compute result[FACTORS];
+                if (!BACKWARD && reset) state.value[v] = Ring::zero();
+                state.value[v] = row[v].apply(state.value[v], result);
+                if (BACKWARD && reset) state.value[v] = Ring::zero();
+#pragma unroll
+                for (int k = 0; k < OUTPUTS; ++k) out[k][v] = result[Element::output_factor(k)];
+            }
+#pragma unroll
+            for (int k = 0; k < OUTPUTS; ++k) *reinterpret_cast<Pack*>(element(p.output(k), i)) = pack(out[k]);
+            if (last) store_state(at, p.final, 0, state);
         }
     }
 
@@ -166,7 +260,10 @@ struct Steps {
         if (STAYS) return;
         if constexpr (BACKWARD && !CHECKED)
             put_states_before(at, shared, buffer, chunk, strips[PREVIOUS], shift[PREVIOUS]);
-        if (NARROW && BACKWARD) sync_abreast();  // a lane without a channel reads another lane's elements
+        if constexpr (ZEROES)
+            for (unsigned left = at.inside ? resets : 0; left; left &= left - 1)
+                strips[0].put(Strip::place(at, __ffs(left) - 1, shift[0]), filled(Ring::zero()));
+        if (NARROW && (BACKWARD || ZEROES)) sync_abreast();  // a lane without a channel reads another lane's elements
 #pragma unroll
         for (int u = 0; u < ROWS; ++u) {
             Bits bits[INPUTS];
@@ -242,6 +339,14 @@ struct Steps {
             whole.reset = resets;
             if (!remembers(whole.b)) return whole;
             whole = Composition::none();
+        } else if constexpr (ZEROES) {
+#pragma unroll 1
+            for (bool again = false;; again = true) {
+                whole = append<false>(at, shared, chunk, 0, Composition::none());
+                whole.reset = resets;
+                if (again || !is_lost(at, whole.b)) return whole;
+                forget();
+            }
         } else if (SELDOM_RESET ? !bounded : STAYS && !resets) {
             return append<false>(at, shared, chunk, 0, whole);
         }

@@ -66,6 +66,12 @@ constexpr bool SUMS = BACKWARD && PARAMETERS;
 // there are too few registers.
 constexpr int KEPT_ROWS = STAYS && INPUTS == 2 && !RESETS ? ROWS : 0;
 
+// Blocks that look back over whole rows of few channels replace the coefficient of a reset step by zero, in shared
+// memory, and scan the tile as if there were no mask: that forgets every state that is finite, and a thread in which
+// one is not scans its steps again, with tests.
+constexpr bool ZEROES = RESETS && LOOKS_BACK && NARROW && PACKING == DENSE && Element::RAW;
+static_assert(!ZEROES || VEC == 1);
+
 using Bits = PackType<sizeof(Pack) < 4 ? 4 : sizeof(Pack)>::type;  // in registers: two shorts would share one
 
 using Index = long long;
@@ -231,6 +237,9 @@ struct Place {
     }
     // Whether the lane's channel v exists.
     __device__ bool has(int v) const { return PITCHED && v > 0 ? channel + v * NEXT < p.channels : inside; }
+    __device__ int chain() const {
+        return (direction * p.batch + batch) * (NARROW ? 1 : (p.channels + GROUP - 1) / GROUP) + group;
+    }
     __device__ int time(int i) const { return descending ? p.steps - 1 - i : i; }
     __device__ bool exists(int i) const {
         if (PACKING != OFFSETS) return i < p.steps;
