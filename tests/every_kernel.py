@@ -27,7 +27,8 @@ from ostinato.kernels.persistent.cuda.costs import microseconds
 from ostinato.kernels.recurrence.linear import cuda as recurrence_cuda
 from ostinato.kernels.recurrence.linear import projected
 from ostinato.kernels.recurrence.nonlinear import cuda as steps_cuda
-from ostinato.kernels.scan import choose_backend, compose
+from ostinato.kernels.scan import choose_backend
+from ostinato.kernels.scan.cuda import compose
 from ostinato.minimal.recurrences import recurrence_of
 from persistent_layers import candidates
 

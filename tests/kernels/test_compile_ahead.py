@@ -13,10 +13,9 @@ from ostinato.kernels.recurrence.linear import layer as layer_scan
 from ostinato.kernels.recurrence.linear import operator as linear_recurrence
 from ostinato.kernels.recurrence.nonlinear import cuda as steps_cuda
 from ostinato.kernels.recurrence.nonlinear import operator as nonlinear
-from ostinato.kernels.scan import cuda as scans
-from ostinato.kernels.scan import launch
 from ostinato.kernels.scan import operators as scan_operators
-from ostinato.kernels.scan.choice import Device
+from ostinato.kernels.scan.cuda import launch, scans
+from ostinato.kernels.scan.cuda.choice import Device
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from torch.distributed import ProcessGroup
 
 from ostinato.distributed.collectives import Gathered, Shared, gather
 from ostinato.distributed.steps import Linear, Logarithmic
-from ostinato.kernels.scan import compose as kernel
 from ostinato.kernels.scan import operators
+from ostinato.kernels.scan.cuda import compose as kernel
 
 FIRST_REACH = 1024  # steps over which the coefficients' product is first tested for underflow
 GROWTH = 32  # factor to the next number of steps: every test synchronises with the host

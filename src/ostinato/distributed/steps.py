@@ -12,8 +12,8 @@ from ostinato import scan
 from ostinato.kernels import nvrtc
 from ostinato.kernels.recurrence.linear.layer import layer_scan, layer_scan_backward
 from ostinato.kernels.recurrence.linear.operator import linear_recurrence, linear_recurrence_backward
-from ostinato.kernels.scan import compose as kernel
 from ostinato.kernels.scan import operators
+from ostinato.kernels.scan.cuda import compose as kernel
 from ostinato.kernels.scan.torch_ops import LOG, zeroed
 from ostinato.minimal.recurrences import GATES, RECURRENCES, recurrence_of
 from ostinato.recurrence import Recurrence

@@ -5,7 +5,7 @@ import torch
 
 import ostinato
 from ostinato.kernels import nvrtc
-from ostinato.kernels.scan import compose
+from ostinato.kernels.scan.cuda import compose
 
 TOLERANCE = {torch.float32: 3e-6, torch.float64: 1e-12}
 
@@ -14,7 +14,7 @@ TOLERANCE = {torch.float32: 3e-6, torch.float64: 1e-12}
 @pytest.mark.parametrize(("vector", "lanes"), [(1, 1), (1, 32), (2, 16), (4, 32)])
 def test_it_compiles(dtype, vector, lanes):
     pytest.importorskip("cuda.core")
-    code, definitions = nvrtc.source("scan/compose.cu"), dict(compose.macros(dtype, vector, lanes))
+    code, definitions = nvrtc.source("scan/cuda/compose.cu"), dict(compose.macros(dtype, vector, lanes))
     assert nvrtc.compile_cubin(code, "sm_80", definitions)[:4] == b"\x7fELF"
 
 

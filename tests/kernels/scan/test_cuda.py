@@ -16,9 +16,11 @@ from ostinato.kernels import nvrtc
 from ostinato.kernels.recurrence.linear import cuda as recurrence_cuda
 from ostinato.kernels.recurrence.linear.element import element_name, print_element
 from ostinato.kernels.recurrence.symbolic.trace import parse
-from ostinato.kernels.scan import choice, choose_backend, cuda, launch, operators, torch_ops
-from ostinato.kernels.scan.choice import Criteria, choose_geometry
-from ostinato.kernels.scan.geometry import Geometry, macros
+from ostinato.kernels.scan import choose_backend, operators, torch_ops
+from ostinato.kernels.scan.cuda import choice, launch
+from ostinato.kernels.scan.cuda import scans as cuda
+from ostinato.kernels.scan.cuda.choice import Criteria, choose_geometry
+from ostinato.kernels.scan.cuda.geometry import Geometry, macros
 from ostinato.minimal.recurrences import recurrence_of
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}

@@ -5,8 +5,8 @@ import itertools
 import pytest
 
 from gpus import GPUS
-from ostinato.kernels.scan.choice import Criteria, choose_geometry
-from ostinato.kernels.scan.geometry import Geometry
+from ostinato.kernels.scan.cuda.choice import Criteria, choose_geometry
+from ostinato.kernels.scan.cuda.geometry import Geometry
 
 INPUTS = {  # tensors read by each element
     "LinearScan": 2,

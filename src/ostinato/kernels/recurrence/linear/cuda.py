@@ -14,8 +14,8 @@ from ostinato.kernels.nvrtc import SCALARS, address, empty
 from ostinato.kernels.recurrence.arguments import by_kind
 from ostinato.kernels.recurrence.linear.element import element_name, print_element
 from ostinato.kernels.recurrence.symbolic.trace import parse
-from ostinato.kernels.scan.cuda import Element, along_channels, last_state, prepare_scan
-from ostinato.kernels.scan.launch import Problem, Scan, Strides
+from ostinato.kernels.scan.cuda.launch import Problem, Scan, Strides
+from ostinato.kernels.scan.cuda.scans import Element, along_channels, last_state, prepare_scan
 
 MOST_SEQUENCES, STEP_WARPS = 8, 4  # of the one-kernel step: sequences, whose sums a warp accumulates; warps per block
 MOST_16_BIT_WEIGHTS = 1 << 22  # for more than 4 sequences: beyond, tensor cores are faster
@@ -266,7 +266,7 @@ class Step:
 @functools.cache
 def step_source(recurrence: str) -> str:
     """The CUDA file of a step."""
-    before, code = nvrtc.source("numeric.cuh", "gemv.cuh", "scan/elements.cuh"), element_of(recurrence, False).code
+    before, code = nvrtc.source("numeric.cuh", "gemv.cuh", "scan/cuda/elements.cuh"), element_of(recurrence, False).code
     return before + code + nvrtc.source("recurrence/linear/projected_step.cu")
 
 

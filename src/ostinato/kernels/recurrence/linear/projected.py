@@ -15,7 +15,7 @@ from ostinato.kernels import nvrtc
 from ostinato.kernels.nvrtc import SCALARS
 from ostinato.kernels.recurrence.linear.cuda import element_of
 from ostinato.kernels.recurrence.symbolic.trace import parse
-from ostinato.kernels.scan.launch import launching, published_of
+from ostinato.kernels.scan.cuda.launch import launching, published_of
 
 SLICE, CLUSTER, CONSUMERS, THREADS = 64, 2, 2, 384  # SLICE: input channels of a stage
 
@@ -202,7 +202,7 @@ def _prepare(
 @functools.lru_cache(maxsize=64)
 def source(recurrence: str) -> str:
     """The CUDA file."""
-    shared = nvrtc.source("numeric.cuh", "scan/elements.cuh", "scan/messages.cuh")
+    shared = nvrtc.source("numeric.cuh", "scan/cuda/elements.cuh", "scan/cuda/messages.cuh")
     code = element_of(recurrence, False).code
     files = "hopper.cuh", "projected_tile.cuh", "projected_scan.cuh", "projected.cu"
     return shared + code + nvrtc.source(*(f"recurrence/linear/{name}" for name in files))

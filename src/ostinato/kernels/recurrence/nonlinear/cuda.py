@@ -13,7 +13,7 @@ from ostinato.kernels import eager, nvrtc
 from ostinato.kernels.nvrtc import SCALARS, address
 from ostinato.kernels.recurrence.nonlinear.cell import print_cell
 from ostinato.kernels.recurrence.symbolic.trace import Trace
-from ostinato.kernels.scan.cuda import along_channels, last_state
+from ostinato.kernels.scan.cuda.scans import along_channels, last_state
 
 THREADS = 32  # of a block: one warp, so that few channels spread over all multiprocessors
 AHEAD = 4  # steps whose loads are issued at once, half of that for float64; twice as many are in flight

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ostinato.kernels import eager, nvrtc
 from ostinato.kernels.nvrtc import SCALARS, address
-from ostinato.kernels.scan.choice import Criteria, Device, choose_geometry
-from ostinato.kernels.scan.geometry import Geometry, macros
+from ostinato.kernels.scan.cuda.choice import Criteria, Device, choose_geometry
+from ostinato.kernels.scan.cuda.geometry import Geometry, macros
 
 Strides = tuple[int, int, int]  # of batch, time and direction
 MAX_STEPS = (1 << 31) - (1 << 20)  # the kernel counts steps, up to a tile past the last, in 32 bits
@@ -70,9 +70,9 @@ class _Launch(NamedTuple):
 @functools.cache
 def source(code: str = "") -> str:
     """The source of the scan kernel, with a generated element's code."""
-    before = nvrtc.source("numeric.cuh", "scan/elements.cuh", "scan/messages.cuh")
+    before = nvrtc.source("numeric.cuh", "scan/cuda/elements.cuh", "scan/cuda/messages.cuh")
     parts = ("tile.cuh", "copies.cuh", "cluster.cuh", "shared.cuh", "steps.cuh", "chain.cuh", "scan.cu")
-    return before + code + nvrtc.source(*(f"scan/{name}" for name in parts))
+    return before + code + nvrtc.source(*(f"scan/cuda/{name}" for name in parts))
 
 
 @functools.cache

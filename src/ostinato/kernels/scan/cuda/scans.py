@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ostinato.kernels.nvrtc import address, empty
-from ostinato.kernels.scan.launch import Problem, Scan
+from ostinato.kernels.scan.cuda.launch import Problem, Scan
 
 
 def along_channels(x: Tensor) -> Tensor:

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from ostinato.kernels import nvrtc
 from ostinato.kernels.nvrtc import SCALARS, address
-from ostinato.kernels.scan.cuda import along_channels
-from ostinato.kernels.scan.launch import describe_device
+from ostinato.kernels.scan.cuda.launch import describe_device
+from ostinato.kernels.scan.cuda.scans import along_channels
 
 THREADS = 512
 AHEAD = 4  # steps whose loads are in flight at once
@@ -92,12 +92,13 @@ def macros(dtype: torch.dtype, vector: int, lanes: int) -> tuple[tuple[str, obje
 
 @functools.cache
 def _kernel(dtype: torch.dtype, vector: int, lanes: int, device: int) -> nvrtc.Kernel:
-    return nvrtc.load_kernel("compose", nvrtc.source("scan/compose.cu"), macros(dtype, vector, lanes), device)
+    return nvrtc.load_kernel("compose", nvrtc.source("scan/cuda/compose.cu"), macros(dtype, vector, lanes), device)
 
 
 @functools.cache
 def _passing_kernel(dtype: torch.dtype, device: int) -> nvrtc.Kernel:
-    return nvrtc.load_kernel("pass_on", nvrtc.source("numeric.cuh", "scan/pass_on.cu"), passing_macros(dtype), device)
+    code = nvrtc.source("numeric.cuh", "scan/cuda/pass_on.cu")
+    return nvrtc.load_kernel("pass_on", code, passing_macros(dtype), device)
 
 
 def passing_macros(dtype: torch.dtype) -> tuple[tuple[str, object], ...]:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ostinato.kernels.scan.geometry import Geometry
+from ostinato.kernels.scan.cuda.geometry import Geometry
 
 LATENCY = 1.1e-6  # of memory under load, seconds
 STAGES = 2  # tiles that a block prefetches

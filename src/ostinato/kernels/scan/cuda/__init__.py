@@ -1,0 +1,32 @@
+"""The CUDA backend: a kernel that is compiled at run time for an operation, a dtype and a shape of tiles.
+
+===============  ==========================================================================================
+``scans.py``     the backend: tensors of any layout in and out
+``launch.py``    the launch of ``scan.cu``, and the memory in which chained blocks tell each other their states
+``choice.py``    which algorithm and tiles a scan has
+``geometry.py``  what follows from those
+``compose.py``   many steps reduced to one without writing states, by ``compose.cu`` and ``pass_on.cu``
+===============  ==========================================================================================
+
+``scan.cu`` is put together of the operations in ``elements.cuh``, the steps of a tile (``tile.cuh``, ``copies.cuh``,
+``shared.cuh``, ``steps.cuh``) and what blocks of one chain tell each other (``chain.cuh``, ``cluster.cuh``,
+``messages.cuh``).
+"""
+
+from ostinato.kernels.scan.cuda.scans import (
+    linear_scan,
+    linear_scan_backward,
+    log_linear_scan,
+    log_linear_scan_backward,
+    prepare_linear_scan,
+    states_like,
+)
+
+__all__ = [
+    "linear_scan",
+    "linear_scan_backward",
+    "log_linear_scan",
+    "log_linear_scan_backward",
+    "prepare_linear_scan",
+    "states_like",
+]
