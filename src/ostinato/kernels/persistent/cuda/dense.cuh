@@ -14,7 +14,11 @@ constexpr int FULL = ROW_TILES - HALF;
 constexpr int TILES = FULL * COLUMN_TILES + HALF * ((COLUMN_TILES + 1) / 2);
 constexpr int ON_CHIP = TILES - STREAMED;
 constexpr int AHEAD = 4;
-constexpr int EARLY = STREAMED || TURNS > 1 ? 0 : TILES - HELD < 4 ? TILES - HELD : 4;  // read while waiting
+// In turns, tiles in shared memory are read two ahead if they are many.  More sequences leave no registers for it, and a
+// tile that two column tiles share is taken twice.
+constexpr bool READS_AHEAD = TURNS > 1 && SEQUENCE_TILES == 1 && !HALF && TILES - HELD >= 8;
+constexpr int MOST_EARLY = STREAMED ? 0 : TURNS == 1 ? 4 : READS_AHEAD ? 2 : 0;
+constexpr int EARLY = TILES - HELD < MOST_EARLY ? TILES - HELD : MOST_EARLY;  // read while waiting
 constexpr int PRODUCTS = ROW_TILES * SEQUENCE_TILES;
 constexpr int CHAINS = PRODUCTS >= 4 ? 1 : PRODUCTS >= 2 ? 2 : 4;  // independent accumulators, to hide mma's latency
 constexpr int SUM_PITCH = 16 * ROW_TILES + 4;  // padded: stores of the accumulators have no bank conflicts
@@ -104,6 +108,12 @@ struct Product {
     __device__ uint4 take(int tile) {
         const int before = streamed_before(tile), i = tile - before;
         if (!is_streamed(tile)) {
+            if (READS_AHEAD && !is_held(i)) {
+                const int k = i - held_before(i);
+                const uint4 a = early[k % 2];
+                if (k + 2 < TILES - HELD) early[k % 2] = kept[(k + 2) * THREADS];
+                return a;
+            }
             if (i < EARLY) return early[i];
             return is_held(i) ? held[held_before(i)] : kept[(i - held_before(i)) * THREADS];
         }
@@ -119,13 +129,12 @@ struct Product {
     // free(), which waits until the sums may be overwritten; or, by four, one of those of sums[sequence][row], another
     // where sequences are stored together.
     template <typename Free> __device__ void operator()(float* sums, Patience& patience, Free free) {
-#pragma unroll
-        for (int tile = 0; tile < EARLY; ++tile) early[tile] = kept[tile * THREADS];
-
         patience.renew();
         Accumulators accumulators;
         auto &[d, halves] = accumulators;
         do {
+#pragma unroll
+            for (int tile = 0; tile < EARLY; ++tile) early[tile] = kept[tile * THREADS];
             operand.wait(patience);
             accumulators = {};
             uint4 half;  // the last tile shared by two column tiles

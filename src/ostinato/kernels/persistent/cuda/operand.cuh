@@ -102,19 +102,24 @@ struct CopiedOperand {
     static constexpr int SHARED = WARPS * (BYTES + 16);     // with the barriers
 
     char* copy;                   // this warp's
-    unsigned barrier, phase = 0;  // which a copy completes
+    unsigned barrier;             // which a copy completes
+    unsigned phase = 0, awaited;  // of the next copy, and of the last
     const char* mine;             // this warp's part of the state that was asked for
     unsigned step;                // of that
     Seen seen;
 
     CopiedOperand() = default;
+    // A barrier of the warps that multiply must follow.
     __device__ CopiedOperand(const Parameters &, uint4* shared)
-        : copy(reinterpret_cast<char*>(shared) + warp_id() * BYTES) {
-        barrier = __cvta_generic_to_shared(shared + WARPS * BYTES / 16 + warp_id());
-        if (lane_id() == 0) {
-            asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(barrier) : "memory");
+        : copy(reinterpret_cast<char*>(shared) + warp_id() * BYTES), barrier(barrier_of(shared, warp_id())) {
+        if (threadIdx.x == 0) {
+            for (int warp = 0; warp < WARPS; ++warp)
+                asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(barrier_of(shared, warp)) : "memory");
             asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         }
+    }
+    __device__ static unsigned barrier_of(uint4* shared, int warp) {
+        return __cvta_generic_to_shared(shared + WARPS * BYTES / 16) + warp * 8;
     }
 
     // Starts to copy the `state`, whether it is there or not.
@@ -123,12 +128,16 @@ struct CopiedOperand {
         ask_again();
     }
 
-    __device__ void ask_again() const {
+    __device__ void ask_again() {
         __syncwarp();  // all lanes have read the last copy
-        if (lane_id()) return;
-        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(BYTES) : "memory");
-        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                     :: "r"(unsigned(__cvta_generic_to_shared(copy))), "l"(mine), "r"(BYTES), "r"(barrier) : "memory");
+        if (lane_id() == 0) {
+            asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+                         :: "r"(barrier), "r"(BYTES) : "memory");
+            asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                         :: "r"(unsigned(__cvta_generic_to_shared(copy))), "l"(mine), "r"(BYTES), "r"(barrier)
+                         : "memory");
+        }
+        awaited = phase, phase ^= 1;
     }
 
     // Waits for the copy.
@@ -136,8 +145,8 @@ struct CopiedOperand {
         for (unsigned done = 0; !done;)
             asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;"
                          " selp.u32 %0, 1, 0, p; }"
-                         : "=r"(done) : "r"(barrier), "r"(phase) : "memory");
-        phase ^= 1, seen = {};
+                         : "=r"(done) : "r"(barrier), "r"(awaited) : "memory");
+        seen = {};
     }
 
     __device__ Piece piece(int s, int i) {

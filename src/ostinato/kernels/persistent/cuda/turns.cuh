@@ -4,8 +4,9 @@
 //
 // Warps that update need few registers, and give the others up to those that multiply.
 
-// Barriers of the warps that multiply with those that update a group: its sums are written, and have been read.
-enum Meeting { WRITTEN = 1, READ = WRITTEN + TURNS };
+// Barriers of the warps that multiply with those that update a group: its sums are written, and have been read; and of
+// the first among themselves.
+enum Meeting { WRITTEN = 1, READ = WRITTEN + TURNS, BEGUN = READ + TURNS };
 
 __device__ inline void wait_until(Meeting meeting, int turn) {
     asm volatile("bar.sync %0, %1;" :: "r"(meeting + turn), "n"(THREADS + OWNERS) : "memory");
@@ -31,6 +32,7 @@ __device__ inline void multiply_in_turns(const Parameters& p, int block, uint4* 
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(REGISTERS));
     Product product(p, block, weights);
     Patience patience(p.failure);
+    asm volatile("bar.sync %0, %1;" :: "n"(int(BEGUN)), "n"(THREADS) : "memory");
     product.ask(state, 0);
     for (int taken = 0; taken < p.steps; ++taken) {
         const char* next = state + to_next_buffer(taken) * ptrdiff_t(p.groups) * GROUP_BYTES;
