@@ -353,7 +353,7 @@ class Geometry(NamedTuple):
             if self.tiles > max(0, free) + room:  # prefetched tiles take registers, too
                 if self.takes_fewer:  # what streams is compiled for the sequences that it has, and may not stream then
                     return self._replace(streamed=1).fill_registers(shared_limit)
-                free -= 4
+                free -= 0 if wide and not self.exact and states == 128 else 4  # which so large a state leaves in time
                 streamed = self.tiles - max(0, free) - room
         elif self.path == "block":
             words, places = 2 * self.columns * self.words_in_flight, self.tiles * self.tile_columns // 64
