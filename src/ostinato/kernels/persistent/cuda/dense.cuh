@@ -14,8 +14,8 @@ constexpr int FULL = ROW_TILES - HALF;
 constexpr int TILES = FULL * COLUMN_TILES + HALF * ((COLUMN_TILES + 1) / 2);
 constexpr int ON_CHIP = TILES - STREAMED;
 constexpr int AHEAD = 4;
-// In turns, tiles in shared memory are read two ahead if they are many.  More sequences leave no registers for it, and a
-// tile that two column tiles share is taken twice.
+// In turns, tiles in shared memory are read two ahead if they are many.  More sequences leave no registers for it, and
+// a tile that two column tiles share is taken twice.
 constexpr bool READS_AHEAD = TURNS > 1 && SEQUENCE_TILES == 1 && !HALF && TILES - HELD >= 8;
 constexpr int MOST_EARLY = STREAMED ? 0 : TURNS == 1 ? 4 : READS_AHEAD ? 2 : 0;
 constexpr int EARLY = TILES - HELD < MOST_EARLY ? TILES - HELD : MOST_EARLY;  // read while waiting
