@@ -54,7 +54,6 @@ def test_compiled_in_one_graph(cell, options, fresh_compiler):
             assert_same(compiled(x, hx), layer(x, hx), 1e-12)
 
 
-@pytest.mark.filterwarnings("ignore")  # tracing is deprecated, and warns of every branch
 @by("as planned")
 def test_the_compiler_does_not_follow_the_import_of_kernels(monkeypatch, fresh_compiler):
     compilers = {}
@@ -72,6 +71,7 @@ def test_the_compiler_does_not_follow_the_import_of_kernels(monkeypatch, fresh_c
     assert compilers["ostinato.kernels.persistent.cpu"] is None
 
 
+@pytest.mark.filterwarnings("ignore")  # tracing is deprecated, and warns of every branch
 def test_graph_breaks_and_traces(fresh_compiler):
     layer = pruned("GRU", 5, 32)
     other, (x, _) = twin(layer), inputs(layer, 2)
