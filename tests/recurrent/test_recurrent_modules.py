@@ -71,6 +71,16 @@ def test_the_compiler_does_not_follow_the_import_of_kernels(monkeypatch, fresh_c
     assert compilers["ostinato.kernels.persistent.cpu"] is None
 
 
+@by("the CPU's")
+def test_a_model_compiled_around_a_layer_uses_its_kernels(monkeypatch, fresh_compiler):
+    layer, calls = make("GRU", 5, 32), []
+    model, x = nn.Sequential(nn.Linear(5, 5), layer), torch.randn(20, 2, 5)
+    expected, run = model(x), ostinato.GRU._forward_kernels
+    monkeypatch.setattr(ostinato.GRU, "_forward_kernels", lambda *args: calls.append(args) or run(*args))
+    assert_same(torch.compile(model, backend="eager")(x), expected, 1e-6)
+    assert len(calls) == 1
+
+
 @pytest.mark.filterwarnings("ignore")  # tracing is deprecated, and warns of every branch
 def test_graph_breaks_and_traces(fresh_compiler):
     layer = pruned("GRU", 5, 32)

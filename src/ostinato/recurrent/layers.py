@@ -1,5 +1,6 @@
 """RNN, GRU and LSTM themselves: their contract, and who computes a call."""
 
+import functools
 import warnings
 from typing import Any
 
@@ -28,6 +29,8 @@ class _Recurrent(SequenceLayers, StepLayers):
         self, input: Tensor | PackedSequence, hx: Hidden | None = None, *, resets: Tensor | None = None
     ) -> tuple[Any, Any]:
         """Run the whole sequence; see the class."""
+        if not torch.compiler.is_compiling() and torch._C._dynamo.eval_frame.get_eval_frame_callback():
+            return _unfollowed()(self, input, hx, resets=resets)
         _check_types(input, hx, self.mode == "LSTM")
         if resets is not None:
             check_resets(resets, "input", input.data if isinstance(input, PackedSequence) else input)
@@ -103,6 +106,16 @@ class _Recurrent(SequenceLayers, StepLayers):
         if not self.bidirectional:
             return hx.where(keep, 0.0)
         return torch.stack([hx[0::2].where(keep, 0.0), hx[1::2]], 1).flatten(0, 1)
+
+
+@functools.cache
+def _unfollowed() -> Any:
+    """The forward for a compiled model that leaves the layer uncompiled.
+
+    PyTorch's compiler, which is still on, would compile the functions that it calls, each by itself, and tell them that
+    they are being compiled: then none takes a kernel.
+    """
+    return torch.compiler.disable(_Recurrent.forward)
 
 
 def _check_types(input: Any, hx: Any, lstm: bool) -> None:
