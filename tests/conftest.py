@@ -1,5 +1,6 @@
 """Tests marked `gpu` skip where there is none; `processes` are a pool for what takes several."""
 
+import gc
 import os
 import signal
 
@@ -20,6 +21,15 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # each of several processes: one thread
 
 # Numba styles the message of every overload that does not fit, of which there are a hundred a loop and none is shown.
 os.environ["NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING"] = "1"
+
+# What compiles a loop, a graph or an export makes many objects, few of them garbage in cycles: the collector, which
+# looked again and again through all that modules and tests are made of, took a twelfth of the time.
+gc.set_threshold(50_000)
+
+
+def pytest_collection_finish():
+    gc.freeze()
+
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in a shell's background job: some tests press Ctrl-C
     signal.signal(signal.SIGINT, signal.default_int_handler)
