@@ -79,7 +79,8 @@ def kinds(lengths):
 
 def errors(size):
     found = {}
-    for lengths, name, reverse, with_h0 in itertools.product(LENGTHS[size], SCANS, (False, True), (False, True)):
+    for (number, lengths), name, reverse in itertools.product(enumerate(LENGTHS[size]), SCANS, (False, True)):
+        with_h0 = reverse == bool(number % 2)  # each direction with and without, of other lengths
         for kind, options in kinds(lengths).items():
             options = {"reverse": reverse, **options}
             found[name, lengths, kind, reverse, with_h0] = compare(name, lengths, options, with_h0)
