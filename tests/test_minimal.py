@@ -248,7 +248,11 @@ def test_autocast_and_compile(cell):
     torch._dynamo.reset()  # which counts the layers' common forward as one function
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(x)[0], want)
-    assert torch.equal(torch.export.export(module, (x,)).module()(x)[0], want)
+    sizes = {0: torch.export.Dim("time"), 1: torch.export.Dim("batch")}
+    exported = torch.export.export(module, (x,), dynamic_shapes=(sizes,)).module()
+    for batch in (2, 16):  # one of them the hidden size
+        x = torch.randn(9, batch, 8)
+        assert torch.equal(exported(x)[0], module(x)[0])
 
 
 def test_minimal_operator_is_well_formed():
