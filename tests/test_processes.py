@@ -61,6 +61,65 @@ def curves(*cases):
     return [curve(*case) for case in cases]
 
 
+TRAIN = ["--width", "8", "--num-layers", "1", "--batch-size", "4", "--chunk-length", "16", "--dropout", "0"]
+TRAIN += ["--evaluate-every", "2", "--device", "cpu"]
+
+
+def start(folder, processes, *arguments):
+    """`ostinato train` in a folder, under torchrun."""
+    launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--rdzv-backend", "c10d"]
+    launch += ["--rdzv-endpoint", "localhost:0"]  # a port of its own
+    command = [sys.executable, *launch, "-m", "ostinato", "train", *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment}
+    return subprocess.Popen(command, cwd=folder, **options)
+
+
+def train(folder, *arguments):
+    """`ostinato train` in a folder, by the processes of a group, which torchrun would start and join."""
+    torch.set_default_dtype(torch.float32)
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()):
+        patch.chdir(folder)
+        patch.setenv("WORLD_SIZE", str(distributed.get_world_size()))
+        patch.setattr(distributed, "init_process_group", lambda _: None)
+        patch.setattr(distributed, "destroy_process_group", lambda: None)
+        with pytest.raises(SystemExit) as stopped:
+            main(["train", *arguments])
+    return stopped.value.code
+
+
+# Before what is quick, since the other worker would have nothing to do beside the last test.
+def test_a_killed_process_ends_the_job_whose_checkpoint_goes_on(tmp_path, processes):
+    (tmp_path / "text.txt").write_text(TEXT)
+    job = start(tmp_path, 2, "--text", "text.txt", "--output", "cut", *TRAIN, "--steps", "100000")
+    last = tmp_path / "cut" / "last.safetensors"
+    while not last.exists():
+        assert job.poll() is None, job.stderr.read()
+        time.sleep(0.05)
+    threads = Path(f"/proc/{job.pid}/task").glob("*/children")
+    workers = sorted(int(pid) for children in threads for pid in children.read_text().split())
+    victim = workers[-1]
+    os.kill(victim, signal.SIGKILL)
+    begin = time.monotonic()
+    out, err = job.communicate(timeout=60)
+    assert time.monotonic() - begin < 60
+    assert job.returncode != 0
+    # torchrun may have seen first what the others say when they lose it.
+    assert re.search(rf"exitcode\s*: -9 \(pid: {victim}\)\s+\(SIGKILL\)", err), err
+    assert out.count("Text:") == 1
+    step = load_checkpoint(last).training["trainer"]["step"]
+    assert step % 2 == 0
+
+    more = ["--resume", str(last), "--device", "cpu", "--steps", str(step + 4)]
+    assert processes.run(1, train, tmp_path, *more, "--output", "one") == [0]
+    more += ["--shard", "--sequence-parallel", "2"]
+    assert processes.run(2, train, tmp_path, *more, "--output", "two") == [0, 0]
+    found = [load_checkpoint(tmp_path / folder / last.name).training["trainer"]["curve"] for folder in ("one", "two")]
+    assert [point["step"] for point in found[0]] == [point["step"] for point in found[1]]
+    for one, other in zip(*found, strict=True):
+        assert one["held_out_loss"] == pytest.approx(other["held_out_loss"], rel=1e-5)
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_any_number_of_processes_gives_the_curve_of_one(processes, size):
     cases = [("mingru",), ("mingru", True), ("lstm", False, 2 if size == 2 else 1), ("minlstm", True)]
@@ -212,61 +271,3 @@ def layers_errors():
 def test_every_layer_trains_as_in_one_process(processes):
     for found in processes.run(2, layers_errors):
         assert max(found.values()) < 1e-9, found
-
-
-TRAIN = ["--width", "8", "--num-layers", "1", "--batch-size", "4", "--chunk-length", "16", "--dropout", "0"]
-TRAIN += ["--evaluate-every", "2", "--device", "cpu"]
-
-
-def start(folder, processes, *arguments):
-    """`ostinato train` in a folder, under torchrun."""
-    launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--rdzv-backend", "c10d"]
-    launch += ["--rdzv-endpoint", "localhost:0"]  # a port of its own
-    command = [sys.executable, *launch, "-m", "ostinato", "train", *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment}
-    return subprocess.Popen(command, cwd=folder, **options)
-
-
-def train(folder, *arguments):
-    """`ostinato train` in a folder, by the processes of a group, which torchrun would start and join."""
-    torch.set_default_dtype(torch.float32)
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()):
-        patch.chdir(folder)
-        patch.setenv("WORLD_SIZE", str(distributed.get_world_size()))
-        patch.setattr(distributed, "init_process_group", lambda _: None)
-        patch.setattr(distributed, "destroy_process_group", lambda: None)
-        with pytest.raises(SystemExit) as stopped:
-            main(["train", *arguments])
-    return stopped.value.code
-
-
-def test_a_killed_process_ends_the_job_whose_checkpoint_goes_on(tmp_path, processes):
-    (tmp_path / "text.txt").write_text(TEXT)
-    job = start(tmp_path, 2, "--text", "text.txt", "--output", "cut", *TRAIN, "--steps", "100000")
-    last = tmp_path / "cut" / "last.safetensors"
-    while not last.exists():
-        assert job.poll() is None, job.stderr.read()
-        time.sleep(0.05)
-    threads = Path(f"/proc/{job.pid}/task").glob("*/children")
-    workers = sorted(int(pid) for children in threads for pid in children.read_text().split())
-    victim = workers[-1]
-    os.kill(victim, signal.SIGKILL)
-    begin = time.monotonic()
-    out, err = job.communicate(timeout=60)
-    assert time.monotonic() - begin < 60
-    assert job.returncode != 0
-    # torchrun may have seen first what the others say when they lose it.
-    assert re.search(rf"exitcode\s*: -9 \(pid: {victim}\)\s+\(SIGKILL\)", err), err
-    assert out.count("Text:") == 1
-    step = load_checkpoint(last).training["trainer"]["step"]
-    assert step % 2 == 0
-
-    more = ["--resume", str(last), "--device", "cpu", "--steps", str(step + 4)]
-    assert processes.run(1, train, tmp_path, *more, "--output", "one") == [0]
-    more += ["--shard", "--sequence-parallel", "2"]
-    assert processes.run(2, train, tmp_path, *more, "--output", "two") == [0, 0]
-    found = [load_checkpoint(tmp_path / folder / last.name).training["trainer"]["curve"] for folder in ("one", "two")]
-    assert [point["step"] for point in found[0]] == [point["step"] for point in found[1]]
-    for one, other in zip(*found, strict=True):
-        assert one["held_out_loss"] == pytest.approx(other["held_out_loss"], rel=1e-5)
