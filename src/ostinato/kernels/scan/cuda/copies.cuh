@@ -181,6 +181,11 @@ struct alignas(32) Strip {
     }
 };
 
+// The highest bit of each of four bytes that is not zero.
+__device__ inline unsigned high_bits(unsigned bytes) {
+    return ((bytes & 0x7f7f7f7f) + 0x7f7f7f7f | bytes) & 0x80808080;
+}
+
 // A warp's steps of the mask of resets, in shared memory if they are many: a byte each, in the order of time.
 struct alignas(16) Mask {
     static constexpr bool COPIED = RESETS && STRIP > 96 && !ZEROES, GAPLESS = RESETS == 2 && PACKING != OFFSETS;
@@ -234,8 +239,7 @@ struct alignas(16) Mask {
 #pragma unroll
             for (int k = 0; 4 * k < ROWS; ++k) {
                 const unsigned bytes = __funnelshift_r(word[k], word[k + 1 < WORDS ? k + 1 : k], first % 4 * 8);
-                const unsigned high = ((bytes & 0x7f7f7f7f) + 0x7f7f7f7f | bytes) & 0x80808080;  // of bytes not zero
-                eight = __dp4a(high, k % 2 ? 0x80402010u : 0x08040201u, k % 2 ? eight : 0u);
+                eight = __dp4a(high_bits(bytes), k % 2 ? 0x80402010u : 0x08040201u, k % 2 ? eight : 0u);
                 if (k % 2 || 4 * k + 4 >= ROWS) bits |= k < 2 ? eight >> 7 : eight << (4 * (k / 2 * 2) - 7);
             }
             if (at.descending) bits = __brev(bits) >> 32 - ROWS;

@@ -38,11 +38,8 @@ struct Resets {
     __device__ void share() {
 #pragma unroll
         for (int w = 0; LOADED && w < WORDS; ++w) word[w] = __ballot_sync(~0u, word[w]);
-        if constexpr (EIGHT) {
-            // The highest bits of bytes that are not zero.
-            const auto high = [](unsigned x) { return ((x & 0x7f7f7f7f) + 0x7f7f7f7f | x) & 0x80808080; };
-            word[0] = __dp4a(high(word[1]), 0x80402010u, __dp4a(high(word[0]), 0x08040201u, 0u)) >> 7;
-        }
+        if constexpr (EIGHT)
+            word[0] = __dp4a(high_bits(word[1]), 0x80402010u, __dp4a(high_bits(word[0]), 0x08040201u, 0u)) >> 7;
     }
     // A bit for each of a thread's steps.
     __device__ unsigned of(const Place& at, const Shared& shared, int stage, int chunk) const {
