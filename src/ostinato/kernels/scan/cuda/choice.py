@@ -71,9 +71,14 @@ class Criteria(NamedTuple):
         return 8 // self.itemsize if self.anywhere and self.channels > 32 else self.aligned
 
     @property
+    def ends_within_lines(self) -> bool:
+        """Whether rows are not whole lines of memory."""
+        return self.channels * self.itemsize % LINE > 0
+
+    @property
     def shares_lines(self) -> bool:
         """Whether lines of memory have channels of two groups."""
-        return self.channels > 32 and self.channels * self.itemsize % LINE > 0
+        return self.channels > 32 and self.ends_within_lines
 
     @property
     def words(self) -> int:
@@ -285,7 +290,7 @@ def _stream_in_clusters(scan: Criteria) -> Geometry | None:
     """
     words = scan.inputs * scan.itemsize // 2  # of a row of two channels, in registers
     pair = Geometry(2, 32, 8, 1 << (64 // max(words, 2)).bit_length() - 1, resident=2, cluster=2)
-    lines = scan.itemsize <= 4 and scan.channels * scan.itemsize % LINE == 0
+    lines = scan.itemsize <= 4 and not scan.ends_within_lines
     wide = lines and scan.aligned * scan.itemsize >= 16 and not scan.by_offsets
     if not (scan.device.clusters and scan.element in LINEAR and wide) or scan.packed:
         return None
@@ -378,7 +383,7 @@ def _look_back_soon(scan: Criteria) -> Geometry | None:
     """
     back = _look_back_tile(scan)
     if scan.element in LINEAR and not scan.resets:
-        soon = scan.steps <= 8 * LONG or (back.lanes == 32 and scan.channels * scan.itemsize % LINE > 0)
+        soon = scan.steps <= 8 * LONG or (back.lanes == 32 and scan.ends_within_lines)
         if back.lanes == 32 and -(-2 * scan.channels // back.group) == 3 and not scan.anywhere:
             back = back._replace(lanes=16)
     else:
@@ -412,7 +417,7 @@ def _has_single_chains(scan: Criteria) -> bool:
     """
     tile = _chained_tile(scan)
     few_chains = 4 * scan.chains(tile) <= scan.device.processors
-    cut = scan.channels > tile.group and scan.channels * scan.itemsize % LINE > 0  # rows, within lines
+    cut = scan.channels > tile.group and scan.ends_within_lines  # rows
     aligned = scan.aligned * scan.itemsize >= 16 and scan.itemsize <= 4
     shares_lines = cut and aligned and scan.element in LINEAR
     return few_chains and not shares_lines and _has_few_companions(scan) and not scan.packed
