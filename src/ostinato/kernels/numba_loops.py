@@ -110,7 +110,7 @@ def _texts(folder: Any) -> Iterator[str]:
         if place.is_dir():
             yield from _texts(place)
         elif place.name.endswith(".py"):
-            yield f"{place.name}\n{place.read_text('utf-8')}"
+            yield f"{folder.name}/{place.name}\n{place.read_text('utf-8')}"
 
 
 # Read now and not when a loop is compiled: the files may then be a newer release's, and what runs the older's.
