@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.nn.utils.rnn import PackedSequence
 
 from ostinato.checks import check_integers, check_resets
@@ -29,7 +30,7 @@ class _Recurrent(SequenceLayers, StepLayers):
         self, input: Tensor | PackedSequence, hx: Hidden | None = None, *, resets: Tensor | None = None
     ) -> tuple[Any, Any]:
         """Run the whole sequence; see the class."""
-        if not torch.compiler.is_compiling() and torch._C._dynamo.eval_frame.get_eval_frame_callback():
+        if not torch.compiler.is_compiling() and get_eval_frame_callback():
             return _unfollowed()(self, input, hx, resets=resets)
         _check_types(input, hx, self.mode == "LSTM")
         if resets is not None:
