@@ -11,7 +11,7 @@ import ostinato
 from ostinato.kernels.eager import Prepared
 from ostinato.kernels.persistent import backends, cpu
 from ostinato.kernels.persistent.plan import Plan, no_kernel
-from ostinato.recurrent import sequences
+from ostinato.recurrent import sequences, steps
 
 CELLS = {"RNN": {}, "relu": {"nonlinearity": "relu"}, "GRU": {}, "LSTM": {}}
 BLOCKS = [(1, 1), (16, 1), (8, 4)]
@@ -43,6 +43,7 @@ def use_kernels(monkeypatch, module):
 def forget_calls(monkeypatch):
     """Check and plan every call anew, until the end of the test."""
     monkeypatch.setattr(sequences, "_CALLS", Prepared())
+    monkeypatch.setattr(steps, "_STEPS", Prepared())
 
 
 def by(*which):

@@ -1,7 +1,6 @@
 """What PyTorch does to modules, it does to RNN, GRU and LSTM: compilers, transforms, copies, several processes."""
 
 import copy
-import importlib
 import io
 
 import pytest
@@ -15,6 +14,7 @@ from torch.utils._pytree import tree_map
 import ostinato
 from ostinato.kernels.persistent import backends, cpu
 from ostinato.kernels.persistent.plan import no_kernel
+from ostinato.recurrent import sequences, steps
 from recurrent_layers import (
     CELLS,
     assert_same,
@@ -54,31 +54,37 @@ def test_compiled_in_one_graph(cell, options, fresh_compiler):
             assert_same(compiled(x, hx), layer(x, hx), 1e-12)
 
 
-@by("as planned")
-def test_the_compiler_does_not_follow_the_import_of_kernels(monkeypatch, fresh_compiler):
-    compilers = {}
+class Policy(nn.Module):
+    """A layer that is called one step at a time, between others."""
 
-    def load(name):
-        compilers[name] = torch._C._dynamo.eval_frame.get_eval_frame_callback()
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.memory = nn.Linear(5, 5), make("GRU", 5, 32)
 
-    @torch.compile(backend="eager")
-    def compiled():
-        torch._dynamo.graph_break()
-        return backends._kernels_on.__wrapped__("cpu")
-
-    monkeypatch.setattr(importlib, "import_module", load)
-    compiled()
-    assert compilers["ostinato.kernels.persistent.cpu"] is None
+    def forward(self, x):
+        y, state = self.memory.step(self.encoder(x))
+        return self.memory.step(y[:, :5].contiguous(), state)
 
 
 @by("the CPU's")
-def test_a_model_compiled_around_a_layer_uses_its_kernels(monkeypatch, fresh_compiler):
-    layer, calls = make("GRU", 5, 32), []
-    model, x = nn.Sequential(nn.Linear(5, 5), layer), torch.randn(20, 2, 5)
-    expected, run = model(x), ostinato.GRU._forward_kernels
-    monkeypatch.setattr(ostinato.GRU, "_forward_kernels", lambda *args: calls.append(args) or run(*args))
-    assert_same(torch.compile(model, backend="eager")(x), expected, 1e-6)
-    assert len(calls) == 1
+@pytest.mark.parametrize(
+    ("make_model", "shape", "kernel", "calls"),
+    [
+        (lambda: nn.Sequential(nn.Linear(5, 5), make("GRU", 5, 32)), (20, 2, 5), (sequences, "recurrent_layer"), 1),
+        (Policy, (2, 5), (steps, "step_of_layers"), 2),
+    ],
+)
+def test_a_model_compiled_around_a_layer_uses_its_kernels(
+    make_model, shape, kernel, calls, monkeypatch, fresh_compiler
+):
+    """Without the compiler, which would follow their import too."""
+    followed, model, x, run = [], make_model(), torch.randn(shape), getattr(*kernel)
+    with torch.no_grad():
+        expected = model(x)
+        forget_calls(monkeypatch)
+        monkeypatch.setattr(*kernel, lambda *args: followed.append(torch.compiler.is_compiling()) or run(*args))
+        assert_same(torch.compile(model, backend="eager")(x), expected, 1e-6)
+    assert followed == [False] * calls
 
 
 @pytest.mark.filterwarnings("ignore")  # tracing is deprecated, and warns of every branch

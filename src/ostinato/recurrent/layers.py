@@ -114,7 +114,7 @@ def _unfollowed() -> Any:
     """The forward for a compiled model that leaves the layer uncompiled.
 
     PyTorch's compiler, which is still on, would compile the functions that it calls, each by itself, and tell them that
-    they are being compiled: then none takes a kernel.
+    they are being compiled: then none takes a kernel.  ``step`` does not either, and calls the forward.
     """
     return torch.compiler.disable(_Recurrent.forward)
 

@@ -2,7 +2,6 @@
 
 import functools
 import importlib
-import sys
 from typing import Any
 
 import torch
@@ -22,12 +21,8 @@ def kernels_on(device: torch.device) -> Any:
 
 @functools.cache  # import_module costs more than a step
 def _kernels_on(device_type: str) -> Any:
-    if device_type not in ("cpu", "cuda"):
-        return reference
-    load = importlib.import_module
-    if "torch._dynamo" in sys.modules:  # in a compiled model it would try to compile all that Numba's import calls
-        load = torch.compiler.disable(load)
-    return load(f"ostinato.kernels.persistent.{device_type}")
+    has_kernels = device_type in ("cpu", "cuda")
+    return importlib.import_module(f"ostinato.kernels.persistent.{device_type}") if has_kernels else reference
 
 
 def plan_layer(mask_hh: Tensor | None, call: Call) -> Plan:
