@@ -416,15 +416,17 @@ def test_bad_input_is_named(call, kind, message):
 
 
 @every_layer
-def test_a_parameter_replaced_by_a_smaller_one_is_an_error(name):
+def test_a_parameter_replaced_by_a_smaller_one_or_none_is_an_error(name):
     """Kernels would read beyond its end."""
     make = LAYERS[name][0]
     for own in [own for own, _ in make(5, 8).named_parameters()]:
         layer = make(5, 8)
-        setattr(layer, own, torch.nn.Parameter(getattr(layer, own)[:1].detach()))
-        for run in (layer.step, lambda x, layer=layer: layer(x[None]), lambda x, layer=layer: layer(x.expand(9, 2, 5))):
-            with torch.no_grad(), pytest.raises(ValueError, match=f"{own} must have shape"):
-                run(torch.randn(2, 5))
+        smaller = torch.nn.Parameter(getattr(layer, own)[:1].detach())
+        for other, error, message in ((smaller, ValueError, "have shape"), (None, TypeError, "be a tensor; got None")):
+            setattr(layer, own, other)
+            for run in (layer.step, lambda x: layer(x[None]), lambda x: layer(x.expand(9, 2, 5))):  # noqa: B023
+                with torch.no_grad(), pytest.raises(error, match=f"{own} must {message}"):
+                    run(torch.randn(2, 5))
 
 
 @pytest.mark.parametrize("name", ["SRU", "ParaLSTM", "RGLRU"])

@@ -24,6 +24,12 @@ def unnamed(before, x):
 
 
 @ostinato.recurrence
+def of_three(state, x):
+    h, c, n = state
+    return h + x, c + n
+
+
+@ostinato.recurrence
 def rotated(h, x, u, v):
     return torch.sin(u * h + v) + 0.5 * x
 
@@ -304,6 +310,8 @@ def returns(value):
         (lambda: rotated(X, u=C), TypeError, "takes the arguments x, u, v; got 1 by position and u by name"),
         (lambda: rotated(X, C, C, v=C), TypeError, "got 3 by position and v by name"),
         (lambda: unnamed(X), TypeError, r"\(before, x\), a state only if before were named h or state; got 1"),
+        (lambda: of_three(X), TypeError, r"of_three is given two states, h and c; not enough .*expected 3, got 2"),
+        (lambda: of_three(X, backend="torch"), TypeError, "of_three is given two states, h and c; not enough"),
         (lambda: rotated(X, C, 1.0), TypeError, "v must be a floating-point tensor; got float"),
         (lambda: rotated(X.int(), C, C), TypeError, "x must be a floating-point tensor; got a tensor of torch.int32"),
         (lambda: rotated(X.to(torch.complex64), C, C), TypeError, "x must be real"),

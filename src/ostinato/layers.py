@@ -186,9 +186,13 @@ class StackedLayers(nn.Module):
         return x, stacked(states)
 
     def _parameter(self, name: str) -> Any:
-        """The parameter, parametrized or not, or None; faster than ``getattr`` on a module."""
-        found = self._parameters.get(name)
-        return getattr(self, name, None) if found is None else found
+        """The parameter, parametrized or not, or None for an absent bias; faster than ``getattr`` on a module."""
+        found: Any = self._parameters.get(name)
+        if found is None:
+            found = getattr(self, name, None)
+            if found is None and (self.bias or not name.startswith("bias")):
+                raise TypeError(f"{name} must be a tensor; got None")
+        return found
 
     def _parameters_of(self, suffix: str, width: int) -> dict[str, Any]:
         """The parameters of a layer and direction whose input has `width` channels, by name; None for an absent bias.

@@ -14,7 +14,7 @@ from ostinato.kernels import export
 from ostinato.kernels.recurrence.linear.operator import linear_recurrence
 from ostinato.kernels.recurrence.nonlinear.operator import nonlinear_recurrence, step_of
 from ostinato.kernels.recurrence.nonlinear.sequential import sequential
-from ostinato.kernels.recurrence.symbolic.trace import trace
+from ostinato.kernels.recurrence.symbolic.trace import following, trace
 from ostinato.kernels.scan.operators import check_cu_seqlens
 from ostinato.replay import recording
 from ostinato.scan import check_scan, linear_scan
@@ -233,8 +233,7 @@ class Recurrence:
         check_cu_seqlens(cu_seqlens, shape[1])
 
         def step(state: list[Tensor], of_step: list[Tensor]) -> tuple[Tensor, ...]:
-            following = self.function(tuple(state) if self.states == 2 else state[0], *of_step)
-            return self._results(self.states, following, tuple(state[0].shape))
+            return self._results(self.states, following(self.function, state, of_step), tuple(state[0].shape))
 
         results = [x.to(dtype) for x in sequential(step, initial, arguments, cu_seqlens, resets, reverse)]
         return (tuple(results[:2]), tuple(results[2:])) if self.states == 2 else (results[0], results[1])

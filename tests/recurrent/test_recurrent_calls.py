@@ -207,13 +207,15 @@ def test_projections_run_in_torchs_kernels(bias, frozen):
 
 @pytest.mark.parametrize("cell", CELLS)
 @pytest.mark.parametrize("name", ["weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0"])
-def test_a_parameter_replaced_by_a_smaller_one_is_an_error(cell, name):
+def test_a_parameter_replaced_by_a_smaller_one_or_none_is_an_error(cell, name):
     """Kernels would read beyond its end."""
     layer = make(cell, 5, 8)
-    setattr(layer, name, nn.Parameter(getattr(layer, name)[:3].detach()))
-    for run in (layer.step, lambda x: layer(x[None]), lambda x: layer(x.expand(40, 2, 5))):
-        with torch.no_grad(), pytest.raises(ValueError, match=f"{name} must have shape"):
-            run(torch.randn(2, 5))
+    smaller = nn.Parameter(getattr(layer, name)[:3].detach())
+    for other, error, message in ((smaller, ValueError, "have shape"), (None, TypeError, "be a tensor; got None")):
+        setattr(layer, name, other)
+        for run in (layer.step, lambda x: layer(x[None]), lambda x: layer(x.expand(40, 2, 5))):
+            with torch.no_grad(), pytest.raises(error, match=f"{name} must {message}"):
+                run(torch.randn(2, 5))
 
 
 @pytest.mark.parametrize("sizes", [[2, 3], [3, 1], [3, 2, 2], [2, 0, 3]])

@@ -31,7 +31,13 @@ class MaskedLayers(TorchLayers):
     def _unmasked_weights(self) -> list[Tensor]:
         """All parameters in torch.nn's order."""
         own: Any = self._parameters  # faster than getattr, which also finds parametrized ones
-        return [own[name] if name in own else getattr(self, name) for name in self._flat_weights_names]
+        return [x if (x := own.get(name)) is not None else self._other(name) for name in self._flat_weights_names]
+
+    def _other(self, name: str) -> Tensor:
+        found: Tensor | None = getattr(self, name)
+        if found is None:
+            raise TypeError(f"{name} must be a tensor; got None")
+        return found
 
     def _check_shapes(self, weights: list[Tensor]) -> None:
         """Raise ValueError for a parameter that was replaced by a tensor of another shape."""

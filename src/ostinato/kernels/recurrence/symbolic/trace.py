@@ -113,8 +113,7 @@ def _trace(function: Callable, sequences: tuple[bool, ...], states: int) -> Trac
     builder = recorder.builder
     with torch.enable_grad(), _Calls(recorder), recorder:
         inputs = [recorder.input(k) for k in range(states + len(sequences))]
-        first = [] if states == 0 else [inputs[0]] if states == 1 else [tuple(inputs[:states])]
-        results = _checked(recorder, function(*first, *inputs[states:]), states)
+        results = _checked(recorder, following(function, inputs[:states], inputs[states:]), states)
         values = [recorder.place(x) for x in results]
         recorder.differentiating = True
         cotangents = [recorder.input(len(inputs) + k) for k in range(len(results))]
@@ -122,6 +121,25 @@ def _trace(function: Callable, sequences: tuple[bool, ...], states: int) -> Trac
         backward = _gradients(recorder, results, inputs, cotangents)
         jacobian = [g for y in results[:states] for g in _gradients(recorder, [y], inputs[:states], [one])]
     return Trace(recorder.name, sequences, states, *map(builder.graph, (values, backward, jacobian)))
+
+
+def following(function: Callable, states: Sequence[Tensor], arguments: Sequence[Tensor]) -> Any:
+    """What a recurrence's function returns, given two states as one pair.
+
+    Raises TypeError where it takes the pair for another number of states.
+    """
+    if len(states) < 2:
+        return function(*states, *arguments)
+    try:
+        return function(tuple(states), *arguments)
+    except (ValueError, IndexError) as error:
+        if "to unpack" in str(error) or "tuple index" in str(error):
+            raise TypeError(f"{_name(function)} is given two states, h and c; {error}") from error
+        raise
+
+
+def _name(function: Callable) -> str:
+    return getattr(function, "__name__", type(function).__name__)
 
 
 def _checked(recorder: "_Recorder", results: Any, states: int) -> list[Tensor]:
@@ -189,7 +207,7 @@ class _Recorder(TorchDispatchMode):
     def __init__(self, function: Callable) -> None:
         super().__init__()
         self.builder = Builder()
-        self.name = getattr(function, "__name__", type(function).__name__)
+        self.name = _name(function)
         self.differentiating = False
         self.called = ""  # the function of PyTorch's whose operations come
         self.lines: dict[Any, str] = {}  # where the operations of autograd's graph were called
