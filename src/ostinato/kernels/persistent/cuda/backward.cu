@@ -21,9 +21,9 @@ struct Units : Block {
     Span spans[ITEMS] = {};
     // A step's derivatives, computed before the gradients that they multiply arrive.
     float slope[ITEMS][GATES], direct[ITEMS] = {}, gate[ITEMS], through[ITEMS], given[ITEMS];
-    // As loaded.
+    // As loaded: to take adjacent numbers apart is to wait for them.
     static constexpr int LOADS = ITEMS / ADJACENT;
-    Few<Scalar> pre[LOADS][GATES], grad[LOADS], candidate[LOADS], before[LOADS];
+    Few<Scalar>::Bits pre[LOADS][GATES], grad[LOADS], candidate[LOADS], before[LOADS];
     Few<float> cell[LOADS], cell_before[LOADS];
     Resets resets;  // before the step that is differentiated next
     bool begins[ITEMS] = {}, began[ITEMS];  // whether the next step to be processed, and the last, start from zero
@@ -51,14 +51,14 @@ struct Units : Block {
             const size_t at = place(rows.first, i);
             const Scalar* gates = p.pre + place(rows.first, i, GATES);
 #pragma unroll
-            for (int g = 0; g < GATES; ++g) pre[k][g] = Few<Scalar>::load_once(gates + g * HIDDEN);
-            if (p.grad_output) grad[k] = Few<Scalar>::load_once(p.grad_output + at);
+            for (int g = 0; g < GATES; ++g) pre[k][g] = Few<Scalar>::bits_once(gates + g * HIDDEN);
+            if (p.grad_output) grad[k] = Few<Scalar>::bits_once(p.grad_output + at);
             if (TAKES_STATE) {
-                candidate[k] = Few<Scalar>::load_once(p.candidate + at);
+                candidate[k] = Few<Scalar>::bits_once(p.candidate + at);
                 const bool begins_here = !has_earlier || !live(i, earlier);
                 const Scalar* state = begins_here ? p.h0 : p.h;
                 before[k] = {};
-                if (state) before[k] = Few<Scalar>::load_once(state + place(begins_here ? 0 : earlier.first, i));
+                if (state) before[k] = Few<Scalar>::bits_once(state + place(begins_here ? 0 : earlier.first, i));
             }
             if (TAKES_CELL) {
                 cell[k] = Few<float>::load(p.cells + at);
@@ -79,21 +79,20 @@ struct Units : Block {
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
             if (idle(i)) continue;
-            begins[i] = resets.before[i];
             const int k = i / ADJACENT, j = i % ADJACENT;
-            if (TAKES_STATE && begins[i]) before[k].x[j] = 0.0f;
-            if (TAKES_CELL && begins[i]) cell_before[k].x[j] = 0;
+            begins[i] = resets.before[k];
+            const auto taken_apart = [&](Few<Scalar>::Bits loaded) { return widen(Few<Scalar>::of(loaded).x[j]); };
             float x[GATES];
 #pragma unroll
-            for (int g = 0; g < GATES; ++g) x[g] = widen(pre[k][g].x[j]);
+            for (int g = 0; g < GATES; ++g) x[g] = taken_apart(pre[k][g]);
             if constexpr (CELL == RNN_TANH) slope[i][0] = 1 - x[0] * x[0];
             if constexpr (CELL == RNN_RELU) slope[i][0] = x[0] > 0 ? 1 : x[0] <= 0 ? 0 : x[0];
             direct[i] = 0;
             if constexpr (CELL == GRU) {
-                const float reset = sigmoid(x[0]), update = sigmoid(x[1]), recurrent = widen(candidate[k].x[j]);
+                const float reset = sigmoid(x[0]), update = sigmoid(x[1]), recurrent = taken_apart(candidate[k]);
                 const float n = hyperbolic_tangent(x[2] + reset * recurrent);
                 slope[i][0] = recurrent * reset * (1 - reset);
-                slope[i][1] = (widen(before[k].x[j]) - n) * update * (1 - update);
+                slope[i][1] = ((begins[i] ? 0 : taken_apart(before[k])) - n) * update * (1 - update);
                 slope[i][2] = (1 - update) * (1 - n * n);
                 gate[i] = reset, direct[i] = update;
             }
@@ -101,12 +100,12 @@ struct Units : Block {
                 const float input = sigmoid(x[0]), forget = sigmoid(x[1]), output = sigmoid(x[3]);
                 const float new_cell = hyperbolic_tangent(x[2]), shown = hyperbolic_tangent(cell[k].x[j]);
                 slope[i][0] = new_cell * input * (1 - input);
-                slope[i][1] = cell_before[k].x[j] * forget * (1 - forget);
+                slope[i][1] = (begins[i] ? 0 : cell_before[k].x[j]) * forget * (1 - forget);
                 slope[i][2] = input * (1 - new_cell * new_cell);
                 slope[i][3] = shown * output * (1 - output);
                 gate[i] = forget, through[i] = output * (1 - shown * shown);
             }
-            given[i] = widen(grad[k].x[j]);
+            given[i] = taken_apart(grad[k]);
             if (live(i, rows)) continue;
 #pragma unroll
             for (int g = 0; g < GATES; ++g) slope[i][g] = 0;

@@ -180,8 +180,9 @@ struct Block {
 // Whether the states of a thread's sequences are zero before a step.  Marks are loaded for 32 steps at once while the
 // block waits, since a load at every step takes a twentieth of it.
 struct Resets {
-    unsigned marks[ITEMS] = {};  // of this step and later ones, from the lowest bit on
-    bool before[ITEMS] = {};
+    static constexpr int SEQUENCES = ITEMS / ADJACENT;  // adjacent items are of one sequence
+    unsigned marks[SEQUENCES] = {};                     // of this step and later ones, from the lowest bit on
+    bool before[SEQUENCES] = {};
 
     // taken: 0, then 1, and so on
     __device__ void look_up(const Parameters& p, const Block& own, int taken) {
@@ -193,14 +194,16 @@ struct Resets {
         if (!RESETS) return;
         if (taken % 32 == 0 && taken < p.steps) {
 #pragma unroll
-            for (int i = 0; i < ITEMS; ++i)
-                if (own.owned(i)) marks[i] = p.marks[taken / 32 * p.batch + own.sequence + own.sequence_of(i)];
+            for (int k = 0; k < SEQUENCES; ++k) {
+                const int i = k * ADJACENT;
+                if (own.owned(i)) marks[k] = p.marks[taken / 32 * p.batch + own.sequence + own.sequence_of(i)];
+            }
         }
     }
     __device__ void take() {
         if (!RESETS) return;
 #pragma unroll
-        for (int i = 0; i < ITEMS; ++i) before[i] = marks[i] & 1, marks[i] >>= 1;
+        for (int k = 0; k < SEQUENCES; ++k) before[k] = marks[k] & 1, marks[k] >>= 1;
     }
 };
 
@@ -396,7 +399,8 @@ template <typename T> struct Few {
 
     __device__ static Few of(Bits bits) { return reinterpret_cast<const Few&>(bits); }
     __device__ static Few load(const T* address) { return of(*reinterpret_cast<const Bits*>(address)); }
-    __device__ static Few load_once(const T* address) { return of(__ldcs(reinterpret_cast<const Bits*>(address))); }
+    __device__ static Bits bits_once(const T* address) { return __ldcs(reinterpret_cast<const Bits*>(address)); }
+    __device__ static Few load_once(const T* address) { return of(bits_once(address)); }
     __device__ void store(T* address) const { *reinterpret_cast<Bits*>(address) = reinterpret_cast<const Bits&>(x); }
 
     __device__ Few operator+(const Few& other) const {

@@ -45,7 +45,7 @@ struct Units : Block {
     __device__ void forget() {
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i)
-            if (resets.before[i]) h[i] = c[i] = 0;
+            if (resets.before[i / ADJACENT]) h[i] = c[i] = 0;
     }
 
     __device__ void fetch(const Rows& rows) {
@@ -119,7 +119,7 @@ struct Units : Block {
         for (int i = FIRST; i < END; i += ADJACENT) {
             float published[ADJACENT];
 #pragma unroll
-            for (int j = 0; j < ADJACENT; ++j) published[j] = resets.before[i] ? 0 : h[i + j];
+            for (int j = 0; j < ADJACENT; ++j) published[j] = resets.before[i / ADJACENT] ? 0 : h[i + j];
             if constexpr (SHARES_WORK) {
                 state.publish(published[0], in_word(i));
             } else {
