@@ -60,8 +60,8 @@ __device__ inline void pack_weights(const Parameters& p, int i) {
 #pragma unroll
     for (int r = 0; r < 4; ++r) {  // mma's order: upper and lower rows of the first half of the columns, of the second
         const int c = column + r % 2 * beside, there = row + (beside ? 0 : r % 2 * 8);
-        const int in_warp = c / 2 < PIECES ? c / 2 * 64 + lane % 4 * 16 + c % 2 * 8 : PIECES * 64 + lane % 4 * 8;
-        const int first = (warp * 32 * COLUMN_TILES + in_warp + r / 2 * 4) / int(sizeof(Scalar));
+        const int in_piece = c / 2 < PIECES ? lane % 4 * 16 + c % 2 * 8 : lane % 4 * 8;
+        const int first = (first_byte(warp, c / 2) + in_piece + r / 2 * 4) / int(sizeof(Scalar));
         const bool exists = c < COLUMN_TILES;
         registers[r] = exists ? shown(widen(weight_at(p, block, there, first))) : 0;
         if (sizeof(Scalar) == 2 && exists) registers[r] |= shown(widen(weight_at(p, block, there, first + 1))) << 16;

@@ -9,6 +9,14 @@ static_assert(COLUMNS <= 8 || COLUMNS % 8 == 0, "lanes beyond the last sequence 
 // rounded float32 is, and there it is faster to ask for each word again at once.
 constexpr bool LOOKS_AT_ALL = !TAGGED && !DISTRIBUTED;
 
+// The byte of the state with which a warp's piece begins, or its odd tile, as number PIECES.  In global memory that of
+// every second warp comes before its pieces: with the one of the warp before it fills 64 bytes, and pieces are aligned.
+__device__ inline int first_byte(int warp, int piece) {
+    const int first = warp * 32 * COLUMN_TILES;
+    if (ODD && !DISTRIBUTED && warp % 2) return first + (piece < PIECES ? 32 + piece * 64 : 0);
+    return first + piece * 64;
+}
+
 // What words show together: one instruction for each tells whether any has not arrived.
 struct Seen {
     unsigned all = 0;
@@ -34,8 +42,8 @@ struct LoadedOperand {
 
     __device__ LoadedOperand(const Parameters& p, uint4*)
         : sequence(lane_id() / 4 % (FEWER ? sequences_of(p) : COLUMNS)),
-          offset(warp_id() * 32 * COLUMN_TILES + lane_id() % 4 * 16),
-          odd_offset(warp_id() * 32 * COLUMN_TILES + PIECES * 64 + lane_id() % 4 * 8) {}
+          offset(first_byte(warp_id(), 0) + lane_id() % 4 * 16),
+          odd_offset(first_byte(warp_id(), PIECES) + lane_id() % 4 * 8) {}
 
     // Calls a function for each piece of the state that this lane multiplies, the odd tile's word being the last of a
     // sequence tile: with the tile, its number there, its address and whether it exists.
