@@ -343,6 +343,9 @@ class Geometry(NamedTuple):
             rest = 20 + 4 * sequence_tiles + (32 if self.exact else 20) * wide
             if self.backward and self.turns == 1:  # else others update
                 rest += max(24, 6 * self.gates)
+            if self.takes_fewer:  # what each step makes of the number of sequences; it is kept where there is room
+                more = self.cluster > 1 if self.backward else 2 * (self.cell == "lstm" or self.has_half_tiles)
+                rest += 4 * more  # beside what a cluster's blocks send, a cell's state, or a tile taken twice
             most_gates = 6 if self.turns > 1 and self.is_uneven else 8  # with more those that update would spill
             if states > 128 or (self.backward and self.gates > most_gates):
                 return None
