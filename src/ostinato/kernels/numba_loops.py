@@ -171,37 +171,38 @@ def offset(typing_context, pointer, index):
     return pointer(pointer, types.int64), generate
 
 
-def streams(*names: str) -> tuple[Any, Any]:
+def restricted(*names: str) -> tuple[Any, Any]:
     """``load(pointer, index, name)`` and ``store(pointer, index, value, name)`` of a family of loops.
 
-    Each array of a loop is a stream; none that is written overlaps with another.  Saying so, as metadata of every
-    access, lets LLVM vectorise loops over more arrays than it is willing to compare with each other at run time.
+    Each array of a loop is what C calls restricted: none that is written overlaps with another.  Saying so, as metadata
+    of every access, lets LLVM vectorise loops over more arrays than it is willing to compare with each other at run
+    time.
     """
 
-    def mark(builder: Any, instruction: Any, stream: str) -> None:
+    def mark(builder: Any, instruction: Any, array: str) -> None:
         metadata = builder.module.add_metadata
         domain = metadata(["ostinato"])
         scopes = {name: metadata([name, domain]) for name in names}
-        instruction.set_metadata("alias.scope", metadata([scopes[stream]]))
-        instruction.set_metadata("noalias", metadata([scope for name, scope in scopes.items() if name != stream]))
+        instruction.set_metadata("alias.scope", metadata([scopes[array]]))
+        instruction.set_metadata("noalias", metadata([scope for name, scope in scopes.items() if name != array]))
 
     @intrinsic(prefer_literal=True)
-    def load(typing_context, pointer, index, stream):
+    def load(typing_context, pointer, index, array):
         def generate(context, builder, signature, arguments):
             value = builder.load(builder.gep(arguments[0], [arguments[1]], inbounds=True))
-            mark(builder, value, stream.literal_value)
+            mark(builder, value, array.literal_value)
             return value
 
-        return pointer.dtype(pointer, types.int64, stream), generate
+        return pointer.dtype(pointer, types.int64, array), generate
 
     @intrinsic(prefer_literal=True)
-    def store(typing_context, pointer, index, value, stream):
+    def store(typing_context, pointer, index, value, array):
         def generate(context, builder, signature, arguments):
             target = builder.gep(arguments[0], [arguments[1]], inbounds=True)
-            mark(builder, builder.store(arguments[2], target), stream.literal_value)
+            mark(builder, builder.store(arguments[2], target), array.literal_value)
             return context.get_dummy_value()
 
-        return types.void(pointer, types.int64, pointer.dtype, stream), generate
+        return types.void(pointer, types.int64, pointer.dtype, array), generate
 
     return load, store
 

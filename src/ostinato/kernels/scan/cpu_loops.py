@@ -25,7 +25,7 @@ from ostinato.kernels.numba_loops import (
     inline,
     integers,
     pointer_to,
-    streams,
+    restricted,
     structure_at,
     take_task,
 )
@@ -51,7 +51,7 @@ class ScanWork(ctypes.Structure):
 _SCAN_WORK = np.dtype(ScanWork)
 
 
-_load, _store = streams("a", "b", "h", "before", "grad_h", "state", "grad_a", "grad_b", "out")
+_load, _store = restricted("a", "b", "h", "before", "grad_h", "state", "grad_a", "grad_b", "out")
 
 
 @intrinsic

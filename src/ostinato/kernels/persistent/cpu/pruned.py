@@ -6,14 +6,14 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
-from ostinato.kernels.numba_loops import inline_options, inline_with_constants, offset, streams
+from ostinato.kernels.numba_loops import inline_options, inline_with_constants, offset, restricted
 from ostinato.kernels.numba_math import cast, multiply_add
 from ostinato.kernels.persistent.cpu.products import fused_multiply_add
 
 BLOCK_WIDTH = 4  # columns of blocks whose rows are read as vectors
 CHAINS = 4  # independent partial sums of a row or tile, which hide the latency of additions
 
-_load, _store = streams("weight", "state", "sum")
+_load, _store = restricted("weight", "state", "sum")
 
 
 def _sum_of(builder, parts):

@@ -20,7 +20,7 @@ from ostinato.kernels.numba_loops import (
     integers,
     pointer_to,
     prefetch,
-    streams,
+    restricted,
     structure_at,
     take_task,
 )
@@ -61,7 +61,7 @@ def _generated(trace: Trace, backward: bool, dtype: type) -> tuple[str, dict[str
     """The functions printed for a recurrence, with their source."""
     source = print_step(trace, backward)
     numbered = [f"{name}{k}" for name in ("x", "c", "grad", "sum") for k in range(64)]
-    load, store = streams("state", "out", "h", "grad_h", *(name for name in numbered if name in source))
+    load, store = restricted("state", "out", "h", "grad_h", *(name for name in numbered if name in source))
     names: dict[str, Any] = {
         **vars(numba_math),
         "pointer_to": pointer_to,

@@ -16,7 +16,7 @@ from ostinato.kernels.numba_loops import (
     compiled_loop,
     integers,
     pointer_to,
-    streams,
+    restricted,
     structure_at,
     take_task,
 )
@@ -40,7 +40,7 @@ def _loop(trace: Trace, backward: bool, dtype: type) -> tuple[Any, type[ctypes.S
         *(field for x in arrays.first for field in integers(x, f"{x}_n")),
     ]
     work = type("Work", (ctypes.Structure,), {"_fields_": fields})
-    load, store = streams(*arrays.of_steps, *arrays.first, *arrays.plain)
+    load, store = restricted(*arrays.of_steps, *arrays.first, *arrays.plain)
     source = print_loop(trace, backward)
     names: dict[str, Any] = {**vars(numba_math), "load": load, "store": store, "dtype": dtype, "FLUSH": FLUSH}
     names |= {"pointer_to": pointer_to, "structure_at": structure_at, "take_task": take_task}
