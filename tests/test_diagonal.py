@@ -355,7 +355,7 @@ def test_autocast_compile_and_export(name):
     torch._dynamo.reset()  # which counts the layers' common forward as one function
     torch.manual_seed(0)
     cls, _, settings = LAYERS[name]
-    module = cls(8, 12, 2, **settings)
+    module = cls(8, 12, **settings)
     x = torch.randn(6, 2, 8)
     want, _ = module(x)
     with torch.autocast("cpu", dtype=torch.bfloat16):

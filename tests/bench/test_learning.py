@@ -134,7 +134,7 @@ def test_nothing_is_pruned_at_density_1():
     ("command", "rows"),
     [
         (["characters", "--cells", "mingru,lstm"], 2),
-        (["characters", "--cells", "mingru,lstm", "--torch"], 3),
+        (["characters", "--cells", "lstm", "--torch"], 2),
         (["pruning", "--densities", "0.5,0.1"], 4),
         (["copying", "--cells", "minlstm"], 1),
         (["bits", "--cells", "mingru", "--questions", "parity,first", "--depths", "2"], 2),
