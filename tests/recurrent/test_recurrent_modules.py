@@ -2,6 +2,7 @@
 
 import copy
 import io
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.func import functional_call
 from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
 
 import ostinato
 from ostinato.kernels.persistent import backends, cpu
@@ -85,6 +88,53 @@ def test_a_model_compiled_around_a_layer_uses_its_kernels(
         monkeypatch.setattr(*kernel, lambda *args: followed.append(torch.compiler.is_compiling()) or run(*args))
         assert_same(torch.compile(model, backend="eager")(x), expected, 1e-6)
     assert followed == [False] * calls
+
+
+@by("the CPU's")
+@pytest.mark.parametrize("saved", [[], [torch.ops.ostinato.recurrent_layer.default]])
+def test_selective_checkpoints_use_the_kernels(saved, monkeypatch):
+    layer, x, passes = make("GRU", 5, 32, bidirectional=True), torch.randn(20, 2, 5), []
+    expected, loops = gradients(layer, x), backends.kernels_on(x.device)
+    run = loops.forward
+    monkeypatch.setattr(loops, "forward", lambda *args: passes.append(args) or run(*args))
+
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x, hx):
+            contexts = partial(create_selective_checkpoint_contexts, saved)
+            return checkpoint(self.layer, x, hx, use_reentrant=False, context_fn=contexts)
+
+    for ours, own in zip(gradients(Checkpointed(), x), expected, strict=True):
+        torch.testing.assert_close(ours, own, rtol=0, atol=1e-6)
+    assert len(passes) == (2 if saved else 4)
+
+
+@by("the CPU's")
+def test_a_layers_operations_are_counted_as_torchs():
+    layer, x = make("GRU", 5, 32, num_layers=2), torch.randn(20, 2, 5)
+    other, counts = twin(layer), []
+    for module in (layer, other):
+        with FlopCounterMode(display=False) as counter:
+            module(x)
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] == 2 * 20 * 2 * 3 * 32 * (5 + 3 * 32)
+
+
+@by("the CPU's")
+def test_tensors_of_a_class_of_their_own_use_the_kernels(monkeypatch):
+    class Subclass(torch.Tensor):
+        pass
+
+    layer, x, calls = make("LSTM", 5, 32), torch.randn(20, 2, 5), []
+    expected, run = layer(x), ostinato.LSTM._forward_kernels
+    monkeypatch.setattr(ostinato.LSTM, "_forward_kernels", lambda *args: calls.append(args) or run(*args))
+    output, states = layer(x.as_subclass(Subclass))
+    assert len(calls) == 1
+    assert {type(y) for y in (output, *states)} == {Subclass}
+    assert torch.equal(output.as_subclass(torch.Tensor), expected[0])
 
 
 @pytest.mark.filterwarnings("ignore")  # tracing is deprecated, and warns of every branch

@@ -64,11 +64,16 @@ def is_eager(args: Sequence[Any]) -> bool:
     for x in args:
         kind = type(x)
         if kind in _PLAIN_TYPES:
-            if _dispatch_keys(x).raw_repr() not in _PLAIN_KEYS:
+            if _dispatch_keys(x).raw_repr() not in _PLAIN_KEYS:  # is_dense, without a call
                 return False
         elif kind not in _OTHER_TYPES and isinstance(x, Tensor):
             return False
     return True
+
+
+def is_dense(x: Tensor) -> bool:
+    """Whether a tensor is a plain one, or of a class that leaves all operators to PyTorch's dispatcher."""
+    return _dispatch_keys(x).raw_repr() in _PLAIN_KEYS
 
 
 class Prepared:

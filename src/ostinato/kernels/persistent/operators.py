@@ -6,6 +6,8 @@ It runs through time once, and gets the weights' gradients by GEMMs.  The layer 
 ``reference.py``.
 """
 
+import functools
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import compress
@@ -15,9 +17,10 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import functional as F
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from ostinato.kernels.dispatch import gradient, of_two, operator, or_empty
-from ostinato.kernels.eager import is_eager
+from ostinato.kernels.eager import is_dense, is_eager
 from ostinato.kernels.gemm import gradient_of_input, gradient_of_weight, linear, transposes
 from ostinato.kernels.persistent import plain, reference
 from ostinato.kernels.persistent.backends import kernels_on, plan_layer
@@ -26,9 +29,27 @@ from ostinato.kernels.streams import beside
 
 
 def can_take(tensors: list[Tensor]) -> bool:
-    """Whether the operator can be called: with plain tensors, or under a function transform that wants no tangent."""
-    transformed = torch._C._functorch.peek_interpreter_stack() is not None and forward_ad._current_level < 0
-    return transformed or is_eager(tensors)
+    """Whether the operator can be called: under what needs no rule of its own, which tangents and tracers do."""
+    if forward_ad._current_level >= 0 or torch._C._is_tracing():
+        return False
+    if is_in_torch_dispatch_mode():
+        _count_operations()
+    return torch._C._functorch.peek_interpreter_stack() is not None or all(map(is_dense, tensors))
+
+
+@functools.cache
+def _count_operations() -> None:
+    """Tell PyTorch's counter of operations, which is such a mode, how many of them a layer takes."""
+    from torch.utils.flop_counter import register_flop_formula  # warns where there is a GPU without Triton
+
+    def forward(x: Any, _h0: Any, _c0: Any, weight_ih: Any, weight_hh: Any, *_: Any, out_shape: Any) -> int:
+        return 2 * x[0] * (math.prod(weight_ih) + math.prod(weight_hh))
+
+    def backward(*args: Any, out_shape: Any) -> int:
+        return 2 * forward(*args, out_shape=None)
+
+    register_flop_formula(torch.ops.ostinato.recurrent_layer)(forward)
+    register_flop_formula(torch.ops.ostinato.recurrent_layer_backward)(backward)
 
 
 def is_vmapped() -> bool:
