@@ -21,6 +21,7 @@ from recurrent_layers import (
     assert_uses_kernel,
     by,
     flat,
+    gradients,
     inputs,
     make,
     pruned,
@@ -194,6 +195,19 @@ def test_autocast_computes_in_its_dtype_and_trains_float32(cell, scaler):
     for parameter, old, truth in zip(layer.parameters(), before, exact.parameters(), strict=True):
         assert parameter.dtype == torch.float32
         assert (old.double() - parameter.double() - truth.grad).abs().max() < 0.03 * largest
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [None, 2])
+@pytest.mark.parametrize("length", [3, 50])  # torch's kernels, whose cuDNN has a backward in training only, and ours
+def test_gpu_gradients_in_evaluation(batch, length):
+    torch.manual_seed(0)
+    layer = make("LSTM", 5, 16, num_layers=2, dropout=0.9).cuda().eval()
+    x, hx = inputs(layer, batch, length, device="cuda")
+    other = twin(layer).cpu().double()
+    expected = gradients(other, x.cpu().double(), tuple(state.cpu().double() for state in hx))
+    for ours, own in zip(gradients(layer, x, hx), expected, strict=True):
+        torch.testing.assert_close(ours.cpu().double(), own, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.gpu

@@ -12,6 +12,7 @@ from torch.backends.cudnn.rnn import get_cudnn_mode
 from torch.nn.utils.rnn import PackedSequence
 
 from ostinato.episodes import forward_by_episodes
+from ostinato.kernels.eager import is_differentiated
 
 Hidden = Tensor | tuple[Tensor, Tensor]
 _FUNCTIONS = {mode: getattr(torch._VF, mode.lower()) for mode in ("RNN_TANH", "RNN_RELU", "GRU", "LSTM")}
@@ -32,12 +33,21 @@ class TorchLayers(nn.RNNBase):
             same = all(map(operator.is_, weights, self._flat_weights))
             if not same and weights[0].is_cuda:
                 _silence_copy_warning()
+            if not self.training and weights[0].is_cuda:
+                x = input.data if isinstance(input, PackedSequence) else input
+                if is_differentiated([x, *states_of(hx), *weights]):  # cuDNN has no backward of an evaluation
+                    module = self._copied(training=True, dropout=0.0)
             if isinstance(input, Tensor) and self._fits(input, hx, weights[0]):
-                return self._call_torch(input, hx, weights)
+                return module._call_torch(input, hx, weights)
             if not same:
-                module = object.__new__(type(self))
-                module.__dict__.update(self.__dict__, _flat_weights=weights)
+                module = module._copied(_flat_weights=weights)
         return super(TorchLayers, module).forward(input, hx)
+
+    def _copied(self, **attributes: Any) -> "TorchLayers":
+        """The same module but for these attributes."""
+        module = object.__new__(type(self))
+        module.__dict__.update(self.__dict__, **attributes)
+        return module
 
     def _fits(self, input: Tensor, hx: Any, weight: Tensor) -> bool:
         """Whether the input and the states, if there are any, are batched and of the layer's dtype and sizes."""
