@@ -199,15 +199,17 @@ def test_autocast_computes_in_its_dtype_and_trains_float32(cell, scaler):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("batch", [None, 2])
-@pytest.mark.parametrize("length", [3, 50])  # torch's kernels, whose cuDNN has a backward in training only, and ours
-def test_gpu_gradients_in_evaluation(batch, length):
+@pytest.mark.parametrize("length", [3, 50])  # torch's kernels and ours
+def test_gpu_takes_what_cudnn_does_not(batch, length):
+    """A backward of an evaluation, and states that are not contiguous."""
     torch.manual_seed(0)
     layer = make("LSTM", 5, 16, num_layers=2, dropout=0.9).cuda().eval()
     x, hx = inputs(layer, batch, length, device="cuda")
+    hx = tuple(state.transpose(0, -1).contiguous().transpose(0, -1) for state in hx)
     other = twin(layer).cpu().double()
     expected = gradients(other, x.cpu().double(), tuple(state.cpu().double() for state in hx))
     for ours, own in zip(gradients(layer, x, hx), expected, strict=True):
-        torch.testing.assert_close(ours.cpu().double(), own, rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(ours.cpu().double(), own, rtol=1e-2, atol=1e-3)  # cuDNN rounds to tf32
 
 
 @pytest.mark.gpu

@@ -28,8 +28,10 @@ class TorchLayers(nn.RNNBase):
         """
         module = self
         if not torch.compiler.is_compiling():
+            if hx is not None:  # cuDNN takes no others
+                hx = hidden_of([_in_memory(x).contiguous() for x in states_of(hx)])
             if self.mode == "LSTM":  # PyTorch's reads memory that autograd's zero tensors do not have
-                input, hx = _in_memory(input), tuple(map(_in_memory, hx)) if isinstance(hx, tuple) else hx
+                input = _in_memory(input)
             same = all(map(operator.is_, weights, self._flat_weights))
             if not same and weights[0].is_cuda:
                 _silence_copy_warning()
