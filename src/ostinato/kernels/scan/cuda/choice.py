@@ -81,6 +81,11 @@ class Criteria(NamedTuple):
         return self.channels > 32 and self.ends_within_lines
 
     @property
+    def tests_resets(self) -> bool:
+        """Whether steps are tested for resets, and not given coefficients of zero as where rows begin anywhere."""
+        return self.resets and (self.packed or not self.anywhere)
+
+    @property
     def words(self) -> int:
         """Registers of a number."""
         return max(1, self.itemsize // 4)
@@ -382,7 +387,7 @@ def _look_back_soon(scan: Criteria) -> Geometry | None:
     groups are half as wide.
     """
     back = _look_back_tile(scan)
-    if scan.element in LINEAR and not scan.resets:
+    if scan.element in LINEAR and not scan.tests_resets:
         soon = scan.steps <= 8 * LONG or (back.lanes == 32 and scan.ends_within_lines)
         if back.lanes == 32 and -(-2 * scan.channels // back.group) == 3 and not scan.anywhere:
             back = back._replace(lanes=16)

@@ -188,7 +188,7 @@ struct Steps {
     __device__ bool is_lost(const Place& at, const Channels& state) const {
         bool numbers = true;
 #pragma unroll
-        for (int v = 0; v < VEC; ++v) numbers &= state.value[v] == state.value[v];
+        for (int v = 0; v < VEC; ++v) numbers &= state.value[v] == state.value[v] || !at.has(v);
         return ZEROES && resets && at.inside && (lost || !numbers);
     }
     // Then, to compose its steps again, a thread takes away all that is before the last reset.
@@ -238,7 +238,7 @@ struct Steps {
                 for (int k = 0; k < OUTPUTS; ++k) out[k][v] = result[Element::output_factor(k)];
             }
 #pragma unroll
-            for (int k = 0; k < OUTPUTS; ++k) *reinterpret_cast<Pack*>(element(p.output(k), i)) = pack(out[k]);
+            for (int k = 0; k < OUTPUTS; ++k) store_pack(at, element(p.output(k), i), pack(out[k]));
             if (last) store_state(at, p.final, 0, state);
         }
     }
