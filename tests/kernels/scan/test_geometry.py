@@ -235,6 +235,15 @@ def test_a_mask_of_resets_changes_no_tile_that_looks_back_over_whole_or_odd_rows
         assert choose_geometry(scan._replace(resets=True)) == geometry
 
 
+def test_several_sequences_of_few_channels_look_back_sooner_with_a_mask_of_resets():
+    for sequences, channels, element in itertools.product(
+        (1, 2, 8), (1, 2, 3, 8), ("LinearScan", "LinearScanBackward")
+    ):
+        scan = Criteria(element, INPUTS[element], 4, 1, True, sequences, 1 << 20, channels, GPUS["H200"])
+        assert not choose_geometry(scan).looks_back
+        assert choose_geometry(scan._replace(resets=True)).looks_back == (sequences > 1)
+
+
 def test_a_block_with_a_multiprocessor_to_itself_has_all_registers():
     for (batch, channels), resident in {(8, 1536): 1, (16, 1536): 2}.items():
         for resets in (False, True):
@@ -301,7 +310,7 @@ def test_what_was_measured_to_be_best_is_chosen(name):
     with_resets = {
         ((1, 65536, 256), 4): (32, 8, 32, "looks back"),
         ((1, 1 << 20, 64), 4): (32, 16, 16, "turns"),
-        ((4, 1 << 20, 8), 4): (8, 8, 17, "turns"),
+        ((4, 1 << 20, 8), 4): (8, 8, 31, "looks back"),
         ((1, 3000000, 7), 4): (8, 16, 17, "turns"),
         ((1, 1 << 18, 16), 4): (16, 16, 16, "turns"),
         ((1, 1 << 24, 1), 4): (1, 8, 19, "turns"),

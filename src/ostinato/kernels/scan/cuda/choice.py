@@ -326,13 +326,14 @@ def _staying(scan: Criteria) -> Geometry | None:
 def _chain_few_channels(scan: Criteria) -> Geometry | None:
     """Linear scans of few channels, by tiles of whole rows: several sequences look back, one or two take turns.
 
-    Very few channels take turns up to eight sequences, with the rows of the next rule.
+    Very few channels take turns up to eight sequences, with the rows of the next rule.  With a mask only a single one
+    does: a tile with a reset has its inclusive prefix at once, so blocks do not look back far.
     """
-    few = 2 < scan.channels < 32 and scan.gapless and not scan.packed
+    few = (0 if scan.resets else 2) < scan.channels < 32 and scan.gapless and not scan.packed
     if not few or scan.element not in LINEAR or scan.itemsize > 4:
         return None
     lanes, numbers = _lanes_across(scan.channels, 1), scan.numbers(1)
-    if scan.sequences > (2 if scan.channels > 8 else 8):
+    if scan.sequences > (2 if scan.channels > 8 else 1 if scan.resets else 8):
         return Geometry(1, lanes, 8, 64 // numbers - 1 | 1, True, 2, scan.channels, looks_back=True)
     if scan.channels <= 8 or scan.resets:
         return None

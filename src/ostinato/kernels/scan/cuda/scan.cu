@@ -103,7 +103,7 @@ __device__ inline void apply(
         if (unchecked && steps.apply<false>(at, memory, shared, buffer, chunk, part, mine, sums)) continue;
         steps.apply<true>(at, memory, shared, buffer, chunk, part, mine, sums);
     }
-    if (steps.is_lost(at, mine)) Steps::rescan(at.p, at.chain(), chunk, steps.resets, first);
+    if (steps.is_lost(at, mine, mine)) Steps::rescan(at.p, at.chain(), chunk, steps.resets, first);
 }
 
 __device__ inline void read(
@@ -360,11 +360,12 @@ __device__ inline void chain_looking_back(const Parameters& p, Shared& shared, i
         }
         const Tile next = tile_of(shared.drawn[buffer]);
         const Place there(p, next.chain);
+        if (ZEROES && next.chunk < chunks) later.load(there, next.chunk);  // before the copies
         fetch(there, Memory(there), shared, 0, next.chunk, chunks);
         find_sequences(there, next.chunk, buffer ^ 1);  // while other blocks finish the earlier tiles
         if (chunk > 0) state = look_back(at, shared, published, chunk, all, settled);
         else __syncthreads();
-        if (next.chunk < chunks) later.load(there, next.chunk);
+        if (!ZEROES && next.chunk < chunks) later.load(there, next.chunk);
         Sums sums = {};
         apply(at, Memory(at), shared, buffer, chunk, steps, before, state, sums);
         if constexpr (SUMS) store_sums(at, shared, chunk, sums);

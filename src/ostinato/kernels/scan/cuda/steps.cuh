@@ -2,12 +2,13 @@
 
 // The steps before which the state is reset.  A warp's lanes load the bytes of its steps long before use, since loads
 // queue behind the copies, and a vote makes bits of them; of many steps they are copied with the tile, or with ZEROES
-// loaded by eight and the bits passed on by shuffles.
+// each lane loads several and shuffles pass their bits on.
 struct Resets {
-    static constexpr bool EIGHT = ZEROES && STRIP > 32, LOADED = RESETS && !Mask::COPIED && !EIGHT;
+    static constexpr bool SEVERAL = ZEROES && STRIP > 32, LOADED = RESETS && !Mask::COPIED && !SEVERAL;
     static constexpr int TILES = STRIP <= 32 && !CHAINED && CLUSTER == 1 ? 32 / STRIP : 1;  // loaded at once
-    static constexpr int WORDS = LOADED ? (STRIP + 31) / 32 : EIGHT ? 2 : 1;
-    static_assert(!EIGHT || STRIP + 7 <= 32 * 8);
+    static constexpr int BYTES = STRIP <= 249 ? 8 : STRIP <= 497 ? 16 : 32;  // of a lane, the first's partly before
+    static constexpr int WORDS = LOADED ? (STRIP + 31) / 32 : SEVERAL ? BYTES / 4 : 1;
+    static_assert(!SEVERAL || STRIP + BYTES - 1 <= 32 * BYTES);
     unsigned word[WORDS] = {};  // bytes; after share(), bits
 
     __device__ void load(const Place& at, int chunk) {
@@ -17,41 +18,53 @@ struct Resets {
 #pragma unroll
             for (int w = 1; w < WORDS; ++w)
                 word[w] = at.lane < STRIP - 32 * w && at.exists(i + 32 * w) ? Mask::of_step(at, i + 32 * w) : 0;
-        } else if constexpr (EIGHT) {
-            if (chunk * TILE >= at.p.steps) return;
-            const int skipped = Mask::shift<8>(at, chunk), first = 8 * at.lane;
+        } else if constexpr (SEVERAL) {
+            const int skipped = Mask::shift<BYTES>(at, chunk), first = BYTES * at.lane;
             const int t = Mask::start(at, chunk) - skipped + first;
-            if (first >= skipped + STRIP) return;
-            if (Mask::GAPLESS && t >= 0 && t + 8 <= at.p.steps) {
-                const uint2 eight = *reinterpret_cast<const uint2*>(Mask::sequence(at) + t);
-                word[0] = eight.x, word[1] = eight.y;
+#pragma unroll
+            for (int w = 0; w < WORDS; ++w) word[w] = 0;
+            if (first >= skipped + STRIP || t >= at.p.steps || t + BYTES <= 0) return;
+            if (Mask::GAPLESS && t >= 0 && t + BYTES <= at.p.steps) {
+                struct alignas(BYTES < 16 ? BYTES : 16) Words { unsigned word[WORDS]; };
+                const Words words = *reinterpret_cast<const Words*>(Mask::sequence(at) + t);
+#pragma unroll
+                for (int w = 0; w < WORDS; ++w) word[w] = words.word[w];
                 return;
             }
 #pragma unroll 1
-            for (int j = 0; j < 8; ++j) {
+            for (int j = 0; j < BYTES; ++j) {
                 const int i = at.time(t + j);
                 const unsigned byte = i >= 0 && at.exists(i) ? Mask::of_step(at, i) : 0;
-                word[0] = __funnelshift_r(word[0], word[1], 8), word[1] = __funnelshift_r(word[1], byte, 8);
+#pragma unroll
+                for (int w = 0; w < WORDS; ++w)
+                    word[w] = __funnelshift_r(word[w], w + 1 < WORDS ? word[w + 1] : byte, 8);
             }
         }
     }
     __device__ void share() {
 #pragma unroll
         for (int w = 0; LOADED && w < WORDS; ++w) word[w] = __ballot_sync(~0u, word[w]);
-        if constexpr (EIGHT)
-            word[0] = __dp4a(high_bits(word[1]), 0x80402010u, __dp4a(high_bits(word[0]), 0x08040201u, 0u)) >> 7;
+        if constexpr (SEVERAL) {
+            unsigned bits = 0;
+#pragma unroll
+            for (int w = 0; w < WORDS; w += 2) {
+                const unsigned four = __dp4a(high_bits(word[w]), 0x08040201u, 0u);
+                bits |= __dp4a(high_bits(word[w + 1]), 0x80402010u, four) >> 7 << 4 * w;
+            }
+            word[0] = bits;
+        }
     }
     // A bit for each of a thread's steps.
     __device__ unsigned of(const Place& at, const Shared& shared, int stage, int chunk) const {
         if constexpr (!RESETS) return 0;
-        else if constexpr (EIGHT) {
+        else if constexpr (SEVERAL) {
             const int row = at.segment * ROWS;
-            const int first = Mask::shift<8>(at, chunk) + (at.descending ? STRIP - ROWS - row : row);
+            const int first = Mask::shift<BYTES>(at, chunk) + (at.descending ? STRIP - ROWS - row : row);
             unsigned long long bits = 0;
 #pragma unroll
-            for (int n = 0; 8 * n < ROWS + 7; ++n)
-                bits |= (unsigned long long)(__shfl_sync(~0u, word[0], first / 8 + n)) << 8 * n;
-            const unsigned mine = unsigned(bits >> first % 8);
+            for (int n = 0; BYTES * n < ROWS + BYTES - 1; ++n)
+                bits |= (unsigned long long)(__shfl_sync(~0u, word[0], first / BYTES + n)) << BYTES * n;
+            const unsigned mine = unsigned(bits >> first % BYTES);
             return (at.descending ? __brev(mine) >> 32 - ROWS : mine) & OF_ROWS;
         } else if constexpr (!LOADED) return shared.mask[stage][at.warp].of(at, chunk);
         else if constexpr (WORDS == 1) return word[0] >> chunk % TILES * STRIP + at.segment * ROWS & OF_ROWS;
@@ -163,7 +176,7 @@ struct Steps {
 
     // Whether the zero state before a reset step is written to shared memory, where there is one, and not selected at
     // every step: a warp of many segments has several, one after the other.
-    static constexpr bool PUTS_RESETS = RESETS && (ZEROES || STAYS || SELDOM_RESET || LANES >= 4);
+    static constexpr bool PUTS_RESETS = TESTS && (STAYS || SELDOM_RESET || LANES >= 4);
 
     // Backward, of some rows: write h0 as h[t-1] of a sequence's first step in time, and the zero state as that of a
     // reset step unless `read` selects it.
@@ -185,10 +198,14 @@ struct Steps {
     }
 
     // ZEROES: whether a coefficient of zero met a state that was not finite, which made it and all after it NaN.
-    __device__ bool is_lost(const Place& at, const Channels& state) const {
+    // Looks at the product of coefficients, too, or it would be computed after the states, apart from them.
+    __device__ bool is_lost(const Place& at, const Channels& state, const Channels& product) const {
         bool numbers = true;
 #pragma unroll
-        for (int v = 0; v < VEC; ++v) numbers &= state.value[v] == state.value[v] || !at.has(v);
+        for (int v = 0; v < VEC; ++v) {
+            const Compute x = state.value[v], y = product.value[v];
+            numbers &= x < y || x >= y || !at.has(v);
+        }
         return ZEROES && resets && at.inside && (lost || !numbers);
     }
     // Then, to compose its steps again, a thread takes away all that is before the last reset.
@@ -257,10 +274,7 @@ struct Steps {
         if (STAYS) return;
         if constexpr (BACKWARD && !CHECKED)
             put_states_before(at, shared, buffer, chunk, strips[PREVIOUS], shift[PREVIOUS]);
-        if constexpr (ZEROES)
-            for (unsigned left = at.inside ? resets : 0; left; left &= left - 1)
-                strips[0].put(Strip::place(at, __ffs(left) - 1, shift[0]), filled(Ring::zero()));
-        if (NARROW && (BACKWARD || ZEROES)) sync_abreast();  // a lane without a channel reads another lane's elements
+        if (NARROW && BACKWARD) sync_abreast();  // a lane without a channel reads another lane's elements
 #pragma unroll
         for (int u = 0; u < ROWS; ++u) {
             Bits bits[INPUTS];
@@ -271,7 +285,9 @@ struct Steps {
             if (CHECKED && BACKWARD && exists && (is_reset(u) || !at.exists(i + u + 1)))
                 bits[PREVIOUS] =
                     p.h0 && !is_reset(u) ? load_pack(at, p.h0 + at.state(0)) : filled(Element::absent_state());
-            if (BACKWARD && !PUTS_RESETS && is_reset(u)) bits[PREVIOUS] = filled(Element::absent_state());
+            if (RESETS && BACKWARD && !PUTS_RESETS && resets >> u & 1)
+                bits[PREVIOUS] = filled(Element::absent_state());
+            if (ZEROES && resets >> u & 1) bits[0] = filled(Ring::zero());
             if constexpr (RAW && !STAYS) {
 #pragma unroll
                 for (int k = 0; k < INPUTS; ++k)
@@ -341,7 +357,7 @@ struct Steps {
             for (bool again = false;; again = true) {
                 whole = append<false>(at, shared, chunk, 0, Composition::none());
                 whole.reset = resets;
-                if (again || !is_lost(at, whole.b)) return whole;
+                if (again || !is_lost(at, whole.b, whole.a)) return whole;
                 forget();
             }
         } else if (SELDOM_RESET ? !bounded : STAYS && !resets) {

@@ -66,9 +66,9 @@ constexpr bool SUMS = BACKWARD && PARAMETERS;
 // there are too few registers.
 constexpr int KEPT_ROWS = STAYS && INPUTS == 2 && !RESETS ? ROWS : 0;
 
-// Blocks that look back over whole rows of few channels, or over rows that begin anywhere, replace the coefficient of a
-// reset step by zero, in shared memory, and scan the tile as if there were no mask: that forgets every state that is
-// finite, and a thread in which one is not scans its steps again, with tests.
+// Blocks that look back over whole rows of few channels, or over rows that begin anywhere, read a coefficient of zero
+// where a step is reset, and scan the tile as if there were no mask: that forgets every state that is finite, and a
+// thread in which one is not scans its steps again, with tests.
 constexpr bool ZEROES = RESETS && LOOKS_BACK && (NARROW || PITCHED) && PACKING == DENSE && Element::RAW;
 
 using Bits = PackType<sizeof(Pack) < 4 ? 4 : sizeof(Pack)>::type;  // in registers: two shorts would share one
