@@ -27,7 +27,7 @@ from ostinato.kernels.persistent.cuda.costs import microseconds
 from ostinato.kernels.recurrence.linear import cuda as recurrence_cuda
 from ostinato.kernels.recurrence.linear import projected
 from ostinato.kernels.recurrence.nonlinear import cuda as steps_cuda
-from ostinato.kernels.scan import choose_backend
+from ostinato.kernels.scan import Order, choose_backend
 from ostinato.kernels.scan.cuda import compose
 from ostinato.minimal.recurrences import recurrence_of
 from persistent_layers import candidates
@@ -46,18 +46,20 @@ def scans(dtype, kernels):
         tensors = torch.rand(3, batch, steps, channels).to(dtype), torch.rand(2, sequences, channels).to(dtype)
         (a, b, grad), (h0, grad_last) = (x.cuda() for x in tensors)
         for initial, resets in ((h0, None), (None, (torch.rand(batch, steps) < 0.1).cuda())):
-            kernels.linear_scan(a, b, initial, reverse, cu_seqlens, resets)
-            kernels.linear_scan_backward(a, b, initial, grad, grad_last, reverse, cu_seqlens, resets)
-            kernels.log_linear_scan(a, b, initial, reverse, cu_seqlens)
-            kernels.log_linear_scan_backward(a, b, b, initial, grad, None, reverse, cu_seqlens)
+            order, unmarked = Order(cu_seqlens, resets, reverse), Order(cu_seqlens, None, reverse)
+            kernels.linear_scan(a, b, initial, order)
+            kernels.linear_scan_backward(a, b, initial, grad, grad_last, order)
+            kernels.log_linear_scan(a, b, initial, unmarked)
+            kernels.log_linear_scan_backward(a, b, b, initial, grad, None, unmarked)
 
 
 def odd_rows(dtype):
     for reverse, (batch, steps, channels) in itertools.product(FLAGS, test_cuda.ODD + test_cuda.FEW):
         a, b, grad = (torch.rand(batch, steps, channels).to(dtype).cuda() for _ in range(3))
         for resets in (None, (torch.rand(batch, steps) < 0.1).cuda()):
-            choose_backend("cuda", "cuda").linear_scan(a, b, None, reverse, None, resets)
-            choose_backend("cuda", "cuda").linear_scan_backward(a, b, None, grad, None, reverse, None, resets)
+            order = Order(None, resets, reverse)
+            choose_backend("cuda", "cuda").linear_scan(a, b, None, order)
+            choose_backend("cuda", "cuda").linear_scan_backward(a, b, None, grad, None, order)
 
 
 def layers(dtype):

@@ -15,7 +15,7 @@ from comparisons import TOLERANCE, assert_close, assert_same, strided
 from minimal_layers import layer, layer_backward
 from ostinato.kernels import memory
 from ostinato.kernels import threads as kernel_threads
-from ostinato.kernels.scan import cpu, reference
+from ostinato.kernels.scan import Order, cpu, reference
 from ostinato.minimal.recurrences import RECURRENCES
 
 INF = math.inf
@@ -73,7 +73,7 @@ def test_scan_and_gradients_equal_the_reference(log, shape, dtype, reverse, with
     zero = torch.full_like(h0, -INF if log else 0.0)
     wide = [x.double().requires_grad_() for x in (a, b, h0 if with_h0 else zero)]
     expected, expected_last = definition(*wide, reverse)
-    h, h_last = forward(strided(a, layout), strided(b, layout), h0 if with_h0 else None, reverse, None)
+    h, h_last = forward(strided(a, layout), strided(b, layout), h0 if with_h0 else None, Order(reverse=reverse))
     assert h.is_contiguous()
     assert_close(h, expected.to(dtype))
     assert_close(h_last, expected_last.to(dtype))
@@ -84,7 +84,7 @@ def test_scan_and_gradients_equal_the_reference(log, shape, dtype, reverse, with
         expected_grads = (*expected_grads[:2], None)
     inputs = [strided(x, layout) for x in backward_inputs(log, a, b, expected.detach().to(dtype))]
     grad_h = None if grad_h is None else strided(grad_h, layout)
-    grads = backward(*inputs, h0 if with_h0 else None, grad_h, grad_last, reverse, None)
+    grads = backward(*inputs, h0 if with_h0 else None, grad_h, grad_last, Order(reverse=reverse))
     narrow = dtype in (torch.float16, torch.bfloat16)  # the state handed to the gradient is itself rounded
     for got, want in zip(grads, expected_grads, strict=True):
         assert_close(got, None if want is None else want.to(dtype), 10 * TOLERANCE[dtype] if narrow else None)
@@ -106,8 +106,8 @@ def test_packed_scan_equals_separate_scans(log, lengths, reverse, with_h0, seed)
     a, b, h0 = scan_inputs(log, shape, (len(lengths), 19), torch.float32)
     grad_h, grad_last = torch.randn(shape), torch.randn(len(lengths), 19)
     start = h0 if with_h0 else None
-    h, h_last = forward(a, b, start, reverse, bounds)
-    grads = backward(*backward_inputs(log, a, b, h), start, grad_h, grad_last, reverse, bounds)
+    h, h_last = forward(a, b, start, Order(bounds, None, reverse))
+    grads = backward(*backward_inputs(log, a, b, h), start, grad_h, grad_last, Order(bounds, None, reverse))
     for n, (first, last) in enumerate(zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)):
         part = (slice(None), slice(first, last))
         start = h0[n : n + 1] if with_h0 else None
@@ -115,10 +115,10 @@ def test_packed_scan_equals_separate_scans(log, lengths, reverse, with_h0, seed)
             assert torch.equal(h_last[n], h0[n] if with_h0 else torch.full_like(h0[n], -INF if log else 0.0))
             assert not with_h0 or torch.equal(grads[2][n], grad_last[n])
             continue
-        want = forward(a[part], b[part], start, reverse, None)
+        want = forward(a[part], b[part], start, Order(reverse=reverse))
         assert_same((h[part], h_last[n : n + 1]), want)
         inputs = backward_inputs(log, a[part], b[part], h[part])
-        want_grads = backward(*inputs, start, grad_h[part], grad_last[n : n + 1], reverse, None)
+        want_grads = backward(*inputs, start, grad_h[part], grad_last[n : n + 1], Order(reverse=reverse))
         assert_same((grads[0][part], grads[1][part]), want_grads[:2])
         assert not with_h0 or torch.equal(grads[2][n : n + 1], want_grads[2])
 
@@ -134,17 +134,18 @@ def test_streamed_results_are_the_same(always_parallel, monkeypatch, log, revers
     structures, run_loop = [], cpu.run_loop
     monkeypatch.setattr(cpu, "run_loop", lambda loop, work, n: structures.append(work) or run_loop(loop, work, n))
 
-    def results(streamed, cu_seqlens):
+    def results(streamed, order):
         monkeypatch.setattr(cpu, "STREAMED", streamed)
-        h, h_last = forward(a, b, h0, reverse, cu_seqlens)
+        h, h_last = forward(a, b, h0, order)
         inputs = backward_inputs(log, a, b, h)
-        return h, h_last, *backward(*inputs, h0, grad_h, h_last, reverse, cu_seqlens)
+        return h, h_last, *backward(*inputs, h0, grad_h, h_last, order)
 
     for shape, states, cu_seqlens in (((3, 40, channels), 3, None), ((1, 40, channels), 4, bounds)):
         a, b, h0 = scan_inputs(log, shape, (states, channels), dtype)
         grad_h = torch.randn(shape).to(dtype)
         structures.clear()
-        assert_same(results(0, cu_seqlens), results(INF, cu_seqlens))
+        order = Order(cu_seqlens, None, reverse)
+        assert_same(results(0, order), results(INF, order))
         line = channels % (8 if dtype == torch.float64 else 16) == 0
         assert [work.out_row != 0 for work in structures] == [line, False, False, False]
         assert [work.grad_a_row * work.grad_b_row != 0 for work in structures] == [False, line, False, False]
@@ -157,13 +158,13 @@ def test_nan_and_inf_stay_in_their_channel_and_future(always_parallel, log, bad)
     forward, backward, _ = scan_functions(log)
     a, b, h0 = scan_inputs(log, (3, 20, 40), (3, 40), torch.float32)
     grad_h = torch.randn(3, 20, 40)
-    clean = forward(a, b, h0, False, None)
-    clean_grads = backward(*backward_inputs(log, a, b, clean[0]), h0, grad_h, None, False, None)
+    clean = forward(a, b, h0, Order())
+    clean_grads = backward(*backward_inputs(log, a, b, clean[0]), h0, grad_h, None, Order())
     b_bad, grad_bad = b.clone(), grad_h.clone()
     b_bad[1, 8, 5] = grad_bad[1, 8, 5] = bad
-    h, h_last = forward(a, b_bad, h0, False, None)
+    h, h_last = forward(a, b_bad, h0, Order())
     assert not h[1, 8:, 5].isfinite().any()
-    grads = backward(*backward_inputs(log, a, b, clean[0]), h0, grad_bad, None, False, None)
+    grads = backward(*backward_inputs(log, a, b, clean[0]), h0, grad_bad, None, Order())
     h[1, 8:, 5], h_last[1, 5] = clean[0][1, 8:, 5], clean[1][1, 5]
     assert_same((h, h_last), clean)
     assert not grads[1][1, 8, 5].isfinite()
@@ -283,7 +284,7 @@ def test_float32_functions_are_precise_where_results_are_small():
     assert relative(h[0, 0], torch.tanh(x.double())) < 4e-7
 
     b = torch.linspace(-80, 80, n).view(1, 1, n)
-    log_h, _ = cpu.log_linear_scan(torch.zeros_like(b), b, torch.zeros(1, n), False, None)
+    log_h, _ = cpu.log_linear_scan(torch.zeros_like(b), b, torch.zeros(1, n), Order())
     assert relative(log_h, torch.logaddexp(torch.zeros_like(b).double(), b.double())) < 4e-7
 
 
@@ -330,14 +331,14 @@ def test_extreme_candidates():
 
 def test_log_scan_of_zeros_and_infinities():
     nothing = torch.full((1, 3, 2), -INF)
-    h, h_last = cpu.log_linear_scan(nothing, nothing, None, False, None)
+    h, h_last = cpu.log_linear_scan(nothing, nothing, None, Order())
     assert torch.equal(h, nothing)
-    grads = cpu.log_linear_scan_backward(nothing, nothing, h, h_last, torch.ones(1, 3, 2), None, False, None)
+    grads = cpu.log_linear_scan_backward(nothing, nothing, h, h_last, torch.ones(1, 3, 2), None, Order())
     assert all(torch.equal(g, torch.zeros_like(g)) for g in grads)
-    h, _ = cpu.log_linear_scan(torch.zeros(1, 2, 1), torch.full((1, 2, 1), INF), None, False, None)
+    h, _ = cpu.log_linear_scan(torch.zeros(1, 2, 1), torch.full((1, 2, 1), INF), None, Order())
     assert torch.equal(h, torch.full((1, 2, 1), INF))
     tall = torch.full((1, 50, 1), 1000.0)  # the state passes exp(50000)
-    h, _ = cpu.log_linear_scan(tall, tall, None, False, None)
+    h, _ = cpu.log_linear_scan(tall, tall, None, Order())
     expected, _ = reference.log_linear_scan(tall.double(), tall.double(), torch.full((1, 1), -INF).double())
     assert relative(h, expected) < 1e-6
 
@@ -349,14 +350,14 @@ def everything(seed):
     wide = torch.rand(1, 9, 2100, generator=generator)
     pre = torch.randn(20, 30, 2 * 3 * 40, generator=generator)
     bias, grad = torch.randn(240, generator=generator), torch.randn(20, 30, 80, generator=generator)
-    h, h_last = cpu.linear_scan(a, b, None, False, None)
-    log_h, log_last = cpu.log_linear_scan(a.log(), b.log(), None, True, None)
+    h, h_last = cpu.linear_scan(a, b, None, Order())
+    log_h, log_last = cpu.log_linear_scan(a.log(), b.log(), None, Order(reverse=True))
     y, y_last = layer("cpu", pre, bias, None, None, "minlstm", "positive", False, 2)
     return (
         *(h, h_last, log_h, log_last, y, y_last),
-        *cpu.linear_scan(wide, wide, None, True, None),
-        *cpu.linear_scan_backward(a, h, None, grad_h, h_last, False, None),
-        *cpu.log_linear_scan_backward(a.log(), b.log(), log_h, None, grad_h, log_last, True, None),
+        *cpu.linear_scan(wide, wide, None, Order(reverse=True)),
+        *cpu.linear_scan_backward(a, h, None, grad_h, h_last, Order()),
+        *cpu.log_linear_scan_backward(a.log(), b.log(), log_h, None, grad_h, log_last, Order(reverse=True)),
         *layer_backward("cpu", pre, bias, None, y, grad, y_last, None, "minlstm", "positive", False, 2),
     )
 
@@ -438,10 +439,10 @@ def test_memory_kept_for_reuse_follows_the_sizes_in_use(monkeypatch):
 FORK = """
 import os, signal, torch
 from ostinato.kernels import threads
-from ostinato.kernels.scan import cpu
+from ostinato.kernels.scan import Order, cpu
 a, b = torch.rand(2, 500, 300), torch.rand(2, 500, 300)
 def scan():
-    return cpu.linear_scan(a, b, None, False, None)[0].numpy().tobytes()
+    return cpu.linear_scan(a, b, None, Order())[0].numpy().tobytes()
 expected = scan()
 for openmp in (True, False):
     if not openmp:

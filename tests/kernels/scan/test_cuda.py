@@ -16,7 +16,7 @@ from ostinato.kernels import nvrtc
 from ostinato.kernels.recurrence.linear import cuda as recurrence_cuda
 from ostinato.kernels.recurrence.linear.element import element_name, print_element
 from ostinato.kernels.recurrence.symbolic.trace import parse
-from ostinato.kernels.scan import choose_backend, operators, torch_ops
+from ostinato.kernels.scan import Order, choose_backend, operators, torch_ops
 from ostinato.kernels.scan.cuda import choice, launch
 from ostinato.kernels.scan.cuda import scans as cuda
 from ostinato.kernels.scan.cuda.choice import Criteria, choose_geometry
@@ -223,12 +223,10 @@ def check_scans(batch, steps, channels, dtype, reverse, packed):
             ("linear_scan", "linear_scan_backward", a, b),
             ("log_linear_scan", "log_linear_scan_backward", a.log(), b),
         ):
-            want = getattr(reference, scan)(
-                *(z if z is None else z.double() for z in (x, y, initial)), reverse, cu_seqlens, resets
-            )
-            bounds = None if cu_seqlens is None else cu_seqlens.cuda()
-            marks = None if resets is None else mask.cuda()
-            got = getattr(kernels, scan)(*gpu(x, y, initial), reverse, bounds, marks)
+            order = Order(cu_seqlens, resets, reverse)
+            order_on_gpu = Order(*gpu(cu_seqlens), None if resets is None else mask.cuda(), reverse)
+            want = getattr(reference, scan)(*(z if z is None else z.double() for z in (x, y, initial)), order)
+            got = getattr(kernels, scan)(*gpu(x, y, initial), order_on_gpu)
             for g, w in zip(got, want, strict=True):
                 assert not g.isnan().any()
                 finite = w.isfinite()
@@ -238,8 +236,8 @@ def check_scans(batch, steps, channels, dtype, reverse, packed):
             inputs = (x, h) if scan == "linear_scan" else (x, y, h)
             arguments = (*inputs, initial, dh, dlast)
             wide = [z if z is None else z.double() for z in arguments]
-            want = getattr(reference, backward)(*wide, reverse, cu_seqlens, resets)
-            got = getattr(kernels, backward)(*gpu(*arguments), reverse, bounds, marks)
+            want = getattr(reference, backward)(*wide, order)
+            got = getattr(kernels, backward)(*gpu(*arguments), order_on_gpu)
             for g, w in zip(got, want, strict=True):
                 assert (g is None) == (w is None)
                 assert g is None or relative_error(g, w) < TOLERANCE[dtype]
@@ -291,9 +289,9 @@ def test_16_bit_rows_begin_at_any_address(shape, gap, poisoned):
     kernels, reference = choose_backend("cuda", "cuda"), torch_ops.REFERENCE
     a, b, grad = (torch.rand(shape).half() for _ in range(3))
     wide = [x.double() for x in (a, b, grad)]
-    want = reference.linear_scan(wide[0], wide[1], None, False, None)
+    want = reference.linear_scan(wide[0], wide[1], None, Order())
     h = want[0].half()
-    want += reference.linear_scan_backward(wide[0], h.double(), None, wide[2], None, False, None)
+    want += reference.linear_scan_backward(wide[0], h.double(), None, wide[2], None, Order())
 
     def moved(x, start):
         if gap == 0:
@@ -302,8 +300,8 @@ def test_16_bit_rows_begin_at_any_address(shape, gap, poisoned):
 
     for first, second, third in ((1, 1, 1), (3, 0, 6), (0, 7, 2)):
         x, y, z = moved(a, first), moved(h, second), moved(grad, third)
-        got = kernels.linear_scan(x, moved(b, second), None, False, None)
-        got += kernels.linear_scan_backward(x, y, None, z, None, False, None)
+        got = kernels.linear_scan(x, moved(b, second), None, Order())
+        got += kernels.linear_scan_backward(x, y, None, z, None, Order())
         for g, w in zip(got, want, strict=True):
             assert (g is None) == (w is None)
             assert g is None or relative_error(g, w) < TOLERANCE[torch.float16]
@@ -320,11 +318,11 @@ def test_scans_of_many_channels_or_steps_match_the_reference(dtype, shape, long,
     torch.manual_seed(0)
     a, b, grad = (x.to(dtype) for x in (0.8 + 0.2 * torch.rand(shape), torch.randn(shape), torch.randn(shape)))
     kernels, reference = choose_backend("cuda", "cuda"), torch_ops.REFERENCE
-    want = reference.linear_scan(a.double(), b.double(), None, False, None, None)
+    want = reference.linear_scan(a.double(), b.double(), None, Order())
     h = want[0].to(dtype)
-    got = kernels.linear_scan(*gpu(a, b), None, False, None, None)
-    want += reference.linear_scan_backward(a.double(), h.double(), None, grad.double(), None, False, None, None)[:2]
-    got += kernels.linear_scan_backward(*gpu(a, h), None, grad.cuda(), None, False, None, None)[:2]
+    got = kernels.linear_scan(*gpu(a, b), None, Order())
+    want += reference.linear_scan_backward(a.double(), h.double(), None, grad.double(), None, Order())[:2]
+    got += kernels.linear_scan_backward(*gpu(a, h), None, grad.cuda(), None, Order())[:2]
     for g, w in zip(got, want, strict=True):
         assert relative_error(g, w) < TOLERANCE[dtype]
 
@@ -337,20 +335,18 @@ def test_time_contiguous_tensors_are_scanned_in_place(dtype, poisoned):
     for batch, steps, channels, start in ((2, 300, 5, 0), (1, 4097, 3, 1), (3, 31, 64, 3)):
         a, b, grad = (torch.rand(batch, channels, steps + start).to(dtype) for _ in range(3))
         h0, grad_last = (torch.randn(batch, channels).to(dtype) for _ in range(2))
-        for reverse in (False, True):
+        for order in (Order(), Order(reverse=True)):
             # Views that begin in the middle of 16 bytes, and one of which sequences have gaps.
             x, y, z = (t.cuda()[..., start:].transpose(1, 2) for t in (a, b, grad))
-            want = reference.linear_scan(*(t.double().cpu() for t in (x, y)), h0.double(), reverse, None)
-            got = kernels.linear_scan(x, y, h0.cuda(), reverse, None)
+            want = reference.linear_scan(*(t.double().cpu() for t in (x, y)), h0.double(), order)
+            got = kernels.linear_scan(x, y, h0.cuda(), order)
             assert got[0].stride() == (channels * steps, 1, steps)
             for g, w in zip(got, want, strict=True):
                 assert relative_error(g, w) < TOLERANCE[dtype]
             h = want[0].to(dtype).transpose(1, 2).contiguous().cuda().transpose(1, 2)
             wide = [t.double().cpu() for t in (x, h)]
-            want = reference.linear_scan_backward(
-                *wide, h0.double(), z.double().cpu(), grad_last.double(), reverse, None
-            )
-            got = kernels.linear_scan_backward(x, h, h0.cuda(), z, grad_last.cuda(), reverse, None)
+            want = reference.linear_scan_backward(*wide, h0.double(), z.double().cpu(), grad_last.double(), order)
+            got = kernels.linear_scan_backward(x, h, h0.cuda(), z, grad_last.cuda(), order)
             for g, w in zip(got, want, strict=True):
                 assert relative_error(g, w) < TOLERANCE[dtype]
 
@@ -369,13 +365,14 @@ def test_masks_lie_at_any_address(geometry, channels, poisoned, monkeypatch):
         if resets is not None:
             marks = mask.cuda().as_strided(resets.shape, resets.stride(), resets.storage_offset())
         for reverse in (False, True):
-            want = reference.linear_scan(a.double(), b.double(), None, reverse, None, resets)
-            got = kernels.linear_scan(a.cuda(), b.cuda(), None, reverse, None, marks)
+            order, order_on_gpu = Order(None, resets, reverse), Order(None, marks, reverse)
+            want = reference.linear_scan(a.double(), b.double(), None, order)
+            got = kernels.linear_scan(a.cuda(), b.cuda(), None, order_on_gpu)
             for g, w in zip(got, want, strict=True):
                 assert relative_error(g, w) < TOLERANCE[torch.float32]
             h = want[0]
-            want = reference.linear_scan_backward(a.double(), h, None, grad.double(), None, reverse, None, resets)
-            got = kernels.linear_scan_backward(*gpu(a, h.float(), None, grad, None), reverse, None, marks)
+            want = reference.linear_scan_backward(a.double(), h, None, grad.double(), None, order)
+            got = kernels.linear_scan_backward(*gpu(a, h.float(), None, grad, None), order_on_gpu)
             for g, w in zip(got[:2], want[:2], strict=True):
                 assert relative_error(g, w) < TOLERANCE[torch.float32]
 
@@ -445,11 +442,11 @@ def test_infinite_states_end_at_the_next_of_many_resets(shape, dtype, poisoned):
     resets = torch.rand(shape[:2]) < 0.2
     for reverse in (False, True):
         wide = a.double(), h.double(), None, grad.double()
-        want = reference.linear_scan_backward(*wide, None, reverse, None, resets)[:2]
-        want += (reference.linear_scan(a.double(), b.double(), None, reverse, None, resets)[0],)
-        marks = resets.cuda()
-        got = kernels.linear_scan_backward(*gpu(a, h, None, grad, None), reverse, None, marks)[:2]
-        got += (kernels.linear_scan(a.cuda(), b.cuda(), None, reverse, None, marks)[0],)
+        order, order_on_gpu = Order(None, resets, reverse), Order(None, resets.cuda(), reverse)
+        want = reference.linear_scan_backward(*wide, None, order)[:2]
+        want += (reference.linear_scan(a.double(), b.double(), None, order)[0],)
+        got = kernels.linear_scan_backward(*gpu(a, h, None, grad, None), order_on_gpu)[:2]
+        got += (kernels.linear_scan(a.cuda(), b.cuda(), None, order_on_gpu)[0],)
         for g, w in zip(got, want, strict=True):
             finite = w.isfinite()
             assert torch.equal(g.isfinite().cpu(), finite)

@@ -17,5 +17,6 @@ A device's modules provide, for checked and non-empty tensors that are on it,
 - of others, ``nonlinear/cpu.py`` and ``nonlinear/cuda.py``: ``steps`` and ``steps_backward`` for
   ``nonlinear_recurrence``, and on a CPU ``Step``, one step of a recurrence alone.
 
-The arguments are the operators', which a comment above each describes.
+The arguments are the operators', which a comment above each describes; bounds, resets and direction are one, an
+:class:`~ostinato.kernels.scan.Order`, but for a layer's.
 """

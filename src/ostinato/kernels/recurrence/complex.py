@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ostinato.kernels.recurrence.nonlinear.operator import nonlinear_recurrence
 from ostinato.kernels.recurrence.symbolic.trace import trace
-from ostinato.kernels.scan import choose_backend
+from ostinato.kernels.scan import Order, choose_backend
 from ostinato.kernels.scan.operators import check_cu_seqlens
 from ostinato.kernels.scan.torch_ops import TorchBackend
 
@@ -34,7 +34,7 @@ def linear_scan(
         kernels = choose_backend(backend, b.device.type)
         if isinstance(kernels, TorchBackend):  # supports complex numbers, differentiably
             check_cu_seqlens(cu_seqlens, b.shape[1])
-            return kernels.linear_scan(a, b, h0, reverse, cu_seqlens, resets)
+            return kernels.linear_scan(a, b, h0, Order(cu_seqlens, resets, reverse))
     initial = (None, None) if h0 is None else _parts(h0)
     options = cu_seqlens, resets, reverse, backend
     h, h_imaginary, last, last_imaginary = nonlinear_recurrence(_RECURRENCE, *initial, *options, *_parts(a), *_parts(b))

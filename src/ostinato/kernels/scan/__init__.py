@@ -12,74 +12,78 @@
 
 import functools
 import importlib
-from typing import Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 from torch import Tensor
 
+Gradients = tuple[Tensor, Tensor, Tensor | None]
 BACKENDS = ("auto", "reference", "torch", "cpu", "cuda")
+
+
+class Order(NamedTuple):
+    """How the steps of a scan follow one another.
+
+    Attributes:
+        cu_seqlens: bounds, (N+1,), of sequences that are concatenated in a batch of one.
+        resets: bool, (B, T), True where, in scan order, the state is zero before the step.
+        reverse: from the last step to the first.
+    """
+
+    cu_seqlens: Tensor | None = None
+    resets: Tensor | None = None
+    reverse: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        return self.cu_seqlens is None and self.resets is None
+
+    def sequences(self, x: Tensor) -> int:
+        """How many there are in (B, T, D)."""
+        return x.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
+
+
+_PLAIN = Order(), Order(reverse=True)
+
+
+def order_of(cu_seqlens: Tensor | None, resets: Tensor | None, reverse: bool) -> Order:
+    """An order of these parts; plain ones, as of most calls, are made only once."""
+    return _PLAIN[reverse] if cu_seqlens is None and resets is None else Order(cu_seqlens, resets, reverse)
 
 
 class Backend(Protocol):
     """Scans over checked, non-empty inputs of one floating dtype on one device.
 
-    ``a``, ``b``, ``h`` are (B, T, D) with any strides, ``h0`` and ``h_last`` (B, D), or (N, D) with
-    ``cu_seqlens``; an absent ``h0`` is the zero state, an absent gradient is zero; ``resets``, bool, (B, T), is True
-    where, in scan order, the state is zero before the step.  Results are contiguous, or laid out as the backend's
+    ``a``, ``b``, ``h`` are (B, T, D) with any strides, ``h0`` and ``h_last`` (B, D), or (N, D) with ``cu_seqlens``; an
+    absent ``h0`` is the zero state, an absent gradient is zero.  Results are contiguous, or laid out as the backend's
     ``states_like`` does, do not alias anything, and have the inputs' dtype; float32 and narrower accumulate in float32,
     float64 in float64.
     """
 
-    def linear_scan(
-        self,
-        a: Tensor,
-        b: Tensor,
-        h0: Tensor | None,
-        reverse: bool,
-        cu_seqlens: Tensor | None,
-        resets: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def linear_scan(self, a: Tensor, b: Tensor, h0: Tensor | None, order: Order) -> tuple[Tensor, Tensor]:
         """``h[t] = a[t] * h[t-1] + b[t]``; returns h and the state after the last step taken."""
         ...
 
     def linear_scan_backward(
-        self,
-        a: Tensor,
-        h: Tensor,
-        h0: Tensor | None,
-        grad_h: Tensor | None,
-        grad_h_last: Tensor | None,
-        reverse: bool,
-        cu_seqlens: Tensor | None,
-        resets: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        self, a: Tensor, h: Tensor, h0: Tensor | None, grad_h: Tensor | None, grad_h_last: Tensor | None, order: Order
+    ) -> Gradients:
         """Gradients of a, b and h0 (None if h0 is)."""
         ...
 
-    def log_linear_scan(
-        self,
-        log_a: Tensor,
-        log_b: Tensor,
-        log_h0: Tensor | None,
-        reverse: bool,
-        cu_seqlens: Tensor | None,
-        resets: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """``log_h[t] = logaddexp(log_a[t] + log_h[t-1], log_b[t])``."""
+    def log_linear_scan(self, a: Tensor, b: Tensor, h0: Tensor | None, order: Order) -> tuple[Tensor, Tensor]:
+        """``h[t] = logaddexp(a[t] + h[t-1], b[t])``: all are logarithms."""
         ...
 
     def log_linear_scan_backward(
         self,
-        log_a: Tensor,
-        log_b: Tensor,
-        log_h: Tensor,
-        log_h0: Tensor | None,
+        a: Tensor,
+        b: Tensor,
+        h: Tensor,
+        h0: Tensor | None,
         grad_h: Tensor | None,
         grad_h_last: Tensor | None,
-        reverse: bool,
-        cu_seqlens: Tensor | None,
-        resets: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Gradients of log_a, log_b and log_h0 (None if log_h0 is)."""
+        order: Order,
+    ) -> Gradients:
+        """Gradients of a, b and h0 (None if h0 is)."""
         ...
 
 

@@ -10,70 +10,41 @@ from torch import Tensor
 
 from ostinato.kernels.memory import empty_like
 from ostinato.kernels.numba_loops import LINE, NUMPY_DTYPES
-from ostinato.kernels.scan import cpu_loops
+from ostinato.kernels.scan import Gradients, Order, cpu_loops
 from ostinato.kernels.threads import run_loop, threads_for
 
 SCAN_WIDTH = 1024  # channels a task has at least: a scan moves memory, fastest in long rows
 STREAMED = 32 << 20  # bytes from which on a scan's result does not stay in the caches until it is read
 
 
-def linear_scan(
-    a: Tensor,
-    b: Tensor,
-    h0: Tensor | None,
-    reverse: bool,
-    cu_seqlens: Tensor | None,
-    resets: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    if b.shape[1] == 1 and resets is None and cu_seqlens is None and b.dtype in NUMPY_DTYPES:
+def linear_scan(a: Tensor, b: Tensor, h0: Tensor | None, order: Order) -> tuple[Tensor, Tensor]:
+    if b.shape[1] == 1 and order.is_plain and b.dtype in NUMPY_DTYPES:
         h = b.clone(memory_format=torch.contiguous_format) if h0 is None else torch.addcmul(b, a, h0[:, None])
         return h, h[:, 0].clone()  # sooner than a loop of one step is called
-    return _scan(False, a, b, h0, reverse, cu_seqlens, resets)
+    return _scan(False, a, b, h0, order)
 
 
-def prepare_linear_scan(a: Tensor, b: Tensor, h0: Tensor | None, reverse: bool) -> Callable:
-    """A fast path of :func:`linear_scan` for tensors laid out like these."""
+def prepare_linear_scan(a: Tensor, b: Tensor, h0: Tensor | None, order: Order) -> Callable:
+    """A fast path of :func:`linear_scan` for tensors laid out like these, in a plain order."""
     if b.shape[1] == 1 and h0 is None and b.is_contiguous() and b.dtype in NUMPY_DTYPES:
         return lambda a, b, *_: (b.clone(), b.squeeze(1).clone())
-    return lambda a, b, h0, *_: linear_scan(a, b, h0, reverse, None)
+    return lambda a, b, h0, *_: linear_scan(a, b, h0, order)
 
 
 def linear_scan_backward(
-    a: Tensor,
-    h: Tensor,
-    h0: Tensor | None,
-    grad_h: Tensor | None,
-    grad_h_last: Tensor | None,
-    reverse: bool,
-    cu_seqlens: Tensor | None,
-    resets: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    return _scan_backward(False, a, a, h, h0, grad_h, grad_h_last, reverse, cu_seqlens, resets)
+    a: Tensor, h: Tensor, h0: Tensor | None, grad_h: Tensor | None, grad_h_last: Tensor | None, order: Order
+) -> Gradients:
+    return _scan_backward(False, a, a, h, h0, grad_h, grad_h_last, order)
 
 
-def log_linear_scan(
-    log_a: Tensor,
-    log_b: Tensor,
-    log_h0: Tensor | None,
-    reverse: bool,
-    cu_seqlens: Tensor | None,
-    resets: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    return _scan(True, log_a, log_b, log_h0, reverse, cu_seqlens, resets)
+def log_linear_scan(a: Tensor, b: Tensor, h0: Tensor | None, order: Order) -> tuple[Tensor, Tensor]:
+    return _scan(True, a, b, h0, order)
 
 
 def log_linear_scan_backward(
-    log_a: Tensor,
-    log_b: Tensor,
-    log_h: Tensor,
-    log_h0: Tensor | None,
-    grad_h: Tensor | None,
-    grad_h_last: Tensor | None,
-    reverse: bool,
-    cu_seqlens: Tensor | None,
-    resets: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    return _scan_backward(True, log_a, log_b, log_h, log_h0, grad_h, grad_h_last, reverse, cu_seqlens, resets)
+    a: Tensor, b: Tensor, h: Tensor, h0: Tensor | None, grad_h: Tensor | None, grad_h_last: Tensor | None, order: Order
+) -> Gradients:
+    return _scan_backward(True, a, b, h, h0, grad_h, grad_h_last, order)
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -102,24 +73,11 @@ def constant(value: float, shape: torch.Size | tuple[int, ...], dtype: torch.dty
     return torch.full(shape[-1:], value, dtype=dtype, device="cpu").expand(shape)
 
 
-def _state_shape(x: Tensor, cu_seqlens: Tensor | None) -> tuple[int, int]:
-    return x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1, x.shape[2]
-
-
-def _scan(
-    log: bool,
-    a: Tensor,
-    b: Tensor,
-    h0: Tensor | None,
-    reverse: bool,
-    cu_seqlens: Tensor | None,
-    resets: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def _scan(log: bool, a: Tensor, b: Tensor, h0: Tensor | None, order: Order) -> tuple[Tensor, Tensor]:
     dtype = compute_dtype(b)
-    state = initial_state(h0, _state_shape(b, cu_seqlens), torch.float64, -math.inf if log else 0.0)
+    state = initial_state(h0, (order.sequences(b), b.shape[2]), torch.float64, -math.inf if log else 0.0)
     out = empty_like(b, dtype)
-    loop = cpu_loops.scan(NUMPY_DTYPES[dtype], log)
-    _run_scan(loop, reverse, cu_seqlens, resets, state, a=rows(a, dtype), b=rows(b, dtype), out=out)
+    _run_scan(cpu_loops.scan(NUMPY_DTYPES[dtype], log), order, state, a=rows(a, dtype), b=rows(b, dtype), out=out)
     return as_dtype(out, b.dtype), as_dtype(state, b.dtype)
 
 
@@ -131,20 +89,15 @@ def _scan_backward(
     h0: Tensor | None,
     grad_h: Tensor | None,
     grad_h_last: Tensor | None,
-    reverse: bool,
-    cu_seqlens: Tensor | None,
-    resets: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    dtype = compute_dtype(a)
-    state_shape = _state_shape(a, cu_seqlens)
+    order: Order,
+) -> Gradients:
+    dtype, state_shape = compute_dtype(a), (order.sequences(a), a.shape[2])
     state = initial_state(grad_h_last, state_shape, torch.float64)
     absent = constant(-math.inf if log else 0.0, state_shape, dtype)
     grad_a, grad_b = empty_like(a, dtype), empty_like(a, dtype)
     _run_scan(
         cpu_loops.scan_backward(NUMPY_DTYPES[dtype], log),
-        reverse,
-        cu_seqlens,
-        resets,
+        order,
         state,
         a=rows(a, dtype),
         b=rows(b, dtype),
@@ -158,11 +111,9 @@ def _scan_backward(
     return as_dtype(grad_a, a.dtype), as_dtype(grad_b, a.dtype), None if h0 is None else state.to(h0.dtype)
 
 
-def _run_scan(
-    loop: Any, reverse: bool, cu_seqlens: Tensor | None, resets: Tensor | None, state: Tensor, **arrays: Tensor
-) -> None:
+def _run_scan(loop: Any, order: Order, state: Tensor, **arrays: Tensor) -> None:
     """Call the loop with (B, T, D) arrays, a mask (B, T), and h0, which is (N, D) like the state."""
-    a = arrays["a"]
+    a, (cu_seqlens, resets, reverse) = arrays["a"], order
     strides = tuple([x.stride() for x in arrays.values()])
     marks = None if resets is None else resets.stride()
     sizes = state.shape, a.shape[1], tuple(arrays), strides, marks, cu_seqlens is not None, reverse

@@ -13,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ostinato.kernels.dispatch import gradient, operator, or_empty
 from ostinato.kernels.export import refuse_packed
-from ostinato.kernels.scan import choose_backend
+from ostinato.kernels.scan import Order, choose_backend, order_of
 from ostinato.kernels.scan.torch_ops import LINEAR, LOG, Semiring, gradients_of_scan, partials_of_steps
 from ostinato.kernels.vmap import Groups
 
@@ -45,21 +45,17 @@ def shortened(numbers: Tensor) -> str:
     return str(numbers.tolist() if len(numbers) <= 8 else [*numbers[:4].tolist(), "...", *numbers[-3:].tolist()])
 
 
-def _sequences(b: Tensor, cu_seqlens: Tensor | None) -> int:
-    return b.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+def initial_states(b: Tensor, h0: Tensor | None, order: Order, zero: float) -> Tensor:
+    return b.new_full((order.sequences(b), b.shape[2]), zero) if h0 is None else h0.clone()
 
 
-def initial_states(b: Tensor, h0: Tensor | None, cu_seqlens: Tensor | None, zero: float) -> Tensor:
-    return b.new_full((_sequences(b, cu_seqlens), b.shape[2]), zero) if h0 is None else h0.clone()
-
-
-def _states_like(x: Tensor, cu_seqlens: Tensor | None, resets: Tensor | None, backend: str) -> Tensor:
+def _states_like(x: Tensor, order: Order, backend: str) -> Tensor:
     laid_out = getattr(choose_backend(backend, x.device.type), "states_like", None)  # contiguous of most backends
-    return laid_out(x, cu_seqlens, resets) if laid_out else x.new_empty(x.shape)
+    return laid_out(x, order) if laid_out else x.new_empty(x.shape)
 
 
 def _operators(ring: Semiring, name: str) -> tuple[Callable, Callable]:
-    """Register a scan and its gradient: the functions of the backends with their arguments in another order.
+    """Register a scan and its gradient: the functions of the backends, with the parts of an order each by itself.
 
     scan(a, b, h0, cu_seqlens, resets, reverse, backend) -> h, h_last
     scan_backward(a, b, h, h0, grad_h, grad_h_last, cu_seqlens, resets, reverse, backend) -> gradients of a, b and h0,
@@ -76,30 +72,22 @@ def _operators(ring: Semiring, name: str) -> tuple[Callable, Callable]:
         backend: str,
     ) -> tuple[Tensor, Tensor]:
         check_cu_seqlens(cu_seqlens, b.shape[1])
-        kernels = choose_backend(backend, b.device.type)
+        kernels, order = choose_backend(backend, b.device.type), order_of(cu_seqlens, resets, reverse)
         if b.numel() == 0:
-            return b.new_empty(b.shape), initial_states(b, h0, cu_seqlens, ring.zero)
-        h, h_last = getattr(kernels, name)(a, b, h0, reverse, cu_seqlens, resets)
+            return b.new_empty(b.shape), initial_states(b, h0, order, ring.zero)
+        h, h_last = getattr(kernels, name)(a, b, h0, order)
         return h, h_last
 
-    def prepare(
-        a: Tensor,
-        b: Tensor,
-        h0: Tensor | None,
-        cu_seqlens: Tensor | None,
-        resets: Tensor | None,
-        reverse: bool,
-        backend: str,
-    ) -> Callable | None:
-        prepare_scan = getattr(choose_backend(backend, b.device.type), f"prepare_{name}", None)
-        if prepare_scan is None or cu_seqlens is not None or resets is not None or b.numel() == 0:
-            return None
-        return prepare_scan(a, b, h0, reverse)
+    def prepare(a: Tensor, b: Tensor, h0: Tensor | None, *options: Any) -> Callable | None:
+        *parts, backend = options
+        order, find = order_of(*parts), choose_backend(backend, b.device.type)
+        prepare_scan = getattr(find, f"prepare_{name}", None)
+        return prepare_scan(a, b, h0, order) if prepare_scan and order.is_plain and b.numel() else None
 
-    def fake(
-        a: Tensor, b: Tensor, h0: Any, cu_seqlens: Tensor | None, resets: Tensor | None, _reverse: bool, backend: str
-    ) -> tuple[Tensor, Tensor]:
-        return _states_like(b, cu_seqlens, resets, backend), b.new_empty(_sequences(b, cu_seqlens), b.shape[2])
+    def fake(_a: Any, b: Tensor, _h0: Any, *options: Any) -> tuple[Tensor, Tensor]:
+        *parts, backend = options
+        order = order_of(*parts)
+        return _states_like(b, order, backend), b.new_empty(order.sequences(b), b.shape[2])
 
     def context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
         a, b, h0, cu_seqlens, resets, ctx.reverse, ctx.backend = inputs
@@ -126,49 +114,39 @@ def _operators(ring: Semiring, name: str) -> tuple[Callable, Callable]:
         backend: str,
     ) -> tuple[Tensor, Tensor, Tensor]:
         check_cu_seqlens(cu_seqlens, h.shape[1])
+        order = order_of(cu_seqlens, resets, reverse)
         if h.numel() == 0:
-            return h.new_empty(h.shape), h.new_empty(h.shape), initial_states(h, grad_h_last, cu_seqlens, 0.0)
+            return h.new_empty(h.shape), h.new_empty(h.shape), initial_states(h, grad_h_last, order, 0.0)
         run = getattr(choose_backend(backend, h.device.type), f"{name}_backward")
         given = (a,) if b is None else (a, b)
-        grads = run(*given, h, h0, grad_h, grad_h_last, reverse, cu_seqlens, resets)
+        grads = run(*given, h, h0, grad_h, grad_h_last, order)
         return grads[0], grads[1], or_empty(grads[2], h)
 
-    def fake_backward(
-        a: Tensor, b: Any, h: Tensor, h0: Tensor | None, _grad_h: Any, _grad_h_last: Any, *rest: Any
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        cu_seqlens, resets, _reverse, backend = rest
-        grads = [_states_like(h, cu_seqlens, resets, backend) for _ in range(2)]
+    def fake_backward(_a: Any, _b: Any, h: Tensor, h0: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+        _grad_h, _grad_h_last, *parts, backend = rest
+        grads = [_states_like(h, order_of(*parts), backend) for _ in range(2)]
         return grads[0], grads[1], h.new_empty(0 if h0 is None else h0.shape)
 
     def jvp(args: tuple, results: tuple[Tensor, Tensor], tangents: tuple) -> tuple[Tensor, Tensor]:
-        a, b, h0, cu_seqlens, resets, reverse, backend = args
-        carry, *slopes = partials_of_steps(ring, a, b, results[0], h0, reverse, cu_seqlens, resets)
+        a, b, h0, *parts, backend = args
+        carry, *slopes = partials_of_steps(ring, a, b, results[0], h0, order_of(*parts))
         offsets = [slope * x for slope, x in zip(slopes, tangents[:2], strict=True) if x is not None]
         total = sum(offsets, torch.zeros_like(b))
-        return linear_scan(carry, total, tangents[2], cu_seqlens, resets, reverse, backend)
+        return linear_scan(carry, total, tangents[2], *parts, backend)
 
     def differentiable_backward(
-        a: Tensor,
-        b: Tensor | None,
-        h: Tensor,
-        h0: Tensor | None,
-        grad_h: Tensor | None,
-        grad_h_last: Tensor | None,
-        cu_seqlens: Tensor | None,
-        resets: Tensor | None,
-        reverse: bool,
-        backend: str,
+        a: Tensor, b: Tensor | None, h: Tensor, h0: Tensor | None, *rest: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        def scan(a: Tensor, b: Tensor, h0: Tensor | None, reverse: bool, *layout: Tensor | None) -> Any:
-            return linear_scan(a, b, h0, *layout, reverse, backend)
+        grad_h, grad_h_last, *parts, backend = rest
 
-        tensors = a, b, h, h0, grad_h, grad_h_last
-        *grads, grad_h0 = gradients_of_scan(ring, scan, *tensors, reverse, cu_seqlens, resets)
+        def scan(a: Tensor, b: Tensor, h0: Tensor | None, order: Order) -> Any:
+            return linear_scan(a, b, h0, *order, backend)
+
+        *grads, grad_h0 = gradients_of_scan(ring, scan, a, b, h, h0, grad_h, grad_h_last, order_of(*parts))
         return grads[0], grads[1], or_empty(None if h0 is None else grad_h0, h)
 
-    def plain(
-        a: Tensor, b: Tensor, h0: Tensor | None, cu_seqlens: Any, resets: Tensor | None, reverse: bool, _backend: str
-    ) -> tuple[Tensor, Tensor]:
+    def plain(a: Tensor, b: Tensor, h0: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
+        cu_seqlens, resets, reverse, _backend = options
         if cu_seqlens is not None:
             refuse_packed()
         return scan(a, b, h0, None, resets, reverse, "loop")

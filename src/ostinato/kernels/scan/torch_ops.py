@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ostinato.kernels.export import loop
-from ostinato.kernels.scan import reference
+from ostinato.kernels.scan import Gradients, Order, reference
 
 CHUNK = 16
 
@@ -104,76 +104,41 @@ class TorchBackend:
         self._scan = scan
         self.compute_dtype = compute_dtype
 
-    def _run(
-        self,
-        ring: Semiring,
-        a: Tensor,
-        b: Tensor,
-        h0: Tensor | None,
-        reverse: bool,
-        cu_seqlens: Tensor | None,
-        resets: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        dtype = self.compute_dtype(b)
+    def _run(self, ring: Semiring, a: Tensor, b: Tensor, h0: Tensor | None, order: Order) -> tuple[Tensor, Tensor]:
+        dtype, resets = self.compute_dtype(b), order.resets
         a, b = a.to(dtype), b.to(dtype)
-        packing = None if cu_seqlens is None else Packing.from_cu_seqlens(cu_seqlens)
+        packing = None if order.cu_seqlens is None else Packing.from_cu_seqlens(order.cu_seqlens)
         if packing is not None:
             a, b = packing.unpack(a[0], ring.one), packing.unpack(b[0], ring.zero)
             resets = None if resets is None else packing.unpack(resets[0, :, None], False)[..., 0]
         h0 = b.new_full((b.shape[0], b.shape[2]), ring.zero) if h0 is None else h0.to(dtype)
-        h, h_last = self._scan(ring, a, b, h0, reverse, resets)
+        h, h_last = self._scan(ring, a, b, h0, order.reverse, resets)
         return (h if packing is None else packing.pack(h)[None]), h_last
 
-    def linear_scan(
-        self,
-        a: Tensor,
-        b: Tensor,
-        h0: Tensor | None,
-        reverse: bool,
-        cu_seqlens: Tensor | None,
-        resets: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        h, h_last = self._run(LINEAR, a, b, h0, reverse, cu_seqlens, resets)
+    def linear_scan(self, a: Tensor, b: Tensor, h0: Tensor | None, order: Order) -> tuple[Tensor, Tensor]:
+        h, h_last = self._run(LINEAR, a, b, h0, order)
         return owned(h, b.dtype), owned(h_last, b.dtype)
 
     def linear_scan_backward(
+        self, a: Tensor, h: Tensor, h0: Tensor | None, grad_h: Tensor | None, grad_h_last: Tensor | None, order: Order
+    ) -> Gradients:
+        return self._run_backward(LINEAR, a, None, h, h0, grad_h, grad_h_last, order)
+
+    def log_linear_scan(self, a: Tensor, b: Tensor, h0: Tensor | None, order: Order) -> tuple[Tensor, Tensor]:
+        h, h_last = self._run(LOG, a, b, h0, order)
+        return owned(h, b.dtype), owned(h_last, b.dtype)
+
+    def log_linear_scan_backward(
         self,
         a: Tensor,
+        b: Tensor,
         h: Tensor,
         h0: Tensor | None,
         grad_h: Tensor | None,
         grad_h_last: Tensor | None,
-        reverse: bool,
-        cu_seqlens: Tensor | None,
-        resets: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        return self._run_backward(LINEAR, a, None, h, h0, grad_h, grad_h_last, reverse, cu_seqlens, resets)
-
-    def log_linear_scan(
-        self,
-        log_a: Tensor,
-        log_b: Tensor,
-        log_h0: Tensor | None,
-        reverse: bool,
-        cu_seqlens: Tensor | None,
-        resets: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        log_h, log_h_last = self._run(LOG, log_a, log_b, log_h0, reverse, cu_seqlens, resets)
-        return owned(log_h, log_b.dtype), owned(log_h_last, log_b.dtype)
-
-    def log_linear_scan_backward(
-        self,
-        log_a: Tensor,
-        log_b: Tensor,
-        log_h: Tensor,
-        log_h0: Tensor | None,
-        grad_h: Tensor | None,
-        grad_h_last: Tensor | None,
-        reverse: bool,
-        cu_seqlens: Tensor | None,
-        resets: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        return self._run_backward(LOG, log_a, log_b, log_h, log_h0, grad_h, grad_h_last, reverse, cu_seqlens, resets)
+        order: Order,
+    ) -> Gradients:
+        return self._run_backward(LOG, a, b, h, h0, grad_h, grad_h_last, order)
 
     def _run_backward(
         self,
@@ -184,18 +149,15 @@ class TorchBackend:
         h0: Tensor | None,
         grad_h: Tensor | None,
         grad_h_last: Tensor | None,
-        reverse: bool,
-        cu_seqlens: Tensor | None,
-        resets: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        order: Order,
+    ) -> Gradients:
         dtype = self.compute_dtype(a)
 
         def wide(x: Any) -> Any:
             return None if x is None else x.to(dtype)
 
         tensors = wide(a), wide(b), wide(h), wide(h0), wide(grad_h), wide(grad_h_last)
-        scan = functools.partial(self._run, LINEAR)
-        *grads, grad_h0 = gradients_of_scan(ring, scan, *tensors, reverse, cu_seqlens, resets)
+        *grads, grad_h0 = gradients_of_scan(ring, functools.partial(self._run, LINEAR), *tensors, order)
         return owned(grads[0], a.dtype), owned(grads[1], a.dtype), None if h0 is None else owned(grad_h0, h0.dtype)
 
 
@@ -246,17 +208,10 @@ def shift(h: Tensor, h0: Tensor | None, reverse: bool, cu_seqlens: Tensor | None
 
 
 def partials_of_steps(
-    ring: Semiring,
-    a: Tensor,
-    b: Tensor | None,
-    h: Tensor,
-    h0: Tensor | None,
-    reverse: bool,
-    cu_seqlens: Tensor | None,
-    resets: Tensor | None,
+    ring: Semiring, a: Tensor, b: Tensor | None, h: Tensor, h0: Tensor | None, order: Order
 ) -> tuple[Tensor, Tensor, Tensor | float]:
     """The derivatives of every step of a scan, to the state before it, a and b."""
-    before = zeroed(shift(h, h0, reverse, cu_seqlens, ring.zero), resets, ring.zero)
+    before = zeroed(shift(h, h0, order.reverse, order.cu_seqlens, ring.zero), order.resets, ring.zero)
     return ring.partials(a, b, before)
 
 
@@ -269,17 +224,15 @@ def gradients_of_scan(
     h0: Tensor | None,
     grad_h: Tensor | None,
     grad_h_last: Tensor | None,
-    reverse: bool,
-    cu_seqlens: Tensor | None,
-    resets: Tensor | None,
+    order: Order,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of a, b and h0, by ``scan``: a linear one, with the arguments of a backend's."""
-    carry, of_a, of_b = partials_of_steps(ring, a, b, h, h0, reverse, cu_seqlens, resets)
+    carry, of_a, of_b = partials_of_steps(ring, a, b, h, h0, order)
     grad = torch.zeros_like(carry) if grad_h is None else grad_h
     # The gradient that each state passes on to the one before, by a scan in the opposite direction.
-    offsets = zeroed(carry * grad, resets)
-    passed, grad_h0 = scan(carry, offsets, grad_h_last, not reverse, cu_seqlens, resets)
-    total = grad + shift(passed, grad_h_last, not reverse, cu_seqlens)
+    offsets, back = zeroed(carry * grad, order.resets), order._replace(reverse=not order.reverse)
+    passed, grad_h0 = scan(carry, offsets, grad_h_last, back)
+    total = grad + shift(passed, grad_h_last, back.reverse, back.cu_seqlens)
     return total * of_a, total * of_b, grad_h0
 
 

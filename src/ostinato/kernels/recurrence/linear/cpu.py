@@ -17,6 +17,7 @@ from ostinato.kernels.recurrence.linear import cpu_loops
 from ostinato.kernels.recurrence.linear.steps import Steps, steps_of
 from ostinato.kernels.recurrence.symbolic.graph import Graph, evaluate
 from ostinato.kernels.recurrence.symbolic.trace import parse
+from ostinato.kernels.scan import Order
 from ostinato.kernels.scan.cpu import as_dtype, blocks_of, compute_dtype, constant, initial_state, rows
 from ostinato.kernels.threads import run_loop, threads_for
 
@@ -54,20 +55,13 @@ def _loop(recurrence: str, backward: bool, dtype: torch.dtype) -> tuple[Any, typ
     return make(parse(recurrence), NUMPY_DTYPES[dtype]), cpu_loops.work_of(parse(recurrence), backward)
 
 
-def scan(
-    recurrence: str,
-    h0: Tensor | None,
-    cu_seqlens: Tensor | None,
-    resets: Tensor | None,
-    reverse: bool,
-    *arguments: Tensor,
-) -> tuple[Tensor, Tensor]:
+def scan(recurrence: str, h0: Tensor | None, order: Order, *arguments: Tensor) -> tuple[Tensor, Tensor]:
     sequences, parameters = _parted(recurrence, arguments)
     like, dtype = sequences[0], sequences[0].dtype
-    layout = _layout(like, cu_seqlens, resets, reverse)
+    layout = _layout(like, order)
     h = empty(like.shape, dtype)
     state = initial_state(h0, (layout.batch, layout.hidden), dtype)
-    _run(recurrence, layout, parameters, state, _arrays(sequences, cu_seqlens), _arrays([h], cu_seqlens))
+    _run(recurrence, layout, parameters, state, _arrays(sequences, order), _arrays([h], order))
     result = first_sequence(recurrence, arguments).dtype
     return h.to(result), state.to(result)
 
@@ -78,20 +72,18 @@ def scan_backward(
     h0: Tensor | None,
     grad_h: Tensor | None,
     grad_h_last: Tensor | None,
-    cu_seqlens: Tensor | None,
-    resets: Tensor | None,
-    reverse: bool,
+    order: Order,
     *arguments: Tensor,
 ) -> tuple[list[Tensor], list[Tensor], Tensor | None]:
     sequences, parameters = _parted(recurrence, arguments)
     dtype = sequences[0].dtype
-    layout = _layout(sequences[0], cu_seqlens, resets, reverse)
+    layout = _layout(sequences[0], order)
     state = initial_state(grad_h_last, (layout.batch, layout.hidden), dtype)
     grads = [empty(h.shape, dtype) for _ in sequences]
     given = rows(h, dtype), constant(0.0, h.shape, dtype) if grad_h is None else rows(grad_h, dtype)
-    rest = [*_arrays(given[:1], cu_seqlens), *_arrays(given[1:], cu_seqlens), *_arrays(grads, cu_seqlens)]
+    rest = [*_arrays(given[:1], order), *_arrays(given[1:], order), *_arrays(grads, order)]
     initial = None if h0 is None else h0.to(dtype).contiguous()
-    sums = _run_backward(recurrence, layout, parameters, state, _arrays(sequences, cu_seqlens), rest, initial)
+    sums = _run_backward(recurrence, layout, parameters, state, _arrays(sequences, order), rest, initial)
     return [g.to(h.dtype) for g in grads], [x[0] for x in sums], None if h0 is None else state.to(h0.dtype)
 
 
@@ -105,7 +97,8 @@ def _parted(recurrence: str, arguments: Sequence[Tensor]) -> tuple[list[Tensor],
     return sequences, [x[None] for x in parameters]
 
 
-def _layout(x: Tensor, cu_seqlens: Tensor | None, resets: Tensor | None, reverse: bool) -> _Layout:
+def _layout(x: Tensor, order: Order) -> _Layout:
+    cu_seqlens, resets, reverse = order
     batch, length, hidden = x.shape
     together = batch if x.stride(0) < x.stride(1) else 1
     bounds = None
@@ -115,9 +108,9 @@ def _layout(x: Tensor, cu_seqlens: Tensor | None, resets: Tensor | None, reverse
     return _Layout(1, batch, length, hidden, together, reverse, None, bounds, resets, marks)
 
 
-def _arrays(tensors: Sequence[Tensor], cu_seqlens: Tensor | None) -> Arrays:
+def _arrays(tensors: Sequence[Tensor], order: Order) -> Arrays:
     x = tensors[0]
-    return [*(y.data_ptr() for y in tensors), x.stride(1), 0 if cu_seqlens is not None else x.stride(0), 0]
+    return [*(y.data_ptr() for y in tensors), x.stride(1), 0 if order.cu_seqlens is not None else x.stride(0), 0]
 
 
 def layer(

@@ -14,6 +14,7 @@ from ostinato.kernels.nvrtc import SCALARS, address, empty
 from ostinato.kernels.recurrence.arguments import by_kind
 from ostinato.kernels.recurrence.linear.element import element_name, print_element
 from ostinato.kernels.recurrence.symbolic.trace import parse
+from ostinato.kernels.scan import Order
 from ostinato.kernels.scan.cuda.launch import Problem, Scan, Strides
 from ostinato.kernels.scan.cuda.scans import Element, along_channels, last_state, prepare_scan
 
@@ -21,22 +22,15 @@ MOST_SEQUENCES, STEP_WARPS = 8, 4  # of the one-kernel step: sequences, whose su
 MOST_16_BIT_WEIGHTS = 1 << 22  # for more than 4 sequences: beyond, tensor cores are faster
 
 
-def scan(
-    recurrence: str,
-    h0: Tensor | None,
-    cu_seqlens: Tensor | None,
-    resets: Tensor | None,
-    reverse: bool,
-    *arguments: Tensor,
-) -> tuple[Tensor, Tensor]:
+def scan(recurrence: str, h0: Tensor | None, order: Order, *arguments: Tensor) -> tuple[Tensor, Tensor]:
     inputs, parameters = _parted(recurrence, arguments)
     h0 = None if h0 is None else h0.contiguous()
     h = inputs[0].new_empty(inputs[0].shape)
-    h_last = last_state(h, h0, cu_seqlens, 0.0)
+    h_last = last_state(h, h0, order.cu_seqlens, 0.0)
     strides = tuple([x.stride() for x in inputs])
-    prepared = prepare_scan(element_of(recurrence, False), h, strides, 1, reverse, cu_seqlens, resets, parameters)
+    prepared = prepare_scan(element_of(recurrence, False), h, strides, 1, order, parameters)
     addresses = [x.data_ptr() for x in (*inputs, h, *parameters)] + [0] * (not parameters)
-    prepared.launch(h, [*addresses, address(h0), h_last.data_ptr(), 0], cu_seqlens, resets)
+    prepared.launch(h, [*addresses, address(h0), h_last.data_ptr(), 0], order.cu_seqlens, order.resets)
     return h, h_last
 
 
@@ -46,9 +40,7 @@ def scan_backward(
     h0: Tensor | None,
     grad_h: Tensor | None,
     grad_h_last: Tensor | None,
-    cu_seqlens: Tensor | None,
-    resets: Tensor | None,
-    reverse: bool,
+    order: Order,
     *arguments: Tensor,
 ) -> tuple[list[Tensor], list[Tensor], Tensor | None]:
     sequences, parameters = _parted(recurrence, arguments)
@@ -56,15 +48,14 @@ def scan_backward(
     grad_h_last = None if grad_h_last is None else grad_h_last.contiguous()
     inputs = [*sequences, *map(along_channels, (h, h if grad_h is None else grad_h))]
     grads = [h.new_empty(h.shape) for _ in sequences]
-    grad_h0 = None if h0 is None else last_state(h, grad_h_last, cu_seqlens, 0.0)
+    grad_h0 = None if h0 is None else last_state(h, grad_h_last, order.cu_seqlens, 0.0)
     strides = tuple([x.stride() for x in inputs])
-    prepared = prepare_scan(
-        element_of(recurrence, True), h, strides, len(grads), reverse, cu_seqlens, resets, parameters
-    )
+    prepared = prepare_scan(element_of(recurrence, True), h, strides, len(grads), order, parameters)
     addresses = [x.data_ptr() for x in (*inputs, *grads, *parameters)] + [0] * (not parameters)
     if grad_h is None:
         addresses[len(sequences) + 1] = 0
-    sums = prepared.launch(h, [*addresses, *map(address, (grad_h_last, grad_h0, h0))], cu_seqlens, resets)
+    addresses += map(address, (grad_h_last, grad_h0, h0))
+    sums = prepared.launch(h, addresses, order.cu_seqlens, order.resets)
     return grads, [] if sums is None else list(sums[0]), grad_h0
 
 

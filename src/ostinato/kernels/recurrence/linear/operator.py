@@ -14,6 +14,7 @@ from ostinato.kernels.recurrence.arguments import first_sequence, in_order
 from ostinato.kernels.recurrence.backends import kernels_on
 from ostinato.kernels.recurrence.linear import torch_ops
 from ostinato.kernels.recurrence.symbolic.trace import parse
+from ostinato.kernels.scan import order_of
 from ostinato.kernels.scan.operators import check_cu_seqlens, initial_states
 from ostinato.kernels.vmap import Groups
 
@@ -34,26 +35,20 @@ def _linear_recurrence(
 ) -> tuple[Tensor, Tensor]:
     like = first_sequence(recurrence, arguments)
     check_cu_seqlens(cu_seqlens, like.shape[1])
-    kernels = kernels_on(backend, like.device.type)
+    kernels, order = kernels_on(backend, like.device.type), order_of(cu_seqlens, resets, reverse)
     if like.numel() == 0:
-        return like.new_empty(like.shape), initial_states(like, h0, cu_seqlens, 0.0)
+        return like.new_empty(like.shape), initial_states(like, h0, order, 0.0)
     if kernels is None:
         return torch_ops.scan(recurrence, h0, cu_seqlens, resets, reverse, backend, *arguments)
-    return kernels.scan(recurrence, h0, cu_seqlens, resets, reverse, *arguments)
+    return kernels.scan(recurrence, h0, order, *arguments)
 
 
-def _linear_recurrence_fake(
-    recurrence: str,
-    h0: Tensor | None,
-    cu_seqlens: Tensor | None,
-    resets: Tensor | None,
-    reverse: bool,
-    backend: str,
-    *arguments: Tensor,
-) -> tuple[Tensor, Tensor]:
+def _linear_recurrence_fake(recurrence: str, _h0: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
+    cu_seqlens, resets, reverse, _backend, *arguments = rest
     like = first_sequence(recurrence, arguments)
-    sequences = like.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    return like.new_empty(like.shape), like.new_empty(sequences, like.shape[2])
+    return like.new_empty(like.shape), like.new_empty(
+        order_of(cu_seqlens, resets, reverse).sequences(like), like.shape[2]
+    )
 
 
 def _linear_recurrence_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
@@ -84,15 +79,16 @@ def _linear_recurrence_backward_impl(
     *arguments: Tensor,
 ) -> list[Tensor]:
     check_cu_seqlens(cu_seqlens, h.shape[1])
-    given = h0, h, grad_h, grad_h_last, cu_seqlens, resets
+    order = order_of(cu_seqlens, resets, reverse)
     if h.numel() == 0:
-        return [initial_states(h, grad_h_last, cu_seqlens, 0.0), *map(torch.zeros_like, arguments)]
+        return [initial_states(h, grad_h_last, order, 0.0), *map(torch.zeros_like, arguments)]
     kernels = kernels_on(backend, h.device.type)
     if kernels is None:
         with torch.no_grad():
-            found = _linear_recurrence_backward_composite(recurrence, *given, reverse, backend, *arguments)
+            given = h0, h, grad_h, grad_h_last, *order, backend
+            found = _linear_recurrence_backward_composite(recurrence, *given, *arguments)
         return [x.clone() for x in found]
-    shared = h, h0, grad_h, grad_h_last, cu_seqlens, resets, reverse
+    shared = h, h0, grad_h, grad_h_last, order
     of_sequences, of_parameters, grad_h0 = kernels.scan_backward(recurrence, *shared, *arguments)
     grads = in_order(parse(recurrence).sequences, of_sequences, of_parameters)
     return [or_empty(grad_h0, h), *(grad.to(x.dtype) for grad, x in zip(grads, arguments, strict=True))]

@@ -9,7 +9,7 @@ from torch.autograd import forward_ad
 from ostinato.kernels.recurrence.arguments import first_sequence
 from ostinato.kernels.recurrence.symbolic.graph import evaluate
 from ostinato.kernels.recurrence.symbolic.trace import parse
-from ostinato.kernels.scan import choose_backend, operators
+from ostinato.kernels.scan import Order, choose_backend, operators
 from ostinato.kernels.scan.torch_ops import LINEAR, Packing, TorchBackend
 
 
@@ -60,10 +60,9 @@ def _coefficients(recurrence: str, *arguments: Tensor) -> tuple[Tensor, ...]:
     return a.expand(shape), b.expand(shape)
 
 
-def _in_a_loop(
-    a: Tensor, b: Tensor, h0: Tensor | None, _: Tensor | None, resets: Tensor | None, reverse: bool, backend: str
-) -> tuple[Tensor, Tensor]:
-    return choose_backend(backend, a.device.type).linear_scan(a, b, h0, reverse, None, resets)
+def _in_a_loop(a: Tensor, b: Tensor, h0: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
+    *parts, backend = options
+    return choose_backend(backend, a.device.type).linear_scan(a, b, h0, Order(*parts))
 
 
 def _like(x: Tensor) -> Any:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ostinato.kernels.nvrtc import address, empty
+from ostinato.kernels.scan import Gradients, Order
 from ostinato.kernels.scan.cuda.launch import Problem, Scan
 
 
@@ -22,15 +23,14 @@ def _along_time(x: Tensor) -> Tensor:
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def _is_time_contiguous(x: Tensor, cu_seqlens: Tensor | None, resets: Tensor | None) -> bool:
+def _is_time_contiguous(x: Tensor, order: Order) -> bool:
     """Whether (B, T, D) is stored as (B, D, T), which the kernel reads in place unless packed or with resets."""
-    plain = cu_seqlens is None and resets is None
-    return plain and x.stride(1) == 1 and x.stride(2) != 1 and x.shape[1] > 1 and x.shape[2] > 1
+    return order.is_plain and x.stride(1) == 1 and x.stride(2) != 1 and x.shape[1] > 1 and x.shape[2] > 1
 
 
-def states_like(x: Tensor, cu_seqlens: Tensor | None, resets: Tensor | None) -> Tensor:
+def states_like(x: Tensor, order: Order) -> Tensor:
     """An empty tensor of the shape of `x`: time-contiguous if `x` is, else contiguous."""
-    if _is_time_contiguous(x, cu_seqlens, resets):
+    if _is_time_contiguous(x, order):
         return x.new_empty(x.shape[0], x.shape[2], x.shape[1]).transpose(1, 2)
     return x.new_empty(x.shape)
 
@@ -60,9 +60,7 @@ def prepare_scan(
     like: Tensor,
     strides: tuple[tuple[int, ...], ...],
     outputs: int,
-    reverse: bool,
-    cu_seqlens: Tensor | None,
-    resets: Tensor | None,
+    order: Order,
     parameters: Sequence[Tensor] = (),
     by_time: bool = False,
 ) -> Scan:
@@ -70,6 +68,7 @@ def prepare_scan(
 
     Outputs are contiguous, as (B, D, T) if ``by_time``.
     """
+    cu_seqlens, resets, reverse = order
     return _prepare_scan(
         element,
         like.dtype,
@@ -134,38 +133,31 @@ def _prepare_scan(
 
 
 def _forward_scan(
-    element: Element,
-    a: Tensor,
-    b: Tensor,
-    h0: Tensor | None,
-    reverse: bool,
-    cu_seqlens: Tensor | None,
-    resets: Tensor | None,
-    zero: float,
+    element: Element, a: Tensor, b: Tensor, h0: Tensor | None, order: Order, zero: float
 ) -> tuple[Tensor, Tensor]:
-    by_time = _is_time_contiguous(b, cu_seqlens, resets)
+    by_time = _is_time_contiguous(b, order)
     lie = _along_time if by_time else along_channels
     a, b, h0 = lie(a), lie(b), None if h0 is None else h0.contiguous()
-    h = torch.empty_like(b) if b.is_contiguous() else states_like(b, cu_seqlens, resets)  # new_empty costs more
-    h_last = last_state(b, h0, cu_seqlens, zero)
-    scan = prepare_scan(element, b, (a.stride(), b.stride()), 1, reverse, cu_seqlens, resets, by_time=by_time)
+    h = torch.empty_like(b) if b.is_contiguous() else states_like(b, order)  # new_empty costs more
+    h_last = last_state(b, h0, order.cu_seqlens, zero)
+    scan = prepare_scan(element, b, (a.stride(), b.stride()), 1, order, by_time=by_time)
     addresses = a.data_ptr(), b.data_ptr(), h.data_ptr(), 0, address(h0), h_last.data_ptr(), 0
-    scan.launch(h, addresses, cu_seqlens, resets)
+    scan.launch(h, addresses, order.cu_seqlens, order.resets)
     return h, h_last
 
 
-def prepare_linear_scan(a: Tensor, b: Tensor, h0: Tensor | None, reverse: bool) -> Callable | None:
-    """A fast path with ``linear_scan``'s arguments for tensors laid out like these; None if they must be copied."""
+def prepare_linear_scan(a: Tensor, b: Tensor, h0: Tensor | None, order: Order) -> Callable | None:
+    """A fast path of :func:`linear_scan`, in a plain order, for tensors laid out like these; None if any is copied."""
     if not b.is_contiguous() or along_channels(a) is not a or (h0 is not None and not h0.is_contiguous()):
         return None
-    scan = prepare_scan(_LINEAR, b, (a.stride(), b.stride()), 1, reverse, None, None)
+    scan = prepare_scan(_LINEAR, b, (a.stride(), b.stride()), 1, order)
     device, dtype, shape = b.get_device(), b.dtype, tuple(b.shape)
     batch, steps, channels = shape
     strides, last = (steps * channels, channels, 1), (batch, channels)
 
     def run(a: Tensor, b: Tensor, h0: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
         if torch._C._cuda_getDevice() != device:
-            return linear_scan(a, b, h0, reverse, None)
+            return linear_scan(a, b, h0, order)
         h, h_last = empty(shape, strides, dtype), empty(last, (channels, 1), dtype)
         initial = 0 if h0 is None else h0.data_ptr()
         scan.launch(h, (a.data_ptr(), b.data_ptr(), h.data_ptr(), 0, initial, h_last.data_ptr(), 0))
@@ -181,71 +173,39 @@ def _backward_scan(
     h0: Tensor | None,
     grad_h: Tensor | None,
     grad_h_last: Tensor | None,
-    reverse: bool,
-    cu_seqlens: Tensor | None,
-    resets: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    by_time = _is_time_contiguous(h, cu_seqlens, resets)
+    order: Order,
+) -> Gradients:
+    by_time = _is_time_contiguous(h, order)
     h0 = None if h0 is None else h0.contiguous()
     grad_h_last = None if grad_h_last is None else grad_h_last.contiguous()
     inputs = [(_along_time if by_time else along_channels)(x) for x in (*plain, h, h if grad_h is None else grad_h)]
-    outputs = states_like(h, cu_seqlens, resets), states_like(h, cu_seqlens, resets)
-    grad_h0 = None if h0 is None else last_state(h, grad_h_last, cu_seqlens, 0.0)
+    outputs = states_like(h, order), states_like(h, order)
+    grad_h0 = None if h0 is None else last_state(h, grad_h_last, order.cu_seqlens, 0.0)
     strides = tuple([x.stride() for x in inputs])
-    scan = prepare_scan(element, h, strides, 2, reverse, cu_seqlens, resets, by_time=by_time)
+    scan = prepare_scan(element, h, strides, 2, order, by_time=by_time)
     addresses = [x.data_ptr() for x in (*inputs, *outputs)]
     if grad_h is None:
         addresses[len(plain) + 1] = 0
     addresses += 0, address(grad_h_last), address(grad_h0), address(h0)
-    scan.launch(h, addresses, cu_seqlens, resets)
+    scan.launch(h, addresses, order.cu_seqlens, order.resets)
     return *outputs, grad_h0
 
 
-def linear_scan(
-    a: Tensor,
-    b: Tensor,
-    h0: Tensor | None,
-    reverse: bool,
-    cu_seqlens: Tensor | None,
-    resets: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    return _forward_scan(_LINEAR, a, b, h0, reverse, cu_seqlens, resets, 0.0)
+def linear_scan(a: Tensor, b: Tensor, h0: Tensor | None, order: Order) -> tuple[Tensor, Tensor]:
+    return _forward_scan(_LINEAR, a, b, h0, order, 0.0)
 
 
 def linear_scan_backward(
-    a: Tensor,
-    h: Tensor,
-    h0: Tensor | None,
-    grad_h: Tensor | None,
-    grad_h_last: Tensor | None,
-    reverse: bool,
-    cu_seqlens: Tensor | None,
-    resets: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    return _backward_scan(_LINEAR_BACKWARD, [a], h, h0, grad_h, grad_h_last, reverse, cu_seqlens, resets)
+    a: Tensor, h: Tensor, h0: Tensor | None, grad_h: Tensor | None, grad_h_last: Tensor | None, order: Order
+) -> Gradients:
+    return _backward_scan(_LINEAR_BACKWARD, [a], h, h0, grad_h, grad_h_last, order)
 
 
-def log_linear_scan(
-    log_a: Tensor,
-    log_b: Tensor,
-    log_h0: Tensor | None,
-    reverse: bool,
-    cu_seqlens: Tensor | None,
-    resets: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    return _forward_scan(_LOG_LINEAR, log_a, log_b, log_h0, reverse, cu_seqlens, resets, float("-inf"))
+def log_linear_scan(a: Tensor, b: Tensor, h0: Tensor | None, order: Order) -> tuple[Tensor, Tensor]:
+    return _forward_scan(_LOG_LINEAR, a, b, h0, order, float("-inf"))
 
 
 def log_linear_scan_backward(
-    log_a: Tensor,
-    log_b: Tensor,
-    log_h: Tensor,
-    log_h0: Tensor | None,
-    grad_h: Tensor | None,
-    grad_h_last: Tensor | None,
-    reverse: bool,
-    cu_seqlens: Tensor | None,
-    resets: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    plain = [log_a, log_b]
-    return _backward_scan(_LOG_LINEAR_BACKWARD, plain, log_h, log_h0, grad_h, grad_h_last, reverse, cu_seqlens, resets)
+    a: Tensor, b: Tensor, h: Tensor, h0: Tensor | None, grad_h: Tensor | None, grad_h_last: Tensor | None, order: Order
+) -> Gradients:
+    return _backward_scan(_LOG_LINEAR_BACKWARD, [a, b], h, h0, grad_h, grad_h_last, order)
