@@ -103,13 +103,13 @@ def nonlinear(cell, dtype):
         initial, arguments = [x.cuda() for x in initial], [x.cuda() for x in arguments]
         sequences, parameters = [x for x in arguments if x.dim() == 3], [x for x in arguments if x.dim() == 1]
         bounds = torch.tensor([0, 4, 4, 25, 37], dtype=torch.int32).cuda() if packed else None
-        how = bounds, (torch.rand(shape[:2]) < 0.1).cuda(), reverse
+        order = Order(bounds, (torch.rand(shape[:2]) < 0.1).cuda(), reverse)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(steps_cuda, "SHORTEST", shortest)
-            h, h_last = steps_cuda.steps(trace, sequences, parameters, initial, *how)
+            h, h_last = steps_cuda.steps(trace, sequences, parameters, initial, order)
             gradients = h, [h_last[0], None][: len(h)]
             results = [torch.empty_like(x) for x in sequences]
-            steps_cuda.steps_backward(trace, sequences, parameters, initial, h, *gradients, *how, results)
+            steps_cuda.steps_backward(trace, sequences, parameters, initial, h, *gradients, order, results)
 
 
 def projections(cell, dtype):

@@ -15,6 +15,7 @@ from ostinato.kernels.recurrence.linear.operator import linear_recurrence
 from ostinato.kernels.recurrence.nonlinear.operator import nonlinear_recurrence, step_of
 from ostinato.kernels.recurrence.nonlinear.sequential import sequential
 from ostinato.kernels.recurrence.symbolic.trace import following, trace
+from ostinato.kernels.scan import Order
 from ostinato.kernels.scan.operators import check_cu_seqlens
 from ostinato.replay import recording
 from ostinato.scan import check_scan, linear_scan
@@ -236,7 +237,7 @@ class Recurrence:
         def step(state: list[Tensor], of_step: list[Tensor]) -> tuple[Tensor, ...]:
             return self._results(self.states, following(self.function, state, of_step), tuple(state[0].shape))
 
-        results = [x.to(dtype) for x in sequential(step, initial, arguments, cu_seqlens, resets, reverse)]
+        results = [x.to(dtype) for x in sequential(step, initial, arguments, Order(cu_seqlens, resets, reverse))]
         return (tuple(results[:2]), tuple(results[2:])) if self.states == 2 else (results[0], results[1])
 
     def _has_kernels(self, arguments: tuple[Tensor, ...], given: dict[str, Tensor], backend: str) -> bool:

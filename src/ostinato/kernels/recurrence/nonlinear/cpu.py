@@ -22,6 +22,7 @@ from ostinato.kernels.numba_loops import (
 )
 from ostinato.kernels.recurrence.nonlinear.loop import Arrays, print_loop
 from ostinato.kernels.recurrence.symbolic.trace import Trace, parse, with_state
+from ostinato.kernels.scan import Order
 from ostinato.kernels.scan.cpu import blocks_of, constant, initial_state, rows
 from ostinato.kernels.threads import run_loop, threads_for
 
@@ -54,16 +55,14 @@ def steps(
     sequences: Sequence[Tensor],
     parameters: Sequence[Tensor],
     h0: Sequence[Tensor] | None,
-    cu_seqlens: Tensor | None,
-    resets: Tensor | None,
-    reverse: bool,
+    order: Order,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """The states after every step, and those after the last."""
     like = sequences[0]
     dtype = torch.promote_types(like.dtype, torch.float32)
-    state = _states(trace, like, h0, cu_seqlens, dtype)
+    state = _states(trace, like, h0, order, dtype)
     outs = [empty(like.shape, dtype) for _ in state]
-    _run(trace, False, dtype, cu_seqlens, resets, reverse, sequences, parameters, state, outs)
+    _run(trace, False, dtype, order, sequences, parameters, state, outs)
     return [x.to(like.dtype) for x in outs], [x.to(like.dtype) for x in state]
 
 
@@ -122,16 +121,14 @@ def steps_backward(
     states: Sequence[Tensor],
     grads: Sequence[Tensor | None],
     grads_last: Sequence[Tensor | None],
-    cu_seqlens: Tensor | None,
-    resets: Tensor | None,
-    reverse: bool,
+    order: Order,
     of_sequences: Sequence[Tensor],
 ) -> tuple[Tensor, list[Tensor] | None]:
     """Gradients of the parameters, (parameters, D), widened, and of the initial states (None if there are none); writes
     those of the sequences."""
     like = sequences[0]
     dtype = torch.promote_types(like.dtype, torch.float32)
-    state = [_states(trace, like, None if g is None else [g], cu_seqlens, dtype, 1)[0] for g in grads_last]
+    state = [_states(trace, like, None if g is None else [g], order, dtype, 1)[0] for g in grads_last]
     absent = constant(0.0, state[0].shape, dtype)
     results = of_sequences if like.dtype == dtype else [empty(like.shape, dtype) for _ in sequences]
     sums = [torch.zeros_like(state[0]) for _ in parameters]
@@ -143,7 +140,7 @@ def steps_backward(
         "sum": sums,
         "total": totals,
     }
-    _run(trace, True, dtype, cu_seqlens, resets, reverse, sequences, parameters, state, results, extra)
+    _run(trace, True, dtype, order, sequences, parameters, state, results, extra)
     of_parameters = torch.stack(totals).sum(1) if totals else state[0].new_empty(0, like.shape[2])
     grad_h0 = None if h0 is None else [x.to(like.dtype) for x in state]
     if results is not of_sequences:
@@ -153,15 +150,10 @@ def steps_backward(
 
 
 def _states(
-    trace: Trace,
-    like: Tensor,
-    given: Sequence[Tensor] | None,
-    cu_seqlens: Tensor | None,
-    dtype: torch.dtype,
-    count: int = 0,
+    trace: Trace, like: Tensor, given: Sequence[Tensor] | None, order: Order, dtype: torch.dtype, count: int = 0
 ) -> list[Tensor]:
     """What the loop's states start from, in memory of their own."""
-    shape = like.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1, like.shape[2]
+    shape = order.sequences(like), like.shape[2]
     count = count or trace.states
     return [initial_state(None if given is None else given[k], shape, dtype) for k in range(count)]
 
@@ -170,9 +162,7 @@ def _run(
     trace: Trace,
     backward: bool,
     dtype: torch.dtype,
-    cu_seqlens: Tensor | None,
-    resets: Tensor | None,
-    reverse: bool,
+    order: Order,
     sequences: Sequence[Tensor],
     parameters: Sequence[Tensor],
     state: Sequence[Tensor],
@@ -187,6 +177,7 @@ def _run(
         "absent": [constant(0.0, state[0].shape, dtype)],
         **(extra or {}),
     }
+    cu_seqlens, resets, reverse = order
     packed = cu_seqlens is not None
     bounds = cu_seqlens.to(torch.int64).contiguous() if cu_seqlens is not None else None
     loop, work_type = _loop(trace, backward, NUMPY_DTYPES[dtype])

@@ -13,6 +13,7 @@ from ostinato.kernels import eager, nvrtc
 from ostinato.kernels.nvrtc import SCALARS, address
 from ostinato.kernels.recurrence.nonlinear.cell import print_cell
 from ostinato.kernels.recurrence.symbolic.trace import Trace
+from ostinato.kernels.scan import Order
 from ostinato.kernels.scan.cuda.scans import along_channels, last_state
 
 THREADS = 32  # of a block: one warp, so that few channels spread over all multiprocessors
@@ -81,34 +82,33 @@ def steps(
     sequences: Sequence[Tensor],
     parameters: Sequence[Tensor],
     h0: Sequence[Tensor] | None,
-    cu_seqlens: Tensor | None,
-    resets: Tensor | None,
-    reverse: bool,
+    order: Order,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """The states after every step, and those after the last."""
     inputs = _alike(sequences)
     like = inputs[0]
     initial = [None] * trace.states if h0 is None else [x.to(like.dtype).contiguous() for x in h0]
     states = [like.new_empty(like.shape) for _ in range(trace.states)]
-    last = [last_state(y, first, cu_seqlens, 0.0) for y, first in zip(states, initial, strict=True)]
+    last = [last_state(y, first, order.cu_seqlens, 0.0) for y, first in zip(states, initial, strict=True)]
     wide = _widened(parameters, like)
-    walk = _Walk(trace, like, cu_seqlens, resets, reverse, (like, states[0]))
-    walk.compile_ahead()
+    launches = _Launches(trace, like, order, (like, states[0]))
+    launches.compile_ahead()
     given, absent = _tensors(inputs), _tensors([None]) * 2
     others = [*absent, *map(address, (*initial, *last, None, None, *wide, None))]
     arguments = [*given, *_tensors(states), *others]
     done = 0
-    if walk.chunks > 1:
-        joints = walk.joints()
+    if launches.chunks > 1:
+        boundaries = launches.boundaries()
         # The first pass begins its chunks in zero, so that its states are no one's.
-        walk.steps(False, True, [*given, *_tensors([None] * trace.states), *others], joints)()
-        walk.link(joints, -1.0)()
-        passes = walk.steps(False, True, arguments, joints), walk.link(joints, torch.finfo(walk.compute).eps)
+        launches.steps(False, True, [*given, *_tensors([None] * trace.states), *others], boundaries)()
+        launches.link(boundaries, -1.0)()
+        tolerance = torch.finfo(launches.compute).eps
+        passes = launches.steps(False, True, arguments, boundaries), launches.link(boundaries, tolerance)
         for _ in range(PASSES):
             for launch in passes:
                 launch()
-        done = joints.done
-    walk.steps(False, False, arguments, _NOWHERE._replace(done=done), chunks=1)()
+        done = boundaries.done
+    launches.steps(False, False, arguments, _NOWHERE._replace(done=done), chunks=1)()
     return states, last
 
 
@@ -120,9 +120,7 @@ def steps_backward(
     states: Sequence[Tensor],
     grads: Sequence[Tensor | None],
     grads_last: Sequence[Tensor | None],
-    cu_seqlens: Tensor | None,
-    resets: Tensor | None,
-    reverse: bool,
+    order: Order,
     of_sequences: Sequence[Tensor],
 ) -> tuple[Tensor, list[Tensor] | None]:
     """Gradients of the parameters, (parameters, D), widened, and of the initial states (None if there are none); writes
@@ -132,25 +130,26 @@ def steps_backward(
     given_last = [None if x is None else x.contiguous() for x in grads_last]
     initial = [None] * trace.states if h0 is None else [x.to(like.dtype).contiguous() for x in h0]
     grad_initial = [
-        None if x is None else last_state(like, g, cu_seqlens, 0.0) for x, g in zip(initial, given_last, strict=True)
+        None if x is None else last_state(like, g, order.cu_seqlens, 0.0)
+        for x, g in zip(initial, given_last, strict=True)
     ]
     wide, states, grads = _widened(parameters, like), _alike(states), _alike(grads)
-    walk = _Walk(trace, like, cu_seqlens, resets, reverse, (like, states[0], *grads, of_sequences[0]))
+    launches = _Launches(trace, like, order, (like, states[0], *grads, of_sequences[0]))
     # Of each chunk, then of channels that are taken as one; zeros where nobody writes, as of chunks that a short
     # sequence lacks.
-    rows = walk.sequences * (walk.chunks + (walk.chunks > 1))
+    rows = launches.sequences * (launches.chunks + (launches.chunks > 1))
     sums = like.new_zeros(rows, len(wide), like.shape[2], dtype=wide[0].dtype)
     arguments = [number for alike in (inputs, states, grads, of_sequences) for number in _tensors(alike)]
     arguments += map(address, (*initial, *[None] * trace.states, *given_last, *grad_initial, *wide))
     done = 0
-    if walk.chunks > 1:
-        joints = walk.joints()
-        walk.steps(True, True, [*arguments, 0], joints._replace(start=0, done=0))()
-        walk.link(joints, math.inf)()
-        walk.steps(True, False, [*arguments, sums.data_ptr()], joints, chosen=1)()
-        done = joints.done
-    of_whole = sums[-walk.sequences :].data_ptr()
-    walk.steps(True, False, [*arguments, of_whole], _NOWHERE._replace(done=done), chunks=1)()
+    if launches.chunks > 1:
+        boundaries = launches.boundaries()
+        launches.steps(True, True, [*arguments, 0], boundaries._replace(start=0, done=0))()
+        launches.link(boundaries, math.inf)()
+        launches.steps(True, False, [*arguments, sums.data_ptr()], boundaries, chosen=1)()
+        done = boundaries.done
+    of_whole = sums[-launches.sequences :].data_ptr()
+    launches.steps(True, False, [*arguments, of_whole], _NOWHERE._replace(done=done), chunks=1)()
     return sums.sum(0)[: len(parameters)], None if h0 is None else grad_initial  # type: ignore[return-value]
 
 
@@ -167,7 +166,7 @@ def _widened(parameters: Sequence[Tensor], like: Tensor) -> list[Tensor]:
     return [x.to(wide).contiguous() for x in parameters] or [like]  # the kernel's array is never empty
 
 
-class _Joints(NamedTuple):
+class _Boundaries(NamedTuple):
     """What chunks share, by address: see ``Arguments`` in ``steps.cu``."""
 
     start: int
@@ -177,11 +176,11 @@ class _Joints(NamedTuple):
     memory: Tensor | None  # of all of them
 
 
-_NOWHERE = _Joints(0, 0, 0, 0, None)
+_NOWHERE = _Boundaries(0, 0, 0, 0, None)
 
 
-class _Walk:
-    """How sequences are walked along, and the launches that do.
+class _Launches:
+    """The launches that take sequences through time, and into how many chunks they are cut.
 
     ``tensors`` are some of each kind: their offsets are counted in 64 bits where one is large.
     """
@@ -190,13 +189,12 @@ class _Walk:
         self,
         trace: Trace,
         like: Tensor,
-        cu_seqlens: Tensor | None,
-        resets: Tensor | None,
-        reverse: bool,
+        order: Order,
         tensors: Sequence[Tensor | None],
     ) -> None:
-        batch, self.length, self.channels = like.shape
-        self.sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        cu_seqlens, resets, reverse = order
+        self.length, self.channels = like.shape[1:]
+        self.sequences = order.sequences(like)
         self.chunks = choose_chunks(self.sequences * self.channels, self.length)
         self.compute = torch.promote_types(like.dtype, torch.float32)
         self._trace, self._like, self._reverse = trace, like, int(reverse)
@@ -214,7 +212,7 @@ class _Walk:
         chunked, differentiated = self.chunks > 1, eager.call.differentiated
         _compile_ahead(self._trace, self._like.get_device(), chunked, differentiated, self._like.dtype, *how)
 
-    def joints(self) -> _Joints:
+    def boundaries(self) -> _Boundaries:
         """Memory for all chunks, zero: their first and last states, the derivatives of the latter with respect to the
         former, and which channels are done."""
         states = self._trace.states
@@ -222,30 +220,30 @@ class _Walk:
         marks = -(-self.sequences * self.channels // self.compute.itemsize)
         memory = self._like.new_zeros((2 + states) * size + marks, dtype=self.compute)
         start, size = memory.data_ptr(), size * self.compute.itemsize
-        return _Joints(start, start + size, start + 2 * size, start + (2 + states) * size, memory)
+        return _Boundaries(start, start + size, start + 2 * size, start + (2 + states) * size, memory)
 
     def steps(
         self,
         backward: bool,
         compose: bool,
         arguments: Sequence[int],
-        joints: _Joints,
+        boundaries: _Boundaries,
         chunks: int | None = None,
         chosen: int = 0,
     ) -> Callable[[], None]:
         """A function that takes all chunks through their steps; ``Arguments`` down to the gradients of parameters."""
         chunks = chunks or self.chunks
-        numbers = *arguments, self._bounds, *self._marks, *joints[:4]
+        numbers = *arguments, self._bounds, *self._marks, *boundaries[:4]
         sizes = self.sequences, self.length, self.channels, self._reverse, chunks, -(-self.length // chunks), chosen
         settings = macros(self._like.dtype, backward, compose, self._resets, self._far, self._dense)
         packed = struct.pack(f"{len(numbers)}q7i", *numbers, *sizes)
         return self._launch("steps", settings, self.sequences * chunks, packed)
 
-    def link(self, joints: _Joints, tolerance: float) -> Callable[[], None]:
+    def link(self, boundaries: _Boundaries, tolerance: float) -> Callable[[], None]:
         """A function for one Newton update of the chunks' initial states, which marks converged channels as done."""
         number = "d" if self.compute == torch.float64 else "f"
         sizes = self.sequences, self.length, self.channels, self.chunks, -(-self.length // self.chunks)
-        packed = struct.pack(f"5Q{number}5i", *joints[:4], self._bounds, tolerance, *sizes)
+        packed = struct.pack(f"5Q{number}5i", *boundaries[:4], self._bounds, tolerance, *sizes)
         settings = macros(self._like.dtype, False, True, dense=self._dense)
         return self._launch("link", settings, self.sequences, packed)
 

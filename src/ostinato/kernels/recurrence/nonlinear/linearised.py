@@ -13,6 +13,7 @@ from ostinato.kernels.recurrence.arguments import by_kind, grouped, last_shape, 
 from ostinato.kernels.recurrence.nonlinear.sequential import compute_dtype, sequential
 from ostinato.kernels.recurrence.symbolic.graph import evaluate
 from ostinato.kernels.recurrence.symbolic.trace import Trace, parse
+from ostinato.kernels.scan import Order, order_of
 from ostinato.kernels.scan.operators import linear_scan
 from ostinato.kernels.scan.torch_ops import shift, zeroed
 
@@ -31,16 +32,17 @@ def composite(
     trace = parse(recurrence)
     grads, grads_last, states, given = grouped(trace, tensors)
     arguments = split(trace, given)
-    dtype = compute_dtype(backend, states[0])
-    before, jacobian = _linearised(trace, states, h0, c0, cu_seqlens, resets, reverse, arguments, dtype)
+    dtype, order = compute_dtype(backend, states[0]), order_of(cu_seqlens, resets, reverse)
+    before, jacobian = _linearised(trace, states, h0, c0, order, arguments, dtype)
     transposed = [list(column) for column in zip(*jacobian, strict=True)]
     wide = [g.to(dtype) for g in or_zeros(grads, states[0].shape)]
     last = [g.to(dtype) for g in or_zeros(grads_last, last_shape(states[0], cu_seqlens))]
     # s[t] = J[t]^T (grad[t] + s[t+1]) goes back over step t.
     offsets = [sum((j * g for j, g in zip(row, wide, strict=True)), torch.zeros_like(wide[0])) for row in transposed]
-    found = _scan(transposed, offsets, last, cu_seqlens, not reverse, backend)
+    back = Order(cu_seqlens, None, not reverse)
+    found = _scan(transposed, offsets, last, back, backend)
     carried, first = found[: trace.states], found[trace.states :]
-    total = [g + shift(s, end, not reverse, cu_seqlens) for g, s, end in zip(wide, carried, last, strict=True)]
+    total = [g + shift(s, end, back.reverse, cu_seqlens) for g, s, end in zip(wide, carried, last, strict=True)]
     slopes = evaluate(trace.backward, [*before, *(x.to(dtype) for x in arguments), *total])[trace.states :]
     shape = states[0].shape
     of_arguments = [s.expand(shape).sum_to_size(x.shape).to(x.dtype) for s, x in zip(slopes, arguments, strict=True)]
@@ -53,11 +55,11 @@ def composite(
 
 def jvp(args: tuple, results: tuple[Tensor, ...], tangents: tuple) -> tuple[Tensor, ...]:
     recurrence, h0, c0, cu_seqlens, resets, reverse, backend, *given = args
-    trace = parse(recurrence)
+    trace, order = parse(recurrence), order_of(cu_seqlens, resets, reverse)
     arguments, of_arguments = split(trace, given), split(trace, tangents[7:])
     states = results[: trace.states]
     dtype = compute_dtype(backend, states[0])
-    before, jacobian = _linearised(trace, states, h0, c0, cu_seqlens, resets, reverse, arguments, dtype)
+    before, jacobian = _linearised(trace, states, h0, c0, order, arguments, dtype)
     wide = [x.to(dtype) for x in arguments]
     one, zero = wide[0].new_ones(()), wide[0].new_zeros(())
     offsets = []
@@ -70,7 +72,7 @@ def jvp(args: tuple, results: tuple[Tensor, ...], tangents: tuple) -> tuple[Tens
         torch.zeros_like(x) if d is None else d.to(dtype)
         for x, d in zip(results[trace.states :], tangents[1:3], strict=False)
     ]
-    moved = _scan(jacobian, offsets, [x.to(dtype) for x in initial], cu_seqlens, reverse, backend)
+    moved = _scan(jacobian, offsets, [x.to(dtype) for x in initial], order._replace(resets=None), backend)
     return tuple(x.to(states[0].dtype) for x in moved)
 
 
@@ -79,36 +81,29 @@ def _linearised(
     states: Sequence[Tensor],
     h0: Tensor | None,
     c0: Tensor | None,
-    cu_seqlens: Tensor | None,
-    resets: Tensor | None,
-    reverse: bool,
+    order: Order,
     arguments: Sequence[Tensor],
     dtype: torch.dtype,
 ) -> tuple[list[Tensor], list[list[Tensor]]]:
     """The states before each step, and the derivatives of those after it, which do not cross a reset."""
     before = [
-        zeroed(shift(x.to(dtype), first, reverse, cu_seqlens), resets)
+        zeroed(shift(x.to(dtype), first, order.reverse, order.cu_seqlens), order.resets)
         for x, first in zip(states, (h0, c0), strict=False)
     ]
     slopes = evaluate(trace.jacobian, [*before, *(x.to(dtype) for x in arguments)])
-    flat = [zeroed(x.expand(before[0].shape), resets) for x in slopes]
+    flat = [zeroed(x.expand(before[0].shape), order.resets) for x in slopes]
     return before, [flat[k : k + trace.states] for k in range(0, len(flat), trace.states)]
 
 
 def _scan(
-    a: Sequence[Sequence[Tensor]],
-    b: Sequence[Tensor],
-    initial: Sequence[Tensor],
-    cu_seqlens: Tensor | None,
-    reverse: bool,
-    backend: str,
+    a: Sequence[Sequence[Tensor]], b: Sequence[Tensor], initial: Sequence[Tensor], order: Order, backend: str
 ) -> list[Tensor]:
     """The linear recurrence of one state, or of two by their matrix; all states, and the last."""
     if len(b) == 1:
-        return list(linear_scan(a[0][0], b[0], initial[0], cu_seqlens, None, reverse, backend))
+        return list(linear_scan(a[0][0], b[0], initial[0], *order, backend))
 
     def step(before: list[Tensor], row: list[Tensor]) -> list[Tensor]:
         return [x * before[0] + y * before[1] + z for x, y, z in (row[:3], row[3:])]
 
     rows = [*a[0], b[0], *a[1], b[1]]
-    return sequential(step, initial, rows, cu_seqlens, None, reverse)
+    return sequential(step, initial, rows, order)

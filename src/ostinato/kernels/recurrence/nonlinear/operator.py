@@ -22,6 +22,7 @@ from ostinato.kernels.recurrence.nonlinear.linearised import composite, jvp
 from ostinato.kernels.recurrence.nonlinear.sequential import compute_dtype, sequential
 from ostinato.kernels.recurrence.symbolic.graph import evaluate
 from ostinato.kernels.recurrence.symbolic.trace import Trace, parse
+from ostinato.kernels.scan import order_of
 from ostinato.kernels.scan.operators import check_cu_seqlens
 from ostinato.kernels.vmap import Groups
 
@@ -61,7 +62,7 @@ def _forward(
     if kernels is None:
         return _by_steps(recurrence, h0, c0, cu_seqlens, resets, reverse, backend, *arguments)
     given = None if h0 is None and c0 is None else initial_states(trace, like, h0, c0, cu_seqlens)
-    states, last = kernels.steps(trace, sequences, parameters, given, cu_seqlens, resets, reverse)
+    states, last = kernels.steps(trace, sequences, parameters, given, order_of(cu_seqlens, resets, reverse))
     return [*states, *last]
 
 
@@ -85,7 +86,7 @@ def _by_steps(
         return evaluate(trace.forward, [*before, *of_step])
 
     initial = [x.to(wide) for x in initial_states(trace, like, h0, c0, cu_seqlens)]
-    stepped = sequential(step, initial, [x.to(wide) for x in arguments], cu_seqlens, resets, reverse)
+    stepped = sequential(step, initial, [x.to(wide) for x in arguments], order_of(cu_seqlens, resets, reverse))
     return [x.to(like.dtype) for x in stepped]
 
 
@@ -151,7 +152,7 @@ def _backward_impl(
     if together is not None:
         of_sequences = list(together.chunk(len(sequences), -1))
     of_parameters, grad_initial = kernels.steps_backward(
-        trace, sequences, parameters, initial, states, *given, cu_seqlens, resets, reverse, of_sequences
+        trace, sequences, parameters, initial, states, *given, order_of(cu_seqlens, resets, reverse), of_sequences
     )
     both = [*(grad_initial or ()), *absent][:2]
     if together is not None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ostinato.kernels import export
 from ostinato.kernels.recurrence.arguments import by_kind, in_order
-from ostinato.kernels.scan import choose_backend
+from ostinato.kernels.scan import Order, choose_backend
 from ostinato.kernels.scan.torch_ops import REFERENCE
 
 
@@ -16,14 +16,13 @@ def sequential(
     step: Callable[[list[Tensor], list[Tensor]], Sequence[Tensor]],
     initial: Sequence[Tensor],
     arguments: Sequence[Tensor],
-    cu_seqlens: Tensor | None,
-    resets: Tensor | None,
-    reverse: bool,
+    order: Order,
 ) -> list[Tensor]:
     """All states, (B, T, D) each, and the last ones, (B, D) or (N, D).
 
     ``step(states, arguments)`` takes one: from states and arguments of (B, D), or (D,) if they are parameters.
     """
+    cu_seqlens, resets, reverse = order
     if export.is_portable():
         if cu_seqlens is not None:
             export.refuse_packed()
