@@ -54,15 +54,23 @@ def _states_like(x: Tensor, order: Order, backend: str) -> Tensor:
     return laid_out(x, order) if laid_out else x.new_empty(x.shape)
 
 
-def _operators(ring: Semiring, name: str) -> tuple[Callable, Callable]:
-    """Register a scan and its gradient: the functions of the backends, with the parts of an order each by itself.
+class _Scan:
+    """A scan and its gradient as operators: the functions of the backends, with the parts of an order each by itself.
 
-    scan(a, b, h0, cu_seqlens, resets, reverse, backend) -> h, h_last
-    scan_backward(a, b, h, h0, grad_h, grad_h_last, cu_seqlens, resets, reverse, backend) -> gradients of a, b and h0,
+    run(a, b, h0, cu_seqlens, resets, reverse, backend) -> h, h_last
+    gradients(a, b, h, h0, grad_h, grad_h_last, cu_seqlens, resets, reverse, backend) -> gradients of a, b and h0,
     the last empty if h0 is absent; b is None if linear.
     """
 
+    def __init__(self, ring: Semiring, name: str) -> None:
+        self.ring, self.name = ring, name
+        of_gradient = self.backward, self.fake_backward, self.backward_groups, self.differentiable_backward
+        self.gradients = gradient(f"{name}_backward", *of_gradient)
+        forward = self.scan, self.fake, self.context, self.grad, self.groups
+        self.run = operator(name, *forward, plain=self.plain, jvp=self.jvp, prepare=self.prepare)
+
     def scan(
+        self,
         a: Tensor,
         b: Tensor,
         h0: Tensor | None,
@@ -74,34 +82,35 @@ def _operators(ring: Semiring, name: str) -> tuple[Callable, Callable]:
         check_cu_seqlens(cu_seqlens, b.shape[1])
         kernels, order = choose_backend(backend, b.device.type), order_of(cu_seqlens, resets, reverse)
         if b.numel() == 0:
-            return b.new_empty(b.shape), initial_states(b, h0, order, ring.zero)
-        h, h_last = getattr(kernels, name)(a, b, h0, order)
+            return b.new_empty(b.shape), initial_states(b, h0, order, self.ring.zero)
+        h, h_last = getattr(kernels, self.name)(a, b, h0, order)
         return h, h_last
 
-    def prepare(a: Tensor, b: Tensor, h0: Tensor | None, *options: Any) -> Callable | None:
+    def prepare(self, a: Tensor, b: Tensor, h0: Tensor | None, *options: Any) -> Callable | None:
         *parts, backend = options
-        order, find = order_of(*parts), choose_backend(backend, b.device.type)
-        prepare_scan = getattr(find, f"prepare_{name}", None)
+        order, kernels = order_of(*parts), choose_backend(backend, b.device.type)
+        prepare_scan = getattr(kernels, f"prepare_{self.name}", None)
         return prepare_scan(a, b, h0, order) if prepare_scan and order.is_plain and b.numel() else None
 
-    def fake(_a: Any, b: Tensor, _h0: Any, *options: Any) -> tuple[Tensor, Tensor]:
+    def fake(self, _a: Any, b: Tensor, _h0: Any, *options: Any) -> tuple[Tensor, Tensor]:
         *parts, backend = options
         order = order_of(*parts)
         return _states_like(b, order, backend), b.new_empty(order.sequences(b), b.shape[2])
 
-    def context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    def context(self, ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
         a, b, h0, cu_seqlens, resets, ctx.reverse, ctx.backend = inputs
-        ctx.save_for_backward(a, None if ring is LINEAR else b, output[0], h0, cu_seqlens, resets)
+        ctx.save_for_backward(a, None if self.ring is LINEAR else b, output[0], h0, cu_seqlens, resets)
         ctx.set_materialize_grads(False)
 
-    def grad(ctx: Any, grad_h: Tensor | None, grad_h_last: Tensor | None) -> tuple:
+    def grad(self, ctx: Any, grad_h: Tensor | None, grad_h_last: Tensor | None) -> tuple:
         if grad_h is None and grad_h_last is None:
             return (None,) * 7
         a, b, h, h0, cu_seqlens, resets = ctx.saved_tensors
-        grads = gradients(a, b, h, h0, grad_h, grad_h_last, cu_seqlens, resets, ctx.reverse, ctx.backend)
+        grads = self.gradients(a, b, h, h0, grad_h, grad_h_last, cu_seqlens, resets, ctx.reverse, ctx.backend)
         return grads[0], grads[1], None if h0 is None else grads[2], None, None, None, None
 
     def backward(
+        self,
         a: Tensor,
         b: Tensor | None,
         h: Tensor,
@@ -117,50 +126,49 @@ def _operators(ring: Semiring, name: str) -> tuple[Callable, Callable]:
         order = order_of(cu_seqlens, resets, reverse)
         if h.numel() == 0:
             return h.new_empty(h.shape), h.new_empty(h.shape), initial_states(h, grad_h_last, order, 0.0)
-        run = getattr(choose_backend(backend, h.device.type), f"{name}_backward")
+        run = getattr(choose_backend(backend, h.device.type), f"{self.name}_backward")
         given = (a,) if b is None else (a, b)
         grads = run(*given, h, h0, grad_h, grad_h_last, order)
         return grads[0], grads[1], or_empty(grads[2], h)
 
-    def fake_backward(_a: Any, _b: Any, h: Tensor, h0: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def fake_backward(
+        self, _a: Any, _b: Any, h: Tensor, h0: Tensor | None, *rest: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
         _grad_h, _grad_h_last, *parts, backend = rest
         grads = [_states_like(h, order_of(*parts), backend) for _ in range(2)]
         return grads[0], grads[1], h.new_empty(0 if h0 is None else h0.shape)
 
-    def jvp(args: tuple, results: tuple[Tensor, Tensor], tangents: tuple) -> tuple[Tensor, Tensor]:
+    def jvp(self, args: tuple, results: tuple[Tensor, Tensor], tangents: tuple) -> tuple[Tensor, Tensor]:
         a, b, h0, *parts, backend = args
-        carry, *slopes = partials_of_steps(ring, a, b, results[0], h0, order_of(*parts))
+        carry, *slopes = partials_of_steps(self.ring, a, b, results[0], h0, order_of(*parts))
         offsets = [slope * x for slope, x in zip(slopes, tangents[:2], strict=True) if x is not None]
         total = sum(offsets, torch.zeros_like(b))
         return linear_scan(carry, total, tangents[2], *parts, backend)
 
     def differentiable_backward(
-        a: Tensor, b: Tensor | None, h: Tensor, h0: Tensor | None, *rest: Any
+        self, a: Tensor, b: Tensor | None, h: Tensor, h0: Tensor | None, *rest: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
         grad_h, grad_h_last, *parts, backend = rest
 
         def scan(a: Tensor, b: Tensor, h0: Tensor | None, order: Order) -> Any:
             return linear_scan(a, b, h0, *order, backend)
 
-        *grads, grad_h0 = gradients_of_scan(ring, scan, a, b, h, h0, grad_h, grad_h_last, order_of(*parts))
+        *grads, grad_h0 = gradients_of_scan(self.ring, scan, a, b, h, h0, grad_h, grad_h_last, order_of(*parts))
         return grads[0], grads[1], or_empty(None if h0 is None else grad_h0, h)
 
-    def plain(a: Tensor, b: Tensor, h0: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
+    def plain(self, a: Tensor, b: Tensor, h0: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
         cu_seqlens, resets, reverse, _backend = options
         if cu_seqlens is not None:
             refuse_packed()
-        return scan(a, b, h0, None, resets, reverse, "loop")
+        return self.scan(a, b, h0, None, resets, reverse, "loop")
 
-    def groups(*_: Any) -> Groups:
+    def groups(self, *_: Any) -> Groups:
         return (1, 1, 1, None, None, None, None), (1, 1)
 
-    def backward_groups(*_: Any) -> Groups:
+    def backward_groups(self, *_: Any) -> Groups:
         return (1, 1, 1, 1, 1, 1, None, None, None, None), (1, 1, 1)
 
-    gradients = gradient(f"{name}_backward", backward, fake_backward, backward_groups, differentiable_backward)
-    run = operator(name, scan, fake, context, grad, groups, plain=plain, jvp=jvp, prepare=prepare)
-    return run, gradients
 
-
-linear_scan, linear_scan_backward = _operators(LINEAR, "linear_scan")
-log_linear_scan, log_linear_scan_backward = _operators(LOG, "log_linear_scan")
+_LINEAR, _LOG = _Scan(LINEAR, "linear_scan"), _Scan(LOG, "log_linear_scan")
+linear_scan, linear_scan_backward = _LINEAR.run, _LINEAR.gradients
+log_linear_scan, log_linear_scan_backward = _LOG.run, _LOG.gradients
