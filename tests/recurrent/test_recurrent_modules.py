@@ -167,6 +167,26 @@ def test_export():
     assert_same(exported.module()(x), layer(x), 1e-6)
 
 
+@by("the CPU's")
+def test_gradients_that_could_be_differentiated_use_the_kernels(monkeypatch):
+    layer, x, passes = make("GRU", 5, 32), torch.randn(3, 20, 1, 5), []
+    loops = backends.kernels_on(x.device)
+    run = loops.backward
+    monkeypatch.setattr(loops, "backward", lambda *args: passes.append(args) or run(*args))
+    weights = {name: parameter.detach() for name, parameter in layer.named_parameters()}
+
+    def loss(weights, x):
+        return functional_call(layer, weights, (x,))[0].square().sum()
+
+    each = torch.vmap(torch.func.grad(loss), (None, 0))(weights, x)
+    assert len(passes) == 3
+    parameters = list(layer.parameters())
+    total = torch.autograd.grad(sum(layer(one)[0].square().sum() for one in x), parameters, create_graph=True)
+    assert len(passes) == 6
+    for ours, own in zip(each.values(), total, strict=True):
+        torch.testing.assert_close(ours.sum(0), own, rtol=1e-5, atol=1e-5)
+
+
 def test_functional_call_and_function_transforms():
     torch.manual_seed(0)
     layer = ostinato.LSTM(5, 8, 2, bidirectional=True, dtype=torch.float64)

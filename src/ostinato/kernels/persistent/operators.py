@@ -162,12 +162,14 @@ def _context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
 
 
 def _grad(ctx: Any, *grads: Tensor | None) -> tuple:
-    if torch.is_grad_enabled():
-        *tensors, _, _, _ = ctx.saved_tensors
-        how = ctx.batch, ctx.cell, ctx.reverse
-        return _in_place(ctx, _differentiable_gradients(tensors, grads[:3], ctx.needs_input_grad[:7], *how))
     args = _backward_arguments(ctx, grads)
     layer = getattr(ctx, "run", None)
+    if torch.is_grad_enabled():
+        kept = (x.detach() for x in args[10:13])  # which follow from the others, whose derivatives are all
+        args = *args[:10], *kept, *args[13:]
+        # The rows of a Jacobian are taken at once by a loop, one after the other by kernels.
+        run = _differentiable_gradients if is_vmapped() else recurrent_layer_backward
+        return _in_place(ctx, run(*args))
     if not isinstance(layer, _Layer) or not is_eager(args[:16]):  # the others are no tensors
         return _in_place(ctx, recurrent_layer_backward(*args))
     with without_autocast(args[0].device.type):
@@ -187,27 +189,23 @@ def _in_place(ctx: Any, found: Sequence[Tensor | None]) -> tuple:
     return *(grad if need else None for grad, need in zip(found, ctx.needs_input_grad[:7], strict=True)), *[None] * 9
 
 
-def _differentiable_gradients(
-    tensors: Sequence[Any], grads: Sequence[Tensor | None], needed: Sequence[bool], *how: Any
-) -> list[Tensor | None]:
-    """The gradients through the reference's loop, which are differentiable themselves."""
-    # Views distinguish two inputs that are the same tensor.
-    own = [x.view_as(x) if need else x for x, need in zip(tensors, [*needed, False, False, False], strict=True)]
-    places = [k for k, need in enumerate(needed) if need]
+def _differentiable_gradients(*args: Any) -> tuple[Tensor, ...]:
+    """As :func:`_recurrent_layer_backward`, through the reference's loop, which is differentiable itself."""
+    *grads, batch, cell, reverse, _, _, needed = args[13:]
+    places = [k for k, bit in enumerate(_BITS) if needed & bit]
 
     def forward(*inputs: Tensor) -> tuple[Tensor, ...]:
-        every = dict(enumerate(own)) | dict(zip(places, inputs, strict=True))
-        x, h0, c0, weight_ih, weight_hh, bias_ih, bias_hh, mask_hh, offsets, resets = every.values()
-        projected = F.linear(x, weight_ih, bias_ih)
-        results: Any = reference.forward(projected, h0, c0, weight_hh, bias_hh, mask_hh, offsets, resets, *how)[:3]
+        given = [*args[:10]]
+        for place, x in zip(places, inputs, strict=True):
+            given[place] = x
+        x, h0, c0, weight_ih, weight_hh, bias_ih, bias_hh, mask_hh, offsets, resets = given
+        layer = F.linear(x, weight_ih, bias_ih), h0, c0, weight_hh, bias_hh, mask_hh, offsets, resets
+        results: Any = reference.forward(*layer, batch, cell, reverse)[:3]
         return tuple(y for y, grad in zip(results, grads, strict=True) if grad is not None)
 
-    inputs, given = [own[k] for k in places], tuple(grad for grad in grads if grad is not None)
-    if all(x.requires_grad for x in inputs):
-        found = iter(torch.autograd.grad(forward(*inputs), inputs, given, create_graph=True, allow_unused=True))
-    else:  # of a transform that has ended: vjp's function is called after it
-        found = iter(torch.func.vjp(forward, *inputs)[1](given))
-    return [next(found) if need else None for need in needed]
+    pull: Any = torch.func.vjp(forward, *(args[k] for k in places))[1]
+    found = dict(zip(places, pull(tuple(grad for grad in grads if grad is not None)), strict=True))
+    return tuple(or_empty(found.get(k), args[0]) for k in range(len(_BITS)))
 
 
 def _recurrent_layer_backward(
@@ -322,7 +320,10 @@ def _recurrent_layer_backward_fake(*args: Any) -> tuple[Tensor, ...]:
 
 
 recurrent_layer_backward = gradient(
-    "recurrent_layer_backward", _recurrent_layer_backward, _recurrent_layer_backward_fake
+    "recurrent_layer_backward",
+    _recurrent_layer_backward,
+    _recurrent_layer_backward_fake,
+    composite=_differentiable_gradients,
 )
 recurrent_layer = operator(
     "recurrent_layer",
