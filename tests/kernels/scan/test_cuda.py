@@ -495,6 +495,19 @@ def test_launches_of_many_shapes_and_streams_share_nothing():
 
 
 @pytest.mark.gpu
+def test_graphs_of_the_compiler_hold_no_workspace(monkeypatch):
+    torch._dynamo.reset()
+    monkeypatch.setattr(launch, "_workspaces", {})
+    torch.manual_seed(0)
+    a, b = torch.rand(1, 300000, 1, device="cuda"), torch.randn(1, 300000, 1, device="cuda")
+    expected = ostinato.linear_scan(a, b)[0] + b
+    compiled = torch.compile(lambda a, b: ostinato.linear_scan(a, b)[0] + b, mode="reduce-overhead")
+    for _ in range(4):  # warmed up, captured, replayed
+        torch.compiler.cudagraph_mark_step_begin()
+        assert torch.equal(compiled(a, b), expected)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("geometry", ["chosen", "streaming", "chained", "one warp"])
 @pytest.mark.parametrize("candidate", ["positive", "linear", "tanh"])
 @pytest.mark.parametrize("cell", ["mingru", "minlstm"])

@@ -10,6 +10,7 @@ import operator
 import struct
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -207,8 +208,18 @@ class _Workspace:
     """The messages of chained blocks, reused by one stream's successive launches."""
 
     def __init__(self, words: int, device: int) -> None:
-        self.memory = torch.zeros(words, dtype=torch.int64, device=torch.device("cuda", device))
-        self.counter = self.memory.new_zeros(1)
+        def zeros() -> Any:
+            made = [torch.zeros(n, dtype=torch.int64, device=torch.device("cuda", device)) for n in (words, 1)]
+            return made, torch.cuda.current_stream(device).record_event()
+
+        # What a thread allocates while PyTorch's compiler warms up a CUDA graph is the graph's, and must not be kept.
+        with ThreadPoolExecutor(1) as pool:
+            made, event = pool.submit(zeros).result()
+        stream = torch.cuda.current_stream(device)
+        stream.wait_event(event)
+        for x in made:
+            x.record_stream(stream)
+        self.memory, self.counter = made
         self.epoch = self.drawn = 0
         self.drawing = False  # while a look-back launch is being made
 
