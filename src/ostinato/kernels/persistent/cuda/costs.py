@@ -12,10 +12,11 @@ from ostinato.kernels.persistent.cuda.geometry import THREADS, Geometry, ceil_di
 from ostinato.kernels.persistent.plan import GATES, Call
 
 SMALL = 128  # units up to which cuDNN has special kernels
+SECTOR = 32  # bytes, of the L2 cache
 
 
 class _Cost(NamedTuple):
-    """Microseconds of a step on an H200, fitted to some thousand geometries, nine in ten within 15 %."""
+    """Microseconds of a step on an H200, fitted to some thousand geometries, four in five within 10 %."""
 
     step: float  # fixed
     read: float  # per 100 kB of state
@@ -25,34 +26,55 @@ class _Cost(NamedTuple):
     exact: float  # the same for products of split numbers on tensor cores
     updated: float  # per ten gates that a thread computes
     summed: float  # per 64 row tiles of a sequence, for the reduction of partial sums
-    cluster: float  # per other block of the cluster, for what its blocks hand each other
+    cluster: float = 0.0  # per other block of the cluster, for what its blocks hand each other
+    paired: float = 0.0  # fixed, if blocks form clusters
+    blocks: float = 0.0  # per 100 blocks of a group, the last of which all wait for
     lines: float = 0.0  # per 100 blocks, beyond 32, that read the few lines of one sequence
+    shared: float = 0.0  # for every eight sequences, if several blocks write parts of one sector
+    traffic: float = 0.0  # per MB of the states of all groups
+    partial: float = 0.0  # per ten gates of the last item of a thread, if others have none: they wait for it
     uneven: float = 0.0  # fixed, if a thread's items are of different units; where roles are split, if lanes are idle
 
 
 _COSTS = {
-    ("dense", False): _Cost(0.516, 1.03, 0.576, 0.214, 0.29, 2.56, 0.533, 0.406, 0.0, 0.23, 0.055),
-    ("dense", True): _Cost(0.485, 0.63, 0.565, 0.178, 0.375, 3.16, 0.717, 0.545, 0.40, 0.14, 0.083),
+    ("dense", False): _Cost(
+        0.48, 1.37, 0.208, 0.227, 0.437, 2.77, 0.485, 0.36, blocks=0.144, shared=0.0505, partial=0.612, uneven=0.0427
+    ),
+    ("dense", True): _Cost(
+        0.563,
+        0.709,
+        0.526,
+        0.224,
+        0.368,
+        3.35,
+        0.358,
+        0.679,
+        cluster=0.0965,
+        paired=0.307,
+        lines=0.155,
+        shared=0.325,
+        uneven=0.122,
+    ),
     ("block", False): _Cost(0.85, 1.9, 0.0, 0.37, 1.45, 4.1, 0.26, 0.0, 0.0),
     ("block", True): _Cost(0.85, 1.9, 0.0, 0.37, 1.45, 6.3, 0.26, 0.0, 0.20),
     ("sparse", False): _Cost(0.80, 4.1, 0.0, 0.80, 2.10, 0.0, 2.00, 0.0, 0.0),
     ("sparse", True): _Cost(0.80, 4.1, 0.0, 0.80, 2.10, 0.0, 2.00, 0.0, 0.20),
 }
-_WITHIN_CLUSTERS = _Cost(0.325, 3.62, 0.0, 0.0, 0.519, 2.38, 0.286, 0.671, 0.0028)  # of states that stay there
+# Of states that stay in clusters.
+_WITHIN_CLUSTERS = _Cost(0.295, 2.0, 0.0, 0.2, 0.64, 2.03, 0.249, 0.634, blocks=0.719, traffic=2.55, uneven=0.0364)
 # Of gradients of which only sums are exchanged.
-_SCATTERING = _Cost(0.282, 0.0, 0.0, 0.0, 0.493, 2.3, 0.365, 0.38, 0.007, uneven=0.035)
+_SCATTERING = _Cost(0.278, 0.0, 0.0, 0.0, 0.514, 2.65, 0.333, 0.272, cluster=0.0102, traffic=2.26, uneven=0.0297)
 # Of two groups in turn: the products of both, behind which all else is hidden.
 _IN_TURNS = {
-    False: _Cost(0.66, 0.958, 0.536, 0.653, 0.444, 0.0, 0.474, 0.272, 0.0, 0.196),
-    True: _Cost(0.66, 0.66, 0.593, 0.751, 0.0, 0.0, 0.652, 0.589, 0.204, 0.26),
+    False: _Cost(0.625, 0.0, 1.25, 0.599, 0.349, 0.0, 0.0, 0.767, blocks=0.218, partial=0.495),
+    True: _Cost(0.65, 0.0, 0.997, 0.636, 0.0, 0.0, 0.824, 0.504, cluster=0.182, blocks=0.142, uneven=0.205),
 }
 _SMALL_CLUSTER = 8  # blocks, beyond which each counts twice
 _SPLIT = 0.6  # of what exact products of eight sequences cost, once for all, to split the weights
 _BY_FMA = 1.3  # the cost factor of the dense kernel's exact products of one sequence
-_STREAMED = 0.7  # microseconds per 100 kB of weights that a block of the dense kernel reads from L2
+_STREAMED = 0.62  # microseconds per 100 kB of weights that a block of the dense kernel reads from L2
 _SPLIT_STREAMED = 3.5  # times as much if these are split
-_NARROW = 0.06  # microseconds more where blocks of the dense kernel share a word or a sector of what they exchange
-_SHORT = 0.21  # microseconds more per other block of a cluster, as products of 16 bits hide it only in turns
+_SHORT = 0.186  # microseconds more per other block of a cluster, as products of 16 bits hide it only in turns
 _SHARE = 0.054  # microseconds per share of a strip of a warp of the block kernel
 _MASKED = 1.14  # the cost factor of a dense kernel whose weights are multiplied by a mask at every call
 _ROUND_TRIP = 1.3  # microseconds per additional round of loads in which the block kernel waits for the state
@@ -61,6 +83,7 @@ _ROUND_TRIP = 1.3  # microseconds per additional round of loads in which the blo
 def microseconds(geometry: Geometry, batch: int, pruned: bool = False) -> float:
     """The estimated time of a step of all sequences, for a layer that may be `pruned`."""
     cost, row = _COSTS[geometry.path, geometry.backward], geometry.slice * geometry.dtype.itemsize
+    items = geometry.units * geometry.capacity
     others, uneven = geometry.cluster - 1, THREADS * geometry.adjacent % geometry.units
     if geometry.distributed:
         cost = _SCATTERING if geometry.backward else _WITHIN_CLUSTERS
@@ -82,14 +105,17 @@ def microseconds(geometry: Geometry, batch: int, pruned: bool = False) -> float:
     step += cost.updated * geometry.gates / 10
     step += cost.summed * geometry.row_tiles * geometry.columns / 64
     step += cost.cluster * others
+    step += cost.paired if geometry.cluster > 1 else 0
+    step += cost.blocks * geometry.blocks / 1e2
     step += cost.lines * max(0, geometry.blocks - 32) / geometry.columns / 1e2
+    step += cost.shared * geometry.columns / 8 if geometry.units * geometry.dtype.itemsize % SECTOR else 0
+    step += cost.traffic * geometry.groups * geometry.columns * row / 1e6
+    step += cost.partial * GATES[geometry.cell] / 10 if items > geometry.owners and items % geometry.owners else 0
     step += cost.uneven if uneven else 0
     if geometry.path == "block":
         step += _SHARE * len(geometry.share_tiles)
         step += _ROUND_TRIP * (ceil_div(geometry.words, geometry.words_in_flight) - 1)
     elif geometry.path == "dense" and not geometry.distributed:
-        part = geometry.units * geometry.dtype.itemsize
-        step += _NARROW if part < 32 or part % 8 else 0
         step += _SHORT * others if geometry.dtype.itemsize == 2 and geometry.turns == 1 else 0
     if pruned and geometry.path == "dense":
         step *= _MASKED

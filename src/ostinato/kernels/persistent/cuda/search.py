@@ -13,7 +13,8 @@ from ostinato.kernels.persistent.cuda.costs import microseconds
 from ostinato.kernels.persistent.cuda.geometry import SCALARS, THREADS, WARPS, ZERO_PLACES, Geometry, ceil_div, round_up
 from ostinato.kernels.persistent.plan import GATES, Plan
 
-LEAST_COPIED, LEAST_TILES = 1024, 24  # bytes of a sequence's state, and tiles of a warp, of groups in turn
+LEAST_COPIED = 1024  # bytes of a sequence's state, of groups in turn
+LEAST_TILES = {False: 16, True: 24}  # of their warps, forward and backward
 ROUNDED = 1.1  # times as long a step may take, so that a training of many batch sizes needs few kernels
 
 
@@ -63,8 +64,7 @@ def _coverings(start: Geometry, batch: int, properties: Any, share: int) -> Iter
 
 def _clusters(start: Geometry, batch: int, properties: Any, share: int) -> Iterator[Geometry]:
     """The divisions of units and sequences among blocks in which all that share a sequence are one cluster."""
-    sizes = (2, 4, 8, 16) if start.backward else (4, 8, 16)
-    for units in {round_up(ceil_div(start.pitch, most), 8 // start.dtype.itemsize) for most in sizes}:
+    for units in {round_up(ceil_div(start.pitch, most), 8 // start.dtype.itemsize) for most in (2, 4, 8, 16)}:
         cluster = start._replace(units=units, distributed=True)
         if start.backward:
             cluster = cluster._replace(cluster=ceil_div(start.hidden_size, units))
@@ -164,7 +164,7 @@ def candidates(
             entries = _entries(geometry.rows, width, geometry.blocks, density, rows, together)
             filled = geometry._replace(tiles=entries).fill_registers(shared)
         most_streamed = properties.L2_cache_size * 2 / 3 if geometry.turns == 1 else 0  # in turns: twice a step
-        enough = geometry.turns == 1 or tiles >= LEAST_TILES  # or else they hide little of an exchange
+        enough = geometry.turns == 1 or tiles >= LEAST_TILES[start.backward]  # or else they hide little of an exchange
         if filled and enough and filled.bytes_streamed * share <= most_streamed:
             yield filled
 
@@ -189,10 +189,9 @@ def _fastest(
 
 
 def _rounded(batch: int) -> Iterator[set[int]]:
-    """Powers of four from the one above a batch down, then the numbers around it of one to three binary digits."""
+    """The powers of four up to the one above a batch, then the numbers around it of one to three binary digits."""
     digits = (batch - 1).bit_length()
-    for half in range(ceil_div(digits, 2), -1, -1):
-        yield {4**half}
+    yield {4**half for half in range(ceil_div(digits, 2) + 1)}
     for kept in (1, 2, 3):
         unit = 1 << max(0, digits - kept)
         yield {batch // unit * unit, round_up(batch, unit)} - {0}
@@ -228,8 +227,8 @@ def choose_geometry(
 ) -> Plan:
     """A fast way to run a layer of `cell` ("rnn_tanh", "rnn_relu", "gru", "lstm") in one direction of time.
 
-    A kernel is compiled for the sequences of a group of blocks and runs any number of groups.  So the way that is the
-    fastest for a rounder batch is taken, if a step of this one then takes at most ``ROUNDED`` times as long.
+    A kernel is compiled for the sequences of a group of blocks and runs any number of groups.  So of the kernels of
+    rounder batches the fastest is taken, if a step of this one then takes at most ``ROUNDED`` times as long.
 
     Args:
         hidden_size, batch, dtype: of the layer and its input.
