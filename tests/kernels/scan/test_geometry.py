@@ -224,6 +224,14 @@ def test_several_sequences_of_few_channels_look_back_over_whole_rows():
             assert choose_geometry(Criteria(element, *arguments, packed=True)).narrow == 0
 
 
+def test_segments_of_a_warp_read_other_banks():
+    """In tiles of whole rows that look back, segments begin at least as many banks apart as a row takes."""
+    for element, channels in itertools.product(("LinearScan", "LinearScanBackward"), (3, 4, 6, 8)):
+        g = choose_geometry(Criteria(element, INPUTS[element], 4, 1, True, 300, 9000, channels, GPUS["H200"]))
+        assert g.looks_back
+        assert channels <= g.rows * channels % 32 <= 32 - channels
+
+
 def test_a_mask_of_resets_changes_no_tile_that_looks_back_over_whole_or_odd_rows():
     whole = (300, 9000, 4), (8, 375000, 16), (20, 60000, 24), (17, 154131, 24), (300, 9000, 3)
     shapes = *whole, (8, 181818, 33), (16, 4096, 1537), (2, 60000, 129)

@@ -334,7 +334,10 @@ def _chain_few_channels(scan: Criteria) -> Geometry | None:
         return None
     lanes, numbers = _lanes_across(scan.channels, 1), scan.numbers(1)
     if scan.sequences > (2 if scan.channels > 8 else 1 if scan.resets else 8):
-        return Geometry(1, lanes, 8, 64 // numbers - 1 | 1, True, 2, scan.channels, looks_back=True)
+        rows = 64 // numbers - 1 | 1
+        if scan.channels in (3, 6) and scan.backward:
+            rows = 20  # against bank conflicts, as odd rows of other channels
+        return Geometry(1, lanes, 8, rows, True, 2, scan.channels, looks_back=True)
     if scan.channels <= 8 or scan.resets:
         return None
     return Geometry(1, lanes, 16, 36 // numbers - 1 | 1, True, 1, scan.channels)

@@ -176,7 +176,7 @@ struct Steps {
 
     // Whether the zero state before a reset step is written to shared memory, where there is one, and not selected at
     // every step: a warp of many segments has several, one after the other.
-    static constexpr bool PUTS_RESETS = TESTS && (STAYS || SELDOM_RESET || LANES >= 4);
+    static constexpr bool PUTS_RESETS = RESETS && (STAYS || SELDOM_RESET || LANES >= (ZEROES ? 32 : 4));
 
     // Backward, of some rows: write h0 as h[t-1] of a sequence's first step in time, and the zero state as that of a
     // reset step unless `read` selects it.
