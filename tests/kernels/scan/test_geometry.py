@@ -226,7 +226,7 @@ def test_several_sequences_of_few_channels_look_back_over_whole_rows():
 
 def test_segments_of_a_warp_read_other_banks():
     """In tiles of whole rows that look back, segments begin at least as many banks apart as a row takes."""
-    for element, channels in itertools.product(("LinearScan", "LinearScanBackward"), (3, 4, 6, 8)):
+    for element, channels in itertools.product(("LinearScan", "LinearScanBackward"), range(3, 8)):
         g = choose_geometry(Criteria(element, INPUTS[element], 4, 1, True, 300, 9000, channels, GPUS["H200"]))
         assert g.looks_back
         assert channels <= g.rows * channels % 32 <= 32 - channels
