@@ -166,6 +166,8 @@ def test_lanes_have_several_channels_of_rows_that_begin_anywhere():
             assert chosen(itemsize, inputs, 3, 5000, 1001) == (2, 32, 8, rows[inputs - 2], "looks back")
     assert chosen(2, 2, 8, 4096, 1001) == chosen(2, 2, 32, 2048, 513) == (2, 32, 8, 16, "looks back")
     assert chosen(2, 2, 1, 1 << 20, 33) == (1, 32, 8, 32, "looks back")  # a single chain, with longer tiles
+    for sequences, vec in ((16, 2), (17, 4)):  # four groups of 128 channels: half as many as multiprocessors, or more
+        assert chosen(2, 3, sequences, 40, 487)[0] == vec
     assert chosen(2, 2, 1, 298775, 481, packed=True)[0] == 2  # which other sequences cut short
     assert chosen(4, 2, 1, 193200, 49, packed=True)[0] == chosen(4, 2, 1806, 56, 29)[0] == 1
     assert chosen(2, 2, 8, 4096, 1001, by_offsets=True)[0] == 1
@@ -176,6 +178,16 @@ def test_no_lanes_are_idle_where_half_as_wide_groups_have_none():
     for shape, itemsize in (((1, 72578, 96), 2), ((4, 65536, 48), 4)):
         g = choose_geometry(Criteria("LinearScan", 2, itemsize, 8, True, *shape, GPUS["H200"]))
         assert (g.lanes, g.looks_back) == (16, True)
+    for steps, lanes in ((5000, 32), (1 << 20, 8)):  # a quarter as wide over many tiles
+        for channels in (34, 48):
+            g = choose_geometry(Criteria("LinearScan", 2, 2, 2, False, 1, steps, channels, GPUS["H200"]))
+            assert (g.lanes, g.looks_back) == (lanes, True)
+
+
+def test_sequences_of_few_channels_are_chained_where_they_are_fewer_than_lanes():
+    for sequences, steps, looks_back in ((388, 6716, True), (388, 931, False), (996, 6716, False)):
+        g = choose_geometry(Criteria("LinearScan", 2, 4, 4, True, sequences, steps, 8, GPUS["H200"]))
+        assert (g.looks_back, g.narrow) == (looks_back, 8 * looks_back)
 
 
 @pytest.mark.parametrize("gpu", ["H100", "H200"])

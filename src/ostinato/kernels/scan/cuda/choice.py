@@ -141,8 +141,9 @@ def _leaves_processors_idle(scan: Criteria, streaming: Geometry) -> bool:
     processors = scan.device.processors
     if streaming.cluster > 1:
         return False
-    if streaming.narrow:
-        return scan.sequences * scan.channels < 32 * processors and scan.steps > 8 * streaming.tile
+    few = scan.sequences * scan.channels < 32 * processors and scan.steps > 8 * streaming.tile
+    if streaming.narrow or (few and not scan.resets and _chain_few_channels(scan)):
+        return few
     least = (FILLED if streaming.warps == 8 else FULL if scan.itemsize == 4 else 1) * processors
     return scan.chains(streaming) < least and scan.steps > 4 * streaming.tile
 
@@ -243,6 +244,8 @@ def _stream(scan: Criteria) -> Geometry:
     """
     halved, processors = _is_halved(scan), scan.device.processors
     vec = 2 if halved else min(scan.vector, 8 // scan.itemsize)
+    if scan.element in LINEAR and scan.anywhere and vec > 1 and 2 * scan.chains(Geometry(vec, 32, 1, 1)) <= processors:
+        vec //= 2
     lanes = min(_lanes_across(scan.channels, vec), 16 if halved else 32)
     segments, warps = 32 // lanes, 4
     least, most = (4, 8) if scan.backward else (8, 16)
@@ -387,14 +390,18 @@ def _look_back_tile(scan: Criteria) -> Geometry:
 def _look_back_soon(scan: Criteria) -> Geometry | None:
     """Linear scans and those of 16 bits, but the longest: half as long tiles if there are few.
 
-    The longest linear ones look back, too, if their rows share lines.  Where lanes would be idle in every other group,
-    groups are half as wide.
+    The longest linear ones look back, too, if their rows share lines.  Where three groups half as wide, or a quarter,
+    have all channels, fewer lanes are idle, and a carry's way along many tiles is shorter, as these are longer.
     """
     back = _look_back_tile(scan)
     if scan.element in LINEAR and not scan.tests_resets:
         soon = scan.steps <= 8 * LONG or (back.lanes == 32 and scan.ends_within_lines)
-        if back.lanes == 32 and -(-2 * scan.channels // back.group) == 3 and not scan.anywhere:
+        halves, quarters = (-(-scan.channels // (lanes * back.vec)) for lanes in (16, 8))
+        whole = back.lanes == 32 and not scan.anywhere
+        if whole and halves == 3:
             back = back._replace(lanes=16)
+        elif whole and quarters == 3 and back.vec == 2 and scan.steps > 32 * back.tile:
+            back = back._replace(lanes=8)
     else:
         long = 8 * LONG if scan.element.startswith("Generated") and not scan.resets else LONG
         soon = scan.itemsize == 2 and scan.steps <= long
@@ -442,7 +449,8 @@ def _look_back(scan: Criteria) -> Geometry | None:
     tile = _chained_tile(scan)
     vec, chains, whole_warps = tile.vec, scan.chains(tile), tile.lanes == 32
     raw = scan.element in CHEAP
-    crowded = raw and scan.itemsize == 2 and whole_warps and chains == 1  # their aggregates are twice as long as others
+    plain_halves = tile.lanes == 16 and scan.element in LINEAR and not scan.resets
+    crowded = raw and scan.itemsize == 2 and (whole_warps or plain_halves) and chains == 1  # aggregates: twice as long
     delayed = scan.resets or (raw and scan.aligned == 1 and scan.itemsize <= 4)  # by tests, or by small copies
     back_if_delayed = delayed and whole_warps and (scan.backward or chains > 2 or scan.itemsize == 2)
     pays = scan.packed or back_if_delayed or _has_few_companions(scan) or crowded
