@@ -11,8 +11,9 @@
 ``search.py``     the fastest geometry that fits
 ``packing.py``    pruned weights in the order in which the kernels read them
 ``step.py``       one step, by ``step.cu``
-``exchange.cuh``  what all kernels share: parameters, and the exchange between blocks; the product of a matrix with
-                  states is in ``dense.cuh``, ``block.cuh`` or ``sparse.cuh``
+``layout.cuh``    what all kernels share: parameters, and which units and sequences a block and a thread have
+``exchange.cuh``  the exchange between blocks; the product of a matrix with states is in ``dense.cuh``, ``block.cuh`` or
+                  ``sparse.cuh``
 ================  ===========================================================================================
 """
 

@@ -430,5 +430,5 @@ def files(geometry: Geometry) -> tuple[str, ...]:
         products = ("cluster.cuh", "scatter.cuh", "prepare.cuh", "backward.cu", "scatter.cu")
     elif geometry.shares_work:
         products += ("gather.cu",)
-    names = ("exchange.cuh", "matrix.cuh", *needs[geometry.path], *products)
+    names = ("layout.cuh", "exchange.cuh", "matrix.cuh", *needs[geometry.path], *products)
     return ("numeric.cuh", *(f"persistent/cuda/{name}" for name in names))
