@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ostinato.kernels.recurrence.symbolic.trace import Trace, parse
+from ostinato.kernels.scan import Order
 
 
 def first_sequence(recurrence: str, arguments: Sequence[Tensor]) -> Tensor:
@@ -45,7 +46,7 @@ def initial_states(
 
 def last_shape(x: Tensor, cu_seqlens: Tensor | None) -> torch.Size:
     """Of the states after the last steps, one row a sequence."""
-    return torch.Size((x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1, x.shape[2]))
+    return torch.Size((Order(cu_seqlens).sequences(x), x.shape[2]))
 
 
 def grouped(trace: Trace, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:

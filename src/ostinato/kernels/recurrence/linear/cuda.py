@@ -26,7 +26,7 @@ def scan(recurrence: str, h0: Tensor | None, order: Order, *arguments: Tensor) -
     inputs, parameters = _parted(recurrence, arguments)
     h0 = None if h0 is None else h0.contiguous()
     h = inputs[0].new_empty(inputs[0].shape)
-    h_last = last_state(h, h0, order.cu_seqlens, 0.0)
+    h_last = last_state(h, h0, order, 0.0)
     strides = tuple([x.stride() for x in inputs])
     prepared = prepare_scan(element_of(recurrence, False), h, strides, 1, order, parameters)
     addresses = [x.data_ptr() for x in (*inputs, h, *parameters)] + [0] * (not parameters)
@@ -48,7 +48,7 @@ def scan_backward(
     grad_h_last = None if grad_h_last is None else grad_h_last.contiguous()
     inputs = [*sequences, *map(along_channels, (h, h if grad_h is None else grad_h))]
     grads = [h.new_empty(h.shape) for _ in sequences]
-    grad_h0 = None if h0 is None else last_state(h, grad_h_last, order.cu_seqlens, 0.0)
+    grad_h0 = None if h0 is None else last_state(h, grad_h_last, order, 0.0)
     strides = tuple([x.stride() for x in inputs])
     prepared = prepare_scan(element_of(recurrence, True), h, strides, len(grads), order, parameters)
     addresses = [x.data_ptr() for x in (*inputs, *grads, *parameters)] + [0] * (not parameters)

@@ -46,9 +46,8 @@ def _linear_recurrence(
 def _linear_recurrence_fake(recurrence: str, _h0: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
     cu_seqlens, resets, reverse, _backend, *arguments = rest
     like = first_sequence(recurrence, arguments)
-    return like.new_empty(like.shape), like.new_empty(
-        order_of(cu_seqlens, resets, reverse).sequences(like), like.shape[2]
-    )
+    order = order_of(cu_seqlens, resets, reverse)
+    return like.new_empty(like.shape), like.new_empty(order.sequences(like), like.shape[2])
 
 
 def _linear_recurrence_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:

@@ -89,7 +89,7 @@ def steps(
     like = inputs[0]
     initial = [None] * trace.states if h0 is None else [x.to(like.dtype).contiguous() for x in h0]
     states = [like.new_empty(like.shape) for _ in range(trace.states)]
-    last = [last_state(y, first, order.cu_seqlens, 0.0) for y, first in zip(states, initial, strict=True)]
+    last = [last_state(y, first, order, 0.0) for y, first in zip(states, initial, strict=True)]
     wide = _widened(parameters, like)
     launches = _Launches(trace, like, order, (like, states[0]))
     launches.compile_ahead()
@@ -130,8 +130,7 @@ def steps_backward(
     given_last = [None if x is None else x.contiguous() for x in grads_last]
     initial = [None] * trace.states if h0 is None else [x.to(like.dtype).contiguous() for x in h0]
     grad_initial = [
-        None if x is None else last_state(like, g, order.cu_seqlens, 0.0)
-        for x, g in zip(initial, given_last, strict=True)
+        None if x is None else last_state(like, g, order, 0.0) for x, g in zip(initial, given_last, strict=True)
     ]
     wide, states, grads = _widened(parameters, like), _alike(states), _alike(grads)
     launches = _Launches(trace, like, order, (like, states[0], *grads, of_sequences[0]))

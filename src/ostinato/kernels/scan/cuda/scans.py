@@ -35,11 +35,11 @@ def states_like(x: Tensor, order: Order) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def last_state(b: Tensor, h0: Tensor | None, cu_seqlens: Tensor | None, zero: float) -> Tensor:
-    if cu_seqlens is None:
+def last_state(b: Tensor, h0: Tensor | None, order: Order, zero: float) -> Tensor:
+    if order.cu_seqlens is None:
         return b.new_empty(b.shape[0], b.shape[2])
     # An empty sequence ends in its initial state, which the kernel does not write.
-    return b.new_full((cu_seqlens.shape[0] - 1, b.shape[2]), zero) if h0 is None else h0.clone()
+    return b.new_full((order.sequences(b), b.shape[2]), zero) if h0 is None else h0.clone()
 
 
 class Element(NamedTuple):
@@ -139,7 +139,7 @@ def _forward_scan(
     lie = _along_time if by_time else along_channels
     a, b, h0 = lie(a), lie(b), None if h0 is None else h0.contiguous()
     h = torch.empty_like(b) if b.is_contiguous() else states_like(b, order)  # new_empty costs more
-    h_last = last_state(b, h0, order.cu_seqlens, zero)
+    h_last = last_state(b, h0, order, zero)
     scan = prepare_scan(element, b, (a.stride(), b.stride()), 1, order, by_time=by_time)
     addresses = a.data_ptr(), b.data_ptr(), h.data_ptr(), 0, address(h0), h_last.data_ptr(), 0
     scan.launch(h, addresses, order.cu_seqlens, order.resets)
@@ -180,7 +180,7 @@ def _backward_scan(
     grad_h_last = None if grad_h_last is None else grad_h_last.contiguous()
     inputs = [(_along_time if by_time else along_channels)(x) for x in (*plain, h, h if grad_h is None else grad_h)]
     outputs = states_like(h, order), states_like(h, order)
-    grad_h0 = None if h0 is None else last_state(h, grad_h_last, order.cu_seqlens, 0.0)
+    grad_h0 = None if h0 is None else last_state(h, grad_h_last, order, 0.0)
     strides = tuple([x.stride() for x in inputs])
     scan = prepare_scan(element, h, strides, 2, order, by_time=by_time)
     addresses = [x.data_ptr() for x in (*inputs, *outputs)]
