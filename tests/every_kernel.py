@@ -147,7 +147,7 @@ def transpositions():
 
 def shifts():
     for given in test_persistent.states_to_shift():
-        persistent.previous(*(x.cuda() if isinstance(x, torch.Tensor) else x for x in given))
+        persistent.previous(*map(test_persistent.on_gpu, given))
 
 
 def sums_of_biases():

@@ -9,7 +9,7 @@ from ostinato.checks import check_choice
 from ostinato.diagonal.layers import DiagonalLayers, Parameters, Run
 from ostinato.kernels.eager import Prepared
 from ostinato.kernels.gemm import linear
-from ostinato.kernels.persistent.reference import previous
+from ostinato.kernels.persistent.reference import resets_in_reverse
 from ostinato.kernels.recurrence.linear.layer import layer_scan, projected_scan, step_of
 from ostinato.layers import Hidden, seen_in_reverse
 from ostinato.minimal.recurrences import CANDIDATES, GATES, RECURRENCES, recurrence_of
@@ -159,7 +159,7 @@ class _MinimalLayers(DiagonalLayers):
         if offsets is None:
             return torch.stack((resets, seen_in_reverse(resets, batch_first)))
         assert h0 is not None, "packed sequences come with an initial state, which says how many there are"
-        return torch.stack((resets, previous(resets[:, None], None, offsets, h0.shape[1], reverse=True)[:, 0]))
+        return torch.stack((resets, resets_in_reverse(resets, offsets, h0.shape[1])))
 
 
 class MinGRU(_MinimalLayers):

@@ -14,7 +14,7 @@ from ostinato.kernels.eager import Prepared
 from ostinato.kernels.persistent.backends import may_round, plan_layer
 from ostinato.kernels.persistent.operators import can_take, is_vmapped, recurrent_layer, recurrent_layers
 from ostinato.kernels.persistent.plan import Call, Plan, no_kernel
-from ostinato.kernels.persistent.reference import previous
+from ostinato.kernels.persistent.reference import resets_in_reverse
 from ostinato.masks import mask_of
 from ostinato.recurrent.torch_layers import as_given, in_rows
 from ostinato.recurrent.weights import MaskedLayers
@@ -141,8 +141,8 @@ class SequenceLayers(MaskedLayers):
         if isinstance(input, PackedSequence) and batch * steps != len(rows):
             offsets = _offsets(input.batch_sizes, rows.device)
         begins: list[Tensor | None] = [resets, None]
-        if resets is not None and self.bidirectional:  # in reverse an episode starts before the next one's first step
-            begins[1] = previous(resets[:, None], None, offsets, batch, reverse=True)[:, 0]
+        if resets is not None and self.bidirectional:
+            begins[1] = resets_in_reverse(resets, offsets, batch)
         if autocast is not None:
             rows, *states = (x.to(autocast) for x in (rows, *states))
             weights = [x.to(autocast) for x in weights]

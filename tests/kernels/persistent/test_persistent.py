@@ -21,6 +21,7 @@ from ostinato.kernels.persistent.cuda import plan as cuda_plan
 from ostinato.kernels.persistent.cuda.costs import microseconds
 from ostinato.kernels.persistent.cuda.geometry import Geometry
 from ostinato.kernels.persistent.plan import GATES, Plan
+from ostinato.kernels.persistent.sequences import Sequences
 from persistent_layers import candidate, candidates, random_mask
 
 f16, bf16, f32 = torch.float16, torch.bfloat16, torch.float32
@@ -70,17 +71,17 @@ class Case:
         h = self.uniform(batch, self.hidden) if with_state else None
         c = torch.randn_like(h) if with_state and self.cell == "lstm" else None
         begins = torch.rand(sum(sizes), device=self.device) < resets if resets else None
-        return projected, h, c, offsets if packed else None, begins, batch
+        return projected, h, c, Sequences(batch, offsets if packed else None, begins)
 
     def forward(self, inputs, reverse, kernels=cuda, wide=lambda x: x):
-        projected, h, c, offsets, resets, batch = inputs
+        projected, h, c, sequences = inputs
         projected = projected.clone()  # which a forward may write to
         states = wide(projected), wide(h), wide(c), wide(self.weight), wide(self.bias), self.mask
-        return kernels.forward(*states, offsets, resets, batch, self.cell, reverse, self.plan, True)
+        return kernels.forward(*states, self.cell, sequences._replace(reverse=reverse), self.plan, True)
 
     def gradients(self, inputs, reverse):
         """What backward gets; the states and arguments of gates are any numbers."""
-        projected, h, c, offsets, resets, batch = inputs
+        projected, h, c, sequences = inputs
         states = self.uniform(len(projected), self.hidden)
         rnn, gru, lstm = self.cell.startswith("rnn"), self.cell == "gru", self.cell == "lstm"
         return (
@@ -95,7 +96,7 @@ class Case:
             torch.randn_like(states),
             None if h is None else torch.randn_like(h),
             None if c is None else torch.randn_like(c),
-            *(offsets, resets, batch, self.cell, reverse, self.plan),
+            *(self.cell, sequences._replace(reverse=reverse), self.plan),
         )
 
     @staticmethod
@@ -267,15 +268,21 @@ def states_to_shift():
         offsets = torch.cat([torch.zeros(1), sizes.cumsum(0)]).int() if packed else None
         rows, first = torch.randn(int(lengths.sum()), hidden).to(dtype), torch.randn(2, 32, hidden).to(dtype)[1]
         marks = torch.rand(len(rows)) < 0.3 if resets else None
-        yield rows, first if with_first else None, offsets, 32, reverse, marks
+        yield rows, first if with_first else None, Sequences(32, offsets, marks, reverse)
+
+
+def on_gpu(x):
+    """A tensor, or the sequences with their tensors, there."""
+    if isinstance(x, Sequences):
+        return Sequences(*map(on_gpu, x))
+    return x.cuda() if isinstance(x, torch.Tensor) else x
 
 
 @pytest.mark.gpu
 def test_the_state_before_each_step_equals_the_reference(nan_memory):
     torch.manual_seed(0)
     for given in states_to_shift():
-        on_gpu = [x.cuda() if isinstance(x, torch.Tensor) else x for x in given]
-        assert torch.equal(cuda.previous(*on_gpu).cpu(), reference.previous(*given))
+        assert torch.equal(cuda.previous(*map(on_gpu, given)).cpu(), reference.previous(*given))
 
 
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_100"])

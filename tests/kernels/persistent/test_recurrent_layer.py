@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from ostinato.kernels.derived import derived_from
 from ostinato.kernels.persistent import backends, operators, reference
 from ostinato.kernels.persistent.plan import GATES, Plan
+from ostinato.kernels.persistent.sequences import Sequences
 
 NAMES = ("x", "h0", "c0", "weight_ih", "weight_hh", "bias_ih", "bias_hh")
 
@@ -86,7 +87,8 @@ def test_gradients_are_those_of_the_loop(cell, lengths, hidden, reverse, absent,
     inputs = [x for x in tensors[:7] if x is not None and x.requires_grad]
     x, h0, c0, weight_ih, weight_hh, bias_ih, bias_hh, mask, offsets, resets = tensors
     projected = torch.nn.functional.linear(x, weight_ih, bias_ih)
-    loop = reference.forward(projected, h0, c0, weight_hh, bias_hh, mask, offsets, resets, batch, cell, reverse)
+    sequences = Sequences(batch, offsets, resets, reverse)
+    loop = reference.forward(projected, h0, c0, weight_hh, bias_hh, mask, cell, sequences)
     expected = [y for y in loop if y is not None]
     results = run(tensors, batch, cell, reverse)
     assert len(results) == len(expected)
@@ -203,6 +205,7 @@ def test_nothing_is_kept_without_training():
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=5).map(lambda x: sorted(x, reverse=True)), st.booleans())
 def test_the_state_before_each_step(lengths, reverse):
     offsets = layer("gru", lengths)[0][8]
+    sequences = Sequences(len(lengths), offsets, reverse=reverse)
     steps = list(pairwise(range(0, sum(lengths) + 1, len(lengths)) if offsets is None else offsets.tolist()))
     rows = torch.arange(1.0, sum(lengths) + 1)[:, None]
     first = -torch.arange(1.0, len(lengths) + 1)[:, None]
@@ -212,10 +215,8 @@ def test_the_state_before_each_step(lengths, reverse):
         before = first[b]
         for t in order:
             expected[steps[t][0] + b], before = before, rows[steps[t][0] + b]
-    assert torch.equal(reference.previous(rows, first, offsets, len(lengths), reverse), expected)
-    assert torch.equal(
-        reference.previous(rows, None, offsets, len(lengths), reverse), torch.where(expected < 0, 0.0, expected)
-    )
+    assert torch.equal(reference.previous(rows, first, sequences), expected)
+    assert torch.equal(reference.previous(rows, None, sequences), torch.where(expected < 0, 0.0, expected))
 
 
 @pytest.mark.parametrize("inference", [False, True])

@@ -2,6 +2,7 @@
 
 ================  ====================================================================================
 ``reference.py``  one layer and direction as a loop over time, which defines the kernels
+``sequences.py``  which rows of a layer's tensors are which steps of which sequences
 ``plan.py``       what is asked of the kernels of a device, and what they answer
 ``backends.py``   the kernels of a device, and how a layer runs there
 ``operators.py``  the layer as a differentiable operator

@@ -25,6 +25,7 @@ from ostinato.kernels.gemm import gradient_of_input, gradient_of_weight, linear,
 from ostinato.kernels.persistent import plain, reference
 from ostinato.kernels.persistent.backends import kernels_on, plan_layer
 from ostinato.kernels.persistent.plan import GATES, Call, Plan
+from ostinato.kernels.persistent.sequences import Sequences
 from ostinato.kernels.streams import beside
 
 
@@ -80,7 +81,8 @@ class _Layer(NamedTuple):
         if mask_hh is not None and x.is_cuda and not training and self.plan.path not in ("block", "sparse"):
             weight_hh = torch.where(mask_hh, weight_hh, 0.0)  # which these kernels need not, as they look weights up
         projected = linear(x, weight_ih, bias_ih)
-        layer = projected, h0, c0, weight_hh, bias_hh, mask_hh, offsets, resets, batch, cell, reverse
+        sequences = Sequences(batch, offsets, resets, reverse)
+        layer = projected, h0, c0, weight_hh, bias_hh, mask_hh, cell, sequences
         output, h_n, c_n, c = self.kernels.forward(*layer, self.plan, training)
         c_width, gates_width = _kept_widths(x, cell, weight_hh.shape[1], training)
         if c is None or not c_width:
@@ -91,8 +93,7 @@ class _Layer(NamedTuple):
 def _layer_of(*args: Any) -> _Layer:
     """That of the operator's arguments: its kernels, or the loop over time where none fits."""
     x, _, _, _, weight_hh, _, _, mask_hh, offsets, resets, batch, cell, _, training, path, directions = args
-    steps = len(x) // batch if offsets is None else len(offsets) - 1
-    sizes = weight_hh.shape[1], batch, x.dtype
+    sizes, steps = (weight_hh.shape[1], batch, x.dtype), Sequences(batch, offsets).length(x)
     call = Call(x.device, cell, *sizes, training, steps, path, directions, resets is not None, offsets is not None)
     plan = plan_layer(mask_hh, call)
     return _Layer(reference if plan.path == "steps" else kernels_on(x.device), plan)
@@ -199,8 +200,9 @@ def _differentiable_gradients(*args: Any) -> tuple[Tensor, ...]:
         for place, x in zip(places, inputs, strict=True):
             given[place] = x
         x, h0, c0, weight_ih, weight_hh, bias_ih, bias_hh, mask_hh, offsets, resets = given
-        layer = F.linear(x, weight_ih, bias_ih), h0, c0, weight_hh, bias_hh, mask_hh, offsets, resets
-        results: Any = reference.forward(*layer, batch, cell, reverse)[:3]
+        sequences = Sequences(batch, offsets, resets, reverse)
+        layer = F.linear(x, weight_ih, bias_ih), h0, c0, weight_hh, bias_hh, mask_hh, cell, sequences
+        results: Any = reference.forward(*layer)[:3]
         return tuple(y for y, grad in zip(results, grads, strict=True) if grad is not None)
 
     pull: Any = torch.func.vjp(forward, *(args[k] for k in places))[1]
@@ -246,10 +248,11 @@ def _back_through_time(layer: _Layer, *args: Any) -> Callable[[], tuple[Tensor |
     x, h0, c0, weight_ih, weight_hh, bias_ih, bias_hh, mask_hh, offsets, resets, h, c, gates = args[:13]
     *grads_of_results, batch, cell, reverse, _, _, needed = args[13:]
     (kernels, plan), hidden, gru = layer, weight_hh.shape[1], cell == "gru"
+    sequences = Sequences(batch, offsets, resets, reverse)
     recomputes = not cell.startswith("rnn") and (kernels is reference or not gates.numel())
 
     def before() -> Tensor:
-        states: Tensor = kernels.previous(h, h0, offsets, batch, reverse, resets)
+        states: Tensor = kernels.previous(h, h0, sequences)
         return states
 
     if recomputes:
@@ -257,9 +260,7 @@ def _back_through_time(layer: _Layer, *args: Any) -> Callable[[], tuple[Tensor |
     else:
         pre, candidate = (h, None) if cell.startswith("rnn") else (gates, c if gru else None)
     through = pre, candidate, h, h0, c if cell == "lstm" else None, c0, weight_hh, mask_hh
-    grads, grad_h0, grad_c0, totals = kernels.backward(
-        *through, *grads_of_results, offsets, resets, batch, cell, reverse, plan
-    )
+    grads, grad_h0, grad_c0, totals = kernels.backward(*through, *grads_of_results, cell, sequences, plan)
 
     def gradients() -> tuple[Tensor | None, ...]:
         # A GRU's grads are n's share of the hidden product, r, z, n's share of the input's: three neighbours for each.

@@ -1,22 +1,15 @@
 """One recurrent layer and direction as a loop over time, forward and backward: the specification of every kernel.
 
-The rows of a tensor are time-major: all sequences at the first step, then at the second, and so on.  Packed
-sequences are sorted by length: ``offsets`` (T + 1,) has the first row of each step, and sequence b at step t is
-row offsets[t] + b if that is below offsets[t + 1].  A sequence without a step keeps its state there, so in reverse it
-starts at its own last step with the initial state.
-
-Where ``resets`` (rows,) is True, the state before that row's step is zero, in scan order, and no gradient flows
-across.
+The rows of a tensor are those of :class:`~ostinato.kernels.persistent.sequences.Sequences`.
 
 Everything is computed in float32, in float64 for float64; a state is rounded to its dtype after every step.
 """
-
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from ostinato.kernels.persistent.plan import Plan
+from ostinato.kernels.persistent.sequences import Sequences
 
 
 def keeps_gates(_: str) -> bool:
@@ -31,11 +24,8 @@ def forward(
     weight_hh: Tensor,
     bias_hh: Tensor | None,
     mask_hh: Tensor | None,
-    offsets: Tensor | None,
-    resets: Tensor | None,
-    batch: int,
     cell: str,
-    reverse: bool,
+    sequences: Sequences,
     plan: Plan | None = None,
     keep_cell: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
@@ -53,9 +43,7 @@ def forward(
         h0, c0: (B, H), the initial state, None for zeros; c0 for an LSTM.
         weight_hh: (gates * H, H), the gates in torch.nn's order, zero where `mask_hh` (bool) is False.
         bias_hh: (gates * H,) or None.
-        offsets, batch: of the rows; offsets None if every sequence has all steps.
-        resets: the steps before which the state is zero, None for none.
-        reverse: from the last step to the first.
+        sequences: of the rows.
         plan: for kernels.
         keep_cell: whether to return an LSTM's c.
 
@@ -66,10 +54,10 @@ def forward(
     wide = torch.promote_types(dtype, torch.float32)
     weight = weight_hh.to(wide)
     bias = weight.new_zeros(len(weight)) if bias_hh is None else bias_hh.to(wide)
-    zeros = weight.new_zeros(batch, hidden)
+    zeros, resets = weight.new_zeros(sequences.batch, hidden), sequences.resets
     h, c = (zeros if state is None else state.to(wide) for state in (h0, c0))
     outputs, cells = [], []
-    for step in _steps(len(projected), offsets, batch, reverse):
+    for step in sequences.steps(projected):
         live = step.stop - step.start
         if resets is not None:
             h, c = (torch.cat([x[:live].where(~resets[step, None], 0.0), x[live:]]) for x in (h, c))
@@ -81,8 +69,9 @@ def forward(
         outputs.append(h_t.to(dtype))
         h = torch.cat([outputs[-1].to(wide), h[live:]])
     c_n = c.to(dtype) if cell == "lstm" else None
-    kept = torch.cat(cells[::-1] if reverse else cells) if cells and keep_cell else None
-    return torch.cat(outputs[::-1] if reverse else outputs), h.to(dtype), c_n, kept
+    if sequences.reverse:
+        outputs, cells = outputs[::-1], cells[::-1]
+    return torch.cat(outputs), h.to(dtype), c_n, torch.cat(cells) if cells and keep_cell else None
 
 
 def advance(p: Tensor, q: Tensor, h: Tensor, c: Tensor, cell: str) -> tuple[Tensor, ...]:
@@ -111,11 +100,8 @@ def backward(
     grad_output: Tensor | None,
     grad_h_n: Tensor | None,
     grad_c_n: Tensor | None,
-    offsets: Tensor | None,
-    resets: Tensor | None,
-    batch: int,
     cell: str,
-    reverse: bool,
+    sequences: Sequences,
     plan: Plan | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """Backpropagation through all steps of :func:`forward`.
@@ -139,11 +125,11 @@ def backward(
     weight = weight_hh.to(wide)
     if cell == "gru":  # in the order of its gradients
         weight = torch.cat([weight[2 * hidden :], weight[: 2 * hidden]])
-    h_prev = previous(h, h0, offsets, batch, reverse, resets) if cell == "gru" else None
-    c_prev = None if c is None else previous(c, c0, offsets, batch, reverse, resets)
-    dh, dc = (weight.new_zeros(batch, hidden) if x is None else x.to(wide) for x in (grad_h_n, grad_c_n))
+    h_prev = previous(h, h0, sequences) if cell == "gru" else None
+    c_prev = None if c is None else previous(c, c0, sequences)
+    dh, dc = (weight.new_zeros(sequences.batch, hidden) if x is None else x.to(wide) for x in (grad_h_n, grad_c_n))
     grads = pre.new_empty(len(pre), hidden * (1 if cell.startswith("rnn") else 4))
-    for step in reversed(_steps(len(pre), offsets, batch, reverse)):
+    for step in reversed(sequences.steps(pre)):
         live = step.stop - step.start
         d_t = dh[:live] if grad_output is None else dh[:live] + grad_output[step].to(wide)
         a = pre[step].to(wide)
@@ -177,8 +163,9 @@ def backward(
         grads[step] = torch.cat(parts, 1).to(dtype)
         exchanged = grads[step, : len(weight)].to(wide)
         dh = torch.cat([past + exchanged @ weight, dh[live:]])
-        if resets is not None:
-            dh, dc = (torch.cat([x[:live].where(~resets[step, None], 0.0), x[live:]]) for x in (dh, dc))
+        if sequences.resets is not None:
+            begins = sequences.resets[step, None]
+            dh, dc = (torch.cat([x[:live].where(~begins, 0.0), x[live:]]) for x in (dh, dc))
     return grads, dh.to(dtype), dc.to(dtype) if cell == "lstm" else None, grads
 
 
@@ -191,22 +178,16 @@ def gradients_of_biases(totals: Tensor, dtype: torch.dtype, cell: str) -> tuple[
     return sums[hidden:].clone(), sums[: 3 * hidden].roll(-hidden)
 
 
-def previous(
-    rows: Tensor,
-    first: Tensor | None,
-    offsets: Tensor | None,
-    batch: int,
-    reverse: bool,
-    resets: Tensor | None = None,
-) -> Tensor:
+def previous(rows: Tensor, first: Tensor | None, sequences: Sequences) -> Tensor:
     """The state before each step.
 
     Args:
         rows: (rows, H), the state after each step.
         first: (B, H), the state before a sequence's first step in the order of the recurrence, None for zeros.
     """
+    batch, offsets, resets, reverse = sequences
     if resets is not None:
-        return previous(rows, first, offsets, batch, reverse).masked_fill_(resets[:, None], 0.0)
+        return previous(rows, first, sequences._replace(resets=None)).masked_fill_(resets[:, None], 0.0)
     first = rows.new_zeros(batch, rows.shape[1]) if first is None else first.to(rows.dtype)
     if offsets is None:
         return torch.cat([rows[batch:], first] if reverse else [first, rows[:-batch]])
@@ -220,8 +201,6 @@ def previous(
     return torch.cat([first, rows]).index_select(0, index)
 
 
-def _steps(rows: int, offsets: Tensor | None, batch: int, reverse: bool) -> list[slice]:
-    """The rows of each step, in the order of the recurrence."""
-    bounds = range(0, rows + 1, batch) if offsets is None else offsets.tolist()
-    steps = [slice(begin, end) for begin, end in pairwise(bounds)]
-    return steps[::-1] if reverse else steps
+def resets_in_reverse(resets: Tensor, offsets: Tensor | None, batch: int) -> Tensor:
+    """Those of the other direction, where an episode starts before the next one's first step."""
+    return previous(resets[:, None], None, Sequences(batch, offsets, reverse=True))[:, 0]

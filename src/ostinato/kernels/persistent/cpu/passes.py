@@ -13,6 +13,7 @@ from ostinato.kernels.persistent.cpu import loops, products, pruned
 from ostinato.kernels.persistent.cpu.barrier import COUNTERS
 from ostinato.kernels.persistent.cpu.entries import SLICE, Entries, backward_entries, forward_entries
 from ostinato.kernels.persistent.plan import GATES, Plan
+from ostinato.kernels.persistent.sequences import Sequences
 from ostinato.kernels.threads import run_loop, threads_for
 
 PART = 1 << 16  # weights of a part of a step that pay off a thread
@@ -25,11 +26,8 @@ def forward(
     weight_hh: Tensor,
     bias_hh: Tensor | None,
     mask_hh: Tensor | None,
-    offsets: Tensor | None,
-    resets: Tensor | None,
-    batch: int,
     cell: str,
-    reverse: bool,
+    sequences: Sequences,
     plan: Plan,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
@@ -39,11 +37,12 @@ def forward(
     `candidate`.
     """
     hidden, gates, lstm = weight_hh.shape[1], GATES[cell], cell == "lstm"
+    batch, offsets, resets, reverse = sequences
     h, c = _state(h0, batch, hidden, projected), _state(c0, batch if lstm else 0, hidden, projected)
     output = projected.new_empty(len(projected), hidden)
     keep = keep and gates > 1  # an RNN's backward needs only the output
     kept = torch.empty_like(output) if keep else None
-    how = _share(weight_hh, batch, len(projected) // batch if offsets is None else len(offsets) - 1, plan)
+    how = _share(weight_hh, batch, sequences.length(projected), plan)
     entries, untouched = None, None
     if plan.path != "dense":
         entries = _entries(forward_entries, mask_hh, plan, gates)
@@ -67,8 +66,7 @@ def forward(
         if untouched is not None:
             projected.copy_(untouched)
         dense = plan._replace(path="dense")
-        states = projected, h0, c0, weight_hh, bias_hh, mask_hh
-        return forward(*states, offsets, resets, batch, cell, reverse, dense, keep)
+        return forward(projected, h0, c0, weight_hh, bias_hh, mask_hh, cell, sequences, dense, keep)
     return output, h, c if lstm else None, kept
 
 
@@ -84,16 +82,14 @@ def backward(
     grad_output: Tensor | None,
     grad_h_n: Tensor | None,
     grad_c_n: Tensor | None,
-    offsets: Tensor | None,
-    resets: Tensor | None,
-    batch: int,
     cell: str,
-    reverse: bool,
+    sequences: Sequences,
     plan: Plan,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """As ``reference.backward``."""
     hidden, gates, lstm = weight_hh.shape[1], GATES[cell], cell == "lstm"
-    how = _share(weight_hh, batch, len(pre) // batch if offsets is None else len(offsets) - 1, plan)
+    batch, offsets, resets, reverse = sequences
+    how = _share(weight_hh, batch, sequences.length(pre), plan)
     if plan.path == "dense":
         ordered = weight_hh.roll(hidden, 0) if cell == "gru" else weight_hh  # n, r, z as the gradients
         weights = _dense_panels(ordered.T, 1, how)
@@ -126,7 +122,7 @@ def backward(
     if not _run(loop, loops.BackwardWork, how, weights, arrays, **sizes):
         dense = plan._replace(path="dense")
         states, upstream = (h, h0, c, c0, weight_hh, mask_hh), (grad_output, grad_h_n, grad_c_n)
-        return backward(pre, candidate, *states, *upstream, offsets, resets, batch, cell, reverse, dense)
+        return backward(pre, candidate, *states, *upstream, cell, sequences, dense)
     return grads, of_units.reshape(batch, -1)[:, :hidden], dc if lstm else None, grads
 
 

@@ -13,6 +13,7 @@ from ostinato.kernels import nvrtc
 from ostinato.kernels.derived import derived_from
 from ostinato.kernels.persistent.cuda.geometry import THREADS, Geometry, files
 from ostinato.kernels.persistent.cuda.packing import Packing, pack
+from ostinato.kernels.persistent.sequences import Sequences
 from ostinato.kernels.streams import launch_stream
 
 _POINTERS = (
@@ -142,18 +143,18 @@ def _launch_of(geometry: Geometry, device: int, steps: int, batch: int, *special
     return _Launch(found, sizes, fill, geometry.shared_bytes, tuple(parts), numbers)
 
 
-def launch(geometry: Geometry, mask: Tensor | None, batch: int, reverse: bool, tensors: dict[str, Any]) -> None:
+def launch(geometry: Geometry, mask: Tensor | None, sequences: Sequences, tensors: dict[str, Any]) -> None:
     """Run the kernel on tensors by the names of ``_POINTERS``, None for absent ones."""
-    pre, offsets = tensors["pre"], tensors["offsets"]
+    batch, tensors["offsets"], tensors["resets"], reverse = sequences
+    pre = tensors["pre"]
     device = pre.get_device()
     check(geometry, device)
-    steps = len(pre) // batch if offsets is None else len(offsets) - 1
     if mask is not None and geometry.path != "dense":
         packing = packing_of(mask, geometry)
         geometry = packing.geometry
         tensors |= {"index": packing.indices, "places": packing.places, "spans": packing.spans}
-    special = tensors["resets"] is not None, offsets is not None, tensors.get("gates") is not None
-    prepared = _launch_of(geometry, device, steps, batch, *special)
+    special = sequences.resets is not None, sequences.offsets is not None, tensors.get("gates") is not None
+    prepared = _launch_of(geometry, device, sequences.length(pre), batch, *special)
     addresses = _NOWHERE.copy()
     for name, x in tensors.items():
         if x is not None:

@@ -15,6 +15,7 @@ from ostinato.kernels.persistent.cuda.geometry import THREADS
 from ostinato.kernels.persistent.cuda.launch import launch, source_of_biases
 from ostinato.kernels.persistent.cuda.plan import keeps_gates
 from ostinato.kernels.persistent.plan import Plan
+from ostinato.kernels.persistent.sequences import Sequences
 
 UNITS = {16: "uint4", 8: "uint2", 4: "unsigned", 2: "unsigned short", 1: "unsigned char"}  # of a copy, by bytes
 UNITS_OF_THREAD = 4  # of a copy, at once
@@ -27,11 +28,8 @@ def forward(
     weight_hh: Tensor,
     bias_hh: Tensor | None,
     mask_hh: Tensor | None,
-    offsets: Tensor | None,
-    resets: Tensor | None,
-    batch: int,
     cell: str,
-    reverse: bool,
+    sequences: Sequences,
     plan: Plan,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
@@ -42,22 +40,17 @@ def forward(
 
     Raises RuntimeError if an earlier launch on the device failed.
     """
-    geometry, rows, lstm = plan.geometry.forward, projected.shape[0], cell == "lstm"
+    geometry, rows, batch, lstm = plan.geometry.forward, projected.shape[0], sequences.batch, cell == "lstm"
     hidden = geometry.hidden_size
-    tensors = {
-        "output": projected.new_empty(rows, hidden),
-        "h_n": projected.new_empty(batch, hidden),
-        "c_n": projected.new_empty(batch, hidden) if lstm else None,
-        "cells": None,
-    }
+    output, h_n = projected.new_empty(rows, hidden), projected.new_empty(batch, hidden)
+    c_n, cells = torch.empty_like(h_n) if lstm else None, None
     gates = projected if keep and keeps_gates(cell) else None
     if keep and (lstm or gates is not None):
-        tensors["cells"] = projected.new_empty(rows, hidden, dtype=torch.float32 if lstm else projected.dtype)
-    results = tuple(tensors.values())
-    tensors |= {"pre": projected, "h0": h0, "c0": c0, "weight": weight_hh, "bias": bias_hh}
-    tensors |= {"gates": gates, "candidates": tensors["cells"], "offsets": offsets, "resets": resets}
-    launch(geometry, mask_hh, batch, reverse, tensors)
-    return results  # type: ignore[return-value]
+        cells = projected.new_empty(rows, hidden, dtype=torch.float32 if lstm else projected.dtype)
+    tensors = {"pre": projected, "h0": h0, "c0": c0, "weight": weight_hh, "bias": bias_hh, "gates": gates}
+    tensors |= {"output": output, "h_n": h_n, "c_n": c_n, "cells": cells, "candidates": cells}
+    launch(geometry, mask_hh, sequences, tensors)
+    return output, h_n, c_n, cells
 
 
 def backward(
@@ -72,49 +65,34 @@ def backward(
     grad_output: Tensor | None,
     grad_h_n: Tensor | None,
     grad_c_n: Tensor | None,
-    offsets: Tensor | None,
-    resets: Tensor | None,
-    batch: int,
     cell: str,
-    reverse: bool,
+    sequences: Sequences,
     plan: Plan,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """The gradients of all steps; see :mod:`ostinato.kernels.persistent.reference`.
 
     Raises RuntimeError if an earlier launch on the device failed.
     """
-    geometry, rows, lstm = plan.geometry.backward, pre.shape[0], cell == "lstm"
+    geometry, rows, batch, lstm = plan.geometry.backward, pre.shape[0], sequences.batch, cell == "lstm"
     hidden = geometry.hidden_size
     width = (1 if cell.startswith("rnn") else 4) * hidden
-    tensors = {
-        "grads": pre.new_empty(rows, width),
-        "grad_h0": pre.new_empty(batch, hidden),
-        "grad_c0": pre.new_empty(batch, hidden) if lstm else None,
-        "totals": pre.new_empty(batch, width, dtype=torch.float32),
-    }
-    results = tuple(tensors.values())
-    tensors |= {"pre": pre, "weight": weight_hh, "h0": h0, "c0": c0, "candidate": candidate, "h": h, "cells": c}
+    grads, grad_h0 = pre.new_empty(rows, width), pre.new_empty(batch, hidden)
+    grad_c0, totals = torch.empty_like(grad_h0) if lstm else None, pre.new_empty(batch, width, dtype=torch.float32)
+    tensors = {"pre": pre, "weight": weight_hh, "h0": h0, "c0": c0, "candidate": candidate, "h": h, "cells": c}
     tensors |= {"grad_output": grad_output, "grad_h_n": grad_h_n, "grad_c_n": grad_c_n}
-    tensors |= {"offsets": offsets, "resets": resets}
-    launch(geometry, mask_hh, batch, reverse, tensors)
-    return results  # type: ignore[return-value]
+    tensors |= {"grads": grads, "grad_h0": grad_h0, "grad_c0": grad_c0, "totals": totals}
+    launch(geometry, mask_hh, sequences, tensors)
+    return grads, grad_h0, grad_c0, totals
 
 
-def previous(
-    rows: Tensor,
-    first: Tensor | None,
-    offsets: Tensor | None,
-    batch: int,
-    reverse: bool,
-    resets: Tensor | None = None,
-) -> Tensor:
+def previous(rows: Tensor, first: Tensor | None, sequences: Sequences) -> Tensor:
     """The state before each step, in one launch; see :mod:`ostinato.kernels.persistent.reference`."""
+    batch, offsets, resets, reverse = sequences
     rows, first = rows.contiguous(), None if first is None else first.to(rows.dtype).contiguous()
     resets = None if resets is None else resets.contiguous()
-    steps = len(rows) // batch if offsets is None else len(offsets) - 1
     before = torch.empty_like(rows)
     addresses = [0 if x is None else x.data_ptr() for x in (rows, first, before, offsets, resets)]
-    size = rows.shape[1] * rows.itemsize
+    size, steps = rows.shape[1] * rows.itemsize, sequences.length(rows)
     unit = functools.reduce(operator.or_, addresses[:3], size | max(UNITS))
     unit &= -unit  # the bytes that all are multiples of
     parts = -(-batch * size // (unit * THREADS * UNITS_OF_THREAD))

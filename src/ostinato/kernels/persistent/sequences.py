@@ -1,0 +1,35 @@
+"""Which rows of a layer's tensors are which steps of which sequences, and their order."""
+
+from itertools import pairwise
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Sequences(NamedTuple):
+    """The sequences of a layer and direction, whose rows are time-major: all at the first step, then at the second.
+
+    Attributes:
+        batch: how many there are.
+        offsets: int32, (T + 1,), of packed sequences, sorted by length: the first row of each step.  Sequence b at step
+            t is row offsets[t] + b if that is below offsets[t + 1].  A sequence without a step keeps its state there,
+            so in reverse it starts at its own last step with the initial state.  None if every sequence has all steps.
+        resets: bool, (rows,), True where, in the order of the recurrence, the state before that row's step is zero and
+            no gradient flows across; None for nowhere.
+        reverse: from the last step to the first.
+    """
+
+    batch: int
+    offsets: Tensor | None = None
+    resets: Tensor | None = None
+    reverse: bool = False
+
+    def length(self, rows: Tensor) -> int:
+        """How many steps the longest takes."""
+        return len(rows) // self.batch if self.offsets is None else len(self.offsets) - 1
+
+    def steps(self, rows: Tensor) -> list[slice]:
+        """The rows of each step, in the order of the recurrence."""
+        bounds = range(0, len(rows) + 1, self.batch) if self.offsets is None else self.offsets.tolist()
+        steps = [slice(begin, end) for begin, end in pairwise(bounds)]
+        return steps[::-1] if self.reverse else steps
