@@ -40,6 +40,12 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}; got {value!r}")
 
 
+def check_tensor(name: str, x: object) -> None:
+    """Raise TypeError unless `x` is a tensor."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor; got {describe(x)}")
+
+
 def check_floating(name: str, x: object, dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES) -> None:
     """Raise TypeError unless `x` is a dense tensor of one of the dtypes."""
     if not isinstance(x, Tensor) or x.dtype not in dtypes:

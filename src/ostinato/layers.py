@@ -19,6 +19,7 @@ from ostinato.checks import (
     check_floating,
     check_integers,
     check_resets,
+    check_tensor,
 )
 from ostinato.kernels.export import refuse_script
 from ostinato.kernels.scan import BACKENDS
@@ -190,8 +191,8 @@ class StackedLayers(nn.Module):
         found: Any = self._parameters.get(name)
         if found is None:
             found = getattr(self, name, None)
-            if found is None and (self.bias or not name.startswith("bias")):
-                raise TypeError(f"{name} must be a tensor; got None")
+            if self.bias or not name.startswith("bias"):
+                check_tensor(name, found)
         return found
 
     def _parameters_of(self, suffix: str, width: int) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from ostinato.checks import check_integers, check_numbers, describe
+from ostinato.checks import check_integers, check_numbers, check_tensor, describe
 from ostinato.diagonal import HGRN, LRU, QRNN, RGLRU, SRU, IndRNN, ParaGRU, ParaLSTM
 from ostinato.hub import HubMixin
 from ostinato.minimal import HighwayMinGRU, MinGRU, MinLSTM
@@ -257,8 +257,7 @@ class LanguageModel(nn.Module, HubMixin, library_name="ostinato", pipeline_tag="
             >>> torch.stack([*model.generate(torch.zeros(2, 1, dtype=torch.int64), 5)], 1).shape
             torch.Size([2, 5])
         """
-        if not isinstance(prompt, Tensor):
-            raise TypeError(f"prompt must be a tensor; got {type(prompt).__name__}")
+        check_tensor("prompt", prompt)
         if prompt.ndim != 2 or prompt.size(1) == 0:
             raise ValueError(f"prompt must be (batch, time) with at least one token; got shape {tuple(prompt.shape)}")
         check_integers(0, length=length)

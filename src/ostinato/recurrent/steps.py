@@ -7,6 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from ostinato.checks import check_tensor
 from ostinato.kernels.eager import Prepared, is_differentiated, is_eager
 from ostinato.kernels.persistent.backends import frozen_step, step_of, step_of_layers
 from ostinato.kernels.persistent.plan import STEP_BATCH
@@ -54,8 +55,7 @@ class StepLayers(MaskedLayers):
             return result
         if self.bidirectional:
             raise ValueError("step needs a layer that runs forward in time; this one is bidirectional")
-        if not isinstance(x, Tensor):
-            raise TypeError(f"x must be a tensor; got {type(x).__name__}")
+        check_tensor("x", x)
         if x.dim() not in (1, 2) or x.shape[-1] != self.input_size:
             raise ValueError(
                 f"x must have shape (B, {self.input_size}) or ({self.input_size},), one step; got {tuple(x.shape)}"

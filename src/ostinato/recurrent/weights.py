@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ostinato.checks import check_tensor
 from ostinato.kernels.persistent.plan import GATES
 from ostinato.masks import keep_pruned, mask_name, mask_of, masked
 from ostinato.recurrent.torch_layers import TorchLayers
@@ -34,9 +35,8 @@ class MaskedLayers(TorchLayers):
         return [x if (x := own.get(name)) is not None else self._other(name) for name in self._flat_weights_names]
 
     def _other(self, name: str) -> Tensor:
-        found: Tensor | None = getattr(self, name)
-        if found is None:
-            raise TypeError(f"{name} must be a tensor; got None")
+        found: Tensor = getattr(self, name)
+        check_tensor(name, found)
         return found
 
     def _check_shapes(self, weights: list[Tensor]) -> None:

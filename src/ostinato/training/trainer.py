@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
-from ostinato.checks import check_integers
+from ostinato.checks import check_integers, check_tensor
 from ostinato.distributed import sequence_parallel
 from ostinato.models import LanguageModel
 from ostinato.processes import Share, part, shard_like
@@ -318,8 +318,7 @@ class Trainer:
 
 def _train_size(tokens: Tensor, settings: TrainingSettings) -> int:
     """How many of the tokens, from the first on, are trained on."""
-    if not isinstance(tokens, Tensor):
-        raise TypeError(f"tokens must be a tensor; got {type(tokens).__name__}")
+    check_tensor("tokens", tokens)
     if tokens.dim() != 1 or tokens.is_floating_point():
         raise ValueError(f"tokens must be integers, (N,); got {tuple(tokens.shape)} of {tokens.dtype}")
     train_size = len(tokens) - int(len(tokens) * settings.held_out)
