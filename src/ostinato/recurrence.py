@@ -132,7 +132,7 @@ class Recurrence:
             options = cu_seqlens, resets, reverse, backend
             arguments = tuple(x.to(dtype) if x.dim() == 3 else x for x in arguments)
             return self._by_kernels(self.traced(arguments), dtype, given, options, arguments)
-        return self._by_torch(arguments, arguments[first].shape, dtype, given, resets, reverse, cu_seqlens, backend)
+        return self._by_torch(arguments, first, dtype, given, Order(cu_seqlens, resets, reverse), backend)
 
     def of_layer(
         self,
@@ -210,34 +210,30 @@ class Recurrence:
     def _by_torch(
         self,
         arguments: tuple[Tensor, ...],
-        shape: torch.Size,
+        first: int,
         dtype: torch.dtype,
         given: dict[str, Tensor],
-        resets: Tensor | None,
-        reverse: bool,
-        cu_seqlens: Tensor | None,
+        order: Order,
         backend: str,
     ) -> tuple[Any, Any]:
-        """All steps, by the function itself."""
+        """All steps, by the function itself; `first` is the index of a sequence."""
         double = backend == "reference" or dtype in (torch.float64, torch.complex128)
         arguments = _widened(arguments, double)
+        like = arguments[first]
         initial = _widened([x if x.is_complex() or dtype.is_complex else x.to(dtype) for x in given.values()], double)
         if self.states == 0:
-            a, b = self._results(2, self.function(*arguments), shape)
-            h, h_last = linear_scan(
-                a, b, *initial, resets=resets, reverse=reverse, cu_seqlens=cu_seqlens, backend=backend
-            )
+            a, b = self._results(2, self.function(*arguments), like.shape)
+            h, h_last = linear_scan(a, b, *initial, **order._asdict(), backend=backend)
             dtype = torch.promote_types(dtype, torch.complex64) if h.is_complex() else dtype
             return h.to(dtype), h_last.to(dtype)
         if not initial:
-            sequences = shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-            initial = (arguments[0].new_zeros(sequences, shape[2]),) * self.states
-        check_cu_seqlens(cu_seqlens, shape[1])
+            initial = (like.new_zeros(order.sequences(like), like.shape[2]),) * self.states
+        check_cu_seqlens(order.cu_seqlens, like.shape[1])
 
         def step(state: list[Tensor], of_step: list[Tensor]) -> tuple[Tensor, ...]:
             return self._results(self.states, following(self.function, state, of_step), tuple(state[0].shape))
 
-        results = [x.to(dtype) for x in sequential(step, initial, arguments, Order(cu_seqlens, resets, reverse))]
+        results = [x.to(dtype) for x in sequential(step, initial, arguments, order)]
         return (tuple(results[:2]), tuple(results[2:])) if self.states == 2 else (results[0], results[1])
 
     def _has_kernels(self, arguments: tuple[Tensor, ...], given: dict[str, Tensor], backend: str) -> bool:

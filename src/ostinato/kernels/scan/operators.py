@@ -45,7 +45,8 @@ def shortened(numbers: Tensor) -> str:
     return str(numbers.tolist() if len(numbers) <= 8 else [*numbers[:4].tolist(), "...", *numbers[-3:].tolist()])
 
 
-def initial_states(b: Tensor, h0: Tensor | None, order: Order, zero: float) -> Tensor:
+def after_no_steps(b: Tensor, h0: Tensor | None, order: Order, zero: float) -> Tensor:
+    """The last states of an empty scan, which are the initial ones, copied."""
     return b.new_full((order.sequences(b), b.shape[2]), zero) if h0 is None else h0.clone()
 
 
@@ -82,7 +83,7 @@ class _Scan:
         check_cu_seqlens(cu_seqlens, b.shape[1])
         kernels, order = choose_backend(backend, b.device.type), order_of(cu_seqlens, resets, reverse)
         if b.numel() == 0:
-            return b.new_empty(b.shape), initial_states(b, h0, order, self.ring.zero)
+            return b.new_empty(b.shape), after_no_steps(b, h0, order, self.ring.zero)
         h, h_last = getattr(kernels, self.name)(a, b, h0, order)
         return h, h_last
 
@@ -125,7 +126,7 @@ class _Scan:
         check_cu_seqlens(cu_seqlens, h.shape[1])
         order = order_of(cu_seqlens, resets, reverse)
         if h.numel() == 0:
-            return h.new_empty(h.shape), h.new_empty(h.shape), initial_states(h, grad_h_last, order, 0.0)
+            return h.new_empty(h.shape), h.new_empty(h.shape), after_no_steps(h, grad_h_last, order, 0.0)
         run = getattr(choose_backend(backend, h.device.type), f"{self.name}_backward")
         given = (a,) if b is None else (a, b)
         grads = run(*given, h, h0, grad_h, grad_h_last, order)

@@ -15,7 +15,7 @@ from ostinato.kernels.recurrence.backends import kernels_on
 from ostinato.kernels.recurrence.linear import torch_ops
 from ostinato.kernels.recurrence.symbolic.trace import parse
 from ostinato.kernels.scan import order_of
-from ostinato.kernels.scan.operators import check_cu_seqlens, initial_states
+from ostinato.kernels.scan.operators import after_no_steps, check_cu_seqlens
 from ostinato.kernels.vmap import Groups
 
 # linear_recurrence(recurrence, h0, cu_seqlens, resets, reverse, backend, *arguments) -> h, h_last
@@ -37,7 +37,7 @@ def _linear_recurrence(
     check_cu_seqlens(cu_seqlens, like.shape[1])
     kernels, order = kernels_on(backend, like.device.type), order_of(cu_seqlens, resets, reverse)
     if like.numel() == 0:
-        return like.new_empty(like.shape), initial_states(like, h0, order, 0.0)
+        return like.new_empty(like.shape), after_no_steps(like, h0, order, 0.0)
     if kernels is None:
         return torch_ops.scan(recurrence, h0, cu_seqlens, resets, reverse, backend, *arguments)
     return kernels.scan(recurrence, h0, order, *arguments)
@@ -80,7 +80,7 @@ def _linear_recurrence_backward_impl(
     check_cu_seqlens(cu_seqlens, h.shape[1])
     order = order_of(cu_seqlens, resets, reverse)
     if h.numel() == 0:
-        return [initial_states(h, grad_h_last, order, 0.0), *map(torch.zeros_like, arguments)]
+        return [after_no_steps(h, grad_h_last, order, 0.0), *map(torch.zeros_like, arguments)]
     kernels = kernels_on(backend, h.device.type)
     if kernels is None:
         with torch.no_grad():
