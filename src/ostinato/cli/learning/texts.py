@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from typer import Option
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from ostinato.models import LanguageModel
-    from ostinato.training import Trainer
+    from ostinato.training import Trainer, TrainingSettings
 
 BLOCKS = ("1x1", "16x1")
 Text = Annotated[Path, Option(help="A UTF-8 file, or a folder of them: tinyshakespeare.txt for the published task.")]
@@ -99,13 +99,7 @@ def pruning(
     json: Json = None,
 ) -> None:
     """A trained character LSTM, pruned to several densities: held-out loss beside the dense one's."""
-    from copy import deepcopy
     from dataclasses import replace
-
-    import ostinato
-    from ostinato.bench.learning.pruning import fine_tune_pruning
-    from ostinato.masks import block_named, kept_weights
-    from ostinato.training import Trainer
 
     chosen = _densities(densities)  # complains before the work begins
     with LearningRun("pruning", json, device, seed, quick) as run:
@@ -114,41 +108,13 @@ def pruning(
         trainer = _trainer(run, text, "lstm", sizes, chunks, precision)
         run.console.print("dense")
         run.train(trainer, lambda point: None)
-        dense, tokens = trainer.model, _tokens(text)[0]
         settings = replace(
             trainer.settings,
             steps=20 if quick else finetune,
             learning_rate=learning_rate,
             warmup_steps=min(100, finetune // 10),
         )
-
-        def of_dense() -> "Trainer":
-            return Trainer(deepcopy(dense), tokens, settings, device=run.device, precision=precision)
-
-        def fine_tuned(density: float, block: tuple[int, int], what: str) -> "Trainer":
-            tuned = of_dense()
-            with run.progress() as progress:
-                task = progress.add_task(what, total=1.0)
-                for done in fine_tune_pruning(tuned, density, block):
-                    progress.update(task, completed=done)
-                    run.stop_if_interrupted()
-            return tuned
-
-        def pruned(density: float, name: str, what: str) -> dict[str, Any]:
-            at_once, block = of_dense(), block_named(name)
-            tuned = fine_tuned(density, block, what)
-            ostinato.prune(at_once.model, density, block=block)
-            kept, of = kept_weights(tuned.model)
-            return {
-                "block": name,
-                "density": density,
-                "kept_weights": kept,
-                "of_weights": of,
-                "pruned_loss": at_once.evaluate().held_out_loss,
-                "fine_tuned_loss": tuned.evaluate().held_out_loss,
-                "seconds": tuned.seconds,
-            }
-
+        dense = _Dense(run, trainer.model, _tokens(text)[0], settings, precision)
         run.content |= {
             "text": text.name,
             "fine_tuning": asdict(settings),
@@ -156,7 +122,7 @@ def pruning(
                 **_describe(trainer),
                 "curve": [asdict(point) for point in trainer.curve],
                 "held_out_loss": trainer.curve[-1].held_out_loss,
-                "fine_tuned_loss": fine_tuned(1.0, (1, 1), "dense, fine-tuned alike").evaluate().held_out_loss,
+                "fine_tuned_loss": dense.fine_tuned(1.0, (1, 1), "dense, fine-tuned alike").evaluate().held_out_loss,
             },
             "runs": [],
         }
@@ -169,10 +135,58 @@ def pruning(
         for name in BLOCKS:
             for density in chosen:
                 what = f"{density:.0%} in {name}"
-                row = pruned(density, name, what)
+                row = dense.pruned(density, name, what)
                 run.content["runs"].append(row)
                 run.save()
                 show(what, row["pruned_loss"], row["fine_tuned_loss"])
+
+
+class _Dense(NamedTuple):
+    """A trained model, copies of which are pruned, and how these are trained."""
+
+    run: LearningRun
+    model: "LanguageModel"
+    tokens: "torch.Tensor"
+    settings: "TrainingSettings"
+    precision: str
+
+    def copy(self) -> "Trainer":
+        from copy import deepcopy
+
+        from ostinato.training import Trainer
+
+        model = deepcopy(self.model)
+        return Trainer(model, self.tokens, self.settings, device=self.run.device, precision=self.precision)
+
+    def fine_tuned(self, density: float, block: tuple[int, int], what: str) -> "Trainer":
+        from ostinato.bench.learning.pruning import fine_tune_pruning
+
+        tuned = self.copy()
+        with self.run.progress() as progress:
+            task = progress.add_task(what, total=1.0)
+            for done in fine_tune_pruning(tuned, density, block):
+                progress.update(task, completed=done)
+                self.run.stop_if_interrupted()
+        return tuned
+
+    def pruned(self, density: float, name: str, what: str) -> dict[str, Any]:
+        """What is measured of a density in the blocks of a name: pruned at once, and while it trains."""
+        import ostinato
+        from ostinato.masks import block_named, kept_weights
+
+        at_once, block = self.copy(), block_named(name)
+        tuned = self.fine_tuned(density, block, what)
+        ostinato.prune(at_once.model, density, block=block)
+        kept, of = kept_weights(tuned.model)
+        return {
+            "block": name,
+            "density": density,
+            "kept_weights": kept,
+            "of_weights": of,
+            "pruned_loss": at_once.evaluate().held_out_loss,
+            "fine_tuned_loss": tuned.evaluate().held_out_loss,
+            "seconds": tuned.seconds,
+        }
 
 
 def _densities(text: str) -> list[float]:
