@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from comparisons import assert_close, assert_same, strided
-from ostinato.kernels import gemm, nvrtc
+from ostinato.kernels import convolution, gemm, nvrtc
 
 TILE = {"ROWS": gemm.TILE[0], "COLUMNS": gemm.TILE[1]}
 
@@ -31,6 +31,11 @@ def test_derivatives_of_a_linear_layer(monkeypatch):
     for ours, right in zip(torch.autograd.grad(gemm._Transposing.apply(*inputs), inputs, grad), want, strict=True):
         assert (ours - right).abs().max() < 1e-14
     assert torch.autograd.gradgradcheck(gemm._Transposing.apply, inputs)
+    together = torch.autograd.grad(
+        gemm._Transposing.apply(*inputs), inputs, torch.stack((grad, -grad)), is_grads_batched=True
+    )
+    for ours, right in zip(together, want, strict=True):
+        assert (ours - torch.stack((right, -right))).abs().max() < 1e-14
 
 
 @pytest.mark.parametrize("rows", [5, 200])
@@ -77,9 +82,9 @@ def test_gradients_rounded_to_tf32(shape, monkeypatch):
 @pytest.mark.parametrize(("inputs", "outputs"), [(256, 10), (10, 256)])
 def test_products_too_large_to_be_a_convolution_are_none(inputs, outputs, monkeypatch):
     called = []
-    monkeypatch.setattr(gemm, "_is_amd", lambda: True)
-    monkeypatch.setattr(gemm.F, "linear", lambda *_: called.append("linear"))
-    monkeypatch.setattr(gemm.F, "conv2d", lambda *_: called.append("conv2d") or torch.zeros(0))
+    monkeypatch.setattr(convolution, "_is_amd", lambda: True)
+    monkeypatch.setattr(F, "linear", lambda *_: called.append("linear"))
+    monkeypatch.setattr(F, "conv2d", lambda *_: called.append("conv2d") or torch.zeros(0))
     number = torch.zeros(1)
     for rows in (2**23, 2**23 + 1):  # of one number in memory
         with contextlib.suppress(RuntimeError):  # the stand-in's result has another shape
@@ -91,8 +96,8 @@ def test_products_too_large_to_be_a_convolution_are_none(inputs, outputs, monkey
 def by_convolution(monkeypatch):
     """Whatever the processor and the size; the list grows with each product that was a convolution."""
     calls, conv2d = [], F.conv2d
-    monkeypatch.setattr(gemm, "_is_amd", lambda: True)
-    monkeypatch.setattr(gemm, "GEMM_ROWS", 1)
+    monkeypatch.setattr(convolution, "_is_amd", lambda: True)
+    monkeypatch.setattr(convolution, "LEAST_ROWS", 1)
     monkeypatch.setattr(F, "conv2d", lambda *args: calls.append(args) or conv2d(*args))
     return calls
 
@@ -129,7 +134,7 @@ def test_a_product_of_rows_that_are_not_round_is_one_of_parts(by_convolution, ro
     inputs = [torch.randn(shape, requires_grad=True) for shape in [(3, rows // 3, 5), (7, 5), (7,)][: 2 + bias]]
     exact = [x.detach().double().requires_grad_() for x in inputs]
     got, expected = gemm.linear(*inputs), F.linear(*exact)
-    assert {x.shape[3] for x, *_ in by_convolution} <= set(gemm.PARTS)
+    assert {x.shape[3] for x, *_ in by_convolution} <= set(convolution.PARTS)
     assert_close(got, expected.float(), 3e-6)
     grad = torch.randn_like(got)
     first, second = (
@@ -155,7 +160,7 @@ def test_changing_numbers_of_rows_are_few_to_the_convolution(by_convolution):
     weight = torch.ones(1, 1)
     for rows in range(2048, 20480, 16 * 7):
         gemm.linear(torch.ones(rows, 1), weight)
-    assert len({x.shape[3] for x, *_ in by_convolution}) <= len(gemm.PARTS) + 40
+    assert len({x.shape[3] for x, *_ in by_convolution}) <= len(convolution.PARTS) + 40
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -200,8 +205,8 @@ def test_other_products_are_torchs(by_convolution, monkeypatch, why):
     inputs = torch.randn(0 if why == "no rows" else 200, 16), torch.randn(24, 16), torch.randn(24)
     if why == "float64":
         inputs = tuple(y.double() for y in inputs)
-    monkeypatch.setattr(gemm, "GEMM_ROWS", 201 if why == "few rows" else 1)
-    monkeypatch.setattr(gemm, "_is_amd", lambda: why != "another processor")
+    monkeypatch.setattr(convolution, "LEAST_ROWS", 201 if why == "few rows" else 1)
+    monkeypatch.setattr(convolution, "_is_amd", lambda: why != "another processor")
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", why != "oneDNN is off")
     with torch.autocast("cpu", torch.bfloat16, enabled=why == "autocast"):
         got, expected = gemm.linear(*inputs), F.linear(*inputs)

@@ -6,7 +6,7 @@
 ``eager.py``        which calls may bypass their registration, and functions prepared for them
 ``derived.py``      what is computed from a tensor, until it changes
 ``export.py``       programs that run without this library
-``gemm.py``         matrix products over all steps
+``gemm.py``         matrix products over all steps; ``convolution.py``, those on AMD's CPUs
 ``nvrtc.py``        CUDA kernels: compiled, loaded, launched
 ``numeric.cuh``     their arithmetic; ``gemv.cuh`` and ``transpose.cu`` are products' parts
 ``streams.py``      two computations in parallel on a GPU

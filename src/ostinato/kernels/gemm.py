@@ -1,28 +1,23 @@
 """The GEMM before every layer: the fastest of torch's implementations."""
 
 import functools
-import platform
 import struct
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ostinato.kernels import nvrtc
+from ostinato.kernels import convolution, nvrtc
 from ostinato.kernels.eager import is_eager
 
 LONG, WIDE = 8192, 1024  # rows and width from which a transposition pays off
 TILE = 128, 32  # rows and columns that a block transposes
-GEMM_ROWS = 128  # rows from which a convolution's overhead pays off
-WHOLE_ROWS, ROUND = 2048, 128  # see _is_round
-PARTS = 2048, 1024, 512, 256  # rows of a convolution, where their number is not round
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``F.linear(x, weight, bias)``; eager calls choose the fastest implementation."""
-    if x.dim() == 2 and not torch.compiler.is_compiling() and x.shape[0] < GEMM_ROWS:
+    if x.dim() == 2 and not torch.compiler.is_compiling() and x.shape[0] < convolution.LEAST_ROWS:
         return F.linear(x, weight, bias)  # sooner than by the checks of what needs more rows
     if x.is_cpu:
         if is_eager([x, weight]):
@@ -44,13 +39,32 @@ class _Transposing(torch.autograd.Function):
     @staticmethod
     @torch.amp.custom_bwd(device_type="cuda")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (x, weight), (of_x, of_weight, of_bias) = ctx.saved_tensors, ctx.needs_input_grad
-        rows, again = grad.flatten(0, -2), torch.is_grad_enabled()  # to be differentiated again
-        return (
-            (grad @ weight if again else gradient_of_input(grad, weight)) if of_x else None,
-            gradient_of_weight(rows, x.flatten(0, -2)) if of_weight else None,
-            rows.sum(0) if of_bias else None,
-        )
+        return _gradients(ctx, grad)
+
+
+class _InParts(torch.autograd.Function):
+    """:func:`linear` of (rows, channels) whose number of rows is not round, by convolutions."""
+
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu")
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return convolution.product_in_parts(x, weight, bias)
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _gradients(ctx, grad)
+
+
+def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    (x, weight), (of_x, of_weight, of_bias) = ctx.saved_tensors, ctx.needs_input_grad
+    rows = grad.reshape(-1, grad.shape[-1])  # is_grads_batched cannot flatten
+    return (
+        gradient_of_input(grad, weight) if of_x else None,
+        gradient_of_weight(rows, x.flatten(0, -2)) if of_weight else None,
+        rows.sum(0) if of_bias else None,
+    )
 
 
 def _is_faster_transposed(x: Tensor, other: Tensor, width: int) -> bool:
@@ -95,17 +109,12 @@ def transposed(x: Tensor, zeroed: Tensor | None = None) -> Tensor:
 
 
 def _linear_cpu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``F.linear(x, weight, bias)`` and its gradients, on AMD's processors as a convolution.
-
-    PyTorch multiplies matrices by MKL, which leaves half of an AMD processor idle, and convolves by oneDNN, which
-    does not (with one thread it takes MKL there too).  A 1x1 convolution along one line of pixels, channels last,
-    is the same product of the same memory.
-    """
-    if x.dtype != weight.dtype or not _is_faster_convolved(x, weight.shape[0]):
+    """``F.linear(x, weight, bias)`` and its gradients, as a convolution where that is faster."""
+    if x.dtype != weight.dtype or not convolution.is_faster(x, weight.shape[0]):
         return F.linear(x, weight, bias)
     rows = x.flatten(0, -2)
-    product = (_convolved if _is_round(len(rows)) else _InParts.apply)(rows, weight, bias)
-    return product.view(*x.shape[:-1], -1)
+    product = convolution.product if convolution.is_round(len(rows)) else _InParts.apply
+    return product(rows, weight, bias).view(*x.shape[:-1], -1)
 
 
 def gradient_of_input(grad: Tensor, weight: Tensor) -> Tensor:
@@ -132,91 +141,6 @@ def gradient_of_weight(grad: Tensor, x: Tensor, zeroed: Tensor | None = None) ->
     if zeroed is not None:
         x = torch.where(zeroed[:, None], 0.0, x)
     own = x.is_cpu and grad.dtype == x.dtype and is_eager([grad, x])
-    if not own or not _is_faster_convolved(x, grad.shape[1]):
-        return grad.T @ x
-    if _is_round(len(x)):
-        return _convolved_gradient(grad, x)
-    sizes = _parts(len(x))
-    products = (
-        _convolved_gradient(g, y) if len(y) in PARTS else g.T @ y
-        for g, y in zip(grad.split(sizes), x.split(sizes), strict=True)
-    )
-    return functools.reduce(Tensor.add_, products)
-
-
-class _InParts(torch.autograd.Function):
-    """:func:`linear` of (rows, channels) whose number of rows is not round.
-
-    oneDNN compiles and caches a convolution for each number of rows, which fragments the heap when lengths vary.  So
-    convolutions are used with a few numbers of rows only, and the rest is left to MKL.
-    """
-
-    @staticmethod
-    @torch.amp.custom_fwd(device_type="cpu")
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        product, weight, sizes = x.new_empty(len(x), len(weight)), weight.contiguous(), _parts(len(x))
-        for rows, result in zip(x.split(sizes), product.split(sizes), strict=True):
-            result.copy_((_convolved if len(rows) in PARTS else F.linear)(rows, weight, bias))
-        return product
-
-    @staticmethod
-    @torch.amp.custom_bwd(device_type="cpu")
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (x, weight), (of_x, of_weight, of_bias) = ctx.saved_tensors, ctx.needs_input_grad
-        return (
-            gradient_of_input(grad, weight) if of_x else None,
-            gradient_of_weight(grad, x) if of_weight else None,
-            grad.sum(0) if of_bias else None,
-        )
-
-
-def _is_round(rows: int) -> bool:
-    """Whether a number of rows is likely to recur: small, or a small multiple of a power of two, as of fixed sizes."""
-    return rows < WHOLE_ROWS or rows <= ROUND * (rows & -rows)
-
-
-def _parts(rows: int) -> list[int]:
-    """The sizes of the parts in which rows are multiplied: of `PARTS`, then the remainder, possibly 0."""
-    sizes = []
-    for size in PARTS:
-        sizes += [size] * (rows // size)
-        rows %= size
-    return [*sizes, rows]
-
-
-def _convolved(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    product = F.conv2d(_pixels(x), weight[:, :, None, None], bias)
-    return product.permute(0, 2, 3, 1).reshape(-1, len(weight)).contiguous()
-
-
-def _convolved_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    weight = x.new_empty(grad.shape[1], x.shape[1], 1, 1)  # of which only the shape is looked at
-    ones, zeros = [1, 1], [0, 0]
-    convolution = None, ones, zeros, ones, False, zeros, 1, [False, True, False]
-    return torch.ops.aten.convolution_backward(_pixels(grad), _pixels(x), weight, *convolution)[1][:, :, 0, 0]
-
-
-def _is_faster_convolved(x: Tensor, width: int) -> bool:
-    rows = x.shape[:-1].numel()
-    return (
-        x.dtype == torch.float32
-        and GEMM_ROWS <= rows <= 2**31 // max(width, x.shape[-1])  # oneDNN counts some elements in 32 bits
-        and not torch.is_autocast_enabled("cpu")
-        and bool(torch.backends.mkldnn.enabled)
-        and _is_amd()
-    )
-
-
-def _pixels(x: Tensor) -> Tensor:
-    """Rows as pixels of one line, channels last."""
-    return x[None, None].permute(0, 3, 1, 2)
-
-
-@functools.cache
-def _is_amd() -> bool:
-    try:
-        name = Path("/proc/cpuinfo").read_text()
-    except OSError:  # not Linux
-        name = platform.processor()
-    return "AuthenticAMD" in name
+    if own and convolution.is_faster(x, grad.shape[1]):
+        return convolution.gradient_of_weight(grad, x)
+    return grad.T @ x
