@@ -100,9 +100,7 @@ def test_a_killed_process_ends_the_job_whose_checkpoint_goes_on(tmp_path, proces
     workers = sorted(int(pid) for children in threads for pid in children.read_text().split())
     victim = workers[-1]
     os.kill(victim, signal.SIGKILL)
-    begin = time.monotonic()
     out, err = job.communicate(timeout=60)
-    assert time.monotonic() - begin < 60
     assert job.returncode != 0
     # torchrun may have seen first what the others say when they lose it.
     assert re.search(rf"exitcode\s*: -9 \(pid: {victim}\)\s+\(SIGKILL\)", err), err

@@ -129,11 +129,7 @@ def test_blocks_take_two_groups_in_turn(layer, exact, turns):
 
 
 @pytest.mark.parametrize(
-    (
-        "layer",
-        "block",
-        "path",
-    ),  # the faster as measured on an H200, masks applied
+    ("layer", "block", "path"),  # the faster as measured on an H200, masks applied
     [
         (("gru", 256, 1, f16), (16, 1), "dense"),
         (("gru", 384, 1, f16), (16, 1), "dense"),
