@@ -6,6 +6,8 @@
 //
 //     tile = WARPS x SEGMENTS x ROWS steps,   GROUP = LANES * VEC channels
 //
+// A `chunk` is the number of a tile in its chain, which has `chunks` of them.
+//
 // More than 32 LANES are several warps abreast, which count as one.
 //
 // Each thread reduces its steps to one composition (a, b); these are scanned by shuffles within a warp and through
