@@ -251,6 +251,43 @@ def load_kernel(name: str, code: str, macros: tuple[tuple[str, object], ...], de
         return Kernel(cubin, name)
 
 
+@functools.lru_cache(maxsize=4096)
+def tensor_map(
+    address: int,
+    itemsize: int,
+    sizes: tuple[int, ...],
+    strides: tuple[int, ...],
+    box: tuple[int, ...],
+    swizzled: bool = False,
+    promoted: int = 128,
+) -> bytes:
+    """The descriptor by which Hopper GPUs and later ones copy boxes of a tensor; reads out of bounds are zero.
+
+    `strides`, in elements, are those of all dimensions but the first.  Rows of 128 bytes can be `swizzled`
+    in shared memory; lines of `promoted` bytes are brought into L2.
+    """
+    from cuda.bindings import driver
+
+    types, long, integer = driver.CUtensorMapDataType, driver.cuuint64_t, driver.cuuint32_t
+    swizzles, promotions = driver.CUtensorMapSwizzle, driver.CUtensorMapL2promotion
+    found = _succeeded(
+        driver.cuTensorMapEncodeTiled(
+            getattr(types, f"CU_TENSOR_MAP_DATA_TYPE_UINT{8 * itemsize}"),
+            len(sizes),
+            address,
+            [long(n) for n in sizes],
+            [long(itemsize * n) for n in strides],
+            [integer(n) for n in box],
+            [integer(1)] * len(sizes),
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            swizzles.CU_TENSOR_MAP_SWIZZLE_128B if swizzled else swizzles.CU_TENSOR_MAP_SWIZZLE_NONE,
+            getattr(promotions, f"CU_TENSOR_MAP_L2_PROMOTION_L2_{promoted}B"),
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+    )
+    return ctypes.string_at(found.getPtr(), 128)
+
+
 def address(x: Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
 

@@ -85,6 +85,8 @@ def test_kernels_compile_without_a_gpu(element, architecture):
     definitions = dict(chosen[25 * i % len(chosen)])  # of all dtypes, packings and shapes
     _, code = code_of(element, ("positive", "linear", "tanh")[(i + i // 3) % 3])
     known = {"DESCENDING": i % 2, "ALIGNED": i // 2 % 2} if definitions["NARROW"] and i % 4 else {}
+    if architecture == "sm_80":
+        definitions["MAPPED"] = 0
     assert nvrtc.compile_cubin(code, architecture, {**definitions, "RESETS": i % 2, **known})[:4] == b"\x7fELF"
 
 
@@ -111,13 +113,15 @@ def test_pieces_are_known_to_be_aligned_only_where_all_are():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("element", ["LinearScan", "LinearScanBackward"])
-def test_kernels_of_clusters_compile_without_a_gpu(element, dtype):
+@pytest.mark.parametrize("shape", [(4, 4096, 1024), (1, 100000, 256)], ids=["clusters", "maps"])
+def test_kernels_of_hopper_compile_without_a_gpu(element, dtype, shape):
     pytest.importorskip("cuda.core")
     inputs, scalar, aligned = inputs_of(element), nvrtc.SCALARS[dtype], 16 // dtype.itemsize
-    geometry = choose_geometry(Criteria(element, inputs, dtype.itemsize, aligned, True, 4, 4096, 1024, GPUS["H200"]))
-    assert geometry.cluster == 2
+    geometry = choose_geometry(Criteria(element, inputs, dtype.itemsize, aligned, True, *shape, GPUS["H200"]))
+    assert (geometry.cluster, geometry.mapped) == ((2, False) if shape[0] == 4 else (1, True))
     shared = geometry.shared_bytes(inputs, 0, dtype.itemsize, resets=True)
-    definitions = dict(macros(element, scalar, scalar, "DENSE", geometry, shared, False, True, (0,) * inputs))
+    wide = geometry.copies_wide(dtype.itemsize, aligned)
+    definitions = dict(macros(element, scalar, scalar, "DENSE", geometry, shared, False, wide, (0,) * inputs))
     cubin = nvrtc.compile_cubin(launch.source(), "sm_90", {**definitions, "RESETS": inputs % 2})
     assert cubin[:4] == b"\x7fELF"
 
@@ -144,6 +148,52 @@ def test_rows_that_begin_anywhere_are_copied_in_pieces_of_each_tensor(monkeypatc
     assert compiled[-1]["PITCHES"] == "0, 0"  # whose rows lie anywhere
 
 
+def test_aligned_inputs_are_copied_by_tensor_maps(monkeypatch):
+    """The maps stand before all other parameters; only inputs have them."""
+    described, compiled, parameters = [], [], []
+
+    def tensor_map(*description):
+        described.append(description)
+        return bytes([len(described)]) * 128
+
+    def load_kernel(name, source, definitions, device):
+        compiled.append(dict(definitions))
+
+        def prepared(device, blocks, threads, shared, pack, rest, cooperative):
+            return lambda *first: parameters.append(pack(*first) + rest)
+
+        return SimpleNamespace(prepared=prepared)
+
+    monkeypatch.setattr(launch, "describe_device", lambda index: GPUS["H200"])
+    monkeypatch.setattr(nvrtc, "load_kernel", load_kernel)
+    monkeypatch.setattr(nvrtc, "tensor_map", tensor_map)
+    rows, gates = (40000 * 256, 256, 0), (40000 * 512, 512, 0)
+    problem = launch.Problem("LinearScanBackward", torch.bfloat16, 0, 2, 40000, 256, (gates, rows, rows), (rows, rows))
+    launch._prepare.__wrapped__(problem, torch.bfloat16, 0).start(1024, 2048, 0, *range(4096, 4107), 4, 8)
+    sizes, box = (256, 40000, 2, 1), (64, 12, 1, 1)
+    assert described == [
+        (1024, 2, sizes, (512, 40000 * 512, 16), box),
+        (2048, 2, sizes, (256, 40000 * 256, 16), box),
+    ]
+    assert parameters[0][:384] == b"\1" * 128 + b"\2" * 128 + bytes(128)
+    assert parameters[0][384:392] == (1024).to_bytes(8, "little")
+    assert len(parameters[0]) % 64 == 0
+
+    def is_mapped(alignment=0, **changes):
+        launch._prepare.__wrapped__(problem._replace(**changes), torch.bfloat16, alignment)
+        return compiled[-1]["MAPPED"]
+
+    expanded = (0, 256, 0), rows, rows
+    assert is_mapped()
+    assert is_mapped(inputs=expanded, batch=1)  # of a single sequence
+    assert not is_mapped(inputs=expanded)
+    assert not is_mapped(inputs=((256, 0, 0), rows, rows))
+    assert not is_mapped(packing="OFFSETS")
+    assert not is_mapped(alignment=8)
+    monkeypatch.setattr(launch, "describe_device", lambda index: GPUS["A100"])
+    assert not is_mapped()
+
+
 def test_more_steps_than_the_kernel_counts_are_refused():
     strides = ((1, 1, 0),) * 2
     problem = launch.Problem("LinearScan", torch.float32, 0, 1, 1 << 31, 1, strides, strides[:1])
@@ -167,6 +217,8 @@ GEOMETRIES = {
     "lanes 4": {"lanes": 4, "vec": 1, "warps": 2, "rows": 3, "narrow": 0},
     "lanes 8 chained": {"lanes": 8, "vec": 1, "warps": 4, "rows": 2, "chained": True, "narrow": 0, "stages": 1},
     "wide copies": {"lanes": 8, "vec": 1, "warps": 2, "rows": 8, "chained": True, "narrow": 0, "stages": 1},
+    "tensor maps": {"lanes": 8, "vec": 1, "warps": 2, "rows": 8, "chained": True, "narrow": 0, "stages": 1}
+    | {"looks_back": False, "mapped": True},
     "one warp": {"warps": 1, "rows": 1},
     "in clusters": {"chained": False, "looks_back": False, "warps": 2, "rows": 2, "stages": 1, "cluster": 3},
 }
@@ -188,7 +240,8 @@ def force(monkeypatch, name):
     monkeypatch.setattr(choice, "_staying", lambda *_: None)  # whose tiles have no other algorithm
 
     def forced(scan):
-        return choose(scan)._replace(**changes)
+        geometry = choose(scan)._replace(**changes)
+        return geometry._replace(mapped=geometry.mapped and scan.mappable)
 
     monkeypatch.setattr(launch, "choose_geometry", forced)
 
@@ -253,6 +306,21 @@ def test_scans_match_the_reference(dtype, reverse, packed, geometry, poisoned, m
     torch.manual_seed(0)
     for shape in SHAPES:
         check_scans(*shape, dtype, reverse, packed)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_inputs_of_any_strides_are_scanned_in_place_by_tensor_maps(dtype, poisoned, monkeypatch):
+    """Parts of wider rows, sequences within rows, and sequences or steps that lie in one place."""
+    force(monkeypatch, "tensor maps")
+    torch.manual_seed(0)
+    kernels, reference = choose_backend("cuda", "cuda"), torch_ops.REFERENCE
+    wide, b = torch.rand(3, 300, 16).to(dtype), torch.randn(300, 3, 8).to(dtype).transpose(0, 1)
+    for a in (wide[..., 8:], wide[:1, :, :8], wide[:, :1, :8], wide[:1, :1, :8]):
+        want = reference.linear_scan(a.double().expand(b.shape), b.double(), None, Order())
+        got = kernels.linear_scan(a.cuda().expand(b.shape), b.cuda(), None, Order())
+        for g, w in zip(got, want, strict=True):
+            assert relative_error(g, w) < TOLERANCE[dtype]
 
 
 @pytest.mark.gpu

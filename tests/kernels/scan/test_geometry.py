@@ -87,9 +87,6 @@ def test_chained_blocks_of_whole_rows():
         assert chosen(gpu, 2, 100000, 384) == (2, 16, 14, 1, True)
         assert chosen(gpu, 2, 100000, 384, resets=True)[:3] == (1, 16, 24)
         assert chosen(gpu, 2, 100000, 352)[0] == 1  # pairs would leave half of a block without channels
-        assert chosen(gpu, 1, 65536, 256) == (1, 8, 12, 2, False)
-        forward = choose_geometry(Criteria("LinearScan", 2, 4, 4, True, 1, 65536, 256, GPUS[gpu]))
-        assert (forward.rows, forward.stages, forward.looks_back) == (16, 1, False)
         for element, inputs, rows in (("LinearScan", 2, 28), ("LinearScanBackward", 3, 16)):
             arguments = (element, inputs, 2, 8, True, 1, 1 << 20, 64, GPUS[gpu])
             halves = choose_geometry(Criteria(*arguments, resets=True))
@@ -100,6 +97,33 @@ def test_chained_blocks_of_whole_rows():
                 odd = choose_geometry(Criteria(element, inputs, itemsize, 1, True, 2, 60000, 129, GPUS[gpu]))
                 assert (odd.vec, odd.warps, odd.rows, odd.looks_back) == (1, 8, 20 if inputs == 3 else 32, True)
     assert chosen("A100", 2, 100000, 384)[0] == 1  # whose shared memory does not hold such a tile
+
+
+def test_few_chains_that_share_all_multiprocessors_evenly_take_turns():
+    def chosen(*shape, gpu="H200", itemsize=2, inputs=2, **settings):
+        aligned, element = settings.pop("aligned", 16 // itemsize), "LinearScan" + ("Backward" if inputs == 3 else "")
+        g = choose_geometry(Criteria(element, inputs, itemsize, aligned, True, *shape, GPUS[gpu], **settings))
+        assert not g.mapped or (g.chained and not g.looks_back and g.stages == 1)
+        return (g.vec, g.warps, g.rows) if g.mapped else None
+
+    for gpu in ("H100", "H200"):
+        for inputs, rows in ((2, 16), (3, 12)):
+            for shape in ((1, 65536, 256), (1, 1 << 20, 64), (1, 31355, 128)):
+                assert chosen(*shape, gpu=gpu, itemsize=4, inputs=inputs) == (1, 16, rows)
+            for shape in ((1, 65536, 256), (3, 37884, 128)):
+                assert chosen(*shape, gpu=gpu, inputs=inputs) == (2, 16, rows)
+            assert (chosen(1, 20000, 1024, gpu=gpu, inputs=inputs) is not None) == (gpu == "H200")  # by few blocks
+    assert chosen(2, 100000, 384)
+    assert not chosen(2, 100000, 384, inputs=3)
+    for shape in ((1, 152915, 960), (1, 40000, 2048)):  # 15 chains on 132 multiprocessors; four blocks each
+        assert chosen(*shape) is None
+    assert chosen(1, 1 << 20, 64) is None  # with 131 messages to read
+    assert chosen(4, 65536, 96) is None  # a fourth of the lanes would be idle
+    assert chosen(1, 4096, 256) is None
+    assert chosen(1, 60000, 2000) is None  # of which blocks would drift apart, and lose lines
+    for changes in ({"packed": True}, {"resets": True}, {"by_offsets": True}, {"expanded": True}, {"aligned": 4}):
+        assert chosen(2, 20000, 384, **changes) is None
+    assert chosen(2, 20000, 384, gpu="A100") is None
 
 
 def test_two_blocks_of_a_cluster_share_a_chain_where_they_fill_the_gpu():
@@ -178,9 +202,9 @@ def test_no_lanes_are_idle_where_half_as_wide_groups_have_none():
     for shape, itemsize in (((1, 72578, 96), 2), ((4, 65536, 48), 4)):
         g = choose_geometry(Criteria("LinearScan", 2, itemsize, 8, True, *shape, GPUS["H200"]))
         assert (g.lanes, g.looks_back) == (16, True)
-    for steps, lanes in ((5000, 32), (1 << 20, 8)):  # a quarter as wide over many tiles
-        for channels in (34, 48):
-            g = choose_geometry(Criteria("LinearScan", 2, 2, 2, False, 1, steps, channels, GPUS["H200"]))
+    for sequences, steps, lanes in ((1, 5000, 32), (1, 1 << 20, 8), (8, 60000, 8), (16, 60000, 32)):
+        for channels in (34, 48):  # a quarter as wide over many tiles of few sequences
+            g = choose_geometry(Criteria("LinearScan", 2, 2, 2, False, sequences, steps, channels, GPUS["H200"]))
             assert (g.lanes, g.looks_back) == (lanes, True)
 
 
@@ -301,7 +325,7 @@ def test_geometries_fit_the_gpu():
 def test_what_was_measured_to_be_best_is_chosen(name):
     """Lanes, warps and rows of the fastest on an H200, and how blocks find their state."""
     measured = {
-        ((1, 65536, 256), 4): (32, 8, 16, "turns"),
+        ((1, 65536, 256), 4): (32, 16, 16, "turns"),
         ((1, 1 << 20, 64), 4): (32, 16, 16, "turns"),
         ((4, 1 << 20, 8), 4): (8, 8, 17, "turns"),
         ((1, 1 << 24, 1), 4): (1, 8, 19, "turns"),
@@ -316,7 +340,7 @@ def test_what_was_measured_to_be_best_is_chosen(name):
         ((3, 5000, 1000), 4): (32, 8, 32, "looks back"),
         ((3, 5000, 1000), 2): (32, 8, 32, "looks back"),
         ((2, 100000, 384), 4): (32, 16, 32, "looks back"),
-        ((2, 100000, 384), 2): (32, 16, 32, "looks back"),
+        ((2, 100000, 384), 2): (32, 16, *((16, "turns") if name == "H200" else (32, "looks back"))),
         ((1, 60000, 1536), 2): (32, 16, 32, "looks back"),
         ((1, 60000, 2000), 2): (32, 8, 32, "looks back"),  # of rows that share lines
         ((1, 20000, 1000), 2): (32, 8, 32, "looks back"),

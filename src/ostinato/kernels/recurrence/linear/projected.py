@@ -3,7 +3,6 @@
 It reads x and writes h; pre-activations never leave the chip.
 """
 
-import ctypes
 import functools
 import struct
 from typing import NamedTuple
@@ -141,7 +140,8 @@ def scan(
     if resets is not None:
         resets = resets.contiguous()
         marks = resets.data_ptr()
-    maps = _tensor_map(x.data_ptr(), dtype, launch.x) + _tensor_map(weight.data_ptr(), dtype, launch.weight)
+    described = (x, launch.x), (weight, launch.weight)
+    maps = b"".join(nvrtc.tensor_map(y.data_ptr(), 2, *layout, swizzled=True, promoted=256) for y, layout in described)
     addresses = struct.pack(f"{len(biases) + 4}Q", *biases, initial, h.data_ptr(), h_last.data_ptr(), marks)
     with launching:
         memory, epoch = published_of(device, launch.words)
@@ -220,28 +220,3 @@ def macros(recurrence: str, dtype: torch.dtype, resets: bool = False) -> tuple[t
         ("CLUSTER", CLUSTER),
         ("RESETS", int(resets)),
     )
-
-
-@functools.lru_cache(maxsize=4096)
-def _tensor_map(address: int, dtype: torch.dtype, layout: Layout) -> bytes:
-    """The TMA descriptor of a tensor of 16-bit numbers; reads out of bounds are zero."""
-    from cuda.bindings import driver
-
-    sizes, strides, box = layout
-    types, long, integer = driver.CUtensorMapDataType, driver.cuuint64_t, driver.cuuint32_t
-    error, found = driver.cuTensorMapEncodeTiled(
-        types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 if dtype is torch.bfloat16 else types.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-        len(sizes),
-        address,
-        [long(n) for n in sizes],
-        [long(2 * n) for n in strides],
-        [integer(n) for n in box],
-        [integer(1)] * len(sizes),
-        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-    )
-    if error:
-        raise RuntimeError(f"the CUDA driver reported {error.name}")
-    return ctypes.string_at(found.getPtr(), 128)

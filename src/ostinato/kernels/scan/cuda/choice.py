@@ -17,6 +17,8 @@ SHORT, LONG = 4, 4096  # steps: lengths between these share a geometry, as every
 FEW_STEPS = 32  # of which linear scans have a geometry of their own
 FILLED = 0.7  # of the multiprocessors need a block of eight warps
 FULL = 0.9  # of the last wave, where a block has a multiprocessor to itself
+EVENLY = 0.95  # of the multiprocessors have a block, where each chain has as many
+BUSY = 32 << 10  # bytes on their way to a multiprocessor, whose warps more would keep busy with copies
 FEW_WAVES = 3  # waves of tiles: with fewer, drawing tiles from a counter balances nothing
 LINE = 128  # bytes of memory that are moved together
 FEW_COMPANIONS = 24  # blocks per chain: with no more, look-back is faster than interleaved tiles
@@ -32,7 +34,7 @@ class Device(NamedTuple):
     bandwidth: float  # memory bandwidth, bytes a second
     shared_of_block: int  # bytes of shared memory that one block can have
     shared: int  # bytes of shared memory of a multiprocessor
-    clusters: bool = False  # whether blocks can send each other messages
+    hopper: bool = False  # whether it is one or later: blocks send each other messages, tensor maps copy
 
     @property
     def in_flight(self) -> float:
@@ -55,6 +57,7 @@ class Criteria(NamedTuple):
     packed: bool = False  # whether many sequences are packed in one by cu_seqlens
     resets: bool = False  # whether there is a mask of resets
     by_offsets: bool = False  # whether rows are found by offsets
+    expanded: bool = False  # whether an input's step or sequence lies where the next does
 
     @property
     def backward(self) -> bool:
@@ -79,6 +82,12 @@ class Criteria(NamedTuple):
     def shares_lines(self) -> bool:
         """Whether lines of memory have channels of two groups."""
         return self.channels > 32 and self.ends_within_lines
+
+    @property
+    def mappable(self) -> bool:
+        """Whether tensor maps can describe the inputs."""
+        aligned = self.aligned * self.itemsize >= 16
+        return self.device.hopper and aligned and not (self.by_offsets or self.expanded)
 
     @property
     def tests_resets(self) -> bool:
@@ -129,7 +138,7 @@ def choose_geometry(scan: Criteria) -> Geometry:
     if not _leaves_processors_idle(scan, streaming):
         return _keep_in_step(scan, streaming) or streaming
     looking_back = _look_back_soon, _look_back_in_pairs, _look_back
-    return _first(scan, _staying, _chain_few_channels, _chain_narrow, *looking_back, _interleave)
+    return _first(scan, _staying, _chain_few_channels, _chain_narrow, _interleave_evenly, *looking_back, _interleave)
 
 
 def _first(scan: Criteria, *rules: Callable[[Criteria], Geometry | None]) -> Geometry:
@@ -300,7 +309,7 @@ def _stream_in_clusters(scan: Criteria) -> Geometry | None:
     pair = Geometry(2, 32, 8, 1 << (64 // max(words, 2)).bit_length() - 1, resident=2, cluster=2)
     lines = scan.itemsize <= 4 and not scan.ends_within_lines
     wide = lines and scan.aligned * scan.itemsize >= 16 and not scan.by_offsets
-    if not (scan.device.clusters and scan.element in LINEAR and wide) or scan.packed:
+    if not (scan.device.hopper and scan.element in LINEAR and wide) or scan.packed:
         return None
     filled = scan.chains(pair) * pair.cluster / scan.device.processors
     fills = FILLED <= filled <= 1 and scan.channels >= pair.group
@@ -378,6 +387,27 @@ def _chained_tile(scan: Criteria, warps: int = 8) -> Geometry:
     return Geometry(vec, lanes, warps, rows, chained=True, resident=16 // warps, stages=STAGES)
 
 
+def _interleave_evenly(scan: Criteria) -> Geometry | None:
+    """Linear scans of few chains of whole lines, which share all multiprocessors evenly: no block waits for a carry.
+
+    Tensor maps copy the tiles, so that one on its way is enough, and a block of 512 threads does nothing but scan.
+    Chains of few blocks gain by that only where copies, lane by lane, would keep warps busy, and not over long
+    backward passes.
+    """
+    whole = scan.element in LINEAR and scan.itemsize <= 4 and not (scan.shares_lines or scan.packed)
+    if not (whole and scan.mappable) or scan.resets:
+        return None
+    busy = scan.device.in_flight > BUSY and not (scan.backward and scan.steps > 8 * LONG)
+    if _has_few_companions(scan) and not busy:
+        return None
+    tile = _chained_tile(scan, warps=16)._replace(rows=36 // scan.inputs // 4 * 4, stages=1, mapped=True)
+    chains, processors = scan.chains(tile), scan.device.processors
+    blocks = processors // chains * chains
+    evenly = 1 < chains <= processors // 8 and blocks >= EVENLY * processors
+    filled = scan.sequences * scan.channels >= FULL * chains * tile.group
+    return tile if evenly and filled and scan.waves(tile) >= FEW_WAVES else None
+
+
 def _look_back_tile(scan: Criteria) -> Geometry:
     """A tile of which a thread keeps one, as look-back does, as long as registers hold."""
     tile = _chained_tile(scan)
@@ -391,7 +421,8 @@ def _look_back_soon(scan: Criteria) -> Geometry | None:
     """Linear scans and those of 16 bits, but the longest: half as long tiles if there are few.
 
     The longest linear ones look back, too, if their rows share lines.  Where three groups half as wide, or a quarter,
-    have all channels, fewer lanes are idle, and a carry's way along many tiles is shorter, as these are longer.
+    have all channels, fewer lanes are idle, and a carry's way along many tiles of few sequences is shorter, as these
+    are longer.
     """
     back = _look_back_tile(scan)
     if scan.element in LINEAR and not scan.tests_resets:
@@ -400,7 +431,7 @@ def _look_back_soon(scan: Criteria) -> Geometry | None:
         whole = back.lanes == 32 and not scan.anywhere
         if whole and halves == 3:
             back = back._replace(lanes=16)
-        elif whole and quarters == 3 and back.vec == 2 and scan.steps > 32 * back.tile:
+        elif whole and quarters == 3 and back.vec == 2 and scan.sequences <= 8 and scan.steps > 32 * back.tile:
             back = back._replace(lanes=8)
     else:
         long = 8 * LONG if scan.element.startswith("Generated") and not scan.resets else LONG

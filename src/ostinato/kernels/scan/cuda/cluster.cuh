@@ -6,16 +6,13 @@
 
 struct Inbox {
     Message message[2][CLUSTER][VEC][MESSAGES][LANES];  // of each rank
-    unsigned long long lower[2], higher[2];  // barriers, which count the bytes from lower and from higher ranks
+    Barrier lower[2], higher[2];  // of the messages from lower and from higher ranks
 
     // One thread's call; no block may send before all of the cluster have done this.
     __device__ void open() {
 #pragma unroll
-        for (int box = 0; box < 2; ++box) {
-            asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(address(&lower[box])) : "memory");
-            asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(address(&higher[box])) : "memory");
-        }
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        for (int box = 0; box < 2; ++box) lower[box].open(), higher[box].open();
+        announce_barriers();
     }
     // Send the composition of this block's tile to the others of the first `count` blocks, and expect theirs.  Called
     // by the first segment, whose writes to shared memory before are then visible to all who wait.
@@ -37,37 +34,24 @@ struct Inbox {
         }
         __syncwarp(~0u >> 32 - LANES);
         if (threadIdx.x > 0) return;
-        expect(lower[box], rank);
-        expect(higher[box], count - 1 - rank);
+        lower[box].expect(rank * int(sizeof(message[0][0])));
+        higher[box].expect((count - 1 - rank) * int(sizeof(message[0][0])));
     }
     // Carry a state over the tiles of the lower ranks, when they are there; then over those of the others of `count`.
     __device__ void carry_over_lower(int box, int parity, int rank, Channels& state) const {
-        wait(lower[box], parity);
+        lower[box].wait(parity);
         carry(box, 0, rank, state);
     }
     __device__ void carry_over_higher(int box, int parity, int rank, int count, Channels& state) const {
-        wait(higher[box], parity);
+        higher[box].wait(parity);
         carry(box, rank + 1, count, state);
     }
 
 private:
-    __device__ static unsigned address(const void* here) { return unsigned(__cvta_generic_to_shared(here)); }
     __device__ static unsigned address(const void* here, int rank) {
         unsigned there;
-        asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address(here)), "r"(rank));
+        asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(here)), "r"(rank));
         return there;
-    }
-    __device__ static void expect(unsigned long long& barrier, int blocks) {
-        asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(address(&barrier)),
-                     "r"(blocks * int(sizeof(message[0][0]))) : "memory");
-    }
-    __device__ static void wait(const unsigned long long& barrier, int parity) {
-        unsigned done = 0;
-        for (unsigned looks = 0; !done;) {
-            asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;"
-                         " selp.u32 %0, 1, 0, p; }" : "=r"(done) : "r"(address(&barrier)), "r"(parity) : "memory");
-            if (++looks == PATIENCE) __trap();
-        }
     }
     __device__ void carry(int box, int first, int end, Channels& state) const {
 #pragma unroll 1

@@ -46,9 +46,11 @@ __device__ inline void sync_abreast() {
 // last ends after it.  In shared memory an input's rows are pitch() bytes apart, congruent to their distance in memory,
 // so a row has the same offset in its first piece here as there.
 //
+// A tensor map copies a strip as it is, a row behind the other.
+//
 // The halves of a sector of 32 bytes are copied in one transaction only if they are halves of one here, too: so strips
 // begin with one, as most do in memory.
-struct alignas(32) Strip {
+struct alignas(MAPPED ? 128 : 32) Strip {
     static constexpr int APART = NARROW ? NARROW : widest_pitch() / int(sizeof(Item));
     static constexpr int SIZE = NARROW || PITCHED ? STRIP * APART : 32 * ROWS;
     static constexpr int PER_PIECE = 16 / sizeof(Item), PIECES = (SIZE + PER_PIECE - 1) / PER_PIECE + 1;
@@ -71,9 +73,9 @@ struct alignas(32) Strip {
     }
     // Of this thread's row u of input k.
     static __device__ int place(const Place& at, int u, int shift, int k = 0) {
-        if (!NARROW && !PITCHED) return 32 * u + at.lane;
+        if (!NARROW && !PITCHED && !MAPPED) return 32 * u + at.lane;
         const int row = at.segment * ROWS, first = at.descending ? STRIP - 1 - row : row;
-        const int apart = NARROW ? NARROW : pitch(k) / int(sizeof(Item));
+        const int apart = MAPPED ? LANES : NARROW ? NARROW : pitch(k) / int(sizeof(Item));
         return shift + first * apart + at.lane % LANES + u * (at.descending ? -apart : apart);
     }
     // This thread's channels there.
@@ -162,6 +164,14 @@ struct alignas(32) Strip {
                 }
             }
         }
+    }
+    // By a tensor map, one thread's call: steps before or after all are zero.
+    __device__ void fetch(const Place& at, int k, Barrier& arrival, int chunk) {
+        asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
+                     "[%0], [%1, {%2, %3, %4, %5}], [%6];"
+                     ::"r"(shared_address(element)), "l"(at.p.map(k)), "r"(at.group * GROUP),
+                     "r"(start(at, chunk, BACKWARD && k == PREVIOUS)), "r"(at.batch), "r"(at.direction),
+                     "r"(shared_address(&arrival)) : "memory");
     }
     // Store a part of the strip, whose first element is at `offset`.
     template <bool CHECKED> __device__ void store(const Place& at, const Tensor& x, int chunk, int part, int offset) {

@@ -18,6 +18,7 @@ class Geometry(NamedTuple):
     looks_back: bool = False  # chained: by decoupled look-back, not interleaved tiles
     stays: bool = False  # chained: every block has one tile, which stays in shared memory
     cluster: int = 1  # streaming: blocks of a cluster, which scan a chain's tiles in turn
+    mapped: bool = False  # interleaved: a tensor map copies a warp's rows, by one instruction
 
     @property
     def group(self) -> int:
@@ -60,7 +61,7 @@ class Geometry(NamedTuple):
         Smaller copies go through L1, and as many are on their way as it has lines beside the shared memory.
         """
         pieces = self.lanes * self.vec * itemsize % 16 == 0 and self.rows * self.vec * itemsize % 16 == 0
-        return not self.narrow and pieces and aligned * itemsize >= 16
+        return not (self.narrow or self.mapped) and pieces and aligned * itemsize >= 16
 
     def pitches(self, itemsize: int, strides: Sequence[int], anywhere: bool) -> tuple[int, ...]:
         """Bytes between an input's rows in shared memory if they begin `anywhere`, so that pieces are copied, else 0.
@@ -90,9 +91,10 @@ class Geometry(NamedTuple):
         window = (max(32, self.warps * self.segments) * (3 * state + 4) if self.looks_back else 16 * self.vec) + state
         sum_rows = self.warps * sums * state
         inbox = 2 * (self.cluster * 4 * max(4, itemsize) * self.group + 16) if self.cluster > 1 else 16
+        arrivals = 8 * self.warps + 96 if self.mapped else 0
         steps = self.segments * self.rows
         mask = self.stages * self.warps * (steps + 36) if resets and steps > 96 else 16
-        return strips * strip + between_warps + boundaries + sum_rows + window + mask + inbox + 144
+        return strips * strip + between_warps + boundaries + sum_rows + window + mask + inbox + arrivals + 144
 
 
 def macros(
@@ -124,6 +126,7 @@ def macros(
         ("SHARED_BYTES", shared),
         ("FAR", int(far)),
         ("WIDE", int(wide)),
+        ("MAPPED", int(geometry.mapped)),
         ("PITCHES", ", ".join(map(str, pitches))),
         ("STAYS", int(geometry.stays)),
         ("CLUSTER", geometry.cluster),

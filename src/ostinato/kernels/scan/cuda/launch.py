@@ -72,7 +72,7 @@ class _Launch(NamedTuple):
 def source(code: str = "") -> str:
     """The source of the scan kernel, with a generated element's code."""
     before = nvrtc.source("numeric.cuh", "scan/cuda/elements.cuh", "scan/cuda/messages.cuh")
-    parts = ("tile.cuh", "copies.cuh", "cluster.cuh", "shared.cuh", "steps.cuh", "chain.cuh", "scan.cu")
+    parts = ("barriers.cuh", "tile.cuh", "copies.cuh", "cluster.cuh", "shared.cuh", "steps.cuh", "chain.cuh", "scan.cu")
     return before + code + nvrtc.source(*(f"scan/cuda/{name}" for name in parts))
 
 
@@ -92,6 +92,7 @@ def describe_device(index: int) -> Device:
 def _criteria_of(problem: Problem, alignment: int) -> Criteria:
     """What the choice of a geometry depends on; `alignment` has the low bits of every address."""
     itemsize, rows = problem.dtype.itemsize, problem.row_strides
+    counts = problem.batch, problem.steps, problem.directions
     numbers = itertools.chain([problem.channels, alignment // itemsize], *problem.inputs, *problem.outputs)
     units = functools.reduce(operator.or_, numbers)  # its lowest set bit is the alignment of vector accesses
     return Criteria(
@@ -107,6 +108,7 @@ def _criteria_of(problem: Problem, alignment: int) -> Criteria:
         packed=problem.packing == "CU_SEQLENS",
         resets=problem.resets is not None,
         by_offsets=problem.packing == "OFFSETS",
+        expanded=any(n > 1 and not stride for x in problem.inputs for n, stride in zip(counts, x, strict=True)),
     )
 
 
@@ -145,7 +147,7 @@ def _choose_kernel(problem: Problem, parameter_dtype: torch.dtype, alignment: in
     if problem.directions == 1:
         if geometry.narrow:
             definitions += _addressing(problem, geometry, alignment)
-        elif pitches[0]:  # for the addresses of rows to be constants
+        elif pitches[0] or geometry.mapped:  # for the addresses of rows to be constants
             definitions += (("DESCENDING", int(problem.reverse != problem.backward)),)
     return _Kernel(geometry, shared, definitions)
 
@@ -175,6 +177,10 @@ def _prepare(problem: Problem, parameter_dtype: torch.dtype, alignment: int) -> 
     kernel = nvrtc.load_kernel("scan", source(problem.code), definitions, problem.device)
     first = struct.Struct(f"={addresses}Q2I")
     rest = struct.pack(f"={1 + len(integers)}q6i", companions, *integers, *counts)
+    pack: Callable[..., bytes] = first.pack
+    if geometry.mapped:
+        pack = _with_maps(pack, problem, geometry)
+        rest += bytes(-(first.size + len(rest)) % 64)
     return _Launch(
         # Blocks of one chain wait for each other: a cooperative launch makes all of them resident.
         kernel.prepared(
@@ -182,7 +188,7 @@ def _prepare(problem: Problem, parameter_dtype: torch.dtype, alignment: int) -> 
             blocks,
             geometry.threads,
             shared,
-            first.pack,
+            pack,
             rest,
             cooperative=geometry.chained and (geometry.looks_back or companions > 1),
         ),
@@ -190,6 +196,23 @@ def _prepare(problem: Problem, parameter_dtype: torch.dtype, alignment: int) -> 
         draws,
         problem.batch * (chunks if geometry.looks_back else companions),
     )
+
+
+def _with_maps(pack: Callable[..., bytes], problem: Problem, geometry: Geometry) -> Callable[..., bytes]:
+    """A function like `pack`, with the tensor maps of the inputs, whose addresses are first, before the rest."""
+    sizes = problem.channels, problem.steps, problem.batch, problem.directions
+    box = geometry.group, geometry.segments * geometry.rows, 1, 1
+    # Of a single step, sequence or direction a stride may be 0, which no map has.
+    strides = [(time or 16, batch or 16, direction or 16) for batch, time, direction in problem.inputs]
+
+    def packed(*first: int) -> bytes:
+        maps = (
+            nvrtc.tensor_map(at, problem.dtype.itemsize, sizes, apart, box) if at else bytes(128)
+            for at, apart in zip(first, strides, strict=False)
+        )
+        return b"".join(maps) + pack(*first)
+
+    return packed
 
 
 def _addressing(problem: Problem, geometry: Geometry, alignment: int) -> tuple[tuple[str, object], ...]:

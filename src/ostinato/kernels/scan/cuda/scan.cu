@@ -40,8 +40,8 @@
 // Steps are numbered in scan order.  Steps outside the sequence (ragged ends, shorter packed sequences) act as the
 // identity.
 //
-// Compiled before this file, in this order: elements.cuh (the operations), messages.cuh, tile.cuh, copies.cuh,
-// cluster.cuh, shared.cuh, steps.cuh and chain.cuh.
+// Compiled before this file, in this order: elements.cuh (the operations), messages.cuh, barriers.cuh, tile.cuh,
+// copies.cuh, cluster.cuh, shared.cuh, steps.cuh and chain.cuh.
 
 // Sum the parameters' gradients over the block's segments, then warps, in a fixed order, into the block's own row.
 __device__ inline void store_sums(const Place& at, Shared& shared, int part, Sums& sums) {
@@ -119,6 +119,11 @@ __device__ inline void read(
 // Copy a tile.  A narrow sequence's first is copied with checks: one copy of the faster path's code is enough.
 template <bool FIRST = false>
 __device__ inline void fetch(const Place& at, const Memory& memory, Shared& shared, int stage, int chunk, int chunks) {
+    if constexpr (MAPPED) {
+        if (at.lane == 0 && chunk < chunks)
+            Steps::fetch(at, shared.input[stage][at.warp], shared.arrival[at.warp], chunk);
+        return;
+    }
     if (Mask::COPIED && chunk < chunks) shared.mask[stage][at.warp].fetch(at, chunk);
 #pragma unroll
     for (int part = 0; part < PARTS; ++part) {
@@ -241,6 +246,13 @@ __device__ inline void chain(const Parameters& p, Shared& shared, int chunks) {
     // The other blocks' tiles between two of this block's are divided among its segments.
     const int share = (companions - 1 + WATCHERS - 1) / WATCHERS, of_warp = SEGMENTS * share;
     const int parts = companions > 1 ? (companions - 1 + of_warp - 1) / of_warp : 0;
+    if constexpr (MAPPED) {
+        if (at.lane == 0) {
+            shared.arrival[at.warp].open();
+            announce_barriers();
+        }
+        __syncwarp();
+    }
     Resets later;
     later.load(at, next);
 #pragma unroll 1
@@ -256,6 +268,7 @@ __device__ inline void chain(const Parameters& p, Shared& shared, int chunks) {
     int sequence = -1;
     // A tile's sequences are looked up a tile ahead, to overlap with other waits.
     if (PACKING == CU_SEQLENS && next < chunks) shared.find_sequences(at, next, 0, sequence);
+    int parity = 0;
     for (int now = -1, since = 0, stage = 0, last = 0, buffer = 0;; since = now + 1, now = next, next += companions) {
         const int first = since + at.warp * of_warp + at.segment * share,
                   end = first + share < now ? first + share : now;
@@ -264,8 +277,13 @@ __device__ inline void chain(const Parameters& p, Shared& shared, int chunks) {
         Steps coming;
         Composition composed;
         if (next < chunks) {
-            wait_for_copies();
-            if (EXCHANGED || Mask::COPIED) sync_abreast();
+            if constexpr (MAPPED) {
+                shared.arrival[at.warp].wait(parity);
+                parity ^= 1;
+            } else {
+                wait_for_copies();
+                if (EXCHANGED || Mask::COPIED) sync_abreast();
+            }
             later.share();
             coming.resets = later.of(at, shared, stage, next);
             later.load(at, next + companions);
@@ -381,7 +399,7 @@ __device__ inline void chain_looking_back(const Parameters& p, Shared& shared, i
 #define IN_CLUSTERS
 #endif
 extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, RESIDENT) scan(const __grid_constant__ Parameters p) {
-    extern __shared__ __align__(32) unsigned char memory[];
+    extern __shared__ __align__(128) unsigned char memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     const int chunks = (p.steps + TILE - 1) / TILE;
     if constexpr (LOOKS_BACK) chain_looking_back(p, shared, chunks);

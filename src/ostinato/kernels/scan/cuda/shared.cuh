@@ -112,6 +112,7 @@ struct Shared {
     int bounds[Boundaries::KEPT];  // a copy of cu_seqlens, if it fits
     Compute sums[SUMS ? WARPS : 1][SUMS ? PARAMETERS : 1][SUMS ? GROUP : 1];
     Array<Inbox, (CLUSTER > 1)> inbox;
+    Array<Barrier, MAPPED ? WARPS : 0> arrival;  // of a warp's strips
 
     // Find where sequences begin and end in a tile.  `first`, the sequence of the tile's first step in time, is
     // searched from that of the block's previous tile, or from scratch if -1.  All threads of the block must call it.

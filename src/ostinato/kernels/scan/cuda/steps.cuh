@@ -174,6 +174,17 @@ struct Steps {
             if (at.p.has_input(k)) strips[k].fetch<CHECKED>(at, k, memory.input[k], chunk, part);
     }
 
+    // By tensor maps, one thread's call.
+    static __device__ void fetch(const Place& at, Strip (&strips)[INPUTS], Barrier& arrival, int chunk) {
+        int bytes = 0;
+#pragma unroll
+        for (int k = 0; k < INPUTS; ++k) bytes += at.p.has_input(k) ? int(sizeof(strips[k].element)) : 0;
+        arrival.expect(bytes);
+#pragma unroll
+        for (int k = 0; k < INPUTS; ++k)
+            if (at.p.has_input(k)) strips[k].fetch(at, k, arrival, chunk);
+    }
+
     // Whether the zero state before a reset step is written to shared memory, where there is one, and not selected at
     // every step: a warp of many segments has several, one after the other.
     static constexpr bool PUTS_RESETS = RESETS && (STAYS || SELDOM_RESET || LANES >= (ZEROES ? 32 : 4));
@@ -194,6 +205,7 @@ struct Steps {
                 Strip::place(at, u, shift, PREVIOUS),
                 p.h0 && !reset ? load_pack(at, p.h0 + at.state(n)) : filled(Element::absent_state())
             );
+            if (MAPPED) yield_to_copies();
         }
     }
 

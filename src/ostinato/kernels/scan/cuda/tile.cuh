@@ -43,7 +43,10 @@ constexpr int TOGETHER = WIDE ? 16 / sizeof(Pack) : 1;  // adjacent packs in one
 #define ALIGNED 0  // 1: with NARROW, the pieces of all tensors begin with a warp's steps
 #endif
 static_assert(CLUSTER == 1 || (!CHAINED && LANES <= 32), "the blocks of a cluster stream a chain of their own");
-constexpr bool EXCHANGED = NARROW || WIDE || PITCHED;  // lanes copy elements that other lanes of the warp read
+// Elements are copied by other lanes than read them, or by none: with MAPPED, by a map of their tensor.
+constexpr bool EXCHANGED = NARROW || WIDE || PITCHED || MAPPED;
+static_assert(!MAPPED || (CHAINED && !LOOKS_BACK && STAGES == 1 && LANES <= 32 && PACKING != OFFSETS));
+static_assert(!MAPPED || !(NARROW || WIDE || PITCHED), "a map copies a strip of rows as they are");
 static_assert(LANES % TOGETHER == 0 && ROWS % TOGETHER == 0);
 static_assert(LANES <= 32 || (LANES % 32 == 0 && !LOOKS_BACK && !WIDE), "look-back and wide copies are a warp's");
 static_assert(LANES <= 32 || NARROW, "warps abreast copy their steps in pieces");
@@ -90,7 +93,12 @@ struct Tensor : Strides {
     __device__ Tensor(Scalar* data, Strides strides) : Strides(strides), data(data) {}
 };
 
+struct alignas(64) TensorMap { unsigned char bytes[128]; };
+
 struct Parameters {
+#if MAPPED
+    TensorMap maps[INPUTS];
+#endif
     // Addresses first: the rest is the same for all calls with the same shapes.
     Scalar* data[INPUTS + OUTPUTS];  // the element's plain inputs, then h (read one step earlier) and grad; outputs
     const PARAMETER* parameters[OF_CHANNEL];  // (channels) each, in each direction
@@ -109,6 +117,13 @@ struct Parameters {
     int batch, steps, channels, sequences, directions, reverse;
 
     __device__ Tensor input(int k) const { return {data[k], strides[k]}; }
+    __device__ const TensorMap* map(int k) const {
+#if MAPPED
+        return &maps[k];
+#else
+        return nullptr;
+#endif
+    }
     __device__ bool has_input(int k) const { return !BACKWARD || k != GRAD || data[k]; }
     __device__ Tensor output(int k) const { return {data[INPUTS + k], strides[INPUTS + k]}; }
 };
