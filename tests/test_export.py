@@ -255,7 +255,7 @@ def test_onnx_functions_keep_small_results(tmp_path):
 
     x = torch.cat([torch.logspace(-30, 0, 40), -torch.logspace(-30, -0.5, 40), torch.tensor([0.0, 50.0])])
     x = torch.stack([torch.zeros_like(x), x])[None]  # the second state is b[1]
-    torch.onnx.export(Small(), (x,), tmp_path / "small.onnx", dynamo=True, verbose=False)
+    torch.onnx.export(Small().eval(), (x,), tmp_path / "small.onnx", dynamo=True, verbose=False)
     (h,) = runtime.InferenceSession(tmp_path / "small.onnx").run(None, {"x": x.numpy()})
     torch.testing.assert_close(torch.from_numpy(h)[0, 1].double(), x[0, 1].double().log1p(), rtol=5e-7, atol=0.0)
     begun = torch.stack([x[0, 1] * 0.0 + 1.0, x[0, 1]])[None]
@@ -280,11 +280,12 @@ def test_onnx_has_angles_and_remainders(tmp_path):
     torch.manual_seed(0)
     x, y = 2 * torch.randn(2, 1, 6, 40)
     x[0, :, 0], y[0, :, :2] = 0.0, 0.0
-    torch.onnx.export(Winding(), (x, y), tmp_path / "winding.onnx", dynamo=True, verbose=False)
+    torch.onnx.export(Winding().eval(), (x, y), tmp_path / "winding.onnx", dynamo=True, verbose=False)
     (h,) = runtime.InferenceSession(tmp_path / "winding.onnx").run(None, {"x": x.numpy(), "y": y.numpy()})
     torch.testing.assert_close(torch.from_numpy(h), winding(x, y, backend="reference")[0])
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 def test_what_cannot_be_exported_says_so():
     layer = ostinato.MinGRU(3, 4)
 
@@ -303,7 +304,6 @@ def test_what_cannot_be_exported_says_so():
     assert layer(torch.randn(5, 2, 3))[0].shape == (5, 2, 4)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("layer", [ostinato.GRU(3, 4), ostinato.MinLSTM(3, 4), ostinato.MinGRUCell(3, 4)])
 def test_scripting_says_what_to_use(layer):
     message = f"^torch.jit.script cannot compile {type(layer).__name__}: use torch.export.export$"
