@@ -261,7 +261,7 @@ def test_shapes_are_those_of_torch_nn(name):
     cls, _, settings = LAYERS[name]
     peer_class = torch.nn.LSTM if cls.states == 2 else torch.nn.GRU
     for arguments in ((3, 6, 2, True, True, 0.0, True), (3, 6, 1, False)):
-        module, peer = cls(*arguments, **settings), peer_class(*arguments)
+        module, peer = cls(*arguments, backend="torch", **settings), peer_class(*arguments)
         for x in (
             torch.randn(4, 2, 3),
             torch.randn(7, 3),
@@ -336,39 +336,50 @@ def test_lru_begins_on_the_ring():
 @torch.no_grad()
 def test_rg_lru_steps_by_blocks_of_any_size(bias, num_blocks):
     torch.manual_seed(0)
-    layer, x = ostinato.RGLRU(6, 8, bias=bias, num_blocks=num_blocks), torch.randn(1, 3, 6)
-    h = torch.randn(1, 3, 8)
-    assert_close(layer.step(x[0], h)[0], layer(x, h)[0][0], 1e-6)
+    layer = ostinato.RGLRU(6, 8, bias=bias, num_blocks=num_blocks, dtype=torch.float64)
+    x, h = torch.randn(1, 3, 6, dtype=torch.float64), torch.randn(1, 3, 8, dtype=torch.float64)
+    assert_close(layer.step(x[0], h)[0], layer(x, h)[0][0])
 
 
 def test_hgrn_bounds_rise_from_layer_to_layer():
-    layer = ostinato.HGRN(4, 6, 4)
+    layer = ostinato.HGRN(4, 6, 4, dtype=torch.float64)
     with torch.no_grad():
         layer.weight_ih_l3.zero_()
         layer.bias_ih_l3.copy_(torch.tensor([0.0, -100.0, 0.0]).repeat_interleave(6))  # forgets all that it may
-    _, h_n = layer(torch.zeros(1, 4), torch.ones(4, 6))
-    assert torch.allclose(h_n[3], torch.full((6,), 0.75))
+    _, h_n = layer(torch.zeros(1, 4, dtype=torch.float64), torch.ones(4, 6, dtype=torch.float64))
+    assert torch.allclose(h_n[3], torch.full((6,), 0.75, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("name", [name for name in LAYERS if name not in ("MinGRU", "MinLSTM")])  # in test_minimal
-def test_autocast_compile_and_export(name):
-    torch._dynamo.reset()  # which counts the layers' common forward as one function
+DIAGONAL = list(LAYERS)[2:]  # of the minimal ones test_minimal does the same
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"),  # the loops of a linear layer and of another
+    [*((name, "torch") for name in DIAGONAL), ("RGLRU", "auto"), ("ParaLSTM", "auto")],
+)
+def test_autocast(name, backend):
     torch.manual_seed(0)
     cls, _, settings = LAYERS[name]
-    module = cls(8, 12, **settings)
-    x = torch.randn(6, 2, 8)
+    module, x = cls(8, 12, backend=backend, **settings), torch.randn(6, 2, 8)
     want, _ = module(x)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         half, h_n = module(x)
     assert half.dtype == as_tuple(h_n)[0].dtype == torch.bfloat16
     assert (half.float() - want).abs().max() / want.abs().max() < 3e-2
+
+
+@pytest.mark.parametrize("name", DIAGONAL)
+def test_compile_and_export(name):
+    torch._dynamo.reset()  # which counts the layers' common forward as one function
+    module, _ = make(name, 8, 12)
+    x = torch.randn(6, 2, 8, dtype=torch.float64)
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    assert torch.allclose(compiled(x)[0], want, atol=1e-6)
+    assert_close(compiled(x)[0], module(x)[0])
     sizes = {0: torch.export.Dim("time"), 1: torch.export.Dim("batch")}
     exported = torch.export.export(module, (x,), dynamic_shapes=(sizes,)).module()
     for batch in (3, 12):  # one of them the hidden size
-        x = torch.randn(9, batch, 8)
-        assert torch.allclose(exported(x)[0], module(x)[0], atol=1e-6)
+        x = torch.randn(9, batch, 8, dtype=torch.float64)
+        assert_close(exported(x)[0], module(x)[0])
 
 
 def test_what_is_shown_of_a_module():
@@ -433,7 +444,8 @@ def test_a_parameter_replaced_by_a_smaller_one_or_none_is_an_error(name):
 @pytest.mark.parametrize("given", [False, True])
 def test_gradients_of_an_input_that_is_yet_to_be_negated(name, given):
     torch.manual_seed(0)
-    layer, x = getattr(ostinato, name)(4, 4), torch.randn(5, 2, 4)
+    layer = getattr(ostinato, name)(4, 4, dtype=torch.float64)
+    x = torch.randn(5, 2, 4, dtype=torch.float64)
     state = layer.initial_state(2) if given else None
     expected = torch.autograd.grad(layer(x, state)[0].square().sum(), list(layer.parameters()))
     found = torch.autograd.grad(layer(torch._neg_view(-x), state)[0].square().sum(), list(layer.parameters()))

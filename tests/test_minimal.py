@@ -261,7 +261,7 @@ def test_minimal_operator_is_well_formed():
     h0 = torch.randn(2, 4, 3, requires_grad=True)
     torch.library.opcheck(
         torch.ops.ostinato.layer_scan.default,
-        (pre, bias, h0, None, None, recurrence_of("mingru", "tanh", True), False, 2, "cpu"),
+        (pre, bias, h0, None, None, recurrence_of("mingru", "positive", True), False, 2, "cpu"),
     )
 
 

@@ -420,16 +420,17 @@ def test_outputs_and_inputs_are_the_caller_s(name, frozen):
 
     class Difference(nn.Module):
         def initial_state(self, batch_size):
-            return torch.zeros(batch_size, 3)
+            return torch.zeros(batch_size, 3, dtype=torch.float64)
 
         def step(self, x, last):
             return x - last, x
 
     torch.manual_seed(0)
-    network, x = nn.Sequential(Difference(), getattr(ostinato, name)(3, 5)), torch.randn(4, 2, 3)
+    layer, x = getattr(ostinato, name)(3, 5, dtype=torch.float64), torch.randn(4, 2, 3, dtype=torch.float64)
+    network = nn.Sequential(Difference(), layer)
     stepper, other = (ostinato.Stepper(network, 2, frozen=frozen) for _ in range(2))
     expected = [stepper(x_t).clone() for x_t in x]
-    buffer = torch.empty(2, 3)
+    buffer = torch.empty_like(x[0])
     for x_t, right in zip(x, expected, strict=True):
         y = other(buffer.copy_(x_t))
         torch.testing.assert_close(y, right, rtol=0, atol=0)
@@ -446,7 +447,7 @@ def test_outputs_and_inputs_are_the_caller_s(name, frozen):
 @pytest.mark.parametrize("name", ["MinGRU", "RGLRU", "ParaGRU", "ParaLSTM", "LSTM"])
 def test_a_part_that_works_in_place_leaves_states_alone(name, frozen):
     torch.manual_seed(0)
-    layer, x = getattr(ostinato, name)(3, 5), torch.randn(6, 2, 3)
+    layer, x = getattr(ostinato, name)(3, 5, dtype=torch.float64), torch.randn(6, 2, 3, dtype=torch.float64)
     stepper = ostinato.Stepper(nn.Sequential(layer, nn.Hardtanh(-0.05, 0.05, inplace=True)), 2, frozen=frozen)
     found = torch.stack([stepper(x_t) for x_t in x])
     torch.testing.assert_close(found, layer(x)[0].clamp(-0.05, 0.05))
