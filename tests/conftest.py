@@ -5,10 +5,7 @@ import os
 import signal
 
 import pytest
-import torch
 from hypothesis import settings
-
-from pool import Pool
 
 # The same examples at every run: a change that fails is the change's fault.
 settings.register_profile("repeatable", derandomize=True)
@@ -16,6 +13,8 @@ settings.load_profile("repeatable")
 
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # each of several processes: one thread, as more would wait for each other
+    import torch  # by these alone: the process that hands out the tests would keep them waiting
+
     os.environ["OMP_NUM_THREADS"] = "1"  # of processes that tests start
     torch.set_num_threads(1)
 
@@ -35,9 +34,16 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in a shell's backgro
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(trylast=True)  # of what is selected
 def pytest_collection_modifyitems(items):
-    # Together, that one worker starts the pool, and at the end: most loops are compiled, for which all would wait.
-    items.sort(key=lambda item: "processes" in item.fixturenames)
+    import torch
+
+    # Together and before the last quarter, of which the second of two workers is robbed, that it alone starts the pool;
+    # not before, as most loops are compiled by then, for which all would wait.
+    pooled = [item for item in items if "processes" in item.fixturenames]
+    others = [item for item in items if "processes" not in item.fixturenames]
+    quarter = len(others) // 4
+    items[:] = others[:-quarter] + pooled + others[-quarter:] if quarter else others + pooled
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
@@ -46,6 +52,8 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def processes(tmp_path_factory):
+    from pool import Pool
+
     pool = Pool(4, tmp_path_factory.mktemp("processes"))
     yield pool
     pool.close()
