@@ -29,10 +29,7 @@ def test_steps_one_at_a_time_equal_the_whole(cell):
 @by("as planned")
 @pytest.mark.parametrize(
     ("cell", "block", "hidden"),  # each product, which differ by blocks and sizes, once: they know nothing of cells
-    [
-        *(("GRU", (1, 1), 37), ("GRU", (8, 4), 48), ("LSTM", (16, 1), 37), ("LSTM", (1, 1), 48)),
-        *(("RNN", (8, 4), 37), ("relu", (16, 1), 48)),
-    ],
+    [("GRU", (1, 1), 37), ("GRU", (8, 4), 48), ("LSTM", (16, 1), 37), ("RNN", (8, 4), 37), ("relu", (16, 1), 48)],
 )
 def test_pruned_layers_one_step_at_a_time(cell, block, hidden):
     """What the parameters have at pruned places is not looked at, and what is written past autograd is seen."""
