@@ -209,6 +209,18 @@ def in_turns(in_clusters, *layer):
         case.check()
 
 
+def wide(hidden, dtype):
+    layer = "lstm", hidden, 70, dtype
+    properties = torch.cuda.get_device_properties(0)
+    for forward, back in zip(*(test_persistent.wide(*layer, back, properties) for back in FLAGS), strict=True):
+        case = test_persistent.Case("dense", *layer, forward=forward, back=back)
+        for packed, resets in ((False, 0), (True, 0.3)):
+            inputs = case.inputs(6, packed=packed, resets=resets)
+            case.forward(inputs, packed)
+            case.backward(case.gradients(inputs, packed))
+        case.check()
+
+
 PARTS = {
     f"scan-{geometry}-{dtype}".replace(" ", "-"): partial(scans_and_layers, geometry, dtype)
     for geometry, dtype in itertools.product(test_cuda.GEOMETRIES, test_cuda.TOLERANCE)
@@ -234,6 +246,8 @@ PARTS |= {
 PARTS["transposition"] = transpositions
 PARTS["previous"] = shifts
 PARTS["biases"] = sums_of_biases
+PARTS["wide-1152"] = partial(wide, 1152, torch.bfloat16)
+PARTS["wide-2048"] = partial(wide, 2048, torch.float16)
 for kind, in_clusters in {"persistent": False, "clusters": True}.items():
     PARTS[f"{kind}-rounded"] = partial(rounded, in_clusters)
     PARTS[f"{kind}-turns"] = partial(in_turns, in_clusters, "gru", 512, 128, torch.float16)

@@ -500,7 +500,7 @@ IN_TURNS = [
 def in_turns(cell, hidden, batch, dtype, backward, properties=H100):
     """Geometries whose blocks compute two groups in turn, of each size of groups and clusters and number at once."""
     start = Geometry("dense", cell, hidden, dtype, 0, 0, 0, backward, exact=False)
-    found = [g for g in search.candidates(start, batch, 1.0, None, properties) if g.turns == 2]
+    found = [g for g in search.candidates(start, batch, 1.0, None, properties) if g.turns == 2 and not g.wide]
     return list({(g.columns, g.groups, g.cluster): g for g in found}.values())
 
 
@@ -521,6 +521,49 @@ def test_groups_in_turn_match_the_reference(layer, nan_memory):
             assert all(x is None or torch.equal(x, y) for x, y in zip(found, again, strict=True))
             expected = case.both(inputs, gradients, special, reference, double)
             assert max(errors(found, expected)) < tolerance, (forward, back)
+
+
+WIDE = [("lstm", 1152, 150, bf16), ("lstm", 2048, 128, f16)]
+
+
+def wide(cell, hidden, batch, dtype, backward, properties=H100):
+    """Geometries whose warpgroups multiply, of each size of groups."""
+    start = Geometry("dense", cell, hidden, dtype, 0, 0, 0, backward)
+    return [g for g in search.candidates(start, batch, 1.0, None, properties) if g.wide]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layer", WIDE)
+def test_wide_batches_match_the_reference(layer, nan_memory):
+    torch.manual_seed(0)
+    properties = torch.cuda.get_device_properties(0)
+    if properties.major != 9:
+        pytest.skip("only Hopper multiplies by warpgroups")
+    for forward, back in zip(*(wide(*layer, back, properties) for back in (False, True)), strict=True):
+        case = Case("dense", *layer, forward=forward, back=back)
+        case.bias = case.uniform(4 * case.hidden)
+        for steps, batch, reverse, packed, resets in (
+            (13, layer[2], False, False, 0.0),
+            (34, layer[2], True, True, 0.2),
+            (9, 37, True, False, 0.2),
+            (17, 300, False, False, 0.0),
+            (1, 3, False, False, 0.0),
+        ):
+            inputs = case.inputs(steps, batch, with_state=steps != 9, packed=packed, resets=resets)
+            gradients = case.gradients(inputs, reverse)
+            found, again = (case.both(inputs, gradients, reverse) for _ in range(2))
+            case.check()
+            assert all(x is None or torch.equal(x, y) for x, y in zip(found, again, strict=True))
+            expected = case.both(inputs, gradients, reverse, reference, double)
+            assert max(errors(found, expected)) < TOLERANCE[case.dtype], (forward, back, batch)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_kernels_of_wide_batches_compile_without_a_gpu(backward):
+    pytest.importorskip("cuda.core")
+    for chosen in wide(*WIDE[backward], backward):
+        code, macros = nvrtc.source(*geometry.files(chosen)), chosen.macros(True, True, keeps=not backward)
+        assert nvrtc.compile_cubin(code, "sm_90" + chosen.feature, dict(macros))[:4] == b"\x7fELF"
 
 
 @pytest.mark.parametrize("backward", [False, True])

@@ -44,7 +44,8 @@ def plan_of(cell, hidden, batch, dtype, tf32=(False, False), training=True):
         (("lstm", 512, 256, bf16), (False, False), True),  # 18.1, 19.8
         (("gru", 1024, 256, bf16), (False, False), True),  # 28.8, 34.0
         (("lstm", 1024, 256, bf16), (False, False), True),  # 36.2, 37.5
-        (("lstm", 2048, 64, bf16), (False, False), True),  # 38.2, 39.6
+        (("lstm", 2048, 64, bf16), (False, False), True),  # 23.9, 39.6
+        (("lstm", 2048, 128, bf16), (False, False), True),  # 45.5, 54.1
         (("gru", 512, 256, f32), (True, True), True),  # 23.0, 45.6
         (("gru", 512, 256, f32), (False, False), True),  # 63.3, 95.2
         (("gru", 2048, 4, f32), (True, True), True),  # 10.2, 49.8: a part of the weights comes from L2
@@ -126,6 +127,29 @@ def test_blocks_take_two_groups_in_turn(layer, exact, turns):
     assert all(g.columns % 8 == 0 for g in chosen if g.turns > 1)
     before = SimpleNamespace(**{**vars(H100), "major": 8})  # without bulk copies
     assert choose(before, False).turns == 1
+
+
+@pytest.mark.parametrize(
+    ("layer", "columns"),  # sequences of a group, forward and backward, the faster as measured on an H200
+    [
+        (("lstm", 2048, 64, bf16), (32, 32)),
+        (("lstm", 2048, 128, f16), (64, 64)),
+        (("lstm", 2048, 100, bf16), (64, 64)),
+        (("lstm", 2048, 16, bf16), (None, None)),
+        (("lstm", 2048, 64, f32), (None, None)),
+        (("lstm", 2049, 64, bf16), (None, None)),
+        (("gru", 2048, 64, bf16), (None, None)),
+    ],
+)
+def test_wide_batches_are_multiplied_by_warpgroups(layer, columns):
+    before, after = (SimpleNamespace(**{**vars(H100), "major": major}) for major in (8, 10))
+    for backward, of_group in zip((False, True), columns, strict=True):
+        plan = search.choose_geometry(*layer, None, None, H100, backward=backward)
+        assert (plan.geometry.columns if plan.geometry.wide else None) == of_group
+        assert ("multiplied by warpgroups" in plan.reason) == (of_group is not None)
+        for other in (before, after):
+            plan = search.choose_geometry(*layer, None, None, other, backward=backward)
+            assert "warpgroups" not in plan.reason
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,8 @@
 ================  ===========================================================================================
 ``plan.py``       the geometries of a layer's passes, or why torch's kernels run
 ``passes.py``     both passes: ``forward.cu`` and ``backward.cu``, of two groups in turn ``forward_turns.cu`` and
-                  ``backward_turns.cu``, within clusters ``gather.cu`` and ``scatter.cu``; ``previous.cu`` and
-                  ``biases.cu`` around them
+                  ``backward_turns.cu``, within clusters ``gather.cu`` and ``scatter.cu``, of wide batches
+                  ``forward_wide.cu`` and ``backward_wide.cu``; ``previous.cu`` and ``biases.cu`` around them
 ``launch.py``     the kernels of a geometry: compiled and launched
 ``geometry.py``   how a layer is divided among blocks of threads
 ``costs.py``      the estimated time of a step
@@ -13,7 +13,7 @@
 ``step.py``       one step, by ``step.cu``
 ``layout.cuh``    what all kernels share: parameters, and which units and sequences a block and a thread have
 ``exchange.cuh``  the exchange between blocks; the product of a matrix with states is in ``dense.cuh``, ``block.cuh`` or
-                  ``sparse.cuh``
+                  ``sparse.cuh``, both of wide batches in ``wide.cuh``
 ================  ===========================================================================================
 """
 

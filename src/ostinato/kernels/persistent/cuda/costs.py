@@ -69,6 +69,8 @@ _IN_TURNS = {
     False: _Cost(0.625, 0.0, 1.25, 0.599, 0.349, 0.0, 0.0, 0.767, blocks=0.218, partial=0.495),
     True: _Cost(0.65, 0.0, 0.997, 0.636, 0.0, 0.0, 0.824, 0.504, cluster=0.182, blocks=0.142, uneven=0.205),
 }
+# Of wide batches, forward and backward: fixed, per sequence of a group, and per sequence and tile of a block.
+_WIDE = {False: (1.5, 0.108, 0.00045), True: (1.1, 0.175, 0.0004)}
 _SMALL_CLUSTER = 8  # blocks, beyond which each counts twice
 _SPLIT = 0.6  # of what exact products of eight sequences cost, once for all, to split the weights
 _BY_FMA = 1.3  # the cost factor of the dense kernel's exact products of one sequence
@@ -82,6 +84,10 @@ _ROUND_TRIP = 1.3  # microseconds per additional round of loads in which the blo
 
 def microseconds(geometry: Geometry, batch: int, pruned: bool = False) -> float:
     """The estimated time of a step of all sequences, for a layer that may be `pruned`."""
+    if geometry.wide:
+        fixed, sequence, multiplied = _WIDE[geometry.backward]
+        step = fixed + (sequence + multiplied * geometry.tiles) * geometry.columns
+        return step * (_MASKED if pruned else 1) * ceil_div(batch, geometry.sequences_at_once)
     cost, row = _COSTS[geometry.path, geometry.backward], geometry.slice * geometry.dtype.itemsize
     items = geometry.units * geometry.capacity
     others, uneven = geometry.cluster - 1, THREADS * geometry.adjacent % geometry.units

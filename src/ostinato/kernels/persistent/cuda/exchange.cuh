@@ -110,6 +110,7 @@ struct Patience {
 
     __device__ explicit Patience(int* failure) : failure(failure) {}
     __device__ void renew() { looks = 0; }
+    __device__ bool has_ended() const { return !limit; }
     __device__ bool lasts() {
         if (looks++ < limit) return true;
         if (limit) {

@@ -27,6 +27,7 @@ TILE_BYTES = 512  # of weights: 16 rows by 32 bytes of columns
 ZERO_PLACES = 16
 REGISTERS = 255  # the limit per thread
 MANY_BYTES = 64 << 10  # see Geometry.asks_early
+WIDE_BYTES = 227 << 10  # of shared memory: all that a block of Hopper may have
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -60,6 +61,7 @@ class Geometry(NamedTuple):
     shares: int = 1  # into which the block kernel splits each strip of 16 rows
     share_tiles: tuple[int, ...] = ()  # tiles of a warp's first share, of its second, ...
     turns: int = 1  # groups that a block of the dense kernel computes in turn: some warps multiply, others update
+    wide: bool = False  # the dense product of many sequences by warpgroups; `cluster` blocks share it, see wide.cuh
 
     @property
     def rows(self) -> int:
@@ -121,7 +123,7 @@ class Geometry(NamedTuple):
 
         In shared memory each is cleared when it has been read; else it must show which step's numbers it holds.
         """
-        if self.distributed:
+        if self.distributed or self.wide:
             return 2
         padded = self.backward and self.cluster * self.slice > GATES[self.cell] * self.pitch  # with what nobody writes
         return 4 if self.dtype == torch.float32 and not self.exact and self.path != "sparse" and not padded else 0
@@ -175,6 +177,8 @@ class Geometry(NamedTuple):
     @property
     def registers(self) -> int:
         """Of a thread that multiplies: in turns what one that updates leaves of 256 for both."""
+        if self.wide:
+            return 184 if self.backward else 200
         if self.turns == 1:
             return REGISTERS
         updating = 40 + 8 * self.gates if self.backward else 18 + 7 * self.gates
@@ -209,6 +213,8 @@ class Geometry(NamedTuple):
 
     @property
     def blocks_of_a_cluster(self) -> int:
+        if self.wide and self.backward:
+            return 1
         return self.blocks if self.distributed else self.cluster
 
     @property
@@ -262,6 +268,8 @@ class Geometry(NamedTuple):
 
     @property
     def shared_bytes(self) -> int:
+        if self.wide:  # what remains is a ring of copies
+            return WIDE_BYTES
         if self.path == "sparse":
             rows = WARPS * 32
         elif self.path == "dense":
@@ -375,7 +383,7 @@ class Geometry(NamedTuple):
         """
         return (
             ("SCALAR", SCALARS[self.dtype]),
-            ("VEC", 1),
+            ("VEC", 2 if self.wide else 1),
             ("CELL", self.cell.upper()),
             ("HIDDEN", self.hidden_size),
             ("UNITS", self.units),
@@ -401,7 +409,7 @@ class Geometry(NamedTuple):
             ("OFFSETS", int(packed)),
             ("KEEPS", int(keeps)),
             *{
-                "dense": (("STREAMED", self.streamed),),
+                "dense": (("SHARED_BYTES", self.shared_bytes) if self.wide else ("STREAMED", self.streamed),),
                 "block": (
                     ("TILES", self.tiles),
                     ("SHARES", self.shares),
@@ -415,6 +423,12 @@ class Geometry(NamedTuple):
 
 def files(geometry: Geometry) -> tuple[str, ...]:
     """The CUDA files of a kernel, in the order in which they are compiled."""
+    if geometry.wide:
+        kernel = "backward_wide.cu" if geometry.backward else "forward_wide.cu"
+        return (
+            "numeric.cuh",
+            *(f"persistent/cuda/{name}" for name in ("layout.cuh", "exchange.cuh", "wide.cuh", kernel)),
+        )
     needs = {
         "dense": ("mma.cuh",),
         "block": ("mma.cuh", "state.cuh"),

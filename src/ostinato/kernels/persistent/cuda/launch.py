@@ -19,10 +19,10 @@ from ostinato.kernels.streams import launch_stream
 _POINTERS = (
     *("weight", "bias", "index", "places", "spans", "packed", "states", "offsets", "failure", "pre", "h0", "c0"),
     *("output", "cells", "gates", "candidates", "h_n", "c_n", "candidate", "h", "grad_output", "grad_h_n"),
-    *("grad_c_n", "grads", "grad_h0", "grad_c0", "resets", "marks", "totals"),
+    *("grad_c_n", "grads", "grad_h0", "grad_c0", "resets", "marks", "flags", "sums", "totals"),
 )
 _NOWHERE = dict.fromkeys(_POINTERS, 0)
-_IN_PAIRS = {"pre", "h0", "cells", "candidate", "h", "grad_output"}  # loaded two numbers at a time, aligned
+_IN_PAIRS = {"pre", "h0", "cells", "candidate", "h", "grad_output", "weight"}  # loaded two numbers at a time, aligned
 _PARAMETERS = struct.Struct(f"{len(_POINTERS)}Q6i")
 
 
@@ -125,14 +125,16 @@ def _launch_of(geometry: Geometry, device: int, steps: int, batch: int, *special
     found, of_block = kernels(geometry, device, *special), geometry.columns * geometry.turns
     groups = -(-batch // of_block) * geometry.turns
     buffers = 0 if geometry.scatters else geometry.state_buffers or steps + (not geometry.backward)
-    sizes = {
-        "packed": geometry.tiles * geometry.tile_bytes * geometry.blocks,
-        "states": buffers * groups * geometry.group_bytes,
-    }
-    if special[0]:
+    sizes = {"states": buffers * groups * geometry.group_bytes}
+    if geometry.wide:
+        sizes["flags"] = 4 * groups * geometry.blocks
+        sizes["sums"] = geometry.backward * groups * geometry.blocks * geometry.rows * geometry.columns * 4
+    else:
+        sizes["packed"] = geometry.tiles * geometry.tile_bytes * geometry.blocks
+    if special[0] and not geometry.wide:
         sizes["marks"] = 4 * -(-steps // 32) * batch
     # A thread prepares 32 bytes, or one of 32 steps of a mark's four.
-    fill = -(-max(sizes["packed"], sizes["states"], 256 * sizes.get("marks", 0)) // (32 * THREADS))
+    fill = -(-max(*sizes.values(), 256 * sizes.get("marks", 0)) // (32 * THREADS))
     fill = min(fill, 8 * found.processors)
     parts = [
         (first, geometry.blocks * min(geometry.groups, -(-(batch - first) // of_block)))

@@ -61,6 +61,8 @@ struct Parameters {
     Pack *grad_h0, *grad_c0;      // (batch, HIDDEN), backward
     const unsigned char* resets;  // (rows), with RESETS: whether the state before the step is zero, in launch order
     unsigned* marks;              // (words of 32 steps, batch): the same as bits, in the order in which steps are taken
+    unsigned* flags;              // (groups, BLOCKS), and
+    float4* sums;                 // (groups, BLOCKS, CLUSTER, ...), backward: of wide batches, see wide.cuh
     float* totals;                // (batch, GRADS * HIDDEN), backward: sums of grads over steps, and over sequences
     int steps, batch, groups, columns;  // columns: sequences of a group
     int first, reverse;                 // the first sequence of this launch

@@ -14,6 +14,7 @@ from ostinato.kernels.persistent.cuda.geometry import SCALARS, THREADS, WARPS, Z
 from ostinato.kernels.persistent.plan import GATES, Plan
 
 LEAST_COPIED = 1024  # bytes of a sequence's state, of groups in turn
+MOST_WIDE = 2048  # units whose weights fit into the registers and the shared memory of blocks with 16 units each
 LEAST_TILES = {False: 16, True: 24}  # of their warps, forward and backward
 ROUNDED = 1.1  # times as long a step may take, so that a training of many batch sizes needs few kernels
 
@@ -93,6 +94,24 @@ def _in_turns(start: Geometry, batch: int, properties: Any, share: int) -> Itera
                 yield covering
 
 
+def _wide(start: Geometry, properties: Any, share: int) -> Iterator[Geometry]:
+    """The divisions of many sequences among blocks whose warpgroups multiply, as on Hopper alone; see ``wide.cuh``.
+
+    Of an LSTM of so many units that the blocks of two groups would not fit: else two groups were measured to be faster.
+    """
+    units, cluster = 16, 8 if start.backward else 2
+    fits = start.cell == "lstm" and start.hidden_size % (16 * 8) == 0 and start.hidden_size <= MOST_WIDE
+    if not fits or start.dtype.itemsize != 2 or properties.major != 9:
+        return
+    for columns, held in ((32, 38), (64, 34)):
+        wide = start._replace(units=units, columns=columns, groups=1, cluster=cluster, turns=2, wide=True)
+        resident = resident_blocks(properties, wide.blocks_of_a_cluster)
+        room = properties.shared_memory_per_block_optin >= wide.shared_bytes
+        if room and share * wide.blocks <= resident < 2 * wide.blocks:
+            tiles = wide.slice // units
+            yield wide._replace(tiles=tiles, held=min(tiles, held - 4 * start.backward))
+
+
 @functools.lru_cache(maxsize=4096)
 def _entries(height: int, width: int, blocks: int, density: float, rows: int, columns: int) -> int:
     """The likely number of entries (pairs of weights) per thread of the sparse kernel, for blocks' parts of this size.
@@ -138,6 +157,8 @@ def candidates(
 ) -> Iterator[Geometry]:
     """The geometries that fit a layer, assuming that the matrix is pruned evenly in such blocks."""
     shared = properties.shared_memory_per_block_optin
+    if start.path == "dense":
+        yield from _wide(start, properties, share)
     rows = 1 if block is None else block[1] if start.backward else block[0]
     coverings = _coverings(start, batch, properties, share)
     if start.path == "dense" and properties.major >= 9:
@@ -285,4 +306,6 @@ def choose_geometry(
     if geometry.streamed:
         missing = geometry.bytes_streamed / geometry.groups / 1e6  # of each copy
         reason = f"{kept} fit on the chip but for {missing:.1f} MB, read from L2 at every step"
+    if geometry.wide:
+        reason = f"{kept} fit on the chip, multiplied by warpgroups with {geometry.columns} sequences at once"
     return Plan(geometry.path, geometry.bytes_on_chip, available, geometry.blocks * geometry.groups, reason, geometry)

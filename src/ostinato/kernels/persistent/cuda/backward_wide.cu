@@ -1,0 +1,213 @@
+// The backward kernel of wide batches; see wide.cuh.
+
+struct Units : Share {
+    const Parameters& p;
+    float totals[GATES][2] = {};  // of two units' gates, over all steps and sequences
+    // Of the step that is updated next: its rows; bits for a turn's sequences, whether they have it and begin with it;
+    // and of each its operands, for two units.
+    Rows rows;
+    unsigned lives, begins;
+    Pack x[ROUNDS][2][GATES], given[ROUNDS][2];
+    float2 cell[ROUNDS][2], earlier[ROUNDS][2];
+    unsigned lived = 0, began = 0;  // the same bits, four of each turn, of the last
+    Pack grads[ROUNDS][2][GATES];   // of that
+
+    __device__ Units(const Parameters& p, const Place& place, char* shared)
+        : Share(place), p(p), rows(p, step_of(p, 0)) {
+        for (int turn = 0; turn < TURNS; ++turn)
+            for (int r = 0; r < ROUNDS; ++r) {
+                float2 dc[2] = {};
+                for (int s = 0; s < 2; ++s) {
+                    const int of = sequence_of(turn, r, s);
+                    if (of >= p.batch) continue;
+                    const float2 dh = two(p.grad_h_n, of);
+                    p.grad_h0[at(of) / 2] = pack({dh.x, dh.y});
+                    dc[s] = two(p.grad_c_n, of);
+                }
+                cells(shared, turn, r) = {dc[0].x, dc[0].y, dc[1].x, dc[1].y};
+            }
+    }
+
+    // Of a sequence's state, zero without a tensor.
+    __device__ float2 two(const Scalar* from, int sequence) const {
+        return from ? float2{widen(from[at(sequence)]), widen(from[at(sequence) + 1])} : float2{0, 0};
+    }
+    __device__ static Pack load(const Scalar* from) { return __ldcs(reinterpret_cast<const Pack*>(from)); }
+
+    // Loads the operands of the step that is taken as number `taken`.
+    __device__ void fetch(int taken, int turn) {
+        const bool has_earlier = taken + 1 < p.steps;
+        rows = Rows(p, step_of(p, taken));
+        const Rows before(p, step_of(p, has_earlier ? taken + 1 : taken));
+        lives = begins = 0;
+#pragma unroll
+        for (int r = 0; r < ROUNDS; ++r)
+#pragma unroll
+            for (int s = 0; s < 2; ++s) {
+                const int of = sequence_of(turn, r, s);
+                const bool live = of < rows.live;
+                const size_t row = rows.first + of;
+#pragma unroll
+                for (int g = 0; g < GATES; ++g) x[r][s][g] = live ? load(p.pre + at(row, GATES) + g * HIDDEN) : 0;
+                given[r][s] = live && p.grad_output ? load(p.grad_output + at(row)) : 0;
+                cell[r][s] = earlier[r][s] = {0, 0};
+                if (!live) continue;
+                lives |= 1u << (2 * r + s);
+                cell[r][s] = *reinterpret_cast<const float2*>(p.cells + at(row));
+                if (RESETS && p.resets[row]) begins |= 1u << (2 * r + s);
+                else if (!has_earlier || of >= before.live) earlier[r][s] = two(p.c0, of);
+                else earlier[r][s] = *reinterpret_cast<const float2*>(p.cells + at(before.first + of));
+            }
+    }
+
+    // The gradients of the states before the last step; where a sequence did not have it, they are as before.
+    __device__ void sum(float (&dh)[4], const Place& place, char* shared, int taken, int turn, int round,
+                        Patience& patience) const {
+        float4 terms[TERMS] = {};
+        if (taken)
+            take(terms, place.sums(p, turn, place.block) + round * OWNERS + thread, taken, shared, patience);
+        float4 sum = terms[0];
+#pragma unroll
+        for (int i = 1; i < TERMS; ++i)
+            sum.x += terms[i].x, sum.y += terms[i].y, sum.z += terms[i].z, sum.w += terms[i].w;
+        const float of_units[4] = {sum.x, sum.z, sum.y, sum.w};
+#pragma unroll
+        for (int s = 0; s < 2; ++s) {
+            const int of = sequence_of(turn, round, s), bit = turn * 4 + round * 2 + s;
+            float kept[2] = {};
+            if (!(lived >> bit & 1) && of < p.batch) unpack(p.grad_h0[at(of) / 2], kept);
+#pragma unroll
+            for (int u = 0; u < 2; ++u)
+                dh[2 * s + u] = !(lived >> bit & 1) ? kept[u] : began >> bit & 1 ? 0 : of_units[2 * s + u];
+        }
+    }
+
+    __device__ void update(const Place& place, char* shared, int taken, int turn, Patience& patience) {
+        char* published = place.published(p, turn, taken + 1) + place.block * STATE_BYTES;
+#pragma unroll
+        for (int r = 0; r < ROUNDS; ++r) {
+            // Derivatives, before the sums are waited for.
+            float slope[4][GATES], forget[4], through[4], dh[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int s = i / 2, u = i % 2;
+                float of_gates[GATES][2];
+#pragma unroll
+                for (int g = 0; g < GATES; ++g) unpack(x[r][s][g], of_gates[g]);
+                const float input = sigmoid(of_gates[0][u]), output = sigmoid(of_gates[3][u]);
+                const float candidate = hyperbolic_tangent(of_gates[2][u]);
+                const float shown = hyperbolic_tangent(u ? cell[r][s].y : cell[r][s].x);
+                forget[i] = sigmoid(of_gates[1][u]), through[i] = output * (1 - shown * shown);
+                slope[i][0] = candidate * input * (1 - input);
+                slope[i][1] = (u ? earlier[r][s].y : earlier[r][s].x) * forget[i] * (1 - forget[i]);
+                slope[i][2] = input * (1 - candidate * candidate);
+                slope[i][3] = shown * output * (1 - output);
+                if (OFFSETS && !(lives >> (2 * r + s) & 1)) {
+                    forget[i] = 1, through[i] = 0;
+#pragma unroll
+                    for (int g = 0; g < GATES; ++g) slope[i][g] = 0;
+                }
+#pragma unroll
+                for (int g = 0; g < GATES; ++g) asm volatile("" : "+f"(slope[i][g]));
+                asm volatile("" : "+f"(forget[i]), "+f"(through[i]));
+            }
+            sum(dh, place, shared, taken, turn, r, patience);
+            const float4 last = cells(shared, turn, r);
+            float dc[4] = {last.x, last.y, last.z, last.w}, d[4][GATES];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                float of_units[2];
+                unpack(given[r][i / 2], of_units);
+                const float total = dh[i] + of_units[i % 2];
+                dc[i] += total * through[i];
+#pragma unroll
+                for (int g = 0; g < GATES; ++g) {
+                    d[i][g] = (g == 3 ? total : dc[i]) * slope[i][g];
+                    totals[g][i % 2] += d[i][g];
+                }
+                dc[i] = begins >> (2 * r + i / 2) & 1 ? 0 : dc[i] * forget[i];
+            }
+            cells(shared, turn, r) = {dc[0], dc[1], dc[2], dc[3]};
+#pragma unroll
+            for (int s = 0; s < 2; ++s) {
+#pragma unroll
+                for (int g = 0; g < GATES; ++g) {
+                    grads[r][s][g] = pack({d[2 * s][g], d[2 * s + 1][g]});
+                    publish(published + g * BLOCKS * STATE_BYTES + byte(r, s), grads[r][s][g]);
+                }
+                const int of = sequence_of(turn, r, s);
+                if (OFFSETS && of >= rows.live && of < p.batch)
+                    p.grad_h0[at(of) / 2] = pack({dh[2 * s], dh[2 * s + 1]});
+            }
+        }
+        const unsigned others = ~(15u << 4 * turn);
+        lived = (lived & others) | lives << 4 * turn, began = (began & others) | begins << 4 * turn;
+    }
+
+    __device__ void write(int turn) const {
+#pragma unroll
+        for (int r = 0; r < ROUNDS; ++r)
+#pragma unroll
+            for (int s = 0; s < 2; ++s) {
+                const int of = sequence_of(turn, r, s);
+                if (of >= rows.live) continue;
+#pragma unroll
+                for (int g = 0; g < GATES; ++g)
+                    __stcs(p.grads + (at(rows.first + of, GATES) + g * HIDDEN) / 2, grads[r][s][g]);
+            }
+    }
+
+    __device__ void finish(const Place& place, char* shared, Patience& patience) const {
+        for (int turn = 0; turn < TURNS; ++turn)
+            for (int r = 0; r < ROUNDS; ++r) {
+                float dh[4];
+                sum(dh, place, shared, p.steps, turn, r, patience);
+                const float4 dc = cells(shared, turn, r);
+                for (int s = 0; s < 2; ++s) {
+                    const int of = sequence_of(turn, r, s);
+                    if (of >= p.batch) continue;
+                    p.grad_h0[at(of) / 2] = pack({dh[2 * s], dh[2 * s + 1]});
+                    p.grad_c0[at(of) / 2] = s ? pack({dc.z, dc.w}) : pack({dc.x, dc.y});
+                    const bool first = !turn && !r && !s;  // has the totals of all
+                    for (int g = 0; g < GATES; ++g)
+                        *reinterpret_cast<float2*>(p.totals + at(of, GATES) + g * HIDDEN) =
+                            first ? float2{totals[g][0], totals[g][1]} : float2{0, 0};
+                }
+            }
+    }
+};
+
+// grid: BLOCKS blocks for each TURNS groups of sequences, all resident at once
+extern "C" __global__ void __launch_bounds__(TURNS * THREADS, 1) recur(const Parameters p) {
+    extern __shared__ __align__(128) char shared[];
+    const Place place(p);
+    begin(p, place, shared);
+    if (multiplies()) {
+        // A warp's sums are of the units of a block of the team.
+        const int of_block = place.team * CLUSTER + warp_id();
+        multiply_all(p, place, shared, [&](int turn, int tile, const float4& x) {
+            float4* to = place.sums(p, turn, of_block) + place.rank * TERM + tile * 32 + lane_id();
+            asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1, %2, %3, %4};"
+                         :: "l"(to), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w) : "memory");
+        });
+    } else if (updates()) {
+        take_registers<UPDATING>();
+        Patience patience(p.failure);
+        Units units(p, place, shared);
+        units.fetch(0, 0);
+        for (int taken = 0; taken < p.steps; ++taken) {
+#pragma unroll 1
+            for (int turn = 0; turn < TURNS; ++turn) {
+                units.update(place, shared, taken, turn, patience);
+                announce(p, place, turn);
+                units.write(turn);
+                const int next = (turn + 1) % TURNS;
+                if (taken + !next < p.steps) units.fetch(taken + !next, next);
+            }
+        }
+        units.finish(place, shared, patience);
+    } else {
+        take_registers<COPYING>();
+        copy(p, place, shared);
+    }
+}

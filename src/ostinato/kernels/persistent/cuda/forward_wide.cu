@@ -1,0 +1,169 @@
+// The forward kernel of wide batches; see wide.cuh.
+
+struct Units : Share {
+    const Parameters& p;
+    Pack bias[GATES];                             // of two units, as all that follows
+    Pack x[ROUNDS][2][GATES], h[ROUNDS][2] = {};  // of each sequence: arguments of its gates, and its state
+    unsigned begins = 0;                          // a bit for each sequence: whether its next step begins from zero
+
+    __device__ Units(const Parameters& p, const Place& place, char* shared) : Share(place), p(p) {
+        const Rows rows(p, step_of(p, 0));
+#pragma unroll
+        for (int g = 0; g < GATES; ++g)
+            bias[g] = p.bias ? pack({widen(p.bias[g * HIDDEN + unit]), widen(p.bias[g * HIDDEN + unit + 1])}) : 0;
+        for (int turn = 0; turn < TURNS; ++turn)
+            for (int r = 0; r < ROUNDS; ++r) {
+                float c[4] = {};
+                for (int s = 0; s < 2; ++s) {
+                    const int of = sequence_of(turn, r, s);
+                    if (of >= p.batch) continue;
+                    if (OFFSETS) p.h_n[at(of) / 2] = p.h0 ? pack({widen(p.h0[at(of)]), widen(p.h0[at(of) + 1])}) : 0;
+                    if (!p.c0 || (RESETS && of < rows.live && p.resets[rows.first + of])) continue;
+                    for (int u = 0; u < 2; ++u) c[2 * s + u] = widen(p.c0[at(of) + u]);
+                }
+                cells(shared, turn, r) = {c[0], c[1], c[2], c[3]};
+            }
+    }
+
+    // Loads the operands of the step that is taken as number `taken`.
+    __device__ void fetch(int taken, int turn) {
+        const Rows rows(p, step_of(p, taken)), next(p, step_of(p, RESETS ? min(taken + 1, p.steps - 1) : taken));
+        begins = 0;
+#pragma unroll
+        for (int r = 0; r < ROUNDS; ++r)
+#pragma unroll
+            for (int s = 0; s < 2; ++s) {
+                const int of = sequence_of(turn, r, s);
+                const bool live = of < rows.live;
+                const Pack* pre = reinterpret_cast<const Pack*>(p.pre + at(rows.first + of, GATES));
+#pragma unroll
+                for (int g = 0; g < GATES; ++g) x[r][s][g] = live ? __ldcs(pre + g * HIDDEN / 2) : 0;
+                if (OFFSETS && !live && of < p.batch) h[r][s] = p.h_n[at(of) / 2];
+                if (RESETS && taken + 1 < p.steps && of < next.live) begins |= p.resets[next.first + of] << (2 * r + s);
+            }
+    }
+
+    // A sequence without this step keeps its state.
+    __device__ void update(const Place& place, char* shared, int taken, int turn, Patience& patience) {
+        const Rows rows(p, step_of(p, taken));
+        char* published = place.published(p, turn, taken + 1) + place.block * STATE_BYTES;
+#pragma unroll
+        for (int r = 0; r < ROUNDS; ++r) {
+            float4 terms[TERMS];
+            take(terms, sums(shared, turn) + r * OWNERS + thread, taken + 1, shared, patience);
+            const float4 before = cells(shared, turn, r);
+            float c[4] = {before.x, before.y, before.z, before.w}, after[4], s[4][GATES];
+#pragma unroll
+            for (int g = 0; g < GATES; ++g) {
+                const float4 a = terms[g], b = terms[GATES + g];
+                float of_units[2];
+                unpack(bias[g], of_units);
+                s[0][g] = a.x + b.x + of_units[0], s[1][g] = a.z + b.z + of_units[1];
+                s[2][g] = a.y + b.y + of_units[0], s[3][g] = a.w + b.w + of_units[1];
+            }
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+#pragma unroll
+                for (int g = 0; g < GATES; ++g) {
+                    float projected[2];
+                    unpack(x[r][i / 2][g], projected);
+                    s[i][g] += projected[i % 2];
+                }
+                const bool live = !OFFSETS || sequence_of(turn, r, i / 2) < rows.live;
+                const float cell = sigmoid(s[i][1]) * c[i] + sigmoid(s[i][0]) * hyperbolic_tangent(s[i][2]);
+                after[i] = sigmoid(s[i][3]) * hyperbolic_tangent(cell);
+                if (live) c[i] = cell;
+            }
+            cells(shared, turn, r) = {c[0], c[1], c[2], c[3]};
+#pragma unroll
+            for (int k = 0; k < 2; ++k) {
+                const bool live = !OFFSETS || sequence_of(turn, r, k) < rows.live;
+                if (live) h[r][k] = pack({after[2 * k], after[2 * k + 1]});
+                publish(published + byte(r, k), begins >> (2 * r + k) & 1 ? 0 : h[r][k]);
+                if (!KEEPS) continue;
+#pragma unroll
+                for (int g = 0; g < GATES; ++g) x[r][k][g] = pack({s[2 * k][g], s[2 * k + 1][g]});
+            }
+        }
+    }
+
+    __device__ void write(char* shared, int taken, int turn) {
+        const Rows rows(p, step_of(p, taken));
+#pragma unroll
+        for (int r = 0; r < ROUNDS; ++r) {
+            float4& cell = cells(shared, turn, r);
+#pragma unroll
+            for (int s = 0; s < 2; ++s) {
+                const int of = sequence_of(turn, r, s);
+                float2& mine = reinterpret_cast<float2*>(&cell)[s];
+                if (of < rows.live) {
+                    const size_t row = rows.first + of;
+                    p.output[at(row) / 2] = h[r][s];
+                    if (p.cells) *reinterpret_cast<float2*>(p.cells + at(row)) = mine;
+                    Pack* gates = reinterpret_cast<Pack*>(p.gates + at(row, GATES));
+#pragma unroll
+                    for (int g = 0; KEEPS && g < GATES; ++g) __stcs(gates + g * HIDDEN / 2, x[r][s][g]);
+                    if (OFFSETS || taken + 1 == p.steps) p.h_n[at(of) / 2] = h[r][s];
+                }
+                if (begins >> (2 * r + s) & 1) mine = {0, 0};
+            }
+        }
+    }
+
+    __device__ void finish(char* shared) const {
+        for (int turn = 0; turn < TURNS; ++turn)
+            for (int r = 0; r < ROUNDS; ++r)
+                for (int s = 0; s < 2; ++s) {
+                    const int of = sequence_of(turn, r, s);
+                    const float2 mine = reinterpret_cast<float2*>(&cells(shared, turn, r))[s];
+                    if (of < p.batch) p.c_n[at(of) / 2] = pack({mine.x, mine.y});
+                }
+    }
+
+    // Of a turn, from the blocks of the team and of gates.
+    __device__ static const float4* sums(const char* shared, int turn) {
+        return reinterpret_cast<const float4*>(shared + AT_SUMS) + turn * TERMS * TERM;
+    }
+};
+
+// grid: BLOCKS blocks for each TURNS groups of sequences, all resident at once
+extern "C" __global__ void IN_CLUSTERS __launch_bounds__(TURNS * THREADS, 1) recur(const Parameters p) {
+    extern __shared__ __align__(128) char shared[];
+    const Place place(p);
+    for (int i = threadIdx.x; i < TURNS * TERMS * TERM; i += TURNS * THREADS)
+        reinterpret_cast<float4*>(shared + AT_SUMS)[i] = {0, 0, 0, 0};
+    begin(p, place, shared);
+    meet();
+    if (multiplies()) {
+        // A warpgroup's sums go to the block of the team whose units they are of, a warp's are of a gate.
+        const int gate = warp_id() % 4;
+        unsigned to = shared_address(shared) + AT_SUMS + ((place.rank * GATES + gate) * TERM + lane_id()) * 16;
+        asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(to), "r"(threadIdx.x / 128));
+        multiply_all(p, place, shared, [&](int turn, int tile, const float4& x) {
+            asm volatile("st.relaxed.cluster.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};"
+                         :: "r"(to + (turn * TERMS * TERM + tile * 32) * 16), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w)
+                         : "memory");
+        });
+    } else if (updates()) {
+        take_registers<UPDATING>();
+        Patience patience(p.failure);
+        Units units(p, place, shared);
+        units.fetch(0, 0);
+        for (int taken = 0; taken < p.steps; ++taken) {
+#pragma unroll 1
+            for (int turn = 0; turn < TURNS; ++turn) {
+                units.update(place, shared, taken, turn, patience);
+                announce(p, place, turn);
+                units.write(shared, taken, turn);
+                const int next = (turn + 1) % TURNS;
+                if (taken + !next < p.steps) units.fetch(taken + !next, next);
+            }
+        }
+        units.finish(shared);
+    } else {
+        take_registers<COPYING>();
+        copy(p, place, shared);
+    }
+    __syncthreads();
+    meet();
+}
