@@ -222,9 +222,9 @@ GEOMETRIES = {
     "one warp": {"warps": 1, "rows": 1},
     "in clusters": {"chained": False, "looks_back": False, "warps": 2, "rows": 2, "stages": 1, "cluster": 3},
 }
-# Rows that begin anywhere.  Of single 16-bit channels: in one wave of tiles by one warp, three and 32; by look-back;
+# Rows that begin anywhere.  Of single 16-bit channels: in one wave of tiles by two warps, nine and 32; by look-back;
 # streamed.
-ODD = [(1, 300, 31), (2, 1100, 65), (1, 700, 1023), (1, 1100, 1025), (150, 70, 33)]
+ODD = [(16, 300, 31), (4, 2100, 65), (8, 300, 1023), (1, 1100, 1025), (150, 70, 33)]
 # Few channels or steps: by look-back over whole rows, by one wave of tiles of them, by a warp a sequence.
 FEW = [(12, 700, 5), (3, 900, 19), (1, 3000, 20), (600, 6, 24), (140, 3, 300), (600, 29, 33)]
 SHAPES = [(2, 1, 5), (1, 777, 1), (2, 300, 8), (3, 130, 33), (1, 1000, 72), (2, 257, 6), (2, 190, 12)]

@@ -320,7 +320,10 @@ def _stream_in_clusters(scan: Criteria) -> Geometry | None:
 
 
 def _staying(scan: Criteria) -> Geometry | None:
-    """A tile of whole rows for each block, if the shared memory of all multiprocessors holds them all at once."""
+    """A tile of whole rows for each block, if the shared memory of all multiprocessors holds them all at once.
+
+    Where that leaves half of the multiprocessors without a block, the smaller tiles of look-back are faster.
+    """
     unaligned = scan.itemsize * scan.aligned < 4 and scan.channels > 16
     if not (scan.gapless and scan.element in CHEAP and unaligned) or scan.packed:
         return None
@@ -330,8 +333,9 @@ def _staying(scan: Criteria) -> Geometry | None:
         chunks = -(-scan.steps // geometry.tile)
         fits = geometry.shared_bytes(scan.inputs, 0, scan.itemsize) <= scan.device.shared_of_block
         # Each warp reads a part of the others' messages.
-        if fits and scan.sequences * chunks <= scan.device.processors and chunks - 1 <= most * warps:
-            return geometry
+        blocks, processors = scan.sequences * chunks, scan.device.processors
+        if fits and blocks <= processors and chunks - 1 <= most * warps:
+            return geometry if 2 * blocks >= processors else None
     return None
 
 
