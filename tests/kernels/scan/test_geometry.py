@@ -268,14 +268,15 @@ def test_segments_of_a_warp_read_other_banks():
         assert channels <= g.rows * channels % 32 <= 32 - channels
 
 
-def test_a_mask_of_resets_changes_no_tile_that_looks_back_over_whole_or_odd_rows():
-    whole = (300, 9000, 4), (8, 375000, 16), (20, 60000, 24), (17, 154131, 24), (300, 9000, 3)
-    shapes = *whole, (8, 181818, 33), (16, 4096, 1537), (2, 60000, 129)
+def test_a_mask_of_resets_changes_no_tile_of_whole_or_odd_rows_of_a_linear_scan():
+    whole = (300, 9000, 4), (8, 375000, 16), (20, 60000, 24), (17, 154131, 24), (300, 9000, 3), (388, 6716, 8)
+    turns = (1, 1 << 18, 16), (2, 300000, 24), (1, 400000, 11)
+    shapes = *whole, *turns, (8, 181818, 33), (16, 4096, 1537), (2, 60000, 129)
     for element, itemsize, shape in itertools.product(("LinearScan", "LinearScanBackward"), (2, 4), shapes):
         scan = Criteria(element, INPUTS[element], itemsize, 1, True, *shape, GPUS["H200"])
         geometry = choose_geometry(scan)
-        assert geometry.looks_back
-        assert bool(geometry.narrow) == (shape in whole)
+        assert geometry.looks_back == (shape not in turns)
+        assert bool(geometry.narrow) == (shape in whole + turns)
         assert choose_geometry(scan._replace(resets=True)) == geometry
 
 
@@ -356,7 +357,7 @@ def test_what_was_measured_to_be_best_is_chosen(name):
         ((1, 1 << 20, 64), 4): (32, 16, 16, "turns"),
         ((4, 1 << 20, 8), 4): (8, 8, 31, "looks back"),
         ((1, 3000000, 7), 4): (8, 16, 17, "turns"),
-        ((1, 1 << 18, 16), 4): (16, 16, 16, "turns"),
+        ((1, 1 << 18, 16), 4): (16, 16, 17, "turns"),
         ((1, 1 << 24, 1), 4): (1, 8, 19, "turns"),
         ((8, 4096, 1536), 4): (32, 8, 16, "looks back"),
         ((2, 100000, 384), 2): (32, 16, 28, "looks back"),

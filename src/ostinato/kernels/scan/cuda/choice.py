@@ -151,7 +151,7 @@ def _leaves_processors_idle(scan: Criteria, streaming: Geometry) -> bool:
     if streaming.cluster > 1:
         return False
     few = scan.sequences * scan.channels < 32 * processors and scan.steps > 8 * streaming.tile
-    if streaming.narrow or (few and not scan.resets and _chain_few_channels(scan)):
+    if streaming.narrow or (few and _chain_few_channels(scan)):
         return few
     least = (FILLED if streaming.warps == 8 else FULL if scan.itemsize == 4 else 1) * processors
     return scan.chains(streaming) < least and scan.steps > 4 * streaming.tile
@@ -354,7 +354,7 @@ def _chain_few_channels(scan: Criteria) -> Geometry | None:
         if scan.channels in (3, 6) and scan.backward:
             rows = 20  # against bank conflicts, as odd rows of other channels
         return Geometry(1, lanes, 8, rows, True, 2, scan.channels, looks_back=True)
-    if scan.channels <= 8 or scan.resets:
+    if scan.channels <= 8 or (scan.resets and scan.itemsize == 2 and scan.aligned > 1):  # tests of pairs are cheaper
         return None
     return Geometry(1, lanes, 16, 36 // numbers - 1 | 1, True, 1, scan.channels)
 
