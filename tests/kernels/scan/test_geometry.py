@@ -117,7 +117,11 @@ def test_few_chains_that_share_all_multiprocessors_evenly_take_turns():
     assert not chosen(2, 100000, 384, inputs=3)
     for shape in ((1, 152915, 960), (1, 40000, 2048)):  # 15 chains on 132 multiprocessors; four blocks each
         assert chosen(*shape) is None
-    assert chosen(1, 1 << 20, 64) is None  # with 131 messages to read
+    for shape in ((1, 1 << 20, 64), (3, 1 << 18, 64), (1, 1 << 18, 192)):  # with 131 messages to read, or 43
+        for inputs in (2, 3):
+            assert chosen(*shape, inputs=inputs) is None
+    assert chosen(3, 1 << 16, 64)
+    assert chosen(1, 1 << 18, 256)
     assert chosen(4, 65536, 96) is None  # a fourth of the lanes would be idle
     assert chosen(1, 4096, 256) is None
     assert chosen(1, 60000, 2000) is None  # of which blocks would drift apart, and lose lines

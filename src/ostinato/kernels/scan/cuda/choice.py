@@ -407,7 +407,7 @@ def _interleave_evenly(scan: Criteria) -> Geometry | None:
     tile = _chained_tile(scan, warps=16)._replace(rows=36 // scan.inputs // 4 * 4, stages=1, mapped=True)
     chains, processors = scan.chains(tile), scan.device.processors
     blocks = processors // chains * chains
-    evenly = 1 < chains <= processors // 8 and blocks >= EVENLY * processors
+    evenly = _crowded_chains(scan) < chains <= processors // 8 and blocks >= EVENLY * processors
     filled = scan.sequences * scan.channels >= FULL * chains * tile.group
     return tile if evenly and filled and scan.waves(tile) >= FEW_WAVES else None
 
@@ -461,6 +461,13 @@ def _has_few_companions(scan: Criteria) -> bool:
     return 2 * scan.device.processors // scan.chains(_chained_tile(scan)) <= FEW_COMPANIONS
 
 
+def _crowded_chains(scan: Criteria) -> int:
+    """How many chains of 16 bits, whose aggregates are twice as long, have too many blocks to take turns."""
+    tile, long = _chained_tile(scan), scan.steps > 32 * LONG
+    pairs = scan.itemsize == 2 and tile.vec == 2 and tile.lanes == 32 and scan.element in LINEAR
+    return 3 if pairs and long and not (scan.packed or scan.resets) else 1
+
+
 def _has_single_chains(scan: Criteria) -> bool:
     """Whether a carry's way along one chain takes the time, rather than the tiles of many chains.
 
@@ -485,7 +492,7 @@ def _look_back(scan: Criteria) -> Geometry | None:
     vec, chains, whole_warps = tile.vec, scan.chains(tile), tile.lanes == 32
     raw = scan.element in CHEAP
     plain_halves = tile.lanes == 16 and scan.element in LINEAR and not scan.resets
-    crowded = raw and scan.itemsize == 2 and (whole_warps or plain_halves) and chains == 1  # aggregates: twice as long
+    crowded = raw and scan.itemsize == 2 and (whole_warps or plain_halves) and chains <= _crowded_chains(scan)
     delayed = scan.resets or (raw and scan.aligned == 1 and scan.itemsize <= 4)  # by tests, or by small copies
     back_if_delayed = delayed and whole_warps and (scan.backward or chains > 2 or scan.itemsize == 2)
     pays = scan.packed or back_if_delayed or _has_few_companions(scan) or crowded
