@@ -15,7 +15,7 @@ from ostinato.kernels import nvrtc
 from ostinato.kernels.persistent.cuda import geometry, search
 from ostinato.kernels.recurrence.linear import cuda, projected
 from ostinato.kernels.scan.cuda import launch
-from ostinato.kernels.scan.cuda.choice import Device
+from ostinato.kernels.scan.cuda.criteria import Device
 from ostinato.minimal.recurrences import GATES, recurrence_of
 
 f32, bf16 = torch.float32, torch.bfloat16

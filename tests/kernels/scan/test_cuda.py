@@ -17,9 +17,10 @@ from ostinato.kernels.recurrence.linear import cuda as recurrence_cuda
 from ostinato.kernels.recurrence.linear.element import element_name, print_element
 from ostinato.kernels.recurrence.symbolic.trace import parse
 from ostinato.kernels.scan import Order, choose_backend, operators, torch_ops
-from ostinato.kernels.scan.cuda import choice, launch
+from ostinato.kernels.scan.cuda import chained, choice, launch, streaming
 from ostinato.kernels.scan.cuda import scans as cuda
-from ostinato.kernels.scan.cuda.choice import Criteria, choose_geometry
+from ostinato.kernels.scan.cuda.choice import choose_geometry
+from ostinato.kernels.scan.cuda.criteria import Criteria
 from ostinato.kernels.scan.cuda.geometry import Geometry, macros
 from ostinato.minimal.recurrences import recurrence_of
 
@@ -237,7 +238,7 @@ def force(monkeypatch, name):
     if changes is None:
         return
     choose = launch.choose_geometry.__wrapped__
-    monkeypatch.setattr(choice, "_staying", lambda *_: None)  # whose tiles have no other algorithm
+    monkeypatch.setattr(choice, "staying", lambda *_: None)  # whose tiles have no other algorithm
 
     def forced(scan):
         geometry = choose(scan)._replace(**changes)
@@ -380,7 +381,8 @@ def test_16_bit_rows_begin_at_any_address(shape, gap, poisoned):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(110, 150, 128), (150, 300, 128), (16, 12000, 64), (1, 5000, 64)], ids=str)
 def test_scans_of_many_channels_or_steps_match_the_reference(dtype, shape, long, poisoned, monkeypatch):
-    monkeypatch.setattr(choice, "LONG", long)
+    for rules in (streaming, chained):
+        monkeypatch.setattr(rules, "LONG", long)
     monkeypatch.setattr(launch, "choose_geometry", choose_geometry.__wrapped__)
     force(monkeypatch, "chosen")
     torch.manual_seed(0)

@@ -5,7 +5,8 @@ import itertools
 import pytest
 
 from gpus import GPUS
-from ostinato.kernels.scan.cuda.choice import Criteria, choose_geometry
+from ostinato.kernels.scan.cuda.choice import choose_geometry
+from ostinato.kernels.scan.cuda.criteria import Criteria
 from ostinato.kernels.scan.cuda.geometry import Geometry
 
 INPUTS = {  # tensors read by each element

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from ostinato.kernels import eager, nvrtc
 from ostinato.kernels.nvrtc import SCALARS, address
-from ostinato.kernels.scan.cuda.choice import Criteria, Device, choose_geometry
+from ostinato.kernels.scan.cuda.choice import choose_geometry
+from ostinato.kernels.scan.cuda.criteria import Criteria, Device
 from ostinato.kernels.scan.cuda.geometry import Geometry, macros
 
 Strides = tuple[int, int, int]  # of batch, time and direction
