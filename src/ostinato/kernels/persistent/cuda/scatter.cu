@@ -49,36 +49,40 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const
         fetch(2);
     }
     __syncthreads();
-    if (updates) take(0);
-    for (int taken = 0; taken < p.steps; ++taken) {
-        char* state = reinterpret_cast<char*>(states) + taken % 2 * SLICE_BYTES;
-        float* d = gradients + taken % 2 * GRADS * LANES;
-        if (updates) {
-            units.update(state, taken);
-#pragma unroll
-            for (int g = 0; g < GRADS; ++g) d[g * LANES] = units.d[0][g];
-        }
+    const auto gates_of = [&](int taken) { return reinterpret_cast<char*>(states) + taken % 2 * SLICE_BYTES; };
+    const auto gradients_of = [&](int taken) { return gradients + taken % 2 * GRADS * LANES; };
+    const auto multiply = [&](int taken) {
         __syncthreads();
-        product(state);
+        product(gates_of(taken));
         sender.send(product, sequences, taken);
-        if (updates) {
+    };
+    if (updates) {  // in a loop of its own: what others do would cost it registers and branches
+        take(0);
+        for (int taken = 0; taken < p.steps; ++taken) {
+            units.update(gates_of(taken), taken);
+#pragma unroll
+            for (int g = 0; g < GRADS; ++g) gradients_of(taken)[g * LANES] = units.d[0][g];
+            multiply(taken);
             take(taken + 1);
             units.add(product, nullptr, mailbox, taken, patience);
-            continue;
         }
-        if (differentiates) {
-            differentiate(taken + 2);
-            fetch(taken + 3);
-        }
-        if (writes) {
+        units.write_states();
+    } else {
+        for (int taken = 0; taken < p.steps; ++taken) {
+            multiply(taken);
+            if (differentiates) {
+                differentiate(taken + 2);
+                fetch(taken + 3);
+            }
+            if (writes) {
 #pragma unroll
-            for (int g = 0; g < GRADS; ++g) units.d[0][g] = d[g * LANES];
-            units.write(Rows(p, step_of(p, taken)));
+                for (int g = 0; g < GRADS; ++g) units.d[0][g] = gradients_of(taken)[g * LANES];
+                units.write(Rows(p, step_of(p, taken)));
+            }
+            if (Block::has_sectors() && taken + PREFETCH < p.steps)
+                units.prefetch_step(Rows(p, step_of(p, taken + PREFETCH)), nullptr);
         }
-        if (Block::has_sectors() && taken + PREFETCH < p.steps)
-            units.prefetch_step(Rows(p, step_of(p, taken + PREFETCH)), nullptr);
+        if (writes) units.write_totals();
     }
-    if (updates) units.write_states();
-    if (writes) units.write_totals();
     meet();
 }
