@@ -188,11 +188,21 @@ def rounded(cell, hidden, batch, backward, properties=H100):
     return [g._replace(sum_buffers=n) for g in found.values() for n in (1, 2)]
 
 
-def test_rounded_states_take_buffers_in_turn_unless_slices_are_padded():
-    for cluster, hidden, buffers in ((1, 130, 4), (2, 128, 4), (2, 130, 0)):
+def test_rounded_states_show_their_step_unless_slices_are_padded():
+    for cluster, hidden, tagged in ((1, 130, True), (2, 128, True), (2, 130, False)):
         start = Geometry("dense", "gru", hidden, f32, 16, 8, 1, True, exact=False, cluster=cluster)
-        assert start.state_buffers == buffers
-        assert start._replace(exact=True).state_buffers == start._replace(dtype=f16).state_buffers == 0
+        assert start.tagged == tagged
+        assert not start._replace(exact=True).tagged
+        assert not start._replace(dtype=f16).tagged
+
+
+def test_the_memory_of_the_exchange_backward_does_not_grow_with_the_steps(monkeypatch):
+    monkeypatch.setattr(cuda_launch, "kernels", lambda *_: SimpleNamespace(processors=132))
+    for layer in (("dense", "gru", 515, 23, f16), ("dense", "lstm", 1024, 64, f32)):
+        chosen = candidate(*layer, backward=True)
+        launch_of = partial(cuda_launch._launch_of.__wrapped__, chosen, 0)
+        few, many = (launch_of(n, layer[3], False, False, False).bytes["states"] for n in (1, 999))
+        assert few == many == 8 * geometry.ceil_div(layer[3], chosen.columns) * chosen.group_bytes
 
 
 DENSE = [

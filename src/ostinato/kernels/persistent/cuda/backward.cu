@@ -13,6 +13,11 @@ constexpr int PREFETCH = 6;                          // steps
 constexpr int GRADS = CELL == GRU ? 4 : GATES;       // of a unit that are written
 constexpr bool TAKES_STATE = CELL == GRU, TAKES_CELL = CELL == LSTM;
 
+// From the buffer of a step to that which is half of all away.
+__device__ inline int to_opposite_buffer(int step) {
+    return step % STATE_BUFFERS < STATE_BUFFERS / 2 ? STATE_BUFFERS / 2 : -(STATE_BUFFERS / 2);
+}
+
 struct Units : Block {
     const Parameters& p;
     float dh[ITEMS], dc[ITEMS];  // gradients of the state after the next step to be processed
@@ -173,6 +178,17 @@ struct Units : Block {
         }
     }
 
+    // Makes what the block published of a step absent again.
+    __device__ void erase(char* state) const {
+        if (TAGGED) return;
+#pragma unroll
+        for (int i = 0; i < ITEMS; i += ADJACENT) {
+#pragma unroll
+            for (int g = 0; g < GATES; ++g)
+                store_if(begins_word(i), state + state_place(unit + unit_of(i), sequence_of(i), g), ABSENT);
+        }
+    }
+
     __device__ void write(const Rows& rows) {
 #pragma unroll
         for (int i = 0; i < ITEMS; i += ADJACENT) {
@@ -210,16 +226,12 @@ struct Units : Block {
         }
     }
 
-    __device__ void prefetch_step(const Rows& rows, const char* state) const {
+    __device__ void prefetch_step(const Rows& rows) const {
         each_sector([&](int s, int u) {
             const size_t row = rows.first + sequence + s, at = row * HIDDEN + u;
-            const bool live = sequence + s < rows.live;
+            if (sequence + s >= rows.live) return;
 #pragma unroll
-            for (int g = 0; g < GATES; ++g) {
-                if (!STATE_BUFFERS) prefetch(state + state_place(u, s, g));
-                if (live) prefetch(p.pre + row * (GATES * HIDDEN) + g * HIDDEN + u);
-            }
-            if (!live) return;
+            for (int g = 0; g < GATES; ++g) prefetch(p.pre + row * (GATES * HIDDEN) + g * HIDDEN + u);
             if (p.grad_output) prefetch(p.grad_output + at);
             if (TAKES_STATE) prefetch(p.candidate + at), prefetch(p.h + at);
             if (TAKES_CELL) prefetch(p.cells + at);
@@ -278,10 +290,11 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const
         if (ASKS_EARLY) ask();
         if (taken + 2 < p.steps) next = units.fetch(taken + 2);
         if (taken + PREFETCH < p.steps)
-            units.prefetch_step(Rows(p, step_of(p, taken + PREFETCH)), state + PREFETCH * stride);
+            units.prefetch_step(Rows(p, step_of(p, taken + PREFETCH)));
         units.pause<PAUSE>();
         if (!ASKS_EARLY) ask();
         units.resets.look_up(p, units, taken + 2);
+        units.erase(state + to_opposite_buffer(taken) * ptrdiff_t(stride));
         state += to_next_buffer(taken) * ptrdiff_t(stride);
         units.write(written);
         float* sums = all_sums + taken % SUM_BUFFERS * SUMS;

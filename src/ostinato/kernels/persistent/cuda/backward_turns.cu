@@ -22,16 +22,16 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(TURNS * THREADS, 1) rec
         units.differentiate(rows);
         if (p.steps > 1) next = units.fetch(1);
         units.resets.look_up(p, units, 1);
-        const auto prepare = [&](int taken, const char* state) {
+        const auto prepare = [&](int taken, char* state) {
             const Rows written = rows;
             rows = next;
             units.differentiate(rows);
             if (taken + 2 < p.steps) next = units.fetch(taken + 2);
             if (taken + PREFETCH < p.steps)
-                units.prefetch_step(Rows(p, step_of(p, taken + PREFETCH)),
-                                    state + PREFETCH * size_t(p.groups) * GROUP_BYTES);
+                units.prefetch_step(Rows(p, step_of(p, taken + PREFETCH)));
             units.resets.look_up(p, units, taken + 2);
             units.write(written);
+            units.erase(state + to_opposite_buffer(taken) * ptrdiff_t(p.groups) * GROUP_BYTES);
         };
         const auto update = [&](int taken, const float* sums, char* state) {
             sender.send(product, sums, units.sequences, taken);

@@ -1,16 +1,18 @@
 // The exchange of a step's results between the blocks of a group.
 //
-// Forward a block reads its group's whole previous state, backward the gradients of all gates at the step
-// after.  Every step has its own buffer, filled beforehand with a NaN that no block writes, and each of its words is
-// written once.  So the data is its own flag: a word that is no longer that NaN has arrived, and no fence, no barrier
-// between blocks and no reuse of buffers is needed.  A word is 8 or 4 aligned bytes, which are written atomically; it
-// holds adjacent units of one sequence.
+// Forward a block reads its group's whole previous state, backward the gradients of all gates at the step after.  A
+// word that is not there yet is ABSENT, a NaN that no block writes.  So the data is its own flag: a word that is no
+// longer that NaN has arrived, and no fence and no barrier between blocks is needed.  A word is 8 or 4 aligned bytes,
+// which are written atomically; it holds adjacent units of one sequence.
+//
+// Forward every step has its own buffer, filled beforehand, and each word is written once.  Backward steps take a few
+// buffers in turn, which stay in L2.  By the time a block writes a step, all have read the last but one, as it needs
+// what they made of that; in a cluster, threads without a state of their own may be a step behind.  Half of the buffers
+// later it makes its words absent again: read by then, they are so for as many steps before others look for the next in
+// their place.  Forward, where less is exchanged, that was measured to take longer than it saves.
 //
 // Numbers rounded to tf32 have spare bits, which mma ignores.  There each holds the number of its step (TAGGED): a word
-// has arrived when that is the one waited for, and a few buffers are enough, taken in turn, which stay in L2 and need
-// not be filled for every step.  By the time a block writes a step, all have read the last but one, as it needs what
-// they made of that; in a cluster, threads without a state of their own may be a step ahead of this, so two are too
-// few.
+// has arrived when that is the one waited for, and four buffers are enough both ways.
 //
 // With DISTRIBUTED all blocks of a group are one cluster.  Forward each has two buffers of the group's states in its
 // shared memory, taken in turn.  A block stores its words in those of all others, and makes words absent again once it
@@ -25,7 +27,6 @@ using Word = unsigned long long;
 struct Piece { Word word[2]; };
 
 constexpr Word ABSENT = ~0ull;
-constexpr bool TAGGED = STATE_BUFFERS > 0 && !DISTRIBUTED;
 constexpr unsigned TAG = TAGGED ? 0x1fff : 0;
 
 __device__ inline unsigned low(Word word) { return unsigned(word); }
@@ -182,6 +183,16 @@ struct Copies {
     }
 };
 
+// Stores a word in global memory; of one that two blocks share, its lower half.
+__device__ inline void store_if(bool wanted, char* address, Word word) {
+    if (HALF_WORDS)
+        asm volatile("{ .reg .pred p; setp.ne.u32 p, %0, 0; @p st.relaxed.gpu.global.b32 [%1], %2; }"
+                     :: "r"(unsigned(wanted)), "l"(address), "r"(low(word)) : "memory");
+    else
+        asm volatile("{ .reg .pred p; setp.ne.u32 p, %0, 0; @p st.relaxed.gpu.global.b64 [%1], %2; }"
+                     :: "r"(unsigned(wanted)), "l"(address), "l"(word) : "memory");
+}
+
 // Publishes the units of a word, ADJACENT from each of consecutive lanes, at the first's `address`, or its copies; all
 // lanes must call it.
 __device__ inline void publish(const float (&x)[ADJACENT], bool within, bool first, char* address, unsigned step) {
@@ -189,13 +200,7 @@ __device__ inline void publish(const float (&x)[ADJACENT], bool within, bool fir
     unsigned mine = (shown(x[0]) & ~TAG) | (step & TAG);
     if (ADJACENT == 2) mine |= shown(x[ADJACENT - 1]) << 16;
     else if (sizeof(Scalar) == 2) mine |= __shfl_down_sync(~0u, mine, 1) << 16;
-    const Word word = HALF_WORDS ? mine : mine | Word(__shfl_down_sync(~0u, mine, WORD / 2 / ADJACENT)) << 32;
-    if (HALF_WORDS)
-        asm volatile("{ .reg .pred p; setp.ne.u32 p, %0, 0; @p st.relaxed.gpu.global.b32 [%1], %2; }"
-                     :: "r"(unsigned(first)), "l"(address), "r"(mine) : "memory");
-    else
-        asm volatile("{ .reg .pred p; setp.ne.u32 p, %0, 0; @p st.relaxed.gpu.global.b64 [%1], %2; }"
-                     :: "r"(unsigned(first)), "l"(address), "l"(word) : "memory");
+    store_if(first, address, HALF_WORDS ? mine : mine | Word(__shfl_down_sync(~0u, mine, WORD / 2 / ADJACENT)) << 32);
 }
 
 // Numbers of ADJACENT units, loaded and stored together.

@@ -119,14 +119,19 @@ class Geometry(NamedTuple):
 
     @property
     def state_buffers(self) -> int:
-        """Buffers that the exchanged states take in turn; 0 if each step has its own.
+        """Buffers that what is exchanged takes in turn; 0 if each step has its own.
 
-        In shared memory each is cleared when it has been read; else it must show which step's numbers it holds.
+        In shared memory each is cleared when it has been read; else, unless it shows which step's numbers it holds,
+        when half of the others have been written.
         """
-        if self.distributed or self.wide:
-            return 2
+        return 2 if self.distributed or self.wide else 4 if self.tagged else 8 if self.backward else 0
+
+    @property
+    def tagged(self) -> bool:
+        """Whether exchanged numbers show their step."""
         padded = self.backward and self.cluster * self.slice > GATES[self.cell] * self.pitch  # with what nobody writes
-        return 4 if self.dtype == torch.float32 and not self.exact and self.path != "sparse" and not padded else 0
+        rounded = self.dtype == torch.float32 and not self.exact and self.path != "sparse"
+        return rounded and not padded and not self.distributed
 
     @property
     def asks_early(self) -> bool:
@@ -136,7 +141,7 @@ class Geometry(NamedTuple):
         """
         size = self.slice * self.columns * self.dtype.itemsize
         many = self.columns >= 16 and size > MANY_BYTES
-        return self.backward and self.path == "dense" and self.cluster == 1 and self.state_buffers > 0 and many
+        return self.backward and self.path == "dense" and self.cluster == 1 and self.tagged and many
 
     @property
     def pause(self) -> int:
@@ -403,6 +408,7 @@ class Geometry(NamedTuple):
             ("TURNS", self.turns),
             ("REGISTERS", self.registers),
             ("STATE_BUFFERS", self.state_buffers),
+            ("TAGGED", int(self.tagged)),
             ("DISTRIBUTED", int(self.distributed)),
             ("SHARES_WORK", int(self.shares_work)),
             ("RESETS", int(resets)),

@@ -124,7 +124,7 @@ class _Launch(NamedTuple):
 def _launch_of(geometry: Geometry, device: int, steps: int, batch: int, *special: bool) -> _Launch:
     found, of_block = kernels(geometry, device, *special), geometry.columns * geometry.turns
     groups = -(-batch // of_block) * geometry.turns
-    buffers = 0 if geometry.scatters else geometry.state_buffers or steps + (not geometry.backward)
+    buffers = 0 if geometry.scatters else geometry.state_buffers or steps + 1
     sizes = {"states": buffers * groups * geometry.group_bytes}
     if geometry.wide:
         sizes["flags"] = 4 * groups * geometry.blocks

@@ -41,8 +41,8 @@ struct Parameters {
     const int* index;             // of a pruned matrix, with the next two: see Product
     const unsigned short *places, *spans;
     unsigned* packed;             // the weights in the order in which the blocks load them
-    char* states;                 // (buffers, groups, CLUSTER, CHUNKS, COLUMNS, CHUNK bytes): of each step, and forward
-                                  // the first state, or STATE_BUFFERS
+    char* states;                 // (buffers, groups, CLUSTER, CHUNKS, COLUMNS, CHUNK bytes): STATE_BUFFERS, or if that
+                                  // is 0 those of the first state and of each step
     const int* offsets;           // (steps + 1), with OFFSETS: of the rows of each step; else all have `batch` rows
     int* failure;                 // set to 1 if a wait timed out
     const Scalar* pre;            // (rows, GATES * HIDDEN): forward the input's part; backward pre-activations, or an

@@ -34,7 +34,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) prepare(const Parameters p
 
     constexpr bool PADDED = BACKWARD && WIDTH < CLUSTER * SLICE;
     const size_t row = size_t(p.groups) * GROUP_BYTES / 16;
-    const size_t buffers = STATE_BUFFERS ? STATE_BUFFERS : p.steps + size_t(!BACKWARD);
+    const size_t buffers = STATE_BUFFERS ? STATE_BUFFERS : p.steps + size_t(1);
     const size_t pieces = SCATTERS ? 0 : buffers * row;
     for (size_t i = thread; i < pieces; i += stride) {
         Piece piece = {ABSENT, ABSENT};

@@ -80,7 +80,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const
                 units.write(Rows(p, step_of(p, taken)));
             }
             if (Block::has_sectors() && taken + PREFETCH < p.steps)
-                units.prefetch_step(Rows(p, step_of(p, taken + PREFETCH)), nullptr);
+                units.prefetch_step(Rows(p, step_of(p, taken + PREFETCH)));
         }
         if (writes) units.write_totals();
     }
