@@ -8,7 +8,7 @@
 ``export.py``       programs that run without this library
 ``gemm.py``         matrix products over all steps; ``convolution.py``, those on AMD's CPUs
 ``nvrtc.py``        CUDA kernels: compiled, loaded, launched
-``numeric.cuh``     their arithmetic; ``gemv.cuh`` and ``transpose.cu`` are products' parts
+``numeric.cuh``     their arithmetic; ``barriers.cuh``, ``gemv.cuh`` and ``transpose.cu``, parts of them
 ``streams.py``      two computations in parallel on a GPU
 ``numba_loops.py``  the CPU's loops: compiled, and how they access memory
 ``numba_math.py``   their arithmetic

@@ -41,8 +41,7 @@ __device__ inline bool absent(const Piece& piece, unsigned step) {
 
 // Cluster barrier: all blocks have started, and none exits before all are done.
 __device__ inline void meet() {
-    if constexpr (CLUSTER > 1 || DISTRIBUTED)
-        asm volatile("barrier.cluster.arrive.aligned;\n\tbarrier.cluster.wait.aligned;" ::: "memory");
+    if constexpr (CLUSTER > 1 || DISTRIBUTED) meet_cluster();
 }
 
 // From the buffer of a step to that of the next.

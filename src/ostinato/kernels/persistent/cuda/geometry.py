@@ -432,7 +432,7 @@ def files(geometry: Geometry) -> tuple[str, ...]:
     if geometry.wide:
         kernel = "backward_wide.cu" if geometry.backward else "forward_wide.cu"
         return (
-            "numeric.cuh",
+            *("numeric.cuh", "barriers.cuh"),
             *(f"persistent/cuda/{name}" for name in ("layout.cuh", "exchange.cuh", "wide.cuh", kernel)),
         )
     needs = {
@@ -451,4 +451,4 @@ def files(geometry: Geometry) -> tuple[str, ...]:
     elif geometry.shares_work:
         products += ("gather.cu",)
     names = ("layout.cuh", "exchange.cuh", "matrix.cuh", *needs[geometry.path], *products)
-    return ("numeric.cuh", *(f"persistent/cuda/{name}" for name in names))
+    return ("numeric.cuh", "barriers.cuh", *(f"persistent/cuda/{name}" for name in names))

@@ -121,13 +121,12 @@ struct CopiedOperand {
     __device__ CopiedOperand(const Parameters &, uint4* shared)
         : copy(reinterpret_cast<char*>(shared) + warp_id() * BYTES), barrier(barrier_of(shared, warp_id())) {
         if (threadIdx.x == 0) {
-            for (int warp = 0; warp < WARPS; ++warp)
-                asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(barrier_of(shared, warp)) : "memory");
-            asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+            for (int warp = 0; warp < WARPS; ++warp) open_barrier(barrier_of(shared, warp));
+            announce_barriers();
         }
     }
     __device__ static unsigned barrier_of(uint4* shared, int warp) {
-        return __cvta_generic_to_shared(shared + WARPS * BYTES / 16) + warp * 8;
+        return shared_address(shared + WARPS * BYTES / 16) + warp * 8;
     }
 
     // Starts to copy the `state`, whether it is there or not.
@@ -139,10 +138,9 @@ struct CopiedOperand {
     __device__ void ask_again() {
         __syncwarp();  // all lanes have read the last copy
         if (lane_id() == 0) {
-            asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
-                         :: "r"(barrier), "r"(BYTES) : "memory");
+            expect(barrier, BYTES);
             asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                         :: "r"(unsigned(__cvta_generic_to_shared(copy))), "l"(mine), "r"(BYTES), "r"(barrier)
+                         :: "r"(shared_address(copy)), "l"(mine), "r"(BYTES), "r"(barrier)
                          : "memory");
         }
         awaited = phase, phase ^= 1;
@@ -150,10 +148,7 @@ struct CopiedOperand {
 
     // Waits for the copy.
     __device__ void wait(Patience&) {
-        for (unsigned done = 0; !done;)
-            asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;"
-                         " selp.u32 %0, 1, 0, p; }"
-                         : "=r"(done) : "r"(barrier), "r"(awaited) : "memory");
+        while (!has_completed(barrier, awaited)) {}
         seen = {};
     }
 

@@ -37,8 +37,6 @@ static_assert(CLUSTER * UNITS * (BACKWARD ? 1 : GATES) == 128, "two warpgroups m
 static_assert(TILES % 2 == 0 && TILES <= 64, "a lane looks at two flags");
 static_assert(SLOTS >= 2);
 
-__device__ inline unsigned shared_address(const void* x) { return unsigned(__cvta_generic_to_shared(x)); }
-
 // A block of a team, of the group with which its turns begin.
 struct Place {
     int group, block, team, rank;
@@ -67,8 +65,7 @@ struct Slot {
     __device__ unsigned filled(char* shared) const { return shared_address(shared + AT_BARRIERS) + number * 8; }
     __device__ unsigned emptied(char* shared) const { return filled(shared) + SLOTS * 8; }
     __device__ void fill(char* shared, const char* from, int bytes) const {
-        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
-                     :: "r"(filled(shared)), "r"(bytes) : "memory");
+        expect(filled(shared), bytes);
         asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                      :: "r"(shared_address(shared + AT_RING) + number * PIECE_BYTES), "l"(from), "r"(bytes),
                         "r"(filled(shared)) : "memory");
@@ -79,9 +76,7 @@ __device__ inline void arrive(unsigned barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
 }
 __device__ inline void wait_for(unsigned barrier, unsigned parity) {
-    for (unsigned done = 0; !done;)
-        asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-                     : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+    while (!has_completed(barrier, parity)) {}
 }
 // Whether a warp that copies has waited in vain.
 __device__ inline volatile int& failed(char* shared) {
@@ -93,7 +88,7 @@ __device__ inline void make_barriers(char* shared) {
     for (int i = 0; i < 2 * SLOTS; ++i)  // a slot is emptied by the eight warps that multiply
         asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;"
                      :: "r"(shared_address(shared + AT_BARRIERS) + i * 8), "r"(i < SLOTS ? 1 : WARPS) : "memory");
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    announce_barriers();
 }
 
 // Which tiles' weights are in registers, evenly spread; and the number among those, or among the others.

@@ -1,56 +1,45 @@
-// Instructions of Hopper GPUs: barriers in shared memory, copies by TMA, products of a warpgroup.
+// Instructions of Hopper GPUs: copies by TMA, products of a warpgroup.
 
 struct alignas(64) TensorMap { unsigned char bytes[128]; };
-
-__device__ inline unsigned address(const void* of) { return unsigned(__cvta_generic_to_shared(of)); }
 
 __device__ inline int block_of_cluster() {
     int rank;
     asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
     return rank;
 }
-__device__ inline void meet_cluster() {
-    asm volatile("barrier.cluster.arrive.aligned;\n\tbarrier.cluster.wait.aligned;" ::: "memory");
-}
-
-__device__ inline void wait(unsigned long long* barrier, unsigned phase) {
+__device__ inline void wait(const Barrier& barrier, unsigned phase) {
     unsigned done = 0;
     for (unsigned looks = 0; !done; ++looks) {
-        asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-                     : "=r"(done) : "r"(address(barrier)), "r"(phase) : "memory");
+        done = has_completed(shared_address(&barrier), phase);
         if (looks == PATIENCE) __trap();
     }
 }
-__device__ inline void arrive(unsigned long long* barrier, int block) {
+__device__ inline void arrive(const Barrier& barrier, int block) {
     asm volatile("{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;\n\t"
                  "mbarrier.arrive.shared::cluster.b64 _, [there]; }"
-                 ::"r"(address(barrier)), "r"(block) : "memory");
-}
-__device__ inline void expect(unsigned long long* barrier, unsigned bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
-                 ::"r"(address(barrier)), "r"(bytes) : "memory");
+                 ::"r"(shared_address(&barrier)), "r"(block) : "memory");
 }
 // TMA copy to this block, or multicast to the same address in every block of the cluster.
 template <bool TO_ALL>
 __device__ inline void copy(
-    void* to, const TensorMap& map, unsigned long long* barrier, int c0, int c1, int c2, int c3
+    void* to, const TensorMap& map, const Barrier& barrier, int c0, int c1, int c2, int c3
 ) {
     if constexpr (TO_ALL)
         asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
                      "[%0], [%1, {%4, %5, %6, %7}], [%2], %3;"
-                     ::"r"(address(to)), "l"(&map), "r"(address(barrier)), "h"((unsigned short)((1 << CLUSTER) - 1)),
-                     "r"(c0), "r"(c1), "r"(c2), "r"(c3) : "memory");
+                     ::"r"(shared_address(to)), "l"(&map), "r"(shared_address(&barrier)),
+                     "h"((unsigned short)((1 << CLUSTER) - 1)), "r"(c0), "r"(c1), "r"(c2), "r"(c3) : "memory");
     else
         asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
                      "[%0], [%1, {%3, %4, %5, %6}], [%2];"
-                     ::"r"(address(to)), "l"(&map), "r"(address(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
-                     : "memory");
+                     ::"r"(shared_address(to)), "l"(&map), "r"(shared_address(&barrier)),
+                     "r"(c0), "r"(c1), "r"(c2), "r"(c3) : "memory");
 }
 
 // The wgmma descriptor of a matrix with rows of 128 bytes, swizzled in groups of eight.
 __device__ inline unsigned long long describe(const Scalar* matrix) {
     constexpr unsigned long long SWIZZLE_128 = 1ull << 62, GROUP = 1024 >> 4;
-    return SWIZZLE_128 | GROUP << 32 | 1ull << 16 | (address(matrix) & 0x3ffff) >> 4;
+    return SWIZZLE_128 | GROUP << 32 | 1ull << 16 | (shared_address(matrix) & 0x3ffff) >> 4;
 }
 
 #define FOUR(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])

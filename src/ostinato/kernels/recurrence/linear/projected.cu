@@ -24,9 +24,9 @@ __device__ inline void produce(const Parameters& p, Shared& shared, int rank) {
         const Tile tile(p, number, rank);
         for (int slice = 0; slice < slices; ++slice) {
             Shared::Stage& to = shared.stage[stage];
-            unsigned long long* full = &shared.full[stage];
-            wait(&shared.empty[stage], phase);
-            expect(full, sizeof(Shared::Stage));
+            Barrier& full = shared.full[stage];
+            wait(shared.empty[stage], phase);
+            full.expect(sizeof(Shared::Stage));
             const int column = slice * SLICE;
 #pragma unroll
             for (int k = 0; k < CONSUMERS; ++k) {
@@ -47,14 +47,14 @@ __device__ inline void consume(const Parameters& p, Shared& shared, int rank, in
     const int thread = threadIdx.x % WARPGROUP, warp = thread / 32, lane = thread % 32, part = lane % 4;
     const int sequences = p.rows / p.period;  // of a line
     const auto meet = [&] { asm volatile("bar.sync %0, %1;" ::"r"(1 + warpgroup), "n"(WARPGROUP) : "memory"); };
-    const auto release = [&](int stage) { if (lane < CLUSTER) arrive(&shared.empty[stage], lane); };
+    const auto release = [&](int stage) { if (lane < CLUSTER) arrive(shared.empty[stage], lane); };
     const int behind = gridDim.x / (SHARE_WEIGHT ? 1 : CLUSTER) / (Tile::count_groups(p) * p.lines) + 2;
     int stage = 0;
     unsigned phase = 0;
     for (int number = blockIdx.x / CLUSTER; number < Tile::count(p); number += gridDim.x / CLUSTER) {
         float d[BLOCKS][STEPS / 2];
         const auto multiply_slice = [&](bool add) {
-            wait(&shared.full[stage], phase);
+            wait(shared.full[stage], phase);
             const unsigned long long a = describe(shared.stage[stage].weight[warpgroup]);
             const unsigned long long b = describe(shared.stage[stage].x);
             asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -161,7 +161,7 @@ __device__ inline void consume(const Parameters& p, Shared& shared, int rank, in
         Scalar* line = p.h + tile.row(p, row) * p.channels + first_channel + piece;
         meet();  // the previous tile's states have been read
         Scalar* const h = shared.h[warpgroup];
-        const unsigned to = address(h + lane % 8 * PADDED_RUN + lane / 8 * OWN + warp * 8 * HELD);
+        const unsigned to = shared_address(h + lane % 8 * PADDED_RUN + lane / 8 * OWN + warp * 8 * HELD);
         if (between) steps.apply<true>(states, to);
         else steps.apply<false>(states, to);
         meet();
@@ -182,15 +182,14 @@ __device__ inline void consume(const Parameters& p, Shared& shared, int rank, in
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
 projected(const __grid_constant__ Parameters p) {
     extern __shared__ unsigned char memory[];
-    Shared& shared = *reinterpret_cast<Shared*>(memory + (-address(memory) & 1023));
+    Shared& shared = *reinterpret_cast<Shared*>(memory + (-shared_address(memory) & 1023));
     const int rank = CLUSTER == 1 ? 0 : block_of_cluster(), warpgroup = threadIdx.x / WARPGROUP;
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < STAGES; ++stage) {
-            asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(address(&shared.full[stage])) : "memory");
-            asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;"
-                         ::"r"(address(&shared.empty[stage])), "r"(CLUSTER * CONSUMERS * 4) : "memory");
+            shared.full[stage].open();
+            shared.empty[stage].open<CLUSTER * CONSUMERS * 4>();
         }
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        announce_barriers();
     }
     __syncthreads();
     meet_cluster();

@@ -202,7 +202,7 @@ def _prepare(
 @functools.lru_cache(maxsize=64)
 def source(recurrence: str) -> str:
     """The CUDA file."""
-    shared = nvrtc.source("numeric.cuh", "scan/cuda/elements.cuh", "scan/cuda/messages.cuh")
+    shared = nvrtc.source("numeric.cuh", "barriers.cuh", "scan/cuda/elements.cuh", "scan/cuda/messages.cuh")
     code = element_of(recurrence, False).code
     files = "hopper.cuh", "projected_tile.cuh", "projected_scan.cuh", "projected.cu"
     return shared + code + nvrtc.source(*(f"recurrence/linear/{name}" for name in files))

@@ -36,7 +36,7 @@ struct Shared {
         Scalar weight[CONSUMERS][ROWS * SLICE];
     } stage[STAGES];
     alignas(16) Scalar h[CONSUMERS][8 * PADDED_RUN];
-    unsigned long long full[STAGES], empty[STAGES];
+    Barrier full[STAGES], empty[STAGES];
 };
 
 // One of the tiles of a cluster.

@@ -9,8 +9,8 @@
 ``compose.py``   many steps reduced to one without writing states, by ``compose.cu`` and ``pass_on.cu``
 ===============  ==========================================================================================
 
-``scan.cu`` is put together of the operations in ``elements.cuh``, the steps of a tile (``tile.cuh``, ``barriers.cuh``,
-``copies.cuh``, ``shared.cuh``, ``steps.cuh``) and what blocks of one chain tell each other (``chain.cuh``,
+``scan.cu`` is put together of the operations in ``elements.cuh``, the steps of a tile (``tile.cuh``, ``copies.cuh``,
+ ``shared.cuh``, ``steps.cuh``) and what blocks of one chain tell each other (``chain.cuh``,
 ``cluster.cuh``, ``messages.cuh``).
 """
 

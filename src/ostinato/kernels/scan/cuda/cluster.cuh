@@ -20,7 +20,7 @@ struct Inbox {
 #pragma unroll
         for (int peer = 0; peer < CLUSTER; ++peer) {
             if (peer == rank || peer >= count) continue;
-            const unsigned barrier = address(peer > rank ? &lower[box] : &higher[box], peer);
+            const unsigned barrier = shared_address(peer > rank ? &lower[box] : &higher[box], peer);
 #pragma unroll
             for (int v = 0; v < VEC; ++v)
 #pragma unroll
@@ -28,7 +28,7 @@ struct Inbox {
                     const Message sent = tile.message(v, k, FORGETS && tile.reset ? RESET : COMPOSED);
                     asm volatile(
                         "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.b64 [%0], {%1, %2}, [%3];"
-                        ::"r"(address(&message[box][rank][v][k][threadIdx.x], peer)), "l"(sent.halves[0]),
+                        ::"r"(shared_address(&message[box][rank][v][k][threadIdx.x], peer)), "l"(sent.halves[0]),
                         "l"(sent.halves[1]), "r"(barrier) : "memory");
                 }
         }
@@ -48,11 +48,6 @@ struct Inbox {
     }
 
 private:
-    __device__ static unsigned address(const void* here, int rank) {
-        unsigned there;
-        asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(here)), "r"(rank));
-        return there;
-    }
     __device__ void carry(int box, int first, int end, Channels& state) const {
 #pragma unroll 1
         for (int rank = first; rank < end; ++rank) {

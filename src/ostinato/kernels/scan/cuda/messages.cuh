@@ -13,7 +13,6 @@ struct alignas(16) Message {
 
     __device__ Mark since(unsigned epoch) const { return mark - epoch < MARKS ? Mark(mark - epoch) : ABSENT; }
 };
-constexpr unsigned PATIENCE = 1 << 24;  // polls, about a microsecond each, before a wait traps
 
 __device__ inline void store_message(Message* to, const Message& message) {
     asm volatile("{ .reg .b128 m; mov.b128 m, {%1, %2}; st.relaxed.gpu.global.b128 [%0], m; }" ::"l"(to),
