@@ -9,7 +9,9 @@
 // buffers in turn, which stay in L2.  By the time a block writes a step, all have read the last but one, as it needs
 // what they made of that; in a cluster, threads without a state of their own may be a step behind.  Half of the buffers
 // later it makes its words absent again: read by then, they are so for as many steps before others look for the next in
-// their place.  Forward, where less is exchanged, that was measured to take longer than it saves.
+// their place.  No fence orders the two, as it would take longer than all else here: what has to hold is that a store
+// reaches L2 before the same thread has exchanged half of the buffers' steps with all others, several microseconds
+// later.  Forward, where less is exchanged, a few buffers were measured to take longer than they save.
 //
 // Numbers rounded to tf32 have spare bits, which mma ignores.  There each holds the number of its step (TAGGED): a word
 // has arrived when that is the one waited for, and four buffers are enough both ways.
