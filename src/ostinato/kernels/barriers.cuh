@@ -29,6 +29,12 @@ template <bool OF_CLUSTER = false> __device__ inline unsigned has_completed(unsi
     return done;
 }
 
+// Copies multiples of 16 bytes into shared memory, which the barrier counts.
+__device__ inline void start_copy(unsigned to, const void* from, int bytes, unsigned barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 :: "r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+
 // The same of a barrier where it is, and a wait that ends, also for what other blocks sent.
 struct Barrier {
     unsigned long long state;

@@ -139,9 +139,7 @@ struct CopiedOperand {
         __syncwarp();  // all lanes have read the last copy
         if (lane_id() == 0) {
             expect(barrier, BYTES);
-            asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                         :: "r"(shared_address(copy)), "l"(mine), "r"(BYTES), "r"(barrier)
-                         : "memory");
+            start_copy(shared_address(copy), mine, BYTES, barrier);
         }
         awaited = phase, phase ^= 1;
     }

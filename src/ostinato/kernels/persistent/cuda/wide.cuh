@@ -66,9 +66,7 @@ struct Slot {
     __device__ unsigned emptied(char* shared) const { return filled(shared) + SLOTS * 8; }
     __device__ void fill(char* shared, const char* from, int bytes) const {
         expect(filled(shared), bytes);
-        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                     :: "r"(shared_address(shared + AT_RING) + number * PIECE_BYTES), "l"(from), "r"(bytes),
-                        "r"(filled(shared)) : "memory");
+        start_copy(shared_address(shared + AT_RING) + number * PIECE_BYTES, from, bytes, filled(shared));
     }
 };
 
