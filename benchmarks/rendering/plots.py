@@ -9,32 +9,43 @@ from rendering.runs import Record
 
 
 def comparison_of(content: Record) -> Any:
-    """The time of every contestant of a run as a multiple of the limit, which is drawn; wrong results are left out."""
+    """The time of every contestant of a run as a multiple of the limit, which is drawn; wrong results are left out.
+
+    So are shapes that no other contestant computed, which the table has.
+    """
     from matplotlib.figure import Figure
 
-    records = content["results"]
-    figure = Figure(figsize=(8, 1.6 + 0.26 * len(records)), layout="constrained")
+    drawn = [(record, times) for record in content["results"] if len(times := _right_times(record)) > 1]
+    figure = Figure(figsize=(8, 1.6 + 0.26 * len(drawn)), layout="constrained")
     axes = figure.subplots()
-    axes.axvline(1, color="black", linewidth=1, label=f"the limit: {records[0]['limit']['name']}")
+    axes.axvline(1, color="black", linewidth=1, label=f"the limit: {drawn[0][0]['limit']['name']}")
     points: dict[str, list[tuple[float, int]]] = {}
-    for place, record in enumerate(records):
-        for who, row in record["contestants"].items():
-            if "seconds" in row and (row["max_error"] or 0) <= WRONG:
-                who = who.replace("minLSTM-", "minGRU-").replace("nn.LSTM", "nn.GRU")  # beside each other
-                points.setdefault(who, []).append((1 / row["fraction_of_limit"], place))
+    for place, (_, times) in enumerate(drawn):
+        for who, time in times.items():
+            points.setdefault(who, []).append((time, place))
     for (who, places), marker in zip(points.items(), MARKERS, strict=False):
         x, y = zip(*places, strict=True)
-        axes.scatter(x, y, marker=marker, s=42 if who == OURS else 26, label=who, zorder=3)
+        size, order = (42, 4) if who == OURS else (26, 3)
+        axes.scatter(x, y, marker=marker, s=size, label=who, zorder=order)
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    names = [f"{short_name(record)}, {record['pass']}" for record in records]
-    axes.set_yticks(range(len(records)), names, fontsize="small")
+    names = [f"{short_name(record)}, {record['pass']}" for record, _ in drawn]
+    axes.set_yticks(range(len(drawn)), names, fontsize="small")
     axes.invert_yaxis()
     axes.set_xlabel("time, as a multiple of the limit (less is better)")
     axes.set_title(content["device"], fontsize="medium")
     axes.grid(True, axis="x", alpha=0.25)
     figure.legend(loc="outside lower center", ncols=3, fontsize="small", frameon=False)
     return figure
+
+
+def _right_times(record: Record) -> dict[str, float]:
+    """Multiples of the limit by contestant; minLSTM's have the names of minGRU's, which they are drawn beside."""
+    return {
+        who.replace("minLSTM-", "minGRU-").replace("nn.LSTM", "nn.GRU"): 1 / row["fraction_of_limit"]
+        for who, row in record["contestants"].items()
+        if "seconds" in row and (row["max_error"] or 0) <= WRONG
+    }
 
 
 def curve_of(content: Record) -> Any:

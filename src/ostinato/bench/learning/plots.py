@@ -1,6 +1,7 @@
 """Draws a run from the content of its JSON file, so that figure and file cannot differ."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,22 +41,27 @@ def figure_of(content: dict[str, Any]) -> Any:
     return figure
 
 
-def _over_training(figure: Any, tokens: str) -> Iterator[tuple[Any, str, str]]:
-    """Two panels side by side: axes, the field of a curve's points along them, and their label."""
-    labels = {"tokens": f"{tokens} trained on", "seconds": "seconds of training"}
-    for axes, (key, label) in zip(figure.subplots(1, 2, sharey=True), labels.items(), strict=True):
-        yield axes, key, label
+def _over_training(figure: Any, what: str) -> Iterator[tuple[Any, Callable[[list[Any]], list[float]]]]:
+    """Two panels side by side, over what is trained on and over seconds: axes, and a curve's places along them."""
+    panels = (("tokens", 1e6, f"millions of {what} trained on"), ("seconds", 1, "seconds of training"))
+    for axes, (key, unit, label) in zip(figure.subplots(1, 2, sharey=True), panels, strict=True):
+        axes.set_xlabel(label)
+        yield axes, partial(_along, key, unit)
+
+
+def _along(key: str, unit: float, points: list[dict[str, Any]]) -> list[float]:
+    return [point[key] / unit for point in points]
 
 
 def _characters(figure: Any, content: dict[str, Any]) -> None:
     settings = content["runs"][0]["model"]
     layers = f"{settings['num_layers']} layer{'s' * (settings['num_layers'] > 1)}"
     figure.suptitle(f"Characters of {content['text']}: {layers}, width {settings['width']}, on {content['device']}")
-    for axes, key, label in _over_training(figure, "characters"):
+    for axes, along in _over_training(figure, "characters"):
         for run in content["runs"]:
             points, name = run["curve"], name_of(run)
             axes.plot(
-                [point[key] for point in points],
+                along(points),
                 [point["held_out_loss"] for point in points],
                 "s:" if name.startswith("torch") else "o-",
                 markersize=3,
@@ -65,7 +71,6 @@ def _characters(figure: Any, content: dict[str, Any]) -> None:
         for cell, loss in PUBLISHED_LOSS.items():
             if any(run["cell"] == cell for run in content["runs"]):
                 axes.axhline(loss, color=COLORS[cell], linestyle=":", linewidth=1, label=f"{NAMES[cell]} as published")
-        axes.set(xlabel=label)
         axes.grid(alpha=0.3, which="both")
     figure.axes[0].set_ylabel("held-out loss, nats per character")
     figure.axes[1].legend()
@@ -110,10 +115,10 @@ def _copying(figure: Any, content: dict[str, Any]) -> None:
         f"Selective copying: {content['items']} tokens out of {content['length']:,}, {layers} layers, "
         f"on {content['device']}"
     )
-    for axes, key, label in _over_training(figure, "tokens"):
+    for axes, along in _over_training(figure, "tokens"):
         for run in content["runs"]:
             name, color, points = NAMES[run["cell"]], COLORS[run["cell"]], run["curve"]
-            x = [point[key] for point in points]
+            x = along(points)
             label_of_run = f"{name}: {run['accuracy']:.1%} at last" if "accuracy" in run else name
             axes.plot(x, [point["accuracy"] for point in points], "o-", markersize=3, color=color, label=label_of_run)
             axes.plot(
@@ -123,7 +128,7 @@ def _copying(figure: Any, content: dict[str, Any]) -> None:
                 color=color,
                 label=f"{name} at the length of its stage",
             )
-        axes.set(xlabel=label, ylim=(0, 1.02))
+        axes.set_ylim(0, 1.02)
         axes.grid(alpha=0.3)
     figure.axes[0].set_ylabel(f"right tokens at length {content['length']:,}")
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
