@@ -34,6 +34,12 @@ __device__ inline void start_copy(unsigned to, const void* from, int bytes, unsi
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                  :: "r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
+// Copies a box by a tensor map, which begins at these coordinates.
+__device__ inline void start_copy(unsigned to, const void* map, int c0, int c1, int c2, int c3, unsigned barrier) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
+                 "[%0], [%1, {%2, %3, %4, %5}], [%6];"
+                 :: "r"(to), "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(barrier) : "memory");
+}
 
 // The same of a barrier where it is, and a wait that ends, also for what other blocks sent.
 struct Barrier {

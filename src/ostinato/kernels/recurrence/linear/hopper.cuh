@@ -29,11 +29,7 @@ __device__ inline void copy(
                      "[%0], [%1, {%4, %5, %6, %7}], [%2], %3;"
                      ::"r"(shared_address(to)), "l"(&map), "r"(shared_address(&barrier)),
                      "h"((unsigned short)((1 << CLUSTER) - 1)), "r"(c0), "r"(c1), "r"(c2), "r"(c3) : "memory");
-    else
-        asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
-                     "[%0], [%1, {%3, %4, %5, %6}], [%2];"
-                     ::"r"(shared_address(to)), "l"(&map), "r"(shared_address(&barrier)),
-                     "r"(c0), "r"(c1), "r"(c2), "r"(c3) : "memory");
+    else start_copy(shared_address(to), &map, c0, c1, c2, c3, shared_address(&barrier));
 }
 
 // The wgmma descriptor of a matrix with rows of 128 bytes, swizzled in groups of eight.

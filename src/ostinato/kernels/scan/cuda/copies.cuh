@@ -167,11 +167,8 @@ struct alignas(MAPPED ? 128 : 32) Strip {
     }
     // By a tensor map, one thread's call: steps before or after all are zero.
     __device__ void fetch(const Place& at, int k, Barrier& arrival, int chunk) {
-        asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
-                     "[%0], [%1, {%2, %3, %4, %5}], [%6];"
-                     ::"r"(shared_address(element)), "l"(at.p.map(k)), "r"(at.group * GROUP),
-                     "r"(start(at, chunk, BACKWARD && k == PREVIOUS)), "r"(at.batch), "r"(at.direction),
-                     "r"(shared_address(&arrival)) : "memory");
+        start_copy(shared_address(element), at.p.map(k), at.group * GROUP,
+                   start(at, chunk, BACKWARD && k == PREVIOUS), at.batch, at.direction, shared_address(&arrival));
     }
     // Store a part of the strip, whose first element is at `offset`.
     template <bool CHECKED> __device__ void store(const Place& at, const Tensor& x, int chunk, int part, int offset) {
