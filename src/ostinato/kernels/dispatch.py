@@ -51,6 +51,7 @@ def operator(
     """
     plain = plain or composite
     registered = _registered(name, forward, fake, setup_context, backward, groups)
+    apply = _eager(name, setup_context, backward)
 
     def call(*args: Any) -> Any:
         if is_eager(args):
@@ -74,6 +75,14 @@ def operator(
         run = (prepare and prepare(*args)) or forward
         return (lambda *args: apply(*args, run)) if is_differentiated(args) else run
 
+    transformed = _transformed(name, call, setup_context, backward, groups, composite, jvp)
+    call.prepared = prepared  # type: ignore[attr-defined]
+    return call
+
+
+def _eager(name: str, setup_context: Callable, backward: Callable) -> Callable:
+    """A node of autograd around the function that is its last argument, for calls outside of transforms."""
+
     def run_and_keep(ctx: Any, *args: Any) -> Any:  # a separate setup_context costs more than the call
         args, ctx.run = args[:-1], args[-1]
         eager.call.differentiated = True
@@ -86,6 +95,20 @@ def operator(
 
     def backward_of_all(ctx: Any, *grads: Any) -> tuple:
         return (*backward(ctx, *grads), None)
+
+    return _apply_of(_autograd_function(name, forward=run_and_keep, backward=backward_of_all))
+
+
+def _transformed(
+    name: str,
+    call: Callable,
+    setup_context: Callable,
+    backward: Callable,
+    groups: Callable[..., Groups] | None,
+    composite: Callable | None,
+    jvp: Callable | None,
+) -> Any:
+    """The ``autograd.Function`` for the transforms of ``torch.func``, which have rules for it in both modes."""
 
     def keep_for_both_modes(ctx: Any, args: tuple, output: Any) -> None:
         setup_context(ctx, args, output)
@@ -102,10 +125,7 @@ def operator(
                 return _tangents_of(composite, args, tangents)
         raise NotImplementedError(f"{name} has no forward-mode derivative: take gradients by backward()")
 
-    function = _autograd_function(name, forward=run_and_keep, backward=backward_of_all)
-    apply = super(torch.autograd.Function, function).apply  # skips the check for transforms: there are none
-    call.prepared = prepared  # type: ignore[attr-defined]
-    transformed = _autograd_function(
+    return _autograd_function(
         name,
         forward=lambda *args: _tuple(call(*args)),
         setup_context=keep_for_both_modes,
@@ -113,7 +133,6 @@ def operator(
         jvp=push_forward,
         vmap=vmap_rule(name, call, groups),
     )
-    return call
 
 
 class _Part(SimpleNamespace):
@@ -150,8 +169,7 @@ def of_two(name: str, call: Callable, prepare: Callable, setup_context: Callable
         first, second = backward(ctx.run, parts, _halves(grads))
         return *first, *second, None
 
-    function = _autograd_function(name, forward=run_and_keep, backward=backward_of_both)
-    apply = super(torch.autograd.Function, function).apply
+    apply = _apply_of(_autograd_function(name, forward=run_and_keep, backward=backward_of_both))
 
     def prepared(first: tuple, second: tuple) -> Callable:
         run: Callable = prepare(first, second)
@@ -299,6 +317,11 @@ def _with_tensors(args: tuple, tensors: Iterator[Tensor]) -> tuple:
 
 def _autograd_function(name: str, **members: Callable) -> Any:
     return type(name, (torch.autograd.Function,), {k: staticmethod(v) for k, v in members.items()})
+
+
+def _apply_of(function: Any) -> Callable:
+    """``function.apply`` without its check for transforms, for calls where there are none."""
+    return super(torch.autograd.Function, function).apply
 
 
 def _has_tangent(x: Tensor) -> bool:
