@@ -13,6 +13,7 @@ from ostinato.kernels.persistent.cpu.products import fused_multiply_add
 BLOCK_WIDTH = 4  # columns of blocks whose rows are read as vectors
 CHAINS = 4  # independent partial sums of a row or tile, which hide the latency of additions
 
+_INT32, _INT64 = ir.IntType(32), ir.IntType(64)
 _load, _store = restricted("weight", "state", "sum")
 
 
@@ -62,127 +63,160 @@ def _add_slice(
     return signature, _block_adder(rows) if what == "blocks" else _entry_adder(what, rows, sequences, direct)
 
 
+class _EntryReader:
+    """Writes the instructions that read entries: vectors of weights, and of the states that they multiply."""
+
+    def __init__(self, context, builder, signature, arguments, rows):
+        self.builder, self.rows = builder, rows
+        self.values, self.places, self.stride, self.last_place, self.columns = arguments[:5]
+        number = context.get_value_type(signature.args[0].dtype)
+        self.vector, self.size = ir.VectorType(number, rows), context.get_abi_sizeof(number)
+        self.zero = ir.Constant(self.vector, [0.0] * rows)
+
+    def pointer(self, array, index, kind=None):
+        """To a vector."""
+        return self.builder.bitcast(self.builder.gep(array, [index]), (kind or self.vector).as_pointer())
+
+    def read(self, array, index):
+        """A vector."""
+        return self.builder.load(self.pointer(array, index), align=self.size)
+
+    def read_one(self, array, index):
+        return self.builder.load(self.builder.gep(array, [index]))
+
+    def read_integer(self, array, index):
+        return self.builder.sext(self.read_one(array, index), _INT64)
+
+    def vector_of(self, lanes):
+        result = ir.Constant(self.vector, ir.Undefined)
+        for i, lane in enumerate(lanes):
+            result = self.builder.insert_element(result, lane, _INT32(i))
+        return result
+
+    def lanes_of(self, k):
+        """The indices of entry k's lanes in arrays of one element for each."""
+        return (self.builder.add(self.builder.mul(k, _INT64(self.rows)), _INT64(i)) for i in range(self.rows))
+
+    def packed_weights(self, k):
+        return self.read(self.values, self.builder.mul(k, _INT64(self.rows)))
+
+    def weights_of_column(self, k):
+        """Those of neighbouring rows of the matrix; beyond the last row, the last weight."""
+        start = self.read_integer(self.places, k)
+
+        def place(i):
+            at = self.builder.add(start, self.builder.mul(self.stride, _INT64(i)))
+            return self.builder.select(self.builder.icmp_signed(">", at, self.last_place), self.last_place, at)
+
+        return self.vector_of(self.read_one(self.values, place(i)) for i in range(self.rows))
+
+    def weights_anywhere(self, k):
+        """Those at the places of the lanes, 0 where a place is below 0."""
+        none = _INT32(0)
+
+        def weight(lane):
+            place = self.read_one(self.places, lane)
+            place = self.builder.select(self.builder.icmp_signed("<", place, none), none, place)
+            return self.read_one(self.values, self.builder.sext(place, _INT64))
+
+        result = self.vector_of(map(weight, self.lanes_of(k)))
+        indices = ir.VectorType(_INT32, self.rows)
+        first = self.builder.mul(k, _INT64(self.rows))
+        places = self.builder.load(self.pointer(self.places, first, indices), align=4)
+        absent = self.builder.icmp_signed("<", places, ir.Constant(indices, [0] * self.rows))
+        return self.builder.select(absent, self.zero, result)
+
+    def state_of_column(self, k, row):
+        """The state of entry k's column, in all lanes."""
+        one = self.vector_of([self.read_one(row, self.read_integer(self.columns, k))])
+        return self.builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(_INT32, self.rows), [0] * self.rows))
+
+    def neighbouring_states(self, k, row):
+        return self.read(row, self.read_integer(self.columns, k))
+
+    def states_anywhere(self, k, row):
+        return self.vector_of(self.read_one(row, self.read_integer(self.columns, lane)) for lane in self.lanes_of(k))
+
+
 def _entry_adder(what, rows, sequences, direct):
     """The generator of :func:`_add_slice`, but for blocks."""
+    states = {
+        "shared": _EntryReader.state_of_column,
+        "own": _EntryReader.states_anywhere,
+        "dots": _EntryReader.neighbouring_states,
+    }[what]
+    weights = _EntryReader.packed_weights
+    if direct:
+        weights = _EntryReader.weights_of_column if what == "shared" else _EntryReader.weights_anywhere
 
     def generate(context, builder, signature, arguments):
-        values, places, stride, last_place, columns, begin, end, x, x_b, out, out_b, live = arguments[:12]
-        int32, int64 = ir.IntType(32), ir.IntType(64)
-        number = context.get_value_type(signature.args[0].dtype)
-        vector = ir.VectorType(number, rows)
-        size = context.get_abi_sizeof(number)
-        fused = fused_multiply_add(builder, vector, size)
-        zero = ir.Constant(vector, [0.0] * rows)
-
-        def vector_at(pointer, index, kind=vector):
-            return builder.bitcast(builder.gep(pointer, [index]), kind.as_pointer())
-
-        def weights(k):
-            """Entry k."""
-            first = builder.mul(k, int64(rows))
-            if not direct:
-                return builder.load(vector_at(values, first), align=size)
-            result = ir.Constant(vector, ir.Undefined)
-            if what == "shared":
-                start = builder.sext(builder.load(builder.gep(places, [k])), int64)
-                for i in range(rows):
-                    place = builder.add(start, builder.mul(stride, int64(i)))
-                    place = builder.select(builder.icmp_signed(">", place, last_place), last_place, place)
-                    one = builder.load(builder.gep(values, [place]))
-                    result = builder.insert_element(result, one, int32(i))
-                return result
-            for i in range(rows):
-                place = builder.load(builder.gep(places, [builder.add(first, int64(i))]))
-                place = builder.select(builder.icmp_signed("<", place, int32(0)), int32(0), place)
-                one = builder.load(builder.gep(values, [builder.sext(place, int64)]))
-                result = builder.insert_element(result, one, int32(i))
-            indices = ir.VectorType(int32, rows)
-            absent = builder.load(vector_at(places, first, indices), align=4)
-            absent = builder.icmp_signed("<", absent, ir.Constant(indices, [0] * rows))
-            return builder.select(absent, zero, result)
-
-        def column(index):
-            return builder.sext(builder.load(builder.gep(columns, [index])), int64)
-
-        def states(k, row):
-            """The vector of states that entry k is multiplied with."""
-            if what == "dots":
-                return builder.load(vector_at(row, column(k)), align=size)
-            result = ir.Constant(vector, ir.Undefined)
-            for i in range(rows if what == "own" else 1):
-                at = builder.add(builder.mul(k, int64(rows)), int64(i)) if what == "own" else k
-                result = builder.insert_element(result, builder.load(builder.gep(row, [column(at)])), int32(i))
-            if what == "own":
-                return result
-            return builder.shuffle_vector(result, result, ir.Constant(ir.VectorType(int32, rows), [0] * rows))
-
-        last = builder.sub(live, int64(1))
-        which = [builder.select(builder.icmp_signed("<", int64(b), live), int64(b), last) for b in range(sequences)]
+        begin, end, x, x_b, out, out_b, live = arguments[5:12]
+        entries = _EntryReader(context, builder, signature, arguments, rows)
+        fused = fused_multiply_add(builder, entries.vector, entries.size)
+        last = builder.sub(live, _INT64(1))
+        which = [builder.select(builder.icmp_signed("<", _INT64(b), live), _INT64(b), last) for b in range(sequences)]
         x_rows = [builder.gep(x, [builder.mul(x_b, b)]) for b in which]
         chains = [
-            [cgutils.alloca_once_value(builder, zero) for _ in range(sequences)] for _ in range(CHAINS // sequences)
+            [cgutils.alloca_once_value(builder, entries.zero) for _ in range(sequences)]
+            for _ in range(CHAINS // sequences)
         ]
 
         def add(k, sums):
-            entry = weights(k)
+            entry = weights(entries, k)
             for row, total in zip(x_rows, sums, strict=True):
-                builder.store(builder.call(fused, [entry, states(k, row), builder.load(total)]), total)
+                builder.store(builder.call(fused, [entry, states(entries, k, row), builder.load(total)]), total)
 
-        many = int64(len(chains))
+        many = _INT64(len(chains))
         odd = builder.sub(end, builder.srem(builder.sub(end, begin), many))
-        with cgutils.for_range_slice(builder, begin, odd, many, int64) as (k, _):
+        with cgutils.for_range_slice(builder, begin, odd, many, _INT64) as (k, _):
             for ahead, sums in enumerate(chains):
-                add(builder.add(k, int64(ahead)), sums)
-        with cgutils.for_range_slice(builder, odd, end, int64(1), int64) as (k, _):
+                add(builder.add(k, _INT64(ahead)), sums)
+        with cgutils.for_range_slice(builder, odd, end, _INT64(1), _INT64) as (k, _):
             add(k, chains[0])
         for b in range(sequences):
-            with builder.if_then(builder.icmp_signed("<", int64(b), live)):
-                target = builder.gep(out, [builder.mul(out_b, int64(b))])
+            with builder.if_then(builder.icmp_signed("<", _INT64(b), live)):
+                target = builder.gep(out, [builder.mul(out_b, _INT64(b))])
                 total = _sum_of(builder, [builder.load(sums[b]) for sums in chains])
                 if what == "dots":
-                    lanes = [builder.extract_element(total, int32(i)) for i in range(rows)]
-                    while len(lanes) > 1:  # halves onto each other, which stay vectors
-                        half = len(lanes) // 2
-                        lanes = [builder.fadd(y, z) for y, z in zip(lanes[:half], lanes[half:], strict=True)]
-                    builder.store(builder.fadd(lanes[0], builder.load(target)), target)
-                else:
-                    place = vector_at(target, int64(0))
-                    if what == "shared":
-                        total = builder.fadd(total, builder.load(place, align=size))
-                    builder.store(total, place, align=size)
+                    total = _sum_of_lanes(builder, total)
+                    builder.store(builder.fadd(total, builder.load(target)), target)
+                    continue
+                place = entries.pointer(target, _INT64(0))
+                if what == "shared":
+                    total = builder.fadd(total, builder.load(place, align=entries.size))
+                builder.store(total, place, align=entries.size)
         return context.get_dummy_value()
 
     return generate
+
+
+def _sum_of_lanes(builder, vector):
+    """The sum of a vector's lanes, by halves added onto each other, which stay vectors."""
+    lanes = [builder.extract_element(vector, _INT32(i)) for i in range(vector.type.count)]
+    while len(lanes) > 1:
+        half = len(lanes) // 2
+        lanes = [builder.fadd(y, z) for y, z in zip(lanes[:half], lanes[half:], strict=True)]
+    return lanes[0]
 
 
 def _block_adder(rows):
     """That for blocks: a row of a block is a vector, and so is the sum of a row, whose lanes are added at the end."""
 
     def generate(context, builder, signature, arguments):
-        values, places, stride, last_place, columns, begin, end, x, _, out = arguments[:10]
-        int32, int64 = ir.IntType(32), ir.IntType(64)
-        number = context.get_value_type(signature.args[0].dtype)
-        vector = ir.VectorType(number, BLOCK_WIDTH)
-        size = context.get_abi_sizeof(number)
-        fused = fused_multiply_add(builder, vector, size)
-
-        def vector_at(pointer, index):
-            return builder.load(builder.bitcast(builder.gep(pointer, [index]), vector.as_pointer()), align=size)
-
-        def at(pointer, index):
-            return builder.sext(builder.load(builder.gep(pointer, [index])), int64)
-
-        sums = [cgutils.alloca_once_value(builder, ir.Constant(vector, [0.0] * BLOCK_WIDTH)) for _ in range(rows)]
-        last = builder.sub(last_place, int64(BLOCK_WIDTH - 1))
-        with cgutils.for_range_slice(builder, begin, end, int64(1), int64) as (k, _):
-            start, states = at(places, k), vector_at(x, at(columns, k))
+        values, places, stride, last_place, _, begin, end, x, _, out = arguments[:10]
+        block = _EntryReader(context, builder, signature, arguments, BLOCK_WIDTH)
+        fused = fused_multiply_add(builder, block.vector, block.size)
+        sums = [cgutils.alloca_once_value(builder, block.zero) for _ in range(rows)]
+        last = builder.sub(last_place, _INT64(BLOCK_WIDTH - 1))
+        with cgutils.for_range_slice(builder, begin, end, _INT64(1), _INT64) as (k, _):
+            start, states = block.read_integer(places, k), block.neighbouring_states(k, x)
             for i, total in enumerate(sums):
-                place = builder.add(start, builder.mul(stride, int64(i)))
+                place = builder.add(start, builder.mul(stride, _INT64(i)))
                 place = builder.select(builder.icmp_signed(">", place, last), last, place)
-                builder.store(builder.call(fused, [vector_at(values, place), states, builder.load(total)]), total)
+                builder.store(builder.call(fused, [block.read(values, place), states, builder.load(total)]), total)
         for i, total in enumerate(sums):
-            target, lanes = builder.gep(out, [int64(i)]), builder.load(total)
-            row = _sum_of(builder, [builder.extract_element(lanes, int32(j)) for j in range(BLOCK_WIDTH)])
+            target, lanes = builder.gep(out, [_INT64(i)]), builder.load(total)
+            row = _sum_of(builder, [builder.extract_element(lanes, _INT32(j)) for j in range(BLOCK_WIDTH)])
             builder.store(builder.fadd(row, builder.load(target)), target)
         return context.get_dummy_value()
 
