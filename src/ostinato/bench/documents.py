@@ -79,60 +79,9 @@ def sweeps(quick: bool) -> list[Sweep]:
         *(lengths_sweep(cell, 512, LENGTHS) for cell in NAMES),
         *(_transfer(cell) for cell in NAMES),
         *(_density(cell) for cell in ("RNN", "LSTM")),
-        Sweep(
-            "hidden",
-            "RNN forward over hidden size, 10 % in 16x1 blocks",
-            "hidden",
-            "hidden size H",
-            {
-                "cpu": [RecurrentLayer("RNN", hidden, **ON_CPU) for hidden in (256, 512, 1024, 2304)],
-                "cuda": [
-                    RecurrentLayer("RNN", hidden, 4, who=ON_GPU, **PRUNED)
-                    for hidden in (256, 768, 1024, 2304, 4608, 8192)
-                ],
-            },
-            unit="us a step",
-            ratios=(next_best(IN_BLOCKS),),
-            sizes={"cpu": "batch 1, float32", "cuda": "batch 4, float16"},
-            small=512,
-        ),
-        Sweep(
-            "batch",
-            "LSTM forward over batch",
-            "batch",
-            "batch size B",
-            {
-                "cpu": [RecurrentLayer("LSTM", 384, batch, 100, **ON_CPU) for batch in (1, 4, 16, 64)],
-                "cuda": [
-                    RecurrentLayer("LSTM", 2304, batch, density=0.3, who=(*ON_GPU, SPARSE_KERNEL))
-                    for batch in (1, 2, 4, 8, 16, 32, 64)
-                ],
-            },
-            unit="us a step",
-            ratios=(next_best(), next_best(IN_BLOCKS)),
-            sizes={"cpu": "384 hidden, 10 % in 16x1 blocks, float32", "cuda": "2304 hidden, 30 %, float16"},
-            small=4,
-        ),
-        Sweep(
-            "steps",
-            "LSTM forward over time steps",
-            "length",
-            "time steps T",
-            {
-                "cpu": [RecurrentLayer("LSTM", 384, 1, length, **ON_CPU) for length in (1, 16, 256, 4096)],
-                "cuda": [
-                    RecurrentLayer("LSTM", 2304, 4, length, density=0.3, who=ON_GPU)
-                    for length in (16, 64, 256, 1024, 4096)
-                ],
-            },
-            unit="us a step",
-            ratios=(next_best(), next_best(IN_BLOCKS)),
-            sizes={
-                "cpu": "384 hidden, batch 1, 10 % in 16x1 blocks, float32",
-                "cuda": "2304 hidden, batch 4, 30 %, float16",
-            },
-            small=256,
-        ),
+        _hidden(),
+        _batch(),
+        _steps(),
         _training(512, (64, 256), (64, 256, 1024), small=64),
         _training(4096, (64,), (64, 256), small=0),
     ]
@@ -223,6 +172,67 @@ def _density(cell: str) -> Sweep:
         note="Published: more than 6 times the next best at 30 %, by a kernel of single weights as our sparse one, "
         "on a GPU of 2018.",
         sizes={"cpu": "1024 hidden, batch 1, float32", "cuda": "2304 hidden, batch 4, float16"},
+    )
+
+
+def _hidden() -> Sweep:
+    return Sweep(
+        "hidden",
+        "RNN forward over hidden size, 10 % in 16x1 blocks",
+        "hidden",
+        "hidden size H",
+        {
+            "cpu": [RecurrentLayer("RNN", hidden, **ON_CPU) for hidden in (256, 512, 1024, 2304)],
+            "cuda": [
+                RecurrentLayer("RNN", hidden, 4, who=ON_GPU, **PRUNED) for hidden in (256, 768, 1024, 2304, 4608, 8192)
+            ],
+        },
+        unit="us a step",
+        ratios=(next_best(IN_BLOCKS),),
+        sizes={"cpu": "batch 1, float32", "cuda": "batch 4, float16"},
+        small=512,
+    )
+
+
+def _batch() -> Sweep:
+    return Sweep(
+        "batch",
+        "LSTM forward over batch",
+        "batch",
+        "batch size B",
+        {
+            "cpu": [RecurrentLayer("LSTM", 384, batch, 100, **ON_CPU) for batch in (1, 4, 16, 64)],
+            "cuda": [
+                RecurrentLayer("LSTM", 2304, batch, density=0.3, who=(*ON_GPU, SPARSE_KERNEL))
+                for batch in (1, 2, 4, 8, 16, 32, 64)
+            ],
+        },
+        unit="us a step",
+        ratios=(next_best(), next_best(IN_BLOCKS)),
+        sizes={"cpu": "384 hidden, 10 % in 16x1 blocks, float32", "cuda": "2304 hidden, 30 %, float16"},
+        small=4,
+    )
+
+
+def _steps() -> Sweep:
+    return Sweep(
+        "steps",
+        "LSTM forward over time steps",
+        "length",
+        "time steps T",
+        {
+            "cpu": [RecurrentLayer("LSTM", 384, 1, length, **ON_CPU) for length in (1, 16, 256, 4096)],
+            "cuda": [
+                RecurrentLayer("LSTM", 2304, 4, length, density=0.3, who=ON_GPU) for length in (16, 64, 256, 1024, 4096)
+            ],
+        },
+        unit="us a step",
+        ratios=(next_best(), next_best(IN_BLOCKS)),
+        sizes={
+            "cpu": "384 hidden, batch 1, 10 % in 16x1 blocks, float32",
+            "cuda": "2304 hidden, batch 4, 30 %, float16",
+        },
+        small=256,
     )
 
 
