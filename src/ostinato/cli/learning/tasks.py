@@ -1,12 +1,18 @@
 """What is learned of tasks with one right answer: selective copying, and questions about strings of bits."""
 
+from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
 from ostinato.cli.devices import Device
 from ostinato.cli.learning.run import Cells, Json, LearningRun, Quick, Seed, Steps, chosen_cells, parameters_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ostinato.bench.learning.fit import Progress, Stage, TaskTrainer
 
 
 def copying(
@@ -22,7 +28,7 @@ def copying(
     """Selective copying: which tokens, among thousands of noise, in which order; lengths grow by stages."""
     import torch
 
-    from ostinato.bench.learning.fit import Stage, TaskTrainer, remember
+    from ostinato.bench.learning.fit import TaskTrainer, remember
     from ostinato.bench.learning.tasks import SelectiveCopying
     from ostinato.models import LanguageModel
 
@@ -31,10 +37,7 @@ def copying(
         length, items, width, steps = 64, 2, 16, 20
     if not 0 < items <= length:
         raise ValueError(f"items must be at least 1 and at most length, {length}; got {items}")
-    stages = [Stage(length, batch_size=32, steps=steps)]
-    for shorter, batch_size, times in ((1024, 64, 1), (256, 256, 1), (64, 512, 3)):
-        if items < shorter < length:
-            stages.insert(0, Stage(shorter, batch_size, times * steps, accuracy=0.98))
+    stages = _curriculum(length, items, steps)
     sequences, test_sequences = (32, 64) if quick else (128, 1024)
     task = SelectiveCopying(items)
     torch.set_float32_matmul_precision("high")  # tf32 on a GPU: the gates and the scan stay in float32
@@ -61,25 +64,38 @@ def copying(
                 "curve": [],
             }
             run.content["runs"].append(row)
-            with run.progress() as progress:
-                bar = progress.add_task(cell, total=1.0)
-                while not trainer.finished:
-                    point = trainer.advance(10 if quick else 50)
-                    what = f"{cell}  length {point.length:,}  loss {point.train_loss:.3f}"
-                    progress.update(bar, completed=trainer.progress, description=what)
-                    run.stop_if_interrupted()
-                    if trainer.stage_step % (5 * 50) == 0:
-                        accuracy = trainer.evaluate(length, sequences, seed=seed + 1)[length:].mean().item()
-                        row["curve"].append({**asdict(point), "accuracy": accuracy})
-                        run.save()
-                        progress.console.print(
-                            f"{cell}  step {point.step:6,}  {point.seconds:4.0f} s  length {point.length:5,}: "
-                            f"loss {point.train_loss:.4f}, {point.train_accuracy:.2%} right; "
-                            f"length {length:,}: {accuracy:.2%}"
-                        )
+            for point in _trained(run, trainer, cell):
+                if trainer.stage_step % (5 * 50) == 0:
+                    accuracy = trainer.evaluate(length, sequences, seed=seed + 1)[length:].mean().item()
+                    row["curve"].append({**asdict(point), "accuracy": accuracy})
+                    run.save()
+                    run.console.print(
+                        f"{cell}  step {point.step:6,}  {point.seconds:4.0f} s  length {point.length:5,}: "
+                        f"loss {point.train_loss:.4f}, {point.train_accuracy:.2%} right; "
+                        f"length {length:,}: {accuracy:.2%}"
+                    )
             row["accuracy"] = trainer.evaluate(length, test_sequences, seed=seed + 2)[length:].mean().item()
             run.save()
             run.console.print(f"{cell}: {row['accuracy']:.2%} of {test_sequences * items:,} tokens right")
+
+
+def _curriculum(length: int, items: int, steps: int) -> "list[Stage]":
+    from ostinato.bench.learning.fit import Stage
+
+    shorter = Stage(64, 512, 3 * steps, 0.98), Stage(256, 256, steps, 0.98), Stage(1024, 64, steps, 0.98)
+    return [*(stage for stage in shorter if items < stage.length < length), Stage(length, 32, steps)]
+
+
+def _trained(run: LearningRun, trainer: "TaskTrainer", name: str) -> "Iterator[Progress]":
+    """Train to the end, and yield where the training is every few steps."""
+    with run.progress() as progress:
+        bar = progress.add_task(name, total=1.0)
+        while not trainer.finished:
+            point = trainer.advance(10 if run.quick else 50)
+            what = f"{name}  length {point.length:,}  loss {point.train_loss:.3f}"
+            progress.update(bar, completed=trainer.progress, description=what)
+            run.stop_if_interrupted()
+            yield point
 
 
 def bits(
@@ -139,21 +155,19 @@ def bits(
                 while not trainer.finished:
                     curve.append(asdict(trainer.advance(100)))
                     run.stop_if_interrupted()
-                right = trainer.evaluate(longest, sequences, seed=seed + 1, at_once=sequences)
-                within, beyond = right[:trained].mean().item(), right[trained:].mean().item()
-                run.content["runs"].append(
-                    {
-                        "question": question,
-                        "cell": cell,
-                        "num_layers": depth,
-                        "model": model.settings,
-                        "parameters": parameters_of(model),
-                        "curve": curve,
-                        "accuracy_within": within,
-                        "accuracy_beyond": beyond,
-                        "accuracy_by_8_lengths": [round(share.mean().item(), 4) for share in right.split(8)],
-                    }
-                )
+                row = {"question": question, "cell": cell, "num_layers": depth, "model": model.settings}
+                row |= {"parameters": parameters_of(model), "curve": curve}
+                row |= _accuracies(trainer.evaluate(longest, sequences, seed=seed + 1, at_once=sequences), trained)
+                run.content["runs"].append(row)
                 run.save()
-                progress.console.print(f"{what:<25}{within:12.1%}{beyond:20.1%}")
+                progress.console.print(f"{what:<25}{row['accuracy_within']:12.1%}{row['accuracy_beyond']:20.1%}")
                 progress.advance(bar)
+
+
+def _accuracies(right: "Tensor", trained: int) -> dict[str, Any]:
+    """Shares of right answers at each length: up to the one trained on, beyond it, and by groups of lengths."""
+    return {
+        "accuracy_within": right[:trained].mean().item(),
+        "accuracy_beyond": right[trained:].mean().item(),
+        "accuracy_by_8_lengths": [round(share.mean().item(), 4) for share in right.split(8)],
+    }
