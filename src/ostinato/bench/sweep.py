@@ -70,6 +70,10 @@ class Sweep:
             label: {p["x"]: p["value"] for p in line["points"]} for label, line in lines.items()
         }
         ran = dict.fromkeys(record["device_type"] for record in results)
+        named = [
+            {"contestants": {_label(self, record, who): row for who, row in record["contestants"].items()}}
+            for record in results
+        ]
         unseen = ["The GPU's part needs a CUDA device."] if "cuda" in self.on and "cuda" not in ran else []
         return run | {
             "title": ": ".join([self.title, *(self.sizes[kind] for kind in ran if kind in self.sizes)]),
@@ -79,7 +83,7 @@ class Sweep:
             "lines": lines,
             "published": self.published,
             "ratios": _ratios(self.ratios, values),
-            "notes": [*report.dashes(results), *unseen, *filter(None, [self.note])],
+            "notes": [*report.dashes(named), *unseen, *filter(None, [self.note])],
         }
 
 
