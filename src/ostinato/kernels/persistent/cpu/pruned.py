@@ -140,18 +140,16 @@ class _EntryReader:
 
 def _entry_adder(what, rows, sequences, direct):
     """The generator of :func:`_add_slice`, but for blocks."""
-    states = {
-        "shared": _EntryReader.state_of_column,
-        "own": _EntryReader.states_anywhere,
-        "dots": _EntryReader.neighbouring_states,
-    }[what]
-    weights = _EntryReader.packed_weights
-    if direct:
-        weights = _EntryReader.weights_of_column if what == "shared" else _EntryReader.weights_anywhere
 
     def generate(context, builder, signature, arguments):
         begin, end, x, x_b, out, out_b, live = arguments[5:12]
         entries = _EntryReader(context, builder, signature, arguments, rows)
+        # Numba compiles this for dense weights, too, in branches that are never taken.
+        readers = {"own": entries.states_anywhere, "dots": entries.neighbouring_states}
+        states = readers.get(what, entries.state_of_column)
+        weights = entries.packed_weights
+        if direct:
+            weights = entries.weights_of_column if what == "shared" else entries.weights_anywhere
         fused = fused_multiply_add(builder, entries.vector, entries.size)
         last = builder.sub(live, _INT64(1))
         which = [builder.select(builder.icmp_signed("<", _INT64(b), live), _INT64(b), last) for b in range(sequences)]
@@ -162,9 +160,9 @@ def _entry_adder(what, rows, sequences, direct):
         ]
 
         def add(k, sums):
-            entry = weights(entries, k)
+            entry = weights(k)
             for row, total in zip(x_rows, sums, strict=True):
-                builder.store(builder.call(fused, [entry, states(entries, k, row), builder.load(total)]), total)
+                builder.store(builder.call(fused, [entry, states(k, row), builder.load(total)]), total)
 
         many = _INT64(len(chains))
         odd = builder.sub(end, builder.srem(builder.sub(end, begin), many))
