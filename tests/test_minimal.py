@@ -323,7 +323,7 @@ def test_a_packed_sequence_that_does_not_fit_its_rows(sizes):
         (
             lambda: ostinato.MinGRU(4, 6).step(torch.randn(2, 4), torch.randn(2, 6)),
             ValueError,
-            r"h must have shape \(1, 2, 6\); got \(2, 6\)",
+            r"state must have shape \(1, 2, 6\); got \(2, 6\)",
         ),
         (
             lambda: ostinato.MinGRU(4, 6)(torch.randn(5, 2, 4), torch.zeros(1, 2, 6).double()),
@@ -333,7 +333,7 @@ def test_a_packed_sequence_that_does_not_fit_its_rows(sizes):
         (
             lambda: ostinato.MinLSTM(4, 6).step(torch.randn(2, 4), torch.zeros(1, 2, 6).half()),
             TypeError,
-            "h must have the parameters' dtype, torch.float32; got torch.float16",
+            "state must have the parameters' dtype, torch.float32; got torch.float16",
         ),
         (lambda: ostinato.MinGRU(4, 4, bidirectional=True).step(torch.randn(4)), ValueError, "bidirectional"),
         (

@@ -217,15 +217,15 @@ class StackedLayers(nn.Module):
         """The state before the first step, all zeros, as ``forward`` and :meth:`step` take it."""
         return self._zero_state(self.weight_ih_l0, batch_size)
 
-    def step(self, x: Tensor, h: Hidden | None = None) -> tuple[Tensor, Any]:
-        """One time step, in constant memory: ``y, h = module.step(x, h)``.
+    def step(self, x: Tensor, state: Hidden | None = None) -> tuple[Tensor, Any]:
+        """One time step, in constant memory: ``y, state = module.step(x, state)``.
 
         Args:
             x: the input at this step, (B, input_size) or (input_size,).
-            h: the state so far, (num_layers, B, hidden_size), without B if x has none; zero if absent.
+            state: the state so far, (num_layers, B, hidden_size), without B if x has none; zero if absent.
 
         Returns:
-            y, (B, hidden_size), the last layer's output, and h, the new state of every layer.  They may share memory:
+            y, (B, hidden_size), the last layer's output, and the new state of every layer.  They may share memory:
             change neither in place.
 
         Raises:
@@ -235,33 +235,33 @@ class StackedLayers(nn.Module):
         Example:
             >>> import torch, ostinato
             >>> module, x = ostinato.MinGRU(3, 5), torch.randn(7, 3)
-            >>> h = None
+            >>> state = None
             >>> for x_t in x:
-            ...     y, h = module.step(x_t, h)
+            ...     y, state = module.step(x_t, state)
             >>> torch.allclose(y, module(x)[0][-1], atol=1e-6)
             True
         """
         if self.bidirectional:
             raise ValueError("step needs a module that runs forward in time; this one is bidirectional")
-        again = None if torch.compiler.is_compiling() else self._step_again(x, h)
+        again = None if torch.compiler.is_compiling() else self._step_again(x, state)
         if again is not None:
             return again
         check_input(self, x, (1, 2), "(B, input_size) or (input_size,)")
         batched = x.dim() == 2
-        self._check_state(h, x.shape[:-1], "h")
+        self._check_state(state, x.shape[:-1], "state")
         if not batched:
-            x, h = x[None], None if h is None else each(lambda state: state.unsqueeze(1), h)
+            x, state = x[None], None if state is None else each(lambda own: own.unsqueeze(1), state)
         y, states = x, []
         for layer in range(self.num_layers):
             if layer > 0 and self.dropout > 0 and self.training:
                 y = F.dropout(y, self.dropout)
-            h0 = None if h is None else self._of_layer(h, layer)
+            h0 = None if state is None else self._of_layer(state, layer)
             y, h_last = self._step_of_layer(layer, y, h0)
             states.append(h_last)
         new = stacked(states)
-        return (y, new) if batched else (y[0], each(lambda state: state.squeeze(1), new))
+        return (y, new) if batched else (y[0], each(lambda own: own.squeeze(1), new))
 
-    def _step_again(self, x: Any, h: Any) -> tuple[Tensor, Any] | None:
+    def _step_again(self, x: Any, state: Any) -> tuple[Tensor, Any] | None:
         """The fast path of :meth:`step` for a call like one that was validated before, if the subclass caches these."""
         return None
 

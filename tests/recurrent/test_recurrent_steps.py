@@ -205,7 +205,7 @@ def test_a_step_names_what_is_wrong_with_a_state(cell):
             layer.step(x, wrong)
     for shape in ((2, 8), (1, 3, 8), (1, 2, 9), (2, 2, 8)):
         state = torch.zeros(shape)
-        with pytest.raises(ValueError, match=r"a state must have shape \(1, 2, 8\); got \("):
+        with pytest.raises(ValueError, match=r"state must have shape \(1, 2, 8\); got \("):
             layer.step(x, (h, state) if cell == "LSTM" else state)
-    with pytest.raises(ValueError, match=r"a state must have shape \(1, 8\); got \(1, 1, 8\)"):
+    with pytest.raises(ValueError, match=r"state must have shape \(1, 8\); got \(1, 1, 8\)"):
         layer.step(x[0], (h[:, :1], h[0]) if cell == "LSTM" else h[:, :1])

@@ -60,8 +60,8 @@ class _MinimalLayers(DiagonalLayers):
         """Whether the sequence is sharded and each direction must be run separately."""
         return self.sequence_group is not None and (resets is not None or self.bidirectional)
 
-    def _step_again(self, x: Any, h: Any) -> tuple[Tensor, Any] | None:
-        return self._layer_again(0, x, h) if self.num_layers == 1 else None
+    def _step_again(self, x: Any, state: Any) -> tuple[Tensor, Any] | None:
+        return self._layer_again(0, x, state) if self.num_layers == 1 else None
 
     def _layer_again(self, layer: int, x: Any, h: Any) -> tuple[Tensor, Any] | None:
         """The step of a layer, if one like it is cached."""

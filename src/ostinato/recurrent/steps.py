@@ -64,7 +64,7 @@ class StepLayers(MaskedLayers):
         for tensor, size in zip(states, self._state_sizes(), strict=False):
             shape = self.num_layers, *x.shape[:-1], size
             if isinstance(tensor, Tensor) and tensor.shape != shape:  # torch would speak of sequences
-                raise ValueError(f"a state must have shape {shape}; got {tuple(tensor.shape)}")
+                raise ValueError(f"state must have shape {shape}; got {tuple(tensor.shape)}")
         if x.is_cuda and x.dim() == 2 and states and not self.proj_size and not torch.is_autocast_enabled("cuda"):
             if torch.cuda.is_current_stream_capturing():  # elsewhere cuDNN's fewer launches win
                 run = by_cells(self.mode, self.num_layers, (len(x), self.hidden_size), states[0].shape, self._dropout())
