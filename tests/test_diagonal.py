@@ -407,7 +407,7 @@ def test_what_is_shown_of_a_module():
         (
             lambda: ostinato.ParaLSTM(4, 6).step(torch.randn(4), (torch.zeros(1, 6), torch.zeros(6))),
             ValueError,
-            r"h\[1\] must have shape \(1, 6\); got \(6,\)",
+            r"state\[1\] must have shape \(1, 6\); got \(6,\)",
         ),
         (
             lambda: ostinato.SRU(4, 6)(torch.randn(5, 4), resets=torch.zeros(4, dtype=torch.bool)),
