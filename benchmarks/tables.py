@@ -95,7 +95,9 @@ TABLES: dict[str, Callable[[], str]] = {
     ),
     "training-resets": partial(layers, "training-gpu", lambda work: work.get("resets", 0) > 0, "forward+backward"),
     "training-errors": partial(gradients, "training-gpu"),
-    "training-sweep": partial(plot_alone, "training-sweep-gpu", "cuDNN over ours, by hidden size and batch"),
+    "training-sweep": partial(
+        plot_alone, "training-sweep-gpu", "The time of cuDNN over ours, by hidden size and batch"
+    ),
     "training-cpu": partial(layers, "training-cpu", pass_name="forward+backward"),
     "inference-cpu": partial(layers, "training-cpu"),
     "bounds-scan": partial(kernels.bounds, "scan-gpu"),
@@ -104,8 +106,11 @@ TABLES: dict[str, Callable[[], str]] = {
     "profile-published": kernels.published_profile,
     "profile-loop": partial(kernels.profile, "profile-loop-gpu"),
     "learning": partial(learning.learned, "tinyshakespeare-gpu"),
-    "curve": partial(with_plot, learning.curve, "tinyshakespeare-gpu", "Loss", "plots"),
-    **{name: partial(with_plot, table, name, "What is learned") for name, table in LEARNED.items()},
+    "curve": partial(with_plot, learning.curve, "tinyshakespeare-gpu", "Training and held-out loss", "plots"),
+    **{
+        name: partial(with_plot, table, name, f"What is learned: {name.split('-')[1]}")
+        for name, table in LEARNED.items()
+    },
     "several-gpus": partial(gpus.measured, "distributed-gpu"),
     "exchange": partial(gpus.simulated, "exchange-simulated"),
     "reinforcement": partial(examples.reinforcement, "reinforcement-cpu"),

@@ -22,7 +22,7 @@ def sweep(name: str) -> str:
     grid = report.sweep(content)
     if SWEEPS[name].together:
         grid.notes.append(f"CPU: {content.get('processor', 'of that machine')}, {content['threads']} threads.")
-    plot = runs.plot(f"seeds-{name}-gpu", name)
+    plot = runs.plot(f"seeds-{name}-gpu", content["title"])
     return f"**{content['title']}.**\n\n{runs.sourced(grid, f'seeds-{name}-gpu')}\n{plot}"
 
 
