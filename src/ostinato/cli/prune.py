@@ -56,22 +56,14 @@ def prune(
     }
     if finetune < 0:
         raise ValueError(f"finetune must be at least 0; got {finetune}")
-    if output is None:
-        output = checkpoint.with_stem(f"{checkpoint.stem}-pruned")
+    output = output or checkpoint.with_stem(f"{checkpoint.stem}-pruned")
     check_file(output)
     if output.exists() and not overwrite:
         raise ValueError(f"{output} is there already: expected another --output, or --overwrite")
     loaded = load_checkpoint(checkpoint)
     if loaded.model.settings["cell"] not in ("gru", "lstm"):
         raise ValueError(f"{checkpoint}: expected a gru or lstm to prune; got a {loaded.model.settings['cell']}")
-    settings = replace(
-        _settings(loaded),
-        seconds=None,
-        steps=max(finetune, 1),
-        learning_rate=learning_rate,
-        warmup_steps=min(100, finetune // 10),
-        evaluate_every=max(finetune // 4, 1),
-    )
+    settings = _settings(loaded, finetune, learning_rate)
     ostinato.prune(copy.deepcopy(loaded.model), **options)  # complains before the work begins
     tokens = loaded.vocabulary.encode(_text_of(checkpoint, loaded, text))
     trainer = Trainer(loaded.model, tokens, settings, device=choose_device(device), precision=precision)
@@ -103,11 +95,18 @@ def _densities(text: str) -> float | list[float]:
     return values[0] if len(values) == 1 else values
 
 
-def _settings(loaded: "Checkpoint") -> "TrainingSettings":
-    """Those of the training, without which held-out parts would differ."""
+def _settings(loaded: "Checkpoint", finetune: int, learning_rate: float) -> "TrainingSettings":
+    """Of fine-tuning for so many steps; else those of the training, without which held-out parts would differ."""
     from ostinato.training import TrainingSettings
 
-    return TrainingSettings(**loaded.training.get("trainer", {}).get("settings", {}))
+    return replace(
+        TrainingSettings(**loaded.training.get("trainer", {}).get("settings", {})),
+        seconds=None,
+        steps=max(finetune, 1),
+        learning_rate=learning_rate,
+        warmup_steps=min(100, finetune // 10),
+        evaluate_every=max(finetune // 4, 1),
+    )
 
 
 def _text_of(path: Path, loaded: "Checkpoint", text: Path | None) -> str:
