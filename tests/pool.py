@@ -1,4 +1,8 @@
-"""Processes that are started once and run one function after the other together, as a process group of gloo's."""
+"""Processes that are started once and run one function after the other together, as a process group of gloo's.
+
+They are forked from one that has imported this library, and others can be at any time, for what takes a process of its
+own: that costs a few milliseconds, where an interpreter takes seconds to import PyTorch.
+"""
 
 import os
 import traceback
@@ -8,22 +12,26 @@ from torch import distributed
 
 
 class Pool:
-    """`size` processes; :meth:`run` takes as many of them as asked for."""
+    """`size` processes; :meth:`run` takes as many of them as asked for, :meth:`apart` starts another."""
 
     def __init__(self, size, folder):
         self.size, self.folder, self.calls = size, folder, 0
+        self.context = torch.multiprocessing.get_context("forkserver")  # of which one process imports for all
+        self.context.set_forkserver_preload(["ostinato.models", "torch.distributed.fsdp", "torch._dynamo", "numba"])
         self.start()
 
     def start(self):
-        context = torch.multiprocessing.get_context("forkserver")  # of which one process imports for all
-        context.set_forkserver_preload(["ostinato.models", "torch.distributed.fsdp", "torch._dynamo", "numba"])
         self.members = []
         for rank in range(self.size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank), daemon=True)
-            process.start()
+            ours, theirs = self.context.Pipe()
+            self.members.append((self.apart(_serve, theirs, rank), ours))
             theirs.close()
-            self.members.append((process, ours))
+
+    def apart(self, function, *arguments):
+        """A process of its own that calls function(*arguments)."""
+        process = self.context.Process(target=function, args=arguments, daemon=True)
+        process.start()
+        return process
 
     def run(self, size, function, *arguments):
         """What function(*arguments) returns in each of `size` processes that are one group, float64 their default."""

@@ -3,8 +3,8 @@
 import errno
 import os
 import re
+import signal
 import stat
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -102,15 +102,20 @@ def test_a_folder_is_locked_for_one(tmp_path):
         assert not os.listdir(tmp_path)
 
 
-def test_a_lock_ends_with_its_process(tmp_path):
-    code = "import sys; from pathlib import Path; from ostinato.files import locked\n"
-    code += "with locked(Path(sys.argv[1])): print(flush=True); input()"
-    command = [sys.executable, "-c", code, tmp_path]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        process.stdout.readline()
-        with pytest.raises(OSError, match="one does now"), locked(tmp_path):
-            pass
-        process.kill()
+def hold(folder, held):
+    with locked(folder):
+        held.set()
+        signal.pause()
+
+
+def test_a_lock_ends_with_its_process(tmp_path, processes):
+    held = processes.context.Event()
+    process = processes.apart(hold, tmp_path, held)
+    assert held.wait(60)
+    with pytest.raises(OSError, match="one does now"), locked(tmp_path):
+        pass
+    process.kill()
+    process.join(60)
     with locked(tmp_path):
         pass
 

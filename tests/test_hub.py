@@ -1,8 +1,6 @@
 """Models as the Hugging Face hub keeps them."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -58,21 +56,3 @@ def test_pickled_weights_are_not_read(saved, monkeypatch):
     monkeypatch.setattr("huggingface_hub.hub_mixin.hf_hub_download", download)
     with pytest.raises(ValueError, match="must be a safetensors file; got"):
         LanguageModel.from_pretrained("somebody/something")
-
-
-def test_without_the_extra_the_error_names_it():
-    code = """
-import sys
-sys.modules["huggingface_hub"] = None
-from ostinato.models import LanguageModel
-model = LanguageModel(11, width=8)
-for call in (model.save_pretrained, model.push_to_hub, LanguageModel.from_pretrained):
-    try:
-        call("somewhere")
-    except ImportError as error:
-        print(error)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == 3 * [
-        "models are saved for the Hugging Face hub by huggingface_hub: pip install 'ostinato[hub]'"
-    ]
