@@ -50,7 +50,7 @@ def test_forecast_beats_the_linear_one_and_steps_agree(example):
 
 
 def test_characters_learn_and_are_written(example):
-    output = example("characters", 100)
+    output = example("characters", 50)
     losses = re.findall(r"held-out loss (\d\.\d+)", output)
     assert float(losses[-1]) < 2.8  # a guess by how often each character occurs costs 3.1
     assert len(output.partition("def ")[2]) == 301
@@ -58,7 +58,7 @@ def test_characters_learn_and_are_written(example):
 
 def test_serve_forecasts_with_a_tenth_of_the_weights(example):
     pytest.importorskip("matplotlib")
-    output = example("serve", 25, 192)
+    output = example("serve", 60, 64)
     assert "10% of the weights are left" in output
     (last_value,) = numbers(output, "last value         error")
     for row in ("dense, torch.nn", "10% of its weights"):
