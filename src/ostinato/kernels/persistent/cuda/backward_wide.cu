@@ -144,7 +144,7 @@ struct Units : Share {
         lived = (lived & others) | lives << 4 * turn, began = (began & others) | begins << 4 * turn;
     }
 
-    __device__ void write(int turn) const {
+    __device__ void write(char *, int, int turn) const {
 #pragma unroll
         for (int r = 0; r < ROUNDS; ++r)
 #pragma unroll
@@ -191,21 +191,7 @@ extern "C" __global__ void __launch_bounds__(TURNS * THREADS, 1) recur(const Par
                          :: "l"(to), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w) : "memory");
         });
     } else if (updates()) {
-        take_registers<UPDATING>();
-        Patience patience(p.failure);
-        Units units(p, place, shared);
-        units.fetch(0, 0);
-        for (int taken = 0; taken < p.steps; ++taken) {
-#pragma unroll 1
-            for (int turn = 0; turn < TURNS; ++turn) {
-                units.update(place, shared, taken, turn, patience);
-                announce(p, place, turn);
-                units.write(turn);
-                const int next = (turn + 1) % TURNS;
-                if (taken + !next < p.steps) units.fetch(taken + !next, next);
-            }
-        }
-        units.finish(place, shared, patience);
+        update_all<Units>(p, place, shared);
     } else {
         take_registers<COPYING>();
         copy(p, place, shared);

@@ -110,7 +110,7 @@ struct Units : Share {
         }
     }
 
-    __device__ void finish(char* shared) const {
+    __device__ void finish(const Place &, char* shared, Patience &) const {
         for (int turn = 0; turn < TURNS; ++turn)
             for (int r = 0; r < ROUNDS; ++r)
                 for (int s = 0; s < 2; ++s) {
@@ -137,29 +137,15 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(TURNS * THREADS, 1) rec
     if (multiplies()) {
         // A warpgroup's sums go to the block of the team whose units they are of, a warp's are of a gate.
         const int gate = warp_id() % 4;
-        unsigned to = shared_address(shared) + AT_SUMS + ((place.rank * GATES + gate) * TERM + lane_id()) * 16;
-        asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(to), "r"(threadIdx.x / 128));
+        const char* here = shared + AT_SUMS + ((place.rank * GATES + gate) * TERM + lane_id()) * 16;
+        const unsigned to = shared_address(here, threadIdx.x / 128);
         multiply_all(p, place, shared, [&](int turn, int tile, const float4& x) {
             asm volatile("st.relaxed.cluster.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};"
                          :: "r"(to + (turn * TERMS * TERM + tile * 32) * 16), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w)
                          : "memory");
         });
     } else if (updates()) {
-        take_registers<UPDATING>();
-        Patience patience(p.failure);
-        Units units(p, place, shared);
-        units.fetch(0, 0);
-        for (int taken = 0; taken < p.steps; ++taken) {
-#pragma unroll 1
-            for (int turn = 0; turn < TURNS; ++turn) {
-                units.update(place, shared, taken, turn, patience);
-                announce(p, place, turn);
-                units.write(shared, taken, turn);
-                const int next = (turn + 1) % TURNS;
-                if (taken + !next < p.steps) units.fetch(taken + !next, next);
-            }
-        }
-        units.finish(shared);
+        update_all<Units>(p, place, shared);
     } else {
         take_registers<COPYING>();
         copy(p, place, shared);

@@ -83,9 +83,10 @@ __device__ inline volatile int& failed(char* shared) {
 __device__ inline void make_barriers(char* shared) {
     if (threadIdx.x) return;
     failed(shared) = 0;
-    for (int i = 0; i < 2 * SLOTS; ++i)  // a slot is emptied by the eight warps that multiply
-        asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;"
-                     :: "r"(shared_address(shared + AT_BARRIERS) + i * 8), "r"(i < SLOTS ? 1 : WARPS) : "memory");
+    for (Slot slot; !slot.parity; slot.next()) {
+        open_barrier(slot.filled(shared));
+        open_barrier<WARPS>(slot.emptied(shared));  // by all that multiply
+    }
     announce_barriers();
 }
 
@@ -376,6 +377,25 @@ __device__ inline void announce(const Parameters& p, const Place& place, int tur
     if (lane_id()) return;
     asm volatile("fence.proxy.async.global;" ::: "memory");
     asm volatile("red.release.gpu.global.add.u32 [%0], 1;" :: "l"(place.flags(p, turn) + place.block) : "memory");
+}
+
+// Updates, publishes and writes units in all steps.
+template <typename Units> __device__ inline void update_all(const Parameters& p, const Place& place, char* shared) {
+    take_registers<UPDATING>();
+    Patience patience(p.failure);
+    Units units(p, place, shared);
+    units.fetch(0, 0);
+    for (int taken = 0; taken < p.steps; ++taken) {
+#pragma unroll 1
+        for (int turn = 0; turn < TURNS; ++turn) {
+            units.update(place, shared, taken, turn, patience);
+            announce(p, place, turn);
+            units.write(shared, taken, turn);
+            const int next = (turn + 1) % TURNS;
+            if (taken + !next < p.steps) units.fetch(taken + !next, next);
+        }
+    }
+    units.finish(place, shared, patience);
 }
 
 // Before the first step.
