@@ -617,6 +617,34 @@ def test_a_step_that_no_longer_fits_into_the_spare_bits(nan_memory):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("layer", [("lstm", 512, 16, f16), ("gru", 1024, 8, bf16), ("lstm", 256, 16, f32)])
+def test_gradients_keep_their_bits_beside_other_traffic(layer):
+    """Blocks exchange words in buffers taken in turn: one that came too late would be taken for a later one."""
+    torch.manual_seed(0)
+    properties = torch.cuda.get_device_properties(0)
+    half = properties.multi_processor_count // 2  # the other has room for copies
+    found = candidates("dense", *layer, properties=properties, backward=True)
+    found = (g for g in found if g.state_buffers and not g.distributed and g.blocks * g.groups <= half)
+    case = Case("dense", *layer, back=min(found, key=lambda g: microseconds(g, layer[2])))
+    gradients = case.gradients(case.inputs(41), False)
+    expected = case.backward(gradients)
+    torch.cuda.synchronize()
+    first, second = (torch.cuda.Stream(priority=priority) for priority in (-1, 0))
+    memory = torch.empty(2, 1 << 28, device="cuda")
+    different = torch.zeros((), dtype=torch.bool, device="cuda")
+    for _ in range(300):
+        with torch.cuda.stream(second):
+            memory[0].copy_(memory[1])
+        with torch.cuda.stream(first):
+            for _ in range(4):
+                for x, y in zip(case.backward(gradients), expected, strict=True):
+                    if x is not None:
+                        different |= (x != y).any()
+    case.check()
+    assert not different
+
+
+@pytest.mark.gpu
 def test_tf32_only_where_it_is_allowed():
     torch.manual_seed(0)
     for exact, least, most in ((True, 0, 2e-6), (False, 1e-5, 1e-3)):
