@@ -60,7 +60,7 @@ def capacity(device: torch.device, batch: int = 4, dtype: torch.dtype = torch.fl
 def _largest(
     cell: str, batch: int, dtype: torch.dtype, density: float, block: tuple[int, int] | None, properties: Any
 ) -> tuple[Plan, int]:
-    """Downwards from what the chip could hold of the weights alone."""
+    """The largest layer that fits, searched downwards from what the chip could hold of the weights alone."""
 
     def plan(hidden: int) -> Plan:
         weights = None if block is None else int(density * GATES[cell] * hidden**2)
@@ -76,7 +76,7 @@ def _largest(
 
 
 def shape_name(row: Row) -> str:
-    """Such as "10 % in 16x1"."""
+    """What is kept of the weights, such as "10% in 16x1"."""
     return "dense" if row["block"] is None else f"{row['density']:.0%} in {block_name(row['block'])}"
 
 

@@ -15,7 +15,7 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 5e-3, torc
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
-    """In the Euclidean norm."""
+    """The relative error in the Euclidean norm."""
     return float((found.detach().to(expected) - expected).norm() / expected.norm())
 
 

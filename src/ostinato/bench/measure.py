@@ -114,14 +114,14 @@ def _measure_together(
 
 
 def _shown(errors: dict[str, float] | None) -> Record:
-    """The largest error, and all if there are several."""
+    """The largest error, and each of them if there are several."""
     if errors is None:
         return {"max_error": None}
     return {"max_error": _largest(errors)} | ({"errors": errors} if len(errors) > 1 else {})
 
 
 def _largest(errors: dict[str, float]) -> float:
-    """The maximum; NaN if any is, unlike Python's."""
+    """The maximum, which is NaN if any number is, unlike Python's."""
     return float(torch.tensor(list(errors.values()), dtype=torch.float64).max())
 
 

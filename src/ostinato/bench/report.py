@@ -50,14 +50,14 @@ class Grid:
         return [WRONG_NOTE] * any("†" in cell for row in self.rows for cell in row)
 
     def markdown(self) -> str:
-        """Without the title."""
+        """The table as Markdown, without its title."""
         head, *rows = self._lines
         lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
         table = "".join(f"| {' | '.join(cell.strip() for cell in line)} |\n" for line in lines)
         return "\n\n".join((table.rstrip(), *self._wrong, *self.notes)) + "\n"
 
     def rich(self) -> Group:
-        """For the console."""
+        """The table for the console."""
         head, *rows = self._lines
         table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
         for number, heading in enumerate(head):
@@ -121,7 +121,7 @@ def recurrent_layers(records: list[Record], device_type: str, leave_out: Iterabl
 
 
 def dashes(records: list[Record], columns: dict[str, str] | None = None) -> list[str]:
-    """Why there is no value of some contestants, or of those with a column, which it is to be called by."""
+    """Why some contestants have no value; `columns` names those that have a column, and what it is called."""
     ran = {who for record in records for who, row in record["contestants"].items() if "seconds" in row}
     names = {who: who for who in ran} if columns is None else {w: c for w, c in columns.items() if w in ran}
     reasons: dict[str, dict[str, None]] = {}
@@ -211,7 +211,7 @@ def sweep(content: Record) -> Grid:
 
 
 def short_name(record: Record) -> str:
-    """Of its workload, to fit on one line of a table."""
+    """The name of a workload that fits on one line of a table."""
     name = record["workload"]["name"].replace("mingru", "MinGRU").replace("minlstm", "MinLSTM")
     for long, short in (("bfloat16", "bf16"), ("float", "fp"), ("linear_scan ", ""), (") to ", ") → ")):
         name = name.replace(long, short)
@@ -229,7 +229,7 @@ def speedup(record: Record) -> float | None:
 
 
 def mark(row: Record) -> str:
-    """A dagger where the result is wrong."""
+    """A dagger if the result is wrong, else nothing."""
     return " †" if (row.get("max_error") or 0) > WRONG else ""
 
 
@@ -242,12 +242,12 @@ def times(ratio: float) -> str:
 
 
 def figures(value: float) -> str:
-    """Three of them, or all before the point."""
+    """A number with three significant figures, or with all those before the point."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.{max(0, 2 - math.floor(math.log10(value)))}f}"
 
 
 def scaled(value: float, unit: str) -> str:
-    """With a prefix: 3.04 TB/s, 512 MB."""
+    """A quantity with a prefix: 3.04 TB/s, 512 MB."""
     for size, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= size:
             return f"{figures(value / size)} {prefix}{unit}"

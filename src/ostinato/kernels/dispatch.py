@@ -142,7 +142,7 @@ class _Part(SimpleNamespace):
         self.saved_tensors = tensors
 
     def set_materialize_grads(self, _: bool) -> None:
-        """Those of two calls never are."""
+        """Do nothing: gradients of two calls are never materialised."""
 
 
 def of_two(name: str, call: Callable, prepare: Callable, setup_context: Callable, backward: Callable) -> Callable:

@@ -15,7 +15,7 @@ Step = Callable[[Tensor, Sequence[Tensor], Sequence[Tensor]], Any]
 
 
 def by_cells(mode: str, layers: int, output_shape: tuple, state_shape: tuple, dropout: float = 0.0) -> Step:
-    """A step by two GEMMs and a kernel per layer: with the gradients these are lighter on the host than cuDNN's."""
+    """A step by two GEMMs and a kernel per layer, which with gradients take less of the host's time than cuDNN does."""
     cell: Any = getattr(torch, f"{mode.lower()}_cell")
     lstm, batched = mode == "LSTM", len(state_shape) == 3
     apart: Any = Tensor.unbind if batched else functools.partial(Tensor.split, split_size=1)  # each with a batch

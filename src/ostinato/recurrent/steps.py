@@ -203,5 +203,5 @@ class StepLayers(MaskedLayers):
         frozen.add(lambda: step_of_layers(x.device, steps, x, tuple(states[0].shape), len(states)), [x, *states])
 
     def _dropout(self) -> float:
-        """What is dropped between layers now."""
+        """The probability of dropout between layers in the current mode."""
         return self.dropout if self.training and self.num_layers > 1 else 0.0

@@ -125,7 +125,7 @@ class Trainer:
 
     @property
     def tokens_per_step(self) -> int:
-        """Of all processes together."""
+        """The tokens that all processes together train on in a step."""
         return self.settings.batch_size * self.settings.chunk_length
 
     @property

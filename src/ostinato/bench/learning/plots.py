@@ -14,7 +14,7 @@ COLORS = {"mingru": "C0", "minlstm": "C1", "gru": "C2", "lstm": "C3"}
 
 
 def name_of(run: dict[str, Any]) -> str:
-    """Of the layers that a run trained."""
+    """The name of the layers that a run trained."""
     return f"torch.nn.{NAMES[run['cell']]}" if run.get("layer") == "torch.nn" else NAMES[run["cell"]]
 
 

@@ -39,13 +39,13 @@ def in_order(kinds: Sequence[bool], sequences: Sequence[Any], parameters: Sequen
 def initial_states(
     trace: Trace, like: Tensor, h0: Tensor | None, c0: Tensor | None, cu_seqlens: Tensor | None
 ) -> list[Tensor]:
-    """Those given, and zeros for those that are not."""
+    """The initial states that are given, and zeros for the others."""
     given = (h0, c0)[: trace.states]
     return [like.new_zeros(last_shape(like, cu_seqlens)) if x is None else x for x in given]
 
 
 def last_shape(x: Tensor, cu_seqlens: Tensor | None) -> torch.Size:
-    """Of the states after the last steps, one row a sequence."""
+    """The shape of the states after the last steps, one row a sequence."""
     return torch.Size((Order(cu_seqlens).sequences(x), x.shape[2]))
 
 

@@ -74,11 +74,11 @@ class _EntryReader:
         self.zero = ir.Constant(self.vector, [0.0] * rows)
 
     def pointer(self, array, index, kind=None):
-        """To a vector."""
+        """A pointer to a vector of an array."""
         return self.builder.bitcast(self.builder.gep(array, [index]), (kind or self.vector).as_pointer())
 
     def read(self, array, index):
-        """A vector."""
+        """A vector of an array."""
         return self.builder.load(self.pointer(array, index), align=self.size)
 
     def read_one(self, array, index):

@@ -188,7 +188,7 @@ def _backward_groups(recurrence: str, *others: Any) -> Groups:
 
 
 def _groups_of(trace: Trace, count: int) -> tuple[int, ...]:
-    """Of so many arguments."""
+    """The groups of channels of so many arguments."""
     return (1,) * count if count == len(trace.sequences) else (sum(trace.sequences), trace.sequences.count(False))
 
 
