@@ -64,18 +64,9 @@ def _layer_scan(
     return kernels.layer(recurrence, pre.contiguous(), bias, h0, offsets, resets, batch_first, directions)
 
 
-def _layer_scan_fake(
-    pre: Tensor,
-    bias: Tensor | None,
-    h0: Tensor | None,
-    offsets: Tensor | None,
-    resets: Tensor | None,
-    recurrence: str,
-    batch_first: bool,
-    directions: int,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
-    h_shape, last_shape = _layer_shapes(pre, offsets, h0, recurrence, batch_first, directions)
+def _layer_scan_fake(pre: Tensor, _bias: Any, h0: Tensor | None, *others: Any) -> tuple[Tensor, Tensor]:
+    offsets, _, *settings, _ = others
+    h_shape, last_shape = _layer_shapes(pre, offsets, h0, *settings)
     return pre.new_empty(h_shape), pre.new_empty(last_shape)
 
 
