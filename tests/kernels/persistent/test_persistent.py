@@ -504,6 +504,9 @@ IN_TURNS = [
     ("lstm", 1024, 48, f32),
     ("gru", 1280, 32, f32),
     ("gru", 1024, 64, bf16),
+    ("lstm", 1333, 40, f16),  # padded to whole copies, as those that follow
+    ("gru", 1500, 40, bf16),
+    ("gru", 650, 100, f32),
 ]
 
 
@@ -533,7 +536,7 @@ def test_groups_in_turn_match_the_reference(layer, nan_memory):
             assert max(errors(found, expected)) < tolerance, (forward, back)
 
 
-WIDE = [("lstm", 1152, 150, bf16), ("lstm", 2048, 128, f16)]
+WIDE = [("lstm", 1152, 150, bf16), ("lstm", 2048, 128, f16), ("lstm", 1502, 100, bf16)]  # the last is padded
 
 
 def wide(cell, hidden, batch, dtype, backward, properties=H100):

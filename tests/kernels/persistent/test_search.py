@@ -115,6 +115,11 @@ def test_gradients_of_small_layers_are_reduced_within_clusters(layer, exact, blo
         (("lstm", 2048, 8, bf16), True, (1, 1)),
         (("rnn_tanh", 2048, 16, bf16), True, (1, 1)),
         (("gru", 2048, 4, bf16), True, (1, 1)),
+        (("gru", 2000, 64, bf16), True, (2, 2)),  # padded to whole copies, as those that follow
+        (("gru", 1900, 20, bf16), True, (2, 2)),
+        (("lstm", 1500, 32, bf16), True, (2, 2)),
+        (("lstm", 500, 64, f32), False, (2, 2)),
+        (("lstm", 1333, 40, f16), True, (1, 1)),  # would be padded to 1536
     ],
 )
 def test_blocks_take_two_groups_in_turn(layer, exact, turns):
@@ -135,6 +140,9 @@ def test_blocks_take_two_groups_in_turn(layer, exact, turns):
         (("lstm", 2048, 64, bf16), (32, 32)),
         (("lstm", 2048, 128, f16), (64, 64)),
         (("lstm", 2048, 100, bf16), (64, 64)),
+        (("lstm", 2000, 64, bf16), (32, 32)),
+        (("lstm", 1500, 100, f16), (64, 64)),
+        (("lstm", 1922, 50, f16), (32, 32)),
         (("lstm", 2048, 16, bf16), (None, None)),
         (("lstm", 2048, 64, f32), (None, None)),
         (("lstm", 2049, 64, bf16), (None, None)),

@@ -9,8 +9,10 @@ struct Units : Share {
     __device__ Units(const Parameters& p, const Place& place, char* shared) : Share(place), p(p) {
         const Rows rows(p, step_of(p, 0));
 #pragma unroll
-        for (int g = 0; g < GATES; ++g)
-            bias[g] = p.bias ? pack({widen(p.bias[g * HIDDEN + unit]), widen(p.bias[g * HIDDEN + unit + 1])}) : 0;
+        for (int g = 0; g < GATES; ++g) {
+            const int at = g * HIDDEN + unit;
+            bias[g] = p.bias && exists(unit) ? pack({widen(p.bias[at]), widen(p.bias[at + 1])}) : 0;
+        }
         for (int turn = 0; turn < TURNS; ++turn)
             for (int r = 0; r < ROUNDS; ++r) {
                 float c[4] = {};

@@ -12,6 +12,7 @@ memory, see ``exchange.cuh``.  There are three kinds of matrix product, each the
 """
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -70,8 +71,17 @@ class Geometry(NamedTuple):
 
     @property
     def pitch(self) -> int:
-        """The hidden size rounded up to 16 bytes."""
-        return round_up(self.hidden_size, 16 // self.dtype.itemsize)
+        """The hidden size rounded up to 16 bytes; of groups in turn such that each warp copies as much of a slice.
+
+        Of wide batches to whole teams of blocks, of the backward's, which are the larger ones.
+        """
+        whole = 16 // self.dtype.itemsize
+        if self.wide:
+            whole = 8 * 16
+        elif self.turns > 1:
+            whole = self.cluster * WARPS * 64 // self.dtype.itemsize
+            whole //= math.gcd(whole, GATES[self.cell] if self.backward else 1)
+        return round_up(self.hidden_size, whole)
 
     @property
     def scatters(self) -> bool:
@@ -391,6 +401,7 @@ class Geometry(NamedTuple):
             ("VEC", 2 if self.wide else 1),
             ("CELL", self.cell.upper()),
             ("HIDDEN", self.hidden_size),
+            ("PITCH", self.pitch),
             ("UNITS", self.units),
             ("COLUMNS", self.capacity),
             ("FEWER", int(self.takes_fewer)),

@@ -31,10 +31,11 @@ class Device(NamedTuple):
 
 def _coverings(start: Geometry, batch: int, properties: Any, share: int) -> Iterator[Geometry]:
     """All divisions of units and sequences among blocks that can be resident at once."""
-    word, pitch = 4 // start.dtype.itemsize, start.pitch
+    word = 4 // start.dtype.itemsize
     dense, largest = start.path == "dense", batch if start.path == "dense" else min(batch, 8)
     clusters = (1, 2, 4) if start.backward and properties.major >= 9 else (1,)
     for cluster in clusters:
+        pitch = start._replace(cluster=cluster).pitch
         resident = resident_blocks(properties, cluster) // share
         parts = cluster if start.backward else GATES[start.cell]  # rows of a block for each of its units
         numbers = {ceil_div(batch, n) for n in range(ceil_div(batch, largest), batch + 1)}
@@ -85,12 +86,12 @@ def _in_turns(start: Geometry, batch: int, properties: Any, share: int) -> Itera
     find multiprocessors of their own.
     """
     processors = properties.multi_processor_count // share
-    size, exact = start.dtype.itemsize, start.exact and start.dtype == torch.float32
-    if GATES[start.cell] > 1 and not exact and start.pitch * size >= LEAST_COPIED:
-        for covering in _coverings(start._replace(turns=2), round_up(ceil_div(batch, 2), 8), properties, share):
-            whole = covering.slice * size % (64 * WARPS) == 0  # pieces
+    exact = start.exact and start.dtype == torch.float32
+    start = start._replace(turns=2)
+    if GATES[start.cell] > 1 and not exact and start.pitch * start.dtype.itemsize >= LEAST_COPIED:
+        for covering in _coverings(start, round_up(ceil_div(batch, 2), 8), properties, share):
             shared = covering.blocks * covering.groups * covering.turns > processors
-            if shared and whole and covering.columns % 8 == start.hidden_size % covering.units == 0:
+            if shared and covering.columns % 8 == covering.pitch % covering.units == 0:
                 yield covering
 
 
@@ -100,7 +101,7 @@ def _wide(start: Geometry, properties: Any, share: int) -> Iterator[Geometry]:
     Of an LSTM of so many units that the blocks of two groups would not fit: else two groups were measured to be faster.
     """
     units, cluster = 16, 8 if start.backward else 2
-    fits = start.cell == "lstm" and start.hidden_size % (16 * 8) == 0 and start.hidden_size <= MOST_WIDE
+    fits = start.cell == "lstm" and start.hidden_size % 2 == 0 and start.hidden_size <= MOST_WIDE
     if not fits or start.dtype.itemsize != 2 or properties.major != 9:
         return
     for columns, held in ((32, 38), (64, 34)):

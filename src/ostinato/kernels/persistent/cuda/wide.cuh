@@ -32,7 +32,7 @@ constexpr int AT_CELLS = 2 * KEPT * WEIGHT_BYTES, AT_SUMS = AT_CELLS + TURNS * T
 constexpr int AT_RING = AT_SUMS + (BACKWARD ? 0 : TURNS * TERMS * TERM * 16), PIECE_BYTES = PIECE * STATE_BYTES;
 constexpr int SLOTS = (SHARED_BYTES - AT_RING - 16) / (PIECE_BYTES + 16), AT_BARRIERS = AT_RING + SLOTS * PIECE_BYTES;
 
-static_assert(CELL == LSTM && UNITS == 16 && BLOCKS * UNITS == HIDDEN && BLOCKS % CLUSTER == 0);
+static_assert(CELL == LSTM && UNITS == 16 && BLOCKS * UNITS == PITCH && BLOCKS % CLUSTER == 0 && HIDDEN % 2 == 0);
 static_assert(CLUSTER * UNITS * (BACKWARD ? 1 : GATES) == 128, "two warpgroups multiply 64 rows each");
 static_assert(TILES % 2 == 0 && TILES <= 64, "a lane looks at two flags");
 static_assert(SLOTS >= 2);
@@ -94,16 +94,21 @@ __device__ inline void make_barriers(char* shared) {
 __device__ constexpr int held_before(int tile) { return tile * HELD / TILES; }
 __device__ constexpr bool is_held(int tile) { return held_before(tile + 1) > held_before(tile); }
 
+// Whether a unit is one of the layer's, not of the last blocks' padding.
+__device__ inline bool exists(int unit) { return PITCH == HIDDEN || unit < HIDDEN; }
+
 // Two adjacent columns of a row of a tile.  Rows 8 apart are adjacent units: in the sums a thread has both.
 __device__ inline unsigned two_weights(const Parameters& p, const Place& place, int group, int row, int tile,
                                        int column) {
     const int strip = group * 4 + row / 16, within = row % 8 * 2 + row % 16 / 8, k = place.rank * TILES + tile;
     if (BACKWARD) {
         const int unit = (place.team * CLUSTER + strip) * UNITS + within, from = k % BLOCKS * UNITS + column;
+        if (!exists(unit) || !exists(from)) return 0;
         const Scalar* at = p.weight + size_t(k / BLOCKS * HIDDEN + from) * HIDDEN + unit;
         return at[0].bits | unsigned(at[HIDDEN].bits) << 16;
     }
     const int unit = (place.team * CLUSTER + strip / GATES) * UNITS + within;
+    if (!exists(unit) || !exists(k * UNITS + column)) return 0;
     const Scalar* at = p.weight + size_t(strip % GATES * HIDDEN + unit) * HIDDEN + k * UNITS + column;
     return *reinterpret_cast<const Pack*>(at);
 }
@@ -290,13 +295,14 @@ __device__ inline void copy(const Parameters& p, const Place& place, char* share
 }
 
 // What a thread of the updating warpgroup has: two adjacent units of two adjacent sequences in each round and turn.
-// Unit u of sequence s is number 2 s + u of four.
+// Unit u of sequence s is number 2 s + u of four.  Sequences of padding are far beyond the batch.
 struct Share {
+    static constexpr int BEYOND = 1 << 30;
     int thread = threadIdx.x % OWNERS, unit, sequence;
 
     __device__ explicit Share(const Place& place)
         : unit(place.block * UNITS + lane_id() / 4 * 2),
-          sequence(place.group * COLUMNS + thread / 32 * 8 + lane_id() % 4 * 2) {}
+          sequence((exists(unit) ? 0 : BEYOND) + place.group * COLUMNS + thread / 32 * 8 + lane_id() % 4 * 2) {}
     __device__ int sequence_of(int turn, int round, int s) const { return sequence + turn * COLUMNS + round * 32 + s; }
     // The index in a row of `gates` times the units.
     __device__ size_t at(size_t row, int gates = 1) const { return row * (gates * HIDDEN) + unit; }
@@ -413,6 +419,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) prepare(const Parameters p
         const int sequence = i / PAIRS / BLOCKS * COLUMNS + i / 4 % COLUMNS;
         const bool begins = RESETS && sequence < rows.live && p.resets[rows.first + sequence];
         const Pack* from = reinterpret_cast<const Pack*>(p.h0 + size_t(sequence) * HIDDEN + unit);
-        reinterpret_cast<Pack*>(p.states)[i] = p.h0 && sequence < p.batch && !begins ? *from : 0;
+        reinterpret_cast<Pack*>(p.states)[i] = p.h0 && sequence < p.batch && exists(unit) && !begins ? *from : 0;
     }
 }
