@@ -688,6 +688,32 @@ def test_error_is_no_larger_than_cudnns():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("nonlinearity", ["relu", "tanh"])
+@pytest.mark.parametrize(("hidden", "batch"), [(192, 30), (256, 8), (384, 16)])
+def test_error_in_tf32_is_no_larger_than_cudnns_where_states_count_most(nonlinearity, hidden, batch, monkeypatch):
+    """With tiny inputs, whose products both round."""
+    torch.manual_seed(0)
+    for library in (torch.backends.cuda.matmul, torch.backends.cudnn):
+        monkeypatch.setattr(library, "allow_tf32", True)
+    layers = [kind(64, hidden, nonlinearity=nonlinearity).cuda() for kind in (nn.RNN, ostinato.RNN, nn.RNN)]
+    theirs, ours, exact = layers
+    for layer in (ours, exact.double()):
+        layer.load_state_dict(theirs.state_dict())
+    x, h0 = 1e-3 * torch.randn(100, batch, 64, device="cuda"), torch.randn(1, batch, hidden, device="cuda")
+    grad = torch.randn(100, batch, hidden, device="cuda")
+
+    def results(layer):
+        leaves = [y.to(layer.weight_hh_l0.dtype, copy=True).requires_grad_() for y in (x, h0)]
+        output = layer(*leaves)[0]
+        return [output, *torch.autograd.grad(output, [*leaves, *layer.parameters()], grad.to(output.dtype))]
+
+    with torch.backends.cudnn.flags(enabled=False):
+        expected = results(exact)
+    for mine, cudnns, right in zip(results(ours), results(theirs), expected, strict=True):
+        assert (mine - right).norm() <= 1.5 * (cudnns - right).norm() + 5e-7 * right.norm()
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM])
 @pytest.mark.parametrize("dtype", [f16, bf16])
 @pytest.mark.parametrize("resets", [None, 0.2])

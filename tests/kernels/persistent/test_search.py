@@ -270,10 +270,21 @@ def test_states_and_sums_of_a_block_fit_into_registers(columns, fits):
     assert (chosen.fill_registers(H100.shared_memory_per_block_optin) is not None) == fits
 
 
-@pytest.mark.parametrize(("hidden", "batch", "exact"), [(128, 64, True), (512, 1, True), (256, 4, False)])
-def test_products_are_rounded_where_cudnn_rounds_them(planned_for_an_h100, hidden, batch, exact):
-    plan = plan_of("lstm", hidden, batch, f32, (True, True))
-    assert [geometry.exact for geometry in plan.geometry] == [exact, exact]
+@pytest.mark.parametrize(
+    ("cell", "hidden", "batch", "exact"),  # forward and backward
+    [
+        ("lstm", 128, 64, [True, True]),
+        ("gru", 192, 64, [True, False]),
+        ("lstm", 512, 1, [True, True]),
+        ("lstm", 256, 4, [False, False]),
+        ("rnn_relu", 256, 64, [True, True]),
+        ("rnn_tanh", 384, 4, [True, False]),
+        ("rnn_relu", 400, 4, [False, False]),
+    ],
+)
+def test_products_are_rounded_where_cudnn_rounds_them(planned_for_an_h100, cell, hidden, batch, exact):
+    plan = plan_of(cell, hidden, batch, f32, (True, True))
+    assert [geometry.exact for geometry in plan.geometry] == exact
 
 
 def test_what_may_be_rounded_is_asked_of_torch_by_old_and_new_names():

@@ -8,6 +8,7 @@
 ``launch.py``     the kernels of a geometry: compiled and launched
 ``geometry.py``   how a layer is divided among blocks of threads
 ``costs.py``      the estimated time of a step
+``cudnn.py``      how exactly cuDNN computes
 ``search.py``     the fastest geometry that fits
 ``packing.py``    pruned weights in the order in which the kernels read them
 ``step.py``       one step, by ``step.cu``

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import torch
 
+from ostinato.kernels.persistent.cuda import cudnn
 from ostinato.kernels.persistent.cuda.geometry import THREADS, Geometry, ceil_div
 from ostinato.kernels.persistent.plan import GATES, Call
 
-SMALL = 128  # units up to which cuDNN has special kernels
 SECTOR = 32  # bytes, of the L2 cache
 
 
@@ -169,7 +169,8 @@ def microseconds_of_more_products(call: Call, tf32: tuple[bool, bool]) -> float:
 
 def torchs_microseconds(call: Call, tf32: bool) -> float:
     """The estimated time of a step in cuDNN, without the GEMMs over all steps."""
-    if call.training and call.cell == "gru" and call.dtype == torch.float32 and call.hidden_size <= SMALL:
+    is_small = call.hidden_size <= cudnn.most_units_of_small(call.cell, backward=True)
+    if call.training and call.cell == "gru" and call.dtype == torch.float32 and is_small:
         return 1.5 + 0.046 * call.batch
     cost = _TORCHS_COSTS[_precision(call.dtype, tf32), call.training]
     gates = GATES[call.cell] * call.hidden_size

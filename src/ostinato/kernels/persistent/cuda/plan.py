@@ -8,12 +8,8 @@ from torch import Tensor
 
 from ostinato.kernels import nvrtc
 from ostinato.kernels.derived import derived_from
-from ostinato.kernels.persistent.cuda.costs import (
-    SMALL,
-    microseconds,
-    microseconds_of_more_products,
-    torchs_microseconds,
-)
+from ostinato.kernels.persistent.cuda import cudnn
+from ostinato.kernels.persistent.cuda.costs import microseconds, microseconds_of_more_products, torchs_microseconds
 from ostinato.kernels.persistent.cuda.geometry import Geometry
 from ostinato.kernels.persistent.cuda.launch import compile_kernels, packing_of
 from ostinato.kernels.persistent.cuda.search import choose_geometry
@@ -53,9 +49,8 @@ def make_plan(
     index = torch.cuda.current_device() if device.index is None else device.index
     kept = None if mask_hh is None else derived_from(mask_hh, "kept", lambda: int(mask_hh.sum()))
     layer = cell, hidden_size, batch, dtype, kept, block
-    exact = not tf32[0] or hidden_size <= SMALL or batch == 1  # where cuDNN does not round either
     plan = min(
-        (_plan_sizes(layer, index, path, training, exact, share, distributed) for share in {1, directions}),
+        (_plan_sizes(layer, index, path, training, tf32[0], share, distributed) for share in {1, directions}),
         key=lambda plan: (plan.path == "steps", _microseconds(plan, batch, directions, index)),
     )
     keeps = training and keeps_gates(cell)
@@ -79,16 +74,20 @@ def make_plan(
 
 @functools.lru_cache(4096)
 def _plan_sizes(
-    layer: tuple, index: int, path: str | None, training: bool, exact: bool, share: int, distributed: bool
+    layer: tuple, index: int, path: str | None, training: bool, tf32: bool, share: int, distributed: bool
 ) -> Plan:
-    """The plan by sizes alone, on a fraction 1 / `share` of the device."""
-    choose: Any = choose_geometry
-    layer = *layer, torch.cuda.get_device_properties(index), share
-    how = {"exact": exact, "distributed": distributed}
-    forward: Plan = choose(*layer, path, **how)
+    """The plan by sizes alone, on a fraction 1 / `share` of the device; products are rounded where cuDNN's are."""
+    cell, hidden_size, batch, *_ = layer
+
+    def choose(backward: bool, path: str | None) -> Plan:
+        exact = not (tf32 and cudnn.rounds(cell, hidden_size, batch, backward))
+        given: Any = *layer, torch.cuda.get_device_properties(index), share, path
+        return choose_geometry(*given, backward=backward, exact=exact, distributed=distributed)
+
+    forward = choose(False, path)
     if forward.path == "steps" or not training:
         return forward._replace(geometry=forward.geometry and Geometries(forward.geometry, None))
-    backward: Plan = choose(*layer, backward=True, **how)
+    backward = choose(True, None)
     if backward.path == "steps":
         return backward
     return forward._replace(geometry=Geometries(forward.geometry, backward.geometry))
