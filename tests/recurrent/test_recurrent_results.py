@@ -23,6 +23,7 @@ from recurrent_layers import (
     assert_uses_kernel,
     by,
     flat,
+    gradients,
     inputs,
     make,
     pruned,
@@ -252,6 +253,32 @@ def test_gpu(cell, block, dtype):
                 theirs = exact(wide_x, wide_hx) if with_state else exact(wide_x)
             assert all(y.dtype == dtype for y in flat(ours))
             assert_close_to_exact(ours, theirs, tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("steps", [1, 2, 3])
+@pytest.mark.parametrize("hidden", [40, 80, 168])
+@pytest.mark.parametrize("cell", ["GRU", "LSTM"])
+def test_few_steps_are_right_where_cudnns_are_wrong(cell, hidden, steps):
+    torch.manual_seed(0)
+    layer = make(cell, 24, hidden, device="cuda", dtype=torch.float16)
+    x, hx = inputs(layer, 16, steps, device="cuda")
+    exact = twin(layer).cpu().double()
+    wide_x, wide_hx = inputs(exact, 16, steps)
+
+    def assert_right(found, expected, tolerance=1e-2):
+        for y, right in zip(found, expected, strict=True):
+            assert (y.cpu().double() - right).abs().max() < tolerance * right.abs().max()
+
+    with torch.no_grad():
+        expected = flat(exact(wide_x, wide_hx))
+        assert_right(flat(layer(x, hx)), expected)
+        layer.float()
+        for dtype, tolerance in ((torch.float16, 1e-2), (torch.bfloat16, 5e-2)):
+            with torch.autocast("cuda", dtype):
+                assert_right(flat(layer(x, hx)), expected, tolerance)
+    layer.half()
+    assert_right(gradients(layer, x, hx), gradients(exact, wide_x, wide_hx))
 
 
 @pytest.mark.gpu

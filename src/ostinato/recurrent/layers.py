@@ -41,7 +41,9 @@ class _Recurrent(SequenceLayers, StepLayers):
             steps = input.shape[1 if self._is_swapped(input) else 0]
             if steps == 1 and (result := self._step(input, hx, input.dim() - 1)) is not None:
                 return result
-            if 0 < steps < least_steps(input.device.type) and not is_vmapped():
+            kind = input.device.type
+            dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
+            if 0 < steps < least_steps(kind, self.mode.lower(), self.hidden_size, dtype) and not is_vmapped():
                 return self._forward_torch(input, hx, self._weights())
         states, own = states_of(hx), self._unmasked_weights()
         call = self._kernels_for(input, states, own, resets)

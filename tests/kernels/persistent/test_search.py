@@ -287,6 +287,27 @@ def test_products_are_rounded_where_cudnn_rounds_them(planned_for_an_h100, cell,
     assert [geometry.exact for geometry in plan.geometry] == exact
 
 
+@pytest.mark.parametrize(
+    ("cell", "hidden", "dtype", "ours"),
+    [
+        ("lstm", 168, f16, True),
+        ("gru", 40, f16, True),
+        ("gru", 80, bf16, True),  # under autocast, too
+        ("lstm", 168, f32, False),
+        ("lstm", 160, f16, False),
+        ("gru", 24, f16, False),
+        ("gru", 100, f16, False),
+        ("lstm", 232, f16, False),
+        ("rnn_tanh", 40, f16, False),
+    ],
+)
+def test_few_steps_are_torchs_unless_cudnn_errs(planned_for_an_h100, cell, hidden, dtype, ours):
+    call = Call(torch.device("cuda", 0), cell, hidden, 16, dtype, training=True, steps=2)
+    assert (cuda_plan.make_plan(call, None, None).path == "dense") == ours
+    assert (backends.least_steps("cuda", cell, hidden, dtype) < 2) == ours
+    assert backends.least_steps("cpu", cell, hidden, dtype) == 0
+
+
 def test_what_may_be_rounded_is_asked_of_torch_by_old_and_new_names():
     device, products, layers = torch.device("cuda"), torch.backends.cuda.matmul, torch.backends.cudnn
     assert backends.may_round(torch.device("cpu"), f32) == backends.may_round(device, bf16) == (False, False)

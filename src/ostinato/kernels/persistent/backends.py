@@ -59,9 +59,10 @@ _plan_dense = functools.lru_cache(4096)(functools.partial(_plan, None))
 
 
 @functools.cache
-def least_steps(device_type: str) -> int:
+def least_steps(device_type: str, cell: str, hidden_size: int, dtype: torch.dtype) -> int:
     """Fewer steps, without resets, are always left to torch's kernels."""
-    return getattr(kernels_on(torch.device(device_type)), "LEAST_STEPS", 0)
+    least = getattr(_kernels_on(device_type), "least_steps", None)
+    return 0 if least is None else least(cell, hidden_size, dtype)
 
 
 def step_of(device: torch.device, *layer: Any) -> Any:

@@ -8,7 +8,7 @@
 ``launch.py``     the kernels of a geometry: compiled and launched
 ``geometry.py``   how a layer is divided among blocks of threads
 ``costs.py``      the estimated time of a step
-``cudnn.py``      how exactly cuDNN computes
+``cudnn.py``      how exactly cuDNN computes, and what wrongly
 ``search.py``     the fastest geometry that fits
 ``packing.py``    pruned weights in the order in which the kernels read them
 ``step.py``       one step, by ``step.cu``
@@ -19,12 +19,12 @@
 """
 
 from ostinato.kernels.persistent.cuda.passes import backward, forward, gradients_of_biases, previous
-from ostinato.kernels.persistent.cuda.plan import LEAST_STEPS, keeps_gates, make_plan
+from ostinato.kernels.persistent.cuda.plan import keeps_gates, least_steps, make_plan
 from ostinato.kernels.persistent.cuda.step import StepOfLayers, step_of
 
 __all__ = [
     "make_plan",
-    "LEAST_STEPS",
+    "least_steps",
     "keeps_gates",
     "forward",
     "backward",

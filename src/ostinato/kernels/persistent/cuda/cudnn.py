@@ -1,4 +1,6 @@
-"""How exactly cuDNN computes a layer when PyTorch calls it."""
+"""What cuDNN computes of a layer when PyTorch calls it: how exactly, and where wrongly."""
+
+import torch
 
 from ostinato.kernels.persistent.plan import GATES
 
@@ -13,3 +15,12 @@ def most_units_of_small(cell: str, backward: bool) -> int:
 def rounds(cell: str, hidden_size: int, batch: int, backward: bool) -> bool:
     """Whether what is multiplied with the recurrent weights is rounded to tf32 in float32 layers, where it may be."""
     return batch > 1 and hidden_size > most_units_of_small(cell, backward)
+
+
+def errs(cell: str, hidden_size: int, dtype: torch.dtype) -> bool:
+    """Whether cuDNN's results are wrong, which those of small layers in float16 are for batches of a multiple of 8.
+
+    PyTorch computes in float16 under any autocast.  Seen with PyTorch 2.11, in GRUs and LSTMs of these sizes alone.
+    """
+    small = 32 < hidden_size <= most_units_of_small(cell, backward=False)
+    return GATES[cell] > 1 and dtype.itemsize == 2 and small and hidden_size % 8 == 0 and hidden_size % 32 > 0

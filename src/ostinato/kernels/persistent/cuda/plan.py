@@ -15,14 +15,17 @@ from ostinato.kernels.persistent.cuda.launch import compile_kernels, packing_of
 from ostinato.kernels.persistent.cuda.search import choose_geometry
 from ostinato.kernels.persistent.plan import GATES, Call, Plan, no_kernel
 
-LEAST_STEPS = 4  # below this, launches per step cost the host no more than a persistent kernel's
-
 
 class Geometries(NamedTuple):
     """``Plan.geometry`` of these kernels."""
 
     forward: Geometry
     backward: Geometry | None  # None without training
+
+
+def least_steps(cell: str, hidden_size: int, dtype: torch.dtype) -> int:
+    """Fewer steps, without resets, are left to torch: its launches for each cost the host no more than ours for all."""
+    return 1 if cudnn.errs(cell, hidden_size, dtype) else 4
 
 
 def make_plan(
@@ -44,7 +47,7 @@ def make_plan(
     Raises RuntimeError for what another call may not meet, such as a lack of free memory.
     """
     device, cell, hidden_size, batch, dtype, training, steps, path, directions, resets, packed = call
-    if steps is not None and steps < LEAST_STEPS and not resets:
+    if steps is not None and steps < least_steps(cell, hidden_size, dtype) and not resets:
         return no_kernel(f"{steps} steps are too few to be worth a kernel of their own")
     index = torch.cuda.current_device() if device.index is None else device.index
     kept = None if mask_hh is None else derived_from(mask_hh, "kept", lambda: int(mask_hh.sum()))
@@ -54,7 +57,7 @@ def make_plan(
         key=lambda plan: (plan.path == "steps", _microseconds(plan, batch, directions, index)),
     )
     keeps = training and keeps_gates(cell)
-    if plan.path != "steps" and path is None and not resets:
+    if plan.path != "steps" and path is None and not resets and not cudnn.errs(cell, hidden_size, dtype):
         ours = _microseconds(plan, batch, directions, index)
         ours += directions * microseconds_of_more_products(call, tf32)
         torchs = directions * torchs_microseconds(call, tf32[1])
