@@ -213,3 +213,43 @@ def test_other_products_are_torchs(by_convolution, monkeypatch, why):
     assert not by_convolution
     assert got.dtype == expected.dtype
     assert torch.equal(got, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("rows", "channels", "width"), [(3000, 333, 999), (2000, 650, 2600), (5000, 1030, 1031)])
+def test_products_of_rows_that_begin_anywhere(rows, channels, width, dtype, monkeypatch):
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
+    monkeypatch.setattr(gemm, "LARGE", 1)
+    padded, pad = [], F.pad
+    monkeypatch.setattr(F, "pad", lambda *args: padded.append(args) or pad(*args))
+    torch.manual_seed(0)
+    x, weight = (torch.randn(n, channels, device="cuda").to(dtype) for n in (rows, width))
+    bias, zeroed = torch.randn(width, device="cuda").to(dtype), torch.rand(rows, device="cuda") < 0.3
+    more = torch.randn(rows, width + channels, device="cuda").to(dtype)
+    tolerance = {torch.float16: 1e-3, torch.bfloat16: 8e-3, torch.float32: 1e-3}[dtype]
+    for grad in (more[:, channels:], more[:, :width], more[:, :width].contiguous()):
+        with torch.no_grad():
+            found = (
+                gemm.linear(x, weight, bias),
+                gemm.linear(x[:, None], weight),
+                gemm.gradient_of_input(grad, weight),
+                gemm.gradient_of_weight(grad, x),
+                gemm.gradient_of_weight(grad, x, zeroed),
+            )
+        assert padded
+        exact = x.double(), weight.double(), grad.double()
+        product = exact[0] @ exact[1].T
+        expected = (
+            *(product + bias, product[:, None], exact[2] @ exact[1], exact[2].T @ exact[0]),
+            exact[2][~zeroed].T @ exact[0][~zeroed],
+        )
+        for y, z in zip(found, expected, strict=True):
+            assert y.is_contiguous()
+            assert y.shape == z.shape
+            assert (y.double() - z).norm() < tolerance * z.norm()
+    leaves = [y.requires_grad_() for y in (x, weight, bias)]
+    exact = [y.detach().double().requires_grad_() for y in leaves]
+    grads = torch.autograd.grad(gemm.linear(*leaves), leaves, grad)
+    for y, z in zip(grads, torch.autograd.grad(F.linear(*exact), exact, grad.double()), strict=True):
+        assert (y.double() - z).norm() < tolerance * z.norm()
