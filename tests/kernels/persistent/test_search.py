@@ -54,6 +54,8 @@ def plan_of(cell, hidden, batch, dtype, tf32=(False, False), training=True):
         (("lstm", 1024, 256, f32), (True, True), True),  # 77.6, 87.3
         (("gru", 128, 1, f32), (True, True), True),  # 1.26, 1.57: cuDNN's kernel for small layers
         (("gru", 128, 16, f32), (True, True), True),  # 1.40, 2.19
+        (("lstm", 1879, 85, f16), (False, False), True),  # 56.3, 211.7: rows do not begin at multiples of 16 bytes
+        (("gru", 1700, 128, bf16), (False, False), True),  # 49.4, 123.5
     ],
 )
 def test_a_layer_is_left_to_torch_where_that_is_faster(planned_for_an_h100, layer, tf32, ours):
