@@ -281,7 +281,9 @@ def test_states_and_sums_of_a_block_fit_into_registers(columns, fits):
         ("lstm", 256, 4, [False, False]),
         ("rnn_relu", 256, 64, [True, True]),
         ("rnn_tanh", 384, 4, [True, False]),
-        ("rnn_relu", 400, 4, [False, False]),
+        ("rnn_tanh", 512, 4, [False, False]),
+        ("rnn_relu", 512, 4, [True, False]),
+        ("rnn_relu", 640, 4, [False, False]),
     ],
 )
 def test_products_are_rounded_where_cudnn_rounds_them(planned_for_an_h100, cell, hidden, batch, exact):
