@@ -15,8 +15,8 @@ def most_units_of_small(cell: str, backward: bool) -> int:
 def rounds(cell: str, hidden_size: int, batch: int, backward: bool) -> bool:
     """Whether what is multiplied with the recurrent weights is rounded to tf32 in float32 layers, where it may be.
 
-    Beyond small layers cuDNN keeps the states of some batches exact, of RNNs up to 512 units.  That matters to relu, whose
-    gradients pass or not by the sign of a sum.
+    Beyond small layers cuDNN keeps the states of some batches exact, of RNNs up to 512 units.  That matters to relu,
+    whose gradients pass or not by the sign of a sum.
     """
     exact = 512 if cell == "rnn_relu" and not backward else most_units_of_small(cell, backward)
     return batch > 1 and hidden_size > exact
