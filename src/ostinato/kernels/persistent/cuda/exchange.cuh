@@ -63,6 +63,18 @@ __device__ inline int to_next_buffer(int step) {
 #define LOAD_STATE "ld.relaxed.gpu.global"
 #endif
 
+// Loads words as they are stored: whole, or by halves.
+#if HALF_WORDS
+#define LOAD_WORD(address)                                                                                           \
+    "{ .reg .b32 h<2>; mov.b64 {h0, h1}, %0; @p " LOAD_STATE ".v2.b32 {h0, h1}, [" address "]; mov.b64 %0, {h0, h1}; }"
+#define LOAD_PIECE(address)                                                                                          \
+    "{ .reg .b32 h<4>; mov.b64 {h0, h1}, %0; mov.b64 {h2, h3}, %1; @p " LOAD_STATE ".v4.b32 {h0, h1, h2, h3},"       \
+    " [" address "]; mov.b64 %0, {h0, h1}; mov.b64 %1, {h2, h3}; }"
+#else
+#define LOAD_WORD(address) "@p " LOAD_STATE ".b64 %0, [" address "];"
+#define LOAD_PIECE(address) "@p " LOAD_STATE ".v2.b64 {%0, %1}, [" address "];"
+#endif
+
 __device__ inline size_t state_address(const char* address) {
     return DISTRIBUTED ? __cvta_generic_to_shared(address) : reinterpret_cast<size_t>(address);
 }
@@ -70,14 +82,14 @@ __device__ inline size_t state_address(const char* address) {
 // Polls: loads only what is absent, predicated so that many loads are in flight together.  True if it was absent.
 __device__ inline bool look(Word& word, const char* address, unsigned step) {
     const bool wanted = absent(word, step);
-    asm volatile("{ .reg .pred p; setp.ne.u32 p, %1, 0; @p " LOAD_STATE ".b64 %0, [%2]; }"
+    asm volatile("{ .reg .pred p; setp.ne.u32 p, %1, 0; " LOAD_WORD("%2") " }"
                  : "+l"(word) : "r"(unsigned(wanted)), "l"(state_address(address)) : "memory");
     return wanted;
 }
 
 __device__ inline bool look(Piece& piece, const char* address, unsigned step) {
     const bool wanted = absent(piece, step);
-    asm volatile("{ .reg .pred p; setp.ne.u32 p, %2, 0; @p " LOAD_STATE ".v2.b64 {%0, %1}, [%3]; }"
+    asm volatile("{ .reg .pred p; setp.ne.u32 p, %2, 0; " LOAD_PIECE("%3") " }"
                  : "+l"(piece.word[0]), "+l"(piece.word[1])
                  : "r"(unsigned(wanted)), "l"(state_address(address)) : "memory");
     return wanted;
@@ -85,13 +97,13 @@ __device__ inline bool look(Piece& piece, const char* address, unsigned step) {
 
 // The first load of a word, absent or not; zero, of any step, if it does not exist.
 __device__ inline void read(Word& word, const char* address, bool exists, unsigned step) {
-    asm volatile("{ .reg .pred p; setp.ne.u32 p, %1, 0; mov.b64 %0, {%3, %3}; @p " LOAD_STATE ".b64 %0, [%2]; }"
+    asm volatile("{ .reg .pred p; setp.ne.u32 p, %1, 0; mov.b64 %0, {%3, %3}; " LOAD_WORD("%2") " }"
                  : "=&l"(word) : "r"(unsigned(exists)), "l"(state_address(address)), "r"(step & TAG) : "memory");
 }
 
 __device__ inline void read(Piece& piece, const char* address, bool exists, unsigned step) {
-    asm volatile("{ .reg .pred p; setp.ne.u32 p, %2, 0; mov.b64 %0, {%4, %4}; mov.b64 %1, {%4, %4};"
-                 " @p " LOAD_STATE ".v2.b64 {%0, %1}, [%3]; }"
+    asm volatile("{ .reg .pred p; setp.ne.u32 p, %2, 0; mov.b64 %0, {%4, %4}; mov.b64 %1, {%4, %4}; "
+                 LOAD_PIECE("%3") " }"
                  : "=&l"(piece.word[0]), "=&l"(piece.word[1])
                  : "r"(unsigned(exists)), "l"(state_address(address)), "r"(step & TAG) : "memory");
 }

@@ -406,6 +406,7 @@ class Geometry(NamedTuple):
             ("COLUMNS", self.capacity),
             ("FEWER", int(self.takes_fewer)),
             ("BLOCKS", self.blocks),
+            ("HALF_WORDS", int(self.units * self.dtype.itemsize % 8 > 0)),  # two blocks share 8 bytes: a word is 4
             ("ADJACENT", self.adjacent),
             ("HELD", self.held),
             ("CROWDED", int(self.held < self.tiles)),

@@ -14,7 +14,6 @@ constexpr int GATES = CELL == LSTM ? 4 : CELL == GRU ? 3 : 1;
 
 constexpr int WARPS = 8, THREADS = 32 * WARPS;  // with 255 registers each: all that a multiprocessor has
 constexpr int WORD = 8 / sizeof(Scalar);         // numbers in 8 bytes
-constexpr bool HALF_WORDS = UNITS % WORD != 0;   // two blocks share 8 bytes: a word is 4
 static_assert(PITCH >= HIDDEN && PITCH % (2 * WORD) == 0);  // units, padded to 16 bytes or more
 constexpr int WIDTH = BACKWARD ? GATES * PITCH : PITCH;  // numbers exchanged per sequence, gate by gate
 constexpr int CHUNK = CHUNK_BYTES;  // of one sequence, followed by the next sequence's
