@@ -5,13 +5,22 @@
 // longer that NaN has arrived, and no fence and no barrier between blocks is needed.  A word is 8 or 4 aligned bytes,
 // which are written atomically; it holds adjacent units of one sequence.
 //
-// Forward every step has its own buffer, filled beforehand, and each word is written once.  Backward steps take a few
-// buffers in turn, which stay in L2.  By the time a block writes a step, all have read the last but one, as it needs
-// what they made of that; in a cluster, threads without a state of their own may be a step behind.  Half of the buffers
-// later it makes its words absent again: read by then, they are so for as many steps before others look for the next in
-// their place.  No fence orders the two, as it would take longer than all else here: what has to hold is that a store
-// reaches L2 before the same thread has exchanged half of the buffers' steps with all others, several microseconds
-// later.  Forward, where less is exchanged, a few buffers were measured to take longer than they save.
+// Forward every step has its own buffer, filled beforehand, and each word is written once.  Where less is exchanged
+// than backward, a few buffers were measured to take longer than they save.
+//
+// Backward steps take a few buffers in turn, which stay in L2.  The thread that wrote a word makes it absent again half
+// of the buffers later, and writes there anew another half later.  This is why nobody waits for a word that is gone, or
+// takes an old one for the new one:
+//   - A word has one writer, and all accesses are relaxed, as large as the word, and of the GPU's scope.  So they are
+//     no data race, and what is seen of a word follows the writer's program.
+//   - Words are erased when they have been read.  By the time a block writes a step, all have read the last but one, as
+//     it needs what they made of that; in a cluster, threads without a state of their own may be a step behind.  No
+//     load returns what depends on its own result.
+//   - Words are absent before others look for the next: what was stored has reached L2, which answers all looks at
+//     words, when the same thread has exchanged half of the buffers' steps with all others, several microseconds later.
+// The last rests on time.  PTX's memory model asks for a fence of the writer and one of the reader in between, and each
+// was measured to take up to half a step: where a thread has both as seldom as the buffers allow, a loop takes a tenth
+// longer and more.  Of bulk copies of what is being written, as of two groups in turn, the model says nothing.
 //
 // Numbers rounded to tf32 have spare bits, which mma ignores.  There each holds the number of its step (TAGGED): a word
 // has arrived when that is the one waited for, and four buffers are enough both ways.
@@ -20,6 +29,7 @@
 // shared memory, taken in turn.  A block stores its words in those of all others, and makes words absent again once it
 // has read them.  By the time a word is written again, two steps later, it is: what the writer has read of the step
 // between, this block published after that.
+// Here, too, the model asks for fences; what is erased is in the block's own shared memory.
 //
 // Backward exchanges GATES times as much.  There each of CLUSTER blocks multiplies one slice of it with the rows of all
 // the cluster's units, and the partial sums are reduced through distributed shared memory.  If the cluster is the whole
