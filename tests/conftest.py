@@ -22,8 +22,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # each of several processes: one thread
 os.environ["NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING"] = "1"
 
 # What compiles a loop, a graph or an export makes many objects, few of them garbage in cycles: the collector, which
-# looked again and again through all that modules and tests are made of, took a twelfth of the time.
-gc.set_threshold(50_000)
+# looked again and again through all that modules and tests are made of, took a twelfth of the time, and through the
+# newest objects alone a twenty-fifth.
+gc.set_threshold(1_000_000)
 
 
 def pytest_collection_finish():
