@@ -28,7 +28,12 @@ seeds = st.integers(0, 2**31)
 
 @pytest.fixture
 def always_parallel(monkeypatch):
+    """By two threads, also where the tests have one."""
     monkeypatch.setattr(kernel_threads, "PARALLEL", 0)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(threads)
 
 
 layouts = st.sampled_from(["contiguous", "time-major", "channels apart", "part of a row"])
@@ -438,6 +443,7 @@ def test_memory_kept_for_reuse_follows_the_sizes_in_use(monkeypatch):
 
 FORK = """
 import os, signal, torch
+torch.set_num_threads(2)  # where the tests have one, no team of OpenMP would be lost
 from ostinato.kernels import threads
 from ostinato.kernels.scan import Order, cpu
 a, b = torch.rand(2, 500, 300), torch.rand(2, 500, 300)
