@@ -225,7 +225,7 @@ GEOMETRIES = {
 }
 # Rows that begin anywhere.  Of single 16-bit channels: in one wave of tiles by two warps, nine and 32; by look-back;
 # streamed.
-ODD = [(16, 300, 31), (4, 2100, 65), (8, 300, 1023), (1, 1100, 1025), (150, 70, 33)]
+ODD = [(16, 300, 31), (4, 2100, 65), (8, 300, 1023), (1, 1100, 1025), (150, 70, 33), (3, 700, 130)]
 # Few channels or steps: by look-back over whole rows, by one wave of tiles of them, by a warp a sequence.
 FEW = [(12, 700, 5), (3, 900, 19), (1, 3000, 20), (600, 6, 24), (140, 3, 300), (600, 29, 33)]
 SHAPES = [(2, 1, 5), (1, 777, 1), (2, 300, 8), (3, 130, 33), (1, 1000, 72), (2, 257, 6), (2, 190, 12)]
@@ -327,9 +327,10 @@ def test_inputs_of_any_strides_are_scanned_in_place_by_tensor_maps(dtype, poison
 @pytest.mark.gpu
 @pytest.mark.parametrize("reverse", [False, True], ids=["ahead", "reverse"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_16_bit_scans_of_many_channels_match_the_reference(dtype, reverse, poisoned):
+@pytest.mark.parametrize("shape", [(148, 150, 136), (40, 600, 200)], ids=str)
+def test_16_bit_scans_of_many_channels_match_the_reference(shape, dtype, reverse, poisoned):
     torch.manual_seed(0)
-    check_scans(148, 150, 136, dtype, reverse, packed=False)
+    check_scans(*shape, dtype, reverse, packed=False)
 
 
 @pytest.mark.gpu

@@ -124,6 +124,8 @@ def test_few_chains_that_share_all_multiprocessors_evenly_take_turns():
     assert chosen(3, 1 << 16, 64)
     assert chosen(1, 1 << 18, 256)
     assert chosen(4, 65536, 96) is None  # a fourth of the lanes would be idle
+    assert chosen(4, 84571, 40)  # though some are, if one group has all channels
+    assert chosen(4, 84571, 72) is None
     assert chosen(1, 4096, 256) is None
     assert chosen(1, 60000, 2000) is None  # of which blocks would drift apart, and lose lines
     for changes in ({"packed": True}, {"resets": True}, {"by_offsets": True}, {"expanded": True}, {"aligned": 4}):
@@ -176,9 +178,38 @@ def test_a_long_scan_of_rows_that_share_lines_looks_back():
     assert looks_back(4, 4, 1, 2044, 6444, packed=True)
     assert not looks_back(4, 4, 97, 400, 216)
     assert not looks_back(4, 4, 97, 1248, 224)  # whole lines
-    assert not looks_back(4, 2, 97, 1248, 218)  # whose copies are smaller
+    assert looks_back(4, 2, 97, 1248, 218)
+    assert not looks_back(4, 2, 400, 1248, 62)  # which one group has
     assert not looks_back(2, 4, 97, 1248, 732)
     assert looks_back(2, 1, 97, 1248, 731)
+    assert looks_back(2, 2, 97, 1248, 730)
+
+
+@pytest.mark.parametrize("gpu", ["H100", "H200"])
+def test_tensor_maps_copy_rows_of_16_bits_that_share_lines_where_blocks_stream(gpu):
+    def mapped(*shape, aligned=8, **settings):
+        scan = Criteria("LinearScan", 2, 2, aligned, True, *shape, GPUS[gpu], **settings)
+        return choose_geometry(scan).mapped
+
+    for shape in ((25, 2472, 1000), (97, 1248, 216), (12, 3000, 1992)):
+        assert mapped(*shape)
+        assert not mapped(*shape, packed=True)
+        assert not mapped(*shape, resets=True)
+    assert not mapped(25, 400, 1000)
+    assert not mapped(25, 2472, 1024)  # whole lines
+    assert not mapped(97, 1248, 212, aligned=4)
+    assert not mapped(8, 2048, 1000)  # a block for each multiprocessor
+
+
+@pytest.mark.parametrize("gpu", ["H100", "H200"])
+def test_16_bit_scans_of_unevenly_many_chains_look_back(gpu):
+    def looks_back(*shape):
+        return choose_geometry(Criteria("LinearScan", 2, 2, 8, True, *shape, GPUS[gpu])).looks_back
+
+    assert looks_back(20, 2819, 256)  # 160 chains on 132 multiprocessors
+    assert looks_back(10, 2076, 512)
+    assert not looks_back(20, 1000, 256)
+    assert not looks_back(40, 4000, 256)  # 320
 
 
 def test_lanes_have_several_channels_of_rows_that_begin_anywhere():
@@ -200,6 +231,10 @@ def test_lanes_have_several_channels_of_rows_that_begin_anywhere():
     assert chosen(2, 2, 1, 298775, 481, packed=True)[0] == 2  # which other sequences cut short
     assert chosen(4, 2, 1, 193200, 49, packed=True)[0] == chosen(4, 2, 1806, 56, 29)[0] == 1
     assert chosen(2, 2, 8, 4096, 1001, by_offsets=True)[0] == 1
+    assert chosen(2, 2, 2, 100000, 386, aligned=2)[0] == 2
+    for shape in ((8, 20000, 70), (3, 5000, 1002)):  # pairs of 32 bits are copied as one
+        assert chosen(4, 2, *shape, aligned=2)[::3] == (2, 12)
+        assert chosen(4, 3, *shape, aligned=2)[::3] == (2, 8)
     assert chosen(8, 2, 8, 4096, 1001)[0] == 1
 
 
@@ -225,7 +260,7 @@ def test_16_bit_rows_of_two_lines_fill_the_last_wave(gpu):
         return choose_geometry(Criteria("LinearScan", 2, 2, 8, True, *shape, GPUS[gpu])).group
 
     assert group(64, 256, 512) == group(347, 113, 2048) == 128
-    assert group(70, 567, 448) == group(141, 3039, 224) == 32  # 280 and 282 groups of 128 for 264 blocks
+    assert group(70, 567, 448) == 32  # 280 groups of 128 for 264 blocks
 
 
 def test_16_bit_layers_look_back_with_tiles_as_long_as_registers_hold():

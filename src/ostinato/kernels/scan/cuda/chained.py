@@ -72,8 +72,12 @@ def chain_narrow(scan: Criteria) -> Geometry | None:
 
 
 def _chained_tile(scan: Criteria, warps: int = 8) -> Geometry:
-    """A tile of which a thread keeps two, raw or computed, in half of the 128 registers that each of 512 has."""
-    pairs = scan.itemsize == 2 or (scan.anywhere and scan.element in LINEAR)
+    """A tile of which a thread keeps two, raw or computed, in half of the 128 registers that each of 512 has.
+
+    Where rows are not whole pieces of 16 bytes, pairs of channels are copied by half as many instructions.
+    """
+    copied = scan.anywhere or (scan.itemsize == 4 and scan.aligned == 2 and scan.channels > 32)
+    pairs = scan.itemsize == 2 or (copied and scan.element in LINEAR)
     vec = min(scan.vector, 2) if pairs else 1
     chains = scan.sequences * -(-scan.channels // 64)
     many = FEW_COMPANIONS * chains >= 2 * scan.device.processors or (scan.packed and chains > 1)
@@ -84,32 +88,36 @@ def _chained_tile(scan: Criteria, warps: int = 8) -> Geometry:
     return Geometry(vec, lanes, warps, rows, chained=True, resident=16 // warps, stages=STAGES)
 
 
-def interleave_evenly(scan: Criteria) -> Geometry | None:
-    """Linear scans of few chains of whole lines, which share all multiprocessors evenly: no block waits for a carry.
+def _mapped(scan: Criteria) -> Geometry | None:
+    """Linear scans' tiles that tensor maps copy, so that one on its way is enough: 512 threads do nothing but scan."""
+    if scan.element not in LINEAR or scan.itemsize > 4 or not scan.mappable or scan.packed or scan.resets:
+        return None
+    return _chained_tile(scan, warps=16)._replace(rows=36 // scan.inputs // 4 * 4, stages=1, mapped=True)
 
-    Tensor maps copy the tiles, so that one on its way is enough, and a block of 512 threads does nothing but scan.
+
+def interleave_evenly(scan: Criteria) -> Geometry | None:
+    """Few chains of whole lines or of all channels, which share all multiprocessors evenly: no block awaits a carry.
+
     Chains of few blocks gain by that only where copies, lane by lane, would keep warps busy, and not over long
     backward passes.
     """
-    whole = scan.element in LINEAR and scan.itemsize <= 4 and not (scan.shares_lines or scan.packed)
-    if not (whole and scan.mappable) or scan.resets:
-        return None
+    tile = _mapped(scan)
     busy = scan.device.in_flight > BUSY and not (scan.backward and scan.steps > 8 * LONG)
-    if _has_few_companions(scan) and not busy:
+    if not tile or (_has_few_companions(scan) and not busy):
         return None
-    tile = _chained_tile(scan, warps=16)._replace(rows=36 // scan.inputs // 4 * 4, stages=1, mapped=True)
     chains, processors = scan.chains(tile), scan.device.processors
     blocks = processors // chains * chains
     evenly = _crowded_chains(scan) < chains <= processors // 8 and blocks >= EVENLY * processors
-    filled = scan.sequences * scan.channels >= FULL * chains * tile.group
-    return tile if evenly and filled and scan.waves(tile) >= FEW_WAVES else None
+    filled = not scan.ends_within_lines and scan.sequences * scan.channels >= FULL * chains * tile.group
+    pays = evenly and (filled or scan.channels <= tile.group)
+    return tile if pays and scan.waves(tile) >= FEW_WAVES else None
 
 
 def _look_back_tile(scan: Criteria) -> Geometry:
     """A tile of which a thread keeps one, as look-back does, as long as registers hold."""
     tile = _chained_tile(scan)
     rows = 2 * tile.rows if tile.vec == 2 else max(4, 64 // scan.numbers(1) // 4 * 4)
-    if scan.anywhere and tile.vec == 2 and scan.element in LINEAR:  # putting single elements together takes registers
+    if tile.vec == 2 and scan.element in LINEAR and (scan.anywhere or scan.itemsize == 4):  # by registers
         rows = (36 if scan.itemsize == 2 else 48) // scan.numbers(2) // 4 * 4
     return tile._replace(rows=rows, stages=1, looks_back=True)
 
@@ -227,25 +235,30 @@ def interleave(scan: Criteria) -> Geometry:
 
 
 def keep_in_step(scan: Criteria, streaming: Geometry) -> Geometry | None:
-    """Tiles drawn by look-back, where the blocks of a long scan, streaming, would end or work at different times.
+    """Tiles for long scans whose blocks, streaming, would end or work at different times: look-back draws them.
 
     Streaming leaves some multiprocessors with more chains than others; a backward pass, whose blocks read half as much
     again at a step, has to spread worse for that, or be longer still.  And blocks drift apart, so that L2 loses a line
-    before both groups of its channels are read: of rows that are copied in pieces of 16 bytes, but aligned ones of 16
-    bits stream as fast.
+    before both groups of its channels are read.  Of 16 bits, they do so less where tensor maps copy whole lines.
     """
     if scan.element not in LINEAR or scan.itemsize > 4 or streaming.cluster > 1:
         return None
-    in_pieces = scan.anywhere or (scan.itemsize == 4 and scan.aligned == 4)
-    drifts = scan.shares_lines and in_pieces and scan.steps >= LONG // 8
-    if scan.itemsize == 2:
-        return _look_back_tile(scan) if drifts else None
+    drifts = scan.shares_lines and scan.steps >= LONG // 8 and (scan.aligned != 2 or scan.channels > 64)
     waves, long = scan.chains(streaming) / scan.device.processors, scan.steps // LONG
     filled = waves / math.ceil(waves)
+    if scan.itemsize == 2:
+        if scan.anywhere:
+            return _look_back_tile(scan) if drifts else None
+        if drifts and waves > 1 and scan.steps >= LONG // 4 and scan.channels > 64:
+            return _mapped(scan)
+        uneven = 2 * scan.steps >= LONG and 3 * filled < 2 and not (scan.packed or scan.resets)
+        return _look_back_tile(scan) if uneven and not scan.ends_within_lines else None
     if scan.backward:
         uneven = (long >= 8 and filled < FULL) or (long >= 1 and filled < FILLED)
     else:
         uneven = long >= 1 and filled < FULL
     back = Geometry(2, 32, 8, 8 if scan.backward else 16, chained=True, resident=2, looks_back=True)
+    if scan.aligned == 2:
+        back = _look_back_tile(scan)
     pays = drifts or (uneven and not scan.packed)
     return back if pays and scan.fits(back) and (streaming.vec, streaming.group) == (back.vec, back.group) else None

@@ -52,8 +52,13 @@ class Criteria(NamedTuple):
 
     @property
     def anywhere(self) -> bool:
-        """Whether rows begin anywhere, so that they are copied in aligned pieces (see ``Geometry.pitches``)."""
-        return self.aligned == 1 and self.itemsize <= 4 and self.channels > 16 and not self.by_offsets
+        """Whether rows begin anywhere, so that they are copied in aligned pieces (see ``Geometry.pitches``).
+
+        So are longer ones of linear scans that begin with whole pairs of 16 bits, which are slow to copy one by one.
+        """
+        singles = self.aligned == 1 and self.itemsize <= 4 and self.channels > 16
+        pairs = self.aligned == 2 and self.itemsize == 2 and self.channels > 64 and self.element in LINEAR
+        return (singles or pairs) and not self.by_offsets
 
     @property
     def vector(self) -> int:

@@ -82,10 +82,10 @@ def _alone(scan: Criteria, whole: Geometry, waves: float) -> Geometry:
     """Tiles of a block that has a multiprocessor to itself, with all the registers that it can use.
 
     It has as many stages as Little's law asks for, and no more: on an H100, half as much again on its way as that made
-    the memory a tenth slower.
+    the memory a tenth slower, and where rows share lines, blocks that are further ahead of others lose them sooner.
     """
     row = scan.inputs * whole.warps * whole.group * scan.itemsize
-    wanted = scan.device.in_flight / waves / row
+    wanted = scan.device.in_flight / (1 if scan.shares_lines else waves) / row
     rows = whole.rows if wanted > 1.5 * whole.rows else 4
     return whole._replace(resident=1, rows=rows, stages=max(STAGES, math.ceil(wanted / rows)))
 
@@ -112,7 +112,8 @@ def stream(scan: Criteria) -> Geometry:
     if long_backward and at_once < FULL * 2 and enough:
         return longer
     tile = _power_of_two(wanted / (STAGES * scan.inputs * lanes * vec * scan.itemsize), 4, 64)
-    rows = _power_of_two(tile / (warps * segments), least, 4 if scan.inputs > 3 else most)
+    whole = scan.steps <= warps * segments * least  # one tile
+    rows = least if whole else _power_of_two(tile / (warps * segments), least, 4 if scan.inputs > 3 else most)
     if scan.steps <= min(SHORT, segments * rows) and blocks > 4 * processors:
         warps = 1  # more would have no steps
     threads = 512 if halved and rows * vec <= 8 else THREADS  # few steps need few registers
