@@ -47,14 +47,14 @@ def linear_forecast(x: Tensor, changes: Tensor, order: int = 32) -> Tensor:
     return (past @ weights).float()
 
 
-def main() -> None:
+def main(updates: int = 300) -> None:
     torch.manual_seed(0)
     x = recording()
     inputs = torch.stack([x, x.diff(prepend=x[:1])], dim=1)  # (T, 2): the value and its last change
     changes = x.unfold(0, AHEAD, 1)[1:] - x[:-AHEAD, None]  # (T - AHEAD, AHEAD)
     train, held_out = slice(0, TRAINED - AHEAD), slice(TRAINED, len(changes))
 
-    model, updates = Forecaster(), 300
+    model = Forecaster()
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=updates)
     for update in range(1, updates + 1):

@@ -43,7 +43,7 @@ def test_every_example_is_tested():
 
 def test_forecast_beats_the_linear_one_and_steps_agree(example):
     pytest.importorskip("matplotlib")
-    output = example("forecast")
+    output = example("forecast", 100)
     errors = {row: numbers(output, row)[-1] for row in ("minGRU", "linear", "last value")}
     assert errors["minGRU"] < 0.95 * errors["linear"] < errors["last value"]
     assert numbers(output, "step by step, the forecast differs from the parallel one by ")[0] < 1e-5
