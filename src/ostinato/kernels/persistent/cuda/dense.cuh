@@ -85,6 +85,10 @@ struct Product {
     uint4* kept;           // this lane's part of the tiles in shared memory
     uint4 ahead[STREAMED ? AHEAD : 1], early[EARLY + 1];
     Operand operand;
+    // The thread's number, by a shuffle: with a mask of resets, the compiler would read it again at every step, from a
+    // special register, while all wait for the sums whose places it gives.
+    static constexpr bool KEEPS_NUMBER = RESETS && SHARES_WORK;
+    unsigned number = KEEPS_NUMBER ? __shfl_sync(~0u, threadIdx.x, lane_id()) : 0;
 
     Product() = default;  // of a thread that only adds sums
     __device__ Product(const Parameters& p, int block, uint4* shared)
@@ -121,6 +125,9 @@ struct Product {
         ahead[before % AHEAD] = streamed(before + AHEAD < STREAMED ? before + AHEAD : before % AHEAD);
         return a;
     }
+
+    __device__ unsigned lane() const { return KEEPS_NUMBER ? number % 32 : lane_id(); }
+    __device__ unsigned warp() const { return KEEPS_NUMBER ? number / 32 : warp_id(); }
 
     // Starts to bring the `state`, whether it is there or not.
     __device__ void ask(const char* state, unsigned step) { operand.ask(state, step); }
@@ -161,12 +168,12 @@ struct Product {
         for (int s = 0; s < SEQUENCE_TILES; ++s) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const int column = s * 8 + lane_id() % 4 * 2 + i % 2;
+                const int column = s * 8 + lane() % 4 * 2 + i % 2;
                 const bool wanted = COLUMNS % 8 == 0 || column < COLUMNS;
-                float* mine = sums + (warp_id() * COLUMNS + column) * SUM_PITCH + lane_id() / 4 + i / 2 * 8;
+                float* mine = sums + (warp() * COLUMNS + column) * SUM_PITCH + lane() / 4 + i / 2 * 8;
                 if constexpr (BY_FOUR) {
-                    const int place = place_of_four(lane_id() / 4 + i / 2 * 8, warp_id() / 4, column);
-                    mine = sums + place * 4 + (warp_id() ^ lane_id()) % 4;
+                    const int place = place_of_four(lane() / 4 + i / 2 * 8, warp() / 4, column);
+                    mine = sums + place * 4 + (warp() ^ lane()) % 4;
                 }
 #pragma unroll
                 for (int r = 0; r < FULL; ++r) {

@@ -146,10 +146,11 @@ struct Patience {
     }
 };
 
-// The bits of a number, with every NaN canonical and so different from ABSENT.
-__device__ inline Pack bits(float x) {
+// The bits of a number, or of zero, with every NaN canonical and so different from ABSENT.
+__device__ inline Pack bits(float x, bool zero = false) {
     const float one[1] = {x};
-    return x != x ? Pack(sizeof(Scalar) == 4 ? 0x7fffffffu : 0x7fffu) : pack(one);
+    const Pack other = zero ? 0 : sizeof(Scalar) == 4 ? 0x7fffffffu : 0x7fffu;
+    return zero || x != x ? other : pack(one);
 }
 
 __device__ inline unsigned round_to_tf32(unsigned x) {
@@ -159,8 +160,8 @@ __device__ inline unsigned round_to_tf32(unsigned x) {
 }
 
 // The bits of a number as an operand of mma.  Unless EXACT, float32 is rounded to tf32 here, once, not at every use.
-__device__ inline unsigned shown(float x) {
-    return sizeof(Scalar) == 4 && !EXACT ? round_to_tf32(bits(x)) : bits(x);
+__device__ inline unsigned shown(float x, bool zero = false) {
+    return sizeof(Scalar) == 4 && !EXACT ? round_to_tf32(bits(x, zero)) : bits(x, zero);
 }
 
 // The copies of a word in the shared memory of all blocks of a cluster.  Each lane of a word stores it for some of
@@ -181,9 +182,9 @@ struct Copies {
         }
     }
 
-    // Publishes a number of each of consecutive lanes, a word's; all lanes must call it.
-    __device__ void publish(float x, bool within) const {
-        const unsigned mine = shown(x), lane = lane_id() / WORD * WORD;
+    // Publishes a number of each of consecutive lanes, a word's, or zero; all lanes must call it.
+    __device__ void publish(float x, bool zero, bool within) const {
+        const unsigned mine = shown(x, zero), lane = lane_id() / WORD * WORD;
         unsigned half[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -219,7 +220,7 @@ __device__ inline void store_if(bool wanted, char* address, Word word) {
 // Publishes the units of a word, ADJACENT from each of consecutive lanes, at the first's `address`, or its copies; all
 // lanes must call it.
 __device__ inline void publish(const float (&x)[ADJACENT], bool within, bool first, char* address, unsigned step) {
-    if constexpr (DISTRIBUTED) return Copies(address).publish(x[0], within);
+    if constexpr (DISTRIBUTED) return Copies(address).publish(x[0], false, within);
     unsigned mine = (shown(x[0]) & ~TAG) | (step & TAG);
     if (ADJACENT == 2) mine |= shown(x[ADJACENT - 1]) << 16;
     else if (sizeof(Scalar) == 2) mine |= __shfl_down_sync(~0u, mine, 1) << 16;

@@ -117,12 +117,13 @@ struct Units : Block {
         }
 #pragma unroll
         for (int i = FIRST; i < END; i += ADJACENT) {
-            float published[ADJACENT];
-#pragma unroll
-            for (int j = 0; j < ADJACENT; ++j) published[j] = resets.before[i / ADJACENT] ? 0 : h[i + j];
+            const bool zero = resets.before[i / ADJACENT];
             if constexpr (SHARES_WORK) {
-                state.publish(published[0], in_word(i));
+                state.publish(h[i], zero, in_word(i));
             } else {
+                float published[ADJACENT];
+#pragma unroll
+                for (int j = 0; j < ADJACENT; ++j) published[j] = zero ? 0 : h[i + j];
                 char* address = state + place_of((unit + unit_of(i)) * sizeof(Scalar), sequence_of(i));
                 publish(published, in_word(i), begins_word(i), address, taken + 1);
             }
