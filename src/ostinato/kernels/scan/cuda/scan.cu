@@ -380,12 +380,12 @@ __device__ inline void chain_looking_back(const Parameters& p, Shared& shared, i
         }
         const Tile next = tile_of(shared.drawn[buffer]);
         const Place there(p, next.chain);
-        if (ZEROES && next.chunk < chunks) later.load(there, next.chunk);  // before the copies
+        if (Resets::EARLY && next.chunk < chunks) later.load(there, next.chunk);  // before the copies
         fetch(there, Memory(there), shared, 0, next.chunk, chunks);
         find_sequences(there, next.chunk, buffer ^ 1);  // while other blocks finish the earlier tiles
         if (chunk > 0) state = look_back(at, shared, published, chunk, all, settled);
         else __syncthreads();
-        if (!ZEROES && next.chunk < chunks) later.load(there, next.chunk);
+        if (!Resets::EARLY && next.chunk < chunks) later.load(there, next.chunk);
         Sums sums = {};
         apply(at, Memory(at), shared, buffer, chunk, steps, before, state, sums);
         if constexpr (SUMS) store_sums(at, shared, chunk, sums);

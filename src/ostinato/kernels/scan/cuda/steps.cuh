@@ -6,6 +6,8 @@
 struct Resets {
     static constexpr bool SEVERAL = ZEROES && STRIP > 32, LOADED = RESETS && !Mask::COPIED && !SEVERAL;
     static constexpr int TILES = STRIP <= 32 && !CHAINED && CLUSTER == 1 ? 32 / STRIP : 1;  // loaded at once
+    // Whether a block that looks back loads them before that: where there is a register for them meanwhile.
+    static constexpr bool EARLY = ZEROES || (PACKING == CU_SEQLENS && NARROW_SCALAR);
     static constexpr int BYTES = STRIP <= 249 ? 8 : STRIP <= 497 ? 16 : 32;  // of a lane, the first's partly before
     static constexpr int WORDS = LOADED ? (STRIP + 31) / 32 : SEVERAL ? BYTES / 4 : 1;
     static_assert(!SEVERAL || STRIP + BYTES - 1 <= 32 * BYTES);
@@ -138,10 +140,12 @@ struct Steps {
     // whose ends have such paths already, or registers are too few for two paths.
     static constexpr bool TWO_PATHS = LOOKS_BACK ? !(RAW && BACKWARD && NARROW_SCALAR) : !CHAINED;
     static constexpr bool TESTS = RESETS && !ZEROES;
-    static constexpr bool SELDOM_RESET = TESTS && STRIP <= 32 && TWO_PATHS && PACKING != CU_SEQLENS;
-    // Looking back, a generated operation's steps get a coefficient of zero where they are reset: that forgets every
-    // state that is finite, and only where one is not, its warp takes the path with tests.
-    static constexpr bool FOLDED = SELDOM_RESET && LOOKS_BACK && !Element::RAW;
+    static constexpr bool FOLDS_PACKED = LOOKS_BACK && Element::RAW && NARROW_SCALAR;
+    static constexpr bool SELDOM_RESET = TESTS && STRIP <= 32 && (PACKING == CU_SEQLENS ? FOLDS_PACKED : TWO_PATHS);
+    // Looking back, the steps of a generated operation, or of packed sequences of 16 bits, get a coefficient of zero
+    // where they are reset: that forgets every state that is finite, and only where one is not, its warp takes the path
+    // with tests.
+    static constexpr bool FOLDED = SELDOM_RESET && LOOKS_BACK && (PACKING == CU_SEQLENS || !Element::RAW);
     template <bool TESTED = true> __device__ bool is_reset(int u) const { return TESTS && TESTED && resets >> u & 1; }
     // Whether a coefficient of zero did not reset this state, or may not have.
     __device__ bool remembers(const Channels& state) const {
@@ -315,9 +319,13 @@ struct Steps {
             if (!__any_sync(~0u, resets)) return;
 #pragma unroll
             for (int u = 0; u < ROWS; ++u)
+                if constexpr (RAW) {
+                    if (is_reset(u)) raw[u][0] = filled(Ring::zero());
+                } else {
 #pragma unroll
-                for (int v = 0; v < VEC; ++v)
-                    if (is_reset(u)) step[u][v].a = Ring::zero();
+                    for (int v = 0; v < VEC; ++v)
+                        if (is_reset(u)) step[u][v].a = Ring::zero();
+                }
         }
     }
 
@@ -359,11 +367,16 @@ struct Steps {
 
     __device__ Composition compose(const Place& at, Shared& shared, int buffer, int chunk) {
         Composition whole = Composition::none();
+        int from = 0;  // steps before the last sequence start, or with STAYS reset, do not matter
+        if (PACKING == CU_SEQLENS && begins) {
+            from = 31 - __clz(begins);
+            load_state(at, at.p.initial, beginning<true>(at, shared, buffer, from), whole.b);
+            whole.reset = true;
+        }
         if (FOLDED) {
-            whole = append<false>(at, shared, chunk, 0, whole);
-            whole.reset = resets;
-            if (!remembers(whole.b)) return whole;
-            whole = Composition::none();
+            Composition folded = append<false>(at, shared, chunk, from, whole);
+            folded.reset |= resets != 0;
+            if (!remembers(folded.b)) return folded;
         } else if constexpr (ZEROES) {
 #pragma unroll 1
             for (bool again = false;; again = true) {
@@ -374,12 +387,6 @@ struct Steps {
             }
         } else if (SELDOM_RESET ? !bounded : STAYS && !resets) {
             return append<false>(at, shared, chunk, 0, whole);
-        }
-        int from = 0;  // steps before the last sequence start, or with STAYS reset, do not matter
-        if (PACKING == CU_SEQLENS && begins) {
-            from = 31 - __clz(begins);
-            load_state(at, at.p.initial, beginning<true>(at, shared, buffer, from), whole.b);
-            whole.reset = true;
         }
         if (RESETS && resets) {
             whole.reset = true;  // its a then does not matter

@@ -66,8 +66,8 @@ constexpr int INPUTS = PLAIN + (BACKWARD ? 2 : 0), OUTPUTS = Element::OUTPUTS, F
 constexpr int PARAMETERS = Element::PARAMETERS, OF_CHANNEL = PARAMETERS ? PARAMETERS : 1;  // no array is empty
 constexpr bool SUMS = BACKWARD && PARAMETERS;
 // With STAYS, rows of which a thread keeps both inputs of 16 bits in a register, and reads them only once.  With resets
-// there are too few registers.
-constexpr int KEPT_ROWS = STAYS && INPUTS == 2 && !RESETS ? ROWS : 0;
+// there are too few registers for all.
+constexpr int KEPT_ROWS = STAYS && INPUTS == 2 ? RESETS ? 3 * ROWS / 4 : ROWS : 0;
 
 // Blocks that look back over whole rows of few channels, or over rows that begin anywhere, read a coefficient of zero
 // where a step is reset, and scan the tile as if there were no mask: that forgets every state that is finite, and a
