@@ -8,6 +8,7 @@ from ostinato.kernels.scan.cuda.geometry import Geometry
 
 EVENLY = 0.95  # of the multiprocessors have a block, where each chain has as many
 BUSY = 32 << 10  # bytes on their way to a multiprocessor, whose warps more would keep busy with copies
+SEVERAL_WAVES = 5  # of tiles: with fewer, longer ones leave multiprocessors idle
 FEW_WAVES = 3  # waves of tiles: with fewer, drawing tiles from a counter balances nothing
 FEW_COMPANIONS = 24  # blocks per chain: with no more, look-back is faster than interleaved tiles
 
@@ -49,7 +50,18 @@ def chain_few_channels(scan: Criteria) -> Geometry | None:
         return Geometry(1, lanes, 8, rows, True, 2, scan.channels, looks_back=True)
     if scan.channels <= 8 or (scan.resets and scan.itemsize == 2 and scan.aligned > 1):  # tests of pairs are cheaper
         return None
-    return Geometry(1, lanes, 16, 36 // numbers - 1 | 1, True, 1, scan.channels)
+    return _with_longer_tiles(scan, Geometry(1, lanes, 16, 36 // numbers - 1 | 1, True, 1, scan.channels))
+
+
+def _with_longer_tiles(scan: Criteria, turns: Geometry) -> Geometry:
+    """The same with as many rows as registers hold of two inputs of 16 bits each, if blocks have several tiles of them.
+
+    Fewer tiles are then composed and published.  Segments of rows of three or six channels would share banks.
+    """
+    rows = 32 // -(-scan.inputs // 2)
+    longer = turns._replace(rows=rows if scan.channels in (5, 7) else rows - 1 | 1)
+    pays = scan.itemsize == 2 and scan.element in LINEAR and scan.channels not in (3, 6) and not scan.packed
+    return longer if pays and scan.waves(longer) >= SEVERAL_WAVES else turns
 
 
 def chain_narrow(scan: Criteria) -> Geometry | None:
@@ -62,13 +74,14 @@ def chain_narrow(scan: Criteria) -> Geometry | None:
     if lanes == channels:  # odd rows, against bank conflicts
         stages = 1 if lanes <= 2 or (scan.backward and lanes == 8) else STAGES  # by registers
         rows = ((40 if lanes <= 2 else 36) // numbers - 1) | 1
-        return Geometry(1, lanes, 8, rows, chained=True, resident=2, narrow=channels, stages=stages)
+        turns = Geometry(1, lanes, 8, rows, chained=True, resident=2, narrow=channels, stages=stages)
+        return _with_longer_tiles(scan, turns)
     rows = (36 // numbers - 1) | 1
     if scan.itemsize == 2 and channels in (5, 7):  # segments begin in whole words, each in other banks
         rows = max(4, 36 // numbers // 4 * 4)
     elif channels in (3, 6) and scan.itemsize <= 4 and (scan.backward or scan.itemsize == 2):
         rows = 36 // numbers  # so do even rows of these
-    return Geometry(1, lanes, 16, rows, chained=True, narrow=channels)
+    return _with_longer_tiles(scan, Geometry(1, lanes, 16, rows, chained=True, narrow=channels))
 
 
 def _chained_tile(scan: Criteria, warps: int = 8) -> Geometry:

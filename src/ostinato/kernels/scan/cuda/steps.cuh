@@ -97,7 +97,9 @@ struct Steps {
     static constexpr bool RAW = (CHAINED || CLUSTER > 1) && Element::RAW;
     static_assert(!STAYS || Element::RAW);
     Step step[RAW ? 1 : ROWS][VEC];
-    Bits raw[RAW && !STAYS ? ROWS : 1][INPUTS];
+    // Two inputs of 16 bits are kept in a register where a thread has more than it has registers for.
+    static constexpr int IN_WORD = RAW && NARROW && !LOOKS_BACK && sizeof(Pack) == 2 && ROWS * INPUTS > 40 ? 2 : 1;
+    Bits raw[RAW && !STAYS ? ROWS : 1][(INPUTS + IN_WORD - 1) / IN_WORD];
     unsigned kept[KEPT_ROWS ? KEPT_ROWS : 1];  // both inputs of a row
     int shift[INPUTS];      // of the strips
     unsigned resets;        // bits of the steps before which, in the forward's order, the state is reset
@@ -117,6 +119,12 @@ struct Steps {
             row[v] = Element::read(plain, of_channels[v], x[BACKWARD ? PREVIOUS : 0][v], x[BACKWARD ? GRAD : 0][v]);
         }
     }
+    __device__ void keep(int u, const Bits (&bits)[INPUTS]) {
+#pragma unroll
+        for (int k = 0; k < INPUTS; ++k)
+            if (k % IN_WORD) raw[u][k / IN_WORD] = __byte_perm(bits[k - 1], bits[k], 0x5410);
+            else raw[u][k / IN_WORD] = bits[k];
+    }
     static __device__ constexpr int replaced(int output) { return output < PLAIN ? output : GRAD; }  // STAYS: input
     __device__ void get(const Place& at, const Shared& shared, int u, Step (&row)[VEC]) const {
         const OfChannels nothing = {};
@@ -129,7 +137,10 @@ struct Steps {
                                                  : filled(0);
             make(bits, nothing, row);
         } else if constexpr (RAW) {
-            make(raw[u], nothing, row);
+            Bits bits[INPUTS];
+#pragma unroll
+            for (int k = 0; k < INPUTS; ++k) bits[k] = raw[u][k / IN_WORD] >> 16 * (k % IN_WORD);
+            make(bits, nothing, row);
         } else {
 #pragma unroll
             for (int v = 0; v < VEC; ++v) row[v] = step[u][v];
@@ -233,8 +244,7 @@ struct Steps {
             Bits nothing[INPUTS];
 #pragma unroll
             for (int k = 0; k < INPUTS; ++k) nothing[k] = filled(Ring::zero());
-#pragma unroll
-            for (int k = 0; k < INPUTS; ++k) raw[u][k] = nothing[k];
+            keep(u, nothing);
         }
         lost = true;
     }
@@ -307,7 +317,8 @@ struct Steps {
             if constexpr (RAW && !STAYS) {
 #pragma unroll
                 for (int k = 0; k < INPUTS; ++k)
-                    raw[u][k] = exists ? bits[k] : filled(k == 0 ? Ring::one() : Ring::zero());
+                    bits[k] = exists ? bits[k] : filled(k == 0 ? Ring::one() : Ring::zero());
+                keep(u, bits);
             } else if constexpr (!RAW) {
                 make(bits, of_channels, step[u]);
 #pragma unroll
