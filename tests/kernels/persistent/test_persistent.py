@@ -504,6 +504,7 @@ IN_TURNS = [
     ("lstm", 1024, 48, f32),
     ("gru", 1280, 32, f32),
     ("gru", 1024, 64, bf16),
+    ("lstm", 512, 64, bf16),
     ("lstm", 1333, 40, f16),  # padded to whole copies, as those that follow
     ("gru", 1500, 40, bf16),
     ("gru", 650, 100, f32),

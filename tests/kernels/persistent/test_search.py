@@ -137,6 +137,21 @@ def test_blocks_take_two_groups_in_turn(layer, exact, turns):
 
 
 @pytest.mark.parametrize(
+    ("layer", "parts"),  # of the columns, forward and backward, the faster as measured on an H200
+    [
+        (("lstm", 1024, 64, bf16), (4, 8)),
+        (("gru", 512, 256, bf16), (4, 8)),
+        (("lstm", 2048, 16, bf16), (8, 8)),  # reading the state twice would take longer than half of the sums
+        (("gru", 2048, 64, bf16), (8, 8)),
+    ],
+)
+def test_warps_share_columns_where_the_state_is_short_beside_the_rows(layer, parts):
+    chosen = [search.choose_geometry(*layer, None, None, H100, backward=b).geometry for b in (False, True)]
+    assert tuple(g.column_parts for g in chosen) == parts
+    assert all(g.turns == 2 and g.tiles * 8 == g.row_tiles * g.slice * 2 // 32 for g in chosen)  # of eight warps
+
+
+@pytest.mark.parametrize(
     ("layer", "columns"),  # sequences of a group, forward and backward, the faster as measured on an H200
     [
         (("lstm", 2048, 64, bf16), (32, 32)),

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from ostinato.kernels.persistent.cuda import cudnn
-from ostinato.kernels.persistent.cuda.geometry import THREADS, Geometry, ceil_div
+from ostinato.kernels.persistent.cuda.geometry import THREADS, WARPS, Geometry, ceil_div
 from ostinato.kernels.persistent.plan import GATES, Call
 
 SECTOR = 32  # bytes, of the L2 cache
@@ -71,6 +71,7 @@ _IN_TURNS = {
 }
 # Of wide batches, forward and backward: fixed, per sequence of a group, and per sequence and tile of a block.
 _WIDE = {False: (1.5, 0.108, 0.00045), True: (1.1, 0.175, 0.0004)}
+_HALVED = 0.75  # of what sums cost, if half as many are reduced, as two warps read the same part of the state
 _SMALL_CLUSTER = 8  # blocks, beyond which each counts twice
 _SPLIT = 0.6  # of what exact products of eight sequences cost, once for all, to split the weights
 _BY_FMA = 1.3  # the cost factor of the dense kernel's exact products of one sequence
@@ -109,7 +110,8 @@ def microseconds(geometry: Geometry, batch: int, pruned: bool = False) -> float:
     step += _STREAMED * (_SPLIT_STREAMED if splits else 1) * geometry.streamed * geometry.tile_bytes / 1e5
     step += products * geometry.tiles / 1e2
     step += cost.updated * geometry.gates / 10
-    step += cost.summed * geometry.row_tiles * geometry.columns / 64
+    halved = _HALVED if geometry.column_parts < WARPS else 1
+    step += cost.summed * halved * geometry.row_tiles * geometry.columns / 64
     step += cost.cluster * others
     step += cost.paired if geometry.cluster > 1 else 0
     step += cost.blocks * geometry.blocks / 1e2

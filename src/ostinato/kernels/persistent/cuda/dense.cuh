@@ -1,14 +1,15 @@
 // A dense recurrent matrix on tensor cores.
 //
-// Each warp multiplies its eighth of the columns with all rows of the block.  The order of columns within a tile is
-// free, and chosen such that a word of the state in memory is a lane's fragment of the B operand; see operand.cuh.
+// Each warp multiplies its part of the columns with all rows of the block, or with half of them.  The order of columns
+// within a tile is free, and chosen such that a word of the state in memory is a lane's fragment of the B operand; see
+// operand.cuh.
 //
 // HELD of a warp's TILES tiles stay in registers, others in shared memory.  STREAMED tiles, which do not fit on chip,
 // are read from L2 at every step, AHEAD tiles in advance: the first while the block waits for the state.  If the last
 // row tile has at most 8 rows (HALF), one tile holds them for two column tiles, in its upper and its lower half: it is
 // multiplied with the state of both, and of each product only one half is used.
 
-constexpr int ROW_TILES = (ROWS + 15) / 16;
+constexpr int ROW_TILES = (ROWS + 15) / 16 / SHARING;  // of a warp
 constexpr bool HALF = (ROWS - 1) % 16 < 8;
 constexpr int FULL = ROW_TILES - HALF;
 constexpr int TILES = FULL * COLUMN_TILES + HALF * ((COLUMN_TILES + 1) / 2);
@@ -21,8 +22,8 @@ constexpr int MOST_EARLY = STREAMED ? 0 : TURNS == 1 ? 4 : READS_AHEAD ? 2 : 0;
 constexpr int EARLY = TILES - HELD < MOST_EARLY ? TILES - HELD : MOST_EARLY;  // read while waiting
 constexpr int PRODUCTS = ROW_TILES * SEQUENCE_TILES;
 constexpr int CHAINS = PRODUCTS >= 4 ? 1 : PRODUCTS >= 2 ? 2 : 4;  // independent accumulators, to hide mma's latency
-constexpr int SUM_PITCH = 16 * ROW_TILES + 4;  // padded: stores of the accumulators have no bank conflicts
-constexpr int SUMS = WARPS * COLUMNS * SUM_PITCH;
+constexpr int SUM_PITCH = 16 * ROW_TILES * SHARING + 4;  // padded: stores of the accumulators have no bank conflicts
+constexpr int SUMS = PARTS * COLUMNS * SUM_PITCH;
 constexpr bool BY_FOUR = SHARES_WORK;  // where all wait for few loads, sums of a row are loaded by four
 constexpr int ROW_PITCH = BY_FOUR ? WARPS : 1;
 
@@ -41,6 +42,9 @@ __device__ constexpr bool is_streamed(int tile) { return streamed_before(tile + 
 __device__ constexpr int held_before(int tile) { return tile <= EARLY ? 0 : (tile - EARLY) * HELD / (ON_CHIP - EARLY); }
 __device__ constexpr bool is_held(int tile) { return held_before(tile + 1) > held_before(tile); }
 
+// Of a warp, among the block's.
+__device__ inline int first_row(int warp) { return warp % SHARING * ROW_TILES * 16; }
+
 // Packs one lane's registers of one tile.
 constexpr int PACKED = BLOCKS * WARPS * TILES * 32;
 
@@ -55,13 +59,13 @@ __device__ inline void pack_weights(const Parameters& p, int i) {
         column = 2 * pair + (rest > FULL);
         beside = rest == FULL;
     }
-    row += lane / 4;
+    row += first_row(warp) + lane / 4;
     unsigned registers[4];
 #pragma unroll
     for (int r = 0; r < 4; ++r) {  // mma's order: upper and lower rows of the first half of the columns, of the second
         const int c = column + r % 2 * beside, there = row + (beside ? 0 : r % 2 * 8);
         const int in_piece = c / 2 < PIECES ? lane % 4 * 16 + c % 2 * 8 : lane % 4 * 8;
-        const int first = (first_byte(warp, c / 2) + in_piece + r / 2 * 4) / int(sizeof(Scalar));
+        const int first = (first_byte(warp / SHARING, c / 2) + in_piece + r / 2 * 4) / int(sizeof(Scalar));
         const bool exists = c < COLUMN_TILES;
         registers[r] = exists ? shown(widen(weight_at(p, block, there, first))) : 0;
         if (sizeof(Scalar) == 2 && exists) registers[r] |= shown(widen(weight_at(p, block, there, first + 1))) << 16;
@@ -132,7 +136,7 @@ struct Product {
     // Starts to bring the `state`, whether it is there or not.
     __device__ void ask(const char* state, unsigned step) { operand.ask(state, step); }
 
-    // sums[warp][sequence][row] = this warp's share of the recurrent matrix times the state that was asked for, after
+    // sums[part][sequence][row] = this warp's share of the recurrent matrix times the state that was asked for, after
     // free(), which waits until the sums may be overwritten; or, by four, one of those of sums[sequence][row], another
     // where sequences are stored together.
     template <typename Free> __device__ void operator()(float* sums, Patience& patience, Free free) {
@@ -164,13 +168,14 @@ struct Product {
             }
         } while (operand.lacked_any(patience));
         free();
+        if (SHARING > 1) sums += first_row(warp_id());
 #pragma unroll
         for (int s = 0; s < SEQUENCE_TILES; ++s) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const int column = s * 8 + lane() % 4 * 2 + i % 2;
                 const bool wanted = COLUMNS % 8 == 0 || column < COLUMNS;
-                float* mine = sums + (warp() * COLUMNS + column) * SUM_PITCH + lane() / 4 + i / 2 * 8;
+                float* mine = sums + (warp() / SHARING * COLUMNS + column) * SUM_PITCH + lane() / 4 + i / 2 * 8;
                 if constexpr (BY_FOUR) {
                     const int place = place_of_four(lane() / 4 + i / 2 * 8, warp() / 4, column);
                     mine = sums + place * 4 + (warp() ^ lane()) % 4;
@@ -195,7 +200,7 @@ struct Product {
     __device__ Span span(const Parameters &, int, int) const { return {}; }
 
     __device__ static Few<float> sum(const float* sums, Span, int row, int sequence) {
-        if constexpr (!BY_FOUR) return add<WARPS>(sums + sequence * SUM_PITCH + row, COLUMNS * SUM_PITCH);
+        if constexpr (!BY_FOUR) return add<PARTS>(sums + sequence * SUM_PITCH + row, COLUMNS * SUM_PITCH);
         float of_four[WARPS / 4];
 #pragma unroll
         for (int i = 0; i < WARPS / 4; ++i) {

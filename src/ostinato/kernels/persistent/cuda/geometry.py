@@ -237,9 +237,19 @@ class Geometry(NamedTuple):
         return ceil_div(self.rows, 16)
 
     @property
+    def column_parts(self) -> int:
+        """Of the dense kernel: of each warp, or of two that have half of the rows each; see ``operand.cuh``."""
+        short = self.slice * self.dtype.itemsize <= 2 * self.rows * min(self.columns, 16)
+        return WARPS // 2 if short and self.turns > 1 and self.rows % 32 == 0 and not self.wide else WARPS
+
+    @property
+    def row_tiles_of_warp(self) -> int:
+        return self.row_tiles * self.column_parts // WARPS
+
+    @property
     def column_tiles(self) -> int:
-        """Column tiles of a warp of the dense kernel."""
-        return ceil_div(self.slice * self.dtype.itemsize, 32 * WARPS)
+        """Column tiles of a part."""
+        return ceil_div(self.slice * self.dtype.itemsize, 32 * self.column_parts)
 
     @property
     def has_half_tiles(self) -> bool:
@@ -288,15 +298,15 @@ class Geometry(NamedTuple):
         if self.path == "sparse":
             rows = WARPS * 32
         elif self.path == "dense":
-            rows = WARPS * (16 * self.row_tiles + 4)
+            rows = self.column_parts * (16 * self.row_tiles + 4)
         else:
             rows = self.parts_of_sums * (16 * len(self.share_tiles) * WARPS // self.shares + 4)
         sums = 0 if self.scatters else self.sum_buffers * rows * self.capacity * 4
         state = 0 if self.path == "dense" else (self.slice + ZERO_PLACES) * self.state_bytes
         mail = self.turns * 2 * (self.cluster - (not self.scatters)) * self.units * self.capacity * 8
         state += self.distributed * self.state_buffers * self.group_bytes
-        if self.turns > 1:  # what is multiplied is copied there, with a barrier for each warp
-            state += self.slice * self.columns * self.dtype.itemsize + 16 * WARPS
+        if self.turns > 1:  # what is multiplied is copied there, with a barrier for each part
+            state += self.slice * self.columns * self.dtype.itemsize + 16 * self.column_parts
         if self.shares_work:  # operands and results of updates, on their way from thread to thread
             state += 2 * (GATES[self.cell] + 5 + 4) * round_up(self.units * self.capacity, 32) * 4
         return sums + state + mail + (self.tiles - self.held - self.streamed) * self.tile_bytes
@@ -361,7 +371,7 @@ class Geometry(NamedTuple):
         if self.path == "dense":
             sequence_tiles = ceil_div(self.capacity, 8)
             states = (2 * self.column_tiles if self.turns == 1 else 8) * sequence_tiles  # in turns two at a time
-            products = self.row_tiles * sequence_tiles
+            products = self.row_tiles_of_warp * sequence_tiles
             sums = 4 * products * (1 if products >= 4 else 2 if products >= 2 else 4)
             rest = 20 + 4 * sequence_tiles + (32 if self.exact else 20) * wide
             if self.backward and self.turns == 1:  # else others update
@@ -371,6 +381,8 @@ class Geometry(NamedTuple):
                 rest += 4 * more  # beside what a cluster's blocks send, a cell's state, or a tile taken twice
             most_gates = 6 if self.turns > 1 and self.is_uneven else 8  # with more those that update would spill
             if states > 128 or (self.backward and self.gates > most_gates):
+                return None
+            if self.turns > 1 and self.registers < 128:  # those that update can give registers, not take them
                 return None
             free = (self.registers - states - sums - rest) // 4
             room = (shared_limit - self._replace(tiles=self.streamed).shared_bytes) // self.tile_bytes

@@ -1,7 +1,14 @@
-// The B operand of a warp's products: its eighth of the columns of the state, in pieces of 16 bytes, which are a lane's
+// The B operand of a warp's products: its part of the columns of the state, in pieces of 16 bytes, which are a lane's
 // fragments of two column tiles.
+//
+// A part is an eighth of the columns.  In turns it is a quarter, which two warps multiply with half of the rows each,
+// where that moves less in shared memory: the state is read twice, but of sums half as many are written and read, and
+// registers hold weights in place of the others.
 
-constexpr int COLUMN_TILES = (ROW_BYTES + 32 * WARPS - 1) / (32 * WARPS);  // of a warp
+constexpr int SHARING =  // warps of a part
+    TURNS > 1 && ROWS % 32 == 0 && ROW_BYTES <= 2 * ROWS * (COLUMNS < 16 ? COLUMNS : 16) ? 2 : 1;
+constexpr int PARTS = WARPS / SHARING;
+constexpr int COLUMN_TILES = (ROW_BYTES + 32 * PARTS - 1) / (32 * PARTS);  // of a part
 constexpr int PIECES = COLUMN_TILES / 2, ODD = COLUMN_TILES % 2;  // of two tiles: 16 bytes; of an odd one: 8
 constexpr int SEQUENCE_TILES = (COLUMNS + 7) / 8;
 static_assert(COLUMNS <= 8 || COLUMNS % 8 == 0, "lanes beyond the last sequence have another's");
@@ -9,11 +16,13 @@ static_assert(COLUMNS <= 8 || COLUMNS % 8 == 0, "lanes beyond the last sequence 
 // rounded float32 is, and there it is faster to ask for each word again at once.
 constexpr bool LOOKS_AT_ALL = !TAGGED && !DISTRIBUTED;
 
-// The byte of the state with which a warp's piece begins, or its odd tile, as number PIECES.  In global memory that of
-// every second warp comes before its pieces: with the one of the warp before it fills 64 bytes, and pieces are aligned.
-__device__ inline int first_byte(int warp, int piece) {
-    const int first = warp * 32 * COLUMN_TILES;
-    if (ODD && !DISTRIBUTED && warp % 2) return first + (piece < PIECES ? 32 + piece * 64 : 0);
+__device__ inline unsigned part_id() { return warp_id() / SHARING; }
+
+// The byte of the state with which a part's piece begins, or its odd tile, as number PIECES.  In global memory that of
+// every second part comes before its pieces: with the one of the part before it fills 64 bytes, and pieces are aligned.
+__device__ inline int first_byte(int part, int piece) {
+    const int first = part * 32 * COLUMN_TILES;
+    if (ODD && !DISTRIBUTED && part % 2) return first + (piece < PIECES ? 32 + piece * 64 : 0);
     return first + piece * 64;
 }
 
@@ -42,13 +51,13 @@ struct LoadedOperand {
 
     __device__ LoadedOperand(const Parameters& p, uint4*)
         : sequence(lane_id() / 4 % (FEWER ? sequences_of(p) : COLUMNS)),
-          offset(first_byte(warp_id(), 0) + lane_id() % 4 * 16),
-          odd_offset(first_byte(warp_id(), PIECES) + lane_id() % 4 * 8) {}
+          offset(first_byte(part_id(), 0) + lane_id() % 4 * 16),
+          odd_offset(first_byte(part_id(), PIECES) + lane_id() % 4 * 8) {}
 
     // Calls a function for each piece of the state that this lane multiplies, the odd tile's word being the last of a
     // sequence tile: with the tile, its number there, its address and whether it exists.
     template <typename Function> __device__ void each(Function take) const {
-        constexpr bool WHOLE = ROW_BYTES % (32 * WARPS) == 0;
+        constexpr bool WHOLE = ROW_BYTES % (32 * PARTS) == 0;
 #pragma unroll
         for (int s = 0; s < SEQUENCE_TILES; ++s) {
 #pragma unroll
@@ -103,13 +112,14 @@ struct LoadedOperand {
     __device__ static bool lacked_any(Patience&) { return false; }   // it was waited for
 };
 
-// Copied into shared memory by the asynchronous proxy, one bulk copy a warp: what is on its way takes no registers.
+// Copied into shared memory by the asynchronous proxy, one bulk copy a part: what is on its way takes no registers.
 // Nearly always all that was asked for is there, so it is multiplied before that is known, and once more if it was not.
 struct CopiedOperand {
-    static constexpr int BYTES = PIECES * COLUMNS * CHUNK;  // of a warp
-    static constexpr int SHARED = WARPS * (BYTES + 16);     // with the barriers
+    static constexpr int BYTES = PIECES * COLUMNS * CHUNK;  // of a part
+    static constexpr int SHARED = PARTS * (BYTES + 16);     // with the barriers
+    static constexpr int ALL_HAVE_READ = 8;                 // barriers of warps that share a part: that of the first
 
-    char* copy;                   // this warp's
+    char* copy;                   // this warp's part
     unsigned barrier;             // which a copy completes
     unsigned phase = 0, awaited;  // of the next copy, and of the last
     const char* mine;             // this warp's part of the state that was asked for
@@ -119,25 +129,26 @@ struct CopiedOperand {
     CopiedOperand() = default;
     // A barrier of the warps that multiply must follow.
     __device__ CopiedOperand(const Parameters &, uint4* shared)
-        : copy(reinterpret_cast<char*>(shared) + warp_id() * BYTES), barrier(barrier_of(shared, warp_id())) {
+        : copy(reinterpret_cast<char*>(shared) + part_id() * BYTES), barrier(barrier_of(shared, part_id())) {
         if (threadIdx.x == 0) {
-            for (int warp = 0; warp < WARPS; ++warp) open_barrier(barrier_of(shared, warp));
+            for (int part = 0; part < PARTS; ++part) open_barrier(barrier_of(shared, part));
             announce_barriers();
         }
     }
-    __device__ static unsigned barrier_of(uint4* shared, int warp) {
-        return shared_address(shared + WARPS * BYTES / 16) + warp * 8;
+    __device__ static unsigned barrier_of(uint4* shared, int part) {
+        return shared_address(shared + PARTS * BYTES / 16) + part * 8;
     }
 
     // Starts to copy the `state`, whether it is there or not.
     __device__ void ask(const char* state, unsigned of_step) {
-        step = of_step, mine = state + warp_id() * BYTES;
+        step = of_step, mine = state + part_id() * BYTES;
         ask_again();
     }
 
     __device__ void ask_again() {
-        __syncwarp();  // all lanes have read the last copy
-        if (lane_id() == 0) {
+        if (SHARING == 1) __syncwarp();  // all have read the last copy
+        else asm volatile("bar.sync %0, %1;" :: "r"(ALL_HAVE_READ + part_id()), "n"(32 * SHARING) : "memory");
+        if (lane_id() == 0 && warp_id() % SHARING == 0) {
             expect(barrier, BYTES);
             start_copy(shared_address(copy), mine, BYTES, barrier);
         }
@@ -157,7 +168,7 @@ struct CopiedOperand {
         return {both.x, both.y};
     }
 
-    // Whether any of it had not arrived; if so, asks for it again.
+    // Whether any of it had not arrived; if so, asks for it again.  Warps that share a part have read the same.
     __device__ bool lacked_any(Patience& patience) {
         const bool lacks = __any_sync(~0u, seen.any_absent()) && patience.lasts();
         if (lacks) ask_again();
@@ -169,5 +180,5 @@ struct CopiedOperand {
 using Operand = LoadedOperand;
 #else
 using Operand = CopiedOperand;
-static_assert(ROW_BYTES == WARPS * PIECES * 64 && COLUMNS % 8 == 0, "all that is copied is multiplied");
+static_assert(ROW_BYTES == PARTS * PIECES * 64 && COLUMNS % 8 == 0, "all that is copied is multiplied");
 #endif

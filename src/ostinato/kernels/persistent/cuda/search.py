@@ -171,8 +171,8 @@ def candidates(
             tiles = ceil_div(geometry.row_tiles, WARPS) * ceil_div(width * geometry.dtype.itemsize, 32)
             filled = geometry._replace(tiles=tiles).fill_registers(shared)
         elif geometry.path == "dense":
-            half = geometry.has_half_tiles
-            tiles = (geometry.row_tiles - half) * geometry.column_tiles + half * ceil_div(geometry.column_tiles, 2)
+            half, column_tiles = geometry.has_half_tiles, geometry.column_tiles
+            tiles = (geometry.row_tiles_of_warp - half) * column_tiles + half * ceil_div(column_tiles, 2)
             filled = geometry._replace(tiles=tiles).fill_registers(shared)
             if geometry.turns == 1 and (filled is None or filled.streamed):
                 filled = geometry._replace(tiles=tiles, sum_buffers=1).fill_registers(shared) or filled
