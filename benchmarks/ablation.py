@@ -57,7 +57,7 @@ PATIENCE = "    Patience patience(p.failure);\n"
 ASK = "        product.ask(state, taken);\n"
 UPDATE = "        units.update(rows, product, sums, state, taken);\n"
 TAKE = "const int before = streamed_before(tile), i = tile - before;"
-WIDE = '@p " LOAD_STATE ".v2.b64 {%0, %1}, [%3];'
+WIDE = '@p " LOAD_STATE ".v2.b64 {%0, %1}, [" address "];"'
 ALL = ("dense", "block", "sparse")
 # What is switched off, of which kernels, and how: what stands in the source, and what is put in its place.
 SWITCHES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
@@ -76,7 +76,7 @@ SWITCHES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     ),
     "loads of 16 bytes": (
         ("dense",),
-        {WIDE: '@p " LOAD_STATE ".b64 %0, [%3]; @p " LOAD_STATE ".b64 %1, [%3+8];'},
+        {WIDE: '@p " LOAD_STATE ".b64 %0, [" address "]; @p " LOAD_STATE ".b64 %1, [" address "+8];"'},
     ),
     "prefetches": (ALL, {"if (taken + PREFETCH < p.steps)": "if (false)"}),
     "waiting before the first look": (ALL, {"if (UNITS * exchanged() <= THREADS - 32 && !LOOKS) __syncthreads();": ""}),

@@ -42,7 +42,8 @@ class _Recurrent(SequenceLayers, StepLayers):
             if steps == 1 and (result := self._step(input, hx, input.dim() - 1)) is not None:
                 return result
             kind = input.device.type
-            dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
+            autocast = kind != "meta" and torch.is_autocast_enabled(kind)  # which "meta" does not know
+            dtype = torch.get_autocast_dtype(kind) if autocast else input.dtype
             if 0 < steps < least_steps(kind, self.mode.lower(), self.hidden_size, dtype) and not is_vmapped():
                 return self._forward_torch(input, hx, self._weights())
         states, own = states_of(hx), self._unmasked_weights()
