@@ -362,6 +362,20 @@ def test_geometries_fit_the_gpu():
                     assert not geometry.chained or geometry.looks_back
 
 
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize(("element", "inputs"), [("LinearScan", 2), ("LinearScanBackward", 3)])
+def test_tiles_of_two_inputs_a_register_are_longer_where_shared_memory_holds_them(element, inputs, gpu):
+    longer = set()
+    for shape in ((1, 1 << 24, 1), (2, 1 << 22, 4), (1, 3000000, 7), (4, 1 << 20, 8), (1, 1 << 20, 16)):
+        scan = Criteria(element, inputs, 2, min(8, shape[2] & -shape[2]), True, *shape, GPUS[gpu])
+        geometry = choose_geometry(scan)
+        if inputs * geometry.rows > 40:
+            longer.add(shape[2])
+            assert scan.fits(geometry)
+    assert 1 in longer
+    assert (8 in longer) == (gpu not in ("A100", "L4") or inputs == 3)
+
+
 @pytest.mark.parametrize("name", ["H100", "H200"])
 def test_what_was_measured_to_be_best_is_chosen(name):
     """Lanes, warps and rows of the fastest on an H200, and how blocks find their state."""

@@ -56,12 +56,13 @@ def chain_few_channels(scan: Criteria) -> Geometry | None:
 def _with_longer_tiles(scan: Criteria, turns: Geometry) -> Geometry:
     """The same with as many rows as registers hold of two inputs of 16 bits each, if blocks have several tiles of them.
 
-    Fewer tiles are then composed and published.  Segments of rows of three or six channels would share banks.
+    Fewer tiles are then composed and published.  Segments of rows of three or six channels would share banks, and where
+    shared memory is small, such tiles would be cut to less than the others.
     """
     rows = 32 // -(-scan.inputs // 2)
     longer = turns._replace(rows=rows if scan.channels in (5, 7) else rows - 1 | 1)
     pays = scan.itemsize == 2 and scan.element in LINEAR and scan.channels not in (3, 6) and not scan.packed
-    return longer if pays and scan.waves(longer) >= SEVERAL_WAVES else turns
+    return longer if pays and scan.fits(longer) and scan.waves(longer) >= SEVERAL_WAVES else turns
 
 
 def chain_narrow(scan: Criteria) -> Geometry | None:
