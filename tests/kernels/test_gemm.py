@@ -185,6 +185,7 @@ def test_training_on_changing_lengths_leaves_little_memory(processes):
     """Above 80 MB when each length was a convolution of its own."""
     ours, theirs = processes.context.Pipe()
     processes.apart(growth, theirs)
+    theirs.close()  # or nobody would notice that the process has failed
     assert ours.recv() < 60
 
 

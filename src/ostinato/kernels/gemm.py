@@ -25,7 +25,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if is_eager([x, weight]):
             return _linear_cpu(x, weight, bias)
     elif _is_faster_padded(x, weight, weight.shape[0]):
-        rows, columns = (_missing(weight, size) for size in weight.shape)
+        rows, columns = (_missing(x, size) for size in weight.shape)
         bias = None if bias is None else F.pad(bias, (0, rows))
         return _first(linear(F.pad(x, (0, columns)), F.pad(weight, (0, columns, 0, rows)), bias), weight.shape[0])
     elif torch.is_grad_enabled() and weight.requires_grad and _is_faster_transposed(x, weight, weight.shape[0]):
