@@ -71,7 +71,7 @@ class Geometry(NamedTuple):
 
     @property
     def pitch(self) -> int:
-        """The hidden size rounded up to 16 bytes; of groups in turn such that each warp copies as much of a slice.
+        """The hidden size rounded up to 16 bytes; of groups in turn such that all copies of parts of a slice are alike.
 
         Of wide batches to whole teams of blocks, of the backward's, which are the larger ones.
         """
@@ -238,7 +238,7 @@ class Geometry(NamedTuple):
 
     @property
     def column_parts(self) -> int:
-        """Of the dense kernel: of each warp, or of two that have half of the rows each; see ``operand.cuh``."""
+        """Of a dense matrix's columns, each of a warp, or of two with half of the rows each; see ``operand.cuh``."""
         short = self.slice * self.dtype.itemsize <= 2 * self.rows * min(self.columns, 16)
         return WARPS // 2 if short and self.turns > 1 and self.rows % 32 == 0 and not self.wide else WARPS
 
@@ -439,7 +439,11 @@ class Geometry(NamedTuple):
             ("OFFSETS", int(packed)),
             ("KEEPS", int(keeps)),
             *{
-                "dense": (("SHARED_BYTES", self.shared_bytes) if self.wide else ("STREAMED", self.streamed),),
+                "dense": (
+                    (("SHARED_BYTES", self.shared_bytes),)
+                    if self.wide
+                    else (("STREAMED", self.streamed), ("SHARING", WARPS // self.column_parts))
+                ),
                 "block": (
                     ("TILES", self.tiles),
                     ("SHARES", self.shares),

@@ -3,10 +3,9 @@
 //
 // A part is an eighth of the columns.  In turns it is a quarter, which two warps multiply with half of the rows each,
 // where that moves less in shared memory: the state is read twice, but of sums half as many are written and read, and
-// registers hold weights in place of the others.
+// registers hold weights in place of the others.  SHARING is the number of warps of a part.
 
-constexpr int SHARING =  // warps of a part
-    TURNS > 1 && ROWS % 32 == 0 && ROW_BYTES <= 2 * ROWS * (COLUMNS < 16 ? COLUMNS : 16) ? 2 : 1;
+static_assert(SHARING == 1 || (TURNS > 1 && ROWS % 32 == 0), "copied parts are shared, in whole row tiles");
 constexpr int PARTS = WARPS / SHARING;
 constexpr int COLUMN_TILES = (ROW_BYTES + 32 * PARTS - 1) / (32 * PARTS);  // of a part
 constexpr int PIECES = COLUMN_TILES / 2, ODD = COLUMN_TILES % 2;  // of two tiles: 16 bytes; of an odd one: 8
@@ -122,7 +121,7 @@ struct CopiedOperand {
     char* copy;                   // this warp's part
     unsigned barrier;             // which a copy completes
     unsigned phase = 0, awaited;  // of the next copy, and of the last
-    const char* mine;             // this warp's part of the state that was asked for
+    const char* mine;             // the same part of the state that was asked for
     unsigned step;                // of that
     Seen seen;
 

@@ -7,6 +7,7 @@
 // Barriers of the warps that multiply with those that update a group: its sums are written, and have been read; and of
 // the first among themselves.
 enum Meeting { WRITTEN = 1, READ = WRITTEN + TURNS, BEGUN = READ + TURNS };
+static_assert(BEGUN < CopiedOperand::ALL_HAVE_READ && CopiedOperand::ALL_HAVE_READ + PARTS <= 16, "there are sixteen");
 
 __device__ inline void wait_until(Meeting meeting, int turn) {
     asm volatile("bar.sync %0, %1;" :: "r"(meeting + turn), "n"(THREADS + OWNERS) : "memory");
