@@ -147,8 +147,8 @@ struct Steps {
         }
     }
 
-    // A short strip seldom has a reset: the warp then takes a path without tests for them, unless sequences are packed,
-    // whose ends have such paths already, or registers are too few for two paths.
+    // A short strip seldom has a reset: the warp then takes a path without tests for them, unless registers are too few
+    // for two paths.  Packed sequences have such paths for their ends already, and take this one only where they fold.
     static constexpr bool TWO_PATHS = LOOKS_BACK ? !(RAW && BACKWARD && NARROW_SCALAR) : !CHAINED;
     static constexpr bool TESTS = RESETS && !ZEROES;
     static constexpr bool FOLDS_PACKED = LOOKS_BACK && Element::RAW && NARROW_SCALAR;
