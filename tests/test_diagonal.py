@@ -409,6 +409,7 @@ def test_what_is_shown_of_a_module():
             ValueError,
             r"state\[1\] must have shape \(1, 6\); got \(6,\)",
         ),
+        (lambda: ostinato.SRU(4, 6).step(torch.randn(3)), ValueError, "^x must have input_size = 4 features last"),
         (
             lambda: ostinato.SRU(4, 6)(torch.randn(5, 4), resets=torch.zeros(4, dtype=torch.bool)),
             ValueError,

@@ -246,7 +246,7 @@ class StackedLayers(nn.Module):
         again = None if torch.compiler.is_compiling() else self._step_again(x, state)
         if again is not None:
             return again
-        check_input(self, x, (1, 2), "(B, input_size) or (input_size,)")
+        check_input(self, x, (1, 2), "(B, input_size) or (input_size,)", "x")
         batched = x.dim() == 2
         self._check_state(state, x.shape[:-1], "state")
         if not batched:
@@ -319,20 +319,20 @@ def draw_parameters(module: nn.Module, hidden_size: int) -> None:
         nn.init.uniform_(parameter, -bound, bound)
 
 
-def check_input(module: Any, x: Tensor, ranks: tuple[int, ...], shape: str) -> None:
+def check_input(module: Any, x: Tensor, ranks: tuple[int, ...], shape: str, name: str = "input") -> None:
     """Raise TypeError or ValueError unless `x` is a valid input of the layers or cell."""
-    check_floating("input", x)
+    check_floating(name, x)
     if x.dim() not in ranks:
-        raise ValueError(f"input must have shape {shape}; got {tuple(x.shape)}")
+        raise ValueError(f"{name} must have shape {shape}; got {tuple(x.shape)}")
     if x.shape[-1] != module.input_size:
-        raise ValueError(f"input must have input_size = {module.input_size} features last; got shape {tuple(x.shape)}")
+        raise ValueError(f"{name} must have input_size = {module.input_size} features last; got shape {tuple(x.shape)}")
     weight = module._parameter("weight_ih_l0") if isinstance(module, StackedLayers) else module.weight_ih
-    check_like_weight("input", x, weight)
+    check_like_weight(name, x, weight)
 
 
 def check_like_weight(name: str, x: Tensor, weight: Tensor) -> None:
     """Raise ValueError or TypeError unless `x` has the weight's device and, except under autocast, its dtype."""
     if x.device != weight.device:
         raise ValueError(f"{name} must be on the module's device, {weight.device}; got {x.device}")
-    if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+    if x.dtype != weight.dtype and (x.is_meta or not torch.is_autocast_enabled(x.device.type)):  # "meta" has none
         raise TypeError(f"{name} must have the parameters' dtype, {weight.dtype}; got {x.dtype}")

@@ -174,8 +174,33 @@ def test_arguments_of_other_types_are_named(wrong):
 @pytest.mark.parametrize("cell", ["GRU", "LSTM"])
 def test_a_step_from_what_is_no_state_is_refused(cell):
     for state in (3, "x"):
-        with pytest.raises(TypeError, match=f"^the state must be a tensor, or h and c .*; got {type(state).__name__}$"):
+        with pytest.raises(TypeError, match=f"^state must be a tensor, or h and c .*; got {type(state).__name__}$"):
             make(cell, 5, 8).step(torch.zeros(2, 5), state)
+
+
+BAD_STEPS = {
+    "integers": (TypeError, "x", lambda x, state: (x.long(), state)),
+    "another dtype": (TypeError, "x", lambda x, state: (x.double(), state)),
+    "sparse": (TypeError, "x", lambda x, state: (x.to_sparse(), state)),
+    "another device": (ValueError, "x", lambda x, state: (x.to("meta"), state)),
+    "a state of another dtype": (TypeError, "state", lambda x, state: (x, [part.double() for part in state])),
+    "a state of integers": (TypeError, "state", lambda x, state: (x, [part.long() for part in state])),
+    "a state on another device": (ValueError, "state", lambda x, state: (x, [part.to("meta") for part in state])),
+    "a state of three": (TypeError, "state", lambda x, state: (x, [state[0]] * 3)),
+    "a state of none": (TypeError, "state", lambda x, state: (x, [None] * len(state))),
+}
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("cell", ["GRU", "LSTM"])
+@pytest.mark.parametrize("bad", BAD_STEPS)
+def test_what_is_wrong_with_a_step_is_named(bad, cell, grad):
+    kind, name, change = BAD_STEPS[bad]
+    layer = make(cell, 5, 8)
+    x, state = change(torch.randn(2, 5), [torch.zeros(1, 2, 8)] * (2 if cell == "LSTM" else 1))
+    state = state[0] if len(state) == 1 and state[0] is not None else tuple(state)
+    with torch.set_grad_enabled(grad), pytest.raises(kind, match=f"^{name} must "):
+        layer.step(x, state)
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -194,6 +194,8 @@ def test_layers_without_memory_have_shapes(layer):
     assert output.shape == (5, 2, 4)
     y, _ = layer.step(x[0], states)
     assert y.shape == (2, 4)
+    with pytest.raises(TypeError, match=r"^x must have the parameters'"):
+        layer.step(x[0].double(), states)
 
 
 @by("the CPU's")

@@ -204,7 +204,7 @@ def test_a_step_names_what_is_wrong_with_a_state(cell):
     right, others = ((h, h), (h, [h])) if cell == "LSTM" else (h, ((h, h), [h, h.clone()]))
     layer.step(x, right)
     for wrong in others:  # also where what was prepared for a right one takes the same tensors
-        with pytest.raises(TypeError, match="hx must be a t"):
+        with pytest.raises(TypeError, match="state must be a t"):
             layer.step(x, wrong)
     for shape in ((2, 8), (1, 3, 8), (1, 2, 9), (2, 2, 8)):
         state = torch.zeros(shape)

@@ -17,7 +17,7 @@ from ostinato.kernels.persistent.plan import Plan
 from ostinato.layers import LayerCall
 from ostinato.recurrent.sequences import SequenceLayers
 from ostinato.recurrent.steps import StepLayers
-from ostinato.recurrent.torch_layers import Hidden, states_of
+from ostinato.recurrent.torch_layers import Hidden, check_hidden, states_of
 
 
 class _Recurrent(SequenceLayers, StepLayers):
@@ -128,16 +128,7 @@ def _check_types(input: Any, hx: Any, lstm: bool) -> None:
         raise TypeError(f"input must be a tensor or a PackedSequence; got {type(input).__name__}")
     if isinstance(input, Tensor) and input.is_nested:
         raise TypeError("input must be dense or packed; got a nested tensor, which pack_sequence(input.unbind()) packs")
-    if hx is None or (isinstance(hx, Tensor) and not lstm):
-        return
-    if not (lstm and isinstance(hx, (tuple, list)) and len(hx) == 2 and all(isinstance(x, Tensor) for x in hx)):
-        raise TypeError(f"hx must be {'a tuple of two tensors, h and c' if lstm else 'a tensor'}; got {_described(hx)}")
-
-
-def _described(x: Any) -> str:
-    if isinstance(x, (tuple, list)):
-        return f"a {type(x).__name__} of {', '.join(type(part).__name__ for part in x) or 'nothing'}"
-    return type(x).__name__
+    check_hidden("hx", hx, lstm)
 
 
 class RNN(_Recurrent, nn.RNN):

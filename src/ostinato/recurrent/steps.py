@@ -7,13 +7,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ostinato.checks import check_tensor
+from ostinato.checks import check_floating
 from ostinato.kernels.eager import Prepared, is_differentiated, is_eager
 from ostinato.kernels.persistent.backends import frozen_step, step_of, step_of_layers
 from ostinato.kernels.persistent.plan import STEP_BATCH
+from ostinato.layers import check_like_weight
 from ostinato.masks import masked
 from ostinato.recurrent.cells import by_cells, differentiable
-from ostinato.recurrent.torch_layers import Hidden, hidden_of, states_of
+from ostinato.recurrent.torch_layers import Hidden, check_hidden, hidden_of, states_of
 from ostinato.recurrent.weights import MaskedLayers
 from ostinato.replay import recording
 
@@ -37,6 +38,7 @@ class StepLayers(MaskedLayers):
             y, (B, hidden_size), the last layer's h, and the next state.
 
         Raises:
+            TypeError: an input or state that is not a tensor of the parameters' dtype, or not h and c of an LSTM.
             ValueError: an input or a state that does not fit, or a bidirectional layer, which needs the whole sequence.
 
         Example:
@@ -55,16 +57,20 @@ class StepLayers(MaskedLayers):
             return result
         if self.bidirectional:
             raise ValueError("step needs a layer that runs forward in time; this one is bidirectional")
-        check_tensor("x", x)
+        check_floating("x", x)
+        check_hidden("state", state, self.mode == "LSTM")
         if x.dim() not in (1, 2) or x.shape[-1] != self.input_size:
             raise ValueError(
                 f"x must have shape (B, {self.input_size}) or ({self.input_size},), one step; got {tuple(x.shape)}"
             )
+        if (weight := self._parameters.get("weight_ih_l0")) is not None:
+            check_like_weight("x", x, weight)
         states = states_of(state)
         for tensor, size in zip(states, self._state_sizes(), strict=False):
             shape = self.num_layers, *x.shape[:-1], size
-            if isinstance(tensor, Tensor) and tensor.shape != shape:  # torch would speak of sequences
+            if tensor.shape != shape:  # torch would speak of sequences
                 raise ValueError(f"state must have shape {shape}; got {tuple(tensor.shape)}")
+            check_like_weight("state", tensor, x)
         if x.is_cuda and x.dim() == 2 and states and not self.proj_size and not torch.is_autocast_enabled("cuda"):
             if torch.cuda.is_current_stream_capturing():  # elsewhere cuDNN's fewer launches win
                 run = by_cells(self.mode, self.num_layers, (len(x), self.hidden_size), states[0].shape, self._dropout())
@@ -133,7 +139,7 @@ class StepLayers(MaskedLayers):
         ):
             return None
         for tensor in tensors:
-            if tensor.dtype != dtype or tensor.device != x.device:
+            if not isinstance(tensor, Tensor) or tensor.dtype != dtype or tensor.device != x.device:
                 return None
         batch = x.numel() // self.input_size
         shape = (layers, batch, hidden) if rank == 2 else (layers, hidden)

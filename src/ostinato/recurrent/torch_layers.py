@@ -178,8 +178,23 @@ def states_of(hx: Hidden | None) -> list[Tensor]:
     if isinstance(hx, Tensor):
         return [hx]
     if not isinstance(hx, (tuple, list)):
-        raise TypeError(f"the state must be a tensor, or h and c in a tuple; got {type(hx).__name__}")
+        raise TypeError(f"state must be a tensor, or h and c in a tuple; got {type(hx).__name__}")
     return list(hx)
+
+
+def check_hidden(name: str, hx: Any, lstm: bool) -> None:
+    """Raise TypeError unless `hx` is None, or a tensor, or of an LSTM two of them."""
+    if hx is None or (isinstance(hx, Tensor) and not lstm):
+        return
+    if not (lstm and isinstance(hx, (tuple, list)) and len(hx) == 2 and all(isinstance(x, Tensor) for x in hx)):
+        kind = "a tuple of two tensors, h and c" if lstm else "a tensor"
+        raise TypeError(f"{name} must be {kind}; got {_described(hx)}")
+
+
+def _described(x: Any) -> str:
+    if isinstance(x, (tuple, list)):
+        return f"a {type(x).__name__} of {', '.join(type(part).__name__ for part in x) or 'nothing'}"
+    return type(x).__name__
 
 
 def hidden_of(states: Sequence[Tensor]) -> Any:
