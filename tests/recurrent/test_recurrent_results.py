@@ -192,6 +192,8 @@ def test_layers_without_memory_have_shapes(layer):
     output, states = layer(x)
     assert output.device.type == "meta"
     assert output.shape == (5, 2, 4)
+    output, _ = layer(x, states, resets=torch.zeros(5, 2, dtype=torch.bool, device="meta"))
+    assert output.shape == (5, 2, 4)
     y, _ = layer.step(x[0], states)
     assert y.shape == (2, 4)
     with pytest.raises(TypeError, match=r"^x must have the parameters'"):

@@ -51,7 +51,7 @@ class _Recurrent(SequenceLayers, StepLayers):
         if call is not None:
             return self._forward_kernels(input, states, own, resets, call)
         weights = self._weights()
-        if resets is None or not resets.numel():
+        if resets is None or not resets.numel() or resets.is_meta:  # on which no shape depends
             return self._forward_torch(input, hx, weights)
         return self._forward_torch_by_episodes(input, hx, weights, resets)
 
