@@ -334,5 +334,11 @@ def check_like_weight(name: str, x: Tensor, weight: Tensor) -> None:
     """Raise ValueError or TypeError unless `x` has the weight's device and, except under autocast, its dtype."""
     if x.device != weight.device:
         raise ValueError(f"{name} must be on the module's device, {weight.device}; got {x.device}")
-    if x.dtype != weight.dtype and (x.is_meta or not torch.is_autocast_enabled(x.device.type)):  # "meta" has none
+    if x.dtype != weight.dtype and autocast_dtype(x.device) is None:
         raise TypeError(f"{name} must have the parameters' dtype, {weight.dtype}; got {x.dtype}")
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """What autocast computes in on a device; None where it is off, or unknown, as it is to "meta"."""
+    kind = device.type
+    return torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None

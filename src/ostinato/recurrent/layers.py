@@ -14,7 +14,7 @@ from ostinato.kernels.export import refuse_script
 from ostinato.kernels.persistent.backends import least_steps
 from ostinato.kernels.persistent.operators import is_vmapped
 from ostinato.kernels.persistent.plan import Plan
-from ostinato.layers import LayerCall
+from ostinato.layers import LayerCall, autocast_dtype
 from ostinato.recurrent.sequences import SequenceLayers
 from ostinato.recurrent.steps import StepLayers
 from ostinato.recurrent.torch_layers import Hidden, check_hidden, states_of
@@ -41,10 +41,9 @@ class _Recurrent(SequenceLayers, StepLayers):
             steps = input.shape[1 if self._is_swapped(input) else 0]
             if steps == 1 and (result := self._step(input, hx, input.dim() - 1)) is not None:
                 return result
-            kind = input.device.type
-            autocast = kind != "meta" and torch.is_autocast_enabled(kind)  # which "meta" does not know
-            dtype = torch.get_autocast_dtype(kind) if autocast else input.dtype
-            if 0 < steps < least_steps(kind, self.mode.lower(), self.hidden_size, dtype) and not is_vmapped():
+            dtype = autocast_dtype(input.device) or input.dtype
+            least = least_steps(input.device.type, self.mode.lower(), self.hidden_size, dtype)
+            if 0 < steps < least and not is_vmapped():
                 return self._forward_torch(input, hx, self._weights())
         states, own = states_of(hx), self._unmasked_weights()
         call = self._kernels_for(input, states, own, resets)

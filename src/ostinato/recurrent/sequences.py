@@ -15,6 +15,7 @@ from ostinato.kernels.persistent.backends import may_round, plan_layer
 from ostinato.kernels.persistent.operators import can_take, is_vmapped, recurrent_layer, recurrent_layers
 from ostinato.kernels.persistent.plan import Call, Plan, no_kernel
 from ostinato.kernels.persistent.reference import resets_in_reverse
+from ostinato.layers import autocast_dtype
 from ostinato.masks import mask_of
 from ostinato.recurrent.torch_layers import as_given, in_rows
 from ostinato.recurrent.weights import MaskedLayers
@@ -68,7 +69,7 @@ class SequenceLayers(MaskedLayers):
         like, device, dtype = [input, *weights, *states], weights[0].device, weights[0].dtype
         if resets is not None:
             like.append(resets)
-        autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+        autocast = autocast_dtype(device)
         sizes = self.input_size, self.hidden_size, self.num_layers, self.bidirectional
         how = *sizes, self.mode, self.batch_first, self._path, autocast, may_round(device, dtype), resets is None
         found: KernelCall | None = _CALLS.find(like, *how)
@@ -100,10 +101,10 @@ class SequenceLayers(MaskedLayers):
         else:
             return None
         device, dtype = weights[0].device, weights[0].dtype
-        if device.type == "meta":  # has no autocast
+        if device.type == "meta":
             return None
-        autocast = torch.is_autocast_enabled(device.type)
-        computed = torch.get_autocast_dtype(device.type) if autocast else dtype
+        autocast = autocast_dtype(device)
+        computed = autocast or dtype
         given = (torch.float32, torch.float16, torch.bfloat16) if autocast else (dtype,)
         tensors = [*weights, x, *states]
         training = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
