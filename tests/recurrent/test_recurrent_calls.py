@@ -113,7 +113,6 @@ BAD = {
     "width": lambda: (torch.randn(3, 2, 6),),
     "dtype": lambda: (torch.randn(3, 2, 5).double(),),
     "integers": lambda: (torch.ones(3, 2, 5).long(),),
-    "no steps": lambda: (torch.randn(0, 2, 5),),
     "state of another batch": lambda: (torch.randn(3, 2, 5), torch.zeros(1, 3, 32)),
     "state without a batch": lambda: (torch.randn(3, 2, 5), torch.zeros(1, 32)),
     "state of another dtype": lambda: (torch.randn(3, 2, 5), torch.zeros(1, 2, 32).double()),

@@ -9,6 +9,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.nn.utils.rnn import pack_padded_sequence
 
 import ostinato
@@ -108,7 +109,7 @@ def test_tensors_that_are_not_contiguous(cell):
     torch.testing.assert_close(layer.weight_hh_l0.grad, other.weight_hh_l0.grad, rtol=1e-11, atol=1e-12)
 
 
-@pytest.mark.parametrize("shape", [(4, 0, 5), (0, 3, 5), (0, 5), (3, 2, 0)])
+@pytest.mark.parametrize("shape", [(4, 0, 5), (3, 2, 0)])
 def test_no_elements(shape):
     layer = ostinato.GRU(5, 8)
     outcomes = []
@@ -118,6 +119,25 @@ def test_no_elements(shape):
         except (RuntimeError, ValueError) as error:
             outcomes.append((type(error), str(error)))
     assert outcomes[0] == outcomes[1]
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("cell", CELLS)
+def test_no_steps_leave_the_state_as_it_was(cell, batch_first):
+    """As in other layers, though torch.nn's refuse them."""
+    layer = make(cell, 5, 8, 2, batch_first=batch_first, bidirectional=True)
+    for shape in ((3, 0, 5) if batch_first else (0, 3, 5), (0, 5), (0, 0, 5)):
+        x = torch.zeros(shape)
+        for resets in (None, torch.zeros(shape[:-1], dtype=torch.bool)):
+            output, *last = flat(layer(x, resets=resets))
+            assert output.shape == (*shape[:-1], 16)
+            assert not any(map(torch.any, last))
+            assert not any(map(torch.any, torch.autograd.grad(sum(h.sum() for h in last), layer.parameters())))
+            hx = [torch.randn(h.shape, requires_grad=True) for h in last]
+            output, *last = flat(layer(x, tuple(hx) if len(hx) > 1 else hx[0], resets=resets))
+            assert all(map(torch.equal, last, hx))
+            grads = torch.autograd.grad(sum(h.sum() for h in last), hx)
+            assert all(map(torch.equal, grads, map(torch.ones_like, hx)))
 
 
 @by("reference", "the CPU's")
@@ -188,6 +208,10 @@ def test_zeros_without_memory_are_zeros(layer, packed, gradient):
 
 @pytest.mark.parametrize("layer", [ostinato.RNN, ostinato.GRU, ostinato.LSTM, ostinato.MinGRU])
 def test_layers_without_memory_have_shapes(layer):
+    with FakeTensorMode():
+        fake, x = layer(3, 4, 2), torch.randn(5, 2, 3)
+        output, _ = fake(x, fake(x)[1], resets=torch.zeros(5, 2, dtype=torch.bool))
+        assert output.shape == (5, 2, 4)
     layer, x = layer(3, 4, 2, device="meta"), torch.randn(5, 2, 3, device="meta")
     output, states = layer(x)
     assert output.device.type == "meta"

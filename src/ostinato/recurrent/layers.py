@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._subclasses import FakeTensor
 from torch.nn.utils.rnn import PackedSequence
 
 from ostinato.checks import check_integers, check_resets
@@ -17,7 +18,7 @@ from ostinato.kernels.persistent.plan import Plan
 from ostinato.layers import LayerCall, autocast_dtype
 from ostinato.recurrent.sequences import SequenceLayers
 from ostinato.recurrent.steps import StepLayers
-from ostinato.recurrent.torch_layers import Hidden, check_hidden, states_of
+from ostinato.recurrent.torch_layers import Hidden, check_hidden, hidden_of, states_of
 
 
 class _Recurrent(SequenceLayers, StepLayers):
@@ -33,12 +34,12 @@ class _Recurrent(SequenceLayers, StepLayers):
         if not torch.compiler.is_compiling() and get_eval_frame_callback():
             return _unfollowed()(self, input, hx, resets=resets)
         _check_types(input, hx, self.mode == "LSTM")
+        steps = input.shape[self._time(input)] if isinstance(input, Tensor) and input.dim() > 1 else None
         if resets is not None:
             check_resets(resets, "input", input.data if isinstance(input, PackedSequence) else input)
-            if isinstance(input, Tensor) and input.dim() > 1 and input.shape[1 if self._is_swapped(input) else 0] == 1:
+            if steps == 1:
                 hx, resets = self._begun(hx, resets.flatten()), None
-        if resets is None and isinstance(input, Tensor) and input.dim() > 1 and not torch.compiler.is_compiling():
-            steps = input.shape[1 if self._is_swapped(input) else 0]
+        if resets is None and isinstance(input, Tensor) and steps is not None and not torch.compiler.is_compiling():
             if steps == 1 and (result := self._step(input, hx, input.dim() - 1)) is not None:
                 return result
             dtype = autocast_dtype(input.device) or input.dtype
@@ -50,7 +51,10 @@ class _Recurrent(SequenceLayers, StepLayers):
         if call is not None:
             return self._forward_kernels(input, states, own, resets, call)
         weights = self._weights()
-        if resets is None or not resets.numel() or resets.is_meta:  # on which no shape depends
+        if steps == 0:
+            return self._forward_of_no_steps(input, hx, weights)
+        # Without rows there are no episodes, and no shape depends on them.
+        if resets is None or not resets.numel() or resets.is_meta or isinstance(resets, FakeTensor):
             return self._forward_torch(input, hx, weights)
         return self._forward_torch_by_episodes(input, hx, weights, resets)
 
@@ -96,8 +100,19 @@ class _Recurrent(SequenceLayers, StepLayers):
     # torch.ao.quantization sets a qconfig on every module, and skips those whose exact class it does not know.
     qconfig = property(None, _warn_unquantised)
 
-    def _is_swapped(self, x: Tensor) -> bool:
-        return self.batch_first and x.dim() == 3
+    def _time(self, x: Tensor) -> int:
+        """The dimension of steps."""
+        return 1 if self.batch_first and x.dim() == 3 else 0
+
+    def _forward_of_no_steps(self, input: Any, hx: Any, weights: list[Tensor]) -> tuple[Tensor, Any]:
+        """No output, and the state as it was; checks and shapes are those of a step, as torch refuses none."""
+        time, shape = self._time(input), list(input.shape)
+        shape[time] = 1
+        output, last = self._forward_torch(input.new_zeros(shape), hx, weights)
+        first: Any = states_of(hx) or (0.0, 0.0)
+        never = torch.zeros((), dtype=torch.bool, device=input.device)
+        states = [after.where(never, before) for after, before in zip(states_of(last), first, strict=False)]
+        return output.narrow(time, 0, 0), hidden_of(states)
 
     def _begun(self, hx: Any, resets: Tensor) -> Any:
         """The state before a single step; resets do not affect the reverse direction, whose state is a later one."""
@@ -135,12 +150,12 @@ class RNN(_Recurrent, nn.RNN):
 
     .. math:: h_t = \phi(W_{ih} x_t + b_{ih} + W_{hh} h_{t-1} + b_{hh}), \quad \phi = \tanh \text{ or relu}
 
-    Arguments, parameters, ``state_dict``, inputs, outputs, gradients and errors are :class:`torch.nn.RNN`'s.  On
-    CPUs and NVIDIA GPUs layers run and train in kernels that keep the recurrent weights on chip or in cache
-    for the whole sequence (Zhu et al. 2018, "Sparse Persistent RNNs", arXiv 1804.10223), where one fits; see
-    :meth:`plan`.  The parameters are read at every call.  See :func:`ostinato.prune`, which adds a buffer
-    with the mask of each pruned weight, ``mask_hh_l{k}`` and ``mask_ih_l{k}``; ``load_state_dict`` makes them as
-    needed.
+    Arguments, parameters, ``state_dict``, inputs, outputs, gradients and errors are :class:`torch.nn.RNN`'s, but
+    a sequence without steps, which that refuses, leaves the state as it was.  On CPUs and NVIDIA GPUs layers run and
+    train in kernels that keep the recurrent weights on chip or in cache for the whole sequence (Zhu et al. 2018,
+    "Sparse Persistent RNNs", arXiv 1804.10223), where one fits; see :meth:`plan`.  The parameters are read at every
+    call.  See :func:`ostinato.prune`, which adds a buffer with the mask of each pruned weight, ``mask_hh_l{k}`` and
+    ``mask_ih_l{k}``; ``load_state_dict`` makes them as needed.
 
     Episodes that end inside a sequence: ``forward(input, hx=None, *, resets=None)`` takes a bool tensor of
     the input's shape without features, (T, B), (B, T) with ``batch_first``, (T,) unbatched, or (rows,) as the data of a
