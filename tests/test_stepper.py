@@ -374,7 +374,7 @@ def test_bad_input_is_refused():
         ostinato.Stepper(nn.Sequential(nn.Linear(5, 5), ostinato.SRU(5, 16, bidirectional=True)), 2)
     with pytest.raises(ValueError, match="this one is bidirectional"):
         ostinato.GRU(5, 16, bidirectional=True).step(torch.randn(2, 5))
-    with pytest.raises(ValueError, match=r"x must have shape \(B, 5\) or \(5,\), one step; got \(1, 2, 5\)"):
+    with pytest.raises(ValueError, match=r"x must have shape \(B, input_size\) or \(input_size,\); got \(1, 2, 5\)"):
         gru.step(torch.randn(1, 2, 5))
 
 

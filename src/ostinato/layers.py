@@ -25,6 +25,7 @@ from ostinato.kernels.export import refuse_script
 from ostinato.kernels.scan import BACKENDS
 
 Hidden = Tensor | tuple[Tensor, ...]
+ONE_STEP = "(B, input_size) or (input_size,)"
 
 
 class LayerCall(Protocol):
@@ -138,7 +139,8 @@ class StackedLayers(nn.Module):
             raise ValueError("a sharded sequence cannot be a PackedSequence, nor have resets if bidirectional")
         if isinstance(input, PackedSequence):
             return self._forward_packed(input, hx, resets)
-        check_input(self, input, (2, 3), "(T, B, input_size), (B, T, input_size) if batch_first, or (T, input_size)")
+        layout = "(T, B, input_size), (B, T, input_size) if batch_first, or (T, input_size)"
+        check_input(input, self.input_size, self._parameter("weight_ih_l0"), (2, 3), layout)
         if resets is not None:
             check_resets(resets, "input", input)
         batched = input.dim() == 3
@@ -156,7 +158,8 @@ class StackedLayers(nn.Module):
         self, packed: PackedSequence, hx: Hidden | None, resets: Tensor | None
     ) -> tuple[PackedSequence, Hidden]:
         data, batch_sizes, sorted_indices, unsorted_indices = packed
-        check_input(self, data, (2,), "(total steps, input_size) in a PackedSequence")
+        layout = "(total steps, input_size) in a PackedSequence"
+        check_input(data, self.input_size, self._parameter("weight_ih_l0"), (2,), layout)
         if resets is not None:
             check_resets(resets, "input.data", data)
         if not torch.compiler.is_compiling():
@@ -246,7 +249,7 @@ class StackedLayers(nn.Module):
         again = None if torch.compiler.is_compiling() else self._step_again(x, state)
         if again is not None:
             return again
-        check_input(self, x, (1, 2), "(B, input_size) or (input_size,)", "x")
+        check_input(x, self.input_size, self._parameter("weight_ih_l0"), (1, 2), ONE_STEP, "x")
         batched = x.dim() == 2
         self._check_state(state, x.shape[:-1], "state")
         if not batched:
@@ -319,14 +322,15 @@ def draw_parameters(module: nn.Module, hidden_size: int) -> None:
         nn.init.uniform_(parameter, -bound, bound)
 
 
-def check_input(module: Any, x: Tensor, ranks: tuple[int, ...], shape: str, name: str = "input") -> None:
-    """Raise TypeError or ValueError unless `x` is a valid input of the layers or cell."""
+def check_input(
+    x: Tensor, input_size: int, weight: Tensor, ranks: tuple[int, ...], shape: str, name: str = "input"
+) -> None:
+    """Raise TypeError or ValueError unless `x` is a valid input of a layer or cell with this weight."""
     check_floating(name, x)
     if x.dim() not in ranks:
         raise ValueError(f"{name} must have shape {shape}; got {tuple(x.shape)}")
-    if x.shape[-1] != module.input_size:
-        raise ValueError(f"{name} must have input_size = {module.input_size} features last; got shape {tuple(x.shape)}")
-    weight = module._parameter("weight_ih_l0") if isinstance(module, StackedLayers) else module.weight_ih
+    if x.shape[-1] != input_size:
+        raise ValueError(f"{name} must have input_size = {input_size} features last; got shape {tuple(x.shape)}")
     check_like_weight(name, x, weight)
 
 

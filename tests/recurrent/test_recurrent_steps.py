@@ -201,9 +201,10 @@ def test_a_step_is_captured_where_cublas_was_not_used_before(cell):
 @pytest.mark.parametrize("cell", ["GRU", "LSTM"])
 def test_a_step_names_what_is_wrong_with_a_state(cell):
     layer, x, h = getattr(ostinato, cell)(4, 8), torch.randn(2, 4), torch.zeros(1, 2, 8)
-    right, others = ((h, h), (h, [h])) if cell == "LSTM" else (h, ((h, h), [h, h.clone()]))
+    right, others = ((h, h), (h, [h])) if cell == "LSTM" else (h, ((h,), (h, h), [h, h.clone()]))
     layer.step(x, right)
-    for wrong in others:  # also where what was prepared for a right one takes the same tensors
+    layer.step(x)
+    for wrong in (*others, (), []):  # also where what was prepared for a right one takes the same tensors
         with pytest.raises(TypeError, match="state must be a t"):
             layer.step(x, wrong)
     for shape in ((2, 8), (1, 3, 8), (1, 2, 9), (2, 2, 8)):

@@ -10,7 +10,7 @@ from ostinato.kernels.export import refuse_script
 from ostinato.kernels.gemm import linear
 from ostinato.kernels.recurrence.linear.layer import layer_scan
 from ostinato.kernels.scan import BACKENDS
-from ostinato.layers import check_input, check_like_weight, draw_parameters
+from ostinato.layers import ONE_STEP, check_input, check_like_weight, draw_parameters
 from ostinato.minimal.recurrences import CANDIDATES, GATES, recurrence_of
 from ostinato.minimal.steps import next_state, steps_alone
 
@@ -54,7 +54,7 @@ class _MinimalCell(nn.Module):
 
     def forward(self, input: Tensor, hx: Tensor | None = None) -> Tensor:
         """The next state, (B, hidden_size) or (hidden_size,), from the input and the previous state."""
-        check_input(self, input, (1, 2), "(B, input_size) or (input_size,)")
+        check_input(input, self.input_size, self.weight_ih, (1, 2), ONE_STEP)
         if hx is not None:
             check_floating("hx", hx)
             if hx.shape != (*input.shape[:-1], self.hidden_size):

@@ -7,11 +7,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ostinato.checks import check_floating
 from ostinato.kernels.eager import Prepared, is_differentiated, is_eager
 from ostinato.kernels.persistent.backends import frozen_step, step_of, step_of_layers
 from ostinato.kernels.persistent.plan import STEP_BATCH
-from ostinato.layers import check_like_weight
+from ostinato.layers import ONE_STEP, check_input, check_like_weight
 from ostinato.masks import masked
 from ostinato.recurrent.cells import by_cells, differentiable
 from ostinato.recurrent.torch_layers import Hidden, check_hidden, hidden_of, states_of
@@ -57,14 +56,8 @@ class StepLayers(MaskedLayers):
             return result
         if self.bidirectional:
             raise ValueError("step needs a layer that runs forward in time; this one is bidirectional")
-        check_floating("x", x)
+        check_input(x, self.input_size, self.weight_ih_l0, (1, 2), ONE_STEP, "x")
         check_hidden("state", state, self.mode == "LSTM")
-        if x.dim() not in (1, 2) or x.shape[-1] != self.input_size:
-            raise ValueError(
-                f"x must have shape (B, {self.input_size}) or ({self.input_size},), one step; got {tuple(x.shape)}"
-            )
-        if (weight := self._parameters.get("weight_ih_l0")) is not None:
-            check_like_weight("x", x, weight)
         states = states_of(state)
         for tensor, size in zip(states, self._state_sizes(), strict=False):
             shape = self.num_layers, *x.shape[:-1], size
@@ -103,7 +96,7 @@ class StepLayers(MaskedLayers):
             return result
         states, own = states_of(state), self._unmasked_weights()
         distinct = states[:1] if len(states) == 2 and states[0] is states[1] else states  # what is prepared needs that
-        like = [x, *own, *distinct], rank, len(states), self.mode, self.num_layers, self._path
+        like = [x, *own, *distinct], rank, type(state), len(states), self.mode, self.num_layers, self._path
         run = None if self._buffers or self._dropout() else _STEPS.find(*like)
         if run is None:
             run = self._prepared_step(x, state, own, rank)
@@ -126,6 +119,7 @@ class StepLayers(MaskedLayers):
         `own` is updated to the weights that the function takes.
         """
         layers, hidden, dtype, masks = self.num_layers, self.hidden_size, x.dtype, self._buffers
+        check_hidden("state", state, self.mode == "LSTM")
         states, count = states_of(state), 2 if self.mode == "LSTM" else 1
         tensors = [x, *own, *states]
         if (
@@ -133,7 +127,6 @@ class StepLayers(MaskedLayers):
             or x.numel() == 0
             or x.shape[-1] != self.input_size
             or self._dropout()
-            or len(states) != (0 if state is None else count)
             or torch.is_autocast_enabled(x.device.type)
             or not is_eager(tensors)
         ):

@@ -18,6 +18,7 @@ class MaskedLayers(TorchLayers):
     Every call reads the current parameters: ``torch.nn``'s own list of them can be stale.
     """
 
+    weight_ih_l0: Tensor
     weight_hh_l0: Tensor
     _path: str | None = None  # the only kernel to consider on a GPU; None for the fastest
 
