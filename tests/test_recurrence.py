@@ -346,6 +346,16 @@ def returns(value):
             r"function must be elementwise.* \(2, 2, 3\)",
         ),
         (
+            lambda: returns(lambda x: (x.mul_(1), x))(X, C, backend="torch"),
+            ValueError,
+            "must not change its arguments in place",
+        ),
+        (
+            lambda: ostinato.recurrence(lambda h, x: h.mul_(1) + x)(X, backend="torch"),
+            ValueError,
+            "<lambda> must not change its arguments in place",
+        ),
+        (
             lambda: returns(lambda x: (x, x.cumsum(1)))(X, C),
             ValueError,
             r"no kernel can be made of function: aten.cumsum .*test_recurrence.py:\d+: .*x.cumsum\(1\)",

@@ -45,8 +45,9 @@ def recurrence(function: Callable) -> "Recurrence":
 
     Args:
         function: of the state, if any, and of its arguments, each of which is called with a tensor (B, T, D), or
-            (D,), the same for every sequence and step.  It must not depend on their shapes, nor branch on their values.
-            Kernels are made of it at its first call, so numbers from around it stay what they are then.
+            (D,), the same for every sequence and step.  It must not depend on their shapes or dtypes, nor branch on
+            their values, nor change them in place.  Kernels are made of it at its first call, so numbers from around it
+            stay what they are then.
 
     Inputs: the ``arguments``, by position or by name; those of (B, T, D) are promoted to one dtype, which is the
     results'.  float16 and bfloat16 are computed in float32.
@@ -222,7 +223,7 @@ class Recurrence:
         like = arguments[first]
         initial = _widened([x if x.is_complex() or dtype.is_complex else x.to(dtype) for x in given.values()], double)
         if self.states == 0:
-            a, b = self._results(2, self.function(*arguments), like.shape)
+            a, b = self._results(2, self._call((), arguments), like.shape)
             h, h_last = linear_scan(a, b, *initial, **order._asdict(), backend=backend)
             dtype = torch.promote_types(dtype, torch.complex64) if h.is_complex() else dtype
             return h.to(dtype), h_last.to(dtype)
@@ -231,10 +232,21 @@ class Recurrence:
         check_cu_seqlens(order.cu_seqlens, like.shape[1])
 
         def step(state: list[Tensor], of_step: list[Tensor]) -> tuple[Tensor, ...]:
-            return self._results(self.states, following(self.function, state, of_step), tuple(state[0].shape))
+            return self._results(self.states, self._call(state, of_step), tuple(state[0].shape))
 
         results = [x.to(dtype) for x in sequential(step, initial, arguments, order)]
         return (tuple(results[:2]), tuple(results[2:])) if self.states == 2 else (results[0], results[1])
+
+    def _call(self, states: Sequence[Tensor], arguments: Sequence[Tensor]) -> Any:
+        """What the function returns; it must not change what it is given, which are results or the caller's."""
+        given = (*states, *arguments)
+        if torch.compiler.is_compiling() or any(x.is_inference() for x in given):  # their changes are not counted
+            return following(self.function, states, arguments)
+        versions = [x._version for x in given]
+        results = following(self.function, states, arguments)
+        if [x._version for x in given] != versions:
+            raise ValueError(f"{self} must not change its arguments in place")
+        return results
 
     def _has_kernels(self, arguments: tuple[Tensor, ...], given: dict[str, Tensor], backend: str) -> bool:
         if any(x.is_complex() for x in (*arguments, *given.values())):

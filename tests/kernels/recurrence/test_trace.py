@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from ostinato.kernels.recurrence.symbolic.graph import evaluate
+from ostinato.kernels.recurrence.symbolic.graph import Builder, evaluate
 from ostinato.kernels.recurrence.symbolic.trace import parse, trace
 
 FUNCTIONS = {
@@ -47,7 +47,7 @@ FUNCTIONS = {
     "other bases": lambda x, y: (torch.exp2(x) + torch.log2(y * y + 1), torch.log10(x * x + 1) * y.square()),
     "bounds": lambda x, y: (x.clamp_min(-0.5) * y.clamp_max(0.3), x + (3 * y).floor_divide(0.7).detach()),
     "copies": lambda x, y: (x.clone() * y, torch.where((x > 1) | (x != y), y, x)),
-    "constants": lambda x, y: (torch.full_like(x, 0.5), torch.tensor(2.0) * y.detach() + (x > 0) * y),
+    "constants": lambda x, y: (torch.full_like(x, 0.3), torch.tensor(2.0) * y.detach() + (x > 0) * y),
     "fused": lambda x, y: (torch.lerp(x, y, 0.3), torch.addcmul(x, y, x, value=2).addcdiv(x, y * y + 1)),
 }
 
@@ -215,6 +215,16 @@ def has_no_derivative(x, y):
     return Doubled.apply(x), y
 
 
+@refused("derivative for aten::floor_divide is not implemented")
+def divides_and_floors(x, y):
+    return x // y, y
+
+
+@refused("Found parameter numbers = 24 .*F.prelu")
+def has_channels_elsewhere(x, y):
+    return F.prelu(x, y), y
+
+
 @refused("must return the coefficients .a, b.; got Tensor", TypeError)
 def returns_one(x, y):
     return x
@@ -226,7 +236,8 @@ def returns_a_number(x, y):
 
 
 ELEMENTWISE = (closes_over, rounds, turns, turns_by_an_angle, draws, has_no_derivative, returns_one)
-REFUSED = (reduces, shifts, scales_by_width, works_in_place, makes_a_row, mixes_channels, has_a_layer, *ELEMENTWISE)
+SHAPED = (shifts, scales_by_width, makes_a_row, mixes_channels, has_a_layer, has_channels_elsewhere)
+REFUSED = (reduces, works_in_place, divides_and_floors, *SHAPED, *ELEMENTWISE)
 
 
 @pytest.mark.parametrize(("function", "message", "kind"), [*REFUSED, branches, returns_a_number])
@@ -243,3 +254,19 @@ def test_the_callers_modes_do_not_reach_the_trace():
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad(), torch.device("meta"):
         assert trace(gates, (True, True)) == expected
     torch.func.grad(lambda x: (trace(gates, (True, True)) == expected) * x)(torch.tensor(1.0))
+
+
+def test_defaults_do_not_reach_the_trace():
+    def shifted(x):
+        return torch.where(x > 0, x, 0.1), x + torch.finfo(x.dtype).eps
+
+    expected = trace(shifted, (True,))
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert trace(shifted, (True,)) == expected
+    finally:
+        torch.set_default_dtype(torch.float32)
+    builder = Builder()
+    with torch.device("meta"):
+        product = builder.add("mul", builder.constant(2.0), builder.constant(3.0))
+    assert builder.value(product) == 6.0

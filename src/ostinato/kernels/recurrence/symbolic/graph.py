@@ -204,7 +204,8 @@ class Builder:
         return self._places[key]
 
     def _fold(self, name: str, values: Sequence[Number | None]) -> int:
-        tensors = [torch.tensor(x, dtype=torch.bool if isinstance(x, bool) else torch.float64) for x in values]
+        dtypes = [torch.bool if isinstance(x, bool) else torch.float64 for x in values]
+        tensors = [torch.tensor(x, dtype=dtype, device="cpu") for x, dtype in zip(values, dtypes, strict=True)]
         return self.constant(OPERATIONS[name](*tensors).item())
 
     def _operand_of(self, name: str, i: int) -> int | None:

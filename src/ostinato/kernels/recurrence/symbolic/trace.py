@@ -23,6 +23,7 @@ from ostinato.kernels.recurrence.symbolic.graph import Builder, Graph, Node
 from ostinato.kernels.recurrence.symbolic.scalar import Operand, Scalar, Unsupported
 
 _SHAPE = (2, 3, 4)
+_DTYPE = torch.float32  # what kernels compute in, but for float64
 _VALUES = ("_local_scalar_dense", "equal", "nonzero")
 _DECIDES = "it decides by the value of a tensor (if, while, float(), .item()); use torch.where"
 _CREATING = (
@@ -117,7 +118,7 @@ def _trace(function: Callable, sequences: tuple[bool, ...], states: int) -> Trac
         values = [recorder.place(x) for x in results]
         recorder.differentiating = True
         cotangents = [recorder.input(len(inputs) + k) for k in range(len(results))]
-        one = torch.ones(_SHAPE)
+        one = torch.ones(_SHAPE, dtype=_DTYPE)
         backward = _gradients(recorder, results, inputs, cotangents)
         jacobian = [g for y in results[:states] for g in _gradients(recorder, [y], inputs[:states], [one])]
     return Trace(recorder.name, sequences, states, *map(builder.graph, (values, backward, jacobian)))
@@ -163,7 +164,10 @@ def _gradients(
     grads: Sequence[Tensor | None] = [None] * len(inputs)
     if chosen and inputs:
         outputs, cotangents = zip(*chosen, strict=True)
-        grads = torch.autograd.grad(outputs, inputs, cotangents, retain_graph=True, allow_unused=True)
+        try:
+            grads = torch.autograd.grad(outputs, inputs, cotangents, retain_graph=True, allow_unused=True)
+        except RuntimeError as error:
+            raise recorder.refusal(str(error)) from error
     return [recorder.builder.constant(0.0) if g is None else recorder.place(g) for g in grads]
 
 
@@ -190,7 +194,10 @@ class _Calls(TorchFunctionMode):
             if name in self._IN_PLACE or (name.endswith("_") and not name.endswith("__")):
                 raise self._recorder.refusal(f"{name} changes a tensor in place")
             self._recorder.called = name
-        result = func(*args, **(kwargs or {}))
+        try:
+            result = func(*args, **(kwargs or {}))
+        except RuntimeError as error:
+            raise self._recorder.refusal(str(error)) from error
         for y in result if isinstance(result, tuple) else (result,):
             if isinstance(y, Tensor) and y.grad_fn is not None:
                 self._recorder.lines.setdefault(y.grad_fn, f"the derivative of {name}, {self._recorder.line()}")
@@ -215,7 +222,7 @@ class _Recorder(TorchDispatchMode):
         self._places: dict[int, tuple[Tensor, int]] = {}  # by id; with the tensor, so that no other gets its id
 
     def input(self, k: int) -> Tensor:
-        x = torch.full(_SHAPE, 0.5, requires_grad=True)
+        x = torch.full(_SHAPE, 0.5, dtype=_DTYPE, requires_grad=True)
         self._places[id(x)] = x, self.builder.input(k)
         return x
 
@@ -255,7 +262,7 @@ class _Recorder(TorchDispatchMode):
         if name in _COMPLEX or any(isinstance(x, complex) for x in args):
             raise self.refusal(f"{func.overloadpacket} makes complex numbers: pass what is complex as an argument")
         if name in _CREATING:
-            return self._created(func, func(*args, **kwargs))
+            return self._created(func, func(*args, **kwargs), args)
         if name in ("empty_like", "empty") and self.differentiating:  # to be filled
             return func(*args, **kwargs)
         if name not in RULES:
@@ -280,7 +287,7 @@ class _Recorder(TorchDispatchMode):
     def _operand(self, x: Any) -> Any:
         return Scalar(self.builder, self.place(x)) if isinstance(x, Tensor) else x
 
-    def _created(self, func: Any, made: Tensor) -> Tensor:
+    def _created(self, func: Any, made: Tensor, args: tuple) -> Tensor:
         """Record a tensor of one number."""
         if not self.differentiating and made.shape not in (_SHAPE, ()):
             shape = tuple(made.shape)
@@ -288,6 +295,8 @@ class _Recorder(TorchDispatchMode):
         first = made.flatten()[0].item() if made.numel() else None
         if not isinstance(first, int | float) or not bool(((made == first) | (made != made)).all()):
             raise self.refusal(f"{func.overloadpacket} makes a tensor that is not one real number everywhere")
+        if made.is_floating_point():  # the number as it was written, not as the tensor's dtype rounds it
+            first = next((x for x in args if isinstance(x, float)), first)
         self._places[id(made)] = made, self.builder.constant(first)
         return made
 
