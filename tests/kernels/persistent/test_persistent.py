@@ -15,6 +15,7 @@ import ostinato
 from gpus import ARCHITECTURES, H100
 from ostinato.kernels import nvrtc
 from ostinato.kernels.persistent import cuda, reference
+from ostinato.kernels.persistent.arguments import Layer, Saved
 from ostinato.kernels.persistent.cuda import geometry, passes, search
 from ostinato.kernels.persistent.cuda import launch as cuda_launch
 from ostinato.kernels.persistent.cuda import plan as cuda_plan
@@ -73,31 +74,27 @@ class Case:
         begins = torch.rand(sum(sizes), device=self.device) < resets if resets else None
         return projected, h, c, Sequences(batch, offsets if packed else None, begins)
 
+    def layer(self, inputs, reverse):
+        _, h, c, sequences = inputs
+        return Layer(self.cell, self.weight, self.bias, self.mask, h, c, sequences._replace(reverse=reverse))
+
     def forward(self, inputs, reverse, kernels=cuda, wide=lambda x: x):
-        projected, h, c, sequences = inputs
-        projected = projected.clone()  # which a forward may write to
-        states = wide(projected), wide(h), wide(c), wide(self.weight), wide(self.bias), self.mask
-        return kernels.forward(*states, self.cell, sequences._replace(reverse=reverse), self.plan, True)
+        projected = inputs[0].clone()  # which a forward may write to
+        return kernels.forward(wide(self.layer(inputs, reverse)), wide(projected), self.plan, True)
 
     def gradients(self, inputs, reverse):
         """What backward gets; the states and arguments of gates are any numbers."""
-        projected, h, c, sequences = inputs
+        projected, h, c, _ = inputs
         states = self.uniform(len(projected), self.hidden)
         rnn, gru, lstm = self.cell.startswith("rnn"), self.cell == "gru", self.cell == "lstm"
-        return (
+        saved = Saved(
             states if rnn else projected,
             self.uniform(*states.shape) if gru else None,
             states,
-            h,
             torch.randn_like(states, dtype=torch.float32) if lstm else None,
-            c,
-            self.weight,
-            self.mask,
-            torch.randn_like(states),
-            None if h is None else torch.randn_like(h),
-            None if c is None else torch.randn_like(c),
-            *(self.cell, sequences._replace(reverse=reverse), self.plan),
         )
+        upstream = torch.randn_like(states), *(None if x is None else torch.randn_like(x) for x in (h, c))
+        return self.layer(inputs, reverse), saved, upstream, self.plan
 
     @staticmethod
     def backward(gradients, kernels=cuda, wide=lambda x: x):
@@ -119,6 +116,11 @@ class Case:
 
 
 def double(x):
+    """A tensor of floating point numbers, or all in a tuple, in float64."""
+    if isinstance(x, Layer | Saved):
+        return type(x)(*map(double, x))
+    if type(x) is tuple:
+        return tuple(map(double, x))
     return x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
 
 
@@ -757,8 +759,8 @@ def test_what_is_not_finite_hangs_nothing(bad):
         case = Case(*layer)
         inputs = case.inputs(20)
         inputs[0].view(20, 4, -1)[7, 2, 5] = bad
-        gradients = list(case.gradients(inputs, False))
-        gradients[8].view(20, 4, -1)[7, 2, 5] = bad
+        gradients = case.gradients(inputs, False)
+        gradients[2][0].view(20, 4, -1)[7, 2, 5] = bad
         output, grads = (x[0].view(20, 4, -1) for x in (case.forward(inputs, False), cuda.backward(*gradients)))
         case.check()
         others = [0, 1, 3]  # sequences

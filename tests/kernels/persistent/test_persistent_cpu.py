@@ -10,6 +10,7 @@ import ostinato
 from ostinato.kernels import threads as kernel_threads
 from ostinato.kernels.numba_loops import NUMPY_DTYPES
 from ostinato.kernels.persistent import backends, cpu, reference
+from ostinato.kernels.persistent.arguments import Layer, Saved
 from ostinato.kernels.persistent.cpu import passes, products
 from ostinato.kernels.persistent.plan import GATES, Call, Plan
 from ostinato.kernels.persistent.sequences import Sequences
@@ -58,7 +59,7 @@ def random_mask(gates, hidden, block, density):
 
 
 def random_layer(cell, block, density, batch, hidden, steps, packed, diagonal=False, resets=False, reverse=False):
-    """Arguments of the reference's forward in float64."""
+    """Arguments of the reference's forward, a layer and its projected input, in float64."""
     gates, offsets, rows = GATES[cell], None, batch * steps
     if packed:
         lengths = torch.randint(1, steps + 1, (batch,)).sort(descending=True)[0]
@@ -76,7 +77,7 @@ def random_layer(cell, block, density, batch, hidden, steps, packed, diagonal=Fa
     c0 = torch.randn(batch, hidden, dtype=F64) if cell == "lstm" else None
     projected, bias = torch.randn(rows, gates * hidden, dtype=F64), torch.randn(gates * hidden, dtype=F64)
     begins = torch.rand(rows) < 0.3 if resets else None
-    return projected, h0, c0, weight, bias, mask, cell, Sequences(batch, offsets, begins, reverse)
+    return Layer(cell, weight, bias, mask, h0, c0, Sequences(batch, offsets, begins, reverse)), projected
 
 
 def plan_of(block):
@@ -87,21 +88,20 @@ def to(dtype, tensors):
     return [x.to(dtype, copy=True) if getattr(x, "dtype", None) == F64 else x for x in tensors]
 
 
-def run(layer, grads, plan, dtype=F64, kernels=cpu):
+def run(layer, projected, grads, plan, dtype=F64, kernels=cpu):
     """What forward and backward return, the backward as the operator calls it after a forward of the reference."""
-    args = to(dtype, layer)
-    forward = kernels.forward(*args, plan, True)
-    exact = reference.forward(*layer, None, True)
-    projected, h0, c0, weight, bias, mask, cell, sequences = layer
-    h_prev = reference.previous(exact[0], h0, sequences)
-    arguments, candidate, hidden = projected + h_prev @ weight.T + bias, None, weight.shape[1]
+    own, cell, hidden = Layer(*to(dtype, layer)), layer.cell, layer.weight_hh.shape[1]
+    given = projected.to(dtype, copy=True)
+    forward = kernels.forward(own, given, plan, True)
+    h, _, _, c = reference.forward(layer, projected, None, True)
+    h_prev, weight, bias = reference.previous(h, layer.h0, layer.sequences), layer.weight_hh, layer.bias_hh
+    arguments, candidate = projected + h_prev @ weight.T + bias, None
     if cell == "gru":
         arguments[:, 2 * hidden :] = projected[:, 2 * hidden :]
         candidate = h_prev @ weight[2 * hidden :].T + bias[2 * hidden :]
-    pre = exact[0] if cell.startswith("rnn") else arguments
-    saved = to(dtype, [pre, candidate, exact[0], h0, exact[3], c0, weight, mask, *grads])
-    gradients = kernels.backward(*saved, cell, sequences, plan)
-    kept = [args[0], forward[3]] if kernels is cpu else [arguments, candidate if cell == "gru" else exact[3]]
+    saved = Saved(*to(dtype, [h if cell.startswith("rnn") else arguments, candidate, h, c]))
+    gradients = kernels.backward(own, saved, to(dtype, grads), plan)
+    kept = [given, forward[3]] if kernels is cpu else [arguments, candidate if cell == "gru" else c]
     return *forward[:3], *([] if cell.startswith("rnn") else kept), *gradients
 
 
@@ -111,14 +111,14 @@ def test_layers_equal_the_loop_over_time(cell, dtype, block, density, batch, hid
     torch.manual_seed(0)
     for steps, some, reverse in ((1, True, False), (13, True, True), (6, False, False)):
         special = {"diagonal": steps == 13, "resets": steps != 13, "reverse": reverse}
-        layer = random_layer(cell, block, density, batch, hidden, steps, packed, **special)
-        grads = [torch.randn(len(layer[0]), hidden, dtype=F64), *torch.randn(2, batch, hidden, dtype=F64)]
+        layer, projected = random_layer(cell, block, density, batch, hidden, steps, packed, **special)
+        grads = [torch.randn(len(projected), hidden, dtype=F64), *torch.randn(2, batch, hidden, dtype=F64)]
         if cell != "lstm":
             grads[2] = None
         if not some:
-            layer, grads = (layer[0], None, None, *layer[3:]), [None, grads[1], None]
-        expected = run(layer, grads, DENSE, kernels=reference)
-        for got, want in zip(run(layer, grads, plan_of(block), dtype), expected, strict=True):
+            layer, grads = layer._replace(h0=None, c0=None), [None, grads[1], None]
+        expected = run(layer, projected, grads, DENSE, kernels=reference)
+        for got, want in zip(run(layer, projected, grads, plan_of(block), dtype), expected, strict=True):
             close(got, want, TOLERANCE[dtype])
 
 
@@ -135,12 +135,12 @@ def test_results_do_not_depend_on_the_number_of_threads(monkeypatch, cell, block
     monkeypatch.setattr(kernel_threads, "PARALLEL", 0)
     monkeypatch.setattr(passes, "PART", 1)
     for hidden, steps, reverse in ((48, 20, True), (37, 9, False)):
-        layer = random_layer(cell, block, 0.3, batch, hidden, steps, reverse, resets=not reverse, reverse=reverse)
-        grads = [torch.randn(len(layer[0]), hidden, dtype=F64), *torch.randn(2, batch, hidden, dtype=F64)]
+        given = random_layer(cell, block, 0.3, batch, hidden, steps, reverse, resets=not reverse, reverse=reverse)
+        grads = [torch.randn(len(given[1]), hidden, dtype=F64), *torch.randn(2, batch, hidden, dtype=F64)]
         results = []
         for threads in (1, 2, 3, 7):
             monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)  # not those of torch's sums
-            results.append(run(layer, grads, plan_of(block)))
+            results.append(run(*given, grads, plan_of(block)))
         for other in results[1:]:
             assert all(x is y is None or torch.equal(x, y) for x, y in zip(results[0], other, strict=True))
 
@@ -150,11 +150,11 @@ def test_results_do_not_depend_on_the_number_of_threads(monkeypatch, cell, block
 @pytest.mark.parametrize("where", ["state", "input", "gradient"])
 def test_what_is_not_finite_spreads_as_in_a_dense_layer(block, bad, where):
     torch.manual_seed(0)
-    layer = random_layer("rnn_relu", block, 0.3, 2, 16, 5, packed=False)
+    layer, projected = random_layer("rnn_relu", block, 0.3, 2, 16, 5, packed=False)
     grads = [torch.randn(10, 16, dtype=F64), None, None]
-    clean = run(layer, grads, plan_of(block))
-    {"state": layer[1], "input": layer[0], "gradient": grads[0]}[where][1, 3:9] = bad
-    got, expected = run(layer, grads, plan_of(block)), run(layer, grads, DENSE)
+    clean = run(layer, projected, grads, plan_of(block))
+    {"state": layer.h0, "input": projected, "gradient": grads[0]}[where][1, 3:9] = bad
+    got, expected = (run(layer, projected, grads, plan) for plan in (plan_of(block), DENSE))
     assert not all(x is None or x.isfinite().all() for x in expected)
     for x, y, z in zip(got, expected, clean, strict=True):
         if x is not None:
@@ -164,12 +164,12 @@ def test_what_is_not_finite_spreads_as_in_a_dense_layer(block, bad, where):
 
 def test_what_a_pruned_forward_has_overwritten_is_there_for_the_dense_one():
     torch.manual_seed(0)
-    layer = random_layer("gru", (16, 1), 0.3, 2, 16, 5, packed=False)
-    layer[0][7, 40] = math.nan  # at the fourth step
+    layer, given = random_layer("gru", (16, 1), 0.3, 2, 16, 5, packed=False)
+    given[7, 40] = math.nan  # at the fourth step
     results = []
     for plan in (plan_of((16, 1)), DENSE):
-        projected = layer[0].clone()
-        results.append((*cpu.forward(projected, *layer[1:], plan, True), projected))
+        projected = given.clone()
+        results.append((*cpu.forward(layer, projected, plan, True), projected))
     assert results[0][0].isnan().any()
     for x, y in zip(*results, strict=True):
         torch.testing.assert_close(x, y, equal_nan=True, rtol=1e-11, atol=1e-11)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from ostinato.kernels.derived import derived_from
 from ostinato.kernels.persistent import backends, operators, reference
+from ostinato.kernels.persistent.arguments import Arguments
 from ostinato.kernels.persistent.plan import GATES, Plan
 from ostinato.kernels.persistent.sequences import Sequences
 
@@ -85,10 +86,8 @@ def test_gradients_are_those_of_the_loop(cell, lengths, hidden, reverse, absent,
         if x is not None and name in frozen:
             x.requires_grad_(False)
     inputs = [x for x in tensors[:7] if x is not None and x.requires_grad]
-    x, h0, c0, weight_ih, weight_hh, bias_ih, bias_hh, mask, offsets, resets = tensors
-    projected = torch.nn.functional.linear(x, weight_ih, bias_ih)
-    sequences = Sequences(batch, offsets, resets, reverse)
-    loop = reference.forward(projected, h0, c0, weight_hh, bias_hh, mask, cell, sequences)
+    args = Arguments(*tensors, batch, cell, reverse, True, None, 1)
+    loop = reference.forward(args.layer, torch.nn.functional.linear(args.x, args.weight_ih, args.bias_ih))
     expected = [y for y in loop if y is not None]
     results = run(tensors, batch, cell, reverse)
     assert len(results) == len(expected)
@@ -149,7 +148,7 @@ def test_operators_are_what_pytorch_expects(cell, lengths):
     tensors = [None if x is None else x.detach() for x in tensors]
     output, h_n, c_n, *kept = operators.recurrent_layer(*tensors, batch, cell, True, True, None, 1)
     grads = output, h_n, c_n if cell == "lstm" else None
-    arguments = (*tensors, output, *kept, *grads, batch, cell, True, None, 1, 0b1011011)
+    arguments = (*tensors, batch, cell, True, True, None, 1, output, *kept, *grads, 0b1011011)
     torch.library.opcheck(
         torch.ops.ostinato.recurrent_layer_backward,
         arguments,

@@ -5,6 +5,7 @@
 ``sequences.py``  which rows of a layer's tensors are which steps of which sequences
 ``plan.py``       what is asked of the kernels of a device, and what they answer
 ``backends.py``   the kernels of a device, and how a layer runs there
+``arguments.py``  what such a layer is: the operator's arguments, and what kernels are given of them
 ``operators.py``  the layer as a differentiable operator
 ``plain.py``      the same for exported programs
 ``masks.py``      the blocks of a pruned matrix

@@ -23,9 +23,9 @@ from ostinato.kernels.dispatch import gradient, of_two, operator, or_empty
 from ostinato.kernels.eager import is_dense, is_eager
 from ostinato.kernels.gemm import gradient_of_input, gradient_of_weight, linear, transposes
 from ostinato.kernels.persistent import plain, reference
+from ostinato.kernels.persistent.arguments import DIFFERENTIABLE, TENSORS, Arguments, Saved
 from ostinato.kernels.persistent.backends import kernels_on, plan_layer
 from ostinato.kernels.persistent.plan import GATES, Call, Plan
-from ostinato.kernels.persistent.sequences import Sequences
 from ostinato.kernels.streams import beside
 
 
@@ -59,44 +59,48 @@ def is_vmapped() -> bool:
     return innermost is not None and innermost.key() == torch._C._functorch.TransformType.Vmap
 
 
-# On a GPU weight_hh may be any number where mask_hh is False, unless it is trained.
-# recurrent_layer(x, h0, c0, weight_ih, weight_hh, bias_ih, bias_hh, mask_hh, offsets, resets, batch, cell, reverse,
-# training, path, directions) -> output, h_n, c_n, and what is kept for the backward, c and the gates' arguments; empty
-# where there is none
-
-
-class _Layer(NamedTuple):
+class _Executor(NamedTuple):
     """Who computes a layer, which depends on sizes and mask only; called, the operator."""
 
     kernels: Any
     plan: Plan
 
     def __call__(self, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        x, h0, c0, weight_ih, weight_hh, bias_ih, bias_hh, mask_hh, offsets, resets, batch, cell, reverse, training = (
-            args[:14]
-        )
+        given = Arguments(*args)
+        x, layer, training = given.x, given.layer, given.training
         if torch.is_autocast_enabled(x.device.type):  # the tensors are converted already
             with torch.autocast(x.device.type, enabled=False):
                 return self(*args)
-        if mask_hh is not None and x.is_cuda and not training and self.plan.path not in ("block", "sparse"):
-            weight_hh = torch.where(mask_hh, weight_hh, 0.0)  # which these kernels need not, as they look weights up
-        projected = linear(x, weight_ih, bias_ih)
-        sequences = Sequences(batch, offsets, resets, reverse)
-        layer = projected, h0, c0, weight_hh, bias_hh, mask_hh, cell, sequences
-        output, h_n, c_n, c = self.kernels.forward(*layer, self.plan, training)
-        c_width, gates_width = _kept_widths(x, cell, weight_hh.shape[1], training)
+        if layer.mask_hh is not None and x.is_cuda and not training and self.plan.path not in ("block", "sparse"):
+            # The other kernels need not, as they look weights up.
+            layer = layer._replace(weight_hh=torch.where(layer.mask_hh, layer.weight_hh, 0.0))
+        projected = linear(x, given.weight_ih, given.bias_ih)
+        output, h_n, c_n, c = self.kernels.forward(layer, projected, self.plan, training)
+        c_width, gates_width = _kept_widths(given)
         if c is None or not c_width:
-            c = x.new_empty(len(x), c_width, dtype=_dtype_of_c(x, cell))
+            c = x.new_empty(len(x), c_width, dtype=_dtype_of_c(given))
         return output, h_n, or_empty(c_n, x), c, projected if gates_width else x.new_empty(len(x), 0)
 
 
-def _layer_of(*args: Any) -> _Layer:
+def _executor_of(*args: Any) -> _Executor:
     """That of the operator's arguments: its kernels, or the loop over time where none fits."""
-    x, _, _, _, weight_hh, _, _, mask_hh, offsets, resets, batch, cell, _, training, path, directions = args
-    sizes, steps = (weight_hh.shape[1], batch, x.dtype), Sequences(batch, offsets).length(x)
-    call = Call(x.device, cell, *sizes, training, steps, path, directions, resets is not None, offsets is not None)
-    plan = plan_layer(mask_hh, call)
-    return _Layer(reference if plan.path == "steps" else kernels_on(x.device), plan)
+    given = Arguments(*args)
+    x, sequences = given.x, given.sequences
+    call = Call(
+        x.device,
+        given.cell,
+        given.weight_hh.shape[1],
+        given.batch,
+        x.dtype,
+        given.training,
+        sequences.length(x),
+        given.path,
+        given.directions,
+        resets=given.resets is not None,
+        packed=given.offsets is not None,
+    )
+    plan = plan_layer(given.mask_hh, call)
+    return _Executor(reference if plan.path == "steps" else kernels_on(x.device), plan)
 
 
 def without_autocast(device_type: str) -> AbstractContextManager:
@@ -123,91 +127,98 @@ def _recurrent_layer(
     path: str | None,
     directions: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The output, h_n, c_n, and what is kept for the backward: c and the gates' pre-activations; empty for absent ones.
+
+    Its signature is the operator's schema; all else names the arguments by
+    :class:`~ostinato.kernels.persistent.arguments.Arguments`.
+    """
     tensors = x, h0, c0, weight_ih, weight_hh, bias_ih, bias_hh, mask_hh, offsets, resets
     args = *tensors, batch, cell, reverse, training, path, directions
-    return _layer_of(*args)(*args)
+    return _executor_of(*args)(*args)
 
 
-def _dtype_of_c(x: Tensor, cell: str) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32) if cell == "lstm" else x.dtype
+def _dtype_of_c(given: Arguments) -> torch.dtype:
+    return torch.promote_types(given.x.dtype, torch.float32) if given.cell == "lstm" else given.x.dtype
 
 
-def _kept_widths(x: Tensor, cell: str, hidden: int, training: bool) -> tuple[int, int]:
+def _kept_widths(given: Arguments) -> tuple[int, int]:
     """The widths of the saved c and the saved pre-activations.
 
     Where those are kept, so is for a GRU in c's place the recurrent part of its candidate's.
     """
-    if not training:
+    if not given.training:
         return 0, 0
-    keeps_gates = kernels_on(x.device).keeps_gates(cell)
+    cell, hidden = given.cell, given.weight_hh.shape[1]
+    keeps_gates = kernels_on(given.x.device).keeps_gates(cell)
     return hidden if cell == "lstm" or keeps_gates else 0, GATES[cell] * hidden if keeps_gates else 0
 
 
-def _recurrent_layer_fake(
-    x: Tensor, h0: Any, c0: Any, weight_ih: Tensor, weight_hh: Tensor, *others: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    batch, cell, _, training, *_ = others[-6:]
-    hidden = weight_hh.shape[1]
-    output, h_n = x.new_empty(x.shape[0], hidden), x.new_empty(batch, hidden)
-    c_width, gates_width = _kept_widths(x, cell, hidden, training)
-    c = x.new_empty(x.shape[0], c_width, dtype=_dtype_of_c(x, cell))
-    c_n = torch.empty_like(h_n) if cell == "lstm" else x.new_empty(0)
+def _recurrent_layer_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    given = Arguments(*args)
+    x, hidden = given.x, given.weight_hh.shape[1]
+    output, h_n = x.new_empty(x.shape[0], hidden), x.new_empty(given.batch, hidden)
+    c_width, gates_width = _kept_widths(given)
+    c = x.new_empty(x.shape[0], c_width, dtype=_dtype_of_c(given))
+    c_n = torch.empty_like(h_n) if given.cell == "lstm" else x.new_empty(0)
     return output, h_n, c_n, c, x.new_empty(x.shape[0], gates_width)
 
 
 def _context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
-    *tensors, ctx.batch, ctx.cell, ctx.reverse, _, ctx.path, ctx.directions = inputs
     h, _, _, c, gates = output
-    ctx.save_for_backward(*tensors, h, c, gates)
+    ctx.save_for_backward(*inputs[:TENSORS], h, c, gates)
+    ctx.settings = inputs[TENSORS:]
     ctx.set_materialize_grads(False)
 
 
 def _grad(ctx: Any, *grads: Tensor | None) -> tuple:
     args = _backward_arguments(ctx, grads)
-    layer = getattr(ctx, "run", None)
+    executor = getattr(ctx, "run", None)
     if torch.is_grad_enabled():
-        kept = (x.detach() for x in args[10:13])  # which follow from the others, whose derivatives are all
-        args = *args[:10], *kept, *args[13:]
+        inputs, (h, c, gates, *rest) = args[:INPUTS], args[INPUTS:]
+        # What the forward kept follows from its inputs, whose derivatives are all.
+        args = *inputs, h.detach(), c.detach(), gates.detach(), *rest
         # The rows of a Jacobian are taken at once by a loop, one after the other by kernels.
         run = _differentiable_gradients if is_vmapped() else recurrent_layer_backward
         return _in_place(ctx, run(*args))
-    if not isinstance(layer, _Layer) or not is_eager(args[:16]):  # the others are no tensors
+    if not isinstance(executor, _Executor) or not is_eager(args):
         return _in_place(ctx, recurrent_layer_backward(*args))
     with without_autocast(args[0].device.type):
-        return *_back_through_time(layer, *args)(), *[None] * 9
+        return *_back_through_time(executor, *args)(), *_NOTHING
 
 
-_BITS = tuple(1 << i for i in range(7))
+INPUTS = len(Arguments._fields)
+_BITS = tuple(1 << i for i in range(len(DIFFERENTIABLE)))
+_NOTHING = (None,) * (INPUTS - len(DIFFERENTIABLE))  # the gradients of the others
 
 
 def _backward_arguments(ctx: Any, grads: Sequence[Tensor | None]) -> tuple:
+    """Those of ``recurrent_layer_backward``: the forward's, what it kept, gradients of its results, and `needed`."""
     needed = sum(compress(_BITS, ctx.needs_input_grad))
-    return *ctx.saved_tensors, *grads[:3], ctx.batch, ctx.cell, ctx.reverse, ctx.path, ctx.directions, needed
+    tensors = ctx.saved_tensors
+    return *tensors[:TENSORS], *ctx.settings, *tensors[TENSORS:], *grads[:3], needed
 
 
 def _in_place(ctx: Any, found: Sequence[Tensor | None]) -> tuple:
     """Gradients of the first arguments as those of all, None where they are not needed."""
-    return *(grad if need else None for grad, need in zip(found, ctx.needs_input_grad[:7], strict=True)), *[None] * 9
+    needed = ctx.needs_input_grad[: len(DIFFERENTIABLE)]
+    return *(grad if need else None for grad, need in zip(found, needed, strict=True)), *_NOTHING
 
 
 def _differentiable_gradients(*args: Any) -> tuple[Tensor, ...]:
     """As :func:`_recurrent_layer_backward`, through the reference's loop, which is differentiable itself."""
-    *grads, batch, cell, reverse, _, _, needed = args[13:]
-    places = [k for k, bit in enumerate(_BITS) if needed & bit]
+    given, (*_, grad_output, grad_h_n, grad_c_n, needed) = Arguments(*args[:INPUTS]), args[INPUTS:]
+    names = [*compress(DIFFERENTIABLE, (needed & bit for bit in _BITS))]
+    grads = grad_output, grad_h_n, grad_c_n
 
     def forward(*inputs: Tensor) -> tuple[Tensor, ...]:
-        given = [*args[:10]]
-        for place, x in zip(places, inputs, strict=True):
-            given[place] = x
-        x, h0, c0, weight_ih, weight_hh, bias_ih, bias_hh, mask_hh, offsets, resets = given
-        sequences = Sequences(batch, offsets, resets, reverse)
-        layer = F.linear(x, weight_ih, bias_ih), h0, c0, weight_hh, bias_hh, mask_hh, cell, sequences
-        results: Any = reference.forward(*layer)[:3]
+        changed: Any = zip(names, inputs, strict=True)
+        own = given._replace(**dict(changed))
+        results: Any = reference.forward(own.layer, F.linear(own.x, own.weight_ih, own.bias_ih))[:3]
         return tuple(y for y, grad in zip(results, grads, strict=True) if grad is not None)
 
-    pull: Any = torch.func.vjp(forward, *(args[k] for k in places))[1]
-    found = dict(zip(places, pull(tuple(grad for grad in grads if grad is not None)), strict=True))
-    return tuple(or_empty(found.get(k), args[0]) for k in range(len(_BITS)))
+    pull: Any = torch.func.vjp(forward, *(getattr(given, name) for name in names))[1]
+    found = dict(zip(names, pull(tuple(grad for grad in grads if grad is not None)), strict=True))
+    return tuple(or_empty(found.get(name), given.x) for name in DIFFERENTIABLE)
 
 
 def _recurrent_layer_backward(
@@ -221,46 +232,45 @@ def _recurrent_layer_backward(
     mask_hh: Tensor | None,
     offsets: Tensor | None,
     resets: Tensor | None,
+    batch: int,
+    cell: str,
+    reverse: bool,
+    training: bool,
+    path: str | None,
+    directions: int,
     h: Tensor,
     c: Tensor,
     gates: Tensor,
     grad_output: Tensor | None,
     grad_h_n: Tensor | None,
     grad_c_n: Tensor | None,
-    batch: int,
-    cell: str,
-    reverse: bool,
-    path: str | None,
-    directions: int,
     needed: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of the first seven tensors, each empty unless its bit is set in `needed`."""
-    tensors = x, h0, c0, weight_ih, weight_hh, bias_ih, bias_hh, mask_hh, offsets, resets, h, c, gates
-    grads = grad_output, grad_h_n, grad_c_n
-    layer = _layer_of(*tensors[:10], batch, cell, reverse, True, path, directions)
+    tensors = x, h0, c0, weight_ih, weight_hh, bias_ih, bias_hh, mask_hh, offsets, resets
+    args = *tensors, batch, cell, reverse, training, path, directions
+    kept_and_grads = h, c, gates, grad_output, grad_h_n, grad_c_n
     with without_autocast(x.device.type):
-        found: Any = _back_through_time(layer, *tensors, *grads, batch, cell, reverse, path, directions, needed)()
+        found: Any = _back_through_time(_executor_of(*args), *args, *kept_and_grads, needed)()
     return tuple(or_empty(grad, x) for grad in found)  # type: ignore[return-value]
 
 
-def _back_through_time(layer: _Layer, *args: Any) -> Callable[[], tuple[Tensor | None, ...]]:
+def _back_through_time(executor: _Executor, *args: Any) -> Callable[[], tuple[Tensor | None, ...]]:
     """The sequential part of the backward; the function that it returns computes the gradients that are needed."""
-    x, h0, c0, weight_ih, weight_hh, bias_ih, bias_hh, mask_hh, offsets, resets, h, c, gates = args[:13]
-    *grads_of_results, batch, cell, reverse, _, _, needed = args[13:]
-    (kernels, plan), hidden, gru = layer, weight_hh.shape[1], cell == "gru"
-    sequences = Sequences(batch, offsets, resets, reverse)
-    recomputes = not cell.startswith("rnn") and (kernels is reference or not gates.numel())
+    given, (h, c, gates, *upstream, needed) = Arguments(*args[:INPUTS]), args[INPUTS:]
+    (kernels, plan), layer = executor, given.layer
+    cell, weight_hh, sequences = layer.cell, layer.weight_hh, layer.sequences
+    hidden, rnn, gru = weight_hh.shape[1], cell.startswith("rnn"), cell == "gru"
 
     def before() -> Tensor:
-        states: Tensor = kernels.previous(h, h0, sequences)
+        states: Tensor = kernels.previous(h, layer.h0, sequences)
         return states
 
-    if recomputes:
-        pre, candidate = _arguments(x, before(), weight_ih, weight_hh, bias_ih, bias_hh, cell)
-    else:
-        pre, candidate = (h, None) if cell.startswith("rnn") else (gates, c if gru else None)
-    through = pre, candidate, h, h0, c if cell == "lstm" else None, c0, weight_hh, mask_hh
-    grads, grad_h0, grad_c0, totals = kernels.backward(*through, *grads_of_results, cell, sequences, plan)
+    pre, candidate = (h, None) if rnn else (gates, c if gru else None)
+    if not rnn and (kernels is reference or not gates.numel()):
+        pre, candidate = _recomputed(given, before())
+    saved = Saved(pre, candidate, h, c if cell == "lstm" else None)
+    grads, grad_h0, grad_c0, totals = kernels.backward(layer, saved, upstream, plan)
 
     def gradients() -> tuple[Tensor | None, ...]:
         # A GRU's grads are n's share of the hidden product, r, z, n's share of the input's: three neighbours for each.
@@ -268,9 +278,12 @@ def _back_through_time(layer: _Layer, *args: Any) -> Callable[[], tuple[Tensor |
         of_biases: Any = kernels.gradients_of_biases(totals, grads.dtype, cell) if needed >> 5 else None
 
         def of_weight_hh() -> Tensor:
-            if not x.is_cuda or offsets is not None or (resets is not None and not transposes(recurrent, h)):
+            resets, h0, reverse = sequences.resets, layer.h0, sequences.reverse
+            rows = h.is_cuda and sequences.offsets is None and (resets is None or transposes(recurrent, h))
+            if not rows:
                 return gradient_of_weight(recurrent, before())
             # The states before all steps but the first are simply rows of h; on CPUs their number would not be round.
+            batch = sequences.batch
             first, others = (slice(-batch, None), slice(-batch)) if reverse else (slice(batch), slice(batch, None))
             earlier, zeroed = h[batch:] if reverse else h[:-batch], None if resets is None else resets[others]
             found = gradient_of_weight(recurrent[others], earlier, zeroed)
@@ -280,35 +293,29 @@ def _back_through_time(layer: _Layer, *args: Any) -> Callable[[], tuple[Tensor |
             return found.addmm_(recurrent[first].T, start)
 
         compute: tuple[Callable[[], Any], ...] = (
-            lambda: gradient_of_input(inputs, weight_ih),
+            lambda: gradient_of_input(inputs, given.weight_ih),
             lambda: grad_h0,
             lambda: grad_c0,
-            lambda: gradient_of_weight(inputs, x),
+            lambda: gradient_of_weight(inputs, given.x),
             lambda: of_weight_hh().roll(-hidden, 0) if gru else of_weight_hh(),
             lambda: of_biases[0],
             lambda: of_biases[1],
         )
-        return tuple(one() if needed >> i & 1 else None for i, one in enumerate(compute))
+        return tuple(one() if needed & bit else None for one, bit in zip(compute, _BITS, strict=True))
 
     return gradients
 
 
-def _arguments(
-    x: Tensor,
-    h_prev: Tensor,
-    weight_ih: Tensor,
-    weight_hh: Tensor,
-    bias_ih: Tensor | None,
-    bias_hh: Tensor | None,
-    cell: str,
-) -> tuple[Tensor, Tensor | None]:
-    """All gates' pre-activations; of a GRU's candidate the two parts separately."""
-    hidden, gru = weight_hh.shape[1], cell == "gru"
+def _recomputed(given: Arguments, h_prev: Tensor) -> tuple[Tensor, Tensor | None]:
+    """All gates' pre-activations, from the states before each step; of a GRU's candidate the two parts separately."""
+    weight_hh, bias, bias_hh = given.weight_hh, given.bias_hh, given.bias_hh
+    hidden, gru = weight_hh.shape[1], given.cell == "gru"
     added = (2 if gru else 4) * hidden  # gates whose argument is a sum of both products
-    bias = bias_hh if bias_hh is None or not gru else F.pad(bias_hh[:added], (0, hidden))
-    if bias_ih is not None:
-        bias = bias_ih if bias is None else bias_ih + bias
-    pre = linear(x, weight_ih, bias)
+    if gru and bias is not None:
+        bias = F.pad(bias[:added], (0, hidden))
+    if given.bias_ih is not None:
+        bias = given.bias_ih if bias is None else given.bias_ih + bias
+    pre = linear(given.x, given.weight_ih, bias)
     pre[:, :added].addmm_(h_prev, weight_hh[:added].T)
     if not gru:
         return pre, None
@@ -316,8 +323,8 @@ def _arguments(
 
 
 def _recurrent_layer_backward_fake(*args: Any) -> tuple[Tensor, ...]:
-    tensors, needed = args[:7], args[-1]
-    return tuple(args[0].new_empty(x.shape if needed >> i & 1 else 0) for i, x in enumerate(tensors))
+    tensors, needed = args[: len(DIFFERENTIABLE)], args[-1]
+    return tuple(args[0].new_empty(x.shape if needed & bit else 0) for x, bit in zip(tensors, _BITS, strict=True))
 
 
 recurrent_layer_backward = gradient(
@@ -333,34 +340,34 @@ recurrent_layer = operator(
     _context,
     _grad,
     plain=plain.recurrent_layer,
-    prepare=_layer_of,
+    prepare=_executor_of,
 )
 
 
-class _TwoLayers(NamedTuple):
+class _BothExecutors(NamedTuple):
     """Who computes both directions; called with the arguments of each, their operators beside each other."""
 
-    first: _Layer
-    second: _Layer
+    first: _Executor
+    second: _Executor
 
     def __call__(self, first: tuple, second: tuple) -> tuple[Any, Any]:
-        return beside(_Layer.__call__, (self.first, *first), (self.second, *second))
+        return beside(_Executor.__call__, (self.first, *first), (self.second, *second))
 
 
-def _layers_of(first: tuple, second: tuple) -> _TwoLayers:
-    return _TwoLayers(_layer_of(*first), _layer_of(*second))
+def _executors_of(first: tuple, second: tuple) -> _BothExecutors:
+    return _BothExecutors(_executor_of(*first), _executor_of(*second))
 
 
 def _both_backward(
-    layers: _TwoLayers, contexts: Sequence[Any], grads: Sequence[Sequence[Tensor | None]]
+    executors: _BothExecutors, contexts: Sequence[Any], grads: Sequence[Sequence[Tensor | None]]
 ) -> list[tuple]:
     calls = tuple(map(_backward_arguments, contexts, grads))
     if torch.is_grad_enabled() or not is_eager([*calls[0], *calls[1]]):
         return [_grad(ctx, *given) for ctx, given in zip(contexts, grads, strict=True)]
-    first, second = ((layer, *args) for layer, args in zip(layers, calls, strict=True))
+    first, second = ((executor, *args) for executor, args in zip(executors, calls, strict=True))
     with without_autocast(calls[0][0].device.type):
-        return [(*gradients(), *[None] * 9) for gradients in beside(_back_through_time, first, second)]
+        return [(*gradients(), *_NOTHING) for gradients in beside(_back_through_time, first, second)]
 
 
-recurrent_layers = of_two("recurrent_layers", recurrent_layer, _layers_of, _context, _both_backward)
+recurrent_layers = of_two("recurrent_layers", recurrent_layer, _executors_of, _context, _both_backward)
 """Both directions' ``recurrent_layer``, given the arguments of each, beside each other on a GPU."""

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ostinato.kernels.export import loop, refuse_packed
+from ostinato.kernels.persistent.arguments import Arguments
 from ostinato.kernels.persistent.plan import GATES
 from ostinato.kernels.persistent.reference import advance
 
@@ -19,34 +20,16 @@ _ONNX: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
 }
 
 
-def recurrent_layer(
-    x: Tensor,
-    h0: Tensor | None,
-    c0: Tensor | None,
-    weight_ih: Tensor,
-    weight_hh: Tensor,
-    bias_ih: Tensor | None,
-    bias_hh: Tensor | None,
-    mask_hh: Tensor | None,
-    offsets: Tensor | None,
-    resets: Tensor | None,
-    batch: int,
-    cell: str,
-    reverse: bool,
-    training: bool,
-    path: str | None,
-    directions: int,
-) -> tuple[Tensor, ...]:
+def recurrent_layer(*args: Any) -> tuple[Tensor, ...]:
     """The operator of that name, without a backward."""
-    if offsets is not None:
+    given = Arguments(*args)
+    if given.offsets is not None:
         refuse_packed()
-    steps = x.shape[0] // batch
-    layer = _owned(x).view(steps, batch, x.shape[1]), h0, c0, weight_ih, weight_hh, bias_ih, bias_hh, cell, reverse
-    if torch.onnx.is_in_onnx_export() and resets is None:  # ONNX's operators do not support resets
-        output, h_n, *c_n = _in_onnx(*layer)
-    else:
-        output, h_n, *c_n = _looped(*layer, None if resets is None else resets.view(steps, batch, 1))
-    empty = x.new_empty(0)
+    steps, empty = given.x.shape[0] // given.batch, given.x.new_empty(0)
+    x = _owned(given.x).view(steps, given.batch, given.x.shape[1])
+    # ONNX's operators do not support resets.
+    run = _in_onnx if torch.onnx.is_in_onnx_export() and given.resets is None else _looped
+    output, h_n, *c_n = run(given, x)
     return _owned(output.flatten(0, 1)), h_n, *(c_n or [empty]), empty, empty
 
 
@@ -55,28 +38,15 @@ def _owned(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def _looped(
-    x: Tensor,
-    h0: Tensor | None,
-    c0: Tensor | None,
-    weight_ih: Tensor,
-    weight_hh: Tensor,
-    bias_ih: Tensor | None,
-    bias_hh: Tensor | None,
-    cell: str,
-    reverse: bool,
-    resets: Tensor | None,
-) -> tuple[Tensor, ...]:
-    """From x (T, B, in): the output (T, B, H), h_n and an LSTM's c_n (B, H), as ``reference.forward`` computes them.
-
-    ``resets`` are (T, B, 1).
-    """
+def _looped(given: Arguments, x: Tensor) -> tuple[Tensor, ...]:
+    """From x (T, B, in): the output (T, B, H), h_n and an LSTM's c_n (B, H), as ``reference.forward`` computes them."""
+    cell, weight_hh, bias_hh, _, h0, c0, sequences = given.layer
     dtype, hidden = x.dtype, weight_hh.shape[1]
     wide = torch.promote_types(dtype, torch.float32)
     weight = weight_hh.to(wide).T.contiguous()
     bias = weight.new_zeros(GATES[cell] * hidden) if bias_hh is None else bias_hh.to(wide)
-    given = [h0, c0] if cell == "lstm" else [h0]
-    states = [weight.new_zeros(x.shape[1], hidden) if state is None else state.to(wide) for state in given]
+    initial = [h0, c0] if cell == "lstm" else [h0]
+    states = [weight.new_zeros(x.shape[1], hidden) if state is None else state.to(wide) for state in initial]
 
     def step(before: list[Tensor], inputs: list[Tensor], constants: list[Tensor]) -> tuple[list[Tensor], Tensor]:
         p, *reset = inputs
@@ -87,25 +57,18 @@ def _looped(
         output = h.to(dtype)
         return [output.to(wide), *c], output
 
-    inputs = [F.linear(x, weight_ih, bias_ih), *([] if resets is None else [resets])]
-    if reverse:
+    inputs = [F.linear(x, given.weight_ih, given.bias_ih)]
+    if sequences.resets is not None:
+        inputs.append(sequences.resets.view(*x.shape[:2], 1))
+    if sequences.reverse:
         inputs = [y.flip(0) for y in inputs]
     last, output = loop(step, states, inputs, [weight, bias])
-    return output.flip(0) if reverse else output, *(state.to(dtype) for state in last)
+    return output.flip(0) if sequences.reverse else output, *(state.to(dtype) for state in last)
 
 
-def _in_onnx(
-    x: Tensor,
-    h0: Tensor | None,
-    c0: Tensor | None,
-    weight_ih: Tensor,
-    weight_hh: Tensor,
-    bias_ih: Tensor | None,
-    bias_hh: Tensor | None,
-    cell: str,
-    reverse: bool,
-) -> tuple[Tensor, ...]:
+def _in_onnx(given: Arguments, x: Tensor) -> tuple[Tensor, ...]:
     """As :func:`_looped`, without resets."""
+    cell, weight_hh, bias_hh, _, h0, c0, sequences = given.layer
     operator, order, attributes = _ONNX[cell]
     steps, batch, _ = x.shape
     hidden = weight_hh.shape[1]
@@ -114,15 +77,14 @@ def _in_onnx(
         return torch.cat([weight[gate * hidden : (gate + 1) * hidden] for gate in order])
 
     bias = None
-    if bias_ih is not None and bias_hh is not None:
-        bias = torch.cat([ordered(bias_ih), ordered(bias_hh)])[None]
-    given = [h0, c0] if cell == "lstm" else [h0]
-    states = [None if state is None else state[None] for state in given]
+    if given.bias_ih is not None and bias_hh is not None:
+        bias = torch.cat([ordered(given.bias_ih), ordered(bias_hh)])[None]
+    states = [None if state is None else state[None] for state in ([h0, c0] if cell == "lstm" else [h0])]
     output, *last = torch.onnx.ops.symbolic_multi_out(
         operator,
-        [x, ordered(weight_ih)[None], ordered(weight_hh)[None], bias, None, *states],
-        {"hidden_size": hidden, "direction": "reverse" if reverse else "forward", **attributes},
-        dtypes=[x.dtype] * (1 + len(given)),
-        shapes=[(steps, 1, batch, hidden), *[(1, batch, hidden)] * len(given)],
+        [x, ordered(given.weight_ih)[None], ordered(weight_hh)[None], bias, None, *states],
+        {"hidden_size": hidden, "direction": "reverse" if sequences.reverse else "forward", **attributes},
+        dtypes=[x.dtype] * (1 + len(states)),
+        shapes=[(steps, 1, batch, hidden), *[(1, batch, hidden)] * len(states)],
     )
     return output[:, 0], *(state[0] for state in last)

@@ -5,9 +5,12 @@ The rows of a tensor are those of :class:`~ostinato.kernels.persistent.sequences
 Everything is computed in float32, in float64 for float64; a state is rounded to its dtype after every step.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from ostinato.kernels.persistent.arguments import Layer, Saved
 from ostinato.kernels.persistent.plan import Plan
 from ostinato.kernels.persistent.sequences import Sequences
 
@@ -18,16 +21,7 @@ def keeps_gates(_: str) -> bool:
 
 
 def forward(
-    projected: Tensor,
-    h0: Tensor | None,
-    c0: Tensor | None,
-    weight_hh: Tensor,
-    bias_hh: Tensor | None,
-    mask_hh: Tensor | None,
-    cell: str,
-    sequences: Sequences,
-    plan: Plan | None = None,
-    keep_cell: bool = False,
+    layer: Layer, projected: Tensor, plan: Plan | None = None, keep_cell: bool = False
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     r"""All steps of a layer; differentiable.
 
@@ -40,16 +34,13 @@ def forward(
 
     Args:
         projected: (rows, gates * H), p.
-        h0, c0: (B, H), the initial state, None for zeros; c0 for an LSTM.
-        weight_hh: (gates * H, H), the gates in torch.nn's order, zero where `mask_hh` (bool) is False.
-        bias_hh: (gates * H,) or None.
-        sequences: of the rows.
         plan: for kernels.
         keep_cell: whether to return an LSTM's c.
 
     Returns the output (rows, H); h_n (B, H); of an LSTM c_n (B, H), else None; and if it is kept the cell state
     after every step, (rows, H) in float32 or float64, else None.
     """
+    cell, weight_hh, bias_hh, _, h0, c0, sequences = layer
     dtype, hidden = projected.dtype, weight_hh.shape[1]
     wide = torch.promote_types(dtype, torch.float32)
     weight = weight_hh.to(wide)
@@ -89,29 +80,12 @@ def advance(p: Tensor, q: Tensor, h: Tensor, c: Tensor, cell: str) -> tuple[Tens
 
 
 def backward(
-    pre: Tensor,
-    candidate: Tensor | None,
-    h: Tensor,
-    h0: Tensor | None,
-    c: Tensor | None,
-    c0: Tensor | None,
-    weight_hh: Tensor,
-    mask_hh: Tensor | None,
-    grad_output: Tensor | None,
-    grad_h_n: Tensor | None,
-    grad_c_n: Tensor | None,
-    cell: str,
-    sequences: Sequences,
-    plan: Plan | None = None,
+    layer: Layer, saved: Saved, upstream: Sequence[Tensor | None], plan: Plan | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """Backpropagation through all steps of :func:`forward`.
 
     Args:
-        pre: (rows, gates * H), p + q; for a GRU's n only p; of an RNN h itself, which determines the derivative.
-        candidate: (rows, H), a GRU's q of n; else None.
-        h, h0: (rows, H) and (B, H), the state after each step and before the first, which a GRU's needs.
-        c, c0: the same of an LSTM's cell state.
-        grad_output, grad_h_n, grad_c_n: gradients of what forward returned, None for zeros.
+        upstream: gradients of the output, h_n and c_n, None for zeros.
 
     Returns:
         The gradient of each gate's pre-activation, (rows, gates * H), in `pre`'s dtype, of an RNN and an LSTM in the
@@ -120,6 +94,8 @@ def backward(
         Rows with the sum of those of the first result, for :func:`gradients_of_biases`: that itself, or the kernel's
         partial sums.
     """
+    cell, weight_hh, _, _, h0, c0, sequences = layer
+    (pre, candidate, h, c), (grad_output, grad_h_n, grad_c_n) = saved, upstream
     dtype, hidden = pre.dtype, weight_hh.shape[1]
     wide = torch.promote_types(dtype, torch.float32)
     weight = weight_hh.to(wide)

@@ -1,6 +1,6 @@
 """One layer and direction on the CPU, forward and backward in time, dense and pruned: the calls of ``loops.py``."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -9,33 +9,25 @@ from torch.nn import functional as F
 
 from ostinato.kernels.derived import derived_from
 from ostinato.kernels.numba_loops import LINE, NUMPY_DTYPES
+from ostinato.kernels.persistent.arguments import Layer, Saved
 from ostinato.kernels.persistent.cpu import loops, products, pruned
 from ostinato.kernels.persistent.cpu.barrier import COUNTERS
 from ostinato.kernels.persistent.cpu.entries import SLICE, Entries, backward_entries, forward_entries
 from ostinato.kernels.persistent.plan import GATES, Plan
-from ostinato.kernels.persistent.sequences import Sequences
 from ostinato.kernels.threads import run_loop, threads_for
 
 PART = 1 << 16  # weights of a part of a step that pay off a thread
 
 
 def forward(
-    projected: Tensor,
-    h0: Tensor | None,
-    c0: Tensor | None,
-    weight_hh: Tensor,
-    bias_hh: Tensor | None,
-    mask_hh: Tensor | None,
-    cell: str,
-    sequences: Sequences,
-    plan: Plan,
-    keep: bool,
+    layer: Layer, projected: Tensor, plan: Plan, keep: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """As ``reference.forward``; with ``keep``, all that :func:`backward` takes is saved.
 
     ``projected`` is then overwritten with the gates' pre-activations, and the last result is an LSTM's c or a GRU's
     `candidate`.
     """
+    cell, weight_hh, bias_hh, mask_hh, h0, c0, sequences = layer
     hidden, gates, lstm = weight_hh.shape[1], GATES[cell], cell == "lstm"
     batch, offsets, resets, reverse = sequences
     h, c = _state(h0, batch, hidden, projected), _state(c0, batch if lstm else 0, hidden, projected)
@@ -65,28 +57,16 @@ def forward(
         # Zero times infinity is NaN: pruned weights count, and only the dense loop reads them.
         if untouched is not None:
             projected.copy_(untouched)
-        dense = plan._replace(path="dense")
-        return forward(projected, h0, c0, weight_hh, bias_hh, mask_hh, cell, sequences, dense, keep)
+        return forward(layer, projected, plan._replace(path="dense"), keep)
     return output, h, c if lstm else None, kept
 
 
 def backward(
-    pre: Tensor,
-    candidate: Tensor | None,
-    h: Tensor,
-    h0: Tensor | None,
-    c: Tensor | None,
-    c0: Tensor | None,
-    weight_hh: Tensor,
-    mask_hh: Tensor | None,
-    grad_output: Tensor | None,
-    grad_h_n: Tensor | None,
-    grad_c_n: Tensor | None,
-    cell: str,
-    sequences: Sequences,
-    plan: Plan,
+    layer: Layer, saved: Saved, upstream: Sequence[Tensor | None], plan: Plan
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """As ``reference.backward``."""
+    cell, weight_hh, _, mask_hh, h0, c0, sequences = layer
+    (pre, candidate, h, c), (grad_output, grad_h_n, grad_c_n) = saved, upstream
     hidden, gates, lstm = weight_hh.shape[1], GATES[cell], cell == "lstm"
     batch, offsets, resets, reverse = sequences
     how = _share(weight_hh, batch, sequences.length(pre), plan)
@@ -120,9 +100,7 @@ def backward(
     grad_row = 0 if grad_output is None else hidden
     sizes = {"batch": batch, "hidden": hidden, "reverse": reverse, "grad_row": grad_row}
     if not _run(loop, loops.BackwardWork, how, weights, arrays, **sizes):
-        dense = plan._replace(path="dense")
-        states, upstream = (h, h0, c, c0, weight_hh, mask_hh), (grad_output, grad_h_n, grad_c_n)
-        return backward(pre, candidate, *states, *upstream, cell, sequences, dense)
+        return backward(layer, saved, upstream, plan._replace(path="dense"))
     return grads, of_units.reshape(batch, -1)[:, :hidden], dc if lstm else None, grads
 
 

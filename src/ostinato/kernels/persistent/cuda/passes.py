@@ -6,11 +6,13 @@ Weights are read from the parameters at every launch; only what depends on masks
 import functools
 import operator
 import struct
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ostinato.kernels import nvrtc
+from ostinato.kernels.persistent.arguments import Layer, Saved
 from ostinato.kernels.persistent.cuda.geometry import THREADS
 from ostinato.kernels.persistent.cuda.launch import launch, source_of_biases
 from ostinato.kernels.persistent.cuda.plan import keeps_gates
@@ -22,16 +24,7 @@ UNITS_OF_THREAD = 4  # of a copy, at once
 
 
 def forward(
-    projected: Tensor,
-    h0: Tensor | None,
-    c0: Tensor | None,
-    weight_hh: Tensor,
-    bias_hh: Tensor | None,
-    mask_hh: Tensor | None,
-    cell: str,
-    sequences: Sequences,
-    plan: Plan,
-    keep: bool,
+    layer: Layer, projected: Tensor, plan: Plan, keep: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """All steps of a layer; see :mod:`ostinato.kernels.persistent.reference`.
 
@@ -40,6 +33,7 @@ def forward(
 
     Raises RuntimeError if an earlier launch on the device failed.
     """
+    cell, weight_hh, bias_hh, mask_hh, h0, c0, sequences = layer
     geometry, rows, batch, lstm = plan.geometry.forward, projected.shape[0], sequences.batch, cell == "lstm"
     hidden = geometry.hidden_size
     output, h_n = projected.new_empty(rows, hidden), projected.new_empty(batch, hidden)
@@ -54,25 +48,14 @@ def forward(
 
 
 def backward(
-    pre: Tensor,
-    candidate: Tensor | None,
-    h: Tensor | None,
-    h0: Tensor | None,
-    c: Tensor | None,
-    c0: Tensor | None,
-    weight_hh: Tensor,
-    mask_hh: Tensor | None,
-    grad_output: Tensor | None,
-    grad_h_n: Tensor | None,
-    grad_c_n: Tensor | None,
-    cell: str,
-    sequences: Sequences,
-    plan: Plan,
+    layer: Layer, saved: Saved, upstream: Sequence[Tensor | None], plan: Plan
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """The gradients of all steps; see :mod:`ostinato.kernels.persistent.reference`.
 
     Raises RuntimeError if an earlier launch on the device failed.
     """
+    cell, weight_hh, _, mask_hh, h0, c0, sequences = layer
+    (pre, candidate, h, c), (grad_output, grad_h_n, grad_c_n) = saved, upstream
     geometry, rows, batch, lstm = plan.geometry.backward, pre.shape[0], sequences.batch, cell == "lstm"
     hidden = geometry.hidden_size
     width = (1 if cell.startswith("rnn") else 4) * hidden
