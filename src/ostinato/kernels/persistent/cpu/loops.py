@@ -13,6 +13,7 @@ sum is fixed.
 
 import ctypes
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -64,12 +65,19 @@ _FORWARD, _BACKWARD = np.dtype(ForwardWork), np.dtype(BackwardWork)
 
 
 @inline
-def _rows_of(packed, offsets, t, batch, first, group):
+def _rows_of(work, t, first, group):
     """The first row of a step, and the number of its rows that belong to a chunk."""
-    begin, end = t * batch, (t + 1) * batch
-    if packed:
+    begin, end = t * work.batch, (t + 1) * work.batch
+    if work.offsets:
+        offsets = pointer_to(work.offsets, np.int32)
         begin, end = np.int64(offsets[t]), np.int64(offsets[t + 1])
     return begin, min(end - begin - first, group)
+
+
+@inline
+def _clear(x, begin, end):
+    for j in range(begin, end):
+        x[j] = 0
 
 
 @inline
@@ -79,6 +87,57 @@ def _begin_sums(gates, hidden, padded, bias, sums, at, begin, end):
             store(sums, at + g * padded + j, load(bias, g * hidden + j, "p0"), "s0")
 
 
+def _product(dtype: type, gates: int, kind: str, height: int, tile: int, backward: bool) -> Any:
+    """What adds the product of a part's weights with x, a row of each of `live` sequences, to their sums."""
+    vectors, panel, factor = vectors_of(tile), panel_rows(dtype, tile), gates if backward else 1
+
+    @inline
+    def dense(work, part, part_row, x, x_row, sums, live):
+        skipped, columns = part * part_row, factor * work.hidden
+        weights = offset(pointer_to(work.weights, dtype), skipped * columns)
+        own = offset(sums, skipped)
+        add_panels(vectors, panel, tile, part_row // panel, columns, weights, x, x_row, own, work.row, live)
+
+    @inline
+    def pruned(work, part, part_row, x, x_row, sums, live):
+        weights, diagonal = pointer_to(work.weights, dtype), pointer_to(work.diagonal, dtype)
+        columns, starts = pointer_to(work.columns, np.int32), pointer_to(work.starts, np.int64)
+        rows, hidden = pointer_to(work.rows, np.int64), work.hidden
+        entries = weights, weights, columns, starts, rows, work.slices, diagonal, work.padded
+        add_entries(kind, height, tile, gates, hidden, hidden, entries, x, x_row, sums, work.row, live)
+
+    return dense if kind == "dense" else pruned
+
+
+def _over_time(record: np.dtype, shared: bool, more: int, advance: Callable) -> Any:
+    """The loop over `more` steps than time has of ``advance(work, chunk, step, part)``.
+
+    That returns whether pruned weights, which count as zeros, would be multiplied with what is not finite.
+    """
+
+    @compiled_loop
+    def run(address):
+        work = structure_at(address, record)
+        parts, steps = work.parts if shared else 1, work.length + more
+        task = take_task(address)
+        while task < work.tasks:
+            chunk, own = task // parts, task % parts
+            progress = offset(pointer_to(work.progress, np.int64), chunk * (1 + parts) * COUNTERS)
+            arrive(progress, own)
+            wrong = False
+            step, part = claim_part(progress, parts, own, steps)
+            while step < steps:
+                if not wrong:
+                    wrong = advance(work, chunk, step, part)
+                finish_part(progress, parts)
+                step, part = claim_part(progress, parts, own, steps)
+            if wrong:
+                work.not_finite = 1
+            task = take_task(address)
+
+    return run
+
+
 @functools.cache
 def forward(dtype: type, cell: str, keep: bool, kind: str, height: int, tile: int, shared: bool) -> Any:
     """The forward loop for weights that are "dense", or entries of a kind and height.
@@ -86,89 +145,80 @@ def forward(dtype: type, cell: str, keep: bool, kind: str, height: int, tile: in
     h and c hold the initial state, then the last one.  For the backward, ``keep`` leaves the gates' pre-activations in
     `projected`, of a GRU's n only the input's part, and in `kept` an LSTM's c or the other part of a GRU's n.
     """
-    gates, vectors, panel, largest = GATES[cell], vectors_of(tile), panel_rows(dtype, tile), dtype(np.finfo(dtype).max)
-    unit = FORWARD_UNIT[cell]
+    gates, unit, largest = GATES[cell], FORWARD_UNIT[cell], dtype(np.finfo(dtype).max)
+    multiply = _product(dtype, gates, kind, height, tile, backward=False)
 
-    @compiled_loop
-    def run(address):
-        work = structure_at(address, _FORWARD)
-        offsets, resets = pointer_to(work.offsets, np.int32), pointer_to(work.resets, np.uint8)
-        weights, bias = pointer_to(work.weights, dtype), pointer_to(work.bias, dtype)
+    @inline
+    def advance(work, chunk, step, part):
+        resets, bias = pointer_to(work.resets, np.uint8), pointer_to(work.bias, dtype)
         projected, sums = pointer_to(work.projected, dtype), pointer_to(work.sums, dtype)
-        h, c = pointer_to(work.h, dtype), pointer_to(work.c, dtype)
+        h, c, shown = pointer_to(work.h, dtype), pointer_to(work.c, dtype), pointer_to(work.shown, dtype)
         output, kept = pointer_to(work.output, dtype), pointer_to(work.kept, dtype)
-        batch, length, hidden, group = work.batch, work.length, work.hidden, work.group
-        row, padded = work.row, work.padded
-        columns, starts = pointer_to(work.columns, np.int32), pointer_to(work.starts, np.int64)
-        rows, diagonal = pointer_to(work.rows, np.int64), pointer_to(work.diagonal, dtype)
-        entries = weights, weights, columns, starts, rows, work.slices, diagonal, padded
-        parts, units, part_row = (work.parts, work.units, work.part_row) if shared else (1, hidden, row)
-        counters, shown = pointer_to(work.progress, np.int64), pointer_to(work.shown, dtype)
-        task = take_task(address)
-        while task < work.tasks:
-            chunk, own = task // parts, task % parts
-            progress, first = offset(counters, chunk * (1 + parts) * COUNTERS), chunk * group
-            arrive(progress, own)
-            wrong = kind != "dense" and not are_finite(h, first * hidden, min(first + group, batch) * hidden, largest)
-            step, part = claim_part(progress, parts, own, length)
-            while step < length:
-                t = length - 1 - step if work.reverse else step
-                at_step, live = _rows_of(work.offsets, offsets, t, batch, first, group)
-                begin, end = part * units, min((part + 1) * units, hidden)
-                mine = part * part_row - begin  # where the sums of the first unit would be
-                if live > 0 and not wrong:
-                    for b in range(first, first + live):
-                        if work.resets and resets[at_step + b]:
-                            for j in range(begin, end):
-                                h[b * hidden + j] = 0
-                                if cell == "lstm":
-                                    c[b * hidden + j] = 0
-                        _begin_sums(gates, hidden, padded, bias, sums, b * row + mine, begin, end)
-                    x, chunk_sums = offset(h, first * hidden), offset(sums, first * row)
-                    if kind == "dense":
-                        if parts > 1:
-                            x = offset(shown, (step % 2 * batch + first) * hidden)
-                            prefetch(x, 0, 0, live * hidden)  # from other processors' caches
-                        many, skipped = part_row // panel, part * part_row
-                        part_sums, part_weights = offset(chunk_sums, skipped), offset(weights, skipped * hidden)
-                        add_panels(vectors, panel, tile, many, hidden, part_weights, x, hidden, part_sums, row, live)
-                    else:
-                        add_entries(
-                            kind, height, tile, gates, hidden, hidden, entries, x, hidden, chunk_sums, row, live
-                        )
-                    for b in range(first, first + live):
-                        if parts > 1 and work.resets and resets[at_step + b]:  # the others show what was before
-                            _begin_sums(gates, hidden, padded, bias, sums, b * row + mine, begin, end)
-                        at, at_out = b * hidden, (at_step + b) * hidden
-                        arrays = projected, at_out * gates, sums, b * row + mine, h, c, at, output, kept, at_out
-                        for j in range(begin, end):
-                            unit(keep, j, hidden, padded, arrays)
-                        if parts > 1:
-                            next_shown = ((step + 1) % 2 * batch + b) * hidden
-                            for j in range(begin, end):
-                                store(shown, next_shown + j, load(h, at + j, "h"), "before")
-                    if kind != "dense":
-                        wrong = not are_finite(h, first * hidden, (first + live) * hidden, largest)
-                finish_part(progress, parts)
-                step, part = claim_part(progress, parts, own, length)
-            if wrong:
-                work.not_finite = 1
-            task = take_task(address)
+        batch, hidden, row, padded = work.batch, work.hidden, work.row, work.padded
+        units, part_row = (work.units, work.part_row) if shared else (hidden, row)
+        first, t = chunk * work.group, work.length - 1 - step if work.reverse else step
+        at_step, live = _rows_of(work, t, first, work.group)
+        begin, end = part * units, min((part + 1) * units, hidden)
+        mine = part * part_row - begin  # where the sums of the first unit would be
+        for b in range(first, first + live):
+            if work.resets and resets[at_step + b]:
+                _clear(h, b * hidden + begin, b * hidden + end)
+                if cell == "lstm":
+                    _clear(c, b * hidden + begin, b * hidden + end)
+            _begin_sums(gates, hidden, padded, bias, sums, b * row + mine, begin, end)
+        x = offset(h, first * hidden)
+        if shared:
+            x = offset(shown, (step % 2 * batch + first) * hidden)
+            prefetch(x, 0, 0, live * hidden)  # from other processors' caches
+        if kind != "dense" and not are_finite(x, 0, live * hidden, largest):
+            return True
+        multiply(work, part, part_row, x, hidden, offset(sums, first * row), live)
+        for b in range(first, first + live):
+            if shared and work.resets and resets[at_step + b]:  # the others show what was before
+                _begin_sums(gates, hidden, padded, bias, sums, b * row + mine, begin, end)
+            at, at_out = b * hidden, (at_step + b) * hidden
+            arrays = projected, at_out * gates, sums, b * row + mine, h, c, at, output, kept, at_out
+            for j in range(begin, end):
+                unit(keep, j, hidden, padded, arrays)
+            if shared:
+                next_shown = ((step + 1) % 2 * batch + b) * hidden
+                for j in range(begin, end):
+                    store(shown, next_shown + j, load(h, at + j, "h"), "before")
+        return False
 
-    return run
+    return _over_time(_FORWARD, shared, 0, advance)
 
 
 @functools.cache
 def backward(dtype: type, cell: str, kind: str, height: int, tile: int, shared: bool) -> Any:
     """The backward loop; dh and dc hold the last state's gradients, then the initial state's."""
-    gates, vectors, panel, largest = GATES[cell], vectors_of(tile), panel_rows(dtype, tile), dtype(np.finfo(dtype).max)
-    unit = BACKWARD_UNIT[cell]
+    gates, unit, largest = GATES[cell], BACKWARD_UNIT[cell], dtype(np.finfo(dtype).max)
     width = 1 if gates == 1 else 4  # gradients of a unit
+    multiply = _product(dtype, gates, kind, height, tile, backward=True)
 
-    @compiled_loop
-    def run(address):
-        work = structure_at(address, _BACKWARD)
-        offsets, weights = pointer_to(work.offsets, np.int32), pointer_to(work.weights, dtype)
+    @inline
+    def pass_on(work, chunk, t, part, part_row, begin, end):
+        """Add the product of step t's gradients to dh."""
+        resets, grads = pointer_to(work.resets, np.uint8), pointer_to(work.grads, dtype)
+        dh, dc = pointer_to(work.dh, dtype), pointer_to(work.dc, dtype)
+        hidden, row, grads_row = work.hidden, work.row, width * work.hidden
+        first, mine = chunk * work.group, part * part_row - begin
+        at_step, live = _rows_of(work, t, first, work.group)
+        x = offset(grads, (at_step + first) * grads_row)
+        if kind != "dense" and not are_finite(x, 0, live * grads_row, largest):
+            return True
+        multiply(work, part, part_row, x, grads_row, offset(dh, first * row), live)
+        if work.resets:
+            for b in range(first, first + live):
+                if resets[at_step + b]:
+                    _clear(dh, b * row + mine + begin, b * row + mine + end)
+                    if cell == "lstm":
+                        _clear(dc, b * hidden + begin, b * hidden + end)
+        return False
+
+    @inline
+    def differentiate(work, chunk, t, t_before, part, part_row, begin, end):
+        """The gradients of step t, from dh and dc."""
         resets, zeros = pointer_to(work.resets, np.uint8), pointer_to(work.zeros, dtype)
         pre, candidate = pointer_to(work.pre, dtype), pointer_to(work.candidate, dtype)
         h, h0 = pointer_to(work.h, dtype), pointer_to(work.h0, dtype)
@@ -176,72 +226,39 @@ def backward(dtype: type, cell: str, kind: str, height: int, tile: int, shared: 
         states, initial = (cells, c0) if cell == "lstm" else (h, h0)
         grad_output, grads = pointer_to(work.grad_output, dtype), pointer_to(work.grads, dtype)
         dh, dc = pointer_to(work.dh, dtype), pointer_to(work.dc, dtype)
-        batch, length, hidden, group = work.batch, work.length, work.hidden, work.group
-        row, padded = work.row, work.padded
-        columns, starts = pointer_to(work.columns, np.int32), pointer_to(work.starts, np.int64)
-        rows, diagonal = pointer_to(work.rows, np.int64), pointer_to(work.diagonal, dtype)
-        entries = weights, weights, columns, starts, rows, work.slices, diagonal, padded
-        grads_row, width_in = width * hidden, gates * hidden
-        parts, units, part_row = (work.parts, work.units, work.part_row) if shared else (1, hidden, row)
-        counters = pointer_to(work.progress, np.int64)
-        task = take_task(address)
-        while task < work.tasks:
-            chunk, own = task // parts, task % parts
-            progress, first = offset(counters, chunk * (1 + parts) * COUNTERS), chunk * group
-            arrive(progress, own)
-            wrong = False
-            # The product of a step needs all parts' gradients, so it is computed after the barrier, in the next step.
-            step, part = claim_part(progress, parts, own, length + 1)
-            while step <= length:
-                begin, end = part * units, min((part + 1) * units, hidden)
-                mine = part * part_row - begin
-                if step > 0 and not wrong:
-                    t = step - 1 if work.reverse else length - step
-                    at_step, live = _rows_of(work.offsets, offsets, t, batch, first, group)
-                    if live > 0:
-                        x, sums = offset(grads, (at_step + first) * grads_row), offset(dh, first * row)
-                        if kind == "dense":
-                            many, skipped = part_row // panel, part * part_row
-                            part_sums, part_weights = offset(sums, skipped), offset(weights, skipped * width_in)
-                            add_panels(
-                                vectors, panel, tile, many, width_in, part_weights, x, grads_row, part_sums, row, live
-                            )
-                        else:
-                            wrong = not are_finite(x, 0, live * grads_row, largest)
-                            add_entries(
-                                kind, height, tile, gates, hidden, hidden, entries, x, grads_row, sums, row, live
-                            )
-                        if work.resets:
-                            for b in range(first, first + live):
-                                if resets[at_step + b]:
-                                    for j in range(begin, end):
-                                        dh[b * row + mine + j] = 0
-                                        if cell == "lstm":
-                                            dc[b * hidden + j] = 0
-                if step < length and not wrong:
-                    t, t_before = (step, step + 1) if work.reverse else (length - 1 - step, length - 2 - step)
-                    at_step, live = _rows_of(work.offsets, offsets, t, batch, first, group)
-                    at_before_step, live_before = np.int64(0), np.int64(0)
-                    if 0 <= t_before < length:
-                        at_before_step, live_before = _rows_of(work.offsets, offsets, t_before, batch, 0, batch)
-                    for b in range(first, first + live):
-                        at_row = (at_step + b) * hidden
-                        before, at_before = states, (at_before_step + b) * hidden
-                        if b >= live_before:
-                            before, at_before = initial, b * hidden
-                        if work.resets and resets[at_step + b]:
-                            before, at_before = zeros, np.int64(0)
-                        at_grad = (at_step + b) * work.grad_row
-                        at_gates, at_before, at_grad = at_row * gates + begin, at_before + begin, at_grad + begin
-                        at_grads, at_row = at_row * width + begin, at_row + begin
-                        inputs = pre, at_gates, candidate, before, at_before, cells, at_row, grad_output, at_grad
-                        outputs = dh, b * row + part * part_row, dc, b * hidden + begin, grads, at_grads
-                        for j in range(end - begin):
-                            unit(j, hidden, inputs, outputs)
-                finish_part(progress, parts)
-                step, part = claim_part(progress, parts, own, length + 1)
-            if wrong:
-                work.not_finite = 1
-            task = take_task(address)
+        hidden, row, first = work.hidden, work.row, chunk * work.group
+        at_step, live = _rows_of(work, t, first, work.group)
+        at_before_step, live_before = np.int64(0), np.int64(0)
+        if 0 <= t_before < work.length:
+            at_before_step, live_before = _rows_of(work, t_before, 0, work.batch)
+        for b in range(first, first + live):
+            at_row = (at_step + b) * hidden
+            before, at_before = states, (at_before_step + b) * hidden
+            if b >= live_before:
+                before, at_before = initial, b * hidden
+            if work.resets and resets[at_step + b]:
+                before, at_before = zeros, np.int64(0)
+            at_grad = (at_step + b) * work.grad_row
+            at_gates, at_before, at_grad = at_row * gates + begin, at_before + begin, at_grad + begin
+            at_grads, at_row = at_row * width + begin, at_row + begin
+            inputs = pre, at_gates, candidate, before, at_before, cells, at_row, grad_output, at_grad
+            outputs = dh, b * row + part * part_row, dc, b * hidden + begin, grads, at_grads
+            for j in range(end - begin):
+                unit(j, hidden, inputs, outputs)
 
-    return run
+    @inline
+    def advance(work, chunk, step, part):
+        # The product of a step needs all parts' gradients, so it is computed after the barrier, in the next step.
+        length, reverse = work.length, work.reverse
+        units, part_row = (work.units, work.part_row) if shared else (work.hidden, work.row)
+        begin, end = part * units, min((part + 1) * units, work.hidden)
+        t, later, earlier = length - 1 - step, length - step, length - 2 - step
+        if reverse:
+            t, later, earlier = step, step - 1, step + 1
+        if step > 0 and pass_on(work, chunk, later, part, part_row, begin, end):
+            return True
+        if step < length:
+            differentiate(work, chunk, t, earlier, part, part_row, begin, end)
+        return False
+
+    return _over_time(_BACKWARD, shared, 1, advance)
