@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import functional as F
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, is_in_torch_dispatch_mode
 
 from ostinato.kernels.dispatch import gradient, of_two, operator, or_empty
 from ostinato.kernels.eager import is_dense, is_eager
@@ -38,10 +38,20 @@ def can_take(tensors: list[Tensor]) -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None or all(map(is_dense, tensors))
 
 
-@functools.cache
 def _count_operations() -> None:
-    """Tell PyTorch's counter of operations, which is such a mode, how many of them a layer takes."""
-    from torch.utils.flop_counter import register_flop_formula  # warns where there is a GPU without Triton
+    """Tell PyTorch's counters of operations, which are such modes, how many of them a layer takes."""
+    from torch.utils.flop_counter import FlopCounterMode  # warns where there is a GPU without Triton
+
+    formulas = _formulas()
+    for mode in _get_current_dispatch_mode_stack():
+        if isinstance(counter := getattr(mode, "counter", None), FlopCounterMode):
+            counter.flop_registry.update(formulas)  # which it has copied before
+
+
+@functools.cache
+def _formulas() -> dict[Any, Callable]:
+    """The operations of the operators, which every later counter knows too."""
+    from torch.utils import flop_counter
 
     def forward(x: Any, _h0: Any, _c0: Any, weight_ih: Any, weight_hh: Any, *_: Any, out_shape: Any) -> int:
         return 2 * x[0] * (math.prod(weight_ih) + math.prod(weight_hh))
@@ -49,8 +59,10 @@ def _count_operations() -> None:
     def backward(*args: Any, out_shape: Any) -> int:
         return 2 * forward(*args, out_shape=None)
 
-    register_flop_formula(torch.ops.ostinato.recurrent_layer)(forward)
-    register_flop_formula(torch.ops.ostinato.recurrent_layer_backward)(backward)
+    here = torch.ops.ostinato
+    flop_counter.register_flop_formula(here.recurrent_layer)(forward)
+    flop_counter.register_flop_formula(here.recurrent_layer_backward)(backward)
+    return {of: flop_counter.flop_registry[of] for of in (here.recurrent_layer, here.recurrent_layer_backward)}
 
 
 def is_vmapped() -> bool:
