@@ -167,6 +167,29 @@ def test_onnx_has_the_layers_as_its_own(everything, tmp_path):
         assert_same(results, everything(*given))
 
 
+class Halved(nn.Module):
+    """A layer of half as many steps as its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.layer = nn.Conv1d(6, 8, 2, stride=2), ostinato.MinGRU(8, 4)
+
+    def forward(self, x):
+        return self.layer(self.conv(x.permute(1, 2, 0)).permute(2, 0, 1))[0]
+
+
+def test_onnx_takes_multiples_of_a_size_and_parameters_that_train(tmp_path):
+    runtime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    model, shapes = Halved().eval(), ({0: 2 * Dim("half", min=2), 1: Dim("batch")},)
+    torch.onnx.export(
+        model, (torch.randn(20, 2, 6),), tmp_path / "halved.onnx", dynamic_shapes=shapes, dynamo=True, verbose=False
+    )
+    x = torch.randn(34, 3, 6)
+    results = runtime.InferenceSession(tmp_path / "halved.onnx").run(None, {"x": x.numpy()})
+    assert_same(results, model(x))
+
+
 @torch.no_grad()
 def test_onnx_stays_finite_where_gates_are_shut(tmp_path):
     runtime = pytest.importorskip("onnxruntime")

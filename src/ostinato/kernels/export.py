@@ -69,13 +69,14 @@ def loop(
             new, output = step(*(list(islice(rest, len(group))) for group in (states, inputs, constants)))
         return [*new, output.clone()]  # results must not alias each other
 
+    if torch.onnx.is_in_onnx_export():
+        *last, outputs = scan_op(body, states, inputs, tuple(constants))
+        return last, outputs
     sizes = _symbols(*states, *inputs, *constants)
     *last, outputs = scan_op(body, states, inputs, (*constants, *sizes))
-    if not torch.onnx.is_in_onnx_export():
-        # A copy that lies elsewhere: PyTorch 2.13's packages do not compile where the next operation would write its
-        # result over the loop's.
-        outputs = torch.cat([outputs[:1], outputs])[1:]
-    return last, outputs
+    # A copy that lies elsewhere: PyTorch 2.13's packages do not compile where the next operation would write its result
+    # over the loop's.
+    return last, torch.cat([outputs[:1], outputs])[1:]
 
 
 def _symbols(*tensors: Tensor) -> list[SymInt]:
