@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -360,7 +361,9 @@ def test_bad_input_is_refused():
     stepper = ostinato.Stepper(gru, 2)
     with pytest.raises(ValueError, match=r"x must have 2 rows, one a sequence; got \(3, 5\)"):
         stepper(torch.randn(3, 5))
-    with pytest.raises(TypeError, match=r"mask must be a tensor of torch.bool; got torch.int64"):
+    with pytest.raises(TypeError, match="mask must be a bool tensor; got ndarray"):  # as environments give it
+        stepper.reset(np.zeros(2, bool))
+    with pytest.raises(TypeError, match=r"mask must be a bool tensor; got a tensor of torch.int64"):
         stepper.reset(torch.zeros(2, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"mask must have shape \(2,\); got \(3,\)"):
         stepper.reset(torch.zeros(3, dtype=torch.bool))

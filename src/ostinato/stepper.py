@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ostinato.checks import check_flags, check_integers
+from ostinato.checks import check_flags, check_integers, describe
 from ostinato.minimal import MinGRUCell, MinLSTMCell
 from ostinato.recurrent import GRU, LSTM, RNN
 from ostinato.replay import Recorder, Unrepeatable
@@ -117,7 +117,7 @@ class Stepper:
         """Restore the initial state of all sequences, or of those where the mask (B,) is True."""
         if mask is not None:
             if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-                raise TypeError(f"mask must be a tensor of torch.bool; got {getattr(mask, 'dtype', type(mask))}")
+                raise TypeError(f"mask must be a bool tensor; got {describe(mask)}")
             if mask.shape != (self.batch_size,):
                 raise ValueError(f"mask must have shape {(self.batch_size,)}; got {tuple(mask.shape)}")
         for kept, first, dim in zip(_tensors(self._state), _tensors(self._first), self._batch_dims, strict=True):
