@@ -15,5 +15,5 @@ def layer_backward(
     backend, pre, bias, h0, h, grad_h, grad_last, offsets, cell, candidate, batch_first, directions, resets=None
 ):
     settings = recurrence_of(cell, candidate, bias is not None), batch_first, directions, backend
-    grads = layer_scan_backward(pre, bias, h0, h, grad_h, grad_last, offsets, resets, *settings)
+    grads = layer_scan_backward(pre, bias, h0, offsets, resets, *settings, h, grad_h, grad_last)
     return grads[0], None if bias is None else grads[1], None if h0 is None else grads[2]

@@ -17,6 +17,7 @@ from torch import distributed
 import small_loop
 from ostinato.kernels import cache, numba_loops
 from ostinato.kernels.persistent.cpu import step as cpu_step
+from ostinato.kernels.recurrence.arguments import LayerArguments
 from ostinato.kernels.recurrence.linear import cpu, cpu_loops
 from ostinato.kernels.recurrence.symbolic.trace import parse
 from ostinato.minimal.recurrences import recurrence_of
@@ -66,7 +67,7 @@ def steps_of_layers(*candidates):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(cpu, "_loop", lambda *_, loop=loop: loop)
             recurrence, pre = recurrence_of("mingru", candidate, False), torch.tensor([[[0.0, 3.0]]]).float()
-            steps.append(cpu.layer(recurrence, pre, None, None, None, None, True, 1)[0].item())
+            steps.append(cpu.layer(LayerArguments(pre, None, None, None, None, recurrence, True, 1, "cpu"))[0].item())
     return steps
 
 

@@ -212,7 +212,7 @@ class Minimal(Linear):
         self, h: Tensor, h0: Tensor, grad_h: Tensor | None, grad_last: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         grad_last = None if grad_last is None else grad_last[None]
-        given = *self.inputs, h0[None], h, grad_h, grad_last, None, None, *self.settings
+        given = *self.inputs, h0[None], None, None, *self.settings, h, grad_h, grad_last
         grad_pre, grad_bias, grad_h0 = layer_scan_backward(*given)
         return grad_h0[0], grad_pre, None if self.inputs[1] is None else grad_bias
 

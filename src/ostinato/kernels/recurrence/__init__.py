@@ -18,5 +18,5 @@ A device's modules provide, for checked and non-empty tensors that are on it,
   ``nonlinear_recurrence``, and on a CPU ``Step``, one step of a recurrence alone.
 
 The arguments are the operators', which a comment above each describes; bounds, resets and direction are one, an
-:class:`~ostinato.kernels.scan.Order`, but for a layer's.
+:class:`~ostinato.kernels.scan.Order`; a layer's are one :class:`~ostinato.kernels.recurrence.arguments.LayerArguments`.
 """

@@ -2,13 +2,45 @@
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ostinato.kernels.recurrence.symbolic.trace import Trace, parse
 from ostinato.kernels.scan import Order
+
+
+class LayerArguments(NamedTuple):
+    """The arguments of the operator ``layer_scan``, in its order: a layer of a linear recurrence.
+
+    Attributes:
+        pre: the recurrence's arguments, G pre-activations, side by side: (B, T, S*G*H), or (T, B, S*G*H) unless
+            batch_first, or (rows, S*G*H) if packed.
+        bias: (S*G*H,), G parameters more, in a dtype of its own.
+        h0: (S, B, H), the initial state, None for zeros.
+        offsets: int32, (T + 1,), packs pre as PackedSequence does: step t of sequence b is row offsets[t] + b if that
+            is below offsets[t + 1].
+        resets: bool, (S, ...), for each direction laid out as pre without channels.
+        recurrence: the text of its trace.
+        batch_first: see pre.
+        directions: S; the second runs backwards in time.
+        backend: see ``choose_backend``.
+    """
+
+    pre: Tensor
+    bias: Tensor | None
+    h0: Tensor | None
+    offsets: Tensor | None
+    resets: Tensor | None
+    recurrence: str
+    batch_first: bool
+    directions: int
+    backend: str
+
+    @property
+    def gates(self) -> int:
+        return sum(parse(self.recurrence).sequences)
 
 
 def first_sequence(recurrence: str, arguments: Sequence[Tensor]) -> Tensor:

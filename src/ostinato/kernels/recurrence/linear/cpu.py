@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from ostinato.kernels.memory import empty, empty_like
 from ostinato.kernels.numba_loops import NUMPY_DTYPES
-from ostinato.kernels.recurrence.arguments import by_kind, first_sequence
+from ostinato.kernels.recurrence.arguments import LayerArguments, by_kind, first_sequence
 from ostinato.kernels.recurrence.linear import cpu_loops
 from ostinato.kernels.recurrence.linear.steps import Steps, steps_of
 from ostinato.kernels.recurrence.symbolic.graph import Graph, evaluate
@@ -113,19 +113,10 @@ def _arrays(tensors: Sequence[Tensor], order: Order) -> Arrays:
     return [*(y.data_ptr() for y in tensors), x.stride(1), 0 if order.cu_seqlens is not None else x.stride(0), 0]
 
 
-def layer(
-    recurrence: str,
-    pre: Tensor,
-    bias: Tensor | None,
-    h0: Tensor | None,
-    offsets: Tensor | None,
-    resets: Tensor | None,
-    batch_first: bool,
-    directions: int,
-) -> tuple[Tensor, Tensor]:
-    dtype = compute_dtype(pre)
-    gates = _steps(recurrence, False).sequences
-    layout, row = _layer_layout(gates, pre, offsets, resets, batch_first, directions)
+def layer(given: LayerArguments) -> tuple[Tensor, Tensor]:
+    pre, bias, h0, _, _, recurrence, _, directions, _ = given
+    dtype, gates = compute_dtype(pre), _steps(recurrence, False).sequences
+    layout, row = _layer_layout(gates, given)
     wide = as_dtype(pre, dtype).contiguous()
     h = empty((*pre.shape[:-1], directions * layout.hidden), dtype)
     state = initial_state(h0, (directions, layout.batch, layout.hidden), dtype)
@@ -135,21 +126,11 @@ def layer(
 
 
 def layer_backward(
-    recurrence: str,
-    pre: Tensor,
-    bias: Tensor | None,
-    h0: Tensor | None,
-    h: Tensor,
-    grad_h: Tensor | None,
-    grad_h_last: Tensor | None,
-    offsets: Tensor | None,
-    resets: Tensor | None,
-    batch_first: bool,
-    directions: int,
+    given: LayerArguments, h: Tensor, grad_h: Tensor | None, grad_h_last: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    dtype = compute_dtype(pre)
-    gates = _steps(recurrence, True).sequences
-    layout, row = _layer_layout(gates, pre, offsets, resets, batch_first, directions)
+    pre, bias, h0, _, _, recurrence, _, directions, _ = given
+    dtype, gates = compute_dtype(pre), _steps(recurrence, True).sequences
+    layout, row = _layer_layout(gates, given)
     state = initial_state(grad_h_last, (directions, layout.batch, layout.hidden), dtype)
     grad_pre, wide, wide_h = empty_like(pre, dtype), as_dtype(pre, dtype).contiguous(), as_dtype(h, dtype).contiguous()
     rest = _gates(wide_h, 1, layout, row)
@@ -193,10 +174,9 @@ class Step:
         return state
 
 
-def _layer_layout(
-    gates: int, pre: Tensor, offsets: Tensor | None, resets: Tensor | None, batch_first: bool, directions: int
-) -> tuple[_Layout, tuple[int, int]]:
+def _layer_layout(gates: int, given: LayerArguments) -> tuple[_Layout, tuple[int, int]]:
     """The layout, and the strides of steps and of sequences in rows."""
+    pre, _, _, offsets, resets, _, batch_first, directions, _ = given
     hidden = pre.shape[-1] // (directions * gates)
     if offsets is not None:
         offsets = offsets.to(torch.int64).contiguous()

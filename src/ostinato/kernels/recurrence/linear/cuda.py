@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from ostinato.kernels import nvrtc
 from ostinato.kernels.nvrtc import SCALARS, address, empty
-from ostinato.kernels.recurrence.arguments import by_kind
+from ostinato.kernels.recurrence.arguments import LayerArguments, by_kind
 from ostinato.kernels.recurrence.linear.element import element_name, print_element
 from ostinato.kernels.recurrence.symbolic.trace import parse
 from ostinato.kernels.scan import Order
@@ -137,17 +137,10 @@ def _gates(x: Tensor | None, gates: int, channels: int) -> Sequence[int]:
     return range(first, first + gates * size, size)
 
 
-def layer(
-    recurrence: str,
-    pre: Tensor,
-    bias: Tensor | None,
-    h0: Tensor | None,
-    offsets: Tensor | None,
-    resets: Tensor | None,
-    batch_first: bool,
-    directions: int,
-) -> tuple[Tensor, Tensor]:
-    scan = _prepare_layer(recurrence, False, *_layer_key(pre, bias, h0, offsets, resets, batch_first, directions))
+def layer(given: LayerArguments) -> tuple[Tensor, Tensor]:
+    pre, bias, h0, offsets, resets, recurrence, _, directions, _ = given
+    pre = pre.contiguous()
+    scan = _prepare_layer(recurrence, False, *_layer_key(given))
     gates, channels = len(scan.problem.inputs), scan.problem.channels
     h = pre.new_empty(*pre.shape[:-1], directions * channels)
     h_last = pre.new_empty(directions, scan.problem.batch, channels)
@@ -159,19 +152,11 @@ def layer(
 
 
 def layer_backward(
-    recurrence: str,
-    pre: Tensor,
-    bias: Tensor | None,
-    h0: Tensor | None,
-    h: Tensor,
-    grad_h: Tensor | None,
-    grad_h_last: Tensor | None,
-    offsets: Tensor | None,
-    resets: Tensor | None,
-    batch_first: bool,
-    directions: int,
+    given: LayerArguments, h: Tensor, grad_h: Tensor | None, grad_h_last: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    scan = _prepare_layer(recurrence, True, *_layer_key(pre, bias, h0, offsets, resets, batch_first, directions))
+    pre, bias, h0, offsets, resets, recurrence, *_ = given
+    pre = pre.contiguous()
+    scan = _prepare_layer(recurrence, True, *_layer_key(given))
     gates, channels = len(scan.problem.outputs), scan.problem.channels
     h0 = None if h0 is None else h0.contiguous()
     bias = None if bias is None else bias.contiguous()
@@ -185,15 +170,8 @@ def layer_backward(
     return grad_pre, None if bias is None or sums is None else sums.flatten().to(bias.dtype), grad_h0
 
 
-def _layer_key(
-    pre: Tensor,
-    bias: Tensor | None,
-    h0: Tensor | None,
-    offsets: Tensor | None,
-    resets: Tensor | None,
-    batch_first: bool,
-    directions: int,
-) -> tuple:
+def _layer_key(given: LayerArguments) -> tuple:
+    pre, bias, h0, offsets, resets, _, batch_first, directions, _ = given
     packed = (0, 0) if offsets is None or h0 is None else (h0.shape[1], offsets.shape[0] - 1)
     marks = None
     if resets is not None:  # for each direction laid out as pre is, of which a packed one has no dimension of sequences

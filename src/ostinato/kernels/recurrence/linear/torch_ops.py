@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ostinato.kernels.recurrence.arguments import first_sequence
+from ostinato.kernels.recurrence.arguments import LayerArguments, first_sequence
 from ostinato.kernels.recurrence.symbolic.graph import evaluate
 from ostinato.kernels.recurrence.symbolic.trace import parse
 from ostinato.kernels.scan import Order, choose_backend, operators
@@ -95,20 +95,10 @@ def scan(
     return h.to(like.dtype), h_last.to(like.dtype)
 
 
-def layer(
-    pre: Tensor,
-    bias: Tensor | None,
-    h0: Tensor | None,
-    offsets: Tensor | None,
-    resets: Tensor | None,
-    recurrence: str,
-    batch_first: bool,
-    directions: int,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
+def layer(*args: Any) -> tuple[Tensor, Tensor]:
     """As :func:`~ostinato.kernels.recurrence.linear.layer.layer_scan`."""
-    dtype = _dtype(pre, backend)
-    gates = sum(parse(recurrence).sequences)
+    pre, bias, h0, offsets, resets, recurrence, batch_first, directions, backend = given = LayerArguments(*args)
+    dtype, gates = _dtype(pre, backend), given.gates
     packing = None if offsets is None else Packing.from_offsets(offsets)
     x, marks = pre.to(dtype), [None] * directions if resets is None else list(resets)
     if packing is not None:
