@@ -23,7 +23,7 @@ from llvmlite import ir
 from numba import cfunc, types
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import cpu_target
-from numba.extending import intrinsic, overload, register_jitable
+from numba.extending import intrinsic, register_jitable
 
 from ostinato.kernels import cache
 
@@ -121,12 +121,6 @@ _SOURCES = _hash_sources()
 # calls these functions, and a wrapper for C takes as long to compile as the function itself.
 inline_options = {"forceinline": True, "error_model": "numpy", "no_cfunc_wrapper": True}
 inline = register_jitable(**inline_options)
-
-
-def inline_with_constants(function: Callable) -> Callable:
-    """As ``inline``; arguments that are constants stay so, for an intrinsic that is made for their values."""
-    overload(function, jit_options=inline_options, prefer_literal=True, strict=False)(lambda *_: function)
-    return function
 
 
 @intrinsic

@@ -30,8 +30,8 @@ from ostinato.kernels.numba_loops import (
 )
 from ostinato.kernels.persistent.cpu.barrier import COUNTERS, arrive, claim_part, finish_part
 from ostinato.kernels.persistent.cpu.cells import BACKWARD_UNIT, FORWARD_UNIT, load, store
-from ostinato.kernels.persistent.cpu.products import add_panels, are_finite, panel_rows, vectors_of
-from ostinato.kernels.persistent.cpu.pruned import add_entries
+from ostinato.kernels.persistent.cpu.products import are_finite, panel_rows, panels_adder
+from ostinato.kernels.persistent.cpu.pruned import entries_adder
 from ostinato.kernels.persistent.plan import GATES
 
 _BOTH = (
@@ -87,26 +87,30 @@ def _begin_sums(gates, hidden, padded, bias, sums, at, begin, end):
             store(sums, at + g * padded + j, load(bias, g * hidden + j, "p0"), "s0")
 
 
+@functools.cache
 def _product(dtype: type, gates: int, kind: str, height: int, tile: int, backward: bool) -> Any:
     """What adds the product of a part's weights with x, a row of each of `live` sequences, to their sums."""
-    vectors, panel, factor = vectors_of(tile), panel_rows(dtype, tile), gates if backward else 1
+    if kind == "dense":
+        panel, factor, add_panels = panel_rows(dtype, tile), gates if backward else 1, panels_adder(dtype, tile)
 
-    @inline
-    def dense(work, part, part_row, x, x_row, sums, live):
-        skipped, columns = part * part_row, factor * work.hidden
-        weights = offset(pointer_to(work.weights, dtype), skipped * columns)
-        own = offset(sums, skipped)
-        add_panels(vectors, panel, tile, part_row // panel, columns, weights, x, x_row, own, work.row, live)
+        @inline
+        def multiply(work, part, part_row, x, x_row, sums, live):
+            skipped, columns = part * part_row, factor * work.hidden
+            weights, own = offset(pointer_to(work.weights, dtype), skipped * columns), offset(sums, skipped)
+            add_panels(part_row // panel, columns, weights, x, x_row, own, work.row, live)
 
-    @inline
-    def pruned(work, part, part_row, x, x_row, sums, live):
-        weights, diagonal = pointer_to(work.weights, dtype), pointer_to(work.diagonal, dtype)
-        columns, starts = pointer_to(work.columns, np.int32), pointer_to(work.starts, np.int64)
-        rows, hidden = pointer_to(work.rows, np.int64), work.hidden
-        entries = weights, weights, columns, starts, rows, work.slices, diagonal, work.padded
-        add_entries(kind, height, tile, gates, hidden, hidden, entries, x, x_row, sums, work.row, live)
+    else:
+        add_entries = entries_adder(kind, height, tile, gates, direct=False)
 
-    return dense if kind == "dense" else pruned
+        @inline
+        def multiply(work, part, part_row, x, x_row, sums, live):
+            weights, diagonal = pointer_to(work.weights, dtype), pointer_to(work.diagonal, dtype)
+            columns, starts = pointer_to(work.columns, np.int32), pointer_to(work.starts, np.int64)
+            rows, hidden = pointer_to(work.rows, np.int64), work.hidden
+            entries = weights, weights, columns, starts, rows, work.slices, diagonal, work.padded
+            add_entries(entries, hidden, hidden, x, x_row, sums, work.row, live)
+
+    return multiply
 
 
 def _over_time(record: np.dtype, shared: bool, more: int, advance: Callable) -> Any:

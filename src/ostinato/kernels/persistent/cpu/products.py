@@ -5,6 +5,7 @@ Weights are read in panels, packed for many steps, or in rows, where the paramet
 """
 
 import functools
+from typing import Any
 
 import numpy as np
 from llvmlite import binding, ir
@@ -12,7 +13,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from ostinato.kernels.numba_loops import LINE, inline, inline_with_constants, offset
+from ostinato.kernels.numba_loops import LINE, inline, offset
 
 TILES = (1, 2, 4, 8)  # sequences whose sums are computed together
 ROWS = 8 if binding.get_host_cpu_features().get("avx512f") else 4  # of unpacked weights whose sums are made together
@@ -41,17 +42,17 @@ def panel_rows(dtype: type, tile: int) -> int:
     return vectors_of(tile) * (LINE // np.dtype(dtype).itemsize)
 
 
-@intrinsic(prefer_literal=True)
-def _add_panel(typing_context, weights, count, x, x_b, out, out_b, live, vectors, tile):
-    """``out[b, i] += sum_k weights[k, i] * x[b, k]`` for a panel's rows i and the `live` of a tile of sequences b.
+def _panel_adder(tile: int) -> Any:
+    """``add_panel(weights, count, x, x_b, out, out_b, live)``, compiled for panels of a tile.
 
+    It adds ``out[b, i] += sum_k weights[k, i] * x[b, k]`` for a panel's rows i and the `live` of a tile of sequences b.
     The sums stay in registers: a loop over memory would store them.  Those beyond the live sequences are computed from
     the last live one and dropped.
     """
-    many, sequences = vectors.literal_value, tile.literal_value
+    many = vectors_of(tile)
 
     def generate(context, builder, signature, arguments):
-        weights, count, x, x_b, out, out_b, live = arguments[:7]
+        weights, count, x, x_b, out, out_b, live = arguments
         int32, int64 = ir.IntType(32), ir.IntType(64)
         number = context.get_value_type(signature.args[0].dtype)
         size = context.get_abi_sizeof(number)
@@ -66,7 +67,7 @@ def _add_panel(typing_context, weights, count, x, x_b, out, out_b, live, vectors
         last = builder.sub(live, int64(1))
         which = [
             builder.select(builder.icmp_signed("<", int64(b), live), int64(b), last) if b else int64(0)
-            for b in range(sequences)
+            for b in range(tile)
         ]
         rows = [builder.gep(x, [builder.mul(x_b, b)]) for b in which]
         sums = []
@@ -92,26 +93,35 @@ def _add_panel(typing_context, weights, count, x, x_b, out, out_b, live, vectors
                     builder.store(builder.load(total), vector_at(end, int64(v * width)), align=size)
         return context.get_dummy_value()
 
-    return types.void(*(weights, types.int64) * 3, types.int64, vectors, tile), generate
+    @intrinsic
+    def add_panel(typing_context, weights, count, x, x_b, out, out_b, live):
+        return types.void(*(weights, types.int64) * 3, types.int64), generate
+
+    return add_panel
 
 
-@inline_with_constants
-def add_panels(vectors, rows, tile, panels, count, weights, x, x_b, sums, row, live):
-    """Add the product of dense weights with the `count` numbers x of `live` sequences to the sums of each."""
-    for panel in range(panels):
-        panel_weights = offset(weights, panel * rows * count)
-        for b in range(0, live, tile):
-            out = offset(sums, b * row + panel * rows)
-            _add_panel(panel_weights, count, offset(x, b * x_b), x_b, out, row, live - b, vectors, tile)
+@functools.cache
+def panels_adder(dtype: type, tile: int) -> Any:
+    """What adds the product of dense weights in panels with the `count` numbers x of `live` sequences to their sums."""
+    rows, add_panel = panel_rows(dtype, tile), _panel_adder(tile)
+
+    @inline
+    def add_panels(panels, count, weights, x, x_b, sums, row, live):
+        for panel in range(panels):
+            panel_weights = offset(weights, panel * rows * count)
+            for b in range(0, live, tile):
+                out = offset(sums, b * row + panel * rows)
+                add_panel(panel_weights, count, offset(x, b * x_b), x_b, out, row, live - b)
+
+    return add_panels
 
 
-@intrinsic(prefer_literal=True)
-def _dot_rows(typing_context, weights, bias, first, last, count, x, out, rows):
-    """``out[i] = bias[i] + sum_k weights[i, k] * x[k]`` for `rows` rows from `first` on, none after `last`."""
-    many = rows.literal_value
+@intrinsic
+def _dot_rows(typing_context, weights, bias, first, last, count, x, out):
+    """``out[i] = bias[i] + sum_k weights[i, k] * x[k]`` for ROWS rows from `first` on, none after `last`."""
 
     def generate(context, builder, signature, arguments):
-        weights, bias, first, last, count, x, out = arguments[:7]
+        weights, bias, first, last, count, x, out = arguments
         int32, int64 = ir.IntType(32), ir.IntType(64)
         number = context.get_value_type(signature.args[0].dtype)
         size = context.get_abi_sizeof(number)
@@ -123,7 +133,7 @@ def _dot_rows(typing_context, weights, bias, first, last, count, x, out, rows):
 
         wide, narrow = (fused_multiply_add(builder, kind, size) for kind in (vector, number))
         which = []
-        for i in range(many):
+        for i in range(ROWS):
             row = builder.add(first, int64(i))
             which.append(builder.select(builder.icmp_signed("<", row, last), row, last))
         starts = [builder.gep(weights, [builder.mul(row, count)]) for row in which]
@@ -152,15 +162,15 @@ def _dot_rows(typing_context, weights, bias, first, last, count, x, out, rows):
             builder.store(value, builder.gep(out, [row]))
         return context.get_dummy_value()
 
-    return types.void(weights, weights, *(types.int64,) * 3, weights, weights, rows), generate
+    return types.void(weights, weights, *(types.int64,) * 3, weights, weights), generate
 
 
-@inline_with_constants
-def multiply_rows(rows, weights, bias, begin, end, count, x, batch, out, row):
+@inline
+def multiply_rows(weights, bias, begin, end, count, x, batch, out, row):
     """``out[b, i] = bias[i] + sum_k weights[i, k] * x[b, k]`` for rows `begin` to `end` of `count` weights."""
-    for first in range(begin, end, rows):
+    for first in range(begin, end, ROWS):
         for b in range(batch):
-            _dot_rows(weights, bias, first, end - 1, count, offset(x, b * count), offset(out, b * row), rows)
+            _dot_rows(weights, bias, first, end - 1, count, offset(x, b * count), offset(out, b * row))
 
 
 @inline

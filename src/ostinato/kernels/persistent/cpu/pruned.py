@@ -1,12 +1,15 @@
 # mypy: disable-error-code="no-untyped-def"
 """Products of pruned weights with states, as ``products.py``: read as the entries of ``entries.py``."""
 
+import functools
+from typing import Any
+
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic, overload
+from numba.extending import intrinsic
 
-from ostinato.kernels.numba_loops import inline_options, inline_with_constants, offset, restricted
+from ostinato.kernels.numba_loops import inline, offset, restricted
 from ostinato.kernels.numba_math import cast, multiply_add
 from ostinato.kernels.persistent.cpu.products import fused_multiply_add
 
@@ -24,52 +27,39 @@ def _sum_of(builder, parts):
     return parts[0]
 
 
-@intrinsic(prefer_literal=True)
-def _add_slice(
-    typing_context,
-    values,
-    places,
-    stride,
-    last_place,
-    columns,
-    begin,
-    end,
-    x,
-    x_b,
-    out,
-    out_b,
-    live,
-    kind,
-    height,
-    tile,
-):
-    """Entries of pruned weights times the `live` of a tile of sequences b, for the kinds of ``entries.py``:
+def _slice_adder(kind: str, height: int, tile: int, direct: bool) -> Any:
+    """``add_slice(matrix, begin, end, x, x_b, out, out_b, live)``, compiled for a kind of ``entries.py`` and a tile.
+
+    It multiplies the entries of a slice with the `live` of a tile of sequences b:
 
     shared: ``out[b, i] += sum_k values[k, i] * x[b, columns[k]]``
     own:    ``out[b, i]  = sum_k values[k, i] * x[b, columns[k, i]]``
     dots:   ``out[b]    += sum_k sum_i values[k, i] * x[b, columns[k] + i]``
 
-    If places are integers, values are the whole matrix, and entry k has the weights at ``places[k, i]``, 0 where that
-    is below 0; of "shared" those at ``places[k] + i * stride``, up to the last: rows beyond it add to sums that nobody
-    reads.  Read so, the entries of a block's columns can be one, of kind "blocks", for one sequence:
+    ``matrix`` is (values, places, columns, stride, last_place).  If `direct`, values are the whole matrix, and entry k
+    has the weights at ``places[k, i]``, 0 where that is below 0; of "shared" those at ``places[k] + i * stride``, up to
+    the last: rows beyond it add to sums that nobody reads.  Read so, the entries of a block's columns can be one, of
+    kind "blocks", for one sequence:
 
     blocks: ``out[i]    += sum_k sum_j values[places[k] + i * stride + j] * x[columns[k] + j]``
     """
-    what, rows, sequences = kind.literal_value, height.literal_value, tile.literal_value
-    direct = isinstance(places.dtype, types.Integer)
-    integer = types.int64
-    arrays = values, places, integer, integer, columns, integer, integer, values, integer, values, integer
-    signature = types.void(*arrays, integer, kind, height, tile)
-    return signature, _block_adder(rows) if what == "blocks" else _entry_adder(what, rows, sequences, direct)
+    generate = _block_adder(height) if kind == "blocks" else _entry_adder(kind, height, tile, direct)
+
+    @intrinsic
+    def add_slice(typing_context, matrix, begin, end, x, x_b, out, out_b, live):
+        integer = types.int64
+        return types.void(matrix, integer, integer, x, integer, out, integer, integer), generate
+
+    return add_slice
 
 
 class _EntryReader:
     """Writes the instructions that read entries: vectors of weights, and of the states that they multiply."""
 
-    def __init__(self, context, builder, signature, arguments, rows):
+    def __init__(self, context, builder, kind, matrix, rows):
         self.builder, self.rows = builder, rows
-        self.values, self.places, self.stride, self.last_place, self.columns = arguments[:5]
-        number = context.get_value_type(signature.args[0].dtype)
+        self.values, self.places, self.columns, self.stride, self.last_place = cgutils.unpack_tuple(builder, matrix)
+        number = context.get_value_type(kind[0].dtype)
         self.vector, self.size = ir.VectorType(number, rows), context.get_abi_sizeof(number)
         self.zero = ir.Constant(self.vector, [0.0] * rows)
 
@@ -139,14 +129,17 @@ class _EntryReader:
 
 
 def _entry_adder(what, rows, sequences, direct):
-    """The generator of :func:`_add_slice`, but for blocks."""
+    """What writes the instructions of :func:`_slice_adder`'s function, but for blocks."""
 
     def generate(context, builder, signature, arguments):
-        begin, end, x, x_b, out, out_b, live = arguments[5:12]
-        entries = _EntryReader(context, builder, signature, arguments, rows)
-        # Numba compiles this for dense weights, too, in branches that are never taken.
-        readers = {"own": entries.states_anywhere, "dots": entries.neighbouring_states}
-        states = readers.get(what, entries.state_of_column)
+        matrix, begin, end, x, x_b, out, out_b, live = arguments
+        entries = _EntryReader(context, builder, signature.args[0], matrix, rows)
+        readers = {
+            "shared": entries.state_of_column,
+            "own": entries.states_anywhere,
+            "dots": entries.neighbouring_states,
+        }
+        states = readers[what]
         weights = entries.packed_weights
         if direct:
             weights = entries.weights_of_column if what == "shared" else entries.weights_anywhere
@@ -201,17 +194,19 @@ def _block_adder(rows):
     """That for blocks: a row of a block is a vector, and so is the sum of a row, whose lanes are added at the end."""
 
     def generate(context, builder, signature, arguments):
-        values, places, stride, last_place, _, begin, end, x, _, out = arguments[:10]
-        block = _EntryReader(context, builder, signature, arguments, BLOCK_WIDTH)
+        matrix, begin, end, x, _, out, *_ = arguments
+        block = _EntryReader(context, builder, signature.args[0], matrix, BLOCK_WIDTH)
         fused = fused_multiply_add(builder, block.vector, block.size)
         sums = [cgutils.alloca_once_value(builder, block.zero) for _ in range(rows)]
-        last = builder.sub(last_place, _INT64(BLOCK_WIDTH - 1))
+        last = builder.sub(block.last_place, _INT64(BLOCK_WIDTH - 1))
         with cgutils.for_range_slice(builder, begin, end, _INT64(1), _INT64) as (k, _):
-            start, states = block.read_integer(places, k), block.neighbouring_states(k, x)
+            start, states = block.read_integer(block.places, k), block.neighbouring_states(k, x)
             for i, total in enumerate(sums):
-                place = builder.add(start, builder.mul(stride, _INT64(i)))
+                place = builder.add(start, builder.mul(block.stride, _INT64(i)))
                 place = builder.select(builder.icmp_signed(">", place, last), last, place)
-                builder.store(builder.call(fused, [block.read(values, place), states, builder.load(total)]), total)
+                builder.store(
+                    builder.call(fused, [block.read(block.values, place), states, builder.load(total)]), total
+                )
         for i, total in enumerate(sums):
             target, lanes = builder.gep(out, [_INT64(i)]), builder.load(total)
             row = _sum_of(builder, [builder.extract_element(lanes, _INT32(j)) for j in range(BLOCK_WIDTH)])
@@ -221,53 +216,51 @@ def _block_adder(rows):
     return generate
 
 
-def _weight_at(values, places, index):
-    """``values[places[index]]``, or 0 where that place is below 0; ``places[index]`` if places are weights."""
+@inline
+def _weight_looked_up(values, places, index):
+    place = places[index]
+    return values[place] if place >= 0 else cast(0.0, values[0])
 
 
-@overload(_weight_at, jit_options=inline_options)
-def _weight_at_of(values, places, index):
-    if isinstance(places.dtype, types.Float):
-        return lambda values, places, index: _load(places, index, "weight")
-
-    def look_up(values, places, index):
-        place = places[index]
-        return values[place] if place >= 0 else cast(0.0, values[0])
-
-    return look_up
+@inline
+def _packed_weight(values, places, index):
+    return _load(places, index, "weight")
 
 
-@inline_with_constants
-def add_entries(kind, height, tile, gates, hidden, inputs, entries, x, x_b, sums, row, live):
-    """Add the product of pruned weights with the numbers x of `live` sequences to the sums of each.
+@functools.cache
+def entries_adder(kind: str, height: int, tile: int, gates: int, direct: bool) -> Any:
+    """What adds the product of pruned weights with the numbers x of `live` sequences to the sums of each.
 
-    Sums of entries of kind "own" are made behind the others of their sequence, then scattered.  The diagonal is that of
-    a square matrix only: `inputs` is the number of columns.
+    If `direct`, the weights are looked up by their places, below 0 for none; else the places are the weights.  Sums of
+    entries of kind "own" are made behind the others of their sequence, then scattered.  The diagonal is that of a
+    square matrix only: `inputs` is the number of columns.
     """
-    values, places, columns, starts, rows, slices, diagonal, padded = entries
-    spare, last = row - height, gates * hidden * inputs - 1
-    for s in range(slices):
-        for b in range(0, live, tile):
-            out = offset(sums, b * row + (spare if kind == "own" else s if kind == "dots" else s * height))
-            states = offset(x, b * x_b)
-            begin, end = starts[s], starts[s + 1]
-            rest = live - b
-            _add_slice(
-                values, places, inputs, last, columns, begin, end, states, x_b, out, row, rest, kind, height, tile
-            )
-        if kind == "own":
+    add_slice = _slice_adder(kind, height, tile, direct)
+    weight_at = _weight_looked_up if direct else _packed_weight
+
+    @inline
+    def add_entries(entries, hidden, inputs, x, x_b, sums, row, live):
+        values, places, columns, starts, rows, slices, diagonal, padded = entries
+        matrix, spare = (values, places, columns, inputs, gates * hidden * inputs - 1), row - height
+        for s in range(slices):
+            for b in range(0, live, tile):
+                out = offset(sums, b * row + (spare if kind == "own" else s if kind == "dots" else s * height))
+                add_slice(matrix, starts[s], starts[s + 1], offset(x, b * x_b), x_b, out, row, live - b)
+            if kind == "own":
+                for b in range(live):
+                    for i in range(height):
+                        sums[b * row + rows[s * height + i]] += sums[b * row + spare + i]
+        if kind != "own" and inputs == hidden:
             for b in range(live):
-                for i in range(height):
-                    sums[b * row + rows[s * height + i]] += sums[b * row + spare + i]
-    if kind != "own" and inputs == hidden:
-        for b in range(live):
-            for g in range(gates):
-                at, at_x = b * row, b * x_b
-                if kind == "dots":
-                    at_x += g * hidden
-                else:
-                    at += g * padded
-                for j in range(hidden):
-                    weight = _weight_at(values, diagonal, g * padded + j)
-                    new = multiply_add(weight, _load(x, at_x + j, "state"), _load(sums, at + j, "sum"))
-                    _store(sums, at + j, new, "sum")
+                for g in range(gates):
+                    at, at_x = b * row, b * x_b
+                    if kind == "dots":
+                        at_x += g * hidden
+                    else:
+                        at += g * padded
+                    for j in range(hidden):
+                        weight = weight_at(values, diagonal, g * padded + j)
+                        new = multiply_add(weight, _load(x, at_x + j, "state"), _load(sums, at + j, "sum"))
+                        _store(sums, at + j, new, "sum")
+
+    return add_entries

@@ -18,7 +18,7 @@ from ostinato.kernels.derived import derived_from
 from ostinato.kernels.numba_loops import (
     NUMPY_DTYPES,
     compiled_loop,
-    inline_with_constants,
+    inline,
     integers,
     offset,
     pointer_to,
@@ -27,8 +27,8 @@ from ostinato.kernels.numba_loops import (
 )
 from ostinato.kernels.persistent.cpu.cells import FORWARD_UNIT
 from ostinato.kernels.persistent.cpu.entries import SLICE, forward_entries
-from ostinato.kernels.persistent.cpu.products import ROWS, are_finite, multiply_rows
-from ostinato.kernels.persistent.cpu.pruned import BLOCK_WIDTH, add_entries
+from ostinato.kernels.persistent.cpu.products import are_finite, multiply_rows
+from ostinato.kernels.persistent.cpu.pruned import BLOCK_WIDTH, entries_adder
 from ostinato.kernels.persistent.masks import block_of
 from ostinato.kernels.persistent.plan import GATES, STEP_BATCH
 from ostinato.kernels.threads import run_loop, threads_for
@@ -37,20 +37,25 @@ GROUP = 32  # units of a task
 # Densities up to which reading the kept weights alone is faster than all of them with zeros, by kind of block.
 DENSEST = {"block": 0.6, "sparse": 0.25}
 
-_MATRIX = ("weights", "bias", "row", "padded", "columns", "starts", "rows", "slices", "diagonal", "places")
+
+class _Entries(ctypes.Structure):
+    """How a matrix is read; see ``entries.py``.
+
+    `places` and `diagonal` are the int32 indices of the entries' weights, below 0 for none, or the weights themselves.
+    """
+
+    _fields_ = integers("row", "padded", "places", "columns", "starts", "rows", "slices", "diagonal")
 
 
 class Work(ctypes.Structure):
-    """The loop's arguments: sizes, addresses, and the entries of both matrices; see ``entries.py``.
+    """The loop's arguments: sizes, addresses, and the entries of both matrices."""
 
-    `places` and `diagonal` are the int32 indices of the entries' weights, below 0 for none.
-    """
-
-    _fields_ = integers(
-        *("next_task", "tasks", "group", "batch", "hidden", "inputs", "not_finite"),
-        *("x", "h", "new_h", "c", "new_c", "output", "projected", "sums"),
-        *(f"{name}_{matrix}" for matrix in ("ih", "hh") for name in _MATRIX),
-    )
+    _fields_ = [
+        *integers("next_task", "tasks", "group", "batch", "hidden", "inputs", "not_finite"),
+        *integers("x", "h", "new_h", "c", "new_c", "output", "projected", "sums"),
+        *integers("weights_ih", "bias_ih", "weights_hh", "bias_hh"),
+        *(("ih", _Entries), ("hh", _Entries)),
+    ]
 
 
 _WORK = np.dtype(Work)
@@ -58,29 +63,43 @@ _WORK = np.dtype(Work)
 empty: Any = torch._C._dynamo.guards._empty_strided_cpu  # type: ignore[attr-defined]  # faster than through the dispatcher
 
 
-@inline_with_constants
-def _product(kind, height, many, gates, units, weights, bias, entries, given, out):
-    """Bias and product for the gates of some units, or, of pruned weights, of all units of one sequence."""
-    begin, end, hidden = units
-    x, count, batch = given
-    sums, row, padded = out
-    for g in range(gates):
-        at, own = offset(sums, g * padded), offset(bias, g * hidden)
-        if kind == "dense":
-            multiply_rows(many, offset(weights, g * hidden * count), own, begin, end, count, x, batch, at, row)
-        else:
-            for j in range(hidden):
-                at[j] = own[j]
-    if kind != "dense":
-        add_entries(kind, height, 1, gates, hidden, count, entries, x, count, sums, row, 1)
+@functools.cache
+def _product(dtype: type, gates: int, kind: str, height: int, packed: bool) -> Any:
+    """What sets the sums of some units' gates, or, of pruned weights, of all, to their bias and product with x."""
+    place = dtype if packed else np.int32
+    if kind == "dense":
+
+        @inline
+        def multiply(work, entries, weights, bias, x, count, sums, begin, end):
+            hidden, batch, row, padded = work.hidden, work.batch, entries.row, entries.padded
+            for g in range(gates):
+                own, out = offset(weights, g * hidden * count), offset(sums, g * padded)
+                multiply_rows(own, offset(bias, g * hidden), begin, end, count, x, batch, out, row)
+
+    else:
+        add_entries = entries_adder(kind, height, 1, gates, not packed)
+
+        @inline
+        def multiply(work, entries, weights, bias, x, count, sums, begin, end):
+            hidden, padded = work.hidden, entries.padded
+            for g in range(gates):
+                for j in range(hidden):
+                    sums[g * padded + j] = bias[g * hidden + j]
+            places, diagonal = pointer_to(entries.places, place), pointer_to(entries.diagonal, place)
+            columns, starts = pointer_to(entries.columns, np.int32), pointer_to(entries.starts, np.int64)
+            rows = pointer_to(entries.rows, np.int64)
+            matrix = weights, places, columns, starts, rows, entries.slices, diagonal, padded
+            add_entries(matrix, hidden, count, x, count, sums, entries.row, 1)
+
+    return multiply
 
 
 @functools.cache
 def _loop(dtype: type, cell: str, kind_ih: str, height_ih: int, kind_hh: str, height_hh: int, packed: bool) -> Any:
     """The loop; addresses of c are those of h where there is none.  If `packed`, places are the values themselves."""
-    gates, largest, many = GATES[cell], dtype(np.finfo(dtype).max), ROWS
-    unit = FORWARD_UNIT[cell]
-    place = dtype if packed else np.int32
+    unit, largest = FORWARD_UNIT[cell], dtype(np.finfo(dtype).max)
+    multiply_x = _product(dtype, GATES[cell], kind_ih, height_ih, packed)
+    multiply_h = _product(dtype, GATES[cell], kind_hh, height_hh, packed)
 
     @compiled_loop
     def run(address):
@@ -89,30 +108,21 @@ def _loop(dtype: type, cell: str, kind_ih: str, height_ih: int, kind_hh: str, he
         c, new_h, new_c = pointer_to(work.c, dtype), pointer_to(work.new_h, dtype), pointer_to(work.new_c, dtype)
         output = pointer_to(work.output, dtype)
         projected, sums = pointer_to(work.projected, dtype), pointer_to(work.sums, dtype)
-        batch, hidden, inputs, group = work.batch, work.hidden, work.inputs, work.group
-        row_ih, row_hh, padded_ih, padded_hh = work.row_ih, work.row_hh, work.padded_ih, work.padded_hh
+        batch, hidden, inputs, ih, hh = work.batch, work.hidden, work.inputs, work.ih, work.hh
+        # Read once: a store might change them, which would keep the gates from being vectorised.
+        row_ih, row_hh, padded_ih, padded_hh = ih.row, hh.row, ih.padded, hh.padded
         weights_ih, bias_ih = pointer_to(work.weights_ih, dtype), pointer_to(work.bias_ih, dtype)
         weights_hh, bias_hh = pointer_to(work.weights_hh, dtype), pointer_to(work.bias_hh, dtype)
-        places_ih, columns_ih = pointer_to(work.places_ih, place), pointer_to(work.columns_ih, np.int32)
-        places_hh, columns_hh = pointer_to(work.places_hh, place), pointer_to(work.columns_hh, np.int32)
-        starts_ih, rows_ih = pointer_to(work.starts_ih, np.int64), pointer_to(work.rows_ih, np.int64)
-        starts_hh, rows_hh = pointer_to(work.starts_hh, np.int64), pointer_to(work.rows_hh, np.int64)
-        diagonal_ih, diagonal_hh = pointer_to(work.diagonal_ih, place), pointer_to(work.diagonal_hh, place)
-        entries_ih = weights_ih, places_ih, columns_ih, starts_ih, rows_ih, work.slices_ih, diagonal_ih, padded_ih
-        entries_hh = weights_hh, places_hh, columns_hh, starts_hh, rows_hh, work.slices_hh, diagonal_hh, padded_hh
         wrong = kind_ih != "dense" and not are_finite(x, 0, batch * inputs, largest)
         wrong |= kind_hh != "dense" and not are_finite(h, 0, batch * hidden, largest)
         if wrong:
             work.not_finite = 1
         task = take_task(address)
         while task < work.tasks and not wrong:
-            begin = task * group
-            end = min(begin + group, hidden)
-            units = begin, end, hidden
-            given, out = (x, inputs, batch), (projected, row_ih, padded_ih)
-            _product(kind_ih, height_ih, many, gates, units, weights_ih, bias_ih, entries_ih, given, out)
-            given, out = (h, hidden, batch), (sums, row_hh, padded_hh)
-            _product(kind_hh, height_hh, many, gates, units, weights_hh, bias_hh, entries_hh, given, out)
+            begin = task * work.group
+            end = min(begin + work.group, hidden)
+            multiply_x(work, ih, weights_ih, bias_ih, x, inputs, projected, begin, end)
+            multiply_h(work, hh, weights_hh, bias_hh, h, hidden, sums, begin, end)
             for b in range(batch):
                 at = b * hidden
                 arrays = projected, b * row_ih, sums, b * row_hh, new_h, new_c, at, output, output, at
@@ -184,18 +194,18 @@ class Step:
         self._loop = _loop(NUMPY_DTYPES[dtype], cell, ih.kind, ih.height, hh.kind, hh.height, packed)
         self._no_bias = torch.zeros(gates * hidden, dtype=dtype, device="cpu")
         self._kept_alive = ih, hh
-        sizes = {"tasks": 1, "group": hidden, "batch": batch, "hidden": hidden, "inputs": inputs}
+        sizes: dict[str, Any] = {"tasks": 1, "group": hidden, "batch": batch, "hidden": hidden, "inputs": inputs}
         if dense and self._threads > 1:
             sizes |= {"tasks": -(-hidden // GROUP), "group": GROUP}
         rows = []
         for name, matrix in (("ih", ih), ("hh", hh)):
             padded = matrix.padded or hidden
             rows.append(gates * padded + (SLICE if matrix.kind == "own" else 0))
-            sizes |= {f"row_{name}": rows[-1], f"padded_{name}": padded}
-            sizes |= {f"{key}_{name}": x.data_ptr() for key, x in matrix.arrays.items()}
-            sizes[f"bias_{name}"] = self._no_bias.data_ptr()
-            if "starts" in matrix.arrays:
-                sizes[f"slices_{name}"] = len(matrix.arrays["starts"]) - 1
+            addresses = {key: x.data_ptr() for key, x in matrix.arrays.items()}
+            bias, weights = self._no_bias.data_ptr(), addresses.pop("weights", 0)
+            slices = len(matrix.arrays["starts"]) - 1 if "starts" in addresses else 0
+            entries = _Entries(row=rows[-1], padded=padded, slices=slices, **addresses)
+            sizes |= {f"weights_{name}": weights, f"bias_{name}": bias, name: entries}
         self._work = Work(**sizes)
         self._sums = batch * rows[0] * dtype.itemsize  # their offset in the scratch memory, in bytes
         self.rows = gates * hidden  # of weights
