@@ -159,13 +159,14 @@ def forward(dtype: type, cell: str, keep: bool, kind: str, height: int, tile: in
         h, c, shown = pointer_to(work.h, dtype), pointer_to(work.c, dtype), pointer_to(work.shown, dtype)
         output, kept = pointer_to(work.output, dtype), pointer_to(work.kept, dtype)
         batch, hidden, row, padded = work.batch, work.hidden, work.row, work.padded
+        has_resets = work.resets != 0  # read once: a store might change it
         units, part_row = (work.units, work.part_row) if shared else (hidden, row)
         first, t = chunk * work.group, work.length - 1 - step if work.reverse else step
         at_step, live = _rows_of(work, t, first, work.group)
         begin, end = part * units, min((part + 1) * units, hidden)
         mine = part * part_row - begin  # where the sums of the first unit would be
         for b in range(first, first + live):
-            if work.resets and resets[at_step + b]:
+            if has_resets and resets[at_step + b]:
                 _clear(h, b * hidden + begin, b * hidden + end)
                 if cell == "lstm":
                     _clear(c, b * hidden + begin, b * hidden + end)
@@ -178,7 +179,7 @@ def forward(dtype: type, cell: str, keep: bool, kind: str, height: int, tile: in
             return True
         multiply(work, part, part_row, x, hidden, offset(sums, first * row), live)
         for b in range(first, first + live):
-            if shared and work.resets and resets[at_step + b]:  # the others show what was before
+            if shared and has_resets and resets[at_step + b]:  # the others show what was before
                 _begin_sums(gates, hidden, padded, bias, sums, b * row + mine, begin, end)
             at, at_out = b * hidden, (at_step + b) * hidden
             arrays = projected, at_out * gates, sums, b * row + mine, h, c, at, output, kept, at_out
@@ -230,7 +231,7 @@ def backward(dtype: type, cell: str, kind: str, height: int, tile: int, shared: 
         states, initial = (cells, c0) if cell == "lstm" else (h, h0)
         grad_output, grads = pointer_to(work.grad_output, dtype), pointer_to(work.grads, dtype)
         dh, dc = pointer_to(work.dh, dtype), pointer_to(work.dc, dtype)
-        hidden, row, first = work.hidden, work.row, chunk * work.group
+        hidden, row, first, has_resets = work.hidden, work.row, chunk * work.group, work.resets != 0
         at_step, live = _rows_of(work, t, first, work.group)
         at_before_step, live_before = np.int64(0), np.int64(0)
         if 0 <= t_before < work.length:
@@ -240,7 +241,7 @@ def backward(dtype: type, cell: str, kind: str, height: int, tile: int, shared: 
             before, at_before = states, (at_before_step + b) * hidden
             if b >= live_before:
                 before, at_before = initial, b * hidden
-            if work.resets and resets[at_step + b]:
+            if has_resets and resets[at_step + b]:
                 before, at_before = zeros, np.int64(0)
             at_grad = (at_step + b) * work.grad_row
             at_gates, at_before, at_grad = at_row * gates + begin, at_before + begin, at_grad + begin
