@@ -24,6 +24,7 @@ from ostinato.kernels.persistent.cuda import launch as cuda_launch
 from ostinato.kernels.persistent.cuda import packing
 from ostinato.kernels.persistent.cuda import plan as cuda_plan
 from ostinato.kernels.persistent.cuda.costs import microseconds
+from ostinato.kernels.recurrence.arguments import Call
 from ostinato.kernels.recurrence.linear import cuda as recurrence_cuda
 from ostinato.kernels.recurrence.linear import projected
 from ostinato.kernels.recurrence.nonlinear import cuda as steps_cuda
@@ -106,10 +107,11 @@ def nonlinear(cell, dtype):
         order = Order(bounds, (torch.rand(shape[:2]) < 0.1).cuda(), reverse)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(steps_cuda, "SHORTEST", shortest)
-            h, h_last = steps_cuda.steps(trace, sequences, parameters, initial, order)
+            call = Call(trace, sequences, parameters, initial, order)
+            h, h_last = steps_cuda.steps(call)
             gradients = h, [h_last[0], None][: len(h)]
             results = [torch.empty_like(x) for x in sequences]
-            steps_cuda.steps_backward(trace, sequences, parameters, initial, h, *gradients, order, results)
+            steps_cuda.steps_backward(call, h, *gradients, results)
 
 
 def projections(cell, dtype):

@@ -43,6 +43,16 @@ class LayerArguments(NamedTuple):
         return sum(parse(self.recurrence).sequences)
 
 
+class Call(NamedTuple):
+    """What kernels take of a call of a non-linear recurrence."""
+
+    trace: Trace
+    sequences: Sequence[Tensor]  # (B, T, D)
+    parameters: Sequence[Tensor]  # (D,)
+    h0: Sequence[Tensor] | None  # the initial states, (B, D) or (N, D); None for zeros
+    order: Order
+
+
 def first_sequence(recurrence: str, arguments: Sequence[Tensor]) -> Tensor:
     """The argument whose shape, dtype and device are those of the states over time."""
     return arguments[parse(recurrence).sequences.index(True)]

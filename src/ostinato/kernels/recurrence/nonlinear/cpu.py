@@ -20,10 +20,10 @@ from ostinato.kernels.numba_loops import (
     structure_at,
     take_task,
 )
+from ostinato.kernels.recurrence.arguments import Call
 from ostinato.kernels.recurrence.nonlinear.loop import Arrays, print_loop
 from ostinato.kernels.recurrence.symbolic.trace import Trace, parse, with_state
-from ostinato.kernels.scan import Order
-from ostinato.kernels.scan.cpu import blocks_of, constant, initial_state, rows
+from ostinato.kernels.scan.cpu import blocks_of, compute_dtype, constant, initial_state, rows
 from ostinato.kernels.threads import run_loop, threads_for
 
 WIDTH = 64  # channels that a block has at least
@@ -50,19 +50,14 @@ def _loop(trace: Trace, backward: bool, dtype: type) -> tuple[Any, type[ctypes.S
     return compiled_loop(names["run"], f"{np.dtype(dtype)}{source}"), work
 
 
-def steps(
-    trace: Trace,
-    sequences: Sequence[Tensor],
-    parameters: Sequence[Tensor],
-    h0: Sequence[Tensor] | None,
-    order: Order,
-) -> tuple[list[Tensor], list[Tensor]]:
+def steps(call: Call) -> tuple[list[Tensor], list[Tensor]]:
     """The states after every step, and those after the last."""
-    like = sequences[0]
-    dtype = torch.promote_types(like.dtype, torch.float32)
-    state = _states(trace, like, h0, order, dtype)
+    trace, (like, *_), _, h0, order = call
+    dtype, shape = compute_dtype(like), (order.sequences(like), like.shape[2])
+    initial: Sequence[Tensor | None] = [None] * trace.states if h0 is None else h0
+    state = [initial_state(x, shape, dtype) for x in initial]
     outs = [empty(like.shape, dtype) for _ in state]
-    _run(trace, False, dtype, order, sequences, parameters, state, outs)
+    _run(call, False, state, {"out": outs})
     return [x.to(like.dtype) for x in outs], [x.to(like.dtype) for x in state]
 
 
@@ -114,33 +109,31 @@ class Step:
 
 
 def steps_backward(
-    trace: Trace,
-    sequences: Sequence[Tensor],
-    parameters: Sequence[Tensor],
-    h0: Sequence[Tensor] | None,
+    call: Call,
     states: Sequence[Tensor],
     grads: Sequence[Tensor | None],
     grads_last: Sequence[Tensor | None],
-    order: Order,
     of_sequences: Sequence[Tensor],
 ) -> tuple[Tensor, list[Tensor] | None]:
     """Gradients of the parameters, (parameters, D), widened, and of the initial states (None if there are none); writes
     those of the sequences."""
+    trace, sequences, parameters, h0, order = call
     like = sequences[0]
-    dtype = torch.promote_types(like.dtype, torch.float32)
-    state = [_states(trace, like, None if g is None else [g], order, dtype, 1)[0] for g in grads_last]
-    absent = constant(0.0, state[0].shape, dtype)
+    dtype, shape = compute_dtype(like), (order.sequences(like), like.shape[2])
+    state = [initial_state(g, shape, dtype) for g in grads_last]
+    absent = constant(0.0, shape, dtype)
     results = of_sequences if like.dtype == dtype else [empty(like.shape, dtype) for _ in sequences]
     sums = [torch.zeros_like(state[0]) for _ in parameters]
     totals = [torch.zeros_like(x, dtype=torch.float64) for x in sums]
-    extra = {
+    arrays = {
         "h": [rows(x, dtype) for x in states],
         "first": [absent] * trace.states if h0 is None else [rows(x, dtype) for x in h0],
         "grad_h": [constant(0.0, like.shape, dtype) if g is None else rows(g, dtype) for g in grads],
+        "grad_x": results,
         "sum": sums,
         "total": totals,
     }
-    _run(trace, True, dtype, order, sequences, parameters, state, results, extra)
+    _run(call, True, state, arrays)
     of_parameters = torch.stack(totals).sum(1) if totals else state[0].new_empty(0, like.shape[2])
     grad_h0 = None if h0 is None else [x.to(like.dtype) for x in state]
     if results is not of_sequences:
@@ -149,49 +142,22 @@ def steps_backward(
     return of_parameters, grad_h0
 
 
-def _states(
-    trace: Trace, like: Tensor, given: Sequence[Tensor] | None, order: Order, dtype: torch.dtype, count: int = 0
-) -> list[Tensor]:
-    """What the loop's states start from, in memory of their own."""
-    shape = order.sequences(like), like.shape[2]
-    count = count or trace.states
-    return [initial_state(None if given is None else given[k], shape, dtype) for k in range(count)]
-
-
-def _run(
-    trace: Trace,
-    backward: bool,
-    dtype: torch.dtype,
-    order: Order,
-    sequences: Sequence[Tensor],
-    parameters: Sequence[Tensor],
-    state: Sequence[Tensor],
-    results: Sequence[Tensor],
-    extra: dict[str, list[Tensor]] | None = None,
-) -> None:
+def _run(call: Call, backward: bool, state: Sequence[Tensor], others: dict[str, Sequence[Tensor]]) -> None:
+    """Call the loop on the arrays of the call, of the states that it keeps, and others, by their names in the loop."""
+    trace, sequences, parameters, _, (cu_seqlens, resets, reverse) = call
+    (count, channels), dtype = state[0].shape, state[0].dtype
+    packed, bounds = cu_seqlens is not None, None
+    if cu_seqlens is not None:
+        bounds = cu_seqlens.to(torch.int64).contiguous()
     arrays = {
         "x": [rows(x, dtype) for x in sequences],
         "p": [x.to(dtype).contiguous() for x in parameters],
         "state": state,
-        "grad_x" if backward else "out": results,
-        "absent": [constant(0.0, state[0].shape, dtype)],
-        **(extra or {}),
+        **others,
     }
-    cu_seqlens, resets, reverse = order
-    packed = cu_seqlens is not None
-    bounds = cu_seqlens.to(torch.int64).contiguous() if cu_seqlens is not None else None
+    named = {f"{kind}{k}": x for kind, tensors in arrays.items() for k, x in enumerate(tensors)}
+    named["absent"] = constant(0.0, state[0].shape, dtype)
     loop, work_type = _loop(trace, backward, NUMPY_DTYPES[dtype])
-    known = {field[0] for field in work_type._fields_}
-    fields: dict[str, int] = {}
-    for kind, tensors in arrays.items():
-        for k, x in enumerate(tensors):
-            name = kind if kind == "absent" else f"{kind}{k}"
-            fields[name] = x.data_ptr()
-            strides = {f"{name}_n": 0 if packed and x.dim() == 3 else x.stride(0)}
-            if x.dim() == 3:
-                strides[f"{name}_t"] = x.stride(1)
-            fields |= {key: value for key, value in strides.items() if key in known}
-    count, channels = state[0].shape
     threads = threads_for(sequences[0].numel())
     parts = min(count, 4 * threads)
     blocks, width = blocks_of(channels, WIDTH, threads, parts)
@@ -207,6 +173,19 @@ def _run(
         resets=0 if resets is None else resets.data_ptr(),
         resets_n=0 if resets is None or packed else resets.stride(0),
         resets_t=0 if resets is None else resets.stride(1),
-        **fields,
+        **_addresses(work_type, named, packed),
     )
     run_loop(loop, work, threads)
+
+
+def _addresses(work_type: type[ctypes.Structure], named: dict[str, Tensor], packed: bool) -> dict[str, int]:
+    """The address of each array, and those of its strides that the loop asks for."""
+    known = {field[0] for field in work_type._fields_}
+    fields: dict[str, int] = {}
+    for name, x in named.items():
+        fields[name] = x.data_ptr()
+        if f"{name}_n" in known:
+            fields[f"{name}_n"] = 0 if packed and x.dim() == 3 else x.stride(0)
+        if f"{name}_t" in known:
+            fields[f"{name}_t"] = x.stride(1)
+    return fields

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ostinato.kernels import eager, nvrtc
 from ostinato.kernels.nvrtc import SCALARS, address
+from ostinato.kernels.recurrence.arguments import Call
 from ostinato.kernels.recurrence.nonlinear.cell import print_cell
 from ostinato.kernels.recurrence.symbolic.trace import Trace
 from ostinato.kernels.scan import Order
@@ -77,14 +78,9 @@ def choose_chunks(channels: int, steps: int) -> int:
     return max(1, min(PARALLEL // max(channels, 1), steps // SHORTEST))
 
 
-def steps(
-    trace: Trace,
-    sequences: Sequence[Tensor],
-    parameters: Sequence[Tensor],
-    h0: Sequence[Tensor] | None,
-    order: Order,
-) -> tuple[list[Tensor], list[Tensor]]:
+def steps(call: Call) -> tuple[list[Tensor], list[Tensor]]:
     """The states after every step, and those after the last."""
+    trace, sequences, parameters, h0, order = call
     inputs = _alike(sequences)
     like = inputs[0]
     initial = [None] * trace.states if h0 is None else [x.to(like.dtype).contiguous() for x in h0]
@@ -113,18 +109,15 @@ def steps(
 
 
 def steps_backward(
-    trace: Trace,
-    sequences: Sequence[Tensor],
-    parameters: Sequence[Tensor],
-    h0: Sequence[Tensor] | None,
+    call: Call,
     states: Sequence[Tensor],
     grads: Sequence[Tensor | None],
     grads_last: Sequence[Tensor | None],
-    order: Order,
     of_sequences: Sequence[Tensor],
 ) -> tuple[Tensor, list[Tensor] | None]:
     """Gradients of the parameters, (parameters, D), widened, and of the initial states (None if there are none); writes
     those of the sequences."""
+    trace, sequences, parameters, h0, order = call
     inputs = _alike(sequences)
     like = inputs[0]
     given_last = [None if x is None else x.contiguous() for x in grads_last]

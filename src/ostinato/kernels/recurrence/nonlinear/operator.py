@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ostinato.kernels.dispatch import gradient, operator
 from ostinato.kernels.recurrence.arguments import (
+    Call,
     by_kind,
     grouped,
     in_order,
@@ -62,7 +63,7 @@ def _forward(
     if kernels is None:
         return _by_steps(recurrence, h0, c0, cu_seqlens, resets, reverse, backend, *arguments)
     given = None if h0 is None and c0 is None else initial_states(trace, like, h0, c0, cu_seqlens)
-    states, last = kernels.steps(trace, sequences, parameters, given, order_of(cu_seqlens, resets, reverse))
+    states, last = kernels.steps(Call(trace, sequences, parameters, given, order_of(cu_seqlens, resets, reverse)))
     return [*states, *last]
 
 
@@ -151,9 +152,8 @@ def _backward_impl(
     of_sequences = [x.new_empty(x.shape) for x in sequences]
     if together is not None:
         of_sequences = list(together.chunk(len(sequences), -1))
-    of_parameters, grad_initial = kernels.steps_backward(
-        trace, sequences, parameters, initial, states, *given, order_of(cu_seqlens, resets, reverse), of_sequences
-    )
+    call = Call(trace, sequences, parameters, initial, order_of(cu_seqlens, resets, reverse))
+    of_parameters, grad_initial = kernels.steps_backward(call, states, *given, of_sequences)
     both = [*(grad_initial or ()), *absent][:2]
     if together is not None:
         return [*both, together, of_parameters.flatten().to(arguments[1].dtype)]
