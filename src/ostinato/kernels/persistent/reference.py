@@ -6,6 +6,7 @@ Everything is computed in float32, in float64 for float64; a state is rounded to
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -99,43 +100,18 @@ def backward(
     dtype, hidden = pre.dtype, weight_hh.shape[1]
     wide = torch.promote_types(dtype, torch.float32)
     weight = weight_hh.to(wide)
-    if cell == "gru":  # in the order of its gradients
-        weight = torch.cat([weight[2 * hidden :], weight[: 2 * hidden]])
-    h_prev = previous(h, h0, sequences) if cell == "gru" else None
-    c_prev = None if c is None else previous(c, c0, sequences)
+    before = None if c is None else previous(c, c0, sequences)
+    if cell == "gru":
+        before = previous(h, h0, sequences)
+        weight = torch.cat([weight[2 * hidden :], weight[: 2 * hidden]])  # in the order of its gradients
     dh, dc = (weight.new_zeros(sequences.batch, hidden) if x is None else x.to(wide) for x in (grad_h_n, grad_c_n))
     grads = pre.new_empty(len(pre), hidden * (1 if cell.startswith("rnn") else 4))
     for step in reversed(sequences.steps(pre)):
         live = step.stop - step.start
-        d_t = dh[:live] if grad_output is None else dh[:live] + grad_output[step].to(wide)
-        a = pre[step].to(wide)
-        parts: tuple[Tensor, ...]
-        past: Tensor | float = 0.0  # the gradient of the previous state that does not pass through the weights
-        if cell == "lstm":
-            assert c is not None
-            assert c_prev is not None
-            i, f, g, o = a.chunk(4, 1)
-            i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
-            tanh_c = c[step].tanh()
-            dc_t = dc[:live] + d_t * o * (1 - tanh_c**2)
-            parts = (
-                dc_t * g * i * (1 - i),
-                dc_t * c_prev[step] * f * (1 - f),
-                dc_t * i * (1 - g**2),
-                d_t * tanh_c * o * (1 - o),
-            )
-            dc = torch.cat([dc_t * f, dc[live:]])
-        elif cell == "gru":
-            assert candidate is not None
-            assert h_prev is not None
-            r, z = a[:, : 2 * hidden].sigmoid().chunk(2, 1)
-            q_n, before = candidate[step].to(wide), h_prev[step].to(wide)
-            n = (a[:, 2 * hidden :] + r * q_n).tanh()
-            d_n = d_t * (1 - z) * (1 - n**2)
-            parts = d_n * r, d_n * q_n * r * (1 - r), d_t * (before - n) * z * (1 - z), d_n
-            past = d_t * z
-        else:
-            parts = (d_t * (a > 0) if cell == "rnn_relu" else d_t * (1 - a**2),)
+        a, q_n, c_t, earlier = (None if x is None else x[step].to(wide) for x in (pre, candidate, c, before))
+        d = dh[:live] if grad_output is None else dh[:live] + grad_output[step].to(wide)
+        parts, past, dc_before = _step_back(a, q_n, c_t, earlier, d, dc[:live], cell)
+        dc = torch.cat([dc_before, dc[live:]])
         grads[step] = torch.cat(parts, 1).to(dtype)
         exchanged = grads[step, : len(weight)].to(wide)
         dh = torch.cat([past + exchanged @ weight, dh[live:]])
@@ -143,6 +119,29 @@ def backward(
             begins = sequences.resets[step, None]
             dh, dc = (torch.cat([x[:live].where(~begins, 0.0), x[live:]]) for x in (dh, dc))
     return grads, dh.to(dtype), dc.to(dtype) if cell == "lstm" else None, grads
+
+
+def _step_back(
+    a: Any, q_n: Any, c: Any, before: Any, d: Tensor, dc: Tensor, cell: str
+) -> tuple[tuple[Tensor, ...], Tensor | float, Tensor]:
+    """The gradients of a step's gates and of the states before it, of h as far as it does not pass through the weights.
+
+    ``a`` and ``q_n`` are the rows of what was saved, ``before`` those of a GRU's h or an LSTM's c before the step.
+    """
+    if cell == "lstm":
+        i, f, g, o = a.chunk(4, 1)
+        i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
+        tanh_c = c.tanh()
+        dc = dc + d * o * (1 - tanh_c**2)
+        of_i, of_f, of_g = dc * g * i * (1 - i), dc * before * f * (1 - f), dc * i * (1 - g**2)
+        return (of_i, of_f, of_g, d * tanh_c * o * (1 - o)), 0.0, dc * f
+    if cell == "gru":
+        a_r, a_z, p_n = a.chunk(3, 1)
+        r, z = a_r.sigmoid(), a_z.sigmoid()
+        n = (p_n + r * q_n).tanh()
+        d_n = d * (1 - z) * (1 - n**2)
+        return (d_n * r, d_n * q_n * r * (1 - r), d * (before - n) * z * (1 - z), d_n), d * z, dc
+    return (d * (a > 0) if cell == "rnn_relu" else d * (1 - a**2),), 0.0, dc
 
 
 def gradients_of_biases(totals: Tensor, dtype: torch.dtype, cell: str) -> tuple[Tensor, Tensor]:
