@@ -70,9 +70,10 @@ class _Recurrent(SequenceLayers, StepLayers):
             steps: of the longest sequence; many if absent.
 
         Returns:
-            ``path``, "dense", "sparse" or "block" for a persistent kernel and "steps" for torch's; ``bytes_on_chip``
-            of recurrent weights, of ``bytes_available``; ``blocks``, of threads; and the ``reason``.  If any layer or
-            direction needs torch's kernels, all use them; otherwise this is the plan of the largest one.
+            ``path``, "dense", "sparse" or "block" for a persistent kernel and "steps" for torch's, or on a GPU for the
+            kernel of one step of few sequences; ``bytes_on_chip`` of recurrent weights, of ``bytes_available``;
+            ``blocks``, of threads; and the ``reason``.  If any layer or direction needs torch's kernels, all use them;
+            otherwise this is the plan of the largest one.
 
         Raises:
             ValueError: a batch below 1, or steps.

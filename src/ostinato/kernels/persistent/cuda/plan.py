@@ -47,8 +47,9 @@ def make_plan(
     Raises RuntimeError for what another call may not meet, such as a lack of free memory.
     """
     device, cell, hidden_size, batch, dtype, training, steps, path, directions, resets, packed = call
-    if steps is not None and steps < least_steps(cell, hidden_size, dtype) and not resets:
-        return no_kernel(f"{steps} steps are too few to be worth a kernel of their own")
+    least = least_steps(cell, hidden_size, dtype)
+    if steps is not None and steps < least and not resets:
+        return no_kernel(f"weights are worth keeping on the chip for {least} steps or more")
     index = torch.cuda.current_device() if device.index is None else device.index
     kept = None if mask_hh is None else derived_from(mask_hh, "kept", lambda: int(mask_hh.sum()))
     layer = cell, hidden_size, batch, dtype, kept, block
