@@ -64,7 +64,7 @@ def sources() -> Iterator[tuple[str, Source]]:
         return SimpleNamespace(prepared=lambda *_, **__: None)
 
     nvrtc.load_kernel = load  # type: ignore[assignment]
-    launch.describe_device = lambda index: Device(132, 4.9e12, 227 << 10, 228 << 10)  # type: ignore[assignment]
+    launch.describe_device = lambda index: Device(132, 4.9e12, 227 << 10, 228 << 10, True)  # type: ignore[assignment]
     for name, scan in (*scans(), *minimal()):
         launch._prepare(scan.problem, scan.problem.dtype, 0)
         yield name, caught[-1]
@@ -76,7 +76,7 @@ def sources() -> Iterator[tuple[str, Source]]:
         for dtype, backward in ((d, b) for d in (f32, bf16) for b in (False, True)):
             plan = search.choose_geometry(cell, hidden, batch, dtype, None, None, properties, backward=backward)
             code, macros = nvrtc.source(*geometry.files(plan.geometry)), plan.geometry.macros(keeps=not backward)
-            yield f"{cell} {hidden}{' backward' * backward} {dtype}, {batch} sequences", (code, macros, "sm_90")
+            yield f"{cell} {hidden}{' backward' * backward} {dtype}, {batch} sequences", (code, macros, f"sm_90{plan.geometry.feature}")
 
 
 def seconds(source: Source) -> tuple[float, int]:
