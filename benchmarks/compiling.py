@@ -76,7 +76,8 @@ def sources() -> Iterator[tuple[str, Source]]:
         for dtype, backward in ((d, b) for d in (f32, bf16) for b in (False, True)):
             plan = search.choose_geometry(cell, hidden, batch, dtype, None, None, properties, backward=backward)
             code, macros = nvrtc.source(*geometry.files(plan.geometry)), plan.geometry.macros(keeps=not backward)
-            yield f"{cell} {hidden}{' backward' * backward} {dtype}, {batch} sequences", (code, macros, f"sm_90{plan.geometry.feature}")
+            arch = f"sm_90{plan.geometry.feature}"
+            yield f"{cell} {hidden}{' backward' * backward} {dtype}, {batch} sequences", (code, macros, arch)
 
 
 def seconds(source: Source) -> tuple[float, int]:
