@@ -84,22 +84,11 @@ class SequenceLayers(MaskedLayers):
         """As :meth:`_kernels_for`, where no call like it was checked before."""
         if self.proj_size:
             return None
-        packed = isinstance(input, PackedSequence)
-        x = input.data if packed else input
-        rank = x.dim() if isinstance(x, Tensor) else 0
-        if packed:
-            batch_sizes = input.batch_sizes
-            if not torch.compiler.is_compiling():
-                check_batch_sizes(batch_sizes, len(x))
-            batch, steps = int(batch_sizes[0]), len(batch_sizes)
-        elif rank == 3:
-            steps, batch, _ = x.shape
-            if self.batch_first:
-                steps, batch = batch, steps
-        elif rank == 2:
-            steps, batch = x.shape[0], 1
-        else:
+        size = _size_of(input, self.batch_first)
+        if size is None:
             return None
+        (batch, steps), packed = size, isinstance(input, PackedSequence)
+        x = input.data if packed else input
         device, dtype = weights[0].device, weights[0].dtype
         if device.type == "meta":
             return None
@@ -112,10 +101,11 @@ class SequenceLayers(MaskedLayers):
             plan = self._plan(device, int(batch), computed, training, int(steps), resets is not None, packed)
             if (plan.path == "steps" and not is_vmapped()) or not can_take(tensors):
                 return None
-        shape = (len(self._all_weights), *(() if rank == 2 and not packed else (batch,)), self.hidden_size)
+        unbatched = x.dim() == 2 and not packed
+        shape = (len(self._all_weights), *(() if unbatched else (batch,)), self.hidden_size)
         fits = (
             x.numel() > 0
-            and (rank == 2 or not packed)
+            and (x.dim() == 2 or not packed)
             and x.shape[-1] == self.input_size
             and len(states) in (0, 2 if self.mode == "LSTM" else 1)
             and x.dtype in given
@@ -177,6 +167,17 @@ class SequenceLayers(MaskedLayers):
 
         states = [x[0].unsqueeze(0) if alone else torch.stack(x) for x in zip(*last, strict=True)]
         return as_given(input, rows, states, self.batch_first)
+
+
+def _size_of(input: Tensor | PackedSequence, batch_first: bool) -> tuple[int, int] | None:
+    """How many sequences, and steps of the longest; None where the input has not the dimensions of any."""
+    if isinstance(input, PackedSequence):
+        if not torch.compiler.is_compiling():
+            check_batch_sizes(input.batch_sizes, len(input.data))
+        return int(input.batch_sizes[0]), len(input.batch_sizes)
+    if input.dim() == 3:
+        return (input.shape[0], input.shape[1]) if batch_first else (input.shape[1], input.shape[0])
+    return (1, input.shape[0]) if input.dim() == 2 else None
 
 
 def _offsets(batch_sizes: Tensor, device: torch.device) -> Tensor:
