@@ -28,6 +28,10 @@ from ostinato.kernels.persistent.backends import kernels_on, plan_layer
 from ostinato.kernels.persistent.plan import GATES, Call, Plan
 from ostinato.kernels.streams import beside
 
+_INPUTS = len(Arguments._fields)  # the backward's other arguments come after them
+_BITS = tuple(1 << i for i in range(len(DIFFERENTIABLE)))  # of `needed`, which says whose gradients are
+_NOTHING = (None,) * (_INPUTS - len(DIFFERENTIABLE))  # the gradients of the other inputs
+
 
 def can_take(tensors: list[Tensor]) -> bool:
     """Whether the operator can be called: under what needs no rule of its own, which tangents and tracers do."""
@@ -186,7 +190,7 @@ def _grad(ctx: Any, *grads: Tensor | None) -> tuple:
     args = _backward_arguments(ctx, grads)
     executor = getattr(ctx, "run", None)
     if torch.is_grad_enabled():
-        inputs, (h, c, gates, *rest) = args[:INPUTS], args[INPUTS:]
+        inputs, (h, c, gates, *rest) = args[:_INPUTS], args[_INPUTS:]
         # What the forward kept follows from its inputs, whose derivatives are all.
         args = *inputs, h.detach(), c.detach(), gates.detach(), *rest
         # The rows of a Jacobian are taken at once by a loop, one after the other by kernels.
@@ -196,11 +200,6 @@ def _grad(ctx: Any, *grads: Tensor | None) -> tuple:
         return _in_place(ctx, recurrent_layer_backward(*args))
     with without_autocast(args[0].device.type):
         return *_back_through_time(executor, *args)(), *_NOTHING
-
-
-INPUTS = len(Arguments._fields)
-_BITS = tuple(1 << i for i in range(len(DIFFERENTIABLE)))
-_NOTHING = (None,) * (INPUTS - len(DIFFERENTIABLE))  # the gradients of the others
 
 
 def _backward_arguments(ctx: Any, grads: Sequence[Tensor | None]) -> tuple:
@@ -218,7 +217,7 @@ def _in_place(ctx: Any, found: Sequence[Tensor | None]) -> tuple:
 
 def _differentiable_gradients(*args: Any) -> tuple[Tensor, ...]:
     """As :func:`_recurrent_layer_backward`, through the reference's loop, which is differentiable itself."""
-    given, (*_, grad_output, grad_h_n, grad_c_n, needed) = Arguments(*args[:INPUTS]), args[INPUTS:]
+    given, (*_, grad_output, grad_h_n, grad_c_n, needed) = Arguments(*args[:_INPUTS]), args[_INPUTS:]
     names = [*compress(DIFFERENTIABLE, (needed & bit for bit in _BITS))]
     grads = grad_output, grad_h_n, grad_c_n
 
@@ -258,7 +257,7 @@ def _recurrent_layer_backward(
     grad_c_n: Tensor | None,
     needed: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of the first seven tensors, each empty unless its bit is set in `needed`."""
+    """The gradients of the DIFFERENTIABLE inputs, each empty unless its bit is set in `needed`."""
     tensors = x, h0, c0, weight_ih, weight_hh, bias_ih, bias_hh, mask_hh, offsets, resets
     args = *tensors, batch, cell, reverse, training, path, directions
     kept_and_grads = h, c, gates, grad_output, grad_h_n, grad_c_n
@@ -269,7 +268,7 @@ def _recurrent_layer_backward(
 
 def _back_through_time(executor: _Executor, *args: Any) -> Callable[[], tuple[Tensor | None, ...]]:
     """The sequential part of the backward; the function that it returns computes the gradients that are needed."""
-    given, (h, c, gates, *upstream, needed) = Arguments(*args[:INPUTS]), args[INPUTS:]
+    given, (h, c, gates, *upstream, needed) = Arguments(*args[:_INPUTS]), args[_INPUTS:]
     (kernels, plan), layer = executor, given.layer
     cell, weight_hh, sequences = layer.cell, layer.weight_hh, layer.sequences
     hidden, rnn, gru = weight_hh.shape[1], cell.startswith("rnn"), cell == "gru"
@@ -291,8 +290,8 @@ def _back_through_time(executor: _Executor, *args: Any) -> Callable[[], tuple[Te
 
         def of_weight_hh() -> Tensor:
             resets, h0, reverse = sequences.resets, layer.h0, sequences.reverse
-            rows = h.is_cuda and sequences.offsets is None and (resets is None or transposes(recurrent, h))
-            if not rows:
+            are_rows = h.is_cuda and sequences.offsets is None and (resets is None or transposes(recurrent, h))
+            if not are_rows:
                 return gradient_of_weight(recurrent, before())
             # The states before all steps but the first are simply rows of h; on CPUs their number would not be round.
             batch = sequences.batch
