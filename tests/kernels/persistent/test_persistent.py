@@ -667,15 +667,16 @@ def test_tf32_only_where_it_is_allowed():
 def test_error_is_no_larger_than_cudnns():
     """Over 2,000 steps, of the output and of every gradient."""
     torch.manual_seed(0)
-    for kind, dtype in itertools.product((nn.RNN, nn.GRU, nn.LSTM), (f16, bf16, f32)):
-        theirs = kind(64, 256).cuda().to(dtype)
-        ours = getattr(ostinato, kind.__name__)(64, 256).cuda().to(dtype)
-        exact = kind(64, 256).cuda().double()
+    cases = [*itertools.product((nn.RNN, nn.GRU, nn.LSTM), (f16, bf16, f32), [256], [8]), (nn.RNN, f32, 512, 5)]
+    for kind, dtype, hidden, batch in cases:
+        theirs = kind(64, hidden).cuda().to(dtype)
+        ours = getattr(ostinato, kind.__name__)(64, hidden).cuda().to(dtype)
+        exact = kind(64, hidden).cuda().double()
         for layer in (ours, exact):
             layer.load_state_dict(theirs.state_dict())
-        assert ours.plan(8, dtype, training=True).path == "dense"
-        x = torch.randn(2000, 8, 64, device="cuda", dtype=dtype)
-        grad = torch.randn(2000, 8, 256, device="cuda", dtype=dtype)
+        assert ours.plan(batch, dtype, training=True).path == "dense"
+        x = torch.randn(2000, batch, 64, device="cuda", dtype=dtype)
+        grad = torch.randn(2000, batch, hidden, device="cuda", dtype=dtype)
 
         def results(layer, x=x, grad=grad):
             dtype = layer.weight_hh_l0.dtype

@@ -10,6 +10,7 @@
 // for each other.
 
 constexpr int PREFETCH = 6;                          // steps
+constexpr int SUMMED = 64;                           // steps whose gates are summed by themselves
 constexpr int GRADS = CELL == GRU ? 4 : GATES;       // of a unit that are written
 constexpr bool TAKES_STATE = CELL == GRU, TAKES_CELL = CELL == LSTM;
 
@@ -22,7 +23,7 @@ struct Units : Block {
     const Parameters& p;
     float dh[ITEMS], dc[ITEMS];  // gradients of the state after the next step to be processed
     float d[ITEMS][GRADS];       // of the gates at this step
-    float totals[ONE_UNIT ? ADJACENT : ITEMS][GRADS] = {};  // of the gates over all steps, of a unit's items in one
+    float totals[ONE_UNIT ? ADJACENT : ITEMS][GRADS] = {};  // of the gates over few steps, of a unit's items in one
     Span spans[ITEMS] = {};
     // A step's derivatives, computed before the gradients that they multiply arrive.
     float slope[ITEMS][GATES], direct[ITEMS] = {}, gate[ITEMS], through[ITEMS], given[ITEMS];
@@ -247,14 +248,21 @@ struct Units : Block {
         }
     }
 
-    __device__ void write_totals() const {
+    // Adds what was summed of few steps to the sums in memory, so that rounding does not grow with the number of all;
+    // those of clusters are written after the last step, at once.
+    __device__ void write_totals(int taken) {
+        if (!SCATTERS && taken % SUMMED < SUMMED - 1 && taken + 1 < p.steps) return;
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
             if (!owned(i)) continue;
 #pragma unroll
-            for (int g = 0; g < GRADS; ++g)
-                p.totals[place(0, i, GRADS) + g * HIDDEN] =
-                    ONE_UNIT && i >= ADJACENT ? 0 : totals[ONE_UNIT ? i % ADJACENT : i][g];
+            for (int g = 0; g < GRADS; ++g) {
+                float& few = totals[ONE_UNIT ? i % ADJACENT : i][g];
+                float* all = p.totals + place(0, i, GRADS) + g * HIDDEN;
+                if (SCATTERS || taken < SUMMED) *all = few;
+                else atomicAdd(all, few);  // which, unlike a load, nobody waits for
+                few = 0;
+            }
         }
     }
 };
@@ -297,6 +305,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const
         units.erase(state + to_opposite_buffer(taken) * ptrdiff_t(stride));
         state += to_next_buffer(taken) * ptrdiff_t(stride);
         units.write(written);
+        units.write_totals(taken);
         float* sums = all_sums + taken % SUM_BUFFERS * SUMS;
         product(sums, patience);
         __syncthreads();
@@ -304,7 +313,6 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const
         units.add(product, sums, mailbox, taken, patience);
     }
     units.write_states();
-    units.write_totals();
     meet();
 }
 #endif

@@ -31,6 +31,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(TURNS * THREADS, 1) rec
                 units.prefetch_step(Rows(p, step_of(p, taken + PREFETCH)));
             units.resets.look_up(p, units, taken + 2);
             units.write(written);
+            units.write_totals(taken);
             units.erase(state + to_opposite_buffer(taken) * ptrdiff_t(p.groups) * GROUP_BYTES);
         };
         const auto update = [&](int taken, const float* sums, char* state) {
@@ -42,7 +43,6 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(TURNS * THREADS, 1) rec
         units.update(state, 0);
         update_in_turns(p, sums, state, update, prepare);
         units.write_states();
-        units.write_totals();
     }
     meet();
 }

@@ -82,7 +82,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const
             if (Block::has_sectors() && taken + PREFETCH < p.steps)
                 units.prefetch_step(Rows(p, step_of(p, taken + PREFETCH)));
         }
-        if (writes) units.write_totals();
+        if (writes) units.write_totals(p.steps - 1);
     }
     meet();
 }
