@@ -313,7 +313,8 @@ def test_a_mask_of_resets_changes_no_tile_of_whole_or_odd_rows_of_a_linear_scan(
     turns = (1, 1 << 18, 16), (2, 300000, 24), (1, 400000, 11)
     shapes = *whole, *turns, (8, 181818, 33), (16, 4096, 1537), (2, 60000, 129)
     for element, itemsize, shape in itertools.product(("LinearScan", "LinearScanBackward"), (2, 4), shapes):
-        scan = Criteria(element, INPUTS[element], itemsize, 1, True, *shape, GPUS["H200"])
+        aligned = min(16 // itemsize, shape[2] & -shape[2]) if shape in turns else 1
+        scan = Criteria(element, INPUTS[element], itemsize, aligned, True, *shape, GPUS["H200"])
         geometry = choose_geometry(scan)
         assert geometry.looks_back == (shape not in turns)
         assert bool(geometry.narrow) == (shape in whole + turns)

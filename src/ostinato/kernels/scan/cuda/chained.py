@@ -48,7 +48,7 @@ def chain_few_channels(scan: Criteria) -> Geometry | None:
         if scan.channels in (3, 6) and scan.backward:
             rows = 20  # against bank conflicts, as odd rows of other channels
         return Geometry(1, lanes, 8, rows, True, 2, scan.channels, looks_back=True)
-    if scan.channels <= 8 or (scan.resets and scan.itemsize == 2 and scan.aligned > 1):  # tests of pairs are cheaper
+    if scan.channels <= 8:
         return None
     return _with_longer_tiles(scan, Geometry(1, lanes, 16, 36 // numbers - 1 | 1, True, 1, scan.channels))
 
