@@ -85,8 +85,8 @@ DIAGONAL = (
 
 def _steps(device: torch.device) -> Iterator[tuple[str, dict[str, Call]]]:
     without_gradient = torch.no_grad()
-    for hidden in (32, 128, 512):
-        x = torch.randn(1, hidden, device=device)
+    for hidden, batch in ((32, 1), (128, 1), (512, 1), (128, 32)):
+        x = torch.randn(batch, hidden, device=device)
         for name, (ours, *peers) in {"MinGRU": (ostinato.MinGRU, *PEERS["GRU"][1:]), **PEERS}.items():
             own, layer, cell = (kind(hidden, hidden, device=device) for kind in (ours, *peers))
             state = without_gradient(own.step)(x)[1]
@@ -94,11 +94,12 @@ def _steps(device: torch.device) -> Iterator[tuple[str, dict[str, Call]]]:
             contestants: dict[str, Call] = {
                 "Ostinato": partial(own.step, x, state),
                 "Ostinato, T = 1": partial(own, x[None]),
-                "Ostinato, Stepper": partial(ostinato.Stepper(own, batch_size=1), x),
+                "Ostinato, Stepper": partial(ostinato.Stepper(own, batch_size=batch), x),
                 "torch.nn, T = 1": partial(layer, x[None]),
                 "torch.nn's cell": partial(cell, x, given),
             }
-            yield f"step of {name} {hidden}", {who: without_gradient(call) for who, call in contestants.items()}
+            title = f"step of {name} {hidden}{f', B = {batch}' * (batch > 1)}"
+            yield title, {who: without_gradient(call) for who, call in contestants.items()}
 
 
 def _diagonal(device: torch.device) -> Iterator[tuple[str, dict[str, Call]]]:
@@ -118,13 +119,18 @@ def _diagonal(device: torch.device) -> Iterator[tuple[str, dict[str, Call]]]:
 
 
 def _trained(device: torch.device) -> Iterator[tuple[str, dict[str, Call]]]:
-    x, h = torch.randn(2, 1, 1, 256, device=device)
-    for name, kinds in PEERS.items():
-        for given in (False, True):
-            states = ((h, h) if name == "LSTM" else h,) if given else ()
-            own, layer = (partial(kind(256, 256, device=device), x, *states) for kind in kinds[:2])
-            title = f"{name} 256 with gradient, T = 1{', given a state' * given}"
-            yield title, {"Ostinato": own, "torch.nn": layer}
+    for (name, kinds), batch, given in itertools.product(PEERS.items(), (1, 32), (False, True)):
+        x, h = torch.randn(2, 1, batch, 256, device=device)
+        states = ((h, h.clone()) if name == "LSTM" else h,) if given else ()
+        contestants: dict[str, Call] = {}
+        for who, kind in zip(("Ostinato", "torch.nn"), kinds, strict=False):
+            layer = kind(256, 256, device=device)
+
+            def both(layer: nn.Module = layer, x: Tensor = x, states: Any = states, grad: Tensor = h) -> Any:
+                return torch.autograd.grad(layer(x, *states)[0], list(layer.parameters()), grad)
+
+            contestants |= {who: partial(layer, x, *states), f"{who}, forward+backward": both}
+        yield f"{name} 256 with gradient, T = 1, B = {batch}{', given a state' * given}", contestants
 
 
 def _stacks(device: torch.device) -> Iterator[tuple[str, dict[str, Call]]]:

@@ -2,10 +2,11 @@
 
 constexpr int AT_ONCE = BATCH > 2 ? 2 : 8;  // packs of a row whose loads are in flight together
 
-// Adds this lane's share of (first row + g * stride) . x[b] to sum[g][b].  A row has `packs` packs, as has each x.
+// Adds this lane's share of (first row + g * stride) . x[b] to sum[g][b].  A row has `packs` packs, as has each x.  Of
+// fewer sequences than BATCH, the last one is taken again.
 template <int ROWS>
 __device__ inline void add_products(
-    Compute (&sum)[ROWS][BATCH], const Pack* first, size_t stride, const Pack* x, int packs
+    Compute (&sum)[ROWS][BATCH], const Pack* first, size_t stride, const Pack* x, int packs, int sequences = BATCH
 ) {
     for (int start = threadIdx.x % 32; start < packs; start += 32 * AT_ONCE) {
         Pack weights[AT_ONCE][ROWS], inputs[AT_ONCE][BATCH];
@@ -15,7 +16,7 @@ __device__ inline void add_products(
 #pragma unroll
             for (int g = 0; g < ROWS; ++g) weights[k][g] = i < packs ? first[g * stride + i] : 0;
 #pragma unroll
-            for (int b = 0; b < BATCH; ++b) inputs[k][b] = i < packs ? x[size_t(b) * packs + i] : 0;
+            for (int b = 0; b < BATCH; ++b) inputs[k][b] = i < packs ? x[size_t(min(b, sequences - 1)) * packs + i] : 0;
         }
 #pragma unroll
         for (int k = 0; k < AT_ONCE; ++k) {

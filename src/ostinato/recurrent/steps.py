@@ -9,10 +9,10 @@ from torch import Tensor
 
 from ostinato.kernels.eager import Prepared, is_differentiated, is_eager
 from ostinato.kernels.persistent.backends import frozen_step, step_of, step_of_layers
-from ostinato.kernels.persistent.plan import STEP_BATCH
 from ostinato.layers import ONE_STEP, check_input, check_like_weight
 from ostinato.masks import masked
-from ostinato.recurrent.cells import by_cells, differentiable
+from ostinato.recurrent.cells import by_cells
+from ostinato.recurrent.gradients import differentiable
 from ostinato.recurrent.torch_layers import Hidden, check_hidden, hidden_of, states_of
 from ostinato.recurrent.weights import MaskedLayers
 from ostinato.replay import recording
@@ -89,14 +89,15 @@ class StepLayers(MaskedLayers):
         if torch.compiler.is_compiling() or not isinstance(x, Tensor) or self.proj_size or self.bidirectional:
             return None
         trained = torch.is_grad_enabled()
-        few = x.numel() <= STEP_BATCH * self.input_size
-        if not x.is_cpu and (not x.is_cuda or self._buffers or not (few or trained)):
+        if not x.is_cpu and (not x.is_cuda or self._buffers):
             return None
         if self._frozen is not None and not trained and (result := self._step_frozen(x, state)) is not None:
             return result
         states, own = states_of(state), self._unmasked_weights()
         distinct = states[:1] if len(states) == 2 and states[0] is states[1] else states  # what is prepared needs that
-        like = [x, *own, *distinct], rank, type(state), len(states), self.mode, self.num_layers, self._path
+        captured = x.is_cuda and torch.cuda.is_current_stream_capturing()
+        kind = rank, type(state), len(states), self.mode, self.num_layers, self._path, captured
+        like = [x, *own, *distinct], *kind
         run = None if self._buffers or self._dropout() else _STEPS.find(*like)
         if run is None:
             run = self._prepared_step(x, state, own, rank)
@@ -115,8 +116,9 @@ class StepLayers(MaskedLayers):
     def _prepared_step(self, x: Tensor, state: Any, own: list[Tensor], rank: int) -> Any:
         """A function that computes a step of tensors like these, or None where the fast path does not apply.
 
-        With gradients it is torch's cells, and on a GPU, for few sequences, the kernel with the cells' gradients.
-        `own` is updated to the weights that the function takes.
+        The function itself returns None where torch's layers are faster.  With gradients it is torch's cells, and on a
+        GPU, unless the layer and the batch are large, the kernel with the cells' gradients.  `own` is updated to the
+        weights that the function takes.
         """
         layers, hidden, dtype, masks = self.num_layers, self.hidden_size, x.dtype, self._buffers
         check_hidden("state", state, self.mode == "LSTM")
@@ -155,11 +157,11 @@ class StepLayers(MaskedLayers):
                 own[layer * size] = masked(self, f"weight_ih_l{layer}")
                 step = step_of(x.device, self.mode.lower(), dtype, hidden, inputs, batch, None, mask_hh, self._path)
             if step is None:
-                return cells
+                return cells or _left_to_torch
             steps.append(step)
             inputs = hidden
         run = step_of_layers(x.device, steps, x, shape, count)
-        return run if cells is None else differentiable(run, cells)
+        return run if cells is None else differentiable(self.mode, run, cells)
 
     def freeze(self) -> None:
         """Assume constant weights in :meth:`step`, for use by one thread: for a frozen stepper's own copy."""
@@ -204,3 +206,7 @@ class StepLayers(MaskedLayers):
     def _dropout(self) -> float:
         """The probability of dropout between layers in the current mode."""
         return self.dropout if self.training and self.num_layers > 1 else 0.0
+
+
+def _left_to_torch(*_: Any) -> None:
+    """No step."""

@@ -15,7 +15,10 @@ from ostinato.kernels.persistent.cuda import step as cuda_step
 from ostinato.kernels.persistent.plan import GATES
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-SIZES = ((1, 33, 5), (1, 256, 256), (3, 6, 34), (8, 600, 130), (2, 1030, 516))  # sequences, inputs, units
+SIZES = (  # sequences, inputs, units
+    *((1, 33, 5), (1, 256, 256), (3, 6, 34), (8, 600, 130), (2, 1030, 516)),
+    *((9, 33, 5), (64, 24, 40), (37, 130, 66)),
+)
 
 
 def tensors(cell, batch, inputs, units, dtype, bias=True):
@@ -86,7 +89,9 @@ def test_layers_take_it(cell, monkeypatch):
     assert layer.step(y, state)[0].requires_grad
     assert len(calls) == 22
     layer.step(torch.randn(9, 33, dtype=torch.float64, device="cuda"))
-    assert len(calls) == 22
+    assert len(calls) == 23
+    layer.step(torch.randn(40_000, 33, dtype=torch.float64, device="cuda"))
+    assert len(calls) == 23
 
 
 @pytest.mark.gpu

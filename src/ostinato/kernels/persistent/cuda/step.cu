@@ -1,8 +1,8 @@
 // One step of an RNN, GRU or LSTM layer for few sequences: both products and the gates, in one launch.
 //
-// A warp computes one unit of all sequences; its lanes split the inputs and the state.  x is (BATCH, inputs), states
-// and cells (BATCH, units), the weights (GATES * units, inputs or units), all contiguous.  A lane loads VEC numbers at
-// once.
+// A warp computes one unit of BATCH sequences; its lanes split the inputs and the state.  The groups of sequences of a
+// unit are neighbouring warps, which find its weights in the L1 cache.  x is (batch, inputs), states and cells
+// (batch, units), the weights (GATES * units, inputs or units), all contiguous.  A lane loads VEC numbers at once.
 
 enum CellKind { RNN_TANH, RNN_RELU, GRU, LSTM };
 constexpr int GATES = CELL == LSTM ? 4 : CELL == GRU ? 3 : 1;
@@ -12,18 +12,24 @@ struct Parameters {
     const Scalar *bias_ih, *bias_hh;  // null if absent, as h and c are if zero
     const Scalar* c;                  // of an LSTM, as next_c
     Scalar *next_h, *next_c, *output;
-    int inputs, units;
+    int inputs, units, batch, groups;
 };
 
 __device__ inline Compute state_at(const Scalar* state, size_t at) { return state ? widen(state[at]) : Compute(0); }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS) step(const Parameters p) {
-    const int lane = threadIdx.x % 32, unit = blockIdx.x * WARPS + threadIdx.x / 32;
+    const int lane = threadIdx.x % 32, warp = blockIdx.x * WARPS + threadIdx.x / 32;
+    const int unit = warp / p.groups, first = warp % p.groups * BATCH, sequences = min(BATCH, p.batch - first);
     if (unit >= p.units) return;
     const int packs_ih = p.inputs / VEC, packs_hh = p.units / VEC;
+    const Pack *of_state = p.weight_hh + size_t(unit) * packs_hh, *of_input = p.weight_ih + size_t(unit) * packs_ih;
     Compute from_state[GATES][BATCH] = {}, from_input[GATES][BATCH] = {};
-    if (p.h) add_products(from_state, p.weight_hh + size_t(unit) * packs_hh, size_t(p.units) * packs_hh, p.h, packs_hh);
-    add_products(from_input, p.weight_ih + size_t(unit) * packs_ih, size_t(p.units) * packs_ih, p.x, packs_ih);
+    if (p.h) {
+        const Pack* own = p.h + size_t(first) * packs_hh;
+        add_products(from_state, of_state, size_t(p.units) * packs_hh, own, packs_hh, sequences);
+    }
+    const Pack* own = p.x + size_t(first) * packs_ih;
+    add_products(from_input, of_input, size_t(p.units) * packs_ih, own, packs_ih, sequences);
     Compute x[GATES], s[GATES];
 #pragma unroll
     for (int g = 0; g < GATES; ++g) {
@@ -32,9 +38,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) step(const Parameters p
     }
     reduce(from_state, s);
     reduce(from_input, x);
-    if (lane >= BATCH) return;
+    if (lane >= sequences) return;
 
-    const size_t at = size_t(lane) * p.units + unit;
+    const size_t at = size_t(first + lane) * p.units + unit;
     Compute h;
     if constexpr (CELL == RNN_TANH) h = hyperbolic_tangent(x[0] + s[0]);
     if constexpr (CELL == RNN_RELU) h = x[0] + s[0] < 0 ? 0 : x[0] + s[0];

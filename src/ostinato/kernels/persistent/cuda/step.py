@@ -13,10 +13,13 @@ from torch import Tensor
 
 from ostinato.kernels import nvrtc
 from ostinato.kernels.nvrtc import SCALARS, empty
-from ostinato.kernels.persistent.plan import GATES, STEP_BATCH
+from ostinato.kernels.persistent.plan import GATES
 
 WARPS = 4  # of a block
-MOST_WEIGHTS = 1 << 22  # of a layer, for more than 2 sequences: beyond, tensor cores are faster
+MOST_AT_ONCE = 8  # sequences of a warp
+# Weights that more than two sequences may read, once for each group of them.  Beyond, tensor cores are so much faster
+# that it outweighs the host's time for more launches, which a CUDA graph saves.
+MOST_READ = {False: 1 << 24, True: 1 << 22}
 
 
 class Step:
@@ -44,10 +47,11 @@ class Step:
 
     def _prepare(self, device: int, low: int) -> Callable[..., None]:
         """A function that launches the kernel for addresses with these low bits."""
-        *_, inputs, hidden = self._layer
+        _, _, batch, inputs, hidden = self._layer
         kernel = nvrtc.load_kernel("step", source(), macros(*self._layer, low), device)
-        pack, sizes = struct.Struct("=10Q").pack, struct.pack("=2i", inputs, hidden)
-        return kernel.prepared(device, -(-hidden // WARPS), 32 * WARPS, 0, pack, sizes)
+        groups = _groups(batch)
+        pack, sizes = struct.Struct("=10Q").pack, struct.pack("=4i", inputs, hidden, batch, groups)
+        return kernel.prepared(device, -(-hidden * groups // WARPS), 32 * WARPS, 0, pack, sizes)
 
 
 class StepOfLayers:
@@ -95,11 +99,16 @@ def step_of(
     path: str | None,
 ) -> Step | None:
     """What makes a step of a layer, prepared once for its sizes; None where that would be no faster."""
-    large = batch > 2 and GATES[cell] * hidden * (inputs + hidden) > MOST_WEIGHTS
+    most = MOST_READ[torch.cuda.is_current_stream_capturing()]
+    large = batch > 2 and _groups(batch) * GATES[cell] * hidden * (inputs + hidden) > most
     pruned = mask_ih is not None or mask_hh is not None
-    if batch > STEP_BATCH or large or pruned or dtype not in SCALARS or not _compiles():
+    if large or pruned or dtype not in SCALARS or not _compiles():
         return None
     return _make(cell, dtype, hidden, inputs, batch)
+
+
+def _groups(batch: int) -> int:
+    return -(-batch // MOST_AT_ONCE)
 
 
 @functools.cache
@@ -118,5 +127,5 @@ def macros(
 ) -> tuple[tuple[str, Any], ...]:
     """Its preprocessor definitions; `low` are the low bits of the addresses of inputs, states and weights."""
     sizes = 8 // dtype.itemsize | inputs | hidden | low // dtype.itemsize
-    names = {"CELL": cell.upper(), "SCALAR": SCALARS[dtype], "VEC": sizes & -sizes, "BATCH": batch, "WARPS": WARPS}
-    return tuple(names.items())
+    names = {"CELL": cell.upper(), "SCALAR": SCALARS[dtype], "VEC": sizes & -sizes, "WARPS": WARPS}
+    return (*names.items(), ("BATCH", min(batch, MOST_AT_ONCE)))

@@ -1,0 +1,148 @@
+"""The gradients of one step of RNN, GRU or LSTM layers, computed from its inputs again.
+
+Autograd's records of torch's cells take the host longer than the kernels take the GPU.  So there a step is one node,
+whose backward calls the kernels that autograd would.  Elsewhere, and for derivatives of higher order, it
+differentiates the cells.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ostinato.kernels.persistent.operators import without_autocast
+from ostinato.recurrent.cells import Step
+
+Gradients = Sequence[Tensor | None]
+
+
+def differentiable(mode: str, step: Step, cells: Step) -> Step:
+    """A step without gradients, with those of `cells`, which compute the same."""
+    apply = super(torch.autograd.Function, _Differentiable).apply  # skips a look for transforms
+
+    def run(x: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        output, *new = apply(mode, step, cells, len(states), x, *states, *weights)
+        return output, new
+
+    return run
+
+
+class _Differentiable(torch.autograd.Function):
+    """See :func:`differentiable`."""
+
+    @staticmethod
+    def forward(ctx: Any, mode: str, step: Step, cells: Step, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.mode, ctx.cells, ctx.count = mode, cells, count
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)
+        output, new = step(tensors[0], tensors[1 : 1 + count], tensors[1 + count :])
+        return output, *new
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if all(grad is None for grad in grads):
+            return (None,) * len(ctx.needs_input_grad)
+        x, *others = ctx.saved_tensors
+        states, weights, needed = others[: ctx.count], others[ctx.count :], ctx.needs_input_grad[4:]
+        with without_autocast(x.device.type):
+            if torch.is_grad_enabled() or not x.is_cuda:
+                found = _by_autograd(ctx.cells, x, states, weights, grads, needed)
+            else:
+                found = _by_kernels(ctx.mode, x, states, weights, grads, needed)
+        return None, None, None, None, *found
+
+
+def _by_autograd(
+    cells: Step, x: Tensor, states: list[Tensor], weights: list[Tensor], grads: Gradients, needed: Sequence[bool]
+) -> Gradients:
+    """The gradients of the tensors that need them, differentiable where gradients are enabled."""
+    again, first = torch.is_grad_enabled(), 1 + len(states)
+    with torch.enable_grad():
+        own = [tensor.view_as(tensor) for tensor in (x, *states, *weights)]  # tells the same tensor given twice apart
+        output, new = cells(own[0], own[1:first], own[first:])
+        results = [y for y, grad in zip((output, *new), grads, strict=True) if grad is not None]
+        inputs = [tensor for tensor, need in zip(own, needed, strict=True) if need]
+        given = [grad for grad in grads if grad is not None]
+        found = iter(torch.autograd.grad(results, inputs, given, create_graph=again, allow_unused=True))
+    return [next(found) if need else None for need in needed]
+
+
+def _by_kernels(
+    mode: str, x: Tensor, states: list[Tensor], weights: list[Tensor], grads: Gradients, needed: Sequence[bool]
+) -> Gradients:
+    """The gradients of the tensors that need them, by the kernels of torch's cells on a GPU."""
+    size = 4 if weights[2:] and weights[2].dim() == 1 else 2  # of a layer, with biases or without
+    y, hidden = x.reshape(-1, x.shape[-1]), weights[1].shape[1]
+    batch, count = len(y), len(grads) - 1
+    before = [state.view(-1, batch, hidden) for state in states]
+    before = before or [y.new_zeros(len(weights) // size, batch, hidden)] * count
+    of_output, *of_states = (None if grad is None else grad.reshape(-1, batch, hidden) for grad in grads)
+
+    layers: list[_Layer] = []
+    for first in range(0, len(weights), size):
+        own = [state[len(layers)] for state in before]
+        layers.append(_run_layer(mode, y, own, weights[first : first + size]))
+        y = layers[-1].after[0]
+
+    of_weights: list[Tensor] = []
+    of_before: list[list[Tensor]] = [[] for _ in before]
+    of_y = None if of_output is None else of_output[0]
+    for index, layer in reversed(list(enumerate(layers))):
+        of_h, *of_c = (None if grad is None else grad[index] for grad in of_states)
+        of_h = of_y if of_h is None else of_h if of_y is None else of_h + of_y
+        of_ih, of_hh, of_biases, of_own = _differentiate_layer(mode, layer, of_h, *of_c)
+        weight_ih, _, *biases = layer.weights
+        of_weights[:0] = of_ih.t() @ layer.x, of_hh.t() @ layer.before[0], *of_biases[: len(biases)]
+        for parts, part in zip(of_before, of_own, strict=True):
+            parts.insert(0, part)
+        of_y = of_ih @ weight_ih if index or needed[0] else None
+
+    of_x = None if of_y is None else of_y.view(x.shape)
+    of_given = [torch.stack(parts).view(state.shape) for parts, state in zip(of_before, states, strict=False)]
+    found = of_x, *of_given, *of_weights
+    return [grad if need else None for grad, need in zip(found, needed, strict=True)]
+
+
+class _Layer(NamedTuple):
+    """The step of a layer."""
+
+    x: Tensor
+    before: list[Tensor]  # h, and an LSTM's c
+    weights: list[Tensor]
+    after: tuple[Tensor, ...]  # likewise, and what torch's kernels save
+
+
+def _run_layer(mode: str, x: Tensor, before: list[Tensor], weights: list[Tensor]) -> _Layer:
+    weight_ih, weight_hh, *biases = weights
+    products = F.linear(x, weight_ih), F.linear(before[0], weight_hh)
+    if mode == "LSTM":
+        after = torch.ops.aten._thnn_fused_lstm_cell(*products, before[1], *biases)
+    elif mode == "GRU":
+        after = torch.ops.aten._thnn_fused_gru_cell(*products, before[0], *biases)
+    else:
+        total = sum(biases, products[0] + products[1])
+        after = (total.tanh() if mode == "RNN_TANH" else total.relu(),)
+    return _Layer(x, before, weights, after)
+
+
+def _differentiate_layer(
+    mode: str, layer: _Layer, of_h: Tensor | None, of_c: Tensor | None = None
+) -> tuple[Tensor, Tensor, Sequence[Tensor], list[Tensor]]:
+    """The gradients of both products, of the biases and of the states before, of one of the states after at least."""
+    before, after, weight_hh, biased = layer.before, layer.after, layer.weights[1], len(layer.weights) > 2
+    if mode == "LSTM":
+        backward = torch.ops.aten._thnn_fused_lstm_cell_backward_impl
+        gates, of_before, bias = backward(of_h, of_c, before[1], after[1], after[2], biased)
+        return gates, gates, (bias, bias), [gates @ weight_hh, of_before]
+    if mode == "GRU":
+        backward = torch.ops.aten._thnn_fused_gru_cell_backward
+        of_ih, of_hh, direct, *of_biases = backward(of_h, after[1], biased)
+        return of_ih, of_hh, of_biases, [torch.addmm(direct, of_hh, weight_hh)]
+    if mode == "RNN_TANH":
+        gates = torch.ops.aten.tanh_backward(of_h, after[0])
+    else:
+        gates = torch.ops.aten.threshold_backward(of_h, after[0], 0)
+    bias = gates.sum(0)
+    return gates, gates, (bias, bias), [gates @ weight_hh]
