@@ -156,9 +156,10 @@ def python_of(path):
 
 
 def commands(path):
-    """The lines of the shell blocks that call the command line."""
+    """The calls of the command line in the shell blocks, those under torchrun too."""
     blocks = re.findall(r"```sh\n(.*?)```", path.read_text().replace("\\\n", ""), re.DOTALL)
-    return [line for block in blocks for line in block.splitlines() if line.startswith("ostinato ")]
+    lines = [re.sub("^torchrun .*? -m ", "", line) for block in blocks for line in block.splitlines()]
+    return [line for line in lines if line.startswith("ostinato ")]
 
 
 @pytest.mark.parametrize("line", [line for path in PAGES for line in commands(path)])
