@@ -172,6 +172,18 @@ def test_commands_are_understood(line):
     command.make_context(name, arguments)
 
 
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
+def test_links_outside_of_the_site_lead_somewhere(name):
+    """Those of the site are MkDocs' to check."""
+    links = re.findall(r"\]\((?!http)([^)#]+)#?([^)]*)\)", (ROOT / name).read_text())
+    assert links
+    for path, anchor in links:
+        assert (ROOT / path).exists(), path
+        if anchor:
+            headings = re.findall("^#+ (.*)", (ROOT / path).read_text(), re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}, anchor
+
+
 WITH_CODE = [path for path in PAGES if python_of(path).strip()]
 
 
