@@ -7,7 +7,8 @@ from typing import Any
 import griffe
 from latex2mathml.converter import convert
 
-PARAGRAPH = re.compile(r"^(Inputs?|Outputs?|Parameters): (?=\S)", re.MULTILINE)
+PARAGRAPH = re.compile(r"^(Inputs?|Outputs?): (?=\S)", re.MULTILINE)
+LEARNED = re.compile(r"^Parameters: (?=\S)", re.MULTILINE)  # of a module; those of its constructor have that heading
 TOGETHER = re.compile(r"^    (\w+(?:, \w+)+):( .*(?:\n {8}.*)*)", re.MULTILINE)  # arguments or errors with one text
 DISPLAYED = re.compile(r"^( *)\.\. math::(.*(?:\n(?:\1 +\S.*)?)*)", re.MULTILINE)
 INLINE = re.compile(r":math:`([^`]+)`")
@@ -22,6 +23,7 @@ def to_markdown(docstring: str) -> str:
     'See `torch.nn.GRU` and [`linear_scan`][ostinato.linear_scan].'
     """
     text = PARAGRAPH.sub(r"**\1:** ", docstring)
+    text = LEARNED.sub("**Learned parameters:** ", text)
     text = TOGETHER.sub(lambda match: "\n".join(f"    {name}:{match[2]}" for name in match[1].split(", ")), text)
     text = DISPLAYED.sub(_formulas, text)
     text = INLINE.sub(lambda match: f"<span>{convert(match[1])}</span>", text)

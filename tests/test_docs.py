@@ -156,9 +156,10 @@ def python_of(path):
 
 
 def commands(path):
-    """The lines of the shell blocks that call the command line."""
+    """The calls of the command line in the shell blocks, those under torchrun too."""
     blocks = re.findall(r"```sh\n(.*?)```", path.read_text().replace("\\\n", ""), re.DOTALL)
-    return [line for block in blocks for line in block.splitlines() if line.startswith("ostinato ")]
+    lines = [re.sub("^torchrun .*? -m ", "", line) for block in blocks for line in block.splitlines()]
+    return [line for line in lines if line.startswith("ostinato ")]
 
 
 @pytest.mark.parametrize("line", [line for path in PAGES for line in commands(path)])
@@ -169,6 +170,18 @@ def test_commands_are_understood(line):
         name, *arguments = arguments
         command = command.commands[name]
     command.make_context(name, arguments)
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
+def test_links_outside_of_the_site_lead_somewhere(name):
+    """Those of the site are MkDocs' to check."""
+    links = re.findall(r"\]\((?!http)([^)#]+)#?([^)]*)\)", (ROOT / name).read_text())
+    assert links
+    for path, anchor in links:
+        assert (ROOT / path).exists(), path
+        if anchor:
+            headings = re.findall("^#+ (.*)", (ROOT / path).read_text(), re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}, anchor
 
 
 WITH_CODE = [path for path in PAGES if python_of(path).strip()]

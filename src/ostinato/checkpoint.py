@@ -73,6 +73,18 @@ def load_checkpoint(path: Path | str) -> Checkpoint:
         OSError: the file cannot be read.
         ValueError: a truncated file, one that is not a checkpoint of this library, or weights that do not match the
             model of its settings.
+
+    Example:
+        >>> import tempfile
+        >>> from ostinato.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+        >>> from ostinato.models import LanguageModel
+        >>> from ostinato.text import Vocabulary
+        >>> model = LanguageModel(vocab_size=3, width=8, num_layers=1)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_checkpoint(f"{folder}/model.safetensors", Checkpoint(model, Vocabulary.of("banana")))
+        ...     loaded = load_checkpoint(f"{folder}/model.safetensors")
+        >>> loaded.model.settings == model.settings, loaded.vocabulary.decode([1, 0, 2])
+        (True, 'ban')
     """
     metadata, tensors = _read(Path(path))
     if metadata.get("format") != FORMAT:

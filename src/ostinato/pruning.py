@@ -106,7 +106,7 @@ def cubic_density(step: int, final: float, *, begin: int = 0, end: int, initial:
 
     Example:
         >>> import ostinato
-        >>> [round(cubic_density(step, 0.1, end=100), 4) for step in (0, 50, 100)]
+        >>> [round(ostinato.cubic_density(step, 0.1, end=100), 4) for step in (0, 50, 100)]
         [1.0, 0.2125, 0.1]
 
         In a training, after the optimiser's step, every hundred steps::
