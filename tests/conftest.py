@@ -45,6 +45,7 @@ def pytest_collection_modifyitems(items):
     others = [item for item in items if "processes" not in item.fixturenames]
     quarter = len(others) // 4
     items[:] = others[:-quarter] + pooled + others[-quarter:] if quarter else others + pooled
+    torch.backends.cudnn.allow_tf32 = False  # float32 is compared in full precision, ours and cuDNN's
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

@@ -6,7 +6,9 @@
 ``eager.py``        which calls may bypass their registration, and functions prepared for them
 ``derived.py``      what is computed from a tensor, until it changes
 ``export.py``       programs that run without this library
-``gemm.py``         matrix products over all steps; ``convolution.py``, those on AMD's CPUs
+``gemm.py``         matrix products over all steps; ``convolution.py``, those on AMD's CPUs, ``cublas.py``, those of
+                    another precision than PyTorch's
+``precision.py``    whether float32 may be rounded to tf32
 ``nvrtc.py``        CUDA kernels: compiled, loaded, launched
 ``numeric.cuh``     their arithmetic; ``barriers.cuh``, ``gemv.cuh`` and ``transpose.cu``, parts of them
 ``streams.py``      two computations in parallel on a GPU

@@ -1,4 +1,7 @@
-"""The GEMM before every layer: the fastest of torch's implementations."""
+"""The GEMM before every layer, and those of its gradients: the fastest of torch's implementations.
+
+``rounds`` says whether float32 may be rounded to tf32 on a GPU; if it is None, torch's switch for products does.
+"""
 
 import functools
 import struct
@@ -8,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ostinato.kernels import convolution, nvrtc
+from ostinato.kernels import convolution, cublas, nvrtc
 from ostinato.kernels.eager import is_eager
+from ostinato.kernels.precision import products_round
 
 LONG, WIDE = 8192, 1024  # rows and width from which a transposition pays off
 TILE = 128, 32  # rows and columns that a block transposes
@@ -17,20 +21,42 @@ LINE = 16  # bytes, at multiples of which rows begin that GPUs multiply at full 
 LARGE = 2**34  # multiply-adds, from which copies pay off whose rows do, for the host too, which has to launch them
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``F.linear(x, weight, bias)``; eager calls choose the fastest implementation."""
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, rounds: bool | None = None) -> Tensor:
+    """``F.linear(x, weight, bias)``; eager calls choose the fastest implementation.  With `rounds`, no gradients."""
     if x.dim() == 2 and not torch.compiler.is_compiling() and x.shape[0] < convolution.LEAST_ROWS:
-        return F.linear(x, weight, bias)  # sooner than by the checks of what needs more rows
+        return _linear(x, weight, bias, rounds)  # sooner than by the checks of what needs more rows
     if x.is_cpu:
         if is_eager([x, weight]):
             return _linear_cpu(x, weight, bias)
-    elif _is_faster_padded(x, weight, weight.shape[0]):
+    elif _is_faster_padded(x, weight, weight.shape[0], rounds):
         rows, columns = (_missing(x, size) for size in weight.shape)
         bias = None if bias is None else F.pad(bias, (0, rows))
-        return _first(linear(F.pad(x, (0, columns)), F.pad(weight, (0, columns, 0, rows)), bias), weight.shape[0])
-    elif torch.is_grad_enabled() and weight.requires_grad and _is_faster_transposed(x, weight, weight.shape[0]):
+        padded = F.pad(x, (0, columns)), F.pad(weight, (0, columns, 0, rows)), bias
+        return _first(linear(*padded, rounds), weight.shape[0])
+    elif rounds is None and _is_trained(weight) and _is_faster_transposed(x, weight, weight.shape[0]):
         return _Transposing.apply(x, weight, bias)
+    return _linear(x, weight, bias, rounds)
+
+
+def _is_trained(weight: Tensor) -> bool:
+    return torch.is_grad_enabled() and weight.requires_grad
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, rounds: bool | None) -> Tensor:
+    if rounds is not None and _is_cublas(x, weight, rounds):
+        return cublas.multiply(x, weight.T, bias, rounds=rounds)
     return F.linear(x, weight, bias)
+
+
+def _matmul(a: Tensor, b: Tensor, rounds: bool | None) -> Tensor:
+    if rounds is not None and _is_cublas(a, b, rounds):
+        return cublas.multiply(a, b, rounds=rounds)
+    return a @ b
+
+
+def _is_cublas(a: Tensor, b: Tensor, rounds: bool) -> bool:
+    """Whether torch's product would round, and this must not, or the other way."""
+    return a.is_cuda and a.dtype == torch.float32 and rounds != products_round() and is_eager([a, b])
 
 
 class _Transposing(torch.autograd.Function):
@@ -73,7 +99,7 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     )
 
 
-def _is_faster_padded(x: Tensor, other: Tensor, width: int) -> bool:
+def _is_faster_padded(x: Tensor, other: Tensor, width: int, rounds: bool | None) -> bool:
     """Whether copies pay off, in an eager call on a GPU, whose rows begin at multiples of 16 bytes.
 
     Of others, (rows, channels) and `width` columns, cuBLAS's products take three to five times as long.
@@ -85,7 +111,7 @@ def _is_faster_padded(x: Tensor, other: Tensor, width: int) -> bool:
         and x.numel() * width >= LARGE
         and not torch.compiler.is_compiling()
         and is_eager([x, other])
-        and (x.itemsize == 2 or (x.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"))
+        and (x.itemsize == 2 or (x.dtype == torch.float32 and (products_round() if rounds is None else rounds)))
         and not torch.is_autocast_enabled("cuda")
     )
 
@@ -106,7 +132,7 @@ def _first(x: Tensor, columns: int) -> Tensor:
     return x if x.shape[-1] == columns else x[..., :columns].contiguous()
 
 
-def _is_faster_transposed(x: Tensor, other: Tensor, width: int) -> bool:
+def _is_faster_transposed(x: Tensor, other: Tensor, width: int, rounds: bool | None = None) -> bool:
     """Whether transposing pays off in the GEMM for the gradient of a weight of that width, in an eager call.
 
     Hopper's tensor cores take tf32 operands only if K-major (contiguous along the summed dimension).  cuBLAS's kernels
@@ -119,7 +145,7 @@ def _is_faster_transposed(x: Tensor, other: Tensor, width: int) -> bool:
         and width >= WIDE
         and x.shape[:-1].numel() >= LONG
         and is_eager([x, other])
-        and torch.backends.cuda.matmul.fp32_precision == "tf32"
+        and (products_round() if rounds is None else rounds)
         and not torch.is_autocast_enabled("cuda")
         and _can_transpose(x.get_device())
     )
@@ -156,38 +182,46 @@ def _linear_cpu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     return product(rows, weight, bias).view(*x.shape[:-1], -1)
 
 
-def gradient_of_input(grad: Tensor, weight: Tensor) -> Tensor:
+def gradient_of_input(grad: Tensor, weight: Tensor, rounds: bool | None = None) -> Tensor:
     """``grad @ weight`` of (..., width) and (width, channels), the input's gradient of :func:`linear`, and as fast."""
     if grad.is_cpu:
         return linear(grad, weight.T)
     channels = weight.shape[1]
     if not torch.is_grad_enabled():
-        if _is_faster_padded(grad, weight, channels):
+        if _is_faster_padded(grad, weight, channels, rounds):
             grad = _padded(grad)
             weight = F.pad(weight, (0, _missing(weight, channels), 0, grad.shape[-1] - len(weight)))
-        if _is_faster_transposed(grad, weight, weight.shape[0]):
-            return _first(grad @ transposed(weight).T, channels)
-    return _first(grad @ weight, channels)
+        if _is_faster_transposed(grad, weight, weight.shape[0], rounds):
+            weight = transposed(weight).T
+    return _first(_matmul(grad, weight, rounds), channels)
 
 
-def transposes(grad: Tensor, x: Tensor) -> bool:
+def transposes(grad: Tensor, x: Tensor, rounds: bool | None = None) -> bool:
     """Whether :func:`gradient_of_weight` transposes x, and so leaves out rows of it without another copy."""
-    return grad.dtype == x.dtype and not torch.is_grad_enabled() and _is_faster_transposed(x, grad, grad.shape[1])
+    is_alone = grad.dtype == x.dtype and not torch.is_grad_enabled()
+    return is_alone and _is_faster_transposed(x, grad, grad.shape[1], rounds)
 
 
-def gradient_of_weight(grad: Tensor, x: Tensor, zeroed: Tensor | None = None) -> Tensor:
+def gradient_of_weight(grad: Tensor, x: Tensor, zeroed: Tensor | None = None, rounds: bool | None = None) -> Tensor:
     """``grad.T @ x`` of (rows, width) and (rows, channels), the weight's gradient of :func:`linear`, and as fast.
 
     Rows of x where `zeroed`, a bool tensor, count as zeros.
     """
     width, channels = grad.shape[1], x.shape[1]
-    if not torch.is_grad_enabled() and _is_faster_padded(x, grad, width):
+    if not torch.is_grad_enabled() and _is_faster_padded(x, grad, width, rounds):
         grad, x = _padded(grad), _padded(x)
-    if transposes(grad, x):
-        return _first((grad.T @ transposed(x, zeroed).T)[:width], channels)
+    if transposes(grad, x, rounds):
+        return _first(_matmul(grad.T, transposed(x, zeroed).T, rounds)[:width], channels)
     if zeroed is not None:
         x = torch.where(zeroed[:, None], 0.0, x)
     own = x.is_cpu and grad.dtype == x.dtype and is_eager([grad, x])
     if own and convolution.is_faster(x, width):
         return convolution.gradient_of_weight(grad, x)
-    return _first((grad.T @ x)[:width], channels)
+    return _first(_matmul(grad.T, x, rounds)[:width], channels)
+
+
+def add_product(onto: Tensor, a: Tensor, b: Tensor, rounds: bool | None = None) -> Tensor:
+    """``onto.addmm_(a, b)`` of a contiguous matrix."""
+    if rounds is not None and _is_cublas(a, b, rounds):
+        return cublas.multiply(a, b, onto=onto, rounds=rounds)
+    return onto.addmm_(a, b)

@@ -155,8 +155,9 @@ class RNN(_Recurrent, nn.RNN):
     a sequence without steps, which that refuses, leaves the state as it was.  On CPUs and NVIDIA GPUs layers run and
     train in kernels that keep the recurrent weights on chip or in cache for the whole sequence (Zhu et al. 2018,
     "Sparse Persistent RNNs", arXiv 1804.10223), where one fits; see :meth:`plan`.  The parameters are read at every
-    call.  See :func:`ostinato.prune`, which adds a buffer with the mask of each pruned weight, ``mask_hh_l{k}`` and
-    ``mask_ih_l{k}``; ``load_state_dict`` makes them as needed.
+    call.  In float32 on a GPU, products may be rounded to tf32 if ``torch.backends.cudnn.rnn.fp32_precision`` says so,
+    as it does by default for :class:`torch.nn.RNN` too.  See :func:`ostinato.prune`, which adds a buffer with the mask
+    of each pruned weight, ``mask_hh_l{k}`` and ``mask_ih_l{k}``; ``load_state_dict`` makes them as needed.
 
     Episodes that end inside a sequence: ``forward(input, hx=None, *, resets=None)`` takes a bool tensor of
     the input's shape without features, (T, B), (B, T) with ``batch_first``, (T,) unbatched, or (rows,) as the data of a

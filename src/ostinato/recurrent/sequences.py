@@ -11,10 +11,11 @@ from torch.nn.utils.rnn import PackedSequence
 from ostinato.checks import check_batch_sizes
 from ostinato.kernels.derived import derived_from
 from ostinato.kernels.eager import Prepared
-from ostinato.kernels.persistent.backends import may_round, plan_layer
+from ostinato.kernels.persistent.backends import plan_layer
 from ostinato.kernels.persistent.operators import can_take, is_vmapped, recurrent_layer, recurrent_layers
 from ostinato.kernels.persistent.plan import Call, Plan, no_kernel
 from ostinato.kernels.persistent.reference import resets_in_reverse
+from ostinato.kernels.precision import layers_round
 from ostinato.layers import autocast_dtype
 from ostinato.masks import mask_of
 from ostinato.recurrent.torch_layers import as_given, in_rows
@@ -71,7 +72,7 @@ class SequenceLayers(MaskedLayers):
             like.append(resets)
         autocast = autocast_dtype(device)
         sizes = self.input_size, self.hidden_size, self.num_layers, self.bidirectional
-        how = *sizes, self.mode, self.batch_first, self._path, autocast, may_round(device, dtype), resets is None
+        how = *sizes, self.mode, self.batch_first, self._path, autocast, layers_round(device, dtype), resets is None
         found: KernelCall | None = _CALLS.find(like, *how)
         if found is None and (found := self._checked(input, states, weights, resets)) is not None:
             known = found._replace(layers={})

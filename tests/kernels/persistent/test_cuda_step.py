@@ -90,7 +90,7 @@ def test_layers_take_it(cell, monkeypatch):
     assert len(calls) == 22
     layer.step(torch.randn(9, 33, dtype=torch.float64, device="cuda"))
     assert len(calls) == 23
-    layer.step(torch.randn(40_000, 33, dtype=torch.float64, device="cuda"))
+    layer.step(torch.randn(100_000, 33, dtype=torch.float64, device="cuda"))
     assert len(calls) == 23
 
 

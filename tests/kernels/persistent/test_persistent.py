@@ -692,6 +692,34 @@ def test_error_is_no_larger_than_cudnns():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM])
+@pytest.mark.parametrize(("products", "layers"), [*itertools.product([False, True], repeat=2)])
+def test_float32_is_as_exact_as_the_switch_of_torchs_layers_says(kind, products, layers, monkeypatch):
+    """Whatever that of products says, forward and backward, in cuDNN and here."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", products)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", layers)
+    theirs, exact = kind(96, 256).cuda(), kind(96, 256).double().cuda()
+    ours = getattr(ostinato, kind.__name__)(96, 256).cuda()
+    for layer in (ours, exact):
+        layer.load_state_dict(theirs.state_dict())
+    assert ours.plan(16, training=True).path == "dense"
+    x, grad = torch.randn(100, 16, 96, device="cuda"), torch.randn(100, 16, 256, device="cuda")
+
+    def results(layer):
+        leaf = x.to(layer.weight_hh_l0.dtype, copy=True).requires_grad_()
+        output = layer(leaf)[0]
+        return [output, *torch.autograd.grad(output, [leaf, *layer.parameters()], grad.to(output.dtype))]
+
+    with torch.backends.cudnn.flags(enabled=False):
+        expected = results(exact)
+    for mine, cudnns, right in zip(results(ours), results(theirs), expected, strict=True):
+        error, theirs_is = ((y.double() - right).norm() / right.norm() for y in (mine, cudnns))
+        assert error <= 1.5 * theirs_is + 2e-7
+        assert (error > 1e-5) == layers
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     ("nonlinearity", "hidden", "batch"),
     [*((f, *sizes) for f in ("relu", "tanh") for sizes in ((192, 30), (256, 8), (384, 16))), ("relu", 512, 16)],

@@ -31,7 +31,7 @@ def planned_for_an_h100(monkeypatch):
         cached.cache_clear()
 
 
-def plan_of(cell, hidden, batch, dtype, tf32=(False, False), training=True):
+def plan_of(cell, hidden, batch, dtype, tf32=False, training=True):
     call = Call(torch.device("cuda", 0), cell, hidden, batch, dtype, training, steps=None)
     return cuda_plan.make_plan(call, None, None, tf32)
 
@@ -39,23 +39,22 @@ def plan_of(cell, hidden, batch, dtype, tf32=(False, False), training=True):
 @pytest.mark.parametrize(
     ("layer", "tf32", "ours"),  # measured on an H200, microseconds a step with all products, ours and cuDNN's
     [
-        (("gru", 1024, 16, bf16), (False, False), True),  # 4.0, 16.6
-        (("gru", 512, 256, bf16), (False, False), True),  # 14.7, 21.7
-        (("lstm", 512, 256, bf16), (False, False), True),  # 18.1, 19.8
-        (("gru", 1024, 256, bf16), (False, False), True),  # 28.8, 34.0
-        (("lstm", 1024, 256, bf16), (False, False), True),  # 36.2, 37.5
-        (("lstm", 2048, 64, bf16), (False, False), True),  # 23.9, 39.6
-        (("lstm", 2048, 128, bf16), (False, False), True),  # 45.5, 54.1
-        (("gru", 512, 256, f32), (True, True), True),  # 23.0, 45.6
-        (("gru", 512, 256, f32), (False, False), True),  # 63.3, 95.2
-        (("gru", 2048, 4, f32), (True, True), True),  # 10.2, 49.8: a part of the weights comes from L2
-        (("gru", 512, 256, f32), (False, True), False),  # 63.3, 45.6: by default cuDNN rounds and products do not
-        (("gru", 1024, 256, f32), (True, True), True),  # 54.8, 68.1
-        (("lstm", 1024, 256, f32), (True, True), True),  # 77.6, 87.3
-        (("gru", 128, 1, f32), (True, True), True),  # 1.26, 1.57: cuDNN's kernel for small layers
-        (("gru", 128, 16, f32), (True, True), True),  # 1.40, 2.19
-        (("lstm", 1879, 85, f16), (False, False), True),  # 56.3, 211.7: rows do not begin at multiples of 16 bytes
-        (("gru", 1700, 128, bf16), (False, False), True),  # 49.4, 123.5
+        (("gru", 1024, 16, bf16), False, True),  # 4.0, 16.6
+        (("gru", 512, 256, bf16), False, True),  # 14.7, 21.7
+        (("lstm", 512, 256, bf16), False, True),  # 18.1, 19.8
+        (("gru", 1024, 256, bf16), False, True),  # 28.8, 34.0
+        (("lstm", 1024, 256, bf16), False, True),  # 36.2, 37.5
+        (("lstm", 2048, 64, bf16), False, True),  # 23.9, 39.6
+        (("lstm", 2048, 128, bf16), False, True),  # 45.5, 54.1
+        (("gru", 512, 256, f32), True, True),  # 23.0, 45.6
+        (("gru", 512, 256, f32), False, True),  # 63.3, 95.2
+        (("gru", 2048, 4, f32), True, True),  # 10.2, 49.8: a part of the weights comes from L2
+        (("gru", 1024, 256, f32), True, True),  # 54.8, 68.1
+        (("lstm", 1024, 256, f32), True, True),  # 77.6, 87.3
+        (("gru", 128, 1, f32), True, True),  # 1.26, 1.57: cuDNN's kernel for small layers
+        (("gru", 128, 16, f32), True, True),  # 1.40, 2.19
+        (("lstm", 1879, 85, f16), False, True),  # 56.3, 211.7: rows do not begin at multiples of 16 bytes
+        (("gru", 1700, 128, bf16), False, True),  # 49.4, 123.5
     ],
 )
 def test_a_layer_is_left_to_torch_where_that_is_faster(planned_for_an_h100, layer, tf32, ours):
@@ -325,24 +324,6 @@ def test_few_steps_are_torchs_unless_cudnn_errs(planned_for_an_h100, cell, hidde
     assert (cuda_plan.make_plan(call, None, None).path == "dense") == ours
     assert (backends.least_steps("cuda", cell, hidden, dtype) < 2) == ours
     assert backends.least_steps("cpu", cell, hidden, dtype) == 0
-
-
-def test_what_may_be_rounded_is_asked_of_torch_by_old_and_new_names():
-    device, products, layers = torch.device("cuda"), torch.backends.cuda.matmul, torch.backends.cudnn
-    assert backends.may_round(torch.device("cpu"), f32) == backends.may_round(device, bf16) == (False, False)
-    before = products.allow_tf32, layers.allow_tf32
-    try:
-        products.allow_tf32, layers.allow_tf32 = True, False
-        assert backends.may_round(device, f32) == (True, False)
-        products.allow_tf32, layers.allow_tf32 = False, True
-        assert backends.may_round(device, f32) == (False, True)
-        if hasattr(layers, "rnn"):
-            conv, rnn = layers.conv.fp32_precision, layers.rnn.fp32_precision
-            layers.conv.fp32_precision, layers.rnn.fp32_precision = "tf32", "ieee"  # the old name cannot say that
-            assert backends.may_round(device, f32) == (False, False)
-            layers.conv.fp32_precision, layers.rnn.fp32_precision = conv, rnn
-    finally:
-        products.allow_tf32, layers.allow_tf32 = before
 
 
 def test_plan_says_what_fits():

@@ -12,6 +12,7 @@ from ostinato.kernels.derived import derived_from
 from ostinato.kernels.persistent import reference
 from ostinato.kernels.persistent.masks import block_of
 from ostinato.kernels.persistent.plan import GATES, Call, Plan, no_kernel
+from ostinato.kernels.precision import layers_round
 
 
 def kernels_on(device: torch.device) -> Any:
@@ -30,19 +31,11 @@ def plan_layer(mask_hh: Tensor | None, call: Call) -> Plan:
 
     Raises RuntimeError, which is not cached, for what another call may not meet, such as a lack of free memory.
     """
-    key = call, may_round(call.device, call.dtype)
+    key = call, layers_round(call.device, call.dtype)
     return _plan_dense(*key) if mask_hh is None else derived_from(mask_hh, key, lambda: _plan(mask_hh, *key))
 
 
-def may_round(device: torch.device, dtype: torch.dtype) -> tuple[bool, bool]:
-    """Whether products of float32 may be rounded to tf32 on a GPU: torch's and ours, and those in cuDNN's layers."""
-    if device.type != "cuda" or dtype != torch.float32:
-        return False, False
-    precision = torch._C._get_fp32_precision_getter  # torch.backends' own, whose attributes take ten times as long
-    return precision("cuda", "matmul") == "tf32", precision("cuda", "rnn") == "tf32"
-
-
-def _plan(mask_hh: Tensor | None, call: Call, tf32: tuple[bool, bool]) -> Plan:
+def _plan(mask_hh: Tensor | None, call: Call, tf32: bool) -> Plan:
     device = call.device
     if device.type not in ("cpu", "cuda"):
         return no_kernel(f"layers on {device.type} run in torch's own kernels")

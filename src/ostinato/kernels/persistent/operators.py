@@ -21,11 +21,12 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, is_in
 
 from ostinato.kernels.dispatch import gradient, of_two, operator, or_empty
 from ostinato.kernels.eager import is_dense, is_eager
-from ostinato.kernels.gemm import gradient_of_input, gradient_of_weight, linear, transposes
+from ostinato.kernels.gemm import add_product, gradient_of_input, gradient_of_weight, linear, transposes
 from ostinato.kernels.persistent import plain, reference
 from ostinato.kernels.persistent.arguments import DIFFERENTIABLE, TENSORS, Arguments, Saved
 from ostinato.kernels.persistent.backends import kernels_on, plan_layer
 from ostinato.kernels.persistent.plan import GATES, Call, Plan
+from ostinato.kernels.precision import layers_round
 from ostinato.kernels.streams import beside
 
 _INPUTS = len(Arguments._fields)  # the backward's other arguments come after them
@@ -80,6 +81,7 @@ class _Executor(NamedTuple):
 
     kernels: Any
     plan: Plan
+    rounds: bool  # whether products of float32 may be rounded to tf32
 
     def __call__(self, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         given = Arguments(*args)
@@ -90,7 +92,7 @@ class _Executor(NamedTuple):
         if layer.mask_hh is not None and x.is_cuda and not training and self.plan.path not in ("block", "sparse"):
             # The other kernels need not, as they look weights up.
             layer = layer._replace(weight_hh=torch.where(layer.mask_hh, layer.weight_hh, 0.0))
-        projected = linear(x, given.weight_ih, given.bias_ih)
+        projected = linear(x, given.weight_ih, given.bias_ih, self.rounds)
         output, h_n, c_n, c = self.kernels.forward(layer, projected, self.plan, training)
         c_width, gates_width = _kept_widths(given)
         if c is None or not c_width:
@@ -116,7 +118,8 @@ def _executor_of(*args: Any) -> _Executor:
         packed=given.offsets is not None,
     )
     plan = plan_layer(given.mask_hh, call)
-    return _Executor(reference if plan.path == "steps" else kernels_on(x.device), plan)
+    kernels = reference if plan.path == "steps" else kernels_on(x.device)
+    return _Executor(kernels, plan, layers_round(x.device, x.dtype))
 
 
 def without_autocast(device_type: str) -> AbstractContextManager:
@@ -269,7 +272,7 @@ def _recurrent_layer_backward(
 def _back_through_time(executor: _Executor, *args: Any) -> Callable[[], tuple[Tensor | None, ...]]:
     """The sequential part of the backward; the function that it returns computes the gradients that are needed."""
     given, (h, c, gates, *upstream, needed) = Arguments(*args[:_INPUTS]), args[_INPUTS:]
-    (kernels, plan), layer = executor, given.layer
+    (kernels, plan, rounds), layer = executor, given.layer
     cell, weight_hh, sequences = layer.cell, layer.weight_hh, layer.sequences
     hidden, rnn, gru = weight_hh.shape[1], cell.startswith("rnn"), cell == "gru"
 
@@ -290,24 +293,24 @@ def _back_through_time(executor: _Executor, *args: Any) -> Callable[[], tuple[Te
 
         def of_weight_hh() -> Tensor:
             resets, h0, reverse = sequences.resets, layer.h0, sequences.reverse
-            are_rows = h.is_cuda and sequences.offsets is None and (resets is None or transposes(recurrent, h))
+            are_rows = h.is_cuda and sequences.offsets is None and (resets is None or transposes(recurrent, h, rounds))
             if not are_rows:
-                return gradient_of_weight(recurrent, before())
+                return gradient_of_weight(recurrent, before(), rounds=rounds)
             # The states before all steps but the first are simply rows of h; on CPUs their number would not be round.
             batch = sequences.batch
             first, others = (slice(-batch, None), slice(-batch)) if reverse else (slice(batch), slice(batch, None))
             earlier, zeroed = h[batch:] if reverse else h[:-batch], None if resets is None else resets[others]
-            found = gradient_of_weight(recurrent[others], earlier, zeroed)
+            found = gradient_of_weight(recurrent[others], earlier, zeroed, rounds)
             if h0 is None:
                 return found
             start = h0 if resets is None else torch.where(resets[first, None], 0.0, h0)
-            return found.addmm_(recurrent[first].T, start)
+            return add_product(found, recurrent[first].T, start, rounds)
 
         compute: tuple[Callable[[], Any], ...] = (
-            lambda: gradient_of_input(inputs, given.weight_ih),
+            lambda: gradient_of_input(inputs, given.weight_ih, rounds),
             lambda: grad_h0,
             lambda: grad_c0,
-            lambda: gradient_of_weight(inputs, given.x),
+            lambda: gradient_of_weight(inputs, given.x, rounds=rounds),
             lambda: of_weight_hh().roll(-hidden, 0) if gru else of_weight_hh(),
             lambda: of_biases[0],
             lambda: of_biases[1],

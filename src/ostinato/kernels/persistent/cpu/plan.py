@@ -13,9 +13,7 @@ DENSEST_BLOCKS = {False: 0.4, True: 0.3}  # above, dense loops are faster; by wh
 DENSEST_ROWS = {False: 0.15, True: 0.04}  # the same without blocks, by whether there are several sequences
 
 
-def make_plan(
-    call: Call, mask_hh: Tensor | None, block: tuple[int, int] | None, tf32: tuple[bool, bool] = (False, False)
-) -> Plan:
+def make_plan(call: Call, mask_hh: Tensor | None, block: tuple[int, int] | None, tf32: bool = False) -> Plan:
     """How a layer runs on the CPU; arguments as those of ``cuda.make_plan``.
 
     Raises ValueError for a `path` that the layer's weights do not allow.

@@ -154,22 +154,10 @@ _TORCHS_COSTS = {
 # Times as long on tensor cores, at least, if rows of states and weights do not begin at multiples of 16 bytes: 1.7 to 3
 # were measured.
 _MISALIGNED = 1.7
-# Multiply-adds per microsecond of cuBLAS in the GEMMs over all steps.
-_RATES = {"16": 300e6, "tf32": 141e6, "float32": 24e6}
 
 
 def _precision(dtype: torch.dtype, tf32: bool) -> str:
     return "16" if dtype.itemsize == 2 else "tf32" if tf32 else "float32"
-
-
-def microseconds_of_more_products(call: Call, tf32: tuple[bool, bool]) -> float:
-    """Microseconds per step by which our GEMMs over all steps take longer than those of cuDNN's layer.
-
-    Exact ones take longer than rounded ones.
-    """
-    one = GATES[call.cell] * call.batch * call.hidden_size**2
-    own, torchs = (one / _RATES[_precision(call.dtype, rounds)] for rounds in tf32)
-    return (4 if call.training else 1) * (own - torchs)
 
 
 def torchs_microseconds(call: Call, tf32: bool) -> float:

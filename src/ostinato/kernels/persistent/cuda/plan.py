@@ -9,7 +9,7 @@ from torch import Tensor
 from ostinato.kernels import nvrtc
 from ostinato.kernels.derived import derived_from
 from ostinato.kernels.persistent.cuda import cudnn
-from ostinato.kernels.persistent.cuda.costs import microseconds, microseconds_of_more_products, torchs_microseconds
+from ostinato.kernels.persistent.cuda.costs import microseconds, torchs_microseconds
 from ostinato.kernels.persistent.cuda.geometry import Geometry
 from ostinato.kernels.persistent.cuda.launch import compile_kernels, packing_of
 from ostinato.kernels.persistent.cuda.search import choose_geometry
@@ -32,7 +32,7 @@ def make_plan(
     call: Call,
     mask_hh: Tensor | None,
     block: tuple[int, int] | None,
-    tf32: tuple[bool, bool] = (False, False),
+    tf32: bool = False,
     distributed: bool = True,
 ) -> Plan:
     """How to run a layer.
@@ -41,7 +41,7 @@ def make_plan(
         call: of the layer.
         mask_hh: of the recurrent weights; None if the layer is dense.
         block: the shape of pruned blocks.
-        tf32: whether products of float32 may round to tf32, ours and those in cuDNN's layers.
+        tf32: whether products of float32 may round to tf32.
         distributed: whether states may stay in the shared memory of clusters.
 
     Raises RuntimeError for what another call may not meet, such as a lack of free memory.
@@ -54,14 +54,13 @@ def make_plan(
     kept = None if mask_hh is None else derived_from(mask_hh, "kept", lambda: int(mask_hh.sum()))
     layer = cell, hidden_size, batch, dtype, kept, block
     plan = min(
-        (_plan_sizes(layer, index, path, training, tf32[0], share, distributed) for share in {1, directions}),
+        (_plan_sizes(layer, index, path, training, tf32, share, distributed) for share in {1, directions}),
         key=lambda plan: (plan.path == "steps", _microseconds(plan, batch, directions, index)),
     )
     keeps = training and keeps_gates(cell)
     if plan.path != "steps" and path is None and not resets and not cudnn.errs(cell, hidden_size, dtype):
         ours = _microseconds(plan, batch, directions, index)
-        ours += directions * microseconds_of_more_products(call, tf32)
-        torchs = directions * torchs_microseconds(call, tf32[1])
+        torchs = directions * torchs_microseconds(call, tf32)
         if ours > torchs:
             return no_kernel(f"about {ours:.0f} microseconds a step, where torch's kernels take about {torchs:.0f}")
     try:  # residency is known only to the device, and sparse sizes only after packing

@@ -1,0 +1,196 @@
+"""Products of float32 matrices on a GPU by cuBLAS, whose precision is an argument.
+
+That of PyTorch's products is a switch of the process: to turn it for a call would turn it for what other threads
+compute meanwhile.
+"""
+
+import ctypes
+import functools
+import sys
+import threading
+from ctypes import POINTER, byref, c_float, c_int, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ostinato.kernels.nvrtc import empty
+
+# From cuBLAS's headers.
+_FLOAT32 = 0  # CUDA_R_32F
+_COMPUTE = {False: 68, True: 77}  # CUBLAS_COMPUTE_32F, CUBLAS_COMPUTE_32F_FAST_TF32
+_TRANSPOSE_A, _TRANSPOSE_B, _EPILOGUE, _BIAS = 3, 4, 7, 8  # CUBLASLT_MATMUL_DESC_*
+_ADD_BIAS = 4  # CUBLASLT_EPILOGUE_BIAS
+_MOST_WORKSPACE, _ALIGNMENTS = 1, (5, 6, 7, 8)  # CUBLASLT_MATMUL_PREF_*, of A, B, C and D
+_ARGUMENTS = {
+    "MatmulDescCreate": [POINTER(c_void_p), c_int, c_int],
+    "MatmulDescSetAttribute": [c_void_p, c_int, c_void_p, c_size_t],
+    "MatrixLayoutCreate": [POINTER(c_void_p), c_int, c_uint64, c_uint64, c_int64],
+    "MatmulPreferenceCreate": [POINTER(c_void_p)],
+    "MatmulPreferenceSetAttribute": [c_void_p, c_int, c_void_p, c_size_t],
+    "MatmulAlgoGetHeuristic": [*[c_void_p] * 7, c_int, c_void_p, POINTER(c_int)],
+    "Matmul": [*[c_void_p] * 14, c_size_t, c_void_p],
+    "MatmulDescDestroy": [c_void_p],
+    "MatrixLayoutDestroy": [c_void_p],
+    "MatmulPreferenceDestroy": [c_void_p],
+}
+_WORKSPACE = 32 << 20  # bytes at most, as PyTorch's on Hopper GPUs
+_MOST_PREPARED = 1024  # products of a thread
+
+
+class _Algorithm(ctypes.Structure):
+    """cublasLtMatmulHeuristicResult_t."""
+
+    _fields_ = (
+        ("algorithm", c_uint64 * 8),
+        ("workspace", c_size_t),
+        ("state", c_int),
+        ("waves", c_float),
+        ("reserved", c_int * 4),
+    )
+
+
+@functools.cache
+def _library() -> Any:
+    """cuBLAS as PyTorch has loaded it; None without."""
+    if torch.version.cuda is None:
+        return None
+    major = torch.version.cuda.partition(".")[0]
+    try:
+        library = ctypes.CDLL(f"cublasLt64_{major}.dll" if sys.platform == "win32" else f"libcublasLt.so.{major}")
+    except OSError:
+        return None
+    for name, types in _ARGUMENTS.items():
+        getattr(library, f"cublasLt{name}").argtypes = types
+    return library
+
+
+def is_loaded() -> bool:
+    """Whether :func:`multiply` can be called."""
+    return _library() is not None
+
+
+def _call(name: str, *args: Any) -> None:
+    if status := getattr(_library(), f"cublasLt{name}")(*args):
+        raise RuntimeError(f"cuBLAS failed: cublasLt{name} returned status {status}")
+
+
+class _Layout(NamedTuple):
+    """A matrix in memory."""
+
+    rows: int
+    columns: int
+    is_transposed: bool  # columns are contiguous, not rows
+    pitch: int  # from a row, or column, to the next
+
+
+class _Product:
+    """A product of matrices of some layouts."""
+
+    def __init__(self, a: _Layout, b: _Layout, alignment: int, biased: bool, rounds: bool) -> None:
+        self._created: list[tuple[Any, c_void_p]] = []
+        # cuBLAS's matrices have contiguous columns, so it computes the transposed product of the transposed factors.
+        self._description = self._create("MatmulDesc", _COMPUTE[rounds], _FLOAT32)
+        for attribute, value in ((_TRANSPOSE_A, b.is_transposed), (_TRANSPOSE_B, a.is_transposed)):
+            self._set("MatmulDesc", self._description, attribute, c_int(value))
+        if biased:
+            self._set("MatmulDesc", self._description, _EPILOGUE, c_int(_ADD_BIAS))
+        out = _Layout(a.rows, b.columns, False, b.columns)
+        self._layouts = [self._layout(x) for x in (b, a, out, out)]
+        preference = self._create("MatmulPreference")
+        self._set("MatmulPreference", preference, _MOST_WORKSPACE, c_size_t(_WORKSPACE))
+        for attribute in _ALIGNMENTS:
+            self._set("MatmulPreference", preference, attribute, c_uint32(alignment))
+        self._found, count = _Algorithm(), c_int()
+        given = _handle(), self._description, *self._layouts, preference
+        _call("MatmulAlgoGetHeuristic", *given, 1, byref(self._found), byref(count))
+        if not count.value:
+            raise RuntimeError(f"cuBLAS has no algorithm for the product of {a} and {b}")
+        self._bias = c_void_p()
+
+    def __del__(self) -> None:
+        for destroy, created in self._created:
+            destroy(created)
+
+    def _create(self, kind: str, *args: Any) -> c_void_p:
+        created = c_void_p()
+        _call(f"{kind}Create", byref(created), *args)
+        self._created.append((getattr(_library(), f"cublasLt{kind}Destroy"), created))
+        return created
+
+    def _set(self, kind: str, created: c_void_p, attribute: int, value: Any) -> None:
+        _call(f"{kind}SetAttribute", created, attribute, byref(value), ctypes.sizeof(value))
+
+    def _layout(self, x: _Layout) -> c_void_p:
+        sizes = (x.rows, x.columns) if x.is_transposed else (x.columns, x.rows)
+        return self._create("MatrixLayout", _FLOAT32, *sizes, x.pitch)
+
+    def __call__(self, a: int, b: int, out: int, bias: int, adds: bool, device: int) -> None:
+        """Compute it on the current device and stream, of addresses; 0 for no bias."""
+        if bias:
+            self._bias.value = bias
+            self._set("MatmulDesc", self._description, _BIAS, self._bias)
+        bytes_of_workspace = self._found.workspace
+        workspace = empty((bytes_of_workspace,), (1,), torch.uint8) if bytes_of_workspace else None
+        of_b, of_a, of_out, _ = self._layouts
+        _call(
+            *("Matmul", _handle(), self._description, byref(_ONE), b, of_b, a, of_a),
+            *(byref(_ONE if adds else _ZERO), out, of_out, out, of_out, byref(self._found)),
+            *(0 if workspace is None else workspace.data_ptr(), bytes_of_workspace),
+            torch._C._cuda_getCurrentRawStream(device),
+        )
+
+
+_ZERO, _ONE = c_float(0.0), c_float(1.0)
+_handle: Any = getattr(torch._C, "_cuda_getCurrentBlasHandle", None)  # PyTorch's, which is a handle of cublasLt, too
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.products: dict[tuple, _Product] = {}  # each thread's own, as a bias changes the description
+
+
+_thread = _Thread()
+
+
+def multiply(a: Tensor, b: Tensor, bias: Tensor | None = None, onto: Tensor | None = None, *, rounds: bool) -> Tensor:
+    """``a @ b``, plus a bias for each column, or added `onto` a matrix.
+
+    Args:
+        a, b: (M, K) and (K, N), float32, on the same GPU.
+        bias: (N,).
+        onto: (M, N), contiguous; changed in place and returned.
+        rounds: whether a and b may be rounded to tf32.
+    """
+    device = a.get_device()
+    if torch._C._cuda_getDevice() != device:
+        with torch.cuda.device(device):
+            return multiply(a, b, bias, onto, rounds=rounds)
+    a, b = _laid_out(a), _laid_out(b)
+    columns = b.shape[1]
+    out = empty((len(a), columns), (columns, 1), torch.float32) if onto is None else onto
+    bias = None if bias is None else bias.contiguous()
+    addresses = a.data_ptr(), b.data_ptr(), out.data_ptr()
+    low = (addresses[0] | addresses[1] | addresses[2]) & 255
+    key = device, a.shape, a.stride(), b.shape, b.stride(), low & -low, bias is not None, rounds
+    product = _thread.products.get(key)
+    if product is None:
+        if len(_thread.products) >= _MOST_PREPARED:
+            _thread.products.clear()
+        product = _Product(_layout_of(a), _layout_of(b), low & -low or 256, bias is not None, rounds)
+        _thread.products[key] = product
+    product(*addresses, 0 if bias is None else bias.data_ptr(), onto is not None, device)
+    return out
+
+
+def _laid_out(x: Tensor) -> Tensor:
+    """The matrix, or a copy of one of which neither rows nor columns are contiguous."""
+    (rows, columns), (of_row, of_column) = x.shape, x.stride()
+    fits = (of_column == 1 and of_row >= columns) or (of_row == 1 and of_column >= rows)
+    return x if fits else x.clone(memory_format=torch.contiguous_format)
+
+
+def _layout_of(x: Tensor) -> _Layout:
+    (rows, columns), (of_row, of_column) = x.shape, x.stride()
+    is_transposed = not (of_column == 1 and of_row >= columns)
+    return _Layout(rows, columns, is_transposed, of_column if is_transposed else of_row)

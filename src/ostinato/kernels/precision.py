@@ -1,0 +1,23 @@
+"""Whether products of float32 may be rounded to tf32 on a GPU, as PyTorch's switches say.
+
+Of RNN, GRU and LSTM the switch is that of ``torch.nn``'s layers, ``torch.backends.cudnn.rnn.fp32_precision``, which is
+"tf32" by default; of all other products it is ``torch.backends.cuda.matmul.fp32_precision``, which is not.
+"""
+
+import torch
+
+from ostinato.kernels import cublas
+
+_precision = torch._C._get_fp32_precision_getter  # torch.backends' own, whose attributes take ten times as long
+
+
+def products_round() -> bool:
+    """Whether PyTorch's products may be."""
+    return _precision("cuda", "matmul") == "tf32"
+
+
+def layers_round(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether those in RNN, GRU and LSTM may be."""
+    if device.type != "cuda" or dtype != torch.float32:
+        return False
+    return _precision("cuda", "rnn") == "tf32" if cublas.is_loaded() else products_round()

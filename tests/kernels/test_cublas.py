@@ -1,0 +1,105 @@
+"""Products by cuBLAS whose precision is an argument, against float64."""
+
+import ctypes
+import itertools
+import threading
+
+import pytest
+import torch
+
+from ostinato.kernels import cublas
+
+SHAPES = [(1, 1, 1), (5, 3, 2), (33, 257, 130), (512, 96, 1024), (2000, 64, 7), (4096, 512, 256)]  # M, K, N
+
+
+def test_what_cublas_writes_has_its_size():
+    assert ctypes.sizeof(cublas._Algorithm) == 96
+
+
+def error(y, exact):
+    return float((y.double() - exact).norm() / exact.norm())
+
+
+def layouts(*shape):
+    """A matrix of this shape, in several ways in memory."""
+    rows, columns = shape
+    yield torch.randn(shape, device="cuda")
+    yield torch.randn(columns, rows, device="cuda").T
+    yield torch.randn(rows, columns + 3, device="cuda")[:, 3:]  # begins at no multiple of 16 bytes
+    yield torch.randn(columns + 1, 2 * rows, device="cuda")[1:, :rows].T
+    yield torch.randn(rows, 2 * columns, device="cuda")[:, ::2]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES)
+def test_products(shape):
+    torch.manual_seed(0)
+    rows, summed, columns = shape
+    bias = torch.randn(columns, device="cuda")
+    for a, b in itertools.product(layouts(rows, summed), layouts(summed, columns)):
+        exact, before = a.double() @ b.double(), torch.randn(rows, columns, device="cuda")
+        for rounds, most in ((False, 1e-6), (True, 1e-3)):
+            results = []
+            for _ in range(2):
+                onto = before.clone()
+                results.append([cublas.multiply(a, b, rounds=rounds), cublas.multiply(a, b, bias, rounds=rounds), onto])
+                assert cublas.multiply(a, b, onto=onto, rounds=rounds) is onto
+            for y, again in zip(*results, strict=True):
+                assert torch.equal(y, again)
+            y, biased, onto = results[0]
+            assert error(y, exact) < most
+            assert error(biased, exact + bias) < most
+            assert error(onto, exact + before) < most
+            if rounds and min(shape) > 32:
+                assert error(y, exact) > 1e-5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("allowed", [True, False])
+def test_pytorchs_switch_does_not_matter(allowed, monkeypatch):
+    torch.manual_seed(0)
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", allowed)
+    a, b = torch.randn(2, 512, 512, device="cuda")
+    exact = a.double() @ b.double()
+    for rounds, least, most in ((False, 0, 1e-6), (True, 1e-5, 1e-3)):
+        assert least <= error(cublas.multiply(a, b, rounds=rounds), exact) < most
+    assert torch.backends.cuda.matmul.allow_tf32 == allowed
+
+
+@pytest.mark.gpu
+def test_in_several_threads_and_in_a_graph():
+    torch.manual_seed(0)
+    pairs = [(torch.randn(300, 64 + i, device="cuda"), torch.randn(64 + i, 90, device="cuda")) for i in range(4)]
+    bias, wrong = torch.randn(90, device="cuda"), []
+
+    def run(a, b):
+        exact = a.double() @ b.double() + bias
+        for _ in range(50):
+            if error(cublas.multiply(a, b, bias, rounds=True), exact) > 1e-3:
+                wrong.append(a.shape)
+
+    threads = [threading.Thread(target=run, args=pair) for pair in pairs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+    a, b = pairs[0]
+    cublas.multiply(a, b, bias, rounds=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = cublas.multiply(a, b, bias, rounds=True)
+    a.copy_(torch.randn_like(a))
+    y.zero_()
+    graph.replay()
+    assert error(y, a.double() @ b.double() + bias) < 1e-3
+
+
+@pytest.mark.gpu
+def test_what_is_prepared_is_bounded(monkeypatch):
+    monkeypatch.setattr(cublas, "_MOST_PREPARED", 3)
+    for rows in range(1, 12):
+        a, b = torch.randn(rows, 40, device="cuda"), torch.randn(40, 50, device="cuda")
+        assert error(cublas.multiply(a, b, rounds=False), a.double() @ b.double()) < 1e-6
+    assert len(cublas._thread.products) <= 3

@@ -1,0 +1,34 @@
+"""Which of PyTorch's switches decide whether float32 may be rounded to tf32."""
+
+import pytest
+import torch
+
+from ostinato.kernels import cublas
+from ostinato.kernels.precision import layers_round, products_round
+
+CUDA, f32 = torch.device("cuda"), torch.float32
+
+
+@pytest.fixture(autouse=True)
+def as_they_were():
+    libraries = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = [library.allow_tf32 for library in libraries]
+    yield
+    for library, allowed in zip(libraries, before, strict=True):
+        library.allow_tf32 = allowed
+
+
+@pytest.mark.parametrize("loaded", [True, False])
+def test_layers_have_the_switch_of_torchs_layers_by_old_and_new_names(loaded, monkeypatch):
+    monkeypatch.setattr(cublas, "is_loaded", lambda: loaded)  # without, products can only follow PyTorch's
+    products, layers = torch.backends.cuda.matmul, torch.backends.cudnn
+    for of_products, of_layers in ((True, False), (False, True), (True, True), (False, False)):
+        products.allow_tf32, layers.allow_tf32 = of_products, of_layers
+        assert products_round() == of_products
+        assert layers_round(CUDA, f32) == (of_layers if loaded else of_products)
+        assert not layers_round(torch.device("cpu"), f32)
+        assert not layers_round(CUDA, torch.bfloat16)
+    conv, rnn = layers.conv.fp32_precision, layers.rnn.fp32_precision
+    layers.conv.fp32_precision, layers.rnn.fp32_precision = "ieee", "tf32"  # the old name cannot say that
+    assert layers_round(CUDA, f32) == loaded
+    layers.conv.fp32_precision, layers.rnn.fp32_precision = conv, rnn
