@@ -137,7 +137,7 @@ def single_steps(cell, dtype):
 
 
 def recurrent_steps(cell, dtype):
-    for batch, inputs, hidden in ((1, 33, 5), (3, 6, 34), (8, 64, 130)):
+    for batch, inputs, hidden in ((1, 33, 5), (3, 6, 34), (8, 64, 130), (20, 24, 9)):
         test_cuda_step.on_gpu(cell, *test_cuda_step.tensors(cell, batch, inputs, hidden, dtype, bias=hidden % 2 == 0))
 
 

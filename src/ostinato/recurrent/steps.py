@@ -95,9 +95,7 @@ class StepLayers(MaskedLayers):
             return result
         states, own = states_of(state), self._unmasked_weights()
         distinct = states[:1] if len(states) == 2 and states[0] is states[1] else states  # what is prepared needs that
-        captured = x.is_cuda and torch.cuda.is_current_stream_capturing()
-        kind = rank, type(state), len(states), self.mode, self.num_layers, self._path, captured
-        like = [x, *own, *distinct], *kind
+        like = [x, *own, *distinct], rank, type(state), len(states), self.mode, self.num_layers, self._path
         run = None if self._buffers or self._dropout() else _STEPS.find(*like)
         if run is None:
             run = self._prepared_step(x, state, own, rank)

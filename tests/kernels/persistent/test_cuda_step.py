@@ -109,6 +109,8 @@ def test_in_a_stepper(cell, batch):
 
 @pytest.mark.gpu
 def test_the_first_use_of_cublas_is_in_a_captured_step():
-    code = "import torch, ostinato; x = torch.randn(20, 8, device='cuda'); layer = ostinato.GRU(8, 8, device='cuda')"
-    code += "; assert ostinato.Stepper(layer, 20)(x).isfinite().all()"
+    code = (
+        "import torch, ostinato; x = torch.randn(4000, 64, device='cuda'); layer = ostinato.GRU(64, 64, device='cuda')"
+    )
+    code += "; assert ostinato.Stepper(layer, 4000)(x).isfinite().all()"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -17,9 +17,7 @@ from ostinato.kernels.persistent.plan import GATES
 
 WARPS = 4  # of a block
 MOST_AT_ONCE = 8  # sequences of a warp
-# Weights that more than two sequences may read, once for each group of them.  Beyond, tensor cores are so much faster
-# that it outweighs the host's time for more launches, which a CUDA graph saves.
-MOST_READ = {False: 1 << 24, True: 1 << 22}
+MOST_READ = 1 << 23  # weights, once for each group of sequences, of more than 2: beyond, tensor cores are faster
 
 
 class Step:
@@ -99,8 +97,7 @@ def step_of(
     path: str | None,
 ) -> Step | None:
     """What makes a step of a layer, prepared once for its sizes; None where that would be no faster."""
-    most = MOST_READ[torch.cuda.is_current_stream_capturing()]
-    large = batch > 2 and _groups(batch) * GATES[cell] * hidden * (inputs + hidden) > most
+    large = batch > 2 and _groups(batch) * GATES[cell] * hidden * (inputs + hidden) > MOST_READ
     pruned = mask_ih is not None or mask_hh is not None
     if large or pruned or dtype not in SCALARS or not _compiles():
         return None
