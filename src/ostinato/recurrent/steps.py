@@ -89,7 +89,7 @@ class StepLayers(MaskedLayers):
         if torch.compiler.is_compiling() or not isinstance(x, Tensor) or self.proj_size or self.bidirectional:
             return None
         trained = torch.is_grad_enabled()
-        if not x.is_cpu and (not x.is_cuda or self._buffers):
+        if not x.is_cpu and not x.is_cuda:
             return None
         if self._frozen is not None and not trained and (result := self._step_frozen(x, state)) is not None:
             return result
@@ -148,7 +148,7 @@ class StepLayers(MaskedLayers):
         size, inputs, steps = len(own) // layers, self.input_size, []
         for layer in range(layers):
             mask_ih = mask_hh = None
-            if masks:
+            if masks and x.is_cpu:  # a GPU's kernel reads all weights
                 mask_ih, mask_hh = masks.get(f"mask_ih_l{layer}"), masks.get(f"mask_hh_l{layer}")
             step = step_of(x.device, self.mode.lower(), dtype, hidden, inputs, batch, mask_ih, mask_hh, self._path)
             if step is None and mask_ih is not None:  # too dense for a sparse product
@@ -158,6 +158,8 @@ class StepLayers(MaskedLayers):
                 return cells or _left_to_torch
             steps.append(step)
             inputs = hidden
+        if masks and x.is_cuda:
+            own[:] = self._weights()
         run = step_of_layers(x.device, steps, x, shape, count)
         return run if cells is None else differentiable(self.mode, run, cells)
 

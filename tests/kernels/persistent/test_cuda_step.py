@@ -92,6 +92,10 @@ def test_layers_take_it(cell, monkeypatch):
     assert len(calls) == 23
     layer.step(torch.randn(100_000, 33, dtype=torch.float64, device="cuda"))
     assert len(calls) == 23
+    ostinato.prune(layer, 0.5)
+    with torch.no_grad():
+        layer.step(y, state)
+    assert len(calls) == 24
 
 
 @pytest.mark.gpu
