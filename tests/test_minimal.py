@@ -98,6 +98,31 @@ def test_parallel_step_and_split_compute_the_same(cell, candidate, layers, batch
 
 
 @pytest.mark.parametrize("cell", LAYERS)
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_a_sequence_of_one_step_is_run_as_one(cell, num_layers, monkeypatch):
+    torch.manual_seed(0)
+    steps, step = [], LAYERS[cell].step
+    monkeypatch.setattr(LAYERS[cell], "step", lambda *args: steps.append(1) or step(*args))
+    for batch_first in (False, True):
+        hidden = 35 + batch_first  # of no other test, whose steps are known
+        module = LAYERS[cell](3, hidden, num_layers, batch_first=batch_first, dtype=torch.float64)
+        x = torch.randn((4, 1, 3) if batch_first else (1, 4, 3), dtype=torch.float64)
+        for hx in (None, torch.randn(num_layers, 4, hidden, dtype=torch.float64)):
+            expected = module(x, hx)
+            assert not steps  # with gradients
+            with torch.no_grad():
+                for _ in range(2):  # checked, then prepared
+                    output, h_n = found = module(x, hx)
+                    for ours, right in zip(found, expected, strict=True):
+                        torch.testing.assert_close(ours, right, rtol=0, atol=1e-14)
+                    output.zero_()
+                    torch.testing.assert_close(h_n, expected[1], rtol=0, atol=1e-14)
+                module(x, hx, resets=torch.zeros(x.shape[:2], dtype=torch.bool))
+            assert len(steps) == num_layers  # of one layer, the second call needs none
+            steps.clear()
+
+
+@pytest.mark.parametrize("cell", LAYERS)
 def test_cells_are_steps(cell):
     torch.manual_seed(0)
     module, single = LAYERS[cell](4, 6, dtype=torch.float64), CELLS[cell](4, 6, dtype=torch.float64)

@@ -139,6 +139,9 @@ class StackedLayers(nn.Module):
             raise ValueError("a sharded sequence cannot be a PackedSequence, nor have resets if bidirectional")
         if isinstance(input, PackedSequence):
             return self._forward_packed(input, hx, resets)
+        alone = resets is None and self._is_step(input)
+        if alone and (again := self._step_again(input.squeeze(self._time), hx)) is not None:
+            return self._as_sequence(*again)
         layout = "(T, B, input_size), (B, T, input_size) if batch_first, or (T, input_size)"
         check_input(input, self.input_size, self._parameter("weight_ih_l0"), (2, 3), layout)
         if resets is not None:
@@ -147,12 +150,26 @@ class StackedLayers(nn.Module):
         batch_dim = 0 if self.batch_first else 1
         x = input if batched else input.unsqueeze(batch_dim)
         self._check_state(hx, (x.shape[batch_dim],) if batched else ())
+        if alone:
+            return self._as_sequence(*self.step(x.squeeze(self._time), hx))
         if hx is not None and not batched:
             hx = each(lambda state: state.unsqueeze(1), hx)
         if resets is not None and not batched:
             resets = resets.unsqueeze(batch_dim)
         output, h_n = self._layers(x, hx, None, resets, self.batch_first)
         return (output, h_n) if batched else (output.squeeze(batch_dim), each(lambda state: state.squeeze(1), h_n))
+
+    @property
+    def _time(self) -> int:
+        return 1 if self.batch_first else 0
+
+    def _is_step(self, input: Any) -> bool:
+        """Whether the subclass runs this sequence, of one step, faster by :meth:`step`."""
+        return False
+
+    def _as_sequence(self, y: Tensor, h_n: Hidden) -> tuple[Tensor, Hidden]:
+        """What a step returns as that of a sequence, whose output and state have memory of their own."""
+        return y.clone().unsqueeze(self._time), h_n
 
     def _forward_packed(
         self, packed: PackedSequence, hx: Hidden | None, resets: Tensor | None

@@ -11,7 +11,7 @@ from ostinato.kernels.eager import Prepared
 from ostinato.kernels.gemm import linear
 from ostinato.kernels.persistent.reference import resets_in_reverse
 from ostinato.kernels.recurrence.linear.layer import layer_scan, projected_scan, step_of
-from ostinato.layers import Hidden, seen_in_reverse
+from ostinato.layers import Hidden, autocast_dtype, seen_in_reverse
 from ostinato.minimal.recurrences import CANDIDATES, GATES, RECURRENCES, recurrence_of
 from ostinato.minimal.steps import is_plain_step, next_state, steps_alone
 from ostinato.replay import recording
@@ -59,6 +59,17 @@ class _MinimalLayers(DiagonalLayers):
     def _is_apart(self, resets: Tensor | None) -> bool:
         """Whether the sequence is sharded and each direction must be run separately."""
         return self.sequence_group is not None and (resets is not None or self.bidirectional)
+
+    def _is_step(self, input: Any) -> bool:
+        return (
+            isinstance(input, Tensor)
+            and input.dim() == 3
+            and input.shape[self._time] == 1
+            and not (torch.is_grad_enabled() or torch.compiler.is_compiling() or self.bidirectional)
+            and self.sequence_group is None
+            and autocast_dtype(input.device) is None
+            and recording() is None
+        )
 
     def _step_again(self, x: Any, state: Any) -> tuple[Tensor, Any] | None:
         return self._layer_again(0, x, state) if self.num_layers == 1 else None
