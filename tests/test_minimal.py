@@ -255,6 +255,23 @@ def test_autocast_and_compile(cell):
         assert torch.equal(exported(x)[0], module(x)[0])
 
 
+@pytest.mark.parametrize("cell", LAYERS)
+def test_compiled_steps_and_their_gradients(cell):
+    torch.manual_seed(0)
+    module, x, h = CELLS[cell](3, 5, dtype=torch.float64), torch.randn(4, 3).double(), torch.randn(4, 5).double()
+    layer = LAYERS[cell](3, 5, dtype=torch.float64)
+
+    def steps(x, h):
+        return torch.cat((module(x, h), layer.step(x, h[None])[0]))
+
+    torch._dynamo.reset()
+    got, want = torch.compile(steps, fullgraph=True, backend="aot_eager")(x, h), steps(x, h)
+    assert torch.allclose(got, want, rtol=1e-13, atol=1e-14)
+    weights = module.weight_ih, layer.weight_ih_l0
+    for g, w in zip(*(torch.autograd.grad(y.sin().sum(), weights) for y in (got, want)), strict=True):
+        assert torch.allclose(g, w, rtol=1e-13, atol=1e-14)
+
+
 def test_minimal_operator_is_well_formed():
     torch.manual_seed(0)
     pre, bias = torch.randn(3, 4, 12, requires_grad=True), torch.randn(12, requires_grad=True)
