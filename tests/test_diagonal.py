@@ -368,6 +368,13 @@ def test_autocast(name, backend):
     assert (half.float() - want).abs().max() / want.abs().max() < 3e-2
 
 
+@pytest.mark.parametrize("blocks", [1, 2, 4])
+def test_autocast_of_gates_whatever_their_blocks(blocks):
+    module, x = ostinato.RGLRU(8, 4, num_blocks=blocks), torch.randn(6, 2, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert module(x)[0].dtype == module.step(x[0])[0].dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("name", DIAGONAL)
 def test_compile_and_export(name):
     torch._dynamo.reset()  # which counts the layers' common forward as one function
