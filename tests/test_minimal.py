@@ -424,6 +424,47 @@ def test_a_step_that_was_checked_once_is_looked_at_again_where_it_differs(bias, 
     assert layer.step(x.double(), h.double())[0].requires_grad
 
 
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_cells_step_that_was_checked_once_is_looked_at_again_where_it_differs(bias, cell):
+    module, layer = CELLS[cell](3, 4, bias=bias), LAYERS[cell](3, 4, bias=bias)
+    x, h = torch.randn(2, 3), torch.rand(2, 4)
+
+    def assert_equals_layer():
+        layer.load_state_dict({f"{name}_l0": x for name, x in module.state_dict().items()})
+        torch.testing.assert_close(module(x, h), layer(x[None], h[None])[0][0])
+        torch.testing.assert_close(module(x), layer(x[None])[0][0])
+
+    with torch.no_grad():
+        for _ in range(2):
+            assert_equals_layer()
+            torch.testing.assert_close(module(x, h), layer.step(x, h[None])[0])
+        for bad in ((x[:, :2], h), (x, h[:1]), (x.double(), h), (x, h.double()), (x, h[None]), (x.tolist(), h)):
+            with pytest.raises((TypeError, ValueError)):
+                module(*bad)
+        with pytest.raises(ValueError, match=r"state must have shape \(1, 2, 4\)"):
+            layer.step(x, h)
+        torch.testing.assert_close(module(x[0], h[0]), module(x, h)[0])
+        module.weight_ih.mul_(2)
+        assert_equals_layer()
+        module.candidate = layer.candidate = "tanh"
+        assert_equals_layer()
+        with torch.autocast("cpu", torch.bfloat16):
+            assert module(x, h).dtype == torch.bfloat16
+        kept = module(x, h)
+        module(x, 2 * h)
+        torch.testing.assert_close(module(x, h), kept, rtol=0, atol=0)
+    assert module(x, h).requires_grad
+
+
+def test_a_cell_remembers_its_step(monkeypatch):
+    module, x, h = ostinato.MinGRUCell(3, 4), torch.randn(2, 3), torch.rand(2, 4)
+    with torch.no_grad():
+        expected = module(x, h)
+        monkeypatch.setattr("ostinato.minimal.cells.next_state", None)
+        assert torch.equal(module(x, h), expected)
+
+
 def test_each_layer_of_a_stack_remembers_its_step(monkeypatch):
     layer, x = ostinato.MinGRU(3, 4, 2), torch.randn(2, 3)
     with torch.no_grad():
