@@ -368,6 +368,13 @@ def test_autocast(name, backend):
     assert (half.float() - want).abs().max() / want.abs().max() < 3e-2
 
 
+@pytest.mark.parametrize("blocks", [1, 2, 4])
+def test_autocast_of_gates_whatever_their_blocks(blocks):
+    module, x = ostinato.RGLRU(8, 4, num_blocks=blocks), torch.randn(6, 2, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert module(x)[0].dtype == module.step(x[0])[0].dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("name", DIAGONAL)
 def test_compile_and_export(name):
     torch._dynamo.reset()  # which counts the layers' common forward as one function
@@ -394,6 +401,10 @@ def test_what_is_shown_of_a_module():
         (lambda: ostinato.RGLRU(4, 6, num_blocks=4), ValueError, "num_blocks must divide hidden_size, 6; got 4"),
         (lambda: ostinato.RGLRU(4, 6, num_blocks=0), ValueError, "num_blocks must be at least 1; got 0"),
         (lambda: ostinato.LRU(4, 6, radius=(0.9, 1.1)), ValueError, r"radius must be .* got \(0.9, 1.1\)"),
+        (lambda: ostinato.LRU(4, 6, radius=0.9), TypeError, "radius must be a pair of numbers; got 0.9"),
+        (lambda: ostinato.LRU(4, 6, radius=(0.9,)), TypeError, r"radius must be a pair of numbers; got \(0.9,\)"),
+        (lambda: ostinato.LRU(4, 6, radius=(0, "1")), TypeError, r"radius\[1\] must be a number; got str"),
+        (lambda: ostinato.LRU(4, 6, max_phase=None), TypeError, "max_phase must be a number; got NoneType"),
         (lambda: ostinato.LRU(4, 6, max_phase=7.0), ValueError, "max_phase must be above 0, to 2 pi; got 7.0"),
         (lambda: ostinato.IndRNN(4, 6, nonlinearity="elu"), ValueError, "nonlinearity must be one of .* got 'elu'"),
         (lambda: ostinato.SRU(4, 6, batch_first="yes"), TypeError, "batch_first must be a bool; got str"),

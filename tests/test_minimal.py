@@ -280,6 +280,23 @@ def test_autocast_and_compile(cell):
         assert torch.equal(exported(x)[0], module(x)[0])
 
 
+@pytest.mark.parametrize("cell", LAYERS)
+def test_compiled_steps_and_their_gradients(cell):
+    torch.manual_seed(0)
+    module, x, h = CELLS[cell](3, 5, dtype=torch.float64), torch.randn(4, 3).double(), torch.randn(4, 5).double()
+    layer = LAYERS[cell](3, 5, dtype=torch.float64)
+
+    def steps(x, h):
+        return torch.cat((module(x, h), layer.step(x, h[None])[0]))
+
+    torch._dynamo.reset()
+    got, want = torch.compile(steps, fullgraph=True, backend="aot_eager")(x, h), steps(x, h)
+    assert torch.allclose(got, want, rtol=1e-13, atol=1e-14)
+    weights = module.weight_ih, layer.weight_ih_l0
+    for g, w in zip(*(torch.autograd.grad(y.sin().sum(), weights) for y in (got, want)), strict=True):
+        assert torch.allclose(g, w, rtol=1e-13, atol=1e-14)
+
+
 def test_minimal_operator_is_well_formed():
     torch.manual_seed(0)
     pre, bias = torch.randn(3, 4, 12, requires_grad=True), torch.randn(12, requires_grad=True)
@@ -430,6 +447,47 @@ def test_a_step_that_was_checked_once_is_looked_at_again_where_it_differs(bias, 
         layer.double()
         torch.testing.assert_close(layer.step(x.double(), h.double())[0], layer(x.double()[None], h.double())[0][0])
     assert layer.step(x.double(), h.double())[0].requires_grad
+
+
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_cells_step_that_was_checked_once_is_looked_at_again_where_it_differs(bias, cell):
+    module, layer = CELLS[cell](3, 4, bias=bias), LAYERS[cell](3, 4, bias=bias)
+    x, h = torch.randn(2, 3), torch.rand(2, 4)
+
+    def assert_equals_layer():
+        layer.load_state_dict({f"{name}_l0": x for name, x in module.state_dict().items()})
+        torch.testing.assert_close(module(x, h), layer(x[None], h[None])[0][0])
+        torch.testing.assert_close(module(x), layer(x[None])[0][0])
+
+    with torch.no_grad():
+        for _ in range(2):
+            assert_equals_layer()
+            torch.testing.assert_close(module(x, h), layer.step(x, h[None])[0])
+        for bad in ((x[:, :2], h), (x, h[:1]), (x.double(), h), (x, h.double()), (x, h[None]), (x.tolist(), h)):
+            with pytest.raises((TypeError, ValueError)):
+                module(*bad)
+        with pytest.raises(ValueError, match=r"state must have shape \(1, 2, 4\)"):
+            layer.step(x, h)
+        torch.testing.assert_close(module(x[0], h[0]), module(x, h)[0])
+        module.weight_ih.mul_(2)
+        assert_equals_layer()
+        module.candidate = layer.candidate = "tanh"
+        assert_equals_layer()
+        with torch.autocast("cpu", torch.bfloat16):
+            assert module(x, h).dtype == torch.bfloat16
+        kept = module(x, h)
+        module(x, 2 * h)
+        torch.testing.assert_close(module(x, h), kept, rtol=0, atol=0)
+    assert module(x, h).requires_grad
+
+
+def test_a_cell_remembers_its_step(monkeypatch):
+    module, x, h = ostinato.MinGRUCell(3, 4), torch.randn(2, 3), torch.rand(2, 4)
+    with torch.no_grad():
+        expected = module(x, h)
+        monkeypatch.setattr("ostinato.minimal.cells.next_state", None)
+        assert torch.equal(module(x, h), expected)
 
 
 def test_each_layer_of_a_stack_remembers_its_step(monkeypatch):

@@ -48,6 +48,17 @@ def test_every_form_equals_the_equations(cell_type):
 
 
 @pytest.mark.parametrize("cell_type", CELLS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_changes_nothing(cell_type, dtype):
+    cell, x_seq = cell_type(4, 6, dtype=np.float32, seed=3), np.random.default_rng(2).normal(size=(3, 50, 4))
+    calls = cell.process_sequence, cell.process_sequence_parallel, lambda x: cell.forward(x[:, 0])
+    want = [call(x_seq) for call in calls]
+    with torch.autocast("cuda" if cell_type in CUDA_CELLS else "cpu", dtype=dtype):
+        for call, states in zip(calls, want, strict=True):
+            np.testing.assert_array_equal(call(x_seq), states, strict=True)
+
+
+@pytest.mark.parametrize("cell_type", CELLS)
 @pytest.mark.parametrize("candidate", ["linear", "positive", "tanh"])
 def test_parallel_equals_sequential_in_a_batch(cell_type, candidate):
     rng = np.random.default_rng(2)

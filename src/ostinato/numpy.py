@@ -171,13 +171,15 @@ class _CellCPU(_Cell):
         layer: Any = self._layer
         weight, bias = layer.weight_ih_l0, layer.bias_ih_l0
         states = np.empty((rows, x.shape[-2], self.hidden_size), self.dtype)
-        for t in range(x.shape[-2]):
-            state = next_state(layer.cell, self.candidate, given[:, t], weight, bias, state)
-            states[:, t] = state.numpy()
+        with _own_dtype():
+            for t in range(x.shape[-2]):
+                state = next_state(layer.cell, self.candidate, given[:, t], weight, bias, state)
+                states[:, t] = state.numpy()
         return states.reshape(*x.shape[:-1], self.hidden_size)
 
     def _run(self, function: Callable[[Tensor, Tensor | None], Tensor], x: Array, h: Array | None) -> Array:
-        return function(_tensor(x), None if h is None else _tensor(h[None])).numpy()
+        with _own_dtype():
+            return function(_tensor(x), None if h is None else _tensor(h[None])).numpy()
 
 
 class _CellCUDA(_Cell):
@@ -204,7 +206,7 @@ class _CellCUDA(_Cell):
         return self._run(steps, x, h)
 
     def _run(self, function: Callable[[Tensor, Tensor | None], Tensor], x: Array, h: Array | None) -> Array:
-        with torch.cuda.stream(self._stream):
+        with _own_dtype(), torch.cuda.stream(self._stream):
             states = function(self._to_device(x), None if h is None else self._to_device(h[None]))
             pinned = torch.empty(states.shape, dtype=states.dtype, device="cpu", pin_memory=True)
             pinned.copy_(states, non_blocking=True)
@@ -213,6 +215,9 @@ class _CellCUDA(_Cell):
 
     def _to_device(self, array: Array) -> Tensor:
         return _tensor(array).pin_memory().to(self._device, non_blocking=True)
+
+
+_own_dtype = torch._C._DisableAutocast  # around what computes: an autocast of the caller's would change the dtype
 
 
 def _tensor(array: Array) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ostinato.checks import check_floating, describe
+from ostinato.checks import FLOAT_DTYPES, check_floating, describe
 from ostinato.kernels import export
 from ostinato.kernels.recurrence.linear.operator import linear_recurrence
 from ostinato.kernels.recurrence.nonlinear.operator import nonlinear_recurrence, step_of
@@ -18,7 +18,7 @@ from ostinato.kernels.recurrence.symbolic.trace import following, trace
 from ostinato.kernels.scan import Order
 from ostinato.kernels.scan.operators import check_cu_seqlens
 from ostinato.replay import recording
-from ostinato.scan import check_scan, linear_scan
+from ostinato.scan import COMPLEX_DTYPES, check_scan, linear_scan
 
 STATES = {"h": 1, "state": 2}  # states, by the name of the first parameter; none, a linear recurrence, for any other
 OPTIONS = ("h0", "resets", "reverse", "cu_seqlens", "backend")
@@ -49,8 +49,9 @@ def recurrence(function: Callable) -> "Recurrence":
             their values, nor change them in place.  Kernels are made of it at its first call, so numbers from around it
             stay what they are then.
 
-    Inputs: the ``arguments``, by position or by name; those of (B, T, D) are promoted to one dtype, which is the
-    results'.  float16 and bfloat16 are computed in float32.
+    Inputs: the ``arguments``, by position or by name, of the dtypes of :func:`ostinato.linear_scan`, complex ones only
+    if the recurrence is linear; those of (B, T, D) are promoted to one dtype, which is the results'.  float16 and
+    bfloat16 are computed in float32.
     ``h0``, the initial state, (B, D), a pair of them for two states, zero if absent.
     ``resets``, bool, (B, T): where True, the state is zero before that step, in scan order.
     ``reverse``, ``cu_seqlens`` and ``backend`` as in :func:`ostinato.linear_scan`.
@@ -296,12 +297,9 @@ class Recurrence:
             hint = f", a state only if {self.names[0]} were named h or state" if named else ""
             raise TypeError(f"{self} takes {takes}{hint}; got {len(arguments)}")
         for name, x in zip(self.names, arguments, strict=True):
-            if not isinstance(x, Tensor) or not (x.is_floating_point() or x.is_complex()):
-                raise TypeError(f"{name} must be a floating-point tensor; got {describe(x)}")
+            check_floating(name, x, FLOAT_DTYPES + COMPLEX_DTYPES)
             if x.is_complex() and self.states:
                 raise TypeError(f"{name} must be real, as only linear recurrences may be complex; got {describe(x)}")
-            if x.layout != torch.strided or x.is_nested:
-                raise TypeError(f"{name} must be a dense tensor; got a {'nested' if x.is_nested else x.layout} one")
         sequences = [k for k, x in enumerate(arguments) if x.dim() == 3]
         if not sequences:
             raise ValueError(f"{self} needs an argument of shape (B, T, D); got {[tuple(x.shape) for x in arguments]}")
@@ -325,8 +323,7 @@ class Recurrence:
             raise TypeError(f"h0 must be a pair of tensors, as {self} has two states; got {describe(h0)}")
         initial = {"h0[0]": h0[0], "h0[1]": h0[1]} if self.states == 2 else {"h0": h0}
         for name, x in initial.items():
-            if not isinstance(x, Tensor) or not (x.is_floating_point() or x.is_complex()):
-                raise TypeError(f"{name} must be a floating-point tensor; got {describe(x)}")
+            check_floating(name, x, FLOAT_DTYPES if self.states else FLOAT_DTYPES + COMPLEX_DTYPES)
         return initial
 
 

@@ -115,8 +115,10 @@ def test_jacobians_at_once_are_those_row_by_row(name, device):
     jacobian = functools.partial(torch.autograd.functional.jacobian, function, inputs)
     want, at_once = jacobian(), jacobian(vectorize=True)
     by_transform = jacrev(function, everything)(*inputs)
+    forward = jacobian(vectorize=True, strategy="forward-mode")
     for i in range(2):
         assert_close(at_once[i], want[i])
+        assert_close(forward[i], want[i])
         assert_close(by_transform[i], want[i])
 
 

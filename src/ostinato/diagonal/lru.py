@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from ostinato.checks import check_numbers
 from ostinato.diagonal.layers import DiagonalLayers, Parameters, Run
 from ostinato.kernels.gemm import linear
 from ostinato.layers import Hidden
@@ -72,6 +73,9 @@ class LRU(DiagonalLayers):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        if not isinstance(radius, tuple | list) or len(radius) != 2:
+            raise TypeError(f"radius must be a pair of numbers; got {radius!r}")
+        check_numbers(**{"radius[0]": radius[0], "radius[1]": radius[1], "max_phase": max_phase})
         if not 0 <= radius[0] < radius[1] <= 1:
             raise ValueError(f"radius must be two numbers that rise, from 0 to 1; got {radius}")
         if not 0 < max_phase <= 2 * math.pi:

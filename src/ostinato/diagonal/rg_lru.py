@@ -88,7 +88,8 @@ class RGLRU(DiagonalLayers):
 
     def _cell(self, suffix: str, p: Parameters, x: Tensor, run: Run) -> tuple[Tensor, Hidden]:
         u = linear(x, p["weight_ih"], p["bias_ih"])
-        blocks, weight = u.unflatten(-1, (self.num_blocks, -1)), p["weight_gate"]
+        # In autocast's dtype, which the product would not take on where a block is one channel.
+        blocks, weight = u.unflatten(-1, (self.num_blocks, -1)), p["weight_gate"].to(u.dtype)
         if u.dim() == 2:  # one step, in which einsum would take longer than its product
             gates = (blocks.transpose(0, 1) @ weight.mT).permute(2, 0, 1, 3).flatten(1)
             gates = gates.contiguous()  # where a block is one channel, flattening is a view whose channels lie apart

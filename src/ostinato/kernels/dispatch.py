@@ -325,7 +325,8 @@ def _apply_of(function: Any) -> Callable:
 
 
 def _has_tangent(x: Tensor) -> bool:
-    return forward_ad.unpack_dual(x).tangent is not None
+    # PyTorch cannot tell of the batches of torch.autograd.functional, which are tangents and have none.
+    return not torch._C._dispatch_keys(x).has("Batched") and forward_ad.unpack_dual(x).tangent is not None
 
 
 def or_empty(grad: Tensor | None, like: Tensor) -> Tensor:

@@ -249,9 +249,10 @@ def log1p_general(x):
 
 
 # Sine and cosine, by Taylor's polynomials of the angle less the nearest multiple of pi/2, in float64, in which no digit
-# of that difference is lost.
+# of that difference is lost below 2**51 multiples.  Angles beyond, in float32 10**7 turns apart, give nonsense.
 
 _TURNS_SHIFT = 1.5 * 2.0**52
+_QUARTER, _QUARTER_REST = math.pi / 2, 6.123233995736766e-17  # which the float64 number lacks
 _S3, _S5, _S7, _S9 = -1 / 6, 1 / 120, -1 / 5040, 1 / 362880
 _C2, _C4, _C6, _C8 = -1 / 2, 1 / 24, -1 / 720, 1 / 40320
 
@@ -261,7 +262,7 @@ def _sine(x, quarters):
     """The sine of the float32 x + quarters * pi/2."""
     wide = cast(x, 1.0)
     turns = multiply_add(wide, 2 / math.pi, _TURNS_SHIFT) - _TURNS_SHIFT
-    r = multiply_add(turns, -math.pi / 2, wide)
+    r = multiply_add(turns, -_QUARTER_REST, multiply_add(turns, -_QUARTER, wide))
     u = r * r
     odd = r * multiply_add(multiply_add(multiply_add(multiply_add(_S9, u, _S7), u, _S5), u, _S3), u, 1.0)
     even = multiply_add(multiply_add(multiply_add(multiply_add(_C8, u, _C6), u, _C4), u, _C2), u, 1.0)

@@ -12,7 +12,9 @@ from ostinato.kernels.recurrence.linear.layer import layer_scan
 from ostinato.kernels.scan import BACKENDS
 from ostinato.layers import ONE_STEP, check_input, check_like_weight, draw_parameters
 from ostinato.minimal.recurrences import CANDIDATES, GATES, recurrence_of
-from ostinato.minimal.steps import next_state, steps_alone
+from ostinato.minimal.steps import StepCache, next_state, steps_alone
+
+_STEPS = StepCache()
 
 
 class _MinimalCell(nn.Module):
@@ -54,20 +56,26 @@ class _MinimalCell(nn.Module):
 
     def forward(self, input: Tensor, hx: Tensor | None = None) -> Tensor:
         """The next state, (B, hidden_size) or (hidden_size,), from the input and the previous state."""
-        check_input(input, self.input_size, self.weight_ih, (1, 2), ONE_STEP)
+        weight, bias, settings = self.weight_ih, self.bias_ih, (self.cell, self.candidate, self.backend)
+        if not torch.compiler.is_compiling():
+            again = _STEPS.again(*settings, input, weight, bias, hx)
+            if again is not None:
+                return again
+        check_input(input, self.input_size, weight, (1, 2), ONE_STEP)
         if hx is not None:
             check_floating("hx", hx)
             if hx.shape != (*input.shape[:-1], self.hidden_size):
                 raise ValueError(f"hx must have shape {(*input.shape[:-1], self.hidden_size)}; got {tuple(hx.shape)}")
-            check_like_weight("hx", hx, self.weight_ih)
-        if steps_alone(input, self.weight_ih, self.backend):
+            check_like_weight("hx", hx, weight)
+        if steps_alone(input, weight, self.backend):
             rows, state = input.view(-1, self.input_size), None if hx is None else hx.view(-1, self.hidden_size)
-            h = next_state(self.cell, self.candidate, rows, self.weight_ih, self.bias_ih, state)
+            h = next_state(self.cell, self.candidate, rows, weight, bias, state)
+            _STEPS.remember(*settings, rows, weight, bias, state)
             return h if input.dim() == 2 else h[0]
-        pre = linear(input.view(-1, 1, self.input_size), self.weight_ih)
+        pre = linear(input.view(-1, 1, self.input_size), weight)
         h0 = None if hx is None else hx.to(pre.dtype).view(1, -1, self.hidden_size)
         recurrence = recurrence_of(self.cell, self.candidate, self.bias)
-        _, h = layer_scan(pre, self.bias_ih, h0, None, None, recurrence, True, 1, self.backend)
+        _, h = layer_scan(pre, bias, h0, None, None, recurrence, True, 1, self.backend)
         return h.view(*input.shape[:-1], self.hidden_size)
 
 

@@ -7,16 +7,15 @@ from torch import Tensor
 
 from ostinato.checks import check_choice
 from ostinato.diagonal.layers import DiagonalLayers, Parameters, Run
-from ostinato.kernels.eager import Prepared
 from ostinato.kernels.gemm import linear
 from ostinato.kernels.persistent.reference import resets_in_reverse
-from ostinato.kernels.recurrence.linear.layer import layer_scan, projected_scan, step_of
+from ostinato.kernels.recurrence.linear.layer import layer_scan, projected_scan
 from ostinato.layers import Hidden, autocast_dtype, seen_in_reverse
 from ostinato.minimal.recurrences import CANDIDATES, GATES, RECURRENCES, recurrence_of
-from ostinato.minimal.steps import is_plain_step, next_state, steps_alone
+from ostinato.minimal.steps import StepCache, next_state, steps_alone
 from ostinato.replay import recording
 
-_STEPS = Prepared()  # keyed by inputs and weights
+_STEPS = StepCache()
 
 
 class _MinimalLayers(DiagonalLayers):
@@ -76,30 +75,11 @@ class _MinimalLayers(DiagonalLayers):
 
     def _layer_again(self, layer: int, x: Any, h: Any) -> tuple[Tensor, Any] | None:
         """The step of a layer, if one like it is cached."""
-        if torch.is_grad_enabled():
-            return None
         weight, bias = self._parameter(f"weight_ih_l{layer}"), self._parameter(f"bias_ih_l{layer}")
-        step = _STEPS.find(*self._like_step(x, h, weight, bias))
-        if step is None:
+        state = _STEPS.again(self.cell, self.candidate, self.backend, x, weight, bias, h)
+        if state is None:
             return None
-        state = step(x, weight, bias, h)
         return (state, state.unsqueeze(0)) if h is None else (state.squeeze(0), state)
-
-    def _remember_step(self, x: Tensor, h: Tensor | None, weight: Tensor, bias: Tensor | None) -> None:
-        """Cache a step for :meth:`_layer_again`."""
-        if torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return
-        if not is_plain_step(GATES[self.cell], x, weight, bias, h):
-            return
-        recurrence = recurrence_of(self.cell, self.candidate, False)
-        step = recurrence, *x.shape, self.hidden_size, x.dtype, x.get_device()
-        _STEPS.add(lambda: step_of(*step), *self._like_step(x, h, weight, bias))
-
-    def _like_step(self, x: Tensor, h: Tensor | None, weight: Tensor, bias: Tensor | None) -> tuple:
-        """The cache key of a step: its tensors and settings."""
-        given = (x, weight) if h is None else (x, weight, h)
-        given = given if bias is None else (*given, bias)
-        return given, h is None, self.cell, self.candidate, self.backend
 
     def _step_of_layer(self, layer: int, x: Tensor, h0: Any) -> tuple[Tensor, Hidden]:
         if recording() is not None:
@@ -111,7 +91,7 @@ class _MinimalLayers(DiagonalLayers):
         weight, bias = self._parameters_of(f"l{layer}", x.shape[-1]).values()
         if steps_alone(x, weight, self.backend):
             state = next_state(self.cell, self.candidate, x, weight, bias, h0)
-            self._remember_step(x, h0, weight, bias)
+            _STEPS.remember(self.cell, self.candidate, self.backend, x, weight, bias, h0)
             return (state, state.unsqueeze(0)) if h0 is None else (state.squeeze(0), state)
         if self.sequence_group is not None:
             return super()._step_of_layer(layer, x, h0)

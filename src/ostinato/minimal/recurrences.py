@@ -35,7 +35,8 @@ def _mingru(candidate: Callable[[Tensor], Tensor]) -> Recurrence:
 def _minlstm(candidate: Callable[[Tensor], Tensor]) -> Recurrence:
     @recurrence
     def minlstm(f: Tensor, i: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
-        keep, mix = _Shares.apply(f, i)
+        compiled = torch.compiler.is_compiling() and forward_ad._current_level < 0
+        keep, mix = (_SharesInReverse if compiled else _Shares).apply(f, i)
         return keep, mix * candidate(h)
 
     return minlstm
@@ -54,8 +55,11 @@ def _shares(f: Tensor, i: Tensor) -> tuple[Tensor, ...]:
     return p * r, q * r, of_f * r, of_i * r
 
 
-class _Shares(torch.autograd.Function):
-    """Two sigmoids divided by their sum, with derivatives free of the cancellation in those of the quotient."""
+class _SharesInReverse(torch.autograd.Function):
+    """Two sigmoids divided by their sum, with derivatives free of the cancellation in those of the quotient.
+
+    In reverse mode only: PyTorch's compiler refuses functions with a ``jvp``.
+    """
 
     generate_vmap_rule = True
 
@@ -73,6 +77,10 @@ class _Shares(torch.autograd.Function):
         keep, mix, slope_f, slope_i = _shares(*ctx.saved_tensors)
         change = grads[0] - grads[1]
         return change * (keep * slope_f), -change * (mix * slope_i)
+
+
+class _Shares(_SharesInReverse):
+    """The same in both modes."""
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,10 +1,12 @@
 """One step of a minimal layer or cell: a product and the gates, fused where a kernel fits."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ostinato.kernels.eager import is_differentiated, is_eager
+from ostinato.kernels.eager import Prepared, is_differentiated, is_eager
 from ostinato.kernels.recurrence.backends import kernels_on
 from ostinato.kernels.recurrence.linear.layer import step_of
 from ostinato.minimal.recurrences import GATES, RECURRENCES, recurrence_of
@@ -32,6 +34,42 @@ def next_state(cell: str, candidate: str, x: Tensor, weight: Tensor, bias: Tenso
         return step_of(*layer, x.get_device())(x, weight, bias, h)
     a, b = RECURRENCES[cell][candidate].function(*F.linear(x, weight, bias).chunk(GATES[cell], -1))
     return b if h is None else torch.addcmul(b, a, h)
+
+
+class StepCache:
+    """Steps that were validated: those of layers, or those of cells, whose states have another shape."""
+
+    def __init__(self) -> None:
+        self._steps = Prepared()  # kernels, by tensors and settings
+
+    def again(
+        self, cell: str, candidate: str, backend: str, x: Any, weight: Tensor, bias: Tensor | None, h: Any
+    ) -> Tensor | None:
+        """The state after a step like one that is cached; None for others."""
+        if torch.is_grad_enabled():
+            return None
+        step = self._steps.find(*_like_step(cell, candidate, backend, x, weight, bias, h))
+        return None if step is None else step(x, weight, bias, h)
+
+    def remember(
+        self, cell: str, candidate: str, backend: str, x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor | None
+    ) -> None:
+        """Cache a step that was validated, if there is a kernel for it."""
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return
+        if not is_plain_step(GATES[cell], x, weight, bias, h):
+            return
+        step = recurrence_of(cell, candidate, False), *x.shape, weight.shape[0] // GATES[cell], x.dtype, x.get_device()
+        self._steps.add(lambda: step_of(*step), *_like_step(cell, candidate, backend, x, weight, bias, h))
+
+
+def _like_step(
+    cell: str, candidate: str, backend: str, x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor | None
+) -> tuple:
+    """The cache key of a step: its tensors and settings."""
+    given = (x, weight) if h is None else (x, weight, h)
+    given = given if bias is None else (*given, bias)
+    return given, h is None, cell, candidate, backend
 
 
 def is_plain_step(gates: int, x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor | None) -> bool:

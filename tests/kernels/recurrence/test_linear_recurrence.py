@@ -211,6 +211,19 @@ def test_operator_is_well_formed_and_compiles():
     assert torch.equal(got[0], expected[0])
 
 
+def test_large_angles_in_float32_on_a_cpu():
+    recurrence = trace(lambda x: (0 * x, torch.sin(x) + 2 * torch.cos(x)), (True,)).text
+
+    def waves(x):
+        return linear_recurrence(recurrence, None, None, None, False, "cpu", x[None, None])[0][0, 0]
+
+    x = torch.logspace(-3, 15.3, 2000)
+    x = torch.cat((x, -x, torch.arange(-400, 400) * torch.pi / 4))
+    want = x.double().sin() + 2 * x.double().cos()
+    assert (waves(x) - want).abs().max() < 4e-7
+    assert waves(torch.tensor([torch.inf, -torch.inf, torch.nan])).isnan().all()
+
+
 def test_sigmoids_are_computed_in_pairs():
     def code(function):
         return print_element(trace(function, (True, True, True)), False)

@@ -67,6 +67,13 @@ def test_graphs_compute_what_pytorch_does(name):
         torch.testing.assert_close(got.expand_as(want), want, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("mode", ["floor", "trunc"])
+def test_quotients_that_are_whole_by_rounding(mode):
+    x, y = torch.arange(-30, 31).outer(torch.tensor([0.1, 0.3, 0.7, 1.1])), torch.tensor([0.1, 0.3, 0.7, 1.1])
+    traced = trace(lambda x, y: (x.div(y, rounding_mode=mode), x), (True, False))
+    assert torch.equal(evaluate(traced.forward, [x, y])[0], x.div(y, rounding_mode=mode))
+
+
 def test_a_hard_sigmoid_is_pytorchs_but_for_its_sixth():
     """Which PyTorch rounds to float32."""
     x = (4 * torch.randn(50, dtype=torch.float64)).requires_grad_()

@@ -46,8 +46,9 @@ def _to_copy(x: Scalar, *_: object, dtype: torch.dtype | None = None) -> Scalar:
 def _div(x: Operand, y: Operand, rounding_mode: str | None = None) -> Operand:
     if rounding_mode is None:
         return x / y
-    rest = fmod(x, y) if rounding_mode == "trunc" else _remainder(x, y)
-    whole = round((x - rest) / y)  # also of a quotient that is a little too small
+    if rounding_mode == "trunc":
+        return trunc(x / y)  # of the rounded quotient, where "floor" is of the exact one
+    whole = round((x - _remainder(x, y)) / y)  # also of a quotient that is a little too small
     return where(y == 0.0, x / y, whole)
 
 
