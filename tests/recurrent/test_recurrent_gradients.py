@@ -120,6 +120,22 @@ def test_weights_shared_by_modules_and_several_calls_before_one_backward():
         loss.backward()
 
 
+@pytest.mark.parametrize("cell", ["GRU", "LSTM"])
+def test_states_detached_in_place_cut_the_gradient(cell):
+    torch.manual_seed(0)
+    layer = make(cell, 5, 8, dtype=torch.float64)
+    other, (x, hx) = twin(layer), inputs(layer, 3)
+    for module in (layer, other):
+        state = hx
+        for part in x.split(4):
+            output, state = module(part, state)
+            output.square().sum().backward()
+            for tensor in state if cell == "LSTM" else (state,):
+                tensor.detach_()
+    for ours, theirs in zip(layer.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-11, atol=1e-12)
+
+
 def test_a_weight_changed_before_the_backward_is_an_error():
     layer, other = ostinato.GRU(5, 8), nn.GRU(5, 8)
     for module in (layer, other):

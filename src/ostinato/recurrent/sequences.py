@@ -18,7 +18,7 @@ from ostinato.kernels.persistent.reference import resets_in_reverse
 from ostinato.kernels.precision import layers_round
 from ostinato.layers import autocast_dtype
 from ostinato.masks import mask_of
-from ostinato.recurrent.torch_layers import as_given, in_rows
+from ostinato.recurrent.torch_layers import as_given, in_rows, of_one_layer
 from ostinato.recurrent.weights import MaskedLayers
 
 _CALLS = Prepared()  # of dense layers, keyed by input, weights, states and resets
@@ -141,7 +141,7 @@ class SequenceLayers(MaskedLayers):
 
         cell, lstm, directions = self.mode.lower(), self.mode == "LSTM", 2 if self.bidirectional else 1
         layers, size = len(self._all_weights), len(self._all_weights[0])
-        alone = layers == 1  # for whose states views are enough, also backward
+        alone = layers == 1  # whose states need no copy, also backward
         initial: list[Any] = [[x.squeeze(0)] if alone else x.unbind(0) for x in states]
         last: list[tuple[Tensor, ...]] = []
         for first in range(0, layers, directions):
@@ -166,7 +166,7 @@ class SequenceLayers(MaskedLayers):
             last += [(h_n, c_n) if lstm else (h_n,) for _, h_n, c_n, *_ in results]
             rows = torch.cat([output for output, *_ in results], 1) if both else results[0][0]
 
-        states = [x[0].unsqueeze(0) if alone else torch.stack(x) for x in zip(*last, strict=True)]
+        states = [of_one_layer(x[0]) if alone else torch.stack(x) for x in zip(*last, strict=True)]
         return as_given(input, rows, states, self.batch_first)
 
 
