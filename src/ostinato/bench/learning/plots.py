@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from ostinato.files import replacing
+from ostinato.models import CELLS
 
 # As published for these tasks, to be drawn beside what is measured: arXiv 2410.01201, table 4.
 PUBLISHED_LOSS = {"mingru": 1.548, "minlstm": 1.555}
-NAMES = {"mingru": "minGRU", "minlstm": "minLSTM", "gru": "GRU", "lstm": "LSTM"}
-COLORS = {"mingru": "C0", "minlstm": "C1", "gru": "C2", "lstm": "C3"}
+NAMES = {name: cell.__name__ for name, cell in CELLS.items()} | {"mingru": "minGRU", "minlstm": "minLSTM"}
+COLORS = dict(zip(CELLS, (*(f"C{number}" for number in range(10)), "black", "gold", "navy"), strict=True))
 
 
 def name_of(run: dict[str, Any]) -> str:
@@ -28,7 +29,8 @@ def draw(content: dict[str, Any], path: Path) -> None:
 def figure_of(content: dict[str, Any]) -> Any:
     """The drawing of a run.
 
-    Raises ImportError without matplotlib, and ValueError if it is no run of a learning benchmark.
+    Raises ImportError without matplotlib, and ValueError if it is no run of a learning benchmark, or part of it is
+    missing.
     """
     from matplotlib.figure import Figure
 
@@ -37,7 +39,10 @@ def figure_of(content: dict[str, Any]) -> Any:
     if kind not in drawings:
         raise ValueError(f"benchmark must be one of {', '.join(drawings)}; got {kind!r}")
     figure = Figure(figsize=(10, 4.2), layout="constrained")
-    drawings[kind](figure, content)
+    try:
+        drawings[kind](figure, content)
+    except (IndexError, KeyError, TypeError) as error:
+        raise ValueError(f"content must be a whole run; {type(error).__name__}: {error}") from error
     return figure
 
 
