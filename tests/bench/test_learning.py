@@ -9,7 +9,7 @@ from torch import nn
 
 from ostinato.bench.learning.fit import Stage, TaskTrainer, remember
 from ostinato.bench.learning.peers import with_torch_layers
-from ostinato.bench.learning.plots import draw
+from ostinato.bench.learning.plots import draw, figure_of
 from ostinato.bench.learning.pruning import fine_tune_pruning
 from ostinato.bench.learning.tasks import IGNORED, Bits, SelectiveCopying
 from ostinato.cli import main
@@ -269,6 +269,15 @@ def test_settings_of_fine_tuning_are_refused_before_the_dense_model_is_trained(t
             ]
         )
     assert "learning_rate must be above 0 and finite; got 0.0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("text", "published"), [("tinyshakespeare.txt", ["minGRU as published"]), ("mine.txt", [])])
+def test_a_published_loss_is_drawn_beside_that_of_its_text_only(text, published):
+    point = {"tokens": 1, "seconds": 1.0, "held_out_loss": 2.0}
+    run = {"cell": "mingru", "model": {"num_layers": 1, "width": 8}, "curve": [point], "lowest_held_out_loss": 2.0}
+    figure = figure_of({"benchmark": "learning-characters", "text": text, "device": "a CPU", "runs": [run]})
+    for axes in figure.axes:
+        assert [line.get_label() for line in axes.lines] == ["minGRU: 2.000 at its lowest", *published]
 
 
 def test_drawing_says_what_it_can(tmp_path):
