@@ -1,6 +1,7 @@
 """Checkpoints come back whole, or are refused with a reason."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -52,6 +53,11 @@ def test_truncated_anywhere(path):
         path.write_bytes(content[:size])
         with pytest.raises(ValueError, match=r"a\.safetensors: expected a whole safetensors file"):
             load_checkpoint(path)
+
+
+def test_no_file():
+    with pytest.raises(ValueError, match=f"{os.devnull}: expected a whole safetensors file"):
+        load_checkpoint(os.devnull)
 
 
 def test_not_there(tmp_path):

@@ -93,7 +93,9 @@ def test_generate_is_deterministic_by_seed_and_streams():
     assert torch.equal(generate(1), generate(1))
     assert not torch.equal(generate(1), generate(2))
     assert torch.equal(generate(1, top_k=1), generate(2, temperature=0))
-    assert torch.equal(generate(1, temperature=1e-30), generate(2, temperature=0))
+    for temperature in (1e-30, 5e-324):
+        assert torch.equal(generate(1, temperature=temperature), generate(2, temperature=0))
+    assert torch.equal(generate(1, temperature=1e300, top_k=2), generate(1, temperature=1e30, top_k=2))
     stream = model.generate(tokens, 10**9)
     assert next(stream).shape == (3,)
 

@@ -125,11 +125,11 @@ def _without_memory(settings: dict[str, Any], tensors: int) -> LanguageModel:
 
 
 def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
-    path.open("rb").close()  # for an OSError that names the file, where safetensors' own does not
+    path.open("rb").close()  # for an OSError that names the file
     try:
         with safe_open(path, "pt") as file:
             return file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:  # an OSError of what cannot be mapped into memory, as a pipe
         raise ValueError(f"{path}: expected a whole safetensors file; {error}") from None
 
 

@@ -292,6 +292,9 @@ def draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch
     if top_k is not None and top_k < logits.size(-1):
         least = logits.topk(top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < least, float("-inf"))
+    # Beyond float32's range a temperature would become 0 or infinity, and some quotients NaN.
+    float32 = torch.finfo(torch.float32)
+    temperature = min(max(temperature, float32.tiny), float32.max)
     # The largest logit is subtracted first: with a small temperature the quotient could overflow.
     logits = (logits - logits.amax(dim=-1, keepdim=True)) / temperature
     return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator)[:, 0]

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import re
 import sys
 import time
 from types import SimpleNamespace
@@ -127,10 +128,25 @@ def test_missing_and_failing_peers_are_named_and_the_rest_runs(monkeypatch):
     assert rows["breaks when timed"]["unavailable"] == "failed: RuntimeError: no such luck"
     assert rows["torch.nn.GRU"]["seconds"] > 0
     console = Console(record=True, width=100)
-    console.print(report.workload(records).rich())
+    console.print(report.workload(records))
     text = console.export_text()
     assert "minGRU-pytorch is not installed" in text
     assert "failed: RuntimeError: no such luck" in text
+
+
+@pytest.mark.parametrize(("width", "tables"), [(50, 1), (47, 1), (46, 2), (33, 2), (32, 3), (28, 3), (20, 3)])
+def test_a_table_is_divided_where_the_console_is_too_narrow(width, tables):
+    head = ["µs a step", "plan", "cuDNN", "in a CUDA graph"]
+    rows = [["GRU 2304 B4", "dense", "**12.7 (5.5×)**", "–"], ["GRU 8192 B4", "block", "105 (31.2×)", "77.4 (23.1×)"]]
+    console = Console(width=width)
+    with console.capture() as shown:
+        console.print(report.Grid(head, rows))
+    text = shown.get()
+    assert max(map(len, text.splitlines())) <= width
+    assert len(re.findall("─\\s*\n", text)) == tables
+    for cell in ("dense", "block", "12.7 (5.5×)", "105 (31.2×)", "77.4 (23.1×)"):
+        assert text.count(cell) == 1
+    assert text.count("GRU 8192 B4") == (tables if width >= 28 else 0)  # names are cut short, but no figure
 
 
 def _fail():

@@ -9,10 +9,11 @@ from torch import nn
 
 from ostinato.bench.learning.fit import Stage, TaskTrainer, remember
 from ostinato.bench.learning.peers import with_torch_layers
-from ostinato.bench.learning.plots import draw
+from ostinato.bench.learning.plots import draw, figure_of
 from ostinato.bench.learning.pruning import fine_tune_pruning
 from ostinato.bench.learning.tasks import IGNORED, Bits, SelectiveCopying
 from ostinato.cli import main
+from ostinato.cli.learning.run import LearningRun
 from ostinato.models import LanguageModel
 from ostinato.training import Trainer, TrainingSettings
 
@@ -135,6 +136,7 @@ def test_nothing_is_pruned_at_density_1():
     [
         (["characters", "--cells", "mingru,lstm"], 2),
         (["characters", "--cells", "lstm", "--torch"], 2),
+        (["characters", "--cells", "lru,paralstm"], 2),
         (["pruning", "--densities", "0.5,0.1"], 4),
         (["copying", "--cells", "minlstm"], 1),
         (["bits", "--cells", "mingru", "--questions", "parity,first", "--depths", "2"], 2),
@@ -226,16 +228,56 @@ def test_pruned_losses_are_those_of_the_densities(tmp_path):
         (["bits", "--questions", "parity,odd"], "questions must be some of first, majority, parity; got 'odd'"),
         (["pruning", "--text", "other.json", "--densities", "0.5,a"], "with commas between; got '0.5,a'"),
         (["pruning", "--text", "other.json", "--densities", "1.5"], "densities must be above 0 and at most 1, with"),
+        (["copying", "--steps", "-1"], "steps must be at least 1; got -1"),
+        (["bits", "--steps", "0"], "steps must be at least 1; got 0"),
+        (["pruning", "--text", "other.json", "--finetune", "0"], "finetune must be at least 1; got 0"),
         (["plot", "other.json"], "benchmark must be one of characters, pruning, copying, bits; got 'scan'"),
+        (["plot", "list.json"], "list.json: expected the JSON file of a run; it holds a list"),
+        (["plot", "part.json"], "content must be a whole run; KeyError: 'test_lengths'"),
     ],
 )
 def test_mistakes_are_one_line(arguments, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "other.json").write_text('{"benchmark": "scan"}')
+    (tmp_path / "list.json").write_text("[]")
+    (tmp_path / "part.json").write_text('{"benchmark": "learning-bits"}')
     with pytest.raises(SystemExit) as end:
         main(["bench", "learning", *arguments])
     assert end.value.code == 1
     assert message in capsys.readouterr().err
+
+
+def test_settings_of_fine_tuning_are_refused_before_the_dense_model_is_trained(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(LearningRun, "train", lambda *_: pytest.fail("trained"))
+    text = tmp_path / "text.txt"
+    text.write_text("to be or not to be, that is the question\n" * 100)
+    with pytest.raises(SystemExit):
+        main(
+            [
+                "bench",
+                "learning",
+                "pruning",
+                "--text",
+                str(text),
+                "--quick",
+                "--device",
+                "cpu",
+                "--learning-rate",
+                "0",
+                "--json",
+                str(tmp_path),
+            ]
+        )
+    assert "learning_rate must be above 0 and finite; got 0.0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("text", "published"), [("tinyshakespeare.txt", ["minGRU as published"]), ("mine.txt", [])])
+def test_a_published_loss_is_drawn_beside_that_of_its_text_only(text, published):
+    point = {"tokens": 1, "seconds": 1.0, "held_out_loss": 2.0}
+    run = {"cell": "mingru", "model": {"num_layers": 1, "width": 8}, "curve": [point], "lowest_held_out_loss": 2.0}
+    figure = figure_of({"benchmark": "learning-characters", "text": text, "device": "a CPU", "runs": [run]})
+    for axes in figure.axes:
+        assert [line.get_label() for line in axes.lines] == ["minGRU: 2.000 at its lowest", *published]
 
 
 def test_drawing_says_what_it_can(tmp_path):

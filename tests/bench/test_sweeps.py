@@ -46,7 +46,7 @@ def test_a_sweep_becomes_lines_and_ratios():
     assert [p["value"] for p in ratio["points"]] == [a["value"] / b["value"] for a, b in zip(loop, scan, strict=True)]
     assert content["notes"] == ["The GPU's part needs a CUDA device."]
     console = Console(record=True, width=150)
-    console.print(report.sweep(content).rich())
+    console.print(report.sweep(content))
     content["device"] = "somewhere"
     text = console.export_text()
     for line in report.sweep(content).markdown().partition("\n\n")[0].splitlines()[2:]:

@@ -19,7 +19,7 @@ MIN_ROUNDS, MAX_ROUNDS = 3, 50
 SLOW = 0.5  # seconds; slower calls are not repeated
 GPU_SECONDS = 0.02  # spent on the repetitions of a GPU pass
 FLUSH_BYTES = 512 << 20  # several times any cache
-FLUSHES = 4  # long enough for the host to launch what is timed while the GPU is busy with them
+FLUSHES = 4  # long enough for the host to launch most of what is timed while the GPU is busy with them
 OF_GRADIENTS = 5  # factor on the tolerance: gradients of weights are sums over all steps, rounded at each
 COLLECT_ABOVE = 1 << 30  # bytes in use above which garbage is collected
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Group
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
@@ -17,6 +18,7 @@ from ostinato.bench.workloads import OURS
 
 UNITS = {"bytes": "B", "flops": "FLOP"}
 WRONG = 0.1  # an error, relative to the reference, from which on a result is no result
+EDGES, GAP = 2, 2  # characters around a table in the console, and between its columns
 WRONG_NOTE = f"† its error against float64 is more than {WRONG:g} of the result."
 PEERS = {  # of recurrent layers: columns by contestant
     "torch.nn": "torch.nn",
@@ -33,7 +35,7 @@ PEERS = {  # of recurrent layers: columns by contestant
 
 @dataclass
 class Grid:
-    """A table; ``**`` around a cell makes it bold, and columns of nothing but dashes are left out."""
+    """A table, which a rich console prints; ``**`` around a cell makes it bold, columns of only dashes are left out."""
 
     head: list[str]
     rows: list[list[str]]
@@ -56,16 +58,41 @@ class Grid:
         table = "".join(f"| {' | '.join(cell.strip() for cell in line)} |\n" for line in lines)
         return "\n\n".join((table.rstrip(), *self._wrong, *self.notes)) + "\n"
 
-    def rich(self) -> Group:
-        """The table for the console."""
-        head, *rows = self._lines
-        table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-        for number, heading in enumerate(head):
-            table.add_column(escape(heading), justify="right" if number else "left", no_wrap=not number)
-        for row in rows:
-            table.add_row(*(re.sub(r"\*\*(.*)\*\*", r"[bold]\1[/bold]", escape(cell)) for cell in row))
-        title = [Text(self.title, style="italic")] if self.title else []
-        return Group(*title, table, *(Text(note, style="dim") for note in (*self._wrong, *self.notes)))
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """One table if it fits; else several, each with the first column: rich itself would cut figures short."""
+        lines = list(self._lines)
+        columns = [[cell.replace("**", "") for cell in column] for column in zip(*lines, strict=True)]
+        whole = [max(map(cell_len, column)) for column in columns]
+        wrapped = [max(map(cell_len, (*heading.split(), *cells))) for heading, *cells in columns]
+        first = max(1, min(whole[0], options.max_width - EDGES - GAP - max(wrapped[1:])))
+        widths, groups = whole, _that_fit(whole[1:], options.max_width - EDGES - first)
+        if len(groups) > 1:
+            widths, groups = wrapped, _that_fit(wrapped[1:], options.max_width - EDGES - first)
+        if self.title:
+            yield Text(self.title, style="italic")
+        for group in groups:
+            table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+            table.add_column(escape(lines[0][0]), width=first, no_wrap=True)
+            for i in group:
+                table.add_column(escape(lines[0][i]), width=widths[i], justify="right")
+            for line in lines[1:]:
+                cells = (escape(line[i]) for i in (0, *group))
+                table.add_row(*(re.sub(r"\*\*(.*)\*\*", r"[bold]\1[/bold]", cell) for cell in cells))
+            yield table
+        yield from (Text(note, style="dim") for note in (*self._wrong, *self.notes))
+
+
+def _that_fit(widths: list[int], room: int) -> list[list[int]]:
+    """The numbers of the columns after the first, of these widths, in groups that fit into the room beside it."""
+    groups: list[list[int]] = []
+    left = 0
+    for number, width in enumerate(widths, 1):
+        left -= GAP + width
+        if left < 0 or not groups:
+            groups.append([])
+            left = room - GAP - width
+        groups[-1].append(number)
+    return groups
 
 
 def workload(records: list[Record]) -> Grid:

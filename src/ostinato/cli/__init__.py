@@ -1,4 +1,4 @@
-"""The command line.  Commands import what they need when they run, so that help is there at once."""
+"""The command line.  Commands import what they need when they run: for its help only PyTorch is waited for."""
 
 import os
 import sys

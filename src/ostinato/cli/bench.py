@@ -74,7 +74,7 @@ def calls(
     path = _path(json, "calls", where)
     content = _content(console, "calls", where, quick)
     content["results"] = calls.calls(where, 3 if quick else calls.ROUNDS)
-    console.print(report.calls(content["results"]).rich())
+    console.print(report.calls(content["results"]))
     if path is not None:
         runs.write_json(path, content)
         console.print(f"wrote {path}", soft_wrap=True)
@@ -112,12 +112,12 @@ def seeds(
         with console.status(name):
             if name == "capacity":
                 content |= {"results": capacity.capacity(best)}
-                console.print(capacity.table(content["results"]).rich())
+                console.print(capacity.table(content["results"]))
             else:
                 content |= tables[name].measure(devices, 0.2 if quick else 0.4)
                 wrong += content["wrong"]
                 shown = tables[name].shown(content)
-                console.print(report.sweep(shown).rich())
+                console.print(report.sweep(shown))
                 if shown["lines"] and (plot := _plot(console, shown, path)):
                     written.append(plot)
         runs.write_json(path, content)
@@ -186,7 +186,7 @@ def profile(
             content |= profile.profile(work, where, contestant, trace)
     except Unavailable as error:
         raise ValueError(f"{contestant}: {error}") from None
-    console.print(report.profile(content).rich())
+    console.print(report.profile(content))
     if path is not None:
         runs.write_json(path, content)
     console.print(f"wrote {', '.join(map(str, filter(None, (trace, path))))}", soft_wrap=True)
@@ -234,9 +234,9 @@ def _measure(kind: str, device_name: str, quick: bool, only: str, json: Path | N
                     continue
                 results += records
                 if "steps" in records[0]:
-                    tables = [report.recurrent_layers(results, device.type).rich()]
+                    tables = [report.recurrent_layers(results, device.type)]
                 else:
-                    tables.append(report.workload(records).rich())
+                    tables.append(report.workload(records))
                 # At once, so that what is measured outlives an interruption; a stream takes but one content.
                 if path is not None and not is_stream(path):
                     runs.write_json(path, content)

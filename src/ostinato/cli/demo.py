@@ -94,7 +94,7 @@ def _compare_times(console: "Console", device: "torch.device", output: Path) -> 
         content = runs.environment(device) | sweep.measure([device], 0.5)
     shown = sweep.shown(content)
     table = report.sweep(shown)
-    console.print(table.rich())
+    console.print(table)
     with replacing(output / "times.md") as temporary:
         temporary.write_text(f"{shown['title']}, {shown['device']}\n\n{table.markdown()}")
     runs.write_json(output / "times.json", content)

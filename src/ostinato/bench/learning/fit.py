@@ -9,18 +9,25 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ostinato.bench.learning.tasks import IGNORED, Task
+from ostinato.checks import check_integers
 from ostinato.minimal import MinGRU, MinLSTM
 from ostinato.models import LanguageModel
 
 
 @dataclass(frozen=True)
 class Stage:
-    """At most ``steps`` steps on ``batch_size`` sequences of ``length``, fewer if ``accuracy`` is reached before."""
+    """At most ``steps`` steps on ``batch_size`` sequences of ``length``, fewer if ``accuracy`` is reached before.
+
+    Raises ValueError for any of these three below 1.
+    """
 
     length: int
     batch_size: int
     steps: int
     accuracy: float | None = None
+
+    def __post_init__(self) -> None:
+        check_integers(1, length=self.length, batch_size=self.batch_size, steps=self.steps)
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from ostinato.files import replacing
+from ostinato.models import CELLS
 
-# As published for these tasks, to be drawn beside what is measured: arXiv 2410.01201, table 4.
+# As published for a text, to be drawn beside what is measured of it: arXiv 2410.01201, table 4.
+PUBLISHED_TEXT = "tinyshakespeare.txt"
 PUBLISHED_LOSS = {"mingru": 1.548, "minlstm": 1.555}
-NAMES = {"mingru": "minGRU", "minlstm": "minLSTM", "gru": "GRU", "lstm": "LSTM"}
-COLORS = {"mingru": "C0", "minlstm": "C1", "gru": "C2", "lstm": "C3"}
+NAMES = {name: cell.__name__ for name, cell in CELLS.items()} | {"mingru": "minGRU", "minlstm": "minLSTM"}
+COLORS = dict(zip(CELLS, (*(f"C{number}" for number in range(10)), "black", "gold", "navy"), strict=True))
 
 
 def name_of(run: dict[str, Any]) -> str:
@@ -28,7 +30,8 @@ def draw(content: dict[str, Any], path: Path) -> None:
 def figure_of(content: dict[str, Any]) -> Any:
     """The drawing of a run.
 
-    Raises ImportError without matplotlib, and ValueError if it is no run of a learning benchmark.
+    Raises ImportError without matplotlib, and ValueError if it is no run of a learning benchmark, or part of it is
+    missing.
     """
     from matplotlib.figure import Figure
 
@@ -37,7 +40,10 @@ def figure_of(content: dict[str, Any]) -> Any:
     if kind not in drawings:
         raise ValueError(f"benchmark must be one of {', '.join(drawings)}; got {kind!r}")
     figure = Figure(figsize=(10, 4.2), layout="constrained")
-    drawings[kind](figure, content)
+    try:
+        drawings[kind](figure, content)
+    except (IndexError, KeyError, TypeError) as error:
+        raise ValueError(f"content must be a whole run; {type(error).__name__}: {error}") from error
     return figure
 
 
@@ -69,7 +75,7 @@ def _characters(figure: Any, content: dict[str, Any]) -> None:
                 label=f"{name}: {run['lowest_held_out_loss']:.3f} at its lowest",
             )
         for cell, loss in PUBLISHED_LOSS.items():
-            if any(run["cell"] == cell for run in content["runs"]):
+            if content["text"] == PUBLISHED_TEXT and any(run["cell"] == cell for run in content["runs"]):
                 axes.axhline(loss, color=COLORS[cell], linestyle=":", linewidth=1, label=f"{NAMES[cell]} as published")
         axes.grid(alpha=0.3, which="both")
     figure.axes[0].set_ylabel("held-out loss, nats per character")

@@ -26,6 +26,8 @@ def plot(
 
     try:
         content = loads(json.read_text())
+        if not isinstance(content, dict):
+            raise ValueError(f"it holds a {type(content).__name__}")
     except ValueError as error:
         raise ValueError(f"{json}: expected the JSON file of a run; {error}") from None
     output = output or json.with_suffix(".png")

@@ -82,8 +82,9 @@ def copying(
 def _curriculum(length: int, items: int, steps: int) -> "list[Stage]":
     from ostinato.bench.learning.fit import Stage
 
+    last = Stage(length, 32, steps)
     shorter = Stage(64, 512, 3 * steps, 0.98), Stage(256, 256, steps, 0.98), Stage(1024, 64, steps, 0.98)
-    return [*(stage for stage in shorter if items < stage.length < length), Stage(length, 32, steps)]
+    return [*(stage for stage in shorter if items < stage.length < length), last]
 
 
 def _trained(run: LearningRun, trainer: "TaskTrainer", name: str) -> "Iterator[Progress]":

@@ -101,19 +101,22 @@ def pruning(
     """A trained character LSTM, pruned to several densities: held-out loss beside the dense one's."""
     from dataclasses import replace
 
+    from ostinato.checks import check_integers
+
     chosen = _densities(densities)  # complains before the work begins
+    check_integers(1, finetune=finetune)
     with LearningRun("pruning", json, device, seed, quick) as run:
         sizes = {"width": width, "num_layers": num_layers}
         chunks = {"steps": steps, "batch_size": batch_size, "chunk_length": chunk_length}
         trainer = _trainer(run, text, "lstm", sizes, chunks, precision)
-        run.console.print("dense")
-        run.train(trainer, lambda point: None)
         settings = replace(
             trainer.settings,
             steps=20 if quick else finetune,
             learning_rate=learning_rate,
             warmup_steps=min(100, finetune // 10),
         )
+        run.console.print("dense")
+        run.train(trainer, lambda point: None)
         dense = _Dense(run, trainer.model, _tokens(text)[0], settings, precision)
         run.content |= {
             "text": text.name,
