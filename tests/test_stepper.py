@@ -225,6 +225,43 @@ def test_a_frozen_stepper_has_weights_of_its_own(cell, block, batch, dtype):
     torch.testing.assert_close(frozen(x[0])[0], expected[0], rtol=0, atol=2e-6, equal_nan=True)
 
 
+class Doubling(ostinato.GRU):
+    def forward(self, input, hx=None, **options):
+        return super().forward(2 * input, hx, **options)
+
+    def step(self, x, state=None):
+        return super().step(2 * x, state)
+
+
+class ByForward(nn.Module):
+    """A step written as a sequence of one."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer, self.initial_state = layer, layer.initial_state
+
+    def step(self, x, state):
+        time = 1 if self.layer.batch_first else 0
+        y, state = self.layer(x.unsqueeze(time), state)
+        return y.squeeze(time), state
+
+
+@pytest.mark.parametrize("dtype", [F32, torch.bfloat16])  # which has no packed kernel
+@pytest.mark.parametrize("module", [lambda layer: layer, ByForward], ids=["step", "forward"])
+@pytest.mark.parametrize("layer", [Doubling, ostinato.LSTM])
+def test_steps_and_sequences_of_one_are_repeated_alike(layer, module, dtype):
+    torch.manual_seed(0)
+    layer, x = layer(36, 37, 2, batch_first=layer is Doubling).to(dtype), torch.randn(4, 3, 36).to(dtype)
+    whole = layer(x.transpose(0, 1))[0].transpose(0, 1) if layer.batch_first else layer(x)[0]
+    stepper = ostinato.Stepper(module(layer), 3, frozen=True)
+    for x_t, expected in zip(x, whole, strict=True):
+        with torch.profiler.profile() as profile:
+            y = stepper(x_t)
+        torch.testing.assert_close(y, expected, rtol=0, atol=2e-6 if dtype == F32 else 2e-2)
+    products = {"aten::mm", "aten::addmm"} & {event.key for event in profile.key_averages()}
+    assert not products or dtype != F32
+
+
 class Network(nn.Module):
     """Much that a step may do: views, parts, changes in place, and states that move to another's place or come out."""
 
