@@ -262,6 +262,45 @@ def test_steps_and_sequences_of_one_are_repeated_alike(layer, module, dtype):
     assert not products or dtype != F32
 
 
+class ActorCritic(nn.Module):
+    """With an output of several tensors, one of them the state itself."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.gru, self.value = kind, ostinato.GRU(3, 5), nn.Linear(5, 1)
+        self.initial_state = self.gru.initial_state
+
+    def step(self, x, state):
+        y, after = self.gru.step(x, state)
+        return self.kind(state, self.value(y)), after
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("kind", [lambda *y: y, lambda *y: dict(zip("ab", y, strict=True))], ids=["tuple", "dict"])
+def test_outputs_of_several_tensors(kind, frozen, device):
+    torch.manual_seed(0)
+    module, x = ActorCritic(kind).to(device), torch.randn(5, 2, 3, device=device)
+    stepper, state = ostinato.Stepper(module, 2, frozen=frozen), module.initial_state(2)
+    outputs = [stepper(x_t) for x_t in x]
+    for x_t, output in zip(x, outputs, strict=True):
+        with torch.no_grad():
+            expected, state = module.step(x_t, state)
+        torch.testing.assert_close(output, expected, rtol=0, atol=1e-6 if device == "cpu" else 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("result", "got"),
+    [(lambda x, state: (x, x, state), "3 values"), (lambda x, state: x, "a tensor of torch.float32")],
+)
+def test_a_step_that_returns_no_pair_is_named(result, got):
+    module = nn.Linear(3, 3)
+    module.step, module.initial_state = result, lambda batch: torch.zeros(batch, 3)
+    for frozen in (False, True):
+        with pytest.raises(TypeError, match=rf"Linear.step must return its output and the next state; got {got}"):
+            ostinato.Stepper(module, 2, frozen=frozen)(torch.randn(2, 3))
+
+
 class Network(nn.Module):
     """Much that a step may do: views, parts, changes in place, and states that move to another's place or come out."""
 
@@ -542,8 +581,8 @@ def test_sequences_within_a_sequence_keep_their_state_too():
     gru, head, x = ostinato.GRU(3, 5), nn.Linear(5, 2), torch.randn(4, 2, 3)
     stepper = ostinato.Stepper(nn.Sequential(nn.Sequential(nn.Identity(), gru), head), 2)
     torch.testing.assert_close(torch.stack([stepper(x_t) for x_t in x]), head(gru(x)[0]))
-    for other in (nn.GRU(3, 5), nn.GRUCell(3, 5)):
+    for other, remedy in ((nn.GRU(3, 5), ", to which ostinato.convert gives them"), (nn.GRUCell(3, 5), "")):
         with pytest.raises(
-            TypeError, match=rf"module must have step and initial_state; got .*\.{type(other).__name__}"
+            TypeError, match=rf"module must have step and initial_state; got .*\.{type(other).__name__}{remedy}$"
         ):
             ostinato.Stepper(nn.Sequential(nn.Linear(3, 3), other), 2)
