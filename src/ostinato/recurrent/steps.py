@@ -155,6 +155,9 @@ class StepLayers(MaskedLayers):
             if step is None and mask_ih is not None:  # too dense for a sparse product
                 own[layer * size] = masked(self, f"weight_ih_l{layer}")
                 step = step_of(x.device, self.mode.lower(), dtype, hidden, inputs, batch, None, mask_hh, self._path)
+            if step is None and mask_hh is not None and self._frozen is not None:  # paid once, where weights stay
+                own[layer * size + 1] = masked(self, f"weight_hh_l{layer}")
+                step = step_of(x.device, self.mode.lower(), dtype, hidden, inputs, batch, None, None, self._path)
             if step is None:
                 return cells
             steps.append(step)
