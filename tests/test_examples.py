@@ -61,7 +61,7 @@ def test_serve_forecasts_with_a_tenth_of_the_weights(example):
     output = example("serve", 60, 64)
     assert "10% of the weights are left" in output
     (last_value,) = numbers(output, "last value         error")
-    for row in ("dense, torch.nn", "10% of its weights"):
+    for row in ("dense, torch.nn", "10% of its weights", "the same, prepared"):
         error, *_, difference = numbers(output, row)
         assert error < 0.9 * last_value
         assert difference < 1e-4

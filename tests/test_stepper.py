@@ -79,14 +79,14 @@ def test_one_loop_for_a_step(cell, hidden, inputs, batch, monkeypatch):
 
 
 @pytest.mark.parametrize("block", [(8, 4), (16, 1), (1, 1)])
-@pytest.mark.parametrize(("inputs", "hidden"), [(40, 40), (36, 48), (5, 37)])
-def test_pruned_inputs_are_not_looked_at(block, inputs, hidden):
+@pytest.mark.parametrize(("inputs", "hidden", "batch"), [(40, 40, 1), (36, 48, 3), (5, 37, 1)])
+def test_pruned_inputs_are_not_looked_at(block, inputs, hidden, batch):
     torch.manual_seed(0)
     layer = ostinato.GRU(inputs, hidden, 2).double()
     ostinato.prune(layer, 0.2, block=block, input_weights=True, keep_diagonal=True)
     exact = nn.GRU(inputs, hidden, 2).double()
     exact.load_state_dict({k: v for k, v in layer.state_dict().items() if "mask" not in k})
-    x = torch.randn(6, 1, inputs, dtype=F64)
+    x = torch.randn(6, batch, inputs, dtype=F64)
     with torch.no_grad():
         for name, mask in list(layer.named_buffers()):
             layer.get_parameter(name.replace("mask", "weight"))[~mask] = torch.nan
@@ -195,18 +195,18 @@ def test_an_optimiser_s_changes_are_seen():
 
 
 @pytest.mark.parametrize(
-    ("cell", "block", "batch", "dtype"),  # products, which differ by blocks, know nothing of cells
+    ("cell", "block", "density", "batch", "dtype"),  # products, which differ by blocks, know nothing of cells
     [
-        *(("GRU", block, 1, F64) for block in ((8, 4), (16, 1), (1, 1))),
-        *(("RNN", None, 1, F64), ("LSTM", None, 1, F64), ("LSTM", None, 1, F32)),
-        *(("GRU", None, 3, F64), ("GRU", (16, 1), 3, F64)),
+        *(("GRU", block, 0.2, batch, F64) for block in ((8, 4), (16, 1), (1, 1)) for batch in (1, 3)),
+        *(("RNN", None, 1.0, 1, F64), ("LSTM", None, 1.0, 1, F64), ("LSTM", None, 1.0, 1, F32)),
+        *(("GRU", None, 1.0, 3, F64), ("GRU", (16, 1), 0.9, 1, F64), ("GRU", (1, 1), 0.9, 3, F64)),
     ],
 )
-def test_a_frozen_stepper_has_weights_of_its_own(cell, block, batch, dtype):
+def test_a_frozen_stepper_has_weights_of_its_own(cell, block, density, batch, dtype):
     torch.manual_seed(0)
     layer = getattr(ostinato, cell)(36, 37, 2, dtype=dtype)
     if block is not None:
-        ostinato.prune(layer, 0.2, block=block, input_weights=True, keep_diagonal=True)
+        ostinato.prune(layer, density, block=block, input_weights=True, keep_diagonal=True)
     live, frozen = ostinato.Stepper(layer, batch), ostinato.Stepper(layer, batch, frozen=True)
     x = torch.randn(6, batch, 36, dtype=dtype)
     whole = layer(x)[0].detach()
@@ -217,12 +217,88 @@ def test_a_frozen_stepper_has_weights_of_its_own(cell, block, batch, dtype):
             with torch.no_grad():
                 layer.weight_hh_l0.mul_(2)
     assert not torch.allclose(live(x[0]), frozen(x[0]))
-    assert frozen._module._frozen or (block and batch > 1)  # what is tested here did run
+    assert frozen._module._frozen  # what is tested here did run
     mask = torch.arange(batch) == 0
     frozen.reset(mask)
     x[0, 0, 1] = torch.inf  # pruned weights take it too
     expected = layer.__class__.forward(frozen._module, x[:1])[0][0]
     torch.testing.assert_close(frozen(x[0])[0], expected[0], rtol=0, atol=2e-6, equal_nan=True)
+
+
+class Doubling(ostinato.GRU):
+    def forward(self, input, hx=None, **options):
+        return super().forward(2 * input, hx, **options)
+
+    def step(self, x, state=None):
+        return super().step(2 * x, state)
+
+
+class ByForward(nn.Module):
+    """A step written as a sequence of one."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer, self.initial_state = layer, layer.initial_state
+
+    def step(self, x, state):
+        time = 1 if self.layer.batch_first else 0
+        y, state = self.layer(x.unsqueeze(time), state)
+        return y.squeeze(time), state
+
+
+@pytest.mark.parametrize("dtype", [F32, torch.bfloat16])  # which has no packed kernel
+@pytest.mark.parametrize("module", [lambda layer: layer, ByForward], ids=["step", "forward"])
+@pytest.mark.parametrize("layer", [Doubling, ostinato.LSTM])
+def test_steps_and_sequences_of_one_are_repeated_alike(layer, module, dtype):
+    torch.manual_seed(0)
+    layer, x = layer(36, 37, 2, batch_first=layer is Doubling).to(dtype), torch.randn(4, 3, 36).to(dtype)
+    whole = layer(x.transpose(0, 1))[0].transpose(0, 1) if layer.batch_first else layer(x)[0]
+    stepper = ostinato.Stepper(module(layer), 3, frozen=True)
+    for x_t, expected in zip(x, whole, strict=True):
+        with torch.profiler.profile() as profile:
+            y = stepper(x_t)
+        torch.testing.assert_close(y, expected, rtol=0, atol=2e-6 if dtype == F32 else 2e-2)
+    products = {"aten::mm", "aten::addmm"} & {event.key for event in profile.key_averages()}
+    assert not products or dtype != F32
+
+
+class ActorCritic(nn.Module):
+    """With an output of several tensors, one of them the state itself."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.gru, self.value = kind, ostinato.GRU(3, 5), nn.Linear(5, 1)
+        self.initial_state = self.gru.initial_state
+
+    def step(self, x, state):
+        y, after = self.gru.step(x, state)
+        return self.kind(state, self.value(y)), after
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("kind", [lambda *y: y, lambda *y: dict(zip("ab", y, strict=True))], ids=["tuple", "dict"])
+def test_outputs_of_several_tensors(kind, frozen, device):
+    torch.manual_seed(0)
+    module, x = ActorCritic(kind).to(device), torch.randn(5, 2, 3, device=device)
+    stepper, state = ostinato.Stepper(module, 2, frozen=frozen), module.initial_state(2)
+    outputs = [stepper(x_t) for x_t in x]
+    for x_t, output in zip(x, outputs, strict=True):
+        with torch.no_grad():
+            expected, state = module.step(x_t, state)
+        torch.testing.assert_close(output, expected, rtol=0, atol=1e-6 if device == "cpu" else 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("result", "got"),
+    [(lambda x, state: (x, x, state), "3 values"), (lambda x, state: x, "a tensor of torch.float32")],
+)
+def test_a_step_that_returns_no_pair_is_named(result, got):
+    module = nn.Linear(3, 3)
+    module.step, module.initial_state = result, lambda batch: torch.zeros(batch, 3)
+    for frozen in (False, True):
+        with pytest.raises(TypeError, match=rf"Linear.step must return its output and the next state; got {got}"):
+            ostinato.Stepper(module, 2, frozen=frozen)(torch.randn(2, 3))
 
 
 class Network(nn.Module):
@@ -505,8 +581,8 @@ def test_sequences_within_a_sequence_keep_their_state_too():
     gru, head, x = ostinato.GRU(3, 5), nn.Linear(5, 2), torch.randn(4, 2, 3)
     stepper = ostinato.Stepper(nn.Sequential(nn.Sequential(nn.Identity(), gru), head), 2)
     torch.testing.assert_close(torch.stack([stepper(x_t) for x_t in x]), head(gru(x)[0]))
-    for other in (nn.GRU(3, 5), nn.GRUCell(3, 5)):
+    for other, remedy in ((nn.GRU(3, 5), ", to which ostinato.convert gives them"), (nn.GRUCell(3, 5), "")):
         with pytest.raises(
-            TypeError, match=rf"module must have step and initial_state; got .*\.{type(other).__name__}"
+            TypeError, match=rf"module must have step and initial_state; got .*\.{type(other).__name__}{remedy}$"
         ):
             ostinato.Stepper(nn.Sequential(nn.Linear(3, 3), other), 2)

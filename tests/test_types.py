@@ -36,4 +36,4 @@ def test_functions() -> None:
 def test_modules() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.LSTM(4, 8))
     assert_type(ostinato.prune(model, density=0.5), nn.Sequential)
-    assert_type(ostinato.Stepper(model, batch_size=2)(torch.randn(2, 3)), Tensor)
+    assert_type(ostinato.Stepper(model, batch_size=2)(torch.randn(2, 3)), Any)  # several tensors, of some modules

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from ostinato.checks import check_flags, check_integers, describe
 from ostinato.minimal import MinGRUCell, MinLSTMCell
@@ -31,17 +32,19 @@ class Stepper:
         module: RNN, GRU, LSTM, MinGRU or MinLSTM; a :class:`ostinato.models.LanguageModel`, whose inputs are tokens;
             any module with ``y, state = module.step(x, state)`` and ``state = module.initial_state(batch_size)``, a
             tensor or tuples and lists of them, each with a dimension of sequences; or a ``torch.nn.Sequential`` of such
-            modules and stateless ones.  In-place updates of weights, such as an
-            optimiser's, take effect at the next step.  A graph is captured at the first step; after a change of
-            ``module.training`` or a replacement of parameters make a new stepper.
+            modules and stateless ones.  y is a tensor, or tuples, lists and dicts of them, such as an actor's logits
+            and a critic's value.  In-place updates of weights, such as an optimiser's, take effect at the next step.  A
+            graph is captured at the first step; after a change of ``module.training`` or a replacement of parameters
+            make a new stepper.
         batch_size: the number of sequences, B.
         frozen: copy the module and keep its weights constant.  On CPUs the nonzero weights of pruned layers are then
             packed once, and PyTorch's operators are called without the module's Python code in between: that runs only
             once, along with its branches (on anything but tensor values), attribute assignments and NumPy calls.
 
     Raises:
-        TypeError: a module without ``step``, a ``batch_size`` that is not an integer, ``frozen`` that is not a bool, a
-            state that is not made of tensors, or a mask that is not a bool tensor.
+        TypeError: a module without ``step``, or whose step does not return a pair; a ``batch_size`` that is not an
+            integer, ``frozen`` that is not a bool, a state that is not made of tensors, or a mask that is not a bool
+            tensor.
         ValueError: a ``batch_size`` below 1, a bidirectional layer, an initial state without a dimension of sequences,
             or a mask that is not (B,).
 
@@ -72,15 +75,15 @@ class Stepper:
         more = _initial_state(module, batch_size + 1)
         self._batch_dims = [_batch_dim(*pair) for pair in zip(_tensors(self._first), _tensors(more), strict=True)]
         self._state = _mapped(Tensor.clone, self._first)
-        self._replay: Callable[[Tensor], Tensor] | None = None
+        self._replay: Callable[[Tensor], Any] | None = None
         self._repeats = frozen  # on CPUs
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor) -> Any:
         """The module's output at this step, from its input (B, ...)."""
         return self._begun(x) if self._replay is None else self._replay(x)
 
     @torch.no_grad()
-    def _begun(self, x: Tensor) -> Tensor:
+    def _begun(self, x: Tensor) -> Any:
         """A step that is not replayed, or the first that is."""
         if not isinstance(x, Tensor) or x.dim() == 0 or x.shape[0] != self.batch_size:
             got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
@@ -128,7 +131,7 @@ class Stepper:
                 kept.copy_(torch.where(at, first, kept))
 
     @_outside_inference_mode
-    def _captured(self, x: Tensor) -> Callable[[Tensor], Tensor]:
+    def _captured(self, x: Tensor) -> Callable[[Tensor], Any]:
         """Capture a step in a CUDA graph, which reads and writes the same memory at every replay."""
         given, module, state = x.clone(), self._module, self._state
         stream = torch.cuda.Stream(x.device)
@@ -142,7 +145,7 @@ class Stepper:
         return functools.partial(_replayed, graph.replay, given, (given.shape, given.dtype), y)
 
     @_outside_inference_mode
-    def _recorded(self, x: Tensor) -> Callable[[Tensor], Tensor] | None:
+    def _recorded(self, x: Tensor) -> Callable[[Tensor], Any] | None:
         """The same on a CPU; None for a module that branches on tensor values."""
         given, module, state, recorder = x.clone(), self._module, self._state, Recorder()
         with _unchanged((*_tensors(state), *module.buffers())):
@@ -167,21 +170,22 @@ def _unchanged(tensors: Iterable[Tensor]) -> Iterator[None]:
                 x.copy_(old)
 
 
-def _replayed(replay: Callable[[], None], given: Tensor, like: tuple, y: Tensor, x: Tensor) -> Tensor:
+def _replayed(replay: Callable[[], None], given: Tensor, like: tuple, y: Any, x: Tensor) -> Any:
     if not isinstance(x, Tensor) or (x.shape, x.dtype) != like:
         got = f"{tuple(x.shape)} of {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(f"x must be as at the first step, {tuple(given.shape)} of {given.dtype}; got {got}")
     given.copy_(x.detach() if x.requires_grad else x)
     replay()
-    return y.clone()
+    return _each(Tensor.clone, y)
 
 
 def _initial_state(module: Any, batch_size: int) -> Any:
     if isinstance(module, nn.Sequential):
         return [None if _is_stateless(part) else _initial_state(part, batch_size) for part in module]
     if not (hasattr(module, "step") and hasattr(module, "initial_state")):
+        by = ", to which ostinato.convert gives them" if isinstance(module, nn.RNN | nn.GRU | nn.LSTM) else ""
         raise TypeError(
-            f"module must have step and initial_state; got {type(module).__module__}.{type(module).__name__}"
+            f"module must have step and initial_state; got {type(module).__module__}.{type(module).__name__}{by}"
         )
     if getattr(module, "bidirectional", False):
         raise ValueError(f"module must run forward in time; got a bidirectional {type(module).__name__}")
@@ -201,33 +205,41 @@ def _batch_dim(own: Tensor, other: Tensor) -> int:
     return found[0]
 
 
-def _step(module: Any, x: Tensor, state: Any) -> tuple[Tensor, Any]:
+def _step(module: Any, x: Any, state: Any) -> tuple[Any, Any]:
     if not isinstance(module, nn.Sequential):
-        return module.step(x, state)
+        result = module.step(x, state)
+        if not isinstance(result, (tuple, list)) or len(result) != 2:
+            got = f"{len(result)} values" if isinstance(result, (tuple, list)) else describe(result)
+            raise TypeError(f"{type(module).__name__}.step must return its output and the next state; got {got}")
+        return result[0], result[1]
     parts: Any = module
     after = []
     for part, own in zip(parts, state, strict=True):
         x, new = (part(x), None) if own is None else _step(part, x, own)
-        if _lies_in(x, new):  # the next part may work in place
-            x = x.clone()
+        x = _apart(x, new)  # the next part may work in place
         after.append(new)
     return x, after
 
 
-def _advance(module: Any, x: Tensor, state: Any) -> Tensor:
+def _advance(module: Any, x: Tensor, state: Any) -> Any:
     """Run a step in place: returns the output, and leaves the next state in the memory of the state."""
     y, after = _step(module, x, state)
     # The output and new states may alias states: copy them before any is overwritten.
-    y, *new = (x.clone() if _lies_in(x, state) else x for x in (y, *_tensors(after)))
+    y, new = _apart(y, state), [_apart(value, state) for value in _tensors(after)]
     for kept, value in zip(_tensors(state), new, strict=True):
         kept.copy_(value)
     return y
 
 
-def _lies_in(x: Tensor, state: Any) -> bool:
-    """Whether `x` is in the memory of a tensor of the state."""
-    memory = x.untyped_storage().data_ptr()
-    return any(memory == own.untyped_storage().data_ptr() for own in _tensors(state))
+def _apart(x: Any, state: Any) -> Any:
+    """The output, its tensors copied where they are in the memory of a tensor of the state."""
+    memory = {own.untyped_storage().data_ptr() for own in _tensors(state)}
+    return _each(lambda own: own.clone() if own.untyped_storage().data_ptr() in memory else own, x)
+
+
+def _each(function: Callable[[Tensor], Tensor], y: Any) -> Any:
+    """The function of an output's tensors."""
+    return function(y) if isinstance(y, Tensor) else tree_map_only(Tensor, function, y)
 
 
 def _tensors(state: Any) -> Iterator[Tensor]:

@@ -19,6 +19,7 @@ from ostinato.layers import LayerCall, autocast_dtype
 from ostinato.recurrent.sequences import SequenceLayers
 from ostinato.recurrent.steps import StepLayers
 from ostinato.recurrent.torch_layers import Hidden, check_hidden, hidden_of, states_of
+from ostinato.replay import recording
 
 
 class _Recurrent(SequenceLayers, StepLayers):
@@ -40,8 +41,11 @@ class _Recurrent(SequenceLayers, StepLayers):
             if steps == 1:
                 hx, resets = self._begun(hx, resets.flatten()), None
         if resets is None and isinstance(input, Tensor) and steps is not None and not torch.compiler.is_compiling():
-            if steps == 1 and (result := self._step(input, hx, input.dim() - 1)) is not None:
-                return result
+            if steps == 1:
+                if (recorder := recording()) is not None:
+                    return self._recorded(recorder, _Recurrent.forward, input, hx)
+                if (result := self._step(input, hx, input.dim() - 1)) is not None:
+                    return result
             dtype = autocast_dtype(input.device) or input.dtype
             least = least_steps(input.device.type, self.mode.lower(), self.hidden_size, dtype)
             if 0 < steps < least and not is_vmapped():
@@ -57,6 +61,8 @@ class _Recurrent(SequenceLayers, StepLayers):
         if resets is None or not resets.numel() or resets.is_meta or isinstance(resets, FakeTensor):
             return self._forward_torch(input, hx, weights)
         return self._forward_torch_by_episodes(input, hx, weights, resets)
+
+    _own_forward = forward
 
     def plan(
         self, batch: int, dtype: torch.dtype | None = None, training: bool = False, steps: int | None = None

@@ -15,7 +15,7 @@ from ostinato.recurrent.cells import by_cells
 from ostinato.recurrent.gradients import differentiable
 from ostinato.recurrent.torch_layers import Hidden, check_hidden, hidden_of, states_of
 from ostinato.recurrent.weights import MaskedLayers
-from ostinato.replay import recording
+from ostinato.replay import Recorder, recording
 
 _STEPS = Prepared()  # keyed by input, weights and states
 
@@ -23,6 +23,7 @@ _STEPS = Prepared()  # keyed by input, weights and states
 class StepLayers(MaskedLayers):
     """Adds :meth:`step` and its fast paths."""
 
+    _own_forward: Callable[..., tuple[Any, Any]]  # not a subclass's, which is no part of a step
     _frozen: Prepared | None = None  # steps with packed weights, of layers with constant weights
 
     def step(self, x: Tensor, state: Hidden | None = None) -> tuple[Tensor, Any]:
@@ -50,7 +51,7 @@ class StepLayers(MaskedLayers):
             True
         """
         if (recorder := recording()) is not None:
-            return recorder.call(self.step, x, state, prepare=functools.partial(self._repeat_frozen, x, state))
+            return self._recorded(recorder, StepLayers.step, x, state)
         result = self._step(x, state, x.dim() if isinstance(x, Tensor) else 0)
         if result is not None:
             return result
@@ -71,7 +72,7 @@ class StepLayers(MaskedLayers):
                 return output, hidden_of(new)
             torch.cuda.current_blas_handle()  # which a later capture needs for the cells, and cannot create
         time = 1 if self.batch_first and x.dim() == 2 else 0
-        output, state = self.forward(x.unsqueeze(time), state)
+        output, state = self._own_forward(x.unsqueeze(time), state)
         return output.squeeze(time), state
 
     def initial_state(self, batch_size: int) -> Any:
@@ -154,6 +155,9 @@ class StepLayers(MaskedLayers):
             if step is None and mask_ih is not None:  # too dense for a sparse product
                 own[layer * size] = masked(self, f"weight_ih_l{layer}")
                 step = step_of(x.device, self.mode.lower(), dtype, hidden, inputs, batch, None, mask_hh, self._path)
+            if step is None and mask_hh is not None and self._frozen is not None:  # paid once, where weights stay
+                own[layer * size + 1] = masked(self, f"weight_hh_l{layer}")
+                step = step_of(x.device, self.mode.lower(), dtype, hidden, inputs, batch, None, None, self._path)
             if step is None:
                 return cells or _left_to_torch
             steps.append(step)
@@ -177,7 +181,17 @@ class StepLayers(MaskedLayers):
         output, new = result
         return output, hidden_of(new)
 
-    def _repeat_frozen(self, x: Tensor, state: Any, result: tuple[Tensor, Any]) -> Callable[[], None] | None:
+    def _recorded(self, recorder: Recorder, function: Callable, x: Tensor, state: Any) -> tuple[Tensor, Any]:
+        """Record `function`, :meth:`step` or the forward of one step, as one call.
+
+        It is this class's: that of a subclass, which has called it, would do what it adds a second time.
+        """
+        repeated = functools.partial(self._repeat_frozen, function, x, state)
+        return recorder.call(function, self, x, state, prepare=repeated)
+
+    def _repeat_frozen(
+        self, function: Callable, x: Tensor, state: Any, result: tuple[Tensor, Any]
+    ) -> Callable[[], None] | None:
         """A function that repeats the step from and into the same memory, if weights are frozen, else None."""
         states, (output, after) = states_of(state), result
         new, run = states_of(after), self._frozen and self._frozen.find([x, *states])
@@ -187,7 +201,7 @@ class StepLayers(MaskedLayers):
         def repeat() -> None:
             if run.into(output, new, x, states, ()):
                 return
-            y, right = self.step(x, state)  # the packed kernel refuses values that are not finite
+            y, right = function(self, x, state)  # the packed kernel refuses values that are not finite
             for own, other in zip((output, *new), (y, *states_of(right)), strict=True):
                 own.copy_(other)
 

@@ -234,7 +234,11 @@ def test_plans(monkeypatch):
     call = Call(torch.device("cpu"), "gru", 64, 4, F32, training=True, steps=100)
     assert cpu.make_plan(call, mask, (16, 1))[::5] == ("block", (16, 1))
     assert cpu.make_plan(call, mask, (1, 1)).path == "dense"
-    assert cpu.make_plan(call._replace(training=False, steps=1), mask, (16, 1)).path == "steps"
+    step = call._replace(training=False, steps=1)  # of 4 sequences
+    for block, density, path in (((16, 1), 0.1, "block"), ((16, 1), 0.65, "steps"), ((1, 1), 0.15, "sparse")):
+        assert cpu.make_plan(step, random_mask(3, 64, block, density), block).path == path
+    assert cpu.make_plan(step, random_mask(3, 64, (1, 1), 0.23), (1, 1)).path == "steps"
+    assert cpu.make_plan(step._replace(batch=1), random_mask(3, 64, (1, 1), 0.23), (1, 1)).path == "sparse"
     assert cpu.make_plan(call._replace(steps=1, path="sparse"), mask, (1, 1))[::5] == ("sparse", (1, 1))
     assert cpu.make_plan(call._replace(steps=1, path="dense"), mask, (1, 1)).path == "dense"
     assert cpu.make_plan(call, torch.ones_like(mask), (16, 1)).path == "dense"

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ostinato.kernels.numba_loops import NUMPY_DTYPES
-from ostinato.kernels.persistent.cpu.step import DENSEST as DENSEST_STEP
+from ostinato.kernels.persistent.cpu.step import most_sequences
 from ostinato.kernels.persistent.plan import GATES, STEP_BATCH, Call, Plan, no_kernel
 
 # Measured on two cores of a Zen 5.
@@ -21,13 +21,14 @@ def make_plan(call: Call, mask_hh: Tensor | None, block: tuple[int, int] | None,
     _, cell, hidden_size, batch, dtype, training, steps, path, directions, resets, _ = call
     if dtype not in NUMPY_DTYPES:
         return no_kernel(f"layers on the CPU compute in float32 and float64, not in {dtype}")
-    entries, density = None, 1.0
+    entries, kept, weights, density = None, 1, 1, 1.0
     if mask_hh is not None and block is not None:
-        density = int(mask_hh.sum()) / mask_hh.numel()
+        kept, weights = int(mask_hh.sum()), mask_hh.numel()
+        density = kept / weights
         entries = None if density == 1 else "sparse" if block == (1, 1) else "block"
     if path is None:
         if steps == directions == 1 and not training and not resets:
-            if entries and batch == 1 and density <= DENSEST_STEP[entries]:
+            if entries and batch <= most_sequences(entries, kept, weights):
                 return Plan(entries, 0, 0, 0, f"{density:.0%} of the weights are left, and only these are read", block)
             if entries is None and batch <= STEP_BATCH:
                 return Plan("dense", 0, 0, 0, "one step reads the weights once, where they are")

@@ -34,8 +34,18 @@ from ostinato.kernels.persistent.plan import GATES, STEP_BATCH
 from ostinato.kernels.threads import run_loop, threads_for
 
 GROUP = 32  # units of a task
-# Densities up to which reading the kept weights alone is faster than all of them with zeros, by kind of block.
+# Densities up to which reading the kept weights alone is faster than all of them with zeros, by kind of block; and the
+# same of the density times the number of sequences, which are multiplied one after the other.
 DENSEST = {"block": 0.6, "sparse": 0.25}
+DENSEST_OF_ALL = {"block": 2.5, "sparse": 0.8}
+
+
+def most_sequences(kind: str, kept: int, weights: int) -> int:
+    """With how many sequences at most reading the kept weights alone is faster; 0 if with none."""
+    if kept > DENSEST[kind] * weights:
+        return 0
+    most = DENSEST_OF_ALL[kind] * weights
+    return STEP_BATCH if kept * STEP_BATCH <= most else int(most / kept)
 
 
 class _Entries(ctypes.Structure):
@@ -82,14 +92,16 @@ def _product(dtype: type, gates: int, kind: str, height: int, packed: bool) -> A
         @inline
         def multiply(work, entries, weights, bias, x, count, sums, begin, end):
             hidden, padded = work.hidden, entries.padded
-            for g in range(gates):
-                for j in range(hidden):
-                    sums[g * padded + j] = bias[g * hidden + j]
             places, diagonal = pointer_to(entries.places, place), pointer_to(entries.diagonal, place)
             columns, starts = pointer_to(entries.columns, np.int32), pointer_to(entries.starts, np.int64)
             rows = pointer_to(entries.rows, np.int64)
             matrix = weights, places, columns, starts, rows, entries.slices, diagonal, padded
-            add_entries(matrix, hidden, count, x, count, sums, entries.row, 1)
+            for b in range(work.batch):
+                out = offset(sums, b * entries.row)
+                for g in range(gates):
+                    for j in range(hidden):
+                        out[g * padded + j] = bias[g * hidden + j]
+                add_entries(matrix, hidden, count, offset(x, b * count), count, out, entries.row, 1)
 
     return multiply
 
@@ -137,10 +149,12 @@ def _loop(dtype: type, cell: str, kind_ih: str, height_ih: int, kind_hh: str, he
 
 
 class _Matrix:
-    """How a matrix is read: dense, or by entries."""
+    """How a matrix is read: dense, or by entries, for at most so many sequences."""
 
-    def __init__(self, kind: str = "dense", height: int = 1, padded: int = 0, **arrays: Tensor) -> None:
-        self.kind, self.height, self.padded, self.arrays = kind, height, padded, arrays
+    def __init__(
+        self, kind: str = "dense", height: int = 1, padded: int = 0, most: int = STEP_BATCH, **arrays: Tensor
+    ) -> None:
+        self.kind, self.height, self.padded, self.most, self.arrays = kind, height, padded, most, arrays
 
 
 _DENSE = _Matrix()
@@ -150,7 +164,8 @@ def _matrix_of(mask: Tensor, gates: int, path: str | None) -> _Matrix | None:
     """None if reading all weights is faster, or a pruned weight on the diagonal is inside a block."""
     block = derived_from(mask, "block", lambda: block_of(mask, gates))
     kind, kept, inputs = "sparse" if block == (1, 1) else "block", int(mask.sum()), mask.shape[1]
-    if kept == mask.numel() or (kept > DENSEST[kind] * mask.numel() if path is None else path != kind):
+    most = most_sequences(kind, kept, mask.numel()) if path is None else STEP_BATCH * (path == kind)
+    if kept == mask.numel() or not most:
         return None
     entries, hidden = forward_entries(mask, block, gates), len(mask) // gates
     if entries.kind == "shared":
@@ -170,7 +185,7 @@ def _matrix_of(mask: Tensor, gates: int, path: str | None) -> _Matrix | None:
     places = kept_places(entries.places) if entries.kind == "own" else entries.places[:, 0].to(torch.int32)
     arrays = {"columns": entries.columns, "starts": entries.starts, "rows": entries.rows}
     arrays |= {"places": places, "diagonal": kept_places(entries.diagonal)}
-    return _Matrix(entries.kind, entries.height, entries.padded, **arrays)
+    return _Matrix(entries.kind, entries.height, entries.padded, most, **arrays)
 
 
 class Step:
@@ -240,7 +255,7 @@ class FrozenStep(Step):
     def __init__(
         self, cell: str, batch: int, weights: list[Tensor], mask_ih: Tensor | None, mask_hh: Tensor | None
     ) -> None:
-        ih, hh = (_packed(weights[i], mask, GATES[cell]) for i, mask in enumerate((mask_ih, mask_hh)))
+        ih, hh = (_packed(weights[i], mask, GATES[cell], batch) for i, mask in enumerate((mask_ih, mask_hh)))
         dtype, inputs, hidden = weights[0].dtype, weights[0].shape[1], weights[1].shape[1]
         super().__init__(cell, dtype, hidden, inputs, batch, ih, hh, packed=True)
         self._weights, self._scratch = weights, weights[0].new_empty(self.scratch)
@@ -301,15 +316,19 @@ class StepOfLayers:
         return True
 
 
-def _packed(weight: Tensor, mask: Tensor | None, gates: int) -> _Matrix:
+def _packed(weight: Tensor, mask: Tensor | None, gates: int, batch: int) -> _Matrix:
     """How a matrix with constant weights is read; those of a pruned one are packed in the order of the entries."""
-    if mask is None or bool(mask.all()):
+    if mask is None:
         return _Matrix(weights=weight)
-    entries = forward_entries(mask, block_of(mask, gates), gates)
+    block = block_of(mask, gates)
+    densest = DENSEST["block"] if block != (1, 1) else DENSEST["sparse"] / min(batch, 2)
+    if int(mask.sum()) > densest * mask.numel():
+        return _Matrix(weights=weight)
+    entries = forward_entries(mask, block, gates)
     arrays = {"columns": entries.columns, "starts": entries.starts, "rows": entries.rows}
     values, diagonal = (weight.flatten()[places].contiguous() for places in (entries.places, entries.diagonal))
     arrays |= {"weights": values, "places": values, "diagonal": diagonal}
-    return _Matrix(entries.kind, entries.height, entries.padded, **arrays)
+    return _Matrix(entries.kind, entries.height, entries.padded, STEP_BATCH, **arrays)
 
 
 _make = functools.lru_cache(256)(Step)
@@ -334,7 +353,7 @@ def step_of(
     matrices = []
     for mask in (mask_ih, mask_hh):
         matrix = _DENSE if mask is None else _prepared(mask, GATES[cell], path)
-        if matrix is None or (mask is not None and batch > 1):
+        if matrix is None or batch > matrix.most:
             return None
         matrices.append(matrix)
     return _make(cell, dtype, hidden, inputs, batch, *matrices)
