@@ -61,8 +61,8 @@ def recurrence(function: Callable) -> "Recurrence":
 
     Raises:
         TypeError: a method, or a function with parameters that are not positional, or that have an option's name; in
-            a call, missing or unknown arguments, one of a wrong type or dtype, a wrong return type of the function, or two
-            states that it takes for another number.
+            a call, missing or unknown arguments, one of a wrong type or dtype, a wrong return type of the function, or
+            two states that it takes for another number.
         ValueError: shapes, devices or boundaries that do not match, a function that is not elementwise or has an
             operation that no kernel can be generated for, with its line, or an unknown backend.
 
