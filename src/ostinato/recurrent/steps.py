@@ -10,7 +10,7 @@ from torch import Tensor
 from ostinato.kernels.eager import Prepared, is_differentiated, is_eager
 from ostinato.kernels.persistent.backends import frozen_step, step_of, step_of_layers
 from ostinato.layers import ONE_STEP, check_input, check_like_weight
-from ostinato.masks import masked
+from ostinato.masks import mask_name, masked
 from ostinato.recurrent.cells import by_cells
 from ostinato.recurrent.gradients import differentiable
 from ostinato.recurrent.torch_layers import Hidden, check_hidden, hidden_of, states_of
@@ -170,6 +170,11 @@ class StepLayers(MaskedLayers):
     def freeze(self) -> None:
         """Assume constant weights in :meth:`step`, for use by one thread: for a frozen stepper's own copy."""
         self._frozen = Prepared()
+        if self.weight_hh_l0.is_cuda:  # a step reads all weights there, whose zeros need no mask
+            for name, weight in self._parameters.items():
+                if weight is not None and mask_name(name) in self._buffers:
+                    weight.data = masked(self, name)
+                    del self._buffers[mask_name(name)]
 
     def _step_frozen(self, x: Tensor, state: Any) -> tuple[Tensor, Any] | None:
         frozen: Any = self._frozen

@@ -100,12 +100,14 @@ def test_layers_take_it(cell, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("batch", [1, 9])
+@pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("cell", ["RNN", "GRU", "LSTM"])
-def test_in_a_stepper(cell, batch):
+def test_in_a_stepper(cell, frozen, batch):
     torch.manual_seed(0)
     layer = ostinato.prune(getattr(ostinato, cell)(33, 40, 3), 0.5).double().cuda()
     x = torch.randn(20, batch, 33, dtype=torch.float64, device="cuda")
-    stepper = ostinato.Stepper(layer, batch)
+    stepper = ostinato.Stepper(layer, batch, frozen=frozen)
+    assert hasattr(layer, "mask_hh_l0")
     whole = getattr(nn, cell)(33, 40, 3, dtype=torch.float64)
     whole.load_state_dict({k: v for k, v in layer.state_dict().items() if "mask" not in k})
     torch.testing.assert_close(torch.stack([stepper(y) for y in x]).cpu(), whole(x.cpu())[0].detach())
