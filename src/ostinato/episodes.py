@@ -23,13 +23,13 @@ def cut(batch_sizes: Tensor, resets: Tensor) -> Episodes:
     steps = len(sizes)
     step = torch.arange(steps, device=device).repeat_interleave(sizes)
     sequence = torch.arange(len(resets), device=device) - (sizes.cumsum(0) - sizes)[step]
-    order = (sequence * steps + step).argsort()  # one sequence after the other
+    order = (sequence * steps + step).argsort()  # one sequence after the other, as the rows are from here on
     begins = (resets | (step == 0))[order]
     episode, starts = begins.cumsum(0) - 1, begins.nonzero()[:, 0]
     lengths = episode.bincount()
-    rank = torch.empty_like(lengths)
+    rank = torch.empty_like(lengths)  # of each episode, the longest first
     rank[lengths.argsort(descending=True, stable=True)] = torch.arange(len(lengths), device=device)
-    age = torch.arange(len(resets), device=device) - starts[episode]
+    age = torch.arange(len(resets), device=device) - starts[episode]  # steps since the episode began
     packed = (age * len(lengths) + rank[episode]).argsort()
     ends = sequence.bincount().cumsum(0)
     at_first = torch.cat([ends.new_zeros(1), ends[:-1]])

@@ -328,7 +328,7 @@ def stacked(states: list[Any]) -> Hidden:
 
 
 def seen_in_reverse(resets: Tensor, batch_first: bool) -> Tensor:
-    """Where a scan from the last step to the first enters another episode: before that one's own last step."""
+    """The mask for a scan from the last step to the first: True at the last step of every episode but the last."""
     return F.pad(resets, (0, 1))[:, 1:] if batch_first else F.pad(resets, (0, 0, 0, 1))[1:]
 
 

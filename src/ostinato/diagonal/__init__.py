@@ -1,7 +1,7 @@
-"""Recurrent layers whose channels do not see each other's states: an equation, a product or two, and where they begin.
+"""Recurrent layers in which each channel's state depends on no other channel's.
 
-Each file has the recurrence of a paper, a few lines of PyTorch from which :func:`ostinato.recurrence` makes the passes
-over time, and the layer, which computes what the recurrence takes from the input, as matrix products.
+Each file has a paper's recurrence, a few lines of PyTorch from which :func:`ostinato.recurrence` makes the passes over
+time, and the layer: the matrix products that compute the recurrence's arguments from the input, and the initialisation.
 """
 
 from ostinato.diagonal.hgrn import HGRN

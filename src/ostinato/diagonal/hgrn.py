@@ -26,8 +26,8 @@ class HGRN(DiagonalLayers):
         y_t = \sigma(W_g x_t + b_g) \odot h_t, \qquad \gamma^k = \sum_{j=2}^{k} \operatorname{softmax}(\Gamma)_j
 
     The softmax is over the layers, so that layer k forgets no faster than its lower bound, which rises from 0 at the
-    first layer.  The output is y, the state h.  The paper's state turns by an angle of its own as well, which later
-    versions left out; its normalisation and output projection are not here.
+    first layer.  The output is y, the state h.  The paper's state is complex and also rotated by a learned angle at
+    each step, which later versions left out; its normalisation and output projection are not here.
 
     Args, inputs and outputs: as :class:`ostinato.MinGRU`.
 

@@ -1,4 +1,4 @@
-"""What all layers share whose channels do not see each other's states: a recurrence run in each layer and direction."""
+"""The base class of layers around a recurrence, which it runs in each layer and direction."""
 
 import functools
 import operator

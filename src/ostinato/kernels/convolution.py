@@ -22,7 +22,7 @@ PARTS = 2048, 1024, 512, 256  # rows of a convolution, where their number is not
 
 
 def is_faster(x: Tensor, width: int) -> bool:
-    """Whether so is the product of x, (..., channels), and a matrix of `width` rows, than by MKL."""
+    """Whether a convolution multiplies x, (..., channels), by a matrix of `width` rows faster than MKL does."""
     rows = x.shape[:-1].numel()
     return (
         x.dtype == torch.float32

@@ -24,7 +24,7 @@ LARGE = 2**34  # multiply-adds, from which copies pay off whose rows do, for the
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, rounds: bool | None = None) -> Tensor:
     """``F.linear(x, weight, bias)``; eager calls choose the fastest implementation.  With `rounds`, no gradients."""
     if x.dim() == 2 and not torch.compiler.is_compiling() and x.shape[0] < convolution.LEAST_ROWS:
-        return _linear(x, weight, bias, rounds)  # sooner than by the checks of what needs more rows
+        return _linear(x, weight, bias, rounds)  # before the checks for what pays off with more rows
     if x.is_cpu:
         if is_eager([x, weight]):
             return _linear_cpu(x, weight, bias)

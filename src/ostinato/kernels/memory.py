@@ -42,7 +42,7 @@ def empty(shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def empty_like(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The same of a tensor's shape; a small one is there sooner."""
+    """As :func:`empty`, of the shape of `x`; for small tensors faster."""
     if x.numel() * dtype.itemsize >= LARGE:
         return empty(x.shape, dtype)
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)

@@ -15,6 +15,7 @@ PARALLEL = 1 << 15  # loop iterations from which threads pay off
 
 
 def threads_for(iterations: int) -> int:
+    """How many threads to run a loop of so many iterations with."""
     return torch.get_num_threads() if iterations >= PARALLEL else 1
 
 

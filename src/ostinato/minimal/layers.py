@@ -55,10 +55,6 @@ class _MinimalLayers(DiagonalLayers):
         gates = linear(x, p["weight_ih"], p["bias_ih"]).chunk(GATES[self.cell], -1)
         return run(RECURRENCES[self.cell][self.candidate], *gates)
 
-    def _is_apart(self, resets: Tensor | None) -> bool:
-        """Whether the sequence is sharded and each direction must be run separately."""
-        return self.sequence_group is not None and (resets is not None or self.bidirectional)
-
     def _is_step(self, input: Any) -> bool:
         return (
             isinstance(input, Tensor)
@@ -108,8 +104,8 @@ class _MinimalLayers(DiagonalLayers):
         batch_first: bool,
     ) -> tuple[Tensor, Tensor]:
         """One GEMM for all gates and directions, then one fused kernel, which also adds the bias."""
-        if self._is_apart(resets):
-            return super()._layer(layer, x, h0, offsets, resets, batch_first)
+        if self.sequence_group is not None and (resets is not None or self.bidirectional):
+            return super()._layer(layer, x, h0, offsets, resets, batch_first)  # minimal_layer supports neither
         own = [self._parameters_of(suffix, x.shape[-1]).values() for suffix in self._suffixes(layer)]
         weights, biases = zip(*own, strict=True)
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)

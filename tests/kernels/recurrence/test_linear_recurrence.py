@@ -235,6 +235,16 @@ def test_sigmoids_are_computed_in_pairs():
     assert "sigmoids(" not in masked
 
 
+def test_long_functions_are_printed_at_once():
+    def iterated(x, y):  # whose last value depends on the first along 2**60 paths
+        start = y
+        for _ in range(60):
+            y = y + 0.1 * torch.sin(y)
+        return torch.sigmoid(start), torch.sigmoid(y) * x
+
+    assert print_element(trace(iterated, (True, True)), False).count("sine(") == 60
+
+
 def test_vmap_takes_samples_as_channels():
     torch.manual_seed(0)
     recurrence = trace(rg_lru, RECURRENCES[rg_lru]).text

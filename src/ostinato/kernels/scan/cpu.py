@@ -20,7 +20,7 @@ STREAMED = 32 << 20  # bytes from which on a scan's result does not stay in the 
 def linear_scan(a: Tensor, b: Tensor, h0: Tensor | None, order: Order) -> tuple[Tensor, Tensor]:
     if b.shape[1] == 1 and order.is_plain and b.dtype in NUMPY_DTYPES:
         h = b.clone(memory_format=torch.contiguous_format) if h0 is None else torch.addcmul(b, a, h0[:, None])
-        return h, h[:, 0].clone()  # sooner than a loop of one step is called
+        return h, h[:, 0].clone()  # faster than calling a loop for one step
     return _scan(False, a, b, h0, order)
 
 
@@ -69,7 +69,7 @@ def initial_state(initial: Tensor | None, shape: tuple[int, ...], dtype: torch.d
 
 
 def constant(value: float, shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A tensor that is the same everywhere, of which only one row exists."""
+    """A tensor filled with a number: one row in memory, expanded to the shape."""
     return torch.full(shape[-1:], value, dtype=dtype, device="cpu").expand(shape)
 
 

@@ -115,7 +115,11 @@ def paired_sigmoids(graph: Graph) -> dict[int, int]:
 
 def _depends(graph: Graph, i: int, k: int) -> bool:
     """Whether node `i` is `k`, or made of it."""
-    return i == k or (i > k and any(_depends(graph, operand, k) for operand in graph.nodes[i].operands))
+    needed = {i}
+    for n in range(i, k, -1):  # nodes are in topological order
+        if n in needed:
+            needed.update(graph.nodes[n].operands)
+    return k in needed
 
 
 def _find(graph: Graph, name: str, operands: tuple[int, ...]) -> tuple[int, ...]:
