@@ -60,6 +60,24 @@ def test_compiled_in_one_graph(cell, dtype, options, fresh_compiler):
             assert_same(compiled(x, hx), layer(x, hx), tolerance)
 
 
+def test_compiled_in_torchs_kernels_with_the_weights_of_the_call(fresh_compiler):
+    torch.manual_seed(0)
+    layer, x = ostinato.LSTM(5, 8, proj_size=3, dtype=F64), torch.randn(4, 2, 5, dtype=F64)
+    nn.utils.parametrizations.weight_norm(layer, "weight_hh_l0")
+
+    def scaled(x):
+        weights = {name: 1.5 * parameter for name, parameter in layer.named_parameters()}
+        return functional_call(layer, weights, (x,))[0].square().sum()
+
+    with torch._dynamo.config.patch(allow_rnn=True):
+        for _ in range(2):
+            losses = scaled(x), torch.compile(scaled, fullgraph=True, backend="aot_eager")(x)
+            expected, got = (torch.autograd.grad(loss, list(layer.parameters())) for loss in losses)
+            torch.testing.assert_close((losses[1], got), (losses[0], expected), rtol=1e-11, atol=1e-12)
+            with torch.no_grad():
+                layer.parametrizations.weight_hh_l0.original0.mul_(2.0)
+
+
 class Policy(nn.Module):
     """A layer that is called one step at a time, between others."""
 

@@ -24,7 +24,7 @@ class TorchLayers(nn.RNNBase):
     def _forward_torch(self, input: Any, hx: Any, weights: list[Tensor]) -> tuple[Any, Any]:
         """The forward itself, without its slow argument checks if our faster one has passed.
 
-        Otherwise it reads the weights from the module, or from a copy of the module if they are others.
+        Otherwise a copy of the module runs, as it reads the weights from there; compiled, the module itself.
         """
         module = self
         if not torch.compiler.is_compiling():
@@ -32,8 +32,7 @@ class TorchLayers(nn.RNNBase):
                 hx = hidden_of([_in_memory(x).contiguous() for x in states_of(hx)])
             if self.mode == "LSTM":  # PyTorch's reads memory that autograd's zero tensors do not have
                 input = _in_memory(input)
-            same = all(map(operator.is_, weights, self._flat_weights))
-            if not same and weights[0].is_cuda:
+            if weights[0].is_cuda and not all(map(operator.is_, weights, self._flat_weights)):
                 _silence_copy_warning()
             if not self.training and weights[0].is_cuda:
                 x = input.data if isinstance(input, PackedSequence) else input
@@ -41,8 +40,7 @@ class TorchLayers(nn.RNNBase):
                     module = self._copied(training=True, dropout=0.0)
             if isinstance(input, Tensor) and self._fits(input, hx, weights[0]):
                 return module._call_torch(input, hx, weights)
-            if not same:
-                module = module._copied(_flat_weights=weights)
+            module = module._copied(_flat_weights=weights)
         return super(TorchLayers, module).forward(input, hx)
 
     def _copied(self, **attributes: Any) -> "TorchLayers":
@@ -106,7 +104,9 @@ class TorchLayers(nn.RNNBase):
         return self.proj_size or self.hidden_size, self.hidden_size
 
     def _update_flat_weights(self) -> None:
-        """Do nothing: ``torch.nn`` would check every parameter at each call."""
+        """Refresh the module's own list, which only compiled calls read; ``torch.nn`` does it at every call."""
+        if torch.compiler.is_compiling():
+            super()._update_flat_weights()
 
     def flatten_parameters(self) -> None:
         """Put the weights into one buffer for cuDNN; see :func:`flatten_weights`."""
