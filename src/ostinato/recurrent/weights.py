@@ -52,9 +52,11 @@ class MaskedLayers(TorchLayers):
                 raise ValueError(f"{name} must have shape {shape}; got {tuple(weight.shape)}")
 
     def _weights(self, recurrent: bool = True) -> list[Tensor]:
-        """All parameters in torch.nn's order, with zeros where pruned; recurrent weights only if ``recurrent``.
+        """All parameters in torch.nn's order, with zeros where pruned.
 
-        Raises ValueError for one of another shape.
+        Unless ``recurrent``, pruned recurrent weights are returned as they are, for kernels that read only the others.
+
+        Raises ValueError for a parameter of another shape.
         """
         weights = self._unmasked_weights()
         if not torch.compiler.is_compiling():

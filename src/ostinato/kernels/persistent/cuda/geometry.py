@@ -71,9 +71,10 @@ class Geometry(NamedTuple):
 
     @property
     def pitch(self) -> int:
-        """The hidden size rounded up to 16 bytes; of groups in turn such that all copies of parts of a slice are alike.
+        """The hidden size, rounded up to 16 bytes.
 
-        Of wide batches to whole teams of blocks, of the backward's, which are the larger ones.
+        For groups in turn it is rounded up further, so that all parts of a slice are copied alike; for wide batches to
+        the units of whole teams of blocks, of eight as in the backward.
         """
         whole = 16 // self.dtype.itemsize
         if self.wide:
@@ -90,10 +91,10 @@ class Geometry(NamedTuple):
 
     @property
     def takes_fewer(self) -> bool:
-        """Whether one kernel runs groups of any number of sequences up to its `capacity`, but of one alone.
+        """Whether one kernel runs groups of any number of sequences from two to its `capacity`.
 
-        A tile of the tensor cores has eight in any case; what has no room for sums of so many, or divides its threads
-        among them, is compiled for the number that it has.
+        A tile of the tensor cores has room for eight in any case.  A kernel without room for the sums of so many, or
+        that divides its threads among the sequences, is compiled for the number that it has.
         """
         whole = self.path == "dense" and self.turns == 1 and not self.distributed and not self.streamed
         return whole and 1 < self.columns <= 8
@@ -129,10 +130,10 @@ class Geometry(NamedTuple):
 
     @property
     def state_buffers(self) -> int:
-        """Buffers that what is exchanged takes in turn; 0 if each step has its own.
+        """Buffers that the steps' exchanged numbers take in turn; 0 if each step has a buffer of its own.
 
-        In shared memory each is cleared when it has been read; else, unless it shows which step's numbers it holds,
-        when half of the others have been written.
+        In shared memory a buffer is cleared when it has been read.  Elsewhere it is cleared when half of the others
+        have been written, unless its numbers show which step they are of.
         """
         return 2 if self.distributed or self.wide else 4 if self.tagged else 8 if self.backward else 0
 
@@ -147,7 +148,8 @@ class Geometry(NamedTuple):
     def asks_early(self) -> bool:
         """Whether a backward block asks for what is exchanged before it loads the other operands of later steps.
 
-        Elsewhere a look so early finds nothing; so many bytes of so many sequences are on their way for as long.
+        That pays off only where so much of so many sequences is exchanged that it takes as long as those loads to
+        arrive.  Elsewhere the other blocks have written nothing yet when it asks.
         """
         size = self.slice * self.columns * self.dtype.itemsize
         many = self.columns >= 16 and size > MANY_BYTES
@@ -155,9 +157,10 @@ class Geometry(NamedTuple):
 
     @property
     def pause(self) -> int:
-        """Cycles for which a block does not look for what others compute.
+        """Cycles that a block waits before it polls for what other blocks compute.
 
-        The more blocks there are, the more look for the same lines; looks too early delay what they look for.
+        The more blocks there are, the more of them poll the same lines, and polls that come too early delay what they
+        wait for.
         """
         if self.path == "sparse":
             return 400
@@ -181,17 +184,17 @@ class Geometry(NamedTuple):
 
     @property
     def threads(self) -> int:
-        """Of a block: those that multiply, and in turns as many that update."""
+        """Threads of a block: those that multiply, and for groups in turn as many again that update units."""
         return THREADS * self.turns
 
     @property
     def feature(self) -> str:
-        """Of the architecture, see :func:`ostinato.kernels.nvrtc.load_kernel`: warps that give registers to others."""
+        """The feature that :func:`ostinato.kernels.nvrtc.load_kernel` compiles for: warps give registers to others."""
         return "a" if self.turns > 1 else ""
 
     @property
     def registers(self) -> int:
-        """Of a thread that multiplies: in turns what one that updates leaves of 256 for both."""
+        """Registers of a thread that multiplies; for groups in turn, what one that updates leaves it of their 256."""
         if self.wide:
             return 184 if self.backward else 200
         if self.turns == 1:
@@ -201,7 +204,7 @@ class Geometry(NamedTuple):
 
     @property
     def is_uneven(self) -> bool:
-        """Whether a thread's items, but for those adjacent, are of different units."""
+        """Whether a thread updates different units, beside those that are adjacent."""
         return self.owners * self.adjacent % self.units > 0
 
     @property
@@ -238,7 +241,10 @@ class Geometry(NamedTuple):
 
     @property
     def column_parts(self) -> int:
-        """Of a dense matrix's columns, each of a warp, or of two with half of the rows each; see ``operand.cuh``."""
+        """Parts of a dense matrix's columns, one for each warp or for two, which then take half of the rows each.
+
+        See ``operand.cuh``.
+        """
         short = self.slice * self.dtype.itemsize <= 2 * self.rows * min(self.columns, 16)
         return WARPS // 2 if short and self.turns > 1 and self.rows % 32 == 0 and not self.wide else WARPS
 
@@ -258,7 +264,7 @@ class Geometry(NamedTuple):
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of a unit's batch in shared memory."""
+        """Bytes of a unit's states of all sequences of a group, in shared memory."""
         wide = self.columns > 4 or (self.path == "block" and self.dtype.itemsize == 2)
         return (8 if wide else 4) * self.dtype.itemsize
 
@@ -269,7 +275,7 @@ class Geometry(NamedTuple):
 
     @property
     def banks(self) -> int:
-        """Units whose batches a warp can gather from shared memory without bank conflicts."""
+        """Units whose states a warp can gather from shared memory without bank conflicts."""
         return 128 // self.state_bytes
 
     @property
