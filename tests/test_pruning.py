@@ -223,7 +223,7 @@ def test_cubic_density():
     assert densities[12] == pytest.approx(0.2 + 0.7 * 0.8**3)
     with pytest.raises(ValueError, match="end must come after begin, 5; got 5"):
         ostinato.cubic_density(0, 0.1, begin=5, end=5)
-    with pytest.raises(ValueError, match="final must be above 0 and at most 1; got 0"):
+    with pytest.raises(ValueError, match="final must be a number above 0 and at most 1; got 0"):
         ostinato.cubic_density(0, 0, end=5)
     with pytest.raises(TypeError, match="end must be a number; got str"):
         ostinato.cubic_density(5, 0.1, end="9")
@@ -310,11 +310,11 @@ class OwnGRU(nn.GRU):
 @pytest.mark.parametrize(
     ("module", "options", "error", "message"),
     [
-        (nn.GRU(4, 8), {"density": 0}, ValueError, "density must be above 0 and at most 1; got 0"),
-        (nn.GRU(4, 8), {"density": 1.1}, ValueError, "density must be above 0 and at most 1; got 1.1"),
-        (nn.GRU(4, 8), {"density": float("nan")}, ValueError, "density must be above 0"),
-        (nn.GRU(4, 8), {"density": "0.1"}, ValueError, "density must be above 0 and at most 1; got '0.1'"),
-        (nn.GRU(4, 8), {"density": [None] * 3}, ValueError, "density must be above 0 and at most 1; got None"),
+        (nn.GRU(4, 8), {"density": 0}, ValueError, "density must be a number above 0 and at most 1; got 0"),
+        (nn.GRU(4, 8), {"density": 1.1}, ValueError, "density must be a number above 0 and at most 1; got 1.1"),
+        (nn.GRU(4, 8), {"density": float("nan")}, ValueError, "density must be a number above 0"),
+        (nn.GRU(4, 8), {"density": "0.1"}, ValueError, "density must be a number above 0 and at most 1; got '0.1'"),
+        (nn.GRU(4, 8), {"density": [None] * 3}, ValueError, "density must be a number above 0 and at most 1; got None"),
         (nn.GRU(4, 8), {"density": [0.1, 0.2]}, ValueError, "density must be one number, or 3 for r, z, n; got "),
         (nn.GRU(4, 8), {"density": {"r": 0.1}}, ValueError, "density must name the gates r, z, n; got r"),
         (nn.GRU(4, 8), {"density": 0.1, "block": (2, 2)}, ValueError, r"block must be one of .*; got \(2, 2\)"),
@@ -408,12 +408,12 @@ def test_fine_tuning_that_is_interrupted_is_saved(checkpoint, capsys, monkeypatc
 def test_command_complains(checkpoint, capsys, tmp_path):
     path = checkpoint()
     cases = [
-        (["--density", "0"], "density must be above 0 and at most 1; got 0.0"),
+        (["--density", "0"], "density must be a number above 0 and at most 1; got 0.0"),
         (["--density", "much"], "density must be a number, or one for each gate with commas between; got 'much'"),
         (["--density", "0.1", "--block", "2x2"], "block must be one of 16x1, 8x4, 1x1; got '2x2'"),
         (["--density", "0.1", "--finetune", "-1"], "finetune must be at least 0; got -1"),
         (["--density", "0.1", "--output", path], f"{path} is there already"),
-        (["--density", "1.5"], "density must be above 0 and at most 1; got 1.5"),
+        (["--density", "1.5"], "density must be a number above 0 and at most 1; got 1.5"),
         (["--density", "0.1", "--output", tmp_path], f"{tmp_path}: expected a file to write"),
     ]
     for options, message in cases:

@@ -147,7 +147,7 @@ def _densities(layer: nn.RNNBase, density: Density | None) -> Sequence[float | N
 
 def _check_density(name: str, value: float) -> None:
     if isinstance(value, bool) or not isinstance(value, Real) or not 0 < value <= 1:
-        raise ValueError(f"{name} must be above 0 and at most 1; got {value!r}")
+        raise ValueError(f"{name} must be a number above 0 and at most 1; got {value!r}")
 
 
 def _check_layer(layer: nn.RNNBase) -> None:
