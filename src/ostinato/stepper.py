@@ -31,9 +31,9 @@ class Stepper:
         module: RNN, GRU, LSTM, MinGRU or MinLSTM; a :class:`ostinato.models.LanguageModel`, whose inputs are tokens;
             any module with ``y, state = module.step(x, state)`` and ``state = module.initial_state(batch_size)``, a
             tensor or tuples and lists of them, each with a dimension of sequences; or a ``torch.nn.Sequential`` of such
-            modules and stateless ones.  In-place updates of weights, such as an
-            optimiser's, take effect at the next step.  A graph is captured at the first step; after a change of
-            ``module.training`` or a replacement of parameters make a new stepper.
+            modules and stateless ones.  In-place updates of weights, such as an optimiser's, take effect at the next
+            step.  A graph is captured at the first step; after a change of ``module.training`` or a replacement of
+            parameters make a new stepper.
         batch_size: the number of sequences, B.
         frozen: copy the module and keep its weights constant.  On CPUs the nonzero weights of pruned layers are then
             packed once, and PyTorch's operators are called without the module's Python code in between: that runs only
@@ -77,11 +77,11 @@ class Stepper:
 
     def __call__(self, x: Tensor) -> Tensor:
         """The module's output at this step, from its input (B, ...)."""
-        return self._begun(x) if self._replay is None else self._replay(x)
+        return self._without_replay(x) if self._replay is None else self._replay(x)
 
     @torch.no_grad()
-    def _begun(self, x: Tensor) -> Tensor:
-        """A step that is not replayed, or the first that is."""
+    def _without_replay(self, x: Tensor) -> Tensor:
+        """A step while there is nothing to replay: it may be captured or recorded first."""
         if not isinstance(x, Tensor) or x.dim() == 0 or x.shape[0] != self.batch_size:
             got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(f"x must have {self.batch_size} rows, one a sequence; got {got}")
