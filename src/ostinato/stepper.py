@@ -80,11 +80,11 @@ class Stepper:
 
     def __call__(self, x: Tensor) -> Any:
         """The module's output at this step, from its input (B, ...)."""
-        return self._begun(x) if self._replay is None else self._replay(x)
+        return self._without_replay(x) if self._replay is None else self._replay(x)
 
     @torch.no_grad()
-    def _begun(self, x: Tensor) -> Any:
-        """A step that is not replayed, or the first that is."""
+    def _without_replay(self, x: Tensor) -> Any:
+        """A step while there is nothing to replay: it may be captured or recorded first."""
         if not isinstance(x, Tensor) or x.dim() == 0 or x.shape[0] != self.batch_size:
             got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(f"x must have {self.batch_size} rows, one a sequence; got {got}")

@@ -289,6 +289,14 @@ def test_calls_like_earlier_ones_are_torchs(cell, options):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
 
 
+def test_layers_whose_tensors_have_the_same_shapes_are_told_apart():
+    torch.manual_seed(0)
+    layers = make("RNN", 8, 8, 2), make("relu", 8, 8, 2), make("RNN", 8, 8, bidirectional=True)
+    x, hx = inputs(layers[0], 3)
+    for layer in layers * 2:
+        assert_same(layer(x, hx), twin(layer)(x, hx), 1e-6)
+
+
 @by("the CPU's")
 @pytest.mark.parametrize("bidirectional", [False, True])
 def test_a_call_runs_what_was_prepared_for_one_like_it(bidirectional, monkeypatch):
@@ -336,8 +344,9 @@ def test_a_call_is_checked_unless_one_like_it_was(monkeypatch):
         with torch.autocast("cpu", dtype):
             layer(x, hx)
             assert layer(x, hx)[0].dtype == dtype
+    layer(x)
     layer.batch_first, hx = False, hx[:, :1].expand(1, 12, 8)
-    assert checks(x, hx) == 1
+    assert [checks(x, None), checks(x, hx)] == [1, 1]
     layer.weight_hh_l0 = nn.Parameter(layer.weight_hh_l0.detach()[:23])
     with pytest.raises(ValueError, match=r"weight_hh_l0 must have shape \(24, 8\)"):
         layer(x, hx)

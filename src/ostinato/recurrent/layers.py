@@ -39,7 +39,7 @@ class _Recurrent(SequenceLayers, StepLayers):
         if resets is not None:
             check_resets(resets, "input", input.data if isinstance(input, PackedSequence) else input)
             if steps == 1:
-                hx, resets = self._begun(hx, resets.flatten()), None
+                hx, resets = self._reset_state(hx, resets.flatten()), None
         if resets is None and isinstance(input, Tensor) and steps is not None and not torch.compiler.is_compiling():
             if steps == 1:
                 if (recorder := recording()) is not None:
@@ -121,10 +121,10 @@ class _Recurrent(SequenceLayers, StepLayers):
         states = [after.where(never, before) for after, before in zip(states_of(last), first, strict=False)]
         return output.narrow(time, 0, 0), hidden_of(states)
 
-    def _begun(self, hx: Any, resets: Tensor) -> Any:
-        """The state before a single step; resets do not affect the reverse direction, whose state is a later one."""
+    def _reset_state(self, hx: Any, resets: Tensor) -> Any:
+        """The state before a single step, zero where that resets it: not in reverse, where the state is a later one."""
         if hx is None or not isinstance(hx, Tensor):
-            return hx if hx is None else tuple(self._begun(state, resets) for state in hx)
+            return hx if hx is None else tuple(self._reset_state(state, resets) for state in hx)
         keep = ~resets[:, None] if hx.dim() == 3 else ~resets
         if hx.dim() == 3 and hx.shape[1] != len(resets):
             return hx  # torch raises

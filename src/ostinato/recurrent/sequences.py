@@ -31,7 +31,7 @@ class KernelCall(NamedTuple):
     steps: int
     autocast: torch.dtype | None
     training: bool  # whether gradients are needed
-    layers: dict[int, Callable] | None = None  # by index, what computes a layer, of calls in :data:`_CALLS`
+    layers: dict[int, Callable] | None = None  # who computes each layer, by index; None for calls not in `_CALLS`
 
 
 class SequenceLayers(MaskedLayers):

@@ -24,7 +24,7 @@ class TorchLayers(nn.RNNBase):
     def _forward_torch(self, input: Any, hx: Any, weights: list[Tensor]) -> tuple[Any, Any]:
         """The forward itself, without its slow argument checks if our faster one has passed.
 
-        Otherwise a copy of the module runs, as it reads the weights from there.
+        Otherwise a copy of the module runs, as it reads the weights from there; compiled, the module itself.
         """
         module = self
         if not torch.compiler.is_compiling():
@@ -40,7 +40,8 @@ class TorchLayers(nn.RNNBase):
                     module = self._copied(training=True, dropout=0.0)
             if isinstance(input, Tensor) and self._fits(input, hx, weights[0]):
                 return module._call_torch(input, hx, weights)
-        return super(TorchLayers, module._copied(_flat_weights=weights)).forward(input, hx)
+            module = module._copied(_flat_weights=weights)
+        return super(TorchLayers, module).forward(input, hx)
 
     def _copied(self, **attributes: Any) -> "TorchLayers":
         """The same module but for these attributes."""
@@ -103,7 +104,9 @@ class TorchLayers(nn.RNNBase):
         return self.proj_size or self.hidden_size, self.hidden_size
 
     def _update_flat_weights(self) -> None:
-        """Do nothing: ``torch.nn`` would replace the weights that are passed in, and check every one at each call."""
+        """Refresh the module's own list, which only compiled calls read; ``torch.nn`` does it at every call."""
+        if torch.compiler.is_compiling():
+            super()._update_flat_weights()
 
     def flatten_parameters(self) -> None:
         """Put the weights into one buffer for cuDNN; see :func:`flatten_weights`."""

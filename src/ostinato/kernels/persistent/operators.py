@@ -77,7 +77,7 @@ def is_vmapped() -> bool:
 
 
 class _Executor(NamedTuple):
-    """Who computes a layer, which depends on sizes and mask only; called, the operator."""
+    """Who computes a layer, chosen by its sizes and mask alone; called with the operator's arguments, it does so."""
 
     kernels: Any
     plan: Plan
@@ -198,9 +198,9 @@ def _grad(ctx: Any, *grads: Tensor | None) -> tuple:
         args = *inputs, h.detach(), c.detach(), gates.detach(), *rest
         # The rows of a Jacobian are taken at once by a loop, one after the other by kernels.
         run = _differentiable_gradients if is_vmapped() else recurrent_layer_backward
-        return _in_place(ctx, run(*args))
+        return _of_all_inputs(ctx, run(*args))
     if not isinstance(executor, _Executor) or not is_eager(args):
-        return _in_place(ctx, recurrent_layer_backward(*args))
+        return _of_all_inputs(ctx, recurrent_layer_backward(*args))
     with without_autocast(args[0].device.type):
         return *_back_through_time(executor, *args)(), *_NOTHING
 
@@ -212,7 +212,7 @@ def _backward_arguments(ctx: Any, grads: Sequence[Tensor | None]) -> tuple:
     return *tensors[:TENSORS], *ctx.settings, *tensors[TENSORS:], *grads[:3], needed
 
 
-def _in_place(ctx: Any, found: Sequence[Tensor | None]) -> tuple:
+def _of_all_inputs(ctx: Any, found: Sequence[Tensor | None]) -> tuple:
     """Gradients of the first arguments as those of all, None where they are not needed."""
     needed = ctx.needs_input_grad[: len(DIFFERENTIABLE)]
     return *(grad if need else None for grad, need in zip(found, needed, strict=True)), *_NOTHING
@@ -359,7 +359,7 @@ recurrent_layer = operator(
 
 
 class _BothExecutors(NamedTuple):
-    """Who computes both directions; called with the arguments of each, their operators beside each other."""
+    """Who computes both directions; called with the arguments of each, it runs them beside each other."""
 
     first: _Executor
     second: _Executor
