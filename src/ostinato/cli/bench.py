@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Option
 
+from ostinato.cli.console import plain_console
 from ostinato.cli.devices import choose_device
 
 if TYPE_CHECKING:
@@ -281,9 +282,7 @@ def _device(name: str) -> "torch.device":
 def _console() -> "Console":
     import sys
 
-    from rich.console import Console
-
-    return Console(width=None if sys.stdout.isatty() else 180, highlight=False)
+    return plain_console(width=None if sys.stdout.isatty() else 180)
 
 
 def _content(console: "Console", name: str, device: "torch.device", quick: bool) -> dict[str, Any]:

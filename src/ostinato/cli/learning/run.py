@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Option
 
+from ostinato.cli.console import plain_console
 from ostinato.cli.devices import choose_device
 
 if TYPE_CHECKING:
@@ -32,13 +33,11 @@ class LearningRun:
     """One command's run: its file, which is written again as the run grows, its plot, and Ctrl-C."""
 
     def __init__(self, name: str, path: Path | None, device: str, seed: int, quick: bool) -> None:
-        from rich.console import Console
-
         from ostinato.bench.runs import environment, path_for
         from ostinato.cli.progress import stop_on_interrupt
         from ostinato.files import check_file, is_stream
 
-        self.console = Console(highlight=False, soft_wrap=True)
+        self.console = plain_console(soft_wrap=True)
         self.device: torch.device = choose_device(device)
         self.path = path_for(path or Path(f"runs/learning-{name}.json"), f"learning-{name}", self.device)
         check_file(self.path)
