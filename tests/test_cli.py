@@ -295,6 +295,15 @@ def test_a_fifo_gets_one_content(run, command):
     assert not [name for name in os.listdir() if name.startswith("fifo") and name != "fifo"]
 
 
+def test_a_path_is_shown_as_it_is(run):
+    Path("[red]").mkdir()
+    Path("text.txt").rename("[red]/:fire:[b].txt")
+    code, out, _ = run("train", "--text", "[red]/:fire:[b].txt", "--output", "[red]/out[/b]", *SMALL)
+    assert code == 0
+    assert out.startswith("Text:      [red]/:fire:[b].txt, ")
+    assert out.endswith("ostinato generate [red]/out[/b]/best.safetensors\n")
+
+
 def test_generation_without_stdout(run, monkeypatch):
     train(run)
     monkeypatch.setattr(sys, "stdout", None)

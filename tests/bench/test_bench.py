@@ -99,6 +99,12 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(co
         bench_app([command, "--device", "cpu", "--json", str(tmp_path / "file" / "x.json")], standalone_mode=False)
 
 
+def test_a_plot_does_not_replace_its_run(tmp_path, monkeypatch):
+    monkeypatch.setattr("ostinato.bench.measure.measure", lambda *_: pytest.fail("measured"))
+    with pytest.raises(ValueError, match=r"json must not end in \.png, as the plot beside it does; got .*x\.png"):
+        bench_app(["training", "--sweep", "--quick", "--json", str(tmp_path / "x.png")], standalone_mode=False)
+
+
 def test_a_folder_gets_a_file_named_after_the_kind_of_device(tmp_path):
     bench_app(["scan", "--quick", "--device", "cpu", "--json", str(tmp_path)], standalone_mode=False)
     (path,) = tmp_path.iterdir()

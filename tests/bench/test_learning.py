@@ -231,6 +231,7 @@ def test_pruned_losses_are_those_of_the_densities(tmp_path):
         (["copying", "--steps", "-1"], "steps must be at least 1; got -1"),
         (["bits", "--steps", "0"], "steps must be at least 1; got 0"),
         (["pruning", "--text", "other.json", "--finetune", "0"], "finetune must be at least 1; got 0"),
+        (["bits", "--json", "x.png"], "json must not end in .png, as the plot beside it does; got x.png"),
         (["plot", "other.json"], "benchmark must be one of characters, pruning, copying, bits; got 'scan'"),
         (["plot", "list.json"], "list.json: expected the JSON file of a run; it holds a list"),
         (["plot", "part.json"], "content must be a whole run; KeyError: 'test_lengths'"),

@@ -72,12 +72,12 @@ class Grid:
             yield Text(self.title, style="italic")
         for group in groups:
             table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-            table.add_column(escape(lines[0][0]), width=first, no_wrap=True)
+            table.add_column(Text(lines[0][0]), width=first, no_wrap=True)
             for i in group:
-                table.add_column(escape(lines[0][i]), width=widths[i], justify="right")
+                table.add_column(Text(lines[0][i]), width=widths[i], justify="right")
             for line in lines[1:]:
-                cells = (escape(line[i]) for i in (0, *group))
-                table.add_row(*(re.sub(r"\*\*(.*)\*\*", r"[bold]\1[/bold]", cell) for cell in cells))
+                cells = (re.sub(r"\*\*(.*)\*\*", r"[bold]\1[/bold]", escape(line[i])) for i in (0, *group))
+                table.add_row(*map(Text.from_markup, cells))
             yield table
         yield from (Text(note, style="dim") for note in (*self._wrong, *self.notes))
 

@@ -82,6 +82,14 @@ def path_for(path: Path, name: str, device: torch.device) -> Path:
     return path / f"{name}-{'gpu' if device.type == 'cuda' else device.type}.json" if path.is_dir() else path
 
 
+def plot_for(path: Path) -> Path:
+    """The image beside a run's file.  Raises ValueError for a file that has its name, and would be replaced by it."""
+    plot = path.with_suffix(".png")
+    if plot == path:
+        raise ValueError(f"json must not end in .png, as the plot beside it does; got {path}")
+    return plot
+
+
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write the file atomically; numbers that are not finite, which JSON lacks, become null."""
     with replacing(path) as temporary:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Option
 
+from ostinato.cli.console import plain_console
 from ostinato.cli.devices import choose_device
 
 if TYPE_CHECKING:
@@ -197,12 +198,14 @@ def _plot(console: "Console", content: dict[str, Any], path: Path) -> Path | Non
     from importlib.util import find_spec
 
     from ostinato.bench import plots
+    from ostinato.bench.runs import plot_for
 
     if find_spec("matplotlib") is None:
         console.print("No plot: matplotlib is not installed; pip install 'ostinato[plots]'")
         return None
-    plots.save(content, path.with_suffix(".png"))
-    return path.with_suffix(".png")
+    plot = plot_for(path)
+    plots.save(content, plot)
+    return plot
 
 
 def _measure(kind: str, device_name: str, quick: bool, only: str, json: Path | None) -> None:
@@ -218,6 +221,9 @@ def _measure(kind: str, device_name: str, quick: bool, only: str, json: Path | N
     device, console = _device(device_name), _console()
     works = workloads(kind, device, quick, only)
     path = _path(json, kind, device)
+    drawn = kind == "training-sweep"
+    if drawn and path is not None:
+        runs.plot_for(path)  # complains before anything is measured
     results: list[dict[str, Any]] = []
     content = _content(console, kind, device, quick) | {"only": only, "results": results}
     wrong: list[str] = []
@@ -244,7 +250,7 @@ def _measure(kind: str, device_name: str, quick: bool, only: str, json: Path | N
         console.print(*tables)
     if path is not None:
         runs.write_json(path, content)
-        plot = _plot(console, content, path) if kind == "training-sweep" and results else None
+        plot = _plot(console, content, path) if drawn and results else None
         console.print(f"wrote {', '.join(map(str, filter(None, (path, plot))))}", soft_wrap=True)
     _fail_if(wrong)
 
@@ -281,9 +287,7 @@ def _device(name: str) -> "torch.device":
 def _console() -> "Console":
     import sys
 
-    from rich.console import Console
-
-    return Console(width=None if sys.stdout.isatty() else 180, highlight=False)
+    return plain_console(width=None if sys.stdout.isatty() else 180)
 
 
 def _content(console: "Console", name: str, device: "torch.device", quick: bool) -> dict[str, Any]:

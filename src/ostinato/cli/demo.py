@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
+from ostinato.cli.console import plain_console
 from ostinato.cli.devices import Device, choose_device
 
 if TYPE_CHECKING:
@@ -26,15 +27,13 @@ def demo(
 
     The text is this Python's own standard library, so nothing is downloaded.
     """
-    from rich.console import Console
-
     from ostinato.files import check_folder
 
     if find_spec("matplotlib") is None:
         raise RuntimeError("the demo draws with matplotlib, which is not installed: pip install 'ostinato[plots]'")
     where = choose_device(device)
     check_folder(output)
-    console = Console(highlight=False)
+    console = plain_console()
     _train_and_write(console, where, seconds, output / "model.safetensors")
     _compare_times(console, where, output)
 

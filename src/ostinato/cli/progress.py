@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from ostinato.cli.console import plain_console
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -69,8 +71,6 @@ def train_or_save(trainer: "Trainer", console: "Console", keep: Callable[["Point
     A signal to stop, and the loss of the terminal or pipe that stdout is, end it too: with ``keep(None)``, the
     ``advice`` and exit code 130.
     """
-    from rich.console import Console
-
     with stop_on_interrupt() as interrupted:
         reason = ""
         try:
@@ -79,7 +79,7 @@ def train_or_save(trainer: "Trainer", console: "Console", keep: Callable[["Point
             if getattr(error, "filename", None) is not None:  # a file's, and not stdout's
                 raise
             reason = f" ({error.strerror})" if isinstance(error, OSError) else ""
-            console = Console(stderr=True, highlight=False, soft_wrap=True)
+            console = plain_console(stderr=True, soft_wrap=True)
         if trainer.progress < 1:
             keep(None)
             console.print(f"Interrupted at step {trainer.step}{reason}. {advice}")

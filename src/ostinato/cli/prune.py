@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Option
 
+from ostinato.cli.console import plain_console
 from ostinato.cli.corpus import digest_of, place_of_text, read_text
 from ostinato.cli.devices import Device, Precision, choose_device
 from ostinato.cli.progress import bits, train_or_save
@@ -39,15 +40,13 @@ def prune(
     precision: Precision = "auto",
 ) -> None:
     """Prune a trained GRU or LSTM by magnitude, train what is left, and show the held-out loss before and after."""
-    from rich.console import Console
-
     import ostinato
     from ostinato.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
     from ostinato.files import check_file
     from ostinato.masks import block_named, kept_weights
     from ostinato.training import Trainer
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = plain_console(soft_wrap=True)
     options: dict[str, Any] = {
         "density": _densities(density),
         "block": block_named(block),

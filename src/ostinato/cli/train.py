@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Option
 
+from ostinato.cli.console import plain_console
 from ostinato.cli.corpus import digest_of, place_of_text, read_text
 from ostinato.cli.progress import bits, train_or_save
 
@@ -87,8 +88,6 @@ def train(
     Ctrl-C, SIGTERM and SIGHUP save the run; --resume goes on from there as if nothing had happened.
     Several processes, one a GPU, share the training under torchrun:  torchrun --nproc-per-node 4 -m ostinato train
     """
-    from rich.console import Console
-
     from ostinato.cli.devices import joined_job
     from ostinato.processes import is_first, make_mesh
 
@@ -100,7 +99,7 @@ def train(
         if output is None:
             named = text.resolve().stem if text else "standard-library"
             output = resume.parent if resume else Path("runs") / f"{cell}-{named}"
-        console = Console(highlight=False, soft_wrap=True, quiet=not is_first())
+        console = plain_console(soft_wrap=True, quiet=not is_first())
         _train(run, console, output, resume, overwrite, curve)
 
 

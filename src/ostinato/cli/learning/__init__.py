@@ -23,6 +23,7 @@ def plot(
     from json import loads
 
     from ostinato.bench.learning.plots import draw
+    from ostinato.bench.runs import plot_for
 
     try:
         content = loads(json.read_text())
@@ -30,6 +31,6 @@ def plot(
             raise ValueError(f"it holds a {type(content).__name__}")
     except ValueError as error:
         raise ValueError(f"{json}: expected the JSON file of a run; {error}") from None
-    output = output or json.with_suffix(".png")
+    output = output or plot_for(json)
     draw(content, output)
     typer.echo(f"wrote {output}")

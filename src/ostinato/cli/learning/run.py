@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Option
 
+from ostinato.cli.console import plain_console
 from ostinato.cli.devices import choose_device
 
 if TYPE_CHECKING:
@@ -32,15 +33,14 @@ class LearningRun:
     """One command's run: its file, which is written again as the run grows, its plot, and Ctrl-C."""
 
     def __init__(self, name: str, path: Path | None, device: str, seed: int, quick: bool) -> None:
-        from rich.console import Console
-
-        from ostinato.bench.runs import environment, path_for
+        from ostinato.bench.runs import environment, path_for, plot_for
         from ostinato.cli.progress import stop_on_interrupt
         from ostinato.files import check_file, is_stream
 
-        self.console = Console(highlight=False, soft_wrap=True)
+        self.console = plain_console(soft_wrap=True)
         self.device: torch.device = choose_device(device)
         self.path = path_for(path or Path(f"runs/learning-{name}.json"), f"learning-{name}", self.device)
+        self.plot = plot_for(self.path)
         check_file(self.path)
         self._to_stream = is_stream(self.path)
         self.seed, self.quick = seed, quick
@@ -94,13 +94,13 @@ class LearningRun:
         if self._to_stream:
             return
         try:
-            draw(self.content, self.path.with_suffix(".png"))
+            draw(self.content, self.plot)
         except ImportError:
             self.console.print(
                 f"No matplotlib here; to draw it where there is:  ostinato bench learning plot {self.path}"
             )
         else:
-            self.console.print(f"wrote {self.path.with_suffix('.png')}")
+            self.console.print(f"wrote {self.plot}")
 
 
 def chosen_cells(names: str) -> list[str]:
