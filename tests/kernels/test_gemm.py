@@ -157,6 +157,16 @@ def test_a_product_of_rows_that_are_not_round_is_one_of_parts(by_convolution, ro
         assert torch.equal(gemm.linear(*inputs), got)
 
 
+def test_the_error_of_a_biass_gradient_does_not_grow_with_the_rows(by_convolution):
+    x, weight, bias = torch.randn(1 << 17, 3), torch.randn(16, 3), torch.zeros(16, requires_grad=True)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)  # one would take MKL
+    (0.3 * gemm.linear(x, weight, bias)).sum().backward()
+    torch.set_num_threads(threads)
+    assert len(by_convolution) == 1
+    torch.testing.assert_close(bias.grad, torch.full((16,), 0.3 * (1 << 17)), rtol=1e-6, atol=0)
+
+
 def test_changing_numbers_of_rows_are_few_to_the_convolution(by_convolution):
     weight = torch.ones(1, 1)
     for rows in range(2048, 20480, 16 * 7):

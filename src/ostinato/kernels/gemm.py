@@ -74,14 +74,19 @@ class _Transposing(torch.autograd.Function):
         return _gradients(ctx, grad)
 
 
-class _InParts(torch.autograd.Function):
-    """:func:`linear` of (rows, channels) whose number of rows is not round, by convolutions."""
+class _Convolved(torch.autograd.Function):
+    """:func:`linear` of (rows, channels) by convolutions, without their gradients.
+
+    Parts have none, where the number of rows is not round.  That of a bias oneDNN sums row after row, so that its error
+    grows with their number.
+    """
 
     @staticmethod
     @torch.amp.custom_fwd(device_type="cpu")
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return convolution.product_in_parts(x, weight, bias)
+        product = convolution.product if convolution.is_round(len(x)) else convolution.product_in_parts
+        return product(x, weight, bias)
 
     @staticmethod
     @torch.amp.custom_bwd(device_type="cpu")
@@ -178,7 +183,8 @@ def _linear_cpu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     if x.dtype != weight.dtype or not convolution.is_faster(x, weight.shape[0]):
         return F.linear(x, weight, bias)
     rows = x.flatten(0, -2)
-    product = convolution.product if convolution.is_round(len(rows)) else _InParts.apply
+    sums = len(rows) > convolution.WHOLE_ROWS and bias is not None and bias.requires_grad and torch.is_grad_enabled()
+    product = convolution.product if convolution.is_round(len(rows)) and not sums else _Convolved.apply
     return product(rows, weight, bias).view(*x.shape[:-1], -1)
 
 
