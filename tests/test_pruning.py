@@ -195,6 +195,15 @@ def test_optimisers_leave_pruned_weights_at_zero(name, copied):
     assert (layer.weight_hh_l0 != before)[layer.mask_hh_l0].all()
 
 
+def test_an_optimiser_leaves_loaded_weights_at_zero_before_the_layer_has_run():
+    """As where only a compiled forward runs, which registers nothing."""
+    layer = ostinato.GRU(8, 24)
+    layer.load_state_dict(ostinato.prune(nn.GRU(8, 24), 0.2).state_dict())
+    layer.weight_hh_l0.grad = torch.ones_like(layer.weight_hh_l0)
+    torch.optim.SGD([layer.weight_hh_l0], 0.1).step()
+    assert torch.equal(layer.weight_hh_l0 != 0, layer.mask_hh_l0)
+
+
 def test_optimisers_of_other_layers_are_let_be():
     pruned, other = ostinato.prune(nn.GRU(8, 24), 0.1), ostinato.GRU(8, 24)
     optimiser = torch.optim.AdamW([*other.parameters(), *pruned.parameters()], 0.1)

@@ -146,6 +146,13 @@ def test_a_state_of_an_lstm_of_another_shape_is_refused_as_by_torch(steps, which
             layer(x, tuple(states))
 
 
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_state_of_another_batch_is_refused_with_resets_too(steps):
+    layer, resets = ostinato.GRU(5, 8), torch.zeros(steps, 3, dtype=torch.bool)
+    with pytest.raises(RuntimeError, match=r"Expected hidden size \(1, 3, 8\), got \[1, 1, 8\]"):
+        layer(torch.zeros(steps, 3, 5), torch.zeros(1, 1, 8), resets=resets)
+
+
 STATE = torch.zeros(1, 2, 8)
 NESTED = torch.nested.nested_tensor([torch.randn(4, 3), torch.randn(7, 3)], layout=torch.jagged)
 ONE, TWO = "hx must be a tensor; got ", "hx must be a tuple of two tensors, h and c; got "
