@@ -257,6 +257,19 @@ def test_step_halves_and_layouts_compute_the_same(name):
 
 
 @every_layer
+def test_states_detached_in_place_cut_the_gradient(name):
+    module, _ = make(name, 4, 6, 1)
+    halves, grads = torch.randn(2, 5, 3, 4, dtype=torch.float64), []
+    for in_place in (True, False):
+        h = module(halves[0])[1]
+        states = h if isinstance(h, tuple) else (h,)
+        states = tuple(state.detach_() if in_place else state.detach() for state in states)
+        output = module(halves[1], states if isinstance(h, tuple) else states[0])[0]
+        grads.append(torch.autograd.grad(output.square().sum(), list(module.parameters())))
+    assert_close(*grads)
+
+
+@every_layer
 def test_shapes_are_those_of_torch_nn(name):
     cls, _, settings = LAYERS[name]
     peer_class = torch.nn.LSTM if cls.states == 2 else torch.nn.GRU

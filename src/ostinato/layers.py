@@ -327,6 +327,11 @@ def stacked(states: list[Any]) -> Hidden:
     return tuple(map(torch.cat, zip(*states, strict=True))) if isinstance(states[0], tuple) else torch.cat(states)
 
 
+def of_one_layer(state: Tensor) -> Tensor:
+    """(B, H) as (1, B, H), without a copy, but not a view: like ``torch.nn``'s states it can be detached in place."""
+    return torch.ops.aten._unsafe_view.default(state, (1, *state.shape))
+
+
 def seen_in_reverse(resets: Tensor, batch_first: bool) -> Tensor:
     """The mask for a scan from the last step to the first: True at the last step of every episode but the last."""
     return F.pad(resets, (0, 1))[:, 1:] if batch_first else F.pad(resets, (0, 0, 0, 1))[1:]

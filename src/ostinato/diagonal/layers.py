@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from ostinato.kernels.eager import is_eager
 from ostinato.kernels.recurrence.backends import kernels_on
-from ostinato.layers import Hidden, StackedLayers, each, seen_in_reverse, stacked
+from ostinato.layers import Hidden, StackedLayers, each, of_one_layer, seen_in_reverse, stacked
 from ostinato.recurrence import Recurrence
 from ostinato.replay import recording
 
@@ -77,7 +77,7 @@ class DiagonalLayers(StackedLayers):
             run = functools.partial(self._run, options, batch_first)
             y, h_last = self._cell(suffix, self._parameters_of(suffix, x.shape[-1]), x, run)
             outputs.append(y)
-            lasts.append(each(lambda state: state[None], h_last))
+            lasts.append(each(of_one_layer, h_last))
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)), stacked(lasts)
 
     def _step_of_layer(self, layer: int, x: Tensor, h0: Any) -> tuple[Tensor, Hidden]:

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ostinato.layers import of_one_layer
+
 Step = Callable[[Tensor, Sequence[Tensor], Sequence[Tensor]], Any]
 """From an input, the states, if any, and all layers' weights to the output and a list of the next states."""
 
@@ -29,7 +31,8 @@ def by_cells(mode: str, layers: int, output_shape: tuple, state_shape: tuple, dr
             last.append(after if lstm else (after,))
             y = last[-1][0]
         h, *c = zip(*last, strict=True)
-        states = [joined(h), *(parts[0].view(state_shape) if layers == 1 else joined(parts) for parts in c)]
+        alone = of_one_layer if batched else Tensor.clone
+        states = [joined(h), *(alone(parts[0]) if layers == 1 else joined(parts) for parts in c)]
         return y.view(output_shape), states  # of which h is a copy: the output may be changed in place
 
     return step

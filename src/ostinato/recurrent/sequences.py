@@ -16,9 +16,9 @@ from ostinato.kernels.persistent.operators import can_take, is_vmapped, recurren
 from ostinato.kernels.persistent.plan import Call, Plan, no_kernel
 from ostinato.kernels.persistent.reference import resets_in_reverse
 from ostinato.kernels.precision import layers_round
-from ostinato.layers import autocast_dtype
+from ostinato.layers import autocast_dtype, of_one_layer
 from ostinato.masks import mask_of
-from ostinato.recurrent.torch_layers import as_given, in_rows, of_one_layer
+from ostinato.recurrent.torch_layers import as_given, in_rows
 from ostinato.recurrent.weights import MaskedLayers
 
 _CALLS = Prepared()  # of dense layers, keyed by input, weights, states and resets

@@ -167,11 +167,6 @@ def as_given(input: Any, rows: Tensor, states: list[Tensor], batch_first: bool) 
     return output, hidden_of(states)
 
 
-def of_one_layer(state: Tensor) -> Tensor:
-    """(B, H) as (1, B, H), without a copy, but not a view: like ``torch.nn``'s states it can be detached in place."""
-    return torch.ops.aten._unsafe_view.default(state, (1, *state.shape))
-
-
 def _in_memory(x: Any) -> Any:
     return x.clone() if isinstance(x, Tensor) and x._is_zerotensor() else x
 
