@@ -4,7 +4,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-STEP_BATCH = 8  # the most sequences that one step's kernels take; of more, GEMMs are faster
 GATES = {"rnn_tanh": 1, "rnn_relu": 1, "gru": 3, "lstm": 4}
 
 

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from ostinato.kernels.numba_loops import NUMPY_DTYPES
-from ostinato.kernels.persistent.cpu.step import most_sequences
-from ostinato.kernels.persistent.plan import GATES, STEP_BATCH, Call, Plan, no_kernel
+from ostinato.kernels.persistent.cpu.step import MOST_SEQUENCES, most_sequences
+from ostinato.kernels.persistent.plan import GATES, Call, Plan, no_kernel
 
 # Measured on two cores of a Zen 5.
 FEW_STEPS = {"rnn_tanh": 24, "rnn_relu": 24, "gru": 8, "lstm": 32}  # below, torch is faster; half with gradients
@@ -30,7 +30,7 @@ def make_plan(call: Call, mask_hh: Tensor | None, block: tuple[int, int] | None,
         if steps == directions == 1 and not training and not resets:
             if entries and batch <= most_sequences(entries, kept, weights):
                 return Plan(entries, 0, 0, 0, f"{density:.0%} of the weights are left, and only these are read", block)
-            if entries is None and batch <= STEP_BATCH:
+            if entries is None and batch <= MOST_SEQUENCES:
                 return Plan("dense", 0, 0, 0, "one step reads the weights once, where they are")
         densest = DENSEST_BLOCKS[training] if entries == "block" else DENSEST_ROWS[batch > 1]
         if cell == "lstm" and dtype == torch.float32:  # against oneDNN's and not our own dense loops

@@ -30,10 +30,11 @@ from ostinato.kernels.persistent.cpu.entries import SLICE, forward_entries
 from ostinato.kernels.persistent.cpu.products import are_finite, multiply_rows
 from ostinato.kernels.persistent.cpu.pruned import BLOCK_WIDTH, entries_adder
 from ostinato.kernels.persistent.masks import block_of
-from ostinato.kernels.persistent.plan import GATES, STEP_BATCH
+from ostinato.kernels.persistent.plan import GATES
 from ostinato.kernels.threads import run_loop, threads_for
 
 GROUP = 32  # units of a task
+MOST_SEQUENCES = 8  # of a step: of more, GEMMs are faster
 # Densities up to which reading the kept weights alone is faster than all of them with zeros, by kind of block; and the
 # same of the density times the number of sequences, which are multiplied one after the other.
 DENSEST = {"block": 0.6, "sparse": 0.25}
@@ -45,7 +46,7 @@ def most_sequences(kind: str, kept: int, weights: int) -> int:
     if kept > DENSEST[kind] * weights:
         return 0
     most = DENSEST_OF_ALL[kind] * weights
-    return STEP_BATCH if kept * STEP_BATCH <= most else int(most / kept)
+    return MOST_SEQUENCES if kept * MOST_SEQUENCES <= most else int(most / kept)
 
 
 class _Entries(ctypes.Structure):
@@ -152,7 +153,7 @@ class _Matrix:
     """How a matrix is read: dense, or by entries, for at most so many sequences."""
 
     def __init__(
-        self, kind: str = "dense", height: int = 1, padded: int = 0, most: int = STEP_BATCH, **arrays: Tensor
+        self, kind: str = "dense", height: int = 1, padded: int = 0, most: int = MOST_SEQUENCES, **arrays: Tensor
     ) -> None:
         self.kind, self.height, self.padded, self.most, self.arrays = kind, height, padded, most, arrays
 
@@ -164,7 +165,7 @@ def _matrix_of(mask: Tensor, gates: int, path: str | None) -> _Matrix | None:
     """None if reading all weights is faster, or a pruned weight on the diagonal is inside a block."""
     block = derived_from(mask, "block", lambda: block_of(mask, gates))
     kind, kept, inputs = "sparse" if block == (1, 1) else "block", int(mask.sum()), mask.shape[1]
-    most = most_sequences(kind, kept, mask.numel()) if path is None else STEP_BATCH * (path == kind)
+    most = most_sequences(kind, kept, mask.numel()) if path is None else MOST_SEQUENCES * (path == kind)
     if kept == mask.numel() or not most:
         return None
     entries, hidden = forward_entries(mask, block, gates), len(mask) // gates
@@ -328,7 +329,7 @@ def _packed(weight: Tensor, mask: Tensor | None, gates: int, batch: int) -> _Mat
     arrays = {"columns": entries.columns, "starts": entries.starts, "rows": entries.rows}
     values, diagonal = (weight.flatten()[places].contiguous() for places in (entries.places, entries.diagonal))
     arrays |= {"weights": values, "places": values, "diagonal": diagonal}
-    return _Matrix(entries.kind, entries.height, entries.padded, STEP_BATCH, **arrays)
+    return _Matrix(entries.kind, entries.height, entries.padded, MOST_SEQUENCES, **arrays)
 
 
 _make = functools.lru_cache(256)(Step)
@@ -348,7 +349,7 @@ def step_of(
 
     Without ``mask_ih`` all input weights are read.
     """
-    if dtype not in NUMPY_DTYPES or batch > STEP_BATCH:
+    if dtype not in NUMPY_DTYPES or batch > MOST_SEQUENCES:
         return None
     matrices = []
     for mask in (mask_ih, mask_hh):
