@@ -6,6 +6,7 @@ import json
 import re
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -416,6 +417,19 @@ def test_compiling_beforehand_does_not_wait_for_a_compiler_that_hangs(monkeypatc
     assert [next(left), next(left)] == [2, 1]  # processes take their time to start
     monkeypatch.setattr(warm, "PATIENCE", 0.1)
     assert list(left) == []
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "name"),
+    [
+        ("cpu family\t: 25\nmodel\t\t: 17\nmodel name\t: AMD EPYC\n", "AMD EPYC (family 25, model 17)"),
+        ("cpu family\t: 25\nmodel\t\t: 17\nmodel name\t: AMD EPYC 9654\n", "AMD EPYC 9654"),
+        ("model name\t: of another kind\n", "of another kind"),
+    ],
+)
+def test_processors_whose_name_says_nothing_are_numbered(cpuinfo, name, monkeypatch):
+    monkeypatch.setattr(Path, "read_text", lambda _: cpuinfo)
+    assert runs.device_name(CPU) == name
 
 
 def test_calls_are_compared_with_an_addition(tmp_path, monkeypatch):

@@ -44,10 +44,13 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:
-        model = re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())
+        known = dict(re.findall(r"^(model name|cpu family|model)\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.M))
     except OSError:
-        model = None
-    return model[1] if model else platform.processor() or platform.machine()
+        known = {}
+    name = known.get("model name") or platform.processor() or platform.machine()
+    if "cpu family" not in known or re.search(r"\d", name):
+        return name
+    return f"{name} (family {known['cpu family']}, model {known['model']})"  # as virtual machines leave out its number
 
 
 def _version(package: str) -> str | None:

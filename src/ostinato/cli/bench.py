@@ -1,5 +1,6 @@
 """``ostinato bench``: speeds beside the limit and the peers, on this machine."""
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -75,7 +76,8 @@ def calls(
     path = _path(json, "calls", where)
     content = _content(console, "calls", where, quick)
     content["results"] = calls.calls(where, 3 if quick else calls.ROUNDS)
-    console.print(report.calls(content["results"]))
+    for _, alike in itertools.groupby(content["results"], key=lambda record: list(record["contestants"])):
+        console.print(report.calls(list(alike)))
     if path is not None:
         runs.write_json(path, content)
         console.print(f"wrote {path}", soft_wrap=True)
