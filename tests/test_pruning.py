@@ -17,6 +17,7 @@ import ostinato
 from ostinato.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from ostinato.cli import main
 from ostinato.kernels.persistent.masks import BLOCKS, block_of, cut
+from ostinato.masks import kept_weights
 from ostinato.models import LanguageModel
 from ostinato.text import Vocabulary
 from ostinato.training import Trainer
@@ -438,3 +439,10 @@ def test_command_complains(checkpoint, capsys, tmp_path):
         assert code == 1
         assert message in err
     assert sorted(file.name for file in tmp_path.iterdir()) == ["model.safetensors", "text.txt"]
+
+
+def test_what_is_shown_of_a_pruned_layer():
+    layer = ostinato.prune(ostinato.GRU(4, 32), 0.25)
+    assert repr(layer) == "GRU(4, 32, pruned to 25%)"
+    assert repr(copy.deepcopy(layer).to("meta")) == repr(ostinato.GRU(4, 32)) == "GRU(4, 32)"
+    assert kept_weights(layer) == kept_weights(torch.nn.Sequential(layer)) == (768, 3 * 32**2)

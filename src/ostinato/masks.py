@@ -46,7 +46,7 @@ def mask_of(module: nn.Module, name: str) -> Tensor | None:
 
 def kept_weights(model: nn.Module) -> tuple[int, int]:
     """How many weights a model's masks keep, and of how many."""
-    masks = [mask for name, mask in model.named_buffers() if ".mask_" in name]
+    masks = [mask for name, mask in model.named_buffers() if name.rpartition(".")[2].startswith("mask_")]
     return sum(int(mask.sum()) for mask in masks), sum(mask.numel() for mask in masks)
 
 

@@ -175,10 +175,10 @@ class Run:
         parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
         skipped = f" ({corpus.skipped} files that are not UTF-8 left out)" if corpus.skipped else ""
         limit = f"{settings.seconds:g} seconds" if settings.seconds else f"{settings.steps:,} steps"
+        layers = f"{model['num_layers']} {model['cell']} layer{'s' * (model['num_layers'] > 1)}"
         return (
             f"Text:      {corpus.source}{skipped}, {len(corpus.text):,} characters, {len(self.vocabulary)} different\n"
-            f"Model:     {model['num_layers']} {model['cell']} layers, width {model['width']}, "
-            f"{parameters:,} parameters\n"
+            f"Model:     {layers}, width {model['width']}, {parameters:,} parameters\n"
             f"Training:  {limit}, {settings.batch_size} x {settings.chunk_length} characters a step, in "
             f"{trainer.precision} on {trainer.spread}{device_name(trainer.device)}"
         )

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ostinato.checks import check_tensor
 from ostinato.kernels.persistent.plan import GATES
-from ostinato.masks import keep_pruned, mask_name, mask_of, masked
+from ostinato.masks import keep_pruned, kept_weights, mask_name, mask_of, masked
 from ostinato.recurrent.torch_layers import TorchLayers
 
 
@@ -21,6 +21,14 @@ class MaskedLayers(TorchLayers):
     weight_ih_l0: Tensor
     weight_hh_l0: Tensor
     _path: str | None = None  # the only kernel to consider on a GPU; None for the fastest
+
+    def extra_repr(self) -> str:
+        """``torch.nn``'s, and what share of the pruned matrices is kept."""
+        shown = super().extra_repr()
+        if any(mask.is_meta for mask in self.buffers()):
+            return shown
+        kept, weights = kept_weights(self)
+        return f"{shown}, pruned to {kept / weights:.0%}" if weights else shown
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Register the mask buffers of a pruned layer, which a new one lacks."""
