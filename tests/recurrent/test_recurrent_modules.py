@@ -171,9 +171,12 @@ def test_graph_breaks_and_traces(fresh_compiler):
 
 @by("as planned")
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("block", [None, (1, 1), (16, 1)])
 @pytest.mark.parametrize("cell", ["RNN", "GRU", "LSTM"])
-def test_a_trace_is_planned(cell):
-    layer = getattr(ostinato, cell)(5, 8, 2, bidirectional=True)
+def test_a_layer_that_was_never_called_is_traced(cell, block):
+    layer = getattr(ostinato, cell)(5, 16, 2, bidirectional=True)
+    if block is not None:
+        ostinato.prune(layer, 0.3, block=block)
     traced, x = torch.jit.trace(layer, (torch.randn(5, 2, 5),)), torch.randn(9, 3, 5)
     assert_same(traced(x), layer(x), 1e-6)
 

@@ -83,7 +83,7 @@ class SequenceLayers(MaskedLayers):
         self, input: Any, states: list[Tensor], weights: list[Tensor], resets: Tensor | None
     ) -> KernelCall | None:
         """As :meth:`_kernels_for`, where no call like it was checked before."""
-        if self.proj_size:
+        if self.proj_size or torch.jit.is_tracing():  # a plan looks at masks, which a trace would record
             return None
         size = _size_of(input, self.batch_first)
         if size is None:

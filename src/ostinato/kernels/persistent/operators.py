@@ -35,8 +35,8 @@ _NOTHING = (None,) * (_INPUTS - len(DIFFERENTIABLE))  # the gradients of the oth
 
 
 def can_take(tensors: list[Tensor]) -> bool:
-    """Whether the operator can be called: under what needs no rule of its own, which tangents and tracers do."""
-    if forward_ad._current_level >= 0 or torch._C._is_tracing():
+    """Whether the operator can be called: under what needs no rule of its own, which tangents do."""
+    if forward_ad._current_level >= 0:
         return False
     if is_in_torch_dispatch_mode():
         _count_operations()
