@@ -122,6 +122,17 @@ def test_a_sequence_of_one_step_is_run_as_one(cell, num_layers, monkeypatch):
             steps.clear()
 
 
+@pytest.mark.filterwarnings("ignore")  # tracing is deprecated
+@pytest.mark.parametrize("cell", LAYERS)
+def test_a_trace_of_one_step_takes_sequences(cell):
+    module, x = LAYERS[cell](3, 5), torch.randn(7, 2, 3)
+    with torch.no_grad():
+        module(x[:1])
+        traced = torch.jit.trace(module, (x[:1],))
+        for ours, right in zip(traced(x), module(x), strict=True):
+            torch.testing.assert_close(ours, right)
+
+
 @pytest.mark.parametrize("cell", LAYERS)
 def test_cells_are_steps(cell):
     torch.manual_seed(0)

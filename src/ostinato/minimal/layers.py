@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ostinato.checks import check_choice
 from ostinato.diagonal.layers import DiagonalLayers, Parameters, Run
+from ostinato.kernels.eager import is_eager
 from ostinato.kernels.gemm import linear
 from ostinato.kernels.persistent.reference import resets_in_reverse
 from ostinato.kernels.recurrence.linear.layer import layer_scan, projected_scan
@@ -57,11 +58,12 @@ class _MinimalLayers(DiagonalLayers):
 
     def _is_step(self, input: Any) -> bool:
         return (
-            isinstance(input, Tensor)
+            not (torch.is_grad_enabled() or self.bidirectional)
+            and self.sequence_group is None
+            and isinstance(input, Tensor)
+            and is_eager([input])  # what is traced may have another length next time
             and input.dim() == 3
             and input.shape[self._time] == 1
-            and not (torch.is_grad_enabled() or torch.compiler.is_compiling() or self.bidirectional)
-            and self.sequence_group is None
             and autocast_dtype(input.device) is None
             and recording() is None
         )

@@ -90,7 +90,7 @@ class StepLayers(MaskedLayers):
         if torch.compiler.is_compiling() or not isinstance(x, Tensor) or self.proj_size or self.bidirectional:
             return None
         trained = torch.is_grad_enabled()
-        if not x.is_cpu and not x.is_cuda:
+        if not x.is_cpu and (not x.is_cuda or (trained and self._buffers)):
             return None
         if self._frozen is not None and not trained and (result := self._step_frozen(x, state)) is not None:
             return result
