@@ -191,27 +191,17 @@ def test_torchs_layers_are_put_in_without_a_random_number():
         with_torch_layers(LanguageModel(9, width=8, num_layers=1))
 
 
+def run_pruning(text, path, *options):
+    command = ["bench", "learning", "pruning", "--text", str(text), "--quick", "--device", "cpu", "--json", str(path)]
+    with pytest.raises(SystemExit):
+        main([*command, *options])
+
+
 def test_pruned_losses_are_those_of_the_densities(tmp_path):
     """At density 1 nothing is pruned, so that loss is the dense model's."""
     text, path = tmp_path / "text.txt", tmp_path / "run.json"
     text.write_text("to be or not to be, that is the question\n" * 100)
-    with pytest.raises(SystemExit):
-        main(
-            [
-                "bench",
-                "learning",
-                "pruning",
-                "--text",
-                str(text),
-                "--densities",
-                "1,0.05",
-                "--quick",
-                "--device",
-                "cpu",
-                "--json",
-                str(path),
-            ]
-        )
+    run_pruning(text, path, "--densities", "1,0.05")
     content = json.loads(path.read_text())
     full, sparse = content["runs"][:2]
     assert full["pruned_loss"] == pytest.approx(content["dense"]["held_out_loss"], abs=1e-5)
@@ -252,23 +242,7 @@ def test_settings_of_fine_tuning_are_refused_before_the_dense_model_is_trained(t
     monkeypatch.setattr(LearningRun, "train", lambda *_: pytest.fail("trained"))
     text = tmp_path / "text.txt"
     text.write_text("to be or not to be, that is the question\n" * 100)
-    with pytest.raises(SystemExit):
-        main(
-            [
-                "bench",
-                "learning",
-                "pruning",
-                "--text",
-                str(text),
-                "--quick",
-                "--device",
-                "cpu",
-                "--learning-rate",
-                "0",
-                "--json",
-                str(tmp_path),
-            ]
-        )
+    run_pruning(text, tmp_path, "--learning-rate", "0")
     assert "learning_rate must be above 0 and finite; got 0.0" in capsys.readouterr().err
 
 
