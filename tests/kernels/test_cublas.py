@@ -2,6 +2,8 @@
 
 import ctypes
 import itertools
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -14,6 +16,43 @@ SHAPES = [(1, 1, 1), (5, 3, 2), (33, 257, 130), (512, 96, 1024), (2000, 64, 7), 
 
 def test_what_cublas_writes_has_its_size():
     assert ctypes.sizeof(cublas._Algorithm) == 96
+
+
+DESTROYED = """
+import threading
+from ostinato.kernels import cublas
+
+class Library:
+    def __getattr__(self, name):
+        def call(*args):
+            if "Destroy" in name:
+                print("destroyed", flush=True)
+            elif "Heuristic" in name:
+                args[-1]._obj.value = 1
+            return 0
+        return call
+
+library = Library()
+cublas._library, cublas._handle = lambda: library, lambda: 0
+layout = cublas._Layout(2, 2, False, 2)
+
+def keep():
+    cublas._thread.products["kept"] = cublas._Product(layout, layout, 16, False, True)
+    kept.set()
+    threading.Event().wait()
+
+kept = threading.Event()
+threading.Thread(target=keep, daemon=True).start()  # alive to the end, as autograd's
+kept.wait()
+cublas._Product(layout, layout, 16, False, True)
+print("end", flush=True)
+"""
+
+
+def test_what_was_created_is_destroyed_but_not_as_the_interpreter_ends():
+    """Then calls of ctypes now and then aborted the process."""
+    run = subprocess.run([sys.executable, "-c", DESTROYED], capture_output=True, text=True, timeout=60, check=True)
+    assert run.stdout.split() == ["destroyed"] * 6 + ["end"]  # a description, four layouts and a preference
 
 
 def error(y, exact):

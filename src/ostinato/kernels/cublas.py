@@ -8,6 +8,7 @@ import ctypes
 import functools
 import sys
 import threading
+import weakref
 from ctypes import POINTER, byref, c_float, c_int, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
 from typing import Any, NamedTuple
 
@@ -84,11 +85,18 @@ class _Layout(NamedTuple):
     pitch: int  # from a row, or column, to the next
 
 
+def _destroy(created: list[tuple[Any, c_void_p]]) -> None:
+    for destroy, one in created:
+        destroy(one)
+
+
 class _Product:
     """A product of matrices of some layouts."""
 
     def __init__(self, a: _Layout, b: _Layout, alignment: int, biased: bool, rounds: bool) -> None:
         self._created: list[tuple[Any, c_void_p]] = []
+        # Not as the interpreter ends: what other threads have kept goes last, when foreign functions may abort.
+        weakref.finalize(self, _destroy, self._created).atexit = False
         # cuBLAS's matrices have contiguous columns, so it computes the transposed product of the transposed factors.
         self._description = self._create("MatmulDesc", _COMPUTE[rounds], _FLOAT32)
         for attribute, value in ((_TRANSPOSE_A, b.is_transposed), (_TRANSPOSE_B, a.is_transposed)):
@@ -107,10 +115,6 @@ class _Product:
         if not count.value:
             raise RuntimeError(f"cuBLAS has no algorithm for the product of {a} and {b}")
         self._bias = c_void_p()
-
-    def __del__(self) -> None:
-        for destroy, created in self._created:
-            destroy(created)
 
     def _create(self, kind: str, *args: Any) -> c_void_p:
         created = c_void_p()
