@@ -5,16 +5,16 @@ import math
 import pytest
 import torch
 
-from ostinato.models import LanguageModel
+from ostinato.models import CELLS, LanguageModel
 from ostinato.training import Trainer, TrainingSettings, held_out
 
 SMALL = {"batch_size": 4, "chunk_length": 16, "warmup_steps": 3, "learning_rate": 1e-2, "held_out": 0.2}
 
 
-def make(tokens, vocab_size, cell="mingru", dropout=0.0, **settings):
+def make(tokens, vocab_size, cell="mingru", dropout=0.0, machine=None, **settings):
     torch.manual_seed(0)
     model = LanguageModel(vocab_size, width=16, num_layers=1, cell=cell, dropout=dropout)
-    return Trainer(model, tokens, TrainingSettings(**{**SMALL, **settings}))
+    return Trainer(model, tokens, TrainingSettings(**{**SMALL, **settings}), **(machine or {}))
 
 
 def entropy(p):
@@ -99,11 +99,16 @@ def test_learning_rate_warms_up_and_falls():
     assert rates[-1] == pytest.approx(1e-3)
 
 
+IN_GRAPHS = {"device": "cuda", "graph": True}
+MACHINES = [{}, pytest.param(IN_GRAPHS, marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("machine", MACHINES, ids=["eager", "graphs"])
 @pytest.mark.parametrize("cell", ["mingru", "gru"])
 @pytest.mark.parametrize("evaluated", [True, False])
-def test_resumed_equals_uninterrupted(cell, evaluated):
+def test_resumed_equals_uninterrupted(cell, evaluated, machine):
     tokens = torch.randint(7, (900,), generator=torch.Generator().manual_seed(0))
-    settings = {"cell": cell, "dropout": 0.3, "steps": 12}
+    settings = {"cell": cell, "dropout": 0.3, "steps": 12, "machine": machine}
     whole = make(tokens, 7, **settings)
     whole.advance(5)
     if evaluated:
@@ -192,3 +197,24 @@ def test_compiles_as_one_graph(precision):
     model.eval()
     compiled = torch.compile(trainer._chunk_loss, backend="aot_eager", fullgraph=True)(inputs, targets)
     torch.testing.assert_close(compiled, trainer._chunk_loss(inputs, targets))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cell", CELLS)
+def test_trains_the_same_in_cuda_graphs(cell):
+    """Dropout included."""
+    tokens = torch.randint(7, (900,), generator=torch.Generator().manual_seed(0))
+    points = []
+    for machine in (IN_GRAPHS, IN_GRAPHS | {"graph": False}):
+        trainer = make(tokens, 7, cell, dropout=0.3, machine=machine | {"precision": "float32"}, steps=10)
+        trainer.advance(6)
+        trainer.evaluate()
+        trainer.advance(4)
+        points.append((trainer.curve[0].train_loss, trainer.evaluate().train_loss, trainer.curve[1].held_out_loss))
+    assert points[0] == pytest.approx(points[1], rel=1e-4)
+
+
+@pytest.mark.parametrize("machine", [{"device": "cpu"}, {"device": "cuda", "compile": True}, {"accumulate": 2}])
+def test_graphs_that_cannot_be_captured_are_refused(machine):
+    with pytest.raises(ValueError, match="graph must be False except on a CUDA device, in one process"):
+        make(torch.zeros(900).long(), 1, machine=machine | {"graph": True})

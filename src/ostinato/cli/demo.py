@@ -65,7 +65,8 @@ def _train_and_write(console: "Console", device: "torch.device", seconds: float,
     )
     torch.manual_seed(settings.seed)
     model = LanguageModel(len(vocabulary), width=192, num_layers=2, expansion=2.0, mlp_ratio=2.0, dropout=0.0)
-    run = Run(Trainer(model, vocabulary.encode(corpus.text), settings, device=device), vocabulary, corpus, None)
+    trainer = Trainer(model, vocabulary.encode(corpus.text), settings, device=device, graph=device.type == "cuda")
+    run = Run(trainer, vocabulary, corpus, None)
     console.print(run.summary(), soft_wrap=True)
     show_progress(run.trainer, console, lambda point: run.save(path, weights_only=True))
 

@@ -77,6 +77,14 @@ def train(
         str, Machine(help="float32, bfloat16 (autocast), or auto: bfloat16 on a GPU that has it.")
     ] = "auto",
     compile: Annotated[bool, Machine("--compile", help="Compile the model with torch.compile.")] = False,
+    graph: Annotated[
+        bool | None,
+        Machine(
+            "--graph/--no-graph",
+            help="Replay steps from CUDA graphs.",
+            show_default="where a GPU trains alone, with neither of --compile and --accumulate",
+        ),
+    ] = None,
     accumulate: Annotated[int, Machine(help="Parts of a process's batch whose gradients are added up.")] = 1,
     shard: Annotated[bool, Machine("--shard", help="Under torchrun: a part of the weights on each process.")] = False,
     sequence_parallel: Annotated[
@@ -90,11 +98,15 @@ def train(
     """
     from ostinato.cli.devices import joined_job
     from ostinato.processes import is_first, make_mesh
+    from ostinato.training import Trainer
 
     with joined_job(device) as own_device:
         mesh = make_mesh(own_device.type, shard=shard, sequence_parallel=sequence_parallel)
         machine = {"device": own_device, "precision": precision, "compile": compile}
         machine |= {"mesh": mesh, "shard": shard, "accumulate": accumulate}
+        if graph is None:
+            graph = Trainer.can_capture(own_device, compile, mesh, accumulate)
+        machine["graph"] = graph
         run = _start(context, text, machine) if resume is None else _resume(context, resume, text, machine)
         if output is None:
             named = text.resolve().stem if text else "standard-library"

@@ -15,6 +15,7 @@ from ostinato.distributed import sequence_parallel
 from ostinato.models import LanguageModel
 from ostinato.processes import Share, part, shard_like
 from ostinato.text import random_windows
+from ostinato.training.capture import Loss, captured
 from ostinato.training.evaluation import held_out
 from ostinato.training.replicas import reducing, replica_of
 from ostinato.training.settings import TrainingSettings
@@ -55,11 +56,14 @@ class Trainer:
             (:mod:`ostinato.distributed`).
         shard: shard weights, gradients and momenta over the processes (FSDP2) instead of replicating them (DDP).
         accumulate: micro-batches per step, whose gradients are summed before they are all-reduced.
+        graph: whether to replay the loss and its gradients from CUDA graphs, where :meth:`can_capture`.  They are
+            captured at the first step; from then on parameters and buffers must stay the same tensors.
 
     Raises:
         TypeError: tokens that are not a tensor, or an ``accumulate`` that is not an integer.
         ValueError: tokens that are not (N,) integers, a text too short for a held-out chunk, an unknown precision, a
-            batch or chunk too small for the processes, no micro-batch, or a limit in seconds for several of them.
+            batch or chunk too small for the processes, no micro-batch, a limit in seconds for several of them, or a
+            ``graph`` where none can be captured.
 
     Example:
         >>> import torch
@@ -85,6 +89,7 @@ class Trainer:
         mesh: DeviceMesh | None = None,
         shard: bool = False,
         accumulate: int = 1,
+        graph: bool = False,
     ) -> None:
         if precision not in PRECISIONS:
             raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}; got {precision!r}")
@@ -97,6 +102,11 @@ class Trainer:
             raise ValueError("seconds must be None for several processes, whose clocks differ; limit the steps")
         self.settings = settings
         self.device = torch.device(device)
+        if graph and not self.can_capture(self.device, compile, mesh, accumulate):
+            raise ValueError(
+                "graph must be False except on a CUDA device, in one process, without compile and with accumulate 1"
+            )
+        self._captures = graph
         if precision == "auto":
             has_bfloat16 = self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) >= (8, 0)
             precision = "bfloat16" if has_bfloat16 else "float32"
@@ -119,9 +129,14 @@ class Trainer:
         self.seconds = 0.0
         self.curve: list[Point] = []
         self._loss_sum = torch.zeros((), device=self.device)
-        self._loss = torch.compile(self._chunk_loss) if compile else self._chunk_loss
+        self._loss: Loss = torch.compile(self._chunk_loss) if compile else self._chunk_loss
         if self._rank > 0:  # the first process draws what a single one would
             self._draw_own_dropout()
+
+    @staticmethod
+    def can_capture(device: torch.device, compile: bool, mesh: DeviceMesh | None, accumulate: int) -> bool:
+        """Whether a step can be replayed from CUDA graphs: on a GPU, of one process, micro-batch and compiler."""
+        return device.type == "cuda" and not compile and mesh is None and accumulate == 1
 
     @property
     def tokens_per_step(self) -> int:
@@ -164,6 +179,8 @@ class Trainer:
                 group["lr"] = self.learning_rate
             self.optimizer.zero_grad()
             batches = self._draw()
+            if self._captures:
+                self._loss, self._captures = captured(self.model, self._chunk_loss, *batches[0]), False
             for index, (inputs, targets) in enumerate(batches):
                 with reducing(self._replica, index == len(batches) - 1):
                     loss = self._loss(inputs, targets) * (inputs.numel() / self.tokens_per_step)
