@@ -1,5 +1,6 @@
 """Which kernels a call of RNN, GRU or LSTM is planned for, and which calls are refused."""
 
+import copy
 import re
 
 import pytest
@@ -357,3 +358,26 @@ def test_a_call_is_checked_unless_one_like_it_was(monkeypatch):
     layer.weight_hh_l0 = nn.Parameter(layer.weight_hh_l0.detach()[:23])
     with pytest.raises(ValueError, match=r"weight_hh_l0 must have shape \(24, 8\)"):
         layer(x, hx)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("kind", ["RNN", "GRU", "LSTM"])
+def test_trains_the_same_in_a_cuda_graph(kind, bidirectional):
+    torch.manual_seed(0)
+    eager = getattr(ostinato, kind)(48, 64, 2, bidirectional=bidirectional).cuda()
+    x = torch.randn(16, 8, 48, device="cuda")
+    graphed = torch.cuda.make_graphed_callables(copy.deepcopy(eager), (torch.zeros_like(x, requires_grad=True),))
+    layers = eager, graphed
+    optimizers = [torch.optim.AdamW(layer.parameters(), lr=0.1) for layer in layers]
+    for _ in range(4):
+        x, results = torch.randn_like(x), []
+        for layer, optimizer in zip(layers, optimizers, strict=True):
+            optimizer.zero_grad()
+            leaf = x.clone().requires_grad_()
+            output, _ = layer(leaf)
+            output.square().mean().backward()
+            optimizer.step()
+            results.append([output.clone(), leaf.grad.clone(), *(p.grad.clone() for p in layer.parameters())])
+        for mine, other in zip(*results, strict=True):
+            assert torch.equal(mine, other)

@@ -1,4 +1,4 @@
-"""The host overhead of small calls: short scans and single steps."""
+"""The host overhead of small calls: short scans, single steps, and training on short sequences."""
 
 import itertools
 import time
@@ -133,6 +133,30 @@ def _trained(device: torch.device) -> Iterator[tuple[str, dict[str, Call]]]:
         yield f"{name} 256 with gradient, T = 1, B = {batch}{', given a state' * given}", contestants
 
 
+def _short(device: torch.device) -> Iterator[tuple[str, dict[str, Call]]]:
+    """Forward and backward of short sequences, called and as replayed from a CUDA graph; a GPU is awaited."""
+    for name, hidden, steps, batch in (("GRU", 128, 16, 32), ("LSTM", 256, 64, 16)):
+        x, grad = torch.randn(2, steps, batch, hidden, device=device)
+        contestants: dict[str, Call] = {}
+        for who, kind in zip(("Ostinato", "torch.nn"), PEERS[name], strict=False):
+            for in_graph in (False, True) if device.type == "cuda" else (False,):
+                layer = kind(hidden, hidden, device=device)
+                if in_graph:
+                    torch.cuda.make_graphed_callables(layer, (x,))
+
+                def both(layer: nn.Module = layer, x: Tensor = x, grad: Tensor = grad) -> Any:
+                    return torch.autograd.grad(layer(x)[0], list(layer.parameters()), grad)
+
+                contestants[who + ", in a CUDA graph" * in_graph] = _awaited(both, device)
+        yield f"training of {name} {hidden}, T = {steps}, B = {batch}", contestants
+
+
+def _awaited(call: Call, device: torch.device) -> Call:
+    """The call until its device has finished."""
+    wait: Call = torch.cuda.synchronize
+    return call if device.type == "cpu" else lambda: (call(), wait())
+
+
 def _stacks(device: torch.device) -> Iterator[tuple[str, dict[str, Call]]]:
     x = torch.randn(1, 256, device=device)
     ours, layer = (kind(256, 256, 2, device=device) for kind in PEERS["GRU"][:2])
@@ -140,13 +164,9 @@ def _stacks(device: torch.device) -> Iterator[tuple[str, dict[str, Call]]]:
         "Ostinato": partial(ostinato.Stepper(ours, batch_size=1), x),
         "torch.nn": torch.no_grad()(partial(layer, x[None])),
     }
-    wait: Call = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-
-    def awaited(call: Call) -> Call:
-        return lambda: (call(), wait())
-
     yield "Stepper of GRU 256, 2 layers", contestants
-    yield "Stepper of GRU 256, 2 layers, awaited", {who: awaited(call) for who, call in contestants.items()}
+    awaited = {who: _awaited(call, device) for who, call in contestants.items()}
+    yield "Stepper of GRU 256, 2 layers, awaited", awaited
 
 
-KINDS = _scans, _steps, _diagonal, _trained, _stacks
+KINDS = _scans, _steps, _diagonal, _trained, _short, _stacks
