@@ -67,6 +67,48 @@ def test_graphs_compute_what_pytorch_does(name):
         torch.testing.assert_close(got.expand_as(want), want, rtol=1e-12, atol=1e-12)
 
 
+LARGEST = torch.finfo(torch.float32).max
+SPECIAL = torch.tensor([0.0, 0.2, 0.5, 1.0, 3.0, 6.0, 1e10, 1e30, LARGEST, torch.inf])
+OF_SPECIAL_VALUES = {
+    "asinh": torch.asinh,
+    "acosh": torch.acosh,
+    "softshrink": F.softshrink,
+    "hardshrink": F.hardshrink,
+    "hardtanh": F.hardtanh,
+    "relu": F.relu,
+    "threshold": lambda x: F.threshold(x, 0.5, 0.1),
+    "times zero": lambda x: 0 * x,
+    "zero over": lambda x: 0 / (x.detach() - 1) + x,
+    "over infinity": lambda x: x / torch.inf,
+    "times a test": lambda x: (x > 1) * x,
+    "times a branch": lambda x: torch.where(x > 1, x, 0.0) * x.detach(),
+    "a branch over": lambda x: torch.where(x > 1, x, 0.0) / (x.detach() - 1),
+    "remainder": lambda x: torch.full_like(x, 2.0).div(x.detach(), rounding_mode="floor") * x + 2.0 % x.detach(),
+    "weight of 1": lambda x: torch.lerp(x, 0.1 + x.detach().sqrt(), 1.0),
+    "weights up to 1": lambda x: torch.lerp(x, 0.1 + x.detach().sqrt(), torch.sigmoid(x.detach())),
+}
+
+
+@pytest.mark.parametrize("name", OF_SPECIAL_VALUES)
+def test_special_values_are_pytorchs(name):
+    function = OF_SPECIAL_VALUES[name]
+    x = torch.cat([SPECIAL, -SPECIAL, torch.tensor([torch.nan])]).requires_grad_()
+    expected = function(x)
+    traced = trace(lambda x: (function(x), x), (True,))
+    (found, _), ones = evaluate(traced.forward, [x]), torch.ones_like(x)
+    torch.testing.assert_close(found, expected, equal_nan=True)
+    (found,) = evaluate(traced.backward, [x, ones, 0 * ones])
+    torch.testing.assert_close(found, torch.autograd.grad(expected, x, ones)[0], equal_nan=True)
+
+
+def test_a_hardswish_has_the_slopes_of_its_straight_parts_where_these_begin():
+    """As in PyTorch 2.13; earlier ones go on with the curve's."""
+    traced = trace(lambda x: (F.hardswish(x), x), (True,))
+    x = torch.tensor([-3.0, 3.0])
+    (found,) = evaluate(traced.backward, [x, torch.ones(2), torch.zeros(2)])
+    assert found.tolist() == [0.0, 1.0]
+
+
 @pytest.mark.parametrize("mode", ["floor", "trunc"])
 def test_quotients_that_are_whole_by_rounding(mode):
     x, y = torch.arange(-30, 31).outer(torch.tensor([0.1, 0.3, 0.7, 1.1])), torch.tensor([0.1, 0.3, 0.7, 1.1])
@@ -107,7 +149,7 @@ def test_graphs_are_small():
         counts[node.name] = counts.get(node.name, 0) + 1
     # z: (relu(x) * grad_b - grad_a) * (sigmoid(z) * sigmoid(-z));  x: sigmoid(z) * grad_b where relu(x) > 0
     assert counts == {
-        "input": 4, "constant": 1, "sigmoid": 2, "neg": 1, "maximum": 1, "gt": 1, "mul": 4, "sub": 1, "where": 1
+        "input": 4, "constant": 1, "sigmoid": 2, "neg": 1, "maximum": 1, "le": 1, "mul": 4, "sub": 1, "where": 1
     }  # fmt: skip
 
 

@@ -48,16 +48,20 @@ def _div(x: Operand, y: Operand, rounding_mode: str | None = None) -> Operand:
         return x / y
     if rounding_mode == "trunc":
         return trunc(x / y)  # of the rounded quotient, where "floor" is of the exact one
-    whole = round((x - _remainder(x, y)) / y)  # also of a quotient that is a little too small
-    return where(y == 0.0, x / y, whole)
+    rest = fmod(x, y)
+    whole = round((x - rest) / y)  # also of a quotient that is a little too small
+    return where(y == 0.0, x / y, where(_are_opposite(rest, y), whole - 1.0, whole))
 
 
 def _remainder(x: Operand, y: Operand) -> Scalar:
     """With the sign of y, where that of fmod has the sign of x."""
     rest = fmod(x, y)
-    negative = (rest < 0.0) & (y > 0.0)
-    positive = (rest > 0.0) & (y < 0.0)
-    return where(negative | positive, rest + y, rest)
+    return where(_are_opposite(rest, y), rest + y, rest)
+
+
+def _are_opposite(x: Scalar, y: Operand) -> Scalar:
+    """Whether one is positive, and the other negative."""
+    return ((x < 0.0) & (y > 0.0)) | ((x > 0.0) & (y < 0.0))
 
 
 def _round(x: Scalar, decimals: int = 0) -> Scalar:
@@ -80,29 +84,52 @@ def _asinh(x: Scalar) -> Scalar:
     size = abs(x)
     inverse = reciprocal(size)
     share = reciprocal(inverse + sqrt(inverse * inverse + 1.0))
-    return sign(x) * log1p(size + size * share)
+    return sign(x) * _log_of_sum(size, size * share)
 
 
 def _acosh(x: Scalar) -> Scalar:
     beyond = x - 1.0
-    return log1p(beyond + sqrt(beyond) * sqrt(x + 1.0))
+    return _log_of_sum(beyond, sqrt(beyond) * sqrt(x + 1.0))
+
+
+def _log_of_sum(x: Scalar, y: Scalar) -> Scalar:
+    """log(1 + x + y), where a large y is x within rounding: their sum may overflow."""
+    is_large = x > 2.0**60
+    return log1p(where(is_large, x, x + y)) + where(is_large, math.log(2), 0.0)
 
 
 def _hardsigmoid(x: Scalar) -> Scalar:
     return _clamp(x * (1 / 6) + 0.5, 0.0, 1.0)
 
 
-def _within(grad: Scalar, x: Scalar, low: float, high: float) -> Scalar:
-    return where((x > low) & (x < high), grad, 0.0)
+# Where a branch stops the gradient, the test is PyTorch's: NaN, for which every comparison is false, lets it pass.
+
+
+def _threshold_backward(grad: Scalar, x: Scalar, threshold: float) -> Scalar:
+    return where(x <= threshold, 0.0, grad)
+
+
+def _hardtanh_backward(grad: Scalar, x: Scalar, low: float, high: float) -> Scalar:
+    return where((x <= low) | (x >= high), 0.0, grad)
+
+
+def _shrink_backward(grad: Scalar, x: Scalar, bound: float) -> Scalar:
+    return where(abs(x) <= bound, 0.0, grad)
+
+
+def _hardsigmoid_backward(grad: Scalar, x: Scalar) -> Scalar:
+    return where((x > -3.0) & (x < 3.0), grad, 0.0) * (1 / 6)
 
 
 def _hardswish_backward(grad: Scalar, x: Scalar) -> Scalar:
     slope = x * (1 / 3) + 0.5
-    return grad * where(abs(x) > 3.0, x > 0.0, slope)
+    return grad * where(abs(x) >= 3.0, x > 0.0, slope)
 
 
-def _beyond(grad: Scalar, x: Scalar, bound: float) -> Scalar:
-    return where(abs(x) > bound, grad, 0.0)
+def _lerp(x: Scalar, y: Scalar, weight: Scalar) -> Scalar:
+    """Exact for the weights 0 and 1."""
+    gap = y - x
+    return where(abs(weight) < 0.5, x + weight * gap, y - gap * (1.0 - weight))
 
 
 def _elu(x: Scalar, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> Scalar:
@@ -207,7 +234,7 @@ RULES: dict[str, Callable[..., Operand]] = {
     "remainder": _remainder,
     "addcmul": lambda x, y, z, value=1: x + y * z * value,
     "addcdiv": lambda x, y, z, value=1: x + y / z * value,
-    "lerp": lambda x, y, weight: x + weight * (y - x),
+    "lerp": _lerp,
     # Rounding, extremes, choices.
     "round": _round,
     "frac": lambda x: x - trunc(x),
@@ -236,17 +263,17 @@ RULES: dict[str, Callable[..., Operand]] = {
     "sigmoid_backward": _sigmoid_backward,
     "tanh_backward": _tanh_backward,
     "relu": lambda x: maximum(x, 0.0),
-    "threshold_backward": lambda grad, x, threshold: where(x > threshold, grad, 0.0),
+    "threshold_backward": _threshold_backward,
     "leaky_relu": lambda x, slope=0.01: where(x > 0.0, x, x * slope),
     "leaky_relu_backward": lambda grad, x, slope, _: where(x > 0.0, grad, grad * slope),
     "hardtanh": lambda x, low=-1.0, high=1.0: _clamp(x, low, high),
-    "hardtanh_backward": _within,
+    "hardtanh_backward": _hardtanh_backward,
     "hardsigmoid": _hardsigmoid,
-    "hardsigmoid_backward": lambda grad, x: _within(grad, x, -3.0, 3.0) * (1 / 6),
+    "hardsigmoid_backward": _hardsigmoid_backward,
     "hardswish": lambda x: x * _hardsigmoid(x),
     "hardswish_backward": _hardswish_backward,
-    "hardshrink_backward": _beyond,
-    "softshrink_backward": _beyond,
+    "hardshrink_backward": _shrink_backward,
+    "softshrink_backward": _shrink_backward,
     "elu": _elu,
     "elu_backward": _elu_backward,
     "silu": lambda x: x * sigmoid(x),

@@ -1,7 +1,8 @@
 """Graphs of scalar operations, simplified as they are built.
 
 Nodes are in topological order.  Common subexpressions are shared, constants folded, and trivial operations left over
-from differentiation (times 1, plus 0, double negation, a product with a branch that is zero) removed.
+from differentiation (times 1, plus 0, double negation) removed.  In derivatives a product with zero, or with a branch
+that is zero, is zero; in the function itself it is not, as zero times infinity or NaN is NaN.
 """
 
 import functools
@@ -123,9 +124,13 @@ def joined(*graphs: Graph) -> Graph:
 
 
 class Builder:
-    """A graph under construction; methods return a node's index, of an equal node if there is one."""
+    """A graph under construction; methods return a node's index, of an equal node if there is one.
+
+    While `differentiating` is set, what is added is of derivatives, in which zero stands for no dependence.
+    """
 
     def __init__(self) -> None:
+        self.differentiating = False
         self._nodes: list[Node] = []
         self._places: dict[str, int] = {}
 
@@ -262,8 +267,10 @@ class Builder:
 
     def _simplified_mul(self, x: int, y: int, _: Number | None, constant: Number | None) -> int | None:
         if constant is not None:
-            if constant == 0 or constant == 1:
-                return y if constant == 0 else x
+            if constant == 0 and self.differentiating:
+                return y
+            if constant == 1:
+                return x
             if constant == -1:
                 return self.add("neg", x)
             node = self._nodes[x]
@@ -280,7 +287,7 @@ class Builder:
         return None
 
     def _simplified_div(self, x: int, y: int, numerator: Number | None, constant: Number | None) -> int | None:
-        if numerator == 0:
+        if numerator == 0 and self.differentiating:
             return x
         if numerator == 1:
             return self.add("reciprocal", y)
@@ -326,9 +333,9 @@ class Builder:
         return None
 
     def _within_branch(self, x: int, change: Callable[[int], int]) -> int | None:
-        """``change``, which must map zero to zero, applied to the other branch of a ``where`` with a zero branch."""
+        """``change``, a product or quotient, applied to the other branch of a ``where`` with a zero branch."""
         node = self._nodes[x]
-        if node.name == "where":
+        if node.name == "where" and self.differentiating:
             test, yes, no = node.operands
             if self.value(no) == 0:
                 return self.add("where", test, change(yes), no)

@@ -116,7 +116,7 @@ def _trace(function: Callable, sequences: tuple[bool, ...], states: int) -> Trac
         inputs = [recorder.input(k) for k in range(states + len(sequences))]
         results = _checked(recorder, following(function, inputs[:states], inputs[states:]), states)
         values = [recorder.place(x) for x in results]
-        recorder.differentiating = True
+        builder.differentiating = True
         cotangents = [recorder.input(len(inputs) + k) for k in range(len(results))]
         one = torch.ones(_SHAPE, dtype=_DTYPE)
         backward = _gradients(recorder, results, inputs, cotangents)
@@ -186,7 +186,7 @@ class _Calls(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name == "__get__":
             name = func.__self__.__name__
-        if not self._recorder.differentiating and args and isinstance(args[0], Tensor):
+        if not self._recorder.builder.differentiating and args and isinstance(args[0], Tensor):
             if name in self._VALUES:
                 raise self._recorder.refusal(_DECIDES)
             if name in self._SHAPES:
@@ -215,7 +215,6 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.builder = Builder()
         self.name = _name(function)
-        self.differentiating = False
         self.called = ""  # the function of PyTorch's whose operations come
         self.lines: dict[Any, str] = {}  # where the operations of autograd's graph were called
         self._file = getattr(getattr(function, "__code__", None), "co_filename", None)
@@ -245,7 +244,7 @@ class _Recorder(TorchDispatchMode):
 
     def refusal(self, reason: str) -> ValueError:
         where = self.line()
-        if self.differentiating:
+        if self.builder.differentiating:
             where = self.lines.get(torch._C._current_autograd_node(), "in its derivative")
         return ValueError(f"no kernel can be made of {self.name}: {reason} ({where}); backend='torch' runs it as it is")
 
@@ -263,7 +262,7 @@ class _Recorder(TorchDispatchMode):
             raise self.refusal(f"{func.overloadpacket} makes complex numbers: pass what is complex as an argument")
         if name in _CREATING:
             return self._created(func, func(*args, **kwargs), args)
-        if name in ("empty_like", "empty") and self.differentiating:  # to be filled
+        if name in ("empty_like", "empty") and self.builder.differentiating:  # to be filled
             return func(*args, **kwargs)
         if name not in RULES:
             return self._decomposed(func, args, kwargs)
@@ -289,7 +288,7 @@ class _Recorder(TorchDispatchMode):
 
     def _created(self, func: Any, made: Tensor, args: tuple) -> Tensor:
         """Record a tensor of one number."""
-        if not self.differentiating and made.shape not in (_SHAPE, ()):
+        if not self.builder.differentiating and made.shape not in (_SHAPE, ()):
             shape = tuple(made.shape)
             raise self.refusal(f"{func.overloadpacket} makes a tensor of shape {shape}, where a number would do")
         first = made.flatten()[0].item() if made.numel() else None
@@ -305,7 +304,7 @@ class _Recorder(TorchDispatchMode):
         from torch._decomp import decomposition_table
 
         name = str(func.overloadpacket)
-        if not self.differentiating and self.called.strip("_") not in name:
+        if not self.builder.differentiating and self.called.strip("_") not in name:
             name = f"{self.called}, which calls {name},"
         refusal = self.refusal(f"{name} is not one of the elementwise operations that can be generated")
         if func in decomposition_table and torch.Tag.pointwise in func.tags:
