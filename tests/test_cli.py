@@ -410,6 +410,7 @@ def error(result):
         (["--cell", "rnn"], "cell must be one of mingru, minlstm, gru, lstm, .*; got 'rnn'"),
         (["--precision", "half"], "precision must be one of auto, float32, bfloat16; got 'half'"),
         (["--device", "tpu9"], "device must be auto, or one that PyTorch can use here; got 'tpu9'"),
+        (["--shard"], "shard needs several processes, which torchrun starts"),
         (["--device", "meta"], "device must be auto, or one that PyTorch can use here; got 'meta'"),
         (["--output", "text.txt/out"], "text.txt/out: expected a folder to write in; Not a directory"),
         (["--curve", "text.txt/curve.json"], "text.txt: expected a folder to write in; it is a file"),

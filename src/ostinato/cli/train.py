@@ -1,5 +1,6 @@
 """``ostinato train``: a character language model, from any text."""
 
+import os
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -100,6 +101,10 @@ def train(
     from ostinato.processes import is_first, make_mesh
     from ostinato.training import Trainer
 
+    if shard and "WORLD_SIZE" not in os.environ:
+        raise ValueError(
+            "shard needs several processes, which torchrun starts: torchrun --nproc-per-node 4 -m ostinato train"
+        )
     with joined_job(device) as own_device:
         mesh = make_mesh(own_device.type, shard=shard, sequence_parallel=sequence_parallel)
         machine = {"device": own_device, "precision": precision, "compile": compile}
