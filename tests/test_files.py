@@ -120,6 +120,28 @@ def test_a_lock_ends_with_its_process(tmp_path, processes):
         pass
 
 
+def write_half(path, begun):
+    with replacing(path) as temporary:
+        temporary.write_text("half")
+        begun.set()
+        signal.pause()
+
+
+def test_what_a_killed_process_has_left_is_removed_by_the_next_write(tmp_path, processes):
+    path, begun = tmp_path / "a.json", processes.context.Event()
+    process = processes.apart(write_half, path, begun)
+    assert begun.wait(60)
+    empty = tmp_path / ".ostinato-empty"  # as another process has made it just now
+    empty.mkdir()
+    write(path, "text")
+    left = [file.read_text() for file in tmp_path.glob(".ostinato-*/*")]
+    assert left == ["half"]  # of a process that lives
+    process.kill()
+    process.join(60)
+    write(tmp_path / "b.json", "text")
+    assert sorted(os.listdir(tmp_path)) == [empty.name, "a.json", "b.json"]
+
+
 @pytest.mark.parametrize("how", ["no module", "no locks"])
 def test_where_there_are_no_locks_a_warning_says_so(tmp_path, monkeypatch, how):
     fcntl = pytest.importorskip("fcntl")

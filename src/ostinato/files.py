@@ -6,8 +6,10 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+_TEMPORARY = ".ostinato-"  # what temporary folders' names begin with: hidden, so that nobody takes them for theirs
 
 
 @contextmanager
@@ -15,7 +17,8 @@ def replacing(path: Path) -> Iterator[Path]:
     """A file to write to, of the same name, which takes the place of ``path`` when the block ends without an error.
 
     Makes the folder if there is none.  Where ``path`` is a symbolic link, what it leads to is replaced; a stream, which
-    cannot be, gets the content written into it.  An OSError of the block names ``path``.
+    cannot be, gets the content written into it.  An OSError of the block names ``path``.  What killed processes have
+    left half written in the folder is removed.
 
     >>> with replacing(Path("table.json")) as temporary:  # doctest: +SKIP
     ...     temporary.write_text("{}")
@@ -24,8 +27,11 @@ def replacing(path: Path) -> Iterator[Path]:
     target = path if stream else _target(path)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        # Beside the target, so that it can be moved there; hidden, so that nobody takes it for a file of theirs.
-        with tempfile.TemporaryDirectory(prefix=".", dir=None if stream else target.parent) as folder:
+        if not stream:
+            _remove_abandoned(target.parent)
+        # Beside the target, so that it can be moved there.
+        beside = None if stream else target.parent
+        with tempfile.TemporaryDirectory(prefix=_TEMPORARY, dir=beside) as folder, _lock(Path(folder), wait=True):
             temporary = Path(folder) / target.name
             yield temporary
             if stream:
@@ -69,29 +75,47 @@ def check_file(path: Path) -> None:
 def locked(folder: Path) -> Iterator[None]:
     """Hold ``folder`` for the block; raises OSError if it is held already, by this process or another.
 
-    The lock ends with the process, however that ends.  Where there are no locks a warning says so.
+    Where there are no locks a warning says so.
+    """
+    with _lock(folder) as is_held:
+        if is_held is False:
+            raise OSError(f"{folder}: expected a folder that no other process writes to; one does now")
+        if is_held is None:
+            warnings.warn(f"{folder} cannot be locked here: see to it that no other process writes to it", stacklevel=3)
+        yield
+
+
+@contextmanager
+def _lock(folder: Path, wait: bool = False) -> Iterator[bool | None]:
+    """Hold ``folder`` for the block: False if it is held already, None where there are no locks.
+
+    The lock ends with the process, however that ends.
     """
     try:
         from fcntl import LOCK_EX, LOCK_NB, flock
     except ImportError:  # Windows
-        _warn_unlocked(folder)
-        yield
+        yield None
         return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
+        is_held: bool | None = True
         try:
-            flock(descriptor, LOCK_EX | LOCK_NB)
+            flock(descriptor, LOCK_EX if wait else LOCK_EX | LOCK_NB)
         except BlockingIOError:
-            raise OSError(f"{folder}: expected a folder that no other process writes to; one does now") from None
+            is_held = False
         except OSError:  # not on this file system
-            _warn_unlocked(folder)
-        yield
+            is_held = None
+        yield is_held
     finally:
         os.close(descriptor)
 
 
-def _warn_unlocked(folder: Path) -> None:
-    warnings.warn(f"{folder} cannot be locked here: see to it that no other process writes to it", stacklevel=4)
+def _remove_abandoned(folder: Path) -> None:
+    """Remove the temporary folders in ``folder`` that nobody holds, but empty ones: these may be about to be held."""
+    for path in folder.glob(f"{_TEMPORARY}*"):
+        with suppress(OSError), _lock(path) as is_held:  # another process may remove it, too
+            if is_held and any(path.iterdir()):
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def _target(path: Path) -> Path:
