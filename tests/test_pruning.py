@@ -3,6 +3,7 @@
 import copy
 import io
 import os
+import pickle
 import signal
 
 import numpy as np
@@ -196,10 +197,24 @@ def test_optimisers_leave_pruned_weights_at_zero(name, copied):
     assert (layer.weight_hh_l0 != before)[layer.mask_hh_l0].all()
 
 
-def test_an_optimiser_leaves_loaded_weights_at_zero_before_the_layer_has_run():
+def loaded(layer, assign):
+    other = ostinato.GRU(8, 24)
+    other.load_state_dict(layer.state_dict(), assign=assign)
+    return other
+
+
+NEW_PARAMETERS = {
+    "loaded": lambda layer: loaded(layer, assign=False),
+    "assigned": lambda layer: loaded(layer, assign=True),
+    "copied": copy.deepcopy,
+    "pickled": lambda layer: pickle.loads(pickle.dumps(layer)),
+}
+
+
+@pytest.mark.parametrize("how", NEW_PARAMETERS)
+def test_an_optimiser_leaves_new_parameters_at_zero_before_the_layer_has_run(how):
     """As where only a compiled forward runs, which registers nothing."""
-    layer = ostinato.GRU(8, 24)
-    layer.load_state_dict(ostinato.prune(nn.GRU(8, 24), 0.2).state_dict())
+    layer = NEW_PARAMETERS[how](ostinato.prune(nn.GRU(8, 24), 0.2))
     layer.weight_hh_l0.grad = torch.ones_like(layer.weight_hh_l0)
     torch.optim.SGD([layer.weight_hh_l0], 0.1).step()
     assert torch.equal(layer.weight_hh_l0 != 0, layer.mask_hh_l0)

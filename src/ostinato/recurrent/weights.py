@@ -35,8 +35,18 @@ class MaskedLayers(TorchLayers):
         for name in self._flat_weights_names:
             if "weight" in name and prefix + mask_name(name) in state_dict and mask_of(self, name) is None:
                 self.register_buffer(mask_name(name), torch.ones_like(getattr(self, name), dtype=torch.bool))
-                keep_pruned(self, name)
         super()._load_from_state_dict(state_dict, prefix, *args)
+        self._keep_pruned()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._keep_pruned()
+
+    def _keep_pruned(self) -> None:
+        """Have optimisers keep pruned weights at zero whose parameters are new: compiled calls do not see to it."""
+        for name in self._flat_weights_names:
+            if mask_of(self, name) is not None:
+                keep_pruned(self, name)
 
     def _unmasked_weights(self) -> list[Tensor]:
         """All parameters in torch.nn's order."""
