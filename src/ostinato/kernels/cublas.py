@@ -175,13 +175,14 @@ def multiply(a: Tensor, b: Tensor, bias: Tensor | None = None, onto: Tensor | No
     out = empty((len(a), columns), (columns, 1), torch.float32) if onto is None else onto
     bias = None if bias is None else bias.contiguous()
     addresses = a.data_ptr(), b.data_ptr(), out.data_ptr()
-    low = (addresses[0] | addresses[1] | addresses[2]) & 255
-    key = device, a.shape, a.stride(), b.shape, b.stride(), low & -low, bias is not None, rounds
+    low = addresses[0] | addresses[1] | addresses[2] | 256
+    alignment = low & -low
+    key = device, a.shape, a.stride(), b.shape, b.stride(), alignment, bias is not None, rounds
     product = _thread.products.get(key)
     if product is None:
         if len(_thread.products) >= _MOST_PREPARED:
             _thread.products.clear()
-        product = _Product(_layout_of(a), _layout_of(b), low & -low or 256, bias is not None, rounds)
+        product = _Product(_layout_of(a), _layout_of(b), alignment, bias is not None, rounds)
         _thread.products[key] = product
     product(*addresses, 0 if bias is None else bias.data_ptr(), onto is not None, device)
     return out
@@ -189,12 +190,17 @@ def multiply(a: Tensor, b: Tensor, bias: Tensor | None = None, onto: Tensor | No
 
 def _laid_out(x: Tensor) -> Tensor:
     """The matrix, or a copy of one of which neither rows nor columns are contiguous."""
-    (rows, columns), (of_row, of_column) = x.shape, x.stride()
-    fits = (of_column == 1 and of_row >= columns) or (of_row == 1 and of_column >= rows)
-    return x if fits else x.clone(memory_format=torch.contiguous_format)
+    return x.clone(memory_format=torch.contiguous_format) if _contiguous_dim(x) is None else x
 
 
 def _layout_of(x: Tensor) -> _Layout:
+    is_transposed = _contiguous_dim(x) == 0
+    return _Layout(x.shape[0], x.shape[1], is_transposed, x.stride(1 if is_transposed else 0))
+
+
+def _contiguous_dim(x: Tensor) -> int | None:
+    """Along which dimension the matrix is contiguous, and its lines do not overlap."""
     (rows, columns), (of_row, of_column) = x.shape, x.stride()
-    is_transposed = not (of_column == 1 and of_row >= columns)
-    return _Layout(rows, columns, is_transposed, of_column if is_transposed else of_row)
+    if of_column == 1 and of_row >= columns:
+        return 1
+    return 0 if of_row == 1 and of_column >= rows else None
