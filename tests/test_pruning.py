@@ -346,6 +346,7 @@ class OwnGRU(nn.GRU):
         (nn.GRU(4, 8), {"density": 0.1, "block": "16x1"}, ValueError, "block must be one of .*; got '16x1'"),
         (nn.GRU(4, 8), {"density": 0.1, "keep_diagonal": 1}, TypeError, "keep_diagonal must be a bool; got int"),
         (nn.LSTM(4, 8, proj_size=4), {"density": 0.1}, ValueError, "proj_size must be 0"),
+        (nn.GRU(4, 8, device="meta"), {"density": 0.1}, ValueError, "got a layer on the meta device"),
         (ostinato.MinGRU(4, 8), {"density": 0.1}, ValueError, "contain an RNN, GRU or LSTM; got MinGRU without one"),
         (OwnGRU(4, 8), {"density": 0.1}, TypeError, "got OwnGRU"),
         (torch.zeros(8, 8), {"density": 0.1}, TypeError, "module must be a torch.nn.Module; got Tensor"),

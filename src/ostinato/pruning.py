@@ -55,8 +55,8 @@ def prune(
     Raises:
         TypeError: no module, a flag that is not a bool, or a layer of a class derived from ``torch.nn``'s own, which
             cannot become ours.
-        ValueError: no recurrent layer in it, a density, gate or block that does not fit, or an LSTM with
-            ``proj_size``.
+        ValueError: no recurrent layer in it, or one on the meta device, a density, gate or block that does not fit, or
+            an LSTM with ``proj_size``.
 
     Example:
         >>> import torch, ostinato
@@ -155,6 +155,8 @@ def _check_layer(layer: nn.RNNBase) -> None:
         raise ValueError(
             f"proj_size must be 0, projections of the hidden state cannot be pruned; got {layer.proj_size}"
         )
+    if layer.weight_hh_l0.is_meta:
+        raise ValueError("module must have numbers to keep the largest of; got a layer on the meta device")
 
 
 @torch.inference_mode(False)  # masks made in inference mode could not be trained with
