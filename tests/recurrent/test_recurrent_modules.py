@@ -248,6 +248,15 @@ def test_vmap_of_layers_that_torchs_kernels_run(cell, sizes):
     for k, own in enumerate(weights):
         assert_same(tree_map(lambda y, k=k: y[k], result), functional_call(layer, own, (x[k],)), 1e-5)
 
+    def loss(own, x):
+        return functional_call(layer, own, (x,))[0].square().sum()
+
+    x = x[:, :, 0]
+    gradients = torch.vmap(torch.func.grad(loss), (None, 0))(weights[0], x)  # of each sample
+    for k, sample in enumerate(x):
+        expected = torch.func.grad(loss)(weights[0], sample)
+        torch.testing.assert_close({name: g[k] for name, g in gradients.items()}, expected, rtol=1e-4, atol=1e-4)
+
 
 @by("reference", "the CPU's")
 @pytest.mark.parametrize("cell", CELLS)

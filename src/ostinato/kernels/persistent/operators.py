@@ -70,10 +70,17 @@ def _formulas() -> dict[Any, Callable]:
     return {of: flop_counter.flop_registry[of] for of in (here.recurrent_layer, here.recurrent_layer_backward)}
 
 
+_VMAP = torch._C._functorch.TransformType.Vmap
+
+
 def is_vmapped() -> bool:
-    """Whether ``torch.vmap`` is the innermost function transform: torch's kernels have no rule for it."""
-    innermost = torch._C._functorch.peek_interpreter_stack()
-    return innermost is not None and innermost.key() == torch._C._functorch.TransformType.Vmap
+    """Whether ``torch.vmap`` is among the function transforms: torch's kernels have no rule for it."""
+    return _VMAP in _transforms()
+
+
+def _transforms() -> list[Any]:
+    """The kinds of the function transforms, the innermost last."""
+    return [interpreter.key() for interpreter in torch._C._functorch.get_interpreter_stack() or ()]
 
 
 class _Executor(NamedTuple):
@@ -197,7 +204,7 @@ def _grad(ctx: Any, *grads: Tensor | None) -> tuple:
         # What the forward kept follows from its inputs, whose derivatives are all.
         args = *inputs, h.detach(), c.detach(), gates.detach(), *rest
         # The rows of a Jacobian are taken at once by a loop, one after the other by kernels.
-        run = _differentiable_gradients if is_vmapped() else recurrent_layer_backward
+        run = _differentiable_gradients if _transforms()[-1:] == [_VMAP] else recurrent_layer_backward
         return _of_all_inputs(ctx, run(*args))
     if not isinstance(executor, _Executor) or not is_eager(args):
         return _of_all_inputs(ctx, recurrent_layer_backward(*args))
