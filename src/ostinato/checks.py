@@ -40,6 +40,12 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}; got {value!r}")
 
 
+def check_dtype(dtype: object) -> None:
+    """Raise TypeError unless it is one that layers compute in, or None for PyTorch's default."""
+    if dtype is not None and dtype not in FLOAT_DTYPES:
+        raise TypeError(f"dtype must be None or one of {', '.join(map(str, FLOAT_DTYPES))}; got {dtype!r}")
+
+
 def check_tensor(name: str, x: object) -> None:
     """Raise TypeError unless `x` is a tensor."""
     if not isinstance(x, Tensor):

@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 from ostinato.checks import (
     check_batch_sizes,
     check_choice,
+    check_dtype,
     check_flags,
     check_floating,
     check_integers,
@@ -73,6 +74,7 @@ class StackedLayers(nn.Module):
         check_integers(1, input_size=input_size, hidden_size=hidden_size, num_layers=num_layers)
         check_flags(bias=bias, batch_first=batch_first, bidirectional=bidirectional)
         check_choice("backend", backend, BACKENDS)
+        check_dtype(dtype)
         if isinstance(dropout, bool) or not isinstance(dropout, int | float) or not 0 <= dropout <= 1:
             raise ValueError(f"dropout must be a probability, 0 to 1; got {dropout!r}")
         if dropout > 0 and num_layers == 1:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from ostinato.checks import check_choice, check_flags, check_floating, check_integers
+from ostinato.checks import check_choice, check_dtype, check_flags, check_floating, check_integers
 from ostinato.kernels.export import refuse_script
 from ostinato.kernels.gemm import linear
 from ostinato.kernels.recurrence.linear.layer import layer_scan
@@ -40,6 +40,7 @@ class _MinimalCell(nn.Module):
         check_flags(bias=bias)
         check_choice("candidate", candidate, tuple(CANDIDATES))
         check_choice("backend", backend, BACKENDS)
+        check_dtype(dtype)
         self.input_size, self.hidden_size, self.bias = input_size, hidden_size, bias
         self.candidate, self.backend = candidate, backend
         rows = GATES[self.cell] * hidden_size
