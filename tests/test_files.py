@@ -35,6 +35,15 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
     assert os.listdir(tmp_path) == ["a.json"]
 
 
+def test_a_folder_that_cannot_be_listed_is_written_into(tmp_path, monkeypatch):
+    def refuse(_):
+        raise PermissionError(errno.EACCES, "refused")
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    write(tmp_path / "a.json", "text")
+    assert (tmp_path / "a.json").read_text() == "text"
+
+
 def test_folders_are_made(tmp_path):
     write(tmp_path / "new" / "folder" / "a.json", "text")
     assert (tmp_path / "new" / "folder" / "a.json").read_text() == "text"
@@ -131,15 +140,17 @@ def test_what_a_killed_process_has_left_is_removed_by_the_next_write(tmp_path, p
     path, begun = tmp_path / "a.json", processes.context.Event()
     process = processes.apart(write_half, path, begun)
     assert begun.wait(60)
-    empty = tmp_path / ".ostinato-empty"  # as another process has made it just now
-    empty.mkdir()
+    (held,) = tmp_path.iterdir()
+    empty, elsewhere = held.with_name(f"{held.name}-empty"), tmp_path / ".ostinato-elsewhere-"
+    empty.mkdir()  # as another process has made it just now
+    elsewhere.mkdir()
+    (elsewhere / "a.json").touch()  # of another machine, whose locks are not seen
     write(path, "text")
-    left = [file.read_text() for file in tmp_path.glob(".ostinato-*/*")]
-    assert left == ["half"]  # of a process that lives
+    assert (held / path.name).read_text() == "half"  # of a process that lives
     process.kill()
     process.join(60)
     write(tmp_path / "b.json", "text")
-    assert sorted(os.listdir(tmp_path)) == [empty.name, "a.json", "b.json"]
+    assert sorted(tmp_path.iterdir()) == sorted([elsewhere, empty, path, tmp_path / "b.json"])
 
 
 @pytest.mark.parametrize("how", ["no module", "no locks"])

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import platform
 import shutil
 import tempfile
 import warnings
@@ -9,7 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-_TEMPORARY = ".ostinato-"  # what temporary folders' names begin with: hidden, so that nobody takes them for theirs
+# What the names of temporary folders begin with: hidden, so that nobody takes them for theirs; with the machine's name,
+# as on a shared file system the locks of other machines may not be seen.
+_TEMPORARY = f".ostinato-{platform.node()}-"
 
 
 @contextmanager
@@ -112,10 +115,12 @@ def _lock(folder: Path, wait: bool = False) -> Iterator[bool | None]:
 
 def _remove_abandoned(folder: Path) -> None:
     """Remove the temporary folders in ``folder`` that nobody holds, but empty ones: these may be about to be held."""
-    for path in folder.glob(f"{_TEMPORARY}*"):
-        with suppress(OSError), _lock(path) as is_held:  # another process may remove it, too
-            if is_held and any(path.iterdir()):
-                shutil.rmtree(path, ignore_errors=True)
+    with suppress(OSError):  # of a folder that cannot be listed, or that another process removes, too
+        for path in folder.iterdir():
+            if path.name.startswith(_TEMPORARY):
+                with _lock(path) as is_held:
+                    if is_held and any(path.iterdir()):
+                        shutil.rmtree(path, ignore_errors=True)
 
 
 def _target(path: Path) -> Path:
