@@ -302,6 +302,7 @@ def returns(value):
     ("make", "kind", "message"),
     [
         (lambda: ostinato.recurrence(3), TypeError, "recurrence takes a function; got int"),
+        (lambda: ostinato.recurrence(torch.add), TypeError, "a function whose parameters have names; got .*method add"),
         (lambda: ostinato.recurrence(lambda *x: x), TypeError, r"positional parameters.* got \*x"),
         (lambda: ostinato.recurrence(lambda x, *, y: x), TypeError, "positional parameters.* got y"),
         (lambda: ostinato.recurrence(lambda x, resets: x), TypeError, "cannot have a parameter resets"),

@@ -96,7 +96,10 @@ class Recurrence:
         if not callable(function):
             raise TypeError(f"recurrence takes a function; got {describe(function)}")
         functools.update_wrapper(self, function)
-        parameters = inspect.signature(function).parameters
+        try:
+            parameters = inspect.signature(function).parameters
+        except ValueError:  # of what is not written in Python
+            raise TypeError(f"recurrence takes a function whose parameters have names; got {function}") from None
         for name, parameter in parameters.items():
             if parameter.kind not in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
                 raise TypeError(f"{self} must have positional parameters, each with a name; got {parameter}")
