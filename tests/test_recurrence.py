@@ -1,6 +1,7 @@
 """Recurrences made of functions, against loops written out here over single sequences and steps."""
 
 import itertools
+import math
 import pickle
 
 import pytest
@@ -272,6 +273,20 @@ def test_compile_export_vmap_and_autocast(case):
     assert all(torch.allclose(g[0], w, atol=1e-6) for g, w in zip(sampled, want, strict=True))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert all(torch.equal(g, w) for g, w in zip(module(*arguments), want, strict=True))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_powers_of_two_and_their_logarithms_are_exact(dtype, backend):
+    exponents = torch.arange(-120, 121, dtype=dtype).view(1, 1, -1)
+
+    @ostinato.recurrence
+    def scaled(state, x, y):
+        return 2.0**x * torch.exp2(-x) + 0.25 ** (-x / 2), torch.log2(y).floor() + torch.log10(y)
+
+    (powers, logarithms), _ = scaled(exponents, 2.0**exponents, backend=backend)
+    assert torch.equal(powers, 1 + 2.0**exponents)
+    torch.testing.assert_close(logarithms, exponents * (1 + math.log10(2)), rtol=1e-6, atol=0)
 
 
 def test_it_stands_for_its_function():

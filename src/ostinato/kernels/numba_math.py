@@ -78,7 +78,9 @@ _SHIFT = np.float32(1.5 * 2**23)
 _LOG2_INVERSE = np.float32(1 / math.log(2))
 _LOG2_HIGH = np.float32(355 / 512)
 _LOG2_LOW = np.float32(math.log(2) - 355 / 512)
+_LOG2 = np.float32(math.log(2))
 _LOWEST, _HIGHEST = np.float32(-104), np.float32(89)  # where exp has become 0 and inf
+_LOWEST_EXPONENT, _HIGHEST_EXPONENT = np.float32(-150), np.float32(129)  # where exp2 has
 _ONE, _TWO, _TWENTY = np.float32(1), np.float32(2), np.float32(20)
 _E2, _E3, _E4 = np.float32(0.5000000095), np.float32(0.166665186), np.float32(0.04166620508)
 _E5, _E6 = np.float32(0.00836891795), np.float32(0.001395053969)
@@ -127,15 +129,29 @@ def _reduce_fraction(x):
     x = _LOWEST if x < _LOWEST else x
     shifted = multiply_add(x, _LOG2_INVERSE, _SHIFT)
     n = shifted - _SHIFT
-    r = multiply_add(n, -_LOG2_LOW, multiply_add(n, -_LOG2_HIGH, x))
+    return shifted, _excess(multiply_add(n, -_LOG2_LOW, multiply_add(n, -_LOG2_HIGH, x)))
+
+
+@inline
+def _excess(r):
+    """exp(r) - 1, for |r| <= log(2)/2."""
     p = multiply_add(multiply_add(multiply_add(multiply_add(_E6, r, _E5), r, _E4), r, _E3), r, _E2)
-    return shifted, multiply_add(r * r, p, r)
+    return multiply_add(r * r, p, r)
 
 
 @or_in_float64(lambda x: math.exp(x))
 def exp(x):
     shifted, excess = _reduce(x)
     return _times_power_of_two(_ONE + excess, shifted)
+
+
+@or_in_float64(lambda x: np.exp2(x))
+def exp2(x):
+    """2**x, exact where x is whole."""
+    x = _LOWEST_EXPONENT if x < _LOWEST_EXPONENT else x
+    x = _HIGHEST_EXPONENT if x > _HIGHEST_EXPONENT else x
+    shifted = x + _SHIFT
+    return _times_power_of_two(_ONE + _excess((x - (shifted - _SHIFT)) * _LOG2), shifted)
 
 
 @or_in_float64(lambda x: math.exp(x))
@@ -194,7 +210,7 @@ _L3, _L5 = np.float32(0.6666641204), np.float32(0.4002176993)
 _L7, _L9 = np.float32(0.2799786346), np.float32(0.280312745)
 _INFINITY = np.float32(math.inf)
 _SMALLEST = np.float32(2.0**-126)  # that is not denormal
-_LOG2 = np.float32(math.log(2))
+_LOG10_INVERSE = np.float32(1 / math.log(10))
 
 
 @or_in_float64(lambda x: math.log1p(x))
@@ -221,8 +237,8 @@ def _exponent_and_fraction(typing_context, x):
 
 
 @inline
-def _log_plus(x, rest):
-    """log(x) + rest."""
+def _exponent_and_log(x, rest):
+    """n, and log(f) + rest, of x = f * 2**n."""
     small = x < _SMALLEST
     n, f = _exponent_and_fraction(x * np.float32(2.0**24) if small else x)
     n = n - np.float32(24) if small else n
@@ -230,7 +246,19 @@ def _log_plus(x, rest):
     s = e / (e + _TWO)
     u = s * s
     p = multiply_add(multiply_add(multiply_add(_L9, u, _L7), u, _L5), u, _L3)
-    y = multiply_add(n, _LOG2, multiply_add(s * u, p, multiply_add(_TWO, s, rest)))
+    return n, multiply_add(s * u, p, multiply_add(_TWO, s, rest))
+
+
+@inline
+def _log_plus(x, rest):
+    """log(x) + rest."""
+    n, y = _exponent_and_log(x, rest)
+    return _log_or_limit(x, multiply_add(n, _LOG2, y))
+
+
+@inline
+def _log_or_limit(x, y):
+    """The logarithm y of x, or what it is where x is not positive and finite."""
     y = y if x > 0 else (-_INFINITY if x == 0 else np.float32(math.nan))
     return y if x < _INFINITY else x  # infinity, NaN
 
@@ -238,6 +266,18 @@ def _log_plus(x, rest):
 @or_in_float64(lambda x: math.log(x))
 def log(x):
     return _log_plus(x, np.float32(0))
+
+
+@or_in_float64(lambda x: np.log2(x))
+def log2(x):
+    """Exact where that is whole."""
+    n, y = _exponent_and_log(x, np.float32(0))
+    return _log_or_limit(x, multiply_add(y, _LOG2_INVERSE, n))
+
+
+@or_in_float64(lambda x: np.log10(x))
+def log10(x):
+    return log(x) * _LOG10_INVERSE
 
 
 @or_in_float64(lambda x: math.log1p(x))

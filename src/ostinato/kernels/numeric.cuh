@@ -144,6 +144,8 @@ __device__ inline float fast_reciprocal(float x) {
 }
 __device__ inline float exponential(float x) { return NARROW_SCALAR ? fast_exponential(x) : expf(x); }
 __device__ inline double exponential(double x) { return exp(x); }
+__device__ inline float power_of_two(float x) { return NARROW_SCALAR ? fast_power_of_two(x) : exp2f(x); }
+__device__ inline double power_of_two(double x) { return exp2(x); }
 __device__ inline float reciprocal(float x) { return NARROW_SCALAR ? fast_reciprocal(x) : __frcp_rn(x); }
 __device__ inline double reciprocal(double x) { return 1.0 / x; }
 // The sum is at least 1, where rcp.approx is off by at most one ulp.
@@ -174,13 +176,20 @@ __device__ inline float hyperbolic_tangent(float x) {
 }
 __device__ inline double hyperbolic_tangent(double x) { return tanh(x); }
 
-__device__ inline float fast_logarithm(float x) {
+__device__ inline float fast_binary_logarithm(float x) {
     float y;
     asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y * 0.6931471805599453f;
+    return y;
 }
+__device__ inline float fast_logarithm(float x) { return fast_binary_logarithm(x) * 0.6931471805599453f; }
 __device__ inline float logarithm(float x) { return NARROW_SCALAR ? fast_logarithm(x) : logf(x); }
 __device__ inline double logarithm(double x) { return log(x); }
+__device__ inline float binary_logarithm(float x) { return NARROW_SCALAR ? fast_binary_logarithm(x) : log2f(x); }
+__device__ inline double binary_logarithm(double x) { return log2(x); }
+__device__ inline float decimal_logarithm(float x) {
+    return NARROW_SCALAR ? fast_binary_logarithm(x) * 0.3010299956639812f : log10f(x);
+}
+__device__ inline double decimal_logarithm(double x) { return log10(x); }
 
 // Near 0 a few terms of the series are more accurate than the logarithm of the rounded sum.
 __device__ inline float log_one_plus(float x) {

@@ -16,7 +16,6 @@ from ostinato.kernels.recurrence.symbolic.scalar import (
     exp,
     expm1,
     fmod,
-    log,
     log1p,
     maximum,
     minimum,
@@ -246,9 +245,6 @@ RULES: dict[str, Callable[..., Operand]] = {
     "masked_fill": lambda x, mask, value: where(mask, value, x),
     "isnan": lambda x: x != x,
     # Exponentials, angles, hyperbolas.
-    "exp2": lambda x: exp(x * math.log(2)),
-    "log2": lambda x: log(x) * (1 / math.log(2)),
-    "log10": lambda x: log(x) * (1 / math.log(10)),
     "logaddexp": _logaddexp,
     "tan": lambda x: sin(x) / cos(x),
     "atan": lambda x: atan2(x, 1.0),

@@ -63,8 +63,11 @@ OPERATIONS: dict[str, Callable] = {
     "round": torch.round,
     "fmod": torch.fmod,
     "exp": torch.exp,
+    "exp2": torch.exp2,
     "expm1": torch.expm1,
     "log": torch.log,
+    "log2": torch.log2,
+    "log10": torch.log10,
     "log1p": torch.log1p,
     "sqrt": torch.sqrt,
     "rsqrt": torch.rsqrt,
@@ -320,6 +323,9 @@ class Builder:
 
     def _simplified_pow(self, x: int, y: int, base: Number | None, exponent: Number | None) -> int | None:
         if base is not None and base > 0:
+            fraction, power = math.frexp(base)
+            if fraction == 0.5:  # a power of two: exact where that of the result is whole
+                return self.add("exp2", self.add("mul", y, self.constant(power - 1)))
             return self.add("exp", self.add("mul", y, self.constant(math.log(base))))
         if exponent in (0, 1):
             return x if exponent else self.constant(1.0)
