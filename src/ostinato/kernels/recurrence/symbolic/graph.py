@@ -322,6 +322,8 @@ class Builder:
         return self._operand_of("not", x)
 
     def _simplified_pow(self, x: int, y: int, base: Number | None, exponent: Number | None) -> int | None:
+        if base == 1:
+            return x
         if base is not None and base > 0:
             fraction, power = math.frexp(base)
             if fraction == 0.5:  # a power of two: exact where that of the result is whole
