@@ -63,6 +63,49 @@ def test_pruned_layers_one_step_at_a_time(cell, block, hidden):
         assert (exact(x, hx)[0][-1] - y[0]).abs().max() > 1e-4
 
 
+def not_contiguous(hx):
+    return tuple(map(not_contiguous, hx)) if isinstance(hx, tuple) else hx.mT.contiguous().mT
+
+
+@by("as planned")
+@pytest.mark.parametrize("block", [(1, 1), (16, 1)])
+def test_pruned_layers_one_step_of_many_sequences(block):
+    """All weights are read, with zeros: the kept ones alone would be read again for each sequence."""
+    torch.manual_seed(0)
+    layer = pruned("GRU", 5, 37, 2, block=block, density=0.3, dtype=torch.float64)
+    other, (x, hx) = twin(layer), inputs(layer, 16, 3)
+    stepper = ostinato.Stepper(layer, 16, frozen=True)
+    stepper.state = hx
+    with torch.no_grad():
+        for n in range(2):
+            layer.get_parameter(f"weight_hh_l{n}")[~layer.get_buffer(f"mask_hh_l{n}")] = 7
+        assert layer.plan(16, steps=1).path == "dense"
+        assert layer._step(x[0], hx, 2) is not None
+        expected, _ = other(x, hx)
+        for x_t, y in zip(x, expected, strict=True):
+            ours, hx = layer.step(x_t, hx)
+            torch.testing.assert_close(ours, y, rtol=0, atol=1e-13)
+            torch.testing.assert_close(stepper(x_t), y, rtol=0, atol=1e-13)
+
+
+@by("as planned")
+@pytest.mark.parametrize("cell", CELLS)
+def test_one_step_that_is_not_contiguous(cell):
+    torch.manual_seed(0)
+    layer = make(cell, 5, 16, 2, batch_first=True, dtype=torch.float64)
+    other, (x, hx) = twin(layer), inputs(layer, 3)
+    part, hx = x[:, 4:5], not_contiguous(hx)
+    assert not part.is_contiguous()
+    assert_same_gradients(layer, other, part, hx)
+    stepper = ostinato.Stepper(layer, 3, frozen=True)
+    stepper.state = hx
+    with torch.no_grad():
+        assert layer._step(part, hx, 2) is not None
+        assert_same(layer(part, hx), other(part, hx), 1e-12)
+        for x_t, y in zip(x.unbind(1), other(x, hx)[0].unbind(1), strict=True):
+            torch.testing.assert_close(stepper(not_contiguous(x_t)), y, rtol=0, atol=1e-12)
+
+
 @by("as planned")
 @pytest.mark.parametrize(
     ("block", "dtype"),  # whose loops others compile, too
@@ -125,7 +168,7 @@ def test_one_step_with_gradients(cell, batch, device):
         x, hx = inputs(layer, batch, 1, device=device)
         given = [None, hx, (hx[0],) * 2 if cell == "LSTM" else hx]
         if batch is not None:
-            given.append(tuple(h.mT.clone().mT for h in hx) if cell == "LSTM" else hx.mT.clone().mT)  # not contiguous
+            given.append(not_contiguous(hx))
         for state in given:
             for _ in range(2):  # validated, then prepared
                 assert_same(layer(x, state), other(x, state), 1e-12)
@@ -135,6 +178,21 @@ def test_one_step_with_gradients(cell, batch, device):
             output.detach().zero_()
             assert all(map(torch.equal, last, before))
         assert type(layer(x, hx)[0].grad_fn).__name__.startswith("_Differentiable") == (device == "cuda")
+
+
+@by("as planned")
+@pytest.mark.parametrize("cell", CELLS)
+def test_many_gradients_of_one_step_at_once(cell):
+    torch.manual_seed(0)
+    layer = make(cell, 5, 4, dtype=torch.float64)
+    other, (x, hx) = twin(layer), inputs(layer, 2, 1)
+    rows = torch.eye(8, dtype=torch.float64).view(8, 1, 2, 4)
+    (output, *_), (expected, *_) = (flat(module(x, hx)) for module in (layer, other))
+    ours = torch.autograd.grad(output, list(layer.parameters()), rows, is_grads_batched=True)
+    for row in range(8):
+        theirs = torch.autograd.grad(expected, list(other.parameters()), rows[row], retain_graph=True)
+        for found, one in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(found[row], one, rtol=0, atol=1e-12)
 
 
 @by("as planned")

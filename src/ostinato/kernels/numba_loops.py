@@ -121,6 +121,7 @@ _SOURCES = _hash_sources()
 # calls these functions, and a wrapper for C takes as long to compile as the function itself.
 inline_options = {"forceinline": True, "error_model": "numpy", "no_cfunc_wrapper": True}
 inline = register_jitable(**inline_options)
+shared = register_jitable(**inline_options | {"forceinline": False})  # by loops: large, and compiled once for all
 
 
 @intrinsic

@@ -107,7 +107,8 @@ class StepLayers(MaskedLayers):
         result = run(x, states, own)
         if result is None:
             return None
-        if self._frozen is not None and not trained and states and x.is_cpu:
+        is_kept = self._frozen is not None and not trained and states and x.is_cpu
+        if is_kept and all(tensor.is_contiguous() for tensor in (x, *states)):
             self._freeze_step(x, states, x.numel() // self.input_size)
         output, new = result
         return output, hidden_of(new)
@@ -141,9 +142,11 @@ class StepLayers(MaskedLayers):
             if tensor.shape != shape:
                 return None
         self._check_shapes(own)
-        trained, is_contiguous = is_differentiated(tensors), all(tensor.is_contiguous() for tensor in tensors)
+        trained = is_differentiated(tensors)
+        is_contiguous = all(tensor.is_contiguous() for tensor in (x, *states))
         cells = by_cells(self.mode, layers, (*x.shape[:-1], hidden), shape) if trained and not masks else None
-        if not is_contiguous or (trained and (masks or x.is_cpu)):
+        is_readable = (is_contiguous or x.is_cpu) and all(weight.is_contiguous() for weight in own)
+        if not is_readable or (trained and (masks or x.is_cpu)):
             return cells
 
         size, inputs, steps = len(own) // layers, self.input_size, []
@@ -155,7 +158,7 @@ class StepLayers(MaskedLayers):
             if step is None and mask_ih is not None:  # too dense for a sparse product
                 own[layer * size] = masked(self, f"weight_ih_l{layer}")
                 step = step_of(x.device, self.mode.lower(), dtype, hidden, inputs, batch, None, mask_hh, self._path)
-            if step is None and mask_hh is not None and self._frozen is not None:  # paid once, where weights stay
+            if step is None and mask_hh is not None:
                 own[layer * size + 1] = masked(self, f"weight_hh_l{layer}")
                 step = step_of(x.device, self.mode.lower(), dtype, hidden, inputs, batch, None, None, self._path)
             if step is None:
@@ -165,7 +168,8 @@ class StepLayers(MaskedLayers):
         if masks and x.is_cuda:
             own[:] = self._weights()
         run = step_of_layers(x.device, steps, x, shape, count)
-        return run if cells is None else differentiable(self.mode, run, cells)
+        run = run if cells is None else differentiable(self.mode, run, cells)
+        return run if is_contiguous else _of_contiguous(run)
 
     def freeze(self) -> None:
         """Assume constant weights in :meth:`step`, for use by one thread: for a frozen stepper's own copy."""
@@ -225,6 +229,15 @@ class StepLayers(MaskedLayers):
     def _dropout(self) -> float:
         """The probability of dropout between layers in the current mode."""
         return self.dropout if self.training and self.num_layers > 1 else 0.0
+
+
+def _of_contiguous(run: Callable) -> Callable:
+    """The step of copies of an input and states that are not contiguous."""
+
+    def step(x: Tensor, states: list[Tensor], weights: list[Tensor]) -> Any:
+        return run(x.contiguous(), [state.contiguous() for state in states], weights)
+
+    return step
 
 
 def _left_to_torch(*_: Any) -> None:

@@ -14,13 +14,14 @@
 """
 
 from ostinato.kernels.persistent.cpu.passes import backward, forward
-from ostinato.kernels.persistent.cpu.plan import keeps_gates, make_plan
+from ostinato.kernels.persistent.cpu.plan import keeps_gates, least_steps, make_plan
 from ostinato.kernels.persistent.cpu.step import FrozenStep, StepOfLayers, step_of
 from ostinato.kernels.persistent.reference import gradients_of_biases, previous
 
 __all__ = [
     "make_plan",
     "keeps_gates",
+    "least_steps",
     "forward",
     "backward",
     "gradients_of_biases",

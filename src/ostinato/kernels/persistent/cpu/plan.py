@@ -30,7 +30,7 @@ def make_plan(call: Call, mask_hh: Tensor | None, block: tuple[int, int] | None,
         if steps == directions == 1 and not training and not resets:
             if entries and batch <= most_sequences(entries, kept, weights):
                 return Plan(entries, 0, 0, 0, f"{density:.0%} of the weights are left, and only these are read", block)
-            if entries is None and batch <= MOST_SEQUENCES:
+            if batch <= MOST_SEQUENCES[dtype]:
                 return Plan("dense", 0, 0, 0, "one step reads the weights once, where they are")
         densest = DENSEST_BLOCKS[training] if entries == "block" else DENSEST_ROWS[batch > 1]
         if cell == "lstm" and dtype == torch.float32:  # against oneDNN's and not our own dense loops
@@ -61,6 +61,11 @@ def _why_torch(
         if not ((training and large) or shared):
             return "oneDNN's LSTM, which torch calls, is faster"
     return None
+
+
+def least_steps(*_: object) -> int:
+    """A single step, unless ``step.py`` takes it, is left to torch."""
+    return 2
 
 
 def keeps_gates(cell: str) -> bool:

@@ -13,10 +13,14 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from ostinato.kernels.numba_loops import LINE, inline, offset
+from ostinato.kernels.numba_loops import LINE, inline, offset, shared
 
 TILES = (1, 2, 4, 8)  # sequences whose sums are computed together
-ROWS = 8 if binding.get_host_cpu_features().get("avx512f") else 4  # of unpacked weights whose sums are made together
+_FEATURES = binding.get_host_cpu_features()
+REGISTER = 64 if _FEATURES.get("avx512f") else 32 if _FEATURES.get("avx") else 16  # bytes of a vector register
+FEW = REGISTER == 32  # AVX2 has 16 of them, AVX-512 and NEON have 32
+# Of unpacked weights, the rows whose sums are made together: with one sequence, and with two.
+ROWS, ROWS_OF_TWO = 8, 4 if FEW else 8
 
 
 def fused_multiply_add(builder, kind, size):
@@ -28,13 +32,8 @@ def fused_multiply_add(builder, kind, size):
 
 @functools.cache
 def vectors_of(tile: int) -> int:
-    """The vectors of rows in a panel, such that its sums for a tile fill the registers.
-
-    AVX-512 and NEON have 32 registers, AVX2 has 16; some of them hold weights and states.
-    """
-    features = binding.get_host_cpu_features()
-    sums = 8 if features.get("avx") and not features.get("avx512f") else 16
-    return max(1, min(8, sums // tile))
+    """The vectors of rows in a panel, such that its sums for a tile fill the registers but for weights and states."""
+    return max(1, min(8, (8 if FEW else 16) // tile))
 
 
 def panel_rows(dtype: type, tile: int) -> int:
@@ -116,61 +115,101 @@ def panels_adder(dtype: type, tile: int) -> Any:
     return add_panels
 
 
-@intrinsic
-def _dot_rows(typing_context, weights, bias, first, last, count, x, out):
-    """``out[i] = bias[i] + sum_k weights[i, k] * x[k]`` for ROWS rows from `first` on, none after `last`."""
+@functools.cache
+def _dots(many: int, tile: int) -> Any:
+    """``dots(weights, bias, first, last, count, x, out, row)``, compiled for so many rows and sequences.
+
+    ``out[b, i] = bias[i] + sum_k weights[i, k] * x[b, k]`` for `many` rows i from `first` on; beyond `last` that row's
+    results are repeated.  The sums stay in registers, and are added up in an order that depends on neither number.
+    """
 
     def generate(context, builder, signature, arguments):
-        weights, bias, first, last, count, x, out = arguments
+        weights, bias, first, last, count, x, out, row = arguments
         int32, int64 = ir.IntType(32), ir.IntType(64)
         number = context.get_value_type(signature.args[0].dtype)
         size = context.get_abi_sizeof(number)
-        width = LINE // size
-        vector = ir.VectorType(number, width)
+        width = REGISTER // size
+        vector, column = ir.VectorType(number, width), ir.VectorType(number, many)
+        wide, tall = (fused_multiply_add(builder, kind, size) for kind in (vector, column))
 
-        def vector_at(pointer, index):
-            return builder.load(builder.bitcast(builder.gep(pointer, [index]), vector.as_pointer()), align=size)
+        def element(pointer, index):
+            return builder.load(builder.gep(pointer, [index]))
 
-        wide, narrow = (fused_multiply_add(builder, kind, size) for kind in (vector, number))
-        which = []
-        for i in range(ROWS):
-            row = builder.add(first, int64(i))
-            which.append(builder.select(builder.icmp_signed("<", row, last), row, last))
-        starts = [builder.gep(weights, [builder.mul(row, count)]) for row in which]
-        sums = [cgutils.alloca_once_value(builder, ir.Constant(vector, [0.0] * width)) for _ in starts]
-        rests = [cgutils.alloca_once_value(builder, builder.load(builder.gep(bias, [row]))) for row in which]
+        def at(pointer, index, kind):
+            return builder.bitcast(builder.gep(pointer, [index]), kind.as_pointer())
+
+        def column_of(numbers):
+            values = ir.Constant(column, ir.Undefined)
+            for i, value in enumerate(numbers):
+                values = builder.insert_element(values, value, int32(i))
+            return values
+
+        def halves_added(some):
+            """One vector of one or two, in which the lanes of each row are half as many."""
+            values, rows = zip(*some, strict=True)
+            lanes = values[0].type.count
+            length = lanes // len(rows[0])
+            parts = [(n * lanes + i * length, own[i]) for i in range(len(rows[0])) for n, own in enumerate(rows)]
+            halves = []
+            for begin in (0, length // 2):
+                which = [part + begin + lane for part, _ in parts for lane in range(length // 2)]
+                mask = ir.Constant(ir.VectorType(int32, len(which)), which)
+                halves.append(builder.shuffle_vector(values[0], values[-1], mask))
+            return builder.fadd(*halves), [row for _, row in parts]
+
+        which = [builder.add(first, int64(i)) for i in range(many)]
+        which = [builder.select(builder.icmp_signed("<", i, last), i, last) for i in which]
+        starts = [builder.gep(weights, [builder.mul(i, count)]) for i in which]
+        states = [builder.gep(x, [builder.mul(count, int64(b))]) for b in range(tile)]
+        zero, begin = ir.Constant(vector, [0.0] * width), column_of([element(bias, i) for i in which])
+        sums = [[cgutils.alloca_once_value(builder, zero) for _ in starts] for _ in states]
+        rests = [cgutils.alloca_once_value(builder, begin) for _ in states]
         whole = builder.and_(count, int64(-width))
         with cgutils.for_range_slice(builder, int64(0), whole, int64(width), int64) as (k, _):
-            some = vector_at(x, k)
-            for start, total in zip(starts, sums, strict=True):
-                builder.store(builder.call(wide, [vector_at(start, k), some, builder.load(total)]), total)
+            some = [builder.load(at(state, k, vector), align=size) for state in states]
+            for i, start in enumerate(starts):
+                weight = builder.load(at(start, k, vector), align=size)
+                for state, totals in zip(some, sums, strict=True):
+                    builder.store(builder.call(wide, [weight, state, builder.load(totals[i])]), totals[i])
         with cgutils.for_range_slice(builder, whole, count, int64(1), int64) as (k, _):
-            one = builder.load(builder.gep(x, [k]))
-            for start, rest in zip(starts, rests, strict=True):
-                weight = builder.load(builder.gep(start, [k]))
-                builder.store(builder.call(narrow, [weight, one, builder.load(rest)]), rest)
-        for row, total, rest in zip(which, sums, rests, strict=True):
-            lanes, left = builder.load(total), width
-            while left > 1:
-                left //= 2
-                halves = [
-                    builder.shuffle_vector(lanes, lanes, ir.Constant(ir.VectorType(int32, left), list(which_lanes)))
-                    for which_lanes in (range(left), range(left, 2 * left))
-                ]
-                lanes = builder.fadd(*halves)
-            value = builder.fadd(builder.extract_element(lanes, int32(0)), builder.load(rest))
-            builder.store(value, builder.gep(out, [row]))
+            weight = column_of([element(start, k) for start in starts])
+            for state, rest in zip(states, rests, strict=True):
+                same = column_of([element(state, k)] * many)
+                builder.store(builder.call(tall, [weight, same, builder.load(rest)]), rest)
+        for b, (totals, rest) in enumerate(zip(sums, rests, strict=True)):
+            some = [(builder.load(total), [i]) for i, total in enumerate(totals)]
+            while some[0][0].type.count > len(some[0][1]):
+                step = -(-len(some) // 2)
+                some = [halves_added(some[i::step]) for i in range(step)]
+            found = {row: (value, int32(lane)) for value, rows in some for lane, row in enumerate(rows)}
+            total = column_of([builder.extract_element(*found[i]) for i in range(many)])
+            place = at(out, builder.add(builder.mul(row, int64(b)), first), column)
+            builder.store(builder.fadd(total, builder.load(rest)), place, align=size)
         return context.get_dummy_value()
 
-    return types.void(weights, weights, *(types.int64,) * 3, weights, weights), generate
+    @intrinsic
+    def dots(typing_context, weights, bias, first, last, count, x, out, row):
+        return types.void(weights, weights, *(types.int64,) * 3, weights, weights, types.int64), generate
+
+    return dots
 
 
-@inline
+_dots_of_one, _dots_of_two = _dots(ROWS, 1), _dots(ROWS_OF_TWO, 2)
+
+
+@shared
 def multiply_rows(weights, bias, begin, end, count, x, batch, out, row):
-    """``out[b, i] = bias[i] + sum_k weights[i, k] * x[b, k]`` for rows `begin` to `end` of `count` weights."""
-    for first in range(begin, end, ROWS):
-        for b in range(batch):
-            _dot_rows(weights, bias, first, end - 1, count, offset(x, b * count), offset(out, b * row))
+    """``out[b, i] = bias[i] + sum_k weights[i, k] * x[b, k]`` for rows `begin` to `end` of `count` weights.
+
+    What follows in ``out[b]`` up to a multiple of ROWS is overwritten.
+    """
+    for first in range(begin, end, ROWS_OF_TWO):
+        for b in range(0, batch - 1, 2):
+            _dots_of_two(weights, bias, first, end - 1, count, offset(x, b * count), offset(out, b * row), row)
+    if batch % 2:
+        x, out = offset(x, (batch - 1) * count), offset(out, (batch - 1) * row)
+        for first in range(begin, end, ROWS):
+            _dots_of_one(weights, bias, first, end - 1, count, x, out, row)
 
 
 @inline

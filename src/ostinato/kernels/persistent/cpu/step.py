@@ -27,26 +27,24 @@ from ostinato.kernels.numba_loops import (
 )
 from ostinato.kernels.persistent.cpu.cells import FORWARD_UNIT
 from ostinato.kernels.persistent.cpu.entries import SLICE, forward_entries
-from ostinato.kernels.persistent.cpu.products import are_finite, multiply_rows
+from ostinato.kernels.persistent.cpu.products import ROWS, are_finite, multiply_rows
 from ostinato.kernels.persistent.cpu.pruned import BLOCK_WIDTH, entries_adder
 from ostinato.kernels.persistent.masks import block_of
 from ostinato.kernels.persistent.plan import GATES
 from ostinato.kernels.threads import run_loop, threads_for
 
-GROUP = 32  # units of a task
-MOST_SEQUENCES = 8  # of a step: of more, GEMMs are faster
-# Densities up to which reading the kept weights alone is faster than all of them with zeros, by kind of block; and the
-# same of the density times the number of sequences, which are multiplied one after the other.
+GROUP = 16  # units of a task: a cache line of float32
+# Sequences of a step up to which torch's GEMMs are no faster.  Measured on two cores of a Zen 4, where in float32 they
+# never are: a step takes 0.4 to 0.8 of torch.nn's time up to 128 sequences.
+MOST_SEQUENCES = {torch.float32: 128, torch.float64: 16}
+# Densities, by kind of block, up to which reading the kept weights alone is faster than all of them with zeros.  Of
+# several sequences, for each of which they are read again, it is the density times their number.
 DENSEST = {"block": 0.6, "sparse": 0.25}
-DENSEST_OF_ALL = {"block": 2.5, "sparse": 0.8}
 
 
 def most_sequences(kind: str, kept: int, weights: int) -> int:
     """With how many sequences at most reading the kept weights alone is faster; 0 if with none."""
-    if kept > DENSEST[kind] * weights:
-        return 0
-    most = DENSEST_OF_ALL[kind] * weights
-    return MOST_SEQUENCES if kept * MOST_SEQUENCES <= most else int(most / kept)
+    return int(DENSEST[kind] * weights / max(kept, 1))
 
 
 class _Entries(ctypes.Structure):
@@ -150,11 +148,9 @@ def _loop(dtype: type, cell: str, kind_ih: str, height_ih: int, kind_hh: str, he
 
 
 class _Matrix:
-    """How a matrix is read: dense, or by entries, for at most so many sequences."""
+    """How a matrix is read: dense, or by entries, then for at most so many sequences."""
 
-    def __init__(
-        self, kind: str = "dense", height: int = 1, padded: int = 0, most: int = MOST_SEQUENCES, **arrays: Tensor
-    ) -> None:
+    def __init__(self, kind: str = "dense", height: int = 1, padded: int = 0, most: int = 0, **arrays: Tensor) -> None:
         self.kind, self.height, self.padded, self.most, self.arrays = kind, height, padded, most, arrays
 
 
@@ -165,7 +161,7 @@ def _matrix_of(mask: Tensor, gates: int, path: str | None) -> _Matrix | None:
     """None if reading all weights is faster, or a pruned weight on the diagonal is inside a block."""
     block = derived_from(mask, "block", lambda: block_of(mask, gates))
     kind, kept, inputs = "sparse" if block == (1, 1) else "block", int(mask.sum()), mask.shape[1]
-    most = most_sequences(kind, kept, mask.numel()) if path is None else MOST_SEQUENCES * (path == kind)
+    most = most_sequences(kind, kept, mask.numel()) if path is None else max(MOST_SEQUENCES.values()) * (path == kind)
     if kept == mask.numel() or not most:
         return None
     entries, hidden = forward_entries(mask, block, gates), len(mask) // gates
@@ -215,7 +211,7 @@ class Step:
             sizes |= {"tasks": -(-hidden // GROUP), "group": GROUP}
         rows = []
         for name, matrix in (("ih", ih), ("hh", hh)):
-            padded = matrix.padded or hidden
+            padded = matrix.padded or -(-hidden // ROWS) * ROWS
             rows.append(gates * padded + (SLICE if matrix.kind == "own" else 0))
             addresses = {key: x.data_ptr() for key, x in matrix.arrays.items()}
             bias, weights = self._no_bias.data_ptr(), addresses.pop("weights", 0)
@@ -322,14 +318,13 @@ def _packed(weight: Tensor, mask: Tensor | None, gates: int, batch: int) -> _Mat
     if mask is None:
         return _Matrix(weights=weight)
     block = block_of(mask, gates)
-    densest = DENSEST["block"] if block != (1, 1) else DENSEST["sparse"] / min(batch, 2)
-    if int(mask.sum()) > densest * mask.numel():
+    if batch > most_sequences("sparse" if block == (1, 1) else "block", int(mask.sum()), mask.numel()):
         return _Matrix(weights=weight)
     entries = forward_entries(mask, block, gates)
     arrays = {"columns": entries.columns, "starts": entries.starts, "rows": entries.rows}
     values, diagonal = (weight.flatten()[places].contiguous() for places in (entries.places, entries.diagonal))
     arrays |= {"weights": values, "places": values, "diagonal": diagonal}
-    return _Matrix(entries.kind, entries.height, entries.padded, MOST_SEQUENCES, **arrays)
+    return _Matrix(entries.kind, entries.height, entries.padded, batch, **arrays)
 
 
 _make = functools.lru_cache(256)(Step)
@@ -349,12 +344,12 @@ def step_of(
 
     Without ``mask_ih`` all input weights are read.
     """
-    if dtype not in NUMPY_DTYPES or batch > MOST_SEQUENCES:
+    if batch > MOST_SEQUENCES.get(dtype, 0):
         return None
     matrices = []
     for mask in (mask_ih, mask_hh):
         matrix = _DENSE if mask is None else _prepared(mask, GATES[cell], path)
-        if matrix is None or batch > matrix.most:
+        if matrix is None or (mask is not None and batch > matrix.most):
             return None
         matrices.append(matrix)
     return _make(cell, dtype, hidden, inputs, batch, *matrices)

@@ -1,0 +1,73 @@
+"""The CPU's loop of one step of RNN, GRU and LSTM layers, against torch's cells in float64."""
+
+import itertools
+
+import pytest
+import torch
+
+from ostinato.kernels.persistent import cpu
+from ostinato.kernels.persistent.cpu.step import MOST_SEQUENCES
+from ostinato.kernels.persistent.plan import GATES
+from ostinato.recurrent.cells import by_cells
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6}
+# Sequences, inputs, units: whole vectors of inputs, rows read at once and groups of units, and with some left over.
+SIZES = ((1, 33, 5), (1, 128, 64), (2, 16, 130), (3, 1, 1), (9, 45, 70), (16, 130, 96))
+
+
+def tensors(cell, batch, inputs, units, dtype, layers=1, bias=True):
+    """An input, the states of all layers, and weights."""
+    states, weights, rows = (
+        [torch.randn(layers, batch, units) for _ in range(1 + (cell == "lstm"))],
+        [],
+        GATES[cell] * units,
+    )
+    for width in (inputs, *[units] * (layers - 1)):
+        weights += [torch.randn(rows, columns) / units**0.5 for columns in (width, units)]
+        weights += [torch.randn(rows) for _ in range(2 * bias)]
+    return [x.to(dtype) for x in (torch.randn(batch, inputs), *states, *weights)], 1 + len(states)
+
+
+def step_of(cell, x, states):
+    """A step of dense layers, given an input and states."""
+    (layers, batch, units), sizes = states[0].shape, [x.shape[1], *[states[0].shape[2]] * (len(states[0]) - 1)]
+    steps = [cpu.step_of(cell, x.dtype, units, inputs, batch, None, None, None) for inputs in sizes]
+    assert None not in steps
+    return cpu.StepOfLayers(steps, x, (layers, batch, units), len(states))
+
+
+def cells_of(cell, states):
+    layers, batch, units = states[0].shape
+    return by_cells(cell.upper(), layers, (batch, units), (layers, batch, units))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("cell", GATES)
+def test_against_float64(cell, dtype):
+    torch.manual_seed(0)
+    for sizes, bias in itertools.product((*SIZES, (MOST_SEQUENCES[dtype] - 1, 20, 24)), (True, False)):
+        all_of_it, split = tensors(cell, *sizes, dtype, bias=bias)
+        x, *states = all_of_it[:split]
+        weights = all_of_it[split:]
+        for given in (states, []):
+            y, new = step_of(cell, x, states)(x, given, weights)
+            exact = cells_of(cell, states)(x.double(), [s.double() for s in given], [w.double() for w in weights])
+            for ours, theirs in zip((y, *new), (exact[0], *exact[1]), strict=True):
+                torch.testing.assert_close(ours.double(), theirs, rtol=0, atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_bits_depend_neither_on_other_sequences_nor_on_threads(monkeypatch, dtype):
+    torch.manual_seed(0)
+    (x, h, *weights), _ = tensors("gru", 9, 130, 150, dtype)
+    results = []
+    for threads in (1, 2):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        cpu.step._make.cache_clear()
+        y, new = step_of("gru", x, [h])(x, [h], weights)
+        results.append([y, *new])
+    cpu.step._make.cache_clear()
+    assert all(map(torch.equal, *results))
+    for b in range(9):
+        own, first = x[b : b + 1], h[:, b : b + 1].clone()
+        assert torch.equal(step_of("gru", own, [first])(own, [first], weights)[0], y[b : b + 1])
