@@ -97,6 +97,7 @@ def test_one_step_that_is_not_contiguous(cell):
     part, hx = x[:, 4:5], not_contiguous(hx)
     assert not part.is_contiguous()
     assert_same_gradients(layer, other, part, hx)
+    assert type(layer(part, hx)[0].grad_fn).__name__.startswith("_Differentiable")
     stepper = ostinato.Stepper(layer, 3, frozen=True)
     stepper.state = hx
     with torch.no_grad():
@@ -177,7 +178,7 @@ def test_one_step_with_gradients(cell, batch, device):
             before = [h.clone() for h in last]
             output.detach().zero_()
             assert all(map(torch.equal, last, before))
-        assert type(layer(x, hx)[0].grad_fn).__name__.startswith("_Differentiable") == (device == "cuda")
+        assert type(layer(x, hx)[0].grad_fn).__name__.startswith("_Differentiable") == (device == "cuda" or batch != 20)
 
 
 @by("as planned")

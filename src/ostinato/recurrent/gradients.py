@@ -1,10 +1,11 @@
-"""The gradients of one step of RNN, GRU or LSTM layers, computed from its inputs again.
+"""The gradients of one step of RNN, GRU or LSTM layers.
 
-Autograd's records of torch's cells take the host longer than the kernels take the GPU.  So there a step is one node,
-whose backward calls the kernels that autograd would.  Elsewhere, and for derivatives of higher order, it
-differentiates the cells.
+Autograd's records of torch's cells take the host longer than the kernels take the device.  So a step is one node.  On a
+GPU its backward computes the step again and calls the kernels that autograd would; on a CPU it goes on from the gates,
+which the step saves.  For derivatives of higher order it differentiates the cells.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -12,13 +13,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ostinato.kernels.eager import is_eager
+from ostinato.kernels.persistent.backends import gradients_of_step
 from ostinato.kernels.persistent.operators import without_autocast
 from ostinato.recurrent.cells import Step
 
 Gradients = Sequence[Tensor | None]
 
 
-def differentiable(mode: str, step: Step, cells: Step) -> Step:
+def differentiable(mode: str, step: Any, cells: Step) -> Step:
     """A step without gradients, with those of `cells`, which compute the same."""
     apply = super(torch.autograd.Function, _Differentiable).apply  # skips a look for transforms
 
@@ -33,22 +36,27 @@ class _Differentiable(torch.autograd.Function):
     """See :func:`differentiable`."""
 
     @staticmethod
-    def forward(ctx: Any, mode: str, step: Step, cells: Step, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, mode: str, step: Any, cells: Step, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.mode, ctx.cells, ctx.count = mode, cells, count
-        ctx.save_for_backward(*tensors)
+        x, states, weights = tensors[0], tensors[1 : 1 + count], tensors[1 + count :]
+        output, new, *saved = step.with_saved(x, states, weights) if x.is_cpu else step(x, states, weights)
+        ctx.save_for_backward(*tensors, *itertools.chain(*saved))
         ctx.set_materialize_grads(False)
-        output, new = step(tensors[0], tensors[1 : 1 + count], tensors[1 + count :])
         return output, *new
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         if all(grad is None for grad in grads):
             return (None,) * len(ctx.needs_input_grad)
+        needed = ctx.needs_input_grad[4:]
         x, *others = ctx.saved_tensors
-        states, weights, needed = others[: ctx.count], others[ctx.count :], ctx.needs_input_grad[4:]
+        others, saved = others[: len(needed) - 1], others[len(needed) - 1 :]
+        states, weights = others[: ctx.count], others[ctx.count :]
         with without_autocast(x.device.type):
-            if torch.is_grad_enabled() or not x.is_cuda:
+            if torch.is_grad_enabled() or (x.is_cpu and not is_eager(grads)):
                 found = _by_autograd(ctx.cells, x, states, weights, grads, needed)
+            elif x.is_cpu:
+                found = gradients_of_step(ctx.mode.lower(), x, states, weights, saved, grads, needed)
             else:
                 found = _by_kernels(ctx.mode, x, states, weights, grads, needed)
         return None, None, None, None, *found

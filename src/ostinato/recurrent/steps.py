@@ -116,9 +116,8 @@ class StepLayers(MaskedLayers):
     def _prepared_step(self, x: Tensor, state: Any, own: list[Tensor], rank: int) -> Any:
         """A function that computes a step of tensors like these, or None where the fast path does not apply.
 
-        The function itself returns None where torch's layers are faster.  With gradients it is torch's cells, and on a
-        GPU, unless the layer and the batch are large, the kernel with the cells' gradients.  `own` is updated to the
-        weights that the function takes.
+        The function itself returns None where torch's layers are faster.  With gradients, where there is no kernel for
+        the batch and the layer, it is torch's cells.  `own` is updated to the weights that the function takes.
         """
         layers, hidden, dtype, masks = self.num_layers, self.hidden_size, x.dtype, self._buffers
         check_hidden("state", state, self.mode == "LSTM")
@@ -146,7 +145,7 @@ class StepLayers(MaskedLayers):
         is_contiguous = all(tensor.is_contiguous() for tensor in (x, *states))
         cells = by_cells(self.mode, layers, (*x.shape[:-1], hidden), shape) if trained and not masks else None
         is_readable = (is_contiguous or x.is_cpu) and all(weight.is_contiguous() for weight in own)
-        if not is_readable or (trained and (masks or x.is_cpu)):
+        if not is_readable or (trained and masks):
             return cells
 
         size, inputs, steps = len(own) // layers, self.input_size, []

@@ -1,4 +1,4 @@
-"""The CPU's loop of one step of RNN, GRU and LSTM layers, against torch's cells in float64."""
+"""The CPU's loops of one step of RNN, GRU and LSTM layers, and of its gradients, against torch's cells in float64."""
 
 import itertools
 
@@ -60,14 +60,54 @@ def test_against_float64(cell, dtype):
 def test_bits_depend_neither_on_other_sequences_nor_on_threads(monkeypatch, dtype):
     torch.manual_seed(0)
     (x, h, *weights), _ = tensors("gru", 9, 130, 150, dtype)
+    upstream, needed = (torch.randn(9, 150, dtype=dtype), None), [True] * 6
     results = []
     for threads in (1, 2):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         cpu.step._make.cache_clear()
-        y, new = step_of("gru", x, [h])(x, [h], weights)
-        results.append([y, *new])
+        y, new, saved = step_of("gru", x, [h]).with_saved(x, [h], weights)
+        results.append([y, *new, *cpu.gradients_of_step("gru", x, [h], weights, saved, upstream, needed)])
     cpu.step._make.cache_clear()
     assert all(map(torch.equal, *results))
     for b in range(9):
         own, first = x[b : b + 1], h[:, b : b + 1].clone()
         assert torch.equal(step_of("gru", own, [first])(own, [first], weights)[0], y[b : b + 1])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("cell", GATES)
+def test_gradients_against_float64(cell, dtype):
+    torch.manual_seed(0)
+    for sizes, layers, bias in ((SIZES[0], 1, True), (SIZES[4], 2, True), (SIZES[2], 2, False)):
+        leaves, split = tensors(cell, *sizes, dtype, layers, bias)
+        x, *states = leaves[:split]
+        weights = leaves[split:]
+        output, new, saved = step_of(cell, x, states).with_saved(x, states, weights)
+        exact = [leaf.double().requires_grad_() for leaf in leaves]
+        y, last = cells_of(cell, states)(exact[0], exact[1:split], exact[split:])
+        results = [y, *last]
+        assert all(map(torch.equal, (output, *new), flat(step_of(cell, x, states)(x, states, weights))))
+        upstream = [torch.randn_like(result) for result in (output, *new)]
+        for which in itertools.product((True, False), repeat=len(results)):
+            if not any(which):
+                continue
+            grads = [grad if given else None for grad, given in zip(upstream, which, strict=True)]
+            needed = [bool(i % 3) or all(which) for i in range(len(leaves))]
+            ours = cpu.gradients_of_step(cell, x, states, weights, saved, grads, needed)
+            theirs = torch.autograd.grad(
+                list(itertools.compress(results, which)),
+                exact,
+                [grad.double() for grad in itertools.compress(upstream, which)],
+                retain_graph=True,
+                materialize_grads=True,
+            )
+            for got, expected, wanted in zip(ours, theirs, needed, strict=True):
+                assert (got is not None) == wanted
+                if wanted:
+                    scale = expected.abs().amax().clamp(min=1)
+                    torch.testing.assert_close(got.double() / scale, expected / scale, rtol=0, atol=TOLERANCE[dtype])
+
+
+def flat(result):
+    output, new = result
+    return output, *new

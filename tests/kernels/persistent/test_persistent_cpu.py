@@ -207,7 +207,7 @@ PLANS = {  # cell, H, B, dtype, training, steps
     ("gru", 1024, 1, F32, False, 200): "dense",
     ("gru", 1024, 1, F32, False, 50): "steps",
     ("gru", 64, 1, F32, False, 1): "dense",
-    ("lstm", 64, 128, F32, False, 1): "dense",
+    ("lstm", 64, 128, F32, True, 1): "dense",
     ("gru", 64, 129, F32, False, 1): "steps",
     ("gru", 64, 16, F64, False, 1): "dense",
     ("gru", 64, 17, F64, False, 1): "steps",
@@ -243,6 +243,7 @@ def test_plans(monkeypatch):
     for block, density, path in (((16, 1), 0.1, "block"), ((16, 1), 0.2, "dense"), ((1, 1), 0.05, "sparse")):
         assert cpu.make_plan(step, random_mask(3, 64, block, density), block).path == path
     assert cpu.make_plan(step, random_mask(3, 64, (1, 1), 0.1), (1, 1)).path == "dense"
+    assert cpu.make_plan(step._replace(training=True), mask, (16, 1)).path == "steps"
     assert cpu.make_plan(step._replace(batch=1), random_mask(3, 64, (1, 1), 0.23), (1, 1)).path == "sparse"
     assert cpu.make_plan(call._replace(steps=1, path="sparse"), mask, (1, 1))[::5] == ("sparse", (1, 1))
     assert cpu.make_plan(call._replace(steps=1, path="dense"), mask, (1, 1)).path == "dense"

@@ -75,3 +75,8 @@ def frozen_step(*layer: Any) -> Any:
 def step_of_layers(device: torch.device, *args: Any) -> Any:
     """Steps, frozen or not, one after the other: of an input, the shape of a state, and how many states there are."""
     return kernels_on(device).StepOfLayers(*args)
+
+
+def gradients_of_step(*args: Any) -> Any:
+    """The gradients of a step of layers on the CPU, see ``cpu/step_gradients.py``."""
+    return kernels_on(torch.device("cpu")).gradients_of_step(*args)

@@ -1,21 +1,23 @@
 """RNN, GRU and LSTM on the CPU, by loops that Numba compiles.
 
-===============  =========================================================
-``plan.py``      by which loops a layer runs, or why torch's kernels run
-``passes.py``    both passes of a layer: the calls of the loops
-``loops.py``     the loops over time
-``cells.py``     one unit of one sequence, forward and backward
-``products.py``  products of dense weights with states
-``pruned.py``    those of pruned weights
-``entries.py``   pruned weights in the order in which those read them
-``barrier.py``   the barrier between threads that divide a layer's units
-``step.py``      one step
-===============  =========================================================
+=====================  =======================================================
+``plan.py``            by which loops a layer runs, or why torch's kernels run
+``passes.py``          both passes of a layer: the calls of the loops
+``loops.py``           the loops over time
+``cells.py``           one unit of one sequence, forward and backward
+``products.py``        products of dense weights with states
+``pruned.py``          those of pruned weights
+``entries.py``         pruned weights in the order in which those read them
+``barrier.py``         the barrier between threads that divide a layer's units
+``step.py``            one step
+``step_gradients.py``  its gradients
+=====================  =======================================================
 """
 
 from ostinato.kernels.persistent.cpu.passes import backward, forward
 from ostinato.kernels.persistent.cpu.plan import keeps_gates, least_steps, make_plan
 from ostinato.kernels.persistent.cpu.step import FrozenStep, StepOfLayers, step_of
+from ostinato.kernels.persistent.cpu.step_gradients import gradients_of_step
 from ostinato.kernels.persistent.reference import gradients_of_biases, previous
 
 __all__ = [
@@ -29,4 +31,5 @@ __all__ = [
     "step_of",
     "StepOfLayers",
     "FrozenStep",
+    "gradients_of_step",
 ]

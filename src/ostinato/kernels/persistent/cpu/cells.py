@@ -31,6 +31,8 @@ def _rnn_unit(activation):
     def unit(keep, j, pitch, padded, arrays):
         projected, at_p, sums, at_s, h, _, at, output, _, at_out = arrays
         new = activation(load(projected, at_p + j, "p0") + load(sums, at_s + j, "s0"))
+        if keep:
+            store(projected, at_p + j, new, "p0")
         store(h, at + j, new, "h")
         store(output, at_out + j, new, "out")
 

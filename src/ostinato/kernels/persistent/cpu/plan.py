@@ -27,10 +27,10 @@ def make_plan(call: Call, mask_hh: Tensor | None, block: tuple[int, int] | None,
         density = kept / weights
         entries = None if density == 1 else "sparse" if block == (1, 1) else "block"
     if path is None:
-        if steps == directions == 1 and not training and not resets:
-            if entries and batch <= most_sequences(entries, kept, weights):
+        if steps == directions == 1 and not resets:
+            if entries and not training and batch <= most_sequences(entries, kept, weights):
                 return Plan(entries, 0, 0, 0, f"{density:.0%} of the weights are left, and only these are read", block)
-            if batch <= MOST_SEQUENCES[dtype]:
+            if not (entries and training) and batch <= MOST_SEQUENCES[dtype]:
                 return Plan("dense", 0, 0, 0, "one step reads the weights once, where they are")
         densest = DENSEST_BLOCKS[training] if entries == "block" else DENSEST_ROWS[batch > 1]
         if cell == "lstm" and dtype == torch.float32:  # against oneDNN's and not our own dense loops

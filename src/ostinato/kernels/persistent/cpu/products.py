@@ -1,7 +1,8 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Products of dense weights with states in the CPU's loops, in registers: written in LLVM's instructions for Numba.
+"""Products of dense weights in the CPU's loops, in registers: written in LLVM's instructions for Numba.
 
-Weights are read in panels, packed for many steps, or in rows, where the parameters are.
+For the states, weights are read in panels, packed for many steps, or in rows, where the parameters are; for the
+gradients of a step, where those are, too.
 """
 
 import functools
@@ -21,6 +22,7 @@ REGISTER = 64 if _FEATURES.get("avx512f") else 32 if _FEATURES.get("avx") else 1
 FEW = REGISTER == 32  # AVX2 has 16 of them, AVX-512 and NEON have 32
 # Of unpacked weights, the rows whose sums are made together: with one sequence, and with two.
 ROWS, ROWS_OF_TWO = 8, 4 if FEW else 8
+COMBINED, VECTORS = 4, 2 if FEW else 4  # rows of a combination, and vectors of its columns
 
 
 def fused_multiply_add(builder, kind, size):
@@ -210,6 +212,75 @@ def multiply_rows(weights, bias, begin, end, count, x, batch, out, row):
         x, out = offset(x, (batch - 1) * count), offset(out, (batch - 1) * row)
         for first in range(begin, end, ROWS):
             _dots_of_one(weights, bias, first, end - 1, count, x, out, row)
+
+
+@functools.cache
+def _combination(lanes: int) -> Any:
+    """``combine(a, a_m, a_n, count, x, x_row, out, out_row, live, fresh)``, compiled for so many columns k.
+
+    ``out[m, k] += sum_n a[m, n] * x[n, k]`` for the first `live` of COMBINED rows m, whose sums stay in registers; if
+    `fresh`, they begin at 0.
+    """
+
+    def generate(context, builder, signature, arguments):
+        a, a_m, a_n, count, x, x_row, out, out_row, live, fresh = arguments
+        int32, int64 = ir.IntType(32), ir.IntType(64)
+        number = context.get_value_type(signature.args[0].dtype)
+        size = context.get_abi_sizeof(number)
+        vector = ir.VectorType(number, lanes)
+        fused = fused_multiply_add(builder, vector, size)
+        unset, everywhere = ir.Constant(vector, ir.Undefined), ir.Constant(ir.VectorType(int32, lanes), [0] * lanes)
+
+        def vector_at(pointer, index):
+            return builder.bitcast(builder.gep(pointer, [index]), vector.as_pointer())
+
+        last, zero = builder.sub(live, int64(1)), ir.Constant(vector, [0.0] * lanes)
+        which = [builder.select(builder.icmp_signed("<", int64(m), live), int64(m), last) for m in range(COMBINED)]
+        factors = [builder.gep(a, [builder.mul(m, a_m)]) for m in which]
+        places = [vector_at(out, builder.mul(m, out_row)) for m in which]
+        sums = [cgutils.alloca_once_value(builder, zero) for _ in which]
+        with builder.if_then(builder.icmp_signed("==", fresh, int64(0))):
+            for place, total in zip(places, sums, strict=True):
+                builder.store(builder.load(place, align=size), total)
+        with cgutils.for_range(builder, count, intp=int64) as loop:
+            some = builder.load(vector_at(x, builder.mul(loop.index, x_row)), align=size)
+            at = builder.mul(loop.index, a_n)
+            for factor, total in zip(factors, sums, strict=True):
+                one = builder.insert_element(unset, builder.load(builder.gep(factor, [at])), int32(0))
+                one = builder.shuffle_vector(one, one, everywhere)
+                builder.store(builder.call(fused, [one, some, builder.load(total)]), total)
+        for place, total in zip(places, sums, strict=True):
+            builder.store(builder.load(total), place, align=size)
+        return context.get_dummy_value()
+
+    @intrinsic
+    def combine(typing_context, a, a_m, a_n, count, x, x_row, out, out_row, live, fresh):
+        return types.void(a, *(types.int64,) * 3, a, types.int64, a, *(types.int64,) * 3), generate
+
+    return combine
+
+
+@functools.cache
+def combiner(dtype: type) -> Any:
+    """What adds the product of a matrix a, of any strides, with `count` rows x to some rows and columns of out."""
+    width = REGISTER // np.dtype(dtype).itemsize
+    wide = VECTORS * width
+    combine_wide, combine_vector, combine_one = (_combination(lanes) for lanes in (wide, width, 1))
+
+    @shared
+    def combine(a, a_m, a_n, count, x, x_row, out, out_row, rows, columns, fresh):
+        for m in range(0, rows, COMBINED):
+            own, to, live, k = offset(a, m * a_m), offset(out, m * out_row), rows - m, 0
+            for _ in range(columns // wide):
+                combine_wide(own, a_m, a_n, count, offset(x, k), x_row, offset(to, k), out_row, live, fresh)
+                k += wide
+            for _ in range((columns - k) // width):
+                combine_vector(own, a_m, a_n, count, offset(x, k), x_row, offset(to, k), out_row, live, fresh)
+                k += width
+            for j in range(k, columns):
+                combine_one(own, a_m, a_n, count, offset(x, j), x_row, offset(to, j), out_row, live, fresh)
+
+    return combine
 
 
 @inline

@@ -61,7 +61,7 @@ class Work(ctypes.Structure):
 
     _fields_ = [
         *integers("next_task", "tasks", "group", "batch", "hidden", "inputs", "not_finite"),
-        *integers("x", "h", "new_h", "c", "new_c", "output", "projected", "sums"),
+        *integers("x", "h", "new_h", "c", "new_c", "output", "projected", "sums", "kept"),
         *integers("weights_ih", "bias_ih", "weights_hh", "bias_hh"),
         *(("ih", _Entries), ("hh", _Entries)),
     ]
@@ -106,8 +106,13 @@ def _product(dtype: type, gates: int, kind: str, height: int, packed: bool) -> A
 
 
 @functools.cache
-def _loop(dtype: type, cell: str, kind_ih: str, height_ih: int, kind_hh: str, height_hh: int, packed: bool) -> Any:
-    """The loop; addresses of c are those of h where there is none.  If `packed`, places are the values themselves."""
+def _loop(
+    dtype: type, cell: str, kind_ih: str, height_ih: int, kind_hh: str, height_hh: int, packed: bool, keep: bool = False
+) -> Any:
+    """The loop; addresses of c are those of h where there is none.  If `packed`, places are the values themselves.
+
+    For the gradients, ``keep`` leaves in `projected` and `kept` what ``loops.forward`` does, and of an RNN the new h.
+    """
     unit, largest = FORWARD_UNIT[cell], dtype(np.finfo(dtype).max)
     multiply_x = _product(dtype, GATES[cell], kind_ih, height_ih, packed)
     multiply_h = _product(dtype, GATES[cell], kind_hh, height_hh, packed)
@@ -117,7 +122,7 @@ def _loop(dtype: type, cell: str, kind_ih: str, height_ih: int, kind_hh: str, he
         work = structure_at(address, _WORK)
         x, h = pointer_to(work.x, dtype), pointer_to(work.h, dtype)
         c, new_h, new_c = pointer_to(work.c, dtype), pointer_to(work.new_h, dtype), pointer_to(work.new_c, dtype)
-        output = pointer_to(work.output, dtype)
+        output, kept = pointer_to(work.output, dtype), pointer_to(work.kept, dtype)
         projected, sums = pointer_to(work.projected, dtype), pointer_to(work.sums, dtype)
         batch, hidden, inputs, ih, hh = work.batch, work.hidden, work.inputs, work.ih, work.hh
         # Read once: a store might change them, which would keep the gates from being vectorised.
@@ -136,12 +141,12 @@ def _loop(dtype: type, cell: str, kind_ih: str, height_ih: int, kind_hh: str, he
             multiply_h(work, hh, weights_hh, bias_hh, h, hidden, sums, begin, end)
             for b in range(batch):
                 at = b * hidden
-                arrays = projected, b * row_ih, sums, b * row_hh, new_h, new_c, at, output, output, at
+                arrays = projected, b * row_ih, sums, b * row_hh, new_h, new_c, at, output, kept, at
                 for j in range(begin, end):  # a loop of its own, or the gates would not be vectorised
                     new_c[at + j] = c[at + j]
                     new_h[at + j] = h[at + j]
                 for j in range(begin, end):
-                    unit(False, j, padded_ih, padded_hh, arrays)
+                    unit(keep, j, padded_ih, padded_hh, arrays)
             task = take_task(address)
 
     return run
@@ -185,6 +190,11 @@ def _matrix_of(mask: Tensor, gates: int, path: str | None) -> _Matrix | None:
     return _Matrix(entries.kind, entries.height, entries.padded, most, **arrays)
 
 
+def threads_of(gates: int, hidden: int, inputs: int, batch: int) -> int:
+    """How many threads a step of a dense layer takes."""
+    return threads_for(gates * hidden * (inputs + hidden) * batch // 8)  # weights are multiplied 8 at once
+
+
 class Step:
     """One step of a layer of some sizes and masks."""
 
@@ -201,9 +211,9 @@ class Step:
     ) -> None:
         gates = GATES[cell]
         dense = ih.kind == hh.kind == "dense"
-        lines = gates * hidden * (inputs + hidden) * batch // 8  # of weights, which are multiplied at once
-        self._threads = threads_for(lines) if dense else 1
-        self._loop = _loop(NUMPY_DTYPES[dtype], cell, ih.kind, ih.height, hh.kind, hh.height, packed)
+        self._threads = threads_of(gates, hidden, inputs, batch) if dense else 1
+        variant = NUMPY_DTYPES[dtype], cell, ih.kind, ih.height, hh.kind, hh.height, packed
+        self._loop, self._keeping = _loop(*variant), functools.partial(_loop, *variant, keep=True)
         self._no_bias = torch.zeros(gates * hidden, dtype=dtype, device="cpu")
         self._kept_alive = ih, hh
         sizes: dict[str, Any] = {"tasks": 1, "group": hidden, "batch": batch, "hidden": hidden, "inputs": inputs}
@@ -220,29 +230,40 @@ class Step:
             sizes |= {f"weights_{name}": weights, f"bias_{name}": bias, name: entries}
         self._work = Work(**sizes)
         self._sums = batch * rows[0] * dtype.itemsize  # their offset in the scratch memory, in bytes
-        self.rows = gates * hidden  # of weights
+        self.rows = rows[0]  # of a sequence's products with x
         self.scratch = batch * sum(rows)  # numbers of scratch memory that a call needs
 
     def __call__(
-        self, x: int, h: int, c: int, new_h: int, new_c: int, output: int, scratch: int, weights: Sequence[Tensor]
+        self,
+        x: int,
+        h: int,
+        c: int,
+        new_h: int,
+        new_c: int,
+        output: int,
+        scratch: int,
+        weights: Sequence[Tensor],
+        pre: int = 0,
+        kept: int = 0,
     ) -> bool:
         """Compute the next state; all but the weights, in torch.nn's order, are addresses.
 
+        `pre` and `kept`, if given, are where to leave what the gradients need, see :func:`_loop`.
         False if something was not finite, to which pruned weights contribute: the results are then invalid.
         """
         work = Work.from_buffer_copy(self._work)
         work.x, work.h, work.c, work.new_h, work.new_c, work.output = x, h, c, new_h, new_c, output
-        work.projected, work.sums = scratch, scratch + self._sums
+        work.projected, work.sums, work.kept = pre or scratch, scratch + self._sums, kept
         work.weights_ih, work.weights_hh = weights[0].data_ptr(), weights[1].data_ptr()
         if len(weights) == 4:
             work.bias_ih, work.bias_hh = weights[2].data_ptr(), weights[3].data_ptr()
-        return self._run(work)
+        return self._run(work, self._keeping() if pre else self._loop)
 
-    def _run(self, work: Work) -> bool:
+    def _run(self, work: Work, loop: Any) -> bool:
         if self._threads > 1:
-            run_loop(self._loop, work, self._threads)
+            run_loop(loop, work, self._threads)
         else:
-            self._loop.ctypes(ctypes.addressof(work))
+            loop.ctypes(ctypes.addressof(work))
         return not work.not_finite
 
 
@@ -261,14 +282,12 @@ class FrozenStep(Step):
         if len(weights) == 4:
             work.bias_ih, work.bias_hh = weights[2].data_ptr(), weights[3].data_ptr()
 
-    def __call__(
-        self, x: int, h: int, c: int, new_h: int, new_c: int, output: int, scratch: int, weights: Sequence[Tensor]
-    ) -> bool:
-        """As a step's, which has scratch memory and weights already."""
+    def __call__(self, x: int, h: int, c: int, new_h: int, new_c: int, output: int, *_: Any) -> bool:
+        """As a step's, which has scratch memory and weights already, without gradients."""
         work = self._work
         work.next_task = work.not_finite = 0
         work.x, work.h, work.c, work.new_h, work.new_c, work.output = x, h, c, new_h, new_c, output
-        return self._run(work)
+        return self._run(work, self._loop)
 
 
 class StepOfLayers:
@@ -282,6 +301,10 @@ class StepOfLayers:
         output = x.new_empty((*x.shape[:-1], hidden))
         self._output = tuple(output.shape), output.stride(), x.dtype
         self._room = (max(step.scratch for step in steps),), (1,), x.dtype
+        batch, layers = x.numel() // x.shape[-1], len(steps)
+        sizes = (layers, batch, steps[0].rows), (layers, batch, hidden), (layers - 1, batch, hidden)
+        self._rows = batch * steps[0].rows * x.itemsize  # bytes of what a layer saves of its gates
+        self._saved = [(size, x.new_empty(size).stride(), x.dtype) for size in sizes]
 
     def __call__(self, x: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor]) -> Any:
         """The output and the next states, given a contiguous input and states and all layers' weights.
@@ -291,6 +314,15 @@ class StepOfLayers:
         output, new = empty(*self._output), [empty(*self._state) for _ in self._states]
         return (output, new) if self.into(output, new, x, states, weights) else None
 
+    def with_saved(
+        self, x: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor]
+    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """The same of dense layers, and what their gradients need: see ``step_gradients.py``."""
+        output, new = empty(*self._output), [empty(*self._state) for _ in self._states]
+        saved = [empty(*one) for one in self._saved]
+        self.into(output, new, x, states, weights, saved)
+        return output, new, saved
+
     def into(
         self,
         output: Tensor,
@@ -298,18 +330,23 @@ class StepOfLayers:
         x: Tensor,
         states: Sequence[Tensor],
         weights: Sequence[Tensor],
+        saved: Sequence[Tensor] = (),
     ) -> bool:
         """The same into the memory of the results; False if something was not finite."""
         old, room = states or (self._zero,), empty(*self._room)
         h, c, new_h, new_c = old[0].data_ptr(), old[-1].data_ptr(), new[0].data_ptr(), new[-1].data_ptr()
         source, target, scratch = x.data_ptr(), output.data_ptr(), room.data_ptr()
-        size = len(weights) // len(self._steps)
+        size, last, width = len(weights) // len(self._steps), len(self._steps) - 1, self._width
+        pre, kept, below = (tensor.data_ptr() for tensor in saved) if saved else (0, 0, 0)
         for layer, step in enumerate(self._steps):
             own = weights[layer * size : (layer + 1) * size]
-            if not step(source, h, c, new_h, new_c, target, scratch, own):  # the last output stays
+            to = below if saved and layer < last else target  # of layers without `saved` the last one's stays
+            if not step(source, h, c, new_h, new_c, to, scratch, own, pre, kept):
                 return False
-            source, width = new_h, self._width
+            source = new_h
             h, c, new_h, new_c = h + width, c + width, new_h + width, new_c + width
+            if saved:
+                pre, kept, below = pre + self._rows, kept + width, below + width
         return True
 
 
