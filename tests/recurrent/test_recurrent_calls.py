@@ -25,8 +25,8 @@ def test_plan():
             assert plan.path == path
             assert plan.reason.endswith("% of the weights are left, and only these are read")
         assert layer.plan(1, steps=1).path == layer.plan(8, steps=1).path == path
-        assert layer.plan(128, steps=1).path == "dense"  # read once for all sequences, with zeros
-        assert layer.plan(129, steps=1).path == layer.plan(1, steps=2).path == "steps"
+        assert layer.plan(256, steps=1).path == "dense"  # read once for all sequences, with zeros
+        assert layer.plan(257, steps=1).path == layer.plan(1, steps=2).path == "steps"
         assert layer.plan(1, steps=1, training=True).path == "steps"
     for dtype in (torch.bfloat16, torch.float16):
         plan = layer.plan(1, dtype)

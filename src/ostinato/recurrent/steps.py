@@ -116,8 +116,9 @@ class StepLayers(MaskedLayers):
     def _prepared_step(self, x: Tensor, state: Any, own: list[Tensor], rank: int) -> Any:
         """A function that computes a step of tensors like these, or None where the fast path does not apply.
 
-        The function itself returns None where torch's layers are faster.  With gradients, where there is no kernel for
-        the batch and the layer, it is torch's cells.  `own` is updated to the weights that the function takes.
+        The function itself returns None where torch's layers are faster.  Where there is no kernel for the layer and
+        the batch, it is torch's cells with gradients, and on a CPU often without.  `own` is updated to the weights that
+        the function takes.
         """
         layers, hidden, dtype, masks = self.num_layers, self.hidden_size, x.dtype, self._buffers
         check_hidden("state", state, self.mode == "LSTM")
@@ -143,10 +144,10 @@ class StepLayers(MaskedLayers):
         self._check_shapes(own)
         trained = is_differentiated(tensors)
         is_contiguous = all(tensor.is_contiguous() for tensor in (x, *states))
-        cells = by_cells(self.mode, layers, (*x.shape[:-1], hidden), shape) if trained and not masks else None
+        cells = by_cells(self.mode, layers, (*x.shape[:-1], hidden), shape)
         is_readable = (is_contiguous or x.is_cpu) and all(weight.is_contiguous() for weight in own)
         if not is_readable or (trained and masks):
-            return cells
+            return cells if trained and not masks else None
 
         size, inputs, steps = len(own) // layers, self.input_size, []
         for layer in range(layers):
@@ -161,13 +162,15 @@ class StepLayers(MaskedLayers):
                 own[layer * size + 1] = masked(self, f"weight_hh_l{layer}")
                 step = step_of(x.device, self.mode.lower(), dtype, hidden, inputs, batch, None, None, self._path)
             if step is None:
-                return cells or _left_to_torch
+                # On a CPU torch's layers are its cells, called more slowly, but for the LSTMs that oneDNN runs.
+                are_cells = x.is_cpu and self._frozen is None and (self.mode != "LSTM" or dtype == torch.float64)
+                return cells if not masks and (trained or are_cells) else _left_to_torch
             steps.append(step)
             inputs = hidden
         if masks and x.is_cuda:
             own[:] = self._weights()
         run = step_of_layers(x.device, steps, x, shape, count)
-        run = run if cells is None else differentiable(self.mode, run, cells)
+        run = differentiable(self.mode, run, cells) if trained else run
         return run if is_contiguous else _of_contiguous(run)
 
     def freeze(self) -> None:

@@ -34,9 +34,9 @@ from ostinato.kernels.persistent.plan import GATES
 from ostinato.kernels.threads import run_loop, threads_for
 
 GROUP = 16  # units of a task: a cache line of float32
-# Sequences of a step up to which torch's GEMMs are no faster.  Measured on two cores of a Zen 4, where in float32 they
-# never are: a step takes 0.4 to 0.8 of torch.nn's time up to 128 sequences.
-MOST_SEQUENCES = {torch.float32: 128, torch.float64: 16}
+# Sequences of a step up to which torch's GEMMs are no faster.  Measured on two cores of a Zen 4: in float32 a step
+# takes 0.2 to 0.8 of torch.nn's time with up to 128 sequences, and 0.8 to 1 with 512.
+MOST_SEQUENCES = {torch.float32: 256, torch.float64: 16}
 # Densities, by kind of block, up to which reading the kept weights alone is faster than all of them with zeros.  Of
 # several sequences, for each of which they are read again, it is the density times their number.
 DENSEST = {"block": 0.6, "sparse": 0.25}
