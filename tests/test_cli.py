@@ -19,12 +19,12 @@ import typer
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from ostinato import models
+from ostinato import models, training
 from ostinato.bench import report
 from ostinato.checkpoint import load_checkpoint, save_checkpoint
 from ostinato.cli import app, main
 from ostinato.cli.devices import choose_device
-from ostinato.cli.train import CELLS
+from ostinato.cli.train import CELLS, _trainer
 from ostinato.files import locked
 from ostinato.models import LanguageModel
 from ostinato.training import TrainingSettings
@@ -411,6 +411,7 @@ def error(result):
         (["--precision", "half"], "precision must be one of auto, float32, bfloat16; got 'half'"),
         (["--device", "tpu9"], "device must be auto, or one that PyTorch can use here; got 'tpu9'"),
         (["--shard"], "shard needs several processes, which torchrun starts"),
+        (["--graph"], "graph must be False except on a CUDA device, in one process"),
         (["--device", "meta"], "device must be auto, or one that PyTorch can use here; got 'meta'"),
         (["--output", "text.txt/out"], "text.txt/out: expected a folder to write in; Not a directory"),
         (["--curve", "text.txt/curve.json"], "text.txt: expected a folder to write in; it is a file"),
@@ -443,6 +444,15 @@ def test_bad_generation(run):
     assert error(run(*generate)).startswith(f"{best}: expected a whole safetensors file")
     assert run("generate")[0] == 2
     assert run("generate", best, "--length", "many")[0] == 2
+
+
+@pytest.mark.parametrize(("cell", "asked", "graph"), [("gru", None, True), ("hgrn", None, False), ("hgrn", True, True)])
+def test_cells_that_were_compared_train_from_graphs(cell, asked, graph, monkeypatch):
+    made = []
+    monkeypatch.setattr(training.Trainer, "__init__", lambda *_, **machine: made.append(machine["graph"]))
+    machine = {"device": torch.device("cuda"), "compile": False, "mesh": None, "accumulate": 1, "graph": asked}
+    _trainer(LanguageModel(3, width=8, num_layers=1, cell=cell), torch.arange(9), TrainingSettings(), machine)
+    assert made == [graph]
 
 
 def test_diverged_training_keeps_the_checkpoint_before(run):

@@ -91,4 +91,4 @@ def gradients(name: str) -> str:
 def calls(name: str, *of: str) -> str:
     """Those calls of a run whose names begin with one of these."""
     records = [record for record in runs.load(name)["results"] if record["workload"]["name"].startswith(of)]
-    return runs.sourced(report.calls(records), name)
+    return runs.sourced(report.calls(records), name) if records else runs.UNMEASURED

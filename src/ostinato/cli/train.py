@@ -16,9 +16,11 @@ from ostinato.cli.progress import bits, train_or_save
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from torch import Tensor
 
+    from ostinato.models import LanguageModel
     from ostinato.text import Corpus, Vocabulary
-    from ostinato.training import Point, Trainer
+    from ostinato.training import Point, Trainer, TrainingSettings
 
 CELLS = (  # those of ostinato.models, which is too slow to import for a help text
     "mingru",
@@ -35,6 +37,7 @@ CELLS = (  # those of ostinato.models, which is too slow to import for a help te
     "paragru",
     "paralstm",
 )
+REPLAYED = ("mingru", "gru", "lstm")  # cells whose training from CUDA graphs has been compared with that without
 Files, Model, Training, Machine = (
     partial(Option, rich_help_panel=panel) for panel in ("Files", "Model", "Training", "Machine")
 )
@@ -83,7 +86,7 @@ def train(
         Machine(
             "--graph/--no-graph",
             help="Replay steps from CUDA graphs.",
-            show_default="where a GPU trains alone, with neither of --compile and --accumulate",
+            show_default=f"of {', '.join(REPLAYED)}, where a GPU trains alone without --compile and --accumulate",
         ),
     ] = None,
     accumulate: Annotated[int, Machine(help="Parts of a process's batch whose gradients are added up.")] = 1,
@@ -99,7 +102,6 @@ def train(
     """
     from ostinato.cli.devices import joined_job
     from ostinato.processes import is_first, make_mesh
-    from ostinato.training import Trainer
 
     if shard and "WORLD_SIZE" not in os.environ:
         raise ValueError(
@@ -108,10 +110,7 @@ def train(
     with joined_job(device) as own_device:
         mesh = make_mesh(own_device.type, shard=shard, sequence_parallel=sequence_parallel)
         machine = {"device": own_device, "precision": precision, "compile": compile}
-        machine |= {"mesh": mesh, "shard": shard, "accumulate": accumulate}
-        if graph is None:
-            graph = Trainer.can_capture(own_device, compile, mesh, accumulate)
-        machine["graph"] = graph
+        machine |= {"mesh": mesh, "shard": shard, "accumulate": accumulate, "graph": graph}
         run = _start(context, text, machine) if resume is None else _resume(context, resume, text, machine)
         if output is None:
             named = text.resolve().stem if text else "standard-library"
@@ -233,19 +232,19 @@ def _start(context: typer.Context, text: Path | None, machine: dict[str, Any]) -
 
     from ostinato.models import LanguageModel
     from ostinato.text import Vocabulary
-    from ostinato.training import Trainer, TrainingSettings
+    from ostinato.training import TrainingSettings
 
     settings = TrainingSettings(**_options(context, "Training"))
     corpus = read_text(text)
     vocabulary = Vocabulary.of(corpus.text)
     torch.manual_seed(settings.seed)
     model = LanguageModel(len(vocabulary), **_options(context, "Model"))
-    return Run(Trainer(model, vocabulary.encode(corpus.text), settings, **machine), vocabulary, corpus, text)
+    return Run(_trainer(model, vocabulary.encode(corpus.text), settings, machine), vocabulary, corpus, text)
 
 
 def _resume(context: typer.Context, path: Path, text: Path | None, machine: dict[str, Any]) -> Run:
     from ostinato.checkpoint import load_checkpoint
-    from ostinato.training import Trainer, TrainingSettings
+    from ostinato.training import TrainingSettings
 
     checkpoint = load_checkpoint(path)
     saved = checkpoint.training
@@ -270,9 +269,20 @@ def _resume(context: typer.Context, path: Path, text: Path | None, machine: dict
     if digest_of(corpus) != digest:
         raise ValueError(f"{corpus.source}: expected the text that {path} was trained on; it differs")
     tokens = checkpoint.vocabulary.encode(corpus.text)
-    trainer = Trainer(checkpoint.model, tokens, settings, **machine)
+    trainer = _trainer(checkpoint.model, tokens, settings, machine)
     trainer.restore(saved["trainer"], checkpoint.training_tensors)
     return Run(trainer, checkpoint.vocabulary, corpus, text)
+
+
+def _trainer(
+    model: "LanguageModel", tokens: "Tensor", settings: "TrainingSettings", machine: dict[str, Any]
+) -> "Trainer":
+    from ostinato.training import Trainer
+
+    if machine["graph"] is None:
+        where = (machine[name] for name in ("device", "compile", "mesh", "accumulate"))
+        machine = machine | {"graph": model.settings["cell"] in REPLAYED and Trainer.can_capture(*where)}
+    return Trainer(model, tokens, settings, **machine)
 
 
 def _options(context: typer.Context, panel: str) -> dict[str, Any]:
