@@ -77,6 +77,7 @@ OF_SPECIAL_VALUES = {
     "hardtanh": F.hardtanh,
     "relu": F.relu,
     "threshold": lambda x: F.threshold(x, 0.5, 0.1),
+    "numbers for others": lambda x: x.nan_to_num(0.3, 4.0, -5.0) + x.nan_to_num(posinf=1.0, neginf=2.0),
     "times zero": lambda x: 0 * x,
     "powers of one": lambda x: x + 1.0**x,
     "zero over": lambda x: 0 / (x.detach() - 1) + x,
@@ -243,6 +244,11 @@ def mixes_channels(x, y):
 @refused("linear, which calls aten.t, is not one of the elementwise operations")
 def has_a_layer(x, y):
     return torch.nn.functional.linear(x, elsewhere), y
+
+
+@refused("aten.nan_to_num without posinf and neginf cannot be generated")
+def has_bounds_of_its_dtype(x, y):
+    return torch.nan_to_num(x), y
 
 
 @refused("aten.rand_like .*backend='torch' runs it as it is")

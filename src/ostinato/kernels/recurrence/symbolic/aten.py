@@ -69,6 +69,15 @@ def _round(x: Scalar, decimals: int = 0) -> Scalar:
     return round(x)
 
 
+def _nan_to_num(
+    x: Scalar, nan: float | None = None, posinf: float | None = None, neginf: float | None = None
+) -> Scalar:
+    if posinf is None or neginf is None:  # the largest numbers of the dtype, which a graph does not know
+        raise Unsupported("without posinf and neginf")
+    x = where(x != x, nan or 0.0, x)
+    return where(x == math.inf, posinf, where(x == -math.inf, neginf, x))
+
+
 def _clamp(x: Scalar, min: Operand | None = None, max: Operand | None = None) -> Scalar:
     x = x if min is None else maximum(x, min)
     return x if max is None else minimum(x, max)
@@ -244,6 +253,7 @@ RULES: dict[str, Callable[..., Operand]] = {
     "clamp_max": minimum,
     "masked_fill": lambda x, mask, value: where(mask, value, x),
     "isnan": lambda x: x != x,
+    "nan_to_num": _nan_to_num,
     # Exponentials, angles, hyperbolas.
     "logaddexp": _logaddexp,
     "tan": lambda x: sin(x) / cos(x),
