@@ -214,6 +214,28 @@ def test_trains_the_same_in_cuda_graphs(cell):
     assert points[0] == pytest.approx(points[1], rel=1e-4)
 
 
+def test_the_loss_is_captured_once_at_the_first_step(monkeypatch):
+    calls = []
+
+    def captured(model, loss, inputs, targets):
+        assert model is trainer.model
+        calls.append("captured")
+
+        def replayed(*batch):
+            calls.append("replayed")
+            assert [x.shape for x in batch] == [inputs.shape, targets.shape]
+            return loss(*batch)
+
+        return replayed
+
+    monkeypatch.setattr("ostinato.training.trainer.captured", captured)
+    monkeypatch.setattr(Trainer, "can_capture", lambda *_: True)
+    tokens = torch.randint(7, (900,), generator=torch.Generator().manual_seed(0))
+    trainer, eager = (make(tokens, 7, machine={"graph": graph}) for graph in (True, False))
+    assert [trainer.advance(2), trainer.advance(1)] == [eager.advance(2), eager.advance(1)]
+    assert calls == ["captured", *["replayed"] * 3]
+
+
 @pytest.mark.parametrize("machine", [{"device": "cpu"}, {"device": "cuda", "compile": True}, {"accumulate": 2}])
 def test_graphs_that_cannot_be_captured_are_refused(machine):
     with pytest.raises(ValueError, match="graph must be False except on a CUDA device, in one process"):
