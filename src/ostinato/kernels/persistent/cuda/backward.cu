@@ -19,8 +19,8 @@ __device__ inline int to_opposite_buffer(int step) {
     return step % STATE_BUFFERS < STATE_BUFFERS / 2 ? STATE_BUFFERS / 2 : -(STATE_BUFFERS / 2);
 }
 
-// What the gradients of a gate are summed in: float32 over few steps, or in clusters over all; where products are exact,
-// float64 over all, which takes the writing warps less time than to look whether the few are over.
+// In what a gate's gradients are summed: float32 over few steps, or in clusters over all; there float64 if products are
+// exact, which takes the writing warps less time than to look whether the few are over.
 template <bool EXACT_IN_CLUSTER> struct Total { using type = float; };
 template <> struct Total<true> { using type = double; };
 
@@ -28,7 +28,8 @@ struct Units : Block {
     const Parameters& p;
     float dh[ITEMS], dc[ITEMS];  // gradients of the state after the next step to be processed
     float d[ITEMS][GRADS];       // of the gates at this step
-    typename Total<SCATTERS && EXACT>::type totals[ONE_UNIT ? ADJACENT : ITEMS][GRADS] = {};  // of a unit's items in one
+    using Sum = typename Total<SCATTERS && EXACT>::type;
+    Sum totals[ONE_UNIT ? ADJACENT : ITEMS][GRADS] = {};  // of the gates over steps, of a unit's items in one
     Span spans[ITEMS] = {};
     // A step's derivatives, computed before the gradients that they multiply arrive.
     float slope[ITEMS][GATES], direct[ITEMS] = {}, gate[ITEMS], through[ITEMS], given[ITEMS];
@@ -262,7 +263,7 @@ struct Units : Block {
             if (!owned(i)) continue;
 #pragma unroll
             for (int g = 0; g < GRADS; ++g) {
-                auto& few = totals[ONE_UNIT ? i % ADJACENT : i][g];
+                Sum& few = totals[ONE_UNIT ? i % ADJACENT : i][g];
                 float* all = p.totals + place(0, i, GRADS) + g * HIDDEN;
                 if (SCATTERS || taken < SUMMED) *all = few;
                 else atomicAdd(all, few);  // which, unlike a load, nobody waits for
