@@ -28,6 +28,34 @@ def test_steps_one_at_a_time_equal_the_whole(cell):
 
 
 @by("as planned")
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("options", [{}, {"batch_first": True}, {"num_layers": 2, "bias": False}])
+def test_a_few_steps_on_a_cpu_are_taken_one_by_one(cell, options, monkeypatch):
+    """Where no gradient is wanted, nor anything else that a step does not do."""
+    torch.manual_seed(0)
+    layer = make(cell, 5, 37, **options)
+    other, (x, hx), taken = twin(layer), inputs(layer, 3, 4), []
+    step = type(layer)._step
+    monkeypatch.setattr(type(layer), "_step", lambda self, *args: taken.append(1) or step(self, *args))
+    expected = other(x, hx)
+    assert layer(x, hx)[0].requires_grad
+    assert not taken
+    with torch.no_grad():
+        assert layer.plan(3, steps=4).reason == "each of 4 steps reads the weights where they are"
+        for given in ((hx,), ()):
+            output, last = layer(x, *given)
+            assert_same((output, last), other(x, *given), 1e-6)
+            assert output.stride() == expected[0].stride()
+        assert len(taken) == 8
+        one = x[0] if layer.batch_first else x[:, 0]
+        assert_same(layer(one), other(one), 1e-6)
+        assert len(taken) == 12
+        assert_same(layer(x, resets=torch.zeros(x.shape[:2], dtype=torch.bool)), other(x), 1e-6)
+        layer(x.repeat_interleave(20, 1 if layer.batch_first else 0))
+        assert len(taken) == 12
+
+
+@by("as planned")
 @pytest.mark.parametrize(
     ("cell", "block", "hidden"),  # each product, which differ by blocks and sizes, once: they know nothing of cells
     [("GRU", (1, 1), 37), ("GRU", (8, 4), 48), ("LSTM", (16, 1), 37), ("RNN", (8, 4), 37), ("relu", (16, 1), 48)],

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ostinato.kernels.eager import Prepared, is_differentiated, is_eager
-from ostinato.kernels.persistent.backends import frozen_step, step_of, step_of_layers
+from ostinato.kernels.persistent.backends import frozen_step, most_single_steps, step_of, step_of_layers
 from ostinato.layers import ONE_STEP, check_input, check_like_weight
 from ostinato.masks import mask_name, masked
 from ostinato.recurrent.cells import by_cells
@@ -112,6 +112,23 @@ class StepLayers(MaskedLayers):
             self._freeze_step(x, states, x.numel() // self.input_size)
         output, new = result
         return output, hidden_of(new)
+
+    def _single_steps(self, x: Tensor, state: Any, time: int) -> tuple[Tensor, Any] | None:
+        """A short sequence without gradients, one step after the other; None where that is slower or does not apply."""
+        dense = not self._buffers and self._path is None
+        if torch.is_grad_enabled() or not x.is_cpu or not dense or recording() is not None:
+            return None
+        batch = x.shape[1 - time] if x.dim() == 3 else 1
+        if x.shape[time] > most_single_steps("cpu", self.mode.lower(), self.hidden_size, batch, x.dtype):
+            return None
+        outputs = []
+        for x_t in x.unbind(time):
+            result = self._step(x_t, state, x_t.dim())
+            if result is None:
+                return None
+            output, state = result
+            outputs.append(output)
+        return (torch.stack(outputs).transpose(0, time), state) if outputs else None
 
     def _prepared_step(self, x: Tensor, state: Any, own: list[Tensor], rank: int) -> Any:
         """A function that computes a step of tensors like these, or None where the fast path does not apply.

@@ -58,6 +58,13 @@ def least_steps(device_type: str, cell: str, hidden_size: int, dtype: torch.dtyp
     return 0 if least is None else least(cell, hidden_size, dtype)
 
 
+@functools.cache
+def most_single_steps(device_type: str, cell: str, hidden_size: int, batch: int, dtype: torch.dtype) -> int:
+    """Up to how many steps, without gradients, resets or masks, are fastest one by one."""
+    most = getattr(_kernels_on(device_type), "most_single_steps", None)
+    return 0 if most is None else most(cell, hidden_size, batch, dtype)
+
+
 def step_of(device: torch.device, *layer: Any) -> Any:
     """What makes one step of a layer without gradients where a device has a kernel for it, else None.
 

@@ -15,7 +15,7 @@
 """
 
 from ostinato.kernels.persistent.cpu.passes import backward, forward
-from ostinato.kernels.persistent.cpu.plan import keeps_gates, least_steps, make_plan
+from ostinato.kernels.persistent.cpu.plan import keeps_gates, least_steps, make_plan, most_single_steps
 from ostinato.kernels.persistent.cpu.step import FrozenStep, StepOfLayers, step_of
 from ostinato.kernels.persistent.cpu.step_gradients import gradients_of_step
 from ostinato.kernels.persistent.reference import gradients_of_biases, previous
@@ -24,6 +24,7 @@ __all__ = [
     "make_plan",
     "keeps_gates",
     "least_steps",
+    "most_single_steps",
     "forward",
     "backward",
     "gradients_of_biases",

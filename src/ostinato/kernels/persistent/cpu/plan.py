@@ -8,9 +8,10 @@ from ostinato.kernels.persistent.cpu.step import MOST_SEQUENCES, most_sequences
 from ostinato.kernels.persistent.plan import GATES, Call, Plan, no_kernel
 
 # Measured on two cores of a Zen 5.
-FEW_STEPS = {"rnn_tanh": 24, "rnn_relu": 24, "gru": 8, "lstm": 32}  # below, torch is faster; half with gradients
+FEW_STEPS = {"rnn_tanh": 24, "rnn_relu": 24, "gru": 8, "lstm": 32}  # fewer do not pay for packing; half with gradients
 DENSEST_BLOCKS = {False: 0.4, True: 0.3}  # above, dense loops are faster; by whether gradients are computed
 DENSEST_ROWS = {False: 0.15, True: 0.04}  # the same without blocks, by whether there are several sequences
+LARGE = 512  # units from which torch takes longer for each step of an RNN, too
 
 
 def make_plan(call: Call, mask_hh: Tensor | None, block: tuple[int, int] | None, tf32: bool = False) -> Plan:
@@ -18,7 +19,7 @@ def make_plan(call: Call, mask_hh: Tensor | None, block: tuple[int, int] | None,
 
     Raises ValueError for a `path` that the layer's weights do not allow.
     """
-    _, cell, hidden_size, batch, dtype, training, steps, path, directions, resets, _ = call
+    _, cell, hidden_size, batch, dtype, training, steps, path, directions, resets, packed = call
     if dtype not in NUMPY_DTYPES:
         return no_kernel(f"layers on the CPU compute in float32 and float64, not in {dtype}")
     entries, kept, weights, density = None, 1, 1, 1.0
@@ -32,6 +33,9 @@ def make_plan(call: Call, mask_hh: Tensor | None, block: tuple[int, int] | None,
                 return Plan(entries, 0, 0, 0, f"{density:.0%} of the weights are left, and only these are read", block)
             if not (entries and training) and batch <= MOST_SEQUENCES[dtype]:
                 return Plan("dense", 0, 0, 0, "one step reads the weights once, where they are")
+        alone = directions == 1 and not (training or resets or packed) and mask_hh is None
+        if steps is not None and alone and 1 < steps <= most_single_steps(cell, hidden_size, batch, dtype):
+            return Plan("dense", 0, 0, 0, f"each of {steps} steps reads the weights where they are")
         densest = DENSEST_BLOCKS[training] if entries == "block" else DENSEST_ROWS[batch > 1]
         if cell == "lstm" and dtype == torch.float32:  # against oneDNN's and not our own dense loops
             densest /= 2 if entries == "block" else 4
@@ -46,11 +50,28 @@ def make_plan(call: Call, mask_hh: Tensor | None, block: tuple[int, int] | None,
     return Plan(path, 0, 0, 0, f"{density:.0%} of the weights are left, and only these are read", block)
 
 
+def _few_steps(cell: str, hidden_size: int) -> int:
+    return FEW_STEPS[cell] + hidden_size // 16
+
+
+def most_single_steps(cell: str, hidden_size: int, batch: int, dtype: torch.dtype) -> int:
+    """Up to how many steps without gradients of a dense layer are fastest one by one, with the weights where they are.
+
+    Measured on two cores of a Zen 4: 0.2 to 0.9 of torch's time.  Of an LSTM in float32 oneDNN first packs the weights,
+    and then takes less time a step.  An RNN of few units takes less time than our calls of its steps.
+    """
+    if batch > MOST_SEQUENCES.get(dtype, 0):
+        return 0
+    if cell == "gru" or (cell != "lstm" and hidden_size >= LARGE):
+        return _few_steps(cell, hidden_size) - 1
+    return min(6, 48 // batch) if cell == "lstm" else 4
+
+
 def _why_torch(
     cell: str, hidden_size: int, batch: int, dtype: torch.dtype, dense: bool, training: bool, steps: int | None
 ) -> str | None:
     """Why torch's kernels are faster for a layer, if they are, by the measured FEW_STEPS."""
-    few = (FEW_STEPS[cell] + hidden_size // 16) // (2 if training else 1)
+    few = _few_steps(cell, hidden_size) // (2 if training else 1)
     if steps is not None and steps < few:
         return f"{steps} steps a call are not worth preparing the weights; {few} are"
     if not dense:
