@@ -291,7 +291,16 @@ def returns_a_number(x, y):
     return x, 0.5
 
 
-ELEMENTWISE = (closes_over, rounds, turns, turns_by_an_angle, draws, has_no_derivative, returns_one)
+ELEMENTWISE = (
+    closes_over,
+    rounds,
+    turns,
+    turns_by_an_angle,
+    has_bounds_of_its_dtype,
+    draws,
+    has_no_derivative,
+    returns_one,
+)
 SHAPED = (shifts, scales_by_width, makes_a_row, mixes_channels, has_a_layer, has_channels_elsewhere)
 REFUSED = (reduces, works_in_place, divides_and_floors, *SHAPED, *ELEMENTWISE)
 
