@@ -39,7 +39,12 @@ def test_a_few_steps_on_a_cpu_are_taken_one_by_one(cell, options, monkeypatch):
     monkeypatch.setattr(type(layer), "_step", lambda self, *args: taken.append(1) or step(self, *args))
     expected = other(x, hx)
     assert layer(x, hx)[0].requires_grad
+    layer.requires_grad_(False)
+    assert layer(x.clone().requires_grad_(), hx)[0].requires_grad
     assert not taken
+    assert_same(layer(x, hx), other(x, hx), 1e-6)
+    assert len(taken) == 4
+    taken.clear()
     with torch.no_grad():
         assert layer.plan(3, steps=4).reason == "each of 4 steps reads the weights where they are"
         for given in ((hx,), ()):
@@ -51,6 +56,8 @@ def test_a_few_steps_on_a_cpu_are_taken_one_by_one(cell, options, monkeypatch):
         assert_same(layer(one), other(one), 1e-6)
         assert len(taken) == 12
         assert_same(layer(x, resets=torch.zeros(x.shape[:2], dtype=torch.bool)), other(x), 1e-6)
+        none = x[:0] if layer.batch_first else x[:, :0]
+        assert [y.shape for y in flat(layer(none))] == [y.shape for y in flat(other(none))]
         layer(x.repeat_interleave(20, 1 if layer.batch_first else 0))
         assert len(taken) == 12
 

@@ -46,9 +46,7 @@ class _Recurrent(SequenceLayers, StepLayers):
                     return self._recorded(recorder, _Recurrent.forward, input, hx)
                 if (result := self._step(input, hx, input.dim() - 1)) is not None:
                     return result
-            elif (
-                not torch.is_grad_enabled() and (result := self._single_steps(input, hx, self._time(input))) is not None
-            ):
+            elif (result := self._single_steps(input, hx, self._time(input))) is not None:
                 return result
             dtype = autocast_dtype(input.device) or input.dtype
             least = least_steps(input.device.type, self.mode.lower(), self.hidden_size, dtype)

@@ -115,11 +115,12 @@ class StepLayers(MaskedLayers):
 
     def _single_steps(self, x: Tensor, state: Any, time: int) -> tuple[Tensor, Any] | None:
         """A short sequence without gradients, one step after the other; None where that is slower or does not apply."""
-        dense = not self._buffers and self._path is None
-        if torch.is_grad_enabled() or not x.is_cpu or not dense or recording() is not None:
+        if not x.is_cpu or self._buffers or self._path is not None or recording() is not None:
             return None
         batch = x.shape[1 - time] if x.dim() == 3 else 1
         if x.shape[time] > most_single_steps("cpu", self.mode.lower(), self.hidden_size, batch, x.dtype):
+            return None
+        if is_differentiated([x, *self._unmasked_weights(), *states_of(state)]):
             return None
         outputs = []
         for x_t in x.unbind(time):

@@ -60,7 +60,7 @@ def most_single_steps(cell: str, hidden_size: int, batch: int, dtype: torch.dtyp
     Measured on two cores of a Zen 4: 0.2 to 0.9 of torch's time.  Of an LSTM in float32 oneDNN first packs the weights,
     and then takes less time a step.  An RNN of few units takes less time than our calls of its steps.
     """
-    if batch > MOST_SEQUENCES.get(dtype, 0):
+    if not 0 < batch <= MOST_SEQUENCES.get(dtype, 0):
         return 0
     if cell == "gru" or (cell != "lstm" and hidden_size >= LARGE):
         return _few_steps(cell, hidden_size) - 1
