@@ -446,12 +446,26 @@ def test_bad_generation(run):
     assert run("generate", best, "--length", "many")[0] == 2
 
 
-@pytest.mark.parametrize(("cell", "asked", "graph"), [("gru", None, True), ("hgrn", None, False), ("hgrn", True, True)])
-def test_cells_that_were_compared_train_from_graphs(cell, asked, graph, monkeypatch):
+@pytest.mark.parametrize(
+    ("asked", "machine", "graph"),
+    [
+        (None, {}, True),
+        (False, {}, False),
+        (None, {"device": torch.device("cpu")}, False),
+        (None, {"compile": True}, False),
+    ],
+)
+def test_one_gpu_replays_its_steps(asked, machine, graph, monkeypatch):
     made = []
     monkeypatch.setattr(training.Trainer, "__init__", lambda *_, **machine: made.append(machine["graph"]))
-    machine = {"device": torch.device("cuda"), "compile": False, "mesh": None, "accumulate": 1, "graph": asked}
-    _trainer(LanguageModel(3, width=8, num_layers=1, cell=cell), torch.arange(9), TrainingSettings(), machine)
+    machine = {
+        "device": torch.device("cuda"),
+        "compile": False,
+        "mesh": None,
+        "accumulate": 1,
+        "graph": asked,
+    } | machine
+    _trainer(LanguageModel(3, width=8, num_layers=1), torch.arange(9), TrainingSettings(), machine)
     assert made == [graph]
 
 

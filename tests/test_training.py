@@ -1,12 +1,15 @@
 """Training: what it learns, what it reports, and that an interrupted run goes on as if it were not."""
 
+import gc
 import math
+import weakref
 
 import pytest
 import torch
 
 from ostinato.models import CELLS, LanguageModel
 from ostinato.training import Trainer, TrainingSettings, held_out
+from ostinato.training.trainer import _loss
 
 SMALL = {"batch_size": 4, "chunk_length": 16, "warmup_steps": 3, "learning_rate": 1e-2, "held_out": 0.2}
 
@@ -99,11 +102,11 @@ def test_learning_rate_warms_up_and_falls():
     assert rates[-1] == pytest.approx(1e-3)
 
 
-IN_GRAPHS = {"device": "cuda", "graph": True}
-MACHINES = [{}, pytest.param(IN_GRAPHS, marks=pytest.mark.gpu)]
+IN_A_GRAPH = {"device": "cuda", "graph": True}
+MACHINES = [{}, pytest.param(IN_A_GRAPH, marks=pytest.mark.gpu)]
 
 
-@pytest.mark.parametrize("machine", MACHINES, ids=["eager", "graphs"])
+@pytest.mark.parametrize("machine", MACHINES, ids=["eager", "graph"])
 @pytest.mark.parametrize("cell", ["mingru", "gru"])
 @pytest.mark.parametrize("evaluated", [True, False])
 def test_resumed_equals_uninterrupted(cell, evaluated, machine):
@@ -195,17 +198,18 @@ def test_compiles_as_one_graph(precision):
     trainer = Trainer(model, torch.zeros(500).long(), TrainingSettings(**SMALL), precision=precision)
     inputs, targets = torch.randint(5, (2, 4, 16))
     model.eval()
-    compiled = torch.compile(trainer._chunk_loss, backend="aot_eager", fullgraph=True)(inputs, targets)
-    torch.testing.assert_close(compiled, trainer._chunk_loss(inputs, targets))
+    compiled = torch.compile(_loss, backend="aot_eager", fullgraph=True)
+    with trainer._autocast():
+        torch.testing.assert_close(compiled(model, inputs, targets), _loss(model, inputs, targets))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("cell", CELLS)
-def test_trains_the_same_in_cuda_graphs(cell):
+def test_trains_the_same_in_a_cuda_graph(cell):
     """Dropout included."""
     tokens = torch.randint(7, (900,), generator=torch.Generator().manual_seed(0))
     points = []
-    for machine in (IN_GRAPHS, IN_GRAPHS | {"graph": False}):
+    for machine in (IN_A_GRAPH, IN_A_GRAPH | {"graph": False}):
         trainer = make(tokens, 7, cell, dropout=0.3, machine=machine | {"precision": "float32"}, steps=10)
         trainer.advance(6)
         trainer.evaluate()
@@ -214,17 +218,41 @@ def test_trains_the_same_in_cuda_graphs(cell):
     assert points[0] == pytest.approx(points[1], rel=1e-4)
 
 
+@pytest.mark.gpu
+def test_capture_warns_of_nothing_and_frees_its_memory(recwarn):
+    tokens = torch.randint(7, (900,), generator=torch.Generator().manual_seed(0))
+    make(tokens, 7, machine=IN_A_GRAPH).advance(3)  # what libraries keep
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    make(tokens, 7, machine=IN_A_GRAPH).advance(3)
+    torch.cuda.empty_cache()
+    assert (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) == before
+    assert not recwarn.list
+
+
+def test_a_trainer_goes_with_its_last_reference():
+    trainer = make(torch.zeros(900).long(), 1)
+    trainer.advance(2)
+    gone = weakref.ref(trainer)
+    gc.disable()
+    try:
+        del trainer
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
 def test_the_loss_is_captured_once_at_the_first_step(monkeypatch):
     calls = []
 
-    def captured(model, loss, inputs, targets):
-        assert model is trainer.model
+    def captured(differentiate, parameters, inputs, targets):
+        assert {*map(id, parameters)} == {*map(id, trainer.model.parameters())}
         calls.append("captured")
 
         def replayed(*batch):
             calls.append("replayed")
             assert [x.shape for x in batch] == [inputs.shape, targets.shape]
-            return loss(*batch)
+            return differentiate(*batch)
 
         return replayed
 

@@ -37,7 +37,6 @@ CELLS = (  # those of ostinato.models, which is too slow to import for a help te
     "paragru",
     "paralstm",
 )
-REPLAYED = ("mingru", "gru", "lstm")  # cells whose training from CUDA graphs has been compared with that without
 Files, Model, Training, Machine = (
     partial(Option, rich_help_panel=panel) for panel in ("Files", "Model", "Training", "Machine")
 )
@@ -85,8 +84,8 @@ def train(
         bool | None,
         Machine(
             "--graph/--no-graph",
-            help="Replay steps from CUDA graphs.",
-            show_default=f"of {', '.join(REPLAYED)}, where a GPU trains alone without --compile and --accumulate",
+            help="Replay each step's forward and backward from a CUDA graph.",
+            show_default="where one GPU trains without --compile and --accumulate",
         ),
     ] = None,
     accumulate: Annotated[int, Machine(help="Parts of a process's batch whose gradients are added up.")] = 1,
@@ -281,7 +280,7 @@ def _trainer(
 
     if machine["graph"] is None:
         where = (machine[name] for name in ("device", "compile", "mesh", "accumulate"))
-        machine = machine | {"graph": model.settings["cell"] in REPLAYED and Trainer.can_capture(*where)}
+        machine = machine | {"graph": Trainer.can_capture(*where)}
     return Trainer(model, tokens, settings, **machine)
 
 

@@ -1,34 +1,51 @@
-"""The loss of a batch in CUDA graphs, one of its forward and one of its backward, each a single launch for the host."""
+"""A batch's loss and gradients in one CUDA graph, a single launch for the host."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-Loss = Callable[[Tensor, Tensor], Tensor]
+Differentiated = Callable[[Tensor, Tensor], Tensor]
+"""The loss of inputs and targets, detached; the parameters' gradients are in their ``grad``."""
 
-
-class _LossOf(nn.Module):
-    """A loss as a module, whose parameters are the model's."""
-
-    def __init__(self, model: nn.Module, loss: Loss) -> None:
-        super().__init__()
-        self.model, self.loss = model, loss
-
-    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        return self.loss(inputs, targets)
+_WARM_UPS = 3  # so that what libraries set up at their first calls is not captured
 
 
-def captured(model: nn.Module, loss: Loss, inputs: Tensor, targets: Tensor) -> Loss:
-    """The loss, and its gradients by the model's parameters, of tensors like these.
+def captured(
+    differentiate: Differentiated, parameters: Sequence[Tensor], inputs: Tensor, targets: Tensor
+) -> Differentiated:
+    """The same function of tensors like these, replayed.
 
-    Random numbers are drawn as without the capture, whose own draws are taken back.
+    Every call overwrites the loss and the gradients of the call before.  Random numbers are drawn as without the
+    capture, whose own draws are taken back.
     """
     device = inputs.device
     drawn = torch.cuda.get_rng_state(device)
-    capture: Any = torch.cuda.make_graphed_callables
+    given, graph = (inputs.clone(), targets.clone()), torch.cuda.CUDAGraph()
+
+    def run() -> Tensor:
+        for parameter in parameters:
+            parameter.grad = None
+        return differentiate(*given)
+
     with torch.cuda.device(device):
-        replayed: Loss = capture(_LossOf(model, loss), (inputs.clone(), targets.clone()))
+        current, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            for _ in range(_WARM_UPS):
+                run()
+        current.wait_stream(side)
+        with torch.cuda.graph(graph):
+            loss = run()
     torch.cuda.set_rng_state(drawn, device)
+    grads = [parameter.grad for parameter in parameters]
+
+    def replayed(inputs: Tensor, targets: Tensor) -> Tensor:
+        for own, x in zip(given, (inputs, targets), strict=True):
+            own.copy_(x)
+        graph.replay()
+        for parameter, grad in zip(parameters, grads, strict=True):
+            parameter.grad = grad
+        return loss
+
     return replayed

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
@@ -15,7 +15,7 @@ from ostinato.distributed import sequence_parallel
 from ostinato.models import LanguageModel
 from ostinato.processes import Share, part, shard_like
 from ostinato.text import random_windows
-from ostinato.training.capture import Loss, captured
+from ostinato.training.capture import Differentiated, captured
 from ostinato.training.evaluation import held_out
 from ostinato.training.replicas import reducing, replica_of
 from ostinato.training.settings import TrainingSettings
@@ -56,7 +56,7 @@ class Trainer:
             (:mod:`ostinato.distributed`).
         shard: shard weights, gradients and momenta over the processes (FSDP2) instead of replicating them (DDP).
         accumulate: micro-batches per step, whose gradients are summed before they are all-reduced.
-        graph: whether to replay the loss and its gradients from CUDA graphs, where :meth:`can_capture`.  They are
+        graph: whether to replay the loss and its gradients from a CUDA graph, where :meth:`can_capture`.  It is
             captured at the first step; from then on parameters and buffers must stay the same tensors.
 
     Raises:
@@ -106,7 +106,8 @@ class Trainer:
             raise ValueError(
                 "graph must be False except on a CUDA device, in one process, without compile and with accumulate 1"
             )
-        self._captures = graph
+        self._graph = graph
+        self._replayed: Differentiated | None = None
         if precision == "auto":
             has_bfloat16 = self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) >= (8, 0)
             precision = "bfloat16" if has_bfloat16 else "float32"
@@ -129,13 +130,13 @@ class Trainer:
         self.seconds = 0.0
         self.curve: list[Point] = []
         self._loss_sum = torch.zeros((), device=self.device)
-        self._loss: Loss = torch.compile(self._chunk_loss) if compile else self._chunk_loss
+        self._loss_of = torch.compile(_loss) if compile else _loss
         if self._rank > 0:  # the first process draws what a single one would
             self._draw_own_dropout()
 
     @staticmethod
     def can_capture(device: torch.device, compile: bool, mesh: DeviceMesh | None, accumulate: int) -> bool:
-        """Whether a step can be replayed from CUDA graphs: on a GPU, of one process, micro-batch and compiler."""
+        """Whether a step can be replayed from a CUDA graph: on a GPU, of one process, micro-batch and compiler."""
         return device.type == "cuda" and not compile and mesh is None and accumulate == 1
 
     @property
@@ -179,13 +180,12 @@ class Trainer:
                 group["lr"] = self.learning_rate
             self.optimizer.zero_grad()
             batches = self._draw()
-            if self._captures:
-                self._loss, self._captures = captured(self.model, self._chunk_loss, *batches[0]), False
-            for index, (inputs, targets) in enumerate(batches):
+            if self._graph and self._replayed is None:
+                self._replayed = captured(self._differentiate, self._parameters(), *batches[0])
+            differentiate = self._replayed or self._differentiate
+            for index, batch in enumerate(batches):
                 with reducing(self._replica, index == len(batches) - 1):
-                    loss = self._loss(inputs, targets) * (inputs.numel() / self.tokens_per_step)
-                    (loss * self._processes).backward()  # the all-reduce takes the mean over the processes
-                self._loss_sum += loss.detach()
+                    self._loss_sum += differentiate(*batch)
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), settings.clip_norm)
             self.optimizer.step()
             self.step += 1
@@ -303,10 +303,12 @@ class Trainer:
     def _draw_own_dropout(self) -> None:
         torch.manual_seed((self.settings.seed * 1_000_003 + self.step * 8191 + self._rank) % (1 << 63))
 
-    def _chunk_loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+    def _differentiate(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """This micro-batch's share of the loss, whose gradients are added to the parameters'."""
         with self._autocast():
-            logits, _ = self._replica(inputs)
-            return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+            loss = self._loss_of(self._replica, inputs, targets) * (inputs.numel() / self.tokens_per_step)
+        (loss * self._processes).backward()  # the all-reduce takes the mean over the processes
+        return loss.detach()
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bfloat16")
@@ -331,6 +333,12 @@ class Trainer:
             torch.set_rng_state(state)
         else:
             torch.get_device_module(self.device).set_rng_state(state, self.device)
+
+
+def _loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    """Nats per token."""
+    logits, _ = model(inputs)
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def _train_size(tokens: Tensor, settings: TrainingSettings) -> int:
