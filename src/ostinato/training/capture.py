@@ -29,12 +29,8 @@ def captured(
         return differentiate(*given)
 
     with torch.cuda.device(device):
-        current, side = torch.cuda.current_stream(), torch.cuda.Stream()
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            for _ in range(_WARM_UPS):
-                run()
-        current.wait_stream(side)
+        for _ in range(_WARM_UPS):  # not on a stream of its own, which cuBLAS would keep memory for
+            run()
         with torch.cuda.graph(graph):
             loss = run()
     torch.cuda.set_rng_state(drawn, device)
