@@ -109,6 +109,21 @@ def test_gradients_are_those_of_the_loop(cell, lengths, hidden, reverse, absent,
         torch.testing.assert_close(grad, truth, rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.parametrize("cell", sorted(GATES))
+def test_gradients_of_what_is_not_a_number_are_those_of_the_loop(cell):
+    tensors, batch = layer(cell, (4, 4), absent=("resets",))
+    with torch.no_grad():
+        tensors[0][4, 1] = torch.nan  # of a sequence's third step
+    args = Arguments(*tensors, batch, cell, False, True, None, 1)
+    loop = reference.forward(args.layer, torch.nn.functional.linear(args.x, args.weight_ih, args.bias_ih))
+    expected, results = [y for y in loop if y is not None], run(tensors, batch, cell, False)
+    grads, inputs = random_gradients(results), [x for x in tensors[:7] if x is not None]
+    found, truths = (torch.autograd.grad(y, inputs, grads) for y in (results, expected))
+    assert results[0].isnan().any()
+    for grad, truth in zip(found, truths, strict=True):
+        torch.testing.assert_close(grad, truth, rtol=1e-11, atol=1e-12, equal_nan=True)
+
+
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("lengths", [(3, 3), (3, 2, 1)])
 @pytest.mark.parametrize("cell", GATES)

@@ -141,7 +141,7 @@ def _step_back(
         n = (p_n + r * q_n).tanh()
         d_n = d * (1 - z) * (1 - n**2)
         return (d_n * r, d_n * q_n * r * (1 - r), d * (before - n) * z * (1 - z), d_n), d * z, dc
-    return (d * (a > 0) if cell == "rnn_relu" else d * (1 - a**2),), 0.0, dc
+    return (d.masked_fill(a <= 0, 0.0) if cell == "rnn_relu" else d * (1 - a**2),), 0.0, dc
 
 
 def gradients_of_biases(totals: Tensor, dtype: torch.dtype, cell: str) -> tuple[Tensor, Tensor]:
