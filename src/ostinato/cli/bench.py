@@ -10,6 +10,7 @@ from typer import Option
 
 from ostinato.cli.console import plain_console
 from ostinato.cli.devices import choose_device
+from ostinato.cli.plots import plot_beside
 
 if TYPE_CHECKING:
     import torch
@@ -121,7 +122,7 @@ def seeds(
                 wrong += content["wrong"]
                 shown = tables[name].shown(content)
                 console.print(report.sweep(shown))
-                if shown["lines"] and (plot := _plot(console, shown, path)):
+                if shown["lines"] and (plot := plot_beside(console, shown, path)):
                     written.append(plot)
         runs.write_json(path, content)
         console.print(f"wrote {', '.join(map(str, written))}\n", soft_wrap=True)
@@ -195,21 +196,6 @@ def profile(
     console.print(f"wrote {', '.join(map(str, filter(None, (trace, path))))}", soft_wrap=True)
 
 
-def _plot(console: "Console", content: dict[str, Any], path: Path) -> Path | None:
-    """Draw a run beside its JSON file, if matplotlib is here."""
-    from importlib.util import find_spec
-
-    from ostinato.bench import plots
-    from ostinato.bench.runs import plot_for
-
-    if find_spec("matplotlib") is None:
-        console.print("No plot: matplotlib is not installed; pip install 'ostinato[plots]'")
-        return None
-    plot = plot_for(path)
-    plots.save(content, plot)
-    return plot
-
-
 def _measure(kind: str, device_name: str, quick: bool, only: str, json: Path | None) -> None:
     import gc
 
@@ -252,7 +238,7 @@ def _measure(kind: str, device_name: str, quick: bool, only: str, json: Path | N
         console.print(*tables)
     if path is not None:
         runs.write_json(path, content)
-        plot = _plot(console, content, path) if drawn and results else None
+        plot = plot_beside(console, content, path) if drawn and results else None
         console.print(f"wrote {', '.join(map(str, filter(None, (path, plot))))}", soft_wrap=True)
     _fail_if(wrong)
 

@@ -1,7 +1,6 @@
 """``ostinato demo``: what the library does, in about two minutes."""
 
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,6 +8,7 @@ from typer import Option
 
 from ostinato.cli.console import plain_console
 from ostinato.cli.devices import Device, choose_device
+from ostinato.cli.plots import plot_beside
 
 if TYPE_CHECKING:
     import torch
@@ -29,8 +29,6 @@ def demo(
     """
     from ostinato.files import check_folder
 
-    if find_spec("matplotlib") is None:
-        raise RuntimeError("the demo draws with matplotlib, which is not installed: pip install 'ostinato[plots]'")
     where = choose_device(device)
     check_folder(output)
     console = plain_console()
@@ -83,7 +81,7 @@ def _train_and_write(console: "Console", device: "torch.device", seconds: float,
 def _compare_times(console: "Console", device: "torch.device", output: Path) -> None:
     import torch
 
-    from ostinato.bench import documents, plots, report, runs
+    from ostinato.bench import documents, report, runs
     from ostinato.files import replacing
 
     console.rule("One layer at growing lengths")
@@ -98,5 +96,6 @@ def _compare_times(console: "Console", device: "torch.device", output: Path) -> 
     with replacing(output / "times.md") as temporary:
         temporary.write_text(f"{shown['title']}, {shown['device']}\n\n{table.markdown()}")
     runs.write_json(output / "times.json", content)
-    plots.save(shown, output / "times.png")
-    console.print(f"Written to {output}: model.safetensors, times.md, times.json, times.png", soft_wrap=True)
+    plot = plot_beside(console, shown, output / "times.json")
+    written = ["model.safetensors", "times.md", "times.json", *([plot.name] if plot else [])]
+    console.print(f"Written to {output}: {', '.join(written)}", soft_wrap=True)
