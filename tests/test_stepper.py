@@ -431,7 +431,9 @@ def test_bad_input_is_refused():
     with pytest.raises(TypeError, match="batch_size must be an integer; got float"):
         ostinato.Stepper(gru, 2.0)
     with pytest.raises(
-        TypeError, match=r"module must have step and initial_state; got torch\.nn\.modules\.linear\.Linear"
+        TypeError,
+        match=r"module must have y, state = step\(x, state\) and state = initial_state\(batch_size\); "
+        r"got torch\.nn\.modules\.linear\.Linear$",
     ):
         ostinato.Stepper(nn.Linear(2, 2), 1)
     stepper = ostinato.Stepper(gru, 2)
@@ -447,7 +449,7 @@ def test_bad_input_is_refused():
         stepper.state = torch.zeros(1, 3, 16)
     with pytest.raises(TypeError, match="state must be made of tensors, in tuples and lists; got str"):
         stepper.state = "zero"
-    with pytest.raises(TypeError, match=r"module must have step and initial_state; got .*MinGRUCell"):
+    with pytest.raises(TypeError, match=r"module must have y, state = step\(.*; got .*MinGRUCell"):
         ostinato.Stepper(nn.Sequential(ostinato.MinGRUCell(5, 16)), 2)  # which would forget every step
     with pytest.raises(ValueError, match="module must run forward in time; got a bidirectional SRU"):
         ostinato.Stepper(nn.Sequential(nn.Linear(5, 5), ostinato.SRU(5, 16, bidirectional=True)), 2)
@@ -583,6 +585,33 @@ def test_sequences_within_a_sequence_keep_their_state_too():
     torch.testing.assert_close(torch.stack([stepper(x_t) for x_t in x]), head(gru(x)[0]))
     for other, remedy in ((nn.GRU(3, 5), ", to which ostinato.convert gives them"), (nn.GRUCell(3, 5), "")):
         with pytest.raises(
-            TypeError, match=rf"module must have step and initial_state; got .*\.{type(other).__name__}{remedy}$"
+            TypeError, match=rf"module must have y, state = step\(.*; got .*\.{type(other).__name__}{remedy}$"
         ):
             ostinato.Stepper(nn.Sequential(nn.Linear(3, 3), other), 2)
+
+
+@pytest.mark.parametrize("inner", [ostinato.GRU(3, 3), ostinato.HGRN(3, 3), nn.LSTM(3, 3), nn.GRUCell(3, 3)])
+def test_a_recurrent_layer_inside_a_part_is_not_taken_for_stateless(inner):
+    """Its forward would take the batch for steps, and begin anew at each."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(3, 3), inner)
+
+        def forward(self, x):
+            return self.layers(x)[0]
+
+    class Stepping(Block):
+        def initial_state(self, batch_size):
+            return ()  # such as one whose layer runs over the bands of a frame
+
+        def step(self, x, state):
+            return self(x), state
+
+    with pytest.raises(TypeError, match=r"module must have y, state = step\(.*; got .*\.Block$"):
+        ostinato.Stepper(nn.Sequential(nn.Sequential(nn.ReLU(), nn.Linear(3, 3)), Block()), 2)
+    x = torch.randn(2, 3)
+    for frozen in (False, True):
+        stepper = ostinato.Stepper(nn.Sequential(nn.Linear(3, 3), Stepping()), 2, frozen=frozen)
+        assert torch.equal(stepper(x), stepper(x))

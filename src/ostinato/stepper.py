@@ -32,19 +32,19 @@ class Stepper:
         module: RNN, GRU, LSTM, MinGRU or MinLSTM; a :class:`ostinato.models.LanguageModel`, whose inputs are tokens;
             any module with ``y, state = module.step(x, state)`` and ``state = module.initial_state(batch_size)``, a
             tensor or tuples and lists of them, each with a dimension of sequences; or a ``torch.nn.Sequential`` of such
-            modules and stateless ones.  y is a tensor, or tuples, lists and dicts of them, such as an actor's logits
-            and a critic's value.  In-place updates of weights, such as an optimiser's, take effect at the next step.  A
-            graph is captured at the first step; after a change of ``module.training`` or a replacement of parameters
-            make a new stepper.
+            modules and stateless ones, without recurrent layers inside.  y is a tensor, or tuples, lists and dicts of
+            them, such as an actor's logits and a critic's value.  In-place updates of weights, such as an optimiser's,
+            take effect at the next step.  A graph is captured at the first step; after a change of ``module.training``
+            or a replacement of parameters make a new stepper.
         batch_size: the number of sequences, B.
         frozen: copy the module and keep its weights constant.  On CPUs the nonzero weights of pruned layers are then
             packed once, and PyTorch's operators are called without the module's Python code in between: that runs only
             once, along with its branches (on anything but tensor values), attribute assignments and NumPy calls.
 
     Raises:
-        TypeError: a module without ``step``, or whose step does not return a pair; a ``batch_size`` that is not an
-            integer, ``frozen`` that is not a bool, a state that is not made of tensors, or a mask that is not a bool
-            tensor.
+        TypeError: a module without ``step`` and ``initial_state``, or whose step does not return a pair; a
+            ``batch_size`` that is not an integer, ``frozen`` that is not a bool, a state that is not made of tensors,
+            or a mask that is not a bool tensor.
         ValueError: a ``batch_size`` below 1, a bidirectional layer, an initial state without a dimension of sequences,
             or a mask that is not (B,).
 
@@ -185,7 +185,8 @@ def _initial_state(module: Any, batch_size: int) -> Any:
     if not (hasattr(module, "step") and hasattr(module, "initial_state")):
         by = ", to which ostinato.convert gives them" if isinstance(module, nn.RNN | nn.GRU | nn.LSTM) else ""
         raise TypeError(
-            f"module must have step and initial_state; got {type(module).__module__}.{type(module).__name__}{by}"
+            "module must have y, state = step(x, state) and state = initial_state(batch_size); got "
+            f"{type(module).__module__}.{type(module).__name__}{by}"
         )
     if getattr(module, "bidirectional", False):
         raise ValueError(f"module must run forward in time; got a bidirectional {type(module).__name__}")
@@ -193,8 +194,11 @@ def _initial_state(module: Any, batch_size: int) -> Any:
 
 
 def _is_stateless(part: nn.Module) -> bool:
-    stateful = nn.Sequential, nn.RNNBase, nn.RNNCellBase, MinGRUCell, MinLSTMCell
-    return not (hasattr(part, "step") or isinstance(part, stateful))
+    """Whether a part is called as it is; a recurrent layer inside it would begin anew at every step."""
+    stateful = nn.RNNBase, nn.RNNCellBase, MinGRUCell, MinLSTMCell
+    return not isinstance(part, nn.Sequential) and not any(
+        hasattr(module, "step") or isinstance(module, stateful) for module in part.modules()
+    )
 
 
 def _batch_dim(own: Tensor, other: Tensor) -> int:
