@@ -91,7 +91,7 @@ def seeds(
     device: Annotated[str, Option(help="auto for the CPU and the GPU if there is one, or cpu.")] = "auto",
     json: Annotated[Path, Option(help="Folder for a JSON file and a plot of each table.")] = Path("bench"),
 ) -> None:
-    """The tables of the documents this project comes from, on this machine, with their published figures beside.
+    """The tables of the papers and projects behind this library, on this machine, with their published figures beside.
 
     minGRU and minLSTM over length and against transfers; training against GRU and LSTM; pruned persistent layers
     over density, hidden size, batch and time steps; and the largest layers that fit on the chip.
