@@ -4,16 +4,35 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
 
 import pytest
+import torch
 
 from ostinato.kernels import nvrtc
+from ostinato.kernels.scan import choose_backend
 
 
 def test_compiler_errors_are_reported():
     pytest.importorskip("cuda.core")
     with pytest.raises(RuntimeError, match="undefined"):
         nvrtc.compile_cubin('extern "C" __global__ void f() { undefined_name(); }', "sm_90", {})
+
+
+def test_a_gpu_without_the_packages_it_needs_is_told_of(monkeypatch):
+    def version(package):
+        if package == "cuda-core":
+            raise metadata.PackageNotFoundError
+        return "13.0"
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(metadata, "version", version)
+    missing = r"the package cuda-core is missing; pip install 'ostinato\[cuda\]'$"
+    choose_backend.cache_clear()
+    with pytest.warns(UserWarning, match=rf"^layers and scans run in PyTorch's operations on this GPU: {missing}"):
+        assert choose_backend("auto", "cuda") is choose_backend("torch", "cuda")
+    choose_backend.cache_clear()
 
 
 FIRST_CALL = """

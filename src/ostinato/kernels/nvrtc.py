@@ -6,6 +6,7 @@ Compiling needs ``cuda-core`` but no GPU; launching needs only ``cuda-bindings``
 import ctypes
 import functools
 import threading
+import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata, resources
@@ -41,16 +42,18 @@ _thread = _Thread()
 
 
 def why_no_cuda() -> str | None:
-    """Why kernels cannot be compiled and launched here, or None if they can."""
+    """Why kernels cannot be compiled and launched here, or None if they can; warns where only a package is missing."""
     if not torch.cuda.is_available():
         return "PyTorch sees no CUDA device"
     if torch.version.hip:
         return "this PyTorch is built for ROCm"
-    for package, install in (("cuda-bindings", "ostinato[cuda]"), ("cuda-core", "ostinato[cuda]")):
+    for package in ("cuda-bindings", "cuda-core"):
         try:
             metadata.version(package)
         except metadata.PackageNotFoundError:
-            return f"the package {package} is missing; pip install '{install}'"
+            reason = f"the package {package} is missing; pip install 'ostinato[cuda]'"
+            warnings.warn(f"layers and scans run in PyTorch's operations on this GPU: {reason}", stacklevel=1)
+            return reason
     return None
 
 
