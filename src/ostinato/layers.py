@@ -236,7 +236,15 @@ class StackedLayers(nn.Module):
         return each(lambda state: state[first : first + self.num_directions], hx)
 
     def initial_state(self, batch_size: int) -> Any:
-        """The state before the first step, all zeros, as ``forward`` and :meth:`step` take it."""
+        """The state before the first step, as ``forward`` and :meth:`step` take it: zeros, shaped as ``hx``.
+
+        Example:
+            >>> import torch, ostinato
+            >>> layer = ostinato.MinGRU(3, 5, num_layers=2)
+            >>> y, state = layer.step(torch.randn(7, 3), layer.initial_state(7))
+            >>> state.shape
+            torch.Size([2, 7, 5])
+        """
         return self._zero_state(self.weight_ih_l0, batch_size)
 
     def step(self, x: Tensor, state: Hidden | None = None) -> tuple[Tensor, Any]:

@@ -76,7 +76,15 @@ class StepLayers(MaskedLayers):
         return output.squeeze(time), state
 
     def initial_state(self, batch_size: int) -> Any:
-        """The state before the first step, all zeros, as ``forward`` and :meth:`step` take it."""
+        """The state before the first step, as ``forward`` and :meth:`step` take it: zeros, shaped as ``hx``.
+
+        Example:
+            >>> import torch, ostinato
+            >>> layer = ostinato.GRU(3, 5, num_layers=2)
+            >>> y, state = layer.step(torch.randn(7, 3), layer.initial_state(7))
+            >>> state.shape
+            torch.Size([2, 7, 5])
+        """
         shape = len(self._all_weights), batch_size
         h, c = (self.weight_hh_l0.new_zeros(*shape, size) for size in self._state_sizes())
         return (h, c) if self.mode == "LSTM" else h
