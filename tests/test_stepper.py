@@ -615,3 +615,27 @@ def test_a_recurrent_layer_inside_a_part_is_not_taken_for_stateless(inner):
     for frozen in (False, True):
         stepper = ostinato.Stepper(nn.Sequential(nn.Linear(3, 3), Stepping()), 2, frozen=frozen)
         assert torch.equal(stepper(x), stepper(x))
+
+
+def test_what_a_subclass_of_sequential_adds_is_not_left_out():
+    class Residual(nn.Sequential):
+        def forward(self, x):
+            return x + super().forward(x)
+
+    class Last(nn.Sequential):
+        def initial_state(self, batch_size):
+            return self[0].initial_state(batch_size)
+
+        def step(self, x, state):
+            return self[0].step(2 * x, state)
+
+    torch.manual_seed(0)
+    network = nn.Sequential(Residual(nn.Linear(3, 3), nn.ReLU()), ostinato.GRU(3, 5))
+    x = torch.randn(4, 2, 3)
+    for frozen in (False, True):
+        stepper = ostinato.Stepper(network, 2, frozen=frozen)
+        torch.testing.assert_close(torch.stack([stepper(x_t) for x_t in x]), network(x)[0])
+        stepper = ostinato.Stepper(Last(network[1]), 2, frozen=frozen)
+        torch.testing.assert_close(torch.stack([stepper(x_t) for x_t in x]), network[1](2 * x)[0])
+    with pytest.raises(TypeError, match=r"module must have y, state = step\(.*; got .*\.Residual$"):
+        ostinato.Stepper(nn.Sequential(Residual(ostinato.GRU(3, 3))), 2)

@@ -180,7 +180,7 @@ def _replayed(replay: Callable[[], None], given: Tensor, like: tuple, y: Any, x:
 
 
 def _initial_state(module: Any, batch_size: int) -> Any:
-    if isinstance(module, nn.Sequential):
+    if _is_stepped_by_parts(module):
         return [None if _is_stateless(part) else _initial_state(part, batch_size) for part in module]
     if not (hasattr(module, "step") and hasattr(module, "initial_state")):
         by = ", to which ostinato.convert gives them" if isinstance(module, nn.RNN | nn.GRU | nn.LSTM) else ""
@@ -193,10 +193,16 @@ def _initial_state(module: Any, batch_size: int) -> Any:
     return module.initial_state(batch_size)
 
 
+def _is_stepped_by_parts(module: Any) -> bool:
+    """Whether it is a Sequential, and no subclass that adds to it, such as a residual connection, or has a step."""
+    sequential = isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+    return sequential and not hasattr(module, "step")
+
+
 def _is_stateless(part: nn.Module) -> bool:
     """Whether a part is called as it is; a recurrent layer inside it would begin anew at every step."""
     stateful = nn.RNNBase, nn.RNNCellBase, MinGRUCell, MinLSTMCell
-    return not isinstance(part, nn.Sequential) and not any(
+    return not _is_stepped_by_parts(part) and not any(
         hasattr(module, "step") or isinstance(module, stateful) for module in part.modules()
     )
 
@@ -210,7 +216,7 @@ def _batch_dim(own: Tensor, other: Tensor) -> int:
 
 
 def _step(module: Any, x: Any, state: Any) -> tuple[Any, Any]:
-    if not isinstance(module, nn.Sequential):
+    if not _is_stepped_by_parts(module):
         result = module.step(x, state)
         if not isinstance(result, (tuple, list)) or len(result) != 2:
             got = f"{len(result)} values" if isinstance(result, (tuple, list)) else describe(result)
