@@ -19,13 +19,13 @@ class _Cost(NamedTuple):
     """Microseconds of a step on an H200, fitted to some thousand geometries, four in five within 10 %."""
 
     step: float  # fixed
-    read: float  # per 100 kB of state
-    row: float  # per 10 kB of a sequence's state for every eight sequences, for a lane's number of loads
-    kept: float  # per 100 kB of weights read from shared memory
-    multiplied: float  # per hundred tiles of a warp or entries of a thread, for every eight sequences
-    exact: float  # the same for products of split numbers on tensor cores
-    updated: float  # per ten gates that a thread computes
-    summed: float  # per 64 row tiles of a sequence, for the reduction of partial sums
+    read: float = 0.0  # per 100 kB of state
+    row: float = 0.0  # per 10 kB of a sequence's state for every eight sequences, for a lane's number of loads
+    kept: float = 0.0  # per 100 kB of weights read from shared memory
+    multiplied: float = 0.0  # per hundred tiles of a warp or entries of a thread, for every eight sequences
+    exact: float = 0.0  # the same for products of split numbers on tensor cores
+    updated: float = 0.0  # per ten gates that a thread computes
+    summed: float = 0.0  # per 64 row tiles of a sequence, for the reduction of partial sums
     cluster: float = 0.0  # per other block of the cluster, for what its blocks hand each other
     paired: float = 0.0  # fixed, if blocks form clusters
     blocks: float = 0.0  # per 100 blocks of a group, the last of which all wait for
@@ -38,36 +38,62 @@ class _Cost(NamedTuple):
 
 _COSTS = {
     ("dense", False): _Cost(
-        0.48, 1.37, 0.208, 0.227, 0.437, 2.77, 0.485, 0.36, blocks=0.144, shared=0.0505, partial=0.612, uneven=0.0427
+        step=0.48,
+        read=1.37,
+        row=0.208,
+        kept=0.227,
+        multiplied=0.437,
+        exact=2.77,
+        updated=0.485,
+        summed=0.36,
+        blocks=0.144,
+        shared=0.0505,
+        partial=0.612,
+        uneven=0.0427,
     ),
     ("dense", True): _Cost(
-        0.563,
-        0.709,
-        0.526,
-        0.224,
-        0.368,
-        3.35,
-        0.358,
-        0.679,
+        step=0.563,
+        read=0.709,
+        row=0.526,
+        kept=0.224,
+        multiplied=0.368,
+        exact=3.35,
+        updated=0.358,
+        summed=0.679,
         cluster=0.0965,
         paired=0.307,
         lines=0.155,
         shared=0.325,
         uneven=0.122,
     ),
-    ("block", False): _Cost(0.85, 1.9, 0.0, 0.37, 1.45, 4.1, 0.26, 0.0, 0.0),
-    ("block", True): _Cost(0.85, 1.9, 0.0, 0.37, 1.45, 6.3, 0.26, 0.0, 0.20),
-    ("sparse", False): _Cost(0.80, 4.1, 0.0, 0.80, 2.10, 0.0, 2.00, 0.0, 0.0),
-    ("sparse", True): _Cost(0.80, 4.1, 0.0, 0.80, 2.10, 0.0, 2.00, 0.0, 0.20),
+    ("block", False): _Cost(step=0.85, read=1.9, kept=0.37, multiplied=1.45, exact=4.1, updated=0.26),
+    ("block", True): _Cost(step=0.85, read=1.9, kept=0.37, multiplied=1.45, exact=6.3, updated=0.26, cluster=0.20),
+    ("sparse", False): _Cost(step=0.80, read=4.1, kept=0.80, multiplied=2.10, updated=2.00),
+    ("sparse", True): _Cost(step=0.80, read=4.1, kept=0.80, multiplied=2.10, updated=2.00, cluster=0.20),
 }
 # Of states that stay in clusters.
-_WITHIN_CLUSTERS = _Cost(0.295, 2.0, 0.0, 0.2, 0.64, 2.03, 0.249, 0.634, blocks=0.719, traffic=2.55, uneven=0.0364)
+_WITHIN_CLUSTERS = _Cost(
+    step=0.295,
+    read=2.0,
+    kept=0.2,
+    multiplied=0.64,
+    exact=2.03,
+    updated=0.249,
+    summed=0.634,
+    blocks=0.719,
+    traffic=2.55,
+    uneven=0.0364,
+)
 # Of gradients of which only sums are exchanged.
-_SCATTERING = _Cost(0.278, 0.0, 0.0, 0.0, 0.514, 2.65, 0.333, 0.272, cluster=0.0102, traffic=2.26, uneven=0.0297)
+_SCATTERING = _Cost(
+    step=0.278, multiplied=0.514, exact=2.65, updated=0.333, summed=0.272, cluster=0.0102, traffic=2.26, uneven=0.0297
+)
 # Of two groups in turn: the products of both, behind which all else is hidden.
 _IN_TURNS = {
-    False: _Cost(0.625, 0.0, 1.25, 0.599, 0.349, 0.0, 0.0, 0.767, blocks=0.218, partial=0.495),
-    True: _Cost(0.65, 0.0, 0.997, 0.636, 0.0, 0.0, 0.824, 0.504, cluster=0.182, blocks=0.142, uneven=0.205),
+    False: _Cost(step=0.625, row=1.25, kept=0.599, multiplied=0.349, summed=0.767, blocks=0.218, partial=0.495),
+    True: _Cost(
+        step=0.65, row=0.997, kept=0.636, updated=0.824, summed=0.504, cluster=0.182, blocks=0.142, uneven=0.205
+    ),
 }
 # Of wide batches, forward and backward: fixed, per sequence of a group, and per sequence and tile of a block.
 _WIDE = {False: (1.5, 0.108, 0.00045), True: (1.1, 0.175, 0.0004)}
@@ -139,17 +165,17 @@ class _TorchsCost(NamedTuple):
     step: float  # fixed, for launches
     weights: float  # per million weights read
     gates: float  # per hundred thousand gates of all sequences
-    products: float  # per hundred million multiplications
+    products: float = 0.0  # per hundred million multiplications
 
 
 # By "16" bits, "tf32" or exact "float32", and whether gradients are taken.
 _TORCHS_COSTS = {
-    ("16", False): _TorchsCost(5.54, 0.35, 0.25, 0.07),
-    ("16", True): _TorchsCost(11.4, 0.63, 1.29, 0.0),
-    ("tf32", False): _TorchsCost(7.31, 1.09, 0.08, 0.97),
-    ("tf32", True): _TorchsCost(22.2, 2.08, 1.97, 0.8),
-    ("float32", False): _TorchsCost(8.11, 1.52, 0.75, 4.03),
-    ("float32", True): _TorchsCost(19.8, 4.3, 3.7, 6.63),
+    ("16", False): _TorchsCost(step=5.54, weights=0.35, gates=0.25, products=0.07),
+    ("16", True): _TorchsCost(step=11.4, weights=0.63, gates=1.29),
+    ("tf32", False): _TorchsCost(step=7.31, weights=1.09, gates=0.08, products=0.97),
+    ("tf32", True): _TorchsCost(step=22.2, weights=2.08, gates=1.97, products=0.8),
+    ("float32", False): _TorchsCost(step=8.11, weights=1.52, gates=0.75, products=4.03),
+    ("float32", True): _TorchsCost(step=19.8, weights=4.3, gates=3.7, products=6.63),
 }
 # Times as long on tensor cores, at least, if rows of states and weights do not begin at multiples of 16 bytes: 1.7 to 3
 # were measured.
