@@ -32,7 +32,7 @@ def use_kernels(monkeypatch, module):
         if module is cpu and call.dtype not in (torch.float32, torch.float64):
             return no_kernel("another dtype")
         path = "dense" if block is None or mask_hh.all() else "sparse" if block == (1, 1) else "block"
-        return Plan(path, 1, 1, 1, "a test", block)
+        return Plan(path, reason="a test", geometry=block)
 
     stand_in = SimpleNamespace(**(vars(module) | {"make_plan": make_plan}))
     monkeypatch.setattr(backends, "_kernels_on", lambda device_type: stand_in)

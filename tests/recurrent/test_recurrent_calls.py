@@ -18,7 +18,7 @@ from recurrent_layers import CELLS, assert_same, by, flat, inputs, make, pruned,
 @by("as planned")
 def test_plan():
     layer = ostinato.GRU(5, 32)
-    assert layer.plan(1) == Plan("dense", 0, 0, 0, "the weights stay in the CPU's caches for all steps")
+    assert layer.plan(1) == Plan("dense", reason="the weights stay in the CPU's caches for all steps")
     for block, path in (((16, 1), "block"), ((8, 4), "block"), ((1, 1), "sparse")):
         for training in (False, True):
             plan = ostinato.prune(layer, 0.03, block=block).plan(1, training=training, steps=100)
@@ -49,7 +49,7 @@ def test_plan():
 
 def test_torch_runs_all_layers_or_none(monkeypatch):
     def make_plan(call, mask_hh, *_):
-        return Plan("dense", 1, 1, 1, "dense") if mask_hh is None else no_kernel("pruned")
+        return Plan("dense", reason="dense") if mask_hh is None else no_kernel("pruned")
 
     monkeypatch.setattr(backends.kernels_on(torch.device("cpu")), "make_plan", make_plan)
     layer = ostinato.GRU(5, 8, 2)
@@ -65,7 +65,7 @@ def test_torch_runs_a_call_that_cannot_be_planned_and_the_next_is_planned_again(
     def plan_layer(*call):
         if next(answers):
             raise torch.OutOfMemoryError("no room\nat this moment")
-        return Plan("dense", 1, 1, 1, "dense")
+        return Plan("dense", reason="dense")
 
     monkeypatch.setattr(sequences, "plan_layer", plan_layer)
     assert [layer.plan(1).reason for _ in range(2)] == ["no room", "dense"]
@@ -81,7 +81,7 @@ def test_a_call_and_its_gradients_have_one_plan(monkeypatch, packed, resets):
 
     def make_plan(call, *_):
         asked.append(call)
-        return Plan("dense", 1, 1, 1, "dense")
+        return Plan("dense", reason="dense")
 
     monkeypatch.setattr(backends.kernels_on(torch.device("cpu")), "make_plan", make_plan)
     backends._plan_dense.cache_clear()

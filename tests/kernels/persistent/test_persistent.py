@@ -55,7 +55,7 @@ class Case:
             ways = (candidates(name, *layer, properties=properties, backward=True) for name in paths)
             back = min(itertools.chain(*ways), key=lambda g: microseconds(g, batch), default=None)
         self.is_trained = back is not None
-        self.plan = Plan(path, 0, 0, 0, "", cuda_plan.Geometries(forward, back))
+        self.plan = Plan(path, geometry=cuda_plan.Geometries(forward, back))
 
     def uniform(self, *shape):
         return (torch.rand(shape, device=self.device) * 2 - 1).to(self.dtype)

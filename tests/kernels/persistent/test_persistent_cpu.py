@@ -16,7 +16,7 @@ from ostinato.kernels.persistent.plan import GATES, Call, Plan
 from ostinato.kernels.persistent.sequences import Sequences
 
 F32, F64 = torch.float32, torch.float64
-DENSE = Plan("dense", 0, 0, 0, "a test")
+DENSE = Plan("dense", reason="a test")
 TOLERANCE = {F32: 5e-6, F64: 1e-12}
 # cell, dtype, block (None: dense), density, B, H.  A loop is of a cell, a dtype, a kind of products and a tile, and the
 # same in other tests: in float32, what cells and products have of their own, not each with each.
@@ -81,7 +81,7 @@ def random_layer(cell, block, density, batch, hidden, steps, packed, diagonal=Fa
 
 
 def plan_of(block):
-    return DENSE if block is None else Plan("sparse" if block == (1, 1) else "block", 0, 0, 0, "a test", block)
+    return DENSE if block is None else Plan("sparse" if block == (1, 1) else "block", reason="a test", geometry=block)
 
 
 def to(dtype, tensors):

@@ -29,7 +29,7 @@ def reference_kernels():
 
 
 def stand_in():
-    plan = Plan("dense", 1, 1, 1, "a test")
+    plan = Plan("dense", reason="a test")
     return SimpleNamespace(**(vars(reference) | {"make_plan": lambda *_: plan}))
 
 

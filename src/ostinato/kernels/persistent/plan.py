@@ -27,13 +27,13 @@ class Plan(NamedTuple):
     """How a layer will be run, and why."""
 
     path: str  # "dense", "sparse" or "block": a persistent kernel; "steps": torch's
-    bytes_on_chip: int  # recurrent weights in registers and shared memory, summed over all blocks
-    bytes_available: int
-    blocks: int
-    reason: str
+    bytes_on_chip: int = 0  # recurrent weights in registers and shared memory, summed over all blocks
+    bytes_available: int = 0
+    blocks: int = 0
+    reason: str = ""
     geometry: Any = None  # the kernel's launch geometry
 
 
 def no_kernel(reason: str) -> Plan:
     """The plan to leave a layer to torch's kernels."""
-    return Plan("steps", 0, 0, 0, reason)
+    return Plan("steps", reason=reason)

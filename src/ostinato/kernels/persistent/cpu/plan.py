@@ -30,12 +30,12 @@ def make_plan(call: Call, mask_hh: Tensor | None, block: tuple[int, int] | None,
     if path is None:
         if steps == directions == 1 and not resets:
             if entries and not training and batch <= most_sequences(entries, kept, weights):
-                return Plan(entries, 0, 0, 0, f"{density:.0%} of the weights are left, and only these are read", block)
+                return _of_entries(entries, density, block)
             if not (entries and training) and batch <= MOST_SEQUENCES[dtype]:
-                return Plan("dense", 0, 0, 0, "one step reads the weights once, where they are")
+                return Plan("dense", reason="one step reads the weights once, where they are")
         alone = directions == 1 and not (training or resets or packed) and mask_hh is None
         if steps is not None and alone and 1 < steps <= most_single_steps(cell, hidden_size, batch, dtype):
-            return Plan("dense", 0, 0, 0, f"each of {steps} steps reads the weights where they are")
+            return Plan("dense", reason=f"each of {steps} steps reads the weights where they are")
         densest = DENSEST_BLOCKS[training] if entries == "block" else DENSEST_ROWS[batch > 1]
         if cell == "lstm" and dtype == torch.float32:  # against oneDNN's and not our own dense loops
             densest /= 2 if entries == "block" else 4
@@ -46,8 +46,12 @@ def make_plan(call: Call, mask_hh: Tensor | None, block: tuple[int, int] | None,
     elif path not in ("dense", entries):
         raise ValueError(f"path must be 'dense'{f' or {entries!r}' if entries else ''}; got {path!r}")
     if path == "dense":
-        return Plan(path, 0, 0, 0, "the weights stay in the CPU's caches for all steps")
-    return Plan(path, 0, 0, 0, f"{density:.0%} of the weights are left, and only these are read", block)
+        return Plan(path, reason="the weights stay in the CPU's caches for all steps")
+    return _of_entries(path, density, block)
+
+
+def _of_entries(path: str, density: float, block: tuple[int, int] | None) -> Plan:
+    return Plan(path, reason=f"{density:.0%} of the weights are left, and only these are read", geometry=block)
 
 
 def _few_steps(cell: str, hidden_size: int) -> int:

@@ -267,7 +267,7 @@ def choose_geometry(
     available = processors * (properties.regs_per_multiprocessor * 4 + shared)
 
     def steps(reason: str) -> Plan:
-        return Plan("steps", 0, available, 0, reason)
+        return Plan("steps", bytes_available=available, reason=reason)
 
     if dtype not in SCALARS:
         return steps(f"persistent kernels compute in float32, float16 and bfloat16, not in {dtype}")
