@@ -9,15 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
+from ostinato.kernels.derived import derived_from
 from ostinato.kernels.dispatch import gradient, operator, or_empty
 from ostinato.kernels.export import refuse_packed
 from ostinato.kernels.scan import Order, choose_backend, order_of
 from ostinato.kernels.scan.torch_ops import LINEAR, LOG, Semiring, gradients_of_scan, partials_of_steps
 from ostinato.kernels.vmap import Groups
-
-_checked_cu_seqlens: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def check_cu_seqlens(cu_seqlens: Tensor | None, length: int) -> None:
@@ -28,16 +26,18 @@ def check_cu_seqlens(cu_seqlens: Tensor | None, length: int) -> None:
     """
     if cu_seqlens is None or (cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing()):
         return
-    counted = cu_seqlens.is_cuda and not cu_seqlens.is_inference()
-    if counted and _checked_cu_seqlens.get(cu_seqlens) == (cu_seqlens._version, length):
-        return
+    if cu_seqlens.is_cuda and not cu_seqlens.is_inference():
+        derived_from(cu_seqlens, ("rise to", length), lambda: _check_cu_seqlens(cu_seqlens, length))
+    else:
+        _check_cu_seqlens(cu_seqlens, length)
+
+
+def _check_cu_seqlens(cu_seqlens: Tensor, length: int) -> None:
     bounds = cu_seqlens.tolist()
     if bounds[0] != 0 or bounds[-1] != length or bounds != sorted(bounds):
         raise ValueError(
             f"cu_seqlens must rise from 0 to the number of time steps, {length}; got {shortened(cu_seqlens)}"
         )
-    if counted:
-        _checked_cu_seqlens[cu_seqlens] = cu_seqlens._version, length
 
 
 def shortened(numbers: Tensor) -> str:
