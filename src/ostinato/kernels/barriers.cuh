@@ -1,6 +1,7 @@
-// Barriers in shared memory, which count arrivals and the bytes that copies put beside them; and that of a cluster.
+// Barriers in shared memory (mbarrier), which count arrivals and the bytes that asynchronous copies write; and that of a
+// cluster.
 
-constexpr unsigned PATIENCE = 1 << 24;  // polls, about a microsecond each, before a wait traps
+constexpr unsigned MOST_POLLS = 1 << 24;  // polls, about a microsecond each, before a wait traps
 
 // In the shared memory of this block, or of another of its cluster.
 __device__ inline unsigned shared_address(const void* here) { return unsigned(__cvta_generic_to_shared(here)); }
@@ -10,15 +11,15 @@ __device__ inline unsigned shared_address(const void* here, int rank) {
     return there;
 }
 
-// One thread's calls, of a barrier's address: before all others, and in each phase for so many bytes.
-template <int ARRIVALS = 1> __device__ inline void open_barrier(unsigned barrier) {
+// One thread's calls, given a barrier's address: before all others, and in each phase to wait for so many bytes, too.
+template <int ARRIVALS = 1> __device__ inline void init_barrier(unsigned barrier) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "n"(ARRIVALS) : "memory");
 }
 __device__ inline void expect(unsigned barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 // Whether the phase of this parity has completed; waits for a while.  What other blocks sent takes OF_CLUSTER.
-template <bool OF_CLUSTER = false> __device__ inline unsigned has_completed(unsigned barrier, int parity) {
+template <bool OF_CLUSTER = false> __device__ inline unsigned try_wait(unsigned barrier, int parity) {
     unsigned done;
     if constexpr (OF_CLUSTER)
         asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;"
@@ -41,27 +42,27 @@ __device__ inline void start_copy(unsigned to, const void* map, int c0, int c1, 
                  :: "r"(to), "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(barrier) : "memory");
 }
 
-// The same of a barrier where it is, and a wait that ends, also for what other blocks sent.
+// The same as methods, and a wait that ends, also for what other blocks sent.
 struct Barrier {
     unsigned long long state;
 
-    template <int ARRIVALS = 1> __device__ void open() { open_barrier<ARRIVALS>(shared_address(this)); }
+    template <int ARRIVALS = 1> __device__ void init() { init_barrier<ARRIVALS>(shared_address(this)); }
     __device__ void expect(int bytes) { ::expect(shared_address(this), bytes); }
     __device__ void wait(int parity) const {
         unsigned done = 0;
-        for (unsigned looks = 0; !done;) {
-            done = has_completed<true>(shared_address(this), parity);
-            if (++looks == PATIENCE) __trap();
+        for (unsigned polls = 0; !done;) {
+            done = try_wait<true>(shared_address(this), parity);
+            if (++polls == MOST_POLLS) __trap();
         }
     }
 };
 
-// After this thread has opened barriers.
-__device__ inline void announce_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+// After this thread has initialised barriers, so that copies and other blocks see them.
+__device__ inline void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
-// Before a copy by a tensor map writes where this thread did.
-__device__ inline void yield_to_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Between this thread's accesses to shared memory and those of asynchronous copies or wgmma.
+__device__ inline void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-__device__ inline void meet_cluster() {
+__device__ inline void sync_cluster() {
     asm volatile("barrier.cluster.arrive.aligned;\n\tbarrier.cluster.wait.aligned;" ::: "memory");
 }

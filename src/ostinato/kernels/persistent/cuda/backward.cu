@@ -319,6 +319,6 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const
         units.add(product, sums, mailbox, taken, patience);
     }
     units.write_states();
-    meet();
+    sync_if_clustered();
 }
 #endif

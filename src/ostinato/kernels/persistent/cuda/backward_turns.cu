@@ -44,5 +44,5 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(TURNS * THREADS, 1) rec
         update_in_turns(p, sums, state, update, prepare);
         units.write_states();
     }
-    meet();
+    sync_if_clustered();
 }

@@ -21,7 +21,7 @@ struct Mailbox {
         : slots(reinterpret_cast<Word*>(shared) + own_turn() * WORDS), rank(block % CLUSTER) {
         if constexpr (SENDERS > 0) {
             for (int i = own_thread(); i < WORDS; i += OWNERS) slots[i] = 0;
-            meet();
+            sync_if_clustered();
         }
     }
 

@@ -54,9 +54,9 @@ __device__ inline bool absent(const Piece& piece, unsigned step) {
     return absent(piece.word[0], step) || absent(piece.word[1], step);
 }
 
-// Cluster barrier: all blocks have started, and none exits before all are done.
-__device__ inline void meet() {
-    if constexpr (CLUSTER > 1 || DISTRIBUTED) meet_cluster();
+// Where blocks form clusters, the cluster's barrier: all blocks have started, and none exits before all are done.
+__device__ inline void sync_if_clustered() {
+    if constexpr (CLUSTER > 1 || DISTRIBUTED) sync_cluster();
 }
 
 // From the buffer of a step to that of the next.

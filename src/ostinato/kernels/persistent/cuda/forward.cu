@@ -218,7 +218,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const
     Patience patience(p.failure);
     const size_t stride = in_register(DISTRIBUTED ? size_t(GROUP_BYTES) : size_t(p.groups) * GROUP_BYTES);
     char* state = first_state(p, group, states);
-    meet();
+    sync_if_clustered();
 
     Rows rows(p, step_of(p, 0));
     for (int taken = 0; taken < p.steps; ++taken) {
@@ -240,6 +240,6 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const
     }
     units.write(rows);
     units.finish();
-    meet();
+    sync_if_clustered();
 }
 #endif

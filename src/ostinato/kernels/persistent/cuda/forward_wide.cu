@@ -135,7 +135,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(TURNS * THREADS, 1) rec
     for (int i = threadIdx.x; i < TURNS * TERMS * TERM; i += TURNS * THREADS)
         reinterpret_cast<float4*>(shared + AT_SUMS)[i] = {0, 0, 0, 0};
     begin(p, place, shared);
-    meet();
+    sync_if_clustered();
     if (multiplies()) {
         // A warpgroup's sums go to the block of the team whose units they are of, a warp's are of a gate.
         const int gate = warp_id() % 4;
@@ -153,5 +153,5 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(TURNS * THREADS, 1) rec
         copy(p, place, shared);
     }
     __syncthreads();
-    meet();
+    sync_if_clustered();
 }

@@ -65,7 +65,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const
         hand_operands(1);
         fetch(2);
     }
-    meet();
+    sync_if_clustered();
     if (updates) {
         units.forget();
         take_operands(0);
@@ -92,5 +92,5 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const
     __syncthreads();
     if (writes) write(p.steps - 1);
     if (updates) units.finish();
-    meet();
+    sync_if_clustered();
 }

@@ -130,8 +130,8 @@ struct CopiedOperand {
     __device__ CopiedOperand(const Parameters &, uint4* shared)
         : copy(reinterpret_cast<char*>(shared) + part_id() * BYTES), barrier(barrier_of(shared, part_id())) {
         if (threadIdx.x == 0) {
-            for (int part = 0; part < PARTS; ++part) open_barrier(barrier_of(shared, part));
-            announce_barriers();
+            for (int part = 0; part < PARTS; ++part) init_barrier(barrier_of(shared, part));
+            fence_barrier_init();
         }
     }
     __device__ static unsigned barrier_of(uint4* shared, int part) {
@@ -156,7 +156,7 @@ struct CopiedOperand {
 
     // Waits for the copy.
     __device__ void wait(Patience&) {
-        while (!has_completed(barrier, awaited)) {}
+        while (!try_wait(barrier, awaited)) {}
         seen = {};
     }
 

@@ -84,5 +84,5 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const
         }
         if (writes) units.write_totals(p.steps - 1);
     }
-    meet();
+    sync_if_clustered();
 }

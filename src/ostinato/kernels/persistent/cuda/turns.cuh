@@ -4,16 +4,16 @@
 //
 // Warps that update need few registers, and give the others up to those that multiply.
 
-// Barriers of the warps that multiply with those that update a group: its sums are written, and have been read; and of
-// the first among themselves.
-enum Meeting { WRITTEN = 1, READ = WRITTEN + TURNS, BEGUN = READ + TURNS };
+// Barriers, numbered as in hardware, of the warps that multiply with those that update a group: its sums are written,
+// and have been read; and of the first among themselves.
+enum NamedBarrier { WRITTEN = 1, READ = WRITTEN + TURNS, BEGUN = READ + TURNS };
 static_assert(BEGUN < CopiedOperand::ALL_HAVE_READ && CopiedOperand::ALL_HAVE_READ + PARTS <= 16, "there are sixteen");
 
-__device__ inline void wait_until(Meeting meeting, int turn) {
-    asm volatile("bar.sync %0, %1;" :: "r"(meeting + turn), "n"(THREADS + OWNERS) : "memory");
+__device__ inline void sync_at(NamedBarrier barrier, int turn) {
+    asm volatile("bar.sync %0, %1;" :: "r"(barrier + turn), "n"(THREADS + OWNERS) : "memory");
 }
-__device__ inline void announce(Meeting meeting, int turn) {
-    asm volatile("bar.arrive %0, %1;" :: "r"(meeting + turn), "n"(THREADS + OWNERS) : "memory");
+__device__ inline void arrive_at(NamedBarrier barrier, int turn) {
+    asm volatile("bar.arrive %0, %1;" :: "r"(barrier + turn), "n"(THREADS + OWNERS) : "memory");
 }
 
 // The units and sequences that an updating thread has, given the first of the block's groups.
@@ -42,8 +42,8 @@ __device__ inline void multiply_in_turns(const Parameters& p, int block, uint4* 
         const char* next = state + to_next_buffer(taken) * ptrdiff_t(p.groups) * GROUP_BYTES;
 #pragma unroll
         for (int turn = 0; turn < TURNS; ++turn) {
-            product(sums + turn * SUMS, patience, [&] { if (taken) wait_until(READ, turn); });
-            announce(WRITTEN, turn);
+            product(sums + turn * SUMS, patience, [&] { if (taken) sync_at(READ, turn); });
+            arrive_at(WRITTEN, turn);
             if (taken + turn < p.steps) product.ask((turn ? next : state) + (1 - turn) * GROUP_BYTES, taken + turn);
         }
         state = next;
@@ -58,8 +58,8 @@ __device__ void update_in_turns(const Parameters& p, const float* sums, char* st
     for (int taken = 0; taken < p.steps; ++taken) {
         prepare(taken, state);
         state += to_next_buffer(taken) * ptrdiff_t(p.groups) * GROUP_BYTES;
-        wait_until(WRITTEN, turn);
+        sync_at(WRITTEN, turn);
         update(taken, sums + turn * SUMS, state);
-        if (taken + 1 < p.steps) announce(READ, turn);
+        if (taken + 1 < p.steps) arrive_at(READ, turn);
     }
 }

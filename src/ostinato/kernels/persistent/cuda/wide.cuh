@@ -74,7 +74,7 @@ __device__ inline void arrive(unsigned barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
 }
 __device__ inline void wait_for(unsigned barrier, unsigned parity) {
-    while (!has_completed(barrier, parity)) {}
+    while (!try_wait(barrier, parity)) {}
 }
 // Whether a warp that copies has waited in vain.
 __device__ inline volatile int& failed(char* shared) {
@@ -84,10 +84,10 @@ __device__ inline void make_barriers(char* shared) {
     if (threadIdx.x) return;
     failed(shared) = 0;
     for (Slot slot; !slot.parity; slot.next()) {
-        open_barrier(slot.filled(shared));
-        open_barrier<WARPS>(slot.emptied(shared));  // by all that multiply
+        init_barrier(slot.filled(shared));
+        init_barrier<WARPS>(slot.emptied(shared));  // by all that multiply
     }
-    announce_barriers();
+    fence_barrier_init();
 }
 
 // Which tiles' weights are in registers, evenly spread; and the number among those, or among the others.
@@ -126,7 +126,7 @@ __device__ inline void begin(const Parameters& p, const Place& place, char* shar
                 two_weights(p, place, group, in / 4 % 64, tile, in / 256 * 8 + in % 4 * 2);
         }
     }
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    fence_async_proxy();
     __syncthreads();
 }
 

@@ -9,9 +9,9 @@ __device__ inline int block_of_cluster() {
 }
 __device__ inline void wait(const Barrier& barrier, unsigned phase) {
     unsigned done = 0;
-    for (unsigned looks = 0; !done; ++looks) {
-        done = has_completed(shared_address(&barrier), phase);
-        if (looks == PATIENCE) __trap();
+    for (unsigned polls = 0; !done; ++polls) {
+        done = try_wait(shared_address(&barrier), phase);
+        if (polls == MOST_POLLS) __trap();
     }
 }
 __device__ inline void arrive(const Barrier& barrier, int block) {

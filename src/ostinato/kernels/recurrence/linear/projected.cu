@@ -46,7 +46,9 @@ __device__ inline void consume(const Parameters& p, Shared& shared, int rank, in
     const int slices = (p.depth + SLICE - 1) / SLICE;
     const int thread = threadIdx.x % WARPGROUP, warp = thread / 32, lane = thread % 32, part = lane % 4;
     const int sequences = p.rows / p.period;  // of a line
-    const auto meet = [&] { asm volatile("bar.sync %0, %1;" ::"r"(1 + warpgroup), "n"(WARPGROUP) : "memory"); };
+    const auto sync_warpgroup = [&] {
+        asm volatile("bar.sync %0, %1;" ::"r"(1 + warpgroup), "n"(WARPGROUP) : "memory");
+    };
     const auto release = [&](int stage) { if (lane < CLUSTER) arrive(shared.empty[stage], lane); };
     const int behind = gridDim.x / (SHARE_WEIGHT ? 1 : CLUSTER) / (Tile::count_groups(p) * p.lines) + 2;
     int stage = 0;
@@ -159,12 +161,12 @@ __device__ inline void consume(const Parameters& p, Shared& shared, int rank, in
         const int piece = thread % LANES * 8, row = thread / LANES;
         const int from = first_channel + piece < p.channels ? tile.skip : STEPS;  // the first step to be stored
         Scalar* line = p.h + tile.row(p, row) * p.channels + first_channel + piece;
-        meet();  // the previous tile's states have been read
+        sync_warpgroup();  // the previous tile's states have been read
         Scalar* const h = shared.h[warpgroup];
         const unsigned to = shared_address(h + lane % 8 * PADDED_RUN + lane / 8 * OWN + warp * 8 * HELD);
         if (between) steps.apply<true>(states, to);
         else steps.apply<false>(states, to);
-        meet();
+        sync_warpgroup();
         const auto eight = [&](int row) {
             return *reinterpret_cast<const uint4*>(h + row / RUN * PADDED_RUN + row % RUN * OWN + piece);
         };
@@ -186,13 +188,13 @@ projected(const __grid_constant__ Parameters p) {
     const int rank = CLUSTER == 1 ? 0 : block_of_cluster(), warpgroup = threadIdx.x / WARPGROUP;
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < STAGES; ++stage) {
-            shared.full[stage].open();
-            shared.empty[stage].open<CLUSTER * CONSUMERS * 4>();
+            shared.full[stage].init();
+            shared.empty[stage].init<CLUSTER * CONSUMERS * 4>();
         }
-        announce_barriers();
+        fence_barrier_init();
     }
     __syncthreads();
-    meet_cluster();
+    sync_cluster();
     if (warpgroup < CONSUMERS) {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
         consume(p, shared, rank, warpgroup);
@@ -201,5 +203,5 @@ projected(const __grid_constant__ Parameters p) {
         if (threadIdx.x == CONSUMERS * WARPGROUP) produce(p, shared, rank);
         __syncwarp();
     }
-    meet_cluster();  // no block may exit while the other writes to its shared memory
+    sync_cluster();  // no block may exit while the other writes to its shared memory
 }

@@ -51,7 +51,7 @@ struct Published {
     // unconditional, to be in flight at once; those past the first tile repeat it.
     template <int ROUNDS> __device__ float walk_back() const {
         const int lane = threadIdx.x % 32, first = lane & ~3;
-        for (unsigned looks = 0; looks < PATIENCE; ++looks) {
+        for (unsigned polls = 0; polls < MOST_POLLS; ++polls) {
             Message messages[ROUNDS];
 #pragma unroll
             for (int round = 0; round < ROUNDS; ++round)

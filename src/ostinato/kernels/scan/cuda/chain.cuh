@@ -72,7 +72,7 @@ struct Asked {
     __device__ void compose(const Published& published, int first, int end, Composition& whole, bool alone) {
         // What is missing is asked for again all at once: one after the other, each would take as long as all.
         bool missing = true;
-        for (unsigned looks = 0; missing;) {
+        for (unsigned polls = 0; missing;) {
             missing = false;
 #pragma unroll
             for (int i = 0; i < SIZE; ++i)
@@ -85,7 +85,7 @@ struct Asked {
                         got = load_message(published.at(first + i, k, v));
                         missing = true;
                     }
-            if (++looks == PATIENCE) __trap();
+            if (++polls == MOST_POLLS) __trap();
         }
 #pragma unroll
         for (int i = 0; i < SIZE; ++i) {
@@ -112,7 +112,7 @@ __device__ inline Channels look_back(
     const auto all = [&](bool ready) { return (__ballot_sync(~0u, ready) & lanes) == lanes; };
     unsigned seen = ABSENT;
     int nearest = -1;  // distance to the nearest earlier tile with an inclusive prefix
-    unsigned looks = 0;
+    unsigned polls = 0;
     for (int first = 0;;) {
         const int other = chunk - 1 - first - watcher;
         Known there;
@@ -137,7 +137,7 @@ __device__ inline Channels look_back(
         }
         if (nearest >= 0) break;
         if (!gap && first + 2 * WATCHERS <= WINDOW) first += WATCHERS, seen = ABSENT;
-        if (++looks == PATIENCE) __trap();
+        if (++polls == MOST_POLLS) __trap();
         __syncthreads();
     }
     if (at.warp == 0) {  // more warps would only contend for shared memory

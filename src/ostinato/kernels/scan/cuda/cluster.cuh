@@ -9,10 +9,10 @@ struct Inbox {
     Barrier lower[2], higher[2];  // of the messages from lower and from higher ranks
 
     // One thread's call; no block may send before all of the cluster have done this.
-    __device__ void open() {
+    __device__ void init() {
 #pragma unroll
-        for (int box = 0; box < 2; ++box) lower[box].open(), higher[box].open();
-        announce_barriers();
+        for (int box = 0; box < 2; ++box) lower[box].init(), higher[box].init();
+        fence_barrier_init();
     }
     // Send the composition of this block's tile to the others of the first `count` blocks, and expect theirs.  Called
     // by the first segment, whose writes to shared memory before are then visible to all who wait.

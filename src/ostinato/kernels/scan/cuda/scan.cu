@@ -142,7 +142,7 @@ __device__ inline void stream(const Parameters& p, Shared& shared, int chunks) {
     const Place at(p, blockIdx.x / CLUSTER);
     const int rank = blockIdx.x % CLUSTER;
     if constexpr (CLUSTER > 1) {
-        if (threadIdx.x == 0) shared.inbox[0].open();
+        if (threadIdx.x == 0) shared.inbox[0].init();
         arrive_in_cluster();
     }
     const Memory memory(at);
@@ -248,8 +248,8 @@ __device__ inline void chain(const Parameters& p, Shared& shared, int chunks) {
     const int parts = companions > 1 ? (companions - 1 + of_warp - 1) / of_warp : 0;
     if constexpr (MAPPED) {
         if (at.lane == 0) {
-            shared.arrival[at.warp].open();
-            announce_barriers();
+            shared.arrival[at.warp].init();
+            fence_barrier_init();
         }
         __syncwarp();
     }

@@ -220,7 +220,7 @@ struct Steps {
                 Strip::place(at, u, shift, PREVIOUS),
                 p.h0 && !reset ? load_pack(at, p.h0 + at.state(n)) : filled(Element::absent_state())
             );
-            if (MAPPED) yield_to_copies();
+            if (MAPPED) fence_async_proxy();
         }
     }
 
