@@ -41,7 +41,7 @@ __device__ inline unsigned count(int group) {
 
 __device__ inline void await(int group, unsigned wanted) {
     if (threadIdx.x == 0)
-        for (int looks = 0; looks < 1 << 22 && int(count(group) - wanted) < 0; ++looks);
+        for (int polls = 0; polls < 1 << 22 && int(count(group) - wanted) < 0; ++polls);
     __syncthreads();
 }
 
@@ -53,8 +53,9 @@ __device__ inline void raise(int group) {
 
 """
 KERNEL = 'extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur('
-PATIENCE = "    Patience patience(p.failure);\n"
-ASK = "        product.ask(state, taken);\n"
+TIMEOUT = "    Timeout timeout(p.failure);\n"
+WAIT = "if (UNITS * exchanged() <= THREADS - 32 && !POLLS_EARLY) __syncthreads();"
+LOAD = "        product.start_load(state, taken);\n"
 UPDATE = "        units.update(rows, product, sums, state, taken);\n"
 TAKE = "const int before = streamed_before(tile), i = tile - before;"
 WIDE = '@p " LOAD_STATE ".v2.b64 {%0, %1}, [" address "];"'
@@ -69,8 +70,8 @@ SWITCHES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
         ALL,
         {
             KERNEL: COUNTER + KERNEL,
-            PATIENCE: PATIENCE + "    const unsigned begun = count(group) / BLOCKS * BLOCKS;\n",
-            ASK: f"        await(group, begun + unsigned(taken) * BLOCKS);\n{ASK}",
+            TIMEOUT: TIMEOUT + "    const unsigned begun = count(group) / BLOCKS * BLOCKS;\n",
+            LOAD: f"        await(group, begun + unsigned(taken) * BLOCKS);\n{LOAD}",
             UPDATE: f"{UPDATE}        raise(group);\n",
         },
     ),
@@ -79,7 +80,7 @@ SWITCHES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
         {WIDE: '@p " LOAD_STATE ".b64 %0, [" address "]; @p " LOAD_STATE ".b64 %1, [" address "+8];"'},
     ),
     "prefetches": (ALL, {"if (taken + PREFETCH < p.steps)": "if (false)"}),
-    "waiting before the first look": (ALL, {"if (UNITS * exchanged() <= THREADS - 32 && !LOOKS) __syncthreads();": ""}),
+    "waiting before the first look": (ALL, {WAIT: ""}),
     "columns in the order of banks": (("block", "sparse"), {}),  # which Python packs
 }
 

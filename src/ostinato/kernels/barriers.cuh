@@ -1,5 +1,4 @@
-// Barriers in shared memory (mbarrier), which count arrivals and the bytes that asynchronous copies write; and that of a
-// cluster.
+// Barriers in shared memory (mbarrier), which count arrivals and the bytes of asynchronous copies; and a cluster's.
 
 constexpr unsigned MOST_POLLS = 1 << 24;  // polls, about a microsecond each, before a wait traps
 

@@ -186,7 +186,7 @@ def rounded(cell, hidden, batch, backward, properties=H100):
     """Geometries in tf32, with one and with two buffers of partial sums."""
     start = Geometry("dense", cell, hidden, f32, 0, 0, 0, backward, exact=False)
     found = search.candidates(start, batch, 1.0, None, properties)
-    found = {(g.cluster, g.asks_early): g for g in found if g.turns == 1 and not g.distributed}
+    found = {(g.cluster, g.loads_early): g for g in found if g.turns == 1 and not g.distributed}
     return [g._replace(sum_buffers=n) for g in found.values() for n in (1, 2)]
 
 

@@ -247,7 +247,7 @@ def test_a_thread_of_the_backward_updates_no_more_than_its_registers_hold(cell):
         assert -(-chosen.units * chosen.columns // geometry.THREADS) * GATES[cell] <= 8
 
 
-def test_a_block_asks_early_for_many_rounded_bytes_of_many_sequences():
+def test_a_block_loads_early_many_rounded_bytes_of_many_sequences():
     """At 256 sequences 5.5 microseconds a step, as two blocks of a cluster take; fewer bytes took a tenth longer."""
     for batch, exact, early in ((256, False, True), (128, False, True), (16, False, False), (256, True, False)):
         for backward in (False, True):
@@ -255,7 +255,7 @@ def test_a_block_asks_early_for_many_rounded_bytes_of_many_sequences():
             found = search.candidates(start, batch, 1.0, None, H100)
             alone = [g for g in found if g.cluster == g.turns == 1 and not g.distributed]
             fastest = min(alone, key=lambda g: microseconds(g, batch))
-            assert fastest.asks_early == (early and backward)
+            assert fastest.loads_early == (early and backward)
 
 
 @pytest.mark.parametrize(

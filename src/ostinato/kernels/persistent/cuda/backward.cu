@@ -110,12 +110,12 @@ struct Units : Block {
             }
             if constexpr (CELL == LSTM) {
                 const float input = sigmoid(x[0]), forget = sigmoid(x[1]), output = sigmoid(x[3]);
-                const float new_cell = hyperbolic_tangent(x[2]), shown = hyperbolic_tangent(cell[k].x[j]);
+                const float new_cell = hyperbolic_tangent(x[2]), tanh_cell = hyperbolic_tangent(cell[k].x[j]);
                 slope[i][0] = new_cell * input * (1 - input);
                 slope[i][1] = (begins[i] ? 0 : cell_before[k].x[j]) * forget * (1 - forget);
                 slope[i][2] = input * (1 - new_cell * new_cell);
-                slope[i][3] = shown * output * (1 - output);
-                gate[i] = forget, through[i] = output * (1 - shown * shown);
+                slope[i][3] = tanh_cell * output * (1 - output);
+                gate[i] = forget, through[i] = output * (1 - tanh_cell * tanh_cell);
             }
             given[i] = taken_apart(grad[k]);
             if (live(i, rows)) continue;
@@ -176,7 +176,7 @@ struct Units : Block {
             for (int g = 0; g < GATES; ++g) {
                 if constexpr (SCATTERS) {
                     const int place = place_in_slice((g * UNITS + unit_of(first)) * sizeof(Scalar), sequence_of(first));
-                    if (owned(first)) *reinterpret_cast<Pack*>(state + place) = shown(published[g][0]);
+                    if (owned(first)) *reinterpret_cast<Pack*>(state + place) = operand_bits(published[g][0]);
                 } else {
                     publish(published[g], in_word(first), begins_word(first),
                             state + state_place(unit + unit_of(first), sequence_of(first), g), taken);
@@ -215,13 +215,13 @@ struct Units : Block {
     }
 
     __device__ void add(const Product& product, const float* sums, const Mailbox& mailbox, int step,
-                        Patience& patience) {
+                        Timeout& timeout) {
         if (idle(0)) return;
         Few<float> sum[LOADS];
 #pragma unroll
         for (int i = 0; i < ITEMS; i += ADJACENT)
             sum[i / ADJACENT] = product.sum(sums, spans[i], mailbox.rank * UNITS + unit_of(i), sequence_of_sums(i));
-        mailbox.add(sum, *this, step, patience);
+        mailbox.add(sum, *this, step, timeout);
 #pragma unroll
         for (int i = 0; i < ITEMS; i += ADJACENT) {
             if (!owned(i)) continue;
@@ -285,7 +285,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const
     Product product(p, block, rest);
     Units units(p, product, block, Block{block * UNITS, group * p.columns, sequences, int(threadIdx.x)});
     Sender sender(p, product, mailbox, block);
-    Patience patience(p.failure);
+    Timeout timeout(p.failure);
     const size_t stride = size_t(p.groups) * GROUP_BYTES;
     char* state = p.states + size_t(group) * GROUP_BYTES;
 
@@ -297,26 +297,26 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const
     for (int taken = 0; taken < p.steps; ++taken) {
         units.update(state, taken);
         units.wait_for_update();
-        const auto ask = [&] { product.ask(state + block % CLUSTER * SLICE_BYTES, taken); };
+        const auto start_load = [&] { product.start_load(state + block % CLUSTER * SLICE_BYTES, taken); };
         const Rows written = rows;
         rows = next;
         units.differentiate(rows);
-        if (ASKS_EARLY) ask();
+        if (LOADS_EARLY) start_load();
         if (taken + 2 < p.steps) next = units.fetch(taken + 2);
         if (taken + PREFETCH < p.steps)
             units.prefetch_step(Rows(p, step_of(p, taken + PREFETCH)));
         units.pause<PAUSE>();
-        if (!ASKS_EARLY) ask();
+        if (!LOADS_EARLY) start_load();
         units.resets.look_up(p, units, taken + 2);
         units.erase(state + to_opposite_buffer(taken) * ptrdiff_t(stride));
         state += to_next_buffer(taken) * ptrdiff_t(stride);
         units.write(written);
         units.write_totals(taken);
         float* sums = all_sums + taken % SUM_BUFFERS * SUMS;
-        product(sums, patience);
+        product(sums, timeout);
         __syncthreads();
         sender.send(product, sums, sequences, taken);
-        units.add(product, sums, mailbox, taken, patience);
+        units.add(product, sums, mailbox, taken, timeout);
     }
     units.write_states();
     sync_if_clustered();

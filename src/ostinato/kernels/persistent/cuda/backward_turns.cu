@@ -15,7 +15,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(TURNS * THREADS, 1) rec
         const Product product{};
         Units units(p, product, block, own_items(p, block, group));
         Sender sender(p, product, mailbox, block);
-        Patience patience(p.failure);
+        Timeout timeout(p.failure);
 
         Rows rows = units.fetch(0), next = rows;
         units.resets.look_up(p, units, 0);
@@ -36,7 +36,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(TURNS * THREADS, 1) rec
         };
         const auto update = [&](int taken, const float* sums, char* state) {
             sender.send(product, sums, units.sequences, taken);
-            units.add(product, sums, mailbox, taken, patience);
+            units.add(product, sums, mailbox, taken, timeout);
             if (taken + 1 < p.steps) units.update(state, taken + 1);
         };
         state += own_turn() * GROUP_BYTES;

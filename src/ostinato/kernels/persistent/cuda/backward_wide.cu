@@ -62,10 +62,10 @@ struct Units : Share {
 
     // The gradients of the states before the last step; where a sequence did not have it, they are as before.
     __device__ void sum(float (&dh)[4], const Place& place, char* shared, int taken, int turn, int round,
-                        Patience& patience) const {
+                        Timeout& timeout) const {
         float4 terms[TERMS] = {};
         if (taken)
-            take(terms, place.sums(p, turn, place.block) + round * OWNERS + thread, taken, shared, patience);
+            take(terms, place.sums(p, turn, place.block) + round * OWNERS + thread, taken, shared, timeout);
         float4 sum = terms[0];
 #pragma unroll
         for (int i = 1; i < TERMS; ++i)
@@ -82,7 +82,7 @@ struct Units : Share {
         }
     }
 
-    __device__ void update(const Place& place, char* shared, int taken, int turn, Patience& patience) {
+    __device__ void update(const Place& place, char* shared, int taken, int turn, Timeout& timeout) {
         char* published = place.published(p, turn, taken + 1) + place.block * STATE_BYTES;
 #pragma unroll
         for (int r = 0; r < ROUNDS; ++r) {
@@ -96,12 +96,12 @@ struct Units : Share {
                 for (int g = 0; g < GATES; ++g) unpack(x[r][s][g], of_gates[g]);
                 const float input = sigmoid(of_gates[0][u]), output = sigmoid(of_gates[3][u]);
                 const float candidate = hyperbolic_tangent(of_gates[2][u]);
-                const float shown = hyperbolic_tangent(u ? cell[r][s].y : cell[r][s].x);
-                forget[i] = sigmoid(of_gates[1][u]), through[i] = output * (1 - shown * shown);
+                const float tanh_cell = hyperbolic_tangent(u ? cell[r][s].y : cell[r][s].x);
+                forget[i] = sigmoid(of_gates[1][u]), through[i] = output * (1 - tanh_cell * tanh_cell);
                 slope[i][0] = candidate * input * (1 - input);
                 slope[i][1] = (u ? earlier[r][s].y : earlier[r][s].x) * forget[i] * (1 - forget[i]);
                 slope[i][2] = input * (1 - candidate * candidate);
-                slope[i][3] = shown * output * (1 - output);
+                slope[i][3] = tanh_cell * output * (1 - output);
                 if (OFFSETS && !(lives >> (2 * r + s) & 1)) {
                     forget[i] = 1, through[i] = 0;
 #pragma unroll
@@ -111,7 +111,7 @@ struct Units : Share {
                 for (int g = 0; g < GATES; ++g) asm volatile("" : "+f"(slope[i][g]));
                 asm volatile("" : "+f"(forget[i]), "+f"(through[i]));
             }
-            sum(dh, place, shared, taken, turn, r, patience);
+            sum(dh, place, shared, taken, turn, r, timeout);
             const float4 last = cells(shared, turn, r);
             float dc[4] = {last.x, last.y, last.z, last.w}, d[4][GATES];
 #pragma unroll
@@ -157,11 +157,11 @@ struct Units : Share {
             }
     }
 
-    __device__ void finish(const Place& place, char* shared, Patience& patience) const {
+    __device__ void finish(const Place& place, char* shared, Timeout& timeout) const {
         for (int turn = 0; turn < TURNS; ++turn)
             for (int r = 0; r < ROUNDS; ++r) {
                 float dh[4];
-                sum(dh, place, shared, p.steps, turn, r, patience);
+                sum(dh, place, shared, p.steps, turn, r, timeout);
                 const float4 dc = cells(shared, turn, r);
                 for (int s = 0; s < 2; ++s) {
                     const int of = sequence_of(turn, r, s);

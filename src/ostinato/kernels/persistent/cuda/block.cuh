@@ -95,13 +95,13 @@ struct Product {
         }
     }
 
-    __device__ void ask(const char* from, unsigned step) { state.ask(from, step); }
+    __device__ void start_load(const char* from, unsigned step) { state.start_load(from, step); }
 
-    // sums[part][sequence][row] = a share of the row's strip times the state that was asked for.  With HALVES, places
+    // sums[part][sequence][row] = a share of the row's strip times the state that is being loaded.  With HALVES, places
     // that hold the batch in their lower and in their upper half have separate partial sums, from separate columns of
     // the mma.
-    __device__ void operator()(float* sums, Patience& patience) {
-        state.bring(patience);
+    __device__ void operator()(float* sums, Timeout& timeout) {
+        state.wait_and_store(timeout);
         __syncthreads();
         unsigned b[2][AT_ONCE_GATHERED][2];  // the next are gathered while these are multiplied
         gather(0, b[0]);

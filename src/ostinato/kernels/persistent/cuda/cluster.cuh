@@ -47,7 +47,7 @@ struct Mailbox {
     }
 
     // Loads adjacent words unless they are there.  True if they were not.
-    __device__ static bool look(Word* word, unsigned address, unsigned flag) {
+    __device__ static bool poll(Word* word, unsigned address, unsigned flag) {
         const bool wanted = high(word[0]) != flag || high(word[ADJACENT - 1]) != flag;
         if (ADJACENT == 2)
             asm volatile("{ .reg .pred p; setp.ne.u32 p, %2, 0;"
@@ -60,7 +60,7 @@ struct Mailbox {
     }
 
     // Adds what was sent of a thread's items; garbage if the wait timed out.
-    __device__ void add(Few<float> (&sum)[ITEMS / ADJACENT], const Block& own, int step, Patience& patience) const {
+    __device__ void add(Few<float> (&sum)[ITEMS / ADJACENT], const Block& own, int step, Timeout& timeout) const {
         if (SENDERS == 0) return;
         constexpr int LOADS = ITEMS / ADJACENT;
         const unsigned flag = step + 1;
@@ -69,14 +69,14 @@ struct Mailbox {
 #pragma unroll
         for (int i = 0; i < LOADS; ++i) {
             mine[i] = __cvta_generic_to_shared(slots + step % 2 * SENDERS * SHARE + own.item(i * ADJACENT));
-            asm volatile("" : "+r"(mine[i]));  // or else the address of each word would be computed at every look
+            asm volatile("" : "+r"(mine[i]));  // or else the address of each word would be computed at every poll
 #pragma unroll
             for (int from = 0; from < SENDERS; ++from) {
 #pragma unroll
                 for (Word& word : words[i][from]) word = own.owned(i * ADJACENT) ? 0 : Word(flag) << 32;
             }
         }
-        patience.renew();
+        timeout.restart();
         bool waiting;
         do {
             waiting = false;
@@ -84,9 +84,9 @@ struct Mailbox {
             for (int i = 0; i < LOADS; ++i) {
 #pragma unroll
                 for (int from = 0; from < SENDERS; ++from)
-                    waiting |= look(words[i][from], mine[i] + from * unsigned(SHARE * sizeof(Word)), flag);
+                    waiting |= poll(words[i][from], mine[i] + from * unsigned(SHARE * sizeof(Word)), flag);
             }
-        } while (waiting && patience.lasts());
+        } while (waiting && timeout.may_poll());
         __syncwarp();
 #pragma unroll
         for (int i = 0; i < LOADS; ++i) {

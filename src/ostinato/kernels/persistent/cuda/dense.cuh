@@ -67,8 +67,9 @@ __device__ inline void pack_weights(const Parameters& p, int i) {
         const int in_piece = c / 2 < PIECES ? lane % 4 * 16 + c % 2 * 8 : lane % 4 * 8;
         const int first = (first_byte(warp / SHARING, c / 2) + in_piece + r / 2 * 4) / int(sizeof(Scalar));
         const bool exists = c < COLUMN_TILES;
-        registers[r] = exists ? shown(widen(weight_at(p, block, there, first))) : 0;
-        if (sizeof(Scalar) == 2 && exists) registers[r] |= shown(widen(weight_at(p, block, there, first + 1))) << 16;
+        registers[r] = exists ? operand_bits(widen(weight_at(p, block, there, first))) : 0;
+        if (sizeof(Scalar) == 2 && exists)
+            registers[r] |= operand_bits(widen(weight_at(p, block, there, first + 1))) << 16;
     }
     reinterpret_cast<uint4*>(p.packed)[i] = {registers[0], registers[1], registers[2], registers[3]};
 }
@@ -134,19 +135,19 @@ struct Product {
     __device__ unsigned warp() const { return KEEPS_NUMBER ? number / 32 : warp_id(); }
 
     // Starts to bring the `state`, whether it is there or not.
-    __device__ void ask(const char* state, unsigned step) { operand.ask(state, step); }
+    __device__ void start_load(const char* state, unsigned step) { operand.start_load(state, step); }
 
-    // sums[part][sequence][row] = this warp's share of the recurrent matrix times the state that was asked for, after
+    // sums[part][sequence][row] = this warp's share of the recurrent matrix times the state that is being loaded, after
     // free(), which waits until the sums may be overwritten; or, by four, one of those of sums[sequence][row], another
     // where sequences are stored together.
-    template <typename Free> __device__ void operator()(float* sums, Patience& patience, Free free) {
-        patience.renew();
+    template <typename Free> __device__ void operator()(float* sums, Timeout& timeout, Free free) {
+        timeout.restart();
         Accumulators accumulators;
         auto &[d, halves] = accumulators;
         do {
 #pragma unroll
             for (int tile = 0; tile < EARLY; ++tile) early[tile] = kept[tile * THREADS];
-            operand.wait(patience);
+            operand.wait(timeout);
             accumulators = {};
             uint4 half;  // the last tile shared by two column tiles
             Piece piece[SEQUENCE_TILES];
@@ -166,7 +167,7 @@ struct Product {
                         multiply(r < FULL ? d[c % CHAINS][r][s] : halves[c % 2][s], a, piece[s].word[c % 2]);
                 }
             }
-        } while (operand.lacked_any(patience));
+        } while (operand.lacked_any(timeout));
         free();
         if (SHARING > 1) sums += first_row(warp_id());
 #pragma unroll
@@ -193,8 +194,8 @@ struct Product {
         }
     }
 
-    __device__ void operator()(float* sums, Patience& patience) {
-        (*this)(sums, patience, [] { if (SUM_BUFFERS == 1) __syncthreads(); });  // the last step's have been read
+    __device__ void operator()(float* sums, Timeout& timeout) {
+        (*this)(sums, timeout, [] { if (SUM_BUFFERS == 1) __syncthreads(); });  // the last step's have been read
     }
 
     __device__ Span span(const Parameters &, int, int) const { return {}; }

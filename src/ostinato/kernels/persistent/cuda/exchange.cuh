@@ -16,7 +16,7 @@
 //   - Words are erased when they have been read.  By the time a block writes a step, all have read the last but one, as
 //     it needs what they made of that; in a cluster, threads without a state of their own may be a step behind.  No
 //     load returns what depends on its own result.
-//   - Words are absent before others look for the next: what was stored has reached L2, which answers all looks at
+//   - Words are absent before others poll for the next: what was stored has reached L2, which answers all polls of
 //     words, when the same thread has exchanged half of the buffers' steps with all others, several microseconds later.
 // The last rests on time.  PTX's memory model asks for a fence of the writer and one of the reader in between.  With
 // 16, 32 or 64 buffers a thread needs a fence every 6, 14 or 30 steps, and the median of 27 loops took 7.5, 3.9 and
@@ -93,14 +93,14 @@ __device__ inline size_t state_address(const char* address) {
 }
 
 // Polls: loads only what is absent, predicated so that many loads are in flight together.  True if it was absent.
-__device__ inline bool look(Word& word, const char* address, unsigned step) {
+__device__ inline bool poll(Word& word, const char* address, unsigned step) {
     const bool wanted = absent(word, step);
     asm volatile("{ .reg .pred p; setp.ne.u32 p, %1, 0; " LOAD_WORD("%2") " }"
                  : "+l"(word) : "r"(unsigned(wanted)), "l"(state_address(address)) : "memory");
     return wanted;
 }
 
-__device__ inline bool look(Piece& piece, const char* address, unsigned step) {
+__device__ inline bool poll(Piece& piece, const char* address, unsigned step) {
     const bool wanted = absent(piece, step);
     asm volatile("{ .reg .pred p; setp.ne.u32 p, %2, 0; " LOAD_PIECE("%3") " }"
                  : "+l"(piece.word[0]), "+l"(piece.word[1])
@@ -130,16 +130,15 @@ __device__ inline void erase(const char* address, int words) {
 
 // A timeout of some seconds, counted in polls, not by a clock, since the GPU may be preempted.  After it a thread no
 // longer waits, and computes on with NaN.
-struct Patience {
-    static constexpr int LOOKS = 1 << 23;
-    int limit = LOOKS, looks = 0;
+struct Timeout {
+    int limit = 1 << 23, polls = 0;
     int* failure;
 
-    __device__ explicit Patience(int* failure) : failure(failure) {}
-    __device__ void renew() { looks = 0; }
-    __device__ bool has_ended() const { return !limit; }
-    __device__ bool lasts() {
-        if (looks++ < limit) return true;
+    __device__ explicit Timeout(int* failure) : failure(failure) {}
+    __device__ void restart() { polls = 0; }
+    __device__ bool has_expired() const { return !limit; }
+    __device__ bool may_poll() {
+        if (polls++ < limit) return true;
         if (limit) {
             limit = 0;
             *reinterpret_cast<volatile int*>(failure) = 1;
@@ -163,7 +162,7 @@ __device__ inline unsigned round_to_tf32(unsigned x) {
 }
 
 // The bits of a number as an operand of mma.  Unless EXACT, float32 is rounded to tf32 here, once, not at every use.
-__device__ inline unsigned shown(float x, bool zero = false) {
+__device__ inline unsigned operand_bits(float x, bool zero = false) {
     return sizeof(Scalar) == 4 && !EXACT ? round_to_tf32(bits(x, zero)) : bits(x, zero);
 }
 
@@ -187,7 +186,7 @@ struct Copies {
 
     // Publishes a number of each of consecutive lanes, a word's, or zero; all lanes must call it.
     __device__ void publish(float x, bool zero, bool within) const {
-        const unsigned mine = shown(x, zero), lane = lane_id() / WORD * WORD;
+        const unsigned mine = operand_bits(x, zero), lane = lane_id() / WORD * WORD;
         unsigned half[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -224,8 +223,8 @@ __device__ inline void store_if(bool wanted, char* address, Word word) {
 // lanes must call it.
 __device__ inline void publish(const float (&x)[ADJACENT], bool within, bool first, char* address, unsigned step) {
     if constexpr (DISTRIBUTED) return Copies(address).publish(x[0], false, within);
-    unsigned mine = (shown(x[0]) & ~TAG) | (step & TAG);
-    if (ADJACENT == 2) mine |= shown(x[ADJACENT - 1]) << 16;
+    unsigned mine = (operand_bits(x[0]) & ~TAG) | (step & TAG);
+    if (ADJACENT == 2) mine |= operand_bits(x[ADJACENT - 1]) << 16;
     else if (sizeof(Scalar) == 2) mine |= __shfl_down_sync(~0u, mine, 1) << 16;
     store_if(first, address, HALF_WORDS ? mine : mine | Word(__shfl_down_sync(~0u, mine, WORD / 2 / ADJACENT)) << 32);
 }

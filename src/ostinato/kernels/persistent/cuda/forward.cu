@@ -215,7 +215,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const
     const Block own{in_register(block * UNITS), in_register(group * p.columns), in_register(sequences_of(p)),
                     in_register(int(threadIdx.x))};
     Units units(p, product, block, own);
-    Patience patience(p.failure);
+    Timeout timeout(p.failure);
     const size_t stride = in_register(DISTRIBUTED ? size_t(GROUP_BYTES) : size_t(p.groups) * GROUP_BYTES);
     char* state = first_state(p, group, states);
     sync_if_clustered();
@@ -229,10 +229,10 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const
         if (taken + PREFETCH < p.steps)
             units.prefetch_step(Rows(p, step_of(p, taken + PREFETCH)), state + (PREFETCH + 1) * stride);
         units.pause<PAUSE>();
-        product.ask(state, taken);
+        product.start_load(state, taken);
         units.resets.look_up(p, units, taken + 1);
         float* sums = all_sums + taken % SUM_BUFFERS * SUMS;
-        product(sums, patience);
+        product(sums, timeout);
         __syncthreads();
         state += to_next_buffer(taken) * ptrdiff_t(stride);
         units.update(rows, product, sums, state, taken);

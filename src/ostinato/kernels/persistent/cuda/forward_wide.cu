@@ -46,13 +46,13 @@ struct Units : Share {
     }
 
     // A sequence without this step keeps its state.
-    __device__ void update(const Place& place, char* shared, int taken, int turn, Patience& patience) {
+    __device__ void update(const Place& place, char* shared, int taken, int turn, Timeout& timeout) {
         const Rows rows(p, step_of(p, taken));
         char* published = place.published(p, turn, taken + 1) + place.block * STATE_BYTES;
 #pragma unroll
         for (int r = 0; r < ROUNDS; ++r) {
             float4 terms[TERMS];
-            take(terms, sums(shared, turn) + r * OWNERS + thread, taken + 1, shared, patience);
+            take(terms, sums(shared, turn) + r * OWNERS + thread, taken + 1, shared, timeout);
             const float4 before = cells(shared, turn, r);
             float c[4] = {before.x, before.y, before.z, before.w}, after[4], s[4][GATES];
 #pragma unroll
@@ -112,7 +112,7 @@ struct Units : Share {
         }
     }
 
-    __device__ void finish(const Place &, char* shared, Patience &) const {
+    __device__ void finish(const Place &, char* shared, Timeout &) const {
         for (int turn = 0; turn < TURNS; ++turn)
             for (int r = 0; r < ROUNDS; ++r)
                 for (int s = 0; s < 2; ++s) {

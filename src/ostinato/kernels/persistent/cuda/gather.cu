@@ -28,7 +28,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const
     const Block own{in_register(block * UNITS), in_register(group * p.columns), in_register(sequences_of(p)),
                     in_register(thread)};
     Units units(p, product, block, own), carrier = units;
-    Patience patience(p.failure);
+    Timeout timeout(p.failure);
     char* state = reinterpret_cast<char*>(states);
     Copies copies(state + GROUP_BYTES + place_of((own.unit + own.unit_of(0)) * sizeof(Scalar), own.sequence_of(0)));
     for (int i = threadIdx.x; i < SHARED_STATES / 16; i += THREADS)
@@ -71,9 +71,9 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const
         take_operands(0);
     }
     for (int taken = 0; taken < p.steps; ++taken) {
-        product.ask(state + taken % 2 * GROUP_BYTES, taken);
+        product.start_load(state + taken % 2 * GROUP_BYTES, taken);
         float* sums = all_sums + taken % SUM_BUFFERS * SUMS;
-        product(sums, patience);
+        product(sums, timeout);
         __syncthreads();
         if (updates) {
             units.update(Rows(p, step_of(p, taken)), product, sums, copies, taken);

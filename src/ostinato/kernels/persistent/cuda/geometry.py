@@ -27,7 +27,7 @@ THREADS = 32 * WARPS
 TILE_BYTES = 512  # of weights: 16 rows by 32 bytes of columns
 ZERO_PLACES = 16
 REGISTERS = 255  # the limit per thread
-MANY_BYTES = 64 << 10  # see Geometry.asks_early
+MANY_BYTES = 64 << 10  # see Geometry.loads_early
 WIDE_BYTES = 227 << 10  # of shared memory: all that a block of Hopper may have
 
 
@@ -145,11 +145,11 @@ class Geometry(NamedTuple):
         return rounded and not padded and not self.distributed
 
     @property
-    def asks_early(self) -> bool:
-        """Whether a backward block asks for what is exchanged before it loads the other operands of later steps.
+    def loads_early(self) -> bool:
+        """Whether a backward block loads what is exchanged before it loads the other operands of later steps.
 
         That pays off only where so much of so many sequences is exchanged that it takes as long as those loads to
-        arrive.  Elsewhere the other blocks have written nothing yet when it asks.
+        arrive.  Elsewhere the other blocks have written nothing yet by then.
         """
         size = self.slice * self.columns * self.dtype.itemsize
         many = self.columns >= 16 and size > MANY_BYTES
@@ -433,7 +433,7 @@ class Geometry(NamedTuple):
             ("CHUNK_BYTES", self.chunk_bytes),
             ("BACKWARD", int(self.backward)),
             ("CLUSTER", self.cluster),
-            ("ASKS_EARLY", int(self.asks_early)),
+            ("LOADS_EARLY", int(self.loads_early)),
             ("SUM_BUFFERS", self.sum_buffers),
             ("TURNS", self.turns),
             ("REGISTERS", self.registers),

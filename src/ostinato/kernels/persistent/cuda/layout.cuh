@@ -150,10 +150,11 @@ struct Block {
     // Warps without items wait until the others have published: other blocks take as long, and a poll that comes too
     // early costs another round trip.
     __device__ void wait_for_update() const {
-        constexpr bool LOOKS = DISTRIBUTED && HELD <= 12;  // in shared memory, with little else to load, it costs less
-        if (UNITS * exchanged() <= THREADS - 32 && !LOOKS) __syncthreads();
+        // In shared memory, with little else to load, such a poll costs less.
+        constexpr bool POLLS_EARLY = DISTRIBUTED && HELD <= 12;
+        if (UNITS * exchanged() <= THREADS - 32 && !POLLS_EARLY) __syncthreads();
     }
-    // Looks too early delay what they look for, where all blocks look for a few lines or a look is many loads.
+    // Polls that come too early delay what they wait for, where all blocks poll a few lines or a poll is many loads.
     template <int CYCLES> __device__ static void pause() {
         for (const unsigned since = clock(); CYCLES && unsigned(clock()) - since < unsigned(CYCLES);) {}
     }

@@ -22,6 +22,6 @@ __device__ inline Scalar weight_at(const Parameters& p, int block, int row, int 
 
 // A weight of a pruned matrix, by its 1-based index; 0 is padding.
 __device__ inline unsigned indexed_weight(const Parameters& p, int index) {
-    const unsigned weight = shown(widen(p.weight[max(index - 1, 0)]));
+    const unsigned weight = operand_bits(widen(p.weight[max(index - 1, 0)]));
     return index ? weight : 0;
 }

@@ -11,9 +11,9 @@ constexpr int COLUMN_TILES = (ROW_BYTES + 32 * PARTS - 1) / (32 * PARTS);  // of
 constexpr int PIECES = COLUMN_TILES / 2, ODD = COLUMN_TILES % 2;  // of two tiles: 16 bytes; of an odd one: 8
 constexpr int SEQUENCE_TILES = (COLUMNS + 7) / 8;
 static_assert(COLUMNS <= 8 || COLUMNS % 8 == 0, "lanes beyond the last sequence have another's");
-// Nearly always all that was asked for is there, and looks at one word after the other only delay the product.  Less of
-// rounded float32 is, and there it is faster to ask for each word again at once.
-constexpr bool LOOKS_AT_ALL = !TAGGED && !DISTRIBUTED;
+// Nearly always all has arrived with the first load, and tests of one word after the other only delay the product: all
+// are tested together.  Less of rounded float32 has, and there it is faster to poll each absent word at once.
+constexpr bool TESTS_ALL = !TAGGED && !DISTRIBUTED;
 
 __device__ inline unsigned part_id() { return warp_id() / SHARING; }
 
@@ -25,16 +25,18 @@ __device__ inline int first_byte(int part, int piece) {
     return first + piece * 64;
 }
 
-// What words show together: one instruction for each tells whether any has not arrived.
-struct Seen {
-    unsigned all = 0;
+// Whether any of several words has not arrived, for one instruction each.
+struct Arrivals {
+    unsigned combined = 0;
 
-    __device__ void see(unsigned half, unsigned step) { all = TAGGED ? all | (half ^ step) : max(all, half); }
-    __device__ void see(Word word, unsigned step) {
-        see(high(word), step);
-        if (HALF_WORDS) see(low(word), step);
+    __device__ void add(unsigned half, unsigned step) {
+        combined = TAGGED ? combined | (half ^ step) : max(combined, half);
     }
-    __device__ bool any_absent() const { return TAGGED ? all & TAG : all == ~0u; }
+    __device__ void add(Word word, unsigned step) {
+        add(high(word), step);
+        if (HALF_WORDS) add(low(word), step);
+    }
+    __device__ bool any_absent() const { return TAGGED ? combined & TAG : combined == ~0u; }
 };
 
 // Loaded from global memory straight into the registers of mma.
@@ -43,7 +45,7 @@ struct LoadedOperand {
 
     unsigned sequence;            // of this lane in each tile of eight; lanes beyond the last have another's
     unsigned offset, odd_offset;  // in bytes, of this lane's first word in a sequence's state, and of an odd tile's
-    const char *mine, *mine_odd;  // the same of the state that was asked for
+    const char *mine, *mine_odd;  // the same of the state that is being loaded
     unsigned step;                // of that
     Piece pieces[SEQUENCE_TILES][PIECES + 1];
     Word odd[SEQUENCE_TILES];
@@ -67,7 +69,7 @@ struct LoadedOperand {
     }
 
     // Starts to load the `state`, whether it is there or not.
-    __device__ void ask(const char* state, unsigned of_step) {
+    __device__ void start_load(const char* state, unsigned of_step) {
         step = of_step;
         mine = state + place_in_slice(offset, sequence), mine_odd = state + place_in_slice(odd_offset, sequence);
         each([&](int s, int i, const char* address, bool exists) {
@@ -77,29 +79,29 @@ struct LoadedOperand {
     }
 
     __device__ bool lacks_any() const {
-        Seen seen;
+        Arrivals arrivals;
         each([&](int s, int i, const char *, bool) {
-            if (i < PIECES) seen.see(pieces[s][i].word[0], step), seen.see(pieces[s][i].word[1], step);
-            else seen.see(odd[s], step);
+            if (i < PIECES) arrivals.add(pieces[s][i].word[0], step), arrivals.add(pieces[s][i].word[1], step);
+            else arrivals.add(odd[s], step);
         });
-        return seen.any_absent();
+        return arrivals.any_absent();
     }
 
     // Waits for all of it.
-    __device__ void wait(Patience& patience) {
-        const auto look_again = [&](int s, int i, const char* address, bool) {
-            return i < PIECES ? look(pieces[s][i], address, step) : look(odd[s], address, step);
+    __device__ void wait(Timeout& timeout) {
+        const auto poll_again = [&](int s, int i, const char* address, bool) {
+            return i < PIECES ? poll(pieces[s][i], address, step) : poll(odd[s], address, step);
         };
-        if constexpr (LOOKS_AT_ALL) {
-            while (lacks_any() && patience.lasts()) each(look_again);
+        if constexpr (TESTS_ALL) {
+            while (lacks_any() && timeout.may_poll()) each(poll_again);
         } else {
             bool waiting;
             do {
                 waiting = false;
                 each([&](int s, int i, const char* address, bool exists) {
-                    waiting |= look_again(s, i, address, exists);
+                    waiting |= poll_again(s, i, address, exists);
                 });
-            } while (waiting && patience.lasts());
+            } while (waiting && timeout.may_poll());
         }
         __syncwarp();
         if constexpr (DISTRIBUTED) each([&](int, int i, const char* address, bool exists) {
@@ -108,11 +110,11 @@ struct LoadedOperand {
     }
 
     __device__ Piece piece(int s, int i) const { return i < PIECES ? pieces[s][i] : Piece{odd[s], 0}; }
-    __device__ static bool lacked_any(Patience&) { return false; }   // it was waited for
+    __device__ static bool lacked_any(Timeout&) { return false; }   // it was waited for
 };
 
 // Copied into shared memory by the asynchronous proxy, one bulk copy a part: what is on its way takes no registers.
-// Nearly always all that was asked for is there, so it is multiplied before that is known, and once more if it was not.
+// Nearly always all has arrived with the first copy, so it is multiplied before that is known, and once more if not.
 struct CopiedOperand {
     static constexpr int BYTES = PIECES * COLUMNS * CHUNK;  // of a part
     static constexpr int SHARED = PARTS * (BYTES + 16);     // with the barriers
@@ -121,9 +123,9 @@ struct CopiedOperand {
     char* copy;                   // this warp's part
     unsigned barrier;             // which a copy completes
     unsigned phase = 0, awaited;  // of the next copy, and of the last
-    const char* mine;             // the same part of the state that was asked for
+    const char* mine;             // the same part of the state that is being loaded
     unsigned step;                // of that
-    Seen seen;
+    Arrivals arrivals;
 
     CopiedOperand() = default;
     // A barrier of the warps that multiply must follow.
@@ -139,12 +141,12 @@ struct CopiedOperand {
     }
 
     // Starts to copy the `state`, whether it is there or not.
-    __device__ void ask(const char* state, unsigned of_step) {
+    __device__ void start_load(const char* state, unsigned of_step) {
         step = of_step, mine = state + part_id() * BYTES;
-        ask_again();
+        copy_again();
     }
 
-    __device__ void ask_again() {
+    __device__ void copy_again() {
         if (SHARING == 1) __syncwarp();  // all have read the last copy
         else asm volatile("bar.sync %0, %1;" :: "r"(ALL_HAVE_READ + part_id()), "n"(32 * SHARING) : "memory");
         if (lane_id() == 0 && warp_id() % SHARING == 0) {
@@ -155,22 +157,22 @@ struct CopiedOperand {
     }
 
     // Waits for the copy.
-    __device__ void wait(Patience&) {
+    __device__ void wait(Timeout&) {
         while (!try_wait(barrier, awaited)) {}
-        seen = {};
+        arrivals = {};
     }
 
     __device__ Piece piece(int s, int i) {
         const char* address = copy + (i * COLUMNS + s * 8) * CHUNK + lane_id() * 16;
         const ulonglong2 both = *reinterpret_cast<const ulonglong2*>(address);
-        seen.see(both.x, step), seen.see(both.y, step);
+        arrivals.add(both.x, step), arrivals.add(both.y, step);
         return {both.x, both.y};
     }
 
-    // Whether any of it had not arrived; if so, asks for it again.  Warps that share a part have read the same.
-    __device__ bool lacked_any(Patience& patience) {
-        const bool lacks = __any_sync(~0u, seen.any_absent()) && patience.lasts();
-        if (lacks) ask_again();
+    // Whether any of it had not arrived; if so, copies it again.  Warps that share a part have read the same.
+    __device__ bool lacked_any(Timeout& timeout) {
+        const bool lacks = __any_sync(~0u, arrivals.any_absent()) && timeout.may_poll();
+        if (lacks) copy_again();
         return lacks;
     }
 };

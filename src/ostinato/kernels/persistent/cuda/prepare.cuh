@@ -11,8 +11,10 @@ __device__ inline Word initial_word(const Parameters& p, size_t byte) {
     const Rows rows(p, step_of(p, 0));
     if (RESETS && sequence < rows.live && p.resets[rows.first + sequence]) return 0;
     Word word = 0;
-    for (int j = 0; p.h0 && sequence < p.batch && j < WORD && unit + j < HIDDEN; ++j)
-        word |= Word(shown(widen(p.h0[size_t(sequence) * HIDDEN + unit + j])) & ~TAG) << (j * 8 * sizeof(Scalar));
+    for (int j = 0; p.h0 && sequence < p.batch && j < WORD && unit + j < HIDDEN; ++j) {
+        const unsigned initial = operand_bits(widen(p.h0[size_t(sequence) * HIDDEN + unit + j]));
+        word |= Word(initial & ~TAG) << (j * 8 * sizeof(Scalar));
+    }
     return word;
 }
 

@@ -23,7 +23,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const
     Product product(p, block, states);
     Units units(p, product, block, Block{block * UNITS, group * p.columns, sequences, thread});
     const Sender sender(mailbox);
-    Patience patience(p.failure);
+    Timeout timeout(p.failure);
     const auto fetch = [&](int taken) {
         if (taken >= p.steps) return;
         units.resets.load(p, units, taken);
@@ -64,7 +64,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const
             for (int g = 0; g < GRADS; ++g) gradients_of(taken)[g * LANES] = units.d[0][g];
             multiply(taken);
             take(taken + 1);
-            units.add(product, nullptr, mailbox, taken, patience);
+            units.add(product, nullptr, mailbox, taken, timeout);
         }
         units.write_states();
     } else {

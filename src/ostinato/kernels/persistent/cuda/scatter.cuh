@@ -23,8 +23,8 @@ __device__ inline void pack_weights(const Parameters& p, int i) {
         const int there = row + r % 2 * 8;
         const int in_piece = column / 2 < PIECES ? lane % 4 * 16 + column % 2 * 8 : lane % 4 * 8;
         const int first = (column / 2 * 64 + in_piece + r / 2 * 4) / int(sizeof(Scalar));
-        registers[r] = shown(widen(weight_at(p, block, there, first)));
-        if (sizeof(Scalar) == 2) registers[r] |= shown(widen(weight_at(p, block, there, first + 1))) << 16;
+        registers[r] = operand_bits(widen(weight_at(p, block, there, first)));
+        if (sizeof(Scalar) == 2) registers[r] |= operand_bits(widen(weight_at(p, block, there, first + 1))) << 16;
     }
     reinterpret_cast<uint4*>(p.packed)[i] = {registers[0], registers[1], registers[2], registers[3]};
 }

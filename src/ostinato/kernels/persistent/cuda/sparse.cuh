@@ -100,11 +100,11 @@ struct Product {
         }
     }
 
-    __device__ void ask(const char* from, unsigned step) { state.ask(from, step); }
+    __device__ void start_load(const char* from, unsigned step) { state.start_load(from, step); }
 
-    // sums[sequence][thread] = this thread's share of its row of the matrix times the state that was asked for.
-    __device__ void operator()(float* sums, Patience& patience) {
-        state.bring(patience);
+    // sums[sequence][thread] = this thread's share of its row of the matrix times the state that is being loaded.
+    __device__ void operator()(float* sums, Timeout& timeout) {
+        state.wait_and_store(timeout);
         __syncthreads();
         float d[STATE_COLUMNS] = {};
 #pragma unroll

@@ -17,7 +17,7 @@ constexpr int AT_ONCE = ROUNDS * COLUMNS <= 32 ? ROUNDS : 32 / COLUMNS;  // roun
 
 struct SharedState {
     char* places;
-    const char* mine;  // this thread's first word of the state that was asked for
+    const char* mine;  // this thread's first word of the state that is being loaded
     unsigned step;     // of that
     Word words[AT_ONCE][COLUMNS];
 
@@ -78,15 +78,15 @@ struct SharedState {
     }
 
     // Starts to load a state, whether it is there or not.
-    __device__ void ask(const char* state, unsigned of_step) {
+    __device__ void start_load(const char* state, unsigned of_step) {
         step = of_step;
         mine = state + threadIdx.x * 8;
         load(0);
     }
 
-    // Stores the whole state that was asked for, waiting for it; a barrier must follow before it is used.
-    __device__ void bring(Patience& patience) {
-        patience.renew();
+    // Waits for the whole state that is being loaded, and stores it; a barrier must follow before it is used.
+    __device__ void wait_and_store(Timeout& timeout) {
+        timeout.restart();
 #pragma unroll
         for (int round = 0; round < ROUNDS; round += AT_ONCE) {
             if (round) load(round);
@@ -96,9 +96,9 @@ struct SharedState {
 #pragma unroll
                 for (int i = 0; i < AT_ONCE && round + i < ROUNDS; ++i) {
 #pragma unroll
-                    for (int c = 0; c < COLUMNS; ++c) waiting |= look(words[i][c], address(round + i, c), step);
+                    for (int c = 0; c < COLUMNS; ++c) waiting |= poll(words[i][c], address(round + i, c), step);
                 }
-            } while (waiting && patience.lasts());
+            } while (waiting && timeout.may_poll());
 #pragma unroll
             for (int i = 0; i < AT_ONCE && round + i < ROUNDS; ++i) {
                 const int index = (round + i) * THREADS + threadIdx.x;

@@ -28,23 +28,24 @@ __device__ inline void give_registers() {
 }
 
 // Multiplies in all steps.  Before the first, `state` is what the first group exchanges, or the block's slice of it.
-// The next state is asked for last.  Where it was before the sums were stored, or as soon as the block had published
-// its share, into a buffer of its own, so many looks lacked words, each of which costs a copy and a product, that steps
+// The next state is loaded last.  Where it was before the sums were stored, or as soon as the block had published
+// its share, into a buffer of its own, so many loads lacked words, each of which costs a copy and a product, that steps
 // took 1.1 to 1.8 times as long (H200).
 __device__ inline void multiply_in_turns(const Parameters& p, int block, uint4* weights, float* sums,
                                          const char* state) {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(REGISTERS));
     Product product(p, block, weights);
-    Patience patience(p.failure);
+    Timeout timeout(p.failure);
     asm volatile("bar.sync %0, %1;" :: "n"(int(BEGUN)), "n"(THREADS) : "memory");
-    product.ask(state, 0);
+    product.start_load(state, 0);
     for (int taken = 0; taken < p.steps; ++taken) {
         const char* next = state + to_next_buffer(taken) * ptrdiff_t(p.groups) * GROUP_BYTES;
 #pragma unroll
         for (int turn = 0; turn < TURNS; ++turn) {
-            product(sums + turn * SUMS, patience, [&] { if (taken) sync_at(READ, turn); });
+            product(sums + turn * SUMS, timeout, [&] { if (taken) sync_at(READ, turn); });
             arrive_at(WRITTEN, turn);
-            if (taken + turn < p.steps) product.ask((turn ? next : state) + (1 - turn) * GROUP_BYTES, taken + turn);
+            const char* other = (turn ? next : state) + (1 - turn) * GROUP_BYTES;
+            if (taken + turn < p.steps) product.start_load(other, taken + turn);
         }
         state = next;
     }

@@ -34,7 +34,7 @@ constexpr int SLOTS = (SHARED_BYTES - AT_RING - 16) / (PIECE_BYTES + 16), AT_BAR
 
 static_assert(CELL == LSTM && UNITS == 16 && BLOCKS * UNITS == PITCH && BLOCKS % CLUSTER == 0 && HIDDEN % 2 == 0);
 static_assert(CLUSTER * UNITS * (BACKWARD ? 1 : GATES) == 128, "two warpgroups multiply 64 rows each");
-static_assert(TILES % 2 == 0 && TILES <= 64, "a lane looks at two flags");
+static_assert(TILES % 2 == 0 && TILES <= 64, "a lane polls two flags");
 static_assert(SLOTS >= 2);
 
 // A block of a team, of the group with which its turns begin.
@@ -249,7 +249,7 @@ struct Product {
 };
 
 // A bit for each two tiles that have been published for the `count`th time; none before the team has, too.
-__device__ inline unsigned look(const unsigned* flags, const Place& place, unsigned count) {
+__device__ inline unsigned poll(const unsigned* flags, const Place& place, unsigned count) {
     uint2 of_tiles = {~0u, ~0u}, of_team = of_tiles;
     const auto load = [](uint2& at, const unsigned* flag) {
         asm volatile("ld.relaxed.gpu.global.v2.u32 {%0, %1}, [%2];" : "=r"(at.x), "=r"(at.y) : "l"(flag) : "memory");
@@ -263,9 +263,9 @@ __device__ inline unsigned look(const unsigned* flags, const Place& place, unsig
 
 // Copies all that the block multiplies as soon as it is published, from number FIRST on.
 __device__ inline void copy(const Parameters& p, const Place& place, char* shared) {
-    if (warp_id() % 4) return;  // several would look for the same flags, and delay what they look for
+    if (warp_id() % 4) return;  // several would poll the same flags, and delay what they wait for
     constexpr int FIRST = BACKWARD;
-    Patience patience(p.failure);
+    Timeout timeout(p.failure);
     Slot slot;
     for (int count = FIRST; count < p.steps + FIRST; ++count) {
 #pragma unroll 1
@@ -277,10 +277,10 @@ __device__ inline void copy(const Parameters& p, const Place& place, char* share
                 const int bytes = min(PIECE, TILES - piece * PIECE) * STATE_BYTES;
                 const unsigned needed = (~0u >> (32 - PIECE / 2) << piece * (PIECE / 2)) & ~0u >> (32 - TILES / 2);
                 if ((ready & needed) != needed) {
-                    patience.renew();
-                    do ready = look(place.flags(p, turn), place, count);
-                    while ((ready & needed) != needed && __any_sync(~0u, patience.lasts()));
-                    if (patience.has_ended()) failed(shared) = 1;
+                    timeout.restart();
+                    do ready = poll(place.flags(p, turn), place, count);
+                    while ((ready & needed) != needed && __any_sync(~0u, timeout.may_poll()));
+                    if (timeout.has_expired()) failed(shared) = 1;
                     asm volatile("fence.acq_rel.gpu;" ::: "memory");
                     asm volatile("fence.proxy.async.global;" ::: "memory");
                     __syncwarp();
@@ -343,10 +343,10 @@ __device__ inline void multiply_all(const Parameters& p, const Place& place, cha
     }
 }
 
-// Waits for the `count`th sums of a round, TERM float4 apart; NaN if the wait times out.  First each lane looks for
-// one: looks of all would be in the way of others.
+// Waits for the `count`th sums of a round, TERM float4 apart; NaN if the wait times out.  First each lane polls one:
+// polls of all would be in the way of others.
 __device__ inline void take(float4 (&sums)[TERMS], const float4* mine, unsigned count, char* shared,
-                            Patience& patience) {
+                            Timeout& timeout) {
     const auto load = [](float4& x, const float4* from) {
         if (BACKWARD)
             asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];"
@@ -356,7 +356,7 @@ __device__ inline void take(float4 (&sums)[TERMS], const float4* mine, unsigned 
                          : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(shared_address(from)) : "memory");
     };
     const auto absent = [&](float x) { return (__float_as_uint(x) ^ count) & 1; };
-    patience.renew();
+    timeout.restart();
     float one;
     do {
         const float4* from = mine + lane_id() % TERMS * TERM;
@@ -364,7 +364,7 @@ __device__ inline void take(float4 (&sums)[TERMS], const float4* mine, unsigned 
         else
             asm volatile("ld.relaxed.cluster.shared::cta.f32 %0, [%1];"
                          : "=f"(one) : "r"(shared_address(from)) : "memory");
-    } while (__any_sync(~0u, absent(one)) && patience.lasts());
+    } while (__any_sync(~0u, absent(one)) && timeout.may_poll());
     bool waiting;
     do {
         waiting = false;
@@ -372,9 +372,9 @@ __device__ inline void take(float4 (&sums)[TERMS], const float4* mine, unsigned 
         for (int k = 0; k < TERMS; ++k) load(sums[k], mine + k * TERM);
 #pragma unroll
         for (const float4& x : sums) waiting |= absent(x.x) | absent(x.y) | absent(x.z) | absent(x.w);
-    } while (__any_sync(~0u, waiting) && patience.lasts());
+    } while (__any_sync(~0u, waiting) && timeout.may_poll());
     const float nan = __uint_as_float(0x7fffffff);
-    if (patience.has_ended() || failed(shared)) sums[0] = {nan, nan, nan, nan};
+    if (timeout.has_expired() || failed(shared)) sums[0] = {nan, nan, nan, nan};
 }
 
 // Announces what this warp has published: to wait for the block's other warps would take longer.
@@ -388,20 +388,20 @@ __device__ inline void announce(const Parameters& p, const Place& place, int tur
 // Updates, publishes and writes units in all steps.
 template <typename Units> __device__ inline void update_all(const Parameters& p, const Place& place, char* shared) {
     take_registers<UPDATING>();
-    Patience patience(p.failure);
+    Timeout timeout(p.failure);
     Units units(p, place, shared);
     units.fetch(0, 0);
     for (int taken = 0; taken < p.steps; ++taken) {
 #pragma unroll 1
         for (int turn = 0; turn < TURNS; ++turn) {
-            units.update(place, shared, taken, turn, patience);
+            units.update(place, shared, taken, turn, timeout);
             announce(p, place, turn);
             units.write(shared, taken, turn);
             const int next = (turn + 1) % TURNS;
             if (taken + !next < p.steps) units.fetch(taken + !next, next);
         }
     }
-    units.finish(place, shared, patience);
+    units.finish(place, shared, timeout);
 }
 
 // Before the first step.
