@@ -267,7 +267,7 @@ def test_how_time_is_cut_into_chunks():
 
 
 @pytest.mark.parametrize(
-    ("cell", "architecture", "dtype", "backward", "compose", "resets", "far"),
+    ("cell", "architecture", "dtype", "backward", "compose", "resets", "long_offsets"),
     [
         ("gru", "sm_80", torch.float16, False, True, 0, True),
         ("gru", "sm_80", torch.float16, False, True, 2, False),
@@ -276,10 +276,10 @@ def test_how_time_is_cut_into_chunks():
         ("gru", "sm_100", torch.float64, False, False, 1, False),
     ],
 )
-def test_kernels_compile_without_a_gpu(cell, architecture, dtype, backward, compose, resets, far):
+def test_kernels_compile_without_a_gpu(cell, architecture, dtype, backward, compose, resets, long_offsets):
     pytest.importorskip("cuda.core")
     dense = resets and cell == "gru" and dtype != torch.float64
-    macros = dict(steps_cuda.macros(dtype, backward, compose, resets, far, dense))
+    macros = dict(steps_cuda.macros(dtype, backward, compose, resets, long_offsets, dense))
     assert nvrtc.compile_cubin(steps_cuda.source(traced(cell)), architecture, macros)[:4] == b"\x7fELF"
 
 

@@ -72,10 +72,10 @@ def variants():
                 case = dtype.itemsize, aligned, not minimal, *shape, GPUS["H100"], packing == "CU_SEQLENS"
                 criteria = Criteria(name, inputs, *case, by_offsets=packing == "OFFSETS")
                 geometry = choose_geometry(criteria)
-                far, wide = steps == 1, geometry.copies_wide(dtype.itemsize, aligned)
+                copies = geometry.copies_16_bytes(dtype.itemsize, aligned)
                 pitches = geometry.pitches(dtype.itemsize, [channels] * inputs, criteria.anywhere)
                 shared = geometry.shared_bytes(inputs, 3 if minimal else 0, dtype.itemsize, True, True, pitches[0])
-                yield element, macros(name, scalar, scalar, packing, geometry, shared, far, wide, pitches)
+                yield element, macros(name, scalar, scalar, packing, geometry, shared, steps == 1, copies, pitches)
 
 
 @pytest.mark.parametrize(("element", "architecture"), list(zip(ELEMENTS, itertools.cycle(ARCHITECTURES), strict=False)))
@@ -121,8 +121,8 @@ def test_kernels_of_hopper_compile_without_a_gpu(element, dtype, shape):
     geometry = choose_geometry(Criteria(element, inputs, dtype.itemsize, aligned, True, *shape, GPUS["H200"]))
     assert (geometry.cluster, geometry.mapped) == ((2, False) if shape[0] == 4 else (1, True))
     shared = geometry.shared_bytes(inputs, 0, dtype.itemsize, resets=True)
-    wide = geometry.copies_wide(dtype.itemsize, aligned)
-    definitions = dict(macros(element, scalar, scalar, "DENSE", geometry, shared, False, wide, (0,) * inputs))
+    copies = geometry.copies_16_bytes(dtype.itemsize, aligned)
+    definitions = dict(macros(element, scalar, scalar, "DENSE", geometry, shared, False, copies, (0,) * inputs))
     cubin = nvrtc.compile_cubin(launch.source(), "sm_90", {**definitions, "RESETS": inputs % 2})
     assert cubin[:4] == b"\x7fELF"
 

@@ -49,9 +49,9 @@ def test_16_bit_scans_take_what_was_measured_fastest(gpu, shape):
         backward = choose_geometry(Criteria(f"{element}Backward", inputs[1], 2, 8, False, *shape, GPUS[gpu]))
         assert tuple((*g[:4], g.stages) for g in (forward, backward)) == want
         assert not forward.chained
-        assert forward.copies_wide(2, 8)
-        assert backward.copies_wide(2, 8)
-        assert not forward.copies_wide(2, 4)
+        assert forward.copies_16_bytes(2, 8)
+        assert backward.copies_16_bytes(2, 8)
+        assert not forward.copies_16_bytes(2, 4)
 
 
 def test_a_block_alone_asks_for_as_much_as_is_on_its_way_and_little_more():
@@ -343,8 +343,8 @@ def test_aligned_rows_are_copied_in_pieces_of_16_bytes():
             Criteria("LinearScan", 2, itemsize, 16 // itemsize, True, 128, 512, 256, GPUS["H200"])
         )
         assert not geometry.chained
-        assert geometry.copies_wide(itemsize, 16 // itemsize)
-        assert not geometry.copies_wide(itemsize, 8 // itemsize)
+        assert geometry.copies_16_bytes(itemsize, 16 // itemsize)
+        assert not geometry.copies_16_bytes(itemsize, 8 // itemsize)
 
 
 def test_geometries_fit_the_gpu():

@@ -33,7 +33,7 @@ def source(trace: Trace) -> str:
 
 
 def macros(
-    dtype: torch.dtype, backward: bool, compose: bool, resets: int = 0, far: bool = False, dense: bool = False
+    dtype: torch.dtype, backward: bool, compose: bool, resets: int = 0, long_offsets: bool = False, dense: bool = False
 ) -> Macros:
     """The definitions that make it one kernel.
 
@@ -42,7 +42,7 @@ def macros(
     """
     names = ("SCALAR", "VEC", "BACKWARD", "COMPOSE", "RESETS", "OFFSET", "AHEAD", "RESIDENT")
     ahead = AHEAD // 2 if dense or dtype.itemsize == 8 else AHEAD
-    offset, resident = "Index" if far else "int", RESIDENT if dense else 0
+    offset, resident = "Index" if long_offsets else "int", RESIDENT if dense else 0
     if dense and backward:  # where two bytes in one load were slower than two loads
         resets = min(resets, 1)
     values = SCALARS[dtype], 1, int(backward), int(compose), resets, offset, ahead, resident
@@ -57,12 +57,12 @@ def _compile_ahead(
     differentiated: bool,
     dtype: torch.dtype,
     resets: int,
-    far: bool,
+    long_offsets: bool,
     dense: bool,
 ) -> None:
     """Begin to compile all kernels of a call and its gradient but the first, which the caller compiles."""
     of_steps = [
-        macros(dtype, backward, compose, resets, far, dense)
+        macros(dtype, backward, compose, resets, long_offsets, dense)
         for backward in ((False, True) if differentiated else (False,))
         for compose in ((True, False) if chunked else (False,))
     ]
@@ -195,12 +195,12 @@ class _Launches:
         starts = self._marks[0] | self._marks[1] | self.length | -(-self.length // self.chunks)  # of groups of steps
         adjacent = self._marks[2] == 1 and not reverse and cu_seqlens is None and starts % AHEAD == 0
         self._resets = 0 if resets is None else 1 + adjacent
-        self._far = any(x is not None and _is_far(x) for x in tensors)
+        self._long_offsets = any(x is not None and _needs_long_offsets(x) for x in tensors)
         # Two states do not fit.
         self._dense = self.chunks > 1 and trace.states == 1 and like.dtype != torch.float64
 
     def compile_ahead(self) -> None:
-        how = self._resets, self._far, self._dense
+        how = self._resets, self._long_offsets, self._dense
         chunked, differentiated = self.chunks > 1, eager.call.differentiated
         _compile_ahead(self._trace, self._like.get_device(), chunked, differentiated, self._like.dtype, *how)
 
@@ -227,7 +227,7 @@ class _Launches:
         chunks = chunks or self.chunks
         numbers = *arguments, self._bounds, *self._marks, *boundaries[:4]
         sizes = self.sequences, self.length, self.channels, self._reverse, chunks, -(-self.length // chunks), chosen
-        settings = macros(self._like.dtype, backward, compose, self._resets, self._far, self._dense)
+        settings = macros(self._like.dtype, backward, compose, self._resets, self._long_offsets, self._dense)
         packed = struct.pack(f"{len(numbers)}q7i", *numbers, *sizes)
         return self._launch("steps", settings, self.sequences * chunks, packed)
 
@@ -251,6 +251,6 @@ def _tensors(alike: Sequence[Tensor | None]) -> list[int]:
     return [*map(address, alike), *((0, 0) if first is None else first.stride()[:2])]
 
 
-def _is_far(x: Tensor) -> bool:
+def _needs_long_offsets(x: Tensor) -> bool:
     """Whether 32 bits are too few for the offset of the last element."""
     return sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) >= 1 << 31

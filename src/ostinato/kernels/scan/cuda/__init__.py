@@ -10,8 +10,8 @@
 ===============  ==========================================================================================
 
 ``scan.cu`` is put together of the operations in ``elements.cuh``, the steps of a tile (``tile.cuh``, ``copies.cuh``,
- ``shared.cuh``, ``steps.cuh``) and what blocks of one chain tell each other (``chain.cuh``,
-``cluster.cuh``, ``messages.cuh``).
+``shared.cuh``, ``steps.cuh``) and what blocks of one chain tell each other (``chain.cuh``, ``cluster.cuh``,
+``messages.cuh``).
 """
 
 from ostinato.kernels.scan.cuda.scans import (

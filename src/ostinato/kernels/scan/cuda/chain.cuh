@@ -54,12 +54,12 @@ struct Published {
 };
 
 // The messages of a few consecutive tiles, loaded long before they are needed.
-struct Asked {
-    static constexpr int MOST = (WATCHERS < 256 && KEPT_ROWS < ROWS ? 4 : 2) / MESSAGES / VEC;
+struct Prefetched {
+    static constexpr int MOST = (POLLERS < 256 && KEPT_ROWS < ROWS ? 4 : 2) / MESSAGES / VEC;
     static constexpr int SIZE = MOST > 0 ? MOST : 1;
     Message message[SIZE][VEC][MESSAGES];
 
-    __device__ void ask(const Published& published, int first, int end) {
+    __device__ void load(const Published& published, int first, int end) {
 #pragma unroll
         for (int i = 0; i < SIZE; ++i)
             if (first + i < end)
@@ -106,7 +106,7 @@ struct Asked {
 __device__ inline Channels look_back(
     const Place& at, Shared& shared, const Published& published, int chunk, const Composition& tile, bool settled
 ) {
-    const int slot = at.lane % LANES, watcher = at.warp * SEGMENTS + at.segment;
+    const int slot = at.lane % LANES, poller = at.warp * SEGMENTS + at.segment;
     // Whether the predicate holds in all lanes of this segment; every lane of the warp must call it.
     const unsigned lanes = (LANES == 32 ? ~0u : (1u << LANES) - 1) << (at.segment * LANES);
     const auto all = [&](bool ready) { return (__ballot_sync(~0u, ready) & lanes) == lanes; };
@@ -114,29 +114,29 @@ __device__ inline Channels look_back(
     int nearest = -1;  // distance to the nearest earlier tile with an inclusive prefix
     unsigned polls = 0;
     for (int first = 0;;) {
-        const int other = chunk - 1 - first - watcher;
+        const int other = chunk - 1 - first - poller;
         Known there;
         // One poll per tile, and none once its prefix is known: under load every poll queues behind the copies.
         const unsigned mark = other >= 0 && seen != KNOWN ? published.read(other, there) : ABSENT;
         const bool composed = all(mark == COMPOSED), known = all(mark == KNOWN);
         if (known || (composed && seen == ABSENT)) {
-            shared.window[first + watcher][slot] = there;
+            shared.window[first + poller][slot] = there;
             seen = mark;
         }
-        shared.seen[watcher] = seen;
+        shared.seen[poller] = seen;
         __syncthreads();
         // The nearest tile with an inclusive prefix, if every tile between has published its aggregate.
         bool gap = false;
 #pragma unroll
-        for (int i = 0; i < WATCHERS; i += 32) {
-            const unsigned other = i + at.lane < WATCHERS ? shared.seen[i + at.lane] : COMPOSED;
+        for (int i = 0; i < POLLERS; i += 32) {
+            const unsigned other = i + at.lane < POLLERS ? shared.seen[i + at.lane] : COMPOSED;
             const unsigned known = __ballot_sync(~0u, other == KNOWN), missing = __ballot_sync(~0u, other == ABSENT);
             if (known && !(missing & ((known & -known) - 1))) nearest = first + i + __ffs(known) - 1;
             gap = known || missing;
             if (gap) break;
         }
         if (nearest >= 0) break;
-        if (!gap && first + 2 * WATCHERS <= WINDOW) first += WATCHERS, seen = ABSENT;
+        if (!gap && first + 2 * POLLERS <= WINDOW) first += POLLERS, seen = ABSENT;
         if (++polls == MOST_POLLS) __trap();
         __syncthreads();
     }

@@ -152,14 +152,14 @@ struct alignas(MAPPED ? 128 : 32) Strip {
         } else {
             char* const tile = rows.tile(chunk);
 #pragma unroll(CHECKED && PACKING != OFFSETS ? 1 : ROWS)
-            for (int u = 0; u < ROWS; u += TOGETHER) {
+            for (int u = 0; u < ROWS; u += COPIED_PACKS) {
                 const bool exists = !CHECKED || rows.exists(at, chunk, u);
                 const auto* const from = reinterpret_cast<const Pack*>(exists ? rows.row(at, chunk, tile, u) : nullptr);
-                auto* const to = &element[32 * u + at.lane * TOGETHER];
+                auto* const to = &element[32 * u + at.lane * COPIED_PACKS];
                 if constexpr (HALVES) {
                     *to = exists ? *from : 0;
                 } else {
-                    constexpr int BYTES = TOGETHER * sizeof(Pack);
+                    constexpr int BYTES = COPIED_PACKS * sizeof(Pack);
                     copy_async<BYTES>(to, from, exists ? BYTES : 0);
                 }
             }

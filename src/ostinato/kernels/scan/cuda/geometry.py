@@ -52,11 +52,11 @@ class Geometry(NamedTuple):
 
     def read_at_once(self, itemsize: int) -> int:
         """How many other tiles' aggregates a block loads before it waits for any."""
-        watchers = self.warps * self.segments
-        return watchers * max(1, (16 if watchers < 256 else 8) // itemsize // self.vec)
+        pollers = self.warps * self.segments
+        return pollers * max(1, (16 if pollers < 256 else 8) // itemsize // self.vec)
 
-    def copies_wide(self, itemsize: int, aligned: int) -> bool:
-        """Whether lanes copy 16 bytes each, which needs rows of whole pieces, `aligned` (in channels) to 16 bytes.
+    def copies_16_bytes(self, itemsize: int, aligned: int) -> bool:
+        """Whether lanes copy 16 bytes at once, which needs rows of whole pieces, `aligned` (in channels) to 16 bytes.
 
         Smaller copies go through L1, and as many are on their way as it has lines beside the shared memory.
         """
@@ -104,8 +104,8 @@ def macros(
     packing: str,
     geometry: Geometry,
     shared: int,
-    far: bool,
-    wide: bool,
+    long_offsets: bool,
+    copies_16_bytes: bool,
     pitches: Sequence[int],
 ) -> tuple[tuple[str, object], ...]:
     """The preprocessor definitions with which ``scan.cu`` is compiled."""
@@ -124,8 +124,8 @@ def macros(
         ("NARROW", geometry.narrow),
         ("STAGES", geometry.stages),
         ("SHARED_BYTES", shared),
-        ("FAR", int(far)),
-        ("WIDE", int(wide)),
+        ("LONG_OFFSETS", int(long_offsets)),
+        ("COPIES_16_BYTES", int(copies_16_bytes)),
         ("MAPPED", int(geometry.mapped)),
         ("PITCHES", ", ".join(map(str, pitches))),
         ("STAYS", int(geometry.stays)),

@@ -139,8 +139,8 @@ def _choose_kernel(problem: Problem, parameter_dtype: torch.dtype, alignment: in
         problem.packing,
         geometry,
         shared,
-        far=geometry.tile * itemsize * max(problem.row_strides) >= 1 << 31,
-        wide=geometry.copies_wide(itemsize, criteria.aligned),
+        long_offsets=geometry.tile * itemsize * max(problem.row_strides) >= 1 << 31,
+        copies_16_bytes=geometry.copies_16_bytes(itemsize, criteria.aligned),
         pitches=pitches,
     )
     if problem.resets is not None:

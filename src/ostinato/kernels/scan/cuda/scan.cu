@@ -65,7 +65,6 @@ __device__ inline void store_sums(const Place& at, Shared& shared, int part, Sum
     }
 }
 
-
 __device__ inline void prepare(const Place& at, OfChannels& of_channels) {
     const Parameters& p = at.p;
 #pragma unroll
@@ -222,10 +221,10 @@ __device__ inline void stay(const Parameters& p, Shared& shared, int chunks) {
     const int first = at.warp * share, end = first + share < chunk ? first + share : chunk;
     if (at.warp < parts) {
         Composition between = Composition::none();
-        for (int i = first; i < end; i += Asked::SIZE) {
-            Asked asked;
-            asked.ask(published, i, end);
-            asked.compose(published, i, end, between, i == first);
+        for (int i = first; i < end; i += Prefetched::SIZE) {
+            Prefetched prefetched;
+            prefetched.load(published, i, end);
+            prefetched.compose(published, i, end, between, i == first);
         }
         shared.tile[1].join(at, between);
     }
@@ -244,7 +243,7 @@ __device__ inline void chain(const Parameters& p, Shared& shared, int chunks) {
     const Published published(p, number, chunks);
     int next = first_tile;  // the tile to be composed
     // The other blocks' tiles between two of this block's are divided among its segments.
-    const int share = (companions - 1 + WATCHERS - 1) / WATCHERS, of_warp = SEGMENTS * share;
+    const int share = (companions - 1 + POLLERS - 1) / POLLERS, of_warp = SEGMENTS * share;
     const int parts = companions > 1 ? (companions - 1 + of_warp - 1) / of_warp : 0;
     if constexpr (MAPPED) {
         if (at.lane == 0) {
@@ -272,8 +271,8 @@ __device__ inline void chain(const Parameters& p, Shared& shared, int chunks) {
     for (int now = -1, since = 0, stage = 0, last = 0, buffer = 0;; since = now + 1, now = next, next += companions) {
         const int first = since + at.warp * of_warp + at.segment * share,
                   end = first + share < now ? first + share : now;
-        Asked asked;
-        asked.ask(published, first, end);
+        Prefetched prefetched;
+        prefetched.load(published, first, end);
         Steps coming;
         Composition composed;
         if (next < chunks) {
@@ -308,15 +307,15 @@ __device__ inline void chain(const Parameters& p, Shared& shared, int chunks) {
                     if constexpr (NARROW) {  // one copy of the code, as it compiles faster
 #pragma unroll 1
                         for (int i = first;;) {
-                            asked.compose(published, i, end, between, i == first);
-                            if ((i += Asked::SIZE) >= end) break;
-                            asked.ask(published, i, end);
+                            prefetched.compose(published, i, end, between, i == first);
+                            if ((i += Prefetched::SIZE) >= end) break;
+                            prefetched.load(published, i, end);
                         }
                     } else {  // in which the compiler would not see what is the same for all threads
-                        asked.compose(published, first, end, between, true);
-                        for (int i = first + Asked::SIZE; i < end; i += Asked::SIZE) {
-                            asked.ask(published, i, end);
-                            asked.compose(published, i, end, between, false);
+                        prefetched.compose(published, first, end, between, true);
+                        for (int i = first + Prefetched::SIZE; i < end; i += Prefetched::SIZE) {
+                            prefetched.load(published, i, end);
+                            prefetched.compose(published, i, end, between, false);
                         }
                     }
                     __syncwarp();

@@ -105,7 +105,7 @@ struct Shared {
     Joint tile[BUFFERS + !LOOKS_BACK];  // interleaved, the last one is that of the tiles since the block's own
     // Look-back: earlier tiles, nearest first, and their flags; the carry found; the tiles drawn.
     Known window[LOOKS_BACK ? WINDOW : 1][LOOKS_BACK ? LANES : 1];
-    unsigned seen[LOOKS_BACK ? WATCHERS : 1];
+    unsigned seen[LOOKS_BACK ? POLLERS : 1];
     Channels found[LANES];
     int drawn[2];
     Boundaries begins[PACKING == CU_SEQLENS ? BUFFERS : 1], ends[PACKING == CU_SEQLENS ? BUFFERS : 1];

@@ -15,9 +15,9 @@ constexpr int STRIP = SEGMENTS * ROWS;  // steps of a warp in a tile
 constexpr int TILE = WARPS * STRIP;
 constexpr unsigned OF_ROWS = ~0u >> (ROWS < 32 ? 32 - ROWS : 0);  // a bit for each of a thread's steps
 static_assert(ROWS <= 32);
-constexpr int WATCHERS = WARPS * SEGMENTS;  // segments, which poll the messages of earlier tiles in parallel
-constexpr int WINDOW = WATCHERS < 32 ? 32 : WATCHERS;  // tiles of the look-back window
-static_assert(!LOOKS_BACK || (CHAINED && STAGES == 1 && WATCHERS <= 256), "a block draws one tile ahead");
+constexpr int POLLERS = WARPS * SEGMENTS;  // segments, which poll the messages of earlier tiles in parallel
+constexpr int WINDOW = POLLERS < 32 ? 32 : POLLERS;  // tiles of the look-back window
+static_assert(!LOOKS_BACK || (CHAINED && STAGES == 1 && POLLERS <= 256), "a block draws one tile ahead");
 // Bytes from one row of input k to the next in shared memory, if rows are copied in pieces wherever they begin, else 0.
 __device__ constexpr int pitch(int k) {
     constexpr int all[] = {PITCHES};
@@ -35,7 +35,7 @@ constexpr bool PITCHED = pitch(0) > 0;
 constexpr int NEXT_LANE = PITCHED ? 1 : VEC, NEXT = PITCHED ? LANES : 1;
 constexpr int ITEMS = PITCHED ? VEC : 1;  // vectors or elements that a lane accesses at a step
 using Item = PackType<PITCHED ? sizeof(Scalar) : sizeof(Pack)>::type;
-constexpr int TOGETHER = WIDE ? 16 / sizeof(Pack) : 1;  // adjacent packs in one copy of a lane
+constexpr int COPIED_PACKS = COPIES_16_BYTES ? 16 / sizeof(Pack) : 1;  // adjacent packs in one copy of a lane
 #ifndef SINGLE
 #define SINGLE 0  // 1: with NARROW, there is one sequence
 #endif
@@ -44,11 +44,11 @@ constexpr int TOGETHER = WIDE ? 16 / sizeof(Pack) : 1;  // adjacent packs in one
 #endif
 static_assert(CLUSTER == 1 || (!CHAINED && LANES <= 32), "the blocks of a cluster stream a chain of their own");
 // Elements are copied by other lanes than read them, or by none: with MAPPED, by a map of their tensor.
-constexpr bool EXCHANGED = NARROW || WIDE || PITCHED || MAPPED;
+constexpr bool EXCHANGED = NARROW || COPIES_16_BYTES || PITCHED || MAPPED;
 static_assert(!MAPPED || (CHAINED && !LOOKS_BACK && STAGES == 1 && LANES <= 32 && PACKING != OFFSETS));
-static_assert(!MAPPED || !(NARROW || WIDE || PITCHED), "a map copies a strip of rows as they are");
-static_assert(LANES % TOGETHER == 0 && ROWS % TOGETHER == 0);
-static_assert(LANES <= 32 || (LANES % 32 == 0 && !LOOKS_BACK && !WIDE), "look-back and wide copies are a warp's");
+static_assert(!MAPPED || !(NARROW || COPIES_16_BYTES || PITCHED), "a map copies a strip of rows as they are");
+static_assert(LANES % COPIED_PACKS == 0 && ROWS % COPIED_PACKS == 0);
+static_assert(LANES <= 32 || (LANES % 32 == 0 && !LOOKS_BACK && !COPIES_16_BYTES), "both are of single warps");
 static_assert(LANES <= 32 || NARROW, "warps abreast copy their steps in pieces");
 // Of compositions: one may be read while the next is written.
 constexpr int BUFFERS = STAYS ? 1 : CHAINED && !LOOKS_BACK ? 3 : 2;
@@ -79,7 +79,7 @@ constexpr bool ZEROES = RESETS && CHAINED && !STAYS && PACKING == DENSE && Eleme
 using Bits = PackType<sizeof(Pack) < 4 ? 4 : sizeof(Pack)>::type;  // in registers: two shorts would share one
 
 using Index = long long;
-#if FAR
+#if LONG_OFFSETS
 using Offset = Index;  // within a tile, in bytes
 #else
 using Offset = int;
@@ -313,15 +313,16 @@ struct Memory {
 
     __device__ explicit Memory(const Place& at) {
         Place piece = at;
-        if (TOGETHER > 1) {  // a lane copies 16 bytes of a row, not its own steps; a warp copies TOGETHER rows at once
-            constexpr int PER_ROW = LANES / TOGETHER;
+        if (COPIED_PACKS > 1) {  // a lane copies 16 bytes of a row, not its own steps; a warp copies as many rows
+            constexpr int PER_ROW = LANES / COPIED_PACKS;
             piece.segment = at.lane / PER_ROW % SEGMENTS;
-            piece.channel = at.group * GROUP + at.lane % PER_ROW * (TOGETHER * VEC);
+            piece.channel = at.group * GROUP + at.lane % PER_ROW * (COPIED_PACKS * VEC);
             piece.inside = piece.channel < at.p.channels;
         }
 #pragma unroll
         for (int k = 0; k < INPUTS; ++k)
-            input[k] = Rows(piece, at.p.input(k), BACKWARD && k == PREVIOUS, at.lane / (LANES / TOGETHER * SEGMENTS));
+            input[k] =
+                Rows(piece, at.p.input(k), BACKWARD && k == PREVIOUS, at.lane / (LANES / COPIED_PACKS * SEGMENTS));
 #pragma unroll
         for (int k = 0; k < OUTPUTS; ++k) output[k] = Rows(at, at.p.output(k), 0);
     }
