@@ -33,7 +33,7 @@ def calls(device: torch.device, rounds: int = ROUNDS) -> list[Record]:
 
 def _seconds(contestants: dict[str, Call], device: torch.device, rounds: int) -> dict[str, float]:
     """The time to issue a call: the minimum over interleaved rounds, as noise on the host only adds to it."""
-    wait: Call = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    wait = torch.get_device_module(device).synchronize
     samples: dict[str, list[float]] = {who: [] for who in contestants}
     for call in contestants.values():
         for _ in range(3):

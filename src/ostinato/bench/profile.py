@@ -14,6 +14,7 @@ import torch
 from ostinato.bench.measure import Record
 from ostinato.bench.peers import CONTESTANTS
 from ostinato.bench.workloads import OURS, Layer, RecurrentLayer, name_of
+from ostinato.checks import check_integers
 from ostinato.files import replacing
 from ostinato.minimal.recurrences import GATES
 
@@ -43,11 +44,9 @@ def profile(work: Layer | RecurrentLayer, device: torch.device, name: str = OURS
         raise ValueError(f"contestant must be one of {'; '.join(found)}; got {name!r}")
     run = found[name](work, data)
     call = run.prepare(work.passes[-1])
-    wait: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     for _ in range(3):
         call()
-    wait()
-    wall = _wall(call, wait)
+    wall = _wall(call, device)
     calls = max(1, min(20, int(1.0 / wall)))
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
@@ -55,7 +54,7 @@ def profile(work: Layer | RecurrentLayer, device: torch.device, name: str = OURS
     with _own_kernels_named(), torch.profiler.profile(activities=activities) as profiler:
         for _ in range(calls):
             call()
-        wait()
+        torch.get_device_module(device).synchronize()
     if trace is not None:
         with replacing(trace) as temporary:
             profiler.export_chrome_trace(str(temporary))
@@ -81,13 +80,13 @@ def measure_limits(device: torch.device, dtype: torch.dtype) -> dict[str, float]
     numbers = (1 << power) // dtype.itemsize
     a, b, out = (torch.ones(numbers, device=device, dtype=dtype) for _ in range(3))
     m = torch.randn(size, size, device=device, dtype=dtype)
-    wait: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    add, product = _wall(lambda: torch.add(a, b, out=out), wait), _wall(lambda: m @ m, wait)
+    add, product = _wall(lambda: torch.add(a, b, out=out), device), _wall(lambda: m @ m, device)
     return {"bytes_per_second": 3 * numbers * dtype.itemsize / add, "flops_per_second": 2 * size**3 / product}
 
 
-def _wall(call: Callable[[], object], wait: Callable[[], None]) -> float:
+def _wall(call: Callable[[], object], device: torch.device) -> float:
     """The median latency of the calls that fit into half a second, at least one."""
+    wait = torch.get_device_module(device).synchronize
     samples: list[float] = []
     call()
     wait()
@@ -206,9 +205,7 @@ def workload(
         raise ValueError(f"cell must be one of {', '.join(cells)}; got {cell!r}")
     if dtype not in dtypes:
         raise ValueError(f"dtype must be one of {', '.join(dtypes)}; got {dtype!r}")
-    for name, value in (("batch", batch), ("length", length), ("input_size", input_size), ("hidden_size", hidden_size)):
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1; got {value}")
+    check_integers(1, batch=batch, length=length, input_size=input_size, hidden_size=hidden_size)
     if cell in ("mingru", "minlstm"):
         passes = ("forward", "forward+backward") if backward else ("forward",)
         return Layer(cell, batch, length, input_size, hidden_size, dtypes[dtype], passes=passes)
