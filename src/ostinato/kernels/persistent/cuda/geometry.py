@@ -41,6 +41,11 @@ def round_up(a: int, b: int) -> int:
     return ceil_div(a, b) * b
 
 
+def _chains(products: int) -> int:
+    """Accumulators of each of a warp's products, which hide the latency of mma."""
+    return 1 if products >= 4 else 2 if products >= 2 else 4
+
+
 class Geometry(NamedTuple):
     """How the units and sequences of a layer are divided among the blocks of a persistent kernel."""
 
@@ -365,47 +370,70 @@ class Geometry(NamedTuple):
 
     def fill_registers(self, shared_limit: int) -> "Geometry | None":
         """Keep as many tiles as possible in registers; None if the others do not fit into shared memory."""
-        wide = self.dtype == torch.float32
-        streamed = self.streamed
         if self.scatters:
-            rows = ceil_div(self.row_tiles, WARPS)
-            sums = rows * (8 + 4 * (1 if rows >= 4 else 2 if rows >= 2 else 4))
-            rest = 40 + 12 * GATES[self.cell] + 2 * self.cluster + (32 if self.exact else 0) * wide
-            if self.tiles > (REGISTERS - sums - rest) // 4 or not self.shares_work:
-                return None
-            return self._replace(held=self.tiles)
+            return self._fill_scattering()
         if self.path == "dense":
-            sequence_tiles = ceil_div(self.capacity, 8)
-            states = (2 * self.column_tiles if self.turns == 1 else 8) * sequence_tiles  # in turns two at a time
-            products = self.row_tiles_of_warp * sequence_tiles
-            sums = 4 * products * (1 if products >= 4 else 2 if products >= 2 else 4)
-            rest = 20 + 4 * sequence_tiles + (32 if self.exact else 20) * wide
-            if self.backward and self.turns == 1:  # else others update
-                rest += max(24, 6 * self.gates)
-            if self.takes_fewer:  # what each step makes of the number of sequences; it is kept where there is room
-                more = self.cluster > 1 if self.backward else 2 * (self.cell == "lstm" or self.has_half_tiles)
-                rest += 4 * more  # beside what a cluster's blocks send, a cell's state, or a tile taken twice
-            most_gates = 6 if self.turns > 1 and self.is_uneven else 8  # with more those that update would spill
-            if states > 128 or (self.backward and self.gates > most_gates):
-                return None
-            if self.turns > 1 and self.registers < 128:  # those that update can give registers, not take them
-                return None
-            free = (self.registers - states - sums - rest) // 4
-            room = (shared_limit - self._replace(tiles=self.streamed).shared_bytes) // self.tile_bytes
-            if room < 0 or free < 0:  # even without weights the compiler would spill
-                return None
-            if self.tiles > max(0, free) + room:  # prefetched tiles take registers, too
-                if self.takes_fewer:  # what streams is compiled for the sequences that it has, and may not stream then
-                    return self._replace(streamed=1).fill_registers(shared_limit)
-                free -= 0 if wide and not self.exact and states == 128 else 4  # which so large a state leaves in time
-                streamed = self.tiles - max(0, free) - room
-        elif self.path == "block":
+            return self._fill_dense(shared_limit)
+        if self.path == "block":
             words, places = 2 * self.columns * self.words_in_flight, self.tiles * self.tile_columns // 64
-            free = (REGISTERS - places - words - 68 - 16 * wide - 24 * self.backward) // 4
-        else:
-            free = (REGISTERS - 92 - 24 * self.backward) // self.parts
-        geometry = self._replace(held=max(0, min(self.tiles, free)), streamed=streamed)
+            others = places + words + 68 + 16 * (self.dtype == torch.float32) + 24 * self.backward
+            return self._hold((REGISTERS - others) // 4, shared_limit)
+        return self._hold((REGISTERS - 92 - 24 * self.backward) // self.parts, shared_limit)
+
+    def _hold(self, most: int, shared_limit: int) -> "Geometry | None":
+        """As many tiles in registers as these have room for; None if the others do not fit into shared memory."""
+        geometry = self._replace(held=max(0, min(self.tiles, most)))
         return geometry if geometry.shared_bytes <= shared_limit else None
+
+    def _fill_scattering(self) -> "Geometry | None":
+        """All tiles in registers, as the kernel has them nowhere else."""
+        rows = ceil_div(self.row_tiles, WARPS)
+        sums = rows * (8 + 4 * _chains(rows))
+        splits = self.exact and self.dtype == torch.float32
+        others = 40 + 12 * GATES[self.cell] + 2 * self.cluster + 32 * splits
+        fits = self.tiles <= (REGISTERS - sums - others) // 4
+        return self._replace(held=self.tiles) if fits and self.shares_work else None
+
+    def _fill_dense(self, shared_limit: int) -> "Geometry | None":
+        """Tiles that fit neither into registers nor into shared memory are streamed."""
+        states = self._registers_of_states
+        most_gates = 6 if self.turns > 1 and self.is_uneven else 8  # with more those that update would spill
+        if states > 128 or (self.backward and self.gates > most_gates):
+            return None
+        if self.turns > 1 and self.registers < 128:  # those that update can give registers, not take them
+            return None
+        free = (self.registers - states - self._registers_beside_states) // 4
+        room = (shared_limit - self._replace(tiles=self.streamed).shared_bytes) // self.tile_bytes
+        if room < 0 or free < 0:  # even without weights the compiler would spill
+            return None
+        if self.tiles <= free + room:
+            return self._hold(free, shared_limit)
+        if self.takes_fewer:  # what streams is compiled for the sequences that it has, and may not stream then
+            return self._replace(streamed=1).fill_registers(shared_limit)
+        # Prefetched tiles take registers, too, which so large a state of numbers in tf32 leaves in time.
+        tf32 = self.dtype == torch.float32 and not self.exact
+        free = max(0, free - (0 if tf32 and states == 128 else 4))
+        return self._replace(streamed=self.tiles - free - room)._hold(free, shared_limit)
+
+    @property
+    def _registers_of_states(self) -> int:
+        """Registers of the dense kernel's operands; in turns two of their column tiles are loaded at a time."""
+        return (2 * self.column_tiles if self.turns == 1 else 8) * ceil_div(self.capacity, 8)
+
+    @property
+    def _registers_beside_states(self) -> int:
+        """Registers that the dense kernel needs beside operands and weights."""
+        sequence_tiles = ceil_div(self.capacity, 8)
+        products = self.row_tiles_of_warp * sequence_tiles
+        count = 4 * products * _chains(products) + 20 + 4 * sequence_tiles
+        if self.dtype == torch.float32:
+            count += 32 if self.exact else 20
+        if self.backward and self.turns == 1:  # else others update
+            count += max(24, 6 * self.gates)
+        if self.takes_fewer:  # what each step makes of the number of sequences; it is kept where there is room
+            more = self.cluster > 1 if self.backward else 2 * (self.cell == "lstm" or self.has_half_tiles)
+            count += 4 * more  # beside what a cluster's blocks send, a cell's state, or a tile taken twice
+        return count
 
     def macros(self, resets: bool = False, packed: bool = False, keeps: bool = False) -> tuple[tuple[str, object], ...]:
         """The preprocessor definitions for CUDA files.
