@@ -157,38 +157,43 @@ def candidates(
     start: Geometry, batch: int, density: float, block: tuple[int, int] | None, properties: Any, share: int = 1
 ) -> Iterator[Geometry]:
     """The geometries that fit a layer, assuming that the matrix is pruned evenly in such blocks."""
-    shared = properties.shared_memory_per_block_optin
     if start.path == "dense":
         yield from _wide(start, properties, share)
-    rows = 1 if block is None else block[1] if start.backward else block[0]
     coverings = _coverings(start, batch, properties, share)
     if start.path == "dense" and properties.major >= 9:
         coverings = itertools.chain(coverings, _clusters(start, batch, properties, share))
         coverings = itertools.chain(coverings, _in_turns(start, batch, properties, share))
-    for geometry in coverings:
-        width = geometry.slice
-        if geometry.scatters:
-            tiles = ceil_div(geometry.row_tiles, WARPS) * ceil_div(width * geometry.dtype.itemsize, 32)
-            filled = geometry._replace(tiles=tiles).fill_registers(shared)
-        elif geometry.path == "dense":
-            half, column_tiles = geometry.has_half_tiles, geometry.column_tiles
-            tiles = (geometry.row_tiles_of_warp - half) * column_tiles + half * ceil_div(column_tiles, 2)
-            filled = geometry._replace(tiles=tiles).fill_registers(shared)
-            if geometry.turns == 1 and (filled is None or filled.streamed):
-                filled = geometry._replace(tiles=tiles, sum_buffers=1).fill_registers(shared) or filled
-        elif geometry.path == "block":
-            some, strips = 1 - (1 - density) ** ceil_div(16, rows), geometry.rows // 16  # some of a strip's columns
-            deviations = NormalDist().inv_cdf(1 - 0.05 / (strips * geometry.blocks))  # a likely bound for all strips
-            most = width * some + deviations * math.sqrt(width * some * (1 - some))
-            filled = geometry.split_strips([math.ceil(most)] * strips, shared)
-        else:
-            together = 1 if block is None else block[0] if start.backward else block[1]
-            entries = _entries(geometry.rows, width, geometry.blocks, density, rows, together)
-            filled = geometry._replace(tiles=entries).fill_registers(shared)
-        most_streamed = properties.L2_cache_size * 2 / 3 if geometry.turns == 1 else 0  # in turns: twice a step
-        enough = geometry.turns == 1 or tiles >= LEAST_TILES[start.backward]  # or else they hide little of an exchange
-        if filled and enough and filled.bytes_streamed * share <= most_streamed:
+    for covering in coverings:
+        filled = _with_weights(covering, density, block or (1, 1), properties.shared_memory_per_block_optin)
+        if filled is None:
+            continue
+        most_streamed = properties.L2_cache_size * 2 / 3 if filled.turns == 1 else 0  # in turns: twice a step
+        # Of groups in turn, products of few tiles hide little of an exchange.
+        enough = filled.turns == 1 or filled.tiles >= LEAST_TILES[start.backward]
+        if enough and filled.bytes_streamed * share <= most_streamed:
             yield filled
+
+
+def _with_weights(geometry: Geometry, density: float, block: tuple[int, int], shared: int) -> Geometry | None:
+    """The geometry with its weights in registers and shared memory; None if they do not fit."""
+    if geometry.scatters:
+        tiles = ceil_div(geometry.row_tiles, WARPS) * ceil_div(geometry.slice * geometry.dtype.itemsize, 32)
+        return geometry._replace(tiles=tiles).fill_registers(shared)
+    if geometry.path == "dense":
+        half, column_tiles = geometry.has_half_tiles, geometry.column_tiles
+        tiles = (geometry.row_tiles_of_warp - half) * column_tiles + half * ceil_div(column_tiles, 2)
+        filled = geometry._replace(tiles=tiles).fill_registers(shared)
+        if geometry.turns == 1 and (filled is None or filled.streamed):
+            filled = geometry._replace(tiles=tiles, sum_buffers=1).fill_registers(shared) or filled
+        return filled
+    rows, columns = reversed(block) if geometry.backward else block  # of a pruned block, backward transposed
+    if geometry.path == "block":
+        some, strips = 1 - (1 - density) ** ceil_div(16, rows), geometry.rows // 16  # some of a strip's columns
+        deviations = NormalDist().inv_cdf(1 - 0.05 / (strips * geometry.blocks))  # a likely bound for all strips
+        most = geometry.slice * some + deviations * math.sqrt(geometry.slice * some * (1 - some))
+        return geometry.split_strips([math.ceil(most)] * strips, shared)
+    entries = _entries(geometry.rows, geometry.slice, geometry.blocks, density, rows, columns)
+    return geometry._replace(tiles=entries).fill_registers(shared)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -230,6 +235,20 @@ def _for_batch(geometry: Geometry, batch: int, device: Device, share: int) -> It
         way = geometry._replace(columns=columns, groups=min(groups, ceil_div(batch, columns * geometry.turns)))
         if way.capacity == geometry.capacity:
             yield way
+
+
+def _how_they_fit(geometry: Geometry, pruned: bool) -> str:
+    """What is said of the weights of a `pruned` or dense layer in its plan."""
+    if geometry.wide:
+        return f"fit on the chip, multiplied by warpgroups with {geometry.columns} sequences at once"
+    if geometry.streamed:
+        missing = geometry.bytes_streamed / geometry.groups / 1e6  # of each copy
+        return f"fit on the chip but for {missing:.1f} MB, read from L2 at every step"
+    if geometry.path == "block":
+        return "fit on the chip in strips of 16 rows"
+    if geometry.path == "sparse":
+        return "fit on the chip, each with its place"
+    return "fit on the chip with their zeros, fastest on tensor cores" if pruned else "fit on the chip"
 
 
 def choose_geometry(
@@ -298,15 +317,5 @@ def choose_geometry(
         if microseconds(rounder, batch, pruned) <= longest:
             geometry = rounder
             break
-    how = {
-        "dense": "fit on the chip" if mask_nnz is None else "fit on the chip with their zeros, fastest on tensor cores",
-        "block": "fit on the chip in strips of 16 rows",
-        "sparse": "fit on the chip, each with its place",
-    }
-    reason = f"{kept} {how[geometry.path]}"
-    if geometry.streamed:
-        missing = geometry.bytes_streamed / geometry.groups / 1e6  # of each copy
-        reason = f"{kept} fit on the chip but for {missing:.1f} MB, read from L2 at every step"
-    if geometry.wide:
-        reason = f"{kept} fit on the chip, multiplied by warpgroups with {geometry.columns} sequences at once"
+    reason = f"{kept} {_how_they_fit(geometry, pruned=mask_nnz is not None)}"
     return Plan(geometry.path, geometry.bytes_on_chip, available, geometry.blocks * geometry.groups, reason, geometry)
