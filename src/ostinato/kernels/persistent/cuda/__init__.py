@@ -14,7 +14,7 @@
 ``step.py``       one step, by ``step.cu``
 ``layout.cuh``    what all kernels share: parameters, and which units and sequences a block and a thread have
 ``exchange.cuh``  the exchange between blocks; the product of a matrix with states is in ``dense.cuh``, ``block.cuh`` or
-                  ``sparse.cuh``, both of wide batches in ``wide.cuh``
+                  ``sparse.cuh``, both of wide batches in ``wide.cuh`` and ``wide_*.cuh``
 ================  ===========================================================================================
 """
 

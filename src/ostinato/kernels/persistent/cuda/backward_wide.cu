@@ -1,6 +1,6 @@
 // The backward kernel of wide batches; see wide.cuh.
 
-struct Units : Share {
+struct Units : UpdatedUnits {
     const Parameters& p;
     float totals[GATES][2] = {};  // of two units' gates, over all steps and sequences
     // Of the step that is updated next: its rows; bits for a turn's sequences, whether they have it and begin with it;
@@ -13,7 +13,7 @@ struct Units : Share {
     Pack grads[ROUNDS][2][GATES];   // of that
 
     __device__ Units(const Parameters& p, const Place& place, char* shared)
-        : Share(place), p(p), rows(p, step_of(p, 0)) {
+        : UpdatedUnits(place), p(p), rows(p, step_of(p, 0)) {
         for (int turn = 0; turn < TURNS; ++turn)
             for (int r = 0; r < ROUNDS; ++r) {
                 float2 dc[2] = {};

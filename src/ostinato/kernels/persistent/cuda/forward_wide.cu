@@ -1,12 +1,12 @@
 // The forward kernel of wide batches; see wide.cuh.
 
-struct Units : Share {
+struct Units : UpdatedUnits {
     const Parameters& p;
     Pack bias[GATES];                             // of two units, as all that follows
     Pack x[ROUNDS][2][GATES], h[ROUNDS][2] = {};  // of each sequence: arguments of its gates, and its state
     unsigned begins = 0;                          // a bit for each sequence: whether its next step begins from zero
 
-    __device__ Units(const Parameters& p, const Place& place, char* shared) : Share(place), p(p) {
+    __device__ Units(const Parameters& p, const Place& place, char* shared) : UpdatedUnits(place), p(p) {
         const Rows rows(p, step_of(p, 0));
 #pragma unroll
         for (int g = 0; g < GATES; ++g) {

@@ -493,10 +493,7 @@ def files(geometry: Geometry) -> tuple[str, ...]:
     """The CUDA files of a kernel, in the order in which they are compiled."""
     if geometry.wide:
         kernel = "backward_wide.cu" if geometry.backward else "forward_wide.cu"
-        return (
-            *("numeric.cuh", "barriers.cuh"),
-            *(f"persistent/cuda/{name}" for name in ("layout.cuh", "exchange.cuh", "wide.cuh", kernel)),
-        )
+        return _paths("layout.cuh", "exchange.cuh", "wide.cuh", "wide_product.cuh", "wide_loops.cuh", kernel)
     needs = {
         "dense": ("mma.cuh",),
         "block": ("mma.cuh", "state.cuh"),
@@ -512,5 +509,8 @@ def files(geometry: Geometry) -> tuple[str, ...]:
         products = ("cluster.cuh", "scatter.cuh", "prepare.cuh", "backward.cu", "scatter.cu")
     elif geometry.shares_work:
         products += ("gather.cu",)
-    names = ("layout.cuh", "exchange.cuh", "matrix.cuh", *needs[geometry.path], *products)
+    return _paths("layout.cuh", "exchange.cuh", "matrix.cuh", *needs[geometry.path], *products)
+
+
+def _paths(*names: str) -> tuple[str, ...]:
     return ("numeric.cuh", "barriers.cuh", *(f"persistent/cuda/{name}" for name in names))

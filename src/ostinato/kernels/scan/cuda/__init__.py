@@ -9,8 +9,9 @@
 ``compose.py``   many steps reduced to one without writing states, by ``compose.cu`` and ``pass_on.cu``
 ===============  ==========================================================================================
 
-``scan.cu`` is put together of the operations in ``elements.cuh``, the steps of a tile (``tile.cuh``, ``copies.cuh``,
-``shared.cuh``, ``steps.cuh``) and what blocks of one chain tell each other (``chain.cuh``, ``cluster.cuh``,
+``scan.cu`` is put together of the operations in ``elements.cuh``, the shape of a tile and the places of threads in it
+(``tile.cuh``, ``place.cuh``), its steps (``copies.cuh``, ``shared.cuh``, ``resets.cuh``, ``steps.cuh``), what they are
+reduced to (``composition.cuh``) and what blocks of one chain tell each other (``chain.cuh``, ``cluster.cuh``,
 ``messages.cuh``).
 """
 

@@ -73,7 +73,8 @@ class _Launch(NamedTuple):
 def source(code: str = "") -> str:
     """The source of the scan kernel, with a generated element's code."""
     before = nvrtc.source("numeric.cuh", "barriers.cuh", "scan/cuda/elements.cuh", "scan/cuda/messages.cuh")
-    parts = ("tile.cuh", "copies.cuh", "cluster.cuh", "shared.cuh", "steps.cuh", "chain.cuh", "scan.cu")
+    shapes, memory = ("tile.cuh", "composition.cuh", "place.cuh"), ("copies.cuh", "cluster.cuh", "shared.cuh")
+    parts = (*shapes, *memory, "resets.cuh", "steps.cuh", "chain.cuh", "scan.cu")
     return before + code + nvrtc.source(*(f"scan/cuda/{name}" for name in parts))
 
 

@@ -40,8 +40,8 @@
 // Steps are numbered in scan order.  Steps outside the sequence (ragged ends, shorter packed sequences) act as the
 // identity.
 //
-// Compiled before this file, in this order: elements.cuh (the operations), messages.cuh, barriers.cuh, tile.cuh,
-// copies.cuh, cluster.cuh, shared.cuh, steps.cuh and chain.cuh.
+// Compiled before this file, in this order: barriers.cuh, elements.cuh (the operations), messages.cuh, tile.cuh,
+// composition.cuh, place.cuh, copies.cuh, cluster.cuh, shared.cuh, resets.cuh, steps.cuh and chain.cuh.
 
 // Sum the parameters' gradients over the block's segments, then warps, in a fixed order, into the block's own row.
 __device__ inline void store_sums(const Place& at, Shared& shared, int part, Sums& sums) {

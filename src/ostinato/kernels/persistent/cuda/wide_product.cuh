@@ -1,0 +1,107 @@
+// What a warpgroup multiplies in wide batches, by wgmma: weights in registers or shared memory with states in the ring.
+
+using Descriptor = unsigned long long;
+
+// Of an operand in shared memory; `along_k`: from its first 8 columns to the next.  Within a cluster the upper bits of
+// an address are the block's rank.
+__device__ inline Descriptor descriptor(unsigned address, int along_k) {
+    return Descriptor((address & 0x3ffff) >> 4) | Descriptor(along_k >> 4) << 16 | Descriptor(128 >> 4) << 32;
+}
+// Some bytes after the operand of a descriptor's lower half.  Made where it is used: hoisted, all would take registers.
+__device__ inline Descriptor after(unsigned descriptor, int bytes) {
+    return Descriptor(128 >> 4) << 32 | (descriptor + (bytes >> 4));
+}
+
+#define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define D16(i) D4(i), D4(i + 4), D4(i + 8), D4(i + 12)
+#define SUMS_16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
+#if COLUMNS == 32
+#define SHAPE "m64n32k16"
+#define SUMS "{" SUMS_16 "}"
+#define SUM_OPERANDS D16(0)
+#define FROM_REGISTERS "{%16,%17,%18,%19}, %20, p, 1, 1, 0"
+#define FROM_MEMORY "%16, %17, p, 1, 1, 0, 0"
+#else
+#define SHAPE "m64n64k16"
+#define SUMS "{" SUMS_16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}"
+#define SUM_OPERANDS D16(0), D16(16)
+#define FROM_REGISTERS "{%32,%33,%34,%35}, %36, p, 1, 1, 0"
+#define FROM_MEMORY "%32, %33, p, 1, 1, 0, 0"
+#endif
+#define WGMMA(type, from, ...)                                                                                       \
+    asm volatile("{ .reg .pred p; setp.eq.u32 p, 0, 0; wgmma.mma_async.sync.aligned." SHAPE ".f32." type "." type    \
+                 " " SUMS ", " from "; }" : SUM_OPERANDS : __VA_ARGS__)
+
+// Adds the product of a tile's weights, in registers or in shared memory, with its states.
+__device__ inline void multiply(float (&d)[COLUMNS / 2], const uint4& a, Descriptor b) {
+    if (BFLOAT16) WGMMA("bf16", FROM_REGISTERS, "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b));
+    else WGMMA("f16", FROM_REGISTERS, "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b));
+}
+__device__ inline void multiply(float (&d)[COLUMNS / 2], Descriptor a, Descriptor b) {
+    if (BFLOAT16) WGMMA("bf16", FROM_MEMORY, "l"(a), "l"(b));
+    else WGMMA("f16", FROM_MEMORY, "l"(a), "l"(b));
+}
+
+// What a warpgroup multiplies.
+struct Product {
+    uint4 held[HELD];
+    char* shared;
+    unsigned kept, ring;  // descriptors' lower halves
+    Slot slot;
+
+    __device__ Product(const Parameters& p, const Place& place, char* shared) : shared(shared) {
+        const int group = threadIdx.x / 128, row = warp_id() % 4 * 16 + lane_id() / 4, column = lane_id() % 4 * 2;
+#pragma unroll
+        for (int tile = 0; tile < TILES; ++tile) {
+            if (!is_held(tile)) continue;
+            const auto at = [&](int down, int across) {
+                return two_weights(p, place, group, row + down, tile, column + across);
+            };
+            held[held_before(tile)] = {at(0, 0), at(8, 0), at(0, 8), at(8, 8)};
+            if (tile % 4 == 3) asm volatile("" ::: "memory");  // not all loads at once
+        }
+        kept = unsigned(descriptor(shared_address(shared) + group * KEPT * WEIGHT_BYTES, WEIGHT_BYTES / 2));
+        ring = unsigned(descriptor(shared_address(shared) + AT_RING, STATE_BYTES / 2));
+    }
+
+    // Keeps sums where wgmma writes them.
+    __device__ static void pin(float (&d)[COLUMNS / 2]) {
+#pragma unroll
+        for (float& sum : d) asm volatile("" : "+f"(sum) :: "memory");
+    }
+
+    __device__ void operator()(float (&d)[COLUMNS / 2]) {
+        unsigned last = 0;  // slot's barrier
+#pragma unroll
+        for (int piece = 0; piece < PIECES; ++piece) {
+            wait_for(slot.filled(shared), slot.parity);
+            if (piece == 0) {
+#pragma unroll
+                for (float& sum : d) sum = 0;
+            }
+            pin(d);
+            asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+            const unsigned states = ring + slot.number * (PIECE_BYTES >> 4);
+            unsigned weights = kept;
+            asm volatile("" : "+r"(weights));
+#pragma unroll
+            for (int i = 0; i < PIECE; ++i) {
+                const int tile = piece * PIECE + i;
+                if (tile >= TILES) break;
+                const Descriptor b = after(states, i * STATE_BYTES);
+                if (is_held(tile)) multiply(d, held[held_before(tile)], b);
+                else multiply(d, after(weights, (tile - held_before(tile)) * WEIGHT_BYTES), b);
+            }
+            asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+            if (piece) {
+                asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+                if (lane_id() == 0) arrive(last);
+            }
+            last = slot.emptied(shared);
+            slot.next();
+        }
+        asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+        pin(d);
+        if (lane_id() == 0) arrive(last);
+    }
+};

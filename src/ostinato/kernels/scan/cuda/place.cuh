@@ -1,0 +1,104 @@
+// Where a thread is in its chain, and its rows in memory.
+
+// A thread's coordinates: its sequence, channels and position along time, and the direction of the scan.
+struct Place {
+    const Parameters& p;
+    int batch, direction, group, warp, lane, segment, channel;
+    bool inside;      // this lane's first channel exists, and with it all of a vector
+    bool descending;  // the scan runs backward in time
+
+    __device__ Place(const Parameters& p, int chain) : p(p) {
+        const int groups = NARROW ? 1 : (p.channels + GROUP - 1) / GROUP;
+        group = chain % groups;
+#ifdef DESCENDING
+        batch = SINGLE ? 0 : chain / groups, direction = 0;
+#else
+        batch = chain / groups % p.batch, direction = chain / groups / p.batch;
+#endif
+        warp = threadIdx.x / ABREAST, lane = threadIdx.x % ABREAST;
+        asm("" : "+r"(warp), "+r"(lane));  // or the compiler re-reads the slow special register at every use
+        segment = lane / LANES;
+        channel = group * GROUP + lane % LANES * NEXT_LANE;
+        inside = channel < (NARROW ? NARROW : p.channels);
+#ifdef DESCENDING
+        descending = DESCENDING;
+#else
+        descending = (p.reverse != (direction == 1)) != BACKWARD;
+#endif
+    }
+    // Whether the lane's channel v exists.
+    __device__ bool has(int v) const { return PITCHED && v > 0 ? channel + v * NEXT < p.channels : inside; }
+    __device__ int chain() const {
+        return (direction * p.batch + batch) * (NARROW ? 1 : (p.channels + GROUP - 1) / GROUP) + group;
+    }
+    __device__ int time(int i) const { return descending ? p.steps - 1 - i : i; }
+    __device__ bool exists(int i) const {
+        if (PACKING != OFFSETS) return i < p.steps;
+        if (i >= p.steps) return false;
+        const int t = time(i);
+        return p.bounds[t] + batch < p.bounds[t + 1];
+    }
+    // Whether all steps of the tile exist.
+    __device__ bool whole(int chunk) const { return PACKING != OFFSETS && (chunk + 1) * TILE <= p.steps; }
+    // Whether everything copied for the tile exists, including what alignment adds after it.
+    __device__ bool inner(int chunk) const {
+        const bool last = descending ? chunk == 0 : (chunk + 1) * TILE + 16 >= p.steps;  // in time
+        const bool exact = ALIGNED && (descending || !BACKWARD);  // no piece ends after the tile
+        if ((NARROW || PITCHED) && last && !exact) return false;
+        return PACKING != OFFSETS && (chunk + 1) * TILE + BACKWARD <= p.steps;
+    }
+    __device__ int first(int chunk) const { return chunk * TILE + warp * STRIP + segment * ROWS; }
+    __device__ Scalar* sequence(const Tensor& x) const { return x.data + batch * x.batch + direction * x.direction; }
+    __device__ Index state(int n) const {
+        return Index(PACKING == CU_SEQLENS ? n : direction * p.batch + batch) * p.channels + channel;
+    }
+};
+
+// This thread's rows of a tensor, `ahead` steps later.
+struct Rows {
+    const char* first;  // in the first tile; with OFFSETS, the address for a packed row number of 0
+    Offset stride;
+    int local;  // step of the first row within a tile
+    bool inside;
+
+    __device__ Rows() {}
+    __device__ Rows(const Place& at, const Tensor& x, int ahead, int row = 0)
+        : local(at.first(0) + ahead + row), inside(at.inside) {
+        const Index step = PACKING == OFFSETS ? 0 : at.time(local);
+        const int channel = inside ? at.channel : at.group * GROUP;  // lanes without channels may read the first
+        first = reinterpret_cast<const char*>(at.sequence(x) + channel + step * x.time);
+        stride = Offset(PACKING != OFFSETS && at.descending ? -x.time : x.time) * Offset(sizeof(Scalar));
+    }
+    __device__ bool exists(const Place& at, int chunk, int u) const {
+        return inside && at.exists(chunk * TILE + local + u);
+    }
+    __device__ char* tile(int chunk) const {
+        return const_cast<char*>(first) + (PACKING == OFFSETS ? 0 : Index(chunk) * Offset(TILE * stride));
+    }
+    // Row u of the tile.
+    __device__ Scalar* row(const Place& at, int chunk, char* tile, int u) const {
+        const Index row = PACKING == OFFSETS ? at.p.bounds[at.time(chunk * TILE + local + u)] : u;
+        return reinterpret_cast<Scalar*>(tile + row * stride);
+    }
+};
+
+// Addresses of a thread's rows of all tensors, computed once for all tiles.
+struct Memory {
+    Rows input[INPUTS], output[OUTPUTS];
+
+    __device__ explicit Memory(const Place& at) {
+        Place piece = at;
+        if (COPIED_PACKS > 1) {  // a lane copies 16 bytes of a row, not its own steps; a warp copies as many rows
+            constexpr int PER_ROW = LANES / COPIED_PACKS;
+            piece.segment = at.lane / PER_ROW % SEGMENTS;
+            piece.channel = at.group * GROUP + at.lane % PER_ROW * (COPIED_PACKS * VEC);
+            piece.inside = piece.channel < at.p.channels;
+        }
+#pragma unroll
+        for (int k = 0; k < INPUTS; ++k)
+            input[k] =
+                Rows(piece, at.p.input(k), BACKWARD && k == PREVIOUS, at.lane / (LANES / COPIED_PACKS * SEGMENTS));
+#pragma unroll
+        for (int k = 0; k < OUTPUTS; ++k) output[k] = Rows(at, at.p.output(k), 0);
+    }
+};

@@ -1,0 +1,80 @@
+// The steps before which the state is reset.  A warp's lanes load the bytes of its steps long before use, since loads
+// queue behind the copies, and a vote makes bits of them; of many steps they are copied with the tile, or with ZEROES
+// each lane loads several and shuffles pass their bits on.
+struct Resets {
+    static constexpr bool SEVERAL = ZEROES && STRIP > 32, LOADED = RESETS && !Mask::COPIED && !SEVERAL;
+    static constexpr int TILES = STRIP <= 32 && !CHAINED && CLUSTER == 1 ? 32 / STRIP : 1;  // loaded at once
+    // Whether a block that looks back loads them before that: where there is a register for them meanwhile.
+    static constexpr bool EARLY = ZEROES || (PACKING == CU_SEQLENS && NARROW_SCALAR);
+    static constexpr int BYTES = STRIP <= 249 ? 8 : STRIP <= 497 ? 16 : 32;  // of a lane, the first's partly before
+    static constexpr int WORDS = LOADED ? (STRIP + 31) / 32 : SEVERAL ? BYTES / 4 : 1;
+    static_assert(!SEVERAL || STRIP + BYTES - 1 <= 32 * BYTES);
+    unsigned word[WORDS] = {};  // bytes; after share(), bits
+
+    __device__ void load(const Place& at, int chunk) {
+        if constexpr (LOADED) {
+            const int lane = at.lane % 32, i = (chunk + lane / STRIP) * TILE + at.warp * STRIP + lane % STRIP;
+            word[0] = lane < TILES * STRIP && at.exists(i) ? Mask::of_step(at, i) : 0;
+#pragma unroll
+            for (int w = 1; w < WORDS; ++w)
+                word[w] = at.lane < STRIP - 32 * w && at.exists(i + 32 * w) ? Mask::of_step(at, i + 32 * w) : 0;
+        } else if constexpr (SEVERAL) {
+            const int skipped = Mask::shift<BYTES>(at, chunk), first = BYTES * at.lane;
+            const int t = Mask::start(at, chunk) - skipped + first;
+#pragma unroll
+            for (int w = 0; w < WORDS; ++w) word[w] = 0;
+            if (first >= skipped + STRIP || t >= at.p.steps || t + BYTES <= 0) return;
+            if (Mask::GAPLESS && t >= 0 && t + BYTES <= at.p.steps) {
+                struct alignas(BYTES < 16 ? BYTES : 16) Words { unsigned word[WORDS]; };
+                const Words words = *reinterpret_cast<const Words*>(Mask::sequence(at) + t);
+#pragma unroll
+                for (int w = 0; w < WORDS; ++w) word[w] = words.word[w];
+                return;
+            }
+#pragma unroll 1
+            for (int j = 0; j < BYTES; ++j) {
+                const int i = at.time(t + j);
+                const unsigned byte = i >= 0 && at.exists(i) ? Mask::of_step(at, i) : 0;
+#pragma unroll
+                for (int w = 0; w < WORDS; ++w)
+                    word[w] = __funnelshift_r(word[w], w + 1 < WORDS ? word[w + 1] : byte, 8);
+            }
+        }
+    }
+    __device__ void share() {
+#pragma unroll
+        for (int w = 0; LOADED && w < WORDS; ++w) word[w] = __ballot_sync(~0u, word[w]);
+        if constexpr (SEVERAL) {
+            unsigned bits = 0;
+#pragma unroll
+            for (int w = 0; w < WORDS; w += 2) {
+                const unsigned four = __dp4a(high_bits(word[w]), 0x08040201u, 0u);
+                bits |= __dp4a(high_bits(word[w + 1]), 0x80402010u, four) >> 7 << 4 * w;
+            }
+            word[0] = bits;
+        }
+    }
+    // A bit for each of a thread's steps.
+    __device__ unsigned of(const Place& at, const Shared& shared, int stage, int chunk) const {
+        if constexpr (!RESETS) return 0;
+        else if constexpr (SEVERAL) {
+            const int row = at.segment * ROWS;
+            const int first = Mask::shift<BYTES>(at, chunk) + (at.descending ? STRIP - ROWS - row : row);
+            unsigned long long bits = 0;
+#pragma unroll
+            for (int n = 0; BYTES * n < ROWS + BYTES - 1; ++n)
+                bits |= (unsigned long long)(__shfl_sync(~0u, word[0], first / BYTES + n)) << BYTES * n;
+            const unsigned mine = unsigned(bits >> first % BYTES);
+            return (at.descending ? __brev(mine) >> 32 - ROWS : mine) & OF_ROWS;
+        } else if constexpr (!LOADED) return shared.mask[stage][at.warp].of(at, chunk);
+        else if constexpr (WORDS == 1) return word[0] >> chunk % TILES * STRIP + at.segment * ROWS & OF_ROWS;
+        else {
+            const int first = at.segment * ROWS;
+            unsigned low = word[0], high = word[1];
+#pragma unroll
+            for (int w = 1; w < WORDS; ++w)
+                if (first >= 32 * w) low = word[w], high = w + 1 < WORDS ? word[w + 1] : 0;
+            return __funnelshift_r(low, high, first) & OF_ROWS;
+        }
+    }
+};
