@@ -22,5 +22,7 @@ A device's package, ``cpu`` or ``cuda``, provides
 - ``keeps_gates(cell)``: whether ``forward`` leaves the gates' pre-activations for ``backward``;
 - ``step_of(cell, dtype, hidden_size, input_size, batch, mask_ih, mask_hh, path)``: one step of a layer, without
   gradients, or None where no kernel is faster than torch's; and ``StepOfLayers(steps, x, state_shape, states)``, those
-  of a stack, called with an input, its states and all weights in torch.nn's order, for the output and the next states.
+  of a stack, called with an input, its states and all weights in torch.nn's order, for the output and the next states;
+- where it has them, ``least_steps``, ``most_single_steps``, ``FrozenStep`` and ``gradients_of_step``: see
+  ``backends.py``.
 """
