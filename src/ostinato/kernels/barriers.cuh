@@ -35,7 +35,8 @@ __device__ inline void start_copy(unsigned to, const void* from, int bytes, unsi
                  :: "r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
 // Copies a box by a tensor map, which begins at these coordinates.
-__device__ inline void start_copy(unsigned to, const void* map, int c0, int c1, int c2, int c3, unsigned barrier) {
+struct alignas(64) TensorMap { unsigned char bytes[128]; };
+__device__ inline void start_copy(unsigned to, const TensorMap* map, int c0, int c1, int c2, int c3, unsigned barrier) {
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
                  "[%0], [%1, {%2, %3, %4, %5}], [%6];"
                  :: "r"(to), "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(barrier) : "memory");

@@ -10,7 +10,7 @@ constexpr int PREFETCH = 3;  // steps
 // parameters, while other blocks wait for what is published next.  Weights that did not all find a register, or more
 // sequences, need them more.
 template <typename T> __device__ inline T in_register(T x) {
-    if constexpr (COLUMNS > 8 || CROWDED) return x;
+    if constexpr (COLUMNS > 8 || !ALL_HELD) return x;
     else if constexpr (sizeof(T) == 8) asm volatile("" : "+l"(x));
     else asm volatile("" : "+r"(x));
     return x;
@@ -195,11 +195,10 @@ struct Units : Block {
 
 // The first of a group's buffers of states: in global memory, or in the block's shared memory, to which all are copied.
 __device__ inline char* first_state(const Parameters& p, int group, void* shared) {
-    char* first = p.states + size_t(group) * GROUP_BYTES;
-    if (!DISTRIBUTED) return first;
+    if (!DISTRIBUTED) return p.states + size_t(group) * GROUP_BYTES;
     for (int i = threadIdx.x; i < SHARED_STATES / 16; i += THREADS)
         static_cast<uint4*>(shared)[i] = reinterpret_cast<const uint4*>(
-            first + i * 16 / GROUP_BYTES * size_t(p.groups) * GROUP_BYTES)[i % (GROUP_BYTES / 16)];
+            p.states + (i * 16 / GROUP_BYTES * size_t(p.groups) + group) * GROUP_BYTES)[i % (GROUP_BYTES / 16)];
     return static_cast<char*>(shared);
 }
 

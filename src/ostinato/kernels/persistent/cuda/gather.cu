@@ -31,9 +31,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const
     Timeout timeout(p.failure);
     char* state = reinterpret_cast<char*>(states);
     Copies copies(state + GROUP_BYTES + place_of((own.unit + own.unit_of(0)) * sizeof(Scalar), own.sequence_of(0)));
-    for (int i = threadIdx.x; i < SHARED_STATES / 16; i += THREADS)
-        states[i] = reinterpret_cast<const uint4*>(
-            p.states + (i * 16 / GROUP_BYTES * size_t(p.groups) + group) * GROUP_BYTES)[i % (GROUP_BYTES / 16)];
+    first_state(p, group, states);  // copied to where `state` is
 
     const auto fetch = [&](int taken) {
         if (taken >= p.steps) return;

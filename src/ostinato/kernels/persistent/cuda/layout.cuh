@@ -1,7 +1,7 @@
 // The parameters of a persistent kernel, and how its work is divided.
 //
-// A block owns UNITS hidden units of COLUMNS sequences, a group, or with FEWER of up to as many, and updates them at
-// every step.  Its threads share these items, and the group's blocks exchange what comes of them; see exchange.cuh.
+// A block owns UNITS hidden units of COLUMNS sequences, a group, or with TAKES_FEWER of up to as many, and updates them
+// at every step.  Its threads share these items, and the group's blocks exchange what comes of them; see exchange.cuh.
 //
 // With TURNS of 2 a block computes two groups of COLUMNS sequences each, one while what the other exchanges is on its
 // way; see turns.cuh.
@@ -120,7 +120,7 @@ struct Block {
     __device__ size_t place(size_t row, int i, int gates = 1) const {
         return (row + sequence) * (gates * HIDDEN) + unit + unsigned(sequence_of(i) * (gates * HIDDEN) + unit_of(i));
     }
-    __device__ int exchanged() const { return FEWER ? sequences : COLUMNS; }  // sequences
+    __device__ int exchanged() const { return TAKES_FEWER ? sequences : COLUMNS; }  // sequences
     __device__ bool in_word(int i) const { return sequence_of(i) < exchanged() && unit + unit_of(i) < PITCH; }
     __device__ bool begins_word(int i) const { return in_word(i) && unit_of(i) % (HALF_WORDS ? WORD / 2 : WORD) == 0; }
     static constexpr int SECTOR = 32 / sizeof(Scalar);                          // numbers
@@ -139,7 +139,7 @@ struct Block {
     // Whether this warp has nothing to update in a round.  Backward, rounds in which a full group has work for all are
     // not skipped: derivatives would no longer be computed while loads are in flight.
     __device__ bool idle(int i) const {
-        if (SHARES_WORK || (i < WHOLE && (BACKWARD || !FEWER))) return false;
+        if (SHARES_WORK || (i < WHOLE && (BACKWARD || !TAKES_FEWER))) return false;
         return (i / ADJACENT * OWNERS + own_thread() / 32 * 32) * ADJACENT >= UNITS * exchanged();
     }
     // The sequence of an item, whose sums are then read: the last where there is no item.

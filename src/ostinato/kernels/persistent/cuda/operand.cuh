@@ -51,7 +51,7 @@ struct LoadedOperand {
     Word odd[SEQUENCE_TILES];
 
     __device__ LoadedOperand(const Parameters& p, uint4*)
-        : sequence(lane_id() / 4 % (FEWER ? sequences_of(p) : COLUMNS)),
+        : sequence(lane_id() / 4 % (TAKES_FEWER ? sequences_of(p) : COLUMNS)),
           offset(first_byte(part_id(), 0) + lane_id() % 4 * 16),
           odd_offset(first_byte(part_id(), PIECES) + lane_id() % 4 * 8) {}
 

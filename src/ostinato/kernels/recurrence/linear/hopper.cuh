@@ -1,7 +1,5 @@
 // Instructions of Hopper GPUs: copies by TMA, products of a warpgroup.
 
-struct alignas(64) TensorMap { unsigned char bytes[128]; };
-
 __device__ inline int block_of_cluster() {
     int rank;
     asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));

@@ -95,8 +95,6 @@ struct Tensor : Strides {
     __device__ Tensor(Scalar* data, Strides strides) : Strides(strides), data(data) {}
 };
 
-struct alignas(64) TensorMap { unsigned char bytes[128]; };
-
 struct Parameters {
 #if MAPPED
     TensorMap maps[INPUTS];
