@@ -91,7 +91,9 @@ def last_shape(x: Tensor, cu_seqlens: Tensor | None) -> torch.Size:
     return torch.Size((Order(cu_seqlens).sequences(x), x.shape[2]))
 
 
-def grouped(trace: Trace, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
+def tensors_of_backward(
+    trace: Trace, tensors: Sequence[Tensor]
+) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
     """Gradients of states, those of last states, the states, and the arguments."""
     count = trace.states
     return (

@@ -56,7 +56,7 @@ def _loop(recurrence: str, backward: bool, dtype: torch.dtype) -> tuple[Any, typ
 
 
 def scan(recurrence: str, h0: Tensor | None, order: Order, *arguments: Tensor) -> tuple[Tensor, Tensor]:
-    sequences, parameters = _parted(recurrence, arguments)
+    sequences, parameters = _sequences_and_parameters(recurrence, arguments)
     like, dtype = sequences[0], sequences[0].dtype
     layout = _layout(like, order)
     h = empty(like.shape, dtype)
@@ -75,7 +75,7 @@ def scan_backward(
     order: Order,
     *arguments: Tensor,
 ) -> tuple[list[Tensor], list[Tensor], Tensor | None]:
-    sequences, parameters = _parted(recurrence, arguments)
+    sequences, parameters = _sequences_and_parameters(recurrence, arguments)
     dtype = sequences[0].dtype
     layout = _layout(sequences[0], order)
     state = initial_state(grad_h_last, (layout.batch, layout.hidden), dtype)
@@ -87,7 +87,7 @@ def scan_backward(
     return [g.to(h.dtype) for g in grads], [x[0] for x in sums], None if h0 is None else state.to(h0.dtype)
 
 
-def _parted(recurrence: str, arguments: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+def _sequences_and_parameters(recurrence: str, arguments: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """The sequences, with equal strides and in the compute dtype, and the parameters, (1, D)."""
     sequences, parameters = by_kind(parse(recurrence).sequences, arguments)
     dtype = compute_dtype(sequences[0])

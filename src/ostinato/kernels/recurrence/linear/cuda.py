@@ -23,7 +23,7 @@ MOST_16_BIT_WEIGHTS = 1 << 22  # for more than 4 sequences: beyond, tensor cores
 
 
 def scan(recurrence: str, h0: Tensor | None, order: Order, *arguments: Tensor) -> tuple[Tensor, Tensor]:
-    inputs, parameters = _parted(recurrence, arguments)
+    inputs, parameters = _sequences_and_parameters(recurrence, arguments)
     h0 = None if h0 is None else h0.contiguous()
     h = inputs[0].new_empty(inputs[0].shape)
     h_last = last_state(h, h0, order, 0.0)
@@ -43,7 +43,7 @@ def scan_backward(
     order: Order,
     *arguments: Tensor,
 ) -> tuple[list[Tensor], list[Tensor], Tensor | None]:
-    sequences, parameters = _parted(recurrence, arguments)
+    sequences, parameters = _sequences_and_parameters(recurrence, arguments)
     h0 = None if h0 is None else h0.contiguous()
     grad_h_last = None if grad_h_last is None else grad_h_last.contiguous()
     inputs = [*sequences, *map(along_channels, (h, h if grad_h is None else grad_h))]
@@ -59,7 +59,7 @@ def scan_backward(
     return grads, [] if sums is None else list(sums[0]), grad_h0
 
 
-def _parted(recurrence: str, arguments: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+def _sequences_and_parameters(recurrence: str, arguments: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """The sequences, with contiguous channels, and the parameters, in one dtype."""
     sequences, parameters = by_kind(parse(recurrence).sequences, arguments)
     parameters = [x.contiguous() for x in parameters]

@@ -81,7 +81,7 @@ def choose_chunks(channels: int, steps: int) -> int:
 def steps(call: Call) -> tuple[list[Tensor], list[Tensor]]:
     """The states after every step, and those after the last."""
     trace, sequences, parameters, h0, order = call
-    inputs = _alike(sequences)
+    inputs = _with_equal_strides(sequences)
     like = inputs[0]
     initial = [None] * trace.states if h0 is None else [x.to(like.dtype).contiguous() for x in h0]
     states = [like.new_empty(like.shape) for _ in range(trace.states)]
@@ -118,14 +118,14 @@ def steps_backward(
     """Gradients of the parameters, (parameters, D), widened, and of the initial states (None if there are none); writes
     those of the sequences."""
     trace, sequences, parameters, h0, order = call
-    inputs = _alike(sequences)
+    inputs = _with_equal_strides(sequences)
     like = inputs[0]
     given_last = [None if x is None else x.contiguous() for x in grads_last]
     initial = [None] * trace.states if h0 is None else [x.to(like.dtype).contiguous() for x in h0]
     grad_initial = [
         None if x is None else last_state(like, g, order, 0.0) for x, g in zip(initial, given_last, strict=True)
     ]
-    wide, states, grads = _widened(parameters, like), _alike(states), _alike(grads)
+    wide, states, grads = _widened(parameters, like), _with_equal_strides(states), _with_equal_strides(grads)
     launches = _Launches(trace, like, order, (like, states[0], *grads, of_sequences[0]))
     # Of each chunk, then of channels that are taken as one; zeros where nobody writes, as of chunks that a short
     # sequence lacks.
@@ -145,8 +145,8 @@ def steps_backward(
     return sums.sum(0)[: len(parameters)], None if h0 is None else grad_initial  # type: ignore[return-value]
 
 
-def _alike(tensors: Sequence[Any]) -> list[Any]:
-    """The same tensors with equal strides and contiguous channels."""
+def _with_equal_strides(tensors: Sequence[Any]) -> list[Any]:
+    """The tensors, copied unless all have the same strides and contiguous channels."""
     some = [x for x in tensors if x is not None]
     if len({x.stride() for x in some}) == 1 and along_channels(some[0]) is some[0]:
         return list(tensors)

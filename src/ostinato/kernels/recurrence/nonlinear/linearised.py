@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ostinato.kernels.recurrence.arguments import by_kind, grouped, last_shape, or_zeros, split
+from ostinato.kernels.recurrence.arguments import by_kind, last_shape, or_zeros, split, tensors_of_backward
 from ostinato.kernels.recurrence.nonlinear.sequential import compute_dtype, sequential
 from ostinato.kernels.recurrence.symbolic.graph import evaluate
 from ostinato.kernels.recurrence.symbolic.trace import Trace, parse
@@ -30,7 +30,7 @@ def composite(
 ) -> tuple[Tensor, ...]:
     """The gradient, as ``nonlinear_recurrence_backward`` returns it."""
     trace = parse(recurrence)
-    grads, grads_last, states, given = grouped(trace, tensors)
+    grads, grads_last, states, given = tensors_of_backward(trace, tensors)
     arguments = split(trace, given)
     dtype, order = compute_dtype(backend, states[0]), order_of(cu_seqlens, resets, reverse)
     before, jacobian = _linearised(trace, states, h0, c0, order, arguments, dtype)

@@ -11,12 +11,12 @@ from ostinato.kernels.dispatch import gradient, operator
 from ostinato.kernels.recurrence.arguments import (
     Call,
     by_kind,
-    grouped,
     in_order,
     initial_states,
     last_shape,
     or_zeros,
     split,
+    tensors_of_backward,
 )
 from ostinato.kernels.recurrence.backends import kernels_on
 from ostinato.kernels.recurrence.nonlinear.linearised import composite, jvp
@@ -131,7 +131,7 @@ def _backward_impl(
     ``tensors`` are the gradients of states and of last states, an empty one of zeros, the states and the arguments.
     """
     trace = parse(recurrence)
-    grads, grads_last, states, arguments = grouped(trace, tensors)
+    grads, grads_last, states, arguments = tensors_of_backward(trace, tensors)
     like = states[0]
     check_cu_seqlens(cu_seqlens, like.shape[1])
     kernels = kernels_on(backend, like.device.type, "nonlinear")
@@ -144,19 +144,19 @@ def _backward_impl(
         with torch.no_grad():
             found = composite(recurrence, h0, c0, cu_seqlens, resets, reverse, backend, *tensors)
             return [x.clone() for x in found]
-    apart = split(trace, arguments)
-    sequences, parameters = by_kind(trace.sequences, apart)
+    own = split(trace, arguments)
+    sequences, parameters = by_kind(trace.sequences, own)
     initial = initial_states(trace, like, h0, c0, cu_seqlens) if starts else None
     given = [_or_none(x) for x in (grads, grads_last)]
-    together = None if len(arguments) == len(apart) else torch.empty_like(arguments[0])
+    concatenated = None if len(arguments) == len(own) else torch.empty_like(arguments[0])
     of_sequences = [x.new_empty(x.shape) for x in sequences]
-    if together is not None:
-        of_sequences = list(together.chunk(len(sequences), -1))
+    if concatenated is not None:
+        of_sequences = list(concatenated.chunk(len(sequences), -1))
     call = Call(trace, sequences, parameters, initial, order_of(cu_seqlens, resets, reverse))
     of_parameters, grad_initial = kernels.steps_backward(call, states, *given, of_sequences)
     both = [*(grad_initial or ()), *absent][:2]
-    if together is not None:
-        return [*both, together, of_parameters.flatten().to(arguments[1].dtype)]
+    if concatenated is not None:
+        return [*both, concatenated, of_parameters.flatten().to(arguments[1].dtype)]
     copies = [g.to(x.dtype, copy=True) for g, x in zip(of_parameters, parameters, strict=True)]
     return [*both, *in_order(trace.sequences, of_sequences, copies)]
 
@@ -167,7 +167,7 @@ def _or_none(grads: Sequence[Tensor]) -> list[Tensor | None]:
 
 def _backward_fake(recurrence: str, h0: Any, c0: Any, cu_seqlens: Tensor | None, *others: Any) -> list[Tensor]:
     trace = parse(recurrence)
-    *_, states, arguments = grouped(trace, others[3:])
+    *_, states, arguments = tensors_of_backward(trace, others[3:])
     absent = states[0].new_empty(0)
     starts = h0 is not None or c0 is not None
     of_initial = [x.new_empty(last_shape(x, cu_seqlens)) for x in states] if starts else []
