@@ -16,7 +16,7 @@ from torch import distributed
 
 import small_loop
 from ostinato.kernels import cache, numba_loops
-from ostinato.kernels.persistent.cpu import step as cpu_step
+from ostinato.kernels.persistent.cpu import step_loop
 from ostinato.kernels.recurrence.arguments import LayerArguments
 from ostinato.kernels.recurrence.linear import cpu, cpu_loops
 from ostinato.kernels.recurrence.symbolic.trace import parse
@@ -103,9 +103,9 @@ def test_each_variant_and_each_revision_has_a_file_of_its_own(folder, tmp_path, 
 def test_loops_that_differ_in_a_function_only_have_files_of_their_own(monkeypatch):
     """Those of a step of RNNs, whose activation is a function of a function."""
     keys, codegen = [], cpu_target.target_context.codegen()
-    monkeypatch.setattr(cpu_step, "compiled_loop", lambda loop: keys.append(numba_loops._cache_key(loop, codegen, "")))
+    monkeypatch.setattr(step_loop, "compiled_loop", lambda loop: keys.append(numba_loops._cache_key(loop, codegen, "")))
     for cell in ("rnn_tanh", "rnn_relu", "rnn_tanh"):
-        cpu_step._loop.__wrapped__(np.float32, cell, "dense", 1, "dense", 1, False)
+        step_loop.step_loop.__wrapped__(np.float32, cell, "dense", 1, "dense", 1, False)
     assert keys[0] == keys[2] != keys[1]
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ostinato.kernels.persistent import cpu
-from ostinato.kernels.persistent.cpu.step import MOST_SEQUENCES
+from ostinato.kernels.persistent.cpu.step_matrices import MOST_SEQUENCES
 from ostinato.kernels.persistent.plan import GATES
 from ostinato.recurrent.cells import by_cells
 

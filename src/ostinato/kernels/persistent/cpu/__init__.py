@@ -10,6 +10,8 @@
 ``entries.py``         pruned weights in the order in which those read them
 ``barrier.py``         the barrier between threads that divide a layer's units
 ``step.py``            one step
+``step_loop.py``       its loop
+``step_matrices.py``   which weights that loop reads, and in which order
 ``step_gradients.py``  its gradients
 =====================  =======================================================
 """

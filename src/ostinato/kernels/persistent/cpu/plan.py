@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ostinato.kernels.numba_loops import NUMPY_DTYPES
-from ostinato.kernels.persistent.cpu.step import MOST_SEQUENCES, most_sequences
+from ostinato.kernels.persistent.cpu.step_matrices import MOST_SEQUENCES, most_sequences
 from ostinato.kernels.persistent.plan import GATES, Call, Plan, no_kernel
 
 # Measured on two cores of a Zen 5.
