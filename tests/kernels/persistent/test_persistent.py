@@ -20,6 +20,7 @@ from ostinato.kernels.persistent.cuda import geometry, passes, search
 from ostinato.kernels.persistent.cuda import launch as cuda_launch
 from ostinato.kernels.persistent.cuda import plan as cuda_plan
 from ostinato.kernels.persistent.cuda.costs import microseconds
+from ostinato.kernels.persistent.cuda.fitting import fill_registers
 from ostinato.kernels.persistent.cuda.geometry import Geometry
 from ostinato.kernels.persistent.plan import GATES, Plan
 from ostinato.kernels.persistent.sequences import Sequences
@@ -155,7 +156,7 @@ def test_kernels_compile_without_a_gpu(path, architecture, backward):
         assert {1, 2} <= set(clusters) <= {1, 2, 4} if backward and properties.major >= 9 else set(clusters) == {1}
         for chosen in (clusters[min(clusters)], clusters[max(clusters)])[: len(clusters)]:
             if path == "sparse":
-                chosen = chosen._replace(tiles=20).fill_registers(H100.shared_memory_per_block_optin)
+                chosen = fill_registers(chosen._replace(tiles=20), H100.shared_memory_per_block_optin)
             code = nvrtc.source(*geometry.files(chosen))
             macros = dict(chosen.macros(resets=path != "sparse", packed=backward))
             assert nvrtc.compile_cubin(code, architecture, macros)[:4] == b"\x7fELF"
@@ -495,9 +496,9 @@ def test_one_kernel_takes_two_to_eight_sequences(layer, backward):
 
 def test_weights_are_not_streamed_to_make_room_for_sequences_that_do_not_exist():
     start = Geometry("dense", "lstm", 2048, f32, 16, 4, 1, exact=False, tiles=128, sum_buffers=1)
-    chosen = start.fill_registers(H100.shared_memory_per_block_optin)
+    chosen = fill_registers(start, H100.shared_memory_per_block_optin)
     assert chosen.capacity == 4
-    assert chosen.streamed < start._replace(columns=8).fill_registers(H100.shared_memory_per_block_optin).streamed
+    assert chosen.streamed < fill_registers(start._replace(columns=8), H100.shared_memory_per_block_optin).streamed
 
 
 IN_TURNS = [

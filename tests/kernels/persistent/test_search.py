@@ -13,6 +13,7 @@ from ostinato.kernels.persistent.cuda import geometry, search
 from ostinato.kernels.persistent.cuda import launch as cuda_launch
 from ostinato.kernels.persistent.cuda import plan as cuda_plan
 from ostinato.kernels.persistent.cuda.costs import microseconds
+from ostinato.kernels.persistent.cuda.fitting import fill_registers
 from ostinato.kernels.persistent.plan import GATES, Call
 from persistent_layers import candidates
 
@@ -283,7 +284,7 @@ def test_few_kernels_serve_the_batches_of_a_training(monkeypatch, layer, dtype, 
 def test_states_and_sums_of_a_block_fit_into_registers(columns, fits):
     """With room for no weight, 1,172 bytes a thread were spilled."""
     chosen = geometry.Geometry("dense", "gru", 1024, bf16, 32, columns, 4, sum_buffers=1, tiles=48)
-    assert (chosen.fill_registers(H100.shared_memory_per_block_optin) is not None) == fits
+    assert (fill_registers(chosen, H100.shared_memory_per_block_optin) is not None) == fits
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ memory, see ``exchange.cuh``.  There are three kinds of matrix product, each the
 
 import itertools
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -39,11 +38,6 @@ def ceil_div(a: int, b: int) -> int:
 def round_up(a: int, b: int) -> int:
     """The smallest multiple of b that is not below a."""
     return ceil_div(a, b) * b
-
-
-def _chains(products: int) -> int:
-    """Accumulators of each of a warp's products, which hide the latency of mma."""
-    return 1 if products >= 4 else 2 if products >= 2 else 4
 
 
 class Geometry(NamedTuple):
@@ -340,100 +334,11 @@ class Geometry(NamedTuple):
         """Bytes of weights that all blocks read from L2 at every step."""
         return self.groups * self.blocks * self.streamed * self.tile_bytes
 
-    def split_strips(self, strip_columns: Sequence[int], shared_limit: int) -> "Geometry | None":
-        """The geometry of the block kernel with the fewest accesses to shared memory, given the columns of each strip.
-
-        None if the weights do not fit on chip.
-        """
-        strip_tiles = [max(1, ceil_div(n, self.tile_columns)) for n in strip_columns]
-
-        def split(shares: int) -> Geometry | None:
-            at_once = WARPS // shares  # strips
-            first = range(0, len(strip_tiles), at_once)
-            tiles = tuple(ceil_div(max(strip_tiles[i : i + at_once]), shares) for i in first)
-            return self._replace(tiles=sum(tiles), shares=shares, share_tiles=tiles).fill_registers(shared_limit)
-
-        def accesses(geometry: Geometry) -> float:
-            """Two to gather a tile, four to load one that is not in registers, four for a sum; and reads of sums."""
-            kept = geometry.tiles - geometry.held
-            of_warps = WARPS * (2 * geometry.tiles + 4 * kept + 4 * len(geometry.share_tiles))
-            return of_warps + geometry.parts_of_sums * geometry.rows * geometry.columns / 32
-
-        ways = (split(shares) for shares in (1, 2, 4, 8))
-        return min((way for way in ways if way), key=accesses, default=None)
-
     @property
     def last_tiles(self) -> str:
         """A bit for each of a warp's tiles in the block kernel, set for the last of a share, as 64-bit literals."""
         bits = sum(1 << end - 1 for end in itertools.accumulate(self.share_tiles))
         return ",".join(f"{bits >> first & 2**64 - 1}ull" for first in range(0, self.tiles, 64))
-
-    def fill_registers(self, shared_limit: int) -> "Geometry | None":
-        """Keep as many tiles as possible in registers; None if the others do not fit into shared memory."""
-        if self.scatters:
-            return self._fill_scattering()
-        if self.path == "dense":
-            return self._fill_dense(shared_limit)
-        if self.path == "block":
-            words, places = 2 * self.columns * self.words_in_flight, self.tiles * self.tile_columns // 64
-            others = places + words + 68 + 16 * (self.dtype == torch.float32) + 24 * self.backward
-            return self._hold((REGISTERS - others) // 4, shared_limit)
-        return self._hold((REGISTERS - 92 - 24 * self.backward) // self.parts, shared_limit)
-
-    def _hold(self, most: int, shared_limit: int) -> "Geometry | None":
-        """As many tiles in registers as these have room for; None if the others do not fit into shared memory."""
-        geometry = self._replace(held=max(0, min(self.tiles, most)))
-        return geometry if geometry.shared_bytes <= shared_limit else None
-
-    def _fill_scattering(self) -> "Geometry | None":
-        """All tiles in registers, as the kernel has them nowhere else."""
-        rows = ceil_div(self.row_tiles, WARPS)
-        sums = rows * (8 + 4 * _chains(rows))
-        splits = self.exact and self.dtype == torch.float32
-        others = 40 + 12 * GATES[self.cell] + 2 * self.cluster + 32 * splits
-        fits = self.tiles <= (REGISTERS - sums - others) // 4
-        return self._replace(held=self.tiles) if fits and self.shares_work else None
-
-    def _fill_dense(self, shared_limit: int) -> "Geometry | None":
-        """Tiles that fit neither into registers nor into shared memory are streamed."""
-        states = self._registers_of_states
-        most_gates = 6 if self.turns > 1 and self.is_uneven else 8  # with more those that update would spill
-        if states > 128 or (self.backward and self.gates > most_gates):
-            return None
-        if self.turns > 1 and self.registers < 128:  # those that update can give registers, not take them
-            return None
-        free = (self.registers - states - self._registers_beside_states) // 4
-        room = (shared_limit - self._replace(tiles=self.streamed).shared_bytes) // self.tile_bytes
-        if room < 0 or free < 0:  # even without weights the compiler would spill
-            return None
-        if self.tiles <= free + room:
-            return self._hold(free, shared_limit)
-        if self.takes_fewer:  # what streams is compiled for the sequences that it has, and may not stream then
-            return self._replace(streamed=1).fill_registers(shared_limit)
-        # Prefetched tiles take registers, too, which so large a state of numbers in tf32 leaves in time.
-        tf32 = self.dtype == torch.float32 and not self.exact
-        free = max(0, free - (0 if tf32 and states == 128 else 4))
-        return self._replace(streamed=self.tiles - free - room)._hold(free, shared_limit)
-
-    @property
-    def _registers_of_states(self) -> int:
-        """Registers of the dense kernel's operands; in turns two of their column tiles are loaded at a time."""
-        return (2 * self.column_tiles if self.turns == 1 else 8) * ceil_div(self.capacity, 8)
-
-    @property
-    def _registers_beside_states(self) -> int:
-        """Registers that the dense kernel needs beside operands and weights."""
-        sequence_tiles = ceil_div(self.capacity, 8)
-        products = self.row_tiles_of_warp * sequence_tiles
-        count = 4 * products * _chains(products) + 20 + 4 * sequence_tiles
-        if self.dtype == torch.float32:
-            count += 32 if self.exact else 20
-        if self.backward and self.turns == 1:  # else others update
-            count += max(24, 6 * self.gates)
-        if self.takes_fewer:  # what each step makes of the number of sequences; it is kept where there is room
-            more = self.cluster > 1 if self.backward else 2 * (self.cell == "lstm" or self.has_half_tiles)
-            count += 4 * more  # beside what a cluster's blocks send, a cell's state, or a tile taken twice
-        return count
 
     def macros(self, resets: bool = False, packed: bool = False, keeps: bool = False) -> tuple[tuple[str, object], ...]:
         """The preprocessor definitions for CUDA files.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ostinato.kernels.persistent.cuda.fitting import fill_registers, split_strips
 from ostinato.kernels.persistent.cuda.geometry import THREADS, WARPS, ZERO_PLACES, Geometry
 
 
@@ -58,7 +59,7 @@ def _pack_block(rows: Tensor, geometry: Geometry, shared_limit: int) -> Packing:
     strips = rows.view(blocks, -1, 16, pitch)[..., column]
     needed = (strips > 0).any(2)
     counts = needed.sum(2)
-    geometry = _fitting(geometry.split_strips(counts.amax(0).tolist(), shared_limit), "block")
+    geometry = _fitting(split_strips(geometry, counts.amax(0).tolist(), shared_limit), "block")
 
     # Sorted by rank within the bank, so that consecutive places are in different banks.
     ranks = F.pad(needed, (0, -pitch % banks)).unflatten(2, (-1, banks)).cumsum(2).flatten(2)[..., :pitch]
@@ -98,7 +99,7 @@ def _pack_sparse(rows: Tensor, geometry: Geometry, shared_limit: int) -> Packing
     kept = rows > 0
     counts = kept.sum(2)
     size = _weights_of_a_thread(counts)
-    geometry = _fitting(geometry._replace(tiles=size // 2).fill_registers(shared_limit), "sparse")
+    geometry = _fitting(fill_registers(geometry._replace(tiles=size // 2), shared_limit), "sparse")
     threads = (counts + size - 1) // size
     starts = threads.cumsum(1) - threads
 

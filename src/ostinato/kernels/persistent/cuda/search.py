@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ostinato.kernels.persistent.cuda.costs import microseconds
+from ostinato.kernels.persistent.cuda.fitting import fill_registers, split_strips
 from ostinato.kernels.persistent.cuda.geometry import SCALARS, THREADS, WARPS, ZERO_PLACES, Geometry, ceil_div, round_up
 from ostinato.kernels.persistent.plan import GATES, Plan
 
@@ -178,22 +179,22 @@ def _with_weights(geometry: Geometry, density: float, block: tuple[int, int], sh
     """The geometry with its weights in registers and shared memory; None if they do not fit."""
     if geometry.scatters:
         tiles = ceil_div(geometry.row_tiles, WARPS) * ceil_div(geometry.slice * geometry.dtype.itemsize, 32)
-        return geometry._replace(tiles=tiles).fill_registers(shared)
+        return fill_registers(geometry._replace(tiles=tiles), shared)
     if geometry.path == "dense":
         half, column_tiles = geometry.has_half_tiles, geometry.column_tiles
         tiles = (geometry.row_tiles_of_warp - half) * column_tiles + half * ceil_div(column_tiles, 2)
-        filled = geometry._replace(tiles=tiles).fill_registers(shared)
+        filled = fill_registers(geometry._replace(tiles=tiles), shared)
         if geometry.turns == 1 and (filled is None or filled.streamed):
-            filled = geometry._replace(tiles=tiles, sum_buffers=1).fill_registers(shared) or filled
+            filled = fill_registers(geometry._replace(tiles=tiles, sum_buffers=1), shared) or filled
         return filled
     rows, columns = reversed(block) if geometry.backward else block  # of a pruned block, backward transposed
     if geometry.path == "block":
         some, strips = 1 - (1 - density) ** ceil_div(16, rows), geometry.rows // 16  # some of a strip's columns
         deviations = NormalDist().inv_cdf(1 - 0.05 / (strips * geometry.blocks))  # a likely bound for all strips
         most = geometry.slice * some + deviations * math.sqrt(geometry.slice * some * (1 - some))
-        return geometry.split_strips([math.ceil(most)] * strips, shared)
+        return split_strips(geometry, [math.ceil(most)] * strips, shared)
     entries = _entries(geometry.rows, geometry.slice, geometry.blocks, density, rows, columns)
-    return geometry._replace(tiles=entries).fill_registers(shared)
+    return fill_registers(geometry._replace(tiles=entries), shared)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -1,0 +1,107 @@
+"""Which of a geometry's weights are in registers, in shared memory or in L2, as far as they fit."""
+
+from collections.abc import Sequence
+
+import torch
+
+from ostinato.kernels.persistent.cuda.geometry import REGISTERS, WARPS, Geometry, ceil_div
+from ostinato.kernels.persistent.plan import GATES
+
+
+def split_strips(geometry: Geometry, strip_columns: Sequence[int], shared_limit: int) -> Geometry | None:
+    """The geometry of the block kernel with the fewest accesses to shared memory, given the columns of each strip.
+
+    None if the weights do not fit on chip.
+    """
+    strip_tiles = [max(1, ceil_div(n, geometry.tile_columns)) for n in strip_columns]
+
+    def split(shares: int) -> Geometry | None:
+        at_once = WARPS // shares  # strips
+        first = range(0, len(strip_tiles), at_once)
+        tiles = tuple(ceil_div(max(strip_tiles[i : i + at_once]), shares) for i in first)
+        return fill_registers(geometry._replace(tiles=sum(tiles), shares=shares, share_tiles=tiles), shared_limit)
+
+    def accesses(way: Geometry) -> float:
+        """Two to gather a tile, four to load one that is not in registers, four for a sum; and reads of sums."""
+        kept = way.tiles - way.held
+        of_warps = WARPS * (2 * way.tiles + 4 * kept + 4 * len(way.share_tiles))
+        return of_warps + way.parts_of_sums * way.rows * way.columns / 32
+
+    ways = (split(shares) for shares in (1, 2, 4, 8))
+    return min((way for way in ways if way), key=accesses, default=None)
+
+
+def fill_registers(geometry: Geometry, shared_limit: int) -> Geometry | None:
+    """Keep as many tiles as possible in registers; None if the others do not fit into shared memory."""
+    if geometry.scatters:
+        return _fill_scattering(geometry)
+    if geometry.path == "dense":
+        return _fill_dense(geometry, shared_limit)
+    if geometry.path == "block":
+        words, places = 2 * geometry.columns * geometry.words_in_flight, geometry.tiles * geometry.tile_columns // 64
+        others = places + words + 68 + 16 * (geometry.dtype == torch.float32) + 24 * geometry.backward
+        return _hold(geometry, (REGISTERS - others) // 4, shared_limit)
+    return _hold(geometry, (REGISTERS - 92 - 24 * geometry.backward) // geometry.parts, shared_limit)
+
+
+def _hold(geometry: Geometry, most: int, shared_limit: int) -> Geometry | None:
+    """As many tiles in registers as these have room for; None if the others do not fit into shared memory."""
+    geometry = geometry._replace(held=max(0, min(geometry.tiles, most)))
+    return geometry if geometry.shared_bytes <= shared_limit else None
+
+
+def _fill_scattering(geometry: Geometry) -> Geometry | None:
+    """All tiles in registers, as the kernel has them nowhere else."""
+    rows = ceil_div(geometry.row_tiles, WARPS)
+    sums = rows * (8 + 4 * _chains(rows))
+    splits = geometry.exact and geometry.dtype == torch.float32
+    others = 40 + 12 * GATES[geometry.cell] + 2 * geometry.cluster + 32 * splits
+    fits = geometry.tiles <= (REGISTERS - sums - others) // 4
+    return geometry._replace(held=geometry.tiles) if fits and geometry.shares_work else None
+
+
+def _fill_dense(geometry: Geometry, shared_limit: int) -> Geometry | None:
+    """Tiles that fit neither into registers nor into shared memory are streamed."""
+    states = _registers_of_states(geometry)
+    most_gates = 6 if geometry.turns > 1 and geometry.is_uneven else 8  # with more those that update would spill
+    if states > 128 or (geometry.backward and geometry.gates > most_gates):
+        return None
+    if geometry.turns > 1 and geometry.registers < 128:  # those that update can give registers, not take them
+        return None
+    free = (geometry.registers - states - _registers_beside_states(geometry)) // 4
+    room = (shared_limit - geometry._replace(tiles=geometry.streamed).shared_bytes) // geometry.tile_bytes
+    if room < 0 or free < 0:  # even without weights the compiler would spill
+        return None
+    if geometry.tiles <= free + room:
+        return _hold(geometry, free, shared_limit)
+    if geometry.takes_fewer:  # what streams is compiled for the sequences that it has, and may not stream then
+        return fill_registers(geometry._replace(streamed=1), shared_limit)
+    # Prefetched tiles take registers, too, which so large a state of numbers in tf32 leaves in time.
+    tf32 = geometry.dtype == torch.float32 and not geometry.exact
+    free = max(0, free - (0 if tf32 and states == 128 else 4))
+    return _hold(geometry._replace(streamed=geometry.tiles - free - room), free, shared_limit)
+
+
+def _registers_of_states(geometry: Geometry) -> int:
+    """Registers of the dense kernel's operands; in turns two of their column tiles are loaded at a time."""
+    return (2 * geometry.column_tiles if geometry.turns == 1 else 8) * ceil_div(geometry.capacity, 8)
+
+
+def _registers_beside_states(geometry: Geometry) -> int:
+    """Registers that the dense kernel needs beside operands and weights."""
+    sequence_tiles = ceil_div(geometry.capacity, 8)
+    products = geometry.row_tiles_of_warp * sequence_tiles
+    count = 4 * products * _chains(products) + 20 + 4 * sequence_tiles
+    if geometry.dtype == torch.float32:
+        count += 32 if geometry.exact else 20
+    if geometry.backward and geometry.turns == 1:  # else others update
+        count += max(24, 6 * geometry.gates)
+    if geometry.takes_fewer:  # what each step makes of the number of sequences; it is kept where there is room
+        more = geometry.cluster > 1 if geometry.backward else 2 * (geometry.cell == "lstm" or geometry.has_half_tiles)
+        count += 4 * more  # beside what a cluster's blocks send, a cell's state, or a tile taken twice
+    return count
+
+
+def _chains(products: int) -> int:
+    """Accumulators of each of a warp's products, which hide the latency of mma."""
+    return 1 if products >= 4 else 2 if products >= 2 else 4
