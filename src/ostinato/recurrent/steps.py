@@ -146,22 +146,11 @@ class StepLayers(MaskedLayers):
         the batch, it is torch's cells with gradients, and on a CPU often without.  `own` is updated to the weights that
         the function takes.
         """
-        layers, hidden, dtype, masks = self.num_layers, self.hidden_size, x.dtype, self._buffers
         check_hidden("state", state, self.mode == "LSTM")
-        states, count = states_of(state), 2 if self.mode == "LSTM" else 1
+        layers, hidden, masks, states = self.num_layers, self.hidden_size, self._buffers, states_of(state)
         tensors = [x, *own, *states]
-        if (
-            (rank != 2 and rank != 1)
-            or x.numel() == 0
-            or x.shape[-1] != self.input_size
-            or self._dropout()
-            or torch.is_autocast_enabled(x.device.type)
-            or not is_eager(tensors)
-        ):
+        if not self._are_plain(tensors, rank):
             return None
-        for tensor in tensors:
-            if not isinstance(tensor, Tensor) or tensor.dtype != dtype or tensor.device != x.device:
-                return None
         batch = x.numel() // self.input_size
         shape = (layers, batch, hidden) if rank == 2 else (layers, hidden)
         for tensor in states:
@@ -174,30 +163,54 @@ class StepLayers(MaskedLayers):
         is_readable = (is_contiguous or x.is_cpu) and all(weight.is_contiguous() for weight in own)
         if not is_readable or (trained and masks):
             return cells if trained and not masks else None
+        steps = self._steps_of_layers(x, batch, own)
+        if steps is None:
+            # On a CPU torch's layers are its cells, called more slowly, but for the LSTMs that oneDNN runs.
+            are_cells = x.is_cpu and self._frozen is None and (self.mode != "LSTM" or x.dtype == torch.float64)
+            return cells if not masks and (trained or are_cells) else _left_to_torch
+        if masks and x.is_cuda:
+            own[:] = self._weights()
+        run = step_of_layers(x.device, steps, x, shape, 2 if self.mode == "LSTM" else 1)
+        run = differentiable(self.mode, run, cells) if trained else run
+        return run if is_contiguous else _of_contiguous(run)
 
-        size, inputs, steps = len(own) // layers, self.input_size, []
-        for layer in range(layers):
+    def _are_plain(self, tensors: list[Tensor], rank: int) -> bool:
+        """Whether a step of the input, the first, and all else is a kernel's alone: nothing to convert or to refuse."""
+        x, dtype, device = tensors[0], tensors[0].dtype, tensors[0].device
+        if (
+            (rank != 2 and rank != 1)
+            or x.numel() == 0
+            or x.shape[-1] != self.input_size
+            or self._dropout()
+            or torch.is_autocast_enabled(x.device.type)
+            or not is_eager(tensors)
+        ):
+            return False
+        for tensor in tensors:
+            if not isinstance(tensor, Tensor) or tensor.dtype != dtype or tensor.device != device:
+                return False
+        return True
+
+    def _steps_of_layers(self, x: Tensor, batch: int, own: list[Tensor]) -> list[Any] | None:
+        """The kernel of each layer's step, None if one has none; `own` as in :meth:`_prepared_step`."""
+        masks, cell, hidden, inputs = self._buffers, self.mode.lower(), self.hidden_size, self.input_size
+        size, steps = len(own) // self.num_layers, []
+        for layer in range(self.num_layers):
             mask_ih = mask_hh = None
             if masks and x.is_cpu:  # a GPU's kernel reads all weights
                 mask_ih, mask_hh = masks.get(f"mask_ih_l{layer}"), masks.get(f"mask_hh_l{layer}")
-            step = step_of(x.device, self.mode.lower(), dtype, hidden, inputs, batch, mask_ih, mask_hh, self._path)
+            step = step_of(x.device, cell, x.dtype, hidden, inputs, batch, mask_ih, mask_hh, self._path)
             if step is None and mask_ih is not None:  # too dense for a sparse product
                 own[layer * size] = masked(self, f"weight_ih_l{layer}")
-                step = step_of(x.device, self.mode.lower(), dtype, hidden, inputs, batch, None, mask_hh, self._path)
+                step = step_of(x.device, cell, x.dtype, hidden, inputs, batch, None, mask_hh, self._path)
             if step is None and mask_hh is not None:
                 own[layer * size + 1] = masked(self, f"weight_hh_l{layer}")
-                step = step_of(x.device, self.mode.lower(), dtype, hidden, inputs, batch, None, None, self._path)
+                step = step_of(x.device, cell, x.dtype, hidden, inputs, batch, None, None, self._path)
             if step is None:
-                # On a CPU torch's layers are its cells, called more slowly, but for the LSTMs that oneDNN runs.
-                are_cells = x.is_cpu and self._frozen is None and (self.mode != "LSTM" or dtype == torch.float64)
-                return cells if not masks and (trained or are_cells) else _left_to_torch
+                return None
             steps.append(step)
             inputs = hidden
-        if masks and x.is_cuda:
-            own[:] = self._weights()
-        run = step_of_layers(x.device, steps, x, shape, count)
-        run = differentiable(self.mode, run, cells) if trained else run
-        return run if is_contiguous else _of_contiguous(run)
+        return steps
 
     def freeze(self) -> None:
         """Assume constant weights in :meth:`step`, for use by one thread: for a frozen stepper's own copy."""
