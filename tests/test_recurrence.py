@@ -31,6 +31,11 @@ def of_three(state, x):
 
 
 @ostinato.recurrence
+def of_one(h, x):
+    return h + x, x
+
+
+@ostinato.recurrence
 def rotated(h, x, u, v):
     return torch.sin(u * h + v) + 0.5 * x
 
@@ -329,6 +334,8 @@ def returns(value):
         (lambda: unnamed(X), TypeError, r"\(before, x\), a state only if before were named h or state; got 1"),
         (lambda: of_three(X), TypeError, r"of_three is given two states, h and c; not enough .*expected 3, got 2"),
         (lambda: of_three(X, backend="torch"), TypeError, "of_three is given two states, h and c; not enough"),
+        (lambda: of_one(X), TypeError, "of_one must return the next state; got 2 values; two states are .* state"),
+        (lambda: of_one(X, backend="torch"), TypeError, "of_one must return the next state; got 2 values"),
         (lambda: rotated(X, C, 1.0), TypeError, "v must be a tensor of a floating dtype; got float"),
         (lambda: rotated(X.int(), C, C), TypeError, "x must be a tensor of a floating dtype; got .* torch.int32"),
         (lambda: rotated(X, C.to(torch.float8_e5m2), C), TypeError, "u must be .* a floating dtype; got .*float8_e5m2"),

@@ -42,7 +42,12 @@ FUNCTIONS = {
         torch.where((x > 0) ^ (y > 0), x, 2 * x),
         torch.where(torch.logical_xor(x > y, y > 0), y, x),
     ),
+    "sums and products of tests": lambda x, y: (
+        ((x > 0) + (y > 0)) * x + ((x > 0) * (y > 1)) * y,
+        torch.where(x > 1, y > 0, x > 0) * x + torch.maximum(x > 0, y > 1) * y + (True + (x > 0)) * y,
+    ),
     "smooth": lambda x, y: (F.silu(x) + F.gelu(y), F.gelu(x, approximate="tanh") + F.elu(y)),
+    "of other scales": lambda x, y: (F.celu(x, 0.7), F.celu(2 * y, 1.5)),
     "mish": lambda x, y: (F.mish(x), F.mish(8 * y)),
     "other bases": lambda x, y: (torch.exp2(x) + torch.log2(y * y + 1), torch.log10(x * x + 1) * y.square()),
     "bounds": lambda x, y: (x.clamp_min(-0.5) * y.clamp_max(0.3), x + (3 * y).floor_divide(0.7).detach()),
@@ -211,7 +216,7 @@ def works_in_place(x, y):
     return x.mul_(2), y
 
 
-@refused("uses a tensor that is not among its arguments .*x \\* elsewhere")
+@refused("uses a tensor that is not among its arguments; make it one .*x \\* elsewhere")
 def closes_over(x, y):
     return x * elsewhere, y
 
@@ -224,6 +229,11 @@ def makes_a_row(x, y):
 @refused("aten._to_copy to torch.bfloat16 cannot be generated")
 def rounds(x, y):
     return x.bfloat16().float(), y
+
+
+@refused("aten.bitwise_and of integers cannot be generated")
+def picks_bits(x, y):
+    return (torch.where(x > 0, 3, 1) & 2) * x, y
 
 
 @refused("aten.mul makes complex numbers: pass what is complex as an argument")
@@ -271,6 +281,28 @@ def has_no_derivative(x, y):
     return Doubled.apply(x), y
 
 
+class Clipped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.clamp(-1, 1)
+
+
+@refused("its gradient is not proportional to that of its results.*in its derivative")
+def clips_its_gradient(x, y):
+    return x, Clipped.apply(y)
+
+
+@refused("its gradient is not proportional to that of its results")
+def has_a_gradient_of_its_own(x, y):
+    z = 2 * x
+    z.register_hook(torch.ones_like)
+    return z, y
+
+
 @refused("derivative for aten::floor_divide is not implemented")
 def divides_and_floors(x, y):
     return x // y, y
@@ -299,6 +331,9 @@ ELEMENTWISE = (
     has_bounds_of_its_dtype,
     draws,
     has_no_derivative,
+    picks_bits,
+    clips_its_gradient,
+    has_a_gradient_of_its_own,
     returns_one,
 )
 SHAPED = (shifts, scales_by_width, makes_a_row, mixes_channels, has_a_layer, has_channels_elsewhere)
@@ -309,6 +344,15 @@ REFUSED = (reduces, works_in_place, divides_and_floors, *SHAPED, *ELEMENTWISE)
 def test_what_cannot_be_generated_is_refused(function, message, kind):
     with pytest.raises(kind, match=message):
         trace(function, (True, True))
+
+
+def test_a_gradient_may_skip_where_that_of_the_results_is_zero():
+    """As the gradient of xlogy does, which is xlogy too."""
+    traced = trace(lambda x, y: (torch.xlogy(x, y), x), (True, True))
+    x, y, g = torch.rand(3, 20, dtype=torch.float64)
+    found = evaluate(traced.backward, [x, y, g, torch.zeros_like(g)])
+    for got, want in zip(found, (g * y.log(), g * x / y), strict=True):
+        torch.testing.assert_close(got, want)
 
 
 def test_the_callers_modes_do_not_reach_the_trace():

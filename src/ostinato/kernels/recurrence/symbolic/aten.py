@@ -237,7 +237,7 @@ RULES: dict[str, Callable[..., Operand]] = {
     "add": lambda x, y, alpha=1: x + y * alpha,
     "sub": lambda x, y, alpha=1: x - y * alpha,
     "rsub": lambda x, y, alpha=1: y - x * alpha,
-    "div": _div,
+    **dict.fromkeys(("div", "true_divide"), _div),
     "floor_divide": lambda x, y: _div(x, y, "floor"),
     "remainder": _remainder,
     "addcmul": lambda x, y, z, value=1: x + y * z * value,

@@ -7,7 +7,7 @@ that is zero, is zero; in the function itself it is not, as zero times infinity 
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -42,6 +42,34 @@ class Graph(NamedTuple):
             within = int(node.value) in inputs if node.name == "input" else all(answers[i] for i in node.operands)
             answers.append(within)
         return answers
+
+    def is_linear_in(self, inputs: Collection[int]) -> bool:
+        """Whether each result is a sum of these inputs times factors that depend on none of them."""
+        linear: list[bool] = []  # for each node, whether it is such a sum; zero and NaN are
+        fixed: list[bool] = []  # whether it does not depend on these inputs
+        for node in self.nodes:
+            sums, factors = [linear[i] for i in node.operands], [fixed[i] for i in node.operands]
+            is_linear, is_fixed = False, all(factors)
+            match node.name:
+                case "input":
+                    is_linear, is_fixed = int(node.value) in inputs, int(node.value) not in inputs
+                case "constant":
+                    is_linear = node.value == 0 or node.value != node.value
+                case "add" | "sub" | "neg":
+                    is_linear = all(sums)
+                case "mul":
+                    is_linear = (sums[0] and factors[1]) or (factors[0] and sums[1])
+                case "div":
+                    is_linear = sums[0] and factors[1]
+                case "where":
+                    is_linear = factors[0] and sums[1] and sums[2]
+                case "eq" | "ne":
+                    is_fixed |= all(sums)  # as every multiple of both compares alike
+            if not (is_linear or is_fixed):
+                return False
+            linear.append(is_linear)
+            fixed.append(is_fixed)
+        return all(linear[i] for i in self.outputs)
 
 
 def tanh_slope(x: Tensor) -> Tensor:

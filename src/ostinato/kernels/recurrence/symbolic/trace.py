@@ -121,16 +121,23 @@ def _trace(function: Callable, sequences: tuple[bool, ...], states: int) -> Trac
         one = torch.ones(_SHAPE, dtype=_DTYPE)
         backward = _gradients(recorder, results, inputs, cotangents)
         jacobian = [g for y in results[:states] for g in _gradients(recorder, [y], inputs[:states], [one])]
-    return Trace(recorder.name, sequences, states, *map(builder.graph, (values, backward, jacobian)))
+        graphs = [builder.graph(outputs) for outputs in (values, backward, jacobian)]
+        if not graphs[1].is_linear_in(range(len(inputs), len(inputs) + len(results))):
+            raise recorder.refusal("its gradient is not proportional to that of its results, as if one were clipped")
+    return Trace(recorder.name, sequences, states, *graphs)
 
 
 def following(function: Callable, states: Sequence[Tensor], arguments: Sequence[Tensor]) -> Any:
     """What a recurrence's function returns, given two states as one pair.
 
-    Raises TypeError where it takes the pair for another number of states.
+    Raises TypeError where it takes the pair for another number of states, or returns several for one.
     """
     if len(states) < 2:
-        return function(*states, *arguments)
+        results = function(*states, *arguments)
+        if states and isinstance(results, tuple | list):
+            several = f"{len(results)} values; two states are one parameter, a pair named state"
+            raise TypeError(f"{_name(function)} must return the next state; got {several}")
+        return results
     try:
         return function(tuple(states), *arguments)
     except (ValueError, IndexError) as error:
@@ -228,7 +235,7 @@ class _Recorder(TorchDispatchMode):
     def place(self, x: Tensor) -> int:
         """The node of a tensor."""
         if id(x) not in self._places:
-            raise self.refusal("it uses a tensor that is not among its arguments")
+            raise self.refusal("it uses a tensor that is not among its arguments; make it one")
         return self._places[id(x)][1]
 
     def line(self) -> str:
@@ -272,10 +279,15 @@ class _Recorder(TorchDispatchMode):
         results = result if isinstance(result, tuple) else (result,)
         if results[0].shape not in (_SHAPE, ()):
             raise self.refusal(f"{func.overloadpacket} makes a tensor of another shape: it is not elementwise")
+        is_bool = results[0].dtype == torch.bool
         try:
+            if name.startswith("bitwise_") and not is_bool:
+                raise Unsupported("of integers")
             found = self._place_of(RULES[name](*operands, **settings))
         except Unsupported as error:
             raise self.refusal(f"{func.overloadpacket} {error} cannot be generated") from None
+        if is_bool and not self.builder.is_logical(found):  # True + True, which is True
+            found = self.builder.add("ne", found, self.builder.constant(0.0))
         for y in results:
             self._places[id(y)] = y, found
         return result
