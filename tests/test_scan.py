@@ -223,6 +223,10 @@ def test_nothing_not_even_nan_crosses_a_reset(scan, backend):
     h, _ = scan(a, b.index_fill(1, torch.tensor([35]), torch.nan), resets=RESETS, backend=backend)
     assert error(h[:1, 40:59], want) < 1e-12
     assert h[0, 35:40].isnan().all()
+    for bad in (torch.nan, torch.inf):
+        h, _ = scan(a.index_fill(1, torch.tensor([35]), bad), b, resets=RESETS, backend=backend)
+        assert error(h[:1, 40:59], want) < 1e-12
+        assert not h[0, 35].isfinite().any()
     h, _ = scan(a.requires_grad_(), b.requires_grad_(), resets=RESETS, backend=backend)
     grad = torch.zeros_like(h).index_fill_(1, torch.tensor([45]), torch.nan)
     for g in torch.autograd.grad(h, (a, b), grad):

@@ -80,11 +80,17 @@ def chunked_scan(
 
 
 def _forgetting(ring: Semiring) -> Semiring:
-    """The semiring in which zero times any state, NaN and infinity too, is zero."""
+    """The semiring in which zero times anything, NaN and infinity too, is zero."""
+
+    def kept(a: Tensor, x: Tensor) -> Tensor:
+        lost = (a == ring.zero) & ~x.isfinite()  # a finite state stays, as the gradient of a zero that is no reset
+        return x.masked_fill(lost, ring.zero)
+
+    def times(a: Tensor, x: Tensor) -> Tensor:
+        return ring.times(a, kept(a, x))
 
     def times_plus(a: Tensor, h: Tensor, b: Tensor) -> Tensor:
-        lost = (a == ring.zero) & ~h.isfinite()  # a finite state stays, as the gradient of a zero that is no reset
-        return ring.times_plus(a, h.masked_fill(lost, ring.zero), b)
+        return ring.times_plus(a, kept(a, h), b)
 
     def sequential(a: Tensor, b: Tensor, h0: Tensor) -> tuple[Tensor, Tensor]:
         steps = [h0]
@@ -92,7 +98,7 @@ def _forgetting(ring: Semiring) -> Semiring:
             steps.append(times_plus(a[:, t], steps[-1], b[:, t]))
         return torch.stack(steps[1:], 1) if a.shape[1] else b, steps[-1]
 
-    return ring._replace(times_plus=times_plus, sequential=sequential)
+    return ring._replace(times=times, times_plus=times_plus, sequential=sequential)
 
 
 class TorchBackend:
