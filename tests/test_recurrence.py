@@ -179,6 +179,41 @@ def test_derivatives_of_derivatives_and_forward_mode(case):
     assert torch.allclose(forwards, backwards, rtol=1e-12)
 
 
+def stepped_in_no_grad(h, x, y):
+    with torch.no_grad():
+        wave = torch.sin(h * y)
+    return torch.tanh(h) * wave + x
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, y: (torch.sigmoid(x), x.detach() * torch.tanh(y)),
+        lambda x, y: (torch.sigmoid(x), (x + (8 * x).round().div(8).sub(x).detach()) * y),
+        lambda h, x, y: torch.tanh(h.detach() * x) * y,
+        stepped_in_no_grad,
+        lambda state, x, y: (torch.tanh(state[0].detach() * x + state[1]), state[1] * y.data + torch.sin(state[0])),
+    ],
+    ids=["linear", "straight through", "of the state", "no_grad", "two states"],
+)
+def test_all_derivatives_stop_where_the_function_stops_them(function):
+    torch.manual_seed(0)
+    function = ostinato.recurrence(function)
+    arguments = [torch.randn(2, 5, 3).double().requires_grad_() for _ in range(2)]
+    h0 = [torch.randn(2, 3).double().requires_grad_() for _ in range(max(1, function.states))]
+    given, found = (*arguments, *h0), []
+    for backend in ("auto", "torch"):
+        torch.manual_seed(1)
+        states, _ = call(function, arguments, h0, backend=backend)
+        loss = sum((x * torch.randn_like(x)).sum() for x in states)
+        grads = torch.autograd.grad(loss, given, create_graph=True, materialize_grads=True)
+        moved = sum((g * torch.randn_like(g)).sum() for g in grads)
+        found.append((*grads, *torch.autograd.grad(moved, given, materialize_grads=True)))
+    assert any(x.any() for x in found[1][len(given) :])
+    for got, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-11, atol=1e-11)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_two_halves_with_the_state_carried_equal_the_whole(case):
     function = CASES[case][0]

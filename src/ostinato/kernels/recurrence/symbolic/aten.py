@@ -222,7 +222,7 @@ def _gelu_backward(grad: Scalar, x: Scalar, approximate: str = "none") -> Scalar
 _OTHER_NAMES = {"and": "logical_and", "or": "logical_or", "not": "logical_not"}
 
 RULES: dict[str, Callable[..., Operand]] = {
-    **{_OTHER_NAMES.get(name, name): named(name) for name in OPERATIONS if name != "tanh_slope"},
+    **{_OTHER_NAMES.get(name, name): named(name) for name in OPERATIONS if name not in ("tanh_slope", "detach")},
     "sgn": named("sign"),
     "bitwise_and": named("and"),
     "bitwise_or": named("or"),

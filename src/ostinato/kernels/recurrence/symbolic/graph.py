@@ -83,6 +83,7 @@ OPERATIONS: dict[str, Callable] = {
     "mul": torch.mul,
     "div": torch.div,
     "neg": torch.neg,
+    "detach": torch.detach,
     "abs": torch.abs,
     "sign": torch.sign,
     "floor": torch.floor,

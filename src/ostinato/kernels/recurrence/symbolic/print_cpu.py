@@ -10,6 +10,7 @@ _FORMS = {
     "mul": "{} * {}",
     "div": "{} / {}",
     "neg": "-{}",
+    "detach": "{}",
     "abs": "abs({})",
     "sign": "sign({})",
     "floor": "np.floor({})",

@@ -12,6 +12,7 @@ _FORMS = {
     "mul": "{} * {}",
     "neg": "-{}",
     "div": "quotient({}, {})",
+    "detach": "{}",
     "abs": "absolute({})",
     "sign": "sign({})",
     "floor": "floor({})",

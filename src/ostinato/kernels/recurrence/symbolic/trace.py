@@ -206,8 +206,12 @@ class _Calls(TorchFunctionMode):
         except RuntimeError as error:
             raise self._recorder.refusal(str(error)) from error
         for y in result if isinstance(result, tuple) else (result,):
-            if isinstance(y, Tensor) and y.grad_fn is not None:
+            if not isinstance(y, Tensor):
+                continue
+            if y.grad_fn is not None:
                 self._recorder.lines.setdefault(y.grad_fn, f"the derivative of {name}, {self._recorder.line()}")
+            elif y.is_floating_point() and any(isinstance(x, Tensor) and x.requires_grad for x in args):
+                self._recorder.detach(y)
         return result
 
 
@@ -231,6 +235,12 @@ class _Recorder(TorchDispatchMode):
         x = torch.full(_SHAPE, 0.5, dtype=_DTYPE, requires_grad=True)
         self._places[id(x)] = x, self.builder.input(k)
         return x
+
+    def detach(self, x: Tensor) -> None:
+        """Stop higher derivatives at a tensor, as autograd stops the gradient; kernels make nothing of it."""
+        place = self.place(x)
+        if self.builder.value(place) is None:
+            self._places[id(x)] = x, self.builder.add("detach", place)
 
     def place(self, x: Tensor) -> int:
         """The node of a tensor."""
