@@ -329,6 +329,26 @@ def test_powers_of_two_and_their_logarithms_are_exact(dtype, backend):
     torch.testing.assert_close(logarithms, exponents * (1 + math.log10(2)), rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, u: ((x > 0).to(x.dtype), u * x),
+        lambda x, u: (torch.ones_like(x > 0).to(x.dtype), (u > 0).to(x.dtype) + 0 * x),
+        lambda x, u: ((u > 0).to(x.dtype), (x > 0).to(x.dtype) * u),
+        lambda h, x, u: (h + x > u).to(x.dtype),
+    ],
+    ids=["coefficient", "constant", "of a channel", "state"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_results_may_be_tests(function, dtype):
+    torch.manual_seed(0)
+    function, x, u = ostinato.recurrence(function), torch.randn(2, 9, 3), torch.randn(3)
+    found = [function(x.to(dtype), u.to(dtype), h0=X[:, 0], backend=backend) for backend in ("auto", "torch")]
+    assert found[1][0].any()
+    for got, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(got, wanted)
+
+
 def test_it_stands_for_its_function():
     assert rg_lru.__name__ == "rg_lru"
     assert pickle.loads(pickle.dumps(rg_lru)) is rg_lru

@@ -208,9 +208,9 @@ class Builder:
         if name in _OF_LOGICAL or name == "where":
             count = 1 if name == "where" else len(operands)
             tests = (i if self.is_logical(i) else self.add("ne", i, self.constant(0.0)) for i in operands[:count])
-            operands = *tests, *map(self._number, operands[count:])
+            operands = *tests, *map(self.number, operands[count:])
         else:
-            operands = tuple(map(self._number, operands))
+            operands = tuple(map(self.number, operands))
         if name in _SYMMETRIC:  # constants last
             operands = tuple(sorted(operands, key=lambda i: (self._nodes[i].name == "constant", i)))
         values = [self.value(i) for i in operands]
@@ -230,7 +230,8 @@ class Builder:
         node = self._nodes[i]
         return node.name in LOGICAL or (node.name == "constant" and isinstance(node.value, bool))
 
-    def _number(self, i: int) -> int:
+    def number(self, i: int) -> int:
+        """A node, or 1 and 0 where it is a test."""
         return self.add("where", i, self.constant(1.0), self.constant(0.0)) if self.is_logical(i) else i
 
     def _place(self, node: Node) -> int:

@@ -121,9 +121,9 @@ def _trace(function: Callable, sequences: tuple[bool, ...], states: int) -> Trac
         one = torch.ones(_SHAPE, dtype=_DTYPE)
         backward = _gradients(recorder, results, inputs, cotangents)
         jacobian = [g for y in results[:states] for g in _gradients(recorder, [y], inputs[:states], [one])]
-        graphs = [builder.graph(outputs) for outputs in (values, backward, jacobian)]
-        if not graphs[1].is_linear_in(range(len(inputs), len(inputs) + len(results))):
-            raise recorder.refusal("its gradient is not proportional to that of its results, as if one were clipped")
+    graphs = [builder.graph([builder.number(i) for i in outputs]) for outputs in (values, backward, jacobian)]
+    if not graphs[1].is_linear_in(range(len(inputs), len(inputs) + len(results))):
+        raise recorder.refusal("its gradient is not proportional to that of its results, as if one were clipped")
     return Trace(recorder.name, sequences, states, *graphs)
 
 
