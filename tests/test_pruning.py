@@ -203,11 +203,25 @@ def loaded(layer, assign):
     return other
 
 
+def converted(layer, swap):
+    """To another dtype, where PyTorch swaps a parameter's contents, or puts a new parameter in its place."""
+    future = torch.__future__
+    set_flag = future.set_swap_module_params_on_conversion if swap else future.set_overwrite_module_params_on_conversion
+    layer(torch.randn(5, 3, 8))[0].sum().backward()
+    set_flag(True)
+    try:
+        return layer.to(torch.float64)
+    finally:
+        set_flag(False)
+
+
 NEW_PARAMETERS = {
     "loaded": lambda layer: loaded(layer, assign=False),
     "assigned": lambda layer: loaded(layer, assign=True),
     "copied": copy.deepcopy,
     "pickled": lambda layer: pickle.loads(pickle.dumps(layer)),
+    "swapped": lambda layer: converted(layer, swap=True),
+    "overwritten": lambda layer: converted(layer, swap=False),
 }
 
 

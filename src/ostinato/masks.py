@@ -72,6 +72,11 @@ def keep_pruned(module: nn.Module, name: str) -> None:
     _watch_optimizers()
 
 
+def forget_pruned(module: nn.Module, name: str) -> None:
+    """Undo :func:`keep_pruned`, which keeps a weak reference to the parameter."""
+    _owners.pop(getattr(module, name), None)
+
+
 @functools.cache
 def _watch_optimizers() -> None:
     register_optimizer_step_post_hook(_zero_pruned)

@@ -1,6 +1,7 @@
 """The parameters of RNN, GRU and LSTM, as they are at a call, with their masks."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from ostinato.checks import check_tensor
 from ostinato.kernels.persistent.plan import GATES
-from ostinato.masks import keep_pruned, kept_weights, mask_name, mask_of, masked
+from ostinato.masks import forget_pruned, keep_pruned, kept_weights, mask_name, mask_of, masked
 from ostinato.recurrent.torch_layers import TorchLayers
 
 
@@ -41,6 +42,16 @@ class MaskedLayers(TorchLayers):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._keep_pruned()
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> Any:
+        """``torch.nn``'s, which may be told to swap parameters, and cannot while there are weak references to them."""
+        for name in self._flat_weights_names:
+            if mask_of(self, name) is not None:
+                forget_pruned(self, name)
+        try:
+            return super()._apply(fn, recurse)
+        finally:
+            self._keep_pruned()
 
     def _keep_pruned(self) -> None:
         """Have optimisers keep pruned weights at zero whose parameters are new: compiled calls do not see to it."""
