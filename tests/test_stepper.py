@@ -225,6 +225,16 @@ def test_a_frozen_stepper_has_weights_of_its_own(cell, block, density, batch, dt
     torch.testing.assert_close(frozen(x[0])[0], expected[0], rtol=0, atol=2e-6, equal_nan=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])  # without a kernel for a step
+@pytest.mark.parametrize("cell", ["RNN", "GRU"])  # torch's cells run that, but not for frozen layers
+def test_a_layer_is_frozen_after_steps_like_its_own(cell, dtype):
+    torch.manual_seed(0)
+    layer, x = getattr(ostinato, cell)(5, 16, dtype=dtype), torch.randn(4, 2, 5).to(dtype)
+    live, frozen = ostinato.Stepper(layer, 2), ostinato.Stepper(layer, 2, frozen=True)
+    expected = torch.stack([live(x_t) for x_t in x])
+    torch.testing.assert_close(torch.stack([frozen(x_t) for x_t in x]), expected)
+
+
 class Doubling(ostinato.GRU):
     def forward(self, input, hx=None, **options):
         return super().forward(2 * input, hx, **options)

@@ -104,7 +104,8 @@ class StepLayers(MaskedLayers):
             return result
         states, own = states_of(state), self._unmasked_weights()
         distinct = states[:1] if len(states) == 2 and states[0] is states[1] else states  # what is prepared needs that
-        like = [x, *own, *distinct], rank, type(state), len(states), self.mode, self.num_layers, self._path
+        how = self.mode, self.num_layers, self._path, self._frozen is None
+        like = [x, *own, *distinct], rank, type(state), len(states), *how
         run = None if self._buffers or self._dropout() else _STEPS.find(*like)
         if run is None:
             run = self._prepared_step(x, state, own, rank)
