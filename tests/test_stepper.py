@@ -141,6 +141,20 @@ def modules():
     yield nn.Sequential(nn.Linear(5, 7), nn.ReLU(), ostinato.LSTM(7, 16), ostinato.MinGRU(16, 8), nn.Linear(8, 2))
 
 
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_step_under_autocast_is_followed_by_one_outside(name):
+    torch.manual_seed(0)
+    layer, x = getattr(ostinato, name)(5, 16), torch.randn(2, 3, 5)
+    stepper = ostinato.Stepper(layer, 3)
+    with torch.no_grad():
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y, state = layer.step(x[0], layer.initial_state(3))
+            assert torch.equal(stepper(x[0]), y)
+        assert {kept.dtype for kept in flat(stepper.state)} == {F32}
+        state = tuple(own.float() for own in state) if name == "LSTM" else state.float()
+        torch.testing.assert_close(stepper(x[1]), layer.step(x[1], state)[0], rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("module", list(modules()), ids=lambda module: type(module).__name__)
