@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ostinato.kernels.recurrence.symbolic.aten import RULES
 from ostinato.kernels.recurrence.symbolic.graph import Builder, Graph, Node
@@ -115,6 +116,7 @@ def _trace(function: Callable, sequences: tuple[bool, ...], states: int) -> Trac
     with torch.enable_grad(), _Calls(recorder), recorder:
         inputs = [recorder.input(k) for k in range(states + len(sequences))]
         results = _checked(recorder, following(function, inputs[:states], inputs[states:]), states)
+        recorder.stop_gradients_at(results)
         values = [recorder.place(x) for x in results]
         builder.differentiating = True
         cotangents = [recorder.input(len(inputs) + k) for k in range(len(results))]
@@ -201,17 +203,17 @@ class _Calls(TorchFunctionMode):
             if name in self._IN_PLACE or (name.endswith("_") and not name.endswith("__")):
                 raise self._recorder.refusal(f"{name} changes a tensor in place")
             self._recorder.called = name
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        self._recorder.stop_gradients_at(given)
         try:
             result = func(*args, **(kwargs or {}))
         except RuntimeError as error:
             raise self._recorder.refusal(str(error)) from error
         for y in result if isinstance(result, tuple) else (result,):
-            if not isinstance(y, Tensor):
-                continue
-            if y.grad_fn is not None:
+            if isinstance(y, Tensor) and y.grad_fn is not None:
                 self._recorder.lines.setdefault(y.grad_fn, f"the derivative of {name}, {self._recorder.line()}")
-            elif y.is_floating_point() and any(isinstance(x, Tensor) and x.requires_grad for x in args):
-                self._recorder.detach(y)
+            elif isinstance(y, Tensor) and y.is_floating_point():
+                self._recorder.made_without_gradient(y, given)
         return result
 
 
@@ -230,17 +232,31 @@ class _Recorder(TorchDispatchMode):
         self.lines: dict[Any, str] = {}  # where the operations of autograd's graph were called
         self._file = getattr(getattr(function, "__code__", None), "co_filename", None)
         self._places: dict[int, tuple[Tensor, int]] = {}  # by id; with the tensor, so that no other gets its id
+        self._without_gradient: set[int] = set()  # ids
 
     def input(self, k: int) -> Tensor:
         x = torch.full(_SHAPE, 0.5, dtype=_DTYPE, requires_grad=True)
         self._places[id(x)] = x, self.builder.input(k)
         return x
 
-    def detach(self, x: Tensor) -> None:
-        """Stop higher derivatives at a tensor, as autograd stops the gradient; kernels make nothing of it."""
-        place = self.place(x)
-        if self.builder.value(place) is None:
-            self._places[id(x)] = x, self.builder.add("detach", place)
+    def made_without_gradient(self, y: Tensor, given: Sequence[Tensor]) -> None:
+        """Note a tensor without a gradient that was made of some with one, in ``torch.no_grad`` or by ``detach``."""
+        if any(x.requires_grad or id(x) in self._without_gradient for x in given):
+            self._without_gradient.add(id(y))
+
+    def stop_gradients_at(self, given: Sequence[Tensor]) -> None:
+        """Stop higher derivatives where autograd stops the gradient: at what is used and was made without one.
+
+        Not where it is made: the results of an ``autograd.Function`` get their gradient when its forward has returned.
+        """
+        if not torch.is_grad_enabled() or self.builder.differentiating:
+            return
+        for x in given:
+            if id(x) in self._without_gradient and not x.requires_grad:
+                self._without_gradient.remove(id(x))
+                place = self.place(x)
+                if self.builder.value(place) is None:
+                    self._places[id(x)] = x, self.builder.add("detach", place)
 
     def place(self, x: Tensor) -> int:
         """The node of a tensor."""
