@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from ostinato.checks import check_flags, check_integers, describe
-from ostinato.layers import autocast_dtype
 from ostinato.minimal import MinGRUCell, MinLSTMCell
 from ostinato.recurrent import GRU, LSTM, RNN
 from ostinato.replay import Recorder, Unrepeatable
@@ -95,7 +94,7 @@ class Stepper:
             return self._replay(x)
         self._repeats = False
         y, after = _step(self._module, x, self._state)
-        if autocast_dtype(x.device) is not None:  # the next step may be outside of it
+        if torch._C._is_any_autocast_enabled():  # the next step may be outside of it
             dtypes = iter([own.dtype for own in _tensors(self._state)])
             after = _mapped(lambda own: own.to(next(dtypes, own.dtype)), after)
         self._state = _mapped(Tensor.clone, after)  # `after` may alias the output or the input, which are the caller's
