@@ -5,6 +5,7 @@ import functools
 import gc
 import os
 import pickle
+from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -663,3 +664,22 @@ def test_what_a_subclass_of_sequential_adds_is_not_left_out():
         torch.testing.assert_close(torch.stack([stepper(x_t) for x_t in x]), network[1](2 * x)[0])
     with pytest.raises(TypeError, match=r"module must have y, state = step\(.*; got .*\.Residual$"):
         ostinato.Stepper(nn.Sequential(Residual(ostinato.GRU(3, 3))), 2)
+
+
+def test_a_counter_or_a_part_called_step_is_no_step():
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("step", torch.zeros((), dtype=torch.int64))
+
+        def forward(self, x):
+            return 2 * x
+
+    torch.manual_seed(0)
+    parts = {"step": nn.Linear(3, 3), "rnn": ostinato.GRU(3, 5), "last": nn.Sequential(nn.Identity(), Counting())}
+    network = nn.Sequential(OrderedDict(parts))
+    x = torch.randn(4, 2, 3)
+    expected = 2 * parts["rnn"](parts["step"](x))[0]
+    for frozen in (False, True):
+        stepper = ostinato.Stepper(network, 2, frozen=frozen)
+        torch.testing.assert_close(torch.stack([stepper(x_t) for x_t in x]), expected)

@@ -185,7 +185,7 @@ def _replayed(replay: Callable[[], None], given: Tensor, like: tuple, y: Any, x:
 def _initial_state(module: Any, batch_size: int) -> Any:
     if _is_stepped_by_parts(module):
         return [None if _is_stateless(part) else _initial_state(part, batch_size) for part in module]
-    if not (hasattr(module, "step") and hasattr(module, "initial_state")):
+    if not (_has_step(module) and hasattr(module, "initial_state")):
         by = ", to which ostinato.convert gives them" if isinstance(module, nn.RNN | nn.GRU | nn.LSTM) else ""
         raise TypeError(
             "module must have y, state = step(x, state) and state = initial_state(batch_size); got "
@@ -199,15 +199,21 @@ def _initial_state(module: Any, batch_size: int) -> Any:
 def _is_stepped_by_parts(module: Any) -> bool:
     """Whether it is a Sequential, and no subclass that adds to it, such as a residual connection, or has a step."""
     sequential = isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
-    return sequential and not hasattr(module, "step")
+    return sequential and not _has_step(module)
 
 
 def _is_stateless(part: nn.Module) -> bool:
     """Whether a part is called as it is; a recurrent layer inside it would begin anew at every step."""
     stateful = nn.RNNBase, nn.RNNCellBase, MinGRUCell, MinLSTMCell
     return not _is_stepped_by_parts(part) and not any(
-        hasattr(module, "step") or isinstance(module, stateful) for module in part.modules()
+        _has_step(module) or isinstance(module, stateful) for module in part.modules()
     )
+
+
+def _has_step(module: Any) -> bool:
+    """Whether it has a function ``step``, not a counter or a part of that name."""
+    step = getattr(module, "step", None)
+    return callable(step) and not isinstance(step, nn.Module)
 
 
 def _batch_dim(own: Tensor, other: Tensor) -> int:
