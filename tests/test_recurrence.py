@@ -185,6 +185,18 @@ def stepped_in_no_grad(h, x, y):
     return torch.tanh(h) * wave + x
 
 
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, y):
+        ctx.save_for_backward(x, y)
+        return x * y
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, y = ctx.saved_tensors
+        return grad * y, grad * x
+
+
 @pytest.mark.parametrize(
     "function",
     [
@@ -192,9 +204,10 @@ def stepped_in_no_grad(h, x, y):
         lambda x, y: (torch.sigmoid(x), (x + (8 * x).round().div(8).sub(x).detach()) * y),
         lambda h, x, y: torch.tanh(h.detach() * x) * y,
         stepped_in_no_grad,
+        lambda x, y: (torch.sigmoid(x), Product.apply(x.detach(), torch.tanh(y))),
         lambda state, x, y: (torch.tanh(state[0].detach() * x + state[1]), state[1] * y.data + torch.sin(state[0])),
     ],
-    ids=["linear", "straight through", "of the state", "no_grad", "two states"],
+    ids=["linear", "straight through", "of the state", "no_grad", "into a Function", "two states"],
 )
 def test_all_derivatives_stop_where_the_function_stops_them(function):
     torch.manual_seed(0)

@@ -243,11 +243,13 @@ class _Recorder(TorchDispatchMode):
         """Note a tensor without a gradient that was made of some with one, in ``torch.no_grad`` or by ``detach``."""
         if any(x.requires_grad or id(x) in self._without_gradient for x in given):
             self._without_gradient.add(id(y))
+            self.stop_gradients_at([y])
 
     def stop_gradients_at(self, given: Sequence[Tensor]) -> None:
-        """Stop higher derivatives where autograd stops the gradient: at what is used and was made without one.
+        """Stop higher derivatives where autograd stops the gradient: at what was made without one.
 
-        Not where it is made: the results of an ``autograd.Function`` get their gradient when its forward has returned.
+        What is made in ``torch.no_grad``, only where it is used outside: the results of an ``autograd.Function`` get
+        their gradient when its forward has returned.
         """
         if not torch.is_grad_enabled() or self.builder.differentiating:
             return
