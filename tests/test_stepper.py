@@ -683,3 +683,16 @@ def test_a_counter_or_a_part_called_step_is_no_step():
     for frozen in (False, True):
         stepper = ostinato.Stepper(network, 2, frozen=frozen)
         torch.testing.assert_close(torch.stack([stepper(x_t) for x_t in x]), expected)
+
+
+@pytest.mark.gpu
+def test_a_stepper_that_is_gone_leaves_no_memory():
+    module, x = nn.Sequential(nn.Linear(64, 64), ostinato.GRU(64, 64)).cuda(), torch.randn(4, 64, device="cuda")
+
+    def kept():
+        ostinato.Stepper(module, batch_size=4)(x)
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+
+    first = kept()  # what libraries keep
+    assert [kept() for _ in range(3)] == [first] * 3

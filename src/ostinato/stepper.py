@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from ostinato import cuda_graph
 from ostinato.checks import check_flags, check_integers, describe
 from ostinato.minimal import MinGRUCell, MinLSTMCell
 from ostinato.recurrent import GRU, LSTM, RNN
@@ -137,15 +138,9 @@ class Stepper:
     def _captured(self, x: Tensor) -> Callable[[Tensor], Any]:
         """Capture a step in a CUDA graph, which reads and writes the same memory at every replay."""
         given, module, state = x.clone(), self._module, self._state
-        stream = torch.cuda.Stream(x.device)
-        stream.wait_stream(torch.cuda.current_stream(x.device))
-        with torch.cuda.stream(stream), _unchanged(module.buffers()):
-            _step(module, given, state)  # warm-up: compilation and autotuning cannot be captured
-        torch.cuda.current_stream(x.device).wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(x.device), torch.cuda.graph(graph):
-            y = _advance(module, given, state)
-        return functools.partial(_replayed, graph.replay, given, (given.shape, given.dtype), y)
+        with _unchanged((*_tensors(state), *module.buffers())):
+            replay, y = cuda_graph.capture(lambda: _advance(module, given, state), x.device)
+        return functools.partial(_replayed, replay, given, (given.shape, given.dtype), y)
 
     @_outside_inference_mode
     def _recorded(self, x: Tensor) -> Callable[[Tensor], Any] | None:

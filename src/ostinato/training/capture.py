@@ -1,14 +1,16 @@
-"""A batch's loss and gradients in one CUDA graph, a single launch for the host."""
+"""A batch's loss and gradients in one CUDA graph."""
 
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from ostinato.cuda_graph import capture
+
 Differentiated = Callable[[Tensor, Tensor], Tensor]
 """The loss of inputs and targets, detached; the parameters' gradients are in their ``grad``."""
 
-_WARM_UPS = 3  # so that what libraries set up at their first calls is not captured
+_WARM_UPS = 3  # some libraries set something up at their second call, too
 
 
 def captured(
@@ -21,25 +23,21 @@ def captured(
     """
     device = inputs.device
     drawn = torch.cuda.get_rng_state(device)
-    given, graph = (inputs.clone(), targets.clone()), torch.cuda.CUDAGraph()
+    given = inputs.clone(), targets.clone()
 
     def run() -> Tensor:
         for parameter in parameters:
             parameter.grad = None
         return differentiate(*given)
 
-    with torch.cuda.device(device):
-        for _ in range(_WARM_UPS):  # not on a stream of its own, which cuBLAS would keep memory for
-            run()
-        with torch.cuda.graph(graph):
-            loss = run()
+    replay, loss = capture(run, device, _WARM_UPS)
     torch.cuda.set_rng_state(drawn, device)
     grads = [parameter.grad for parameter in parameters]
 
     def replayed(inputs: Tensor, targets: Tensor) -> Tensor:
         for own, x in zip(given, (inputs, targets), strict=True):
             own.copy_(x)
-        graph.replay()
+        replay()
         for parameter, grad in zip(parameters, grads, strict=True):
             parameter.grad = grad
         return loss

@@ -2,13 +2,13 @@
 
 import importlib
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ostinato.bench.workloads import Run, Unavailable
+from ostinato.cuda_graph import capture
 
 Build = Callable[[Any, tuple[Tensor, ...]], Run]
 
@@ -56,24 +56,10 @@ def need_cuda(x: Tensor) -> None:
 
 def captured(function: Callable[[], Any]) -> Callable[[], Any]:
     """The function as a CUDA graph, whose replays write to the same tensors."""
-    current, stream = torch.cuda.current_stream(), torch.cuda.Stream()
-    stream.wait_stream(current)
-    with torch.cuda.stream(stream):
-        function()
-    current.wait_stream(stream)
-    graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
-    try:
-        with torch.cuda.graph(graph, pool=pool):
-            output = function()
-    except Exception:  # a failed capture leaves PyTorch's allocator in capture mode, in which it frees no memory
-        torch.cuda.set_stream(current)
-        with suppress(RuntimeError):  # the capture had ended
-            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
-            torch._C._cuda_releasePool(torch.cuda.current_device(), pool)
-        raise
+    replay, result = capture(function)
 
-    def replay() -> Any:
-        graph.replay()
-        return output
+    def replayed() -> Any:
+        replay()
+        return result
 
-    return replay
+    return replayed
