@@ -135,9 +135,11 @@ TRAINED_LAYERS = [
     Training("GRU", 2304, 4, 512, dtype=f16, who=TRAINED, **PRUNED),
     Training("LSTM", 512, 32, 512, dtype=bf16, layers=2, bidirectional=True, shortest=50, who=TRAINED),
 ]
+NARROW = [(4000, 600, 7), (20000, 130, 3)]
 RESET = [
     *((8, 4096, 1536), (2, 100000, 384), (128, 512, 256), (3, 5000, 1000)),
     *((1, 65536, 256), (1, 2**20, 64), (1, 2**18, 16), (4, 2**20, 8), (1, 3_000_000, 7), (1, 2**24, 1)),
+    *NARROW,
 ]
 ON_CUDA: dict[str, list[Workload]] = {
     "scan": [
@@ -149,6 +151,7 @@ ON_CUDA: dict[str, list[Workload]] = {
         *(Scan(3, 5000, 1000, dtype, who=(OURS,)) for dtype in (f32, bf16)),
         *(Scan(*sizes, who=(OURS,)) for sizes in ((4, 2**20, 8), (1, 3_000_000, 7), (1, 2**18, 16))),
         Scan(8, 2048, 255, bf16, who=(OURS,)),
+        *(Scan(*sizes, dtype, who=(OURS,)) for sizes in NARROW for dtype in (f32, bf16)),
         *(Scan(8, 4096, 1536, dtype, who=(OURS,), time_contiguous=True) for dtype in (f32, bf16)),
         *(Scan(1000, 400, 512, dtype, who=(OURS,), shortest=1) for dtype in (f32, bf16)),
         # What resets cost, beside the same without.

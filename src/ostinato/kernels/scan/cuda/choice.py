@@ -54,8 +54,10 @@ def _leaves_processors_idle(scan: Criteria, streaming: Geometry) -> bool:
     processors = scan.device.processors
     if streaming.cluster > 1:
         return False
+    if streaming.narrow:
+        return scan.sequences < processors and scan.steps > 4 * streaming.tile
     few = scan.sequences * scan.channels < 32 * processors and scan.steps > 8 * streaming.tile
-    if streaming.narrow or (few and chain_few_channels(scan)):
-        return few
+    if few and chain_few_channels(scan):
+        return True
     least = (FILLED if streaming.warps == 8 else FULL if scan.itemsize == 4 else 1) * processors
     return scan.chains(streaming) < least and scan.steps > 4 * streaming.tile

@@ -215,13 +215,17 @@ struct alignas(16) Mask {
     template <int BYTES = 16> static __device__ int shift(const Place& at, int chunk) {
         return GAPLESS ? unsigned(reinterpret_cast<unsigned long long>(sequence(at)) + start(at, chunk)) % BYTES : 0;
     }
+    // Aligned pieces have bytes of the sequences before and after, too.
     __device__ void fetch(const Place& at, int chunk) {
-        const int first = start(at, chunk), skipped = shift(at, chunk);
+        const Parameters& p = at.p;
+        const int from = start(at, chunk) - shift(at, chunk);
+        const Index last = (p.batch - 1) * p.resets_batch + (p.directions - 1) * p.resets_direction;  // sequence
 #pragma unroll
         for (int k = 0; k < PIECES; k += 32) {
-            const int piece = k + at.lane, t = first - skipped + 16 * piece;
-            if (piece >= PIECES) break;
-            if (GAPLESS && t >= 0 && t + 16 <= at.p.steps) {
+            const int piece = k + at.lane, t = from + 16 * piece;
+            if (piece >= PIECES || t >= p.steps) break;
+            if (t <= -16) continue;
+            if (GAPLESS && sequence(at) + t + 16 <= p.resets + last + p.steps) {
                 copy_async<16>(&byte[16 * piece], sequence(at) + t);
                 continue;
             }
@@ -260,6 +264,7 @@ struct alignas(16) Mask {
                 bits |= (votes >> at.segment * LANES & ~0u >> 32 - LANES) << u;
             }
         }
-        return bits & OF_ROWS;
+        const int left = at.p.steps - at.first(chunk);
+        return bits & (left >= ROWS ? OF_ROWS : left > 0 ? ~(~0u << left) : 0);
     }
 };

@@ -87,6 +87,11 @@ class Criteria(NamedTuple):
         return self.resets and (self.packed or not self.anywhere)
 
     @property
+    def sequence_bytes(self) -> int:
+        """Bytes of a sequence of one input."""
+        return self.steps * self.channels * self.itemsize
+
+    @property
     def words(self) -> int:
         """Registers of a number."""
         return max(1, self.itemsize // 4)

@@ -1,10 +1,16 @@
 """Streaming: tiles such that the resident blocks have as many bytes on their way as Little's law asks for."""
 
 import math
+from collections import Counter
 
 from ostinato.kernels.scan.cuda.criteria import FILLED, FULL, LINEAR, LONG, SHORT, STAGES, Criteria, lanes_across
 from ostinato.kernels.scan.cuda.geometry import Geometry
 
+# Of narrow sequences, measured on an H200:
+WARPS, BUSY_WARPS = 16, 10  # of a multiprocessor: resident, with as many registers as they need, and to keep it busy
+BYTES_OF_WARP = 10 << 10  # of an input's sequence
+LINEAR_ROWS, ROWS = 15, 11  # of linear scans' tiles and of others'
+CONFLICT, BEGINNING = 0.1, 2  # the time of a bank conflict at a row and of a tile's beginning, in rows
 FEW_STEPS = 32  # of which linear scans have a geometry of their own
 THREADS = 384  # a multiprocessor's occupancy target, with as many registers as they need
 
@@ -14,17 +20,38 @@ def _power_of_two(x: float, least: int, most: int) -> int:
 
 
 def stream_narrow(scan: Criteria) -> Geometry | None:
-    """Sequences of few channels: two warps each, for short barriers and many blocks.
+    """Sequences of few channels: a warp each, without barriers, or several where sequences are few or long.
 
-    With an odd number of rows a warp's shared-memory reads are free of bank conflicts.
+    The rows are those that take the least time: to scan and to begin each of the tiles that cover the steps.  Of two
+    that differ by one, those count that have fewer bank conflicts: lengths that change then share kernels.
     """
     if not scan.gapless or scan.channels >= 8:
         return None
     lanes = lanes_across(scan.channels, 1)
-    warps, rows = 2, 11
-    while rows > 1 and (32 // lanes) * (rows - 2) * warps >= scan.steps:
-        rows -= 2
-    return Geometry(1, lanes, warps, rows, resident=512 // (32 * warps), narrow=scan.channels)
+    wanted = max(BUSY_WARPS * scan.device.processors / scan.sequences, scan.sequence_bytes / BYTES_OF_WARP)
+    wanted = min(wanted, scan.steps * lanes / 64)  # that have two steps for each segment
+    warps = next((n for n in (1, 2, 4) if n >= wanted), 8)
+    one = Geometry(1, lanes, warps, 1, resident=WARPS // warps, narrow=scan.channels)
+
+    def conflicts(rows: int) -> int:
+        return _bank_conflicts(scan.channels, one.segments, rows, scan.itemsize)
+
+    def cost(rows: int) -> float:
+        return -(-scan.steps // (one.tile * rows)) * (rows * (1 + CONFLICT * conflicts(rows)) + BEGINNING)
+
+    most = LINEAR_ROWS if scan.element in LINEAR and scan.itemsize <= 4 else ROWS  # by registers
+    pairs = (min(rows, rows + 1, key=lambda n: (conflicts(n), -n)) for rows in range(2, most, 2))
+    return one._replace(rows=min((1, *pairs), key=cost))
+
+
+def _bank_conflicts(channels: int, segments: int, rows: int, itemsize: int) -> int:
+    """How often a bank of shared memory is read once more when a warp reads a row of each segment."""
+    words = {
+        (segment * rows * channels + channel) * itemsize // 4
+        for segment in range(segments)
+        for channel in range(channels)
+    }
+    return max(Counter(word % 32 for word in words).values()) - 1
 
 
 def stream_few_steps(scan: Criteria) -> Geometry | None:
