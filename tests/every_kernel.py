@@ -13,9 +13,9 @@ from functools import partial
 import pytest
 import torch
 
+import scan_kernels
 from kernels.persistent import test_cuda_step, test_persistent
 from kernels.recurrence import test_nonlinear_recurrence, test_projected
-from kernels.scan import test_cuda
 from minimal_layers import GATES, layer, layer_backward
 from ostinato.kernels import gemm
 from ostinato.kernels.persistent import cuda as persistent
@@ -43,7 +43,7 @@ def scans(dtype, kernels):
     shapes = shapes if dtype.itemsize == 2 else shapes[:-1]
     for reverse, packed, (batch, steps, channels) in itertools.product(FLAGS, FLAGS, shapes):
         batch, sequences = (1, 5) if packed else (batch, batch)
-        cu_seqlens = test_cuda.boundaries(steps).cuda() if packed else None
+        cu_seqlens = scan_kernels.boundaries(steps).cuda() if packed else None
         tensors = torch.rand(3, batch, steps, channels).to(dtype), torch.rand(2, sequences, channels).to(dtype)
         (a, b, grad), (h0, grad_last) = (x.cuda() for x in tensors)
         for initial, resets in ((h0, None), (None, (torch.rand(batch, steps) < 0.1).cuda())):
@@ -55,7 +55,7 @@ def scans(dtype, kernels):
 
 
 def odd_rows(dtype):
-    for reverse, (batch, steps, channels) in itertools.product(FLAGS, test_cuda.ODD + test_cuda.FEW):
+    for reverse, (batch, steps, channels) in itertools.product(FLAGS, scan_kernels.ODD + scan_kernels.FEW):
         a, b, grad = (torch.rand(batch, steps, channels).to(dtype).cuda() for _ in range(3))
         for resets in (None, (torch.rand(batch, steps) < 0.1).cuda()):
             order = Order(None, resets, reverse)
@@ -81,7 +81,7 @@ def layers(dtype):
 
 def scans_and_layers(geometry, dtype):
     with pytest.MonkeyPatch.context() as patch:
-        test_cuda.force(patch, geometry)
+        scan_kernels.force(patch, geometry)
         scans(dtype, choose_backend("cuda", "cuda"))
         if "lanes" not in geometry:
             layers(dtype)
@@ -225,7 +225,7 @@ def wide(hidden, dtype):
 
 PARTS = {
     f"scan-{geometry}-{dtype}".replace(" ", "-"): partial(scans_and_layers, geometry, dtype)
-    for geometry, dtype in itertools.product(test_cuda.GEOMETRIES, test_cuda.TOLERANCE)
+    for geometry, dtype in itertools.product(scan_kernels.GEOMETRIES, scan_kernels.TOLERANCE)
 }
 PARTS |= {f"odd-rows-{dtype}": partial(odd_rows, dtype) for dtype in (torch.float32, torch.bfloat16)}
 PARTS |= {f"compose-{dtype}": partial(compositions, dtype) for dtype in (torch.float32, torch.float64)}
@@ -239,11 +239,11 @@ PARTS |= {
 }
 PARTS |= {
     f"single-steps-{cell}-{dtype}": partial(single_steps, cell, dtype)
-    for cell, dtype in itertools.product(GATES, test_cuda.TOLERANCE)
+    for cell, dtype in itertools.product(GATES, scan_kernels.TOLERANCE)
 }
 PARTS |= {
     f"recurrent-steps-{cell}-{dtype}": partial(recurrent_steps, cell, dtype)
-    for cell, dtype in itertools.product(plan.GATES, test_cuda.TOLERANCE)
+    for cell, dtype in itertools.product(plan.GATES, scan_kernels.TOLERANCE)
 }
 PARTS["transposition"] = transpositions
 PARTS["previous"] = shifts

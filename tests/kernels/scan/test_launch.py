@@ -1,0 +1,222 @@
+"""What scans compile and launch on a GPU, without one."""
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from gpus import ARCHITECTURES, GPUS
+from ostinato.kernels import nvrtc
+from ostinato.kernels.recurrence.linear.element import element_name, print_element
+from ostinato.kernels.recurrence.symbolic.trace import parse
+from ostinato.kernels.scan.cuda import launch
+from ostinato.kernels.scan.cuda.choice import choose_geometry
+from ostinato.kernels.scan.cuda.criteria import Criteria
+from ostinato.kernels.scan.cuda.geometry import Geometry, macros
+from ostinato.minimal.recurrences import recurrence_of
+
+ELEMENTS = (
+    "LinearScan",
+    "LinearScanBackward",
+    "LogLinearScan",
+    "LogLinearScanBackward",
+    "mingru",
+    "mingruBackward",
+    "minlstm",
+    "minlstmBackward",
+)
+
+
+def code_of(element, candidate):
+    """The name of an element and the kernel's code around it."""
+    if "Scan" in element:
+        return element, launch.source()
+    trace = parse(recurrence_of(element.removesuffix("Backward"), candidate, bias=True))
+    backward = element.endswith("Backward")
+    return element_name(trace, backward), launch.source(print_element(trace, backward))
+
+
+def inputs_of(element):
+    """How many tensors it reads."""
+    forward, backward = element.removesuffix("Backward"), element.endswith("Backward")
+    return {"minlstm": 3, "LinearScan": 2 - backward}.get(forward, 2) + 2 * backward
+
+
+def variants():
+    """Kernels of every kind that the choice of geometry can ask for, of which the test below compiles a part."""
+    for element, dtype in itertools.product(ELEMENTS, nvrtc.SCALARS):
+        minimal = element.startswith("min")
+        name, _ = code_of(element, "linear")
+        for packing in ("DENSE", "OFFSETS" if minimal else "CU_SEQLENS"):
+            for sequences, steps, channels in (
+                (4096, 512, 64),
+                (99, 512, 65),
+                (1, 65536, 64),
+                (1, 65536, 3),
+                (64, 1, 64),
+                (8, 2048, 255),
+            ):
+                aligned = min(16 // dtype.itemsize, channels & -channels)
+                scalar = nvrtc.SCALARS[dtype]
+                inputs, shape = inputs_of(element), (sequences, steps, channels)
+                case = dtype.itemsize, aligned, not minimal, *shape, GPUS["H100"], packing == "CU_SEQLENS"
+                criteria = Criteria(name, inputs, *case, by_offsets=packing == "OFFSETS")
+                geometry = choose_geometry(criteria)
+                copies = geometry.copies_16_bytes(dtype.itemsize, aligned)
+                pitches = geometry.pitches(dtype.itemsize, [channels] * inputs, criteria.anywhere)
+                shared = geometry.shared_bytes(inputs, 3 if minimal else 0, dtype.itemsize, True, True, pitches[0])
+                yield element, macros(name, scalar, scalar, packing, geometry, shared, steps == 1, copies, pitches)
+
+
+@pytest.mark.parametrize(("element", "architecture"), list(zip(ELEMENTS, itertools.cycle(ARCHITECTURES), strict=False)))
+def test_kernels_compile_without_a_gpu(element, architecture):
+    pytest.importorskip("cuda.core")
+    chosen = sorted({v for name, v in variants() if name == element}, key=str)
+    i = len(ARCHITECTURES) * ELEMENTS.index(element) + ARCHITECTURES.index(architecture)
+    definitions = dict(chosen[25 * i % len(chosen)])  # of all dtypes, packings and shapes
+    _, code = code_of(element, ("positive", "linear", "tanh")[(i + i // 3) % 3])
+    known = {"DESCENDING": i % 2, "ALIGNED": i // 2 % 2} if definitions["NARROW"] and i % 4 else {}
+    if architecture == "sm_80":
+        definitions["MAPPED"] = 0
+    assert nvrtc.compile_cubin(code, architecture, {**definitions, "RESETS": i % 2, **known})[:4] == b"\x7fELF"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("element", ["LinearScan", "LinearScanBackward"])
+@pytest.mark.parametrize("shape", [(4, 4096, 1024), (1, 100000, 256)], ids=["clusters", "maps"])
+def test_kernels_of_hopper_compile_without_a_gpu(element, dtype, shape):
+    pytest.importorskip("cuda.core")
+    inputs, scalar, aligned = inputs_of(element), nvrtc.SCALARS[dtype], 16 // dtype.itemsize
+    geometry = choose_geometry(Criteria(element, inputs, dtype.itemsize, aligned, True, *shape, GPUS["H200"]))
+    assert (geometry.cluster, geometry.mapped) == ((2, False) if shape[0] == 4 else (1, True))
+    shared = geometry.shared_bytes(inputs, 0, dtype.itemsize, resets=True)
+    copies = geometry.copies_16_bytes(dtype.itemsize, aligned)
+    definitions = dict(macros(element, scalar, scalar, "DENSE", geometry, shared, False, copies, (0,) * inputs))
+    cubin = nvrtc.compile_cubin(launch.source(), "sm_90", {**definitions, "RESETS": inputs % 2})
+    assert cubin[:4] == b"\x7fELF"
+
+
+def test_pieces_are_known_to_be_aligned_only_where_all_are():
+    strides, batch = ((7 * 4000, 7, 0),) * 2, 3
+    problem = launch.Problem("LinearScan", torch.float32, 0, batch, 4000, 7, strides, strides[:1])
+    geometry = Geometry(1, 8, 16, 16, True, 1, 7, 2)
+    backward = {"element": "LinearScanBackward", "inputs": strides[:1] * 3, "outputs": strides}
+    for changes, alignment, known in (
+        ({}, 0, (0, 1)),
+        ({"reverse": True}, 0, (1, 1)),
+        (backward, 0, (1, 1)),
+        ({"steps": 4001}, 0, (0, 1)),  # each sequence begins 4000 steps after the last
+        ({"steps": 4001, **backward}, 0, (1, 0)),  # but the strips begin at its end
+        ({"inputs": ((7 * 4001, 7, 0),) * 2}, 0, (0, 0)),
+        ({"inputs": ((7 * 4001, 7, 0),) * 2, "batch": 1}, 0, (0, 1)),
+        ({}, 4, (0, 0)),
+    ):
+        found = launch._addressing(problem._replace(**changes), geometry, alignment)
+        assert found == (("DESCENDING", known[0]), ("ALIGNED", known[1]), ("SINGLE", int("batch" in changes)))
+    assert launch._addressing(problem, geometry._replace(rows=15), 0)[1] == ("ALIGNED", 1)
+    assert launch._addressing(problem._replace(channels=1), geometry._replace(rows=1, lanes=32), 0)[1] == ("ALIGNED", 0)
+
+
+def test_rows_that_begin_anywhere_are_copied_in_pieces_of_each_tensor(monkeypatch):
+    """Rows of one tensor may be further apart than another's: parts of longer rows, scanned into rows of their own."""
+    pytest.importorskip("cuda.core")
+    compiled = []
+
+    def load_kernel(name, source, definitions, device):
+        compiled.append(dict(definitions))
+        assert nvrtc.compile_cubin(source, "sm_90", compiled[-1])
+        return SimpleNamespace(prepared=lambda *_, **__: None)
+
+    monkeypatch.setattr(launch, "describe_device", lambda index: GPUS["H200"])
+    monkeypatch.setattr(nvrtc, "load_kernel", load_kernel)
+    for apart in ((127, 135), (128, 254), (127, 127)):
+        inputs, outputs = tuple((40 * stride, stride, 0) for stride in apart), ((40 * 127, 127, 0),)
+        problem = launch.Problem("LinearScan", torch.float16, 0, 11, 40, 127, inputs, outputs)
+        launch._prepare.__wrapped__(problem, torch.float16, 2)
+        pitches = [int(pitch) for pitch in compiled[-1]["PITCHES"].split(", ")]
+        assert [(pitch - 2 * stride) % 16 for pitch, stride in zip(pitches, apart, strict=True)] == [0, 0]
+    launch._prepare.__wrapped__(problem._replace(packing="OFFSETS"), torch.float16, 2)
+    assert compiled[-1]["PITCHES"] == "0, 0"  # whose rows lie anywhere
+
+
+def test_aligned_inputs_are_copied_by_tensor_maps(monkeypatch):
+    """The maps stand before all other parameters; only inputs have them."""
+    described, compiled, parameters = [], [], []
+
+    def tensor_map(*description):
+        described.append(description)
+        return bytes([len(described)]) * 128
+
+    def load_kernel(name, source, definitions, device):
+        compiled.append(dict(definitions))
+
+        def prepared(device, blocks, threads, shared, pack, rest, cooperative):
+            return lambda *first: parameters.append(pack(*first) + rest)
+
+        return SimpleNamespace(prepared=prepared)
+
+    monkeypatch.setattr(launch, "describe_device", lambda index: GPUS["H200"])
+    monkeypatch.setattr(nvrtc, "load_kernel", load_kernel)
+    monkeypatch.setattr(nvrtc, "tensor_map", tensor_map)
+    rows, gates = (40000 * 256, 256, 0), (40000 * 512, 512, 0)
+    problem = launch.Problem("LinearScanBackward", torch.bfloat16, 0, 2, 40000, 256, (gates, rows, rows), (rows, rows))
+    launch._prepare.__wrapped__(problem, torch.bfloat16, 0).start(1024, 2048, 0, *range(4096, 4107), 4, 8)
+    sizes, box = (256, 40000, 2, 1), (64, 12, 1, 1)
+    assert described == [
+        (1024, 2, sizes, (512, 40000 * 512, 16), box),
+        (2048, 2, sizes, (256, 40000 * 256, 16), box),
+    ]
+    assert parameters[0][:384] == b"\1" * 128 + b"\2" * 128 + bytes(128)
+    assert parameters[0][384:392] == (1024).to_bytes(8, "little")
+    assert len(parameters[0]) % 64 == 0
+
+    def is_mapped(alignment=0, **changes):
+        launch._prepare.__wrapped__(problem._replace(**changes), torch.bfloat16, alignment)
+        return compiled[-1]["MAPPED"]
+
+    expanded = (0, 256, 0), rows, rows
+    assert is_mapped()
+    assert is_mapped(inputs=expanded, batch=1)  # of a single sequence
+    assert not is_mapped(inputs=expanded)
+    assert not is_mapped(inputs=((256, 0, 0), rows, rows))
+    assert not is_mapped(packing="OFFSETS")
+    assert not is_mapped(alignment=8)
+    monkeypatch.setattr(launch, "describe_device", lambda index: GPUS["A100"])
+    assert not is_mapped()
+
+
+def test_more_steps_than_the_kernel_counts_are_refused():
+    strides = ((1, 1, 0),) * 2
+    problem = launch.Problem("LinearScan", torch.float32, 0, 1, 1 << 31, 1, strides, strides[:1])
+    with pytest.raises(ValueError, match="a GPU scans sequences of at most 2146435072 steps; got 2147483648"):
+        launch._prepare(problem, torch.float32, 0)
+
+
+def test_an_interrupted_launch_leaves_no_counter_behind(monkeypatch):
+    class Workspace:
+        def __init__(self, words, device):
+            self.memory, self.counter = torch.zeros(words), torch.zeros(1)
+            self.epoch, self.drawn, self.drawing = 0, 0, False
+
+    begins = []
+
+    def start(*given):
+        begins.append(given[-1])
+        if len(begins) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(launch, "_Workspace", Workspace)
+    monkeypatch.setattr(launch, "_workspaces", {})
+    monkeypatch.setattr(launch, "_prepare", lambda *_: launch._Launch(start, 4, 100, 1))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
+    scan = launch.Scan(launch.Problem("LinearScan", torch.float32, 0, 1, 8, 1, ((8, 1, 0),) * 2, ((8, 1, 0),)))
+    like = torch.zeros(1, 8, 1)
+    for _ in range(2):
+        scan.launch(like, (16, 32))
+    with pytest.raises(KeyboardInterrupt):
+        scan.launch(like, (16, 32))
+    for _ in range(2):
+        scan.launch(like, (16, 32))
+    assert begins == [0, 100, 200, 0, 100]  # of a workspace whose counter is at none after the interrupted one

@@ -1,0 +1,68 @@
+"""The geometries and shapes by which the CUDA scans are tested, and how their results are compared."""
+
+import torch
+
+from ostinato.kernels.recurrence.linear import cuda as recurrence_cuda
+from ostinato.kernels.scan.cuda import choice, launch
+from ostinato.kernels.scan.cuda import scans as cuda
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+GEOMETRIES = {
+    "chosen": None,
+    "streaming": {"chained": False, "looks_back": False},
+    "chained": {"chained": True, "looks_back": False, "warps": 2, "rows": 2},
+    "looking back": {"chained": True, "looks_back": True, "warps": 2, "rows": 2, "stages": 1},
+    "lanes 4": {"lanes": 4, "vec": 1, "warps": 2, "rows": 3, "narrow": 0},
+    "lanes 8 chained": {"lanes": 8, "vec": 1, "warps": 4, "rows": 2, "chained": True, "narrow": 0, "stages": 1},
+    "wide copies": {"lanes": 8, "vec": 1, "warps": 2, "rows": 8, "chained": True, "narrow": 0, "stages": 1},
+    "tensor maps": {"lanes": 8, "vec": 1, "warps": 2, "rows": 8, "chained": True, "narrow": 0, "stages": 1}
+    | {"looks_back": False, "mapped": True},
+    "one warp": {"warps": 1, "rows": 1},
+    "in clusters": {"chained": False, "looks_back": False, "warps": 2, "rows": 2, "stages": 1, "cluster": 3},
+}
+# Rows that begin anywhere.  Of single 16-bit channels: in one wave of tiles by two warps, nine and 32; by look-back;
+# streamed.
+ODD = [(16, 300, 31), (4, 2100, 65), (8, 300, 1023), (1, 1100, 1025), (150, 70, 33), (3, 700, 130)]
+# Few channels or steps: by look-back over whole rows, by one wave of tiles of them, by a warp a sequence.
+FEW = [(12, 700, 5), (3, 900, 19), (1, 3000, 20), (600, 6, 24), (140, 3, 300), (600, 29, 33)]
+
+
+def force(monkeypatch, name):
+    """Scan by this geometry, whatever would be chosen."""
+    for prepared in (launch._prepare, cuda._prepare_scan, recurrence_cuda._prepare_layer):
+        prepared.cache_clear()  # with another geometry
+    changes = GEOMETRIES[name]
+    if changes is None:
+        return
+    choose = launch.choose_geometry.__wrapped__
+    monkeypatch.setattr(choice, "staying", lambda *_: None)  # whose tiles have no other algorithm
+
+    def forced(scan):
+        geometry = choose(scan)._replace(**changes)
+        return geometry._replace(mapped=geometry.mapped and scan.mappable)
+
+    monkeypatch.setattr(launch, "choose_geometry", forced)
+
+
+def relative_error(got, want):
+    want = want.double()
+    scale = want.abs().max().clamp(min=1e-2)  # below, float16 is subnormal
+    return ((got.double().cpu() - want).abs().max() / scale).item()
+
+
+def assert_close(got, want, tolerance):
+    """The same results are None, and the errors of the others small."""
+    for g, w in zip(got, want, strict=True):
+        assert (g is None) == (w is None)
+        assert g is None or relative_error(g, w) < tolerance
+
+
+def gpu(*tensors):
+    """Copies there of those that are not None."""
+    return [None if x is None else x.cuda() for x in tensors]
+
+
+def boundaries(steps, sequences=5):
+    """Where packed sequences of random lengths begin and end, some of which may be empty."""
+    inner = torch.randint(0, steps + 1, (sequences - 1,)).sort().values
+    return torch.cat((torch.tensor([0]), inner, torch.tensor([steps]))).int()
