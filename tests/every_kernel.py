@@ -13,8 +13,10 @@ from functools import partial
 import pytest
 import torch
 
+import persistent_cases
+import persistent_layers
 import scan_kernels
-from kernels.persistent import test_cuda_step, test_persistent
+from kernels.persistent import test_cuda_step, test_passes
 from kernels.recurrence import test_nonlinear_recurrence, test_projected
 from minimal_layers import GATES, layer, layer_backward
 from ostinato.kernels import gemm
@@ -31,7 +33,6 @@ from ostinato.kernels.recurrence.nonlinear import cuda as steps_cuda
 from ostinato.kernels.scan import Order, choose_backend
 from ostinato.kernels.scan.cuda import compose
 from ostinato.minimal.recurrences import recurrence_of
-from persistent_layers import candidates
 
 FLAGS = (False, True)
 
@@ -148,12 +149,12 @@ def transpositions():
 
 
 def shifts():
-    for given in test_persistent.states_to_shift():
-        persistent.previous(*map(test_persistent.on_gpu, given))
+    for given in test_passes.states_to_shift():
+        persistent.previous(*map(test_passes.on_gpu, given))
 
 
 def sums_of_biases():
-    for dtype, (batch, width) in itertools.product(test_persistent.TOLERANCE, ((1, 4), (3, 132), (17, 2060))):
+    for dtype, (batch, width) in itertools.product(persistent_cases.TOLERANCE, ((1, 4), (3, 132), (17, 2060))):
         for cell in ("lstm", "gru"):
             persistent.gradients_of_biases(torch.randn(batch, width).cuda(), dtype, cell)
 
@@ -167,12 +168,12 @@ def recurrent(path, shape, in_clusters):
 
     cuda_launch.pack = pack_on_cpu
     properties = torch.cuda.get_device_properties(0)
-    back = candidates(path, *shape, properties=properties, backward=True)
-    forwards = candidates(path, *shape, properties=properties)
+    back = persistent_layers.candidates(path, *shape, properties=properties, backward=True)
+    forwards = persistent_layers.candidates(path, *shape, properties=properties)
     forward = min(forwards, key=lambda g: (g.distributed != in_clusters, microseconds(g, shape[2])))
     back = [g for g in back if (g.cluster > 1) == in_clusters]
     for chosen in {(g.cluster, g.distributed): g for g in back}.values():
-        case = test_persistent.Case(path, *shape, forward=forward, back=chosen)
+        case = persistent_cases.Case(path, *shape, forward=forward, back=chosen)
         for steps, reverse, with_state, resets in ((6, False, True, 0), (2, True, False, 0), (6, True, True, 0.3)):
             inputs = case.inputs(steps, with_state=with_state, packed=reverse, resets=resets)
             try:
@@ -186,8 +187,8 @@ def recurrent(path, shape, in_clusters):
 
 def rounded(in_clusters):
     layer = "gru", 130, 20
-    case, properties = test_persistent.Case("dense", *layer, torch.float32), torch.cuda.get_device_properties(0)
-    forwards, backwards = (test_persistent.rounded(*layer, back, properties) for back in FLAGS)
+    case, properties = persistent_cases.Case("dense", *layer, torch.float32), torch.cuda.get_device_properties(0)
+    forwards, backwards = (persistent_layers.rounded(*layer, back, properties) for back in FLAGS)
     backwards = [back for back in backwards if (back.cluster > 1) == in_clusters]
     for forward, back in itertools.zip_longest(forwards, backwards, fillvalue=forwards[0]):
         case.plan = case.plan._replace(geometry=cuda_plan.Geometries(forward, back))
@@ -199,10 +200,10 @@ def rounded(in_clusters):
 
 def in_turns(in_clusters, *layer):
     properties = torch.cuda.get_device_properties(0)
-    forwards, backwards = (test_persistent.in_turns(*layer, back, properties) for back in FLAGS)
+    forwards, backwards = (persistent_layers.in_turns(*layer, back, properties) for back in FLAGS)
     backwards = [back for back in backwards if (back.cluster > 1) == in_clusters]
     for forward, back in itertools.zip_longest(forwards, backwards):
-        case = test_persistent.Case("dense", *layer, forward=forward, back=back)
+        case = persistent_cases.Case("dense", *layer, forward=forward, back=back)
         for resets in (0, 0.3):
             inputs = case.inputs(6, resets=resets)
             case.forward(inputs, False)
@@ -214,8 +215,8 @@ def in_turns(in_clusters, *layer):
 def wide(hidden, dtype):
     layer = "lstm", hidden, 70, dtype
     properties = torch.cuda.get_device_properties(0)
-    for forward, back in zip(*(test_persistent.wide(*layer, back, properties) for back in FLAGS), strict=True):
-        case = test_persistent.Case("dense", *layer, forward=forward, back=back)
+    for forward, back in zip(*(persistent_layers.wide(*layer, back, properties) for back in FLAGS), strict=True):
+        case = persistent_cases.Case("dense", *layer, forward=forward, back=back)
         for packed, resets in ((False, 0), (True, 0.3)):
             inputs = case.inputs(6, packed=packed, resets=resets)
             case.forward(inputs, packed)
@@ -254,7 +255,7 @@ for kind, in_clusters in {"persistent": False, "clusters": True}.items():
     PARTS[f"{kind}-rounded"] = partial(rounded, in_clusters)
     PARTS[f"{kind}-turns"] = partial(in_turns, in_clusters, "gru", 512, 128, torch.float16)
     PARTS[f"{kind}-turns-rounded"] = partial(in_turns, in_clusters, "lstm", 512, 64, torch.float32)
-    for path, shape in test_persistent.LAYERS:
+    for path, shape in persistent_cases.LAYERS:
         PARTS["-".join(map(str, (kind, path, *shape))).replace(" ", "")] = partial(recurrent, path, shape, in_clusters)
 
 

@@ -21,6 +21,50 @@ def candidate(path, cell, hidden, batch, *others, **options):
     return min(found, key=lambda g: microseconds(g, batch))
 
 
+def dense(cell, hidden, batch, dtype, backward, exact, properties):
+    """All geometries of a dense layer."""
+    start = Geometry("dense", cell, hidden, dtype, 0, 0, 0, backward, exact)
+    return search.candidates(start, batch, 1.0, None, properties)
+
+
+def within_clusters(cell, hidden, batch, dtype, exact=True, backward=False, properties=H100):
+    """Geometries that exchange everything within clusters, of all sizes, with few and with many columns."""
+    found = [g for g in dense(cell, hidden, batch, dtype, backward, exact, properties) if g.distributed]
+    sizes = {g.blocks: [x for x in found if x.blocks == g.blocks] for g in found}
+    return [of_size[k] for of_size in sizes.values() for k in {0, len(of_size) - 1}]
+
+
+def in_pairs(cell, hidden, batch, dtype, backward, properties=H100):
+    """Geometries whose threads take adjacent units together, of each size of clusters."""
+    found = dense(cell, hidden, batch, dtype, backward, True, properties)
+    found = [g for g in found if g.turns == 1 and g.adjacent == 2]
+    return list({g.cluster: g for g in sorted(found, key=lambda g: -microseconds(g, batch))}.values())
+
+
+def of_any_number(cell, hidden, dtype, backward, properties=H100):
+    """Geometries of each size of clusters, whose kernels take fewer sequences, too."""
+    found = dense(cell, hidden, 8, dtype, backward, False, properties)
+    return list({g.cluster: g for g in found if g.takes_fewer and g.columns == 8}.values())
+
+
+def rounded(cell, hidden, batch, backward, properties=H100):
+    """Geometries in tf32, with one and with two buffers of partial sums."""
+    found = dense(cell, hidden, batch, torch.float32, backward, False, properties)
+    found = {(g.cluster, g.loads_early): g for g in found if g.turns == 1 and not g.distributed}
+    return [g._replace(sum_buffers=n) for g in found.values() for n in (1, 2)]
+
+
+def in_turns(cell, hidden, batch, dtype, backward, properties=H100):
+    """Geometries whose blocks compute two groups in turn, of each size of groups and clusters and number at once."""
+    found = dense(cell, hidden, batch, dtype, backward, False, properties)
+    return list({(g.columns, g.groups, g.cluster): g for g in found if g.turns == 2 and not g.wide}.values())
+
+
+def wide(cell, hidden, batch, dtype, backward, properties=H100):
+    """Geometries whose warpgroups multiply, of each size of groups."""
+    return [g for g in dense(cell, hidden, batch, dtype, backward, True, properties) if g.wide]
+
+
 def random_mask(cell, hidden, density, block, device="cpu"):
     down, across = -(-hidden // block[0]), -(-hidden // block[1])
     kept = torch.rand(GATES[cell], down, across, device=device) < density
