@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ostinato.kernels import nvrtc
-from ostinato.kernels.persistent.cuda import geometry, search
+from ostinato.kernels.persistent.cuda import search, source
 from ostinato.kernels.recurrence.linear import cuda, projected
 from ostinato.kernels.scan.cuda import launch
 from ostinato.kernels.scan.cuda.criteria import Device
@@ -75,14 +75,15 @@ def sources() -> Iterator[tuple[str, Source]]:
     for cell, hidden, batch in RECURRENT:
         for dtype, backward in ((d, b) for d in (f32, bf16) for b in (False, True)):
             plan = search.choose_geometry(cell, hidden, batch, dtype, None, None, properties, backward=backward)
-            code, macros = nvrtc.source(*geometry.files(plan.geometry)), plan.geometry.macros(keeps=not backward)
-            arch = f"sm_90{plan.geometry.feature}"
+            code = nvrtc.source(*source.files(plan.geometry))
+            macros = source.macros(plan.geometry, keeps=not backward)
+            arch = f"sm_90{source.feature(plan.geometry)}"
             yield f"{cell} {hidden}{' backward' * backward} {dtype}, {batch} sequences", (code, macros, arch)
 
 
-def seconds(source: Source) -> tuple[float, int]:
+def seconds(kernel: Source) -> tuple[float, int]:
     """The least of a few compilations, each with its own macro, as NVRTC keeps what it compiled; and bytes of code."""
-    code, macros, arch = source
+    code, macros, arch = kernel
     least, size = float("inf"), 0
     for _ in range(TIMES):
         start = time.thread_time()
@@ -93,6 +94,6 @@ def seconds(source: Source) -> tuple[float, int]:
 
 if __name__ == "__main__":
     part = sys.argv[1] if len(sys.argv) > 1 else ""
-    rows = [(*seconds(source), name) for name, source in sources() if part in name]
+    rows = [(*seconds(kernel), name) for name, kernel in sources() if part in name]
     for row in sorted(rows, reverse=True):
         print("{:5.2f} s {:6} bytes  {}".format(*row))

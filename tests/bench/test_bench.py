@@ -385,8 +385,8 @@ def test_the_largest_layer_fits_and_the_next_does_not():
 
 def test_what_the_ablation_replaces_stands_in_the_kernels():
     from ostinato.kernels import nvrtc
-    from ostinato.kernels.persistent.cuda.geometry import files
     from ostinato.kernels.persistent.cuda.search import choose_geometry
+    from ostinato.kernels.persistent.cuda.source import files
 
     for kernel in ablation.ALL:
         kept = None if kernel == "dense" else int(0.1 * 3 * 1024**2)

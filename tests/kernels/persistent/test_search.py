@@ -14,6 +14,7 @@ from ostinato.kernels.persistent.cuda import launch as cuda_launch
 from ostinato.kernels.persistent.cuda import plan as cuda_plan
 from ostinato.kernels.persistent.cuda.costs import microseconds
 from ostinato.kernels.persistent.cuda.fitting import fill_registers
+from ostinato.kernels.persistent.cuda.source import files, macros
 from ostinato.kernels.persistent.plan import GATES, Call
 from persistent_layers import candidates
 
@@ -271,7 +272,7 @@ def test_few_kernels_serve_the_batches_of_a_training(monkeypatch, layer, dtype, 
 
     batches = itertools.product((*range(1, 20, 2), *range(20, 65, 5), 16, 64), (False, True))
     chosen = {key: choose(*key) for key in batches}
-    assert len({(found.backward, found.macros()) for found in chosen.values()}) <= most
+    assert len({(found.backward, macros(found)) for found in chosen.values()}) <= most
     monkeypatch.setattr(search, "ROUNDED", 0)
     for (batch, backward), found in chosen.items():
         fastest = choose(batch, backward)
@@ -359,7 +360,7 @@ def test_weights_for_which_there_is_no_room_are_read_from_l2(backward):
     assert plan.bytes_on_chip + share == chosen.tiles * chosen.tile_bytes * chosen.blocks >= 3 * 2048**2 * 4
     assert f"but for {share / 1e6:.1f} MB, read from L2 at every step" in plan.reason
     pytest.importorskip("cuda.core")
-    assert nvrtc.compile_cubin(nvrtc.source(*geometry.files(chosen)), "sm_90", dict(chosen.macros()))
+    assert nvrtc.compile_cubin(nvrtc.source(*files(chosen)), "sm_90", dict(macros(chosen)))
 
 
 @pytest.mark.parametrize("processors", [48, 58, 108, 132, 148])  # of an RTX 3070, an L4, an A100, an H100, a B200

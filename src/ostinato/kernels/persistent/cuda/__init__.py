@@ -7,6 +7,7 @@
                   ``forward_wide.cu`` and ``backward_wide.cu``; ``previous.cu`` and ``biases.cu`` around them
 ``launch.py``     the kernels of a geometry: compiled and launched
 ``geometry.py``   how a layer is divided among blocks of threads
+``source.py``     the CUDA files of a geometry's kernels, and what is defined for them
 ``fitting.py``    which of its weights registers and shared memory have room for
 ``costs.py``      the estimated time of a step
 ``cudnn.py``      how exactly cuDNN computes, and what wrongly

@@ -11,7 +11,6 @@ memory, see ``exchange.cuh``.  There are three kinds of matrix product, each the
 ==========  ==================================================================
 """
 
-import itertools
 import math
 from typing import NamedTuple
 
@@ -63,6 +62,8 @@ class Geometry(NamedTuple):
     turns: int = 1  # groups that a block of the dense kernel computes in turn: some warps multiply, others update
     wide: bool = False  # the dense product of many sequences by warpgroups; `cluster` blocks share it, see wide.cuh
 
+    # Units, sequences and blocks.
+
     @property
     def rows(self) -> int:
         """Rows of a block's part of the matrix; backward of the transposed one, for all units of the cluster."""
@@ -84,11 +85,6 @@ class Geometry(NamedTuple):
         return round_up(self.hidden_size, whole)
 
     @property
-    def scatters(self) -> bool:
-        """Whether a block multiplies only the gradients that it computed itself, for all units of its group."""
-        return self.backward and self.distributed
-
-    @property
     def takes_fewer(self) -> bool:
         """Whether one kernel runs groups of any number of sequences from two to its `capacity`.
 
@@ -104,9 +100,30 @@ class Geometry(NamedTuple):
         return 8 if self.takes_fewer else self.columns
 
     @property
-    def shares_work(self) -> bool:
-        """Whether some warps only update units, and others do the rest of the elementwise work; see ``gather.cu``."""
-        return self.distributed and self.units * self.capacity <= THREADS // 2
+    def sequences_at_once(self) -> int:
+        """Sequences of all groups that are resident at once."""
+        return self.groups * self.turns * self.columns
+
+    @property
+    def blocks(self) -> int:
+        """Blocks per group."""
+        if self.scatters:
+            return self.cluster
+        return ceil_div(self.pitch, self.units * self.cluster) * self.cluster
+
+    @property
+    def blocks_of_a_cluster(self) -> int:
+        """Blocks launched as one cluster."""
+        if self.wide and self.backward:
+            return 1
+        return self.blocks if self.distributed else self.cluster
+
+    @property
+    def scatters(self) -> bool:
+        """Whether a block multiplies only the gradients that it computed itself, for all units of its group."""
+        return self.backward and self.distributed
+
+    # What blocks exchange.
 
     @property
     def slice(self) -> int:
@@ -154,22 +171,17 @@ class Geometry(NamedTuple):
         many = self.columns >= 16 and size > MANY_BYTES
         return self.backward and self.path == "dense" and self.cluster == 1 and self.tagged and many
 
-    @property
-    def pause(self) -> int:
-        """Cycles that a block waits before it polls for what other blocks compute.
+    # Threads and their registers.
 
-        The more blocks there are, the more of them poll the same lines, and polls that come too early delay what they
-        wait for.
-        """
-        if self.path == "sparse":
-            return 400
-        if self.path == "block":
-            return 200 if self.backward or self.blocks > 72 or self.columns > 2 else 100
-        if self.distributed or self.capacity > 1:
-            return 0
-        if self.backward:
-            return 80
-        return 200 if self.blocks > 64 else 0 if self.state_buffers else 30 * self.dtype.itemsize
+    @property
+    def threads(self) -> int:
+        """Threads of a block: those that multiply, and for groups in turn as many again that update units."""
+        return THREADS * self.turns
+
+    @property
+    def owners(self) -> int:
+        """Threads of a block that update a group's units."""
+        return THREADS // self.turns
 
     @property
     def adjacent(self) -> int:
@@ -182,14 +194,19 @@ class Geometry(NamedTuple):
         return 2 if narrow and even else 1
 
     @property
-    def threads(self) -> int:
-        """Threads of a block: those that multiply, and for groups in turn as many again that update units."""
-        return THREADS * self.turns
+    def is_uneven(self) -> bool:
+        """Whether a thread updates different units, beside those that are adjacent."""
+        return self.owners * self.adjacent % self.units > 0
 
     @property
-    def feature(self) -> str:
-        """The feature that :func:`ostinato.kernels.nvrtc.load_kernel` compiles for: warps give registers to others."""
-        return "a" if self.turns > 1 else ""
+    def gates(self) -> int:
+        """Gates that a thread computes."""
+        return ceil_div(self.units * self.capacity, self.owners) * GATES[self.cell]
+
+    @property
+    def shares_work(self) -> bool:
+        """Whether some warps only update units, and others do the rest of the elementwise work; see ``gather.cu``."""
+        return self.distributed and self.units * self.capacity <= THREADS // 2
 
     @property
     def registers(self) -> int:
@@ -201,41 +218,11 @@ class Geometry(NamedTuple):
         updating = 40 + 8 * self.gates if self.backward else 18 + 7 * self.gates
         return 256 - round_up(updating + 8 * self.is_uneven, 8)
 
-    @property
-    def is_uneven(self) -> bool:
-        """Whether a thread updates different units, beside those that are adjacent."""
-        return self.owners * self.adjacent % self.units > 0
-
-    @property
-    def gates(self) -> int:
-        """Gates that a thread computes."""
-        return ceil_div(self.units * self.capacity, self.owners) * GATES[self.cell]
-
-    @property
-    def owners(self) -> int:
-        """Threads of a block that update a group's units."""
-        return THREADS // self.turns
-
-    @property
-    def sequences_at_once(self) -> int:
-        """Sequences of all groups that are resident at once."""
-        return self.groups * self.turns * self.columns
-
-    @property
-    def blocks(self) -> int:
-        """Blocks per group."""
-        if self.scatters:
-            return self.cluster
-        return ceil_div(self.pitch, self.units * self.cluster) * self.cluster
-
-    @property
-    def blocks_of_a_cluster(self) -> int:
-        if self.wide and self.backward:
-            return 1
-        return self.blocks if self.distributed else self.cluster
+    # Tiles of weights.
 
     @property
     def row_tiles(self) -> int:
+        """Tiles of 16 rows that a block's part of the matrix has."""
         return ceil_div(self.rows, 16)
 
     @property
@@ -249,6 +236,7 @@ class Geometry(NamedTuple):
 
     @property
     def row_tiles_of_warp(self) -> int:
+        """Row tiles of a dense matrix that a warp multiplies."""
         return self.row_tiles * self.column_parts // WARPS
 
     @property
@@ -262,59 +250,14 @@ class Geometry(NamedTuple):
         return (self.rows - 1) % 16 < 8
 
     @property
-    def state_bytes(self) -> int:
-        """Bytes of a unit's states of all sequences of a group, in shared memory."""
-        wide = self.columns > 4 or (self.path == "block" and self.dtype.itemsize == 2)
-        return (8 if wide else 4) * self.dtype.itemsize
-
-    @property
-    def parts_of_sums(self) -> int:
-        """Partial sums of a row in the block kernel: one per share, or one per share and half of the places."""
-        return self.shares * (2 if self.columns <= 4 and self.dtype.itemsize == 2 else 1)
-
-    @property
-    def banks(self) -> int:
-        """Units whose states a warp can gather from shared memory without bank conflicts."""
-        return 128 // self.state_bytes
-
-    @property
-    def words(self) -> int:
-        """Words of 8 bytes of each sequence's state that a thread copies to shared memory."""
-        return ceil_div(self.slice * self.dtype.itemsize, 8 * THREADS)
-
-    @property
-    def words_in_flight(self) -> int:
-        """Words of each sequence whose loads are in flight together, limited by registers."""
-        return min(self.words, 32 // self.columns)
-
-    @property
     def tile_columns(self) -> int:
+        """Columns of a tile."""
         return 32 // self.dtype.itemsize
 
     @property
     def parts(self) -> int:
         """4-byte numbers in an entry of the sparse kernel."""
         return 2 if self.dtype.itemsize == 2 else 3
-
-    @property
-    def shared_bytes(self) -> int:
-        if self.wide:  # what remains is a ring of copies
-            return WIDE_BYTES
-        if self.path == "sparse":
-            rows = WARPS * 32
-        elif self.path == "dense":
-            rows = self.column_parts * (16 * self.row_tiles + 4)
-        else:
-            rows = self.parts_of_sums * (16 * len(self.share_tiles) * WARPS // self.shares + 4)
-        sums = 0 if self.scatters else self.sum_buffers * rows * self.capacity * 4
-        state = 0 if self.path == "dense" else (self.slice + ZERO_PLACES) * self.state_bytes
-        mail = self.turns * 2 * (self.cluster - (not self.scatters)) * self.units * self.capacity * 8
-        state += self.distributed * self.state_buffers * self.group_bytes
-        if self.turns > 1:  # what is multiplied is copied there, with a barrier for each part
-            state += self.slice * self.columns * self.dtype.itemsize + 16 * self.column_parts
-        if self.shares_work:  # operands and results of updates, on their way from thread to thread
-            state += 2 * (GATES[self.cell] + 5 + 4) * round_up(self.units * self.capacity, 32) * 4
-        return sums + state + mail + (self.tiles - self.held - self.streamed) * self.tile_bytes
 
     @property
     def tile_bytes(self) -> int:
@@ -334,88 +277,51 @@ class Geometry(NamedTuple):
         """Bytes of weights that all blocks read from L2 at every step."""
         return self.groups * self.blocks * self.streamed * self.tile_bytes
 
+    # Shared memory.
+
     @property
-    def last_tiles(self) -> str:
-        """A bit for each of a warp's tiles in the block kernel, set for the last of a share, as 64-bit literals."""
-        bits = sum(1 << end - 1 for end in itertools.accumulate(self.share_tiles))
-        return ",".join(f"{bits >> first & 2**64 - 1}ull" for first in range(0, self.tiles, 64))
+    def state_bytes(self) -> int:
+        """Bytes of a unit's states of all sequences of a group, in shared memory."""
+        wide = self.columns > 4 or (self.path == "block" and self.dtype.itemsize == 2)
+        return (8 if wide else 4) * self.dtype.itemsize
 
-    def macros(self, resets: bool = False, packed: bool = False, keeps: bool = False) -> tuple[tuple[str, object], ...]:
-        """The preprocessor definitions for CUDA files.
+    @property
+    def banks(self) -> int:
+        """Units whose states a warp can gather from shared memory without bank conflicts."""
+        return 128 // self.state_bytes
 
-        Args:
-            resets, packed: whether calls are with resets, with packed sequences.
-            keeps: whether the forward saves the gates' pre-activations.
-        """
-        return (
-            ("SCALAR", SCALARS[self.dtype]),
-            ("VEC", 2 if self.wide else 1),
-            ("CELL", self.cell.upper()),
-            ("HIDDEN", self.hidden_size),
-            ("PITCH", self.pitch),
-            ("UNITS", self.units),
-            ("COLUMNS", self.capacity),
-            ("TAKES_FEWER", int(self.takes_fewer)),
-            ("BLOCKS", self.blocks),
-            ("HALF_WORDS", int(self.units * self.dtype.itemsize % 8 > 0)),  # two blocks share 8 bytes: a word is 4
-            ("ADJACENT", self.adjacent),
-            ("HELD", self.held),
-            ("ALL_HELD", int(self.held == self.tiles)),
-            ("PAUSE", self.pause),
-            ("EXACT", int(self.dtype == torch.float32 and (self.exact or self.path == "sparse"))),
-            ("CHUNK_BYTES", self.chunk_bytes),
-            ("BACKWARD", int(self.backward)),
-            ("CLUSTER", self.cluster),
-            ("LOADS_EARLY", int(self.loads_early)),
-            ("SUM_BUFFERS", self.sum_buffers),
-            ("TURNS", self.turns),
-            ("REGISTERS", self.registers),
-            ("STATE_BUFFERS", self.state_buffers),
-            ("TAGGED", int(self.tagged)),
-            ("DISTRIBUTED", int(self.distributed)),
-            ("SHARES_WORK", int(self.shares_work)),
-            ("RESETS", int(resets)),
-            ("OFFSETS", int(packed)),
-            ("KEEPS", int(keeps)),
-            *{
-                "dense": (
-                    (("SHARED_BYTES", self.shared_bytes),)
-                    if self.wide
-                    else (("STREAMED", self.streamed), ("SHARING", WARPS // self.column_parts))
-                ),
-                "block": (
-                    ("TILES", self.tiles),
-                    ("SHARES", self.shares),
-                    ("LAST_TILES", self.last_tiles),
-                    ("STATE_COLUMNS", self.state_bytes // self.dtype.itemsize),
-                ),
-                "sparse": (("ENTRIES", self.tiles), ("STATE_COLUMNS", self.state_bytes // self.dtype.itemsize)),
-            }[self.path],
-        )
+    @property
+    def words(self) -> int:
+        """Words of 8 bytes of each sequence's state that a thread copies to shared memory."""
+        return ceil_div(self.slice * self.dtype.itemsize, 8 * THREADS)
 
+    @property
+    def words_in_flight(self) -> int:
+        """Words of each sequence whose loads are in flight together, limited by registers."""
+        return min(self.words, 32 // self.columns)
 
-def files(geometry: Geometry) -> tuple[str, ...]:
-    """The CUDA files of a kernel, in the order in which they are compiled."""
-    if geometry.wide:
-        kernel = "backward_wide.cu" if geometry.backward else "forward_wide.cu"
-        return _paths("layout.cuh", "exchange.cuh", "wide.cuh", "wide_product.cuh", "wide_loops.cuh", kernel)
-    needs = {
-        "dense": ("mma.cuh",),
-        "block": ("mma.cuh", "state.cuh"),
-        "sparse": ("state.cuh",),
-    }
-    product: tuple[str, ...] = ("operand.cuh", "dense.cuh") if geometry.path == "dense" else (f"{geometry.path}.cuh",)
-    products: tuple[str, ...] = (*product, "prepare.cuh", "forward.cu")
-    if geometry.backward:
-        products = ("cluster.cuh", *product, "split.cuh", "prepare.cuh", "backward.cu")
-    if geometry.turns > 1:
-        products += ("turns.cuh", "backward_turns.cu" if geometry.backward else "forward_turns.cu")
-    if geometry.scatters:
-        products = ("cluster.cuh", "scatter.cuh", "prepare.cuh", "backward.cu", "scatter.cu")
-    elif geometry.shares_work:
-        products += ("gather.cu",)
-    return _paths("layout.cuh", "exchange.cuh", "matrix.cuh", *needs[geometry.path], *products)
+    @property
+    def parts_of_sums(self) -> int:
+        """Partial sums of a row in the block kernel: one per share, or one per share and half of the places."""
+        return self.shares * (2 if self.columns <= 4 and self.dtype.itemsize == 2 else 1)
 
-
-def _paths(*names: str) -> tuple[str, ...]:
-    return ("numeric.cuh", "barriers.cuh", *(f"persistent/cuda/{name}" for name in names))
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of shared memory of a block."""
+        if self.wide:  # what remains is a ring of copies
+            return WIDE_BYTES
+        if self.path == "sparse":
+            rows = WARPS * 32
+        elif self.path == "dense":
+            rows = self.column_parts * (16 * self.row_tiles + 4)
+        else:
+            rows = self.parts_of_sums * (16 * len(self.share_tiles) * WARPS // self.shares + 4)
+        sums = 0 if self.scatters else self.sum_buffers * rows * self.capacity * 4
+        state = 0 if self.path == "dense" else (self.slice + ZERO_PLACES) * self.state_bytes
+        mail = self.turns * 2 * (self.cluster - (not self.scatters)) * self.units * self.capacity * 8
+        state += self.distributed * self.state_buffers * self.group_bytes
+        if self.turns > 1:  # what is multiplied is copied there, with a barrier for each part
+            state += self.slice * self.columns * self.dtype.itemsize + 16 * self.column_parts
+        if self.shares_work:  # operands and results of updates, on their way from thread to thread
+            state += 2 * (GATES[self.cell] + 5 + 4) * round_up(self.units * self.capacity, 32) * 4
+        return sums + state + mail + (self.tiles - self.held - self.streamed) * self.tile_bytes

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from ostinato.kernels import nvrtc
 from ostinato.kernels.derived import derived_from
-from ostinato.kernels.persistent.cuda.geometry import THREADS, Geometry, files
+from ostinato.kernels.persistent.cuda.geometry import THREADS, Geometry
 from ostinato.kernels.persistent.cuda.packing import Packing, pack
+from ostinato.kernels.persistent.cuda.source import feature, files, macros
 from ostinato.kernels.persistent.sequences import Sequences
 from ostinato.kernels.streams import launch_stream
 
@@ -36,15 +37,15 @@ class _Kernels(NamedTuple):
 def kernels(
     geometry: Geometry, device: int, resets: bool = False, packed: bool = False, keeps: bool = False
 ) -> _Kernels:
-    """The compiled kernels of a geometry, specialised as its :meth:`~Geometry.macros`.
+    """The compiled kernels of a geometry, specialised as its :func:`~ostinato.kernels.persistent.cuda.source.macros`.
 
     Raises MemoryError if the device cannot hold all blocks at once.
     """
     properties: Any = torch.cuda.get_device_properties(device)
-    compiled = (nvrtc.source(*files(geometry)), geometry.macros(resets, packed, keeps), device)
+    compiled = (nvrtc.source(*files(geometry)), macros(geometry, resets, packed, keeps), device)
     if geometry.backward:
         nvrtc.compile_ahead(*source_of_biases(geometry.dtype), device)
-    prepare, recur = (nvrtc.load_kernel(name, *compiled, geometry.feature) for name in ("prepare", "recur"))
+    prepare, recur = (nvrtc.load_kernel(name, *compiled, feature(geometry)) for name in ("prepare", "recur"))
     resident = recur.resident_blocks(device, geometry.threads, geometry.shared_bytes, geometry.blocks_of_a_cluster)
     blocks = geometry.blocks * geometry.groups
     if resident < blocks:
@@ -62,8 +63,8 @@ def compile_kernels(device: int, resets: bool, packed: bool, keeps: bool, *geome
 
 def source_of_biases(dtype: torch.dtype) -> tuple[str, tuple[tuple[str, object], ...]]:
     """CUDA C++ and its preprocessor definitions."""
-    macros = ("SCALAR", nvrtc.SCALARS[dtype]), ("VEC", 1)
-    return nvrtc.source("numeric.cuh", "persistent/cuda/biases.cu"), macros
+    definitions = ("SCALAR", nvrtc.SCALARS[dtype]), ("VEC", 1)
+    return nvrtc.source("numeric.cuh", "persistent/cuda/biases.cu"), definitions
 
 
 def packing_of(mask: Tensor, geometry: Geometry) -> Packing:

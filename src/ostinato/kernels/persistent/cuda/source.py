@@ -1,0 +1,118 @@
+"""The CUDA C++ of a geometry's kernels: its files, and the definitions and the feature it is compiled with."""
+
+import itertools
+
+import torch
+
+from ostinato.kernels.persistent.cuda.geometry import SCALARS, WARPS, Geometry
+
+
+def files(geometry: Geometry) -> tuple[str, ...]:
+    """The CUDA files of a kernel, in the order in which they are compiled."""
+    if geometry.wide:
+        kernel = "backward_wide.cu" if geometry.backward else "forward_wide.cu"
+        return _paths("layout.cuh", "exchange.cuh", "wide.cuh", "wide_product.cuh", "wide_loops.cuh", kernel)
+    needs = {
+        "dense": ("mma.cuh",),
+        "block": ("mma.cuh", "state.cuh"),
+        "sparse": ("state.cuh",),
+    }
+    product: tuple[str, ...] = ("operand.cuh", "dense.cuh") if geometry.path == "dense" else (f"{geometry.path}.cuh",)
+    products: tuple[str, ...] = (*product, "prepare.cuh", "forward.cu")
+    if geometry.backward:
+        products = ("cluster.cuh", *product, "split.cuh", "prepare.cuh", "backward.cu")
+    if geometry.turns > 1:
+        products += ("turns.cuh", "backward_turns.cu" if geometry.backward else "forward_turns.cu")
+    if geometry.scatters:
+        products = ("cluster.cuh", "scatter.cuh", "prepare.cuh", "backward.cu", "scatter.cu")
+    elif geometry.shares_work:
+        products += ("gather.cu",)
+    return _paths("layout.cuh", "exchange.cuh", "matrix.cuh", *needs[geometry.path], *products)
+
+
+def _paths(*names: str) -> tuple[str, ...]:
+    return ("numeric.cuh", "barriers.cuh", *(f"persistent/cuda/{name}" for name in names))
+
+
+def macros(
+    geometry: Geometry, resets: bool = False, packed: bool = False, keeps: bool = False
+) -> tuple[tuple[str, object], ...]:
+    """The preprocessor definitions for CUDA files.
+
+    Args:
+        resets, packed: whether calls are with resets, with packed sequences.
+        keeps: whether the forward saves the gates' pre-activations.
+    """
+    return (
+        ("SCALAR", SCALARS[geometry.dtype]),
+        ("VEC", 2 if geometry.wide else 1),
+        ("CELL", geometry.cell.upper()),
+        ("HIDDEN", geometry.hidden_size),
+        ("PITCH", geometry.pitch),
+        ("UNITS", geometry.units),
+        ("COLUMNS", geometry.capacity),
+        ("TAKES_FEWER", int(geometry.takes_fewer)),
+        ("BLOCKS", geometry.blocks),
+        ("HALF_WORDS", int(geometry.units * geometry.dtype.itemsize % 8 > 0)),  # two blocks share 8 bytes: a word is 4
+        ("ADJACENT", geometry.adjacent),
+        ("HELD", geometry.held),
+        ("ALL_HELD", int(geometry.held == geometry.tiles)),
+        ("PAUSE", _pause(geometry)),
+        ("EXACT", int(geometry.dtype == torch.float32 and (geometry.exact or geometry.path == "sparse"))),
+        ("CHUNK_BYTES", geometry.chunk_bytes),
+        ("BACKWARD", int(geometry.backward)),
+        ("CLUSTER", geometry.cluster),
+        ("LOADS_EARLY", int(geometry.loads_early)),
+        ("SUM_BUFFERS", geometry.sum_buffers),
+        ("TURNS", geometry.turns),
+        ("REGISTERS", geometry.registers),
+        ("STATE_BUFFERS", geometry.state_buffers),
+        ("TAGGED", int(geometry.tagged)),
+        ("DISTRIBUTED", int(geometry.distributed)),
+        ("SHARES_WORK", int(geometry.shares_work)),
+        ("RESETS", int(resets)),
+        ("OFFSETS", int(packed)),
+        ("KEEPS", int(keeps)),
+        *{
+            "dense": (
+                (("SHARED_BYTES", geometry.shared_bytes),)
+                if geometry.wide
+                else (("STREAMED", geometry.streamed), ("SHARING", WARPS // geometry.column_parts))
+            ),
+            "block": (
+                ("TILES", geometry.tiles),
+                ("SHARES", geometry.shares),
+                ("LAST_TILES", _last_tiles(geometry)),
+                ("STATE_COLUMNS", geometry.state_bytes // geometry.dtype.itemsize),
+            ),
+            "sparse": (("ENTRIES", geometry.tiles), ("STATE_COLUMNS", geometry.state_bytes // geometry.dtype.itemsize)),
+        }[geometry.path],
+    )
+
+
+def feature(geometry: Geometry) -> str:
+    """The feature that :func:`ostinato.kernels.nvrtc.load_kernel` compiles for: warps give registers to others."""
+    return "a" if geometry.turns > 1 else ""
+
+
+def _pause(geometry: Geometry) -> int:
+    """Cycles that a block waits before it polls for what other blocks compute.
+
+    The more blocks there are, the more of them poll the same lines, and polls that come too early delay what they
+    wait for.
+    """
+    if geometry.path == "sparse":
+        return 400
+    if geometry.path == "block":
+        return 200 if geometry.backward or geometry.blocks > 72 or geometry.columns > 2 else 100
+    if geometry.distributed or geometry.capacity > 1:
+        return 0
+    if geometry.backward:
+        return 80
+    return 200 if geometry.blocks > 64 else 0 if geometry.state_buffers else 30 * geometry.dtype.itemsize
+
+
+def _last_tiles(geometry: Geometry) -> str:
+    """A bit for each of a warp's tiles in the block kernel, set for the last of a share, as 64-bit literals."""
+    bits = sum(1 << end - 1 for end in itertools.accumulate(geometry.share_tiles))
+    return ",".join(f"{bits >> first & 2**64 - 1}ull" for first in range(0, geometry.tiles, 64))
