@@ -10,9 +10,9 @@
 ===============  ==========================================================================================
 
 ``scan.cu`` is put together of the operations in ``elements.cuh``, the shape of a tile and the places of threads in it
-(``tile.cuh``, ``place.cuh``), its steps (``copies.cuh``, ``shared.cuh``, ``resets.cuh``, ``steps.cuh``), what they are
-reduced to (``composition.cuh``) and what blocks of one chain tell each other (``chain.cuh``, ``cluster.cuh``,
-``messages.cuh``).
+(``tile.cuh``, ``place.cuh``), its steps (``copies.cuh``, ``shared.cuh``, ``resets.cuh``, ``steps.cuh``,
+``rescan.cuh``), what they are reduced to (``composition.cuh``) and what blocks of one chain tell each other
+(``chain.cuh``, ``cluster.cuh``, ``messages.cuh``).
 """
 
 from ostinato.kernels.scan.cuda.scans import (

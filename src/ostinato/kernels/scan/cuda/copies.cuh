@@ -188,6 +188,27 @@ struct alignas(MAPPED ? 128 : 32) Strip {
     }
 };
 
+// A part of the strips of all inputs.
+template <bool CHECKED>
+__device__ inline void fetch_strips(
+    const Place& at, const Memory& memory, Strip (&strips)[INPUTS], int chunk, int part
+) {
+#pragma unroll(CHECKED && NARROW && !STAYS ? 1 : INPUTS)  // the CHECKED path is rare: keep its code small
+    for (int k = 0; k < INPUTS; ++k)
+        if (at.p.has_input(k)) strips[k].fetch<CHECKED>(at, k, memory.input[k], chunk, part);
+}
+
+// Whole strips by tensor maps, one thread's call.
+__device__ inline void fetch_strips(const Place& at, Strip (&strips)[INPUTS], Barrier& arrival, int chunk) {
+    int bytes = 0;
+#pragma unroll
+    for (int k = 0; k < INPUTS; ++k) bytes += at.p.has_input(k) ? int(sizeof(strips[k].element)) : 0;
+    arrival.expect(bytes);
+#pragma unroll
+    for (int k = 0; k < INPUTS; ++k)
+        if (at.p.has_input(k)) strips[k].fetch(at, k, arrival, chunk);
+}
+
 // The highest bit of each of four bytes that is not zero.
 __device__ inline unsigned high_bits(unsigned bytes) {
     return ((bytes & 0x7f7f7f7f) + 0x7f7f7f7f | bytes) & 0x80808080;

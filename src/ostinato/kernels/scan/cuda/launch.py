@@ -74,7 +74,7 @@ def source(code: str = "") -> str:
     """The source of the scan kernel, with a generated element's code."""
     before = nvrtc.source("numeric.cuh", "barriers.cuh", "scan/cuda/elements.cuh", "scan/cuda/messages.cuh")
     shapes, memory = ("tile.cuh", "composition.cuh", "place.cuh"), ("copies.cuh", "cluster.cuh", "shared.cuh")
-    parts = (*shapes, *memory, "resets.cuh", "steps.cuh", "chain.cuh", "scan.cu")
+    parts = (*shapes, *memory, "resets.cuh", "steps.cuh", "rescan.cuh", "chain.cuh", "scan.cu")
     return before + code + nvrtc.source(*(f"scan/cuda/{name}" for name in parts))
 
 

@@ -41,7 +41,7 @@
 // identity.
 //
 // Compiled before this file, in this order: barriers.cuh, elements.cuh (the operations), messages.cuh, tile.cuh,
-// composition.cuh, place.cuh, copies.cuh, cluster.cuh, shared.cuh, resets.cuh, steps.cuh and chain.cuh.
+// composition.cuh, place.cuh, copies.cuh, cluster.cuh, shared.cuh, resets.cuh, steps.cuh, rescan.cuh and chain.cuh.
 
 // Sum the parameters' gradients over the block's segments, then warps, in a fixed order, into the block's own row.
 __device__ inline void store_sums(const Place& at, Shared& shared, int part, Sums& sums) {
@@ -104,7 +104,7 @@ __device__ inline void apply(
         if (unchecked && steps.apply<false>(at, memory, shared, buffer, chunk, part, mine, sums)) continue;
         steps.apply<true>(at, memory, shared, buffer, chunk, part, mine, sums);
     }
-    if (steps.is_lost(at, mine, mine)) Steps::rescan(at.p, at.chain(), chunk, steps.resets, first);
+    if (steps.is_lost(at, mine, mine)) rescan(at.p, at.chain(), chunk, steps.resets, first);
 }
 
 __device__ inline void read(
@@ -120,7 +120,7 @@ template <bool FIRST = false>
 __device__ inline void fetch(const Place& at, const Memory& memory, Shared& shared, int stage, int chunk, int chunks) {
     if constexpr (MAPPED) {
         if (at.lane == 0 && chunk < chunks)
-            Steps::fetch(at, shared.input[stage][at.warp], shared.arrival[at.warp], chunk);
+            fetch_strips(at, shared.input[stage][at.warp], shared.arrival[at.warp], chunk);
         return;
     }
     if (Mask::COPIED && chunk < chunks) shared.mask[stage][at.warp].fetch(at, chunk);
@@ -128,9 +128,9 @@ __device__ inline void fetch(const Place& at, const Memory& memory, Shared& shar
     for (int part = 0; part < PARTS; ++part) {
         if (chunk < chunks) {
             if (!(FIRST && NARROW && !STAYS) && at.inner(chunk))
-                Steps::fetch<false>(at, memory, shared.input[stage][at.warp], chunk, part);
+                fetch_strips<false>(at, memory, shared.input[stage][at.warp], chunk, part);
             else
-                Steps::fetch<true>(at, memory, shared.input[stage][at.warp], chunk, part);
+                fetch_strips<true>(at, memory, shared.input[stage][at.warp], chunk, part);
         }
         commit_copies();
     }

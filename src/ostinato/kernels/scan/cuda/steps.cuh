@@ -10,6 +10,20 @@ __device__ inline void copy(const Sums& from, Sums& to) {
         for (int v = 0; v < VEC; ++v) to[k][v] = from[k][v];
 }
 
+// One step of a thread's channels, made of its inputs.
+__device__ inline void make_row(const Bits (&bits)[INPUTS], const OfChannels& of_channels, Step (&row)[VEC]) {
+    Compute x[INPUTS][VEC];
+#pragma unroll
+    for (int k = 0; k < INPUTS; ++k) unpack(bits[k], x[k]);
+#pragma unroll
+    for (int v = 0; v < VEC; ++v) {
+        Compute plain[PLAIN];
+#pragma unroll
+        for (int k = 0; k < PLAIN; ++k) plain[k] = x[k][v];
+        row[v] = Element::read(plain, of_channels[v], x[BACKWARD ? PREVIOUS : 0][v], x[BACKWARD ? GRAD : 0][v]);
+    }
+}
+
 // The steps of one thread in a tile.  Chained blocks hold two tiles' in registers; if `read` is cheap they are kept as
 // loaded (RAW), which halves the registers of 16-bit types.
 struct Steps {
@@ -26,18 +40,6 @@ struct Steps {
     bool lost = false;      // ZEROES: to be scanned again
     bool bounded;           // whether the warp's steps have any; of a short strip, if not FOLDED, also if any is reset
 
-    static __device__ void make(const Bits (&bits)[INPUTS], const OfChannels& of_channels, Step (&row)[VEC]) {
-        Compute x[INPUTS][VEC];
-#pragma unroll
-        for (int k = 0; k < INPUTS; ++k) unpack(bits[k], x[k]);
-#pragma unroll
-        for (int v = 0; v < VEC; ++v) {
-            Compute plain[PLAIN];
-#pragma unroll
-            for (int k = 0; k < PLAIN; ++k) plain[k] = x[k][v];
-            row[v] = Element::read(plain, of_channels[v], x[BACKWARD ? PREVIOUS : 0][v], x[BACKWARD ? GRAD : 0][v]);
-        }
-    }
     __device__ void keep(int u, const Bits (&bits)[INPUTS]) {
 #pragma unroll
         for (int k = 0; k < INPUTS; ++k)
@@ -54,12 +56,12 @@ struct Steps {
                 if (u < KEPT_ROWS) bits[k] = kept[u] >> 16 * k & 0xffff;
                 else bits[k] = at.p.has_input(k) ? shared.input[0][at.warp][k].element[Strip::place(at, u, shift[k])]
                                                  : filled(0);
-            make(bits, nothing, row);
+            make_row(bits, nothing, row);
         } else if constexpr (RAW) {
             Bits bits[INPUTS];
 #pragma unroll
             for (int k = 0; k < INPUTS; ++k) bits[k] = raw[u][k / IN_WORD] >> 16 * (k % IN_WORD);
-            make(bits, nothing, row);
+            make_row(bits, nothing, row);
         } else {
 #pragma unroll
             for (int v = 0; v < VEC; ++v) row[v] = step[u][v];
@@ -101,24 +103,6 @@ struct Steps {
         bounded |= __any_sync(~0u, begins | ends) != 0;
     }
 
-    template <bool CHECKED>
-    static __device__ void fetch(const Place& at, const Memory& memory, Strip (&strips)[INPUTS], int chunk, int part) {
-#pragma unroll(CHECKED && NARROW && !STAYS ? 1 : INPUTS)  // the CHECKED path is rare: keep its code small
-        for (int k = 0; k < INPUTS; ++k)
-            if (at.p.has_input(k)) strips[k].fetch<CHECKED>(at, k, memory.input[k], chunk, part);
-    }
-
-    // By tensor maps, one thread's call.
-    static __device__ void fetch(const Place& at, Strip (&strips)[INPUTS], Barrier& arrival, int chunk) {
-        int bytes = 0;
-#pragma unroll
-        for (int k = 0; k < INPUTS; ++k) bytes += at.p.has_input(k) ? int(sizeof(strips[k].element)) : 0;
-        arrival.expect(bytes);
-#pragma unroll
-        for (int k = 0; k < INPUTS; ++k)
-            if (at.p.has_input(k)) strips[k].fetch(at, k, arrival, chunk);
-    }
-
     // Whether the zero state before a reset step is written to shared memory, where there is one, and not selected at
     // every step: a warp of many segments has several, one after the other.
     static constexpr bool PUTS_RESETS = RESETS && (STAYS || SELDOM_RESET || LANES >= (ZEROES ? 32 : 4));
@@ -154,7 +138,8 @@ struct Steps {
         }
         return ZEROES && resets && at.inside && (lost || !numbers);
     }
-    // Then, to compose its steps again, a thread takes away all that is before the last reset.
+    // Then, to compose its steps again, a thread takes away all that is before the last reset; its results are those of
+    // `rescan`.
     __device__ void forget() {
         const int kept = 32 - __clz(resets) - !BACKWARD;
 #pragma unroll
@@ -167,44 +152,6 @@ struct Steps {
         }
         lost = true;
     }
-    // And, when the others have stored theirs, it computes the results from memory, with a test for each step: not
-    // inlined, as what is hardly ever needed would cost registers.
-    static __device__ __noinline__ void rescan(
-        const Parameters& p, int chain, int chunk, unsigned resets, Channels state
-    ) {
-        const Place at(p, chain);
-#pragma unroll 1
-        for (int u = 0; u < ROWS; ++u, resets >>= 1) {
-            const int i = at.first(chunk) + u;
-            if (!at.exists(i)) break;
-            const bool reset = resets & 1, last = !at.exists(i + 1);
-            const auto element = [&](const Tensor& x, int step) {
-                return at.sequence(x) + Index(at.time(step)) * x.time + at.channel;
-            };
-            Bits bits[INPUTS];
-#pragma unroll
-            for (int k = 0; k < INPUTS; ++k)
-                if (BACKWARD && k == PREVIOUS && (reset || last))
-                    bits[k] = p.h0 && !reset ? load_pack(at, p.h0 + at.state(0)) : filled(Element::absent_state());
-                else bits[k] = p.has_input(k) ? load_pack(at, element(p.input(k), i + (BACKWARD && k == PREVIOUS))) : 0;
-            Step row[VEC];
-            make(bits, {}, row);
-            Compute out[OUTPUTS][VEC];
-#pragma unroll
-            for (int v = 0; v < VEC; ++v) {
-                Compute result[FACTORS];
-                if (!BACKWARD && reset) state.value[v] = Ring::zero();
-                state.value[v] = row[v].apply(state.value[v], result);
-                if (BACKWARD && reset) state.value[v] = Ring::zero();
-#pragma unroll
-                for (int k = 0; k < OUTPUTS; ++k) out[k][v] = result[Element::output_factor(k)];
-            }
-#pragma unroll
-            for (int k = 0; k < OUTPUTS; ++k) store_pack(at, element(p.output(k), i), pack(out[k]));
-            if (last) store_state(at, p.final, 0, state);
-        }
-    }
-
     // Steps that do not exist come first only with OFFSETS, and act as the identity; elsewhere they come last, where
     // what is read does not matter.
     __device__ void read(
@@ -239,7 +186,7 @@ struct Steps {
                     bits[k] = exists ? bits[k] : filled(k == 0 ? Ring::one() : Ring::zero());
                 keep(u, bits);
             } else if constexpr (!RAW) {
-                make(bits, of_channels, step[u]);
+                make_row(bits, of_channels, step[u]);
 #pragma unroll
                 for (int v = 0; v < VEC; ++v)
                     if (!exists) step[u][v] = Step::none();
