@@ -23,8 +23,9 @@ GEOMETRIES = {
 # Rows that begin anywhere.  Of single 16-bit channels: in one wave of tiles by two warps, nine and 32; by look-back;
 # streamed.
 ODD = [(16, 300, 31), (4, 2100, 65), (8, 300, 1023), (1, 1100, 1025), (150, 70, 33), (3, 700, 130)]
-# Few channels or steps: by look-back over whole rows, by one wave of tiles of them, by a warp a sequence.
+# Few channels or steps: by look-back over whole rows, by one wave of tiles of them, by a warp a sequence, by one to eight.
 FEW = [(12, 700, 5), (3, 900, 19), (1, 3000, 20), (600, 6, 24), (140, 3, 300), (600, 29, 33)]
+FEW += [(1500, 60, 7), (700, 130, 3), (400, 300, 2), (150, 300, 1)]
 
 
 def force(monkeypatch, name):
