@@ -66,7 +66,11 @@ def test_a_state_that_has_diverged_ends_at_a_reset(shape, dtype, steps_before):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", [(300, 2000, 3), (4, 3000, 515), (1, 9000, 12), (2, 9000, 7)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [(300, 2000, 3), (4, 3000, 515), (1, 9000, 12), (2, 9000, 7), (500, 133, 1), (300, 301, 2), (1500, 90, 7)],
+    ids=str,
+)
 def test_infinite_states_end_at_the_next_of_many_resets(shape, dtype, nan_memory):
     """In tiles of whole rows, and of rows that begin anywhere."""
     torch.manual_seed(0)
