@@ -10,12 +10,39 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.float16: 2e-3, tor
 GEOMETRIES = {
     "chosen": None,
     "streaming": {"chained": False, "looks_back": False},
-    "chained": {"chained": True, "looks_back": False, "warps": 2, "rows": 2},
-    "looking back": {"chained": True, "looks_back": True, "warps": 2, "rows": 2, "stages": 1},
+    "chained": {"chained": True, "looks_back": False, "warps": 2, "rows": 2, "resident": 2},
+    "looking back": {"chained": True, "looks_back": True, "warps": 2, "rows": 2, "stages": 1, "resident": 2},
     "lanes 4": {"lanes": 4, "vec": 1, "warps": 2, "rows": 3, "narrow": 0},
-    "lanes 8 chained": {"lanes": 8, "vec": 1, "warps": 4, "rows": 2, "chained": True, "narrow": 0, "stages": 1},
-    "wide copies": {"lanes": 8, "vec": 1, "warps": 2, "rows": 8, "chained": True, "narrow": 0, "stages": 1},
-    "tensor maps": {"lanes": 8, "vec": 1, "warps": 2, "rows": 8, "chained": True, "narrow": 0, "stages": 1}
+    "lanes 8 chained": {
+        "lanes": 8,
+        "vec": 1,
+        "warps": 4,
+        "rows": 2,
+        "chained": True,
+        "narrow": 0,
+        "stages": 1,
+        "resident": 2,
+    },
+    "wide copies": {
+        "lanes": 8,
+        "vec": 1,
+        "warps": 2,
+        "rows": 8,
+        "chained": True,
+        "narrow": 0,
+        "stages": 1,
+        "resident": 2,
+    },
+    "tensor maps": {
+        "lanes": 8,
+        "vec": 1,
+        "warps": 2,
+        "rows": 8,
+        "chained": True,
+        "narrow": 0,
+        "stages": 1,
+        "resident": 2,
+    }
     | {"looks_back": False, "mapped": True},
     "one warp": {"warps": 1, "rows": 1},
     "in clusters": {"chained": False, "looks_back": False, "warps": 2, "rows": 2, "stages": 1, "cluster": 3},
@@ -23,7 +50,7 @@ GEOMETRIES = {
 # Rows that begin anywhere.  Of single 16-bit channels: in one wave of tiles by two warps, nine and 32; by look-back;
 # streamed.
 ODD = [(16, 300, 31), (4, 2100, 65), (8, 300, 1023), (1, 1100, 1025), (150, 70, 33), (3, 700, 130)]
-# Few channels or steps: by look-back over whole rows, by one wave of tiles of them, by a warp a sequence, by one to eight.
+# Few channels or steps: by look-back over whole rows, by one wave of tiles of them, by one to eight warps a sequence.
 FEW = [(12, 700, 5), (3, 900, 19), (1, 3000, 20), (600, 6, 24), (140, 3, 300), (600, 29, 33)]
 FEW += [(1500, 60, 7), (700, 130, 3), (400, 300, 2), (150, 300, 1)]
 

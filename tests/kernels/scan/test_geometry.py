@@ -8,6 +8,7 @@ from gpus import GPUS
 from ostinato.kernels.scan.cuda.choice import choose_geometry
 from ostinato.kernels.scan.cuda.criteria import Criteria
 from ostinato.kernels.scan.cuda.geometry import Geometry
+from ostinato.kernels.scan.cuda.streaming import _bank_conflicts
 
 INPUTS = {  # tensors read by each element
     "LinearScan": 2,
@@ -303,13 +304,13 @@ def test_several_sequences_of_few_channels_look_back_over_whole_rows():
 def test_segments_of_a_warp_read_other_banks():
     """In tiles of whole rows that look back, segments begin at least as many banks apart as a row takes."""
     for element, channels in itertools.product(("LinearScan", "LinearScanBackward"), range(3, 8)):
-        g = choose_geometry(Criteria(element, INPUTS[element], 4, 1, True, 300, 9000, channels, GPUS["H200"]))
+        g = choose_geometry(Criteria(element, INPUTS[element], 4, 1, True, 300, 30000, channels, GPUS["H200"]))
         assert g.looks_back
         assert channels <= g.rows * channels % 32 <= 32 - channels
 
 
 def test_a_mask_of_resets_changes_no_tile_of_whole_or_odd_rows_of_a_linear_scan():
-    whole = (300, 9000, 4), (8, 375000, 16), (20, 60000, 24), (17, 154131, 24), (300, 9000, 3), (388, 6716, 8)
+    whole = (300, 30000, 4), (8, 375000, 16), (20, 60000, 24), (17, 154131, 24), (300, 60000, 3), (388, 6716, 8)
     turns = (1, 1 << 18, 16), (2, 300000, 24), (1, 400000, 11)
     shapes = *whole, *turns, (8, 181818, 33), (16, 4096, 1537), (2, 60000, 129)
     for element, itemsize, shape in itertools.product(("LinearScan", "LinearScanBackward"), (2, 4), shapes):
@@ -361,6 +362,57 @@ def test_geometries_fit_the_gpu():
                 assert 32 * geometry.warps <= 1024
                 if shape[0] * shape[2] >= 64 * device.processors:
                     assert not geometry.chained or geometry.looks_back
+
+
+def narrow(sequences, steps, channels, itemsize=4, gpu="H200"):
+    return choose_geometry(Criteria("LinearScan", 2, itemsize, 1, True, sequences, steps, channels, GPUS[gpu]))
+
+
+def test_narrow_sequences_have_as_many_warps_as_keep_the_gpu_busy():
+    for (sequences, steps, channels), warps in {
+        (20000, 130, 3): 1,
+        (1_000_000, 16, 1): 1,
+        (700, 130, 3): 2,  # few
+        (400, 300, 2): 4,
+        (150, 300, 1): 8,
+        (150, 20, 1): 1,  # of few steps, which are not enough for more
+        (4000, 600, 7): 2,  # long
+        (4000, 1000, 7): 4,
+        (4000, 3000, 7): 8,
+    }.items():
+        for gpu in ("H100", "H200"):
+            g = narrow(sequences, steps, channels, gpu=gpu)
+            assert (g.narrow, g.chained, g.warps, g.resident) == (channels, False, warps, 16 // warps)
+
+
+def test_rows_of_narrow_sequences_have_few_bank_conflicts_and_leave_few_threads_without_steps():
+    for channels, itemsize, rows, conflicts in (
+        (3, 4, 13, 0),
+        (3, 4, 11, 2),
+        (6, 2, 11, 2),
+        (7, 4, 9, 3),
+        (7, 4, 8, 0),
+    ):
+        assert _bank_conflicts(channels, 4 if channels > 4 else 8, rows, itemsize) == conflicts
+    for channels, itemsize, steps in itertools.product(range(1, 8), (2, 4), (60, 130, 300, 600, 1000)):
+        g = narrow(20000, steps, channels, itemsize)
+        assert _bank_conflicts(channels, g.segments, g.rows, itemsize) <= 1
+        assert steps < 130 or g.tile * -(-steps // g.tile) < 1.3 * steps
+    for channels in range(3, 8):  # lengths that change share kernels
+        assert len({narrow(20000, steps, channels).rows for steps in range(100, 1001, 10)}) <= 6
+
+
+def test_few_long_narrow_sequences_are_chained_and_those_of_a_last_wave_that_is_not_filled():
+    for (sequences, steps, channels), chained in {
+        (30, 3000, 3): True,
+        (70, 3000, 7): True,
+        (70, 1000, 7): False,
+        (132, 3000, 7): False,
+        (264, 30000, 7): False,  # two blocks a multiprocessor
+        (300, 30000, 7): True,
+        (300, 3000, 7): False,
+    }.items():
+        assert narrow(sequences, steps, channels).chained == chained
 
 
 @pytest.mark.parametrize("gpu", GPUS)

@@ -8,7 +8,7 @@ from ostinato.kernels.scan.cuda.geometry import Geometry
 
 # Of narrow sequences, measured on an H200:
 WARPS, BUSY_WARPS = 16, 10  # of a multiprocessor: resident, with as many registers as they need, and to keep it busy
-BYTES_OF_WARP = 10 << 10  # of an input's sequence
+BYTES_OF_WARP = 24_000  # of a sequence, all inputs together
 LINEAR_ROWS, ROWS = 15, 11  # of linear scans' tiles and of others'
 CONFLICT, BEGINNING = 0.1, 2  # the time of a bank conflict at a row and of a tile's beginning, in rows
 FEW_STEPS = 32  # of which linear scans have a geometry of their own
@@ -28,7 +28,9 @@ def stream_narrow(scan: Criteria) -> Geometry | None:
     if not scan.gapless or scan.channels >= 8:
         return None
     lanes = lanes_across(scan.channels, 1)
-    wanted = max(BUSY_WARPS * scan.device.processors / scan.sequences, scan.sequence_bytes / BYTES_OF_WARP)
+    wanted = max(
+        BUSY_WARPS * scan.device.processors / scan.sequences, scan.inputs * scan.sequence_bytes / BYTES_OF_WARP
+    )
     wanted = min(wanted, scan.steps * lanes / 64)  # that have two steps for each segment
     warps = next((n for n in (1, 2, 4) if n >= wanted), 8)
     one = Geometry(1, lanes, warps, 1, resident=WARPS // warps, narrow=scan.channels)
