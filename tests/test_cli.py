@@ -86,6 +86,7 @@ def test_defaults_are_the_librarys(run):
 def test_train_then_generate(run):
     code, out, _ = train(run, "--curve", "curves/curve.json")
     assert code == 0
+    assert re.search(r"6 steps, 2 x 16 characters a step.* [\d,]+ characters/s", out, re.DOTALL)
     curve = json.loads(Path("curves/curve.json").read_text())["curve"]
     assert [(point["step"], point["tokens"]) for point in curve] == [(2, 64), (4, 128), (6, 192)]
     lowest = min(point["held_out_loss"] for point in curve)

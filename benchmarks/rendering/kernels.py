@@ -2,8 +2,8 @@
 
 from ostinato.bench import report
 from ostinato.bench.peers import PLANNED
-from ostinato.bench.report import Grid, figures, short_name
-from ostinato.bench.workloads import OURS
+from ostinato.bench.report import Grid, figures
+from ostinato.bench.workloads import OURS, short_name
 from rendering import runs
 from rendering.speeds import milliseconds, share
 
@@ -48,7 +48,7 @@ def ladder(name: str) -> str:
     for record in runs.load(name)["results"]:
         if not any(who in record["contestants"] for who in list(steps.values())[3:6]):
             continue
-        outcomes, row = record["contestants"], [short_name(record)]
+        outcomes, row = record["contestants"], [short_name(record["workload"]["name"])]
         for who in steps.values():
             found = outcomes.get(who, {})
             if found.get("unavailable") == PLANNED:
@@ -69,7 +69,7 @@ def ablation(name: str) -> str:
     rows = []
     for (layer, kernel), times in layers.items():
         cells = [f"{figures(times[off])} ({times[off] / times['']:.2f}×)" if off in times else "–" for off in switches]
-        rows.append([short_name({"workload": {"name": layer}}), kernel, f"**{figures(times[''])}**", *cells])
+        rows.append([short_name(layer), kernel, f"**{figures(times[''])}**", *cells])
     head = ["µs a step", "kernel", "as it is", *(f"without {off}" for off in switches)]
     return runs.table(name, head, rows, "–: that kernel has no such thing.")
 
@@ -81,7 +81,7 @@ def bounds(name: str) -> str:
         work = record["workload"]["name"]
         if (work, record["pass"]) in BOUND_BY:
             ours, least = record["contestants"][OURS], record["limit"]
-            row = [short_name(record), record["pass"], milliseconds(least), f"**{milliseconds(ours)}**"]
+            row = [short_name(work), record["pass"], milliseconds(least), f"**{milliseconds(ours)}**"]
             rows.append([*row, share(ours), BOUND_BY[work, record["pass"]]])
     return runs.table(name, ["", "pass", "at least, ms", "measured, ms", "share", "bound by"], rows)
 

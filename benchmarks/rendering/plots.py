@@ -3,8 +3,8 @@
 from typing import Any
 
 from ostinato.bench.plots import MARKERS
-from ostinato.bench.report import WRONG, short_name
-from ostinato.bench.workloads import OURS
+from ostinato.bench.report import WRONG
+from ostinato.bench.workloads import OURS, short_name
 from rendering.runs import Record
 
 
@@ -29,7 +29,7 @@ def comparison_of(content: Record) -> Any:
         axes.scatter(x, y, marker=marker, s=size, label=who, zorder=order)
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    names = [f"{short_name(record)}, {record['pass']}" for record, _ in drawn]
+    names = [f"{short_name(record['workload']['name'])}, {record['pass']}" for record, _ in drawn]
     axes.set_yticks(range(len(drawn)), names, fontsize="small")
     axes.invert_yaxis()
     axes.set_xlabel("time, as a multiple of the limit (less is better)")

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 
 from ostinato.bench import report
-from ostinato.bench.report import figures, short_name
-from ostinato.bench.workloads import OURS
+from ostinato.bench.report import figures
+from ostinato.bench.workloads import OURS, short_name
 from rendering import runs
 from rendering.runs import Record
 
@@ -40,7 +40,7 @@ def comparison(
     head = ["", "pass", *(["at least"] if limit else []), *names]
     rows: list[list[str]] = []
     for record in records:
-        work = short_name(record) if not rows or record["pass"] == "forward" else ""
+        work = short_name(record["workload"]["name"]) if not rows or record["pass"] == "forward" else ""
         row = [work, record["pass"], *([milliseconds(record["limit"])] if limit else [])]
         contestants = {columns.get(who): outcome for who, outcome in record["contestants"].items()}
         for who in names:
@@ -76,7 +76,7 @@ def gradients(name: str) -> str:
         ours, theirs = (record["contestants"].get(who, {}) for who in (OURS, "torch.nn"))
         if record["pass"] != "forward+backward" or not {"errors"} <= ours.keys() & theirs.keys():
             continue
-        row = [short_name(record)]
+        row = [short_name(record["workload"]["name"])]
         for prefixes in parts.values():
             pair = (max(e for n, e in who["errors"].items() if n.startswith(prefixes)) for who in (ours, theirs))
             row.append("**{:.0e}** / {:.0e}".format(*pair))

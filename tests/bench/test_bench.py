@@ -120,8 +120,27 @@ def test_the_commit_of_copied_files_is_what_is_said(monkeypatch):
 
 def test_one_workload_is_chosen_by_part_of_its_name():
     assert shapes.workloads("layer", CPU, quick=True, only="minlstm") == [MINLSTM]
-    with pytest.raises(ValueError, match=r"only must be part of one of mingru .*; got 'gru2'"):
+    with pytest.raises(ValueError, match=r"only must be part of one of MinGRU .*; got 'gru2'"):
         shapes.workloads("layer", CPU, quick=True, only="gru2")
+
+
+@pytest.mark.parametrize("only", ["MinLSTM (2, 48, 4) → 8 fp32", "minlstm (2, 48, 4) to 8 float32", "lstm"])
+def test_a_workload_is_chosen_by_its_name_in_a_table_or_a_file_in_capitals_or_not(only):
+    assert shapes.workloads("layer", CPU, quick=True, only=only) == [MINLSTM]
+
+
+def test_the_console_names_workloads_as_their_choice_does(capsys):
+    bench_app(["scan", "--quick", "--device", "cpu", "--only", "FP32"], standalone_mode=False)
+    shown = capsys.readouterr().out
+    assert "(2, 64, 8) fp32" in shown
+    assert "float32" not in shown
+
+
+@pytest.mark.parametrize(("threads", "shown"), [(1, "1 thread,"), (2, "2 threads,")])
+def test_one_thread_is_no_threads(threads, shown, monkeypatch, capsys):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    bench_app(["scan", "--quick", "--device", "cpu"], standalone_mode=False)
+    assert shown in capsys.readouterr().out
 
 
 def test_missing_and_failing_peers_are_named_and_the_rest_runs(monkeypatch):

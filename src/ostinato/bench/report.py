@@ -14,7 +14,7 @@ from rich.text import Text
 
 from ostinato.bench.measure import Record
 from ostinato.bench.peers import PLANNED
-from ostinato.bench.workloads import OURS
+from ostinato.bench.workloads import OURS, short_name
 
 UNITS = {"bytes": "B", "flops": "FLOP"}
 WRONG = 0.1  # an error, relative to the reference, from which on a result is no result
@@ -119,7 +119,9 @@ def workload(records: list[Record]) -> Grid:
             memory = scaled(row["extra_memory_bytes"], "B") if "extra_memory_bytes" in row else "–"
             error = "" if row["max_error"] is None else f"{row['max_error']:.0e}"
             add(name, row, f"{fraction:.2f}", f"{row['times_ostinato']:.2f}", memory, error)
-    return Grid(head, rows, records[0]["workload"]["name"], [f"{name}: {note}" for name, note in notes.items()])
+    return Grid(
+        head, rows, short_name(records[0]["workload"]["name"]), [f"{name}: {note}" for name, note in notes.items()]
+    )
 
 
 def recurrent_layers(records: list[Record], device_type: str, leave_out: Iterable[str] = ()) -> Grid:
@@ -135,7 +137,12 @@ def recurrent_layers(records: list[Record], device_type: str, leave_out: Iterabl
     for record in records:
         outcomes = record["contestants"]
         ours = outcomes[OURS]
-        row = [short_name(record), ours["plan"]["path"], f"**{step(ours)}**", f"{ours['max_error']:.0e}"]
+        row = [
+            short_name(record["workload"]["name"]),
+            ours["plan"]["path"],
+            f"**{step(ours)}**",
+            f"{ours['max_error']:.0e}",
+        ]
         for who in columns:
             found = outcomes.get(who, {})
             timed = "seconds" in found
@@ -194,7 +201,8 @@ def profile(content: Record, count: int = 12) -> Grid:
     idle = f"{content['seconds_in_none'] / content['seconds']:.1%}"
     rows.append(["no kernel: launches, Python", "–", "–", idle, "–", "–", "–"])
     time = f"{figures(1e3 * content['seconds'])} ms a call"
-    title = f"{content['contestant']}, {short_name(content)}, {content['pass']}: {time}"
+    layer = short_name(content["workload"]["name"])
+    title = f"{content['contestant']}, {layer}, {content['pass']}: {time}"
     limits = content["limits"]
     note = (
         f"Limits measured here: torch.add(out=) {scaled(limits['bytes_per_second'], 'B/s')}, a square product in this "
@@ -235,14 +243,6 @@ def sweep(content: Record) -> Grid:
         add("  published", ratio["published"], lambda value: f"{figures(value)}×")
     unit = content["unit"].replace("us", "µs")
     return Grid([unit, *(size_name(content, x) for x in columns), "error"], rows, content["title"], content["notes"])
-
-
-def short_name(record: Record) -> str:
-    """The name of a workload that fits on one line of a table."""
-    name = record["workload"]["name"].replace("mingru", "MinGRU").replace("minlstm", "MinLSTM")
-    for long, short in (("bfloat16", "bf16"), ("float", "fp"), ("linear_scan ", ""), (") to ", ") → ")):
-        name = name.replace(long, short)
-    return name
 
 
 def speedup(record: Record) -> float | None:

@@ -16,6 +16,7 @@ from ostinato.bench.workloads import (
     Scan,
     Training,
     Workload,
+    short_name,
 )
 
 f32, f16, bf16 = torch.float32, torch.float16, torch.bfloat16
@@ -38,12 +39,14 @@ PRUNED_ON_HOST = PRUNED | HOST
 def workloads(kind: str, device: torch.device, quick: bool = False, only: str = "") -> list[Workload]:
     """The shapes measured on a kind of device; `quick` is the part that ends within a minute.
 
-    Raises ValueError if no name contains `only`.
+    Raises ValueError if no name contains `only`, long or short, in capitals or not.
     """
     works = (QUICK if quick else ON_CUDA if device.type == "cuda" else ON_CPU)[kind]
-    chosen = [work for work in works if only in str(work)]
+    short = [short_name(str(work)) for work in works]
+    names = zip(works, short, strict=True)
+    chosen = [work for work, name in names if only.lower() in f"{work}; {name}".lower()]
     if not chosen:
-        raise ValueError(f"only must be part of one of {'; '.join(map(str, works))}; got {only!r}")
+        raise ValueError(f"only must be part of one of {'; '.join(short)}; got {only!r}")
     return chosen
 
 

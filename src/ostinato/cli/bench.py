@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Device = Annotated[str, Option(help="auto, cpu or cuda.")]
 Quick = Annotated[bool, Option("--quick", help="Small shapes and few repetitions: ends within a minute.")]
-Only = Annotated[str, Option(help="Only workloads whose name contains this, such as bfloat16.")]
+Only = Annotated[str, Option(help="Only workloads whose name contains this, such as bf16.")]
 Json = Annotated[
     Path | None, Option(help="Write all figures to this file; in a folder, to KIND-gpu.json or KIND-cpu.json.")
 ]
@@ -104,7 +104,7 @@ def seeds(
     best, console = _device(device), _console()
     devices = [torch.device("cpu"), *([best] if best.type == "cuda" else [])]
     tables = {sweep.name: sweep for sweep in documents.sweeps(quick)}
-    names = [name for name in (*tables, "capacity") if any(part in name for part in only.split(","))]
+    names = [name for name in (*tables, "capacity") if any(part in name for part in only.lower().split(","))]
     if not names:
         raise ValueError(f"only must be part of one of {', '.join((*tables, 'capacity'))}; got {only!r}")
     check_folder(json)
@@ -204,6 +204,7 @@ def _measure(kind: str, device_name: str, quick: bool, only: str, json: Path | N
 
     from ostinato.bench import measure, report, runs
     from ostinato.bench.shapes import workloads
+    from ostinato.bench.workloads import short_name
     from ostinato.files import is_stream
 
     device, console = _device(device_name), _console()
@@ -220,7 +221,7 @@ def _measure(kind: str, device_name: str, quick: bool, only: str, json: Path | N
     try:
         with Live(console=console, auto_refresh=False, transient=True) as live:  # which is still while it measures
             for work in works:
-                live.update(Group(*tables, f"measuring {work}"), refresh=True)
+                live.update(Group(*tables, f"measuring {short_name(str(work))}"), refresh=True)
                 try:
                     records = measure.measure(work, device, 1.0 if quick else 5.0)
                 except measure.WrongResult as error:
@@ -283,5 +284,6 @@ def _content(console: "Console", name: str, device: "torch.device", quick: bool)
     from ostinato.bench.runs import environment
 
     machine = environment(device)
-    console.print(f"{machine['device']}, {machine['threads']} threads, PyTorch {machine['versions']['torch']}")
+    threads = f"{machine['threads']} thread{'s' * (machine['threads'] > 1)}"
+    console.print(f"{machine['device']}, {threads}, PyTorch {machine['versions']['torch']}")
     return {"benchmark": name, **machine, "quick": quick}

@@ -50,7 +50,7 @@ def show_progress(
             steps = min(steps, every - trainer.step % every, trainer.settings.steps - trainer.step)
             loss = trainer.advance(steps)
             seconds = trainer.seconds - before
-            speed = f"{trainer.step * trainer.tokens_per_step / trainer.seconds:,.0f} tokens/s"
+            speed = f"{trainer.step * trainer.tokens_per_step / trainer.seconds:,.0f} characters/s"
             description = f"step {trainer.step:,}  loss {loss:.3f}  {speed}"
             progress.update(task, completed=trainer.progress, description=description)
             # The loss is read four times a second: often enough to watch, too rarely to slow a GPU down.

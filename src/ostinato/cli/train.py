@@ -189,7 +189,11 @@ class Run:
         model, settings = trainer.model.settings, trainer.settings
         parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
         skipped = f" ({corpus.skipped} files that are not UTF-8 left out)" if corpus.skipped else ""
-        limit = f"{settings.seconds:g} seconds" if settings.seconds else f"{settings.steps:,} steps"
+        limit = (
+            f"{settings.seconds:g} seconds"
+            if settings.seconds
+            else f"{settings.steps:,} step{'s' * (settings.steps > 1)}"
+        )
         layers = f"{model['num_layers']} {model['cell']} layer{'s' * (model['num_layers'] > 1)}"
         return (
             f"Text:      {corpus.source}{skipped}, {len(corpus.text):,} characters, {len(self.vocabulary)} different\n"

@@ -12,7 +12,7 @@
 from ostinato.bench.workloads.equation import EQUATIONS, Equation
 from ostinato.bench.workloads.layer import Layer, ParaLayer
 from ostinato.bench.workloads.recurrent import RECURRENT, RecurrentLayer, Training
-from ostinato.bench.workloads.run import OURS, Run, Unavailable, name_of
+from ostinato.bench.workloads.run import OURS, Run, Unavailable, name_of, short_name
 from ostinato.bench.workloads.scan import Scan
 
 Workload = Scan | Equation | Layer | RecurrentLayer  # and ParaLayer, which is a Layer
@@ -31,4 +31,5 @@ __all__ = [
     "Unavailable",
     "OURS",
     "name_of",
+    "short_name",
 ]

@@ -51,3 +51,11 @@ class Run:
 
 def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def short_name(name: str) -> str:
+    """A workload's name as tables show it, where it has to fit on one line."""
+    name = name.replace("mingru", "MinGRU").replace("minlstm", "MinLSTM")
+    for long, short in (("bfloat16", "bf16"), ("float", "fp"), ("linear_scan ", ""), (") to ", ") → ")):
+        name = name.replace(long, short)
+    return name
