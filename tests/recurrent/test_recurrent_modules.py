@@ -24,6 +24,7 @@ from recurrent_layers import (
     assert_same_gradients,
     assert_uses_kernel,
     by,
+    flat,
     forget_calls,
     gradients,
     inputs,
@@ -58,6 +59,21 @@ def test_compiled_in_one_graph(cell, dtype, options, fresh_compiler):
             torch.testing.assert_close(ours, expected, rtol=0, atol=tolerance)
         with torch.no_grad():
             assert_same(compiled(x, hx), layer(x, hx), tolerance)
+
+
+@pytest.mark.parametrize("shape", [(4, 0, 5), (0, 2, 5), (0, 0, 5)])
+@pytest.mark.parametrize("cell", ["GRU", "LSTM"])
+def test_compiled_without_sequences_or_steps(cell, shape, fresh_compiler):
+    """Where oneDNN, which PyTorch's compiler takes for an LSTM, divides by zero."""
+    layer, x = make(cell, 5, 8, 2, bidirectional=True), torch.zeros(shape)
+    with torch._dynamo.config.patch(allow_rnn=True):
+        compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        with torch.no_grad():
+            assert_same(compiled(x), layer(x), 0)
+        output, *last = flat(compiled(x))
+        assert (output.shape, last[0].shape) == ((*shape[:2], 16), (4, shape[1], 8))
+        found = torch.autograd.grad(sum(y.sum() for y in (output, *last)), layer.parameters())
+        assert not any(map(torch.any, found))
 
 
 def test_compiled_in_torchs_kernels_with_the_weights_of_the_call(fresh_compiler):

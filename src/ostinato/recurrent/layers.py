@@ -56,9 +56,9 @@ class _Recurrent(SequenceLayers, StepLayers):
         call = self._kernels_for(input, states, own, resets)
         if call is not None:
             return self._forward_kernels(input, states, own, resets, call)
-        weights = self._weights()
         if steps == 0:
-            return self._forward_of_no_steps(input, hx, weights)
+            return self._forward_of_no_steps(input, hx)
+        weights = self._weights()
         # Without rows there are no episodes, and no shape depends on them.
         if resets is None or not resets.numel() or resets.is_meta or isinstance(resets, FakeTensor):
             return self._forward_torch(input, hx, weights)
@@ -113,11 +113,11 @@ class _Recurrent(SequenceLayers, StepLayers):
         """The dimension of steps."""
         return 1 if self.batch_first and x.dim() == 3 else 0
 
-    def _forward_of_no_steps(self, input: Any, hx: Any, weights: list[Tensor]) -> tuple[Tensor, Any]:
+    def _forward_of_no_steps(self, input: Any, hx: Any) -> tuple[Tensor, Any]:
         """No output, and the state as it was; checks and shapes are those of a step, as torch refuses none."""
         time, shape = self._time(input), list(input.shape)
         shape[time] = 1
-        output, last = self._forward_torch(input.new_zeros(shape), hx, weights)
+        output, last = self._own_forward(input.new_zeros(shape), hx)
         first: Any = states_of(hx) or (0.0, 0.0)
         never = torch.zeros((), dtype=torch.bool, device=input.device)
         states = [after.where(never, before) for after, before in zip(states_of(last), first, strict=False)]

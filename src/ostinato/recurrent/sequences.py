@@ -105,7 +105,7 @@ class SequenceLayers(MaskedLayers):
         unbatched = x.dim() == 2 and not packed
         shape = (len(self._all_weights), *(() if unbatched else (batch,)), self.hidden_size)
         fits = (
-            x.numel() > 0
+            (x.numel() > 0 or (torch.compiler.is_compiling() and steps > 0))
             and (x.dim() == 2 or not packed)
             and x.shape[-1] == self.input_size
             and len(states) in (0, 2 if self.mode == "LSTM" else 1)

@@ -161,9 +161,9 @@ def as_given(input: Any, rows: Tensor, states: list[Tensor], batch_first: bool) 
     elif input.dim() == 2:
         states = [x.squeeze(1) for x in states]
     elif batch_first:
-        output = rows.view(input.shape[1], input.shape[0], -1).transpose(0, 1)
+        output = rows.view(input.shape[1], input.shape[0], rows.shape[1]).transpose(0, 1)
     else:
-        output = rows.view(*input.shape[:2], -1)
+        output = rows.view(*input.shape[:2], rows.shape[1])
     return output, hidden_of(states)
 
 

@@ -160,7 +160,7 @@ def _recurrent_layer(
     """
     tensors = x, h0, c0, weight_ih, weight_hh, bias_ih, bias_hh, mask_hh, offsets, resets
     args = *tensors, batch, cell, reverse, training, path, directions
-    return _executor_of(*args)(*args)
+    return _executor_of(*args)(*args) if batch else _recurrent_layer_fake(*args)  # whose results have no elements
 
 
 def _dtype_of_c(given: Arguments) -> torch.dtype:
@@ -276,6 +276,8 @@ def _recurrent_layer_backward(
     return tuple(or_empty(grad, x) for grad in found)  # type: ignore[return-value]
 
 
+    if not batch:
+        return tuple(x.zero_() for x in _recurrent_layer_backward_fake(*args, needed))  # type: ignore[return-value]
 def _back_through_time(executor: _Executor, *args: Any) -> Callable[[], tuple[Tensor | None, ...]]:
     """The sequential part of the backward; the function that it returns computes the gradients that are needed."""
     given, (h, c, gates, *upstream, needed) = Arguments(*args[:_INPUTS]), args[_INPUTS:]
