@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import ostinato
@@ -215,6 +216,23 @@ def test_compiled_and_exported():
         for call in (program.module(), compiled):
             for got, truth in zip(call(x, resets=resets), expected, strict=True):
                 torch.testing.assert_close(got, truth, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("cell", ["RNN", "LSTM"])
+def test_the_transform_in_forward_mode_names_the_context_that_takes_them(cell):
+    layer, x = make(cell).double(), torch.randn(6, 3, 5, dtype=torch.float64)
+    resets, packed = random_resets((6, 6, 6)), pack_padded_sequence(x, [6, 4, 2])
+
+    def run(x):
+        return layer(x, resets=resets)[0]
+
+    for function, primal in ((run, x), (lambda data: layer(packed._replace(data=data))[0].data, packed.data)):
+        with pytest.raises(NotImplementedError, match=f"PackedSequence through {cell}, nor resets.*forward_ad can"):
+            torch.func.jvp(function, (primal,), (primal,))
+    with forward_ad.dual_level():
+        tangent = forward_ad.unpack_dual(run(forward_ad.make_dual(x, x))).tangent
+    difference = (run((1 + 1e-6) * x) - run((1 - 1e-6) * x)) / 2e-6
+    assert (tangent - difference).abs().max() < 1e-8
 
 
 @pytest.mark.parametrize("layout", ["time first", "packed"])

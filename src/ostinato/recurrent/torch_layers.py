@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ostinato.episodes import forward_by_episodes
 from ostinato.kernels.eager import is_differentiated
+from ostinato.kernels.persistent.operators import is_pushed_forward
 
 Hidden = Tensor | tuple[Tensor, Tensor]
 _FUNCTIONS = {mode: getattr(torch._VF, mode.lower()) for mode in ("RNN_TANH", "RNN_RELU", "GRU", "LSTM")}
@@ -28,6 +29,11 @@ class TorchLayers(nn.RNNBase):
         """
         module = self
         if not torch.compiler.is_compiling():
+            if isinstance(input, PackedSequence) and is_pushed_forward():
+                raise NotImplementedError(
+                    f"torch.func.jvp cannot take a PackedSequence through {type(self).__name__}, nor resets, whose "
+                    "episodes are packed; torch.autograd.forward_ad can"
+                )
             if hx is not None:  # cuDNN takes no others
                 hx = hidden_of([_in_memory(x).contiguous() for x in states_of(hx)])
             if self.mode == "LSTM":  # PyTorch's reads memory that autograd's zero tensors do not have

@@ -70,12 +70,17 @@ def _formulas() -> dict[Any, Callable]:
     return {of: flop_counter.flop_registry[of] for of in (here.recurrent_layer, here.recurrent_layer_backward)}
 
 
-_VMAP = torch._C._functorch.TransformType.Vmap
+_VMAP, _JVP = torch._C._functorch.TransformType.Vmap, torch._C._functorch.TransformType.Jvp
 
 
 def is_vmapped() -> bool:
     """Whether ``torch.vmap`` is among the function transforms: torch's kernels have no rule for it."""
     return _VMAP in _transforms()
+
+
+def is_pushed_forward() -> bool:
+    """Whether ``torch.func.jvp`` is among the function transforms: torch's kernels cannot read batch sizes in it."""
+    return _JVP in _transforms()
 
 
 def _transforms() -> list[Any]:
@@ -271,13 +276,13 @@ def _recurrent_layer_backward(
     tensors = x, h0, c0, weight_ih, weight_hh, bias_ih, bias_hh, mask_hh, offsets, resets
     args = *tensors, batch, cell, reverse, training, path, directions
     kept_and_grads = h, c, gates, grad_output, grad_h_n, grad_c_n
+    if not batch:
+        return tuple(x.zero_() for x in _recurrent_layer_backward_fake(*args, needed))  # type: ignore[return-value]
     with without_autocast(x.device.type):
         found: Any = _back_through_time(_executor_of(*args), *args, *kept_and_grads, needed)()
     return tuple(or_empty(grad, x) for grad in found)  # type: ignore[return-value]
 
 
-    if not batch:
-        return tuple(x.zero_() for x in _recurrent_layer_backward_fake(*args, needed))  # type: ignore[return-value]
 def _back_through_time(executor: _Executor, *args: Any) -> Callable[[], tuple[Tensor | None, ...]]:
     """The sequential part of the backward; the function that it returns computes the gradients that are needed."""
     given, (h, c, gates, *upstream, needed) = Arguments(*args[:_INPUTS]), args[_INPUTS:]
