@@ -118,6 +118,7 @@ def test_resumed_equals_uninterrupted(cell, evaluated, machine):
         whole.evaluate()
     state, tensors = whole.state()
     tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+    kept = {name: tensor.clone() for name, tensor in tensors.items()}
     weights = {name: tensor.clone() for name, tensor in whole.model.state_dict().items()}
     whole.advance(7)
 
@@ -131,6 +132,7 @@ def test_resumed_equals_uninterrupted(cell, evaluated, machine):
     a, b = whole.evaluate(), resumed.evaluate()
     assert (a.step, a.train_loss, a.held_out_loss) == (b.step, b.train_loss, b.held_out_loss)
     assert len(whole.curve) == len(resumed.curve)
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in kept.items())
 
 
 @pytest.mark.parametrize(

@@ -215,7 +215,7 @@ class Trainer:
         A collective: every process must call it.  Sharded tensors are not gathered.
 
         Returns:
-            A JSON object, and tensors by name.
+            A JSON object, and tensors by name, some of which change as the training goes on: copy what is kept.
         """
         tensors = {"loss_sum": self._share.total(self._loss_sum), "windows": self.generator.get_state()}
         tensors |= {_dropout_name(rank): state for rank, state in enumerate(self._share.of_each(self._dropout_state()))}
@@ -253,7 +253,7 @@ class Trainer:
                 raise ValueError(
                     f"expected the state of a training of this model; {name} should be {layout} and is {found}"
                 )
-        self._loss_sum = tensors["loss_sum"].to(self.device)
+        self._loss_sum.copy_(tensors["loss_sum"])
         if self._rank > 0:  # the sum of all processes' sums
             self._loss_sum.zero_()
         optimizer, parameters = self.optimizer.state_dict(), self._parameters()
@@ -261,7 +261,8 @@ class Trainer:
             if name.startswith("optimizer."):
                 _, number, key = name.split(".")
                 like = parameters[int(number)]
-                value = tensors[name] if key == "step" else shard_like(tensors[name], like)
+                value = tensors[name].clone()  # which the optimiser changes in place
+                value = value if key == "step" else shard_like(value, like)
                 optimizer["state"].setdefault(int(number), {})[key] = value
         self.optimizer.load_state_dict(optimizer)
         if same_device:
