@@ -1,5 +1,7 @@
 """Tracing a recurrence's function: its graphs compute what PyTorch does, and what has none is refused by its line."""
 
+import functools
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -51,6 +53,7 @@ FUNCTIONS = {
     "mish": lambda x, y: (F.mish(x), F.mish(8 * y)),
     "other bases": lambda x, y: (torch.exp2(x) + torch.log2(y * y + 1), torch.log10(x * x + 1) * y.square()),
     "bounds": lambda x, y: (x.clamp_min(-0.5) * y.clamp_max(0.3), x + (3 * y).floor_divide(0.7).detach()),
+    "signs": lambda x, y: (x * y.sgn(), (x % (x.abs() + 2) * y).sgn() * y),
     "copies": lambda x, y: (x.clone() * y, torch.where((x > 1) | (x != y), y, x)),
     "constants": lambda x, y: (torch.full_like(x, 0.3), torch.tensor(2.0) * y.detach() + (x > 0) * y),
     "fused": lambda x, y: (torch.lerp(x, y, 0.3), torch.addcmul(x, y, x, value=2).addcdiv(x, y * y + 1)),
@@ -87,6 +90,10 @@ OF_SPECIAL_VALUES = {
     "powers of one": lambda x: x + 1.0**x,
     "zero over": lambda x: 0 / (x.detach() - 1) + x,
     "over infinity": lambda x: x / torch.inf,
+    "constants beyond float32": lambda x: x * 1e30 * 1e30 + x / 1e-40 + x * 1e-30 * 1e-30,
+    "over a large multiple": lambda x: torch.full_like(x, 1e30) / (1e30 * x.detach().abs().reciprocal()) + x,
+    "a common factor": lambda x: x * x.detach().rsqrt() - 2.0 * x.detach().rsqrt(),
+    "over a hardswish": lambda x: F.hardswish(x).reciprocal(),
     "times a test": lambda x: (x > 1) * x,
     "times a branch": lambda x: torch.where(x > 1, x, 0.0) * x.detach(),
     "a branch over": lambda x: torch.where(x > 1, x, 0.0) / (x.detach() - 1),
@@ -121,6 +128,33 @@ def test_quotients_that_are_whole_by_rounding(mode):
     x, y = torch.arange(-30, 31).outer(torch.tensor([0.1, 0.3, 0.7, 1.1])), torch.tensor([0.1, 0.3, 0.7, 1.1])
     traced = trace(lambda x, y: (x.div(y, rounding_mode=mode), x), (True, False))
     assert torch.equal(evaluate(traced.forward, [x, y])[0], x.div(y, rounding_mode=mode))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_quotients_by_constants_are_rounded_once(dtype):
+    """As products with the inverse, 41 / 41 in float32 and 49 / 49 in float64 are less than 1."""
+    x = torch.arange(200, dtype=dtype)
+    traced = trace(lambda x: (torch.floor(x / 41), (x / 49).frac() + torch.div(x, 47, rounding_mode="trunc")), (True,))
+    quotients, parts = evaluate(traced.forward, [x])
+    assert torch.equal(quotients, torch.floor(x / 41))
+    assert torch.equal(parts, (x / 49).frac() + torch.div(x, 47, rounding_mode="trunc"))
+
+
+@pytest.mark.parametrize(
+    "function", [torch.asinh, torch.tanh, F.mish, F.elu, F.celu, functools.partial(F.gelu, approximate="tanh")]
+)
+def test_second_derivatives_are_finite(function):
+    x = torch.tensor([0.0, 0.5, -0.5, 20.0, -20.0, 90.0, -90.0, 1e4, -1e4]).requires_grad_()
+    exact = x.detach().double().requires_grad_()
+    traced, ones = trace(lambda x, y: (y * function(x), x), (True, True)), torch.ones_like(x)
+    slope, value = evaluate(traced.backward, [x, ones, ones, 0 * ones])
+    expected = torch.autograd.grad(function(exact).sum(), exact, create_graph=True)[0]
+    torch.testing.assert_close(torch.autograd.grad(value.sum(), x, retain_graph=True)[0], expected.float())
+    (curvature,) = torch.autograd.grad(slope.sum(), x)
+    (expected,) = torch.autograd.grad(expected.sum(), exact)
+    known = expected.isfinite() & ((x != 0) | (function not in (F.elu, F.celu)))  # of which 0 is a corner
+    torch.testing.assert_close(curvature[known], expected[known].float())
+    assert curvature.isfinite().all()
 
 
 def test_a_hard_sigmoid_is_pytorchs_but_for_its_sixth():

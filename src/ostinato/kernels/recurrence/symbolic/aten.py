@@ -22,7 +22,6 @@ from ostinato.kernels.recurrence.symbolic.scalar import (
     named,
     reciprocal,
     sigmoid,
-    sign,
     sin,
     sqrt,
     tanh,
@@ -89,10 +88,11 @@ def _leg(x: Scalar) -> Scalar:
 
 
 def _asinh(x: Scalar) -> Scalar:
-    size = abs(x)
-    inverse = reciprocal(size)
-    share = reciprocal(inverse + sqrt(inverse * inverse + 1.0))
-    return sign(x) * _log_of_sum(size, size * share)
+    size = where(x < 0.0, -x, x)  # with a derivative at 0
+    bounded, inverse = minimum(size, 1.0), reciprocal(maximum(size, 1.0))
+    share = bounded / (inverse + sqrt(inverse * inverse + bounded * bounded))
+    result = _log_of_sum(size, size * share)
+    return where(x < 0.0, -result, result)
 
 
 def _acosh(x: Scalar) -> Scalar:
@@ -131,7 +131,7 @@ def _hardsigmoid_backward(grad: Scalar, x: Scalar) -> Scalar:
 
 def _hardswish_backward(grad: Scalar, x: Scalar) -> Scalar:
     slope = x * (1 / 3) + 0.5
-    return grad * where(abs(x) >= 3.0, x > 0.0, slope)
+    return where(x <= -3.0, 0.0, where(x >= 3.0, grad, grad * slope))
 
 
 def _lerp(x: Scalar, y: Scalar, weight: Scalar) -> Scalar:
@@ -140,15 +140,20 @@ def _lerp(x: Scalar, y: Scalar, weight: Scalar) -> Scalar:
     return where(abs(weight) < 0.5, x + weight * gap, y - gap * (1.0 - weight))
 
 
+def _not_positive(x: Scalar) -> Scalar:
+    """x where it is not positive, so that its exponential, and the derivatives of that, are finite everywhere."""
+    return where(x > 0.0, 0.0, x)
+
+
 def _elu(x: Scalar, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> Scalar:
-    below = expm1(x * input_scale) * alpha
+    below = expm1(_not_positive(x) * input_scale) * alpha
     return where(x > 0.0, x, below) * scale
 
 
 def _elu_backward(grad: Scalar, alpha: float, scale: float, input_scale: float, is_result: bool, x: Scalar) -> Scalar:
     if is_result:
         raise Unsupported("in place")
-    below = exp(x * input_scale) * (alpha * input_scale)
+    below = exp(_not_positive(x) * input_scale) * (alpha * input_scale)
     return grad * (where(x > 0.0, 1.0, below) * scale)
 
 
@@ -231,7 +236,6 @@ RULES: dict[str, Callable[..., Operand]] = {
     # Copies and constants.
     **dict.fromkeys(("detach", "alias", "clone"), lambda x, **_: x),
     **dict.fromkeys(("copy", "fill", "zero"), lambda value=0.0, *_: value + 0.0),
-    "_efficientzerotensor": lambda *_, **__: 0.0,
     "_to_copy": _to_copy,
     # Arithmetic.
     "add": lambda x, y, alpha=1: x + y * alpha,
@@ -282,6 +286,7 @@ RULES: dict[str, Callable[..., Operand]] = {
     "softshrink_backward": _shrink_backward,
     "elu": _elu,
     "elu_backward": _elu_backward,
+    "celu": lambda x, alpha=1.0: _elu(x, alpha, input_scale=1 / alpha),
     "silu": lambda x: x * sigmoid(x),
     "silu_backward": _silu_backward,
     "softplus": _softplus,

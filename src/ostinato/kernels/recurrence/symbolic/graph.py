@@ -9,7 +9,7 @@ import functools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -74,7 +74,7 @@ class Graph(NamedTuple):
 
 def tanh_slope(x: Tensor) -> Tensor:
     """The derivative of tanh."""
-    return torch.cosh(x).reciprocal().square()
+    return 4.0 * torch.sigmoid(2.0 * x) * torch.sigmoid(-2.0 * x)  # not of cosh, which overflows in derivatives of this
 
 
 OPERATIONS: dict[str, Callable] = {
@@ -126,6 +126,14 @@ OPERATIONS: dict[str, Callable] = {
 LOGICAL = frozenset(("lt", "le", "gt", "ge", "eq", "ne", "and", "or", "not"))  # whose result is true or false
 _OF_LOGICAL = frozenset(("and", "or", "not"))
 _SYMMETRIC = frozenset(("add", "mul", "minimum", "maximum", "hypot", "eq", "ne", "and", "or"))
+
+
+_SMALLEST, _LARGEST = 2.0**-126, 2.0**126  # powers of two that float32, and the inverses of which it, has in full
+
+
+def _is_power_of_two(x: Number | None) -> TypeGuard[Number]:
+    """Whether a quotient by x is the product with 1 / x, to the last bit."""
+    return x is not None and abs(math.frexp(x)[0]) == 0.5 and _SMALLEST <= abs(x) <= _LARGEST
 
 
 def evaluate(graph: Graph, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -279,8 +287,8 @@ class Builder:
         return self._factored("sub", x, y)
 
     def _factored(self, name: str, x: int, y: int) -> int | None:
-        """The sum or difference of two products with a common factor, factored: it rounds less."""
-        if self._nodes[x].name == self._nodes[y].name == "mul":
+        """In derivatives, the sum or difference of two products with a common factor, factored: it rounds less."""
+        if self.differentiating and self._nodes[x].name == self._nodes[y].name == "mul":
             factors, others = self._nodes[x].operands, self._nodes[y].operands
             for i in range(2):
                 if factors[i] in others:
@@ -307,7 +315,8 @@ class Builder:
             if constant == -1:
                 return self.add("neg", x)
             node = self._nodes[x]
-            if node.name == "mul" and (factor := self.value(node.operands[1])) is not None:
+            factor = self.value(node.operands[1]) if node.name == "mul" else None
+            if factor is not None and _SMALLEST <= abs(factor * constant) <= _LARGEST:
                 return self.add("mul", node.operands[0], self.constant(factor * constant))
             if node.name == "neg":
                 return self.add("mul", node.operands[0], self.constant(-constant))
@@ -324,10 +333,10 @@ class Builder:
             return x
         if numerator == 1:
             return self.add("reciprocal", y)
-        if constant is not None and constant != 0:
+        if _is_power_of_two(constant):
             return self.add("mul", x, self.constant(1 / constant))
         node = self._nodes[y]
-        if node.name == "mul" and (factor := self.value(node.operands[1])) is not None and factor != 0:
+        if node.name == "mul" and _is_power_of_two(factor := self.value(node.operands[1])):
             return self.add("mul", self.add("div", x, node.operands[0]), self.constant(1 / factor))
         if node.name == "sqrt":
             return self.add("mul", x, self.add("rsqrt", node.operands[0]))

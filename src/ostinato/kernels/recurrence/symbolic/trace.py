@@ -29,7 +29,7 @@ _VALUES = ("_local_scalar_dense", "equal", "nonzero")
 _DECIDES = "it decides by the value of a tensor (if, while, float(), .item()); use torch.where"
 _CREATING = (
     *("zeros", "ones", "full", "scalar_tensor", "lift_fresh", "lift_fresh_copy"),
-    *("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"),
+    *("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "_efficientzerotensor"),
 )
 _FILLING = ("fill", "copy", "zero")  # overwrite all previous values
 _COMPLEX = ("complex", "polar")  # make complex numbers of real ones
@@ -296,7 +296,7 @@ class _Recorder(TorchDispatchMode):
         if name in _COMPLEX or any(isinstance(x, complex) for x in args):
             raise self.refusal(f"{func.overloadpacket} makes complex numbers: pass what is complex as an argument")
         if name in _CREATING:
-            return self._created(func, func(*args, **kwargs), args)
+            return self._created(func, func(*args, **kwargs).clone(), args)  # zeros without memory are dispatched apart
         if name in ("empty_like", "empty") and self.builder.differentiating:  # to be filled
             return func(*args, **kwargs)
         if name not in RULES:
