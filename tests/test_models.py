@@ -181,6 +181,7 @@ def test_bad_tokens():
     ("arguments", "message"),
     [
         ({"prompt": torch.zeros(1, 0, dtype=torch.long)}, "at least one token; got shape \\(1, 0\\)"),
+        ({"prompt": torch.zeros(0, 3, dtype=torch.long)}, "at least one token; got shape \\(0, 3\\)"),
         ({"prompt": torch.zeros(4, dtype=torch.long)}, "\\(batch, time\\).* got shape \\(4,\\)"),
         ({"length": -1}, "length must be at least 0; got -1"),
         ({"temperature": -0.5}, "temperature must be finite and at least 0; got -0.5"),

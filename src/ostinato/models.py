@@ -258,7 +258,7 @@ class LanguageModel(nn.Module, HubMixin, library_name="ostinato", pipeline_tag="
             torch.Size([2, 5])
         """
         check_tensor("prompt", prompt)
-        if prompt.ndim != 2 or prompt.size(1) == 0:
+        if prompt.ndim != 2 or prompt.numel() == 0:
             raise ValueError(f"prompt must be (batch, time) with at least one token; got shape {tuple(prompt.shape)}")
         check_integers(0, length=length)
         check_integers(1, top_k=1 if top_k is None else top_k)

@@ -55,6 +55,21 @@ def test_zeros_without_memory_are_zeros(scan, device):
         assert all(map(torch.equal, *(torch.autograd.grad(h.sum() + last.sum(), present) for h, last in results)))
 
 
+@ostinato.recurrence
+def decaying(x, f):
+    return torch.sigmoid(f), torch.tanh(x)
+
+
+@ostinato.recurrence
+def coupled(state, x, w):
+    return torch.tanh(w * state[1] + x), torch.sin(state[0] - x)
+
+
+def of_both_states(x, w):
+    states, last = coupled(x, w)
+    return states[0], last[1]
+
+
 def tensors_of(name, device):
     """A function of tensors, and the tensors."""
     torch.manual_seed(0)
@@ -65,6 +80,9 @@ def tensors_of(name, device):
     if name in ("linear_scan", "log_linear_scan"):
         inputs = random(2, 6, 3, device=device), random(2, 6, 3, device=device), random(2, 3, device=device)
         return getattr(ostinato, name), inputs
+    if name in ("linear recurrence", "two states"):
+        inputs = random(2, 6, 3, device=device), random(3, device=device)
+        return (decaying if name == "linear recurrence" else of_both_states), inputs
     bidirectional = name == "both directions"
     cell = ostinato.MinGRU if bidirectional else ostinato.MinLSTM
     module = cell(2, 3, bidirectional=bidirectional, batch_first=bidirectional, dtype=torch.float64, device=device)
@@ -82,6 +100,7 @@ def tensors_of(name, device):
 
 
 FUNCTIONS = ["linear_scan", "log_linear_scan", "packed scan", "layer", "both directions", "packed layer"]
+FUNCTIONS += ["linear recurrence", "two states"]
 
 
 def loss(function, *inputs):

@@ -50,6 +50,7 @@ def operator(
     ``forward`` may end in ``*tensors``, and return any number of tensors if it is annotated as ``list[Tensor]``.
     """
     plain = plain or composite
+    is_variadic = inspect.getfullargspec(forward).varargs is not None
     registered = _registered(name, forward, fake, setup_context, backward, groups)
     apply = _eager(name, setup_context, backward)
 
@@ -68,6 +69,8 @@ def operator(
             return transformed.apply(*args)
         if forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled() and any(map(_has_tangent, tensors)):
             return transformed.apply(*args) if composite is None else composite(*args)
+        if composite is not None and is_variadic and any(map(_is_batched, tensors)):
+            return composite(*args)  # PyTorch's fallback for these batches, a call for each row, takes no lists
         return registered(*args)
 
     def prepared(*args: Any) -> Callable:
@@ -324,9 +327,14 @@ def _apply_of(function: Any) -> Callable:
     return super(torch.autograd.Function, function).apply
 
 
+def _is_batched(x: Tensor) -> bool:
+    """Whether it is a batch of torch.autograd's, such as of ``is_grads_batched``, not of torch.func's."""
+    return torch._C._dispatch_keys(x).has("Batched")
+
+
 def _has_tangent(x: Tensor) -> bool:
-    # PyTorch cannot tell of the batches of torch.autograd.functional, which are tangents and have none.
-    return not torch._C._dispatch_keys(x).has("Batched") and forward_ad.unpack_dual(x).tangent is not None
+    # PyTorch cannot tell of these batches, which are tangents and have none.
+    return not _is_batched(x) and forward_ad.unpack_dual(x).tangent is not None
 
 
 def or_empty(grad: Tensor | None, like: Tensor) -> Tensor:
