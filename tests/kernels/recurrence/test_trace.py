@@ -240,6 +240,16 @@ def branches(x, y):
     return (x, y) if torch.where(x > 0, 1.0, 0.0).detach().item() else (y, x)
 
 
+@refused("asks for the ndim of a tensor")
+def scales_by_dimensions(x, y):
+    return x / x.ndim, y
+
+
+@refused("asks for the dim of a tensor")
+def takes_dimensions_for_a_kind(x, y):
+    return (x, y) if x.dim() == 3 else (y, x)
+
+
 @refused("asks for the shape of a tensor")
 def scales_by_width(x, y):
     return x / x.shape[-1], y
@@ -370,7 +380,16 @@ ELEMENTWISE = (
     has_a_gradient_of_its_own,
     returns_one,
 )
-SHAPED = (shifts, scales_by_width, makes_a_row, mixes_channels, has_a_layer, has_channels_elsewhere)
+SHAPED = (
+    shifts,
+    scales_by_width,
+    scales_by_dimensions,
+    takes_dimensions_for_a_kind,
+    makes_a_row,
+    mixes_channels,
+    has_a_layer,
+    has_channels_elsewhere,
+)
 REFUSED = (reduces, works_in_place, divides_and_floors, *SHAPED, *ELEMENTWISE)
 
 

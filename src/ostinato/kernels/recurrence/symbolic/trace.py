@@ -184,7 +184,7 @@ class _Calls(TorchFunctionMode):
     """Raises on access to shapes, which kernels do not know, and records the source lines of derivatives."""
 
     _VALUES = ("item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__contains__", "equal")
-    _SHAPES = ("shape", "size", "numel", "nelement", "stride", "__len__")
+    _SHAPES = ("shape", "size", "numel", "nelement", "stride", "__len__", "dim", "ndim", "ndimension", "nbytes")
     _IN_PLACE = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__idiv__", "__itruediv__", "__ipow__")
 
     def __init__(self, recorder: "_Recorder") -> None:
