@@ -60,7 +60,7 @@ def recurrence(function: Callable) -> "Recurrence":
     after the last step in scan order; each a pair for two states.
 
     Raises:
-        TypeError: a method, or a function with parameters that are not positional, or that have an option's name; in
+        TypeError: a function with ``self``, with parameters that are not positional, or that have an option's name; in
             a call, missing or unknown arguments, one of a wrong type or dtype, a wrong return type of the function, or
             two states that it takes for another number.
         ValueError: shapes, devices or boundaries that do not match, a function that is not elementwise or has an

@@ -21,7 +21,8 @@ def sequence_parallel(module: nn.Module, group: ProcessGroup | DeviceMesh) -> nn
     or averaged as in data parallelism.  Layers with a scan and the causal convolution of :mod:`ostinato.models`
     communicate; for anything else in a module that mixes time steps the caller must provide.
 
-    Raises ValueError for a module with an ``RNN``, ``GRU`` or ``LSTM``, whose steps are inherently sequential.
+    Raises ValueError for a module with an ``RNN``, ``GRU`` or ``LSTM``, whose steps are inherently sequential.  Layers
+    of recurrences that are not linear or complex (SRU, IndRNN, ParaGRU, ParaLSTM, LRU) raise it at their first call.
 
     Example:
         >>> import torch, ostinato, ostinato.distributed

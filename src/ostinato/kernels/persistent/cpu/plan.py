@@ -77,7 +77,7 @@ def _why_torch(
     """Why torch's kernels are faster for a layer, if they are, by the measured FEW_STEPS."""
     few = _few_steps(cell, hidden_size) // (2 if training else 1)
     if steps is not None and steps < few:
-        return f"{steps} steps a call are not worth preparing the weights; {few} are"
+        return f"weights are worth preparing for {few} steps or more"
     if not dense:
         return None
     if cell == "lstm" and dtype == torch.float32:
