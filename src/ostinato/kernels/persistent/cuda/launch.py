@@ -97,12 +97,14 @@ def _failure(device: int) -> _Failure:
     return _Failure(flag.numpy(), flag.data_ptr())
 
 
-def check(geometry: Geometry, device: int) -> None:
-    """Raise RuntimeError if an earlier launch timed out waiting for another block; does not synchronize."""
+def check(device: int) -> None:
+    """Raise RuntimeError if an earlier launch, of any layer, timed out waiting for a block; does not synchronize."""
     flag = _failure(device).flag
     if flag[0]:
         flag[0] = 0
-        raise RuntimeError(f"a {_name(geometry)} waited in vain for another of its blocks; its output was NaN")
+        raise RuntimeError(
+            f"an earlier persistent kernel on GPU {device} waited in vain for another of its blocks; its output was NaN"
+        )
 
 
 def _name(geometry: Geometry) -> str:
@@ -151,7 +153,7 @@ def launch(geometry: Geometry, mask: Tensor | None, sequences: Sequences, tensor
     batch, tensors["offsets"], tensors["resets"], reverse = sequences
     pre = tensors["pre"]
     device = pre.get_device()
-    check(geometry, device)
+    check(device)
     if mask is not None and geometry.path != "dense":
         packing = packing_of(mask, geometry)
         geometry = packing.geometry
