@@ -43,8 +43,11 @@ def test_plan():
         layer.plan(1.5)
     with pytest.raises(ValueError, match="steps must be at least 1; got -2"):
         layer.plan(1, steps=-2)
-    with pytest.raises(TypeError, match=r"dtype must be a torch\.dtype; got 'float32'"):
-        layer.plan(1, "float32")
+    for dtype in ("float32", torch.int32):
+        with pytest.raises(TypeError, match=rf"dtype must be a floating-point torch\.dtype; got {dtype!r}"):
+            layer.plan(1, dtype)
+    with pytest.raises(TypeError, match="training must be a bool; got str"):
+        layer.plan(1, training="no")
 
 
 def test_torch_runs_all_layers_or_none(monkeypatch):

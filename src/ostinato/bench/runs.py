@@ -16,7 +16,10 @@ import torch
 import ostinato
 from ostinato.files import replacing
 
-PACKAGES = ("numpy", "numba", "triton", "cuda-core", "accelerated-scan", "minGRU-pytorch", "torchrl", "transformers")
+PACKAGES = (
+    *("numpy", "numba", "triton", "cuda-core", "accelerated-scan", "minGRU-pytorch", "torchrl", "transformers"),
+    *("flash-linear-attention", "lrnnx", "pararnn-torch"),
+)
 
 
 def environment(device: torch.device) -> dict[str, Any]:

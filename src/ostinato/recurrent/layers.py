@@ -10,7 +10,7 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._subclasses import FakeTensor
 from torch.nn.utils.rnn import PackedSequence
 
-from ostinato.checks import check_integers, check_resets
+from ostinato.checks import check_flags, check_integers, check_resets
 from ostinato.kernels.export import refuse_script
 from ostinato.kernels.persistent.backends import least_steps
 from ostinato.kernels.persistent.operators import is_vmapped
@@ -85,7 +85,8 @@ class _Recurrent(SequenceLayers, StepLayers):
 
         Raises:
             ValueError: a batch below 1, or steps.
-            TypeError: a dtype that is none; a batch, or steps, that are no integer.
+            TypeError: a dtype that is not floating point; a batch, or steps, that are no integer; training that is
+                not a bool.
 
         Example:
             >>> import torch, ostinato
@@ -93,8 +94,9 @@ class _Recurrent(SequenceLayers, StepLayers):
             'steps'
         """
         check_integers(1, batch=batch, steps=1 if steps is None else steps)
-        if dtype is not None and not isinstance(dtype, torch.dtype):
-            raise TypeError(f"dtype must be a torch.dtype; got {dtype!r}")
+        check_flags(training=training)
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise TypeError(f"dtype must be a floating-point torch.dtype; got {dtype!r}")
         weight = self.weight_hh_l0
         return self._plan(weight.device, batch, dtype or weight.dtype, training, steps)
 
