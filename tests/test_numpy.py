@@ -165,6 +165,17 @@ def test_weights_are_seen_and_replaced():
         cell.weight = np.zeros((2, 9))
 
 
+@pytest.mark.parametrize("cell_type", CELLS)
+def test_weights_that_were_read_stay_when_they_are_replaced(cell_type):
+    cell = cell_type(2, 3, seed=10)
+    before, x = cell.weight, np.ones(2)
+    state = cell.forward(x)
+    cell.weight = before + 1
+    assert np.abs(cell.weight - before - 1).max() < 1e-12
+    cell.weight = before
+    np.testing.assert_array_equal(cell.forward(x), state)
+
+
 def test_bad_input_is_named():
     cell = MinGRUCell(4, 6)
     cases = [

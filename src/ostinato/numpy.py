@@ -231,8 +231,8 @@ def _tensor(array: Array) -> Tensor:
 
 
 def _read_only(parameter: Tensor) -> Array:
-    """The values as an array; writing to it would not reach a GPU, so it raises."""
-    array = parameter.numpy(force=True)
+    """A copy of the values, which stays as it is when they are replaced; writing to it, which does nothing, raises."""
+    array = parameter.numpy(force=True).copy()
     array.flags.writeable = False
     return array
 
