@@ -58,6 +58,14 @@ def test_unknown_character(character):
         Vocabulary("ac").encode("ac" + character)
 
 
+@pytest.mark.parametrize("characters", ["", "ba", "aab"])
+def test_characters_that_are_no_vocabulary(characters):
+    with pytest.raises(ValueError, match=f"characters must be at least one, each once, sorted .*; got '{characters}'"):
+        Vocabulary(characters)
+    with pytest.raises(TypeError, match="characters must be a str; got list"):
+        Vocabulary(list(characters))
+
+
 def test_windows_are_pieces_of_the_text_with_targets_one_later():
     tokens = torch.arange(50, dtype=torch.int32)
     inputs, targets = random_windows(tokens, 4000, 7, torch.Generator().manual_seed(0))

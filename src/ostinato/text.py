@@ -1,6 +1,7 @@
 """Text for a language model: reading files, the vocabulary of their characters, and windows of tokens."""
 
 import platform
+import reprlib
 import sysconfig
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -88,6 +89,10 @@ class Vocabulary:
     Args:
         characters: all of them, sorted by code point; ``Vocabulary.of(text)`` takes those of a text.
 
+    Raises:
+        TypeError: characters that are no str.
+        ValueError: no characters, or some that are not sorted, or twice.
+
     Example:
         >>> from ostinato.text import Vocabulary
         >>> vocabulary = Vocabulary.of("banana")
@@ -96,6 +101,12 @@ class Vocabulary:
     """
 
     def __init__(self, characters: str) -> None:
+        if not isinstance(characters, str):
+            raise TypeError(f"characters must be a str; got {type(characters).__name__}")
+        if not characters or list(characters) != sorted(set(characters)):
+            raise ValueError(
+                f"characters must be at least one, each once, sorted by code point; got {reprlib.repr(characters)}"
+            )
         self.characters = characters
         self._codes = _code_points(characters)
 
