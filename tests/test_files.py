@@ -44,6 +44,15 @@ def test_a_folder_that_cannot_be_listed_is_written_into(tmp_path, monkeypatch):
     assert (tmp_path / "a.json").read_text() == "text"
 
 
+def test_permissions_stay(tmp_path):
+    path = tmp_path / "a.json"
+    write(path, "old")
+    path.chmod(0o640)
+    write(path, "new")
+    assert path.read_text() == "new"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+
+
 def test_folders_are_made(tmp_path):
     write(tmp_path / "new" / "folder" / "a.json", "text")
     assert (tmp_path / "new" / "folder" / "a.json").read_text() == "text"

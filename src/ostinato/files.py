@@ -20,8 +20,8 @@ def replacing(path: Path) -> Iterator[Path]:
     """A file to write to, of the same name, which takes the place of ``path`` when the block ends without an error.
 
     Makes the folder if there is none.  Where ``path`` is a symbolic link, what it leads to is replaced; a stream, which
-    cannot be, gets the content written into it.  An OSError of the block names ``path``.  What killed processes have
-    left half written in the folder is removed.
+    cannot be, gets the content written into it.  A file keeps the permissions of the one before.  An OSError of the
+    block names ``path``.  What killed processes have left half written in the folder is removed.
 
     >>> with replacing(Path("table.json")) as temporary:  # doctest: +SKIP
     ...     temporary.write_text("{}")
@@ -41,6 +41,8 @@ def replacing(path: Path) -> Iterator[Path]:
                 with temporary.open("rb") as source, path.open("wb") as sink:
                     shutil.copyfileobj(source, sink)
             else:
+                with suppress(OSError):  # there is no file yet, or its permissions cannot be given
+                    shutil.copymode(target, temporary)
                 os.replace(temporary, target)
     except OSError as error:
         if error.errno is None:
