@@ -269,3 +269,14 @@ def layers_errors():
 def test_every_layer_trains_as_in_one_process(processes):
     for found in processes.run(2, layers_errors):
         assert max(found.values()) < 1e-9, found
+
+
+def prune_a_shard():
+    model = nn.Sequential(ostinato.LSTM(5, 8))
+    with pytest.raises(ValueError, match="module must be pruned before fully_shard; got one that is sharded"):
+        ostinato.prune(fully_shard(model, mesh=init_device_mesh("cpu", (1,))), 0.3)
+    return list(model.buffers())
+
+
+def test_shards_are_not_pruned(processes):
+    assert processes.run(1, prune_a_shard) == [[]]

@@ -55,8 +55,8 @@ def prune(
     Raises:
         TypeError: no module, a flag that is not a bool, or a layer of a class derived from ``torch.nn``'s own, which
             cannot become ours.
-        ValueError: no recurrent layer in it, or one on the meta device, a density, gate or block that does not fit, or
-            an LSTM with ``proj_size``.
+        ValueError: no recurrent layer in it, or one on the meta device or sharded, a density, gate or block that does
+            not fit, or an LSTM with ``proj_size``.
 
     Example:
         >>> import torch, ostinato
@@ -74,6 +74,8 @@ def prune(
     """
     layers = layers_of(module)
     check_flags(keep_diagonal=keep_diagonal, input_weights=input_weights)
+    if any(hasattr(part, "unshard") for part in module.modules()):  # FSDPModule, which takes half a second to import
+        raise ValueError("module must be pruned before fully_shard; got one that is sharded")
     if block not in BLOCKS:
         raise ValueError(f"block must be one of {', '.join(map(str, BLOCKS))}; got {block!r}")
     densities = [_densities(layer, density) for layer in layers]
