@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
 
 import exchange
 import ostinato
@@ -344,6 +345,35 @@ def test_16_bits_round_at_the_boundaries_no_more_than_elsewhere(processes):
         assert several < 1.5 * one
 
 
+def shapes_without_numbers():
+    world = distributed.group.WORLD
+    found = []
+    for length in (3, 9000):
+        x = torch.zeros(2, length, 0, requires_grad=True)
+        h, h_last = ostinato.distributed.linear_scan(x, x, group=world)
+        (h.sum() + h_last.sum()).backward()
+        found += [h.shape, h_last.shape, x.grad.shape]
+    model = ostinato.distributed.sequence_parallel(LanguageModel(4, width=4, num_layers=1), world)
+    logits, _ = model(torch.zeros(0, 5, dtype=torch.int64))
+    return [tuple(shape) for shape in (*found, logits.shape)]
+
+
+def test_no_channels_and_no_sequences(processes):
+    dense = [shape for length in (3, 9000) for shape in ((2, length, 0), (2, 0), (2, length, 0))]
+    assert processes.run(2, shapes_without_numbers) == [[*dense, (0, 5, 4)]] * 2
+
+
+def error_of_a_copy(lengths):
+    layer, x = ostinato.MinGRU(3, 4), random(sum(lengths), 2, 3)
+    expected = cut(layer(x)[0], lengths, 0)
+    parts = copy.deepcopy(ostinato.distributed.sequence_parallel(layer, distributed.group.WORLD))
+    return (parts(cut(x, lengths, 0))[0] - expected).abs().max().item()
+
+
+def test_copies_of_layers_take_parts(processes):
+    assert max(processes.run(2, error_of_a_copy, (4, 3))) < 1e-12
+
+
 @ostinato.recurrence
 def relu(h, x):
     return torch.relu(h + x)
@@ -352,8 +382,17 @@ def relu(h, x):
 def refusals():
     world, x = distributed.group.WORLD, torch.zeros(1, 3, 2)
     layer = ostinato.distributed.sequence_parallel(ostinato.MinGRU(2, 2, batch_first=True), world)
+    model = ostinato.distributed.sequence_parallel(LanguageModel(2, width=4), world)
+    mesh = init_device_mesh("cpu", (1, 2))
     bounds = torch.tensor([0, 3], dtype=torch.int32)
     calls = {
+        "mesh": lambda: ostinato.distributed.linear_scan(x, x, group=mesh),
+        "no module": lambda: ostinato.distributed.sequence_parallel([layer], world),
+        "no recurrence": lambda: ostinato.distributed.run(torch.add, x, group=world),
+        "step": lambda: layer.step(x[:, 0]),
+        "stepper": lambda: ostinato.Stepper(torch.nn.Sequential(layer), 1)(x[:, 0]),
+        "model's step": lambda: model.step(torch.zeros(1, dtype=torch.int64), model.initial_state(1)),
+        "generate": lambda: model.generate(torch.zeros(1, 1, dtype=torch.int64), 1),
         "group": lambda: ostinato.distributed.linear_scan(x, x, group=None),
         "RNN": lambda: ostinato.distributed.sequence_parallel(LanguageModel(2, width=4, cell="lstm"), world),
         "packed": lambda: layer(torch.nn.utils.rnn.pack_sequence([x[0]])),
@@ -377,6 +416,11 @@ def test_what_cannot_be_done_is_said(processes):
         assert messages["not linear"].endswith("relu is not")
         assert messages["boundaries"] == "cu_seqlens must rise from 0 to the number of time steps, 6; got [0, 3]"
         assert messages["shape"] == "h0 must have shape (1, 2); got (3, 2)"
+        assert messages["mesh"].startswith("group must be a device mesh of one dimension; got DeviceMesh((")
+        assert messages["no module"] == "module must be a torch.nn.Module; got list"
+        assert messages["no recurrence"].startswith("recurrence must be made by ostinato.recurrence; got ")
+        for name, caller in {"step": "step", "stepper": "step", "model's step": "step", "generate": "generate"}.items():
+            assert messages[name] == f"{caller} needs a module of whole sequences; this one takes shards of them"
 
 
 def test_the_simulated_exchange_composes_the_states_of_one_process():

@@ -62,6 +62,12 @@ def check_floating(name: str, x: object, dtypes: tuple[torch.dtype, ...] = FLOAT
         raise TypeError(f"{name} must be a dense tensor; got a {kind} one")
 
 
+def check_unsharded(caller: str, sequence_group: object) -> None:
+    """Raise ValueError if a module takes shards of sequences (:func:`ostinato.distributed.sequence_parallel`)."""
+    if sequence_group is not None:
+        raise ValueError(f"{caller} needs a module of whole sequences; this one takes shards of them")
+
+
 def check_resets(resets: object, name: str, x: Tensor) -> None:
     """Raise TypeError or ValueError unless they are a bool tensor over the steps of the input, on its device."""
     if not isinstance(resets, Tensor) or resets.dtype != torch.bool:

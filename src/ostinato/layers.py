@@ -21,6 +21,7 @@ from ostinato.checks import (
     check_integers,
     check_resets,
     check_tensor,
+    check_unsharded,
 )
 from ostinato.kernels.export import refuse_script
 from ostinato.kernels.scan import BACKENDS
@@ -52,7 +53,7 @@ class StackedLayers(nn.Module):
     states = 1  # tensors per state; several are a tuple, as torch.nn.LSTM's
     weight_ih_l0: Tensor
     backend: str
-    sequence_group: ProcessGroup | None = None  # over whose processes sequences are sharded
+    sequence_group: Callable[[], ProcessGroup] | None = None  # over whose processes sequences are sharded
     __call__: LayerCall
     __prepare_scriptable__ = refuse_script
 
@@ -260,7 +261,8 @@ class StackedLayers(nn.Module):
 
         Raises:
             TypeError: an input or state that is not a tensor of the parameters' dtype.
-            ValueError: shapes that do not match, or a bidirectional module, which needs the whole sequence.
+            ValueError: shapes that do not match, a bidirectional module, which needs the whole sequence, or one that
+                takes shards of sequences.
 
         Example:
             >>> import torch, ostinato
@@ -273,6 +275,7 @@ class StackedLayers(nn.Module):
         """
         if self.bidirectional:
             raise ValueError("step needs a module that runs forward in time; this one is bidirectional")
+        check_unsharded("step", self.sequence_group)
         again = None if torch.compiler.is_compiling() else self._step_again(x, state)
         if again is not None:
             return again

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from ostinato.checks import check_integers, check_numbers, check_tensor, describe
+from ostinato.checks import check_integers, check_numbers, check_tensor, check_unsharded, describe
 from ostinato.diagonal import HGRN, LRU, QRNN, RGLRU, SRU, IndRNN, ParaGRU, ParaLSTM
 from ostinato.hub import HubMixin
 from ostinato.minimal import HighwayMinGRU, MinGRU, MinLSTM
@@ -32,7 +32,7 @@ class CausalConv(nn.Module):
     .. math:: y_t = b + \sum_{k=0}^{K-1} w_k \odot x_{t-K+1+k}
     """
 
-    sequence_group: ProcessGroup | None = None  # over whose processes sequences are sharded
+    sequence_group: Callable[[], ProcessGroup] | None = None  # over whose processes sequences are sharded
 
     def __init__(self, channels: int, kernel_size: int) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class CausalConv(nn.Module):
         if self.sequence_group is not None:
             from ostinato.distributed.layers import steps_before
 
-            last, after = steps_before(x, last, self.sequence_group)
+            last, after = steps_before(x, last, self.sequence_group())
         # A sum of shifted inputs: PyTorch's convolutions take time last, which would need two transpositions.
         x = torch.cat([last, x], dim=1)
         y: Tensor = self.bias
@@ -132,6 +132,8 @@ class LanguageModel(nn.Module, HubMixin, library_name="ostinato", pipeline_tag="
         >>> logits.shape
         torch.Size([8, 65])
     """
+
+    sequence_group: Callable[[], ProcessGroup] | None = None  # over whose processes sequences are sharded
 
     def __init__(
         self,
@@ -221,6 +223,7 @@ class LanguageModel(nn.Module, HubMixin, library_name="ostinato", pipeline_tag="
 
         Shapes are static and nothing synchronises with the device, so a CUDA graph can capture it.
         """
+        check_unsharded("step", self.sequence_group)
         logits, state = self(token[:, None], state)
         return logits[:, 0], state
 
@@ -248,7 +251,8 @@ class LanguageModel(nn.Module, HubMixin, library_name="ostinato", pipeline_tag="
         Raises:
             TypeError: a prompt that is not a tensor, a length or ``top_k`` that is not an integer, a temperature that
                 is not a number.
-            ValueError: an empty prompt, a negative length or temperature, or a ``top_k`` below 1.
+            ValueError: an empty prompt, a negative length or temperature, a ``top_k`` below 1, or a model that takes
+                shards of sequences.
 
         Example:
             >>> import torch
@@ -257,6 +261,7 @@ class LanguageModel(nn.Module, HubMixin, library_name="ostinato", pipeline_tag="
             >>> torch.stack([*model.generate(torch.zeros(2, 1, dtype=torch.int64), 5)], 1).shape
             torch.Size([2, 5])
         """
+        check_unsharded("generate", self.sequence_group)
         check_tensor("prompt", prompt)
         if prompt.ndim != 2 or prompt.numel() == 0:
             raise ValueError(f"prompt must be (batch, time) with at least one token; got shape {tuple(prompt.shape)}")

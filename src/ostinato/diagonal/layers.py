@@ -102,7 +102,6 @@ class DiagonalLayers(StackedLayers):
             and not torch.is_autocast_enabled("cpu")
             and (is_eager(tensors) or recording() is not None)
             and {(y.dtype, y.is_contiguous()) for y in tensors} == {(x.dtype, True)}
-            and self.sequence_group is None
             and kernels_on(self.backend, "cpu") is not None
         )
 
@@ -118,7 +117,7 @@ class DiagonalLayers(StackedLayers):
 
             if len(arguments) < len(function.names):
                 arguments = function.apart(*arguments)
-            run = functools.partial(distributed.run, function, group=self.sequence_group)
+            run = functools.partial(distributed.run, function, group=self.sequence_group())
         if batch_first:
             return run(*arguments, **options, backend=self.backend)
         arguments = tuple(x.transpose(0, 1) if x.dim() == 3 else x for x in arguments)

@@ -44,7 +44,7 @@ class Boundary:
 
     def run(self, h0: Tensor | None) -> tuple[Tensor, Tensor]:
         """h of this shard and the last state of the sequence."""
-        if not self.sequences:
+        if not (self.sequences and self.steps.channels):
             return self.steps.run(self.initial_state(h0))
         return _Sharded.apply(self, h0, *self.steps.inputs)
 

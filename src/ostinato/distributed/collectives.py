@@ -60,13 +60,15 @@ def gather(group: ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
     gathered = mine.new_empty(group.size() * len(mine))
     _all_gather(gathered, mine, group=group)
     parts = gathered.view(group.size(), -1).split([x.numel() for x in tensors], 1)
-    return tuple(part.reshape(-1, *x.shape).to(x.dtype) for part, x in zip(parts, tensors, strict=True))
+    return tuple(part.reshape(len(part), *x.shape).to(x.dtype) for part, x in zip(parts, tensors, strict=True))
 
 
 def group_of(group: ProcessGroup | DeviceMesh) -> ProcessGroup:
     """The process group that is meant."""
     if isinstance(group, DeviceMesh):
-        return group.get_group()  # raises if it has several dimensions
+        if group.ndim > 1:
+            raise ValueError(f"group must be a device mesh of one dimension; got {group}")
+        return group.get_group()
     if not isinstance(group, ProcessGroup):
         raise TypeError(f"group must be a process group or a device mesh that this process is in; got {group!r}")
     return group

@@ -19,10 +19,12 @@ def sequence_parallel(module: nn.Module, group: ProcessGroup | DeviceMesh) -> nn
     Inputs and outputs are then contiguous shards, in the order of the ranks, of any lengths; initial and last states
     are those of the whole sequence, the same on all processes.  Weights get their own process's gradient, to be summed
     or averaged as in data parallelism.  Layers with a scan and the causal convolution of :mod:`ostinato.models`
-    communicate; for anything else in a module that mixes time steps the caller must provide.
+    communicate; for anything else in a module that mixes time steps the caller must provide.  ``step``, and what steps
+    a module, need one of whole sequences: load the weights into another.
 
-    Raises ValueError for a module with an ``RNN``, ``GRU`` or ``LSTM``, whose steps are inherently sequential.  Layers
-    of recurrences that are not linear or complex (SRU, IndRNN, ParaGRU, ParaLSTM, LRU) raise it at their first call.
+    Raises TypeError for what is no module, and ValueError for one with an ``RNN``, ``GRU`` or ``LSTM``, whose steps are
+    inherently sequential.  Layers of recurrences that are not linear or complex (SRU, IndRNN, ParaGRU, ParaLSTM, LRU)
+    raise it at their first call.
 
     Example:
         >>> import torch, ostinato, ostinato.distributed
@@ -32,6 +34,8 @@ def sequence_parallel(module: nn.Module, group: ProcessGroup | DeviceMesh) -> nn
         >>> y, h_n = model(x)  # of this process's steps  # doctest: +SKIP
     """
     group = group_of(group)
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module must be a torch.nn.Module; got {type(module).__name__}")
     for name, layer in module.named_modules():
         if isinstance(layer, nn.RNNBase):
             raise ValueError(
@@ -39,7 +43,7 @@ def sequence_parallel(module: nn.Module, group: ProcessGroup | DeviceMesh) -> nn
                 f"{type(layer).__name__}"
             )
         if hasattr(layer, "sequence_group"):
-            layer.sequence_group = group
+            layer.sequence_group = lambda: group  # a function, as a process group cannot be deep-copied
     return module
 
 
@@ -84,7 +88,7 @@ def steps_before(x: Tensor, initial: Tensor, group: ProcessGroup) -> tuple[Tenso
     steps = torch.cat((begin, *tails.unbind()), 1)
 
     def last(of: Tensor) -> Tensor:
-        order = of[:1, :, -1].argsort(dim=1, stable=True)[0]  # padding first
+        order = of[:, :, -1].sum(0).argsort(stable=True)  # padding first
         return of[:, order[-number:], :-1].to(x.dtype)
 
     return last(steps[:, : (group.rank() + 1) * number]), last(steps)

@@ -8,6 +8,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from ostinato import scan
+from ostinato.checks import describe
 from ostinato.distributed.boundary import Boundary
 from ostinato.distributed.collectives import group_of
 from ostinato.distributed.packed import PackedBoundary
@@ -125,6 +126,8 @@ def run(
         >>> h, h_last = ostinato.distributed.run(average, x, decay, group=group)  # doctest: +SKIP
     """
     group = group_of(group)
+    if not isinstance(recurrence, Recurrence):
+        raise TypeError(f"recurrence must be made by ostinato.recurrence; got {describe(recurrence)}")
     options: dict[str, Any] = {"resets": resets, "reverse": reverse, "cu_seqlens": cu_seqlens, "backend": backend}
     if group.size() == 1:
         return recurrence(*arguments, h0=h0, **options)

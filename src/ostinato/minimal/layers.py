@@ -91,8 +91,6 @@ class _MinimalLayers(DiagonalLayers):
             state = next_state(self.cell, self.candidate, x, weight, bias, h0)
             _STEPS.remember(self.cell, self.candidate, self.backend, x, weight, bias, h0)
             return (state, state.unsqueeze(0)) if h0 is None else (state.squeeze(0), state)
-        if self.sequence_group is not None:
-            return super()._step_of_layer(layer, x, h0)
         h, h_last = self._scan(linear(x, weight).unsqueeze(0), bias, h0, None, None, batch_first=False)
         return h.squeeze(0), h_last
 
@@ -121,7 +119,7 @@ class _MinimalLayers(DiagonalLayers):
             from ostinato.distributed.layers import minimal_layer
 
             settings = self.cell, self.candidate, batch_first, self.backend
-            return minimal_layer(x, weight, bias, h0, *settings, group=self.sequence_group)
+            return minimal_layer(x, weight, bias, h0, *settings, group=self.sequence_group())
         pre = linear(x, weight)
         resets = None if resets is None else self._of_directions(resets, h0, offsets, batch_first)
         return self._scan(pre, bias, h0, offsets, resets, batch_first)
