@@ -154,7 +154,7 @@ def errors(found, expected):
     They are relative, but for a result of one or a few numbers that have nearly cancelled each other.
     """
     pairs = [(x, y) for x, y in zip(found, expected, strict=True) if x is not None and y is not None]
-    return [float((x.double() - y).norm() / y.norm().clamp(min=0.1)) for x, y in pairs]
+    return torch.stack([(x.double() - y).norm() / y.norm().clamp(min=0.1) for x, y in pairs])
 
 
 def assert_matches_the_reference(case, run, tolerance):
@@ -162,7 +162,7 @@ def assert_matches_the_reference(case, run, tolerance):
     found, again = run(), run()
     case.check()
     assert all(x is None or torch.equal(x, y) for x, y in zip(found, again, strict=True))
-    assert max(errors(found, run(reference, double))) < tolerance, case.plan.geometry
+    assert errors(found, run(reference, double)).max() < tolerance, case.plan.geometry
 
 
 def assert_compiles(geometry, architecture="sm_90", **calls):

@@ -46,10 +46,12 @@ class Job:
     def peak(self) -> int:
         return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0
 
-    def worst(self, error: float) -> float:
-        found = torch.tensor(error, dtype=torch.float64, device=self.device)
-        distributed.all_reduce(found, distributed.ReduceOp.MAX)
-        return found.item()
+    def worst(self, *errors: float) -> float:
+        """The largest of all processes', which is NaN if any is, unlike Python's maximum."""
+        found = torch.tensor(errors, dtype=torch.float64, device=self.device)
+        everyone = [torch.empty_like(found) for _ in range(self.size)]
+        distributed.all_gather(everyone, found)
+        return torch.stack(everyone).max().item()
 
     def random(self, *shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
         generator = torch.Generator(self.device).manual_seed(seed)

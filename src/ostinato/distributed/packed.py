@@ -113,7 +113,9 @@ class PackedBoundary(Boundary):
         """P and L; L starts from the initial state where the leaving sequence begins in this shard."""
         part = self.part
         begins = torch.tensor(not (part.continues and part.entering == part.leaving), device=P.device)
-        return P, torch.where(begins, self.steps.times_plus(P, initial[part.leaving], L), L)
+        start = initial[part.leaving][None].to(P.dtype)
+        _, after = self.steps.scan(P[:, None], L[:, None], start)  # whose derivatives are finite where P is zero
+        return P, torch.where(begins, after, L)
 
     def enter(self, initial: Tensor, P: Tensor, L: Tensor, *resets: Tensor) -> tuple[Tensor, Tensor]:
         return super().enter(torch.full_like(P[0], self.steps.zero), P, L, *resets)
