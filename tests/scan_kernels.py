@@ -7,43 +7,17 @@ from ostinato.kernels.scan.cuda import choice, launch
 from ostinato.kernels.scan.cuda import scans as cuda
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+_SHARED = {"lanes": 8, "vec": 1, "chained": True, "narrow": 0, "stages": 1, "resident": 2}  # chains of several blocks
+_WIDE = _SHARED | {"warps": 2, "rows": 8}
 GEOMETRIES = {
     "chosen": None,
     "streaming": {"chained": False, "looks_back": False},
     "chained": {"chained": True, "looks_back": False, "warps": 2, "rows": 2, "resident": 2},
     "looking back": {"chained": True, "looks_back": True, "warps": 2, "rows": 2, "stages": 1, "resident": 2},
     "lanes 4": {"lanes": 4, "vec": 1, "warps": 2, "rows": 3, "narrow": 0},
-    "lanes 8 chained": {
-        "lanes": 8,
-        "vec": 1,
-        "warps": 4,
-        "rows": 2,
-        "chained": True,
-        "narrow": 0,
-        "stages": 1,
-        "resident": 2,
-    },
-    "wide copies": {
-        "lanes": 8,
-        "vec": 1,
-        "warps": 2,
-        "rows": 8,
-        "chained": True,
-        "narrow": 0,
-        "stages": 1,
-        "resident": 2,
-    },
-    "tensor maps": {
-        "lanes": 8,
-        "vec": 1,
-        "warps": 2,
-        "rows": 8,
-        "chained": True,
-        "narrow": 0,
-        "stages": 1,
-        "resident": 2,
-    }
-    | {"looks_back": False, "mapped": True},
+    "lanes 8 chained": _SHARED | {"warps": 4, "rows": 2},
+    "wide copies": _WIDE,
+    "tensor maps": _WIDE | {"looks_back": False, "mapped": True},
     "one warp": {"warps": 1, "rows": 1},
     "in clusters": {"chained": False, "looks_back": False, "warps": 2, "rows": 2, "stages": 1, "cluster": 3},
 }
