@@ -75,4 +75,5 @@ def _serve(pipe, rank):
         except BaseException:
             answer = None, traceback.format_exc()
         pipe.send(answer)
+        distributed.barrier()  # one that leaves while others still connect their groups is taken for crashed by gloo
         distributed.destroy_process_group()
