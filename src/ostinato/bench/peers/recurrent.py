@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ostinato.bench.peers.prepare import Build, captured, import_peer, need_cuda, over_time
-from ostinato.bench.workloads import OURS, RECURRENT, RecurrentLayer, Run, Unavailable
+from ostinato.bench.workloads import OURS, RECURRENT, RecurrentLayer, Run, Unavailable, name_of
 
 PLANNED = "is what the plan chooses"  # why a kernel is not measured under its own name
 
@@ -112,6 +112,46 @@ def torchrl(work: RecurrentLayer, data: tuple[Tensor, ...]) -> Run:
     return work.run(call, data, weights)
 
 
+def flashrnn(work: RecurrentLayer, data: tuple[Tensor, ...]) -> Run:
+    """FlashRNN's persistent kernel, or for a GRU, which that has not, its steps of a product and the gates.
+
+    The input's product gives the gates of a unit side by side, as the persistent kernel reads them.
+    """
+    need_cuda(data[0])
+    functions = import_peer("flashrnn.flashrnn.flashrnn", "flashrnn")
+    if not (work.trained and work.is_plain and work.density == 1):
+        raise Unavailable("measured for one dense layer and direction, not packed, without resets, trained")
+    persistent, gates, hidden = work.cell != "GRU", work.gates, work.hidden
+    weights = tuple(work.torch_layer(data, work.dtype).parameters())
+    config = functions.FlashRNNConfig(
+        backend="cuda_fused" if persistent else "cuda",
+        function="elman" if work.cell == "RNN" else work.cell.lower(),
+        head_dim=hidden,
+        num_heads=1,
+        batch_size=work.batch,
+        dtype=name_of(work.dtype),
+        input_shape="TBGHD",
+        output_shape="STBHD",
+    )
+
+    def call(x: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
+        weight_ih, weight_hh, bias_ih, bias_hh = (weight.unflatten(0, (gates, hidden)) for weight in weights)
+        if persistent:
+            steps = F.linear(x, weight_ih.transpose(0, 1).flatten(0, 1)).unflatten(-1, (hidden, gates)).mT
+            bias = bias_ih + bias_hh
+        else:  # its gates are the candidate's hidden part, reset, update and, of the input, reset, update, candidate
+            steps = F.linear(x, weights[0]).unflatten(-1, (gates, hidden))
+            weight_hh = weight_hh[[2, 0, 1]]
+            bias = torch.cat((bias_hh[2:], (bias_ih + bias_hh)[:2], bias_ih[2:]))
+        first = torch.stack(states).unsqueeze(3)
+        output, last = functions.flashrnn(
+            steps.unsqueeze(3), weight_hh.unsqueeze(1), bias.unsqueeze(1), first, config=config
+        )
+        return output[0].squeeze(2), *last.squeeze(3)
+
+    return work.run(call, data, weights)
+
+
 def in_a_graph(build: Build, work: RecurrentLayer, data: tuple[Tensor, ...]) -> Run:
     """Another contestant's pass as a CUDA graph."""
     need_cuda(data[0])
@@ -129,6 +169,7 @@ EVERYONE: dict[str, Build] = {
     "GEMMs in a CUDA graph": partial(loop_of_steps, False),
     "cuSPARSE": partial(loop_of_steps, True),
     "torchrl": torchrl,
+    "flashrnn": flashrnn,
     "Ostinato, dense kernel": partial(ours, "dense"),
     "Ostinato, sparse kernel": partial(ours, "sparse"),
     "Ostinato, block kernel": partial(ours, "block"),
