@@ -121,6 +121,13 @@ def flashrnn(work: RecurrentLayer, data: tuple[Tensor, ...]) -> Run:
     functions = import_peer("flashrnn.flashrnn.flashrnn", "flashrnn")
     if not (work.trained and work.is_plain and work.density == 1):
         raise Unavailable("measured for one dense layer and direction, not packed, without resets, trained")
+    properties: Any = torch.cuda.get_device_properties(data[0].device)
+    functions.get_gpu_info = lambda device_id: {  # its own does not compile with CUDA 13
+        "maxThreadsPerBlock": 1024,
+        "regsPerMultiprocessor": properties.regs_per_multiprocessor,
+        "multiProcessorCount": properties.multi_processor_count,
+        "sharedMemPerBlockOptin": properties.shared_memory_per_block_optin,
+    }
     persistent, gates, hidden = work.cell != "GRU", work.gates, work.hidden
     weights = tuple(work.torch_layer(data, work.dtype).parameters())
     config = functions.FlashRNNConfig(
