@@ -68,7 +68,7 @@ class StackedLayers(nn.Module):
         bidirectional: bool = False,
         *,
         backend: str = "auto",
-        device: torch.device | str | None = None,
+        device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()

@@ -1,8 +1,10 @@
 """What PyTorch does to modules, it does to RNN, GRU and LSTM: compilers, transforms, copies, several processes."""
 
 import copy
+import inspect
 import io
 from functools import partial
+from typing import get_overloads
 
 import pytest
 import torch
@@ -36,6 +38,26 @@ from recurrent_layers import (
 
 F32, F64 = torch.float32, torch.float64
 STACKED = {"num_layers": 2, "bidirectional": True, "batch_first": True}
+
+
+@pytest.mark.parametrize("kind", ["RNN", "GRU", "LSTM"])
+def test_the_constructor_is_the_one_that_torch_declares(kind):
+    """Which it takes as ``*args, **kwargs``: what asks for a signature, such as ``skip_init``, finds none there."""
+    ours, theirs = getattr(ostinato, kind), getattr(nn, kind)
+    (_, *declared), *_ = (inspect.signature(each).parameters.values() for each in get_overloads(theirs.__init__))
+    own = inspect.signature(ours).parameters.values()
+    assert [(p.name, p.kind, p.default) for p in own] == [(p.name, p.kind, p.default) for p in declared]
+
+    values = {"input_size": 5, "hidden_size": 8, "num_layers": 2, "nonlinearity": "relu", "bias": False}
+    values |= {"batch_first": True, "dropout": 0.5, "bidirectional": True, "proj_size": 3}
+    values |= {"device": "cpu", "dtype": F64}
+    values = {p.name: values[p.name] for p in own}
+    expected = theirs(**values)
+    for layer in (ours(**values), ours(*values.values())):
+        assert repr(layer) == repr(expected)
+        assert [(p.shape, p.dtype) for p in layer.parameters()] == [(p.shape, F64) for p in expected.parameters()]
+        assert layer.mode == expected.mode
+    assert nn.utils.skip_init(ours, 5, 8).weight_hh_l0.shape == theirs(5, 8).weight_hh_l0.shape
 
 
 @by("the CPU's")

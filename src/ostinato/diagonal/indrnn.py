@@ -55,7 +55,7 @@ class IndRNN(DiagonalLayers):
         *,
         nonlinearity: str = "relu",
         backend: str = "auto",
-        device: torch.device | str | None = None,
+        device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         check_choice("nonlinearity", nonlinearity, ("relu", "tanh"))

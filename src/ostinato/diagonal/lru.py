@@ -70,7 +70,7 @@ class LRU(DiagonalLayers):
         radius: tuple[float, float] = (0.0, 1.0),
         max_phase: float = 2 * math.pi,
         backend: str = "auto",
-        device: torch.device | str | None = None,
+        device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         if not isinstance(radius, tuple | list) or len(radius) != 2:

@@ -69,7 +69,7 @@ class RGLRU(DiagonalLayers):
         *,
         num_blocks: int | None = None,
         backend: str = "auto",
-        device: torch.device | str | None = None,
+        device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         check_integers(1, hidden_size=hidden_size)

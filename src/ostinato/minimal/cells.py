@@ -32,7 +32,7 @@ class _MinimalCell(nn.Module):
         *,
         candidate: str = "positive",
         backend: str = "auto",
-        device: torch.device | str | None = None,
+        device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()

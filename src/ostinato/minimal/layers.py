@@ -38,7 +38,7 @@ class _MinimalLayers(DiagonalLayers):
         proj_size: int = 0,
         candidate: str = "positive",
         backend: str = "auto",
-        device: torch.device | str | None = None,
+        device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         if proj_size != 0:

@@ -193,6 +193,22 @@ class RNN(_Recurrent, nn.RNN):
         True
     """
 
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        nonlinearity: str = "tanh",
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        sizes = input_size, hidden_size, num_layers, nonlinearity, bias, batch_first, dropout, bidirectional
+        super().__init__(*sizes, device=device, dtype=dtype)
+
 
 class GRU(_Recurrent, nn.GRU):
     r"""Stacked gated recurrent units, a drop-in for :class:`torch.nn.GRU` that can be pruned; see :class:`RNN`.
@@ -211,6 +227,21 @@ class GRU(_Recurrent, nn.GRU):
         >>> output.shape, h_n.shape
         (torch.Size([4, 100, 16]), torch.Size([2, 4, 16]))
     """
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        sizes = input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional
+        super().__init__(*sizes, device=device, dtype=dtype)
 
 
 class LSTM(_Recurrent, nn.LSTM):
@@ -231,3 +262,19 @@ class LSTM(_Recurrent, nn.LSTM):
         >>> output.shape, c_n.shape
         (torch.Size([100, 4, 32]), torch.Size([2, 4, 16]))
     """
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        proj_size: int = 0,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        sizes = input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, proj_size
+        super().__init__(*sizes, device=device, dtype=dtype)

@@ -83,7 +83,7 @@ class Trainer:
         tokens: Tensor,
         settings: TrainingSettings,
         *,
-        device: torch.device | str = "cpu",
+        device: torch.device | str | int = "cpu",
         precision: str = "auto",
         compile: bool = False,
         mesh: DeviceMesh | None = None,
