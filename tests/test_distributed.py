@@ -392,6 +392,22 @@ def relu(h, x):
     return torch.relu(h + x)
 
 
+@ostinato.recurrence
+def decaying(x, decay):
+    return torch.sigmoid(decay), x
+
+
+def error_by_name():
+    x, decay, lengths = random(2, 9, 3), random(3, seed=1), (4, 5)
+    expected = decaying(x, decay)
+    found = ostinato.distributed.run(decaying, decay=decay, x=cut(x, lengths), group=distributed.group.WORLD)
+    return largest_error([(found[0], cut(expected[0], lengths)), (found[1], expected[1])])
+
+
+def test_arguments_of_a_recurrence_by_name(processes):
+    assert all(error < 1e-12 for error in processes.run(2, error_by_name))
+
+
 def refusals():
     world, x = distributed.group.WORLD, torch.zeros(1, 3, 2)
     layer = ostinato.distributed.sequence_parallel(ostinato.MinGRU(2, 2, batch_first=True), world)
@@ -409,6 +425,10 @@ def refusals():
         "group": lambda: ostinato.distributed.linear_scan(x, x, group=None),
         "RNN": lambda: ostinato.distributed.sequence_parallel(LanguageModel(2, width=4, cell="lstm"), world),
         "packed": lambda: layer(torch.nn.utils.rnn.pack_sequence([x[0]])),
+        "complex argument": lambda: ostinato.distributed.run(decaying, x.cfloat(), x[0, 0], group=world),
+        "complex state": lambda: ostinato.distributed.run(decaying, x, x[0, 0], h0=x[:, 0].cfloat(), group=world),
+        "no tensor": lambda: ostinato.distributed.run(decaying, x, 1, group=world),
+        "other arguments": lambda: ostinato.distributed.run(decaying, x, rate=x[0, 0], group=world),
         "not linear": lambda: ostinato.distributed.run(relu, x, group=world),
         "boundaries": lambda: ostinato.distributed.linear_scan(x, x, group=world, cu_seqlens=bounds),
         "shape": lambda: ostinato.distributed.linear_scan(x, x, x[0], group=world),
@@ -426,6 +446,17 @@ def test_what_cannot_be_done_is_said(processes):
         assert messages["group"].startswith("group must be a process group or a device mesh that this process is in")
         assert "got blocks.0.recurrent, a LSTM" in messages["RNN"]
         assert "a sharded sequence cannot be a PackedSequence" in messages["packed"]
+        assert (
+            messages["complex argument"]
+            == "x must be a tensor of a real floating dtype; got a tensor of torch.complex64"
+        )
+        assert (
+            messages["complex state"] == "h0 must be a tensor of a real floating dtype; got a tensor of torch.complex64"
+        )
+        assert messages["no tensor"] == "decay must be a tensor of a floating dtype; got int"
+        assert messages["other arguments"] == (
+            "decaying takes the arguments x, decay; got 1 by position and rate by name"
+        )
         assert messages["not linear"].endswith("relu is not")
         assert messages["boundaries"] == "cu_seqlens must rise from 0 to the number of time steps, 6; got [0, 3]"
         assert messages["shape"] == "h0 must have shape (1, 2); got (3, 2)"

@@ -368,6 +368,10 @@ def test_a_step_is_recorded_and_repeated(device):
         torch.testing.assert_close(ours, right, rtol=0, atol=0 if device == "cpu" else 1e-3)
     with pytest.raises(ValueError, match=r"first step, \(2, 3\) of torch.float32; got \(2, 1\) of torch.float32"):
         stepper(x[0, :, :1])
+    with pytest.raises(TypeError, match=r"first step, \(2, 3\) of torch.float32; got \(2, 3\) of torch.float64"):
+        stepper(x[0].double())
+    with pytest.raises(TypeError, match="x must be a tensor; got list"):
+        stepper(x[0].tolist())
 
 
 class Counter(nn.Module):
@@ -464,6 +468,8 @@ def test_bad_input_is_refused():
     stepper = ostinato.Stepper(gru, 2)
     with pytest.raises(ValueError, match=r"x must have 2 rows, one a sequence; got \(3, 5\)"):
         stepper(torch.randn(3, 5))
+    with pytest.raises(TypeError, match="x must be a tensor; got ndarray"):
+        stepper(np.zeros((2, 5)))
     with pytest.raises(TypeError, match="mask must be a bool tensor; got ndarray"):  # as environments give it
         stepper.reset(np.zeros(2, bool))
     with pytest.raises(TypeError, match=r"mask must be a bool tensor; got a tensor of torch.int64"):

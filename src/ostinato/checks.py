@@ -1,4 +1,8 @@
-"""Checks of arguments: an error names the argument, what it must be, and what came."""
+"""Checks of arguments: an error names the argument, what it must be, and what came.
+
+TypeError: an object of the wrong type, or a tensor of the wrong dtype or layout.  ValueError: a wrong value, shape or
+device.
+"""
 
 from numbers import Real
 

@@ -19,6 +19,7 @@ from ostinato.checks import (
     check_flags,
     check_floating,
     check_integers,
+    check_numbers,
     check_resets,
     check_tensor,
     check_unsharded,
@@ -76,7 +77,8 @@ class StackedLayers(nn.Module):
         check_flags(bias=bias, batch_first=batch_first, bidirectional=bidirectional)
         check_choice("backend", backend, BACKENDS)
         check_dtype(dtype)
-        if isinstance(dropout, bool) or not isinstance(dropout, int | float) or not 0 <= dropout <= 1:
+        check_numbers(dropout=dropout)
+        if not 0 <= dropout <= 1:
             raise ValueError(f"dropout must be a probability, 0 to 1; got {dropout!r}")
         if dropout > 0 and num_layers == 1:
             caller = 2 + (type(self).__init__ is not StackedLayers.__init__)

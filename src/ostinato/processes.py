@@ -7,6 +7,8 @@ from torch import Tensor, distributed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from ostinato.checks import check_integers
+
 AXES = ("dp_replicate", "dp_shard", "cp")
 
 
@@ -22,7 +24,8 @@ def make_mesh(device_type: str, *, shard: bool = False, sequence_parallel: int =
         The mesh; None if there is a single process.
 
     Raises:
-        ValueError: a ``sequence_parallel`` that does not divide the number of processes.
+        TypeError: a ``sequence_parallel`` that is not an integer.
+        ValueError: one that does not divide the number of processes.
 
     Example:
         >>> from ostinato.processes import make_mesh
@@ -30,7 +33,8 @@ def make_mesh(device_type: str, *, shard: bool = False, sequence_parallel: int =
         True
     """
     processes = distributed.get_world_size() if distributed.is_initialized() else 1
-    if sequence_parallel < 1 or processes % sequence_parallel:
+    check_integers(1, sequence_parallel=sequence_parallel)
+    if processes % sequence_parallel:
         raise ValueError(f"sequence_parallel must divide the number of processes, {processes}; got {sequence_parallel}")
     if processes == 1:
         return None

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from numbers import Real
 
 import torch
 from torch import Tensor, nn
@@ -53,8 +52,8 @@ def prune(
         ``module``, changed in place.
 
     Raises:
-        TypeError: no module, a flag that is not a bool, or a layer of a class derived from ``torch.nn``'s own, which
-            cannot become ours.
+        TypeError: no module, a density that is not a number, a flag that is not a bool, or a layer of a class derived
+            from ``torch.nn``'s own, which cannot become ours.
         ValueError: no recurrent layer in it, or one on the meta device or sharded, a density, gate or block that does
             not fit, or an LSTM with ``proj_size``.
 
@@ -103,7 +102,7 @@ def cubic_density(step: int, final: float, *, begin: int = 0, end: int, initial:
         begin, end: the steps between which it falls.
 
     Raises:
-        TypeError: a step that is not a number.
+        TypeError: a step or density that is not a number.
         ValueError: ``end`` not after ``begin``, a step that is not finite, or a density out of range.
 
     Example:
@@ -148,7 +147,8 @@ def _densities(layer: nn.RNNBase, density: Density | None) -> Sequence[float | N
 
 
 def _check_density(name: str, value: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0 < value <= 1:
+    check_numbers(**{name: value})
+    if not 0 < value <= 1:
         raise ValueError(f"{name} must be a number above 0 and at most 1; got {value!r}")
 
 

@@ -133,7 +133,7 @@ class Recurrence:
     ) -> tuple[Any, Any]:
         """All steps; see :func:`recurrence`."""
         if named:
-            arguments = self._in_order(arguments, named)
+            arguments = self.in_order(arguments, named)
         first, dtype, given = self.check(arguments, h0, resets, reverse, cu_seqlens, backend)
         if self._has_kernels(arguments, given, backend):
             options = cu_seqlens, resets, reverse, backend
@@ -286,7 +286,7 @@ class Recurrence:
                 raise ValueError(f"{self} must be elementwise; of arguments {shape} it made {tuple(x.shape)}")
         return tuple(x.expand(shape) for x in results)
 
-    def _in_order(self, arguments: tuple[Tensor, ...], named: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    def in_order(self, arguments: tuple[Tensor, ...], named: dict[str, Tensor]) -> tuple[Tensor, ...]:
         """All arguments by position, given some by position and the others by name."""
         others = self.names[len(arguments) :]
         if named.keys() != set(others):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from ostinato import cuda_graph
-from ostinato.checks import check_flags, check_integers, describe
+from ostinato.checks import check_flags, check_integers, check_tensor, describe
 from ostinato.minimal import MinGRUCell, MinLSTMCell
 from ostinato.recurrent import GRU, LSTM, RNN
 from ostinato.replay import Recorder, Unrepeatable
@@ -44,10 +44,12 @@ class Stepper:
 
     Raises:
         TypeError: a module without ``step`` and ``initial_state``, or whose step does not return a pair; a
-            ``batch_size`` that is not an integer, ``frozen`` that is not a bool, a state that is not made of tensors,
-            or a mask that is not a bool tensor.
+            ``batch_size`` that is not an integer, ``frozen`` that is not a bool; an input that is not a tensor, or of
+            another dtype than the first where steps are replayed, a state that is not made of tensors, or a mask that
+            is not a bool tensor.
         ValueError: a ``batch_size`` below 1, a bidirectional layer, an initial state without a dimension of sequences,
-            or a mask that is not (B,).
+            an input without a row for each sequence or, where steps are replayed, of another shape than the first, a
+            state of other shapes, or a mask that is not (B,).
 
     Example:
         >>> import torch, ostinato
@@ -86,9 +88,9 @@ class Stepper:
     @torch.no_grad()
     def _without_replay(self, x: Tensor) -> Any:
         """A step while there is nothing to replay: it may be captured or recorded first."""
-        if not isinstance(x, Tensor) or x.dim() == 0 or x.shape[0] != self.batch_size:
-            got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(f"x must have {self.batch_size} rows, one a sequence; got {got}")
+        check_tensor("x", x)
+        if x.dim() == 0 or x.shape[0] != self.batch_size:
+            raise ValueError(f"x must have {self.batch_size} rows, one a sequence; got {tuple(x.shape)}")
         if x.is_cuda or (x.is_cpu and self._repeats):
             self._replay = self._captured(x) if x.is_cuda else self._recorded(x)
         if self._replay is not None:
@@ -169,9 +171,11 @@ def _unchanged(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 
 def _replayed(replay: Callable[[], None], given: Tensor, like: tuple, y: Any, x: Tensor) -> Any:
-    if not isinstance(x, Tensor) or (x.shape, x.dtype) != like:
-        got = f"{tuple(x.shape)} of {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
-        raise ValueError(f"x must be as at the first step, {tuple(given.shape)} of {given.dtype}; got {got}")
+    check_tensor("x", x)
+    if (x.shape, x.dtype) != like:
+        kind = ValueError if x.dtype is given.dtype else TypeError
+        first, got = (f"{tuple(each.shape)} of {each.dtype}" for each in (given, x))
+        raise kind(f"x must be as at the first step, {first}; got {got}")
     given.copy_(x.detach() if x.requires_grad else x)
     replay()
     return _each(Tensor.clone, y)

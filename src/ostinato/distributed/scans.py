@@ -8,7 +8,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from ostinato import scan
-from ostinato.checks import describe
+from ostinato.checks import check_floating, describe
 from ostinato.distributed.boundary import Boundary
 from ostinato.distributed.collectives import group_of
 from ostinato.distributed.packed import PackedBoundary
@@ -104,6 +104,7 @@ def log_linear_scan(
 
 def run(
     recurrence: Recurrence,
+    /,
     *arguments: Tensor,
     group: ProcessGroup | DeviceMesh,
     h0: Tensor | None = None,
@@ -111,11 +112,12 @@ def run(
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
     backend: str = "auto",
+    **named: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """A linear recurrence (:func:`ostinato.recurrence`) over a sequence that is sharded along time.
 
     Args, results and errors as those of the recurrence and of :func:`linear_scan` here.  Also raises ValueError for a
-    recurrence that is not linear in its state, which is inherently sequential, and for complex ones.
+    recurrence that is not linear in its state, which is inherently sequential, and TypeError for complex arguments.
 
     Example:
         >>> import torch, ostinato, ostinato.distributed
@@ -128,14 +130,16 @@ def run(
     group = group_of(group)
     if not isinstance(recurrence, Recurrence):
         raise TypeError(f"recurrence must be made by ostinato.recurrence; got {describe(recurrence)}")
+    if named:
+        arguments = recurrence.in_order(arguments, named)
     options: dict[str, Any] = {"resets": resets, "reverse": reverse, "cu_seqlens": cu_seqlens, "backend": backend}
     if group.size() == 1:
         return recurrence(*arguments, h0=h0, **options)
-    if recurrence.states or any(x.is_complex() for x in arguments):
-        raise ValueError(
-            f"recurrence must be real and linear in its state to run over a sharded sequence; {recurrence} is not"
-        )
-    _, dtype, _ = recurrence.check(arguments, h0, resets, reverse, cu_seqlens, backend)
+    if recurrence.states:
+        raise ValueError(f"recurrence must be linear in its state to run over a sharded sequence; {recurrence} is not")
+    _, dtype, states = recurrence.check(arguments, h0, resets, reverse, cu_seqlens, backend)
+    for name, x in (*zip(recurrence.names, arguments, strict=True), *states.items()):
+        check_floating(name, x)
     steps = General(recurrence, tuple(x.to(dtype) if x.dim() == 3 else x for x in arguments), resets, reverse, backend)
     return _boundary(steps, group, cu_seqlens).run(None if h0 is None else h0.to(dtype))
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
-from ostinato.checks import check_integers, check_tensor
+from ostinato.checks import check_integers, check_tensor, describe
 from ostinato.distributed import sequence_parallel
 from ostinato.models import LanguageModel
 from ostinato.processes import Share, part, shard_like
@@ -60,8 +60,8 @@ class Trainer:
             captured at the first step; from then on parameters and buffers must stay the same tensors.
 
     Raises:
-        TypeError: tokens that are not a tensor, or an ``accumulate`` that is not an integer.
-        ValueError: tokens that are not (N,) integers, a text too short for a held-out chunk, an unknown precision, a
+        TypeError: tokens that are not a tensor of integers, or an ``accumulate`` that is not an integer.
+        ValueError: tokens that are not (N,), a text too short for a held-out chunk, an unknown precision, a
             batch or chunk too small for the processes, no micro-batch, a limit in seconds for several of them, or a
             ``graph`` where none can be captured.
 
@@ -345,8 +345,10 @@ def _loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
 def _train_size(tokens: Tensor, settings: TrainingSettings) -> int:
     """How many of the tokens, from the first on, are trained on."""
     check_tensor("tokens", tokens)
-    if tokens.dim() != 1 or tokens.is_floating_point():
-        raise ValueError(f"tokens must be integers, (N,); got {tuple(tokens.shape)} of {tokens.dtype}")
+    if tokens.is_floating_point():
+        raise TypeError(f"tokens must be integers; got {describe(tokens)}")
+    if tokens.dim() != 1:
+        raise ValueError(f"tokens must have shape (N,); got {tuple(tokens.shape)}")
     train_size = len(tokens) - int(len(tokens) * settings.held_out)
     if min(train_size, len(tokens) - train_size) <= settings.chunk_length:
         least = math.ceil((settings.chunk_length + 1) / min(settings.held_out, 1 - settings.held_out))
