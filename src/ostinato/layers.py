@@ -4,7 +4,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable
-from typing import Any, Protocol, overload
+from typing import Any, Generic, Protocol, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -28,23 +28,24 @@ from ostinato.kernels.export import refuse_script
 from ostinato.kernels.scan import BACKENDS
 
 Hidden = Tensor | tuple[Tensor, ...]
+State = TypeVar("State", bound=Hidden)  # of a kind of layer
 ONE_STEP = "(B, input_size) or (input_size,)"
 
 
-class LayerCall(Protocol):
+class LayerCall(Protocol[State]):
     """A call of a layer, as type checkers see it: ``torch.nn.Module``'s takes and returns anything."""
 
     @overload
     def __call__(
-        self, input: Tensor, hx: Hidden | None = None, *, resets: Tensor | None = None
-    ) -> tuple[Tensor, Any]: ...
+        self, input: Tensor, hx: State | None = None, *, resets: Tensor | None = None
+    ) -> tuple[Tensor, State]: ...
     @overload
     def __call__(
-        self, input: PackedSequence, hx: Hidden | None = None, *, resets: Tensor | None = None
-    ) -> tuple[PackedSequence, Any]: ...
+        self, input: PackedSequence, hx: State | None = None, *, resets: Tensor | None = None
+    ) -> tuple[PackedSequence, State]: ...
 
 
-class StackedLayers(nn.Module):
+class StackedLayers(nn.Module, Generic[State]):
     """Stacked layers in one direction or two, without the computation of a layer.
 
     A subclass defines the shapes of a layer's parameters in :meth:`_shapes` and its computation in :meth:`_layer`.  It
@@ -55,7 +56,7 @@ class StackedLayers(nn.Module):
     weight_ih_l0: Tensor
     backend: str
     sequence_group: Callable[[], ProcessGroup] | None = None  # over whose processes sequences are sharded
-    __call__: LayerCall
+    __call__: LayerCall[State]
     __prepare_scriptable__ = refuse_script
 
     def __init__(
@@ -136,7 +137,7 @@ class StackedLayers(nn.Module):
         return ", ".join(shown)
 
     def forward(
-        self, input: Tensor | PackedSequence, hx: Hidden | None = None, *, resets: Tensor | None = None
+        self, input: Tensor | PackedSequence, hx: State | None = None, *, resets: Tensor | None = None
     ) -> tuple[Any, Any]:
         """Run the whole sequence; see the class."""
         in_parts, packed = self.sequence_group is not None, isinstance(input, PackedSequence)
@@ -238,7 +239,7 @@ class StackedLayers(nn.Module):
         first = layer * self.num_directions
         return each(lambda state: state[first : first + self.num_directions], hx)
 
-    def initial_state(self, batch_size: int) -> Any:
+    def initial_state(self, batch_size: int) -> State:
         """The state before the first step, as ``forward`` and :meth:`step` take it: zeros, shaped as ``hx``.
 
         Example:
@@ -250,7 +251,7 @@ class StackedLayers(nn.Module):
         """
         return self._zero_state(self.weight_ih_l0, batch_size)
 
-    def step(self, x: Tensor, state: Hidden | None = None) -> tuple[Tensor, Any]:
+    def step(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         """One time step, in constant memory: ``y, state = module.step(x, state)``.
 
         Args:
@@ -305,7 +306,7 @@ class StackedLayers(nn.Module):
         output, h_last = self._layer(layer, x[:, None], h0, None, None, True)
         return output[:, 0], h_last
 
-    def _zero_state(self, x: Tensor, batch: int) -> Hidden:
+    def _zero_state(self, x: Tensor, batch: int) -> Any:
         """The state before the first step of a batch of sequences like `x`."""
         zero = x.new_zeros(self.num_layers * self.num_directions, batch, self.hidden_size)
         return zero if self.states == 1 else (zero,) * self.states
@@ -330,12 +331,12 @@ class StackedLayers(nn.Module):
         check_like_weight(name, state, self._parameter("weight_ih_l0"))
 
 
-def each(function: Callable[[Tensor], Tensor], hidden: Hidden) -> Hidden:
+def each(function: Callable[[Tensor], Tensor], hidden: Hidden) -> Any:
     """Apply the function to every tensor of a state."""
     return tuple(map(function, hidden)) if isinstance(hidden, tuple) else function(hidden)
 
 
-def stacked(states: list[Any]) -> Hidden:
+def stacked(states: list[Any]) -> Any:
     """The states of all layers concatenated."""
     if len(states) == 1:
         return states[0]

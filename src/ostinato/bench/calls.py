@@ -107,7 +107,7 @@ def _diagonal(device: torch.device) -> Iterator[tuple[str, dict[str, Call]]]:
     x, without_gradient = torch.randn(1, 256, device=device), torch.no_grad()
     peer = nn.GRU(256, 256, 2, device=device)
     for kind in DIAGONAL:
-        layers = kind(256, 256, 2, device=device)
+        layers: Any = kind(256, 256, 2, device=device)
         state = without_gradient(layers.step)(x)[1]
         contestants: dict[str, Call] = {
             "Ostinato": partial(layers.step, x, state),

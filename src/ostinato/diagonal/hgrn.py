@@ -15,7 +15,7 @@ def hgrn(c: Tensor, f: Tensor, lower_bound: Tensor) -> tuple[Tensor, Tensor]:
     return lower_bound + (1 - lower_bound) * torch.sigmoid(f), (1 - lower_bound) * torch.sigmoid(-f) * F.silu(c)
 
 
-class HGRN(DiagonalLayers):
+class HGRN(DiagonalLayers[Tensor]):
     r"""Stacked hierarchically gated recurrent units (section 3 of Qin et al. 2023, arXiv 2311.04823), the state real.
 
     .. math::

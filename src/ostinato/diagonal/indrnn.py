@@ -20,7 +20,7 @@ def indrnn_tanh(h: Tensor, x: Tensor, u: Tensor) -> Tensor:
     return torch.tanh(x + u * h)
 
 
-class IndRNN(DiagonalLayers):
+class IndRNN(DiagonalLayers[Tensor]):
     r"""Stacked independently recurrent layers (section 3 of Li et al. 2018, arXiv 1803.04831).
 
     .. math:: h_t = \phi(W x_t + u \odot h_{t-1} + b), \quad \phi = \operatorname{relu} \text{ or } \tanh

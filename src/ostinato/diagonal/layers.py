@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from ostinato.kernels.eager import is_eager
 from ostinato.kernels.recurrence.backends import kernels_on
-from ostinato.layers import Hidden, StackedLayers, each, of_one_layer, seen_in_reverse, stacked
+from ostinato.layers import Hidden, StackedLayers, State, each, of_one_layer, seen_in_reverse, stacked
 from ostinato.recurrence import Recurrence
 from ostinato.replay import recording
 
@@ -19,7 +19,7 @@ Run = Callable[..., tuple[Any, Any]]
 Parameters = dict[str, Any]  # tensors by name, None for an absent bias
 
 
-class DiagonalLayers(StackedLayers):
+class DiagonalLayers(StackedLayers[State]):
     """Layers that run a :func:`ostinato.recurrence`; see :meth:`_cell`."""
 
     reads_packed = False  # whether :meth:`_layer` takes the rows of a PackedSequence as they lie

@@ -22,7 +22,7 @@ def lru(
     return a * real - b * imaginary + gamma * u, a * imaginary + b * real + gamma * v
 
 
-class LRU(DiagonalLayers):
+class LRU(DiagonalLayers[tuple[Tensor, Tensor]]):
     r"""Stacked linear recurrent units (section 3 of Orvieto et al. 2023, arXiv 2303.06349), of complex state.
 
     .. math::

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ostinato.diagonal.layers import DiagonalLayers, Parameters, Run
 from ostinato.kernels.gemm import linear
-from ostinato.layers import Hidden
+from ostinato.layers import Hidden, State
 from ostinato.recurrence import recurrence
 
 
@@ -51,7 +51,7 @@ def para_lstm(
     return torch.sigmoid(a_o * h_before + p_o * c + o + b_o) * torch.tanh(c), c
 
 
-class _ParaLayers(DiagonalLayers):
+class _ParaLayers(DiagonalLayers[State]):
     """What ParaGRU and ParaLSTM share.
 
     The recurrence adds the bias, not the product: its gradient is then summed where that of the gates is made.
@@ -76,7 +76,7 @@ class _ParaLayers(DiagonalLayers):
                     parameter[: self.hidden_size] = -torch.linspace(0, 1, self.hidden_size, device=parameter.device)
 
 
-class ParaGRU(_ParaLayers):
+class ParaGRU(_ParaLayers[Tensor]):
     r"""Stacked GRU layers with diagonal recurrent matrices (section 3.1 of Danieli et al. 2025, arXiv 2510.21450).
 
     .. math::
@@ -106,7 +106,7 @@ class ParaGRU(_ParaLayers):
         return run(para_gru, *self._gates_and_vectors(p, x))
 
 
-class ParaLSTM(_ParaLayers):
+class ParaLSTM(_ParaLayers[tuple[Tensor, Tensor]]):
     r"""Stacked LSTM layers with diagonal recurrent matrices, peepholes, and one gate for input and forgetting
     (section 3.1 of Danieli et al. 2025, arXiv 2510.21450).
 

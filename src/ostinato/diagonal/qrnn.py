@@ -14,7 +14,7 @@ def qrnn(z: Tensor, f: Tensor) -> tuple[Tensor, Tensor]:
     return torch.sigmoid(f), torch.sigmoid(-f) * torch.tanh(z)
 
 
-class QRNN(DiagonalLayers):
+class QRNN(DiagonalLayers[Tensor]):
     r"""Stacked quasi-recurrent layers with fo-pooling (section 2 of Bradbury et al. 2016, arXiv 1611.01576).
 
     .. math::

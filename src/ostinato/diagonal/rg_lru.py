@@ -21,7 +21,7 @@ def rg_lru(x: Tensor, r: Tensor, i: Tensor, log_lambda: Tensor) -> tuple[Tensor,
     return torch.exp(log_a), torch.sqrt(TINY - torch.expm1(2 * log_a)) * torch.sigmoid(i) * x
 
 
-class RGLRU(DiagonalLayers):
+class RGLRU(DiagonalLayers[Tensor]):
     r"""Stacked real-gated linear recurrent units (section 2.4 of De et al. 2024, Griffin, arXiv 2402.19427).
 
     .. math::

@@ -25,7 +25,7 @@ def sru(
     return r * c + (1 - r) * SRU_SCALE * skip, c
 
 
-class SRU(DiagonalLayers):
+class SRU(DiagonalLayers[Tensor]):
     r"""Stacked simple recurrent units (section 3 of Lei et al. 2018, arXiv 1709.02755).
 
     .. math::

@@ -11,10 +11,11 @@ from ostinato.distributed.boundary import Boundary
 from ostinato.distributed.collectives import Gathered, Shared, group_of
 from ostinato.distributed.steps import Minimal, ends
 from ostinato.kernels.gemm import linear
+from ostinato.recurrent.conversion import Module
 
 
-def sequence_parallel(module: nn.Module, group: ProcessGroup | DeviceMesh) -> nn.Module:
-    """Make the layers in ``module`` process sequences that are sharded along time; returns the module.
+def sequence_parallel(module: Module, group: ProcessGroup | DeviceMesh) -> Module:
+    """Make the layers in ``module`` process sequences that are sharded along time.
 
     Inputs and outputs are then contiguous shards, in the order of the ranks, of any lengths; initial and last states
     are those of the whole sequence, the same on all processes.  Weights get their own process's gradient, to be summed
@@ -22,9 +23,17 @@ def sequence_parallel(module: nn.Module, group: ProcessGroup | DeviceMesh) -> nn
     communicate; for anything else in a module that mixes time steps the caller must provide.  ``step``, and what steps
     a module, need one of whole sequences: load the weights into another.
 
-    Raises TypeError for what is no module, and ValueError for one with an ``RNN``, ``GRU`` or ``LSTM``, whose steps are
-    inherently sequential.  Layers of recurrences that are not linear or complex (SRU, IndRNN, ParaGRU, ParaLSTM, LRU)
-    raise it at their first call.
+    Args:
+        module: a layer, or a model that contains some.
+        group: a process group, or a device mesh of one dimension.
+
+    Returns:
+        ``module``, changed in place.
+
+    Raises:
+        TypeError: no module, or no group.
+        ValueError: an ``RNN``, ``GRU`` or ``LSTM`` in it, whose steps are inherently sequential.  Layers of recurrences
+            that are not linear or complex (SRU, IndRNN, ParaGRU, ParaLSTM, LRU) raise it at their first call.
 
     Example:
         >>> import torch, ostinato, ostinato.distributed

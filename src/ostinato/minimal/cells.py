@@ -1,6 +1,6 @@
 """MinGRUCell and MinLSTMCell: one step, with the contract of ``torch.nn.GRUCell``."""
 
-from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +17,17 @@ from ostinato.minimal.steps import StepCache, next_state, steps_alone
 _STEPS = StepCache()
 
 
+class CellCall(Protocol):
+    """A call of a cell, as type checkers see it."""
+
+    def __call__(self, input: Tensor, hx: Tensor | None = None) -> Tensor: ...
+
+
 class _MinimalCell(nn.Module):
     """One step of a minimal layer: :class:`torch.nn.GRUCell`'s contract."""
 
     cell: str
-    __call__: Callable[..., Tensor]
+    __call__: CellCall
     __prepare_scriptable__ = refuse_script
 
     def __init__(

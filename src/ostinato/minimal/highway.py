@@ -9,7 +9,7 @@ from ostinato.layers import Hidden
 from ostinato.minimal.recurrences import RECURRENCES
 
 
-class HighwayMinGRU(DiagonalLayers):
+class HighwayMinGRU(DiagonalLayers[Tensor]):
     r"""Stacked minimal GRU layers, each with a highway connection, as in PufferLib's policies.
 
     .. math::

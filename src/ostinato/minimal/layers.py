@@ -19,7 +19,7 @@ from ostinato.replay import recording
 _STEPS = StepCache()
 
 
-class _MinimalLayers(DiagonalLayers):
+class _MinimalLayers(DiagonalLayers[Tensor]):
     """Stacked layers of one minimal cell, around ``layer_scan``."""
 
     cell: str

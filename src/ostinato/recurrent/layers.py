@@ -15,21 +15,21 @@ from ostinato.kernels.export import refuse_script
 from ostinato.kernels.persistent.backends import least_steps
 from ostinato.kernels.persistent.operators import is_vmapped
 from ostinato.kernels.persistent.plan import Plan
-from ostinato.layers import LayerCall, autocast_dtype
+from ostinato.layers import LayerCall, State, autocast_dtype
 from ostinato.recurrent.sequences import SequenceLayers
 from ostinato.recurrent.steps import StepLayers
-from ostinato.recurrent.torch_layers import Hidden, check_hidden, hidden_of, states_of
+from ostinato.recurrent.torch_layers import check_hidden, hidden_of, states_of
 from ostinato.replay import recording
 
 
-class _Recurrent(SequenceLayers, StepLayers):
+class _Recurrent(SequenceLayers, StepLayers[State]):
     """Adds resets, and the choice of who computes, to ``torch.nn``'s layers."""
 
-    __call__: LayerCall
+    __call__: LayerCall[State]
     __prepare_scriptable__ = refuse_script
 
     def forward(
-        self, input: Tensor | PackedSequence, hx: Hidden | None = None, *, resets: Tensor | None = None
+        self, input: Tensor | PackedSequence, hx: State | None = None, *, resets: Tensor | None = None
     ) -> tuple[Any, Any]:
         """Run the whole sequence; see the class."""
         if not torch.compiler.is_compiling() and get_eval_frame_callback():
@@ -156,7 +156,7 @@ def _check_types(input: Any, hx: Any, lstm: bool) -> None:
     check_hidden("hx", hx, lstm)
 
 
-class RNN(_Recurrent, nn.RNN):
+class RNN(_Recurrent[Tensor], nn.RNN):
     r"""Stacked Elman layers, a drop-in for :class:`torch.nn.RNN` that can be pruned.
 
     .. math:: h_t = \phi(W_{ih} x_t + b_{ih} + W_{hh} h_{t-1} + b_{hh}), \quad \phi = \tanh \text{ or relu}
@@ -210,7 +210,7 @@ class RNN(_Recurrent, nn.RNN):
         super().__init__(*sizes, device=device, dtype=dtype)
 
 
-class GRU(_Recurrent, nn.GRU):
+class GRU(_Recurrent[Tensor], nn.GRU):
     r"""Stacked gated recurrent units, a drop-in for :class:`torch.nn.GRU` that can be pruned; see :class:`RNN`.
 
     .. math::
@@ -244,7 +244,7 @@ class GRU(_Recurrent, nn.GRU):
         super().__init__(*sizes, device=device, dtype=dtype)
 
 
-class LSTM(_Recurrent, nn.LSTM):
+class LSTM(_Recurrent[tuple[Tensor, Tensor]], nn.LSTM):
     r"""Stacked LSTM layers, a drop-in for :class:`torch.nn.LSTM` that can be pruned; see :class:`RNN`.
 
     .. math::

@@ -2,31 +2,31 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, Generic, cast
 
 import torch
 from torch import Tensor
 
 from ostinato.kernels.eager import Prepared, is_differentiated, is_eager
 from ostinato.kernels.persistent.backends import frozen_step, most_single_steps, step_of, step_of_layers
-from ostinato.layers import ONE_STEP, check_input, check_like_weight
+from ostinato.layers import ONE_STEP, State, check_input, check_like_weight
 from ostinato.masks import mask_name, masked
 from ostinato.recurrent.cells import by_cells
 from ostinato.recurrent.gradients import differentiable
-from ostinato.recurrent.torch_layers import Hidden, check_hidden, hidden_of, states_of
+from ostinato.recurrent.torch_layers import check_hidden, hidden_of, states_of
 from ostinato.recurrent.weights import MaskedLayers
 from ostinato.replay import Recorder, recording
 
 _STEPS = Prepared()  # keyed by input, weights and states
 
 
-class StepLayers(MaskedLayers):
+class StepLayers(MaskedLayers, Generic[State]):
     """Adds :meth:`step` and its fast paths."""
 
     _own_forward: Callable[..., tuple[Any, Any]]  # not a subclass's, which is no part of a step
     _frozen: Prepared | None = None  # steps with packed weights, of layers with constant weights
 
-    def step(self, x: Tensor, state: Hidden | None = None) -> tuple[Tensor, Any]:
+    def step(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         """One time step, in constant memory: ``y, state = layer.step(x, state)``.
 
         Args:
@@ -75,7 +75,7 @@ class StepLayers(MaskedLayers):
         output, state = self._own_forward(x.unsqueeze(time), state)
         return output.squeeze(time), state
 
-    def initial_state(self, batch_size: int) -> Any:
+    def initial_state(self, batch_size: int) -> State:
         """The state before the first step, as ``forward`` and :meth:`step` take it: zeros, shaped as ``hx``.
 
         Example:
@@ -86,8 +86,8 @@ class StepLayers(MaskedLayers):
             torch.Size([2, 7, 5])
         """
         shape = len(self._all_weights), batch_size
-        h, c = (self.weight_hh_l0.new_zeros(*shape, size) for size in self._state_sizes())
-        return (h, c) if self.mode == "LSTM" else h
+        states = [self.weight_hh_l0.new_zeros(*shape, size) for size in self._state_sizes()]
+        return hidden_of(states if self.mode == "LSTM" else states[:1])
 
     def _step(self, x: Any, state: Any, rank: int) -> tuple[Tensor, Any] | None:
         """The fast path of :meth:`step`; None where it does not apply.

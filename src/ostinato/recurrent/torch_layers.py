@@ -14,8 +14,8 @@ from torch.nn.utils.rnn import PackedSequence
 from ostinato.episodes import forward_by_episodes
 from ostinato.kernels.eager import is_differentiated
 from ostinato.kernels.persistent.operators import is_pushed_forward
+from ostinato.layers import Hidden
 
-Hidden = Tensor | tuple[Tensor, Tensor]
 _FUNCTIONS = {mode: getattr(torch._VF, mode.lower()) for mode in ("RNN_TANH", "RNN_RELU", "GRU", "LSTM")}
 
 
