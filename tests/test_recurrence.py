@@ -1,5 +1,6 @@
 """Recurrences made of functions, against loops written out here over single sequences and steps."""
 
+import inspect
 import itertools
 import math
 import pickle
@@ -370,6 +371,13 @@ def test_it_stands_for_its_function():
 
 
 X, C = torch.randn(2, 5, 3), torch.randn(3)
+
+
+def test_its_signature_is_that_of_a_call():
+    options = "h0: Any = None, resets: torch.Tensor | None = None, reverse: bool = False, "
+    options += "cu_seqlens: torch.Tensor | None = None, backend: str = 'auto'"
+    assert str(inspect.signature(rotated)) == f"(x, u, v, *, {options})"
+    assert str(inspect.signature(rg_lru)) == f"(x, r, i, log_lambda, *, {options})"
 
 
 def test_arguments_by_name():

@@ -37,7 +37,6 @@ class _Cell:
     """One minimal layer, its weights and the three ways to run it."""
 
     _layer_type: type[MinGRU] | type[MinLSTM]
-    _device = torch.device("cpu")
 
     def __init__(
         self,
@@ -56,7 +55,7 @@ class _Cell:
             hidden_size,
             batch_first=True,
             candidate=candidate,
-            device=self._device,
+            device=self._choose_device(),
             dtype=torch.float32 if self.dtype == np.float32 else torch.float64,
         ).requires_grad_(False)
         self.input_size, self.hidden_size, self.candidate = input_size, hidden_size, candidate
@@ -124,6 +123,10 @@ class _Cell:
         x, h = self._checked("x_seq", x_seq, "h0", h0, time_axes=1)
         return self._run(lambda x, h: self._layer(x, h)[0], x, h)
 
+    def _choose_device(self) -> torch.device:
+        """Where the cell computes."""
+        return torch.device("cpu")
+
     def _steps(self, x: Array, h: Array | None) -> Array:
         """The states of a sequence, step by step."""
         raise NotImplementedError
@@ -185,7 +188,7 @@ class _CellCPU(_Cell):
 class _CellCUDA(_Cell):
     """A cell on the current GPU.  Data is copied through pinned memory on a stream of the cell's own."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def _choose_device(self) -> torch.device:
         if not torch.cuda.is_available():
             raise RuntimeError(
                 f"{type(self).__name__} needs a CUDA device and PyTorch finds none; "
@@ -193,7 +196,7 @@ class _CellCUDA(_Cell):
             )
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._stream = torch.cuda.Stream(self._device)
-        super().__init__(*args, **kwargs)
+        return self._device
 
     def _steps(self, x: Array, h: Array | None) -> Array:
         def steps(x: Tensor, h: Tensor | None) -> Tensor:

@@ -3,7 +3,7 @@
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -111,8 +111,16 @@ class Recurrence:
         self.function = function
         self.states = STATES.get(names[0], 0) if names else 0
         self.names = names[1:] if self.states else names
+        self.__signature__ = self._signature(parameters)
         self.traces: dict[tuple[bool, ...], str] = {}
         _recurrences[id(self)] = self
+
+    def _signature(self, parameters: Mapping[str, inspect.Parameter]) -> inspect.Signature:
+        """That of a call, which has no state and has options, for editors and ``help``."""
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        arguments = [inspect.Parameter(name, kind, annotation=parameters[name].annotation) for name in self.names]
+        call = inspect.signature(Recurrence.__call__).parameters
+        return inspect.Signature([*arguments, *(call[option] for option in OPTIONS)])
 
     def __str__(self) -> str:
         return getattr(self, "__name__", "the recurrence")
