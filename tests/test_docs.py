@@ -1,5 +1,7 @@
 """The documentation says what is so: its code runs, its figures are those of the committed runs."""
 
+import inspect
+import pkgutil
 import re
 import shlex
 from pathlib import Path
@@ -8,6 +10,8 @@ import pytest
 import torch
 import typer
 
+import ostinato.distributed
+import ostinato.numpy
 import tables
 from ostinato.bench.measure import measure
 from ostinato.bench.report import Grid, dashes, figures
@@ -185,6 +189,26 @@ def test_links_outside_of_the_site_lead_somewhere(name):
 
 
 WITH_CODE = [path for path in PAGES if python_of(path).strip()]
+
+
+def reference():
+    """The names that the reference lists."""
+    pages = (ROOT / "docs" / "reference").glob("*.md")
+    return re.findall(r"^::: ([\w.]+)", "".join(page.read_text() for page in sorted(pages)), re.MULTILINE)
+
+
+def test_all_that_is_exported_is_in_the_reference():
+    modules = ostinato, ostinato.distributed, ostinato.numpy
+    exported = {f"{module.__name__}.{name}" for module in modules for name in module.__all__}
+    assert exported - set(reference()) == {"ostinato.numpy.CUDA_AVAILABLE"}  # a constant
+
+
+@pytest.mark.parametrize("path", reference())
+def test_a_name_of_the_reference_has_an_example_and_a_signature(path):
+    thing = pkgutil.resolve_name(":".join(path.rsplit(".", 1)))
+    assert ">>> " in thing.__doc__
+    first, *_ = [*inspect.signature(thing).parameters.values(), None]
+    assert first is None or first.kind is not first.VAR_POSITIONAL
 
 
 OPTIONAL = {"deployment.md": ("huggingface_hub", "onnxruntime", "onnxscript")}

@@ -1,4 +1,8 @@
-"""Recurrent networks at hardware speed for PyTorch."""
+"""Recurrent networks at hardware speed for PyTorch.
+
+Public are the names in ``__all__``, and those that the reference lists of ``ostinato.checkpoint``, ``distributed``,
+``models``, ``numpy``, ``processes``, ``text`` and ``training``; all else may change in any release.
+"""
 
 from ostinato.diagonal import HGRN, LRU, QRNN, RGLRU, SRU, IndRNN, ParaGRU, ParaLSTM
 from ostinato.export import portable

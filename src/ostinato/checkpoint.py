@@ -26,6 +26,13 @@ class Checkpoint:
         model, vocabulary: what is needed to use the model.
         training: a JSON object with whatever the training stores.
         training_tensors: the training's tensors by name; without them training cannot be resumed.
+
+    Example:
+        >>> from ostinato.checkpoint import Checkpoint
+        >>> from ostinato.models import LanguageModel
+        >>> from ostinato.text import Vocabulary
+        >>> Checkpoint(LanguageModel(vocab_size=3, width=8), Vocabulary.of("banana"), {"steps": 100}).training
+        {'steps': 100}
     """
 
     model: LanguageModel
@@ -45,6 +52,18 @@ def save_checkpoint(path: Path | str, checkpoint: Checkpoint) -> None:
 
     Raises:
         OSError: the file cannot be written.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from ostinato.checkpoint import Checkpoint, save_checkpoint
+        >>> from ostinato.models import LanguageModel
+        >>> from ostinato.text import Vocabulary
+        >>> checkpoint = Checkpoint(LanguageModel(vocab_size=3, width=8), Vocabulary.of("banana"))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_checkpoint(f"{folder}/models/new.safetensors", checkpoint)
+        ...     [path.name for path in Path(folder, "models").iterdir()]
+        ['new.safetensors']
     """
     tensors = {f"model.{name}": tensor for name, tensor in checkpoint.model.state_dict().items()}
     tensors |= {f"training.{name}": tensor for name, tensor in checkpoint.training_tensors.items()}
@@ -68,6 +87,9 @@ def save_checkpoint(path: Path | str, checkpoint: Checkpoint) -> None:
 
 def load_checkpoint(path: Path | str) -> Checkpoint:
     """Read a checkpoint onto the CPU.
+
+    Args:
+        path: the file.
 
     Raises:
         OSError: the file cannot be read.

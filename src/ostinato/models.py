@@ -134,6 +134,7 @@ class LanguageModel(nn.Module, HubMixin, library_name="ostinato", pipeline_tag="
     """
 
     sequence_group: Callable[[], ProcessGroup] | None = None  # over whose processes sequences are sharded
+    __call__: Callable[..., tuple[Tensor, State]]
 
     def __init__(
         self,
@@ -222,6 +223,10 @@ class LanguageModel(nn.Module, HubMixin, library_name="ostinato", pipeline_tag="
         """One time step in constant time and memory: the logits, (B, V), after ``token``, (B,), and the new state.
 
         Shapes are static and nothing synchronises with the device, so a CUDA graph can capture it.
+
+        Raises:
+            TypeError: a token that is not a tensor of torch.int64 or torch.int32.
+            ValueError: a token that is not (B,), or a model that takes shards of sequences.
         """
         check_unsharded("step", self.sequence_group)
         logits, state = self(token[:, None], state)

@@ -31,6 +31,17 @@ def read_corpus(path: Path | str) -> Corpus:
     Raises:
         OSError: it cannot be read.
         ValueError: a file that is not UTF-8, or no text.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from ostinato.text import read_corpus
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     for name, text in (("a.txt", "one"), ("b.txt", "two")):
+        ...         _ = Path(folder, name).write_text(text)
+        ...     corpus = read_corpus(folder)
+        >>> corpus.text, corpus.files
+        ('one\\ntwo', 2)
     """
     path = Path(path)
     if path.is_dir():
@@ -47,6 +58,14 @@ def standard_library(max_bytes: int = 4_000_000) -> Corpus:
 
     Args:
         max_bytes: the largest total size.
+
+    Raises:
+        ValueError: no module is that small.
+
+    Example:
+        >>> from ostinato.text import standard_library
+        >>> "import" in standard_library(max_bytes=100_000).text
+        True
     """
     folder, files, total = Path(sysconfig.get_path("stdlib")), [], 0
     for file in sorted(folder.glob("[!_]*.py")):

@@ -114,7 +114,9 @@ def run(
     backend: str = "auto",
     **named: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """A linear recurrence (:func:`ostinato.recurrence`) over a sequence that is sharded along time.
+    r"""A linear recurrence (:func:`ostinato.recurrence`) over a sequence that is sharded along time.
+
+    .. math:: h_t = a(x_t) \, h_{t-1} + b(x_t)
 
     Args, results and errors as those of the recurrence and of :func:`linear_scan` here.  Also raises ValueError for a
     recurrence that is not linear in its state, which is inherently sequential, and TypeError for complex arguments.

@@ -67,7 +67,7 @@ class _Recurrent(SequenceLayers, StepLayers[State]):
     _own_forward = forward
 
     def plan(
-        self, batch: int, dtype: torch.dtype | None = None, training: bool = False, steps: int | None = None
+        self, batch: int, dtype: torch.dtype | None = None, *, training: bool = False, steps: int | None = None
     ) -> Plan:
         """How a call with ``batch`` sequences runs.
 
@@ -220,6 +220,9 @@ class GRU(_Recurrent[Tensor], nn.GRU):
         n_t = \tanh(W_{in} x_t + b_{in} + r_t \odot (W_{hn} h_{t-1} + b_{hn})), \quad
         h_t = (1 - z_t) \odot n_t + z_t \odot h_{t-1}
 
+    Raises:
+        TypeError, ValueError: as :class:`RNN`.
+
     Example:
         >>> import torch, ostinato
         >>> gru = ostinato.GRU(8, 16, num_layers=2, batch_first=True)
@@ -254,6 +257,9 @@ class LSTM(_Recurrent[tuple[Tensor, Tensor]], nn.LSTM):
         c_t = f_t \odot c_{t-1} + i_t \odot g_t, \quad h_t = o_t \odot \tanh(c_t)
 
     With ``proj_size`` it runs in ``torch.nn``'s kernels, and cannot be pruned.
+
+    Raises:
+        TypeError, ValueError: as :class:`RNN`.
 
     Example:
         >>> import torch, ostinato

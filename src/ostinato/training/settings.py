@@ -26,6 +26,11 @@ class TrainingSettings:
     Raises:
         TypeError: a count or seed that is not an integer, or another value that is not a number.
         ValueError: a value outside its range.
+
+    Example:
+        >>> from ostinato.training import TrainingSettings
+        >>> TrainingSettings(steps=500, learning_rate=1e-3).batch_size
+        64
     """
 
     steps: int = 3000
