@@ -56,7 +56,8 @@ def scans(dtype, kernels):
 
 
 def odd_rows(dtype):
-    for reverse, (batch, steps, channels) in itertools.product(FLAGS, scan_kernels.ODD + scan_kernels.FEW):
+    shapes = *scan_kernels.ODD, *scan_kernels.FEW, *scan_kernels.JOINED
+    for reverse, (batch, steps, channels) in itertools.product(FLAGS, shapes):
         a, b, grad = (torch.rand(batch, steps, channels).to(dtype).cuda() for _ in range(3))
         for resets in (None, (torch.rand(batch, steps) < 0.1).cuda()):
             order = Order(None, resets, reverse)

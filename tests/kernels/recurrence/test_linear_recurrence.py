@@ -121,6 +121,25 @@ def test_every_kind_of_kernel_equals_a_loop(function, steps, channels, packed):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("resetting", [False, True], ids=["continuing", "resetting"])
+@pytest.mark.parametrize("channels", [3, 11])
+@pytest.mark.parametrize("function", [hgrn, oscillating, winding], ids=lambda f: f.__name__)
+def test_short_sequences_scanned_as_one_equal_those_on_a_cpu(function, channels, resetting):
+    torch.manual_seed(0)
+    recurrence, shape = trace(function, RECURRENCES[function]).text, (6000, 9, channels)
+    inputs = [torch.randn(shape if sequence else shape[2:]) for sequence in RECURRENCES[function]]
+    grad, resets = torch.randn(shape), torch.rand(shape[:2]) < 0.1 if resetting else None
+    results = []
+    for device, dtype in (("cpu", torch.float64), ("cuda", torch.float32)):
+        given = [x.to(device, dtype).requires_grad_() for x in inputs]
+        mask = None if resets is None else resets.to(device)
+        h, h_last = linear_recurrence(recurrence, None, None, mask, False, device, *given)
+        results.append((h, h_last, *torch.autograd.grad(h, given, grad.to(device, dtype))))
+    for want, got in zip(*results, strict=True):
+        assert relative_error(got, want) < 1e-5
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(128, 300, 256), (1, 9000, 64), (3, 5000, 1000)], ids=str)
 def test_a_state_that_has_diverged_ends_at_a_reset(shape, dtype):

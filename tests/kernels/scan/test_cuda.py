@@ -8,12 +8,12 @@ from ostinato.kernels.scan import Order, choose_backend, torch_ops
 from ostinato.kernels.scan.cuda import chained, launch, streaming
 from ostinato.kernels.scan.cuda.choice import choose_geometry
 from ostinato.minimal.recurrences import recurrence_of
-from scan_kernels import FEW, GEOMETRIES, ODD, TOLERANCE, assert_close, boundaries, force, gpu, relative_error
+from scan_kernels import FEW, GEOMETRIES, JOINED, ODD, TOLERANCE, assert_close, boundaries, force, gpu, relative_error
 
 SHAPES = [(2, 1, 5), (1, 777, 1), (2, 300, 8), (3, 130, 33), (1, 1000, 72), (2, 257, 6), (2, 190, 12)]
 
 
-def check_scans(batch, steps, channels, dtype, reverse, packed):
+def check_scans(batch, steps, channels, dtype, reverse, packed, states=True):
     batch = 1 if packed else batch
     cu_seqlens = boundaries(steps) if packed else None
     sequences = 5 if packed else batch
@@ -22,8 +22,11 @@ def check_scans(batch, steps, channels, dtype, reverse, packed):
     h0, grad_last = (torch.randn(sequences, channels).to(dtype) for _ in range(2))
     kernels, reference = choose_backend("cuda", "cuda"), torch_ops.REFERENCE
     mask = (torch.rand(steps, batch) < 0.1).t()
-    cases = ((h0, grad, grad_last, None), (None, grad, None, mask), (h0, None, grad_last, None))
-    for initial, dh, dlast, resets in (*cases, (h0, grad, grad_last, mask)):
+    cases = [(h0, grad, grad_last, None), (None, grad, None, mask), (h0, None, grad_last, None)]
+    cases.append((h0, grad, grad_last, mask))
+    if not states:
+        cases = [(None, grad, None, None), (None, grad, None, mask.contiguous()), (None, grad, grad_last, None)]
+    for initial, dh, dlast, resets in cases:
         for scan, backward, x, y in (
             ("linear_scan", "linear_scan_backward", a, b),
             ("log_linear_scan", "log_linear_scan_backward", a.log(), b),
@@ -97,6 +100,15 @@ def test_odd_numbers_of_16_bit_channels_match_the_reference(shape, reverse, pack
 def test_few_or_odd_channels_or_steps_match_the_reference(shape, dtype, reverse, nan_memory):
     torch.manual_seed(0)
     check_scans(*shape, dtype, reverse, packed=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("reverse", [False, True], ids=["ahead", "reverse"])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("shape", JOINED, ids=str)
+def test_short_sequences_scanned_as_one_match_the_reference(shape, dtype, reverse, nan_memory):
+    torch.manual_seed(0)
+    check_scans(*shape, dtype, reverse, packed=False, states=False)
 
 
 @pytest.mark.gpu

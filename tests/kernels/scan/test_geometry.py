@@ -8,7 +8,7 @@ from gpus import GPUS
 from ostinato.kernels.scan.cuda.choice import choose_geometry
 from ostinato.kernels.scan.cuda.criteria import Criteria
 from ostinato.kernels.scan.cuda.geometry import Geometry
-from ostinato.kernels.scan.cuda.streaming import _bank_conflicts
+from ostinato.kernels.scan.cuda.streaming import _bank_conflicts, sequences_joined
 
 INPUTS = {  # tensors read by each element
     "LinearScan": 2,
@@ -250,9 +250,9 @@ def test_no_lanes_are_idle_where_half_as_wide_groups_have_none():
 
 
 def test_sequences_of_few_channels_are_chained_where_they_are_fewer_than_lanes():
-    for sequences, steps, looks_back in ((388, 6716, True), (388, 931, False), (996, 6716, False)):
+    for sequences, steps, looks_back, narrow in ((388, 6716, True, 8), (388, 931, False, 8), (996, 6716, False, 0)):
         g = choose_geometry(Criteria("LinearScan", 2, 4, 4, True, sequences, steps, 8, GPUS["H200"]))
-        assert (g.looks_back, g.narrow) == (looks_back, 8 * looks_back)
+        assert (g.looks_back, g.narrow) == (looks_back, narrow)
 
 
 @pytest.mark.parametrize("gpu", ["H100", "H200"])
@@ -310,7 +310,7 @@ def test_segments_of_a_warp_read_other_banks():
 
 
 def test_a_mask_of_resets_changes_no_tile_of_whole_or_odd_rows_of_a_linear_scan():
-    whole = (300, 30000, 4), (8, 375000, 16), (20, 60000, 24), (17, 154131, 24), (300, 60000, 3), (388, 6716, 8)
+    whole = (300, 30000, 4), (8, 375000, 16), (20, 60000, 24), (17, 154131, 24), (300, 60000, 3), (388, 9000, 8)
     turns = (1, 1 << 18, 16), (2, 300000, 24), (1, 400000, 11)
     shapes = *whole, *turns, (8, 181818, 33), (16, 4096, 1537), (2, 60000, 129)
     for element, itemsize, shape in itertools.product(("LinearScan", "LinearScanBackward"), (2, 4), shapes):
@@ -385,6 +385,32 @@ def test_narrow_sequences_have_as_many_warps_as_keep_the_gpu_busy():
             assert (g.narrow, g.chained, g.warps, g.resident) == (channels, False, warps, 16 // warps)
 
 
+def test_short_sequences_of_few_channels_are_joined():
+    """To as many steps as take a block longer than to begin, in blocks that keep the GPU busy."""
+    for (sequences, steps, channels, itemsize), joined in {
+        (1 << 20, 16, 1, 4): 64,
+        (100_000, 130, 1, 2): 10,
+        (3001 * 4, 12, 3, 4): 4,  # their number has no other divisor
+        (3001, 12, 3, 4): 1,
+        (2000, 16, 1, 4): 1,  # or too few blocks would be left
+        (2 * 1320, 16, 1, 4): 2,
+        (1 << 20, 1025, 1, 4): 1,  # which are long enough
+        (1 << 20, 16, 8, 4): 8,
+        (1 << 20, 16, 32, 4): 1,
+        (1 << 20, 0, 1, 4): 1,
+    }.items():
+        criteria = Criteria("LinearScan", 2, itemsize, 1, True, sequences, steps, channels, GPUS["H200"])
+        assert sequences_joined(criteria) == joined
+        assert sequences_joined(criteria._replace(gapless=False)) == 1
+
+
+def test_sequences_of_up_to_31_channels_are_narrow_unless_long():
+    """Of many steps, rows of 16 or 32 bytes and more are copied as fast otherwise."""
+    for channels, steps, is_narrow in ((31, 40, True), (12, 2000, True), (32, 40, False), (31, 2000, False)):
+        assert narrow(4000, steps, channels).narrow == channels * is_narrow
+    assert narrow(4000, 20000, 7).narrow == 7  # which no other geometry suits
+
+
 def test_rows_of_narrow_sequences_have_few_bank_conflicts_and_leave_few_threads_without_steps():
     for channels, itemsize, rows, conflicts in (
         (3, 4, 13, 0),
@@ -393,10 +419,11 @@ def test_rows_of_narrow_sequences_have_few_bank_conflicts_and_leave_few_threads_
         (7, 4, 9, 3),
         (7, 4, 8, 0),
     ):
-        assert _bank_conflicts(channels, 4 if channels > 4 else 8, rows, itemsize) == conflicts
+        tile = Geometry(1, 8 if channels > 4 else 4, 1, rows, narrow=channels)
+        assert _bank_conflicts(tile, itemsize) == conflicts
     for channels, itemsize, steps in itertools.product(range(1, 8), (2, 4), (60, 130, 300, 600, 1000)):
         g = narrow(20000, steps, channels, itemsize)
-        assert _bank_conflicts(channels, g.segments, g.rows, itemsize) <= 1
+        assert _bank_conflicts(g, itemsize) <= 1
         assert steps < 130 or g.tile * -(-steps // g.tile) < 1.3 * steps
     assert narrow(9320, 600, 3).rows == 13  # which took less time than 15, whose tiles are as many, with conflicts
     for channels in range(3, 8):  # lengths that change share kernels

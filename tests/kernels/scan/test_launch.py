@@ -79,7 +79,7 @@ def test_kernels_compile_without_a_gpu(element, architecture):
     known = {"DESCENDING": i % 2, "ALIGNED": i // 2 % 2} if definitions["NARROW"] and i % 4 else {}
     if architecture == "sm_80":
         definitions["MAPPED"] = 0
-    assert nvrtc.compile_cubin(code, architecture, {**definitions, "RESETS": i % 2, **known})[:4] == b"\x7fELF"
+    assert nvrtc.compile_cubin(code, architecture, {**definitions, "MASK": i % 2, **known})[:4] == b"\x7fELF"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -93,7 +93,7 @@ def test_kernels_of_hopper_compile_without_a_gpu(element, dtype, shape):
     shared = geometry.shared_bytes(inputs, 0, dtype.itemsize, resets=True)
     copies = geometry.copies_16_bytes(dtype.itemsize, aligned)
     definitions = dict(macros(element, scalar, scalar, "DENSE", geometry, shared, False, copies, (0,) * inputs))
-    cubin = nvrtc.compile_cubin(launch.source(), "sm_90", {**definitions, "RESETS": inputs % 2})
+    cubin = nvrtc.compile_cubin(launch.source(), "sm_90", {**definitions, "MASK": inputs % 2})
     assert cubin[:4] == b"\x7fELF"
 
 
@@ -184,6 +184,42 @@ def test_aligned_inputs_are_copied_by_tensor_maps(monkeypatch):
     assert not is_mapped(alignment=8)
     monkeypatch.setattr(launch, "describe_device", lambda index: GPUS["A100"])
     assert not is_mapped()
+
+
+def test_short_sequences_are_scanned_as_one_where_they_are_adjacent_and_have_no_states(monkeypatch):
+    pytest.importorskip("cuda.core")
+    launched = []
+
+    def load_kernel(name, source, definitions, device):
+        assert nvrtc.compile_cubin(source, "sm_90", dict(definitions))
+        joined = dict(definitions).get("JOINED", 0)
+        return SimpleNamespace(
+            prepared=lambda device, blocks, *_, **__: lambda *given: launched.append((joined, blocks))
+        )
+
+    monkeypatch.setattr(launch, "describe_device", lambda index: GPUS["H200"])
+    monkeypatch.setattr(nvrtc, "load_kernel", load_kernel)
+    launch._prepare.cache_clear()
+    strides = ((12 * 3, 3, 0),) * 2
+    problem = launch.Problem("LinearScan", torch.float32, 0, 6000, 12, 3, strides, strides[:1], resets=(12, 1, 0))
+    scan, like = launch.Scan(problem), torch.zeros(1)
+    scan.launch(like, (16, 32, 48, 0, 0, 64, 0))
+    scan.launch(like, (16, 32, 48, 0, 80, 64, 0))  # from a given state
+    assert launched == [(1, 1500), (0, 6000)]
+    whole = ((48 * 3, 3, 0),) * 2
+    changes = {"batch": 1500, "steps": 48, "inputs": whole, "outputs": whole[:1], "resets": (48, 1, 0), "period": 12}
+    assert launch._join(problem) == problem._replace(**changes)
+    for apart in (
+        {"inputs": (strides[0], (13 * 3, 3, 0))},
+        {"inputs": (strides[0], (0, 3, 0))},
+        {"outputs": ((13 * 3, 3, 0),)},
+        {"resets": (1, 6000, 0)},
+        {"packing": "OFFSETS"},
+        {"directions": 2},
+        {"batch": 1},
+    ):
+        assert launch._join(problem._replace(**apart)) is None
+    launch._prepare.cache_clear()
 
 
 def test_more_steps_than_the_kernel_counts_are_refused():

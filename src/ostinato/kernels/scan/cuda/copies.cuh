@@ -216,7 +216,7 @@ __device__ inline unsigned high_bits(unsigned bytes) {
 
 // A warp's steps of the mask of resets, in shared memory if they are many: a byte each, in the order of time.
 struct alignas(16) Mask {
-    static constexpr bool COPIED = RESETS && STRIP > 96 && !ZEROES, GAPLESS = RESETS == 2 && PACKING != OFFSETS;
+    static constexpr bool COPIED = MASK && STRIP > 96 && !ZEROES, GAPLESS = MASK == 2 && PACKING != OFFSETS;
     static constexpr int PIECES = (STRIP + 36) / 16;  // the first at most 15 bytes early; a thread reads 6 past its own
     unsigned char byte[COPIED ? 16 * PIECES : 1];
 
@@ -285,7 +285,6 @@ struct alignas(16) Mask {
                 bits |= (votes >> at.segment * LANES & ~0u >> 32 - LANES) << u;
             }
         }
-        const int left = at.p.steps - at.first(chunk);
-        return bits & (left >= ROWS ? OF_ROWS : left > 0 ? ~(~0u << left) : 0);
+        return bits & at.existing(chunk);
     }
 };

@@ -21,6 +21,7 @@ from ostinato.kernels.nvrtc import SCALARS, address
 from ostinato.kernels.scan.cuda.choice import choose_geometry
 from ostinato.kernels.scan.cuda.criteria import Criteria, Device
 from ostinato.kernels.scan.cuda.geometry import Geometry, macros
+from ostinato.kernels.scan.cuda.streaming import sequences_joined
 
 Strides = tuple[int, int, int]  # of batch, time and direction
 MAX_STEPS = (1 << 31) - (1 << 20)  # the kernel counts steps, up to a tile past the last, in 32 bits
@@ -42,6 +43,7 @@ class Problem(NamedTuple):
     packing: str = "DENSE"
     sequences: int = 0  # packed in one by cu_seqlens
     resets: Strides | None = None  # of the mask
+    period: int = 0  # steps of each of the sequences that are joined in one
     parameters: int = 0  # of each channel
     parameter_direction: int = 0  # their stride between directions
     code: str = ""  # of a generated element, if it is not one of ``elements.cuh``
@@ -114,6 +116,32 @@ def _criteria_of(problem: Problem, alignment: int) -> Criteria:
     )
 
 
+def _join(problem: Problem) -> Problem | None:
+    """The problem with several sequences, of which one begins where the other ends, as one; None if it stays as it is.
+
+    Their states are zero at first.
+    """
+    tensors = *problem.inputs, *problem.outputs, *([problem.resets] if problem.resets else [])
+    adjacent = all(sequence == problem.steps * time for sequence, time, _ in tensors)
+    if problem.packing != "DENSE" or problem.batch == 1 or problem.directions > 1 or not adjacent:
+        return None
+    joined = sequences_joined(_criteria_of(problem, 0))
+    if joined == 1:
+        return None
+
+    def of(strides: Strides) -> Strides:
+        return strides[0] * joined, *strides[1:]
+
+    return problem._replace(
+        batch=problem.batch // joined,
+        steps=problem.steps * joined,
+        inputs=tuple(map(of, problem.inputs)),
+        outputs=tuple(map(of, problem.outputs)),
+        resets=problem.resets and of(problem.resets),
+        period=problem.steps,
+    )
+
+
 class _Kernel(NamedTuple):
     """What a problem is compiled to."""
 
@@ -145,7 +173,9 @@ def _choose_kernel(problem: Problem, parameter_dtype: torch.dtype, alignment: in
         pitches=pitches,
     )
     if problem.resets is not None:
-        definitions += (("RESETS", 2 if problem.resets[1] == 1 else 1),)
+        definitions += (("MASK", 2 if problem.resets[1] == 1 else 1),)
+    if problem.period:
+        definitions += (("JOINED", 1),)
     if problem.directions == 1:
         if geometry.narrow:
             definitions += _addressing(problem, geometry, alignment)
@@ -174,11 +204,11 @@ def _prepare(problem: Problem, parameter_dtype: torch.dtype, alignment: int) -> 
         draws = tiles  # one for each, the last ones in vain
     strides = *problem.inputs, *problem.outputs
     integers = [problem.parameter_direction, *(problem.resets or (0, 0, 0)), *itertools.chain(*strides)]
-    counts = problem.batch, problem.steps, problem.channels, problem.sequences, problem.directions, problem.reverse
+    counts = problem.batch, problem.steps, problem.channels, problem.sequences, problem.directions
     addresses = len(strides) + max(1, problem.parameters) + 8
     kernel = nvrtc.load_kernel("scan", source(problem.code), definitions, problem.device)
     first = struct.Struct(f"={addresses}Q2I")
-    rest = struct.pack(f"={1 + len(integers)}q6i", companions, *integers, *counts)
+    rest = struct.pack(f"={1 + len(integers)}q7i", companions, *integers, *counts, problem.reverse, problem.period)
     pack: Callable[..., bytes] = first.pack
     if geometry.mapped:
         pack = _with_maps(pack, problem, geometry)
@@ -305,6 +335,9 @@ class Scan:
         self.problem, self._gradient = problem, gradient
         self._parameter_dtype = parameter_dtype or problem.dtype
         self._launches: dict[int, _Launch] = {}
+        self._joined: Scan | None = None
+        if (joined := _join(problem)) is not None:
+            self._joined = Scan(joined, parameter_dtype, gradient)
         self._sums: tuple[int, ...] = ()  # their shape
         if problem.parameters and problem.backward:
             self._sums = problem.directions, problem.parameters, problem.channels
@@ -319,6 +352,8 @@ class Scan:
         the first step in time.  Backward with parameters, returns their gradients, (directions, parameters, channels),
         in the dtype of computation.
         """
+        if self._joined is not None and not (addresses[-3] or addresses[-1]):
+            return self._joined.launch(like, addresses, bounds, resets)
         alignment = functools.reduce(operator.or_, addresses) & 15
         launch = self._launches.get(alignment)
         if launch is None:
@@ -342,6 +377,7 @@ class Scan:
         return None if sums is None else sums.sum(0)
 
     def compile_ahead(self, alignment: int) -> None:
-        """Begin to compile the kernel for addresses with these low bits."""
-        kernel = _choose_kernel(self.problem, self._parameter_dtype, alignment)
-        nvrtc.compile_ahead(source(self.problem.code), kernel.definitions, self.problem.device)
+        """Begin to compile the kernel for addresses with these low bits, and no states."""
+        problem = self.problem if self._joined is None else self._joined.problem
+        kernel = _choose_kernel(problem, self._parameter_dtype, alignment)
+        nvrtc.compile_ahead(source(problem.code), kernel.definitions, problem.device)

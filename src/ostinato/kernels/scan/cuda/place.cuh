@@ -48,9 +48,16 @@ struct Place {
         return PACKING != OFFSETS && (chunk + 1) * TILE + BACKWARD <= p.steps;
     }
     __device__ int first(int chunk) const { return chunk * TILE + warp * STRIP + segment * ROWS; }
+    // A bit for each of this thread's steps that exist.
+    __device__ unsigned existing(int chunk) const {
+        const int left = p.steps - first(chunk);
+        return left >= ROWS ? OF_ROWS : left > 0 ? ~(~0u << left) : 0;
+    }
     __device__ Scalar* sequence(const Tensor& x) const { return x.data + batch * x.batch + direction * x.direction; }
+    // Of sequence n of those packed, or joined in this one.
     __device__ Index state(int n) const {
-        return Index(PACKING == CU_SEQLENS ? n : direction * p.batch + batch) * p.channels + channel;
+        const int before = JOINED ? batch * (p.steps / p.period) : direction * p.batch + batch;
+        return Index(PACKING == CU_SEQLENS ? n : JOINED ? before + n : before) * p.channels + channel;
     }
 };
 

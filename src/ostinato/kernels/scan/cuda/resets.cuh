@@ -1,8 +1,17 @@
+// JOINED: a bit for each of a thread's steps that is `before` steps before the first of a sequence, in scan order.
+__device__ inline unsigned joints(const Place& at, int chunk, int before) {
+    const int period = at.p.period, since = (at.first(chunk) + before) % period;
+    unsigned bits = 0;
+#pragma unroll 1
+    for (int u = since ? period - since : 0; u < ROWS; u += period) bits |= 1u << u;
+    return bits & at.existing(chunk);
+}
+
 // The steps before which the state is reset.  A warp's lanes load the bytes of its steps long before use, since loads
 // queue behind the copies, and a vote makes bits of them; of many steps they are copied with the tile, or with ZEROES
 // each lane loads several and shuffles pass their bits on.
 struct Resets {
-    static constexpr bool SEVERAL = ZEROES && STRIP > 32, LOADED = RESETS && !Mask::COPIED && !SEVERAL;
+    static constexpr bool SEVERAL = MASK && ZEROES && STRIP > 32, LOADED = MASK && !Mask::COPIED && !SEVERAL;
     static constexpr int TILES = STRIP <= 32 && !CHAINED && CLUSTER == 1 ? 32 / STRIP : 1;  // loaded at once
     // Whether a block that looks back loads them before that: where there is a register for them meanwhile.
     static constexpr bool EARLY = ZEROES || (PACKING == CU_SEQLENS && NARROW_SCALAR);
@@ -56,7 +65,10 @@ struct Resets {
     }
     // A bit for each of a thread's steps.
     __device__ unsigned of(const Place& at, const Shared& shared, int stage, int chunk) const {
-        if constexpr (!RESETS) return 0;
+        return of_mask(at, shared, stage, chunk) | (JOINED ? joints(at, chunk, BACKWARD) : 0);
+    }
+    __device__ unsigned of_mask(const Place& at, const Shared& shared, int stage, int chunk) const {
+        if constexpr (!MASK) return 0;
         else if constexpr (SEVERAL) {
             const int row = at.segment * ROWS;
             const int first = Mask::shift<BYTES>(at, chunk) + (at.descending ? STRIP - ROWS - row : row);

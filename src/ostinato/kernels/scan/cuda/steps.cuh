@@ -326,7 +326,7 @@ struct Steps {
             return false;
         }
         const int end = i + (part + 1) * PART;
-        if (PACKING != CU_SEQLENS && (CHECKED ? any && !at.exists(end) : end == p.steps))
+        if (PACKING != CU_SEQLENS && !JOINED && (CHECKED ? any && !at.exists(end) : end == p.steps))
             store_state(at, p.final, 0, CHECKED ? last : state);
 #pragma unroll
         for (int k = 0; k < OUTPUTS; ++k) {
@@ -345,6 +345,13 @@ struct Steps {
                     if constexpr (NARROW) strip.element[Strip::place(at, u, shift)] = results[u][k];
                     else store_pack(at, rows.row(at, chunk, tile, u), results[u][k]);
                 }
+            if constexpr (JOINED && !BACKWARD) {
+                for (unsigned left = at.inside ? joints(at, chunk, 1) : 0; left; left &= left - 1) {
+                    const int u = __ffs(left) - 1;
+                    const Pack last = Pack(strip.get(Strip::place(at, u, shift)));
+                    store_pack(at, p.final + at.state(at.time(i + u) / p.period), last);
+                }
+            }
             if constexpr (NARROW) strip.store<CHECKED>(at, p.output(k), chunk, part, shift);
         }
         return true;

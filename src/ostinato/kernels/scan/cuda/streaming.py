@@ -1,5 +1,7 @@
 """Streaming: tiles such that the resident blocks have as many bytes on their way as Little's law asks for."""
 
+import functools
+import itertools
 import math
 from collections import Counter
 
@@ -7,10 +9,13 @@ from ostinato.kernels.scan.cuda.criteria import FILLED, FULL, LINEAR, LONG, SHOR
 from ostinato.kernels.scan.cuda.geometry import Geometry
 
 # Of narrow sequences, measured on an H200:
+MOST_CHANNELS, FEW_CHANNELS = 31, 7  # of which there are any, and those that no other geometry suits
+MOST_BYTES = 128 << 10  # of one input, unless of few channels
 WARPS, BUSY_WARPS = 16, 10  # of a multiprocessor: resident, with as many registers as they need, and to keep it busy
 BYTES_OF_WARP = 24_000  # of a sequence, all inputs together
 LINEAR_ROWS, ROWS = 15, 11  # of linear scans' tiles and of others'
 CONFLICT, BEGINNING = 0.1, 2  # the time of a bank conflict at a row and of a tile's beginning, in rows
+JOINED_BYTES, TESTS = 4 << 10, 1.1  # of an input, of sequences scanned as one; the time of a row tested for ends
 FEW_STEPS = 32  # of which linear scans have a geometry of their own
 THREADS = 384  # a multiprocessor's occupancy target, with as many registers as they need
 
@@ -19,13 +24,35 @@ def _power_of_two(x: float, least: int, most: int) -> int:
     return max(least, min(most, 1 << max(0, round(math.log2(max(x, 1))))))
 
 
+def sequences_joined(scan: Criteria) -> int:
+    """How many short sequences of few channels are scanned as one: a divisor of their number, one if none are.
+
+    A block of its own takes as long to begin as to scan some dozens of steps, and few tiles fit the steps of a short
+    sequence.
+    """
+    if stream_narrow(scan) is None or scan.sequence_bytes == 0:
+        return 1
+    most = min(JOINED_BYTES // scan.sequence_bytes, scan.sequences // (BUSY_WARPS * scan.device.processors))
+    divisors = (n for n in range(most, 1, -1) if scan.sequences % n == 0)
+
+    def cost(joined: int) -> float:
+        whole = scan._replace(sequences=scan.sequences // joined, steps=scan.steps * joined)
+        geometry = stream_narrow(whole)
+        assert geometry is not None
+        tests = 1 if joined == 1 or scan.resets else TESTS
+        return geometry.warps * (tests * _rows_of_block(whole, geometry) + BEGINNING) / joined
+
+    return min((1, *itertools.islice(divisors, 4)), key=cost)
+
+
 def stream_narrow(scan: Criteria) -> Geometry | None:
     """Sequences of few channels: a warp each, without barriers, or several where sequences are few or long.
 
     The rows are those that take the least time: to scan and to begin each of the tiles that cover the steps.  Of two
     that differ by one, those count that have fewer bank conflicts: lengths that change then share kernels.
     """
-    if not scan.gapless or scan.channels >= 8:
+    long = scan.channels > FEW_CHANNELS and scan.sequence_bytes > MOST_BYTES
+    if not scan.gapless or scan.channels > MOST_CHANNELS or long:
         return None
     lanes = lanes_across(scan.channels, 1)
     wanted = max(
@@ -35,23 +62,26 @@ def stream_narrow(scan: Criteria) -> Geometry | None:
     warps = next((n for n in (1, 2, 4) if n >= wanted), 8)
     one = Geometry(1, lanes, warps, 1, resident=WARPS // warps, narrow=scan.channels)
 
-    def conflicts(rows: int) -> int:
-        return _bank_conflicts(scan.channels, one.segments, rows, scan.itemsize)
-
-    def cost(rows: int) -> float:
-        return -(-scan.steps // (one.tile * rows)) * (rows * (1 + CONFLICT * conflicts(rows)) + BEGINNING)
-
     most = LINEAR_ROWS if scan.element in LINEAR and scan.itemsize <= 4 else ROWS  # by registers
-    pairs = (min(rows, rows + 1, key=lambda n: (conflicts(n), -n)) for rows in range(2, most, 2))
-    return one._replace(rows=min((1, *pairs), key=cost))
+    tiles = [one._replace(rows=rows) for rows in range(1, most + 1)]
+    pairs = zip(tiles[1::2], tiles[2::2], strict=False)
+    fewest = (min(pair, key=lambda tile: (_bank_conflicts(tile, scan.itemsize), -tile.rows)) for pair in pairs)
+    return min((tiles[0], *fewest), key=functools.partial(_rows_of_block, scan))
 
 
-def _bank_conflicts(channels: int, segments: int, rows: int, itemsize: int) -> int:
+def _rows_of_block(scan: Criteria, geometry: Geometry) -> float:
+    """The time of a block of narrow sequences, as that of rows."""
+    each = geometry.rows * (1 + CONFLICT * _bank_conflicts(geometry, scan.itemsize)) + BEGINNING
+    return -(-scan.steps // geometry.tile) * each
+
+
+@functools.cache
+def _bank_conflicts(geometry: Geometry, itemsize: int) -> int:
     """How often a bank of shared memory is read once more when a warp reads a row of each segment."""
     words = {
-        (segment * rows * channels + channel) * itemsize // 4
-        for segment in range(segments)
-        for channel in range(channels)
+        (segment * geometry.rows * geometry.narrow + channel) * itemsize // 4
+        for segment in range(geometry.segments)
+        for channel in range(geometry.narrow)
     }
     return max(Counter(word % 32 for word in words).values()) - 1
 

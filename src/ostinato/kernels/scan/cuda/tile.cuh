@@ -1,10 +1,14 @@
 // The shape of tiles, and the kernel's parameters.
 
-#ifndef RESETS
-#define RESETS 0  // 1: a mask gives the steps before which, in the forward's order, the state is zero; 2: without gaps
+#ifndef MASK
+#define MASK 0  // 1: a mask gives the steps before which, in the forward's order, the state is zero; 2: without gaps
+#endif
+#ifndef JOINED
+#define JOINED 0  // 1: a sequence is several, one behind the other, of p.period steps each, from a state of zero
 #endif
 
 enum { DENSE, CU_SEQLENS, OFFSETS };
+constexpr bool RESETS = MASK || JOINED;
 constexpr bool FORGETS = PACKING == CU_SEQLENS || RESETS;
 
 constexpr int ABREAST = LANES > 32 ? LANES : 32;  // threads of a warp, or of the warps that span the channels together
@@ -107,14 +111,14 @@ struct Parameters {
     const Scalar* h0;       // backward: the state before the first step in time, or null
     Compute* sums;          // gradients of the parameters, one row for each block of a channel group
     const int* bounds;      // cu_seqlens or offsets
-    const unsigned char* resets;  // with RESETS, a byte for each step of each sequence
+    const unsigned char* resets;  // with MASK, a byte for each step of each sequence
     Message* published;     // chained: the messages of each tile
     unsigned* counter;      // look-back: counts the tiles drawn
     unsigned epoch, drawn;  // chained: the launch's number, a multiple of MARKS; the counter's initial value
     Index companions;       // interleaved: blocks per chain
     Index parameter_direction, resets_batch, resets_time, resets_direction;
     Strides strides[INPUTS + OUTPUTS];
-    int batch, steps, channels, sequences, directions, reverse;
+    int batch, steps, channels, sequences, directions, reverse, period;
 
     __device__ Tensor input(int k) const { return {data[k], strides[k]}; }
     __device__ const TensorMap* map(int k) const {
