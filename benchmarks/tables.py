@@ -96,6 +96,9 @@ TABLES: dict[str, Callable[[], str]] = {
         layers, "training-gpu", lambda work: work["length"] < 2000 and not work.get("resets"), "forward+backward"
     ),
     "training-resets": partial(layers, "training-gpu", lambda work: work.get("resets", 0) > 0, "forward+backward"),
+    "training-flashrnn": partial(
+        layers, "flashrnn-gpu", lambda work: work["layers"] == 1 and not work["resets"], "forward+backward"
+    ),
     "training-errors": partial(gradients, "training-gpu"),
     "training-sweep": partial(
         plot_alone, "training-sweep-gpu", "The time of cuDNN over ours, by hidden size and batch"

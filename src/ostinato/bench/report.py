@@ -27,6 +27,7 @@ PEERS = {  # of recurrent layers: columns by contestant
     "GEMMs in a CUDA graph": "GEMMs in a CUDA graph",
     "cuSPARSE": "cuSPARSE",
     "torchrl": "torchrl",
+    "flashrnn": "FlashRNN",
     "Ostinato, dense kernel": "dense kernel",
     "Ostinato, sparse kernel": "sparse kernel",
     "Ostinato, block kernel": "block kernel",

@@ -18,7 +18,7 @@ from ostinato.files import replacing
 
 PACKAGES = (
     *("numpy", "numba", "triton", "cuda-core", "accelerated-scan", "minGRU-pytorch", "torchrl", "transformers"),
-    *("flash-linear-attention", "lrnnx", "pararnn-torch"),
+    *("flash-linear-attention", "flashrnn", "lrnnx", "pararnn-torch"),
 )
 
 

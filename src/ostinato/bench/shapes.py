@@ -30,6 +30,7 @@ GRAPHS = (*CUDNN, "GEMMs in a CUDA graph")
 SPARSE = (*GRAPHS, "cuSPARSE")
 KERNELS = ("Ostinato, dense kernel", "Ostinato, sparse kernel", "Ostinato, block kernel")
 TRAINED = (*CUDNN, "Ostinato in a CUDA graph")
+FLASHRNN = (*TRAINED, "flashrnn")
 EPISODES = (*PLAIN, "Ostinato in a CUDA graph")  # to cut sequences the host must know where they end
 PRUNED: dict[str, Any] = {"density": 0.1, "block": (16, 1)}
 HOST: dict[str, Any] = {"dtype": f32, "who": PLAIN}
@@ -127,18 +128,18 @@ ON_CPU: dict[str, list[Workload]] = {
 }
 
 TRAINED_LAYERS = [
-    Training("GRU", 1024, 16, 512, dtype=bf16, who=TRAINED),
-    Training("LSTM", 1024, 16, 512, dtype=bf16, who=TRAINED),
-    Training("LSTM", 768, 16, 512, dtype=f16, who=TRAINED),
-    Training("GRU", 2048, 8, 512, dtype=f16, who=TRAINED),
-    Training("LSTM", 512, 64, 512, dtype=bf16, who=TRAINED),
-    Training("LSTM", 256, 64, 512, dtype=f32, tf32=True, who=TRAINED),
-    Training("GRU", 512, 256, 128, dtype=f32, tf32=True, who=TRAINED),
-    Training("GRU", 128, 64, 512, dtype=f32, tf32=True, who=TRAINED),
+    Training("GRU", 1024, 16, 512, dtype=bf16, who=FLASHRNN),
+    Training("LSTM", 1024, 16, 512, dtype=bf16, who=FLASHRNN),
+    Training("LSTM", 768, 16, 512, dtype=f16, who=FLASHRNN),
+    Training("GRU", 2048, 8, 512, dtype=f16, who=FLASHRNN),
+    Training("LSTM", 512, 64, 512, dtype=bf16, who=FLASHRNN),
+    Training("LSTM", 256, 64, 512, dtype=f32, tf32=True, who=FLASHRNN),
+    Training("GRU", 512, 256, 128, dtype=f32, tf32=True, who=FLASHRNN),
+    Training("GRU", 128, 64, 512, dtype=f32, tf32=True, who=FLASHRNN),
     Training("GRU", 2304, 4, 512, dtype=f16, who=TRAINED, **PRUNED),
     Training("LSTM", 512, 32, 512, dtype=bf16, layers=2, bidirectional=True, shortest=50, who=TRAINED),
 ]
-NARROW = [(4000, 600, 7), (20000, 130, 3)]
+NARROW = [(4000, 600, 7), (20000, 130, 3), (50000, 40, 8), (25000, 40, 20), (125_000, 128, 1), (1_000_000, 16, 1)]
 RESET = [
     *((8, 4096, 1536), (2, 100000, 384), (128, 512, 256), (3, 5000, 1000)),
     *((1, 65536, 256), (1, 2**20, 64), (1, 2**18, 16), (4, 2**20, 8), (1, 3_000_000, 7), (1, 2**24, 1)),
@@ -155,7 +156,11 @@ ON_CUDA: dict[str, list[Workload]] = {
         *(Scan(*sizes, who=(OURS,)) for sizes in ((4, 2**20, 8), (1, 3_000_000, 7), (1, 2**18, 16))),
         Scan(8, 2048, 255, bf16, who=(OURS,)),
         *(Scan(*sizes, dtype, who=(OURS,)) for sizes in NARROW for dtype in (f32, bf16)),
-        *(Scan(8, 4096, 1536, dtype, who=(OURS,), time_contiguous=True) for dtype in (f32, bf16)),
+        *(
+            Scan(*sizes, dtype, who=(OURS,), time_contiguous=True)
+            for sizes in ((8, 4096, 1536), (256, 128, 512))
+            for dtype in (f32, bf16)
+        ),
         *(Scan(1000, 400, 512, dtype, who=(OURS,), shortest=1) for dtype in (f32, bf16)),
         # What resets cost, beside the same without.
         *(Scan(*sizes, who=(OURS,), resets=0.01) for sizes in RESET),

@@ -14,7 +14,7 @@ from ostinato.bench.shapes import ON_CUDA
 from ostinato.bench.workloads import OURS, Workload
 
 # Contestants that compile kernels.
-COMPILED = re.compile(rf"^{OURS}$|kernel$|^accelerated-scan|associative_scan$|compiled|^pararnn|^torchrl")
+COMPILED = re.compile(rf"^{OURS}$|kernel$|^accelerated-scan|associative_scan$|compiled|^pararnn|^torchrl|^flashrnn")
 EXTENSION = "accelerated-scan warp"  # built once for all workloads
 LARGE = 1 << 30  # bytes of an input, of which several would not fit on the GPU
 PATIENCE = 240.0  # seconds without a finished task: the compilers of some peers hang
