@@ -395,7 +395,7 @@ def test_short_sequences_of_few_channels_are_joined():
         (2000, 16, 1, 4): 1,  # or too few blocks would be left
         (2 * 1320, 16, 1, 4): 2,
         (1 << 20, 1025, 1, 4): 1,  # which are long enough
-        (1 << 20, 16, 8, 4): 8,
+        (1 << 20, 16, 8, 4): 16,
         (1 << 20, 16, 32, 4): 1,
         (1 << 20, 0, 1, 4): 1,
     }.items():

@@ -1,7 +1,6 @@
 """Streaming: tiles such that the resident blocks have as many bytes on their way as Little's law asks for."""
 
 import functools
-import itertools
 import math
 from collections import Counter
 
@@ -15,7 +14,8 @@ WARPS, BUSY_WARPS = 16, 10  # of a multiprocessor: resident, with as many regist
 BYTES_OF_WARP = 24_000  # of a sequence, all inputs together
 LINEAR_ROWS, ROWS = 15, 11  # of linear scans' tiles and of others'
 CONFLICT, BEGINNING = 0.1, 2  # the time of a bank conflict at a row and of a tile's beginning, in rows
-JOINED_BYTES, TESTS = 4 << 10, 1.1  # of an input, of sequences scanned as one; the time of a row tested for ends
+BLOCK = 6  # the time of a block's beginning and end, in rows
+JOINED_BYTES = 8 << 10  # of an input, at most, of sequences scanned as one
 FEW_STEPS = 32  # of which linear scans have a geometry of their own
 THREADS = 384  # a multiprocessor's occupancy target, with as many registers as they need
 
@@ -28,21 +28,24 @@ def sequences_joined(scan: Criteria) -> int:
     """How many short sequences of few channels are scanned as one: a divisor of their number, one if none are.
 
     A block of its own takes as long to begin as to scan some dozens of steps, and few tiles fit the steps of a short
-    sequence.
+    sequence.  But while the last blocks end, as the first begin, the memory is not busy.
     """
     if stream_narrow(scan) is None or scan.sequence_bytes == 0:
         return 1
-    most = min(JOINED_BYTES // scan.sequence_bytes, scan.sequences // (BUSY_WARPS * scan.device.processors))
-    divisors = (n for n in range(most, 1, -1) if scan.sequences % n == 0)
+    processors = scan.device.processors
+    most = max(1, min(JOINED_BYTES // scan.sequence_bytes, scan.sequences // (BUSY_WARPS * processors)))
 
     def cost(joined: int) -> float:
         whole = scan._replace(sequences=scan.sequences // joined, steps=scan.steps * joined)
         geometry = stream_narrow(whole)
         assert geometry is not None
-        tests = 1 if joined == 1 or scan.resets else TESTS
-        return geometry.warps * (tests * _rows_of_block(whole, geometry) + BEGINNING) / joined
+        waves = whole.sequences * geometry.warps / (WARPS * processors)
+        return (waves + 1) * (_rows_of_block(whole, geometry) + BLOCK)
 
-    return min((1, *itertools.islice(divisors, 4)), key=cost)
+    def divisor(most: int) -> int:
+        return next(n for n in range(most, 0, -1) if scan.sequences % n == 0)
+
+    return min((divisor(most >> n) for n in reversed(range(most.bit_length()))), key=cost)
 
 
 def stream_narrow(scan: Criteria) -> Geometry | None:
