@@ -16,6 +16,7 @@ LINEAR_ROWS, ROWS = 15, 11  # of linear scans' tiles and of others'
 CONFLICT, BEGINNING = 0.1, 2  # the time of a bank conflict at a row and of a tile's beginning, in rows
 BLOCK = 6  # the time of a block's beginning and end, in rows
 JOINED_BYTES = 8 << 10  # of an input, at most, of sequences scanned as one
+TESTS = 1.1  # the time of a forward pass that looks for the ends of sequences, if for no other reset
 FEW_STEPS = 32  # of which linear scans have a geometry of their own
 THREADS = 384  # a multiprocessor's occupancy target, with as many registers as they need
 
@@ -33,6 +34,7 @@ def sequences_joined(scan: Criteria) -> int:
     if stream_narrow(scan) is None or scan.sequence_bytes == 0:
         return 1
     processors = scan.device.processors
+    tests = 1 if scan.resets or scan.backward else TESTS
     most = max(1, min(JOINED_BYTES // scan.sequence_bytes, scan.sequences // (BUSY_WARPS * processors)))
 
     def cost(joined: int) -> float:
@@ -40,7 +42,7 @@ def sequences_joined(scan: Criteria) -> int:
         geometry = stream_narrow(whole)
         assert geometry is not None
         waves = whole.sequences * geometry.warps / (WARPS * processors)
-        return (waves + 1) * (_rows_of_block(whole, geometry) + BLOCK)
+        return (waves + 1) * ((tests if joined > 1 else 1) * _rows_of_block(whole, geometry) + BLOCK)
 
     def divisor(most: int) -> int:
         return next(n for n in range(most, 0, -1) if scan.sequences % n == 0)
