@@ -7,6 +7,7 @@ enters takes tasks from a shared counter until none is left.
 """
 
 import ctypes
+import functools
 import inspect
 import os
 import pickle
@@ -21,6 +22,8 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba import cfunc, types
+from numba.core.codegen import JITCodeLibrary, JITCPUCodegen
+from numba.core.compiler import Compiler
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic, register_jitable
@@ -117,9 +120,42 @@ def _texts(folder: Any) -> Iterator[str]:
 _SOURCES = _hash_sources()
 
 
+class _PartLibrary(JITCodeLibrary):
+    def _optimize_final_module(self):
+        pass
+
+
+class _PartCodegen(JITCPUCodegen):
+    """Leaves functions as they are lowered: only the loop that contains them is optimised and becomes machine code."""
+
+    _library_class = _PartLibrary
+
+    def _add_module(self, module):
+        pass
+
+    def set_env(self, env_name, env):
+        pass
+
+
+class _PartCompiler(Compiler):
+    def compile_extra(self, func):
+        self.state.library = _part_codegen().create_library(func.__qualname__)
+        return super().compile_extra(func)
+
+
+@functools.cache
+def _part_codegen() -> _PartCodegen:
+    return _PartCodegen("ostinato.parts")
+
+
 # Either would keep LLVM from vectorising a loop: a call left in it, a check for division by zero.  Nothing but loops
 # calls these functions, and a wrapper for C takes as long to compile as the function itself.
-inline_options = {"forceinline": True, "error_model": "numpy", "no_cfunc_wrapper": True}
+inline_options = {
+    "forceinline": True,
+    "error_model": "numpy",
+    "no_cfunc_wrapper": True,
+    "pipeline_class": _PartCompiler,
+}
 inline = register_jitable(**inline_options)
 shared = register_jitable(**inline_options | {"forceinline": False})  # by loops: large, and compiled once for all
 
