@@ -219,6 +219,15 @@ def test_a_layer_that_was_never_called_is_traced(cell, block):
     assert_same(traced(x), layer(x), 1e-6)
 
 
+@by("as planned")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("cell", ["RNN", "GRU", "LSTM"])
+def test_a_trace_from_a_state_passes_torchs_check_of_it(cell):
+    layer = make(cell, 5, 8)
+    traced, (x, hx) = torch.jit.trace(layer, inputs(layer, 3, 6)), inputs(layer, 2, 9)
+    assert_same(traced(x, hx), layer(x, hx), 1e-6)
+
+
 @by("the CPU's")
 def test_export():
     layer = pruned("LSTM", 5, 16, bidirectional=True)

@@ -35,7 +35,7 @@ class TorchLayers(nn.RNNBase):
                     "episodes are packed; torch.autograd.forward_ad can"
                 )
             if hx is not None:  # cuDNN takes no others
-                hx = hidden_of([_in_memory(x).contiguous() for x in states_of(hx)])
+                hx = hidden_of([*map(_contiguous, states_of(hx))])
             if self.mode == "LSTM":  # PyTorch's reads memory that autograd's zero tensors do not have
                 input = _in_memory(input)
             if weights[0].is_cuda and not all(map(operator.is_, weights, self._flat_weights)):
@@ -171,6 +171,12 @@ def as_given(input: Any, rows: Tensor, states: list[Tensor], batch_first: bool) 
     else:
         output = rows.view(*input.shape[:2], rows.shape[1])
     return output, hidden_of(states)
+
+
+def _contiguous(state: Tensor) -> Tensor:
+    # No other tensor is called `state`: ``torch.jit.trace`` numbers those of one name, but not the same way twice, and
+    # then says that its check has failed.
+    return _in_memory(state).contiguous()
 
 
 def _in_memory(x: Any) -> Any:
