@@ -281,6 +281,16 @@ def test_functional_call_and_function_transforms():
     torch.testing.assert_close(*jacobians, rtol=1e-11, atol=1e-12)
 
 
+@by("the CPU's")
+def test_functionalised_layers_are_torchs():
+    layer = make("GRU", 5, 8, 2)
+    x = inputs(layer, 3)[0].requires_grad_()
+    output, _ = torch.func.functionalize(layer)(x)
+    expected, _ = twin(layer)(x)
+    torch.testing.assert_close(output, expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(*(torch.autograd.grad(y.square().sum(), x)[0] for y in (output, expected)))
+
+
 @by("as planned")
 @pytest.mark.parametrize("cell", CELLS)
 @pytest.mark.parametrize("sizes", [(1, 3, 4), (6, 3, 4), (50, 32, 64)])

@@ -40,7 +40,8 @@ def can_take(tensors: list[Tensor]) -> bool:
         return False
     if is_in_torch_dispatch_mode():
         _count_operations()
-    return torch._C._functorch.peek_interpreter_stack() is not None or all(map(is_dense, tensors))
+    transforms = _transforms()
+    return _FUNCTIONALIZE not in transforms if transforms else all(map(is_dense, tensors))
 
 
 def _count_operations() -> None:
@@ -70,7 +71,8 @@ def _formulas() -> dict[Any, Callable]:
     return {of: flop_counter.flop_registry[of] for of in (here.recurrent_layer, here.recurrent_layer_backward)}
 
 
-_VMAP, _JVP = torch._C._functorch.TransformType.Vmap, torch._C._functorch.TransformType.Jvp
+_KINDS = torch._C._functorch.TransformType
+_VMAP, _JVP, _FUNCTIONALIZE = _KINDS.Vmap, _KINDS.Jvp, _KINDS.Functionalize
 
 
 def is_vmapped() -> bool:
