@@ -173,14 +173,26 @@ def test_selective_checkpoints_use_the_kernels(saved, monkeypatch):
 
 @by("the CPU's")
 def test_a_layers_operations_are_counted_as_torchs():
-    layer, x = make("GRU", 5, 32, num_layers=2), torch.randn(20, 2, 5)
-    other, counts = twin(layer), []
-    for module in (layer, other):
-        with FlopCounterMode(display=False) as counter:
-            counter.flop_registry.pop(torch.ops.ostinato.recurrent_layer, None)  # unknown at a process's first call
-            module(x)
-        counts.append(counter.get_total_flops())
-    assert counts[0] == counts[1] == 2 * 20 * 2 * 3 * 32 * (5 + 3 * 32)
+    layer, (x, hx) = make("GRU", 5, 32, num_layers=2), inputs(make("GRU", 5, 32, num_layers=2), 2, 20)
+    other = twin(layer)
+
+    def counts(*call, backward=True):
+        for module in (layer, other):
+            with FlopCounterMode(display=False) as counter:
+                counter.flop_registry.pop(torch.ops.ostinato.recurrent_layer, None)  # unknown at a process's first call
+                result = module(*call)[0]
+                if backward:
+                    result.sum().backward()
+            yield counter.get_total_flops()
+
+    of_inputs, of_first_states = 2 * 20 * 2 * 3 * 32 * 5, 2 * 2 * 2 * 3 * 32 * 32
+    of_others = 3 * 10 * of_first_states  # the second layer's inputs, and both's states
+    both = of_inputs + of_others
+    assert [*counts(x, backward=False)] == [both] * 2
+    assert [*counts(x)] == [3 * both - of_inputs - of_first_states] * 2
+    assert [*counts(x.requires_grad_(), hx.requires_grad_())] == [3 * both] * 2
+    layer.requires_grad_(False), other.requires_grad_(False)
+    assert [*counts(x, hx.detach())] == [2 * both - of_first_states] * 2
 
 
 @by("the CPU's")

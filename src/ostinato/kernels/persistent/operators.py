@@ -63,7 +63,11 @@ def _formulas() -> dict[Any, Callable]:
         return 2 * x[0] * (math.prod(weight_ih) + math.prod(weight_hh))
 
     def backward(*args: Any, out_shape: Any) -> int:
-        return 2 * forward(*args, out_shape=None)
+        given, needed = Arguments(*args[:_INPUTS]), args[-1]
+        of_x, of_h0, _, of_weight_ih, of_weight_hh, *_ = (bool(needed & bit) for bit in _BITS)
+        rows, first = given.x[0], 0 if of_h0 else given.batch
+        of_inputs = (of_x + of_weight_ih) * rows * math.prod(given.weight_ih)
+        return int(2 * (of_inputs + ((1 + of_weight_hh) * rows - first) * math.prod(given.weight_hh)))
 
     here = torch.ops.ostinato
     flop_counter.register_flop_formula(here.recurrent_layer)(forward)
