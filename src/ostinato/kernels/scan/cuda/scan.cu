@@ -37,6 +37,9 @@
 //
 // Later tiles are prefetched to shared memory while the current one is scanned.
 //
+// Short sequences of few channels that lie one behind the other are scanned as one, which is reset where each begins
+// (JOINED).
+//
 // Steps are numbered in scan order.  Steps outside the sequence (ragged ends, shorter packed sequences) act as the
 // identity.
 //
