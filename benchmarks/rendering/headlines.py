@@ -87,7 +87,8 @@ def headlines(device: str) -> str:
             cells[1] = f"{figures(1e3 * seconds)}, {who}"
         if theirs:
             cells[2] = f"{figures(1e3 * min(theirs))} ({report.times(min(theirs) / ours)})"
-        rows.append([what, f"**{milliseconds(timed[OURS])} ms**", *cells, f"`ostinato bench {COMMANDS.get(kind, kind)}`"])
+        command = f"`ostinato bench {COMMANDS.get(kind, kind)}`"
+        rows.append([what, f"**{milliseconds(timed[OURS])} ms**", *cells, command])
         names.append(name)
     head = ["", OURS, "limit", "fastest of the others", "torch.nn at its best", "command"]
     return runs.sourced(Grid(head, rows), *dict.fromkeys(names))

@@ -217,6 +217,7 @@ def test_short_sequences_are_scanned_as_one_where_they_are_adjacent_and_have_no_
         {"packing": "OFFSETS"},
         {"directions": 2},
         {"batch": 1},
+        {"batch": 0},
     ):
         assert launch._join(problem._replace(**apart)) is None
     launch._prepare.cache_clear()

@@ -123,7 +123,7 @@ def _join(problem: Problem) -> Problem | None:
     """
     tensors = *problem.inputs, *problem.outputs, *([problem.resets] if problem.resets else [])
     adjacent = all(sequence == problem.steps * time for sequence, time, _ in tensors)
-    if problem.packing != "DENSE" or problem.batch == 1 or problem.directions > 1 or not adjacent:
+    if problem.packing != "DENSE" or problem.batch < 2 or problem.directions > 1 or not adjacent:
         return None
     joined = sequences_joined(_criteria_of(problem, 0))
     if joined == 1:
