@@ -223,6 +223,17 @@ def test_short_sequences_are_scanned_as_one_where_they_are_adjacent_and_have_no_
     launch._prepare.cache_clear()
 
 
+def test_what_was_joined_is_not_joined_again(monkeypatch):
+    """It would be reset only where a sequence of several begins: of these, two would be taken for one."""
+    monkeypatch.setattr(launch, "describe_device", lambda index: GPUS["H200"])
+    strides = ((31 * 5, 5, 0),) * 3
+    problem = launch.Problem("LinearScanBackward", torch.float32, 0, 15660, 31, 5, strides, strides[:2])
+    joined = launch.Scan(problem)._joined
+    assert (joined.problem.period, joined.problem.steps) == (31, 62)
+    assert launch.sequences_joined(launch._criteria_of(joined.problem, 0)) == 2  # as any others of these sizes
+    assert joined._joined is None
+
+
 def test_more_steps_than_the_kernel_counts_are_refused():
     strides = ((1, 1, 0),) * 2
     problem = launch.Problem("LinearScan", torch.float32, 0, 1, 1 << 31, 1, strides, strides[:1])

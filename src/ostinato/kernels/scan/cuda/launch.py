@@ -119,11 +119,11 @@ def _criteria_of(problem: Problem, alignment: int) -> Criteria:
 def _join(problem: Problem) -> Problem | None:
     """The problem with several sequences, of which one begins where the other ends, as one; None if it stays as it is.
 
-    Their states are zero at first.
+    Their states are zero at first.  What is joined stays as it is: its period would be lost.
     """
     tensors = *problem.inputs, *problem.outputs, *([problem.resets] if problem.resets else [])
     adjacent = all(sequence == problem.steps * time for sequence, time, _ in tensors)
-    if problem.packing != "DENSE" or problem.batch < 2 or problem.directions > 1 or not adjacent:
+    if problem.period or problem.packing != "DENSE" or problem.batch < 2 or problem.directions > 1 or not adjacent:
         return None
     joined = sequences_joined(_criteria_of(problem, 0))
     if joined == 1:
