@@ -64,6 +64,8 @@ CALLS = {
         *uniform(2, 1, 99, 4096), cu_seqlens=torch.tensor([0, 9, 99], dtype=torch.int32)
     ),
     "along time": lambda: ostinato.linear_scan(*uniform(2, 300, 40, 9).mT),
+    "short": lambda: ostinato.linear_scan(*uniform(2, 6000, 12, 3)),
+    "short from a state": lambda: ostinato.linear_scan(*uniform(2, 6000, 12, 3), uniform(6000, 3)),
     "log_linear_scan": lambda: ostinato.log_linear_scan(*uniform(2, 300, 9, 40), resets=torch.ones(300, 9) > 0),
     "a recurrence": lambda: gated(*uniform(2, 300, 9, 40), uniform(40)),
     "MinGRU": lambda: ostinato.MinGRU(3, 40, bidirectional=True)(torch.rand(9, 300, 3)),

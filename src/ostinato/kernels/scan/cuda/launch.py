@@ -358,7 +358,7 @@ class Scan:
         launch = self._launches.get(alignment)
         if launch is None:
             if self._gradient is not None and eager.call.differentiated:
-                self._gradient().compile_ahead(alignment)
+                self._gradient().compile_ahead(alignment, from_state=addresses[-3] != 0)
             launch = self._launches[alignment] = _prepare(self.problem, self._parameter_dtype, alignment)
         sums, others = None, (0, 0, 0)
         if self._sums:
@@ -376,8 +376,8 @@ class Scan:
                     launch.start(*addresses, *others, published, 0, epoch, 0)
         return None if sums is None else sums.sum(0)
 
-    def compile_ahead(self, alignment: int) -> None:
-        """Begin to compile the kernel for addresses with these low bits, and no states."""
-        problem = self.problem if self._joined is None else self._joined.problem
+    def compile_ahead(self, alignment: int, *, from_state: bool) -> None:
+        """Begin to compile the kernel of a gradient for addresses with these low bits, but not for the last state's."""
+        problem = self.problem if from_state or self._joined is None else self._joined.problem
         kernel = _choose_kernel(problem, self._parameter_dtype, alignment)
         nvrtc.compile_ahead(source(problem.code), kernel.definitions, problem.device)
