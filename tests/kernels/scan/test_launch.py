@@ -205,7 +205,8 @@ def test_short_sequences_are_scanned_as_one_where_they_are_adjacent_and_have_no_
     scan, like = launch.Scan(problem), torch.zeros(1)
     scan.launch(like, (16, 32, 48, 0, 0, 64, 0))
     scan.launch(like, (16, 32, 48, 0, 80, 64, 0))  # from a given state
-    assert launched == [(1, 1500), (0, 6000)]
+    scan.launch(like, (16, 32, 48, 0, 0, 0, 0))  # without a place for the last one, which joined sequences write
+    assert launched == [(1, 1500), (0, 6000), (0, 6000)]
     whole = ((48 * 3, 3, 0),) * 2
     changes = {"batch": 1500, "steps": 48, "inputs": whole, "outputs": whole[:1], "resets": (48, 1, 0), "period": 12}
     assert launch._join(problem) == problem._replace(**changes)

@@ -352,8 +352,10 @@ class Scan:
         the first step in time.  Backward with parameters, returns their gradients, (directions, parameters, channels),
         in the dtype of computation.
         """
-        if self._joined is not None and not (addresses[-3] or addresses[-1]):
-            return self._joined.launch(like, addresses, bounds, resets)
+        if self._joined is not None:
+            initial, last, first = addresses[-3:]
+            if not (initial or first) and (last or self.problem.backward):  # forward it writes all last states
+                return self._joined.launch(like, addresses, bounds, resets)
         alignment = functools.reduce(operator.or_, addresses) & 15
         launch = self._launches.get(alignment)
         if launch is None:

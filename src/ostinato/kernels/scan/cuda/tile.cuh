@@ -59,6 +59,7 @@ constexpr int BUFFERS = STAYS ? 1 : CHAINED && !LOOKS_BACK ? 3 : 2;
 constexpr int PARTS = STAYS ? 4 : 1;  // of a tile, copied one after the other and composed as they come
 constexpr int PART = ROWS / PARTS;    // of a thread's rows
 static_assert(ROWS % PARTS == 0);
+static_assert(!JOINED || (NARROW && !CHAINED && PACKING == DENSE), "last states are read from a narrow strip");
 static_assert(!STAYS || (CHAINED && !LOOKS_BACK && STAGES == 1 && NARROW && PACKING == DENSE && SEGMENTS == 1));
 
 using Element = ELEMENT;
