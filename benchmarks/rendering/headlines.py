@@ -60,7 +60,7 @@ HEADLINES = {
 }
 
 
-COMMANDS = {"flashrnn": 'training --only "T512 dense"'}  # of runs that are not named for theirs
+COMMANDS = {"flashrnn": 'training --only "T512 dense"'}  # of runs that are a part of another kind's
 
 
 def headlines(device: str) -> str:

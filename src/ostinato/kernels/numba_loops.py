@@ -133,11 +133,13 @@ class _PartCodegen(JITCPUCodegen):
     def _add_module(self, module):
         pass
 
-    def set_env(self, env_name, env):
+    def set_env(self, env_name, env):  # which would look for it in the machine code
         pass
 
 
 class _PartCompiler(Compiler):
+    """Numba's own, but with a library of those."""
+
     def compile_extra(self, func):
         self.state.library = _part_codegen().create_library(func.__qualname__)
         return super().compile_extra(func)

@@ -323,7 +323,8 @@ def _start_drawing(device: int, launch: _Launch, published: int, epoch: int, giv
 class Scan:
     """A problem's launches: the kernel is chosen once for each alignment of the addresses.
 
-    ``gradient`` returns the scan that the backward pass will likely ask for.
+    ``gradient`` returns the scan that the backward pass will likely ask for.  Short sequences are scanned as one where
+    that is faster and no state is given.
     """
 
     def __init__(

@@ -345,7 +345,7 @@ struct Steps {
                     if constexpr (NARROW) strip.element[Strip::place(at, u, shift)] = results[u][k];
                     else store_pack(at, rows.row(at, chunk, tile, u), results[u][k]);
                 }
-            if constexpr (JOINED && !BACKWARD) {
+            if constexpr (JOINED && !BACKWARD) {  // read back, as registers cannot be indexed
                 for (unsigned left = at.inside ? joints(at, chunk, 1) : 0; left; left &= left - 1) {
                     const int u = __ffs(left) - 1;
                     const Pack last = Pack(strip.get(Strip::place(at, u, shift)));

@@ -8,15 +8,15 @@ from ostinato.kernels.scan.cuda.criteria import FILLED, FULL, LINEAR, LONG, SHOR
 from ostinato.kernels.scan.cuda.geometry import Geometry
 
 # Of narrow sequences, measured on an H200:
-MOST_CHANNELS, FEW_CHANNELS = 31, 7  # of which there are any, and those that no other geometry suits
-MOST_BYTES = 128 << 10  # of one input, unless of few channels
+MOST_CHANNELS, FEW_CHANNELS = 31, 7  # of all, and of those that may be long, as no other geometry suits them
+MOST_BYTES = 128 << 10  # of a sequence of one input, unless of few channels
 WARPS, BUSY_WARPS = 16, 10  # of a multiprocessor: resident, with as many registers as they need, and to keep it busy
 BYTES_OF_WARP = 24_000  # of a sequence, all inputs together
 LINEAR_ROWS, ROWS = 15, 11  # of linear scans' tiles and of others'
 CONFLICT, BEGINNING = 0.1, 2  # the time of a bank conflict at a row and of a tile's beginning, in rows
 BLOCK = 6  # the time of a block's beginning and end, in rows
 JOINED_BYTES = 8 << 10  # of an input, at most, of sequences scanned as one
-TESTS = 1.1  # the time of a forward pass that looks for the ends of sequences, if for no other reset
+TESTS = 1.1  # by how much it takes longer to look for the ends of sequences, forward and without a mask of resets
 FEW_STEPS = 32  # of which linear scans have a geometry of their own
 THREADS = 384  # a multiprocessor's occupancy target, with as many registers as they need
 
@@ -44,8 +44,8 @@ def sequences_joined(scan: Criteria) -> int:
         waves = whole.sequences * geometry.warps / (WARPS * processors)
         return (waves + 1) * ((tests if joined > 1 else 1) * _rows_of_block(whole, geometry) + BLOCK)
 
-    def divisor(most: int) -> int:
-        return next(n for n in range(most, 0, -1) if scan.sequences % n == 0)
+    def divisor(limit: int) -> int:
+        return next(n for n in range(limit, 0, -1) if scan.sequences % n == 0)
 
     return min((divisor(most >> n) for n in reversed(range(most.bit_length()))), key=cost)
 
