@@ -180,8 +180,9 @@ def test_one_token_has_no_loss():
 
 
 def test_tokens_that_are_none():
-    with pytest.raises(TypeError, match=r"tokens must be integers; got a tensor of torch\.float32"):
-        make(torch.rand(500), 2)
+    for dtype in (torch.float32, torch.bool, torch.complex64):
+        with pytest.raises(TypeError, match=rf"tokens must be integers; got a tensor of {dtype}"):
+            make(torch.zeros(500, dtype=dtype), 2)
     with pytest.raises(ValueError, match=r"tokens must have shape \(N,\); got \(2, 500\)"):
         make(torch.zeros(2, 500).long(), 2)
 

@@ -345,7 +345,7 @@ def _loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
 def _train_size(tokens: Tensor, settings: TrainingSettings) -> int:
     """How many of the tokens, from the first on, are trained on."""
     check_tensor("tokens", tokens)
-    if tokens.is_floating_point():
+    if tokens.dtype is torch.bool or tokens.is_floating_point() or tokens.is_complex():
         raise TypeError(f"tokens must be integers; got {describe(tokens)}")
     if tokens.dim() != 1:
         raise ValueError(f"tokens must have shape (N,); got {tuple(tokens.shape)}")
