@@ -25,13 +25,14 @@ def _power_of_two(x: float, least: int, most: int) -> int:
     return max(least, min(most, 1 << max(0, round(math.log2(max(x, 1))))))
 
 
+@functools.lru_cache(maxsize=4096)
 def sequences_joined(scan: Criteria) -> int:
     """How many short sequences of few channels are scanned as one: a divisor of their number, one if none are.
 
     A block of its own takes as long to begin as to scan some dozens of steps, and few tiles fit the steps of a short
     sequence.  But while the last blocks end, as the first begin, the memory is not busy.
     """
-    if stream_narrow(scan) is None or scan.sequence_bytes == 0:
+    if scan.sequences < 2 or scan.sequence_bytes == 0 or stream_narrow(scan) is None:
         return 1
     processors = scan.device.processors
     tests = 1 if scan.resets or scan.backward else TESTS
