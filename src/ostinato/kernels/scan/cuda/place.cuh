@@ -54,10 +54,10 @@ struct Place {
         return left >= ROWS ? OF_ROWS : left > 0 ? ~(~0u << left) : 0;
     }
     __device__ Scalar* sequence(const Tensor& x) const { return x.data + batch * x.batch + direction * x.direction; }
-    // The first element of a state: of sequence n of those packed, or joined in this one.
+    // The first element of a state: of sequence n of those packed, or joined in this one, which else is 0.
     __device__ Index state(int n) const {
         const int before = JOINED ? batch * (p.steps / p.period) : direction * p.batch + batch;
-        return Index(PACKING == CU_SEQLENS ? n : JOINED ? before + n : before) * p.channels + channel;
+        return Index(PACKING == CU_SEQLENS ? n : before + n) * p.channels + channel;
     }
 };
 
