@@ -40,8 +40,9 @@ def can_take(tensors: list[Tensor]) -> bool:
         return False
     if is_in_torch_dispatch_mode():
         _count_operations()
-    transforms = _transforms()
-    return _FUNCTIONALIZE not in transforms if transforms else all(map(is_dense, tensors))
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return all(map(is_dense, tensors))
+    return _FUNCTIONALIZE not in _transforms()
 
 
 def _count_operations() -> None:
