@@ -159,7 +159,7 @@ inline_options = {
     "pipeline_class": _PartCompiler,
 }
 inline = register_jitable(**inline_options)
-shared = register_jitable(**inline_options | {"forceinline": False})  # by loops: large, and compiled once for all
+shared = register_jitable(**inline_options | {"forceinline": False})  # large: one function for all its calls in a loop
 
 
 @intrinsic
