@@ -136,7 +136,7 @@ class Case:
 
     def check(self):
         torch.cuda.synchronize()
-        cuda_launch.check(self.plan.geometry.forward, 0)
+        cuda_launch.check(0)
 
 
 def double(x):
