@@ -87,20 +87,33 @@ SWITCHES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
 
 @contextmanager
 def switched_off(name: str) -> Iterator[None]:
-    """Compile the kernels without an optimisation, or as they are for ""."""
+    """Compile the kernels without an optimisation, or as they are for "".
+
+    Raises RuntimeError if nothing was compiled so: kernels that were kept would be timed as they are.
+    """
     source, substitutions = nvrtc.source, SWITCHES[name][1] if name else {}
+    replaced: set[str] = set()
 
     def patched(*files: str) -> str:
         text = source(*files)
         for old, new in substitutions.items():
+            if old in text:
+                replaced.add(old)
             text = text.replace(old, new)
         return text
 
     banks = property(lambda _: 1) if name and not substitutions else Geometry.banks
-    cuda_launch.kernels.cache_clear()
+    _forget_kernels()
     with mock.patch.object(nvrtc, "source", patched), mock.patch.object(Geometry, "banks", banks):
         yield
-    cuda_launch.kernels.cache_clear()
+    _forget_kernels()
+    if replaced != set(substitutions):
+        raise RuntimeError(f"no kernel was compiled without {name}")
+
+
+def _forget_kernels() -> None:
+    for kept in (cuda_launch.kernels, cuda_launch._launch_of):
+        kept.cache_clear()
 
 
 def variant(work: RecurrentLayer, path: str, name: str) -> float:

@@ -415,6 +415,14 @@ def test_what_the_ablation_replaces_stands_in_the_kernels():
             assert kernel not in kernels or all(old in text for old in replaced)
 
 
+def test_an_ablation_that_compiles_nothing_is_an_error():
+    with (
+        pytest.raises(RuntimeError, match="no kernel was compiled without prefetches"),
+        ablation.switched_off("prefetches"),
+    ):
+        pass
+
+
 def test_what_takes_longest_to_compile_comes_first_and_nothing_twice():
     tasks = warm.tasks()
     assert len(set(tasks)) == len(tasks)
