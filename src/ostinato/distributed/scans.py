@@ -119,7 +119,8 @@ def run(
     .. math:: h_t = a(x_t) \, h_{t-1} + b(x_t)
 
     Args, results and errors as those of the recurrence and of :func:`linear_scan` here.  Also raises ValueError for a
-    recurrence that is not linear in its state, which is inherently sequential, and TypeError for complex arguments.
+    recurrence that is not linear in its state, which is inherently sequential, and TypeError for complex arguments; in
+    a group of one it is the recurrence itself, which takes both.
 
     Example:
         >>> import torch, ostinato, ostinato.distributed

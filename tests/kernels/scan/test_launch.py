@@ -206,7 +206,10 @@ def test_short_sequences_are_scanned_as_one_where_they_are_adjacent_and_have_no_
     scan.launch(like, (16, 32, 48, 0, 0, 64, 0))
     scan.launch(like, (16, 32, 48, 0, 80, 64, 0))  # from a given state
     scan.launch(like, (16, 32, 48, 0, 0, 0, 0))  # without a place for the last one, which joined sequences write
-    assert launched == [(1, 1500), (0, 6000), (0, 6000)]
+    backward = {"element": "LinearScanBackward", "dtype": torch.bfloat16, "inputs": strides[:1] * 3, "outputs": strides}
+    gradient = launch.Scan(problem._replace(**backward, reverse=True, resets=None))
+    gradient.launch(like, (16, 32, 48, 64, 80, 0, 0, 0, 0))
+    assert launched == [(1, 1500), (0, 6000), (0, 6000), (1, 1500)]
     whole = ((48 * 3, 3, 0),) * 2
     changes = {"batch": 1500, "steps": 48, "inputs": whole, "outputs": whole[:1], "resets": (48, 1, 0), "period": 12}
     assert launch._join(problem) == problem._replace(**changes)
