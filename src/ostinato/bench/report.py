@@ -32,6 +32,7 @@ PEERS = {  # of recurrent layers: columns by contestant
     "Ostinato, sparse kernel": "sparse kernel",
     "Ostinato, block kernel": "block kernel",
 }
+OTHERS = "torch.nn", "torchrl", "flashrnn"  # of these: layers of other code, whose errors are their own
 
 
 @dataclass
@@ -133,7 +134,7 @@ def recurrent_layers(records: list[Record], device_type: str, leave_out: Iterabl
         columns["torch.nn"] = "cuDNN"
     head = ["µs a step", "plan", OURS, "error"]
     for who, column in columns.items():
-        head += [column, "its error"] if who == "torch.nn" else [column]
+        head += [column, "its error"] if who in OTHERS else [column]
     rows = []
     for record in records:
         outcomes = record["contestants"]
@@ -148,7 +149,7 @@ def recurrent_layers(records: list[Record], device_type: str, leave_out: Iterabl
             found = outcomes.get(who, {})
             timed = "seconds" in found
             row.append(f"{step(found)} ({times(found['times_ostinato'])}){mark(found)}" if timed else "–")
-            if who == "torch.nn":
+            if who in OTHERS:
                 row.append(f"{found['max_error']:.0e}" if timed else "–")
         best = speedup(record) if "torch.nn in a CUDA graph" in ran else None
         rows.append([*row, f"**{times(best)}**" if best else "–"])
