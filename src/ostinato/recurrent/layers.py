@@ -32,7 +32,10 @@ class _Recurrent(SequenceLayers, StepLayers[State]):
         self, input: Tensor | PackedSequence, hx: State | None = None, *, resets: Tensor | None = None
     ) -> tuple[Any, Any]:
         """Run the whole sequence; see the class."""
-        if not torch.compiler.is_compiling() and get_eval_frame_callback():
+        if torch.compiler.is_compiling():
+            if torch.compiler.is_dynamo_compiling() and not torch._dynamo.config.allow_rnn:  # as it tries from 2.15 on
+                torch._dynamo.skip_frame(msg="RNN, GRU and LSTM compile with torch._dynamo.config.allow_rnn = True")
+        elif get_eval_frame_callback():
             return _unfollowed()(self, input, hx, resets=resets)
         _check_types(input, hx, self.mode == "LSTM")
         steps = input.shape[self._time(input)] if isinstance(input, Tensor) and input.dim() > 1 else None
