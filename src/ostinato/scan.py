@@ -27,8 +27,8 @@ def linear_scan(
 
     It is computed as an associative scan: two steps compose into one,
     ``(A2, B2) o (A1, B1) = (A2*A1, A2*B1 + B2)``, so T steps take O(log T) depth (Blelloch 1990; section 3
-    of Feng et al. 2024, arXiv 2410.01201).  float16, bfloat16 and float32 accumulate in float32, float64 in
-    float64; the same call on the same device gives the same bits.
+    of Feng et al. 2024, arXiv 2410.01201).  float16, bfloat16 and float32 accumulate in float32 or wider,
+    float64 in float64; the same call on the same device gives the same bits.
 
     Args:
         a: coefficients, (B, T, D), any strides, float16, bfloat16, float32, float64, complex64 or complex128.

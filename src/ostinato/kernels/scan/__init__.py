@@ -55,8 +55,8 @@ class Backend(Protocol):
 
     ``a``, ``b``, ``h`` are (B, T, D) with any strides, ``h0`` and ``h_last`` (B, D), or (N, D) with ``cu_seqlens``; an
     absent ``h0`` is the zero state, an absent gradient is zero.  Results are contiguous, or laid out as the backend's
-    ``states_like`` does, do not alias anything, and have the inputs' dtype; float32 and narrower accumulate in float32,
-    float64 in float64.
+    ``states_like`` does, do not alias anything, and have the inputs' dtype; float32 and narrower accumulate in float32
+    or wider, float64 in float64.
     """
 
     def linear_scan(self, a: Tensor, b: Tensor, h0: Tensor | None, order: Order) -> tuple[Tensor, Tensor]:
