@@ -146,8 +146,8 @@ class StackedLayers(nn.Module, Generic[State]):
         if isinstance(input, PackedSequence):
             return self._forward_packed(input, hx, resets)
         alone = resets is None and self._is_step(input)
-        if alone and (again := self._step_again(input.squeeze(self._time), hx)) is not None:
-            return self._as_sequence(*again)
+        if alone and (found := self._cached_step(input.squeeze(self._time), hx)) is not None:
+            return self._as_sequence(*found)
         layout = "(T, B, input_size), (B, T, input_size) if batch_first, or (T, input_size)"
         check_input(input, self.input_size, self._parameter("weight_ih_l0"), (2, 3), layout)
         if resets is not None:
@@ -279,9 +279,9 @@ class StackedLayers(nn.Module, Generic[State]):
         if self.bidirectional:
             raise ValueError("step needs a module that runs forward in time; this one is bidirectional")
         check_unsharded("step", self.sequence_group)
-        again = None if torch.compiler.is_compiling() else self._step_again(x, state)
-        if again is not None:
-            return again
+        found = None if torch.compiler.is_compiling() else self._cached_step(x, state)
+        if found is not None:
+            return found
         check_input(x, self.input_size, self._parameter("weight_ih_l0"), (1, 2), ONE_STEP, "x")
         batched = x.dim() == 2
         self._check_state(state, x.shape[:-1], "state")
@@ -297,7 +297,7 @@ class StackedLayers(nn.Module, Generic[State]):
         new = stacked(states)
         return (y, new) if batched else (y[0], each(lambda own: own.squeeze(1), new))
 
-    def _step_again(self, x: Any, state: Any) -> tuple[Tensor, Any] | None:
+    def _cached_step(self, x: Any, state: Any) -> tuple[Tensor, Any] | None:
         """The fast path of :meth:`step` for a call like one that was validated before, if the subclass caches these."""
         return None
 

@@ -219,7 +219,7 @@ class Recurrence:
         """
         step = step_of(self.traced(arguments), *states[0].shape, states[0].dtype)
         if (recorder := recording()) is not None:
-            return recorder.call(step, arguments, states, prepare=functools.partial(step.again, arguments, states))
+            return recorder.call(step, arguments, states, prepare=functools.partial(step.replay, arguments, states))
         return step(arguments, states)
 
     def _by_torch(

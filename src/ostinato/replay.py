@@ -51,10 +51,10 @@ class Recorder(TorchDispatchMode):
         self.__exit__(None, None, None)
         try:
             result = function(*args)
-            again = prepare(result) or functools.partial(_copied, tree_leaves(result), function, args, {})
+            replay = prepare(result) or functools.partial(_copied, tree_leaves(result), function, args, {})
         finally:
             self.__enter__()
-        self._calls.append(again)
+        self._calls.append(replay)
         return result
 
     def repeat(self) -> None:

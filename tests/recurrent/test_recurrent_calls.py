@@ -327,8 +327,8 @@ def test_a_call_runs_what_was_prepared_for_one_like_it(bidirectional, monkeypatc
 
 def test_a_call_is_checked_unless_one_like_it_was(monkeypatch):
     layer, checked = ostinato.GRU(5, 8, batch_first=True), []
-    check = ostinato.GRU._checked
-    monkeypatch.setattr(ostinato.GRU, "_checked", lambda *args: checked.append(1) or check(*args))
+    check = ostinato.GRU._find_kernels
+    monkeypatch.setattr(ostinato.GRU, "_find_kernels", lambda *args: checked.append(1) or check(*args))
     x, hx = inputs(layer, 3)
 
     def checks(x, hx, **resets):

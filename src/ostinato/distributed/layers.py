@@ -1,5 +1,7 @@
 """Layers of a sequence that is sharded along time."""
 
+from typing import TypeVar
+
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -11,7 +13,8 @@ from ostinato.distributed.boundary import Boundary
 from ostinato.distributed.collectives import Gathered, Shared, group_of
 from ostinato.distributed.steps import Minimal, ends
 from ostinato.kernels.gemm import linear
-from ostinato.recurrent.conversion import Module
+
+Module = TypeVar("Module", bound=nn.Module)
 
 
 def sequence_parallel(module: Module, group: ProcessGroup | DeviceMesh) -> Module:

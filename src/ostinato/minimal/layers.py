@@ -68,13 +68,13 @@ class _MinimalLayers(DiagonalLayers[Tensor]):
             and recording() is None
         )
 
-    def _step_again(self, x: Any, state: Any) -> tuple[Tensor, Any] | None:
-        return self._layer_again(0, x, state) if self.num_layers == 1 else None
+    def _cached_step(self, x: Any, state: Any) -> tuple[Tensor, Any] | None:
+        return self._cached_step_of_layer(0, x, state) if self.num_layers == 1 else None
 
-    def _layer_again(self, layer: int, x: Any, h: Any) -> tuple[Tensor, Any] | None:
+    def _cached_step_of_layer(self, layer: int, x: Any, h: Any) -> tuple[Tensor, Any] | None:
         """The step of a layer, if one like it is cached."""
         weight, bias = self._parameter(f"weight_ih_l{layer}"), self._parameter(f"bias_ih_l{layer}")
-        state = _STEPS.again(self.cell, self.candidate, self.backend, x, weight, bias, h)
+        state = _STEPS.run(self.cell, self.candidate, self.backend, x, weight, bias, h)
         if state is None:
             return None
         return (state, state.unsqueeze(0)) if h is None else (state.squeeze(0), state)
@@ -83,13 +83,13 @@ class _MinimalLayers(DiagonalLayers[Tensor]):
         if recording() is not None:
             return super()._step_of_layer(layer, x, h0)
         if self.num_layers > 1 and not torch.compiler.is_compiling():
-            again = self._layer_again(layer, x, h0)
-            if again is not None:
-                return again
+            found = self._cached_step_of_layer(layer, x, h0)
+            if found is not None:
+                return found
         weight, bias = self._parameters_of(f"l{layer}", x.shape[-1]).values()
         if steps_alone(x, weight, self.backend):
             state = next_state(self.cell, self.candidate, x, weight, bias, h0)
-            _STEPS.remember(self.cell, self.candidate, self.backend, x, weight, bias, h0)
+            _STEPS.add(self.cell, self.candidate, self.backend, x, weight, bias, h0)
             return (state, state.unsqueeze(0)) if h0 is None else (state.squeeze(0), state)
         h, h_last = self._scan(linear(x, weight).unsqueeze(0), bias, h0, None, None, batch_first=False)
         return h.squeeze(0), h_last

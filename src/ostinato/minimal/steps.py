@@ -42,7 +42,7 @@ class StepCache:
     def __init__(self) -> None:
         self._steps = Prepared()  # kernels, by tensors and settings
 
-    def again(
+    def run(
         self, cell: str, candidate: str, backend: str, x: Any, weight: Tensor, bias: Tensor | None, h: Any
     ) -> Tensor | None:
         """The state after a step like one that is cached; None for others."""
@@ -51,7 +51,7 @@ class StepCache:
         step = self._steps.find(*_like_step(cell, candidate, backend, x, weight, bias, h))
         return None if step is None else step(x, weight, bias, h)
 
-    def remember(
+    def add(
         self, cell: str, candidate: str, backend: str, x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor | None
     ) -> None:
         """Cache a step that was validated, if there is a kernel for it."""

@@ -66,14 +66,14 @@ def _by_autograd(
     cells: Step, x: Tensor, states: list[Tensor], weights: list[Tensor], grads: Gradients, needed: Sequence[bool]
 ) -> Gradients:
     """The gradients of the tensors that need them, differentiable where gradients are enabled."""
-    again, first = torch.is_grad_enabled(), 1 + len(states)
+    create_graph, first = torch.is_grad_enabled(), 1 + len(states)
     with torch.enable_grad():
         own = [tensor.view_as(tensor) for tensor in (x, *states, *weights)]  # tells the same tensor given twice apart
         output, new = cells(own[0], own[1:first], own[first:])
         results = [y for y, grad in zip((output, *new), grads, strict=True) if grad is not None]
         inputs = [tensor for tensor, need in zip(own, needed, strict=True) if need]
         given = [grad for grad in grads if grad is not None]
-        found = iter(torch.autograd.grad(results, inputs, given, create_graph=again, allow_unused=True))
+        found = iter(torch.autograd.grad(results, inputs, given, create_graph=create_graph, allow_unused=True))
     return [next(found) if need else None for need in needed]
 
 

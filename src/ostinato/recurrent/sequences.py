@@ -63,10 +63,10 @@ class SequenceLayers(MaskedLayers):
     def _kernels_for(
         self, input: Any, states: list[Tensor], weights: list[Tensor], resets: Tensor | None
     ) -> KernelCall | None:
-        """The call if kernels compute it; None for torch's, which also raise the errors of invalid calls."""
+        """The call if kernels compute it, cached; None for torch's, which also raise the errors of invalid calls."""
         special = self._buffers or not isinstance(input, Tensor) or weights[0].is_meta
         if special or torch.compiler.is_compiling():
-            return self._checked(input, states, weights, resets)
+            return self._find_kernels(input, states, weights, resets)
         like, device, dtype = [input, *weights, *states], weights[0].device, weights[0].dtype
         if resets is not None:
             like.append(resets)
@@ -74,15 +74,15 @@ class SequenceLayers(MaskedLayers):
         sizes = self.input_size, self.hidden_size, self.num_layers, self.bidirectional
         how = *sizes, self.mode, self.batch_first, self._path, autocast, layers_round(device, dtype), resets is None
         found: KernelCall | None = _CALLS.find(like, *how)
-        if found is None and (found := self._checked(input, states, weights, resets)) is not None:
+        if found is None and (found := self._find_kernels(input, states, weights, resets)) is not None:
             known = found._replace(layers={})
             _CALLS.add(lambda: known, like, *how)
         return found
 
-    def _checked(
+    def _find_kernels(
         self, input: Any, states: list[Tensor], weights: list[Tensor], resets: Tensor | None
     ) -> KernelCall | None:
-        """As :meth:`_kernels_for`, where no call like it was checked before."""
+        """As :meth:`_kernels_for`, uncached: checks the call and asks for its plan."""
         if self.proj_size or torch.jit.is_tracing():  # a plan looks at masks, which a trace would record
             return None
         size = _size_of(input, self.batch_first)

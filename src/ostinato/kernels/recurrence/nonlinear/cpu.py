@@ -80,7 +80,7 @@ class Step:
         self._run(self._work_on(arguments, following))
         return following
 
-    def again(
+    def replay(
         self, arguments: Sequence[Tensor], states: Sequence[Tensor], following: Sequence[Tensor]
     ) -> Callable[[], None]:
         """A function that repeats a call from and into the same memory."""
