@@ -52,7 +52,7 @@ def test_both_kernels_of_a_layer_are_compiled_at_the_same_time(monkeypatch):
 def test_a_timeout_is_told_once_and_not_blamed_on_the_next_kernel(monkeypatch):
     failure = SimpleNamespace(flag=[1])
     monkeypatch.setattr(cuda_launch, "_failure", {2: failure}.get)
-    with pytest.raises(RuntimeError, match=r"^an earlier persistent kernel on GPU 2 waited in vain"):
+    with pytest.raises(RuntimeError, match=r"^an earlier persistent kernel on GPU 2 timed out"):
         cuda_launch.check(2)
     cuda_launch.check(2)
     assert failure.flag == [0]
@@ -140,7 +140,7 @@ def test_streams_graph_and_a_wait_given_up():
     assert all(map(torch.equal, captured, both(*calls[0])))
 
     cuda_launch._failure(0).flag[0] = 1
-    with pytest.raises(RuntimeError, match="earlier persistent kernel on GPU 0 waited in vain"):
+    with pytest.raises(RuntimeError, match="earlier persistent kernel on GPU 0 timed out"):
         cases[0].forward(inputs[0], False)
 
 

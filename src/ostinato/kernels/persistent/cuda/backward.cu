@@ -32,11 +32,15 @@ struct Units : Block {
     Sum totals[ONE_UNIT ? ADJACENT : ITEMS][GRADS] = {};  // of the gates over steps, of a unit's items in one
     Span spans[ITEMS] = {};
     // A step's derivatives, computed before the gradients that they multiply arrive.
-    float slope[ITEMS][GATES], direct[ITEMS] = {}, gate[ITEMS], through[ITEMS], given[ITEMS];
+    float slope[ITEMS][GATES];  // by a gate's pre-activation: of h; of c for an LSTM's i, f and g; of n's for a GRU's r
+    float direct[ITEMS] = {};   // of h by the h before, not through the weights: a GRU's z
+    float gate[ITEMS];          // of an LSTM's c by the c before: f; of n's pre-activation by a GRU's recurrent part: r
+    float through[ITEMS];       // of an LSTM's h by its c
+    float given[ITEMS];         // the gradient of the output
     // As loaded: to take adjacent numbers apart is to wait for them.
     static constexpr int LOADS = ITEMS / ADJACENT;
-    Few<Scalar>::Bits pre[LOADS][GATES], grad[LOADS], candidate[LOADS], before[LOADS];
-    Few<float> cell[LOADS], cell_before[LOADS];
+    Adjacent<Scalar>::Bits pre[LOADS][GATES], grad[LOADS], candidate[LOADS], before[LOADS];
+    Adjacent<float> cell[LOADS], cell_before[LOADS];
     Resets resets;  // before the step that is differentiated next
     bool begins[ITEMS] = {}, began[ITEMS];  // whether the next step to be processed, and the last, start from zero
 
@@ -63,20 +67,20 @@ struct Units : Block {
             const size_t at = place(rows.first, i);
             const Scalar* gates = p.pre + place(rows.first, i, GATES);
 #pragma unroll
-            for (int g = 0; g < GATES; ++g) pre[k][g] = Few<Scalar>::bits_once(gates + g * HIDDEN);
-            if (p.grad_output) grad[k] = Few<Scalar>::bits_once(p.grad_output + at);
+            for (int g = 0; g < GATES; ++g) pre[k][g] = Adjacent<Scalar>::bits_once(gates + g * HIDDEN);
+            if (p.grad_output) grad[k] = Adjacent<Scalar>::bits_once(p.grad_output + at);
             if (TAKES_STATE) {
-                candidate[k] = Few<Scalar>::bits_once(p.candidate + at);
+                candidate[k] = Adjacent<Scalar>::bits_once(p.candidate + at);
                 const bool begins_here = !has_earlier || !live(i, earlier);
                 const Scalar* state = begins_here ? p.h0 : p.h;
                 before[k] = {};
-                if (state) before[k] = Few<Scalar>::bits_once(state + place(begins_here ? 0 : earlier.first, i));
+                if (state) before[k] = Adjacent<Scalar>::bits_once(state + place(begins_here ? 0 : earlier.first, i));
             }
             if (TAKES_CELL) {
-                cell[k] = Few<float>::load(p.cells + at);
+                cell[k] = Adjacent<float>::load(p.cells + at);
                 cell_before[k] = {};
                 if (has_earlier && live(i, earlier)) {
-                    cell_before[k] = Few<float>::load(p.cells + place(earlier.first, i));
+                    cell_before[k] = Adjacent<float>::load(p.cells + place(earlier.first, i));
                 } else if (p.c0) {
 #pragma unroll
                     for (int j = 0; j < ADJACENT; ++j) cell_before[k].x[j] = widen(p.c0[place(0, i + j)]);
@@ -93,7 +97,9 @@ struct Units : Block {
             if (idle(i)) continue;
             const int k = i / ADJACENT, j = i % ADJACENT;
             begins[i] = resets.before[k];
-            const auto taken_apart = [&](Few<Scalar>::Bits loaded) { return widen(Few<Scalar>::of(loaded).x[j]); };
+            const auto taken_apart = [&](Adjacent<Scalar>::Bits loaded) {
+                return widen(Adjacent<Scalar>::of(loaded).x[j]);
+            };
             float x[GATES];
 #pragma unroll
             for (int g = 0; g < GATES; ++g) x[g] = taken_apart(pre[k][g]);
@@ -209,7 +215,7 @@ struct Units : Block {
                     of_gate[j] = d[i + j][g];
                     totals[ONE_UNIT ? j : i + j][g] += of_gate[j];
                 }
-                few_bits(of_gate).store(grads + g * HIDDEN);
+                adjacent_bits(of_gate).store(grads + g * HIDDEN);
             }
         }
     }
@@ -217,7 +223,7 @@ struct Units : Block {
     __device__ void add(const Product& product, const float* sums, const Mailbox& mailbox, int step,
                         Timeout& timeout) {
         if (idle(0)) return;
-        Few<float> sum[LOADS];
+        Adjacent<float> sum[LOADS];
 #pragma unroll
         for (int i = 0; i < ITEMS; i += ADJACENT)
             sum[i / ADJACENT] = product.sum(sums, spans[i], mailbox.rank * UNITS + unit_of(i), sequence_of_sums(i));
@@ -263,11 +269,11 @@ struct Units : Block {
             if (!owned(i)) continue;
 #pragma unroll
             for (int g = 0; g < GRADS; ++g) {
-                Sum& few = totals[ONE_UNIT ? i % ADJACENT : i][g];
+                Sum& latest = totals[ONE_UNIT ? i % ADJACENT : i][g];
                 float* all = p.totals + place(0, i, GRADS) + g * HIDDEN;
-                if (SCATTERS || taken < SUMMED) *all = few;
-                else atomicAdd(all, few);  // which, unlike a load, nobody waits for
-                few = 0;
+                if (SCATTERS || taken < SUMMED) *all = latest;
+                else atomicAdd(all, latest);  // which, unlike a load, nobody waits for
+                latest = 0;
             }
         }
     }

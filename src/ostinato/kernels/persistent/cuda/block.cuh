@@ -131,7 +131,7 @@ struct Product {
 
     __device__ Span span(const Parameters &, int, int) const { return {}; }
 
-    __device__ static Few<float> sum(const float* sums, Span, int row, int sequence) {
+    __device__ static Adjacent<float> sum(const float* sums, Span, int row, int sequence) {
         return add<PARTS>(sums + sequence * SUM_PITCH + row, COLUMNS * SUM_PITCH);
     }
 };

@@ -33,7 +33,7 @@ struct Mailbox {
         return there;
     }
 
-    __device__ static void send(bool wanted, size_t address, const Few<float>& sum, int step) {
+    __device__ static void send(bool wanted, size_t address, const Adjacent<float>& sum, int step) {
         Word word[ADJACENT];
 #pragma unroll
         for (int j = 0; j < ADJACENT; ++j) word[j] = Word(unsigned(step + 1)) << 32 | __float_as_uint(sum.x[j]);
@@ -60,7 +60,7 @@ struct Mailbox {
     }
 
     // Adds what was sent of a thread's items; garbage if the wait timed out.
-    __device__ void add(Few<float> (&sum)[ITEMS / ADJACENT], const Block& own, int step, Timeout& timeout) const {
+    __device__ void add(Adjacent<float> (&sum)[ITEMS / ADJACENT], const Block& own, int step, Timeout& timeout) const {
         if (SENDERS == 0) return;
         constexpr int LOADS = ITEMS / ADJACENT;
         const unsigned flag = step + 1;
@@ -90,7 +90,7 @@ struct Mailbox {
         __syncwarp();
 #pragma unroll
         for (int i = 0; i < LOADS; ++i) {
-            Few<float> x[SENDERS + 1] = {};
+            Adjacent<float> x[SENDERS + 1] = {};
 #pragma unroll
             for (int from = 0; from < SENDERS; ++from) {
 #pragma unroll

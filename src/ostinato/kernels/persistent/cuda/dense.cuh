@@ -200,7 +200,7 @@ struct Product {
 
     __device__ Span span(const Parameters &, int, int) const { return {}; }
 
-    __device__ static Few<float> sum(const float* sums, Span, int row, int sequence) {
+    __device__ static Adjacent<float> sum(const float* sums, Span, int row, int sequence) {
         if constexpr (!BY_FOUR) return add<PARTS>(sums + sequence * SUM_PITCH + row, COLUMNS * SUM_PITCH);
         float of_four[WARPS / 4];
 #pragma unroll

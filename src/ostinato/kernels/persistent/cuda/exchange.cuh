@@ -230,29 +230,29 @@ __device__ inline void publish(const float (&x)[ADJACENT], bool within, bool fir
 }
 
 // Numbers of ADJACENT units, loaded and stored together.
-template <typename T> struct Few {
+template <typename T> struct Adjacent {
     using Bits = typename PackType<ADJACENT * sizeof(T)>::type;
     T x[ADJACENT];
 
-    __device__ static Few of(Bits bits) { return reinterpret_cast<const Few&>(bits); }
-    __device__ static Few load(const T* address) { return of(*reinterpret_cast<const Bits*>(address)); }
+    __device__ static Adjacent of(Bits bits) { return reinterpret_cast<const Adjacent&>(bits); }
+    __device__ static Adjacent load(const T* address) { return of(*reinterpret_cast<const Bits*>(address)); }
     __device__ static Bits bits_once(const T* address) { return __ldcs(reinterpret_cast<const Bits*>(address)); }
-    __device__ static Few load_once(const T* address) { return of(bits_once(address)); }
+    __device__ static Adjacent load_once(const T* address) { return of(bits_once(address)); }
     __device__ void store(T* address) const { *reinterpret_cast<Bits*>(address) = reinterpret_cast<const Bits&>(x); }
 
-    __device__ Few operator+(const Few& other) const {
-        Few sum;
+    __device__ Adjacent operator+(const Adjacent& other) const {
+        Adjacent sum;
 #pragma unroll
         for (int j = 0; j < ADJACENT; ++j) sum.x[j] = x[j] + other.x[j];
         return sum;
     }
 };
 
-__device__ inline Few<Pack> few_bits(const float* x) {
-    Few<Pack> few;
+__device__ inline Adjacent<Pack> adjacent_bits(const float* x) {
+    Adjacent<Pack> all;
 #pragma unroll
-    for (int j = 0; j < ADJACENT; ++j) few.x[j] = bits(x[j]);
-    return few;
+    for (int j = 0; j < ADJACENT; ++j) all.x[j] = bits(x[j]);
+    return all;
 }
 
 // Brings the operands of a later step into L2.  Loads return in order: one that missed L2 would delay the polls.

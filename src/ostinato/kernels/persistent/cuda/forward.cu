@@ -20,7 +20,7 @@ struct Units : Block {
     const Parameters& p;
     float h[ITEMS], c[ITEMS], bias[ITEMS][GATES];
     Resets resets;  // before this step; from the update on before the next
-    Few<Scalar> projected[ITEMS / ADJACENT][GATES];
+    Adjacent<Scalar> projected[ITEMS / ADJACENT][GATES];
     Span spans[ITEMS][GATES] = {};
 
     __device__ Units(const Parameters& p, const Product& product, int block, Block owned_by) : Block(owned_by), p(p) {
@@ -41,8 +41,8 @@ struct Units : Block {
         }
     }
 
-    // Zeroes the states that are reset before the next step.
-    __device__ void forget() {
+    // Before the next step.
+    __device__ void zero_reset_states() {
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i)
             if (resets.before[i / ADJACENT]) h[i] = c[i] = 0;
@@ -54,7 +54,7 @@ struct Units : Block {
             if (!live(i, rows)) continue;
             const Scalar* pre = p.pre + place(rows.first, i, GATES);
 #pragma unroll
-            for (int g = 0; g < GATES; ++g) projected[i / ADJACENT][g] = Few<Scalar>::load_once(pre + g * HIDDEN);
+            for (int g = 0; g < GATES; ++g) projected[i / ADJACENT][g] = Adjacent<Scalar>::load_once(pre + g * HIDDEN);
         }
     }
 
@@ -135,15 +135,15 @@ struct Units : Block {
         for (int i = 0; i < ITEMS; i += ADJACENT) {
             if (!live(i, rows)) continue;
             const size_t at = place(rows.first, i);
-            few_bits(h + i).store(p.output + at);
+            adjacent_bits(h + i).store(p.output + at);
             if (CELL == LSTM && p.cells) {
-                Few<float> cells;
+                Adjacent<float> cells;
 #pragma unroll
                 for (int j = 0; j < ADJACENT; ++j) cells.x[j] = c[i + j];
                 cells.store(p.cells + at);
             }
             if constexpr (KEEPS) {
-                if (CELL == GRU) few_bits(c + i).store(p.candidates + at);
+                if (CELL == GRU) adjacent_bits(c + i).store(p.candidates + at);
                 Scalar* gates = p.gates + place(rows.first, i, GATES);
 #pragma unroll
                 for (int g = 0; g < GATES; ++g) projected[i / ADJACENT][g].store(gates + g * HIDDEN);
@@ -222,7 +222,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const
     Rows rows(p, step_of(p, 0));
     for (int taken = 0; taken < p.steps; ++taken) {
         if (taken) units.write(rows);
-        units.forget();
+        units.zero_reset_states();
         rows = Rows(p, step_of(p, taken));
         units.fetch(rows);
         if (taken + PREFETCH < p.steps)

@@ -14,7 +14,7 @@ extern "C" __global__ void __launch_bounds__(TURNS * THREADS, 1) recur(const Par
     Rows rows(p, step_of(p, 0));
     const auto prepare = [&](int taken, const char* state) {
         if (taken) units.write(rows);
-        units.forget();
+        units.zero_reset_states();
         rows = Rows(p, step_of(p, taken));
         units.fetch(rows);
         if (taken + PREFETCH < p.steps)

@@ -65,7 +65,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const
     }
     sync_if_clustered();
     if (updates) {
-        units.forget();
+        units.zero_reset_states();
         take_operands(0);
     }
     for (int taken = 0; taken < p.steps; ++taken) {
@@ -77,7 +77,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) recur(const
             units.update(Rows(p, step_of(p, taken)), product, sums, copies, taken);
             copies.move(taken % 2 ? GROUP_BYTES : -GROUP_BYTES);
             hand_results(taken);
-            units.forget();
+            units.zero_reset_states();
             take_operands(taken + 1);
             continue;
         }

@@ -103,7 +103,7 @@ def check(device: int) -> None:
     if flag[0]:
         flag[0] = 0
         raise RuntimeError(
-            f"an earlier persistent kernel on GPU {device} waited in vain for another of its blocks; its output was NaN"
+            f"an earlier persistent kernel on GPU {device} timed out waiting for one of its blocks; its output was NaN"
         )
 
 

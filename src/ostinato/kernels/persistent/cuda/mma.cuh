@@ -69,7 +69,7 @@ __device__ inline void store_if(bool wanted, float* address, float x) {
 struct Span {};  // empty: every row has the same number of partial sums
 
 // The sums of parts of adjacent rows.
-template <int PARTS> __device__ inline Few<float> add(const float* sums, int pitch) {
-    if constexpr (PARTS == 1) return Few<float>::load(sums);
+template <int PARTS> __device__ inline Adjacent<float> add(const float* sums, int pitch) {
+    if constexpr (PARTS == 1) return Adjacent<float>::load(sums);
     else return add<PARTS / 2>(sums, pitch) + add<PARTS - PARTS / 2>(sums + PARTS / 2 * pitch, pitch);
 }

@@ -143,10 +143,10 @@ struct CopiedOperand {
     // Starts to copy the `state`, whether it is there or not.
     __device__ void start_load(const char* state, unsigned of_step) {
         step = of_step, mine = state + part_id() * BYTES;
-        copy_again();
+        request();
     }
 
-    __device__ void copy_again() {
+    __device__ void request() {
         if (SHARING == 1) __syncwarp();  // all have read the last copy
         else asm volatile("bar.sync %0, %1;" :: "r"(ALL_HAVE_READ + part_id()), "n"(32 * SHARING) : "memory");
         if (lane_id() == 0 && warp_id() % SHARING == 0) {
@@ -172,7 +172,7 @@ struct CopiedOperand {
     // Whether any of it had not arrived; if so, copies it again.  Warps that share a part have read the same.
     __device__ bool lacked_any(Timeout& timeout) {
         const bool lacks = __any_sync(~0u, arrivals.any_absent()) && timeout.may_poll();
-        if (lacks) copy_again();
+        if (lacks) request();
         return lacks;
     }
 };

@@ -72,7 +72,7 @@ struct Product {
 
     __device__ Span span(const Parameters &, int, int) const { return {}; }
     // A block sends itself what is its own.
-    __device__ static Few<float> sum(const float *, Span, int, int) { return {}; }
+    __device__ static Adjacent<float> sum(const float *, Span, int, int) { return {}; }
 };
 
 // Sends the sums from the registers in which they are.

@@ -128,7 +128,7 @@ struct Product {
 
     __device__ Span span(const Parameters& p, int block, int row) const { return load_span(p, block, row); }
 
-    __device__ static Few<float> sum(const float* sums, Span span, int, int sequence) {
+    __device__ static Adjacent<float> sum(const float* sums, Span span, int, int sequence) {
         float total = 0;
         for (int thread = span.first; thread <= span.last; ++thread) total += sums[sequence * THREADS + thread];
         return {total};

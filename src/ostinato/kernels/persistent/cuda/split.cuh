@@ -21,7 +21,7 @@ struct Sender {
     __device__ int row(int i) const { return peer(i) * UNITS + item(i) % UNITS; }
 
     __device__ void send(const Product& product, const float* sums, int sequences, int step) const {
-        Few<float> sum[SENDS + 1];
+        Adjacent<float> sum[SENDS + 1];
 #pragma unroll
         for (int i = 0; i < SENDS; ++i) sum[i] = product.sum(sums, spans[i], row(i), item(i) / UNITS);
 #pragma unroll

@@ -76,7 +76,7 @@ __device__ inline void arrive(unsigned barrier) {
 __device__ inline void wait_for(unsigned barrier, unsigned parity) {
     while (!try_wait(barrier, parity)) {}
 }
-// Whether a warp that copies has waited in vain.
+// Whether a warp that copies has timed out.
 __device__ inline volatile int& failed(char* shared) {
     return *reinterpret_cast<volatile int*>(shared + AT_BARRIERS + 2 * SLOTS * 8);
 }
