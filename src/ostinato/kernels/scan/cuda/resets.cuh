@@ -1,5 +1,5 @@
 // JOINED: a bit for each of a thread's steps that is `before` steps before the first of a sequence, in scan order.
-__device__ inline unsigned joints(const Place& at, int chunk, int before) {
+__device__ inline unsigned sequence_starts(const Place& at, int chunk, int before) {
     const int period = at.p.period, since = (at.first(chunk) + before) % period;
     unsigned bits = 0;
 #pragma unroll 1
@@ -65,7 +65,7 @@ struct Resets {
     }
     // A bit for each of a thread's steps.
     __device__ unsigned of(const Place& at, const Shared& shared, int stage, int chunk) const {
-        return of_mask(at, shared, stage, chunk) | (JOINED ? joints(at, chunk, BACKWARD) : 0);
+        return of_mask(at, shared, stage, chunk) | (JOINED ? sequence_starts(at, chunk, BACKWARD) : 0);
     }
     __device__ unsigned of_mask(const Place& at, const Shared& shared, int stage, int chunk) const {
         if constexpr (!MASK) return 0;

@@ -86,7 +86,7 @@ __device__ inline void apply(
     const Place& at, const Memory& memory, Shared& shared, int buffer, int chunk, const Steps& steps,
     const Composition& before, Channels& state, Sums& sums
 ) {
-    const Joint& tile = shared.tile[buffer];
+    const Compositions& tile = shared.tile[buffer];
     Channels mine = state;  // before this thread's first step
     const unsigned resets = tile.resets();
     if constexpr (CHAINED || CLUSTER > 1) {
@@ -173,12 +173,12 @@ __device__ inline void stream(const Parameters& p, Shared& shared, int chunks) {
         read(at, shared, stage, buffer, chunk, of_channels, steps);
         fetch(at, memory, shared, stage, chunk + STAGES * CLUSTER, chunks);
         stage = stage + 1 == STAGES ? 0 : stage + 1;
-        const Composition before = shared.tile[buffer].join(at, steps.compose(at, shared, buffer, chunk));
+        const Composition before = shared.tile[buffer].scan_warp(at, steps.compose(at, shared, buffer, chunk));
         __syncthreads();
         const int left = chunks - (chunk - rank), count = left < CLUSTER ? left : CLUSTER;  // of blocks with a tile
         if constexpr (CLUSTER > 1) {
             Inbox& inbox = shared.inbox[0];
-            if (threadIdx.x < LANES) inbox.send(buffer, rank, count, shared.tile[buffer].accumulate());
+            if (threadIdx.x < LANES) inbox.send(buffer, rank, count, shared.tile[buffer].scan_warps());
             inbox.carry_over_lower(buffer, parity, rank, state);
         }
         apply(at, memory, shared, buffer, chunk, steps, before, state, sums);
@@ -188,7 +188,7 @@ __device__ inline void stream(const Parameters& p, Shared& shared, int chunks) {
 }
 
 // Carry a state over the first `parts` compositions of others' tiles.
-__device__ inline void carry_over(const Joint& others, int parts, Channels& state) {
+__device__ inline void carry_over(const Compositions& others, int parts, Channels& state) {
     int part = 0;
     if (const unsigned resets = others.resets() & (1u << parts) - 1) {  // nothing before the last counts
         part = 32 - __clz(resets);
@@ -198,12 +198,12 @@ __device__ inline void carry_over(const Joint& others, int parts, Channels& stat
     for (; part < parts; ++part) others.of(part, false).carry(state);
 }
 
-// Interleaved, with as many blocks as tiles.
+// Interleaved, with as many blocks as tiles, which stay in shared memory.
 __device__ inline void stay(const Parameters& p, Shared& shared, int chunks) {
-    const int number = blockIdx.x / chunks, chunk = blockIdx.x - number * chunks;
-    const Place at(p, number);
+    const int chain = blockIdx.x / chunks, chunk = blockIdx.x - chain * chunks;
+    const Place at(p, chain);
     const Memory memory(at);
-    const Published published(p, number, chunks);
+    const Published published(p, chain, chunks);
     Resets resets;
     resets.load(at, chunk);  // before the copies, behind which it would queue
     fetch(at, memory, shared, 0, chunk, chunks);
@@ -213,10 +213,10 @@ __device__ inline void stay(const Parameters& p, Shared& shared, int chunks) {
     resets.share();
     steps.resets = resets.of(at, shared, 0, chunk);
     read(at, shared, 0, 0, chunk, {}, steps);
-    const Composition before = shared.tile[0].join(at, steps.compose(at, shared, 0, chunk));
+    const Composition before = shared.tile[0].scan_warp(at, steps.compose(at, shared, 0, chunk));
     __syncthreads();
     if (at.warp == WARPS - 1) {  // which has the fewest aggregates to read
-        const Composition all = shared.tile[0].accumulate();
+        const Composition all = shared.tile[0].scan_warps();
         if (chunks > 1) published.write(chunk, all);
     }
     // The tiles before are divided among the warps.
@@ -229,7 +229,7 @@ __device__ inline void stay(const Parameters& p, Shared& shared, int chunks) {
             prefetched.load(published, i, end);
             prefetched.compose(published, i, end, between, i == first);
         }
-        shared.tile[1].join(at, between);
+        shared.tile[1].scan_warp(at, between);
     }
     __syncthreads();
     carry_over(shared.tile[1], parts, state);
@@ -238,12 +238,12 @@ __device__ inline void stay(const Parameters& p, Shared& shared, int chunks) {
 }
 
 // Interleaved: P blocks (`companions`) share a chain, each scanning every P-th tile.
-__device__ inline void chain(const Parameters& p, Shared& shared, int chunks) {
+__device__ inline void interleave(const Parameters& p, Shared& shared, int chunks) {
     const int companions = p.companions;
-    const int number = SINGLE ? 0 : blockIdx.x / companions, first_tile = blockIdx.x - number * companions;
-    const Place at(p, number);
+    const int chain = SINGLE ? 0 : blockIdx.x / companions, first_tile = blockIdx.x - chain * companions;
+    const Place at(p, chain);
     const Memory memory(at);
-    const Published published(p, number, chunks);
+    const Published published(p, chain, chunks);
     int next = first_tile;  // the tile to be composed
     // The other blocks' tiles between two of this block's are divided among its segments.
     const int share = (companions - 1 + POLLERS - 1) / POLLERS, of_warp = SEGMENTS * share;
@@ -292,12 +292,12 @@ __device__ inline void chain(const Parameters& p, Shared& shared, int chunks) {
             read(at, shared, stage, buffer, next, of_channels, coming);
             fetch(at, memory, shared, stage, next + STAGES * companions, chunks);
             stage = stage + 1 == STAGES ? 0 : stage + 1;
-            composed = shared.tile[buffer].join(at, coming.compose(at, shared, buffer, next));
+            composed = shared.tile[buffer].scan_warp(at, coming.compose(at, shared, buffer, next));
         }
         __syncthreads();
         // By the last warp, which has the fewest aggregates to read.
         if (next < chunks && at.warp == WARPS - 1 && at.segment == 0) {
-            const Composition all = shared.tile[buffer].accumulate();
+            const Composition all = shared.tile[buffer].scan_warps();
             if (companions > 1) published.write(next, all);
         }
         const int following = buffer + 1 == BUFFERS ? 0 : buffer + 1;
@@ -307,14 +307,14 @@ __device__ inline void chain(const Parameters& p, Shared& shared, int chunks) {
             if (now > since) {
                 if (at.warp < parts) {
                     Composition between = Composition::none();
-                    if constexpr (NARROW) {  // one copy of the code, as it compiles faster
+                    if constexpr (NARROW) {  // one copy of the code compiles faster
 #pragma unroll 1
                         for (int i = first;;) {
                             prefetched.compose(published, i, end, between, i == first);
                             if ((i += Prefetched::SIZE) >= end) break;
                             prefetched.load(published, i, end);
                         }
-                    } else {  // in which the compiler would not see what is the same for all threads
+                    } else {  // in one copy the compiler would not see what is the same for all threads
                         prefetched.compose(published, first, end, between, true);
                         for (int i = first + Prefetched::SIZE; i < end; i += Prefetched::SIZE) {
                             prefetched.load(published, i, end);
@@ -322,7 +322,7 @@ __device__ inline void chain(const Parameters& p, Shared& shared, int chunks) {
                         }
                     }
                     __syncwarp();
-                    shared.tile[BUFFERS].join(at, between);
+                    shared.tile[BUFFERS].scan_warp(at, between);
                 }
                 __syncthreads();
                 carry_over(shared.tile[BUFFERS], parts, state);
@@ -367,14 +367,14 @@ __device__ inline void chain_looking_back(const Parameters& p, Shared& shared, i
         if (EXCHANGED || Mask::COPIED) sync_abreast();
         if (Mask::COPIED) steps.resets = later.of(at, shared, 0, chunk);
         read(at, shared, 0, buffer, chunk, of_channels, steps);
-        const Composition before = shared.tile[buffer].join(at, steps.compose(at, shared, buffer, chunk));
+        const Composition before = shared.tile[buffer].scan_warp(at, steps.compose(at, shared, buffer, chunk));
         if (threadIdx.x == 0) shared.drawn[buffer] = number;  // late, when the atomic has returned
         __syncthreads();
         const Published published(p, tile.chain, chunks);
         Composition all;
         bool settled = false;
         if (threadIdx.x < LANES) {
-            all = shared.tile[buffer].accumulate();
+            all = shared.tile[buffer].scan_warps();
             // The first tile, and one that resets the state, has its inclusive prefix without looking back.
             settled = chunk == 0 || all.reset;
             if (settled) published.write_after(chunk, all, state);
@@ -406,6 +406,6 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, RESIDENT) scan
     const int chunks = (p.steps + TILE - 1) / TILE;
     if constexpr (LOOKS_BACK) chain_looking_back(p, shared, chunks);
     else if constexpr (STAYS) stay(p, shared, chunks);
-    else if constexpr (CHAINED) chain(p, shared, chunks);
+    else if constexpr (CHAINED) interleave(p, shared, chunks);
     else stream(p, shared, chunks);
 }

@@ -11,7 +11,7 @@ struct Known {
 };
 
 // One composition per warp.
-struct Joint {
+struct Compositions {
     Channels a[WARPS][LANES], low[EXTENDED ? WARPS : 1][EXTENDED ? LANES : 1], b[WARPS][LANES];
     alignas(WARPS % 16 ? 4 : 16) bool reset[(WARPS + 3) / 4 * 4];
 
@@ -37,7 +37,7 @@ struct Joint {
     }
     // In-place exclusive scan over the warps, by one segment.  Slot 0 gets the total, every other slot the composition
     // of the warps before it; the resets stay those of each warp.
-    __device__ Composition accumulate() {
+    __device__ Composition scan_warps() {
         const unsigned resets = this->resets();
         Composition all = of(0, resets & 1);
 #pragma unroll
@@ -50,7 +50,7 @@ struct Joint {
         return all;
     }
     // Scan the lanes' compositions over the warp's segments and store the warp's.  Returns the exclusive prefix.
-    __device__ Composition join(const Place& at, Composition whole) {
+    __device__ Composition scan_warp(const Place& at, Composition whole) {
         Composition before = Composition::none();
         if constexpr (SEGMENTS > 1) {
             // Bits of the lanes with a reset, this segment's highest: nothing is composed across the nearest.
@@ -102,7 +102,7 @@ struct Shared {
     Strip input[STAGES][WARPS][INPUTS];
     Array<Strip, NARROW && !STAYS ? WARPS : 0> output;
     Mask mask[Mask::COPIED ? STAGES : 1][Mask::COPIED ? WARPS : 1];
-    Joint tile[BUFFERS + !LOOKS_BACK];  // interleaved, the last one is that of the tiles since the block's own
+    Compositions tile[BUFFERS + !LOOKS_BACK];  // interleaved, the last one is that of the tiles since the block's own
     // Look-back: earlier tiles, nearest first, and their flags; the carry found; the tiles drawn.
     Known window[LOOKS_BACK ? WINDOW : 1][LOOKS_BACK ? LANES : 1];
     unsigned seen[LOOKS_BACK ? POLLERS : 1];

@@ -25,14 +25,15 @@ __device__ inline void make_row(const Bits (&bits)[INPUTS], const OfChannels& of
 }
 
 // The steps of one thread in a tile.  Chained blocks hold two tiles' in registers; if `read` is cheap they are kept as
-// loaded (RAW), which halves the registers of 16-bit types.
+// loaded (AS_LOADED), which halves the registers of 16-bit types.
 struct Steps {
-    static constexpr bool RAW = (CHAINED || CLUSTER > 1) && Element::RAW;
+    static constexpr bool AS_LOADED = (CHAINED || CLUSTER > 1) && Element::RAW;
     static_assert(!STAYS || Element::RAW);
-    Step step[RAW ? 1 : ROWS][VEC];
+    Step step[AS_LOADED ? 1 : ROWS][VEC];
     // Two inputs of 16 bits are kept in a register where a thread has more than it has registers for.
-    static constexpr int IN_WORD = RAW && NARROW && !LOOKS_BACK && sizeof(Pack) == 2 && ROWS * INPUTS > 40 ? 2 : 1;
-    Bits raw[RAW && !STAYS ? ROWS : 1][(INPUTS + IN_WORD - 1) / IN_WORD];
+    static constexpr bool MANY = NARROW && !LOOKS_BACK && ROWS * INPUTS > 40;
+    static constexpr int IN_WORD = AS_LOADED && MANY && sizeof(Pack) == 2 ? 2 : 1;
+    Bits raw[AS_LOADED && !STAYS ? ROWS : 1][(INPUTS + IN_WORD - 1) / IN_WORD];
     unsigned kept[KEPT_ROWS ? KEPT_ROWS : 1];  // both inputs of a row
     int shift[INPUTS];      // of the strips
     unsigned resets;        // bits of the steps before which, in the forward's order, the state is reset
@@ -57,7 +58,7 @@ struct Steps {
                 else bits[k] = at.p.has_input(k) ? shared.input[0][at.warp][k].element[Strip::place(at, u, shift[k])]
                                                  : filled(0);
             make_row(bits, nothing, row);
-        } else if constexpr (RAW) {
+        } else if constexpr (AS_LOADED) {
             Bits bits[INPUTS];
 #pragma unroll
             for (int k = 0; k < INPUTS; ++k) bits[k] = raw[u][k / IN_WORD] >> 16 * (k % IN_WORD);
@@ -70,7 +71,7 @@ struct Steps {
 
     // A short strip seldom has a reset: the warp then takes a path without tests for them, unless registers are too few
     // for two paths.  Packed sequences have such paths for their ends already, and take this one only where they fold.
-    static constexpr bool TWO_PATHS = LOOKS_BACK ? !(RAW && BACKWARD && NARROW_SCALAR) : !CHAINED;
+    static constexpr bool TWO_PATHS = LOOKS_BACK ? !(AS_LOADED && BACKWARD && NARROW_SCALAR) : !CHAINED;
     static constexpr bool TESTS = RESETS && !ZEROES;
     static constexpr bool FOLDS_PACKED = LOOKS_BACK && Element::RAW && NARROW_SCALAR;
     static constexpr bool SELDOM_RESET = TESTS && STRIP <= 32 && (PACKING == CU_SEQLENS ? FOLDS_PACKED : TWO_PATHS);
@@ -180,12 +181,12 @@ struct Steps {
             if (RESETS && BACKWARD && !PUTS_RESETS && resets >> u & 1)
                 bits[PREVIOUS] = filled(Element::absent_state());
             if (ZEROES && resets >> u & 1) bits[0] = filled(Ring::zero());
-            if constexpr (RAW && !STAYS) {
+            if constexpr (AS_LOADED && !STAYS) {
 #pragma unroll
                 for (int k = 0; k < INPUTS; ++k)
                     bits[k] = exists ? bits[k] : filled(k == 0 ? Ring::one() : Ring::zero());
                 keep(u, bits);
-            } else if constexpr (!RAW) {
+            } else if constexpr (!AS_LOADED) {
                 make_row(bits, of_channels, step[u]);
 #pragma unroll
                 for (int v = 0; v < VEC; ++v)
@@ -196,7 +197,7 @@ struct Steps {
             if (!__any_sync(~0u, resets)) return;
 #pragma unroll
             for (int u = 0; u < ROWS; ++u)
-                if constexpr (RAW) {
+                if constexpr (AS_LOADED) {
                     if (is_reset(u)) raw[u][0] = filled(Ring::zero());
                 } else {
 #pragma unroll
@@ -346,7 +347,7 @@ struct Steps {
                     else store_pack(at, rows.row(at, chunk, tile, u), results[u][k]);
                 }
             if constexpr (JOINED && !BACKWARD) {  // read back, as registers cannot be indexed
-                for (unsigned left = at.inside ? joints(at, chunk, 1) : 0; left; left &= left - 1) {
+                for (unsigned left = at.inside ? sequence_starts(at, chunk, 1) : 0; left; left &= left - 1) {
                     const int u = __ffs(left) - 1;
                     const Pack last = Pack(strip.get(Strip::place(at, u, shift)));
                     store_pack(at, p.final + at.state(at.time(i + u) / p.period), last);
