@@ -34,9 +34,9 @@ def staying(scan: Criteria) -> Geometry | None:
 
 
 def chain_few_channels(scan: Criteria) -> Geometry | None:
-    """Linear scans of few channels, by tiles of whole rows: several sequences look back, one or two take turns.
+    """Linear scans of few channels, by tiles of whole rows: several sequences look back, one or two interleave.
 
-    Very few channels take turns up to eight sequences, with the rows of the next rule.  With a mask only a single one
+    Very few channels interleave up to eight sequences, with the rows of the next rule.  With a mask only a single one
     does: a tile with a reset has its inclusive prefix at once, so blocks do not look back far.
     """
     few = (0 if scan.resets else 2) < scan.channels < 32 and scan.gapless and not scan.packed
@@ -53,16 +53,16 @@ def chain_few_channels(scan: Criteria) -> Geometry | None:
     return _with_longer_tiles(scan, Geometry(1, lanes, 16, 36 // numbers - 1 | 1, True, 1, scan.channels))
 
 
-def _with_longer_tiles(scan: Criteria, turns: Geometry) -> Geometry:
+def _with_longer_tiles(scan: Criteria, interleaved: Geometry) -> Geometry:
     """The same with as many rows as registers hold of two inputs of 16 bits each, if blocks have several tiles of them.
 
     Fewer tiles are then composed and published.  Segments of rows of three or six channels would share banks, and where
     shared memory is small, such tiles would be cut to less than the others.
     """
     rows = 32 // -(-scan.inputs // 2)
-    longer = turns._replace(rows=rows if scan.channels in (5, 7) else rows - 1 | 1)
+    longer = interleaved._replace(rows=rows if scan.channels in (5, 7) else rows - 1 | 1)
     pays = scan.itemsize == 2 and scan.element in LINEAR and scan.channels not in (3, 6) and not scan.packed
-    return longer if pays and scan.fits(longer) and scan.waves(longer) >= SEVERAL_WAVES else turns
+    return longer if pays and scan.fits(longer) and scan.waves(longer) >= SEVERAL_WAVES else interleaved
 
 
 def chain_narrow(scan: Criteria) -> Geometry | None:
@@ -75,8 +75,8 @@ def chain_narrow(scan: Criteria) -> Geometry | None:
     if lanes == channels:  # odd rows, against bank conflicts
         stages = 1 if lanes <= 2 or (scan.backward and lanes == 8) else STAGES  # by registers
         rows = ((40 if lanes <= 2 else 36) // numbers - 1) | 1
-        turns = Geometry(1, lanes, 8, rows, chained=True, resident=2, narrow=channels, stages=stages)
-        return _with_longer_tiles(scan, turns)
+        interleaved = Geometry(1, lanes, 8, rows, chained=True, resident=2, narrow=channels, stages=stages)
+        return _with_longer_tiles(scan, interleaved)
     rows = (36 // numbers - 1) | 1
     if scan.itemsize == 2 and channels in (5, 7):  # segments begin in whole words, each in other banks
         rows = max(4, 36 // numbers // 4 * 4)
@@ -190,7 +190,7 @@ def _has_single_chains(scan: Criteria) -> bool:
 
 
 def _crowded_chains(scan: Criteria) -> int:
-    """How many chains of 16 bits, whose aggregates are twice as long, have too many blocks to take turns."""
+    """How many chains of 16 bits, whose aggregates are twice as long, have too many blocks to interleave them."""
     tile, long = _chained_tile(scan), scan.steps > 32 * LONG
     pairs = scan.itemsize == 2 and tile.vec == 2 and tile.lanes == 32 and scan.element in LINEAR
     return 3 if pairs and long and not (scan.packed or scan.resets) else 1

@@ -76,7 +76,7 @@ constexpr int KEPT_ROWS = STAYS && INPUTS == 2 ? RESETS ? 3 * ROWS / 4 : ROWS : 
 
 // Blocks that look back over whole rows of few channels, or over rows that begin anywhere, read a coefficient of zero
 // where a step is reset, and scan the tile as if there were no mask: that forgets every state that is finite, and a
-// thread in which one is not scans its steps again, with tests.  So do those that take turns at 5 to 16 channels of 32
+// thread in which one is not scans its steps again, with tests.  So do interleaved blocks at 5 to 16 channels of 32
 // bits; with fewer, or of 16 bits, it was slower than tests.
 constexpr bool ZEROES = RESETS && CHAINED && !STAYS && PACKING == DENSE && Element::RAW &&
                         (LOOKS_BACK ? NARROW || PITCHED : NARROW > 4 && NARROW <= 16 && sizeof(Scalar) == 4);
