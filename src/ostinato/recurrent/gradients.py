@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from ostinato.kernels.eager import is_eager
 from ostinato.kernels.persistent.backends import gradients_of_step
-from ostinato.kernels.persistent.operators import without_autocast
+from ostinato.kernels.persistent.modes import without_autocast
 from ostinato.recurrent.cells import Step
 
 Gradients = Sequence[Tensor | None]

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import PackedSequence
 from ostinato.checks import check_flags, check_integers, check_resets
 from ostinato.kernels.export import refuse_script
 from ostinato.kernels.persistent.backends import least_steps
-from ostinato.kernels.persistent.operators import is_vmapped
+from ostinato.kernels.persistent.modes import is_vmapped
 from ostinato.kernels.persistent.plan import Plan
 from ostinato.layers import LayerCall, State, autocast_dtype
 from ostinato.recurrent.sequences import SequenceLayers

@@ -12,7 +12,8 @@ from ostinato.checks import check_batch_sizes
 from ostinato.kernels.derived import derived_from
 from ostinato.kernels.eager import Prepared
 from ostinato.kernels.persistent.backends import plan_layer
-from ostinato.kernels.persistent.operators import can_take, is_vmapped, recurrent_layer, recurrent_layers
+from ostinato.kernels.persistent.modes import can_take, is_vmapped
+from ostinato.kernels.persistent.operators import recurrent_layer, recurrent_layers
 from ostinato.kernels.persistent.plan import Call, Plan, no_kernel
 from ostinato.kernels.persistent.reference import resets_in_reverse
 from ostinato.kernels.precision import layers_round

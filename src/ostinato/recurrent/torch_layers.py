@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ostinato.episodes import forward_by_episodes
 from ostinato.kernels.eager import is_differentiated
-from ostinato.kernels.persistent.operators import is_pushed_forward
+from ostinato.kernels.persistent.modes import is_pushed_forward
 from ostinato.layers import Hidden
 
 _FUNCTIONS = {mode: getattr(torch._VF, mode.lower()) for mode in ("RNN_TANH", "RNN_RELU", "GRU", "LSTM")}

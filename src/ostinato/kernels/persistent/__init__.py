@@ -7,6 +7,7 @@
 ``backends.py``   the kernels of a device, and how a layer runs there
 ``arguments.py``  what such a layer is: the operator's arguments, and what kernels are given of them
 ``operators.py``  the layer as a differentiable operator
+``modes.py``      function transforms, counters and autocast around its calls
 ``plain.py``      the same for exported programs
 ``masks.py``      the blocks of a pruned matrix
 ``cuda/``         the kernels of NVIDIA GPUs

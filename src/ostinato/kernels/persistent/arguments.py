@@ -60,5 +60,7 @@ class Arguments(NamedTuple):
         return Layer(self.cell, self.weight_hh, self.bias_hh, self.mask_hh, self.h0, self.c0, self.sequences)
 
 
+INPUTS = len(Arguments._fields)  # the backward's other arguments come after them
 TENSORS = Arguments._fields.index("batch")  # the first are tensors
 DIFFERENTIABLE = Arguments._fields[: Arguments._fields.index("mask_hh")]
+NEEDED_BITS = tuple(1 << i for i in range(len(DIFFERENTIABLE)))  # of the backward's `needed`: whose gradients are

@@ -6,93 +6,26 @@ It runs through time once, and gets the weights' gradients by GEMMs.  The layer 
 ``reference.py``.
 """
 
-import functools
-import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.nn import functional as F
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, is_in_torch_dispatch_mode
 
 from ostinato.kernels.dispatch import gradient, of_two, operator, or_empty
-from ostinato.kernels.eager import is_dense, is_eager
+from ostinato.kernels.eager import is_eager
 from ostinato.kernels.gemm import add_product, gradient_of_input, gradient_of_weight, linear, transposes
 from ostinato.kernels.persistent import plain, reference
-from ostinato.kernels.persistent.arguments import DIFFERENTIABLE, TENSORS, Arguments, Saved
+from ostinato.kernels.persistent.arguments import DIFFERENTIABLE, INPUTS, NEEDED_BITS, TENSORS, Arguments, Saved
 from ostinato.kernels.persistent.backends import kernels_on, plan_layer
+from ostinato.kernels.persistent.modes import is_vmapped_last, without_autocast
 from ostinato.kernels.persistent.plan import GATES, Call, Plan
 from ostinato.kernels.precision import layers_round
 from ostinato.kernels.streams import beside
 
-_INPUTS = len(Arguments._fields)  # the backward's other arguments come after them
-_BITS = tuple(1 << i for i in range(len(DIFFERENTIABLE)))  # of `needed`, which says whose gradients are
-_NOTHING = (None,) * (_INPUTS - len(DIFFERENTIABLE))  # the gradients of the other inputs
-
-
-def can_take(tensors: list[Tensor]) -> bool:
-    """Whether the operator can be called: under what needs no rule of its own, which tangents do."""
-    if forward_ad._current_level >= 0:
-        return False
-    if is_in_torch_dispatch_mode():
-        _count_operations()
-    if torch._C._functorch.peek_interpreter_stack() is None:
-        return all(map(is_dense, tensors))
-    return _FUNCTIONALIZE not in _transforms()
-
-
-def _count_operations() -> None:
-    """Tell PyTorch's counters of operations, which are such modes, how many of them a layer takes."""
-    from torch.utils.flop_counter import FlopCounterMode  # warns where there is a GPU without Triton
-
-    formulas = _formulas()
-    for mode in _get_current_dispatch_mode_stack():
-        if isinstance(counter := getattr(mode, "counter", None), FlopCounterMode):
-            counter.flop_registry.update(formulas)  # which it has copied before
-
-
-@functools.cache
-def _formulas() -> dict[Any, Callable]:
-    """The operations of the operators, which every later counter knows too."""
-    from torch.utils import flop_counter
-
-    def forward(x: Any, _h0: Any, _c0: Any, weight_ih: Any, weight_hh: Any, *_: Any, out_shape: Any) -> int:
-        return 2 * x[0] * (math.prod(weight_ih) + math.prod(weight_hh))
-
-    def backward(*args: Any, out_shape: Any) -> int:
-        given, needed = Arguments(*args[:_INPUTS]), args[-1]
-        of_x, of_h0, _, of_weight_ih, of_weight_hh, *_ = (bool(needed & bit) for bit in _BITS)
-        rows, first = given.x[0], 0 if of_h0 else given.batch
-        of_inputs = (of_x + of_weight_ih) * rows * math.prod(given.weight_ih)
-        return int(2 * (of_inputs + ((1 + of_weight_hh) * rows - first) * math.prod(given.weight_hh)))
-
-    here = torch.ops.ostinato
-    flop_counter.register_flop_formula(here.recurrent_layer)(forward)
-    flop_counter.register_flop_formula(here.recurrent_layer_backward)(backward)
-    return {of: flop_counter.flop_registry[of] for of in (here.recurrent_layer, here.recurrent_layer_backward)}
-
-
-_KINDS = torch._C._functorch.TransformType
-_VMAP, _JVP, _FUNCTIONALIZE = _KINDS.Vmap, _KINDS.Jvp, _KINDS.Functionalize
-
-
-def is_vmapped() -> bool:
-    """Whether ``torch.vmap`` is among the function transforms: torch's kernels have no rule for it."""
-    return _VMAP in _transforms()
-
-
-def is_pushed_forward() -> bool:
-    """Whether ``torch.func.jvp`` is among the function transforms: torch's kernels cannot read batch sizes in it."""
-    return _JVP in _transforms()
-
-
-def _transforms() -> list[Any]:
-    """The kinds of the function transforms, the innermost last."""
-    return [interpreter.key() for interpreter in torch._C._functorch.get_interpreter_stack() or ()]
+_NOTHING = (None,) * (INPUTS - len(DIFFERENTIABLE))  # the gradients of the other inputs
 
 
 class _Executor(NamedTuple):
@@ -139,12 +72,6 @@ def _executor_of(*args: Any) -> _Executor:
     plan = plan_layer(given.mask_hh, call)
     kernels = reference if plan.path == "steps" else kernels_on(x.device)
     return _Executor(kernels, plan, layers_round(x.device, x.dtype))
-
-
-def without_autocast(device_type: str) -> AbstractContextManager:
-    """Disables autocast, if it is enabled."""
-    is_on = torch.is_autocast_enabled(device_type)
-    return torch.autocast(device_type, enabled=False) if is_on else nullcontext()
 
 
 def _recurrent_layer(
@@ -212,11 +139,11 @@ def _grad(ctx: Any, *grads: Tensor | None) -> tuple:
     args = _backward_arguments(ctx, grads)
     executor = getattr(ctx, "run", None)
     if torch.is_grad_enabled():
-        inputs, (h, c, gates, *rest) = args[:_INPUTS], args[_INPUTS:]
+        inputs, (h, c, gates, *rest) = args[:INPUTS], args[INPUTS:]
         # What the forward kept follows from its inputs, whose derivatives are all.
         args = *inputs, h.detach(), c.detach(), gates.detach(), *rest
         # The rows of a Jacobian are taken at once by a loop, one after the other by kernels.
-        run = _differentiable_gradients if _transforms()[-1:] == [_VMAP] else recurrent_layer_backward
+        run = _differentiable_gradients if is_vmapped_last() else recurrent_layer_backward
         return _of_all_inputs(ctx, run(*args))
     if not isinstance(executor, _Executor) or not is_eager(args):
         return _of_all_inputs(ctx, recurrent_layer_backward(*args))
@@ -226,7 +153,7 @@ def _grad(ctx: Any, *grads: Tensor | None) -> tuple:
 
 def _backward_arguments(ctx: Any, grads: Sequence[Tensor | None]) -> tuple:
     """Those of ``recurrent_layer_backward``: the forward's, what it kept, gradients of its results, and `needed`."""
-    needed = sum(compress(_BITS, ctx.needs_input_grad))
+    needed = sum(compress(NEEDED_BITS, ctx.needs_input_grad))
     tensors = ctx.saved_tensors
     return *tensors[:TENSORS], *ctx.settings, *tensors[TENSORS:], *grads[:3], needed
 
@@ -239,8 +166,8 @@ def _of_all_inputs(ctx: Any, found: Sequence[Tensor | None]) -> tuple:
 
 def _differentiable_gradients(*args: Any) -> tuple[Tensor, ...]:
     """As :func:`_recurrent_layer_backward`, through the reference's loop, which is differentiable itself."""
-    given, (*_, grad_output, grad_h_n, grad_c_n, needed) = Arguments(*args[:_INPUTS]), args[_INPUTS:]
-    names = [*compress(DIFFERENTIABLE, (needed & bit for bit in _BITS))]
+    given, (*_, grad_output, grad_h_n, grad_c_n, needed) = Arguments(*args[:INPUTS]), args[INPUTS:]
+    names = [*compress(DIFFERENTIABLE, (needed & bit for bit in NEEDED_BITS))]
     grads = grad_output, grad_h_n, grad_c_n
 
     def forward(*inputs: Tensor) -> tuple[Tensor, ...]:
@@ -292,7 +219,7 @@ def _recurrent_layer_backward(
 
 def _back_through_time(executor: _Executor, *args: Any) -> Callable[[], tuple[Tensor | None, ...]]:
     """The sequential part of the backward; the function that it returns computes the gradients that are needed."""
-    given, (h, c, gates, *upstream, needed) = Arguments(*args[:_INPUTS]), args[_INPUTS:]
+    given, (h, c, gates, *upstream, needed) = Arguments(*args[:INPUTS]), args[INPUTS:]
     (kernels, plan, rounds), layer = executor, given.layer
     cell, weight_hh, sequences = layer.cell, layer.weight_hh, layer.sequences
     hidden, rnn, gru = weight_hh.shape[1], cell.startswith("rnn"), cell == "gru"
@@ -336,7 +263,7 @@ def _back_through_time(executor: _Executor, *args: Any) -> Callable[[], tuple[Te
             lambda: of_biases[0],
             lambda: of_biases[1],
         )
-        return tuple(one() if needed & bit else None for one, bit in zip(compute, _BITS, strict=True))
+        return tuple(one() if needed & bit else None for one, bit in zip(compute, NEEDED_BITS, strict=True))
 
     return gradients
 
@@ -359,7 +286,7 @@ def _recomputed(given: Arguments, h_prev: Tensor) -> tuple[Tensor, Tensor | None
 
 def _recurrent_layer_backward_fake(*args: Any) -> tuple[Tensor, ...]:
     tensors, needed = args[: len(DIFFERENTIABLE)], args[-1]
-    return tuple(args[0].new_empty(x.shape if needed & bit else 0) for x, bit in zip(tensors, _BITS, strict=True))
+    return tuple(args[0].new_empty(x.shape if needed & bit else 0) for x, bit in zip(tensors, NEEDED_BITS, strict=True))
 
 
 recurrent_layer_backward = gradient(
