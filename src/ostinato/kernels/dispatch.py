@@ -88,11 +88,11 @@ def _eager(name: str, setup_context: Callable, backward: Callable) -> Callable:
 
     def run_and_keep(ctx: Any, *args: Any) -> Any:  # a separate setup_context costs more than the call
         args, ctx.run = args[:-1], args[-1]
-        eager.call.differentiated = True
+        eager.current_call.differentiated = True
         try:
             output = _tuple(ctx.run(*args))
         finally:
-            eager.call.differentiated = False
+            eager.current_call.differentiated = False
         setup_context(ctx, args, output)
         return output
 

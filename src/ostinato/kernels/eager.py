@@ -17,11 +17,11 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 _MOST_PREPARED, _MOST_ALIKE = 4096, 8  # cache sizes: keys, and entries per key
 
 
-class _Call(threading.local):
+class _CurrentCall(threading.local):
     differentiated = False
 
 
-call = _Call()
+current_call = _CurrentCall()
 """What is known about the eager call that this thread is computing: whether gradients of it will be taken."""
 
 

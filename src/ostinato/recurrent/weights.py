@@ -21,7 +21,7 @@ class MaskedLayers(TorchLayers):
 
     weight_ih_l0: Tensor
     weight_hh_l0: Tensor
-    _path: str | None = None  # the only kernel to consider on a GPU; None for the fastest
+    _path: str | None = None  # the only kernel to consider for a sequence; None for the fastest
 
     def extra_repr(self) -> str:
         """``torch.nn``'s, and what share of the pruned matrices is kept."""

@@ -32,7 +32,6 @@ class Device(NamedTuple):
 
 def _coverings(start: Geometry, batch: int, properties: Any, share: int) -> Iterator[Geometry]:
     """All divisions of units and sequences among blocks that can be resident at once."""
-    word = 4 // start.dtype.itemsize
     dense, largest = start.path == "dense", batch if start.path == "dense" else min(batch, 8)
     clusters = (1, 2, 4) if start.backward and properties.major >= 9 else (1,)
     for cluster in clusters:
@@ -50,19 +49,24 @@ def _coverings(start: Geometry, batch: int, properties: Any, share: int) -> Iter
                 if not blocks:
                     continue
                 least = ceil_div(pitch, blocks)
-                if start.path == "block":
-                    choices = {round_up(least * parts, 16) // parts if start.backward else round_up(least, 16)}
-                elif not dense:  # a thread works on one row only
-                    choices = {units for units in (round_up(least, word),) if parts * units <= THREADS}
-                else:  # enough units to fill half a row tile, for both word sizes: fewer blocks
-                    rows = range(round_up(parts * least, 8), round_up(parts * least, 8) + 24, 8)
-                    choices = {n // parts // w * w for n in rows for w in (word, 2 * word)}
-                for units in sorted(choices):
+                for units in sorted(_units_of_block(start, least, parts)):
                     covering = start._replace(units=units, columns=columns, groups=groups, cluster=cluster)
                     # Blocks of a cluster stay in step only if each one's slice contains data that others write.
                     is_whole = (cluster - 1) * covering.slice < GATES[start.cell] * pitch
                     if units >= least and covering.blocks <= blocks and is_whole:
                         yield covering
+
+
+def _units_of_block(start: Geometry, least: int, rows: int) -> set[int]:
+    """How many hidden units a block may have, `least` or a few more, with so many rows for each of them."""
+    word = 4 // start.dtype.itemsize
+    if start.path == "block":  # whole strips
+        return {round_up(least * rows, 16) // rows if start.backward else round_up(least, 16)}
+    if start.path == "sparse":  # a thread works on one row only
+        return {units for units in (round_up(least, word),) if rows * units <= THREADS}
+    # Enough units to fill half a row tile, for both word sizes: fewer blocks.
+    first = round_up(rows * least, 8)
+    return {n // rows // w * w for n in range(first, first + 24, 8) for w in (word, 2 * word)}
 
 
 def _clusters(start: Geometry, batch: int, properties: Any, share: int) -> Iterator[Geometry]:

@@ -201,7 +201,7 @@ class _Launches:
 
     def compile_ahead(self) -> None:
         how = self._resets, self._long_offsets, self._dense
-        chunked, differentiated = self.chunks > 1, eager.call.differentiated
+        chunked, differentiated = self.chunks > 1, eager.current_call.differentiated
         _compile_ahead(self._trace, self._like.get_device(), chunked, differentiated, self._like.dtype, *how)
 
     def boundaries(self) -> _Boundaries:

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from ostinato.kernels.scan.cuda.geometry import Geometry
 
-SHORT, LONG = 4, 4096  # steps: lengths between these share a geometry, as every kernel takes time to compile
+SHORT, LONG = 4, 4096  # steps at which most rules change: at few lengths, as each geometry is a kernel to compile
 LATENCY = 1.1e-6  # of memory under load, seconds
 STAGES = 2  # tiles that a block prefetches
 FILLED = 0.7  # of the multiprocessors need a block of eight warps

@@ -360,7 +360,7 @@ class Scan:
         alignment = functools.reduce(operator.or_, addresses) & 15
         launch = self._launches.get(alignment)
         if launch is None:
-            if self._gradient is not None and eager.call.differentiated:
+            if self._gradient is not None and eager.current_call.differentiated:
                 self._gradient().compile_ahead(alignment, from_state=addresses[-3] != 0)
             launch = self._launches[alignment] = _prepare(self.problem, self._parameter_dtype, alignment)
         sums, others = None, (0, 0, 0)
