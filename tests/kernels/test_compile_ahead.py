@@ -118,7 +118,8 @@ def test_what_is_compiled_ahead_is_found_in_the_cache(tmp_path, monkeypatch):
     go_on.set()
     assert nvrtc.cached_cubin("code", "sm_90", {"A": 1, "B": 2}) == b"machine code"
     assert compiled == [("code", "sm_90", {"A": 1, "B": 2})]
-    assert [file.suffix for file in cache._folder().iterdir()] == [".cubin"]
+    kept = {file.suffix for file in cache._folder().iterdir()} - {".lock"}  # which the other thread may still hold
+    assert kept == {".cubin"}
 
 
 def test_what_cannot_be_compiled_ahead_says_so_when_it_is_needed(tmp_path, monkeypatch):
