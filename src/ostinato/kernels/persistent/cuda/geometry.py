@@ -149,7 +149,7 @@ class Geometry(NamedTuple):
         """Buffers that the steps' exchanged numbers take in turn; 0 if each step has a buffer of its own.
 
         In shared memory a buffer is cleared when it has been read.  Elsewhere it is cleared when half of the others
-        have been written, unless its numbers show which step they are of.
+        have been written, unless its numbers show which step they are of, or flags do, as of wide batches.
         """
         return 2 if self.distributed or self.wide else 4 if self.tagged else 8 if self.backward else 0
 
