@@ -15,7 +15,8 @@ from comparisons import TOLERANCE, assert_close, assert_same, strided
 from minimal_layers import layer, layer_backward
 from ostinato.kernels import memory
 from ostinato.kernels import threads as kernel_threads
-from ostinato.kernels.scan import Order, cpu, reference
+from ostinato.kernels.numba_loops import NUMPY_DTYPES
+from ostinato.kernels.scan import Order, cpu, cpu_narrow, reference
 from ostinato.minimal.recurrences import RECURRENCES
 
 INF = math.inf
@@ -36,7 +37,7 @@ def always_parallel(monkeypatch):
     torch.set_num_threads(threads)
 
 
-layouts = st.sampled_from(["contiguous", "time-major", "channels apart", "part of a row"])
+layouts = st.sampled_from(["contiguous", "time-major", "time-contiguous", "channels apart", "part of a row"])
 
 
 def scan_inputs(log, shape, states, dtype):
@@ -126,6 +127,81 @@ def test_packed_scan_equals_separate_scans(log, lengths, reverse, with_h0, seed)
         want_grads = backward(*inputs, start, grad_h[part], grad_last[n : n + 1], Order(reverse=reverse))
         assert_same((grads[0][part], grads[1][part]), want_grads[:2])
         assert not with_h0 or torch.equal(grads[2][n : n + 1], want_grads[2])
+
+
+@pytest.fixture
+def loops_called(monkeypatch):
+    """The loops that scans call, in order."""
+    loops, run_loop = [], cpu.run_loop
+    monkeypatch.setattr(cpu, "run_loop", lambda loop, *args: loops.append(loop) or run_loop(loop, *args))
+    return loops
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("lengths", [None, [101, 0, 3, 40, 233]])
+@pytest.mark.parametrize("with_resets", [False, True])
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize(
+    ("batch", "channels", "layout"),
+    [
+        *((1, 1, "contiguous"), (37, 1, "contiguous"), (7, 3, "contiguous")),
+        *((5, 2, "time-contiguous"), (3, 37, "time-contiguous")),
+    ],
+)
+def test_narrow_scans_have_the_bits_of_wide_ones(
+    always_parallel, monkeypatch, loops_called, batch, channels, layout, reverse, with_resets, lengths, dtype
+):
+    torch.manual_seed(0)
+    shape = (batch, 101, channels) if lengths is None else (1, sum(lengths), channels)
+    states = batch if lengths is None else len(lengths)
+    bounds = None if lengths is None else torch.tensor([0, *lengths]).cumsum(0)
+    order = Order(bounds, torch.rand(shape[:2]) < 0.1 if with_resets else None, reverse)
+    a, b, h0 = scan_inputs(False, shape, (states, channels), dtype)
+    grad_h, grad_last = torch.randn(shape, dtype=dtype), torch.randn(states, channels, dtype=dtype)
+
+    def results(layout):
+        h, h_last = cpu.linear_scan(strided(a, layout), strided(b, layout), h0, order)
+        grads = cpu.linear_scan_backward(strided(a, layout), h, h0, strided(grad_h, layout), grad_last, order)
+        return h, h_last, *grads
+
+    got = results(layout)
+    assert loops_called == [cpu_narrow.scan(NUMPY_DTYPES[dtype]), cpu_narrow.scan_backward(NUMPY_DTYPES[dtype])]
+    monkeypatch.setattr(cpu, "NARROW", 0)
+    loops_called.clear()
+    wanted = results("contiguous")
+    assert cpu_narrow.scan(NUMPY_DTYPES[dtype]) not in loops_called
+    assert all(map(torch.equal, got, wanted))
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("channels", [1, 2, 3])
+def test_narrow_scans_of_ones_count_steps(channels, reverse):
+    steps = torch.arange(130)
+    reset = (steps >= 31) & ((steps - 31) % 33 == 0)  # around the ends of turns
+    count = torch.where(steps < 31, steps + 8, (steps - 31) % 33 + 1)
+    left = torch.where(steps < 31, 31 - steps, 33 - (steps - 31) % 33)
+    before = torch.where(reset, 0, count - 1)
+    if reverse:
+        reset, count, left, before = (x.flip(0) for x in (reset, count, left, before))
+    ones, h0 = torch.ones(5, 130, channels), torch.full((5, channels), 7.0)
+    order = Order(None, reset.expand(5, 130), reverse)
+    h, h_last = cpu.linear_scan(ones, ones, h0, order)
+    grad_a, grad_b, grad_h0 = cpu.linear_scan_backward(ones, h, h0, ones, None, order)
+    for got, want in ((h, count), (grad_a, left * before), (grad_b, left)):
+        assert torch.equal(got, want.float()[None, :, None].expand_as(got))
+    assert h_last.eq(33).all()
+    assert grad_h0.eq(31).all()
+
+
+@pytest.mark.parametrize(
+    ("shape", "narrow"),
+    [((9, 12, 3), True), ((9, 11, 3), False), ((9, 4, 1), True), ((9, 3, 1), False), ((9, 99, 4), False)],
+)
+def test_few_channels_of_many_steps_are_scanned_one_by_one(loops_called, shape, narrow):
+    x = torch.ones(shape)
+    cpu.linear_scan(x, x, None, Order())
+    cpu.linear_scan(x.flatten(0, 1)[None], x.flatten(0, 1)[None], None, Order(torch.arange(10) * shape[1]))
+    assert [loop is cpu_narrow.scan(NUMPY_DTYPES[x.dtype]) for loop in loops_called] == [narrow, narrow]
 
 
 @pytest.mark.parametrize("channels", [16, 24, 2064])

@@ -10,10 +10,13 @@ from torch import Tensor
 
 from ostinato.kernels.memory import empty_like
 from ostinato.kernels.numba_loops import LINE, NUMPY_DTYPES
-from ostinato.kernels.scan import Gradients, Order, cpu_loops
+from ostinato.kernels.scan import Gradients, Order, cpu_loops, cpu_narrow
 from ostinato.kernels.threads import run_loop, threads_for
 
 SCAN_WIDTH = 1024  # channels a task has at least: a scan moves memory, fastest in long rows
+NARROW = 3  # channels up to which a linear scan takes one after the other: more fill vector registers
+NARROW_APART = 64  # the same of tensors that are contiguous in time, whose copies take longer
+TURNS = 16  # how many channels and sequences then take turns: a cache line of channels
 STREAMED = 32 << 20  # bytes from which on a scan's result does not stay in the caches until it is read
 
 
@@ -48,7 +51,7 @@ def log_linear_scan_backward(
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
+    return torch.float64 if x.dtype is torch.float64 else torch.float32
 
 
 def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -77,7 +80,12 @@ def _scan(log: bool, a: Tensor, b: Tensor, h0: Tensor | None, order: Order) -> t
     dtype = compute_dtype(b)
     state = initial_state(h0, (order.sequences(b), b.shape[2]), torch.float64, -math.inf if log else 0.0)
     out = empty_like(b, dtype)
-    _run_scan(cpu_loops.scan(NUMPY_DTYPES[dtype], log), order, state, a=rows(a, dtype), b=rows(b, dtype), out=out)
+    narrow = not log and _is_narrow(order, a, b)
+    if narrow:
+        loop, laid_out = cpu_narrow.scan(NUMPY_DTYPES[dtype]), as_dtype
+    else:
+        loop, laid_out = cpu_loops.scan(NUMPY_DTYPES[dtype], log), rows
+    _run_scan(loop, narrow, order, state, a=laid_out(a, dtype), b=laid_out(b, dtype), out=out)
     return as_dtype(out, b.dtype), as_dtype(state, b.dtype)
 
 
@@ -95,28 +103,43 @@ def _scan_backward(
     state = initial_state(grad_h_last, state_shape, torch.float64)
     absent = constant(-math.inf if log else 0.0, state_shape, dtype)
     grad_a, grad_b = empty_like(a, dtype), empty_like(a, dtype)
+    grad_h = constant(0.0, a.shape, dtype) if grad_h is None else grad_h
+    narrow = not log and _is_narrow(order, a, grad_h)
+    if narrow:
+        loop, laid_out = cpu_narrow.scan_backward(NUMPY_DTYPES[dtype]), as_dtype
+    else:
+        loop, laid_out = cpu_loops.scan_backward(NUMPY_DTYPES[dtype], log), rows
     _run_scan(
-        cpu_loops.scan_backward(NUMPY_DTYPES[dtype], log),
+        loop,
+        narrow,
         order,
         state,
-        a=rows(a, dtype),
-        b=rows(b, dtype),
-        h=rows(h, dtype),
+        a=laid_out(a, dtype),
+        b=laid_out(b, dtype),
+        h=laid_out(h, dtype),
         h0=absent if h0 is None else rows(h0, dtype),
         absent=absent,
-        grad_h=constant(0.0, a.shape, dtype) if grad_h is None else rows(grad_h, dtype),
+        grad_h=laid_out(grad_h, dtype),
         grad_a=grad_a,
         grad_b=grad_b,
     )
     return as_dtype(grad_a, a.dtype), as_dtype(grad_b, a.dtype), None if h0 is None else state.to(h0.dtype)
 
 
-def _run_scan(loop: Any, order: Order, state: Tensor, **arrays: Tensor) -> None:
+def _is_narrow(order: Order, x: Tensor, y: Tensor) -> bool:
+    """Whether to take one channel after the other: few of many steps, or more where an input is contiguous in time."""
+    batch, length, channels = x.shape
+    if channels <= NARROW:
+        return 4 * channels * order.sequences(x) <= batch * length  # a turn of fewer costs more than it saves
+    return channels <= NARROW_APART and (x.stride(1) == 1 < x.stride(2) or y.stride(1) == 1 < y.stride(2))
+
+
+def _run_scan(loop: Any, narrow: bool, order: Order, state: Tensor, **arrays: Tensor) -> None:
     """Call the loop with (B, T, D) arrays, a mask (B, T), and h0, which is (N, D) like the state."""
     a, (cu_seqlens, resets, reverse) = arrays["a"], order
     strides = tuple([x.stride() for x in arrays.values()])
     marks = None if resets is None else resets.stride()
-    sizes = state.shape, a.shape[1], tuple(arrays), strides, marks, cu_seqlens is not None, reverse
+    sizes = state.shape, a.shape[1], tuple(arrays), strides, marks, cu_seqlens is not None, reverse, narrow
     threads = threads_for(a.numel())
     work = cpu_loops.ScanWork.from_buffer_copy(_prepared(*sizes, threads))
     work.state = state.data_ptr()
@@ -127,7 +150,7 @@ def _run_scan(loop: Any, order: Order, state: Tensor, **arrays: Tensor) -> None:
         work.bounds = bounds.data_ptr()
     if resets is not None:
         work.resets = resets.data_ptr()
-    if a.nbytes >= STREAMED:
+    if a.nbytes >= STREAMED and not narrow:
         results = {name: x for name, x in arrays.items() if name in ("out", "grad_a", "grad_b")}
         rows = {name: x.new_empty(state.shape) for name, x in results.items() if _has_whole_lines(x)}
         if len(rows) == len(results):
@@ -145,17 +168,22 @@ def _prepared(
     marks: tuple[int, ...] | None,
     packed: bool,
     reverse: bool,
+    narrow: bool,
     threads: int,
 ) -> cpu_loops.ScanWork:
     """What a loop is called with but for addresses, of a state's shape and the strides of the arrays and the mask."""
     sequences, channels = shape
-    parts = min(sequences, 4 * threads)
-    blocks, width = blocks_of(channels, SCAN_WIDTH, threads, parts)
+    if narrow:
+        width = min(channels, TURNS)
+        parts, blocks = max(min(sequences, threads), sequences * width // TURNS), -(-channels // width)
+    else:
+        parts = min(sequences, 4 * threads)
+        blocks, width = blocks_of(channels, SCAN_WIDTH, threads, parts)
     fields = {}
     for name, of_array in zip(names, strides, strict=True):
         fields[f"{name}_n"] = of_array[0] if len(of_array) == 2 or not packed else 0
         if len(of_array) == 3:
-            fields[f"{name}_t"] = of_array[1]
+            fields |= {f"{name}_t": of_array[1], f"{name}_d": of_array[2]}
     if marks is not None:
         fields |= {"resets_n": 0 if packed else marks[0], "resets_t": marks[1]}
     return cpu_loops.ScanWork(

@@ -41,17 +41,17 @@ class ScanWork(ctypes.Structure):
     _fields_ = [
         *integers("next_task", "tasks", "parts", "width", "sequences", "length", "channels"),
         *integers("reverse", "bounds", "state"),
-        *integers("a", "a_n", "a_t", "b", "b_n", "b_t", "out", "out_n", "out_t"),
-        *integers("h", "h_n", "h_t", "h0", "h0_n", "grad_h", "grad_h_n", "grad_h_t"),
-        *integers("grad_a", "grad_a_n", "grad_a_t", "grad_b", "grad_b_n", "grad_b_t"),
+        *integers("a", "a_n", "a_t", "a_d", "b", "b_n", "b_t", "b_d", "out", "out_n", "out_t", "out_d"),
+        *integers("h", "h_n", "h_t", "h_d", "h0", "h0_n", "grad_h", "grad_h_n", "grad_h_t", "grad_h_d"),
+        *integers("grad_a", "grad_a_n", "grad_a_t", "grad_a_d", "grad_b", "grad_b_n", "grad_b_t", "grad_b_d"),
         *integers("out_row", "grad_a_row", "grad_b_row", "resets", "resets_n", "resets_t", "absent", "absent_n"),
     ]
 
 
-_SCAN_WORK = np.dtype(ScanWork)
+SCAN_WORK = np.dtype(ScanWork)
 
 
-_load, _store = restricted("a", "b", "h", "before", "grad_h", "state", "grad_a", "grad_b", "out")
+load, store = restricted("a", "b", "h", "before", "grad_h", "state", "grad_a", "grad_b", "out")
 
 
 @intrinsic
@@ -93,21 +93,26 @@ def _logaddexp(x, y, like):
 
 
 @inline
+def linear(a, b, h):
+    return multiply_add(cast(a, h), h, cast(b, h))
+
+
+@inline
 def _linear_step(j, arrays):
     a, at_a, b, at_b, state, at, out, at_out = arrays
-    a_j, b_j, h_j = _load(a, at_a + j, "a"), _load(b, at_b + j, "b"), _load(state, at + j, "state")
-    h_j = multiply_add(cast(a_j, h_j), h_j, cast(b_j, h_j))
-    _store(state, at + j, h_j, "state")
-    _store(out, at_out + j, cast(h_j, a_j), "out")
+    a_j, b_j, h_j = load(a, at_a + j, "a"), load(b, at_b + j, "b"), load(state, at + j, "state")
+    h_j = linear(a_j, b_j, h_j)
+    store(state, at + j, h_j, "state")
+    store(out, at_out + j, cast(h_j, a_j), "out")
 
 
 @inline
 def _log_step(j, arrays):
     a, at_a, b, at_b, state, at, out, at_out = arrays
-    a_j, b_j, h_j = _load(a, at_a + j, "a"), _load(b, at_b + j, "b"), _load(state, at + j, "state")
+    a_j, b_j, h_j = load(a, at_a + j, "a"), load(b, at_b + j, "b"), load(state, at + j, "state")
     h_j = _logaddexp(cast(a_j, h_j) + h_j, cast(b_j, h_j), a_j)
-    _store(state, at + j, h_j, "state")
-    _store(out, at_out + j, cast(h_j, a_j), "out")
+    store(state, at + j, h_j, "state")
+    store(out, at_out + j, cast(h_j, a_j), "out")
 
 
 @functools.cache
@@ -118,7 +123,7 @@ def scan(dtype: type, log: bool) -> Any:
 
     @compiled_loop
     def run(address):
-        work = structure_at(address, _SCAN_WORK)
+        work = structure_at(address, SCAN_WORK)
         bounds, reverse = pointer_to(work.bounds, np.int64), work.reverse
         a, a_n, a_t = pointer_to(work.a, dtype), work.a_n, work.a_t
         b, b_n, b_t = pointer_to(work.b, dtype), work.b_n, work.b_t
@@ -156,33 +161,41 @@ def scan(dtype: type, log: bool) -> Any:
 
 
 @inline
+def linear_gradients(a, before, grad_h, carried):
+    """The gradients of a, of b and of the state before, which is carried on."""
+    total = cast(grad_h, carried) + carried
+    return cast(total, a) * before, cast(total, a), total * cast(a, total)
+
+
+@inline
 def _linear_backward_step(j, inputs, outputs):
     a, at_a, _, _, before, at_before, grad_h, at_grad = inputs
     state, at, grad_a, grad_b, at_out = outputs
-    a_j, carried = _load(a, at_a + j, "a"), _load(state, at + j, "state")
-    total = cast(_load(grad_h, at_grad + j, "grad_h"), carried) + carried
-    _store(grad_a, at_out + j, cast(total, a_j) * _load(before, at_before + j, "before"), "grad_a")
-    _store(grad_b, at_out + j, cast(total, a_j), "grad_b")
-    _store(state, at + j, total * cast(a_j, total), "state")
+    a_j, carried = load(a, at_a + j, "a"), load(state, at + j, "state")
+    grad_j, before_j = load(grad_h, at_grad + j, "grad_h"), load(before, at_before + j, "before")
+    grad_a_j, grad_b_j, carried = linear_gradients(a_j, before_j, grad_j, carried)
+    store(grad_a, at_out + j, grad_a_j, "grad_a")
+    store(grad_b, at_out + j, grad_b_j, "grad_b")
+    store(state, at + j, carried, "state")
 
 
 @inline
 def _log_backward_step(j, inputs, outputs):
     a, at_a, b, at_b, before, at_before, grad_h, at_grad = inputs
     state, at, grad_a, grad_b, at_out = outputs
-    a_j, carried = _load(a, at_a + j, "a"), _load(state, at + j, "state")
-    total = cast(_load(grad_h, at_grad + j, "grad_h"), carried) + carried
+    a_j, carried = load(a, at_a + j, "a"), load(state, at + j, "state")
+    total = cast(load(grad_h, at_grad + j, "grad_h"), carried) + carried
     # The shares of the state that what was kept and what was added have: not exp(kept - h), as h is rounded.  The
     # smaller is exact to its own last digits, and both make up the whole.
-    b_j, kept_j = _load(b, at_b + j, "b"), a_j + _load(before, at_before + j, "before")
+    b_j, kept_j = load(b, at_b + j, "b"), a_j + load(before, at_before + j, "before")
     nothing = kept_j == b_j == -math.inf  # a state of exactly zero has no gradient: 0/0 = 0
     total = cast(0.0, total) if nothing else total
     share = cast(min(sigmoids(cast(0.0, a_j) if nothing else kept_j - b_j)), total)
     smaller, larger = total * share, total * (cast(1.0, total) - share)
     carried, added = (larger, smaller) if kept_j >= b_j else (smaller, larger)
-    _store(grad_a, at_out + j, cast(carried, a_j), "grad_a")
-    _store(grad_b, at_out + j, cast(added, a_j), "grad_b")
-    _store(state, at + j, carried, "state")
+    store(grad_a, at_out + j, cast(carried, a_j), "grad_a")
+    store(grad_b, at_out + j, cast(added, a_j), "grad_b")
+    store(state, at + j, carried, "state")
 
 
 @functools.cache
@@ -193,7 +206,7 @@ def scan_backward(dtype: type, log: bool) -> Any:
 
     @compiled_loop
     def run(address):
-        work = structure_at(address, _SCAN_WORK)
+        work = structure_at(address, SCAN_WORK)
         bounds, reverse = pointer_to(work.bounds, np.int64), work.reverse
         a, a_n, a_t = pointer_to(work.a, dtype), work.a_n, work.a_t
         b, b_n, b_t = pointer_to(work.b, dtype), work.b_n, work.b_t
