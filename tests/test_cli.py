@@ -369,7 +369,8 @@ def test_damaged_training_state(run):
     train(run)
     path = Path("out/last.safetensors")
     with safe_open(path, "pt") as file:
-        metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        metadata, names = file.metadata(), file.keys()
+        tensors = {name: file.get_tensor(name).clone() for name in names}  # the file is overwritten
     trainer = json.loads(metadata["training"])
 
     def resumed(training, changed=None, **settings):

@@ -23,6 +23,7 @@ def test_a_saved_model_is_the_same_function(saved):
     model, folder = saved
     again = LanguageModel.from_pretrained(folder)
     assert again.settings == model.settings
+    assert not again.training
     assert json.loads((folder / "config.json").read_text()) == model.settings
     assert set(load_file(folder / "model.safetensors")) == set(model.state_dict())
     tokens = torch.randint(11, (3, 20))

@@ -47,7 +47,7 @@ class HubMixin(_Mixin):
 
     @classmethod
     def _from_pretrained(cls, *, strict: bool = True, **where: Any) -> Any:
-        return super()._from_pretrained(strict=strict, **where)
+        return super()._from_pretrained(strict=strict, **where).eval()  # older mixins leave it training
 
     @classmethod
     def _load_as_pickle(cls, _model: Any, model_file: str, *_: Any) -> NoReturn:
