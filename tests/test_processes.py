@@ -103,7 +103,7 @@ def test_a_killed_process_ends_the_job_whose_checkpoint_goes_on(tmp_path, proces
     out, err = job.communicate(timeout=60)
     assert job.returncode != 0
     # torchrun may have seen first what the others say when they lose it.
-    assert re.search(rf"exitcode\s*: -9 \(pid: {victim}\)\s+\(SIGKILL\)", err), err
+    assert re.search(rf"exitcode\s*: -9\b.*\(pid: {victim}\)", err), err
     assert out.count("Text:") == 1
     step = load_checkpoint(last).training["trainer"]["step"]
     assert step % 2 == 0
