@@ -90,7 +90,10 @@ QUICK: dict[str, list[Workload]] = {
 }
 
 ON_CPU: dict[str, list[Workload]] = {
-    "scan": [Scan(16, 4096, 256), Scan(1, 65536, 256)],
+    "scan": [
+        *(Scan(16, 4096, 256), Scan(1, 65536, 256)),
+        *(Scan(64, 2048, 1), Scan(64, 2048, 3), Scan(16, 4096, 16, time_contiguous=True)),
+    ],
     "layer": [
         *(Layer("mingru", *sizes, 256, 256) for sizes in ((1, 256), (1, 4096), (1, 16384), (16, 512))),
         Layer("minlstm", 1, 4096, 256, 256),
