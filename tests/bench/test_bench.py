@@ -106,9 +106,10 @@ def test_a_plot_does_not_replace_its_run(tmp_path, monkeypatch):
         bench_app(["training", "--sweep", "--quick", "--json", str(tmp_path / "x.png")], standalone_mode=False)
 
 
-def test_a_folder_gets_a_file_named_after_the_kind_of_device(tmp_path):
-    bench_app(["scan", "--quick", "--device", "cpu", "--json", str(tmp_path)], standalone_mode=False)
-    (path,) = tmp_path.iterdir()
+@pytest.mark.parametrize("folder", ["", "new/"])
+def test_a_folder_gets_a_file_named_after_the_kind_of_device(tmp_path, folder):
+    bench_app(["scan", "--quick", "--device", "cpu", "--json", f"{tmp_path}/{folder}"], standalone_mode=False)
+    (path,) = (tmp_path / folder).iterdir()
     assert path.name == "scan-cpu.json"
     assert json.loads(path.read_text())["processor"]
 

@@ -84,8 +84,12 @@ def _commit() -> str | None:
 
 
 def path_for(path: Path, name: str, device: torch.device) -> Path:
-    """The file of a run: `path`, or if that is a folder, a file in it named after the run and the type of device."""
-    return path / f"{name}-{'gpu' if device.type == 'cuda' else device.type}.json" if path.is_dir() else path
+    """The file of a run: `path`, or if that is a folder, a file in it named after the run and the type of device.
+
+    What does not exist is a folder if its name has no suffix.
+    """
+    is_folder = path.is_dir() or not (path.suffix or path.exists())
+    return path / f"{name}-{'gpu' if device.type == 'cuda' else device.type}.json" if is_folder else path
 
 
 def plot_for(path: Path) -> Path:

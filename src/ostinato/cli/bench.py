@@ -20,7 +20,8 @@ Device = Annotated[str, Option(help="auto, cpu or cuda.")]
 Quick = Annotated[bool, Option("--quick", help="Small shapes and few repetitions: ends within a minute.")]
 Only = Annotated[str, Option(help="Only workloads whose name contains this, such as bf16.")]
 Json = Annotated[
-    Path | None, Option(help="Write all figures to this file; in a folder, to KIND-gpu.json or KIND-cpu.json.")
+    Path | None,
+    Option(help="Write all figures to this file; in a folder, which has no suffix, to KIND-gpu.json or KIND-cpu.json."),
 ]
 
 app = typer.Typer(help="Measure speed against the machine's limit and other implementations.", no_args_is_help=True)
