@@ -29,7 +29,7 @@ FEW = [(12, 700, 5), (3, 900, 19), (1, 3000, 20), (600, 6, 24), (140, 3, 300), (
 FEW += [(1500, 60, 7), (700, 130, 3), (400, 300, 2), (150, 300, 1), (800, 40, 31), (300, 150, 12), (140, 700, 16)]
 # Short sequences of few channels, of which several are scanned as one on a GPU of up to 150 multiprocessors.
 JOINED = [(3000, 13, 1), (6000, 1, 5), (4500, 30, 3), (3001 * 2, 9, 7), (12000, 150, 1), (5280, 5, 16)]
-JOINED += [(15660, 31, 5)]  # of which two joined are sequences that would be joined, too
+JOINED += [(13200, 13, 5)]  # of which two joined are sequences that would be joined, too
 
 
 def force(monkeypatch, name):

@@ -112,6 +112,28 @@ def test_short_sequences_scanned_as_one_match_the_reference(shape, dtype, revers
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("reverse", [False, True], ids=["ahead", "reverse"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", FEW, ids=str)
+def test_few_channels_of_sequences_apart_or_in_one_place_match_the_reference(shape, dtype, reverse, nan_memory):
+    torch.manual_seed(0)
+    kernels, reference, order = choose_backend("cuda", "cuda"), torch_ops.REFERENCE, Order(reverse=reverse)
+    a, b, grad = (torch.rand(shape).to(dtype) for _ in range(3))
+
+    def apart(x):  # and what is between them, or before and after, does not matter
+        return torch.nn.functional.pad(x.cuda(), (0, 0, 2, 1), value=torch.nan)[:, 2:-1]
+
+    for lie in (apart, lambda x: x.cuda()[:1].expand(shape)):
+        x, y, dh = lie(a), apart(b), lie(grad)
+        want = reference.linear_scan(x.double().cpu(), b.double(), None, order)
+        assert_close(kernels.linear_scan(x, y, None, order), want, TOLERANCE[dtype])
+        h = want[0].to(dtype)
+        wide = x.double().cpu(), h.double(), None, dh.double().cpu(), None
+        want = reference.linear_scan_backward(*wide, order)
+        assert_close(kernels.linear_scan_backward(x, apart(h), None, dh, None, order), want, TOLERANCE[dtype])
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("gap", [0, 8, 13], ids="gap {}".format)
 @pytest.mark.parametrize("shape", ODD, ids=str)
 def test_16_bit_rows_begin_at_any_address(shape, gap, nan_memory):

@@ -230,12 +230,33 @@ def test_short_sequences_are_scanned_as_one_where_they_are_adjacent_and_have_no_
 def test_what_was_joined_is_not_joined_again(monkeypatch):
     """It would be reset only where a sequence of several begins: of these, two would be taken for one."""
     monkeypatch.setattr(launch, "describe_device", lambda index: GPUS["H200"])
-    strides = ((31 * 5, 5, 0),) * 3
-    problem = launch.Problem("LinearScanBackward", torch.float32, 0, 15660, 31, 5, strides, strides[:2])
+    strides = ((13 * 5, 5, 0),) * 3
+    problem = launch.Problem("LinearScanBackward", torch.float32, 0, 13200, 13, 5, strides, strides[:2])
     joined = launch.Scan(problem)._joined
-    assert (joined.problem.period, joined.problem.steps) == (31, 62)
+    assert (joined.problem.period, joined.problem.steps) == (13, 26)
     assert launch.sequences_joined(launch._criteria_of(joined.problem, 0)) == 2  # as any others of these sizes
     assert joined._joined is None
+
+
+def test_steps_are_divided_by_the_period_of_joined_sequences():
+    for period in (*range(1, 200), 4095, 4096, 8191, 1 << 14):
+        for step in {*range(100), *(n * period + d for n in range(-(-(1 << 15) // period)) for d in (0, period - 1))}:
+            if step < 1 << 15:
+                assert (2 * step + 1) * launch._reciprocal(period) >> 32 == step // period
+
+
+@pytest.mark.parametrize("steps", [1, 7, 130, 1000])
+@pytest.mark.parametrize("gap", [0, 3, 1000])
+def test_tiles_of_inner_sequences_do_not_reach_beyond_all(steps, gap):
+    geometry, sequence = Geometry(1, 4, 2, 9, narrow=3), 3 * steps + gap
+    strides = (2000 * sequence, 3, 0), (sequence, 3, 0)
+    problem = launch.Problem("LinearScan", torch.float32, 0, 60, steps, 3, strides, strides[:1])
+    outer, reach = launch._outer(problem, geometry), 3 * geometry.tile + 16
+    assert 0 < outer <= 60
+    assert outer == 60 or outer * sequence >= reach
+    assert (outer - 1) * sequence < reach  # no more sequences than that
+    expanded = problem._replace(inputs=(strides[1], (0, 3, 0)))
+    assert launch._outer(expanded, geometry) == 60
 
 
 def test_more_steps_than_the_kernel_counts_are_refused():

@@ -54,22 +54,21 @@ struct alignas(MAPPED ? 128 : 32) Strip {
     static constexpr int APART = NARROW ? NARROW : widest_pitch() / int(sizeof(Item));
     static constexpr int SIZE = NARROW || PITCHED ? STRIP * APART : 32 * ROWS;
     static constexpr int PER_PIECE = 16 / sizeof(Item), PIECES = (SIZE + PER_PIECE - 1) / PER_PIECE + 1;
+    static constexpr int ALL = PIECES * PER_PIECE;
     static constexpr bool HALVES = sizeof(Item) < 4 && !EXCHANGED;
     PackType<HALVES ? 4 : sizeof(Item)>::type element[NARROW || PITCHED ? PIECES * PER_PIECE + LANES : SIZE];
 
-    // The first of the strip's steps in time, and where it is in memory.
-    static __device__ int start(const Place& at, int chunk, int ahead) {
-        const int i = at.first(chunk) + ahead - at.segment * ROWS;
-        return at.descending ? at.p.steps - i - STRIP : i;
+    // Where it is in memory; with NARROW, the lane's first piece of it, which begins as far after one of 16 bytes.
+    static __device__ Item* memory(const Place& at, const Tensor& x, const Rows& rows, int chunk, int ahead) {
+        if (ONCE) return reinterpret_cast<Item*>(rows.tile(chunk));
+        const Index row = Index(at.start(chunk, ahead)) * (NARROW ? NARROW : x.time);
+        return reinterpret_cast<Item*>(at.sequence(x) + row + at.group * GROUP) + (NARROW ? at.lane * PER_PIECE : 0);
     }
-    static __device__ Item* memory(const Place& at, const Tensor& x, int chunk, int ahead) {
-        const Index row = Index(start(at, chunk, ahead)) * (NARROW ? NARROW : x.time);
-        return reinterpret_cast<Item*>(at.sequence(x) + row + at.group * GROUP);
-    }
-    static __device__ int shift(const Place& at, const Tensor& x, int chunk, int ahead) {
+    static __device__ int shift(const Place& at, const Tensor& x, const Rows& rows, int chunk, int ahead) {
         if (!NARROW && !PITCHED) return 0;
         if (ALIGNED) return (at.descending ? -ahead : ahead) * NARROW & (PER_PIECE - 1);
-        return unsigned(reinterpret_cast<unsigned long long>(memory(at, x, chunk, ahead)) % 16) / sizeof(Item);
+        const auto address = reinterpret_cast<unsigned long long>(memory(at, x, rows, chunk, ahead));
+        return unsigned(address % 16) / sizeof(Item);
     }
     // Of this thread's row u of input k.
     static __device__ int place(const Place& at, int u, int shift, int k = 0) {
@@ -90,25 +89,28 @@ struct alignas(MAPPED ? 128 : 32) Strip {
 #pragma unroll
         for (int v = 1; v < ITEMS; ++v) element[place + v * NEXT] = bits >> 8 * sizeof(Item) * v;
     }
+    // Clip a range of elements, relative to the first piece, to those of the sequence.
+    static __device__ void clip(const Place& at, int chunk, int ahead, int skipped, int& begin, int& end) {
+        const Index head = skipped - Index(at.start(chunk, ahead)) * NARROW, tail = head + Index(at.p.steps) * NARROW;
+        begin = head > begin ? int(head < ALL ? head : ALL) : begin;
+        end = tail < end ? int(tail > 0 ? tail : 0) : end;
+    }
     // Call move(k, from, low, high) for each piece k of a part: elements low to high of the piece at `from` are within
     // the sequence (clipped only if CHECKED) and, if OWN, within the strip.
     template <bool CHECKED, bool OWN, typename Move>
-    static __device__ void pieces(const Place& at, const Tensor& x, int chunk, int ahead, int part, Move move) {
-        constexpr Index ALL = PIECES * PER_PIECE;
+    static __device__ void pieces(
+        const Place& at, const Tensor& x, const Rows& rows, int chunk, int ahead, int part, Move move
+    ) {
         constexpr int OF_PART = STRIP / PARTS * NARROW, MOST = (OF_PART - 1) / PER_PIECE + 2;
-        const int skipped = shift(at, x, chunk, ahead);
-        int begin = OWN ? skipped : 0, end = OWN ? skipped + SIZE : int(ALL);
-        if (CHECKED) {  // clip to the sequence, relative to the first piece
-            const Index head = skipped - Index(start(at, chunk, ahead)) * NARROW,
-                        tail = head + Index(at.p.steps) * NARROW;
-            begin = head > begin ? int(head < ALL ? head : ALL) : begin;
-            end = tail < end ? int(tail > 0 ? tail : 0) : end;
-        }
+        const int skipped = shift(at, x, rows, chunk, ahead);
+        int begin = OWN ? skipped : 0, end = OWN ? skipped + SIZE : ALL;
+        if (CHECKED) clip(at, chunk, ahead, skipped, begin, end);
         // The piece between two parts is copied with the part scanned first, and stored with the other.
         const int place = at.descending ? PARTS - 1 - part : part, rest = at.descending == OWN ? PER_PIECE - 1 : 0;
         const int origin = place == 0 ? 0 : (skipped + place * OF_PART + rest) / PER_PIECE;
         const int bound = (skipped + (place + 1) * OF_PART + (place == PARTS - 1 ? PER_PIECE - 1 : rest)) / PER_PIECE;
-        Item* const first = memory(at, x, chunk, ahead) - skipped + (origin + at.lane) * PER_PIECE;
+        Item* first = memory(at, x, rows, chunk, ahead) - skipped + origin * PER_PIECE;
+        if (ONCE) first = computed_once(first);
 #pragma unroll(CHECKED ? 1 : (MOST + ABREAST - 1) / ABREAST)  // the CHECKED path is rare: keep its code small
         for (int k = 0; k < (MOST + ABREAST - 1) / ABREAST; ++k) {
             const int piece = origin + at.lane + ABREAST * k,
@@ -123,7 +125,7 @@ struct alignas(MAPPED ? 128 : 32) Strip {
         const int ahead = BACKWARD && k == PREVIOUS;  // h[t-1] belongs to the next step in scan order
         if constexpr (NARROW) {
             // A piece may begin before the sequence, as it is within its tensor's memory, but not end after it.
-            pieces<CHECKED, false>(at, x, chunk, ahead, part, [&](int n, const Item* from, int low, int high) {
+            pieces<CHECKED, false>(at, x, rows, chunk, ahead, part, [&](int n, const Item* from, int low, int high) {
                 auto* const to = &element[n * PER_PIECE];
                 if (!CHECKED || (low < PER_PIECE && high == PER_PIECE)) copy_async<16>(to, from);
                 else if (high > low)
@@ -133,8 +135,9 @@ struct alignas(MAPPED ? 128 : 32) Strip {
         } else if constexpr (PITCHED) {
             constexpr int ROW = GROUP * int(sizeof(Scalar)), OF_ROW = (ROW + 15 + 15) / 16, COPIES = STRIP * OF_ROW;
             const int rest = (at.p.channels - at.group * GROUP) * int(sizeof(Scalar)), width = rest < ROW ? rest : ROW;
-            const int time = start(at, chunk, ahead), skipped = shift(at, x, chunk, ahead) * int(sizeof(Item));
-            const char* const from = reinterpret_cast<const char*>(memory(at, x, chunk, ahead));
+            const int time = at.start(chunk, ahead);
+            const int skipped = shift(at, x, rows, chunk, ahead) * int(sizeof(Item));
+            const char* const from = reinterpret_cast<const char*>(memory(at, x, rows, chunk, ahead));
             const Index apart = x.time * Index(sizeof(Scalar));
             const auto* const end =
                 reinterpret_cast<const char*>(at.sequence(x) + Index(at.p.steps - 1) * x.time + at.p.channels);
@@ -168,23 +171,35 @@ struct alignas(MAPPED ? 128 : 32) Strip {
     // By a tensor map, one thread's call: steps before or after all are zero.
     __device__ void fetch(const Place& at, int k, Barrier& arrival, int chunk) {
         start_copy(shared_address(element), at.p.map(k), at.group * GROUP,
-                   start(at, chunk, BACKWARD && k == PREVIOUS), at.batch, at.direction, shared_address(&arrival));
+                   at.start(chunk, BACKWARD && k == PREVIOUS), at.batch, at.direction, shared_address(&arrival));
+    }
+    // Store the elements before the first whole piece and after the last, one a lane.
+    template <bool CHECKED> __device__ void store_ends(const Place& at, Item* memory, int chunk, int skipped) {
+        int begin = skipped, end = skipped + SIZE;
+        if (CHECKED) clip(at, chunk, 0, skipped, begin, end);
+        const int whole = (begin + PER_PIECE - 1) / PER_PIECE * PER_PIECE, last = end / PER_PIECE * PER_PIECE;
+        const bool first = at.lane < PER_PIECE;
+        const int i = first ? begin + at.lane : last + at.lane - PER_PIECE;
+        if (i < end && (first ? i < whole : i >= whole && at.lane < 2 * PER_PIECE))
+            memory[i - skipped - at.lane * PER_PIECE] = element[i];
     }
     // Store a part of the strip, whose first element is at `offset`.
-    template <bool CHECKED> __device__ void store(const Place& at, const Tensor& x, int chunk, int part, int offset) {
-        const int later = ALIGNED ? 0 : offset - shift(at, x, chunk, 0);  // than in memory, relative to a piece
+    template <bool CHECKED>
+    __device__ void store(const Place& at, const Tensor& x, const Rows& rows, int chunk, int part, int offset) {
+        const int later = ALIGNED ? 0 : offset - shift(at, x, rows, chunk, 0);  // than in memory, relative to a piece
         sync_abreast();
-        pieces<CHECKED, true>(at, x, chunk, 0, part, [&](int k, Item* to, int low, int high) {
+        pieces<CHECKED, true>(at, x, rows, chunk, 0, part, [&](int k, Item* to, int low, int high) {
             const Item* const from = &element[k * PER_PIECE + later];
             const bool whole = ALIGNED && !CHECKED ? k < SIZE / PER_PIECE : low == 0 && high == PER_PIECE && later == 0;
             if (whole) *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
-            else if (ALIGNED && !CHECKED) return;
-            else {
+            else if (STAYS && (CHECKED || !ALIGNED)) {
 #pragma unroll 1
                 for (int i = low; i < high; ++i) to[i] = from[i];
             }
         });
-        if (!STAYS) sync_abreast();  // before the next tile's results
+        if (STAYS) return;
+        if (CHECKED || !ALIGNED) store_ends<CHECKED>(at, memory(at, x, rows, chunk, 0), chunk, offset);
+        sync_abreast();  // before the next tile's results
     }
 };
 
@@ -195,7 +210,12 @@ __device__ inline void fetch_strips(
 ) {
 #pragma unroll(CHECKED && NARROW && !STAYS ? 1 : INPUTS)  // the CHECKED path is rare: keep its code small
     for (int k = 0; k < INPUTS; ++k)
-        if (at.p.has_input(k)) strips[k].fetch<CHECKED>(at, k, memory.input[k], chunk, part);
+        if (at.p.has_input(k)) {
+            if constexpr (CHECKED && ONCE) {  // a loop cannot index registers, in which `memory` is
+                const Rows rows(at, at.p.input(k), BACKWARD && k == PREVIOUS);
+                strips[k].fetch<CHECKED>(at, k, rows, chunk, part);
+            } else strips[k].fetch<CHECKED>(at, k, memory.input[k], chunk, part);
+        }
 }
 
 // Whole strips by tensor maps, one thread's call.
@@ -221,25 +241,21 @@ struct alignas(16) Mask {
     unsigned char byte[COPIED ? 16 * PIECES : 1];
 
     static __device__ const unsigned char* sequence(const Place& at) {
-        return at.p.resets + at.batch * at.p.resets_batch + at.direction * at.p.resets_direction;
+        return ONCE ? at.resets : at.resets_of_sequence();
     }
     // Of step `i` in the order of the scan.
     static __device__ unsigned of_step(const Place& at, int i) {
         const int t = at.time(i);
         return sequence(at)[GAPLESS ? t : (PACKING == OFFSETS ? at.p.bounds[t] : t) * at.p.resets_time];
     }
-    // The first of the warp's steps in time, and its offset in an aligned piece.
-    static __device__ int start(const Place& at, int chunk) {
-        const int i = chunk * TILE + at.warp * STRIP;
-        return at.descending ? at.p.steps - i - STRIP : i;
-    }
+    // The offset of the warp's steps in an aligned piece.
     template <int BYTES = 16> static __device__ int shift(const Place& at, int chunk) {
-        return GAPLESS ? unsigned(reinterpret_cast<unsigned long long>(sequence(at)) + start(at, chunk)) % BYTES : 0;
+        return GAPLESS ? unsigned(reinterpret_cast<unsigned long long>(sequence(at)) + at.start(chunk)) % BYTES : 0;
     }
     // Aligned pieces have bytes of the sequences before and after, too.
     __device__ void fetch(const Place& at, int chunk) {
         const Parameters& p = at.p;
-        const int from = start(at, chunk) - shift(at, chunk);
+        const int from = at.start(chunk) - shift(at, chunk);
         const Index last = (p.batch - 1) * p.resets_batch + (p.directions - 1) * p.resets_direction;  // sequence
 #pragma unroll
         for (int k = 0; k < PIECES; k += 32) {

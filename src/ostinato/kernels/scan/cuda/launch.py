@@ -208,7 +208,8 @@ def _prepare(problem: Problem, parameter_dtype: torch.dtype, alignment: int) -> 
     addresses = len(strides) + max(1, problem.parameters) + 8
     kernel = nvrtc.load_kernel("scan", source(problem.code), definitions, problem.device)
     first = struct.Struct(f"={addresses}Q2I")
-    rest = struct.pack(f"={1 + len(integers)}q7i", companions, *integers, *counts, problem.reverse, problem.period)
+    end = problem.period, _reciprocal(problem.period), _outer(problem, geometry)
+    rest = struct.pack(f"={1 + len(integers)}q7iIi", companions, *integers, *counts, problem.reverse, *end)
     pack: Callable[..., bytes] = first.pack
     if geometry.mapped:
         pack = _with_maps(pack, problem, geometry)
@@ -228,6 +229,24 @@ def _prepare(problem: Problem, parameter_dtype: torch.dtype, alignment: int) -> 
         draws,
         problem.batch * (chunks if geometry.looks_back else companions),
     )
+
+
+def _reciprocal(period: int) -> int:
+    """By which the kernel divides steps by the period: the upper word of its product with 2*step + 1 is the quotient.
+
+    That holds below 2^15 steps, and joined sequences have fewer.
+    """
+    return -(-(1 << 31) // period) if period else 0
+
+
+def _outer(problem: Problem, geometry: Geometry) -> int:
+    """From how many of the first and of the last sequences a tile may reach beyond all sequences, if it is narrow.
+
+    A tile that ends after its sequence, or begins before it, may be copied as a whole where others follow or precede.
+    """
+    apart = min(sequence for sequence, _, _ in problem.inputs)
+    reach = geometry.tile * geometry.narrow + 16  # elements; alignment adds some
+    return min(problem.batch, -(-reach // apart)) if apart else problem.batch
 
 
 def _with_maps(pack: Callable[..., bytes], problem: Problem, geometry: Geometry) -> Callable[..., bytes]:

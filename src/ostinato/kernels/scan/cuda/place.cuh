@@ -1,11 +1,21 @@
 // Where a thread is in its chain, and its rows in memory.
 
+// Narrow sequences have tiles so small that most instructions compute addresses.  The compiler would compute each anew
+// at every use; where a block has registers for them it is made not to.
+constexpr bool ONCE = NARROW && !CHAINED;
+template <typename T> __device__ inline T* computed_once(T* x) {
+    asm("" : "+l"(x));
+    __builtin_assume(__isGlobal(x));
+    return x;
+}
+
 // A thread's coordinates: its sequence, channels and position along time, and the direction of the scan.
 struct Place {
     const Parameters& p;
     int batch, direction, group, warp, lane, segment, channel;
     bool inside;      // this lane's first channel exists, and with it all of a vector
     bool descending;  // the scan runs backward in time
+    const unsigned char* resets;  // with MASK, the sequence's, if ONCE
 
     __device__ Place(const Parameters& p, int chain) : p(p) {
         const int groups = NARROW ? 1 : (p.channels + GROUP - 1) / GROUP;
@@ -17,6 +27,8 @@ struct Place {
 #endif
         warp = threadIdx.x / ABREAST, lane = threadIdx.x % ABREAST;
         asm("" : "+r"(warp), "+r"(lane));  // or the compiler re-reads the slow special register at every use
+        // Of tiles that stay, whose copies have a cache policy, CUDA 13.0's compiler makes illegal instructions then.
+        if (ONCE && WARPS == 1) warp = 0;
         segment = lane / LANES;
         channel = group * GROUP + lane % LANES * NEXT_LANE;
         inside = channel < (NARROW ? NARROW : p.channels);
@@ -25,11 +37,17 @@ struct Place {
 #else
         descending = (p.reverse != (direction == 1)) != BACKWARD;
 #endif
+        if (MASK && ONCE) resets = computed_once(resets_of_sequence());
     }
     // Whether the lane's channel v exists.
     __device__ bool has(int v) const { return PITCHED && v > 0 ? channel + v * NEXT < p.channels : inside; }
     __device__ int chain() const {
         return (direction * p.batch + batch) * (NARROW ? 1 : (p.channels + GROUP - 1) / GROUP) + group;
+    }
+    // The first step in time, `ahead` steps later in scan order, of the warp's steps of a tile.
+    __device__ int start(int chunk, int ahead = 0) const {
+        const int i = chunk * TILE + warp * STRIP + ahead;
+        return descending ? p.steps - i - STRIP : i;
     }
     __device__ int time(int i) const { return descending ? p.steps - 1 - i : i; }
     __device__ bool exists(int i) const {
@@ -40,8 +58,9 @@ struct Place {
     }
     // Whether all steps of the tile exist.
     __device__ bool whole(int chunk) const { return PACKING != OFFSETS && (chunk + 1) * TILE <= p.steps; }
-    // Whether everything copied for the tile exists, including what alignment adds after it.
+    // Whether everything copied for the tile is within its tensors, including what alignment adds after it.
     __device__ bool inner(int chunk) const {
+        if (NARROW && !CHAINED && batch >= p.outer && batch < p.batch - p.outer) return true;
         const bool last = descending ? chunk == 0 : (chunk + 1) * TILE + 16 >= p.steps;  // in time
         const bool exact = ALIGNED && (descending || !BACKWARD);  // no piece ends after the tile
         if ((NARROW || PITCHED) && last && !exact) return false;
@@ -53,6 +72,9 @@ struct Place {
         const int left = p.steps - first(chunk);
         return left >= ROWS ? OF_ROWS : left > 0 ? ~(~0u << left) : 0;
     }
+    __device__ const unsigned char* resets_of_sequence() const {
+        return p.resets + batch * p.resets_batch + direction * p.resets_direction;
+    }
     __device__ Scalar* sequence(const Tensor& x) const { return x.data + batch * x.batch + direction * x.direction; }
     // The first element of a state: of sequence n of those packed, or joined in this one, which else is 0.
     __device__ Index state(int n) const {
@@ -61,7 +83,7 @@ struct Place {
     }
 };
 
-// This thread's rows of a tensor, `ahead` steps later.
+// This thread's rows of a tensor, `ahead` steps later; ONCE, its warp's, from the first piece on that the lane copies.
 struct Rows {
     const char* first;  // in the first tile; with OFFSETS, the address for a packed row number of 0
     Offset stride;
@@ -71,10 +93,13 @@ struct Rows {
     __device__ Rows() {}
     __device__ Rows(const Place& at, const Tensor& x, int ahead, int row = 0)
         : local(at.first(0) + ahead + row), inside(at.inside) {
-        const Index step = PACKING == OFFSETS ? 0 : at.time(local);
-        const int channel = inside ? at.channel : at.group * GROUP;  // lanes without channels may read the first
-        first = reinterpret_cast<const char*>(at.sequence(x) + channel + step * x.time);
-        stride = Offset(PACKING != OFFSETS && at.descending ? -x.time : x.time) * Offset(sizeof(Scalar));
+        const Index step = ONCE ? at.start(0, ahead) : PACKING == OFFSETS ? 0 : at.time(local);
+        // Lanes without channels may read the first.
+        const int channel = ONCE ? 0 : inside ? at.channel : at.group * GROUP;
+        const Index apart = ONCE ? NARROW : x.time;
+        first = reinterpret_cast<const char*>(at.sequence(x) + channel + step * apart);
+        stride = Offset(PACKING != OFFSETS && at.descending ? -apart : apart) * Offset(sizeof(Scalar));
+        if (ONCE) first = computed_once(first + 16 * at.lane);
     }
     __device__ bool exists(const Place& at, int chunk, int u) const {
         return inside && at.exists(chunk * TILE + local + u);

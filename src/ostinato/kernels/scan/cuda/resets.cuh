@@ -1,6 +1,7 @@
 // JOINED: a bit for each of a thread's steps that is `before` steps before the first of a sequence, in scan order.
 __device__ inline unsigned sequence_starts(const Place& at, int chunk, int before) {
-    const int period = at.p.period, since = (at.first(chunk) + before) % period;
+    const int period = at.p.period, step = at.first(chunk) + before;
+    const int since = step - int(__umulhi(2 * step + 1, at.p.reciprocal)) * period;  // of the sequence's first
     unsigned bits = 0;
 #pragma unroll 1
     for (int u = since ? period - since : 0; u < ROWS; u += period) bits |= 1u << u;
@@ -29,7 +30,7 @@ struct Resets {
                 word[w] = at.lane < STRIP - 32 * w && at.exists(i + 32 * w) ? Mask::of_step(at, i + 32 * w) : 0;
         } else if constexpr (SEVERAL) {
             const int skipped = Mask::shift<BYTES>(at, chunk), first = BYTES * at.lane;
-            const int t = Mask::start(at, chunk) - skipped + first;
+            const int t = at.start(chunk) - skipped + first;
 #pragma unroll
             for (int w = 0; w < WORDS; ++w) word[w] = 0;
             if (first >= skipped + STRIP || t >= at.p.steps || t + BYTES <= 0) return;

@@ -111,14 +111,16 @@ __device__ inline void apply(
 }
 
 __device__ inline void read(
-    const Place& at, Shared& shared, int stage, int buffer, int chunk, const OfChannels& of_channels, Steps& steps
+    const Place& at, const Memory& memory, Shared& shared, int stage, int buffer, int chunk,
+    const OfChannels& of_channels, Steps& steps
 ) {
     steps.look_for_bounds(at, shared, buffer);
-    steps.read(at, shared, stage, buffer, chunk, of_channels);
+    steps.read(at, memory, shared, stage, buffer, chunk, of_channels);
     if (!STAYS && (EXCHANGED || Mask::COPIED)) sync_abreast();
 }
 
-// Copy a tile.  A narrow sequence's first is copied with checks: one copy of the faster path's code is enough.
+// Copy a tile.  The first ones of blocks that share a narrow sequence are copied with checks: they have many others, so
+// that one copy of the faster path's code is enough.
 template <bool FIRST = false>
 __device__ inline void fetch(const Place& at, const Memory& memory, Shared& shared, int stage, int chunk, int chunks) {
     if constexpr (MAPPED) {
@@ -130,7 +132,7 @@ __device__ inline void fetch(const Place& at, const Memory& memory, Shared& shar
 #pragma unroll
     for (int part = 0; part < PARTS; ++part) {
         if (chunk < chunks) {
-            if (!(FIRST && NARROW && !STAYS) && at.inner(chunk))
+            if (!(FIRST && NARROW && CHAINED && !STAYS) && at.inner(chunk))
                 fetch_strips<false>(at, memory, shared.input[stage][at.warp], chunk, part);
             else
                 fetch_strips<true>(at, memory, shared.input[stage][at.warp], chunk, part);
@@ -170,7 +172,7 @@ __device__ inline void stream(const Parameters& p, Shared& shared, int chunks) {
             later.load(at, chunk + Resets::TILES * CLUSTER);
         }
         steps.resets = resets.of(at, shared, stage, chunk);
-        read(at, shared, stage, buffer, chunk, of_channels, steps);
+        read(at, memory, shared, stage, buffer, chunk, of_channels, steps);
         fetch(at, memory, shared, stage, chunk + STAGES * CLUSTER, chunks);
         stage = stage + 1 == STAGES ? 0 : stage + 1;
         const Composition before = shared.tile[buffer].scan_warp(at, steps.compose(at, shared, buffer, chunk));
@@ -212,7 +214,7 @@ __device__ inline void stay(const Parameters& p, Shared& shared, int chunks) {
     Steps steps;
     resets.share();
     steps.resets = resets.of(at, shared, 0, chunk);
-    read(at, shared, 0, 0, chunk, {}, steps);
+    read(at, memory, shared, 0, 0, chunk, {}, steps);
     const Composition before = shared.tile[0].scan_warp(at, steps.compose(at, shared, 0, chunk));
     __syncthreads();
     if (at.warp == WARPS - 1) {  // which has the fewest aggregates to read
@@ -289,7 +291,7 @@ __device__ inline void interleave(const Parameters& p, Shared& shared, int chunk
             later.share();
             coming.resets = later.of(at, shared, stage, next);
             later.load(at, next + companions);
-            read(at, shared, stage, buffer, next, of_channels, coming);
+            read(at, memory, shared, stage, buffer, next, of_channels, coming);
             fetch(at, memory, shared, stage, next + STAGES * companions, chunks);
             stage = stage + 1 == STAGES ? 0 : stage + 1;
             composed = shared.tile[buffer].scan_warp(at, coming.compose(at, shared, buffer, next));
@@ -366,7 +368,7 @@ __device__ inline void chain_looking_back(const Parameters& p, Shared& shared, i
         wait_for_copies();
         if (EXCHANGED || Mask::COPIED) sync_abreast();
         if (Mask::COPIED) steps.resets = later.of(at, shared, 0, chunk);
-        read(at, shared, 0, buffer, chunk, of_channels, steps);
+        read(at, Memory(at), shared, 0, buffer, chunk, of_channels, steps);
         const Composition before = shared.tile[buffer].scan_warp(at, steps.compose(at, shared, buffer, chunk));
         if (threadIdx.x == 0) shared.drawn[buffer] = number;  // late, when the atomic has returned
         __syncthreads();

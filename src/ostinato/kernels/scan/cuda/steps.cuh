@@ -156,14 +156,18 @@ struct Steps {
     // Steps that do not exist come first only with OFFSETS, and act as the identity; elsewhere they come last, where
     // what is read does not matter.
     __device__ void read(
-        const Place& at, Shared& shared, int stage, int buffer, int chunk, const OfChannels& of_channels
+        const Place& at, const Memory& memory, Shared& shared, int stage, int buffer, int chunk,
+        const OfChannels& of_channels
     ) {
         constexpr bool CHECKED = PACKING == OFFSETS;
         const Parameters& p = at.p;
         Strip (&strips)[INPUTS] = shared.input[stage][at.warp];
         const int i = at.first(chunk);
 #pragma unroll
-        for (int k = 0; k < INPUTS; ++k) shift[k] = Strip::shift(at, p.input(k), chunk, BACKWARD && k == PREVIOUS);
+        for (int k = 0; k < INPUTS; ++k) {
+            const int ahead = BACKWARD && k == PREVIOUS;
+            shift[k] = Strip::shift(at, p.input(k), memory.input[k], chunk, ahead);
+        }
         if (STAYS) return;
         if constexpr (BACKWARD && !CHECKED)
             put_states_before(at, shared, buffer, chunk, strips[PREVIOUS], shift[PREVIOUS]);
@@ -333,12 +337,12 @@ struct Steps {
         for (int k = 0; k < OUTPUTS; ++k) {
             if constexpr (STAYS) {
                 const int j = replaced(k);
-                shared.input[0][at.warp][j].store<CHECKED>(at, p.output(k), chunk, part, shift[j]);
+                shared.input[0][at.warp][j].store<CHECKED>(at, p.output(k), memory.output[k], chunk, part, shift[j]);
                 continue;
             }
             Strip& strip = shared.output[NARROW ? at.warp : 0];
-            const int shift = Strip::shift(at, p.output(k), chunk, 0);
             const Rows& rows = memory.output[k];
+            const int shift = Strip::shift(at, p.output(k), rows, chunk, 0);
             char* const tile = rows.tile(chunk);
 #pragma unroll
             for (int u = 0; u < ROWS; ++u)
@@ -353,7 +357,7 @@ struct Steps {
                     store_pack(at, p.final + at.state(at.time(i + u) / p.period), last);
                 }
             }
-            if constexpr (NARROW) strip.store<CHECKED>(at, p.output(k), chunk, part, shift);
+            if constexpr (NARROW) strip.store<CHECKED>(at, p.output(k), rows, chunk, part, shift);
         }
         return true;
     }

@@ -14,9 +14,9 @@ WARPS, BUSY_WARPS = 16, 10  # of a multiprocessor: resident, with as many regist
 BYTES_OF_WARP = 24_000  # of a sequence, all inputs together
 LINEAR_ROWS, ROWS = 15, 11  # of linear scans' tiles and of others'
 CONFLICT, BEGINNING = 0.1, 2  # the time of a bank conflict at a row and of a tile's beginning, in rows
-BLOCK = 6  # the time of a block's beginning and end, in rows
+BLOCK = 5  # the time of a block's beginning and end, in rows
 JOINED_BYTES = 8 << 10  # of an input, at most, of sequences scanned as one
-TESTS = 1.1  # by how much it takes longer to look for the ends of sequences, forward and without a mask of resets
+TESTS = 1.15  # by how much it takes longer to look for the ends of sequences, without a mask of resets
 FEW_STEPS = 32  # of which linear scans have a geometry of their own
 THREADS = 384  # a multiprocessor's occupancy target, with as many registers as they need
 
@@ -35,7 +35,7 @@ def sequences_joined(scan: Criteria) -> int:
     if scan.sequences < 2 or scan.sequence_bytes == 0 or stream_narrow(scan) is None:
         return 1
     processors = scan.device.processors
-    tests = 1 if scan.resets or scan.backward else TESTS
+    tests = 1 if scan.resets else TESTS
     most = max(1, min(JOINED_BYTES // scan.sequence_bytes, scan.sequences // (BUSY_WARPS * processors)))
 
     def cost(joined: int) -> float:

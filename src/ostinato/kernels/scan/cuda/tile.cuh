@@ -120,6 +120,8 @@ struct Parameters {
     Index parameter_direction, resets_batch, resets_time, resets_direction;
     Strides strides[INPUTS + OUTPUTS];
     int batch, steps, channels, sequences, directions, reverse, period;
+    unsigned reciprocal;  // of the period, times 2^31
+    int outer;  // with NARROW, the number of first and of last sequences whose tiles may reach out of their tensors
 
     __device__ Tensor input(int k) const { return {data[k], strides[k]}; }
     __device__ const TensorMap* map(int k) const {
