@@ -54,13 +54,13 @@ struct alignas(MAPPED ? 128 : 32) Strip {
     static constexpr int APART = NARROW ? NARROW : widest_pitch() / int(sizeof(Item));
     static constexpr int SIZE = NARROW || PITCHED ? STRIP * APART : 32 * ROWS;
     static constexpr int PER_PIECE = 16 / sizeof(Item), PIECES = (SIZE + PER_PIECE - 1) / PER_PIECE + 1;
-    static constexpr int ALL = PIECES * PER_PIECE;
+    static constexpr int ALL = PIECES * PER_PIECE;  // elements of the pieces
     static constexpr bool HALVES = sizeof(Item) < 4 && !EXCHANGED;
     PackType<HALVES ? 4 : sizeof(Item)>::type element[NARROW || PITCHED ? PIECES * PER_PIECE + LANES : SIZE];
 
-    // Where it is in memory; with NARROW, the lane's first piece of it, which begins as far after one of 16 bytes.
+    // Where it begins in memory, with NARROW 16 bytes further for each lane before this one.
     static __device__ Item* memory(const Place& at, const Tensor& x, const Rows& rows, int chunk, int ahead) {
-        if (ONCE) return reinterpret_cast<Item*>(rows.tile(chunk));
+        if (KEEPS_ADDRESSES) return reinterpret_cast<Item*>(rows.tile(chunk));
         const Index row = Index(at.start(chunk, ahead)) * (NARROW ? NARROW : x.time);
         return reinterpret_cast<Item*>(at.sequence(x) + row + at.group * GROUP) + (NARROW ? at.lane * PER_PIECE : 0);
     }
@@ -110,7 +110,7 @@ struct alignas(MAPPED ? 128 : 32) Strip {
         const int origin = place == 0 ? 0 : (skipped + place * OF_PART + rest) / PER_PIECE;
         const int bound = (skipped + (place + 1) * OF_PART + (place == PARTS - 1 ? PER_PIECE - 1 : rest)) / PER_PIECE;
         Item* first = memory(at, x, rows, chunk, ahead) - skipped + origin * PER_PIECE;
-        if (ONCE) first = computed_once(first);
+        if (KEEPS_ADDRESSES) first = keep_address(first);
 #pragma unroll(CHECKED ? 1 : (MOST + ABREAST - 1) / ABREAST)  // the CHECKED path is rare: keep its code small
         for (int k = 0; k < (MOST + ABREAST - 1) / ABREAST; ++k) {
             const int piece = origin + at.lane + ABREAST * k,
@@ -211,7 +211,7 @@ __device__ inline void fetch_strips(
 #pragma unroll(CHECKED && NARROW && !STAYS ? 1 : INPUTS)  // the CHECKED path is rare: keep its code small
     for (int k = 0; k < INPUTS; ++k)
         if (at.p.has_input(k)) {
-            if constexpr (CHECKED && ONCE) {  // a loop cannot index registers, in which `memory` is
+            if constexpr (CHECKED && KEEPS_ADDRESSES) {  // a loop cannot index registers, in which `memory` is
                 const Rows rows(at, at.p.input(k), BACKWARD && k == PREVIOUS);
                 strips[k].fetch<CHECKED>(at, k, rows, chunk, part);
             } else strips[k].fetch<CHECKED>(at, k, memory.input[k], chunk, part);
@@ -241,7 +241,7 @@ struct alignas(16) Mask {
     unsigned char byte[COPIED ? 16 * PIECES : 1];
 
     static __device__ const unsigned char* sequence(const Place& at) {
-        return ONCE ? at.resets : at.resets_of_sequence();
+        return KEEPS_ADDRESSES ? at.resets : at.resets_of_sequence();
     }
     // Of step `i` in the order of the scan.
     static __device__ unsigned of_step(const Place& at, int i) {

@@ -1,9 +1,9 @@
 // Where a thread is in its chain, and its rows in memory.
 
-// Narrow sequences have tiles so small that most instructions compute addresses.  The compiler would compute each anew
-// at every use; where a block has registers for them it is made not to.
-constexpr bool ONCE = NARROW && !CHAINED;
-template <typename T> __device__ inline T* computed_once(T* x) {
+// Narrow sequences have tiles so small that most instructions would compute addresses: the compiler prefers that to the
+// registers they take.  Where a block has these to spare, addresses are made values whose origin it does not see.
+constexpr bool KEEPS_ADDRESSES = NARROW && !CHAINED;
+template <typename T> __device__ inline T* keep_address(T* x) {
     asm("" : "+l"(x));
     __builtin_assume(__isGlobal(x));
     return x;
@@ -15,7 +15,7 @@ struct Place {
     int batch, direction, group, warp, lane, segment, channel;
     bool inside;      // this lane's first channel exists, and with it all of a vector
     bool descending;  // the scan runs backward in time
-    const unsigned char* resets;  // with MASK, the sequence's, if ONCE
+    const unsigned char* resets;  // of the sequence, with MASK and KEEPS_ADDRESSES
 
     __device__ Place(const Parameters& p, int chain) : p(p) {
         const int groups = NARROW ? 1 : (p.channels + GROUP - 1) / GROUP;
@@ -27,8 +27,8 @@ struct Place {
 #endif
         warp = threadIdx.x / ABREAST, lane = threadIdx.x % ABREAST;
         asm("" : "+r"(warp), "+r"(lane));  // or the compiler re-reads the slow special register at every use
-        // Of tiles that stay, whose copies have a cache policy, CUDA 13.0's compiler makes illegal instructions then.
-        if (ONCE && WARPS == 1) warp = 0;
+        // A constant saves registers.  Where tiles stay, CUDA 13.0's compiler makes illegal instructions of it.
+        if (KEEPS_ADDRESSES && WARPS == 1) warp = 0;
         segment = lane / LANES;
         channel = group * GROUP + lane % LANES * NEXT_LANE;
         inside = channel < (NARROW ? NARROW : p.channels);
@@ -37,7 +37,7 @@ struct Place {
 #else
         descending = (p.reverse != (direction == 1)) != BACKWARD;
 #endif
-        if (MASK && ONCE) resets = computed_once(resets_of_sequence());
+        if (MASK && KEEPS_ADDRESSES) resets = keep_address(resets_of_sequence());
     }
     // Whether the lane's channel v exists.
     __device__ bool has(int v) const { return PITCHED && v > 0 ? channel + v * NEXT < p.channels : inside; }
@@ -83,7 +83,8 @@ struct Place {
     }
 };
 
-// This thread's rows of a tensor, `ahead` steps later; ONCE, its warp's, from the first piece on that the lane copies.
+// This thread's rows of a tensor, `ahead` steps later.  With KEEPS_ADDRESSES, those of its warp: `first` is where the
+// strip begins, 16 bytes further for each lane before this one.
 struct Rows {
     const char* first;  // in the first tile; with OFFSETS, the address for a packed row number of 0
     Offset stride;
@@ -93,13 +94,13 @@ struct Rows {
     __device__ Rows() {}
     __device__ Rows(const Place& at, const Tensor& x, int ahead, int row = 0)
         : local(at.first(0) + ahead + row), inside(at.inside) {
-        const Index step = ONCE ? at.start(0, ahead) : PACKING == OFFSETS ? 0 : at.time(local);
+        const Index step = KEEPS_ADDRESSES ? at.start(0, ahead) : PACKING == OFFSETS ? 0 : at.time(local);
         // Lanes without channels may read the first.
-        const int channel = ONCE ? 0 : inside ? at.channel : at.group * GROUP;
-        const Index apart = ONCE ? NARROW : x.time;
+        const int channel = KEEPS_ADDRESSES ? 0 : inside ? at.channel : at.group * GROUP;
+        const Index apart = KEEPS_ADDRESSES ? NARROW : x.time;
         first = reinterpret_cast<const char*>(at.sequence(x) + channel + step * apart);
         stride = Offset(PACKING != OFFSETS && at.descending ? -apart : apart) * Offset(sizeof(Scalar));
-        if (ONCE) first = computed_once(first + 16 * at.lane);
+        if (KEEPS_ADDRESSES) first = keep_address(first + 16 * at.lane);
     }
     __device__ bool exists(const Place& at, int chunk, int u) const {
         return inside && at.exists(chunk * TILE + local + u);
