@@ -53,15 +53,22 @@ def loop(
     states: list[Tensor],
     inputs: list[Tensor],
     constants: Sequence[Tensor] = (),
+    *,
+    reverse: bool = False,
 ) -> tuple[list[Tensor], Tensor]:
     """``states, output[t] = step(states, inputs[t], constants)`` for every t of the inputs' first dimension.
 
-    One node of the graph, PyTorch's ``scan``, for any number of steps.  The step may use only its arguments.
+    One node of the graph, PyTorch's ``scan``, for any number of steps.  The step may use only its arguments.  With
+    ``reverse`` it runs from the last t to the first.
 
     Returns:
         The last states, and all outputs, (T, ...).
     """
     from torch._higher_order_ops.scan import scan_op  # longer to import than the whole library
+
+    if reverse:
+        last, outputs = loop(step, states, [x.flip(0) for x in inputs], constants)
+        return last, outputs.flip(0)
 
     def body(*given: Any) -> list[Tensor]:
         rest = iter(given)

@@ -60,10 +60,8 @@ def _looped(given: Arguments, x: Tensor) -> tuple[Tensor, ...]:
     inputs = [F.linear(x, given.weight_ih, given.bias_ih)]
     if sequences.resets is not None:
         inputs.append(sequences.resets.view(*x.shape[:2], 1))
-    if sequences.reverse:
-        inputs = [y.flip(0) for y in inputs]
-    last, output = loop(step, states, inputs, [weight, bias])
-    return output.flip(0) if sequences.reverse else output, *(state.to(dtype) for state in last)
+    last, output = loop(step, states, inputs, [weight, bias], reverse=sequences.reverse)
+    return output, *(state.to(dtype) for state in last)
 
 
 def _in_onnx(given: Arguments, x: Tensor) -> tuple[Tensor, ...]:

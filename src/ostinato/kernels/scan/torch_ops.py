@@ -261,8 +261,6 @@ def _looped(
     ring: Semiring, a: Tensor, b: Tensor, h0: Tensor, reverse: bool, resets: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     inputs = [a, b] if resets is None else [a, b, resets[..., None]]
-    if reverse:
-        inputs = [x.flip(1) for x in inputs]
 
     def step(states: list[Tensor], inputs: list[Tensor], _: list[Tensor]) -> tuple[list[Tensor], Tensor]:
         a_t, b_t, *reset = inputs
@@ -270,8 +268,8 @@ def _looped(
         h = ring.times_plus(a_t, before, b_t)
         return [h], h
 
-    (h_last,), h = loop(step, [h0], [x.transpose(0, 1) for x in inputs])
-    return (h.flip(0) if reverse else h).transpose(0, 1), h_last
+    (h_last,), h = loop(step, [h0], [x.transpose(0, 1) for x in inputs], reverse=reverse)
+    return h.transpose(0, 1), h_last
 
 
 def at_least_float32(x: Tensor) -> torch.dtype:

@@ -61,8 +61,6 @@ def _in_a_loop(
     sequences = [x.transpose(0, 1) for x in sequences]
     if resets is not None:
         sequences.append(resets.t()[..., None])
-    if reverse:
-        sequences = [x.flip(0) for x in sequences]
 
     def of_loop(states: list[Tensor], rows: list[Tensor], constants: list[Tensor]) -> tuple[list[Tensor], Tensor]:
         if resets is not None:
@@ -73,9 +71,8 @@ def _in_a_loop(
 
     # Copied, as PyTorch allows no views of one tensor here: a layer's parameters are, and the same state given twice.
     initial, parameters = [x.clone() for x in initial], [x.clone() for x in parameters]
-    last, outputs = export.loop(of_loop, initial, sequences, parameters)
-    states = outputs.flip(0) if reverse else outputs
-    return [*states.permute(1, 2, 0, 3), *last]
+    last, outputs = export.loop(of_loop, initial, sequences, parameters, reverse=reverse)
+    return [*outputs.permute(1, 2, 0, 3), *last]
 
 
 def compute_dtype(backend: str, x: Tensor) -> torch.dtype:
