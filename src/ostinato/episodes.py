@@ -1,11 +1,31 @@
-"""Sequences with several episodes, split at resets for layers that do not support these."""
+"""Sequences with several episodes: where those begin in reverse, and each by itself for layers without resets."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
+
+from ostinato.kernels.persistent.reference import previous
+from ostinato.kernels.persistent.sequences import Sequences
+
+
+def in_reverse(resets: Tensor, batch_first: bool, cu_seqlens: Tensor | None = None) -> Tensor:
+    """The resets for the recurrence from the last step to the first: at the last step of every episode but the last.
+
+    Args:
+        resets: (B, T), or (T, B) unless ``batch_first``; (1, T) with ``cu_seqlens``.
+        cu_seqlens: (N + 1,), the bounds of N sequences one after the other, none of them empty.
+    """
+    begins = F.pad(resets, (0, 1))[:, 1:] if batch_first else F.pad(resets, (0, 0, 0, 1))[1:]
+    return begins if cu_seqlens is None else begins.index_fill(1, cu_seqlens[1:].long() - 1, False)
+
+
+def in_reverse_of_rows(resets: Tensor, offsets: Tensor | None, batch: int) -> Tensor:
+    """The same of time-major rows; see :class:`~ostinato.kernels.persistent.sequences.Sequences`."""
+    return previous(resets[:, None], None, Sequences(batch, offsets, reverse=True))[:, 0]
 
 
 class Episodes(NamedTuple):

@@ -348,11 +348,6 @@ def of_one_layer(state: Tensor) -> Tensor:
     return torch.ops.aten._unsafe_view.default(state, (1, *state.shape))
 
 
-def seen_in_reverse(resets: Tensor, batch_first: bool) -> Tensor:
-    """The mask for a scan from the last step to the first: True at the last step of every episode but the last."""
-    return F.pad(resets, (0, 1))[:, 1:] if batch_first else F.pad(resets, (0, 0, 0, 1))[1:]
-
-
 def draw_parameters(module: nn.Module, hidden_size: int) -> None:
     """Draw every parameter from U(-1/sqrt(hidden_size), 1/sqrt(hidden_size))."""
     bound = 1 / math.sqrt(hidden_size)

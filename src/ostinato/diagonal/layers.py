@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ostinato.episodes import in_reverse
 from ostinato.kernels.eager import is_eager
 from ostinato.kernels.recurrence.backends import kernels_on
-from ostinato.layers import Hidden, StackedLayers, State, each, of_one_layer, seen_in_reverse, stacked
+from ostinato.layers import Hidden, StackedLayers, State, each, of_one_layer, stacked
 from ostinato.recurrence import Recurrence
 from ostinato.replay import recording
 
@@ -67,11 +68,7 @@ class DiagonalLayers(StackedLayers[State]):
         lasts: list[Any] = []
         for direction, suffix in enumerate(self._suffixes(layer)):
             reverse = direction == 1
-            begins = resets
-            if reverse and resets is not None:
-                begins = seen_in_reverse(resets, batch_first=True)
-                if offsets is not None:
-                    begins = begins.index_fill(1, offsets[1:].long() - 1, False)
+            begins = in_reverse(resets, True, offsets) if reverse and resets is not None else resets
             start = h0 if h0 is None else each(operator.itemgetter(direction), h0)
             options = {"h0": start, "resets": begins, "reverse": reverse, "cu_seqlens": offsets}
             run = functools.partial(self._run, options, batch_first)

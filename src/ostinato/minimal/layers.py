@@ -7,11 +7,11 @@ from torch import Tensor
 
 from ostinato.checks import check_choice
 from ostinato.diagonal.layers import DiagonalLayers, Parameters, Run
+from ostinato.episodes import in_reverse, in_reverse_of_rows
 from ostinato.kernels.eager import is_eager
 from ostinato.kernels.gemm import linear
-from ostinato.kernels.persistent.reference import resets_in_reverse
 from ostinato.kernels.recurrence.linear.layer import layer_scan, projected_scan
-from ostinato.layers import Hidden, autocast_dtype, seen_in_reverse
+from ostinato.layers import Hidden, autocast_dtype
 from ostinato.minimal.recurrences import CANDIDATES, GATES, RECURRENCES, recurrence_of
 from ostinato.minimal.steps import StepCache, next_state, steps_alone
 from ostinato.replay import recording
@@ -144,9 +144,9 @@ class _MinimalLayers(DiagonalLayers[Tensor]):
         if not self.bidirectional:
             return resets[None]
         if offsets is None:
-            return torch.stack((resets, seen_in_reverse(resets, batch_first)))
+            return torch.stack((resets, in_reverse(resets, batch_first)))
         assert h0 is not None, "packed sequences come with an initial state, which says how many there are"
-        return torch.stack((resets, resets_in_reverse(resets, offsets, h0.shape[1])))
+        return torch.stack((resets, in_reverse_of_rows(resets, offsets, h0.shape[1])))
 
 
 class MinGRU(_MinimalLayers):

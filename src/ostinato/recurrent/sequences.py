@@ -9,13 +9,13 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 
 from ostinato.checks import check_batch_sizes
+from ostinato.episodes import in_reverse_of_rows
 from ostinato.kernels.derived import derived_from
 from ostinato.kernels.eager import Prepared
 from ostinato.kernels.persistent.backends import plan_layer
 from ostinato.kernels.persistent.modes import can_take, is_vmapped
 from ostinato.kernels.persistent.operators import recurrent_layer, recurrent_layers
 from ostinato.kernels.persistent.plan import Call, Plan, no_kernel
-from ostinato.kernels.persistent.reference import resets_in_reverse
 from ostinato.kernels.precision import layers_round
 from ostinato.layers import autocast_dtype, of_one_layer
 from ostinato.masks import mask_of
@@ -135,7 +135,7 @@ class SequenceLayers(MaskedLayers):
             offsets = _offsets(input.batch_sizes, rows.device)
         begins: list[Tensor | None] = [resets, None]
         if resets is not None and self.bidirectional:
-            begins[1] = resets_in_reverse(resets, offsets, batch)
+            begins[1] = in_reverse_of_rows(resets, offsets, batch)
         if autocast is not None:
             rows, *states = (x.to(autocast) for x in (rows, *states))
             weights = [x.to(autocast) for x in weights]

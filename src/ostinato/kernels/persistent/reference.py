@@ -174,8 +174,3 @@ def previous(rows: Tensor, first: Tensor | None, sequences: Sequences) -> Tensor
     begin, end = offsets[before.clamp(0, steps)], offsets[(before + 1).clamp(0, steps)]
     index = torch.where(sequence < end - begin, batch + begin + sequence, sequence)
     return torch.cat([first, rows]).index_select(0, index)
-
-
-def resets_in_reverse(resets: Tensor, offsets: Tensor | None, batch: int) -> Tensor:
-    """Those of the other direction, where an episode starts before the next one's first step."""
-    return previous(resets[:, None], None, Sequences(batch, offsets, reverse=True))[:, 0]
