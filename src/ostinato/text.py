@@ -146,9 +146,9 @@ class Vocabulary:
         tokens = np.searchsorted(self._codes, codes).clip(max=len(self) - 1)
         unknown = np.flatnonzero(self._codes[tokens] != codes)
         if unknown.size:
-            place = int(unknown[0])
+            position = int(unknown[0])
             raise ValueError(
-                f"character {text[place]!r} at position {place} is not one of the {len(self)} the model knows"
+                f"character {text[position]!r} at position {position} is not one of the {len(self)} the model knows"
             )
         return torch.from_numpy(tokens.astype(np.int32))
 

@@ -87,10 +87,10 @@ def ratios_of(content: Record) -> Any:
         ratios = [[panel.get((hidden, batch), (float("nan"),))[0] for batch in widths] for hidden in heights]
         shades = axes.pcolormesh(ratios, cmap="RdYlGn", norm=LogNorm(1 / 8, 8), edgecolors="white", linewidth=0.5)
         for (hidden, batch), (ratio, own) in panel.items():
-            place = widths.index(batch) + 0.5, heights.index(hidden) + 0.5
+            centre = widths.index(batch) + 0.5, heights.index(hidden) + 0.5
             style = "normal" if own else "italic"
             color = "black" if 1 / 5 < ratio < 5 else "white"
-            axes.text(*place, f"{ratio:.2g}", ha="center", va="center", fontsize="small", fontstyle=style, color=color)
+            axes.text(*centre, f"{ratio:.2g}", ha="center", va="center", fontsize="small", fontstyle=style, color=color)
         axes.set_xticks([index + 0.5 for index in range(len(widths))], widths)
         axes.set_yticks([index + 0.5 for index in range(len(heights))], heights)
         axes.set(title=name, xlabel="batch", ylabel="hidden size")

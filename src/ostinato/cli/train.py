@@ -167,8 +167,8 @@ def _train(
 
 def _check_apart(curve: Path, text: Path | None) -> None:
     """The curve must not become part of the text, which a run that goes on has to find as it was."""
-    place, source = curve.resolve(), text and text.resolve()
-    if source and (place == source or (source.is_dir() and place.is_relative_to(source))):
+    target, source = curve.resolve(), text and text.resolve()
+    if source and (target == source or (source.is_dir() and target.is_relative_to(source))):
         raise ValueError(f"curve must be outside the text, {text}, or --resume would find another text; got {curve}")
 
 

@@ -223,12 +223,12 @@ def gradients(
 
     ``cotangents`` are the gradients of the function's results, None for zeros.
     """
-    places = [i for i, chosen in enumerate(wanted) if chosen]
+    positions = [i for i, chosen in enumerate(wanted) if chosen]
     args = unwrap_dead_wrappers(tuple(args))  # of transforms that have ended, as PyTorch's own operators do
-    function = _of_some(function, args, places)
-    outputs, pull = torch.func.vjp(function, *(args[i] for i in places))  # type: ignore[misc]  # no third, aux
+    function = _of_some(function, args, positions)
+    outputs, pull = torch.func.vjp(function, *(args[i] for i in positions))  # type: ignore[misc]  # no third, aux
     found = pull(tuple(torch.zeros_like(y) if g is None else g for y, g in zip(outputs, cotangents, strict=True)))
-    at = dict(zip(places, found, strict=True))
+    at = dict(zip(positions, found, strict=True))
     return tuple(map(at.get, range(len(args))))
 
 
@@ -240,12 +240,12 @@ def _tangents_of(function: Callable, args: tuple, tangents: tuple) -> Any:
     return torch.func.jvp(_of_some(function, args, moving), primals, directions)[1]
 
 
-def _of_some(function: Callable, args: Sequence[Any], places: Sequence[int]) -> Callable:
+def _of_some(function: Callable, args: Sequence[Any], positions: Sequence[int]) -> Callable:
     """The function of the arguments at these positions, with the others fixed."""
 
     def of_some(*tensors: Any) -> Any:
         given = list(args)
-        for i, x in zip(places, tensors, strict=True):
+        for i, x in zip(positions, tensors, strict=True):
             given[i] = x
         return function(*given)
 

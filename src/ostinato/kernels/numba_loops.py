@@ -109,11 +109,11 @@ def _hash_sources() -> str | None:
 
 
 def _texts(folder: Any) -> Iterator[str]:
-    for place in folder.iterdir():
-        if place.is_dir():
-            yield from _texts(place)
-        elif place.name.endswith(".py"):
-            yield f"{folder.name}/{place.name}\n{place.read_text('utf-8')}"
+    for entry in folder.iterdir():
+        if entry.is_dir():
+            yield from _texts(entry)
+        elif entry.name.endswith(".py"):
+            yield f"{folder.name}/{entry.name}\n{entry.read_text('utf-8')}"
 
 
 # Read now and not when a loop is compiled: the files may then be a newer release's, and what runs the older's.

@@ -48,7 +48,7 @@ def figure_of(content: dict[str, Any]) -> Any:
 
 
 def _over_training(figure: Any, what: str) -> Iterator[tuple[Any, Callable[[list[Any]], list[float]]]]:
-    """Two panels side by side, over what is trained on and over seconds: axes, and a curve's places along them."""
+    """Two panels side by side, over what is trained on and over seconds: axes, and a curve's positions along them."""
     panels = (("tokens", 1e6, f"millions of {what} trained on"), ("seconds", 1, "seconds of training"))
     for axes, (key, unit, label) in zip(figure.subplots(1, 2, sharey=True), panels, strict=True):
         axes.set_xlabel(label)

@@ -40,11 +40,11 @@ class SelectiveCopying:
     def draw(self, batch: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         device = generator.device
         data = torch.randint(1, self.vocab_size - 1, (batch, self.items), generator=generator, device=device)
-        # The places of the largest of as many random numbers are a random subset.
-        places = torch.rand(batch, length, generator=generator, device=device).topk(self.items).indices.sort().values
+        # The positions of the largest of as many random numbers are a random subset.
+        positions = torch.rand(batch, length, generator=generator, device=device).topk(self.items).indices.sort().values
         inputs = torch.zeros(batch, length + self.items, dtype=torch.int64, device=device)
         inputs[:, length:] = self.vocab_size - 1
-        inputs.scatter_(1, places, data)
+        inputs.scatter_(1, positions, data)
         targets = torch.full_like(inputs, IGNORED)
         targets[:, length:] = data
         return inputs, targets

@@ -185,8 +185,8 @@ def _dots(many: int, tile: int) -> Any:
                 some = [halves_added(some[i::step]) for i in range(step)]
             found = {row: (value, int32(lane)) for value, rows in some for lane, row in enumerate(rows)}
             total = column_of([builder.extract_element(*found[i]) for i in range(many)])
-            place = at(out, builder.add(builder.mul(row, int64(b)), first), column)
-            builder.store(builder.fadd(total, builder.load(rest)), place, align=size)
+            target = at(out, builder.add(builder.mul(row, int64(b)), first), column)
+            builder.store(builder.fadd(total, builder.load(rest)), target, align=size)
         return context.get_dummy_value()
 
     @intrinsic
@@ -237,11 +237,11 @@ def _combination(lanes: int) -> Any:
         last, zero = builder.sub(live, int64(1)), ir.Constant(vector, [0.0] * lanes)
         which = [builder.select(builder.icmp_signed("<", int64(m), live), int64(m), last) for m in range(COMBINED)]
         factors = [builder.gep(a, [builder.mul(m, a_m)]) for m in which]
-        places = [vector_at(out, builder.mul(m, out_row)) for m in which]
+        targets = [vector_at(out, builder.mul(m, out_row)) for m in which]
         sums = [cgutils.alloca_once_value(builder, zero) for _ in which]
         with builder.if_then(builder.icmp_signed("==", fresh, int64(0))):
-            for place, total in zip(places, sums, strict=True):
-                builder.store(builder.load(place, align=size), total)
+            for target, total in zip(targets, sums, strict=True):
+                builder.store(builder.load(target, align=size), total)
         with cgutils.for_range(builder, count, intp=int64) as loop:
             some = builder.load(vector_at(x, builder.mul(loop.index, x_row)), align=size)
             at = builder.mul(loop.index, a_n)
@@ -249,8 +249,8 @@ def _combination(lanes: int) -> Any:
                 one = builder.insert_element(unset, builder.load(builder.gep(factor, [at])), int32(0))
                 one = builder.shuffle_vector(one, one, everywhere)
                 builder.store(builder.call(fused, [one, some, builder.load(total)]), total)
-        for place, total in zip(places, sums, strict=True):
-            builder.store(builder.load(total), place, align=size)
+        for target, total in zip(targets, sums, strict=True):
+            builder.store(builder.load(total), target, align=size)
         return context.get_dummy_value()
 
     @intrinsic

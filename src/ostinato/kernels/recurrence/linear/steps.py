@@ -46,7 +46,7 @@ def steps_of(trace: Trace, backward: bool) -> Steps:
     used.update(graph.outputs)
     kept = [i for i in sorted(used) if of_channel[i] and graph.nodes[i].name != "constant"]
     constants = _part(graph, kept, {}, {k: n for n, k in enumerate(parameters)})
-    given = {place: len(trace.sequences) - len(parameters) + n for n, place in enumerate(kept)}
+    given = {index: len(trace.sequences) - len(parameters) + n for n, index in enumerate(kept)}
     numbers = {k: n if n < sum(trace.sequences) else n + len(kept) for n, k in enumerate(sequences)}
     return Steps(sum(trace.sequences), len(parameters), constants, _part(graph, list(graph.outputs), given, numbers))
 
@@ -56,39 +56,39 @@ def _gathered(graph: Graph, of_channel: Sequence[bool]) -> Graph:
     uses = Counter(i for node in graph.nodes for i in node.operands) + Counter(graph.outputs)
     builder = Builder()
     one, less = builder.constant(1.0), builder.constant(-1.0)
-    places: list[int] = []
+    indices: list[int] = []
     products: dict[int, tuple[list[int], int]] = {}  # their factors: per step, and the merged rest
     for i, node in enumerate(graph.nodes):
         if node.name not in ("mul", "neg") or of_channel[i]:
-            places.append(builder.repeat(node, places))
+            indices.append(builder.repeat(node, indices))
             continue
         factors, rest = [], less if node.name == "neg" else one
         scaled = any(of_channel[k] and graph.nodes[k].name != "constant" for k in node.operands)
         for k in node.operands:
             own, constant = products.get(k, ([], one))
             if of_channel[k]:
-                own, constant = [], places[k]
+                own, constant = [], indices[k]
             elif not own or (uses[k] > 1 and not (scaled and len(own) == 1)):
-                own, constant = [places[k]], one
+                own, constant = [indices[k]], one
             factors += own
             rest = builder.add("mul", rest, constant)
         products[i] = factors, rest
         product = functools.reduce(lambda x, y: builder.add("mul", x, y), factors)
-        places.append(builder.add("mul", product, rest))
-    return builder.graph([places[i] for i in graph.outputs])
+        indices.append(builder.add("mul", product, rest))
+    return builder.graph([indices[i] for i in graph.outputs])
 
 
 def _part(graph: Graph, outputs: list[int], given: Mapping[int, int], numbers: Mapping[int, int]) -> Graph:
     """What computes some nodes, of which others are `given` as inputs; `numbers` are the graph's inputs' new ones."""
     builder = Builder()
-    places: dict[int, int] = {}
+    indices: dict[int, int] = {}
     for i, node in enumerate(graph.nodes):
         if i in given:
-            places[i] = builder.input(given[i])
+            indices[i] = builder.input(given[i])
         elif node.name == "constant":
-            places[i] = builder.constant(node.value)
+            indices[i] = builder.constant(node.value)
         elif node.name == "input" and int(node.value) in numbers:
-            places[i] = builder.input(numbers[int(node.value)])
-        elif node.operands and all(k in places for k in node.operands):
-            places[i] = builder.add(node.name, *(places[k] for k in node.operands))
-    return builder.graph([places[i] for i in outputs])
+            indices[i] = builder.input(numbers[int(node.value)])
+        elif node.operands and all(k in indices for k in node.operands):
+            indices[i] = builder.add(node.name, *(indices[k] for k in node.operands))
+    return builder.graph([indices[i] for i in outputs])

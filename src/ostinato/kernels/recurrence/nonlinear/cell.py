@@ -28,9 +28,9 @@ struct Cell {{
 @functools.lru_cache(maxsize=1024)
 def print_cell(trace: Trace) -> str:
     """The struct that ``steps.cu`` walks along."""
-    arguments = _places(trace, "x", "parameter")
+    arguments = _names_of(trace, "x", "parameter")
     given = [f"h[{k}]" for k in range(trace.states)] + arguments
-    gradients = [f"grad_h[{k}]" for k in range(trace.states)] + _places(trace, "grad_x", "grad_parameter")
+    gradients = [f"grad_h[{k}]" for k in range(trace.states)] + _names_of(trace, "grad_x", "grad_parameter")
     return _CELL.format(
         states=trace.states,
         sequences=sum(trace.sequences),
@@ -41,7 +41,7 @@ def print_cell(trace: Trace) -> str:
     )
 
 
-def _places(trace: Trace, of_sequence: str, of_parameter: str) -> list[str]:
+def _names_of(trace: Trace, of_sequence: str, of_parameter: str) -> list[str]:
     """What each argument is called."""
     counts = {True: 0, False: 0}
     names = []

@@ -239,10 +239,10 @@ class _Launches:
         settings = macros(self._like.dtype, False, True, dense=self._dense)
         return self._launch("link", settings, self.sequences, packed)
 
-    def _launch(self, name: str, settings: Macros, places: int, packed: bytes) -> Callable[[], None]:
+    def _launch(self, name: str, settings: Macros, tasks: int, packed: bytes) -> Callable[[], None]:
         device = self._like.get_device()
         kernel = nvrtc.load_kernel(name, source(self._trace), settings, device)
-        return functools.partial(kernel.launch, device, places * -(-self.channels // THREADS), THREADS, packed)
+        return functools.partial(kernel.launch, device, tasks * -(-self.channels // THREADS), THREADS, packed)
 
 
 def _tensors(alike: Sequence[Tensor | None]) -> list[int]:

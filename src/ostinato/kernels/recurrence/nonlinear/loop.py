@@ -34,7 +34,7 @@ _FORWARD = """\
                 if work.resets and resets[n * work.resets_n + t * work.resets_t]:
                     for j in range(begin, end):
 {zeros}
-{places}
+{offsets}
                 for j in range(begin, end):
 {lines}
 {stores}"""
@@ -43,7 +43,7 @@ _BACKWARD = """\
                 t = first + i if work.reverse else last - 1 - i
                 t_before = t + 1 if work.reverse else t - 1
                 reset = work.resets and resets[n * work.resets_n + t * work.resets_t]
-{places}
+{offsets}
                 if i == last - first - 1:
 {firsts}
                 if reset:
@@ -90,8 +90,8 @@ class Arrays:
         return [_load(x, "j" if x in self.parameters else f"at_{x} + j") for x in self.names(trace)]
 
 
-def _load(name: str, place: str, stream: str = "") -> str:
-    return f'load({name}, {place}, "{stream or name}")'
+def _load(name: str, index: str, stream: str = "") -> str:
+    return f'load({name}, {index}, "{stream or name}")'
 
 
 def _indented(depth: int, lines: Sequence[str]) -> str:
@@ -105,7 +105,7 @@ def print_loop(trace: Trace, backward: bool) -> str:
     pointers = [f"{x} = pointer_to(work.{x}, dtype)" for x in [*arrays.of_steps, *arrays.first, *arrays.plain]]
     pointers += [f"{x} = pointer_to(work.{x}, float64)" for x in arrays.totals]
     time = {x: "t_before" if backward and x in arrays.before else "t" for x in arrays.of_steps}
-    places = [f"at_{x} = n * work.{x}_n + {time[x]} * work.{x}_t" for x in arrays.of_steps]
+    offsets = [f"at_{x} = n * work.{x}_n + {time[x]} * work.{x}_t" for x in arrays.of_steps]
     zeros = [f"{x}[at + j] = 0" for x in arrays.states]
     if not backward:
         inputs = [_load(x, "at + j") for x in arrays.states] + arrays.arguments(trace)
@@ -114,13 +114,13 @@ def print_loop(trace: Trace, backward: bool) -> str:
         stores += [f'store({x}, at_{x} + j, {y}, "{x}")' for x, y in zip(arrays.results, results, strict=True)]
         body = _FORWARD.format(
             zeros=_indented(6, zeros),
-            places=_indented(4, places),
+            offsets=_indented(4, offsets),
             lines=_indented(4, lines),
             stores=_indented(5, stores),
         )
         return _LOOP.format(pointers=_indented(1, pointers), body=body)
     pointers += [f"before_{x} = {x}" for x in arrays.before]
-    places += [f"before_{x} = {x}" for x in arrays.before]
+    offsets += [f"before_{x} = {x}" for x in arrays.before]
     firsts = [f"before_{x}, at_{x} = {y}, n * work.{y}_n" for x, y in zip(arrays.before, arrays.first, strict=True)]
     absents = [f"before_{x}, at_{x} = absent, 0" for x in arrays.before]
     inputs = [_load(f"before_{x}", f"at_{x} + j", x) for x in arrays.before] + arrays.arguments(trace)
@@ -131,15 +131,15 @@ def print_loop(trace: Trace, backward: bool) -> str:
     stores = [f'store({x}, at + j, {y}, "{x}")' for x, y in zip(arrays.states, results, strict=False)]
     names = in_order(trace.sequences, arrays.results, arrays.sums)
     for sequence, x, y in zip(trace.sequences, names, results[trace.states :], strict=True):
-        place, value = (f"at_{x} + j", y) if sequence else ("at + j", f"{_load(x, 'at + j')} + {y}")
-        stores.append(f'store({x}, {place}, {value}, "{x}")')
+        index, value = (f"at_{x} + j", y) if sequence else ("at + j", f"{_load(x, 'at + j')} + {y}")
+        stores.append(f'store({x}, {index}, {value}, "{x}")')
     flushes = [
         line
         for x, total in zip(arrays.sums, arrays.totals, strict=True)
         for line in (f"{total}[at + j] += {x}[at + j]", f"{x}[at + j] = 0")
     ]
     body = _BACKWARD.format(
-        places=_indented(4, places),
+        offsets=_indented(4, offsets),
         firsts=_indented(5, firsts),
         absents=_indented(5, absents),
         lines=_indented(4, lines),

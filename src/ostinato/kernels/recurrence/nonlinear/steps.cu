@@ -107,8 +107,8 @@ struct Group {
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) steps(const __grid_constant__ Arguments p) {
     const int groups = (p.channels + THREADS - 1) / THREADS;
-    const int channel = blockIdx.x % groups * THREADS + threadIdx.x, place = blockIdx.x / groups;
-    const int n = place / p.chunks, chunk = place % p.chunks;
+    const int channel = blockIdx.x % groups * THREADS + threadIdx.x, task = blockIdx.x / groups;
+    const int n = task / p.chunks, chunk = task % p.chunks;
     if (channel >= p.channels) return;
     const Sequence sequence(p, n);
     const Index at = Index(n) * p.channels + channel;
@@ -118,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) steps(const __gr
         const int begin = sequence.count - to;
         to = sequence.count - from, from = begin;
     }
-    const auto of_chunk = [&](int count, int k) { return (Index(place) * count + k) * p.channels + channel; };
+    const auto of_chunk = [&](int count, int k) { return (Index(task) * count + k) * p.channels + channel; };
 
     Compute parameter[PARAMETERS + 1];
     Scalar first[STATES];

@@ -172,7 +172,7 @@ class Builder:
     def __init__(self) -> None:
         self.differentiating = False
         self._nodes: list[Node] = []
-        self._places: dict[str, int] = {}
+        self._indices: dict[str, int] = {}
 
     def graph(self, outputs: Sequence[int]) -> Graph:
         """The subgraph that computes these nodes."""
@@ -192,25 +192,25 @@ class Builder:
 
     def repeated(self, graph: Graph, constants: Mapping[int, Number] = MappingProxyType({})) -> list[int]:
         """Add a graph's nodes, some inputs fixed to numbers; returns its results."""
-        places: list[int] = []
+        indices: list[int] = []
         for node in graph.nodes:
             fixed = node.name == "input" and int(node.value) in constants
-            places.append(self.constant(constants[int(node.value)]) if fixed else self.repeat(node, places))
-        return [places[i] for i in graph.outputs]
+            indices.append(self.constant(constants[int(node.value)]) if fixed else self.repeat(node, indices))
+        return [indices[i] for i in graph.outputs]
 
-    def repeat(self, node: Node, places: Sequence[int]) -> int:
-        """Add another graph's node; `places` are what its earlier nodes are here."""
+    def repeat(self, node: Node, indices: Sequence[int]) -> int:
+        """Add another graph's node; `indices` are what its earlier nodes are here."""
         if node.name == "constant":
             return self.constant(node.value)
         if node.name == "input":
             return self.input(int(node.value))
-        return self.add(node.name, *(places[i] for i in node.operands))
+        return self.add(node.name, *(indices[i] for i in node.operands))
 
     def input(self, k: int) -> int:
-        return self._place(Node("input", (), k))
+        return self._index_of(Node("input", (), k))
 
     def constant(self, value: Number) -> int:
-        return self._place(Node("constant", (), value if isinstance(value, bool) else float(value)))
+        return self._index_of(Node("constant", (), value if isinstance(value, bool) else float(value)))
 
     def add(self, name: str, *operands: int) -> int:
         if name in _OF_LOGICAL or name == "where":
@@ -225,7 +225,7 @@ class Builder:
         if None not in values:
             return self._fold(name, values)
         simpler = self._simplified(name, operands, values)
-        return self._place(Node(name, operands)) if simpler is None else simpler
+        return self._index_of(Node(name, operands)) if simpler is None else simpler
 
     def node(self, i: int) -> Node:
         return self._nodes[i]
@@ -242,12 +242,12 @@ class Builder:
         """A node, or 1 and 0 where it is a test."""
         return self.add("where", i, self.constant(1.0), self.constant(0.0)) if self.is_logical(i) else i
 
-    def _place(self, node: Node) -> int:
+    def _index_of(self, node: Node) -> int:
         key = repr(node)  # distinguishes True from 1.0, and equates NaNs
-        if key not in self._places:
-            self._places[key] = len(self._nodes)
+        if key not in self._indices:
+            self._indices[key] = len(self._nodes)
             self._nodes.append(node)
-        return self._places[key]
+        return self._indices[key]
 
     def _fold(self, name: str, values: Sequence[Number | None]) -> int:
         dtypes = [torch.bool if isinstance(x, bool) else torch.float64 for x in values]

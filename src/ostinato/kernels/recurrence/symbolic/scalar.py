@@ -25,13 +25,13 @@ def _reflected(name: str) -> "Callable[[Scalar, Operand], Scalar]":
 class Scalar:
     """A node; with a number beside it, that is a constant of the graph."""
 
-    def __init__(self, builder: Builder, place: int) -> None:
+    def __init__(self, builder: Builder, index: int) -> None:
         self.builder = builder
-        self.place = place
+        self.index = index
 
     def operand_of(self, name: str) -> "Scalar | None":
         """x, if this is ``name(x)``."""
-        node = self.builder.node(self.place)
+        node = self.builder.node(self.index)
         return Scalar(self.builder, node.operands[0]) if node.name == name else None
 
     __add__, __radd__ = _binary("add"), _reflected("add")
@@ -52,8 +52,8 @@ def operation(name: str, *operands: Operand) -> Scalar:
     if any(isinstance(x, complex) for x in operands):
         raise Unsupported("with a complex number")
     builder = next(x.builder for x in operands if isinstance(x, Scalar))
-    places = (x.place if isinstance(x, Scalar) else builder.constant(x) for x in operands)
-    return Scalar(builder, builder.add(name, *places))
+    indices = (x.index if isinstance(x, Scalar) else builder.constant(x) for x in operands)
+    return Scalar(builder, builder.add(name, *indices))
 
 
 def named(name: str) -> Callable[..., Scalar]:

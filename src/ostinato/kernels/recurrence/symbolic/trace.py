@@ -83,11 +83,11 @@ def with_state(trace: Trace) -> Trace:
     """The same recurrence as a function of the state; of one that is linear, without derivatives."""
     if trace.states:
         return trace
-    builder, places = Builder(), list[int]()
+    builder, indices = Builder(), list[int]()
     for node in trace.forward.nodes:
         is_input = node.name == "input"
-        places.append(builder.input(int(node.value) + 1) if is_input else builder.repeat(node, places))
-    a, b = (places[i] for i in trace.forward.outputs)
+        indices.append(builder.input(int(node.value) + 1) if is_input else builder.repeat(node, indices))
+    a, b = (indices[i] for i in trace.forward.outputs)
     following = builder.add("add", builder.add("mul", a, builder.input(0)), b)
     nothing = builder.graph([])
     return trace._replace(states=1, forward=builder.graph([following]), backward=nothing, jacobian=nothing)
@@ -117,7 +117,7 @@ def _trace(function: Callable, sequences: tuple[bool, ...], states: int) -> Trac
         inputs = [recorder.input(k) for k in range(states + len(sequences))]
         results = _checked(recorder, following(function, inputs[:states], inputs[states:]), states)
         recorder.stop_gradients_at(results)
-        values = [recorder.place(x) for x in results]
+        values = [recorder.index_of(x) for x in results]
         builder.differentiating = True
         cotangents = [recorder.input(len(inputs) + k) for k in range(len(results))]
         one = torch.ones(_SHAPE, dtype=_DTYPE)
@@ -177,7 +177,7 @@ def _gradients(
             grads = torch.autograd.grad(outputs, inputs, cotangents, retain_graph=True, allow_unused=True)
         except RuntimeError as error:
             raise recorder.refusal(str(error)) from error
-    return [recorder.builder.constant(0.0) if g is None else recorder.place(g) for g in grads]
+    return [recorder.builder.constant(0.0) if g is None else recorder.index_of(g) for g in grads]
 
 
 class _Calls(TorchFunctionMode):
@@ -231,12 +231,12 @@ class _Recorder(TorchDispatchMode):
         self.called = ""  # the function of PyTorch's whose operations come
         self.lines: dict[Any, str] = {}  # where the operations of autograd's graph were called
         self._file = getattr(getattr(function, "__code__", None), "co_filename", None)
-        self._places: dict[int, tuple[Tensor, int]] = {}  # by id; with the tensor, so that no other gets its id
+        self._indices: dict[int, tuple[Tensor, int]] = {}  # by id; with the tensor, so that no other gets its id
         self._without_gradient: set[int] = set()  # ids
 
     def input(self, k: int) -> Tensor:
         x = torch.full(_SHAPE, 0.5, dtype=_DTYPE, requires_grad=True)
-        self._places[id(x)] = x, self.builder.input(k)
+        self._indices[id(x)] = x, self.builder.input(k)
         return x
 
     def made_without_gradient(self, y: Tensor, given: Sequence[Tensor]) -> None:
@@ -256,15 +256,15 @@ class _Recorder(TorchDispatchMode):
         for x in given:
             if id(x) in self._without_gradient and not x.requires_grad:
                 self._without_gradient.remove(id(x))
-                place = self.place(x)
-                if self.builder.value(place) is None:
-                    self._places[id(x)] = x, self.builder.add("detach", place)
+                index = self.index_of(x)
+                if self.builder.value(index) is None:
+                    self._indices[id(x)] = x, self.builder.add("detach", index)
 
-    def place(self, x: Tensor) -> int:
+    def index_of(self, x: Tensor) -> int:
         """The node of a tensor."""
-        if id(x) not in self._places:
+        if id(x) not in self._indices:
             raise self.refusal("it uses a tensor that is not among its arguments; make it one")
-        return self._places[id(x)][1]
+        return self._indices[id(x)][1]
 
     def line(self) -> str:
         """The current source line of the function: the innermost of its file."""
@@ -311,20 +311,20 @@ class _Recorder(TorchDispatchMode):
         try:
             if name.startswith("bitwise_") and not is_bool:
                 raise Unsupported("of integers")
-            found = self._place_of(RULES[name](*operands, **settings))
+            found = self._index_of_result(RULES[name](*operands, **settings))
         except Unsupported as error:
             raise self.refusal(f"{func.overloadpacket} {error} cannot be generated") from None
         if is_bool and not self.builder.is_logical(found):  # True + True, which is True
             found = self.builder.add("ne", found, self.builder.constant(0.0))
         for y in results:
-            self._places[id(y)] = y, found
+            self._indices[id(y)] = y, found
         return result
 
-    def _place_of(self, result: Operand) -> int:
-        return result.place if isinstance(result, Scalar) else self.builder.constant(result)
+    def _index_of_result(self, result: Operand) -> int:
+        return result.index if isinstance(result, Scalar) else self.builder.constant(result)
 
     def _operand(self, x: Any) -> Any:
-        return Scalar(self.builder, self.place(x)) if isinstance(x, Tensor) else x
+        return Scalar(self.builder, self.index_of(x)) if isinstance(x, Tensor) else x
 
     def _created(self, func: Any, made: Tensor, args: tuple) -> Tensor:
         """Record a tensor of one number."""
@@ -336,7 +336,7 @@ class _Recorder(TorchDispatchMode):
             raise self.refusal(f"{func.overloadpacket} makes a tensor that is not one real number everywhere")
         if made.is_floating_point():  # the number as it was written, not as the tensor's dtype rounds it
             first = next((x for x in args if isinstance(x, float)), first)
-        self._places[id(made)] = made, self.builder.constant(first)
+        self._indices[id(made)] = made, self.builder.constant(first)
         return made
 
     def _decomposed(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
