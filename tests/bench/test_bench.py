@@ -161,6 +161,17 @@ def test_missing_and_failing_peers_are_named_and_the_rest_runs(monkeypatch):
     assert "failed: RuntimeError: no such luck" in text
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_peer_whose_result_is_not_finite_has_no_time(monkeypatch, value):
+    def broken(work, data):
+        right = peers.scan.ours(work, data)
+        return Run(lambda: right.call() + value, right.inputs)
+
+    monkeypatch.setitem(peers.CONTESTANTS["scan"], "broken", broken)
+    for record in measure.measure(Scan(2, 16, 4), CPU, 0.01):
+        assert record["contestants"]["broken"] == {"unavailable": "its result is not finite"}
+
+
 @pytest.mark.parametrize(("width", "tables"), [(50, 1), (47, 1), (46, 2), (33, 2), (32, 3), (28, 3), (20, 3)])
 def test_a_table_is_divided_where_the_console_is_too_narrow(width, tables):
     head = ["µs a step", "plan", "cuDNN", "in a CUDA graph"]

@@ -1,6 +1,7 @@
 """Checks each contestant against the float64 reference, then times it."""
 
 import gc
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -93,6 +94,8 @@ def _measure_together(
             runs[name] = build(work, data)
             checked = name != work.limit_name and runs[name].same_function
             errors = check.errors(runs[name]) if checked else {}
+            if name != OURS and not all(math.isfinite(_largest(own)) for own in errors.values()):
+                raise Unavailable("its result is not finite")  # nor would JSON take its error
         except Exception as error:
             if name == OURS:
                 raise WrongResult(f"{work}: {_reason(error)}") from error
