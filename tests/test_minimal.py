@@ -355,7 +355,7 @@ def test_a_packed_sequence_that_does_not_fit_its_rows(sizes):
     [
         (lambda: ostinato.MinGRU(0, 4), ValueError, "input_size must be at least 1; got 0"),
         (lambda: ostinato.MinGRU(4, -1), ValueError, "hidden_size must be at least 1; got -1"),
-        (lambda: ostinato.MinGRU(4, 2.5), TypeError, "hidden_size must be an integer; got float"),
+        (lambda: ostinato.MinGRU(4, 2.5), TypeError, "hidden_size must be an int; got float"),
         (lambda: ostinato.MinLSTM(4, 4, 0), ValueError, "num_layers must be at least 1; got 0"),
         (lambda: ostinato.MinGRU(4, 4, 2, 0.1), TypeError, "bias must be a bool; got float"),
         (lambda: ostinato.MinGRU(4, 4, bidirectional="no"), TypeError, "bidirectional must be a bool; got str"),

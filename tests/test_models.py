@@ -153,7 +153,7 @@ def test_ratios_that_are_no_numbers(name):
 
 @pytest.mark.parametrize("name", ["vocab_size", "width", "num_layers", "conv_kernel"])
 def test_sizes_are_integers(name):
-    with pytest.raises(TypeError, match=f"{name} must be an integer; got float"):
+    with pytest.raises(TypeError, match=f"{name} must be an int; got float"):
         LanguageModel(**{"vocab_size": 5, "width": 8, name: 2.0})
 
 
@@ -169,11 +169,11 @@ def test_bad_tokens():
         model(tokens, model.initial_state(3)[:1])
     with pytest.raises(TypeError, match="prompt must be a tensor; got list"):
         model.generate([[1]], 1)
-    with pytest.raises(TypeError, match="top_k must be an integer; got float"):
+    with pytest.raises(TypeError, match="top_k must be an int; got float"):
         model.generate(tokens, 1, top_k=2.0)
     with pytest.raises(TypeError, match="temperature must be a number; got str"):
         model.generate(tokens, 1, temperature="hot")
-    with pytest.raises(TypeError, match="length must be an integer; got str"):
+    with pytest.raises(TypeError, match="length must be an int; got str"):
         model.generate(torch.zeros(1, 1, dtype=torch.long), "5")
 
 

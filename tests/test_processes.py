@@ -220,7 +220,7 @@ def test_neighbours_share_a_sequence(processes):
 def test_what_cannot_be_divided(processes):
     with pytest.raises(ValueError, match="sequence_parallel must divide the number of processes, 1; got 2"):
         make_mesh("cpu", sequence_parallel=2)
-    with pytest.raises(TypeError, match="sequence_parallel must be an integer; got float"):
+    with pytest.raises(TypeError, match="sequence_parallel must be an int; got float"):
         make_mesh("cpu", sequence_parallel=1.0)
     with pytest.raises(
         ValueError, match="batch_size must be at least 8, a row for each of 8 parts on 1 processes; got 7"

@@ -365,6 +365,7 @@ def test_results_may_be_tests(function, dtype):
 
 def test_it_stands_for_its_function():
     assert rg_lru.__name__ == "rg_lru"
+    assert repr(rg_lru) == "<recurrence rg_lru(x, r, i, log_lambda)>"
     assert pickle.loads(pickle.dumps(rg_lru)) is rg_lru
     assert (rg_lru.states, rotated.states, peephole.states) == (0, 1, 2)
     assert (rg_lru.names, peephole.names) == (("x", "r", "i", "log_lambda"), ("x", "f", "w"))

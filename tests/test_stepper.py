@@ -457,7 +457,7 @@ def test_bad_input_is_refused():
         ostinato.Stepper(gru, 1, frozen="no")
     with pytest.raises(ValueError, match="batch_size must be at least 1; got 0"):
         ostinato.Stepper(gru, 0)
-    with pytest.raises(TypeError, match="batch_size must be an integer; got float"):
+    with pytest.raises(TypeError, match="batch_size must be an int; got float"):
         ostinato.Stepper(gru, 2.0)
     with pytest.raises(
         TypeError,
@@ -466,6 +466,7 @@ def test_bad_input_is_refused():
     ):
         ostinato.Stepper(nn.Linear(2, 2), 1)
     stepper = ostinato.Stepper(gru, 2)
+    assert repr(stepper) == "Stepper(GRU(5, 16), batch_size=2)"
     with pytest.raises(ValueError, match=r"x must have 2 rows, one a sequence; got \(3, 5\)"):
         stepper(torch.randn(3, 5))
     with pytest.raises(TypeError, match="x must be a tensor; got ndarray"):

@@ -155,7 +155,7 @@ def test_bad_settings(settings, message):
 
 @pytest.mark.parametrize("settings", [{"steps": 1.5}, {"steps": math.nan}, {"seed": "1"}, {"batch_size": True}])
 def test_settings_that_are_no_integers(settings):
-    with pytest.raises(TypeError, match=f"{next(iter(settings))} must be an integer; got"):
+    with pytest.raises(TypeError, match=f"{next(iter(settings))} must be an int; got"):
         TrainingSettings(**settings)
 
 
@@ -168,7 +168,7 @@ def test_settings_that_are_no_numbers(settings):
 def test_wrong_arguments_are_named():
     with pytest.raises(TypeError, match="tokens must be a tensor; got list"):
         make([0, 1], 2)
-    with pytest.raises(TypeError, match="accumulate must be an integer; got float"):
+    with pytest.raises(TypeError, match="accumulate must be an int; got float"):
         Trainer(LanguageModel(2, width=8), torch.zeros(500).long(), TrainingSettings(**SMALL), accumulate=2.0)
     with pytest.raises(ValueError, match="accumulate must be at least 1; got 0"):
         Trainer(LanguageModel(2, width=8), torch.zeros(500).long(), TrainingSettings(**SMALL), accumulate=0)

@@ -19,7 +19,7 @@ def check_integers(least: int | None = None, /, **numbers: int) -> None:
     """Raise TypeError unless all are integers, ValueError for one below ``least``."""
     for name, value in numbers.items():
         if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} must be an integer; got {type(value).__name__}")
+            raise TypeError(f"{name} must be an int; got {type(value).__name__}")
         if least is not None and value < least:
             raise ValueError(f"{name} must be at least {least}; got {value}")
 

@@ -63,6 +63,10 @@ class _Cell:
         self.weight = rng.uniform(-bound, bound, self.weight.shape)
         self.bias = rng.uniform(-bound, bound, self.bias.shape)
 
+    def __repr__(self) -> str:
+        sizes = f"{self.input_size}, {self.hidden_size}"
+        return f"{type(self).__name__}({sizes}, candidate={self.candidate!r}, dtype={self.dtype.name!r})"
+
     @property
     def weight(self) -> Array:
         """All gates' input weights, (gates * hidden_size, input_size); read-only, replaced by assignment."""

@@ -122,6 +122,9 @@ class Recurrence:
         call = inspect.signature(Recurrence.__call__).parameters
         return inspect.Signature([*arguments, *(call[option] for option in OPTIONS)])
 
+    def __repr__(self) -> str:
+        return f"<recurrence {self}({', '.join(self.names)})>"
+
     def __str__(self) -> str:
         return getattr(self, "__name__", "the recurrence")
 

@@ -81,6 +81,9 @@ class Stepper:
         self._replay: Callable[[Tensor], Any] | None = None
         self._repeats = frozen  # on CPUs
 
+    def __repr__(self) -> str:
+        return f"Stepper({self._module!r}, batch_size={self.batch_size})"
+
     def __call__(self, x: Tensor) -> Any:
         """The module's output at this step, from its input (B, ...)."""
         return self._without_replay(x) if self._replay is None else self._replay(x)

@@ -39,7 +39,7 @@ def test_plan():
     assert ostinato.prune(ostinato.GRU(5, 32), 0.9).plan(1).path == "dense"
     with pytest.raises(ValueError, match="batch must be at least 1; got 0"):
         layer.plan(0)
-    with pytest.raises(TypeError, match="batch must be an integer; got float"):
+    with pytest.raises(TypeError, match="batch must be an int; got float"):
         layer.plan(1.5)
     with pytest.raises(ValueError, match="steps must be at least 1; got -2"):
         layer.plan(1, steps=-2)
