@@ -9,6 +9,7 @@ CUDA_AVAILABLE     whether the last two can be made here
 =================  =============================================
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -50,12 +51,13 @@ class _Cell:
         self.dtype = np.dtype(dtype)
         if self.dtype not in (np.float32, np.float64):
             raise TypeError(f"dtype must be float32 or float64; got {self.dtype}")
+        self._device = self._choose_device()
         self._layer = self._layer_type(
             input_size,
             hidden_size,
             batch_first=True,
             candidate=candidate,
-            device=self._choose_device(),
+            device=self._device,
             dtype=torch.float32 if self.dtype == np.float32 else torch.float64,
         ).requires_grad_(False)
         self.input_size, self.hidden_size, self.candidate = input_size, hidden_size, candidate
@@ -198,9 +200,11 @@ class _CellCUDA(_Cell):
                 f"{type(self).__name__} needs a CUDA device and PyTorch finds none; "
                 f"{type(self).__name__.removesuffix('CUDA')} computes the same on the CPU"
             )
-        self._device = torch.device("cuda", torch.cuda.current_device())
-        self._stream = torch.cuda.Stream(self._device)
-        return self._device
+        return torch.device("cuda", torch.cuda.current_device())
+
+    @functools.cached_property
+    def _stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream(self._device)
 
     def _steps(self, x: Array, h: Array | None) -> Array:
         def steps(x: Tensor, h: Tensor | None) -> Tensor:
