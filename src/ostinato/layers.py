@@ -3,7 +3,7 @@
 import inspect
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, Protocol, TypeVar, overload
 
 import torch
@@ -329,6 +329,22 @@ class StackedLayers(nn.Module, Generic[State]):
         if state.shape != expected:
             raise ValueError(f"{name} must have shape {expected}; got {tuple(state.shape)}")
         check_like_weight(name, state, self._parameter("weight_ih_l0"))
+
+
+def states_of(hx: Hidden | None) -> list[Tensor]:
+    """The tensors of a state: h, an LSTM's c too, or none."""
+    if hx is None:
+        return []
+    if isinstance(hx, Tensor):
+        return [hx]
+    if not isinstance(hx, (tuple, list)):
+        raise TypeError(f"state must be a tensor, or h and c in a tuple; got {type(hx).__name__}")
+    return list(hx)
+
+
+def hidden_of(states: Sequence[Tensor]) -> Any:
+    """The state of these tensors: the inverse of :func:`states_of`."""
+    return tuple(states) if len(states) > 1 else states[0] if states else None
 
 
 def each(function: Callable[[Tensor], Tensor], hidden: Hidden) -> Any:

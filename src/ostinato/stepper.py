@@ -77,7 +77,7 @@ class Stepper:
         self._first = _initial_state(module, batch_size)
         more = _initial_state(module, batch_size + 1)
         self._batch_dims = [_batch_dim(*pair) for pair in zip(_tensors(self._first), _tensors(more), strict=True)]
-        self._state = _mapped(Tensor.clone, self._first)
+        self._state = _map_state(Tensor.clone, self._first)
         self._replay: Callable[[Tensor], Any] | None = None
         self._repeats = frozen  # on CPUs
 
@@ -102,8 +102,8 @@ class Stepper:
         y, after = _step(self._module, x, self._state)
         if torch._C._is_any_autocast_enabled():  # the next step may be outside of it
             dtypes = iter([own.dtype for own in _tensors(self._state)])
-            after = _mapped(lambda own: own.to(next(dtypes, own.dtype)), after)
-        self._state = _mapped(Tensor.clone, after)  # `after` may alias the output or the input, which are the caller's
+            after = _map_state(lambda own: own.to(next(dtypes, own.dtype)), after)
+        self._state = _map_state(Tensor.clone, after)  # `after` may alias the output or the input, which are the caller's
         return y
 
     def __getstate__(self) -> dict[str, Any]:
@@ -113,7 +113,7 @@ class Stepper:
     @property
     def state(self) -> Any:
         """A copy of the state after the last step, as ``module.step`` returns it; assignment copies, too."""
-        return _mapped(Tensor.clone, self._state)
+        return _map_state(Tensor.clone, self._state)
 
     @state.setter
     @torch.inference_mode()  # which may have made the state
@@ -181,7 +181,7 @@ def _replayed(replay: Callable[[], None], given: Tensor, like: tuple, y: Any, x:
         raise kind(f"x must be as at the first step, {first}; got {got}")
     given.copy_(x.detach() if x.requires_grad else x)
     replay()
-    return _each(Tensor.clone, y)
+    return _map_output(Tensor.clone, y)
 
 
 def _initial_state(module: Any, batch_size: int) -> Any:
@@ -255,11 +255,11 @@ def _advance(module: Any, x: Tensor, state: Any) -> Any:
 def _apart(x: Any, state: Any) -> Any:
     """The output, its tensors copied where they are in the memory of a tensor of the state."""
     memory = {own.untyped_storage().data_ptr() for own in _tensors(state)}
-    return _each(lambda own: own.clone() if own.untyped_storage().data_ptr() in memory else own, x)
+    return _map_output(lambda own: own.clone() if own.untyped_storage().data_ptr() in memory else own, x)
 
 
-def _each(function: Callable[[Tensor], Tensor], y: Any) -> Any:
-    """The function of an output's tensors."""
+def _map_output(function: Callable[[Tensor], Tensor], y: Any) -> Any:
+    """The function of an output's tensors, in whatever PyTorch looks into."""
     return function(y) if isinstance(y, Tensor) else tree_map_only(Tensor, function, y)
 
 
@@ -273,12 +273,13 @@ def _tensors(state: Any) -> Iterator[Tensor]:
         yield state
 
 
-def _mapped(function: Callable[[Tensor], Tensor], state: Any) -> Any:
+def _map_state(function: Callable[[Tensor], Tensor], state: Any) -> Any:
+    """The function of a state's tensors, in tuples and lists of any class."""
     if isinstance(state, Tensor):
         return function(state)
     if state is None:
         return None
-    parts = [_mapped(function, part) for part in state]
+    parts = [_map_state(function, part) for part in state]
     return type(state)(*parts) if hasattr(state, "_fields") else type(state)(parts)
 
 

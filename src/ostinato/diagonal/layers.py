@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from ostinato.episodes import in_reverse
 from ostinato.kernels.eager import is_eager
 from ostinato.kernels.recurrence.backends import kernels_on
-from ostinato.layers import Hidden, StackedLayers, State, each, of_one_layer, stacked
+from ostinato.layers import Hidden, StackedLayers, State, each, of_one_layer, stacked, states_of
 from ostinato.recurrence import Recurrence
 from ostinato.replay import recording
 
@@ -44,7 +44,7 @@ class DiagonalLayers(StackedLayers[State]):
         step = torch.searchsorted(offsets, rows, right=True) - 1
         sequence = rows - offsets[step]
         order = torch.argsort(sequence, stable=True)
-        batch = (hx[0] if isinstance(hx, tuple) else hx).shape[1]  # type: ignore[union-attr]
+        batch = states_of(hx)[0].shape[1]
         lengths = torch.zeros(batch, dtype=torch.int32, device=x.device).index_add_(
             0, sequence, torch.ones_like(sequence, dtype=torch.int32)
         )
@@ -80,7 +80,7 @@ class DiagonalLayers(StackedLayers[State]):
     def _step_of_layer(self, layer: int, x: Tensor, h0: Any) -> tuple[Tensor, Hidden]:
         """On a CPU without gradients, :meth:`_cell` of tensors without a dimension of time."""
         parameters = self._parameters_of(f"l{layer}", x.shape[-1])
-        states = [] if h0 is None else [state[0] for state in (h0 if isinstance(h0, tuple) else (h0,))]
+        states = [state[0] for state in states_of(h0)]
         if not self._steps_alone([x, *states, *(y for y in parameters.values() if y is not None)]):
             step, recorder = super()._step_of_layer, recording()
             return step(layer, x, h0) if recorder is None else recorder.call(step, layer, x, h0)

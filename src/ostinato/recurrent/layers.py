@@ -15,10 +15,10 @@ from ostinato.kernels.export import refuse_script
 from ostinato.kernels.persistent.backends import least_steps
 from ostinato.kernels.persistent.modes import is_vmapped
 from ostinato.kernels.persistent.plan import Plan
-from ostinato.layers import LayerCall, State, autocast_dtype
+from ostinato.layers import LayerCall, State, autocast_dtype, hidden_of, states_of
 from ostinato.recurrent.sequences import SequenceLayers
 from ostinato.recurrent.steps import StepLayers
-from ostinato.recurrent.torch_layers import check_hidden, hidden_of, states_of
+from ostinato.recurrent.torch_layers import check_hidden
 from ostinato.replay import recording
 
 

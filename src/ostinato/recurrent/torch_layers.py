@@ -3,7 +3,6 @@
 import functools
 import operator
 import warnings
-from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -14,7 +13,7 @@ from torch.nn.utils.rnn import PackedSequence
 from ostinato.episodes import forward_by_episodes
 from ostinato.kernels.eager import is_differentiated
 from ostinato.kernels.persistent.modes import is_pushed_forward
-from ostinato.layers import Hidden
+from ostinato.layers import Hidden, hidden_of, states_of
 
 _FUNCTIONS = {mode: getattr(torch._VF, mode.lower()) for mode in ("RNN_TANH", "RNN_RELU", "GRU", "LSTM")}
 
@@ -183,17 +182,6 @@ def _in_memory(x: Any) -> Any:
     return x.clone() if isinstance(x, Tensor) and x._is_zerotensor() else x
 
 
-def states_of(hx: Hidden | None) -> list[Tensor]:
-    """The tensors of a state: h, an LSTM's c too, or none."""
-    if hx is None:
-        return []
-    if isinstance(hx, Tensor):
-        return [hx]
-    if not isinstance(hx, (tuple, list)):
-        raise TypeError(f"state must be a tensor, or h and c in a tuple; got {type(hx).__name__}")
-    return list(hx)
-
-
 def check_hidden(name: str, hx: Any, lstm: bool) -> None:
     """Raise TypeError unless `hx` is None, or a tensor, or of an LSTM two of them."""
     if hx is None or (isinstance(hx, Tensor) and not lstm):
@@ -207,8 +195,3 @@ def _described(x: Any) -> str:
     if isinstance(x, (tuple, list)):
         return f"a {type(x).__name__} of {', '.join(type(part).__name__ for part in x) or 'nothing'}"
     return type(x).__name__
-
-
-def hidden_of(states: Sequence[Tensor]) -> Any:
-    """The state of these tensors: the inverse of :func:`states_of`."""
-    return tuple(states) if len(states) > 1 else states[0] if states else None
