@@ -1,6 +1,7 @@
 """Steps one at a time equal the whole sequence, by layers and by the stepper that keeps their state."""
 
 import copy
+import dataclasses
 import functools
 import gc
 import os
@@ -314,6 +315,23 @@ def test_outputs_of_several_tensors(kind, frozen, device):
         torch.testing.assert_close(output, expected, rtol=0, atol=1e-6 if device == "cpu" else 1e-3)
 
 
+@dataclasses.dataclass
+class Outputs:
+    logits: torch.Tensor
+    value: torch.Tensor
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_an_output_that_the_next_step_would_overwrite_is_refused(device):
+    stepper = ostinato.Stepper(ActorCritic(Outputs).to(device), 2, frozen=True)
+    before = stepper.state
+    message = "ActorCritic.step's output must be made of tensors, in tuples, lists and dicts; got Outputs"
+    for _ in range(2):
+        with pytest.raises(TypeError, match=message):
+            stepper(torch.randn(2, 3, device=device))
+    assert torch.equal(stepper.state, before)
+
+
 @pytest.mark.parametrize(
     ("result", "got"),
     [(lambda x, state: (x, x, state), "3 values"), (lambda x, state: x, "a tensor of torch.float32")],
@@ -422,6 +440,8 @@ def test_other_threads_step_while_one_is_recorded():
         lambda y, _: -y if y.sum() > 0 else y,
         lambda y, _: y[y > 0].sum()[None],
         lambda y, _: y * y.abs().max().item(),
+        lambda y, _: y * max(map(max, y.tolist())),
+        lambda y, _: y * float(np.asarray(y).max()),
     ],
 )
 def test_a_step_that_looks_at_values_is_not_recorded(decide):

@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
+_READING = {Tensor.tolist, Tensor.numpy, Tensor.__array__}  # values, by no operator
 _BY_VALUE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
@@ -29,6 +31,16 @@ class Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._calls: list[Callable[[], Any]] = []
+        self._reading = _Reading()
+
+    def __enter__(self) -> "Recorder":
+        self._reading.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._reading.__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -66,6 +78,15 @@ class Recorder(TorchDispatchMode):
                 call()
         finally:
             torch._C._set_grad_enabled(grad)
+
+
+class _Reading(TorchFunctionMode):
+    """Refuses the functions that read values and are no operators."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        if func in _READING:
+            raise Unrepeatable(func.__name__)
+        return func(*args, **(kwargs or {}))
 
 
 def recording() -> Recorder | None:

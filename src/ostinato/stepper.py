@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ostinato import cuda_graph
 from ostinato.checks import check_flags, check_integers, check_tensor, describe
@@ -40,13 +40,13 @@ class Stepper:
         batch_size: the number of sequences, B.
         frozen: copy the module and keep its weights constant.  On CPUs the nonzero weights of pruned layers are then
             packed once, and PyTorch's operators are called without the module's Python code in between: that runs only
-            once, along with its branches (on anything but tensor values), attribute assignments and NumPy calls.
+            once, along with its branches and NumPy calls (on anything but tensor values) and attribute assignments.
 
     Raises:
         TypeError: a module without ``step`` and ``initial_state``, or whose step does not return a pair; a
-            ``batch_size`` that is not an integer, ``frozen`` that is not a bool; an input that is not a tensor, or of
-            another dtype than the first where steps are replayed, a state that is not made of tensors, or a mask that
-            is not a bool tensor.
+            ``batch_size`` that is not an integer, ``frozen`` that is not a bool; an input that is not a tensor, a state
+            that is not made of tensors, or a mask that is not a bool tensor; where steps are replayed, an input of
+            another dtype than the first, or an output that is not made of tensors.
         ValueError: a ``batch_size`` below 1, a bidirectional layer, an initial state without a dimension of sequences,
             an input without a row for each sequence or, where steps are replayed, of another shape than the first, a
             state of other shapes, or a mask that is not (B,).
@@ -103,7 +103,7 @@ class Stepper:
         if torch._C._is_any_autocast_enabled():  # the next step may be outside of it
             dtypes = iter([own.dtype for own in _tensors(self._state)])
             after = _map_state(lambda own: own.to(next(dtypes, own.dtype)), after)
-        self._state = _map_state(Tensor.clone, after)  # `after` may alias the output or the input, which are the caller's
+        self._state = _map_state(Tensor.clone, after)  # it may alias the output or the input, which are the caller's
         return y
 
     def __getstate__(self) -> dict[str, Any]:
@@ -145,6 +145,7 @@ class Stepper:
         given, module, state = x.clone(), self._module, self._state
         with _unchanged((*_tensors(state), *module.buffers())):
             replay, y = cuda_graph.capture(lambda: _advance(module, given, state), x.device)
+        _check_output(module, y)
         return functools.partial(_replayed, replay, given, (given.shape, given.dtype), y)
 
     @_outside_inference_mode
@@ -158,6 +159,7 @@ class Stepper:
                     y = _advance(module, given, state)
             except Unrepeatable:
                 return None
+        _check_output(module, y)
         return functools.partial(_replayed, recorder.repeat, given, (given.shape, given.dtype), y)
 
 
@@ -256,6 +258,14 @@ def _apart(x: Any, state: Any) -> Any:
     """The output, its tensors copied where they are in the memory of a tensor of the state."""
     memory = {own.untyped_storage().data_ptr() for own in _tensors(state)}
     return _map_output(lambda own: own.clone() if own.untyped_storage().data_ptr() in memory else own, x)
+
+
+def _check_output(module: Any, y: Any) -> None:
+    """Raise TypeError for an output with a part that cannot be copied, and would change with the next step."""
+    for part in tree_leaves(y):
+        if not isinstance(part, Tensor | bool | int | float | str | None):
+            kinds = "made of tensors, in tuples, lists and dicts"
+            raise TypeError(f"{type(module).__name__}.step's output must be {kinds}; got {describe(part)}")
 
 
 def _map_output(function: Callable[[Tensor], Tensor], y: Any) -> Any:
