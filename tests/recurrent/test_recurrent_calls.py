@@ -151,6 +151,30 @@ def test_a_state_of_an_lstm_of_another_shape_is_refused_as_by_torch(steps, which
             layer(x, tuple(states))
 
 
+@pytest.mark.parametrize("lengths", [(3,), (3, 3), (3, 2)])
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_packed_call_of_an_lstm_that_does_not_fit_is_refused(lengths, grad):
+    """torch.nn's LSTM does not check it, and reads beyond the ends of tensors."""
+    layer, batch = ostinato.LSTM(5, 8), len(lengths)
+
+    def packed(features, dtype=torch.float32):
+        return pack_sequence([torch.randn(length, features, dtype=dtype) for length in lengths])
+
+    with torch.set_grad_enabled(grad):
+        for features in (4, 6):
+            with pytest.raises(RuntimeError, match=rf"must be equal to input_size. Expected 5, got {features}"):
+                layer(packed(features))
+        with pytest.raises(ValueError, match=r"input dtype \(torch.float64\) does not match"):
+            layer(packed(5, torch.float64))
+        for which in (0, 1):
+            for shape in ((1, batch + 1, 8), (2, batch, 8), (1, batch, 7), (1, batch, 9)):
+                states = [torch.zeros(1, batch, 8), torch.zeros(1, batch, 8)]
+                states[which] = torch.zeros(shape)
+                expected = rf"\[{which}\] size \(1, {batch}, 8\), got \[{', '.join(map(str, shape))}\]"
+                with pytest.raises(RuntimeError, match=f"Expected hidden{expected}"):
+                    layer(packed(5), tuple(states))
+
+
 @pytest.mark.parametrize("steps", [1, 3])
 def test_a_state_of_another_batch_is_refused_with_resets_too(steps):
     layer, resets = ostinato.GRU(5, 8), torch.zeros(steps, 3, dtype=torch.bool)

@@ -46,7 +46,16 @@ class TorchLayers(nn.RNNBase):
             if isinstance(input, Tensor) and self._fits(input, hx, weights[0]):
                 return module._call_torch(input, hx, weights)
             module = module._copied(_flat_weights=weights)
+            if self.mode == "LSTM" and isinstance(input, PackedSequence):
+                module._check_packed(input, hx)
         return super(TorchLayers, module).forward(input, hx)
+
+    def _check_packed(self, input: PackedSequence, hx: Any) -> None:
+        """What ``torch.nn.LSTM`` leaves out, whose kernels then read beyond the ends of tensors."""
+        if hx is None:
+            self.check_input(input.data, input.batch_sizes)
+        else:
+            self.check_forward_args(input.data, hx, input.batch_sizes)
 
     def _copied(self, **attributes: Any) -> "TorchLayers":
         """The same module but for these attributes."""
