@@ -8,6 +8,7 @@ from numbers import Real
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from ostinato.kernels.derived import derived_from
 from ostinato.kernels.scan.operators import shortened
@@ -83,18 +84,24 @@ def check_resets(resets: object, name: str, x: Tensor) -> None:
         raise ValueError(f"resets must be on the device of {name}, {x.device}; got {resets.device}")
 
 
-def check_batch_sizes(batch_sizes: Tensor, rows: int) -> None:
-    """Raise ValueError unless they are valid for a ``PackedSequence``: kernels index rows by them."""
-    derived_from(batch_sizes, ("rows", rows), lambda: _check_batch_sizes(batch_sizes, rows), by_value=True)
+def check_packed(packed: PackedSequence) -> None:
+    """Raise ValueError unless its sizes fit its rows, by which kernels index these, and its orders fit the sizes."""
+    sizes, rows = packed.batch_sizes, len(packed.data)
+    batch = derived_from(sizes, ("rows", rows), lambda: _checked_batch(sizes, rows), by_value=True)
+    for name in ("sorted_indices", "unsorted_indices"):
+        indices = getattr(packed, name)
+        if indices is not None and len(indices) != batch:
+            raise ValueError(f"input.{name} must have an index for each of {batch} sequences; got {len(indices)}")
 
 
-def _check_batch_sizes(batch_sizes: Tensor, rows: int) -> None:
+def _checked_batch(batch_sizes: Tensor, rows: int) -> int:
     falls = len(batch_sizes) > 0 and batch_sizes[-1] >= 1 and not (batch_sizes[1:] > batch_sizes[:-1]).any()
     if not falls or batch_sizes.sum() != rows:
         raise ValueError(
             f"input.batch_sizes must be positive, never rise, and add up to its {rows} rows; "
             f"got {shortened(batch_sizes)}"
         )
+    return int(batch_sizes[0])
 
 
 def describe(x: object) -> str:

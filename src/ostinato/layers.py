@@ -13,13 +13,13 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 
 from ostinato.checks import (
-    check_batch_sizes,
     check_choice,
     check_dtype,
     check_flags,
     check_floating,
     check_integers,
     check_numbers,
+    check_packed,
     check_resets,
     check_tensor,
     check_unsharded,
@@ -186,7 +186,7 @@ class StackedLayers(nn.Module, Generic[State]):
         if resets is not None:
             check_resets(resets, "input.data", data)
         if not torch.compiler.is_compiling():
-            check_batch_sizes(batch_sizes, data.shape[0])
+            check_packed(packed)
         batch = int(batch_sizes[0])
         self._check_state(hx, (batch,))
         if hx is None:

@@ -285,6 +285,16 @@ def test_a_packed_sequence_that_does_not_fit_its_rows(sizes):
         pruned("GRU", 7, 32)(packed)
 
 
+@pytest.mark.parametrize("cell", [ostinato.GRU, ostinato.MinGRU, ostinato.SRU])
+@pytest.mark.parametrize("name", ["sorted_indices", "unsorted_indices"])
+def test_a_packed_sequence_whose_order_is_of_others(cell, name):
+    indices = {"sorted_indices": torch.tensor([1, 0]), "unsorted_indices": torch.tensor([1, 0])}
+    indices[name] = torch.tensor([0])
+    packed = PackedSequence(torch.randn(80, 7), torch.full((40,), 2), **indices)
+    with pytest.raises(ValueError, match=f"input.{name} must have an index for each of 2 sequences; got 1"):
+        cell(7, 32)(packed, torch.zeros(1, 2, 32))
+
+
 @by("reference", "the CPU's")
 @pytest.mark.parametrize("cell", [ostinato.GRU, ostinato.MinGRU])
 def test_batch_sizes_that_change_between_calls(cell, kernels):

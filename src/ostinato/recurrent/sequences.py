@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 
-from ostinato.checks import check_batch_sizes
+from ostinato.checks import check_packed
 from ostinato.episodes import in_reverse_of_rows
 from ostinato.kernels.derived import derived_from
 from ostinato.kernels.eager import Prepared
@@ -175,7 +175,7 @@ def _size_of(input: Tensor | PackedSequence, batch_first: bool) -> tuple[int, in
     """How many sequences, and steps of the longest; None where the input has not the dimensions of any."""
     if isinstance(input, PackedSequence):
         if not torch.compiler.is_compiling():
-            check_batch_sizes(input.batch_sizes, len(input.data))
+            check_packed(input)
         return int(input.batch_sizes[0]), len(input.batch_sizes)
     if input.dim() == 3:
         return (input.shape[0], input.shape[1]) if batch_first else (input.shape[1], input.shape[0])
