@@ -177,7 +177,8 @@ def test_weights_that_were_read_stay_when_they_are_replaced(cell_type):
 
 
 def test_a_cell_says_what_it_is():
-    assert repr(MinGRUCell(4, 6, dtype="float32")) == "MinGRUCell(4, 6, candidate='linear', dtype='float32')"
+    cell = MinGRUCell(np.int64(4), np.int32(6), dtype="float32")
+    assert repr(cell) == "MinGRUCell(4, 6, candidate='linear', dtype='float32')"
 
 
 def test_bad_input_is_named():
@@ -189,9 +190,10 @@ def test_bad_input_is_named():
         (lambda: cell.process_sequence_parallel(np.zeros((5, 4)), np.zeros(4)), ValueError, r"h0 must have shape"),
         (lambda: cell.process_sequence(np.zeros((5, 4), int)), TypeError, "x_seq must be of a floating dtype; got int"),
         (lambda: MinGRUCell(0, 6), ValueError, "input_size must be at least 1; got 0"),
-        (lambda: MinGRUCell(np.int64(4), 6), TypeError, "input_size must be an int; got int64"),
+        (lambda: MinGRUCell(np.float64(4), 6), TypeError, "input_size must be an int; got float64"),
         (lambda: MinGRUCell(4, 6, candidate="relu"), ValueError, "candidate must be one of"),
         (lambda: MinGRUCell(4, 6, dtype=np.int32), TypeError, "dtype must be float32 or float64; got int32"),
+        (lambda: MinGRUCell(4, 6, dtype="fp32"), TypeError, "dtype must be float32 or float64; got 'fp32'"),
     ]
     for call, error, message in cases:
         with pytest.raises(error, match=message):

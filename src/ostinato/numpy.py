@@ -48,9 +48,13 @@ class _Cell:
         dtype: DTypeLike = np.float64,
         seed: int | np.random.Generator | None = None,
     ) -> None:
-        self.dtype = np.dtype(dtype)
+        try:
+            self.dtype = np.dtype(dtype)
+        except TypeError:
+            raise TypeError(f"dtype must be float32 or float64; got {dtype!r}") from None
         if self.dtype not in (np.float32, np.float64):
             raise TypeError(f"dtype must be float32 or float64; got {self.dtype}")
+        input_size, hidden_size = (int(n) if isinstance(n, np.integer) else n for n in (input_size, hidden_size))
         self._device = self._choose_device()
         self._layer = self._layer_type(
             input_size,
