@@ -16,6 +16,7 @@ from minimal_layers import layer, layer_backward
 from ostinato.kernels import memory
 from ostinato.kernels import threads as kernel_threads
 from ostinato.kernels.numba_loops import NUMPY_DTYPES
+from ostinato.kernels.numba_transpose import is_transposable, transposed
 from ostinato.kernels.scan import Order, cpu, cpu_narrow, reference
 from ostinato.minimal.recurrences import RECURRENCES
 
@@ -202,6 +203,41 @@ def test_few_channels_of_many_steps_are_scanned_one_by_one(loops_called, shape, 
     cpu.linear_scan(x, x, None, Order())
     cpu.linear_scan(x.flatten(0, 1)[None], x.flatten(0, 1)[None], None, Order(torch.arange(10) * shape[1]))
     assert [loop is cpu_narrow.scan(NUMPY_DTYPES[x.dtype]) for loop in loops_called] == [narrow, narrow]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(1, 16, 16), (3, 17, 31), (2, 100, 257), (5, 64, 72)])
+def test_transposed_copies_every_number_to_its_place(always_parallel, dtype, shape):
+    batch, length, channels = shape
+    x = torch.arange(2 * batch * length * channels, dtype=dtype).view(batch, 2 * channels, length).mT[..., :channels]
+    for y in (x, x[:1].expand(shape), x[..., :1].expand(shape)):
+        assert is_transposable(y)
+        assert transposed(y).is_contiguous()
+        assert torch.equal(transposed(y), y)
+
+
+@pytest.mark.parametrize(("shape", "transposable"), [((3, 16, 16), True), ((3, 15, 16), False), ((3, 16, 15), False)])
+def test_only_blocks_of_whole_cache_lines_are_transposed(shape, transposable):
+    assert is_transposable(strided(torch.ones(shape), "time-contiguous")) == transposable
+    assert not is_transposable(torch.ones(shape))
+    assert is_transposable(strided(torch.ones(shape).double(), "time-contiguous"))
+
+
+@pytest.mark.parametrize("log", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(3, 37, 65), (2, 16, 96), (2, 9, 70)])
+def test_time_contiguous_scans_have_the_bits_of_contiguous_ones(always_parallel, log, dtype, shape):
+    torch.manual_seed(0)
+    forward, backward, _ = scan_functions(log)
+    a, b, h0 = scan_inputs(log, shape, (shape[0], shape[2]), dtype)
+    grad_h = torch.randn(shape).to(dtype)
+
+    def results(layout):
+        h, h_last = forward(strided(a, layout), strided(b, layout), h0, Order())
+        inputs = [strided(x, layout) for x in backward_inputs(log, a, b, h)]
+        return h, h_last, *backward(*inputs, h0, strided(grad_h, layout), None, Order())
+
+    assert all(map(torch.equal, results("time-contiguous"), results("contiguous")))
 
 
 @pytest.mark.parametrize("channels", [16, 24, 2064])

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from ostinato.kernels.memory import empty_like
 from ostinato.kernels.numba_loops import LINE, NUMPY_DTYPES
+from ostinato.kernels.numba_transpose import is_transposable, transposed
 from ostinato.kernels.scan import Gradients, Order, cpu_loops, cpu_narrow
 from ostinato.kernels.threads import run_loop, threads_for
 
 SCAN_WIDTH = 1024  # channels a task has at least: a scan moves memory, fastest in long rows
 NARROW = 3  # channels up to which a linear scan takes one after the other: more fill vector registers
-NARROW_APART = 64  # the same of tensors that are contiguous in time, whose copies take longer
+NARROW_APART = 64  # the same of tensors that are contiguous in time, which are copied otherwise
 TURNS = 16  # how many channels and sequences then take turns: a cache line of channels
 STREAMED = 32 << 20  # bytes from which on a scan's result does not stay in the caches until it is read
 
@@ -61,7 +62,9 @@ def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
 def rows(x: Tensor, dtype: torch.dtype) -> Tensor:
     """The tensor in a dtype, with contiguous channels."""
     x = as_dtype(x, dtype)
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+    if x.stride(-1) == 1 or x.shape[-1] == 1:
+        return x
+    return transposed(x) if is_transposable(x) else x.contiguous()
 
 
 def initial_state(initial: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, absent: float = 0.0) -> Tensor:
