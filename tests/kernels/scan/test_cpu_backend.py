@@ -6,6 +6,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,7 +18,7 @@ from ostinato.kernels import memory
 from ostinato.kernels import threads as kernel_threads
 from ostinato.kernels.numba_loops import NUMPY_DTYPES
 from ostinato.kernels.numba_transpose import is_transposable, transposed
-from ostinato.kernels.scan import Order, cpu, cpu_narrow, reference
+from ostinato.kernels.scan import Order, cpu, cpu_loops, cpu_narrow, reference
 from ostinato.minimal.recurrences import RECURRENCES
 
 INF = math.inf
@@ -238,6 +239,34 @@ def test_time_contiguous_scans_have_the_bits_of_contiguous_ones(always_parallel,
         return h, h_last, *backward(*inputs, h0, strided(grad_h, layout), None, Order())
 
     assert all(map(torch.equal, results("time-contiguous"), results("contiguous")))
+
+
+@pytest.mark.parametrize("with_resets", [False, True])
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("channels", [32, 77])
+def test_split_log_scans_have_the_bits_of_others(
+    always_parallel, monkeypatch, loops_called, channels, reverse, with_resets
+):
+    torch.manual_seed(0)
+    shape = (3, 50, channels)
+    a, b, h0 = scan_inputs(True, shape, (3, channels), torch.float32)
+    grad_h, grad_last = torch.randn(shape), torch.randn(3, channels)
+    for x, value in ((a, -INF), (b, -INF), (a, 200.0), (b, INF), (b, math.nan)):
+        x[torch.rand(shape) < 0.01] = value
+    b[:, 7], a[:, 7] = -INF, -INF  # nothing is left, and nothing added
+    order = Order(None, torch.rand(shape[:2]) < 0.1 if with_resets else None, reverse)
+
+    def results():
+        h, h_last = cpu.log_linear_scan(a, b, h0, order)
+        return h, h_last, *cpu.log_linear_scan_backward(a, b, h, h0, grad_h, grad_last, order)
+
+    got = results()
+    loops = cpu_loops.scan(np.float32, True, True), cpu_loops.scan_backward(np.float32, True, True)
+    assert loops_called == [*loops]
+    monkeypatch.setattr(cpu, "WIDE", INF)
+    wanted = results()
+    assert not {*loops_called[2:]} & {*loops}
+    assert_same(got, wanted)
 
 
 @pytest.mark.parametrize("channels", [16, 24, 2064])

@@ -15,6 +15,7 @@ from ostinato.kernels.scan import Gradients, Order, cpu_loops, cpu_narrow
 from ostinato.kernels.threads import run_loop, threads_for
 
 SCAN_WIDTH = 1024  # channels a task has at least: a scan moves memory, fastest in long rows
+WIDE = 32  # channels from which on each part of a step in log space takes a loop of its own
 NARROW = 3  # channels up to which a linear scan takes one after the other: more fill vector registers
 NARROW_APART = 64  # the same of tensors that are contiguous in time, which are copied otherwise
 TURNS = 16  # how many channels and sequences then take turns: a cache line of channels
@@ -87,7 +88,7 @@ def _scan(log: bool, a: Tensor, b: Tensor, h0: Tensor | None, order: Order) -> t
     if narrow:
         loop, laid_out = cpu_narrow.scan(NUMPY_DTYPES[dtype]), as_dtype
     else:
-        loop, laid_out = cpu_loops.scan(NUMPY_DTYPES[dtype], log), rows
+        loop, laid_out = cpu_loops.scan(NUMPY_DTYPES[dtype], log, _is_split(log, b, dtype)), rows
     _run_scan(loop, narrow, order, state, a=laid_out(a, dtype), b=laid_out(b, dtype), out=out)
     return as_dtype(out, b.dtype), as_dtype(state, b.dtype)
 
@@ -111,7 +112,7 @@ def _scan_backward(
     if narrow:
         loop, laid_out = cpu_narrow.scan_backward(NUMPY_DTYPES[dtype]), as_dtype
     else:
-        loop, laid_out = cpu_loops.scan_backward(NUMPY_DTYPES[dtype], log), rows
+        loop, laid_out = cpu_loops.scan_backward(NUMPY_DTYPES[dtype], log, _is_split(log, a, dtype)), rows
     _run_scan(
         loop,
         narrow,
@@ -127,6 +128,11 @@ def _scan_backward(
         grad_b=grad_b,
     )
     return as_dtype(grad_a, a.dtype), as_dtype(grad_b, a.dtype), None if h0 is None else state.to(h0.dtype)
+
+
+def _is_split(log: bool, x: Tensor, dtype: torch.dtype) -> bool:
+    """Whether each part of a step takes a loop of its own."""
+    return log and dtype is torch.float32 and x.shape[2] >= WIDE
 
 
 def _is_narrow(order: Order, x: Tensor, y: Tensor) -> bool:

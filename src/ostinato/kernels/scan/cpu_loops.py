@@ -12,6 +12,7 @@ that goes back through time.
 import ctypes
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -78,18 +79,27 @@ def _stream(target, to, source, at, count, line):
         _stream_line(target, to + j, source, at + j)
 
 
-@inline
-def _logaddexp(x, y, like):
-    """``log(exp(x) + exp(y))``; what it adds to the larger, at most log 2, is computed in the type of `like`."""
-    high = x if x > y else y
-    gap = cast(0.0, x) if x == y else -abs(x - y)  # two equal infinities have no difference
-    return high + cast(log1p(exp(cast(gap, like))), x)
+# The loops.  dtype, log and split are constants to the compiler: there is a loop for each combination in use, compiled
+# when first asked for, and a step for each log, since Numba compiles all branches of a function that it inlines.
 
 
-# The loops.  dtype and log are constants to the compiler: there is a loop for each combination in use, compiled when
-# first asked for, and a step for each log, since Numba compiles all branches of a function that it inlines.  Where time
-# runs backwards so do the channels, because memory is fast only where addresses keep going one way (measured: a third
-# faster).
+def _row(step: Callable) -> Callable:
+    """A loop of a step over channels.
+
+    Where time runs backwards so do they: memory is fast only where addresses keep going one way (measured: a third
+    faster).
+    """
+
+    @inline
+    def run(begin, end, backwards, arrays):
+        if backwards:
+            for j in range(end - begin):
+                step(end - 1 - j, arrays)
+        else:
+            for j in range(begin, end):
+                step(j, arrays)
+
+    return run
 
 
 @inline
@@ -106,20 +116,62 @@ def _linear_step(j, arrays):
     store(out, at_out + j, cast(h_j, a_j), "out")
 
 
+_linear_row = _row(_linear_step)
+
+
 @inline
-def _log_step(j, arrays):
+def _log_larger(j, arrays):
+    """The first part of logaddexp: the larger is the new state, and out, for now, how much less the smaller is."""
     a, at_a, b, at_b, state, at, out, at_out = arrays
     a_j, b_j, h_j = load(a, at_a + j, "a"), load(b, at_b + j, "b"), load(state, at + j, "state")
-    h_j = _logaddexp(cast(a_j, h_j) + h_j, cast(b_j, h_j), a_j)
+    x, y = cast(a_j, h_j) + h_j, cast(b_j, h_j)
+    gap = cast(0.0, x) if x == y else -abs(x - y)  # two equal infinities have no difference
+    store(state, at + j, x if x > y else y, "state")
+    store(out, at_out + j, cast(gap, a_j), "out")
+
+
+@inline
+def _log_excess(j, arrays):
+    """What the smaller adds to the larger, at most log 2."""
+    out, at_out = arrays[6:]
+    store(out, at_out + j, log1p(exp(load(out, at_out + j, "out"))), "out")
+
+
+@inline
+def _log_sum(j, arrays):
+    state, at, out, at_out = arrays[4:]
+    excess, h_j = load(out, at_out + j, "out"), load(state, at + j, "state")
+    h_j += cast(excess, h_j)
     store(state, at + j, h_j, "state")
-    store(out, at_out + j, cast(h_j, a_j), "out")
+    store(out, at_out + j, cast(h_j, excess), "out")
+
+
+@inline
+def _log_step(j, arrays):
+    _log_larger(j, arrays)
+    _log_excess(j, arrays)
+    _log_sum(j, arrays)
+
+
+_log_row, _log_row_larger, _log_row_excess, _log_row_sum = map(_row, (_log_step, _log_larger, _log_excess, _log_sum))
+
+
+@inline
+def _split_log_row(begin, end, backwards, arrays):
+    """Each part in a loop of its own, as LLVM takes twice as many channels at once in one without float64."""
+    _log_row_larger(begin, end, backwards, arrays)
+    _log_row_excess(begin, end, backwards, arrays)
+    _log_row_sum(begin, end, backwards, arrays)
 
 
 @functools.cache
-def scan(dtype: type, log: bool) -> Any:
-    """``state = a[t]*state + b[t]``, or ``logaddexp(a[t] + state, b[t])``; out[t] is the state after step t."""
+def scan(dtype: type, log: bool, split: bool) -> Any:
+    """``state = a[t]*state + b[t]``, or ``logaddexp(a[t] + state, b[t])``; out[t] is the state after step t.
+
+    If `split`, a row takes a loop for each part of logaddexp: faster in float32, but if channels are few.
+    """
     line = LINE // np.dtype(dtype).itemsize
-    step = _log_step if log else _linear_step
+    take_row = (_split_log_row if split else _log_row) if log else _linear_row
 
     @compiled_loop
     def run(address):
@@ -147,12 +199,7 @@ def scan(dtype: type, log: bool) -> Any:
                     if work.resets and resets[n * resets_n + t * resets_t]:
                         for j in range(begin, end):
                             state[at + j] = -math.inf if log else 0.0
-                    if reverse:
-                        for j in range(end - begin):
-                            step(end - 1 - j, arrays)
-                    else:
-                        for j in range(begin, end):
-                            step(j, arrays)
+                    take_row(begin, end, reverse, arrays)
                     if work.out_row:
                         _stream(out, at_out + begin, row, at + begin, end - begin, line)
             task = take_task(address)
@@ -168,9 +215,8 @@ def linear_gradients(a, before, grad_h, carried):
 
 
 @inline
-def _linear_backward_step(j, inputs, outputs):
-    a, at_a, _, _, before, at_before, grad_h, at_grad = inputs
-    state, at, grad_a, grad_b, at_out = outputs
+def _linear_backward_step(j, arrays):
+    a, at_a, _, _, before, at_before, grad_h, at_grad, state, at, grad_a, grad_b, at_out = arrays
     a_j, carried = load(a, at_a + j, "a"), load(state, at + j, "state")
     grad_j, before_j = load(grad_h, at_grad + j, "grad_h"), load(before, at_before + j, "before")
     grad_a_j, grad_b_j, carried = linear_gradients(a_j, before_j, grad_j, carried)
@@ -179,30 +225,66 @@ def _linear_backward_step(j, inputs, outputs):
     store(state, at + j, carried, "state")
 
 
+_linear_backward_row = _row(_linear_backward_step)
+
+
 @inline
-def _log_backward_step(j, inputs, outputs):
-    a, at_a, b, at_b, before, at_before, grad_h, at_grad = inputs
-    state, at, grad_a, grad_b, at_out = outputs
-    a_j, carried = load(a, at_a + j, "a"), load(state, at + j, "state")
+def _kept_and_added(j, arrays):
+    """The logarithms of which the state is the sum, and whether both are zero: such a state has no gradient."""
+    a, at_a, b, at_b, before, at_before = arrays[:6]
+    added = load(b, at_b + j, "b")
+    kept = load(a, at_a + j, "a") + load(before, at_before + j, "before")
+    return kept, added, kept == added == -math.inf
+
+
+@inline
+def _log_share(j, arrays):
+    """The share of the state that the smaller of the two has; grad_a keeps it for now.
+
+    Not exp(kept - h), as h is rounded.
+    """
+    grad_a, _, at_out = arrays[10:]
+    kept, added, nothing = _kept_and_added(j, arrays)
+    gap = cast(0.0, kept) if nothing else kept - added
+    store(grad_a, at_out + j, min(sigmoids(gap)), "grad_a")
+
+
+@inline
+def _log_gradients(j, arrays):
+    """The gradients: the smaller share is exact to its own last digits, and both make up the whole."""
+    grad_h, at_grad, state, at, grad_a, grad_b, at_out = arrays[6:]
+    kept, added, nothing = _kept_and_added(j, arrays)
+    carried = load(state, at + j, "state")
     total = cast(load(grad_h, at_grad + j, "grad_h"), carried) + carried
-    # The shares of the state that what was kept and what was added have: not exp(kept - h), as h is rounded.  The
-    # smaller is exact to its own last digits, and both make up the whole.
-    b_j, kept_j = load(b, at_b + j, "b"), a_j + load(before, at_before + j, "before")
-    nothing = kept_j == b_j == -math.inf  # a state of exactly zero has no gradient: 0/0 = 0
     total = cast(0.0, total) if nothing else total
-    share = cast(min(sigmoids(cast(0.0, a_j) if nothing else kept_j - b_j)), total)
+    share = cast(load(grad_a, at_out + j, "grad_a"), total)
     smaller, larger = total * share, total * (cast(1.0, total) - share)
-    carried, added = (larger, smaller) if kept_j >= b_j else (smaller, larger)
-    store(grad_a, at_out + j, cast(carried, a_j), "grad_a")
-    store(grad_b, at_out + j, cast(added, a_j), "grad_b")
-    store(state, at + j, carried, "state")
+    grad_kept, grad_added = (larger, smaller) if kept >= added else (smaller, larger)
+    store(grad_a, at_out + j, cast(grad_kept, kept), "grad_a")
+    store(grad_b, at_out + j, cast(grad_added, kept), "grad_b")
+    store(state, at + j, grad_kept, "state")
+
+
+@inline
+def _log_backward_step(j, arrays):
+    _log_share(j, arrays)
+    _log_gradients(j, arrays)
+
+
+_log_backward_row, _log_row_share, _log_row_gradients = map(_row, (_log_backward_step, _log_share, _log_gradients))
+
+
+@inline
+def _split_log_backward_row(begin, end, backwards, arrays):
+    _log_row_share(begin, end, backwards, arrays)
+    _log_row_gradients(begin, end, backwards, arrays)
 
 
 @functools.cache
-def scan_backward(dtype: type, log: bool) -> Any:
+def scan_backward(dtype: type, log: bool, split: bool) -> Any:
     """The gradients of a scan; state brings the last state's and returns the initial state's."""
     line = LINE // np.dtype(dtype).itemsize
-    step = _log_backward_step if log else _linear_backward_step
+    take_row = (_split_log_backward_row if split else _log_backward_row) if log else _linear_backward_row
 
     @compiled_loop
     def run(address):
@@ -237,15 +319,9 @@ def scan_backward(dtype: type, log: bool) -> Any:
                         before, at_before = absent, 0
                     at_a, at_b = n * a_n + t * a_t, n * b_n + t * b_t
                     at_grad, at_out = n * grad_n + t * grad_t, n * out_n + t * out_t
-                    inputs = a, at_a, b, at_b, before, at_before, grad_h, at_grad
                     targets = (row_a, row_b, at) if work.grad_a_row else (grad_a, grad_b, at_out)
-                    outputs = state, at, *targets
-                    if reverse:
-                        for j in range(begin, end):
-                            step(j, inputs, outputs)
-                    else:
-                        for j in range(end - begin):
-                            step(end - 1 - j, inputs, outputs)
+                    arrays = a, at_a, b, at_b, before, at_before, grad_h, at_grad, state, at, *targets
+                    take_row(begin, end, not reverse, arrays)
                     if reset:
                         for j in range(begin, end):
                             state[at + j] = 0.0
