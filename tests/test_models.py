@@ -83,6 +83,18 @@ def test_generate_continues_as_forward_says():
     assert torch.equal(written, logits[:, tokens.size(1) - 1 : -1].argmax(-1))
 
 
+def test_generate_leaves_each_part_in_its_own_mode():
+    model, tokens = make(dropout=0.5)
+    model.train()
+    frozen = next(part for part in model.modules() if isinstance(part, torch.nn.Dropout)).eval()
+    writing = model.generate(tokens, 20, temperature=0)
+    first = next(writing)
+    assert not any(part.training for part in model.modules())
+    writing.close()
+    assert [part for part in model.modules() if not part.training] == [frozen]
+    assert torch.equal(first, model.eval()(tokens)[0][:, -1].argmax(-1))
+
+
 def test_generate_is_deterministic_by_seed_and_streams():
     model, tokens = make()
 

@@ -1,5 +1,6 @@
 """A language model with any of the recurrent layers in its blocks, so that they can be compared."""
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -279,9 +280,7 @@ class LanguageModel(nn.Module, HubMixin, library_name="ostinato", pipeline_tag="
 
     @torch.no_grad()
     def _continue(self, prompt: Tensor, length: int, choose: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
-        training = self.training
-        self.eval()
-        try:
+        with evaluating(self):
             all_logits, state = self(prompt)
             logits, step = all_logits[:, -1], Stepper(self, len(prompt))
             step.state = state
@@ -290,8 +289,18 @@ class LanguageModel(nn.Module, HubMixin, library_name="ostinato", pipeline_tag="
                 yield token
                 if remaining:
                     logits = step(token)
-        finally:
-            self.train(training)
+
+
+@contextlib.contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Set a module and all its parts to evaluation, without dropout, and each to its own mode again afterwards."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, training in modes:
+            part.training = training
 
 
 def draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ostinato.models import LanguageModel
+from ostinato.models import LanguageModel, evaluating
 from ostinato.processes import Share
 from ostinato.text import streams
 
@@ -27,15 +27,13 @@ def held_out(model: LanguageModel, tokens: Tensor, tokens_at_once: int = 1 << 14
     weight = 1.0 if mine.start < mine.stop else 0.0
     inputs, targets = (x[mine] if weight else x[:1] for x in (inputs, targets))
     loss_sum, state = torch.zeros((), dtype=torch.float64, device="cpu"), None
-    training = model.training
-    model.eval()
-    for begin in range(0, inputs.size(1), steps):
-        chunk = inputs[:, begin : begin + steps]
-        some = share.steps(chunk.size(1))
-        logits, state = model(chunk[:, some], state)
-        loss = F.cross_entropy(
-            logits.flatten(0, 1).float(), targets[:, begin : begin + steps][:, some].flatten(), reduction="sum"
-        )
-        loss_sum += weight * loss.cpu()
-    model.train(training)
+    with evaluating(model):
+        for begin in range(0, inputs.size(1), steps):
+            chunk = inputs[:, begin : begin + steps]
+            some = share.steps(chunk.size(1))
+            logits, state = model(chunk[:, some], state)
+            loss = F.cross_entropy(
+                logits.flatten(0, 1).float(), targets[:, begin : begin + steps][:, some].flatten(), reduction="sum"
+            )
+            loss_sum += weight * loss.cpu()
     return share.total(loss_sum).item() / counted
