@@ -403,6 +403,11 @@ def returns(value):
         (lambda: ostinato.recurrence(lambda *x: x), TypeError, r"positional parameters.* got \*x"),
         (lambda: ostinato.recurrence(lambda x, *, y: x), TypeError, "positional parameters.* got y"),
         (lambda: ostinato.recurrence(lambda x, resets: x), TypeError, "cannot have a parameter resets"),
+        (
+            lambda: ostinato.recurrence(lambda x, rate=2.0: x),
+            TypeError,
+            "cannot have a default of rate: every call gives",
+        ),
         (lambda: ostinato.recurrence(lambda self, h, x: x), TypeError, "cannot be a method: write it without self"),
         (lambda: rotated(X, C), TypeError, r"rotated takes 3 arguments \(x, u, v\); got 2"),
         (lambda: rotated(X, C, w=C), TypeError, "rotated takes the arguments x, u, v; got 2 by position and w by name"),

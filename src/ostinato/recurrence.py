@@ -60,9 +60,9 @@ def recurrence(function: Callable) -> "Recurrence":
     after the last step in scan order; each a pair for two states.
 
     Raises:
-        TypeError: a function with ``self``, with parameters that are not positional, or that have an option's name; in
-            a call, missing or unknown arguments, one of a wrong type or dtype, a wrong return type of the function, or
-            two states that it takes for another number.
+        TypeError: a function with ``self``, with parameters that are not positional, or that have a default or an
+            option's name; in a call, missing or unknown arguments, one of a wrong type or dtype, a wrong return type of
+            the function, or two states that it takes for another number.
         ValueError: shapes, devices or boundaries that do not match, a function that is not elementwise or has an
             operation that no kernel can be generated for, with its line, or an unknown backend.
 
@@ -105,6 +105,9 @@ class Recurrence:
                 raise TypeError(f"{self} must have positional parameters, each with a name; got {parameter}")
             if name in OPTIONS:
                 raise TypeError(f"{self} cannot have a parameter {name}: a recurrence has an option of that name")
+            if parameter.default is not parameter.empty:
+                numbers = "a number can come from around the function"
+                raise TypeError(f"{self} cannot have a default of {name}: every call gives all arguments; {numbers}")
             if name == "self":  # which would be one of the arguments
                 raise TypeError(f"{self} cannot be a method: write it without self, and give it tensors as arguments")
         names = tuple(parameters)
