@@ -236,7 +236,7 @@ def _reciprocal(period: int) -> int:
 
     That holds below 2^15 steps, and joined sequences have fewer.
     """
-    return -(-(1 << 31) // period) if period else 0
+    return (1 << 31) // period if period else 0
 
 
 def _outer(problem: Problem, geometry: Geometry) -> int:
