@@ -27,6 +27,7 @@ ODD = [(16, 300, 31), (4, 2100, 65), (8, 300, 1023), (1, 1100, 1025), (150, 70, 
 # Few channels or steps: by look-back over whole rows, by one wave of tiles of them, by one to eight warps a sequence.
 FEW = [(12, 700, 5), (3, 900, 19), (1, 3000, 20), (600, 6, 24), (140, 3, 300), (600, 29, 33)]
 FEW += [(1500, 60, 7), (700, 130, 3), (400, 300, 2), (150, 300, 1), (800, 40, 31), (300, 150, 12), (140, 700, 16)]
+FEW += [(8, 4200, 24), (20, 2500, 18)]  # which blocks share
 # Short sequences of few channels, of which several are scanned as one on a GPU of up to 150 multiprocessors.
 JOINED = [(3000, 13, 1), (6000, 1, 5), (4500, 30, 3), (3001 * 2, 9, 7), (12000, 150, 1), (5280, 5, 16)]
 JOINED += [(13200, 13, 5)]  # of which two joined are sequences that would be joined, too

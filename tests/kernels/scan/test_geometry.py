@@ -314,12 +314,30 @@ def test_a_mask_of_resets_changes_no_tile_of_whole_or_odd_rows_of_a_linear_scan(
     turns = (1, 1 << 18, 16), (2, 300000, 24), (1, 400000, 11)
     shapes = *whole, *turns, (8, 181818, 33), (16, 4096, 1537), (2, 60000, 129)
     for element, itemsize, shape in itertools.product(("LinearScan", "LinearScanBackward"), (2, 4), shapes):
-        aligned = min(16 // itemsize, shape[2] & -shape[2]) if shape in turns else 1
+        aligned = min(4, shape[2] & -shape[2]) if shape in turns and itemsize == 4 else 1
         scan = Criteria(element, INPUTS[element], itemsize, aligned, True, *shape, GPUS["H200"])
         geometry = choose_geometry(scan)
         assert geometry.looks_back == (shape not in turns)
         assert bool(geometry.narrow) == (shape in whole + turns)
         assert choose_geometry(scan._replace(resets=True)) == geometry
+
+
+def test_even_numbers_of_few_16_bit_channels_are_scanned_in_pairs():
+    for element, channels in itertools.product(("LinearScan", "LinearScanBackward"), range(2, 31, 2)):
+        shapes = {"streams": (4000, 300, channels), "turns": (8, 60000, channels), "looks back": (9, 60000, channels)}
+        for kind, shape in shapes.items():
+            scan = Criteria(element, INPUTS[element], 2, 2, True, *shape, GPUS["H200"])
+            geometry = choose_geometry(scan)
+            assert (geometry.vec, geometry.narrow, geometry.chained) == (2, channels, kind != "streams")
+            assert geometry.looks_back == (kind == "looks back")
+            assert channels <= geometry.group < 2 * channels + 1
+            assert choose_geometry(scan._replace(resets=True)).vec == 2
+            for other in ({"aligned": 1}, {"itemsize": 4}, {"packed": True}, {"element": "LogLinearScan", "inputs": 2}):
+                different = choose_geometry(scan._replace(**other))
+                assert different.vec == 1 or not different.narrow
+        assert choose_geometry(scan._replace(sequences=8, resets=True)).looks_back
+        short = choose_geometry(scan._replace(sequences=1, steps=20000 // channels))
+        assert (short.rows, short.looks_back) == (11, True)  # one tile for each block
 
 
 def test_several_sequences_of_few_channels_look_back_sooner_with_a_mask_of_resets():
@@ -448,7 +466,7 @@ def test_few_long_narrow_sequences_are_chained_and_those_of_a_last_wave_that_is_
 def test_tiles_of_two_inputs_a_register_are_longer_where_shared_memory_holds_them(element, inputs, gpu):
     longer = set()
     for shape in ((1, 1 << 24, 1), (2, 1 << 22, 4), (1, 3000000, 7), (4, 1 << 20, 8), (1, 1 << 20, 16)):
-        scan = Criteria(element, inputs, 2, min(8, shape[2] & -shape[2]), True, *shape, GPUS[gpu])
+        scan = Criteria(element, inputs, 2, 1, True, *shape, GPUS[gpu])
         geometry = choose_geometry(scan)
         if inputs * geometry.rows > 40:
             longer.add(shape[2])
@@ -467,12 +485,13 @@ def test_what_was_measured_to_be_best_is_chosen(name):
         ((1, 1 << 24, 1), 4): (1, 8, 19, "turns"),
         ((1, 1 << 24, 1), 2): (1, 8, 31, "turns"),
         ((1, 3000000, 7), 2): (8, 16, 32, "turns"),
-        ((4, 1 << 20, 8), 2): (8, 8, 31, "turns"),
+        ((4, 1 << 20, 8), 2): (4, 16, 15, "turns"),
+        ((1, 1 << 18, 16), 2): (8, 16, 11, "turns"),  # of 15 rows, a few tiles would begin a third wave
         ((1, 3000000, 7), 4): (8, 16, 17, "turns"),
         ((1, 1 << 18, 16), 4): (16, 16, 17, "turns"),
         ((17, 154131, 24), 4): (32, 8, 31, "looks back"),
         ((137, 36559, 4), 4): (4, 8, 31, "looks back"),
-        ((401, 80282, 4), 2): (4, 8, 31, "looks back"),
+        ((401, 80282, 4), 2): (2, 8, 23, "looks back"),
         ((3, 5000, 1000), 4): (32, 8, 32, "looks back"),
         ((3, 5000, 1000), 2): (32, 8, 32, "looks back"),
         ((2, 100000, 384), 4): (32, 16, 32, "looks back"),

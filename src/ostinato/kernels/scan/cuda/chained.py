@@ -3,7 +3,17 @@
 import itertools
 import math
 
-from ostinato.kernels.scan.cuda.criteria import CHEAP, FILLED, FULL, LINEAR, LONG, STAGES, Criteria, lanes_across
+from ostinato.kernels.scan.cuda.criteria import (
+    BEGINNING,
+    CHEAP,
+    FILLED,
+    FULL,
+    LINEAR,
+    LONG,
+    STAGES,
+    Criteria,
+    lanes_across,
+)
 from ostinato.kernels.scan.cuda.geometry import Geometry
 
 EVENLY = 0.95  # of the multiprocessors have a block, where each chain has as many
@@ -31,6 +41,25 @@ def staying(scan: Criteria) -> Geometry | None:
         if fits and blocks <= processors and chunks - 1 <= most * warps:
             return geometry if 2 * blocks >= processors else None
     return None
+
+
+def chain_pairs(scan: Criteria) -> Geometry | None:
+    """Few channels in pairs, by tiles of whole rows: up to eight sequences interleave, more of them look back.
+
+    With a mask only a single one interleaves: a tile with a reset has its inclusive prefix at once, so blocks do not
+    look back far.  Tiles are smaller where larger ones would begin another wave, or not fill one.
+    """
+    if scan.narrow_vector == 1 or not scan.gapless or scan.channels >= 32:
+        return None
+    lanes = lanes_across(scan.channels, 2)
+    interleaved = min(
+        (Geometry(2, lanes, 16, rows, True, 1, scan.channels) for rows in ((11, 7) if scan.backward else (15, 11))),
+        key=lambda tile: math.ceil(scan.waves(tile)) * (tile.rows + BEGINNING),
+    )
+    if scan.sequences <= (1 if scan.resets else 8) and scan.waves(interleaved) >= 0.5:
+        return interleaved
+    short, long = (Geometry(2, lanes, 8, rows, True, 2, scan.channels, looks_back=True) for rows in (11, 23))
+    return short if scan.waves(short) <= 1 else long
 
 
 def chain_few_channels(scan: Criteria) -> Geometry | None:

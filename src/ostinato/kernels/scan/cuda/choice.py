@@ -10,6 +10,7 @@ from collections.abc import Callable
 from ostinato.kernels.scan.cuda.chained import (
     chain_few_channels,
     chain_narrow,
+    chain_pairs,
     interleave,
     interleave_evenly,
     keep_in_step,
@@ -47,7 +48,8 @@ def choose_geometry(scan: Criteria) -> Geometry:
     if not _leaves_processors_idle(scan, streaming):
         return keep_in_step(scan, streaming) or streaming
     looking_back = look_back_soon, look_back_in_pairs, look_back
-    return _first(scan, staying, chain_few_channels, chain_narrow, interleave_evenly, *looking_back, interleave)
+    narrow = chain_pairs, chain_few_channels, chain_narrow
+    return _first(scan, staying, *narrow, interleave_evenly, *looking_back, interleave)
 
 
 def _first(scan: Criteria, *rules: Callable[[Criteria], Geometry | None]) -> Geometry:

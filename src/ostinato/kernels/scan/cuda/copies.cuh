@@ -51,7 +51,7 @@ __device__ inline void sync_abreast() {
 // The halves of a sector of 32 bytes are copied in one transaction only if they are halves of one here, too: so strips
 // begin with one, as most do in memory.
 struct alignas(MAPPED ? 128 : 32) Strip {
-    static constexpr int APART = NARROW ? NARROW : widest_pitch() / int(sizeof(Item));
+    static constexpr int APART = NARROW ? NARROW / VEC : widest_pitch() / int(sizeof(Item));
     static constexpr int SIZE = NARROW || PITCHED ? STRIP * APART : 32 * ROWS;
     static constexpr int PER_PIECE = 16 / sizeof(Item), PIECES = (SIZE + PER_PIECE - 1) / PER_PIECE + 1;
     static constexpr int ALL = PIECES * PER_PIECE;  // elements of the pieces
@@ -66,7 +66,7 @@ struct alignas(MAPPED ? 128 : 32) Strip {
     }
     static __device__ int shift(const Place& at, const Tensor& x, const Rows& rows, int chunk, int ahead) {
         if (!NARROW && !PITCHED) return 0;
-        if (ALIGNED) return (at.descending ? -ahead : ahead) * NARROW & (PER_PIECE - 1);
+        if (ALIGNED) return (at.descending ? -ahead : ahead) * APART & (PER_PIECE - 1);
         const auto address = reinterpret_cast<unsigned long long>(memory(at, x, rows, chunk, ahead));
         return unsigned(address % 16) / sizeof(Item);
     }
@@ -74,7 +74,7 @@ struct alignas(MAPPED ? 128 : 32) Strip {
     static __device__ int place(const Place& at, int u, int shift, int k = 0) {
         if (!NARROW && !PITCHED && !MAPPED) return 32 * u + at.lane;
         const int row = at.segment * ROWS, first = at.descending ? STRIP - 1 - row : row;
-        const int apart = MAPPED ? LANES : NARROW ? NARROW : pitch(k) / int(sizeof(Item));
+        const int apart = MAPPED ? LANES : NARROW ? APART : pitch(k) / int(sizeof(Item));
         return shift + first * apart + at.lane % LANES + u * (at.descending ? -apart : apart);
     }
     // This thread's channels there.
@@ -91,7 +91,7 @@ struct alignas(MAPPED ? 128 : 32) Strip {
     }
     // Clip a range of elements, relative to the first piece, to those of the sequence.
     static __device__ void clip(const Place& at, int chunk, int ahead, int skipped, int& begin, int& end) {
-        const Index head = skipped - Index(at.start(chunk, ahead)) * NARROW, tail = head + Index(at.p.steps) * NARROW;
+        const Index head = skipped - Index(at.start(chunk, ahead)) * APART, tail = head + Index(at.p.steps) * APART;
         begin = head > begin ? int(head < ALL ? head : ALL) : begin;
         end = tail < end ? int(tail > 0 ? tail : 0) : end;
     }
@@ -101,7 +101,7 @@ struct alignas(MAPPED ? 128 : 32) Strip {
     static __device__ void pieces(
         const Place& at, const Tensor& x, const Rows& rows, int chunk, int ahead, int part, Move move
     ) {
-        constexpr int OF_PART = STRIP / PARTS * NARROW, MOST = (OF_PART - 1) / PER_PIECE + 2;
+        constexpr int OF_PART = STRIP / PARTS * APART, MOST = (OF_PART - 1) / PER_PIECE + 2;
         const int skipped = shift(at, x, rows, chunk, ahead);
         int begin = OWN ? skipped : 0, end = OWN ? skipped + SIZE : ALL;
         if (CHECKED) clip(at, chunk, ahead, skipped, begin, end);

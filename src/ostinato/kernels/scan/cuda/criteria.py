@@ -9,6 +9,7 @@ LATENCY = 1.1e-6  # of memory under load, seconds
 STAGES = 2  # tiles that a block prefetches
 FILLED = 0.7  # of the multiprocessors need a block of eight warps
 FULL = 0.9  # of the last wave, where a block has a multiprocessor to itself
+BEGINNING = 2  # the time of a tile's beginning, in rows of one of few channels
 LINE = 128  # bytes of memory that are moved together
 LINEAR = ("LinearScan", "LinearScanBackward")
 CHEAP = (*LINEAR, "LogLinearScan")  # to read twice
@@ -64,6 +65,11 @@ class Criteria(NamedTuple):
     def vector(self) -> int:
         """The most channels of a lane."""
         return 8 // self.itemsize if self.anywhere and self.channels > 32 else self.aligned
+
+    @property
+    def narrow_vector(self) -> int:
+        """Channels of a lane where there are few: a pair of 16 bits is as many accesses and instructions as one."""
+        return 2 if self.element in LINEAR and self.itemsize == 2 and self.aligned >= 2 and not self.packed else 1
 
     @property
     def ends_within_lines(self) -> bool:

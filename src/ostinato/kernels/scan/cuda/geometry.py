@@ -80,7 +80,7 @@ class Geometry(NamedTuple):
         pack, state = self.vec * itemsize, self.group * max(4, itemsize)
         strip = 32 * self.rows * max(4, pack)
         if self.narrow:
-            strip = self.segments * self.rows * self.narrow * itemsize + 64 + self.lanes * itemsize
+            strip = self.segments * self.rows * self.narrow * itemsize + 64 + self.lanes * pack
         elif pitch:
             strip = self.segments * self.rows * pitch + 64 + self.lanes * self.vec * itemsize
         strips = self.stages * self.warps * inputs + (self.warps if self.narrow and not self.stays else 0)

@@ -4,7 +4,17 @@ import functools
 import math
 from collections import Counter
 
-from ostinato.kernels.scan.cuda.criteria import FILLED, FULL, LINEAR, LONG, SHORT, STAGES, Criteria, lanes_across
+from ostinato.kernels.scan.cuda.criteria import (
+    BEGINNING,
+    FILLED,
+    FULL,
+    LINEAR,
+    LONG,
+    SHORT,
+    STAGES,
+    Criteria,
+    lanes_across,
+)
 from ostinato.kernels.scan.cuda.geometry import Geometry
 
 # Of narrow sequences, measured on an H200:
@@ -13,7 +23,7 @@ MOST_BYTES = 128 << 10  # of a sequence of one input, unless of few channels
 WARPS, BUSY_WARPS = 16, 10  # of a multiprocessor: resident, with as many registers as they need, and to keep it busy
 BYTES_OF_WARP = 24_000  # of a sequence, all inputs together
 LINEAR_ROWS, ROWS = 15, 11  # of linear scans' tiles and of others'
-CONFLICT, BEGINNING = 0.1, 2  # the time of a bank conflict at a row and of a tile's beginning, in rows
+CONFLICT = 0.1  # the time of a bank conflict at a row, in rows
 BLOCK = 5  # the time of a block's beginning and end, in rows
 JOINED_BYTES = 8 << 10  # of an input, at most, of sequences scanned as one
 TESTS = 1.15  # by how much it takes longer to look for the ends of sequences, without a mask of resets
@@ -60,13 +70,14 @@ def stream_narrow(scan: Criteria) -> Geometry | None:
     long = scan.channels > FEW_CHANNELS and scan.sequence_bytes > MOST_BYTES
     if not scan.gapless or scan.channels > MOST_CHANNELS or long:
         return None
-    lanes = lanes_across(scan.channels, 1)
+    vec = scan.narrow_vector
+    lanes = lanes_across(scan.channels, vec)
     wanted = max(
         BUSY_WARPS * scan.device.processors / scan.sequences, scan.inputs * scan.sequence_bytes / BYTES_OF_WARP
     )
     wanted = min(wanted, scan.steps * lanes / 64)  # that have two steps for each segment
     warps = next((n for n in (1, 2, 4) if n >= wanted), 8)
-    one = Geometry(1, lanes, warps, 1, resident=WARPS // warps, narrow=scan.channels)
+    one = Geometry(vec, lanes, warps, 1, resident=WARPS // warps, narrow=scan.channels)
 
     most = LINEAR_ROWS if scan.element in LINEAR and scan.itemsize <= 4 else ROWS  # by registers
     tiles = [one._replace(rows=rows) for rows in range(1, most + 1)]

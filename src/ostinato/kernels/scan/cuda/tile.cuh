@@ -54,6 +54,7 @@ static_assert(!MAPPED || !(NARROW || COPIES_16_BYTES || PITCHED), "a map copies 
 static_assert(LANES % COPIED_PACKS == 0 && ROWS % COPIED_PACKS == 0);
 static_assert(LANES <= 32 || (LANES % 32 == 0 && !LOOKS_BACK && !COPIES_16_BYTES), "both are of single warps");
 static_assert(LANES <= 32 || NARROW, "warps abreast copy their steps in pieces");
+static_assert(NARROW % VEC == 0, "a lane has all of its channels");
 // Of compositions: one may be read while the next is written.
 constexpr int BUFFERS = STAYS ? 1 : CHAINED && !LOOKS_BACK ? 3 : 2;
 constexpr int PARTS = STAYS ? 4 : 1;  // of a tile, copied one after the other and composed as they come
