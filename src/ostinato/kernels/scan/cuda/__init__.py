@@ -3,7 +3,7 @@
 ===============  ==========================================================================================
 ``scans.py``     the backend: tensors of any layout in and out
 ``launch.py``    the launch of ``scan.cu``, and the memory in which chained blocks tell each other their states
-``choice.py``    which algorithm and tiles a scan has, by the rules of ``streaming.py`` and ``chained.py``
+``choice.py``    which algorithm and tiles a scan has, by the rules of ``narrow.py``, ``streaming.py``, ``chained.py``
 ``criteria.py``  what that depends on
 ``geometry.py``  what follows from those
 ``compose.py``   many steps reduced to one without writing states, by ``compose.cu`` and ``pass_on.cu``

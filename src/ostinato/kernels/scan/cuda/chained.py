@@ -3,22 +3,11 @@
 import itertools
 import math
 
-from ostinato.kernels.scan.cuda.criteria import (
-    BEGINNING,
-    CHEAP,
-    FILLED,
-    FULL,
-    LINEAR,
-    LONG,
-    STAGES,
-    Criteria,
-    lanes_across,
-)
+from ostinato.kernels.scan.cuda.criteria import CHEAP, FILLED, FULL, LINEAR, LONG, STAGES, Criteria, lanes_across
 from ostinato.kernels.scan.cuda.geometry import Geometry
 
 EVENLY = 0.95  # of the multiprocessors have a block, where each chain has as many
 BUSY = 32 << 10  # bytes on their way to a multiprocessor, whose warps more would keep busy with copies
-SEVERAL_WAVES = 5  # of tiles: with fewer, longer ones leave multiprocessors idle
 FEW_WAVES = 3  # waves of tiles: with fewer, drawing tiles from a counter balances nothing
 FEW_COMPANIONS = 24  # blocks per chain: with no more, look-back is faster than interleaved tiles
 
@@ -41,77 +30,6 @@ def staying(scan: Criteria) -> Geometry | None:
         if fits and blocks <= processors and chunks - 1 <= most * warps:
             return geometry if 2 * blocks >= processors else None
     return None
-
-
-def chain_pairs(scan: Criteria) -> Geometry | None:
-    """Few channels in pairs, by tiles of whole rows: up to eight sequences interleave, more of them look back.
-
-    With a mask only a single one interleaves: a tile with a reset has its inclusive prefix at once, so blocks do not
-    look back far.  Tiles are smaller where larger ones would begin another wave, or not fill one.
-    """
-    if scan.narrow_vector == 1 or not scan.gapless or scan.channels >= 32:
-        return None
-    lanes = lanes_across(scan.channels, 2)
-    interleaved = min(
-        (Geometry(2, lanes, 16, rows, True, 1, scan.channels) for rows in ((11, 7) if scan.backward else (15, 11))),
-        key=lambda tile: math.ceil(scan.waves(tile)) * (tile.rows + BEGINNING),
-    )
-    if scan.sequences <= (1 if scan.resets else 8) and scan.waves(interleaved) >= 0.5:
-        return interleaved
-    short, long = (Geometry(2, lanes, 8, rows, True, 2, scan.channels, looks_back=True) for rows in (11, 23))
-    return short if scan.waves(short) <= 1 else long
-
-
-def chain_few_channels(scan: Criteria) -> Geometry | None:
-    """Linear scans of few channels, by tiles of whole rows: several sequences look back, one or two interleave.
-
-    Very few channels interleave up to eight sequences, with the rows of the next rule.  With a mask only a single one
-    does: a tile with a reset has its inclusive prefix at once, so blocks do not look back far.
-    """
-    few = (0 if scan.resets else 2) < scan.channels < 32 and scan.gapless and not scan.packed
-    if not few or scan.element not in LINEAR or scan.itemsize > 4:
-        return None
-    lanes, numbers = lanes_across(scan.channels, 1), scan.numbers(1)
-    if scan.sequences > (2 if scan.channels > 8 else 1 if scan.resets else 8):
-        rows = 64 // numbers - 1 | 1
-        if scan.channels in (3, 6) and scan.backward:
-            rows = 20  # against bank conflicts, as odd rows of other channels
-        return Geometry(1, lanes, 8, rows, True, 2, scan.channels, looks_back=True)
-    if scan.channels <= 8:
-        return None
-    return _with_longer_tiles(scan, Geometry(1, lanes, 16, 36 // numbers - 1 | 1, True, 1, scan.channels))
-
-
-def _with_longer_tiles(scan: Criteria, interleaved: Geometry) -> Geometry:
-    """The same with as many rows as registers hold of two inputs of 16 bits each, if blocks have several tiles of them.
-
-    Fewer tiles are then composed and published.  Segments of rows of three or six channels would share banks, and where
-    shared memory is small, such tiles would be cut to less than the others.
-    """
-    rows = 32 // -(-scan.inputs // 2)
-    longer = interleaved._replace(rows=rows if scan.channels in (5, 7) else rows - 1 | 1)
-    pays = scan.itemsize == 2 and scan.element in LINEAR and scan.channels not in (3, 6) and not scan.packed
-    return longer if pays and scan.fits(longer) and scan.waves(longer) >= SEVERAL_WAVES else interleaved
-
-
-def chain_narrow(scan: Criteria) -> Geometry | None:
-    """Sequences of few channels, or of eight that are stored in pieces of 16 bytes as narrower ones are."""
-    channels, numbers = scan.channels, scan.computed
-    eight = channels == 8 and scan.itemsize <= 4 and not scan.packed
-    if not scan.gapless or not (channels < 8 or eight):
-        return None
-    lanes = lanes_across(channels, 1)
-    if lanes == channels:  # odd rows, against bank conflicts
-        stages = 1 if lanes <= 2 or (scan.backward and lanes == 8) else STAGES  # by registers
-        rows = ((40 if lanes <= 2 else 36) // numbers - 1) | 1
-        interleaved = Geometry(1, lanes, 8, rows, chained=True, resident=2, narrow=channels, stages=stages)
-        return _with_longer_tiles(scan, interleaved)
-    rows = (36 // numbers - 1) | 1
-    if scan.itemsize == 2 and channels in (5, 7):  # segments begin in whole words, each in other banks
-        rows = max(4, 36 // numbers // 4 * 4)
-    elif channels in (3, 6) and scan.itemsize <= 4 and (scan.backward or scan.itemsize == 2):
-        rows = 36 // numbers  # so do even rows of these
-    return _with_longer_tiles(scan, Geometry(1, lanes, 16, rows, chained=True, narrow=channels))
 
 
 def _chained_tile(scan: Criteria, warps: int = 8) -> Geometry:

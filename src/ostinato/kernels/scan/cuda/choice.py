@@ -1,16 +1,12 @@
 """The one place where a scan's algorithm and the shape of its tiles are chosen, by rules in order of precedence.
 
-Each rule, of ``streaming.py`` and ``chained.py``, returns a geometry where it applies, else None.
+Each rule, of ``narrow.py``, ``streaming.py`` and ``chained.py``, returns a geometry where it applies, else None.
 """
 
 import functools
-import math
 from collections.abc import Callable
 
 from ostinato.kernels.scan.cuda.chained import (
-    chain_few_channels,
-    chain_narrow,
-    chain_pairs,
     interleave,
     interleave_evenly,
     keep_in_step,
@@ -19,20 +15,16 @@ from ostinato.kernels.scan.cuda.chained import (
     look_back_soon,
     staying,
 )
-from ostinato.kernels.scan.cuda.criteria import FILLED, FULL, Criteria
+from ostinato.kernels.scan.cuda.criteria import FILLED, FULL, LINEAR, Criteria
 from ostinato.kernels.scan.cuda.geometry import Geometry
+from ostinato.kernels.scan.cuda.narrow import chain_narrow, leaves_processors_idle, stream_narrow
 from ostinato.kernels.scan.cuda.streaming import (
     stream,
     stream_alone,
     stream_few_steps,
     stream_halves,
     stream_in_clusters,
-    stream_narrow,
 )
-
-# Bytes of an input's sequence of few channels from which on blocks had better share it, measured on an H200: if blocks
-# that stream are fewer than multiprocessors, and if the last of their waves, as long as the others, is not filled.
-NARROW_ALONE, NARROW_LONG = 32 << 10, 192 << 10
 
 
 @functools.lru_cache(maxsize=4096)
@@ -48,8 +40,7 @@ def choose_geometry(scan: Criteria) -> Geometry:
     if not _leaves_processors_idle(scan, streaming):
         return keep_in_step(scan, streaming) or streaming
     looking_back = look_back_soon, look_back_in_pairs, look_back
-    narrow = chain_pairs, chain_few_channels, chain_narrow
-    return _first(scan, staying, *narrow, interleave_evenly, *looking_back, interleave)
+    return _first(scan, staying, chain_narrow, interleave_evenly, *looking_back, interleave)
 
 
 def _first(scan: Criteria, *rules: Callable[[Criteria], Geometry | None]) -> Geometry:
@@ -62,11 +53,9 @@ def _leaves_processors_idle(scan: Criteria, streaming: Geometry) -> bool:
     if streaming.cluster > 1:
         return False
     if streaming.narrow:
-        waves = scan.sequences / (streaming.resident * processors)
-        few, filled = scan.sequences < processors, waves >= FULL * math.ceil(waves)
-        return scan.sequence_bytes > (NARROW_ALONE if few else NARROW_LONG) and (few or not filled)
+        return leaves_processors_idle(scan, streaming)
     few = scan.sequences * scan.channels < 32 * processors and scan.steps > 8 * streaming.tile
-    if few and chain_few_channels(scan):
+    if few and scan.element in LINEAR and chain_narrow(scan):
         return True
     least = (FILLED if streaming.warps == 8 else FULL if scan.itemsize == 4 else 1) * processors
     return scan.chains(streaming) < least and scan.steps > 4 * streaming.tile

@@ -9,7 +9,6 @@ LATENCY = 1.1e-6  # of memory under load, seconds
 STAGES = 2  # tiles that a block prefetches
 FILLED = 0.7  # of the multiprocessors need a block of eight warps
 FULL = 0.9  # of the last wave, where a block has a multiprocessor to itself
-BEGINNING = 2  # the time of a tile's beginning, in rows of one of few channels
 LINE = 128  # bytes of memory that are moved together
 LINEAR = ("LinearScan", "LinearScanBackward")
 CHEAP = (*LINEAR, "LogLinearScan")  # to read twice

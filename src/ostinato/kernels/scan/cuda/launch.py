@@ -21,7 +21,7 @@ from ostinato.kernels.nvrtc import SCALARS, address
 from ostinato.kernels.scan.cuda.choice import choose_geometry
 from ostinato.kernels.scan.cuda.criteria import Criteria, Device
 from ostinato.kernels.scan.cuda.geometry import Geometry, macros
-from ostinato.kernels.scan.cuda.streaming import sequences_joined
+from ostinato.kernels.scan.cuda.narrow import sequences_joined
 
 Strides = tuple[int, int, int]  # of batch, time and direction
 MAX_STEPS = (1 << 31) - (1 << 20)  # the kernel counts steps, up to a tile past the last, in 32 bits

@@ -1,106 +1,16 @@
 """Streaming: tiles such that the resident blocks have as many bytes on their way as Little's law asks for."""
 
-import functools
 import math
-from collections import Counter
 
-from ostinato.kernels.scan.cuda.criteria import (
-    BEGINNING,
-    FILLED,
-    FULL,
-    LINEAR,
-    LONG,
-    SHORT,
-    STAGES,
-    Criteria,
-    lanes_across,
-)
+from ostinato.kernels.scan.cuda.criteria import FILLED, FULL, LINEAR, LONG, SHORT, STAGES, Criteria, lanes_across
 from ostinato.kernels.scan.cuda.geometry import Geometry
 
-# Of narrow sequences, measured on an H200:
-MOST_CHANNELS, FEW_CHANNELS = 31, 7  # of all, and of those that may be long, as no other geometry suits them
-MOST_BYTES = 128 << 10  # of a sequence of one input, unless of few channels
-WARPS, BUSY_WARPS = 16, 10  # of a multiprocessor: resident, with as many registers as they need, and to keep it busy
-BYTES_OF_WARP = 24_000  # of a sequence, all inputs together
-LINEAR_ROWS, ROWS = 15, 11  # of linear scans' tiles and of others'
-CONFLICT = 0.1  # the time of a bank conflict at a row, in rows
-BLOCK = 5  # the time of a block's beginning and end, in rows
-JOINED_BYTES = 8 << 10  # of an input, at most, of sequences scanned as one
-TESTS = 1.15  # by how much it takes longer to look for the ends of sequences, without a mask of resets
 FEW_STEPS = 32  # of which linear scans have a geometry of their own
 THREADS = 384  # a multiprocessor's occupancy target, with as many registers as they need
 
 
 def _power_of_two(x: float, least: int, most: int) -> int:
     return max(least, min(most, 1 << max(0, round(math.log2(max(x, 1))))))
-
-
-@functools.lru_cache(maxsize=4096)
-def sequences_joined(scan: Criteria) -> int:
-    """How many short sequences of few channels are scanned as one: a divisor of their number, one if none are.
-
-    A block of its own takes as long to begin as to scan some dozens of steps, and few tiles fit the steps of a short
-    sequence.  But while the last blocks end, as the first begin, the memory is not busy.
-    """
-    if scan.sequences < 2 or scan.sequence_bytes == 0 or stream_narrow(scan) is None:
-        return 1
-    processors = scan.device.processors
-    tests = 1 if scan.resets else TESTS
-    most = max(1, min(JOINED_BYTES // scan.sequence_bytes, scan.sequences // (BUSY_WARPS * processors)))
-
-    def cost(joined: int) -> float:
-        whole = scan._replace(sequences=scan.sequences // joined, steps=scan.steps * joined)
-        geometry = stream_narrow(whole)
-        assert geometry is not None
-        waves = whole.sequences * geometry.warps / (WARPS * processors)
-        return (waves + 1) * ((tests if joined > 1 else 1) * _rows_of_block(whole, geometry) + BLOCK)
-
-    def divisor(limit: int) -> int:
-        return next(n for n in range(limit, 0, -1) if scan.sequences % n == 0)
-
-    return min((divisor(most >> n) for n in reversed(range(most.bit_length()))), key=cost)
-
-
-def stream_narrow(scan: Criteria) -> Geometry | None:
-    """Sequences of few channels: a warp each, without barriers, or several where sequences are few or long.
-
-    The rows are those that take the least time: to scan and to begin each of the tiles that cover the steps.  Of two
-    that differ by one, those count that have fewer bank conflicts: lengths that change then share kernels.
-    """
-    long = scan.channels > FEW_CHANNELS and scan.sequence_bytes > MOST_BYTES
-    if not scan.gapless or scan.channels > MOST_CHANNELS or long:
-        return None
-    vec = scan.narrow_vector
-    lanes = lanes_across(scan.channels, vec)
-    wanted = max(
-        BUSY_WARPS * scan.device.processors / scan.sequences, scan.inputs * scan.sequence_bytes / BYTES_OF_WARP
-    )
-    wanted = min(wanted, scan.steps * lanes / 64)  # that have two steps for each segment
-    warps = next((n for n in (1, 2, 4) if n >= wanted), 8)
-    one = Geometry(vec, lanes, warps, 1, resident=WARPS // warps, narrow=scan.channels)
-
-    most = LINEAR_ROWS if scan.element in LINEAR and scan.itemsize <= 4 else ROWS  # by registers
-    tiles = [one._replace(rows=rows) for rows in range(1, most + 1)]
-    pairs = zip(tiles[1::2], tiles[2::2], strict=False)
-    fewest = (min(pair, key=lambda tile: (_bank_conflicts(tile, scan.itemsize), -tile.rows)) for pair in pairs)
-    return min((tiles[0], *fewest), key=functools.partial(_rows_of_block, scan))
-
-
-def _rows_of_block(scan: Criteria, geometry: Geometry) -> float:
-    """The time of a block of narrow sequences, as that of rows."""
-    each = geometry.rows * (1 + CONFLICT * _bank_conflicts(geometry, scan.itemsize)) + BEGINNING
-    return -(-scan.steps // geometry.tile) * each
-
-
-@functools.cache
-def _bank_conflicts(geometry: Geometry, itemsize: int) -> int:
-    """How often a bank of shared memory is read once more when a warp reads a row of each segment."""
-    words = {
-        (segment * geometry.rows * geometry.narrow + channel) * itemsize // 4
-        for segment in range(geometry.segments)
-        for channel in range(geometry.narrow)
-    }
-    return max(Counter(word % 32 for word in words).values()) - 1
 
 
 def stream_few_steps(scan: Criteria) -> Geometry | None:
