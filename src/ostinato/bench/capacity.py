@@ -68,9 +68,9 @@ def _largest(
 
     available = plan(STEP).bytes_available
     hidden = int((available / (GATES[cell] * density * dtype.itemsize)) ** 0.5) // STEP * STEP
-    while hidden > COARSE and plan(hidden - COARSE).path == "steps":
+    while hidden > COARSE and not plan(hidden - COARSE).has_kernel:
         hidden -= COARSE
-    while hidden > 0 and plan(hidden).path == "steps":
+    while hidden > 0 and not plan(hidden).has_kernel:
         hidden -= STEP
     return plan(hidden), hidden
 

@@ -59,7 +59,7 @@ class SequenceLayers(MaskedLayers):
             plans = [plan_layer(mask_of(self, names[1]), call) for names in self._all_weights]
         except RuntimeError as error:  # the next call asks again
             return no_kernel(str(error).partition("\n")[0])
-        return max(plans, key=lambda plan: (plan.path == "steps", plan.bytes_on_chip))
+        return max(plans, key=lambda plan: (not plan.has_kernel, plan.bytes_on_chip))
 
     def _kernels_for(
         self, input: Any, states: list[Tensor], weights: list[Tensor], resets: Tensor | None
@@ -101,7 +101,7 @@ class SequenceLayers(MaskedLayers):
         training = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
         if not torch.compiler.is_compiling() and batch * steps > 0:  # compiled calls are planned at run time
             plan = self._plan(device, int(batch), computed, training, int(steps), resets is not None, packed)
-            if (plan.path == "steps" and not is_vmapped()) or not can_take(tensors):
+            if not (plan.has_kernel or is_vmapped()) or not can_take(tensors):
                 return None
         unbatched = x.dim() == 2 and not packed
         shape = (len(self._all_weights), *(() if unbatched else (batch,)), self.hidden_size)

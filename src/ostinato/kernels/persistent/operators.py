@@ -70,7 +70,7 @@ def _executor_of(*args: Any) -> _Executor:
         packed=given.offsets is not None,
     )
     plan = plan_layer(given.mask_hh, call)
-    kernels = reference if plan.path == "steps" else kernels_on(x.device)
+    kernels = kernels_on(x.device) if plan.has_kernel else reference
     return _Executor(kernels, plan, layers_round(x.device, x.dtype))
 
 

@@ -26,14 +26,19 @@ class Call(NamedTuple):
 class Plan(NamedTuple):
     """How a layer will be run, and why."""
 
-    path: str  # "dense", "sparse" or "block": a persistent kernel; "steps": torch's
+    path: str  # "dense", "sparse" or "block": a persistent kernel; "steps": none of them, see :func:`no_kernel`
     bytes_on_chip: int = 0  # recurrent weights in registers and shared memory, summed over all blocks
     bytes_available: int = 0
     blocks: int = 0
     reason: str = ""
     geometry: Any = None  # the kernel's launch geometry
 
+    @property
+    def has_kernel(self) -> bool:
+        """Whether a persistent kernel runs the layer."""
+        return self.path != "steps"
 
-def no_kernel(reason: str) -> Plan:
+
+def no_kernel(reason: str, bytes_available: int = 0) -> Plan:
     """The plan to leave a layer to torch's kernels."""
-    return Plan("steps", reason=reason)
+    return Plan("steps", bytes_available=bytes_available, reason=reason)

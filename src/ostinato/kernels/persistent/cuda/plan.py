@@ -55,10 +55,10 @@ def make_plan(
     layer = cell, hidden_size, batch, dtype, kept, block
     plan = min(
         (_plan_sizes(layer, index, path, training, tf32, share, distributed) for share in {1, directions}),
-        key=lambda plan: (plan.path == "steps", _microseconds(plan, batch, directions, index)),
+        key=lambda plan: (not plan.has_kernel, _microseconds(plan, batch, directions, index)),
     )
     keeps = training and keeps_gates(cell)
-    if plan.path != "steps" and path is None and not resets and not cudnn.errs(cell, hidden_size, dtype):
+    if plan.has_kernel and path is None and not resets and not cudnn.errs(cell, hidden_size, dtype):
         ours = _microseconds(plan, batch, directions, index)
         torchs = directions * torchs_microseconds(call, tf32)
         if ours > torchs:
@@ -71,7 +71,7 @@ def make_plan(
     except (MemoryError, nvrtc.DoesNotCompile) as error:
         if distributed and any(geometry and geometry.distributed for geometry in plan.geometry):
             return make_plan(call, mask_hh, block, tf32, distributed=False)
-        return no_kernel(str(error).partition("\n")[0])._replace(bytes_available=plan.bytes_available)
+        return no_kernel(str(error).partition("\n")[0], plan.bytes_available)
     return plan
 
 
@@ -88,10 +88,10 @@ def _plan_sizes(
         return choose_geometry(*given, backward=backward, exact=exact, distributed=distributed)
 
     forward = choose(False, path)
-    if forward.path == "steps" or not training:
+    if not (forward.has_kernel and training):
         return forward._replace(geometry=forward.geometry and Geometries(forward.geometry, None))
     backward = choose(True, None)
-    if backward.path == "steps":
+    if not backward.has_kernel:
         return backward
     return forward._replace(geometry=Geometries(forward.geometry, backward.geometry))
 

@@ -12,7 +12,7 @@ import torch
 from ostinato.kernels.persistent.cuda.costs import microseconds
 from ostinato.kernels.persistent.cuda.fitting import fill_registers, split_strips
 from ostinato.kernels.persistent.cuda.geometry import SCALARS, THREADS, WARPS, ZERO_PLACES, Geometry, ceil_div, round_up
-from ostinato.kernels.persistent.plan import GATES, Plan
+from ostinato.kernels.persistent.plan import GATES, Plan, no_kernel
 
 LEAST_COPIED = 1024  # bytes of a sequence's state, of groups in turn
 MOST_WIDE = 2048  # units whose weights fit into the registers and the shared memory of blocks with 16 units each
@@ -290,13 +290,11 @@ def choose_geometry(
     processors, shared = properties.multi_processor_count, properties.shared_memory_per_block_optin
     available = processors * (properties.regs_per_multiprocessor * 4 + shared)
 
-    def steps(reason: str) -> Plan:
-        return Plan("steps", bytes_available=available, reason=reason)
-
     if dtype not in SCALARS:
-        return steps(f"persistent kernels compute in float32, float16 and bfloat16, not in {dtype}")
+        reason = f"persistent kernels compute in float32, float16 and bfloat16, not in {dtype}"
+        return no_kernel(reason, available)
     if properties.major < 8:
-        return steps("persistent kernels need compute capability 8.0")
+        return no_kernel("persistent kernels need compute capability 8.0", available)
     weights = GATES[cell] * hidden_size**2
     density = 1.0 if mask_nnz is None else mask_nnz / weights
     paths = ["dense"]
@@ -313,7 +311,8 @@ def choose_geometry(
     geometry = fastest(batch)
     kept = f"{weights * dtype.itemsize * density / 1e6:.1f} MB of recurrent weights"
     if geometry is None:
-        return steps(f"{kept} do not fit on the chip" + (" beside their gradients" if backward else ""))
+        reason = f"{kept} do not fit on the chip" + (" beside their gradients" if backward else "")
+        return no_kernel(reason, available)
     pruned = density < 1
     longest = ROUNDED * microseconds(geometry, batch, pruned)
     for sizes in _rounded(batch):
