@@ -203,12 +203,18 @@ class StackedLayers(nn.Module, Generic[State]):
         self, x: Tensor, hx: Hidden | None, offsets: Tensor | None, resets: Tensor | None, batch_first: bool
     ) -> tuple[Tensor, Hidden]:
         """All layers; see :meth:`_layer`."""
+        return self._in_turn(lambda layer, x, h0: self._layer(layer, x, h0, offsets, resets, batch_first), x, hx)
+
+    def _in_turn(self, run: Callable[[int, Tensor, Any], tuple[Tensor, Hidden]], x: Tensor, hx: Any) -> Any:
+        """The output of all layers, with dropout between them, and their last states.
+
+        ``run`` computes one layer, from its number, its input and its initial states.
+        """
         states = []
         for layer in range(self.num_layers):
             if layer > 0 and self.dropout > 0 and self.training:
                 x = F.dropout(x, self.dropout)
-            h0 = None if hx is None else self._of_layer(hx, layer)
-            x, h_last = self._layer(layer, x, h0, offsets, resets, batch_first)
+            x, h_last = run(layer, x, None if hx is None else self._of_layer(hx, layer))
             states.append(h_last)
         return x, stacked(states)
 
@@ -287,14 +293,7 @@ class StackedLayers(nn.Module, Generic[State]):
         self._check_state(state, x.shape[:-1], "state")
         if not batched:
             x, state = x[None], None if state is None else each(lambda own: own.unsqueeze(1), state)
-        y, states = x, []
-        for layer in range(self.num_layers):
-            if layer > 0 and self.dropout > 0 and self.training:
-                y = F.dropout(y, self.dropout)
-            h0 = None if state is None else self._of_layer(state, layer)
-            y, h_last = self._step_of_layer(layer, y, h0)
-            states.append(h_last)
-        new = stacked(states)
+        y, new = self._in_turn(self._step_of_layer, x, state)
         return (y, new) if batched else (y[0], each(lambda own: own.squeeze(1), new))
 
     def _cached_step(self, x: Any, state: Any) -> tuple[Tensor, Any] | None:

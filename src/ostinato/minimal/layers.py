@@ -110,16 +110,16 @@ class _MinimalLayers(DiagonalLayers[Tensor]):
         weights, biases = zip(*own, strict=True)
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
         bias = None if not self.bias else biases[0] if len(biases) == 1 else torch.cat(biases)
-        if x.is_cuda and not self.bidirectional and self.sequence_group is None and offsets is None:
-            recurrence = recurrence_of(self.cell, self.candidate, self.bias)
-            found = projected_scan(x, weight, bias, h0, resets, recurrence, batch_first, self.backend)
-            if found is not None:
-                return found
         if self.sequence_group is not None:
             from ostinato.distributed.layers import minimal_layer
 
             settings = self.cell, self.candidate, batch_first, self.backend
             return minimal_layer(x, weight, bias, h0, *settings, group=self.sequence_group())
+        if x.is_cuda and not self.bidirectional and offsets is None:
+            recurrence = recurrence_of(self.cell, self.candidate, self.bias)
+            found = projected_scan(x, weight, bias, h0, resets, recurrence, batch_first, self.backend)
+            if found is not None:
+                return found
         pre = linear(x, weight)
         resets = None if resets is None else self._of_directions(resets, h0, offsets, batch_first)
         return self._scan(pre, bias, h0, offsets, resets, batch_first)

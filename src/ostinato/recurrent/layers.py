@@ -43,18 +43,13 @@ class _Recurrent(SequenceLayers, StepLayers[State]):
             check_resets(resets, "input", input.data if isinstance(input, PackedSequence) else input)
             if steps == 1:
                 hx, resets = self._reset_state(hx, resets.flatten()), None
-        if resets is None and isinstance(input, Tensor) and steps is not None and not torch.compiler.is_compiling():
-            if steps == 1:
-                if (recorder := recording()) is not None:
-                    return self._recorded(recorder, _Recurrent.forward, input, hx)
-                if (result := self._step(input, hx, input.dim() - 1)) is not None:
-                    return result
-            elif (result := self._single_steps(input, hx, self._time(input))) is not None:
-                return result
-            dtype = autocast_dtype(input.device) or input.dtype
-            least = least_steps(input.device.type, self.mode.lower(), self.hidden_size, dtype)
-            if 0 < steps < least and not is_vmapped():
-                return self._forward_torch(input, hx, self._weights())
+        if (
+            resets is None
+            and steps is not None
+            and not torch.compiler.is_compiling()
+            and (result := self._forward_of_few_steps(input, hx, steps)) is not None
+        ):
+            return result
         states, own = states_of(hx), self._unmasked_weights()
         call = self._kernels_for(input, states, own, resets)
         if call is not None:
@@ -118,6 +113,19 @@ class _Recurrent(SequenceLayers, StepLayers[State]):
         """The dimension of steps."""
         return 1 if self.batch_first and x.dim() == 3 else 0
 
+    def _forward_of_few_steps(self, input: Any, hx: Any, steps: int) -> tuple[Tensor, Any] | None:
+        """By single steps, or by torch's kernels if these are fewer than ours are worth; None for other sequences."""
+        if steps == 1:
+            if (recorder := recording()) is not None:
+                return self._recorded(recorder, _Recurrent.forward, input, hx)
+            if (result := self._step(input, hx, input.dim() - 1)) is not None:
+                return result
+        elif (result := self._single_steps(input, hx, self._time(input))) is not None:
+            return result
+        dtype = autocast_dtype(input.device) or input.dtype
+        least = least_steps(input.device.type, self.mode.lower(), self.hidden_size, dtype)
+        return self._forward_torch(input, hx, self._weights()) if 0 < steps < least and not is_vmapped() else None
+
     def _forward_of_no_steps(self, input: Any, hx: Any) -> tuple[Tensor, Any]:
         """No output, and the state as it was; checks and shapes are those of a step, as torch refuses none."""
         time, shape = self._time(input), list(input.shape)
@@ -130,11 +138,13 @@ class _Recurrent(SequenceLayers, StepLayers[State]):
 
     def _reset_state(self, hx: Any, resets: Tensor) -> Any:
         """The state before a single step, zero where that resets it: not in reverse, where the state is a later one."""
-        if hx is None or not isinstance(hx, Tensor):
-            return hx if hx is None else tuple(self._reset_state(state, resets) for state in hx)
-        keep = ~resets[:, None] if hx.dim() == 3 else ~resets
+        if hx is None:
+            return None
+        if not isinstance(hx, Tensor):
+            return tuple(self._reset_state(state, resets) for state in hx)
         if hx.dim() == 3 and hx.shape[1] != len(resets):
             return hx  # torch raises
+        keep = ~resets[:, None] if hx.dim() == 3 else ~resets
         if not self.bidirectional:
             return hx.where(keep, 0.0)
         return torch.stack([hx[0::2].where(keep, 0.0), hx[1::2]], 1).flatten(0, 1)
