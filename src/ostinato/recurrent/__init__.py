@@ -6,6 +6,7 @@
 ``steps.py``         one step at a time
 ``cells.py``         one step by torch's cells, which have gradients
 ``gradients.py``     those of one step by a kernel
+``rows.py``          sequences as rows, whatever their layout
 ``weights.py``       the parameters, as they are at a call, and their masks
 ``torch_layers.py``  ``torch.nn``'s own forward
 ``conversion.py``    layers of ``torch.nn`` that become this library's

@@ -8,9 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 
-from ostinato.checks import check_packed
 from ostinato.episodes import in_reverse_of_rows
-from ostinato.kernels.derived import derived_from
 from ostinato.kernels.eager import Prepared
 from ostinato.kernels.persistent.backends import plan_layer
 from ostinato.kernels.persistent.modes import can_take, is_vmapped
@@ -19,7 +17,7 @@ from ostinato.kernels.persistent.plan import Call, Plan, no_kernel
 from ostinato.kernels.precision import layers_round
 from ostinato.layers import autocast_dtype, of_one_layer
 from ostinato.masks import mask_of
-from ostinato.recurrent.torch_layers import as_given, in_rows
+from ostinato.recurrent.rows import as_given, in_rows, offsets_of, size_of
 from ostinato.recurrent.weights import MaskedLayers
 
 _CALLS = Prepared()  # of dense layers, keyed by input, weights, states and resets
@@ -86,7 +84,7 @@ class SequenceLayers(MaskedLayers):
         """As :meth:`_kernels_for`, uncached: checks the call and asks for its plan."""
         if self.proj_size or torch.jit.is_tracing():  # a plan looks at masks, which a trace would record
             return None
-        size = _size_of(input, self.batch_first)
+        size = size_of(input, self.batch_first)
         if size is None:
             return None
         (batch, steps), packed = size, isinstance(input, PackedSequence)
@@ -132,7 +130,7 @@ class SequenceLayers(MaskedLayers):
             weights = self._weights(recurrent=training or not rows.is_cuda or torch.compiler.is_compiling())
         offsets = None
         if isinstance(input, PackedSequence) and batch * steps != len(rows):
-            offsets = _offsets(input.batch_sizes, rows.device)
+            offsets = offsets_of(input.batch_sizes, rows.device)
         begins: list[Tensor | None] = [resets, None]
         if resets is not None and self.bidirectional:
             begins[1] = in_reverse_of_rows(resets, offsets, batch)
@@ -169,41 +167,3 @@ class SequenceLayers(MaskedLayers):
 
         states = [of_one_layer(x[0]) if alone else torch.stack(x) for x in zip(*last, strict=True)]
         return as_given(input, rows, states, self.batch_first)
-
-
-def _size_of(input: Tensor | PackedSequence, batch_first: bool) -> tuple[int, int] | None:
-    """How many sequences, and steps of the longest; None where the input has not the dimensions of any."""
-    if isinstance(input, PackedSequence):
-        if not torch.compiler.is_compiling():
-            check_packed(input)
-        return int(input.batch_sizes[0]), len(input.batch_sizes)
-    if input.dim() == 3:
-        return (input.shape[0], input.shape[1]) if batch_first else (input.shape[1], input.shape[0])
-    return (1, input.shape[0]) if input.dim() == 2 else None
-
-
-def _offsets(batch_sizes: Tensor, device: torch.device) -> Tensor:
-    """The first row of each step of a PackedSequence, then the number of rows: (T + 1,), int32."""
-    on_gpu = device.type == "cuda"
-    if on_gpu and torch.cuda.is_current_stream_capturing():
-        return _constant_offsets(batch_sizes, device)
-
-    def copied() -> Tensor:  # without waiting for the GPU: the driver has read the host's memory when the copy returns
-        return F.pad(batch_sizes.cumsum(0, dtype=torch.int32), (1, 0)).to(device, non_blocking=True)
-
-    if torch.compiler.is_compiling():
-        return copied()
-    stream = torch.cuda.current_stream(device).cuda_stream if on_gpu else None  # another may be ahead of the copy
-    found: Tensor = derived_from(batch_sizes, ("offsets", device, stream), copied, by_value=True)
-    return found
-
-
-def _constant_offsets(batch_sizes: Tensor, device: torch.device) -> Tensor:
-    """The same made of constants, which a CUDA graph can capture, unlike the host's memory."""
-    parts, first = [], 0
-    for batch, steps in zip(
-        *(x.tolist() for x in torch.unique_consecutive(batch_sizes, return_counts=True)), strict=True
-    ):
-        parts.append(torch.arange(first, first + batch * steps, batch, dtype=torch.int32, device=device))
-        first += batch * steps
-    return torch.cat([*parts, torch.full((1,), first, dtype=torch.int32, device=device)])

@@ -1,4 +1,4 @@
-"""The forward of ``torch.nn``'s RNN, GRU and LSTM with weights that are passed in, also by episodes; input layouts."""
+"""The forward of ``torch.nn``'s RNN, GRU and LSTM with weights that are passed in, also by episodes."""
 
 import functools
 import operator
@@ -13,7 +13,8 @@ from torch.nn.utils.rnn import PackedSequence
 from ostinato.episodes import forward_by_episodes
 from ostinato.kernels.eager import is_differentiated
 from ostinato.kernels.persistent.modes import is_pushed_forward
-from ostinato.layers import Hidden, hidden_of, states_of
+from ostinato.layers import hidden_of, states_of
+from ostinato.recurrent.rows import as_given, in_rows
 
 _FUNCTIONS = {mode: getattr(torch._VF, mode.lower()) for mode in ("RNN_TANH", "RNN_RELU", "GRU", "LSTM")}
 
@@ -149,36 +150,6 @@ def _is_bfloat16_of_cudnn(weight: Any) -> bool:
 def _silence_copy_warning() -> None:
     """Masked weights are never one contiguous chunk, so cuDNN copies them at each call; torch would warn."""
     warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk of memory")
-
-
-def in_rows(
-    input: Any, states: list[Tensor], resets: Tensor | None, batch_first: bool
-) -> tuple[Tensor, list[Tensor], Tensor | None]:
-    """The input and resets as time-major rows, as in a PackedSequence, and the states batched and sorted like them."""
-    if isinstance(input, PackedSequence):
-        order = input.sorted_indices
-        return input.data, states if order is None else [x.index_select(1, order) for x in states], resets
-    if input.dim() == 2:
-        return input, [x.unsqueeze(1) for x in states], resets
-    if batch_first:
-        input, resets = input.transpose(0, 1), None if resets is None else resets.t()
-    return input.flatten(0, 1), states, None if resets is None else resets.flatten()
-
-
-def as_given(input: Any, rows: Tensor, states: list[Tensor], batch_first: bool) -> tuple[Any, Hidden]:
-    """The output and last states, laid out as the input and its initial states: the inverse of :func:`in_rows`."""
-    output: Any = rows
-    if isinstance(input, PackedSequence):
-        output = PackedSequence(rows, *input[1:])
-        if input.unsorted_indices is not None:
-            states = [x.index_select(1, input.unsorted_indices) for x in states]
-    elif input.dim() == 2:
-        states = [x.squeeze(1) for x in states]
-    elif batch_first:
-        output = rows.view(input.shape[1], input.shape[0], rows.shape[1]).transpose(0, 1)
-    else:
-        output = rows.view(*input.shape[:2], rows.shape[1])
-    return output, hidden_of(states)
 
 
 def _contiguous(state: Tensor) -> Tensor:

@@ -1,0 +1,80 @@
+"""Sequences as time-major rows, as in a PackedSequence: how many there are, where steps begin, and back again."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.utils.rnn import PackedSequence
+
+from ostinato.checks import check_packed
+from ostinato.kernels.derived import derived_from
+from ostinato.layers import Hidden, hidden_of
+
+
+def in_rows(
+    input: Any, states: list[Tensor], resets: Tensor | None, batch_first: bool
+) -> tuple[Tensor, list[Tensor], Tensor | None]:
+    """The input and resets as time-major rows, as in a PackedSequence, and the states batched and sorted like them."""
+    if isinstance(input, PackedSequence):
+        order = input.sorted_indices
+        return input.data, states if order is None else [x.index_select(1, order) for x in states], resets
+    if input.dim() == 2:
+        return input, [x.unsqueeze(1) for x in states], resets
+    if batch_first:
+        input, resets = input.transpose(0, 1), None if resets is None else resets.t()
+    return input.flatten(0, 1), states, None if resets is None else resets.flatten()
+
+
+def as_given(input: Any, rows: Tensor, states: list[Tensor], batch_first: bool) -> tuple[Any, Hidden]:
+    """The output and last states, laid out as the input and its initial states: the inverse of :func:`in_rows`."""
+    output: Any = rows
+    if isinstance(input, PackedSequence):
+        output = PackedSequence(rows, *input[1:])
+        if input.unsorted_indices is not None:
+            states = [x.index_select(1, input.unsorted_indices) for x in states]
+    elif input.dim() == 2:
+        states = [x.squeeze(1) for x in states]
+    elif batch_first:
+        output = rows.view(input.shape[1], input.shape[0], rows.shape[1]).transpose(0, 1)
+    else:
+        output = rows.view(*input.shape[:2], rows.shape[1])
+    return output, hidden_of(states)
+
+
+def size_of(input: Tensor | PackedSequence, batch_first: bool) -> tuple[int, int] | None:
+    """How many sequences, and steps of the longest; None where the input has not the dimensions of any."""
+    if isinstance(input, PackedSequence):
+        if not torch.compiler.is_compiling():
+            check_packed(input)
+        return int(input.batch_sizes[0]), len(input.batch_sizes)
+    if input.dim() == 3:
+        return (input.shape[0], input.shape[1]) if batch_first else (input.shape[1], input.shape[0])
+    return (1, input.shape[0]) if input.dim() == 2 else None
+
+
+def offsets_of(batch_sizes: Tensor, device: torch.device) -> Tensor:
+    """The first row of each step of a PackedSequence, then the number of rows: (T + 1,), int32."""
+    on_gpu = device.type == "cuda"
+    if on_gpu and torch.cuda.is_current_stream_capturing():
+        return _constant_offsets(batch_sizes, device)
+
+    def copied() -> Tensor:  # without waiting for the GPU: the driver has read the host's memory when the copy returns
+        return F.pad(batch_sizes.cumsum(0, dtype=torch.int32), (1, 0)).to(device, non_blocking=True)
+
+    if torch.compiler.is_compiling():
+        return copied()
+    stream = torch.cuda.current_stream(device).cuda_stream if on_gpu else None  # another may be ahead of the copy
+    found: Tensor = derived_from(batch_sizes, ("offsets", device, stream), copied, by_value=True)
+    return found
+
+
+def _constant_offsets(batch_sizes: Tensor, device: torch.device) -> Tensor:
+    """The same made of constants, which a CUDA graph can capture, unlike the host's memory."""
+    parts, first = [], 0
+    for batch, steps in zip(
+        *(x.tolist() for x in torch.unique_consecutive(batch_sizes, return_counts=True)), strict=True
+    ):
+        parts.append(torch.arange(first, first + batch * steps, batch, dtype=torch.int32, device=device))
+        first += batch * steps
+    return torch.cat([*parts, torch.full((1,), first, dtype=torch.int32, device=device)])
