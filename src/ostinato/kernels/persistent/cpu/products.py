@@ -23,13 +23,48 @@ FEW = REGISTER == 32  # AVX2 has 16 of them, AVX-512 and NEON have 32
 # Of unpacked weights, the rows whose sums are made together: with one sequence, and with two.
 ROWS, ROWS_OF_TWO = 8, 4 if FEW else 8
 COMBINED, VECTORS = 4, 2 if FEW else 4  # rows of a combination, and vectors of its columns
+INT32, INT64 = ir.IntType(32), ir.IntType(64)
 
 
-def fused_multiply_add(builder, kind, size):
-    """LLVM's function of three numbers of `size` bytes, or of three vectors of such."""
-    lanes = f"v{kind.count}" if isinstance(kind, ir.VectorType) else ""
-    function = ir.FunctionType(kind, [kind] * 3)
-    return cgutils.get_or_insert_function(builder.module, function, f"llvm.fma.{lanes}f{8 * size}")
+class Vectors:
+    """Writes instructions with vectors of so many numbers, or of so many bytes, of the type of an array."""
+
+    def __init__(self, context, builder, array, lanes=None, size=None):
+        self.builder = builder
+        number = context.get_value_type(array.dtype)
+        self.align = context.get_abi_sizeof(number)  # any address of a number
+        self.lanes = size // self.align if lanes is None else lanes
+        self.type = ir.VectorType(number, self.lanes)
+        self.zero = ir.Constant(self.type, [0.0] * self.lanes)
+        function, name = ir.FunctionType(self.type, [self.type] * 3), f"llvm.fma.v{self.lanes}f{8 * self.align}"
+        self._fused = cgutils.get_or_insert_function(builder.module, function, name)
+
+    def pointer(self, array, index, kind=None):
+        """A pointer to a vector of an array."""
+        return self.builder.bitcast(self.builder.gep(array, [index]), (kind or self.type).as_pointer())
+
+    def read(self, array, index):
+        """A vector of an array."""
+        return self.builder.load(self.pointer(array, index), align=self.align)
+
+    def read_one(self, array, index):
+        return self.builder.load(self.builder.gep(array, [index]))
+
+    def of(self, numbers):
+        """The vector of some numbers."""
+        result = ir.Constant(self.type, ir.Undefined)
+        for i, number in enumerate(numbers):
+            result = self.builder.insert_element(result, number, INT32(i))
+        return result
+
+    def filled(self, number):
+        """The vector with a number in all lanes."""
+        one = self.of([number])
+        return self.builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(INT32, self.lanes), [0] * self.lanes))
+
+    def add_product(self, total, x, y):
+        """Add the product of two vectors to a total in memory."""
+        self.builder.store(self.builder.call(self._fused, [x, y, self.builder.load(total)]), total)
 
 
 @functools.cache
@@ -54,44 +89,31 @@ def _panel_adder(tile: int) -> Any:
 
     def generate(context, builder, signature, arguments):
         weights, count, x, x_b, out, out_b, live = arguments
-        int32, int64 = ir.IntType(32), ir.IntType(64)
-        number = context.get_value_type(signature.args[0].dtype)
-        size = context.get_abi_sizeof(number)
-        width = LINE // size
-        vector = ir.VectorType(number, width)
-        fused = fused_multiply_add(builder, vector, size)
-        everywhere = ir.Constant(ir.VectorType(int32, width), [0] * width)
-
-        def vector_at(pointer, index):
-            return builder.bitcast(builder.gep(pointer, [index]), vector.as_pointer())
-
-        last = builder.sub(live, int64(1))
+        vectors = Vectors(context, builder, signature.args[0], size=LINE)
+        width, align = vectors.lanes, vectors.align
+        last = builder.sub(live, INT64(1))
         which = [
-            builder.select(builder.icmp_signed("<", int64(b), live), int64(b), last) if b else int64(0)
+            builder.select(builder.icmp_signed("<", INT64(b), live), INT64(b), last) if b else INT64(0)
             for b in range(tile)
         ]
         rows = [builder.gep(x, [builder.mul(x_b, b)]) for b in which]
         sums = []
         for b in which:
             begin = builder.gep(out, [builder.mul(out_b, b)])
-            first = [builder.load(vector_at(begin, int64(v * width)), align=size) for v in range(many)]
+            first = [vectors.read(begin, INT64(v * width)) for v in range(many)]
             sums.append([cgutils.alloca_once_value(builder, value) for value in first])
-        with cgutils.for_range(builder, count, intp=int64) as loop:
-            at = builder.mul(loop.index, int64(many * width))
-            panel = [
-                builder.load(vector_at(weights, builder.add(at, int64(v * width))), align=size) for v in range(many)
-            ]
+        with cgutils.for_range(builder, count, intp=INT64) as loop:
+            at = builder.mul(loop.index, INT64(many * width))
+            panel = [vectors.read(weights, builder.add(at, INT64(v * width))) for v in range(many)]
             for row, totals in zip(rows, sums, strict=True):
-                one = builder.load(builder.gep(row, [loop.index]))
-                one = builder.insert_element(ir.Constant(vector, ir.Undefined), one, int32(0))
-                one = builder.shuffle_vector(one, one, everywhere)
+                state = vectors.filled(vectors.read_one(row, loop.index))
                 for weight, total in zip(panel, totals, strict=True):
-                    builder.store(builder.call(fused, [weight, one, builder.load(total)]), total)
+                    vectors.add_product(total, weight, state)
         for b, totals in enumerate(sums):
-            with builder.if_then(builder.icmp_signed("<", int64(b), live)):
-                end = builder.gep(out, [builder.mul(out_b, int64(b))])
+            with builder.if_then(builder.icmp_signed("<", INT64(b), live)):
+                end = builder.gep(out, [builder.mul(out_b, INT64(b))])
                 for v, total in enumerate(totals):
-                    builder.store(builder.load(total), vector_at(end, int64(v * width)), align=size)
+                    builder.store(builder.load(total), vectors.pointer(end, INT64(v * width)), align=align)
         return context.get_dummy_value()
 
     @intrinsic
@@ -127,66 +149,31 @@ def _dots(many: int, tile: int) -> Any:
 
     def generate(context, builder, signature, arguments):
         weights, bias, first, last, count, x, out, row = arguments
-        int32, int64 = ir.IntType(32), ir.IntType(64)
-        number = context.get_value_type(signature.args[0].dtype)
-        size = context.get_abi_sizeof(number)
-        width = REGISTER // size
-        vector, column = ir.VectorType(number, width), ir.VectorType(number, many)
-        wide, tall = (fused_multiply_add(builder, kind, size) for kind in (vector, column))
-
-        def element(pointer, index):
-            return builder.load(builder.gep(pointer, [index]))
-
-        def at(pointer, index, kind):
-            return builder.bitcast(builder.gep(pointer, [index]), kind.as_pointer())
-
-        def column_of(numbers):
-            values = ir.Constant(column, ir.Undefined)
-            for i, value in enumerate(numbers):
-                values = builder.insert_element(values, value, int32(i))
-            return values
-
-        def halves_added(some):
-            """One vector of one or two, in which the lanes of each row are half as many."""
-            values, rows = zip(*some, strict=True)
-            lanes = values[0].type.count
-            length = lanes // len(rows[0])
-            parts = [(n * lanes + i * length, own[i]) for i in range(len(rows[0])) for n, own in enumerate(rows)]
-            halves = []
-            for begin in (0, length // 2):
-                which = [part + begin + lane for part, _ in parts for lane in range(length // 2)]
-                mask = ir.Constant(ir.VectorType(int32, len(which)), which)
-                halves.append(builder.shuffle_vector(values[0], values[-1], mask))
-            return builder.fadd(*halves), [row for _, row in parts]
-
-        which = [builder.add(first, int64(i)) for i in range(many)]
+        vectors = Vectors(context, builder, signature.args[0], size=REGISTER)
+        columns = Vectors(context, builder, signature.args[0], many)  # one number of each row
+        which = [builder.add(first, INT64(i)) for i in range(many)]
         which = [builder.select(builder.icmp_signed("<", i, last), i, last) for i in which]
         starts = [builder.gep(weights, [builder.mul(i, count)]) for i in which]
-        states = [builder.gep(x, [builder.mul(count, int64(b))]) for b in range(tile)]
-        zero, begin = ir.Constant(vector, [0.0] * width), column_of([element(bias, i) for i in which])
-        sums = [[cgutils.alloca_once_value(builder, zero) for _ in starts] for _ in states]
+        states = [builder.gep(x, [builder.mul(count, INT64(b))]) for b in range(tile)]
+        begin = columns.of([columns.read_one(bias, i) for i in which])
+        sums = [[cgutils.alloca_once_value(builder, vectors.zero) for _ in starts] for _ in states]
         rests = [cgutils.alloca_once_value(builder, begin) for _ in states]
-        whole = builder.and_(count, int64(-width))
-        with cgutils.for_range_slice(builder, int64(0), whole, int64(width), int64) as (k, _):
-            some = [builder.load(at(state, k, vector), align=size) for state in states]
+        width = vectors.lanes
+        whole = builder.and_(count, INT64(-width))
+        with cgutils.for_range_slice(builder, INT64(0), whole, INT64(width), INT64) as (k, _):
+            some = [vectors.read(state, k) for state in states]
             for i, start in enumerate(starts):
-                weight = builder.load(at(start, k, vector), align=size)
+                weight = vectors.read(start, k)
                 for state, totals in zip(some, sums, strict=True):
-                    builder.store(builder.call(wide, [weight, state, builder.load(totals[i])]), totals[i])
-        with cgutils.for_range_slice(builder, whole, count, int64(1), int64) as (k, _):
-            weight = column_of([element(start, k) for start in starts])
+                    vectors.add_product(totals[i], weight, state)
+        with cgutils.for_range_slice(builder, whole, count, INT64(1), INT64) as (k, _):
+            weight = columns.of([columns.read_one(start, k) for start in starts])
             for state, rest in zip(states, rests, strict=True):
-                same = column_of([element(state, k)] * many)
-                builder.store(builder.call(tall, [weight, same, builder.load(rest)]), rest)
+                columns.add_product(rest, weight, columns.filled(columns.read_one(state, k)))
         for b, (totals, rest) in enumerate(zip(sums, rests, strict=True)):
-            some = [(builder.load(total), [i]) for i, total in enumerate(totals)]
-            while some[0][0].type.count > len(some[0][1]):
-                step = -(-len(some) // 2)
-                some = [halves_added(some[i::step]) for i in range(step)]
-            found = {row: (value, int32(lane)) for value, rows in some for lane, row in enumerate(rows)}
-            total = column_of([builder.extract_element(*found[i]) for i in range(many)])
-            target = at(out, builder.add(builder.mul(row, int64(b)), first), column)
-            builder.store(builder.fadd(total, builder.load(rest)), target, align=size)
+            total = columns.of(_sums_of_lanes(builder, [builder.load(total) for total in totals]))
+            target = columns.pointer(out, builder.add(builder.mul(row, INT64(b)), first))
+            builder.store(builder.fadd(total, builder.load(rest)), target, align=columns.align)
         return context.get_dummy_value()
 
     @intrinsic
@@ -194,6 +181,30 @@ def _dots(many: int, tile: int) -> Any:
         return types.void(weights, weights, *(types.int64,) * 3, weights, weights, types.int64), generate
 
     return dots
+
+
+def _sums_of_lanes(builder, vectors):
+    """The sum of the lanes of each vector: those of several are halved at once, until there is one for each."""
+    some = [(vector, [row]) for row, vector in enumerate(vectors)]
+    while some[0][0].type.count > len(some[0][1]):
+        step = -(-len(some) // 2)
+        some = [_halves_added(builder, some[i::step]) for i in range(step)]
+    found = {row: (vector, INT32(lane)) for vector, rows in some for lane, row in enumerate(rows)}
+    return [builder.extract_element(*found[row]) for row in range(len(vectors))]
+
+
+def _halves_added(builder, some):
+    """One vector of one or two, in which the lanes of each row are half as many."""
+    vectors, rows = zip(*some, strict=True)
+    lanes = vectors[0].type.count
+    length = lanes // len(rows[0])
+    parts = [(n * lanes + i * length, own[i]) for i in range(len(rows[0])) for n, own in enumerate(rows)]
+    halves = []
+    for begin in (0, length // 2):
+        which = [part + begin + lane for part, _ in parts for lane in range(length // 2)]
+        mask = ir.Constant(ir.VectorType(INT32, len(which)), which)
+        halves.append(builder.shuffle_vector(vectors[0], vectors[-1], mask))
+    return builder.fadd(*halves), [row for _, row in parts]
 
 
 _dots_of_one, _dots_of_two = _dots(ROWS, 1), _dots(ROWS_OF_TWO, 2)
@@ -224,33 +235,21 @@ def _combination(lanes: int) -> Any:
 
     def generate(context, builder, signature, arguments):
         a, a_m, a_n, count, x, x_row, out, out_row, live, fresh = arguments
-        int32, int64 = ir.IntType(32), ir.IntType(64)
-        number = context.get_value_type(signature.args[0].dtype)
-        size = context.get_abi_sizeof(number)
-        vector = ir.VectorType(number, lanes)
-        fused = fused_multiply_add(builder, vector, size)
-        unset, everywhere = ir.Constant(vector, ir.Undefined), ir.Constant(ir.VectorType(int32, lanes), [0] * lanes)
-
-        def vector_at(pointer, index):
-            return builder.bitcast(builder.gep(pointer, [index]), vector.as_pointer())
-
-        last, zero = builder.sub(live, int64(1)), ir.Constant(vector, [0.0] * lanes)
-        which = [builder.select(builder.icmp_signed("<", int64(m), live), int64(m), last) for m in range(COMBINED)]
+        vectors = Vectors(context, builder, signature.args[0], lanes)
+        last = builder.sub(live, INT64(1))
+        which = [builder.select(builder.icmp_signed("<", INT64(m), live), INT64(m), last) for m in range(COMBINED)]
         factors = [builder.gep(a, [builder.mul(m, a_m)]) for m in which]
-        targets = [vector_at(out, builder.mul(m, out_row)) for m in which]
-        sums = [cgutils.alloca_once_value(builder, zero) for _ in which]
-        with builder.if_then(builder.icmp_signed("==", fresh, int64(0))):
+        targets = [vectors.pointer(out, builder.mul(m, out_row)) for m in which]
+        sums = [cgutils.alloca_once_value(builder, vectors.zero) for _ in which]
+        with builder.if_then(builder.icmp_signed("==", fresh, INT64(0))):
             for target, total in zip(targets, sums, strict=True):
-                builder.store(builder.load(target, align=size), total)
-        with cgutils.for_range(builder, count, intp=int64) as loop:
-            some = builder.load(vector_at(x, builder.mul(loop.index, x_row)), align=size)
-            at = builder.mul(loop.index, a_n)
+                builder.store(builder.load(target, align=vectors.align), total)
+        with cgutils.for_range(builder, count, intp=INT64) as loop:
+            some, at = vectors.read(x, builder.mul(loop.index, x_row)), builder.mul(loop.index, a_n)
             for factor, total in zip(factors, sums, strict=True):
-                one = builder.insert_element(unset, builder.load(builder.gep(factor, [at])), int32(0))
-                one = builder.shuffle_vector(one, one, everywhere)
-                builder.store(builder.call(fused, [one, some, builder.load(total)]), total)
+                vectors.add_product(total, vectors.filled(vectors.read_one(factor, at)), some)
         for target, total in zip(targets, sums, strict=True):
-            builder.store(builder.load(total), target, align=size)
+            builder.store(builder.load(total), target, align=vectors.align)
         return context.get_dummy_value()
 
     @intrinsic

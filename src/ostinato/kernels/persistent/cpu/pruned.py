@@ -11,12 +11,11 @@ from numba.extending import intrinsic
 
 from ostinato.kernels.numba_loops import inline, offset, restricted
 from ostinato.kernels.numba_math import cast, multiply_add
-from ostinato.kernels.persistent.cpu.products import fused_multiply_add
+from ostinato.kernels.persistent.cpu.products import INT32, INT64, Vectors
 
 BLOCK_WIDTH = 4  # columns of blocks whose rows are read as vectors
 CHAINS = 4  # independent partial sums of a row or tile, which hide the latency of additions
 
-_INT32, _INT64 = ir.IntType(32), ir.IntType(64)
 _load, _store = restricted("weight", "state", "sum")
 
 
@@ -53,79 +52,58 @@ def _slice_adder(kind: str, height: int, tile: int, direct: bool) -> Any:
     return add_slice
 
 
-class _EntryReader:
+class _EntryReader(Vectors):
     """Writes the instructions that read entries: vectors of weights, and of the states that they multiply."""
 
     def __init__(self, context, builder, kind, matrix, rows):
-        self.builder, self.rows = builder, rows
+        super().__init__(context, builder, kind[0], rows)
         self.values, self.places, self.columns, self.stride, self.last_place = cgutils.unpack_tuple(builder, matrix)
-        number = context.get_value_type(kind[0].dtype)
-        self.vector, self.size = ir.VectorType(number, rows), context.get_abi_sizeof(number)
-        self.zero = ir.Constant(self.vector, [0.0] * rows)
-
-    def pointer(self, array, index, kind=None):
-        """A pointer to a vector of an array."""
-        return self.builder.bitcast(self.builder.gep(array, [index]), (kind or self.vector).as_pointer())
-
-    def read(self, array, index):
-        """A vector of an array."""
-        return self.builder.load(self.pointer(array, index), align=self.size)
-
-    def read_one(self, array, index):
-        return self.builder.load(self.builder.gep(array, [index]))
 
     def read_integer(self, array, index):
-        return self.builder.sext(self.read_one(array, index), _INT64)
-
-    def vector_of(self, lanes):
-        result = ir.Constant(self.vector, ir.Undefined)
-        for i, lane in enumerate(lanes):
-            result = self.builder.insert_element(result, lane, _INT32(i))
-        return result
+        return self.builder.sext(self.read_one(array, index), INT64)
 
     def lanes_of(self, k):
         """The indices of entry k's lanes in arrays of one element for each."""
-        return (self.builder.add(self.builder.mul(k, _INT64(self.rows)), _INT64(i)) for i in range(self.rows))
+        return (self.builder.add(self.builder.mul(k, INT64(self.lanes)), INT64(i)) for i in range(self.lanes))
 
     def packed_weights(self, k):
-        return self.read(self.values, self.builder.mul(k, _INT64(self.rows)))
+        return self.read(self.values, self.builder.mul(k, INT64(self.lanes)))
 
     def weights_of_column(self, k):
         """Those of neighbouring rows of the matrix; beyond the last row, the last weight."""
         start = self.read_integer(self.places, k)
 
         def place(i):
-            at = self.builder.add(start, self.builder.mul(self.stride, _INT64(i)))
+            at = self.builder.add(start, self.builder.mul(self.stride, INT64(i)))
             return self.builder.select(self.builder.icmp_signed(">", at, self.last_place), self.last_place, at)
 
-        return self.vector_of(self.read_one(self.values, place(i)) for i in range(self.rows))
+        return self.of(self.read_one(self.values, place(i)) for i in range(self.lanes))
 
     def weights_anywhere(self, k):
         """Those at the places of the lanes, 0 where a place is below 0."""
-        none = _INT32(0)
+        none = INT32(0)
 
         def weight(lane):
             place = self.read_one(self.places, lane)
             place = self.builder.select(self.builder.icmp_signed("<", place, none), none, place)
-            return self.read_one(self.values, self.builder.sext(place, _INT64))
+            return self.read_one(self.values, self.builder.sext(place, INT64))
 
-        result = self.vector_of(map(weight, self.lanes_of(k)))
-        indices = ir.VectorType(_INT32, self.rows)
-        first = self.builder.mul(k, _INT64(self.rows))
+        result = self.of(map(weight, self.lanes_of(k)))
+        indices = ir.VectorType(INT32, self.lanes)
+        first = self.builder.mul(k, INT64(self.lanes))
         places = self.builder.load(self.pointer(self.places, first, indices), align=4)
-        absent = self.builder.icmp_signed("<", places, ir.Constant(indices, [0] * self.rows))
+        absent = self.builder.icmp_signed("<", places, ir.Constant(indices, [0] * self.lanes))
         return self.builder.select(absent, self.zero, result)
 
     def state_of_column(self, k, row):
         """The state of entry k's column, in all lanes."""
-        one = self.vector_of([self.read_one(row, self.read_integer(self.columns, k))])
-        return self.builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(_INT32, self.rows), [0] * self.rows))
+        return self.filled(self.read_one(row, self.read_integer(self.columns, k)))
 
     def neighbouring_states(self, k, row):
         return self.read(row, self.read_integer(self.columns, k))
 
     def states_anywhere(self, k, row):
-        return self.vector_of(self.read_one(row, self.read_integer(self.columns, lane)) for lane in self.lanes_of(k))
+        return self.of(self.read_one(row, self.read_integer(self.columns, lane)) for lane in self.lanes_of(k))
 
 
 def _entry_adder(what, rows, sequences, direct):
@@ -143,9 +121,8 @@ def _entry_adder(what, rows, sequences, direct):
         weights = entries.packed_weights
         if direct:
             weights = entries.weights_of_column if what == "shared" else entries.weights_anywhere
-        fused = fused_multiply_add(builder, entries.vector, entries.size)
-        last = builder.sub(live, _INT64(1))
-        which = [builder.select(builder.icmp_signed("<", _INT64(b), live), _INT64(b), last) for b in range(sequences)]
+        last = builder.sub(live, INT64(1))
+        which = [builder.select(builder.icmp_signed("<", INT64(b), live), INT64(b), last) for b in range(sequences)]
         x_rows = [builder.gep(x, [builder.mul(x_b, b)]) for b in which]
         chains = [
             [cgutils.alloca_once_value(builder, entries.zero) for _ in range(sequences)]
@@ -155,27 +132,27 @@ def _entry_adder(what, rows, sequences, direct):
         def add(k, sums):
             entry = weights(k)
             for row, total in zip(x_rows, sums, strict=True):
-                builder.store(builder.call(fused, [entry, states(k, row), builder.load(total)]), total)
+                entries.add_product(total, entry, states(k, row))
 
-        many = _INT64(len(chains))
+        many = INT64(len(chains))
         odd = builder.sub(end, builder.srem(builder.sub(end, begin), many))
-        with cgutils.for_range_slice(builder, begin, odd, many, _INT64) as (k, _):
+        with cgutils.for_range_slice(builder, begin, odd, many, INT64) as (k, _):
             for ahead, sums in enumerate(chains):
-                add(builder.add(k, _INT64(ahead)), sums)
-        with cgutils.for_range_slice(builder, odd, end, _INT64(1), _INT64) as (k, _):
+                add(builder.add(k, INT64(ahead)), sums)
+        with cgutils.for_range_slice(builder, odd, end, INT64(1), INT64) as (k, _):
             add(k, chains[0])
         for b in range(sequences):
-            with builder.if_then(builder.icmp_signed("<", _INT64(b), live)):
-                target = builder.gep(out, [builder.mul(out_b, _INT64(b))])
+            with builder.if_then(builder.icmp_signed("<", INT64(b), live)):
+                target = builder.gep(out, [builder.mul(out_b, INT64(b))])
                 total = _sum_of(builder, [builder.load(sums[b]) for sums in chains])
                 if what == "dots":
                     total = _sum_of_lanes(builder, total)
                     builder.store(builder.fadd(total, builder.load(target)), target)
                     continue
-                place = entries.pointer(target, _INT64(0))
+                place = entries.pointer(target, INT64(0))
                 if what == "shared":
-                    total = builder.fadd(total, builder.load(place, align=entries.size))
-                builder.store(total, place, align=entries.size)
+                    total = builder.fadd(total, builder.load(place, align=entries.align))
+                builder.store(total, place, align=entries.align)
         return context.get_dummy_value()
 
     return generate
@@ -183,7 +160,7 @@ def _entry_adder(what, rows, sequences, direct):
 
 def _sum_of_lanes(builder, vector):
     """The sum of a vector's lanes, by halves added onto each other, which stay vectors."""
-    lanes = [builder.extract_element(vector, _INT32(i)) for i in range(vector.type.count)]
+    lanes = [builder.extract_element(vector, INT32(i)) for i in range(vector.type.count)]
     while len(lanes) > 1:
         half = len(lanes) // 2
         lanes = [builder.fadd(y, z) for y, z in zip(lanes[:half], lanes[half:], strict=True)]
@@ -196,20 +173,17 @@ def _block_adder(rows):
     def generate(context, builder, signature, arguments):
         matrix, begin, end, x, _, out, *_ = arguments
         block = _EntryReader(context, builder, signature.args[0], matrix, BLOCK_WIDTH)
-        fused = fused_multiply_add(builder, block.vector, block.size)
         sums = [cgutils.alloca_once_value(builder, block.zero) for _ in range(rows)]
-        last = builder.sub(block.last_place, _INT64(BLOCK_WIDTH - 1))
-        with cgutils.for_range_slice(builder, begin, end, _INT64(1), _INT64) as (k, _):
+        last = builder.sub(block.last_place, INT64(BLOCK_WIDTH - 1))
+        with cgutils.for_range_slice(builder, begin, end, INT64(1), INT64) as (k, _):
             start, states = block.read_integer(block.places, k), block.neighbouring_states(k, x)
             for i, total in enumerate(sums):
-                place = builder.add(start, builder.mul(block.stride, _INT64(i)))
+                place = builder.add(start, builder.mul(block.stride, INT64(i)))
                 place = builder.select(builder.icmp_signed(">", place, last), last, place)
-                builder.store(
-                    builder.call(fused, [block.read(block.values, place), states, builder.load(total)]), total
-                )
+                block.add_product(total, block.read(block.values, place), states)
         for i, total in enumerate(sums):
-            target, lanes = builder.gep(out, [_INT64(i)]), builder.load(total)
-            row = _sum_of(builder, [builder.extract_element(lanes, _INT32(j)) for j in range(BLOCK_WIDTH)])
+            target, lanes = builder.gep(out, [INT64(i)]), builder.load(total)
+            row = _sum_of(builder, [builder.extract_element(lanes, INT32(j)) for j in range(BLOCK_WIDTH)])
             builder.store(builder.fadd(row, builder.load(target)), target)
         return context.get_dummy_value()
 
