@@ -104,22 +104,38 @@ def print_loop(trace: Trace, backward: bool) -> str:
     arrays = Arrays(trace, backward)
     pointers = [f"{x} = pointer_to(work.{x}, dtype)" for x in [*arrays.of_steps, *arrays.first, *arrays.plain]]
     pointers += [f"{x} = pointer_to(work.{x}, float64)" for x in arrays.totals]
-    time = {x: "t_before" if backward and x in arrays.before else "t" for x in arrays.of_steps}
-    offsets = [f"at_{x} = n * work.{x}_n + {time[x]} * work.{x}_t" for x in arrays.of_steps]
-    zeros = [f"{x}[at + j] = 0" for x in arrays.states]
-    if not backward:
-        inputs = [_load(x, "at + j") for x in arrays.states] + arrays.arguments(trace)
-        lines, results = lines_of(trace.forward, inputs)
-        stores = [f'store({x}, at + j, {y}, "{x}")' for x, y in zip(arrays.states, results, strict=True)]
-        stores += [f'store({x}, at_{x} + j, {y}, "{x}")' for x, y in zip(arrays.results, results, strict=True)]
-        body = _FORWARD.format(
-            zeros=_indented(6, zeros),
-            offsets=_indented(4, offsets),
-            lines=_indented(4, lines),
-            stores=_indented(5, stores),
-        )
-        return _LOOP.format(pointers=_indented(1, pointers), body=body)
-    pointers += [f"before_{x} = {x}" for x in arrays.before]
+    if backward:
+        pointers += [f"before_{x} = {x}" for x in arrays.before]
+    body = (_backward_body if backward else _forward_body)(trace, arrays)
+    return _LOOP.format(pointers=_indented(1, pointers), body=body)
+
+
+def _offset(x: str, t: str = "t") -> str:
+    """What sets the offset of an array's row at a step."""
+    return f"at_{x} = n * work.{x}_n + {t} * work.{x}_t"
+
+
+def _zeros(arrays: Arrays) -> str:
+    return _indented(6, [f"{x}[at + j] = 0" for x in arrays.states])
+
+
+def _forward_body(trace: Trace, arrays: Arrays) -> str:
+    """A step of the states."""
+    inputs = [_load(x, "at + j") for x in arrays.states] + arrays.arguments(trace)
+    lines, results = lines_of(trace.forward, inputs)
+    stores = [f'store({x}, at + j, {y}, "{x}")' for x, y in zip(arrays.states, results, strict=True)]
+    stores += [f'store({x}, at_{x} + j, {y}, "{x}")' for x, y in zip(arrays.results, results, strict=True)]
+    return _FORWARD.format(
+        zeros=_zeros(arrays),
+        offsets=_indented(4, [*map(_offset, arrays.of_steps)]),
+        lines=_indented(4, lines),
+        stores=_indented(5, stores),
+    )
+
+
+def _backward_body(trace: Trace, arrays: Arrays) -> str:
+    """A step of their gradients."""
+    offsets = [_offset(x, "t_before" if x in arrays.before else "t") for x in arrays.of_steps]
     offsets += [f"before_{x} = {x}" for x in arrays.before]
     firsts = [f"before_{x}, at_{x} = {y}, n * work.{y}_n" for x, y in zip(arrays.before, arrays.first, strict=True)]
     absents = [f"before_{x}, at_{x} = absent, 0" for x in arrays.before]
@@ -138,13 +154,12 @@ def print_loop(trace: Trace, backward: bool) -> str:
         for x, total in zip(arrays.sums, arrays.totals, strict=True)
         for line in (f"{total}[at + j] += {x}[at + j]", f"{x}[at + j] = 0")
     ]
-    body = _BACKWARD.format(
+    return _BACKWARD.format(
         offsets=_indented(4, offsets),
         firsts=_indented(5, firsts),
         absents=_indented(5, absents),
         lines=_indented(4, lines),
         stores=_indented(5, stores),
-        zeros=_indented(6, zeros),
+        zeros=_zeros(arrays),
         flushes=_indented(6, flushes),
     )
-    return _LOOP.format(pointers=_indented(1, pointers), body=body)
