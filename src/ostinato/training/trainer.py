@@ -108,23 +108,14 @@ class Trainer:
             )
         self._graph = graph
         self._replayed: Differentiated | None = None
-        if precision == "auto":
-            has_bfloat16 = self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) >= (8, 0)
-            precision = "bfloat16" if has_bfloat16 else "float32"
-        self.precision = precision
+        self.precision = _best_precision(self.device) if precision == "auto" else precision
         if mesh is not None and self._share.steps_of > 1:
             sequence_parallel(model, mesh["cp"])
         self.model = model.to(self.device)
         self._replica = replica_of(self.model, mesh, shard)
         self.train_tokens = tokens[:train_size].to(self.device)
         self.held_out_tokens = tokens[train_size:][: settings.held_out_limit].to(self.device)
-        # Only matrices decay: norms and biases are scales and offsets, with no reason to be small.
-        parameters = list(model.parameters())
-        groups = [
-            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": settings.weight_decay},
-            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-        ]
-        self.optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=(0.9, settings.beta2), fused=True)
+        self.optimizer = _optimizer_of(self.model, settings)
         self.generator = torch.Generator(self.device).manual_seed(settings.seed)
         self.step = 0
         self.seconds = 0.0
@@ -340,6 +331,21 @@ def _loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     """Nats per token."""
     logits, _ = model(inputs)
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def _best_precision(device: torch.device) -> str:
+    has_bfloat16 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    return "bfloat16" if has_bfloat16 else "float32"
+
+
+def _optimizer_of(model: nn.Module, settings: TrainingSettings) -> torch.optim.AdamW:
+    # Only matrices decay: norms and biases are scales and offsets, with no reason to be small.
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": settings.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=(0.9, settings.beta2), fused=True)
 
 
 def _train_size(tokens: Tensor, settings: TrainingSettings) -> int:
