@@ -372,16 +372,6 @@ def test_nan_and_inf_stay_in_their_channel_and_their_future(backend, bad):
     assert torch.equal(~h.isfinite(), touched)
 
 
-@pytest.mark.parametrize("length", [0, 1, 2, 3, 64, 77])
-def test_blelloch_and_log_space_references(length):
-    torch.manual_seed(0)
-    a, b, h0 = (x.abs() for x in inputs(2, length, 3))
-    want, _ = loop(a, b, h0)
-    assert error(reference.blelloch_scan(a, b, h0), want) < 1e-12
-    if length:
-        assert error(reference.log_space_scan(a.log(), b.log(), h0.log()).exp(), want) < 1e-10
-
-
 @pytest.mark.parametrize("name", ["linear_scan", "log_linear_scan"])
 def test_operators_are_well_formed(name):
     torch.manual_seed(0)
