@@ -1,7 +1,6 @@
 """The steps of a shard, for each kind of recurrence: how they are run, and how they are reduced to P and L."""
 
 import copy
-import functools
 from collections.abc import Callable
 from typing import Any, Self, cast
 
@@ -124,7 +123,7 @@ class Linear:
     @property
     def has_kernel(self) -> bool:
         """Whether the reduction kernel can be used, which does not write the states in between."""
-        return self.device.type == "cuda" and self.backend in ("auto", "cuda") and _can_launch()
+        return self.device.type == "cuda" and self.backend in ("auto", "cuda") and nvrtc.can_launch()
 
     @property
     def most_at_once(self) -> int:
@@ -269,8 +268,3 @@ def _read_beside(x: Tensor, computed: torch.cuda.Event) -> Tensor:
     with torch.cuda.stream(torch.cuda.Stream(x.device)):
         computed.wait()
         return x.cpu()
-
-
-@functools.cache
-def _can_launch() -> bool:
-    return nvrtc.why_no_cuda() is None

@@ -58,6 +58,12 @@ def why_no_cuda() -> str | None:
 
 
 @functools.cache
+def can_launch() -> bool:
+    """Whether kernels can be compiled and launched here, asked once."""
+    return why_no_cuda() is None
+
+
+@functools.cache
 def source(*names: str) -> str:
     """The text of the CUDA files of this folder, one after the other."""
     folder = resources.files(__package__)

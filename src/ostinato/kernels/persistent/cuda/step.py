@@ -99,18 +99,13 @@ def step_of(
     """What makes a step of a layer, prepared once for its sizes; None where that would be no faster."""
     large = batch > 2 and _groups(batch) * GATES[cell] * hidden * (inputs + hidden) > MOST_READ
     pruned = mask_ih is not None or mask_hh is not None
-    if large or pruned or dtype not in SCALARS or not _compiles():
+    if large or pruned or dtype not in SCALARS or not nvrtc.can_launch():
         return None
     return _make(cell, dtype, hidden, inputs, batch)
 
 
 def _groups(batch: int) -> int:
     return -(-batch // MOST_AT_ONCE)
-
-
-@functools.cache
-def _compiles() -> bool:
-    return nvrtc.why_no_cuda() is None
 
 
 @functools.cache
