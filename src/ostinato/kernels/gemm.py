@@ -178,7 +178,7 @@ def transposed(x: Tensor, zeroed: Tensor | None = None) -> Tensor:
     return y
 
 
-def _linear_cpu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def _linear_cpu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``F.linear(x, weight, bias)`` and its gradients, as a convolution where that is faster."""
     if x.dtype != weight.dtype or not convolution.is_faster(x, weight.shape[0]):
         return F.linear(x, weight, bias)
@@ -202,7 +202,7 @@ def gradient_of_input(grad: Tensor, weight: Tensor, rounds: bool | None = None) 
     return _first(_matmul(grad, weight, rounds), channels)
 
 
-def transposes(grad: Tensor, x: Tensor, rounds: bool | None = None) -> bool:
+def transposes(grad: Tensor, x: Tensor, rounds: bool | None) -> bool:
     """Whether :func:`gradient_of_weight` transposes x, and so leaves out rows of it without another copy."""
     is_alone = grad.dtype == x.dtype and not torch.is_grad_enabled()
     return is_alone and _is_faster_transposed(x, grad, grad.shape[1], rounds)
@@ -226,7 +226,7 @@ def gradient_of_weight(grad: Tensor, x: Tensor, zeroed: Tensor | None = None, ro
     return _first(_matmul(grad.T, x, rounds)[:width], channels)
 
 
-def add_product(onto: Tensor, a: Tensor, b: Tensor, rounds: bool | None = None) -> Tensor:
+def add_product(onto: Tensor, a: Tensor, b: Tensor, rounds: bool | None) -> Tensor:
     """``onto.addmm_(a, b)`` of a contiguous matrix."""
     if rounds is not None and _is_cublas(a, b, rounds):
         return cublas.multiply(a, b, onto=onto, rounds=rounds)

@@ -18,7 +18,7 @@ from ostinato.kernels.dispatch import gradient, of_two, operator, or_empty
 from ostinato.kernels.eager import is_eager
 from ostinato.kernels.gemm import add_product, gradient_of_input, gradient_of_weight, linear, transposes
 from ostinato.kernels.persistent import plain, reference
-from ostinato.kernels.persistent.arguments import DIFFERENTIABLE, INPUTS, NEEDED_BITS, TENSORS, Arguments, Saved
+from ostinato.kernels.persistent.arguments import DIFFERENTIABLE, INPUTS, NEEDED_BITS, TENSORS, Arguments, Layer, Saved
 from ostinato.kernels.persistent.backends import kernels_on, plan_layer
 from ostinato.kernels.persistent.modes import is_vmapped_last, without_autocast
 from ostinato.kernels.persistent.plan import GATES, Call, Plan
@@ -240,32 +240,39 @@ def _back_through_time(executor: _Executor, *args: Any) -> Callable[[], tuple[Te
         of_biases: Any = kernels.gradients_of_biases(totals, grads.dtype, cell) if needed >> 5 else None
 
         def of_weight_hh() -> Tensor:
-            resets, h0, reverse = sequences.resets, layer.h0, sequences.reverse
-            are_rows = h.is_cuda and sequences.offsets is None and (resets is None or transposes(recurrent, h, rounds))
-            if not are_rows:
-                return gradient_of_weight(recurrent, before(), rounds=rounds)
-            # The states before all steps but the first are simply rows of h; on CPUs their number would not be round.
-            batch = sequences.batch
-            first, others = (slice(-batch, None), slice(-batch)) if reverse else (slice(batch), slice(batch, None))
-            earlier, zeroed = h[batch:] if reverse else h[:-batch], None if resets is None else resets[others]
-            found = gradient_of_weight(recurrent[others], earlier, zeroed, rounds)
-            if h0 is None:
-                return found
-            start = h0 if resets is None else torch.where(resets[first, None], 0.0, h0)
-            return add_product(found, recurrent[first].T, start, rounds)
+            found = _weight_gradient_by_rows(recurrent, h, layer, rounds)
+            found = gradient_of_weight(recurrent, before(), rounds=rounds) if found is None else found
+            return found.roll(-hidden, 0) if gru else found
 
         compute: tuple[Callable[[], Any], ...] = (
             lambda: gradient_of_input(inputs, given.weight_ih, rounds),
             lambda: grad_h0,
             lambda: grad_c0,
             lambda: gradient_of_weight(inputs, given.x, rounds=rounds),
-            lambda: of_weight_hh().roll(-hidden, 0) if gru else of_weight_hh(),
+            of_weight_hh,
             lambda: of_biases[0],
             lambda: of_biases[1],
         )
         return tuple(one() if needed & bit else None for one, bit in zip(compute, NEEDED_BITS, strict=True))
 
     return gradients
+
+
+def _weight_gradient_by_rows(grad: Tensor, h: Tensor, layer: Layer, rounds: bool) -> Tensor | None:
+    """The gradient of the recurrent weights, if the states before all steps but the first are simply rows of h.
+
+    On CPUs it is left out: their number would not be round.
+    """
+    batch, offsets, resets, reverse = layer.sequences
+    if not h.is_cuda or offsets is not None or not (resets is None or transposes(grad, h, rounds)):
+        return None
+    first, others = (slice(-batch, None), slice(-batch)) if reverse else (slice(batch), slice(batch, None))
+    earlier, zeroed = h[batch:] if reverse else h[:-batch], None if resets is None else resets[others]
+    found = gradient_of_weight(grad[others], earlier, zeroed, rounds)
+    if layer.h0 is None:
+        return found
+    start = layer.h0 if resets is None else torch.where(resets[first, None], 0.0, layer.h0)
+    return add_product(found, grad[first].T, start, rounds)
 
 
 def _recomputed(given: Arguments, h_prev: Tensor) -> tuple[Tensor, Tensor | None]:

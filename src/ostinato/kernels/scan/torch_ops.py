@@ -252,13 +252,13 @@ def owned(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _sequential(
-    ring: Semiring, a: Tensor, b: Tensor, h0: Tensor, reverse: bool, resets: Tensor | None = None
+    ring: Semiring, a: Tensor, b: Tensor, h0: Tensor, reverse: bool, resets: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     return ring.sequential(a, b, h0, reverse, resets)
 
 
 def _looped(
-    ring: Semiring, a: Tensor, b: Tensor, h0: Tensor, reverse: bool, resets: Tensor | None = None
+    ring: Semiring, a: Tensor, b: Tensor, h0: Tensor, reverse: bool, resets: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     inputs = [a, b] if resets is None else [a, b, resets[..., None]]
 

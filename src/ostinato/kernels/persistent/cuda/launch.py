@@ -34,9 +34,7 @@ class _Kernels(NamedTuple):
 
 
 @functools.cache
-def kernels(
-    geometry: Geometry, device: int, resets: bool = False, packed: bool = False, keeps: bool = False
-) -> _Kernels:
+def kernels(geometry: Geometry, device: int, resets: bool, packed: bool, keeps: bool) -> _Kernels:
     """The compiled kernels of a geometry, specialised as its :func:`~ostinato.kernels.persistent.cuda.source.macros`.
 
     Raises MemoryError if the device cannot hold all blocks at once.
