@@ -22,7 +22,7 @@ def test_plan():
     for block, path in (((16, 1), "block"), ((8, 4), "block"), ((1, 1), "sparse")):
         for training in (False, True):
             plan = ostinato.prune(layer, 0.03, block=block).plan(1, training=training, steps=100)
-            assert plan.path == path
+            assert (plan.path, plan.has_kernel) == (path, True)
             assert plan.reason.endswith("% of the weights are left, and only these are read")
         assert layer.plan(1, steps=1).path == layer.plan(8, steps=1).path == path
         assert layer.plan(256, steps=1).path == "dense"  # read once for all sequences, with zeros
@@ -30,7 +30,7 @@ def test_plan():
         assert layer.plan(1, steps=1, training=True).path == "steps"
     for dtype in (torch.bfloat16, torch.float16):
         plan = layer.plan(1, dtype)
-        assert plan.path == "steps"
+        assert (plan.path, plan.has_kernel) == ("steps", False)
         assert str(dtype) in plan.reason
     assert layer.to("meta").plan(1).reason == "layers on meta run in torch's own kernels"
     layer = pruned("GRU", 5, 32)
