@@ -115,8 +115,8 @@ def _arrays(tensors: Sequence[Tensor], order: Order) -> Arrays:
 
 def layer(given: LayerArguments) -> tuple[Tensor, Tensor]:
     pre, bias, h0, _, _, recurrence, _, directions, _ = given
-    dtype, gates = compute_dtype(pre), _steps(recurrence, False).sequences
-    layout, row = _layer_layout(gates, given)
+    dtype, gates = compute_dtype(pre), given.gates
+    layout, row = _layer_layout(given)
     wide = as_dtype(pre, dtype).contiguous()
     h = empty((*pre.shape[:-1], directions * layout.hidden), dtype)
     state = initial_state(h0, (directions, layout.batch, layout.hidden), dtype)
@@ -129,8 +129,8 @@ def layer_backward(
     given: LayerArguments, h: Tensor, grad_h: Tensor | None, grad_h_last: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     pre, bias, h0, _, _, recurrence, _, directions, _ = given
-    dtype, gates = compute_dtype(pre), _steps(recurrence, True).sequences
-    layout, row = _layer_layout(gates, given)
+    dtype, gates = compute_dtype(pre), given.gates
+    layout, row = _layer_layout(given)
     state = initial_state(grad_h_last, (directions, layout.batch, layout.hidden), dtype)
     grad_pre, wide, wide_h = empty_like(pre, dtype), as_dtype(pre, dtype).contiguous(), as_dtype(h, dtype).contiguous()
     rest = _gates(wide_h, 1, layout, row)
@@ -174,10 +174,10 @@ class Step:
         return state
 
 
-def _layer_layout(gates: int, given: LayerArguments) -> tuple[_Layout, tuple[int, int]]:
+def _layer_layout(given: LayerArguments) -> tuple[_Layout, tuple[int, int]]:
     """The layout, and the strides of steps and of sequences in rows."""
     pre, _, _, offsets, resets, _, batch_first, directions, _ = given
-    hidden = pre.shape[-1] // (directions * gates)
+    hidden = pre.shape[-1] // (directions * given.gates)
     if offsets is not None:
         offsets = offsets.to(torch.int64).contiguous()
         batch, length, row = int(offsets[1] - offsets[0]), offsets.shape[0] - 1, (1, 1)
@@ -202,14 +202,19 @@ def _of_gates(bias: Tensor | None, layout: _Layout) -> Sequence[Tensor]:
 
 
 def _run(
-    recurrence: str, layout: _Layout, parameters: Sequence[Tensor], state: Tensor, inputs: Arrays, rest: Arrays
+    recurrence: str,
+    layout: _Layout,
+    parameters: Sequence[Tensor],
+    state: Tensor,
+    inputs: Arrays,
+    rest: Arrays,
+    backward: bool = False,
 ) -> None:
-    """Call the forward loop; `rest` are the arrays of the result."""
-    loop, work_type = _loop(recurrence, False, state.dtype)
-    constants = _constants(recurrence, False, layout, parameters, state)
+    """Call a loop; `rest` is what follows the parameters in its structure, of the forward the arrays of the result."""
+    loop, work_type = _loop(recurrence, backward, state.dtype)
+    constants = _constants(recurrence, backward, layout, parameters, state)
     threads, tasks, groups, width = _parts(recurrence, layout)
-    addresses = [x.data_ptr() for x in constants]
-    of_channel = [*addresses, constants[0].stride(0) if constants else 0]
+    of_channel = [*(x.data_ptr() for x in constants), constants[0].stride(0) if constants else 0]
     run_loop(loop, work_type(0, tasks, groups, *_sizes(layout, width, state), *inputs, *of_channel, *rest), threads)
 
 
@@ -226,18 +231,13 @@ def _run_backward(
 
     `rest` are the arrays of the states, of their gradients, and of the gradients of the inputs.
     """
-    loop, work_type = _loop(recurrence, True, state.dtype)
-    constants = _constants(recurrence, True, layout, parameters, state)
-    threads, tasks, groups, width = _parts(recurrence, layout)
-    addresses = [x.data_ptr() for x in constants]
-    of_channel = [*addresses, constants[0].stride(0) if constants else 0]
-    zeros = state.new_zeros(layout.hidden)
+    zeros, (_, _, groups, _) = state.new_zeros(layout.hidden), _parts(recurrence, layout)
     before = [zeros.data_ptr(), 0] if h0 is None else [h0.data_ptr(), layout.hidden]
     sums = state.new_zeros(len(parameters), groups, layout.directions, layout.hidden)
     totals = torch.zeros_like(sums, dtype=torch.float64)
     of_sums = [x.data_ptr() for x in sums]
     rest = [*rest, *before, zeros.data_ptr(), *of_sums, totals.data_ptr()]
-    run_loop(loop, work_type(0, tasks, groups, *_sizes(layout, width, state), *inputs, *of_channel, *rest), threads)
+    _run(recurrence, layout, parameters, state, inputs, rest, backward=True)
     return totals.sum(1)
 
 
