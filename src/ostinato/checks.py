@@ -85,11 +85,21 @@ def check_resets(resets: object, name: str, x: Tensor) -> None:
 
 
 def check_packed(packed: PackedSequence) -> None:
-    """Raise ValueError unless its sizes fit its rows, by which kernels index these, and its orders fit the sizes."""
+    """Raise ValueError unless its sizes fit its rows, by which kernels index these, and its orders fit the sizes.
+
+    Compiled, the sizes are known at run time only, and the error is a RuntimeError.
+    """
     sizes, rows = packed.batch_sizes, len(packed.data)
+    orders = {name: getattr(packed, name) for name in ("sorted_indices", "unsorted_indices")}
+    if torch.compiler.is_compiling():
+        fits = (sizes.diff() <= 0).all() & (sizes[-1] >= 1) & (sizes.sum() == rows)
+        torch._assert_async(fits, "input.batch_sizes must be positive, never rise, and add up to the rows of input")
+        for name, indices in orders.items():
+            if indices is not None:
+                torch._assert_async(sizes[0] == len(indices), f"input.{name} must have an index for each sequence")
+        return
     batch = derived_from(sizes, ("rows", rows), lambda: _checked_batch(sizes, rows), by_value=True)
-    for name in ("sorted_indices", "unsorted_indices"):
-        indices = getattr(packed, name)
+    for name, indices in orders.items():
         if indices is not None and len(indices) != batch:
             raise ValueError(f"input.{name} must have an index for each of {batch} sequences; got {len(indices)}")
 

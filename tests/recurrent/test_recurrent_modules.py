@@ -12,6 +12,7 @@ from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.func import functional_call
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
@@ -96,6 +97,35 @@ def test_compiled_without_sequences_or_steps(cell, shape, fresh_compiler):
         assert (output.shape, last[0].shape) == ((*shape[:2], 16), (4, shape[1], 8))
         found = torch.autograd.grad(sum(y.sum() for y in (output, *last)), layer.parameters())
         assert not any(map(torch.any, found))
+
+
+@by("the CPU's")
+@pytest.mark.parametrize("cell", [ostinato.GRU, ostinato.MinGRU, ostinato.SRU])
+def test_compiled_packed_sequences(cell, fresh_compiler):
+    """Of any lengths in one graph.  Beyond what sizes and orders that do not fit say, kernels would read and write."""
+    torch.manual_seed(0)
+    layer, x = cell(5, 8), torch.randn(6, 5)
+    with torch._dynamo.config.patch(allow_rnn=True, capture_scalar_outputs=True):
+        compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        for sizes in ([3, 2, 1], [4, 2], [2, 2, 2], [3, 1, 1, 1]):
+            packed = PackedSequence(x, torch.tensor(sizes))
+            assert_same(compiled(packed), layer(packed), 1e-6)
+        for sizes in ([2, 4], [1, 900], [3, 2], [4, 4, 4], [-1, 7]):
+            with pytest.raises(RuntimeError, match="batch_sizes must be positive, never rise, and add up to the rows"):
+                compiled(PackedSequence(x, torch.tensor(sizes)))
+        with pytest.raises(RuntimeError, match=r"input\.sorted_indices must have an index for each sequence"):
+            compiled(PackedSequence(x, torch.tensor([3, 3]), torch.tensor([0]), torch.arange(3)))
+
+
+@by("the CPU's")
+@pytest.mark.parametrize("kind", ["RNN", "GRU", "LSTM"])
+@pytest.mark.parametrize("name", ["weight_hh_l0", "bias_hh_l0"])
+def test_compiled_with_a_parameter_of_another_shape(kind, name, fresh_compiler):
+    layer, x = make(kind, 5, 8), torch.randn(20, 2, 5)
+    other = getattr(layer, name).detach().repeat_interleave(2, -1)
+    setattr(layer, name, nn.Parameter(other))
+    with torch._dynamo.config.patch(allow_rnn=True), pytest.raises(ValueError, match=f"{name} must have shape"):
+        torch.compile(layer, backend="aot_eager")(x)
 
 
 def test_compiled_in_torchs_kernels_with_the_weights_of_the_call(fresh_compiler):

@@ -45,8 +45,7 @@ def as_given(input: Any, rows: Tensor, states: list[Tensor], batch_first: bool) 
 def size_of(input: Tensor | PackedSequence, batch_first: bool) -> tuple[int, int] | None:
     """How many sequences, and steps of the longest; None where the input has not the dimensions of any."""
     if isinstance(input, PackedSequence):
-        if not torch.compiler.is_compiling():
-            check_packed(input)
+        check_packed(input)
         return int(input.batch_sizes[0]), len(input.batch_sizes)
     if input.dim() == 3:
         return (input.shape[0], input.shape[1]) if batch_first else (input.shape[1], input.shape[0])

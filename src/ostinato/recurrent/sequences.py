@@ -116,8 +116,7 @@ class SequenceLayers(MaskedLayers):
         )
         if not fits:
             return None
-        if not torch.compiler.is_compiling():
-            self._check_shapes(weights)
+        self._check_shapes(weights)
         return KernelCall(batch, steps, computed if autocast else None, training)
 
     def _forward_kernels(
@@ -129,7 +128,7 @@ class SequenceLayers(MaskedLayers):
         if self._buffers:
             weights = self._weights(recurrent=training or not rows.is_cuda or torch.compiler.is_compiling())
         offsets = None
-        if isinstance(input, PackedSequence) and batch * steps != len(rows):
+        if isinstance(input, PackedSequence) and (torch.compiler.is_compiling() or batch * steps != len(rows)):
             offsets = offsets_of(input.batch_sizes, rows.device)
         begins: list[Tensor | None] = [resets, None]
         if resets is not None and self.bidirectional:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ostinato.checks import check_tensor
+from ostinato.kernels.export import constant_to_compilers
 from ostinato.kernels.persistent.plan import GATES
 from ostinato.masks import forget_pruned, keep_pruned, kept_weights, mask_name, mask_of, masked
 from ostinato.recurrent.torch_layers import TorchLayers
@@ -88,8 +89,7 @@ class MaskedLayers(TorchLayers):
         Raises ValueError for a parameter of another shape.
         """
         weights = self._unmasked_weights()
-        if not torch.compiler.is_compiling():
-            self._check_shapes(weights)
+        self._check_shapes(weights)
         if self._buffers:
             for i, name in enumerate(self._flat_weights_names):
                 if mask_name(name) in self._buffers and (recurrent or "_hh_" not in name):
@@ -97,8 +97,13 @@ class MaskedLayers(TorchLayers):
         return weights
 
 
+@constant_to_compilers
+def _shapes_of(*sizes: Any) -> list[tuple[int, ...]]:
+    return _computed_shapes(*sizes)
+
+
 @functools.lru_cache(4096)
-def _shapes_of(
+def _computed_shapes(
     mode: str, input_size: int, hidden_size: int, proj_size: int, layers: int, directions: int, bias: bool
 ) -> list[tuple[int, ...]]:
     rows, output = GATES[mode.lower()] * hidden_size, proj_size or hidden_size
