@@ -465,6 +465,19 @@ def test_a_parameter_replaced_by_a_smaller_one_or_none_is_an_error(name):
                     run(torch.randn(2, 5))
 
 
+@every_layer
+def test_a_parameter_left_on_the_meta_device_is_an_error(name):
+    """As by a checkpoint that lacks it: kernels, and PyTorch's product, read any memory in its place."""
+    make = LAYERS[name][0]
+    for own in [own for own, _ in make(5, 8).named_parameters() if own != "weight_ih_l0"]:
+        layer = make(5, 8)
+        setattr(layer, own, torch.nn.Parameter(getattr(layer, own).to("meta")))
+        for run in (layer.step, lambda x: layer(x[None]), lambda x: layer(x.expand(9, 2, 5))):  # noqa: B023
+            message = f"{own} must be on the device of weight_ih_l0, cpu; got meta"
+            with torch.no_grad(), pytest.raises(ValueError, match=message):
+                run(torch.randn(2, 5))
+
+
 @pytest.mark.parametrize("name", ["SRU", "ParaLSTM", "RGLRU"])
 @pytest.mark.parametrize("given", [False, True])
 def test_gradients_of_an_input_that_is_yet_to_be_negated(name, given):

@@ -229,13 +229,18 @@ class StackedLayers(nn.Module, Generic[State]):
     def _parameters_of(self, suffix: str, width: int) -> dict[str, Any]:
         """The parameters of a layer and direction whose input has `width` channels, by name; None for an absent bias.
 
-        Raises ValueError for one that was replaced by a tensor of another shape.
+        Raises ValueError for one that was replaced by a tensor of another shape, or is not on the input's device.
         """
-        found = {}
+        found, device = {}, self._parameter("weight_ih_l0").device
         for name, shape in self._shapes(width).items():
-            found[name] = parameter = self._parameter(f"{name}_{suffix}")
-            if parameter is not None and parameter.shape != shape:
-                raise ValueError(f"{name}_{suffix} must have shape {shape}; got {tuple(parameter.shape)}")
+            own = f"{name}_{suffix}"
+            found[name] = parameter = self._parameter(own)
+            if parameter is None:
+                continue
+            if parameter.shape != shape:
+                raise ValueError(f"{own} must have shape {shape}; got {tuple(parameter.shape)}")
+            if parameter.device != device:
+                raise ValueError(f"{own} must be on the device of weight_ih_l0, {device}; got {parameter.device}")
         return found
 
     def _of_layer(self, hx: Hidden, layer: int) -> Hidden:
