@@ -329,6 +329,29 @@ def test_compile_export_vmap_and_autocast(case):
         assert all(torch.equal(g, w) for g, w in zip(module(*arguments), want, strict=True))
 
 
+@pytest.mark.parametrize(
+    "function",
+    [lambda x, u, v: (torch.sigmoid(u), v * x), lambda h, x, u, v: torch.tanh(u * h + v * x)],
+    ids=["linear", "not linear"],
+)
+def test_gradients_of_two_parameters_compiled_and_differentiated_forward(function):
+    torch.manual_seed(0)
+    function, x = ostinato.recurrence(function), torch.randn(2, 9, 3, dtype=torch.float64)
+    uv = torch.randn(2, 3, dtype=torch.float64)
+
+    def loss(u, v, backend="auto"):
+        return function(x, u, v, backend=backend)[0].square().sum()
+
+    u, v = (row.clone().requires_grad_() for row in uv)
+    want = torch.autograd.grad(loss(u, v, "torch"), (u, v), create_graph=True)
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(torch.autograd.grad(compiled(u, v), (u, v)), want)
+
+    curvature = torch.autograd.grad(sum(g.sum() for g in want), (u, v))
+    pushed = torch.func.jvp(torch.func.grad(loss, (0, 1)), (*uv,), (torch.ones(3, dtype=uv.dtype),) * 2)[1]
+    torch.testing.assert_close(pushed, curvature)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_powers_of_two_and_their_logarithms_are_exact(dtype, backend):

@@ -90,7 +90,9 @@ def _linear_recurrence_backward_impl(
     shared = h, h0, grad_h, grad_h_last, order
     of_sequences, of_parameters, grad_h0 = kernels.scan_backward(recurrence, *shared, *arguments)
     grads = in_order(parse(recurrence).sequences, of_sequences, of_parameters)
-    return [or_empty(grad_h0, h), *(grad.to(x.dtype) for grad, x in zip(grads, arguments, strict=True))]
+    # Those of parameters are rows of one tensor, and what an operator returns must not share memory.
+    of_arguments = (grad.to(x.dtype, copy=x.dim() == 1) for grad, x in zip(grads, arguments, strict=True))
+    return [or_empty(grad_h0, h), *of_arguments]
 
 
 def _linear_recurrence_backward_fake(recurrence: str, h0: Tensor | None, h: Tensor, *rest: Any) -> list[Tensor]:
