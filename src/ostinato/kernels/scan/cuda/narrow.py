@@ -113,7 +113,7 @@ def _chain_pairs(scan: Criteria) -> Geometry | None:
 
     Tiles are smaller where larger ones would begin another wave, or not fill one.
     """
-    if scan.narrow_vector == 1 or not scan.gapless or scan.channels >= 32:
+    if scan.narrow_vector == 1 or not scan.gapless or scan.channels > MOST_CHANNELS:
         return None
     lanes = lanes_across(scan.channels, 2)
     interleaved = min(
@@ -128,7 +128,7 @@ def _chain_pairs(scan: Criteria) -> Geometry | None:
 
 def _look_back(scan: Criteria) -> Geometry | None:
     """Several sequences of a linear scan."""
-    few = (0 if scan.resets else 2) < scan.channels < 32 and scan.gapless and not scan.packed
+    few = (0 if scan.resets else 2) < scan.channels <= MOST_CHANNELS and scan.gapless and not scan.packed
     several = scan.sequences > (2 if scan.channels > 8 else 1 if scan.resets else 8)
     if not (few and several) or scan.element not in LINEAR or scan.itemsize > 4:
         return None
@@ -141,7 +141,7 @@ def _look_back(scan: Criteria) -> Geometry | None:
 def _interleave(scan: Criteria) -> Geometry | None:
     """Few sequences of up to seven channels, of eight in pieces of 16 bytes, or of up to 31 of a linear scan."""
     channels, numbers, pieces = scan.channels, scan.computed, scan.itemsize <= 4 and not scan.packed
-    most = 7 if not pieces else 31 if scan.element in LINEAR else 8
+    most = FEW_CHANNELS if not pieces else MOST_CHANNELS if scan.element in LINEAR else 8
     if not scan.gapless or channels > most:
         return None
     lanes = lanes_across(channels, 1)
