@@ -186,6 +186,19 @@ def recurrent(path, shape, in_clusters):
         case.check()
 
 
+def streamed(path, layer, in_clusters):
+    properties = torch.cuda.get_device_properties(0)
+    forward, *_ = persistent_layers.streamed(path, *layer, properties=properties)
+    backward = "sparse" if path == "block" else path
+    for back in persistent_layers.streamed(backward, *layer, properties=properties, backward=True):
+        if (back.cluster > 1) == in_clusters:
+            case = persistent_cases.Case(path, *layer, forward=forward, back=back)
+            inputs = case.inputs(6, resets=0.3)
+            case.forward(inputs, False)
+            persistent.backward(*case.gradients(inputs, False))
+            case.check()
+
+
 def rounded(in_clusters):
     layer = "gru", 130, 20
     case, properties = persistent_cases.Case("dense", *layer, torch.float32), torch.cuda.get_device_properties(0)
@@ -256,6 +269,8 @@ for kind, in_clusters in {"persistent": False, "clusters": True}.items():
     PARTS[f"{kind}-rounded"] = partial(rounded, in_clusters)
     PARTS[f"{kind}-turns"] = partial(in_turns, in_clusters, "gru", 512, 128, torch.float16)
     PARTS[f"{kind}-turns-rounded"] = partial(in_turns, in_clusters, "lstm", 512, 64, torch.float32)
+    for path, shape in persistent_cases.STREAMED:
+        PARTS[f"{kind}-streamed-{path}-{shape[0]}"] = partial(streamed, path, shape, in_clusters)
     for path, shape in persistent_cases.LAYERS:
         PARTS["-".join(map(str, (kind, path, *shape))).replace(" ", "")] = partial(recurrent, path, shape, in_clusters)
 

@@ -53,6 +53,16 @@ PRUNED = [
 LAYERS = [("dense", x) for x in DENSE]
 LAYERS += [("block", x) for x in PRUNED if x[5] != (1, 1)] + [("sparse", x) for x in PRUNED]
 
+STREAMED = [  # by persistent_layers.streamed
+    ("dense", ("gru", 771, 3, f16)),
+    ("dense", ("lstm", 515, 5, f32)),
+    ("block", ("gru", 771, 4, bf16, 0.9, (16, 1))),
+    ("block", ("lstm", 515, 5, f32, 0.8, (16, 1))),
+    ("sparse", ("lstm", 771, 4, f16, 0.7, (1, 1))),
+    ("sparse", ("gru", 771, 7, bf16, 0.9, (1, 1))),
+    ("sparse", ("rnn_tanh", 1030, 2, f32, 0.98, (1, 1))),
+]
+
 
 class Case:
     """A layer with random weights, and its inputs."""

@@ -65,6 +65,14 @@ def wide(cell, hidden, batch, dtype, backward, properties=H100):
     return [g for g in dense(cell, hidden, batch, dtype, backward, True, properties) if g.wide]
 
 
+def streamed(path, *layer, properties=H100, backward=False):
+    """Geometries on so few multiprocessors that they read weights from L2, the fewest of each size of clusters."""
+    device = search.Device(*(getattr(properties, name) for name in search.Device._fields))
+    few = device._replace(multi_processor_count=16 if path == "sparse" else 8)
+    found = candidates(path, *layer, properties=few, backward=backward)
+    return list({g.cluster: g for g in sorted(found, key=lambda g: -g.streamed) if g.streamed}.values())
+
+
 def random_mask(cell, hidden, density, block, device="cpu"):
     down, across = -(-hidden // block[0]), -(-hidden // block[1])
     kept = torch.rand(GATES[cell], down, across, device=device) < density

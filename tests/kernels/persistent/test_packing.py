@@ -9,9 +9,11 @@ import torch
 from gpus import H100
 from ostinato.kernels.persistent.cuda import packing, search
 from ostinato.kernels.persistent.cuda.costs import microseconds
+from ostinato.kernels.persistent.cuda.fitting import fill_registers
 from ostinato.kernels.persistent.cuda.geometry import Geometry
 from ostinato.kernels.persistent.plan import GATES
-from persistent_layers import candidates, random_mask
+from persistent_cases import STREAMED
+from persistent_layers import candidates, random_mask, streamed
 
 
 def packed_matrix(mask, chosen):
@@ -92,9 +94,9 @@ def test_whatever_a_plan_may_choose_can_be_packed(cell, path, block, backward):
 
 @pytest.mark.parametrize(("cell", "block"), [("lstm", (1, 1)), ("gru", (1, 1)), ("rnn_tanh", (8, 4)), ("gru", (8, 4))])
 def test_the_sparse_kernel_holds_what_its_estimate_says(cell, block):
-    """Evenly random masks of a small GPU's largest layer fit, and of one a tenth wider do not."""
+    """Evenly random masks of a small GPU's largest layer fit on the chip, and of one a tenth wider do not."""
     torch.manual_seed(0)
-    small = SimpleNamespace(**{**vars(H100), "multi_processor_count": 9})
+    small = SimpleNamespace(**{**vars(H100), "multi_processor_count": 9, "L2_cache_size": 0})
     fitting = [
         n for n in range(512, 3000, 16) if candidates("sparse", cell, n, 4, torch.float16, 0.1, block, properties=small)
     ]
@@ -105,10 +107,20 @@ def test_the_sparse_kernel_holds_what_its_estimate_says(cell, block):
         assert coverings or not fits
         mask = random_mask(cell, hidden, 0.1, block)
         for chosen in coverings[:1]:
-            if not fits:
-                with pytest.raises(MemoryError, match="do not fit on the chip in the sparse kernel"):
-                    packing.pack(mask, chosen, small.shared_memory_per_block_optin)
-                continue
             packed = packing.pack(mask, chosen, small.shared_memory_per_block_optin)
+            assert (packed.geometry.streamed == 0) == fits
+            if not fits:
+                continue
             estimate = candidates("sparse", cell, hidden, 4, torch.float16, 0.1, block, properties=small)[0].tiles
             assert 0.85 * estimate <= packed.geometry.tiles <= 1.02 * estimate
+
+
+@pytest.mark.parametrize("layer", [layer for path, layer in STREAMED if path == "sparse"], ids=lambda layer: layer[0])
+def test_what_is_streamed_is_what_the_mask_leaves_no_room_for(layer):
+    """However much the plan had expected."""
+    limit = H100.shared_memory_per_block_optin
+    planned, *_ = streamed("sparse", *layer)
+    for tiles in range(100, 300, 7):
+        filled = fill_registers(planned._replace(tiles=tiles), limit)
+        assert filled == fill_registers(planned._replace(tiles=tiles, streamed=0), limit)
+        assert filled.shared_bytes <= limit < filled.shared_bytes + filled.tile_bytes or not filled.streamed

@@ -13,8 +13,8 @@ from gpus import ARCHITECTURES, H100
 from ostinato.kernels.persistent import cuda, reference
 from ostinato.kernels.persistent.cuda import launch as cuda_launch
 from ostinato.kernels.persistent.cuda.fitting import fill_registers
-from persistent_cases import CELLS, LAYERS, TOLERANCE, Case, assert_compiles, double, errors
-from persistent_layers import candidate, candidates
+from persistent_cases import CELLS, LAYERS, STREAMED, TOLERANCE, Case, assert_compiles, double, errors
+from persistent_layers import candidate, candidates, streamed
 
 f16, bf16, f32 = torch.float16, torch.bfloat16, torch.float32
 
@@ -82,6 +82,32 @@ def test_match_the_reference(path, layer, nan_memory):
         case.check()
         expected = case.both(inputs, gradients, reverse, reference, double)
         assert errors(found, expected).max() < TOLERANCE[case.dtype]
+
+
+@pytest.mark.parametrize(("path", "layer"), STREAMED, ids=lambda x: x if isinstance(x, str) else x[0])
+def test_weights_read_from_l2_compile_without_a_gpu(path, layer):
+    pytest.importorskip("cuda.core")
+    for backward in (False, True):
+        for chosen in streamed(path, *layer, backward=backward)[:1]:
+            assert_compiles(chosen, "sm_90")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("path", "layer"), STREAMED, ids=lambda x: x if isinstance(x, str) else x[0])
+def test_weights_read_from_l2_match_the_reference(path, layer, nan_memory):
+    torch.manual_seed(0)
+    properties = torch.cuda.get_device_properties(0)
+    forward, *_ = streamed(path, *layer, properties=properties)
+    for back in streamed("sparse" if path == "block" else path, *layer, properties=properties, backward=True):
+        case = Case(path, *layer, forward=forward, back=back)
+        for steps, packed, resets in ((17, False, 0.0), (9, True, 0.2)):
+            inputs = case.inputs(steps, packed=packed, resets=resets)
+            found = case.both(inputs, gradients := case.gradients(inputs, packed), packed)
+            again = case.both(inputs, gradients, packed)
+            assert all(x is None or torch.equal(x, y) for x, y in zip(found, again, strict=True))
+            case.check()
+            expected = case.both(inputs, gradients, packed, reference, double)
+            assert errors(found, expected).max() < TOLERANCE[case.dtype]
 
 
 @pytest.mark.gpu

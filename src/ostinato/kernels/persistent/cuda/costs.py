@@ -22,7 +22,10 @@ class _Cost(NamedTuple):
     read: float = 0.0  # per 100 kB of state
     row: float = 0.0  # per 10 kB of a sequence's state for every eight sequences, for a lane's number of loads
     kept: float = 0.0  # per 100 kB of weights read from shared memory
+    streamed: float = 0.62  # per 100 kB of weights that a block reads from L2
     multiplied: float = 0.0  # per hundred tiles of a warp or entries of a thread, for every eight sequences
+    gathered: float = 0.0  # per thousand entries of a thread, for every byte of a unit's states
+    added: float = 0.0  # per thousand entries of a thread, for every sequence
     exact: float = 0.0  # the same for products of split numbers on tensor cores
     updated: float = 0.0  # per ten gates that a thread computes
     summed: float = 0.0  # per 64 row tiles of a sequence, for the reduction of partial sums
@@ -68,8 +71,25 @@ _COSTS = {
     ),
     ("block", False): _Cost(step=0.85, read=1.9, kept=0.37, multiplied=1.45, exact=4.1, updated=0.26),
     ("block", True): _Cost(step=0.85, read=1.9, kept=0.37, multiplied=1.45, exact=6.3, updated=0.26, cluster=0.20),
-    ("sparse", False): _Cost(step=0.80, read=4.1, kept=0.80, multiplied=2.10, updated=2.00),
-    ("sparse", True): _Cost(step=0.80, read=4.1, kept=0.80, multiplied=2.10, updated=2.00, cluster=0.20),
+    ("sparse", False): _Cost(
+        step=0.992,
+        read=2.89,
+        kept=0.861,
+        streamed=0.891,
+        multiplied=0.875,
+        gathered=1.51,
+        added=2.48,
+        updated=1.38,
+    ),
+    ("sparse", True): _Cost(
+        step=0.877,
+        read=1.62,
+        kept=0.391,
+        streamed=1.22,
+        gathered=2.65,
+        added=3.1,
+        updated=1.9,
+    ),
 }
 # Of states that stay in clusters.
 _WITHIN_CLUSTERS = _Cost(
@@ -101,8 +121,9 @@ _HALVED = 0.75  # of what sums cost, if half as many are reduced, as two warps r
 _SMALL_CLUSTER = 8  # blocks, beyond which each counts twice
 _SPLIT = 0.6  # of what exact products of eight sequences cost, once for all, to split the weights
 _BY_FMA = 1.3  # the cost factor of the dense kernel's exact products of one sequence
-_STREAMED = 0.62  # microseconds per 100 kB of weights that a block of the dense kernel reads from L2
-_SPLIT_STREAMED = 3.5  # times as much if these are split
+_SPLIT_STREAMED = 3.5  # times as much for streamed weights if these are split
+_CACHED = 8192  # instructions of a step that a multiprocessor's cache holds
+_UNCACHED = 3.0  # times as long for a step of more, all of which come from L2 then
 _SHORT = 0.186  # microseconds more per other block of a cluster, as products of 16 bits hide it only in turns
 _SHARE = 0.054  # microseconds per share of a strip of a warp of the block kernel
 _MASKED = 1.14  # the cost factor of a dense kernel whose weights are multiplied by a mask at every call
@@ -133,8 +154,9 @@ def microseconds(geometry: Geometry, batch: int, pruned: bool = False) -> float:
     step = cost.step + cost.read * geometry.columns * row / 1e5
     step += cost.row * passes * row / 1e4
     step += cost.kept * (geometry.tiles - geometry.held - geometry.streamed) * geometry.tile_bytes / 1e5
-    step += _STREAMED * (_SPLIT_STREAMED if splits else 1) * geometry.streamed * geometry.tile_bytes / 1e5
+    step += cost.streamed * (_SPLIT_STREAMED if splits else 1) * geometry.streamed * geometry.tile_bytes / 1e5
     step += products * geometry.tiles / 1e2
+    step += (cost.gathered * geometry.state_bytes + cost.added * geometry.columns) * geometry.tiles / 1e3
     step += cost.updated * geometry.gates / 10
     halved = _HALVED if geometry.column_parts < WARPS else 1
     step += cost.summed * halved * geometry.row_tiles * geometry.columns / 64
@@ -146,7 +168,9 @@ def microseconds(geometry: Geometry, batch: int, pruned: bool = False) -> float:
     step += cost.traffic * geometry.groups * geometry.columns * row / 1e6
     step += cost.partial * GATES[geometry.cell] / 10 if items > geometry.owners and items % geometry.owners else 0
     step += cost.uneven if uneven else 0
-    if geometry.path == "block":
+    if geometry.path == "sparse":
+        step *= _UNCACHED if _instructions(geometry) > _CACHED else 1
+    elif geometry.path == "block":
         step += _SHARE * len(geometry.share_tiles)
         step += _ROUND_TRIP * (ceil_div(geometry.words, geometry.words_in_flight) - 1)
     elif geometry.path == "dense" and not geometry.distributed:
@@ -154,6 +178,11 @@ def microseconds(geometry: Geometry, batch: int, pruned: bool = False) -> float:
     if pruned and geometry.path == "dense":
         step *= _MASKED
     return step * ceil_div(batch, geometry.sequences_at_once)
+
+
+def _instructions(geometry: Geometry) -> float:
+    """How many the sparse kernel has for a step, as all its entries are unrolled: counted in some twenty."""
+    return (12 + 4.6 * geometry.columns) * geometry.tiles
 
 
 class _TorchsCost(NamedTuple):

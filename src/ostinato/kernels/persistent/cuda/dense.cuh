@@ -4,9 +4,8 @@
 // within a tile is free, and chosen such that a word of the state in memory is a lane's fragment of the B operand; see
 // operand.cuh.
 //
-// HELD of a warp's TILES tiles stay in registers, others in shared memory.  STREAMED tiles, which do not fit on chip,
-// are read from L2 at every step, AHEAD tiles in advance: the first while the block waits for the state.  If the last
-// row tile has at most 8 rows (HALF), one tile holds them for two column tiles, in its upper and its lower half: it is
+// HELD of a warp's TILES tiles stay in registers, others in shared memory, or in L2 (streamed.cuh).  If the last row
+// tile has at most 8 rows (HALF), one tile holds them for two column tiles, in its upper and its lower half: it is
 // multiplied with the state of both, and of each product only one half is used.
 
 constexpr int ROW_TILES = (ROWS + 15) / 16 / SHARING;  // of a warp
@@ -14,7 +13,6 @@ constexpr bool HALF = (ROWS - 1) % 16 < 8;
 constexpr int FULL = ROW_TILES - HALF;
 constexpr int TILES = FULL * COLUMN_TILES + HALF * ((COLUMN_TILES + 1) / 2);
 constexpr int ON_CHIP = TILES - STREAMED;
-constexpr int AHEAD = 4;
 // In turns, tiles in shared memory are read two ahead if they are many.  More sequences leave no registers for it, and
 // a tile that two column tiles share is taken twice.
 constexpr bool READS_AHEAD = TURNS > 1 && SEQUENCE_TILES == 1 && !HALF && TILES - HELD >= 8;
@@ -31,11 +29,6 @@ constexpr int ROW_PITCH = BY_FOUR ? WARPS : 1;
 __device__ constexpr int tile_at(int column, int row) {
     return row < FULL ? column * FULL + HALF * ((column + 1) / 2) + row : column / 2 * (2 * FULL + 1) + FULL;
 }
-
-// Streamed tiles are spread evenly among all.
-__device__ constexpr int streamed_tile(int i) { return i * TILES / (STREAMED + !STREAMED); }
-__device__ constexpr int streamed_before(int tile) { return (tile * STREAMED + TILES - 1) / TILES; }
-__device__ constexpr bool is_streamed(int tile) { return streamed_before(tile + 1) > streamed_before(tile); }
 
 // How many of the ON_CHIP tiles before one are in registers: EARLY tiles in shared memory come first, then both kinds
 // are spread evenly.
@@ -85,10 +78,10 @@ __device__ inline int place_of_four(int row, int four, int sequence) {
 }
 
 struct Product {
-    const uint4* weights;  // this lane's part of the packed tiles: (BLOCKS, WARPS, TILES, 32 lanes) of 16 bytes
+    Streamed<TILES, PackedTiles> streamed;
     uint4 held[HELD + 1];  // no array is empty
     uint4* kept;           // this lane's part of the tiles in shared memory
-    uint4 ahead[STREAMED ? AHEAD : 1], early[EARLY + 1];
+    uint4 early[EARLY + 1];
     Operand operand;
     // The thread's number, by a shuffle: with a mask of resets, the compiler would read it again at every step, from a
     // special register, while all wait for the sums whose places it gives.
@@ -97,38 +90,31 @@ struct Product {
 
     Product() = default;  // of a thread that only adds sums
     __device__ Product(const Parameters& p, int block, uint4* shared)
-        : weights(reinterpret_cast<const uint4*>(p.packed) + (block * WARPS + warp_id()) * TILES * 32 + lane_id()),
+        : streamed{{reinterpret_cast<const uint4*>(p.packed) + (block * WARPS + warp_id()) * TILES * 32 + lane_id()}},
           kept(shared + Operand::SHARED / 16 + threadIdx.x), operand(p, shared) {
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile) {
-            if (is_streamed(tile)) continue;
-            const uint4 a = __ldcs(weights + tile * 32);
-            const int i = tile - streamed_before(tile);
+            if (streamed.has(tile)) continue;
+            const uint4 a = streamed.packed.load(tile);
+            const int i = tile - streamed.before(tile);
             if (is_held(i)) held[held_before(i)] = a;
             else kept[(i - held_before(i)) * THREADS] = a;
         }
-#pragma unroll
-        for (int i = 0; i < AHEAD && i < STREAMED; ++i) ahead[i] = streamed(i);
+        streamed.begin();
     }
 
-    __device__ uint4 streamed(int i) const { return __ldcg(weights + streamed_tile(i) * 32); }
-
-    // A tile's registers.  A streamed tile's slot is refilled with a later one, of this step or the next.
+    // A tile's registers.
     __device__ uint4 take(int tile) {
-        const int before = streamed_before(tile), i = tile - before;
-        if (!is_streamed(tile)) {
-            if (READS_AHEAD && !is_held(i)) {
-                const int k = i - held_before(i);
-                const uint4 a = early[k % 2];
-                if (k + 2 < TILES - HELD) early[k % 2] = kept[(k + 2) * THREADS];
-                return a;
-            }
-            if (i < EARLY) return early[i];
-            return is_held(i) ? held[held_before(i)] : kept[(i - held_before(i)) * THREADS];
+        if (streamed.has(tile)) return streamed.take(tile);
+        const int i = tile - streamed.before(tile);
+        if (READS_AHEAD && !is_held(i)) {
+            const int k = i - held_before(i);
+            const uint4 a = early[k % 2];
+            if (k + 2 < TILES - HELD) early[k % 2] = kept[(k + 2) * THREADS];
+            return a;
         }
-        const uint4 a = ahead[before % AHEAD];
-        ahead[before % AHEAD] = streamed(before + AHEAD < STREAMED ? before + AHEAD : before % AHEAD);
-        return a;
+        if (i < EARLY) return early[i];
+        return is_held(i) ? held[held_before(i)] : kept[(i - held_before(i)) * THREADS];
     }
 
     __device__ unsigned lane() const { return KEEPS_NUMBER ? number % 32 : lane_id(); }
@@ -159,7 +145,7 @@ struct Product {
 #pragma unroll
                 for (int r = 0; r < ROW_TILES; ++r) {
                     const int tile = tile_at(c, r);
-                    const bool taken = r == FULL && c % 2 && is_streamed(tile);
+                    const bool taken = r == FULL && c % 2 && streamed.has(tile);
                     const uint4 a = taken ? half : take(tile);
                     if (r == FULL) half = a;
 #pragma unroll

@@ -7,11 +7,13 @@ import torch
 from ostinato.kernels.persistent.cuda.geometry import REGISTERS, WARPS, Geometry, ceil_div
 from ostinato.kernels.persistent.plan import GATES
 
+PREFETCHED = 4  # tiles or entries that are streamed, which registers hold
+
 
 def split_strips(geometry: Geometry, strip_columns: Sequence[int], shared_limit: int) -> Geometry | None:
     """The geometry of the block kernel with the fewest accesses to shared memory, given the columns of each strip.
 
-    None if the weights do not fit on chip.
+    What does not fit on chip is streamed; None if even without weights a thread has too few registers.
     """
     strip_tiles = [max(1, ceil_div(n, geometry.tile_columns)) for n in strip_columns]
 
@@ -37,17 +39,29 @@ def fill_registers(geometry: Geometry, shared_limit: int) -> Geometry | None:
         return _fill_scattering(geometry)
     if geometry.path == "dense":
         return _fill_dense(geometry, shared_limit)
+    geometry = geometry._replace(streamed=0)  # of a plan, before the mask's tiles were counted
     if geometry.path == "block":
         words, places = 2 * geometry.columns * geometry.words_in_flight, geometry.tiles * geometry.tile_columns // 64
         others = places + words + 68 + 16 * (geometry.dtype == torch.float32) + 24 * geometry.backward
-        return _hold(geometry, (REGISTERS - others) // 4, shared_limit)
-    return _hold(geometry, (REGISTERS - 92 - 24 * geometry.backward) // geometry.parts, shared_limit)
+        free = (REGISTERS - others) // 4
+        return _hold(geometry, free, shared_limit) or _stream(geometry, free - PREFETCHED, shared_limit)
+    others = 92 + 24 * geometry.backward + 48 * (geometry.columns > 4)
+    free = (REGISTERS - others) // geometry.parts
+    return _hold(geometry, free, shared_limit) or _stream(geometry, free - PREFETCHED, shared_limit)
 
 
 def _hold(geometry: Geometry, most: int, shared_limit: int) -> Geometry | None:
     """As many tiles in registers as these have room for; None if the others do not fit into shared memory."""
     geometry = geometry._replace(held=max(0, min(geometry.tiles, most)))
     return geometry if geometry.shared_bytes <= shared_limit else None
+
+
+def _stream(geometry: Geometry, held: int, shared_limit: int) -> Geometry | None:
+    """Read from L2 what fits neither into registers, which have room for `held` tiles, nor into shared memory."""
+    room = (shared_limit - geometry._replace(tiles=0, held=0).shared_bytes) // geometry.tile_bytes
+    if room < 0 or held < 0:  # even without weights the compiler would spill
+        return None
+    return geometry._replace(held=held, streamed=geometry.tiles - held - room)
 
 
 def _fill_scattering(geometry: Geometry) -> Geometry | None:
@@ -78,7 +92,7 @@ def _fill_dense(geometry: Geometry, shared_limit: int) -> Geometry | None:
         return fill_registers(geometry._replace(streamed=1), shared_limit)
     # Prefetched tiles take registers, too, which so large a state of numbers in tf32 leaves in time.
     tf32 = geometry.dtype == torch.float32 and not geometry.exact
-    free = max(0, free - (0 if tf32 and states == 128 else 4))
+    free = max(0, free - (0 if tf32 and states == 128 else PREFETCHED))
     return _hold(geometry._replace(streamed=geometry.tiles - free - room), free, shared_limit)
 
 

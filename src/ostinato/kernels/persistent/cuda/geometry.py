@@ -55,7 +55,7 @@ class Geometry(NamedTuple):
     tiles: int = 0  # of a warp; of the sparse kernel: entries, two weights of a thread
     held: int = 0  # of these in registers; the others are in shared memory
     distributed: bool = False  # states stay in the shared memory of a cluster of all blocks of a group
-    streamed: int = 0  # of the dense kernel's: read from L2 at every step, as they do not fit on chip
+    streamed: int = 0  # of these, read from L2 at every step, as they do not fit on chip
     sum_buffers: int = 2  # for the partial sums of a step; with one, warps wait for each other before they write theirs
     shares: int = 1  # into which the block kernel splits each strip of 16 rows
     share_tiles: tuple[int, ...] = ()  # tiles of a warp's first share, of its second, ...

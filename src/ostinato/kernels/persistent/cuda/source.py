@@ -12,7 +12,11 @@ def files(geometry: Geometry) -> tuple[str, ...]:
     if geometry.wide:
         kernel = "backward_wide.cu" if geometry.backward else "forward_wide.cu"
         return _paths("layout.cuh", "exchange.cuh", "wide.cuh", "wide_product.cuh", "wide_loops.cuh", kernel)
-    needs = {"dense": ("mma.cuh",), "block": ("mma.cuh", "state.cuh"), "sparse": ("state.cuh",)}
+    needs = {
+        "dense": ("mma.cuh", "streamed.cuh"),
+        "block": ("mma.cuh", "state.cuh", "streamed.cuh"),
+        "sparse": ("state.cuh", "streamed.cuh"),
+    }
     product: tuple[str, ...] = ("operand.cuh", "dense.cuh") if geometry.path == "dense" else (f"{geometry.path}.cuh",)
     products: tuple[str, ...] = (*product, "prepare.cuh", "forward.cu")
     if geometry.backward:
@@ -77,12 +81,14 @@ def _macros_of_product(geometry: Geometry) -> tuple[tuple[str, object], ...]:
     """The definitions for the file with the matrix product."""
     if geometry.wide:
         return (("SHARED_BYTES", geometry.shared_bytes),)
+    streamed = ("STREAMED", geometry.streamed)
     if geometry.path == "dense":
-        return ("STREAMED", geometry.streamed), ("SHARING", WARPS // geometry.column_parts)
+        return streamed, ("SHARING", WARPS // geometry.column_parts)
     state = ("STATE_COLUMNS", geometry.state_bytes // geometry.dtype.itemsize)
     if geometry.path == "sparse":
-        return ("ENTRIES", geometry.tiles), state
-    return ("TILES", geometry.tiles), ("SHARES", geometry.shares), ("LAST_TILES", _last_tiles(geometry)), state
+        return ("ENTRIES", geometry.tiles), streamed, state
+    shares = ("SHARES", geometry.shares), ("LAST_TILES", _last_tiles(geometry))
+    return ("TILES", geometry.tiles), streamed, *shares, state
 
 
 def feature(geometry: Geometry) -> str:

@@ -3,12 +3,13 @@
 // A thread works on one row of the block; a row has as many consecutive threads as its weights need, so the load is
 // about even.  For each weight a thread gathers the batch of one unit from shared memory in one load; weights are
 // ordered such that the gathers of a warp are free of bank conflicts.  A thread's weights are ENTRIES entries of two,
-// of which HELD stay in registers, spread evenly, the others in shared memory.
+// of which HELD stay in registers, spread evenly, the others in shared memory, or in L2 (streamed.cuh).
 
 constexpr int SUMS = COLUMNS * THREADS;
 constexpr int PARTS = sizeof(Scalar) == 2 ? 2 : 3;  // of an entry, 4 bytes each
 
-__device__ constexpr int held_before(int entry) { return entry * HELD / ENTRIES; }
+// How many of the entries on chip before one are in registers.
+__device__ constexpr int held_before(int entry) { return entry * HELD / (ENTRIES - STREAMED); }
 __device__ constexpr bool is_held(int entry) { return held_before(entry + 1) > held_before(entry); }
 
 // Two weights and their places.  With 16-bit weights each part is a (place, weight) pair; with 32-bit ones the first
@@ -31,6 +32,17 @@ struct Entry {
     __device__ static float lower(unsigned both) {
         if (BFLOAT16) return __uint_as_float(both << 16);
         return Half::of_bits(both & 0xffffu);
+    }
+};
+
+// This thread's part of the packed entries: (BLOCKS, ENTRIES, PARTS, THREADS).
+struct PackedEntries {
+    const unsigned* thread;
+    __device__ Entry load(int entry) const {
+        Entry loaded;
+#pragma unroll
+        for (int i = 0; i < PARTS; ++i) loaded.part[i] = __ldcg(thread + (entry * PARTS + i) * THREADS);
+        return loaded;
     }
 };
 
@@ -59,22 +71,42 @@ __device__ inline void pack_weights(const Parameters& p, int i) {
 struct Product {
     Entry held[HELD + 1];  // no array is empty
     unsigned* kept;        // this thread's parts of the entries in shared memory
+    Streamed<ENTRIES, PackedEntries> streamed;
     SharedState state;
 
-    // packed: (BLOCKS, ENTRIES, PARTS, THREADS)
     // index and places: (BLOCKS, ENTRIES, 2, THREADS); index is 1-based into the matrix, 0 for padding
     __device__ Product(const Parameters& p, int block, uint4* shared)
-        : kept(reinterpret_cast<unsigned*>(shared + STATE_PIECES) + threadIdx.x), state(shared) {
-        const unsigned* weights = p.packed + block * ENTRIES * PARTS * THREADS + threadIdx.x;
+        : kept(reinterpret_cast<unsigned*>(shared + STATE_PIECES) + threadIdx.x),
+          streamed{{p.packed + block * ENTRIES * PARTS * THREADS + threadIdx.x}}, state(shared) {
 #pragma unroll
         for (int entry = 0; entry < ENTRIES; ++entry) {
+            if (streamed.has(entry)) continue;
+            const Entry loaded = streamed.packed.load(entry);
+            const int i = entry - streamed.before(entry);
+            if (is_held(i)) {
+                held[held_before(i)] = loaded;
+            } else {
 #pragma unroll
-            for (int i = 0; i < PARTS; ++i) {
-                const unsigned part = __ldcs(weights + (entry * PARTS + i) * THREADS);
-                if (is_held(entry)) held[held_before(entry)].part[i] = part;
-                else kept[((entry - held_before(entry)) * PARTS + i) * THREADS] = part;
+                for (int j = 0; j < PARTS; ++j) kept[((i - held_before(i)) * PARTS + j) * THREADS] = loaded.part[j];
             }
         }
+        streamed.begin();
+    }
+
+    // A thread's entry, packed: the compiler would hoist the unpacking.
+    __device__ Entry take(int number) {
+        if (streamed.has(number)) return streamed.take(number);
+        const int i = number - streamed.before(number);
+        Entry entry;
+        if (is_held(i)) {
+            entry = held[held_before(i)];
+#pragma unroll
+            for (int j = 0; j < PARTS; ++j) asm volatile("" : "+r"(entry.part[j]));
+        } else {
+#pragma unroll
+            for (int j = 0; j < PARTS; ++j) entry.part[j] = kept[((i - held_before(i)) * PARTS + j) * THREADS];
+        }
+        return entry;
     }
 
     __device__ void add(float (&d)[STATE_COLUMNS], unsigned place, float weight) const {
@@ -109,16 +141,7 @@ struct Product {
         float d[STATE_COLUMNS] = {};
 #pragma unroll
         for (int i = 0; i < ENTRIES; ++i) {
-            Entry entry;
-            if (is_held(i)) {
-                entry = held[held_before(i)];
-#pragma unroll
-                for (int j = 0; j < PARTS; ++j)
-                    asm volatile("" : "+r"(entry.part[j]));  // keeps it packed: the unpacking would be hoisted
-            } else {
-#pragma unroll
-                for (int j = 0; j < PARTS; ++j) entry.part[j] = kept[((i - held_before(i)) * PARTS + j) * THREADS];
-            }
+            const Entry entry = take(i);
             add(d, entry.place(0), entry.weight(0));
             add(d, entry.place(1), entry.weight(1));
         }
