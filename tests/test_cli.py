@@ -276,6 +276,19 @@ def test_the_curve_stays_out_of_the_text(run):
     assert run(*on, "--curve", "curve.json")[0] == 0
 
 
+def test_the_curve_replaces_no_checkpoint(run):
+    refused = "curve must be another file than the checkpoints, which it would replace; got "
+    Path("link").symlink_to("out")
+    for curve in ("out/last.safetensors", "link/best.safetensors"):
+        assert error(train(run, "--curve", curve)) == refused + curve
+    assert train(run)[0] == 0
+    before = Path("out/last.safetensors").read_bytes()
+    for steps, output in ((6, "out"), (8, "out"), (8, "other")):  # the first has nothing left to train
+        on = ("train", "--resume", "out/last.safetensors", "--steps", steps, "--output", output, "--device", "cpu")
+        assert error(run(*on, "--curve", "out/last.safetensors")) == refused + "out/last.safetensors"
+    assert Path("out/last.safetensors").read_bytes() == before
+
+
 @pytest.mark.parametrize(
     "command",
     [

@@ -128,7 +128,7 @@ def _train(
     trainer = run.trainer
     last, best = output / "last.safetensors", output / "best.safetensors"
     if curve and is_first():
-        _check_apart(curve, run.text)
+        _check_apart(curve, run.text, (last, best, resume))
         check_file(curve)
 
     def keep(point: "Point | None") -> None:
@@ -165,9 +165,11 @@ def _train(
     )
 
 
-def _check_apart(curve: Path, text: Path | None) -> None:
-    """The curve must not become part of the text, which a run that goes on has to find as it was."""
+def _check_apart(curve: Path, text: Path | None, checkpoints: tuple[Path | None, ...]) -> None:
+    """The curve must not replace a checkpoint, nor become part of the text: a run that goes on has to find both."""
     target, source = curve.resolve(), text and text.resolve()
+    if target in (path.resolve() for path in checkpoints if path):
+        raise ValueError(f"curve must be another file than the checkpoints, which it would replace; got {curve}")
     if source and (target == source or (source.is_dir() and target.is_relative_to(source))):
         raise ValueError(f"curve must be outside the text, {text}, or --resume would find another text; got {curve}")
 
