@@ -499,6 +499,8 @@ def test_bad_input_is_refused():
         stepper.reset(torch.zeros(3, dtype=torch.bool))
     with pytest.raises(ValueError, match=r"state must have the shapes \(1, 2, 16\); got \(1, 3, 16\)"):
         stepper.state = torch.zeros(1, 3, 16)
+    with pytest.raises(ValueError, match=r"state must have the shapes \(1, 2, 16\); got no tensor"):
+        stepper.state = None
     with pytest.raises(TypeError, match="state must be made of tensors, in tuples and lists; got str"):
         stepper.state = "zero"
     with pytest.raises(TypeError, match=r"module must have y, state = step\(.*; got .*MinGRUCell"):

@@ -294,4 +294,4 @@ def _map_state(function: Callable[[Tensor], Tensor], state: Any) -> Any:
 
 
 def _shapes(tensors: list[Tensor]) -> str:
-    return ", ".join(str(tuple(x.shape)) for x in tensors)
+    return ", ".join(str(tuple(x.shape)) for x in tensors) or "no tensor"
