@@ -18,7 +18,7 @@ from persistent_layers import candidates, random_mask, streamed
 
 def packed_matrix(mask, chosen):
     """The rows of each block as its packing has them, the columns in order, of the numbers of the mask's places."""
-    pack = packing.pack(mask, chosen, H100.shared_memory_per_block_optin)
+    pack = packing.pack(mask, chosen, H100)
     chosen, numbers = pack.geometry, pack.indices
     places = pack.places.long() & 0xFFFF
     order = torch.cat((packing._column_of_place(chosen), torch.full((packing.ZERO_PLACES,), chosen.slice)))
@@ -88,7 +88,7 @@ def test_whatever_a_plan_may_choose_can_be_packed(cell, path, block, backward):
     found = candidates(path, cell, 200, 12, torch.float32, 0.1, block, properties=small, backward=backward)
     assert found
     for chosen in found:
-        packed = packing.pack(mask, chosen, small.shared_memory_per_block_optin)
+        packed = packing.pack(mask, chosen, small)
         assert packed.geometry.blocks * chosen.groups <= 9
 
 
@@ -107,12 +107,22 @@ def test_the_sparse_kernel_holds_what_its_estimate_says(cell, block):
         assert coverings or not fits
         mask = random_mask(cell, hidden, 0.1, block)
         for chosen in coverings[:1]:
-            packed = packing.pack(mask, chosen, small.shared_memory_per_block_optin)
-            assert (packed.geometry.streamed == 0) == fits
             if not fits:
+                with pytest.raises(MemoryError, match="do not fit on the chip in the sparse kernel"):
+                    packing.pack(mask, chosen, small)
                 continue
+            packed = packing.pack(mask, chosen, small)
             estimate = candidates("sparse", cell, hidden, 4, torch.float16, 0.1, block, properties=small)[0].tiles
             assert 0.85 * estimate <= packed.geometry.tiles <= 1.02 * estimate
+
+
+def test_a_mask_with_all_weights_in_few_units_is_not_packed():
+    """Each block would have as many as the fullest one, most of them read from L2 at every step."""
+    found = candidates("sparse", "lstm", 2304, 4, torch.float16, 0.1, (1, 1))
+    mask = torch.zeros(4, 2304, 2304, dtype=torch.bool)
+    mask[:, :230] = True
+    with pytest.raises(MemoryError, match="do not fit on the chip in the sparse kernel"):
+        packing.pack(mask.flatten(0, 1), min(found, key=lambda g: microseconds(g, 4)), H100)
 
 
 @pytest.mark.parametrize("layer", [layer for path, layer in STREAMED if path == "sparse"], ids=lambda layer: layer[0])

@@ -1,6 +1,7 @@
 """Which of a geometry's weights are in registers, in shared memory or in L2, as far as they fit."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -8,6 +9,11 @@ from ostinato.kernels.persistent.cuda.geometry import REGISTERS, WARPS, Geometry
 from ostinato.kernels.persistent.plan import GATES
 
 PREFETCHED = 4  # tiles or entries that are streamed, which registers hold
+
+
+def most_streamed(properties: Any) -> float:
+    """Bytes of weights that all blocks may read from L2 at every step, beside what else is there."""
+    return properties.L2_cache_size * 2 / 3
 
 
 def split_strips(geometry: Geometry, strip_columns: Sequence[int], shared_limit: int) -> Geometry | None:

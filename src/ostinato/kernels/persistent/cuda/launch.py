@@ -73,7 +73,7 @@ def packing_of(mask: Tensor, geometry: Geometry) -> Packing:
 
     def make() -> Packing:
         properties: Any = torch.cuda.get_device_properties(mask.device)
-        packing = pack(mask, geometry, properties.shared_memory_per_block_optin)
+        packing = pack(mask, geometry, properties)
         if not torch.cuda.is_current_stream_capturing():  # the next use may be on another stream
             torch.cuda.current_stream(mask.device).synchronize()
         return packing

@@ -3,13 +3,13 @@
 The weights themselves are read from the parameter at every launch.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ostinato.kernels.persistent.cuda.fitting import fill_registers, split_strips
+from ostinato.kernels.persistent.cuda.fitting import fill_registers, most_streamed, split_strips
 from ostinato.kernels.persistent.cuda.geometry import THREADS, WARPS, ZERO_PLACES, Geometry
 
 
@@ -22,18 +22,18 @@ class Packing(NamedTuple):
     spans: Tensor | None = None
 
 
-def pack(mask: Tensor, geometry: Geometry, shared_limit: int) -> Packing:
+def pack(mask: Tensor, geometry: Geometry, properties: Any) -> Packing:
     """The packing of the weights that a (gates * H, H) mask keeps, for the geometry's "block" or "sparse" kernel.
 
-    Raises MemoryError if the mask is so uneven that the weights do not fit.
+    Raises MemoryError if the mask is so uneven that the weights do not fit the device with these `properties`.
     """
     numbers = torch.arange(1, mask.numel() + 1, dtype=torch.int32, device=mask.device).view(mask.shape)
     rows = _rows_of_blocks(torch.where(mask.bool(), numbers, 0), geometry)
-    return (_pack_block if geometry.path == "block" else _pack_sparse)(rows, geometry, shared_limit)
+    return (_pack_block if geometry.path == "block" else _pack_sparse)(rows, geometry, properties)
 
 
-def _fitting(geometry: Geometry | None, path: str) -> Geometry:
-    if geometry is None:
+def _fitting(geometry: Geometry | None, path: str, properties: Any) -> Geometry:
+    if geometry is None or geometry.bytes_streamed > most_streamed(properties):
         raise MemoryError(f"the recurrent weights that this mask leaves do not fit on the chip in the {path} kernel")
     return geometry
 
@@ -52,14 +52,15 @@ def _rows_of_blocks(matrix: Tensor, geometry: Geometry) -> Tensor:
     return slices.transpose(1, 2).flatten(0, 1)
 
 
-def _pack_block(rows: Tensor, geometry: Geometry, shared_limit: int) -> Packing:
+def _pack_block(rows: Tensor, geometry: Geometry, properties: Any) -> Packing:
     """Strips of 16 rows with their nonzero columns, split into shares of equal numbers of tiles, assigned to warps."""
     blocks, width, banks, pitch = rows.shape[0], geometry.tile_columns, geometry.banks, geometry.slice
     column = _column_of_place(geometry).to(rows.device)
     strips = rows.view(blocks, -1, 16, pitch)[..., column]
     needed = (strips > 0).any(2)
     counts = needed.sum(2)
-    geometry = _fitting(split_strips(geometry, counts.amax(0).tolist(), shared_limit), "block")
+    split = split_strips(geometry, counts.amax(0).tolist(), properties.shared_memory_per_block_optin)
+    geometry = _fitting(split, "block", properties)
 
     # Sorted by rank within the bank, so that consecutive places are in different banks.
     ranks = F.pad(needed, (0, -pitch % banks)).unflatten(2, (-1, banks)).cumsum(2).flatten(2)[..., :pitch]
@@ -91,7 +92,7 @@ def _pack_block(rows: Tensor, geometry: Geometry, shared_limit: int) -> Packing:
     return Packing(geometry, packed, _narrow(all_places))
 
 
-def _pack_sparse(rows: Tensor, geometry: Geometry, shared_limit: int) -> Packing:
+def _pack_sparse(rows: Tensor, geometry: Geometry, properties: Any) -> Packing:
     """Each row's weights, distributed over as many consecutive threads as it needs."""
     blocks, banks, pitch, device = rows.shape[0], geometry.banks, geometry.slice, rows.device
     column = _column_of_place(geometry).to(device)
@@ -99,7 +100,8 @@ def _pack_sparse(rows: Tensor, geometry: Geometry, shared_limit: int) -> Packing
     kept = rows > 0
     counts = kept.sum(2)
     size = _weights_of_a_thread(counts)
-    geometry = _fitting(fill_registers(geometry._replace(tiles=size // 2), shared_limit), "sparse")
+    filled = fill_registers(geometry._replace(tiles=size // 2), properties.shared_memory_per_block_optin)
+    geometry = _fitting(filled, "sparse", properties)
     threads = (counts + size - 1) // size
     starts = threads.cumsum(1) - threads
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ostinato.kernels.persistent.cuda.costs import microseconds
-from ostinato.kernels.persistent.cuda.fitting import fill_registers, split_strips
+from ostinato.kernels.persistent.cuda.fitting import fill_registers, most_streamed, split_strips
 from ostinato.kernels.persistent.cuda.geometry import SCALARS, THREADS, WARPS, ZERO_PLACES, Geometry, ceil_div, round_up
 from ostinato.kernels.persistent.plan import GATES, Plan, no_kernel
 
@@ -172,10 +172,10 @@ def candidates(
         filled = _with_weights(covering, density, block or (1, 1), properties.shared_memory_per_block_optin)
         if filled is None:
             continue
-        most_streamed = properties.L2_cache_size * 2 / 3 if filled.turns == 1 else 0  # in turns: twice a step
+        most = most_streamed(properties) if filled.turns == 1 else 0  # in turns: twice a step
         # Of groups in turn, products of few tiles hide little of an exchange.
         enough = filled.turns == 1 or filled.tiles >= LEAST_TILES[start.backward]
-        if enough and filled.bytes_streamed * share <= most_streamed:
+        if enough and filled.bytes_streamed * share <= most:
             yield filled
 
 
