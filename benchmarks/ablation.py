@@ -57,14 +57,14 @@ TIMEOUT = "    Timeout timeout(p.failure);\n"
 WAIT = "if (UNITS * exchanged() <= THREADS - 32 && !POLLS_EARLY) __syncthreads();"
 LOAD = "        product.start_load(state, taken);\n"
 UPDATE = "        units.update(rows, product, sums, state, taken);\n"
-TAKE = "if (READS_AHEAD && !is_held(i)) {"
+TAKE = "if (READS_AHEAD && !weights.is_held(tile)) {"
 WIDE = '@p " LOAD_STATE ".v2.b64 {%0, %1}, [" address "];"'
 ALL = ("dense", "block", "sparse")
 # What is switched off, of which kernels, and how: what stands in the source, and what is put in its place.
 SWITCHES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     "weights on the chip": (  # but in the second-level cache
         ("dense",),
-        {TAKE: f"return streamed.packed.load(tile); {TAKE}"},
+        {TAKE: f"return weights.memory.load(tile); {TAKE}"},
     ),
     "states as their own flags": (  # but a counter, raised when a block's states are visible to the others
         ALL,

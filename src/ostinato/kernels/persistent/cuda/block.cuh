@@ -2,9 +2,8 @@
 //
 // A tile is 16 rows by 32 bytes of a strip's nonzero columns, in any order; their state is gathered from shared memory,
 // one address per column.  The tiles of each strip are split into SHARES, which are assigned to the warps round-robin.
-// All warps have the same number of tiles in a round; LAST_TILES marks the last tile of each share.  HELD of a warp's
-// TILES tiles stay in registers, spread evenly, the others in shared memory, or in L2 (streamed.cuh).  The columns of a
-// strip are ordered such that gathers are free of bank conflicts.
+// All warps have the same number of tiles in a round; LAST_TILES marks the last tile of each share.  Where a warp's
+// TILES tiles are, weights.cuh says.  The columns of a strip are ordered such that gathers are free of bank conflicts.
 
 __device__ constexpr bool ends_share(int tile) {
     constexpr unsigned long long last[] = {LAST_TILES};  // a bit for each tile
@@ -20,10 +19,6 @@ constexpr int CHAINS = 4;            // independent accumulators, to hide the la
 constexpr int AT_ONCE_GATHERED = 8;  // tiles whose gathers are in flight together
 constexpr int TILE_COLUMNS = 32 / sizeof(Scalar);
 constexpr int GATHERS = (TILES * TILE_COLUMNS + 31) / 32;  // column indices that a lane holds, two in a register
-
-// How many of the tiles on chip before one are in registers.
-__device__ constexpr int held_before(int tile) { return tile * HELD / (TILES - STREAMED); }
-__device__ constexpr bool is_held(int tile) { return held_before(tile + 1) > held_before(tile); }
 
 // Packs one lane's registers of one tile.
 constexpr int PACKED = BLOCKS * WARPS * TILES * 32;
@@ -42,39 +37,18 @@ __device__ inline void pack_weights(const Parameters& p, int i) {
 }
 
 struct Product {
-    uint4 held[HELD + 1];  // no array is empty
+    Weights<TILES, Tiles> weights;
     unsigned places[(GATHERS + 1) / 2];
-    uint4* kept;           // this lane's part of the tiles in shared memory
-    Streamed<TILES, PackedTiles> streamed;
     SharedState state;
 
-    // packed:  (BLOCKS, WARPS, TILES, 32 lanes) of 16 bytes
     // index:   (BLOCKS, WARPS, TILES, 32 lanes, elements in 16 bytes), 1-based indices into the matrix, 0 for padding
     // places:  (BLOCKS, WARPS, GATHERS rounded up to even, 32 lanes), of the columns of consecutive tiles
     __device__ Product(const Parameters& p, int block, uint4* shared)
-        : kept(shared + STATE_PIECES + threadIdx.x),
-          streamed{{reinterpret_cast<const uint4*>(p.packed) + (block * WARPS + warp_id()) * TILES * 32 + lane_id()}},
-          state(shared) {
-#pragma unroll
-        for (int tile = 0; tile < TILES; ++tile) {
-            if (streamed.has(tile)) continue;
-            const uint4 a = streamed.packed.load(tile);
-            const int i = tile - streamed.before(tile);
-            if (is_held(i)) held[held_before(i)] = a;
-            else kept[(i - held_before(i)) * THREADS] = a;
-        }
-        streamed.begin();
+        : weights(tiles_of_lane<TILES>(p, block, shared + STATE_PIECES)), state(shared) {
         constexpr int PAIRS = (GATHERS + 1) / 2;
         const unsigned short* mine = p.places + (block * WARPS + warp_id()) * 2 * PAIRS * 32 + lane_id();
 #pragma unroll
         for (int i = 0; i < PAIRS; ++i) places[i] = mine[2 * i * 32] | unsigned(mine[(2 * i + 1) * 32]) << 16;
-    }
-
-    // A tile's registers.
-    __device__ uint4 take(int tile) {
-        if (streamed.has(tile)) return streamed.take(tile);
-        const int i = tile - streamed.before(tile);
-        return is_held(i) ? held[held_before(i)] : kept[(i - held_before(i)) * THREADS];
     }
 
     __device__ int place(int gather) const {
@@ -125,7 +99,7 @@ struct Product {
         for (int tile = 0; tile < TILES; ++tile) {
             const int turn = tile / AT_ONCE_GATHERED % 2, at = tile % AT_ONCE_GATHERED;
             if (at == 0) gather(tile + AT_ONCE_GATHERED, b[1 - turn]);
-            const uint4 a = take(tile);
+            const uint4 a = weights.take(tile);
             mma(d[tile % CHAINS], a, b[turn][at][0], b[turn][at][1], Scalar());
             if (!ends_share(tile)) continue;
 #pragma unroll

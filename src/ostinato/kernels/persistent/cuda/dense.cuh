@@ -4,15 +4,14 @@
 // within a tile is free, and chosen such that a word of the state in memory is a lane's fragment of the B operand; see
 // operand.cuh.
 //
-// HELD of a warp's TILES tiles stay in registers, others in shared memory, or in L2 (streamed.cuh).  If the last row
-// tile has at most 8 rows (HALF), one tile holds them for two column tiles, in its upper and its lower half: it is
-// multiplied with the state of both, and of each product only one half is used.
+// Where a warp's TILES tiles are, weights.cuh says.  If the last row tile has at most 8 rows (HALF), one tile holds them
+// for two column tiles, in its upper and its lower half: it is multiplied with the state of both, and of each product
+// only one half is used.
 
 constexpr int ROW_TILES = (ROWS + 15) / 16 / SHARING;  // of a warp
 constexpr bool HALF = (ROWS - 1) % 16 < 8;
 constexpr int FULL = ROW_TILES - HALF;
 constexpr int TILES = FULL * COLUMN_TILES + HALF * ((COLUMN_TILES + 1) / 2);
-constexpr int ON_CHIP = TILES - STREAMED;
 // In turns, tiles in shared memory are read two ahead if they are many.  More sequences leave no registers for it, and
 // a tile that two column tiles share is taken twice.
 constexpr bool READS_AHEAD = TURNS > 1 && SEQUENCE_TILES == 1 && !HALF && TILES - HELD >= 8;
@@ -29,11 +28,6 @@ constexpr int ROW_PITCH = BY_FOUR ? WARPS : 1;
 __device__ constexpr int tile_at(int column, int row) {
     return row < FULL ? column * FULL + HALF * ((column + 1) / 2) + row : column / 2 * (2 * FULL + 1) + FULL;
 }
-
-// How many of the ON_CHIP tiles before one are in registers: EARLY tiles in shared memory come first, then both kinds
-// are spread evenly.
-__device__ constexpr int held_before(int tile) { return tile <= EARLY ? 0 : (tile - EARLY) * HELD / (ON_CHIP - EARLY); }
-__device__ constexpr bool is_held(int tile) { return held_before(tile + 1) > held_before(tile); }
 
 // Of a warp, among the block's.
 __device__ inline int first_row(int warp) { return warp % SHARING * ROW_TILES * 16; }
@@ -78,9 +72,7 @@ __device__ inline int place_of_four(int row, int four, int sequence) {
 }
 
 struct Product {
-    Streamed<TILES, PackedTiles> streamed;
-    uint4 held[HELD + 1];  // no array is empty
-    uint4* kept;           // this lane's part of the tiles in shared memory
+    Weights<TILES, Tiles, EARLY> weights;
     uint4 early[EARLY + 1];
     Operand operand;
     // The thread's number, by a shuffle: with a mask of resets, the compiler would read it again at every step, from a
@@ -90,31 +82,17 @@ struct Product {
 
     Product() = default;  // of a thread that only adds sums
     __device__ Product(const Parameters& p, int block, uint4* shared)
-        : streamed{{reinterpret_cast<const uint4*>(p.packed) + (block * WARPS + warp_id()) * TILES * 32 + lane_id()}},
-          kept(shared + Operand::SHARED / 16 + threadIdx.x), operand(p, shared) {
-#pragma unroll
-        for (int tile = 0; tile < TILES; ++tile) {
-            if (streamed.has(tile)) continue;
-            const uint4 a = streamed.packed.load(tile);
-            const int i = tile - streamed.before(tile);
-            if (is_held(i)) held[held_before(i)] = a;
-            else kept[(i - held_before(i)) * THREADS] = a;
-        }
-        streamed.begin();
-    }
+        : weights(tiles_of_lane<TILES>(p, block, shared + Operand::SHARED / 16)), operand(p, shared) {}
 
-    // A tile's registers.
+    // A tile's registers.  None is streamed where some are read early.
     __device__ uint4 take(int tile) {
-        if (streamed.has(tile)) return streamed.take(tile);
-        const int i = tile - streamed.before(tile);
-        if (READS_AHEAD && !is_held(i)) {
-            const int k = i - held_before(i);
+        if (READS_AHEAD && !weights.is_held(tile)) {
+            const int k = tile - weights.held_before(tile);
             const uint4 a = early[k % 2];
-            if (k + 2 < TILES - HELD) early[k % 2] = kept[(k + 2) * THREADS];
+            if (k + 2 < TILES - HELD) early[k % 2] = weights.memory.kept(k + 2);
             return a;
         }
-        if (i < EARLY) return early[i];
-        return is_held(i) ? held[held_before(i)] : kept[(i - held_before(i)) * THREADS];
+        return tile < EARLY ? early[tile] : weights.take(tile);
     }
 
     __device__ unsigned lane() const { return KEEPS_NUMBER ? number % 32 : lane_id(); }
@@ -132,7 +110,7 @@ struct Product {
         auto &[d, halves] = accumulators;
         do {
 #pragma unroll
-            for (int tile = 0; tile < EARLY; ++tile) early[tile] = kept[tile * THREADS];
+            for (int tile = 0; tile < EARLY; ++tile) early[tile] = weights.memory.kept(tile);
             operand.wait(timeout);
             accumulators = {};
             uint4 half;  // the last tile shared by two column tiles
@@ -145,7 +123,7 @@ struct Product {
 #pragma unroll
                 for (int r = 0; r < ROW_TILES; ++r) {
                     const int tile = tile_at(c, r);
-                    const bool taken = r == FULL && c % 2 && streamed.has(tile);
+                    const bool taken = r == FULL && c % 2 && weights.is_streamed(tile);
                     const uint4 a = taken ? half : take(tile);
                     if (r == FULL) half = a;
 #pragma unroll

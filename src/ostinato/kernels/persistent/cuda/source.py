@@ -13,9 +13,9 @@ def files(geometry: Geometry) -> tuple[str, ...]:
         kernel = "backward_wide.cu" if geometry.backward else "forward_wide.cu"
         return _paths("layout.cuh", "exchange.cuh", "wide.cuh", "wide_product.cuh", "wide_loops.cuh", kernel)
     needs = {
-        "dense": ("mma.cuh", "streamed.cuh"),
-        "block": ("mma.cuh", "state.cuh", "streamed.cuh"),
-        "sparse": ("state.cuh", "streamed.cuh"),
+        "dense": ("mma.cuh", "weights.cuh"),
+        "block": ("mma.cuh", "state.cuh", "weights.cuh"),
+        "sparse": ("state.cuh", "weights.cuh"),
     }
     product: tuple[str, ...] = ("operand.cuh", "dense.cuh") if geometry.path == "dense" else (f"{geometry.path}.cuh",)
     products: tuple[str, ...] = (*product, "prepare.cuh", "forward.cu")

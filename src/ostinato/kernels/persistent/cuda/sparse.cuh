@@ -2,15 +2,11 @@
 //
 // A thread works on one row of the block; a row has as many consecutive threads as its weights need, so the load is
 // about even.  For each weight a thread gathers the batch of one unit from shared memory in one load; weights are
-// ordered such that the gathers of a warp are free of bank conflicts.  A thread's weights are ENTRIES entries of two,
-// of which HELD stay in registers, spread evenly, the others in shared memory, or in L2 (streamed.cuh).
+// ordered such that the gathers of a warp are free of bank conflicts.  A thread's weights are ENTRIES entries of two;
+// where they are, weights.cuh says.
 
 constexpr int SUMS = COLUMNS * THREADS;
 constexpr int PARTS = sizeof(Scalar) == 2 ? 2 : 3;  // of an entry, 4 bytes each
-
-// How many of the entries on chip before one are in registers.
-__device__ constexpr int held_before(int entry) { return entry * HELD / (ENTRIES - STREAMED); }
-__device__ constexpr bool is_held(int entry) { return held_before(entry + 1) > held_before(entry); }
 
 // Two weights and their places.  With 16-bit weights each part is a (place, weight) pair; with 32-bit ones the first
 // part holds both places.
@@ -35,14 +31,32 @@ struct Entry {
     }
 };
 
-// This thread's part of the packed entries: (BLOCKS, ENTRIES, PARTS, THREADS).
-struct PackedEntries {
-    const unsigned* thread;
+// Entries in memory.
+struct Entries {
+    using Piece = Entry;
+    const unsigned* packed;  // this thread's part: (BLOCKS, ENTRIES, PARTS, THREADS)
+    unsigned* shared;        // (entries, PARTS, THREADS), from this thread's first
+
     __device__ Entry load(int entry) const {
         Entry loaded;
 #pragma unroll
-        for (int i = 0; i < PARTS; ++i) loaded.part[i] = __ldcg(thread + (entry * PARTS + i) * THREADS);
+        for (int j = 0; j < PARTS; ++j) loaded.part[j] = __ldcg(packed + (entry * PARTS + j) * THREADS);
         return loaded;
+    }
+    __device__ Entry kept(int i) const {
+        Entry entry;
+#pragma unroll
+        for (int j = 0; j < PARTS; ++j) entry.part[j] = shared[(i * PARTS + j) * THREADS];
+        return entry;
+    }
+    __device__ void keep(int i, const Entry& entry) const {
+#pragma unroll
+        for (int j = 0; j < PARTS; ++j) shared[(i * PARTS + j) * THREADS] = entry.part[j];
+    }
+    // Keeps an entry packed in registers: the compiler would hoist the unpacking.
+    static __device__ void pin(Entry& entry) {
+#pragma unroll
+        for (int j = 0; j < PARTS; ++j) asm volatile("" : "+r"(entry.part[j]));
     }
 };
 
@@ -69,45 +83,14 @@ __device__ inline void pack_weights(const Parameters& p, int i) {
 }
 
 struct Product {
-    Entry held[HELD + 1];  // no array is empty
-    unsigned* kept;        // this thread's parts of the entries in shared memory
-    Streamed<ENTRIES, PackedEntries> streamed;
+    Weights<ENTRIES, Entries> weights;
     SharedState state;
 
     // index and places: (BLOCKS, ENTRIES, 2, THREADS); index is 1-based into the matrix, 0 for padding
     __device__ Product(const Parameters& p, int block, uint4* shared)
-        : kept(reinterpret_cast<unsigned*>(shared + STATE_PIECES) + threadIdx.x),
-          streamed{{p.packed + block * ENTRIES * PARTS * THREADS + threadIdx.x}}, state(shared) {
-#pragma unroll
-        for (int entry = 0; entry < ENTRIES; ++entry) {
-            if (streamed.has(entry)) continue;
-            const Entry loaded = streamed.packed.load(entry);
-            const int i = entry - streamed.before(entry);
-            if (is_held(i)) {
-                held[held_before(i)] = loaded;
-            } else {
-#pragma unroll
-                for (int j = 0; j < PARTS; ++j) kept[((i - held_before(i)) * PARTS + j) * THREADS] = loaded.part[j];
-            }
-        }
-        streamed.begin();
-    }
-
-    // A thread's entry, packed: the compiler would hoist the unpacking.
-    __device__ Entry take(int number) {
-        if (streamed.has(number)) return streamed.take(number);
-        const int i = number - streamed.before(number);
-        Entry entry;
-        if (is_held(i)) {
-            entry = held[held_before(i)];
-#pragma unroll
-            for (int j = 0; j < PARTS; ++j) asm volatile("" : "+r"(entry.part[j]));
-        } else {
-#pragma unroll
-            for (int j = 0; j < PARTS; ++j) entry.part[j] = kept[((i - held_before(i)) * PARTS + j) * THREADS];
-        }
-        return entry;
-    }
+        : weights(Entries{p.packed + block * ENTRIES * PARTS * THREADS + threadIdx.x,
+                          reinterpret_cast<unsigned*>(shared + STATE_PIECES) + threadIdx.x}),
+          state(shared) {}
 
     __device__ void add(float (&d)[STATE_COLUMNS], unsigned place, float weight) const {
         constexpr int LOADED = STATE_BYTES / 4;
@@ -141,7 +124,7 @@ struct Product {
         float d[STATE_COLUMNS] = {};
 #pragma unroll
         for (int i = 0; i < ENTRIES; ++i) {
-            const Entry entry = take(i);
+            const Entry entry = weights.take(i);
             add(d, entry.place(0), entry.weight(0));
             add(d, entry.place(1), entry.weight(1));
         }
