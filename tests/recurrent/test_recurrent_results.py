@@ -11,7 +11,7 @@ from torch._subclasses import FakeTensorMode
 from torch.nn.utils.rnn import pack_padded_sequence
 
 import ostinato
-from ostinato.kernels.persistent import operators
+from ostinato.kernels.persistent import directions
 from recurrent_layers import (
     BLOCKS,
     CELLS,
@@ -309,7 +309,7 @@ def test_both_directions_at_once_are_those_in_turn(cell, monkeypatch):
         return *results, *torch.autograd.grad(sum(y.float().sum() for y in results), [x, *layer.parameters()])
 
     with monkeypatch.context() as context:
-        context.setattr(operators, "beside", lambda call, *directions: [call(*args) for args in directions])
+        context.setattr(directions, "beside", lambda call, *directions: [call(*args) for args in directions])
         expected = both()
     for _ in range(20):
         poison = [torch.full((1 << n,), float("nan"), device="cuda") for n in range(10, 25)]

@@ -139,58 +139,62 @@ def _transformed(
 
 
 class _Part(SimpleNamespace):
-    """What one of two calls keeps of the context that they share."""
+    """What one of several calls keeps of the context that they share."""
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
         self.saved_tensors = tensors
 
     def set_materialize_grads(self, _: bool) -> None:
-        """Do nothing: gradients of two calls are never materialised."""
+        """Do nothing: gradients of several calls are never materialised."""
 
 
-def of_two(name: str, call: Callable, prepare: Callable, setup_context: Callable, backward: Callable) -> Callable:
-    """A function of two calls' arguments that returns what an operator, ``call``, returns for each.
+def of_several(name: str, separately: Callable, prepare: Callable, keep: Callable, backward: Callable) -> Callable:
+    """A function of several calls' arguments that returns what an operator returns for each.
 
-    In eager mode both are one node of autograd.  ``prepare(first, second)`` returns the function that computes both
-    results of calls like these, and ``backward(function, contexts, grads)`` the gradients of both, given those of each.
-    The function's ``prepared(first, second)`` is as that of :func:`operator`.
+    In eager mode all are one node of autograd.  ``prepare(*calls)`` returns the function that computes all results of
+    calls like these, ``keep(parts, calls, results)`` saves what each needs, and ``backward(function, parts, grads)``
+    returns the gradients of each, given those of its results.  Otherwise ``separately(*calls)`` computes all results.
+    The function's ``prepared(*calls)`` is as that of :func:`operator`.
     """
 
-    def run_and_keep(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
-        calls, ctx.run = _halves(args[:-1]), args[-1]
-        results, ctx.parts, saved = ctx.run(*calls), [_Part(), _Part()], []
-        for part, inputs, output in zip(ctx.parts, calls, results, strict=True):
-            setup_context(part, inputs, output)
-            saved += part.__dict__.pop("saved_tensors")
-        ctx.save_for_backward(*saved)
+    def run_and_keep(ctx: Any, count: int, *args: Any) -> tuple[Tensor, ...]:
+        calls, ctx.run = _split(args[:-1], count), args[-1]
+        results, ctx.parts = ctx.run(*calls), [_Part() for _ in calls]
+        keep(ctx.parts, calls, results)
+        ctx.save_for_backward(*(x for part in ctx.parts for x in part.__dict__.pop("saved_tensors")))
         ctx.set_materialize_grads(False)
-        return *results[0], *results[1]
+        return tuple(x for result in results for x in result)
 
-    def backward_of_both(ctx: Any, *grads: Tensor | None) -> tuple:
-        each = zip(ctx.parts, _halves(ctx.saved_tensors), _halves(ctx.needs_input_grad[:-1]), strict=True)
+    def backward_of_all(ctx: Any, *grads: Tensor | None) -> tuple:
+        count = len(ctx.parts)
+        each = zip(ctx.parts, *(_split(x, count) for x in (ctx.saved_tensors, ctx.needs_input_grad[1:-1])), strict=True)
         parts = [_Part(**vars(part), saved_tensors=saved, needs_input_grad=needed) for part, saved, needed in each]
-        first, second = backward(ctx.run, parts, _halves(grads))
-        return *first, *second, None
+        found = backward(ctx.run, parts, _split(grads, count))
+        return None, *(grad for of_one in found for grad in of_one), None
 
-    apply = _apply_of(_autograd_function(name, forward=run_and_keep, backward=backward_of_both))
+    apply = _apply_of(_autograd_function(name, forward=run_and_keep, backward=backward_of_all))
 
-    def prepared(first: tuple, second: tuple) -> Callable:
-        run: Callable = prepare(first, second)
-        if not is_differentiated((*first, *second)):
+    def prepared(*calls: tuple) -> Callable:
+        run: Callable = prepare(*calls)
+        if not is_differentiated(_joined(calls)):
             return run
-        return lambda first, second: _halves(apply(*first, *second, run))
+        return lambda *calls: _split(apply(len(calls), *_joined(calls), run), len(calls))
 
-    def both(first: tuple, second: tuple) -> Any:
-        if not is_eager((*first, *second)):
-            return call(*first), call(*second)
-        return prepared(first, second)(first, second)
+    def several(*calls: tuple) -> Any:
+        return prepared(*calls)(*calls) if is_eager(_joined(calls)) else separately(*calls)
 
-    both.prepared = prepared  # type: ignore[attr-defined]
-    return both
+    several.prepared = prepared  # type: ignore[attr-defined]
+    return several
 
 
-def _halves(x: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-    return x[: len(x) // 2], x[len(x) // 2 :]
+def _joined(calls: Sequence[tuple]) -> list[Any]:
+    return [x for call in calls for x in call]
+
+
+def _split(x: Sequence[Any], count: int) -> list[Sequence[Any]]:
+    """The parts of a sequence, which are as many and equally long."""
+    size = len(x) // count
+    return [x[first : first + size] for first in range(0, len(x), size)]
 
 
 def gradient(

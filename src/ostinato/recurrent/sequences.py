@@ -11,8 +11,9 @@ from torch.nn.utils.rnn import PackedSequence
 from ostinato.episodes import in_reverse_of_rows
 from ostinato.kernels.eager import Prepared
 from ostinato.kernels.persistent.backends import plan_layer
+from ostinato.kernels.persistent.directions import recurrent_layers
 from ostinato.kernels.persistent.modes import can_take, is_vmapped
-from ostinato.kernels.persistent.operators import recurrent_layer, recurrent_layers
+from ostinato.kernels.persistent.operators import recurrent_layer
 from ostinato.kernels.persistent.plan import Call, Plan, no_kernel
 from ostinato.kernels.precision import layers_round
 from ostinato.layers import autocast_dtype, of_one_layer

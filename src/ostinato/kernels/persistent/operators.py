@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ostinato.kernels.dispatch import gradient, of_two, operator, or_empty
+from ostinato.kernels.dispatch import gradient, operator, or_empty
 from ostinato.kernels.eager import is_eager
 from ostinato.kernels.gemm import add_product, gradient_of_input, gradient_of_weight, linear, transposes
 from ostinato.kernels.persistent import plain, reference
@@ -23,12 +23,11 @@ from ostinato.kernels.persistent.backends import kernels_on, plan_layer
 from ostinato.kernels.persistent.modes import is_vmapped_last, without_autocast
 from ostinato.kernels.persistent.plan import GATES, Call, Plan
 from ostinato.kernels.precision import layers_round
-from ostinato.kernels.streams import beside
 
-_NOTHING = (None,) * (INPUTS - len(DIFFERENTIABLE))  # the gradients of the other inputs
+NOTHING = (None,) * (INPUTS - len(DIFFERENTIABLE))  # the gradients of the other inputs
 
 
-class _Executor(NamedTuple):
+class Executor(NamedTuple):
     """Who computes a layer, chosen by its sizes and mask alone; called with the operator's arguments, it does so."""
 
     kernels: Any
@@ -37,26 +36,37 @@ class _Executor(NamedTuple):
 
     def __call__(self, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         given = Arguments(*args)
-        x, layer, training = given.x, given.layer, given.training
-        if torch.is_autocast_enabled(x.device.type):  # the tensors are converted already
-            with torch.autocast(x.device.type, enabled=False):
-                return self(*args)
-        if layer.mask_hh is not None and x.is_cuda and not training and self.plan.path not in ("block", "sparse"):
-            # The other kernels need not, as they look weights up.
-            layer = layer._replace(weight_hh=torch.where(layer.mask_hh, layer.weight_hh, 0.0))
-        projected = linear(x, given.weight_ih, given.bias_ih, self.rounds)
-        output, h_n, c_n, c = self.kernels.forward(layer, projected, self.plan, training)
-        c_width, gates_width = _kept_widths(given)
-        if c is None or not c_width:
-            c = x.new_empty(len(x), c_width, dtype=_dtype_of_c(given))
-        return output, h_n, or_empty(c_n, x), c, projected if gates_width else x.new_empty(len(x), 0)
+        with without_autocast(given.x.device.type):  # the tensors are converted already
+            projected = linear(given.x, given.weight_ih, given.bias_ih, self.rounds)
+            computed = self.kernels.forward(self.layer_of(given), projected, self.plan, given.training)
+        return with_kept(given, projected, *computed)
+
+    def layer_of(self, given: Arguments) -> Layer:
+        """The layer as the kernels take it."""
+        layer = given.layer
+        if (
+            layer.mask_hh is None
+            or not layer.mask_hh.is_cuda
+            or given.training
+            or self.plan.path in ("block", "sparse")
+        ):
+            return layer
+        # The other kernels need not, as they look weights up.
+        return layer._replace(weight_hh=torch.where(layer.mask_hh, layer.weight_hh, 0.0))
 
 
-def _executor_of(*args: Any) -> _Executor:
+def executor_of(*args: Any) -> Executor:
     """That of the operator's arguments: its kernels, or the loop over time where none fits."""
     given = Arguments(*args)
+    plan = plan_layer(given.mask_hh, call_of(given))
+    kernels = kernels_on(given.x.device) if plan.has_kernel else reference
+    return Executor(kernels, plan, layers_round(given.x.device, given.x.dtype))
+
+
+def call_of(given: Arguments) -> Call:
+    """What the plan depends on."""
     x, sequences = given.x, given.sequences
-    call = Call(
+    return Call(
         x.device,
         given.cell,
         given.weight_hh.shape[1],
@@ -69,9 +79,6 @@ def _executor_of(*args: Any) -> _Executor:
         resets=given.resets is not None,
         packed=given.offsets is not None,
     )
-    plan = plan_layer(given.mask_hh, call)
-    kernels = kernels_on(x.device) if plan.has_kernel else reference
-    return _Executor(kernels, plan, layers_round(x.device, x.dtype))
 
 
 def _recurrent_layer(
@@ -99,11 +106,22 @@ def _recurrent_layer(
     """
     tensors = x, h0, c0, weight_ih, weight_hh, bias_ih, bias_hh, mask_hh, offsets, resets
     args = *tensors, batch, cell, reverse, training, path, directions
-    return _executor_of(*args)(*args) if batch else _recurrent_layer_fake(*args)  # whose results have no elements
+    return executor_of(*args)(*args) if batch else empty_results(*args)  # whose results have no elements
+
+
+def with_kept(
+    given: Arguments, projected: Tensor, output: Tensor, h_n: Tensor, c_n: Tensor | None, c: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The operator's results, of what the kernels returned and the input's product, which they may have changed."""
+    c_width, gates_width = _kept_widths(given)
+    if c is None or not c_width:
+        c = output.new_empty(len(output), c_width, dtype=_dtype_of_c(given))
+    return output, h_n, or_empty(c_n, output), c, projected if gates_width else output.new_empty(len(output), 0)
 
 
 def _dtype_of_c(given: Arguments) -> torch.dtype:
-    return torch.promote_types(given.x.dtype, torch.float32) if given.cell == "lstm" else given.x.dtype
+    dtype = given.weight_hh.dtype
+    return torch.promote_types(dtype, torch.float32) if given.cell == "lstm" else dtype
 
 
 def _kept_widths(given: Arguments) -> tuple[int, int]:
@@ -114,11 +132,12 @@ def _kept_widths(given: Arguments) -> tuple[int, int]:
     if not given.training:
         return 0, 0
     cell, hidden = given.cell, given.weight_hh.shape[1]
-    keeps_gates = kernels_on(given.x.device).keeps_gates(cell)
+    keeps_gates = kernels_on(given.weight_hh.device).keeps_gates(cell)
     return hidden if cell == "lstm" or keeps_gates else 0, GATES[cell] * hidden if keeps_gates else 0
 
 
-def _recurrent_layer_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def empty_results(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Tensors like the operator's results."""
     given = Arguments(*args)
     x, hidden = given.x, given.weight_hh.shape[1]
     output, h_n = x.new_empty(x.shape[0], hidden), x.new_empty(given.batch, hidden)
@@ -128,15 +147,15 @@ def _recurrent_layer_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, T
     return output, h_n, c_n, c, x.new_empty(x.shape[0], gates_width)
 
 
-def _context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
+def context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
     h, _, _, c, gates = output
     ctx.save_for_backward(*inputs[:TENSORS], h, c, gates)
     ctx.settings = inputs[TENSORS:]
     ctx.set_materialize_grads(False)
 
 
-def _grad(ctx: Any, *grads: Tensor | None) -> tuple:
-    args = _backward_arguments(ctx, grads)
+def grad(ctx: Any, *grads: Tensor | None) -> tuple:
+    args = backward_arguments(ctx, grads)
     executor = getattr(ctx, "run", None)
     if torch.is_grad_enabled():
         inputs, (h, c, gates, *rest) = args[:INPUTS], args[INPUTS:]
@@ -145,13 +164,13 @@ def _grad(ctx: Any, *grads: Tensor | None) -> tuple:
         # The rows of a Jacobian are taken at once by a loop, one after the other by kernels.
         run = _differentiable_gradients if is_vmapped_last() else recurrent_layer_backward
         return _of_all_inputs(ctx, run(*args))
-    if not isinstance(executor, _Executor) or not is_eager(args):
+    if not isinstance(executor, Executor) or not is_eager(args):
         return _of_all_inputs(ctx, recurrent_layer_backward(*args))
     with without_autocast(args[0].device.type):
-        return *_back_through_time(executor, *args)(), *_NOTHING
+        return *back_through_time(executor, *args)(), *NOTHING
 
 
-def _backward_arguments(ctx: Any, grads: Sequence[Tensor | None]) -> tuple:
+def backward_arguments(ctx: Any, grads: Sequence[Tensor | None]) -> tuple:
     """Those of ``recurrent_layer_backward``: the forward's, what it kept, gradients of its results, and `needed`."""
     needed = sum(compress(NEEDED_BITS, ctx.needs_input_grad))
     tensors = ctx.saved_tensors
@@ -161,7 +180,7 @@ def _backward_arguments(ctx: Any, grads: Sequence[Tensor | None]) -> tuple:
 def _of_all_inputs(ctx: Any, found: Sequence[Tensor | None]) -> tuple:
     """Gradients of the first arguments as those of all, None where they are not needed."""
     needed = ctx.needs_input_grad[: len(DIFFERENTIABLE)]
-    return *(grad if need else None for grad, need in zip(found, needed, strict=True)), *_NOTHING
+    return *(grad if need else None for grad, need in zip(found, needed, strict=True)), *NOTHING
 
 
 def _differentiable_gradients(*args: Any) -> tuple[Tensor, ...]:
@@ -213,49 +232,65 @@ def _recurrent_layer_backward(
     if not batch:
         return tuple(x.zero_() for x in _recurrent_layer_backward_fake(*args, needed))  # type: ignore[return-value]
     with without_autocast(x.device.type):
-        found: Any = _back_through_time(_executor_of(*args), *args, *kept_and_grads, needed)()
+        found: Any = back_through_time(executor_of(*args), *args, *kept_and_grads, needed)()
     return tuple(or_empty(grad, x) for grad in found)  # type: ignore[return-value]
 
 
-def _back_through_time(executor: _Executor, *args: Any) -> Callable[[], tuple[Tensor | None, ...]]:
+def back_through_time(executor: Executor, *args: Any) -> Callable[[], tuple[Tensor | None, ...]]:
     """The sequential part of the backward; the function that it returns computes the gradients that are needed."""
     given, (h, c, gates, *upstream, needed) = Arguments(*args[:INPUTS]), args[INPUTS:]
-    (kernels, plan, rounds), layer = executor, given.layer
-    cell, weight_hh, sequences = layer.cell, layer.weight_hh, layer.sequences
-    hidden, rnn, gru = weight_hh.shape[1], cell.startswith("rnn"), cell == "gru"
+    saved = saved_by(executor, given, (h, c, gates))
+    found = executor.kernels.backward(given.layer, saved, upstream, executor.plan)
+    return lambda: gradients(executor, given, h, found, needed)
 
-    def before() -> Tensor:
-        states: Tensor = kernels.previous(h, layer.h0, sequences)
-        return states
 
+def saved_by(executor: Executor, given: Arguments, kept: tuple[Tensor, Tensor, Tensor]) -> Saved:
+    """What the kernels' backward takes: what the forward kept, its output, c and gates, or anew."""
+    h, c, gates = kept
+    rnn, lstm, gru = given.cell.startswith("rnn"), given.cell == "lstm", given.cell == "gru"
     pre, candidate = (h, None) if rnn else (gates, c if gru else None)
-    if not rnn and (kernels is reference or not gates.numel()):
-        pre, candidate = _recomputed(given, before())
-    saved = Saved(pre, candidate, h, c if cell == "lstm" else None)
-    grads, grad_h0, grad_c0, totals = kernels.backward(layer, saved, upstream, plan)
+    if not rnn and (executor.kernels is reference or not gates.numel()):
+        pre, candidate = _recomputed(given, executor.kernels.previous(h, given.h0, given.sequences))
+    return Saved(pre, candidate, h, c if lstm else None)
 
-    def gradients() -> tuple[Tensor | None, ...]:
-        # A GRU's grads are n's share of the hidden product, r, z, n's share of the input's: three neighbours for each.
-        inputs, recurrent = (grads[:, hidden:], grads[:, : 3 * hidden]) if gru else (grads, grads)
-        of_biases: Any = kernels.gradients_of_biases(totals, grads.dtype, cell) if needed >> 5 else None
 
-        def of_weight_hh() -> Tensor:
-            found = _weight_gradient_by_rows(recurrent, h, layer, rounds)
-            found = gradient_of_weight(recurrent, before(), rounds=rounds) if found is None else found
-            return found.roll(-hidden, 0) if gru else found
+def gradients(
+    executor: Executor, given: Arguments, h: Tensor, found: Sequence[Any], needed: int
+) -> tuple[Tensor | None, ...]:
+    """The gradients of the DIFFERENTIABLE inputs, None unless its bit is set in `needed`.
 
-        compute: tuple[Callable[[], Any], ...] = (
-            lambda: gradient_of_input(inputs, given.weight_ih, rounds),
-            lambda: grad_h0,
-            lambda: grad_c0,
-            lambda: gradient_of_weight(inputs, given.x, rounds=rounds),
-            of_weight_hh,
-            lambda: of_biases[0],
-            lambda: of_biases[1],
-        )
-        return tuple(one() if needed & bit else None for one, bit in zip(compute, NEEDED_BITS, strict=True))
+    ``found`` is what the kernels' backward returns.
+    """
+    (kernels, _, rounds), (grads, grad_h0, grad_c0, totals) = executor, found
+    hidden, cell, gru = given.weight_hh.shape[1], given.cell, given.cell == "gru"
+    inputs, recurrent = of_input(grads, cell), grads[:, : 3 * hidden] if gru else grads
+    of_biases: Any = kernels.gradients_of_biases(totals, grads.dtype, cell) if needed >> 5 else None
 
-    return gradients
+    def of_weight_hh() -> Tensor:
+        found = _weight_gradient_by_rows(recurrent, h, given.layer, rounds)
+        if found is None:
+            before = kernels.previous(h, given.h0, given.sequences)
+            found = gradient_of_weight(recurrent, before, rounds=rounds)
+        return found.roll(-hidden, 0) if gru else found
+
+    compute: tuple[Callable[[], Any], ...] = (
+        lambda: gradient_of_input(inputs, given.weight_ih, rounds),
+        lambda: grad_h0,
+        lambda: grad_c0,
+        lambda: gradient_of_weight(inputs, given.x, rounds=rounds),
+        of_weight_hh,
+        lambda: of_biases[0],
+        lambda: of_biases[1],
+    )
+    return tuple(one() if needed & bit else None for one, bit in zip(compute, NEEDED_BITS, strict=True))
+
+
+def of_input(grads: Tensor, cell: str) -> Tensor:
+    """Those of the input's product.
+
+    A GRU's are n's share of the hidden product, r, z, n's share of the input's: three neighbours for each.
+    """
+    return grads[:, grads.shape[1] // 4 :] if cell == "gru" else grads
 
 
 def _weight_gradient_by_rows(grad: Tensor, h: Tensor, layer: Layer, rounds: bool) -> Tensor | None:
@@ -305,38 +340,9 @@ recurrent_layer_backward = gradient(
 recurrent_layer = operator(
     "recurrent_layer",
     _recurrent_layer,
-    _recurrent_layer_fake,
-    _context,
-    _grad,
+    empty_results,
+    context,
+    grad,
     plain=plain.recurrent_layer,
-    prepare=_executor_of,
+    prepare=executor_of,
 )
-
-
-class _BothExecutors(NamedTuple):
-    """Who computes both directions; called with the arguments of each, it runs them beside each other."""
-
-    first: _Executor
-    second: _Executor
-
-    def __call__(self, first: tuple, second: tuple) -> tuple[Any, Any]:
-        return beside(_Executor.__call__, (self.first, *first), (self.second, *second))
-
-
-def _executors_of(first: tuple, second: tuple) -> _BothExecutors:
-    return _BothExecutors(_executor_of(*first), _executor_of(*second))
-
-
-def _both_backward(
-    executors: _BothExecutors, contexts: Sequence[Any], grads: Sequence[Sequence[Tensor | None]]
-) -> list[tuple]:
-    calls = tuple(map(_backward_arguments, contexts, grads))
-    if torch.is_grad_enabled() or not is_eager([*calls[0], *calls[1]]):
-        return [_grad(ctx, *given) for ctx, given in zip(contexts, grads, strict=True)]
-    first, second = ((executor, *args) for executor, args in zip(executors, calls, strict=True))
-    with without_autocast(calls[0][0].device.type):
-        return [(*gradients(), *_NOTHING) for gradients in beside(_back_through_time, first, second)]
-
-
-recurrent_layers = of_two("recurrent_layers", recurrent_layer, _executors_of, _context, _both_backward)
-"""Both directions' ``recurrent_layer``, given the arguments of each, beside each other on a GPU."""

@@ -1,0 +1,58 @@
+"""Both directions of a recurrent layer, beside each other on a GPU."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ostinato.kernels.dispatch import of_several
+from ostinato.kernels.eager import is_eager
+from ostinato.kernels.persistent.modes import without_autocast
+from ostinato.kernels.persistent.operators import (
+    NOTHING,
+    Executor,
+    back_through_time,
+    backward_arguments,
+    context,
+    executor_of,
+    grad,
+    recurrent_layer,
+)
+from ostinato.kernels.streams import beside
+
+
+class _Both(NamedTuple):
+    """Who computes both directions; called with the arguments of each, it runs them beside each other."""
+
+    first: Executor
+    second: Executor
+
+    def __call__(self, first: tuple, second: tuple) -> tuple[Any, Any]:
+        return beside(Executor.__call__, (self.first, *first), (self.second, *second))
+
+
+def _both(first: tuple, second: tuple) -> _Both:
+    return _Both(executor_of(*first), executor_of(*second))
+
+
+def _keep(parts: Sequence[Any], calls: Sequence[tuple], results: Sequence[tuple]) -> None:
+    for part, inputs, output in zip(parts, calls, results, strict=True):
+        context(part, inputs, output)
+
+
+def _backward(both: _Both, parts: Sequence[Any], grads: Sequence[Sequence[Tensor | None]]) -> list[tuple]:
+    calls = tuple(map(backward_arguments, parts, grads))
+    if torch.is_grad_enabled() or not is_eager([*calls[0], *calls[1]]):
+        return [grad(part, *given) for part, given in zip(parts, grads, strict=True)]
+    first, second = ((executor, *args) for executor, args in zip(both, calls, strict=True))
+    with without_autocast(calls[0][0].device.type):
+        return [(*gradients(), *NOTHING) for gradients in beside(back_through_time, first, second)]
+
+
+def _separately(*calls: tuple) -> list[tuple]:
+    return [recurrent_layer(*call) for call in calls]
+
+
+recurrent_layers = of_several("recurrent_layers", _separately, _both, _keep, _backward)
+"""Both directions' ``recurrent_layer``, given the arguments of each."""
