@@ -62,6 +62,16 @@ def processes(tmp_path_factory):
 
 
 @pytest.fixture
+def nan_memory():
+    """Memory that PyTorch hands out is full of NaN: an element that no kernel wrote is seen."""
+    import torch
+
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
 def few_rounds(monkeypatch):
     """Benchmarks of few rounds, without compiled peers: the compiler takes longer than everything else together."""
     from ostinato.bench import measure, peers

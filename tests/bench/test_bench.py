@@ -23,8 +23,8 @@ CPU = torch.device("cpu")
 GRU = RecurrentLayer("GRU", 32, 2, 20, density=0.2, block=(16, 1), dtype=torch.float32)
 SCAN, MINGRU, MINLSTM = Scan(2, 64, 8), Layer("mingru", 2, 48, 4, 8), Layer("minlstm", 2, 48, 4, 8)
 STACKED = {"layers": 2, "bidirectional": True, "shortest": 8}
-TRAINED = Training("LSTM", 16, 3, 20, dtype=torch.float32, who=shapes.TRAINED, **STACKED)
-PRUNED = Training("GRU", 32, 2, 20, density=0.2, block=(16, 1), dtype=torch.float32, who=shapes.TRAINED)
+TRAINED = Training("LSTM", 16, 3, 20, dtype=torch.float32, who=shapes.IN_GRAPHS, **STACKED)
+PRUNED = Training("GRU", 32, 2, 20, density=0.2, block=(16, 1), dtype=torch.float32, who=shapes.IN_GRAPHS)
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +32,7 @@ def small(monkeypatch, few_rounds):
     """Tiny workloads."""
     quick = {"scan": [SCAN], "layer": [MINGRU, MINLSTM], "persistent": [GRU], "training": [TRAINED, PRUNED]}
     quick["recurrence"] = [Equation("invented", 2, 64, 8), ParaLayer("ParaLSTM", 2, 24, 4, 8)]
-    quick["training-sweep"] = [Training("GRU", hidden, who=shapes.TRAINED) for hidden in (8, 16)]
+    quick["training-sweep"] = [Training("GRU", hidden, who=shapes.IN_GRAPHS) for hidden in (8, 16)]
     monkeypatch.setattr(shapes, "QUICK", quick)
 
 
@@ -554,7 +554,7 @@ def test_recurrences_on_a_gpu(cell):
     [
         TRAINED,
         PRUNED,
-        Training("LSTM", 128, 3, 40, who=shapes.TRAINED),
+        Training("LSTM", 128, 3, 40, who=shapes.IN_GRAPHS),
         Training("GRU", 32, 3, 40, dtype=torch.float32, resets=0.1, who=shapes.EPISODES),
     ],
     ids=str,

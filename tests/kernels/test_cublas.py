@@ -82,7 +82,7 @@ def test_products(shape):
             for _ in range(2):
                 onto = before.clone()
                 results.append([cublas.multiply(a, b, rounds=rounds), cublas.multiply(a, b, bias, rounds=rounds), onto])
-                assert cublas.multiply(a, b, onto=onto, rounds=rounds) is onto
+                assert cublas.multiply(a, b, out=onto, adds=True, rounds=rounds) is onto
             for y, again in zip(*results, strict=True):
                 assert torch.equal(y, again)
             y, biased, onto = results[0]

@@ -29,8 +29,8 @@ CUDNN = (*PLAIN, "torch.nn in a CUDA graph")
 GRAPHS = (*CUDNN, "GEMMs in a CUDA graph")
 SPARSE = (*GRAPHS, "cuSPARSE")
 KERNELS = ("Ostinato, dense kernel", "Ostinato, sparse kernel", "Ostinato, block kernel")
-TRAINED = (*CUDNN, "Ostinato in a CUDA graph")
-FLASHRNN = (*TRAINED, "flashrnn")
+IN_GRAPHS = (*CUDNN, "Ostinato in a CUDA graph")
+FLASHRNN = (*IN_GRAPHS, "flashrnn")
 EPISODES = (*PLAIN, "Ostinato in a CUDA graph")  # to cut sequences the host must know where they end
 PRUNED: dict[str, Any] = {"density": 0.1, "block": (16, 1)}
 HOST: dict[str, Any] = {"dtype": f32, "who": PLAIN}
@@ -80,12 +80,12 @@ QUICK: dict[str, list[Workload]] = {
     "recurrence": [*(Equation(cell, 1, 1024, 256) for cell in EQUATIONS), ParaLayer("ParaGRU", 1, 1024, 64, 64)],
     "persistent": [RecurrentLayer(cell, 384, length=1000, **PRUNED_ON_HOST) for cell in ("GRU", "LSTM")],
     "training": [
-        *(Training(cell, 256, 1, 200, dtype=f32, who=TRAINED) for cell in ("GRU", "LSTM")),
-        Training("LSTM", 64, 4, 50, dtype=f32, layers=2, bidirectional=True, shortest=10, who=TRAINED),
+        *(Training(cell, 256, 1, 200, dtype=f32, who=IN_GRAPHS) for cell in ("GRU", "LSTM")),
+        Training("LSTM", 64, 4, 50, dtype=f32, layers=2, bidirectional=True, shortest=10, who=IN_GRAPHS),
     ],
     "networks": networks(f32, PLAIN, "LPCNet"),
     "training-sweep": [
-        Training("GRU", hidden, batch, 50, dtype=f32, who=TRAINED) for hidden in (64, 128) for batch in (1, 4)
+        Training("GRU", hidden, batch, 50, dtype=f32, who=IN_GRAPHS) for hidden in (64, 128) for batch in (1, 4)
     ],
 }
 
@@ -139,8 +139,8 @@ TRAINED_LAYERS = [
     Training("LSTM", 256, 64, 512, dtype=f32, tf32=True, who=FLASHRNN),
     Training("GRU", 512, 256, 128, dtype=f32, tf32=True, who=FLASHRNN),
     Training("GRU", 128, 64, 512, dtype=f32, tf32=True, who=FLASHRNN),
-    Training("GRU", 2304, 4, 512, dtype=f16, who=TRAINED, **PRUNED),
-    Training("LSTM", 512, 32, 512, dtype=bf16, layers=2, bidirectional=True, shortest=50, who=TRAINED),
+    Training("GRU", 2304, 4, 512, dtype=f16, who=IN_GRAPHS, **PRUNED),
+    Training("LSTM", 512, 32, 512, dtype=bf16, layers=2, bidirectional=True, shortest=50, who=IN_GRAPHS),
 ]
 NARROW = [(4000, 600, 7), (20000, 130, 3), (50000, 40, 8), (25000, 40, 20), (125_000, 128, 1), (1_000_000, 16, 1)]
 RESET = [
@@ -234,9 +234,14 @@ ON_CUDA: dict[str, list[Workload]] = {
         *TRAINED_LAYERS,
         # Errors over more steps.
         *(replace(work, length=2000, who=PLAIN) for work in TRAINED_LAYERS if work.length == 512 and not work.shortest),
+        # Stacks.
+        *(
+            Training(cell, hidden, batch, 512, dtype=bf16, layers=layers, who=IN_GRAPHS)
+            for cell, hidden, batch, layers in (("GRU", 256, 16, 4), ("GRU", 512, 32, 3), ("LSTM", 1024, 16, 2))
+        ),
         # What resets cost, beside the same without.
         Training("GRU", 512, 256, 128, dtype=bf16, resets=0.03, who=EPISODES),
-        Training("GRU", 512, 256, 128, dtype=bf16, who=TRAINED),
+        Training("GRU", 512, 256, 128, dtype=bf16, who=IN_GRAPHS),
         *(
             replace(work, resets=0.03, who=EPISODES)
             for work in TRAINED_LAYERS
@@ -244,9 +249,9 @@ ON_CUDA: dict[str, list[Workload]] = {
         ),
         Training("GRU", 512, 256, 128, dtype=f32, tf32=True, resets=0.03, who=(*EPISODES, "torchrl")),
     ],
-    "networks": networks(f16, CUDNN),
+    "networks": networks(f16, IN_GRAPHS),
     "training-sweep": [
-        Training(cell, hidden, batch, 512, dtype=dtype, tf32=dtype == f32, who=TRAINED)
+        Training(cell, hidden, batch, 512, dtype=dtype, tf32=dtype == f32, who=IN_GRAPHS)
         for cell, dtype in (("GRU", bf16), ("GRU", f32), ("LSTM", bf16), ("LSTM", f32), ("LSTM", f16))
         for hidden in (128, 256, 512, 1024, 2048)
         for batch in (1, 4, 16, 64)

@@ -157,22 +157,26 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def multiply(a: Tensor, b: Tensor, bias: Tensor | None = None, onto: Tensor | None = None, *, rounds: bool) -> Tensor:
-    """``a @ b``, plus a bias for each column, or added `onto` a matrix.
+def multiply(
+    a: Tensor, b: Tensor, bias: Tensor | None = None, out: Tensor | None = None, adds: bool = False, *, rounds: bool
+) -> Tensor:
+    """``a @ b``, plus a bias for each column.
 
     Args:
         a, b: (M, K) and (K, N), float32, on the same GPU.
         bias: (N,).
-        onto: (M, N), contiguous; changed in place and returned.
+        out: (M, N), contiguous; changed in place and returned.
+        adds: whether it is added to what `out` holds.
         rounds: whether a and b may be rounded to tf32.
     """
     device = a.get_device()
     if torch._C._cuda_getDevice() != device:
         with torch.cuda.device(device):
-            return multiply(a, b, bias, onto, rounds=rounds)
+            return multiply(a, b, bias, out, adds, rounds=rounds)
     a, b = _laid_out(a), _laid_out(b)
     columns = b.shape[1]
-    out = empty((len(a), columns), (columns, 1), torch.float32) if onto is None else onto
+    if out is None:
+        out = empty((len(a), columns), (columns, 1), torch.float32)
     bias = None if bias is None else bias.contiguous()
     addresses = a.data_ptr(), b.data_ptr(), out.data_ptr()
     low = addresses[0] | addresses[1] | addresses[2] | 256
@@ -184,7 +188,7 @@ def multiply(a: Tensor, b: Tensor, bias: Tensor | None = None, onto: Tensor | No
             _thread.products.clear()
         product = _Product(_layout_of(a), _layout_of(b), alignment, bias is not None, rounds)
         _thread.products[key] = product
-    product(*addresses, 0 if bias is None else bias.data_ptr(), onto is not None, device)
+    product(*addresses, 0 if bias is None else bias.data_ptr(), adds, device)
     return out
 
 

@@ -38,6 +38,15 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, rounds: bool |
     return _linear(x, weight, bias, rounds)
 
 
+def linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, rounds: bool) -> Tensor:
+    """:func:`linear` of (rows, channels), written to `out`."""
+    if _is_cublas(x, weight, rounds):
+        return cublas.multiply(x, weight.T, bias, out, rounds=rounds)
+    if _is_faster_padded(x, weight, weight.shape[0], rounds) or x.is_cpu:
+        return out.copy_(linear(x, weight, bias, rounds))
+    return torch.mm(x, weight.T, out=out) if bias is None else torch.addmm(bias, x, weight.T, out=out)
+
+
 def _is_trained(weight: Tensor) -> bool:
     return torch.is_grad_enabled() and weight.requires_grad
 
@@ -229,5 +238,5 @@ def gradient_of_weight(grad: Tensor, x: Tensor, zeroed: Tensor | None = None, ro
 def add_product(onto: Tensor, a: Tensor, b: Tensor, rounds: bool | None) -> Tensor:
     """``onto.addmm_(a, b)`` of a contiguous matrix."""
     if rounds is not None and _is_cublas(a, b, rounds):
-        return cublas.multiply(a, b, onto=onto, rounds=rounds)
+        return cublas.multiply(a, b, out=onto, adds=True, rounds=rounds)
     return onto.addmm_(a, b)

@@ -2,7 +2,7 @@
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -50,6 +50,56 @@ def launch_stream(device: int, memory: Any) -> int:
     used.append(memory)  # else the first function could be given it while they run
     side.wait_stream(torch.cuda.current_stream(device))
     return side.cuda_stream
+
+
+def in_waves(device: torch.device, chains: int, links: int, run: Callable[[int, int], None]) -> None:
+    """``run(chain, link)`` for all: after the chain's link before, and after the same link of the chain before.
+
+    The kernels of each chain run on a stream of its own, of the first on the current one, which waits for all others
+    at the end.  Until then memory that several chains use must not be freed.
+    """
+    order = [
+        (chain, wave - chain)
+        for wave in range(chains + links - 1)
+        for chain in reversed(range(max(0, wave - links + 1), min(wave + 1, chains)))
+    ]
+    if device.type != "cuda":
+        for chain, link in order:
+            run(chain, link)
+        return
+    current = torch.cuda.current_stream(device)
+    sides, events = _streams_beside(device, current.cuda_stream, chains)
+    streams = [current, *sides]
+    with torch.cuda.device(device):
+        try:
+            _pass_on(current, sides, events[0])
+            for chain, link in order:
+                torch.cuda.set_stream(streams[chain])  # a context manager costs the host as much as a launch
+                if chain:  # the chain before has not been given its next link yet
+                    _pass_on(streams[chain - 1], [streams[chain]], events[chain - 1])
+                run(chain, link)
+        finally:
+            torch.cuda.set_stream(current)
+            for side, event in zip(sides, events[1:], strict=True):
+                _pass_on(side, [current], event)
+
+
+def _pass_on(stream: torch.cuda.Stream, others: Sequence[torch.cuda.Stream], event: torch.cuda.Event) -> None:
+    """Let others wait for what a stream has been given so far."""
+    event.record(stream)
+    for other in others:
+        other.wait_event(event)
+
+
+@functools.cache
+def _streams_beside(
+    device: torch.device, stream: int, chains: int
+) -> tuple[list[torch.cuda.Stream], list[torch.cuda.Event]]:
+    """Those of all chains but the first, and an event of each, for one current stream alone.
+
+    What that frees, and they then reuse, kernels of another could still read.
+    """
+    return [torch.cuda.Stream(device) for _ in range(chains - 1)], [torch.cuda.Event() for _ in range(chains)]
 
 
 @functools.cache

@@ -78,8 +78,9 @@ class _Recurrent(SequenceLayers, StepLayers[State]):
         Returns:
             ``path``, "dense", "sparse" or "block" for a persistent kernel and "steps" for torch's, or on a GPU for the
             kernel of one step of few sequences; ``has_kernel``, whether it is a persistent one; ``bytes_on_chip`` of
-            recurrent weights, of ``bytes_available``; ``blocks``, of threads; and the ``reason``.  If any layer or
-            direction needs torch's kernels, all use them; otherwise this is the plan of the largest one.
+            recurrent weights, of ``bytes_available``; ``blocks``, of threads; ``at_once``, how many directions or
+            stacked layers run at the same time; and the ``reason``.  If any layer or direction needs torch's kernels,
+            all use them; otherwise this is the plan of the largest one.
 
         Raises:
             ValueError: a batch below 1, or steps.

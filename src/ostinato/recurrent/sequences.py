@@ -10,11 +10,12 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ostinato.episodes import in_reverse_of_rows
 from ostinato.kernels.eager import Prepared
-from ostinato.kernels.persistent.backends import plan_layer
+from ostinato.kernels.persistent.backends import is_captured, layers_at_once, plan_layer
 from ostinato.kernels.persistent.directions import recurrent_layers
 from ostinato.kernels.persistent.modes import can_take, is_vmapped
 from ostinato.kernels.persistent.operators import recurrent_layer
 from ostinato.kernels.persistent.plan import Call, Plan, no_kernel
+from ostinato.kernels.persistent.wavefront import stacked_layers
 from ostinato.kernels.precision import layers_round
 from ostinato.layers import autocast_dtype, of_one_layer
 from ostinato.masks import mask_of
@@ -31,6 +32,7 @@ class KernelCall(NamedTuple):
     steps: int
     autocast: torch.dtype | None
     training: bool  # whether gradients are needed
+    at_once: int  # directions, or stacked layers, that run at the same time
     layers: dict[int, Callable] | None = None  # who computes each layer, by index; None for calls not in `_CALLS`
 
 
@@ -49,16 +51,23 @@ class SequenceLayers(MaskedLayers):
     ) -> Plan:
         if self.proj_size:
             return no_kernel("layers with projections run in torch's own kernels")
-        directions = 2 if self.bidirectional else 1
         sizes = self.hidden_size, batch, dtype
-        call = Call(device, self.mode.lower(), *sizes, training, steps, self._path, directions, resets, packed)
+        call = Call(device, self.mode.lower(), *sizes, training, steps, self._path, 1, resets, packed)
         try:
-            if not self._buffers:
-                return plan_layer(None, call)
-            plans = [plan_layer(mask_of(self, names[1]), call) for names in self._all_weights]
+            call = call._replace(directions=self._at_once(call))
+            masks = [mask_of(self, names[1]) for names in self._all_weights] if self._buffers else [None]
+            plans = [plan_layer(mask, call) for mask in masks]
         except RuntimeError as error:  # the next call asks again
             return no_kernel(str(error).partition("\n")[0])
-        return max(plans, key=lambda plan: (not plan.has_kernel, plan.bytes_on_chip))
+        plan = max(plans, key=lambda plan: (not plan.has_kernel, plan.bytes_on_chip))
+        return plan._replace(at_once=call.directions) if plan.has_kernel else plan
+
+    def _at_once(self, call: Call) -> int:
+        """How many directions, or stacked layers, run at the same time, given the call of one."""
+        if self.bidirectional or call.packed:
+            return 2 if self.bidirectional else 1
+        mask = mask_of(self, self._all_weights[0][1]) if self._buffers else None
+        return layers_at_once(mask, call, self.num_layers)
 
     def _kernels_for(
         self, input: Any, states: list[Tensor], weights: list[Tensor], resets: Tensor | None
@@ -73,10 +82,11 @@ class SequenceLayers(MaskedLayers):
         autocast = autocast_dtype(device)
         sizes = self.input_size, self.hidden_size, self.num_layers, self.bidirectional
         how = *sizes, self.mode, self.batch_first, self._path, autocast, layers_round(device, dtype), resets is None
-        found: KernelCall | None = _CALLS.find(like, *how)
+        captured = self.num_layers > 1 and is_captured(None, device)  # which decides how many layers run at once
+        found: KernelCall | None = _CALLS.find(like, *how, captured)
         if found is None and (found := self._find_kernels(input, states, weights, resets)) is not None:
             known = found._replace(layers={})
-            _CALLS.add(lambda: known, like, *how)
+            _CALLS.add(lambda: known, like, *how, captured)
         return found
 
     def _find_kernels(
@@ -98,10 +108,12 @@ class SequenceLayers(MaskedLayers):
         given = (torch.float32, torch.float16, torch.bfloat16) if autocast else (dtype,)
         tensors = [*weights, x, *states]
         training = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+        at_once = 2 if self.bidirectional else 1
         if not torch.compiler.is_compiling() and batch * steps > 0:  # compiled calls are planned at run time
             plan = self._plan(device, int(batch), computed, training, int(steps), resets is not None, packed)
             if not (plan.has_kernel or is_vmapped()) or not can_take(tensors):
                 return None
+            at_once = plan.at_once
         unbatched = x.dim() == 2 and not packed
         shape = (len(self._all_weights), *(() if unbatched else (batch,)), self.hidden_size)
         fits = (
@@ -118,13 +130,13 @@ class SequenceLayers(MaskedLayers):
         if not fits:
             return None
         self._check_shapes(weights)
-        return KernelCall(batch, steps, computed if autocast else None, training)
+        return KernelCall(batch, steps, computed if autocast else None, training, at_once)
 
     def _forward_kernels(
         self, input: Any, states: list[Tensor], weights: list[Tensor], resets: Tensor | None, call: KernelCall
     ) -> tuple[Any, Any]:
-        """As ``torch.nn``'s forward, one layer and direction after another."""
-        batch, steps, autocast, training, known = call
+        """As ``torch.nn``'s forward."""
+        batch, steps, autocast, training, at_once, known = call
         rows, states, resets = in_rows(input, states, resets, self.batch_first)
         if self._buffers:
             weights = self._weights(recurrent=training or not rows.is_cuda or torch.compiler.is_compiling())
@@ -138,32 +150,36 @@ class SequenceLayers(MaskedLayers):
             rows, *states = (x.to(autocast) for x in (rows, *states))
             weights = [x.to(autocast) for x in weights]
 
-        cell, lstm, directions = self.mode.lower(), self.mode == "LSTM", 2 if self.bidirectional else 1
+        cell, lstm, both = self.mode.lower(), self.mode == "LSTM", self.bidirectional
         layers, size = len(self._all_weights), len(self._all_weights[0])
         alone = layers == 1  # whose states need no copy, also backward
         initial: list[Any] = [[x.squeeze(0)] if alone else x.unbind(0) for x in states]
         last: list[tuple[Tensor, ...]] = []
-        for first in range(0, layers, directions):
-            if first and self.training and self.dropout:
+        drops = self.training and self.dropout > 0
+        for first in range(0, layers, at_once):
+            if first and drops:
                 rows = F.dropout(rows, self.dropout)
             arguments: list[tuple] = []
-            for index in range(first, first + directions):
+            together = range(first, min(first + at_once, layers))
+            for index in together:
                 h0, c0, *_ = *(state[index] for state in initial), None, None
                 weight_ih, weight_hh, *biases = weights[index * size : (index + 1) * size]
                 bias_ih, bias_hh = biases or (None, None)
                 mask = mask_of(self, self._all_weights[index][1]) if self._buffers else None
-                tensors = rows, h0, c0, weight_ih, weight_hh, bias_ih, bias_hh, mask, offsets, begins[index - first]
-                arguments.append((*tensors, batch, cell, index > first, training, self._path, directions))
-            both = directions == 2
-            run: Any = recurrent_layers if both else recurrent_layer
-            given = arguments if both else arguments[0]
+                x: Tensor | None = rows
+                if index > first and not both:  # of the layer below only what drops outputs is known
+                    x = F.dropout(rows.new_ones(len(rows), self.hidden_size), self.dropout) if drops else None
+                reverse = both and index > first
+                tensors = x, h0, c0, weight_ih, weight_hh, bias_ih, bias_hh, mask, offsets, begins[reverse]
+                arguments.append((*tensors, batch, cell, reverse, training, self._path, len(together)))
+            run: Any = recurrent_layers if both else stacked_layers if len(together) > 1 else recurrent_layer
             if known is not None:
                 if first not in known:
-                    known[first] = run.prepared(*given)
+                    known[first] = run.prepared(*arguments) if len(together) > 1 else run.prepared(*arguments[0])
                 run = known[first]
-            results = run(*given) if both else (run(*given),)
+            results = run(*arguments) if len(together) > 1 else (run(*arguments[0]),)
             last += [(h_n, c_n) if lstm else (h_n,) for _, h_n, c_n, *_ in results]
-            rows = torch.cat([output for output, *_ in results], 1) if both else results[0][0]
+            rows = torch.cat([output for output, *_ in results], 1) if both else results[-1][0]
 
         states = [of_one_layer(x[0]) if alone else torch.stack(x) for x in zip(*last, strict=True)]
         return as_given(input, rows, states, self.batch_first)

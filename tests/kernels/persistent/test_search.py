@@ -9,7 +9,7 @@ import torch
 from gpus import H100
 from ostinato.kernels import nvrtc
 from ostinato.kernels.persistent import backends
-from ostinato.kernels.persistent.cuda import costs, geometry, search
+from ostinato.kernels.persistent.cuda import costs, geometry, search, wavefront
 from ostinato.kernels.persistent.cuda import launch as cuda_launch
 from ostinato.kernels.persistent.cuda import plan as cuda_plan
 from ostinato.kernels.persistent.cuda.costs import microseconds
@@ -26,10 +26,10 @@ def planned_for_an_h100(monkeypatch):
     """As if there were one, with all kernels compiled."""
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: H100)
     monkeypatch.setattr(cuda_launch, "kernels", lambda *_, **__: None)
-    for cached in (cuda_plan._plan_sizes, backends._plan_dense):
+    for cached in (cuda_plan._plan_of_share, backends._plan_dense):
         cached.cache_clear()
     yield
-    for cached in (cuda_plan._plan_sizes, backends._plan_dense):
+    for cached in (cuda_plan._plan_of_share, backends._plan_dense):
         cached.cache_clear()
 
 
@@ -404,3 +404,38 @@ def test_all_blocks_can_be_resident_and_cover_the_layer(cell, processors):
             else:
                 width = GATES[cell] * chosen.pitch if backward else chosen.pitch
                 assert (chosen.cluster - 1) * chosen.slice < width <= chosen.cluster * chosen.slice
+
+
+def at_once(cell, hidden, batch, dtype, layers, steps, training=False, captured=False):
+    call = Call(torch.device("cuda", 0), cell, hidden, batch, dtype, training, steps)
+    return wavefront.layers_at_once(call, layers, None, None, True, captured)
+
+
+@pytest.mark.parametrize(
+    ("stack", "count"),  # measured on an H200, in a CUDA graph: times as fast as layer after layer
+    [
+        (("gru", 256, 1, f16, 3, 1000), 3),  # 2.1
+        (("gru", 1024, 1, bf16, 2, 1000), 2),  # 1.5
+        (("lstm", 1024, 16, bf16, 2, 512), 2),  # 1.3
+        (("lstm", 256, 16, bf16, 4, 256), 4),  # 1.6
+        (("lstm", 1024, 8, f16, 8, 50), 1),  # .9
+        (("lstm", 2048, 1, f16, 8, 200), 1),  # .7 to .9: the weights of two layers do not fit
+        (("gru", 1024, 64, bf16, 2, 512), 1),  # .9 to 1.05
+        (("gru", 128, 64, f32, 2, 100), 1),  # .9
+    ],
+)
+def test_stacked_layers_run_at_once_where_that_is_faster(planned_for_an_h100, stack, count):
+    assert [at_once(*stack, training, captured=True) for training in (False, True)] == [count, count]
+    assert at_once("gru", 256, 1, f16, 1, 1000, captured=True) == 1
+
+
+def test_the_host_launches_few_portions(planned_for_an_h100):
+    """Those of few steps would take it longer than the GPU."""
+    assert at_once("gru", 256, 1, f16, 3, 200) == 1 < at_once("gru", 256, 1, f16, 3, 200, captured=True)
+    long = Call(torch.device("cuda", 0), "gru", 256, 1, f16, False, 1000, directions=3)
+    plan = cuda_plan.plan_sizes(long, None, None, True)
+    launched, captured = (wavefront.portions(long, plan, captured) for captured in (False, True))
+    assert 2 <= launched < captured <= 16
+    few = wavefront.portions(long._replace(steps=20), plan, True)
+    assert few <= 2  # of eight steps or more
+    assert wavefront.portions(long._replace(directions=1), plan, True) == 1

@@ -28,7 +28,8 @@ def ours(path: str | None, work: RecurrentLayer, data: tuple[Tensor, ...]) -> Ru
         if plan.path != path:
             raise Unavailable(plan.reason)
     resets: dict[str, Any] = {"resets": work.resets_of(data)} if work.resets else {}
-    shown = {name: getattr(plan, name) for name in ("path", "bytes_on_chip", "bytes_available", "blocks", "reason")}
+    names = "path", "bytes_on_chip", "bytes_available", "blocks", "at_once", "reason"
+    shown = {name: getattr(plan, name) for name in names}
     return replace(work.run(partial(work.apply, layer, **resets), data, layer.parameters()), plan=shown)
 
 

@@ -41,14 +41,38 @@ def _plan(mask_hh: Tensor | None, call: Call, tf32: bool) -> Plan:
         return no_kernel(f"layers on {device.type} run in torch's own kernels")
     if device.type == "cuda" and (reason := nvrtc.why_no_cuda()):
         return no_kernel(reason)
-    block = None
-    if mask_hh is not None:
-        block = derived_from(mask_hh, "block", lambda: block_of(mask_hh, GATES[call.cell]))
-    plan: Plan = kernels_on(device).make_plan(call, mask_hh, block, tf32)
+    plan: Plan = kernels_on(device).make_plan(call, mask_hh, _block(mask_hh, call), tf32)
     return plan
 
 
+def _block(mask_hh: Tensor | None, call: Call) -> tuple[int, int] | None:
+    """The shape of pruned blocks."""
+    return None if mask_hh is None else derived_from(mask_hh, "block", lambda: block_of(mask_hh, GATES[call.cell]))
+
+
 _plan_dense = functools.lru_cache(4096)(functools.partial(_plan, None))
+
+
+def layers_at_once(mask_hh: Tensor | None, call: Call, layers: int) -> int:
+    """How many of so many stacked layers run at the same time, cached as :func:`plan_layer`; ``call`` is one's."""
+    if layers == 1 or call.device.type != "cuda" or not nvrtc.can_launch():
+        return 1
+    key = call, layers_round(call.device, call.dtype), layers, is_captured(mask_hh, call.device)
+    return _dense_at_once(*key) if mask_hh is None else derived_from(mask_hh, key, lambda: _at_once(mask_hh, *key))
+
+
+def is_captured(mask_hh: Tensor | None, device: torch.device) -> bool:
+    """Whether a CUDA graph launches the kernels, so that it may be others: not of pruned layers, packed before it."""
+    return mask_hh is None and device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _at_once(mask_hh: Tensor | None, call: Call, tf32: bool, layers: int, captured: bool) -> int:
+    of_layer = mask_hh, _block(mask_hh, call), tf32
+    count: int = kernels_on(call.device).layers_at_once(call, layers, *of_layer, captured)
+    return count
+
+
+_dense_at_once = functools.lru_cache(4096)(functools.partial(_at_once, None))
 
 
 @functools.cache

@@ -18,7 +18,7 @@ class Call(NamedTuple):
     training: bool  # whether gradients will be computed
     steps: int | None  # of the longest sequence; None if they are many
     path: str | None = None  # the only kernel to consider, "dense", "block" or "sparse"; None for the fastest
-    directions: int = 1  # such layers that run at once
+    directions: int = 1  # such layers that run at once: directions, or stacked layers
     resets: bool = False  # inside sequences, which torch's kernels do not support
     packed: bool = False  # sequences of different lengths
 
@@ -32,6 +32,7 @@ class Plan(NamedTuple):
     blocks: int = 0
     reason: str = ""
     geometry: Any = None  # the kernel's launch geometry
+    at_once: int = 1  # directions, or stacked layers, that run at the same time
 
     @property
     def has_kernel(self) -> bool:

@@ -33,3 +33,9 @@ class Sequences(NamedTuple):
         bounds = range(0, len(rows) + 1, self.batch) if self.offsets is None else self.offsets.tolist()
         steps = [slice(begin, end) for begin, end in pairwise(bounds)]
         return steps[::-1] if self.reverse else steps
+
+    def parts(self, sizes: list[int]) -> list["Sequences"]:
+        """Those of parts of so many rows, whole steps of sequences that have all steps."""
+        if self.resets is None:
+            return [self] * len(sizes)
+        return [self._replace(resets=resets) for resets in self.resets.split(sizes)]

@@ -5,6 +5,7 @@
 ``passes.py``     both passes: ``forward.cu`` and ``backward.cu``, of two groups in turn ``forward_turns.cu`` and
                   ``backward_turns.cu``, within clusters ``gather.cu`` and ``scatter.cu``, of wide batches
                   ``forward_wide.cu`` and ``backward_wide.cu``; ``previous.cu`` and ``biases.cu`` around them
+``wavefront.py``  how many of stacked layers run at once
 ``launch.py``     the kernels of a geometry: compiled and launched
 ``geometry.py``   how a layer is divided among blocks of threads
 ``source.py``     the CUDA files of a geometry's kernels, and what is defined for them
@@ -23,11 +24,14 @@
 from ostinato.kernels.persistent.cuda.passes import backward, forward, gradients_of_biases, previous
 from ostinato.kernels.persistent.cuda.plan import keeps_gates, least_steps, make_plan
 from ostinato.kernels.persistent.cuda.step import StepOfLayers, step_of
+from ostinato.kernels.persistent.cuda.wavefront import layers_at_once, portions
 
 __all__ = [
     "make_plan",
     "least_steps",
     "keeps_gates",
+    "layers_at_once",
+    "portions",
     "forward",
     "backward",
     "gradients_of_biases",

@@ -24,22 +24,24 @@ UNITS_OF_THREAD = 4  # of a copy, at once
 
 
 def forward(
-    layer: Layer, projected: Tensor, plan: Plan, keep: bool
+    layer: Layer, projected: Tensor, plan: Plan, keep: bool, into: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """All steps of a layer; see :mod:`ostinato.kernels.persistent.reference`.
 
     With ``keep``, where :func:`keeps_gates`, `projected` is overwritten with the backward's `pre`, and c is a GRU's
-    `candidate`.
+    `candidate`.  The output and, if it is kept, c are written `into` these tensors, if given.
 
     Raises RuntimeError if an earlier launch on the device failed.
     """
     cell, weight_hh, bias_hh, mask_hh, h0, c0, sequences = layer
     geometry, rows, batch, lstm = plan.geometry.forward, projected.shape[0], sequences.batch, cell == "lstm"
     hidden = geometry.hidden_size
-    output, h_n = projected.new_empty(rows, hidden), projected.new_empty(batch, hidden)
-    c_n, cells = torch.empty_like(h_n) if lstm else None, None
-    gates = projected if keep and keeps_gates(cell) else None
-    if keep and (lstm or gates is not None):
+    output, cells = into or (projected.new_empty(rows, hidden), None)
+    h_n = projected.new_empty(batch, hidden)
+    c_n, gates = torch.empty_like(h_n) if lstm else None, projected if keep and keeps_gates(cell) else None
+    if not keep or not (lstm or gates is not None):
+        cells = None
+    elif cells is None:
         cells = projected.new_empty(rows, hidden, dtype=torch.float32 if lstm else projected.dtype)
     tensors = {"pre": projected, "h0": h0, "c0": c0, "weight": weight_hh, "bias": bias_hh, "gates": gates}
     tensors |= {"output": output, "h_n": h_n, "c_n": c_n, "cells": cells, "candidates": cells}
@@ -48,9 +50,15 @@ def forward(
 
 
 def backward(
-    layer: Layer, saved: Saved, upstream: Sequence[Tensor | None], plan: Plan
+    layer: Layer,
+    saved: Saved,
+    upstream: Sequence[Tensor | None],
+    plan: Plan,
+    into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """The gradients of all steps; see :mod:`ostinato.kernels.persistent.reference`.
+
+    Those of the gates and their totals are written `into` these tensors, if given.
 
     Raises RuntimeError if an earlier launch on the device failed.
     """
@@ -59,8 +67,9 @@ def backward(
     geometry, rows, batch, lstm = plan.geometry.backward, pre.shape[0], sequences.batch, cell == "lstm"
     hidden = geometry.hidden_size
     width = (1 if cell.startswith("rnn") else 4) * hidden
-    grads, grad_h0 = pre.new_empty(rows, width), pre.new_empty(batch, hidden)
-    grad_c0, totals = torch.empty_like(grad_h0) if lstm else None, pre.new_empty(batch, width, dtype=torch.float32)
+    grads, totals = into or (pre.new_empty(rows, width), pre.new_empty(batch, width, dtype=torch.float32))
+    grad_h0 = pre.new_empty(batch, hidden)
+    grad_c0 = torch.empty_like(grad_h0) if lstm else None
     tensors = {"pre": pre, "weight": weight_hh, "h0": h0, "c0": c0, "candidate": candidate, "h": h, "cells": c}
     tensors |= {"grad_output": grad_output, "grad_h_n": grad_h_n, "grad_c_n": grad_c_n}
     tensors |= {"grads": grads, "grad_h0": grad_h0, "grad_c0": grad_c0, "totals": totals}

@@ -46,20 +46,15 @@ def make_plan(
 
     Raises RuntimeError for what another call may not meet, such as a lack of free memory.
     """
-    device, cell, hidden_size, batch, dtype, training, steps, path, directions, resets, packed = call
+    device, cell, hidden_size, _, dtype, training, steps, path, directions, resets, packed = call
     least = least_steps(cell, hidden_size, dtype)
     if steps is not None and steps < least and not resets:
         return no_kernel(f"weights are worth keeping on the chip for {least} steps or more")
     index = torch.cuda.current_device() if device.index is None else device.index
-    kept = None if mask_hh is None else derived_from(mask_hh, "kept", lambda: int(mask_hh.sum()))
-    layer = cell, hidden_size, batch, dtype, kept, block
-    plan = min(
-        (_plan_sizes(layer, index, path, training, tf32, share, distributed) for share in {1, directions}),
-        key=lambda plan: (not plan.has_kernel, _microseconds(plan, batch, directions, index)),
-    )
+    plan = plan_sizes(call, mask_hh, block, tf32, distributed)
     keeps = training and keeps_gates(cell)
     if plan.has_kernel and path is None and not resets and not cudnn.errs(cell, hidden_size, dtype):
-        ours = _microseconds(plan, batch, directions, index)
+        ours = step_microseconds(plan, call)
         torchs = directions * torchs_microseconds(call, tf32)
         if ours > torchs:
             return no_kernel(f"about {ours:.0f} microseconds a step, where torch's kernels take about {torchs:.0f}")
@@ -75,8 +70,22 @@ def make_plan(
     return plan
 
 
+def plan_sizes(
+    call: Call, mask_hh: Tensor | None, block: tuple[int, int] | None, tf32: bool, distributed: bool = True
+) -> Plan:
+    """As :func:`make_plan`, by sizes alone: not compared with torch's kernels, and not compiled."""
+    kept = None if mask_hh is None else derived_from(mask_hh, "kept", lambda: int(mask_hh.sum()))
+    layer = call.cell, call.hidden_size, call.batch, call.dtype, kept, block
+    index = torch.cuda.current_device() if call.device.index is None else call.device.index
+    others = index, call.path, call.training, tf32
+    return min(
+        (_plan_of_share(layer, *others, share, distributed) for share in {1, call.directions}),
+        key=lambda plan: (not plan.has_kernel, step_microseconds(plan, call)),
+    )
+
+
 @functools.lru_cache(4096)
-def _plan_sizes(
+def _plan_of_share(
     layer: tuple, index: int, path: str | None, training: bool, tf32: bool, share: int, distributed: bool
 ) -> Plan:
     """The plan by sizes alone, on a fraction 1 / `share` of the device; products are rounded where cuDNN's are."""
@@ -96,13 +105,13 @@ def _plan_sizes(
     return forward._replace(geometry=Geometries(forward.geometry, backward.geometry))
 
 
-def _microseconds(plan: Plan, batch: int, directions: int, index: int) -> float:
-    """The estimated time of a step of all directions: concurrent if they fit, else serial."""
-    processors, total = torch.cuda.get_device_properties(index).multi_processor_count, 0.0
+def step_microseconds(plan: Plan, call: Call) -> float:
+    """The estimated time of a step of all layers that run at once; serial where they do not fit."""
+    processors, total = torch.cuda.get_device_properties(call.device).multi_processor_count, 0.0
     for geometry in plan.geometry or ():
         if geometry is not None:
-            together = geometry.blocks * geometry.groups * directions <= processors
-            total += microseconds(geometry, batch) * (1 if together else directions)
+            together = geometry.blocks * geometry.groups * call.directions <= processors
+            total += microseconds(geometry, call.batch) * (1 if together else call.directions)
     return total
 
 

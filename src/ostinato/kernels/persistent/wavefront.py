@@ -1,0 +1,217 @@
+"""Stacked recurrent layers in a wavefront on a GPU: each is a portion of the steps behind the one below it.
+
+So they run at the same time (Appleyard et al. 2016, "Optimizing Performance of Recurrent Neural Networks on GPUs",
+arXiv 1604.01946).  Portions are slices of the rows of whole tensors.  What has no order in time, the gradients of the
+weights, is computed of whole tensors after the wave.
+"""
+
+from collections.abc import Sequence
+from copy import copy
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ostinato.kernels.dispatch import of_several, or_empty
+from ostinato.kernels.eager import is_eager
+from ostinato.kernels.gemm import gradient_of_input, linear, linear_into
+from ostinato.kernels.persistent.arguments import INPUTS, TENSORS, Arguments, Layer, Saved
+from ostinato.kernels.persistent.backends import is_captured
+from ostinato.kernels.persistent.modes import without_autocast
+from ostinato.kernels.persistent.operators import (
+    NOTHING,
+    Executor,
+    backward_arguments,
+    call_of,
+    context,
+    empty_results,
+    executor_of,
+    grad,
+    gradients,
+    of_input,
+    recurrent_layer,
+    saved_by,
+)
+from ostinato.kernels.persistent.plan import GATES
+from ostinato.kernels.streams import in_waves
+
+UNIT = 8  # steps, at multiples of which portions begin, so that their rows are aligned in 16 bits, too
+
+
+class _Wavefront(NamedTuple):
+    """Who computes stacked layers; called with the arguments of each, it does so."""
+
+    executors: tuple[Executor, ...]
+    portions: int
+
+    def __call__(self, *calls: tuple) -> list[tuple]:
+        layers, device = _layers(calls), calls[0][0].device
+        sizes, results = self._sizes(layers[0]), [list(empty_results(*layer)) for layer in layers]
+        outputs, cs, gates = ([result[i].split(sizes) for result in results] for i in (0, 3, 4))
+        inputs, factors = layers[0].x.split(sizes), [_split(call[0], sizes) for call in calls]
+        sequences = [layer.sequences.parts(sizes) for layer in layers]
+        given = [executor.layer_of(layer) for executor, layer in zip(self.executors, layers, strict=True)]
+        states: list[Any] = [(layer.h0, layer.c0) for layer in layers]
+
+        def run(i: int, portion: int) -> None:
+            (kernels, plan, rounds), layer, kept = self.executors[i], layers[i], gates[i][portion]
+            x = _times(outputs[i - 1][portion], factors[i][portion]) if i else inputs[portion]
+            product = x, layer.weight_ih, layer.bias_ih, rounds
+            projected = linear_into(kept, *product) if kept.numel() else linear(*product)
+            h0, c0 = states[i]
+            own = given[i]._replace(h0=h0, c0=c0, sequences=sequences[i][portion])
+            into = outputs[i][portion], cs[i][portion]
+            _, *states[i], _ = kernels.forward(own, projected, plan, layer.training, into)
+
+        with without_autocast(device.type):  # the tensors are converted already
+            in_waves(device, len(layers), self.portions, run)
+        for result, (h_n, c_n) in zip(results, states, strict=True):
+            result[1:3] = h_n, or_empty(c_n, h_n)
+        return [tuple(result) for result in results]
+
+    def backward(self, calls: Sequence[tuple]) -> list[tuple]:
+        """The gradients of all inputs, given the arguments of each layer's ``recurrent_layer_backward``."""
+        kept, grads, needed = zip(*((x[INPUTS : INPUTS + 3], x[INPUTS + 3 : -1], x[-1]) for x in calls), strict=True)
+        layers, device, portions = _layers(calls, [h for h, *_ in kept]), calls[0][0].device, range(self.portions)
+        sizes, passed = self._sizes(layers[0]), _passed(grads, needed)
+        saved = [_parts(saved_by(*each), sizes) for each in zip(self.executors, layers, kept, strict=True)]
+        found = [_empty_gradients(layer, self.portions) for layer in layers]
+        of_gates = [grads.split(sizes) for grads, _ in found]
+        of_outputs = [[*_split(of_output, sizes)] for of_output, *_ in grads]
+        factors = [_split(call[0], sizes) for call in calls]
+        sequences = [layer.sequences.parts(sizes) for layer in layers]
+        states: list[Any] = [of_states for _, *of_states in grads]
+
+        def run(depth: int, wave: int) -> None:
+            i, portion = len(layers) - 1 - depth, portions[-1 - wave]
+            if i not in passed:
+                return
+            (kernels, plan, rounds), layer = self.executors[i], layers[i]
+            own = layer.layer._replace(sequences=sequences[i][portion])
+            if portion:
+                own = _continued(own, saved[i][portion - 1])
+            upstream = of_outputs[i][portion], *states[i]
+            into = of_gates[i][portion], found[i][1][portion]
+            _, *states[i], _ = kernels.backward(own, saved[i][portion], upstream, plan, into)
+            if i > passed[0]:
+                of_x = gradient_of_input(of_input(into[0], layer.cell), layer.weight_ih, rounds)
+                of_x = _times(of_x, factors[i][portion])
+                of_outputs[i - 1][portion] = _sum(of_outputs[i - 1][portion], of_x)
+
+        results: list[tuple] = [(None,) * INPUTS] * len(layers)
+        with without_autocast(device.type):
+            in_waves(device, len(layers), self.portions, run)
+            for i in passed:
+                (of_all_gates, totals), (h, *_) = found[i], kept[i]
+                of_layer = of_all_gates, *states[i], totals.flatten(0, 1)
+                results[i] = *gradients(self.executors[i], layers[i], h, of_layer, needed[i]), *NOTHING
+        return results
+
+    def _sizes(self, layer: Arguments) -> list[int]:
+        """How many rows each portion has."""
+        rows, unit = len(layer.x), UNIT * layer.batch
+        units = -(-rows // unit)
+        return [
+            min(n, rows) - min(m, rows)
+            for m, n in pairwise(units * i // self.portions * unit for i in range(self.portions + 1))
+        ]
+
+
+def _layers(calls: Sequence[tuple], outputs: Sequence[Tensor] = ()) -> list[Arguments]:
+    """The arguments of each layer.  Their inputs are those of the first, if no `outputs` of the layers are given."""
+    layers = [Arguments(*calls[0][:INPUTS])]
+    for i, (factor, *others) in enumerate(calls[1:]):
+        x = _times(outputs[i], factor) if outputs else layers[0].x  # which has as many rows
+        layers.append(Arguments(x, *others[: INPUTS - 1]))
+    return layers
+
+
+def _split(x: Tensor | None, sizes: list[int]) -> Sequence[Tensor | None]:
+    return [None] * len(sizes) if x is None else x.split(sizes)
+
+
+def _parts(saved: Saved, sizes: list[int]) -> list[Saved]:
+    """Those of each portion."""
+    return [Saved(*parts) for parts in zip(*(_split(x, sizes) for x in saved), strict=True)]
+
+
+def _continued(layer: Layer, before: Saved) -> Layer:
+    """The layer from the last states of another portion on, as the forward passed them on."""
+    last = slice(-layer.sequences.batch, None)
+    return layer._replace(h0=before.h[last], c0=None if before.c is None else before.c[last].to(before.h.dtype))
+
+
+def _empty_gradients(layer: Arguments, portions: int) -> tuple[Tensor, Tensor]:
+    """What the kernels' backward writes: the gradients of gates, and their totals of each portion."""
+    width = layer.weight_hh.shape[1] * (1 if GATES[layer.cell] == 1 else 4)
+    of_gates = layer.x.new_empty(len(layer.x), width)
+    wide = torch.promote_types(of_gates.dtype, torch.float32)
+    return of_gates, of_gates.new_empty(portions, layer.batch, width, dtype=wide)
+
+
+def _passed(grads: Sequence[Sequence[Tensor | None]], needed: Sequence[int]) -> range:
+    """The layers on the way from gradients that are given to those that are needed."""
+    first = next((i for i, bits in enumerate(needed) if bits), len(needed))
+    given = [i for i, of_layer in enumerate(grads) if any(x is not None for x in of_layer)]
+    return range(first, 1 + max(given, default=-1))
+
+
+def _times(x: Tensor, factor: Tensor | None) -> Tensor:
+    return x if factor is None else x * factor
+
+
+def _sum(x: Tensor | None, y: Tensor | None) -> Tensor | None:
+    return y if x is None else x if y is None else x + y
+
+
+def _wavefront(*calls: tuple) -> _Wavefront:
+    layers = _layers(calls)
+    executors = tuple(executor_of(*layer) for layer in layers)
+    (kernels, plan, _), captured = executors[0], is_captured(layers[0].mask_hh, layers[0].x.device)
+    return _Wavefront(executors, kernels.portions(call_of(layers[0]), plan, captured))
+
+
+def _keep(parts: Sequence[Any], calls: Sequence[tuple], results: Sequence[tuple]) -> None:
+    for part, inputs, output in zip(parts, calls, results, strict=True):
+        context(part, inputs, output)
+
+
+def _backward(wavefront: _Wavefront, parts: Sequence[Any], grads: Sequence[Sequence[Tensor | None]]) -> list[tuple]:
+    calls = [*map(backward_arguments, parts, grads)]
+    if torch.is_grad_enabled() or not is_eager([x for call in calls for x in call]):
+        return _separate_backward(parts, grads)
+    return wavefront.backward(calls)
+
+
+def _separate_backward(parts: Sequence[Any], grads: Sequence[Sequence[Tensor | None]]) -> list[tuple]:
+    """As :meth:`_Wavefront.backward`, layer after layer, and differentiable."""
+    passed = _passed(grads, [any(part.needs_input_grad) for part in parts])
+    results: list[tuple] = [(None,) * INPUTS] * len(parts)
+    from_above = None
+    for i in reversed(passed):
+        part = copy(parts[i])
+        factor, *others = part.saved_tensors
+        if i:
+            below = parts[i - 1].saved_tensors[TENSORS]
+            part.saved_tensors = _times(below, factor), *others
+            part.needs_input_grad = i > passed[0], *part.needs_input_grad[1:]
+        of_output, *of_states = grads[i]
+        of_x, *of_others = grad(part, _sum(of_output, from_above), *of_states, None, None)
+        from_above = None if of_x is None else _times(of_x, factor if i else None)
+        results[i] = None if i else of_x, *of_others
+    return results
+
+
+def _separately(*calls: tuple) -> list[tuple]:
+    results: list[tuple] = []
+    for x, *others in calls:
+        results.append(recurrent_layer(_times(results[-1][0], x) if results else x, *others))
+    return results
+
+
+stacked_layers = of_several("stacked_layers", _separately, _wavefront, _keep, _backward)
+"""The ``recurrent_layer`` of each of stacked layers, given its arguments.
+
+The first's x is the input.  That of another is what the output below is multiplied with, such as by dropout, or None.
+"""

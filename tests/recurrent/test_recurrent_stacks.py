@@ -1,0 +1,322 @@
+"""Stacked layers in a wavefront: several at once, each a portion of the steps behind the one below."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import ostinato
+from ostinato.kernels.persistent import backends, cpu, cuda, reference
+from ostinato.kernels.persistent.backends import layers_at_once
+from ostinato.kernels.persistent.plan import Call, Plan
+from ostinato.kernels.streams import in_waves
+from ostinato.recurrent import sequences
+from recurrent_layers import CELLS, assert_same, assert_same_gradients, flat, gradients, inputs, leaves, make, twin
+
+LENGTH = 43  # so that no division into portions is even
+KERNELS = {"reference": reference, "the CPU's": cpu}
+
+
+def in_portions(module):
+    """A module's kernels as a GPU's, which write a portion of whole tensors."""
+
+    def forward(layer, projected, plan, keep, into=None):
+        output, h_n, c_n, c = module.forward(layer, projected, plan, keep)
+        for whole, part in zip(into or (), (output, c), strict=False):
+            if part is not None:
+                whole.copy_(part)
+        return output, h_n, c_n, c
+
+    def backward(layer, saved, upstream, plan, into=None):
+        grads, *states, totals = module.backward(layer, saved, upstream, plan)
+        if into is not None:
+            into[0].copy_(grads)
+            into[1].copy_(totals.view(-1, *into[1].shape).sum(0))
+        return grads, *states, totals
+
+    plan = Plan("dense", reason="a test")
+    own = {"forward": forward, "backward": backward, "make_plan": lambda *_: plan, "portions": lambda *_: 3}
+    return SimpleNamespace(**(vars(module) | own))
+
+
+@pytest.fixture(params=[(name, count) for name in KERNELS for count in (2, 3)], ids=lambda x: f"{x[0]}-{x[1]}")
+def at_once(request, monkeypatch, kernels):
+    """How many layers run at once."""
+    name, count = request.param
+    together(monkeypatch, count)
+    stand_in = in_portions(KERNELS[name])
+    monkeypatch.setattr(backends, "_kernels_on", lambda device_type: stand_in)
+    return count
+
+
+def together(monkeypatch, count):
+    monkeypatch.setattr(sequences, "layers_at_once", lambda mask, call, layers: min(count, layers))
+    backends._plan_dense.cache_clear()
+    monkeypatch.setattr(sequences, "_CALLS", type(sequences._CALLS)())
+
+
+def stack(cell, **options):
+    torch.manual_seed(0)
+    return make(cell, 5, 6, **({"num_layers": 3, "dtype": torch.float64} | options))
+
+
+@pytest.mark.parametrize("options", [{}, {"bias": False, "batch_first": True}, {"num_layers": 2}, {"num_layers": 5}])
+@pytest.mark.parametrize("cell", CELLS)
+def test_equals_torch(cell, options, at_once):
+    layer = stack(cell, **options)
+    other = twin(layer)
+    x, hx = inputs(layer, 4, LENGTH)
+    for state in (hx, None):
+        with torch.no_grad():
+            assert_same(layer(x, state), other(x, state), 1e-12)
+        assert_same_gradients(layer, other, x, state)
+
+
+def test_the_plan_tells(at_once):
+    assert stack("GRU").plan(4).at_once == at_once
+    assert stack("GRU", num_layers=1).plan(4).at_once == 1
+
+
+def test_unbatched_and_a_batch_of_one(at_once):
+    layer = stack("LSTM")
+    for batch in (None, 1):
+        x, hx = inputs(layer, batch, LENGTH)
+        assert_same(layer(x, hx), twin(layer)(x, hx), 1e-12)
+        assert_same_gradients(layer, twin(layer), x, hx)
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_resets_equal_layer_after_layer(cell, at_once, monkeypatch):
+    layer = stack(cell)
+    x, hx = inputs(layer, 4, LENGTH)
+    resets = torch.rand(LENGTH, 4, generator=torch.Generator().manual_seed(3)) < 0.2
+
+    def found():
+        wanted = [t.requires_grad_() for t in leaves(layer, x, hx)]
+        results = flat(layer(x, hx, resets=resets))
+        return *results, *torch.autograd.grad(sum((y**2).sum() for y in results), wanted)
+
+    ours = found()
+    together(monkeypatch, 1)
+    torch.testing.assert_close(ours, found(), rtol=1e-11, atol=1e-11)
+
+
+def test_dropout_is_that_of_layer_after_layer(at_once, monkeypatch):
+    layer = stack("GRU", dropout=0.4)
+    x, hx = inputs(layer, 4, LENGTH)
+
+    def found():
+        torch.manual_seed(5)
+        return gradients(layer, x, hx)
+
+    ours = found()
+    together(monkeypatch, 1)
+    torch.testing.assert_close(ours, found(), rtol=1e-11, atol=1e-11)
+    assert torch.equal(layer.eval()(x, hx)[0], layer(x, hx)[0])
+
+
+@pytest.mark.parametrize("which", [slice(0, 1), slice(1, 2), slice(2, 3)])
+def test_gradients_of_some_results(which, at_once):
+    layer = stack("LSTM")
+    assert_same_gradients(layer, twin(layer), *inputs(layer, 4, LENGTH), which=which)
+
+
+def test_gradients_of_a_lower_layers_state_alone(at_once):
+    layer, other = stack("GRU"), twin(stack("GRU"))
+    x, _ = inputs(layer, 4, LENGTH)
+    for module in (layer, other):
+        module(x)[1][0].square().sum().backward()
+    for ours, theirs in zip(layer.parameters(), other.parameters(), strict=True):
+        expected = torch.zeros_like(ours) if theirs.grad is None else theirs.grad
+        torch.testing.assert_close(torch.zeros_like(ours) if ours.grad is None else ours.grad, expected)
+
+
+@pytest.mark.parametrize("frozen", [("l0",), ("l0", "l1"), ("l2",), ("l1",)])
+def test_frozen_layers(frozen, at_once):
+    layer = stack("LSTM")
+    other = twin(layer)
+    for module in (layer, other):
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(not name.endswith(frozen))
+    x, _ = inputs(layer, 4, LENGTH)
+    for module in (layer, other):
+        module(x)[0].square().sum().backward()
+    for (name, ours), theirs in zip(layer.named_parameters(), other.parameters(), strict=True):
+        assert (ours.grad is None) == name.endswith(frozen)
+        if ours.grad is not None:
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+def test_second_derivatives(dropout, at_once, monkeypatch):
+    layer = stack("GRU", dropout=dropout)
+    x, hx = inputs(layer, 2, 19)
+    wanted = [t.requires_grad_() for t in leaves(layer, x, hx)]
+
+    def found():
+        torch.manual_seed(5)
+        first = torch.autograd.grad(layer(x, hx)[0].square().sum(), wanted, create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in first), wanted)
+
+    ours = found()
+    together(monkeypatch, 1)
+    torch.testing.assert_close(ours, found(), rtol=1e-9, atol=1e-9)
+
+
+def test_transforms_and_several_calls_before_a_backward(at_once):
+    layer = stack("GRU")
+    other = twin(layer)
+    x, hx = inputs(layer, 4, LENGTH)
+    xs = torch.stack([x, x + 1])
+    expected = torch.stack([other(x)[0], other(x + 1)[0]])
+    torch.testing.assert_close(torch.vmap(lambda x: layer(x)[0])(xs), expected, rtol=1e-11, atol=1e-11)
+    total = layer(x, hx)[0].sum() + layer(x + 1, hx)[0].square().sum()
+    total.backward(retain_graph=True)
+    once = [p.grad.clone() for p in layer.parameters()]
+    total.backward()
+    for p, grad in zip(layer.parameters(), once, strict=True):
+        torch.testing.assert_close(p.grad, 2 * grad)
+
+
+def test_pruned_layers(at_once):
+    layer = ostinato.prune(make("LSTM", 16, 32, num_layers=3, dtype=torch.float64), 0.3, block=(1, 1))
+    x, hx = inputs(layer, 4, LENGTH)
+    assert_same(layer(x, hx), twin(layer)(x, hx), 1e-12)
+    assert_same_gradients(layer, twin(layer), x, hx)
+
+
+def test_packed_sequences_and_both_directions_are_not_divided(at_once):
+    layer, both = stack("GRU"), stack("GRU", bidirectional=True)
+    assert_same(layer(*inputs(layer, 6, packed=True)), twin(layer)(*inputs(layer, 6, packed=True)), 1e-12)
+    assert_same(both(*inputs(both, 6)), twin(both)(*inputs(both, 6)), 1e-12)
+    assert both.plan(4).at_once == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("hidden", "batch", "steps", "layers", "count"),
+    [(64, 3, 50, 2, 2), (37, 5, 61, 3, 3), (256, 16, 100, 3, 2), (512, 1, 80, 4, 4), (1024, 9, 33, 2, 2)],
+)
+@pytest.mark.parametrize("cell", CELLS)
+def test_on_a_gpu(cell, hidden, batch, steps, layers, count, dtype, monkeypatch, nan_memory):
+    """As exact as layer after layer, with dropout and resets, too; the same bits twice, and in a CUDA graph."""
+    monkeypatch.setattr(cuda, "portions", lambda *_: 3)
+    torch.manual_seed(0)
+    layer = make(cell, 24, hidden, num_layers=layers, dropout=0.3, device="cuda", dtype=dtype)
+    x, hx = inputs(layer, batch, steps, device="cuda")
+    resets = torch.rand(steps, batch, device="cuda") < 0.05
+    wanted = [t.requires_grad_() for t in leaves(layer, x, hx)]
+
+    def found(module, wanted, x, hx, **options):
+        results = flat(module(x, hx, **options))
+        grads = torch.autograd.grad(sum(y.square().sum() for y in results), wanted)
+        return [y.detach() for y in (*results, *grads)]
+
+    def all_found():
+        layer.train()
+        torch.manual_seed(5)
+        dropped = found(layer, wanted, x, hx, resets=resets)
+        layer.eval()
+        return [*found(layer, wanted, x, hx), *dropped]
+
+    other = twin(layer).double()
+    other.dropout = 0.0  # cuDNN has gradients in training alone
+    x64, *h64 = (t.detach().double() for t in (x, *(hx if isinstance(hx, tuple) else [hx])))
+    h64 = tuple(h64) if isinstance(hx, tuple) else h64[0]
+    right = found(other, [t.requires_grad_() for t in leaves(other, x64, h64)], x64, h64)
+    together(monkeypatch, 1)
+    one_by_one = all_found()
+    together(monkeypatch, count)
+    assert layer.plan(batch, training=True).at_once == count
+    ours = all_found()
+    for mine, theirs, exact in zip(ours, one_by_one, right, strict=False):
+        assert (mine - exact).norm() <= 1.5 * (theirs - exact).norm() + 1e-6 * exact.norm()
+    for mine, theirs in zip(ours[len(right) :], one_by_one[len(right) :], strict=True):
+        assert (mine - theirs).norm() <= (1e-4 if dtype == torch.float32 else 0.05) * theirs.norm()
+    assert all(map(torch.equal, ours, all_found()))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = found(layer, wanted, x, hx)
+    graph.replay()
+    assert all(map(torch.equal, ours, captured))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block", [(1, 1), (16, 1)])
+def test_pruned_layers_on_a_gpu(block, monkeypatch, nan_memory):
+    monkeypatch.setattr(cuda, "portions", lambda *_: 3)
+    torch.manual_seed(0)
+    layer = make("LSTM", 64, 640, num_layers=3, device="cuda", dtype=torch.float16)
+    ostinato.prune(layer, 0.1, block=block)
+    x, hx = inputs(layer, 4, 50, device="cuda")
+    other = twin(layer).double()
+    want = flat(other(x.double(), tuple(h.double() for h in hx)))
+    together(monkeypatch, 2)
+    with torch.no_grad():
+        for ours, right in zip(flat(layer(x, hx)), want, strict=True):
+            assert (ours - right).norm() <= 2e-3 * right.norm()
+    assert_same_gradients(layer.float(), other.float(), x.float(), tuple(h.float() for h in hx), tolerance=2e-3)
+
+
+@pytest.mark.gpu
+def test_under_autocast(monkeypatch):
+    torch.manual_seed(0)
+    layer = make("LSTM", 64, 128, num_layers=3, device="cuda")
+    x, hx = inputs(layer, 8, 100, device="cuda")
+    found = []
+    for count in (1, 3):
+        together(monkeypatch, count)
+        with torch.autocast("cuda", torch.bfloat16):
+            found.append(gradients(layer, x, hx))
+    for one_by_one, at_once in zip(*found, strict=True):
+        assert at_once.dtype == torch.float32
+        assert (one_by_one - at_once).norm() <= 0.02 * one_by_one.norm()
+
+
+@pytest.mark.gpu
+def test_more_layers_at_once_in_a_cuda_graph():
+    """Whose launches take the host no time: kernels that have not run before are compiled while it is captured."""
+    layer = make("GRU", 96, 96, num_layers=3, device="cuda", dtype=torch.float16)
+    x, _ = inputs(layer, 1, 200, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad():
+        eager = layer(x)
+        with torch.cuda.graph(graph):
+            call = Call(x.device, "gru", 96, 1, x.dtype, False, 200)
+            assert layer.plan(1, steps=200).at_once == layers_at_once(None, call, 3) == 3
+            captured = layer(x)
+    assert layer.plan(1, steps=200).at_once == 1
+    graph.replay()
+    assert_same(captured, eager, 2e-3)
+
+
+@pytest.mark.gpu
+def test_kernels_of_another_stream_still_read(monkeypatch):
+    """What is freed between two calls on different streams is not overwritten by the second."""
+    monkeypatch.setattr(cuda, "portions", lambda *_: 3)
+    together(monkeypatch, 2)
+    layer = make("GRU", 64, 64, num_layers=2, device="cuda", dtype=torch.bfloat16)
+    xs = torch.randn(6, 200, 8, 64, device="cuda", dtype=torch.bfloat16)
+    expected = [layer(x)[0].detach() for x in xs]
+    torch.cuda.synchronize()
+    streams, results = [torch.cuda.Stream() for _ in range(2)], []
+    for i in range(24):
+        with torch.cuda.stream(streams[i % 2]):
+            results.append(layer(xs[i % 6])[0].detach().clone())
+    torch.cuda.synchronize()
+    assert all(torch.equal(result, expected[i % 6]) for i, result in enumerate(results))
+
+
+@pytest.mark.parametrize(("chains", "links"), [(1, 1), (2, 1), (1, 3), (2, 5), (4, 3)])
+def test_waves_keep_the_order_of_chains_and_links(chains, links):
+    ran = []
+
+    def run(chain, link):
+        assert link == 0 or (chain, link - 1) in ran
+        assert chain == 0 or (chain - 1, link) in ran
+        assert (chain - 1, link + 1) not in ran  # a stream is waited for as it is then
+        ran.append((chain, link))
+
+    in_waves(torch.device("cpu"), chains, links, run)
+    assert len(ran) == len(set(ran)) == chains * links
