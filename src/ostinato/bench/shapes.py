@@ -142,6 +142,7 @@ TRAINED_LAYERS = [
     Training("GRU", 2304, 4, 512, dtype=f16, who=IN_GRAPHS, **PRUNED),
     Training("LSTM", 512, 32, 512, dtype=bf16, layers=2, bidirectional=True, shortest=50, who=IN_GRAPHS),
 ]
+STACKS = [("GRU", 256, 16, 4), ("GRU", 512, 32, 3), ("LSTM", 1024, 16, 2), ("LSTM", 512, 64, 2)]
 NARROW = [(4000, 600, 7), (20000, 130, 3), (50000, 40, 8), (25000, 40, 20), (125_000, 128, 1), (1_000_000, 16, 1)]
 RESET = [
     *((8, 4096, 1536), (2, 100000, 384), (128, 512, 256), (3, 5000, 1000)),
@@ -237,7 +238,7 @@ ON_CUDA: dict[str, list[Workload]] = {
         # Stacks.
         *(
             Training(cell, hidden, batch, 512, dtype=bf16, layers=layers, who=IN_GRAPHS)
-            for cell, hidden, batch, layers in (("GRU", 256, 16, 4), ("GRU", 512, 32, 3), ("LSTM", 1024, 16, 2))
+            for cell, hidden, batch, layers in STACKS
         ),
         # What resets cost, beside the same without.
         Training("GRU", 512, 256, 128, dtype=bf16, resets=0.03, who=EPISODES),
