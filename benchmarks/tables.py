@@ -99,6 +99,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "training-flashrnn": partial(
         layers, "flashrnn-gpu", lambda work: work["layers"] == 1 and not work["resets"], "forward+backward"
     ),
+    "training-stacks": partial(
+        layers, "stacks-gpu", lambda work: work["layers"] > 1 and not work["bidirectional"], "forward+backward"
+    ),
     "training-errors": partial(gradients, "training-gpu"),
     "training-sweep": partial(
         plot_alone, "training-sweep-gpu", "The time of cuDNN over ours, by hidden size and batch"

@@ -13,6 +13,7 @@ from functools import partial
 import pytest
 import torch
 
+import ostinato
 import persistent_cases
 import persistent_layers
 import scan_kernels
@@ -33,6 +34,7 @@ from ostinato.kernels.recurrence.nonlinear import cuda as steps_cuda
 from ostinato.kernels.scan import Order, choose_backend
 from ostinato.kernels.scan.cuda import compose
 from ostinato.minimal.recurrences import recurrence_of
+from ostinato.recurrent import sequences
 
 FLAGS = (False, True)
 
@@ -238,6 +240,17 @@ def wide(hidden, dtype):
         case.check()
 
 
+def stacks(cell):
+    """Layers at once, whose portions are parts of tensors; their products are cuBLAS's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sequences, "layers_at_once", lambda *_: 2)
+        patch.setattr(persistent, "portions", lambda *_: 3)
+        stack = getattr(ostinato, cell)(10, 37, 3, device="cuda", dtype=torch.bfloat16)
+        x = torch.randn(61, 5, 10, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        output, _ = stack(x, resets=(torch.rand(61, 5) < 0.1).cuda())
+        output.sum().backward()
+
+
 PARTS = {
     f"scan-{geometry}-{dtype}".replace(" ", "-"): partial(scans_and_layers, geometry, dtype)
     for geometry, dtype in itertools.product(scan_kernels.GEOMETRIES, scan_kernels.TOLERANCE)
@@ -260,6 +273,7 @@ PARTS |= {
     f"recurrent-steps-{cell}-{dtype}": partial(recurrent_steps, cell, dtype)
     for cell, dtype in itertools.product(plan.GATES, scan_kernels.TOLERANCE)
 }
+PARTS |= {f"clusters-stack-{cell}": partial(stacks, cell) for cell in ("RNN", "GRU", "LSTM")}
 PARTS["transposition"] = transpositions
 PARTS["previous"] = shifts
 PARTS["biases"] = sums_of_biases
