@@ -335,12 +335,13 @@ def test_functionalised_layers_are_torchs():
 
 @by("as planned")
 @pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize("sizes", [(1, 3, 4), (6, 3, 4), (50, 32, 64)])
-def test_vmap_of_layers_that_torchs_kernels_run(cell, sizes):
+def test_vmap_of_layers_that_torchs_kernels_run(cell, sizes, bidirectional):
     """Torch's kernels have no rule for ``vmap``: whether there is one of ours depends on the sizes."""
     torch.manual_seed(0)
     steps, width, hidden = sizes
-    layer, x = make(cell, width, hidden), torch.randn(3, steps, 2, width)
+    layer, x = make(cell, width, hidden, bidirectional=bidirectional), torch.randn(3, steps, 2, width)
     weights = [{name: scale * p.detach() for name, p in layer.named_parameters()} for scale in (1.0, 0.5, 2.0)]
     many = {name: torch.stack([own[name] for own in weights]) for name in weights[0]}
     result = torch.vmap(lambda own, x: functional_call(layer, own, (x,)))(many, x)

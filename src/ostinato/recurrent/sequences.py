@@ -113,7 +113,8 @@ class SequenceLayers(MaskedLayers):
             plan = self._plan(device, int(batch), computed, training, int(steps), resets is not None, packed)
             if not (plan.has_kernel or is_vmapped()) or not can_take(tensors):
                 return None
-            at_once = plan.at_once
+            if plan.has_kernel:
+                at_once = plan.at_once
         unbatched = x.dim() == 2 and not packed
         shape = (len(self._all_weights), *(() if unbatched else (batch,)), self.hidden_size)
         fits = (
