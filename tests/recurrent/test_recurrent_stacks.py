@@ -8,7 +8,7 @@ import torch
 import ostinato
 from ostinato.kernels.persistent import backends, cpu, cuda, reference
 from ostinato.kernels.persistent.backends import layers_at_once
-from ostinato.kernels.persistent.plan import Call, Plan
+from ostinato.kernels.persistent.plan import Call, Plan, no_kernel
 from ostinato.kernels.streams import in_waves
 from ostinato.recurrent import sequences
 from recurrent_layers import CELLS, assert_same, assert_same_gradients, flat, gradients, inputs, leaves, make, twin
@@ -75,6 +75,23 @@ def test_equals_torch(cell, options, at_once):
 def test_the_plan_tells(at_once):
     assert stack("GRU").plan(4).at_once == at_once
     assert stack("GRU", num_layers=1).plan(4).at_once == 1
+
+
+@pytest.mark.parametrize("others", [1, 2])
+def test_torch_runs_all_layers_if_no_kernel_fits_the_last(others, at_once, monkeypatch):
+    """Those beyond the last whole group: fewer at once."""
+    kernels = backends.kernels_on(torch.device("cpu"))
+    plan = kernels.make_plan()
+    monkeypatch.setattr(
+        kernels, "make_plan", lambda call, *_: no_kernel("a test") if call.directions == others else plan
+    )
+    monkeypatch.setattr(kernels, "forward", None)
+    together(monkeypatch, 3)
+    layer = stack("GRU", num_layers=3 + others)
+    assert layer.plan(4).reason == "a test"
+    x, hx = inputs(layer, 4, LENGTH)
+    assert_same(layer(x, hx), twin(layer)(x, hx), 1e-12)
+    assert stack("GRU", num_layers=3).plan(4).at_once == 3
 
 
 def test_unbatched_and_a_batch_of_one(at_once):

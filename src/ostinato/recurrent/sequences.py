@@ -56,7 +56,8 @@ class SequenceLayers(MaskedLayers):
         try:
             call = call._replace(directions=self._at_once(call))
             masks = [mask_of(self, names[1]) for names in self._all_weights] if self._buffers else [None]
-            plans = [plan_layer(mask, call) for mask in masks]
+            groups = {call.directions, len(self._all_weights) % call.directions} - {0}  # of layers at once, by size
+            plans = [plan_layer(mask, call._replace(directions=size)) for mask in masks for size in groups]
         except RuntimeError as error:  # the next call asks again
             return no_kernel(str(error).partition("\n")[0])
         plan = max(plans, key=lambda plan: (not plan.has_kernel, plan.bytes_on_chip))
