@@ -1,12 +1,15 @@
 """Stacked layers in a wavefront: several at once, each a portion of the steps behind the one below."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
+from unittest.mock import Mock, call
 
 import pytest
 import torch
 
 import ostinato
-from ostinato.kernels.persistent import backends, cpu, cuda, reference
+from ostinato.kernels import streams
+from ostinato.kernels.persistent import backends, cpu, cuda, reference, wavefront
 from ostinato.kernels.persistent.backends import layers_at_once
 from ostinato.kernels.persistent.plan import Call, Plan, no_kernel
 from ostinato.kernels.streams import in_waves
@@ -317,12 +320,38 @@ def test_kernels_of_another_stream_still_read(monkeypatch):
     xs = torch.randn(6, 200, 8, 64, device="cuda", dtype=torch.bfloat16)
     expected = [layer(x)[0].detach() for x in xs]
     torch.cuda.synchronize()
-    streams, results = [torch.cuda.Stream() for _ in range(2)], []
+    currents, results = [torch.cuda.Stream() for _ in range(2)], []
     for i in range(24):
-        with torch.cuda.stream(streams[i % 2]):
+        with torch.cuda.stream(currents[i % 2]):
             results.append(layer(xs[i % 6])[0].detach().clone())
     torch.cuda.synchronize()
     assert all(torch.equal(result, expected[i % 6]) for i, result in enumerate(results))
+
+
+@pytest.mark.gpu
+def test_what_the_current_stream_reads_is_not_overwritten(monkeypatch):
+    """By what another thread with the same current stream, and so with the same others, computes."""
+    monkeypatch.setattr(cuda, "portions", lambda *_: 3)
+    together(monkeypatch, 2)
+    layer = make("GRU", 64, 64, num_layers=2, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(200, 8, 64, device="cuda", dtype=torch.bfloat16)
+
+    def then_wait(device, *args):
+        in_waves(device, *args)
+        torch.cuda._sleep(500_000_000)  # cycles, before the states are read
+
+    with torch.no_grad():
+        _, expected = layer(x)
+        torch.cuda.synchronize()
+        monkeypatch.setattr(wavefront, "in_waves", then_wait)
+        _, found = layer(x)
+        current = torch.cuda.current_stream()
+        (other,), _ = streams._streams_beside(current.device, current.cuda_stream, 2)
+        with torch.cuda.stream(other):
+            overwriting = [torch.full_like(expected[0], torch.nan) for _ in range(4000)]
+    torch.cuda.synchronize()
+    assert torch.equal(found, expected)
+    assert overwriting[-1].isnan().all()
 
 
 @pytest.mark.parametrize(("chains", "links"), [(1, 1), (2, 1), (1, 3), (2, 5), (4, 3)])
@@ -335,5 +364,20 @@ def test_waves_keep_the_order_of_chains_and_links(chains, links):
         assert (chain - 1, link + 1) not in ran  # a stream is waited for as it is then
         ran.append((chain, link))
 
+        return ()
+
     in_waves(torch.device("cpu"), chains, links, run)
     assert len(ran) == len(set(ran)) == chains * links
+
+
+def test_what_leaves_a_chain_is_kept_for_the_current_stream(monkeypatch):
+    current, sides, events = Mock(), [Mock(), Mock()], [Mock(), Mock(), Mock()]
+    monkeypatch.setattr(streams, "_streams_beside", lambda *_: (sides, events))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: current)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "set_stream", Mock())
+    made = {(chain, link): Mock() for chain in range(3) for link in range(2)}
+    in_waves(torch.device("cuda", 0), 3, 2, lambda *at: (made[at], None))
+    for (chain, _), x in made.items():
+        assert x.record_stream.mock_calls == ([call(current)] if chain else [])
+    assert torch.cuda.set_stream.mock_calls[-1] == call(current)

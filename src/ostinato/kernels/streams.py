@@ -52,11 +52,12 @@ def launch_stream(device: int, memory: Any) -> int:
     return side.cuda_stream
 
 
-def in_waves(device: torch.device, chains: int, links: int, run: Callable[[int, int], None]) -> None:
+def in_waves(device: torch.device, chains: int, links: int, run: Callable[[int, int], Sequence[Tensor | None]]) -> None:
     """``run(chain, link)`` for all: after the chain's link before, and after the same link of the chain before.
 
     The kernels of each chain run on a stream of its own, of the first on the current one, which waits for all others
-    at the end.  Until then memory that several chains use must not be freed.
+    at the end.  Until then memory that several chains use must not be freed.  ``run`` returns what it has made that is
+    used outside of its chain: another thread, with the same current stream, could reuse that memory at once.
     """
     order = [
         (chain, wave - chain)
@@ -77,7 +78,9 @@ def in_waves(device: torch.device, chains: int, links: int, run: Callable[[int, 
                 torch.cuda.set_stream(streams[chain])  # a context manager costs the host as much as a launch
                 if chain:  # the chain before has not been given its next link yet
                     _pass_on(streams[chain - 1], [streams[chain]], events[chain - 1])
-                run(chain, link)
+                for x in run(chain, link):
+                    if chain and x is not None:
+                        x.record_stream(current)
         finally:
             torch.cuda.set_stream(current)
             for side, event in zip(sides, events[1:], strict=True):
@@ -95,10 +98,7 @@ def _pass_on(stream: torch.cuda.Stream, others: Sequence[torch.cuda.Stream], eve
 def _streams_beside(
     device: torch.device, stream: int, chains: int
 ) -> tuple[list[torch.cuda.Stream], list[torch.cuda.Event]]:
-    """Those of all chains but the first, and an event of each, for one current stream alone.
-
-    What that frees, and they then reuse, kernels of another could still read.
-    """
+    """Those of all chains but the first, and an event of each, for one current stream alone: it may be captured."""
     return [torch.cuda.Stream(device) for _ in range(chains - 1)], [torch.cuda.Event() for _ in range(chains)]
 
 

@@ -54,7 +54,7 @@ class _Wavefront(NamedTuple):
         given = [executor.layer_of(layer) for executor, layer in zip(self.executors, layers, strict=True)]
         states: list[Any] = [(layer.h0, layer.c0) for layer in layers]
 
-        def run(i: int, portion: int) -> None:
+        def run(i: int, portion: int) -> Sequence[Tensor | None]:
             (kernels, plan, rounds), layer, kept = self.executors[i], layers[i], gates[i][portion]
             x = _times(outputs[i - 1][portion], factors[i][portion]) if i else inputs[portion]
             product = x, layer.weight_ih, layer.bias_ih, rounds
@@ -63,6 +63,7 @@ class _Wavefront(NamedTuple):
             own = given[i]._replace(h0=h0, c0=c0, sequences=sequences[i][portion])
             into = outputs[i][portion], cs[i][portion]
             _, *states[i], _ = kernels.forward(own, projected, plan, layer.training, into)
+            return states[i]
 
         with without_autocast(device.type):  # the tensors are converted already
             in_waves(device, len(layers), self.portions, run)
@@ -83,10 +84,10 @@ class _Wavefront(NamedTuple):
         sequences = [layer.sequences.parts(sizes) for layer in layers]
         states: list[Any] = [of_states for _, *of_states in grads]
 
-        def run(depth: int, wave: int) -> None:
+        def run(depth: int, wave: int) -> Sequence[Tensor | None]:
             i, portion = len(layers) - 1 - depth, portions[-1 - wave]
             if i not in passed:
-                return
+                return ()
             (kernels, plan, rounds), layer = self.executors[i], layers[i]
             own = layer.layer._replace(sequences=sequences[i][portion])
             if portion:
@@ -94,10 +95,11 @@ class _Wavefront(NamedTuple):
             upstream = of_outputs[i][portion], *states[i]
             into = of_gates[i][portion], found[i][1][portion]
             _, *states[i], _ = kernels.backward(own, saved[i][portion], upstream, plan, into)
-            if i > passed[0]:
-                of_x = gradient_of_input(of_input(into[0], layer.cell), layer.weight_ih, rounds)
-                of_x = _times(of_x, factors[i][portion])
-                of_outputs[i - 1][portion] = _sum(of_outputs[i - 1][portion], of_x)
+            if i == passed[0]:
+                return states[i]
+            of_x = gradient_of_input(of_input(into[0], layer.cell), layer.weight_ih, rounds)
+            of_outputs[i - 1][portion] = _sum(of_outputs[i - 1][portion], _times(of_x, factors[i][portion]))
+            return of_outputs[i - 1][portion], *states[i]
 
         results: list[tuple] = [(None,) * INPUTS] * len(layers)
         with without_autocast(device.type):
