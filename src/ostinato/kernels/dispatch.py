@@ -148,19 +148,22 @@ class _Part(SimpleNamespace):
         """Do nothing: gradients of several calls are never materialised."""
 
 
-def of_several(name: str, separately: Callable, prepare: Callable, keep: Callable, backward: Callable) -> Callable:
+def of_several(
+    name: str, separately: Callable, prepare: Callable, setup_context: Callable, backward: Callable
+) -> Callable:
     """A function of several calls' arguments that returns what an operator returns for each.
 
     In eager mode all are one node of autograd.  ``prepare(*calls)`` returns the function that computes all results of
-    calls like these, ``keep(parts, calls, results)`` saves what each needs, and ``backward(function, parts, grads)``
-    returns the gradients of each, given those of its results.  Otherwise ``separately(*calls)`` computes all results.
+    calls like these, ``setup_context`` saves what each needs, and ``backward(function, parts, grads)`` returns the
+    gradients of each, given those of its results.  Otherwise ``separately(*calls)`` computes all results.
     The function's ``prepared(*calls)`` is as that of :func:`operator`.
     """
 
     def run_and_keep(ctx: Any, count: int, *args: Any) -> tuple[Tensor, ...]:
         calls, ctx.run = _split(args[:-1], count), args[-1]
         results, ctx.parts = ctx.run(*calls), [_Part() for _ in calls]
-        keep(ctx.parts, calls, results)
+        for part, call, result in zip(ctx.parts, calls, results, strict=True):
+            setup_context(part, call, result)
         ctx.save_for_backward(*(x for part in ctx.parts for x in part.__dict__.pop("saved_tensors")))
         ctx.set_materialize_grads(False)
         return tuple(x for result in results for x in result)

@@ -174,12 +174,14 @@ class SequenceLayers(MaskedLayers):
                 reverse = both and index > first
                 tensors = x, h0, c0, weight_ih, weight_hh, bias_ih, bias_hh, mask, offsets, begins[reverse]
                 arguments.append((*tensors, batch, cell, reverse, training, self._path, len(together)))
-            run: Any = recurrent_layers if both else stacked_layers if len(together) > 1 else recurrent_layer
+            several = len(together) > 1
+            run: Any = recurrent_layers if both else stacked_layers if several else recurrent_layer
+            given = arguments if several else arguments[0]
             if known is not None:
                 if first not in known:
-                    known[first] = run.prepared(*arguments) if len(together) > 1 else run.prepared(*arguments[0])
+                    known[first] = run.prepared(*given)
                 run = known[first]
-            results = run(*arguments) if len(together) > 1 else (run(*arguments[0]),)
+            results = run(*given) if several else [run(*given)]
             last += [(h_n, c_n) if lstm else (h_n,) for _, h_n, c_n, *_ in results]
             rows = torch.cat([output for output, *_ in results], 1) if both else results[-1][0]
 

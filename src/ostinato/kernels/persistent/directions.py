@@ -36,11 +36,6 @@ def _both(first: tuple, second: tuple) -> _Both:
     return _Both(executor_of(*first), executor_of(*second))
 
 
-def _keep(parts: Sequence[Any], calls: Sequence[tuple], results: Sequence[tuple]) -> None:
-    for part, inputs, output in zip(parts, calls, results, strict=True):
-        context(part, inputs, output)
-
-
 def _backward(both: _Both, parts: Sequence[Any], grads: Sequence[Sequence[Tensor | None]]) -> list[tuple]:
     calls = tuple(map(backward_arguments, parts, grads))
     if torch.is_grad_enabled() or not is_eager([*calls[0], *calls[1]]):
@@ -54,5 +49,5 @@ def _separately(*calls: tuple) -> list[tuple]:
     return [recurrent_layer(*call) for call in calls]
 
 
-recurrent_layers = of_several("recurrent_layers", _separately, _both, _keep, _backward)
+recurrent_layers = of_several("recurrent_layers", _separately, _both, context, _backward)
 """Both directions' ``recurrent_layer``, given the arguments of each."""

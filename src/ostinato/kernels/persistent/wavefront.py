@@ -174,11 +174,6 @@ def _wavefront(*calls: tuple) -> _Wavefront:
     return _Wavefront(executors, kernels.portions(call_of(layers[0]), plan, captured))
 
 
-def _keep(parts: Sequence[Any], calls: Sequence[tuple], results: Sequence[tuple]) -> None:
-    for part, inputs, output in zip(parts, calls, results, strict=True):
-        context(part, inputs, output)
-
-
 def _backward(wavefront: _Wavefront, parts: Sequence[Any], grads: Sequence[Sequence[Tensor | None]]) -> list[tuple]:
     calls = [*map(backward_arguments, parts, grads)]
     if torch.is_grad_enabled() or not is_eager([x for call in calls for x in call]):
@@ -212,7 +207,7 @@ def _separately(*calls: tuple) -> list[tuple]:
     return results
 
 
-stacked_layers = of_several("stacked_layers", _separately, _wavefront, _keep, _backward)
+stacked_layers = of_several("stacked_layers", _separately, _wavefront, context, _backward)
 """The ``recurrent_layer`` of each of stacked layers, given its arguments.
 
 The first's x is the input.  That of another is what the output below is multiplied with, such as by dropout, or None.
