@@ -6,6 +6,7 @@ from unittest.mock import Mock, call
 
 import pytest
 import torch
+from torch._dynamo import compiled_autograd
 
 import ostinato
 from ostinato.kernels import streams
@@ -196,6 +197,19 @@ def test_transforms_and_several_calls_before_a_backward(at_once):
     total.backward()
     for p, grad in zip(layer.parameters(), once, strict=True):
         torch.testing.assert_close(p.grad, 2 * grad)
+
+
+@pytest.mark.parametrize("options", [{"dropout": 0.3}, {"bidirectional": True}])
+@pytest.mark.parametrize("at_once", [("reference", 2)], indirect=True)
+def test_compiled_autograd_takes_several_layers_in_one_graph(options, at_once, fresh_compiler):
+    layer = stack("GRU", **options)
+    x, hx = inputs(layer, 2, 20)
+    wanted = list(layer.parameters())
+    loss = layer(x, hx)[0].square().sum()
+    expected = torch.autograd.grad(loss, wanted, retain_graph=True)
+    with compiled_autograd._enable(torch.compile(backend="eager", fullgraph=True)):
+        loss.backward()
+    torch.testing.assert_close([w.grad for w in wanted], list(expected), rtol=1e-11, atol=1e-11)
 
 
 def test_pruned_layers(at_once):

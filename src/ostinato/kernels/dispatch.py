@@ -10,7 +10,6 @@ Derivatives of higher order, and those in forward mode, come from a second imple
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -138,8 +137,11 @@ def _transformed(
     )
 
 
-class _Part(SimpleNamespace):
+class _Part:
     """What one of several calls keeps of the context that they share."""
+
+    def __init__(self, **kept: Any) -> None:
+        self.__dict__.update(kept)
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
         self.saved_tensors = tensors
