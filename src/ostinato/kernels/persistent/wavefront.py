@@ -74,7 +74,7 @@ class _Wavefront(NamedTuple):
     def backward(self, calls: Sequence[tuple]) -> list[tuple]:
         """The gradients of all inputs, given the arguments of each layer's ``recurrent_layer_backward``."""
         kept, grads, needed = zip(*((x[INPUTS : INPUTS + 3], x[INPUTS + 3 : -1], x[-1]) for x in calls), strict=True)
-        layers, device, portions = _layers(calls, [h for h, *_ in kept]), calls[0][0].device, range(self.portions)
+        layers, device = _layers(calls, [h for h, *_ in kept]), calls[0][0].device
         sizes, passed = self._sizes(layers[0]), _passed(grads, needed)
         saved = [_parts(saved_by(*each), sizes) for each in zip(self.executors, layers, kept, strict=True)]
         found = [_empty_gradients(layer, self.portions) for layer in layers]
@@ -84,8 +84,8 @@ class _Wavefront(NamedTuple):
         sequences = [layer.sequences.parts(sizes) for layer in layers]
         states: list[Any] = [of_states for _, *of_states in grads]
 
-        def run(depth: int, wave: int) -> Sequence[Tensor | None]:
-            i, portion = len(layers) - 1 - depth, portions[-1 - wave]
+        def run(depth: int, link: int) -> Sequence[Tensor | None]:
+            i, portion = len(layers) - 1 - depth, self.portions - 1 - link
             if i not in passed:
                 return ()
             (kernels, plan, rounds), layer = self.executors[i], layers[i]
@@ -114,10 +114,8 @@ class _Wavefront(NamedTuple):
         """How many rows each portion has."""
         rows, unit = len(layer.x), UNIT * layer.batch
         units = -(-rows // unit)
-        return [
-            min(n, rows) - min(m, rows)
-            for m, n in pairwise(units * i // self.portions * unit for i in range(self.portions + 1))
-        ]
+        bounds = [min(units * i // self.portions * unit, rows) for i in range(self.portions + 1)]
+        return [end - begin for begin, end in pairwise(bounds)]
 
 
 def _layers(calls: Sequence[tuple], outputs: Sequence[Tensor] = ()) -> list[Arguments]:
