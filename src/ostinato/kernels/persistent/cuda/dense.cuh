@@ -4,9 +4,9 @@
 // within a tile is free, and chosen such that a word of the state in memory is a lane's fragment of the B operand; see
 // operand.cuh.
 //
-// Where a warp's TILES tiles are, weights.cuh says.  If the last row tile has at most 8 rows (HALF), one tile holds them
-// for two column tiles, in its upper and its lower half: it is multiplied with the state of both, and of each product
-// only one half is used.
+// Where a warp's TILES tiles are, weights.cuh says.  If the last row tile has at most 8 rows (HALF), one tile holds
+// them for two column tiles, in its upper and its lower half: it is multiplied with the state of both, and of each
+// product only one half is used.
 
 constexpr int ROW_TILES = (ROWS + 15) / 16 / SHARING;  // of a warp
 constexpr bool HALF = (ROWS - 1) % 16 < 8;
