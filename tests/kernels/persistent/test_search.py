@@ -26,10 +26,10 @@ def planned_for_an_h100(monkeypatch):
     """As if there were one, with all kernels compiled."""
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: H100)
     monkeypatch.setattr(cuda_launch, "kernels", lambda *_, **__: None)
-    for cached in (cuda_plan._plan_of_share, backends._plan_dense):
+    for cached in (cuda_plan._plan_of_share, backends._plan_dense, wavefront.portions):
         cached.cache_clear()
     yield
-    for cached in (cuda_plan._plan_of_share, backends._plan_dense):
+    for cached in (cuda_plan._plan_of_share, backends._plan_dense, wavefront.portions):
         cached.cache_clear()
 
 
@@ -429,7 +429,7 @@ def test_stacked_layers_run_at_once_where_that_is_faster(planned_for_an_h100, st
     assert at_once("gru", 256, 1, f16, 1, 1000, captured=True) == 1
 
 
-def test_the_host_launches_few_portions(planned_for_an_h100):
+def test_the_host_launches_few_portions(planned_for_an_h100, monkeypatch):
     """Those of few steps would take it longer than the GPU."""
     assert at_once("gru", 256, 1, f16, 3, 200) == 1 < at_once("gru", 256, 1, f16, 3, 200, captured=True)
     long = Call(torch.device("cuda", 0), "gru", 256, 1, f16, False, 1000, directions=3)
@@ -439,3 +439,6 @@ def test_the_host_launches_few_portions(planned_for_an_h100):
     few = wavefront.portions(long._replace(steps=20), plan, True)
     assert few <= 2  # of eight steps or more
     assert wavefront.portions(long._replace(directions=1), plan, True) == 1
+    wavefront.portions(long, plan, True)
+    monkeypatch.setattr(wavefront, "step_microseconds", None)  # calls of pruned layers ask each time
+    assert wavefront.portions(long, plan, True) == captured

@@ -1,5 +1,6 @@
 """How stacked layers share an NVIDIA GPU: how many of them run at once, and in how many portions of the steps."""
 
+import functools
 import math
 
 from torch import Tensor
@@ -40,6 +41,7 @@ def layers_at_once(
     return best if WORTH * of_all(best) <= of_all(1) else 1
 
 
+@functools.lru_cache(4096)  # the calls of pruned layers ask each time
 def portions(call: Call, plan: Plan, captured: bool) -> int:
     """In how many portions of the steps layers, as many as ``call.directions``, are fastest at once."""
     most = min(_steps(call) // LEAST_STEPS, MOST_PORTIONS) if call.directions > 1 else 1
