@@ -42,7 +42,7 @@ def linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, rou
     """:func:`linear` of (rows, channels), written to `out`."""
     if _is_cublas(x, weight, rounds):
         return cublas.multiply(x, weight.T, bias, out, rounds=rounds)
-    if _is_faster_padded(x, weight, weight.shape[0], rounds) or x.is_cpu:
+    if _is_faster_padded(x, weight, weight.shape[0], rounds):
         return out.copy_(linear(x, weight, bias, rounds))
     return torch.mm(x, weight.T, out=out) if bias is None else torch.addmm(bias, x, weight.T, out=out)
 

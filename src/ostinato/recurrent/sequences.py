@@ -65,8 +65,10 @@ class SequenceLayers(MaskedLayers):
 
     def _at_once(self, call: Call) -> int:
         """How many directions, or stacked layers, run at the same time, given the call of one."""
-        if self.bidirectional or call.packed:
-            return 2 if self.bidirectional else 1
+        if self.bidirectional:
+            return 2
+        if call.packed:
+            return 1
         mask = mask_of(self, self._all_weights[0][1]) if self._buffers else None
         return layers_at_once(mask, call, self.num_layers)
 

@@ -43,16 +43,11 @@ class Executor(NamedTuple):
 
     def layer_of(self, given: Arguments) -> Layer:
         """The layer as the kernels take it."""
-        layer = given.layer
-        if (
-            layer.mask_hh is None
-            or not layer.mask_hh.is_cuda
-            or given.training
-            or self.plan.path in ("block", "sparse")
-        ):
+        layer, mask = given.layer, given.mask_hh
+        if mask is None or not mask.is_cuda or given.training or self.plan.path in ("block", "sparse"):
             return layer
         # The other kernels need not, as they look weights up.
-        return layer._replace(weight_hh=torch.where(layer.mask_hh, layer.weight_hh, 0.0))
+        return layer._replace(weight_hh=torch.where(mask, layer.weight_hh, 0.0))
 
 
 def executor_of(*args: Any) -> Executor:
