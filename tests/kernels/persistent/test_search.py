@@ -9,7 +9,7 @@ import torch
 from gpus import H100
 from ostinato.kernels import nvrtc
 from ostinato.kernels.persistent import backends
-from ostinato.kernels.persistent.cuda import costs, geometry, search, wavefront
+from ostinato.kernels.persistent.cuda import geometry, search, wavefront
 from ostinato.kernels.persistent.cuda import launch as cuda_launch
 from ostinato.kernels.persistent.cuda import plan as cuda_plan
 from ostinato.kernels.persistent.cuda.costs import microseconds
@@ -373,14 +373,6 @@ def test_weights_for_which_there_is_no_room_are_read_from_l2(path, layer, backwa
     assert f"but for {share / 1e6:.1f} MB, read from L2 at every step" in plan.reason
     pytest.importorskip("cuda.core")
     assert nvrtc.compile_cubin(nvrtc.source(*files(chosen)), "sm_90", dict(macros(chosen)))
-
-
-def test_a_step_has_no_more_instructions_than_the_cache_holds():
-    for cell, hidden, density, batch in (("lstm", 4608, 0.1, 16), ("rnn_tanh", 4608, 0.1, 32), ("gru", 8192, 0.05, 16)):
-        layer = cell, hidden, batch, f16, int(density * GATES[cell] * hidden**2), (1, 1), H100
-        for backward in (False, True):
-            chosen = search.choose_geometry(*layer, path="sparse", backward=backward).geometry
-            assert costs._instructions(chosen) <= 128 * 1024 / 16  # bytes of a cache and of an instruction
 
 
 @pytest.mark.parametrize("processors", [48, 58, 108, 132, 148])  # of an RTX 3070, an L4, an A100, an H100, a B200

@@ -37,7 +37,7 @@ __device__ inline void pack_weights(const Parameters& p, int i) {
 }
 
 struct Product {
-    Weights<TILES, Tiles> weights;
+    Weights<TILES> weights;
     unsigned places[(GATHERS + 1) / 2];
     SharedState state;
 

@@ -122,8 +122,6 @@ _SMALL_CLUSTER = 8  # blocks, beyond which each counts twice
 _SPLIT = 0.6  # of what exact products of eight sequences cost, once for all, to split the weights
 _BY_FMA = 1.3  # the cost factor of the dense kernel's exact products of one sequence
 _SPLIT_STREAMED = 3.5  # times as much for streamed weights if these are split
-_CACHED = 8192  # instructions of a step that a multiprocessor's cache holds
-_UNCACHED = 3.0  # times as long for a step of more, all of which come from L2 then
 _SHORT = 0.186  # microseconds more per other block of a cluster, as products of 16 bits hide it only in turns
 _SHARE = 0.054  # microseconds per share of a strip of a warp of the block kernel
 _MASKED = 1.14  # the cost factor of a dense kernel whose weights are multiplied by a mask at every call
@@ -168,9 +166,7 @@ def microseconds(geometry: Geometry, batch: int, pruned: bool = False) -> float:
     step += cost.traffic * geometry.groups * geometry.columns * row / 1e6
     step += cost.partial * GATES[geometry.cell] / 10 if items > geometry.owners and items % geometry.owners else 0
     step += cost.uneven if uneven else 0
-    if geometry.path == "sparse":
-        step *= _UNCACHED if _instructions(geometry) > _CACHED else 1
-    elif geometry.path == "block":
+    if geometry.path == "block":
         step += _SHARE * len(geometry.share_tiles)
         step += _ROUND_TRIP * (ceil_div(geometry.words, geometry.words_in_flight) - 1)
     elif geometry.path == "dense" and not geometry.distributed:
@@ -178,11 +174,6 @@ def microseconds(geometry: Geometry, batch: int, pruned: bool = False) -> float:
     if pruned and geometry.path == "dense":
         step *= _MASKED
     return step * ceil_div(batch, geometry.sequences_at_once)
-
-
-def _instructions(geometry: Geometry) -> float:
-    """How many the sparse kernel has for a step, as all its entries are unrolled: counted in some twenty."""
-    return (12 + 4.6 * geometry.columns) * geometry.tiles
 
 
 class _TorchsCost(NamedTuple):

@@ -72,7 +72,7 @@ __device__ inline int place_of_four(int row, int four, int sequence) {
 }
 
 struct Product {
-    Weights<TILES, Tiles, EARLY> weights;
+    Weights<TILES, EARLY> weights;
     uint4 early[EARLY + 1];
     Operand operand;
     // The thread's number, by a shuffle: with a mask of resets, the compiler would read it again at every step, from a

@@ -15,7 +15,7 @@ def files(geometry: Geometry) -> tuple[str, ...]:
     needs = {
         "dense": ("mma.cuh", "weights.cuh"),
         "block": ("mma.cuh", "state.cuh", "weights.cuh"),
-        "sparse": ("state.cuh", "weights.cuh"),
+        "sparse": ("state.cuh",),
     }
     product: tuple[str, ...] = ("operand.cuh", "dense.cuh") if geometry.path == "dense" else (f"{geometry.path}.cuh",)
     products: tuple[str, ...] = (*product, "prepare.cuh", "forward.cu")

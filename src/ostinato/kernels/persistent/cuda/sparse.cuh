@@ -2,9 +2,16 @@
 //
 // A thread works on one row of the block; a row has as many consecutive threads as its weights need, so the load is
 // about even.  For each weight a thread gathers the batch of one unit from shared memory in one load; weights are
-// ordered such that the gathers of a warp are free of bank conflicts.  A thread's weights are ENTRIES entries of two;
-// where they are, weights.cuh says.
+// ordered such that the gathers of a warp are free of bank conflicts.
+//
+// A thread's weights are ENTRIES entries of two.  The first HELD stay in registers, the next KEPT in shared memory, the
+// STREAMED last do not fit on chip: they are read from L2 at every step, AHEAD of them in advance, the first while the
+// block waits for the state.  Only the first are unrolled: instructions for all would not fit into their cache.
 
+constexpr int KEPT = ENTRIES - HELD - STREAMED;
+constexpr int AHEAD = 4;
+constexpr int EACH = KEPT / (STREAMED + !STREAMED);
+constexpr int BESIDE = !STREAMED ? 0 : EACH < 2 ? EACH : 2;  // of KEPT, for each that is streamed
 constexpr int SUMS = COLUMNS * THREADS;
 constexpr int PARTS = sizeof(Scalar) == 2 ? 2 : 3;  // of an entry, 4 bytes each
 
@@ -31,35 +38,6 @@ struct Entry {
     }
 };
 
-// Entries in memory.
-struct Entries {
-    using Piece = Entry;
-    const unsigned* packed;  // this thread's part: (BLOCKS, ENTRIES, PARTS, THREADS)
-    unsigned* shared;        // (entries, PARTS, THREADS), from this thread's first
-
-    __device__ Entry load(int entry) const {
-        Entry loaded;
-#pragma unroll
-        for (int j = 0; j < PARTS; ++j) loaded.part[j] = __ldcg(packed + (entry * PARTS + j) * THREADS);
-        return loaded;
-    }
-    __device__ Entry kept(int i) const {
-        Entry entry;
-#pragma unroll
-        for (int j = 0; j < PARTS; ++j) entry.part[j] = shared[(i * PARTS + j) * THREADS];
-        return entry;
-    }
-    __device__ void keep(int i, const Entry& entry) const {
-#pragma unroll
-        for (int j = 0; j < PARTS; ++j) shared[(i * PARTS + j) * THREADS] = entry.part[j];
-    }
-    // Keeps an entry packed in registers: the compiler would hoist the unpacking.
-    static __device__ void pin(Entry& entry) {
-#pragma unroll
-        for (int j = 0; j < PARTS; ++j) asm volatile("" : "+r"(entry.part[j]));
-    }
-};
-
 // The first and the last thread with partial sums of a row.
 struct Span { unsigned char first, last; };
 
@@ -83,14 +61,46 @@ __device__ inline void pack_weights(const Parameters& p, int i) {
 }
 
 struct Product {
-    Weights<ENTRIES, Entries> weights;
+    const unsigned* packed;  // this thread's part: (BLOCKS, ENTRIES, PARTS, THREADS)
+    unsigned* shared;        // (KEPT, PARTS, THREADS), from this thread's first
+    Entry held[HELD + 1], ahead[AHEAD];  // no array is empty
     SharedState state;
 
     // index and places: (BLOCKS, ENTRIES, 2, THREADS); index is 1-based into the matrix, 0 for padding
-    __device__ Product(const Parameters& p, int block, uint4* shared)
-        : weights(Entries{p.packed + block * ENTRIES * PARTS * THREADS + threadIdx.x,
-                          reinterpret_cast<unsigned*>(shared + STATE_PIECES) + threadIdx.x}),
-          state(shared) {}
+    __device__ Product(const Parameters& p, int block, uint4* memory)
+        : packed(p.packed + block * ENTRIES * PARTS * THREADS + threadIdx.x),
+          shared(reinterpret_cast<unsigned*>(memory + STATE_PIECES) + threadIdx.x),
+          state(memory) {
+#pragma unroll
+        for (int i = 0; i < HELD; ++i) held[i] = load(i);
+#pragma unroll 4
+        for (int i = 0; i < KEPT; ++i) {
+            const Entry entry = load(HELD + i);
+#pragma unroll
+            for (int j = 0; j < PARTS; ++j) shared[(i * PARTS + j) * THREADS] = entry.part[j];
+        }
+#pragma unroll
+        for (int i = 0; i < AHEAD && i < STREAMED; ++i) ahead[i] = load(HELD + KEPT + i);
+    }
+
+    __device__ Entry load(int entry) const {
+        Entry loaded;
+#pragma unroll
+        for (int j = 0; j < PARTS; ++j) loaded.part[j] = __ldcg(packed + (entry * PARTS + j) * THREADS);
+        return loaded;
+    }
+
+    __device__ Entry kept(int i) const {
+        Entry entry;
+#pragma unroll
+        for (int j = 0; j < PARTS; ++j) entry.part[j] = shared[(i * PARTS + j) * THREADS];
+        return entry;
+    }
+
+    __device__ void add(float (&d)[STATE_COLUMNS], const Entry& entry) const {
+        add(d, entry.place(0), entry.weight(0));
+        add(d, entry.place(1), entry.weight(1));
+    }
 
     __device__ void add(float (&d)[STATE_COLUMNS], unsigned place, float weight) const {
         constexpr int LOADED = STATE_BYTES / 4;
@@ -115,6 +125,16 @@ struct Product {
         }
     }
 
+    // Adds a streamed entry, and what is kept beside it.  Its slot is refilled with a later one, of this step or the next.
+    __device__ void add_streamed(float (&d)[STATE_COLUMNS], int first, int slot) {
+        const Entry entry = ahead[slot];
+        const int next = first + AHEAD + slot;
+        ahead[slot] = load(HELD + KEPT + (next < STREAMED ? next : slot));
+        add(d, entry);
+#pragma unroll
+        for (int k = 0; k < BESIDE; ++k) add(d, kept((first + slot) * BESIDE + k));
+    }
+
     __device__ void start_load(const char* from, unsigned step) { state.start_load(from, step); }
 
     // sums[sequence][thread] = this thread's share of its row of the matrix times the state that is being loaded.
@@ -123,11 +143,20 @@ struct Product {
         __syncthreads();
         float d[STATE_COLUMNS] = {};
 #pragma unroll
-        for (int i = 0; i < ENTRIES; ++i) {
-            const Entry entry = weights.take(i);
-            add(d, entry.place(0), entry.weight(0));
-            add(d, entry.place(1), entry.weight(1));
+        for (int i = 0; i < HELD; ++i) {
+            Entry entry = held[i];
+#pragma unroll
+            for (int j = 0; j < PARTS; ++j) asm volatile("" : "+r"(entry.part[j]));  // else unpacked once for all steps
+            add(d, entry);
         }
+#pragma unroll 1
+        for (int first = 0; first + AHEAD <= STREAMED; first += AHEAD)
+#pragma unroll
+            for (int j = 0; j < AHEAD; ++j) add_streamed(d, first, j);
+#pragma unroll
+        for (int j = 0; j < STREAMED % AHEAD; ++j) add_streamed(d, STREAMED - STREAMED % AHEAD, j);
+#pragma unroll 8
+        for (int i = STREAMED * BESIDE; i < KEPT; ++i) add(d, kept(i));
 #pragma unroll
         for (int c = 0; c < COLUMNS; ++c) sums[c * THREADS + threadIdx.x] = d[c];
     }
