@@ -72,23 +72,25 @@ _COSTS = {
     ("block", False): _Cost(step=0.85, read=1.9, kept=0.37, multiplied=1.45, exact=4.1, updated=0.26),
     ("block", True): _Cost(step=0.85, read=1.9, kept=0.37, multiplied=1.45, exact=6.3, updated=0.26, cluster=0.20),
     ("sparse", False): _Cost(
-        step=0.992,
-        read=2.89,
-        kept=0.861,
-        streamed=0.891,
-        multiplied=0.875,
-        gathered=1.51,
-        added=2.48,
-        updated=1.38,
+        step=0.809,
+        read=2.12,
+        kept=0.531,
+        streamed=1.02,
+        multiplied=0.62,
+        gathered=1.98,
+        added=2.61,
+        updated=2.27,
     ),
     ("sparse", True): _Cost(
-        step=0.877,
-        read=1.62,
-        kept=0.391,
-        streamed=1.22,
-        gathered=2.65,
-        added=3.1,
-        updated=1.9,
+        step=1.12,
+        read=2.19,
+        kept=0.627,
+        streamed=1.14,
+        multiplied=0.211,
+        gathered=2.12,
+        added=3.18,
+        updated=0.812,
+        paired=0.138,
     ),
 }
 # Of states that stay in clusters.
@@ -122,6 +124,7 @@ _SMALL_CLUSTER = 8  # blocks, beyond which each counts twice
 _SPLIT = 0.6  # of what exact products of eight sequences cost, once for all, to split the weights
 _BY_FMA = 1.3  # the cost factor of the dense kernel's exact products of one sequence
 _SPLIT_STREAMED = 3.5  # times as much for streamed weights if these are split
+_SECOND_LOAD = 75.0  # microseconds per thousand entries of a thread, if it gathers more than one load's 16 bytes for each
 _SHORT = 0.186  # microseconds more per other block of a cluster, as products of 16 bits hide it only in turns
 _SHARE = 0.054  # microseconds per share of a strip of a warp of the block kernel
 _MASKED = 1.14  # the cost factor of a dense kernel whose weights are multiplied by a mask at every call
@@ -166,7 +169,9 @@ def microseconds(geometry: Geometry, batch: int, pruned: bool = False) -> float:
     step += cost.traffic * geometry.groups * geometry.columns * row / 1e6
     step += cost.partial * GATES[geometry.cell] / 10 if items > geometry.owners and items % geometry.owners else 0
     step += cost.uneven if uneven else 0
-    if geometry.path == "block":
+    if geometry.path == "sparse":
+        step += _SECOND_LOAD * geometry.tiles / 1e3 if geometry.state_bytes > 16 else 0
+    elif geometry.path == "block":
         step += _SHARE * len(geometry.share_tiles)
         step += _ROUND_TRIP * (ceil_div(geometry.words, geometry.words_in_flight) - 1)
     elif geometry.path == "dense" and not geometry.distributed:

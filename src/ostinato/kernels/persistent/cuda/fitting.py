@@ -8,12 +8,10 @@ import torch
 from ostinato.kernels.persistent.cuda.geometry import REGISTERS, WARPS, Geometry, ceil_div
 from ostinato.kernels.persistent.plan import GATES
 
-PREFETCHED = 4  # tiles or entries that are streamed, which registers hold
-
 
 def most_streamed(properties: Any) -> float:
     """Bytes of weights that all blocks may read from L2 at every step, beside what else is there."""
-    return properties.L2_cache_size * 2 / 3
+    return properties.L2_cache_size * 3 / 4
 
 
 def split_strips(geometry: Geometry, strip_columns: Sequence[int], shared_limit: int) -> Geometry | None:
@@ -50,10 +48,10 @@ def fill_registers(geometry: Geometry, shared_limit: int) -> Geometry | None:
         words, places = 2 * geometry.columns * geometry.words_in_flight, geometry.tiles * geometry.tile_columns // 64
         others = places + words + 68 + 16 * (geometry.dtype == torch.float32) + 24 * geometry.backward
         free = (REGISTERS - others) // 4
-        return _hold(geometry, free, shared_limit) or _stream(geometry, free - PREFETCHED, shared_limit)
+        return _hold(geometry, free, shared_limit) or _stream(geometry, free - geometry.prefetched, shared_limit)
     others = 92 + 24 * geometry.backward + 48 * (geometry.columns > 4)
     free = (REGISTERS - others) // geometry.parts
-    return _hold(geometry, free, shared_limit) or _stream(geometry, free - PREFETCHED, shared_limit)
+    return _hold(geometry, free, shared_limit) or _stream(geometry, free - geometry.prefetched, shared_limit)
 
 
 def _hold(geometry: Geometry, most: int, shared_limit: int) -> Geometry | None:
@@ -98,7 +96,7 @@ def _fill_dense(geometry: Geometry, shared_limit: int) -> Geometry | None:
         return fill_registers(geometry._replace(streamed=1), shared_limit)
     # Prefetched tiles take registers, too, which so large a state of numbers in tf32 leaves in time.
     tf32 = geometry.dtype == torch.float32 and not geometry.exact
-    free = max(0, free - (0 if tf32 and states == 128 else PREFETCHED))
+    free = max(0, free - (0 if tf32 and states == 128 else geometry.prefetched))
     return _hold(geometry._replace(streamed=geometry.tiles - free - room), free, shared_limit)
 
 

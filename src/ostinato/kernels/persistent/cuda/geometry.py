@@ -296,6 +296,11 @@ class Geometry(NamedTuple):
         return ceil_div(self.slice * self.dtype.itemsize, 8 * THREADS)
 
     @property
+    def prefetched(self) -> int:
+        """Tiles or entries whose loads from L2 are in flight together, limited by registers."""
+        return 4 if self.path != "sparse" else 16 if self.columns <= 2 else 8
+
+    @property
     def words_in_flight(self) -> int:
         """Words of each sequence whose loads are in flight together, limited by registers."""
         return min(self.words, 32 // self.columns)

@@ -81,14 +81,14 @@ def _macros_of_product(geometry: Geometry) -> tuple[tuple[str, object], ...]:
     """The definitions for the file with the matrix product."""
     if geometry.wide:
         return (("SHARED_BYTES", geometry.shared_bytes),)
-    streamed = ("STREAMED", geometry.streamed)
+    streamed = ("STREAMED", geometry.streamed), ("AHEAD", geometry.prefetched)
     if geometry.path == "dense":
-        return streamed, ("SHARING", WARPS // geometry.column_parts)
+        return *streamed, ("SHARING", WARPS // geometry.column_parts)
     state = ("STATE_COLUMNS", geometry.state_bytes // geometry.dtype.itemsize)
     if geometry.path == "sparse":
-        return ("ENTRIES", geometry.tiles), streamed, state
+        return ("ENTRIES", geometry.tiles), *streamed, state
     shares = ("SHARES", geometry.shares), ("LAST_TILES", _last_tiles(geometry))
-    return ("TILES", geometry.tiles), streamed, *shares, state
+    return ("TILES", geometry.tiles), *streamed, *shares, state
 
 
 def feature(geometry: Geometry) -> str:

@@ -9,7 +9,7 @@
 // block waits for the state.  Only the first are unrolled: instructions for all would not fit into their cache.
 
 constexpr int KEPT = ENTRIES - HELD - STREAMED;
-constexpr int AHEAD = 4;
+constexpr int UNROLLED = 8;  // of KEPT
 constexpr int EACH = KEPT / (STREAMED + !STREAMED);
 constexpr int BESIDE = !STREAMED ? 0 : EACH < 2 ? EACH : 2;  // of KEPT, for each that is streamed
 constexpr int SUMS = COLUMNS * THREADS;
@@ -58,6 +58,16 @@ __device__ inline void pack_weights(const Parameters& p, int i) {
 #pragma unroll
     for (int j = 0; j < 2; ++j)
         packed[(PARTS - 2 + j) * THREADS] = sizeof(Scalar) == 4 ? weight[j] : place[j] | weight[j] << 16;
+}
+
+// f(i, its place in the chunk) for 0 <= i < COUNT; only the CHUNK are unrolled.
+template <int COUNT, int CHUNK, typename Function> __device__ inline void in_chunks(Function f) {
+#pragma unroll 1
+    for (int first = 0; first + CHUNK <= COUNT; first += CHUNK)
+#pragma unroll
+        for (int i = 0; i < CHUNK; ++i) f(first + i, i);
+#pragma unroll
+    for (int i = 0; i < COUNT % CHUNK; ++i) f(COUNT - COUNT % CHUNK + i, i);
 }
 
 struct Product {
@@ -126,13 +136,13 @@ struct Product {
     }
 
     // Adds a streamed entry, and what is kept beside it.  Its slot is refilled with a later one, of this step or the next.
-    __device__ void add_streamed(float (&d)[STATE_COLUMNS], int first, int slot) {
+    __device__ void add_streamed(float (&d)[STATE_COLUMNS], int i, int slot) {
         const Entry entry = ahead[slot];
-        const int next = first + AHEAD + slot;
+        const int next = i + AHEAD;
         ahead[slot] = load(HELD + KEPT + (next < STREAMED ? next : slot));
         add(d, entry);
 #pragma unroll
-        for (int k = 0; k < BESIDE; ++k) add(d, kept((first + slot) * BESIDE + k));
+        for (int k = 0; k < BESIDE; ++k) add(d, kept(i * BESIDE + k));
     }
 
     __device__ void start_load(const char* from, unsigned step) { state.start_load(from, step); }
@@ -149,14 +159,8 @@ struct Product {
             for (int j = 0; j < PARTS; ++j) asm volatile("" : "+r"(entry.part[j]));  // else unpacked once for all steps
             add(d, entry);
         }
-#pragma unroll 1
-        for (int first = 0; first + AHEAD <= STREAMED; first += AHEAD)
-#pragma unroll
-            for (int j = 0; j < AHEAD; ++j) add_streamed(d, first, j);
-#pragma unroll
-        for (int j = 0; j < STREAMED % AHEAD; ++j) add_streamed(d, STREAMED - STREAMED % AHEAD, j);
-#pragma unroll 8
-        for (int i = STREAMED * BESIDE; i < KEPT; ++i) add(d, kept(i));
+        in_chunks<STREAMED, AHEAD>([&](int i, int slot) { add_streamed(d, i, slot); });
+        in_chunks<KEPT - STREAMED * BESIDE, UNROLLED>([&](int i, int) { add(d, kept(STREAMED * BESIDE + i)); });
 #pragma unroll
         for (int c = 0; c < COLUMNS; ++c) sums[c * THREADS + threadIdx.x] = d[c];
     }

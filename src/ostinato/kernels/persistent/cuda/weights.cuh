@@ -4,8 +4,6 @@
 // while the block waits for the state.  HELD of the others stay in registers, the rest in shared memory: FIRST of these
 // come first.  Apart from that, each kind is spread evenly among all.
 
-constexpr int AHEAD = 4;
-
 // In memory, of 16 bytes for a lane.
 struct Tiles {
     const uint4* packed;  // this lane's part: (BLOCKS, WARPS, tiles, 32 lanes)
