@@ -85,7 +85,7 @@ class SequenceLayers(MaskedLayers):
         autocast = autocast_dtype(device)
         sizes = self.input_size, self.hidden_size, self.num_layers, self.bidirectional
         how = *sizes, self.mode, self.batch_first, self._path, autocast, layers_round(device, dtype), resets is None
-        captured = self.num_layers > 1 and is_captured(None, device)  # which decides how many layers run at once
+        captured = self.num_layers > 1 and is_captured(device)  # which decides how many layers run at once
         found: KernelCall | None = _CALLS.find(like, *how, captured)
         if found is None and (found := self._find_kernels(input, states, weights, resets)) is not None:
             known = found._replace(layers={})

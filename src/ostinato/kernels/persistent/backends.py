@@ -57,13 +57,14 @@ def layers_at_once(mask_hh: Tensor | None, call: Call, layers: int) -> int:
     """How many of so many stacked layers run at the same time, cached as :func:`plan_layer`; ``call`` is one's."""
     if layers == 1 or call.device.type != "cuda" or not nvrtc.can_launch():
         return 1
-    key = call, layers_round(call.device, call.dtype), layers, is_captured(mask_hh, call.device)
+    captured = mask_hh is None and is_captured(call.device)  # masks are packed before, for the plan that there was then
+    key = call, layers_round(call.device, call.dtype), layers, captured
     return _dense_at_once(*key) if mask_hh is None else derived_from(mask_hh, key, lambda: _at_once(mask_hh, *key))
 
 
-def is_captured(mask_hh: Tensor | None, device: torch.device) -> bool:
-    """Whether a CUDA graph launches the kernels, so that it may be others: not of pruned layers, packed before it."""
-    return mask_hh is None and device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+def is_captured(device: torch.device) -> bool:
+    """Whether a CUDA graph launches the kernels, so that more of them cost the host nothing."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _at_once(mask_hh: Tensor | None, call: Call, tf32: bool, layers: int, captured: bool) -> int:

@@ -168,7 +168,7 @@ def _sum(x: Tensor | None, y: Tensor | None) -> Tensor | None:
 def _wavefront(*calls: tuple) -> _Wavefront:
     layers = _layers(calls)
     executors = tuple(executor_of(*layer) for layer in layers)
-    (kernels, plan, _), captured = executors[0], is_captured(layers[0].mask_hh, layers[0].x.device)
+    (kernels, plan, _), captured = executors[0], is_captured(layers[0].x.device)
     return _Wavefront(executors, kernels.portions(call_of(layers[0]), plan, captured))
 
 

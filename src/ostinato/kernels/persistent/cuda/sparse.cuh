@@ -135,7 +135,7 @@ struct Product {
         }
     }
 
-    // Adds a streamed entry, and what is kept beside it.  Its slot is refilled with a later one, of this step or the next.
+    // Adds a streamed entry and what is kept beside it; refills its slot with a later one, of this step or the next.
     __device__ void add_streamed(float (&d)[STATE_COLUMNS], int i, int slot) {
         const Entry entry = ahead[slot];
         const int next = i + AHEAD;
