@@ -359,6 +359,32 @@ def test_a_call_runs_what_was_prepared_for_one_like_it(bidirectional, monkeypatc
         layer(x[:2], hx)
 
 
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_call_of_a_pruned_layer_is_checked_unless_one_with_its_masks_was(grad, monkeypatch):
+    layer, checked = pruned("GRU", 5, 16, 2, density=0.5), []
+    check = ostinato.GRU._find_kernels
+    monkeypatch.setattr(ostinato.GRU, "_find_kernels", lambda *args: checked.append(1) or check(*args))
+    x, hx = inputs(layer, 3)
+
+    def checks():
+        checked.clear()
+        expected = twin(layer)
+        for name, mask in layer.named_buffers():
+            getattr(expected, name.replace("mask", "weight")).data *= mask
+        with torch.set_grad_enabled(grad):
+            assert_same(layer(x, hx), expected(x, hx), 1e-6)
+        return len(checked)
+
+    assert [checks(), checks()] == [1, 0]
+    layer.mask_hh_l1[:, 3] = False
+    assert [checks(), checks()] == [1, 0]
+    layer.mask_hh_l0 = layer.mask_hh_l0.clone()
+    layer.mask_hh_l0[5] = False
+    assert [checks(), checks()] == [1, 0]
+    del layer.mask_hh_l1
+    assert [checks(), checks()] == [1, 0]
+
+
 def test_a_call_is_checked_unless_one_like_it_was(monkeypatch):
     layer, checked = ostinato.GRU(5, 8, batch_first=True), []
     check = ostinato.GRU._find_kernels

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 
 from ostinato.episodes import in_reverse_of_rows
+from ostinato.kernels.derived import derived_from
 from ostinato.kernels.eager import Prepared
 from ostinato.kernels.persistent.backends import is_captured, layers_at_once, plan_layer
 from ostinato.kernels.persistent.directions import recurrent_layers
@@ -22,7 +23,7 @@ from ostinato.masks import mask_of
 from ostinato.recurrent.rows import as_given, in_rows, offsets_of, size_of
 from ostinato.recurrent.weights import MaskedLayers
 
-_CALLS = Prepared()  # of dense layers, keyed by input, weights, states and resets
+_CALLS = Prepared()  # keyed by input, weights, states, resets, and the masks of recurrent weights
 
 
 class KernelCall(NamedTuple):
@@ -55,9 +56,9 @@ class SequenceLayers(MaskedLayers):
         call = Call(device, self.mode.lower(), *sizes, training, steps, self._path, 1, resets, packed)
         try:
             call = call._replace(directions=self._at_once(call))
-            masks = [mask_of(self, names[1]) for names in self._all_weights] if self._buffers else [None]
             groups = {call.directions, len(self._all_weights) % call.directions} - {0}  # of layers at once, by size
-            plans = [plan_layer(mask, call._replace(directions=size)) for mask in masks for size in groups]
+            calls = [call._replace(directions=size) for size in groups]
+            plans = [plan_layer(mask, one) for mask in self._masks() or [None] for one in calls]
         except RuntimeError as error:  # the next call asks again
             return no_kernel(str(error).partition("\n")[0])
         plan = max(plans, key=lambda plan: (not plan.has_kernel, plan.bytes_on_chip))
@@ -69,15 +70,18 @@ class SequenceLayers(MaskedLayers):
             return 2
         if call.packed:
             return 1
-        mask = mask_of(self, self._all_weights[0][1]) if self._buffers else None
-        return layers_at_once(mask, call, self.num_layers)
+        first = next(iter(self._masks()), None)
+        return layers_at_once(first, call, self.num_layers)
+
+    def _masks(self) -> list[Tensor | None]:
+        """Those of the recurrent weights of all layers and directions, none if nothing is pruned."""
+        return [mask_of(self, names[1]) for names in self._all_weights] if self._buffers else []
 
     def _kernels_for(
         self, input: Any, states: list[Tensor], weights: list[Tensor], resets: Tensor | None
     ) -> KernelCall | None:
         """The call if kernels compute it, cached; None for torch's, which also raise the errors of invalid calls."""
-        special = self._buffers or not isinstance(input, Tensor) or weights[0].is_meta
-        if special or torch.compiler.is_compiling():
+        if not isinstance(input, Tensor) or weights[0].is_meta or torch.compiler.is_compiling():
             return self._find_kernels(input, states, weights, resets)
         like, device, dtype = [input, *weights, *states], weights[0].device, weights[0].dtype
         if resets is not None:
@@ -86,10 +90,12 @@ class SequenceLayers(MaskedLayers):
         sizes = self.input_size, self.hidden_size, self.num_layers, self.bidirectional
         how = *sizes, self.mode, self.batch_first, self._path, autocast, layers_round(device, dtype), resets is None
         captured = self.num_layers > 1 and is_captured(device)  # which decides how many layers run at once
-        found: KernelCall | None = _CALLS.find(like, *how, captured)
+        contents = (mask if mask is None else derived_from(mask, "contents", object) for mask in self._masks())
+        how = *how, captured, *contents
+        found: KernelCall | None = _CALLS.find(like, *how)
         if found is None and (found := self._find_kernels(input, states, weights, resets)) is not None:
             known = found._replace(layers={})
-            _CALLS.add(lambda: known, like, *how, captured)
+            _CALLS.add(lambda: known, like, *how)
         return found
 
     def _find_kernels(

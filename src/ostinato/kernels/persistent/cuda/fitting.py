@@ -49,9 +49,11 @@ def fill_registers(geometry: Geometry, shared_limit: int) -> Geometry | None:
         others = places + words + 68 + 16 * (geometry.dtype == torch.float32) + 24 * geometry.backward
         free = (REGISTERS - others) // 4
         return _hold(geometry, free, shared_limit) or _stream(geometry, free - geometry.prefetched, shared_limit)
-    others = 92 + 24 * geometry.backward + 48 * (geometry.columns > 4)
-    free = (REGISTERS - others) // geometry.parts
-    return _hold(geometry, free, shared_limit) or _stream(geometry, free - geometry.prefetched, shared_limit)
+    of_sums = 48 * (geometry.columns > 4)  # again if a loop loads what is streamed
+    free = REGISTERS - 92 - 24 * geometry.backward - of_sums
+    return _hold(geometry, free // geometry.parts, shared_limit) or _stream(
+        geometry, (free - of_sums) // geometry.parts - geometry.prefetched, shared_limit
+    )
 
 
 def _hold(geometry: Geometry, most: int, shared_limit: int) -> Geometry | None:

@@ -9,7 +9,7 @@
 // block waits for the state.  Only the first are unrolled: instructions for all would not fit into their cache.
 
 constexpr int KEPT = ENTRIES - HELD - STREAMED;
-constexpr int UNROLLED = 8;  // of KEPT
+constexpr int UNROLLED = 16;  // of KEPT
 constexpr int EACH = KEPT / (STREAMED + !STREAMED);
 constexpr int BESIDE = !STREAMED ? 0 : EACH < 2 ? EACH : 2;  // of KEPT, for each that is streamed
 constexpr int SUMS = COLUMNS * THREADS;
