@@ -240,6 +240,9 @@ ON_CUDA: dict[str, list[Workload]] = {
             Training(cell, hidden, batch, 512, dtype=bf16, layers=layers, who=IN_GRAPHS)
             for cell, hidden, batch, layers in STACKS
         ),
+        # Pruned layers larger than the chip.
+        Training("LSTM", 4608, 4, 512, dtype=f16, who=IN_GRAPHS, **PRUNED),
+        *(Training("LSTM", hidden, 4, 512, dtype=f16, density=0.1, who=IN_GRAPHS) for hidden in (4608, 6144)),
         # What resets cost, beside the same without.
         Training("GRU", 512, 256, 128, dtype=bf16, resets=0.03, who=EPISODES),
         Training("GRU", 512, 256, 128, dtype=bf16, who=IN_GRAPHS),

@@ -90,12 +90,11 @@ class SequenceLayers(MaskedLayers):
         sizes = self.input_size, self.hidden_size, self.num_layers, self.bidirectional
         how = *sizes, self.mode, self.batch_first, self._path, autocast, layers_round(device, dtype), resets is None
         captured = self.num_layers > 1 and is_captured(device)  # which decides how many layers run at once
-        contents = (mask if mask is None else derived_from(mask, "contents", object) for mask in self._masks())
-        how = *how, captured, *contents
-        found: KernelCall | None = _CALLS.find(like, *how)
+        contents = [mask if mask is None else derived_from(mask, "contents", object) for mask in self._masks()]
+        found: KernelCall | None = _CALLS.find(like, *how, captured, *contents)
         if found is None and (found := self._find_kernels(input, states, weights, resets)) is not None:
             known = found._replace(layers={})
-            _CALLS.add(lambda: known, like, *how)
+            _CALLS.add(lambda: known, like, *how, captured, *contents)
         return found
 
     def _find_kernels(
