@@ -29,7 +29,7 @@ def _kernels_on(device_type: str) -> Any:
 def plan_layer(mask_hh: Tensor | None, call: Call) -> Plan:
     """How a layer and direction runs, cached per mask, or for all layers without one.
 
-    Raises RuntimeError, which is not cached, for what another call may not meet, such as a lack of free memory.
+    Raises RuntimeError, which is not cached, where a later call may succeed, as after a lack of free memory.
     """
     key = call, layers_round(call.device, call.dtype)
     return _plan_dense(*key) if mask_hh is None else derived_from(mask_hh, key, lambda: _plan(mask_hh, *key))
@@ -57,13 +57,14 @@ def layers_at_once(mask_hh: Tensor | None, call: Call, layers: int) -> int:
     """How many of so many stacked layers run at the same time, cached as :func:`plan_layer`; ``call`` is one's."""
     if layers == 1 or call.device.type != "cuda" or not nvrtc.can_launch():
         return 1
-    captured = mask_hh is None and is_captured(call.device)  # masks are packed before, for the plan that there was then
+    # Masks cannot be packed in a capture: as many pruned layers run at once there as did before it, when theirs were.
+    captured = mask_hh is None and is_captured(call.device)
     key = call, layers_round(call.device, call.dtype), layers, captured
     return _dense_at_once(*key) if mask_hh is None else derived_from(mask_hh, key, lambda: _at_once(mask_hh, *key))
 
 
 def is_captured(device: torch.device) -> bool:
-    """Whether a CUDA graph launches the kernels, so that more of them cost the host nothing."""
+    """Whether a CUDA graph captures the kernels, and will launch them: more of them then cost the host nothing."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 

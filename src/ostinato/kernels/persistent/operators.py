@@ -3,7 +3,7 @@
 The forward saves its inputs, the states h, an LSTM's c and, where kernels keep them, the gates' pre-activations.  With
 every h known these are no longer sequential, and elsewhere the backward recomputes them by two GEMMs over all steps.
 It runs through time once, and gets the weights' gradients by GEMMs.  The layer and its tensors are defined in
-``reference.py``.
+``arguments.py``, what is computed of them in ``reference.py``.
 """
 
 from collections.abc import Callable, Sequence
@@ -46,7 +46,7 @@ class Executor(NamedTuple):
         layer, mask = given.layer, given.mask_hh
         if mask is None or not mask.is_cuda or given.training or self.plan.path in ("block", "sparse"):
             return layer
-        # The other kernels need not, as they look weights up.
+        # The dense kernels multiply all weights; those of pruned ones read only what the mask keeps.
         return layer._replace(weight_hh=torch.where(mask, layer.weight_hh, 0.0))
 
 

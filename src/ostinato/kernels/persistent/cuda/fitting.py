@@ -38,7 +38,10 @@ def split_strips(geometry: Geometry, strip_columns: Sequence[int], shared_limit:
 
 
 def fill_registers(geometry: Geometry, shared_limit: int) -> Geometry | None:
-    """Keep as many tiles as possible in registers; None if the others do not fit into shared memory."""
+    """The geometry with its tiles in registers, then in shared memory; what fits into neither is streamed.
+
+    None where even that does not fit, or the kernel cannot stream.  How much may be streamed is for others to check.
+    """
     if geometry.scatters:
         return _fill_scattering(geometry)
     if geometry.path == "dense":
@@ -49,7 +52,7 @@ def fill_registers(geometry: Geometry, shared_limit: int) -> Geometry | None:
         others = places + words + 68 + 16 * (geometry.dtype == torch.float32) + 24 * geometry.backward
         free = (REGISTERS - others) // 4
         return _hold(geometry, free, shared_limit) or _stream(geometry, free - geometry.prefetched, shared_limit)
-    of_sums = 48 * (geometry.columns > 4)  # again if a loop loads what is streamed
+    of_sums = 48 * (geometry.columns > 4)  # twice that where a loop loads what is streamed
     free = REGISTERS - 92 - 24 * geometry.backward - of_sums
     return _hold(geometry, free // geometry.parts, shared_limit) or _stream(
         geometry, (free - of_sums) // geometry.parts - geometry.prefetched, shared_limit

@@ -1,8 +1,9 @@
 """The launch geometry of persistent kernels: how a layer is divided among blocks, and what fits on chip.
 
 One cooperative launch runs all steps of one layer and direction, forward or backward in time.  Every block keeps its
-part of the recurrent matrix in registers and shared memory; states and gradients pass between blocks through global
-memory, see ``exchange.cuh``.  There are three kinds of matrix product, each the Product of ``<path>.cuh``:
+part of the recurrent matrix in registers and shared memory, or as much of it as fits there: the rest is streamed, read
+from L2 at every step.  States and gradients pass between blocks through global memory, see ``exchange.cuh``.  There are
+three kinds of matrix product, each the Product of ``<path>.cuh``:
 
 ==========  ==================================================================
 ``dense``   the whole matrix, on tensor cores
@@ -53,9 +54,9 @@ class Geometry(NamedTuple):
     exact: bool = True  # float32 is not rounded to tf32 for the tensor cores
     cluster: int = 1  # blocks that reduce their products, each over its slice of the exchanged vector
     tiles: int = 0  # of a warp; of the sparse kernel: entries, two weights of a thread
-    held: int = 0  # of these in registers; the others are in shared memory
+    held: int = 0  # tiles in registers
+    streamed: int = 0  # tiles read from L2 at every step, as they do not fit on chip; all others are in shared memory
     distributed: bool = False  # states stay in the shared memory of a cluster of all blocks of a group
-    streamed: int = 0  # of these, read from L2 at every step, as they do not fit on chip
     sum_buffers: int = 2  # for the partial sums of a step; with one, warps wait for each other before they write theirs
     shares: int = 1  # into which the block kernel splits each strip of 16 rows
     share_tiles: tuple[int, ...] = ()  # tiles of a warp's first share, of its second, ...

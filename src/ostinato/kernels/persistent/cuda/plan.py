@@ -44,7 +44,7 @@ def make_plan(
         tf32: whether products of float32 may round to tf32.
         distributed: whether states may stay in the shared memory of clusters.
 
-    Raises RuntimeError for what another call may not meet, such as a lack of free memory.
+    Raises RuntimeError where a later call may succeed, as after a lack of free memory.
     """
     device, cell, hidden_size, _, dtype, training, steps, path, directions, resets, packed = call
     least = least_steps(cell, hidden_size, dtype)

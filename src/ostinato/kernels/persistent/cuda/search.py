@@ -180,7 +180,7 @@ def candidates(
 
 
 def _with_weights(geometry: Geometry, density: float, block: tuple[int, int], shared: int) -> Geometry | None:
-    """The geometry with its weights in registers and shared memory; None if they do not fit."""
+    """The geometry with all tiles that its weights take, and where these are, as :func:`fill_registers` has them."""
     if geometry.scatters:
         tiles = ceil_div(geometry.row_tiles, WARPS) * ceil_div(geometry.slice * geometry.dtype.itemsize, 32)
         return fill_registers(geometry._replace(tiles=tiles), shared)

@@ -41,7 +41,7 @@ def layers_at_once(
     return best if WORTH * of_all(best) <= of_all(1) else 1
 
 
-@functools.lru_cache(4096)  # the calls of pruned layers ask each time
+@functools.lru_cache(4096)  # calls that cannot be prepared for ask each time
 def portions(call: Call, plan: Plan, captured: bool) -> int:
     """In how many portions of the steps layers, as many as ``call.directions``, are fastest at once."""
     most = min(_steps(call) // LEAST_STEPS, MOST_PORTIONS) if call.directions > 1 else 1
