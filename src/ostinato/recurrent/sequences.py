@@ -13,7 +13,7 @@ from ostinato.kernels.derived import derived_from
 from ostinato.kernels.eager import Prepared
 from ostinato.kernels.persistent.backends import is_captured, layers_at_once, plan_layer
 from ostinato.kernels.persistent.directions import recurrent_layers
-from ostinato.kernels.persistent.modes import can_take, is_vmapped
+from ostinato.kernels.persistent.modes import can_take, count_operations, is_vmapped
 from ostinato.kernels.persistent.operators import recurrent_layer
 from ostinato.kernels.persistent.plan import Call, Plan, no_kernel
 from ostinato.kernels.persistent.wavefront import stacked_layers
@@ -90,6 +90,7 @@ class SequenceLayers(MaskedLayers):
         sizes = self.input_size, self.hidden_size, self.num_layers, self.bidirectional
         how = *sizes, self.mode, self.batch_first, self._path, autocast, layers_round(device, dtype), resets is None
         captured = self.num_layers > 1 and is_captured(device)  # which decides how many layers run at once
+        # Another object for each mask, and whenever a mask changes.
         contents = [mask if mask is None else derived_from(mask, "contents", object) for mask in self._masks()]
         found: KernelCall | None = _CALLS.find(like, *how, captured, *contents)
         if found is None and (found := self._find_kernels(input, states, weights, resets)) is not None:
@@ -121,6 +122,7 @@ class SequenceLayers(MaskedLayers):
             plan = self._plan(device, int(batch), computed, training, int(steps), resets is not None, packed)
             if not (plan.has_kernel or is_vmapped()) or not can_take(tensors):
                 return None
+            count_operations()
             if plan.has_kernel:
                 at_once = plan.at_once
         unbatched = x.dim() == 2 and not packed

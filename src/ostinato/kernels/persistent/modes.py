@@ -19,18 +19,18 @@ _VMAP, _JVP, _FUNCTIONALIZE = _KINDS.Vmap, _KINDS.Jvp, _KINDS.Functionalize
 
 
 def can_take(tensors: list[Tensor]) -> bool:
-    """Whether the operator can be called: under what needs no rule of its own, which tangents do."""
+    """Whether the operator can be called: it has no rule for tangents, ``functionalize``, and tensors not dense."""
     if forward_ad._current_level >= 0:
         return False
-    if is_in_torch_dispatch_mode():
-        _count_operations()
     if torch._C._functorch.peek_interpreter_stack() is None:
         return all(map(is_dense, tensors))
     return _FUNCTIONALIZE not in _transforms()
 
 
-def _count_operations() -> None:
-    """Tell PyTorch's counters of operations, which are such modes, how many of them a layer takes."""
+def count_operations() -> None:
+    """Tell PyTorch's counters of operations, which are dispatch modes, how many of them a layer takes."""
+    if not is_in_torch_dispatch_mode():
+        return
     from torch.utils.flop_counter import FlopCounterMode  # warns where there is a GPU without Triton
 
     formulas = _formulas()
