@@ -268,6 +268,10 @@ def test_cubic_density():
         ostinato.cubic_density(5, 0.1, end="9")
     with pytest.raises(ValueError, match="step must be finite; got nan"):
         ostinato.cubic_density(float("nan"), 0.1, end=5)
+    with pytest.raises(ValueError, match="begin must be finite; got -inf"):
+        ostinato.cubic_density(3, 0.1, begin=-float("inf"), end=5)
+    with pytest.raises(ValueError, match="end must be finite; got inf"):
+        ostinato.cubic_density(3, 0.1, end=float("inf"))
 
 
 def through_safetensors(layer, fresh):

@@ -103,7 +103,7 @@ def cubic_density(step: int, final: float, *, begin: int = 0, end: int, initial:
 
     Raises:
         TypeError: a step or density that is not a number.
-        ValueError: ``end`` not after ``begin``, a step that is not finite, or a density out of range.
+        ValueError: ``end`` not after ``begin``, any of the steps not finite, or a density out of range.
 
     Example:
         >>> import ostinato
@@ -118,8 +118,9 @@ def cubic_density(step: int, final: float, *, begin: int = 0, end: int, initial:
     _check_density("final", final)
     _check_density("initial", initial)
     check_numbers(step=step, begin=begin, end=end)
-    if not math.isfinite(step):
-        raise ValueError(f"step must be finite; got {step}")
+    for name, value in {"step": step, "begin": begin, "end": end}.items():
+        if not math.isfinite(value):
+            raise ValueError(f"{name} must be finite; got {value}")
     if not begin < end:
         raise ValueError(f"end must come after begin, {begin}; got {end}")
     left = (1 - min(max((step - begin) / (end - begin), 0.0), 1.0)) ** 3
