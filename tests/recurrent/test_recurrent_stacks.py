@@ -86,9 +86,7 @@ def test_torch_runs_all_layers_if_no_kernel_fits_the_last(others, at_once, monke
     """Those beyond the last whole group: fewer at once."""
     kernels = backends.kernels_on(torch.device("cpu"))
     plan = kernels.make_plan()
-    monkeypatch.setattr(
-        kernels, "make_plan", lambda call, *_: no_kernel("a test") if call.directions == others else plan
-    )
+    monkeypatch.setattr(kernels, "make_plan", lambda call, *_: no_kernel("a test") if call.at_once == others else plan)
     monkeypatch.setattr(kernels, "forward", None)
     together(monkeypatch, 3)
     layer = stack("GRU", num_layers=3 + others)

@@ -55,14 +55,14 @@ class SequenceLayers(MaskedLayers):
         sizes = self.hidden_size, batch, dtype
         call = Call(device, self.mode.lower(), *sizes, training, steps, self._path, 1, resets, packed)
         try:
-            call = call._replace(directions=self._at_once(call))
-            groups = {call.directions, len(self._all_weights) % call.directions} - {0}  # of layers at once, by size
-            calls = [call._replace(directions=size) for size in groups]
+            call = call._replace(at_once=self._at_once(call))
+            groups = {call.at_once, len(self._all_weights) % call.at_once} - {0}  # of layers at once, by size
+            calls = [call._replace(at_once=size) for size in groups]
             plans = [plan_layer(mask, one) for mask in self._masks() or [None] for one in calls]
         except RuntimeError as error:  # the next call asks again
             return no_kernel(str(error).partition("\n")[0])
         plan = max(plans, key=lambda plan: (not plan.has_kernel, plan.bytes_on_chip))
-        return plan._replace(at_once=call.directions) if plan.has_kernel else plan
+        return plan._replace(at_once=call.at_once) if plan.has_kernel else plan
 
     def _at_once(self, call: Call) -> int:
         """How many directions, or stacked layers, run at the same time, given the call of one."""

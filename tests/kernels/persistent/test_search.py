@@ -424,13 +424,13 @@ def test_stacked_layers_run_at_once_where_that_is_faster(planned_for_an_h100, st
 def test_the_host_launches_few_portions(planned_for_an_h100, monkeypatch):
     """Those of few steps would take it longer than the GPU."""
     assert at_once("gru", 256, 1, f16, 3, 200) == 1 < at_once("gru", 256, 1, f16, 3, 200, captured=True)
-    long = Call(torch.device("cuda", 0), "gru", 256, 1, f16, False, 1000, directions=3)
+    long = Call(torch.device("cuda", 0), "gru", 256, 1, f16, False, 1000, at_once=3)
     plan = cuda_plan.plan_sizes(long, None, None, True)
     launched, captured = (wavefront.portions(long, plan, captured) for captured in (False, True))
     assert 2 <= launched < captured <= 16
     few = wavefront.portions(long._replace(steps=20), plan, True)
     assert few <= 2  # of eight steps or more
-    assert wavefront.portions(long._replace(directions=1), plan, True) == 1
+    assert wavefront.portions(long._replace(at_once=1), plan, True) == 1
     wavefront.portions(long, plan, True)
     monkeypatch.setattr(wavefront, "step_microseconds", None)  # calls of pruned layers ask each time
     assert wavefront.portions(long, plan, True) == captured

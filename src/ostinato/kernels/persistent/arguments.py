@@ -49,7 +49,7 @@ class Arguments(NamedTuple):
     reverse: bool
     training: bool
     path: str | None
-    directions: int
+    at_once: int
 
     @property
     def sequences(self) -> Sequences:

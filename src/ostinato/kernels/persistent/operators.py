@@ -70,7 +70,7 @@ def call_of(given: Arguments) -> Call:
         given.training,
         sequences.length(x),
         given.path,
-        given.directions,
+        given.at_once,
         resets=given.resets is not None,
         packed=given.offsets is not None,
     )
@@ -92,7 +92,7 @@ def _recurrent_layer(
     reverse: bool,
     training: bool,
     path: str | None,
-    directions: int,
+    at_once: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The output, h_n, c_n, and what is kept for the backward: c and the gates' pre-activations; empty for absent ones.
 
@@ -100,7 +100,7 @@ def _recurrent_layer(
     :class:`~ostinato.kernels.persistent.arguments.Arguments`.
     """
     tensors = x, h0, c0, weight_ih, weight_hh, bias_ih, bias_hh, mask_hh, offsets, resets
-    args = *tensors, batch, cell, reverse, training, path, directions
+    args = *tensors, batch, cell, reverse, training, path, at_once
     return executor_of(*args)(*args) if batch else empty_results(*args)  # whose results have no elements
 
 
@@ -211,7 +211,7 @@ def _recurrent_layer_backward(
     reverse: bool,
     training: bool,
     path: str | None,
-    directions: int,
+    at_once: int,
     h: Tensor,
     c: Tensor,
     gates: Tensor,
@@ -222,7 +222,7 @@ def _recurrent_layer_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of the DIFFERENTIABLE inputs, each empty unless its bit is set in `needed`."""
     tensors = x, h0, c0, weight_ih, weight_hh, bias_ih, bias_hh, mask_hh, offsets, resets
-    args = *tensors, batch, cell, reverse, training, path, directions
+    args = *tensors, batch, cell, reverse, training, path, at_once
     kept_and_grads = h, c, gates, grad_output, grad_h_n, grad_c_n
     if not batch:
         return tuple(x.zero_() for x in _recurrent_layer_backward_fake(*args, needed))  # type: ignore[return-value]

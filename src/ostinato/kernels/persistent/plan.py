@@ -18,7 +18,7 @@ class Call(NamedTuple):
     training: bool  # whether gradients will be computed
     steps: int | None  # of the longest sequence; None if they are many
     path: str | None = None  # the only kernel to consider, "dense", "block" or "sparse"; None for the fastest
-    directions: int = 1  # such layers that run at once: directions, or stacked layers
+    at_once: int = 1  # such layers that run at once: directions, or stacked layers
     resets: bool = False  # inside sequences, which torch's kernels do not support
     packed: bool = False  # sequences of different lengths
 

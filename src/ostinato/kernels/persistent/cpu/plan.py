@@ -19,7 +19,7 @@ def make_plan(call: Call, mask_hh: Tensor | None, block: tuple[int, int] | None,
 
     Raises ValueError for a `path` that the layer's weights do not allow.
     """
-    _, cell, hidden_size, batch, dtype, training, steps, path, directions, resets, packed = call
+    _, cell, hidden_size, batch, dtype, training, steps, path, at_once, resets, packed = call
     if dtype not in NUMPY_DTYPES:
         return no_kernel(f"layers on the CPU compute in float32 and float64, not in {dtype}")
     entries, kept, weights, density = None, 1, 1, 1.0
@@ -28,12 +28,12 @@ def make_plan(call: Call, mask_hh: Tensor | None, block: tuple[int, int] | None,
         density = kept / weights
         entries = None if density == 1 else "sparse" if block == (1, 1) else "block"
     if path is None:
-        if steps == directions == 1 and not resets:
+        if steps == at_once == 1 and not resets:
             if entries and not training and batch <= most_sequences(entries, kept, weights):
                 return _of_entries(entries, density, block)
             if not (entries and training) and batch <= MOST_SEQUENCES[dtype]:
                 return Plan("dense", reason="one step reads the weights once, where they are")
-        alone = directions == 1 and not (training or resets or packed) and mask_hh is None
+        alone = at_once == 1 and not (training or resets or packed) and mask_hh is None
         if steps is not None and alone and 1 < steps <= most_single_steps(cell, hidden_size, batch, dtype):
             return Plan("dense", reason=f"each of {steps} steps reads the weights where they are")
         densest = DENSEST_BLOCKS[training] if entries == "block" else DENSEST_ROWS[batch > 1]

@@ -46,7 +46,7 @@ def make_plan(
 
     Raises RuntimeError where a later call may succeed, as after a lack of free memory.
     """
-    device, cell, hidden_size, _, dtype, training, steps, path, directions, resets, packed = call
+    device, cell, hidden_size, _, dtype, training, steps, path, at_once, resets, packed = call
     least = least_steps(cell, hidden_size, dtype)
     if steps is not None and steps < least and not resets:
         return no_kernel(f"weights are worth keeping on the chip for {least} steps or more")
@@ -55,7 +55,7 @@ def make_plan(
     keeps = training and keeps_gates(cell)
     if plan.has_kernel and path is None and not resets and not cudnn.errs(cell, hidden_size, dtype):
         ours = step_microseconds(plan, call)
-        torchs = directions * torchs_microseconds(call, tf32)
+        torchs = at_once * torchs_microseconds(call, tf32)
         if ours > torchs:
             return no_kernel(f"about {ours:.0f} microseconds a step, where torch's kernels take about {torchs:.0f}")
     try:  # residency is known only to the device, and sparse sizes only after packing
@@ -79,7 +79,7 @@ def plan_sizes(
     index = torch.cuda.current_device() if call.device.index is None else call.device.index
     others = index, call.path, call.training, tf32
     return min(
-        (_plan_of_share(layer, *others, share, distributed) for share in {1, call.directions}),
+        (_plan_of_share(layer, *others, share, distributed) for share in {1, call.at_once}),
         key=lambda plan: (not plan.has_kernel, step_microseconds(plan, call)),
     )
 
@@ -110,8 +110,8 @@ def step_microseconds(plan: Plan, call: Call) -> float:
     processors, total = torch.cuda.get_device_properties(call.device).multi_processor_count, 0.0
     for geometry in plan.geometry or ():
         if geometry is not None:
-            together = geometry.blocks * geometry.groups * call.directions <= processors
-            total += microseconds(geometry, call.batch) * (1 if together else call.directions)
+            together = geometry.blocks * geometry.groups * call.at_once <= processors
+            total += microseconds(geometry, call.batch) * (1 if together else call.at_once)
     return total
 
 

@@ -29,7 +29,7 @@ def layers_at_once(
     """
 
     def of_group(size: int) -> float:
-        group = call._replace(directions=size)
+        group = call._replace(at_once=size)
         plan = plan_sizes(group, mask_hh, block, tf32)
         return _microseconds(group, plan, portions(group, plan, captured), captured)
 
@@ -43,8 +43,8 @@ def layers_at_once(
 
 @functools.lru_cache(4096)  # calls that cannot be prepared for ask each time
 def portions(call: Call, plan: Plan, captured: bool) -> int:
-    """In how many portions of the steps layers, as many as ``call.directions``, are fastest at once."""
-    most = min(_steps(call) // LEAST_STEPS, MOST_PORTIONS) if call.directions > 1 else 1
+    """In how many portions of the steps layers, as many as ``call.at_once``, are fastest at once."""
+    most = min(_steps(call) // LEAST_STEPS, MOST_PORTIONS) if call.at_once > 1 else 1
     return min(range(1, max(most, 1) + 1), key=lambda count: _microseconds(call, plan, count, captured))
 
 
@@ -52,7 +52,7 @@ def _microseconds(call: Call, plan: Plan, count: int, captured: bool) -> float:
     """The estimated time of all layers in so many portions: the GPU's, or the host's if that is longer."""
     if not plan.has_kernel:
         return math.inf
-    passes, layers = 1 + call.training, call.directions
+    passes, layers = 1 + call.training, call.at_once
     megabytes = layers * GATES[call.cell] * call.hidden_size**2 * call.dtype.itemsize / 1e6
     portion = _steps(call) / count * step_microseconds(plan, call) + passes * (PORTION + WEIGHTS * megabytes)
     host = 0.0 if captured else layers * count * HOST[call.training]
