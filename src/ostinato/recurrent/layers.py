@@ -71,19 +71,20 @@ class _Recurrent(SequenceLayers, StepLayers[State]):
 
         Args:
             batch: number of sequences.
-            dtype: the compute dtype; the parameters' if absent, though autocast overrides it.
+            dtype: the compute dtype; the parameters' if absent.  Of a call under autocast, give autocast's.
             training: whether gradients will be computed.
             steps: of the longest sequence; many if absent.
 
         Returns:
             ``path``, "dense", "sparse" or "block" for a persistent kernel and "steps" for torch's, or on a GPU for the
             kernel of one step of few sequences; ``has_kernel``, whether it is a persistent one; ``bytes_on_chip`` of
-            recurrent weights, of ``bytes_available``; ``blocks``, of threads; ``at_once``, how many directions or
-            stacked layers run at the same time; and the ``reason``.  If any layer or direction needs torch's kernels,
-            all use them; otherwise this is the plan of the largest one.
+            recurrent weights, of ``bytes_available``; ``blocks``, of threads; ``at_once``, how many stacked layers run
+            at the same time, or directions, which on a CPU, or where a GPU has no room for both, take turns; and the
+            ``reason``.  If any layer or direction needs torch's kernels, all use them; otherwise this is the plan of
+            the largest one.
 
         Raises:
-            ValueError: a batch below 1, or steps.
+            ValueError: a batch, or steps, below 1.
             TypeError: a dtype that is not floating point; a batch, or steps, that are no integer; training that is
                 not a bool.
 

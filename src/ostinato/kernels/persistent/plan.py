@@ -32,7 +32,7 @@ class Plan(NamedTuple):
     blocks: int = 0
     reason: str = ""
     geometry: Any = None  # the kernel's launch geometry
-    at_once: int = 1  # directions, or stacked layers, that run at the same time
+    at_once: int = 1  # stacked layers that run at the same time, or directions, which take turns unless they fit so
 
     @property
     def has_kernel(self) -> bool:
