@@ -345,6 +345,11 @@ def states_of(hx: Hidden | None) -> list[Tensor]:
     return list(hx)
 
 
+def distinct(states: list[Tensor]) -> list[Tensor]:
+    """Without c where it is the tensor that h is: calls can be prepared for distinct tensors only."""
+    return states[:1] if len(states) == 2 and states[0] is states[1] else states
+
+
 def hidden_of(states: Sequence[Tensor]) -> Any:
     """The state of these tensors: the inverse of :func:`states_of`."""
     return tuple(states) if len(states) > 1 else states[0] if states else None

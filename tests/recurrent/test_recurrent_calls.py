@@ -424,6 +424,23 @@ def test_a_call_is_checked_unless_one_like_it_was(monkeypatch):
         layer(x, hx)
 
 
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_a_call_whose_states_are_one_tensor_is_checked_once(bidirectional, monkeypatch):
+    layer, checked = ostinato.LSTM(5, 8, 2, bidirectional=bidirectional).double(), []
+    check = ostinato.LSTM._find_kernels
+    monkeypatch.setattr(ostinato.LSTM, "_find_kernels", lambda *args: checked.append(1) or check(*args))
+    x = torch.randn(64, 3, 5, dtype=torch.float64)
+    h = torch.randn(4 if bidirectional else 2, 3, 8, dtype=torch.float64, requires_grad=True)
+
+    def results(layer, *states):
+        output, (h_n, c_n) = layer(x, states)
+        return output, (h_n, c_n, *torch.autograd.grad(output.sum() + h_n.sum() + c_n.sum(), h))
+
+    for states, checks in (((h, h), 1), ((h, h), 1), ((h, h.clone()), 2), ((h, h), 2)):
+        assert_same(results(layer, *states), results(twin(layer), *states), 1e-12)
+        assert len(checked) == checks
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize("kind", ["RNN", "GRU", "LSTM"])

@@ -18,7 +18,7 @@ from ostinato.kernels.persistent.operators import recurrent_layer
 from ostinato.kernels.persistent.plan import Call, Plan, no_kernel
 from ostinato.kernels.persistent.wavefront import stacked_layers
 from ostinato.kernels.precision import layers_round
-from ostinato.layers import autocast_dtype, of_one_layer
+from ostinato.layers import autocast_dtype, distinct, of_one_layer
 from ostinato.masks import mask_of
 from ostinato.recurrent.rows import as_given, in_rows, offsets_of, size_of
 from ostinato.recurrent.weights import MaskedLayers
@@ -83,7 +83,7 @@ class SequenceLayers(MaskedLayers):
         """The call if kernels compute it, cached; None for torch's, which also raise the errors of invalid calls."""
         if not isinstance(input, Tensor) or weights[0].is_meta or torch.compiler.is_compiling():
             return self._find_kernels(input, states, weights, resets)
-        like, device, dtype = [input, *weights, *states], weights[0].device, weights[0].dtype
+        like, device, dtype = [input, *weights, *distinct(states)], weights[0].device, weights[0].dtype
         if resets is not None:
             like.append(resets)
         autocast = autocast_dtype(device)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ostinato.kernels.eager import Prepared, is_differentiated, is_eager
 from ostinato.kernels.persistent.backends import frozen_step, most_single_steps, step_of, step_of_layers
-from ostinato.layers import ONE_STEP, State, check_input, check_like_weight, hidden_of, states_of
+from ostinato.layers import ONE_STEP, State, check_input, check_like_weight, distinct, hidden_of, states_of
 from ostinato.masks import mask_name, masked
 from ostinato.recurrent.cells import by_cells
 from ostinato.recurrent.gradients import differentiable
@@ -103,9 +103,8 @@ class StepLayers(MaskedLayers, Generic[State]):
         if self._frozen is not None and not trained and (result := self._step_frozen(x, state)) is not None:
             return result
         states, own = states_of(state), self._unmasked_weights()
-        distinct = states[:1] if len(states) == 2 and states[0] is states[1] else states  # what is prepared needs that
         how = self.mode, self.num_layers, self._path, self._frozen is None
-        like = [x, *own, *distinct], rank, type(state), len(states), *how
+        like = [x, *own, *distinct(states)], rank, type(state), len(states), *how
         run = None if self._buffers or self._dropout() else _STEPS.find(*like)
         if run is None:
             run = self._prepared_step(x, state, own, rank)
