@@ -11,7 +11,7 @@ class Layer(NamedTuple):
     """A recurrent layer and direction, but for the product with its input."""
 
     cell: str  # of GATES
-    weight_hh: Tensor  # (gates * H, H), the gates in torch.nn's order, zero where mask_hh is False
+    weight_hh: Tensor  # (gates * H, H), the gates in torch.nn's order; where mask_hh is False zero, or not read
     bias_hh: Tensor | None  # (gates * H,)
     mask_hh: Tensor | None  # bool, as weight_hh
     h0: Tensor | None  # (B, H), the initial state, None for zeros

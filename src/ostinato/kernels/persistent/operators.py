@@ -25,6 +25,7 @@ from ostinato.kernels.persistent.plan import GATES, Call, Plan
 from ostinato.kernels.precision import layers_round
 
 NOTHING = (None,) * (INPUTS - len(DIFFERENTIABLE))  # the gradients of the other inputs
+OF_BIASES = sum(bit for bit, name in zip(NEEDED_BITS, DIFFERENTIABLE, strict=True) if name.startswith("bias"))
 
 
 class Executor(NamedTuple):
@@ -259,7 +260,7 @@ def gradients(
     (kernels, _, rounds), (grads, grad_h0, grad_c0, totals) = executor, found
     hidden, cell, gru = given.weight_hh.shape[1], given.cell, given.cell == "gru"
     inputs, recurrent = of_input(grads, cell), grads[:, : 3 * hidden] if gru else grads
-    of_biases: Any = kernels.gradients_of_biases(totals, grads.dtype, cell) if needed >> 5 else None
+    of_biases: Any = kernels.gradients_of_biases(totals, grads.dtype, cell) if needed & OF_BIASES else None
 
     def of_weight_hh() -> Tensor:
         found = _weight_gradient_by_rows(recurrent, h, given.layer, rounds)

@@ -15,8 +15,8 @@ from ostinato.kernels.persistent.cuda.geometry import SCALARS, THREADS, WARPS, Z
 from ostinato.kernels.persistent.plan import GATES, Plan, no_kernel
 
 LEAST_COPIED = 1024  # bytes of a sequence's state, of groups in turn
+LEAST_TILES = {False: 16, True: 24}  # of a warp, of groups in turn, forward and backward
 MOST_WIDE = 2048  # units whose weights fit into the registers and the shared memory of blocks with 16 units each
-LEAST_TILES = {False: 16, True: 24}  # of their warps, forward and backward
 ROUNDED = 1.1  # times as long a step may take, so that a training of many batch sizes needs few kernels
 
 
