@@ -130,7 +130,7 @@ def test_layers_equal_the_loop_over_time(cell, dtype, block, density, batch, hid
     ],
 )
 def test_results_do_not_depend_on_the_number_of_threads(monkeypatch, cell, block, batch):
-    """Sequences are shared out to them, or, if these are fewer and the layer is dense, units."""
+    """Sequences are shared out to them, or, if these are fewer or the dense layer is large, units."""
     torch.manual_seed(0)
     monkeypatch.setattr(kernel_threads, "PARALLEL", 0)
     monkeypatch.setattr(passes, "PART", 1)
@@ -138,11 +138,38 @@ def test_results_do_not_depend_on_the_number_of_threads(monkeypatch, cell, block
         given = random_layer(cell, block, 0.3, batch, hidden, steps, reverse, resets=not reverse, reverse=reverse)
         grads = [torch.randn(len(given[1]), hidden, dtype=F64), *torch.randn(2, batch, hidden, dtype=F64)]
         results = []
-        for threads in (1, 2, 3, 7):
+        for threads, large in itertools.product((1, 2, 3, 7), (0, passes.LARGE)):
             monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)  # not those of torch's sums
+            monkeypatch.setattr(passes, "LARGE", large)
             results.append(run(*given, grads, plan_of(block)))
         for other in results[1:]:
             assert all(x is y is None or torch.equal(x, y) for x, y in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("hidden", "batch", "parts"), [(256, 1, 2), (256, 2, 1), (512, 2, 2), (512, 16, 2), (512, 17, 1)]
+)
+def test_threads_divide_units_of_few_sequences_whose_weights_no_cache_holds(monkeypatch, hidden, batch, parts):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert passes._share(torch.empty(3 * hidden, hidden), batch, 1000, DENSE).parts == parts
+
+
+@pytest.mark.parametrize(
+    ("cell", "hidden", "block", "batch", "training", "steps"),
+    [
+        *(("LSTM", 1024, (16, 1), 8, training, 4) for training in (False, True)),
+        *(("LSTM", 256, (16, 1), 1, training, 32 >> training) for training in (False, True)),
+        *(("GRU", 512, (8, 4), 2, training, 16 >> training) for training in (False, True)),
+        *(("RNN", 512, (1, 1), 1, training, 24 >> training) for training in (False, True)),
+    ],
+)
+def test_pruned_layers_are_read_in_entries_from_few_steps_on(cell, hidden, block, batch, training, steps):
+    layer = ostinato.prune(getattr(ostinato, cell)(hidden, hidden), 0.1, block=block)
+    if training and block == (1, 1):  # dense loops are faster with more
+        layer = ostinato.prune(layer, 0.04, block=block)
+        steps = round(steps * 0.7)
+    before, after = (layer.plan(batch, steps=n, training=training) for n in (steps - 1, steps))
+    assert (before.path, after.path) == ("steps", "sparse" if block == (1, 1) else "block")
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

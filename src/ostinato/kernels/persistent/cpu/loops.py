@@ -2,8 +2,9 @@
 """Loops over time for recurrent layers on the CPU, compiled by Numba: forward and backward, dense and pruned.
 
 The batch is divided into chunks of sequences, each of which one thread takes through all steps: no step waits for
-another thread.  Where there are fewer sequences than threads, the hidden units of all are divided into parts instead,
-one a thread, which keeps that part of the weights in its cache; a barrier separates the steps (``barrier.py``).
+another thread.  Where there are fewer sequences than threads, or few and more weights than a cache holds, the hidden
+units of all are divided into parts instead, one a thread, which keeps that part of the weights in its cache; a barrier
+separates the steps (``barrier.py``).
 
 A step multiplies the recurrent weights with the states of a chunk and computes the gates, fused.  Dense weights are
 packed in panels, (panels, K, rows): the sums of a panel's rows for a tile of sequences stay in registers for all K.

@@ -9,6 +9,7 @@ from ostinato.kernels.persistent.plan import GATES, Call, Plan, no_kernel
 
 # Measured on two cores of a Zen 5.
 FEW_STEPS = {"rnn_tanh": 24, "rnn_relu": 24, "gru": 8, "lstm": 32}  # fewer do not pay for packing; half with gradients
+FEW_STEPS_OF_BLOCKS = 16  # the same of few sequences where a tenth of the weights is left, in blocks
 DENSEST_BLOCKS = {False: 0.4, True: 0.3}  # above, dense loops are faster; by whether gradients are computed
 DENSEST_ROWS = {False: 0.15, True: 0.04}  # the same without blocks, by whether there are several sequences
 LARGE = 512  # units from which torch takes longer for each step of an RNN, too
@@ -40,7 +41,7 @@ def make_plan(call: Call, mask_hh: Tensor | None, block: tuple[int, int] | None,
         if cell == "lstm" and dtype == torch.float32:  # against oneDNN's and not our own dense loops
             densest /= 2 if entries == "block" else 4
         path = entries if entries is not None and density <= densest else "dense"
-        reason = _why_torch(cell, hidden_size, batch, dtype, path == "dense", training, steps)
+        reason = _why_torch(call, path, density)
         if reason and not resets:  # torch's kernels do not support resets
             return no_kernel(reason)
     elif path not in ("dense", entries):
@@ -71,14 +72,24 @@ def most_single_steps(cell: str, hidden_size: int, batch: int, dtype: torch.dtyp
     return min(6, 48 // batch) if cell == "lstm" else 4
 
 
-def _why_torch(
-    cell: str, hidden_size: int, batch: int, dtype: torch.dtype, dense: bool, training: bool, steps: int | None
-) -> str | None:
-    """Why torch's kernels are faster for a layer, if they are, by the measured FEW_STEPS."""
-    few = _few_steps(cell, hidden_size) // (2 if training else 1)
+def _few_steps_of_entries(call: Call, path: str, density: float) -> float:
+    """How many steps pay for packing what is left: about as many for layers of any size, but that oneDNN packs, too.
+
+    Measured on two cores of an Intel Xeon of 2023, of 256 to 1024 units with a twentieth to a quarter of the weights.
+    """
+    packs = call.cell == "lstm" and call.dtype == torch.float32
+    few = (512 / call.hidden_size if packs else 1.0) * FEW_STEPS_OF_BLOCKS * (0.5 + 5 * density)
+    return few * (1.5 if path == "sparse" else 1) / (2 if call.training or call.batch >= 4 else 1)
+
+
+def _why_torch(call: Call, path: str, density: float) -> str | None:
+    """Why torch's kernels are faster for a layer, if they are, by how many steps were measured to be few."""
+    _, cell, hidden_size, batch, dtype, training, steps, *_ = call
+    dense = _few_steps(cell, hidden_size) // (2 if training else 1)
+    few = dense if path == "dense" else round(_few_steps_of_entries(call, path, density))
     if steps is not None and steps < few:
         return f"weights are worth preparing for {few} steps or more"
-    if not dense:
+    if path != "dense":
         return None
     if cell == "lstm" and dtype == torch.float32:
         large = batch >= 16 and 256 <= hidden_size <= 512 and (steps is None or batch * steps >= 3000)
