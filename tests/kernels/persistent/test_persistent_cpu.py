@@ -12,6 +12,7 @@ from ostinato.kernels.numba_loops import NUMPY_DTYPES
 from ostinato.kernels.persistent import backends, cpu, reference
 from ostinato.kernels.persistent.arguments import Layer, Saved
 from ostinato.kernels.persistent.cpu import passes, products
+from ostinato.kernels.persistent.cpu import plan as cpu_plan
 from ostinato.kernels.persistent.plan import GATES, Call, Plan
 from ostinato.kernels.persistent.sequences import Sequences
 
@@ -172,6 +173,24 @@ def test_pruned_layers_are_read_in_entries_from_few_steps_on(cell, hidden, block
     assert (before.path, after.path) == ("steps", "sparse" if block == (1, 1) else "block")
 
 
+@pytest.mark.parametrize(
+    ("intel", "cell", "hidden", "one_by_one", "few"),
+    [
+        *((False, "gru", 256, 23, 24), (False, "gru", 512, 39, 40), (False, "rnn_tanh", 1024, 87, 88)),
+        *((True, "gru", 256, 37, 38), (True, "gru", 512, 0, 64), (True, "rnn_tanh", 1024, 0, 140)),
+    ],
+)
+def test_what_few_steps_of_a_dense_layer_are_depends_on_the_processor(
+    monkeypatch, intel, cell, hidden, one_by_one, few
+):
+    monkeypatch.setattr(cpu_plan, "INTEL", intel)
+    assert cpu_plan.most_single_steps(cell, hidden, 1, torch.float32) == one_by_one
+    call = Call(torch.device("cpu"), cell, hidden, 1, torch.float32, False, None)
+    plans = [cpu_plan.make_plan(call._replace(steps=steps), None, None) for steps in (2, few - 1, few)]
+    assert [plan.has_kernel for plan in plans] == [one_by_one > 0, one_by_one > 0, True]
+    assert [plan.reason.startswith("each of") for plan in plans] == [one_by_one > 0, one_by_one > 0, False]
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("block", [(16, 1), (8, 4), (1, 1)])
 @pytest.mark.parametrize("where", ["state", "input", "gradient"])
@@ -265,6 +284,7 @@ PLANS = {  # cell, H, B, dtype, training, steps
 
 def test_plans(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(cpu_plan, "INTEL", False)
     for (cell, hidden, batch, dtype, training, steps), path in PLANS.items():
         plan = cpu.make_plan(Call(torch.device("cpu"), cell, hidden, batch, dtype, training, steps), None, None)
         assert plan.path == path, plan

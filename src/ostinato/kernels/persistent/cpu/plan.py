@@ -1,6 +1,7 @@
 """How a layer runs on a CPU: by loops over all or the kept weights, or that torch's kernels are faster."""
 
 import torch
+from llvmlite import binding
 from torch import Tensor
 
 from ostinato.kernels.numba_loops import NUMPY_DTYPES
@@ -13,6 +14,11 @@ FEW_STEPS_OF_BLOCKS = 16  # the same of few sequences where a tenth of the weigh
 DENSEST_BLOCKS = {False: 0.4, True: 0.3}  # above, dense loops are faster; by whether gradients are computed
 DENSEST_ROWS = {False: 0.15, True: 0.04}  # the same without blocks, by whether there are several sequences
 LARGE = 512  # units from which torch takes longer for each step of an RNN, too
+# On Intel's processors, unlike AMD's, MKL multiplies for torch at full speed.  Measured on two cores of
+# a Xeon of 2023, more steps are few there, and weights beyond a core's own cache are better not read where they are.
+_FEATURES = binding.get_host_cpu_features()
+INTEL = _FEATURES.get("sse4.2", False) and not _FEATURES.get("sse4a", False)  # which AMD's have
+FEW_OF_INTEL, CACHED = 1.6, 2 << 20  # times as many, and bytes
 
 
 def make_plan(call: Call, mask_hh: Tensor | None, block: tuple[int, int] | None, tf32: bool = False) -> Plan:
@@ -56,7 +62,7 @@ def _of_entries(path: str, density: float, block: tuple[int, int] | None) -> Pla
 
 
 def _few_steps(cell: str, hidden_size: int) -> int:
-    return FEW_STEPS[cell] + hidden_size // 16
+    return int((FEW_STEPS[cell] + hidden_size // 16) * (FEW_OF_INTEL if INTEL else 1))
 
 
 def most_single_steps(cell: str, hidden_size: int, batch: int, dtype: torch.dtype) -> int:
@@ -65,7 +71,8 @@ def most_single_steps(cell: str, hidden_size: int, batch: int, dtype: torch.dtyp
     Measured on two cores of a Zen 4: 0.2 to 0.9 of torch's time.  Of an LSTM in float32 oneDNN first packs the weights,
     and then takes less time a step.  An RNN of few units takes less time than our calls of its steps.
     """
-    if not 0 < batch <= MOST_SEQUENCES.get(dtype, 0):
+    of_both = 2 * GATES[cell] * hidden_size**2 * dtype.itemsize  # matrices, which each step reads; torch's reads one
+    if not 0 < batch <= MOST_SEQUENCES.get(dtype, 0) or (INTEL and of_both >= CACHED):
         return 0
     if cell == "gru" or (cell != "lstm" and hidden_size >= LARGE):
         return _few_steps(cell, hidden_size) - 1
