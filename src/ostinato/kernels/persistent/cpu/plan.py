@@ -9,7 +9,8 @@ from ostinato.kernels.persistent.cpu.step_matrices import MOST_SEQUENCES, most_s
 from ostinato.kernels.persistent.plan import GATES, Call, Plan, no_kernel
 
 # Measured on two cores of a Zen 5.
-FEW_STEPS = {"rnn_tanh": 24, "rnn_relu": 24, "gru": 8, "lstm": 32}  # fewer do not pay for packing; half with gradients
+FEW_STEPS = {"rnn_tanh": 24, "rnn_relu": 24, "gru": 8, "lstm": 32}  # fewer do not pay for packing
+FEW_TRAINED = {"rnn_tanh": 10, "rnn_relu": 10, "gru": 6, "lstm": 16}  # with gradients
 FEW_STEPS_OF_BLOCKS = 16  # the same of few sequences where a tenth of the weights is left, in blocks
 DENSEST_BLOCKS = {False: 0.4, True: 0.3}  # above, dense loops are faster; by whether gradients are computed
 DENSEST_ROWS = {False: 0.15, True: 0.04}  # the same without blocks, by whether there are several sequences
@@ -62,7 +63,11 @@ def _of_entries(path: str, density: float, block: tuple[int, int] | None) -> Pla
 
 
 def _few_steps(cell: str, hidden_size: int) -> int:
-    return int((FEW_STEPS[cell] + hidden_size // 16) * (FEW_OF_INTEL if INTEL else 1))
+    return FEW_STEPS[cell] + hidden_size // 16
+
+
+def _few_dense_steps(cell: str, hidden_size: int) -> int:
+    return int(_few_steps(cell, hidden_size) * (FEW_OF_INTEL if INTEL else 1))
 
 
 def most_single_steps(cell: str, hidden_size: int, batch: int, dtype: torch.dtype) -> int:
@@ -75,25 +80,28 @@ def most_single_steps(cell: str, hidden_size: int, batch: int, dtype: torch.dtyp
     if not 0 < batch <= MOST_SEQUENCES.get(dtype, 0) or (INTEL and of_both >= CACHED):
         return 0
     if cell == "gru" or (cell != "lstm" and hidden_size >= LARGE):
-        return _few_steps(cell, hidden_size) - 1
+        return _few_dense_steps(cell, hidden_size) - 1
     return min(6, 48 // batch) if cell == "lstm" else 4
 
 
 def _few_steps_of_entries(call: Call, path: str, density: float) -> float:
     """How many steps pay for packing what is left: about as many for layers of any size, but that oneDNN packs, too.
 
-    Measured on two cores of an Intel Xeon of 2023, of 256 to 1024 units with a twentieth to a quarter of the weights.
+    Measured on two cores of an Intel Xeon of 2023, of 32 to 1024 units with a twentieth to a quarter of the weights.
     """
     packs = call.cell == "lstm" and call.dtype == torch.float32
     few = (512 / call.hidden_size if packs else 1.0) * FEW_STEPS_OF_BLOCKS * (0.5 + 5 * density)
-    return few * (1.5 if path == "sparse" else 1) / (2 if call.training or call.batch >= 4 else 1)
+    few *= (1.5 if path == "sparse" else 1) / (2 if call.training or call.batch >= 4 else 1)
+    return min(few, _few_steps(call.cell, call.hidden_size) / (2 if call.training else 1))
 
 
 def _why_torch(call: Call, path: str, density: float) -> str | None:
     """Why torch's kernels are faster for a layer, if they are, by how many steps were measured to be few."""
     _, cell, hidden_size, batch, dtype, training, steps, *_ = call
-    dense = _few_steps(cell, hidden_size) // (2 if training else 1)
-    few = dense if path == "dense" else round(_few_steps_of_entries(call, path, density))
+    if path != "dense":
+        few = round(_few_steps_of_entries(call, path, density))
+    else:
+        few = FEW_TRAINED[cell] + hidden_size // 128 if training else _few_dense_steps(cell, hidden_size)
     if steps is not None and steps < few:
         return f"weights are worth preparing for {few} steps or more"
     if path != "dense":
