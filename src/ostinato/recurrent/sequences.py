@@ -166,7 +166,7 @@ class SequenceLayers(MaskedLayers):
         alone = layers == 1  # whose states need no copy, also backward
         initial: list[Any] = [[x.squeeze(0)] if alone else x.unbind(0) for x in states]
         last: list[tuple[Tensor, ...]] = []
-        drops = self.training and self.dropout > 0
+        drops, masks = self.training and self.dropout > 0, self._masks()
         for first in range(0, layers, at_once):
             if first and drops:
                 rows = F.dropout(rows, self.dropout)
@@ -176,7 +176,7 @@ class SequenceLayers(MaskedLayers):
                 h0, c0, *_ = *(state[index] for state in initial), None, None
                 weight_ih, weight_hh, *biases = weights[index * size : (index + 1) * size]
                 bias_ih, bias_hh = biases or (None, None)
-                mask = mask_of(self, self._all_weights[index][1]) if self._buffers else None
+                mask = masks[index] if masks else None
                 x: Tensor | None = rows
                 if index > first and not both:  # of the layer below only what drops outputs is known
                     x = F.dropout(rows.new_ones(len(rows), self.hidden_size), self.dropout) if drops else None

@@ -1,10 +1,10 @@
 """How a layer runs on a CPU: by loops over all or the kept weights, or that torch's kernels are faster."""
 
 import torch
-from llvmlite import binding
 from torch import Tensor
 
 from ostinato.kernels.numba_loops import NUMPY_DTYPES
+from ostinato.kernels.persistent.cpu.products import FEATURES
 from ostinato.kernels.persistent.cpu.step_matrices import MOST_SEQUENCES, most_sequences
 from ostinato.kernels.persistent.plan import GATES, Call, Plan, no_kernel
 
@@ -17,8 +17,7 @@ DENSEST_ROWS = {False: 0.15, True: 0.04}  # the same without blocks, by whether 
 LARGE = 512  # units from which torch takes longer for each step of an RNN, too
 # On Intel's processors, unlike AMD's, MKL multiplies for torch at full speed.  Measured on two cores of
 # a Xeon of 2023, more steps are few there, and weights beyond a core's own cache are better not read where they are.
-_FEATURES = binding.get_host_cpu_features()
-INTEL = _FEATURES.get("sse4.2", False) and not _FEATURES.get("sse4a", False)  # which AMD's have
+INTEL = FEATURES.get("sse4.2", False) and not FEATURES.get("sse4a", False)  # which AMD's have
 FEW_OF_INTEL, CACHED = 1.6, 2 << 20  # times as many, and bytes
 
 

@@ -17,8 +17,8 @@ from numba.extending import intrinsic
 from ostinato.kernels.numba_loops import LINE, inline, offset, shared
 
 TILES = (1, 2, 4, 8)  # sequences whose sums are computed together
-_FEATURES = binding.get_host_cpu_features()
-REGISTER = 64 if _FEATURES.get("avx512f") else 32 if _FEATURES.get("avx") else 16  # bytes of a vector register
+FEATURES = binding.get_host_cpu_features()
+REGISTER = 64 if FEATURES.get("avx512f") else 32 if FEATURES.get("avx") else 16  # bytes of a vector register
 FEW = REGISTER == 32  # AVX2 has 16 of them, AVX-512 and NEON have 32
 # Of unpacked weights, the rows whose sums are made together: with one sequence, and with two.
 ROWS, ROWS_OF_TWO = 8, 4 if FEW else 8
