@@ -11,8 +11,10 @@ import torch
 
 from gpus import ARCHITECTURES, H100
 from ostinato.kernels.persistent import cuda, reference
+from ostinato.kernels.persistent.arguments import Layer
 from ostinato.kernels.persistent.cuda import launch as cuda_launch
 from ostinato.kernels.persistent.cuda.fitting import fill_registers
+from ostinato.kernels.persistent.sequences import Sequences
 from persistent_cases import CELLS, LAYERS, STREAMED, TOLERANCE, Case, assert_compiles, double, errors
 from persistent_layers import candidate, candidates, streamed
 
@@ -47,6 +49,30 @@ def test_both_kernels_of_a_layer_are_compiled_at_the_same_time(monkeypatch):
     layer = "dense", "gru", 130, 4, f32
     cuda_launch.compile_kernels(0, True, False, True, candidate(*layer), candidate(*layer, backward=True))
     assert sorted(asked) == [(False, 0, True, False, True), (True, 0, True, False, False)]
+
+
+def test_launches_that_share_packed_weights_pack_them_once(monkeypatch):
+    given = []
+
+    def launch(*args, **_):
+        address = dict(zip(cuda_launch._POINTERS, cuda_launch._PARAMETERS.unpack(args[3]), strict=False))
+        given.append((address["weight"], address["packed"]))
+
+    kernel = SimpleNamespace(launch=launch)
+    monkeypatch.setattr(cuda_launch, "check", lambda device: None)
+    monkeypatch.setattr(cuda_launch, "_failure", lambda device: SimpleNamespace(address=1))
+    monkeypatch.setattr(cuda_launch, "launch_stream", lambda device, memory: 0)
+    monkeypatch.setattr(cuda_launch, "kernels", lambda *_: cuda_launch._Kernels(kernel, kernel, 132))
+    chosen, weight, pre = candidate("dense", "gru", 130, 2, f32), torch.zeros(390, 130), torch.zeros(10, 390)
+    layer = Layer("gru", weight, None, None, None, None, Sequences(2), {})
+    monkeypatch.setattr(cuda_launch, "_launch_of", cuda_launch._launch_of.__wrapped__)
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 0)
+    for each in (layer, layer, layer._replace(packed=None)):
+        cuda_launch.launch(chosen, each, {"pre": pre})
+    (first, packed), _, again, _, (alone, of_its_own), _ = given  # of the kernel that prepares
+    assert first == alone == weight.data_ptr()
+    assert again == (0, packed)
+    assert of_its_own not in (0, packed)
 
 
 def test_a_timeout_is_told_once_and_not_blamed_on_the_next_kernel(monkeypatch):

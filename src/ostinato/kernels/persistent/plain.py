@@ -40,7 +40,7 @@ def _owned(x: Tensor) -> Tensor:
 
 def _looped(given: Arguments, x: Tensor) -> tuple[Tensor, ...]:
     """From x (T, B, in): the output (T, B, H), h_n and an LSTM's c_n (B, H), as ``reference.forward`` computes them."""
-    cell, weight_hh, bias_hh, _, h0, c0, sequences = given.layer
+    cell, weight_hh, bias_hh, _, h0, c0, sequences, _ = given.layer
     dtype, hidden = x.dtype, weight_hh.shape[1]
     wide = torch.promote_types(dtype, torch.float32)
     weight = weight_hh.to(wide).T.contiguous()
@@ -66,7 +66,7 @@ def _looped(given: Arguments, x: Tensor) -> tuple[Tensor, ...]:
 
 def _in_onnx(given: Arguments, x: Tensor) -> tuple[Tensor, ...]:
     """As :func:`_looped`, without resets."""
-    cell, weight_hh, bias_hh, _, h0, c0, sequences = given.layer
+    cell, weight_hh, bias_hh, _, h0, c0, sequences, _ = given.layer
     operator, order, attributes = _ONNX[cell]
     steps, batch, _ = x.shape
     hidden = weight_hh.shape[1]

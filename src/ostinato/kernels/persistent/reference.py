@@ -41,7 +41,7 @@ def forward(
     Returns the output (rows, H); h_n (B, H); of an LSTM c_n (B, H), else None; and if it is kept the cell state
     after every step, (rows, H) in float32 or float64, else None.
     """
-    cell, weight_hh, bias_hh, _, h0, c0, sequences = layer
+    cell, weight_hh, bias_hh, _, h0, c0, sequences, _ = layer
     dtype, hidden = projected.dtype, weight_hh.shape[1]
     wide = torch.promote_types(dtype, torch.float32)
     weight = weight_hh.to(wide)
@@ -95,7 +95,7 @@ def backward(
         Rows with the sum of those of the first result, for :func:`gradients_of_biases`: that itself, or the kernel's
         partial sums.
     """
-    cell, weight_hh, _, _, h0, c0, sequences = layer
+    cell, weight_hh, _, _, h0, c0, sequences, _ = layer
     (pre, candidate, h, c), (grad_output, grad_h_n, grad_c_n) = saved, upstream
     dtype, hidden = pre.dtype, weight_hh.shape[1]
     wide = torch.promote_types(dtype, torch.float32)

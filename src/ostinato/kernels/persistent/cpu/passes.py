@@ -30,7 +30,7 @@ def forward(
     ``projected`` is then overwritten with the gates' pre-activations, and the last result is an LSTM's c or a GRU's
     `candidate`.
     """
-    cell, weight_hh, bias_hh, mask_hh, h0, c0, sequences = layer
+    cell, weight_hh, bias_hh, mask_hh, h0, c0, sequences, _ = layer
     hidden, gates, lstm = weight_hh.shape[1], GATES[cell], cell == "lstm"
     batch, offsets, resets, reverse = sequences
     h, c = _state(h0, batch, hidden, projected), _state(c0, batch if lstm else 0, hidden, projected)
@@ -68,7 +68,7 @@ def backward(
     layer: Layer, saved: Saved, upstream: Sequence[Tensor | None], plan: Plan
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """As ``reference.backward``."""
-    cell, weight_hh, _, mask_hh, h0, c0, sequences = layer
+    cell, weight_hh, _, mask_hh, h0, c0, sequences, _ = layer
     (pre, candidate, h, c), (grad_output, grad_h_n, grad_c_n) = saved, upstream
     hidden, gates, lstm = weight_hh.shape[1], GATES[cell], cell == "lstm"
     batch, offsets, resets, reverse = sequences

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from ostinato.kernels import nvrtc
 from ostinato.kernels.derived import derived_from
+from ostinato.kernels.persistent.arguments import Layer
 from ostinato.kernels.persistent.cuda.geometry import THREADS, Geometry
 from ostinato.kernels.persistent.cuda.packing import Packing, pack
 from ostinato.kernels.persistent.cuda.source import feature, files, macros
-from ostinato.kernels.persistent.sequences import Sequences
 from ostinato.kernels.streams import launch_stream
 
 _POINTERS = (
@@ -146,9 +146,11 @@ def _launch_of(geometry: Geometry, device: int, steps: int, batch: int, *special
     return _Launch(found, sizes, fill, geometry.shared_bytes, tuple(parts), numbers)
 
 
-def launch(geometry: Geometry, mask: Tensor | None, sequences: Sequences, tensors: dict[str, Any]) -> None:
-    """Run the kernel on tensors by the names of ``_POINTERS``, None for absent ones."""
-    batch, tensors["offsets"], tensors["resets"], reverse = sequences
+def launch(geometry: Geometry, layer: Layer, tensors: dict[str, Any]) -> None:
+    """Run the kernel of a layer on it and on other tensors by the names of ``_POINTERS``, None for absent ones."""
+    _, weight, _, mask, h0, c0, sequences, shared = layer
+    batch, offsets, resets, reverse = sequences
+    tensors |= {"weight": weight, "h0": h0, "c0": c0, "offsets": offsets, "resets": resets}
     pre = tensors["pre"]
     device = pre.get_device()
     check(device)
@@ -156,7 +158,9 @@ def launch(geometry: Geometry, mask: Tensor | None, sequences: Sequences, tensor
         packing = packing_of(mask, geometry)
         geometry = packing.geometry
         tensors |= {"index": packing.indices, "places": packing.places, "spans": packing.spans}
-    special = sequences.resets is not None, sequences.offsets is not None, tensors.get("gates") is not None
+    if shared and geometry in shared:  # packed already
+        tensors |= {"weight": None, "packed": shared[geometry]}
+    special = resets is not None, offsets is not None, tensors.get("gates") is not None
     prepared = _launch_of(geometry, device, sequences.length(pre), batch, *special)
     addresses = _NOWHERE.copy()
     for name, x in tensors.items():
@@ -167,8 +171,11 @@ def launch(geometry: Geometry, mask: Tensor | None, sequences: Sequences, tensor
                 address = x.data_ptr()
             addresses[name] = address
     for name, size in prepared.bytes.items():
-        tensors[name] = memory = pre.new_empty(size, dtype=torch.uint8)
-        addresses[name] = memory.data_ptr()
+        if name not in tensors:
+            tensors[name] = memory = pre.new_empty(size, dtype=torch.uint8)
+            addresses[name] = memory.data_ptr()
+    if shared is not None and "packed" in tensors:
+        shared[geometry] = tensors["packed"]
     addresses["failure"] = _failure(device).address
     stream, (prepare, recur, _) = launch_stream(device, tensors), prepared.kernels
     for first, blocks in prepared.parts:

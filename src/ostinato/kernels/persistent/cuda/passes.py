@@ -33,8 +33,8 @@ def forward(
 
     Raises RuntimeError if an earlier launch on the device failed.
     """
-    cell, weight_hh, bias_hh, mask_hh, h0, c0, sequences = layer
-    geometry, rows, batch, lstm = plan.geometry.forward, projected.shape[0], sequences.batch, cell == "lstm"
+    cell, batch = layer.cell, layer.sequences.batch
+    geometry, rows, lstm = plan.geometry.forward, projected.shape[0], cell == "lstm"
     hidden = geometry.hidden_size
     output, cells = into or (projected.new_empty(rows, hidden), None)
     h_n = projected.new_empty(batch, hidden)
@@ -43,9 +43,9 @@ def forward(
         cells = None
     elif cells is None:
         cells = projected.new_empty(rows, hidden, dtype=torch.float32 if lstm else projected.dtype)
-    tensors = {"pre": projected, "h0": h0, "c0": c0, "weight": weight_hh, "bias": bias_hh, "gates": gates}
-    tensors |= {"output": output, "h_n": h_n, "c_n": c_n, "cells": cells, "candidates": cells}
-    launch(geometry, mask_hh, sequences, tensors)
+    tensors = {"pre": projected, "bias": layer.bias_hh, "gates": gates, "output": output, "h_n": h_n, "c_n": c_n}
+    tensors |= {"cells": cells, "candidates": cells}
+    launch(geometry, layer, tensors)
     return output, h_n, c_n, cells
 
 
@@ -62,18 +62,18 @@ def backward(
 
     Raises RuntimeError if an earlier launch on the device failed.
     """
-    cell, weight_hh, _, mask_hh, h0, c0, sequences = layer
+    cell, batch = layer.cell, layer.sequences.batch
     (pre, candidate, h, c), (grad_output, grad_h_n, grad_c_n) = saved, upstream
-    geometry, rows, batch, lstm = plan.geometry.backward, pre.shape[0], sequences.batch, cell == "lstm"
+    geometry, rows, lstm = plan.geometry.backward, pre.shape[0], cell == "lstm"
     hidden = geometry.hidden_size
     width = (1 if cell.startswith("rnn") else 4) * hidden
     grads, totals = into or (pre.new_empty(rows, width), pre.new_empty(batch, width, dtype=torch.float32))
     grad_h0 = pre.new_empty(batch, hidden)
     grad_c0 = torch.empty_like(grad_h0) if lstm else None
-    tensors = {"pre": pre, "weight": weight_hh, "h0": h0, "c0": c0, "candidate": candidate, "h": h, "cells": c}
+    tensors = {"pre": pre, "candidate": candidate, "h": h, "cells": c}
     tensors |= {"grad_output": grad_output, "grad_h_n": grad_h_n, "grad_c_n": grad_c_n}
     tensors |= {"grads": grads, "grad_h0": grad_h0, "grad_c0": grad_c0, "totals": totals}
-    launch(geometry, mask_hh, sequences, tensors)
+    launch(geometry, layer, tensors)
     return grads, grad_h0, grad_c0, totals
 
 

@@ -27,7 +27,9 @@ __device__ inline bool is_reset(const Parameters& p, int taken, int sequence) {
 
 extern "C" __global__ void __launch_bounds__(THREADS) prepare(const Parameters p) {
     const size_t stride = size_t(gridDim.x) * THREADS, thread = size_t(blockIdx.x) * THREADS + threadIdx.x;
-    for (size_t i = thread; i < PACKED; i += stride) pack_weights(p, int(i));
+    if (p.weight) {  // else an earlier launch has packed them
+        for (size_t i = thread; i < PACKED; i += stride) pack_weights(p, int(i));
+    }
     const size_t marks = RESETS ? size_t(p.steps + 31) / 32 * p.batch : 0;
     for (size_t i = thread / 32; i < marks; i += stride / 32) {  // a lane for each step
         const unsigned word = __ballot_sync(~0u, is_reset(p, int(i / p.batch) * 32 + lane_id(), int(i % p.batch)));
