@@ -11,8 +11,8 @@ from ostinato.kernels.persistent.plan import GATES, Call, Plan
 MANY_STEPS = 1000  # that a call has of which it is not known
 MOST_PORTIONS, LEAST_STEPS = 16, 8  # of a call, and of a portion
 # Microseconds that a pass takes for a portion beside its steps on an H200: fixed, and per megabyte of the weights of
-# all layers at once, which are packed, and multiplied with its input.
-PORTION, WEIGHTS = 11.0, 1.2
+# all layers at once, with which its input is multiplied.
+PORTION, WEIGHTS = 11.0, 1.0
 # Microseconds of the host to launch a layer's portion, without and with gradients: twice that of a quiet one,
 # as what is gained if launches keep ahead is less than what is lost if they do not.
 HOST = {False: 180.0, True: 600.0}
