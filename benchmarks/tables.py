@@ -93,14 +93,17 @@ TABLES: dict[str, Callable[[], str]] = {
     "ablation": partial(kernels.ablation, "ablation-gpu"),
     "capacity": partial(papers.capacities, "seeds-capacity-cpu"),
     "training": partial(
-        layers, "training-gpu", lambda work: work["length"] < 2000 and not work.get("resets"), "forward+backward"
+        layers,
+        "training-gpu",
+        lambda work: work["length"] < 2000 and not work.get("resets") and (work["layers"] == 1 or work["bidirectional"]),
+        "forward+backward",
     ),
     "training-resets": partial(layers, "training-gpu", lambda work: work.get("resets", 0) > 0, "forward+backward"),
     "training-flashrnn": partial(
         layers, "flashrnn-gpu", lambda work: work["layers"] == 1 and not work["resets"], "forward+backward"
     ),
     "training-stacks": partial(
-        layers, "stacks-gpu", lambda work: work["layers"] > 1 and not work["bidirectional"], "forward+backward"
+        layers, "training-gpu", lambda work: work["layers"] > 1 and not work["bidirectional"], "forward+backward"
     ),
     "training-errors": partial(gradients, "training-gpu"),
     "training-sweep": partial(
