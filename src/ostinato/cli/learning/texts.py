@@ -229,6 +229,7 @@ def _trainer(
         TrainingSettings(evaluate_every=evaluate_every, seed=run.seed, **settings),
         device=run.device,
         precision=precision,
+        graph=Trainer.can_capture(run.device, compile=False, mesh=None, accumulate=1),
     )
 
 
