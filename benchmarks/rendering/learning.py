@@ -26,7 +26,7 @@ def learned(name: str) -> str:
     run = runs.load(name)
     model, best, text = run["model"], lowest(run), run["text"].removesuffix(".txt")
     size = f"{model['num_layers']} × {model['cell']}, width {model['width']}"
-    row = [text, size, f"**{best['held_out_loss']:.3f}**", f"{best['tokens']:,}", f"{best['seconds']:.0f} s"]
+    row = [text, size, f"**{best['held_out_loss']:.3f}**", f"{best['tokens']:,}", _time(best)]
     return runs.table(name, ["text", "model", "held-out loss, nats per character", "characters seen", "after"], [row])
 
 
@@ -36,7 +36,7 @@ def copied(name: str) -> str:
     for run in runs.load(name)["runs"]:
         last = run["curve"][-1]
         rows.append([NAMES[run["cell"]], f"**{run['accuracy']:.2%}**", published[run["cell"]]])
-        rows[-1] += [f"{run['parameters']:,}", f"{last['tokens']:,}", f"{last['seconds']:.0f} s"]
+        rows[-1] += [f"{run['parameters']:,}", f"{last['tokens']:,}", _time(last)]
     head = ["layer", "right tokens", "published", "parameters", "tokens trained on", "after"]
     return runs.table(name, head, rows, "Published: Feng et al. 2024.")
 
@@ -47,8 +47,8 @@ def characters(name: str) -> str:
         best, last = lowest(run), run["curve"][-1]
         published = plots.PUBLISHED_LOSS.get(run["cell"])
         row = [layer_of(run), f"**{best['held_out_loss']:.3f}**", f"{published:.3f}" if published else "–"]
-        row += [f"{best['tokens']:,}", f"{best['seconds']:.0f} s", f"{last['held_out_loss']:.3f}"]
-        rows.append([*row, f"{last['seconds']:.0f} s"])
+        row += [f"{best['tokens']:,}", _time(best), f"{last['held_out_loss']:.3f}"]
+        rows.append([*row, _time(last)])
     head = ["layer", "lowest held-out loss", "published", "after characters", "and time", "at the end", "after"]
     note = ""
     if any(row[2] != "–" for row in rows):
@@ -56,6 +56,11 @@ def characters(name: str) -> str:
         rows += [[model, "–", f"{loss:.3f}", *"––––"] for model, loss in others.items()]
         note = " Published: Feng et al. 2024, table 4; –: not published, or not trained here."
     return runs.table(name, head, rows, f"Losses in nats per character.{note}")
+
+
+def _time(point: Record) -> str:
+    seconds = point["seconds"]
+    return f"{seconds:.0f} s" if seconds >= 9.95 else f"{seconds:.1f} s"
 
 
 def layer_of(run: Record) -> str:
