@@ -113,6 +113,7 @@ ON_CPU: dict[str, list[Workload]] = {
     "training": [
         *(Training(cell, 256, *sizes, **HOST) for cell in CELLS for sizes in ((1, 1000), (16, 200))),
         Training("GRU", 256, 1, 1000, **PRUNED_ON_HOST),
+        *(Training(cell, 256, 16, 200, shortest=50, **HOST) for cell in ("GRU", "LSTM")),
         # Dense layers without gradient, over hidden size.
         *(
             RecurrentLayer(cell, hidden, *sizes, **HOST)

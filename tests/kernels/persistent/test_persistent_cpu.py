@@ -269,7 +269,18 @@ PLANS = {  # cell, H, B, dtype, training, steps
     ("rnn_tanh", 512, 1, F32, False, 55): "dense",
     ("gru", 64, 1, F32, False, 12): "dense",
     ("lstm", 256, 1, F32, True, 1000): "dense",
-    ("lstm", 256, 1, F32, False, 200): "steps",
+    ("lstm", 256, 1, F32, False, 371): "steps",
+    ("lstm", 256, 4, F32, False, 372): "dense",
+    ("lstm", 256, 5, F32, False, 1000): "steps",
+    ("lstm", 64, 1, F32, False, 17): "steps",
+    ("lstm", 64, 1, F32, False, 18): "dense",
+    ("lstm", 160, 12, F32, False, 200): "dense",
+    ("lstm", 96, 32, F32, False, 32): "dense",
+    ("lstm", 104, 32, F32, False, 1000): "steps",
+    ("lstm", 16, 33, F32, False, 1000): "steps",
+    ("lstm", 128, 4, F32, True, 455): "steps",
+    ("lstm", 128, 4, F32, True, 456): "dense",
+    ("lstm", 132, 4, F32, True, 1000): "steps",
     ("lstm", 256, 2, F32, True, 1000): "steps",
     ("lstm", 512, 1, F32, True, 1000): "steps",
     ("lstm", 256, 16, F32, False, 200): "steps",
@@ -284,6 +295,32 @@ PLANS = {  # cell, H, B, dtype, training, steps
     ("lstm", 256, 1, F64, False, 1000): "dense",
     ("gru", 64, 1, torch.bfloat16, False, 100): "steps",
 }
+
+
+@pytest.mark.parametrize(
+    ("intel", "cell", "hidden", "training", "few"),
+    [
+        *((False, "lstm", 512, training, 9 if training else 12) for training in (False, True)),
+        *((False, "gru", 64, False, 8), (False, "rnn_tanh", 256, False, 16), (False, "rnn_tanh", 256, True, 10)),
+        *((True, "lstm", 512, False, 64), (True, "gru", 512, False, 64), (True, "lstm", 512, True, 10)),
+    ],
+)
+def test_sequences_of_several_lengths_run_in_loops_from_few_steps_on(monkeypatch, intel, cell, hidden, training, few):
+    """Whose steps torch takes one by one, those of an LSTM, too."""
+    monkeypatch.setattr(cpu_plan, "INTEL", intel)
+    call = Call(torch.device("cpu"), cell, hidden, 4, F32, training, None, packed=True)
+    before, after = (cpu.make_plan(call._replace(steps=steps), None, None) for steps in (few - 1, few))
+    assert (before.path, after.path) == ("steps", "dense")
+    assert before.reason == f"weights are worth preparing for {few} steps or more"
+
+
+def test_one_thread_leaves_small_lstms_to_onednn(monkeypatch):
+    call = Call(torch.device("cpu"), "lstm", 64, 1, F32, False, 1000)
+    plans = []
+    for threads in (1, 2):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        plans.append(cpu.make_plan(call, None, None).path)
+    assert plans == ["steps", "dense"]
 
 
 def test_plans(monkeypatch):

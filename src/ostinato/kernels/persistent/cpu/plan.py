@@ -1,5 +1,7 @@
 """How a layer runs on a CPU: by loops over all or the kept weights, or that torch's kernels are faster."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -11,9 +13,13 @@ from ostinato.kernels.persistent.plan import GATES, Call, Plan, no_kernel
 # Measured on two cores of a Zen 5.
 FEW_STEPS = {"rnn_tanh": 24, "rnn_relu": 24, "gru": 8, "lstm": 32}  # fewer do not pay for packing
 FEW_TRAINED = {"rnn_tanh": 10, "rnn_relu": 10, "gru": 6, "lstm": 16}  # with gradients
+FEW_PACKED = {"rnn_tanh": 14, "rnn_relu": 14, "gru": 8, "lstm": 8}  # of several lengths, which torch slices at each
 FEW_STEPS_OF_BLOCKS = 16  # the same of few sequences where a tenth of the weights is left, in blocks
 DENSEST_BLOCKS = {False: 0.4, True: 0.3}  # above, dense loops are faster; by whether gradients are computed
 DENSEST_ROWS = {False: 0.15, True: 0.04}  # the same without blocks, by whether there are several sequences
+# Units of an LSTM in float32, by its most sequences, up to which oneDNN's threads wait longer for each other at every
+# step than ours take without gradients, where each takes sequences of its own; half as many with gradients.
+SMALL_LSTMS = {4: 256, 12: 160, 32: 96}
 LARGE = 512  # units from which torch takes longer for each step of an RNN, too
 # On Intel's processors, unlike AMD's, MKL multiplies for torch at full speed.  Measured on two cores of
 # a Xeon of 2023, more steps are few there, and weights beyond a core's own cache are better not read where they are.
@@ -44,7 +50,7 @@ def make_plan(call: Call, mask_hh: Tensor | None, block: tuple[int, int] | None,
         if steps is not None and alone and 1 < steps <= most_single_steps(cell, hidden_size, batch, dtype):
             return Plan("dense", reason=f"each of {steps} steps reads the weights where they are")
         densest = DENSEST_BLOCKS[training] if entries == "block" else DENSEST_ROWS[batch > 1]
-        if cell == "lstm" and dtype == torch.float32:  # against oneDNN's and not our own dense loops
+        if _in_onednn(call):  # and not in our own dense loops
             densest /= 2 if entries == "block" else 4
         path = entries if entries is not None and density <= densest else "dense"
         reason = _why_torch(call, path, density)
@@ -88,29 +94,46 @@ def _few_steps_of_entries(call: Call, path: str, density: float) -> float:
 
     Measured on two cores of an Intel Xeon of 2023, of 32 to 1024 units with a twentieth to a quarter of the weights.
     """
-    packs = call.cell == "lstm" and call.dtype == torch.float32
-    few = (512 / call.hidden_size if packs else 1.0) * FEW_STEPS_OF_BLOCKS * (0.5 + 5 * density)
+    few = (512 / call.hidden_size if _in_onednn(call) else 1.0) * FEW_STEPS_OF_BLOCKS * (0.5 + 5 * density)
     few *= (1.5 if path == "sparse" else 1) / (2 if call.training or call.batch >= 4 else 1)
     return min(few, _few_steps(call.cell, call.hidden_size) / (2 if call.training else 1))
 
 
 def _why_torch(call: Call, path: str, density: float) -> str | None:
     """Why torch's kernels are faster for a layer, if they are, by how many steps were measured to be few."""
-    _, cell, hidden_size, batch, dtype, training, steps, *_ = call
+    cell, hidden_size, training = call.cell, call.hidden_size, call.training
+    if path == "dense" and _in_onednn(call):
+        return None if _is_faster_than_onednn(call) else "oneDNN's LSTM, which torch calls, is faster"
     if path != "dense":
         few = round(_few_steps_of_entries(call, path, density))
+    elif call.packed and not INTEL:
+        few = round(FEW_PACKED[cell] * (0.6 if training else 1)) + hidden_size // 128
     else:
-        few = FEW_TRAINED[cell] + hidden_size // 128 if training else _few_dense_steps(cell, hidden_size)
-    if steps is not None and steps < few:
+        like = "gru" if call.packed and cell == "lstm" else cell
+        few = FEW_TRAINED[like] + hidden_size // 128 if training else _few_dense_steps(like, hidden_size)
+    if call.steps is not None and call.steps < few:
         return f"weights are worth preparing for {few} steps or more"
-    if path != "dense":
-        return None
-    if cell == "lstm" and dtype == torch.float32:
-        large = batch >= 16 and 256 <= hidden_size <= 512 and (steps is None or batch * steps >= 3000)
-        shared = batch == 1 < torch.get_num_threads() and 128 < hidden_size <= 256 and (steps is None or steps >= 300)
-        if not ((training and large) or shared):
-            return "oneDNN's LSTM, which torch calls, is faster"
     return None
+
+
+def _in_onednn(call: Call) -> bool:
+    """Whether torch leaves the layer to oneDNN."""
+    return call.cell == "lstm" and call.dtype == torch.float32 and not call.packed
+
+
+def _is_faster_than_onednn(call: Call) -> bool:
+    """Whether dense loops are.  Measured on two cores of a Zen 4, of 8 to 1024 units, 1 to 32 sequences."""
+    hidden_size, batch, training = call.hidden_size, call.batch, call.training
+    steps = math.inf if call.steps is None else call.steps
+    if training and batch >= 16 and 256 <= hidden_size <= 512:
+        return steps >= max(20, 3000 / batch)
+    if torch.get_num_threads() == 1:
+        return False
+    if training and batch == 1 and 128 < hidden_size <= 256:
+        return steps >= 300
+    most = next((units for sequences, units in SMALL_LSTMS.items() if batch <= sequences), 0)
+    least = 12 + 45 * (hidden_size / 128) ** 3
+    return hidden_size <= most / 2 and steps >= 8 * least if training else hidden_size <= most and steps >= least
 
 
 def least_steps(*_: object) -> int:
