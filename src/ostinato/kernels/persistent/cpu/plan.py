@@ -18,8 +18,10 @@ FEW_STEPS_OF_BLOCKS = 16  # the same of few sequences where a tenth of the weigh
 DENSEST_BLOCKS = {False: 0.4, True: 0.3}  # above, dense loops are faster; by whether gradients are computed
 DENSEST_ROWS = {False: 0.15, True: 0.04}  # the same without blocks, by whether there are several sequences
 # Units of an LSTM in float32, by its most sequences, up to which oneDNN's threads wait longer for each other at every
-# step than ours take without gradients, where each takes sequences of its own; half as many with gradients.
-SMALL_LSTMS = {4: 256, 12: 160, 32: 96}
+# step than ours take without gradients, where each takes sequences of its own; half as many with gradients.  One
+# sequence takes one thread, up to SHARED units.
+SMALL_LSTMS = {1: 80, 8: 256, 15: 32, 32: 80}
+SHARED = 128
 LARGE = 512  # units from which torch takes longer for each step of an RNN, too
 # On Intel's processors, unlike AMD's, MKL multiplies for torch at full speed.  Measured on two cores of
 # a Xeon of 2023, more steps are few there, and weights beyond a core's own cache are better not read where they are.
@@ -129,10 +131,10 @@ def _is_faster_than_onednn(call: Call) -> bool:
         return steps >= max(20, 3000 / batch)
     if torch.get_num_threads() == 1:
         return False
-    if training and batch == 1 and 128 < hidden_size <= 256:
-        return steps >= 300
-    most = next((units for sequences, units in SMALL_LSTMS.items() if batch <= sequences), 0)
     least = 12 + 45 * (hidden_size / 128) ** 3
+    if batch == 1 and SHARED < hidden_size <= 256:
+        return steps >= (300 if training else least)
+    most = next((units for sequences, units in SMALL_LSTMS.items() if batch <= sequences), 0)
     return hidden_size <= most / 2 and steps >= 8 * least if training else hidden_size <= most and steps >= least
 
 
