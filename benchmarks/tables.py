@@ -95,7 +95,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "training": partial(
         layers,
         "training-gpu",
-        lambda work: work["length"] < 2000 and not work.get("resets") and (work["layers"] == 1 or work["bidirectional"]),
+        lambda work: (
+            work["length"] < 2000 and not work.get("resets") and (work["layers"] == 1 or work["bidirectional"])
+        ),
         "forward+backward",
     ),
     "training-resets": partial(layers, "training-gpu", lambda work: work.get("resets", 0) > 0, "forward+backward"),
