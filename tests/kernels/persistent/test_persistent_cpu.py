@@ -139,12 +139,28 @@ def test_results_do_not_depend_on_the_number_of_threads(monkeypatch, cell, block
         given = random_layer(cell, block, 0.3, batch, hidden, steps, reverse, resets=not reverse, reverse=reverse)
         grads = [torch.randn(len(given[1]), hidden, dtype=F64), *torch.randn(2, batch, hidden, dtype=F64)]
         results = []
-        for threads, large in itertools.product((1, 2, 3, 7), (0, passes.LARGE)):
+        for threads, large in itertools.product((1, 2, 3, 7), (0, passes.BEYOND_CACHE)):
             monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)  # not those of torch's sums
-            monkeypatch.setattr(passes, "LARGE", large)
+            monkeypatch.setattr(passes, "BEYOND_CACHE", large)
             results.append(run(*given, grads, plan_of(block)))
         for other in results[1:]:
             assert all(x is y is None or torch.equal(x, y) for x, y in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize(("cell", "of_nine"), [("gru", 5), ("lstm", 3)])  # by how many rows fill whole panels
+def test_tiles_fit_the_sequences_of_a_thread(monkeypatch, cell, of_nine):
+    """Products of each tile, with sequences in every place of it and in several tiles, are those of the loop over time."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    tiles = []
+    for batch in (1, 2, 3, 4, 5, 6, 7, 9, 12, 16):
+        layer, projected = random_layer(cell, None, 1.0, batch, 80, 4, False)
+        grads = [torch.randn(len(projected), 80, dtype=F64), *torch.randn(2, batch, 80, dtype=F64)]
+        tiles.append(passes._share(layer.weight_hh, batch, 4, DENSE).tile)
+        expected = run(layer, projected, grads, DENSE, kernels=reference)
+        for got, want in zip(run(layer, projected, grads, DENSE, F32), expected, strict=True):
+            close(got, want, TOLERANCE[F32])
+    assert tiles == [1, 2, 3, 4, 5, 6, 8, of_nine, 6, 8]
 
 
 @pytest.mark.parametrize(

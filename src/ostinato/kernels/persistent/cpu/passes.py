@@ -19,7 +19,7 @@ from ostinato.kernels.threads import run_loop, threads_for
 PART = 1 << 16  # weights of a part of a step that pay off a thread
 # Bytes of weights that no core's own cache holds beside all else: then threads divide the units of few sequences.
 # Measured on two cores of an Intel Xeon of 2023.
-LARGE, FEW = 3 << 19, 16
+BEYOND_CACHE, FEW_SEQUENCES = 3 << 19, 16
 
 
 def forward(
@@ -72,7 +72,7 @@ def backward(
     (pre, candidate, h, c), (grad_output, grad_h_n, grad_c_n) = saved, upstream
     hidden, gates, lstm = weight_hh.shape[1], GATES[cell], cell == "lstm"
     batch, offsets, resets, reverse = sequences
-    how = _share(weight_hh, batch, sequences.length(pre), plan)
+    how = _share(weight_hh.T, batch, sequences.length(pre), plan)
     if plan.path == "dense":
         ordered = weight_hh.roll(hidden, 0) if cell == "gru" else weight_hh  # n, r, z as the gradients
         weights = _dense_panels(ordered.T, 1, how)
@@ -130,17 +130,32 @@ class _Share(NamedTuple):
     length: int  # time steps
 
 
-def _share(weight_hh: Tensor, batch: int, length: int, plan: Plan) -> _Share:
-    threads = threads_for(weight_hh.numel() * batch * length)
+def _share(weight: Tensor, batch: int, length: int, plan: Plan) -> _Share:
+    """How threads share the products with a matrix."""
+    threads = threads_for(weight.numel() * batch * length)
     group = -(-batch // threads)
     if plan.path == "dense":
-        divides = batch < threads or (batch <= FEW and weight_hh.nbytes >= LARGE)
-        parts = min(threads, weight_hh.numel() // PART) if divides else 1
+        divides = batch < threads or (batch <= FEW_SEQUENCES and weight.nbytes >= BEYOND_CACHE)
+        parts = max(min(threads, weight.numel() // PART), 1) if divides else 1
         group = batch if parts > 1 else group
-        return _Share(threads, max(parts, 1), group, max(tile for tile in products.TILES if tile <= group), length)
+        tile = _tile_of(group, len(weight) // parts, NUMPY_DTYPES[weight.dtype])
+        return _Share(threads, parts, group, tile, length)
     # The tile determines the order of sums, so it must not depend on the number of threads.
     tile = pruned.CHAINS if batch >= 2 * pruned.CHAINS else 1
     return _Share(threads, 1, group, tile, length)
+
+
+def _tile_of(group: int, rows: int, dtype: type) -> int:
+    """The sequences whose sums are computed together: few for nothing, and in few passes over the rows.
+
+    Each pass takes as long as one more sequence.
+    """
+
+    def cost(tile: int) -> int:
+        passes, panel = -(-group // tile), products.panel_rows(dtype, tile)
+        return passes * (tile + 1) * -(-rows // panel) * panel
+
+    return min(reversed(products.TILES), key=cost)
 
 
 def _dense_panels(weight: Tensor, gates: int, how: _Share) -> _Weights:

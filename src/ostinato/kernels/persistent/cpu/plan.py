@@ -22,7 +22,7 @@ DENSEST_ROWS = {False: 0.15, True: 0.04}  # the same without blocks, by whether 
 # sequence takes one thread, up to SHARED units.
 SMALL_LSTMS = {1: 80, 8: 256, 15: 32, 32: 80}
 SHARED = 128
-LARGE = 512  # units from which torch takes longer for each step of an RNN, too
+LARGE_RNN = 512  # units from which torch takes longer for each step of an RNN, too
 # On Intel's processors, unlike AMD's, MKL multiplies for torch at full speed.  Measured on two cores of
 # a Xeon of 2023, more steps are few there, and weights beyond a core's own cache are better not read where they are.
 INTEL = FEATURES.get("sse4.2", False) and not FEATURES.get("sse4a", False)  # which AMD's have
@@ -86,7 +86,7 @@ def most_single_steps(cell: str, hidden_size: int, batch: int, dtype: torch.dtyp
     of_both = 2 * GATES[cell] * hidden_size**2 * dtype.itemsize  # matrices, which each step reads; torch's reads one
     if not 0 < batch <= MOST_SEQUENCES.get(dtype, 0) or (INTEL and of_both >= CACHED):
         return 0
-    if cell == "gru" or (cell != "lstm" and hidden_size >= LARGE):
+    if cell == "gru" or (cell != "lstm" and hidden_size >= LARGE_RNN):
         return _few_dense_steps(cell, hidden_size) - 1
     return min(6, 48 // batch) if cell == "lstm" else 4
 

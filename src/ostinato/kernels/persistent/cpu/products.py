@@ -16,13 +16,13 @@ from numba.extending import intrinsic
 
 from ostinato.kernels.numba_loops import LINE, inline, offset, shared
 
-TILES = (1, 2, 4, 8)  # sequences whose sums are computed together
+TILES = (1, 2, 3, 4, 5, 6, 8)  # sequences whose sums are computed together
 FEATURES = binding.get_host_cpu_features()
 REGISTER = 64 if FEATURES.get("avx512f") else 32 if FEATURES.get("avx") else 16  # bytes of a vector register
-FEW = REGISTER == 32  # AVX2 has 16 of them, AVX-512 and NEON have 32
+FEW_REGISTERS = REGISTER == 32  # AVX2 has 16 of them, AVX-512 and NEON have 32
 # Of unpacked weights, the rows whose sums are made together: with one sequence, and with two.
-ROWS, ROWS_OF_TWO = 8, 4 if FEW else 8
-COMBINED, VECTORS = 4, 2 if FEW else 4  # rows of a combination, and vectors of its columns
+ROWS, ROWS_OF_TWO = 8, 4 if FEW_REGISTERS else 8
+COMBINED, VECTORS = 4, 2 if FEW_REGISTERS else 4  # rows of a combination, and vectors of its columns
 INT32, INT64 = ir.IntType(32), ir.IntType(64)
 
 
@@ -70,7 +70,7 @@ class Vectors:
 @functools.cache
 def vectors_of(tile: int) -> int:
     """The vectors of rows in a panel, such that its sums for a tile fill the registers but for weights and states."""
-    return max(1, min(8, (8 if FEW else 16) // tile))
+    return max(1, min(8, (8 if FEW_REGISTERS else 16) // tile))
 
 
 def panel_rows(dtype: type, tile: int) -> int:

@@ -74,8 +74,7 @@ def packing_of(mask: Tensor, geometry: Geometry) -> Packing:
     def make() -> Packing:
         properties: Any = torch.cuda.get_device_properties(mask.device)
         packing = pack(mask, geometry, properties)
-        if not torch.cuda.is_current_stream_capturing():  # the next use may be on another stream
-            torch.cuda.current_stream(mask.device).synchronize()
+        torch.cuda.current_stream(mask.device).synchronize()  # the next use may be on another stream
         return packing
 
     found: Packing = derived_from(mask, geometry, make)
