@@ -149,7 +149,7 @@ def test_results_do_not_depend_on_the_number_of_threads(monkeypatch, cell, block
 
 @pytest.mark.parametrize(("cell", "of_nine"), [("gru", 5), ("lstm", 3)])  # by how many rows fill whole panels
 def test_tiles_fit_the_sequences_of_a_thread(monkeypatch, cell, of_nine):
-    """Products of each tile, with sequences in every place of it and in several tiles, are those of the loop over time."""
+    """Products of each tile, with sequences in every place of it and in several tiles, equal the loop over time."""
     torch.manual_seed(0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     tiles = []
