@@ -283,6 +283,8 @@ PLANS = {  # cell, H, B, dtype, training, steps
     ("rnn_relu", 256, 1, F32, False, 4): "dense",
     ("rnn_relu", 256, 1, F32, False, 5): "steps",
     ("rnn_tanh", 512, 1, F32, False, 55): "dense",
+    ("rnn_tanh", 256, 3, F32, False, 15): "steps",
+    ("rnn_tanh", 256, 3, F32, False, 16): "dense",
     ("gru", 64, 1, F32, False, 12): "dense",
     ("lstm", 256, 1, F32, True, 1000): "dense",
     ("lstm", 256, 1, F32, False, 371): "steps",

@@ -12,6 +12,7 @@ from ostinato.kernels.persistent.plan import GATES, Call, Plan, no_kernel
 
 # Measured on two cores of a Zen 5.
 FEW_STEPS = {"rnn_tanh": 24, "rnn_relu": 24, "gru": 8, "lstm": 32}  # fewer do not pay for packing
+FEW_OF_RNN = 16  # of any size, where steps are not taken one by one
 FEW_TRAINED = {"rnn_tanh": 10, "rnn_relu": 10, "gru": 6, "lstm": 16}  # with gradients
 FEW_PACKED = {"rnn_tanh": 14, "rnn_relu": 14, "gru": 8, "lstm": 8}  # of several lengths, which torch slices at each
 FEW_STEPS_OF_BLOCKS = 16  # the same of few sequences where a tenth of the weights is left, in blocks
@@ -113,6 +114,8 @@ def _why_torch(call: Call, path: str, density: float) -> str | None:
     else:
         like = "gru" if call.packed and cell == "lstm" else cell
         few = FEW_TRAINED[like] + hidden_size // 128 if training else _few_dense_steps(like, hidden_size)
+        if cell.startswith("rnn") and not (training or INTEL):
+            few = min(few, FEW_OF_RNN)
     if call.steps is not None and call.steps < few:
         return f"weights are worth preparing for {few} steps or more"
     return None
