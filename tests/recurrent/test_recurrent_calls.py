@@ -9,10 +9,23 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 import ostinato
-from ostinato.kernels.persistent import backends
+from ostinato.kernels.persistent import backends, reference
 from ostinato.kernels.persistent.plan import Plan, no_kernel
 from ostinato.recurrent import sequences
 from recurrent_layers import CELLS, assert_same, by, flat, inputs, make, pruned, twin
+
+
+@by("as planned")
+def test_packed_sequences_of_one_length_are_planned_as_the_operator_takes_them(monkeypatch):
+    """Without offsets: planned as packed, those of an LSTM that torch runs ended in the loop that defines it."""
+    monkeypatch.setattr(reference, "forward", None)
+    layer, planned = make("LSTM", 5, 272), []
+    plan = type(layer)._plan
+    monkeypatch.setattr(type(layer), "_plan", lambda self, *args: planned.append(plan(self, *args)) or planned[-1])
+    for lengths in ([12, 12], [12, 11]):
+        x = pack_sequence([torch.randn(length, 5) for length in lengths])
+        assert_same(layer(x), twin(layer)(x), 1e-6)
+    assert [plan.path for plan in planned] == ["steps", "dense"]
 
 
 @by("as planned")

@@ -7,6 +7,7 @@ from unittest.mock import Mock, call
 import pytest
 import torch
 from torch._dynamo import compiled_autograd
+from torch.nn.utils.rnn import pack_padded_sequence
 
 import ostinato
 from ostinato.kernels import streams
@@ -220,6 +221,9 @@ def test_pruned_layers(at_once):
 def test_packed_sequences_and_both_directions_are_not_divided(at_once):
     layer, both = stack("GRU"), stack("GRU", bidirectional=True)
     assert_same(layer(*inputs(layer, 6, packed=True)), twin(layer)(*inputs(layer, 6, packed=True)), 1e-12)
+    x, hx = inputs(layer, 6, LENGTH)
+    x = pack_padded_sequence(x, [LENGTH] * 6)  # which is divided, as it has the same rows as the padded one
+    assert_same(layer(x, hx), twin(layer)(x, hx), 1e-12)
     assert_same(both(*inputs(both, 6)), twin(both)(*inputs(both, 6)), 1e-12)
     assert both.plan(4).at_once == 2
 

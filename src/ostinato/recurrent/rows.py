@@ -52,6 +52,11 @@ def size_of(input: Tensor | PackedSequence, batch_first: bool) -> tuple[int, int
     return (1, input.shape[0]) if input.dim() == 2 else None
 
 
+def has_several_lengths(input: Any, batch: int, steps: int) -> bool:
+    """Whether the input is packed, and not all of its sequences have all steps."""
+    return isinstance(input, PackedSequence) and batch * steps != len(input.data)
+
+
 def offsets_of(batch_sizes: Tensor, device: torch.device) -> Tensor:
     """The first row of each step of a PackedSequence, then the number of rows: (T + 1,), int32."""
     on_gpu = device.type == "cuda"

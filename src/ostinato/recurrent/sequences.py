@@ -20,7 +20,7 @@ from ostinato.kernels.persistent.wavefront import stacked_layers
 from ostinato.kernels.precision import layers_round
 from ostinato.layers import autocast_dtype, distinct, of_one_layer
 from ostinato.masks import mask_of
-from ostinato.recurrent.rows import as_given, in_rows, offsets_of, size_of
+from ostinato.recurrent.rows import as_given, has_several_lengths, in_rows, offsets_of, size_of
 from ostinato.recurrent.weights import MaskedLayers
 
 _CALLS = Prepared()  # keyed by input, weights, states, resets, and the masks of recurrent weights
@@ -119,7 +119,8 @@ class SequenceLayers(MaskedLayers):
         training = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
         at_once = 2 if self.bidirectional else 1
         if not torch.compiler.is_compiling() and batch * steps > 0:  # compiled calls are planned at run time
-            plan = self._plan(device, int(batch), computed, training, int(steps), resets is not None, packed)
+            ragged = has_several_lengths(input, batch, steps)
+            plan = self._plan(device, int(batch), computed, training, int(steps), resets is not None, ragged)
             if not (plan.has_kernel or is_vmapped()) or not can_take(tensors):
                 return None
             count_operations()
@@ -152,7 +153,9 @@ class SequenceLayers(MaskedLayers):
         if self._buffers:
             weights = self._weights(recurrent=training or not rows.is_cuda or torch.compiler.is_compiling())
         offsets = None
-        if isinstance(input, PackedSequence) and (torch.compiler.is_compiling() or batch * steps != len(rows)):
+        if isinstance(input, PackedSequence) and (
+            torch.compiler.is_compiling() or has_several_lengths(input, batch, steps)
+        ):
             offsets = offsets_of(input.batch_sizes, rows.device)
         begins: list[Tensor | None] = [resets, None]
         if resets is not None and self.bidirectional:
