@@ -67,7 +67,7 @@ def test_launches_that_share_packed_weights_pack_them_once(monkeypatch):
     layer = Layer("gru", weight, None, None, None, None, Sequences(2), {})
     monkeypatch.setattr(cuda_launch, "_launch_of", cuda_launch._launch_of.__wrapped__)
     monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 0)
-    for each in (layer, layer, layer._replace(packed=None)):
+    for each in (layer, layer, layer._replace(packed_weights=None)):
         cuda_launch.launch(chosen, each, {"pre": pre})
     (first, packed), _, again, _, (alone, of_its_own), _ = given  # of the kernel that prepares
     assert first == alone == weight.data_ptr()

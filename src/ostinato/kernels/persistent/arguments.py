@@ -17,7 +17,7 @@ class Layer(NamedTuple):
     h0: Tensor | None  # (B, H), the initial state, None for zeros
     c0: Tensor | None  # the same of an LSTM's cell state
     sequences: Sequences  # of the rows of what goes in and comes out
-    packed: dict[Any, Tensor] | None = None  # if given, a GPU's launches pack weight_hh once and find it here
+    packed_weights: dict[Any, Tensor] | None = None  # if given, a GPU's launches pack weight_hh once and find it here
 
 
 class Saved(NamedTuple):

@@ -51,7 +51,9 @@ class _Wavefront(NamedTuple):
         outputs, cs, gates = ([result[i].split(sizes) for result in results] for i in (0, 3, 4))
         inputs, factors = layers[0].x.split(sizes), [_split(call[0], sizes) for call in calls]
         sequences = [layer.sequences.parts(sizes) for layer in layers]
-        given = [each.layer_of(layer)._replace(packed={}) for each, layer in zip(self.executors, layers, strict=True)]
+        given = [
+            each.layer_of(layer)._replace(packed_weights={}) for each, layer in zip(self.executors, layers, strict=True)
+        ]
         states: list[Any] = [(layer.h0, layer.c0) for layer in layers]
 
         def run(i: int, portion: int) -> Sequence[Tensor | None]:
@@ -82,7 +84,7 @@ class _Wavefront(NamedTuple):
         of_outputs = [[*_split(of_output, sizes)] for of_output, *_ in grads]
         factors = [_split(call[0], sizes) for call in calls]
         sequences = [layer.sequences.parts(sizes) for layer in layers]
-        given = [layer.layer._replace(packed={}) for layer in layers]
+        given = [layer.layer._replace(packed_weights={}) for layer in layers]
         states: list[Any] = [of_states for _, *of_states in grads]
 
         def run(depth: int, link: int) -> Sequence[Tensor | None]:

@@ -12,18 +12,19 @@ from ostinato.kernels.persistent.plan import GATES, Call, Plan, no_kernel
 
 # Measured on two cores of a Zen 5.
 FEW_STEPS = {"rnn_tanh": 24, "rnn_relu": 24, "gru": 8, "lstm": 32}  # fewer do not pay for packing
-FEW_OF_RNN = 16  # of any size, where steps are not taken one by one
-FEW_TRAINED = {"rnn_tanh": 10, "rnn_relu": 10, "gru": 6, "lstm": 16}  # with gradients
-FEW_PACKED = {"rnn_tanh": 14, "rnn_relu": 14, "gru": 8, "lstm": 8}  # of several lengths, which torch slices at each
+FEW_TRAINED = {"rnn_tanh": 10, "rnn_relu": 10, "gru": 6, "lstm": 16}  # with gradients, on a Xeon of 2023
 FEW_STEPS_OF_BLOCKS = 16  # the same of few sequences where a tenth of the weights is left, in blocks
 DENSEST_BLOCKS = {False: 0.4, True: 0.3}  # above, dense loops are faster; by whether gradients are computed
 DENSEST_ROWS = {False: 0.15, True: 0.04}  # the same without blocks, by whether there are several sequences
+LARGE_RNN = 512  # units from which torch takes longer for each step of an RNN, too
+# Measured on two cores of a Zen 4.
+FEW_OF_RNN = 16  # the same of an RNN of any size without gradients, where steps are not taken one by one
+FEW_PACKED = {"rnn_tanh": 14, "rnn_relu": 14, "gru": 8, "lstm": 8}  # of several lengths, which torch slices at each
 # Units of an LSTM in float32, by its most sequences, up to which oneDNN's threads wait longer for each other at every
 # step than ours take without gradients, where each takes sequences of its own; half as many with gradients.  One
 # sequence takes one thread, up to SHARED units.
 SMALL_LSTMS = {1: 80, 8: 256, 15: 32, 32: 80}
 SHARED = 128
-LARGE_RNN = 512  # units from which torch takes longer for each step of an RNN, too
 # On Intel's processors, unlike AMD's, MKL multiplies for torch at full speed.  Measured on two cores of
 # a Xeon of 2023, more steps are few there, and weights beyond a core's own cache are better not read where they are.
 INTEL = FEATURES.get("sse4.2", False) and not FEATURES.get("sse4a", False)  # which AMD's have
