@@ -319,7 +319,7 @@ def test_more_layers_at_once_in_a_cuda_graph():
     with torch.no_grad():
         eager = layer(x)
         with torch.cuda.graph(graph):
-            call = Call(x.device, "gru", 96, 1, x.dtype, False, 200)
+            call = Call(x.device, "gru", 96, 1, x.dtype, False, 200, captured=True)
             assert layer.plan(1, steps=200).at_once == layers_at_once(None, call, 3) == 3
             captured = layer(x)
     assert layer.plan(1, steps=200).at_once == 1

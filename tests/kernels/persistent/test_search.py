@@ -399,8 +399,8 @@ def test_all_blocks_can_be_resident_and_cover_the_layer(cell, processors):
 
 
 def at_once(cell, hidden, batch, dtype, layers, steps, training=False, captured=False):
-    call = Call(torch.device("cuda", 0), cell, hidden, batch, dtype, training, steps)
-    return wavefront.layers_at_once(call, layers, None, None, True, captured)
+    call = Call(torch.device("cuda", 0), cell, hidden, batch, dtype, training, steps, captured=captured)
+    return wavefront.layers_at_once(call, layers, None, None, True)
 
 
 @pytest.mark.parametrize(
@@ -426,11 +426,12 @@ def test_the_host_launches_few_portions(planned_for_an_h100, monkeypatch):
     assert at_once("gru", 256, 1, f16, 3, 200) == 1 < at_once("gru", 256, 1, f16, 3, 200, captured=True)
     long = Call(torch.device("cuda", 0), "gru", 256, 1, f16, False, 1000, at_once=3)
     plan = cuda_plan.plan_sizes(long, None, None, True)
-    launched, captured = (wavefront.portions(long, plan, captured) for captured in (False, True))
+    in_graph = long._replace(captured=True)
+    launched, captured = (wavefront.portions(call, plan) for call in (long, in_graph))
     assert 2 <= launched < captured <= 16
-    few = wavefront.portions(long._replace(steps=20), plan, True)
+    few = wavefront.portions(in_graph._replace(steps=20), plan)
     assert few <= 2  # of eight steps or more
-    assert wavefront.portions(long._replace(at_once=1), plan, True) == 1
-    wavefront.portions(long, plan, True)
+    assert wavefront.portions(in_graph._replace(at_once=1), plan) == 1
+    wavefront.portions(in_graph, plan)
     monkeypatch.setattr(wavefront, "step_microseconds", None)  # calls of pruned layers ask each time
-    assert wavefront.portions(long, plan, True) == captured
+    assert wavefront.portions(in_graph, plan) == captured

@@ -57,9 +57,7 @@ def layers_at_once(mask_hh: Tensor | None, call: Call, layers: int) -> int:
     """How many of so many stacked layers run at the same time, cached as :func:`plan_layer`; ``call`` is one's."""
     if layers == 1 or call.device.type != "cuda" or not nvrtc.can_launch():
         return 1
-    # Masks cannot be packed in a capture: as many pruned layers run at once there as did before it, when theirs were.
-    captured = mask_hh is None and is_captured(call.device)
-    key = call, layers_round(call.device, call.dtype), layers, captured
+    key = call, layers_round(call.device, call.dtype), layers
     return _dense_at_once(*key) if mask_hh is None else derived_from(mask_hh, key, lambda: _at_once(mask_hh, *key))
 
 
@@ -68,9 +66,9 @@ def is_captured(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def _at_once(mask_hh: Tensor | None, call: Call, tf32: bool, layers: int, captured: bool) -> int:
+def _at_once(mask_hh: Tensor | None, call: Call, tf32: bool, layers: int) -> int:
     of_layer = mask_hh, _block(mask_hh, call), tf32
-    count: int = kernels_on(call.device).layers_at_once(call, layers, *of_layer, captured)
+    count: int = kernels_on(call.device).layers_at_once(call, layers, *of_layer)
     return count
 
 

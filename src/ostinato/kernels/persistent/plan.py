@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import torch
 
 GATES = {"rnn_tanh": 1, "rnn_relu": 1, "gru": 3, "lstm": 4}
+MANY_STEPS = 1000
 
 
 class Call(NamedTuple):
@@ -21,6 +22,12 @@ class Call(NamedTuple):
     at_once: int = 1  # such layers that run at once: directions, or stacked layers
     resets: bool = False  # inside sequences, which torch's kernels do not support
     packed: bool = False  # sequences of different lengths
+    captured: bool = False  # in a CUDA graph, whose launches cost the host nothing; of dense layers alone
+
+    @property
+    def length(self) -> int:
+        """The steps, as many of them as are likely if it is not known."""
+        return MANY_STEPS if self.steps is None else self.steps
 
 
 class Plan(NamedTuple):

@@ -171,8 +171,9 @@ def _sum(x: Tensor | None, y: Tensor | None) -> Tensor | None:
 def _wavefront(*calls: tuple) -> _Wavefront:
     layers = _layers(calls)
     executors = tuple(executor_of(*layer) for layer in layers)
-    (kernels, plan, _), captured = executors[0], is_captured(layers[0].x.device)
-    return _Wavefront(executors, kernels.portions(call_of(layers[0]), plan, captured))
+    kernels, plan, _ = executors[0]
+    call = call_of(layers[0])._replace(captured=is_captured(layers[0].x.device))
+    return _Wavefront(executors, kernels.portions(call, plan))
 
 
 def _backward(wavefront: _Wavefront, parts: Sequence[Any], grads: Sequence[Sequence[Tensor | None]]) -> list[tuple]:

@@ -36,7 +36,7 @@ def make_plan(call: Call, mask_hh: Tensor | None, block: tuple[int, int] | None,
 
     Raises ValueError for a `path` that the layer's weights do not allow.
     """
-    _, cell, hidden_size, batch, dtype, training, steps, path, at_once, resets, packed = call
+    _, cell, hidden_size, batch, dtype, training, steps, path, at_once, resets, packed, _ = call
     if dtype not in NUMPY_DTYPES:
         return no_kernel(f"layers on the CPU compute in float32 and float64, not in {dtype}")
     entries, kept, weights, density = None, 1, 1, 1.0

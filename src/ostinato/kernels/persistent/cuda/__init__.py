@@ -11,7 +11,7 @@
 ``source.py``     the CUDA files of a geometry's kernels, and what is defined for them
 ``fitting.py``    which of its weights registers and shared memory have room for
 ``costs.py``      the estimated time of a step
-``cudnn.py``      how exactly cuDNN computes, and what wrongly
+``cudnn.py``      how exactly cuDNN computes, and what wrongly; in ``cudnn_costs.py``, the estimated time
 ``search.py``     the fastest geometry that fits
 ``packing.py``    pruned weights in the order in which the kernels read them
 ``step.py``       one step, by ``step.cu``

@@ -9,7 +9,8 @@ from torch import Tensor
 from ostinato.kernels import nvrtc
 from ostinato.kernels.derived import derived_from
 from ostinato.kernels.persistent.cuda import cudnn
-from ostinato.kernels.persistent.cuda.costs import microseconds, torchs_microseconds
+from ostinato.kernels.persistent.cuda.costs import microseconds
+from ostinato.kernels.persistent.cuda.cudnn_costs import torchs_microseconds
 from ostinato.kernels.persistent.cuda.geometry import Geometry
 from ostinato.kernels.persistent.cuda.launch import compile_kernels, packing_of
 from ostinato.kernels.persistent.cuda.search import choose_geometry
@@ -46,23 +47,23 @@ def make_plan(
 
     Raises RuntimeError where a later call may succeed, as after a lack of free memory.
     """
-    device, cell, hidden_size, _, dtype, training, steps, path, at_once, resets, packed = call
+    cell, hidden_size, dtype, resets = call.cell, call.hidden_size, call.dtype, call.resets
     least = least_steps(cell, hidden_size, dtype)
-    if steps is not None and steps < least and not resets:
+    if call.length < least and not resets:
         return no_kernel(f"weights are worth keeping on the chip for {least} steps or more")
-    index = torch.cuda.current_device() if device.index is None else device.index
+    index = torch.cuda.current_device() if call.device.index is None else call.device.index
     plan = plan_sizes(call, mask_hh, block, tf32, distributed)
-    keeps = training and keeps_gates(cell)
-    if plan.has_kernel and path is None and not resets and not cudnn.errs(cell, hidden_size, dtype):
+    keeps = call.training and keeps_gates(cell)
+    if plan.has_kernel and call.path is None and not resets and not cudnn.errs(cell, hidden_size, dtype):
         ours = step_microseconds(plan, call)
-        torchs = at_once * torchs_microseconds(call, tf32)
+        torchs = call.at_once * torchs_microseconds(call, tf32)
         if ours > torchs:
             return no_kernel(f"about {ours:.0f} microseconds a step, where torch's kernels take about {torchs:.0f}")
     try:  # residency is known only to the device, and sparse sizes only after packing
         used = [geometry for geometry in plan.geometry or () if geometry is not None]
         if mask_hh is not None:
             used = [_packed(geometry, mask_hh) for geometry in used]
-        compile_kernels(index, resets, packed, keeps, *used)
+        compile_kernels(index, resets, call.packed, keeps, *used)
     except (MemoryError, nvrtc.DoesNotCompile) as error:
         if distributed and any(geometry and geometry.distributed for geometry in plan.geometry):
             return make_plan(call, mask_hh, block, tf32, distributed=False)

@@ -8,7 +8,6 @@ from torch import Tensor
 from ostinato.kernels.persistent.cuda.plan import plan_sizes, step_microseconds
 from ostinato.kernels.persistent.plan import GATES, Call, Plan
 
-MANY_STEPS = 1000  # that a call has of which it is not known
 MOST_PORTIONS, LEAST_STEPS = 16, 8  # of a call, and of a portion
 # Microseconds that a pass takes for a portion beside its steps on an H200: fixed, and per megabyte of the weights of
 # all layers at once, with which its input is multiplied.
@@ -19,19 +18,16 @@ HOST = {False: 180.0, True: 600.0}
 WORTH = 1.15  # times as fast, by these estimates, layers must be at once: sums are in another order then
 
 
-def layers_at_once(
-    call: Call, layers: int, mask_hh: Tensor | None, block: tuple[int, int] | None, tf32: bool, captured: bool
-) -> int:
+def layers_at_once(call: Call, layers: int, mask_hh: Tensor | None, block: tuple[int, int] | None, tf32: bool) -> int:
     """How many of so many stacked layers are fastest at the same time, 1 if that is one after the other.
 
-    ``call`` is that of one layer alone; all are as pruned as ``mask_hh``, in blocks of that shape.  In a CUDA graph,
-    ``captured``, they take no time of the host.
+    ``call`` is that of one layer alone; all are as pruned as ``mask_hh``, in blocks of that shape.
     """
 
     def of_group(size: int) -> float:
         group = call._replace(at_once=size)
         plan = plan_sizes(group, mask_hh, block, tf32)
-        return _microseconds(group, plan, portions(group, plan, captured), captured)
+        return _microseconds(group, plan, portions(group, plan))
 
     def of_all(size: int) -> float:
         groups, others = divmod(layers, size)
@@ -42,22 +38,18 @@ def layers_at_once(
 
 
 @functools.lru_cache(4096)  # calls that cannot be prepared for ask each time
-def portions(call: Call, plan: Plan, captured: bool) -> int:
+def portions(call: Call, plan: Plan) -> int:
     """In how many portions of the steps layers, as many as ``call.at_once``, are fastest at once."""
-    most = min(_steps(call) // LEAST_STEPS, MOST_PORTIONS) if call.at_once > 1 else 1
-    return min(range(1, max(most, 1) + 1), key=lambda count: _microseconds(call, plan, count, captured))
+    most = min(call.length // LEAST_STEPS, MOST_PORTIONS) if call.at_once > 1 else 1
+    return min(range(1, max(most, 1) + 1), key=lambda count: _microseconds(call, plan, count))
 
 
-def _microseconds(call: Call, plan: Plan, count: int, captured: bool) -> float:
+def _microseconds(call: Call, plan: Plan, count: int) -> float:
     """The estimated time of all layers in so many portions: the GPU's, or the host's if that is longer."""
     if not plan.has_kernel:
         return math.inf
     passes, layers = 1 + call.training, call.at_once
     megabytes = layers * GATES[call.cell] * call.hidden_size**2 * call.dtype.itemsize / 1e6
-    portion = _steps(call) / count * step_microseconds(plan, call) + passes * (PORTION + WEIGHTS * megabytes)
-    host = 0.0 if captured else layers * count * HOST[call.training]
+    portion = call.length / count * step_microseconds(plan, call) + passes * (PORTION + WEIGHTS * megabytes)
+    host = 0.0 if call.captured else layers * count * HOST[call.training]
     return max((layers + count - 1) * portion, host)
-
-
-def _steps(call: Call) -> int:
-    return MANY_STEPS if call.steps is None else call.steps
