@@ -93,6 +93,7 @@ def test_torch_runs_a_call_that_cannot_be_planned_and_the_next_is_planned_again(
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("resets", [False, True])
 def test_a_call_and_its_gradients_have_one_plan(monkeypatch, packed, resets):
+    """But for that of the call's kernels, which are not compared with torch's again."""
     asked = []
 
     def make_plan(call, *_):
@@ -107,8 +108,9 @@ def test_a_call_and_its_gradients_have_one_plan(monkeypatch, packed, resets):
     marks = torch.zeros(7, dtype=torch.bool) if packed else torch.zeros(7, 1, dtype=torch.bool)
     flat(layer(x, resets=marks if resets else None))[0].sum().backward()
     backends._plan_dense.cache_clear()
-    (call,) = asked
-    assert (call.training, call.resets, call.packed) == (True, resets, packed)
+    call, of_kernels = asked
+    assert of_kernels == call._replace(compared=False)
+    assert (call.compared, call.training, call.resets, call.packed) == (True, True, resets, packed)
 
 
 @pytest.mark.gpu

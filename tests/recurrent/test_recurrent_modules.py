@@ -117,6 +117,20 @@ def test_compiled_packed_sequences(cell, fresh_compiler):
             compiled(PackedSequence(x, torch.tensor([3, 3]), torch.tensor([0]), torch.arange(3)))
 
 
+@by("as planned")
+def test_compiled_layers_take_a_kernel_where_torchs_would_be_faster(fresh_compiler, monkeypatch):
+    """Which are no operators of a graph: else a layer would be a loop over time."""
+    layer, x, calls = make("LSTM", 5, 8), torch.randn(3, 30, 5), []
+    assert not layer.plan(30, steps=3).has_kernel
+    forward = cpu.forward
+    monkeypatch.setattr(cpu, "forward", lambda *args: calls.append(args) or forward(*args))
+    with torch._dynamo.config.patch(allow_rnn=True), torch.no_grad():
+        expected = layer(x)
+        assert not calls
+        assert_same(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), expected, 1e-6)
+    assert len(calls) == 1
+
+
 @by("the CPU's")
 @pytest.mark.parametrize("kind", ["RNN", "GRU", "LSTM"])
 @pytest.mark.parametrize("name", ["weight_hh_l0", "bias_hh_l0"])

@@ -54,8 +54,8 @@ class SequenceLayers(MaskedLayers):
             return no_kernel("layers with projections run in torch's own kernels")
         # Masks cannot be packed in a capture: pruned layers run there as they did before it, when theirs were.
         captured = not self._buffers and is_captured(device)
-        sizes = self.hidden_size, batch, dtype
-        call = Call(device, self.mode.lower(), *sizes, training, steps, self._path, 1, resets, packed, captured)
+        of_layer = device, self.mode.lower(), self.hidden_size, batch, dtype, training, steps, self._path
+        call = Call(*of_layer, resets=resets, packed=packed, compared=True, captured=captured)
         try:
             call = call._replace(at_once=self._at_once(call))
             groups = {call.at_once, len(self._all_weights) % call.at_once} - {0}  # of layers at once, by size

@@ -201,7 +201,7 @@ def test_what_few_steps_of_a_dense_layer_are_depends_on_the_processor(
 ):
     monkeypatch.setattr(cpu_plan, "INTEL", intel)
     assert cpu_plan.most_single_steps(cell, hidden, 1, torch.float32) == one_by_one
-    call = Call(torch.device("cpu"), cell, hidden, 1, torch.float32, False, None)
+    call = Call(torch.device("cpu"), cell, hidden, 1, torch.float32, False, None, compared=True)
     plans = [cpu_plan.make_plan(call._replace(steps=steps), None, None) for steps in (2, few - 1, few)]
     assert [plan.has_kernel for plan in plans] == [one_by_one > 0, one_by_one > 0, True]
     assert [plan.reason.startswith("each of") for plan in plans] == [one_by_one > 0, one_by_one > 0, False]
@@ -329,14 +329,14 @@ PLANS = {  # cell, H, B, dtype, training, steps
 def test_sequences_of_several_lengths_run_in_loops_from_few_steps_on(monkeypatch, intel, cell, hidden, training, few):
     """Whose steps torch takes one by one, those of an LSTM, too."""
     monkeypatch.setattr(cpu_plan, "INTEL", intel)
-    call = Call(torch.device("cpu"), cell, hidden, 4, F32, training, None, packed=True)
+    call = Call(torch.device("cpu"), cell, hidden, 4, F32, training, None, packed=True, compared=True)
     before, after = (cpu.make_plan(call._replace(steps=steps), None, None) for steps in (few - 1, few))
     assert (before.path, after.path) == ("steps", "dense")
     assert before.reason == f"weights are worth preparing for {few} steps or more"
 
 
 def test_one_thread_leaves_small_lstms_to_onednn(monkeypatch):
-    call = Call(torch.device("cpu"), "lstm", 64, 1, F32, False, 1000)
+    call = Call(torch.device("cpu"), "lstm", 64, 1, F32, False, 1000, compared=True)
     plans = []
     for threads in (1, 2):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
@@ -348,11 +348,12 @@ def test_plans(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     monkeypatch.setattr(cpu_plan, "INTEL", False)
     for (cell, hidden, batch, dtype, training, steps), path in PLANS.items():
-        plan = cpu.make_plan(Call(torch.device("cpu"), cell, hidden, batch, dtype, training, steps), None, None)
+        call = Call(torch.device("cpu"), cell, hidden, batch, dtype, training, steps, compared=True)
+        plan = cpu.make_plan(call, None, None)
         assert plan.path == path, plan
         assert plan.reason
     mask = random_mask(3, 64, (16, 1), 0.1)
-    call = Call(torch.device("cpu"), "gru", 64, 4, F32, training=True, steps=100)
+    call = Call(torch.device("cpu"), "gru", 64, 4, F32, training=True, steps=100, compared=True)
     assert cpu.make_plan(call, mask, (16, 1))[::5] == ("block", (16, 1))
     assert cpu.make_plan(call, mask, (1, 1)).path == "dense"
     step = call._replace(training=False, steps=1)  # of 4 sequences

@@ -34,7 +34,7 @@ def planned_for_an_h100(monkeypatch):
 
 
 def plan_of(cell, hidden, batch, dtype, tf32=False, training=True):
-    call = Call(torch.device("cuda", 0), cell, hidden, batch, dtype, training, steps=None)
+    call = Call(torch.device("cuda", 0), cell, hidden, batch, dtype, training, steps=None, compared=True)
     return cuda_plan.make_plan(call, None, None, tf32)
 
 
@@ -322,7 +322,7 @@ def test_products_are_rounded_where_cudnn_rounds_them(planned_for_an_h100, cell,
     ],
 )
 def test_few_steps_are_torchs_unless_cudnn_errs(planned_for_an_h100, cell, hidden, dtype, ours):
-    call = Call(torch.device("cuda", 0), cell, hidden, 16, dtype, training=True, steps=2)
+    call = Call(torch.device("cuda", 0), cell, hidden, 16, dtype, training=True, steps=2, compared=True)
     assert (cuda_plan.make_plan(call, None, None).path == "dense") == ours
     assert (backends.least_steps("cuda", cell, hidden, dtype) < 2) == ours
     assert backends.least_steps("cpu", cell, hidden, dtype) == 2

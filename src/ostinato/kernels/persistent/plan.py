@@ -22,6 +22,7 @@ class Call(NamedTuple):
     at_once: int = 1  # such layers that run at once: directions, or stacked layers
     resets: bool = False  # inside sequences, which torch's kernels do not support
     packed: bool = False  # sequences of different lengths
+    compared: bool = False  # with torch's kernels, which run what they are faster at; else ours do wherever they fit
     captured: bool = False  # in a CUDA graph, whose launches cost the host nothing; of dense layers alone
 
     @property

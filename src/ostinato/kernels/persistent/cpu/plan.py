@@ -36,7 +36,7 @@ def make_plan(call: Call, mask_hh: Tensor | None, block: tuple[int, int] | None,
 
     Raises ValueError for a `path` that the layer's weights do not allow.
     """
-    _, cell, hidden_size, batch, dtype, training, steps, path, at_once, resets, packed, _ = call
+    _, cell, hidden_size, batch, dtype, training, steps, path, at_once, resets, packed, compared, _ = call
     if dtype not in NUMPY_DTYPES:
         return no_kernel(f"layers on the CPU compute in float32 and float64, not in {dtype}")
     entries, kept, weights, density = None, 1, 1, 1.0
@@ -58,7 +58,7 @@ def make_plan(call: Call, mask_hh: Tensor | None, block: tuple[int, int] | None,
             densest /= 2 if entries == "block" else 4
         path = entries if entries is not None and density <= densest else "dense"
         reason = _why_torch(call, path, density)
-        if reason and not resets:  # torch's kernels do not support resets
+        if compared and reason and not resets:  # torch's kernels do not support resets
             return no_kernel(reason)
     elif path not in ("dense", entries):
         raise ValueError(f"path must be 'dense'{f' or {entries!r}' if entries else ''}; got {path!r}")

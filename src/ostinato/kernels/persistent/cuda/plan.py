@@ -49,12 +49,13 @@ def make_plan(
     """
     cell, hidden_size, dtype, resets = call.cell, call.hidden_size, call.dtype, call.resets
     least = least_steps(cell, hidden_size, dtype)
-    if call.length < least and not resets:
+    if call.compared and call.length < least and not resets:
         return no_kernel(f"weights are worth keeping on the chip for {least} steps or more")
     index = torch.cuda.current_device() if call.device.index is None else call.device.index
     plan = plan_sizes(call, mask_hh, block, tf32, distributed)
     keeps = call.training and keeps_gates(cell)
-    if plan.has_kernel and call.path is None and not resets and not cudnn.errs(cell, hidden_size, dtype):
+    is_compared = call.compared and call.path is None and not resets and not cudnn.errs(cell, hidden_size, dtype)
+    if plan.has_kernel and is_compared:
         ours = step_microseconds(plan, call)
         torchs = call.at_once * torchs_microseconds(call, tf32)
         if ours > torchs:
