@@ -4,14 +4,21 @@ import pytest
 import torch
 
 from ostinato.kernels.persistent import backends, cpu, reference
+from ostinato.kernels.persistent.cuda import plan as cuda_plan
 from recurrent_layers import forget_calls, use_kernels
 
 
 @pytest.fixture(autouse=True, params=["reference"])
 def kernels(request, monkeypatch):
-    """Who computes what a kernel fits: the loop over time that defines it, or the CPU's loops, whatever they plan."""
+    """Who computes what a kernel fits: the loop over time that defines it, or the CPU's loops, whatever they plan.
+
+    On a GPU its kernels, faster or not.
+    """
     forget_calls(monkeypatch)
-    if request.param != "as planned" and not request.node.get_closest_marker("gpu"):
+    if request.node.get_closest_marker("gpu"):
+        monkeypatch.setattr(cuda_plan, "_why_torch", lambda *_: None)
+        backends._plan_dense.cache_clear()
+    elif request.param != "as planned":
         use_kernels(monkeypatch, {"reference": reference, "the CPU's": cpu}[request.param])
     yield
     backends._plan_dense.cache_clear()

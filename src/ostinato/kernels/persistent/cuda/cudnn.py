@@ -2,7 +2,7 @@
 
 import torch
 
-from ostinato.kernels.persistent.plan import GATES
+from ostinato.kernels.persistent.plan import GATES, Call
 
 
 def most_units_of_small(cell: str, backward: bool) -> int:
@@ -10,6 +10,12 @@ def most_units_of_small(cell: str, backward: bool) -> int:
     if GATES[cell] == 1:
         return 256 if backward else 384
     return 128 if backward else 192
+
+
+def is_one_launch(call: Call) -> bool:
+    """Whether PyTorch takes cuDNN's kernels for small layers: all steps of all directions and layers in one launch."""
+    is_small = call.hidden_size <= most_units_of_small(call.cell, call.training)
+    return is_small and not call.packed and call.dtype in (torch.float32, torch.float16)
 
 
 def rounds(cell: str, hidden_size: int, batch: int, backward: bool) -> bool:

@@ -16,6 +16,10 @@ from ostinato.kernels.persistent.cuda.launch import compile_kernels, packing_of
 from ostinato.kernels.persistent.cuda.search import choose_geometry
 from ostinato.kernels.persistent.plan import GATES, Call, Plan, no_kernel
 
+# Microseconds of the host for a layer without gradients.  A call of cuDNN's kernels for small layers takes less of it,
+# but their gradients have no gradients.
+LAUNCHES = 100.0
+
 
 class Geometries(NamedTuple):
     """``Plan.geometry`` of these kernels."""
@@ -55,11 +59,8 @@ def make_plan(
     plan = plan_sizes(call, mask_hh, block, tf32, distributed)
     keeps = call.training and keeps_gates(cell)
     is_compared = call.compared and call.path is None and not resets and not cudnn.errs(cell, hidden_size, dtype)
-    if plan.has_kernel and is_compared:
-        ours = step_microseconds(plan, call)
-        torchs = call.at_once * torchs_microseconds(call, tf32)
-        if ours > torchs:
-            return no_kernel(f"about {ours:.0f} microseconds a step, where torch's kernels take about {torchs:.0f}")
+    if plan.has_kernel and is_compared and (reason := _why_torch(plan, call, mask_hh is not None, tf32)):
+        return no_kernel(reason)
     try:  # residency is known only to the device, and sparse sizes only after packing
         used = [geometry for geometry in plan.geometry or () if geometry is not None]
         if mask_hh is not None:
@@ -70,6 +71,22 @@ def make_plan(
             return make_plan(call, mask_hh, block, tf32, distributed=False)
         return no_kernel(str(error).partition("\n")[0], plan.bytes_available)
     return plan
+
+
+def _why_torch(plan: Plan, call: Call, pruned: bool, tf32: bool) -> str | None:
+    """Why torch's kernels are faster, if they are: the GPU computes longer by ours, or waits longer for their launches.
+
+    The plan of `pruned` layers must not depend on whether a CUDA graph captures them, as masks cannot be packed then.
+    """
+    processors = torch.cuda.get_device_properties(call.device).multi_processor_count
+    ours, torchs = call.length * step_microseconds(plan, call), torchs_microseconds(call, tf32, processors)
+    waits = cudnn.is_one_launch(call) and not (call.training or call.captured or pruned)
+    host = call.at_once * LAUNCHES if waits else 0.0
+    if torchs >= max(ours, host):
+        return None
+    slower = f"launches take about {host:.0f} microseconds" if host > ours else f"about {ours:.0f} microseconds"
+    steps = "many steps" if call.steps is None else f"{call.steps} steps"
+    return f"{slower}, where torch's kernels take about {torchs:.0f} for {steps}"
 
 
 def plan_sizes(
