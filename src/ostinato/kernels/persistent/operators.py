@@ -29,18 +29,22 @@ OF_BIASES = sum(bit for bit, name in zip(NEEDED_BITS, DIFFERENTIABLE, strict=Tru
 
 
 class Executor(NamedTuple):
-    """Who computes a layer, chosen by its sizes and mask alone; called with the operator's arguments, it does so."""
+    """Who computes a layer, chosen by its sizes and mask alone.
+
+    Called with the operator's arguments, it returns its results, but None for those that are absent.
+    """
 
     kernels: Any
     plan: Plan
     rounds: bool  # whether products of float32 may be rounded to tf32
 
-    def __call__(self, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def __call__(self, *args: Any) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
         given = Arguments(*args)
         with without_autocast(given.x.device.type):  # the tensors are converted already
             projected = linear(given.x, given.weight_ih, given.bias_ih, self.rounds)
-            computed = self.kernels.forward(self.layer_of(given), projected, self.plan, given.training)
-        return with_kept(given, projected, *computed)
+            output, h_n, c_n, c = self.kernels.forward(self.layer_of(given), projected, self.plan, given.training)
+        c_width, gates_width = _kept_widths(given)
+        return output, h_n, c_n, c if c_width else None, projected if gates_width else None
 
     def layer_of(self, given: Arguments) -> Layer:
         """The layer as the kernels take it."""
@@ -102,17 +106,13 @@ def _recurrent_layer(
     """
     tensors = x, h0, c0, weight_ih, weight_hh, bias_ih, bias_hh, mask_hh, offsets, resets
     args = *tensors, batch, cell, reverse, training, path, at_once
-    return executor_of(*args)(*args) if batch else empty_results(*args)  # whose results have no elements
-
-
-def with_kept(
-    given: Arguments, projected: Tensor, output: Tensor, h_n: Tensor, c_n: Tensor | None, c: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The operator's results, of what the kernels returned and the input's product, which they may have changed."""
-    c_width, gates_width = _kept_widths(given)
-    if c is None or not c_width:
-        c = output.new_empty(len(output), c_width, dtype=_dtype_of_c(given))
-    return output, h_n, or_empty(c_n, output), c, projected if gates_width else output.new_empty(len(output), 0)
+    if not batch:
+        return empty_results(*args)  # which have no elements
+    output, h_n, c_n, c, gates = executor_of(*args)(*args)
+    if c is None:
+        given = Arguments(*args)
+        c = output.new_empty(len(output), _kept_widths(given)[0], dtype=_dtype_of_c(given))
+    return output, h_n, or_empty(c_n, output), c, output.new_empty(len(output), 0) if gates is None else gates
 
 
 def _dtype_of_c(given: Arguments) -> torch.dtype:
@@ -152,18 +152,18 @@ def context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
 
 def grad(ctx: Any, *grads: Tensor | None) -> tuple:
     args = backward_arguments(ctx, grads)
-    executor = getattr(ctx, "run", None)
-    if torch.is_grad_enabled():
-        inputs, (h, c, gates, *rest) = args[:INPUTS], args[INPUTS:]
-        # What the forward kept follows from its inputs, whose derivatives are all.
-        args = *inputs, h.detach(), c.detach(), gates.detach(), *rest
-        # The rows of a Jacobian are taken at once by a loop, one after the other by kernels.
-        run = _differentiable_gradients if is_vmapped_last() else recurrent_layer_backward
-        return _of_all_inputs(ctx, run(*args))
-    if not isinstance(executor, Executor) or not is_eager(args):
-        return _of_all_inputs(ctx, recurrent_layer_backward(*args))
-    with without_autocast(args[0].device.type):
-        return *back_through_time(executor, *args)(), *NOTHING
+    executor, differentiable = getattr(ctx, "run", None), torch.is_grad_enabled()
+    if isinstance(executor, Executor) and not differentiable and is_eager(args):
+        with without_autocast(args[0].device.type):
+            return *back_through_time(executor, *args)(), *NOTHING
+    inputs, (h, c, gates, *rest) = args[:INPUTS], args[INPUTS:]
+    kept = [h, or_empty(c, h), or_empty(gates, h)]
+    if differentiable:  # what the forward kept follows from its inputs, whose derivatives are all
+        kept = [x.detach() for x in kept]
+    # The rows of a Jacobian are taken at once by a loop, one after the other by kernels.
+    vmapped = differentiable and is_vmapped_last()
+    run = _differentiable_gradients if vmapped else recurrent_layer_backward
+    return _of_all_inputs(ctx, run(*inputs, *kept, *rest))
 
 
 def backward_arguments(ctx: Any, grads: Sequence[Tensor | None]) -> tuple:
@@ -240,12 +240,13 @@ def back_through_time(executor: Executor, *args: Any) -> Callable[[], tuple[Tens
     return lambda: gradients(executor, given, h, found, needed)
 
 
-def saved_by(executor: Executor, given: Arguments, kept: tuple[Tensor, Tensor, Tensor]) -> Saved:
+def saved_by(executor: Executor, given: Arguments, kept: tuple[Tensor, Tensor | None, Tensor | None]) -> Saved:
     """What the kernels' backward takes: what the forward kept, its output, c and gates, or anew."""
     h, c, gates = kept
     rnn, lstm, gru = given.cell.startswith("rnn"), given.cell == "lstm", given.cell == "gru"
-    pre, candidate = (h, None) if rnn else (gates, c if gru else None)
-    if not rnn and (executor.kernels is reference or not gates.numel()):
+    pre: Any = h if rnn else gates
+    candidate = c if gru else None
+    if not rnn and (executor.kernels is reference or pre is None or not pre.numel()):
         pre, candidate = _recomputed(given, executor.kernels.previous(h, given.h0, given.sequences))
     return Saved(pre, candidate, h, c if lstm else None)
 
