@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from torch.utils._pytree import tree_map
 
 import ostinato
 from ostinato.kernels.persistent import backends, reference
@@ -437,6 +438,36 @@ def test_a_call_is_checked_unless_one_like_it_was(monkeypatch):
     layer.weight_hh_l0 = nn.Parameter(layer.weight_hh_l0.detach()[:23])
     with pytest.raises(ValueError, match=r"weight_hh_l0 must have shape \(24, 8\)"):
         layer(x, hx)
+
+
+@by("as planned")
+@pytest.mark.parametrize("cell", ["RNN", "LSTM"])
+def test_a_call_that_torchs_kernels_take_as_it_is_is_checked_once(cell, monkeypatch):
+    layer, checked = make(cell, 5, 8, 2), []
+    check = type(layer)._find_kernels
+    monkeypatch.setattr(type(layer), "_find_kernels", lambda *args: checked.append(1) or check(*args))
+    x, hx = inputs(layer, 50, 6)
+    assert not layer.plan(50, steps=6).has_kernel
+
+    def checks(x, hx):
+        checked.clear()
+        for _ in range(2):
+            assert_same(layer(x, hx), twin(layer)(x, hx), 1e-6)
+        return len(checked)
+
+    assert checks(x, hx) == 2  # as gradients may be asked for
+    with torch.no_grad():
+        assert [checks(x, hx), checks(x, hx), checks(x, None)] == [1, 0, 1]
+        transposed = tree_map(lambda state: state.mT.contiguous().mT, hx)
+        assert checks(x, transposed) == 2  # torch's kernels take copies
+        layer.dropout = 1.0
+        dropped = layer(x, hx)[0]
+        layer.eval()
+        assert checks(x, hx) == 0
+        assert not torch.equal(dropped, layer(x, hx)[0])
+        layer.weight_ih_l1 = nn.Parameter(layer.weight_ih_l1[:, :7].clone())
+        with pytest.raises(ValueError, match="weight_ih_l1 must have shape"):
+            layer(x, hx)
 
 
 @pytest.mark.parametrize("bidirectional", [False, True])

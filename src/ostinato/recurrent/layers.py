@@ -2,7 +2,7 @@
 
 import functools
 import warnings
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +14,9 @@ from ostinato.checks import check_flags, check_integers, check_resets
 from ostinato.kernels.export import refuse_script
 from ostinato.kernels.persistent.backends import least_steps
 from ostinato.kernels.persistent.modes import is_vmapped
-from ostinato.kernels.persistent.plan import Plan
+from ostinato.kernels.persistent.plan import Plan, no_kernel
 from ostinato.layers import LayerCall, State, autocast_dtype, hidden_of, states_of
-from ostinato.recurrent.sequences import SequenceLayers
+from ostinato.recurrent.sequences import LEFT_TO_TORCH, SequenceLayers
 from ostinato.recurrent.steps import StepLayers
 from ostinato.recurrent.torch_layers import check_hidden
 from ostinato.replay import recording
@@ -52,6 +52,8 @@ class _Recurrent(SequenceLayers, StepLayers[State]):
             return result
         states, own = states_of(hx), self._unmasked_weights()
         call = self._kernels_for(input, states, own, resets)
+        if call is LEFT_TO_TORCH:
+            return self._call_torch(cast(Tensor, input), hidden_of(states), own)
         if call is not None:
             return self._forward_kernels(input, states, own, resets, call)
         if steps == 0:
@@ -98,7 +100,10 @@ class _Recurrent(SequenceLayers, StepLayers[State]):
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise TypeError(f"dtype must be a floating-point torch.dtype; got {dtype!r}")
         weight = self.weight_hh_l0
-        return self._plan(weight.device, batch, dtype or weight.dtype, training, steps)
+        try:
+            return self._plan(weight.device, batch, dtype or weight.dtype, training, steps)
+        except RuntimeError as error:
+            return no_kernel(str(error).partition("\n")[0])
 
     def _warn_unquantised(self, _: object) -> None:
         if self.mode in ("GRU", "LSTM"):  # torch.nn's RNN is left as it is too
@@ -125,7 +130,8 @@ class _Recurrent(SequenceLayers, StepLayers[State]):
         elif (result := self._single_steps(input, hx, self._time(input))) is not None:
             return result
         dtype = autocast_dtype(input.device) or input.dtype
-        least = least_steps(input.device.type, self.mode.lower(), self.hidden_size, dtype)
+        batch = input.shape[1 - self._time(input)] if input.dim() == 3 else 1
+        least = least_steps(input.device.type, self.mode.lower(), self.hidden_size, batch, dtype)
         return self._forward_torch(input, hx, self._weights()) if 0 < steps < least and not is_vmapped() else None
 
     def _forward_of_no_steps(self, input: Any, hx: Any) -> tuple[Tensor, Any]:

@@ -37,6 +37,10 @@ class KernelCall(NamedTuple):
     layers: dict[int, Callable] | None = None  # who computes each layer, by index; None for calls not in `_CALLS`
 
 
+LEFT_TO_TORCH = KernelCall(batch=0, steps=0, autocast=None, training=False, at_once=0)
+"""A call without gradients whose arguments torch's kernels, which are to compute it, take as they are."""
+
+
 class SequenceLayers(MaskedLayers):
     """Adds plans, and the forward of layers and directions for which there is one."""
 
@@ -50,19 +54,17 @@ class SequenceLayers(MaskedLayers):
         resets: bool = False,
         packed: bool = False,
     ) -> Plan:
+        """The plan of a call.  Raises RuntimeError where the next call may get another."""
         if self.proj_size:
             return no_kernel("layers with projections run in torch's own kernels")
         # Masks cannot be packed in a capture: pruned layers run there as they did before it, when theirs were.
         captured = not self._buffers and is_captured(device)
         of_layer = device, self.mode.lower(), self.hidden_size, batch, dtype, training, steps, self._path
         call = Call(*of_layer, resets=resets, packed=packed, compared=True, captured=captured)
-        try:
-            call = call._replace(at_once=self._at_once(call))
-            groups = {call.at_once, len(self._all_weights) % call.at_once} - {0}  # of layers at once, by size
-            calls = [call._replace(at_once=size) for size in groups]
-            plans = [plan_layer(mask, one) for mask in self._masks() or [None] for one in calls]
-        except RuntimeError as error:  # the next call asks again
-            return no_kernel(str(error).partition("\n")[0])
+        call = call._replace(at_once=self._at_once(call))
+        groups = {call.at_once, len(self._all_weights) % call.at_once} - {0}  # of layers at once, by size
+        calls = [call._replace(at_once=size) for size in groups]
+        plans = [plan_layer(mask, one) for mask in self._masks() or [None] for one in calls]
         plan = max(plans, key=lambda plan: (not plan.has_kernel, plan.bytes_on_chip))
         return plan._replace(at_once=call.at_once) if plan.has_kernel else plan
 
@@ -82,7 +84,10 @@ class SequenceLayers(MaskedLayers):
     def _kernels_for(
         self, input: Any, states: list[Tensor], weights: list[Tensor], resets: Tensor | None
     ) -> KernelCall | None:
-        """The call if kernels compute it, cached; None for torch's, which also raise the errors of invalid calls."""
+        """The call if kernels compute it, cached, or :data:`LEFT_TO_TORCH`.
+
+        None for torch's with checks, which raise the errors of invalid calls.
+        """
         if not isinstance(input, Tensor) or weights[0].is_meta or torch.compiler.is_compiling():
             return self._find_kernels(input, states, weights, resets)
         like, device, dtype = [input, *weights, *distinct(states)], weights[0].device, weights[0].dtype
@@ -91,12 +96,12 @@ class SequenceLayers(MaskedLayers):
         autocast = autocast_dtype(device)
         sizes = self.input_size, self.hidden_size, self.num_layers, self.bidirectional
         how = *sizes, self.mode, self.batch_first, self._path, autocast, layers_round(device, dtype), resets is None
-        captured = self.num_layers > 1 and is_captured(device)  # which decides how many layers run at once
+        captured = is_captured(device)  # which decides how many layers run at once, and whether launches count
         # Another object for each mask, and whenever a mask changes.
         contents = [mask if mask is None else derived_from(mask, "contents", object) for mask in self._masks()]
         found: KernelCall | None = _CALLS.find(like, *how, captured, *contents)
         if found is None and (found := self._find_kernels(input, states, weights, resets)) is not None:
-            known = found._replace(layers={})
+            known = found if found is LEFT_TO_TORCH else found._replace(layers={})
             _CALLS.add(lambda: known, like, *how, captured, *contents)
         return found
 
@@ -122,9 +127,18 @@ class SequenceLayers(MaskedLayers):
         at_once = 2 if self.bidirectional else 1
         if not torch.compiler.is_compiling() and batch * steps > 0:  # compiled calls are planned at run time
             ragged = has_several_lengths(input, batch, steps)
-            plan = self._plan(device, int(batch), computed, training, int(steps), resets is not None, ragged)
-            if not (plan.has_kernel or is_vmapped()) or not can_take(tensors):
+            try:
+                plan = self._plan(device, int(batch), computed, training, int(steps), resets is not None, ragged)
+            except RuntimeError:
                 return None
+            if not can_take(tensors):
+                return None
+            if not (plan.has_kernel or is_vmapped()):
+                altered = training or autocast or self._buffers or resets is not None
+                if altered or not self._takes(input, states, weights):
+                    return None
+                self._check_shapes(weights)
+                return LEFT_TO_TORCH
             count_operations()
             if plan.has_kernel:
                 at_once = plan.at_once

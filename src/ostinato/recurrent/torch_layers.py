@@ -11,7 +11,7 @@ from torch.backends.cudnn.rnn import get_cudnn_mode
 from torch.nn.utils.rnn import PackedSequence
 
 from ostinato.episodes import forward_by_episodes
-from ostinato.kernels.eager import is_differentiated
+from ostinato.kernels.eager import is_differentiated, is_eager
 from ostinato.kernels.persistent.modes import is_pushed_forward
 from ostinato.layers import hidden_of, states_of
 from ostinato.recurrent.rows import as_given, in_rows
@@ -63,6 +63,23 @@ class TorchLayers(nn.RNNBase):
         module = object.__new__(type(self))
         module.__dict__.update(self.__dict__, **attributes)
         return module
+
+    def _takes(self, input: Any, states: list[Tensor], weights: list[Tensor]) -> bool:
+        """Whether a call without gradients may be :meth:`_call_torch` itself, and so may those of tensors like these.
+
+        But for the shapes of the weights.
+        """
+        dtype, device, tensors = weights[0].dtype, weights[0].device, [input, *states, *weights]
+        if not isinstance(input, Tensor) or len(states) not in (0, 2 if self.mode == "LSTM" else 1):
+            return False
+        if weights[0].is_cuda and not all(map(operator.is_, weights, self._flat_weights)):  # they are copied
+            return False
+        return (
+            self._fits(input, hidden_of(states), weights[0])
+            and is_eager(tensors)
+            and all(x.dtype == dtype and x.device == device for x in tensors)
+            and all(state.is_contiguous() for state in states)
+        )
 
     def _fits(self, input: Tensor, hx: Any, weight: Tensor) -> bool:
         """Whether the input and the states, if there are any, are batched and of the layer's dtype and sizes."""

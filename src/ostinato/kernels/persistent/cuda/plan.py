@@ -28,9 +28,9 @@ class Geometries(NamedTuple):
     backward: Geometry | None  # None without training
 
 
-def least_steps(cell: str, hidden_size: int, dtype: torch.dtype) -> int:
+def least_steps(cell: str, hidden_size: int, batch: int, dtype: torch.dtype) -> int:
     """Fewer steps, without resets, are left to torch: its launches for each cost the host no more than ours for all."""
-    return 1 if cudnn.errs(cell, hidden_size, dtype) else 4
+    return 1 if cudnn.errs(cell, hidden_size, batch, dtype) else 4
 
 
 def make_plan(
@@ -51,14 +51,14 @@ def make_plan(
 
     Raises RuntimeError where a later call may succeed, as after a lack of free memory.
     """
-    cell, hidden_size, dtype, resets = call.cell, call.hidden_size, call.dtype, call.resets
-    least = least_steps(cell, hidden_size, dtype)
+    sizes = call.cell, call.hidden_size, call.batch, call.dtype
+    least, resets = least_steps(*sizes), call.resets
     if call.compared and call.length < least and not resets:
         return no_kernel(f"weights are worth keeping on the chip for {least} steps or more")
     index = torch.cuda.current_device() if call.device.index is None else call.device.index
     plan = plan_sizes(call, mask_hh, block, tf32, distributed)
-    keeps = call.training and keeps_gates(cell)
-    is_compared = call.compared and call.path is None and not resets and not cudnn.errs(cell, hidden_size, dtype)
+    keeps = call.training and keeps_gates(call.cell)
+    is_compared = call.compared and call.path is None and not resets and not cudnn.errs(*sizes)
     if plan.has_kernel and is_compared and (reason := _why_torch(plan, call, mask_hh is not None, tf32)):
         return no_kernel(reason)
     try:  # residency is known only to the device, and sparse sizes only after packing
