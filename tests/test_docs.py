@@ -226,5 +226,5 @@ def test_code_of_a_page_runs(path, tmp_path, monkeypatch):
     for package in OPTIONAL.get(path.name, ()):
         pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), torch._dynamo.config.patch(allow_rnn=False):
         exec(compile(python_of(path), str(path), "exec"), {"__name__": "__main__"})

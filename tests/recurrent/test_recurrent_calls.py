@@ -508,3 +508,23 @@ def test_trains_the_same_in_a_cuda_graph(kind, bidirectional):
             results.append([output.clone(), leaf.grad.clone(), *(p.grad.clone() for p in layer.parameters())])
         for mine, other in zip(*results, strict=True):
             assert torch.equal(mine, other)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{"num_layers": 2}, {"bidirectional": True}], ids=str)
+@pytest.mark.parametrize("kind", ["RNN", "GRU", "LSTM"])
+def test_trains_the_same_where_the_compiler_replays_cuda_graphs(kind, options, fresh_compiler):
+    pytest.importorskip("triton")
+    torch.manual_seed(0)
+    eager = getattr(ostinato, kind)(48, 64, **options, device="cuda")
+    compiled = copy.deepcopy(eager)
+    compiled.compile(mode="reduce-overhead")
+    for _ in range(4):  # of which the third is the first replayed
+        x, results = torch.randn(16, 8, 48, device="cuda"), []
+        for layer in (eager, compiled):
+            with torch._dynamo.config.patch(allow_rnn=True):
+                output, *last = flat(layer(x))
+                grads = torch.autograd.grad(output.square().mean() + last[0].sum(), layer.parameters())
+                results.append([output.clone(), *(state.clone() for state in last), *(grad.clone() for grad in grads)])
+        for mine, other in zip(*results, strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)

@@ -134,21 +134,48 @@ def _trained(device: torch.device) -> Iterator[tuple[str, dict[str, Call]]]:
 
 
 def _short(device: torch.device) -> Iterator[tuple[str, dict[str, Call]]]:
-    """Forward and backward of short sequences, called and as replayed from a CUDA graph; a GPU is awaited."""
+    """Short sequences, without gradients and trained: called, compiled, and from a CUDA graph; a GPU is awaited."""
     for name, hidden, steps, batch in (("GRU", 128, 16, 32), ("LSTM", 256, 64, 16)):
         x, grad = torch.randn(2, steps, batch, hidden, device=device)
-        contestants: dict[str, Call] = {}
-        for who, kind in zip(("Ostinato", "torch.nn"), PEERS[name], strict=False):
-            for in_graph in (False, True) if device.type == "cuda" else (False,):
-                layer = kind(hidden, hidden, device=device)
-                if in_graph:
-                    torch.cuda.make_graphed_callables(layer, (x,))
+        for trained in (False, True):
+            contestants: dict[str, Call] = {}
+            for who, kind in zip(("Ostinato", "torch.nn"), PEERS[name], strict=False):
+                make = partial(kind, hidden, hidden, device=device)
+                contestants |= {who + how: call for how, call in _ways(make, x, grad if trained else None)}
+            what = "training of" if trained else "inference of"
+            awaited = {who: _awaited(call, device) for who, call in contestants.items()}
+            yield f"{what} {name} {hidden}, T = {steps}, B = {batch}", awaited
 
-                def both(layer: nn.Module = layer, x: Tensor = x, grad: Tensor = grad) -> Any:
-                    return torch.autograd.grad(layer(x)[0], list(layer.parameters()), grad)
 
-                contestants[who + ", in a CUDA graph" * in_graph] = _awaited(both, device)
-        yield f"training of {name} {hidden}, T = {steps}, B = {batch}", contestants
+def _ways(make: Callable[[], nn.Module], x: Tensor, grad: Tensor | None) -> Iterator[tuple[str, Call]]:
+    """How a new layer is called, and the call: with its gradients, given that of the output."""
+
+    def called(layer: Any) -> Call:
+        if grad is None:
+            return torch.no_grad()(partial(layer, x))
+        parameters = list(layer.parameters())
+        return lambda: torch.autograd.grad(layer(x)[0], parameters, grad)
+
+    yield "", called(make())
+    if not x.is_cuda:
+        return
+    layer = make()
+    if grad is not None:
+        torch.cuda.make_graphed_callables(layer, (x,))
+        yield ", in a CUDA graph", called(layer)
+    else:
+        graph, forward = torch.cuda.CUDAGraph(), called(layer)
+        forward()
+        with torch.cuda.graph(graph):
+            forward()
+        yield ", in a CUDA graph", graph.replay
+    layer = make()
+    if type(layer) not in (ostinato.GRU, ostinato.LSTM):  # torch.nn's are compiled step by step, for a minute
+        return
+    layer.compile(mode="reduce-overhead")
+    with torch._dynamo.config.patch(allow_rnn=True):
+        called(layer)()
+    yield ", compiled", called(layer)
 
 
 def _awaited(call: Call, device: torch.device) -> Call:

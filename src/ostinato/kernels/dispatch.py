@@ -140,8 +140,15 @@ def _transformed(
 class _Part:
     """What one of several calls keeps of the context that they share."""
 
-    def __init__(self, **kept: Any) -> None:
-        self.__dict__.update(kept)
+    settings: Any = None  # whatever ``setup_context`` sets beside the tensors
+    saved_tensors: Sequence[Tensor | None]
+    needs_input_grad: Sequence[bool]
+
+    def with_saved(self, tensors: Sequence[Tensor | None], needed: Sequence[bool]) -> "_Part":
+        """A copy, which compilers can follow, with these tensors and what needs a gradient, as a backward takes it."""
+        part = _Part()
+        part.settings, part.saved_tensors, part.needs_input_grad = self.settings, tensors, needed
+        return part
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
         self.saved_tensors = tensors
@@ -166,14 +173,15 @@ def of_several(
         results, ctx.parts = ctx.run(*calls), [_Part() for _ in calls]
         for part, call, result in zip(ctx.parts, calls, results, strict=True):
             setup_context(part, call, result)
-        ctx.save_for_backward(*(x for part in ctx.parts for x in part.__dict__.pop("saved_tensors")))
+        ctx.save_for_backward(*(x for part in ctx.parts for x in part.saved_tensors))
+        ctx.parts = [part.with_saved((), ()) for part in ctx.parts]  # tensors are the context's to keep
         ctx.set_materialize_grads(False)
         return tuple(x for result in results for x in result)
 
     def backward_of_all(ctx: Any, *grads: Tensor | None) -> tuple:
         count = len(ctx.parts)
         each = zip(ctx.parts, *(_split(x, count) for x in (ctx.saved_tensors, ctx.needs_input_grad[1:-1])), strict=True)
-        parts = [_Part(**vars(part), saved_tensors=saved, needs_input_grad=needed) for part, saved, needed in each]
+        parts = [part.with_saved(saved, needed) for part, saved, needed in each]
         found = backward(ctx.run, parts, _split(grads, count))
         return None, *(grad for of_one in found for grad in of_one), None
 

@@ -200,7 +200,7 @@ class SequenceLayers(MaskedLayers):
                 if index > first and not both:  # of the layer below only what drops outputs is known
                     x = F.dropout(rows.new_ones(len(rows), self.hidden_size), self.dropout) if drops else None
                 reverse = both and index > first
-                tensors = x, h0, c0, weight_ih, weight_hh, bias_ih, bias_hh, mask, offsets, begins[reverse]
+                tensors = x, h0, c0, weight_ih, weight_hh, bias_ih, bias_hh, mask, offsets, begins[int(reverse)]
                 arguments.append((*tensors, batch, cell, reverse, training, self._path, len(together)))
             several = len(together) > 1
             run: Any = recurrent_layers if both else stacked_layers if several else recurrent_layer

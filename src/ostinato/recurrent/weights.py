@@ -75,10 +75,11 @@ class MaskedLayers(TorchLayers):
         directions = 2 if self.bidirectional else 1
         sizes = self.input_size, self.hidden_size, self.proj_size, self.num_layers, directions, self.bias
         shapes = _shapes_of(self.mode, *sizes)
-        if [weight.shape for weight in weights] == shapes:
+        # PyTorch 2.11's compiler compares shapes by == alone, and lists of them not at all.
+        if not torch.compiler.is_compiling() and [weight.shape for weight in weights] == shapes:
             return
         for name, weight, shape in zip(self._flat_weights_names, weights, shapes, strict=True):
-            if weight.shape != shape:
+            if not weight.shape == shape:
                 raise ValueError(f"{name} must have shape {shape}; got {tuple(weight.shape)}")
 
     def _weights(self, recurrent: bool = True) -> list[Tensor]:

@@ -6,7 +6,6 @@ weights, is computed of whole tensors after the wave.
 """
 
 from collections.abc import Sequence
-from copy import copy
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -189,12 +188,11 @@ def _separate_backward(parts: Sequence[Any], grads: Sequence[Sequence[Tensor | N
     results: list[tuple] = [(None,) * INPUTS] * len(parts)
     from_above = None
     for i in reversed(passed):
-        part = copy(parts[i])
+        part = parts[i]
         factor, *others = part.saved_tensors
         if i:
             below = parts[i - 1].saved_tensors[TENSORS]
-            part.saved_tensors = _times(below, factor), *others
-            part.needs_input_grad = i > passed[0], *part.needs_input_grad[1:]
+            part = part.with_saved((_times(below, factor), *others), (i > passed[0], *part.needs_input_grad[1:]))
         of_output, *of_states = grads[i]
         of_x, *of_others = grad(part, _sum(of_output, from_above), *of_states, None, None)
         from_above = None if of_x is None else _times(of_x, factor if i else None)
