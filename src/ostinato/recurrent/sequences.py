@@ -27,7 +27,7 @@ _CALLS = Prepared()  # keyed by input, weights, states, resets, and the masks of
 
 
 class KernelCall(NamedTuple):
-    """A call that kernels compute."""
+    """How kernels compute a call that has been checked; or :data:`LEFT_TO_TORCH`, if they do not."""
 
     batch: int
     steps: int
@@ -38,7 +38,7 @@ class KernelCall(NamedTuple):
 
 
 LEFT_TO_TORCH = KernelCall(batch=0, steps=0, autocast=None, training=False, at_once=0)
-"""A call without gradients whose arguments torch's kernels, which are to compute it, take as they are."""
+"""In place of a call that torch's kernels compute: one without gradients, whose arguments they take as they are."""
 
 
 class SequenceLayers(MaskedLayers):
@@ -84,9 +84,9 @@ class SequenceLayers(MaskedLayers):
     def _kernels_for(
         self, input: Any, states: list[Tensor], weights: list[Tensor], resets: Tensor | None
     ) -> KernelCall | None:
-        """The call if kernels compute it, cached, or :data:`LEFT_TO_TORCH`.
+        """Who computes the call, cached: a :class:`KernelCall` if kernels do, else :data:`LEFT_TO_TORCH` or None.
 
-        None for torch's with checks, which raise the errors of invalid calls.
+        None is for calls that torch's forward must check first: it raises the errors of invalid ones.
         """
         if not isinstance(input, Tensor) or weights[0].is_meta or torch.compiler.is_compiling():
             return self._find_kernels(input, states, weights, resets)

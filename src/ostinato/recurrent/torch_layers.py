@@ -65,9 +65,9 @@ class TorchLayers(nn.RNNBase):
         return module
 
     def _takes(self, input: Any, states: list[Tensor], weights: list[Tensor]) -> bool:
-        """Whether a call without gradients may be :meth:`_call_torch` itself, and so may those of tensors like these.
+        """Whether :meth:`_call_torch` takes a call without gradients as it is, and so all calls of tensors like these.
 
-        But for the shapes of the weights.
+        The shapes of the weights are not checked here.
         """
         dtype, device, tensors = weights[0].dtype, weights[0].device, [input, *states, *weights]
         if not isinstance(input, Tensor) or len(states) not in (0, 2 if self.mode == "LSTM" else 1):

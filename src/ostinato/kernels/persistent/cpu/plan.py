@@ -18,8 +18,8 @@ DENSEST_BLOCKS = {False: 0.4, True: 0.3}  # above, dense loops are faster; by wh
 DENSEST_ROWS = {False: 0.15, True: 0.04}  # the same without blocks, by whether there are several sequences
 LARGE_RNN = 512  # units from which torch takes longer for each step of an RNN, too
 # Measured on two cores of a Zen 4.
-FEW_OF_RNN = 16  # the same of an RNN of any size without gradients, where steps are not taken one by one
-FEW_PACKED = {"rnn_tanh": 14, "rnn_relu": 14, "gru": 8, "lstm": 8}  # of several lengths, which torch slices at each
+FEW_OF_RNN = 16  # the most that FEW_STEPS and the size may demand of an RNN, on AMD's processors
+FEW_PACKED = {"rnn_tanh": 14, "rnn_relu": 14, "gru": 8, "lstm": 8}  # of several lengths, which torch slices
 # Units of an LSTM in float32, by its most sequences, up to which oneDNN's threads wait longer for each other at every
 # step than ours take without gradients, where each takes sequences of its own; half as many with gradients.  One
 # sequence takes one thread, up to SHARED units.

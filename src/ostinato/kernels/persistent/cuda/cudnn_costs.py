@@ -43,7 +43,8 @@ def _precision(dtype: torch.dtype, tf32: bool) -> str:
 def torchs_microseconds(call: Call, tf32: bool, processors: int) -> float:
     """The estimated time of all steps of a call in cuDNN, on a GPU with so many multiprocessors.
 
-    Without the GEMMs over all steps, but for what those of its small layers take longer than ours.
+    The GEMMs over all steps are left out, as in the estimates of our kernels; for small layers, by how much cuDNN's
+    take longer than ours is added.
     """
     if not call.training and cudnn.is_one_launch(call):
         return call.at_once * _of_small(call, processors)
@@ -51,7 +52,7 @@ def torchs_microseconds(call: Call, tf32: bool, processors: int) -> float:
 
 
 def _of_small(call: Call, processors: int) -> float:
-    """Of layers without gradients that are one launch.
+    """All steps of layers without gradients that are one launch.
 
     A block of threads keeps one sequence and, up to ``_KEPT`` of them, the weights.  Those of float16 that cuDNN leaves
     to tensor cores take about as long for any number of sequences.  Fitted to 380 layers of 16 to 384 units with 1 to
@@ -71,6 +72,7 @@ def _of_small(call: Call, processors: int) -> float:
 
 
 def _of_step(call: Call, tf32: bool) -> float:
+    """One step of other layers; of those that are one launch with gradients, GRUs in float32 have an estimate apart."""
     if call.training and call.cell == "gru" and call.dtype == torch.float32 and cudnn.is_one_launch(call):
         return 1.5 + 0.046 * call.batch
     precision = _precision(call.dtype, tf32)

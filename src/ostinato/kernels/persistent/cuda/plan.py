@@ -16,8 +16,8 @@ from ostinato.kernels.persistent.cuda.launch import compile_kernels, packing_of
 from ostinato.kernels.persistent.cuda.search import choose_geometry
 from ostinato.kernels.persistent.plan import GATES, Call, Plan, no_kernel
 
-# Microseconds of the host for a layer without gradients.  A call of cuDNN's kernels for small layers takes less of it,
-# but their gradients have no gradients.
+# Microseconds that the host takes to launch our kernels of a layer without gradients.  Those of cuDNN for small layers
+# take it less, with gradients too, but cuDNN's backward cannot be differentiated: there launches do not count.
 LAUNCHES = 100.0
 
 
