@@ -69,7 +69,9 @@ class _Recurrent(SequenceLayers, StepLayers[State]):
     def plan(
         self, batch: int, dtype: torch.dtype | None = None, *, training: bool = False, steps: int | None = None
     ) -> Plan:
-        """How a call with ``batch`` sequences runs.
+        """How a call with ``batch`` sequences runs, all of one length and without ``resets``.
+
+        Packed sequences of several lengths and calls with ``resets`` may run in a kernel where others do not.
 
         Args:
             batch: number of sequences.
