@@ -10,7 +10,9 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils._pytree import tree_map
 
 import ostinato
+from ostinato.kernels import nvrtc
 from ostinato.kernels.persistent import backends, reference
+from ostinato.kernels.persistent.cuda import launch as cuda_launch
 from ostinato.kernels.persistent.plan import Plan, no_kernel
 from ostinato.recurrent import sequences
 from recurrent_layers import CELLS, assert_same, by, flat, inputs, make, pruned, twin
@@ -27,6 +29,15 @@ def test_packed_sequences_of_one_length_are_planned_as_the_operator_takes_them(m
         x = pack_sequence([torch.randn(length, 5) for length in lengths])
         assert_same(layer(x), twin(layer)(x), 1e-6)
     assert [plan.path for plan in planned] == ["steps", "dense"]
+
+
+@by("as planned")
+@pytest.mark.parametrize("kind", ["resets", "packed"])
+def test_a_plan_is_of_packed_sequences_and_of_those_with_resets(kind):
+    """Which torch's kernels slice, or do not take."""
+    layer = make("LSTM", 5, 272)
+    assert not layer.plan(2, steps=12).has_kernel
+    assert layer.plan(2, steps=12, **{kind: True}).has_kernel
 
 
 @by("as planned")
@@ -60,8 +71,9 @@ def test_plan():
     for dtype in ("float32", torch.int32):
         with pytest.raises(TypeError, match=rf"dtype must be a floating-point torch\.dtype; got {dtype!r}"):
             layer.plan(1, dtype)
-    with pytest.raises(TypeError, match="training must be a bool; got str"):
-        layer.plan(1, training="no")
+    for name in ("training", "resets", "packed"):
+        with pytest.raises(TypeError, match=f"{name} must be a bool; got str"):
+            layer.plan(1, **{name: "no"})
 
 
 def test_torch_runs_all_layers_or_none(monkeypatch):
@@ -508,6 +520,21 @@ def test_trains_the_same_in_a_cuda_graph(kind, bidirectional):
             results.append([output.clone(), leaf.grad.clone(), *(p.grad.clone() for p in layer.parameters())])
         for mine, other in zip(*results, strict=True):
             assert torch.equal(mine, other)
+
+
+@pytest.mark.gpu
+def test_the_first_call_may_be_captured(monkeypatch):
+    """As that of a kernel is where calls before the capture are left to torch."""
+    for cached in (cuda_launch._failure, cuda_launch.kernels, cuda_launch._launch_of, nvrtc.load_kernel):
+        cached.cache_clear()
+    layer, x = ostinato.GRU(64, 64, device="cuda"), torch.randn(20, 16, 64, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad():
+        expected = twin(layer)(x)
+        with torch.cuda.graph(graph):
+            captured = layer(x)
+    graph.replay()
+    assert_same(captured, expected, 1e-5)
 
 
 @pytest.mark.gpu

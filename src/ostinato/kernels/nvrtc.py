@@ -7,8 +7,9 @@ import ctypes
 import functools
 import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from importlib import metadata, resources
 from typing import Any
 
@@ -248,6 +249,19 @@ class Kernel:
         _thread.device = device
 
 
+@contextmanager
+def permitted_in_captures() -> Iterator[None]:
+    """For what is done once, and may be done at a layer's first call while a CUDA graph is captured."""
+    from cuda.bindings import driver
+
+    relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    before = _succeeded(driver.cuThreadExchangeStreamCaptureMode(relaxed))
+    try:
+        yield
+    finally:
+        _succeeded(driver.cuThreadExchangeStreamCaptureMode(before))
+
+
 @functools.lru_cache(maxsize=1024)
 def load_kernel(name: str, code: str, macros: tuple[tuple[str, object], ...], device: int, feature: str = "") -> Kernel:
     """The kernel `name` of CUDA C++, compiled for `device` with the given macros.
@@ -255,7 +269,7 @@ def load_kernel(name: str, code: str, macros: tuple[tuple[str, object], ...], de
     The feature "a" stands for what only GPUs of exactly this architecture have.  Threads may compile at the same time.
     """
     cubin = cached_cubin(code, _architecture(device) + feature, dict(macros))
-    with _loading:
+    with _loading, permitted_in_captures():
         torch.cuda.current_stream(device)  # the driver must be up before code is loaded
         return Kernel(cubin, name)
 

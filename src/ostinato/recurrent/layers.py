@@ -67,17 +67,24 @@ class _Recurrent(SequenceLayers, StepLayers[State]):
     _own_forward = forward
 
     def plan(
-        self, batch: int, dtype: torch.dtype | None = None, *, training: bool = False, steps: int | None = None
+        self,
+        batch: int,
+        dtype: torch.dtype | None = None,
+        *,
+        training: bool = False,
+        steps: int | None = None,
+        resets: bool = False,
+        packed: bool = False,
     ) -> Plan:
-        """How a call with ``batch`` sequences runs, all of one length and without ``resets``.
-
-        Packed sequences of several lengths and calls with ``resets`` may run in a kernel where others do not.
+        """How a call with ``batch`` sequences runs.
 
         Args:
             batch: number of sequences.
             dtype: the compute dtype; the parameters' if absent.  Of a call under autocast, give autocast's.
             training: whether gradients will be computed.
             steps: of the longest sequence; many if absent.
+            resets: whether there are any.
+            packed: whether the sequences are packed ones of several lengths.
 
         Returns:
             ``path``, "dense", "sparse" or "block" for a persistent kernel and "steps" for torch's, or on a GPU for the
@@ -89,8 +96,8 @@ class _Recurrent(SequenceLayers, StepLayers[State]):
 
         Raises:
             ValueError: a batch, or steps, below 1.
-            TypeError: a dtype that is not floating point; a batch, or steps, that are no integer; training that is
-                not a bool.
+            TypeError: a dtype that is not floating point; a batch, or steps, that are no integer; training, resets or
+                packed that are not a bool.
 
         Example:
             >>> import torch, ostinato
@@ -98,12 +105,12 @@ class _Recurrent(SequenceLayers, StepLayers[State]):
             'steps'
         """
         check_integers(1, batch=batch, steps=1 if steps is None else steps)
-        check_flags(training=training)
+        check_flags(training=training, resets=resets, packed=packed)
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise TypeError(f"dtype must be a floating-point torch.dtype; got {dtype!r}")
         weight = self.weight_hh_l0
         try:
-            return self._plan(weight.device, batch, dtype or weight.dtype, training, steps)
+            return self._plan(weight.device, batch, dtype or weight.dtype, training, steps, resets, packed)
         except RuntimeError as error:
             return no_kernel(str(error).partition("\n")[0])
 

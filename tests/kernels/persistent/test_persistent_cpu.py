@@ -336,19 +336,22 @@ def test_sequences_of_several_lengths_run_in_loops_from_few_steps_on(monkeypatch
 
 
 def test_one_thread_leaves_small_lstms_to_onednn(monkeypatch):
-    call = Call(torch.device("cpu"), "lstm", 64, 1, F32, False, 1000, compared=True)
-    plans = []
-    for threads in (1, 2):
+    """Whatever was planned, or called, with another number of threads."""
+    layer, x, ours = ostinato.LSTM(5, 64), torch.randn(1000, 1, 5), []
+    forward = cpu.forward
+    monkeypatch.setattr(cpu, "forward", lambda *args: ours.append(args) or forward(*args))
+    for threads in (1, 2, 1, 2):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        plans.append(cpu.make_plan(call, None, None).path)
-    assert plans == ["steps", "dense"]
+        ours.clear()
+        with torch.no_grad():
+            layer(x)
+        assert (len(ours) > 0) == layer.plan(1, steps=1000).has_kernel == (threads > 1)
 
 
 def test_plans(monkeypatch):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     monkeypatch.setattr(cpu_plan, "INTEL", False)
     for (cell, hidden, batch, dtype, training, steps), path in PLANS.items():
-        call = Call(torch.device("cpu"), cell, hidden, batch, dtype, training, steps, compared=True)
+        call = Call(torch.device("cpu"), cell, hidden, batch, dtype, training, steps, compared=True, threads=2)
         plan = cpu.make_plan(call, None, None)
         assert plan.path == path, plan
         assert plan.reason

@@ -17,7 +17,8 @@ PLANNED = "is what the plan chooses"  # why a kernel is not measured under its o
 def ours(path: str | None, work: RecurrentLayer, data: tuple[Tensor, ...]) -> Run:
     """Our layer, by the kernel that its plan chooses, or that of a given path."""
     layer = work.layer(data)
-    asked = partial(layer.plan, work.batch, training=work.trained, steps=work.length)
+    kind = {"resets": work.resets > 0, "packed": work.shortest > 0}
+    asked = partial(layer.plan, work.batch, training=work.trained, steps=work.length, **kind)
     plan = asked()
     if path is not None:
         need_cuda(data[0])

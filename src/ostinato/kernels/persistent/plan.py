@@ -23,6 +23,7 @@ class Call(NamedTuple):
     resets: bool = False  # inside sequences, which torch's kernels do not support
     packed: bool = False  # sequences of different lengths
     compared: bool = False  # with torch's kernels, which run what they are faster at; else ours do wherever they fit
+    threads: int = 1  # of a CPU
     captured: bool = False  # in a CUDA graph, whose launches cost the host nothing; of dense layers alone
 
     @property

@@ -36,7 +36,7 @@ def make_plan(call: Call, mask_hh: Tensor | None, block: tuple[int, int] | None,
 
     Raises ValueError for a `path` that the layer's weights do not allow.
     """
-    _, cell, hidden_size, batch, dtype, training, steps, path, at_once, resets, packed, compared, _ = call
+    _, cell, hidden_size, batch, dtype, training, steps, path, at_once, resets, packed, compared, *_ = call
     if dtype not in NUMPY_DTYPES:
         return no_kernel(f"layers on the CPU compute in float32 and float64, not in {dtype}")
     entries, kept, weights, density = None, 1, 1, 1.0
@@ -133,7 +133,7 @@ def _is_faster_than_onednn(call: Call) -> bool:
     steps = math.inf if call.steps is None else call.steps
     if training and batch >= 16 and 256 <= hidden_size <= 512:
         return steps >= max(20, 3000 / batch)
-    if torch.get_num_threads() == 1:
+    if call.threads == 1:
         return False
     least = 12 + 45 * (hidden_size / 128) ** 3
     if batch == 1 and SHARED < hidden_size <= 256:

@@ -90,7 +90,8 @@ class _Failure(NamedTuple):
 
 @functools.cache
 def _failure(device: int) -> _Failure:
-    flag = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)
+    with nvrtc.permitted_in_captures():
+        flag = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)
     return _Failure(flag.numpy(), flag.data_ptr())
 
 
