@@ -193,6 +193,18 @@ def test_a_model_compiled_around_a_layer_uses_its_kernels(
     assert followed == [False] * calls
 
 
+@by("reference", "the CPU's")
+@pytest.mark.parametrize("options", [{}, {"num_layers": 2}, {"bidirectional": True}], ids=str)
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_first_call_may_be_checkpointed(cell, options):
+    """Whose recomputation is prepared, and saves as many tensors."""
+    layer = make(cell, 5, 8, **options)
+    x = torch.randn(20, 2, 5, requires_grad=True)
+    (found,) = torch.autograd.grad(checkpoint(lambda x: layer(x)[0], x, use_reentrant=False).sum(), x)
+    (expected,) = torch.autograd.grad(layer(x)[0].sum(), x)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
 @by("the CPU's")
 @pytest.mark.parametrize("saved", [[], [torch.ops.ostinato.recurrent_layer.default]])
 def test_selective_checkpoints_use_the_kernels(saved, monkeypatch):

@@ -209,3 +209,31 @@ def test_masked_weights_are_the_same_with_and_without_gradient(dtype):
     assert expected.requires_grad
     torch.testing.assert_close(ours, expected.detach(), rtol=0, atol=0, equal_nan=True)
     assert torch.equal(ours[~layer.mask_hh_l0], torch.zeros_like(ours[~layer.mask_hh_l0]))
+
+
+class OneDraw(nn.Module):
+    """Other weights whenever they are asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.draws = []
+
+    def forward(self, weight):
+        self.draws.append(weight * torch.rand(()))
+        return self.draws[-1]
+
+
+@by("as planned")
+@pytest.mark.parametrize("steps", [1, 4, 60])
+@pytest.mark.parametrize("kind", ["RNN", "GRU", "LSTM"])
+def test_a_sequence_has_one_draw_of_random_weights(kind, steps):
+    layer, drawn = getattr(ostinato, kind)(5, 16), OneDraw()
+    (x, hx), expected = inputs(layer, 1, steps), twin(layer)
+    nn.utils.parametrize.register_parametrization(layer, "weight_hh_l0", drawn)
+    drawn.draws.clear()
+    with torch.no_grad():
+        output, errors = layer(x, hx)[0], []
+        for weight in drawn.draws:
+            expected.weight_hh_l0.copy_(weight)
+            errors.append((expected(x, hx)[0] - output).abs().max())
+    assert min(errors) < 1e-6
