@@ -725,3 +725,14 @@ def test_a_stepper_that_is_gone_leaves_no_memory():
 
     first = kept()  # what libraries keep
     assert [kept() for _ in range(3)] == [first] * 3
+
+
+@pytest.mark.parametrize(
+    "module",
+    [ostinato.GRU(3, 5), ostinato.MinLSTM(3, 5), ostinato.models.LanguageModel(vocab_size=3, width=8)],
+    ids=lambda module: type(module).__name__,
+)
+def test_a_batch_that_is_none_has_no_initial_state(module):
+    for batch, error, message in (("a", TypeError, "an int; got str"), (-1, ValueError, "at least 0; got -1")):
+        with pytest.raises(error, match=f"batch_size must be {message}"):
+            module.initial_state(batch)

@@ -19,7 +19,7 @@ FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 def check_integers(least: int | None = None, /, **numbers: int) -> None:
     """Raise TypeError unless all are integers, ValueError for one below ``least``."""
     for name, value in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, int):
+        if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):  # of exported programs
             raise TypeError(f"{name} must be an int; got {type(value).__name__}")
         if least is not None and value < least:
             raise ValueError(f"{name} must be at least {least}; got {value}")

@@ -252,6 +252,10 @@ class StackedLayers(nn.Module, Generic[State]):
     def initial_state(self, batch_size: int) -> State:
         """The state before the first step, as ``forward`` and :meth:`step` take it: zeros, shaped as ``hx``.
 
+        Raises:
+            TypeError: a batch size that is no integer.
+            ValueError: one below 0.
+
         Example:
             >>> import torch, ostinato
             >>> layer = ostinato.MinGRU(3, 5, num_layers=2)
@@ -259,6 +263,7 @@ class StackedLayers(nn.Module, Generic[State]):
             >>> state.shape
             torch.Size([2, 7, 5])
         """
+        check_integers(0, batch_size=batch_size)
         return self._zero_state(self.weight_ih_l0, batch_size)
 
     def step(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:

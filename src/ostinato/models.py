@@ -184,7 +184,11 @@ class LanguageModel(nn.Module, HubMixin, library_name="ostinato", pipeline_tag="
         self.head = nn.Linear(width, vocab_size, bias=False)
 
     def initial_state(self, batch_size: int) -> State:
-        """The state before the first token: all zeros."""
+        """The state before the first token: all zeros.
+
+        Raises TypeError for a batch size that is no integer, ValueError for one below 0.
+        """
+        check_integers(0, batch_size=batch_size)
         settings, weight = self.settings, self.embedding.weight
         last = weight.new_zeros(batch_size, max(settings["conv_kernel"] - 1, 0), settings["width"])
         hidden = weight.new_zeros(1, batch_size, self.hidden_size)

@@ -7,6 +7,7 @@ from typing import Any, Generic, cast
 import torch
 from torch import Tensor
 
+from ostinato.checks import check_integers
 from ostinato.kernels.eager import Prepared, is_differentiated, is_eager
 from ostinato.kernels.persistent.backends import frozen_step, most_single_steps, step_of, step_of_layers
 from ostinato.layers import ONE_STEP, State, check_input, check_like_weight, distinct, hidden_of, states_of
@@ -78,6 +79,10 @@ class StepLayers(MaskedLayers, Generic[State]):
     def initial_state(self, batch_size: int) -> State:
         """The state before the first step, as ``forward`` and :meth:`step` take it: zeros, shaped as ``hx``.
 
+        Raises:
+            TypeError: a batch size that is no integer.
+            ValueError: one below 0.
+
         Example:
             >>> import torch, ostinato
             >>> layer = ostinato.GRU(3, 5, num_layers=2)
@@ -85,6 +90,7 @@ class StepLayers(MaskedLayers, Generic[State]):
             >>> state.shape
             torch.Size([2, 7, 5])
         """
+        check_integers(0, batch_size=batch_size)
         shape = len(self._all_weights), batch_size
         states = [self.weight_hh_l0.new_zeros(*shape, size) for size in self._state_sizes()]
         return hidden_of(states if self.mode == "LSTM" else states[:1])
