@@ -220,6 +220,7 @@ OPTIONAL = {"deployment.md": ("huggingface_hub", "onnxruntime", "onnxscript")}
     "ignore:.*LeafSpec:FutureWarning",
     r"ignore:\s*torch.ao.quantization is deprecated:DeprecationWarning",
     "ignore:torch.quantize_per_tensor:UserWarning",
+    "ignore:The given buffer is not writable:UserWarning",  # PyTorch 2.11 of the packages that it loads
 )
 @pytest.mark.parametrize("path", WITH_CODE, ids=name_of)
 def test_code_of_a_page_runs(path, tmp_path, monkeypatch):
