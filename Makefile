@@ -8,7 +8,7 @@ PYTHON := .venv/bin/python
 READY := .venv/.ready
 endif
 
-.PHONY: demo test lint bench docs gpu-test sanitize
+.PHONY: demo test test-with lint bench docs gpu-test sanitize
 
 demo: $(READY)
 	$(PYTHON) -m ostinato demo
@@ -16,6 +16,13 @@ demo: $(READY)
 # In two processes, where the interpreter has pytest-xdist.
 test: $(READY)
 	$(PYTHON) -m pytest -m "not gpu" $$($(PYTHON) -c 'import xdist; print("-n 2 --dist worksteal")' 2> /dev/null)
+
+# With another PyTorch that is supported: make test-with TORCH=2.11.0
+test-with:
+	python3 -m venv .venv-$(TORCH)
+	grep -v '^torch==' constraints.txt > .venv-$(TORCH)/constraints.txt
+	.venv-$(TORCH)/bin/python -m pip install -q -c .venv-$(TORCH)/constraints.txt torch==$(TORCH) -e '.[dev]'
+	.venv-$(TORCH)/bin/python -m pytest -m "not gpu" -n 2 --dist worksteal
 
 gpu-test: $(READY)
 	$(PYTHON) -m pytest -m gpu
