@@ -76,6 +76,9 @@ def test_what_is_not_measured_is_explained_and_empty_columns_are_dropped():
     rows = {"a": {"seconds": 1.0}, "b": {"unavailable": "not here"}, "c": {"unavailable": "never"}}
     records = [{"contestants": rows}, {"contestants": {"a": {"seconds": 1.0}, "b": {"seconds": 1.0}}}]
     assert dashes(records, {"a": "A", "b": "B", "c": "C"}) == ["–: B: not here."]
+    rows["c"]["unavailable"] = "peers is not installed (No module named 'peer')"
+    missing = "Not installed for this run: peers."
+    assert dashes(records, {"a": "A", "b": "B", "c": "C"}) == ["–: B: not here.", missing]
     assert Grid(["x", "y"], [["1", "–"], ["2", "–"]]).markdown() == "| x |\n| --- |\n| 1 |\n| 2 |\n"
 
 

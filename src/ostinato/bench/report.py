@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ostinato.bench.measure import Record
-from ostinato.bench.peers import PLANNED
+from ostinato.bench.peers import NOT_INSTALLED, PLANNED
 from ostinato.bench.workloads import OURS, short_name
 
 UNITS = {"bytes": "B", "flops": "FLOP"}
@@ -157,7 +157,7 @@ def recurrent_layers(records: list[Record], device_type: str, leave_out: Iterabl
 
 
 def dashes(records: list[Record], columns: dict[str, str] | None = None) -> list[str]:
-    """Why some contestants have no value; `columns` names those that have a column, and what it is called."""
+    """Why some contestants have no value, or no column: what `columns` has of those that ran is what it is called."""
     ran = {who for record in records for who, row in record["contestants"].items() if "seconds" in row}
     names = {who: who for who in ran} if columns is None else {w: c for w, c in columns.items() if w in ran}
     reasons: dict[str, dict[str, None]] = {}
@@ -168,7 +168,17 @@ def dashes(records: list[Record], columns: dict[str, str] | None = None) -> list
     found = [f"{' and '.join(who)}: {reason}" for reason, who in reasons.items() if reason != PLANNED]
     if columns and any(not names.keys() <= record["contestants"].keys() for record in records):
         found.append("not asked for at that shape")
-    return [f"–: {'; '.join(found)}."] if found else []
+    missing = (row["unavailable"].partition(NOT_INSTALLED) for row in _never_ran(records))
+    packages = dict.fromkeys(package for package, is_missing, _ in missing if is_missing)
+    notes = [f"–: {'; '.join(found)}."] if found else []
+    return [*notes, f"Not installed for this run: {', '.join(packages)}."] if packages else notes
+
+
+def _never_ran(records: list[Record]) -> list[Record]:
+    """What is said of contestants that ran in none of these records."""
+    rows = [item for record in records for item in record["contestants"].items()]
+    ran = {who for who, row in rows if "seconds" in row}
+    return [row for who, row in rows if "unavailable" in row and who not in ran]
 
 
 def calls(records: list[Record]) -> Grid:

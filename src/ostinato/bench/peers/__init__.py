@@ -7,7 +7,7 @@ Each gets contiguous tensors in its own layout; transpositions are not timed.  O
 
 from ostinato.bench.peers import equation, layer, recurrent, scan
 from ostinato.bench.peers.layer import CELL_LOOPS, FROM_HOST, TIME_LOOP
-from ostinato.bench.peers.prepare import Build
+from ostinato.bench.peers.prepare import NOT_INSTALLED, Build
 from ostinato.bench.peers.recurrent import PLANNED
 from ostinato.bench.workloads import Workload
 
@@ -19,7 +19,17 @@ CONTESTANTS: dict[str, dict[str, Build]] = {
 }
 ON_REQUEST = {TIME_LOOP, FROM_HOST, *CELL_LOOPS.values(), *equation.LOOPS}
 
-__all__ = ["contestants", "CONTESTANTS", "ON_REQUEST", "TIME_LOOP", "FROM_HOST", "CELL_LOOPS", "PLANNED", "Build"]
+__all__ = [
+    "contestants",
+    "CONTESTANTS",
+    "ON_REQUEST",
+    "TIME_LOOP",
+    "FROM_HOST",
+    "CELL_LOOPS",
+    "PLANNED",
+    "NOT_INSTALLED",
+    "Build",
+]
 
 
 def contestants(work: Workload) -> dict[str, Build]:

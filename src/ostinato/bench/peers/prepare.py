@@ -10,6 +10,7 @@ from torch import Tensor
 from ostinato.bench.workloads import Run, Unavailable
 from ostinato.cuda_graph import capture
 
+NOT_INSTALLED = " is not installed"  # why a peer is unavailable, after its package's name
 Build = Callable[[Any, tuple[Tensor, ...]], Run]
 
 
@@ -17,7 +18,7 @@ def import_peer(module: str, package: str) -> Any:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        raise Unavailable(f"{package} is not installed ({error})") from error
+        raise Unavailable(f"{package}{NOT_INSTALLED} ({error})") from error
 
 
 def leaves(*tensors: Tensor) -> tuple[Tensor, ...]:
