@@ -40,6 +40,17 @@ def test_a_plan_is_of_packed_sequences_and_of_those_with_resets(kind):
     assert layer.plan(2, steps=12, **{kind: True}).has_kernel
 
 
+def test_kernels_are_compared_with_cudnns_only_if_these_would_run(monkeypatch):
+    layer, asked = make("GRU", 5, 8), []
+    monkeypatch.setattr(sequences, "plan_layer", lambda mask, call: asked.append(call) or Plan("dense"))
+    monkeypatch.setattr(sequences, "is_captured", lambda device: False)
+    for enabled in (True, False):
+        with torch.backends.cudnn.flags(enabled=enabled):
+            for device in ("cuda", "cpu"):
+                layer._plan(torch.device(device), 4, torch.float32, False, 20)
+    assert [call.compared for call in asked] == [True, True, False, True]
+
+
 @by("as planned")
 def test_plan():
     layer = ostinato.GRU(5, 32)
@@ -428,6 +439,8 @@ def test_a_call_is_checked_unless_one_like_it_was(monkeypatch):
         return first
 
     assert [checks(x, hx), checks(2 * x, hx)] == [1, 0]
+    with torch.backends.cudnn.flags(enabled=False):
+        assert checks(x, hx) == 1
     never = torch.zeros(x.shape[:2], dtype=torch.bool)
     assert [checks(x, hx, resets=never), checks(x, hx, resets=never.clone()), checks(x, hx)] == [1, 0, 0]
     never[:, 3] = True

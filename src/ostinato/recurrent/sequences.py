@@ -60,8 +60,10 @@ class SequenceLayers(MaskedLayers):
         # Masks cannot be packed in a capture: pruned layers run there as they did before it, when theirs were.
         captured = not self._buffers and is_captured(device)
         of_layer = device, self.mode.lower(), self.hidden_size, batch, dtype, training, steps, self._path
-        threads = torch.get_num_threads() if device.type == "cpu" else 1
-        call = Call(*of_layer, resets=resets, packed=packed, compared=True, threads=threads, captured=captured)
+        on_cpu = device.type == "cpu"
+        threads = torch.get_num_threads() if on_cpu else 1
+        compared = on_cpu or torch._C._get_cudnn_enabled()  # without it torch's kernels are several for every step
+        call = Call(*of_layer, resets=resets, packed=packed, compared=compared, threads=threads, captured=captured)
         call = call._replace(at_once=self._at_once(call))
         groups = {call.at_once, len(self._all_weights) % call.at_once} - {0}  # of layers at once, by size
         calls = [call._replace(at_once=size) for size in groups]
@@ -97,7 +99,8 @@ class SequenceLayers(MaskedLayers):
         autocast = autocast_dtype(device)
         sizes = self.input_size, self.hidden_size, self.num_layers, self.bidirectional
         how = *sizes, self.mode, self.batch_first, self._path, autocast, layers_round(device, dtype), resets is None
-        where = is_captured(device), torch.get_num_threads()  # on which the plan depends
+        # On which the plan depends, too.
+        where = is_captured(device), torch.get_num_threads(), torch._C._get_cudnn_enabled()
         # Another object for each mask, and whenever a mask changes.
         contents = [mask if mask is None else derived_from(mask, "contents", object) for mask in self._masks()]
         found: KernelCall | None = _CALLS.find(like, *how, *where, *contents)
