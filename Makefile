@@ -19,10 +19,10 @@ test: $(READY)
 
 # With another PyTorch that is supported: make test-with TORCH=2.11.0
 test-with:
-	python3 -m venv .venv-$(TORCH)
+	python3 -m venv .venv-$(or $(TORCH),$(error say which, such as TORCH=2.11.0))
 	grep -v '^torch==' constraints.txt > .venv-$(TORCH)/constraints.txt
 	.venv-$(TORCH)/bin/python -m pip install -q -c .venv-$(TORCH)/constraints.txt torch==$(TORCH) -e '.[dev]'
-	.venv-$(TORCH)/bin/python -m pytest -m "not gpu" -n 2 --dist worksteal
+	$(MAKE) test PYTHON=.venv-$(TORCH)/bin/python
 
 gpu-test: $(READY)
 	$(PYTHON) -m pytest -m gpu

@@ -219,7 +219,8 @@ OPTIONAL = {"deployment.md": ("huggingface_hub", "onnxruntime", "onnxscript")}
 
 @pytest.mark.filterwarnings(
     "error",
-    "ignore:.*torch.jit",  # PyTorch's own exports and forward mode call what it warns of
+    "ignore:.*torch.jit:DeprecationWarning",  # PyTorch's own exports and forward mode call what it warns of
+    "ignore:.*torch.jit:FutureWarning",
     "ignore:.*LeafSpec:FutureWarning",
     r"ignore:\s*torch.ao.quantization is deprecated:DeprecationWarning",
     "ignore:torch.quantize_per_tensor:UserWarning",

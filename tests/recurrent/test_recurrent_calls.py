@@ -536,7 +536,7 @@ def test_trains_the_same_in_a_cuda_graph(kind, bidirectional):
 
 
 @pytest.mark.gpu
-def test_the_first_call_may_be_captured(monkeypatch):
+def test_the_first_call_may_be_captured():
     """As that of a kernel is where calls before the capture are left to torch."""
     for cached in (cuda_launch._failure, cuda_launch.kernels, cuda_launch._launch_of, nvrtc.load_kernel):
         cached.cache_clear()

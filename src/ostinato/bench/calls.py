@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import ostinato
 from ostinato.bench.measure import Record
+from ostinato.cuda_graph import capture
 
 CALLS, ROUNDS = 50, 20  # calls per sample, fewer than fill a GPU's queue; samples, interleaved over contestants
 UNIT = "torch.add(out=)"
@@ -135,16 +136,17 @@ def _trained(device: torch.device) -> Iterator[tuple[str, dict[str, Call]]]:
 
 def _short(device: torch.device) -> Iterator[tuple[str, dict[str, Call]]]:
     """Short sequences, without gradients and trained: called, compiled, and from a CUDA graph; a GPU is awaited."""
-    for name, hidden, steps, batch in (("GRU", 128, 16, 32), ("LSTM", 256, 64, 16)):
+    shapes = ("GRU", 128, 16, 32), ("LSTM", 256, 64, 16)
+    for (name, hidden, steps, batch), trained in itertools.product(shapes, (False, True)):
         x, grad = torch.randn(2, steps, batch, hidden, device=device)
-        for trained in (False, True):
-            contestants: dict[str, Call] = {}
+        contestants: dict[str, Call] = {}
+        with torch._dynamo.config.patch(allow_rnn=True):  # as compiled calls ask for it, also while they are timed
             for who, kind in zip(("Ostinato", "torch.nn"), PEERS[name], strict=False):
                 make = partial(kind, hidden, hidden, device=device)
-                contestants |= {who + how: call for how, call in _ways(make, x, grad if trained else None)}
+                for how, call in _ways(make, x, grad if trained else None):
+                    contestants[who + how] = _awaited(call, device)
             what = "training of" if trained else "inference of"
-            awaited = {who: _awaited(call, device) for who, call in contestants.items()}
-            yield f"{what} {name} {hidden}, T = {steps}, B = {batch}", awaited
+            yield f"{what} {name} {hidden}, T = {steps}, B = {batch}", contestants
 
 
 def _ways(make: Callable[[], nn.Module], x: Tensor, grad: Tensor | None) -> Iterator[tuple[str, Call]]:
@@ -164,17 +166,11 @@ def _ways(make: Callable[[], nn.Module], x: Tensor, grad: Tensor | None) -> Iter
         torch.cuda.make_graphed_callables(layer, (x,))
         yield ", in a CUDA graph", called(layer)
     else:
-        graph, forward = torch.cuda.CUDAGraph(), called(layer)
-        forward()
-        with torch.cuda.graph(graph):
-            forward()
-        yield ", in a CUDA graph", graph.replay
+        yield ", in a CUDA graph", capture(called(layer), x.device)[0]
     layer = make()
     if type(layer) not in (ostinato.GRU, ostinato.LSTM):  # torch.nn's are compiled step by step, for a minute
         return
     layer.compile(mode="reduce-overhead")
-    with torch._dynamo.config.patch(allow_rnn=True):
-        called(layer)()
     yield ", compiled", called(layer)
 
 

@@ -168,17 +168,11 @@ def dashes(records: list[Record], columns: dict[str, str] | None = None) -> list
     found = [f"{' and '.join(who)}: {reason}" for reason, who in reasons.items() if reason != PLANNED]
     if columns and any(not names.keys() <= record["contestants"].keys() for record in records):
         found.append("not asked for at that shape")
-    missing = (row["unavailable"].partition(NOT_INSTALLED) for row in _never_ran(records))
+    rows = [item for record in records for item in record["contestants"].items()]
+    missing = (row.get("unavailable", "").partition(NOT_INSTALLED) for who, row in rows if who not in ran)
     packages = dict.fromkeys(package for package, is_missing, _ in missing if is_missing)
     notes = [f"–: {'; '.join(found)}."] if found else []
     return [*notes, f"Not installed for this run: {', '.join(packages)}."] if packages else notes
-
-
-def _never_ran(records: list[Record]) -> list[Record]:
-    """What is said of contestants that ran in none of these records."""
-    rows = [item for record in records for item in record["contestants"].items()]
-    ran = {who for who, row in rows if "seconds" in row}
-    return [row for who, row in rows if "unavailable" in row and who not in ran]
 
 
 def calls(records: list[Record]) -> Grid:

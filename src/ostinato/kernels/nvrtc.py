@@ -269,9 +269,10 @@ def load_kernel(name: str, code: str, macros: tuple[tuple[str, object], ...], de
     The feature "a" stands for what only GPUs of exactly this architecture have.  Threads may compile at the same time.
     """
     cubin = cached_cubin(code, _architecture(device) + feature, dict(macros))
-    with _loading, permitted_in_captures():
+    with _loading:
         torch.cuda.current_stream(device)  # the driver must be up before code is loaded
-        return Kernel(cubin, name)
+        with permitted_in_captures():
+            return Kernel(cubin, name)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -128,7 +128,7 @@ class SequenceLayers(MaskedLayers):
         given = (torch.float32, torch.float16, torch.bfloat16) if autocast else (dtype,)
         tensors = [*weights, x, *states]
         training = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-        at_once = 2 if self.bidirectional else 1
+        at_once, is_torchs = 2 if self.bidirectional else 1, False
         if not torch.compiler.is_compiling() and batch * steps > 0:  # compiled calls are planned at run time
             ragged = has_several_lengths(input, batch, steps)
             try:
@@ -137,13 +137,9 @@ class SequenceLayers(MaskedLayers):
                 return None
             if not can_take(tensors):
                 return None
-            if not (plan.has_kernel or is_vmapped()):
-                altered = training or autocast or self._buffers or resets is not None
-                if altered or not self._takes(input, states, weights):
-                    return None
-                self._check_shapes(weights)
-                return LEFT_TO_TORCH
-            count_operations()
+            is_torchs = not (plan.has_kernel or is_vmapped())
+            if not is_torchs:
+                count_operations()
             if plan.has_kernel:
                 at_once = plan.at_once
         unbatched = x.dim() == 2 and not packed
@@ -162,6 +158,9 @@ class SequenceLayers(MaskedLayers):
         if not fits:
             return None
         self._check_shapes(weights)
+        if is_torchs:
+            altered = training or autocast or packed or unbatched or self._buffers or resets is not None
+            return None if altered or not self._takes_as_they_are(x, states, weights) else LEFT_TO_TORCH
         return KernelCall(batch, steps, computed if autocast else None, training, at_once)
 
     def _forward_kernels(

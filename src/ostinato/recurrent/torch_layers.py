@@ -64,22 +64,11 @@ class TorchLayers(nn.RNNBase):
         module.__dict__.update(self.__dict__, **attributes)
         return module
 
-    def _takes(self, input: Any, states: list[Tensor], weights: list[Tensor]) -> bool:
-        """Whether :meth:`_call_torch` takes a call without gradients as it is, and so all calls of tensors like these.
-
-        The shapes of the weights are not checked here.
-        """
-        dtype, device, tensors = weights[0].dtype, weights[0].device, [input, *states, *weights]
-        if not isinstance(input, Tensor) or len(states) not in (0, 2 if self.mode == "LSTM" else 1):
-            return False
+    def _takes_as_they_are(self, input: Tensor, states: list[Tensor], weights: list[Tensor]) -> bool:
+        """Whether :meth:`_call_torch` takes batched tensors that fit, without gradients, and so all like them."""
         if weights[0].is_cuda and not all(map(operator.is_, weights, self._flat_weights)):  # they are copied
             return False
-        return (
-            self._fits(input, hidden_of(states), weights[0])
-            and is_eager(tensors)
-            and all(x.dtype == dtype and x.device == device for x in tensors)
-            and all(state.is_contiguous() for state in states)
-        )
+        return is_eager([input, *states, *weights]) and all(state.is_contiguous() for state in states)
 
     def _fits(self, input: Tensor, hx: Any, weight: Tensor) -> bool:
         """Whether the input and the states, if there are any, are batched and of the layer's dtype and sizes."""
